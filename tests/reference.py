@@ -1,0 +1,37 @@
+"""What the operators must compute, in plain torch, written from the formulas of ops/*/*.h.
+
+Every function is differentiable by autograd to any order and works under torch.func, so it is the
+reference for derivatives too. Slow and memory-hungry on purpose: clarity first.
+"""
+
+import torch
+
+
+def force_virial(list_neigh, dE, Ri_d, Rij, nghost=0, center=True):
+    """force [B, n+m, 3], virial [B, 3, 3], atom_virial [B, n+m, 3, 3]; arguments as in ops/force/force.h."""
+    frames, natoms = list_neigh.shape[:2]
+    rows = natoms + nghost
+    neighbors = list_neigh[0, 0].numel() if frames * natoms else list_neigh.shape[2:].numel()
+    list_neigh = list_neigh.reshape(frames, natoms, neighbors).long()
+    live = list_neigh >= 0
+    # torch.where, not a product: NaN in an empty slot must not survive, nor its gradient.
+    dE = torch.where(live[..., None], dE.reshape(frames, natoms, neighbors, 4), 0.0)
+    Ri_d = torch.where(live[..., None, None], Ri_d.reshape(frames, natoms, neighbors, 4, 3), 0.0)
+    Rij = torch.where(live[..., None], Rij, 0.0)
+
+    g = torch.einsum("bnkc,bnkca->bnka", dE, Ri_d)
+    w = torch.einsum("bnka,bnkc->bnkac", g, Rij)
+    target = torch.where(live, list_neigh, 0)
+    names = torch.nn.functional.one_hot(target, rows).to(g) if rows else g.new_zeros(*target.shape, 0)
+    names = names * live[..., None]
+    force = torch.einsum("bnkj,bnka->bja", names, g)
+    if center:
+        own = -g.sum(2)
+        force = force + torch.cat([own, own.new_zeros(frames, nghost, 3)], 1)
+    return force, w.sum((1, 2)), torch.einsum("bnkj,bnkac->bjac", names, w)
+
+
+def force(list_neigh, dE, Ri_d, nghost=0, center=True):
+    frames, natoms = list_neigh.shape[:2]
+    neighbors = list_neigh.shape[2:].numel()
+    return force_virial(list_neigh, dE, Ri_d, dE.new_zeros(frames, natoms, neighbors, 3), nghost, center)[0]

@@ -1,0 +1,531 @@
+"""calcops::force and calcops::force_virial against tests/reference.py, on the CPU and on a GPU, if any."""
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import reference
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
+
+from calcops_jit import force, force_virial
+
+backward = torch.ops.calcops._force_virial_backward
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+def pairs(
+    frames=3, natoms=5, nghost=2, neighbors=7, dtype=torch.float64, index=torch.int32, device="cpu", seed=0
+):
+    """A random list with empty slots anywhere, repeats and self images, and its dE, Ri_d, Rij."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (frames, natoms, neighbors)
+    list_neigh = torch.randint(-1, natoms + nghost, size, generator=generator).to(index)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    Ri_d = random(frames, natoms, 4 * neighbors, 3)
+    return list_neigh.to(device), random(*size, 4), Ri_d, random(*size, 3)
+
+
+def differentiable_pairs(**options):
+    list_neigh, *values = pairs(**options)
+    return list_neigh, *(value.requires_grad_() for value in values)
+
+
+def assert_equal_lists(ours, theirs, **tolerance):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+# ---- values -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("nghost", [0, 2])
+def test_values_equal_the_reference(device, dtype, index, nghost):
+    list_neigh, dE, Ri_d, Rij = pairs(nghost=nghost, dtype=dtype, index=index, device=device)
+    expected = reference.force_virial(list_neigh, *(x.double() for x in (dE, Ri_d, Rij)), nghost)
+    tolerance = dict(rtol=1e-12, atol=1e-12) if dtype == torch.float64 else dict(rtol=2e-7, atol=1e-6)
+    ours = force_virial(list_neigh, dE, Ri_d, Rij, nghost)
+    assert [x.dtype for x in ours] == [dtype] * 3
+    assert_equal_lists([x.double() for x in ours], expected, **tolerance)
+    torch.testing.assert_close(force(list_neigh, dE, Ri_d, nghost).double(), expected[0], **tolerance)
+
+
+def test_a_pair_by_hand():
+    # g = dE @ Ri_d = (1, 2, 3) acts on atom 1; atom 0 gets the opposite.
+    list_neigh = torch.tensor([[[1, -1], [-1, -1]]])
+    dE = torch.tensor([[[[1.0, 1, 1, 0], [9, 9, 9, 9]], [[9] * 4] * 2]], dtype=torch.float64)
+    Ri_d = torch.full((1, 2, 2, 4, 3), 7.0, dtype=torch.float64)
+    Ri_d[0, 0, 0] = torch.tensor([[1, 0, 0], [0, 2, 0], [0, 0, 3], [5, 5, 5]])
+    Rij = torch.tensor([10.0, 20, 30], dtype=torch.float64).expand(1, 2, 2, 3)
+    F, W, atom_W = force_virial(list_neigh, dE, Ri_d, Rij)
+    assert F.tolist() == [[[-1, -2, -3], [1, 2, 3]]]
+    assert W.tolist() == [[[10, 20, 30], [20, 40, 60], [30, 60, 90]]]
+    assert atom_W[0, 0].abs().sum() == 0 and atom_W[0, 1].tolist() == W[0].tolist()
+
+
+def test_every_accepted_view_gives_the_same_bits(device):
+    list_neigh, dE, Ri_d, Rij = pairs(neighbors=6, device=device)
+    frames, natoms, neighbors = list_neigh.shape
+    expected = force_virial(list_neigh, dE, Ri_d, Rij, 2)
+    lists = list_neigh, list_neigh.view(frames, natoms, 2, 3)
+    dEs = dE, dE.view(frames, natoms, 1, 4 * neighbors), dE.view(frames, natoms, 4 * neighbors)
+    Ri_ds = Ri_d, Ri_d.view(frames, natoms, neighbors, 4, 3)
+    for view in itertools.product(lists, dEs, Ri_ds):
+        assert_equal_lists(force_virial(*view, Rij, 2), expected, rtol=0, atol=0)
+        torch.testing.assert_close(force(*view, 2), expected[0], rtol=0, atol=0)
+
+
+def test_strided_and_expanded_inputs_are_read_right(device):
+    list_neigh, dE, Ri_d, Rij = pairs(device=device)
+    strided = [x.transpose(0, -1).contiguous().transpose(0, -1) for x in (list_neigh, dE, Ri_d, Rij)]
+    assert not any(x.is_contiguous() for x in strided)
+    assert_equal_lists(force_virial(*strided, 2), force_virial(list_neigh, dE, Ri_d, Rij, 2), rtol=0, atol=0)
+    one = [x[:1].expand_as(x) for x in (list_neigh, dE, Ri_d, Rij)]
+    assert_equal_lists(force_virial(*one, 2), force_virial(*(x.contiguous() for x in one), 2), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(0, 5, 2, 7), (3, 0, 2, 7), (3, 0, 0, 7), (3, 5, 2, 0), (0, 0, 0, 0), (1, 1, 0, 1), (1, 1, 3, 1)],
+    ids=str,
+)
+def test_empty_sizes_give_zeros_of_the_right_shape(device, sizes):
+    frames, natoms, nghost, neighbors = sizes
+    options = dict(dtype=torch.float64, device=device)
+    list_neigh = torch.full((frames, natoms, neighbors), -1, device=device)
+    leaves = [
+        torch.ones(frames, natoms, neighbors, 4, **options, requires_grad=True),
+        torch.ones(frames, natoms, 4 * neighbors, 3, **options, requires_grad=True),
+        torch.ones(frames, natoms, neighbors, 3, **options, requires_grad=True),
+    ]
+    outputs = force_virial(list_neigh, *leaves, nghost)
+    rows = natoms + nghost
+    assert [tuple(x.shape) for x in outputs] == [(frames, rows, 3), (frames, 3, 3), (frames, rows, 3, 3)]
+    assert all(x.count_nonzero() == 0 for x in outputs)
+    for gradient in torch.autograd.grad(sum(x.sum() for x in outputs), leaves):
+        assert gradient.count_nonzero() == 0
+
+
+def test_what_an_empty_slot_holds_never_matters(device):
+    list_neigh, dE, Ri_d, Rij = pairs(device=device)
+    empty = list_neigh < 0
+    expected = force_virial(list_neigh, dE, Ri_d, Rij, 2)
+    for junk in (float("nan"), float("inf")):
+        dirty = [dE.clone(), Ri_d.view(*list_neigh.shape, 4, 3).clone(), Rij.clone()]
+        for x in dirty:
+            x[empty] = junk
+            x.requires_grad_()
+        outputs = force_virial(list_neigh, *dirty, 2)
+        assert_equal_lists(outputs, expected, rtol=0, atol=0)
+        upstream = [torch.randn_like(x) for x in outputs]
+        for gradient in torch.autograd.grad(outputs, dirty, upstream, create_graph=True):
+            assert gradient.isfinite().all() and (gradient[empty] == 0).all()
+            # ... nor does what comes from above for such a slot, one order higher.
+            v = torch.randn_like(gradient)
+            v[empty] = junk
+            for second in torch.autograd.grad(gradient, dirty, v, retain_graph=True, allow_unused=True):
+                assert second is None or (second.isfinite().all() and (second[empty] == 0).all())
+
+
+def test_nan_in_a_live_slot_goes_where_it_belongs(device):
+    list_neigh, dE, Ri_d, Rij = pairs(device=device)
+    list_neigh[0, 0, 0] = 3
+    dE[0, 0, 0] = float("nan")
+    F, W, atom_W = force_virial(list_neigh, dE, Ri_d, Rij, 2)
+    wrong = F.isnan().any(-1)
+    assert wrong[0].nonzero().flatten().tolist() == [0, 3] and not wrong[1:].any()
+    assert W[0].isnan().all() and not W[1:].isnan().any()
+    assert atom_W.isnan().any(-1).any(-1)[0].nonzero().flatten().tolist() == [3]
+
+
+# ---- bit for bit ---------------------------------------------------------------------------------
+
+
+def gradients(list_neigh, *leaves, nghost=2):
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    outputs = force_virial(list_neigh, *leaves, nghost)
+    weights = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x).to(x) for x in outputs]
+    return *outputs, *torch.autograd.grad(outputs, leaves, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_same_bits_for_any_number_of_threads(dtype):
+    inputs = pairs(frames=2, natoms=900, nghost=100, neighbors=60, dtype=dtype)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3, 4, 8):
+            torch.set_num_threads(threads)
+            results += [gradients(*inputs, nghost=100) for _ in range(4)]
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert_equal_lists(other, results[0], rtol=0, atol=0)
+
+
+def test_permuted_frames_permute_the_result_bitwise(device):
+    inputs = pairs(frames=4, natoms=300, nghost=10, neighbors=80, device=device)
+    order = torch.tensor([2, 0, 3, 1], device=device)
+    permuted = force_virial(*(x[order] for x in inputs), 10)
+    assert_equal_lists(permuted, [x[order] for x in force_virial(*inputs, 10)], rtol=0, atol=0)
+
+
+def test_float32_is_summed_in_float64():
+    list_neigh, dE, Ri_d, Rij = pairs(1, 40, 0, 500, torch.float32)
+    exact = force_virial(list_neigh, dE.double(), Ri_d.double(), Rij.double())
+    for ours, value in zip(force_virial(list_neigh, dE, Ri_d, Rij), exact):
+        torch.testing.assert_close(ours, value.float(), rtol=1.2e-7, atol=0)
+
+
+def test_the_sum_of_forces_is_zero():
+    for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 1e-13)):
+        F = force(*pairs(2, 200, 30, 90, dtype)[:3], 30)
+        assert F.double().sum(1).abs().max() <= bound * F.double().abs().sum()
+
+
+def test_every_output_is_written_in_deterministic_mode(device):
+    # torch.empty is filled with NaN then.
+    torch.use_deterministic_algorithms(True)
+    try:
+        for result in gradients(*pairs(device=device)):
+            assert result.isfinite().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# ---- derivatives ---------------------------------------------------------------------------------
+
+SMALL = dict(frames=3, natoms=2, nghost=1, neighbors=3)
+
+
+@pytest.mark.parametrize("nghost", [0, 1])
+def test_first_derivatives_in_every_mode(device, nghost):
+    list_neigh, *leaves = differentiable_pairs(**{**SMALL, "nghost": nghost}, device=device)
+    modes = dict(check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
+    assert gradcheck(lambda *x: force_virial(list_neigh, *x, nghost), leaves, **modes)
+    assert gradcheck(lambda *x: force(list_neigh, *x, nghost), leaves[:2], **modes)
+
+
+@pytest.mark.parametrize("output", [0, 1, 2, slice(None)], ids=["force", "virial", "atom_virial", "all"])
+def test_second_derivatives_through_each_output(device, output):
+    list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
+    assert gradgradcheck(
+        lambda *x: force_virial(list_neigh, *x, 1)[output],
+        leaves if output != 0 else leaves[:2] + [leaves[2].detach()],
+        check_fwd_over_rev=True,
+        check_batched_grad=True,
+    )
+
+
+def test_second_derivatives_of_force(device):
+    list_neigh, dE, Ri_d, _ = differentiable_pairs(**SMALL, device=device)
+    modes = dict(check_fwd_over_rev=True, check_batched_grad=True)
+    assert gradgradcheck(lambda *x: force(list_neigh, *x, 1), (dE, Ri_d), **modes)
+
+
+def test_third_derivatives(device):
+    list_neigh, *leaves = differentiable_pairs(frames=1, natoms=2, nghost=1, neighbors=2, device=device)
+    upstream = [torch.randn_like(x).requires_grad_() for x in force_virial(list_neigh, *leaves, 1)]
+    function = lambda *x: backward(*x[:3], list_neigh, *x[3:], 1, True, [True] * 3)  # noqa: E731
+    assert gradgradcheck(function, (*upstream, *leaves), check_fwd_over_rev=True, check_batched_grad=True)
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product([True, False], repeat=3))[:-1], ids=str)
+def test_any_subset_of_inputs_may_require_grad(device, wanted):
+    list_neigh, *leaves = pairs(**SMALL, device=device)
+    for leaf, flag in zip(leaves, wanted):
+        leaf.requires_grad_(flag)
+    function = lambda *x: force_virial(list_neigh, *x, 1)  # noqa: E731
+    assert gradcheck(function, leaves) and gradgradcheck(function, leaves)
+
+
+def test_gradients_have_the_shape_of_the_view_that_was_given(device):
+    list_neigh, dE, Ri_d, Rij = pairs(neighbors=6, device=device)
+    flat = dE.reshape(3, 5, 1, 24).requires_grad_(), Ri_d.view(3, 5, 6, 4, 3).requires_grad_()
+    gradient = torch.autograd.grad(force(list_neigh.view(3, 5, 2, 3), *flat, 2).square().sum(), flat)
+    assert [x.shape for x in gradient] == [x.shape for x in flat]
+
+
+def scalar_of(function, list_neigh):
+    def scalar(*x):
+        F, W, atom_W = function(list_neigh, *x, 1)
+        return (F**3).sum() + (W**2).sum() + (F[..., None] * atom_W**2).sum()
+
+    return scalar
+
+
+@pytest.mark.parametrize("transform", ["grad", "jacrev", "jacfwd", "hessian", "vjp", "jvp"])
+def test_torch_func_transforms_equal_the_reference(device, transform):
+    list_neigh, *leaves = pairs(**SMALL, device=device)
+    ours, theirs = scalar_of(force_virial, list_neigh), scalar_of(reference.force_virial, list_neigh)
+
+    def apply(function):
+        if transform == "vjp":
+            return torch.func.vjp(function, *leaves)[1](torch.ones_like(function(*leaves)))
+        if transform == "jvp":
+            return torch.func.jvp(function, tuple(leaves), tuple(x.cos() for x in leaves))
+        result = getattr(torch.func, transform)(function, argnums=(0, 1, 2))(*leaves)
+        return torch.utils._pytree.tree_leaves(result)
+
+    assert_equal_lists(apply(ours), apply(theirs), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("batched", list(itertools.product([0, None], repeat=4))[:-1], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_vmap_over_any_subset_of_inputs(device, batched):
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    try:
+        stack = [pairs(**SMALL, device=device, seed=seed) for seed in range(4)]
+        inputs = [torch.stack(x) if dim == 0 else x[0] for x, dim in zip(zip(*stack), batched)]
+        ours = torch.vmap(lambda *x: force_virial(*x, 1), batched)(*inputs)
+        one = [[x[v] if dim == 0 else x for x, dim in zip(inputs, batched)] for v in range(4)]
+        expected = [torch.stack(x) for x in zip(*(force_virial(*x, 1) for x in one))]
+        assert_equal_lists(ours, expected, rtol=0, atol=0)
+        gradient = torch.func.grad(scalar_of(force_virial, inputs[0] if batched[0] is None else one[0][0]))
+        dims = batched[1:]
+        if any(dim == 0 for dim in dims):
+            ours = torch.vmap(gradient, dims)(*inputs[1:])
+            expected = torch.stack([gradient(*x[1:]) for x in one])
+            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    finally:
+        torch._C._functorch._set_vmap_fallback_enabled(True)
+
+
+def test_vmap_of_vmap_over_other_dimensions(device):
+    stack = [pairs(**SMALL, device=device, seed=seed) for seed in range(6)]
+    list_neigh, dE, Ri_d, Rij = (torch.stack(x).unflatten(0, (2, 3)) for x in zip(*stack))
+    function = torch.vmap(torch.vmap(lambda *x: force_virial(*x, 1), (0, -1, 0, None)), (0, 1, 0, None))
+    ours = function(list_neigh, dE.movedim(1, -1).movedim(0, 1), Ri_d, Rij[0, 0])
+    for v, w in itertools.product(range(2), range(3)):
+        expected = force_virial(list_neigh[v, w], dE[v, w], Ri_d[v, w], Rij[0, 0], 1)
+        assert_equal_lists([x[v, w] for x in ours], expected, rtol=0, atol=0)
+
+
+# ---- the rest of PyTorch --------------------------------------------------------------------------
+
+
+def test_opcheck_of_every_operator(device):
+    list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
+    opcheck(force, (list_neigh, *leaves[:2], 1))
+    opcheck(torch.ops.calcops._neighbor_force, (list_neigh, *leaves[:2], 1))
+    opcheck(force_virial, (list_neigh, *leaves, 1))
+    upstream = [torch.randn_like(x).requires_grad_() for x in force_virial(list_neigh, *leaves, 1)]
+    for mask in ([True] * 3, [True, False, False], [False, True, True]):
+        opcheck(backward, (*upstream, list_neigh, *leaves, 1, True, mask))
+    opcheck(backward, (upstream[0], None, None, list_neigh, *leaves[:2], None, 1, True, [True, True, False]))
+
+
+class ForceModel(torch.nn.Module):
+    """The smallest model with forces: a per-pair energy, its derivative and the operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 4, dtype=torch.float64))
+
+    def forward(self, list_neigh: torch.Tensor, Ri: torch.Tensor, Ri_d: torch.Tensor, Rij: torch.Tensor):
+        dE = self.weight * torch.cos(Ri * self.weight)
+        return torch.ops.calcops.force_virial(list_neigh, dE, Ri_d, Rij, 1)
+
+
+def loss_gradient(model, *inputs):
+    F, W, atom_W = model(*inputs)
+    loss = F.square().sum() + W.square().sum() + atom_W.square().sum()
+    return loss, torch.autograd.grad(loss, model.weight)[0]
+
+
+def test_compiled_model_equals_eager_without_recompiling(device):
+    torch._dynamo.reset()
+    model = ForceModel().to(device)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for natoms in range(10, 30):  # no size equals another or 3 or 4, or PyTorch takes them for one
+            inputs = pairs(5 + natoms % 3, natoms, 1, natoms + 31, device=device, seed=natoms)
+            ours, expected = loss_gradient(compiled, *inputs), loss_gradient(model, *inputs)
+            assert_equal_lists(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_compiled_autograd_equals_eager(device):
+    torch._dynamo.reset()
+    list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
+    expected = torch.autograd.grad(scalar_of(force_virial, list_neigh)(*leaves), leaves)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        scalar_of(force_virial, list_neigh)(*leaves).backward()
+    assert_equal_lists([x.grad for x in leaves], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_export_with_dynamic_frames_atoms_and_neighbours():
+    class Operators(torch.nn.Module):
+        def forward(self, list_neigh, dE, Ri_d, Rij):
+            return torch.ops.calcops.force_virial(list_neigh, dE, Ri_d, Rij, 1)
+
+    frames, natoms, neighbors = (torch.export.Dim(x, min=2) for x in ("frames", "natoms", "neighbors"))
+    size = {0: frames, 1: natoms, 2: neighbors}
+    program = torch.export.export(
+        Operators(),
+        pairs(2, 5, 1, 7),
+        dynamic_shapes=(size, size, {0: frames, 1: natoms, 2: 4 * neighbors}, size),
+    )
+    for sizes in ((2, 5, 1, 7), (3, 4, 1, 9), (5, 11, 1, 2)):
+        inputs = pairs(*sizes)
+        assert_equal_lists(program.module()(*inputs), force_virial(*inputs, 1), rtol=0, atol=0)
+
+
+def test_make_fx_of_a_force_matching_loss_equals_eager():
+    model = ForceModel()
+    parameters = dict(model.named_parameters())
+
+    def loss_gradients(parameters, list_neigh, Ri, Ri_d, Rij):
+        Ri = Ri.detach().requires_grad_()
+        weight = parameters["weight"]
+        energy = torch.sin(Ri * weight).sum()
+        (dE,) = torch.autograd.grad(energy, Ri, create_graph=True)
+        F, W, _ = torch.ops.calcops.force_virial(list_neigh, dE, Ri_d, Rij, 1)
+        return torch.autograd.grad(F.square().sum() + W.square().sum(), weight)
+
+    inputs = pairs(2, 5, 1, 7)
+    traced = make_fx(loss_gradients, tracing_mode="symbolic")(parameters, *inputs)
+    for sizes in ((2, 5, 1, 7), (4, 8, 1, 5)):
+        inputs = pairs(*sizes)
+        ours, expected = traced(parameters, *inputs), loss_gradients(parameters, *inputs)
+        assert_equal_lists(ours, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripted_model_saved_and_loaded_gives_the_same():
+    model, inputs = ForceModel(), pairs(2, 4, 1, 6)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(model), file)
+    file.seek(0)
+    loaded = torch.jit.load(file)
+    for _ in range(3):  # the profiling executor changes the graph on the way
+        assert_equal_lists(
+            loss_gradient(loaded, *inputs), loss_gradient(model, *inputs), rtol=1e-13, atol=1e-13
+        )
+
+
+def test_models_are_copied_and_pickled():
+    model, inputs = ForceModel(), pairs(2, 4, 1, 6)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_equal_lists(twin(*inputs), model(*inputs), rtol=0, atol=0)
+
+
+def test_inference_mode_and_autocast_change_nothing(device):
+    inputs = pairs(dtype=torch.float32, device=device)
+    expected = force_virial(*inputs, 2)
+    with torch.inference_mode():
+        assert_equal_lists(force_virial(*inputs, 2), expected, rtol=0, atol=0)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert_equal_lists(force_virial(*inputs, 2), expected, rtol=0, atol=0)
+
+
+def test_inputs_changed_in_place_before_backward_are_noticed():
+    list_neigh, dE, Ri_d, Rij = differentiable_pairs()
+    result = force(list_neigh, dE, Ri_d, 2).sum()
+    list_neigh.fill_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
+# ---- errors ----------------------------------------------------------------------------------------
+
+
+def test_errors_name_the_argument_what_was_expected_and_what_came():
+    list_neigh, dE, Ri_d, Rij = pairs()
+    wrong = {
+        "`list_neigh` int32 or int64, got Float": (list_neigh.float(), dE, Ri_d, Rij),
+        "`list_neigh` of shape [B, n, K] or [B, n, T, M], got [5, 7]": (list_neigh[0], dE, Ri_d, Rij),
+        "`nghost` >= 0, got -1": (list_neigh, dE, Ri_d, Rij, -1),
+        "`dE` float32 or float64, got Half": (list_neigh, dE.half(), Ri_d, Rij),
+        "`dE` of shape [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K], [B, n, K] = [3, 5, 7], got [3, 5, 6, 4]": (
+            list_neigh,
+            dE[:, :, 1:],
+            Ri_d,
+            Rij,
+        ),
+        "`Ri_d` of dtype Double like `dE`, got Float": (list_neigh, dE, Ri_d.float(), Rij),
+        "`Ri_d` of shape [B, n, 4K, 3] or [B, n, K, 4, 3], [B, n, K] = [3, 5, 7], got [3, 5, 3, 28]": (
+            list_neigh,
+            dE,
+            Ri_d.transpose(2, 3),
+            Rij,
+        ),
+        "`Rij` of shape [B, n, K, 3], [B, n, K] = [3, 5, 7], got [3, 5, 7]": (
+            list_neigh,
+            dE,
+            Ri_d,
+            Rij[..., 0],
+        ),
+        "`Rij` of dtype Double like `dE`, got Float": (list_neigh, dE, Ri_d, Rij.float()),
+    }
+    for text, arguments in wrong.items():
+        with pytest.raises(RuntimeError) as caught:
+            force_virial(*(arguments if len(arguments) == 5 else (*arguments, 2)))
+        assert str(caught.value).splitlines()[0] == "calcops::force_virial: expected " + text
+    for argument in range(4):
+        mixed = [x.to("meta") if i == argument else x for i, x in enumerate((list_neigh, dE, Ri_d, Rij))]
+        with pytest.raises(RuntimeError, match="expected `.*` on (cpu|meta) like `.*`, got (cpu|meta)"):
+            force_virial(*mixed, 2)
+
+
+@pytest.mark.parametrize("entry", [-2, 7, 2**31 - 1])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_a_wrong_entry_is_named_with_frame_atom_slot_and_value(entry, index):
+    list_neigh, dE, Ri_d, Rij = pairs(index=index)
+    list_neigh[1, 2, 3] = list_neigh[2, 4, 6] = entry
+    text = (
+        f"expected `list_neigh` entries -1 or 0 <= j < n + nghost = 7, got {entry} at frame 1, atom 2, slot 3"
+    )
+    with pytest.raises(RuntimeError) as caught:
+        force(list_neigh, dE, Ri_d, 2)
+    assert str(caught.value).splitlines()[0] == "calcops::force: " + text
+    upstream = torch.zeros(3, 7, 3, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="at frame 1, atom 2, slot 3"):
+        backward(upstream, None, None, list_neigh, dE, Ri_d, None, 2, True, [True, False, False])
+
+
+def test_a_list_that_is_right_with_ghosts_is_wrong_without():
+    list_neigh, dE, Ri_d, _ = pairs()
+    with pytest.raises(RuntimeError, match=r"0 <= j < n \+ nghost = 5, got [56] at frame 0"):
+        force(list_neigh, dE, Ri_d)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="built with CUDA where a GPU is")
+@pytest.mark.parametrize("op", ["force", "_neighbor_force"])
+def test_cuda_tensors_are_told_why_there_is_no_cuda_kernel(op):
+    list_neigh, dE, Ri_d, _ = pairs()
+    packet = getattr(torch.ops.calcops, op).default
+    with pytest.raises(RuntimeError, match=f"^calcops::{op}: built without CUDA because .+; .+"):
+        packet.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), list_neigh, dE, Ri_d, 2)
+
+
+# ---- size -------------------------------------------------------------------------------------------
+
+
+def test_more_atoms_than_16_bits_count(device):
+    list_neigh, dE, Ri_d, Rij = pairs(1, 70_001, 3, 2, device=device)
+    F, W, atom_W = force_virial(list_neigh, dE, Ri_d, Rij, 3)
+    g = torch.einsum("bnkc,bnkca->bnka", dE, Ri_d.view(1, 70_001, 2, 4, 3)) * (list_neigh >= 0)[..., None]
+    expected = torch.zeros_like(F[0]).index_add_(0, list_neigh.clamp(min=0).flatten().long(), g.view(-1, 3))
+    expected[:70_001] -= g[0].sum(1)
+    torch.testing.assert_close(F[0], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(atom_W.sum(1), W, rtol=1e-11, atol=1e-9)
+
+
+@pytest.mark.parametrize("neighbors", [*range(1, 34), 255, 256, 257, 8192])
+def test_every_number_of_slots(device, neighbors):
+    inputs = pairs(2, 4, 1, neighbors, device=device)
+    assert_equal_lists(force_virial(*inputs, 1), reference.force_virial(*inputs, 1), rtol=1e-12, atol=1e-11)
