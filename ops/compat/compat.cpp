@@ -4,7 +4,6 @@
 // gradients. After LonxunQuantum/MatPL, src/op; where that is wrong (README, "Existing programs")
 // this is not.
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <torch/library.h>
 
@@ -104,12 +103,16 @@ void implement(torch::Library& m) {
   m.impl("calculateVirial", TORCH_FN(calculate_virial));
 }
 
+// vmap does not look for compositions, so they stand under its key too.
 TORCH_LIBRARY_FRAGMENT(CalcOps, m) { define(m); }
 TORCH_LIBRARY_FRAGMENT(CalcOps_cuda, m) { define(m); }
 TORCH_LIBRARY_FRAGMENT(CalcOps_cpu, m) { define(m); }
 TORCH_LIBRARY_IMPL(CalcOps, CompositeImplicitAutograd, m) { implement(m); }
 TORCH_LIBRARY_IMPL(CalcOps_cuda, CompositeImplicitAutograd, m) { implement(m); }
 TORCH_LIBRARY_IMPL(CalcOps_cpu, CompositeImplicitAutograd, m) { implement(m); }
+TORCH_LIBRARY_IMPL(CalcOps, FuncTorchBatched, m) { implement(m); }
+TORCH_LIBRARY_IMPL(CalcOps_cuda, FuncTorchBatched, m) { implement(m); }
+TORCH_LIBRARY_IMPL(CalcOps_cpu, FuncTorchBatched, m) { implement(m); }
 
 }  // namespace
 }  // namespace calcops

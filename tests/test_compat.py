@@ -1,0 +1,236 @@
+"""The names of existing programs: values, gradients, saved archives, and each fault of MatPL's originals."""
+
+import io
+
+import pytest
+import reference
+import torch
+from test_force import DEVICES, assert_equal_lists, differentiable_pairs, pairs
+from torch.autograd import gradcheck, gradgradcheck
+from torch.library import opcheck
+
+from calcops_jit import calculateForce, calculateVirial
+
+NAMESPACES = ["CalcOps", "CalcOps_cuda", "CalcOps_cpu"]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+def center_term(list_neigh, dE, Ri_d):
+    return reference.force(list_neigh, dE, Ri_d) - reference.force(list_neigh, dE, Ri_d, center=False)
+
+
+@pytest.mark.parametrize("nghost", [None, 0, 2])
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_calculate_force_adds_the_neighbours_part_to_the_callers_centre_term(device, namespace, nghost):
+    rows = nghost or 0
+    list_neigh, dE, Ri_d, Rij = pairs(nghost=rows, device=device)
+    F = torch.randn(3, 5, 3, dtype=torch.float64, device=device)
+    before = F.clone()
+    ghosts = None if nghost is None else torch.tensor(nghost)
+    (force,) = getattr(torch.ops, namespace).calculateForce(list_neigh, dE, Ri_d, F, ghosts)
+    expected = reference.force(list_neigh, dE, Ri_d, rows, center=False)
+    expected[:, :5] += F
+    torch.testing.assert_close(force, expected, rtol=1e-13, atol=1e-13)
+    assert torch.equal(F, before) and force.data_ptr() != F.data_ptr()
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_calculate_virial_gives_rows_of_nine(device, namespace):
+    list_neigh, dE, Ri_d, Rij = pairs(device=device)
+    op = getattr(torch.ops, namespace).calculateVirial
+    virial, atom_virial = op(list_neigh, dE, Rij, Ri_d, torch.tensor([2], dtype=torch.int32))
+    _, expected, atom_expected = reference.force_virial(list_neigh, dE, Ri_d, Rij, 2)
+    torch.testing.assert_close(virial, expected.reshape(3, 9), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(atom_virial, atom_expected.reshape(3, 7, 9), rtol=1e-12, atol=1e-12)
+
+
+def test_every_input_of_both_has_derivatives_of_any_order(device):
+    list_neigh, *leaves = differentiable_pairs(frames=2, natoms=2, nghost=1, neighbors=3, device=device)
+    F = torch.randn(2, 2, 3, dtype=torch.float64, device=device, requires_grad=True)
+    nghost = torch.tensor(1)
+    for function, inputs in (
+        (lambda dE, Ri_d, F: calculateForce(list_neigh, dE, Ri_d, F, nghost)[0], (*leaves[:2], F)),
+        (lambda dE, Ri_d, Rij: tuple(calculateVirial(list_neigh, dE, Rij, Ri_d, nghost)), leaves),
+    ):
+        assert gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=True)
+        assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_the_gradient_of_the_centre_term_is_the_identity(attached):
+    # MatPL adds the centre term's gradient inside dE's and gives F none: the same total where F is
+    # attached, as here, and different where it is detached.
+    list_neigh, dE, Ri_d, _ = differentiable_pairs(nghost=0)
+    F = center_term(list_neigh, dE, Ri_d)
+    (force,) = calculateForce(list_neigh, dE, Ri_d, F if attached else F.detach())
+    upstream = torch.randn_like(force)
+    expected = reference.force(list_neigh, dE, Ri_d, center=attached)
+    torch.testing.assert_close(
+        torch.autograd.grad(force, dE, upstream)[0], torch.autograd.grad(expected, dE, upstream)[0]
+    )
+
+
+def test_opcheck_and_export_without_a_ghost_tensor(device):
+    list_neigh, *leaves = differentiable_pairs(nghost=0, device=device)
+    F = torch.randn(3, 5, 3, dtype=torch.float64, device=device, requires_grad=True)
+    opcheck(calculateForce, (list_neigh, *leaves[:2], F))
+    opcheck(calculateVirial, (list_neigh, leaves[0], leaves[2], leaves[1]))
+
+    class Model(torch.nn.Module):
+        def forward(self, list_neigh, dE, Ri_d, F):
+            return calculateForce(list_neigh, dE, Ri_d, F)[0]
+
+    inputs = list_neigh, *(x.detach() for x in leaves[:2]), F.detach()
+    program = torch.export.export(Model(), inputs)
+    assert torch.equal(program.module()(*inputs), Model()(*inputs))
+
+
+def test_vmap_equals_a_loop(device):
+    stack = [pairs(nghost=0, device=device, seed=seed) for seed in range(3)]
+    list_neigh, dE, Ri_d, _ = (torch.stack(x) for x in zip(*stack, strict=True))
+    F = torch.randn(3, 3, 5, 3, dtype=torch.float64, device=device)
+    ours = torch.vmap(lambda *x: calculateForce(*x)[0])(list_neigh, dE, Ri_d, F)
+    expected = [calculateForce(*x)[0] for x in zip(list_neigh, dE, Ri_d, F, strict=True)]
+    torch.testing.assert_close(ours, torch.stack(expected), rtol=0, atol=0)
+
+
+class FourTensors(torch.nn.Module):
+    def forward(self, list_neigh: torch.Tensor, dE: torch.Tensor, Ri_d: torch.Tensor, F: torch.Tensor):
+        return torch.ops.CalcOps_cuda.calculateForce(list_neigh, dE, Ri_d, F)[0]
+
+
+class FiveTensors(torch.nn.Module):
+    def forward(
+        self,
+        list_neigh: torch.Tensor,
+        dE: torch.Tensor,
+        Ri_d: torch.Tensor,
+        F: torch.Tensor,
+        nghost: torch.Tensor,
+    ):
+        return torch.ops.CalcOps_cpu.calculateForce(list_neigh, dE, Ri_d, F, nghost)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("model, extra", [(FourTensors(), []), (FiveTensors(), [torch.tensor(2)])])
+def test_archives_with_four_and_with_five_tensors_load(model, extra):
+    list_neigh, dE, Ri_d, _ = differentiable_pairs(nghost=2 if extra else 0)
+    F = torch.randn(3, 5, 3, dtype=torch.float64)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(model), file)
+    file.seek(0)
+    loaded = torch.jit.load(file)
+    for _ in range(3):  # the profiling executor changes the graph on the way
+        ours, expected = (m(list_neigh, dE, Ri_d, F, *extra) for m in (loaded, model))
+        upstream = torch.randn_like(expected)
+        assert torch.equal(ours, expected)
+        assert_equal_lists(
+            torch.autograd.grad(ours, (dE, Ri_d), upstream),
+            torch.autograd.grad(expected, (dE, Ri_d), upstream),
+            rtol=0,
+            atol=0,
+        )
+
+
+# ---- each fault of MatPL's src/op --------------------------------------------------------------------
+
+
+def test_a_wrong_dtype_is_an_error_and_not_zeros():
+    list_neigh, dE, Ri_d, _ = pairs(nghost=0)
+    F = torch.zeros(3, 5, 3, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="expected `dE` float32 or float64, got Half"):
+        calculateForce(list_neigh, dE.half(), Ri_d, F)
+    with pytest.raises(RuntimeError, match="expected `F` of dtype Double like `dE`, got Float"):
+        calculateForce(list_neigh, dE, Ri_d, F.float())
+
+
+def test_the_cpu_version_returns_a_defined_tensor():
+    list_neigh, dE, Ri_d, _ = pairs(nghost=0)
+    (force,) = torch.ops.CalcOps_cpu.calculateForce(
+        list_neigh, dE, Ri_d, torch.zeros(3, 5, 3, dtype=torch.float64)
+    )
+    assert force.count_nonzero() > 0
+
+
+def test_each_frame_of_a_batch_with_ghosts_is_right_by_itself(device):
+    list_neigh, dE, Ri_d, Rij = pairs(device=device)
+    F = torch.randn(3, 5, 3, dtype=torch.float64, device=device)
+    nghost = torch.tensor(2)
+    (batch,) = calculateForce(list_neigh, dE, Ri_d, F, nghost)
+    for b in range(3):
+        one = [x[b : b + 1] for x in (list_neigh, dE, Ri_d, F)]
+        assert torch.equal(batch[b : b + 1], calculateForce(*one, nghost)[0])
+
+
+def test_a_ghosts_gradient_goes_to_the_pairs_that_name_the_ghost():
+    # MatPL folds it by j % natoms onto a local atom.
+    list_neigh = torch.tensor([[[1, 3]]] * 1).repeat(1, 3, 1)  # n = 3; atom 3 is a ghost
+    dE = torch.ones(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
+    Ri_d = torch.ones(1, 3, 8, 3, dtype=torch.float64)
+    force = calculateForce(list_neigh, dE, Ri_d, torch.zeros(1, 3, 3, dtype=torch.float64), torch.tensor(1))[
+        0
+    ]
+    (gradient,) = torch.autograd.grad(force[0, 3].sum(), dE)
+    assert (gradient[:, :, 1] == 3).all() and (gradient[:, :, 0] == 0).all()
+
+
+def test_no_gradient_is_dropped_without_a_word():
+    list_neigh, dE, Ri_d, Rij = differentiable_pairs(nghost=0)
+    F = torch.zeros(3, 5, 3, dtype=torch.float64, requires_grad=True)
+    (force,) = calculateForce(list_neigh, dE, Ri_d, F)
+    _, atom_virial = calculateVirial(list_neigh, dE, Rij, Ri_d)
+    for gradient in torch.autograd.grad(force.square().sum(), (dE, Ri_d, F)):
+        assert gradient.count_nonzero() > 0
+    for gradient in torch.autograd.grad(atom_virial.square().sum(), (dE, Ri_d, Rij)):
+        assert gradient.count_nonzero() > 0
+
+
+# MatPL's limit of 65,535 atoms: test_force.py::test_more_atoms_than_16_bits_count. Its default stream:
+# test_force_cuda.py.
+
+
+# ---- errors ------------------------------------------------------------------------------------------
+
+
+def test_a_ghost_tensor_without_a_readable_value_is_refused_with_the_way_out():
+    list_neigh, dE, Ri_d, _ = pairs(nghost=2)
+    F, nghost = torch.zeros(3, 5, 3, dtype=torch.float64), torch.tensor(2)
+    way_out = "expected `nghost` with a value that can be read now.*call calcops::force"
+
+    def function(nghost):
+        return calculateForce(list_neigh, dE, Ri_d, F, nghost)[0]
+
+    with pytest.raises(RuntimeError, match=way_out):
+        torch.vmap(function)(torch.tensor([2, 2]))
+    with pytest.raises(Exception, match=way_out):
+        torch.compile(function, fullgraph=True, backend="eager")(nghost)
+    with pytest.raises(RuntimeError, match=way_out):
+        function(nghost.to("meta"))
+
+
+@pytest.mark.parametrize(
+    "nghost, text",
+    [
+        (torch.tensor([1, 2]), "expected `nghost` of one element, got [2]"),
+        (torch.tensor(1.0), "expected `nghost` of an integer dtype, got Float"),
+        (torch.tensor(-1), "expected `nghost` >= 0, got -1"),
+    ],
+)
+def test_a_wrong_ghost_tensor_is_named(nghost, text):
+    list_neigh, dE, Ri_d, _ = pairs(nghost=0)
+    with pytest.raises(RuntimeError) as caught:
+        calculateForce(list_neigh, dE, Ri_d, torch.zeros(3, 5, 3, dtype=torch.float64), nghost)
+    assert text in str(caught.value)
+
+
+def test_a_centre_term_of_the_wrong_shape_is_named():
+    list_neigh, dE, Ri_d, _ = pairs(nghost=2)
+    F = torch.zeros(3, 7, 3, dtype=torch.float64)
+    with pytest.raises(RuntimeError) as caught:
+        calculateForce(list_neigh, dE, Ri_d, F, torch.tensor(2))
+    expected = "CalcOps::calculateForce: expected `F` of shape [B, n, 3] = [3, 5, 3], got [3, 7, 3]"
+    assert str(caught.value).splitlines()[0] == expected
