@@ -1,0 +1,176 @@
+"""What physics demands of forces and virials, for random atoms and lists (hypothesis)."""
+
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+import reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_force import assert_equal_lists, pairs
+
+from calcops_jit import force, force_virial
+
+CLOSE = dict(rtol=1e-11, atol=1e-11)
+settings.register_profile("calcops", max_examples=50, deadline=None, derandomize=True)
+settings.load_profile("calcops")
+
+
+def describe(Rij):
+    """Ri = s (1, Rij) with s = exp(-r^2/4), and Ri_d = dRi/dr_i = -dRi/dRij."""
+    s = torch.exp(-Rij.square().sum(-1, keepdim=True) / 4)
+    dRi_dRij = torch.cat(
+        [
+            -(s * Rij / 2).unsqueeze(-2),
+            s[..., None] * (torch.eye(3, dtype=Rij.dtype) - Rij[..., :, None] * Rij[..., None, :] / 2),
+        ],
+        -2,
+    )
+    return torch.cat([s, s * Rij], -1), -dRi_dRij
+
+
+def energy_of(Ri, live):
+    """A many-body energy that does not change under rotation and permutation."""
+    D = (Ri * live[..., None]).sum(2)
+    return (D[..., 0] ** 3 + D[..., 1:].square().sum(-1)).sum()
+
+
+def operators(list_neigh, Rij, nghost=0):
+    live = list_neigh >= 0
+    Rij = torch.where(live[..., None], Rij, 0.0).detach()
+    Ri, Ri_d = describe(Rij)
+    Ri.requires_grad_()
+    (dE,) = torch.autograd.grad(energy_of(Ri, live), Ri)
+    return force_virial(list_neigh, dE, Ri_d.flatten(2, 3), Rij, nghost)
+
+
+def vectors(positions, list_neigh, shift):
+    return positions[list_neigh.clamp(min=0)] + shift - positions[None, :, None]
+
+
+@st.composite
+def atoms(draw):
+    """positions [n, 3], list_neigh [1, n, K] with empty slots, self images and repeats, shift [1, n, K, 3]."""
+    natoms, neighbors = draw(st.integers(1, 7)), draw(st.integers(1, 9))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    positions = 2 * torch.rand(natoms, 3, generator=generator, dtype=torch.float64)
+    list_neigh = torch.randint(-1, natoms, (1, natoms, neighbors), generator=generator)
+    shift = torch.randint(-1, 2, (1, natoms, neighbors, 3), generator=generator).double()
+    return positions, list_neigh, shift
+
+
+@given(atoms())
+def test_force_is_minus_the_gradient_of_the_energy(system):
+    positions, list_neigh, shift = system
+    positions.requires_grad_()
+    energy = energy_of(describe(vectors(positions, list_neigh, shift))[0], list_neigh >= 0)
+    (gradient,) = torch.autograd.grad(energy, positions)
+    F, _, _ = operators(list_neigh, vectors(positions, list_neigh, shift))
+    torch.testing.assert_close(F[0], -gradient, **CLOSE)
+
+
+@given(atoms())
+def test_virial_is_minus_the_strain_derivative_of_the_energy(system):
+    positions, list_neigh, shift = system
+    strain = torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
+    Rij = vectors(positions, list_neigh, shift)
+    energy = energy_of(describe(Rij + Rij @ strain.T)[0], list_neigh >= 0)
+    (gradient,) = torch.autograd.grad(energy, strain)
+    _, W, atom_W = operators(list_neigh, Rij)
+    torch.testing.assert_close(W[0], -gradient, **CLOSE)
+    torch.testing.assert_close(atom_W.sum(1), W, **CLOSE)
+    assert (W - W.mT).abs().max() <= 1e-12 * max(1e-300, W.abs().max())  # the energy does not turn
+
+
+@given(atoms())
+def test_translation_changes_nothing(system):
+    positions, list_neigh, shift = system
+    moved = positions + torch.tensor([3.0, -5.0, 7.0])
+    assert_equal_lists(
+        operators(list_neigh, vectors(moved, list_neigh, shift)),
+        operators(list_neigh, vectors(positions, list_neigh, shift)),
+        **CLOSE,
+    )
+
+
+@given(atoms(), st.integers(0, 2**31))
+def test_rotation_rotates_forces_and_virials(system, seed):
+    positions, list_neigh, shift = system
+    Rij = vectors(positions, list_neigh, shift)
+    generator = torch.Generator().manual_seed(seed)
+    Q, _ = torch.linalg.qr(torch.randn(3, 3, generator=generator, dtype=torch.float64))
+    F, W, atom_W = operators(list_neigh, Rij)
+    assert_equal_lists(operators(list_neigh, Rij @ Q.T), (F @ Q.T, Q @ W @ Q.T, Q @ atom_W @ Q.T), **CLOSE)
+
+
+@given(atoms(), st.randoms(use_true_random=False))
+def test_renaming_atoms_renames_the_result(system, random):
+    positions, list_neigh, shift = system
+    order = list(range(len(positions)))
+    random.shuffle(order)
+    order = torch.tensor(order)
+    rename = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
+    renamed = torch.where(list_neigh >= 0, rename[list_neigh.clamp(min=0)], -1)[:, order]
+    F, W, atom_W = operators(list_neigh, vectors(positions, list_neigh, shift))
+    ours = operators(renamed, vectors(positions[order], renamed, shift[:, order]))
+    assert_equal_lists(ours, (F[:, order], W, atom_W[:, order]), **CLOSE)
+
+
+@given(atoms(), st.randoms(use_true_random=False))
+def test_the_order_of_the_slots_does_not_matter(system, random):
+    positions, list_neigh, shift = system
+    Rij = vectors(positions, list_neigh, shift)
+    order = list(range(list_neigh.shape[2]))
+    random.shuffle(order)
+    assert_equal_lists(
+        operators(list_neigh[:, :, order], Rij[:, :, order]), operators(list_neigh, Rij), **CLOSE
+    )
+
+
+@given(atoms())
+def test_ghosts_folded_back_equal_no_ghosts(system):
+    positions, list_neigh, shift = system
+    natoms = len(positions)
+    Rij = vectors(positions, list_neigh, shift)
+    # Every pair that crosses the boundary names a ghost of its own.
+    crosses = (list_neigh >= 0) & (shift != 0).any(-1)
+    nghost = int(crosses.sum())
+    owner = list_neigh[crosses]
+    with_ghosts = list_neigh.clone()
+    with_ghosts[crosses] = natoms + torch.arange(nghost)
+    F, W, atom_W = operators(with_ghosts, Rij, nghost)
+    folded = [x[:, :natoms].index_add(1, owner, x[:, natoms:]) for x in (F, atom_W)]
+    expected_F, expected_W, expected_atom_W = operators(list_neigh, Rij)
+    assert_equal_lists((folded[0], W, folded[1]), (expected_F, expected_W, expected_atom_W), **CLOSE)
+
+
+@given(
+    frames=st.integers(1, 3),
+    natoms=st.integers(1, 9),
+    nghost=st.integers(0, 3),
+    neighbors=st.integers(1, 12),
+    seed=st.integers(0, 2**31),
+)
+def test_random_lists_equal_the_reference(frames, natoms, nghost, neighbors, seed):
+    inputs = pairs(frames, natoms, nghost, neighbors, seed=seed)
+    assert_equal_lists(force_virial(*inputs, nghost), reference.force_virial(*inputs, nghost), **CLOSE)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepmd") is None, reason="deepmd-kit (extra `peers`) is not installed"
+)
+def test_deepmd_kits_own_library_agrees():
+    sys.path.insert(0, str(pathlib.Path(__file__).parent / "bench"))
+    from bench_force import DeepMD
+
+    deepmd = DeepMD()
+    for seed in range(20):
+        list_neigh, dE, Ri_d, Rij = pairs(1, 5 + 3 * seed, 0, 1 + 7 * seed, seed=seed)
+        for x in (dE, Ri_d.view(*list_neigh.shape, 4, 3), Rij):
+            x[list_neigh < 0] = 0  # it reads them
+        theirs = deepmd(list_neigh, dE, Ri_d, Rij)
+        for ours, other in zip(force_virial(list_neigh, dE, Ri_d, Rij), theirs, strict=True):
+            assert (ours - other).abs().max() <= 1e-12 * other.abs().max()
+        torch.testing.assert_close(force(list_neigh, dE, Ri_d), theirs[0], rtol=1e-11, atol=1e-11)
