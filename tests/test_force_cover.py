@@ -1,0 +1,115 @@
+"""opcheck and gradients of every force operator over dtype x index x requires_grad x layout x size.
+
+A pairwise cover in every run, the full product in `make test-long`; and sizes beyond 32 bits.
+"""
+
+import itertools
+import multiprocessing
+
+import pytest
+import torch
+from test_force import DEVICES, ForceModel, backward, pairs
+from torch.library import opcheck
+
+from calcops_jit import force, force_virial
+
+AXES = (
+    (torch.float64, torch.float32),
+    (torch.int32, torch.int64),
+    tuple(itertools.product([False, True], repeat=3)),
+    ("contiguous", "strided", "expanded"),
+    ((2, 3, 1, 0), (1, 1, 0, 1), (3, 5, 2, 7)),
+)
+PRODUCT = list(itertools.product(*AXES))
+
+
+def pairs_of(case):
+    return set(itertools.combinations(enumerate(case), 2))
+
+
+def pairwise_cover():
+    missing = set().union(*map(pairs_of, PRODUCT))
+    while missing:
+        best = max(PRODUCT, key=lambda case: len(pairs_of(case) & missing))
+        missing -= pairs_of(best)
+        yield best
+
+
+def laid_out(x, layout):
+    if layout == "strided":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    return x[:1].expand_as(x) if layout == "expanded" else x
+
+
+def check_case(case, device):
+    dtype, index, needs, layout, sizes = case
+    nghost = sizes[2]
+    list_neigh, *leaves = (laid_out(x, layout) for x in pairs(*sizes, dtype, index, device))
+    for leaf, flag in zip(leaves, needs, strict=True):
+        leaf.requires_grad_(flag)
+    opcheck(force, (list_neigh, *leaves[:2], nghost))
+    opcheck(torch.ops.calcops._neighbor_force, (list_neigh, *leaves[:2], nghost))
+    opcheck(force_virial, (list_neigh, *leaves, nghost))
+    outputs = force_virial(list_neigh, *(x.detach() for x in leaves), nghost)
+    upstream = [laid_out(torch.randn_like(x), layout).requires_grad_(flag) for x, flag in zip(outputs, needs)]
+    opcheck(backward, (*upstream, list_neigh, *leaves, nghost, True, [True] * 3))
+    opcheck(backward, (*upstream, list_neigh, *leaves, nghost, True, list(needs)))
+
+
+def name(case):
+    dtype, index, needs, layout, sizes = case
+    flags = "".join("ny"[flag] for flag in needs)
+    return f"{dtype}-{index}-{flags}-{layout}-{sizes}".replace("torch.", "")
+
+
+@pytest.mark.parametrize("case", list(pairwise_cover()), ids=name)
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_over_a_pairwise_cover(case, device):
+    check_case(case, device)
+
+
+def test_the_cover_is_pairwise_and_small():
+    cover = list(pairwise_cover())
+    assert set().union(*map(pairs_of, cover)) == set().union(*map(pairs_of, PRODUCT))
+    assert len(cover) <= 40
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", PRODUCT, ids=name)
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_over_the_full_product(case, device):
+    check_case(case, device)
+
+
+@pytest.mark.long
+def test_offsets_beyond_31_bits():
+    # Ri_d has 2.3e9 elements; the list repeats every `period` atoms, so a small run says what comes out.
+    period, repeats, neighbors = 1000, 3840, 50
+    natoms = period * repeats
+    free = int(next(s for s in open("/proc/meminfo") if s.startswith("MemAvailable")).split()[1]) * 1024
+    needed = natoms * neighbors * (4 + 19 * 4) + natoms * 12 * 4 * 20
+    if free < 1.2 * needed:
+        pytest.skip(f"needs {1.2 * needed / 1e9:.0f} GB of memory, {free / 1e9:.0f} are free")
+    small = pairs(1, period, 0, neighbors, torch.float32)
+    blocks = [x.expand(repeats, *x.shape[1:]).reshape(1, natoms, *x.shape[2:]) for x in small]
+    offsets = torch.arange(repeats, dtype=torch.int32).repeat_interleave(period)[None, :, None] * period
+    blocks[0] = torch.where(blocks[0] >= 0, blocks[0] + offsets, -1)
+    assert blocks[2].numel() > 2**31
+    F, W, atom_W = force_virial(*blocks)
+    expected_F, expected_W, expected_atom_W = force_virial(*small)
+    for ours, expected in ((F, expected_F), (atom_W, expected_atom_W)):
+        ours = ours.view(repeats, *expected.shape[1:])
+        torch.testing.assert_close(ours, expected.expand_as(ours), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(W, expected_W * repeats, rtol=1e-4, atol=1e-2)
+
+
+def run_model(model, inputs):
+    return [x.detach().numpy() for x in model(*inputs)]
+
+
+def test_a_model_goes_to_another_process():
+    model, inputs = ForceModel(), pairs(2, 4, 1, 6)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        result = pool.apply(run_model, (model, inputs))
+    for there, here in zip(result, run_model(model, inputs), strict=True):
+        assert (there == here).all()
