@@ -1,0 +1,223 @@
+"""One compile, by torch.utils.cpp_extension.load in a private folder, and what it read."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+
+from . import cache, cuda, diagnosis, inputs, reads
+
+_BYTES_PER_JOB = 1.5e9  # what a unit with torch headers may need at its peak
+
+
+def compile_library(request: inputs.Request, slot: str, staging: str) -> tuple[str, inputs.Closure]:
+    """Compiles what changed and links, in `staging`; gives the library and its closure.
+
+    BuildError when that fails; inputs.Changed when a source was saved meanwhile. Either way every unit that was
+    compiled is kept: it is not compiled again."""
+    ninja = find_ninja()
+    problem = diagnosis.missing_tools(request.name, inputs.compiler_words(), ninja)
+    if problem:
+        raise problem
+    kept = {source: found for source in request.sources if (found := cache.find(request.unit(source)))}
+    fresh = [source for source in request.sources if source not in kept]
+    started = os.stat(staging).st_mtime_ns
+    failure = None
+    with _environment(request, ninja), _torch_messages() as messages:
+        try:
+            _load(request, staging, fresh, [_bring(found, staging) for found in kept.values()])
+        except Exception as error:
+            output = "\n".join([*messages, str(error)])
+            log = f"{slot}/failed.log"
+            with contextlib.suppress(OSError), open(log, "w") as file:
+                file.write(output)
+            failure = diagnosis.explain(request.name, output, log, os.path.dirname(slot))
+        read = reads.Reads(request, staging, ninja)
+    closures = [found.manifest.closure for found in kept.values()]
+    changed = None
+    recorder = inputs.Recorder(request, read.search)
+    for source, (target, paths) in zip(fresh, read.units.items(), strict=False):
+        if late := [path for path in paths if os.stat(path).st_ctime_ns >= started]:
+            changed = inputs.Changed(late[0])  # nobody knows which state the compiler saw
+        elif os.path.exists(f"{staging}/{target}"):
+            closures.append(recorder.closure(paths | read.tools))
+            unit = request.unit(source)
+            place = cache.slot_path(os.path.dirname(slot), unit)
+            os.makedirs(place, 0o700, exist_ok=True)
+            os.close(cache.publish(place, staging, f"{staging}/{target}", unit, {}, closures[-1]).fd)
+    if failure or changed:
+        raise failure or changed
+    return f"{staging}/{os.path.basename(staging)}", inputs.merged(
+        [*closures, recorder.closure(read.libraries)]
+    )
+
+
+def _load(request: inputs.Request, staging: str, sources: list[str], objects: list[str]) -> None:
+    from torch.utils import cpp_extension
+
+    if request.cuda.build:
+        cpp_extension.CUDA_HOME = request.cuda.home
+    # "Standalone" with -shared links a library without libtorch_python and does not load it: that happens later,
+    # from verified bytes. The staging folder's name is one that torch's versioner has not seen.
+    cpp_extension.load(
+        os.path.basename(staging),
+        _distinct(sources, staging),
+        extra_cflags=_for_this_compiler(request.cflags),
+        extra_cuda_cflags=list(request.cuda_cflags),
+        extra_ldflags=[
+            "-shared",
+            *objects,
+            "-Wl,--as-needed",
+            *request.ldflags,
+            *_runtime_flags(request, staging),
+        ],
+        extra_include_paths=list(request.include_paths),
+        build_directory=staging,
+        verbose=request.verbose,
+        with_cuda=request.cuda.build,
+        is_python_module=False,
+        is_standalone=True,
+    )
+
+
+def _bring(found: cache.Generation, staging: str) -> str:
+    """A kept object into the staging folder, where its name needs no quoting."""
+    name = f"kept.{found.fd}.o"
+    with open(found.fd, "rb") as source, open(f"{staging}/{name}", "wb") as target:
+        source.seek(0)
+        shutil.copyfileobj(source, target)
+    return name
+
+
+def done(staging: str) -> str:
+    """[done/total] and what is under way, from ninja's own files: torch runs ninja and keeps its output."""
+    targets, finished = [], set()
+    with contextlib.suppress(OSError):
+        with open(f"{staging}/build.ninja") as file:
+            targets = re.findall(r"^build (\S+): \w+ (\S+)", file.read(), re.MULTILINE)
+        with open(f"{staging}/.ninja_log") as file:
+            finished = {line.split("\t")[3] for line in file.read().splitlines()[1:] if line.count("\t") == 4}
+    left = [os.path.basename(source) for target, source in targets if target not in finished]
+    under_way = "" if not left else " linking" if len(left) == 1 else f" {left[0]}"
+    return f"[{len(targets) - len(left)}/{len(targets) or '?'}]{under_way}"
+
+
+def find_ninja() -> str | None:
+    """ninja on PATH, beside this Python (whose folder is not on PATH when only it is called), or in its wheel."""
+    folders = [sysconfig.get_path("scripts"), os.path.dirname(sys.executable)]
+    with contextlib.suppress(ImportError):
+        from ninja import BIN_DIR
+
+        folders.append(BIN_DIR)
+    return shutil.which("ninja") or shutil.which("ninja", path=os.pathsep.join(folders))
+
+
+def jobs() -> int:
+    """How many compilers this process may run: its processors, as far as free memory goes."""
+    free = float("inf")
+    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
+        free = int(re.search(r"MemAvailable:\s+(\d+)", file.read())[1]) * 1024
+    return max(1, min(len(os.sched_getaffinity(0)), int(min(free / _BYTES_PER_JOB, 1024))))
+
+
+@contextlib.contextmanager
+def _environment(request: inputs.Request, ninja: str) -> Iterator[None]:
+    """The variables that torch and the compilers read; as they were afterwards."""
+    changes = {
+        "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(ninja)]),
+        "LD_PRELOAD": "",  # what this process runs under, a sanitizer say, the compilers need not
+        "LC_ALL": "C.UTF-8",  # messages are read by diagnosis.py
+        "MAX_JOBS": os.environ.get("MAX_JOBS") or str(jobs()),
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking whether there is a GPU must not initialise CUDA
+    }
+    if request.cuda.build:
+        changes |= {"CUDA_HOME": request.cuda.home, "TORCH_CUDA_ARCH_LIST": cuda.arch_list(request.cuda)}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _torch_messages() -> Iterator[list[str]]:
+    """cpp_extension's log messages go to our log: 'No CUDA runtime is found' is no news on a machine without one."""
+    messages: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        messages.append(record.getMessage())
+        return False
+
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    logger.addFilter(keep)
+    try:
+        yield messages
+    finally:
+        logger.removeFilter(keep)
+
+
+def _distinct(sources: list[str], staging: str) -> list[str]:
+    """torch names objects by basename; a source whose basename is taken is reached through a file of its own.
+    And it wants a source even where every object is kept."""
+    taken: set[str] = set()
+    distinct = []
+    for i, source in enumerate(sources):
+        if os.path.basename(source) in taken:
+            stem, extension = os.path.splitext(os.path.basename(source))
+            distinct.append(_write(f"{staging}/{stem}.{i}{extension}", f'#include "{source}"\n'))
+        else:
+            taken.add(os.path.basename(source))
+            distinct.append(source)
+    return distinct or [_write(f"{staging}/nothing.cpp", "")]
+
+
+def _write(path: str, text: str) -> str:
+    with open(path, "w") as file:
+        file.write(text)
+    return path
+
+
+def _for_this_compiler(cflags: tuple[str, ...]) -> list[str]:
+    asked = subprocess.run(
+        [*inputs.compiler_words(), "--version"], capture_output=True, text=True, check=False
+    )
+    # torch passes -MMD, which leaves out every header found through -isystem; this makes the list complete.
+    if "clang" in asked.stdout:
+        return [*(flag for flag in cflags if flag != "-fno-gnu-unique"), "-MD"]
+    return [*cflags, "-Wp,-M"]
+
+
+def _runtime_flags(request: inputs.Request, staging: str) -> list[str]:
+    """rpaths, so that a C++ host needs no LD_LIBRARY_PATH; the CUDA runtime is the one that torch itself uses."""
+    flags = ["-Wl,-Map=link.map", *_rpath(os.path.join(request.unfold("@torch"), "lib"))]
+    if request.python:
+        flags.append("-ltorch_python")
+    if request.cuda.build and (runtime := _torch_cudart()):
+        os.symlink(
+            runtime, f"{staging}/libcudart.so"
+        )  # wheels have only libcudart.so.13, which -lcudart ignores
+        flags += ["-L.", *_rpath(os.path.dirname(runtime))]
+    return flags
+
+
+def _rpath(folder: str) -> list[str]:
+    return [f"-Wl,-rpath,{shlex.quote(folder)}"]
+
+
+def _torch_cudart() -> str:
+    with open("/proc/self/maps") as maps:
+        found = re.search(r"(/\S.*/libcudart\.so[.\d]*)$", maps.read(), re.MULTILINE)
+    return found[1] if found else ""

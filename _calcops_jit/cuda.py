@@ -1,0 +1,125 @@
+"""Whether CUDA is built, with which toolkit, for which GPUs; found out without initialising CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import os
+import re
+import shutil
+from typing import NamedTuple
+
+import torch
+
+# Built when nobody says for which GPU: A100 and H100 as such, anything newer from PTX.
+DEFAULT_ARCHES = "8.0;9.0+PTX"
+
+
+class Choice(NamedTuple):
+    """`reason` says why CUDA is not built, and after a semicolon what mends it; `fatal` means that it was asked for."""
+
+    build: bool = False
+    reason: str = ""
+    fatal: bool = False
+    home: str = ""
+    version: str = ""  # of the toolkit
+    arches: str = ""  # as in TORCH_CUDA_ARCH_LIST; empty: those of `gpus`
+    gpus: tuple[str, ...] = ()
+
+
+def choose(needed: bool = False) -> Choice:
+    """CALCOPS_CUDA decides; without it, a visible GPU or an explicit TORCH_CUDA_ARCH_LIST asks for CUDA.
+    `needed`: there are .cu sources which cannot be left out."""
+    switch = os.environ.get("CALCOPS_CUDA", "")
+    if switch not in ("", "0", "1"):
+        raise ValueError(f"calcops_jit: expected CALCOPS_CUDA 0 or 1, got {switch!r}")
+    asked = needed or switch == "1"
+    if switch == "0" and not needed:
+        return Choice(reason="CALCOPS_CUDA=0 was set; unset CALCOPS_CUDA")
+    if torch.version.cuda is None:
+        return Choice(reason="this PyTorch is a CPU build; pip install a CUDA build of torch", fatal=asked)
+    arches = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    arches = "" if arches == "native" else arches
+    gpus = visible_gpus()
+    if not (asked or gpus or arches):
+        return Choice(reason="no GPU was visible; CALCOPS_CUDA=1 python -m calcops_jit build")
+    home, version = find_toolkit()
+    if not home:
+        have = (
+            f"nvcc is CUDA {version}, torch is CUDA {torch.version.cuda}" if version else "no nvcc was found"
+        )
+        return Choice(reason=f"{have}; make cuda", fatal=asked, gpus=gpus)
+    if not (arches or gpus):
+        arches = DEFAULT_ARCHES
+    return Choice(True, "", False, home, version, arches, gpus)
+
+
+def find_toolkit() -> tuple[str, str]:
+    """(folder, version) of the first toolkit of torch's major version, else ("", some other version or "")."""
+    if torch.version.cuda is None:
+        return "", ""
+    nvcc = shutil.which("nvcc")
+    wheels = os.path.join(os.path.dirname(os.path.dirname(torch.__file__)), "nvidia", "*", "bin", "nvcc")
+    candidates = [
+        os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"),
+        nvcc and os.path.dirname(os.path.dirname(os.path.realpath(nvcc))),
+        "/usr/local/cuda",
+        *(os.path.dirname(os.path.dirname(w)) for w in sorted(glob.glob(wheels), reverse=True)),
+    ]
+    other = ""
+    for home in filter(None, candidates):
+        if os.access(os.path.join(home, "bin", "nvcc"), os.X_OK):
+            version = _toolkit_version(home)
+            if not version or version.split(".")[0] == torch.version.cuda.split(".")[0]:
+                return home, version
+            other = other or version
+    return "", other
+
+
+def _toolkit_version(home: str) -> str:
+    for header in ("include/cuda_runtime_api.h", "include/cuda.h"):
+        with contextlib.suppress(OSError), open(os.path.join(home, header), encoding="latin-1") as file:
+            if found := re.search(r"#define CUDA(?:RT)?_VERSION\s+(\d+)", file.read(32768)):
+                return f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}"
+    return ""
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Names of the kinds of GPU in this machine; none where CUDA_VISIBLE_DEVICES hides them all."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return ()
+    names = set()
+    for file in glob.glob("/proc/driver/nvidia/gpus/*/information"):
+        with contextlib.suppress(OSError), open(file, encoding="latin-1") as f:
+            names.update(re.findall(r"^Model:\s*(.+?)\s*$", f.read(), re.MULTILINE))
+    if not names and os.path.exists("/dev/dxg"):  # WSL has no /proc/driver/nvidia
+        names = {"GPU " + c for c in gpu_capabilities()}
+    return tuple(sorted(names))
+
+
+def gpu_capabilities() -> list[str]:
+    """Compute capabilities, such as ["8.0", "9.0"], asked from the driver's management library."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return []
+    if nvml.nvmlInit_v2() != 0:
+        return []
+    count = ctypes.c_uint()
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    found = set()
+    for i in range(count.value):
+        device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+        if nvml.nvmlDeviceGetHandleByIndex_v2(i, ctypes.byref(device)) == 0:
+            nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
+            found.add((major.value, minor.value))
+    nvml.nvmlShutdown()
+    return [f"{major}.{minor}" for major, minor in sorted(found)]
+
+
+def arch_list(choice: Choice) -> str:
+    """TORCH_CUDA_ARCH_LIST for the build: what was asked for, else every GPU here, the newest also as PTX."""
+    if choice.arches:
+        return choice.arches
+    return ";".join(gpu_capabilities()) + "+PTX" if gpu_capabilities() else DEFAULT_ARCHES

@@ -1,0 +1,59 @@
+"""Operators as a user sees them: torch.ops handles with the documentation of their header."""
+
+from __future__ import annotations
+
+import glob
+import re
+
+import torch
+
+# Operators of these namespaces become names of calcops_jit, unless they start with an underscore.
+PUBLIC_NAMESPACES = ("calcops", "CalcOps")
+
+_BLOCK = r"(?m)^[ \t]*/// (\w+::\w+)[ \t]*\n((?:[ \t]*///.*\n)*)"
+
+
+def registered() -> set[str]:
+    """Every operator that this process knows, as `namespace::name` without overloads."""
+    return {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+
+
+def documentation(root: str) -> dict[str, str]:
+    """The `///` block of each operator in root/*/*.h and *.cpp: a first line `/// namespace::name`, then the text."""
+    texts = {}
+    for source in sorted([*glob.glob(f"{root}/*/*.h"), *glob.glob(f"{root}/*/*.cpp")]):
+        with open(source, encoding="utf-8", errors="replace") as file:
+            for name, block in re.findall(_BLOCK, file.read()):
+                lines = [re.sub(r"^[ \t]*/// ?", "", line) for line in block.splitlines()]
+                texts[name] = "\n".join(lines).strip()
+    return texts
+
+
+def describe(names: set[str], root: str) -> dict[str, str]:
+    """{operator: schemas and documentation} for operators that are registered."""
+    texts = documentation(root)
+    described = {}
+    for name in sorted(names):
+        operator = packet(name)
+        schemas = [str(getattr(operator, overload)._schema) for overload in operator.overloads()]
+        described[name] = "\n".join([*schemas, "", texts[name]] if texts.get(name) else schemas)
+    return described
+
+
+def packet(name: str):
+    namespace, _, operator = name.partition("::")
+    return getattr(getattr(torch.ops, namespace), operator)
+
+
+def handles(
+    described: dict[str, str], namespaces: tuple[str, ...] = ()
+) -> dict[str, torch._ops.OpOverloadPacket]:
+    """{name: torch.ops handle} of the operators without leading underscore, in all namespaces or in these."""
+    found = {}
+    for name, text in described.items():
+        namespace, _, short = name.partition("::")
+        if not short.startswith("_") and (not namespaces or namespace in namespaces):
+            handle = packet(name)
+            handle.__doc__ = text
+            found.setdefault(short, handle)
+    return found

@@ -1,0 +1,104 @@
+"""The two kinds of Request: the operators of this project, and anybody's own sources."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sysconfig
+from collections.abc import Sequence
+
+from . import cuda, inputs
+
+# Hidden and not "gnu unique", so that two builds of one operator can be in one process without sharing variables.
+_BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
+_CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
+
+
+def operators_root() -> str:
+    """ops/ beside calcops_jit.py in a checkout, in here when installed."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    installed = os.path.join(here, "ops")
+    return os.path.realpath(
+        installed if os.path.isdir(installed) else os.path.join(os.path.dirname(here), "ops")
+    )
+
+
+def own(root: str | None = None, name: str = "calcops") -> inputs.Request:
+    """Everything under ops/: each folder is an operator, each .cpp in it a unit, each .cu one where CUDA is built."""
+    root = root or operators_root()
+    choice = cuda.choose()
+    extra = shlex.split(os.environ.get("CALCOPS_CFLAGS", ""))
+    cflags = [*_BASE, "-march=native", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
+    if not choice.build:
+        cflags.append("-DCALCOPS_NO_CUDA=" + shlex.quote(f'"{choice.reason}"').replace("$", "$$"))
+    return inputs.Request(
+        name=name,
+        root=root,
+        sources=tuple(_units(root, (".cpp", ".cu") if choice.build else (".cpp",))),
+        cflags=tuple(cflags),
+        cuda_cflags=_CUDA_BASE,
+        ldflags=tuple(extra),
+        include_paths=(root,),
+        cuda=choice,
+    )
+
+
+def _units(root: str, extensions: tuple[str, ...]) -> list[str]:
+    with os.scandir(root) as entries:
+        folders = sorted(e.path for e in entries if e.is_dir() and not e.name.startswith((".", "_")))
+    return [
+        f"{folder}/{name}"
+        for folder in folders
+        for name in sorted(os.listdir(folder))
+        if name.endswith(extensions) and not name.startswith(".")
+    ]
+
+
+def foreign(
+    name: str,
+    sources: str | Sequence[str],
+    extra_cflags: Sequence[str] | None,
+    extra_cuda_cflags: Sequence[str] | None,
+    extra_ldflags: Sequence[str] | None,
+    extra_include_paths: Sequence[str] | None,
+    verbose: bool,
+    with_cuda: bool | None,
+) -> inputs.Request:
+    """Sources of somebody else, with the meaning that torch.utils.cpp_extension.load gives to the options."""
+    if not re.fullmatch(r"[A-Za-z_][\w.-]*", name):
+        raise ValueError(f"calcops_jit.load: expected `name` of letters, digits and _ . -, got {name!r}")
+    paths = [inputs.real_path(os.fspath(s)) for s in ([sources] if isinstance(sources, str) else sources)]
+    if not paths:
+        raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
+    for path in paths:
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"calcops_jit.load: expected `sources` that exist, got {path}")
+    if with_cuda is None:
+        with_cuda = any(path.endswith((".cu", ".cuh")) for path in paths)
+    define = f"-DTORCH_EXTENSION_NAME={name}"
+    return inputs.Request(
+        name=name,
+        root=os.path.commonpath([os.path.dirname(p) for p in paths]),
+        sources=tuple(paths),
+        cflags=(*_BASE, define, *(extra_cflags or ())),
+        cuda_cflags=(*_CUDA_BASE, define, *(extra_cuda_cflags or ())),
+        ldflags=tuple(extra_ldflags or ()),
+        include_paths=tuple(os.path.realpath(i) for i in extra_include_paths or ()),
+        cuda=cuda.choose(needed=True) if with_cuda else cuda.Choice(),
+        verbose=verbose,
+        python=sysconfig.get_config_var("EXT_SUFFIX"),
+    )
+
+
+def key(request: inputs.Request) -> str:
+    """Names what a build would give, without building: for a CI cache. Equal keys are equal machines and sources."""
+    contents = []
+    for folder, folders, names in os.walk(request.root):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith((".h", ".cuh", ".cpp", ".cu")):
+                path = os.path.join(folder, name)
+                contents += [request.fold(path), inputs.file_digest(path)]
+    contents += [inputs.file_digest(tool) for tool in request.tools]
+    return f"{request.name}-{inputs.digest(' '.join([request.slot, *contents]).encode())[:20]}"

@@ -1,0 +1,119 @@
+"""C++ and CUDA operators for PyTorch that compile themselves on first import and are cached for good.
+
+    import calcops_jit                                          # builds once, a few milliseconds afterwards
+    force = calcops_jit.force(list_neigh, dE, Ri_d, nghost)     # a torch.ops handle; help(calcops_jit.force)
+
+Every operator under ops/ whose name has no leading underscore is a name of this module: `dir(calcops_jit)` lists
+them. Each is the torch.ops handle itself, so autograd, torch.compile, torch.export, torch.func and TorchScript take it.
+
+    calcops_jit.library_path()                                  # the .so, for C++ programs
+    mine = calcops_jit.load("mine", ["mine.cpp", "mine.cu"])    # the same machinery for your own operators
+    mine.my_operator(x)                                         # or torch.ops.my_namespace.my_operator(x)
+
+    python -m calcops_jit build | where | clean                 # build now; show cache, library, key; empty the cache
+
+Environment:
+
+    CALCOPS_CACHE   folder of the built libraries; default $XDG_CACHE_HOME/calcops, else ~/.cache/calcops
+    CALCOPS_CUDA    1 builds the CUDA operators (without a GPU and TORCH_CUDA_ARCH_LIST: for 8.0 and 9.0+PTX), 0 does
+                    not; default: where nvcc is and a GPU is visible or TORCH_CUDA_ARCH_LIST is set
+    CALCOPS_BUILD   0 imports without building (documentation, linters): operators that are not built yet raise
+    CALCOPS_CFLAGS  more flags for the operators' C++ files and for the linker, such as -march=x86-64-v3
+    CALCOPS_CHECK   1 makes the CUDA operators check list entries, which synchronises
+    CXX, CC, MAX_JOBS, TORCH_CUDA_ARCH_LIST, CUDA_HOME          as for torch.utils.cpp_extension
+
+A failed build raises BuildError at the first use of an operator; `load` goes on working.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Sequence
+
+if sys.platform != "linux" or platform.machine() != "x86_64":
+    raise ImportError(f"calcops_jit: expected Linux on x86-64, got {sys.platform} on {platform.machine()}")
+
+from _calcops_jit import library, recipes
+from _calcops_jit.diagnosis import BuildError
+from _calcops_jit.loading import Library
+
+__version__ = "0.1.0"
+__all__ = ["BuildError", "Library", "__version__", "library_path", "load"]
+
+_own: Library | None = None
+_problem: Exception | None = None
+
+
+def load(
+    name: str,
+    sources: str | Sequence[str],
+    extra_cflags: Sequence[str] | None = None,
+    extra_cuda_cflags: Sequence[str] | None = None,
+    extra_ldflags: Sequence[str] | None = None,
+    extra_include_paths: Sequence[str] | None = None,
+    *,
+    verbose: bool = False,
+    with_cuda: bool | None = None,
+) -> Library:
+    """Builds (once), caches and loads operator sources; the options are those of torch.utils.cpp_extension.load.
+
+    The sources register their operators with TORCH_LIBRARY. The result has them as attributes and in `.operators`, the
+    file in `.path`. Flags come after -O3 -fvisibility=hidden -fno-gnu-unique. BuildError says why it cannot be built.
+    """
+    return library.obtain(
+        recipes.foreign(
+            name,
+            sources,
+            extra_cflags,
+            extra_cuda_cflags,
+            extra_ldflags,
+            extra_include_paths,
+            verbose,
+            with_cuda,
+        )
+    )
+
+
+def library_path() -> str:
+    """The shared library of the operators: C++ programs link it or dlopen it, TorchScript hosts load it."""
+    if _own is None:
+        raise _problem
+    return _own.path
+
+
+def _bring_in() -> None:
+    """Makes every operator a name of this module, or keeps the reason why there is none."""
+    global _own, _problem
+    try:
+        _own = library.obtain(recipes.own(), build=os.environ.get("CALCOPS_BUILD", "1") != "0")
+        if _own is None:
+            _problem = BuildError(
+                "calcops_jit: not built, because CALCOPS_BUILD=0; python -m calcops_jit build"
+            )
+            return
+    except BuildError as error:
+        _problem = error
+        print(f"calcops_jit: {error}", file=sys.stderr)
+        return
+    operators = _own.operators_of("calcops", "CalcOps")
+    globals().update(operators)
+    __all__.extend(operators)
+
+
+def __getattr__(name: str):
+    if _problem is not None and not name.startswith("_"):
+        raise _problem
+    raise AttributeError(f"module 'calcops_jit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
+if __name__ == "__main__":
+    from _calcops_jit import cli
+
+    sys.exit(cli.main())
+_bring_in()

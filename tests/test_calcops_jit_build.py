@@ -1,0 +1,379 @@
+"""The loader's builds: operators as a user sees them, `load`, errors, the choice for CUDA, the real library."""
+# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
+
+import io
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_calcops_jit import CALL, HERE, checkout  # noqa: F401
+
+from _calcops_jit import build, cuda, diagnosis, operators, progress, recipes
+from _calcops_jit.progress import Progress
+
+OPERATOR = """
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+namespace {
+at::Tensor twice(const at::Tensor& x) { return x.mul(2); }
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(calcops, m) {
+  m.def("twice(Tensor x) -> Tensor", &twice);
+  m.def("_twice_backward(Tensor x) -> Tensor", &twice);
+}
+#ifdef CALCOPS_NO_CUDA
+extern "C" __attribute__((visibility("default"))) const char* reason() { return CALCOPS_NO_CUDA; }
+#endif
+"""
+HEADER = """
+/// calcops::twice
+/// Twice its argument.
+///
+///     x  any shape
+constexpr int kTwo = 2;
+/// calcops::other
+/// Another operator.
+"""
+
+
+# ---- operators as a user sees them ------------------------------------------------------------------------------
+
+
+def test_an_operator_is_its_torch_ops_handle_with_its_header_as_documentation(checkout):
+    shutil.rmtree(checkout.path / "ops")
+    checkout.write("ops/twice/twice.cpp", OPERATOR)
+    header = checkout.write("ops/twice/twice.h", HEADER)
+    script = (
+        "import calcops_jit, torch, pydoc, ctypes\n"
+        "print(calcops_jit.twice is torch.ops.calcops.twice, calcops_jit.twice(torch.ones(2)).tolist())\n"
+        "print([n for n in dir(calcops_jit) if not n.startswith('__')])\n"
+        "print(calcops_jit.twice.__doc__)\n"
+        "assert 'Twice its argument.' in pydoc.render_doc(calcops_jit.twice)\n"
+        "assert 'twice' in pydoc.render_doc(calcops_jit)\n"
+        "reason = ctypes.CDLL(calcops_jit.library_path()).reason; reason.restype = ctypes.c_char_p\n"
+        "print(reason().decode())\n"
+        "calcops_jit.thrice"
+    )
+    expected = (
+        "True [2.0, 2.0]\n"
+        "['BuildError', 'Library', 'library_path', 'load', 'twice']\n"
+        "calcops::twice(Tensor x) -> Tensor\n\nTwice its argument.\n\n    x  any shape\n"
+        "CALCOPS_CUDA=0 was set; unset CALCOPS_CUDA\n"
+    )
+    cold = checkout.run(script, CALCOPS_CUDA="0")
+    assert cold.out == expected, cold.err
+    assert cold.err.endswith("AttributeError: module 'calcops_jit' has no attribute 'thrice'\n")
+    header.unlink()  # no unit includes it: the text comes from the manifest
+    warm = checkout.run(script, CALCOPS_CUDA="0")
+    assert warm.out == expected and "building" not in warm.err
+
+
+def test_load_gives_the_operators_of_any_source_and_takes_torchs_options(checkout, tmp_path):
+    include = checkout.write("include/value.h", "#define VALUE 2\n").parent
+    source = tmp_path / "mine.cpp"
+    source.write_text(
+        '#include <torch/library.h>\n#include "value.h"\n'
+        "int64_t scaled(int64_t x) { return x * VALUE * FACTOR; }\n"
+        'TORCH_LIBRARY(TORCH_EXTENSION_NAME, m) { m.def("scaled", &scaled); }\n'
+    )
+    script = (
+        "import calcops_jit, torch\n"
+        f"options = dict(extra_cflags=['-DFACTOR=5'], extra_include_paths=[{str(include)!r}])\n"
+        "mine = calcops_jit.load('mine', ['mine.cpp'], **options)\n"
+        "assert calcops_jit.load('mine', 'mine.cpp', **options) is mine\n"
+        "print(mine.scaled(3), torch.ops.mine.scaled(4), list(mine.operators), mine.path.endswith('/mine.so'))\n"
+    )
+    child = checkout.run(script, cwd=tmp_path, CALCOPS_BUILD="0")
+    assert (child.code, child.out) == (0, "30 40 ['scaled'] True\n"), child.err
+    checkout.compiled()
+    again = checkout.run(script, cwd=tmp_path, CALCOPS_BUILD="0")
+    assert (again.out, again.err, checkout.compiled()) == (child.out, "", 0)
+
+
+def test_sources_of_one_basename_do_not_overwrite_each_others_object(checkout):
+    checkout.write("ops/tiny/same.cpp", "int first() { return 10; }\n")
+    checkout.write("ops/other/other.h", "#define SECOND 20\n")
+    checkout.write("ops/other/same.cpp", '#include "other.h"\nint second() { return SECOND; }\n')
+    checkout.write(
+        "ops/tiny/tiny.cpp",
+        "int first(); int second();\n"
+        'extern "C" __attribute__((visibility("default"))) int answer() { return first() + second(); }\n',
+    )
+    assert checkout.answer() == 30
+    checkout.write("ops/other/other.h", "#define SECOND 21\n")
+    assert checkout.answer() == 31
+
+
+def test_ninja_is_found_when_only_python_is_called(checkout):
+    compiler = Path(shutil.which("c++")).parent
+    path = compiler if not (compiler / "ninja").exists() else None
+    if path is None:  # where ninja is installed beside the compiler, show the compiler alone
+        path = checkout.path.parent / "bin"
+        path.mkdir()
+        for tool in ("c++", "sh", "ld", "as", "sleep"):
+            (path / tool).symlink_to(shutil.which(tool))
+    assert checkout.answer(PATH=path, CXX="c++") == 1
+
+
+# ---- errors -----------------------------------------------------------------------------------------------------
+
+
+def failure(checkout, **environment) -> list[str]:
+    child = checkout.run(
+        "import calcops_jit\n"
+        "try: calcops_jit.anything\n"
+        "except calcops_jit.BuildError as error: print(error)\n",
+        **environment,
+    )
+    assert child.code == 0, child.err
+    lines = child.out.splitlines()
+    assert child.err.endswith(child.out)  # said once at the import, too
+    assert 2 <= len(lines) <= 12 and lines[0].startswith("cannot build calcops")
+    if lines[-1].startswith("  log: "):
+        assert Path(lines.pop().removeprefix("  log: ")).read_text()
+    return lines
+
+
+def test_a_compile_error_names_file_line_and_remedy(checkout):
+    source = checkout.write("ops/tiny/tiny.cpp", "int f() {\n  return undeclared;\n}\n")
+    lines = failure(checkout)
+    assert lines[0] == f"cannot build calcops: error at {source}:2:10"
+    assert lines[1].startswith(f"  {source}:2:10: error: ") and "undeclared" in lines[1]
+    assert "return undeclared;" in lines[2]
+    assert lines[-1] == f"  fix: correct {source}:2:10"
+
+
+def test_a_missing_compiler_is_known_beforehand(checkout):
+    assert failure(checkout, CXX="no-such-g++") == [
+        "cannot build calcops: no C++ compiler",
+        "  `no-such-g++` is not on PATH (CXX names it)",
+        "  fix: apt install g++ (dnf install gcc-c++, conda install gxx), or set CXX to your compiler",
+    ]
+
+
+def test_an_undefined_function_is_found_before_the_library_is_kept(checkout):
+    checkout.write(
+        "ops/tiny/tiny.cpp",
+        "int missing_one();\n"
+        'extern "C" __attribute__((visibility("default"))) int answer() { return missing_one(); }\n',
+    )
+    child = checkout.run("import calcops_jit")
+    assert child.err.splitlines()[-3:] == [
+        "calcops_jit: cannot load calcops.so",
+        "  undefined symbol: _Z11missing_onev",
+        "  fix: add the source that defines it (c++filt _Z11missing_onev shows its name)",
+    ]
+    assert checkout.libraries() == []
+
+
+def test_nvcc_that_was_asked_for_and_is_missing_is_an_error(checkout):
+    if torch.version.cuda is None:
+        pytest.skip("this PyTorch is a CPU build")
+    script = "import _calcops_jit.cuda as cuda; cuda.find_toolkit = lambda: ('', '')\nimport calcops_jit"
+    child = checkout.run(script, CALCOPS_CUDA="1")
+    assert child.err == (
+        "calcops_jit: cannot build calcops for CUDA\n  no nvcc was found\n  fix: make cuda\n"
+    )
+
+
+def test_load_works_although_the_own_operators_cannot_be_built(checkout, tmp_path):
+    checkout.write("ops/tiny/tiny.cpp", "#error broken\n")
+    source = tmp_path / "other.cpp"
+    source.write_text('extern "C" __attribute__((visibility("default"))) int answer() { return 6; }\n')
+    child = checkout.run(
+        "import calcops_jit, ctypes\n"
+        f"print(ctypes.CDLL(calcops_jit.load('other', {str(source)!r}).path).answer())\n"
+    )
+    assert (child.code, child.out) == (0, "6\n")
+    assert "error: #error broken" in child.err
+
+
+# Output as the tools print it, and the line that must mend it.
+_FAULTS = {
+    "memory": (
+        "c++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated.",
+        "MAX_JOBS=1",
+    ),
+    "disk full": (
+        "/tmp/ccX.s: fatal error: error writing to /tmp/a.o: No space left on device",
+        "df -h /cache",
+    ),
+    "python headers": (
+        "a.h:1:10: fatal error: Python.h: No such file or directory",
+        "apt install python3-dev",
+    ),
+    "old standard": ("a.h:4:2: error: #error You need C++20 to compile PyTorch", "remove -std="),
+    "new compiler": (
+        "host_config.h(137): error: #error -- unsupported GNU version! gcc versions later than 15 are not supported!",
+        "CC=g++-13",
+    ),
+    "architecture": ("nvcc fatal   : Unsupported gpu architecture 'compute_120'", "TORCH_CUDA_ARCH_LIST"),
+    "library": ("/usr/bin/ld: cannot find -lmissing: No such file or directory", "extra_ldflags"),
+    "symbol": (
+        "a.o: undefined reference to `f()'\ncollect2: error: ld returned 1 exit status",
+        "add the source",
+    ),
+    "flag": ("c++: error: unrecognized command-line option '-fno-such'", "remove the flag"),
+    "unknown": ("something else went wrong", "read the log"),
+}
+
+
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_the_tools_own_words_lead_to_a_remedy(fault):
+    output, remedy = _FAULTS[fault]
+    noise = "ninja: build stopped: subcommand failed.\n"
+    lines = str(
+        diagnosis.explain("x", f"FAILED: x.o\n{output}\n{noise * 30}", "/cache/log", "/cache")
+    ).splitlines()
+    assert len(lines) <= 12
+    assert output.splitlines()[0].strip() in "\n".join(lines)
+    assert remedy in lines[-2] and lines[-2].startswith("  fix: ")
+    assert lines[-1] == "  log: /cache/log"
+
+
+# ---- the choice for CUDA ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "toolkit", "environment", "expected"),
+    [
+        ((), "13.0", {}, "no GPU was visible; CALCOPS_CUDA=1 python -m calcops_jit build"),
+        ((), "13.0", {"CALCOPS_CUDA": "1"}, "8.0;9.0+PTX"),
+        ((), "13.0", {"CALCOPS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0"}, "9.0"),
+        ((), "13.0", {"TORCH_CUDA_ARCH_LIST": "8.6"}, "8.6"),
+        (
+            (),
+            "13.0",
+            {"TORCH_CUDA_ARCH_LIST": "native"},
+            "no GPU was visible; CALCOPS_CUDA=1 python -m calcops_jit build",
+        ),
+        (("H200",), "13.0", {}, "8.0;9.0+PTX"),
+        (("H200",), "13.0", {"CALCOPS_CUDA": "0"}, "CALCOPS_CUDA=0 was set; unset CALCOPS_CUDA"),
+        (("H200",), "", {}, "no nvcc was found; make cuda"),
+        (("H200",), "11.8", {}, "nvcc is CUDA 11.8, torch is CUDA 13.2; make cuda"),
+    ],
+)
+def test_cuda_is_built_for_a_gpu_or_when_asked(monkeypatch, gpus, toolkit, environment, expected):
+    for name in ("CALCOPS_CUDA", "TORCH_CUDA_ARCH_LIST"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(cuda, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(cuda, "gpu_capabilities", lambda: ["8.0", "9.0"])
+    monkeypatch.setattr(
+        cuda, "find_toolkit", lambda: ("/cuda", toolkit) if toolkit == "13.0" else ("", toolkit)
+    )
+    choice = cuda.choose()
+    assert (cuda.arch_list(choice) if choice.build else choice.reason) == expected
+
+
+def test_a_cpu_build_of_torch_never_builds_cuda(monkeypatch):
+    monkeypatch.setenv("CALCOPS_CUDA", "1")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    choice = cuda.choose()
+    assert (
+        not choice.build
+        and choice.fatal
+        and choice.reason.startswith("this PyTorch is a CPU build; pip install")
+    )
+
+
+def test_hidden_gpus_are_not_visible(monkeypatch):
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert cuda.visible_gpus() == ()
+
+
+def test_a_wrong_switch_is_refused(monkeypatch):
+    monkeypatch.setenv("CALCOPS_CUDA", "yes")
+    with pytest.raises(ValueError, match="^calcops_jit: expected CALCOPS_CUDA 0 or 1, got 'yes'$"):
+        cuda.choose()
+
+
+class Screen(io.StringIO):
+    def __init__(self, terminal: bool):
+        super().__init__()
+        self.isatty = lambda: terminal
+
+
+def test_progress_redraws_one_line_on_a_terminal_and_leaves_it_empty(monkeypatch):
+    screen = Screen(terminal=True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    steps = iter(["[0/2]", "[1/2] long", "[2/2]"])
+    with Progress(lambda seconds: next(steps, "[2/2]")):
+        time.sleep(0.5)
+    line = ""
+    for piece in screen.getvalue().split("\r"):  # what a terminal shows: a return, then text over the old
+        line = piece + line[len(piece) :]
+    assert screen.getvalue().startswith("\rcalcops_jit: [0/2]") and "long" in screen.getvalue()
+    assert "\n" not in screen.getvalue() and line.strip() == ""
+
+
+def test_progress_in_a_log_is_lines_now_and_then(monkeypatch):
+    screen = Screen(terminal=False)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(progress, "_LOG_S", 0.3)
+    with Progress(lambda seconds: f"at {seconds:.0f} s"):
+        time.sleep(1.0)
+    assert 2 <= screen.getvalue().count("calcops_jit: at ") == screen.getvalue().count("\n") <= 4
+
+
+def test_a_closed_or_missing_stream_does_not_fail_a_build(monkeypatch):
+    screen = Screen(terminal=True)
+    screen.close()
+    for stream in (screen, None):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with Progress(lambda seconds: "x"):
+            time.sleep(0.3)
+
+
+# ---- the parts --------------------------------------------------------------------------------------------------
+
+
+def test_documentation_is_the_block_that_starts_with_the_operators_name(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "a.h").write_text(HEADER)
+    assert operators.documentation(str(tmp_path)) == {
+        "calcops::twice": "Twice its argument.\n\n    x  any shape",
+        "calcops::other": "Another operator.",
+    }
+
+
+def test_jobs_stay_within_the_processors_of_this_process():
+    assert 1 <= build.jobs() <= len(os.sched_getaffinity(0))
+
+
+def test_torchs_messages_are_kept_out_of_the_terminal_and_go_to_the_log(capfd):
+    with build._torch_messages() as messages:
+        logging.getLogger("torch.utils.cpp_extension").warning("No CUDA runtime")
+    assert messages == ["No CUDA runtime"]
+    assert capfd.readouterr() == ("", "")
+
+
+# ---- the real library -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(cuda.find_toolkit()[0] == "", reason="no nvcc for this PyTorch")
+def test_the_cuda_operators_compile_and_link_for_sm_80_and_sm_90():
+    environment = {k: v for k, v in os.environ.items() if k != "TORCH_CUDA_ARCH_LIST"} | {"CALCOPS_CUDA": "1"}
+    command = [sys.executable, "-m", "calcops_jit", "build"]
+    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    image = Path(done.stdout.strip()).read_bytes()
+    for architecture in (b"sm_80", b"sm_90"):
+        assert architecture in image
+
+
+def test_every_unit_under_ops_is_built():
+    units = {Path(s).relative_to(HERE / "ops").as_posix() for s in recipes.own().sources}
+    there = {p.relative_to(HERE / "ops").as_posix() for p in (HERE / "ops").glob("*/*.cpp")}
+    assert there <= units and not {u for u in units - there if not u.endswith(".cu")}
