@@ -1,10 +1,12 @@
-"""What the operators must compute, in plain torch, written from the formulas of ops/*/*.h.
+"""What the operators must compute, in plain torch, written from the formulas of ops/*/*.h; and random inputs.
 
 Every function is differentiable by autograd to any order and works under torch.func, so it is the
 reference for derivatives too. Slow and memory-hungry on purpose: clarity first.
 """
 
 import torch
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
 def force_virial(list_neigh, dE, Ri_d, Rij, nghost=0, center=True):
@@ -35,3 +37,28 @@ def force(list_neigh, dE, Ri_d, nghost=0, center=True):
     frames, natoms = list_neigh.shape[:2]
     neighbors = list_neigh.shape[2:].numel()
     return force_virial(list_neigh, dE, Ri_d, dE.new_zeros(frames, natoms, neighbors, 3), nghost, center)[0]
+
+
+def pairs(
+    frames=3, natoms=5, nghost=2, neighbors=7, dtype=torch.float64, index=torch.int32, device="cpu", seed=0
+):
+    """A random list with empty slots anywhere, repeats and self images, and its dE, Ri_d, Rij."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (frames, natoms, neighbors)
+    list_neigh = torch.randint(-1, natoms + nghost, size, generator=generator).to(index)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    Ri_d = random(frames, natoms, 4 * neighbors, 3)
+    return list_neigh.to(device), random(*size, 4), Ri_d, random(*size, 3)
+
+
+def differentiable_pairs(**options):
+    list_neigh, *values = pairs(**options)
+    return list_neigh, *(value.requires_grad_() for value in values)
+
+
+def assert_equal_lists(ours, theirs, **tolerance):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)

@@ -5,18 +5,13 @@ import io
 import pytest
 import reference
 import torch
-from test_force import DEVICES, assert_equal_lists, differentiable_pairs, pairs
+from reference import assert_equal_lists, differentiable_pairs, pairs
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
 from calcops_jit import calculateForce, calculateVirial
 
 NAMESPACES = ["CalcOps", "CalcOps_cuda", "CalcOps_cpu"]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
 
 
 def center_term(list_neigh, dE, Ri_d):

@@ -4,14 +4,15 @@ A pairwise cover in every run, the full product in `make test-long`; and sizes b
 """
 
 import itertools
-import multiprocessing
 
 import pytest
 import torch
-from test_force import DEVICES, ForceModel, backward, pairs
+from reference import DEVICES, pairs
 from torch.library import opcheck
 
 from calcops_jit import force, force_virial
+
+backward = torch.ops.calcops._force_virial_backward
 
 AXES = (
     (torch.float64, torch.float32),
@@ -83,13 +84,13 @@ def test_opcheck_over_the_full_product(case, device):
 
 @pytest.mark.long
 def test_offsets_beyond_31_bits():
-    # Ri_d has 2.3e9 elements; the list repeats every `period` atoms, so a small run says what comes out.
-    period, repeats, neighbors = 1000, 3840, 50
+    # Ri_d has 2.17e9 elements; the list repeats every `period` atoms, so a small run says what comes out.
+    period, repeats, neighbors = 1000, 3840, 47
     natoms = period * repeats
     free = int(next(s for s in open("/proc/meminfo") if s.startswith("MemAvailable")).split()[1]) * 1024
-    needed = natoms * neighbors * (4 + 19 * 4) + natoms * 12 * 4 * 20
-    if free < 1.2 * needed:
-        pytest.skip(f"needs {1.2 * needed / 1e9:.0f} GB of memory, {free / 1e9:.0f} are free")
+    needed = 1.1 * natoms * (neighbors * (4 + 19 * 4) + 12 * 8 * 3)
+    if free < needed:
+        pytest.skip(f"needs {needed / 1e9:.0f} GB of memory, {free / 1e9:.0f} are free")
     small = pairs(1, period, 0, neighbors, torch.float32)
     blocks = [x.expand(repeats, *x.shape[1:]).reshape(1, natoms, *x.shape[2:]) for x in small]
     offsets = torch.arange(repeats, dtype=torch.int32).repeat_interleave(period)[None, :, None] * period
@@ -101,15 +102,3 @@ def test_offsets_beyond_31_bits():
         ours = ours.view(repeats, *expected.shape[1:])
         torch.testing.assert_close(ours, expected.expand_as(ours), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(W, expected_W * repeats, rtol=1e-4, atol=1e-2)
-
-
-def run_model(model, inputs):
-    return [x.detach().numpy() for x in model(*inputs)]
-
-
-def test_a_model_goes_to_another_process():
-    model, inputs = ForceModel(), pairs(2, 4, 1, 6)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        result = pool.apply(run_model, (model, inputs))
-    for there, here in zip(result, run_model(model, inputs), strict=True):
-        assert (there == here).all()

@@ -9,7 +9,7 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_force import assert_equal_lists, pairs
+from reference import assert_equal_lists, pairs
 
 from calcops_jit import force, force_virial
 
