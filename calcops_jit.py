@@ -31,6 +31,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 if sys.platform != "linux" or platform.machine() != "x86_64":
     raise ImportError(f"calcops_jit: expected Linux on x86-64, got {sys.platform} on {platform.machine()}")
@@ -38,6 +39,9 @@ if sys.platform != "linux" or platform.machine() != "x86_64":
 from _calcops_jit import library, recipes
 from _calcops_jit.diagnosis import BuildError
 from _calcops_jit.loading import Library
+
+if TYPE_CHECKING:
+    from _calcops_jit.handles import *  # noqa: F403
 
 __version__ = "0.1.0"
 __all__ = ["BuildError", "Library", "__version__", "library_path", "load"]

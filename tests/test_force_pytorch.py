@@ -103,7 +103,7 @@ def test_make_fx_of_a_force_matching_loss_equals_eager():
         assert_equal_lists(ours, expected, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
 def test_scripted_model_saved_and_loaded_gives_the_same():
     model, inputs = ForceModel(), pairs(2, 4, 1, 6)
     file = io.BytesIO()

@@ -1,0 +1,76 @@
+# Everything runs from a clean checkout: `make demo` and `make test` create .venv themselves.
+# PYTHON names the interpreter .venv is made from; gpu-check uses it as it is (default: .venv's).
+
+supported = 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))'
+candidates = $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
+python = .venv/bin/python
+pip = $(python) -m pip install --disable-pip-version-check -q
+sources = $(wildcard ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu examples/*/*.h examples/*/*.cpp examples/*/*.cu)
+
+help: ## this list (the default)
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+demo: .venv/.base ## build the operators and run examples/quickstart.py
+	$(python) examples/quickstart.py
+
+test: .venv/.test ## every test but the long ones (at most 10 minutes on 2 cores)
+	$(python) -m pytest -m "not long"
+
+test-long: .venv/.test ## the long products of tests
+	$(python) -m pytest -m long
+
+venv: .venv/.base ## create .venv from pyproject.toml; re-used until that file changes
+
+build: .venv/.base ## build the operators into the cache
+	$(python) -m calcops_jit build
+
+# The nvidia wheels have a toolkit's layout; torch.version.cuda says which release PyTorch was built with.
+cuda: .venv/.base ## build for CPU and CUDA; without a toolkit, nvcc comes from PyPI's nvidia wheels
+	@$(python) -c 'import sys; from _calcops_jit.cuda import find_toolkit; sys.exit(not find_toolkit()[0])' || { \
+	  echo "no nvcc for this PyTorch here: installing PyPI's into .venv"; $(pip) \
+	  "cuda-toolkit[nvcc]==$$($(python) -c 'import torch; print(torch.version.cuda)').*"; }
+	CALCOPS_CUDA=1 $(python) -m calcops_jit build
+
+lint: .venv/.lint ## ruff and clang-format, as CI runs them
+	$(python) -m ruff check
+	$(python) -m ruff format --check
+	.venv/bin/clang-format --dry-run -Werror $(sources)
+
+format: .venv/.lint ## rewrite every file in the project's format
+	$(python) -m ruff check --fix
+	$(python) -m ruff format
+	.venv/bin/clang-format -i $(sources)
+
+docs: .venv/.base ## write the README's operator table, the type stubs and the C++ header from the schemas
+	$(python) -m _calcops_jit.docs
+
+bench: .venv/.bench ## the project's numbers on this machine
+	for file in tests/bench/bench_*.py; do $(python) $$file || exit 1; done
+
+gpu-check: ## all a GPU must show: tests, compute-sanitizer, benchmark -> results.json (no pip, no .venv)
+	PYTHONPATH=. $(or $(PYTHON),$(python)) tests/bench/gpu_check.py
+
+examples: .venv/.test ## run every example and check what it prints
+	$(python) -m pytest tests/test_examples*.py
+
+clean: ## delete .venv and what was built in this folder; the cache: python -m calcops_jit clean
+	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Debian without python3-venv leaves half an environment behind, hence the rm.
+.venv/bin/pip:
+	@for p in $(candidates); do \
+	  if $$p -c $(supported) 2>/dev/null; then set -x; $$p -m venv .venv && exit; rm -rf .venv; exit 1; fi; \
+	done; echo 'CalcOps needs Python 3.11 to 3.14: install one or name it, make $(or $(MAKECMDGOALS),venv) PYTHON=/path/to/python3'; exit 1
+
+.venv/.%: pyproject.toml | .venv/bin/pip
+	@echo "installing what pyproject.toml asks for into .venv (PyTorch with CUDA: some 3 GB, once)"
+	$(pip) -e '.$(if $(filter-out base,$*),[$*])'
+	@touch $@
+
+# A yardstick of `make bench`; its own dependencies are not needed to call its C++ library.
+.venv/.bench: .venv/.test
+	$(pip) --no-deps deepmd-kit
+	@touch $@
+
+.PHONY: help demo test test-long venv build cuda lint format docs bench gpu-check examples clean

@@ -1,0 +1,88 @@
+"""All that a GPU must show, in one command and without installing anything: make gpu-check PYTHON=python3
+
+Builds for the GPU that is here, runs the CUDA tests, compute-sanitizer over every CUDA kernel, and the benchmarks of
+tests/bench/bench_*_cuda.py; all add what they find to results.json ($OUT, else here). Needs PyTorch with CUDA, nvcc,
+ninja and pytest.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# Small, and odd in every size, so that no kernel's last block is full.
+KERNELS = """
+import torch, calcops_jit
+generator = torch.Generator("cuda").manual_seed(0)
+random = lambda *size: torch.rand(*size, generator=generator, device="cuda", dtype=torch.float64).requires_grad_()
+for K in (1, 7, 37):
+    list_neigh = torch.randint(-1, 45, (3, 41, K), generator=generator, device="cuda")
+    inputs = random(3, 41, K, 4), random(3, 41, 4 * K, 3), random(3, 41, K, 3)
+    outputs = calcops_jit.force_virial(list_neigh, *inputs, 4)
+    torch.autograd.grad(sum(x.square().sum() for x in outputs), inputs)
+    calcops_jit.force(list_neigh.int(), *inputs[:2], 4)
+matrix = torch.tensor([[1.1, 0.2, -3], [0.1, 0.9, 2], [1e-3, 2e-3, 1]], device="cuda", requires_grad=True)
+for border in ("constant", "replicate", "reflect", "reflect_101", "wrap"):
+    image = random(3, 31, 17)
+    calcops_jit.warp_perspective(image, matrix, (29, 37), border_mode=border).square().sum().backward()
+torch.cuda.synchronize()
+"""
+
+
+def run(*command, **options):
+    print("+", *command[:6], flush=True)
+    result = subprocess.run(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options
+    )
+    print(result.stdout[-6000:], flush=True)
+    return result
+
+
+def tests():
+    result = run(sys.executable, "-m", "pytest", "-q", "tests", "-k", "cuda", "-m", "not long")
+    return {"passed": result.returncode == 0, "summary": result.stdout.strip().splitlines()[-1]}
+
+
+def sanitizer():
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=f"{home}/bin")
+    if tool is None:
+        return {"passed": False, "summary": "no compute-sanitizer on PATH or in CUDA_HOME/bin"}
+    # PyTorch's caching allocator would hide accesses between two tensors of one segment.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    found = {}
+    for check in ("memcheck", "racecheck", "initcheck"):
+        result = run(
+            tool, "--tool", check, "--error-exitcode", "9", sys.executable, "-c", KERNELS, env=environment
+        )
+        summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", result.stdout)
+        found[check] = {"passed": result.returncode == 0, "summary": summary[-1] if summary else "no summary"}
+    return {"passed": all(f["passed"] for f in found.values()), **found}
+
+
+def main():
+    if not torch.cuda.is_available():
+        sys.exit("gpu-check: no GPU is visible to PyTorch")
+    build = run(sys.executable, "-m", "calcops_jit", "build")
+    results = {"build": {"passed": build.returncode == 0}}
+    for part in (tests, sanitizer) if build.returncode == 0 else ():
+        results[part.__name__] = part()
+    path = Path(os.environ.get("OUT", ROOT)) / "results.json"
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    failed = [part for part, found in results.items() if not found["passed"]]
+    for bench in sorted((ROOT / "tests" / "bench").glob("bench_*_cuda.py")):
+        if subprocess.run([sys.executable, bench], cwd=ROOT).returncode:
+            failed.append(bench.name)
+    print(path, f"failed: {', '.join(failed)}" if failed else "all passed", sep="\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

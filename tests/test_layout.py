@@ -1,0 +1,247 @@
+"""The house stands: an operator is a folder under ops/ and a test, and every file holds what its kind may hold."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import calcops_jit
+
+ROOT = Path(__file__).resolve().parent.parent
+OPERATORS = sorted(path.name for path in (ROOT / "ops").iterdir() if path.is_dir())
+SOURCES = sorted(path for path in (ROOT / "ops").rglob("*") if path.is_file())
+PYTHON = sorted(
+    path
+    for folder in ("_calcops_jit", "examples", "tests")
+    for path in [*(ROOT / folder).rglob("*.py"), ROOT / "calcops_jit.py"]
+)
+TORCH = re.compile(r"(torch|ATen|c10|caffe2)/")
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def kind(path):
+    """The row of design.md's table that a file under ops/ belongs to."""
+    if path.suffix == ".cpp":
+        return "_cpu.cpp" if path.name.endswith("_cpu.cpp") else ".cpp"
+    return "loose .h" if path.parent == ROOT / "ops" else path.suffix
+
+
+def includes(path):
+    return re.findall(r'^\s*#\s*include\s*[<"](.+?)[>"]', path.read_text(), re.MULTILINE)
+
+
+def code(path):
+    """The text without comments and with empty strings, on the same lines."""
+    pattern = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"'
+    return re.sub(
+        pattern, lambda m: '""' if m[0][0] == '"' else "\n" * m[0].count("\n"), path.read_text(), flags=re.S
+    )
+
+
+def lines_with(pattern, text):
+    return [f"{i}: {line}" for i, line in enumerate(text.splitlines(), 1) if re.search(pattern, line)]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_an_operator_is_a_folder_of_its_files_and_a_test(operator):
+    files = {path.name for path in (ROOT / "ops" / operator).iterdir()}
+    expected = {f"{operator}{end}" for end in (".h", "_math.h", ".cpp", "_cpu.cpp", ".cu")}
+    assert files == ({"compat.cpp"} if operator == "compat" else expected)
+    assert list((ROOT / "tests").glob(f"test_{operator}*.py"))
+
+
+def test_nothing_else_lies_in_ops():
+    assert {path.name for path in SOURCES if path.parent == ROOT / "ops"} == {"autograd.h", "expect.h"}
+    assert all(path.parent.parent in (ROOT, ROOT / "ops") for path in SOURCES)
+
+
+def test_no_file_is_named_after_nothing():
+    nothing = {"util", "utils", "common", "helper", "helpers", "misc", "tools"}
+    assert not [name(path) for path in [*SOURCES, *PYTHON] if nothing & set(re.split(r"[_.]", path.name))]
+
+
+def test_files_are_short_enough_to_read():
+    def count(path):
+        return len(path.read_text().splitlines())
+
+    assert not {name(path): count(path) for path in SOURCES if count(path) > 700}
+    assert not {name(path): count(path) for path in PYTHON if count(path) > 400}
+    assert (
+        sum(count(path) for path in [ROOT / "calcops_jit.py", *(ROOT / "_calcops_jit").glob("*.py")]) <= 2500
+    )
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_a_file_includes_only_what_its_kind_may(path):
+    found = includes(path)
+    if kind(path) in (".h", ".cu"):
+        assert not [i for i in found if TORCH.match(i)], (
+            "kept out of torch's headers: 1 s to compile, not 6 to 20"
+        )
+    if kind(path) == "_cpu.cpp":
+        assert not [i for i in found if TORCH.match(i) and i != "ATen/Parallel.h"]
+    if kind(path) in (".cpp", "loose .h"):
+        heavy = {
+            "torch/extension.h",
+            "torch/torch.h",
+            "torch/all.h",
+            "torch/script.h",
+            "torch/python.h",
+            "ATen/ATen.h",
+        }
+        heavy |= {"ATen/Functions.h", "ATen/NativeFunctions.h", "ATen/Operators.h", "Python.h"}
+        assert not [i for i in found if i in heavy or i.startswith("pybind11")]
+        assert not [i for i in found if i.endswith("_math.h")], (
+            "editing a formula must not compile a torch unit"
+        )
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_a_file_holds_nothing_that_must_not_exist(path):
+    text = code(path)
+    assert not lines_with(r"\b(printf|fprintf|puts|abort|exit|assert)\s*\(|std::c(out|err)\b", text)
+    assert not lines_with(r"\bcuda(SetDevice|DeviceSynchronize|StreamSynchronize)\b", text)
+    assert not lines_with(r"^\s*#\s*if\s+0\b", text)
+    # A launch names its stream: <<<grid, block, shared, stream>>>.
+    launches = re.findall(r"<<<(.*?)>>>", text, re.S)
+    assert not [launch for launch in launches if re.sub(r"\([^()]*\)|\{[^{}]*\}", "", launch).count(",") != 3]
+    assert not re.findall(r"TODO(?!\(#?\w+\))", path.read_text())
+
+
+def test_macros_are_at_most_three():
+    used = {macro for path in SOURCES for macro in re.findall(r"\bCALCOPS_\w+", code(path))}
+    assert used <= {"CALCOPS_NO_CUDA", "CALCOPS_HD"}
+    for path in SOURCES:
+        defined = set(re.findall(r"^\s*#\s*define\s+(\w+)", code(path), re.MULTILINE))
+        undefined = set(re.findall(r"^\s*#\s*undef\s+(\w+)", code(path), re.MULTILINE))
+        assert defined - undefined <= {"CALCOPS_HD"}
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.suffix == ".cpp"], ids=name)
+@pytest.mark.parametrize("cuda", [False, True], ids=["without_cuda", "with_cuda"])
+def test_a_unit_compiles_without_a_warning(path, cuda):
+    """Also as it is in a CUDA build: torch's wheels bring the CUDA runtime's header, so no toolkit is needed."""
+    site = Path(torch.__file__).parent.parent
+    folders = [ROOT / "ops", site / "torch/include", site / "torch/include/torch/csrc/api/include"]
+    if cuda:
+        folders += [p.parent for p in site.glob("nvidia/*/include/cuda_runtime_api.h")]
+        folders += [
+            p for p in [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")] if p.exists()
+        ]
+        if not any((folder / "cuda_runtime_api.h").exists() for folder in folders):
+            pytest.skip("neither torch's wheels nor a toolkit bring cuda_runtime_api.h")
+    standard = "c++20" if torch.__version__ >= "2.13" else "c++17"
+    options = [
+        "-fsyntax-only",
+        f"-std={standard}",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-DAT_PER_OPERATOR_HEADERS",
+    ]
+    options += [] if cuda else ['-DCALCOPS_NO_CUDA="no nvcc was found"']
+    options += [f"-I{folders[0]}", *(word for folder in folders[1:] for word in ("-isystem", str(folder)))]
+    result = subprocess.run(
+        [os.environ.get("CXX", "g++"), *options, str(path)], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.name.endswith("_math.h")], ids=name)
+@pytest.mark.parametrize("standard", ["c++17", "c++20"])
+def test_the_mathematics_is_valid_in_both_standards(path, standard):
+    options = [
+        "-x",
+        "c++",
+        "-fsyntax-only",
+        f"-std={standard}",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-I{ROOT / 'ops'}",
+    ]
+    options += ['-DCALCOPS_NO_CUDA="none"', "-include", str(path), "/dev/null"]
+    result = subprocess.run([os.environ.get("CXX", "g++"), *options], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_generated_documentation_is_up_to_date():
+    check = [sys.executable, "-m", "_calcops_jit.docs", "--check"]
+    result = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_operator_is_documented():
+    operators = [
+        o
+        for o in map(calcops_jit.__dict__.get, calcops_jit.__all__)
+        if isinstance(o, torch._ops.OpOverloadPacket)
+    ]
+    assert operators
+    for operator in operators:
+        schema, _, text = operator.__doc__.partition("\n\n")
+        assert schema == str(operator.default._schema)
+        missing = [
+            a.name for a in operator.default._schema.arguments if not re.search(rf"\b{a.name}\b", text)
+        ]
+        assert not missing, f"{operator} says nothing about {missing}"
+
+
+def test_the_library_needs_no_python_and_finds_torch_by_itself():
+    dynamic = subprocess.run(
+        ["readelf", "-d", calcops_jit.library_path()], capture_output=True, text=True, check=True
+    ).stdout
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
+    allowed = (
+        r"lib(torch|torch_cpu|torch_cuda|c10|c10_cuda|cudart|c|m|stdc\+\+|gcc_s|gomp|pthread|dl)\.so|ld-linux"
+    )
+    assert needed and not [library for library in needed if not re.match(allowed, library)]
+    rpaths = [
+        path for value in re.findall(r"\(R(?:UN)?PATH\).*\[(.+)\]", dynamic) for path in value.split(":")
+    ]
+    assert rpaths and all(os.path.isabs(path) for path in rpaths)
+    assert any((Path(path) / "libc10.so").exists() for path in rpaths)
+
+
+def test_a_cpp_host_calls_the_operators_through_the_generated_header(tmp_path):
+    (tmp_path / "host.cpp").write_text("""
+        #include <calcops.h>
+        #include <dlfcn.h>
+
+        #include <ATen/ops/arange.h>
+        #include <ATen/ops/eye.h>
+        #include <ATen/ops/full.h>
+        #include <ATen/ops/ones.h>
+        #include <iostream>
+
+        int main(int, char** argv) {
+          if (!dlopen(argv[1], RTLD_NOW)) return 1;
+          // Two atoms that name each other; g = sum_c 1 * 0.5 = 2 along each axis.
+          auto list_neigh = at::arange(1, -1, -1).view({1, 2, 1});
+          auto dE = at::ones({1, 2, 1, 4}), Ri_d = at::full({1, 2, 4, 3}, 0.5), Rij = at::ones({1, 2, 1, 3});
+          auto [force, virial, atom_virial] = calcops::force_virial(list_neigh, dE, Ri_d, Rij);
+          auto neighbours = CalcOps::calculateForce(list_neigh, dE, Ri_d, at::full({1, 2, 3}, 7.0f));
+          auto image = calcops::warp_perspective(at::arange(12).view({3, 4}).to(at::kFloat), at::eye(3), {2, 5});
+          std::cout << force.abs().max().item<float>() << ' ' << virial[0][0][1].item<float>() << ' '
+                    << atom_virial.size(1) << ' ' << neighbours[0][0][0][0].item<float>() << ' '
+                    << image.size(1) << ' ' << image[1][3].item<float>() << std::endl;
+        }""")
+    torch_folder = Path(torch.__file__).parent
+    command = [os.environ.get("CXX", "g++"), "-DAT_PER_OPERATOR_HEADERS", "-Wall", "-Wextra", "-Werror"]
+    command += [
+        "-std=c++20" if torch.__version__ >= "2.13" else "-std=c++17",
+        f"-I{ROOT / '_calcops_jit/include'}",
+    ]
+    command += ["-isystem", f"{torch_folder}/include", "host.cpp", "-o", "host", f"-L{torch_folder}/lib"]
+    command += [f"-Wl,-rpath,{torch_folder}/lib", "-ltorch_cpu", "-lc10", "-ldl"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    result = subprocess.run([tmp_path / "host", calcops_jit.library_path()], capture_output=True, text=True)
+    assert result.stdout.split() == ["0", "4", "2", "9", "5", "7"], result.stderr
