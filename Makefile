@@ -7,14 +7,22 @@ python = .venv/bin/python
 pip = $(python) -m pip install --disable-pip-version-check -q
 sources = $(wildcard ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu examples/*/*.h examples/*/*.cpp examples/*/*.cu)
 
+operator_tests = $(foreach folder,$(notdir $(wildcard ops/*)),$(wildcard tests/test_$(folder)*.py))
+# Without libstdc++ beside it the sanitizer does not find __cxa_throw.
+preload = LD_PRELOAD=$$(c++ -print-file-name=lib$(config).so):$$(c++ -print-file-name=libstdc++.so)
+environment_asan = $(preload) ASAN_OPTIONS=detect_leaks=0 CALCOPS_CFLAGS='-fsanitize=address -fno-omit-frame-pointer -g'
+environment_ubsan = $(preload) CALCOPS_CFLAGS='-fsanitize=undefined -fno-sanitize-recover=all -g'
+environment_x86-64 = CALCOPS_CFLAGS=-march=x86-64
+environment_avx2 = CALCOPS_CFLAGS=-march=x86-64-v3
+
 help: ## this list (the default)
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 demo: .venv/.base ## build the operators and run examples/quickstart.py
 	$(python) examples/quickstart.py
 
-test: .venv/.test ## every test but the long ones (at most 10 minutes on 2 cores)
-	$(python) -m pytest -m "not long"
+test: .venv/.test ## every test but the long ones; config=asan|ubsan|x86-64|avx2: the operators' tests, built that way
+	$(environment_$(config)) $(python) -m pytest -m "not long" $(if $(config),$(operator_tests))
 
 test-long: .venv/.test ## the long products of tests
 	$(python) -m pytest -m long

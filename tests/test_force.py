@@ -116,6 +116,16 @@ def test_nan_in_a_live_slot_goes_where_it_belongs(device):
     assert atom_W.isnan().any(-1).any(-1)[0].nonzero().flatten().tolist() == [3]
 
 
+def test_pair_vectors_take_no_part_in_the_gradient_of_a_force(device):
+    list_neigh, dE, Ri_d, Rij = pairs(device=device)
+    upstream = torch.randn(3, 7, 3, dtype=dE.dtype, device=device)
+    wanted = [True] * 3
+    expected = backward(upstream, None, None, list_neigh, dE, Ri_d, Rij, 2, True, wanted)
+    ours = backward(upstream, None, None, list_neigh, dE, Ri_d, Rij * float("nan"), 2, True, wanted)
+    assert_equal_lists(ours, expected, rtol=0, atol=0)
+    assert ours[2].count_nonzero() == 0
+
+
 # ---- bit for bit ---------------------------------------------------------------------------------
 
 

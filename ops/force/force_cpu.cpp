@@ -193,8 +193,8 @@ int64_t force_cpu(const ForceInputs<Real, Index>& in, const ForceOutputs<Real>& 
 template <class Real, class Index>
 int64_t force_backward_cpu(const ForceInputs<Real, Index>& in, const ForceUpstream<Real>& upstream,
                            const ForceGradients<Real>& out) {
-  return in.virial ? backward_columns<4>(in, upstream, out)
-                   : backward_columns<1>(in, upstream, out);
+  const bool virial = upstream.virial || upstream.atom_virial;
+  return virial ? backward_columns<4>(in, upstream, out) : backward_columns<1>(in, upstream, out);
 }
 
 #define INSTANTIATE(Real, Index)                                                                   \

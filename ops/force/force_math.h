@@ -16,12 +16,12 @@
 
 namespace calcops {
 
-// g[a] = sum_c dE[c] Ri_d[c][a]
-template <class Real>
+// g[a] = sum_c dE[c] Ri_d[c][a], or the share of kTerms of the four c
+template <int kTerms = 4, class Real>
 CALCOPS_HD inline void pair_force(const Real* dE, const Real* Ri_d, double* g) {
   for (int a = 0; a < 3; ++a) {
     g[a] = 0;
-    for (int c = 0; c < 4; ++c) g[a] += double(dE[c]) * double(Ri_d[3 * c + a]);
+    for (int c = 0; c < kTerms; ++c) g[a] += double(dE[c]) * double(Ri_d[3 * c + a]);
   }
 }
 
@@ -48,29 +48,32 @@ CALCOPS_HD inline void worth(const double* u, const double* r4, const double* ce
 }
 
 // The pair's gradients: dE <- Ri_d e, Ri_d <- dE e, Rij <- U^T g.
-template <class Real>
+template <int kTerms = 4, class Real>
 CALCOPS_HD inline void gradient_dE(const Real* Ri_d, const double* e, Real* out) {
-  for (int c = 0; c < 4; ++c) {
+  for (int c = 0; c < kTerms; ++c) {
     double sum = 0;
     for (int a = 0; a < 3; ++a) sum += double(Ri_d[3 * c + a]) * e[a];
     out[c] = Real(sum);
   }
 }
 
-template <class Real>
+template <int kTerms = 4, class Real>
 CALCOPS_HD inline void gradient_Ri_d(const Real* dE, const double* e, Real* out) {
-  for (int c = 0; c < 4; ++c)
+  for (int c = 0; c < kTerms; ++c)
     for (int a = 0; a < 3; ++a) out[3 * c + a] = Real(double(dE[c]) * e[a]);
+}
+
+template <int kColumns>
+CALCOPS_HD inline double gradient_Rij(const double* g, const double* u, int b) {
+  double sum = 0;
+  for (int a = 0; a < 3; ++a) sum += u[a * kColumns + b] * g[a];
+  return sum;
 }
 
 template <int kColumns, class Real>
 CALCOPS_HD inline void gradient_Rij(const double* g, const double* u, Real* out) {
-  for (int b = 0; b < 3; ++b) {
-    double sum = 0;
-    if constexpr (kColumns > 1)  // otherwise no virial has a gradient
-      for (int a = 0; a < 3; ++a) sum += u[a * kColumns + b] * g[a];
-    out[b] = Real(sum);
-  }
+  for (int b = 0; b < 3; ++b)  // without columns of its own no virial has a gradient
+    out[b] = kColumns > 1 ? Real(gradient_Rij<kColumns>(g, u, b)) : Real(0);
 }
 
 }  // namespace calcops

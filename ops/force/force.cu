@@ -1,0 +1,396 @@
+// CUDA kernels of the force operators.
+//
+// Forward: the pairs that name one atom form its row. Integer atomics count the rows and collect
+// their slots; that order differs from run to run, so a warp sorts its row before it sums: the bits
+// do not depend on the order of blocks. Each pair is read twice, with its neighbour's row and with
+// its centre's, and at about the same time where the list keeps near atoms together, so that one of
+// the two comes from L2. (Writing g per slot and gathering it moves as many bytes by count: what is
+// gathered is 24 bytes, but memory hands out sectors of 32.)
+//
+// Four lanes share a pair: lane c holds dE[c] and Ri_d[c], in the backward also column c of U. So a
+// warp reads whole sectors of eight pairs and nothing has to be aligned beyond its own type.
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
+#include "force/force.h"
+#include "force/force_math.h"
+
+namespace calcops {
+namespace {
+
+constexpr unsigned kThreads = 256, kWarps = kThreads / 32;
+constexpr unsigned kAllLanes = 0xffffffff;
+// Slots that a warp can list in shared memory; a longer row is sorted where it lies.
+constexpr unsigned kListed = 512;
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+struct Workspace {
+  double* virials;           // [frames][row_tiles][9], each block's share
+  unsigned long long* ends;  // [frames][n+m], of the row in `slots`
+  unsigned long long* used;  // length of `slots` so far; zero at first, as the next two
+  uint32_t* counts;          // [frames][n+m], pairs in the row
+  uint32_t* tickets;         // [frames], blocks that have added their share
+  uint32_t* slots;           // rows in any order; a slot counts from the start of its frame
+  int64_t bytes = 0;
+  // A block takes kWarps rows or kThreads slots of one frame; the virial wants a block in any case.
+  int64_t row_tiles, slot_tiles;
+
+  Workspace(void* memory, int64_t frames, int64_t natoms, int64_t nghost, int64_t neighbors) {
+    const int64_t rows = natoms + nghost, slots_per_frame = natoms * neighbors;
+    row_tiles = std::max<int64_t>((rows + kWarps - 1) / kWarps, 1);
+    slot_tiles = (slots_per_frame + kThreads - 1) / kThreads;
+    const auto take = [&](auto*& array, int64_t count) {
+      using Array = std::remove_reference_t<decltype(array)>;
+      array = reinterpret_cast<Array>(reinterpret_cast<uintptr_t>(memory) + bytes);
+      bytes += count * int64_t(sizeof(*array));
+    };
+    take(virials, frames * row_tiles * 9);
+    take(ends, frames * rows);
+    take(used, 1);
+    take(counts, frames * rows);
+    take(tickets, frames);
+    take(slots, frames * slots_per_frame);
+  }
+
+  cudaError_t clear(cudaStream_t stream) const {
+    const auto zeros = reinterpret_cast<uintptr_t>(slots) - reinterpret_cast<uintptr_t>(used);
+    return cudaMemsetAsync(used, 0, zeros, stream);
+  }
+};
+
+__device__ inline bool names_atom(int64_t entry, int64_t rows) {
+  return entry >= 0 && entry < rows;
+}
+
+// visit(row, slot) for every pair of this block's slots, one a thread.
+template <class Real, class Index, class Visit>
+__device__ inline void visit_pairs(const ForceInputs<Real, Index>& in, const Workspace& work,
+                                   Visit visit) {
+  const unsigned tiles = unsigned(work.slot_tiles);
+  const int64_t frame = blockIdx.x / tiles;
+  const int64_t rows = in.natoms + in.nghost, slots = in.natoms * in.neighbors;
+  const int64_t slot = int64_t(blockIdx.x % tiles) * kThreads + threadIdx.x;
+  if (slot >= slots) return;
+  const int64_t j = in.list_neigh[frame * slots + slot];
+  if (names_atom(j, rows)) visit(frame * rows + j, uint32_t(slot));
+}
+
+template <class Real, class Index>
+__global__ void count_rows(ForceInputs<Real, Index> in, Workspace work) {
+  visit_pairs(in, work, [&](int64_t row, uint32_t) { atomicAdd(work.counts + row, 1u); });
+}
+
+// Where each row begins: a warp's rows in turn, the warps in the order of their arrival.
+__global__ void place_rows(Workspace work, int64_t rows) {
+  const int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  const unsigned lane = threadIdx.x % 32;
+  const unsigned long long count = row < rows ? work.counts[row] : 0;
+  unsigned long long end = count;
+  for (unsigned step = 1; step < 32; step *= 2) {
+    const unsigned long long before = __shfl_up_sync(kAllLanes, end, step);
+    if (lane >= step) end += before;
+  }
+  unsigned long long begin = lane == 31 ? atomicAdd(work.used, end) : 0;
+  begin = __shfl_sync(kAllLanes, begin, 31);
+  if (row < rows) work.ends[row] = begin + end - count;  // fill_rows moves it to the end
+}
+
+template <class Real, class Index>
+__global__ void fill_rows(ForceInputs<Real, Index> in, Workspace work) {
+  visit_pairs(in, work, [&](int64_t row, uint32_t slot) {
+    work.slots[atomicAdd(work.ends + row, 1ull)] = slot;
+  });
+}
+
+// Bitonic sort by one warp, in shared or global memory. Every comparison puts the smaller value
+// first (Knuth, The Art of Computer Programming 3, 5.3.4), so the places from length to the next
+// power of two would only ever hold infinities: pairs that reach there are left alone.
+__device__ inline void sort_slots(uint32_t* slots, uint32_t length, unsigned lane) {
+  if (length < 2) return;
+  const int levels = 32 - __clz(int(length - 1));
+  for (int level = 0; level < levels; ++level) {
+    for (int bit = level; bit >= 0; --bit) {
+      const uint32_t half = 1u << bit;
+      for (uint32_t pair = lane; pair < 1u << (levels - 1); pair += 32) {
+        const uint32_t low = 2 * pair - (pair & (half - 1));
+        const uint32_t high = bit == level ? low ^ (2 * half - 1) : low + half;
+        if (high >= length) continue;
+        const uint32_t a = slots[low], b = slots[high];
+        if (a <= b) continue;
+        slots[low] = b;
+        slots[high] = a;
+      }
+      __syncwarp();
+    }
+  }
+}
+
+// Adds this lane's terms of g (x) R4 over the pairs at slots[0..count).
+template <int kColumns, class Real, class Index>
+__device__ inline void sum_pairs(const ForceInputs<Real, Index>& in, int64_t frame_slots,
+                                 const uint32_t* slots, uint32_t count, unsigned lane,
+                                 double* sum) {
+  const unsigned c = lane % 4;
+#pragma unroll 4
+  for (uint32_t k = lane / 4; k < count; k += 8) {
+    const int64_t slot = frame_slots + slots[k];
+    double g[3], r4[kColumns];
+    pair_force<1>(in.dE + 4 * slot + c, in.Ri_d + 12 * slot + 3 * c, g);
+    load_r4<kColumns>(in.Rij, slot, r4);
+    add_outer<kColumns>(g, r4, sum);
+  }
+}
+
+// The row of atom j by one warp, sum the same in every lane; list is room for kListed slots.
+template <int kColumns, class Real, class Index>
+__device__ inline void sum_row(const ForceInputs<Real, Index>& in, const Workspace& work,
+                               int64_t frame, int64_t j, uint32_t* list, double* sum) {
+  const unsigned lane = threadIdx.x % 32;
+  const int64_t rows = in.natoms + in.nghost, row = frame * rows + j;
+  const int64_t frame_slots = frame * in.natoms * in.neighbors;
+
+  const uint32_t count = work.counts[row];
+  uint32_t* slots = work.slots + (work.ends[row] - count);
+  if (count <= kListed) {
+    for (uint32_t k = lane; k < count; k += 32) list[k] = slots[k];
+    slots = list;
+    __syncwarp();
+  }
+  sort_slots(slots, count, lane);
+  sum_pairs<kColumns>(in, frame_slots, slots, count, lane, sum);
+
+  bool bad = false;
+  double center[3] = {};
+  const int64_t own_slots = j < in.natoms ? in.neighbors : 0;
+  for (int64_t begin = 0; begin < own_slots; begin += kListed) {
+    __syncwarp();  // what the list held has been read
+    const int64_t end = min(begin + kListed, own_slots);
+    uint32_t live = 0;
+    for (int64_t s = begin + lane; s - lane < end; s += 32) {
+      const int64_t slot = j * in.neighbors + s;
+      const int64_t entry = s < end ? int64_t(in.list_neigh[frame_slots + slot]) : -1;
+      const bool named = names_atom(entry, rows);
+      bad |= !named && entry != -1;
+      const unsigned lanes = __ballot_sync(kAllLanes, named);
+      if (named) list[live + __popc(lanes & ((1u << lane) - 1))] = uint32_t(slot);
+      live += __popc(lanes);
+    }
+    __syncwarp();
+    if (in.center) sum_pairs<1>(in, frame_slots, list, live, lane, center);
+  }
+  for (int a = 0; a < 3; ++a) sum[a * kColumns + kColumns - 1] -= center[a];
+
+  bad = __any_sync(kAllLanes, bad);
+  for (int k = 0; k < 3 * kColumns; ++k) {
+    for (int lanes = 16; lanes > 0; lanes /= 2) sum[k] += __shfl_xor_sync(kAllLanes, sum[k], lanes);
+    if (bad) sum[k] = kNaN;
+  }
+}
+
+// A frame's virial is the sum of its atoms'. The last block of a frame to come here adds the shares
+// of all, in their order. sum is the row of the thread's warp.
+template <class Real>
+__device__ inline void sum_virial(const Workspace& work, int64_t frame, const double* sum,
+                                  Real* virial) {
+  __shared__ double parts[kThreads];
+  __shared__ bool last;
+  const unsigned thread = threadIdx.x, tiles = unsigned(work.row_tiles);
+  if (thread % 32 == 0)
+    for (int a = 0; a < 3; ++a)
+      for (int b = 0; b < 3; ++b) parts[thread / 32 * 9 + 3 * a + b] = sum[4 * a + b];
+  __syncthreads();
+  double total = 0;
+  if (thread < 9) {
+    for (unsigned k = thread; k < 9 * kWarps; k += 9) total += parts[k];
+    work.virials[int64_t(blockIdx.x) * 9 + thread] = total;
+  }
+  __syncthreads();
+  if (thread == 0) {
+    __threadfence();
+    last = atomicAdd(work.tickets + frame, 1u) == tiles - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  if (!last) return;
+  constexpr unsigned kStride = kThreads / 9 * 9;
+  const double* shares = work.virials + frame * tiles * 9;
+  total = 0;
+  if (thread < kStride) {
+#pragma unroll 8
+    for (int64_t k = thread; k < int64_t(tiles) * 9; k += kStride) total += __ldcg(shares + k);
+  }
+  parts[thread] = total;
+  __syncthreads();
+  if (thread >= 9) return;
+  total = 0;
+  for (unsigned k = thread; k < kStride; k += 9) total += parts[k];
+  virial[frame * 9 + thread] = Real(total);
+}
+
+// Three blocks a multiprocessor leave 80 registers, room for the loads of four pairs in flight.
+template <int kColumns, class Real, class Index>
+__global__ void __launch_bounds__(kThreads, 3)
+    sum_rows(ForceInputs<Real, Index> in, ForceOutputs<Real> out, Workspace work) {
+  __shared__ uint32_t lists[kWarps][kListed];
+  const unsigned warp = threadIdx.x / 32, tiles = unsigned(work.row_tiles);
+  const int64_t rows = in.natoms + in.nghost, frame = blockIdx.x / tiles;
+  const int64_t j = int64_t(blockIdx.x % tiles) * kWarps + warp;
+  double sum[3 * kColumns] = {};
+  if (j < rows) {
+    sum_row<kColumns>(in, work, frame, j, lists[warp], sum);
+    if (threadIdx.x % 32 == 0) {
+      for (int a = 0; a < 3; ++a) {
+        out.force[3 * (frame * rows + j) + a] = Real(sum[a * kColumns + kColumns - 1]);
+        for (int b = 0; b + 1 < kColumns; ++b)
+          out.atom_virial[9 * (frame * rows + j) + 3 * a + b] = Real(sum[a * kColumns + b]);
+      }
+    }
+  }
+  if constexpr (kColumns > 1) sum_virial(work, frame, sum, out.virial);
+}
+
+__device__ inline void sum_of_four_lanes(double* values) {
+  for (int a = 0; a < 3; ++a)
+    for (int lanes = 1; lanes < 4; lanes *= 2)
+      values[a] += __shfl_xor_sync(kAllLanes, values[a], lanes);
+}
+
+// A warp per centre atom.
+template <bool kVirial, class Real, class Index>
+__global__ void __launch_bounds__(kThreads)
+    backward_rows(ForceInputs<Real, Index> in, ForceUpstream<Real> upstream,
+                  ForceGradients<Real> out) {
+  __shared__ Real staging[kWarps][96];
+  const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = lane % 4;
+  const int64_t atom = int64_t(blockIdx.x) * kWarps + warp;
+  if (atom >= in.frames * in.natoms) return;
+  const int64_t frame = atom / in.natoms, i = atom % in.natoms;
+  const int64_t rows = in.natoms + in.nghost, first = atom * in.neighbors;
+  const Real* gF = upstream.force ? upstream.force + frame * rows * 3 : nullptr;
+  const Real* gAV = upstream.atom_virial ? upstream.atom_virial + frame * rows * 9 : nullptr;
+
+  bool bad = false;
+  for (int64_t s = lane; s < in.neighbors; s += 32) {
+    const int64_t entry = in.list_neigh[first + s];
+    bad |= !names_atom(entry, rows) && entry != -1;
+  }
+  bad = __any_sync(kAllLanes, bad);
+
+  // This lane's column of U: 0 to 2 the virial's, 3 the force's, which is all without a virial.
+  const unsigned column = kVirial ? c : 3;
+  double center[3] = {}, gV[3] = {};
+  for (int a = 0; a < 3; ++a) {
+    if (column == 3 && gF && in.center) center[a] = gF[3 * i + a];
+    if (column < 3 && upstream.virial) gV[a] = upstream.virial[9 * frame + 3 * a + column];
+  }
+  const bool wants_Rij = kVirial && out.Rij;
+
+  for (int64_t begin = 0; begin < in.neighbors; begin += 8) {
+    const int64_t s = begin + lane / 4, slot = first + s;
+    const bool inside = s < in.neighbors;
+    const int64_t j = inside ? int64_t(in.list_neigh[slot]) : -1;
+    const bool live = !bad && j != -1;
+    double u[3] = {}, e[3] = {}, g[3] = {};
+    Real dE = 0, Ri_d[3] = {};
+    if (live) {
+      double r = 1;
+      if (column < 3) {
+        r = in.Rij[3 * slot + column];
+        for (int a = 0; a < 3; ++a) u[a] = gV[a] + (gAV ? double(gAV[9 * j + 3 * a + column]) : 0);
+      } else if (gF) {
+        for (int a = 0; a < 3; ++a) u[a] = gF[3 * j + a];
+      }
+      worth<1>(u, &r, center, e);
+      if (out.Ri_d || wants_Rij) dE = in.dE[4 * slot + c];
+      if (out.dE || wants_Rij)
+        for (int a = 0; a < 3; ++a) Ri_d[a] = in.Ri_d[12 * slot + 3 * c + a];
+    }
+    if constexpr (kVirial) sum_of_four_lanes(e);
+
+    const Real otherwise = Real(bad ? kNaN : 0);
+    if (out.dE) {
+      Real value = otherwise;
+      if (live) gradient_dE<1>(Ri_d, e, &value);
+      if (inside) out.dE[4 * slot + c] = value;
+    }
+    if (out.Ri_d) {
+      Real values[3] = {otherwise, otherwise, otherwise};
+      if (live) gradient_Ri_d<1>(&dE, e, values);
+      // Through shared memory, so that neighbouring lanes write neighbouring numbers.
+      for (int a = 0; a < 3; ++a) staging[warp][3 * lane + a] = values[a];
+      __syncwarp();
+      for (int64_t k = lane; k < min(int64_t(96), 12 * (in.neighbors - begin)); k += 32)
+        out.Ri_d[12 * (first + begin) + k] = staging[warp][k];
+      __syncwarp();
+    }
+    if (out.Rij) {
+      Real value = otherwise;
+      if (wants_Rij) {
+        pair_force<1>(&dE, Ri_d, g);
+        sum_of_four_lanes(g);
+        if (live) value = Real(gradient_Rij<1>(g, u, 0));
+      }
+      if (inside && c < 3) out.Rij[3 * slot + c] = value;
+    }
+  }
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream,
+                   const Arguments&... arguments) {
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidConfiguration;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(unsigned(blocks));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+}  // namespace
+
+int64_t force_cuda_workspace(int64_t frames, int64_t natoms, int64_t nghost, int64_t neighbors) {
+  return Workspace(nullptr, frames, natoms, nghost, neighbors).bytes;
+}
+
+template <class Real, class Index>
+cudaError_t force_cuda(const ForceInputs<Real, Index>& in, const ForceOutputs<Real>& out,
+                       void* workspace, cudaStream_t stream) {
+  if (in.frames == 0) return cudaSuccess;
+  if (in.natoms * in.neighbors > std::numeric_limits<uint32_t>::max()) return cudaErrorInvalidValue;
+  const Workspace work(workspace, in.frames, in.natoms, in.nghost, in.neighbors);
+  const int64_t rows = in.frames * (in.natoms + in.nghost);
+  const auto sum = in.virial ? sum_rows<4, Real, Index> : sum_rows<1, Real, Index>;
+  cudaError_t error = work.clear(stream);
+  if (!error)
+    error = launch(count_rows<Real, Index>, in.frames * work.slot_tiles, stream, in, work);
+  if (!error) error = launch(place_rows, (rows + kThreads - 1) / kThreads, stream, work, rows);
+  if (!error) error = launch(fill_rows<Real, Index>, in.frames * work.slot_tiles, stream, in, work);
+  if (!error) error = launch(sum, in.frames * work.row_tiles, stream, in, out, work);
+  return error;
+}
+
+template <class Real, class Index>
+cudaError_t force_backward_cuda(const ForceInputs<Real, Index>& in,
+                                const ForceUpstream<Real>& upstream,
+                                const ForceGradients<Real>& out, cudaStream_t stream) {
+  const bool virial = in.virial && (upstream.virial || upstream.atom_virial);
+  const auto kernel = virial ? backward_rows<true, Real, Index> : backward_rows<false, Real, Index>;
+  const int64_t atoms = in.neighbors > 0 ? in.frames * in.natoms : 0;
+  return launch(kernel, (atoms + kWarps - 1) / kWarps, stream, in, upstream, out);
+}
+
+#define INSTANTIATE(Real, Index)                                                              \
+  template cudaError_t force_cuda(const ForceInputs<Real, Index>&, const ForceOutputs<Real>&, \
+                                  void*, cudaStream_t);                                       \
+  template cudaError_t force_backward_cuda(const ForceInputs<Real, Index>&,                   \
+                                           const ForceUpstream<Real>&,                        \
+                                           const ForceGradients<Real>&, cudaStream_t);
+INSTANTIATE(float, int32_t)
+INSTANTIATE(float, int64_t)
+INSTANTIATE(double, int32_t)
+INSTANTIATE(double, int64_t)
+#undef INSTANTIATE
+
+}  // namespace calcops

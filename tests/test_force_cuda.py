@@ -1,0 +1,277 @@
+"""What only a GPU can show of the force operators; values and derivatives: test_force.py, which runs on both devices.
+
+Where nvcc is, every CUDA source is compiled and linked, with or without a GPU.
+"""
+
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+import torch
+from reference import assert_equal_lists, pairs
+from torch.profiler import ProfilerActivity, profile
+from torch.utils import cpp_extension
+
+from calcops_jit import force, force_virial
+
+backward = torch.ops.calcops._force_virial_backward
+OPS = pathlib.Path(__file__).resolve().parent.parent / "ops"
+NVCC = shutil.which("nvcc", path=f"{cpp_extension.CUDA_HOME}/bin") or shutil.which("nvcc")
+
+
+@pytest.fixture
+def gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch sees no GPU")
+    return "cuda"
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc in torch's CUDA_HOME or on PATH")
+@pytest.mark.parametrize("standard", ["c++17", "c++20"])
+def test_every_cuda_source_compiles_and_links_for_sm_80_and_sm_90(tmp_path, standard):
+    options = f"-shared -std={standard} -O3 -t 2 -I {OPS} -Werror all-warnings".split()
+    options += ["-Xcompiler", "-fPIC,-Wall,-Wextra,-Werror", "-Xlinker", "--no-undefined"]
+    options += [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in (80, 90)]
+    library = tmp_path / "calcops.so"
+    command = [NVCC, *options, *map(str, sorted(OPS.glob("*/*.cu"))), "-o", str(library)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    # An architecture whose code is missing would only show as an error on that GPU.
+    assert all(f"sm_{sm}".encode() in library.read_bytes() for sm in (80, 90))
+
+
+# ---- values ---------------------------------------------------------------------------------------
+
+
+def on(device, tensors):
+    return [x.to(device) for x in tensors]
+
+
+def upstream_of(list_neigh, dE, nghost=2):
+    """Gradients of a scalar for the three outputs; made beforehand where the host must not wait."""
+    rows = (len(list_neigh), list_neigh.shape[1] + nghost)
+    return [
+        torch.randn(*size, 3, device=dE.device, dtype=dE.dtype)
+        for size in (rows, rows[:1] + (3,), rows + (3,))
+    ]
+
+
+def gradients(upstream, list_neigh, *values, nghost=2):
+    """All outputs and the gradients of dE, Ri_d and Rij."""
+    leaves = [x.detach().requires_grad_() for x in values]
+    outputs = force_virial(list_neigh, *leaves, nghost)
+    return *outputs, *torch.autograd.grad(outputs, leaves, upstream)
+
+
+def assert_equals_cpu(inputs, nghost):
+    upstream = upstream_of(*inputs[:2], nghost)
+    exact = inputs[1].dtype == torch.float64
+    tolerance = dict(rtol=1e-12, atol=1e-11) if exact else dict(rtol=2e-7, atol=1e-6)
+    expected = gradients(on("cpu", upstream), *on("cpu", inputs), nghost=nghost)
+    assert_equal_lists(on("cpu", gradients(upstream, *inputs, nghost=nghost)), expected, **tolerance)
+
+
+# Lanes share pairs by fours and take eight pairs a step, a warp lists 512 slots, a block has 8 warps.
+@pytest.mark.parametrize("natoms", [1, 7, 8, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_number_of_slots_equals_the_cpu(gpu, natoms, dtype):
+    for neighbors in [*range(1, 67), 127, 128, 129, 511, 512, 513, 1025, 8191, 8192]:
+        index = torch.int32 if neighbors % 2 else torch.int64
+        assert_equals_cpu(pairs(2, natoms, 3, neighbors, dtype, index, gpu, seed=neighbors), 3)
+
+
+@pytest.mark.parametrize("length", [511, 512, 513, 20_000])
+def test_a_row_of_any_length_equals_the_cpu(gpu, length):
+    list_neigh, *values = pairs(1, length // 16 + 1, 0, 16, device=gpu)
+    list_neigh.fill_(-1).view(-1)[:length] = 0  # they all name atom 0
+    assert_equals_cpu([list_neigh, *values], 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_many_atoms_equal_the_cpu(gpu, dtype):
+    assert_equals_cpu(pairs(1, 100_000, 100, 12, dtype, device=gpu), 100)
+    assert_equals_cpu(pairs(70_000, 1, 1, 2, dtype, device=gpu), 1)
+
+
+def test_inputs_need_no_alignment_beyond_their_own(gpu):
+    inputs = pairs(dtype=torch.float32, device=gpu)
+    shifted = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x) for x in inputs]
+    assert all(x.is_contiguous() and x.data_ptr() % 16 for x in shifted)
+    upstream = upstream_of(*inputs[:2])
+    assert_equal_lists(gradients(upstream, *shifted), gradients(upstream, *inputs), rtol=0, atol=0)
+
+
+@pytest.mark.long
+def test_more_than_2_to_the_31_elements(gpu):
+    if torch.cuda.mem_get_info()[0] < 60 << 30:
+        pytest.skip("needs 60 GiB of free GPU memory")
+    frames, natoms, neighbors = 2, 180_000, 512
+    size = (frames, natoms, neighbors)
+    list_neigh = torch.randint(-1, natoms, size, device=gpu, dtype=torch.int32)
+    Ri_d = torch.randn(*size, 4, 3, device=gpu)
+    assert Ri_d.numel() > 2**31
+    inputs = list_neigh, torch.randn(*size, 4, device=gpu), Ri_d, torch.randn(*size, 3, device=gpu)
+    whole = force_virial(*inputs)
+    upstream = [torch.randn_like(x) for x in whole]
+    gradient = backward(*upstream, *inputs, 0, True, [True] * 3)
+    for frame in range(frames):
+        one, above = ([x[frame : frame + 1] for x in tensors] for tensors in (inputs, upstream))
+        assert_equal_lists([x[frame] for x in whole], [x[0] for x in force_virial(*one)], rtol=0, atol=0)
+        alone = backward(*above, *one, 0, True, [True] * 3)
+        assert_equal_lists([x[frame] for x in gradient], [x[0] for x in alone], rtol=0, atol=0)
+
+
+# ---- wrong entries ----------------------------------------------------------------------------------
+
+WRONG = [-2, 7, torch.iinfo(torch.int32).max, torch.iinfo(torch.int32).min, 2**32, -(2**32), 2**63 - 1]
+
+
+@pytest.mark.parametrize("center", [True, False])
+@pytest.mark.parametrize("entry", WRONG)
+def test_a_wrong_entry_makes_its_row_nan_and_no_other(gpu, entry, center):
+    index = torch.int32 if -(2**31) <= entry < 2**31 else torch.int64
+    list_neigh, *values = pairs(index=index, device=gpu)
+    frame, atom, slot = 1, 2, 3
+    list_neigh[frame, atom, slot] = -1
+    op = force if center else torch.ops.calcops._neighbor_force
+    expected = *force_virial(list_neigh, *values, 2), op(list_neigh, *values[:2], 2)
+    upstream = [torch.randn_like(x) for x in expected[:3]]
+    expected += tuple(backward(*upstream, list_neigh, *values, 2, center, [True] * 3))
+    list_neigh[frame, atom, slot] = entry
+    ours = *force_virial(list_neigh, *values, 2), op(list_neigh, *values[:2], 2)
+    ours += tuple(backward(*upstream, list_neigh, *values, 2, center, [True] * 3))
+
+    for name, a, b in zip("F W atom_W op dE Ri_d Rij".split(), ours, expected, strict=True):
+        row = (frame,) if name == "W" else (frame, atom)
+        assert a[row].isnan().all(), name
+        a[row] = b[row]
+        torch.testing.assert_close(a, b, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_calcops_check_names_the_first_wrong_entry_and_the_device_goes_on(gpu, monkeypatch):
+    list_neigh, dE, Ri_d, Rij = pairs(device=gpu)
+    list_neigh[1, 2, 3], list_neigh[2, 0, 0] = 7, -2
+    monkeypatch.setenv("CALCOPS_CHECK", "1")
+    where = r"entries -1 or 0 <= j < n \+ nghost = 7, got 7 at frame 1, atom 2, slot 3"
+    with pytest.raises(RuntimeError, match=f"^calcops::force_virial: expected `list_neigh` {where}"):
+        force_virial(list_neigh, dE, Ri_d, Rij, 2)
+    with pytest.raises(RuntimeError, match=where):
+        backward(dE.new_zeros(3, 7, 3), None, None, list_neigh, dE, Ri_d, None, 2, True, [True] * 2 + [False])
+    list_neigh.clamp_(-1, 6)
+    assert force_virial(list_neigh, dE, Ri_d, Rij, 2)[0].isfinite().all()
+
+
+# ---- streams, devices, graphs -----------------------------------------------------------------------
+
+
+def test_the_current_stream_is_used(gpu):
+    late = pairs(natoms=50, neighbors=40, device=gpu)
+    upstream = upstream_of(*late[:2])
+    expected = gradients(upstream, *late)
+    inputs = [torch.full_like(late[0], -1), *map(torch.zeros_like, late[1:])]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # some 25 ms: a kernel on another stream would read the zeros
+        for x, value in zip(inputs, late):
+            x.copy_(value)
+        results = gradients(upstream, *inputs)
+    stream.synchronize()
+    assert_equal_lists(results, expected, rtol=0, atol=0)
+
+
+def test_the_device_of_the_inputs_is_used(gpu):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU only")
+    inputs = pairs()
+    upstream = upstream_of(*inputs[:2])
+    first, second = (gradients(on(d, upstream), *on(d, inputs)) for d in ("cuda:0", "cuda:1"))
+    assert torch.cuda.current_device() == 0
+    assert {x.device for x in second} == {torch.device("cuda:1")}
+    assert_equal_lists(on("cpu", second), on("cpu", first), rtol=0, atol=0)
+
+
+def test_the_host_never_waits(gpu):
+    inputs = pairs(device=gpu)
+    upstream = upstream_of(*inputs[:2])
+    expected = gradients(upstream, *inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = gradients(upstream, *inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_equal_lists(results, expected, rtol=0, atol=0)
+
+
+def test_a_captured_graph_follows_changed_inputs(gpu):
+    inputs = pairs(natoms=40, neighbors=30, device=gpu, seed=1)
+    upstream = upstream_of(*inputs[:2])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        gradients(upstream, *inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(upstream, *inputs)
+    for seed in (2, 3, 2):
+        changed = pairs(natoms=40, neighbors=30, device=gpu, seed=seed)
+        for x, value in zip(inputs, changed):
+            x.copy_(value)
+        graph.replay()
+        assert_equal_lists(captured, gradients(upstream, *changed), rtol=0, atol=0)
+
+
+def launches(function):
+    """Kernels, memsets and copies that the device runs for one call."""
+    function()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        function()
+        torch.cuda.synchronize()
+    names = [e.name for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    if not names:
+        pytest.skip("the profiler sees no kernels on this machine")
+    return names
+
+
+@pytest.mark.parametrize("natoms", [3, 3000])
+def test_launches_are_few(gpu, natoms):
+    inputs = pairs(natoms=natoms, neighbors=50, device=gpu)
+    upstream = upstream_of(*inputs[:2])
+    assert len(names := launches(lambda: force_virial(*inputs, 2))) <= 6, names
+    assert len(names := launches(lambda: force(*inputs[:3], 2))) <= 6, names
+    assert len(names := launches(lambda: backward(*upstream, *inputs, 2, True, [True] * 3))) <= 3, names
+
+
+# ---- bit for bit ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_same_bits_in_100_repeats_beside_other_work(gpu, dtype):
+    inputs = pairs(2, 3000, 100, 90, dtype, device=gpu)
+    upstream = upstream_of(*inputs[:2], 100)
+    expected = gradients(upstream, *inputs, nghost=100)
+    noise, streams = torch.randn(1 << 20, device=gpu), [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    results = []
+    for repeat in range(100):
+        with torch.cuda.stream(streams[repeat % 4]):
+            result = gradients(upstream, *inputs, nghost=100)
+        results.append(result if repeat % 10 == 0 else result[:3])
+        noise.sort()  # takes multiprocessors away, so that blocks come in another order
+    torch.cuda.synchronize()
+    for result in results:
+        assert_equal_lists(result, expected[: len(result)], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_workspace_is_below_a_quarter_of_the_inputs(gpu, dtype):
+    inputs = pairs(1, 12288, 0, 138, dtype, device=gpu)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    outputs = force_virial(*inputs)
+    extra = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in outputs)
+    assert 0 < extra <= sum(x.nbytes for x in inputs) / 4
