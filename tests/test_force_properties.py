@@ -7,11 +7,13 @@ import sys
 import pytest
 import reference
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from reference import assert_equal_lists, pairs
 
 from calcops_jit import force, force_virial
+
+pytest.importorskip("hypothesis")
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 CLOSE = dict(rtol=1e-11, atol=1e-11)
 settings.register_profile("calcops", max_examples=50, deadline=None, derandomize=True)

@@ -58,7 +58,7 @@ def sanitizer():
     # PyTorch's caching allocator would hide accesses between two tensors of one segment.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     found = {}
-    for check in ("memcheck", "racecheck", "initcheck"):
+    for check in ("memcheck", "racecheck", "initcheck", "synccheck"):
         result = run(
             tool, "--tool", check, "--error-exitcode", "9", sys.executable, "-c", KERNELS, env=environment
         )

@@ -1,0 +1,95 @@
+// Perspective transformation of images. The contract; the mathematics is in
+// warp_perspective_math.h.
+//
+// With m = warp, or its inverse where warp maps source to destination, destination pixel (u, v)
+// shows
+//
+//   (X, Y, W) = m (u, v, 1),   out[v, u] = image at (x, y) = (X / W, Y / W)
+//
+// Pixel centres are at integers: (0, 0) is the centre of the first pixel. Coordinates and sums are
+// float64, and every sum's order depends on the sizes alone, so that the result is the same bit for
+// bit, whatever the number of threads.
+// Source: OpenCV's cv::warpPerspective, whose coordinates are float32 or, in older versions,
+// multiples of 1/32 pixel; these are not rounded.
+#pragma once
+
+#include <cstdint>
+
+#ifndef CALCOPS_NO_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+namespace calcops {
+
+/// calcops::warp_perspective
+/// Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
+///
+/// image          [H, W], [C, H, W] or [N, C, H, W]; uint8, float32 or float64; any strides.
+/// warp           [3, 3] or [N, 3, 3]; float32 or float64. Maps (x, y, 1) of the source to the
+///                destination; only its ratios matter.
+/// dsize          (height, width) of the result - unlike cv2's dsize, which is (width, height).
+/// interpolation  "linear" or "nearest" (half to even, as OpenCV).
+/// border_mode    what lies outside the image a b c d:  "constant" v v|a b c d|v v,
+///                "replicate" a a|a b c d|d d,  "reflect" b a|a b c d|d c,
+///                "reflect_101" c b|a b c d|c b,  "wrap" c d|a b c d|a b.
+/// border_value   v: one value, or one for each channel; None or [] is 0. Becomes image's dtype.
+/// inverse_map    warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
+///
+/// Returns [h, w], [C, h, w] or [N, C, h, w] like image, with image's dtype; uint8 is rounded half
+/// to even. N of image and of warp must be equal or one of them 1 or absent; an image without N
+/// under N matrices gives [N, h, w] or [N, C, h, w].
+///
+/// Where W is 0, a coordinate is not finite, warp is singular and has to be inverted, warp is zero
+/// or not finite, or the image has no pixels, the result is border_value in every border mode and
+/// the gradients are exactly 0. A tap of weight zero is not used: an identity map keeps NaN and
+/// infinity in their pixels.
+///
+/// Differentiable to any order in a floating image and in warp, in reverse and in forward mode;
+/// "nearest" is piecewise constant, its gradient to warp is 0. At a pixel centre, where "linear"
+/// has a kink, the slope is the one from the right. Deterministic on the CPU and on CUDA;
+/// derivatives beyond the first and forward mode run through ATen and follow
+/// torch.use_deterministic_algorithms.
+
+enum class Border { kConstant, kReplicate, kReflect, kWrap, kReflect101 };
+
+// What a call samples, and how. N = batch; an image_batch or warp_batch of 1 serves all of N.
+struct WarpSizes {
+  int64_t batch, image_batch, warp_batch, channels;
+  int64_t height, width, out_height, out_width;
+  Border border;
+  bool nearest, inverse_map;
+};
+
+template <class Pixel>
+struct WarpInputs {
+  WarpSizes sizes;
+  const Pixel* image;
+  int64_t image_stride[4];     // of N, C, H, W, in elements
+  const double* warp;          // [warp_batch, 3, 3]
+  const double* border_value;  // [C], in host memory, also for CUDA
+};
+
+template <class Real>
+struct WarpGradients {
+  const Real* grad;   // [N, C, h, w], the gradient of the result
+  Real* grad_image;   // [image_batch, C, H, W]; nullptr: not wanted
+  double* grad_warp;  // [warp_batch, 3, 3]; nullptr: not wanted
+};
+
+template <class Pixel>
+void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out);
+template <class Real>
+void warp_perspective_backward_cpu(const WarpInputs<Real>& in, const WarpGradients<Real>& to);
+
+#ifndef CALCOPS_NO_CUDA
+template <class Pixel>
+cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaStream_t stream);
+// Bytes of device memory that the backward works in; any content, 8-byte aligned.
+int64_t warp_perspective_backward_cuda_workspace(const WarpSizes& sizes);
+template <class Real>
+cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,
+                                           const WarpGradients<Real>& to, void* workspace,
+                                           cudaStream_t stream);
+#endif
+
+}  // namespace calcops

@@ -1,0 +1,249 @@
+// The mathematics of one pixel, for the CPU and the CUDA kernel alike (contract:
+// warp_perspective.h).
+//
+// Every sum of products is an explicit fma, so that no compiler may contract an expression in its
+// own way: both kernels see the same coordinates bit for bit.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+
+#include "warp_perspective/warp_perspective.h"
+
+#ifdef __CUDACC__
+#define CALCOPS_HD __host__ __device__
+#else
+#define CALCOPS_HD
+#endif
+
+namespace calcops {
+
+// cv::saturate_cast from double: half to even, clamped; NaN gives 0.
+template <class Pixel>
+CALCOPS_HD inline Pixel to_pixel(double value) {
+  return static_cast<Pixel>(value);
+}
+template <>
+CALCOPS_HD inline uint8_t to_pixel<uint8_t>(double value) {
+  value = value > 0 ? value : 0;
+  value = value < 255 ? value : 255;
+  return static_cast<uint8_t>(static_cast<int>(rint(value)));
+}
+
+CALCOPS_HD inline void cross(const double* a, const double* b, double* out, int stride) {
+  out[0] = fma(a[1], b[2], -(a[2] * b[1]));
+  out[stride] = fma(a[2], b[0], -(a[0] * b[2]));
+  out[2 * stride] = fma(a[0], b[1], -(a[1] * b[0]));
+}
+
+// The map from destination to source: (x, y) = (X / W, Y / W), (X, Y, W) = m (u, v, 1).
+struct Homography {
+  double m[9];
+  double scaled[9];  // the caller's matrix times `scale`, a power of two that makes its largest
+                     // entry 1..2
+  double scale;
+  bool valid;  // false where no pixel has a source: singular, all zero or not finite
+};
+
+CALCOPS_HD inline Homography make_homography(const double* warp, bool inverse_map) {
+  Homography h;
+  double largest = 0;
+  bool finite = true;
+  for (int i = 0; i < 9; ++i) {
+    finite = finite && fabs(warp[i]) <= DBL_MAX;
+    largest = fmax(largest, fabs(warp[i]));
+  }
+  h.valid = finite && largest > 0;
+  if (!h.valid) return h;
+  // A homography has no scale of its own; without one, products neither overflow nor vanish.
+  const int exponent = -ilogb(largest);
+  h.scale = ldexp(1.0, exponent < 1023 ? exponent : 1023);
+  for (int i = 0; i < 9; ++i) h.scaled[i] = warp[i] * h.scale;
+  if (inverse_map) {
+    for (int i = 0; i < 9; ++i) h.m[i] = h.scaled[i];
+    return h;
+  }
+  // The adjugate is the inverse up to scale, without the rounding of a division by the determinant.
+  const double* r = h.scaled;
+  cross(r + 3, r + 6, h.m, 3);
+  cross(r + 6, r, h.m + 1, 3);
+  cross(r, r + 3, h.m + 2, 3);
+  const double det = fma(r[0], h.m[0], fma(r[1], h.m[3], r[2] * h.m[6]));
+  // The sum of the magnitudes of the determinant's six products bounds its rounding error.
+  const double magnitude = fma(fabs(r[0]), fma(fabs(r[4]), fabs(r[8]), fabs(r[5] * r[7])),
+                               fma(fabs(r[1]), fma(fabs(r[3]), fabs(r[8]), fabs(r[5] * r[6])),
+                                   fabs(r[2]) * fma(fabs(r[3]), fabs(r[7]), fabs(r[4] * r[6]))));
+  h.valid = fabs(det) > 8 * DBL_EPSILON * magnitude;
+  return h;
+}
+
+template <class Pixel>
+CALCOPS_HD inline Homography homography_of(const WarpInputs<Pixel>& in, int64_t i) {
+  Homography h = make_homography(in.warp + 9 * i, in.sizes.inverse_map);
+  h.valid = h.valid && in.sizes.height > 0 && in.sizes.width > 0;
+  return h;
+}
+
+// The gradient of the caller's matrix from that of `m`.
+CALCOPS_HD inline void homography_backward(const Homography& h, const double* grad_m,
+                                           bool inverse_map, double* grad_warp) {
+  for (int i = 0; i < 9; ++i) grad_warp[i] = h.valid && inverse_map ? grad_m[i] * h.scale : 0;
+  if (!h.valid || inverse_map) return;
+  // Column i of m is the cross product of the rows j, k = i+1, i+2: for its gradient g, row j
+  // receives row_k x g and row k receives g x row_j.
+  for (int i = 0; i < 3; ++i) {
+    const int j = (i + 1) % 3, k = (i + 2) % 3;
+    const double g[3] = {grad_m[i], grad_m[3 + i], grad_m[6 + i]};
+    double to_j[3], to_k[3];
+    cross(h.scaled + 3 * k, g, to_j, 1);
+    cross(g, h.scaled + 3 * j, to_k, 1);
+    for (int c = 0; c < 3; ++c) {
+      grad_warp[3 * j + c] = fma(h.scale, to_j[c], grad_warp[3 * j + c]);
+      grad_warp[3 * k + c] = fma(h.scale, to_k[c], grad_warp[3 * k + c]);
+    }
+  }
+}
+
+// Where a destination pixel comes from. Neither coordinate is finite where w is 0.
+struct Source {
+  double x, y, w;
+};
+
+CALCOPS_HD inline Source project(const double* m, double u, double v) {
+  const double w = fma(m[6], u, fma(m[7], v, m[8]));
+  return {fma(m[0], u, fma(m[1], v, m[2])) / w, fma(m[3], u, fma(m[4], v, m[5])) / w, w};
+}
+
+// One axis of a source position: two taps, the weight of the second and the derivative of the
+// position in the image with respect to the coordinate. A tap outside [0, size) is border_value.
+struct Axis {
+  int64_t first, second;
+  double weight, slope;
+};
+
+// cv::borderInterpolate folds the index of each tap; folding the coordinate gives the same function
+// with one fmod, for coordinates of any size. False where both taps are border_value.
+CALCOPS_HD inline bool locate(double x, int64_t size, Border border, bool nearest, Axis& axis) {
+  const double n = static_cast<double>(size);
+  axis.slope = nearest ? 0 : 1;
+  if (nearest) x = rint(x);
+  if (border == Border::kConstant) {
+    if (!(x > -1 && x < n)) return false;
+  } else if (!(fabs(x) <= DBL_MAX)) {
+    return false;
+  } else if (border == Border::kWrap) {
+    if (!(x >= 0 && x < n)) {
+      x = fmod(x, n);
+      if (x < 0) x += n;
+      if (x >= n) x = 0;  // -1e-20 + n is n
+    }
+  } else if (!(x >= 0 && x <= n - 1)) {
+    if (border != Border::kReplicate) {
+      // reflect is even about -1/2 and has period 2n, reflect_101 is even about 0 with period 2n -
+      // 2
+      const double edge = border == Border::kReflect ? 1 : 0;
+      const double period = 2 * (n - 1 + edge);
+      x = period > 0 ? fmod(x, period) : 0;
+      if (x < 0) {
+        x = -edge - x;
+        axis.slope = -axis.slope;
+      }
+      if (x > n - 1 + edge / 2) {
+        x = period - edge - x;
+        axis.slope = -axis.slope;
+      }
+    }
+    if (!(x >= 0 && x <= n - 1)) {
+      x = x < 0 ? 0 : n - 1;
+      axis.slope = 0;
+    }
+  }
+  const double floor_x = floor(x);
+  axis.first = static_cast<int64_t>(floor_x);
+  axis.second = axis.first + 1;
+  axis.weight = x - floor_x;
+  if (axis.second == size && border != Border::kConstant)
+    axis.second = border == Border::kWrap ? 0 : axis.first;
+  return true;
+}
+
+struct Cell {
+  Axis x, y;
+};
+
+CALCOPS_HD inline bool locate(const Source& source, const WarpSizes& sizes, Cell& cell) {
+  return locate(source.x, sizes.width, sizes.border, sizes.nearest, cell.x) &&
+         locate(source.y, sizes.height, sizes.border, sizes.nearest, cell.y);
+}
+
+// One channel of one image.
+template <class Pixel>
+struct Plane {
+  const Pixel* data;
+  int64_t stride_y, stride_x, height, width;
+  double border;
+
+  CALCOPS_HD double at(int64_t y, int64_t x) const {
+    const bool inside = y >= 0 && y < height && x >= 0 && x < width;
+    return inside ? static_cast<double>(data[y * stride_y + x * stride_x]) : border;
+  }
+};
+
+template <class Pixel>
+CALCOPS_HD inline Plane<Pixel> make_plane(const WarpInputs<Pixel>& in, int64_t n, int64_t c,
+                                          double border) {
+  const int64_t image = in.sizes.image_batch == 1 ? 0 : n;
+  return {in.image + image * in.image_stride[0] + c * in.image_stride[1],
+          in.image_stride[2],
+          in.image_stride[3],
+          in.sizes.height,
+          in.sizes.width,
+          static_cast<double>(to_pixel<Pixel>(border))};
+}
+
+// Weighted sum of the taps a b / c d.
+CALCOPS_HD inline double interpolate(double a, double b, double c, double d, double weight_x,
+                                     double weight_y) {
+  const double top = fma(weight_x, b, (1 - weight_x) * a);
+  const double bottom = fma(weight_x, d, (1 - weight_x) * c);
+  return fma(weight_y, bottom, (1 - weight_y) * top);
+}
+
+// A tap of weight zero is not read: an identity map keeps NaN and infinity in their pixels.
+template <class Pixel>
+CALCOPS_HD inline double sample(const Plane<Pixel>& plane, const Cell& cell) {
+  const bool right = cell.x.weight > 0, below = cell.y.weight > 0;
+  return interpolate(
+      plane.at(cell.y.first, cell.x.first), right ? plane.at(cell.y.first, cell.x.second) : 0,
+      below ? plane.at(cell.y.second, cell.x.first) : 0,
+      right && below ? plane.at(cell.y.second, cell.x.second) : 0, cell.x.weight, cell.y.weight);
+}
+
+// Its derivatives with respect to the position, from the right at a pixel centre.
+struct Slope {
+  double x, y;
+};
+
+template <class Pixel>
+CALCOPS_HD inline Slope sample_slope(const Plane<Pixel>& plane, const Cell& cell) {
+  const double a = plane.at(cell.y.first, cell.x.first), b = plane.at(cell.y.first, cell.x.second),
+               c = plane.at(cell.y.second, cell.x.first),
+               d = plane.at(cell.y.second, cell.x.second);
+  const double bottom = cell.y.weight > 0 ? d - c : 0, right = cell.x.weight > 0 ? d - b : 0;
+  return {cell.x.slope * fma(cell.y.weight, bottom, (1 - cell.y.weight) * (b - a)),
+          cell.y.slope * fma(cell.x.weight, right, (1 - cell.x.weight) * (c - a))};
+}
+
+// Adds to grad_m what one destination pixel (u, v) gives: (gx, gy) is the gradient of its position.
+CALCOPS_HD inline void project_backward(const Source& s, double u, double v, double gx, double gy,
+                                        double* grad_m) {
+  const double g[3] = {gx / s.w, gy / s.w, -fma(gx, s.x, gy * s.y) / s.w};
+  for (int row = 0; row < 3; ++row) {
+    grad_m[3 * row] = fma(g[row], u, grad_m[3 * row]);
+    grad_m[3 * row + 1] = fma(g[row], v, grad_m[3 * row + 1]);
+    grad_m[3 * row + 2] += g[row];
+  }
+}
+
+}  // namespace calcops

@@ -1,0 +1,316 @@
+"""calcops::warp_perspective: values against an exact float64 reference and against OpenCV."""
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from calcops_jit import warp_perspective
+
+BORDERS = ["constant", "replicate", "reflect", "wrap", "reflect_101"]
+INTERPOLATIONS = ["linear", "nearest"]
+DTYPES = [torch.uint8, torch.float32, torch.float64]
+IDENTITY = torch.eye(3, dtype=torch.float64)
+# Irrational enough that no coordinate is halfway between pixels; their horizons lie outside the results.
+TILTED = torch.tensor([[1.0531, 0.1237, -3.117], [-0.0823, 0.9311, 2.339], [7.13e-4, -9.17e-4, 1.0]])
+SHRUNK = torch.tensor([[0.3119, 0.0537, 4.271], [-0.0413, 0.2917, 7.713], [1.17e-4, 2.31e-4, 1.0]])
+TURNED = torch.tensor([[-0.4371, 1.1129, 9.731], [-0.9173, -0.5119, 41.37], [5.17e-4, 6.31e-4, 1.0]])
+TILTED, SHRUNK, TURNED = (matrix.double() for matrix in (TILTED, SHRUNK, TURNED))
+
+
+def random_image(*shape, dtype=torch.float64, seed=0):
+    values = torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (values * 255).round().to(dtype) if dtype == torch.uint8 else values.to(dtype)
+
+
+def outside(index, size, border_mode):
+    """cv::borderInterpolate for integers of any size; -1 is border_value."""
+    if border_mode == "constant":
+        return np.where((index >= 0) & (index < size), index, -1)
+    if border_mode == "replicate":
+        return np.clip(index, 0, size - 1)
+    if border_mode == "wrap":
+        return np.mod(index, size)
+    edge = 0 if border_mode == "reflect" else 1
+    period = max(2 * (size - edge), 1)
+    folded = np.mod(index, period)
+    return np.where(folded < size, folded, period - 1 + edge - folded)
+
+
+def reference(
+    image, warp, dsize, interpolation="linear", border_mode="constant", border=0.0, inverse_map=False
+):
+    """[C, H, W] by [3, 3] in float64: each tap's index goes through the border on its own, as OpenCV's do."""
+    image, warp = image.double().numpy(), warp.double().numpy()
+    channels, height, width = image.shape
+    border = np.broadcast_to(np.asarray(border, dtype=np.float64), (channels,))[:, None, None]
+    m = warp if inverse_map else np.linalg.inv(warp)
+    v, u = np.meshgrid(np.arange(dsize[0]), np.arange(dsize[1]), indexing="ij")
+    x, y, w = np.einsum("ij,jvu->ivu", m, np.stack([u, v, np.ones_like(u)]))
+    with np.errstate(all="ignore"):
+        x, y = x / w, y / w
+    known = np.isfinite(x) & np.isfinite(y)
+    x, y = np.where(known, x, 0), np.where(known, y, 0)
+    if interpolation == "nearest":
+        x, y = np.rint(x), np.rint(y)
+    x0, y0 = np.floor(x), np.floor(y)
+    result = np.zeros((channels, *dsize))
+    for dy, weight_y in (0, 1 - (y - y0)), (1, y - y0):
+        for dx, weight_x in (0, 1 - (x - x0)), (1, x - x0):
+            row = outside(y0.astype(np.int64) + dy, height, border_mode)
+            column = outside(x0.astype(np.int64) + dx, width, border_mode)
+            tap = np.where((row >= 0) & (column >= 0), image[:, row, column], border)
+            result += weight_y * weight_x * tap
+    return torch.from_numpy(np.where(known, result, border))
+
+
+def as_dtype(values, dtype):
+    return values.round().clamp(0, 255).to(dtype) if dtype == torch.uint8 else values.to(dtype)
+
+
+TOLERANCE = {
+    torch.uint8: {"rtol": 0, "atol": 0},
+    torch.float32: {"rtol": 3e-7, "atol": 0},
+    torch.float64: {"rtol": 0, "atol": 1e-12},
+}
+
+
+@pytest.mark.parametrize("inverse_map", [False, True])
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+@pytest.mark.parametrize("border_mode", BORDERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_are_those_of_the_exact_reference(dtype, border_mode, interpolation, inverse_map, device):
+    image = random_image(3, 37, 29, dtype=dtype)
+    border = [0.25, 0.5, 0.75] if dtype.is_floating_point else [7.0, 200.0, 33.0]
+    for warp in (TILTED, SHRUNK, TURNED):
+        expected = reference(image, warp, (61, 150), interpolation, border_mode, border, inverse_map)
+        result = warp_perspective(
+            image.to(device), warp.to(device), (61, 150), interpolation, border_mode, border, inverse_map
+        )
+        torch.testing.assert_close(result.cpu(), as_dtype(expected, dtype), **TOLERANCE[dtype])
+
+
+CV2_BORDERS = {
+    "constant": cv2.BORDER_CONSTANT,
+    "replicate": cv2.BORDER_REPLICATE,
+    "reflect": cv2.BORDER_REFLECT,
+    "wrap": cv2.BORDER_WRAP,
+    "reflect_101": cv2.BORDER_REFLECT_101,
+}
+
+
+def opencv(image, warp, dsize, interpolation, border_mode, border, inverse_map):
+    flags = cv2.INTER_LINEAR if interpolation == "linear" else cv2.INTER_NEAREST
+    pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())
+    result = cv2.warpPerspective(
+        pixels,
+        warp.numpy(),
+        dsize[::-1],
+        flags=flags | (cv2.WARP_INVERSE_MAP if inverse_map else 0),
+        borderMode=CV2_BORDERS[border_mode],
+        borderValue=border,
+    )
+    return torch.from_numpy(result).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("inverse_map", [False, True])
+@pytest.mark.parametrize("border_mode", BORDERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_agrees_with_opencv_within_the_error_of_its_coordinates(dtype, border_mode, inverse_map):
+    # OpenCV 5 takes the coordinates of uint8 and float32 images in float32, those of float64 images in steps of
+    # 1/32 pixel. Pixels are at most 1 apart, so the two axes' errors add up to that many pixels' worth.
+    image = random_image(3, 37, 29, dtype=dtype)
+    border = [0.25, 0.5, 0.75] if dtype.is_floating_point else [7.0, 200.0, 33.0]
+    for warp in (TILTED, SHRUNK, TURNED):
+        options = ("linear", border_mode, border, inverse_map)
+        ours = warp_perspective(image, warp, (61, 150), *options)
+        theirs = opencv(image, warp, (61, 150), *options)
+        coordinates = 500  # the largest of the three matrices, see SHRUNK
+        error = 2 / 64 if dtype == torch.float64 else 2 * 8 * coordinates * 2**-24
+        if dtype == torch.uint8:
+            # a sum that the error carries over a half is rounded the other way
+            differing = (ours != theirs).double().mean()
+            assert (ours.int() - theirs.int()).abs().max() <= 1 and differing <= 2 * 255 * error
+        else:
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=error)
+
+
+@pytest.mark.parametrize("inverse_map", [False, True])
+@pytest.mark.parametrize("border_mode", BORDERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nearest_takes_the_pixels_that_opencv_takes(dtype, border_mode, inverse_map):
+    image = random_image(3, 37, 29, dtype=dtype)
+    for warp in (TILTED, SHRUNK, TURNED):
+        options = ("nearest", border_mode, [7.0, 9.0, 33.0], inverse_map)
+        assert torch.equal(
+            warp_perspective(image, warp, (61, 150), *options), opencv(image, warp, (61, 150), *options)
+        )
+
+
+def test_nearest_breaks_ties_to_even_as_opencv_does():
+    image = torch.arange(12, dtype=torch.float32).expand(1, 5, 12).contiguous()
+    for warp in (torch.diag(torch.tensor([2.0, 1, 1])), torch.tensor([[1, 0, 0.5], [0, 1, 0], [0, 0, 1]])):
+        options = ("nearest", "reflect", [0.0], False)
+        theirs = opencv(image.repeat(3, 1, 1), warp.double(), (5, 24), *options)[:1]
+        assert torch.equal(warp_perspective(image, warp, (5, 24), *options), theirs)
+
+
+def test_uint8_is_rounded_half_to_even_and_border_values_are_saturated(device):
+    image = torch.tensor([[0, 1, 2, 3, 4]], dtype=torch.uint8, device=device)
+    half = torch.tensor([[1.0, 0, 0.5], [0, 1, 0], [0, 0, 1]], device=device)
+    result = warp_perspective(image, half, (1, 4), inverse_map=True)
+    assert result.tolist() == [[0, 2, 2, 4]]
+    far = torch.tensor([[1.0, 0, 90], [0, 1, 0], [0, 0, 1]], device=device)
+    for given, expected in ((-3.0, 0), (2.5, 2), (3.5, 4), (300.0, 255), (float("nan"), 0)):
+        assert warp_perspective(image, far, (1, 1), border_value=[given]).item() == expected
+
+
+@pytest.mark.parametrize("border_mode", BORDERS)
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+def test_identity_keeps_every_bit_of_an_image(interpolation, border_mode, device):
+    image = random_image(2, 9, 7).to(device)
+    image[0, 3, 3], image[1, 4, 4], image[0, 0, 0] = float("nan"), float("inf"), -float("inf")
+    for warp in (IDENTITY, 7.3 * IDENTITY, -1e-200 * IDENTITY, 1e200 * IDENTITY):
+        for height, width in ((9, 7), (8, 6)):  # with and without a tap outside of the image
+            result = warp_perspective(image, warp.to(device), (height, width), interpolation, border_mode)
+            expected = image[:, :height, :width]
+            torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_rotation_by_90_degrees_is_exact_and_dsize_is_height_then_width(device):
+    image = random_image(3, 5, 8).to(device)
+    turn = torch.tensor([[0.0, -1, 4], [1, 0, 0], [0, 0, 1]], device=device)
+    assert torch.equal(warp_perspective(image, turn, (8, 5)), torch.rot90(image, -1, (1, 2)))
+
+
+def test_the_default_size_is_8_by_8_and_arguments_go_by_name(device):
+    image = random_image(20, 30).to(device)
+    warp = IDENTITY.to(device)
+    assert torch.equal(warp_perspective(image=image, warp=warp), image[:8, :8])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_images_and_matrices_need_no_copy_to_be_right(dtype, device):
+    warp = SHRUNK.to(device)
+    image = random_image(2, 3, 20, 30, dtype=dtype).to(device)
+    views = {
+        "channels last": image.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+        "cropped": torch.nn.functional.pad(image, (3, 4, 2, 1))[..., 2:-1, 3:-4],
+        "every second": image.repeat_interleave(2, -1)[..., ::2],
+        "transposed": image.mT.contiguous().mT,
+    }
+    strided_warp = warp.mT.contiguous().mT.repeat_interleave(2, 0)[::2]
+    for border_mode in ("constant", "wrap"):
+        expected = warp_perspective(image, warp, (31, 17), border_mode=border_mode, inverse_map=True)
+        for view in views.values():
+            result = warp_perspective(view, strided_warp, (31, 17), border_mode=border_mode, inverse_map=True)
+            assert result.is_contiguous() and torch.equal(result, expected)
+    expanded = image[:1, :1].expand(4, 3, 20, 30)
+    one = warp_perspective(image[0, 0], warp, (9, 9))
+    assert torch.equal(warp_perspective(expanded, warp, (9, 9)), one.expand(4, 3, 9, 9))
+
+
+def test_batches_broadcast_over_images_and_matrices(device):
+    images, warps = random_image(2, 3, 9, 11).to(device), torch.stack([TILTED, SHRUNK]).to(device)
+
+    def one(n, m):
+        return warp_perspective(images[n], warps[m], (6, 7))
+
+    cases = {
+        "N images, N matrices": (images, warps, torch.stack([one(0, 0), one(1, 1)])),
+        "N images, one matrix": (images, warps[1], torch.stack([one(0, 1), one(1, 1)])),
+        "N images, a matrix with N = 1": (images, warps[1:], torch.stack([one(0, 1), one(1, 1)])),
+        "[C, H, W], N matrices": (images[0], warps, torch.stack([one(0, 0), one(0, 1)])),
+        "N = 1, N matrices": (images[:1], warps, torch.stack([one(0, 0), one(0, 1)])),
+        "[H, W], N matrices": (images[0, 1], warps, torch.stack([one(0, 0)[1], one(0, 1)[1]])),
+        "[H, W], one matrix": (images[0, 1], warps[0], one(0, 0)[1]),
+        "[C, H, W], a matrix with N = 1": (images[1], warps[:1], one(1, 0)[None]),
+    }
+    for name, (image, warp, expected) in cases.items():
+        result = warp_perspective(image, warp, (6, 7))
+        assert result.shape == expected.shape and torch.equal(result, expected), name
+
+
+def test_float32_matrices_are_widened_not_the_image_narrowed(device):
+    image = random_image(3, 20, 20).to(device)
+    result = warp_perspective(image, TILTED.float().to(device), (20, 20))
+    assert torch.equal(result, warp_perspective(image, TILTED.float().double().to(device), (20, 20)))
+    assert result.dtype == torch.float64
+
+
+NOWHERE = {  # matrices by which no pixel has a source, with inverse_map
+    "zero": (torch.zeros(3, 3), False),
+    "zero, not inverted": (torch.zeros(3, 3), True),
+    "ones": (torch.ones(3, 3), False),
+    "rank 2": (torch.tensor([[1.0, 2, 3], [4, 5, 6], [7, 8, 9]]), False),
+    "rank 2 but for rounding": (torch.arange(1, 10, dtype=torch.float64).view(3, 3) / 10, False),
+    "w = 0 everywhere": (torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 0]]), True),
+    "NaN": (torch.full((3, 3), float("nan")), True),
+    "one NaN": (torch.tensor([[1.0, 0, 0], [0, float("nan"), 0], [0, 0, 1]]), False),
+    "infinity": (torch.tensor([[1.0, 0, float("inf")], [0, 1, 0], [0, 0, 1]]), True),
+    "overflow of x": (
+        torch.tensor([[1e300, 0, 1e300], [0, 1, 0], [0, 0, 1e-300]], dtype=torch.float64),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOWHERE)
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+@pytest.mark.parametrize("border_mode", BORDERS)
+def test_pixels_without_a_source_are_border_value_with_zero_gradients(
+    border_mode, interpolation, name, device
+):
+    warp, inverse_map = NOWHERE[name]
+    image = random_image(2, 5, 6).to(device).requires_grad_()
+    warp = warp.to(device, copy=True).requires_grad_()
+    for given, values in ((None, [0, 0]), ([0.25], [0.25, 0.25]), ([0.25, 0.75], [0.25, 0.75])):
+        result = warp_perspective(image, warp, (3, 4), interpolation, border_mode, given, inverse_map)
+        expected = torch.tensor(values, dtype=torch.float64, device=device)[:, None, None].expand(2, 3, 4)
+        assert torch.equal(result, expected)
+        upstream = torch.full_like(result, float("nan"))  # nothing of it may arrive
+        for gradient in torch.autograd.grad(result, (image, warp), upstream):
+            assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+@pytest.mark.parametrize("border_mode", BORDERS)
+def test_only_the_horizon_is_without_a_source(border_mode, device):
+    # w = u - 3: column 3 of the result lies on the horizon, the others do not.
+    warp = torch.tensor([[1.0, 0, 0], [0, 1, 0], [1, 0, -3]], dtype=torch.float64, device=device)
+    image = random_image(1, 5, 6).to(device).requires_grad_()
+    warp.requires_grad_()
+    result = warp_perspective(image, warp, (4, 7), "linear", border_mode, [0.125], True)
+    expected = reference(
+        image.detach().cpu(), warp.detach().cpu(), (4, 7), "linear", border_mode, 0.125, True
+    )
+    torch.testing.assert_close(result.cpu(), expected, rtol=0, atol=1e-12)
+    assert (result[..., 3] == 0.125).all()
+    upstream = torch.ones_like(result)
+    upstream[..., 3] = float("nan")
+    for gradient in torch.autograd.grad(result, (image, warp), upstream):
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("border_mode", BORDERS)
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+@pytest.mark.parametrize("far", [1e9, 3e18, 1e25, 1e300, -1e19, -1e300])
+def test_huge_coordinates_are_folded_exactly(far, interpolation, border_mode, device):
+    image = random_image(1, 3, 7)
+    warp = torch.tensor([[1.0, 0, far], [0, 1, 0], [0, 0, 1]], dtype=torch.float64)
+    x = np.array([int(u + far) for u in range(2)], dtype=object)  # exact: these floats are integers
+    columns = outside(x, 7, border_mode)
+    result = warp_perspective(
+        image.to(device), warp.to(device), (3, 2), interpolation, border_mode, [0.5], True
+    )
+    for u, column in enumerate(columns):
+        expected = image[0, :, column] if column >= 0 else torch.full((3,), 0.5, dtype=torch.float64)
+        assert torch.equal(result[0, :, u].cpu(), expected)
+
+
+@pytest.mark.parametrize("border_mode", BORDERS)
+@pytest.mark.parametrize("size", [(1, 1), (1, 5), (5, 1)])
+def test_images_of_one_row_or_column_are_right_in_every_border_mode(size, border_mode, device):
+    image = random_image(1, *size)
+    result = warp_perspective(image.to(device), TILTED.to(device), (9, 8), "linear", border_mode, [0.5], True)
+    expected = reference(image, TILTED, (9, 8), "linear", border_mode, 0.5, True)
+    torch.testing.assert_close(result.cpu(), expected, rtol=0, atol=1e-12)

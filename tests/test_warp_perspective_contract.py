@@ -1,0 +1,189 @@
+"""calcops::warp_perspective at its edges: empty sizes, threads, unwritten memory, error texts."""
+
+import pytest
+import torch
+from test_warp_perspective import BORDERS, DTYPES, SHRUNK, TILTED, TURNED, random_image, reference
+
+from calcops_jit import warp_perspective
+
+
+def test_empty_images_and_results_work(device):
+    warp = TILTED.to(device)
+    for shape, warp_shape, result_shape in (
+        ((0, 5, 6), (3, 3), (0, 4, 3)),
+        ((0, 3, 5, 6), (3, 3), (0, 3, 4, 3)),
+        ((0, 3, 5, 6), (0, 3, 3), (0, 3, 4, 3)),
+        ((1, 3, 5, 6), (0, 3, 3), (0, 3, 4, 3)),
+        ((3, 5, 6), (0, 3, 3), (0, 3, 4, 3)),
+    ):
+        image = torch.rand(shape, dtype=torch.float64, device=device, requires_grad=True)
+        matrices = warp.expand(warp_shape).clone().requires_grad_()
+        result = warp_perspective(image, matrices, (4, 3))
+        assert result.shape == result_shape
+        for gradient in torch.autograd.grad(result.sum(), (image, matrices)):
+            assert torch.equal(gradient, torch.zeros_like(gradient))
+    for dsize in ((0, 4), (4, 0), (0, 0)):
+        image = torch.rand(2, 5, 6, dtype=torch.float64, device=device, requires_grad=True)
+        result = warp_perspective(image, warp, dsize)
+        assert result.shape == (2, *dsize)
+        (gradient,) = torch.autograd.grad(result.sum(), image)
+        assert torch.equal(gradient, torch.zeros_like(image))
+
+
+@pytest.mark.parametrize("border_mode", BORDERS)
+@pytest.mark.parametrize("size", [(0, 5), (5, 0)])
+def test_an_image_without_pixels_is_all_border_value(size, border_mode, device):
+    image = torch.rand(2, *size, device=device, requires_grad=True)
+    warp = TILTED.to(device, copy=True).requires_grad_()
+    result = warp_perspective(image, warp, (3, 4), border_mode=border_mode, border_value=[0.25, 0.5])
+    assert torch.equal(result, torch.tensor([0.25, 0.5], device=device)[:, None, None].expand(2, 3, 4))
+    _, gradient = torch.autograd.grad(result.sum(), (image, warp))
+    assert torch.equal(gradient, torch.zeros_like(warp))
+
+
+def test_more_channels_than_a_launch_takes_are_right(device):
+    image, border = random_image(300, 5, 6), torch.linspace(0, 1, 300, dtype=torch.float64)
+    result = warp_perspective(image.to(device), TILTED.to(device), (7, 9), border_value=border.tolist())
+    expected = reference(image, TILTED, (7, 9), border=border.numpy())
+    torch.testing.assert_close(result.cpu(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.fixture
+def restore_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("restore_threads")
+@pytest.mark.parametrize("border_mode", BORDERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results_and_gradients_are_bitwise_equal_for_1_to_4_threads(dtype, border_mode):
+    image, warps = random_image(2, 3, 211, 190, dtype=dtype).requires_grad_(), torch.stack([TILTED, SHRUNK])
+    warps.requires_grad_()
+    upstream = random_image(2, 3, 170, 230, dtype=dtype, seed=1)
+
+    def run(threads):
+        torch.set_num_threads(threads)
+        result = warp_perspective(image, warps, (170, 230), border_mode=border_mode)
+        return result, *torch.autograd.grad(result, (image, warps), upstream)
+
+    first = run(1)
+    for threads in (2, 3, 4):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(threads), strict=True)), threads
+
+
+@pytest.fixture
+def filled_with_nan():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("filled_with_nan")
+@pytest.mark.parametrize("border_mode", BORDERS)
+def test_every_element_is_written_where_empty_tensors_are_filled_with_nan(border_mode, device):
+    assert torch.empty(1).isnan().all()
+    image = random_image(2, 3, 50, 40).to(device).requires_grad_()
+    warp = torch.stack([TILTED, torch.zeros(3, 3)]).to(device).requires_grad_()
+    result = warp_perspective(image, warp, (33, 70), border_mode=border_mode)
+    for values in (result, *torch.autograd.grad(result.sum(), (image, warp))):
+        assert values.isfinite().all()
+
+
+GOOD = {"image": torch.zeros(2, 3, 5, 6), "warp": torch.eye(3), "dsize": (4, 4)}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"image": torch.zeros(5)}, "`image` of shape [H, W], [C, H, W] or [N, C, H, W], got [5]"),
+        (
+            {"image": torch.zeros(1, 1, 1, 5, 6)},
+            "`image` of shape [H, W], [C, H, W] or [N, C, H, W], got [1, 1, 1, 5, 6]",
+        ),
+        ({"image": torch.zeros(5, 6).half()}, "`image` of dtype uint8, float32 or float64, got Half"),
+        ({"image": torch.zeros(5, 6).int()}, "`image` of dtype uint8, float32 or float64, got Int"),
+        ({"warp": torch.eye(3).int()}, "`warp` of dtype float32 or float64, got Int"),
+        ({"warp": torch.eye(4)}, "`warp` of shape [3, 3] or [N, 3, 3], got [4, 4]"),
+        ({"warp": torch.eye(3)[0]}, "`warp` of shape [3, 3] or [N, 3, 3], got [3]"),
+        ({"warp": torch.zeros(1, 1, 3, 3)}, "`warp` of shape [3, 3] or [N, 3, 3], got [1, 1, 3, 3]"),
+        ({"warp": torch.zeros(3, 3, 3)}, "`warp` with N = 1 or that of `image`, 2, got [3, 3, 3]"),
+        ({"warp": torch.eye(3, device="meta")}, "`warp` on cpu like `image`, got meta"),
+        ({"dsize": (-1, 4)}, "`dsize` (height, width), both >= 0, got [-1, 4]"),
+        ({"dsize": (4,)}, "`dsize` (height, width), both >= 0, got [4]"),
+        ({"interpolation": "cubic"}, '`interpolation` "linear" or "nearest", got "cubic"'),
+        (
+            {"border_mode": "transparent"},
+            '`border_mode` "constant", "replicate", "reflect", "wrap" or "reflect_101", got "transparent"',
+        ),
+        (
+            {"border_value": [1.0, 2.0]},
+            "`border_value` of one value or one for each of 3 channels, got 2 values",
+        ),
+    ],
+)
+def test_an_error_names_the_argument_what_was_expected_and_what_came(bad, message):
+    with pytest.raises(RuntimeError) as error:
+        warp_perspective(**{**GOOD, **bad})
+    assert (
+        str(error.value).split("\n")[0].removesuffix(".") == f"calcops::warp_perspective: expected {message}"
+    )
+
+
+def test_uint8_with_a_matrix_that_requires_a_gradient_is_an_error_not_a_lost_gradient():
+    image, warp = torch.zeros(5, 6, dtype=torch.uint8), torch.eye(3, requires_grad=True)
+    message = "expected `image` of dtype float32 or float64 where `warp` has a derivative, got Byte"
+    with pytest.raises(RuntimeError, match=message):
+        warp_perspective(image, warp)
+    with torch.no_grad():
+        warp_perspective(image, warp)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+class TestOnAGpu:
+    def test_the_forward_is_the_cpu_kernel_bit_for_bit(self):
+        for dtype in DTYPES:
+            for border_mode in BORDERS:
+                image = random_image(2, 3, 111, 90, dtype=dtype)
+                warp = torch.stack([TILTED, TURNED])
+                ours = warp_perspective(image.cuda(), warp.cuda(), (200, 123), border_mode=border_mode)
+                assert torch.equal(
+                    ours.cpu(), warp_perspective(image, warp, (200, 123), border_mode=border_mode)
+                )
+
+    def test_gradients_are_the_same_in_every_run_and_those_of_the_cpu(self):
+        image, warp = random_image(2, 3, 111, 90), torch.stack([TILTED, TURNED])
+        upstream = random_image(2, 3, 200, 123, seed=1)
+
+        def gradients(device):
+            inputs = [tensor.to(device, copy=True).requires_grad_() for tensor in (image, warp)]
+            result = warp_perspective(*inputs, (200, 123), border_mode="reflect")
+            return torch.autograd.grad(result, inputs, upstream.to(device))
+
+        first, again = gradients("cuda"), gradients("cuda")
+        for a, b, cpu in zip(first, again, gradients("cpu"), strict=True):
+            assert torch.equal(a, b)
+            torch.testing.assert_close(a.cpu(), cpu, rtol=1e-11, atol=1e-11)
+
+    def test_it_runs_on_the_current_stream_and_in_a_graph(self):
+        image, warp = random_image(3, 500, 400).cuda(), TILTED.cuda()
+        expected = warp_perspective(image, warp, (300, 300))
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            late = torch.zeros_like(image)
+            torch.cuda._sleep(10**8)
+            late.copy_(image)
+            result = warp_perspective(late, warp, (300, 300))
+        stream.synchronize()
+        assert torch.equal(result, expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = warp_perspective(late, warp, (300, 300))
+        late.zero_()
+        graph.replay()
+        assert torch.equal(result, torch.zeros_like(expected))
+
+    def test_a_matrix_on_the_cpu_is_an_error(self):
+        with pytest.raises(RuntimeError, match="expected `warp` on cuda:0 like `image`, got cpu"):
+            warp_perspective(torch.zeros(5, 6, device="cuda"), torch.eye(3))

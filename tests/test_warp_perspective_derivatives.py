@@ -1,0 +1,211 @@
+"""Derivatives of calcops::warp_perspective: reverse and forward mode, second order, torch.func, float32."""
+
+import pytest
+import torch
+from test_warp_perspective import BORDERS, NOWHERE, SHRUNK, TILTED, random_image
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+
+from calcops_jit import warp_perspective
+
+backward = torch.ops.calcops._warp_perspective_backward
+
+
+# (image shape, matrix shape): every pairing of N and C that broadcasts
+SHAPES = {
+    "HW": ((7, 6), (3, 3)),
+    "CHW": ((2, 7, 6), (3, 3)),
+    "NCHW": ((2, 2, 7, 6), (2, 3, 3)),
+    "one matrix": ((2, 2, 7, 6), (3, 3)),
+    "one image": ((2, 7, 6), (2, 3, 3)),
+    "N of 1": ((1, 2, 7, 6), (2, 3, 3)),
+}
+
+
+def arguments(image_shape, warp_shape, device="cpu", dtype=torch.float64):
+    """An image and matrices whose coordinates stay away from pixel centres, where linear has its kinks."""
+    image = random_image(*image_shape).to(device, dtype)
+    near = torch.tensor(
+        [[0.93, 0.11, 0.417], [-0.07, 1.04, -0.339], [0.011, -0.007, 1.0]], dtype=torch.float64
+    )
+    step = torch.linspace(0, 0.031, warp_shape[0] if len(warp_shape) == 3 else 1, dtype=torch.float64)
+    warp = (near + step[:, None, None]).reshape(warp_shape).to(device, dtype)
+    return image.requires_grad_(), warp.requires_grad_()
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("inverse_map", [False, True])
+def test_first_and_second_derivatives_are_right_for_every_pairing_of_shapes(shapes, inverse_map, device):
+    def warped(image, warp):
+        return warp_perspective(image, warp, (5, 4), border_value=[0.5], inverse_map=inverse_map)
+
+    inputs = arguments(*SHAPES[shapes], device)
+    assert gradcheck(
+        warped, inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
+    )
+    assert gradgradcheck(warped, inputs, check_fwd_over_rev=True, check_rev_over_rev=True)
+
+
+@pytest.mark.parametrize("border_mode", BORDERS)
+def test_first_and_second_derivatives_are_right_in_every_border_mode(border_mode, device):
+    # The image is shrunk to a third, so that most of the result lies outside of it, folded several times.
+    warp = torch.tensor(
+        [[0.331, 0.041, 1.27], [-0.029, 0.347, 1.913], [0.0031, 0.0047, 1.0]], dtype=torch.float64
+    )
+    image = random_image(2, 5, 4).to(device).requires_grad_()
+    warp = warp.to(device).requires_grad_()
+
+    def warped(image, warp):
+        return warp_perspective(image, warp, (6, 7), border_mode=border_mode, border_value=[0.3, 0.6])
+
+    assert gradcheck(warped, (image, warp), eps=1e-7, atol=1e-5, check_forward_ad=True)
+    assert gradgradcheck(warped, (image, warp), eps=1e-7, atol=1e-4, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("name", NOWHERE)
+def test_where_no_pixel_has_a_source_second_derivatives_and_tangents_are_zero(name, device):
+    warp, inverse_map = NOWHERE[name]
+    image = random_image(2, 5, 6).to(device).requires_grad_()
+    warp = warp.to(device, copy=True).requires_grad_()
+
+    def warped(image, warp):
+        return warp_perspective(image, warp, (3, 4), inverse_map=inverse_map)
+
+    upstream = torch.ones(2, 3, 4, dtype=torch.float64, device=device, requires_grad=True)
+    first = torch.autograd.grad(warped(image, warp), (image, warp), upstream, create_graph=True)
+    for gradient in torch.autograd.grad(first, (image, warp, upstream), [torch.ones_like(g) for g in first]):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+    _, tangent = jvp(warped, (image, warp), (torch.ones_like(image), torch.ones_like(warp)))
+    assert torch.equal(tangent, torch.zeros_like(tangent))
+
+
+def test_third_derivatives_are_right(device):
+    image, warp = arguments((4, 5), (3, 3), device)
+
+    def gradients(image, warp):
+        result = warp_perspective(image, warp, (3, 3))
+        return torch.autograd.grad(result.sin().sum(), (image, warp), create_graph=True)
+
+    assert gradgradcheck(gradients, (image, warp), atol=1e-4)
+
+
+@pytest.mark.parametrize("border_mode", BORDERS)
+def test_nearest_moves_the_gradient_to_the_pixels_it_took_and_has_none_for_the_matrix(border_mode, device):
+    image, warp = arguments((2, 7, 6), (3, 3), device)
+
+    def warped(image, warp):
+        return warp_perspective(image, warp, (9, 8), "nearest", border_mode)
+
+    assert gradcheck(warped, (image, warp), check_forward_ad=True)
+    assert gradgradcheck(warped, (image, warp), check_fwd_over_rev=True)
+    _, gradient = torch.autograd.grad(warped(image, warp).sum(), (image, warp))
+    assert torch.equal(gradient, torch.zeros_like(warp))
+
+
+@pytest.mark.parametrize("border_mode", BORDERS)
+@pytest.mark.parametrize("warp", [TILTED, SHRUNK, 0.02 * SHRUNK + torch.diag(torch.tensor([0.0, 0, 0.98]))])
+def test_the_image_gradient_is_the_adjoint_of_the_map_on_large_images(warp, border_mode, device):
+    # Hundreds of pixels of the result fall on one of the image, and many tiles on each other.
+    image = random_image(5, 130, 170).to(device).requires_grad_()
+    upstream = random_image(5, 150, 140, seed=1).to(device)
+    result = warp_perspective(image, warp.to(device), (150, 140), border_mode=border_mode)
+    (gradient,) = torch.autograd.grad(result, image, upstream)
+    torch.testing.assert_close((gradient * image).sum(), (result * upstream).sum(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("border_mode", BORDERS)
+def test_float32_gradients_are_those_of_float64_to_rounding(border_mode, device):
+    image, upstream = (
+        random_image(3, 60, 50).float().double(),
+        random_image(3, 70, 45, seed=1).float().double(),
+    )
+
+    def gradients(dtype):
+        inputs = [t.to(device, dtype).requires_grad_() for t in (image, TILTED.float())]
+        result = warp_perspective(*inputs, (70, 45), border_mode=border_mode)
+        return torch.autograd.grad(result, inputs, upstream.to(device, dtype))
+
+    for narrow, wide in zip(gradients(torch.float32), gradients(torch.float64), strict=True):
+        torch.testing.assert_close(narrow.double(), wide, rtol=3e-7, atol=1e-12)
+
+
+def test_a_gradient_that_is_expanded_or_strided_is_right(device):
+    image, warp = arguments((2, 7, 6), (3, 3), device)
+    result = warp_perspective(image, warp, (6, 6))
+    dense = torch.autograd.grad(result, (image, warp), torch.ones_like(result), retain_graph=True)
+    assert_all_equal(torch.autograd.grad(result.sum(), (image, warp), retain_graph=True), dense)
+    strided = torch.ones(6, 6, 2, dtype=torch.float64, device=device).permute(2, 0, 1)
+    assert_all_equal(torch.autograd.grad(result, (image, warp), strided), dense)
+
+
+def assert_all_equal(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_output_that_is_not_asked_for_has_no_elements(device):
+    image, warp = (tensor.detach() for tensor in arguments((2, 7, 6), (3, 3), device))
+    grad = torch.ones(2, 4, 4, dtype=torch.float64, device=device)
+    both = backward(grad, image, warp, "linear", "wrap", None, False, [True, True])
+    for wanted in ([True, False], [False, True], [False, False]):
+        for each, one, full in zip(
+            wanted, backward(grad, image, warp, "linear", "wrap", None, False, wanted), both, strict=True
+        ):
+            assert torch.equal(one, full) if each else one.shape == (0,)
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_torch_func_transforms_give_what_autograd_gives(shapes):
+    image, warp = arguments(*SHAPES[shapes])
+
+    def loss(image, warp):
+        return warp_perspective(image, warp, (5, 4), border_mode="reflect_101").sin().sum()
+
+    first = torch.autograd.grad(loss(image, warp), (image, warp))
+    image, warp = image.detach(), warp.detach()
+    for ours, theirs in zip(grad(loss, (0, 1))(image, warp), first, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    second = torch.autograd.functional.hessian(loss, (image, warp))
+    for transform in (hessian, lambda f, n: jacfwd(jacrev(f, n), n), lambda f, n: jacrev(jacrev(f, n), n)):
+        ours = transform(loss, (0, 1))(image, warp)
+        for i in range(2):
+            for j in range(2):
+                torch.testing.assert_close(ours[i][j], second[i][j], rtol=1e-9, atol=1e-10)
+    _, tangent = jvp(loss, (image, warp), (image.cos(), warp.cos()))
+    torch.testing.assert_close(
+        tangent, sum((g * t.cos()).sum() for g, t in zip(first, (image, warp), strict=True))
+    )
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0), (1, 2)])
+def test_vmap_gives_what_a_loop_gives(shapes, in_dims):
+    image, warp = (tensor.detach() for tensor in arguments(*SHAPES[shapes]))
+    # Three of each where vmap maps, moved to the dimension it maps over.
+    stacked = [
+        tensor if dim is None else torch.stack([tensor, tensor * 1.01, tensor * 0.98]).movedim(0, dim)
+        for tensor, dim in zip((image, warp), in_dims, strict=True)
+    ]
+
+    def gradients(image, warp):
+        def loss(image, warp):
+            return warp_perspective(image, warp, (5, 4), border_mode="wrap").sin().sum()
+
+        return warp_perspective(image, warp, (5, 4)), *grad(loss, (0, 1))(image, warp)
+
+    ours = vmap(gradients, in_dims)(*stacked)
+    loop = [
+        gradients(*(t if dim is None else t.select(dim, i) for t, dim in zip(stacked, in_dims, strict=True)))
+        for i in range(3)
+    ]
+    for one, expected in zip(ours, zip(*loop, strict=True), strict=True):
+        torch.testing.assert_close(one, torch.stack(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_vmap_inside_vmap_is_right():
+    images, warps = random_image(2, 6, 7), torch.stack([TILTED, SHRUNK, SHRUNK + 0.1])
+    inner = vmap(lambda image, warp: warp_perspective(image, warp, (4, 4)), (None, 0))
+    result = vmap(inner, (0, None))(images, warps)
+    for i in range(2):
+        for j in range(3):
+            assert torch.equal(result[i, j], warp_perspective(images[i], warps[j], (4, 4)))

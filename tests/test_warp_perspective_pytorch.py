@@ -1,0 +1,174 @@
+"""calcops::warp_perspective wherever PyTorch runs: opcheck, compile, export, TorchScript, autocast, inference mode."""
+
+import io
+
+import pytest
+import torch
+from test_warp_perspective import SHRUNK, TILTED, random_image
+from torch.library import opcheck
+
+from calcops_jit import warp_perspective
+
+backward = torch.ops.calcops._warp_perspective_backward
+
+
+def arguments(*image_shape, device="cpu", dtype=torch.float64):
+    image = random_image(*image_shape).to(device, dtype).requires_grad_()
+    return image, TILTED.to(device, dtype, copy=True).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(7, 6), (2, 7, 6), (2, 2, 7, 6)])
+def test_opcheck_passes_for_the_operator(shape, dtype, device):
+    image, warp = random_image(*shape, dtype=dtype).to(device), TILTED.to(device, copy=True)
+    if dtype != torch.uint8:
+        image.requires_grad_(), warp.requires_grad_()
+    for options in (
+        {},
+        {"border_mode": "wrap", "interpolation": "nearest", "border_value": [3.0], "inverse_map": True},
+    ):
+        opcheck(warp_perspective, (image, warp, (4, 5)), options)
+
+
+@pytest.mark.parametrize("wanted", [[True, True], [True, False], [False, True]])
+def test_opcheck_passes_for_the_backward_operator(wanted, device):
+    image, warp = arguments(2, 3, 7, 6, device=device)
+    grad = random_image(2, 3, 4, 5, seed=1).to(device).requires_grad_()
+    opcheck(backward, (grad, image, warp, "linear", "reflect", [0.5], False, wanted))
+    opcheck(backward, (grad, image, warp, "nearest", "constant", None, True, wanted))
+
+
+def test_the_meta_kernel_knows_shape_and_dtype_without_data():
+    for dtype in (torch.uint8, torch.float32):
+        image = torch.empty(2, 3, 5, 6, dtype=dtype, device="meta")
+        result = warp_perspective(image, torch.empty(3, 3, device="meta"), (7, 8))
+        assert result.shape == (2, 3, 7, 8) and result.dtype == dtype and result.is_meta
+
+
+def warped_twice(image, warp, height, width):
+    once = warp_perspective(image, warp, (height, width), border_mode="reflect_101")
+    return warp_perspective(once.sin(), warp, (height + 1, width), border_value=[0.5], inverse_map=True)
+
+
+def test_compile_takes_it_in_one_graph_with_dynamic_sizes_and_gradients(device):
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    for compiled in (
+        torch.compile(warped_twice, fullgraph=True, dynamic=True, backend=backend),
+        torch.compile(warped_twice, fullgraph=True, dynamic=True, backend="aot_eager"),
+        torch.compile(warped_twice, fullgraph=True, dynamic=True),
+    ):
+        for size in (9, 14, 23):
+            inputs = arguments(2, 3, size, size + 2, device=device)
+            ours, eager = compiled(*inputs, size - 3, size + 1), warped_twice(*inputs, size - 3, size + 1)
+            torch.testing.assert_close(ours, eager)
+            upstream = torch.linspace(-1, 1, eager.numel(), dtype=torch.float64, device=device).view_as(eager)
+            for a, b in zip(
+                torch.autograd.grad(ours, inputs, upstream),
+                torch.autograd.grad(eager, inputs, upstream),
+                strict=True,
+            ):
+                torch.testing.assert_close(a, b)
+    assert len(graphs) == 1
+
+
+def test_compiled_autograd_takes_the_backward(device):
+    torch._dynamo.reset()
+    gradients = {}
+    for mode in ("eager", "compiled"):
+        inputs = arguments(3, 12, 13, device=device)
+        result = warped_twice(*inputs, 8, 9).square().sum()
+        if mode == "compiled":
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+                result.backward()
+        else:
+            result.backward()
+        gradients[mode] = [tensor.grad for tensor in inputs]
+    for a, b in zip(*gradients.values(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Warp(torch.nn.Module):
+    def forward(self, image, warp):
+        return torch.ops.calcops.warp_perspective(image, warp, [5, 7], border_mode="wrap")
+
+
+def test_export_has_a_dynamic_size_and_runs_at_others():
+    batch, height = torch.export.Dim("batch", min=2), torch.export.Dim("height", min=2)
+    example = (random_image(3, 2, 9, 8), torch.stack([TILTED, SHRUNK, TILTED]))
+    program = torch.export.export(Warp(), example, dynamic_shapes=({0: batch, 2: height}, {0: batch}))
+    stored = io.BytesIO()
+    torch.export.save(program, stored)
+    stored.seek(0)
+    image, warps = random_image(5, 2, 31, 8), torch.stack([TILTED] * 3 + [SHRUNK] * 2)
+    result = torch.export.load(stored).module()(image, warps)
+    assert torch.equal(result, warp_perspective(image, warps, (5, 7), border_mode="wrap"))
+
+
+@torch.jit.script
+def scripted(image: torch.Tensor, warp: torch.Tensor):
+    return torch.ops.calcops.warp_perspective(
+        image, warp, [6, 5], "linear", "replicate", [0.5], inverse_map=True
+    )
+
+
+def test_torchscript_saves_loads_and_differentiates_it(device):
+    stored = io.BytesIO()
+    torch.jit.save(torch.jit.script(scripted), stored)
+    stored.seek(0)
+    image, warp = arguments(3, 8, 9, device=device)
+    result = torch.jit.load(stored)(image, warp)
+    expected = warp_perspective(image, warp, (6, 5), "linear", "replicate", [0.5], True)
+    assert torch.equal(result, expected)
+    ours, theirs = (torch.autograd.grad(r.sum(), (image, warp)) for r in (result, expected))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_autocast_changes_nothing(device):
+    image, warp = arguments(3, 8, 9, device=device, dtype=torch.float32)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        result = warp_perspective(image, warp)
+    assert result.dtype == torch.float32 and torch.equal(result, warp_perspective(image, warp))
+
+
+def test_inference_mode_and_no_grad_record_nothing(device):
+    image, warp = arguments(3, 8, 9, device=device)
+    expected = warp_perspective(image, warp)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            result = warp_perspective(image, warp)
+        assert torch.equal(result, expected) and not result.requires_grad
+    assert expected.requires_grad
+
+
+def test_a_matrix_converges_by_gradient_descent_to_the_one_that_made_the_image():
+    # What the gradient is for: registration of a smooth image, from a start a few pixels off.
+    y, x = torch.meshgrid(*[torch.linspace(-3, 3, 40, dtype=torch.float64)] * 2, indexing="ij")
+    image = torch.exp(-(x**2) - 0.5 * (y - 0.4 * x) ** 2)
+    wanted = torch.tensor([[1.02, 0.03, -1.5], [-0.02, 0.98, 1.2], [2e-4, -1e-4, 1]], dtype=torch.float64)
+    target = warp_perspective(image, wanted, (40, 40))
+    scale = torch.tensor([[1e-2, 1e-2, 1], [1e-2, 1e-2, 1], [1e-4, 1e-4, 0]], dtype=torch.float64)
+    steps = torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([steps], max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss():
+        optimizer.zero_grad()
+        warp = torch.eye(3, dtype=torch.float64) + steps * scale
+        value = 1e3 * (warp_perspective(image, warp, (40, 40)) - target).square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    found = torch.eye(3, dtype=torch.float64) + steps.detach() * scale
+    corners = torch.tensor([[0.0, 39, 0, 39], [0, 0, 39, 39], [1, 1, 1, 1]], dtype=torch.float64)
+
+    def project(warp):
+        p = warp @ corners
+        return p[:2] / p[2]
+
+    assert (project(found) - project(wanted)).abs().max() < 0.05 < (corners[:2] - project(wanted)).abs().max()
