@@ -29,7 +29,8 @@ def own(root: str | None = None, name: str = "calcops") -> inputs.Request:
     root = root or operators_root()
     choice = cuda.choose()
     extra = shlex.split(os.environ.get("CALCOPS_CFLAGS", ""))
-    cflags = [*_BASE, "-march=native", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
+    # at::parallel_for is a plain loop without -fopenmp; libgomp is the one in torch's folder, by its rpath.
+    cflags = [*_BASE, "-march=native", "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
     if not choice.build:
         cflags.append("-DCALCOPS_NO_CUDA=" + shlex.quote(f'"{choice.reason}"').replace("$", "$$"))
     return inputs.Request(
@@ -38,7 +39,7 @@ def own(root: str | None = None, name: str = "calcops") -> inputs.Request:
         sources=tuple(_units(root, (".cpp", ".cu") if choice.build else (".cpp",))),
         cflags=tuple(cflags),
         cuda_cflags=_CUDA_BASE,
-        ldflags=tuple(extra),
+        ldflags=("-fopenmp", *extra),
         include_paths=(root,),
         cuda=choice,
     )

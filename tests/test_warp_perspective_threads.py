@@ -1,0 +1,26 @@
+"""The CPU kernels of warp_perspective have no data race."""
+
+import thread_sanitizer
+
+PROGRAM = """
+#include <vector>
+#include "warp_perspective/warp_perspective.h"
+using namespace calcops;
+
+int main() {
+  const int64_t N = 2, C = 3, H = 61, W = 83;
+  const double warp[9] = {1.05, 0.12, -3.1, -0.08, 0.93, 2.3, 7.1e-4, -9.1e-4, 1}, border[C] = {};
+  for (Border mode : {Border::kConstant, Border::kReflect101}) {
+    std::vector<float> image(N * C * H * W, 1), out(image), grad_image(image.size());
+    std::vector<double> grad_warp(9);
+    const WarpInputs<float> in{{N, N, 1, C, H, W, H, W, mode, false, false},
+                               image.data(), {C * H * W, H * W, W, 1}, warp, border};
+    warp_perspective_cpu(in, out.data());
+    warp_perspective_backward_cpu(in, WarpGradients<float>{out.data(), grad_image.data(), grad_warp.data()});
+  }
+}
+"""
+
+
+def test_no_two_threads_meet_in_one_number(tmp_path):
+    thread_sanitizer.run(tmp_path, PROGRAM, "warp_perspective/warp_perspective_cpu.cpp")
