@@ -32,10 +32,10 @@ _COMPILER_VARIABLES = (
 ).split()
 # A change within this time of the moment it was looked at may leave the same stat behind.
 _RACY_NS = 2_000_000_000
-# What -march=native turns on; the other words in /proc/cpuinfo come and go with kernels.
+# What -march=native turns on begins so; the other words in /proc/cpuinfo come and go with kernels.
 _ISA = tuple(
-    "sse ssse avx amx apx fma bmi f16c aes vaes pclmul vpclmul gfni sha adx abm popcnt movbe cx16 lahf xsave rdrnd"
-    " rdseed 3dnowprefetch clflushopt clwb movdir enqcmd serialize waitpkg sm3 sm4".split()
+    "sse ssse avx amx fma bmi f16c aes vaes pclmul vpclmul gfni sha adx abm popcnt movbe cx16 lahf xsave rdrnd rdseed"
+    " prefetchw 3dnowprefetch clflushopt clwb movdir enqcmd serialize waitpkg sm3 sm4 apx".split()
 )
 
 
