@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterator
 
 from . import cache, cuda, diagnosis, inputs, reads
+from .registration import SHADOW
 
 _BYTES_PER_JOB = 1.5e9  # what a unit with torch headers may need at its peak
 
@@ -202,7 +203,11 @@ def _for_this_compiler(cflags: tuple[str, ...]) -> list[str]:
 
 def _runtime_flags(request: inputs.Request, staging: str) -> list[str]:
     """rpaths, so that a C++ host needs no LD_LIBRARY_PATH; the CUDA runtime is the one that torch itself uses."""
-    flags = ["-Wl,-Map=link.map", *_rpath(os.path.join(request.unfold("@torch"), "lib"))]
+    flags = [
+        "-Wl,-Map=link.map",
+        f"-Wl,--version-script={shlex.quote(SHADOW)}/hidden.map",
+        *_rpath(os.path.join(request.unfold("@torch"), "lib")),
+    ]
     if request.python:
         flags.append("-ltorch_python")
     if request.cuda.build and (runtime := _torch_cudart()):

@@ -3,49 +3,71 @@
 from __future__ import annotations
 
 import os
+import shutil
+import threading
+from collections.abc import Callable
 
 from . import cache, inputs, loading, operators
-from .diagnosis import report
+from .diagnosis import BuildError, report
 
-_loaded: dict[str, loading.Library] = {}  # by name: operators are registered once in a process
+_loaded: dict[str, loading.Library] = {}  # by name: a second library of a name takes the place of the first
+_one_at_a_time = threading.RLock()
+
+
+def _new_lock() -> None:
+    global _one_at_a_time
+    _one_at_a_time = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_new_lock)  # a thread that does not live on in the child may have had it
 
 
 def obtain(request: inputs.Request, build: bool = True) -> loading.Library | None:
     """The library for `request`. None only where it would have to be built and `build` is False."""
-    reasons: list[str] = []
-    found = cache.find(request, reasons)
-    if found is None and build:
-        return _build(request, reasons)
-    return found and _load(request, found)
+    with _one_at_a_time:
+        reasons: list[str] = []
+        found = cache.find(request, reasons)
+        if found is None and build:
+            return _build(request, reasons)
+        return found and _load(request, found)
+
+
+def reload(again: Callable[[inputs.Request], inputs.Request]) -> list[str]:
+    """Exchanges every loaded library whose inputs changed; gives their names. Raises what failed first, at the end."""
+    with _one_at_a_time:
+        before = {name: live.digest for name, live in _loaded.items()}
+        failure = None
+        for name in before:
+            try:
+                obtain(again(_loaded[name].request))
+            except BuildError as error:
+                failure = failure or error
+        if failure:
+            raise failure
+        return [name for name, digest in before.items() if _loaded[name].digest != digest]
+
+
+def project_files() -> set[str]:
+    """The own files of the loaded libraries, and the folders in which new ones would be found."""
+    found = set()
+    for live in list(_loaded.values()):
+        found |= {live.request.root, *map(os.path.dirname, live.request.sources), *live.own_files}
+    return found
 
 
 def _load(request: inputs.Request, generation: cache.Generation) -> loading.Library:
-    if live := _live(request, generation.manifest.digest):
-        os.close(generation.fd)
-        return live
-    loading.link_in(generation.fd, generation.path)
-    _loaded[request.name] = loading.Library(generation)
-    return _loaded[request.name]
-
-
-def _live(request: inputs.Request, digest: str) -> loading.Library | None:
-    live = _loaded.get(request.name)
-    if live and live.digest != digest:
-        raise _already_live(request.name, live)
+    live = _loaded.get(request.name) or loading.Library()
+    digest = generation.manifest.digest
+    registration = live.bring_in(request, generation.fd, digest)
+    if digest != live.digest:
+        live.exchange(request, generation, registration)
+    _loaded[request.name] = live
     return live
-
-
-def _already_live(name: str, live: loading.Library) -> Exception:
-    return report(
-        f"cannot load {name}: an earlier build is live in this process", [live.path], "restart Python"
-    )
 
 
 def _build(request: inputs.Request, reasons: list[str]) -> loading.Library:
     from .progress import Progress, say
 
-    if live := _loaded.get(request.name):
-        raise _already_live(request.name, live)
     if request.cuda.fatal:
         cause, _, remedy = request.cuda.reason.partition("; ")
         raise report(f"cannot build {request.name} for CUDA", [cause], remedy)
@@ -111,12 +133,22 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
 def _publish(
     request: inputs.Request, slot: str, staging: str, built: str, closure: inputs.Closure
 ) -> loading.Library:
-    # Loaded before it is published: only then are its operators known, and what cannot be loaded is not kept. The
-    # renames move the very file that is live here.
+    # Its code is brought in before it is published: what cannot be loaded is not kept, and what it registers is
+    # only known then. The renames move the very file that is mapped here.
+    live = _loaded.get(request.name) or loading.Library()
     before = operators.registered()
-    fd, _ = cache.read_regular(built)
-    loading.link_in(fd, f"{request.name}.so")
-    described = operators.describe(operators.registered() - before, request.root)
-    generation = cache.publish(slot, staging, built, request, described, closure)
-    _loaded[request.name] = loading.Library(generation)
-    return _loaded[request.name]
+    fd, data = cache.read_regular(built)
+    registration = live.bring_in(request, fd, inputs.digest(data))
+    at_once = operators.registered() - before
+    schemas = registration.schemas | {name: operators.live_schemas(name) for name in at_once}
+    generation = cache.publish(
+        slot, staging, built, request, operators.describe(schemas, request.root), closure
+    )
+    os.close(generation.fd)
+    try:
+        live.exchange(request, generation, registration)
+    except BaseException:
+        shutil.rmtree(os.path.dirname(generation.path), ignore_errors=True)
+        raise
+    _loaded[request.name] = live
+    return live

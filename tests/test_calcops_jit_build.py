@@ -64,7 +64,7 @@ def test_an_operator_is_its_torch_ops_handle_with_its_header_as_documentation(ch
     )
     expected = (
         "True [2.0, 2.0]\n"
-        "['BuildError', 'Library', 'library_path', 'load', 'twice']\n"
+        "['BuildError', 'Library', 'library_path', 'load', 'reload', 'twice', 'watch']\n"
         "calcops::twice(Tensor x) -> Tensor\n\nTwice its argument.\n\n    x  any shape\n"
         "CALCOPS_CUDA=0 was set; unset CALCOPS_CUDA\n"
     )
