@@ -12,7 +12,8 @@ them. Each is the torch.ops handle itself, so autograd, torch.compile, torch.exp
     calcops_jit.reload()                                        # rebuilds what was edited; every handle calls it
     calcops_jit.watch()                                         # the same on every save, until the result is called
 
-    python -m calcops_jit build | where | clean                 # build now; show cache, library, key; empty the cache
+    python -m calcops_jit build | where | why | clean           # build now; show cache, library, key; what changed since;
+                                                                # empty the cache
 
 Environment:
 

@@ -119,6 +119,29 @@ def find(request: inputs.Request, reasons: list[str] | None = None) -> Generatio
     return None
 
 
+def other_facts(request: inputs.Request) -> list[str]:
+    """What distinguishes the request from the one that was last built under its name."""
+    manifests = []
+    for slot in (s for f in folders() if os.path.isdir(f) for s in slots(f)):
+        if os.path.basename(slot).rpartition("-")[0] == request.name:
+            for path in (f"{generation}/manifest" for generation in _generations(slot)[:1]):
+                with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
+                    manifests.append((os.stat(path).st_mtime_ns, Manifest.parse(file.read()).request))
+    if not manifests:
+        return []
+    old, new = max(manifests, key=lambda m: m[0])[1], json.loads(json.dumps(request.facts))
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return [f"{key}: {_difference(old.get(key, []), new.get(key, []))}" for key in changed]
+
+
+def _difference(old, new) -> str:
+    if isinstance(old, dict) or isinstance(new, dict):
+        old, new = ([f"{k}={v}" for k, v in dict(d).items()] for d in (old, new))
+    if isinstance(old, list) and isinstance(new, list) and set(old) != set(new):
+        return " ".join([*(f"-[{w}]" for w in old if w not in new), *(f"+[{w}]" for w in new if w not in old)])
+    return f"{old} -> {new}"
+
+
 def _open(request: inputs.Request, generation: str) -> Generation:
     fd, data = read_regular(f"{generation}/manifest")
     os.close(fd)

@@ -111,8 +111,8 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
     from .progress import Progress, say
 
     title = f"building {request.name}"
-    if reasons:  # why the newest library there does not fit
-        title += f" ({reasons[0].rpartition('/')[2]})"
+    if why := reasons or cache.other_facts(request):  # the newest library there does not fit
+        title += f" ({why[0].rpartition('/')[2] if reasons else why[0].partition(':')[0]})"
     for _ in range(3):
         with cache.staging(slot) as staging:
             with Progress(lambda seconds: f"{title} {build.done(staging)} {seconds:.0f} s") as progress:  # noqa: B023
