@@ -12,12 +12,13 @@ them. Each is the torch.ops handle itself, so autograd, torch.compile, torch.exp
     calcops_jit.reload()                                        # rebuilds what was edited; every handle calls it
     calcops_jit.watch()                                         # the same on every save, until the result is called
 
-    python -m calcops_jit build | where | why | clean           # build now; show cache, library, key; what changed since;
-                                                                # empty the cache
+    python -m calcops_jit build | where | clean                 # build now; show cache, library, key; empty the cache
+    python -m calcops_jit why | doctor                          # name what changed since; judge the environment
 
 Environment:
 
     CALCOPS_CACHE   folder of the built libraries; default $XDG_CACHE_HOME/calcops, else ~/.cache/calcops
+    CALCOPS_CACHE_READONLY   more such folders, dir[:dir], that are only read
     CALCOPS_CUDA    1 builds the CUDA operators (without a GPU and TORCH_CUDA_ARCH_LIST: for 8.0 and 9.0+PTX), 0 does
                     not; default: where nvcc is and a GPU is visible or TORCH_CUDA_ARCH_LIST is set
     CALCOPS_BUILD   0 imports without building (documentation, linters): operators that are not built yet raise

@@ -51,6 +51,11 @@ def folders() -> list[str]:
     return found
 
 
+def shared_folders() -> list[str]:
+    """Read-only caches, such as an administrator's for all users; looked into after our own."""
+    return [os.path.abspath(f) for f in os.environ.get("CALCOPS_CACHE_READONLY", "").split(":") if f]
+
+
 def _is_private(folder: str) -> bool:
     """Everybody may write to /tmp: a folder there is only trusted when nobody else can have put anything into it."""
     status = os.lstat(folder)
@@ -103,7 +108,7 @@ def read_regular(path: str) -> tuple[int, bytes]:
 
 def find(request: inputs.Request, reasons: list[str] | None = None) -> Generation | None:
     """The published library that fits the request and whose inputs are still what they were."""
-    for folder in folders():
+    for folder in [*folders(), *shared_folders()]:
         slot = slot_path(folder, request)
         for i, generation in enumerate(_generations(slot)):
             try:
@@ -138,7 +143,9 @@ def _difference(old, new) -> str:
     if isinstance(old, dict) or isinstance(new, dict):
         old, new = ([f"{k}={v}" for k, v in dict(d).items()] for d in (old, new))
     if isinstance(old, list) and isinstance(new, list) and set(old) != set(new):
-        return " ".join([*(f"-[{w}]" for w in old if w not in new), *(f"+[{w}]" for w in new if w not in old)])
+        return " ".join(
+            [*(f"-[{w}]" for w in old if w not in new), *(f"+[{w}]" for w in new if w not in old)]
+        )
     return f"{old} -> {new}"
 
 

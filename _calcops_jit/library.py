@@ -113,13 +113,20 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
     title = f"building {request.name}"
     if why := reasons or cache.other_facts(request):  # the newest library there does not fit
         title += f" ({why[0].rpartition('/')[2] if reasons else why[0].partition(':')[0]})"
+    alone = False
     for _ in range(3):
         with cache.staging(slot) as staging:
             with Progress(lambda seconds: f"{title} {build.done(staging)} {seconds:.0f} s") as progress:  # noqa: B023
                 try:
-                    built, closure = build.compile_library(request, slot, staging)
+                    built, closure = build.compile_library(request, slot, staging, alone)
                 except inputs.Changed:
                     continue  # a source was saved while it was compiled
+                except build.OutOfMemory:
+                    alone = True
+                    say(
+                        "a compiler was killed, most likely for lack of memory: trying again with one at a time"
+                    )
+                    continue
                 live = _publish(request, slot, staging, built, closure)
             say(f"built {request.name} in {progress.seconds():.1f} s")
             return live

@@ -73,7 +73,9 @@ def foreign(
         raise ValueError(f"calcops_jit.load: expected `name` of letters, digits and _ . -, got {name!r}")
     paths = [inputs.real_path(os.fspath(s)) for s in ([sources] if isinstance(sources, str) else sources)]
     if name == "calcops":
-        raise ValueError("calcops_jit.load: expected `name` other than that of the operators here, got 'calcops'")
+        raise ValueError(
+            "calcops_jit.load: expected `name` other than that of the operators here, got 'calcops'"
+        )
     if not paths:
         raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
     for path in paths:

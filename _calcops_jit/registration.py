@@ -28,7 +28,9 @@ class Registration:
         for line in self._ask("steps").splitlines():
             kind, what, *rest = line.split("\t")
             if kind == "def":
-                self.defs[what.partition("(")[0]] = " ".join([what, *(f"tags {t}" for t in rest if t)]).strip()
+                self.defs[what.partition("(")[0]] = " ".join(
+                    [what, *(f"tags {t}" for t in rest if t)]
+                ).strip()
             else:
                 self.impls[f"{what} {rest[0]}"] = rest[1]
 
@@ -74,7 +76,9 @@ class Registration:
         answer = getattr(self._library, f"calcops_jit_{what}")().decode(errors="replace")
         if answer.startswith("error\t"):
             lines = answer.removeprefix("error\t").strip().splitlines()
-            raise report(f"cannot register {self._name}, nothing was exchanged", lines, "correct the registration")
+            raise report(
+                f"cannot register {self._name}, nothing was exchanged", lines, "correct the registration"
+            )
         return answer
 
 

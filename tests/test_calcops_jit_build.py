@@ -348,10 +348,6 @@ def test_documentation_is_the_block_that_starts_with_the_operators_name(tmp_path
     }
 
 
-def test_jobs_stay_within_the_processors_of_this_process():
-    assert 1 <= build.jobs() <= len(os.sched_getaffinity(0))
-
-
 def test_torchs_messages_are_kept_out_of_the_terminal_and_go_to_the_log(capfd):
     with build._torch_messages() as messages:
         logging.getLogger("torch.utils.cpp_extension").warning("No CUDA runtime")

@@ -34,7 +34,7 @@ extern "C" __attribute__((visibility("default"))) int answer() {
 
 
 class Built(Checkout):
-    """A checkout that is built, with folders for -I and -isystem, a library to link and a compiler behind the compiler."""
+    """A built checkout with folders for -I and -isystem, a library to link, a compiler behind the compiler."""
 
     def __init__(self, folder: Path):
         super().__init__(the_zygote(), folder)
@@ -113,27 +113,66 @@ def comment(path: Path) -> None:
 
 # name: (what is done to the checkout; it may give variables), the answer afterwards, units compiled, what `why` names
 REBUILDS = {
-    "a source": (lambda c: c.write("ops/second/second.cpp", "int second() { return 2; }\n"), 121111, 1, "second.cpp"),
+    "a source": (
+        lambda c: c.write("ops/second/second.cpp", "int second() { return 2; }\n"),
+        121111,
+        1,
+        "second.cpp",
+    ),
     "a header": (lambda c: c.write("ops/tiny/tiny.h", "#define ANSWER 2\n"), 111211, 1, "tiny.h"),
     "a header of an older time": (
-        lambda c: older(c.path / "ops/tiny/tiny.h", "#define ANSWER 2\n"), 111211, 1, "tiny.h"),
+        lambda c: older(c.path / "ops/tiny/tiny.h", "#define ANSWER 2\n"),
+        111211,
+        1,
+        "tiny.h",
+    ),
     "a header of the same size and time": (
-        lambda c: same_stat(c.path / "ops/tiny/tiny.h", "#define ANSWER 2\n"), 111211, 1, "tiny.h"),
+        lambda c: same_stat(c.path / "ops/tiny/tiny.h", "#define ANSWER 2\n"),
+        111211,
+        1,
+        "tiny.h",
+    ),
     "a header through -I": (lambda c: c.write("by_i/by_i.h", "#define BY_I 2\n"), 111121, 1, "by_i.h"),
     "a header through -isystem": (
-        lambda c: c.write("by_isystem/by_isystem.h", "#define BY_SYSTEM 2\n"), 111112, 1, "by_isystem.h"),
+        lambda c: c.write("by_isystem/by_isystem.h", "#define BY_SYSTEM 2\n"),
+        111112,
+        1,
+        "by_isystem.h",
+    ),
     "a header that newly matches __has_include": (
-        lambda c: c.write("by_isystem/newly_there.h", "#define NEW 1\n"), 112111, 1, "newly_there.h"),
+        lambda c: c.write("by_isystem/newly_there.h", "#define NEW 1\n"),
+        112111,
+        1,
+        "newly_there.h",
+    ),
     "a header that is found before another": (
-        lambda c: c.write("by_i/by_isystem.h", "#define BY_SYSTEM 3\n"), 111113, 1, "by_isystem.h"),
+        lambda c: c.write("by_i/by_isystem.h", "#define BY_SYSTEM 3\n"),
+        111113,
+        1,
+        "by_isystem.h",
+    ),
     "a header beside the source": (
-        lambda c: c.write("ops/tiny/tiny/tiny.h", "#define ANSWER 3\n"), 111311, 1, "tiny/tiny"),
+        lambda c: c.write("ops/tiny/tiny/tiny.h", "#define ANSWER 3\n"),
+        111311,
+        1,
+        "tiny/tiny",
+    ),
     "a new source": (lambda c: c.write("ops/tiny/new.cpp", "int unused;\n"), 111111, 1, "sources"),
     "a source that is gone": (
-        lambda c: [(c.path / "ops/second/second.cpp").unlink(),
-                   c.write("ops/tiny/tiny.cpp", SOURCE + "int second() { return 3; }\n")], 131111, 1, "sources"),
+        lambda c: [
+            (c.path / "ops/second/second.cpp").unlink(),
+            c.write("ops/tiny/tiny.cpp", SOURCE + "int second() { return 3; }\n"),
+        ],
+        131111,
+        1,
+        "sources",
+    ),
     "a source that was renamed": (
-        lambda c: (c.path / "ops/second/second.cpp").rename(c.path / "ops/second/other.cpp"), 111111, 1, "sources"),
+        lambda c: (c.path / "ops/second/second.cpp").rename(c.path / "ops/second/other.cpp"),
+        111111,
+        1,
+        "sources",
+    ),
     "a library that is linked": (lambda c: c.archive(2), 211111, 0, "libarchived.a"),
     "the compiler behind its path": (lambda c: comment(c.compiler), 111111, 2, "logging-g++"),
     "the compiler that a wrapper calls": (lambda c: comment(c.inner), 111111, 2, "inner-g++"),
@@ -198,7 +237,9 @@ def path_order(c):
 
 STAYS = {
     "touch": lambda c: [path.touch() for path in (c.path / "ops").rglob("*.*")],
-    "all files written anew": lambda c: [p.write_bytes(p.read_bytes()) for p in c.path.rglob("*.*") if p.is_file()],
+    "all files written anew": lambda c: [
+        p.write_bytes(p.read_bytes()) for p in c.path.rglob("*.*") if p.is_file()
+    ],
     "a comment in a file that nobody includes": lambda c: comment(c.path / "unread.h"),
     "a new header that nobody asks for": lambda c: c.write("ops/tiny/lonely.h", "// hello\n"),
     "the cache copied": cache_copied,
@@ -242,7 +283,12 @@ REQUEST = inputs.Request(
 
 @pytest.mark.parametrize(
     "change",
-    [{"arches": "9.0"}, {"arches": "", "gpus": ("A100",)}, {"arches": "", "gpus": ("A100", "H200")}, {"version": "13.1"}],
+    [
+        {"arches": "9.0"},
+        {"arches": "", "gpus": ("A100",)},
+        {"arches": "", "gpus": ("A100", "H200")},
+        {"version": "13.1"},
+    ],
 )
 def test_another_gpu_set_architecture_or_toolkit_is_another_key(change):
     other = dataclasses.replace(REQUEST, cuda=REQUEST.cuda._replace(**change))

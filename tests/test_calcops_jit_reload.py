@@ -136,7 +136,8 @@ meta = torch.ones(2, device="meta")
 print(calcops_jit.scaled(meta).shape, hasattr(calcops_jit, "other"))
 source = ops / "scaled/scaled.cpp"
 text = source.read_text().replace('m.impl("calcops::scaled", TORCH_FN(scaled));', "")
-source.write_text(text.replace('m.def("_same(int x)', 'm.def("other() -> int", []() -> int64_t { return 7; }); m.def("_same(int x)'))
+other = 'm.def("other() -> int", []() -> int64_t { return 7; });'
+source.write_text(text.replace('m.def("_same', other + 'm.def("_same'))
 edit(2)
 print(calcops_jit.reload(), call(), calcops_jit.other())
 try:
@@ -251,7 +252,9 @@ print(first, calcops_jit.library_path(), sep="\n")
     )
     child = reloading.run(plain.replace("PATHS", repr(paths)))
     assert (child.code, child.out) == (0, "1.0\n2.0\n"), child.err
-    exported = subprocess.run(["nm", "-DC", "--defined-only", paths[0]], capture_output=True, text=True).stdout
+    exported = subprocess.run(
+        ["nm", "-DC", "--defined-only", paths[0]], capture_output=True, text=True
+    ).stdout
     assert "calcops_jit_commit" in exported and "torch::Library::_" not in exported
 
 
