@@ -57,10 +57,8 @@ def project_files() -> set[str]:
 
 def _load(request: inputs.Request, generation: cache.Generation) -> loading.Library:
     live = _loaded.get(request.name) or loading.Library()
-    digest = generation.manifest.digest
-    registration = live.bring_in(request, generation.fd, digest)
-    if digest != live.digest:
-        live.exchange(request, generation, registration)
+    registration = live.bring_in(request, generation.fd, generation.manifest.digest)
+    live.exchange(request, generation, registration)
     _loaded[request.name] = live
     return live
 

@@ -42,7 +42,8 @@ class Library:
 
     def exchange(self, request: inputs.Request, generation: cache.Generation, new: Registration) -> None:
         """From now on the generation is the one that is called. BuildError: nothing has changed."""
-        new.take([old for old in self._generations.values() if old is not new])
+        if generation.manifest.digest != self.digest:
+            new.take([old for old in self._generations.values() if old is not new])
         self.request, self.path, self.digest = request, generation.path, generation.manifest.digest
         self.own_files = generation.manifest.closure.own_files(request)
         self._generations[self.digest] = new

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from functools import cached_property
 
 from .diagnosis import BuildError, report
 
@@ -16,23 +17,30 @@ SHADOW = os.path.join(os.path.dirname(os.path.realpath(__file__)), "shadow")
 
 
 class Registration:
-    """Of one generation. defs: {operator with overload: schema and tags}; impls: {"operator key": C++ signature}."""
+    """Of one generation. It is only asked what it holds when there is something to compare it with."""
 
     def __init__(self, name: str, library: ctypes.CDLL):
         self._name, self._library = name, library
-        self.defs: dict[str, str] = {}
-        self.impls: dict[str, str] = {}
-        if not hasattr(library, "calcops_jit_steps"):  # no source includes torch/library.h
-            return
-        library.calcops_jit_steps.restype = library.calcops_jit_commit.restype = ctypes.c_char_p
-        for line in self._ask("steps").splitlines():
-            kind, what, *rest = line.split("\t")
-            if kind == "def":
-                self.defs[what.partition("(")[0]] = " ".join(
-                    [what, *(f"tags {t}" for t in rest if t)]
-                ).strip()
-            else:
-                self.impls[f"{what} {rest[0]}"] = rest[1]
+        self._registers = hasattr(library, "calcops_jit_steps")  # a source includes torch/library.h
+        if self._registers:
+            library.calcops_jit_steps.restype = library.calcops_jit_commit.restype = ctypes.c_char_p
+
+    @cached_property
+    def _steps(self) -> list[list[str]]:
+        return [line.split("\t") for line in self._ask("steps").splitlines()] if self._registers else []
+
+    @cached_property
+    def defs(self) -> dict[str, str]:
+        """{operator with overload: schema and tags}"""
+        defs = [step[1:] for step in self._steps if step[0] == "def"]
+        return {
+            schema.partition("(")[0]: f"{schema} tags {tags}".removesuffix(" tags ") for schema, tags in defs
+        }
+
+    @cached_property
+    def impls(self) -> dict[str, str]:
+        """{"operator key": C++ signature}"""
+        return {f"{step[1]} {step[2]}": step[3] for step in self._steps if step[0] != "def"}
 
     @property
     def schemas(self) -> dict[str, list[str]]:
@@ -64,9 +72,11 @@ class Registration:
 
     def take(self, earlier: list[Registration]) -> None:
         """Makes it live: every call from now on reaches its kernels. BuildError: nothing has changed."""
-        if not self.defs and not self.impls:
+        if not self._registers:
             return
         self._ask("commit")
+        if not earlier:
+            return
         gone = {impl for old in earlier for impl in old.impls} - self.impls.keys()
         for old in earlier:
             for impl in gone & old.impls.keys():
@@ -77,7 +87,9 @@ class Registration:
         if answer.startswith("error\t"):
             lines = answer.removeprefix("error\t").strip().splitlines()
             raise report(
-                f"cannot register {self._name}, nothing was exchanged", lines, "correct the registration"
+                f"cannot register {self._name}, nothing was exchanged",
+                lines,
+                "correct the registration, or restart Python",
             )
         return answer
 

@@ -38,6 +38,7 @@ def one_round(checkout, number: int, chance: random.Random) -> str:
 def rounds(checkout, count: int, seed: int) -> None:
     # A stand-in for a compiler that takes a second.
     checkout.compiler.write_text(checkout.compiler.read_text().replace(' -c "*) ', ' -c "*) sleep 1; '))
+    print(f"seed {seed}")
     chance = random.Random(seed)
     start = time.monotonic()
     for number in range(1, count + 1):

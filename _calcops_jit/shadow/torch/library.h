@@ -232,7 +232,8 @@ inline Library& Library::_fallback(CppFunction&& f) & {
 }
 }  // namespace torch
 
-// What the loader calls. The steps are made anew each time: an older generation may be taken again.
+// What the loader calls. Blocks are run once for a look and the taking after it, and again when an
+// older generation is taken once more.
 #define CALCOPS_EXPORT extern "C" __attribute__((visibility("default"), used)) inline
 // The steps, one a line; "error\t..." if a block throws.
 CALCOPS_EXPORT const char* calcops_jit_steps() {
@@ -250,7 +251,7 @@ CALCOPS_EXPORT const char* calcops_jit_commit() {
   calcops_jit::Unsurprised unsurprised;
   c10::WarningUtils::WarningHandlerGuard guard(&unsurprised);
   return registry.attempt([&] {
-    registry.collect();
+    if (registry.steps.empty()) registry.collect();
     registry.commit();
   });
 }
@@ -272,6 +273,6 @@ CALCOPS_EXPORT void calcops_jit_retire(const char* op_and_key) {
   CALCOPS_JIT_BLOCK(C10_CONCATENATE(calcops_jit_block_, C10_UID), IMPL, ns, c10::DispatchKey::k, m)
 #define CALCOPS_JIT_BLOCK(name, kind, ns, key, m)                                 \
   static void name(torch::Library&);                                              \
-  static const calcops_jit::Initializer C10_CONCATENATE(name, _initializer)(      \
+  static const ::calcops_jit::Initializer C10_CONCATENATE(name, _initializer)(      \
       {torch::Library::kind, &name, C10_STRINGIZE(ns), key, __FILE__, __LINE__}); \
   void name(torch::Library& m)
