@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[2]
-ROUNDS = 25
+ROUNDS = 50
 
 _IMPORT = """
 import sys, time
