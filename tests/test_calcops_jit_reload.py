@@ -197,6 +197,7 @@ def work(thread):
         if (got := calcops_jit.scaled(one).item()) < expected:
             wrong.append((expected, got))
         calls[thread] += 1
+        time.sleep(0.001)  # or they keep the interpreter to themselves
 threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
 for thread in threads:
     thread.start()
