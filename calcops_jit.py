@@ -9,12 +9,16 @@ them. Each is the torch.ops handle itself, so autograd, torch.compile, torch.exp
     calcops_jit.library_path()                                  # the .so, for C++ programs
     mine = calcops_jit.load("mine", ["mine.cpp", "mine.cu"])    # the same machinery for your own operators
     mine.my_operator(x)                                         # or torch.ops.my_namespace.my_operator(x)
+    calcops_jit.reload()                                        # rebuilds what was edited; every handle calls it
+    calcops_jit.watch()                                         # the same on every save, until the result is called
 
     python -m calcops_jit build | where | clean                 # build now; show cache, library, key; empty the cache
+    python -m calcops_jit why | doctor                          # name what changed since; judge the environment
 
 Environment:
 
     CALCOPS_CACHE   folder of the built libraries; default $XDG_CACHE_HOME/calcops, else ~/.cache/calcops
+    CALCOPS_CACHE_READONLY   more such folders, dir[:dir], that are only read
     CALCOPS_CUDA    1 builds the CUDA operators (without a GPU and TORCH_CUDA_ARCH_LIST: for 8.0 and 9.0+PTX), 0 does
                     not; default: where nvcc is and a GPU is visible or TORCH_CUDA_ARCH_LIST is set
     CALCOPS_BUILD   0 imports without building (documentation, linters): operators that are not built yet raise
@@ -30,7 +34,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if sys.platform != "linux" or platform.machine() != "x86_64":
@@ -44,7 +48,7 @@ if TYPE_CHECKING:
     from _calcops_jit.handles import *  # noqa: F403
 
 __version__ = "0.1.0"
-__all__ = ["BuildError", "Library", "__version__", "library_path", "load"]
+__all__ = ["BuildError", "Library", "__version__", "library_path", "load", "reload", "watch"]
 
 _own: Library | None = None
 _problem: Exception | None = None
@@ -80,6 +84,33 @@ def load(
     )
 
 
+def reload() -> list[str]:
+    """Rebuilds the libraries of this process whose sources or headers changed, these operators' and those from `load`,
+    and exchanges them under every handle: torch.ops handles, compiled and scripted functions, graphs built before,
+    other threads. Gives their names.
+
+    Every call that begins afterwards uses the new kernels. BuildError: a library could not be built, or a schema or C++
+    signature changed, and what was live before still is. Nothing of an older build is unloaded.
+    """
+    global _own, _problem
+    changed = library.reload(recipes.again)
+    if _own is None and os.environ.get("CALCOPS_BUILD", "1") != "0":  # the import could not build it
+        _own, _problem = library.obtain(recipes.own()), None
+        changed.append("calcops")
+    if _own is not None:
+        _expose()
+    return changed
+
+
+def watch(seconds: float = 0.3) -> Callable[[], None]:
+    """Starts a thread that looks for changed files every so many seconds and reloads; gives the function that ends it.
+
+    What cannot be built is reported on stderr, and what was live before still is."""
+    from _calcops_jit import watching
+
+    return watching.start(seconds, reload)
+
+
 def library_path() -> str:
     """The shared library of the operators: C++ programs link it or dlopen it, TorchScript hosts load it."""
     if _own is None:
@@ -101,9 +132,13 @@ def _bring_in() -> None:
         _problem = error
         print(f"calcops_jit: {error}", file=sys.stderr)
         return
+    _expose()
+
+
+def _expose() -> None:
     operators = _own.operators_of("calcops", "CalcOps")
     globals().update(operators)
-    __all__.extend(operators)
+    __all__.extend(operators.keys() - set(__all__))
 
 
 def __getattr__(name: str):

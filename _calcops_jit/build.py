@@ -14,15 +14,22 @@ import sysconfig
 from collections.abc import Iterator
 
 from . import cache, cuda, diagnosis, inputs, reads
+from .registration import SHADOW
 
 _BYTES_PER_JOB = 1.5e9  # what a unit with torch headers may need at its peak
 
 
-def compile_library(request: inputs.Request, slot: str, staging: str) -> tuple[str, inputs.Closure]:
+class OutOfMemory(Exception):
+    """A compiler was killed while others ran beside it."""
+
+
+def compile_library(
+    request: inputs.Request, slot: str, staging: str, alone: bool = False
+) -> tuple[str, inputs.Closure]:
     """Compiles what changed and links, in `staging`; gives the library and its closure.
 
-    BuildError when that fails; inputs.Changed when a source was saved meanwhile. Either way every unit that was
-    compiled is kept: it is not compiled again."""
+    BuildError when that fails; inputs.Changed when a source was saved meanwhile; OutOfMemory when it is worth
+    trying `alone`. Whichever it is, every unit that was compiled is kept: it is not compiled again."""
     ninja = find_ninja()
     problem = diagnosis.missing_tools(request.name, inputs.compiler_words(), ninja)
     if problem:
@@ -31,7 +38,7 @@ def compile_library(request: inputs.Request, slot: str, staging: str) -> tuple[s
     fresh = [source for source in request.sources if source not in kept]
     started = os.stat(staging).st_mtime_ns
     failure = None
-    with _environment(request, ninja), _torch_messages() as messages:
+    with _environment(request, ninja, alone), _torch_messages() as messages:
         try:
             _load(request, staging, fresh, [_bring(found, staging) for found in kept.values()])
         except Exception as error:
@@ -40,6 +47,8 @@ def compile_library(request: inputs.Request, slot: str, staging: str) -> tuple[s
             with contextlib.suppress(OSError), open(log, "w") as file:
                 file.write(output)
             failure = diagnosis.explain(request.name, output, log, os.path.dirname(slot))
+            if not alone and re.search(diagnosis.KILLED_FOR_MEMORY, output, re.MULTILINE):
+                failure = OutOfMemory()
         read = reads.Reads(request, staging, ninja)
     closures = [found.manifest.closure for found in kept.values()]
     changed = None
@@ -121,21 +130,58 @@ def find_ninja() -> str | None:
 
 
 def jobs() -> int:
-    """How many compilers this process may run: its processors, as far as free memory goes."""
-    free = float("inf")
+    """How many compilers this process may run: its processors, as far as free memory goes, within its cgroups."""
+    processors, free = cgroup_limits()
     with contextlib.suppress(OSError), open("/proc/meminfo") as file:
-        free = int(re.search(r"MemAvailable:\s+(\d+)", file.read())[1]) * 1024
-    return max(1, min(len(os.sched_getaffinity(0)), int(min(free / _BYTES_PER_JOB, 1024))))
+        free = min(free, int(re.search(r"MemAvailable:\s+(\d+)", file.read())[1]) * 1024)
+    return max(1, int(min(len(os.sched_getaffinity(0)), processors, free / _BYTES_PER_JOB, 1024)))
+
+
+def cgroup_limits(mounted: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> tuple[float, float]:
+    """(processors, bytes) that the control groups, of version 2 or 1, leave to this process; inf: no limit."""
+    processors = free = float("inf")
+    with contextlib.suppress(OSError), open(own) as file:
+        for line in file:
+            _, controllers, group = line.strip().split(":", 2)
+            parts = [part for part in group.split("/") if part]
+            for depth in range(
+                len(parts) + 1
+            ):  # each group above limits, too; in a container only some are seen
+                folder = "/".join([mounted, *filter(None, [controllers]), *parts[:depth]])
+                quota = _numbers(f"{folder}/cpu.max") or _numbers(f"{folder}/cpu.cfs_quota_us")
+                period = quota[1:] or _numbers(f"{folder}/cpu.cfs_period_us")
+                if quota and period and quota[0] > 0:
+                    processors = min(processors, quota[0] / period[0])
+                limit = _numbers(f"{folder}/memory.max") or _numbers(f"{folder}/memory.limit_in_bytes")
+                used = _numbers(f"{folder}/memory.current") or _numbers(f"{folder}/memory.usage_in_bytes")
+                if limit and used:
+                    free = min(free, limit[0] - used[0] + _reclaimable(f"{folder}/memory.stat"))
+    return processors, free
+
+
+def _reclaimable(path: str) -> int:
+    """Pages of files count as used, but the kernel gives them up."""
+    with contextlib.suppress(OSError), open(path) as file:
+        if found := re.search(r"^(?:total_)?inactive_file (\d+)$", file.read(), re.MULTILINE):
+            return int(found[1])
+    return 0
+
+
+def _numbers(path: str) -> list[int]:
+    """Of a control group's file; none where it says "max" or does not exist."""
+    with contextlib.suppress(OSError, ValueError), open(path) as file:
+        return [int(word) for word in file.read().split()]
+    return []
 
 
 @contextlib.contextmanager
-def _environment(request: inputs.Request, ninja: str) -> Iterator[None]:
+def _environment(request: inputs.Request, ninja: str, alone: bool) -> Iterator[None]:
     """The variables that torch and the compilers read; as they were afterwards."""
     changes = {
         "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(ninja)]),
         "LD_PRELOAD": "",  # what this process runs under, a sanitizer say, the compilers need not
         "LC_ALL": "C.UTF-8",  # messages are read by diagnosis.py
-        "MAX_JOBS": os.environ.get("MAX_JOBS") or str(jobs()),
+        "MAX_JOBS": "1" if alone else os.environ.get("MAX_JOBS") or str(jobs()),
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking whether there is a GPU must not initialise CUDA
     }
     if request.cuda.build:
@@ -202,7 +248,11 @@ def _for_this_compiler(cflags: tuple[str, ...]) -> list[str]:
 
 def _runtime_flags(request: inputs.Request, staging: str) -> list[str]:
     """rpaths, so that a C++ host needs no LD_LIBRARY_PATH; the CUDA runtime is the one that torch itself uses."""
-    flags = ["-Wl,-Map=link.map", *_rpath(os.path.join(request.unfold("@torch"), "lib"))]
+    flags = [
+        "-Wl,-Map=link.map",
+        f"-Wl,--version-script={shlex.quote(SHADOW)}/hidden.map",
+        *_rpath(os.path.join(request.unfold("@torch"), "lib")),
+    ]
     if request.python:
         flags.append("-ltorch_python")
     if request.cuda.build and (runtime := _torch_cudart()):

@@ -51,6 +51,11 @@ def folders() -> list[str]:
     return found
 
 
+def shared_folders() -> list[str]:
+    """Read-only caches, such as an administrator's for all users; looked into after our own."""
+    return [os.path.abspath(f) for f in os.environ.get("CALCOPS_CACHE_READONLY", "").split(":") if f]
+
+
 def _is_private(folder: str) -> bool:
     """Everybody may write to /tmp: a folder there is only trusted when nobody else can have put anything into it."""
     status = os.lstat(folder)
@@ -103,7 +108,7 @@ def read_regular(path: str) -> tuple[int, bytes]:
 
 def find(request: inputs.Request, reasons: list[str] | None = None) -> Generation | None:
     """The published library that fits the request and whose inputs are still what they were."""
-    for folder in folders():
+    for folder in [*folders(), *shared_folders()]:
         slot = slot_path(folder, request)
         for i, generation in enumerate(_generations(slot)):
             try:
@@ -117,6 +122,31 @@ def find(request: inputs.Request, reasons: list[str] | None = None) -> Generatio
                     os.utime(generation)  # it is the first to be looked at from now on
             return found
     return None
+
+
+def other_facts(request: inputs.Request) -> list[str]:
+    """What distinguishes the request from the one that was last built under its name."""
+    manifests = []
+    for slot in (s for f in folders() if os.path.isdir(f) for s in slots(f)):
+        if os.path.basename(slot).rpartition("-")[0] == request.name:
+            for path in (f"{generation}/manifest" for generation in _generations(slot)[:1]):
+                with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
+                    manifests.append((os.stat(path).st_mtime_ns, Manifest.parse(file.read()).request))
+    if not manifests:
+        return []
+    old, new = max(manifests, key=lambda m: m[0])[1], json.loads(json.dumps(request.facts))
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return [f"{key}: {_difference(old.get(key, []), new.get(key, []))}" for key in changed]
+
+
+def _difference(old, new) -> str:
+    if isinstance(old, dict) or isinstance(new, dict):
+        old, new = ([f"{k}={v}" for k, v in dict(d).items()] for d in (old, new))
+    if isinstance(old, list) and isinstance(new, list) and set(old) != set(new):
+        return " ".join(
+            [*(f"-[{w}]" for w in old if w not in new), *(f"+[{w}]" for w in new if w not in old)]
+        )
+    return f"{old} -> {new}"
 
 
 def _open(request: inputs.Request, generation: str) -> Generation:

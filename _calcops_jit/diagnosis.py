@@ -13,15 +13,18 @@ _COMPILER_ERROR = (
     r"^(?P<at>[^\s:(][^:(\n]*(?::\d+(?::\d+)?|\(\d+\)))\s*: (?:fatal )?error\s*(?:#[\w-]+)?: .+$"
 )
 _IS_SHOWN_SOURCE = r" *\d* \| "  # as compilers do, with a caret, below their message
+KILLED_FOR_MEMORY = (
+    r"Killed signal|signal terminated program|Killed$|Cannot allocate memory|out of memory|memory exhausted"
+)
 # (pattern in the output, cause, remedy); the first that matches, so the narrower come first.
-_CAUSES = [
+CAUSES = [
     (
         r"No space left on device|Disk quota exceeded",
         "the disk is full",
         "df -h {cache}; set CALCOPS_CACHE to a folder with space",
     ),
     (
-        r"Killed signal|signal terminated program|Killed$|Cannot allocate memory|out of memory|memory exhausted",
+        KILLED_FOR_MEMORY,
         "the compiler was killed, most likely for lack of memory",
         "MAX_JOBS=1 python -m calcops_jit build",
     ),
@@ -82,7 +85,7 @@ def report(what: str, evidence: list[str], remedy: str, log: str = "") -> BuildE
 def explain(name: str, output: str, log: str, cache: str) -> BuildError:
     """The BuildError for a compile or a link that failed with this output."""
     error = re.search(_COMPILER_ERROR, output, re.MULTILINE)
-    for pattern, cause, remedy in _CAUSES:
+    for pattern, cause, remedy in CAUSES:
         if match := re.search(pattern, output, re.MULTILINE):
             evidence = (
                 [error[0]]

@@ -89,6 +89,7 @@ class Request:
         """(token, folder) pairs; more than one spelling of a folder may have the same token."""
         torch_folder = os.path.dirname(torch.__file__)
         pairs = [("@root", self.root), ("@torch", os.path.realpath(torch_folder)), ("@torch", torch_folder)]
+        pairs.append(("@loader", os.path.dirname(os.path.realpath(__file__))))
         if self.cuda.home:
             pairs += [("@cuda", os.path.realpath(self.cuda.home)), ("@cuda", self.cuda.home)]
         if self.python == "":
@@ -153,7 +154,7 @@ def compiler_words() -> list[str]:
     return shlex.split(os.environ.get("CXX") or "c++")
 
 
-def _stamp(path: str) -> list[int] | None:
+def stamp_of(path: str) -> list[int] | None:
     try:
         s = os.stat(path)
     except OSError:
@@ -189,13 +190,13 @@ class Closure:
             if len(tools) != len(self.tools):
                 raise Changed("the compiler command changed")
         # Where there is no compiler, what belongs to it need not be there either.
-        portable = () if tools else ("@root", "@torch")
+        portable = () if tools else ("@root", "@torch", "@loader")
         for folder, names in self.files.items():
             if portable and not folder.startswith(portable):
                 continue
             prefix = request.unfold(folder) + "/"
             for name, entry in names.items():
-                stamp = _stamp(prefix + name)
+                stamp = stamp_of(prefix + name)
                 if stamp != entry[0] or stamp is None:
                     if stamp is None or file_digest(prefix + name) != entry[1]:
                         raise Changed(f"{prefix}{name} {'is gone' if stamp is None else 'changed'}")
@@ -205,7 +206,7 @@ class Closure:
             if portable and not folder.startswith(portable):
                 continue
             path = request.unfold(folder)
-            stamp = _stamp(path)
+            stamp = stamp_of(path)
             if stamp != entry[0] or stamp is None:
                 for name in entry[1].split("\n"):
                     if os.path.lexists(f"{path}/{name}"):
@@ -213,6 +214,11 @@ class Closure:
                 if stamp := _settled(stamp, now):
                     entry[0], restamped = stamp, True
         return restamped
+
+    def own_files(self, request: Request) -> list[str]:
+        """The project's, without the toolchain's and PyTorch's."""
+        own = [(request.unfold(f), names) for f, names in self.files.items() if f.startswith("@root")]
+        return [f"{folder}/{name}" for folder, names in own for name in names]
 
     def _recorded(self, path: str) -> str:
         folder, name = os.path.split(path)
@@ -259,7 +265,7 @@ class Recorder:
                     break
                 missing.setdefault(below[0], set()).add(below[1])
         absent = {
-            request.fold(folder): [_settled(_stamp(folder), self._now), "\n".join(sorted(names))]
+            request.fold(folder): [_settled(stamp_of(folder), self._now), "\n".join(sorted(names))]
             for folder, names in sorted(missing.items())
         }
         return Closure(files, absent, [request.fold(t) for t in request.tools])
@@ -267,7 +273,7 @@ class Recorder:
     def _look(self, path: str) -> tuple[list, set[str]]:
         """A file's entry in a closure, and the names that it asks for with __has_include."""
         if path not in self._looked_at:
-            stamp = _settled(_stamp(path), self._now)
+            stamp = _settled(stamp_of(path), self._now)
             with open(path, "rb") as file:
                 content = file.read()
             names = set()

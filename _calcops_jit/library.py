@@ -3,49 +3,69 @@
 from __future__ import annotations
 
 import os
+import shutil
+import threading
+from collections.abc import Callable
 
 from . import cache, inputs, loading, operators
-from .diagnosis import report
+from .diagnosis import BuildError, report
 
-_loaded: dict[str, loading.Library] = {}  # by name: operators are registered once in a process
+_loaded: dict[str, loading.Library] = {}  # by name: a second library of a name takes the place of the first
+_one_at_a_time = threading.RLock()
+
+
+def _new_lock() -> None:
+    global _one_at_a_time
+    _one_at_a_time = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_new_lock)  # a thread that does not live on in the child may have had it
 
 
 def obtain(request: inputs.Request, build: bool = True) -> loading.Library | None:
     """The library for `request`. None only where it would have to be built and `build` is False."""
-    reasons: list[str] = []
-    found = cache.find(request, reasons)
-    if found is None and build:
-        return _build(request, reasons)
-    return found and _load(request, found)
+    with _one_at_a_time:
+        reasons: list[str] = []
+        found = cache.find(request, reasons)
+        if found is None and build:
+            return _build(request, reasons)
+        return found and _load(request, found)
+
+
+def reload(again: Callable[[inputs.Request], inputs.Request]) -> list[str]:
+    """Exchanges every loaded library whose inputs changed; gives their names. Raises what failed first, at the end."""
+    with _one_at_a_time:
+        before = {name: live.digest for name, live in _loaded.items()}
+        failure = None
+        for name in before:
+            try:
+                obtain(again(_loaded[name].request))
+            except BuildError as error:
+                failure = failure or error
+        if failure:
+            raise failure
+        return [name for name, digest in before.items() if _loaded[name].digest != digest]
+
+
+def project_files() -> set[str]:
+    """The own files of the loaded libraries, and the folders in which new ones would be found."""
+    found = set()
+    for live in list(_loaded.values()):
+        found |= {live.request.root, *map(os.path.dirname, live.request.sources), *live.own_files}
+    return found
 
 
 def _load(request: inputs.Request, generation: cache.Generation) -> loading.Library:
-    if live := _live(request, generation.manifest.digest):
-        os.close(generation.fd)
-        return live
-    loading.link_in(generation.fd, generation.path)
-    _loaded[request.name] = loading.Library(generation)
-    return _loaded[request.name]
-
-
-def _live(request: inputs.Request, digest: str) -> loading.Library | None:
-    live = _loaded.get(request.name)
-    if live and live.digest != digest:
-        raise _already_live(request.name, live)
+    live = _loaded.get(request.name) or loading.Library()
+    registration = live.bring_in(request, generation.fd, generation.manifest.digest)
+    live.exchange(request, generation, registration)
+    _loaded[request.name] = live
     return live
-
-
-def _already_live(name: str, live: loading.Library) -> Exception:
-    return report(
-        f"cannot load {name}: an earlier build is live in this process", [live.path], "restart Python"
-    )
 
 
 def _build(request: inputs.Request, reasons: list[str]) -> loading.Library:
     from .progress import Progress, say
 
-    if live := _loaded.get(request.name):
-        raise _already_live(request.name, live)
     if request.cuda.fatal:
         cause, _, remedy = request.cuda.reason.partition("; ")
         raise report(f"cannot build {request.name} for CUDA", [cause], remedy)
@@ -89,15 +109,22 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
     from .progress import Progress, say
 
     title = f"building {request.name}"
-    if reasons:  # why the newest library there does not fit
-        title += f" ({reasons[0].rpartition('/')[2]})"
+    if why := reasons or cache.other_facts(request):  # the newest library there does not fit
+        title += f" ({why[0].rpartition('/')[2] if reasons else why[0].partition(':')[0]})"
+    alone = False
     for _ in range(3):
         with cache.staging(slot) as staging:
             with Progress(lambda seconds: f"{title} {build.done(staging)} {seconds:.0f} s") as progress:  # noqa: B023
                 try:
-                    built, closure = build.compile_library(request, slot, staging)
+                    built, closure = build.compile_library(request, slot, staging, alone)
                 except inputs.Changed:
                     continue  # a source was saved while it was compiled
+                except build.OutOfMemory:
+                    alone = True
+                    say(
+                        "a compiler was killed, most likely for lack of memory: trying again with one at a time"
+                    )
+                    continue
                 live = _publish(request, slot, staging, built, closure)
             say(f"built {request.name} in {progress.seconds():.1f} s")
             return live
@@ -111,12 +138,22 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
 def _publish(
     request: inputs.Request, slot: str, staging: str, built: str, closure: inputs.Closure
 ) -> loading.Library:
-    # Loaded before it is published: only then are its operators known, and what cannot be loaded is not kept. The
-    # renames move the very file that is live here.
+    # Its code is brought in before it is published: what cannot be loaded is not kept, and what it registers is
+    # only known then. The renames move the very file that is mapped here.
+    live = _loaded.get(request.name) or loading.Library()
     before = operators.registered()
-    fd, _ = cache.read_regular(built)
-    loading.link_in(fd, f"{request.name}.so")
-    described = operators.describe(operators.registered() - before, request.root)
-    generation = cache.publish(slot, staging, built, request, described, closure)
-    _loaded[request.name] = loading.Library(generation)
-    return _loaded[request.name]
+    fd, data = cache.read_regular(built)
+    registration = live.bring_in(request, fd, inputs.digest(data))
+    at_once = operators.registered() - before
+    schemas = registration.schemas | {name: operators.live_schemas(name) for name in at_once}
+    generation = cache.publish(
+        slot, staging, built, request, operators.describe(schemas, request.root), closure
+    )
+    os.close(generation.fd)
+    try:
+        live.exchange(request, generation, registration)
+    except BaseException:
+        shutil.rmtree(os.path.dirname(generation.path), ignore_errors=True)
+        raise
+    _loaded[request.name] = live
+    return live

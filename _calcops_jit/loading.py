@@ -8,18 +8,47 @@ import re
 
 import torch
 
-from . import cache, operators
+from . import cache, inputs, operators
 from .diagnosis import report
+from .registration import Registration
 
 
 class Library:
-    """A loaded library: `path`, the file; `operators`, {name: torch.ops handle}; the handles also as attributes."""
+    """A loaded library: `path`, the file; `operators`, {name: torch.ops handle}; the handles also as attributes.
 
-    def __init__(self, generation: cache.Generation):
-        self.path = generation.path
-        self.digest = generation.manifest.digest
-        self.operators = operators.handles(generation.manifest.operators)
+    reload() changes it in place: the handles stay, what they call is new."""
+
+    digest = ""
+
+    def __init__(self):
+        self.operators: dict[str, torch._ops.OpOverloadPacket] = {}
+        self._generations: dict[str, Registration] = {}  # by digest, all that were ever live
+
+    def bring_in(self, request: inputs.Request, fd: int, digest: str) -> Registration:
+        """The code of `fd` into this process, where nothing calls it yet. BuildError: it cannot be exchanged for."""
+        if registration := self._generations.get(digest):
+            os.close(fd)
+            return registration
+        if self._generations and (at_once := self._described.keys() - self._generations[self.digest].schemas):
+            raise report(
+                f"cannot reload {request.name}",
+                [f"{sorted(at_once)[0]} was registered without torch/library.h"],
+                "restart Python",
+            )
+        registration = Registration(request.name, link_in(fd, request.name))
+        if refusal := registration.refusal(list(self._generations.values())):
+            raise refusal
+        return registration
+
+    def exchange(self, request: inputs.Request, generation: cache.Generation, new: Registration) -> None:
+        """From now on the generation is the one that is called. BuildError: nothing has changed."""
+        if generation.manifest.digest != self.digest:
+            new.take([old for old in self._generations.values() if old is not new])
+        self.request, self.path, self.digest = request, generation.path, generation.manifest.digest
+        self.own_files = generation.manifest.closure.own_files(request)
+        self._generations[self.digest] = new
         self._described = generation.manifest.operators
+        self.operators = operators.handles(self._described)
 
     def operators_of(self, *namespaces: str) -> dict[str, torch._ops.OpOverloadPacket]:
         """The operators of these namespaces only."""
@@ -37,29 +66,28 @@ class Library:
         return f"<calcops_jit library {self.path}: {', '.join(self.operators) or 'no operators'}>"
 
 
-def link_in(fd: int, path: str) -> None:
+def link_in(fd: int, name: str) -> ctypes.CDLL:
     """Loads the open file `fd`. The descriptor must stay open: the loader takes a path that it has seen for the
     library that it has, and a closed number would be used again."""
     try:
-        ctypes.CDLL(f"/proc/self/fd/{fd}")
+        return ctypes.CDLL(f"/proc/self/fd/{fd}")
     except OSError as error:
         message = str(error)
         if "failed to map segment" in message:  # the cache is mounted noexec
-            copy = os.memfd_create(os.path.basename(path), os.MFD_CLOEXEC)
+            copy = os.memfd_create(name, os.MFD_CLOEXEC)
             with open(fd, "rb", closefd=False) as file:
                 file.seek(0)
                 os.write(copy, file.read())
             fd = copy
             try:
-                ctypes.CDLL(f"/proc/self/fd/{fd}")
-                return
+                return ctypes.CDLL(f"/proc/self/fd/{fd}")
             except OSError as again:
                 message = str(again)
-        raise _explain(path, message) from None
+        raise _explain(name, message) from None
 
 
-def _explain(path: str, message: str):
-    what = f"cannot load {os.path.basename(path)}"
+def _explain(name: str, message: str):
+    what = f"cannot load {name}.so"
     detail = re.sub(r"^/proc/self/fd/\d+: ", "", message)
     if "undefined symbol" in message:
         return report(

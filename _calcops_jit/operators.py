@@ -29,15 +29,18 @@ def documentation(root: str) -> dict[str, str]:
     return texts
 
 
-def describe(names: set[str], root: str) -> dict[str, str]:
-    """{operator: schemas and documentation} for operators that are registered."""
+def live_schemas(name: str) -> list[str]:
+    operator = packet(name)
+    return [str(getattr(operator, overload)._schema) for overload in operator.overloads()]
+
+
+def describe(schemas: dict[str, list[str]], root: str) -> dict[str, str]:
+    """{operator: schemas and documentation}"""
     texts = documentation(root)
-    described = {}
-    for name in sorted(names):
-        operator = packet(name)
-        schemas = [str(getattr(operator, overload)._schema) for overload in operator.overloads()]
-        described[name] = "\n".join([*schemas, "", texts[name]] if texts.get(name) else schemas)
-    return described
+    return {
+        name: "\n".join([*lines, "", texts[name]] if texts.get(name) else lines)
+        for name, lines in sorted(schemas.items())
+    }
 
 
 def packet(name: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
@@ -9,6 +10,7 @@ import sysconfig
 from collections.abc import Sequence
 
 from . import cuda, inputs
+from .registration import SHADOW
 
 # Hidden and not "gnu unique", so that two builds of one operator can be in one process without sharing variables.
 _BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
@@ -40,7 +42,7 @@ def own(root: str | None = None, name: str = "calcops") -> inputs.Request:
         cflags=tuple(cflags),
         cuda_cflags=_CUDA_BASE,
         ldflags=("-fopenmp", *extra),
-        include_paths=(root,),
+        include_paths=(SHADOW, root),
         cuda=choice,
     )
 
@@ -70,6 +72,10 @@ def foreign(
     if not re.fullmatch(r"[A-Za-z_][\w.-]*", name):
         raise ValueError(f"calcops_jit.load: expected `name` of letters, digits and _ . -, got {name!r}")
     paths = [inputs.real_path(os.fspath(s)) for s in ([sources] if isinstance(sources, str) else sources)]
+    if name == "calcops":
+        raise ValueError(
+            "calcops_jit.load: expected `name` other than that of the operators here, got 'calcops'"
+        )
     if not paths:
         raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
     for path in paths:
@@ -85,21 +91,27 @@ def foreign(
         cflags=(*_BASE, define, *(extra_cflags or ())),
         cuda_cflags=(*_CUDA_BASE, define, *(extra_cuda_cflags or ())),
         ldflags=tuple(extra_ldflags or ()),
-        include_paths=tuple(os.path.realpath(i) for i in extra_include_paths or ()),
+        include_paths=(SHADOW, *(os.path.realpath(i) for i in extra_include_paths or ())),
         cuda=cuda.choose(needed=True) if with_cuda else cuda.Choice(),
         verbose=verbose,
         python=sysconfig.get_config_var("EXT_SUFFIX"),
     )
 
 
+def again(request: inputs.Request) -> inputs.Request:
+    """The same library as its files and the environment are now."""
+    return dataclasses.replace(request) if request.python else own(request.root, request.name)
+
+
 def key(request: inputs.Request) -> str:
     """Names what a build would give, without building: for a CI cache. Equal keys are equal machines and sources."""
     contents = []
-    for folder, folders, names in os.walk(request.root):
-        folders.sort()
-        for name in sorted(names):
-            if name.endswith((".h", ".cuh", ".cpp", ".cu")):
-                path = os.path.join(folder, name)
-                contents += [request.fold(path), inputs.file_digest(path)]
+    for root in (request.root, SHADOW):
+        for folder, folders, names in os.walk(root):
+            folders.sort()
+            for name in sorted(names):
+                if name.endswith((".h", ".cuh", ".cpp", ".cu")):
+                    path = os.path.join(folder, name)
+                    contents += [request.fold(path), inputs.file_digest(path)]
     contents += [inputs.file_digest(tool) for tool in request.tools]
     return f"{request.name}-{inputs.digest(' '.join([request.slot, *contents]).encode())[:20]}"

@@ -2,10 +2,13 @@
 # ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import os
+import random
 from pathlib import Path
 
 import pytest
 from test_calcops_jit import checkout  # noqa: F401
+
+from _calcops_jit import cache, inputs
 
 
 @pytest.mark.parametrize(
@@ -64,6 +67,61 @@ def test_where_the_cache_cannot_be_written_a_private_folder_serves_with_one_warn
     assert folder.stat().st_mode & 0o777 == 0o700
     again = checkout.run(**environment)
     assert (again.code, again.out, again.err, checkout.compiled()) == (0, "1\n", "", 1)
+
+
+def test_a_read_only_cache_is_a_second_level_and_is_not_written_to(checkout, tmp_path):
+    assert checkout.answer() == 1
+    shared = checkout.cache.rename(tmp_path / "shared")
+    before = {path: path.stat().st_mtime_ns for path in shared.rglob("*")}
+    checkout.compiled()
+    readonly = f"/nowhere:{shared}"
+    assert (checkout.answer(CALCOPS_CACHE_READONLY=readonly), checkout.compiled()) == (1, 0)
+    assert not checkout.cache.exists()
+    checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
+    assert (checkout.answer(CALCOPS_CACHE_READONLY=readonly), checkout.compiled()) == (2, 1)
+    assert len(checkout.libraries()) == 1
+    assert {path for path in shared.rglob("*")} == before.keys()
+
+
+def test_no_truncation_and_no_flipped_byte_is_ever_loaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("CALCOPS_CACHE", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", "/nowhere")
+    source = tmp_path / "a.cpp"
+    source.touch()
+    request = inputs.Request("x", str(tmp_path), (str(source),), ())
+    content = random.Random(0).randbytes(100_000)
+    slot, _ = cache.writable_slot(request)
+    with cache.staging(slot) as staging:
+        Path(staging, "built").write_bytes(content)
+        closure = inputs.Recorder(request, []).closure({str(source), *request.tools})
+        library = Path(cache.publish(slot, staging, f"{staging}/built", request, {}, closure).path)
+    assert cache.find(request)
+    for size in range(0, len(content), 4096):
+        library.write_bytes(content[:size])
+        assert cache.find(request) is None
+    for at in random.Random(1).sample(range(len(content)), 50):
+        library.write_bytes(content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
+        assert cache.find(request) is None
+    library.write_bytes(content)
+    assert cache.find(request)
+
+
+def test_where_the_cache_is_mounted_noexec_the_verified_bytes_are_loaded_from_memory(checkout):
+    assert checkout.answer() == 1
+    script = """
+import ctypes
+real, refused = ctypes.CDLL, []
+def noexec(path, *rest):
+    if not refused:
+        refused.append(path)
+        raise OSError(f"{path}: failed to map segment from shared object")
+    return real(path, *rest)
+ctypes.CDLL = noexec
+import calcops_jit
+print(len(refused), real(calcops_jit._own._generations[calcops_jit._own.digest]._library._name).answer())
+"""
+    child = checkout.run(script)
+    assert (child.out, child.err) == ("1 1\n", "")
 
 
 def test_the_cache_is_found_by_xdg_and_by_home(checkout, tmp_path):

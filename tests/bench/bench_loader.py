@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[2]
-ROUNDS = 25
+ROUNDS = 50
 
 _IMPORT = """
 import sys, time
@@ -26,6 +26,37 @@ import calcops_jit
 for name in dir(calcops_jit):
     getattr(calcops_jit, name)
 print(middle - start, time.perf_counter() - middle, len(processes))
+"""
+
+# Reloads of an edited kernel in one process. What ninja takes is compiling and linking; the rest is the loader's.
+_RELOAD = """
+import statistics, sys, time
+import calcops_jit
+from pathlib import Path
+from torch.utils import cpp_extension
+ninja, build = [], cpp_extension._run_ninja_build
+def timed(*arguments, **options):
+    start = time.perf_counter()
+    build(*arguments, **options)
+    ninja.append(time.perf_counter() - start)
+cpp_extension._run_ninja_build = timed
+kernel = Path("ops/force/force_cpu.cpp")
+text = kernel.read_text()
+walls, idles = [], []
+for i in range(5):
+    kernel.write_text(text + f'extern "C" int edited_{i}() {{ return {i}; }}\\n')
+    start = time.perf_counter()
+    assert calcops_jit.reload() == ["calcops"]
+    walls.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    assert calcops_jit.reload() == []
+    idles.append(time.perf_counter() - start)
+kernel.write_text(text)
+start = time.perf_counter()
+assert calcops_jit.reload() == ["calcops"]
+back = time.perf_counter() - start
+overhead = statistics.median(wall - inner for wall, inner in zip(walls, ninja))
+print(statistics.median(walls), overhead, statistics.median(idles), back)
 """
 
 
@@ -57,6 +88,7 @@ def main() -> None:
         run("-c", _IMPORT, folder=folder)
         rounds = [[float(x) for x in run("-c", _IMPORT, folder=folder).split()] for _ in range(ROUNDS)]
         size = os.path.getsize(library)
+        reload_s, overhead_s, idle_s, back_s = map(float, run("-c", _RELOAD, folder=folder).split())
     torch_s, import_s, processes = (statistics.median(column) for column in zip(*rounds, strict=True))
     print(
         f"loader, {len(os.sched_getaffinity(0))} processors, load {os.getloadavg()[0]:.1f}, library {size / 1e6:.2f} MB"
@@ -67,6 +99,12 @@ def main() -> None:
     print(f"  kernel edited to imported {edited:8.1f} s    over import torch")
     print(f"  import torch              {torch_s * 1e3:8.1f} ms   median of {ROUNDS} fresh processes")
     print(f"  import calcops_jit, warm  {import_s * 1e3:8.1f} ms   {import_s / torch_s:.4f} of import torch")
+    print(
+        f"  reload() of an edit       {reload_s:8.2f} s    {overhead_s * 1e3:.0f} ms beyond compiler and linker"
+    )
+    print(
+        f"  reload() without a change {idle_s * 1e3:8.1f} ms   back to an earlier build {back_s * 1e3:.1f} ms"
+    )
     print(f"  processes started, warm   {max(r[2] for r in rounds):8.0f}")
 
 

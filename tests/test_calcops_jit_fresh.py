@@ -1,0 +1,319 @@
+"""Never stale, never spurious: what must rebuild and what must not, each seen by the compiler's own log."""
+# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
+
+import dataclasses
+import os
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from test_calcops_jit import CALL, Checkout, the_zygote
+
+from _calcops_jit import cuda, inputs
+
+MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
+SOURCE = """
+#include "tiny/tiny.h"
+#include <by_i.h>
+#include <by_isystem.h>
+#if __has_include(<newly_there.h>)
+#include <newly_there.h>
+#else
+#define NEW 0
+#endif
+#ifndef FLAG
+#define FLAG 0
+#endif
+int second(), archived();
+extern "C" __attribute__((visibility("default"))) int answer() {
+  return 1000 * (FLAG + NEW) + 100 * ANSWER + 10 * BY_I + BY_SYSTEM + 10000 * second() + 100000 * archived();
+}
+"""
+
+
+class Built(Checkout):
+    """A built checkout with folders for -I and -isystem, a library to link, a compiler behind the compiler."""
+
+    def __init__(self, folder: Path):
+        super().__init__(the_zygote(), folder)
+        self.inner = folder / "inner-g++"
+        self.inner.write_text(f'#!/bin/sh\nexec {shutil.which("c++")} "$@"\n')
+        self.inner.chmod(0o755)
+        self.compiler.write_text(self.compiler.read_text().replace(shutil.which("c++"), str(self.inner)))
+        self.write("ops/tiny/tiny.cpp", SOURCE)
+        self.write("ops/second/second.cpp", "int second() { return 1; }\n")
+        self.write("by_i/by_i.h", "#define BY_I 1\n")
+        self.write("by_isystem/by_isystem.h", "#define BY_SYSTEM 1\n")
+        self.write("unread.h", "// nobody includes this\n")
+        self.archive(1)
+        self.flags = f"-I{self.path}/by_i -isystem {self.path}/by_isystem"
+        assert self.answer() == 110111
+        self.pristine = folder / "pristine"
+        shutil.copytree(self.path, self.pristine)
+        self.compilers = {path: path.read_text() for path in (self.compiler, self.inner)}
+
+    def archive(self, value: int) -> None:
+        source = self.write("archived/archived.cpp", f"int archived() {{ return {value}; }}\n")
+        library, object_ = source.with_name("libarchived.a"), source.with_suffix(".o")
+        library.unlink(missing_ok=True)
+        assert os.system(f"c++ -fPIC -c {source} -o {object_} && ar rc {library} {object_}") == 0
+
+    def restore(self) -> None:
+        shutil.rmtree(self.path)
+        shutil.copytree(self.pristine, self.path)
+        for path, text in self.compilers.items():
+            if path.read_text() != text:
+                path.write_text(text)
+        assert self.answer() == 110111  # that build is the one which `why` compares with
+        self.compiled()
+
+    def start(self, script=CALL, **options):
+        options.setdefault("CALCOPS_CFLAGS", self.flags)
+        preamble = (
+            "import _calcops_jit.recipes as r\nown = r.own\n"
+            "def with_archive(*a):\n"
+            "    import dataclasses\n"
+            f"    return dataclasses.replace(own(*a), ldflags=('{self.path}/archived/libarchived.a',))\n"
+            "r.own = with_archive\n"
+        )
+        return super().start(preamble + script, **options)
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    return Built(tmp_path_factory.mktemp("fresh"))
+
+
+@pytest.fixture
+def built(once):
+    once.restore()
+    return once
+
+
+def same_stat(path: Path, text: str) -> None:
+    """Other content of the same size, with the old time."""
+    before = path.stat()
+    assert len(text) == before.st_size
+    path.write_text(text)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def older(path: Path, text: str) -> None:
+    beside = path.with_suffix(".new")
+    beside.write_text(text)
+    os.utime(beside, (0, 0))
+    beside.rename(path)
+
+
+def comment(path: Path) -> None:
+    with open(path, "a") as file:
+        file.write("# another release\n")
+
+
+# (The cache keeps eight objects of a unit, so the sources come before the many headers.)
+# name: (what is done to the checkout; it may give variables), the answer afterwards, units compiled, what `why` names
+REBUILDS = {
+    "a source": (
+        lambda c: c.write("ops/second/second.cpp", "int second() { return 2; }\n"),
+        120111,
+        1,
+        "second.cpp",
+    ),
+    "a new source": (lambda c: c.write("ops/tiny/new.cpp", "int unused;\n"), 110111, 1, "sources"),
+    "a source that is gone": (
+        lambda c: [
+            (c.path / "ops/second/second.cpp").unlink(),
+            c.write("ops/tiny/tiny.cpp", SOURCE + "int second() { return 3; }\n"),
+        ],
+        130111,
+        1,
+        "sources",
+    ),
+    "a source that was renamed": (
+        lambda c: (c.path / "ops/second/second.cpp").rename(c.path / "ops/second/other.cpp"),
+        110111,
+        1,
+        "sources",
+    ),
+    "a header": (lambda c: c.write("ops/tiny/tiny.h", "#define ANSWER 2\n"), 110211, 1, "tiny.h"),
+    "a header of an older time": (
+        lambda c: older(c.path / "ops/tiny/tiny.h", "#define ANSWER 4\n"),
+        110411,
+        1,
+        "tiny.h",
+    ),
+    "a header of the same size and time": (
+        lambda c: same_stat(c.path / "ops/tiny/tiny.h", "#define ANSWER 5\n"),
+        110511,
+        1,
+        "tiny.h",
+    ),
+    "a header through -I": (lambda c: c.write("by_i/by_i.h", "#define BY_I 2\n"), 110121, 1, "by_i.h"),
+    "a header through -isystem": (
+        lambda c: c.write("by_isystem/by_isystem.h", "#define BY_SYSTEM 2\n"),
+        110112,
+        1,
+        "by_isystem.h",
+    ),
+    "a header that newly matches __has_include": (
+        lambda c: c.write("by_isystem/newly_there.h", "#define NEW 1\n"),
+        111111,
+        1,
+        "newly_there.h",
+    ),
+    "a header that is found before another": (
+        lambda c: c.write("by_i/by_isystem.h", "#define BY_SYSTEM 3\n"),
+        110113,
+        1,
+        "by_isystem.h",
+    ),
+    "a header beside the source": (
+        lambda c: c.write("ops/tiny/tiny/tiny.h", "#define ANSWER 3\n"),
+        110311,
+        1,
+        "tiny/tiny",
+    ),
+    "a library that is linked": (lambda c: c.archive(2), 210111, 1, "libarchived.a"),  # torch wants a unit
+    "the compiler behind its path": (lambda c: comment(c.compiler), 110111, 2, "logging-g++"),
+    "the compiler that a wrapper calls": (lambda c: comment(c.inner), 110111, 2, "inner-g++"),
+    "a flag": (lambda c: {"CALCOPS_CFLAGS": c.flags + " -DFLAG=1"}, 111111, 2, "C++ flags"),
+    "the C++ standard": (lambda c: {"CALCOPS_CFLAGS": c.flags + " -std=c++20"}, 110111, 2, "C++ flags"),
+    "CXX": (lambda c: {"CXX": str(c.inner)}, 110111, 0, "compiler"),  # this one keeps no log
+    "whether CUDA is wanted": (lambda c: {"CALCOPS_CUDA": "0"}, 110111, 2, "C++ flags"),
+    **{
+        f"{name}": (lambda c, name=name: {name: "/nowhere"}, 110111, 2, name)
+        for name in ("CC", "CPATH", "CPLUS_INCLUDE_PATH", "C_INCLUDE_PATH", "LIBRARY_PATH")
+    },
+    **{
+        name: (lambda c, name=name: {name: "-lineinfo"}, 110111, 2, name)
+        for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+    },
+}
+
+
+@pytest.mark.parametrize("change", REBUILDS)
+def test_it_rebuilds_and_why_names_the_input_after_a_change_of(built, change):
+    do, answer, units, named = REBUILDS[change]
+    done = do(built)
+    environment = done if isinstance(done, dict) else {}
+    why = built.run(MAIN, arguments=["why"], **environment)
+    assert (why.code, why.err) == (1, "") and named in why.out and len(why.out.splitlines()) <= 12
+    assert built.compiled() == 0
+    assert (built.answer(**environment), built.compiled()) == (answer, units)
+    assert (built.answer(**environment), built.compiled()) == (answer, 0)
+    assert built.run(MAIN, arguments=["why"], **environment).out.startswith("nothing changed: ")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "torch.__version__ = '9.9'",
+        "torch.version.git_version = 'another commit'",
+        "import _calcops_jit.inputs as i; i.isa = lambda: 'avx9'",
+    ],
+)
+def test_it_rebuilds_for_another_torch_and_another_processor(built, change):
+    child = built.run(f"import torch; {change}\n{CALL}")
+    assert (child.out, built.compiled()) == ("110111\n", 2)
+
+
+def cache_from_an_archive(c):
+    with tarfile.open(c.path.parent / "cache.tar", "w") as tar:
+        tar.add(c.cache, "cache")
+    shutil.rmtree(c.cache)
+    with tarfile.open(c.path.parent / "cache.tar") as tar:
+        tar.extractall(c.path.parent, filter="fully_trusted")
+
+
+def cache_copied(c):
+    shutil.copytree(c.cache, c.path.parent / "copy", dirs_exist_ok=True)
+    return {"CALCOPS_CACHE": c.path.parent / "copy"}
+
+
+def path_order(c):
+    return {"PATH": os.pathsep.join([str(c.path), *os.environ["PATH"].split(os.pathsep)])}
+
+
+STAYS = {
+    "touch": lambda c: [path.touch() for path in (c.path / "ops").rglob("*.*")],
+    "all files written anew": lambda c: [
+        p.write_bytes(p.read_bytes()) for p in c.path.rglob("*.*") if p.is_file()
+    ],
+    "a comment in a file that nobody includes": lambda c: comment(c.path / "unread.h"),
+    "a new header that nobody asks for": lambda c: c.write("ops/tiny/lonely.h", "// hello\n"),
+    "the cache copied": cache_copied,
+    "the cache restored from an archive": cache_from_an_archive,
+    "another spelling of the cache": lambda c: {"CALCOPS_CACHE": f"{c.cache}/../{c.cache.name}/."},
+    "MAX_JOBS": lambda c: {"MAX_JOBS": "7"},
+    "PATH's order": path_order,
+    "HOME": lambda c: {"HOME": "/nowhere"},
+    "locale": lambda c: {"LC_ALL": "de_DE.UTF-8", "LANG": "de_DE.UTF-8"},
+    "TMPDIR": lambda c: {"TMPDIR": str(c.path)},
+    "variables of other programs": lambda c: {"EDITOR": "vi", "PYTHONUNBUFFERED": "1", "CXXFLAGS": "-O1"},
+    "the working directory": lambda c: {"cwd": "/"},
+}
+
+
+@pytest.mark.parametrize("change", STAYS)
+def test_no_compiler_is_started_after_a_change_of(built, change):
+    done = STAYS[change](built)
+    options = done if isinstance(done, dict) else {}
+    child = built.run(**options)
+    assert (child.code, child.out, child.err) == (0, "110111\n", "")
+    assert not built.log.exists()
+
+
+def test_no_compiler_is_started_after_the_checkout_moved_or_is_reached_through_a_link(tmp_path):
+    checkout = Checkout(the_zygote(), tmp_path)
+    assert (checkout.answer(), checkout.compiled()) == (1, 1)
+    checkout.path = checkout.path.rename(tmp_path / "moved here")
+    assert (checkout.answer(), checkout.log.exists()) == (1, False)
+    (tmp_path / "link").symlink_to(checkout.path)
+    checkout.path = tmp_path / "link"
+    assert (checkout.answer(), checkout.log.exists()) == (1, False)
+
+
+# ---- CUDA, without an nvcc: what is in the key, and the toolkit's files ---------------------------------------------
+
+REQUEST = inputs.Request(
+    "x", "/r", ("/r/a.cu",), (), cuda=cuda.Choice(True, "", False, "/cuda", "13.0", "8.0", ("H200",))
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arches": "9.0"},
+        {"arches": "", "gpus": ("A100",)},
+        {"arches": "", "gpus": ("A100", "H200")},
+        {"version": "13.1"},
+    ],
+)
+def test_another_gpu_set_architecture_or_toolkit_is_another_key(change):
+    other = dataclasses.replace(REQUEST, cuda=REQUEST.cuda._replace(**change))
+    assert other.slot != REQUEST.slot
+
+
+def test_an_nvcc_or_a_header_of_cuda_that_was_swapped_behind_its_path_is_seen(tmp_path):
+    for name in ("bin/nvcc", "include/cuda.h"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("one")
+        (tmp_path / name).chmod(0o755)
+    request = dataclasses.replace(REQUEST, cuda=REQUEST.cuda._replace(home=str(tmp_path)))
+    read = {*request.tools, str(tmp_path / "include/cuda.h")}
+    for name in ("bin/nvcc", "include/cuda.h"):
+        closure = inputs.Recorder(request, []).closure(read)
+        closure.check(request)
+        (tmp_path / name).write_text("two")
+        with pytest.raises(inputs.Changed, match=f"{name} changed"):
+            closure.check(request)
+
+
+def test_a_header_of_torch_is_in_the_closure(tmp_path):
+    header = Path(torch.__file__).parent / "include/torch/library.h"
+    closure = inputs.Recorder(REQUEST, []).closure({str(header), *REQUEST.tools})
+    closure.files["@torch/include/torch"]["library.h"] = [None, "the digest of another release"]
+    with pytest.raises(inputs.Changed, match="torch/library.h changed"):
+        closure.check(REQUEST)
