@@ -273,6 +273,6 @@ CALCOPS_EXPORT void calcops_jit_retire(const char* op_and_key) {
   CALCOPS_JIT_BLOCK(C10_CONCATENATE(calcops_jit_block_, C10_UID), IMPL, ns, c10::DispatchKey::k, m)
 #define CALCOPS_JIT_BLOCK(name, kind, ns, key, m)                                 \
   static void name(torch::Library&);                                              \
-  static const ::calcops_jit::Initializer C10_CONCATENATE(name, _initializer)(      \
+  static const ::calcops_jit::Initializer C10_CONCATENATE(name, _initializer)(    \
       {torch::Library::kind, &name, C10_STRINGIZE(ns), key, __FILE__, __LINE__}); \
   void name(torch::Library& m)
