@@ -82,7 +82,10 @@ class Manifest:
         if checksum.decode(errors="replace") != inputs.digest(body):
             raise ValueError("manifest is damaged")
         fields = json.loads(body)
-        return Manifest(**{**fields, "closure": inputs.Closure(**fields["closure"])})
+        try:
+            return Manifest(**{**fields, "closure": inputs.Closure(**fields["closure"])})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"manifest of another version: {error}") from None
 
 
 class Generation(NamedTuple):

@@ -129,3 +129,9 @@ def test_the_cache_is_found_by_xdg_and_by_home(checkout, tmp_path):
     path = lambda **env: checkout.run(where, CALCOPS_CACHE=None, **env).out.strip()  # noqa: E731
     assert path(XDG_CACHE_HOME=tmp_path / "x") == f"{tmp_path}/x/calcops"
     assert path(HOME=tmp_path, XDG_CACHE_HOME=None) == f"{tmp_path}/.cache/calcops"
+
+
+@pytest.mark.parametrize("body", [b'{"closure": {}, "seconds": 1}', b"{}", b'{"closure": {"unknown": 1}}'])
+def test_a_manifest_of_another_version_is_no_manifest_of_ours(body):
+    with pytest.raises(ValueError, match="another version"):
+        cache.Manifest.parse(inputs.digest(body).encode() + b"\n" + body)
