@@ -7,9 +7,6 @@ import re
 
 import torch
 
-# Operators of these namespaces become names of calcops_jit, unless they start with an underscore.
-PUBLIC_NAMESPACES = ("calcops", "CalcOps")
-
 _BLOCK = r"(?m)^[ \t]*/// (\w+::\w+)[ \t]*\n((?:[ \t]*///.*\n)*)"
 
 
