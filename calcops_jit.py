@@ -70,18 +70,7 @@ def load(
     The sources register their operators with TORCH_LIBRARY. The result has them as attributes and in `.operators`, the
     file in `.path`. Flags come after -O3 -fvisibility=hidden -fno-gnu-unique. BuildError says why it cannot be built.
     """
-    return library.obtain(
-        recipes.foreign(
-            name,
-            sources,
-            extra_cflags,
-            extra_cuda_cflags,
-            extra_ldflags,
-            extra_include_paths,
-            verbose,
-            with_cuda,
-        )
-    )
+    return library.obtain(recipes.foreign(**locals()))
 
 
 def reload() -> list[str]:
@@ -136,9 +125,8 @@ def _bring_in() -> None:
 
 
 def _expose() -> None:
-    operators = _own.operators_of("calcops", "CalcOps")
-    globals().update(operators)
-    __all__.extend(operators.keys() - set(__all__))
+    globals().update(_own.operators)
+    __all__.extend(_own.operators.keys() - set(__all__))
 
 
 def __getattr__(name: str):

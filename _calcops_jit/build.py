@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -31,31 +31,33 @@ def compile_library(
     BuildError when that fails; inputs.Changed when a source was saved meanwhile; OutOfMemory when it is worth
     trying `alone`. Whichever it is, every unit that was compiled is kept: it is not compiled again."""
     ninja = find_ninja()
-    problem = diagnosis.missing_tools(request.name, inputs.compiler_words(), ninja)
-    if problem:
+    if problem := diagnosis.missing_tools(request.name, inputs.compiler_words(), ninja):
         raise problem
-    kept = {source: found for source in request.sources if (found := cache.find(request.unit(source)))}
-    fresh = [source for source in request.sources if source not in kept]
+    once = functools.cache(inputs.stamp_of)  # units have most of their headers in common
+    looked_up = {source: cache.find(request.unit(source), stat=once) for source in request.sources}
+    kept = [found for found in looked_up.values() if found]
+    fresh = [source for source, found in looked_up.items() if not found]
     started = os.stat(staging).st_mtime_ns
     failure = None
-    with _environment(request, ninja, alone), _torch_messages() as messages:
+    with _environment(request, staging, ninja, alone):
         try:
-            _load(request, staging, fresh, [_bring(found, staging) for found in kept.values()])
+            _load(request, staging, fresh, [_bring(found, staging) for found in kept])
         except Exception as error:
-            output = "\n".join([*messages, str(error)])
             log = f"{slot}/failed.log"
-            with contextlib.suppress(OSError), open(log, "w") as file:
-                file.write(output)
-            failure = diagnosis.explain(request.name, output, log, os.path.dirname(slot))
-            if not alone and re.search(diagnosis.KILLED_FOR_MEMORY, output, re.MULTILINE):
+            with contextlib.suppress(OSError):
+                _write(log, str(error))
+            failure = diagnosis.explain(request.name, str(error), log, os.path.dirname(slot))
+            if not alone and re.search(diagnosis.KILLED_FOR_MEMORY, str(error), re.MULTILINE):
                 failure = OutOfMemory()
-        read = reads.Reads(request, staging, ninja)
-    closures = [found.manifest.closure for found in kept.values()]
+    read = reads.Reads(request, staging, ninja)
+    closures = [found.manifest.closure for found in kept]
     changed = None
-    recorder = inputs.Recorder(request, read.search)
+    recorder = reads.Recorder(request, read.search)
     for source, (target, paths) in zip(fresh, read.units.items(), strict=False):
-        if late := [path for path in paths if os.stat(path).st_ctime_ns >= started]:
-            changed = inputs.Changed(late[0])  # nobody knows which state the compiler saw
+        # Nobody knows which state of these the compiler saw. (In the clock's tick in which the staging folder was made
+        # a program that edits and reloads may have saved, but no compiler had started.)
+        if late := [path for path in paths if os.stat(path).st_ctime_ns > started]:
+            changed = inputs.Changed(late[0])
         elif os.path.exists(f"{staging}/{target}"):
             closures.append(recorder.closure(paths | read.tools))
             unit = request.unit(source)
@@ -144,9 +146,7 @@ def cgroup_limits(mounted: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup
         for line in file:
             _, controllers, group = line.strip().split(":", 2)
             parts = [part for part in group.split("/") if part]
-            for depth in range(
-                len(parts) + 1
-            ):  # each group above limits, too; in a container only some are seen
+            for depth in range(len(parts) + 1):  # each group above limits, too; a container sees only some
                 folder = "/".join([mounted, *filter(None, [controllers]), *parts[:depth]])
                 quota = _numbers(f"{folder}/cpu.max") or _numbers(f"{folder}/cpu.cfs_quota_us")
                 period = quota[1:] or _numbers(f"{folder}/cpu.cfs_period_us")
@@ -175,7 +175,7 @@ def _numbers(path: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def _environment(request: inputs.Request, ninja: str, alone: bool) -> Iterator[None]:
+def _environment(request: inputs.Request, staging: str, ninja: str, alone: bool) -> Iterator[None]:
     """The variables that torch and the compilers read; as they were afterwards."""
     changes = {
         "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(ninja)]),
@@ -183,36 +183,27 @@ def _environment(request: inputs.Request, ninja: str, alone: bool) -> Iterator[N
         "LC_ALL": "C.UTF-8",  # messages are read by diagnosis.py
         "MAX_JOBS": "1" if alone else os.environ.get("MAX_JOBS") or str(jobs()),
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking whether there is a GPU must not initialise CUDA
+        "TORCH_DONT_CHECK_COMPILER_ABI": "1",  # two more processes, to warn of compilers older than C++17
     }
+    if len(inputs.compiler_words()) > 1:  # torch quotes what CXX says, as if it were one word
+        changes["CXX"] = _write(f"{staging}/cxx", f'#!/bin/sh\nexec {os.environ["CXX"]} "$@"\n')
+        os.chmod(changes["CXX"], 0o700)
     if request.cuda.build:
         changes |= {"CUDA_HOME": request.cuda.home, "TORCH_CUDA_ARCH_LIST": cuda.arch_list(request.cuda)}
-    before = {name: os.environ.get(name) for name in changes}
+    before = {name: os.environ[name] for name in changes if name in os.environ}
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    was_disabled, logger.disabled = (
+        logger.disabled,
+        not request.verbose,
+    )  # without a GPU it says so, which is no news
     os.environ.update(changes)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _torch_messages() -> Iterator[list[str]]:
-    """cpp_extension's log messages go to our log: 'No CUDA runtime is found' is no news on a machine without one."""
-    messages: list[str] = []
-
-    def keep(record: logging.LogRecord) -> bool:
-        messages.append(record.getMessage())
-        return False
-
-    logger = logging.getLogger("torch.utils.cpp_extension")
-    logger.addFilter(keep)
-    try:
-        yield messages
-    finally:
-        logger.removeFilter(keep)
+        logger.disabled = was_disabled
+        for name in changes:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _distinct(sources: list[str], staging: str) -> list[str]:
@@ -237,11 +228,8 @@ def _write(path: str, text: str) -> str:
 
 
 def _for_this_compiler(cflags: tuple[str, ...]) -> list[str]:
-    asked = subprocess.run(
-        [*inputs.compiler_words(), "--version"], capture_output=True, text=True, check=False
-    )
     # torch passes -MMD, which leaves out every header found through -isystem; this makes the list complete.
-    if "clang" in asked.stdout:
+    if "clang" in reads.ask_compiler("--version"):
         return [*(flag for flag in cflags if flag != "-fno-gnu-unique"), "-MD"]
     return [*cflags, "-Wp,-M"]
 

@@ -26,13 +26,12 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from types import SimpleNamespace
 
 from . import inputs
 from .diagnosis import report
 
-_STALE_S = 24 * 3600.0
+_DAY_S = 24 * 3600.0
 _KEEP = 8  # generations of a slot
 
 
@@ -45,7 +44,8 @@ def folders() -> list[str]:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         if os.path.isabs(base):  # without HOME and a passwd entry "~" stays what it is
             found.append(os.path.join(base, "calcops"))
-    private = os.path.join(tempfile.gettempdir(), f"calcops-{os.getuid()}")
+    # tempfile.gettempdir would write a file to find out whether it can.
+    private = os.path.join(os.path.abspath(os.environ.get("TMPDIR") or "/tmp"), f"calcops-{os.getuid()}")
     if not os.path.lexists(private) or _is_private(private):
         found.append(private)
     return found
@@ -62,18 +62,19 @@ def _is_private(folder: str) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
-@dataclass(eq=False, repr=False)
-class Manifest:
-    """What is known about a published library. The file is a line with its own digest, then JSON."""
+class Manifest(SimpleNamespace):
+    """What is known about a published library. The file: its own digest, a line of JSON, the closure's stamps."""
 
-    request: dict
+    request: dict  # its facts
     size: int
     digest: str
     operators: dict[str, str]
     closure: inputs.Closure
 
     def dump(self) -> bytes:
-        body = json.dumps(self.__dict__, default=vars, separators=(",", ":")).encode()
+        closure = vars(self.closure) | {"stamps": None}
+        text = json.dumps(vars(self) | {"closure": closure}, separators=(",", ":"))
+        body = text.encode() + b"\n" + self.closure.stamps
         return inputs.digest(body).encode() + b"\n" + body
 
     @staticmethod
@@ -81,14 +82,15 @@ class Manifest:
         checksum, _, body = data.partition(b"\n")
         if checksum.decode(errors="replace") != inputs.digest(body):
             raise ValueError("manifest is damaged")
-        fields = json.loads(body)
-        try:
-            return Manifest(**{**fields, "closure": inputs.Closure(**fields["closure"])})
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"manifest of another version: {error}") from None
+        text, _, stamps = body.partition(b"\n")
+        fields = json.loads(text)
+        if fields.get("request", {}).get("format") != inputs.FORMAT:
+            raise ValueError("manifest of another version")
+        closure = inputs.Closure(**fields["closure"] | {"stamps": stamps})
+        return Manifest(**fields | {"closure": closure})
 
 
-class Generation(NamedTuple):
+class Generation(SimpleNamespace):
     """A library whose bytes were verified through `fd`, which stays open: what is loaded is what was verified."""
 
     path: str
@@ -96,50 +98,62 @@ class Generation(NamedTuple):
     fd: int
 
 
-def read_regular(path: str) -> tuple[int, bytes]:
-    """An open descriptor and the bytes of a regular file; OSError for everything else, and it never blocks."""
+def open_regular(path: str) -> int:
+    """A descriptor of a regular file; OSError for everything else, and it never blocks."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", path)
-        with os.fdopen(os.dup(fd), "rb") as file:
-            return fd, file.read()
-    except BaseException:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return fd
 
 
-def find(request: inputs.Request, reasons: list[str] | None = None) -> Generation | None:
+def read_manifest(generation: str) -> Manifest:
+    with open(open_regular(f"{generation}/manifest"), "rb") as file:
+        return Manifest.parse(file.read())
+
+
+def find(
+    request: inputs.Request, reasons: list[str] | None = None, stat: Callable[[str], bytes] = inputs.stamp_of
+) -> Generation | None:
     """The published library that fits the request and whose inputs are still what they were."""
-    for folder in [*folders(), *shared_folders()]:
-        slot = slot_path(folder, request)
-        for i, generation in enumerate(_generations(slot)):
+    shared = shared_folders()
+    for folder in [*folders(), *shared]:
+        for i, (used, path) in enumerate(_generations(slot_path(folder, request))):
             try:
-                found = _open(request, generation)
+                manifest = read_manifest(path)
+                fresher = manifest.closure.check(request, stat)
+                found = _verified(f"{path}/{request.output}", manifest)
             except (inputs.Changed, OSError, ValueError, KeyError, TypeError) as problem:
                 if reasons is not None:
                     reasons.append(str(problem))
                 continue
-            if i > 0:
+            if folder not in shared:
                 with contextlib.suppress(OSError):
-                    os.utime(generation)  # it is the first to be looked at from now on
+                    if fresher:
+                        write_whole(f"{path}/manifest", manifest.dump())
+                    if i > 0 or time.time() - used > _DAY_S:  # when it was last used, to the day
+                        os.utime(path)
             return found
     return None
 
 
+def _verified(path: str, manifest: Manifest) -> Generation:
+    fd = open_regular(path)
+    if os.fstat(fd).st_size != manifest.size or inputs.file_digest(fd) != manifest.digest:
+        os.close(fd)
+        raise ValueError(f"{path} is damaged")
+    return Generation(path=path, manifest=manifest, fd=fd)
+
+
 def other_facts(request: inputs.Request) -> list[str]:
-    """What distinguishes the request from the one that was last built under its name."""
-    manifests = []
-    for slot in (s for f in folders() if os.path.isdir(f) for s in slots(f)):
-        if os.path.basename(slot).rpartition("-")[0] == request.name:
-            for path in (f"{generation}/manifest" for generation in _generations(slot)[:1]):
-                with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
-                    manifests.append((os.stat(path).st_mtime_ns, Manifest.parse(file.read()).request))
-    if not manifests:
-        return []
-    old, new = max(manifests, key=lambda m: m[0])[1], json.loads(json.dumps(request.facts))
-    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    return [f"{key}: {_difference(old.get(key, []), new.get(key, []))}" for key in changed]
+    """What distinguishes the request from the one that was last built, or used, under its name."""
+    named = (slot for f in folders() for slot in slots(f) if os.path.basename(slot)[:-17] == request.name)
+    for _, path in sorted((g for slot in named for g in _generations(slot)), reverse=True):
+        with contextlib.suppress(OSError, ValueError):
+            old, new = read_manifest(path).request, json.loads(json.dumps(request.facts))
+            changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+            return [f"{key}: {_difference(old.get(key, []), new.get(key, []))}" for key in changed]
+    return []
 
 
 def _difference(old, new) -> str:
@@ -152,35 +166,21 @@ def _difference(old, new) -> str:
     return f"{old} -> {new}"
 
 
-def _open(request: inputs.Request, generation: str) -> Generation:
-    fd, data = read_regular(f"{generation}/manifest")
-    os.close(fd)
-    manifest = Manifest.parse(data)
-    restamped = manifest.closure.check(request)
-    path = f"{generation}/{request.file or request.name + '.so'}"
-    fd, library = read_regular(path)
-    if len(library) != manifest.size or inputs.digest(library) != manifest.digest:
-        os.close(fd)
-        raise ValueError(f"{path} is damaged")
-    if restamped:
-        with contextlib.suppress(OSError):
-            write_whole(f"{generation}/manifest", manifest.dump())
-    return Generation(path, manifest, fd)
-
-
-def _generations(slot: str) -> list[str]:
-    """Newest first: mostly the one that fits."""
+def _generations(slot: str) -> list[tuple[float, str]]:
+    """(when it was last used, folder); first the last, which mostly fits."""
     try:
         with os.scandir(slot) as entries:
-            found = [(e.stat().st_mtime_ns, e.path) for e in entries if "." not in e.name and e.is_dir()]
+            found = [(e.stat().st_mtime, e.path) for e in entries if "." not in e.name and e.is_dir()]
     except OSError:
         return []
-    return [path for _, path in sorted(found, reverse=True)]
+    return sorted(found, reverse=True)
 
 
 def slots(folder: str) -> list[str]:
     """The slots in a cache folder: nothing else there is ours to remove."""
-    return [e.path for e in os.scandir(folder) if e.is_dir() and re.search("-[0-9a-f]{16}$", e.name)]
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return [e.path for e in entries if e.is_dir() and re.search("-[0-9a-f]{16}$", e.name)]
+    return []
 
 
 def slot_path(folder: str, request: inputs.Request) -> str:
@@ -205,12 +205,9 @@ def writable_slot(request: inputs.Request) -> tuple[str, str]:
     for folder in folders():
         slot = slot_path(folder, request)
         try:
-            for make, path in ((os.makedirs, os.path.dirname(folder)), (os.mkdir, folder), (os.mkdir, slot)):
-                with contextlib.suppress(FileExistsError):
-                    make(path, 0o700)
-            descriptor, probe = tempfile.mkstemp(prefix="probe.", dir=slot)
-            os.close(descriptor)
-            os.unlink(probe)
+            for path in (folder, slot):
+                os.makedirs(path, 0o700, exist_ok=True)
+            tempfile.TemporaryFile(dir=slot).close()
         except OSError as error:
             problem = problem or f"{folder}: {error.strerror}"
             continue
@@ -294,7 +291,7 @@ def _is_orphan(path: str) -> bool:
     if host == socket.gethostname():
         return _start_time(int(pid)) != start
     with contextlib.suppress(OSError):
-        return time.time() - os.stat(path).st_mtime > _STALE_S
+        return time.time() - os.stat(path).st_mtime > _DAY_S
     return False
 
 
@@ -310,11 +307,23 @@ def _start_time(pid: int) -> str:
 
 def _remove(path: str) -> None:
     """Removes a staging folder. Compilers whose builder was killed still work in it: their working folder tells."""
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{pid}/cwd") == os.path.realpath(path) and int(pid) != os.getpid():
+    real, own = os.path.realpath(path), str(os.getpid())
+    for _ in range(100):
+        running = [p for p in os.listdir("/proc") if p.isdigit() and p != own and _works_in(p, real)]
+        for pid in running:
+            with contextlib.suppress(OSError):
                 os.kill(int(pid), signal.SIGKILL)
+        if not running:
+            break
+        time.sleep(0.01)  # and look again: it may just have started another
     shutil.rmtree(path, ignore_errors=True)
+
+
+def _works_in(pid: str, folder: str) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/cwd") == folder
+    except OSError:
+        return False
 
 
 def publish(
@@ -326,14 +335,19 @@ def publish(
     closure: inputs.Closure,
 ) -> Generation:
     """Makes `file` a generation of the slot, by one rename; a damaged one of this name makes room."""
-    name = request.file or f"{request.name}.so"
     complete = f"{staging}/complete.{os.urandom(4).hex()}"
     os.mkdir(complete)
-    os.rename(file, f"{complete}/{name}")
-    fd, data = read_regular(f"{complete}/{name}")
-    manifest = Manifest(request.facts, len(data), inputs.digest(data), about, closure)
+    os.rename(file, f"{complete}/{request.output}")
+    fd = open_regular(f"{complete}/{request.output}")
+    manifest = Manifest(
+        request=request.facts,
+        size=os.fstat(fd).st_size,
+        digest=inputs.file_digest(fd),
+        operators=about,
+        closure=closure,
+    )
     write_whole(f"{complete}/manifest", manifest.dump())
-    target = f"{slot}/{inputs.digest(''.join([*closure.contents, manifest.digest]).encode())[:16]}"
+    target = f"{slot}/{inputs.digest(f'{manifest.digest} {closure.contents}'.encode())[:16]}"
     for _ in range(3):
         try:
             os.rename(complete, target)
@@ -345,6 +359,6 @@ def publish(
                 os.rename(target, f"{complete}.old")  # goes with the staging folder
     else:
         raise report(f"cannot publish {target}", ["something puts it there again and again"], f"rm -r {slot}")
-    for old in _generations(slot)[_KEEP:]:
+    for _, old in _generations(slot)[_KEEP:]:
         shutil.rmtree(old, ignore_errors=True)
-    return Generation(f"{target}/{name}", manifest, fd)
+    return Generation(path=f"{target}/{request.output}", manifest=manifest, fd=fd)

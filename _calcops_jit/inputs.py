@@ -1,6 +1,6 @@
 """What a build depends on.
 
-A `Request` is everything known before the compiler runs; its digest names the slot in the cache. A closure is
+A `Request` is everything known before the compiler runs; its digest names the slot in the cache. A `Closure` is
 everything the compiler and the linker read, as they report it; it is kept with the library and compared again at
 every import: stat first, content only where stat differs.
 
@@ -9,43 +9,49 @@ Paths are kept with their roots replaced by tokens, so a checkout, a virtual env
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
-import re
-import shlex
 import shutil
-import sysconfig
+import struct
+import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import cached_property
+from types import SimpleNamespace
 
 import torch
 
 from . import cuda
 
-FORMAT = 2
-_COMPILER_VARIABLES = (
+FORMAT = 3
+COMPILER_VARIABLES = (
     "CC COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH GCC_EXEC_PREFIX LIBRARY_PATH LD_RUN_PATH"
     " NVCC_APPEND_FLAGS NVCC_PREPEND_FLAGS SOURCE_DATE_EPOCH"
 ).split()
-# A change within this time of the moment it was looked at may leave the same stat behind.
-_RACY_NS = 2_000_000_000
 # What -march=native turns on begins so; the other words in /proc/cpuinfo come and go with kernels.
 _ISA = tuple(
     "sse ssse avx amx fma bmi f16c aes vaes pclmul vpclmul gfni sha adx abm popcnt movbe cx16 lahf xsave rdrnd rdseed"
     " prefetchw 3dnowprefetch clflushopt clwb movdir enqcmd serialize waitpkg sm3 sm4 apx".split()
 )
+_STAMP = struct.Struct("<qqQQ")
+_SIZE = 32  # of a stamp in bytes, and of a digest in characters
+_GONE, YOUNG = bytes(_SIZE), b"\xff" * _SIZE  # which no file has
+# A change within this time of the moment it was looked at may leave the same stat behind.
+_RACY_NS = 2_000_000_000
 
 
 def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def file_digest(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+def file_digest(file: int | str) -> str:
+    """Of a path, or of all that an open descriptor still has to give, in pieces that a processor's cache holds."""
+    found = hashlib.sha256()
+    with open(file, "rb", buffering=0, closefd=isinstance(file, str)) as opened:
+        while piece := opened.read(65536):
+            found.update(piece)
+    return found.hexdigest()[:32]
 
 
 def real_path(path: str) -> str:
@@ -63,8 +69,7 @@ def isa() -> str:
     return " ".join(sorted(w for w in flags.split() if w.startswith(_ISA)))
 
 
-@dataclass(eq=False, repr=False)  # which are slow to make, at every import
-class Request:
+class Request(SimpleNamespace):
     """One library to build. `root` is the folder that may move; sources and include paths are absolute."""
 
     name: str
@@ -74,15 +79,25 @@ class Request:
     cuda_cflags: tuple[str, ...] = ()
     ldflags: tuple[str, ...] = ()
     include_paths: tuple[str, ...] = ()
-    cuda: cuda.Choice = field(default_factory=cuda.Choice)
+    cuda: cuda.Choice = cuda.Choice()
     verbose: bool = False
     python: str = ""  # the extension suffix, where the library may call Python
     file: str = ""  # what is built; NAME.so unless this is one of its units
 
+    def but(self, **changes) -> Request:
+        """The same with other values, looked at anew. (A dataclass would take longer to make than all of this.)"""
+        return Request(**{name: getattr(self, name) for name in Request.__annotations__} | changes)
+
     def unit(self, source: str) -> Request:
         """One source of this library: its object is kept like a library."""
         name = f"unit-{os.path.basename(source)}"
-        return dataclasses.replace(self, name=name, sources=(source,), ldflags=(), file="unit.o")
+        unit = self.but(name=name, sources=(source,), ldflags=(), file="unit.o")
+        unit.tools, unit.roots = self.tools, self.roots  # found already
+        return unit
+
+    @property
+    def output(self) -> str:
+        return self.file or f"{self.name}.so"
 
     @cached_property
     def roots(self) -> list[tuple[str, str]]:
@@ -92,8 +107,11 @@ class Request:
         pairs.append(("@loader", os.path.dirname(os.path.realpath(__file__))))
         if self.cuda.home:
             pairs += [("@cuda", os.path.realpath(self.cuda.home)), ("@cuda", self.cuda.home)]
-        if self.python == "":
-            pairs.append(("@python", sysconfig.get_path("include", "posix_prefix")))
+        if (
+            self.python == ""
+        ):  # as sysconfig.get_path("include", "posix_prefix") has it, which reads a file first
+            python = f"python{sys.version_info[0]}.{sys.version_info[1]}{sys.abiflags}"
+            pairs.append(("@python", os.path.join(sys.base_prefix, "include", python)))
         return pairs
 
     def fold(self, path: str) -> str:
@@ -123,7 +141,7 @@ class Request:
             "torch version": [torch.__version__, torch.version.git_version, torch.version.debug],
             "torch folder": os.path.realpath(os.path.dirname(torch.__file__)),  # the library's rpath names it
             "compiler arguments": [w for w in compiler_words() if w.startswith("-")],
-            "environment": {k: os.environ[k] for k in _COMPILER_VARIABLES if os.environ.get(k)},
+            "environment": {k: os.environ[k] for k in COMPILER_VARIABLES if os.environ.get(k)},
         }
         if self.cuda.build:
             facts |= {
@@ -150,164 +168,122 @@ class Request:
         return [os.path.realpath(f) for f in found] if all(found) else []
 
 
+def words_of(variable: str) -> list[str]:
+    """An environment variable's words, as a shell would take them."""
+    text = os.environ.get(variable, "")
+    if not any(mark in text for mark in "'\"\\"):
+        return text.split()
+    import shlex  # which takes longer than the rest of a Request
+
+    return shlex.split(text)
+
+
 def compiler_words() -> list[str]:
-    return shlex.split(os.environ.get("CXX") or "c++")
+    return words_of("CXX") or ["c++"]
 
 
-def stamp_of(path: str) -> list[int] | None:
+def stamp_of(path: str) -> bytes:
+    """What stat says: when the file and its inode changed, size, inode."""
     try:
         s = os.stat(path)
     except OSError:
-        return None
-    return [s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino]
+        return _GONE
+    return _STAMP.pack(s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino)
 
 
-def _settled(stamp: list[int] | None, now_ns: int) -> list[int] | None:
-    return stamp if stamp and max(stamp[0], stamp[1]) < now_ns - _RACY_NS else None
+def settled(stamp: bytes, now_ns: int) -> bytes:
+    """The stamp, if any later change will leave another."""
+    return stamp if max(_STAMP.unpack(stamp)[:2]) < now_ns - _RACY_NS else b""
 
 
 class Changed(Exception):
     """The first input that is not what it was."""
 
 
-@dataclass(eq=False, repr=False)
-class Closure:
-    """files: {folder: {name: [stamp, digest]}}; absent: {folder: [stamp, names]}, names which must not appear there;
-    tools: the compilers' real paths. Folders and tools are folded."""
+class Closure(SimpleNamespace):
+    """What a build read, and what it would have read had it been there. Folders, files and tools are folded.
 
-    files: dict[str, dict[str, list]]
-    absent: dict[str, list]
-    tools: list[str]
+    (Strings, because a few large ones are parsed sooner than many small objects.)"""
 
-    def check(self, request: Request) -> bool:
+    files: dict[str, str]  # {folder: lines of names}
+    digests: str  # of the files, in this order
+    stamps: bytes  # likewise
+    tools: list[str]  # the compilers' real paths
+    absent: dict[str, list[str]]  # {folder: [its stamp in hex, lines of names that must not appear there]}
+
+    @staticmethod
+    def of(entries: dict[str, tuple[bytes, str]], tools, absent) -> Closure:
+        """From {file: (stamp, digest)}."""
+        # The project's own come first: it is they that change.
+        paths = sorted(entries, key=lambda path: (not path.startswith("@root"), path.rpartition("/")))
+        files: dict[str, str] = {}
+        for folder, _, name in (path.rpartition("/") for path in paths):
+            files[folder] = f"{files[folder]}\n{name}" if folder in files else name
+        stamps, digests = b"".join(entries[p][0] for p in paths), "".join(entries[p][1] for p in paths)
+        return Closure(files=files, digests=digests, stamps=stamps, tools=tools, absent=absent)
+
+    def entries(self) -> dict[str, tuple[bytes, str]]:
+        """{file: (stamp, digest)}"""
+        paths = [f"{folder}/{name}" for folder, names in self.files.items() for name in names.split("\n")]
+        at = range(0, _SIZE * len(paths), _SIZE)
+        return {p: (self.stamps[i : i + _SIZE], self.digests[i : i + _SIZE]) for p, i in zip(paths, at)}
+
+    def check(self, request: Request, stat: Callable[[str], bytes] = stamp_of) -> bool:
         """Raises Changed at the first difference. True: a stat differed where the content did not, write it down."""
-        now = time.time_ns()
-        restamped = False
-        if tools := request.tools:
-            for old, new in zip(self.tools, map(request.fold, tools), strict=False):
-                if old != new and self._recorded(old) != file_digest(request.unfold(new)):
-                    raise Changed(f"compiler {new} is not {old}")
-            if len(tools) != len(self.tools):
-                raise Changed("the compiler command changed")
+        tools = request.tools
+        for old, new in zip(self.tools, map(request.fold, tools), strict=False):
+            if old != new and self.entries()[old][1] != file_digest(request.unfold(new)):
+                raise Changed(f"compiler {new} is not {old}")
+        if tools and len(tools) != len(self.tools):
+            raise Changed("the compiler command changed")
         # Where there is no compiler, what belongs to it need not be there either.
-        portable = () if tools else ("@root", "@torch", "@loader")
-        for folder, names in self.files.items():
-            if portable and not folder.startswith(portable):
+        compared = ("",) if tools else ("@root", "@torch", "@loader")
+        now, restamped, end = time.time_ns(), False, 0
+        for folder, lines in self.files.items():
+            names = lines.split("\n")
+            start, end = end, end + _SIZE * len(names)
+            if not folder.startswith(compared):
                 continue
             prefix = request.unfold(folder) + "/"
-            for name, entry in names.items():
-                stamp = stamp_of(prefix + name)
-                if stamp != entry[0] or stamp is None:
-                    if stamp is None or file_digest(prefix + name) != entry[1]:
-                        raise Changed(f"{prefix}{name} {'is gone' if stamp is None else 'changed'}")
-                    if stamp := _settled(stamp, now):
-                        entry[0], restamped = stamp, True
+            for at, name in zip(range(start, end, _SIZE), names):
+                stamp = stat(prefix + name)
+                if stamp == self.stamps[at : at + _SIZE]:
+                    continue
+                if stamp == _GONE or file_digest(prefix + name) != self.digests[at : at + _SIZE]:
+                    raise Changed(f"{prefix}{name} {'is gone' if stamp == _GONE else 'changed'}")
+                if settled(stamp, now):
+                    self.stamps = self.stamps[:at] + stamp + self.stamps[at + _SIZE :]
+                    restamped = True
         for folder, entry in self.absent.items():
-            if portable and not folder.startswith(portable):
-                continue
             path = request.unfold(folder)
             stamp = stamp_of(path)
-            if stamp != entry[0] or stamp is None:
-                for name in entry[1].split("\n"):
-                    if os.path.lexists(f"{path}/{name}"):
-                        raise Changed(f"{path}/{name} is new")
-                if stamp := _settled(stamp, now):
-                    entry[0], restamped = stamp, True
+            if stamp.hex() == entry[0] or not folder.startswith(compared):
+                continue
+            if new := next((name for name in entry[1].split("\n") if os.path.lexists(f"{path}/{name}")), ""):
+                raise Changed(f"{path}/{new} is new")
+            if settled(stamp, now):
+                entry[0], restamped = stamp.hex(), True
         return restamped
+
+    @property
+    def contents(self) -> list[str]:
+        """What the library is made of, without times and tools' places: with the slot it names the library."""
+        return sorted(digest for _, digest in self.entries().values())
 
     def own_files(self, request: Request) -> list[str]:
         """The project's, without the toolchain's and PyTorch's."""
-        own = [(request.unfold(f), names) for f, names in self.files.items() if f.startswith("@root")]
-        return [f"{folder}/{name}" for folder, names in own for name in names]
-
-    def _recorded(self, path: str) -> str:
-        folder, name = os.path.split(path)
-        return self.files[folder][name][1]
-
-    @property
-    def contents(self) -> list:
-        """What the library is made of, without times and tools' places: with the slot it names the library."""
-        return sorted(entry[1] for names in self.files.values() for entry in names.values())
-
-
-_HAS_INCLUDE = rb"__has_include(?:_next)?\s*\(\s*[<\"]([^>\"\n]+)[>\"]"
-
-
-class Recorder:
-    """Makes closures of what compilers read; what they have in common is looked at once.
-
-    `search` is the folders in which they look for headers, in order."""
-
-    def __init__(self, request: Request, search: list[str]):
-        self._request, self._search, self._now = request, search, time.time_ns()
-        self._looked_at: dict[str, tuple[list, set[str]]] = {}
-        self._missing: dict[tuple[str, str], tuple[str, str]] = {}
-
-    def closure(self, paths: set[str]) -> Closure:
-        request = self._request
-        files: dict[str, dict[str, list]] = {}
-        probed: set[str] = set()
-        own: dict[str, None] = {}  # folders of the project's own files: a quoted include looks there first
-        for path in sorted(paths):
-            entry, names = self._look(path)
-            folder, name = os.path.split(request.fold(path))
-            files.setdefault(folder, {})[name] = entry
-            probed |= names
-            if folder.startswith("@root"):
-                own[os.path.dirname(path)] = None
-        order = list(dict.fromkeys([*own, *self._search]))
-        for path in paths:
-            probed.update(path[len(folder) + 1 :] for folder in order if path.startswith(folder + "/"))
-        missing: dict[str, set[str]] = {}
-        for name in probed:
-            for folder in order:
-                if (below := self._first_missing(folder, name)) is None:
-                    break
-                missing.setdefault(below[0], set()).add(below[1])
-        absent = {
-            request.fold(folder): [_settled(stamp_of(folder), self._now), "\n".join(sorted(names))]
-            for folder, names in sorted(missing.items())
-        }
-        return Closure(files, absent, [request.fold(t) for t in request.tools])
-
-    def _look(self, path: str) -> tuple[list, set[str]]:
-        """A file's entry in a closure, and the names that it asks for with __has_include."""
-        if path not in self._looked_at:
-            stamp = _settled(stamp_of(path), self._now)
-            with open(path, "rb") as file:
-                content = file.read()
-            names = set()
-            if b"__has_include" in content and b"\0" not in content:
-                names = {name.decode(errors="replace") for name in re.findall(_HAS_INCLUDE, content)}
-            self._looked_at[path] = ([stamp, digest(content)], names)
-        return self._looked_at[path]
-
-    def _first_missing(self, folder: str, name: str) -> tuple[str, str] | None:
-        """(existing folder, name in it) that must appear before folder/name can; None: folder/name is there."""
-        if (folder, name) not in self._missing:
-            below, parts = folder, name.split("/")
-            while not os.path.isdir(below):
-                below, part = os.path.split(below)
-                parts.insert(0, part)
-            found = None
-            for part in parts:
-                if not os.path.lexists(f"{below}/{part}"):
-                    found = below, part
-                    break
-                below = f"{below}/{part}"
-            self._missing[folder, name] = found
-        return self._missing[folder, name]
+        return [request.unfold(path) for path in self.entries() if path.startswith("@root")]
 
 
 def merged(closures: list[Closure]) -> Closure:
-    """The closure of a library from those of its units. They agree: each was compared with the files just now."""
-    files: dict[str, dict[str, list]] = {}
-    absent: dict[str, list] = {}
+    """The closure of a library from those of its units. Changed: they saw different states of a file."""
+    entries, absent = {}, {}
     for closure in closures:
-        for folder, names in closure.files.items():
-            files.setdefault(folder, {}).update(names)
+        for path, (stamp, content) in closure.entries().items():
+            if entries.setdefault(path, (stamp, content))[1] != content:
+                raise Changed(path)
         for folder, (stamp, names) in closure.absent.items():
-            before = absent.get(folder, (stamp, ""))
+            before = absent.get(folder, [stamp, names])
             both = set(before[1].split("\n")) | set(names.split("\n"))
-            absent[folder] = [stamp if stamp == before[0] else None, "\n".join(sorted(both - {""}))]
-    return Closure(files, absent, closures[0].tools)
+            absent[folder] = [stamp if stamp == before[0] else "", "\n".join(sorted(both))]
+    return Closure.of(entries, closures[0].tools, absent)

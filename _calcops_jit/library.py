@@ -51,7 +51,8 @@ def project_files() -> set[str]:
     """The own files of the loaded libraries, and the folders in which new ones would be found."""
     found = set()
     for live in list(_loaded.values()):
-        found |= {live.request.root, *map(os.path.dirname, live.request.sources), *live.own_files}
+        request = live.request
+        found |= {request.root, *map(os.path.dirname, request.sources), *live.closure.own_files(request)}
     return found
 
 
@@ -142,9 +143,9 @@ def _publish(
     # only known then. The renames move the very file that is mapped here.
     live = _loaded.get(request.name) or loading.Library()
     before = operators.registered()
-    fd, data = cache.read_regular(built)
-    registration = live.bring_in(request, fd, inputs.digest(data))
-    at_once = operators.registered() - before
+    fd = cache.open_regular(built)
+    registration = live.bring_in(request, fd, inputs.file_digest(fd))
+    at_once = {name.partition(".")[0] for name in operators.registered() - before}
     schemas = registration.schemas | {name: operators.live_schemas(name) for name in at_once}
     generation = cache.publish(
         slot, staging, built, request, operators.describe(schemas, request.root), closure

@@ -45,14 +45,10 @@ class Library:
         if generation.manifest.digest != self.digest:
             new.take([old for old in self._generations.values() if old is not new])
         self.request, self.path, self.digest = request, generation.path, generation.manifest.digest
-        self.own_files = generation.manifest.closure.own_files(request)
+        self.closure = generation.manifest.closure
         self._generations[self.digest] = new
         self._described = generation.manifest.operators
         self.operators = operators.handles(self._described)
-
-    def operators_of(self, *namespaces: str) -> dict[str, torch._ops.OpOverloadPacket]:
-        """The operators of these namespaces only."""
-        return operators.handles(self._described, namespaces)
 
     def __getattr__(self, name: str):
         if name in self.__dict__.get("operators", ()):

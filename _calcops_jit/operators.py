@@ -11,8 +11,8 @@ _BLOCK = r"(?m)^[ \t]*/// (\w+::\w+)[ \t]*\n((?:[ \t]*///.*\n)*)"
 
 
 def registered() -> set[str]:
-    """Every operator that this process knows, as `namespace::name` without overloads."""
-    return {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    """Every operator that this process knows, as `namespace::name[.overload]`."""
+    return set(torch._C._dispatch_get_all_op_names())
 
 
 def documentation(root: str) -> dict[str, str]:
@@ -45,15 +45,12 @@ def packet(name: str):
     return getattr(getattr(torch.ops, namespace), operator)
 
 
-def handles(
-    described: dict[str, str], namespaces: tuple[str, ...] = ()
-) -> dict[str, torch._ops.OpOverloadPacket]:
-    """{name: torch.ops handle} of the operators without leading underscore, in all namespaces or in these."""
+def handles(described: dict[str, str]) -> dict[str, torch._ops.OpOverloadPacket]:
+    """{name: torch.ops handle} of the operators without leading underscore; of two of a name, the first namespace's."""
     found = {}
     for name, text in described.items():
-        namespace, _, short = name.partition("::")
-        if not short.startswith("_") and (not namespaces or namespace in namespaces):
-            handle = packet(name)
-            handle.__doc__ = text
-            found.setdefault(short, handle)
+        short = name.rpartition("::")[2]
+        if not short.startswith("_") and short not in found:
+            found[short] = packet(name)
+            found[short].__doc__ = text
     return found

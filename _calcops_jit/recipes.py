@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
-import shlex
-import sysconfig
 from collections.abc import Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
 
 from . import cuda, inputs
 from .registration import SHADOW
@@ -30,11 +28,13 @@ def own(root: str | None = None, name: str = "calcops") -> inputs.Request:
     """Everything under ops/: each folder is an operator, each .cpp in it a unit, each .cu one where CUDA is built."""
     root = root or operators_root()
     choice = cuda.choose()
-    extra = shlex.split(os.environ.get("CALCOPS_CFLAGS", ""))
+    extra = inputs.words_of("CALCOPS_CFLAGS")
     # at::parallel_for is a plain loop without -fopenmp; libgomp is the one in torch's folder, by its rpath.
     cflags = [*_BASE, "-march=native", "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
     if not choice.build:
-        cflags.append("-DCALCOPS_NO_CUDA=" + shlex.quote(f'"{choice.reason}"').replace("$", "$$"))
+        cflags.append(
+            f"-DCALCOPS_NO_CUDA='\"{choice.reason}\"'"
+        )  # a shell's word: no reason has a quote or a $
     return inputs.Request(
         name=name,
         root=root,
@@ -94,13 +94,13 @@ def foreign(
         include_paths=(SHADOW, *(os.path.realpath(i) for i in extra_include_paths or ())),
         cuda=cuda.choose(needed=True) if with_cuda else cuda.Choice(),
         verbose=verbose,
-        python=sysconfig.get_config_var("EXT_SUFFIX"),
+        python=EXTENSION_SUFFIXES[0],
     )
 
 
 def again(request: inputs.Request) -> inputs.Request:
     """The same library as its files and the environment are now."""
-    return dataclasses.replace(request) if request.python else own(request.root, request.name)
+    return request.but() if request.python else own(request.root, request.name)
 
 
 def key(request: inputs.Request) -> str:

@@ -2,7 +2,6 @@
 # ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import io
-import logging
 import os
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 import torch
 from test_calcops_jit import CALL, HERE, checkout  # noqa: F401
 
-from _calcops_jit import build, cuda, diagnosis, operators, progress, recipes
+from _calcops_jit import cuda, diagnosis, operators, progress, recipes
 from _calcops_jit.progress import Progress
 
 OPERATOR = """
@@ -121,6 +120,16 @@ def test_ninja_is_found_when_only_python_is_called(checkout):
         for tool in ("c++", "sh", "ld", "as", "sleep"):
             (path / tool).symlink_to(shutil.which(tool))
     assert checkout.answer(PATH=path, CXX="c++") == 1
+
+
+@pytest.mark.parametrize("words", ["env {}", "{} -m64", "env '{}' -DQUOTED='a b'"])
+def test_cxx_may_have_several_words(checkout, words):
+    words = words.format(checkout.compiler)
+    assert (checkout.answer(CXX=words), checkout.compiled()) == (1, 1)
+    assert (checkout.answer(CXX=words), checkout.compiled()) == (1, 0)
+    with open(checkout.compiler, "a") as script:
+        script.write("# a new release\n")
+    assert (checkout.answer(CXX=words), checkout.compiled()) == (1, 1)
 
 
 # ---- errors -----------------------------------------------------------------------------------------------------
@@ -346,13 +355,6 @@ def test_documentation_is_the_block_that_starts_with_the_operators_name(tmp_path
         "calcops::twice": "Twice its argument.\n\n    x  any shape",
         "calcops::other": "Another operator.",
     }
-
-
-def test_torchs_messages_are_kept_out_of_the_terminal_and_go_to_the_log(capfd):
-    with build._torch_messages() as messages:
-        logging.getLogger("torch.utils.cpp_extension").warning("No CUDA runtime")
-    assert messages == ["No CUDA runtime"]
-    assert capfd.readouterr() == ("", "")
 
 
 # ---- the real library -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_calcops_jit import checkout  # noqa: F401
 
-from _calcops_jit import cache, inputs
+from _calcops_jit import cache, inputs, reads
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,12 @@ def test_no_truncation_and_no_flipped_byte_is_ever_loaded(tmp_path, monkeypatch)
     monkeypatch.setenv("TMPDIR", "/nowhere")
     source = tmp_path / "a.cpp"
     source.touch()
-    request = inputs.Request("x", str(tmp_path), (str(source),), ())
+    request = inputs.Request(name="x", root=str(tmp_path), sources=(str(source),), cflags=())
     content = random.Random(0).randbytes(100_000)
     slot, _ = cache.writable_slot(request)
     with cache.staging(slot) as staging:
         Path(staging, "built").write_bytes(content)
-        closure = inputs.Recorder(request, []).closure({str(source), *request.tools})
+        closure = reads.Recorder(request, []).closure({str(source), *request.tools})
         library = Path(cache.publish(slot, staging, f"{staging}/built", request, {}, closure).path)
     assert cache.find(request)
     for size in range(0, len(content), 4096):

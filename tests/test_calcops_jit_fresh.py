@@ -1,7 +1,6 @@
 """Never stale, never spurious: what must rebuild and what must not, each seen by the compiler's own log."""
 # ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
-import dataclasses
 import os
 import shutil
 import tarfile
@@ -11,7 +10,7 @@ import pytest
 import torch
 from test_calcops_jit import CALL, Checkout, the_zygote
 
-from _calcops_jit import cuda, inputs
+from _calcops_jit import cuda, inputs, reads
 
 MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
 SOURCE = """
@@ -74,8 +73,7 @@ class Built(Checkout):
         preamble = (
             "import _calcops_jit.recipes as r\nown = r.own\n"
             "def with_archive(*a):\n"
-            "    import dataclasses\n"
-            f"    return dataclasses.replace(own(*a), ldflags=('{self.path}/archived/libarchived.a',))\n"
+            f"    return own(*a).but(ldflags=('{self.path}/archived/libarchived.a',))\n"
             "r.own = with_archive\n"
         )
         return super().start(preamble + script, **options)
@@ -278,7 +276,11 @@ def test_no_compiler_is_started_after_the_checkout_moved_or_is_reached_through_a
 # ---- CUDA, without an nvcc: what is in the key, and the toolkit's files ---------------------------------------------
 
 REQUEST = inputs.Request(
-    "x", "/r", ("/r/a.cu",), (), cuda=cuda.Choice(True, "", False, "/cuda", "13.0", "8.0", ("H200",))
+    name="x",
+    root="/r",
+    sources=("/r/a.cu",),
+    cflags=(),
+    cuda=cuda.Choice(True, "", False, "/cuda", "13.0", "8.0", ("H200",)),
 )
 
 
@@ -292,7 +294,7 @@ REQUEST = inputs.Request(
     ],
 )
 def test_another_gpu_set_architecture_or_toolkit_is_another_key(change):
-    other = dataclasses.replace(REQUEST, cuda=REQUEST.cuda._replace(**change))
+    other = REQUEST.but(cuda=REQUEST.cuda._replace(**change))
     assert other.slot != REQUEST.slot
 
 
@@ -301,10 +303,10 @@ def test_an_nvcc_or_a_header_of_cuda_that_was_swapped_behind_its_path_is_seen(tm
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("one")
         (tmp_path / name).chmod(0o755)
-    request = dataclasses.replace(REQUEST, cuda=REQUEST.cuda._replace(home=str(tmp_path)))
+    request = REQUEST.but(cuda=REQUEST.cuda._replace(home=str(tmp_path)))
     read = {*request.tools, str(tmp_path / "include/cuda.h")}
     for name in ("bin/nvcc", "include/cuda.h"):
-        closure = inputs.Recorder(request, []).closure(read)
+        closure = reads.Recorder(request, []).closure(read)
         closure.check(request)
         (tmp_path / name).write_text("two")
         with pytest.raises(inputs.Changed, match=f"{name} changed"):
@@ -313,7 +315,9 @@ def test_an_nvcc_or_a_header_of_cuda_that_was_swapped_behind_its_path_is_seen(tm
 
 def test_a_header_of_torch_is_in_the_closure(tmp_path):
     header = Path(torch.__file__).parent / "include/torch/library.h"
-    closure = inputs.Recorder(REQUEST, []).closure({str(header), *REQUEST.tools})
-    closure.files["@torch/include/torch"]["library.h"] = [None, "the digest of another release"]
+    closure = reads.Recorder(REQUEST, []).closure({str(header), *REQUEST.tools})
+    digest = inputs.file_digest(str(header))
+    closure.digests = closure.digests.replace(digest, "0" * len(digest))
+    closure.stamps = bytearray(len(closure.stamps))
     with pytest.raises(inputs.Changed, match="torch/library.h changed"):
         closure.check(REQUEST)
