@@ -54,8 +54,8 @@ for line in sys.stdin:
 
 
 class Zygote:
-    def __init__(self):
-        command = [sys.executable, "-c", _ZYGOTE]
+    def __init__(self, preamble: str = ""):
+        command = [sys.executable, "-c", f"{preamble}\n{_ZYGOTE}"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, **job) -> int:
