@@ -31,9 +31,8 @@ def compile_library(
     BuildError when that fails; inputs.Changed when a source was saved meanwhile; OutOfMemory when it is worth
     trying `alone`. Whichever it is, every unit that was compiled is kept: it is not compiled again."""
     ninja = find_ninja()
-    problem = diagnosis.missing_tools(request.name, inputs.compiler_words(), ninja)
-    if problem:
-        raise problem
+    for problem in diagnosis.foresee(request, ninja):
+        raise diagnosis.explain(f"cannot build {request.name}", problem, request)
     kept = {source: found for source in request.sources if (found := cache.find(request.unit(source)))}
     fresh = [source for source in request.sources if source not in kept]
     started = os.stat(staging).st_mtime_ns
@@ -46,8 +45,8 @@ def compile_library(
             log = f"{slot}/failed.log"
             with contextlib.suppress(OSError), open(log, "w") as file:
                 file.write(output)
-            failure = diagnosis.explain(request.name, output, log, os.path.dirname(slot))
-            if not alone and re.search(diagnosis.KILLED_FOR_MEMORY, output, re.MULTILINE):
+            failure = diagnosis.explain(f"cannot build {request.name}", output, request, log)
+            if not alone and diagnosis.KILLED in str(failure):
                 failure = OutOfMemory()
         read = reads.Reads(request, staging, ninja)
     closures = [found.manifest.closure for found in kept.values()]

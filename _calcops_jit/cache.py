@@ -45,9 +45,10 @@ def folders() -> list[str]:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         if os.path.isabs(base):  # without HOME and a passwd entry "~" stays what it is
             found.append(os.path.join(base, "calcops"))
-    private = os.path.join(tempfile.gettempdir(), f"calcops-{os.getuid()}")
-    if not os.path.lexists(private) or _is_private(private):
-        found.append(private)
+    with contextlib.suppress(FileNotFoundError):  # there is no temporary folder either
+        private = os.path.join(tempfile.gettempdir(), f"calcops-{os.getuid()}")
+        if not os.path.lexists(private) or _is_private(private):
+            found.append(private)
     return found
 
 
@@ -59,7 +60,12 @@ def shared_folders() -> list[str]:
 def _is_private(folder: str) -> bool:
     """Everybody may write to /tmp: a folder there is only trusted when nobody else can have put anything into it."""
     status = os.lstat(folder)
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return stat.S_ISDIR(status.st_mode) and _is_ours(status)
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    """Whether nobody else but root can have written what is there."""
+    return status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
 
 
 @dataclass(eq=False, repr=False)
@@ -96,12 +102,15 @@ class Generation(NamedTuple):
     fd: int
 
 
-def read_regular(path: str) -> tuple[int, bytes]:
+def read_regular(path: str, ours: bool = False) -> tuple[int, bytes]:
     """An open descriptor and the bytes of a regular file; OSError for everything else, and it never blocks."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
+        if ours and not _is_ours(status):
+            raise OSError(errno.EPERM, "somebody else may have written it", path)
         with os.fdopen(os.dup(fd), "rb") as file:
             return fd, file.read()
     except BaseException:
@@ -111,11 +120,12 @@ def read_regular(path: str) -> tuple[int, bytes]:
 
 def find(request: inputs.Request, reasons: list[str] | None = None) -> Generation | None:
     """The published library that fits the request and whose inputs are still what they were."""
-    for folder in [*folders(), *shared_folders()]:
+    own = folders()
+    for folder in [*own, *shared_folders()]:
         slot = slot_path(folder, request)
         for i, generation in enumerate(_generations(slot)):
             try:
-                found = _open(request, generation)
+                found = _open(request, generation, ours=folder in own)
             except (inputs.Changed, OSError, ValueError, KeyError, TypeError) as problem:
                 if reasons is not None:
                     reasons.append(str(problem))
@@ -152,13 +162,13 @@ def _difference(old, new) -> str:
     return f"{old} -> {new}"
 
 
-def _open(request: inputs.Request, generation: str) -> Generation:
-    fd, data = read_regular(f"{generation}/manifest")
+def _open(request: inputs.Request, generation: str, ours: bool) -> Generation:
+    fd, data = read_regular(f"{generation}/manifest", ours)
     os.close(fd)
     manifest = Manifest.parse(data)
     restamped = manifest.closure.check(request)
     path = f"{generation}/{request.file or request.name + '.so'}"
-    fd, library = read_regular(path)
+    fd, library = read_regular(path, ours)
     if len(library) != manifest.size or inputs.digest(library) != manifest.digest:
         os.close(fd)
         raise ValueError(f"{path} is damaged")
@@ -171,8 +181,11 @@ def _open(request: inputs.Request, generation: str) -> Generation:
 def _generations(slot: str) -> list[str]:
     """Newest first: mostly the one that fits."""
     try:
-        with os.scandir(slot) as entries:
-            found = [(e.stat().st_mtime_ns, e.path) for e in entries if "." not in e.name and e.is_dir()]
+        with os.scandir(slot) as scanned:
+            entries = list(scanned)
+        found = [(e.stat().st_mtime_ns, e.path) for e in entries if "." not in e.name and e.is_dir()]
+        if any(e.name.startswith("stage.") for e in entries):
+            sweep(slot)  # of a builder that was killed when all but this was done
     except OSError:
         return []
     return [path for _, path in sorted(found, reverse=True)]
@@ -192,6 +205,7 @@ def write_whole(path: str, data: bytes) -> None:
     beside = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
     try:
         with open(beside, "wb") as file:
+            os.fchmod(file.fileno(), 0o644)  # whatever the umask is: find() refuses what a group may write
             file.write(data)
         os.replace(beside, path)
     finally:
@@ -208,9 +222,10 @@ def writable_slot(request: inputs.Request) -> tuple[str, str]:
             for make, path in ((os.makedirs, os.path.dirname(folder)), (os.mkdir, folder), (os.mkdir, slot)):
                 with contextlib.suppress(FileExistsError):
                     make(path, 0o700)
-            descriptor, probe = tempfile.mkstemp(prefix="probe.", dir=slot)
-            os.close(descriptor)
-            os.unlink(probe)
+            with tempfile.NamedTemporaryFile(prefix="probe.", dir=slot) as probe:
+                os.posix_fallocate(probe.fileno(), 0, 4 << 20)  # a build of anything needs that
+                if not _is_ours(os.fstat(probe.fileno())):  # it would be refused by find()
+                    raise OSError(errno.EPERM, "files there belong to others")
         except OSError as error:
             problem = problem or f"{folder}: {error.strerror}"
             continue
@@ -290,10 +305,10 @@ def sweep(slot: str) -> list[str]:
 
 
 def _is_orphan(path: str) -> bool:
-    host, pid, start, _ = os.path.basename(path).removeprefix("stage.").rsplit(".", 3)
-    if host == socket.gethostname():
-        return _start_time(int(pid)) != start
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # a name that is none of ours
+        host, pid, start, _ = os.path.basename(path).removeprefix("stage.").rsplit(".", 3)
+        if host == socket.gethostname():
+            return _start_time(int(pid)) != start
         return time.time() - os.stat(path).st_mtime > _STALE_S
     return False
 
@@ -329,6 +344,7 @@ def publish(
     name = request.file or f"{request.name}.so"
     complete = f"{staging}/complete.{os.urandom(4).hex()}"
     os.mkdir(complete)
+    os.chmod(file, 0o755)
     os.rename(file, f"{complete}/{name}")
     fd, data = read_regular(f"{complete}/{name}")
     manifest = Manifest(request.facts, len(data), inputs.digest(data), about, closure)

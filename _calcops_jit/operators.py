@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import glob
 import re
+from collections.abc import Iterable
 
 import torch
+
+from .diagnosis import report
 
 _BLOCK = r"(?m)^[ \t]*/// (\w+::\w+)[ \t]*\n((?:[ \t]*///.*\n)*)"
 
@@ -45,6 +48,23 @@ def packet(name: str):
     return getattr(getattr(torch.ops, namespace), operator)
 
 
+def missing(what: str, there: Iterable[str]) -> AttributeError:
+    """There is no operator of this name: says which there are."""
+    there = f"there are: {', '.join(sorted(there)) or 'none'}"
+    return AttributeError(str(report(what, [there], "call one of these, or register it with TORCH_LIBRARY")))
+
+
+class _Namespace(torch._ops._OpNamespace):
+    """torch.ops.<a library's namespace>"""
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            there = [o.rpartition("::")[2] for o in registered() if o.startswith(f"{self.name}::")]
+            raise missing(str(error), there) from None
+
+
 def handles(
     described: dict[str, str], namespaces: tuple[str, ...] = ()
 ) -> dict[str, torch._ops.OpOverloadPacket]:
@@ -54,6 +74,7 @@ def handles(
         namespace, _, short = name.partition("::")
         if not short.startswith("_") and (not namespaces or namespace in namespaces):
             handle = packet(name)
+            getattr(torch.ops, namespace).__class__ = _Namespace
             handle.__doc__ = text
             found.setdefault(short, handle)
     return found

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from test_calcops_jit import CALL, Checkout, Zygote, checkout, in_cache, staging, wait_for  # noqa: F401
+from test_calcops_jit import BUILDING, CALL, Checkout, checkout, in_cache, staging, the_zygote, wait_for  # noqa: F401
 
 PROCESSES = 16
 LATER = 3
@@ -102,7 +102,7 @@ def test_one_round_of_killing_importers_with_the_real_compiler(checkout):
 @pytest.mark.long
 def test_500_rounds_of_killing_importers(tmp_path):
     # The importers have what torch's builds import as well, so they are killed in a build and not while importing.
-    zygote = Zygote("import torch.utils.cpp_extension, setuptools")
+    zygote = the_zygote(BUILDING)
     rounds(Checkout(zygote, tmp_path), 500, seconds=1, moment=2)
 
 
