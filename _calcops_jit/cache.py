@@ -140,7 +140,7 @@ def find(request: inputs.Request, reasons: list[str] | None = None) -> Generatio
 def other_facts(request: inputs.Request) -> list[str]:
     """What distinguishes the request from the one that was last built under its name."""
     manifests = []
-    for slot in (s for f in folders() if os.path.isdir(f) for s in slots(f)):
+    for slot in (s for f in folders() for s in slots(f)):
         if os.path.basename(slot).rpartition("-")[0] == request.name:
             for path in (f"{generation}/manifest" for generation in _generations(slot)[:1]):
                 with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
@@ -193,7 +193,9 @@ def _generations(slot: str) -> list[str]:
 
 def slots(folder: str) -> list[str]:
     """The slots in a cache folder: nothing else there is ours to remove."""
-    return [e.path for e in os.scandir(folder) if e.is_dir() and re.search("-[0-9a-f]{16}$", e.name)]
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return [e.path for e in entries if e.is_dir() and re.search("-[0-9a-f]{16}$", e.name)]
+    return []
 
 
 def slot_path(folder: str, request: inputs.Request) -> str:

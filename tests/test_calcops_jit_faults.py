@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -207,8 +208,10 @@ MET = {
 
 
 @pytest.fixture
-def faulty(tmp_path):
-    return Faulty(tmp_path)
+def faulty():
+    folder = tempfile.mkdtemp()  # a short name, so that no line of a message is cut
+    yield Faulty(Path(folder))
+    shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("fault", FORESEEN)
