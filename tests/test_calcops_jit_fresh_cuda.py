@@ -20,7 +20,7 @@ with open({log!r}, "a") as log:
 kept = [w for w in words if w.startswith(("-I", "-D", "-O", "-std")) and w != "-D"]
 system = [part for i, w in enumerate(words) if w == "-isystem" for part in ("-isystem", words[i + 1])]
 source, target = words[words.index("-c") + 1], words[words.index("-o") + 1]
-depend = words[words.index("--dependency-output") + 1]
+depend = words[words.index("-MF" if "-MF" in words else "--dependency-output") + 1]
 sys.exit(subprocess.call(["{compiler}", "-x", "c++", "-fPIC", "-MD", "-MF", depend, "-MT", target, *kept, *system,
                           "-c", source, "-o", target]))
 """
