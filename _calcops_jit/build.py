@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -236,11 +235,8 @@ def _write(path: str, text: str) -> str:
 
 
 def _for_this_compiler(cflags: tuple[str, ...]) -> list[str]:
-    asked = subprocess.run(
-        [*inputs.compiler_words(), "--version"], capture_output=True, text=True, check=False
-    )
     # torch passes -MMD, which leaves out every header found through -isystem; this makes the list complete.
-    if "clang" in asked.stdout:
+    if "clang" in diagnosis.answer(*inputs.compiler_words(), "--version"):
         return [*(flag for flag in cflags if flag != "-fno-gnu-unique"), "-MD"]
     return [*cflags, "-Wp,-M"]
 

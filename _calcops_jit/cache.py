@@ -47,7 +47,7 @@ def folders() -> list[str]:
             found.append(os.path.join(base, "calcops"))
     with contextlib.suppress(FileNotFoundError):  # there is no temporary folder either
         private = os.path.join(tempfile.gettempdir(), f"calcops-{os.getuid()}")
-        if not os.path.lexists(private) or _is_private(private):
+        if not os.path.lexists(private) or _is_ours(os.lstat(private)):  # everybody may write to /tmp
             found.append(private)
     return found
 
@@ -55,12 +55,6 @@ def folders() -> list[str]:
 def shared_folders() -> list[str]:
     """Read-only caches, such as an administrator's for all users; looked into after our own."""
     return [os.path.abspath(f) for f in os.environ.get("CALCOPS_CACHE_READONLY", "").split(":") if f]
-
-
-def _is_private(folder: str) -> bool:
-    """Everybody may write to /tmp: a folder there is only trusted when nobody else can have put anything into it."""
-    status = os.lstat(folder)
-    return stat.S_ISDIR(status.st_mode) and _is_ours(status)
 
 
 def _is_ours(status: os.stat_result) -> bool:

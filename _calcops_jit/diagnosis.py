@@ -131,14 +131,17 @@ def judge(output: str, request: inputs.Request) -> tuple[str, str, str] | None:
 
 
 def _words(request: inputs.Request) -> dict[str, str]:
-    sudo = "sudo " if os.getuid() else ""
-    words = {"install": "conda install -c conda-forge", "compiler": "gxx", "headers": "python"}
-    if shutil.which("dnf"):
-        words = {"install": f"{sudo}dnf install -y", "compiler": "gcc-c++", "headers": "python3-devel"}
-    if shutil.which("apt-get"):
-        headers = f"python3.{sys.version_info[1]}-dev"
-        words = {"install": f"{sudo}apt-get install -y", "compiler": "g++", "headers": headers}
-    return words | {
+    packages = {
+        "apt-get": ("install -y", "g++", f"python3.{sys.version_info[1]}-dev"),
+        "dnf": ("install -y", "gcc-c++", "python3-devel"),
+        "conda": ("install -c conda-forge", "gxx", "python"),
+    }
+    tool = next(filter(shutil.which, packages), "conda")
+    sudo = "sudo " if os.getuid() and tool != "conda" else ""
+    return {
+        "install": f"{sudo}{tool} {packages[tool][0]}",
+        "compiler": packages[tool][1],
+        "headers": packages[tool][2],
         "python": sys.executable,
         "standard": next((flag for flag in request.cflags if flag.startswith("-std=")), "-std="),
         "drop": "take out of extra_cflags:" if request.python else "unset CALCOPS_CFLAGS; it has",
@@ -194,9 +197,10 @@ def old_driver() -> str:
 
 def has_headers(request: inputs.Request) -> bool:
     """Whether the compiler finds Python.h."""
-    named = f"{os.environ.get('CPATH', '')}:{os.environ.get('CPLUS_INCLUDE_PATH', '')}".split(":")
-    folders = [sysconfig.get_path("include", "posix_prefix"), *filter(None, named), *request.include_paths]
-    return any(os.path.exists(f"{folder}/Python.h") for folder in folders)
+    named = [*os.environ.get("CPATH", "").split(":"), *request.include_paths]
+    return any(
+        os.path.exists(f"{f}/Python.h") for f in [sysconfig.get_path("include", "posix_prefix"), *named]
+    )
 
 
 def answer(*command: str) -> str:
