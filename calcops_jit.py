@@ -132,7 +132,7 @@ def _expose() -> None:
 def __getattr__(name: str):
     if _problem is not None and not name.startswith("_"):
         raise _problem
-    raise AttributeError(f"module 'calcops_jit' has no attribute {name!r}")
+    raise library.operators.missing(f"module 'calcops_jit' has no attribute {name!r}", __all__)
 
 
 def __dir__() -> list[str]:

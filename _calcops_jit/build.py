@@ -31,8 +31,8 @@ def compile_library(
     BuildError when that fails; inputs.Changed when a source was saved meanwhile; OutOfMemory when it is worth
     trying `alone`. Whichever it is, every unit that was compiled is kept: it is not compiled again."""
     ninja = find_ninja()
-    if problem := diagnosis.missing_tools(request.name, inputs.compiler_words(), ninja):
-        raise problem
+    for problem in diagnosis.foresee(request, ninja):
+        raise diagnosis.explain(f"cannot build {request.name}", problem, request)
     once = functools.cache(inputs.stamp_of)  # units have most of their headers in common
     looked_up = {source: cache.find(request.unit(source), stat=once) for source in request.sources}
     kept = [found for found in looked_up.values() if found]
@@ -46,8 +46,8 @@ def compile_library(
             log = f"{slot}/failed.log"
             with contextlib.suppress(OSError):
                 _write(log, str(error))
-            failure = diagnosis.explain(request.name, str(error), log, os.path.dirname(slot))
-            if not alone and re.search(diagnosis.KILLED_FOR_MEMORY, str(error), re.MULTILINE):
+            failure = diagnosis.explain(f"cannot build {request.name}", str(error), request, log)
+            if not alone and diagnosis.KILLED in str(failure):
                 failure = OutOfMemory()
     read = reads.Reads(request, staging, ninja)
     closures = [found.manifest.closure for found in kept]

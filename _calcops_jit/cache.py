@@ -46,7 +46,7 @@ def folders() -> list[str]:
             found.append(os.path.join(base, "calcops"))
     # tempfile.gettempdir would write a file to find out whether it can.
     private = os.path.join(os.path.abspath(os.environ.get("TMPDIR") or "/tmp"), f"calcops-{os.getuid()}")
-    if not os.path.lexists(private) or _is_private(private):
+    if not os.path.lexists(private) or _is_ours(os.lstat(private)):  # everybody may write to /tmp
         found.append(private)
     return found
 
@@ -56,10 +56,9 @@ def shared_folders() -> list[str]:
     return [os.path.abspath(f) for f in os.environ.get("CALCOPS_CACHE_READONLY", "").split(":") if f]
 
 
-def _is_private(folder: str) -> bool:
-    """Everybody may write to /tmp: a folder there is only trusted when nobody else can have put anything into it."""
-    status = os.lstat(folder)
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+def _is_ours(status: os.stat_result) -> bool:
+    """Whether nobody else but root can have written what is there."""
+    return status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
 
 
 class Manifest(SimpleNamespace):
@@ -98,17 +97,21 @@ class Generation(SimpleNamespace):
     fd: int
 
 
-def open_regular(path: str) -> int:
+def open_regular(path: str, ours: bool = False) -> int:
     """A descriptor of a regular file; OSError for everything else, and it never blocks."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", path)
+    if ours and not _is_ours(status):
+        os.close(fd)
+        raise OSError(errno.EPERM, "somebody else may have written it", path)
     return fd
 
 
-def read_manifest(generation: str) -> Manifest:
-    with open(open_regular(f"{generation}/manifest"), "rb") as file:
+def read_manifest(generation: str, ours: bool = False) -> Manifest:
+    with open(open_regular(f"{generation}/manifest", ours), "rb") as file:
         return Manifest.parse(file.read())
 
 
@@ -116,18 +119,18 @@ def find(
     request: inputs.Request, reasons: list[str] | None = None, stat: Callable[[str], bytes] = inputs.stamp_of
 ) -> Generation | None:
     """The published library that fits the request and whose inputs are still what they were."""
-    shared = shared_folders()
-    for folder in [*folders(), *shared]:
+    own = folders()
+    for folder in [*own, *shared_folders()]:
         for i, (used, path) in enumerate(_generations(slot_path(folder, request))):
             try:
-                manifest = read_manifest(path)
+                manifest = read_manifest(path, ours=folder in own)
                 fresher = manifest.closure.check(request, stat)
-                found = _verified(f"{path}/{request.output}", manifest)
+                found = _verified(f"{path}/{request.output}", manifest, ours=folder in own)
             except (inputs.Changed, OSError, ValueError, KeyError, TypeError) as problem:
                 if reasons is not None:
                     reasons.append(str(problem))
                 continue
-            if folder not in shared:
+            if folder in own:
                 with contextlib.suppress(OSError):
                     if fresher:
                         write_whole(f"{path}/manifest", manifest.dump())
@@ -137,8 +140,8 @@ def find(
     return None
 
 
-def _verified(path: str, manifest: Manifest) -> Generation:
-    fd = open_regular(path)
+def _verified(path: str, manifest: Manifest, ours: bool) -> Generation:
+    fd = open_regular(path, ours)
     if os.fstat(fd).st_size != manifest.size or inputs.file_digest(fd) != manifest.digest:
         os.close(fd)
         raise ValueError(f"{path} is damaged")
@@ -169,8 +172,11 @@ def _difference(old, new) -> str:
 def _generations(slot: str) -> list[tuple[float, str]]:
     """(when it was last used, folder); first the last, which mostly fits."""
     try:
-        with os.scandir(slot) as entries:
-            found = [(e.stat().st_mtime, e.path) for e in entries if "." not in e.name and e.is_dir()]
+        with os.scandir(slot) as scanned:
+            entries = list(scanned)
+        found = [(e.stat().st_mtime, e.path) for e in entries if "." not in e.name and e.is_dir()]
+        if any(e.name.startswith("stage.") for e in entries):
+            sweep(slot)  # of a builder that was killed when all but this was done
     except OSError:
         return []
     return sorted(found, reverse=True)
@@ -192,6 +198,7 @@ def write_whole(path: str, data: bytes) -> None:
     beside = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
     try:
         with open(beside, "wb") as file:
+            os.fchmod(file.fileno(), 0o644)  # whatever the umask is: find() refuses what a group may write
             file.write(data)
         os.replace(beside, path)
     finally:
@@ -207,7 +214,10 @@ def writable_slot(request: inputs.Request) -> tuple[str, str]:
         try:
             for path in (folder, slot):
                 os.makedirs(path, 0o700, exist_ok=True)
-            tempfile.TemporaryFile(dir=slot).close()
+            with tempfile.TemporaryFile(dir=slot) as probe:
+                os.posix_fallocate(probe.fileno(), 0, 4 << 20)  # a build of anything needs that
+                if not _is_ours(os.fstat(probe.fileno())):  # it would be refused by find()
+                    raise OSError(errno.EPERM, "files there belong to others")
         except OSError as error:
             problem = problem or f"{folder}: {error.strerror}"
             continue
@@ -287,10 +297,10 @@ def sweep(slot: str) -> list[str]:
 
 
 def _is_orphan(path: str) -> bool:
-    host, pid, start, _ = os.path.basename(path).removeprefix("stage.").rsplit(".", 3)
-    if host == socket.gethostname():
-        return _start_time(int(pid)) != start
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # a name that is none of ours
+        host, pid, start, _ = os.path.basename(path).removeprefix("stage.").rsplit(".", 3)
+        if host == socket.gethostname():
+            return _start_time(int(pid)) != start
         return time.time() - os.stat(path).st_mtime > _DAY_S
     return False
 
@@ -337,6 +347,7 @@ def publish(
     """Makes `file` a generation of the slot, by one rename; a damaged one of this name makes room."""
     complete = f"{staging}/complete.{os.urandom(4).hex()}"
     os.mkdir(complete)
+    os.chmod(file, 0o755)
     os.rename(file, f"{complete}/{request.output}")
     fd = open_regular(f"{complete}/{request.output}")
     manifest = Manifest(

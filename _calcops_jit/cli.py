@@ -66,7 +66,7 @@ def _why(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from . import doctor
 
-    findings = doctor.examine()
+    findings = list(doctor.examine())
     if options.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:

@@ -38,7 +38,7 @@ def choose(needed: bool = False) -> Choice:
     if switch == "0" and not needed:
         return Choice(reason="CALCOPS_CUDA=0 was set; unset CALCOPS_CUDA")
     if torch.version.cuda is None:
-        return Choice(reason="this PyTorch is a CPU build; pip install a CUDA build of torch", fatal=asked)
+        return Choice(reason="this PyTorch is a CPU build; pip install --force-reinstall torch", fatal=asked)
     arches = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
     arches = "" if arches == "native" else arches
     gpus = visible_gpus()

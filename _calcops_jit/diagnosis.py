@@ -1,70 +1,90 @@
-"""Why a build failed, in at most twelve lines: what failed, the first real error, what mends it, where the log is."""
+"""Why something failed, in at most twelve lines: the cause, the evidence, one command that mends it, the log.
+
+What can be known before a compiler is started is found by `foresee`, the rest in the tools' own words; both are judged
+by one table."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
+import os
 import re
 import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from . import cuda, inputs
 
 _MAX_LINES = 12
+_DRIVERS = {12: 525, 13: 580}  # CUDA's release notes: the oldest driver for any release of this major version
 
 # g++ and clang print file:line:column: error: ..., nvcc file(line): error: ... or error #20: ...
 _COMPILER_ERROR = (
     r"^(?P<at>[^\s:(][^:(\n]*(?::\d+(?::\d+)?|\(\d+\)))\s*: (?:fatal )?error\s*(?:#[\w-]+)?: .+$"
 )
 _IS_SHOWN_SOURCE = r" *\d* \| "  # as compilers do, with a caret, below their message
-KILLED_FOR_MEMORY = (
-    r"Killed signal|signal terminated program|Killed$|Cannot allocate memory|out of memory|memory exhausted"
-)
-# (pattern in the output, cause, remedy); the first that matches, so the narrower come first.
-CAUSES = [
-    (
-        r"No space left on device|Disk quota exceeded",
-        "the disk is full",
-        "df -h {cache}; set CALCOPS_CACHE to a folder with space",
-    ),
-    (
-        KILLED_FOR_MEMORY,
-        "the compiler was killed, most likely for lack of memory",
-        "MAX_JOBS=1 python -m calcops_jit build",
-    ),
-    (
-        r"Python\.h: No such file",
-        "Python's headers are missing",
-        "apt install python3-dev (or your system's python development package)",
-    ),
-    (
-        r"You need C\+\+(\d+) to compile PyTorch|#error .*C\+\+(?:17|20) or later",
-        "an older C++ standard was forced on PyTorch's headers",
-        "remove -std=... from the flags: torch chooses the standard itself",
-    ),
-    (
-        r"unsupported GNU version|#error -- unsupported .*version",
-        "the C++ compiler is too new for this nvcc",
-        "set CC and CXX to an older g++ (CC=g++-13 CXX=g++-13), or take the nvcc of torch's version: make cuda",
-    ),
-    (
-        r"Unknown CUDA arch|Unsupported gpu architecture|unsupported gpu architecture",
-        "this nvcc does not know the GPU architecture",
-        "set TORCH_CUDA_ARCH_LIST to one that it knows (such as 8.0), or take a newer nvcc: make cuda",
-    ),
-    (
-        r"cannot find -l(\S+)",
-        "a library to link with was not found",
-        "install it, or name its folder with extra_ldflags=['-L<folder>']",
-    ),
-    (r"Permission denied", "a file or folder may not be used", "set CALCOPS_CACHE to a folder of your own"),
-    (
-        r"unrecognized command[ -]line option|unknown argument|unrecognized option",
-        "the compiler does not know one of the flags",
-        "remove the flag, or set CXX to g++ 9 or newer",
-    ),
-    (
-        r"undefined reference to|undefined symbol",
-        "a function is declared but nowhere defined",
-        "add the source that defines it, or correct its signature",
-    ),
-]
+KILLED = "the compiler was killed"
+# A pattern, and cause -> command; the first that is found in the output counts, so the narrower come first.
+_CAUSES = r"""
+is not on PATH .*, but c\+\+ is
+    no C++ compiler -> unset CXX
+`\S+` is not on PATH
+    no C++ compiler -> {install} {compiler}
+^`.+ --version` fails
+    the C++ compiler does not run -> unset CXX
+^ninja is neither
+    no ninja -> {python} -m pip install ninja
+/cc\w+\.\w+: No space left on device
+    the disk of temporary files is full -> export TMPDIR=<a folder with space>
+No space left on device|Disk quota exceeded
+    the disk is full -> export CALCOPS_CACHE=<a folder with space>
+Killed signal|Killed$|Cannot allocate memory|out of memory|memory exhausted
+    the compiler was killed, most likely for lack of memory -> free -h; end what has it, or raise this container's limit
+Python\.h: No such file
+    Python's headers are missing -> {install} {headers}
+fatal error: (\S+): No such file
+    a header is missing -> find / -path '*/{0}' 2> /dev/null; the folder before {0} belongs in extra_include_paths
+cannot execute .cc1plus|cannot find .(?:as|ld)'
+    the C++ compiler is not complete -> {install} {compiler} binutils
+(?:command.line option|invalid value) .(?:-std=)?(?:c|gnu)\+\+
+    the C++ compiler is too old for this PyTorch -> conda install -c conda-forge gxx
+You need C\+\+\d+ to compile PyTorch|#error C\+\+\d+ or later
+    an older C++ standard was forced on PyTorch's headers -> {drop} {standard}
+gcc versions later than (\d+)
+    the C++ compiler is too new for this nvcc -> export CC=gcc-{0} CXX=g++-{0}
+nsupported gpu architecture.*; take (\S+)
+    this nvcc does not know the GPU architecture -> export TORCH_CUDA_ARCH_LIST={0}+PTX
+nsupported gpu architecture|Unknown CUDA arch
+    this nvcc does not know the GPU architecture -> export TORCH_CUDA_ARCH_LIST=8.0+PTX
+needs driver (\d+)
+    the NVIDIA driver is too old -> {install} nvidia-driver-{0}
+cannot find -l([^\s:]+)
+    a library to link with is missing -> find / -name 'lib{0}.*' 2> /dev/null; extra_ldflags=['-L...'] takes its folder
+no folder can be written
+    there is no place for the library -> export CALCOPS_CACHE=<a folder of your own>
+(/[^\s:']+): Permission denied|Permission denied: '(.+)'
+    a file may not be read -> chmod u+rX {0}{1}
+(?:unrecognized command.line option|unknown argument:?|unrecognized option) ['‘]([^'’]+)
+    the compiler does not know one of the flags -> {drop} {0}
+^(-D_GLIBCXX_USE_CXX11_ABI=\d) is not
+    the C++ ABI is not PyTorch's -> {drop} {0}
+undefined symbol: _Z\S*[A-Zb_]Ss
+    the C++ ABI is not PyTorch's -> conda install -c conda-forge gxx
+undefined (?:reference to [`']|symbol: )([^\s'(]+)
+    a function is declared but nowhere defined -> c++filt {0}; add its source, or its library in extra_ldflags
+version `(?:GLIBCXX|CXXABI)_\S+' not found
+    an older libstdc++ was loaded before -> export LD_PRELOAD=$(c++ -print-file-name=libstdc++.so.6)
+(\S+): cannot open shared object file
+    a library that it needs was not found -> export LD_LIBRARY_PATH=$(dirname $(find / -name '{0}' -print -quit))
+failed to map segment
+    neither its folder nor memory may be executed (noexec) -> export CALCOPS_CACHE=<a folder that is not noexec>
+"""
 
 
 class BuildError(RuntimeError):
@@ -82,44 +102,109 @@ def report(what: str, evidence: list[str], remedy: str, log: str = "") -> BuildE
     return BuildError("\n".join([what, *(f"  {line.rstrip()[:200]}" for line in evidence[:room]), *tail]))
 
 
-def explain(name: str, output: str, log: str, cache: str) -> BuildError:
-    """The BuildError for a compile or a link that failed with this output."""
-    error = re.search(_COMPILER_ERROR, output, re.MULTILINE)
-    for pattern, cause, remedy in CAUSES:
-        if match := re.search(pattern, output, re.MULTILINE):
-            evidence = (
-                [error[0]]
-                if error and error.start() <= match.start() <= error.end()
-                else [_line(output, match)]
-            )
-            return report(f"cannot build {name}: {cause}", evidence, remedy.format(cache=cache), log)
-    if error:
+def explain(what: str, output: str, request: inputs.Request, log: str = "") -> BuildError:
+    """The BuildError for `what`, which failed with this output."""
+    if known := judge(output, request):
+        cause, evidence, remedy = known
+        return report(f"{what}: {cause}", [evidence], remedy, log)
+    if error := re.search(_COMPILER_ERROR, output, re.MULTILINE):
         below = itertools.takewhile(
             lambda line: re.match(_IS_SHOWN_SOURCE, line), output[error.end() + 1 :].splitlines()
         )
         shown = [error[0], *list(below)[:4]]
-        return report(f"cannot build {name}: error at {error['at']}", shown, f"correct {error['at']}", log)
-    last = [line for line in output.splitlines() if line.strip() and not line.startswith("ninja:")][-6:]
-    return report(f"cannot build {name}", last or ["the output is above"], "read the log", log)
+        return report(f"{what}: error at {error['at']}", shown, f"correct {error['at']}", log)
+    noise = r"\s*$|ninja:|FAILED: |\[\d|Error building|.* -c "  # of ninja and torch, who print the commands
+    last = [line for line in output.splitlines() if not re.match(noise, line)][-6:]
+    return report(what, last, f"less {log}" if log else "python -m calcops_jit clean", log)
 
 
-def missing_tools(name: str, compiler: list[str], ninja: str | None) -> BuildError | None:
-    """What can be known before anything is started."""
-    if shutil.which(compiler[-1] if len(compiler) == 1 else compiler[0]) is None:
-        return report(
-            f"cannot build {name}: no C++ compiler",
-            [f"`{compiler[0]}` is not on PATH" + (" (CXX names it)" if compiler[0] != "c++" else "")],
-            "apt install g++ (dnf install gcc-c++, conda install gxx), or set CXX to your compiler",
-        )
-    if ninja is None:
-        return report(
-            f"cannot build {name}: no ninja",
-            ["ninja runs the compilers; it is neither on PATH nor beside this Python"],
-            "pip install ninja",
-        )
+def judge(output: str, request: inputs.Request) -> tuple[str, str, str] | None:
+    """(cause, the line that shows it, the command that mends it)"""
+    rows = iter(_CAUSES.strip().splitlines())
+    for pattern, judgement in zip(rows, rows):
+        if match := re.search(pattern, output, re.MULTILINE):
+            start = output.rfind("\n", 0, match.start()) + 1
+            line = output[start:].partition("\n")[0].strip()
+            cause, _, remedy = judgement.strip().partition(" -> ")
+            return cause, line, remedy.format(*match.groups(""), **_words(request))
     return None
 
 
-def _line(text: str, match: re.Match) -> str:
-    start = text.rfind("\n", 0, match.start()) + 1
-    return text[start:].partition("\n")[0]
+def _words(request: inputs.Request) -> dict[str, str]:
+    packages = {
+        "apt-get": ("install -y", "g++", f"python3.{sys.version_info[1]}-dev"),
+        "dnf": ("install -y", "gcc-c++", "python3-devel"),
+        "conda": ("install -c conda-forge", "gxx", "python"),
+    }
+    tool = next(filter(shutil.which, packages), "conda")
+    sudo = "sudo " if os.getuid() and tool != "conda" else ""
+    return {
+        "install": f"{sudo}{tool} {packages[tool][0]}",
+        "compiler": packages[tool][1],
+        "headers": packages[tool][2],
+        "python": sys.executable,
+        "standard": next((flag for flag in request.cflags if flag.startswith("-std=")), "-std="),
+        "drop": "take out of extra_cflags:" if request.python else "unset CALCOPS_CFLAGS; it has",
+    }
+
+
+def foresee(request: inputs.Request, ninja: str | None) -> Iterator[str]:
+    """What a build would fail with, found in milliseconds; for `explain`."""
+    compiler = inputs.compiler_words()
+    if shutil.which(compiler[-1] if len(compiler) == 1 else compiler[0]) is None:
+        other = " (CXX names it), but c++ is" if os.environ.get("CXX") and shutil.which("c++") else ""
+        yield f"`{compiler[0]}` is not on PATH{other}"
+    elif not answer(*compiler, "--version"):
+        yield f"`{' '.join(compiler)} --version` fails"
+    if ninja is None:
+        yield "ninja is neither on PATH nor beside this Python; it runs the compilers"
+    if (flag := f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch._C._GLIBCXX_USE_CXX11_ABI:d}") in request.cflags:
+        yield f"{flag} is not what this PyTorch was built with"
+    for source in request.sources if request.python and not has_headers(request) else ():
+        if "<torch/extension.h>" in Path(source).read_text(errors="replace"):
+            yield f"{source} includes torch/extension.h, which includes Python.h: No such file"
+    if request.cuda.build:
+        yield from _foresee_cuda(request)
+
+
+def _foresee_cuda(request: inputs.Request) -> Iterator[str]:
+    nvcc = f"{request.cuda.home}/bin/nvcc"
+    known = [int(number) / 10 for number in re.findall(r"compute_(\d+)", answer(nvcc, "--list-gpu-arch"))]
+    for arch in map(float, re.findall(r"\d+\.\d", cuda.arch_list(request.cuda))):
+        if known and arch not in known:
+            nearest = max((k for k in known if k < arch), default=min(known))
+            yield f"{nvcc}: unsupported gpu architecture {arch}, it has {min(known)} to {max(known)}; take {nearest}"
+    host = os.environ.get("CC") or "gcc"  # torch gives nvcc what CC names; by itself it takes gcc
+    have = re.search(r"__GNUC__ (\d+)", macros := answer(host, "-dM", "-E", "-x", "c++", os.devnull))
+    limit = re.search(r"__GNUC__ > (\d+)", answer("cat", f"{request.cuda.home}/include/crt/host_config.h"))
+    if limit and have and int(have[1]) > int(limit[1]) and "__clang__" not in macros:
+        yield f"{nvcc}: gcc versions later than {limit[1]} are not supported; {host} is {have[1]}"
+
+
+def old_driver() -> str:
+    """For `judge`; "" where the driver runs this PyTorch's CUDA, or there is none. Nothing is initialised."""
+    version, needed = ctypes.c_int(), int((torch.version.cuda or "0").partition(".")[0])
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    if version.value == 0 or version.value // 1000 >= needed:
+        return ""
+    driver, runs = (
+        _DRIVERS.get(needed, max(_DRIVERS.values())),
+        f"{version.value // 1000}.{version.value % 1000 // 10}",
+    )
+    return f"CUDA {torch.version.cuda} of PyTorch needs driver {driver} or newer; this one runs CUDA {runs}"
+
+
+def has_headers(request: inputs.Request) -> bool:
+    """Whether the compiler finds Python.h."""
+    named = [*os.environ.get("CPATH", "").split(":"), *request.include_paths]
+    return any(
+        os.path.exists(f"{f}/Python.h") for f in [sysconfig.get_path("include", "posix_prefix"), *named]
+    )
+
+
+def answer(*command: str) -> str:
+    """What it prints; "" where it fails."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return ""

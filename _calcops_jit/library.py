@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from . import cache, inputs, loading, operators
-from .diagnosis import BuildError, report
+from .diagnosis import BuildError, explain, old_driver, report
 
 _loaded: dict[str, loading.Library] = {}  # by name: a second library of a name takes the place of the first
 _one_at_a_time = threading.RLock()
@@ -73,11 +73,7 @@ def _build(request: inputs.Request, reasons: list[str]) -> loading.Library:
     try:
         slot, problem = cache.writable_slot(request)
     except OSError as error:
-        raise report(
-            f"cannot build {request.name}: no folder can be written",
-            [str(error)],
-            "set CALCOPS_CACHE to a folder that can be written",
-        ) from None
+        raise explain(f"cannot build {request.name}", f"no folder can be written: {error}", request) from None
     if problem:
         say(f"cannot write {problem}; using {slot} (set CALCOPS_CACHE to choose)")
 
@@ -88,21 +84,19 @@ def _build(request: inputs.Request, reasons: list[str]) -> loading.Library:
 
         return Progress(state)
 
-    with cache.locked(slot, waiting):
-        if found := cache.find(request, reasons):  # somebody built it meanwhile
-            return _load(request, found)
-        if request.cuda.gpus and not request.cuda.build:
-            say(
-                f"{request.cuda.gpus[0]} is here, but {request.cuda.reason.replace(';', ':')}; building for the CPU"
-            )
-        try:
+    try:
+        with cache.locked(slot, waiting):
+            if found := cache.find(request, reasons):  # somebody built it meanwhile
+                return _load(request, found)
+            if request.cuda.gpus and not request.cuda.build:
+                say(
+                    f"{request.cuda.gpus[0]} is here, but {request.cuda.reason.replace(';', ':')}; building for the CPU"
+                )
+            if request.cuda.build and (problem := old_driver()):
+                say(explain("what is built for CUDA cannot run here", problem, request))
             return _compile(request, slot, reasons)
-        except OSError as error:
-            raise report(
-                f"cannot build {request.name}: {error.strerror}",
-                [str(error)],
-                "set CALCOPS_CACHE to a folder with space that can be written",
-            ) from None
+    except OSError as error:
+        raise explain(f"cannot build {request.name}", str(error), request) from None
 
 
 def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.Library:

@@ -9,7 +9,7 @@ import re
 import torch
 
 from . import cache, inputs, operators
-from .diagnosis import report
+from .diagnosis import explain, report
 from .registration import Registration
 
 
@@ -35,7 +35,7 @@ class Library:
                 [f"{sorted(at_once)[0]} was registered without torch/library.h"],
                 "restart Python",
             )
-        registration = Registration(request.name, link_in(fd, request.name))
+        registration = Registration(request.name, link_in(fd, request))
         if refusal := registration.refusal(list(self._generations.values())):
             raise refusal
         return registration
@@ -53,7 +53,7 @@ class Library:
     def __getattr__(self, name: str):
         if name in self.__dict__.get("operators", ()):
             return self.operators[name]
-        raise AttributeError(f"{self!r} has no operator {name!r}")
+        raise operators.missing(f"no operator `{name}` in {self.path}", self.operators)
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *self.operators})
@@ -62,7 +62,7 @@ class Library:
         return f"<calcops_jit library {self.path}: {', '.join(self.operators) or 'no operators'}>"
 
 
-def link_in(fd: int, name: str) -> ctypes.CDLL:
+def link_in(fd: int, request: inputs.Request) -> ctypes.CDLL:
     """Loads the open file `fd`. The descriptor must stay open: the loader takes a path that it has seen for the
     library that it has, and a closed number would be used again."""
     try:
@@ -70,7 +70,7 @@ def link_in(fd: int, name: str) -> ctypes.CDLL:
     except OSError as error:
         message = str(error)
         if "failed to map segment" in message:  # the cache is mounted noexec
-            copy = os.memfd_create(name, os.MFD_CLOEXEC)
+            copy = os.memfd_create(request.name, os.MFD_CLOEXEC)
             with open(fd, "rb", closefd=False) as file:
                 file.seek(0)
                 os.write(copy, file.read())
@@ -79,14 +79,5 @@ def link_in(fd: int, name: str) -> ctypes.CDLL:
                 return ctypes.CDLL(f"/proc/self/fd/{fd}")
             except OSError as again:
                 message = str(again)
-        raise _explain(name, message) from None
-
-
-def _explain(name: str, message: str):
-    what = f"cannot load {name}.so"
-    detail = re.sub(r"^/proc/self/fd/\d+: ", "", message)
-    if "undefined symbol" in message:
-        return report(
-            what, [detail], f"add the source that defines it (c++filt {message.split()[-1]} shows its name)"
-        )
-    return report(what, [detail], "python -m calcops_jit clean")
+        message = re.sub(r"^/proc/self/fd/\d+: ", "", message)
+        raise explain(f"cannot load {request.name}.so", message, request) from None

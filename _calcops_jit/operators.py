@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import glob
 import re
+from collections.abc import Iterable
 
 import torch
+
+from .diagnosis import report
 
 _BLOCK = r"(?m)^[ \t]*/// (\w+::\w+)[ \t]*\n((?:[ \t]*///.*\n)*)"
 
@@ -43,6 +46,12 @@ def describe(schemas: dict[str, list[str]], root: str) -> dict[str, str]:
 def packet(name: str):
     namespace, _, operator = name.partition("::")
     return getattr(getattr(torch.ops, namespace), operator)
+
+
+def missing(what: str, there: Iterable[str]) -> AttributeError:
+    """There is no operator of this name: says which there are."""
+    there = f"there are: {', '.join(sorted(there)) or 'none'}"
+    return AttributeError(str(report(what, [there], "call one of these, or register it with TORCH_LIBRARY")))
 
 
 def handles(described: dict[str, str]) -> dict[str, torch._ops.OpOverloadPacket]:

@@ -17,6 +17,7 @@ import pytest
 HERE = Path(__file__).resolve().parent.parent
 CALL = "import calcops_jit, ctypes; print(ctypes.CDLL(calcops_jit.library_path()).answer())"
 
+BUILDING = "import torch.utils.cpp_extension, setuptools"  # what a build imports and a warm import does not
 # Reads jobs, forks a child for each, answers with its pid; "wait" answers with its exit status.
 _ZYGOTE = """
 import json, os, sys, traceback
@@ -54,8 +55,8 @@ for line in sys.stdin:
 
 
 class Zygote:
-    def __init__(self):
-        command = [sys.executable, "-c", _ZYGOTE]
+    def __init__(self, preamble: str = ""):
+        command = [sys.executable, "-c", f"{preamble}\n{_ZYGOTE}"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, **job) -> int:
@@ -147,9 +148,9 @@ class Checkout:
         return sorted(self.cache.glob("*/*/*.so"))
 
 
-@functools.cache  # one for all the modules that import the fixture; it ends with its standard input
-def the_zygote() -> Zygote:
-    return Zygote()
+@functools.cache  # one of a kind for all the modules that import the fixture; it ends with its standard input
+def the_zygote(preamble: str = "") -> Zygote:
+    return Zygote(preamble)
 
 
 @pytest.fixture

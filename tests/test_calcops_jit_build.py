@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_calcops_jit import CALL, HERE, checkout  # noqa: F401
 
-from _calcops_jit import cuda, diagnosis, operators, progress, recipes
+from _calcops_jit import cuda, operators, progress, recipes
 from _calcops_jit.progress import Progress
 
 OPERATOR = """
@@ -69,7 +69,7 @@ def test_an_operator_is_its_torch_ops_handle_with_its_header_as_documentation(ch
     )
     cold = checkout.run(script, CALCOPS_CUDA="0")
     assert cold.out == expected, cold.err
-    assert cold.err.endswith("AttributeError: module 'calcops_jit' has no attribute 'thrice'\n")
+    assert "AttributeError: module 'calcops_jit' has no attribute 'thrice'\n  there are: " in cold.err
     header.unlink()  # no unit includes it: the text comes from the manifest
     warm = checkout.run(script, CALCOPS_CUDA="0")
     assert warm.out == expected and "building" not in warm.err
@@ -160,14 +160,6 @@ def test_a_compile_error_names_file_line_and_remedy(checkout):
     assert lines[-1] == f"  fix: correct {source}:2:10"
 
 
-def test_a_missing_compiler_is_known_beforehand(checkout):
-    assert failure(checkout, CXX="no-such-g++") == [
-        "cannot build calcops: no C++ compiler",
-        "  `no-such-g++` is not on PATH (CXX names it)",
-        "  fix: apt install g++ (dnf install gcc-c++, conda install gxx), or set CXX to your compiler",
-    ]
-
-
 def test_an_undefined_function_is_found_before_the_library_is_kept(checkout):
     checkout.write(
         "ops/tiny/tiny.cpp",
@@ -176,9 +168,9 @@ def test_an_undefined_function_is_found_before_the_library_is_kept(checkout):
     )
     child = checkout.run("import calcops_jit")
     assert child.err.splitlines()[-3:] == [
-        "calcops_jit: cannot load calcops.so",
+        "calcops_jit: cannot load calcops.so: a function is declared but nowhere defined",
         "  undefined symbol: _Z11missing_onev",
-        "  fix: add the source that defines it (c++filt _Z11missing_onev shows its name)",
+        "  fix: c++filt _Z11missing_onev; add its source, or its library in extra_ldflags",
     ]
     assert checkout.libraries() == []
 
@@ -203,49 +195,6 @@ def test_load_works_although_the_own_operators_cannot_be_built(checkout, tmp_pat
     )
     assert (child.code, child.out) == (0, "6\n")
     assert "error: #error broken" in child.err
-
-
-# Output as the tools print it, and the line that must mend it.
-_FAULTS = {
-    "memory": (
-        "c++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated.",
-        "MAX_JOBS=1",
-    ),
-    "disk full": (
-        "/tmp/ccX.s: fatal error: error writing to /tmp/a.o: No space left on device",
-        "df -h /cache",
-    ),
-    "python headers": (
-        "a.h:1:10: fatal error: Python.h: No such file or directory",
-        "apt install python3-dev",
-    ),
-    "old standard": ("a.h:4:2: error: #error You need C++20 to compile PyTorch", "remove -std="),
-    "new compiler": (
-        "host_config.h(137): error: #error -- unsupported GNU version! gcc versions later than 15 are not supported!",
-        "CC=g++-13",
-    ),
-    "architecture": ("nvcc fatal   : Unsupported gpu architecture 'compute_120'", "TORCH_CUDA_ARCH_LIST"),
-    "library": ("/usr/bin/ld: cannot find -lmissing: No such file or directory", "extra_ldflags"),
-    "symbol": (
-        "a.o: undefined reference to `f()'\ncollect2: error: ld returned 1 exit status",
-        "add the source",
-    ),
-    "flag": ("c++: error: unrecognized command-line option '-fno-such'", "remove the flag"),
-    "unknown": ("something else went wrong", "read the log"),
-}
-
-
-@pytest.mark.parametrize("fault", _FAULTS)
-def test_the_tools_own_words_lead_to_a_remedy(fault):
-    output, remedy = _FAULTS[fault]
-    noise = "ninja: build stopped: subcommand failed.\n"
-    lines = str(
-        diagnosis.explain("x", f"FAILED: x.o\n{output}\n{noise * 30}", "/cache/log", "/cache")
-    ).splitlines()
-    assert len(lines) <= 12
-    assert output.splitlines()[0].strip() in "\n".join(lines)
-    assert remedy in lines[-2] and lines[-2].startswith("  fix: ")
-    assert lines[-1] == "  log: /cache/log"
 
 
 # ---- the choice for CUDA ----------------------------------------------------------------------------------------

@@ -1,0 +1,100 @@
+"""Never stale, never spurious, for CUDA: a stand-in for nvcc compiles .cu files as C++ and keeps a log."""
+# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
+
+import dataclasses
+import shutil
+import sys
+
+import pytest
+import torch
+from test_calcops_jit import BUILDING, CALL, Checkout, the_zygote
+from test_calcops_jit_fresh import REQUEST
+
+NVCC = """#!{python}
+import subprocess, sys
+words = [w for w in sys.argv[1:] if not w.startswith(("-gencode", "--expt", "-D__CUDA", "-arch"))]
+if "--list-gpu-arch" in words:
+    sys.exit(print("compute_80\\ncompute_90"))
+with open({log!r}, "a") as log:
+    print(*words, file=log)
+kept = [w for w in words if w.startswith(("-I", "-D", "-O", "-std")) and w != "-D"]
+system = [part for i, w in enumerate(words) if w == "-isystem" for part in ("-isystem", words[i + 1])]
+source, target = words[words.index("-c") + 1], words[words.index("-o") + 1]
+depend = words[words.index("-MF" if "-MF" in words else "--dependency-output") + 1]
+sys.exit(subprocess.call(["{compiler}", "-x", "c++", "-fPIC", "-MD", "-MF", depend, "-MT", target, *kept, *system,
+                          "-c", source, "-o", target]))
+"""
+SOURCE = """
+#include <value.h>
+extern "C" __attribute__((visibility("default"))) int answer() { return VALUE; }
+"""
+
+
+class CudaCheckout(Checkout):
+    def __init__(self, folder):
+        super().__init__(the_zygote(BUILDING), folder)
+        self.home = folder / "toolkit"
+        self.nvcc = self.home / "bin/nvcc"
+        self.value = self.home / "include/value.h"
+        for path, text in {
+            self.nvcc: NVCC.format(python=sys.executable, log=str(self.log), compiler=shutil.which("c++")),
+            self.value: "#define VALUE 1\n",
+            self.home / "include/cuda.h": f"#define CUDA_VERSION {torch.version.cuda.partition('.')[0]}000\n",
+        }.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        self.nvcc.chmod(0o755)
+        self.write("ops/tiny/tiny.cpp", "int host;\n")
+        self.write("ops/tiny/tiny.cu", SOURCE)
+        self.options = {"CALCOPS_CUDA": "1", "CUDA_HOME": self.home, "TORCH_CUDA_ARCH_LIST": "8.0"}
+
+    def start(self, script=CALL, **options):
+        return super().start(script, **{**self.options, **options})
+
+
+@pytest.fixture
+def built(tmp_path):
+    if torch.version.cuda is None:
+        pytest.skip("this PyTorch is a CPU build")
+    built = CudaCheckout(tmp_path)
+    assert (built.answer(), built.compiled()) == (1, 2)
+    return built
+
+
+CHANGES = {
+    "a .cu file": (lambda b: b.write("ops/tiny/tiny.cu", SOURCE.replace("VALUE;", "VALUE + 1;")), 2, 1),
+    "a header of CUDA": (lambda b: b.value.write_text("#define VALUE 3\n"), 3, 1),
+    "nvcc behind its path": (lambda b: b.nvcc.write_text(b.nvcc.read_text() + "# 13.9\n"), 1, 2),
+    "the architectures": (lambda b: {"TORCH_CUDA_ARCH_LIST": "8.0;9.0"}, 1, 2),
+    "NVCC_APPEND_FLAGS": (lambda b: {"NVCC_APPEND_FLAGS": "-lineinfo"}, 1, 2),
+    "NVCC_PREPEND_FLAGS": (lambda b: {"NVCC_PREPEND_FLAGS": "-lineinfo"}, 1, 2),
+    "the host compiler": (lambda b: {"CC": shutil.which("gcc")}, 1, 2),
+}
+NO_CHANGES = {
+    "nvcc touched": lambda b: b.nvcc.touch(),
+    "its header written anew": lambda b: b.value.write_text(b.value.read_text()),
+    "the toolkit moved": lambda b: {"CUDA_HOME": b.home.rename(b.home.with_name("moved"))},
+    "a new file of the toolkit": lambda b: (b.home / "include/lonely.h").touch(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_it_rebuilds_after_a_change_of(built, change):
+    do, answer, units = CHANGES[change]
+    done = do(built)
+    options = done if isinstance(done, dict) else {}
+    assert (built.answer(**options), built.compiled()) == (answer, units)
+    assert (built.answer(**options), built.compiled()) == (answer, 0)
+
+
+@pytest.mark.parametrize("change", NO_CHANGES)
+def test_no_compiler_is_started_after(built, change):
+    done = NO_CHANGES[change](built)
+    options = done if isinstance(done, dict) else {}
+    assert (built.answer(**options), built.log.exists()) == (1, False)
+
+
+@pytest.mark.parametrize("field", ["cflags", "cuda_cflags", "ldflags", "include_paths", "sources"])
+def test_each_list_of_flags_is_in_the_key(field):
+    other = dataclasses.replace(REQUEST, **{field: (*getattr(REQUEST, field), "-another")})
+    assert other.slot != REQUEST.slot
