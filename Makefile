@@ -50,7 +50,7 @@ format: .venv/.lint ## rewrite every file in the project's format
 	.venv/bin/clang-format -i $(sources)
 
 docs: .venv/.base ## write the README's operator table, the type stubs and the C++ header from the schemas
-	$(python) -m _calcops_jit.docs
+	PYTHONPATH=. $(python) tests/generate_docs.py
 
 bench: .venv/.bench ## the project's numbers on this machine
 	for file in tests/bench/bench_*.py; do $(python) $$file || exit 1; done
