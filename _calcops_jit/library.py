@@ -105,7 +105,7 @@ def _build(request: inputs.Request, reasons: list[str]) -> loading.Library:
 
 
 def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.Library:
-    from . import build
+    from . import build, usage
     from .progress import Progress, say
 
     title = f"building {request.name}"
@@ -127,6 +127,7 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
                     continue
                 live = _publish(request, slot, staging, built, closure)
             say(f"built {request.name} in {progress.seconds():.1f} s")
+            usage.prune(usage.bound())
             return live
     raise report(
         f"cannot build {request.name}",
