@@ -59,6 +59,7 @@ def write(folder: str, isa: str) -> None:
     for target, template in _TEXTS.items():
         with open(f"{_HERE}/{template}") as file:
             files[target] = re.sub("@(\\w+)@", lambda match: words[match[1]], file.read()).encode()
+    files["calcops_jit.pyi"] += b"\ndef library_path() -> str: ...\n"
     for name, content in files.items():
         os.makedirs(os.path.dirname(f"{folder}/{name}"), exist_ok=True)
         cache.write_whole(f"{folder}/{name}", content)

@@ -1,6 +1,7 @@
 """An exported folder: imports without a compiler, refuses what it does not fit, and serves C++ hosts."""
 # ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
+import ast
 import json
 import os
 import shutil
@@ -88,6 +89,8 @@ def test_its_operators_are_those_of_the_checkout(folder):
     names = "import calcops_jit as c; print(sorted(c.__all__), c.force.__doc__, c.library_path())"
     (there, (path,)) = (folder.run(names).out.rsplit(maxsplit=1)[0], folder.run(names).out.split()[-1:])
     assert path == f"{folder.path}/lib/libcalcops.so"
+    stub = ast.parse((folder.path / "calcops_jit.pyi").read_text())
+    assert str(sorted(n.name for n in stub.body if isinstance(n, ast.FunctionDef))) in there
     here = "import calcops_jit as c; n = [x for x in c.__all__ if hasattr(getattr(c, x), 'overloads')]\n"
     here += "print(sorted([*n, 'library_path']), c.force.__doc__)"
     result = subprocess.run(
