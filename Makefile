@@ -7,6 +7,7 @@ python = .venv/bin/python
 pip = $(python) -m pip install --disable-pip-version-check -q
 sources = $(wildcard _calcops_jit/shadow/torch/*.h ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu examples/*/*.h examples/*/*.cpp examples/*/*.cu)
 
+oldest = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 operator_tests = $(foreach folder,$(notdir $(wildcard ops/*)),$(wildcard tests/test_$(folder)*.py))
 # Without libstdc++ beside it the sanitizer does not find __cxa_throw.
 preload = LD_PRELOAD=$$(c++ -print-file-name=lib$(config).so):$$(c++ -print-file-name=libstdc++.so)
@@ -18,7 +19,7 @@ environment_avx2 = CALCOPS_CFLAGS=-march=x86-64-v3
 help: ## this list (the default)
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
-demo: .venv/.base ## build the operators and run examples/quickstart.py
+demo: .venv/.examples ## build the operators and run examples/quickstart.py
 	$(python) examples/quickstart.py
 
 test: .venv/.test ## every test but the long ones; config=asan|ubsan|x86-64|avx2: the operators' tests, built that way
@@ -26,6 +27,10 @@ test: .venv/.test ## every test but the long ones; config=asan|ubsan|x86-64|avx2
 
 test-long: .venv/.test ## the long products of tests
 	$(python) -m pytest -m long
+
+# An environment of its own, and every library compiled anew: some 5 GB and many minutes.
+test-oldest: .venv-oldest/.test ## the loader's and the operators' tests on the oldest PyTorch that is supported
+	.venv-oldest/bin/python -m pytest -m "not long" tests/test_calcops_jit*.py $(operator_tests)
 
 venv: .venv/.base ## create .venv from pyproject.toml; re-used until that file changes
 
@@ -50,7 +55,7 @@ format: .venv/.lint ## rewrite every file in the project's format
 	.venv/bin/clang-format -i $(sources)
 
 docs: .venv/.base ## write the README's operator table, the type stubs and the C++ header from the schemas
-	$(python) -m _calcops_jit.docs
+	PYTHONPATH=. $(python) tests/generate_docs.py
 
 bench: .venv/.bench ## the project's numbers on this machine
 	for file in tests/bench/bench_*.py; do $(python) $$file || exit 1; done
@@ -62,13 +67,13 @@ examples: .venv/.test ## run every example and check what it prints
 	$(python) -m pytest tests/test_examples*.py
 
 clean: ## delete .venv and what was built in this folder; the cache: python -m calcops_jit clean
-	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-oldest build *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Debian without python3-venv leaves half an environment behind, hence the rm.
-.venv/bin/pip:
+.venv/bin/pip .venv-oldest/bin/pip:
 	@for p in $(candidates); do \
-	  if $$p -c $(supported) 2>/dev/null; then set -x; $$p -m venv .venv && exit; rm -rf .venv; exit 1; fi; \
+	  if $$p -c $(supported) 2>/dev/null; then set -x; $$p -m venv $(@D:/bin=) && exit; rm -rf $(@D:/bin=); exit 1; fi; \
 	done; echo 'CalcOps needs Python 3.11 to 3.14: install one or name it, make $(or $(MAKECMDGOALS),venv) PYTHON=/path/to/python3'; exit 1
 
 .venv/.%: pyproject.toml | .venv/bin/pip
@@ -76,9 +81,13 @@ clean: ## delete .venv and what was built in this folder; the cache: python -m c
 	$(pip) -e '.$(if $(filter-out base,$*),[$*])'
 	@touch $@
 
+.venv-oldest/.test: pyproject.toml | .venv-oldest/bin/pip
+	.venv-oldest/bin/python -m pip install --disable-pip-version-check -q 'torch==$(oldest).*' -e '.[test]'
+	@touch $@
+
 # A yardstick of `make bench`; its own dependencies are not needed to call its C++ library.
 .venv/.bench: .venv/.test
 	$(pip) --no-deps deepmd-kit
 	@touch $@
 
-.PHONY: help demo test test-long venv build cuda lint format docs bench gpu-check examples clean
+.PHONY: help demo test test-long test-oldest venv build cuda lint format docs bench gpu-check examples clean

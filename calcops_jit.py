@@ -14,11 +14,14 @@ them. Each is the torch.ops handle itself, so autograd, torch.compile, torch.exp
 
     python -m calcops_jit build | where | clean                 # build now; show cache, library, key; empty the cache
     python -m calcops_jit why | doctor                          # name what changed since; judge the environment
+    python -m calcops_jit export DIR                            # the built operators for machines without a compiler
+    python -m calcops_jit cache list | prune | verify           # what is kept; it bounds itself
 
 Environment:
 
     CALCOPS_CACHE   folder of the built libraries; default $XDG_CACHE_HOME/calcops, else ~/.cache/calcops
     CALCOPS_CACHE_READONLY   more such folders, dir[:dir], that are only read
+    CALCOPS_CACHE_SIZE   what the first may hold, such as 500M; default 2G
     CALCOPS_CUDA    1 builds the CUDA operators (without a GPU and TORCH_CUDA_ARCH_LIST: for 8.0 and 9.0+PTX), 0 does
                     not; default: where nvcc is and a GPU is visible or TORCH_CUDA_ARCH_LIST is set
     CALCOPS_BUILD   0 imports without building (documentation, linters): operators that are not built yet raise
@@ -40,14 +43,13 @@ from typing import TYPE_CHECKING
 if sys.platform != "linux" or platform.machine() != "x86_64":
     raise ImportError(f"calcops_jit: expected Linux on x86-64, got {sys.platform} on {platform.machine()}")
 
-from _calcops_jit import library, recipes
+from _calcops_jit import __version__, library, recipes
 from _calcops_jit.diagnosis import BuildError
 from _calcops_jit.loading import Library
 
 if TYPE_CHECKING:
     from _calcops_jit.handles import *  # noqa: F403
 
-__version__ = "0.1.0"
 __all__ = ["BuildError", "Library", "__version__", "library_path", "load", "reload", "watch"]
 
 _own: Library | None = None

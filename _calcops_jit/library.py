@@ -100,7 +100,7 @@ def _build(request: inputs.Request, reasons: list[str]) -> loading.Library:
 
 
 def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.Library:
-    from . import build
+    from . import build, usage
     from .progress import Progress, say
 
     title = f"building {request.name}"
@@ -122,6 +122,7 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
                     continue
                 live = _publish(request, slot, staging, built, closure)
             say(f"built {request.name} in {progress.seconds():.1f} s")
+            usage.prune(usage.bound())
             return live
     raise report(
         f"cannot build {request.name}",

@@ -1,0 +1,168 @@
+"""What pip installs: an sdist and a wheel with the sources, which build where nothing but the cache can be written."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent.parent
+PARTS = ["LICENSE", "MANIFEST.in", "Makefile", "README.md", "CHANGELOG.md", ".clang-format", "pyproject.toml"]
+PARTS += ["calcops_jit.py", "_calcops_jit", "ops", "tests", "examples"]
+CALL = "import calcops_jit, ctypes; print(calcops_jit.__file__, ctypes.CDLL(calcops_jit.library_path()).answer())"
+
+pytest.importorskip("setuptools", minversion="77", reason="the build backend")
+pytest.importorskip("pip", reason="it installs")
+
+
+def copy(folder: Path) -> Path:
+    folder.mkdir()
+    for part in PARTS:
+        if (HERE / part).is_dir():
+            shutil.copytree(HERE / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        else:
+            shutil.copy(HERE / part, folder)
+    return folder
+
+
+def pip(*arguments, python: Path | str = sys.executable) -> None:
+    options = ["--disable-pip-version-check", "--no-input", "--python", python]
+    command = [sys.executable, "-m", "pip", *options, *arguments, "--no-deps", "--no-index"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def wheel_of(source: Path, folder: Path) -> Path:
+    pip("wheel", "--no-build-isolation", "-w", folder, source)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return wheel_of(copy(tmp_path_factory.mktemp("source") / "calcops"), tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """A fresh virtual environment whose Python also finds what the one here has, PyTorch above all."""
+    venv.create(tmp_path / "venv")
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "torch.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
+    return tmp_path / "venv/bin/python"
+
+
+def tiny(ops: Path, answer: int = 1) -> None:
+    """In the place of the operators one that compiles in a moment."""
+    shutil.rmtree(ops, ignore_errors=True)
+    (ops / "tiny").mkdir(parents=True)
+    (ops / "tiny/tiny.cpp").write_text(
+        f'extern "C" __attribute__((visibility("default"))) int answer() {{ return {answer}; }}\n'
+    )
+
+
+def answer(python: Path, folder: Path) -> list[str]:
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("CALCOPS_", "PYTHON"))}
+    variables |= {"CALCOPS_CACHE": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([python, "-c", CALL], cwd="/", env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_wheel_carries_the_sources_and_puts_nothing_else_beside_the_module(wheel):
+    names = contents(wheel).keys()
+    top = {re.sub(r"-[\d.]+\.dist-info$", ".dist-info", name.partition("/")[0]) for name in names}
+    assert top == {"calcops_jit.py", "_calcops_jit", "calcops_jit-stubs", "calcops.dist-info"}
+    sources = {
+        str(p.relative_to(HERE)) for p in (HERE / "ops").rglob("*") if p.suffix in (".h", ".cpp", ".cu")
+    }
+    assert {name for name in names if "/ops/" in name} == {f"_calcops_jit/{source}" for source in sources}
+    package = [p for p in (HERE / "_calcops_jit").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    expected = {str(path.relative_to(HERE)) for path in package if path.parent.name != "stubs"}
+    assert expected <= names
+    assert "_calcops_jit/py.typed" in expected
+
+
+def test_the_sdists_wheel_is_the_checkouts_and_it_has_the_tests(wheel, tmp_path):
+    source = copy(tmp_path / "calcops")
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", build, tmp_path], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
+    assert (unpacked / "tests/reference.py").exists() and (unpacked / "Makefile").exists()
+    assert contents(wheel_of(unpacked, tmp_path)) == contents(wheel)
+
+
+def test_the_installed_module_builds_from_any_folder_and_writes_only_into_the_cache(
+    wheel, environment, tmp_path
+):
+    pip("install", wheel, python=environment)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    tiny(site / "_calcops_jit/ops")
+    before = {path: path.stat().st_mtime_ns for path in site.rglob("*")}
+    for path in before:
+        path.chmod(path.stat().st_mode & ~0o222)
+    assert answer(environment, tmp_path) == [f"{site}/calcops_jit.py", "1"]
+    assert {path: path.stat().st_mtime_ns for path in site.rglob("*")} == before
+    for path in before:
+        path.chmod(path.stat().st_mode | 0o200)
+
+
+def test_an_editable_installation_follows_the_checkout(environment, tmp_path):
+    source = copy(tmp_path / "calcops")
+    pip("install", "--no-build-isolation", "-e", source, python=environment)
+    tiny(source / "ops")
+    assert answer(environment, tmp_path) == [f"{source}/calcops_jit.py", "1"]
+    tiny(source / "ops", 2)
+    assert answer(environment, tmp_path) == [f"{source}/calcops_jit.py", "2"]
+
+
+def test_type_checkers_know_the_handles_and_the_modules_own_functions(wheel, environment, tmp_path):
+    pytest.importorskip("mypy", reason="the type checker")
+    pip("install", wheel, python=environment)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "torch.pth").unlink()  # PyTorch's own annotations take a minute to read; a tensor's name will do
+    for name, text in {"__init__.pyi": "class Tensor: ...\n", "py.typed": ""}.items():
+        (site / "torch").mkdir(exist_ok=True)
+        (site / "torch" / name).write_text(text)
+    (tmp_path / "user.py").write_text(
+        "import calcops_jit\nreveal_type(calcops_jit.force)\nreveal_type(calcops_jit.load)\n"
+        "reveal_type(calcops_jit.__version__)\ncalcops_jit.force('list')\ncalcops_jit.no_operator\n"
+    )
+    options = ["--python-executable", environment, "--cache-dir", os.devnull, "--follow-imports", "silent"]
+    command = [sys.executable, "-m", "mypy", *options, "user.py"]
+    says = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    force = "(list_neigh: torch.Tensor, dE: torch.Tensor, Ri_d: torch.Tensor, nghost: int =) -> torch.Tensor"
+    assert re.search(rf'user.py:2: note: Revealed type is "def {re.escape(force)}"', says), says
+    assert re.search(r'user.py:3: note: .*name: .*str.*sources: .*-> _calcops_jit.loading.Library"', says), (
+        says
+    )
+    assert re.search(r'user.py:4: note: Revealed type is ".*str"', says), says
+    assert "user.py:5: error: Missing positional arguments" in says
+    assert 'user.py:6: error: Module has no attribute "no_operator"' in says
+
+
+def test_the_stub_names_everything_public(wheel):
+    """What dir(calcops_jit) shows besides the operators, the stub declares."""
+    stub = contents(wheel)["calcops_jit-stubs/__init__.pyi"].decode()
+    declared = {n.name for n in ast.parse(stub).body if isinstance(n, ast.FunctionDef)}
+    declared |= {a.asname for n in ast.parse(stub).body if isinstance(n, ast.ImportFrom) for a in n.names}
+    tree = ast.parse((HERE / "calcops_jit.py").read_text())
+    (public,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__")
+    assert set(ast.literal_eval(public)) <= declared
