@@ -274,8 +274,8 @@ def test_a_real_build_on_a_terminal_says_from_its_start_what_the_last_one_took(c
     left = [re.search(r" (\d+) s, (\d+) s left$", line.rstrip()) for _, _, line in second]
     left = [(int(match[1]), int(match[2])) for match in left if match]
     print(f"built in {took_first:.1f} s, then in {took_second:.1f} s; said (seconds, seconds left): {left}")
-    # two jobs: "one" and "three" beside "two", so 2.5 s at least
-    assert 3 <= sum(left[0]) <= took_first + 1.5
+    # two jobs: "one" and "three" beside "two", so 2.5 s at least; a busy machine may be slow before ninja starts
+    assert 3 <= sum(left[0]) and left[0][1] <= took_first + 1
     least = math.inf
     for _, seconds in left:
         assert seconds <= 2 * least
