@@ -11,6 +11,7 @@ them. Each is the torch.ops handle itself, so autograd, torch.compile, torch.exp
     mine.my_operator(x)                                         # or torch.ops.my_namespace.my_operator(x)
     calcops_jit.reload()                                        # rebuilds what was edited; every handle calls it
     calcops_jit.watch()                                         # the same on every save, until the result is called
+    %load_ext calcops_jit                                       # notebooks: %%operator compiles the cell below it
 
     python -m calcops_jit build | where | clean                 # build now; show cache, library, key; empty the cache
     python -m calcops_jit why | doctor                          # name what changed since; judge the environment
@@ -100,6 +101,13 @@ def watch(seconds: float = 0.3) -> Callable[[], None]:
     from _calcops_jit import watching
 
     return watching.start(seconds, reload)
+
+
+def load_ipython_extension(shell) -> None:
+    """%load_ext calcops_jit: see %%operator? in the notebook."""
+    from _calcops_jit import notebook
+
+    shell.register_magic_function(notebook.operator, "cell")
 
 
 def library_path() -> str:

@@ -92,6 +92,9 @@ class BuildError(RuntimeError):
 
     __module__ = "calcops_jit"
 
+    def _render_traceback_(self) -> list[str]:  # what a notebook shows
+        return [f"BuildError: {self}"]
+
 
 def report(what: str, evidence: list[str], remedy: str, log: str = "") -> BuildError:
     """The one form of every BuildError."""

@@ -78,11 +78,8 @@ def _build(request: inputs.Request, reasons: list[str]) -> loading.Library:
         say(f"cannot write {problem}; using {slot} (set CALCOPS_CACHE to choose)")
 
     def waiting(holder):
-        def state(_: float) -> str:
-            who, seconds = holder()
-            return f"waiting for {who}, which builds {request.name} ({seconds:.0f} s)"
-
-        return Progress(state)
+        text = f"{{}}, which builds {request.name} ({{:.0f}} s)"
+        return Progress("waiting for", lambda _: (text.format(*holder()), 0.0))
 
     try:
         with cache.locked(slot, waiting):
@@ -101,6 +98,7 @@ def _build(request: inputs.Request, reasons: list[str]) -> loading.Library:
 
 def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.Library:
     from . import build, usage
+    from .eta import Eta
     from .progress import Progress, say
 
     title = f"building {request.name}"
@@ -109,7 +107,8 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
     alone = False
     for _ in range(3):
         with cache.staging(slot) as staging:
-            with Progress(lambda seconds: f"{title} {build.done(staging)} {seconds:.0f} s") as progress:  # noqa: B023
+            eta = Eta(request, slot, staging)
+            with Progress(title, eta.state) as progress:
                 try:
                     built, closure = build.compile_library(request, slot, staging, alone)
                 except inputs.Changed:
@@ -121,7 +120,8 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
                     )
                     continue
                 live = _publish(request, slot, staging, built, closure)
-            say(f"built {request.name} in {progress.seconds():.1f} s")
+                eta.learn()
+                progress.outcome = f"built {request.name} in {progress.seconds():.1f} s"
             usage.prune(usage.bound())
             return live
     raise report(

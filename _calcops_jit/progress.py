@@ -1,7 +1,10 @@
-"""One line that tells what is being done: redrawn on a terminal and in a notebook, now and then in a log."""
+"""One line that tells what is being done: redrawn on a terminal and in a notebook, now and then said in a log."""
 
 from __future__ import annotations
 
+import contextlib
+import html
+import shutil
 import sys
 import threading
 import time
@@ -12,57 +15,63 @@ _LOG_S = 10.0
 
 
 class Progress:
-    """`with Progress(state):` prints what state(seconds) says, at once and from then on until the block is left.
+    """`with Progress(title, state) as progress:` shows the title and what state(seconds) says, at once and from then on
+    until the block is left; then `progress.outcome` takes their place, or nothing.
 
-    A state of "" prints nothing: a lock that is had at once needs no word about waiting."""
+    A state is a text and the part that is done, 0 to 1."""
 
-    def __init__(self, state: Callable[[float], str]):
-        self._state = state
-        self._stream = sys.stderr
-        self._redraws = self._stream is not None and (
-            self._stream.isatty() or type(self._stream).__module__.startswith("ipykernel")
-        )
-        self._width = 0
+    outcome = ""
+
+    def __init__(self, title: str, state: Callable[[float], tuple[str, float]]):
+        self._title, self._state = title, state
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="calcops progress", daemon=True)
 
     def __enter__(self) -> Progress:
         self.start = time.monotonic()
-        if self._stream is not None:
-            self._show(self._state(0.0))
-            self._thread.start()
+        self._terminal, self._output = False, None
+        with contextlib.suppress(OSError, ValueError):  # a closed stream must not fail a build
+            self._terminal = sys.stderr is not None and sys.stderr.isatty()
+            if type(sys.stderr).__module__.startswith("ipykernel"):
+                from IPython.display import display
+
+                self._output = display({"text/plain": ""}, raw=True, display_id=True)
+        self._tell()
+        self._thread.start()
         return self
 
     def __exit__(self, *exception) -> None:
         self._stop.set()
-        if self._stream is not None:
-            self._thread.join()
-            if self._redraws and self._width:
-                self._write("\r" + " " * self._width + "\r")
+        self._thread.join()
+        self._show(self.outcome, None)
 
     def seconds(self) -> float:
         return time.monotonic() - self.start
 
     def _run(self) -> None:
-        last = time.monotonic()
-        while not self._stop.wait(_REDRAW_S):
-            if self._redraws or not self._width or time.monotonic() - last >= _LOG_S:
-                last = time.monotonic()
-                self._show(self._state(self.seconds()))
+        while not self._stop.wait(_REDRAW_S if self._terminal or self._output else _LOG_S):
+            self._tell()
 
-    def _show(self, text: str) -> None:
-        if not text:
-            return
-        text = f"calcops_jit: {text}"
-        self._write("\r" + text.ljust(self._width) if self._redraws else text + "\n")
-        self._width = len(text)
+    def _tell(self) -> None:
+        text, part = self._state(self.seconds())
+        self._show(f"{self._title} {text}", part)
 
-    def _write(self, text: str) -> None:
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except (OSError, ValueError):  # a closed stream must not fail a build
-            self._stop.set()
+    def _show(self, text: str, part: float | None) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            if (
+                self._output
+            ):  # not a widget: that would need ipywidgets, and be lost when the notebook is read later
+                bar = f"<progress value='{part or 0:.3f}'></progress> {html.escape(text)}"
+                self._output.update(
+                    {"text/plain": text} | ({} if part is None else {"text/html": bar}), raw=True
+                )
+            elif self._terminal:
+                width = shutil.get_terminal_size().columns - 1
+                line = text and f"calcops_jit: {text}"[:width]
+                end = "" if part is not None else "\n" if text else "\r"
+                print("\r" + line.ljust(width), end=end, file=sys.stderr, flush=True)
+            elif text:
+                say(text)
 
 
 def say(text: str) -> None:

@@ -1,20 +1,17 @@
 """The loader's builds: operators as a user sees them, `load`, errors, the choice for CUDA, the real library."""
 # ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
-import io
 import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from test_calcops_jit import CALL, HERE, checkout  # noqa: F401
 
-from _calcops_jit import cuda, operators, progress, recipes
-from _calcops_jit.progress import Progress
+from _calcops_jit import cuda, operators, recipes
 
 OPERATOR = """
 #include <ATen/core/Tensor.h>
@@ -255,43 +252,6 @@ def test_a_wrong_switch_is_refused(monkeypatch):
     monkeypatch.setenv("CALCOPS_CUDA", "yes")
     with pytest.raises(ValueError, match="^calcops_jit: expected CALCOPS_CUDA 0 or 1, got 'yes'$"):
         cuda.choose()
-
-
-class Screen(io.StringIO):
-    def __init__(self, terminal: bool):
-        super().__init__()
-        self.isatty = lambda: terminal
-
-
-def test_progress_redraws_one_line_on_a_terminal_and_leaves_it_empty(monkeypatch):
-    screen = Screen(terminal=True)
-    monkeypatch.setattr(sys, "stderr", screen)
-    steps = iter(["[0/2]", "[1/2] long", "[2/2]"])
-    with Progress(lambda seconds: next(steps, "[2/2]")):
-        time.sleep(0.5)
-    line = ""
-    for piece in screen.getvalue().split("\r"):  # what a terminal shows: a return, then text over the old
-        line = piece + line[len(piece) :]
-    assert screen.getvalue().startswith("\rcalcops_jit: [0/2]") and "long" in screen.getvalue()
-    assert "\n" not in screen.getvalue() and line.strip() == ""
-
-
-def test_progress_in_a_log_is_lines_now_and_then(monkeypatch):
-    screen = Screen(terminal=False)
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(progress, "_LOG_S", 0.3)
-    with Progress(lambda seconds: f"at {seconds:.0f} s"):
-        time.sleep(1.0)
-    assert 2 <= screen.getvalue().count("calcops_jit: at ") == screen.getvalue().count("\n") <= 4
-
-
-def test_a_closed_or_missing_stream_does_not_fail_a_build(monkeypatch):
-    screen = Screen(terminal=True)
-    screen.close()
-    for stream in (screen, None):
-        monkeypatch.setattr(sys, "stderr", stream)
-        with Progress(lambda seconds: "x"):
-            time.sleep(0.3)
 
 
 # ---- the parts --------------------------------------------------------------------------------------------------
