@@ -1,7 +1,6 @@
 """Why something failed, in at most twelve lines: the cause, the evidence, one command that mends it, the log.
 
-What can be known before a compiler is started is found by `foresee`, the rest in the tools' own words; both are judged
-by one table."""
+`foresee` finds what can be known before a compiler is started, the rest are the tools' words; one table judges both."""
 
 from __future__ import annotations
 
@@ -108,8 +107,7 @@ def report(what: str, evidence: list[str], remedy: str, log: str = "") -> BuildE
 def explain(what: str, output: str, request: inputs.Request, log: str = "") -> BuildError:
     """The BuildError for `what`, which failed with this output."""
     if known := judge(output, request):
-        cause, evidence, remedy = known
-        return report(f"{what}: {cause}", [evidence], remedy, log)
+        return report(f"{what}: {known[0]}", [known[1]], known[2], log)
     if error := re.search(_COMPILER_ERROR, output, re.MULTILINE):
         below = itertools.takewhile(
             lambda line: re.match(_IS_SHOWN_SOURCE, line), output[error.end() + 1 :].splitlines()
