@@ -134,8 +134,9 @@ Tensor make_neighbor_index(const Tensor& list_neigh, const SymInt& nghost) {
   const Tensor named = list.ge(0).logical_and(list.lt(sizes.rows));
   const auto [names, order] = at::where(named, list, c10::Scalar(sizes.rows))
                                   .sort(/*stable=*/true, 1, /*descending=*/false);
-  const Tensor rows = at::arange(sizes.rows, names.options());
-  const Tensor ends = at::searchsorted(names, rows.expand_symint({sizes.frames, sizes.rows}),
+  const Tensor rows =
+      at::arange(sizes.rows, names.options()).expand_symint({sizes.frames, sizes.rows});
+  const Tensor ends = at::searchsorted(names, rows.contiguous(),
                                        /*out_int32=*/true, /*right=*/true);
   const Tensor named_slots = at::where(names.lt(sizes.rows), order, -1).to(at::kInt);
   return at::cat({ends, named_slots}, 1);
@@ -545,7 +546,10 @@ TORCH_LIBRARY_IMPL(calcops, CUDA, m) {
 #endif
 }
 TORCH_LIBRARY_IMPL(calcops, Autograd, m) { impl_transform<differentiable, differentiable>(m); }
-TORCH_LIBRARY_IMPL(calcops, FuncTorchBatched, m) { impl_transform<fold_vmap, fold_vmap>(m); }
+TORCH_LIBRARY_IMPL(calcops, FuncTorchBatched, m) {
+  impl_transform<fold_vmap, fold_vmap>(m);
+  m.impl("neighbor_index", TORCH_FN(neighbor_index));
+}
 
 }  // namespace
 }  // namespace calcops

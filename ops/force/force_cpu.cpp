@@ -73,7 +73,7 @@ struct Part {
 // sizes alone; together they take an eighth of the inputs at most.
 template <class Real>
 int64_t tasks_per_frame(int64_t natoms, int64_t rows, int64_t neighbors) {
-  constexpr int64_t kSlotsPerTask = 1 << 14, kMaxTasks = 8;
+  constexpr int64_t kSlotsPerTask = 1 << 12, kMaxTasks = 8;
   constexpr int64_t kSlotBytes = 19 * sizeof(Real), kRowBytes = 3 * sizeof(Row);
   const int64_t slots = natoms * neighbors;
   const int64_t fit = slots * kSlotBytes / 8 / (std::max<int64_t>(rows, 1) * kRowBytes);
