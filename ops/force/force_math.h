@@ -19,7 +19,8 @@
 #define CALCOPS_HD __host__ __device__
 #else
 #include <immintrin.h>
-#define CALCOPS_HD
+// Without AVX a function that returns a Row would have an ABI of its own.
+#define CALCOPS_HD __attribute__((always_inline))
 #pragma GCC diagnostic ignored "-Wpsabi"  // whatever takes or returns a vector is inlined
 #endif
 
@@ -67,12 +68,12 @@ CALCOPS_HD inline void store(double number, Real* out) {
 typedef double Row __attribute__((vector_size(32)));
 using Triple = Row;
 
-inline Row load_row(const double* x) {
+CALCOPS_HD inline Row load_row(const double* x) {
   Row row;
   std::memcpy(&row, x, sizeof(row));
   return row;
 }
-inline Row load_row(const float* x) {
+CALCOPS_HD inline Row load_row(const float* x) {
 #ifdef __AVX__  // GCC 12 would make two or four conversions of the general form
   return _mm256_cvtps_pd(_mm_loadu_ps(x));
 #else
@@ -81,7 +82,7 @@ inline Row load_row(const float* x) {
 }
 
 template <int kA, int kB, int kC, int kD>
-inline Row shuffle(const Row& x, const Row& y) {
+CALCOPS_HD inline Row shuffle(const Row& x, const Row& y) {
 #if __has_builtin(__builtin_shufflevector)
   return __builtin_shufflevector(x, y, kA, kB, kC, kD);
 #else  // GCC below 12
@@ -92,14 +93,14 @@ inline Row shuffle(const Row& x, const Row& y) {
 
 // Row c of a 4 x 3 matrix, without a step beyond its end.
 template <class Real>
-inline Triple matrix_row(const Real* m, int c) {
+CALCOPS_HD inline Triple matrix_row(const Real* m, int c) {
   if (c < 3) return load_row(m + 3 * c);
   const Row last = load_row(m + 8);
   return shuffle<1, 2, 3, 0>(last, last);
 }
 
 template <class Real>
-inline std::array<Row, 3> matrix_columns(const Real* m) {
+CALCOPS_HD inline std::array<Row, 3> matrix_columns(const Real* m) {
   const Row x = load_row(m), y = load_row(m + 4), z = load_row(m + 8);
   return {shuffle<0, 1, 2, 5>(shuffle<0, 3, 6, 6>(x, y), z),
           shuffle<0, 1, 2, 6>(shuffle<1, 4, 7, 7>(x, y), z),
@@ -107,7 +108,7 @@ inline std::array<Row, 3> matrix_columns(const Real* m) {
 }
 
 template <int kCount, class Real>
-inline void store(const Row& row, Real* out) {
+CALCOPS_HD inline void store(const Row& row, Real* out) {
   const Real numbers[4] = {Real(row[0]), Real(row[1]), Real(row[2]), Real(row[3])};
   std::memcpy(out, numbers, kCount * sizeof(Real));
 }
