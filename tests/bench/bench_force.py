@@ -2,19 +2,18 @@
 
     python tests/bench/bench_force.py          (make bench)
 
-Prints the table of the README and draws force_roofline.png and force_growth.png into tests/bench/results/. Times are
-the least of many runs, interleaved; whatever is compared comes from one run. `read` reads the list once and what live
-slots hold once, `read + write` also writes the gradients: into new memory, as an operator must (yardsticks.cpp). The
-peer is optional: `pip install --no-deps deepmd-kit` (LGPL) ships libdeepmd.so, called through ctypes.
+Prints the README's table (--readme writes it there) and draws force_roofline.png and force_growth.png into
+tests/bench/results/. Times are the least of many runs, interleaved; whatever is compared comes from one run. `read`
+reads the list once and what live slots hold once, `read + write` also writes the gradients: into new memory, as an
+operator must (yardsticks.cpp). The peer is optional: `pip install --no-deps deepmd-kit` (LGPL) ships libdeepmd.so.
 
-What was tried in the kernel and lost (ns a pair in cache, one thread, GCC 12, AVX-512; the kernel: 4.1 float64, 4.5
-float32 forward; 4.4 and 10 float64 for the backward of dE and of all three):
-    plain loops over g[a] and R4[b]                          7.2 float64, 10.0 float32; backward of all 12.7 and 19.3
-    __builtin_convertvector of four floats (GCC splits it)   10.2 float32
-    four rows of three sums an atom instead of three of four 3.9, but a third more memory: slower from 10^4 atoms
-    prefetching by hand, 16 or 32 slots ahead                nothing in cache, up to 1.5 times slower beyond it
-    gathering columns element by element in the backward     7.5 float32; backward of all 16.6
-    a buffer of calloc a task, mapped anew in every call     1.3 times the reading where one kept block is 1.0 to 1.2
+What was tried in the kernel and lost, as time over the kernel's (GCC 12, AVX-512, one thread, data in the L2 cache):
+    plain loops over g[a] and R4[b]                             1.4 float64, 1.9 float32; backward of all 0.9 and 1.3
+    __builtin_convertvector of four floats (GCC splits it)      2.5 float32
+    columns of a 4 x 3 matrix gathered one number at a time     backward of all 1.2 float64, 1.3 float32
+    an atom's sums as four rows of three, padded to four        1.0, 1.1 at 10^4 atoms: a third more memory
+    prefetching by hand, 16 or 32 slots ahead                   1.0, at 10^4 atoms 0.9 to 1.5
+    a buffer of calloc a task, mapped anew in every call        1.2 at 10^4 atoms
 """
 
 import argparse
@@ -357,6 +356,7 @@ def machine():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=6, help="for the kernels of each row")
+    parser.add_argument("--readme", action="store_true", help="put the table into README.md")
     parser.add_argument("--atoms", type=int, help="instead of those of the table, to try it out")
     options = parser.parse_args()
     deepmd = DeepMD() if importlib.util.find_spec("deepmd") else None
@@ -378,6 +378,11 @@ def main():
                 found = measure(options.atoms or natoms, neighbors, empty, dtype, deepmd, options.seconds)
                 print(*map(as_markdown, found), sep="\n", flush=True)
                 rows += found
+    if options.readme:
+        readme = HERE.parents[1] / "README.md"
+        before, _, rest = readme.read_text().partition("<!-- results -->")
+        table = "\n".join((f"{machine()}\n", TABLE, *map(as_markdown, rows)))
+        readme.write_text(f"{before}<!-- results -->\n{table}\n<!-- /{rest.partition('<!-- /')[2]}")
     print()
     print_targets(rows)
     overhead(min(options.seconds, 2))
