@@ -381,7 +381,8 @@ def main():
     if options.readme:
         readme = HERE.parents[1] / "README.md"
         before, _, rest = readme.read_text().partition("<!-- results -->")
-        table = "\n".join((f"{machine()}\n", TABLE, *map(as_markdown, rows)))
+        pictures = [f"![{x}](tests/bench/results/force_{x}.png)" for x in ("roofline", "growth")]
+        table = "\n".join((f"{machine()}\n", TABLE, *map(as_markdown, rows), "", *pictures))
         readme.write_text(f"{before}<!-- results -->\n{table}\n<!-- /{rest.partition('<!-- /')[2]}")
     print()
     print_targets(rows)
