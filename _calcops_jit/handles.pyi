@@ -43,6 +43,7 @@ def force(
     dE: Tensor,
     Ri_d: Tensor,
     nghost: int = 0,
+    neighbor_index: Tensor | None = None,
 ) -> Tensor:
     """Force on every atom from a neighbour list, dE/dRi and dRi/dr.
 
@@ -54,6 +55,10 @@ def force(
     Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; dRi/dr_i, the derivative for the centre atom,
                 1/length.
     nghost      number of ghost atoms, >= 0.
+    neighbor_index  what calcops::neighbor_index(list_neigh, nghost) returned, or None. Saves CUDA
+                the work of finding out who names whom; the CPU has no use for it. Results are the
+                same bit for bit. One of another shape is an error. One of another list gives wrong
+                forces on CUDA; with CALCOPS_CHECK=1 it is an error on either device.
 
     Returns [B, n + nghost, 3], energy/length: F_j = +sum g over the slots that name j and
     F_i = -sum g over i's own slots, with g = sum_c dE[c] Ri_d[c, :]. Rows of ghosts are to be added
@@ -72,10 +77,11 @@ def force_virial(
     Ri_d: Tensor,
     Rij: Tensor,
     nghost: int = 0,
+    neighbor_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Force, virial and per-atom virial from a neighbour list, dE/dRi, dRi/dr and pair vectors.
 
-    list_neigh, dE, Ri_d, nghost: as for calcops::force.
+    list_neigh, dE, Ri_d, nghost, neighbor_index: as for calcops::force.
     Rij         [B, n, K, 3]; r_j - r_i, length; dtype of dE.
 
     Returns (force [B, n + nghost, 3], virial [B, 3, 3], atom_virial [B, n + nghost, 3, 3]):
@@ -84,6 +90,20 @@ def force_virial(
 
     Differentiable to any order in dE, Ri_d and Rij through all three outputs, in reverse and in
     forward mode. Empty slots, wrong entries and determinism: as for calcops::force.
+    """
+
+def neighbor_index(
+    list_neigh: Tensor,
+    nghost: int = 0,
+) -> Tensor:
+    """Which slots name each atom: what force and force_virial can reuse for as long as a list lives.
+
+    list_neigh  [B, n, K] or [B, n, T, M] with K = T*M, nK < 2^31; as for calcops::force.
+    nghost      number of ghost atoms, >= 0.
+
+    Returns int32 [B, n + nghost + nK]: first, for each atom j, where its part of what follows ends;
+    then the slots i*K + s that name atom 0, those that name atom 1 and so on, each in rising order,
+    and -1 for every slot that names none.
     """
 
 def warp_perspective(

@@ -68,6 +68,10 @@ namespace calcops {
 /// Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; dRi/dr_i, the derivative for the centre atom,
 ///             1/length.
 /// nghost      number of ghost atoms, >= 0.
+/// neighbor_index  what calcops::neighbor_index(list_neigh, nghost) returned, or None. Saves CUDA
+///             the work of finding out who names whom; the CPU has no use for it. Results are the
+///             same bit for bit. One of another shape is an error. One of another list gives wrong
+///             forces on CUDA; with CALCOPS_CHECK=1 it is an error on either device.
 ///
 /// Returns [B, n + nghost, 3], energy/length: F_j = +sum g over the slots that name j and
 /// F_i = -sum g over i's own slots, with g = sum_c dE[c] Ri_d[c, :]. Rows of ghosts are to be added
@@ -82,19 +86,20 @@ inline at::Tensor force(
     const at::Tensor& list_neigh,
     const at::Tensor& dE,
     const at::Tensor& Ri_d,
-    c10::SymInt nghost = 0) {
+    c10::SymInt nghost = 0,
+    const std::optional<at::Tensor>& neighbor_index = std::nullopt) {
   static const auto op = c10::Dispatcher::singleton()
       .findSchemaOrThrow("calcops::force", "")
       .typed<at::Tensor(
-          const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt)>();
-  return op.call(list_neigh, dE, Ri_d, nghost);
+          const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt, const std::optional<at::Tensor>&)>();
+  return op.call(list_neigh, dE, Ri_d, nghost, neighbor_index);
 }
 }  // namespace calcops
 
 namespace calcops {
 /// Force, virial and per-atom virial from a neighbour list, dE/dRi, dRi/dr and pair vectors.
 ///
-/// list_neigh, dE, Ri_d, nghost: as for calcops::force.
+/// list_neigh, dE, Ri_d, nghost, neighbor_index: as for calcops::force.
 /// Rij         [B, n, K, 3]; r_j - r_i, length; dtype of dE.
 ///
 /// Returns (force [B, n + nghost, 3], virial [B, 3, 3], atom_virial [B, n + nghost, 3, 3]):
@@ -108,12 +113,33 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> force_virial(
     const at::Tensor& dE,
     const at::Tensor& Ri_d,
     const at::Tensor& Rij,
-    c10::SymInt nghost = 0) {
+    c10::SymInt nghost = 0,
+    const std::optional<at::Tensor>& neighbor_index = std::nullopt) {
   static const auto op = c10::Dispatcher::singleton()
       .findSchemaOrThrow("calcops::force_virial", "")
       .typed<std::tuple<at::Tensor, at::Tensor, at::Tensor>(
-          const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt)>();
-  return op.call(list_neigh, dE, Ri_d, Rij, nghost);
+          const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt, const std::optional<at::Tensor>&)>();
+  return op.call(list_neigh, dE, Ri_d, Rij, nghost, neighbor_index);
+}
+}  // namespace calcops
+
+namespace calcops {
+/// Which slots name each atom: what force and force_virial can reuse for as long as a list lives.
+///
+/// list_neigh  [B, n, K] or [B, n, T, M] with K = T*M, nK < 2^31; as for calcops::force.
+/// nghost      number of ghost atoms, >= 0.
+///
+/// Returns int32 [B, n + nghost + nK]: first, for each atom j, where its part of what follows ends;
+/// then the slots i*K + s that name atom 0, those that name atom 1 and so on, each in rising order,
+/// and -1 for every slot that names none.
+inline at::Tensor neighbor_index(
+    const at::Tensor& list_neigh,
+    c10::SymInt nghost = 0) {
+  static const auto op = c10::Dispatcher::singleton()
+      .findSchemaOrThrow("calcops::neighbor_index", "")
+      .typed<at::Tensor(
+          const at::Tensor&, c10::SymInt)>();
+  return op.call(list_neigh, nghost);
 }
 }  // namespace calcops
 

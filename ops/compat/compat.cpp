@@ -79,13 +79,13 @@ std::vector<Tensor> calculate_force(const Tensor& list_neigh, const Tensor& dE, 
 /// CalcOps_cuda and CalcOps_cpu hold the same operator.
 std::vector<Tensor> calculate_virial(const Tensor& list_neigh, const Tensor& dE, const Tensor& Rij,
                                      const Tensor& Ri_d, const OptTensor& nghost) {
-  using Signature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
-                                                       const Tensor&, c10::SymInt);
+  using Signature = std::tuple<Tensor, Tensor, Tensor>(
+      const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt, const OptTensor&);
   static const auto force_virial = c10::Dispatcher::singleton()
                                        .findSchemaOrThrow("calcops::force_virial", "")
                                        .typed<Signature>();
   const auto [force, virial, atom_virial] =
-      force_virial.call(list_neigh, dE, Ri_d, Rij, read_nghost(kCalculateVirial, nghost));
+      force_virial.call(list_neigh, dE, Ri_d, Rij, read_nghost(kCalculateVirial, nghost), {});
   return {virial.flatten(1), atom_virial.flatten(2)};
 }
 

@@ -2,11 +2,17 @@
 #include "force/force.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/where.h>
 #include <torch/library.h>
 
 #include <array>
 #include <cstdlib>
+#include <cstring>
 #include <optional>
 #include <tuple>
 
@@ -32,6 +38,7 @@ using Three = std::tuple<Tensor, Tensor, Tensor>;
 constexpr const char* kForce = "calcops::force";
 constexpr const char* kNeighborForce = "calcops::_neighbor_force";
 constexpr const char* kForceVirial = "calcops::force_virial";
+constexpr const char* kNeighborIndex = "calcops::neighbor_index";
 constexpr const char* kBackward = "calcops::_force_virial_backward";
 
 // ---- checks, the same for every device ----------------------------------------------------------
@@ -40,16 +47,22 @@ struct Sizes {
   SymInt frames, natoms, rows, neighbors;  // B, n, n + nghost, K
 };
 
-Sizes check_inputs(const char* op, const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d,
-                   const Tensor& Rij, const SymInt& nghost) {
-  const Arg list{op, "list_neigh", list_neigh}, energy{op, "dE", dE};
-  expect_dtype(list, {at::kInt, at::kLong}, "int32 or int64");
+Sizes check_list(const char* op, const Tensor& list_neigh, const SymInt& nghost) {
+  expect_dtype({op, "list_neigh", list_neigh}, {at::kInt, at::kLong}, "int32 or int64");
   expect(op, "list_neigh", list_neigh.dim() == 3 || list_neigh.dim() == 4, list_neigh.sym_sizes(),
          "of shape [B, n, K] or [B, n, T, M]");
   expect(op, "nghost", nghost.sym_ge(0), nghost, ">= 0");
   const SymInt B = list_neigh.sym_size(0), n = list_neigh.sym_size(1);
   const SymInt K = list_neigh.dim() == 3 ? list_neigh.sym_size(2)
                                          : list_neigh.sym_size(2) * list_neigh.sym_size(3);
+  return {B, n, n + nghost, K};
+}
+
+Sizes check_inputs(const char* op, const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d,
+                   const Tensor& Rij, const SymInt& nghost, const Tensor& neighbor_index) {
+  const Arg list{op, "list_neigh", list_neigh}, energy{op, "dE", dE};
+  const Sizes sizes = check_list(op, list_neigh, nghost);
+  const SymInt &B = sizes.frames, &n = sizes.natoms, &K = sizes.neighbors;
 
   expect_dtype(energy, {at::kFloat, at::kDouble}, "float32 or float64");
   expect_device(energy, list);
@@ -72,7 +85,17 @@ Sizes check_inputs(const char* op, const Tensor& list_neigh, const Tensor& dE, c
     expect(op, "Rij", same_shape(Rij.sym_sizes(), {B, n, K, 3}), Rij.sym_sizes(),
            "of shape [B, n, K, 3], [B, n, K] = ", c10::SymIntArrayRef{B, n, K});
   }
-  return {B, n, n + nghost, K};
+  if (neighbor_index.defined()) {
+    const Arg index{op, "neighbor_index", neighbor_index};
+    expect_dtype(index, {at::kInt}, "int32");
+    expect_device(index, list);
+    expect(op, "neighbor_index", same_shape(neighbor_index.sym_sizes(), {B, sizes.rows + n * K}),
+           neighbor_index.sym_sizes(),
+           "of shape [B, n + nghost + n*K] from neighbor_index(list_neigh, nghost), [B, n, K, "
+           "nghost] = ",
+           c10::SymIntArrayRef{B, n, K, nghost});
+  }
+  return sizes;
 }
 
 void check_upstream(const char* name, const Tensor& gradient, const Tensor& dE,
@@ -100,20 +123,41 @@ Real* pointer(const Tensor& tensor) {
 
 Tensor contiguous(const Tensor& tensor) { return tensor.defined() ? tensor.contiguous() : tensor; }
 
+// Composed of PyTorch's operators: it is made once for many calls, and they know every device and
+// transform. The stable sort keeps the slots of a row in order.
+Tensor make_neighbor_index(const Tensor& list_neigh, const SymInt& nghost) {
+  const Sizes sizes = check_list(kNeighborIndex, list_neigh, nghost);
+  const SymInt slots = sizes.natoms * sizes.neighbors;
+  expect(kNeighborIndex, "list_neigh", slots.sym_lt(int64_t(1) << 31), slots,
+         "of less than 2^31 slots a frame");
+  const Tensor list = list_neigh.flatten(1);
+  const Tensor named = list.ge(0).logical_and(list.lt(sizes.rows));
+  const auto [names, order] = at::where(named, list, c10::Scalar(sizes.rows))
+                                  .sort(/*stable=*/true, 1, /*descending=*/false);
+  const Tensor rows =
+      at::arange(sizes.rows, names.options()).expand_symint({sizes.frames, sizes.rows});
+  const Tensor ends = at::searchsorted(names, rows.contiguous(),
+                                       /*out_int32=*/true, /*right=*/true);
+  const Tensor named_slots = at::where(names.lt(sizes.rows), order, -1).to(at::kInt);
+  return at::cat({ends, named_slots}, 1);
+}
+
 // One call's inputs, contiguous, and the struct of pointers into them.
 struct Contiguous {
   const char* op;
-  Tensor list_neigh, dE, Ri_d, Rij;
+  Tensor list_neigh, dE, Ri_d, Rij, neighbor_index;
   int64_t frames, natoms, neighbors, nghost;
   bool center;
 
   Contiguous(const char* op, const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d,
-             const Tensor& Rij, const Sizes& sizes, const SymInt& nghost, bool center)
+             const Tensor& Rij, const Tensor& neighbor_index, const Sizes& sizes,
+             const SymInt& nghost, bool center)
       : op(op),
         list_neigh(list_neigh.contiguous()),
         dE(dE.contiguous()),
         Ri_d(Ri_d.contiguous()),
         Rij(contiguous(Rij)),
+        neighbor_index(contiguous(neighbor_index)),
         frames(sizes.frames.expect_int()),
         natoms(sizes.natoms.expect_int()),
         neighbors(sizes.neighbors.expect_int()),
@@ -131,7 +175,8 @@ struct Contiguous {
             list_neigh.const_data_ptr<Index>(),
             dE.const_data_ptr<Real>(),
             Ri_d.const_data_ptr<Real>(),
-            Rij.defined() ? Rij.const_data_ptr<Real>() : nullptr};
+            Rij.defined() ? Rij.const_data_ptr<Real>() : nullptr,
+            neighbor_index.defined() ? neighbor_index.const_data_ptr<int32_t>() : nullptr};
   }
 
   void expect_entries(int64_t bad) const {
@@ -143,25 +188,30 @@ struct Contiguous {
                 ", atom ", atom % natoms, ", slot ", bad % neighbors);
   }
 
-#ifndef CALCOPS_NO_CUDA
-  // With CALCOPS_CHECK=1 what the CPU kernels find by themselves, at the price of a
-  // synchronisation.
-  void expect_entries_cuda() const {
+  // What CALCOPS_CHECK=1 asks for, at the price of a synchronisation on CUDA.
+  void check_contents() const {
     const char* wanted = std::getenv("CALCOPS_CHECK");
-    if (!wanted || std::string(wanted) != "1" ||
-        c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None)
-      return;
-    const Tensor bad = list_neigh.lt(-1).logical_or(list_neigh.ge(natoms + nghost));
-    const Tensor positions = bad.flatten().nonzero();
-    if (positions.numel() > 0) expect_entries(positions[0].item<int64_t>());
-  }
+    if (!wanted || std::strcmp(wanted, "1") != 0) return;
+#ifndef CALCOPS_NO_CUDA
+    if (list_neigh.is_cuda()) {
+      if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None)
+        return;
+      const Tensor bad = list_neigh.lt(-1).logical_or(list_neigh.ge(natoms + nghost));
+      const Tensor positions = bad.flatten().nonzero();
+      if (positions.numel() > 0) expect_entries(positions[0].item<int64_t>());
+    }
 #endif
+    if (neighbor_index.defined())
+      TORCH_CHECK(at::equal(neighbor_index, make_neighbor_index(list_neigh, nghost)), op,
+                  ": expected `neighbor_index` of this list_neigh and nghost, got that of others");
+  }
 };
 
 // What the keys CPU, CUDA and Meta hold: [force] or [force, virial, atom_virial].
 tensor_list forward(const char* op, const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d,
-                    const Tensor& Rij, const SymInt& nghost, bool center) {
-  const Sizes sizes = check_inputs(op, list_neigh, dE, Ri_d, Rij, nghost);
+                    const Tensor& Rij, const SymInt& nghost, const Tensor& neighbor_index,
+                    bool center) {
+  const Sizes sizes = check_inputs(op, list_neigh, dE, Ri_d, Rij, nghost, neighbor_index);
   const SymInt &B = sizes.frames, &rows = sizes.rows;
   tensor_list out = {at::empty_symint({B, rows, 3}, dE.options())};
   if (Rij.defined()) {
@@ -169,7 +219,8 @@ tensor_list forward(const char* op, const Tensor& list_neigh, const Tensor& dE, 
     out.push_back(at::empty_symint({B, rows, 3, 3}, dE.options()));
   }
   if (dE.is_meta()) return out;
-  const Contiguous from(op, list_neigh, dE, Ri_d, Rij, sizes, nghost, center);
+  const Contiguous from(op, list_neigh, dE, Ri_d, Rij, neighbor_index, sizes, nghost, center);
+  from.check_contents();
   with_types(list_neigh, dE, [&](auto real, auto index) {
     using Real = decltype(real);
     const auto in = from.inputs<Real, decltype(index)>();
@@ -178,9 +229,7 @@ tensor_list forward(const char* op, const Tensor& list_neigh, const Tensor& dE, 
     if (dE.is_cpu()) return from.expect_entries(force_cpu(in, to));
 #ifndef CALCOPS_NO_CUDA
     const c10::DeviceGuard guard(dE.device());
-    from.expect_entries_cuda();
-    const int64_t bytes = force_cuda_workspace(in.frames, in.natoms, in.nghost, in.neighbors);
-    const Tensor workspace = at::empty({bytes}, dE.options().dtype(at::kByte));
+    const Tensor workspace = at::empty({force_cuda_workspace(in)}, dE.options().dtype(at::kByte));
     C10_CUDA_CHECK(
         force_cuda(in, to, workspace.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
 #endif
@@ -193,7 +242,7 @@ tensor_list backward(const Tensor& grad_force, const Tensor& grad_virial,
                      const Tensor& grad_atom_virial, const Tensor& list_neigh, const Tensor& dE,
                      const Tensor& Ri_d, const Tensor& Rij, const SymInt& nghost, bool center,
                      Mask mask) {
-  const Sizes sizes = check_inputs(kBackward, list_neigh, dE, Ri_d, Rij, nghost);
+  const Sizes sizes = check_inputs(kBackward, list_neigh, dE, Ri_d, Rij, nghost, Tensor());
   const SymInt &B = sizes.frames, &rows = sizes.rows;
   check_upstream("grad_force", grad_force, dE, {B, rows, 3});
   check_upstream("grad_virial", grad_virial, dE, {B, 3, 3});
@@ -206,7 +255,8 @@ tensor_list backward(const Tensor& grad_force, const Tensor& grad_virial,
     out.push_back(wanted ? at::empty_symint(input.sym_sizes(), input.options())
                          : at::empty({0}, dE.options()));
   if (dE.is_meta()) return out;
-  const Contiguous from(kBackward, list_neigh, dE, Ri_d, Rij, sizes, nghost, center);
+  const Contiguous from(kBackward, list_neigh, dE, Ri_d, Rij, Tensor(), sizes, nghost, center);
+  from.check_contents();
   const Tensor gF = contiguous(grad_force), gV = contiguous(grad_virial),
                gAV = contiguous(grad_atom_virial);
   with_types(list_neigh, dE, [&](auto real, auto index) {
@@ -219,7 +269,6 @@ tensor_list backward(const Tensor& grad_force, const Tensor& grad_virial,
     if (dE.is_cpu()) return from.expect_entries(force_backward_cpu(in, upstream, to));
 #ifndef CALCOPS_NO_CUDA
     const c10::DeviceGuard guard(dE.device());
-    from.expect_entries_cuda();
     C10_CUDA_CHECK(force_backward_cuda(in, upstream, to, c10::cuda::getCurrentCUDAStream()));
 #endif
   });
@@ -244,14 +293,19 @@ auto dispatched(const char* op) {
 
 // Through the dispatcher: [force], or [force, virial, atom_virial] where Rij is defined.
 tensor_list call_forward(const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d,
-                         const Tensor& Rij, const SymInt& nghost, bool center) {
-  using Force = Tensor(const Tensor&, const Tensor&, const Tensor&, SymInt);
-  using ForceVirial = Three(const Tensor&, const Tensor&, const Tensor&, const Tensor&, SymInt);
+                         const Tensor& Rij, const SymInt& nghost, const Tensor& neighbor_index,
+                         bool center) {
+  using Force = Tensor(const Tensor&, const Tensor&, const Tensor&, SymInt, const OptTensor&);
+  using NeighborForce = Tensor(const Tensor&, const Tensor&, const Tensor&, SymInt);
+  using ForceVirial =
+      Three(const Tensor&, const Tensor&, const Tensor&, const Tensor&, SymInt, const OptTensor&);
   static const auto force = dispatched<Force>(kForce);
-  static const auto neighbor_force = dispatched<Force>(kNeighborForce);
+  static const auto neighbor_force = dispatched<NeighborForce>(kNeighborForce);
   static const auto force_virial = dispatched<ForceVirial>(kForceVirial);
-  if (!Rij.defined()) return {(center ? force : neighbor_force).call(list_neigh, dE, Ri_d, nghost)};
-  auto [F, W, atom_W] = force_virial.call(list_neigh, dE, Ri_d, Rij, nghost);
+  if (!Rij.defined() && !center) return {neighbor_force.call(list_neigh, dE, Ri_d, nghost)};
+  const OptTensor index = optional(neighbor_index);
+  if (!Rij.defined()) return {force.call(list_neigh, dE, Ri_d, nghost, index)};
+  auto [F, W, atom_W] = force_virial.call(list_neigh, dE, Ri_d, Rij, nghost, index);
   return {F, W, atom_W};
 }
 
@@ -274,7 +328,8 @@ void add(tensor_list& sums, const tensor_list& terms, Mask wanted = {true, true,
       sums[i] = sums[i].defined() ? sums[i].add(terms[i]) : terms[i];
 }
 
-// One call of force, _neighbor_force or force_virial; inputs: list_neigh, dE, Ri_d, Rij.
+// One call of force, _neighbor_force or force_virial; inputs: list_neigh, dE, Ri_d, Rij,
+// neighbor_index.
 struct Forward {
   static constexpr const char* kNode = "ForceBackward";
   SymInt nghost;
@@ -287,7 +342,7 @@ struct Forward {
   }
 
   tensor_list forward(const tensor_list& in) const {
-    return call_forward(in[0], in[1], in[2], in[3], nghost, center);
+    return call_forward(in[0], in[1], in[2], in[3], nghost, in[4], center);
   }
 
   tensor_list backward(const tensor_list& upstream, const tensor_list& in,
@@ -296,18 +351,18 @@ struct Forward {
     padded.resize(3);
     const Mask mask{needed[1], needed[2], needed[3]};
     add(gradients, call_backward(padded, in[0], in[1], in[2], in[3], nghost, center, mask), mask);
-    return {Tensor(), gradients[0], gradients[1], gradients[2]};
+    return {Tensor(), gradients[0], gradients[1], gradients[2], Tensor()};
   }
 
   tensor_list jvp(const tensor_list& tangents, const tensor_list& in) const {
     tensor_list out(3);
-    const Tensor &list_neigh = in[0], &dE = in[1], &Ri_d = in[2], &Rij = in[3];
+    const Tensor &list_neigh = in[0], &dE = in[1], &Ri_d = in[2], &Rij = in[3], &index = in[4];
     if (tangents[1].defined())
-      add(out, call_forward(list_neigh, tangents[1], Ri_d, Rij, nghost, center));
+      add(out, call_forward(list_neigh, tangents[1], Ri_d, Rij, nghost, index, center));
     if (tangents[2].defined())
-      add(out, call_forward(list_neigh, dE, tangents[2], Rij, nghost, center));
+      add(out, call_forward(list_neigh, dE, tangents[2], Rij, nghost, index, center));
     if (tangents[3].defined())
-      add(out, call_forward(list_neigh, dE, Ri_d, tangents[3], nghost, center),
+      add(out, call_forward(list_neigh, dE, Ri_d, tangents[3], nghost, index, center),
           {false, true, true});
     return out;
   }
@@ -341,7 +396,7 @@ struct Backward {
     if (mask[0] && upstream[0].defined()) {
       if (needed[0] || virial)
         add(to_upstreams,
-            call_forward(list_neigh, upstream[0], Ri_d, pair_vectors, nghost, center));
+            call_forward(list_neigh, upstream[0], Ri_d, pair_vectors, nghost, Tensor(), center));
       if (const Mask wanted{false, needed[5], needed[6]}; needed[5] || needed[6])
         add(to_inputs,
             call_backward(first, list_neigh, upstream[0], Ri_d, Rij, nghost, center, wanted),
@@ -349,14 +404,15 @@ struct Backward {
     }
     if (mask[1] && upstream[1].defined()) {
       if (needed[0] || virial)
-        add(to_upstreams, call_forward(list_neigh, dE, upstream[1], pair_vectors, nghost, center));
+        add(to_upstreams,
+            call_forward(list_neigh, dE, upstream[1], pair_vectors, nghost, Tensor(), center));
       if (const Mask wanted{needed[4], false, needed[6]}; needed[4] || needed[6])
         add(to_inputs,
             call_backward(first, list_neigh, dE, upstream[1], Rij, nghost, center, wanted), wanted);
     }
     if (mask[2] && upstream[2].defined()) {
       if (virial)
-        add(to_upstreams, call_forward(list_neigh, dE, Ri_d, upstream[2], nghost, center),
+        add(to_upstreams, call_forward(list_neigh, dE, Ri_d, upstream[2], nghost, Tensor(), center),
             {false, true, true});
       if (const Mask wanted{needed[4], needed[5], false}; needed[4] || needed[5])
         add(to_inputs,
@@ -387,20 +443,27 @@ struct Backward {
 
 // ---- registration -------------------------------------------------------------------------------
 
-Tensor force(const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d, SymInt nghost) {
-  return forward(kForce, list_neigh, dE, Ri_d, Tensor(), nghost, true)[0];
+Tensor force(const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d, SymInt nghost,
+             const OptTensor& neighbor_index) {
+  return forward(kForce, list_neigh, dE, Ri_d, Tensor(), nghost, undefined_if_none(neighbor_index),
+                 true)[0];
 }
 
 Tensor neighbor_force(const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d,
                       SymInt nghost) {
-  return forward(kNeighborForce, list_neigh, dE, Ri_d, Tensor(), nghost, false)[0];
+  return forward(kNeighborForce, list_neigh, dE, Ri_d, Tensor(), nghost, Tensor(), false)[0];
 }
 
 Three three(tensor_list&& list) { return {list[0], list[1], list[2]}; }
 
 Three force_virial(const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d,
-                   const Tensor& Rij, SymInt nghost) {
-  return three(forward(kForceVirial, list_neigh, dE, Ri_d, Rij, nghost, true));
+                   const Tensor& Rij, SymInt nghost, const OptTensor& neighbor_index) {
+  return three(forward(kForceVirial, list_neigh, dE, Ri_d, Rij, nghost,
+                       undefined_if_none(neighbor_index), true));
+}
+
+Tensor neighbor_index(const Tensor& list_neigh, SymInt nghost) {
+  return make_neighbor_index(list_neigh, nghost);
 }
 
 Three force_virial_backward(const OptTensor& grad_force, const OptTensor& grad_virial,
@@ -416,20 +479,23 @@ Three force_virial_backward(const OptTensor& grad_force, const OptTensor& grad_v
 template <tensor_list (*transform)(Forward, const tensor_list&),
           tensor_list (*transform_backward)(Backward, const tensor_list&)>
 void impl_transform(torch::Library& m) {
-  m.impl(
-      "force",
-      [](const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d, SymInt nghost) -> Tensor {
-        return transform(Forward{std::move(nghost), true}, {list_neigh, dE, Ri_d, Tensor()})[0];
-      });
+  m.impl("force",
+         [](const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d, SymInt nghost,
+            const OptTensor& neighbor_index) -> Tensor {
+           return transform(Forward{std::move(nghost), true},
+                            {list_neigh, dE, Ri_d, Tensor(), undefined_if_none(neighbor_index)})[0];
+         });
   m.impl(
       "_neighbor_force",
       [](const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d, SymInt nghost) -> Tensor {
-        return transform(Forward{std::move(nghost), false}, {list_neigh, dE, Ri_d, Tensor()})[0];
+        return transform(Forward{std::move(nghost), false},
+                         {list_neigh, dE, Ri_d, Tensor(), Tensor()})[0];
       });
   m.impl("force_virial",
          [](const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d, const Tensor& Rij,
-            SymInt nghost) -> Three {
-           return three(transform(Forward{std::move(nghost), true}, {list_neigh, dE, Ri_d, Rij}));
+            SymInt nghost, const OptTensor& neighbor_index) -> Three {
+           return three(transform(Forward{std::move(nghost), true},
+                                  {list_neigh, dE, Ri_d, Rij, undefined_if_none(neighbor_index)}));
          });
   m.impl(
       "_force_virial_backward",
@@ -452,17 +518,23 @@ void impl_kernels(torch::Library& m) {
 }
 
 TORCH_LIBRARY_FRAGMENT(calcops, m) {
-  m.def("force(Tensor list_neigh, Tensor dE, Tensor Ri_d, SymInt nghost=0) -> Tensor");
+  m.def(
+      "force(Tensor list_neigh, Tensor dE, Tensor Ri_d, SymInt nghost=0, *, "
+      "Tensor? neighbor_index=None) -> Tensor");
+  m.def("neighbor_index(Tensor list_neigh, SymInt nghost=0) -> Tensor");
   m.def("_neighbor_force(Tensor list_neigh, Tensor dE, Tensor Ri_d, SymInt nghost=0) -> Tensor");
   m.def(
-      "force_virial(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor Rij, SymInt nghost=0) -> "
-      "(Tensor force, Tensor virial, Tensor atom_virial)");
+      "force_virial(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor Rij, SymInt nghost=0, *, "
+      "Tensor? neighbor_index=None) -> (Tensor force, Tensor virial, Tensor atom_virial)");
   m.def(
       "_force_virial_backward(Tensor? grad_force, Tensor? grad_virial, Tensor? grad_atom_virial, "
       "Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor? Rij, SymInt nghost, bool center, "
       "bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
 }
 
+TORCH_LIBRARY_IMPL(calcops, CompositeImplicitAutograd, m) {
+  m.impl("neighbor_index", TORCH_FN(neighbor_index));
+}
 TORCH_LIBRARY_IMPL(calcops, CPU, m) { impl_kernels(m); }
 TORCH_LIBRARY_IMPL(calcops, Meta, m) { impl_kernels(m); }
 TORCH_LIBRARY_IMPL(calcops, CUDA, m) {
@@ -474,7 +546,10 @@ TORCH_LIBRARY_IMPL(calcops, CUDA, m) {
 #endif
 }
 TORCH_LIBRARY_IMPL(calcops, Autograd, m) { impl_transform<differentiable, differentiable>(m); }
-TORCH_LIBRARY_IMPL(calcops, FuncTorchBatched, m) { impl_transform<fold_vmap, fold_vmap>(m); }
+TORCH_LIBRARY_IMPL(calcops, FuncTorchBatched, m) {
+  impl_transform<fold_vmap, fold_vmap>(m);
+  m.impl("neighbor_index", TORCH_FN(neighbor_index));
+}
 
 }  // namespace
 }  // namespace calcops

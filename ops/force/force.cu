@@ -5,7 +5,8 @@
 // do not depend on the order of blocks. Each pair is read twice, with its neighbour's row and with
 // its centre's, and at about the same time where the list keeps near atoms together, so that one of
 // the two comes from L2. (Writing g per slot and gathering it moves as many bytes by count: what is
-// gathered is 24 bytes, but memory hands out sectors of 32.)
+// gathered is 24 bytes, but memory hands out sectors of 32.) A neighbor_index has the rows sorted
+// already, and summing them is all that is left.
 //
 // Four lanes share a pair: lane c holds dE[c] and Ri_d[c], in the backward also column c of U. So a
 // warp reads whole sectors of eight pairs and nothing has to be aligned beyond its own type.
@@ -36,21 +37,24 @@ struct Workspace {
   // A block takes kWarps rows or kThreads slots of one frame; the virial wants a block in any case.
   int64_t row_tiles, slot_tiles;
 
-  Workspace(void* memory, int64_t frames, int64_t natoms, int64_t nghost, int64_t neighbors) {
-    const int64_t rows = natoms + nghost, slots_per_frame = natoms * neighbors;
+  template <class Real, class Index>
+  Workspace(void* memory, const ForceInputs<Real, Index>& in) {
+    const int64_t rows = in.natoms + in.nghost, frame_slots = in.natoms * in.neighbors;
+    const int64_t unsorted =
+        in.neighbor_index ? 0 : in.frames;  // frames whose rows are to be found
     row_tiles = std::max<int64_t>((rows + kWarps - 1) / kWarps, 1);
-    slot_tiles = (slots_per_frame + kThreads - 1) / kThreads;
+    slot_tiles = (frame_slots + kThreads - 1) / kThreads;
     const auto take = [&](auto*& array, int64_t count) {
       using Array = std::remove_reference_t<decltype(array)>;
       array = reinterpret_cast<Array>(reinterpret_cast<uintptr_t>(memory) + bytes);
       bytes += count * int64_t(sizeof(*array));
     };
-    take(virials, frames * row_tiles * 9);
-    take(ends, frames * rows);
+    take(virials, in.frames * row_tiles * 9);
+    take(ends, unsorted * rows);
     take(used, 1);
-    take(counts, frames * rows);
-    take(tickets, frames);
-    take(slots, frames * slots_per_frame);
+    take(counts, unsorted * rows);
+    take(tickets, in.frames);
+    take(slots, unsorted * frame_slots);
   }
 
   cudaError_t clear(cudaStream_t stream) const {
@@ -126,42 +130,74 @@ __device__ inline void sort_slots(uint32_t* slots, uint32_t length, unsigned lan
   }
 }
 
+template <class Real>
+__device__ inline void load_r4(const Real* Rij, Row& r4) {
+  r4 = {double(Rij[0]), double(Rij[1]), double(Rij[2]), 1.0};
+}
+template <class Real>
+__device__ inline void load_r4(const Real*, Numbers<1>& r4) {
+  r4[0] = 1;
+}
+
 // Adds this lane's terms of g (x) R4 over the pairs at slots[0..count).
 template <int kColumns, class Real, class Index>
 __device__ inline void sum_pairs(const ForceInputs<Real, Index>& in, int64_t frame_slots,
                                  const uint32_t* slots, uint32_t count, unsigned lane,
-                                 double* sum) {
+                                 Numbers<kColumns>* sum) {
   const unsigned c = lane % 4;
+  const uint32_t last_slot = uint32_t(in.natoms * in.neighbors - 1);
 #pragma unroll 4
   for (uint32_t k = lane / 4; k < count; k += 8) {
-    const int64_t slot = frame_slots + slots[k];
-    double g[3], r4[kColumns];
-    pair_force<1>(in.dE + 4 * slot + c, in.Ri_d + 12 * slot + 3 * c, g);
-    load_r4<kColumns>(in.Rij, slot, r4);
-    add_outer<kColumns>(g, r4, sum);
+    const int64_t slot = frame_slots + min(slots[k], last_slot);
+    Numbers<kColumns> r4;
+    load_r4(in.Rij + 3 * slot, r4);
+    add_pair(row_times_matrix<1>(in.dE + 4 * slot + c, in.Ri_d + 12 * slot + 3 * c), r4, sum);
   }
 }
 
-// The row of atom j by one warp, sum the same in every lane; list is room for kListed slots.
-template <int kColumns, class Real, class Index>
-__device__ inline void sum_row(const ForceInputs<Real, Index>& in, const Workspace& work,
-                               int64_t frame, int64_t j, uint32_t* list, double* sum) {
+// The slots that name atom j, in rising order. A row that fits is put into the warp's list.
+template <class Real, class Index>
+__device__ inline const uint32_t* row_of(const ForceInputs<Real, Index>& in, const Workspace& work,
+                                         int64_t frame, int64_t j, uint32_t* list,
+                                         uint32_t& count) {
   const unsigned lane = threadIdx.x % 32;
-  const int64_t rows = in.natoms + in.nghost, row = frame * rows + j;
-  const int64_t frame_slots = frame * in.natoms * in.neighbors;
-
-  const uint32_t count = work.counts[row];
-  uint32_t* slots = work.slots + (work.ends[row] - count);
+  const int64_t rows = in.natoms + in.nghost, frame_slots = in.natoms * in.neighbors;
+  if (in.neighbor_index) {
+    // Whatever an index of another list holds, nothing outside the inputs is read.
+    const int32_t* ends = in.neighbor_index + frame * (rows + frame_slots);
+    const int64_t end = min(max(int64_t(ends[j]), int64_t(0)), frame_slots);
+    const int64_t begin = j > 0 ? min(max(int64_t(ends[j - 1]), int64_t(0)), end) : 0;
+    const uint32_t* slots = reinterpret_cast<const uint32_t*>(ends + rows + begin);
+    count = uint32_t(end - begin);
+    if (count > kListed) return slots;
+    for (uint32_t k = lane; k < count; k += 32) list[k] = slots[k];
+    __syncwarp();
+    return list;
+  }
+  count = work.counts[frame * rows + j];
+  uint32_t* slots = work.slots + (work.ends[frame * rows + j] - count);
   if (count <= kListed) {
     for (uint32_t k = lane; k < count; k += 32) list[k] = slots[k];
     slots = list;
     __syncwarp();
   }
   sort_slots(slots, count, lane);
+  return slots;
+}
+
+// The row of atom j by one warp, sum the same in every lane; list is room for kListed slots.
+template <int kColumns, class Real, class Index>
+__device__ inline void sum_row(const ForceInputs<Real, Index>& in, const Workspace& work,
+                               int64_t frame, int64_t j, uint32_t* list, Numbers<kColumns>* sum) {
+  const unsigned lane = threadIdx.x % 32;
+  const int64_t rows = in.natoms + in.nghost;
+  const int64_t frame_slots = frame * in.natoms * in.neighbors;
+  uint32_t count;
+  const uint32_t* slots = row_of(in, work, frame, j, list, count);
   sum_pairs<kColumns>(in, frame_slots, slots, count, lane, sum);
 
   bool bad = false;
-  double center[3] = {};
+  Numbers<1> center[3] = {};
   const int64_t own_slots = j < in.natoms ? in.neighbors : 0;
   for (int64_t begin = 0; begin < own_slots; begin += kListed) {
     __syncwarp();  // what the list held has been read
@@ -179,26 +215,28 @@ __device__ inline void sum_row(const ForceInputs<Real, Index>& in, const Workspa
     __syncwarp();
     if (in.center) sum_pairs<1>(in, frame_slots, list, live, lane, center);
   }
-  for (int a = 0; a < 3; ++a) sum[a * kColumns + kColumns - 1] -= center[a];
-
   bad = __any_sync(kAllLanes, bad);
-  for (int k = 0; k < 3 * kColumns; ++k) {
-    for (int lanes = 16; lanes > 0; lanes /= 2) sum[k] += __shfl_xor_sync(kAllLanes, sum[k], lanes);
-    if (bad) sum[k] = kNaN;
+  for (int a = 0; a < 3; ++a) {
+    sum[a][kColumns - 1] -= center[a][0];
+    for (int b = 0; b < kColumns; ++b) {
+      for (int lanes = 16; lanes > 0; lanes /= 2)
+        sum[a][b] += __shfl_xor_sync(kAllLanes, sum[a][b], lanes);
+      if (bad) sum[a][b] = kNaN;
+    }
   }
 }
 
 // A frame's virial is the sum of its atoms'. The last block of a frame to come here adds the shares
 // of all, in their order. sum is the row of the thread's warp.
 template <class Real>
-__device__ inline void sum_virial(const Workspace& work, int64_t frame, const double* sum,
+__device__ inline void sum_virial(const Workspace& work, int64_t frame, const Row* sum,
                                   Real* virial) {
   __shared__ double parts[kThreads];
   __shared__ bool last;
   const unsigned thread = threadIdx.x, tiles = unsigned(work.row_tiles);
   if (thread % 32 == 0)
     for (int a = 0; a < 3; ++a)
-      for (int b = 0; b < 3; ++b) parts[thread / 32 * 9 + 3 * a + b] = sum[4 * a + b];
+      for (int b = 0; b < 3; ++b) parts[thread / 32 * 9 + 3 * a + b] = sum[a][b];
   __syncthreads();
   double total = 0;
   if (thread < 9) {
@@ -236,21 +274,21 @@ __global__ void __launch_bounds__(kThreads, 3)
   const unsigned warp = threadIdx.x / 32, tiles = unsigned(work.row_tiles);
   const int64_t rows = in.natoms + in.nghost, frame = blockIdx.x / tiles;
   const int64_t j = int64_t(blockIdx.x % tiles) * kWarps + warp;
-  double sum[3 * kColumns] = {};
+  Numbers<kColumns> sum[3] = {};
   if (j < rows) {
     sum_row<kColumns>(in, work, frame, j, lists[warp], sum);
     if (threadIdx.x % 32 == 0) {
       for (int a = 0; a < 3; ++a) {
-        out.force[3 * (frame * rows + j) + a] = Real(sum[a * kColumns + kColumns - 1]);
+        out.force[3 * (frame * rows + j) + a] = Real(sum[a][kColumns - 1]);
         for (int b = 0; b + 1 < kColumns; ++b)
-          out.atom_virial[9 * (frame * rows + j) + 3 * a + b] = Real(sum[a * kColumns + b]);
+          out.atom_virial[9 * (frame * rows + j) + 3 * a + b] = Real(sum[a][b]);
       }
     }
   }
   if constexpr (kColumns > 1) sum_virial(work, frame, sum, out.virial);
 }
 
-__device__ inline void sum_of_four_lanes(double* values) {
+__device__ inline void sum_of_four_lanes(Triple& values) {
   for (int a = 0; a < 3; ++a)
     for (int lanes = 1; lanes < 4; lanes *= 2)
       values[a] += __shfl_xor_sync(kAllLanes, values[a], lanes);
@@ -279,7 +317,7 @@ __global__ void __launch_bounds__(kThreads)
 
   // This lane's column of U: 0 to 2 the virial's, 3 the force's, which is all without a virial.
   const unsigned column = kVirial ? c : 3;
-  double center[3] = {}, gV[3] = {};
+  Triple center = {}, gV = {};
   for (int a = 0; a < 3; ++a) {
     if (column == 3 && gF && in.center) center[a] = gF[3 * i + a];
     if (column < 3 && upstream.virial) gV[a] = upstream.virial[9 * frame + 3 * a + column];
@@ -291,7 +329,7 @@ __global__ void __launch_bounds__(kThreads)
     const bool inside = s < in.neighbors;
     const int64_t j = inside ? int64_t(in.list_neigh[slot]) : -1;
     const bool live = !bad && j != -1;
-    double u[3] = {}, e[3] = {}, g[3] = {};
+    Triple u = {}, e = {};
     Real dE = 0, Ri_d[3] = {};
     if (live) {
       double r = 1;
@@ -301,7 +339,7 @@ __global__ void __launch_bounds__(kThreads)
       } else if (gF) {
         for (int a = 0; a < 3; ++a) u[a] = gF[3 * j + a];
       }
-      worth<1>(u, &r, center, e);
+      e = row_times_matrix<1>(&r, u.x) - center;
       if (out.Ri_d || wants_Rij) dE = in.dE[4 * slot + c];
       if (out.dE || wants_Rij)
         for (int a = 0; a < 3; ++a) Ri_d[a] = in.Ri_d[12 * slot + 3 * c + a];
@@ -311,12 +349,12 @@ __global__ void __launch_bounds__(kThreads)
     const Real otherwise = Real(bad ? kNaN : 0);
     if (out.dE) {
       Real value = otherwise;
-      if (live) gradient_dE<1>(Ri_d, e, &value);
+      if (live) matrix_times_column<1>(Ri_d, e, &value);
       if (inside) out.dE[4 * slot + c] = value;
     }
     if (out.Ri_d) {
       Real values[3] = {otherwise, otherwise, otherwise};
-      if (live) gradient_Ri_d<1>(&dE, e, values);
+      if (live) outer_product<1>(&dE, e, values);
       // Through shared memory, so that neighbouring lanes write neighbouring numbers.
       for (int a = 0; a < 3; ++a) staging[warp][3 * lane + a] = values[a];
       __syncwarp();
@@ -327,9 +365,9 @@ __global__ void __launch_bounds__(kThreads)
     if (out.Rij) {
       Real value = otherwise;
       if (wants_Rij) {
-        pair_force<1>(&dE, Ri_d, g);
+        Triple g = row_times_matrix<1>(&dE, Ri_d);
         sum_of_four_lanes(g);
-        if (live) value = Real(gradient_Rij<1>(g, u, 0));
+        if (live) matrix_times_column<1>(u.x, g, &value);
       }
       if (inside && c < 3) out.Rij[3 * slot + c] = value;
     }
@@ -350,8 +388,9 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t s
 
 }  // namespace
 
-int64_t force_cuda_workspace(int64_t frames, int64_t natoms, int64_t nghost, int64_t neighbors) {
-  return Workspace(nullptr, frames, natoms, nghost, neighbors).bytes;
+template <class Real, class Index>
+int64_t force_cuda_workspace(const ForceInputs<Real, Index>& in) {
+  return Workspace(nullptr, in).bytes;
 }
 
 template <class Real, class Index>
@@ -359,14 +398,16 @@ cudaError_t force_cuda(const ForceInputs<Real, Index>& in, const ForceOutputs<Re
                        void* workspace, cudaStream_t stream) {
   if (in.frames == 0) return cudaSuccess;
   if (in.natoms * in.neighbors > std::numeric_limits<uint32_t>::max()) return cudaErrorInvalidValue;
-  const Workspace work(workspace, in.frames, in.natoms, in.nghost, in.neighbors);
+  const Workspace work(workspace, in);
   const int64_t rows = in.frames * (in.natoms + in.nghost);
   const auto sum = in.virial ? sum_rows<4, Real, Index> : sum_rows<1, Real, Index>;
   cudaError_t error = work.clear(stream);
-  if (!error)
-    error = launch(count_rows<Real, Index>, in.frames * work.slot_tiles, stream, in, work);
-  if (!error) error = launch(place_rows, (rows + kThreads - 1) / kThreads, stream, work, rows);
-  if (!error) error = launch(fill_rows<Real, Index>, in.frames * work.slot_tiles, stream, in, work);
+  if (!in.neighbor_index) {
+    const int64_t tiles = in.frames * work.slot_tiles;
+    if (!error) error = launch(count_rows<Real, Index>, tiles, stream, in, work);
+    if (!error) error = launch(place_rows, (rows + kThreads - 1) / kThreads, stream, work, rows);
+    if (!error) error = launch(fill_rows<Real, Index>, tiles, stream, in, work);
+  }
   if (!error) error = launch(sum, in.frames * work.row_tiles, stream, in, out, work);
   return error;
 }
@@ -382,6 +423,7 @@ cudaError_t force_backward_cuda(const ForceInputs<Real, Index>& in,
 }
 
 #define INSTANTIATE(Real, Index)                                                              \
+  template int64_t force_cuda_workspace(const ForceInputs<Real, Index>&);                     \
   template cudaError_t force_cuda(const ForceInputs<Real, Index>&, const ForceOutputs<Real>&, \
                                   void*, cudaStream_t);                                       \
   template cudaError_t force_backward_cuda(const ForceInputs<Real, Index>&,                   \

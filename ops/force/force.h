@@ -32,6 +32,10 @@ namespace calcops {
 /// Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; dRi/dr_i, the derivative for the centre atom,
 ///             1/length.
 /// nghost      number of ghost atoms, >= 0.
+/// neighbor_index  what calcops::neighbor_index(list_neigh, nghost) returned, or None. Saves CUDA
+///             the work of finding out who names whom; the CPU has no use for it. Results are the
+///             same bit for bit. One of another shape is an error. One of another list gives wrong
+///             forces on CUDA; with CALCOPS_CHECK=1 it is an error on either device.
 ///
 /// Returns [B, n + nghost, 3], energy/length: F_j = +sum g over the slots that name j and
 /// F_i = -sum g over i's own slots, with g = sum_c dE[c] Ri_d[c, :]. Rows of ghosts are to be added
@@ -46,7 +50,7 @@ namespace calcops {
 /// calcops::force_virial
 /// Force, virial and per-atom virial from a neighbour list, dE/dRi, dRi/dr and pair vectors.
 ///
-/// list_neigh, dE, Ri_d, nghost: as for calcops::force.
+/// list_neigh, dE, Ri_d, nghost, neighbor_index: as for calcops::force.
 /// Rij         [B, n, K, 3]; r_j - r_i, length; dtype of dE.
 ///
 /// Returns (force [B, n + nghost, 3], virial [B, 3, 3], atom_virial [B, n + nghost, 3, 3]):
@@ -55,6 +59,16 @@ namespace calcops {
 ///
 /// Differentiable to any order in dE, Ri_d and Rij through all three outputs, in reverse and in
 /// forward mode. Empty slots, wrong entries and determinism: as for calcops::force.
+
+/// calcops::neighbor_index
+/// Which slots name each atom: what force and force_virial can reuse for as long as a list lives.
+///
+/// list_neigh  [B, n, K] or [B, n, T, M] with K = T*M, nK < 2^31; as for calcops::force.
+/// nghost      number of ghost atoms, >= 0.
+///
+/// Returns int32 [B, n + nghost + nK]: first, for each atom j, where its part of what follows ends;
+/// then the slots i*K + s that name atom 0, those that name atom 1 and so on, each in rising order,
+/// and -1 for every slot that names none.
 
 template <class Real, class Index>
 struct ForceInputs {
@@ -65,6 +79,7 @@ struct ForceInputs {
   const Real* dE;                             // [B, n, K, 4]
   const Real* Ri_d;                           // [B, n, K, 4, 3]
   const Real* Rij;                            // [B, n, K, 3]
+  const int32_t* neighbor_index;              // [B, n+m + nK], or nullptr
 };
 
 template <class Real>
@@ -99,7 +114,8 @@ int64_t force_backward_cpu(const ForceInputs<Real, Index>& in, const ForceUpstre
 
 #ifndef CALCOPS_NO_CUDA
 // Bytes of device memory that force_cuda works in; any content, 256-byte aligned.
-int64_t force_cuda_workspace(int64_t frames, int64_t natoms, int64_t nghost, int64_t neighbors);
+template <class Real, class Index>
+int64_t force_cuda_workspace(const ForceInputs<Real, Index>& in);
 template <class Real, class Index>
 cudaError_t force_cuda(const ForceInputs<Real, Index>& in, const ForceOutputs<Real>& out,
                        void* workspace, cudaStream_t stream);

@@ -2,9 +2,11 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <cstdlib>
+#include <array>
 #include <memory>
 #include <new>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "force/force.h"
@@ -15,169 +17,272 @@ namespace {
 
 constexpr int64_t kNoBadEntry = -1;
 
-// One task's share of a frame: a run of centre atoms, whose pairs are summed into a buffer of the
-// task's own. Buffers are added in the order of the tasks, so the bits do not depend on the
-// threads.
-struct Buffer {
-  struct Free {
-    void operator()(double* p) const { std::free(p); }
-  };
-  std::unique_ptr<double, Free> sums;  // [n+m][3][kColumns], zero outside [first, last)
-  int64_t first, last;
-  double virial[9];
-  int64_t bad;
-};
-
-// More tasks share the work better and cost more memory and additions; the number may depend on the
-// sizes alone. 8 buffers of 96 bytes an atom stay below a tenth of the inputs from K = 50 on.
-int64_t tasks_per_frame(int64_t natoms, int64_t neighbors) {
-  constexpr int64_t kSlotsPerTask = 1 << 14, kMaxTasks = 8;
-  return std::clamp<int64_t>(natoms * neighbors / kSlotsPerTask, 1, kMaxTasks);
-}
-
 int64_t first_of(int64_t a, int64_t b) {
   if (a == kNoBadEntry || b == kNoBadEntry) return std::max(a, b);
   return std::min(a, b);
 }
 
-template <int kColumns, class Real, class Index>
+// Uninitialised memory of one call. The C library keeps such a block from call to call (to 32 MiB),
+// and of a larger one maps what is touched.
+constexpr std::align_val_t kCacheLine{64};
+struct Free {
+  void operator()(void* memory) const { ::operator delete(memory, kCacheLine); }
+};
+template <class Number>
+using Scratch = std::unique_ptr<Number[], Free>;
+
+template <class Number>
+Scratch<Number> scratch(int64_t count) {
+  return Scratch<Number>(static_cast<Number*>(::operator new(count * sizeof(Number), kCacheLine)));
+}
+
+// Empty slots come in runs, which are passed over eight at a time.
+template <class Index>
+int64_t next_slot(const Index* list, int64_t slot, int64_t end) {
+  for (++slot; slot + 8 <= end; slot += 8) {
+    Index all = -1;
+    for (int k = 0; k < 8; ++k) all &= list[slot + k];
+    if (all != -1) break;
+  }
+  return slot;
+}
+
+// R4 is a Row where the virial is wanted, a number where only the force is.
+template <class Real>
+void load_r4(const Real* Rij, Row& r4) {
+  r4 = Row{double(Rij[0]), double(Rij[1]), double(Rij[2]), 1.0};
+}
+template <class Real>
+void load_r4(const Real*, double& r4) {
+  r4 = 1;
+}
+
+void subtract_force(Row& sum, double force) { sum[3] -= force; }
+void subtract_force(double& sum, double force) { sum -= force; }
+
+// One task's share of a frame: a run of centre atoms, whose pairs are summed into rows of the
+// task's own. They are added in the order of the tasks, so the bits do not depend on the threads.
+template <class R4>
+struct Part {
+  R4* sums;             // [n+m][3], of which the task has set
+  int64_t first, last;  // first <= j < last
+  int64_t bad;
+};
+
+// More tasks share the work better and cost more memory and additions. The number may depend on the
+// sizes alone; together they take an eighth of the inputs at most.
+template <class Real>
+int64_t tasks_per_frame(int64_t natoms, int64_t rows, int64_t neighbors) {
+  constexpr int64_t kSlotsPerTask = 1 << 12, kMaxTasks = 8;
+  constexpr int64_t kSlotBytes = 19 * sizeof(Real), kRowBytes = 3 * sizeof(Row);
+  const int64_t slots = natoms * neighbors;
+  const int64_t fit = slots * kSlotBytes / 8 / (std::max<int64_t>(rows, 1) * kRowBytes);
+  return std::clamp<int64_t>(std::min(slots / kSlotsPerTask, fit), 1, kMaxTasks);
+}
+
+// The least range of rows that has all those in the list.
+template <class Index>
+std::pair<int64_t, int64_t> named_rows(const Index* list, int64_t slots, int64_t rows) {
+  using Unsigned = std::make_unsigned_t<Index>;  // -1 is the largest
+  Unsigned first = Unsigned(rows);
+  Index last = -1;
+  for (int64_t s = 0; s < slots; ++s) {
+    first = std::min(first, Unsigned(list[s]));
+    last = std::max(last, list[s]);
+  }
+  return {int64_t(first), std::min(int64_t(last) + 1, rows)};
+}
+
+template <class R4, class Real, class Index>
 void sum_pairs(const ForceInputs<Real, Index>& in, int64_t frame, int64_t begin, int64_t end,
-               Buffer& buffer) {
-  const int64_t rows = in.natoms + in.nghost, width = 3 * kColumns;
-  // calloc hands out fresh pages as zeros: what a task does not touch costs nothing.
-  buffer.sums.reset(static_cast<double*>(std::calloc(std::max<int64_t>(rows * width, 1), 8)));
-  if (!buffer.sums) throw std::bad_alloc();
-  double* sums = buffer.sums.get();
-  int64_t first = rows, last = 0;
-  std::fill_n(buffer.virial, 9, 0.0);
-  buffer.bad = kNoBadEntry;
+               Part<R4>& part) {
+  const int64_t rows = in.natoms + in.nghost, first_slot = frame * in.natoms * in.neighbors;
+  const Index* list = in.list_neigh + first_slot;
+  const Real *dE = in.dE + 4 * first_slot, *Ri_d = in.Ri_d + 12 * first_slot;
+  const Real* Rij = in.virial ? in.Rij + 3 * first_slot : nullptr;
+  const auto [first, last] =
+      named_rows(list + begin * in.neighbors, (end - begin) * in.neighbors, rows);
+  part.first = std::min(first, begin);
+  part.last = std::max(last, end);
+  part.bad = kNoBadEntry;
+  R4* const sums = part.sums;
+  std::fill(sums + 3 * part.first, sums + 3 * part.last, R4{});
 
   for (int64_t i = begin; i < end; ++i) {
-    const int64_t row = (frame * in.natoms + i) * in.neighbors;
-    double center[width] = {};
-    for (int64_t s = row; s < row + in.neighbors; ++s) {
-      const int64_t j = in.list_neigh[s];
-      if (j == -1) continue;
+    Triple center{};
+    const int64_t row_end = (i + 1) * in.neighbors;
+    for (int64_t s = i * in.neighbors; s < row_end;) {
+      const int64_t j = list[s];
       if (j < 0 || j >= rows) {
-        buffer.bad = first_of(buffer.bad, s);
+        if (j != -1) part.bad = first_of(part.bad, first_slot + s);
+        s = next_slot(list, s, row_end);
         continue;
       }
-      double g[3], r4[kColumns];
-      pair_force(in.dE + 4 * s, in.Ri_d + 12 * s, g);
-      load_r4<kColumns>(in.Rij, s, r4);
-      add_outer<kColumns>(g, r4, center);
-      add_outer<kColumns>(g, r4, sums + j * width);
-      first = std::min(first, j);
-      last = std::max(last, j + 1);
+      const Triple g = row_times_matrix<4>(dE + 4 * s, Ri_d + 12 * s);
+      R4 r4;
+      load_r4(Rij + 3 * s, r4);
+      center = center + g;
+      add_pair(g, r4, sums + 3 * j);
+      ++s;
     }
-    for (int a = 0; a < 3; ++a) {
-      if (in.center)
-        sums[i * width + a * kColumns + kColumns - 1] -= center[a * kColumns + kColumns - 1];
-      for (int b = 0; b + 1 < kColumns; ++b) buffer.virial[3 * a + b] += center[a * kColumns + b];
-    }
+    if (in.center)
+      for (int a = 0; a < 3; ++a) subtract_force(sums[3 * i + a], center[a]);
   }
-  buffer.first = std::min(first, begin);
-  buffer.last = std::max(last, end);
 }
 
-template <int kColumns, class Real>
-void add_buffers(const Buffer* buffers, int64_t tasks, int64_t begin, int64_t end, int64_t offset,
-                 const ForceOutputs<Real>& out) {
+template <class Real>
+void write_row(const Row* sum, int64_t row, const ForceOutputs<Real>& out) {
+  for (int a = 0; a < 3; ++a) {
+    out.force[3 * row + a] = Real(sum[a][3]);
+    for (int b = 0; b < 3; ++b) out.atom_virial[9 * row + 3 * a + b] = Real(sum[a][b]);
+  }
+}
+template <class Real>
+void write_row(const double* sum, int64_t row, const ForceOutputs<Real>& out) {
+  for (int a = 0; a < 3; ++a) out.force[3 * row + a] = Real(sum[a]);
+}
+
+// Writes the rows begin <= j < end of a frame and returns their sum.
+template <class R4, class Real>
+std::array<R4, 3> add_parts(const Part<R4>* parts, int64_t tasks, int64_t begin, int64_t end,
+                            int64_t frame_row, const ForceOutputs<Real>& out) {
+  std::array<R4, 3> total{};
   for (int64_t j = begin; j < end; ++j) {
-    double sum[3 * kColumns] = {};
+    R4 sum[3] = {};
     for (int64_t t = 0; t < tasks; ++t) {
-      if (j < buffers[t].first || j >= buffers[t].last) continue;
-      const double* part = buffers[t].sums.get() + j * 3 * kColumns;
-      for (int k = 0; k < 3 * kColumns; ++k) sum[k] += part[k];
+      if (j < parts[t].first || j >= parts[t].last) continue;
+      for (int a = 0; a < 3; ++a) sum[a] = sum[a] + parts[t].sums[3 * j + a];
     }
-    for (int a = 0; a < 3; ++a) {
-      out.force[3 * (offset + j) + a] = Real(sum[a * kColumns + kColumns - 1]);
-      for (int b = 0; b + 1 < kColumns; ++b)
-        out.atom_virial[9 * (offset + j) + 3 * a + b] = Real(sum[a * kColumns + b]);
-    }
+    write_row(sum, frame_row + j, out);
+    for (int a = 0; a < 3; ++a) total[a] = total[a] + sum[a];
   }
+  return total;
 }
 
-template <int kColumns, class Real, class Index>
-int64_t force_columns(const ForceInputs<Real, Index>& in, const ForceOutputs<Real>& out) {
+template <class R4, class Real, class Index>
+int64_t force_of(const ForceInputs<Real, Index>& in, const ForceOutputs<Real>& out) {
   const int64_t rows = in.natoms + in.nghost;
-  const int64_t tasks = tasks_per_frame(in.natoms, in.neighbors);
-  std::vector<Buffer> buffers(in.frames * tasks);
+  const int64_t tasks = tasks_per_frame<Real>(in.natoms, rows, in.neighbors);
+  const auto sums = scratch<R4>(in.frames * tasks * rows * 3);
+  std::vector<Part<R4>> parts(in.frames * tasks);
   at::parallel_for(0, in.frames * tasks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      const int64_t part = t % tasks;
-      sum_pairs<kColumns>(in, t / tasks, in.natoms * part / tasks, in.natoms * (part + 1) / tasks,
-                          buffers[t]);
+      const int64_t share = t % tasks;
+      parts[t].sums = sums.get() + t * rows * 3;
+      sum_pairs(in, t / tasks, in.natoms * share / tasks, in.natoms * (share + 1) / tasks,
+                parts[t]);
     }
   });
 
   constexpr int64_t kRowsPerTask = 512;
   const int64_t blocks = (rows + kRowsPerTask - 1) / kRowsPerTask;
+  std::vector<std::array<R4, 3>> totals(in.frames * blocks);
   at::parallel_for(0, in.frames * blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      const int64_t frame = t / blocks, block = t % blocks * kRowsPerTask;
-      add_buffers<kColumns>(&buffers[frame * tasks], tasks, block,
-                            std::min(block + kRowsPerTask, rows), frame * rows, out);
+      const int64_t frame = t / blocks, row = t % blocks * kRowsPerTask;
+      totals[t] = add_parts(&parts[frame * tasks], tasks, row, std::min(row + kRowsPerTask, rows),
+                            frame * rows, out);
     }
   });
 
-  int64_t bad = kNoBadEntry;
-  for (int64_t frame = 0; frame < in.frames; ++frame) {
-    double virial[9] = {};
-    for (int64_t t = frame * tasks; t < (frame + 1) * tasks; ++t) {
-      for (int k = 0; k < 9; ++k) virial[k] += buffers[t].virial[k];
-      bad = first_of(bad, buffers[t].bad);
+  // A frame's virial is the sum of its atoms'.
+  if constexpr (std::is_same_v<R4, Row>) {
+    for (int64_t frame = 0; frame < in.frames; ++frame) {
+      Row virial[3] = {};
+      for (int64_t t = frame * blocks; t < (frame + 1) * blocks; ++t)
+        for (int a = 0; a < 3; ++a) virial[a] = virial[a] + totals[t][a];
+      for (int k = 0; k < 9; ++k) out.virial[9 * frame + k] = Real(virial[k / 3][k % 3]);
     }
-    if (kColumns > 1) std::copy_n(virial, 9, out.virial + 9 * frame);
+  }
+  int64_t bad = kNoBadEntry;
+  for (const Part<R4>& part : parts) bad = first_of(bad, part.bad);
+  return bad;
+}
+
+// U of every row of every frame: gF alone without a virial's gradient, and a number to fill it up.
+template <bool kVirial>
+constexpr int64_t kUpstream = kVirial ? 12 : 4;
+
+template <bool kVirial, class Real, class Index>
+Scratch<double> pack_upstream(const ForceInputs<Real, Index>& in,
+                              const ForceUpstream<Real>& upstream) {
+  const int64_t rows = in.natoms + in.nghost;
+  auto packed = scratch<double>(in.frames * rows * kUpstream<kVirial>);
+  at::parallel_for(0, in.frames * rows, 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      double* u = packed.get() + row * kUpstream<kVirial>;
+      if constexpr (kVirial) {
+        const Real* gV = upstream.virial ? upstream.virial + row / rows * 9 : nullptr;
+        const Real* gAV = upstream.atom_virial ? upstream.atom_virial + row * 9 : nullptr;
+        for (int a = 0; a < 3; ++a)
+          for (int b = 0; b < 3; ++b)
+            u[3 * b + a] = (gV ? double(gV[3 * a + b]) : 0) + (gAV ? double(gAV[3 * a + b]) : 0);
+      }
+      double* gF = kVirial ? u + 9 : u;
+      for (int a = 0; a < 3; ++a) gF[a] = upstream.force ? double(upstream.force[3 * row + a]) : 0;
+      if (!kVirial) gF[3] = 0;
+    }
+  });
+  return packed;
+}
+
+// The gradients of one centre atom's slots.
+template <bool kVirial, class Real, class Index>
+int64_t backward_atom(const ForceInputs<Real, Index>& in, const double* packed, int64_t atom,
+                      const ForceGradients<Real>& out) {
+  const int64_t rows = in.natoms + in.nghost, end = (atom + 1) * in.neighbors;
+  const double* const frame_U = packed + atom / in.natoms * rows * kUpstream<kVirial>;
+  const Index* const list = in.list_neigh;
+  const Real *const dE = in.dE, *const Ri_d = in.Ri_d, *const Rij = in.Rij;
+  Real *const to_dE = out.dE, *const to_Ri_d = out.Ri_d, *const to_Rij = out.Rij;
+  Triple center{};
+  if (in.center)
+    center = matrix_row(frame_U + atom % in.natoms * kUpstream<kVirial>, kVirial ? 3 : 0);
+  int64_t bad = kNoBadEntry;
+  for (int64_t s = atom * in.neighbors; s < end;) {
+    const int64_t j = list[s];
+    if (j < 0 || j >= rows) {
+      if (j != -1) bad = first_of(bad, s);
+      const int64_t next = next_slot(list, s, end), count = next - s;
+      if (to_dE) std::fill_n(to_dE + 4 * s, 4 * count, Real(0));
+      if (to_Ri_d) std::fill_n(to_Ri_d + 12 * s, 12 * count, Real(0));
+      if (to_Rij) std::fill_n(to_Rij + 3 * s, 3 * count, Real(0));
+      s = next;
+      continue;
+    }
+    const double* U = frame_U + j * kUpstream<kVirial>;
+    Triple e;
+    if constexpr (kVirial) {
+      Row r4;
+      load_r4(Rij + 3 * s, r4);
+      e = row_times_matrix<4>(r4, U) - center;
+    } else {
+      e = matrix_row(U, 0) - center;
+    }
+    if (to_dE) matrix_times_column<4>(Ri_d + 12 * s, e, to_dE + 4 * s);
+    if (to_Ri_d) outer_product<4>(dE + 4 * s, e, to_Ri_d + 12 * s);
+    if (to_Rij) {
+      if constexpr (kVirial)
+        matrix_times_column<3>(U, row_times_matrix<4>(dE + 4 * s, Ri_d + 12 * s), to_Rij + 3 * s);
+      else
+        std::fill_n(to_Rij + 3 * s, 3, Real(0));
+    }
+    ++s;
   }
   return bad;
 }
 
-template <int kColumns, class Real, class Index>
-int64_t backward_columns(const ForceInputs<Real, Index>& in, const ForceUpstream<Real>& upstream,
-                         const ForceGradients<Real>& out) {
-  const int64_t rows = in.natoms + in.nghost;
+template <bool kVirial, class Real, class Index>
+int64_t backward_of(const ForceInputs<Real, Index>& in, const ForceUpstream<Real>& upstream,
+                    const ForceGradients<Real>& out) {
+  const auto packed = pack_upstream<kVirial>(in, upstream);
   constexpr int64_t kSlotsPerTask = 1 << 13;
   const int64_t grain = std::max<int64_t>(1, kSlotsPerTask / std::max<int64_t>(in.neighbors, 1));
-  const auto backward_atom = [&](int64_t atom) {
-    const int64_t frame = atom / in.natoms, i = atom % in.natoms;
-    const Real* gF = upstream.force ? upstream.force + frame * rows * 3 : nullptr;
-    const Real* gAV = upstream.atom_virial ? upstream.atom_virial + frame * rows * 9 : nullptr;
-    double gV[9] = {}, center[3] = {};
-    if (upstream.virial) std::copy_n(upstream.virial + 9 * frame, 9, gV);
-    if (gF && in.center) std::copy_n(gF + 3 * i, 3, center);
-    int64_t bad = kNoBadEntry;
-    for (int64_t s = atom * in.neighbors; s < (atom + 1) * in.neighbors; ++s) {
-      const int64_t j = in.list_neigh[s];
-      if (j < 0 || j >= rows) {
-        if (j != -1) bad = first_of(bad, s);
-        if (out.dE) std::fill_n(out.dE + 4 * s, 4, Real(0));
-        if (out.Ri_d) std::fill_n(out.Ri_d + 12 * s, 12, Real(0));
-        if (out.Rij) std::fill_n(out.Rij + 3 * s, 3, Real(0));
-        continue;
-      }
-      double u[3 * kColumns], r4[kColumns], e[3];
-      for (int a = 0; a < 3; ++a) {
-        for (int b = 0; b + 1 < kColumns; ++b)
-          u[a * kColumns + b] = gV[3 * a + b] + (gAV ? double(gAV[9 * j + 3 * a + b]) : 0.0);
-        u[a * kColumns + kColumns - 1] = gF ? double(gF[3 * j + a]) : 0.0;
-      }
-      load_r4<kColumns>(in.Rij, s, r4);
-      worth<kColumns>(u, r4, center, e);
-      if (out.dE) gradient_dE(in.Ri_d + 12 * s, e, out.dE + 4 * s);
-      if (out.Ri_d) gradient_Ri_d(in.dE + 4 * s, e, out.Ri_d + 12 * s);
-      if (out.Rij) {
-        double g[3];
-        pair_force(in.dE + 4 * s, in.Ri_d + 12 * s, g);
-        gradient_Rij<kColumns>(g, u, out.Rij + 3 * s);
-      }
-    }
-    return bad;
-  };
   return at::parallel_reduce(
       0, in.frames * in.natoms, grain, kNoBadEntry,
       [&](int64_t begin, int64_t end, int64_t bad) {
-        for (int64_t atom = begin; atom < end; ++atom) bad = first_of(bad, backward_atom(atom));
+        for (int64_t atom = begin; atom < end; ++atom)
+          bad = first_of(bad, backward_atom<kVirial>(in, packed.get(), atom, out));
         return bad;
       },
       first_of);
@@ -187,14 +292,14 @@ int64_t backward_columns(const ForceInputs<Real, Index>& in, const ForceUpstream
 
 template <class Real, class Index>
 int64_t force_cpu(const ForceInputs<Real, Index>& in, const ForceOutputs<Real>& out) {
-  return in.virial ? force_columns<4>(in, out) : force_columns<1>(in, out);
+  return in.virial ? force_of<Row>(in, out) : force_of<double>(in, out);
 }
 
 template <class Real, class Index>
 int64_t force_backward_cpu(const ForceInputs<Real, Index>& in, const ForceUpstream<Real>& upstream,
                            const ForceGradients<Real>& out) {
   const bool virial = upstream.virial || upstream.atom_virial;
-  return virial ? backward_columns<4>(in, upstream, out) : backward_columns<1>(in, upstream, out);
+  return virial ? backward_of<true>(in, upstream, out) : backward_of<false>(in, upstream, out);
 }
 
 #define INSTANTIATE(Real, Index)                                                                   \

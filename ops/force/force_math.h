@@ -1,79 +1,151 @@
 // The mathematics of one pair, for the CPU and the CUDA kernel alike (formulas: force.h).
 //
-// With R4 = (Rij, 1) the 3 x 4 product g (x) R4 holds the pair's virial in its first three columns
-// and its force in the last: one accumulator carries both, and the same layout of the upstream
-// gradients, U = [gV + gAV_j | gF_j], makes the backward a product with R4 too. kColumns is 4, or 1
-// where only the force is wanted.
+// With R4 = (Rij, 1) the product g (x) R4 holds the pair's virial in its first three columns and
+// its force in the last: one accumulator carries both. With the upstream gradients in the same
+// order, U = (gV + gAV_j, gF_j) as four rows of three, the backward is made of the same products:
+//
+//   g = dE Ri_d        e = R4 U - gF_i        dE' = Ri_d e        Ri_d' = dE (x) e        Rij' = U
+//   g
+//
+// e is what a change of g is worth. The CPU has all rows of a matrix at once. A CUDA lane has one
+// of them (kRows = 1); what it gets for g and e is its share of a sum over four lanes.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <cstring>
 
 #ifdef __CUDACC__
 #define CALCOPS_HD __host__ __device__
 #else
-#define CALCOPS_HD
+#include <immintrin.h>
+// Without AVX a function that returns a Row would have an ABI of its own.
+#define CALCOPS_HD __attribute__((always_inline))
+#pragma GCC diagnostic ignored "-Wpsabi"  // whatever takes or returns a vector is inlined
 #endif
 
 namespace calcops {
 
-// g[a] = sum_c dE[c] Ri_d[c][a], or the share of kTerms of the four c
-template <int kTerms = 4, class Real>
-CALCOPS_HD inline void pair_force(const Real* dE, const Real* Ri_d, double* g) {
-  for (int a = 0; a < 3; ++a) {
-    g[a] = 0;
-    for (int c = 0; c < kTerms; ++c) g[a] += double(dE[c]) * double(Ri_d[3 * c + a]);
-  }
+#ifdef __CUDACC__
+template <int kCount>
+struct Numbers {
+  double x[kCount];
+  CALCOPS_HD double& operator[](int k) { return x[k]; }
+  CALCOPS_HD double operator[](int k) const { return x[k]; }
+};
+using Row = Numbers<4>;
+using Triple = Numbers<3>;
+template <int kCount>
+CALCOPS_HD inline Numbers<kCount> operator*(double x, Numbers<kCount> v) {
+  for (int k = 0; k < kCount; ++k) v[k] *= x;
+  return v;
+}
+template <int kCount>
+CALCOPS_HD inline Numbers<kCount> operator+(Numbers<kCount> v, const Numbers<kCount>& w) {
+  for (int k = 0; k < kCount; ++k) v[k] += w[k];
+  return v;
+}
+template <int kCount>
+CALCOPS_HD inline Numbers<kCount> operator-(Numbers<kCount> v, const Numbers<kCount>& w) {
+  for (int k = 0; k < kCount; ++k) v[k] -= w[k];
+  return v;
+}
+template <class Real>
+CALCOPS_HD inline Triple matrix_row(const Real* m, int c) {
+  return {double(m[3 * c]), double(m[3 * c + 1]), double(m[3 * c + 2])};
+}
+template <class Real>
+CALCOPS_HD inline Triple matrix_columns(const Real* m) {
+  return matrix_row(m, 0);
+}
+template <int kCount, class Real>
+CALCOPS_HD inline void store(double number, Real* out) {
+  static_assert(kCount == 1, "a lane has one number of four");
+  *out = Real(number);
+}
+#else
+// A register holds four: the last may have any value.
+typedef double Row __attribute__((vector_size(32)));
+using Triple = Row;
+
+CALCOPS_HD inline Row load_row(const double* x) {
+  Row row;
+  std::memcpy(&row, x, sizeof(row));
+  return row;
+}
+CALCOPS_HD inline Row load_row(const float* x) {
+#ifdef __AVX__  // GCC 12 would make two or four conversions of the general form
+  return _mm256_cvtps_pd(_mm_loadu_ps(x));
+#else
+  return Row{x[0], x[1], x[2], x[3]};
+#endif
 }
 
-template <int kColumns, class Real>
-CALCOPS_HD inline void load_r4(const Real* Rij, int64_t slot, double* r4) {
-  for (int b = 0; b + 1 < kColumns; ++b) r4[b] = double(Rij[3 * slot + b]);
-  r4[kColumns - 1] = 1;
+template <int kA, int kB, int kC, int kD>
+CALCOPS_HD inline Row shuffle(const Row& x, const Row& y) {
+#if __has_builtin(__builtin_shufflevector)
+  return __builtin_shufflevector(x, y, kA, kB, kC, kD);
+#else  // GCC below 12
+  typedef long long Lanes __attribute__((vector_size(32)));
+  return __builtin_shuffle(x, y, Lanes{kA, kB, kC, kD});
+#endif
 }
 
-// sum[a][b] += g[a] R4[b]
-template <int kColumns>
-CALCOPS_HD inline void add_outer(const double* g, const double* r4, double* sum) {
-  for (int a = 0; a < 3; ++a)
-    for (int b = 0; b < kColumns; ++b) sum[a * kColumns + b] += g[a] * r4[b];
+// Row c of a 4 x 3 matrix, without a step beyond its end.
+template <class Real>
+CALCOPS_HD inline Triple matrix_row(const Real* m, int c) {
+  if (c < 3) return load_row(m + 3 * c);
+  const Row last = load_row(m + 8);
+  return shuffle<1, 2, 3, 0>(last, last);
 }
 
-// e[a] = sum_b U[a][b] R4[b] - gF_i[a]: what a change of g is worth.
-template <int kColumns>
-CALCOPS_HD inline void worth(const double* u, const double* r4, const double* center, double* e) {
-  for (int a = 0; a < 3; ++a) {
-    e[a] = -center[a];
-    for (int b = 0; b < kColumns; ++b) e[a] += u[a * kColumns + b] * r4[b];
-  }
+template <class Real>
+CALCOPS_HD inline std::array<Row, 3> matrix_columns(const Real* m) {
+  const Row x = load_row(m), y = load_row(m + 4), z = load_row(m + 8);
+  return {shuffle<0, 1, 2, 5>(shuffle<0, 3, 6, 6>(x, y), z),
+          shuffle<0, 1, 2, 6>(shuffle<1, 4, 7, 7>(x, y), z),
+          shuffle<0, 1, 4, 7>(shuffle<2, 5, 5, 5>(x, y), z)};
 }
 
-// The pair's gradients: dE <- Ri_d e, Ri_d <- dE e, Rij <- U^T g.
-template <int kTerms = 4, class Real>
-CALCOPS_HD inline void gradient_dE(const Real* Ri_d, const double* e, Real* out) {
-  for (int c = 0; c < kTerms; ++c) {
-    double sum = 0;
-    for (int a = 0; a < 3; ++a) sum += double(Ri_d[3 * c + a]) * e[a];
-    out[c] = Real(sum);
-  }
+template <int kCount, class Real>
+CALCOPS_HD inline void store(const Row& row, Real* out) {
+  const Real numbers[4] = {Real(row[0]), Real(row[1]), Real(row[2]), Real(row[3])};
+  std::memcpy(out, numbers, kCount * sizeof(Real));
+}
+#endif
+
+// x m: g from dE and Ri_d, e from R4 and U
+template <int kRows, class X, class Real>
+CALCOPS_HD inline Triple row_times_matrix(const X& x, const Real* m) {
+  Triple v = double(x[0]) * matrix_row(m, 0);
+  for (int c = 1; c < kRows; ++c) v = v + double(x[c]) * matrix_row(m, c);
+  return v;
 }
 
-template <int kTerms = 4, class Real>
-CALCOPS_HD inline void gradient_Ri_d(const Real* dE, const double* e, Real* out) {
-  for (int c = 0; c < kTerms; ++c)
-    for (int a = 0; a < 3; ++a) out[3 * c + a] = Real(double(dE[c]) * e[a]);
+// m v: the gradient of dE from Ri_d and e, of Rij from U and g (kRows = 3)
+template <int kRows, class M, class Real>
+CALCOPS_HD inline void matrix_times_column(const M* m, const Triple& v, Real* out) {
+  const auto columns = matrix_columns(m);
+  store<kRows>(v[0] * columns[0] + v[1] * columns[1] + v[2] * columns[2], out);
 }
 
-template <int kColumns>
-CALCOPS_HD inline double gradient_Rij(const double* g, const double* u, int b) {
-  double sum = 0;
-  for (int a = 0; a < 3; ++a) sum += u[a * kColumns + b] * g[a];
-  return sum;
+// x (x) v: the gradient of Ri_d from dE and e
+template <int kRows, class X, class Real>
+CALCOPS_HD inline void outer_product(const X* x, const Triple& v, Real* out) {
+#ifdef __CUDACC__
+  for (int a = 0; a < 3; ++a) out[a] = Real(double(x[0]) * v[a]);
+#else
+  const Row y = load_row(x);
+  store<4>(shuffle<0, 0, 0, 1>(y, y) * shuffle<0, 1, 2, 0>(v, v), out);
+  store<4>(shuffle<1, 1, 2, 2>(y, y) * shuffle<1, 2, 0, 1>(v, v), out + 4);
+  store<4>(shuffle<2, 3, 3, 3>(y, y) * shuffle<2, 0, 1, 2>(v, v), out + 8);
+#endif
 }
 
-template <int kColumns, class Real>
-CALCOPS_HD inline void gradient_Rij(const double* g, const double* u, Real* out) {
-  for (int b = 0; b < 3; ++b)  // without columns of its own no virial has a gradient
-    out[b] = kColumns > 1 ? Real(gradient_Rij<kColumns>(g, u, b)) : Real(0);
+// sum[a] += g[a] R4; without the virial R4 is the number 1
+template <class R4>
+CALCOPS_HD inline void add_pair(const Triple& g, const R4& r4, R4* sum) {
+  for (int a = 0; a < 3; ++a) sum[a] = sum[a] + g[a] * r4;
 }
 
 }  // namespace calcops

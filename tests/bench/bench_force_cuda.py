@@ -1,13 +1,16 @@
-"""The force operators on a GPU against the device's own copy and against plain torch with atomics.
+"""The force operators on a GPU against the device's own copy and against atomics, plain and fused.
 
     python tests/bench/bench_force_cuda.py          (make bench; needs a GPU)
 
 `of copy` is the rate of the compulsory bytes (the list once, what live slots hold once, every output once) over the
 rate of a device-to-device copy that moves as many bytes. Calls are replayed from a CUDA graph that goes round enough
 sets of inputs to be several times the L2, so neither the host nor the cache flatters them. `shuffled` numbers the
-atoms at random: neighbours are far apart in memory then. The rows are added to results.json ($OUT, else here).
+atoms at random: neighbours are far apart in memory then. `unfused` is matmul, scatter force, scatter virial, each with
+an atomic a component, `fused atomics` one kernel without a fixed order (yardsticks_cuda.cu). The rows are added to
+results.json ($OUT, else here), and force_growth_cuda.png is drawn beside it where matplotlib is installed.
 """
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -50,6 +53,11 @@ def copy_milliseconds(nbytes):
     return milliseconds([source.clone for source in sources])
 
 
+def unfused(list_neigh, dE, Ri_d, Rij):
+    center = -torch.matmul(dE.flatten(2).unsqueeze(-2), Ri_d).squeeze(-2)
+    return torch.ops.yardsticks.atomics(list_neigh, dE, Ri_d, Rij, center)
+
+
 def shuffled(list_neigh, *values):
     natoms = list_neigh.shape[1]
     order = torch.randperm(natoms, generator=torch.Generator().manual_seed(0))
@@ -76,7 +84,8 @@ def table(natoms, neighbors, empty, dtype, order):
     small = sum(x.nbytes for x in outputs)
     read = list_neigh.nbytes + live * sum(x.nbytes for x in values) + small
     copies = max(2, round(BEYOND_L2 / read))
-    sets = [inputs] + [[x.clone() for x in inputs] for _ in range(copies - 1)]
+    sets = [[x.clone().contiguous() for x in inputs] for _ in range(copies)]
+    indices = [calcops_jit.neighbor_index(s[0]) for s in sets]
 
     def backward(mask):
         op = torch.ops.calcops._force_virial_backward
@@ -85,12 +94,21 @@ def table(natoms, neighbors, empty, dtype, order):
     dE_only = read + (1 - live) * values[0].nbytes  # dE is not read, its gradient is written in every slot
     rows = {
         "force_virial": (read, [lambda s=s: calcops_jit.force_virial(*s) for s in sets]),
+        "force_virial, index given": (
+            read + indices[0].nbytes,
+            [
+                lambda s=s, index=index: calcops_jit.force_virial(*s, neighbor_index=index)
+                for s, index in zip(sets, indices, strict=True)
+            ],
+        ),
         "force": (
             read - live * values[2].nbytes - outputs[2].nbytes,
             [lambda s=s: calcops_jit.force(*s[:3]) for s in sets],
         ),
         "backward of dE": (dE_only, backward([True, False, False])),
         "backward of dE, Ri_d, Rij": (read + sum(x.nbytes for x in values), backward([True] * 3)),
+        "fused atomics": (read, [lambda s=s: torch.ops.yardsticks.atomics(*s) for s in sets]),
+        "unfused": (read, [lambda s=s: unfused(*s) for s in sets]),
         "torch matmul + einsum + index_add_": (read, [lambda s=s: torch_force_virial(*s) for s in sets]),
     }
     found = {"natoms": natoms, "neighbors": neighbors, "empty": 1 - live, "dtype": str(dtype), "order": order}
@@ -101,8 +119,14 @@ def table(natoms, neighbors, empty, dtype, order):
             time, copy = milliseconds(calls), copy_milliseconds(int(nbytes))
             found[name] = {"ms": time, "of copy": copy / time, "GB/s": nbytes / time / 1e6}
             print(f"  {name:36}{time:9.4f} ms {nbytes / time / 1e6:7.0f} GB/s {copy / time:7.1%} of copy")
-    found["over torch"] = found["torch matmul + einsum + index_add_"]["ms"] / found["force_virial"]["ms"]
-    print(f"  {found['over torch']:.1f}x over torch; difference {found['difference from torch']:.1e}\n")
+    ours = found["force_virial"]["ms"]
+    found["over torch"] = found["torch matmul + einsum + index_add_"]["ms"] / ours
+    found["over unfused"] = found["unfused"]["ms"] / ours
+    found["cost of determinism"] = ours / found["fused atomics"]["ms"]
+    print(
+        f"  {found['over torch']:.1f}x over torch, {found['over unfused']:.1f}x over unfused, cost of determinism "
+        f"{found['cost of determinism']:.2f}x; difference {found['difference from torch']:.1e}\n"
+    )
     assert found["difference from torch"] <= (1e-12 if dtype == torch.float64 else 1e-5)
     return found
 
@@ -111,15 +135,64 @@ def small_system():
     """192 atoms x 138 slots, where launches are what counts: alone in its graph, and one of twenty."""
     inputs = [x.cuda() for x in lattice(192, 138, 1 / 3)]
     call = lambda: calcops_jit.force_virial(*inputs)  # noqa: E731
+    index = calcops_jit.neighbor_index(inputs[0])
+    indexed = lambda: calcops_jit.force_virial(*inputs, neighbor_index=index)  # noqa: E731
     found = {f"{n} in a graph, us": 1e3 * milliseconds([call] * n) for n in (1, 20)}
+    found |= {f"{n} with an index, us": 1e3 * milliseconds([indexed] * n) for n in (1, 20)}
     print("192 atoms x 138 slots, force_virial:", found)
     return found
+
+
+def growth_row(side):
+    inputs = lattice(side**3, 138, 1 / 3, torch.float32, "cuda")
+    upstream = [torch.randn_like(x) for x in calcops_jit.force_virial(*inputs)]
+    backward = torch.ops.calcops._force_virial_backward
+    row = {"pairs": side**3 * 92, "inputs": sum(x.nbytes for x in inputs)}
+    for name, function in {
+        "force_virial": lambda: calcops_jit.force_virial(*inputs),
+        "backward of all": lambda: backward(*upstream, *inputs, 0, True, [True] * 3),
+    }.items():
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            written = sum(x.nbytes for x in function())
+            peak = torch.cuda.max_memory_allocated() - before - written
+            row[name] = {"ms": milliseconds([function]), "peak": peak / row["inputs"]}
+        except torch.OutOfMemoryError:  # a graph keeps its outputs: the gradients are there twice
+            print(f"{name} of {row['pairs']} pairs does not fit")
+        torch.cuda.empty_cache()
+    row["copy ms"] = copy_milliseconds(min(row["inputs"], 10**10)) * max(1, row["inputs"] / 1e10)
+    print(row)
+    return row
+
+
+def growth():
+    """Time and peak memory above inputs and outputs from 10^4 to 5x10^8 pairs, float32, a third empty."""
+    return [growth_row(side) for side in (5, 10, 22, 48, 103, 176)]
+
+
+def draw_growth(rows, path):
+    import matplotlib.pyplot as plt
+
+    figure, panel = plt.subplots(figsize=(6, 5), layout="constrained")
+    pairs = [row["pairs"] for row in rows]
+    panel.plot(pairs, [row["copy ms"] for row in rows], "k--", label="copy of as many bytes")
+    for name in ("force_virial", "backward of all"):
+        points = [(row["pairs"], row[name]["ms"]) for row in rows if name in row]
+        panel.plot(*zip(*points, strict=True), "o-", label=name)
+    panel.set(xscale="log", yscale="log", xlabel="pairs", ylabel="ms", title=torch.cuda.get_device_name())
+    panel.legend()
+    figure.savefig(path, dpi=90)
 
 
 def main():
     if not torch.cuda.is_available():
         print("bench_force_cuda: PyTorch sees no GPU, nothing to measure")
         return
+    calcops_jit.load(
+        "yardsticks_cuda", [pathlib.Path(__file__).parent / "yardsticks_cuda.cu"], with_cuda=True
+    )
     found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
     found["tables"] = [
         table(*size, empty, dtype, order)
@@ -129,9 +202,12 @@ def main():
         for order in ("sorted", "shuffled")
     ]
     found["192 x 138"] = small_system()
+    found["growth"] = growth()
     path = pathlib.Path(os.environ.get("OUT", pathlib.Path(__file__).resolve().parents[2]), "results.json")
     results = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(results | {"bench_force_cuda": found}, indent=2) + "\n")
+    if importlib.util.find_spec("matplotlib"):
+        draw_growth(found["growth"], path.with_name("force_growth_cuda.png"))
     print(path)
 
 

@@ -1,0 +1,145 @@
+// What bench_force.py measures the force operators against, as operators: reading and writing their
+// bytes and nothing else, allocating their outputs and nothing else, and the same kernel without a
+// fixed order of additions.
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <numeric>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "force/force_math.h"
+
+namespace {
+
+using at::Tensor;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+
+Three empty_force_virial(const Tensor& list_neigh, const Tensor& dE, const Tensor&, const Tensor&,
+                         c10::SymInt nghost, const std::optional<Tensor>&) {
+  const int64_t B = list_neigh.size(0), rows = list_neigh.size(1) + nghost.expect_int();
+  return {at::empty({B, rows, 3}, dE.options()), at::empty({B, 3, 3}, dE.options()),
+          at::empty({B, rows, 3, 3}, dE.options())};
+}
+
+// Sixteen sums at a time: as fast as the memory.
+template <class Number>
+Number sum(const Number* x, int64_t count) {
+  Number sums[16] = {};
+  int64_t k = 0;
+  for (; k + 16 <= count; k += 16)
+    for (int lane = 0; lane < 16; ++lane) sums[lane] += x[k + lane];
+  for (; k < count; ++k) sums[0] += x[k];
+  return std::accumulate(sums, sums + 16, Number(0));
+}
+
+// Reads the list, and of the others what the first `live` slots of each row hold; writes the rows
+// of the outputs. One frame, int32.
+template <class Real>
+void read_and_write(const Tensor& list, at::TensorList in, at::TensorList out, int64_t live) {
+  const int64_t natoms = list.size(1), neighbors = list.size(2);
+  at::parallel_for(0, natoms, 64, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      Real total = Real(sum(list.const_data_ptr<int32_t>() + i * neighbors, neighbors));
+      for (const Tensor& x : in) {
+        const int64_t row = x.numel() / natoms;
+        total += sum(x.const_data_ptr<Real>() + i * row, row / neighbors * live);
+      }
+      for (const Tensor& x : out) {
+        const int64_t row = x.numel() / natoms;
+        std::fill_n(x.mutable_data_ptr<Real>() + i * row, row, total);
+      }
+      if (out.empty() && total == Real(0.123)) std::abort();  // so that the sum is needed
+    }
+  });
+}
+
+std::vector<Tensor> read_write(const Tensor& list, at::TensorList in, at::TensorList out_like,
+                               int64_t live) {
+  std::vector<Tensor> out;
+  for (const Tensor& x : out_like) out.push_back(at::empty_like(x));
+  in[0].scalar_type() == at::kFloat ? read_and_write<float>(list, in, out, live)
+                                    : read_and_write<double>(list, in, out, live);
+  return out;
+}
+
+// force_virial with a buffer a thread and as few instructions as there can be: the order of the
+// additions depends on the threads. One frame, int32, no ghosts, right entries.
+template <class Real>
+Three private_buffers_of(const Tensor& list, const Tensor& dE, const Tensor& Ri_d,
+                         const Tensor& Rij) {
+  using calcops::Row;
+  const int64_t natoms = list.size(1), neighbors = list.size(2);
+  const int threads = at::get_num_threads();
+  const Tensor buffers = at::empty({threads, natoms, 3, 4}, dE.options().dtype(at::kDouble));
+  Row* const all = reinterpret_cast<Row*>(buffers.mutable_data_ptr<double>());
+  auto out = empty_force_virial(list, dE, Ri_d, Rij, 0, {});
+  at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+    const int32_t* names = list.const_data_ptr<int32_t>();
+    const Real *e = dE.const_data_ptr<Real>(), *d = Ri_d.const_data_ptr<Real>(),
+               *r = Rij.const_data_ptr<Real>();
+    for (int64_t t = first; t < last; ++t) {
+      Row* const sums = all + t * natoms * 3;
+      std::fill_n(sums, natoms * 3, Row{});
+      for (int64_t i = natoms * t / threads; i < natoms * (t + 1) / threads; ++i) {
+        calcops::Triple center{};
+        for (int64_t s = i * neighbors; s < (i + 1) * neighbors; ++s) {
+          const int64_t j = names[s];
+          if (j < 0) continue;
+          const auto g = calcops::row_times_matrix<4>(e + 4 * s, d + 12 * s);
+          const Row r4{double(r[3 * s]), double(r[3 * s + 1]), double(r[3 * s + 2]), 1.0};
+          center += g;
+          calcops::add_pair(g, r4, sums + 3 * j);
+        }
+        for (int a = 0; a < 3; ++a) sums[3 * i + a][3] -= center[a];
+      }
+    }
+  });
+  std::vector<Row> virials(3 * threads);
+  at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t)
+      for (int64_t j = natoms * t / threads; j < natoms * (t + 1) / threads; ++j)
+        for (int a = 0; a < 3; ++a) {
+          Row total{};
+          for (int64_t k = 0; k < threads; ++k) total += all[(k * natoms + j) * 3 + a];
+          virials[3 * t + a] += total;
+          std::get<0>(out).template mutable_data_ptr<Real>()[3 * j + a] = Real(total[3]);
+          for (int b = 0; b < 3; ++b)
+            std::get<2>(out).template mutable_data_ptr<Real>()[9 * j + 3 * a + b] = Real(total[b]);
+        }
+  });
+  for (int k = 0; k < 9; ++k) {
+    double total = 0;
+    for (int t = 0; t < threads; ++t) total += virials[3 * t + k / 3][k % 3];
+    std::get<1>(out).template mutable_data_ptr<Real>()[k] = Real(total);
+  }
+  return out;
+}
+
+Three private_buffers(const Tensor& list, const Tensor& dE, const Tensor& Ri_d, const Tensor& Rij) {
+  return dE.scalar_type() == at::kFloat ? private_buffers_of<float>(list, dE, Ri_d, Rij)
+                                        : private_buffers_of<double>(list, dE, Ri_d, Rij);
+}
+
+TORCH_LIBRARY_FRAGMENT(yardsticks, m) {
+  m.def(
+      "empty_force_virial(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor Rij, SymInt nghost=0, "
+      "*, Tensor? neighbor_index=None) -> (Tensor force, Tensor virial, Tensor atom_virial)");
+  m.def("read_write(Tensor list, Tensor[] input, Tensor[] out_like, int live) -> Tensor[]");
+  m.def(
+      "private_buffers(Tensor list, Tensor dE, Tensor Ri_d, Tensor Rij) -> "
+      "(Tensor, Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(yardsticks, CPU, m) {
+  m.impl("empty_force_virial", TORCH_FN(empty_force_virial));
+  m.impl("read_write", TORCH_FN(read_write));
+  m.impl("private_buffers", TORCH_FN(private_buffers));
+}
+
+}  // namespace
