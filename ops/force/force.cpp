@@ -199,8 +199,8 @@ tensor_list backward(const Tensor& grad_force, const Tensor& grad_virial,
   check_upstream("grad_virial", grad_virial, dE, {B, 3, 3});
   check_upstream("grad_atom_virial", grad_atom_virial, dE, {B, rows, 3, 3});
   const bool virial = grad_virial.defined() || grad_atom_virial.defined();
-  TORCH_CHECK(Rij.defined() || !(virial || mask[2]), kBackward,
-              ": expected `Rij` where a virial has a gradient, got none");
+  expect(kBackward, "Rij", Rij.defined() || !(virial || mask[2]), "none",
+         "where a virial or Rij has a gradient");
   tensor_list out;
   for (const auto& [wanted, input] : {std::pair(mask[0], dE), {mask[1], Ri_d}, {mask[2], Rij}})
     out.push_back(wanted ? at::empty_symint(input.sym_sizes(), input.options())
@@ -252,6 +252,7 @@ tensor_list call_forward(const Tensor& list_neigh, const Tensor& dE, const Tenso
   static const auto force_virial = dispatched<ForceVirial>(kForceVirial);
   if (!Rij.defined()) return {(center ? force : neighbor_force).call(list_neigh, dE, Ri_d, nghost)};
   auto [F, W, atom_W] = force_virial.call(list_neigh, dE, Ri_d, Rij, nghost);
+  if (!center) F = neighbor_force.call(list_neigh, dE, Ri_d, nghost);
   return {F, W, atom_W};
 }
 
