@@ -50,7 +50,7 @@ def test_second_derivatives_of_force(device):
 
 @pytest.mark.parametrize("center", [True, False])
 def test_third_derivatives(device, center):
-    list_neigh, *leaves = differentiable_pairs(**{**SMALL, "neighbors": 2}, device=device)
+    list_neigh, *leaves = differentiable_pairs(frames=1, natoms=2, nghost=1, neighbors=2, device=device)
     upstream = [torch.randn_like(x).requires_grad_() for x in force_virial(list_neigh, *leaves, 1)]
     function = lambda *x: backward(*x[:3], list_neigh, *x[3:], 1, center, [True] * 3)  # noqa: E731
     assert gradcheck(function, (*upstream, *leaves), **MODES)

@@ -44,7 +44,6 @@ def unsupported(list_neigh, dE, Ri_d):
         "nested": (list_neigh, jagged, Ri_d, 1),
         "numpy": (list_neigh, numpy.ones(dE.shape), Ri_d, 1),
         "fractional nghost": (list_neigh, dE, Ri_d, 1.0),
-        "nghost with a gradient": (list_neigh, dE, Ri_d, torch.tensor(1.0, requires_grad=True)),
     }
 
 
@@ -58,15 +57,26 @@ def test_what_is_not_supported_raises():
 
 
 def test_there_is_no_output_to_write_to_that_would_have_no_history(small):
-    list_neigh, (dE, Ri_d, Rij), _ = small
+    list_neigh, (dE, Ri_d, _), _ = small
     with pytest.raises(RuntimeError, match="expected at most 4 argument"):
         force(list_neigh, dE, Ri_d, 1, out=torch.empty(3, 3, 3, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match="Rij"):
-        force_virial(list_neigh, dE, Ri_d, None, 1)
-    with pytest.raises(RuntimeError, match="expected `Rij` where a virial or Rij has a gradient, got none"):
-        backward(
-            None, torch.ones_like(dE[:, 0, :, :3]), None, list_neigh, dE, Ri_d, None, 1, True, [True] * 3
-        )
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_none_for_a_tensor_is_an_error(device, needs_grad):
+    list_neigh, *leaves = (differentiable_pairs if needs_grad else pairs)(**SMALL, device=device)
+    W = torch.ones(3, 3, 3, dtype=torch.float64, device=device)
+    for op, inputs, above in (
+        (force, [list_neigh, *leaves[:2]], []),
+        (torch.ops.calcops._neighbor_force, [list_neigh, *leaves[:2]], []),
+        (force_virial, [list_neigh, *leaves], []),
+        (backward, [list_neigh, *leaves], [None, W, None]),
+    ):
+        rest = [1, True, [True] * 3] if op is backward else [1]
+        for i, name in enumerate(("list_neigh", "dE", "Ri_d", "Rij")[: len(inputs)]):
+            given = [None if k == i else x for k, x in enumerate(inputs)]
+            with pytest.raises(RuntimeError, match=f"expected `{name}` "):
+                op(*above, *given, *rest)
 
 
 @pytest.mark.parametrize("argument", range(4))

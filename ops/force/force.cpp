@@ -399,9 +399,15 @@ Tensor neighbor_force(const Tensor& list_neigh, const Tensor& dE, const Tensor& 
 
 Three three(tensor_list&& list) { return {list[0], list[1], list[2]}; }
 
+// Python's None is an undefined tensor.
+const Tensor& given_Rij(const Tensor& Rij) {
+  expect(kForceVirial, "Rij", Rij.defined(), "none", "of shape [B, n, K, 3]");
+  return Rij;
+}
+
 Three force_virial(const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d,
                    const Tensor& Rij, SymInt nghost) {
-  return three(forward(kForceVirial, list_neigh, dE, Ri_d, Rij, nghost, true));
+  return three(forward(kForceVirial, list_neigh, dE, Ri_d, given_Rij(Rij), nghost, true));
 }
 
 Three force_virial_backward(const OptTensor& grad_force, const OptTensor& grad_virial,
@@ -430,7 +436,8 @@ void impl_transform(torch::Library& m) {
   m.impl("force_virial",
          [](const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d, const Tensor& Rij,
             SymInt nghost) -> Three {
-           return three(transform(Forward{std::move(nghost), true}, {list_neigh, dE, Ri_d, Rij}));
+           return three(
+               transform(Forward{std::move(nghost), true}, {list_neigh, dE, Ri_d, given_Rij(Rij)}));
          });
   m.impl(
       "_force_virial_backward",
