@@ -63,6 +63,9 @@ bench: .venv/.bench ## the project's numbers on this machine
 gpu-check: ## all a GPU must show: tests, compute-sanitizer, benchmark -> results.json (no pip, no .venv)
 	PYTHONPATH=. $(or $(PYTHON),$(python)) tests/bench/gpu_check.py
 
+sanitize-gpu: $(if $(PYTHON),,.venv/.base) ## compute-sanitizer over every CUDA kernel; without a GPU it says so and skips
+	PYTHONPATH=. $(or $(PYTHON),$(python)) tests/bench/gpu_check.py sanitize
+
 examples: .venv/.test ## run every example and check what it prints
 	$(python) -m pytest tests/test_examples*.py
 
@@ -90,4 +93,4 @@ clean: ## delete .venv and what was built in this folder; the cache: python -m c
 	$(pip) --no-deps deepmd-kit
 	@touch $@
 
-.PHONY: help demo test test-long test-oldest venv build cuda lint format docs bench gpu-check examples clean
+.PHONY: help demo test test-long test-oldest venv build cuda lint format docs bench gpu-check sanitize-gpu examples clean

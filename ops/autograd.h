@@ -174,7 +174,7 @@ tensor_list fold_vmap(Op op, const tensor_list& inputs) {
       if (const auto* batched = at::functorch::maybeGetBatchedImpl(input))
         level = std::max(level, batched->level());
 
-  c10::SymInt batch = 1;
+  c10::SymInt batch = 1, items = 0;
   tensor_list folded = inputs;
   const auto batched_here = [&](const at::Tensor& input) {
     const auto* batched = input.defined() ? at::functorch::maybeGetBatchedImpl(input) : nullptr;
@@ -193,11 +193,12 @@ tensor_list fold_vmap(Op op, const tensor_list& inputs) {
       shape.insert(shape.begin(), batch);
       folded[i] = inputs[i].unsqueeze(0).expand_symint(shape);
     }
+    items = folded[i].sym_size(1);
     folded[i] = folded[i].flatten(0, 1);
   }
   tensor_list outputs = op.forward(folded);
   for (at::Tensor& output : outputs) {
-    const c10::SymInt items = output.sym_size(0) / batch;
+    if (batch != 0) items = output.sym_size(0) / batch;  // an output nobody wants has none
     output = at::functorch::makeBatched(output.unflatten_symint(0, {batch, items}), 0, level);
   }
   return outputs;

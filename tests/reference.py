@@ -5,6 +5,7 @@ reference for derivatives too. Slow and memory-hungry on purpose: clarity first.
 """
 
 import torch
+from torch.testing._internal.optests.generate_tests import ALL_TEST_UTILS
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
@@ -39,6 +40,29 @@ def force(list_neigh, dE, Ri_d, nghost=0, center=True):
     return force_virial(list_neigh, dE, Ri_d, dE.new_zeros(frames, natoms, neighbors, 3), nghost, center)[0]
 
 
+def chunked_force_virial(list_neigh, dE, Ri_d, Rij, nghost=0, chunk=4096):
+    """force_virial for any size, in float64: index_add_ over `chunk` atoms at a time; not differentiable."""
+    frames, natoms, neighbors = list_neigh.shape
+    totals = [dE.new_zeros(frames, natoms + nghost, width, dtype=torch.float64) for width in (3, 9)]
+    for frame in range(frames):
+        for first in range(0, natoms, chunk):
+            part = (frame, slice(first, first + chunk))
+            target = list_neigh[part]
+            live = target >= 0
+            rows = target[live].long()
+            dE_part, Ri_d_part, Rij_part = (
+                x[part].reshape(*target.shape, *shape)[live].double()
+                for x, shape in ((dE, (4, 1)), (Ri_d, (4, 3)), (Rij, (1, 3)))
+            )
+            g = (dE_part * Ri_d_part).sum(-2)
+            totals[0][frame].index_add_(0, rows, g)
+            totals[1][frame].index_add_(0, rows, (g[:, :, None] * Rij_part).flatten(1))
+            centre = first + torch.arange(len(target), device=rows.device)
+            totals[0][frame].index_add_(0, centre[:, None].expand_as(live)[live], -g)
+    force, atom_virial = totals[0], totals[1].unflatten(2, (3, 3))
+    return force, atom_virial.sum(1), atom_virial
+
+
 def pairs(
     frames=3, natoms=5, nghost=2, neighbors=7, dtype=torch.float64, index=torch.int32, device="cpu", seed=0
 ):
@@ -54,6 +78,25 @@ def pairs(
     return list_neigh.to(device), random(*size, 4), Ri_d, random(*size, 3)
 
 
+def describe(Rij):
+    """Ri = s (1, Rij) with s = exp(-r^2/4), and Ri_d = dRi/dr_i = -dRi/dRij."""
+    s = torch.exp(-Rij.square().sum(-1, keepdim=True) / 4)
+    dRi_dRij = torch.cat(
+        [
+            -(s * Rij / 2).unsqueeze(-2),
+            s[..., None] * (torch.eye(3, dtype=Rij.dtype) - Rij[..., :, None] * Rij[..., None, :] / 2),
+        ],
+        -2,
+    )
+    return torch.cat([s, s * Rij], -1), -dRi_dRij
+
+
+def energy_of(Ri, live):
+    """A many-body energy that does not change under rotation and permutation."""
+    D = (Ri * live[..., None]).sum(2)
+    return (D[..., 0] ** 3 + D[..., 1:].square().sum(-1)).sum()
+
+
 def differentiable_pairs(**options):
     list_neigh, *values = pairs(**options)
     return list_neigh, *(value.requires_grad_() for value in values)
@@ -62,3 +105,9 @@ def differentiable_pairs(**options):
 def assert_equal_lists(ours, theirs, **tolerance):
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, **tolerance)
+
+
+def opcheck(op, args, kwargs=None):
+    """Every check that PyTorch has for an operator; opcheck's default leaves static shapes out."""
+    results = torch.library.opcheck(op, args, kwargs, test_utils=tuple(ALL_TEST_UTILS))
+    assert results == dict.fromkeys(ALL_TEST_UTILS, "SUCCESS")

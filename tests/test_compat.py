@@ -5,9 +5,8 @@ import io
 import pytest
 import reference
 import torch
-from reference import assert_equal_lists, differentiable_pairs, pairs
+from reference import assert_equal_lists, differentiable_pairs, opcheck, pairs
 from torch.autograd import gradcheck, gradgradcheck
-from torch.library import opcheck
 
 from calcops_jit import calculateForce, calculateVirial
 

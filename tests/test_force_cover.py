@@ -4,11 +4,12 @@ A pairwise cover in every run, the full product in `make test-long`; and sizes b
 """
 
 import itertools
+import pathlib
+import re
 
 import pytest
 import torch
-from reference import DEVICES, pairs
-from torch.library import opcheck
+from reference import DEVICES, opcheck, pairs
 
 from calcops_jit import force, force_virial
 
@@ -42,19 +43,31 @@ def laid_out(x, layout):
     return x[:1].expand_as(x) if layout == "expanded" else x
 
 
-def check_case(case, device):
+def calls(case, device):
+    """Every operator that ops/force registers, with arguments."""
     dtype, index, needs, layout, sizes = case
     nghost = sizes[2]
     list_neigh, *leaves = (laid_out(x, layout) for x in pairs(*sizes, dtype, index, device))
     for leaf, flag in zip(leaves, needs, strict=True):
         leaf.requires_grad_(flag)
-    opcheck(force, (list_neigh, *leaves[:2], nghost))
-    opcheck(torch.ops.calcops._neighbor_force, (list_neigh, *leaves[:2], nghost))
-    opcheck(force_virial, (list_neigh, *leaves, nghost))
+    yield force, (list_neigh, *leaves[:2], nghost)
+    yield torch.ops.calcops._neighbor_force, (list_neigh, *leaves[:2], nghost)
+    yield force_virial, (list_neigh, *leaves, nghost)
     outputs = force_virial(list_neigh, *(x.detach() for x in leaves), nghost)
     upstream = [laid_out(torch.randn_like(x), layout).requires_grad_(flag) for x, flag in zip(outputs, needs)]
-    opcheck(backward, (*upstream, list_neigh, *leaves, nghost, True, [True] * 3))
-    opcheck(backward, (*upstream, list_neigh, *leaves, nghost, True, list(needs)))
+    yield backward, (*upstream, list_neigh, *leaves, nghost, True, [True] * 3)
+    yield backward, (*upstream, list_neigh, *leaves, nghost, False, list(needs))
+
+
+def check_case(case, device):
+    for op, arguments in calls(case, device):
+        opcheck(op, arguments)
+
+
+def test_no_operator_is_left_out():
+    source = pathlib.Path(__file__).resolve().parent.parent / "ops" / "force" / "force.cpp"
+    defined = re.findall(r'm\.def\(\s*"(\w+)\(', source.read_text())
+    assert {op._qualified_op_name for op, _ in calls(PRODUCT[0], "cpu")} == {f"calcops::{x}" for x in defined}
 
 
 def name(case):

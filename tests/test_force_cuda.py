@@ -5,10 +5,13 @@ Where nvcc is, every CUDA source is compiled and linked, with or without a GPU.
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
+import sys
 
 import pytest
+import reference
 import torch
 from reference import assert_equal_lists, pairs
 from torch.profiler import ProfilerActivity, profile
@@ -17,7 +20,8 @@ from torch.utils import cpp_extension
 from calcops_jit import force, force_virial
 
 backward = torch.ops.calcops._force_virial_backward
-OPS = pathlib.Path(__file__).resolve().parent.parent / "ops"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+OPS = ROOT / "ops"
 NVCC = shutil.which("nvcc", path=f"{cpp_extension.CUDA_HOME}/bin") or shutil.which("nvcc")
 
 
@@ -41,6 +45,38 @@ def test_every_cuda_source_compiles_and_links_for_sm_80_and_sm_90(tmp_path, stan
     assert result.returncode == 0, result.stdout + result.stderr
     # An architecture whose code is missing would only show as an error on that GPU.
     assert all(f"sm_{sm}".encode() in library.read_bytes() for sm in (80, 90))
+
+
+INTEGERS = {"unsigned", "unsigned int", "unsigned long long", "uint32_t", "uint64_t", "int", "int32_t"}
+
+
+@pytest.mark.parametrize("source", sorted(OPS.glob("*/*.cu")), ids=lambda path: path.name)
+def test_no_atomic_touches_a_float(source):
+    text = re.sub(r"//.*", "", source.read_text())
+    calls = re.findall(r"\batomic\w*\(([^,]*),", text) + re.findall(r"\batomic_ref\b.*|\bred\.\w+.*", text)
+    for call in calls:
+        target = re.findall(r"\w+", call.split("+")[0])[-1]
+        types = re.findall(rf"([\w ]+?)\s*\*\s*{target}\b", text)
+        assert types and {type.strip() for type in types} <= INTEGERS, (call, types)
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc in torch's CUDA_HOME or on PATH")
+@pytest.mark.parametrize("source", sorted(OPS.glob("*/*.cu")), ids=lambda path: path.name)
+def test_the_compiler_makes_no_atomic_of_floats(tmp_path, source):
+    ptx = tmp_path / "out.ptx"
+    command = [NVCC, "-ptx", "-std=c++17", "-arch=compute_80", "-I", str(OPS), str(source), "-o", str(ptx)]
+    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+    subprocess.run(command, check=True, env=environment)
+    atomics = re.findall(r"^\s*(?:@\S+\s+)?((?:atom|red)\.\S+)", ptx.read_text(), re.MULTILINE)
+    assert not [name for name in atomics if re.search(r"\.b?f(16|32|64)", name)], set(atomics)
+    assert bool(atomics) == ("atomic" in source.read_text())  # the pattern finds what there is
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_sanitizer_says_so_and_skips():
+    command = [sys.executable, ROOT / "tests" / "bench" / "gpu_check.py", "sanitize"]
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert run.returncode == 0 and run.stdout == "gpu_check: skipped, no GPU is visible to PyTorch\n"
 
 
 # ---- values ---------------------------------------------------------------------------------------
@@ -104,10 +140,13 @@ def test_inputs_need_no_alignment_beyond_their_own(gpu):
     assert_equal_lists(gradients(upstream, *shifted), gradients(upstream, *inputs), rtol=0, atol=0)
 
 
-@pytest.mark.long
+def expect_free_memory(gigabytes):
+    if torch.cuda.mem_get_info()[0] < gigabytes << 30:
+        pytest.skip(f"needs {gigabytes} GiB of free GPU memory")
+
+
 def test_more_than_2_to_the_31_elements(gpu):
-    if torch.cuda.mem_get_info()[0] < 60 << 30:
-        pytest.skip("needs 60 GiB of free GPU memory")
+    expect_free_memory(60)
     frames, natoms, neighbors = 2, 180_000, 512
     size = (frames, natoms, neighbors)
     list_neigh = torch.randint(-1, natoms, size, device=gpu, dtype=torch.int32)
@@ -122,6 +161,36 @@ def test_more_than_2_to_the_31_elements(gpu):
         assert_equal_lists([x[frame] for x in whole], [x[0] for x in force_virial(*one)], rtol=0, atol=0)
         alone = backward(*above, *one, 0, True, [True] * 3)
         assert_equal_lists([x[frame] for x in gradient], [x[0] for x in alone], rtol=0, atol=0)
+
+
+def test_a_million_atoms_of_500_slots_equal_a_chunked_reference(gpu):
+    expect_free_memory(100)
+    size = (1, 1_000_000, 500)
+    inputs = [torch.randint(-1, size[1], size, device=gpu, dtype=torch.int32)]
+    inputs += [torch.randn(*size, *shape, device=gpu) for shape in ((4,), (4, 3), (3,))]
+    results = force_virial(*inputs)
+    expected = reference.chunked_force_virial(*inputs)
+    for x, value, terms in zip(results, expected, (1e3, 1e9, 1e3), strict=True):
+        torch.testing.assert_close(x.double(), value, rtol=2.0**-23, atol=1e-14 * terms)
+    torch.testing.assert_close(force(*inputs[:3]), results[0], rtol=2.0**-23, atol=0)
+
+    upstream = [torch.randn_like(x) for x in results]
+    gF, gV, gAV = (x[0].double() for x in upstream)
+    gradient = backward(*upstream, *inputs, 0, True, [True] * 3)
+    for first in range(0, size[1], size[1] // 10):
+        part = (0, slice(first, first + 1000))
+        list_neigh, (dE, Ri_d, Rij) = inputs[0][part].long(), (x[part].double() for x in inputs[1:])
+        live, j = list_neigh >= 0, list_neigh.clamp(min=0)
+        U = gV + gAV[j]
+        e = gF[j] - gF[part[1], None] + torch.einsum("nkab,nkb->nka", U, Rij)
+        expected = [
+            torch.einsum("nkca,nka->nkc", Ri_d, e),
+            torch.einsum("nkc,nka->nkca", dE, e),
+            torch.einsum("nkab,nkc,nkca->nkb", U, dE, Ri_d),
+        ]
+        for x, value in zip(gradient, expected, strict=True):
+            value *= live.view(*live.shape, *[1] * (value.dim() - 2))
+            torch.testing.assert_close(x[part].double(), value, rtol=2.0**-23, atol=1e-11)
 
 
 # ---- wrong entries ----------------------------------------------------------------------------------
@@ -164,6 +233,22 @@ def test_calcops_check_names_the_first_wrong_entry_and_the_device_goes_on(gpu, m
     assert force_virial(list_neigh, dE, Ri_d, Rij, 2)[0].isfinite().all()
 
 
+def test_calcops_check_stays_away_from_a_captured_graph(gpu, monkeypatch):
+    inputs = pairs(device=gpu)
+    upstream = upstream_of(*inputs[:2])
+    gradients(upstream, *inputs)  # warm up on this stream
+    monkeypatch.setenv("CALCOPS_CHECK", "1")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(upstream, *inputs)
+    inputs[0][1, 2, 3] = 7
+    graph.replay()
+    assert captured[0][1, 2].isnan().all() and captured[3][1, 2].isnan().all()
+    inputs[0][1, 2, 3] = -1
+    graph.replay()
+    assert all(x.isfinite().all() for x in captured)
+
+
 # ---- streams, devices, graphs -----------------------------------------------------------------------
 
 
@@ -194,13 +279,25 @@ def test_the_device_of_the_inputs_is_used(gpu):
     assert_equal_lists(on("cpu", second), on("cpu", first), rtol=0, atol=0)
 
 
+def everything(upstream, list_neigh, *values):
+    """Every operator, its derivatives of first and second order, forward mode and vmap."""
+    leaves = [x.detach().requires_grad_() for x in values]
+    outputs = force_virial(list_neigh, *leaves, 2)
+    first = torch.autograd.grad(outputs, leaves, upstream, create_graph=True)
+    second = torch.autograd.grad(first, leaves, [x.detach() for x in leaves])
+    tangent = torch.func.jvp(lambda x: force(list_neigh, x, values[1], 2), (values[0],), (values[0],))[1]
+    stacked = (x.expand(2, *x.shape) for x in (list_neigh, *values[:2]))
+    batch = torch.vmap(lambda *x: torch.ops.calcops._neighbor_force(*x, 2))(*stacked)
+    return *outputs, *first, *second, tangent, batch
+
+
 def test_the_host_never_waits(gpu):
     inputs = pairs(device=gpu)
     upstream = upstream_of(*inputs[:2])
-    expected = gradients(upstream, *inputs)
+    expected = everything(upstream, *inputs)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        results = gradients(upstream, *inputs)
+        results = everything(upstream, *inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_equal_lists(results, expected, rtol=0, atol=0)

@@ -13,14 +13,23 @@ from calcops_jit import force, force_virial
 backward = torch.ops.calcops._force_virial_backward
 
 SMALL = dict(frames=3, natoms=2, nghost=1, neighbors=3)
+MODES = dict(check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
+SECOND = dict(check_fwd_over_rev=True, check_batched_grad=True)
+
+
+def test_the_list_of_these_tests_has_all_that_a_list_may_have():
+    list_neigh = pairs(**SMALL)[0]
+    centre = torch.arange(2)[:, None]
+    assert (list_neigh == -1).any() and (list_neigh == 2).any() and (list_neigh == centre).any()
+    rows = [row[row >= 0] for row in list_neigh.flatten(0, 1)]
+    assert any(len(row) > len(row.unique()) for row in rows)
 
 
 @pytest.mark.parametrize("nghost", [0, 1])
 def test_first_derivatives_in_every_mode(device, nghost):
     list_neigh, *leaves = differentiable_pairs(**{**SMALL, "nghost": nghost}, device=device)
-    modes = dict(check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
-    assert gradcheck(lambda *x: force_virial(list_neigh, *x, nghost), leaves, **modes)
-    assert gradcheck(lambda *x: force(list_neigh, *x, nghost), leaves[:2], **modes)
+    assert gradcheck(lambda *x: force_virial(list_neigh, *x, nghost), leaves, **MODES)
+    assert gradcheck(lambda *x: force(list_neigh, *x, nghost), leaves[:2], **MODES)
 
 
 @pytest.mark.parametrize("output", [0, 1, 2, slice(None)], ids=["force", "virial", "atom_virial", "all"])
@@ -29,31 +38,78 @@ def test_second_derivatives_through_each_output(device, output):
     assert gradgradcheck(
         lambda *x: force_virial(list_neigh, *x, 1)[output],
         leaves if output != 0 else leaves[:2] + [leaves[2].detach()],
-        check_fwd_over_rev=True,
-        check_batched_grad=True,
+        **SECOND,
     )
 
 
 def test_second_derivatives_of_force(device):
     list_neigh, dE, Ri_d, _ = differentiable_pairs(**SMALL, device=device)
-    modes = dict(check_fwd_over_rev=True, check_batched_grad=True)
-    assert gradgradcheck(lambda *x: force(list_neigh, *x, 1), (dE, Ri_d), **modes)
+    for op in (force, torch.ops.calcops._neighbor_force):
+        assert gradgradcheck(lambda *x, op=op: op(list_neigh, *x, 1), (dE, Ri_d), **SECOND)
 
 
-def test_third_derivatives(device):
+@pytest.mark.parametrize("center", [True, False])
+def test_third_derivatives(device, center):
     list_neigh, *leaves = differentiable_pairs(frames=1, natoms=2, nghost=1, neighbors=2, device=device)
     upstream = [torch.randn_like(x).requires_grad_() for x in force_virial(list_neigh, *leaves, 1)]
-    function = lambda *x: backward(*x[:3], list_neigh, *x[3:], 1, True, [True] * 3)  # noqa: E731
-    assert gradgradcheck(function, (*upstream, *leaves), check_fwd_over_rev=True, check_batched_grad=True)
+    function = lambda *x: backward(*x[:3], list_neigh, *x[3:], 1, center, [True] * 3)  # noqa: E731
+    assert gradcheck(function, (*upstream, *leaves), **MODES)
+    assert gradgradcheck(function, (*upstream, *leaves), **SECOND)
 
 
-@pytest.mark.parametrize("wanted", list(itertools.product([True, False], repeat=3))[:-1], ids=str)
+@pytest.mark.parametrize("output", ["force", "virial", "atom_virial"])
+def test_third_derivatives_of_each_output_equal_the_reference(device, output):
+    list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
+    weights = [torch.linspace(-1, 2, x.numel(), dtype=x.dtype, device=device).view_as(x) for x in leaves]
+
+    def derivatives(function):
+        result = function(list_neigh, *leaves, 1)[("force", "virial", "atom_virial").index(output)]
+        scalar, found = result.sin().sum(), []
+        for _ in range(3):
+            gradient = torch.autograd.grad(scalar, leaves, create_graph=True, materialize_grads=True)
+            found += gradient
+            scalar = sum((g * w).sin().sum() for g, w in zip(gradient, weights))
+        return found
+
+    ours, theirs = derivatives(force_virial), derivatives(reference.force_virial)
+    assert_equal_lists(ours, theirs, rtol=1e-10, atol=1e-10)
+    assert all(x.count_nonzero() > 0 for x in ours[6:] if output != "force" or x.shape != leaves[2].shape)
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product([True, False], repeat=3))[1:-1], ids=str)
 def test_any_subset_of_inputs_may_require_grad(device, wanted):
     list_neigh, *leaves = pairs(**SMALL, device=device)
     for leaf, flag in zip(leaves, wanted):
         leaf.requires_grad_(flag)
     function = lambda *x: force_virial(list_neigh, *x, 1)  # noqa: E731
-    assert gradcheck(function, leaves) and gradgradcheck(function, leaves)
+    assert gradcheck(function, leaves, **MODES) and gradgradcheck(function, leaves, **SECOND)
+    for result in function(*leaves):
+        assert result.requires_grad
+
+
+@pytest.mark.parametrize("layout", ["strided", "expanded"])
+def test_derivatives_of_strided_and_expanded_inputs(device, layout):
+    list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
+    if layout == "expanded":  # one row of slots for all atoms, one frame for all frames
+        leaves = [x[:1, :1].detach().requires_grad_() for x in leaves]
+
+    def laid_out(x, size):
+        if layout == "expanded":
+            return x.expand(3, 2, *size)
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+    def function(dE, Ri_d, Rij):
+        inputs = laid_out(dE, (3, 4)), laid_out(Ri_d, (12, 3)), laid_out(Rij, (3, 3))
+        assert not any(x.is_contiguous() for x in inputs)
+        results = force_virial(list_neigh, *inputs, 1)
+        # What comes from above is as the inputs are: gradcheck's own is contiguous.
+        return [laid_out(x, x.shape[2:]) if layout == "strided" else x for x in results]
+
+    assert gradcheck(function, leaves, **MODES) and gradgradcheck(function, leaves, **SECOND)
+    upstream = [torch.randn(1, 1, 1, dtype=x.dtype, device=device) for x in leaves]
+    expand = [u.view([1] * x.dim()).expand_as(x) for u, x in zip(upstream, function(*leaves))]
+    expected = torch.autograd.grad(function(*leaves), leaves, [x.contiguous() for x in expand])
+    assert_equal_lists(torch.autograd.grad(function(*leaves), leaves, expand), expected, rtol=0, atol=0)
 
 
 def test_gradients_have_the_shape_of_the_view_that_was_given(device):
@@ -71,7 +127,15 @@ def scalar_of(function, list_neigh):
     return scalar
 
 
-@pytest.mark.parametrize("transform", ["grad", "jacrev", "jacfwd", "hessian", "vjp", "jvp"])
+def linearize(function, *inputs):
+    return torch.func.linearize(function, *inputs)[1](*(x.cos() for x in inputs))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    ["grad", "jacrev", "jacfwd", "hessian", "jacrev jacfwd", "jacfwd jacfwd", "jacrev jacrev"]
+    + ["vjp", "jvp", "linearize", "functionalize"],
+)
 def test_torch_func_transforms_equal_the_reference(device, transform):
     list_neigh, *leaves = pairs(**SMALL, device=device)
     ours, theirs = scalar_of(force_virial, list_neigh), scalar_of(reference.force_virial, list_neigh)
@@ -81,38 +145,12 @@ def test_torch_func_transforms_equal_the_reference(device, transform):
             return torch.func.vjp(function, *leaves)[1](torch.ones_like(function(*leaves)))
         if transform == "jvp":
             return torch.func.jvp(function, tuple(leaves), tuple(x.cos() for x in leaves))
-        result = getattr(torch.func, transform)(function, argnums=(0, 1, 2))(*leaves)
-        return torch.utils._pytree.tree_leaves(result)
+        if transform == "linearize":
+            return [linearize(function, *leaves)]
+        if transform == "functionalize":
+            return torch.func.functionalize(torch.func.grad(function, argnums=(0, 1, 2)))(*leaves)
+        for name in reversed(transform.split()):
+            function = getattr(torch.func, name)(function, argnums=(0, 1, 2))
+        return torch.utils._pytree.tree_leaves(function(*leaves))
 
     assert_equal_lists(apply(ours), apply(theirs), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("batched", list(itertools.product([0, None], repeat=4))[:-1], ids=str)
-@pytest.mark.filterwarnings("error")
-def test_vmap_over_any_subset_of_inputs(device, batched):
-    torch._C._functorch._set_vmap_fallback_enabled(False)
-    try:
-        stack = [pairs(**SMALL, device=device, seed=seed) for seed in range(4)]
-        inputs = [torch.stack(x) if dim == 0 else x[0] for x, dim in zip(zip(*stack), batched)]
-        ours = torch.vmap(lambda *x: force_virial(*x, 1), batched)(*inputs)
-        one = [[x[v] if dim == 0 else x for x, dim in zip(inputs, batched)] for v in range(4)]
-        expected = [torch.stack(x) for x in zip(*(force_virial(*x, 1) for x in one))]
-        assert_equal_lists(ours, expected, rtol=0, atol=0)
-        gradient = torch.func.grad(scalar_of(force_virial, inputs[0] if batched[0] is None else one[0][0]))
-        dims = batched[1:]
-        if any(dim == 0 for dim in dims):
-            ours = torch.vmap(gradient, dims)(*inputs[1:])
-            expected = torch.stack([gradient(*x[1:]) for x in one])
-            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
-    finally:
-        torch._C._functorch._set_vmap_fallback_enabled(True)
-
-
-def test_vmap_of_vmap_over_other_dimensions(device):
-    stack = [pairs(**SMALL, device=device, seed=seed) for seed in range(6)]
-    list_neigh, dE, Ri_d, Rij = (torch.stack(x).unflatten(0, (2, 3)) for x in zip(*stack))
-    function = torch.vmap(torch.vmap(lambda *x: force_virial(*x, 1), (0, -1, 0, None)), (0, 1, 0, None))
-    ours = function(list_neigh, dE.movedim(1, -1).movedim(0, 1), Ri_d, Rij[0, 0])
-    for v, w in itertools.product(range(2), range(3)):
-        expected = force_virial(list_neigh[v, w], dE[v, w], Ri_d[v, w], Rij[0, 0], 1)
-        assert_equal_lists([x[v, w] for x in ours], expected, rtol=0, atol=0)

@@ -1,15 +1,11 @@
 """What physics demands of forces and virials, for random atoms and lists (hypothesis)."""
 
-import importlib.util
-import pathlib
-import sys
-
 import pytest
 import reference
 import torch
-from reference import assert_equal_lists, pairs
+from reference import assert_equal_lists, describe, energy_of, pairs
 
-from calcops_jit import force, force_virial
+from calcops_jit import force_virial
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402
@@ -18,25 +14,6 @@ from hypothesis import strategies as st  # noqa: E402
 CLOSE = dict(rtol=1e-11, atol=1e-11)
 settings.register_profile("calcops", max_examples=50, deadline=None, derandomize=True)
 settings.load_profile("calcops")
-
-
-def describe(Rij):
-    """Ri = s (1, Rij) with s = exp(-r^2/4), and Ri_d = dRi/dr_i = -dRi/dRij."""
-    s = torch.exp(-Rij.square().sum(-1, keepdim=True) / 4)
-    dRi_dRij = torch.cat(
-        [
-            -(s * Rij / 2).unsqueeze(-2),
-            s[..., None] * (torch.eye(3, dtype=Rij.dtype) - Rij[..., :, None] * Rij[..., None, :] / 2),
-        ],
-        -2,
-    )
-    return torch.cat([s, s * Rij], -1), -dRi_dRij
-
-
-def energy_of(Ri, live):
-    """A many-body energy that does not change under rotation and permutation."""
-    D = (Ri * live[..., None]).sum(2)
-    return (D[..., 0] ** 3 + D[..., 1:].square().sum(-1)).sum()
 
 
 def operators(list_neigh, Rij, nghost=0):
@@ -158,21 +135,3 @@ def test_ghosts_folded_back_equal_no_ghosts(system):
 def test_random_lists_equal_the_reference(frames, natoms, nghost, neighbors, seed):
     inputs = pairs(frames, natoms, nghost, neighbors, seed=seed)
     assert_equal_lists(force_virial(*inputs, nghost), reference.force_virial(*inputs, nghost), **CLOSE)
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("deepmd") is None, reason="deepmd-kit (extra `peers`) is not installed"
-)
-def test_deepmd_kits_own_library_agrees():
-    sys.path.insert(0, str(pathlib.Path(__file__).parent / "bench"))
-    from bench_force import DeepMD
-
-    deepmd = DeepMD()
-    for seed in range(20):
-        list_neigh, dE, Ri_d, Rij = pairs(1, 5 + 3 * seed, 0, 1 + 7 * seed, seed=seed)
-        for x in (dE, Ri_d.view(*list_neigh.shape, 4, 3), Rij):
-            x[list_neigh < 0] = 0  # it reads them
-        theirs = deepmd(list_neigh, dE, Ri_d, Rij)
-        for ours, other in zip(force_virial(list_neigh, dE, Ri_d, Rij), theirs, strict=True):
-            assert (ours - other).abs().max() <= 1e-12 * other.abs().max()
-        torch.testing.assert_close(force(list_neigh, dE, Ri_d), theirs[0], rtol=1e-11, atol=1e-11)

@@ -2,30 +2,25 @@
 
 import copy
 import io
-import multiprocessing
 import pickle
 
 import pytest
 import torch
-from reference import assert_equal_lists, differentiable_pairs, pairs
+from reference import assert_equal_lists, differentiable_pairs, opcheck, pairs
 from test_force_derivatives import SMALL, scalar_of
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.library import opcheck
 
 from calcops_jit import force, force_virial
 
 backward = torch.ops.calcops._force_virial_backward
 
 
-def test_opcheck_of_every_operator(device):
+def test_opcheck_where_upstreams_are_absent(device):
     list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
-    opcheck(force, (list_neigh, *leaves[:2], 1))
-    opcheck(torch.ops.calcops._neighbor_force, (list_neigh, *leaves[:2], 1))
-    opcheck(force_virial, (list_neigh, *leaves, 1))
-    upstream = [torch.randn_like(x).requires_grad_() for x in force_virial(list_neigh, *leaves, 1)]
-    for mask in ([True] * 3, [True, False, False], [False, True, True]):
-        opcheck(backward, (*upstream, list_neigh, *leaves, 1, True, mask))
-    opcheck(backward, (upstream[0], None, None, list_neigh, *leaves[:2], None, 1, True, [True, True, False]))
+    F, W, atom_W = (torch.randn_like(x).requires_grad_() for x in force_virial(list_neigh, *leaves, 1))
+    opcheck(backward, (F, None, None, list_neigh, *leaves[:2], None, 1, True, [True, True, False]))
+    opcheck(backward, (None, W, None, list_neigh, *leaves, 1, True, [True] * 3))
+    opcheck(backward, (None, None, atom_W, list_neigh, *leaves, 1, True, [False, False, True]))
 
 
 class ForceModel(torch.nn.Module):
@@ -35,9 +30,16 @@ class ForceModel(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 4, dtype=torch.float64))
 
-    def forward(self, list_neigh: torch.Tensor, Ri: torch.Tensor, Ri_d: torch.Tensor, Rij: torch.Tensor):
+    def forward(
+        self,
+        list_neigh: torch.Tensor,
+        Ri: torch.Tensor,
+        Ri_d: torch.Tensor,
+        Rij: torch.Tensor,
+        nghost: int = 1,
+    ):
         dE = self.weight * torch.cos(Ri * self.weight)
-        return torch.ops.calcops.force_virial(list_neigh, dE, Ri_d, Rij, 1)
+        return torch.ops.calcops.force_virial(list_neigh, dE, Ri_d, Rij, nghost)
 
 
 def loss_gradient(model, *inputs):
@@ -46,13 +48,15 @@ def loss_gradient(model, *inputs):
     return loss, torch.autograd.grad(loss, model.weight)[0]
 
 
-def test_compiled_model_equals_eager_without_recompiling(device):
+@pytest.mark.parametrize("backend, shapes", [("aot_eager", 20), ("inductor", 3)])
+def test_compiled_model_equals_eager_without_recompiling(device, backend, shapes):
     torch._dynamo.reset()
     model = ForceModel().to(device)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for natoms in range(10, 30):  # no size equals another or 3 or 4, or PyTorch takes them for one
-            inputs = pairs(5 + natoms % 3, natoms, 1, natoms + 31, device=device, seed=natoms)
+        for case in range(shapes):  # no size equals another or 3 or 4, or PyTorch takes them for one
+            natoms, nghost = 20 + case, 9 + case % 5
+            inputs = *pairs(5 + case % 3, natoms, nghost, natoms + 31, device=device, seed=case), nghost
             ours, expected = loss_gradient(compiled, *inputs), loss_gradient(model, *inputs)
             assert_equal_lists(ours, expected, rtol=1e-12, atol=1e-12)
 
@@ -66,21 +70,31 @@ def test_compiled_autograd_equals_eager(device):
     assert_equal_lists([x.grad for x in leaves], expected, rtol=1e-12, atol=1e-12)
 
 
-def test_export_with_dynamic_frames_atoms_and_neighbours():
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_with_dynamic_frames_atoms_ghosts_and_neighbours(strict):
     class Operators(torch.nn.Module):
-        def forward(self, list_neigh, dE, Ri_d, Rij):
-            return torch.ops.calcops.force_virial(list_neigh, dE, Ri_d, Rij, 1)
+        def forward(self, list_neigh, dE, Ri_d, Rij, positions):
+            nghost = positions.shape[1] - list_neigh.shape[1]
+            F, W, atom_W = torch.ops.calcops.force_virial(list_neigh, dE, Ri_d, Rij, nghost)
+            return F + positions, W, atom_W, torch.ops.calcops.force(list_neigh, dE, Ri_d, nghost)
+
+    def example(*sizes):
+        return *pairs(*sizes), torch.zeros(sizes[0], sizes[1] + sizes[2], 3, dtype=torch.float64)
 
     frames, natoms, neighbors = (torch.export.Dim(x, min=2) for x in ("frames", "natoms", "neighbors"))
     size = {0: frames, 1: natoms, 2: neighbors}
+    auto = torch.export.Dim.DYNAMIC
     program = torch.export.export(
         Operators(),
-        pairs(2, 5, 1, 7),
-        dynamic_shapes=(size, size, {0: frames, 1: natoms, 2: 4 * neighbors}, size),
+        example(2, 5, 4, 7),
+        dynamic_shapes=(size, size, {0: frames, 1: natoms, 2: 4 * neighbors}, size, {0: frames, 1: auto}),
+        strict=strict,
     )
-    for sizes in ((2, 5, 1, 7), (3, 4, 1, 9), (5, 11, 1, 2)):
-        inputs = pairs(*sizes)
-        assert_equal_lists(program.module()(*inputs), force_virial(*inputs, 1), rtol=0, atol=0)
+    for sizes in ((2, 5, 4, 7), (3, 4, 2, 9), (5, 11, 30, 2)):
+        *inputs, positions = example(*sizes)
+        expected = force_virial(*inputs, sizes[2])
+        ours = program.module()(*inputs, positions)
+        assert_equal_lists(ours, (*expected, expected[0]), rtol=0, atol=0)
 
 
 def test_make_fx_of_a_force_matching_loss_equals_eager():
@@ -122,30 +136,52 @@ def test_models_are_copied_and_pickled():
         assert_equal_lists(twin(*inputs), model(*inputs), rtol=0, atol=0)
 
 
-def test_inference_mode_and_autocast_change_nothing(device):
-    inputs = pairs(dtype=torch.float32, device=device)
+def test_inference_mode_changes_nothing(device):
+    inputs = pairs(device=device)
     expected = force_virial(*inputs, 2)
     with torch.inference_mode():
-        assert_equal_lists(force_virial(*inputs, 2), expected, rtol=0, atol=0)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        assert_equal_lists(force_virial(*inputs, 2), expected, rtol=0, atol=0)
+        ours = force_virial(*inputs, 2)
+        twin = force_virial(*(x.clone() for x in inputs), 2)
+    assert all(x.is_inference() for x in ours)
+    assert_equal_lists(ours, expected, rtol=0, atol=0)
+    assert_equal_lists(twin, expected, rtol=0, atol=0)
 
 
-def test_inputs_changed_in_place_before_backward_are_noticed():
-    list_neigh, dE, Ri_d, Rij = differentiable_pairs()
-    result = force(list_neigh, dE, Ri_d, 2).sum()
-    list_neigh.fill_(0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        result.backward()
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast_leaves_float32_and_float64_and_half_is_refused(device, dtype, half):
+    list_neigh, *leaves = differentiable_pairs(dtype=dtype, device=device)
+    expected = gradients = None
+    for enabled in (False, True):
+        with torch.autocast(device, dtype=half, enabled=enabled):
+            outputs = force_virial(list_neigh, *leaves, 2)
+            product = leaves[0] @ torch.eye(4, dtype=dtype, device=device)
+        gradients = torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
+        expected = expected or (*outputs, *gradients)
+    assert [x.dtype for x in outputs] == [dtype] * 3
+    assert_equal_lists((*outputs, *gradients), expected, rtol=0, atol=0)
+    if dtype == torch.float32:  # autocast makes a model's last layer half
+        with pytest.raises(RuntimeError, match="expected `dE` float32 or float64, got (BFloat16|Half)"):
+            force(list_neigh, product, leaves[1], 2)
 
 
-def run_model(model, inputs):
-    return [x.detach().numpy() for x in model(*inputs)]
+class Dataset(torch.utils.data.Dataset):
+    def __init__(self, model, inputs):
+        self.model, self.inputs = model, inputs
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return [x.detach() for x in self.model(*self.inputs)]
 
 
-def test_a_model_goes_to_another_process():
-    model, inputs = ForceModel(), pairs(2, 4, 1, 6)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        result = pool.apply(run_model, (model, inputs))
-    for there, here in zip(result, run_model(model, inputs), strict=True):
-        assert (there == here).all()
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_model_goes_to_other_processes(start):
+    model, inputs = ForceModel(), pairs(2, 40, 1, 60)
+    expected = [x.detach() for x in model(*inputs)]
+    loader = torch.utils.data.DataLoader(
+        Dataset(model, inputs), batch_size=None, num_workers=1, multiprocessing_context=start
+    )
+    for result in loader:
+        assert_equal_lists(result, expected, rtol=0, atol=0)

@@ -4,8 +4,8 @@ import io
 
 import pytest
 import torch
+from reference import opcheck
 from test_warp_perspective import SHRUNK, TILTED, random_image
-from torch.library import opcheck
 
 from calcops_jit import warp_perspective
 

@@ -248,8 +248,8 @@ tensor_list backward(const Tensor& grad_force, const Tensor& grad_virial,
   check_upstream("grad_virial", grad_virial, dE, {B, 3, 3});
   check_upstream("grad_atom_virial", grad_atom_virial, dE, {B, rows, 3, 3});
   const bool virial = grad_virial.defined() || grad_atom_virial.defined();
-  TORCH_CHECK(Rij.defined() || !(virial || mask[2]), kBackward,
-              ": expected `Rij` where a virial has a gradient, got none");
+  expect(kBackward, "Rij", Rij.defined() || !(virial || mask[2]), "none",
+         "where a virial or Rij has a gradient");
   tensor_list out;
   for (const auto& [wanted, input] : {std::pair(mask[0], dE), {mask[1], Ri_d}, {mask[2], Rij}})
     out.push_back(wanted ? at::empty_symint(input.sym_sizes(), input.options())
@@ -306,6 +306,7 @@ tensor_list call_forward(const Tensor& list_neigh, const Tensor& dE, const Tenso
   const OptTensor index = optional(neighbor_index);
   if (!Rij.defined()) return {force.call(list_neigh, dE, Ri_d, nghost, index)};
   auto [F, W, atom_W] = force_virial.call(list_neigh, dE, Ri_d, Rij, nghost, index);
+  if (!center) F = neighbor_force.call(list_neigh, dE, Ri_d, nghost);
   return {F, W, atom_W};
 }
 
@@ -456,9 +457,15 @@ Tensor neighbor_force(const Tensor& list_neigh, const Tensor& dE, const Tensor& 
 
 Three three(tensor_list&& list) { return {list[0], list[1], list[2]}; }
 
+// Python's None is an undefined tensor.
+const Tensor& given_Rij(const Tensor& Rij) {
+  expect(kForceVirial, "Rij", Rij.defined(), "none", "of shape [B, n, K, 3]");
+  return Rij;
+}
+
 Three force_virial(const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d,
                    const Tensor& Rij, SymInt nghost, const OptTensor& neighbor_index) {
-  return three(forward(kForceVirial, list_neigh, dE, Ri_d, Rij, nghost,
+  return three(forward(kForceVirial, list_neigh, dE, Ri_d, given_Rij(Rij), nghost,
                        undefined_if_none(neighbor_index), true));
 }
 
@@ -494,8 +501,9 @@ void impl_transform(torch::Library& m) {
   m.impl("force_virial",
          [](const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d, const Tensor& Rij,
             SymInt nghost, const OptTensor& neighbor_index) -> Three {
-           return three(transform(Forward{std::move(nghost), true},
-                                  {list_neigh, dE, Ri_d, Rij, undefined_if_none(neighbor_index)}));
+           return three(transform(
+               Forward{std::move(nghost), true},
+               {list_neigh, dE, Ri_d, given_Rij(Rij), undefined_if_none(neighbor_index)}));
          });
   m.impl(
       "_force_virial_backward",

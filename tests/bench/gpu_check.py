@@ -2,7 +2,7 @@
 
 Builds for the GPU that is here, runs the CUDA tests, compute-sanitizer over every CUDA kernel, and the benchmarks of
 tests/bench/bench_*_cuda.py; all add what they find to results.json ($OUT, else here). Needs PyTorch with CUDA, nvcc,
-ninja and pytest.
+ninja and pytest. With the argument `sanitize` (make sanitize-gpu) only compute-sanitizer, and nothing without a GPU.
 """
 
 import json
@@ -50,14 +50,33 @@ def tests():
     return {"passed": result.returncode == 0, "summary": result.stdout.strip().splitlines()[-1]}
 
 
-def sanitizer():
+def never_run():
+    """Kernels of ops/ that KERNELS, which the sanitizer watches, does not run."""
+    names = {
+        name
+        for source in ROOT.glob("ops/*/*.cu")
+        for name in re.findall(
+            r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)", source.read_text()
+        )
+    }
+    record = (
+        "from torch.profiler import ProfilerActivity, profile\n"
+        f"with profile(activities=[ProfilerActivity.CUDA]) as record: exec({KERNELS!r})\n"
+        "print(*(event.name for event in record.events()), sep='\\n')"
+    )
+    seen = run(sys.executable, "-c", record).stdout
+    return sorted(name for name in names if not re.search(rf"\b{name}\b", seen))
+
+
+def sanitize():
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=f"{home}/bin")
     if tool is None:
         return {"passed": False, "summary": "no compute-sanitizer on PATH or in CUDA_HOME/bin"}
     # PyTorch's caching allocator would hide accesses between two tensors of one segment.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    found = {}
+    missed = never_run()
+    found = {"coverage": {"passed": not missed, "summary": f"never run: {', '.join(missed) or 'none'}"}}
     for check in ("memcheck", "racecheck", "initcheck", "synccheck"):
         result = run(
             tool, "--tool", check, "--error-exitcode", "9", sys.executable, "-c", KERNELS, env=environment
@@ -68,16 +87,18 @@ def sanitizer():
 
 
 def main():
+    only_sanitize = sys.argv[1:] == ["sanitize"]
     if not torch.cuda.is_available():
-        sys.exit("gpu-check: no GPU is visible to PyTorch")
+        why = "no GPU is visible to PyTorch"
+        sys.exit(print(f"gpu_check: skipped, {why}") if only_sanitize else f"gpu_check: {why}")
     build = run(sys.executable, "-m", "calcops_jit", "build")
     results = {"build": {"passed": build.returncode == 0}}
-    for part in (tests, sanitizer) if build.returncode == 0 else ():
+    for part in ([sanitize] if only_sanitize else [tests, sanitize]) if build.returncode == 0 else ():
         results[part.__name__] = part()
     path = Path(os.environ.get("OUT", ROOT)) / "results.json"
     path.write_text(json.dumps(results, indent=2) + "\n")
     failed = [part for part, found in results.items() if not found["passed"]]
-    for bench in sorted((ROOT / "tests" / "bench").glob("bench_*_cuda.py")):
+    for bench in sorted((ROOT / "tests" / "bench").glob("bench_*_cuda.py")) if not only_sanitize else ():
         if subprocess.run([sys.executable, bench], cwd=ROOT).returncode:
             failed.append(bench.name)
     print(path, f"failed: {', '.join(failed)}" if failed else "all passed", sep="\n")
