@@ -70,9 +70,8 @@ int main(int argc, char** argv) try {
   for (const int64_t edge : {2, 4, 6}) {
     System s = crystal(edge);
     for (at::Tensor* x : {&s.types, &s.list_neigh, &s.Rij, &s.origin}) *x = x->to(device);
-    // A package takes tensors only: an int comes as one, on the CPU.
-    const at::Tensor nghost = at::scalar_tensor(s.nghost, at::kLong);
-    const auto outputs = model.run({s.types, s.list_neigh, s.Rij, nghost});
+    std::vector<at::Tensor> tensors{s.types, s.list_neigh, s.Rij};
+    const std::vector<at::Tensor> outputs = model.run(tensors);
     const at::Tensor &energy = outputs[0], &force = outputs[2], &virial = outputs[3];
     const auto [core_force, core_virial, core_atom_virial] = core_repulsion(s);
     const int64_t natoms = s.list_neigh.size(1);
@@ -89,10 +88,9 @@ int main(int argc, char** argv) try {
         folded.abs().max().item<double>(),
         (virial + core_virial).sum({0}).trace().item<double>() / (3 * volume));
 
-    std::vector<at::Tensor> all{s.types, s.list_neigh, s.Rij, nghost};
-    all.insert(all.end(), outputs.begin(), outputs.end());
-    all.insert(all.end(), {core_force, core_virial, core_atom_virial});
-    results.emplace_back(all);
+    tensors.insert(tensors.end(), outputs.begin(), outputs.end());
+    tensors.insert(tensors.end(), {core_force, core_virial, core_atom_virial});
+    results.emplace_back(tensors);
   }
   if (argc > 3) {
     const auto bytes = torch::jit::pickle_save(c10::ivalue::Tuple::create(results));

@@ -77,23 +77,25 @@ def main():
     options.folder.mkdir(parents=True, exist_ok=True)
 
     model = Potential().requires_grad_(False).to(options.device)
+
+    def from_tensors(types, list_neigh, Rij):
+        """A package takes no int: the length of types says how many ghosts there are."""
+        return model(types, list_neigh, Rij, types.shape[-1] - list_neigh.shape[1])
+
     # Sizes that are equal in the example, or equal to a fixed one as the 3 of x, y, z, would be one symbol.
-    example = *(x.to(options.device) for x in random_frames(2, 7, 5, nghost=11)), 11
+    example = [x.to(options.device) for x in random_frames(2, 7, 5, nghost=11)]
     # torch.export refuses a module that calls autograd.grad. make_fx follows it down to plain operators, with symbols
     # for the sizes, and what it writes is exported; so the weights are constants of the package.
-    graph = make_fx(model, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
-    any_size = Dim.DYNAMIC
-    pairs = {0: any_size, 1: any_size, 2: any_size}
-    sizes = {0: any_size}, pairs, pairs, any_size
-    program = torch.export.export(graph, example, dynamic_shapes=sizes)
+    graph = make_fx(from_tensors, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
+    pairs = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC, 2: Dim.DYNAMIC}
+    program = torch.export.export(graph, tuple(example), dynamic_shapes=({0: Dim.DYNAMIC}, pairs, pairs))
     package = options.folder / f"potential_{options.device}.pt2"
     torch._inductor.aoti_compile_and_package(program, package_path=str(package))
 
     run = torch._inductor.aoti_load_package(str(package))
     for size in ((1, 64, 30, 0), (3, 20, 9, 11), (2, 1, 1, 1)):
         frames = [x.to(options.device) for x in random_frames(*size)]
-        # A package takes tensors only: an int comes as one, on the CPU.
-        ours, eager = run(*frames, torch.tensor(size[3])), model(*frames, size[3])
+        ours, eager = run(*frames), model(*frames, size[3])
         worst = max((a - b).abs().max() / b.abs().max() for a, b in zip(ours, eager))
         print(f"{size[0]} frames, {size[1]} atoms, {size[2]} slots, {size[3]} ghosts: {worst:.0e} from eager")
 

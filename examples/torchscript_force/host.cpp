@@ -31,7 +31,8 @@ int main(int argc, char** argv) try {
   auto model = torch::jit::load(argv[1], device, files);
   const std::string& bytes = files["frame"];
   std::vector<c10::IValue> inputs;
-  for (const c10::IValue& value : torch::pickle_load({bytes.begin(), bytes.end()}).toListRef())
+  const c10::IValue frame = torch::jit::pickle_load({bytes.begin(), bytes.end()});
+  for (const c10::IValue& value : frame.toListRef())
     inputs.emplace_back(value.toTensor().to(device));
   const at::Tensor Ri = inputs[1].toTensor().requires_grad_();
 
