@@ -13,9 +13,8 @@
 #include <fstream>
 #include <limits>
 
-constexpr double kCutoff = 4.0;   // Angstrom, as in model.py
-constexpr double kSpacing = 2.8;  // Angstrom
-constexpr double kCore = 900.0;   // eV Angstrom^12
+constexpr double kSpacing = 2.8, kShake = 0.1;  // Angstrom
+constexpr double kCore = 900.0;                 // eV Angstrom^12
 
 struct System {
   at::Tensor types, list_neigh, Rij;
@@ -25,16 +24,16 @@ struct System {
 
 // A rock salt crystal of edge^3 ions, shaken a little, and as ghosts the images within the cutoff
 // of its box.
-System crystal(int64_t edge) {
+System crystal(int64_t edge, double cutoff) {
   const at::Tensor axis = at::arange(edge, at::kDouble), image = at::arange(-1, 2, at::kDouble);
   const at::Tensor cell = at::cartesian_prod({axis, axis, axis});
   const at::Tensor shift = at::cartesian_prod({image, image, image}) * (edge * kSpacing);
   const int64_t natoms = cell.size(0);
   const at::Tensor local =
-      kSpacing * cell + 0.1 * at::arange(1., 3. * natoms + 1).view_as(cell).sin();
+      kSpacing * cell + kShake * at::arange(1., 3. * natoms + 1).view_as(cell).sin();
   const at::Tensor images = (local + shift.unsqueeze(1)).flatten(0, 1);
   at::Tensor near =
-      (images > -kCutoff - 0.2).logical_and(images < edge * kSpacing + kCutoff).all(1);
+      (images > -cutoff - kShake).logical_and(images < edge * kSpacing + cutoff).all(1);
   near.view({27, natoms})[13].fill_(false);  // the box itself
   const at::Tensor ghost = near.nonzero().squeeze(1);
   const at::Tensor origin = at::cat({at::arange(natoms), ghost.remainder(natoms)});
@@ -42,7 +41,7 @@ System crystal(int64_t edge) {
   const at::Tensor all = at::cat({local, images.index({ghost})});
   const at::Tensor Rij = all - local.unsqueeze(1);  // [n, n+m, 3]
   const at::Tensor r = Rij.norm(2, -1);
-  const at::Tensor far = (r >= kCutoff).logical_or(r == 0);
+  const at::Tensor far = (r >= cutoff).logical_or(r == 0);
   const int64_t slots = far.logical_not().sum(1).max().item<int64_t>();
   const auto [distance, nearest] =
       r.masked_fill(far, std::numeric_limits<double>::infinity()).topk(slots, 1, /*largest=*/false);
@@ -65,10 +64,11 @@ int main(int argc, char** argv) try {
   if (argc < 2) throw std::invalid_argument("host PACKAGE [cpu|cuda] [RESULTS]");
   const at::Device device(argc > 2 ? argv[2] : "cpu");
   torch::inductor::AOTIModelPackageLoader model(argv[1]);
+  const double cutoff = std::stod(model.get_metadata().at("cutoff"));  // what model.py put there
   std::vector<c10::IValue> results;
 
   for (const int64_t edge : {2, 4, 6}) {
-    System s = crystal(edge);
+    System s = crystal(edge, cutoff);
     for (at::Tensor* x : {&s.types, &s.list_neigh, &s.Rij, &s.origin}) *x = x->to(device);
     std::vector<at::Tensor> tensors{s.types, s.list_neigh, s.Rij};
     const std::vector<at::Tensor> outputs = model.run(tensors);

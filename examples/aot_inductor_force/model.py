@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import calcops_jit
 
-kCutoff = 4.0  # Angstrom, as in host.cpp
+kCutoff = 4.0  # Angstrom
 
 
 def describe(Rij):
@@ -51,7 +51,8 @@ class Potential(torch.nn.Module):
         return torch.tanh(D @ self.W) @ self.w
 
     def forward(self, types, list_neigh, Rij, nghost: int):
-        """-> energy [B], atom_energy [B,n], force [B,n+nghost,3], virial [B,3,3], atom_virial [B,n+nghost,3,3]"""
+        """types [n+nghost], list_neigh [B,n,K], Rij [B,n,K,3]
+        -> energy [B], atom_energy [B,n], force [B,n+nghost,3], virial [B,3,3], atom_virial [B,n+nghost,3,3]"""
         # An empty slot may hold anything; beyond the cutoff it counts for nothing.
         Ri, Ri_d = describe(Rij.where((list_neigh >= 0)[..., None], 2 * kCutoff))
         Ri.requires_grad_()
@@ -90,7 +91,8 @@ def main():
     pairs = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC, 2: Dim.DYNAMIC}
     program = torch.export.export(graph, tuple(example), dynamic_shapes=({0: Dim.DYNAMIC}, pairs, pairs))
     package = options.folder / f"potential_{options.device}.pt2"
-    torch._inductor.aoti_compile_and_package(program, package_path=str(package))
+    about = {"aot_inductor.metadata": {"cutoff": str(kCutoff), "units": "eV Angstrom", "types": "A B"}}
+    torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs=about)
 
     run = torch._inductor.aoti_load_package(str(package))
     for size in ((1, 64, 30, 0), (3, 20, 9, 11), (2, 1, 1, 1)):
