@@ -40,8 +40,10 @@ def ran(request, build):
 def numbers(lines):
     """{first word of the line: its rows} of what a host prints."""
     table = {}
-    for name, values in re.findall(r"^(\w+) ((?: +-?\d+\.\d+)+)$", lines, re.MULTILINE):
-        table.setdefault(name, []).append([float(value) for value in values.split()])
+    for line in filter(None, lines.splitlines()):
+        name, *values = line.split()
+        if name in ("energy", "force", "first", "second", "direct"):
+            table.setdefault(name, []).append([float(value) for value in values])
     return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in table.items()}
 
 
@@ -75,7 +77,7 @@ def test_python_and_cpp_give_energy_force_and_two_derivatives(ran, build, name):
         found, right = numbers(host), expected(build / f"{name}.pt")
         assert found.keys() == right.keys()
         for key in right:
-            torch.testing.assert_close(found[key], right[key].detach(), rtol=1e-11, atol=1e-9)
+            torch.testing.assert_close(found[key], right[key].detach(), rtol=1e-10, atol=1e-10)
 
 
 def test_the_library_may_be_opened_instead_of_linked_and_must_be_there(ran, build):

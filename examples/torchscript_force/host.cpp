@@ -16,7 +16,7 @@ using torch::autograd::grad;
 
 void show(const char* name, const at::Tensor& row) {
   std::printf("%-8s", name);
-  for (int64_t i = 0; i < row.size(0); ++i) std::printf(" %18.10f", row[i].item<double>());
+  for (int64_t i = 0; i < row.size(0); ++i) std::printf(" %18.11g", row[i].item<double>());
   std::printf("\n");
 }
 

@@ -34,7 +34,7 @@ direct = torch.ops.calcops.force(list_neigh, dE, Ri_d, force.shape[1] - list_nei
 
 
 def show(name, row):
-    print(f"{name:<8}", *(f"{value:18.10f}" for value in row.tolist()))
+    print(f"{name:<8}", *(f"{value:18.11g}" for value in row.tolist()))
 
 
 show("energy", energy)
