@@ -12,6 +12,8 @@ import pytest
 import reference
 import torch
 
+import calcops_jit  # noqa: F401 - the archives need its operators
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "torchscript_force"
 ARCHIVES = ["scripted", "traced", "CalcOps_cuda", "CalcOps_cpu"]
