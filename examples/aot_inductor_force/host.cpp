@@ -13,8 +13,8 @@
 #include <fstream>
 #include <limits>
 
-constexpr double kSpacing = 2.8, kShake = 0.1;  // Angstrom
-constexpr double kCore = 900.0;                 // eV Angstrom^12
+constexpr double kShake = 0.1;   // Angstrom
+constexpr double kCore = 900.0;  // eV Angstrom^12
 
 struct System {
   at::Tensor types, list_neigh, Rij;
@@ -24,16 +24,16 @@ struct System {
 
 // A rock salt crystal of edge^3 ions, shaken a little, and as ghosts the images within the cutoff
 // of its box.
-System crystal(int64_t edge, double cutoff) {
+System crystal(int64_t edge, double spacing, double cutoff) {
   const at::Tensor axis = at::arange(edge, at::kDouble), image = at::arange(-1, 2, at::kDouble);
   const at::Tensor cell = at::cartesian_prod({axis, axis, axis});
-  const at::Tensor shift = at::cartesian_prod({image, image, image}) * (edge * kSpacing);
+  const at::Tensor shift = at::cartesian_prod({image, image, image}) * (edge * spacing);
   const int64_t natoms = cell.size(0);
   const at::Tensor local =
-      kSpacing * cell + kShake * at::arange(1., 3. * natoms + 1).view_as(cell).sin();
+      spacing * cell + kShake * at::arange(1., 3. * natoms + 1).view_as(cell).sin();
   const at::Tensor images = (local + shift.unsqueeze(1)).flatten(0, 1);
   at::Tensor near =
-      (images > -cutoff - kShake).logical_and(images < edge * kSpacing + cutoff).all(1);
+      (images > -cutoff - kShake).logical_and(images < edge * spacing + cutoff).all(1);
   near.view({27, natoms})[13].fill_(false);  // the box itself
   const at::Tensor ghost = near.nonzero().squeeze(1);
   const at::Tensor origin = at::cat({at::arange(natoms), ghost.remainder(natoms)});
@@ -68,7 +68,8 @@ int main(int argc, char** argv) try {
   std::vector<c10::IValue> results;
 
   for (const int64_t edge : {2, 4, 6}) {
-    System s = crystal(edge, cutoff);
+    const double spacing = 2.6 + 0.05 * edge;  // Angstrom; so the number of neighbours differs, too
+    System s = crystal(edge, spacing, cutoff);
     for (at::Tensor* x : {&s.types, &s.list_neigh, &s.Rij, &s.origin}) *x = x->to(device);
     std::vector<at::Tensor> tensors{s.types, s.list_neigh, s.Rij};
     const std::vector<at::Tensor> outputs = model.run(tensors);
@@ -80,7 +81,7 @@ int main(int argc, char** argv) try {
     const at::Tensor total = (force + core_force)[0];
     const at::Tensor folded =
         at::zeros_like(total).index_add(0, s.origin, total).slice(0, 0, natoms);
-    const double volume = std::pow(edge * kSpacing, 3);
+    const double volume = std::pow(edge * spacing, 3);
     std::printf(
         "%3ld atoms, %3ld ghosts, %2ld slots: %12.9f eV/atom, force up to %11.9f eV/A, pressure "
         "%11.9f eV/A^3\n",
