@@ -71,8 +71,7 @@ int main(int argc, char** argv) try {
     const double spacing = 2.6 + 0.05 * edge;  // Angstrom; so the number of neighbours differs, too
     System s = crystal(edge, spacing, cutoff);
     for (at::Tensor* x : {&s.types, &s.list_neigh, &s.Rij, &s.origin}) *x = x->to(device);
-    std::vector<at::Tensor> tensors{s.types, s.list_neigh, s.Rij};
-    const std::vector<at::Tensor> outputs = model.run(tensors);
+    const std::vector<at::Tensor> outputs = model.run({s.types, s.list_neigh, s.Rij});
     const at::Tensor &energy = outputs[0], &force = outputs[2], &virial = outputs[3];
     const auto [core_force, core_virial, core_atom_virial] = core_repulsion(s);
     const int64_t natoms = s.list_neigh.size(1);
@@ -89,12 +88,13 @@ int main(int argc, char** argv) try {
         folded.abs().max().item<double>(),
         (virial + core_virial).sum({0}).trace().item<double>() / (3 * volume));
 
-    tensors.insert(tensors.end(), outputs.begin(), outputs.end());
-    tensors.insert(tensors.end(), {core_force, core_virial, core_atom_virial});
-    results.emplace_back(tensors);
+    std::vector<c10::IValue> row{s.types, s.list_neigh, s.Rij};
+    row.insert(row.end(), outputs.begin(), outputs.end());
+    row.insert(row.end(), {core_force, core_virial, core_atom_virial});
+    results.emplace_back(c10::ivalue::Tuple::create(std::move(row)));
   }
   if (argc > 3) {
-    const auto bytes = torch::jit::pickle_save(c10::ivalue::Tuple::create(results));
+    const auto bytes = torch::jit::pickle_save(c10::ivalue::Tuple::create(std::move(results)));
     std::ofstream(argv[3], std::ios::binary).write(bytes.data(), bytes.size());
   }
 } catch (const std::exception& error) {
