@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <fstream>
 #include <limits>
+#include <stdexcept>
 
 constexpr double kShake = 0.1;   // Angstrom
 constexpr double kCore = 900.0;  // eV Angstrom^12
