@@ -31,7 +31,7 @@ System crystal(int64_t edge, double spacing, double cutoff) {
   const at::Tensor shift = at::cartesian_prod({image, image, image}) * (edge * spacing);
   const int64_t natoms = cell.size(0);
   const at::Tensor local =
-      spacing * cell + kShake * at::arange(1., 3. * natoms + 1).view_as(cell).sin();
+      spacing * cell + kShake * at::arange(1, 3 * natoms + 1, at::kDouble).view_as(cell).sin();
   const at::Tensor images = (local + shift.unsqueeze(1)).flatten(0, 1);
   at::Tensor near =
       (images > -cutoff - kShake).logical_and(images < edge * spacing + cutoff).all(1);
