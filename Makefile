@@ -5,7 +5,7 @@ supported = 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14)
 candidates = $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
 python = .venv/bin/python
 pip = $(python) -m pip install --disable-pip-version-check -q
-sources = $(wildcard _calcops_jit/shadow/torch/*.h ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu examples/*/*.h examples/*/*.cpp examples/*/*.cu)
+sources = $(wildcard _calcops_jit/shadow/torch/*.h ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu)
 
 operator_tests = $(foreach folder,$(notdir $(wildcard ops/*)),$(wildcard tests/test_$(folder)*.py))
 # Without libstdc++ beside it the sanitizer does not find __cxa_throw.
@@ -61,6 +61,10 @@ gpu-check: ## all a GPU must show: tests, compute-sanitizer, benchmark -> result
 examples: .venv/.test ## run every example and check what it prints
 	$(python) -m pytest tests/test_examples*.py
 
+mindspore: .venv/.base build/mindspore/.installed ## call the operators from MindSpore, in an environment of its own
+	$(python) examples/mindspore_aot/build.py
+	build/mindspore/bin/python examples/mindspore_aot/run.py build/mindspore_aot
+
 clean: ## delete .venv and what was built in this folder; the cache: python -m calcops_jit clean
 	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -76,9 +80,18 @@ clean: ## delete .venv and what was built in this folder; the cache: python -m c
 	$(pip) -e '.$(if $(filter-out base,$*),[$*])'
 	@touch $@
 
+# MindSpore has wheels for Python 3.9 to 3.12, and its libraries are not to meet PyTorch's in one environment.
+build/mindspore/.installed:
+	@for p in $(PYTHON) python3.12 python3.11 python3.10 $$HOME/.pyenv/versions/3.1[0-2]*/bin/python python3; do \
+	  if $$p -c 'import sys; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then \
+	    set -ex; $$p -m venv build/mindspore; \
+	    build/mindspore/bin/pip install --disable-pip-version-check -q 'mindspore==2.10.0' 'numpy<2'; \
+	    touch $@; exit; fi; \
+	done; echo 'MindSpore needs Python 3.9 to 3.12: install one or name it, make mindspore PYTHON=/path/to/python3'; exit 1
+
 # A yardstick of `make bench`; its own dependencies are not needed to call its C++ library.
 .venv/.bench: .venv/.test
 	$(pip) --no-deps deepmd-kit
 	@touch $@
 
-.PHONY: help demo test test-long venv build cuda lint format docs bench gpu-check examples clean
+.PHONY: help demo test test-long venv build cuda lint format docs bench gpu-check examples mindspore clean
