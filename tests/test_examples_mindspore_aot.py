@@ -1,4 +1,4 @@
-"""examples/mindspore_aot: the C interface called as MindSpore calls it, and by MindSpore, installed by `make mindspore`."""
+"""examples/mindspore_aot: the C interface as MindSpore calls it, and MindSpore itself where `make mindspore` put it."""
 
 import ctypes
 import os

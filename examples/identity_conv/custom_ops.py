@@ -23,7 +23,7 @@ class FakeIdentityConvClass:
     torch.library.register_fake as well: a Meta kernel in C++ cannot be given this class."""
 
     def __init__(self, channels: int):
-        self.channels_ = channels
+        self.channels = channels  # the name that __obj_flatten__ gives it: torch.compile looks for it
 
     @classmethod
     def __obj_unflatten__(cls, flat):
@@ -33,7 +33,7 @@ class FakeIdentityConvClass:
         return torch.empty_like(x)
 
     def get_channels(self):
-        return self.channels_
+        return self.channels
 
 
 identity_conv_op = torch.ops.my_ops.identity_conv_op

@@ -1,8 +1,8 @@
 // 3x - y, the smallest operator: copy this folder, rename, and put your own mathematics in.
 //
 // Both operators consist of ATen calls and are registered without a device or a derivative: PyTorch
-// runs them on every device, differentiates them, traces and batches them as if the calls stood in
-// Python. An operator with kernels of its own registers one per device: see ops/force/.
+// runs them on every device, differentiates and traces them as if the calls stood in Python. An
+// operator with kernels of its own registers one for each device: see ops/force/.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/neg.h>
@@ -26,4 +26,9 @@ std::vector<at::Tensor> my_op_backward(const at::Tensor& gradOutput) {
 TORCH_LIBRARY(test_cpp, m) {
   m.def("forward(Tensor x, Tensor y) -> Tensor", &my_op_forward);
   m.def("backward(Tensor gradOutput) -> Tensor[]", &my_op_backward);
+}
+// torch.func.vmap, too, may look into them; for others it needs a rule.
+TORCH_LIBRARY_IMPL(test_cpp, FuncTorchBatchedDecomposition, m) {
+  m.impl("forward", &my_op_forward);
+  m.impl("backward", &my_op_backward);
 }

@@ -23,7 +23,8 @@ from torch.utils.benchmark import Timer
 
 
 class _TestFunction(torch.autograd.Function):
-    """The derivative by hand, as an operator with kernels of its own has it; `test_cpp.forward` has one without."""
+    """The derivative by hand, as an operator with kernels of its own needs it. test_cpp.forward has its own; forward
+    mode is only there, because torch.compile takes no Function with a `jvp`."""
 
     generate_vmap_rule = True
 
@@ -39,10 +40,6 @@ class _TestFunction(torch.autograd.Function):
     def backward(ctx, gradOutput):
         gradX, gradY = test_cpp.backward(gradOutput)
         return gradX, gradY  # as many as forward has arguments; None for one without a gradient
-
-    @staticmethod
-    def jvp(ctx, tangentX, tangentY):
-        return test_cpp.forward(tangentX, tangentY)
 
 
 class Test(torch.nn.Module):

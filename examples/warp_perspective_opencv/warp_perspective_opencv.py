@@ -87,7 +87,7 @@ if __name__ == "__main__":
         difference = (opencv - ours).abs().max()
         print(f"{name:24} largest difference from calcops_jit.warp_perspective {difference:.4f}")
 
-    warnings.filterwarnings("ignore", message=".*torch.jit.*deprecated", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated")
     scripted = torch.jit.script(compute)
     print(scripted.graph)
     scripted.save(out / "compute_scripted.pt")
