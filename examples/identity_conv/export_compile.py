@@ -76,7 +76,7 @@ def main(out, device):
     }
     different = [name for name, run in runs.items() if not torch.equal(run(x), x)]
     print(", ".join(different or runs) + (": DIFFERENT" if different else ": identical"))
-    print(exported.graph)
+    print(exported.graph, flush=True)  # before what the processes below print
 
     packages = {"native.pt2": {}, "portable.pt2": PORTABLE}
     if not hasattr(config.cpp, "march"):

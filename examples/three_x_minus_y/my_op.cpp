@@ -9,7 +9,7 @@
 #include <ATen/ops/sub.h>
 #include <torch/library.h>
 
-#include <vector>
+#include <tuple>
 
 at::Tensor my_op_forward(const at::Tensor& x, const at::Tensor& y) {
   // sym_sizes, not sizes: under torch.compile and torch.export a size may be a symbol.
@@ -19,13 +19,13 @@ at::Tensor my_op_forward(const at::Tensor& x, const at::Tensor& y) {
   return at::mul(x, 3).sub(y);
 }
 
-std::vector<at::Tensor> my_op_backward(const at::Tensor& gradOutput) {
+std::tuple<at::Tensor, at::Tensor> my_op_backward(const at::Tensor& gradOutput) {
   return {at::mul(gradOutput, 3), at::neg(gradOutput)};
 }
 
 TORCH_LIBRARY(test_cpp, m) {
   m.def("forward(Tensor x, Tensor y) -> Tensor", &my_op_forward);
-  m.def("backward(Tensor gradOutput) -> Tensor[]", &my_op_backward);
+  m.def("backward(Tensor gradOutput) -> (Tensor, Tensor)", &my_op_backward);
 }
 // torch.func.vmap, too, may look into them; for others it needs a rule.
 TORCH_LIBRARY_IMPL(test_cpp, FuncTorchBatchedDecomposition, m) {

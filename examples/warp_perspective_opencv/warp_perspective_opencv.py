@@ -89,7 +89,7 @@ if __name__ == "__main__":
 
     warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated")
     scripted = torch.jit.script(compute)
-    print(scripted.graph)
+    print(scripted.graph, flush=True)  # before what the program prints
     scripted.save(out / "compute_scripted.pt")
     torch.jit.script(warp).save(out / "warp_scripted.pt")
     subprocess.run(
