@@ -3,6 +3,7 @@
 //
 //   myops::add: 4 6
 //   my_ops::warp_perspective: 5 6 9 10
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/eye.h>
 #include <ATen/ops/tensor.h>
