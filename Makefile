@@ -5,7 +5,7 @@ supported = 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14)
 candidates = $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
 python = .venv/bin/python
 pip = $(python) -m pip install --disable-pip-version-check -q
-sources = $(wildcard _calcops_jit/shadow/torch/*.h ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu examples/*/*.h examples/*/*.cpp examples/*/*.cu)
+sources = $(wildcard _calcops_jit/shadow/torch/*.h ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu)
 
 oldest = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 operator_tests = $(foreach folder,$(notdir $(wildcard ops/*)),$(wildcard tests/test_$(folder)*.py))
@@ -69,6 +69,10 @@ sanitize-gpu: $(if $(PYTHON),,.venv/.base) ## compute-sanitizer over every CUDA 
 examples: .venv/.test ## run every example and check what it prints
 	$(python) -m pytest tests/test_examples*.py
 
+mindspore: .venv/.base build/mindspore/.installed ## call the operators from MindSpore, in an environment of its own
+	$(python) examples/mindspore_aot/build.py
+	build/mindspore/bin/python examples/mindspore_aot/run.py build/mindspore_aot
+
 clean: ## delete .venv and what was built in this folder; the cache: python -m calcops_jit clean
 	rm -rf .venv .venv-oldest build *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -88,9 +92,18 @@ clean: ## delete .venv and what was built in this folder; the cache: python -m c
 	.venv-oldest/bin/python -m pip install --disable-pip-version-check -q 'torch==$(oldest).*' -e '.[test]'
 	@touch $@
 
+# MindSpore has wheels for Python 3.9 to 3.12, and its libraries are not to meet PyTorch's in one environment.
+build/mindspore/.installed:
+	@for p in $(PYTHON) python3.12 python3.11 python3.10 $$HOME/.pyenv/versions/3.1[0-2]*/bin/python python3; do \
+	  if $$p -c 'import sys; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then \
+	    set -ex; $$p -m venv build/mindspore; \
+	    build/mindspore/bin/pip install --disable-pip-version-check -q 'mindspore==2.10.0' 'numpy<2'; \
+	    touch $@; exit; fi; \
+	done; echo 'MindSpore needs Python 3.9 to 3.12: install one or name it, make mindspore PYTHON=/path/to/python3'; exit 1
+
 # A yardstick of `make bench`; its own dependencies are not needed to call its C++ library.
 .venv/.bench: .venv/.test
 	$(pip) --no-deps deepmd-kit
 	@touch $@
 
-.PHONY: help demo test test-long test-oldest venv build cuda lint format docs bench gpu-check sanitize-gpu examples clean
+.PHONY: help demo test test-long test-oldest venv build cuda lint format docs bench gpu-check sanitize-gpu examples mindspore clean

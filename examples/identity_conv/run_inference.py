@@ -1,0 +1,22 @@
+"""Runs a package in Python: python run_inference.py model.pt2 identity_conv_ops.so
+
+Expected output (cpu or cuda): model.pt2 on cpu: [1, 3, 224, 224] identical, [2, 3, 224, 224] identical, ..."""
+
+import sys
+
+import torch
+
+package, library = sys.argv[1:]
+torch.ops.load_library(
+    library
+)  # before the package, which holds an object of a class in it; its fake is not needed
+model = torch._inductor.aoti_load_package(package)
+device = model.loader.get_metadata()["AOTI_DEVICE_KEY"]
+results = []
+for batch in (1, 2, 5):
+    x = torch.rand(batch, 3, 224, 224, device=device)
+    y = model(x)
+    if not torch.equal(x, y):
+        sys.exit(f"batch of {batch}: not what went in")
+    results.append(f"{list(y.shape)} identical")
+print(f"{package} on {device}: {', '.join(results)}")

@@ -1,0 +1,42 @@
+"""ATen's leaky_relu and our force as libraries that MindSpore's Custom operator of type "aot" calls.
+
+    python examples/mindspore_aot/build.py [--out build/mindspore_aot]    # with PyTorch: builds
+    python examples/mindspore_aot/run.py build/mindspore_aot              # with MindSpore: calls; see there
+
+or both with `make mindspore`. Prints the paths of leaky_relu_cpu.so, force_cpu.so and, where there is a GPU,
+leaky_relu_gpu.so. They find PyTorch's libraries by their rpath: LD_LIBRARY_PATH is not needed, and MindSpore's Python
+needs no PyTorch. They need no libpython, so the two may be of different versions of Python.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+import torch
+
+import calcops_jit
+
+FOLDER = Path(__file__).resolve().parent
+# MindSpore closes a library when it has done with an operator; PyTorch's would go too, and are not made for that.
+STAY = "-Wl,-z,nodelete"
+
+
+def build():
+    yield calcops_jit.load("leaky_relu_cpu", [FOLDER / "leaky_relu.cpp"], extra_ldflags=[STAY]).path
+    # No symbol of the operators' library is named; and back to --as-needed, because -ltorch_python comes after this.
+    operators = ["-Wl,--no-as-needed", calcops_jit.library_path(), "-Wl,--as-needed"]
+    header = FOLDER.parent.parent / "_calcops_jit" / "include"
+    yield calcops_jit.load(
+        "force_cpu", [FOLDER / "force.cpp"], extra_ldflags=[STAY, *operators], extra_include_paths=[header]
+    ).path
+    if torch.cuda.is_available():
+        yield calcops_jit.load("leaky_relu_gpu", [FOLDER / "leaky_relu.cu"], extra_ldflags=[STAY]).path
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("build/mindspore_aot"))
+    out = parser.parse_args().out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    for library in build():
+        print(shutil.copy(library, out))

@@ -1,0 +1,35 @@
+// calcops::force for MindSpore: list_neigh, dE, Ri_d -> force, and its gradient: grad, list_neigh,
+// dE, Ri_d -> of dE, of Ri_d. Shapes as in ops/force/force.h; the rows of `force` beyond those of
+// list_neigh are ghosts.
+#include <calcops.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "ms_ext.h"
+
+extern "C" {
+__attribute__((visibility("default"))) int Force(int nparam, void** params, int* ndims,
+                                                 int64_t** shapes, const char** dtypes,
+                                                 void* /*stream*/, void* /*extra*/) {
+  return aot_operator("Force", [&] {
+    TORCH_CHECK(nparam == 4, "expected 3 inputs and 1 output, got ", nparam, " together");
+    const auto tensors = get_torch_tensors(nparam, params, ndims, shapes, dtypes, at::kCPU);
+    const int64_t nghost = tensors[3].size(1) - tensors[0].size(1);
+    tensors[3].copy_(calcops::force(tensors[0], tensors[1], tensors[2], nghost));
+  });
+}
+
+__attribute__((visibility("default"))) int ForceGrad(int nparam, void** params, int* ndims,
+                                                     int64_t** shapes, const char** dtypes,
+                                                     void* /*stream*/, void* /*extra*/) {
+  return aot_operator("ForceGrad", [&] {
+    TORCH_CHECK(nparam == 6, "expected 4 inputs and 2 outputs, got ", nparam, " together");
+    const auto tensors = get_torch_tensors(nparam, params, ndims, shapes, dtypes, at::kCPU);
+    const int64_t nghost = tensors[0].size(1) - tensors[1].size(1);
+    const at::Tensor dE = tensors[2].requires_grad_(), Ri_d = tensors[3].requires_grad_();
+    const at::Tensor force = calcops::force(tensors[1], dE, Ri_d, nghost);
+    const auto gradients = torch::autograd::grad({force}, {dE, Ri_d}, {tensors[0]});
+    tensors[4].copy_(gradients[0]);
+    tensors[5].copy_(gradients[1]);
+  });
+}
+}

@@ -1,0 +1,72 @@
+// From the arguments that MindSpore passes to an operator of type "aot" to tensors, with checks.
+// MindSpore catches a std::exception and shows its text; anything else would end the process.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
+
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+inline at::ScalarType torch_dtype(const std::string& name) {
+  static const std::unordered_map<std::string, at::ScalarType> dtypes = {
+      {"bool", at::kBool},
+      {"int8", at::kChar},
+      {"int16", at::kShort},
+      {"int32", at::kInt},
+      {"int64", at::kLong},
+      {"int", at::kInt},
+      {"uint8", at::kByte},
+      {"uint16", at::kUInt16},
+      {"uint32", at::kUInt32},
+      {"uint64", at::kUInt64},
+      {"uint", at::kUInt32},
+      {"float16", at::kHalf},
+      {"bfloat16", at::kBFloat16},
+      {"float32", at::kFloat},
+      {"float", at::kFloat},
+      {"float64", at::kDouble},
+      {"complex64", at::kComplexFloat},
+      {"complex128", at::kComplexDouble},
+      {"float8_e4m3fn", at::kFloat8_e4m3fn},
+      {"float8_e5m2", at::kFloat8_e5m2}};
+  const auto found = dtypes.find(name);
+  TORCH_CHECK(found != dtypes.end(), "expected a dtype that PyTorch has, got ", name);
+  return found->second;
+}
+
+// Inputs and outputs in the order in which MindSpore has them, over its own memory, which is always
+// contiguous. A shape of no dimensions comes with no pointer, a tensor of no elements may come
+// without memory.
+inline std::vector<at::Tensor> get_torch_tensors(int nparam, void** params, int* ndims,
+                                                 int64_t** shapes, const char** dtypes,
+                                                 c10::Device device) {
+  std::vector<at::Tensor> tensors;
+  for (int i = 0; i < nparam; ++i) {
+    const std::vector<int64_t> shape(shapes[i], shapes[i] + ndims[i]);
+    int64_t count = 1;
+    for (int64_t size : shape) {
+      TORCH_CHECK(size >= 0, "expected known sizes for argument ", i, ", got ",
+                  at::IntArrayRef(shape));
+      count *= size;
+    }
+    TORCH_CHECK(params[i] || count == 0, "expected memory for argument ", i, " of shape ",
+                at::IntArrayRef(shape), ", got none");
+    const auto options = at::TensorOptions(device).dtype(torch_dtype(dtypes[i]));
+    tensors.push_back(at::from_blob(params[i], shape, options));
+  }
+  return tensors;
+}
+
+// PyTorch's errors carry the C++ stack in their text: MindSpore is given the first part only.
+template <class Function>
+int aot_operator(const char* name, const Function& function) {
+  try {
+    function();
+    return 0;
+  } catch (const c10::Error& error) {
+    throw std::runtime_error(std::string(name) + ": " + error.what_without_backtrace());
+  }
+}

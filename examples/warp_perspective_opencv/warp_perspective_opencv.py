@@ -1,0 +1,97 @@
+"""An operator over a third-party library, OpenCV's: built, compared with our own, scripted, run by a C++ program.
+
+    python examples/warp_perspective_opencv/warp_perspective_opencv.py [--out build/warp_perspective_opencv]
+
+needs OpenCV's headers (apt-get install --no-install-recommends libopencv-dev) and prints
+
+    my_ops.warp_perspective(image, warp): [8, 8]
+    a shift by whole pixels  largest difference from calcops_jit.warp_perspective 0.0000
+    a perspective            largest difference from calcops_jit.warp_perspective 0.0130
+    graph(%x.1 : Tensor, ...
+    myops::add: 4 6
+    my_ops::warp_perspective: 5 6 9 10
+
+OpenCV 4 rounds a place in the image to 1/32 of a pixel, so it is off by up to 1/64 in x and in y; ours does not round.
+CPU only and without a derivative, as OpenCV is.
+"""
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+import calcops_jit
+
+FOLDER, TORCH = Path(__file__).resolve().parent, torch.__path__[0]
+
+
+def load():
+    """How to link a third-party library: where its headers are, its name, and where it lies unless the system knows."""
+    ask = ["pkg-config", "--cflags-only-I", "opencv4"]
+    if not shutil.which("pkg-config") or subprocess.run(ask, capture_output=True).returncode:
+        sys.exit(
+            "skipped: no OpenCV headers; apt-get install --no-install-recommends libopencv-dev pkg-config"
+        )
+    include = subprocess.check_output(ask, text=True).replace("-I", "").split()
+    return calcops_jit.load(
+        "warp_perspective",
+        [FOLDER / "ext_ops.cc"],
+        extra_include_paths=include,
+        extra_ldflags=[
+            "-lopencv_imgproc",
+            "-lopencv_core",
+        ],  # elsewhere: "-L/opt/lib", "-Wl,-rpath,/opt/lib", ...
+    )
+
+
+def compile_host(library, out):
+    command = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++20", "-O2", FOLDER / "myops_add.cc"]
+    command += ["-o", out / "myops_add", f"-I{TORCH}/include", f"-I{TORCH}/include/torch/csrc/api/include"]
+    # The program names no symbol of the library, whose operators register themselves: the linker would leave it out.
+    command += ["-Wl,--no-as-needed", library, "-Wl,--as-needed", f"-L{TORCH}/lib", f"-Wl,-rpath,{TORCH}/lib"]
+    subprocess.run([*command, "-ltorch", "-ltorch_cpu", "-lc10"], check=True)
+    return out / "myops_add"
+
+
+def warp(image, matrix):
+    return torch.ops.my_ops.warp_perspective(image, matrix, [2, 2])
+
+
+def compute(x, y):
+    return torch.ops.myops.add(x, y)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("build/warp_perspective_opencv"))
+    out = parser.parse_args().out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    library = load().path
+
+    torch.manual_seed(0)
+    image = torch.randn(32, 32)
+    print(
+        f"my_ops.warp_perspective(image, warp): {list(torch.ops.my_ops.warp_perspective(image, torch.eye(3)).shape)}"
+    )
+    matrices = {"a shift by whole pixels": [[1.0, 0, -3], [0, 1, 2], [0, 0, 1]]}
+    matrices["a perspective"] = [[0.9, 0.1, 2], [-0.1, 1.1, -1], [0.001, 0.002, 1]]
+    for name, matrix in matrices.items():
+        opencv = torch.ops.myops.warp_perspective(image, torch.tensor(matrix), [24, 40])
+        ours = calcops_jit.warp_perspective(image, torch.tensor(matrix), [24, 40])
+        difference = (opencv - ours).abs().max()
+        print(f"{name:24} largest difference from calcops_jit.warp_perspective {difference:.4f}")
+
+    warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated")
+    scripted = torch.jit.script(compute)
+    print(scripted.graph, flush=True)  # before what the program prints
+    scripted.save(out / "compute_scripted.pt")
+    torch.jit.script(warp).save(out / "warp_scripted.pt")
+    subprocess.run(
+        [compile_host(library, out), "compute_scripted.pt", "warp_scripted.pt"], cwd=out, check=True
+    )

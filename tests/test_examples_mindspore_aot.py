@@ -1,0 +1,188 @@
+"""examples/mindspore_aot: the C interface as MindSpore calls it, and MindSpore itself where `make mindspore` put it."""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import calcops_jit
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "examples" / "mindspore_aot"
+MINDSPORE = ROOT / "build" / "mindspore" / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    """{file name: path} of what build.py makes."""
+    out = tmp_path_factory.mktemp("mindspore_aot")
+    command = [sys.executable, FOLDER / "build.py", "--out", out]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return {Path(line).name: line for line in result.stdout.splitlines()}
+
+
+@pytest.fixture
+def call(libraries):
+    """call(symbol, *tensors): the inputs, then the outputs, which it fills; on the device of the first."""
+
+    def call(symbol, *tensors, names=None, stream=None):
+        kind = "force" if symbol.startswith("Force") else "leaky_relu"
+        device = "gpu" if tensors[0].is_cuda else "cpu"
+        function = ctypes.CDLL(libraries[f"{kind}_{device}.so"])[symbol]
+        n = len(tensors)
+        shapes = [(ctypes.c_int64 * t.dim())(*t.shape) if t.dim() else None for t in tensors]
+        names = names or [str(t.dtype).removeprefix("torch.") for t in tensors]
+        code = function(
+            n,
+            (ctypes.c_void_p * n)(*(t.data_ptr() for t in tensors)),
+            (ctypes.c_int * n)(*(t.dim() for t in tensors)),
+            (ctypes.POINTER(ctypes.c_int64) * n)(
+                *(shape and ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)) for shape in shapes)
+            ),
+            (ctypes.c_char_p * n)(*(name.encode() for name in names)),
+            ctypes.c_void_p(stream),
+            None,
+        )
+        assert code == 0
+        return tensors[-1]
+
+    return call
+
+
+@pytest.mark.parametrize("dtype", [torch.float, torch.double, torch.half, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 3), (), (0, 4), (5,)])
+def test_forward_and_backward_are_those_of_aten(call, device, dtype, shape):
+    x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+    grad, slope = torch.randn_like(x), torch.tensor(0.5)
+    stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else None
+    for attributes, value in ([], 0.01), ([slope.to(device)], 0.5):
+        expected = torch.nn.functional.leaky_relu(x, value)
+        out, gradient = torch.full_like(x, 7).detach(), torch.full_like(x, 7).detach()
+        assert torch.equal(call("LeakyRelu", x.detach(), *attributes, out, stream=stream), expected)
+        call("LeakyReluGrad", grad, x.detach(), *attributes, gradient, stream=stream)
+        assert torch.equal(gradient, torch.autograd.grad(expected, x, grad)[0])
+
+
+def test_the_example_of_the_document(call):
+    x = torch.tensor([[0.0, -0.1], [-0.2, 1.0]])
+    out = call("LeakyRelu", x, torch.empty_like(x))
+    assert torch.equal(out, torch.tensor([[0.0, -0.001], [-0.002, 1.0]]))
+
+
+def test_every_dtype_that_mindspore_names_is_read(libraries, call):
+    """As the dtype of an attribute: 0.5 where it can be that, else 1. Its int, uint and float have 4 bytes."""
+    names = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64"
+    names += " complex64 complex128 float8_e4m3fn float8_e5m2"
+    x = torch.tensor([-2.0])
+    pairs = [(name, getattr(torch, name)) for name in names.split()]
+    pairs += [("int", torch.int32), ("uint", torch.uint32), ("float", torch.float32)]
+    for name, dtype in pairs:
+        slope = torch.tensor(0.5 if dtype.is_floating_point or dtype.is_complex else 1).to(dtype)
+        out = call("LeakyRelu", x, slope, torch.empty(1), names=["float32", name, "float32"])
+        assert out.item() == -2 * float(slope.to(torch.complex64).real), name
+
+
+def test_force_is_calcops_force_with_its_gradients(call):
+    torch.manual_seed(0)
+    list_neigh = torch.tensor([[[1, 3, -1], [0, -1, 2]]], dtype=torch.int32)
+    dE = torch.randn(1, 2, 3, 4, dtype=torch.double, requires_grad=True)
+    Ri_d = torch.randn(1, 2, 12, 3, dtype=torch.double, requires_grad=True)
+    force = calcops_jit.force(list_neigh, dE, Ri_d, 2)
+    out = call("Force", list_neigh, dE.detach(), Ri_d.detach(), torch.empty_like(force).detach())
+    assert torch.equal(out, force)
+    grad, of_dE, of_Ri_d = (
+        torch.randn_like(force),
+        torch.empty_like(dE).detach(),
+        torch.empty_like(Ri_d).detach(),
+    )
+    call("ForceGrad", grad, list_neigh, dE.detach(), Ri_d.detach(), of_dE, of_Ri_d)
+    assert all(map(torch.equal, (of_dE, of_Ri_d), torch.autograd.grad(force, (dE, Ri_d), grad)))
+
+
+@pytest.mark.parametrize(
+    "dtypes, shapes, text",
+    [
+        (["string", "float32"], [[2], [2]], "LeakyRelu: expected a dtype that PyTorch has, got string"),
+        (["int32", "int32"], [[2], [2]], "LeakyRelu: \"leaky_relu_cpu\" not implemented for 'Int'"),
+        (["float32", "float32"], [[2], [3]], "expected `output` like `x`, Float [2], got Float [3]"),
+        (["float32", "float64"], [[2], [2]], "expected `output` like `x`, Float [2], got Double [2]"),
+        (
+            ["float32", "float32", "float32"],
+            [[2], [1], [2]],
+            "expected `negative_slope` of no dimensions, got [1]",
+        ),
+        (["float32"], [[2]], "LeakyRelu: expected 2 or 3 inputs and outputs, got 1"),
+        (["float32", "float32"], [[-1], [-1]], "expected known sizes for argument 0, got [-1]"),
+    ],
+)
+def test_errors_are_exceptions_with_one_line_of_text(libraries, caller, dtypes, shapes, text):
+    n = len(dtypes)
+    arguments = [libraries["leaky_relu_cpu.so"], *dtypes, *(" ".join(map(str, shape)) for shape in shapes)]
+    result = subprocess.run([caller, *arguments], capture_output=True, text=True)
+    assert result.returncode == 3 and text in result.stdout and result.stdout.count("\n") == 1, (n, result)
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory):
+    """A program that catches std::exception, as MindSpore does: from ctypes it would end the process."""
+    folder = tmp_path_factory.mktemp("caller")
+    (folder / "caller.cpp").write_text(r"""
+        #include <dlfcn.h>
+        #include <cstdint>
+        #include <cstdio>
+        #include <exception>
+        #include <sstream>
+        #include <vector>
+        int main(int argc, char** argv) {
+          void* library = dlopen(argv[1], RTLD_LAZY | RTLD_LOCAL);
+          if (!library) return puts(dlerror()), 1;
+          auto* function = reinterpret_cast<int (*)(int, void**, int*, int64_t**, const char**, void*, void*)>(
+              dlsym(library, "LeakyRelu"));
+          const int n = (argc - 2) / 2;
+          double memory[4] = {};
+          std::vector<void*> params(n, memory);
+          std::vector<std::vector<int64_t>> sizes(n);
+          std::vector<int> ndims(n);
+          std::vector<int64_t*> shapes(n);
+          std::vector<const char*> dtypes(argv + 2, argv + 2 + n);
+          for (int i = 0; i < n; ++i) {
+            std::istringstream words(argv[2 + n + i]);
+            for (int64_t size; words >> size;) sizes[i].push_back(size);
+            ndims[i] = sizes[i].size(), shapes[i] = sizes[i].data();
+          }
+          try {
+            return function(n, params.data(), ndims.data(), shapes.data(), dtypes.data(), nullptr, nullptr);
+          } catch (const std::exception& error) {
+            return puts(error.what()), dlclose(library), 3;
+          }
+        }""")
+    command = [os.environ.get("CXX", "g++"), "caller.cpp", "-o", "caller", "-ldl"]
+    subprocess.run(command, cwd=folder, check=True)
+    return folder / "caller"
+
+
+def test_the_libraries_need_no_python_and_no_search_path(libraries):
+    environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
+    for library in libraries.values():
+        needed = subprocess.run(["ldd", library], capture_output=True, text=True, env=environment).stdout
+        assert "libtorch_cpu.so" in needed and "python" not in re.sub(r"=>.*", "", needed)
+        assert "not found" not in needed
+
+
+def test_mindspore_calls_them_in_both_modes_and_trains(libraries):
+    if not MINDSPORE.exists():
+        pytest.skip("MindSpore is not here: make mindspore")
+    command = [MINDSPORE, FOLDER / "run.py", Path(libraries["leaky_relu_cpu.so"]).parent]
+    environment = {k: v for k, v in os.environ.items() if k not in ("LD_LIBRARY_PATH", "PYTHONPATH")}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    source = (FOLDER / "run.py").read_text()
+    expected = re.search(r"Expected output.*?\n\n(.*?\n)\"\"\"", source, re.DOTALL)[1]
+    assert result.stdout == 2 * re.sub(r"^    ", "", expected, flags=re.MULTILINE)
