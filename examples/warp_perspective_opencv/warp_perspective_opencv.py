@@ -90,8 +90,8 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated")
     scripted = torch.jit.script(compute)
     print(scripted.graph, flush=True)  # before what the program prints
-    scripted.save(out / "compute_scripted.pt")
-    torch.jit.script(warp).save(out / "warp_scripted.pt")
+    scripted.save(f"{out}/compute_scripted.pt")
+    torch.jit.script(warp).save(f"{out}/warp_scripted.pt")
     subprocess.run(
         [compile_host(library, out), "compute_scripted.pt", "warp_scripted.pt"], cwd=out, check=True
     )
