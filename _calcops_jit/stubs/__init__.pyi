@@ -27,5 +27,8 @@ def watch(seconds: float=0.3) -> Callable[[], None]:
 
     What cannot be built is reported on stderr, and what was live before still is."""
 
+def load_ipython_extension(shell) -> None:
+    """%load_ext calcops_jit: see %%operator? in the notebook."""
+
 def library_path() -> str:
     """The shared library of the operators: C++ programs link it or dlopen it, TorchScript hosts load it."""
