@@ -43,6 +43,7 @@ def force(
     dE: Tensor,
     Ri_d: Tensor,
     nghost: int = 0,
+    *,
     neighbor_index: Tensor | None = None,
 ) -> Tensor:
     """Force on every atom from a neighbour list, dE/dRi and dRi/dr.
@@ -77,6 +78,7 @@ def force_virial(
     Ri_d: Tensor,
     Rij: Tensor,
     nghost: int = 0,
+    *,
     neighbor_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Force, virial and per-atom virial from a neighbour list, dE/dRi, dRi/dr and pair vectors.

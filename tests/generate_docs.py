@@ -76,6 +76,9 @@ class _Operator:
             f"{a.name}: {python}" + (f" = {a.default_value!r}" if a.has_default_value() else "")
             for a, (python, _, _) in zip(self.arguments, self.types)
         ]
+        keyword_only = [a.kwarg_only for a in self.arguments]
+        if any(keyword_only):
+            arguments.insert(keyword_only.index(True), "*")
         results = [python for python, _, _ in self.results]
         result = results[0] if len(results) == 1 else f"tuple[{', '.join(results)}]"
         body = textwrap.indent(f'"""{self.text}\n"""', "    ")

@@ -317,7 +317,7 @@ def test_a_real_nvcc_is_asked_what_it_knows_and_its_own_words_have_the_same_caus
     source.write_text("__global__ void kernel() {}\n")
     monkeypatch.setenv("CC", str(host))
     choice = cuda.Choice(True, "", False, home, version, "3.5;8.0")
-    request = inputs.Request("x", str(tmp_path), (str(source),), (), cuda=choice)
+    request = inputs.Request(name="x", root=str(tmp_path), sources=(str(source),), cflags=(), cuda=choice)
     foreseen = [diagnosis.judge(problem, request)[0] for problem in diagnosis.foresee(request, "ninja")]
     assert foreseen == [
         "this nvcc does not know the GPU architecture",
@@ -356,6 +356,6 @@ def test_nvcc_of_the_wheel_counts_as_an_nvcc(tmp_path, monkeypatch):
     ],
 )
 def test_a_library_that_the_process_cannot_give_has_a_command(words):
-    request = inputs.Request("mine", "/r", ("/r/mine.cpp",), ())
+    request = inputs.Request(name="mine", root="/r", sources=("/r/mine.cpp",), cflags=())
     message = str(diagnosis.explain("cannot load mine.so", words, request))
     assert "  fix: export LD_" in message and words in message

@@ -1,7 +1,6 @@
 """Never stale, never spurious, for CUDA: a stand-in for nvcc compiles .cu files as C++ and keeps a log."""
 # ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
-import dataclasses
 import shutil
 import sys
 
@@ -96,5 +95,5 @@ def test_no_compiler_is_started_after(built, change):
 
 @pytest.mark.parametrize("field", ["cflags", "cuda_cflags", "ldflags", "include_paths", "sources"])
 def test_each_list_of_flags_is_in_the_key(field):
-    other = dataclasses.replace(REQUEST, **{field: (*getattr(REQUEST, field), "-another")})
+    other = REQUEST.but(**{field: (*getattr(REQUEST, field), "-another")})
     assert other.slot != REQUEST.slot

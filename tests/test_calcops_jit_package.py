@@ -148,7 +148,8 @@ def test_type_checkers_know_the_handles_and_the_modules_own_functions(wheel, env
     options = ["--python-executable", environment, "--cache-dir", os.devnull, "--follow-imports", "silent"]
     command = [sys.executable, "-m", "mypy", *options, "user.py"]
     says = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
-    force = "(list_neigh: torch.Tensor, dE: torch.Tensor, Ri_d: torch.Tensor, nghost: int =) -> torch.Tensor"
+    tensors = "list_neigh: torch.Tensor, dE: torch.Tensor, Ri_d: torch.Tensor"
+    force = f"({tensors}, nghost: int =, *, neighbor_index: torch.Tensor | None =) -> torch.Tensor"
     assert re.search(rf'user.py:2: note: Revealed type is "def {re.escape(force)}"', says), says
     assert re.search(r'user.py:3: note: .*name: .*str.*sources: .*-> _calcops_jit.loading.Library"', says), (
         says

@@ -11,7 +11,7 @@ import pytest
 import torch
 from reference import DEVICES, opcheck, pairs
 
-from calcops_jit import force, force_virial
+from calcops_jit import force, force_virial, neighbor_index
 
 backward = torch.ops.calcops._force_virial_backward
 
@@ -44,30 +44,35 @@ def laid_out(x, layout):
 
 
 def calls(case, device):
-    """Every operator that ops/force registers, with arguments."""
+    """Every operator that ops/force registers, with arguments, positional and keyword."""
     dtype, index, needs, layout, sizes = case
     nghost = sizes[2]
     list_neigh, *leaves = (laid_out(x, layout) for x in pairs(*sizes, dtype, index, device))
     for leaf, flag in zip(leaves, needs, strict=True):
         leaf.requires_grad_(flag)
-    yield force, (list_neigh, *leaves[:2], nghost)
-    yield torch.ops.calcops._neighbor_force, (list_neigh, *leaves[:2], nghost)
-    yield force_virial, (list_neigh, *leaves, nghost)
+    yield neighbor_index, (list_neigh, nghost), {}
+    reuse = {"neighbor_index": laid_out(neighbor_index(list_neigh, nghost), layout)}
+    for keywords in {}, reuse:
+        yield force, (list_neigh, *leaves[:2], nghost), keywords
+        yield force_virial, (list_neigh, *leaves, nghost), keywords
+    yield torch.ops.calcops._neighbor_force, (list_neigh, *leaves[:2], nghost), {}
     outputs = force_virial(list_neigh, *(x.detach() for x in leaves), nghost)
     upstream = [laid_out(torch.randn_like(x), layout).requires_grad_(flag) for x, flag in zip(outputs, needs)]
-    yield backward, (*upstream, list_neigh, *leaves, nghost, True, [True] * 3)
-    yield backward, (*upstream, list_neigh, *leaves, nghost, False, list(needs))
+    yield backward, (*upstream, list_neigh, *leaves, nghost, True, [True] * 3), {}
+    yield backward, (*upstream, list_neigh, *leaves, nghost, False, list(needs)), {}
 
 
 def check_case(case, device):
-    for op, arguments in calls(case, device):
-        opcheck(op, arguments)
+    for op, arguments, keywords in calls(case, device):
+        opcheck(op, arguments, keywords)
 
 
 def test_no_operator_is_left_out():
     source = pathlib.Path(__file__).resolve().parent.parent / "ops" / "force" / "force.cpp"
     defined = re.findall(r'm\.def\(\s*"(\w+)\(', source.read_text())
-    assert {op._qualified_op_name for op, _ in calls(PRODUCT[0], "cpu")} == {f"calcops::{x}" for x in defined}
+    assert {op._qualified_op_name for op, *_ in calls(PRODUCT[0], "cpu")} == {
+        f"calcops::{x}" for x in defined
+    }
 
 
 def name(case):

@@ -27,7 +27,8 @@ for K in (1, 7, 37):
     inputs = random(3, 41, K, 4), random(3, 41, 4 * K, 3), random(3, 41, K, 3)
     outputs = calcops_jit.force_virial(list_neigh, *inputs, 4)
     torch.autograd.grad(sum(x.square().sum() for x in outputs), inputs)
-    calcops_jit.force(list_neigh.int(), *inputs[:2], 4)
+    index = calcops_jit.neighbor_index(list_neigh, 4)
+    calcops_jit.force(list_neigh.int(), *inputs[:2], 4, neighbor_index=index)
 matrix = torch.tensor([[1.1, 0.2, -3], [0.1, 0.9, 2], [1e-3, 2e-3, 1]], device="cuda", requires_grad=True)
 for border in ("constant", "replicate", "reflect", "reflect_101", "wrap"):
     image = random(3, 31, 17)
