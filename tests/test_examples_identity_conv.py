@@ -109,7 +109,7 @@ def test_the_program_needs_neither_python_nor_a_search_path(packages):
     needed = subprocess.run(
         ["ldd", out / "run_inference"], capture_output=True, text=True, env=environment
     ).stdout
-    assert "libtorch_cpu.so" in needed and "python" not in needed and "not found" not in needed
+    assert "libtorch_cpu.so" in needed and "libpython" not in needed and "not found" not in needed
 
 
 def test_the_portable_package_has_no_instruction_beyond_avx2(packages, example):
