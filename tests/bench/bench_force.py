@@ -290,7 +290,7 @@ def growth(seconds):
 def draw_roofline(rows, machine):
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(11, 5), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(11, 6), sharey=True, layout="constrained")
     markers = {"force_virial": "o", "backward of dE": "^", "backward of all": "s"}
     peers = {"deepmd-kit": "v", "torch": "x", "torch.compile": "+"}
     for panel, threads in zip(panels, (1, 2), strict=True):
@@ -315,7 +315,7 @@ def draw_roofline(rows, machine):
                 panel.scatter(*zip(*points, strict=True), marker=marker, label=name, zorder=3)
         title = f"{threads} thread{'s' * (threads > 1)}"
         panel.set(xscale="log", yscale="log", xlabel="flop a byte that must move", title=title)
-        panel.set_ylim(top=30 * max(rates))
+        panel.set_ylim(0.02, 30 * max(rates))  # room for the legend
         panel.grid(alpha=0.3, which="both")
         panel.legend(fontsize=8, ncols=2, loc="upper center")
     panels[0].set_ylabel("Gflop/s")
