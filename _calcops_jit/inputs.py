@@ -245,6 +245,8 @@ class Closure(SimpleNamespace):
             if not folder.startswith(compared):
                 continue
             prefix = request.unfold(folder) + "/"
+            if b"".join([stat(prefix + name) for name in names]) == self.stamps[start:end]:
+                continue  # mostly; what follows takes longer
             for at, name in zip(range(start, end, _SIZE), names):
                 stamp = stat(prefix + name)
                 if stamp == self.stamps[at : at + _SIZE]:
