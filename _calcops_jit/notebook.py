@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import tempfile
-import time
 
 from IPython import get_ipython
 from IPython.core.magic_arguments import argument, magic_arguments
@@ -37,7 +36,6 @@ def operator(line: str, cell: str) -> None:
     os.makedirs(folder, exist_ok=True)
     source = f"{folder}/cell.{'cu' if options.cuda else 'cpp'}"
     cache.write_whole(source, cell.encode())
-    time.sleep(0.02)  # what was saved in one tick of the clock with the build's start is built twice
     flags = {"extra_cuda_cflags" if options.cuda else "extra_cflags": shlex.split(options.cflags)}
     linking = shlex.split(options.ldflags)
     try:
