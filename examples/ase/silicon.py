@@ -52,14 +52,14 @@ def constants_of_sound(primitive, frequencies, q=1e-3):
     return {"C11": c11, "C12": 2 * c110 - c11 - 2 * c44, "C44": c44}
 
 
-def plot(path, trace, primitive, frequencies):
+def plot(path, trace, ground, primitive, frequencies):
     figure = Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplot_mosaic([["energies", "phonons"], ["total", "phonons"]], height_ratios=[3, 1])
     time, potential, kinetic = trace
     total = potential + kinetic
-    axes["energies"].plot(time, potential - potential[0] + kinetic[0], label="potential")
+    axes["energies"].plot(time, potential - ground, label="potential")
     axes["energies"].plot(time, kinetic, label="kinetic")
-    axes["energies"].set(ylabel="meV/atom", title="NVE")
+    axes["energies"].set(ylabel="meV/atom above the perfect crystal", title="NVE", ylim=(0, None))
     axes["energies"].legend()
     axes["total"].plot(time, 1e3 * (total - total.mean()), color="tab:green")
     axes["total"].set(xlabel="time / ps", ylabel="total - mean,\nµeV/atom")
@@ -114,7 +114,7 @@ def main():
     print(f"optical phonon at the zone centre: {frequencies(np.zeros((1, 3)))[0, -1]:.4f} THz")
 
     picture = options.out / "silicon.png"
-    plot(picture, trace, primitive, frequencies)
+    plot(picture, trace, 1e3 * energy, primitive, frequencies)
     print(picture.resolve())
 
 
