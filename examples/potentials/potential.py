@@ -39,12 +39,21 @@ class Potential(torch.nn.Module):
         centre = types[..., : list_neigh.shape[1]].expand(list_neigh.shape[:2])
         return table[centre.unsqueeze(-1), self.neighbour_types(types, list_neigh)]
 
-    def forward(self, types, list_neigh, Rij, nghost: int = 0, create_graph: bool = False):
+    def forward(
+        self,
+        types,
+        list_neigh,
+        Rij,
+        nghost: int = 0,
+        create_graph: bool = False,
+        neighbor_index: torch.Tensor | None = None,
+    ):
         """types [n+nghost] or [B,n+nghost], int64; list_neigh [B,n,K], -1: empty slot; Rij [B,n,K,3] = r_j - r_i
         -> energy [B], atom_energy [B,n], force [B,n+nghost,3], virial [B,3,3], atom_virial [B,n+nghost,3,3]
 
         The list is full: each pair is in the rows of both its atoms. Pairs beyond the cutoff count for nothing.
-        create_graph keeps all of it differentiable, for Rij and parameters; otherwise the results are detached."""
+        create_graph keeps all of it differentiable, for Rij and parameters; otherwise the results are detached.
+        neighbor_index, of calcops_jit.neighbor_index(list_neigh, nghost), saves CUDA time while a list lives."""
         if not create_graph:
             Rij = Rij.detach()
         # An empty slot may hold anything.
@@ -56,6 +65,6 @@ class Potential(torch.nn.Module):
         if not create_graph:
             atom_energy = atom_energy.detach()
         force, virial, atom_virial = torch.ops.calcops.force_virial(
-            list_neigh, dE, Ri_d.flatten(2, 3), Rij, nghost
+            list_neigh, dE, Ri_d.flatten(2, 3), Rij, nghost, neighbor_index=neighbor_index
         )
         return atom_energy.sum(-1), atom_energy, force, virial, atom_virial
