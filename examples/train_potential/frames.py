@@ -20,8 +20,8 @@ sys.path.append(str(Path(__file__).parent.parent / "potentials"))
 from stillinger_weber import StillingerWeber
 
 kLattice, kMass = 5.431, atomic_masses[14]
-kTemperatures = 300, 600, 900, 1200  # K
-kStrain = 0.03  # of every component of the cell's deformation, at most
+kTemperatures = 200, 400, 600, 800  # K
+kStrain = 0.02  # of every component of the cell's deformation, at most
 kSkin = 0.5  # A beyond the cutoff: a neighbour list holds until an atom has moved half of that
 kTimestep = 2 * units.fs
 

@@ -55,14 +55,12 @@ def save_npz(model, path):
 def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):
     """Arrays for DeepPotential with random weights as DeePMD-kit draws them; `emb`, `fit`: widths of the hidden layers.
 
-    davg, dstd and bias_atom_e are 0, 1 and 0 until the training set is known."""
+    Only the first embedding layer is not random: its tanh are steps all over the range of its input, -1 to 2.5 once
+    standardised, so that distances are told apart from the first training step on."""
     random, ntypes = np.random.default_rng(seed), len(sel)
     arrays = {"sel": sel, "rcut": rcut, "rcut_smth": rcut_smth, "axis_neuron": axis_neuron}
-    arrays |= {
-        "davg": np.zeros((ntypes, ntypes, 4)),
-        "dstd": np.ones((ntypes, ntypes, 4)),
-        "bias_atom_e": np.zeros(ntypes),
-    }
+    arrays |= {"davg": np.zeros((ntypes, ntypes, 4)), "dstd": np.ones((ntypes, ntypes, 4))}
+    arrays["bias_atom_e"] = np.zeros(ntypes)
     for name, widths in (("emb", [1, *emb]), ("fit", [emb[-1] * axis_neuron, *fit, 1])):
         for t in range(ntypes):
             for i, (a, b) in enumerate(zip(widths, widths[1:])):
@@ -71,4 +69,17 @@ def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):
                 arrays[f"{name}{t}_res{i}"] = 1
                 if name == "fit" and a == b:
                     arrays[f"{name}{t}_idt{i}"] = random.normal(0.1, 0.001, b)
+    for t in range(ntypes):
+        arrays[f"emb{t}_w0"] = np.full((1, emb[0]), 0.2 * emb[0])
+        arrays[f"emb{t}_b0"] = -0.2 * emb[0] * np.linspace(-1, 2.5, emb[0] + 2)[1:-1]
     return arrays
+
+
+@torch.no_grad()
+def standardise(model, Ri, energy_per_atom):
+    """davg and dstd of one type from Ri [F,n,S,4], empty slots included, as in DeePMD-kit; bias_atom_e the mean energy.
+
+    The directions get a tenth of their deviation: those of a crystal's bonds nearly cancel in the sum over the slots,
+    and what remains of them is to have the weight of the distances."""
+    model.davg[0, 0, 0], model.bias_atom_e[0] = Ri[..., 0].mean(), energy_per_atom.mean()
+    model.dstd[0, 0, 0], model.dstd[0, 0, 1:] = Ri[..., 0].std(), Ri[..., 1:].square().mean().sqrt() / 10
