@@ -26,7 +26,7 @@ def plot_parity(path, model, data):
     ours = model(types, list_neigh, Rij)
     n = types.shape[1]
     pairs = (energy / n, ours[0] / n), (force, ours[2]), (virial / n, ours[3] / n)
-    figure = Figure(figsize=(12, 4), layout="constrained")
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
     for axes, name, (label, prediction) in zip(figure.subplots(1, 3), kNames, pairs):
         rmse = (prediction - label).square().mean().sqrt()
         axes.plot(label.flatten(), prediction.flatten(), ".", markersize=2, alpha=0.5)

@@ -8,8 +8,8 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 kLossWeights = 100.0, 1.0, 10.0  # of the mean squares of energy and virial per atom, eV, and of force, eV/A
-kBatch = 2  # frames a step
-kRates = 1.5e-2, 1e-4  # of Muon at the first and the last step; Adam has 0.3 of it
+kBatch = 1  # frames a step
+kRates = 1e-2, 1e-4  # of Muon at the first and the last step, linear between; Adam has 0.3 of it
 
 
 class Data:
@@ -61,7 +61,7 @@ class Trainer:
 
     def step(self):
         first, last = kRates
-        rate = first * (last / first) ** (len(self.history) / self.steps)
+        rate = first + (last - first) * len(self.history) / self.steps
         index = torch.randperm(len(self.data.types), generator=self.generator)[:kBatch]
         squares, gradients = self.differentiate(self.parameters, *self.data[index])
         for parameter, gradient in zip(self.parameters.values(), gradients):
