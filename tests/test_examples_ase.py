@@ -166,6 +166,17 @@ def test_the_list_is_found_anew_only_when_it_must_be():
     assert builds() == 0
 
 
+def test_the_skin_holds_pairs_that_come_into_reach_from_both_sides():
+    atoms = Atoms("Ar2", [[0, 0, 0], [8.5 + 0.38, 0, 0]])
+    atoms.calc = CalcOps(argon(cutoff=8.5, tail="cut"), skin=0.4)
+    assert atoms.get_potential_energy() == 0
+    atoms.positions[:, 0] += [0.199, -0.199]  # 8.482 A
+    assert atoms.get_potential_energy() == pytest.approx(
+        4 * 0.0104 * ((3.4 / 8.482) ** 12 - (3.4 / 8.482) ** 6)
+    )
+    assert atoms.calc.neighbours.builds == 1
+
+
 def test_a_run_keeps_its_list_for_many_steps_and_conserves_energy():
     atoms = silicon(rattle=0.05, shear=0)
     atoms.calc, others = (
