@@ -123,9 +123,7 @@ def _bring_in() -> None:
     try:
         _own = library.obtain(recipes.own(), build=os.environ.get("CALCOPS_BUILD", "1") != "0")
         if _own is None:
-            _problem = BuildError(
-                "calcops_jit: not built, because CALCOPS_BUILD=0; python -m calcops_jit build"
-            )
+            _problem = BuildError("calcops_jit: not built, because CALCOPS_BUILD=0; python -m calcops_jit build")
             return
     except BuildError as error:
         _problem = error

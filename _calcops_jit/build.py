@@ -66,9 +66,7 @@ def compile_library(
             os.close(cache.publish(place, staging, f"{staging}/{target}", unit, {}, closures[-1]).fd)
     if failure or changed:
         raise failure or changed
-    return f"{staging}/{os.path.basename(staging)}", inputs.merged(
-        [*closures, recorder.closure(read.libraries)]
-    )
+    return f"{staging}/{os.path.basename(staging)}", inputs.merged([*closures, recorder.closure(read.libraries)])
 
 
 def _load(request: inputs.Request, staging: str, sources: list[str], objects: list[str]) -> None:
@@ -83,13 +81,7 @@ def _load(request: inputs.Request, staging: str, sources: list[str], objects: li
         _distinct(sources, staging),
         extra_cflags=_for_this_compiler(request.cflags),
         extra_cuda_cflags=list(request.cuda_cflags),
-        extra_ldflags=[
-            "-shared",
-            *objects,
-            "-Wl,--as-needed",
-            *request.ldflags,
-            *_runtime_flags(request, staging),
-        ],
+        extra_ldflags=["-shared", *objects, "-Wl,--as-needed", *request.ldflags, *_runtime_flags(request, staging)],
         extra_include_paths=list(request.include_paths),
         build_directory=staging,
         verbose=request.verbose,
@@ -194,10 +186,7 @@ def _environment(request: inputs.Request, staging: str, ninja: str, alone: bool)
         changes |= {"CUDA_HOME": request.cuda.home, "TORCH_CUDA_ARCH_LIST": cuda.arch_list(request.cuda)}
     before = {name: os.environ[name] for name in changes if name in os.environ}
     logger = logging.getLogger("torch.utils.cpp_extension")
-    was_disabled, logger.disabled = (
-        logger.disabled,
-        not request.verbose,
-    )  # without a GPU it says so, which is no news
+    was_disabled, logger.disabled = (logger.disabled, not request.verbose)  # without a GPU it says so, which is no news
     os.environ.update(changes)
     try:
         yield
@@ -246,9 +235,7 @@ def _runtime_flags(request: inputs.Request, staging: str) -> list[str]:
     if request.python:
         flags.append("-ltorch_python")
     if request.cuda.build and (runtime := _torch_cudart()):
-        os.symlink(
-            runtime, f"{staging}/libcudart.so"
-        )  # wheels have only libcudart.so.13, which -lcudart ignores
+        os.symlink(runtime, f"{staging}/libcudart.so")  # wheels have only libcudart.so.13, which -lcudart ignores
         flags += ["-L.", *_rpath(os.path.dirname(runtime))]
     return flags
 

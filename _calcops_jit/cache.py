@@ -163,9 +163,7 @@ def _difference(old, new) -> str:
     if isinstance(old, dict) or isinstance(new, dict):
         old, new = ([f"{k}={v}" for k, v in dict(d).items()] for d in (old, new))
     if isinstance(old, list) and isinstance(new, list) and set(old) != set(new):
-        return " ".join(
-            [*(f"-[{w}]" for w in old if w not in new), *(f"+[{w}]" for w in new if w not in old)]
-        )
+        return " ".join([*(f"-[{w}]" for w in old if w not in new), *(f"+[{w}]" for w in new if w not in old)])
     return f"{old} -> {new}"
 
 
@@ -276,9 +274,7 @@ def _holder(fd: int) -> tuple[str, float]:
 def staging(slot: str) -> Iterator[str]:
     """A private folder for one build, removed at the end together with what still runs in it."""
     sweep(slot)
-    path = (
-        f"{slot}/stage.{socket.gethostname()}.{os.getpid()}.{_start_time(os.getpid())}.{os.urandom(4).hex()}"
-    )
+    path = f"{slot}/stage.{socket.gethostname()}.{os.getpid()}.{_start_time(os.getpid())}.{os.urandom(4).hex()}"
     os.mkdir(path, 0o700)
     try:
         yield path
@@ -337,12 +333,7 @@ def _works_in(pid: str, folder: str) -> bool:
 
 
 def publish(
-    slot: str,
-    staging: str,
-    file: str,
-    request: inputs.Request,
-    about: dict[str, str],
-    closure: inputs.Closure,
+    slot: str, staging: str, file: str, request: inputs.Request, about: dict[str, str], closure: inputs.Closure
 ) -> Generation:
     """Makes `file` a generation of the slot, by one rename; a damaged one of this name makes room."""
     complete = f"{staging}/complete.{os.urandom(4).hex()}"

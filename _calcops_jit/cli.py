@@ -14,9 +14,7 @@ from .progress import say
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m calcops_jit", description="The operators' build and its cache."
-    )
+    parser = argparse.ArgumentParser(prog="python -m calcops_jit", description="The operators' build and its cache.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("build", help="build the operators if need be, and print the library's path")
     where = commands.add_parser("where", help="print the cache folder and the library; builds nothing")

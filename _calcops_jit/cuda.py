@@ -46,9 +46,7 @@ def choose(needed: bool = False) -> Choice:
         return Choice(reason="no GPU was visible; CALCOPS_CUDA=1 python -m calcops_jit build")
     home, version = find_toolkit()
     if not home:
-        have = (
-            f"nvcc is CUDA {version}, torch is CUDA {torch.version.cuda}" if version else "no nvcc was found"
-        )
+        have = f"nvcc is CUDA {version}, torch is CUDA {torch.version.cuda}" if version else "no nvcc was found"
         return Choice(reason=f"{have}; make cuda", fatal=asked, gpus=gpus)
     if not (arches or gpus):
         arches = DEFAULT_ARCHES

@@ -24,9 +24,7 @@ _MAX_LINES = 12
 _DRIVERS = {12: 525, 13: 580}  # CUDA's release notes: the oldest driver for any release of this major version
 
 # g++ and clang print file:line:column: error: ..., nvcc file(line): error: ... or error #20: ...
-_COMPILER_ERROR = (
-    r"^(?P<at>[^\s:(][^:(\n]*(?::\d+(?::\d+)?|\(\d+\)))\s*: (?:fatal )?error\s*(?:#[\w-]+)?: .+$"
-)
+_COMPILER_ERROR = r"^(?P<at>[^\s:(][^:(\n]*(?::\d+(?::\d+)?|\(\d+\)))\s*: (?:fatal )?error\s*(?:#[\w-]+)?: .+$"
 _IS_SHOWN_SOURCE = r" *\d* \| "  # as compilers do, with a caret, below their message
 KILLED = "the compiler was killed"
 # A pattern, and cause -> command; the first that is found in the output counts, so the narrower come first.
@@ -199,9 +197,7 @@ def old_driver() -> str:
 def has_headers(request: inputs.Request) -> bool:
     """Whether the compiler finds Python.h."""
     named = [*os.environ.get("CPATH", "").split(":"), *request.include_paths]
-    return any(
-        os.path.exists(f"{f}/Python.h") for f in [sysconfig.get_path("include", "posix_prefix"), *named]
-    )
+    return any(os.path.exists(f"{f}/Python.h") for f in [sysconfig.get_path("include", "posix_prefix"), *named])
 
 
 def answer(*command: str) -> str:

@@ -74,9 +74,7 @@ def _cache() -> Finding:
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-        return Finding(
-            "cache", "note", f"cannot write {folder}", "export CALCOPS_CACHE=<a folder of your own>"
-        )
+        return Finding("cache", "note", f"cannot write {folder}", "export CALCOPS_CACHE=<a folder of your own>")
     free = shutil.disk_usage(folder).free
     noexec = ", noexec: libraries are loaded from memory" if os.statvfs(folder).f_flag & os.ST_NOEXEC else ""
     evidence = f"{cache.folders()[0]}, {free / 1e9:.1f} GB free{noexec}"

@@ -61,9 +61,7 @@ def real_path(path: str) -> str:
 
 
 def isa() -> str:
-    with open(
-        "/proc/cpuinfo", "rb"
-    ) as file:  # the first processor is enough, and 300 of them are slow to print
+    with open("/proc/cpuinfo", "rb") as file:  # the first processor is enough, and 300 of them are slow to print
         first = file.read(8192).decode(errors="replace")
     flags = first.partition("\nflags")[2].partition("\n")[0]
     return " ".join(sorted(w for w in flags.split() if w.startswith(_ISA)))
@@ -107,9 +105,7 @@ class Request(SimpleNamespace):
         pairs.append(("@loader", os.path.dirname(os.path.realpath(__file__))))
         if self.cuda.home:
             pairs += [("@cuda", os.path.realpath(self.cuda.home)), ("@cuda", self.cuda.home)]
-        if (
-            self.python == ""
-        ):  # as sysconfig.get_path("include", "posix_prefix") has it, which reads a file first
+        if self.python == "":  # as sysconfig.get_path("include", "posix_prefix") has it, which reads a file first
             python = f"python{sys.version_info[0]}.{sys.version_info[1]}{sys.abiflags}"
             pairs.append(("@python", os.path.join(sys.base_prefix, "include", python)))
         return pairs
@@ -144,10 +140,7 @@ class Request(SimpleNamespace):
             "environment": {k: os.environ[k] for k in COMPILER_VARIABLES if os.environ.get(k)},
         }
         if self.cuda.build:
-            facts |= {
-                "CUDA": self.cuda.version,
-                "GPU architectures": self.cuda.arches or list(self.cuda.gpus),
-            }
+            facts |= {"CUDA": self.cuda.version, "GPU architectures": self.cuda.arches or list(self.cuda.gpus)}
         if any("native" in flag for flag in flags):
             facts["CPU instruction set"] = isa()
         if self.python:

@@ -114,9 +114,7 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
                     continue  # a source was saved while it was compiled
                 except build.OutOfMemory:
                     alone = True
-                    say(
-                        "a compiler was killed, most likely for lack of memory: trying again with one at a time"
-                    )
+                    say("a compiler was killed, most likely for lack of memory: trying again with one at a time")
                     continue
                 live = _publish(request, slot, staging, built, closure)
                 progress.outcome = f"built {request.name} in {progress.seconds():.1f} s"
@@ -128,9 +126,7 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
     )
 
 
-def _publish(
-    request: inputs.Request, slot: str, staging: str, built: str, closure: inputs.Closure
-) -> loading.Library:
+def _publish(request: inputs.Request, slot: str, staging: str, built: str, closure: inputs.Closure) -> loading.Library:
     # Its code is brought in before it is published: what cannot be loaded is not kept, and what it registers is
     # only known then. The renames move the very file that is mapped here.
     live = _loaded.get(request.name) or loading.Library()
@@ -139,9 +135,7 @@ def _publish(
     registration = live.bring_in(request, fd, inputs.file_digest(fd))
     at_once = {name.partition(".")[0] for name in operators.registered() - before}
     schemas = registration.schemas | {name: operators.live_schemas(name) for name in at_once}
-    generation = cache.publish(
-        slot, staging, built, request, operators.describe(schemas, request.root), closure
-    )
+    generation = cache.publish(slot, staging, built, request, operators.describe(schemas, request.root), closure)
     os.close(generation.fd)
     try:
         live.exchange(request, generation, registration)

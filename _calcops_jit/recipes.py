@@ -19,9 +19,7 @@ def operators_root() -> str:
     """ops/ beside calcops_jit.py in a checkout, in here when installed."""
     here = os.path.dirname(os.path.abspath(__file__))
     installed = os.path.join(here, "ops")
-    return os.path.realpath(
-        installed if os.path.isdir(installed) else os.path.join(os.path.dirname(here), "ops")
-    )
+    return os.path.realpath(installed if os.path.isdir(installed) else os.path.join(os.path.dirname(here), "ops"))
 
 
 def own(root: str | None = None, name: str = "calcops") -> inputs.Request:
@@ -32,9 +30,7 @@ def own(root: str | None = None, name: str = "calcops") -> inputs.Request:
     # at::parallel_for is a plain loop without -fopenmp; libgomp is the one in torch's folder, by its rpath.
     cflags = [*_BASE, "-march=native", "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
     if not choice.build:
-        cflags.append(
-            f"-DCALCOPS_NO_CUDA='\"{choice.reason}\"'"
-        )  # a shell's word: no reason has a quote or a $
+        cflags.append(f"-DCALCOPS_NO_CUDA='\"{choice.reason}\"'")  # a shell's word: no reason has a quote or a $
     return inputs.Request(
         name=name,
         root=root,
@@ -73,9 +69,7 @@ def foreign(
         raise ValueError(f"calcops_jit.load: expected `name` of letters, digits and _ . -, got {name!r}")
     paths = [inputs.real_path(os.fspath(s)) for s in ([sources] if isinstance(sources, str) else sources)]
     if name == "calcops":
-        raise ValueError(
-            "calcops_jit.load: expected `name` other than that of the operators here, got 'calcops'"
-        )
+        raise ValueError("calcops_jit.load: expected `name` other than that of the operators here, got 'calcops'")
     if not paths:
         raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
     for path in paths:

@@ -33,9 +33,7 @@ class Registration:
     def defs(self) -> dict[str, str]:
         """{operator with overload: schema and tags}"""
         defs = [step[1:] for step in self._steps if step[0] == "def"]
-        return {
-            schema.partition("(")[0]: f"{schema} tags {tags}".removesuffix(" tags ") for schema, tags in defs
-        }
+        return {schema.partition("(")[0]: f"{schema} tags {tags}".removesuffix(" tags ") for schema, tags in defs}
 
     @cached_property
     def impls(self) -> dict[str, str]:
