@@ -100,21 +100,6 @@ def _bring(found: cache.Generation, staging: str) -> str:
     return name
 
 
-def done(staging: str, seconds: float) -> tuple[str, float]:
-    """[done/total], what is under way and for how long, and the part that is done, from ninja's own files: torch runs
-    ninja and keeps its output."""
-    targets, finished = [], set()
-    with contextlib.suppress(OSError):
-        with open(f"{staging}/build.ninja") as file:
-            targets = re.findall(r"^build (\S+): \w+ (\S+)", file.read(), re.MULTILINE)
-        with open(f"{staging}/.ninja_log") as file:
-            finished = {line.split("\t")[3] for line in file.read().splitlines()[1:] if line.count("\t") == 4}
-    left = [os.path.basename(source) for target, source in targets if target not in finished]
-    under_way = "" if not left else " linking" if len(left) == 1 else f" {left[0]}"
-    text = f"[{len(targets) - len(left)}/{len(targets) or '?'}]{under_way} {seconds:.0f} s"
-    return text, 1 - len(left) / (len(targets) or 1)
-
-
 def find_ninja() -> str | None:
     """ninja on PATH, beside this Python (whose folder is not on PATH when only it is called), or in its wheel."""
     folders = [sysconfig.get_path("scripts"), os.path.dirname(sys.executable)]

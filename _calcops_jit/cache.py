@@ -262,6 +262,24 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
+def hold(fd: int, *earlier: int) -> None:
+    """Says that this process has a library, and no longer an earlier one: in_use() is the question."""
+    with contextlib.suppress(OSError):  # no locks here: see in_use()
+        for other in earlier:
+            fcntl.flock(other, fcntl.LOCK_UN)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def in_use(library: str) -> bool:
+    """Whether a process may have it; where locks are not to be had, anybody may."""
+    try:
+        with open(library, "rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, (FileNotFoundError, IsADirectoryError))
+    return False
+
+
 def _holder(fd: int) -> tuple[str, float]:
     """Who builds, and for how many seconds."""
     words = os.pread(fd, 256, 0).decode(errors="replace").split()
@@ -362,5 +380,6 @@ def publish(
     else:
         raise report(f"cannot publish {target}", ["something puts it there again and again"], f"rm -r {slot}")
     for _, old in _generations(slot)[_KEEP:]:
-        shutil.rmtree(old, ignore_errors=True)
+        if not in_use(f"{old}/{request.output}"):
+            shutil.rmtree(old, ignore_errors=True)
     return Generation(path=f"{target}/{request.output}", manifest=manifest, fd=fd)

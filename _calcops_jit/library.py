@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import threading
@@ -98,7 +97,8 @@ def _build(request: inputs.Request, reasons: list[str]) -> loading.Library:
 
 
 def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.Library:
-    from . import build
+    from . import build, usage
+    from .eta import Eta
     from .progress import Progress, say
 
     title = f"building {request.name}"
@@ -107,7 +107,8 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
     alone = False
     for _ in range(3):
         with cache.staging(slot) as staging:
-            with Progress(title, functools.partial(build.done, staging)) as progress:
+            eta = Eta(request, slot, staging)
+            with Progress(title, eta.state) as progress:
                 try:
                     built, closure = build.compile_library(request, slot, staging, alone)
                 except inputs.Changed:
@@ -117,7 +118,9 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
                     say("a compiler was killed, most likely for lack of memory: trying again with one at a time")
                     continue
                 live = _publish(request, slot, staging, built, closure)
+                eta.learn()
                 progress.outcome = f"built {request.name} in {progress.seconds():.1f} s"
+            usage.prune(usage.bound())
             return live
     raise report(
         f"cannot build {request.name}",

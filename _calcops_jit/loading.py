@@ -35,7 +35,7 @@ class Library:
                 [f"{sorted(at_once)[0]} was registered without torch/library.h"],
                 "restart Python",
             )
-        registration = Registration(request.name, link_in(fd, request))
+        registration = Registration(request.name, link_in(fd, request), fd)
         if refusal := registration.refusal(list(self._generations.values())):
             raise refusal
         return registration
@@ -44,6 +44,7 @@ class Library:
         """From now on the generation is the one that is called. BuildError: nothing has changed."""
         if generation.manifest.digest != self.digest:
             new.take([old for old in self._generations.values() if old is not new])
+            cache.hold(new.fd, *(old.fd for old in self._generations.values()))
         self.request, self.path, self.digest = request, generation.path, generation.manifest.digest
         self.closure = generation.manifest.closure
         self._generations[self.digest] = new

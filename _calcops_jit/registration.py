@@ -17,10 +17,10 @@ SHADOW = os.path.join(os.path.dirname(os.path.realpath(__file__)), "shadow")
 
 
 class Registration:
-    """Of one generation. It is only asked what it holds when there is something to compare it with."""
+    """Of one generation, whose file is `fd`. It is only asked what it holds when there is something to compare with."""
 
-    def __init__(self, name: str, library: ctypes.CDLL):
-        self._name, self._library = name, library
+    def __init__(self, name: str, library: ctypes.CDLL, fd: int):
+        self._name, self._library, self.fd = name, library, fd
         self._registers = hasattr(library, "calcops_jit_steps")  # a source includes torch/library.h
         if self._registers:
             library.calcops_jit_steps.restype = library.calcops_jit_commit.restype = ctypes.c_char_p
