@@ -22,13 +22,13 @@ def operators_root() -> str:
     return os.path.realpath(installed if os.path.isdir(installed) else os.path.join(os.path.dirname(here), "ops"))
 
 
-def own(root: str | None = None, name: str = "calcops") -> inputs.Request:
+def own(root: str | None = None, name: str = "calcops", isa: str = "native") -> inputs.Request:
     """Everything under ops/: each folder is an operator, each .cpp in it a unit, each .cu one where CUDA is built."""
     root = root or operators_root()
     choice = cuda.choose()
     extra = inputs.words_of("CALCOPS_CFLAGS")
     # at::parallel_for is a plain loop without -fopenmp; libgomp is the one in torch's folder, by its rpath.
-    cflags = [*_BASE, "-march=native", "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
+    cflags = [*_BASE, f"-march={isa}", "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
     if not choice.build:
         cflags.append(f"-DCALCOPS_NO_CUDA='\"{choice.reason}\"'")  # a shell's word: no reason has a quote or a $
     return inputs.Request(

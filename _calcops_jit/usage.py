@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from . import cache, inputs
 
+_DAY_S = 24 * 3600.0
+
 
 class Entry(NamedTuple):
     """A generation: a library, or the object of one of its units. `used` is when it was last found, to the day."""
@@ -62,10 +64,9 @@ def prune(size: int) -> list[Entry]:
                 excess -= entry.size
                 removed.append(entry)
         for slot in cache.slots(folder):
-            cache.sweep(slot)
-            if (
-                set(os.listdir(slot)) <= {"lock", "failed.log"}
-                and time.time() - os.stat(slot).st_mtime > 24 * 3600.0
-            ):
-                shutil.rmtree(slot, ignore_errors=True)  # nobody is about to build there
+            with contextlib.suppress(OSError):  # somebody else tidies up
+                cache.sweep(slot)
+                empty = set(os.listdir(slot)) <= {"lock", "failed.log"}
+                if empty and time.time() - os.stat(slot).st_mtime > _DAY_S:  # nobody is about to build there
+                    shutil.rmtree(slot)
     return removed
