@@ -24,14 +24,10 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("why", help="name the inputs that changed since the last build; 1 if there are any")
     doctor = commands.add_parser("doctor", help="judge what a build would find here; 1 if it would fail")
     doctor.add_argument("--json", action="store_true", help="for programs")
-    export = commands.add_parser(
-        "export", help="write a folder with the built operators, for hosts without a compiler"
-    )
+    export = commands.add_parser("export", help="write a folder with the built operators, for hosts without a compiler")
     export.add_argument("folder")
     export.add_argument("--arch", help="build for these GPUs: as TORCH_CUDA_ARCH_LIST, such as '8.0;9.0+PTX'")
-    export.add_argument(
-        "--isa", default="native", help="the processors, as the compiler's -march; default: this one"
-    )
+    export.add_argument("--isa", default="native", help="the processors, as the compiler's -march; default: this one")
     shelf = commands.add_parser("cache", help="what the cache holds; 1 if `verify` finds damage")
     shelf.add_argument("action", choices=("list", "prune", "verify"))
     commands.add_parser("clean", help="remove every library from the cache")

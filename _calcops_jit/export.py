@@ -44,8 +44,7 @@ def write(folder: str, isa: str) -> None:
         "cuda": request.cuda.version,
         "sha256": hashlib.sha256(data).hexdigest(),
         "operators": {
-            name: [*handle._qualified_op_name.split("::"), handle.__doc__]
-            for name, handle in built.operators.items()
+            name: [*handle._qualified_op_name.split("::"), handle.__doc__] for name, handle in built.operators.items()
         },
     }
     words = {
@@ -71,8 +70,6 @@ def _instructions(request: inputs.Request) -> list[str]:
     asked = [*inputs.compiler_words(), *flags, "-dM", "-E", "-x", "c++", os.devnull]
     answer = subprocess.run(asked, capture_output=True, text=True, check=False)
     if answer.returncode != 0:
-        raise report(
-            f"cannot export with {' '.join(flags)}", answer.stderr.splitlines()[:2], "--isa x86-64-v3"
-        )
+        raise report(f"cannot export with {' '.join(flags)}", answer.stderr.splitlines()[:2], "--isa x86-64-v3")
     names = (name.lower() for name in re.findall(_INSTRUCTIONS, answer.stdout))
     return sorted(_IN_CPUINFO.get(name, name) for name in names)

@@ -35,10 +35,7 @@ def _refusal(about: dict) -> tuple[str, str] | None:
     release, abi = torch.__version__.partition("+")[0], torch.compiled_with_cxx11_abi()
     if [release, abi] != about["torch"]:
         wanted = about["torch"][0]
-        return (
-            f"built for PyTorch {wanted}, this is {release} (C++11 ABI: {abi})",
-            f"pip install torch=={wanted}",
-        )
+        return (f"built for PyTorch {wanted}, this is {release} (C++11 ABI: {abi})", f"pip install torch=={wanted}")
     if missing := _lacking(about["instructions"]):
         return f"this processor has no {' '.join(missing)}", f"{_EXPORT} --isa x86-64-v2"
     if about["cuda"]:
