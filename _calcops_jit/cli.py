@@ -33,18 +33,17 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("clean", help="remove every library from the cache")
     options = parser.parse_args(arguments)
     try:
-        return globals()[f"_{options.command}"](options)
+        return globals()[f"_{options.command}"](options) or 0
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1
 
 
-def _build(options: argparse.Namespace) -> int:
+def _build(options: argparse.Namespace) -> None:
     print(library.obtain(recipes.own()).path)
-    return 0
 
 
-def _where(options: argparse.Namespace) -> int:
+def _where(options: argparse.Namespace) -> None:
     request = recipes.own()
     if options.key:
         print(recipes.key(request))
@@ -56,7 +55,6 @@ def _where(options: argparse.Namespace) -> int:
         print(f"library  {found.path if found else 'not built yet: python -m calcops_jit build'}")
         print(f"CUDA     {'built with ' + request.cuda.home if request.cuda.build else request.cuda.reason}")
         print(f"key      {recipes.key(request)}")
-    return 0
 
 
 def _why(options: argparse.Namespace) -> int:
@@ -82,14 +80,13 @@ def _doctor(options: argparse.Namespace) -> int:
     return any(finding.verdict == "fail" for finding in findings)
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> None:
     from . import export
 
     if options.arch:
         os.environ |= {"CALCOPS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": options.arch}
     export.write(os.path.abspath(options.folder), options.isa)
     print(os.path.abspath(options.folder))
-    return 0
 
 
 def _cache(options: argparse.Namespace) -> int:
@@ -115,10 +112,9 @@ def _cache(options: argparse.Namespace) -> int:
     return damaged > 0
 
 
-def _clean(options: argparse.Namespace) -> int:
+def _clean(options: argparse.Namespace) -> None:
     for folder in cache.folders():
         if os.path.isdir(folder):
             for slot in cache.slots(folder):
                 shutil.rmtree(slot, ignore_errors=True)
             say(f"removed the libraries in {folder}")
-    return 0

@@ -1,9 +1,6 @@
 """How far a build is and how long it will still take, learnt from earlier builds on this machine.
 
-    <cache>/seconds    a log as ninja's, of `library, digest of its flags, object`; no object: all that comes after them
-
-Nothing is said about the time that is left until every object was built before: what one takes depends on the headers
-it includes, not on its size. And nothing any more once that time would have to be more than doubled: it was wrong.
+<cache>/seconds    a log as ninja's, of `library, digest of its flags, object`; no object: all that comes after them
 """
 
 from __future__ import annotations
@@ -20,7 +17,10 @@ _KEPT = 5000  # lines
 
 
 class Eta:
-    """Of the build in `staging`, by ninja's own files: torch runs ninja and keeps its output to itself."""
+    """Of the build in `staging`, by ninja's own files: torch runs ninja and keeps its output to itself.
+
+    Nothing is said about the time that is left until every object was built before: what one takes depends on the
+    headers it includes, not on its size. And nothing any more once that time would have to be more than doubled."""
 
     def __init__(self, request: inputs.Request, slot: str, staging: str):
         flags = [request.facts.get(kind) for kind in ("C++ flags", "CUDA flags", "GPU architectures")]
@@ -33,19 +33,28 @@ class Eta:
         """What is built and under way, for how long, and how long still; and the part that is done, 0 to 1."""
         sources, ran, age = self._ninja()
         waiting = [source for file, source in sources.items() if file not in ran]
-        done, total = len(sources) - len(waiting), len(sources)
         under_way = "" if not waiting else f" {waiting[0]}" if len(waiting) > 1 else " linking"
-        text = f"[{done}/{total or '?'}]{under_way} {seconds:.0f} s"
+        done = len(sources) - len(waiting)
+        text = f"[{done}/{len(sources) or '?'}]{under_way} {seconds:.0f} s"
         if sources and sources.keys() <= self._known.keys():
-            files = [(self._known[file], ran[file][1] if file in ran else None) for file in sources]
-            files[-1] = files[-1][0], None  # which does not end with the link
-            jobs = os.environ.get("MAX_JOBS", "")  # build.py sets it while ninja runs
-            left = max(1.0, seconds_left(files, age, int(jobs) if jobs.isdigit() else 1))
-            self._least = min(self._least, round(left))
-            if round(left) <= 2 * self._least:
-                return f"{text}, {left:.0f} s left", seconds / (seconds + left)
+            left = max(1, round(self._end(list(sources), ran, age) - age))
+            self._least = min(self._least, left)
+            if left <= 2 * self._least:
+                return f"{text}, {left} s left", seconds / (seconds + left)
             self._known = {}
-        return text, done / (total or 1)
+        return text, done / (len(sources) or 1)
+
+    def _end(self, files: list[str], ran: dict[str, tuple[float, float]], age: float) -> float:
+        """When all will be built: as ninja starts them, and as much later as the others were or have to be."""
+        jobs = os.environ.get("MAX_JOBS", "")  # build.py sets it while ninja runs
+        free, planned = [0.0] * min(len(files), int(jobs) if jobs.isdigit() else 1), {}
+        for file in files[:-1]:
+            planned[file] = heapq.heappop(free) + self._known[file]
+            heapq.heappush(free, planned[file])
+        end = max(free) + self._known[files[-1]]
+        ended = [(ran[file][1], at) for file, at in planned.items() if file in ran]
+        factor = (end + sum(real for real, _ in ended)) / (end + sum(at for _, at in ended))
+        return end * max([factor, *(age / at for file, at in planned.items() if file not in ran)])
 
     def learn(self) -> None:
         """From the build, which has just ended."""
@@ -59,40 +68,17 @@ class Eta:
 
     def _ninja(self) -> tuple[dict[str, str], dict[str, tuple[float, float]], float]:
         """{file: source} in the order in which ninja starts them, {file: when it began and ended}, ninja's age."""
-        sources, age = {}, 0.0
-        with contextlib.suppress(OSError), open(f"{self._staging}/build.ninja") as file:
-            age = time.time() - os.fstat(file.fileno()).st_mtime
-            for target, source in re.findall(r"^build (\S+): \w+ (\S+)", file.read(), re.MULTILINE):
-                sources[self._file(target)] = os.path.basename(source)
-        return sources, {self._file(t): span for t, span in _read(f"{self._staging}/.ninja_log").items()}, age
-
-    def _file(self, target: str) -> str:
-        return self._library + (target if target.endswith(".o") else "")
+        plan, age = f"{self._staging}/build.ninja", 0.0
+        found = re.findall(r"^build (\S+): \w+ (\S+)", inputs.text_of(plan), re.MULTILINE)
+        with contextlib.suppress(OSError):
+            age = time.time() - os.stat(plan).st_mtime
+        name = lambda target: self._library + (target if target.endswith(".o") else "")  # noqa: E731
+        ran = {name(target): span for target, span in _read(f"{self._staging}/.ninja_log").items()}
+        return {name(target): os.path.basename(source) for target, source in found}, ran, age
 
 
 def _read(log: str) -> dict[str, tuple[float, float]]:
     """{file: when it began and ended}, in seconds since ninja did"""
-    with contextlib.suppress(OSError):
-        if os.path.isfile(log):
-            with open(log, errors="replace") as file:
-                lines = re.findall(r"^(\d{1,9})\t(\d{1,9})\t\d+\t(.+)\t", file.read(), re.MULTILINE)
-            return {file: (int(start) / 1e3, int(end) / 1e3) for start, end, file in lines}
-    return {}
-
-
-def seconds_left(files: list[tuple[float, float | None]], age: float, jobs: int) -> float:
-    """Of a build that has run for `age` seconds, by replaying it: the seconds that each file should take and when
-    it ended, in the order in which `jobs` at a time are started, the last one when all others are there."""
-    slower = 1.0
-    for _ in range(2):  # the first time tells how much slower than expected it goes
-        free, took, wanted = [0.0] * min(max(1, jobs), len(files)), 0.0, 0.0
-        for i, (seconds, end) in enumerate(files, 1):
-            start = heapq.heappop(free) if i < len(files) else max(free)
-            ran = max(0.0, (age if end is None else end) - start)
-            took, wanted = took + ran, wanted + (min(seconds, ran) if end is None else seconds)
-            if end is None:  # what runs takes a tenth more at least, or it would end with a leap
-                end = max(start + seconds * slower, ran and age + 0.1 * ran)
-            heapq.heappush(free, end)
-        belief = 2 * sum(seconds for seconds, _ in files) / len(files)  # in the past, as in two files of it
-        slower = (took + belief) / (wanted + belief)
-    return max(free) - age
+    text = inputs.text_of(log) if os.path.isfile(log) else ""
+    lines = re.findall(r"^(\d{1,9})\t(\d{1,9})\t\d+\t(.+)\t", text, re.MULTILINE)
+    return {file: (int(start) / 1e3, int(end) / 1e3) for start, end, file in lines}

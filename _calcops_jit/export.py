@@ -7,13 +7,14 @@ import json
 import os
 import re
 import subprocess
+from pathlib import Path
 
 import torch
 
 from . import __version__, cache, inputs, library, recipes
 from .diagnosis import report
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_HERE = Path(__file__).resolve().parent
 _TEXTS = {  # in the folder: in here
     "calcops_jit.py": "host/calcops_jit.py",
     "calcops_jit.pyi": "handles.pyi",
@@ -35,8 +36,7 @@ def write(folder: str, isa: str) -> None:
         lack = f"this processor has no {' '.join(missing)}"  # but the library is loaded here, too
         raise report(f"cannot export for {isa}", [lack], "export on a machine that has it")
     built = library.obtain(request)
-    with open(built.path, "rb") as file:
-        data = file.read()
+    data = Path(built.path).read_bytes()
     release = torch.__version__.partition("+")[0]
     about = {
         "torch": [release, torch.compiled_with_cxx11_abi()],
@@ -56,8 +56,8 @@ def write(folder: str, isa: str) -> None:
     }
     files = {"lib/libcalcops.so": data, "calcops.json": json.dumps(about, indent=1).encode()}
     for target, template in _TEXTS.items():
-        with open(f"{_HERE}/{template}") as file:
-            files[target] = re.sub("@(\\w+)@", lambda match: words[match[1]], file.read()).encode()
+        text = (_HERE / template).read_text()
+        files[target] = re.sub("@(\\w+)@", lambda match: words[match[1]], text).encode()
     files["calcops_jit.pyi"] += b"\ndef library_path() -> str: ...\n"
     for name, content in files.items():
         os.makedirs(os.path.dirname(f"{folder}/{name}"), exist_ok=True)
@@ -68,7 +68,7 @@ def _instructions(request: inputs.Request) -> list[str]:
     """What the compiler may use by itself, asked of its own macros: any flag may name it."""
     flags = [flag for flag in request.cflags if flag.startswith("-m")]
     asked = [*inputs.compiler_words(), *flags, "-dM", "-E", "-x", "c++", os.devnull]
-    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+    answer = subprocess.run(asked, capture_output=True, text=True)
     if answer.returncode != 0:
         raise report(f"cannot export with {' '.join(flags)}", answer.stderr.splitlines()[:2], "--isa x86-64-v3")
     names = (name.lower() for name in re.findall(_INSTRUCTIONS, answer.stdout))

@@ -9,6 +9,7 @@ Paths are kept with their roots replaced by tokens, so a checkout, a virtual env
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -52,6 +53,13 @@ def file_digest(file: int | str) -> str:
         while piece := opened.read(65536):
             found.update(piece)
     return found.hexdigest()[:32]
+
+
+def text_of(path: str) -> str:
+    """What a file says; "" where it cannot be read."""
+    with contextlib.suppress(OSError), open(path, errors="replace") as file:
+        return file.read()
+    return ""
 
 
 def real_path(path: str) -> str:
@@ -259,11 +267,6 @@ class Closure(SimpleNamespace):
             if settled(stamp, now):
                 entry[0], restamped = stamp.hex(), True
         return restamped
-
-    @property
-    def contents(self) -> list[str]:
-        """What the library is made of, without times and tools' places: with the slot it names the library."""
-        return sorted(digest for _, digest in self.entries().values())
 
     def own_files(self, request: Request) -> list[str]:
         """The project's, without the toolchain's and PyTorch's."""

@@ -12,14 +12,8 @@ from .diagnosis import BuildError, explain, old_driver, report
 
 _loaded: dict[str, loading.Library] = {}  # by name: a second library of a name takes the place of the first
 _one_at_a_time = threading.RLock()
-
-
-def _new_lock() -> None:
-    global _one_at_a_time
-    _one_at_a_time = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_new_lock)  # a thread that does not live on in the child may have had it
+# A thread that does not live on in a child may have it. (The standard library's own locks do the same.)
+os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)
 
 
 def obtain(request: inputs.Request, build: bool = True) -> loading.Library | None:
@@ -86,9 +80,8 @@ def _build(request: inputs.Request, reasons: list[str]) -> loading.Library:
             if found := cache.find(request, reasons):  # somebody built it meanwhile
                 return _load(request, found)
             if request.cuda.gpus and not request.cuda.build:
-                say(
-                    f"{request.cuda.gpus[0]} is here, but {request.cuda.reason.replace(';', ':')}; building for the CPU"
-                )
+                reason = request.cuda.reason.replace(";", ":")
+                say(f"{request.cuda.gpus[0]} is here, but {reason}; building for the CPU")
             if request.cuda.build and (problem := old_driver()):
                 say(explain("what is built for CUDA cannot run here", problem, request))
             return _compile(request, slot, reasons)
@@ -122,11 +115,8 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
                 progress.outcome = f"built {request.name} in {progress.seconds():.1f} s"
             usage.prune(usage.bound())
             return live
-    raise report(
-        f"cannot build {request.name}",
-        ["its sources changed while they were compiled, three times"],
-        "wait until nothing writes to them",
-    )
+    evidence = "its sources changed while they were compiled, three times"
+    raise report(f"cannot build {request.name}", [evidence], "wait until nothing writes to them")
 
 
 def _publish(request: inputs.Request, slot: str, staging: str, built: str, closure: inputs.Closure) -> loading.Library:

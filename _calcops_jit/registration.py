@@ -17,10 +17,10 @@ SHADOW = os.path.join(os.path.dirname(os.path.realpath(__file__)), "shadow")
 
 
 class Registration:
-    """Of one generation, whose file is `fd`. It is only asked what it holds when there is something to compare with."""
+    """Of one generation. It is only asked what it holds when there is something to compare it with."""
 
-    def __init__(self, name: str, library: ctypes.CDLL, fd: int):
-        self._name, self._library, self.fd = name, library, fd
+    def __init__(self, name: str, library: ctypes.CDLL):
+        self._name, self._library = name, library
         self._registers = hasattr(library, "calcops_jit_steps")  # a source includes torch/library.h
         if self._registers:
             library.calcops_jit_steps.restype = library.calcops_jit_commit.restype = ctypes.c_char_p
@@ -62,11 +62,8 @@ class Registration:
         if not changes:
             return None
         lines = [line for name, change in changes.items() for line in [name, *_difference(*change)]]
-        return report(
-            f"cannot reload {self._name}: a signature changed, so nothing was exchanged",
-            lines,
-            "restart Python, or give the operator another name",
-        )
+        what = f"cannot reload {self._name}: a signature changed, so nothing was exchanged"
+        return report(what, lines, "restart Python, or give the operator another name")
 
     def take(self, earlier: list[Registration]) -> None:
         """Makes it live: every call from now on reaches its kernels. BuildError: nothing has changed."""
@@ -84,11 +81,8 @@ class Registration:
         answer = getattr(self._library, f"calcops_jit_{what}")().decode(errors="replace")
         if answer.startswith("error\t"):
             lines = answer.removeprefix("error\t").strip().splitlines()
-            raise report(
-                f"cannot register {self._name}, nothing was exchanged",
-                lines,
-                "correct the registration, or restart Python",
-            )
+            what = f"cannot register {self._name}, nothing was exchanged"
+            raise report(what, lines, "correct the registration, or restart Python")
         return answer
 
 

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from . import cache, inputs
 
-_DAY_S = 24 * 3600.0
-
 
 class Entry(NamedTuple):
     """A generation: a library, or the object of one of its units. `used` is when it was last found, to the day."""
@@ -25,9 +23,8 @@ class Entry(NamedTuple):
 
     def is_sound(self) -> bool:
         """Whether its bytes are those of its manifest."""
-        with contextlib.suppress(OSError, ValueError), open(f"{self.path}/manifest", "rb") as file:
-            expected = cache.Manifest.parse(file.read()).digest
-            return os.path.isfile(self.file) and inputs.file_digest(self.file) == expected
+        with contextlib.suppress(OSError, ValueError):
+            return os.path.isfile(self.file) and inputs.file_digest(self.file) == cache.read_manifest(self.path).digest
         return False
 
 
@@ -67,6 +64,6 @@ def prune(size: int) -> list[Entry]:
             with contextlib.suppress(OSError):  # somebody else tidies up
                 cache.sweep(slot)
                 empty = set(os.listdir(slot)) <= {"lock", "failed.log"}
-                if empty and time.time() - os.stat(slot).st_mtime > _DAY_S:  # nobody is about to build there
+                if empty and time.time() - os.stat(slot).st_mtime > cache.DAY_S:  # nobody is about to build there
                     shutil.rmtree(slot)
     return removed
