@@ -39,8 +39,7 @@ def choose(needed: bool = False) -> Choice:
         return Choice(reason="CALCOPS_CUDA=0 was set; unset CALCOPS_CUDA")
     if torch.version.cuda is None:
         return Choice(reason="this PyTorch is a CPU build; pip install --force-reinstall torch", fatal=asked)
-    arches = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    arches = "" if arches == "native" else arches
+    arches = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("native", "")
     gpus = visible_gpus()
     if not (asked or gpus or arches):
         return Choice(reason="no GPU was visible; CALCOPS_CUDA=1 python -m calcops_jit build")
