@@ -46,7 +46,9 @@ def choose(needed: bool = False) -> Choice:
     home, version = find_toolkit()
     if not home:
         have = f"nvcc is CUDA {version}, torch is CUDA {torch.version.cuda}" if version else "no nvcc was found"
-        return Choice(reason=f"{have}; make cuda", fatal=asked, gpus=gpus)
+        checkout = os.path.exists(os.path.join(os.path.dirname(__file__), "..", "Makefile"))
+        fix = "make cuda" if checkout else f"pip install cuda-toolkit[nvcc]=={torch.version.cuda}.*"
+        return Choice(reason=f"{have}; {fix}", fatal=asked, gpus=gpus)
     if not (arches or gpus):
         arches = DEFAULT_ARCHES
     return Choice(True, "", False, home, version, arches, gpus)
@@ -90,9 +92,7 @@ def visible_gpus() -> tuple[str, ...]:
     for file in glob.glob("/proc/driver/nvidia/gpus/*/information"):
         with contextlib.suppress(OSError), open(file, encoding="latin-1") as f:
             names.update(re.findall(r"^Model:\s*(.+?)\s*$", f.read(), re.MULTILINE))
-    if not names and os.path.exists("/dev/dxg"):  # WSL has no /proc/driver/nvidia
-        names = {"GPU"}
-    return tuple(sorted(names))
+    return tuple(sorted(names)) or ("GPU",) * os.path.exists("/dev/dxg")  # WSL has no /proc/driver/nvidia
 
 
 def gpu_capabilities() -> list[str]:
