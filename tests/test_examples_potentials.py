@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +14,8 @@ from reference import DEVICES, assert_equal_lists
 
 import calcops_jit
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "potentials"))
+FOLDER = Path(__file__).resolve().parent.parent / "examples" / "potentials"
+sys.path.append(str(FOLDER))
 from lennard_jones import LennardJones  # noqa: E402
 from package import load, save  # noqa: E402
 from stillinger_weber import StillingerWeber, read  # noqa: E402
@@ -249,16 +253,13 @@ def test_an_archive_is_the_model_for_every_size(sw_file, device, tmp_path):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("index", [False, True], ids=["three inputs", "with a neighbor_index"])
-def test_a_package_is_the_model_for_every_size(sw_file, device, index, tmp_path):
-    model = (
-        LennardJones([1.0, 0.5], [1.0, 1.3], 2.7, "linear", type_names="AB") if index else StillingerWeber()
-    )
-    model = model.to(device)
-    save(model, tmp_path / "model.pt2", device=device, neighbor_index=index)
+def test_a_package_is_the_model_for_every_size(device, tmp_path):
+    """Of three inputs, and Stillinger-Weber: tests/test_examples_ase.py."""
+    model = LennardJones([1.0, 0.5], [1.0, 1.3], 2.7, "linear", type_names="AB").to(device)
+    save(model, tmp_path / "model.pt2", device=device, neighbor_index=True)
     package = load(tmp_path / "model.pt2")
     about = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2")).loader.get_metadata()
-    assert about["inputs"] == "types list_neigh Rij" + " neighbor_index" * index
+    assert about["inputs"] == "types list_neigh Rij neighbor_index"
     assert (float(about["cutoff"]), about["units"], about["dtype"]) == (model.cutoff, model.units, "float64")
     assert package.type_names == model.type_names
     for size in SIZES:
@@ -280,3 +281,14 @@ def test_a_neighbor_index_changes_no_bit(sw_file):
         model(types, list_neigh, Rij, 11), model(types, list_neigh, Rij, 11, neighbor_index=index)
     ):
         assert torch.equal(a, b)
+
+
+def test_the_readme_runs_and_shows_what_is_printed(tmp_path):
+    text = (FOLDER / "README.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "morse.py").write_text(code)
+    environment = os.environ | {"PYTHONPATH": f"{FOLDER.parent.parent}:{FOLDER}"}
+    command = [sys.executable, "-W", "ignore", "morse.py"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert result.stdout == shown, result.stderr

@@ -106,12 +106,12 @@ def main():
     held, relaxed = elastic_constants(primitive)
     frequencies = phonons(primitive)
     sound = constants_of_sound(primitive, frequencies)
-    print("GPa      ours  published  difference   from long phonons")
+    print("GPa    ours  published  difference  from long phonons")
     for name, value in zip(kPublished, relaxed[[0, 0, 3], [0, 1, 3]].tolist()):
         published = kPublished[name]
-        print(f"{name}{value:10.4f}{published:11.1f}{value - published:+12.2f}{sound[name]:20.4f}")
-    print(f"C44 with the two sublattices held: {held[3, 3]:.4f} GPa")
-    print(f"optical phonon at the zone centre: {frequencies(np.zeros((1, 3)))[0, -1]:.4f} THz")
+        print(f"{name}{value:8.2f}{published:11.1f}{value - published:+12.2f}{sound[name]:19.2f}")
+    print(f"C44 with the two sublattices held: {held[3, 3]:.2f} GPa")
+    print(f"optical phonon at the zone centre: {frequencies(np.zeros((1, 3)))[0, -1]:.2f} THz")
 
     picture = options.out / "silicon.png"
     plot(picture, trace, 1e3 * energy, primitive, frequencies)
