@@ -34,16 +34,12 @@ def main():
     moved.rattle(0.05, seed=0)
     moved.calc = crystal.calc = CalcOps(model)
     forces = moved.get_forces()
-    print(
-        f"{'as trained':12}{crystal.get_potential_energy():18.9f} eV, a perfect crystal of {len(crystal)} atoms"
-    )
+    print(f"{'as trained':12}{crystal.get_potential_energy():18.9f} eV, a perfect crystal of {len(crystal)} atoms")
     for name in ("silicon.pt", "silicon.pt2"):
         save(model, options.folder / name)
         moved.calc = crystal.calc = CalcOps(load(options.folder / name))
         apart = abs(moved.get_forces() - forces).max()
-        print(
-            f"{name:12}{crystal.get_potential_energy():18.9f} eV, forces when disturbed apart by {apart:.0e} eV/A"
-        )
+        print(f"{name:12}{crystal.get_potential_energy():18.9f} eV, forces when disturbed apart by {apart:.0e} eV/A")
 
     atoms = bulk("Si", "diamond", a=kLattice, cubic=True).repeat(3)
     atoms.rattle(0.055, seed=0)  # some 300 K once half of it is kinetic
@@ -55,7 +51,7 @@ def main():
         f"drift {np.polyfit(time, total, 1)[0]:+.4f} meV/atom/ps"
     )
     plot_nve(options.folder / "nve.png", *trace)
-    print((options.folder / "nve.png").resolve())
+    print(options.folder / "nve.png")
 
 
 if __name__ == "__main__":

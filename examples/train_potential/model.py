@@ -99,7 +99,5 @@ class DeepPotential(torch.nn.Module):
         assert dE is not None  # for torch.jit.script
         if not create_graph:
             atom_energy = atom_energy.detach()
-        force, virial, atom_virial = torch.ops.calcops.force_virial(
-            list_neigh, dE, Ri_d.flatten(2, 3), Rij, nghost
-        )
+        force, virial, atom_virial = torch.ops.calcops.force_virial(list_neigh, dE, Ri_d.flatten(2, 3), Rij, nghost)
         return atom_energy.sum(-1), atom_energy, force, virial, atom_virial

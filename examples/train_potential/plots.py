@@ -31,12 +31,7 @@ def plot_parity(path, model, data):
         rmse = (prediction - label).square().mean().sqrt()
         axes.plot(label.flatten(), prediction.flatten(), ".", markersize=2, alpha=0.5)
         axes.axline((label.mean(), label.mean()), slope=1, color="gray", linewidth=0.8)
-        axes.set(
-            xlabel=f"Stillinger-Weber {name}",
-            ylabel="Deep Potential",
-            title=f"RMSE {rmse:.4f}",
-            aspect="equal",
-        )
+        axes.set(xlabel=f"Stillinger-Weber {name}", ylabel="Deep Potential", title=f"RMSE {rmse:.4f}", aspect="equal")
     figure.savefig(path, dpi=120)
 
 
@@ -45,11 +40,7 @@ def plot_nve(path, time, potential, kinetic):
     total = potential + kinetic
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for energy, label in [
-        (potential - total[0], "potential"),
-        (kinetic, "kinetic"),
-        (total - total[0], "total"),
-    ]:
+    for energy, label in [(potential - total[0], "potential"), (kinetic, "kinetic"), (total - total[0], "total")]:
         left.plot(time, energy, label=label)
     left.set(xlabel="time / ps", ylabel="meV/atom over the first total energy")
     left.legend()

@@ -8,6 +8,7 @@ train.py.
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ def differentiate_plainly(model, parameters, types, list_neigh, Rij, energy, for
     """What trainer.differentiate returns; no operator of CalcOps takes part."""
     (B, n), frames = types.shape, torch.arange(len(types))[:, None, None]
     moved, strain = Rij.new_zeros(B, n, 3, requires_grad=True), Rij.new_zeros(B, 3, 3, requires_grad=True)
+    list_neigh, Rij = model.select(types, list_neigh, Rij)
     live = (list_neigh >= 0)[..., None]
     Rij = Rij + (moved[frames, list_neigh.clamp(min=0)] - moved[:, :, None]).where(live, 0)
     Rij = Rij + Rij @ strain[:, None].mT
@@ -35,36 +37,30 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path("build/train_potential"))
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument(
-        "--compile", action="store_true", help="both also under torch.compile, which takes a minute"
-    )
+    parser.add_argument("--compile", action="store_true", help="both also under torch.compile, which takes a minute")
     options = parser.parse_args()
     model = load_npz(options.folder / "model.npz")
-    batch = Data(torch.load(options.folder / "frames.pt")[1], model)[torch.arange(kBatch)]
+    data = Data(torch.load(options.folder / "frames.pt")[1], model)
     parameters = dict(model.named_parameters())
-
-    def compiled(function):
-        return torch.compile(make_fx(lambda *arguments: function(model, *arguments))(parameters, *batch))
-
-    functions = {"operators": differentiate, "plain autograd": differentiate_plainly}
-    calls = {name: lambda *a, f=f: f(model, *a) for name, f in functions.items()}
-    if options.compile:
-        calls |= {f"{name}, compiled": compiled(function) for name, function in functions.items()}
-    results = {name: call(parameters, *batch) for name, call in calls.items()}
-    times = dict.fromkeys(calls, float("inf"))
-    for _ in range(options.repeats):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call(parameters, *batch)
-            times[name] = min(times[name], 1e3 * (time.perf_counter() - start))
-    expected = torch.cat([gradient.flatten() for gradient in results["operators"][1]])
-    print(f"{kBatch} frames of {batch[0].shape[1]} atoms, {torch.get_num_threads()} threads")
-    for name, (_, gradients) in results.items():
-        apart = (torch.cat([g.flatten() for g in gradients]) - expected).norm() / expected.norm()
-        ratio = times[name] / times["operators"]
-        print(
-            f"{name:25}{times[name]:7.2f} ms a step, {ratio:.2f} of the first; gradients apart by {apart:.0e}"
-        )
+    for frames in (kBatch, 8):
+        batch = data[torch.arange(frames)]
+        calls = {"operators": partial(differentiate, model), "autograd": partial(differentiate_plainly, model)}
+        if options.compile:
+            graphs = {name: make_fx(call)(parameters, *batch) for name, call in calls.items()}
+            calls |= {f"{name}, compiled": torch.compile(graph) for name, graph in graphs.items()}
+        results = {name: call(parameters, *batch)[1] for name, call in calls.items()}
+        times = dict.fromkeys(calls, float("inf"))
+        for _ in range(options.repeats):
+            for name, call in calls.items():
+                start = time.perf_counter()
+                call(parameters, *batch)
+                times[name] = min(times[name], 1e3 * (time.perf_counter() - start))
+        print(f"a step of {frames} x {batch[0].shape[1]} atoms, {torch.get_num_threads()} threads")
+        expected = torch.cat([gradient.flatten() for gradient in results["operators"]])
+        for name, gradients in results.items():
+            apart = (torch.cat([g.flatten() for g in gradients]) - expected).norm() / expected.norm()
+            ratio = times[name] / times["operators"]
+            print(f"  {name:20}{times[name]:8.2f} ms {ratio:8.2f} of the first; gradients apart by {apart:.0e}")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def main():
     learnt, held_out = torch.load(kept)
     model = DeepPotential(initial(**kModel, seed=options.seed))
     data, test = Data(learnt, model), Data(held_out, model)
-    standardise(model, model.describe(data.Rij)[0], learnt["energy"] / data.types.shape[1])
+    standardise(model, *data[:][:4])
     trainer = Trainer(model, data, options.steps, options.seed, options.compile)
     if checkpoint.exists():
         trainer.resume(checkpoint)
@@ -57,7 +57,7 @@ def main():
     save_npz(model, options.folder / "model.npz")
     plot_loss(options.folder / "loss.png", trainer.history)
     plot_parity(options.folder / "parity.png", model, test)
-    print(*(path.resolve() for path in sorted(options.folder.glob("*.png"))), sep="\n")
+    print(options.folder / "loss.png", options.folder / "parity.png", sep="\n")
 
 
 if __name__ == "__main__":

@@ -17,9 +17,8 @@ class Data:
 
     def __init__(self, frames, model):
         list_neigh, shift = neighbours(frames["positions"], frames["cells"], model.cutoff)
-        Rij = pair_vectors(frames["positions"], list_neigh, shift)
-        self.types = torch.zeros(list_neigh.shape[:2], dtype=torch.int64)
-        self.list_neigh, self.Rij = model.select(self.types, list_neigh, Rij)
+        self.types, self.list_neigh = torch.zeros(list_neigh.shape[:2], dtype=torch.int64), list_neigh
+        self.Rij = pair_vectors(frames["positions"], list_neigh, shift)
         self.labels = frames["energy"], frames["force"], frames["virial"]
 
     def __getitem__(self, index):
@@ -49,10 +48,7 @@ class Trainer:
         matrices = [p for p in self.parameters.values() if p.dim() == 2 and min(p.shape) > 1]
         others = [p for p in self.parameters.values() if p.dim() < 2 or min(p.shape) == 1]
         # The descriptor's components are nearly collinear, and Adam alone crawls: Muon steps along all of them alike.
-        self.optimizers = [
-            torch.optim.Muon(matrices, weight_decay=0),
-            torch.optim.Adam(others, betas=(0.9, 0.99)),
-        ]
+        self.optimizers = [torch.optim.Muon(matrices, weight_decay=0), torch.optim.Adam(others, betas=(0.9, 0.99))]
         self.history = []  # mean squares of each step
         self.differentiate = lambda *arguments: differentiate(model, *arguments)
         if compile:  # torch.compile has no double backward; make_fx follows both down to plain operators

@@ -31,10 +31,7 @@ def tensor(arrays, key):
 def net(arrays, name):
     depth = sum(key.startswith(f"{name}_w") for key in arrays)
     layers = [
-        Layer(
-            *(tensor(arrays, f"{name}_{key}{i}") for key in ("w", "b", "idt")),
-            arrays.get(f"{name}_res{i}", 0),
-        )
+        Layer(*(tensor(arrays, f"{name}_{key}{i}") for key in ("w", "b", "idt")), arrays.get(f"{name}_res{i}", 0))
         for i in range(depth)
     ]
     layers[-1].linear = name.startswith("fit")
@@ -76,10 +73,11 @@ def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):
 
 
 @torch.no_grad()
-def standardise(model, Ri, energy_per_atom):
-    """davg and dstd of one type from Ri [F,n,S,4], empty slots included, as in DeePMD-kit; bias_atom_e the mean energy.
+def standardise(model, types, list_neigh, Rij, energy):
+    """Sets davg and dstd for the frames of a single element, empty slots included as in DeePMD-kit, and bias_atom_e.
 
     The directions get a tenth of their deviation: those of a crystal's bonds nearly cancel in the sum over the slots,
     and what remains of them is to have the weight of the distances."""
-    model.davg[0, 0, 0], model.bias_atom_e[0] = Ri[..., 0].mean(), energy_per_atom.mean()
+    Ri, _ = model.describe(model.select(types, list_neigh, Rij)[1])
+    model.davg[0, 0, 0], model.bias_atom_e[0] = Ri[..., 0].mean(), energy.mean() / types.shape[1]
     model.dstd[0, 0, 0], model.dstd[0, 0, 1:] = Ri[..., 0].std(), Ri[..., 1:].square().mean().sqrt() / 10
