@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parent.parent / "potentials"))
 from stillinger_weber import StillingerWeber
 
 kLattice, kMass = 5.431, atomic_masses[14]
-kTemperatures = 200, 400, 600, 800  # K
+kTemperatures = 150, 300, 450, 600  # K
 kStrain = 0.02  # of every component of the cell's deformation, at most
 kSkin = 0.5  # A beyond the cutoff: a neighbour list holds until an atom has moved half of that
 kTimestep = 2 * units.fs

@@ -52,8 +52,9 @@ def save_npz(model, path):
 def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):
     """Arrays for DeepPotential with random weights as DeePMD-kit draws them; `emb`, `fit`: widths of the hidden layers.
 
-    Only the first embedding layer is not random: its tanh are steps all over the range of its input, -1 to 2.5 once
-    standardised, so that distances are told apart from the first training step on."""
+    Only the first embedding layer is less so: its tanh are steps all over the range of its input, -1 to 2.5 once
+    standardised, so that distances are told apart from the first training step on. Shuffled, since G_M2 has but the
+    first axis_neuron columns."""
     random, ntypes = np.random.default_rng(seed), len(sel)
     arrays = {"sel": sel, "rcut": rcut, "rcut_smth": rcut_smth, "axis_neuron": axis_neuron}
     arrays |= {"davg": np.zeros((ntypes, ntypes, 4)), "dstd": np.ones((ntypes, ntypes, 4))}
@@ -67,8 +68,8 @@ def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):
                 if name == "fit" and a == b:
                     arrays[f"{name}{t}_idt{i}"] = random.normal(0.1, 0.001, b)
     for t in range(ntypes):
-        arrays[f"emb{t}_w0"] = np.full((1, emb[0]), 0.2 * emb[0])
-        arrays[f"emb{t}_b0"] = -0.2 * emb[0] * np.linspace(-1, 2.5, emb[0] + 2)[1:-1]
+        steps, steepness = random.permutation(np.linspace(-1, 2.5, emb[0] + 2)[1:-1]), 0.2 * emb[0]
+        arrays[f"emb{t}_w0"], arrays[f"emb{t}_b0"] = np.full((1, emb[0]), steepness), -steepness * steps
     return arrays
 
 
