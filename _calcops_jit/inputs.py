@@ -9,6 +9,7 @@ Paths are kept with their roots replaced by tokens, so a checkout, a virtual env
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -54,6 +55,13 @@ def file_digest(file: int | str) -> str:
     return found.hexdigest()[:32]
 
 
+def text_of(path: str) -> str:
+    """What a file says; "" where it cannot be read."""
+    with contextlib.suppress(OSError), open(path, errors="replace") as file:
+        return file.read()
+    return ""
+
+
 def real_path(path: str) -> str:
     """`path` with its folder resolved, but not the file: the compiler searches beside the name it was given."""
     folder, name = os.path.split(os.path.abspath(path))
@@ -61,9 +69,7 @@ def real_path(path: str) -> str:
 
 
 def isa() -> str:
-    with open(
-        "/proc/cpuinfo", "rb"
-    ) as file:  # the first processor is enough, and 300 of them are slow to print
+    with open("/proc/cpuinfo", "rb") as file:  # the first processor is enough, and 300 of them are slow to print
         first = file.read(8192).decode(errors="replace")
     flags = first.partition("\nflags")[2].partition("\n")[0]
     return " ".join(sorted(w for w in flags.split() if w.startswith(_ISA)))
@@ -107,9 +113,7 @@ class Request(SimpleNamespace):
         pairs.append(("@loader", os.path.dirname(os.path.realpath(__file__))))
         if self.cuda.home:
             pairs += [("@cuda", os.path.realpath(self.cuda.home)), ("@cuda", self.cuda.home)]
-        if (
-            self.python == ""
-        ):  # as sysconfig.get_path("include", "posix_prefix") has it, which reads a file first
+        if self.python == "":  # as sysconfig.get_path("include", "posix_prefix") has it, which reads a file first
             python = f"python{sys.version_info[0]}.{sys.version_info[1]}{sys.abiflags}"
             pairs.append(("@python", os.path.join(sys.base_prefix, "include", python)))
         return pairs
@@ -144,10 +148,7 @@ class Request(SimpleNamespace):
             "environment": {k: os.environ[k] for k in COMPILER_VARIABLES if os.environ.get(k)},
         }
         if self.cuda.build:
-            facts |= {
-                "CUDA": self.cuda.version,
-                "GPU architectures": self.cuda.arches or list(self.cuda.gpus),
-            }
+            facts |= {"CUDA": self.cuda.version, "GPU architectures": self.cuda.arches or list(self.cuda.gpus)}
         if any("native" in flag for flag in flags):
             facts["CPU instruction set"] = isa()
         if self.python:
@@ -266,11 +267,6 @@ class Closure(SimpleNamespace):
             if settled(stamp, now):
                 entry[0], restamped = stamp.hex(), True
         return restamped
-
-    @property
-    def contents(self) -> list[str]:
-        """What the library is made of, without times and tools' places: with the slot it names the library."""
-        return sorted(digest for _, digest in self.entries().values())
 
     def own_files(self, request: Request) -> list[str]:
         """The project's, without the toolchain's and PyTorch's."""
