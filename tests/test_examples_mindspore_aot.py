@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import calcops_jit
+from _calcops_jit import cuda
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "mindspore_aot"
@@ -178,6 +179,19 @@ def test_the_libraries_need_no_python_and_no_search_path(libraries):
         needed = subprocess.run(["ldd", library], capture_output=True, text=True, env=environment).stdout
         assert "libtorch_cpu.so" in needed and "python" not in re.sub(r"=>.*", "", needed)
         assert "not found" not in needed
+
+
+@pytest.mark.skipif(not cuda.find_toolkit()[0], reason="no nvcc for this PyTorch")
+def test_the_cuda_source_builds_for_two_architectures_without_a_gpu():
+    script = f"import calcops_jit; print(calcops_jit.load('leaky_relu_gpu', ['{FOLDER}/leaky_relu.cu']).path)"
+    environment = {"PYTHONPATH": str(ROOT), "CALCOPS_CUDA": "0", "TORCH_CUDA_ARCH_LIST": "8.0;9.0"}
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert result.returncode == 0, result.stderr
+    library = ctypes.CDLL(result.stdout.strip())
+    assert library.LeakyRelu and library.LeakyReluGrad
+    # There is no kernel in it: ATen's are called.
+    assert b"libc10_cuda.so" in Path(result.stdout.strip()).read_bytes()
 
 
 @pytest.fixture

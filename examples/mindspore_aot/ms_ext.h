@@ -55,7 +55,9 @@ inline std::vector<at::Tensor> get_torch_tensors(int nparam, void** params, int*
     TORCH_CHECK(params[i] || count == 0, "expected memory for argument ", i, " of shape ",
                 at::IntArrayRef(shape), ", got none");
     const auto options = at::TensorOptions(device).dtype(torch_dtype(dtypes[i]));
-    tensors.push_back(at::from_blob(params[i], shape, options));
+    // With the device said, CUDA is not asked whose memory it is: there may be none.
+    tensors.push_back(
+        at::for_blob(params[i], shape).options(options).target_device(device).make_tensor());
   }
   return tensors;
 }
