@@ -35,9 +35,7 @@ def ran(request, build):
 def results(ran, build):
     """What the host saved for each size: three inputs, the package's five outputs, three of the core repulsion."""
     sizes = torch.load(build / "results.pt")
-    assert (
-        len(sizes) == len({len(types) for types, *_ in sizes}) == len({x.shape[2] for _, x, *_ in sizes}) == 3
-    )
+    assert len(sizes) == len({len(types) for types, *_ in sizes}) == len({x.shape[2] for _, x, *_ in sizes}) == 3
     return sizes
 
 
@@ -60,9 +58,7 @@ def assert_close(ours, expected, rtol=1e-12):
 def test_the_package_is_equal_to_eager_for_every_size(results, model):
     for types, list_neigh, Rij, *tensors in results:
         eager = model.Potential().requires_grad_(False).to(Rij.device)
-        for ours, expected in zip(
-            tensors[:5], eager(types, list_neigh, Rij, ghosts(types, list_neigh)), strict=True
-        ):
+        for ours, expected in zip(tensors[:5], eager(types, list_neigh, Rij, ghosts(types, list_neigh)), strict=True):
             assert_close(ours, expected)
 
 
@@ -120,9 +116,7 @@ def test_what_the_host_prints_is_what_it_computed(ran, results):
 
 
 def test_the_readme_shows_what_is_printed(ran):
-    (shown,) = re.findall(
-        r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    (shown,) = re.findall(r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(shown.splitlines()) == 6
     for line in shown.splitlines():
         assert re.sub(r"\S+ from eager", "", line) in ran.stdout

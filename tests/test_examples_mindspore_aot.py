@@ -102,11 +102,7 @@ def test_force_is_calcops_force_with_its_gradients(call):
     types = torch.zeros(2 + 2, dtype=torch.int32)
     out = call("Force", list_neigh, dE.detach(), Ri_d.detach(), types, torch.empty_like(force).detach())
     assert torch.equal(out, force)
-    grad, of_dE, of_Ri_d = (
-        torch.randn_like(force),
-        torch.empty_like(dE).detach(),
-        torch.empty_like(Ri_d).detach(),
-    )
+    grad, of_dE, of_Ri_d = (torch.randn_like(force), torch.empty_like(dE).detach(), torch.empty_like(Ri_d).detach())
     call("ForceGrad", grad, list_neigh, dE.detach(), Ri_d.detach(), of_dE, of_Ri_d)
     assert all(map(torch.equal, (of_dE, of_Ri_d), torch.autograd.grad(force, (dE, Ri_d), grad)))
 
@@ -118,11 +114,7 @@ def test_force_is_calcops_force_with_its_gradients(call):
         (["int32", "int32"], [[2], [2]], "LeakyRelu: \"leaky_relu_cpu\" not implemented for 'Int'"),
         (["float32", "float32"], [[2], [3]], "expected `output` of Float [2], got Float [3]"),
         (["float32", "float64"], [[2], [2]], "expected `output` of Float [2], got Double [2]"),
-        (
-            ["float32", "float32", "float32"],
-            [[2], [1], [2]],
-            "expected `negative_slope` of no dimensions, got [1]",
-        ),
+        (["float32", "float32", "float32"], [[2], [1], [2]], "expected `negative_slope` of no dimensions, got [1]"),
         (["float32"], [[2]], "LeakyRelu: expected 2 or 3 inputs and outputs, got 1"),
         (["float32", "float32"], [[-1], [-1]], "expected known sizes for argument 0, got [-1]"),
     ],
@@ -212,9 +204,7 @@ def mindspore():
 @pytest.mark.parametrize("name", ["run.py", "run_force.py"])
 def test_mindspore_calls_them_in_both_modes_and_trains(libraries, mindspore, name):
     out = mindspore(FOLDER / name, Path(libraries["leaky_relu_cpu.so"]).parent)
-    expected = re.search(
-        r"Expected output.*?\n\n(    .*?\n)(?=\S|\n)", (FOLDER / name).read_text(), re.DOTALL
-    )[1]
+    expected = re.search(r"Expected output.*?\n\n(    .*?\n)(?=\S|\n)", (FOLDER / name).read_text(), re.DOTALL)[1]
     graph = re.sub(r"^    ", "", expected, flags=re.MULTILINE)
     assert out == graph + graph.replace("from the call", "from asnumpy()")
 

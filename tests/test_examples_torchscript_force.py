@@ -104,9 +104,7 @@ def test_nobody_warns_of_anything_but_torchscripts_end(ran):
 
 
 def test_the_readme_shows_what_is_printed(ran):
-    (shown,) = re.findall(
-        r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    (shown,) = re.findall(r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     printed = (ran.stdout + ran.stderr).replace("on cuda,", "on cpu,")
     lines = [line for line in shown.splitlines() if line != "..."]
     assert len(lines) > 15 and not [line for line in lines if line not in printed]
@@ -121,9 +119,7 @@ def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
 def test_a_linker_that_drops_libraries_drops_the_operators_where_the_makefile_says(ran, build):
     """As Ubuntu's g++ links by default."""
     line = next(line for line in ran.stdout.splitlines() if f"-o {build}/host " in line)
-    command = line.replace("-Wl,--no-as-needed", "-Wl,--as-needed").replace(
-        f"{build}/host ", f"{build}/dropped "
-    )
+    command = line.replace("-Wl,--no-as-needed", "-Wl,--as-needed").replace(f"{build}/host ", f"{build}/dropped ")
     subprocess.run(["bash", "-c", command], cwd=FOLDER, check=True)
     result = subprocess.run([build / "dropped", build / "scripted.pt"], capture_output=True, text=True)
     assert result.returncode == 1 and "Unknown builtin op" in result.stderr

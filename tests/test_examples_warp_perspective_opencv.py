@@ -61,16 +61,12 @@ def test_the_result_is_that_of_our_own_up_to_opencv_rounding(library):
         warp = torch.eye(3) + torch.randn(3, 3) * torch.tensor([[0.1], [0.1], [0.001]])
         warp[:2, 2] += 3 * torch.randn(2)
         warp[2, 2] = 1
-        theirs, ours = (
-            w(image, warp, [30, 20]) for w in (library.warp_perspective, calcops_jit.warp_perspective)
-        )
+        theirs, ours = (w(image, warp, [30, 20]) for w in (library.warp_perspective, calcops_jit.warp_perspective))
         # Half of 1/32 of a pixel in x and in y, where neighbours differ by at most 1.
         assert (theirs - ours).abs().max() <= 2 / 64 + 1e-3
 
 
-@pytest.mark.parametrize(
-    "change", [lambda t: t.t().contiguous().t(), lambda t: torch.stack([t, -t], 2)[:, :, 0]]
-)
+@pytest.mark.parametrize("change", [lambda t: t.t().contiguous().t(), lambda t: torch.stack([t, -t], 2)[:, :, 0]])
 def test_layout_does_not_matter(library, change):
     image, warp = torch.randn(9, 12), torch.tensor([[1.1, 0.2, 1], [0, 0.9, -1], [0.001, 0, 1]])
     assert not change(image).is_contiguous()

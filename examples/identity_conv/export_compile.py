@@ -42,19 +42,8 @@ def export(model, x):
 
 def compile_host(out):
     command = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++20", "-O2", FOLDER / "run_inference.cpp"]
-    command += [
-        "-o",
-        out / "run_inference",
-        f"-I{TORCH}/include",
-        f"-I{TORCH}/include/torch/csrc/api/include",
-    ]
-    command += [
-        f"-L{TORCH}/lib",
-        f"-Wl,-rpath,{TORCH}/lib",
-        "-Wl,--no-as-needed",
-        "-ltorch",
-        "-Wl,--as-needed",
-    ]
+    command += ["-o", out / "run_inference", f"-I{TORCH}/include", f"-I{TORCH}/include/torch/csrc/api/include"]
+    command += [f"-L{TORCH}/lib", f"-Wl,-rpath,{TORCH}/lib", "-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
     subprocess.run([*command, "-ltorch_cpu", "-lc10"], check=True)
     return out / "run_inference"
 
@@ -84,9 +73,7 @@ def main(out, device):
         del packages["portable.pt2"]
     host = compile_host(out)
     for name, options in packages.items():
-        torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(out / name), inductor_configs=options
-        )
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(out / name), inductor_configs=options)
         for command in ([sys.executable, FOLDER / "run_inference.py"], [host]):
             subprocess.run([*command, name, custom_ops.library], cwd=out, check=True)
     return 1 if different else 0

@@ -28,17 +28,13 @@ library = f"{sys.argv[1]}/leaky_relu_{device}.so"
 class LeakyRelu(nn.Cell):
     def __init__(self, negative_slope=0.01):
         super().__init__()
-        backward = ops.Custom(
-            f"{library}:LeakyReluGrad", lambda g, x, s: x, lambda g, x, s: x, func_type="aot"
-        )
+        backward = ops.Custom(f"{library}:LeakyReluGrad", lambda g, x, s: x, lambda g, x, s: x, func_type="aot")
 
         # Is given the inputs, the output and its gradient; gives one for each input.
         def bprop(x, slope, output, grad):
             return backward(grad, x, slope), ops.zeros_like(slope)
 
-        self.op = ops.Custom(
-            f"{library}:LeakyRelu", lambda x, s: x, lambda x, s: x, func_type="aot", bprop=bprop
-        )
+        self.op = ops.Custom(f"{library}:LeakyRelu", lambda x, s: x, lambda x, s: x, func_type="aot", bprop=bprop)
         self.slope = ms.Tensor(negative_slope, ms.float32)  # attributes are tensors of no dimensions
 
     def construct(self, x):

@@ -61,18 +61,14 @@ class Sigmoid(torch.autograd.Function):
 
 
 def gradcheck_table(device):
-    columns = [(torch.float32, eps) for eps in (1e-3, 1e-4, 1e-6)] + [
-        (torch.float64, eps) for eps in (1e-4, 1e-6)
-    ]
+    columns = [(torch.float32, eps) for eps in (1e-3, 1e-4, 1e-6)] + [(torch.float64, eps) for eps in (1e-4, 1e-6)]
     print(f"{'gradcheck':15}" + "".join(f"  {str(dtype)[6:]} {eps:.0e}" for dtype, eps in columns))
     functions = {"Sigmoid.apply": Sigmoid.apply, "torch.sigmoid": torch.sigmoid}
     functions["Test()"] = lambda x: Test()(x, x.flip(0))
     for name, function in functions.items():
         passed = []
         for dtype, eps in columns:
-            x = torch.tensor(
-                [-0.4646, -0.4403, 1.2525, -0.5953], dtype=dtype, device=device, requires_grad=True
-            )
+            x = torch.tensor([-0.4646, -0.4403, 1.2525, -0.5953], dtype=dtype, device=device, requires_grad=True)
             passed.append(torch.autograd.gradcheck(function, (x,), eps=eps, raise_exception=False))
         print(f"{name:15}" + "".join("           pass" if ok else "           fail" for ok in passed))
 
