@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import reference
 import torch
+from torch._inductor import config
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "aot_inductor_force"
@@ -23,12 +25,16 @@ def build(tmp_path_factory):
     return tmp_path_factory.mktemp("aot_inductor_force")
 
 
-@pytest.fixture(scope="module", params=reference.DEVICES)
-def ran(request, build):
-    command = ["make", "-C", FOLDER, f"PYTHON={sys.executable}", f"BUILD={build}", f"DEVICE={request.param}"]
+def make(build, *words):
+    command = ["make", "-C", FOLDER, f"PYTHON={sys.executable}", f"BUILD={build}", *words]
     result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return result
+
+
+@pytest.fixture(scope="module", params=reference.DEVICES)
+def ran(request, build):
+    return make(build, f"DEVICE={request.param}")
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +131,24 @@ def test_the_readme_shows_what_is_printed(ran):
 def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
     needed = subprocess.run(["ldd", build / "host"], env=ENVIRONMENT, capture_output=True, text=True).stdout
     assert "libtorch_cpu" in needed and not re.search(r"libpython|libtorch_python|not found", needed)
+
+
+def test_the_portable_package_gives_the_same_without_an_instruction_beyond_avx2(ran, build):
+    if not hasattr(config.cpp, "march"):
+        pytest.skip(f"PyTorch {torch.__version__} always compiles for the processor it runs on")
+    if not shutil.which("objdump"):
+        pytest.skip("no objdump")
+
+    def atoms(result):
+        return re.findall(r"^ *\d+ atoms,.*", result.stdout, re.MULTILINE)
+
+    def beyond(package):
+        shutil.unpack_archive(package, f"{package}.d", "zip")
+        (library,) = Path(f"{package}.d").rglob("*.so")
+        code = subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True).stdout
+        return re.findall(r"%zmm|%k[0-7]|[xy]mm(?:1[6-9]|2[0-9]|3[01])", code)
+
+    assert atoms(make(build, "portable")) == atoms(ran) != []
+    assert not beyond(build / "portable" / "potential_cpu.pt2")
+    if "avx512vl" in Path("/proc/cpuinfo").read_text() and (build / "potential_cpu.pt2").exists():
+        assert beyond(build / "potential_cpu.pt2"), "the native package uses what this processor has"

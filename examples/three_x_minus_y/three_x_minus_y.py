@@ -92,8 +92,7 @@ if __name__ == "__main__":
     size = parser.parse_args().size
     warnings.filterwarnings("ignore", message="Input #0 requires gradient and is not a double precision")
     for device in ["cpu", "cuda"][: 1 + torch.cuda.is_available()]:
-        x = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
-        y = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
+        x, y = (torch.tensor([1.0, 2.0], device=device, requires_grad=True) for _ in range(2))
         z = Test()(x, y)
         z.sum().backward()
         print(f"{device}  Test()(x, y) = {z.tolist()}  gradients {x.grad.tolist()} and {y.grad.tolist()}")
