@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import re
@@ -33,8 +32,7 @@ def compile_library(
     ninja = find_ninja()
     for problem in diagnosis.foresee(request, ninja):
         raise diagnosis.explain(f"cannot build {request.name}", problem, request)
-    once = functools.cache(inputs.stamp_of)  # units have most of their headers in common
-    looked_up = {source: cache.find(request.unit(source), stat=once) for source in request.sources}
+    looked_up = {source: cache.find(request.unit(source)) for source in request.sources}
     kept = [found for found in looked_up.values() if found]
     fresh = [source for source, found in looked_up.items() if not found]
     started = os.stat(staging).st_mtime_ns

@@ -115,16 +115,14 @@ def read_manifest(generation: str, ours: bool = False) -> Manifest:
         return Manifest.parse(file.read())
 
 
-def find(
-    request: inputs.Request, reasons: list[str] | None = None, stat: Callable[[str], bytes] = inputs.stamp_of
-) -> Generation | None:
+def find(request: inputs.Request, reasons: list[str] | None = None) -> Generation | None:
     """The published library that fits the request and whose inputs are still what they were."""
     own = folders()
     for folder in [*own, *shared_folders()]:
         for i, (used, path) in enumerate(_generations(slot_path(folder, request))):
             try:
                 manifest = read_manifest(path, ours=folder in own)
-                fresher = manifest.closure.check(request, stat)
+                fresher = manifest.closure.check(request)
                 found = _verified(f"{path}/{request.output}", manifest, ours=folder in own)
             except (inputs.Changed, OSError, ValueError, KeyError, TypeError) as problem:
                 if reasons is not None:

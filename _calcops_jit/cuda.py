@@ -39,15 +39,16 @@ def choose(needed: bool = False) -> Choice:
         return Choice(reason="CALCOPS_CUDA=0 was set; unset CALCOPS_CUDA")
     if torch.version.cuda is None:
         return Choice(reason="this PyTorch is a CPU build; pip install --force-reinstall torch", fatal=asked)
-    arches = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    arches = "" if arches == "native" else arches
+    arches = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("native", "")
     gpus = visible_gpus()
     if not (asked or gpus or arches):
         return Choice(reason="no GPU was visible; CALCOPS_CUDA=1 python -m calcops_jit build")
     home, version = find_toolkit()
     if not home:
         have = f"nvcc is CUDA {version}, torch is CUDA {torch.version.cuda}" if version else "no nvcc was found"
-        return Choice(reason=f"{have}; make cuda", fatal=asked, gpus=gpus)
+        checkout = os.path.exists(os.path.join(os.path.dirname(__file__), "..", "Makefile"))
+        fix = "make cuda" if checkout else f"pip install cuda-toolkit[nvcc]=={torch.version.cuda}.*"
+        return Choice(reason=f"{have}; {fix}", fatal=asked, gpus=gpus)
     if not (arches or gpus):
         arches = DEFAULT_ARCHES
     return Choice(True, "", False, home, version, arches, gpus)
@@ -91,9 +92,7 @@ def visible_gpus() -> tuple[str, ...]:
     for file in glob.glob("/proc/driver/nvidia/gpus/*/information"):
         with contextlib.suppress(OSError), open(file, encoding="latin-1") as f:
             names.update(re.findall(r"^Model:\s*(.+?)\s*$", f.read(), re.MULTILINE))
-    if not names and os.path.exists("/dev/dxg"):  # WSL has no /proc/driver/nvidia
-        names = {"GPU"}
-    return tuple(sorted(names))
+    return tuple(sorted(names)) or ("GPU",) * os.path.exists("/dev/dxg")  # WSL has no /proc/driver/nvidia
 
 
 def gpu_capabilities() -> list[str]:

@@ -13,8 +13,6 @@ import torch
 
 from . import build, cache, cuda, diagnosis, inputs, recipes
 
-_ENOUGH_BYTES = 500_000_000
-
 
 class Finding(NamedTuple):
     """`verdict` is ok, note (works, with less) or fail."""
@@ -62,8 +60,9 @@ def examine() -> Iterator[Finding]:
 def _supported(what: str, version: str, oldest: tuple[int, int], newest: tuple[int, int]) -> Finding:
     if oldest <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= newest:
         return Finding(what, "ok", version)
-    tested = "{}.{} to {}.{}".format(*oldest, *newest)
-    return Finding(what, "note", version, f"use {what} {tested}, with which this is tested")
+    return Finding(
+        what, "note", version, "use {} {}.{} to {}.{}, with which this is tested".format(what, *oldest, *newest)
+    )
 
 
 def _cache() -> Finding:
@@ -74,6 +73,6 @@ def _cache() -> Finding:
         return Finding("cache", "note", f"cannot write {folder}", "export CALCOPS_CACHE=<a folder of your own>")
     free = shutil.disk_usage(folder).free
     noexec = ", noexec: libraries are loaded from memory" if os.statvfs(folder).f_flag & os.ST_NOEXEC else ""
-    fix = "export CALCOPS_CACHE=<a folder with space>" if free < _ENOUGH_BYTES else ""
+    fix = "export CALCOPS_CACHE=<a folder with space>" if free < 500e6 else ""
     evidence = f"{cache.folders()[0]}, {free / 1e9:.1f} GB free{noexec}"
     return Finding("cache", "note" if fix else "ok", evidence, fix)

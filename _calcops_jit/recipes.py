@@ -48,11 +48,9 @@ def foreign(
     name, sources, extra_cflags, extra_cuda_cflags, extra_ldflags, extra_include_paths, verbose, with_cuda
 ) -> inputs.Request:
     """Sources of somebody else, with the meaning that torch.utils.cpp_extension.load gives to the options."""
-    if not re.fullmatch(r"[A-Za-z_][\w.-]*", name):
-        raise ValueError(f"calcops_jit.load: expected `name` of letters, digits and _ . -, got {name!r}")
+    if not re.fullmatch(r"(?!calcops$)[A-Za-z_][\w.-]*", name):  # which is that of the operators here
+        raise ValueError(f"calcops_jit.load: expected `name` of letters, digits and _ . -, not 'calcops', got {name!r}")
     paths = [inputs.real_path(os.fspath(s)) for s in ([sources] if isinstance(sources, str) else sources)]
-    if name == "calcops":
-        raise ValueError("calcops_jit.load: expected `name` other than that of the operators here, got 'calcops'")
     if not paths:
         raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
     for path in paths:
