@@ -152,11 +152,12 @@ def test_every_way_to_run_the_model_gives_what_went_in(packages, example):
         assert out.count(f"{name} on {device}: {shapes}\n") == 2, "once in Python, once in C++"
 
 
-def test_the_program_needs_neither_python_nor_a_search_path(packages):
+def test_program_and_library_need_neither_python_nor_a_search_path(packages, example):
     _, out, _ = packages
     environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
-    needed = subprocess.run(["ldd", out / "run_inference"], capture_output=True, text=True, env=environment).stdout
-    assert "libtorch_cpu.so" in needed and "libpython" not in needed and "not found" not in needed
+    for file in (out / "run_inference", example.custom_ops.library):
+        needed = subprocess.run(["ldd", file], capture_output=True, text=True, env=environment).stdout
+        assert "libtorch_cpu.so" in needed and not re.search(r"libpython|libtorch_python|not found", needed)
 
 
 def test_the_portable_package_has_no_instruction_beyond_avx2(packages, example):

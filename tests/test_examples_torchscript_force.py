@@ -133,3 +133,20 @@ def test_cmake_builds_the_same_and_asks_for_no_cuda_toolkit(ran, build):
     assert numbers(result.stdout)["force"].tolist() == numbers(scripted)["force"][:4].tolist()
     # What find_package(Torch) asks about a toolkit stays in the cache, whether it finds one or not.
     assert "CUDA_TOOLKIT_ROOT_DIR" not in (build / "cmake" / "CMakeCache.txt").read_text()
+
+
+def test_the_host_builds_from_an_exported_folder_with_pkg_config(ran, build):
+    if not shutil.which("pkg-config"):
+        pytest.skip("pkg-config is not installed")
+    export = [sys.executable, "-m", "calcops_jit", "export", build / "calcops"]
+    subprocess.run(export, env=ENVIRONMENT, check=True, capture_output=True)
+    command = (
+        f"{os.environ.get('CXX', 'g++')} -std=c++20 host.cpp -o {build}/exported $(pkg-config --cflags --libs calcops)"
+    )
+    environment = ENVIRONMENT | {"PKG_CONFIG_PATH": f"{build}/calcops/lib/pkgconfig"}
+    subprocess.run(command, shell=True, cwd=FOLDER, env=environment, check=True)
+    result = subprocess.run(
+        [build / "exported", build / "scripted.pt"], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert numbers(result.stdout)["force"].tolist() == numbers(ran.stdout)["force"][:4].tolist()

@@ -116,6 +116,8 @@ def test_cmake_makes_a_library_for_python_and_the_program(printed, tmp_path):
     if not shutil.which("cmake"):
         pytest.skip("no cmake")
     run("cmake", "-S", FOLDER, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}")
+    # What find_package(Torch) asks about a CUDA toolkit stays in the cache, whether it finds one or not.
+    assert "CUDA_TOOLKIT_ROOT_DIR" not in (tmp_path / "CMakeCache.txt").read_text()
     run("cmake", "--build", tmp_path, "-j2")
     archives = [printed[1] / name for name in ("compute_scripted.pt", "warp_scripted.pt")]
     assert run(tmp_path / "myops_add", *archives).stdout == HOST
