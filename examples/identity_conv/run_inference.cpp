@@ -1,19 +1,17 @@
-// Runs a package in C++, without Python, for several batch sizes. Built and run by
-// export_compile.py, as
+// Runs a package in C++, without Python, for several batch sizes. export_compile.py builds and runs
+// it so, with TORCH=$(python -c 'import torch; print(torch.__path__[0])'):
 //
-//   g++ -std=c++20 -O2 run_inference.cpp -o run_inference -I$TORCH/include
-//   -I$TORCH/include/torch/csrc/api/include
-//     -L$TORCH/lib -Wl,-rpath,$TORCH/lib -Wl,--no-as-needed -ltorch -Wl,--as-needed -ltorch_cpu
-//     -lc10
+//   flags="-I$TORCH/include -I$TORCH/include/torch/csrc/api/include -L$TORCH/lib"
+//   libraries="-Wl,-rpath,$TORCH/lib -Wl,--no-as-needed -ltorch -Wl,--as-needed -ltorch_cpu -lc10"
+//   g++ -std=c++20 -O2 run_inference.cpp -o run_inference $flags $libraries
 //   ./run_inference model.pt2 identity_conv_ops.so
 //
-// with TORCH=$(python -c 'import torch; print(torch.__path__[0])'). No symbol of libtorch is named
-// here, so without
-// --no-as-needed the linker drops it, and with it CUDA's kernels: it is what needs libtorch_cuda.
-// The rpath makes LD_LIBRARY_PATH superfluous. Expected output (cpu or cuda):
+// No symbol of libtorch is named here, so without --no-as-needed the linker drops it, and with it
+// CUDA's kernels: it is what needs libtorch_cuda. The rpath makes LD_LIBRARY_PATH superfluous.
+// Expected output, in one line, of cpu or cuda:
 //
-//   model.pt2 on cpu: [1, 3, 224, 224] identical, [2, 3, 224, 224] identical, [5, 3, 224, 224]
-//   identical
+//   model.pt2 on cpu: [1, 3, 224, 224] identical, [2, 3, 224, 224] identical,
+//     [5, 3, 224, 224] identical
 #include <ATen/ops/equal.h>
 #include <ATen/ops/rand.h>
 #include <dlfcn.h>

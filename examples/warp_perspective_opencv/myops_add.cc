@@ -1,5 +1,8 @@
-// Runs the archives that warp_perspective_opencv.py saves: ./myops_add compute_scripted.pt
-// warp_scripted.pt Expected output:
+// Runs the archives that warp_perspective_opencv.py saves, which builds it, too:
+//
+//   ./myops_add compute_scripted.pt warp_scripted.pt
+//
+// Expected output:
 //
 //   myops::add: 4 6
 //   my_ops::warp_perspective: 5 6 9 10
