@@ -18,12 +18,13 @@
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
 #include <iostream>
+#include <stdexcept>
 
 int main(int argc, char** argv) try {
-  TORCH_CHECK(argc == 3, "usage: ", argv[0], " model.pt2 identity_conv_ops.so");
+  if (argc != 3) throw std::invalid_argument("run_inference model.pt2 identity_conv_ops.so");
   // Before the package, which holds an object of a class in it. Never closed: the model calls it as
   // long as it lives.
-  TORCH_CHECK(dlopen(argv[2], RTLD_NOW), dlerror());
+  if (!dlopen(argv[2], RTLD_NOW)) throw std::runtime_error(dlerror());
   torch::inductor::AOTIModelPackageLoader model(argv[1]);
   const std::string device = model.get_metadata()["AOTI_DEVICE_KEY"];
   std::cout << argv[1] << " on " << device;
@@ -31,7 +32,7 @@ int main(int argc, char** argv) try {
   for (int64_t batch : {1, 2, 5}) {
     const at::Tensor x = at::rand({batch, 3, 224, 224}, at::TensorOptions(c10::Device(device)));
     const at::Tensor y = model.run({x})[0];
-    TORCH_CHECK(at::equal(x, y), "batch of ", batch, ": not what went in");
+    if (!at::equal(x, y)) throw std::runtime_error("not what went in");
     std::cout << separator << y.sizes() << " identical";
     separator = ", ";
   }
