@@ -104,6 +104,14 @@ def test_the_script_compares_scripts_and_runs_the_program(printed):
     assert out.endswith(HOST)
 
 
+def test_without_opencv_one_line_says_so_and_what_to_install():
+    command = [sys.executable, FOLDER / "warp_perspective_opencv.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": "/nowhere"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 1 and result.stdout == ""
+    assert re.fullmatch(r"skipped: no OpenCV headers; apt-get install .*libopencv-dev.*\n", result.stderr)
+
+
 def test_setuptools_makes_a_library(printed, tmp_path):
     shutil.copytree(FOLDER, tmp_path / "source", ignore=shutil.ignore_patterns("__pycache__", "build"))
     build = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path]
