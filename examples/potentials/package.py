@@ -1,0 +1,89 @@
+"""A potential in one file: an AOTInductor package (.pt2) or a TorchScript archive (.pt), for hosts in Python and C++.
+
+    from package import load, save
+    save(LennardJones(), "lj.pt2")
+    model = load("lj.pt2")              # model(types, list_neigh, Rij, nghost); model.cutoff, .units, .type_names
+
+Both hold strings: cutoff, units, type_names (with spaces between), neighbors (the most slots a row may have, where a
+model has such a limit), dtype, device, and inputs, the arguments in their order; a package as its metadata, an archive
+as extra files. A package takes tensors only, so the length of types [n+nghost] says how many ghosts there are. The
+operator library, calcops_jit.library_path(), is to be loaded before either.
+"""
+
+import copy
+import inspect
+from pathlib import Path
+
+import torch
+from torch.export import Dim
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import calcops_jit
+
+
+def save(model, path, dtype=torch.float64, device="cpu", neighbor_index=None):
+    """Writes model, any module with the interface of potential.py, as the ending of `path` says; `model` stays.
+
+    The weights become constants: save again after training. A package is bound to dtype, device and the processor's
+    instructions (TORCHINDUCTOR_CPP_MARCH=x86-64-v3 in the environment makes one for others). neighbor_index: a fourth
+    input of a package, calcops_jit.neighbor_index of the list; None: on CUDA, where there is a use for it."""
+    path, device = Path(path), torch.device(device)
+    model = copy.deepcopy(model).requires_grad_(False).eval().to(device, dtype)
+    arguments = [*inspect.signature(model.forward).parameters]
+    if path.suffix == ".pt2":
+        if neighbor_index is None:
+            neighbor_index = device.type == "cuda" and "neighbor_index" in arguments
+        arguments = ["types", "list_neigh", "Rij"] + ["neighbor_index"] * neighbor_index
+    about = {"cutoff": model.cutoff, "units": model.units, "type_names": " ".join(model.type_names)}
+    about |= {"dtype": str(dtype).removeprefix("torch."), "device": device, "inputs": " ".join(arguments)}
+    about |= {"neighbors": model.neighbors} if hasattr(model, "neighbors") else {}
+    about = {key: str(value) for key, value in about.items()}
+    if path.suffix == ".pt":
+        torch.jit.save(torch.jit.script(model), path, _extra_files=about)
+    elif path.suffix == ".pt2":
+        # Threads: as many as where it runs, not as where it was made.
+        configs = {"aot_inductor.metadata": about, "cpp.dynamic_threads": True}
+        program = export(model, dtype, device, len(arguments))
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
+    else:
+        raise ValueError(f"expected a path that ends in .pt or .pt2, got {path}")
+
+
+def export(model, dtype, device, ninputs):
+    def from_tensors(types, list_neigh, Rij, *index):
+        nghost = types.shape[0] - list_neigh.shape[1]
+        return model(types, list_neigh, Rij, nghost, **dict(zip(["neighbor_index"], index)))
+
+    # Nothing but sizes. No two may be equal, nor equal to a fixed one as the 3 of x, y, z: they would be one symbol.
+    frames, natoms, nghost, slots = 2, 7, 11, 5
+    list_neigh = torch.zeros(frames, natoms, slots, dtype=torch.int64, device=device)
+    example = (
+        torch.zeros(natoms + nghost, dtype=torch.int64, device=device),
+        list_neigh,
+        torch.ones(frames, natoms, slots, 3, dtype=dtype, device=device),
+        calcops_jit.neighbor_index(list_neigh, nghost),
+    )[:ninputs]
+    # torch.export refuses a module that calls autograd.grad; make_fx follows it down to plain operators.
+    graph = make_fx(from_tensors, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
+    pairs = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC, 2: Dim.DYNAMIC}
+    dynamic = ({0: Dim.DYNAMIC}, pairs, pairs, {0: Dim.AUTO, 1: Dim.AUTO})[:ninputs]
+    return torch.export.export(graph, example, dynamic_shapes=dynamic)
+
+
+def load(path, device="cpu"):
+    """What save() wrote, as a function of (types, list_neigh, Rij, nghost) with cutoff, units, type_names and dtype."""
+    if Path(path).suffix == ".pt2":
+        run = torch._inductor.aoti_load_package(str(path))
+        about = run.loader.get_metadata()
+
+        def model(types, list_neigh, Rij, nghost=0):
+            indexed = "neighbor_index" in about["inputs"]
+            index = [calcops_jit.neighbor_index(list_neigh, nghost)] if indexed else []
+            return run(types, list_neigh, Rij, *index)
+    else:
+        about = dict.fromkeys(("cutoff", "units", "type_names", "dtype"), "")
+        model = torch.jit.load(path, device, _extra_files=about)
+        about = {key: value.decode() for key, value in about.items()}
+    model.cutoff, model.units = float(about["cutoff"]), about["units"]
+    model.type_names, model.dtype = about["type_names"].split(), getattr(torch, about["dtype"])
+    return model

@@ -1,0 +1,65 @@
+"""The Stillinger-Weber potential with parameters in the format of LAMMPS's Si.sw, any number of elements."""
+
+from pathlib import Path
+
+import torch
+from potential import Potential
+
+# F. H. Stillinger and T. A. Weber, Phys. Rev. B 31, 5262 (1985): three elements, then epsilon (eV), sigma (A), a,
+# lambda, gamma, cos theta0, A, B, p, q and tol.
+kSilicon = """
+Si Si Si 2.1683 2.0951 1.80 21.0 1.20 -0.333333333333 7.049556277 0.6022245584 4.0 0.0 0.0
+"""
+
+
+def read(text):
+    """{(i, j, k): its eleven numbers} of the elements of a .sw file; i is the centre of the three bodies."""
+    words = " ".join(line.partition("#")[0] for line in text.splitlines()).split()
+    if not words or len(words) % 14:
+        raise ValueError(f"expected entries of 3 elements and 11 numbers, got {len(words)} words")
+    return {tuple(words[w : w + 3]): [float(x) for x in words[w + 3 : w + 14]] for w in range(0, len(words), 14)}
+
+
+class StillingerWeber(Potential):
+    """Energies in eV. `path` is a .sw file, else silicon; type_names are elements of it, else all in its order.
+
+    The three-body sum needs no K x K tensors: with h_j = exp(gamma sigma / (r_j - a sigma)) and unit vectors u_j,
+    sum_jk h_j h_k (u_j.u_k - c)^2 = Q:Q - 2 c P.P + c^2 S S of the moments S = sum h, P = sum h u, Q = sum h u u."""
+
+    def __init__(self, path=None, type_names=None):
+        entries = read(Path(path).read_text() if path else kSilicon)
+        names = list(type_names or dict.fromkeys(name for triple in entries for name in triple))
+        rows = [[[entries[i, j, k] for k in names] for j in names] for i in names]
+        table = torch.tensor(rows, dtype=torch.float64)
+        ntypes = torch.arange(len(names))
+        pairs = table[:, ntypes, ntypes]  # the pair (i, j) has the parameters of (i, j, j)
+        cut = pairs[..., 1] * pairs[..., 2]
+        # LAMMPS's shorter cutoff: where the exponentials have fallen to tol.
+        tol = pairs[..., 10].clamp(max=0.01)
+        cut += torch.where(tol > 0, pairs[..., 1] * pairs[..., 4].clamp(max=1) / tol.log(), 0.0)
+        super().__init__(cut.max().item(), "metal", names)
+        self.register_buffer("pairs", torch.cat([pairs, cut[..., None]], -1))
+        self.register_buffer("strength", table[..., 3] * table[..., 0])  # lambda epsilon
+        self.register_buffer("cosine", table[..., 5])
+
+    def atom_energies(self, types, list_neigh, Ri):
+        epsilon, sigma, a, lamda, gamma, cosine, A, B, p, q, _, cut = self.of_pairs(
+            self.pairs, types, list_neigh
+        ).unbind(-1)
+        r = Ri[..., 0]
+        s = sigma / r
+        # exp(1 / gap) is 0 from r = a sigma - 0.001 sigma on, and so are its derivatives.
+        gap = (1 / s - a).clamp(max=-1e-3)
+        pair = torch.where(r < cut, A * epsilon * (B * s**p - s**q) * torch.exp(1 / gap), 0.0)
+        h = torch.where(r < cut, torch.exp(gamma / gap), 0.0)
+
+        u = Ri[..., 1:] / Ri[..., :1]
+        kind = torch.arange(self.cosine.shape[0], device=r.device).unsqueeze(-1)
+        ht = h.unsqueeze(-2) * (self.neighbour_types(types, list_neigh).unsqueeze(-2) == kind)  # [B,n,T,K]
+        hu = ht.unsqueeze(-1) * u.unsqueeze(-3)  # [B,n,T,K,3]
+        S, P, Q = ht.sum(-1, keepdim=True), hu.sum(-2), (hu.mT @ u.unsqueeze(-3)).flatten(-2)
+        centre = types[..., : list_neigh.shape[1]]
+        c = self.cosine[centre]
+        triple = self.strength[centre] * (Q @ Q.mT - 2 * c * (P @ P.mT) + c**2 * (S @ S.mT))
+        itself = lamda * epsilon * (h * (1 - cosine)).square()  # the terms j = k of the sum
+        return (pair.sum(-1) + triple.sum((-1, -2)) - itself.sum(-1)) / 2
