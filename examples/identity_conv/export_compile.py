@@ -31,7 +31,8 @@ from torch._inductor import config
 FOLDER, TORCH = Path(__file__).resolve().parent, torch.__path__[0]
 
 # Inductor compiles for the processor it runs on. This is for any x86-64 since 2013: no instruction beyond AVX2, neither
-# from the compiler (TORCHINDUCTOR_CPP_MARCH is the same) nor from the vectors that Inductor writes itself.
+# from the compiler (TORCHINDUCTOR_CPP_MARCH is the same) nor from the vectors that Inductor writes itself. A processor
+# that has more makes Python warn of a "mismatch for AOTI_CPU_ISA" when it loads the package, which does no harm.
 PORTABLE = {"cpp.march": "x86-64-v3", "cpp.simdlen": 256}
 
 
