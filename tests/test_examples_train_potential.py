@@ -115,8 +115,10 @@ def assert_close(ours, expected, tolerance=1e-12):
 def test_energies_are_those_of_the_published_definition(weights, tmp_path):
     types, positions = cluster()
     expected = published_energies(weights, types, positions)
-    for slots in (11, 30):
-        energy, atom_energy, *_ = load(weights, tmp_path)(torch.from_numpy(types), *host_list(positions, slots))
+    for slots, index in ((11, torch.int32), (30, torch.int64)):
+        list_neigh, Rij = host_list(positions, slots)
+        inputs = torch.from_numpy(types), list_neigh.to(index), Rij
+        energy, atom_energy, *_ = load(weights, tmp_path)(*inputs)
         assert_close(atom_energy[0], expected)
         assert_close(energy[0], expected.sum())
 
@@ -180,12 +182,14 @@ def test_what_is_saved_is_what_was_loaded(weights, tmp_path):
     save_npz(model, tmp_path / "again.npz")
     saved = np.load(tmp_path / "again.npz")
     res = {key for key in weights if "_res" in key}
-    assert set(saved) == set(weights)
+    assert set(saved) == set(weights) | {"type_names"}
     for key in set(weights) - res:
         assert np.array_equal(saved[key], weights[key]), key
     types, positions = cluster()
     inputs = torch.from_numpy(types), *host_list(positions, 12)
-    assert torch.equal(load_npz(tmp_path / "again.npz", "AB")(*inputs)[1], model(*inputs)[1])
+    again = load_npz(tmp_path / "again.npz")
+    assert again.type_names == ["A", "B"] and load_npz(tmp_path / "model.npz").type_names == ["X0", "X1"]
+    assert torch.equal(again(*inputs)[1], model(*inputs)[1])
 
 
 def test_ghosts_carry_the_forces_that_belong_to_them(tmp_path):
@@ -209,7 +213,7 @@ def frames():
 
 def beginner(frames):
     """A small net and its data."""
-    model = DeepPotential(initial([34], 5.0, 3.5, [6, 12], 4, [10, 10], seed=0))
+    model = DeepPotential(initial([34], 5.0, 3.5, [6, 12], 4, [10, 10], seed=0), ["Si"])
     data = Data(frames, model)
     standardise(model, *data[:][:4])
     return model, data

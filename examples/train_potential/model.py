@@ -16,14 +16,15 @@ from weights import net, tensor
 import calcops_jit  # noqa: F401 - brings torch.ops.calcops
 
 
-def load_npz(path, type_names=("Si",), units="metal"):
+def load_npz(path, type_names=None, units="metal"):
     """The model whose weights `path` holds, for T types of atoms; float64, energy and length in the data's units:
 
     emb{t}_w{l} [in,out], emb{t}_b{l} [out]     layer l of the embedding net for neighbours of type t
     fit{t}_w{l} [in,out], fit{t}_b{l} [out]     layer l of the fitting net for centre atoms of type t
     emb{t}_idt{l}, fit{t}_idt{l} [out]          optional: what the layer's tanh is multiplied by
     emb{t}_res{l}, fit{t}_res{l}                1: the layer's input is added, twice where the width doubles
-    davg, dstd [centre type, neighbour type, 4];  bias_atom_e [T];  sel [T];  rcut, rcut_smth, axis_neuron"""
+    davg, dstd [centre type, neighbour type, 4];  bias_atom_e [T];  sel [T];  rcut, rcut_smth, axis_neuron
+    type_names [T]                              optional, what `type_names` is if not given"""
     with np.load(path) as arrays:
         return DeepPotential(dict(arrays), type_names, units)
 
@@ -31,11 +32,13 @@ def load_npz(path, type_names=("Si",), units="metal"):
 class DeepPotential(torch.nn.Module):
     """The interface that hosts of CalcOps share, here and in torch.jit.script; `arrays`: what load_npz reads."""
 
-    def __init__(self, arrays, type_names=("Si",), units="metal"):
+    def __init__(self, arrays, type_names=None, units="metal"):
         super().__init__()
         self.cutoff, self.rcut_smth = float(arrays["rcut"]), float(arrays["rcut_smth"])
         self.axis_neuron, self.sel = int(arrays["axis_neuron"]), [int(count) for count in arrays["sel"]]
-        self.type_names, self.units = list(type_names), units
+        if type_names is None:
+            type_names = arrays.get("type_names", [f"X{t}" for t in range(len(self.sel))])
+        self.type_names, self.units = [str(name) for name in type_names], units
         if len(self.type_names) != len(self.sel):
             raise ValueError(f"expected a name for each of {len(self.sel)} types, got {self.type_names}")
         self.emb = torch.nn.ModuleList(net(arrays, f"emb{t}") for t in range(len(self.sel)))

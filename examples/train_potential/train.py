@@ -36,7 +36,7 @@ def main():
     if not kept.exists():
         torch.save([generate(n, 8, options.seed + i) for i, n in enumerate(options.trajectories)], kept)
     learnt, held_out = torch.load(kept)
-    model = DeepPotential(initial(**kModel, seed=options.seed))
+    model = DeepPotential(initial(**kModel, seed=options.seed), ["Si"])
     data, test = Data(learnt, model), Data(held_out, model)
     standardise(model, *data[:][:4])
     trainer = Trainer(model, data, options.steps, options.seed, options.compile)

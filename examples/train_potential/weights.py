@@ -46,7 +46,7 @@ def save_npz(model, path):
     layers = {key: layer for key, layer in model.named_modules() if isinstance(layer, Layer)}
     arrays |= {named(f"{key}.res"): int(layer.repeats > 0) for key, layer in layers.items()}
     arrays |= {"sel": model.sel, "axis_neuron": model.axis_neuron, "rcut": model.cutoff}
-    np.savez(path, **arrays, rcut_smth=model.rcut_smth)
+    np.savez(path, **arrays, rcut_smth=model.rcut_smth, type_names=model.type_names)
 
 
 def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):
