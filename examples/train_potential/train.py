@@ -24,7 +24,7 @@ kModel = dict(sel=[34], rcut=5.0, rcut_smth=3.6, emb=[24, 24], axis_neuron=12, f
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path("build/train_potential"))
-    parser.add_argument("--steps", type=int, default=24000)
+    parser.add_argument("--steps", type=int, default=40000)
     parser.add_argument("--trajectories", type=int, nargs=2, default=(40, 8), help="to learn from, held out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="torch.compile the training step")
