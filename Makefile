@@ -73,6 +73,9 @@ mindspore: .venv/.base build/mindspore/.installed ## call the operators from Min
 	$(python) examples/mindspore_aot/build.py
 	build/mindspore/bin/python examples/mindspore_aot/run.py build/mindspore_aot
 
+lammps: .venv/.base ## a model as a pair style of LAMMPS, on two ranks; LAMMPS in an environment of its own
+	$(MAKE) -C examples/lammps
+
 clean: ## delete .venv and what was built in this folder; the cache: python -m calcops_jit clean
 	rm -rf .venv .venv-oldest build *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -106,4 +109,4 @@ build/mindspore/.installed:
 	$(pip) --no-deps deepmd-kit
 	@touch $@
 
-.PHONY: help demo test test-long test-oldest venv build cuda lint format docs bench gpu-check sanitize-gpu examples mindspore clean
+.PHONY: help demo test test-long test-oldest venv build cuda lint format docs bench gpu-check sanitize-gpu examples mindspore lammps clean
