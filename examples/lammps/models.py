@@ -1,6 +1,6 @@
 """Writes silicon.pt2, lj.pt2 or the same with .pt: the potentials of ../potentials that LAMMPS has, too.
 
-    python examples/lammps/models.py build/lammps/silicon.pt2 build/lammps/lj.pt
+python examples/lammps/models.py build/lammps/silicon.pt2 build/lammps/lj.pt
 """
 
 import sys

@@ -5,7 +5,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 #include <calcops.h>
-#include <malloc.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/csrc/jit/serialization/import.h>
@@ -20,6 +19,7 @@
 #include "error.h"
 #include "force.h"
 #include "input.h"
+#include "kept_pages.h"
 #include "memory.h"
 #include "neigh_list.h"
 #include "neighbor.h"
@@ -65,10 +65,7 @@ PairCalcOps::PairCalcOps(LAMMPS* lmp) : Pair(lmp) {
   pvector = new double[kTimers]();
 
   static const bool once = [] {
-    // Or malloc gives the pages of every large tensor back to the kernel, which clears them anew in
-    // the next step: half of a step's time.
-    mallopt(M_MMAP_MAX, 0);
-    mallopt(M_TRIM_THRESHOLD, -1);
+    KeptPages::instance();
     time_operators();
     return true;
   }();
@@ -157,7 +154,7 @@ PairCalcOps::Metadata PairCalcOps::load_archive(const std::string& file) {
 
 void PairCalcOps::coeff(int narg, char** arg) {
   const int ntypes = atom->ntypes;
-  if (narg != 2 + ntypes || std::strcmp(arg[0], "*") != 0 || std::strcmp(arg[1], "*") != 0)
+  if (narg != 2 + ntypes)
     error->all(FLERR, "Pair style calcops: expected pair_coeff * * and {} names", ntypes);
   model_type_.assign(ntypes + 1, 0);
   for (int type = 1; type <= ntypes; ++type) {
@@ -223,6 +220,8 @@ void PairCalcOps::build_rows() {
                     "cutoff and skin, {}",
                     neighbors_, K, cutoff_ + neighbor->skin));
 
+  for (at::Tensor* old : {&types_, &list_neigh_, &named_, &neighbor_index_, &Rij_}) old->reset();
+  KeptPages::instance().sweep();
   const at::Tensor types = at::empty({nall}, at::kLong), rows = at::empty({1, n, K}, at::kLong);
   std::transform(atom->type, atom->type + nall, types.mutable_data_ptr<int64_t>(),
                  [this](int type) { return model_type_[type]; });
@@ -307,5 +306,7 @@ extern "C" __attribute__((visibility("default"))) void lammpsplugin_init(void* l
                         handle};
   reinterpret_cast<void (*)(lammpsplugin_t*, void*)>(registrar)(&plugin, lmp);
   // A failed `plugin load` is no error in LAMMPS: scripts ask is_defined(variable,calcops).
-  lmp->input->variable->internal_create(const_cast<char*>("calcops"), 1);
+  char loaded[] = "calcops";
+  Variable* const variable = lmp->input->variable;
+  if (variable->find(loaded) < 0) variable->internal_create(loaded, 1);
 }
