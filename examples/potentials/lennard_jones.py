@@ -40,6 +40,7 @@ class LennardJones(Potential):
     def atom_energies(self, types, list_neigh, Ri):
         epsilon, sigma, height, slope = self.of_pairs(self.pairs, types, list_neigh).unbind(-1)
         r = Ri[..., 0]
-        s6 = (sigma / r) ** 6
+        s2 = (sigma / r).square()
+        s6 = s2 * s2 * s2  # many times as fast as a power
         energy = 4 * epsilon * (s6 - 1) * s6 - height - slope * (r - self.cutoff)
         return torch.where(r < self.cutoff, energy, 0.0).sum(-1) / 2  # each pair is in two rows

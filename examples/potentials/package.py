@@ -77,7 +77,8 @@ def load(path, device="cpu"):
         about = run.loader.get_metadata()
 
         def model(types, list_neigh, Rij, nghost=0):
-            index = [calcops_jit.neighbor_index(list_neigh, nghost)] * ("neighbor_index" in about["inputs"])
+            indexed = "neighbor_index" in about["inputs"]
+            index = [calcops_jit.neighbor_index(list_neigh, nghost)] if indexed else []
             return run(types, list_neigh, Rij, *index)
     else:
         about = dict.fromkeys(("cutoff", "units", "type_names", "dtype"), "")

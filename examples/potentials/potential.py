@@ -8,9 +8,9 @@ import calcops_jit  # noqa: F401 - brings torch.ops.calcops
 def describe(Rij):
     """Ri [B,n,K,4] = (r, x, y, z) of each pair and Ri_d [B,n,K,4,3], its derivative for atom i."""
     r = torch.linalg.vector_norm(Rij, dim=-1, keepdim=True)
-    eye = torch.eye(3, dtype=Rij.dtype, device=Rij.device).expand(Rij.shape + (3,))
-    # Rij = r_j - r_i, so the derivative for atom i is minus that for Rij.
-    return torch.cat([r, Rij], -1), -torch.cat([(Rij / r).unsqueeze(-2), eye], -2)
+    # Rij = r_j - r_i, so the derivatives for atom i are minus those for Rij.
+    minus = -torch.eye(3, dtype=Rij.dtype, device=Rij.device)
+    return torch.cat([r, Rij], -1), torch.cat([(-Rij / r).unsqueeze(-2), minus.expand(Rij.shape + (3,))], -2)
 
 
 class Potential(torch.nn.Module):
