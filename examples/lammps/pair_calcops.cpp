@@ -40,19 +40,20 @@ struct OperatorCall : at::ObserverContext {
   double start = platform::walltime();
 };
 double operator_seconds = 0;
+bool in_operator = false;  // which may call itself, below autograd
 
 void time_operators() {
-  at::addGlobalCallback(
-      at::RecordFunctionCallback(
-          [](const at::RecordFunction& function) -> std::unique_ptr<at::ObserverContext> {
-            if (std::strncmp(function.name(), "calcops::", 9) != 0) return nullptr;
-            return std::make_unique<OperatorCall>();
-          },
-          [](const at::RecordFunction&, at::ObserverContext* call) {
-            if (call)
-              operator_seconds += platform::walltime() - static_cast<OperatorCall*>(call)->start;
-          })
-          .scopes({at::RecordScope::FUNCTION}));
+  const auto start = [](const at::RecordFunction& f) -> std::unique_ptr<at::ObserverContext> {
+    if (in_operator || std::strncmp(f.name(), "calcops::", 9) != 0) return nullptr;
+    in_operator = true;
+    return std::make_unique<OperatorCall>();
+  };
+  const auto end = [](const at::RecordFunction&, at::ObserverContext* call) {
+    if (!call) return;
+    in_operator = false;
+    operator_seconds += platform::walltime() - static_cast<OperatorCall*>(call)->start;
+  };
+  at::addGlobalCallback(at::RecordFunctionCallback(start, end).scopes({at::RecordScope::FUNCTION}));
 }
 
 }  // namespace
