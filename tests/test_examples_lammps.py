@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -83,9 +84,9 @@ def models(plugin):
 
 @pytest.fixture(scope="module")
 def lammps(plugin, models):
-    """lammps(script, ranks=1, threads=1, *arguments): what it printed; the script finds the models in its folder."""
+    """lammps(script, ranks=1, threads=1, fails=False): what it printed; it runs in the folder of the models."""
 
-    def lammps(script, ranks=1, threads=1, *arguments, fails=False):
+    def lammps(script, ranks=1, threads=1, fails=False):
         path = models / "in.test"
         path.write_text(f"plugin load {plugin}\n" + script)
         command = [
@@ -98,7 +99,7 @@ def lammps(plugin, models):
             "-nocite",
         ]
         result = subprocess.run(
-            [*command, "-in", path, *arguments],
+            [*command, "-in", path],
             cwd=models,
             capture_output=True,
             text=True,
@@ -320,12 +321,26 @@ class Limited(LennardJones):
         (MELT + "pair_style calcops in.test", r"ends in .pt2 or .pt"),
         (MELT + "pair_style calcops strange.pt", "expected the metadata cutoff, got none"),
         (MELT + "pair_style calcops broken.pt2", "broken.pt2: "),
+        pytest.param(
+            MELT + "pair_style calcops foreign.pt2",
+            "foreign.pt2: made for CUDA, but no GPU is visible",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible"),
+        ),
         (MELT + "pair_style calcops", "expected one file, got 0 words"),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_the_reason(lammps, models, script, message):
     if "limited" in script:
         save(Limited(), models / "limited.pt")
+    if "foreign" in script:
+        with (
+            zipfile.ZipFile(models / "cut.pt2") as source,
+            zipfile.ZipFile(models / "foreign.pt2", "w") as copy,
+        ):
+            for item in source.infolist():
+                copy.writestr(
+                    item, source.read(item).replace(b'"AOTI_DEVICE_KEY": "cpu"', b'"AOTI_DEVICE_KEY": "cuda"')
+                )
     torch.jit.save(torch.jit.script(torch.nn.Identity()), models / "strange.pt")
     (models / "broken.pt2").write_bytes(b"PK")
     printed = lammps(script + "\nrun 0\n", fails=True)

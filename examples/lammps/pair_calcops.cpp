@@ -119,11 +119,13 @@ at::Device PairCalcOps::own_device() const {
 
 PairCalcOps::Metadata PairCalcOps::load_package(const std::string& file) {
   using torch::inductor::AOTIModelPackageLoader;
-  const at::Device own = own_device();
-  const at::DeviceIndex gpu = own.is_cuda() ? own.index() : -1;
-  const auto loader = std::make_shared<AOTIModelPackageLoader>(file, "model", false, 1, gpu);
-  Metadata about = loader->get_metadata();
-  if (about["device"] == "cuda") device_ = own;
+  Metadata about = AOTIModelPackageLoader::load_metadata_from_package(file, "model");
+  if (about["AOTI_DEVICE_KEY"] == "cuda") {
+    device_ = own_device();
+    if (device_.is_cpu()) throw std::invalid_argument("made for CUDA, but no GPU is visible");
+  }
+  const auto loader =
+      std::make_shared<AOTIModelPackageLoader>(file, "model", false, 1, device_.index());
   takes_index_ = utils::strmatch(about["inputs"], "neighbor_index");
   model_ = [this, loader] {
     std::vector<at::Tensor> inputs{types_, list_neigh_, Rij_};
