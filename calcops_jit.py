@@ -84,13 +84,11 @@ def reload() -> list[str]:
     Every call that begins afterwards uses the new kernels. BuildError: a library could not be built, or a schema or C++
     signature changed, and what was live before still is. Nothing of an older build is unloaded.
     """
-    global _own, _problem
     changed = library.reload(recipes.again)
-    if _own is None and os.environ.get("CALCOPS_BUILD", "1") != "0":  # the import could not build it
-        _own, _problem = library.obtain(recipes.own()), None
-        changed.append("calcops")
-    if _own is not None:
-        _expose()
+    if _own is None:
+        _bring_in()  # which the import could not
+        return changed + ["calcops"] * (_own is not None)
+    _expose()
     return changed
 
 
@@ -120,18 +118,10 @@ def library_path() -> str:
 def _bring_in() -> None:
     """Makes every operator a name of this module, or keeps the reason why there is none."""
     global _own, _problem
-    try:
-        _own = library.obtain(recipes.own(), build=os.environ.get("CALCOPS_BUILD", "1") != "0")
-        if _own is None:
-            _problem = BuildError(
-                "calcops_jit: not built, because CALCOPS_BUILD=0; python -m calcops_jit build"
-            )
-            return
-    except BuildError as error:
-        _problem = error
-        print(f"calcops_jit: {error}", file=sys.stderr)
-        return
-    _expose()
+    _problem = BuildError("calcops_jit: not built, because CALCOPS_BUILD=0; python -m calcops_jit build")
+    if _own := library.obtain(recipes.own(), build=os.environ.get("CALCOPS_BUILD", "1") != "0"):
+        _problem = None
+        _expose()
 
 
 def _expose() -> None:
@@ -153,4 +143,8 @@ if __name__ == "__main__":
     from _calcops_jit import cli
 
     sys.exit(cli.main())
-_bring_in()
+try:
+    _bring_in()
+except BuildError as error:
+    _problem = error
+    print(f"calcops_jit: {error}", file=sys.stderr)

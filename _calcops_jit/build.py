@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import re
@@ -33,8 +32,7 @@ def compile_library(
     ninja = find_ninja()
     for problem in diagnosis.foresee(request, ninja):
         raise diagnosis.explain(f"cannot build {request.name}", problem, request)
-    once = functools.cache(inputs.stamp_of)  # units have most of their headers in common
-    looked_up = {source: cache.find(request.unit(source), stat=once) for source in request.sources}
+    looked_up = {source: cache.find(request.unit(source)) for source in request.sources}
     kept = [found for found in looked_up.values() if found]
     fresh = [source for source, found in looked_up.items() if not found]
     started = os.stat(staging).st_mtime_ns
@@ -66,9 +64,7 @@ def compile_library(
             os.close(cache.publish(place, staging, f"{staging}/{target}", unit, {}, closures[-1]).fd)
     if failure or changed:
         raise failure or changed
-    return f"{staging}/{os.path.basename(staging)}", inputs.merged(
-        [*closures, recorder.closure(read.libraries)]
-    )
+    return f"{staging}/{os.path.basename(staging)}", inputs.merged([*closures, recorder.closure(read.libraries)])
 
 
 def _load(request: inputs.Request, staging: str, sources: list[str], objects: list[str]) -> None:
@@ -83,13 +79,7 @@ def _load(request: inputs.Request, staging: str, sources: list[str], objects: li
         _distinct(sources, staging),
         extra_cflags=_for_this_compiler(request.cflags),
         extra_cuda_cflags=list(request.cuda_cflags),
-        extra_ldflags=[
-            "-shared",
-            *objects,
-            "-Wl,--as-needed",
-            *request.ldflags,
-            *_runtime_flags(request, staging),
-        ],
+        extra_ldflags=["-shared", *objects, *_linking(request, staging)],
         extra_include_paths=list(request.include_paths),
         build_directory=staging,
         verbose=request.verbose,
@@ -108,21 +98,6 @@ def _bring(found: cache.Generation, staging: str) -> str:
     return name
 
 
-def done(staging: str, seconds: float) -> tuple[str, float]:
-    """[done/total], what is under way and for how long, and the part that is done, from ninja's own files: torch runs
-    ninja and keeps its output."""
-    targets, finished = [], set()
-    with contextlib.suppress(OSError):
-        with open(f"{staging}/build.ninja") as file:
-            targets = re.findall(r"^build (\S+): \w+ (\S+)", file.read(), re.MULTILINE)
-        with open(f"{staging}/.ninja_log") as file:
-            finished = {line.split("\t")[3] for line in file.read().splitlines()[1:] if line.count("\t") == 4}
-    left = [os.path.basename(source) for target, source in targets if target not in finished]
-    under_way = "" if not left else " linking" if len(left) == 1 else f" {left[0]}"
-    text = f"[{len(targets) - len(left)}/{len(targets) or '?'}]{under_way} {seconds:.0f} s"
-    return text, 1 - len(left) / (len(targets) or 1)
-
-
 def find_ninja() -> str | None:
     """ninja on PATH, beside this Python (whose folder is not on PATH when only it is called), or in its wheel."""
     folders = [sysconfig.get_path("scripts"), os.path.dirname(sys.executable)]
@@ -136,43 +111,35 @@ def find_ninja() -> str | None:
 def jobs() -> int:
     """How many compilers this process may run: its processors, as far as free memory goes, within its cgroups."""
     processors, free = cgroup_limits()
-    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
-        free = min(free, int(re.search(r"MemAvailable:\s+(\d+)", file.read())[1]) * 1024)
+    if available := re.search(r"MemAvailable:\s+(\d+)", inputs.text_of("/proc/meminfo")):
+        free = min(free, int(available[1]) * 1024)
     return max(1, int(min(len(os.sched_getaffinity(0)), processors, free / _BYTES_PER_JOB, 1024)))
 
 
 def cgroup_limits(mounted: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> tuple[float, float]:
     """(processors, bytes) that the control groups, of version 2 or 1, leave to this process; inf: no limit."""
     processors = free = float("inf")
-    with contextlib.suppress(OSError), open(own) as file:
-        for line in file:
-            _, controllers, group = line.strip().split(":", 2)
-            parts = [part for part in group.split("/") if part]
-            for depth in range(len(parts) + 1):  # each group above limits, too; a container sees only some
-                folder = "/".join([mounted, *filter(None, [controllers]), *parts[:depth]])
-                quota = _numbers(f"{folder}/cpu.max") or _numbers(f"{folder}/cpu.cfs_quota_us")
-                period = quota[1:] or _numbers(f"{folder}/cpu.cfs_period_us")
-                if quota and period and quota[0] > 0:
-                    processors = min(processors, quota[0] / period[0])
-                limit = _numbers(f"{folder}/memory.max") or _numbers(f"{folder}/memory.limit_in_bytes")
-                used = _numbers(f"{folder}/memory.current") or _numbers(f"{folder}/memory.usage_in_bytes")
-                if limit and used:
-                    free = min(free, limit[0] - used[0] + _reclaimable(f"{folder}/memory.stat"))
+    for line in inputs.text_of(own).splitlines():
+        _, controllers, group = line.split(":", 2)
+        parts = [part for part in group.split("/") if part]
+        for depth in range(len(parts) + 1):  # each group above limits, too; a container sees only some
+            folder = "/".join([mounted, *filter(None, [controllers]), *parts[:depth]])
+            quota = _numbers(f"{folder}/cpu.max") or _numbers(f"{folder}/cpu.cfs_quota_us")
+            period = quota[1:] or _numbers(f"{folder}/cpu.cfs_period_us")
+            if quota and period and quota[0] > 0:
+                processors = min(processors, quota[0] / period[0])
+            limit = _numbers(f"{folder}/memory.max") or _numbers(f"{folder}/memory.limit_in_bytes")
+            used = _numbers(f"{folder}/memory.current") or _numbers(f"{folder}/memory.usage_in_bytes")
+            if limit and used:  # pages of files count as used, but the kernel gives them up
+                files = re.search(r"^(?:total_)?inactive_file (\d+)$", inputs.text_of(f"{folder}/memory.stat"), re.M)
+                free = min(free, limit[0] - used[0] + int(files[1] if files else 0))
     return processors, free
-
-
-def _reclaimable(path: str) -> int:
-    """Pages of files count as used, but the kernel gives them up."""
-    with contextlib.suppress(OSError), open(path) as file:
-        if found := re.search(r"^(?:total_)?inactive_file (\d+)$", file.read(), re.MULTILINE):
-            return int(found[1])
-    return 0
 
 
 def _numbers(path: str) -> list[int]:
     """Of a control group's file; none where it says "max" or does not exist."""
-    with contextlib.suppress(OSError, ValueError), open(path) as file:
-        return [int(word) for word in file.read().split()]
+    with contextlib.suppress(ValueError):
+        return [int(word) for word in inputs.text_of(path).split()]
     return []
 
 
@@ -194,10 +161,7 @@ def _environment(request: inputs.Request, staging: str, ninja: str, alone: bool)
         changes |= {"CUDA_HOME": request.cuda.home, "TORCH_CUDA_ARCH_LIST": cuda.arch_list(request.cuda)}
     before = {name: os.environ[name] for name in changes if name in os.environ}
     logger = logging.getLogger("torch.utils.cpp_extension")
-    was_disabled, logger.disabled = (
-        logger.disabled,
-        not request.verbose,
-    )  # without a GPU it says so, which is no news
+    was_disabled, logger.disabled = (logger.disabled, not request.verbose)  # without a GPU it says so, which is no news
     os.environ.update(changes)
     try:
         yield
@@ -236,28 +200,14 @@ def _for_this_compiler(cflags: tuple[str, ...]) -> list[str]:
     return [*cflags, "-Wp,-M"]
 
 
-def _runtime_flags(request: inputs.Request, staging: str) -> list[str]:
-    """rpaths, so that a C++ host needs no LD_LIBRARY_PATH; the CUDA runtime is the one that torch itself uses."""
-    flags = [
-        "-Wl,-Map=link.map",
-        f"-Wl,--version-script={shlex.quote(SHADOW)}/hidden.map",
-        *_rpath(os.path.join(request.unfold("@torch"), "lib")),
-    ]
-    if request.python:
-        flags.append("-ltorch_python")
-    if request.cuda.build and (runtime := _torch_cudart()):
-        os.symlink(
-            runtime, f"{staging}/libcudart.so"
-        )  # wheels have only libcudart.so.13, which -lcudart ignores
-        flags += ["-L.", *_rpath(os.path.dirname(runtime))]
-    return flags
-
-
-def _rpath(folder: str) -> list[str]:
-    return [f"-Wl,-rpath,{shlex.quote(folder)}"]
-
-
-def _torch_cudart() -> str:
-    with open("/proc/self/maps") as maps:
-        found = re.search(r"(/\S.*/libcudart\.so[.\d]*)$", maps.read(), re.MULTILINE)
-    return found[1] if found else ""
+def _linking(request: inputs.Request, staging: str) -> list[str]:
+    """With rpaths, so that a C++ host needs no LD_LIBRARY_PATH; the CUDA runtime is the one that torch itself uses."""
+    flags = ["-Wl,--as-needed", *request.ldflags, "-Wl,-Map=link.map"]
+    flags += [f"-Wl,--version-script={shlex.quote(SHADOW)}/hidden.map", *["-ltorch_python"] * bool(request.python)]
+    rpaths = [os.path.join(request.unfold("@torch"), "lib")]
+    runtime = re.search(r"(/\S.*)/libcudart\.so[.\d]*$", inputs.text_of("/proc/self/maps"), re.MULTILINE)
+    if request.cuda.build and runtime:
+        os.symlink(runtime[0], f"{staging}/libcudart.so")  # wheels have only libcudart.so.13, which -lcudart ignores
+        flags.append("-L.")
+        rpaths.append(runtime[1])
+    return [*flags, *(f"-Wl,-rpath,{shlex.quote(folder)}" for folder in rpaths)]

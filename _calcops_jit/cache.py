@@ -31,7 +31,7 @@ from types import SimpleNamespace
 from . import inputs
 from .diagnosis import report
 
-_DAY_S = 24 * 3600.0
+DAY_S = 24 * 3600.0
 _KEEP = 8  # generations of a slot
 
 
@@ -115,16 +115,14 @@ def read_manifest(generation: str, ours: bool = False) -> Manifest:
         return Manifest.parse(file.read())
 
 
-def find(
-    request: inputs.Request, reasons: list[str] | None = None, stat: Callable[[str], bytes] = inputs.stamp_of
-) -> Generation | None:
+def find(request: inputs.Request, reasons: list[str] | None = None) -> Generation | None:
     """The published library that fits the request and whose inputs are still what they were."""
     own = folders()
     for folder in [*own, *shared_folders()]:
         for i, (used, path) in enumerate(_generations(slot_path(folder, request))):
             try:
                 manifest = read_manifest(path, ours=folder in own)
-                fresher = manifest.closure.check(request, stat)
+                fresher = manifest.closure.check(request)
                 found = _verified(f"{path}/{request.output}", manifest, ours=folder in own)
             except (inputs.Changed, OSError, ValueError, KeyError, TypeError) as problem:
                 if reasons is not None:
@@ -134,7 +132,7 @@ def find(
                 with contextlib.suppress(OSError):
                     if fresher:
                         write_whole(f"{path}/manifest", manifest.dump())
-                    if i > 0 or time.time() - used > _DAY_S:  # when it was last used, to the day
+                    if i > 0 or time.time() - used > DAY_S:  # when it was last used, to the day
                         os.utime(path)
             return found
     return None
@@ -163,9 +161,7 @@ def _difference(old, new) -> str:
     if isinstance(old, dict) or isinstance(new, dict):
         old, new = ([f"{k}={v}" for k, v in dict(d).items()] for d in (old, new))
     if isinstance(old, list) and isinstance(new, list) and set(old) != set(new):
-        return " ".join(
-            [*(f"-[{w}]" for w in old if w not in new), *(f"+[{w}]" for w in new if w not in old)]
-        )
+        return " ".join([*(f"-[{w}]" for w in old if w not in new), *(f"+[{w}]" for w in new if w not in old)])
     return f"{old} -> {new}"
 
 
@@ -233,12 +229,10 @@ def locked(slot: str, waiting: Callable[..., contextlib.AbstractContextManager])
     _held.add(fd)
     try:
         with contextlib.ExitStack() as stack:
-            announced = False
-            while not _try_lock(fd):
-                if not announced:
-                    stack.enter_context(waiting(lambda: _holder(fd)))
-                    announced = True
-                time.sleep(0.05)
+            if not _try_lock(fd):
+                stack.enter_context(waiting(lambda: _holder(fd)))
+                while not _try_lock(fd):
+                    time.sleep(0.05)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()} {socket.gethostname()} {time.time():.0f}".encode(), 0)
         yield
@@ -258,10 +252,19 @@ def _try_lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-            return True  # no locks here: a double build is harmless
-        raise
-    return True
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+    return True  # also where there are no locks: a double build is harmless
+
+
+def in_use(library: str) -> bool:
+    """Whether a process may have it, which link_in() says by a lock; where these are not to be had, anybody may."""
+    try:
+        with open(library, "rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, (FileNotFoundError, IsADirectoryError))
+    return False
 
 
 def _holder(fd: int) -> tuple[str, float]:
@@ -276,9 +279,7 @@ def _holder(fd: int) -> tuple[str, float]:
 def staging(slot: str) -> Iterator[str]:
     """A private folder for one build, removed at the end together with what still runs in it."""
     sweep(slot)
-    path = (
-        f"{slot}/stage.{socket.gethostname()}.{os.getpid()}.{_start_time(os.getpid())}.{os.urandom(4).hex()}"
-    )
+    path = f"{slot}/stage.{socket.gethostname()}.{os.getpid()}.{_start_time(os.getpid())}.{os.urandom(4).hex()}"
     os.mkdir(path, 0o700)
     try:
         yield path
@@ -301,18 +302,14 @@ def _is_orphan(path: str) -> bool:
         host, pid, start, _ = os.path.basename(path).removeprefix("stage.").rsplit(".", 3)
         if host == socket.gethostname():
             return _start_time(int(pid)) != start
-        return time.time() - os.stat(path).st_mtime > _DAY_S
+        return time.time() - os.stat(path).st_mtime > DAY_S
     return False
 
 
 def _start_time(pid: int) -> str:
     """When a process started, in ticks since boot; "" if it is dead or a zombie. With the pid it names it for good."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+    fields = inputs.text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if fields and fields[0] not in "ZX" else ""
 
 
 def _remove(path: str) -> None:
@@ -337,12 +334,7 @@ def _works_in(pid: str, folder: str) -> bool:
 
 
 def publish(
-    slot: str,
-    staging: str,
-    file: str,
-    request: inputs.Request,
-    about: dict[str, str],
-    closure: inputs.Closure,
+    slot: str, staging: str, file: str, request: inputs.Request, about: dict[str, str], closure: inputs.Closure
 ) -> Generation:
     """Makes `file` a generation of the slot, by one rename; a damaged one of this name makes room."""
     complete = f"{staging}/complete.{os.urandom(4).hex()}"
@@ -350,15 +342,12 @@ def publish(
     os.chmod(file, 0o755)
     os.rename(file, f"{complete}/{request.output}")
     fd = open_regular(f"{complete}/{request.output}")
-    manifest = Manifest(
-        request=request.facts,
-        size=os.fstat(fd).st_size,
-        digest=inputs.file_digest(fd),
-        operators=about,
-        closure=closure,
-    )
+    said = {"request": request.facts, "operators": about, "closure": closure}
+    manifest = Manifest(size=os.fstat(fd).st_size, digest=inputs.file_digest(fd), **said)
     write_whole(f"{complete}/manifest", manifest.dump())
-    target = f"{slot}/{inputs.digest(f'{manifest.digest} {closure.contents}'.encode())[:16]}"
+    # Named by what it is made of, without times and tools' places.
+    made_of = sorted(digest for _, digest in closure.entries().values())
+    target = f"{slot}/{inputs.digest(f'{manifest.digest} {made_of}'.encode())[:16]}"
     for _ in range(3):
         try:
             os.rename(complete, target)
@@ -371,5 +360,6 @@ def publish(
     else:
         raise report(f"cannot publish {target}", ["something puts it there again and again"], f"rm -r {slot}")
     for _, old in _generations(slot)[_KEEP:]:
-        shutil.rmtree(old, ignore_errors=True)
+        if not in_use(f"{old}/{request.output}"):
+            shutil.rmtree(old, ignore_errors=True)
     return Generation(path=f"{target}/{request.output}", manifest=manifest, fd=fd)

@@ -1,4 +1,4 @@
-"""python -m calcops_jit build | where | why | doctor | clean"""
+"""python -m calcops_jit build | where | why | doctor | export | cache | clean"""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import time
 
 from . import cache, library, recipes
 from .diagnosis import BuildError
@@ -14,9 +15,7 @@ from .progress import say
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m calcops_jit", description="The operators' build and its cache."
-    )
+    parser = argparse.ArgumentParser(prog="python -m calcops_jit", description="The operators' build and its cache.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("build", help="build the operators if need be, and print the library's path")
     where = commands.add_parser("where", help="print the cache folder and the library; builds nothing")
@@ -25,21 +24,26 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("why", help="name the inputs that changed since the last build; 1 if there are any")
     doctor = commands.add_parser("doctor", help="judge what a build would find here; 1 if it would fail")
     doctor.add_argument("--json", action="store_true", help="for programs")
+    export = commands.add_parser("export", help="write a folder with the built operators, for hosts without a compiler")
+    export.add_argument("folder")
+    export.add_argument("--arch", help="build for these GPUs: as TORCH_CUDA_ARCH_LIST, such as '8.0;9.0+PTX'")
+    export.add_argument("--isa", default="native", help="the processors, as the compiler's -march; default: this one")
+    shelf = commands.add_parser("cache", help="what the cache holds; 1 if `verify` finds damage")
+    shelf.add_argument("action", choices=("list", "prune", "verify"))
     commands.add_parser("clean", help="remove every library from the cache")
     options = parser.parse_args(arguments)
     try:
-        return globals()[f"_{options.command}"](options)
+        return globals()[f"_{options.command}"](options) or 0
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1
 
 
-def _build(options: argparse.Namespace) -> int:
+def _build(options: argparse.Namespace) -> None:
     print(library.obtain(recipes.own()).path)
-    return 0
 
 
-def _where(options: argparse.Namespace) -> int:
+def _where(options: argparse.Namespace) -> None:
     request = recipes.own()
     if options.key:
         print(recipes.key(request))
@@ -51,7 +55,6 @@ def _where(options: argparse.Namespace) -> int:
         print(f"library  {found.path if found else 'not built yet: python -m calcops_jit build'}")
         print(f"CUDA     {'built with ' + request.cuda.home if request.cuda.build else request.cuda.reason}")
         print(f"key      {recipes.key(request)}")
-    return 0
 
 
 def _why(options: argparse.Namespace) -> int:
@@ -77,10 +80,41 @@ def _doctor(options: argparse.Namespace) -> int:
     return any(finding.verdict == "fail" for finding in findings)
 
 
-def _clean(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> None:
+    from . import export
+
+    if options.arch:
+        os.environ |= {"CALCOPS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": options.arch}
+    export.write(os.path.abspath(options.folder), options.isa)
+    print(os.path.abspath(options.folder))
+
+
+def _cache(options: argparse.Namespace) -> int:
+    from . import usage
+
+    if options.action == "prune":
+        removed = usage.prune(usage.bound())
+        print(f"removed {len(removed)} libraries and objects, {sum(e.size for e in removed) / 1e6:.1f} MB")
+        return 0
+    damaged = 0
+    for folder in filter(os.path.isdir, [*cache.folders(), *cache.shared_folders()]):
+        found = usage.entries(folder)
+        for entry in found:
+            if options.action == "list":
+                used = time.strftime("%Y-%m-%d", time.localtime(entry.used))
+                state = "in use" if cache.in_use(entry.file) else ""
+                print(f"{entry.size / 1e6:9.2f} MB  {used}  {state:6}  {entry.path}")
+            elif not entry.is_sound():
+                damaged += 1
+                print(f"{entry.file} is damaged: rm -r {entry.path}")
+        size = sum(entry.size for entry in found) / 1e6
+        print(f"{size:9.2f} MB in {len(found)} libraries and objects in {folder}")
+    return damaged > 0
+
+
+def _clean(options: argparse.Namespace) -> None:
     for folder in cache.folders():
         if os.path.isdir(folder):
             for slot in cache.slots(folder):
                 shutil.rmtree(slot, ignore_errors=True)
             say(f"removed the libraries in {folder}")
-    return 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import glob
 import os
 import re
 import shutil
+import subprocess
 from typing import NamedTuple
 
 import torch
@@ -39,17 +39,16 @@ def choose(needed: bool = False) -> Choice:
         return Choice(reason="CALCOPS_CUDA=0 was set; unset CALCOPS_CUDA")
     if torch.version.cuda is None:
         return Choice(reason="this PyTorch is a CPU build; pip install --force-reinstall torch", fatal=asked)
-    arches = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    arches = "" if arches == "native" else arches
+    arches = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("native", "")
     gpus = visible_gpus()
     if not (asked or gpus or arches):
         return Choice(reason="no GPU was visible; CALCOPS_CUDA=1 python -m calcops_jit build")
     home, version = find_toolkit()
     if not home:
-        have = (
-            f"nvcc is CUDA {version}, torch is CUDA {torch.version.cuda}" if version else "no nvcc was found"
-        )
-        return Choice(reason=f"{have}; make cuda", fatal=asked, gpus=gpus)
+        have = f"nvcc is CUDA {version}, torch is CUDA {torch.version.cuda}" if version else "no nvcc was found"
+        checkout = os.path.exists(os.path.join(os.path.dirname(__file__), "..", "Makefile"))
+        fix = "make cuda" if checkout else f"pip install cuda-toolkit[nvcc]=={torch.version.cuda}.*"
+        return Choice(reason=f"{have}; {fix}", fatal=asked, gpus=gpus)
     if not (arches or gpus):
         arches = DEFAULT_ARCHES
     return Choice(True, "", False, home, version, arches, gpus)
@@ -93,33 +92,19 @@ def visible_gpus() -> tuple[str, ...]:
     for file in glob.glob("/proc/driver/nvidia/gpus/*/information"):
         with contextlib.suppress(OSError), open(file, encoding="latin-1") as f:
             names.update(re.findall(r"^Model:\s*(.+?)\s*$", f.read(), re.MULTILINE))
-    if not names and os.path.exists("/dev/dxg"):  # WSL has no /proc/driver/nvidia
-        names = {"GPU " + c for c in gpu_capabilities()}
-    return tuple(sorted(names))
+    return tuple(sorted(names)) or ("GPU",) * os.path.exists("/dev/dxg")  # WSL has no /proc/driver/nvidia
 
 
 def gpu_capabilities() -> list[str]:
-    """Compute capabilities, such as ["8.0", "9.0"], asked from the driver's management library."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return []
-    if nvml.nvmlInit_v2() != 0:
-        return []
-    count = ctypes.c_uint()
-    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    found = set()
-    for i in range(count.value):
-        device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
-        if nvml.nvmlDeviceGetHandleByIndex_v2(i, ctypes.byref(device)) == 0:
-            nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
-            found.add((major.value, minor.value))
-    nvml.nvmlShutdown()
-    return [f"{major}.{minor}" for major, minor in sorted(found)]
+    """Compute capabilities, such as ["8.0", "9.0"], asked from the driver in a process of its own."""
+    with contextlib.suppress(OSError):
+        asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        said = subprocess.run(asked, capture_output=True, text=True).stdout
+        return sorted(set(re.findall(r"^\d+\.\d$", said, re.MULTILINE)), key=float)
+    return []
 
 
 def arch_list(choice: Choice) -> str:
     """TORCH_CUDA_ARCH_LIST for the build: what was asked for, else every GPU here, the newest also as PTX."""
-    if choice.arches:
-        return choice.arches
-    return ";".join(gpu_capabilities()) + "+PTX" if gpu_capabilities() else DEFAULT_ARCHES
+    here = "" if choice.arches else ";".join(gpu_capabilities())
+    return choice.arches or (here + "+PTX" if here else DEFAULT_ARCHES)

@@ -1,12 +1,11 @@
 """Why something failed, in at most twelve lines: the cause, the evidence, one command that mends it, the log.
 
-`foresee` finds what can be known before a compiler is started, the rest are the tools' words; one table judges both."""
+`foresee` finds what can be known before a compiler is started, the rest are tools' words; causes.txt judges both."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import os
 import re
 import shutil
@@ -23,67 +22,11 @@ from . import cuda, inputs
 _MAX_LINES = 12
 _DRIVERS = {12: 525, 13: 580}  # CUDA's release notes: the oldest driver for any release of this major version
 
-# g++ and clang print file:line:column: error: ..., nvcc file(line): error: ... or error #20: ...
+# g++ and clang print file:line:column: error: ..., nvcc file(line): error: ... or error #20: ...; below it the source
 _COMPILER_ERROR = (
-    r"^(?P<at>[^\s:(][^:(\n]*(?::\d+(?::\d+)?|\(\d+\)))\s*: (?:fatal )?error\s*(?:#[\w-]+)?: .+$"
+    r"^(?P<at>[^\s:(][^:(\n]*(?::\d+(?::\d+)?|\(\d+\)))\s*: (?:fatal )?error\s*(?:#[\w-]+)?: .+(?:\n *\d* \| .*){0,4}"
 )
-_IS_SHOWN_SOURCE = r" *\d* \| "  # as compilers do, with a caret, below their message
 KILLED = "the compiler was killed"
-# A pattern, and cause -> command; the first that is found in the output counts, so the narrower come first.
-_CAUSES = r"""
-is not on PATH .*, but c\+\+ is
-    no C++ compiler -> unset CXX
-`\S+` is not on PATH
-    no C++ compiler -> {install} {compiler}
-^`.+ --version` fails
-    the C++ compiler does not run -> unset CXX
-^ninja is neither
-    no ninja -> {python} -m pip install ninja
-/cc\w+\.\w+: No space left on device
-    the disk of temporary files is full -> export TMPDIR=<a folder with space>
-No space left on device|Disk quota exceeded
-    the disk is full -> export CALCOPS_CACHE=<a folder with space>
-Killed signal|Killed$|Cannot allocate memory|out of memory|memory exhausted
-    the compiler was killed, most likely for lack of memory -> free -h; end what has it, or raise this container's limit
-Python\.h: No such file
-    Python's headers are missing -> {install} {headers}
-fatal error: (\S+): No such file
-    a header is missing -> find / -path '*/{0}' 2> /dev/null; the folder before {0} belongs in extra_include_paths
-cannot execute .cc1plus|cannot find .(?:as|ld)'
-    the C++ compiler is not complete -> {install} {compiler} binutils
-(?:command.line option|invalid value) .(?:-std=)?(?:c|gnu)\+\+
-    the C++ compiler is too old for this PyTorch -> conda install -c conda-forge gxx
-You need C\+\+\d+ to compile PyTorch|#error C\+\+\d+ or later
-    an older C++ standard was forced on PyTorch's headers -> {drop} {standard}
-gcc versions later than (\d+)
-    the C++ compiler is too new for this nvcc -> export CC=gcc-{0} CXX=g++-{0}
-nsupported gpu architecture.*; take (\S+)
-    this nvcc does not know the GPU architecture -> export TORCH_CUDA_ARCH_LIST={0}+PTX
-nsupported gpu architecture|Unknown CUDA arch
-    this nvcc does not know the GPU architecture -> export TORCH_CUDA_ARCH_LIST=8.0+PTX
-needs driver (\d+)
-    the NVIDIA driver is too old -> {install} nvidia-driver-{0}
-cannot find -l([^\s:]+)
-    a library to link with is missing -> find / -name 'lib{0}.*' 2> /dev/null; extra_ldflags=['-L...'] takes its folder
-no folder can be written
-    there is no place for the library -> export CALCOPS_CACHE=<a folder of your own>
-(/[^\s:']+): Permission denied|Permission denied: '(.+)'
-    a file may not be read -> chmod u+rX {0}{1}
-(?:unrecognized command.line option|unknown argument:?|unrecognized option) ['‘]([^'’]+)
-    the compiler does not know one of the flags -> {drop} {0}
-^(-D_GLIBCXX_USE_CXX11_ABI=\d) is not
-    the C++ ABI is not PyTorch's -> {drop} {0}
-undefined symbol: _Z\S*[A-Zb_]Ss
-    the C++ ABI is not PyTorch's -> conda install -c conda-forge gxx
-undefined (?:reference to [`']|symbol: )([^\s'(]+)
-    a function is declared but nowhere defined -> c++filt {0}; add its source, or its library in extra_ldflags
-version `(?:GLIBCXX|CXXABI)_\S+' not found
-    an older libstdc++ was loaded before -> export LD_PRELOAD=$(c++ -print-file-name=libstdc++.so.6)
-(\S+): cannot open shared object file
-    a library that it needs was not found -> export LD_LIBRARY_PATH=$(dirname $(find / -name '{0}' -print -quit))
-failed to map segment
-    neither its folder nor memory may be executed (noexec) -> export CALCOPS_CACHE=<a folder that is not noexec>
-"""
 
 
 class BuildError(RuntimeError):
@@ -109,11 +52,7 @@ def explain(what: str, output: str, request: inputs.Request, log: str = "") -> B
     if known := judge(output, request):
         return report(f"{what}: {known[0]}", [known[1]], known[2], log)
     if error := re.search(_COMPILER_ERROR, output, re.MULTILINE):
-        below = itertools.takewhile(
-            lambda line: re.match(_IS_SHOWN_SOURCE, line), output[error.end() + 1 :].splitlines()
-        )
-        shown = [error[0], *list(below)[:4]]
-        return report(f"{what}: error at {error['at']}", shown, f"correct {error['at']}", log)
+        return report(f"{what}: error at {error['at']}", error[0].splitlines(), f"correct {error['at']}", log)
     noise = r"\s*$|ninja:|FAILED: |\[\d|Error building|.* -c "  # of ninja and torch, who print the commands
     last = [line for line in output.splitlines() if not re.match(noise, line)][-6:]
     return report(what, last, f"less {log}" if log else "python -m calcops_jit clean", log)
@@ -121,8 +60,8 @@ def explain(what: str, output: str, request: inputs.Request, log: str = "") -> B
 
 def judge(output: str, request: inputs.Request) -> tuple[str, str, str] | None:
     """(cause, the line that shows it, the command that mends it)"""
-    rows = iter(_CAUSES.strip().splitlines())
-    for pattern, judgement in zip(rows, rows):
+    rows = Path(__file__).with_name("causes.txt").read_text().splitlines()[3:]
+    for pattern, judgement in zip(rows[::2], rows[1::2]):
         if match := re.search(pattern, output, re.MULTILINE):
             start = output.rfind("\n", 0, match.start()) + 1
             line = output[start:].partition("\n")[0].strip()
@@ -189,19 +128,15 @@ def old_driver() -> str:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     if version.value == 0 or version.value // 1000 >= needed:
         return ""
-    driver, runs = (
-        _DRIVERS.get(needed, max(_DRIVERS.values())),
-        f"{version.value // 1000}.{version.value % 1000 // 10}",
-    )
-    return f"CUDA {torch.version.cuda} of PyTorch needs driver {driver} or newer; this one runs CUDA {runs}"
+    runs = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    oldest = _DRIVERS.get(needed, max(_DRIVERS.values()))
+    return f"CUDA {torch.version.cuda} of PyTorch needs driver {oldest} or newer; this one runs CUDA {runs}"
 
 
 def has_headers(request: inputs.Request) -> bool:
     """Whether the compiler finds Python.h."""
     named = [*os.environ.get("CPATH", "").split(":"), *request.include_paths]
-    return any(
-        os.path.exists(f"{f}/Python.h") for f in [sysconfig.get_path("include", "posix_prefix"), *named]
-    )
+    return any(os.path.exists(f"{f}/Python.h") for f in [sysconfig.get_path("include", "posix_prefix"), *named])
 
 
 def answer(*command: str) -> str:

@@ -13,8 +13,6 @@ import torch
 
 from . import build, cache, cuda, diagnosis, inputs, recipes
 
-_ENOUGH_BYTES = 500_000_000
-
 
 class Finding(NamedTuple):
     """`verdict` is ok, note (works, with less) or fail."""
@@ -38,10 +36,9 @@ def examine() -> Iterator[Finding]:
     notes = [diagnosis.old_driver()]
     if not diagnosis.has_headers(request):
         notes.append("Python.h: No such file; sources with torch/extension.h include it")
-    for verdict, problems in (("fail", failures), ("note", filter(None, notes))):
-        for problem in problems:
-            cause, evidence, fix = diagnosis.judge(problem, request)
-            yield Finding(cause, verdict, evidence, fix)
+    for problem in [*failures, *filter(None, notes)]:
+        cause, evidence, fix = diagnosis.judge(problem, request)
+        yield Finding(cause, "fail" if problem in failures else "note", evidence, fix)
     if not failures:
         version = diagnosis.answer(*inputs.compiler_words(), "--version")
         yield Finding("C++ compiler", "ok", version.partition("\n")[0])
@@ -54,19 +51,18 @@ def examine() -> Iterator[Finding]:
         yield Finding("CUDA", "fail" if request.cuda.fatal else "note", cause, fix)
     yield _cache()
     yield Finding("compilers at once", "ok", os.environ.get("MAX_JOBS") or str(build.jobs()))
-    reasons: list[str] = []
-    if library := cache.find(request, reasons):
+    if library := cache.find(request, reasons := []):
         yield Finding("operators", "ok", library.path)
     else:
-        reason = (reasons or ["not built yet"])[0]
-        yield Finding("operators", "note", reason, "python -m calcops_jit build")
+        yield Finding("operators", "note", [*reasons, "not built yet"][0], "python -m calcops_jit build")
 
 
 def _supported(what: str, version: str, oldest: tuple[int, int], newest: tuple[int, int]) -> Finding:
     if oldest <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= newest:
         return Finding(what, "ok", version)
-    tested = "{}.{} to {}.{}".format(*oldest, *newest)
-    return Finding(what, "note", version, f"use {what} {tested}, with which this is tested")
+    return Finding(
+        what, "note", version, "use {} {}.{} to {}.{}, with which this is tested".format(what, *oldest, *newest)
+    )
 
 
 def _cache() -> Finding:
@@ -74,12 +70,9 @@ def _cache() -> Finding:
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-        return Finding(
-            "cache", "note", f"cannot write {folder}", "export CALCOPS_CACHE=<a folder of your own>"
-        )
+        return Finding("cache", "note", f"cannot write {folder}", "export CALCOPS_CACHE=<a folder of your own>")
     free = shutil.disk_usage(folder).free
     noexec = ", noexec: libraries are loaded from memory" if os.statvfs(folder).f_flag & os.ST_NOEXEC else ""
+    fix = "export CALCOPS_CACHE=<a folder with space>" if free < 500e6 else ""
     evidence = f"{cache.folders()[0]}, {free / 1e9:.1f} GB free{noexec}"
-    if free < _ENOUGH_BYTES:
-        return Finding("cache", "note", evidence, "export CALCOPS_CACHE=<a folder with space>")
-    return Finding("cache", "ok", evidence)
+    return Finding("cache", "note" if fix else "ok", evidence, fix)

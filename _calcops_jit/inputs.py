@@ -9,6 +9,8 @@ Paths are kept with their roots replaced by tokens, so a checkout, a virtual env
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -16,8 +18,6 @@ import shutil
 import struct
 import sys
 import time
-from collections.abc import Callable
-from functools import cached_property
 from types import SimpleNamespace
 
 import torch
@@ -54,6 +54,13 @@ def file_digest(file: int | str) -> str:
     return found.hexdigest()[:32]
 
 
+def text_of(path: str) -> str:
+    """What a file says; "" where it cannot be read."""
+    with contextlib.suppress(OSError), open(path, errors="replace") as file:
+        return file.read()
+    return ""
+
+
 def real_path(path: str) -> str:
     """`path` with its folder resolved, but not the file: the compiler searches beside the name it was given."""
     folder, name = os.path.split(os.path.abspath(path))
@@ -61,9 +68,7 @@ def real_path(path: str) -> str:
 
 
 def isa() -> str:
-    with open(
-        "/proc/cpuinfo", "rb"
-    ) as file:  # the first processor is enough, and 300 of them are slow to print
+    with open("/proc/cpuinfo", "rb") as file:  # the first processor is enough, and 300 of them are slow to print
         first = file.read(8192).decode(errors="replace")
     flags = first.partition("\nflags")[2].partition("\n")[0]
     return " ".join(sorted(w for w in flags.split() if w.startswith(_ISA)))
@@ -99,7 +104,7 @@ class Request(SimpleNamespace):
     def output(self) -> str:
         return self.file or f"{self.name}.so"
 
-    @cached_property
+    @functools.cached_property
     def roots(self) -> list[tuple[str, str]]:
         """(token, folder) pairs; more than one spelling of a folder may have the same token."""
         torch_folder = os.path.dirname(torch.__file__)
@@ -107,9 +112,7 @@ class Request(SimpleNamespace):
         pairs.append(("@loader", os.path.dirname(os.path.realpath(__file__))))
         if self.cuda.home:
             pairs += [("@cuda", os.path.realpath(self.cuda.home)), ("@cuda", self.cuda.home)]
-        if (
-            self.python == ""
-        ):  # as sysconfig.get_path("include", "posix_prefix") has it, which reads a file first
+        if self.python == "":  # as sysconfig.get_path("include", "posix_prefix") has it, which reads a file first
             python = f"python{sys.version_info[0]}.{sys.version_info[1]}{sys.abiflags}"
             pairs.append(("@python", os.path.join(sys.base_prefix, "include", python)))
         return pairs
@@ -126,7 +129,7 @@ class Request(SimpleNamespace):
             return dict(reversed(self.roots))[token] + slash + rest
         return path
 
-    @cached_property
+    @functools.cached_property
     def facts(self) -> dict:
         flags = [*self.cflags, *self.cuda_cflags, *self.ldflags]
         fold_flags = lambda flags: [flag.replace(self.root + "/", "@root/") for flag in flags]  # noqa: E731
@@ -144,21 +147,18 @@ class Request(SimpleNamespace):
             "environment": {k: os.environ[k] for k in COMPILER_VARIABLES if os.environ.get(k)},
         }
         if self.cuda.build:
-            facts |= {
-                "CUDA": self.cuda.version,
-                "GPU architectures": self.cuda.arches or list(self.cuda.gpus),
-            }
+            facts |= {"CUDA": self.cuda.version, "GPU architectures": self.cuda.arches or list(self.cuda.gpus)}
         if any("native" in flag for flag in flags):
             facts["CPU instruction set"] = isa()
         if self.python:
             facts["Python"] = self.python
         return facts
 
-    @cached_property
+    @functools.cached_property
     def slot(self) -> str:
         return digest(json.dumps(self.facts, sort_keys=True).encode())[:16]
 
-    @cached_property
+    @functools.cached_property
     def tools(self) -> list[str]:
         """The compilers by real path; empty when one is not there, and then the tools cannot be compared."""
         words = [w for w in compiler_words() if not w.startswith("-")]
@@ -189,6 +189,10 @@ def stamp_of(path: str) -> bytes:
     except OSError:
         return _GONE
     return _STAMP.pack(s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino)
+
+
+# Nobody edits what is PyTorch's and the system's, and libraries have most of it in common: looked at once a second.
+_seen, _seen_ns = functools.cache(stamp_of), 0
 
 
 def settled(stamp: bytes, now_ns: int) -> bytes:
@@ -228,8 +232,9 @@ class Closure(SimpleNamespace):
         at = range(0, _SIZE * len(paths), _SIZE)
         return {p: (self.stamps[i : i + _SIZE], self.digests[i : i + _SIZE]) for p, i in zip(paths, at)}
 
-    def check(self, request: Request, stat: Callable[[str], bytes] = stamp_of) -> bool:
+    def check(self, request: Request) -> bool:
         """Raises Changed at the first difference. True: a stat differed where the content did not, write it down."""
+        global _seen_ns
         tools = request.tools
         for old, new in zip(self.tools, map(request.fold, tools), strict=False):
             if old != new and self.entries()[old][1] != file_digest(request.unfold(new)):
@@ -239,12 +244,16 @@ class Closure(SimpleNamespace):
         # Where there is no compiler, what belongs to it need not be there either.
         compared = ("",) if tools else ("@root", "@torch", "@loader")
         now, restamped, end = time.time_ns(), False, 0
+        if not 0 <= now - _seen_ns < 1_000_000_000:
+            _seen.cache_clear()
+            _seen_ns = now
         for folder, lines in self.files.items():
             names = lines.split("\n")
             start, end = end, end + _SIZE * len(names)
             if not folder.startswith(compared):
                 continue
             prefix = request.unfold(folder) + "/"
+            stat = _seen if folder.startswith(("@torch", "@cuda", "@python", "/usr/")) else stamp_of
             if b"".join([stat(prefix + name) for name in names]) == self.stamps[start:end]:
                 continue  # mostly; what follows takes longer
             for at, name in zip(range(start, end, _SIZE), names):
@@ -266,11 +275,6 @@ class Closure(SimpleNamespace):
             if settled(stamp, now):
                 entry[0], restamped = stamp.hex(), True
         return restamped
-
-    @property
-    def contents(self) -> list[str]:
-        """What the library is made of, without times and tools' places: with the slot it names the library."""
-        return sorted(digest for _, digest in self.entries().values())
 
     def own_files(self, request: Request) -> list[str]:
         """The project's, without the toolchain's and PyTorch's."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import threading
@@ -13,14 +12,8 @@ from .diagnosis import BuildError, explain, old_driver, report
 
 _loaded: dict[str, loading.Library] = {}  # by name: a second library of a name takes the place of the first
 _one_at_a_time = threading.RLock()
-
-
-def _new_lock() -> None:
-    global _one_at_a_time
-    _one_at_a_time = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_new_lock)  # a thread that does not live on in the child may have had it
+# A thread that does not live on in a child may have it. (The standard library's own locks do the same.)
+os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)
 
 
 def obtain(request: inputs.Request, build: bool = True) -> loading.Library | None:
@@ -87,9 +80,8 @@ def _build(request: inputs.Request, reasons: list[str]) -> loading.Library:
             if found := cache.find(request, reasons):  # somebody built it meanwhile
                 return _load(request, found)
             if request.cuda.gpus and not request.cuda.build:
-                say(
-                    f"{request.cuda.gpus[0]} is here, but {request.cuda.reason.replace(';', ':')}; building for the CPU"
-                )
+                reason = request.cuda.reason.replace(";", ":")
+                say(f"{request.cuda.gpus[0]} is here, but {reason}; building for the CPU")
             if request.cuda.build and (problem := old_driver()):
                 say(explain("what is built for CUDA cannot run here", problem, request))
             return _compile(request, slot, reasons)
@@ -98,7 +90,8 @@ def _build(request: inputs.Request, reasons: list[str]) -> loading.Library:
 
 
 def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.Library:
-    from . import build
+    from . import build, usage
+    from .eta import Eta
     from .progress import Progress, say
 
     title = f"building {request.name}"
@@ -107,30 +100,26 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
     alone = False
     for _ in range(3):
         with cache.staging(slot) as staging:
-            with Progress(title, functools.partial(build.done, staging)) as progress:
+            eta = Eta(request, slot, staging)
+            with Progress(title, eta.state) as progress:
                 try:
                     built, closure = build.compile_library(request, slot, staging, alone)
                 except inputs.Changed:
                     continue  # a source was saved while it was compiled
                 except build.OutOfMemory:
                     alone = True
-                    say(
-                        "a compiler was killed, most likely for lack of memory: trying again with one at a time"
-                    )
+                    say("a compiler was killed, most likely for lack of memory: trying again with one at a time")
                     continue
                 live = _publish(request, slot, staging, built, closure)
+                eta.learn()
                 progress.outcome = f"built {request.name} in {progress.seconds():.1f} s"
+            usage.prune(usage.bound())
             return live
-    raise report(
-        f"cannot build {request.name}",
-        ["its sources changed while they were compiled, three times"],
-        "wait until nothing writes to them",
-    )
+    evidence = "its sources changed while they were compiled, three times"
+    raise report(f"cannot build {request.name}", [evidence], "wait until nothing writes to them")
 
 
-def _publish(
-    request: inputs.Request, slot: str, staging: str, built: str, closure: inputs.Closure
-) -> loading.Library:
+def _publish(request: inputs.Request, slot: str, staging: str, built: str, closure: inputs.Closure) -> loading.Library:
     # Its code is brought in before it is published: what cannot be loaded is not kept, and what it registers is
     # only known then. The renames move the very file that is mapped here.
     live = _loaded.get(request.name) or loading.Library()
@@ -139,9 +128,7 @@ def _publish(
     registration = live.bring_in(request, fd, inputs.file_digest(fd))
     at_once = {name.partition(".")[0] for name in operators.registered() - before}
     schemas = registration.schemas | {name: operators.live_schemas(name) for name in at_once}
-    generation = cache.publish(
-        slot, staging, built, request, operators.describe(schemas, request.root), closure
-    )
+    generation = cache.publish(slot, staging, built, request, operators.describe(schemas, request.root), closure)
     os.close(generation.fd)
     try:
         live.exchange(request, generation, registration)

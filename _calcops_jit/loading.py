@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import re
 
@@ -30,11 +32,8 @@ class Library:
             os.close(fd)
             return registration
         if self._generations and (at_once := self._described.keys() - self._generations[self.digest].schemas):
-            raise report(
-                f"cannot reload {request.name}",
-                [f"{sorted(at_once)[0]} was registered without torch/library.h"],
-                "restart Python",
-            )
+            evidence = f"{sorted(at_once)[0]} was registered without torch/library.h"
+            raise report(f"cannot reload {request.name}", [evidence], "restart Python")
         registration = Registration(request.name, link_in(fd, request))
         if refusal := registration.refusal(list(self._generations.values())):
             raise refusal
@@ -64,20 +63,15 @@ class Library:
 
 def link_in(fd: int, request: inputs.Request) -> ctypes.CDLL:
     """Loads the open file `fd`. The descriptor must stay open: the loader takes a path that it has seen for the
-    library that it has, and a closed number would be used again."""
+    library that it has, and a closed number would be used again. And its lock says that the file is in use."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     try:
         return ctypes.CDLL(f"/proc/self/fd/{fd}")
     except OSError as error:
-        message = str(error)
-        if "failed to map segment" in message:  # the cache is mounted noexec
-            copy = os.memfd_create(request.name, os.MFD_CLOEXEC)
-            with open(fd, "rb", closefd=False) as file:
-                file.seek(0)
-                os.write(copy, file.read())
-            fd = copy
-            try:
-                return ctypes.CDLL(f"/proc/self/fd/{fd}")
-            except OSError as again:
-                message = str(again)
-        message = re.sub(r"^/proc/self/fd/\d+: ", "", message)
-        raise explain(f"cannot load {request.name}.so", message, request) from None
+        message = re.sub(r"^/proc/self/fd/\d+: ", "", str(error))
+    if "failed to map segment" in message and not os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:"):
+        copy = os.memfd_create(request.name, os.MFD_CLOEXEC)  # the cache is mounted noexec
+        os.sendfile(copy, fd, 0, os.fstat(fd).st_size)
+        return link_in(copy, request)
+    raise explain(f"cannot load {request.name}.so", message, request)

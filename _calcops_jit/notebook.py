@@ -37,9 +37,9 @@ def operator(line: str, cell: str) -> None:
     source = f"{folder}/cell.{'cu' if options.cuda else 'cpp'}"
     cache.write_whole(source, cell.encode())
     flags = {"extra_cuda_cflags" if options.cuda else "extra_cflags": shlex.split(options.cflags)}
-    linking = shlex.split(options.ldflags)
+    flags["extra_ldflags"] = shlex.split(options.ldflags)
     try:
-        library = load(options.name, source, **flags, extra_ldflags=linking, verbose=options.verbose)
+        library = load(options.name, source, **flags, verbose=options.verbose)
     except BaseException as error:
         if source in _live:  # reload() must not meet the cell that failed
             cache.write_whole(source, _live[source].encode())

@@ -51,9 +51,7 @@ def packet(name: str):
 def missing(what: str, there: Iterable[str]) -> AttributeError:
     """There is no operator of this name: says which there are."""
     evidence = "there are: " + ", ".join(sorted(name for name in there if not name.startswith("_")))
-    return AttributeError(
-        str(report(what, [evidence], "call one of these, or register it with TORCH_LIBRARY"))
-    )
+    return AttributeError(str(report(what, [evidence], "call one of these, or register it with TORCH_LIBRARY")))
 
 
 def handles(described: dict[str, str]) -> dict[str, torch._ops.OpOverloadPacket]:

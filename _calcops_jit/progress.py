@@ -58,13 +58,9 @@ class Progress:
 
     def _show(self, text: str, part: float | None) -> None:
         with contextlib.suppress(OSError, ValueError):
-            if (
-                self._output
-            ):  # not a widget: that would need ipywidgets, and be lost when the notebook is read later
+            if self._output:  # not a widget: that would need ipywidgets, and be lost when the notebook is read later
                 bar = f"<progress value='{part or 0:.3f}'></progress> {html.escape(text)}"
-                self._output.update(
-                    {"text/plain": text} | ({} if part is None else {"text/html": bar}), raw=True
-                )
+                self._output.update({"text/plain": text} | ({} if part is None else {"text/html": bar}), raw=True)
             elif self._terminal:
                 width = shutil.get_terminal_size().columns - 1
                 line = text and f"calcops_jit: {text}"[:width]

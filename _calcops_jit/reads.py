@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
@@ -24,18 +23,11 @@ class Reads:
 
     def __init__(self, request: inputs.Request, staging: str, ninja: str):
         self._request, self._staging = request, staging
-        try:
-            with open(f"{staging}/build.ninja") as file:
-                plan = file.read()
-        except FileNotFoundError:  # torch gave up before it wrote one
-            plan = ""
+        plan = inputs.text_of(f"{staging}/build.ninja")  # nothing, if torch gave up before it wrote one
         deps = _output([ninja, "-t", "deps"], staging)
-        self.units = {}
-        for target in re.findall(r"^build (\S+): (?:cuda_)?compile ", plan, re.MULTILINE):
-            if block := re.search(rf"^{re.escape(target)}: #deps.*\n((?:    .+\n)*)", deps, re.MULTILINE):
-                self.units[target] = self._foreign(line.strip() for line in block[1].splitlines())
-            else:
-                self.units[target] = set()
+        read = dict(re.findall(r"^(\S+): #deps.*\n((?:    .+\n)*)", deps, re.MULTILINE))
+        targets = re.findall(r"^build (\S+): (?:cuda_)?compile ", plan, re.MULTILINE)
+        self.units = {target: self._foreign(map(str.strip, read.get(target, "").splitlines())) for target in targets}
         self.libraries = self._linked()
         cflags = re.search(r"^cflags = (.*)$", plan, re.MULTILINE)
         self.search = self._searched(cflags[1].replace("$$", "$") if cflags else "")
@@ -47,9 +39,7 @@ class Reads:
         return {inputs.real_path(p) if "/.." in p else p for p in outside if os.path.isfile(p)}
 
     def _linked(self) -> set[str]:
-        loaded = []
-        with contextlib.suppress(OSError), open(f"{self._staging}/link.map", errors="replace") as file:
-            loaded = re.findall(r"^LOAD (/.+)$", file.read(), re.MULTILINE)
+        loaded = re.findall(r"^LOAD (/.+)$", inputs.text_of(f"{self._staging}/link.map"), re.MULTILINE)
         torch_folder = self._request.unfold("@torch")
         # torch's own libraries are named by its version; they are too large to read.
         return self._foreign(path for path in loaded if not os.path.realpath(path).startswith(torch_folder))
@@ -167,7 +157,5 @@ def _answer(stamp: bytes, variables: tuple, *command: str) -> str:
 
 def _output(command: list[str], folder: str = "/") -> str:
     environment = os.environ | {"LC_ALL": "C.UTF-8", "LD_PRELOAD": ""}  # a sanitizer's is for this process
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", check=False
-    )
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace")
     return done.stdout + done.stderr

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
-from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 
 from . import cuda, inputs
@@ -19,26 +19,23 @@ def operators_root() -> str:
     """ops/ beside calcops_jit.py in a checkout, in here when installed."""
     here = os.path.dirname(os.path.abspath(__file__))
     installed = os.path.join(here, "ops")
-    return os.path.realpath(
-        installed if os.path.isdir(installed) else os.path.join(os.path.dirname(here), "ops")
-    )
+    return os.path.realpath(installed if os.path.isdir(installed) else f"{here}/../ops")
 
 
-def own(root: str | None = None, name: str = "calcops") -> inputs.Request:
+def own(root: str | None = None, name: str = "calcops", isa: str = "native") -> inputs.Request:
     """Everything under ops/: each folder is an operator, each .cpp in it a unit, each .cu one where CUDA is built."""
     root = root or operators_root()
     choice = cuda.choose()
+    extensions = (".cpp", ".cu") if choice.build else (".cpp",)
     extra = inputs.words_of("CALCOPS_CFLAGS")
     # at::parallel_for is a plain loop without -fopenmp; libgomp is the one in torch's folder, by its rpath.
-    cflags = [*_BASE, "-march=native", "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
+    cflags = [*_BASE, f"-march={isa}", "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
     if not choice.build:
-        cflags.append(
-            f"-DCALCOPS_NO_CUDA='\"{choice.reason}\"'"
-        )  # a shell's word: no reason has a quote or a $
+        cflags.append(f"-DCALCOPS_NO_CUDA='\"{choice.reason}\"'")  # a shell's word: no reason has a quote or a $
     return inputs.Request(
         name=name,
         root=root,
-        sources=tuple(_units(root, (".cpp", ".cu") if choice.build else (".cpp",))),
+        sources=tuple(sorted(f for f in glob.glob(f"{glob.escape(root)}/[!._]*/[!.]*") if f.endswith(extensions))),
         cflags=tuple(cflags),
         cuda_cflags=_CUDA_BASE,
         ldflags=("-fopenmp", *extra),
@@ -47,35 +44,13 @@ def own(root: str | None = None, name: str = "calcops") -> inputs.Request:
     )
 
 
-def _units(root: str, extensions: tuple[str, ...]) -> list[str]:
-    with os.scandir(root) as entries:
-        folders = sorted(e.path for e in entries if e.is_dir() and not e.name.startswith((".", "_")))
-    return [
-        f"{folder}/{name}"
-        for folder in folders
-        for name in sorted(os.listdir(folder))
-        if name.endswith(extensions) and not name.startswith(".")
-    ]
-
-
 def foreign(
-    name: str,
-    sources: str | Sequence[str],
-    extra_cflags: Sequence[str] | None,
-    extra_cuda_cflags: Sequence[str] | None,
-    extra_ldflags: Sequence[str] | None,
-    extra_include_paths: Sequence[str] | None,
-    verbose: bool,
-    with_cuda: bool | None,
+    name, sources, extra_cflags, extra_cuda_cflags, extra_ldflags, extra_include_paths, verbose, with_cuda
 ) -> inputs.Request:
     """Sources of somebody else, with the meaning that torch.utils.cpp_extension.load gives to the options."""
-    if not re.fullmatch(r"[A-Za-z_][\w.-]*", name):
-        raise ValueError(f"calcops_jit.load: expected `name` of letters, digits and _ . -, got {name!r}")
+    if not re.fullmatch(r"(?!calcops$)[A-Za-z_][\w.-]*", name):  # which is that of the operators here
+        raise ValueError(f"calcops_jit.load: expected `name` of letters, digits and _ . -, not 'calcops', got {name!r}")
     paths = [inputs.real_path(os.fspath(s)) for s in ([sources] if isinstance(sources, str) else sources)]
-    if name == "calcops":
-        raise ValueError(
-            "calcops_jit.load: expected `name` other than that of the operators here, got 'calcops'"
-        )
     if not paths:
         raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
     for path in paths:
@@ -107,11 +82,8 @@ def key(request: inputs.Request) -> str:
     """Names what a build would give, without building: for a CI cache. Equal keys are equal machines and sources."""
     contents = []
     for root in (request.root, SHADOW):
-        for folder, folders, names in os.walk(root):
-            folders.sort()
-            for name in sorted(names):
-                if name.endswith((".h", ".cuh", ".cpp", ".cu")):
-                    path = os.path.join(folder, name)
-                    contents += [request.fold(path), inputs.file_digest(path)]
+        for path in sorted(glob.glob(f"{glob.escape(root)}/**", recursive=True)):
+            if path.endswith((".h", ".cuh", ".cpp", ".cu")):
+                contents += [request.fold(path), inputs.file_digest(path)]
     contents += [inputs.file_digest(tool) for tool in request.tools]
     return f"{request.name}-{inputs.digest(' '.join([request.slot, *contents]).encode())[:20]}"

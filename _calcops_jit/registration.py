@@ -33,9 +33,7 @@ class Registration:
     def defs(self) -> dict[str, str]:
         """{operator with overload: schema and tags}"""
         defs = [step[1:] for step in self._steps if step[0] == "def"]
-        return {
-            schema.partition("(")[0]: f"{schema} tags {tags}".removesuffix(" tags ") for schema, tags in defs
-        }
+        return {schema.partition("(")[0]: f"{schema} tags {tags}".removesuffix(" tags ") for schema, tags in defs}
 
     @cached_property
     def impls(self) -> dict[str, str]:
@@ -64,11 +62,8 @@ class Registration:
         if not changes:
             return None
         lines = [line for name, change in changes.items() for line in [name, *_difference(*change)]]
-        return report(
-            f"cannot reload {self._name}: a signature changed, so nothing was exchanged",
-            lines,
-            "restart Python, or give the operator another name",
-        )
+        what = f"cannot reload {self._name}: a signature changed, so nothing was exchanged"
+        return report(what, lines, "restart Python, or give the operator another name")
 
     def take(self, earlier: list[Registration]) -> None:
         """Makes it live: every call from now on reaches its kernels. BuildError: nothing has changed."""
@@ -86,11 +81,8 @@ class Registration:
         answer = getattr(self._library, f"calcops_jit_{what}")().decode(errors="replace")
         if answer.startswith("error\t"):
             lines = answer.removeprefix("error\t").strip().splitlines()
-            raise report(
-                f"cannot register {self._name}, nothing was exchanged",
-                lines,
-                "correct the registration, or restart Python",
-            )
+            what = f"cannot register {self._name}, nothing was exchanged"
+            raise report(what, lines, "correct the registration, or restart Python")
         return answer
 
 

@@ -17,8 +17,7 @@ def start(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]
     def run() -> None:
         before = None  # what was saved before this counts as well
         while not stop.wait(seconds):
-            now = _state()
-            if now != before:
+            if (now := {path: inputs.stamp_of(path) for path in library.project_files()}) != before:
                 before = now  # also after a failure: the same files would fail again
                 try:
                     if changed := reload():
@@ -34,7 +33,3 @@ def start(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]
         thread.join()
 
     return end
-
-
-def _state() -> list[tuple[str, list[int] | None]]:
-    return [(path, inputs.stamp_of(path)) for path in sorted(library.project_files())]

@@ -3,6 +3,7 @@
 import doctest
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,24 +23,20 @@ def test_the_lines_of_use_give_what_is_shown():
     assert result.attempted >= 6 and result.failed == 0
 
 
+@pytest.mark.skipif(shutil.which("pkg-config") is None, reason="no pkg-config")
 def test_the_program_in_cpp_builds_as_shown_and_prints_what_is_shown(tmp_path):
     (program,) = blocks("cpp")
     (commands,) = (block for block in blocks("sh") if "host.cpp" in block)
     (tmp_path / "host.cpp").write_text(program)
-    for ours, here in (
-        (".venv/bin/python", sys.executable),
-        ("host.cpp", str(tmp_path / "host.cpp")),
-        ("-o host", f"-o {tmp_path / 'host'}"),
-        ("./host", str(tmp_path / "host")),
-    ):
-        assert ours in commands
-        commands = commands.replace(ours, here)
+    assert ".venv/bin/python" in commands
+    commands = commands.replace(".venv/bin/python", sys.executable)
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    environment["PYTHONPATH"] = str(ROOT)
     run = subprocess.run(
-        ["bash", "-euc", commands], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        ["bash", "-euc", commands], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == re.search(r"host +# (.*)", commands)[1]
+    assert run.stdout.splitlines()[-1] == re.search(r"host +# (.*)", commands)[1]
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"\bCALCOPS_[A-Z]+\b", TEXT))))

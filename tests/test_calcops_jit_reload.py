@@ -275,9 +275,9 @@ centre = force[:, 0].sum()  # the sum over all atoms is zero
 (old,) = torch.autograd.grad(centre, dE, retain_graph=True)
 kernels = ops / "force/force_cpu.cpp"
 text = kernels.read_text()
-call = "gradient_dE(in.Ri_d + 12 * s, e, out.dE + 4 * s);"
+call = "matrix_times_column<4>(Ri_d + 12 * s, e, to_dE + 4 * s);"
 assert call in text
-kernels.write_text(text.replace(call, "{ " + call + " for (int c = 0; c < 4; ++c) out.dE[4 * s + c] *= -2; }"))
+kernels.write_text(text.replace(call, "{ " + call + " for (int c = 0; c < 4; ++c) to_dE[4 * s + c] *= -2; }"))
 assert calcops_jit.reload() == ["calcops"]
 (new,) = torch.autograd.grad(centre, dE)
 print(old.abs().sum().item() > 0, torch.equal(new, -2 * old))

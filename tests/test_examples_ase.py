@@ -39,9 +39,7 @@ def argon(cutoff=8.5, tail="shift"):
 
 def silicon(cells=2, rattle=0.1, shear=0.05):
     atoms = bulk("Si", "diamond", a=5.43, cubic=True).repeat(cells)
-    atoms.set_cell(
-        atoms.cell.array @ (np.eye(3) + [[0, shear, 0], [0, 0, -shear], [0, 0, shear]]), scale_atoms=True
-    )
+    atoms.set_cell(atoms.cell.array @ (np.eye(3) + [[0, shear, 0], [0, 0, -shear], [0, 0, shear]]), scale_atoms=True)
     atoms.rattle(rattle, seed=1)
     return atoms
 
@@ -63,9 +61,7 @@ def systems():
         "triclinic": triclinic,
         "outside the cell": outside,
         "one atom, five images deep": bulk("Ar", a=5.3),
-        "left-handed": Atoms(
-            "Ar2", [[0, 0, 0], [1, 1, 3.3]], cell=[[0, 5, 0], [5, 0, 0], [1, 0, 6]], pbc=True
-        ),
+        "left-handed": Atoms("Ar2", [[0, 0, 0], [1, 1, 3.3]], cell=[[0, 5, 0], [5, 0, 0], [1, 0, 6]], pbc=True),
         "slab": slab,
         "wire without other cell vectors": wire,
         "cluster": cluster,
@@ -84,9 +80,7 @@ def test_everything_agrees_with_ases_lennard_jones(name, device):
     for key in properties:
         expected = np.asarray(theirs.calc.get_property(key, theirs))
         scale = abs(theirs.get_forces()).max() + abs(theirs.get_potential_energies()).max()
-        np.testing.assert_allclose(
-            ours.calc.get_property(key, ours), expected, rtol=1e-11, atol=1e-13 + 1e-13 * scale
-        )
+        np.testing.assert_allclose(ours.calc.get_property(key, ours), expected, rtol=1e-11, atol=1e-13 + 1e-13 * scale)
     assert set(ours.calc.results) == set(properties)
     if name != "one atom alone":
         assert ours.get_potential_energy() != 0
@@ -107,9 +101,7 @@ def test_forces_and_stress_are_numerical_derivatives():
 def test_what_is_not_periodic_has_no_stress():
     atoms = systems()["cluster"]
     atoms.calc = CalcOps(argon())
-    message = (
-        r"expected a periodic cell with a volume for the stress, got pbc=\[False, False, False\] and 0 cell"
-    )
+    message = r"expected a periodic cell with a volume for the stress, got pbc=\[False, False, False\] and 0 cell"
     for _ in range(2):  # also once the energy is known
         with pytest.raises(PropertyNotImplementedError, match=message):
             atoms.get_stress()
@@ -171,18 +163,13 @@ def test_the_skin_holds_pairs_that_come_into_reach_from_both_sides():
     atoms.calc = CalcOps(argon(cutoff=8.5, tail="cut"), skin=0.4)
     assert atoms.get_potential_energy() == 0
     atoms.positions[:, 0] += [0.199, -0.199]  # 8.482 A
-    assert atoms.get_potential_energy() == pytest.approx(
-        4 * 0.0104 * ((3.4 / 8.482) ** 12 - (3.4 / 8.482) ** 6)
-    )
+    assert atoms.get_potential_energy() == pytest.approx(4 * 0.0104 * ((3.4 / 8.482) ** 12 - (3.4 / 8.482) ** 6))
     assert atoms.calc.neighbours.builds == 1
 
 
 def test_a_run_keeps_its_list_for_many_steps_and_conserves_energy():
     atoms = silicon(rattle=0.05, shear=0)
-    atoms.calc, others = (
-        CalcOps(StillingerWeber()),
-        [CalcOps(StillingerWeber(), skin=skin) for skin in (0, 2.0)],
-    )
+    atoms.calc, others = (CalcOps(StillingerWeber()), [CalcOps(StillingerWeber(), skin=skin) for skin in (0, 2.0)])
     dynamics, total, builds = VelocityVerlet(atoms, units.fs), [], []
     for _ in dynamics.irun(199):
         total.append(atoms.get_total_energy() / len(atoms))
@@ -319,9 +306,7 @@ def test_silicon_draws_its_picture(printed):
 
 def test_the_readme_shows_what_is_printed(printed):
     """But for what depends on the number of steps, and the last digits."""
-    (shown,) = re.findall(
-        r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    (shown,) = re.findall(r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     lines = shown.splitlines()
     assert len(lines) == len(printed.splitlines())
     for line in lines:

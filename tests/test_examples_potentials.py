@@ -28,20 +28,8 @@ def mixture():
     numbers, entries = iter(torch.rand(1000, generator=torch.Generator().manual_seed(0)).tolist()), {}
     for i, j, k in itertools.product(NAMES, repeat=3):
         u = lambda low, high: low + (high - low) * next(numbers)  # noqa: E731
-        row = [
-            u(1, 2),
-            u(1, 1.5),
-            u(1.5, 1.9),
-            u(1, 20),
-            u(0.6, 1.4),
-            u(-0.6, 0.2),
-            u(5, 8),
-            u(0.4, 0.9),
-            4.0,
-        ]
-        entries[i, j, k] = entries.get(
-            (i, k, j), [*row, float(next(numbers) > 0.5), 1e-6 * (next(numbers) > 0.5)]
-        )
+        row = [u(1, 2), u(1, 1.5), u(1.5, 1.9), u(1, 20), u(0.6, 1.4), u(-0.6, 0.2), u(5, 8), u(0.4, 0.9), 4.0]
+        entries[i, j, k] = entries.get((i, k, j), [*row, float(next(numbers) > 0.5), 1e-6 * (next(numbers) > 0.5)])
     return entries
 
 
@@ -128,6 +116,12 @@ def test_lennard_jones_is_its_formula(tail, mix):
     torch.testing.assert_close(again.pairs, model.pairs, rtol=0, atol=0)
 
 
+def test_one_list_for_both_parameters_is_mixed_by_the_rule_of_each():
+    both = [1.0, 4.0]
+    model = LennardJones(both, both, type_names="AB", mix="arithmetic")
+    assert model.pairs[0, 1, :2].tolist() == model.pairs[1, 0, :2].tolist() == [2.0, 2.5]
+
+
 def test_stillinger_weber_is_its_formula_for_three_elements(sw_file):
     entries, names = mixture(), "CAB"
     types, list_neigh, positions = cluster(9, 3, 3.2)
@@ -135,9 +129,7 @@ def test_stillinger_weber_is_its_formula_for_three_elements(sw_file):
 
     def pair(i, j):
         """eps, sigma, a, gamma, A, B, p, q, whether r is below LAMMPS's cutoff, r of the pair's own entry"""
-        eps, sigma, a, _, gamma, _, A, B, p, q, tol = entries[
-            names[types[i]], names[types[j]], names[types[j]]
-        ]
+        eps, sigma, a, _, gamma, _, A, B, p, q, tol = entries[names[types[i]], names[types[j]], names[types[j]]]
         cut = sigma * a + ((gamma if gamma < 1 else 1) * sigma / math.log(tol) if tol else 0)
         r = math.dist(xyz[i], xyz[j])
         return eps, sigma, a, gamma, A, B, p, q, r < cut, r
@@ -147,9 +139,7 @@ def test_stillinger_weber_is_its_formula_for_three_elements(sw_file):
         eps, sigma, a, gamma, A, B, p, q, near, r = pair(i, j)
         if not near:
             continue
-        expected[i] += (
-            A * eps * (B * (sigma / r) ** p - (sigma / r) ** q) * math.exp(sigma / (r - a * sigma)) / 2
-        )
+        expected[i] += A * eps * (B * (sigma / r) ** p - (sigma / r) ** q) * math.exp(sigma / (r - a * sigma)) / 2
         for k in range(j + 1, 9):
             _, sigma_k, a_k, gamma_k, *_, near_k, r_k = pair(i, k)
             if k == i or not near_k:
@@ -185,9 +175,7 @@ def test_force_and_virials_are_derivatives_of_the_energy(sw_file, device):
         assert_equal_lists(plain, [x.detach() for x in kept], rtol=0, atol=1e-13 * force.abs().max().item())
         torch.testing.assert_close(plain[2][0], -force, rtol=1e-11, atol=1e-12 * force.abs().max().item())
         torch.testing.assert_close(plain[3][0], -virial, rtol=1e-11, atol=1e-12 * virial.abs().max().item())
-        torch.testing.assert_close(
-            plain[4].sum(1), plain[3], rtol=1e-11, atol=1e-12 * virial.abs().max().item()
-        )
+        torch.testing.assert_close(plain[4].sum(1), plain[3], rtol=1e-11, atol=1e-12 * virial.abs().max().item())
 
 
 def test_second_derivatives_are_right(sw_file):
@@ -206,9 +194,7 @@ def test_ghosts_and_frames_with_their_own_types_change_nothing(sw_file):
     types, list_neigh, positions = cluster(9, 3, 3.2)
     Rij = vectors(list_neigh, positions)
     alone = model(types, list_neigh, Rij)
-    as_ghosts = list_neigh.where(
-        (list_neigh < 0) | (torch.arange(list_neigh.shape[2]) % 2 == 0), list_neigh + 9
-    )
+    as_ghosts = list_neigh.where((list_neigh < 0) | (torch.arange(list_neigh.shape[2]) % 2 == 0), list_neigh + 9)
     energy, atom_energy, force, virial, atom_virial = model(types.repeat(2), as_ghosts, Rij, 9)
     folded = energy, atom_energy, force[:, :9] + force[:, 9:], virial, atom_virial[:, :9] + atom_virial[:, 9:]
     assert_equal_lists(folded, alone, rtol=1e-12, atol=1e-12)
@@ -226,9 +212,7 @@ def test_a_slot_beyond_the_cutoff_counts_for_nothing(sw_file):
             Rij = torch.zeros(1, 2, 1, 3, dtype=torch.float64)
             Rij[0, :, 0, 0] = torch.tensor([1.0, -1.0]) * (model.cutoff + excess)
             assert not any(x.any() for x in model(types, list_neigh, Rij)), (model, excess)
-    for x in StillingerWeber()(
-        types, list_neigh, Rij / Rij.norm() * 2**0.5 * (StillingerWeber().cutoff - 1e-4)
-    ):
+    for x in StillingerWeber()(types, list_neigh, Rij / Rij.norm() * 2**0.5 * (StillingerWeber().cutoff - 1e-4)):
         assert torch.isfinite(x).all()
 
 
@@ -240,16 +224,10 @@ def test_an_archive_is_the_model_for_every_size(sw_file, device, tmp_path):
     for model in models(sw_file):
         save(model, tmp_path / "model.pt", device=device)
         archive = load(tmp_path / "model.pt", device)
-        assert (archive.cutoff, archive.units, archive.type_names) == (
-            model.cutoff,
-            model.units,
-            model.type_names,
-        )
+        assert (archive.cutoff, archive.units, archive.type_names) == (model.cutoff, model.units, model.type_names)
         for size in SIZES * 2:  # TorchScript specialises itself in the second call
             inputs = frames(*size, len(model.type_names), device)
-            assert_equal_lists(
-                archive(*inputs, size[3]), model.to(device)(*inputs, size[3]), rtol=1e-12, atol=1e-12
-            )
+            assert_equal_lists(archive(*inputs, size[3]), model.to(device)(*inputs, size[3]), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -277,9 +255,7 @@ def test_what_cannot_be_is_refused(tmp_path):
 def test_a_neighbor_index_changes_no_bit(sw_file):
     types, list_neigh, Rij = frames(3, 20, 9, 11, 3)
     model, index = StillingerWeber(sw_file), calcops_jit.neighbor_index(list_neigh, 11)
-    for a, b in zip(
-        model(types, list_neigh, Rij, 11), model(types, list_neigh, Rij, 11, neighbor_index=index)
-    ):
+    for a, b in zip(model(types, list_neigh, Rij, 11), model(types, list_neigh, Rij, 11, neighbor_index=index)):
         assert torch.equal(a, b)
 
 

@@ -6,12 +6,7 @@ atoms.calc = CalcOps(StillingerWeber())                # or CalcOps(load("silico
 import numpy as np
 import torch
 import vesin
-from ase.calculators.calculator import (
-    Calculator,
-    PropertyNotImplementedError,
-    all_changes,
-    compare_atoms,
-)
+from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes, compare_atoms
 from ase.data import atomic_numbers
 from ase.stress import full_3x3_to_voigt_6_stress
 
@@ -79,10 +74,8 @@ class CalcOps(Calculator):
         if (types < 0).any():
             raise ValueError(f"CalcOps: expected atoms of {self.model.type_names}, got {atoms.symbols}")
         self.neighbours.update(atoms)
-        return [
-            torch.as_tensor(x, device=self.neighbours.device)
-            for x in (types, atoms.positions, atoms.cell.array)
-        ]
+        arrays = types, atoms.positions, atoms.cell.array
+        return [torch.as_tensor(x, device=self.neighbours.device) for x in arrays]
 
     def calculate(self, atoms=None, properties=("energy",), system_changes=all_changes):
         super().calculate(atoms, properties, system_changes)
@@ -97,12 +90,8 @@ class CalcOps(Calculator):
         energy, energies, forces, virial, atom_virial = (
             x[0].double().cpu().numpy() for x in self.model(types, self.neighbours.list_neigh, Rij, 0)
         )
-        self.results = {
-            "energy": energy.item(),
-            "free_energy": energy.item(),
-            "energies": energies,
-            "forces": forces,
-        }
+        self.results = {"energies": energies, "forces": forces}
+        self.results["energy"] = self.results["free_energy"] = energy.item()
         if periodic:
             volume = self.atoms.get_volume()
             self.results["stress"] = full_3x3_to_voigt_6_stress(-virial / volume)

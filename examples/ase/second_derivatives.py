@@ -48,9 +48,7 @@ def phonons(primitive, cells=4):
     rows = force[0, :p].flatten()  # the forces on the atoms of one cell: a row of the Hessian each
     (hessian,) = torch.autograd.grad(rows, positions, -torch.eye(3 * p).to(rows), is_grads_batched=True)
     root = np.sqrt(primitive.get_masses())
-    hessian = hessian.cpu().numpy().reshape(p, 3, -1, p, 3) / (
-        root[:, None, None, None, None] * root[:, None]
-    )
+    hessian = hessian.cpu().numpy().reshape(p, 3, -1, p, 3) / (root[:, None, None, None, None] * root[:, None])
     away = np.array([atoms.get_distances(i, range(len(atoms)), mic=True, vector=True) for i in range(p)])
 
     def frequencies(q):

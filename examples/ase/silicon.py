@@ -95,9 +95,7 @@ def main():
     time, potential, kinetic = trace = simulate(crystal, options.steps)
     total, builds = potential + kinetic, crystal.calc.neighbours.builds
     temperature = 2 / 3 * kinetic[len(kinetic) // 2 :].mean() / 1e3 / units.kB
-    print(
-        f"NVE, {len(crystal)} atoms, {options.steps} fs at {temperature:.0f} K: total energy within", end=" "
-    )
+    print(f"NVE, {len(crystal)} atoms, {options.steps} fs at {temperature:.0f} K: total energy within", end=" ")
     print(f"{np.ptp(total):.4f} meV/atom, drift {np.polyfit(time, total, 1)[0]:+.4f} meV/atom/ps,")
     print(f"  neighbours found {builds} times in {options.steps + 1} steps")
 

@@ -13,17 +13,14 @@ class LennardJones(Potential):
     mix             of types: epsilon always geometric, sigma "geometric" (LAMMPS's default) or "arithmetic"
     """
 
-    def __init__(
-        self, epsilon=1.0, sigma=1.0, cutoff=2.5, tail="cut", units="lj", type_names=("X",), mix="geometric"
-    ):
+    def __init__(self, epsilon=1.0, sigma=1.0, cutoff=2.5, tail="cut", units="lj", type_names=("X",), mix="geometric"):
         super().__init__(float(cutoff), units, list(type_names))
         if tail not in ("cut", "shift", "linear") or mix not in ("geometric", "arithmetic"):
             raise ValueError(
                 f'expected tail "cut", "shift" or "linear" and mix "geometric" or "arithmetic", got {tail}, {mix}'
             )
-        epsilon, sigma = (
-            self.table(x, len(type_names), mix == "geometric" or x is epsilon) for x in (epsilon, sigma)
-        )
+        epsilon = self.table(epsilon, len(type_names), geometric=True)
+        sigma = self.table(sigma, len(type_names), mix == "geometric")
         s6 = (sigma / cutoff) ** 6
         height = 4 * epsilon * (s6 - 1) * s6 * (tail != "cut")
         slope = 24 * epsilon * (1 - 2 * s6) * s6 / cutoff * (tail == "linear")

@@ -84,10 +84,6 @@ def load(path, device="cpu"):
         about = dict.fromkeys(("cutoff", "units", "type_names", "dtype"), "")
         model = torch.jit.load(path, device, _extra_files=about)
         about = {key: value.decode() for key, value in about.items()}
-    model.cutoff, model.units, model.type_names = (
-        float(about["cutoff"]),
-        about["units"],
-        about["type_names"].split(),
-    )
-    model.dtype = getattr(torch, about["dtype"])
+    model.cutoff, model.units = float(about["cutoff"]), about["units"]
+    model.type_names, model.dtype = about["type_names"].split(), getattr(torch, about["dtype"])
     return model

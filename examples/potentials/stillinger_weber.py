@@ -17,9 +17,7 @@ def read(text):
     words = " ".join(line.partition("#")[0] for line in text.splitlines()).split()
     if not words or len(words) % 14:
         raise ValueError(f"expected entries of 3 elements and 11 numbers, got {len(words)} words")
-    return {
-        tuple(words[w : w + 3]): [float(x) for x in words[w + 3 : w + 14]] for w in range(0, len(words), 14)
-    }
+    return {tuple(words[w : w + 3]): [float(x) for x in words[w + 3 : w + 14]] for w in range(0, len(words), 14)}
 
 
 class StillingerWeber(Potential):

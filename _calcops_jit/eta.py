@@ -1,0 +1,84 @@
+"""How far a build is and how long it will still take, learnt from earlier builds on this machine.
+
+<cache>/seconds    a log as ninja's, of `library, digest of its flags, object`; no object: all that comes after them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import os
+import re
+import time
+
+from . import cache, inputs
+
+_KEPT = 5000  # lines
+
+
+class Eta:
+    """Of the build in `staging`, by ninja's own files: torch runs ninja and keeps its output to itself.
+
+    Nothing is said about the time that is left until every object was built before: what one takes depends on the
+    headers it includes, not on its size. And nothing any more once that time would have to be more than doubled."""
+
+    def __init__(self, request: inputs.Request, slot: str, staging: str):
+        flags = [request.facts.get(kind) for kind in ("C++ flags", "CUDA flags", "GPU architectures")]
+        self._library = f"{request.name} {inputs.digest(repr(flags).encode())} "
+        self._history, self._staging = f"{os.path.dirname(slot)}/seconds", staging
+        self._known = {file: end - start for file, (start, end) in _read(self._history).items()}
+        self._least = float("inf")
+
+    def state(self, seconds: float) -> tuple[str, float]:
+        """What is built and under way, for how long, and how long still; and the part that is done, 0 to 1."""
+        sources, ran, age = self._ninja()
+        waiting = [source for file, source in sources.items() if file not in ran]
+        under_way = "" if not waiting else f" {waiting[0]}" if len(waiting) > 1 else " linking"
+        done = len(sources) - len(waiting)
+        text = f"[{done}/{len(sources) or '?'}]{under_way} {seconds:.0f} s"
+        if sources and sources.keys() <= self._known.keys():
+            left = max(1, round(self._end(list(sources), ran, age) - age))
+            self._least = min(self._least, left)
+            if left <= 2 * self._least:
+                return f"{text}, {left} s left", seconds / (seconds + left)
+            self._known = {}
+        return text, done / (len(sources) or 1)
+
+    def _end(self, files: list[str], ran: dict[str, tuple[float, float]], age: float) -> float:
+        """When all will be built: as ninja starts them, and as much later as the others were or have to be."""
+        jobs = os.environ.get("MAX_JOBS", "")  # build.py sets it while ninja runs
+        free, planned = [0.0] * min(len(files), int(jobs) if jobs.isdigit() else 1), {}
+        for file in files[:-1]:
+            planned[file] = heapq.heappop(free) + self._known[file]
+            heapq.heappush(free, planned[file])
+        end = max(free) + self._known[files[-1]]
+        ended = [(ran[file][1], at) for file, at in planned.items() if file in ran]
+        factor = (end + sum(real for real, _ in ended)) / (end + sum(at for _, at in ended))
+        return end * max([factor, *(age / at for file, at in planned.items() if file not in ran)])
+
+    def learn(self) -> None:
+        """From the build, which has just ended."""
+        sources, ran, age = self._ninja()
+        if sources and sources.keys() <= ran.keys():
+            ran[self._library] = max(end for file, (_, end) in ran.items() if file != self._library), age
+            spans = list((_read(self._history) | ran).items())[-_KEPT:]
+            lines = [f"{start * 1e3:.0f}\t{end * 1e3:.0f}\t0\t{file}\t0\n" for file, (start, end) in spans]
+            with contextlib.suppress(OSError):
+                cache.write_whole(self._history, "".join(lines).encode())
+
+    def _ninja(self) -> tuple[dict[str, str], dict[str, tuple[float, float]], float]:
+        """{file: source} in the order in which ninja starts them, {file: when it began and ended}, ninja's age."""
+        plan, age = f"{self._staging}/build.ninja", 0.0
+        found = re.findall(r"^build (\S+): \w+ (\S+)", inputs.text_of(plan), re.MULTILINE)
+        with contextlib.suppress(OSError):
+            age = time.time() - os.stat(plan).st_mtime
+        name = lambda target: self._library + (target if target.endswith(".o") else "")  # noqa: E731
+        ran = {name(target): span for target, span in _read(f"{self._staging}/.ninja_log").items()}
+        return {name(target): os.path.basename(source) for target, source in found}, ran, age
+
+
+def _read(log: str) -> dict[str, tuple[float, float]]:
+    """{file: when it began and ended}, in seconds since ninja did"""
+    text = inputs.text_of(log) if os.path.isfile(log) else ""
+    lines = re.findall(r"^(\d{1,9})\t(\d{1,9})\t\d+\t(.+)\t", text, re.MULTILINE)
+    return {file: (int(start) / 1e3, int(end) / 1e3) for start, end, file in lines}

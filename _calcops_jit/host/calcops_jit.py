@@ -1,0 +1,78 @@
+"""Operators that were built elsewhere: calcops_jit.py of a folder that `python -m calcops_jit export` wrote.
+
+Nothing is compiled and nothing written. ImportError where PyTorch, the processor or the driver are not such as the
+library was built for, or where its bytes are not those of calcops.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+
+import torch
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_EXPORT = "python -m calcops_jit export"
+
+
+def library_path() -> str:
+    """The shared library of the operators: C++ programs link it or dlopen it, TorchScript hosts load it."""
+    return f"{_HERE}/lib/libcalcops.so"
+
+
+def _lacking(instructions: list[str]) -> list[str]:
+    """Those of the instruction sets that the processor here does not have."""
+    with open("/proc/cpuinfo") as file:
+        flags = file.read(8192).partition("\nflags")[2].partition("\n")[0].replace("_", "").split()
+    return [name for name in instructions if name.replace("_", "") not in flags]
+
+
+def _refusal(about: dict) -> tuple[str, str] | None:
+    """(why the library cannot run here, what mends it)"""
+    release, abi = torch.__version__.partition("+")[0], torch.compiled_with_cxx11_abi()
+    if [release, abi] != about["torch"]:
+        wanted = about["torch"][0]
+        return (f"built for PyTorch {wanted}, this is {release} (C++11 ABI: {abi})", f"pip install torch=={wanted}")
+    if missing := _lacking(about["instructions"]):
+        return f"this processor has no {' '.join(missing)}", f"{_EXPORT} --isa x86-64-v2"
+    if about["cuda"]:
+        wanted, cuda, driver = about["cuda"], torch.version.cuda or "none", ctypes.c_int()
+        if cuda.partition(".")[0] != wanted.partition(".")[0]:
+            return f"built for CUDA {wanted}, PyTorch's is {cuda}", f"CALCOPS_CUDA=0 {_EXPORT}"
+        with contextlib.suppress(OSError):  # no driver, no GPU: the CPU's part is there all the same
+            ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver))  # and CUDA stays as it is
+        if 0 < (runs := driver.value // 1000) < int(wanted.partition(".")[0]):
+            return f"built for CUDA {wanted}, the driver runs CUDA {runs}", "install a newer NVIDIA driver"
+    return None
+
+
+def _bring_in() -> dict[str, torch._ops.OpOverloadPacket]:
+    """The operators by name."""
+    try:
+        with open(f"{_HERE}/calcops.json") as file:
+            about = json.load(file)
+        if not (problem := _refusal(about)):
+            fd = os.open(library_path(), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it stays open
+            with open(fd, "rb", closefd=False) as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != about["sha256"]:
+                    raise ValueError(f"{library_path()} is damaged")
+            library = ctypes.CDLL(f"/proc/self/fd/{fd}")  # what was verified; it registers when told to
+            library.calcops_jit_commit.restype = ctypes.c_char_p
+            if answer := library.calcops_jit_commit().decode(errors="replace"):
+                raise ValueError(answer.removeprefix("error\t"))
+    except (OSError, ValueError, KeyError) as error:
+        problem = str(error), f"{_EXPORT} with this PyTorch, and copy the folder again"
+    if problem:
+        raise ImportError(f"cannot use the operators in {_HERE}\n  {problem[0]}\n  fix: {problem[1]}")
+    handles = {}
+    for name, (namespace, operator, text) in about["operators"].items():
+        handles[name] = getattr(getattr(torch.ops, namespace), operator)
+        handles[name].__doc__ = text
+    return handles
+
+
+globals().update(_operators := _bring_in())
+__all__ = ["library_path", *_operators]
