@@ -67,11 +67,12 @@ sanitize-gpu: $(if $(PYTHON),,.venv/.base) ## compute-sanitizer over every CUDA 
 	PYTHONPATH=. $(or $(PYTHON),$(python)) tests/bench/gpu_check.py sanitize
 
 examples: .venv/.test ## run every example and check what it prints
-	$(python) -m pytest tests/test_examples*.py
+	$(python) -m pytest --durations=20 tests/test_examples*.py
 
 mindspore: .venv/.base build/mindspore/.installed ## call the operators from MindSpore, in an environment of its own
 	$(python) examples/mindspore_aot/build.py
 	build/mindspore/bin/python examples/mindspore_aot/run.py build/mindspore_aot
+	build/mindspore/bin/python examples/mindspore_aot/run_force.py build/mindspore_aot
 
 lammps: .venv/.base ## a model as a pair style of LAMMPS, on two ranks; LAMMPS in an environment of its own
 	$(MAKE) -C examples/lammps

@@ -188,9 +188,7 @@ def plot_energies(path, time_fs, potential, kinetic, title):
     left.set(xlabel="time / fs", ylabel="meV/atom above the perfect crystal", ylim=(0, None), title=title)
     left.legend()
     right.plot(time_fs, 2 / 3 * kinetic / units.kB, color="tab:orange")
-    right.set(
-        xlabel="time / fs", ylabel="temperature / K", ylim=(0, None), title="from displaced atoms at rest"
-    )
+    right.set(xlabel="time / fs", ylabel="temperature / K", ylim=(0, None), title="from displaced atoms at rest")
     figure.savefig(path, dpi=120)
 
 
@@ -216,9 +214,7 @@ def straighten():
 
 def plot_photograph(path, slanted, upright, photograph, straight):
     figure = Figure(figsize=(12, 3), layout="constrained")
-    axes = figure.subplots(
-        1, 2, width_ratios=[image.shape[1] / image.shape[0] for image in (photograph, straight)]
-    )
+    axes = figure.subplots(1, 2, width_ratios=[image.shape[1] / image.shape[0] for image in (photograph, straight)])
     titles = "as photographed", "warp_perspective"
     for axis, image, corners, title in zip(axes, (photograph, straight), (slanted, upright), titles):
         axis.imshow(image, cmap="gray", vmin=0, vmax=255)

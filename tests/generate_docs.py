@@ -62,9 +62,7 @@ class _Operator:
         self.text = handle.__doc__.partition("\n\n")[2]  # what follows the schemas
         self.sentence = re.split(r"(?<=\.)\s", " ".join(self.text.split()), maxsplit=1)[0]
         # The types as spelled in the schema: those of `arguments` do not tell SymInt from int.
-        self.types = [
-            _types(re.search(rf"([\w\[\]?]+) {a.name}\b", self.schema)[1]) for a in schema.arguments
-        ]
+        self.types = [_types(re.search(rf"([\w\[\]?]+) {a.name}\b", self.schema)[1]) for a in schema.arguments]
         results = self.schema.rpartition(" -> ")[2].strip("()").split(", ")
         self.results = [_types(result.split()[0]) for result in results]
 
@@ -136,12 +134,8 @@ def _rendered() -> dict[Path, str]:
     imports = "from collections.abc import Sequence\n\nfrom torch import Tensor\n"
     return {
         _README: "\n".join([head + _BEGIN, *table, _END]) + rest.partition(_END)[2],
-        _ROOT / "_calcops_jit/handles.pyi": "\n".join(
-            [f"# {_ORIGIN}", imports, *(o.stub() for o in operators)]
-        ),
-        _ROOT / "_calcops_jit/stubs/__init__.pyi": "\n".join(
-            [f"# {_ORIGIN}", _STUB_IMPORTS, _module_stub(), ""]
-        ),
+        _ROOT / "_calcops_jit/handles.pyi": "\n".join([f"# {_ORIGIN}", imports, *(o.stub() for o in operators)]),
+        _ROOT / "_calcops_jit/stubs/__init__.pyi": "\n".join([f"# {_ORIGIN}", _STUB_IMPORTS, _module_stub(), ""]),
         _ROOT / "_calcops_jit/include/calcops.h": "\n".join(
             [
                 f"// {_ORIGIN}",

@@ -63,9 +63,7 @@ def chunked_force_virial(list_neigh, dE, Ri_d, Rij, nghost=0, chunk=4096):
     return force, atom_virial.sum(1), atom_virial
 
 
-def pairs(
-    frames=3, natoms=5, nghost=2, neighbors=7, dtype=torch.float64, index=torch.int32, device="cpu", seed=0
-):
+def pairs(frames=3, natoms=5, nghost=2, neighbors=7, dtype=torch.float64, index=torch.int32, device="cpu", seed=0):
     """A random list with empty slots anywhere, repeats and self images, and its dE, Ri_d, Rij."""
     generator = torch.Generator().manual_seed(seed)
     size = (frames, natoms, neighbors)

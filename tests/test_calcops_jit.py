@@ -101,9 +101,7 @@ class Checkout:
 
     def __init__(self, zygote: Zygote, folder: Path):
         self.zygote, self.path, self.cache = zygote, folder / "checkout", folder / "cache"
-        shutil.copytree(
-            HERE / "_calcops_jit", self.path / "_calcops_jit", ignore=shutil.ignore_patterns("ops")
-        )
+        shutil.copytree(HERE / "_calcops_jit", self.path / "_calcops_jit", ignore=shutil.ignore_patterns("ops"))
         shutil.copy(HERE / "calcops_jit.py", self.path)
         self.write("ops/tiny/tiny.h", "#define ANSWER 1\n")
         self.write(
@@ -227,9 +225,7 @@ def test_the_key_for_ci_changes_with_a_header_and_not_with_a_place(checkout, tmp
 
 def test_another_system_is_refused_in_one_line(checkout):
     child = checkout.run("import sys; sys.platform = 'darwin'\nimport calcops_jit")
-    assert child.err.splitlines()[-1] == (
-        "ImportError: calcops_jit: expected Linux on x86-64, got darwin on x86_64"
-    )
+    assert child.err.splitlines()[-1] == ("ImportError: calcops_jit: expected Linux on x86-64, got darwin on x86_64")
 
 
 # ---- rebuild or not ---------------------------------------------------------------------------------------------
@@ -349,15 +345,9 @@ def test_a_killed_builder_leaves_nothing_that_the_next_import_waits_for(checkout
     builder.kill()
     assert len(in_cache(checkout)) >= 2  # ninja and the compiler outlive it
     after = checkout.start()  # before the dead one is reaped: a zombie is as dead
-    wait_for(
-        lambda: (
-            len(list(checkout.cache.glob("*/stage.*"))) == 1 and f".{after.pid}." in str(staging(checkout))
-        )
-    )
+    wait_for(lambda: len(list(checkout.cache.glob("*/stage.*"))) == 1 and f".{after.pid}." in str(staging(checkout)))
     assert "waiting" not in after.err
-    wait_for(
-        lambda: set(in_cache(checkout)) == set(in_cache(checkout, f".{after.pid}."))
-    )  # the others are killed
+    wait_for(lambda: set(in_cache(checkout)) == set(in_cache(checkout, f".{after.pid}.")))  # the others are killed
     builder.wait()
     checkout.slow.unlink()
     assert after.wait().out == "1\n"

@@ -134,9 +134,7 @@ def test_cxx_may_have_several_words(checkout, words):
 
 def failure(checkout, **environment) -> list[str]:
     child = checkout.run(
-        "import calcops_jit\n"
-        "try: calcops_jit.anything\n"
-        "except calcops_jit.BuildError as error: print(error)\n",
+        "import calcops_jit\ntry: calcops_jit.anything\nexcept calcops_jit.BuildError as error: print(error)\n",
         **environment,
     )
     assert child.code == 0, child.err
@@ -186,8 +184,7 @@ def test_load_works_although_the_own_operators_cannot_be_built(checkout, tmp_pat
     source = tmp_path / "other.cpp"
     source.write_text('extern "C" __attribute__((visibility("default"))) int answer() { return 6; }\n')
     child = checkout.run(
-        "import calcops_jit, ctypes\n"
-        f"print(ctypes.CDLL(calcops_jit.load('other', {str(source)!r}).path).answer())\n"
+        f"import calcops_jit, ctypes\nprint(ctypes.CDLL(calcops_jit.load('other', {str(source)!r}).path).answer())\n"
     )
     assert (child.code, child.out) == (0, "6\n")
     assert "error: #error broken" in child.err
@@ -223,9 +220,7 @@ def test_cuda_is_built_for_a_gpu_or_when_asked(monkeypatch, gpus, toolkit, envir
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(cuda, "visible_gpus", lambda: gpus)
     monkeypatch.setattr(cuda, "gpu_capabilities", lambda: ["8.0", "9.0"])
-    monkeypatch.setattr(
-        cuda, "find_toolkit", lambda: ("/cuda", toolkit) if toolkit == "13.0" else ("", toolkit)
-    )
+    monkeypatch.setattr(cuda, "find_toolkit", lambda: ("/cuda", toolkit) if toolkit == "13.0" else ("", toolkit))
     choice = cuda.choose()
     assert (cuda.arch_list(choice) if choice.build else choice.reason) == expected
 
@@ -234,11 +229,7 @@ def test_a_cpu_build_of_torch_never_builds_cuda(monkeypatch):
     monkeypatch.setenv("CALCOPS_CUDA", "1")
     monkeypatch.setattr(torch.version, "cuda", None)
     choice = cuda.choose()
-    assert (
-        not choice.build
-        and choice.fatal
-        and choice.reason.startswith("this PyTorch is a CPU build; pip install")
-    )
+    assert not choice.build and choice.fatal and choice.reason.startswith("this PyTorch is a CPU build; pip install")
 
 
 def test_hidden_gpus_are_not_visible(monkeypatch):

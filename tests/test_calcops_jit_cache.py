@@ -11,9 +11,7 @@ from test_calcops_jit import checkout  # noqa: F401
 from _calcops_jit import cache, inputs, reads
 
 
-@pytest.mark.parametrize(
-    "damage", ["truncated", "empty", "one byte", "folder", "fifo", "loop", "gone", "foreign"]
-)
+@pytest.mark.parametrize("damage", ["truncated", "empty", "one byte", "folder", "fifo", "loop", "gone", "foreign"])
 def test_a_damaged_library_is_rebuilt_and_never_loaded(checkout, damage):
     assert (checkout.answer(), checkout.compiled()) == (1, 1)
     (library,) = checkout.libraries()

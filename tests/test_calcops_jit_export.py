@@ -93,9 +93,7 @@ def test_its_operators_are_those_of_the_checkout(folder):
     assert str(sorted(n.name for n in stub.body if isinstance(n, ast.FunctionDef))) in there
     here = "import calcops_jit as c; n = [x for x in c.__all__ if hasattr(getattr(c, x), 'overloads')]\n"
     here += "print(sorted([*n, 'library_path']), c.force.__doc__)"
-    result = subprocess.run(
-        [sys.executable, "-c", here], cwd=HERE, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", here], cwd=HERE, capture_output=True, text=True, check=True)
     assert there == result.stdout.rstrip()
 
 
@@ -166,19 +164,7 @@ def test_isa_takes_the_place_of_native_and_the_manifest_says_what_the_compiler_m
     compiled = [line for line in checkout.log.read_text().splitlines() if " -c " in line]
     assert compiled and all("-march=x86-64-v3" in line and "native" not in line for line in compiled)
     needed = set(json.loads((tmp_path / "out/calcops.json").read_text())["instructions"])
-    assert needed >= {
-        "avx",
-        "avx2",
-        "fma",
-        "f16c",
-        "bmi1",
-        "bmi2",
-        "abm",
-        "movbe",
-        "popcnt",
-        "ssse3",
-        "sse4_2",
-    }
+    assert needed >= {"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe", "popcnt", "ssse3", "sse4_2"}
     assert not [name for name in needed if name.startswith("avx512")]
 
 
@@ -186,10 +172,7 @@ def test_an_instruction_set_that_this_processor_lacks_is_refused_before_anything
     lacking = "from _calcops_jit import inputs; inputs.isa = lambda: 'sse sse2 sse4_1'\n"
     child = checkout.run(lacking + MAIN, arguments=["export", str(tmp_path / "out"), "--isa", "x86-64-v4"])
     assert child.code == 1 and checkout.compiled() == 0
-    assert (
-        child.err.startswith("cannot export for x86-64-v4\n  this processor has no ")
-        and "avx512f" in child.err
-    )
+    assert child.err.startswith("cannot export for x86-64-v4\n  this processor has no ") and "avx512f" in child.err
     child = checkout.run(MAIN, arguments=["export", str(tmp_path / "out"), "--isa", "i999"])
     assert child.code == 1 and "i999" in child.err and "fix: " in child.err
 
@@ -203,9 +186,7 @@ def test_every_instruction_set_of_this_processor_that_the_compiler_uses_is_one_o
 def test_arch_asks_for_cuda_and_is_refused_without_nvcc(checkout, tmp_path):
     none = "from _calcops_jit import cuda; cuda.find_toolkit = lambda: ('', '')\n"
     child = checkout.run(none + MAIN, arguments=["export", str(tmp_path / "out"), "--arch", "8.0;9.0+PTX"])
-    assert (
-        child.code == 1 and "cannot build calcops for CUDA" in child.err and not (tmp_path / "out").exists()
-    )
+    assert child.code == 1 and "cannot build calcops for CUDA" in child.err and not (tmp_path / "out").exists()
 
 
 # ---- a C++ host; the README's, by pkg-config, is in test_calcops_jit_readme.py ----------------------------------

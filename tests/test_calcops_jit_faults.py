@@ -148,19 +148,13 @@ FORESEEN = {
     "nvcc of another major version": lambda f: f.toolkit(11080, 12),
     "g++ too new for nvcc": lambda f: f.toolkit(13000, 16),
     "an architecture too old for nvcc": lambda f: f.toolkit(13000, 12) | {"TORCH_CUDA_ARCH_LIST": "3.5"},
-    "an architecture too new for nvcc": lambda f: (
-        f.toolkit(13000, 12) | {"TORCH_CUDA_ARCH_LIST": "9.0;12.1+PTX"}
-    ),
+    "an architecture too new for nvcc": lambda f: f.toolkit(13000, 12) | {"TORCH_CUDA_ARCH_LIST": "9.0;12.1+PTX"},
     "CUDA for a PyTorch without it": lambda f: {
         "CALCOPS_CUDA": "1",
         "preamble": "import torch; torch.version.cuda = None\n",
     },
-    "no Python headers": lambda f: (
-        f.load("#include <torch/extension.h>\n" + ANSWER) | {"preamble": NO_HEADERS}
-    ),
-    "the wrong ABI": lambda f: {
-        "CALCOPS_CFLAGS": f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch._C._GLIBCXX_USE_CXX11_ABI:d}"
-    },
+    "no Python headers": lambda f: f.load("#include <torch/extension.h>\n" + ANSWER) | {"preamble": NO_HEADERS},
+    "the wrong ABI": lambda f: {"CALCOPS_CFLAGS": f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch._C._GLIBCXX_USE_CXX11_ABI:d}"},
     "no folder that can be written": lambda f: {
         "CALCOPS_CACHE": "/dev/null/cache",
         "TMPDIR": "/dev/null",
@@ -177,8 +171,7 @@ MET = {
         and f.load('#include "between.h"\n' + ANSWER) | {"preamble": NO_HEADERS}
     ),
     "an older C++ standard": lambda f: (
-        f.write("ops/tiny/tiny.cpp", "#include <ATen/ATen.h>\n")
-        and {"CALCOPS_CFLAGS": "-std=c++14 -Wfatal-errors"}
+        f.write("ops/tiny/tiny.cpp", "#include <ATen/ATen.h>\n") and {"CALCOPS_CFLAGS": "-std=c++14 -Wfatal-errors"}
     ),
     "killed for memory": lambda f: f.says(
         "c++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated."
@@ -271,9 +264,7 @@ def test_an_operator_that_is_not_there_is_answered_with_those_that_are(faulty):
 
 
 def test_a_driver_that_is_too_old_is_told_by_the_build_and_by_doctor(faulty):
-    source = faulty.write(
-        "libcuda.c", "int cuDriverGetVersion(int *version) { *version = 12040; return 0; }\n"
-    )
+    source = faulty.write("libcuda.c", "int cuDriverGetVersion(int *version) { *version = 12040; return 0; }\n")
     library = source.with_suffix(".so.1")
     assert os.system(f"cc -shared -fPIC -Wl,-soname,libcuda.so.1 {source} -o {library}") == 0
     options = faulty.environment | faulty.toolkit(13000, 12)
@@ -291,15 +282,11 @@ def judged(faulty, preamble: str, **options) -> dict[str, str]:
     findings = [finding for finding in json.loads(child.out) if finding["verdict"] != "ok"]
     assert child.code == any(finding["verdict"] == "fail" for finding in findings)
     what = "what is built for CUDA cannot run here" if "driver" in child.out else "cannot build calcops"
-    return {
-        f["what"]: faulty.normal(f"{what}: {f['what']}\n  {f['evidence']}\n  fix: {f['fix']}\n")
-        for f in findings
-    }
+    return {f["what"]: faulty.normal(f"{what}: {f['what']}\n  {f['evidence']}\n  fix: {f['fix']}\n") for f in findings}
 
 
 @pytest.mark.parametrize(
-    "fault",
-    ["no compiler", "no ninja", "g++ too new for nvcc", "an architecture too old for nvcc", "the wrong ABI"],
+    "fault", ["no compiler", "no ninja", "g++ too new for nvcc", "an architecture too old for nvcc", "the wrong ABI"]
 )
 def test_doctor_has_the_words_of_the_build_that_would_fail(faulty, fault):
     options = faulty.environment | FORESEEN[fault](faulty)
@@ -319,10 +306,7 @@ def test_a_real_nvcc_is_asked_what_it_knows_and_its_own_words_have_the_same_caus
     choice = cuda.Choice(True, "", False, home, version, "3.5;8.0")
     request = inputs.Request(name="x", root=str(tmp_path), sources=(str(source),), cflags=(), cuda=choice)
     foreseen = [diagnosis.judge(problem, request)[0] for problem in diagnosis.foresee(request, "ninja")]
-    assert foreseen == [
-        "this nvcc does not know the GPU architecture",
-        "the C++ compiler is too new for this nvcc",
-    ]
+    assert foreseen == ["this nvcc does not know the GPU architecture", "the C++ compiler is too new for this nvcc"]
     nvcc = [f"{home}/bin/nvcc", "-c", str(source), "-o", str(tmp_path / "a.o")]
     for option, cause in zip((["-arch=sm_35"], ["-ccbin", str(host)]), foreseen):
         said = subprocess.run([*nvcc, *option], capture_output=True, text=True)
@@ -332,18 +316,13 @@ def test_a_real_nvcc_is_asked_what_it_knows_and_its_own_words_have_the_same_caus
 
 def test_nvcc_of_the_wheel_counts_as_an_nvcc(tmp_path, monkeypatch):
     home = tmp_path / "nvidia/cu13"
-    for name, text in {
-        "bin/nvcc": NVCC_13,
-        "include/cuda_runtime_api.h": "#define CUDART_VERSION 13020\n",
-    }.items():
+    for name, text in {"bin/nvcc": NVCC_13, "include/cuda_runtime_api.h": "#define CUDART_VERSION 13020\n"}.items():
         (home / name).parent.mkdir(parents=True)
         (home / name).write_text(text)
     (home / "bin/nvcc").chmod(0o755)
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch/__init__.py"))
     monkeypatch.setattr(torch.version, "cuda", "13.2")
-    monkeypatch.setattr(
-        os, "access", lambda path, mode, real=os.access: str(tmp_path) in path and real(path, mode)
-    )
+    monkeypatch.setattr(os, "access", lambda path, mode, real=os.access: str(tmp_path) in path and real(path, mode))
     monkeypatch.delenv("CUDA_HOME", raising=False)
     assert cuda.find_toolkit() == (str(home), "13.2")
 

@@ -125,8 +125,7 @@ def test_a_cache_that_is_mounted_noexec_or_read_only_serves(mounted):
 
 
 @pytest.mark.parametrize(
-    "artefact",
-    ["", "calcops-*", "calcops-*/*/", "calcops-*/*/manifest", "calcops-*/lock", "unit-*", "unit-*/*/"],
+    "artefact", ["", "calcops-*", "calcops-*/*/", "calcops-*/*/manifest", "calcops-*/lock", "unit-*", "unit-*/*/"]
 )
 def test_whatever_takes_the_place_of_an_artefact_is_survived(checkout, artefact):
     assert answer(checkout) == "1\n"
@@ -222,7 +221,5 @@ def test_a_cache_of_somebody_else_is_left_alone_and_a_line_says_so(checkout):
 def test_a_source_that_may_not_be_read_is_named(checkout):
     source = checkout.path / "ops/tiny/tiny.cpp"
     source.chmod(0o600)
-    out, err = as_anybody(
-        checkout, CALCOPS_CACHE=checkout.path.parent / "aside" / "c", CXX=shutil.which("c++")
-    )
+    out, err = as_anybody(checkout, CALCOPS_CACHE=checkout.path.parent / "aside" / "c", CXX=shutil.which("c++"))
     assert is_one_screen(out) and f"fix: chmod u+rX {source}" in out

@@ -113,12 +113,7 @@ def comment(path: Path) -> None:
 # (The cache keeps eight objects of a unit, so the sources come before the many headers.)
 # name: (what is done to the checkout; it may give variables), the answer afterwards, units compiled, what `why` names
 REBUILDS = {
-    "a source": (
-        lambda c: c.write("ops/second/second.cpp", "int second() { return 2; }\n"),
-        120111,
-        1,
-        "second.cpp",
-    ),
+    "a source": (lambda c: c.write("ops/second/second.cpp", "int second() { return 2; }\n"), 120111, 1, "second.cpp"),
     "a new source": (lambda c: c.write("ops/tiny/new.cpp", "int unused;\n"), 110111, 1, "sources"),
     "a source that is gone": (
         lambda c: [
@@ -236,9 +231,7 @@ def path_order(c):
 
 STAYS = {
     "touch": lambda c: [path.touch() for path in (c.path / "ops").rglob("*.*")],
-    "all files written anew": lambda c: [
-        p.write_bytes(p.read_bytes()) for p in c.path.rglob("*.*") if p.is_file()
-    ],
+    "all files written anew": lambda c: [p.write_bytes(p.read_bytes()) for p in c.path.rglob("*.*") if p.is_file()],
     "a comment in a file that nobody includes": lambda c: comment(c.path / "unread.h"),
     "a new header that nobody asks for": lambda c: c.write("ops/tiny/lonely.h", "// hello\n"),
     "the cache copied": cache_copied,

@@ -86,15 +86,9 @@ def test_doctor_finds_nothing_wrong_where_a_build_works_and_says_so_to_programs(
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        (
-            {"CXX": "no-such-g++"},
-            ["fail  no C++ compiler", "`no-such-g++` is not on PATH", "fix: unset CXX"],
-        ),
+        ({"CXX": "no-such-g++"}, ["fail  no C++ compiler", "`no-such-g++` is not on PATH", "fix: unset CXX"]),
         ({"CXX": "false"}, ["fail  the C++ compiler does not run", "fix: unset CXX"]),
-        (
-            {"CALCOPS_CUDA": "maybe"},
-            ["fail  CUDA", "expected CALCOPS_CUDA 0 or 1, got 'maybe'", "fix: unset"],
-        ),
+        ({"CALCOPS_CUDA": "maybe"}, ["fail  CUDA", "expected CALCOPS_CUDA 0 or 1, got 'maybe'", "fix: unset"]),
     ],
 )
 def test_doctor_names_what_would_fail(checkout, environment, words):

@@ -14,14 +14,7 @@ from test_calcops_jit import BUILDING, CALL, Checkout, checkout, in_cache, stagi
 PROCESSES = 16
 LATER = 3
 HANGS_S = 120.0  # far more than a build takes on a machine that is busy with other things
-FAULTS = (
-    "hangs",
-    "torn loads",
-    "double compiles",
-    "not one library",
-    "orphaned folders",
-    "orphaned compilers",
-)
+FAULTS = ("hangs", "torn loads", "double compiles", "not one library", "orphaned folders", "orphaned compilers")
 
 
 def keep_a_log_of_finished_compiles(checkout, seconds: float) -> Path:
@@ -114,9 +107,7 @@ def test_where_flock_does_not_exclude_a_double_build_is_harmless(checkout):
     children[0].kill()
     for child in children:
         child.wait()
-    assert [(child.code, child.out, "Error" in child.err) for child in children[1:]] == [
-        (0, "1\n", False)
-    ] * 5
+    assert [(child.code, child.out, "Error" in child.err) for child in children[1:]] == [(0, "1\n", False)] * 5
     assert len(log.read_text().splitlines()) >= 2  # they did build at the same time
     log.unlink()
     assert checkout.answer() == 1 and not log.exists()

@@ -86,9 +86,7 @@ def test_a_wheel_carries_the_sources_and_puts_nothing_else_beside_the_module(whe
     names = contents(wheel).keys()
     top = {re.sub(r"-[\d.]+\.dist-info$", ".dist-info", name.partition("/")[0]) for name in names}
     assert top == {"calcops_jit.py", "_calcops_jit", "calcops_jit-stubs", "calcops.dist-info"}
-    sources = {
-        str(p.relative_to(HERE)) for p in (HERE / "ops").rglob("*") if p.suffix in (".h", ".cpp", ".cu")
-    }
+    sources = {str(p.relative_to(HERE)) for p in (HERE / "ops").rglob("*") if p.suffix in (".h", ".cpp", ".cu")}
     assert {name for name in names if "/ops/" in name} == {f"_calcops_jit/{source}" for source in sources}
     package = [p for p in (HERE / "_calcops_jit").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     expected = {str(path.relative_to(HERE)) for path in package if path.parent.name != "stubs"}
@@ -109,9 +107,7 @@ def test_the_sdists_wheel_is_the_checkouts_and_it_has_the_tests(wheel, tmp_path)
     assert contents(wheel_of(unpacked, tmp_path)) == contents(wheel)
 
 
-def test_the_installed_module_builds_from_any_folder_and_writes_only_into_the_cache(
-    wheel, environment, tmp_path
-):
+def test_the_installed_module_builds_from_any_folder_and_writes_only_into_the_cache(wheel, environment, tmp_path):
     pip("install", wheel, python=environment)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     tiny(site / "_calcops_jit/ops")
@@ -151,9 +147,7 @@ def test_type_checkers_know_the_handles_and_the_modules_own_functions(wheel, env
     tensors = "list_neigh: torch.Tensor, dE: torch.Tensor, Ri_d: torch.Tensor"
     force = f"({tensors}, nghost: int =, *, neighbor_index: torch.Tensor | None =) -> torch.Tensor"
     assert re.search(rf'user.py:2: note: Revealed type is "def {re.escape(force)}"', says), says
-    assert re.search(r'user.py:3: note: .*name: .*str.*sources: .*-> _calcops_jit.loading.Library"', says), (
-        says
-    )
+    assert re.search(r'user.py:3: note: .*name: .*str.*sources: .*-> _calcops_jit.loading.Library"', says), says
     assert re.search(r'user.py:4: note: Revealed type is ".*str"', says), says
     assert "user.py:5: error: Missing positional arguments" in says
     assert 'user.py:6: error: Module has no attribute "no_operator"' in says

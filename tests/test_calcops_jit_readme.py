@@ -41,9 +41,5 @@ def test_the_program_in_cpp_builds_as_shown_and_prints_what_is_shown(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"\bCALCOPS_[A-Z]+\b", TEXT))))
 def test_every_variable_is_one_that_the_code_reads(name):
-    sources = [
-        ROOT / "calcops_jit.py",
-        *(ROOT / "_calcops_jit").rglob("*.py"),
-        *(ROOT / "ops").rglob("*.cpp"),
-    ]
+    sources = [ROOT / "calcops_jit.py", *(ROOT / "_calcops_jit").rglob("*.py"), *(ROOT / "ops").rglob("*.cpp")]
     assert any(f'"{name}"' in path.read_text() for path in sources)

@@ -103,10 +103,7 @@ edit(3)
 print(calcops_jit.reload(), call())
 """
     source = reloading.path / "ops/scaled/factor.cpp"
-    assert output(reloading, script) == [
-        f"cannot build calcops: error at {source}:1:26 1.0",
-        "['calcops'] 3.0",
-    ]
+    assert output(reloading, script) == [f"cannot build calcops: error at {source}:1:26 1.0", "['calcops'] 3.0"]
 
 
 def test_changed_schemas_and_signatures_are_refused_and_nothing_is_exchanged(reloading):
@@ -253,9 +250,7 @@ print(first, calcops_jit.library_path(), sep="\n")
     )
     child = reloading.run(plain.replace("PATHS", repr(paths)))
     assert (child.code, child.out) == (0, "1.0\n2.0\n"), child.err
-    exported = subprocess.run(
-        ["nm", "-DC", "--defined-only", paths[0]], capture_output=True, text=True
-    ).stdout
+    exported = subprocess.run(["nm", "-DC", "--defined-only", paths[0]], capture_output=True, text=True).stdout
     assert "calcops_jit_commit" in exported and "torch::Library::_" not in exported
 
 

@@ -99,12 +99,7 @@ class FourTensors(torch.nn.Module):
 
 class FiveTensors(torch.nn.Module):
     def forward(
-        self,
-        list_neigh: torch.Tensor,
-        dE: torch.Tensor,
-        Ri_d: torch.Tensor,
-        F: torch.Tensor,
-        nghost: torch.Tensor,
+        self, list_neigh: torch.Tensor, dE: torch.Tensor, Ri_d: torch.Tensor, F: torch.Tensor, nghost: torch.Tensor
     ):
         return torch.ops.CalcOps_cpu.calculateForce(list_neigh, dE, Ri_d, F, nghost)[0]
 
@@ -144,9 +139,7 @@ def test_a_wrong_dtype_is_an_error_and_not_zeros():
 
 def test_the_cpu_version_returns_a_defined_tensor():
     list_neigh, dE, Ri_d, _ = pairs(nghost=0)
-    (force,) = torch.ops.CalcOps_cpu.calculateForce(
-        list_neigh, dE, Ri_d, torch.zeros(3, 5, 3, dtype=torch.float64)
-    )
+    (force,) = torch.ops.CalcOps_cpu.calculateForce(list_neigh, dE, Ri_d, torch.zeros(3, 5, 3, dtype=torch.float64))
     assert force.count_nonzero() > 0
 
 
@@ -165,9 +158,7 @@ def test_a_ghosts_gradient_goes_to_the_pairs_that_name_the_ghost():
     list_neigh = torch.tensor([[[1, 3]]] * 1).repeat(1, 3, 1)  # n = 3; atom 3 is a ghost
     dE = torch.ones(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
     Ri_d = torch.ones(1, 3, 8, 3, dtype=torch.float64)
-    force = calculateForce(list_neigh, dE, Ri_d, torch.zeros(1, 3, 3, dtype=torch.float64), torch.tensor(1))[
-        0
-    ]
+    force = calculateForce(list_neigh, dE, Ri_d, torch.zeros(1, 3, 3, dtype=torch.float64), torch.tensor(1))[0]
     (gradient,) = torch.autograd.grad(force[0, 3].sum(), dE)
     assert (gradient[:, :, 1] == 3).all() and (gradient[:, :, 0] == 0).all()
 

@@ -27,16 +27,7 @@ def quickstart():
 def printed(tmp_path_factory):
     """{row of the table: its numbers} of a small crystal, and the paths of the pictures."""
     out = tmp_path_factory.mktemp("quickstart")
-    command = [
-        sys.executable,
-        ROOT / "examples" / "quickstart.py",
-        "--cells",
-        "4",
-        "--steps",
-        "100",
-        "--out",
-        out,
-    ]
+    command = [sys.executable, ROOT / "examples" / "quickstart.py", "--cells", "4", "--steps", "100", "--out", out]
     result = subprocess.run(
         command, cwd=out, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
@@ -88,9 +79,7 @@ def test_stress_gives_the_published_elastic_constants(quickstart):
     strain, stress = 1e-4, []
     for sign in (1, -1):
         atoms = quickstart.bulk("Si", "diamond", a=quickstart.kLattice, cubic=True).repeat(2)
-        atoms.set_cell(
-            atoms.cell.array @ torch.diag(torch.tensor([1 + sign * strain, 1, 1])).numpy(), scale_atoms=True
-        )
+        atoms.set_cell(atoms.cell.array @ torch.diag(torch.tensor([1 + sign * strain, 1, 1])).numpy(), scale_atoms=True)
         positions, cell = torch.from_numpy(atoms.positions), torch.from_numpy(atoms.cell.array)
         list_neigh, shift = quickstart.neighbours(positions, cell)
         Rij = quickstart.pair_vectors(positions, list_neigh, shift)

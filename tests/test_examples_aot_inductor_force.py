@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import reference
 import torch
+from torch._inductor import config
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "aot_inductor_force"
@@ -23,21 +25,23 @@ def build(tmp_path_factory):
     return tmp_path_factory.mktemp("aot_inductor_force")
 
 
-@pytest.fixture(scope="module", params=reference.DEVICES)
-def ran(request, build):
-    command = ["make", "-C", FOLDER, f"PYTHON={sys.executable}", f"BUILD={build}", f"DEVICE={request.param}"]
+def make(build, *words):
+    command = ["make", "-C", FOLDER, f"PYTHON={sys.executable}", f"BUILD={build}", *words]
     result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return result
+
+
+@pytest.fixture(scope="module", params=reference.DEVICES)
+def ran(request, build):
+    return make(build, f"DEVICE={request.param}")
 
 
 @pytest.fixture(scope="module")
 def results(ran, build):
     """What the host saved for each size: three inputs, the package's five outputs, three of the core repulsion."""
     sizes = torch.load(build / "results.pt")
-    assert (
-        len(sizes) == len({len(types) for types, *_ in sizes}) == len({x.shape[2] for _, x, *_ in sizes}) == 3
-    )
+    assert len(sizes) == len({len(types) for types, *_ in sizes}) == len({x.shape[2] for _, x, *_ in sizes}) == 3
     return sizes
 
 
@@ -60,9 +64,7 @@ def assert_close(ours, expected, rtol=1e-12):
 def test_the_package_is_equal_to_eager_for_every_size(results, model):
     for types, list_neigh, Rij, *tensors in results:
         eager = model.Potential().requires_grad_(False).to(Rij.device)
-        for ours, expected in zip(
-            tensors[:5], eager(types, list_neigh, Rij, ghosts(types, list_neigh)), strict=True
-        ):
+        for ours, expected in zip(tensors[:5], eager(types, list_neigh, Rij, ghosts(types, list_neigh)), strict=True):
             assert_close(ours, expected)
 
 
@@ -120,9 +122,7 @@ def test_what_the_host_prints_is_what_it_computed(ran, results):
 
 
 def test_the_readme_shows_what_is_printed(ran):
-    (shown,) = re.findall(
-        r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    (shown,) = re.findall(r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(shown.splitlines()) == 6
     for line in shown.splitlines():
         assert re.sub(r"\S+ from eager", "", line) in ran.stdout
@@ -131,3 +131,24 @@ def test_the_readme_shows_what_is_printed(ran):
 def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
     needed = subprocess.run(["ldd", build / "host"], env=ENVIRONMENT, capture_output=True, text=True).stdout
     assert "libtorch_cpu" in needed and not re.search(r"libpython|libtorch_python|not found", needed)
+
+
+def test_the_portable_package_gives_the_same_without_an_instruction_beyond_avx2(ran, build):
+    if not hasattr(config.cpp, "march"):
+        pytest.skip(f"PyTorch {torch.__version__} always compiles for the processor it runs on")
+    if not shutil.which("objdump"):
+        pytest.skip("no objdump")
+
+    def atoms(result):
+        return re.findall(r"^ *\d+ atoms,.*", result.stdout, re.MULTILINE)
+
+    def beyond(package):
+        shutil.unpack_archive(package, f"{package}.d", "zip")
+        (library,) = Path(f"{package}.d").rglob("*.so")
+        code = subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True).stdout
+        return re.findall(r"%zmm|%k[0-7]|[xy]mm(?:1[6-9]|2[0-9]|3[01])", code)
+
+    assert atoms(make(build, "portable")) == atoms(ran) != []
+    assert not beyond(build / "portable" / "potential_cpu.pt2")
+    if "avx512vl" in Path("/proc/cpuinfo").read_text() and (build / "potential_cpu.pt2").exists():
+        assert beyond(build / "potential_cpu.pt2"), "the native package uses what this processor has"

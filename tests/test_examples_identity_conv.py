@@ -12,6 +12,8 @@ import pytest
 import torch
 from reference import DEVICES
 
+from _calcops_jit import cuda
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "identity_conv"
 DTYPES = [torch.float, torch.double, torch.half, torch.bfloat16, torch.int8, torch.complex128, torch.bool]
@@ -48,7 +50,8 @@ def layouts(dtype, device):
 def test_operator_and_class_give_a_copy_of_any_layout_and_dtype(example, device, dtype):
     obj = torch.classes.my_ops.IdentityConvClass(3)
     for x in layouts(dtype, device):
-        for y in (torch.ops.my_ops.identity_conv_op(x), obj.forward(x)):
+        ops = torch.ops.my_ops
+        for y in (ops.identity_conv_op(x), obj.forward(x), ops.identity_conv_object(obj, x)):
             assert torch.equal(x, y) and y.dtype == x.dtype and y.stride() == x.clone().stride()
             assert x.numel() == 0 or y.data_ptr() != x.data_ptr()
 
@@ -57,7 +60,9 @@ def test_operator_passes_opcheck_and_has_the_gradient_of_a_copy(example, device)
     x = torch.randn(2, 3, device=device, dtype=torch.double, requires_grad=True)
     torch.library.opcheck(torch.ops.my_ops.identity_conv_op.default, (x,))
     assert torch.autograd.gradcheck(torch.ops.my_ops.identity_conv_op, x)
-    assert torch.autograd.gradcheck(torch.classes.my_ops.IdentityConvClass(3).forward, x)
+    obj = torch.classes.my_ops.IdentityConvClass(3)
+    assert torch.autograd.gradcheck(obj.forward, x)
+    assert torch.autograd.gradcheck(lambda x: torch.ops.my_ops.identity_conv_object(obj, x), x)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -72,6 +77,52 @@ def test_the_kernel_runs_on_the_current_stream(example):
     assert torch.equal(x, y)
 
 
+EXPORT_WITH_AN_OBJECT = f"""
+import io, sys, torch
+sys.path.insert(0, "{FOLDER}")
+{{}}
+import custom_ops
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.obj = torch.classes.my_ops.IdentityConvClass(3)
+
+    def forward(self, x):
+        return torch.ops.my_ops.identity_conv_object(self.obj, x) + 1
+
+file, x = io.BytesIO(), torch.arange(6.0).view(2, 3)
+exported = torch.export.export(Model(), (x,), dynamic_shapes={{{{"x": {{{{0: torch.export.Dim("batch")}}}}}}}})
+torch.export.save(exported, file)
+file.seek(0)
+compiled = torch.compile(Model(), fullgraph=True, backend="aot_eager")
+for run in (exported.module(), torch.export.load(file).module(), compiled):
+    print(run(x[:1]).tolist())
+"""
+
+
+def test_an_operator_that_takes_the_object_exports_with_a_fake_in_python_and_not_without(example):
+    def run(before):
+        command = [sys.executable, "-c", EXPORT_WITH_AN_OBJECT.format(before)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    assert run("").stdout == 3 * "[[1.0, 2.0, 3.0]]\n"
+    without = run("torch.library.register_fake = lambda name: lambda function: function")
+    assert without.returncode and "no kernel for Meta on my_ops::identity_conv_object" in without.stderr
+
+
+@pytest.mark.skipif(not cuda.find_toolkit()[0], reason="no nvcc for this PyTorch")
+def test_the_cuda_source_builds_for_two_architectures_without_a_gpu():
+    script = f"import calcops_jit; print(calcops_jit.load('identity_cu', ['{FOLDER}/identity_conv.cu']).path)"
+    environment = {"PYTHONPATH": str(ROOT), "CALCOPS_CUDA": "0", "TORCH_CUDA_ARCH_LIST": "8.0;9.0"}
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert result.returncode == 0, result.stderr
+    library = Path(result.stdout.strip()).read_bytes()
+    assert b"sm_80" in library and b"sm_90" in library
+
+
 def test_the_object_keeps_its_channels_when_it_is_copied_saved_and_scripted(example, tmp_path):
     obj = torch.classes.my_ops.IdentityConvClass(7)
     assert obj.get_channels() == copy.deepcopy(obj).get_channels() == 7
@@ -82,9 +133,7 @@ def test_the_object_keeps_its_channels_when_it_is_copied_saved_and_scripted(exam
 
 def test_the_exported_graph_has_the_calls_of_the_document(packages):
     graph = packages[0]
-    calls = re.findall(
-        r"%(\w+) : .*call_function\[target=torch\.ops\.([\w.]+)\]\(args = \((.+)\), kwargs", graph
-    )
+    calls = re.findall(r"%(\w+) : .*call_function\[target=torch\.ops\.([\w.]+)\]\(args = \((.+)\), kwargs", graph)
     conv = "[1, 1], [0, 0], [1, 1], 3"
     assert calls == [
         ("conv2d", "aten.conv2d.default", f"%x, %p_layer1_conv_weight, None, {conv}"),
@@ -103,13 +152,12 @@ def test_every_way_to_run_the_model_gives_what_went_in(packages, example):
         assert out.count(f"{name} on {device}: {shapes}\n") == 2, "once in Python, once in C++"
 
 
-def test_the_program_needs_neither_python_nor_a_search_path(packages):
+def test_program_and_library_need_neither_python_nor_a_search_path(packages, example):
     _, out, _ = packages
     environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
-    needed = subprocess.run(
-        ["ldd", out / "run_inference"], capture_output=True, text=True, env=environment
-    ).stdout
-    assert "libtorch_cpu.so" in needed and "libpython" not in needed and "not found" not in needed
+    for file in (out / "run_inference", example.custom_ops.library):
+        needed = subprocess.run(["ldd", file], capture_output=True, text=True, env=environment).stdout
+        assert "libtorch_cpu.so" in needed and not re.search(r"libpython|libtorch_python|not found", needed)
 
 
 def test_the_portable_package_has_no_instruction_beyond_avx2(packages, example):
@@ -122,9 +170,7 @@ def test_the_portable_package_has_no_instruction_beyond_avx2(packages, example):
     def beyond(package):
         shutil.unpack_archive(out / package, out / f"{package}.d", "zip")
         (library,) = (out / f"{package}.d").rglob("*.so")
-        return re.findall(
-            "%zmm|%k[0-7]|[xy]mm(?:1[6-9]|2[0-9]|3[01])", subprocess.getoutput(f"objdump -d {library}")
-        )
+        return re.findall("%zmm|%k[0-7]|[xy]mm(?:1[6-9]|2[0-9]|3[01])", subprocess.getoutput(f"objdump -d {library}"))
 
     assert not beyond("portable.pt2")
     if "avx512vl" in Path("/proc/cpuinfo").read_text():

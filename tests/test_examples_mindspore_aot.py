@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import calcops_jit
+from _calcops_jit import cuda
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "mindspore_aot"
@@ -76,13 +77,16 @@ def test_the_example_of_the_document(call):
     assert torch.equal(out, torch.tensor([[0.0, -0.001], [-0.002, 1.0]]))
 
 
+# MindSpore's attributes of the same name but for bool_, float8_e4m3fn and float8_e5m2.
+DTYPES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128"
+
+
 def test_every_dtype_that_mindspore_names_is_read(libraries, call):
     """As the dtype of an attribute: 0.5 where it can be that, else 1. Its int, uint and float have 4 bytes."""
-    names = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64"
-    names += " complex64 complex128 float8_e4m3fn float8_e5m2"
     x = torch.tensor([-2.0])
-    pairs = [(name, getattr(torch, name)) for name in names.split()]
+    pairs = [(name, getattr(torch, name)) for name in DTYPES.split()]
     pairs += [("int", torch.int32), ("uint", torch.uint32), ("float", torch.float32)]
+    pairs += [("float8e4m3fn", torch.float8_e4m3fn), ("float8e5m2", torch.float8_e5m2)]
     for name, dtype in pairs:
         slope = torch.tensor(0.5 if dtype.is_floating_point or dtype.is_complex else 1).to(dtype)
         out = call("LeakyRelu", x, slope, torch.empty(1), names=["float32", name, "float32"])
@@ -95,13 +99,10 @@ def test_force_is_calcops_force_with_its_gradients(call):
     dE = torch.randn(1, 2, 3, 4, dtype=torch.double, requires_grad=True)
     Ri_d = torch.randn(1, 2, 12, 3, dtype=torch.double, requires_grad=True)
     force = calcops_jit.force(list_neigh, dE, Ri_d, 2)
-    out = call("Force", list_neigh, dE.detach(), Ri_d.detach(), torch.empty_like(force).detach())
+    types = torch.zeros(2 + 2, dtype=torch.int32)
+    out = call("Force", list_neigh, dE.detach(), Ri_d.detach(), types, torch.empty_like(force).detach())
     assert torch.equal(out, force)
-    grad, of_dE, of_Ri_d = (
-        torch.randn_like(force),
-        torch.empty_like(dE).detach(),
-        torch.empty_like(Ri_d).detach(),
-    )
+    grad, of_dE, of_Ri_d = (torch.randn_like(force), torch.empty_like(dE).detach(), torch.empty_like(Ri_d).detach())
     call("ForceGrad", grad, list_neigh, dE.detach(), Ri_d.detach(), of_dE, of_Ri_d)
     assert all(map(torch.equal, (of_dE, of_Ri_d), torch.autograd.grad(force, (dE, Ri_d), grad)))
 
@@ -111,13 +112,9 @@ def test_force_is_calcops_force_with_its_gradients(call):
     [
         (["string", "float32"], [[2], [2]], "LeakyRelu: expected a dtype that PyTorch has, got string"),
         (["int32", "int32"], [[2], [2]], "LeakyRelu: \"leaky_relu_cpu\" not implemented for 'Int'"),
-        (["float32", "float32"], [[2], [3]], "expected `output` like `x`, Float [2], got Float [3]"),
-        (["float32", "float64"], [[2], [2]], "expected `output` like `x`, Float [2], got Double [2]"),
-        (
-            ["float32", "float32", "float32"],
-            [[2], [1], [2]],
-            "expected `negative_slope` of no dimensions, got [1]",
-        ),
+        (["float32", "float32"], [[2], [3]], "expected `output` of Float [2], got Float [3]"),
+        (["float32", "float64"], [[2], [2]], "expected `output` of Float [2], got Double [2]"),
+        (["float32", "float32", "float32"], [[2], [1], [2]], "expected `negative_slope` of no dimensions, got [1]"),
         (["float32"], [[2]], "LeakyRelu: expected 2 or 3 inputs and outputs, got 1"),
         (["float32", "float32"], [[-1], [-1]], "expected known sizes for argument 0, got [-1]"),
     ],
@@ -176,13 +173,63 @@ def test_the_libraries_need_no_python_and_no_search_path(libraries):
         assert "not found" not in needed
 
 
-def test_mindspore_calls_them_in_both_modes_and_trains(libraries):
+@pytest.mark.skipif(not cuda.find_toolkit()[0], reason="no nvcc for this PyTorch")
+def test_the_cuda_source_builds_for_two_architectures_without_a_gpu():
+    script = f"import calcops_jit; print(calcops_jit.load('leaky_relu_gpu', ['{FOLDER}/leaky_relu.cu']).path)"
+    environment = {"PYTHONPATH": str(ROOT), "CALCOPS_CUDA": "0", "TORCH_CUDA_ARCH_LIST": "8.0;9.0"}
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert result.returncode == 0, result.stderr
+    library = ctypes.CDLL(result.stdout.strip())
+    assert library.LeakyRelu and library.LeakyReluGrad
+    # There is no kernel in it: ATen's are called.
+    assert b"libc10_cuda.so" in Path(result.stdout.strip()).read_bytes()
+
+
+@pytest.fixture
+def mindspore():
+    """mindspore(*arguments) runs its Python and gives what that prints."""
     if not MINDSPORE.exists():
         pytest.skip("MindSpore is not here: make mindspore")
-    command = [MINDSPORE, FOLDER / "run.py", Path(libraries["leaky_relu_cpu.so"]).parent]
-    environment = {k: v for k, v in os.environ.items() if k not in ("LD_LIBRARY_PATH", "PYTHONPATH")}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    source = (FOLDER / "run.py").read_text()
-    expected = re.search(r"Expected output.*?\n\n(.*?\n)\"\"\"", source, re.DOTALL)[1]
-    assert result.stdout == 2 * re.sub(r"^    ", "", expected, flags=re.MULTILINE)
+
+    def run(*arguments):
+        environment = {k: v for k, v in os.environ.items() if k not in ("LD_LIBRARY_PATH", "PYTHONPATH")}
+        result = subprocess.run([MINDSPORE, *arguments], capture_output=True, text=True, env=environment)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["run.py", "run_force.py"])
+def test_mindspore_calls_them_in_both_modes_and_trains(libraries, mindspore, name):
+    out = mindspore(FOLDER / name, Path(libraries["leaky_relu_cpu.so"]).parent)
+    expected = re.search(r"Expected output.*?\n\n(    .*?\n)(?=\S|\n)", (FOLDER / name).read_text(), re.DOTALL)[1]
+    graph = re.sub(r"^    ", "", expected, flags=re.MULTILINE)
+    assert out == graph + graph.replace("from the call", "from asnumpy()")
+
+
+def test_mindspore_has_these_names_passes_empty_tensors_and_infers_outputs_once(libraries, mindspore):
+    script = f"""if True:
+        import mindspore as ms
+        library = "{libraries["leaky_relu_cpu.so"]}"
+
+        def custom(shape, dtype):
+            return ms.ops.Custom(library + ":LeakyRelu", shape, dtype, func_type="aot")
+
+        ms.set_device("CPU")
+        for mode in (ms.GRAPH_MODE, ms.PYNATIVE_MODE):
+            ms.set_context(mode=mode)
+            op = custom(lambda x, slope: x, lambda x, slope: x)
+            x, half = ms.Tensor([-2.0], ms.float32), ms.Tensor(0.5, ms.float32)
+            for name in "bool_ {DTYPES[5:]} float8_e4m3fn float8_e5m2".split():
+                slope = ms.Tensor(0.5 if "oat" in name or "complex" in name else 1, getattr(ms, name))
+                print(name, op(x, slope).asnumpy()[0])
+            for shape in (), (0,), (2, 0), (1, 3):
+                print(op(-ms.ops.ones(shape, ms.float32), half).asnumpy().tolist())
+            other = custom(lambda x, slope: [2, *x], lambda x, slope: ms.float64)
+            print(other(x, half).dtype, other(x, half).shape)"""
+    numbers = [f"{name} {-1.0 if 'oat' in name or 'complex' in name else -2.0}" for name in DTYPES.split()]
+    numbers[0] = "bool_ -2.0"
+    rest = ["float8_e4m3fn -1.0", "float8_e5m2 -1.0", "-0.5", "[]", "[[], []]", "[[-0.5, -0.5, -0.5]]"]
+    assert mindspore("-c", script).splitlines() == 2 * [*numbers, *rest, "Float32 (1,)"]

@@ -104,9 +104,7 @@ def test_nobody_warns_of_anything_but_torchscripts_end(ran):
 
 
 def test_the_readme_shows_what_is_printed(ran):
-    (shown,) = re.findall(
-        r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    (shown,) = re.findall(r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     printed = (ran.stdout + ran.stderr).replace("on cuda,", "on cpu,")
     lines = [line for line in shown.splitlines() if line != "..."]
     assert len(lines) > 15 and not [line for line in lines if line not in printed]
@@ -121,9 +119,7 @@ def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
 def test_a_linker_that_drops_libraries_drops_the_operators_where_the_makefile_says(ran, build):
     """As Ubuntu's g++ links by default."""
     line = next(line for line in ran.stdout.splitlines() if f"-o {build}/host " in line)
-    command = line.replace("-Wl,--no-as-needed", "-Wl,--as-needed").replace(
-        f"{build}/host ", f"{build}/dropped "
-    )
+    command = line.replace("-Wl,--no-as-needed", "-Wl,--as-needed").replace(f"{build}/host ", f"{build}/dropped ")
     subprocess.run(["bash", "-c", command], cwd=FOLDER, check=True)
     result = subprocess.run([build / "dropped", build / "scripted.pt"], capture_output=True, text=True)
     assert result.returncode == 1 and "Unknown builtin op" in result.stderr
@@ -137,3 +133,20 @@ def test_cmake_builds_the_same_and_asks_for_no_cuda_toolkit(ran, build):
     assert numbers(result.stdout)["force"].tolist() == numbers(scripted)["force"][:4].tolist()
     # What find_package(Torch) asks about a toolkit stays in the cache, whether it finds one or not.
     assert "CUDA_TOOLKIT_ROOT_DIR" not in (build / "cmake" / "CMakeCache.txt").read_text()
+
+
+def test_the_host_builds_from_an_exported_folder_with_pkg_config(ran, build):
+    if not shutil.which("pkg-config"):
+        pytest.skip("pkg-config is not installed")
+    export = [sys.executable, "-m", "calcops_jit", "export", build / "calcops"]
+    subprocess.run(export, env=ENVIRONMENT, check=True, capture_output=True)
+    command = (
+        f"{os.environ.get('CXX', 'g++')} -std=c++20 host.cpp -o {build}/exported $(pkg-config --cflags --libs calcops)"
+    )
+    environment = ENVIRONMENT | {"PKG_CONFIG_PATH": f"{build}/calcops/lib/pkgconfig"}
+    subprocess.run(command, shell=True, cwd=FOLDER, env=environment, check=True)
+    result = subprocess.run(
+        [build / "exported", build / "scripted.pt"], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert numbers(result.stdout)["force"].tolist() == numbers(ran.stdout)["force"][:4].tolist()

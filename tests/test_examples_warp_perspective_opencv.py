@@ -61,16 +61,12 @@ def test_the_result_is_that_of_our_own_up_to_opencv_rounding(library):
         warp = torch.eye(3) + torch.randn(3, 3) * torch.tensor([[0.1], [0.1], [0.001]])
         warp[:2, 2] += 3 * torch.randn(2)
         warp[2, 2] = 1
-        theirs, ours = (
-            w(image, warp, [30, 20]) for w in (library.warp_perspective, calcops_jit.warp_perspective)
-        )
+        theirs, ours = (w(image, warp, [30, 20]) for w in (library.warp_perspective, calcops_jit.warp_perspective))
         # Half of 1/32 of a pixel in x and in y, where neighbours differ by at most 1.
         assert (theirs - ours).abs().max() <= 2 / 64 + 1e-3
 
 
-@pytest.mark.parametrize(
-    "change", [lambda t: t.t().contiguous().t(), lambda t: torch.stack([t, -t], 2)[:, :, 0]]
-)
+@pytest.mark.parametrize("change", [lambda t: t.t().contiguous().t(), lambda t: torch.stack([t, -t], 2)[:, :, 0]])
 def test_layout_does_not_matter(library, change):
     image, warp = torch.randn(9, 12), torch.tensor([[1.1, 0.2, 1], [0, 0.9, -1], [0.001, 0, 1]])
     assert not change(image).is_contiguous()
@@ -108,6 +104,14 @@ def test_the_script_compares_scripts_and_runs_the_program(printed):
     assert out.endswith(HOST)
 
 
+def test_without_opencv_one_line_says_so_and_what_to_install():
+    command = [sys.executable, FOLDER / "warp_perspective_opencv.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": "/nowhere"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 1 and result.stdout == ""
+    assert re.fullmatch(r"skipped: no OpenCV headers; apt-get install .*libopencv-dev.*\n", result.stderr)
+
+
 def test_setuptools_makes_a_library(printed, tmp_path):
     shutil.copytree(FOLDER, tmp_path / "source", ignore=shutil.ignore_patterns("__pycache__", "build"))
     build = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path]
@@ -120,6 +124,8 @@ def test_cmake_makes_a_library_for_python_and_the_program(printed, tmp_path):
     if not shutil.which("cmake"):
         pytest.skip("no cmake")
     run("cmake", "-S", FOLDER, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}")
+    # What find_package(Torch) asks about a CUDA toolkit stays in the cache, whether it finds one or not.
+    assert "CUDA_TOOLKIT_ROOT_DIR" not in (tmp_path / "CMakeCache.txt").read_text()
     run("cmake", "--build", tmp_path, "-j2")
     archives = [printed[1] / name for name in ("compute_scripted.pt", "warp_scripted.pt")]
     assert run(tmp_path / "myops_add", *archives).stdout == HOST

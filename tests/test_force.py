@@ -63,9 +63,7 @@ def test_strided_and_expanded_inputs_are_read_right(device):
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [(0, 5, 2, 7), (3, 0, 2, 7), (3, 0, 0, 7), (3, 5, 2, 0), (0, 0, 0, 0), (1, 1, 0, 1), (1, 1, 3, 1)],
-    ids=str,
+    "sizes", [(0, 5, 2, 7), (3, 0, 2, 7), (3, 0, 0, 7), (3, 5, 2, 0), (0, 0, 0, 0), (1, 1, 0, 1), (1, 1, 3, 1)], ids=str
 )
 def test_empty_sizes_give_zeros_of_the_right_shape(device, sizes):
     frames, natoms, nghost, neighbors = sizes
@@ -201,12 +199,7 @@ def test_errors_name_the_argument_what_was_expected_and_what_came():
             Ri_d.transpose(2, 3),
             Rij,
         ),
-        "`Rij` of shape [B, n, K, 3], [B, n, K] = [3, 5, 7], got [3, 5, 7]": (
-            list_neigh,
-            dE,
-            Ri_d,
-            Rij[..., 0],
-        ),
+        "`Rij` of shape [B, n, K, 3], [B, n, K] = [3, 5, 7], got [3, 5, 7]": (list_neigh, dE, Ri_d, Rij[..., 0]),
         "`Rij` of dtype Double like `dE`, got Float": (list_neigh, dE, Ri_d, Rij.float()),
     }
     for text, arguments in wrong.items():
@@ -224,9 +217,7 @@ def test_errors_name_the_argument_what_was_expected_and_what_came():
 def test_a_wrong_entry_is_named_with_frame_atom_slot_and_value(entry, index):
     list_neigh, dE, Ri_d, Rij = pairs(index=index)
     list_neigh[1, 2, 3] = list_neigh[2, 4, 6] = entry
-    text = (
-        f"expected `list_neigh` entries -1 or 0 <= j < n + nghost = 7, got {entry} at frame 1, atom 2, slot 3"
-    )
+    text = f"expected `list_neigh` entries -1 or 0 <= j < n + nghost = 7, got {entry} at frame 1, atom 2, slot 3"
     with pytest.raises(RuntimeError) as caught:
         force(list_neigh, dE, Ri_d, 2)
     assert str(caught.value).splitlines()[0] == "calcops::force: " + text

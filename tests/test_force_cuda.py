@@ -89,10 +89,7 @@ def on(device, tensors):
 def upstream_of(list_neigh, dE, nghost=2):
     """Gradients of a scalar for the three outputs; made beforehand where the host must not wait."""
     rows = (len(list_neigh), list_neigh.shape[1] + nghost)
-    return [
-        torch.randn(*size, 3, device=dE.device, dtype=dE.dtype)
-        for size in (rows, rows[:1] + (3,), rows + (3,))
-    ]
+    return [torch.randn(*size, 3, device=dE.device, dtype=dE.dtype) for size in (rows, rows[:1] + (3,), rows + (3,))]
 
 
 def gradients(upstream, list_neigh, *values, nghost=2):

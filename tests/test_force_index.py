@@ -14,10 +14,7 @@ def index_by_hand(list_neigh, nghost):
     """The same from nothing but Python."""
     found = []
     for frame in list_neigh.flatten(1).tolist():
-        rows = [
-            [slot for slot, name in enumerate(frame) if name == j]
-            for j in range(list_neigh.shape[1] + nghost)
-        ]
+        rows = [[slot for slot, name in enumerate(frame) if name == j] for j in range(list_neigh.shape[1] + nghost)]
         slots = [slot for row in rows for slot in row]
         ends = [sum(map(len, rows[: j + 1])) for j in range(len(rows))]
         found.append(ends + slots + [-1] * (len(frame) - len(slots)))

@@ -62,9 +62,7 @@ def test_force_and_virials(library, case):
         assert_close(atom_W[b], theirs[1])
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case[2] == 0], ids=str
-)  # it folds ghosts by j % n
+@pytest.mark.parametrize("case", [case for case in CASES if case[2] == 0], ids=str)  # it folds ghosts by j % n
 def test_gradients_of_force_and_virial(library, case):
     list_neigh, dE, Ri_d, Rij = inputs_of(*case)
     frames, natoms, _, neighbors, _ = case

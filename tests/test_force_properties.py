@@ -103,9 +103,7 @@ def test_the_order_of_the_slots_does_not_matter(system, random):
     Rij = vectors(positions, list_neigh, shift)
     order = list(range(list_neigh.shape[2]))
     random.shuffle(order)
-    assert_equal_lists(
-        operators(list_neigh[:, :, order], Rij[:, :, order]), operators(list_neigh, Rij), **CLOSE
-    )
+    assert_equal_lists(operators(list_neigh[:, :, order], Rij[:, :, order]), operators(list_neigh, Rij), **CLOSE)
 
 
 @given(atoms())

@@ -31,12 +31,7 @@ class ForceModel(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 4, dtype=torch.float64))
 
     def forward(
-        self,
-        list_neigh: torch.Tensor,
-        Ri: torch.Tensor,
-        Ri_d: torch.Tensor,
-        Rij: torch.Tensor,
-        nghost: int = 1,
+        self, list_neigh: torch.Tensor, Ri: torch.Tensor, Ri_d: torch.Tensor, Rij: torch.Tensor, nghost: int = 1
     ):
         dE = self.weight * torch.cos(Ri * self.weight)
         return torch.ops.calcops.force_virial(list_neigh, dE, Ri_d, Rij, nghost)
@@ -125,9 +120,7 @@ def test_scripted_model_saved_and_loaded_gives_the_same():
     file.seek(0)
     loaded = torch.jit.load(file)
     for _ in range(3):  # the profiling executor changes the graph on the way
-        assert_equal_lists(
-            loss_gradient(loaded, *inputs), loss_gradient(model, *inputs), rtol=1e-13, atol=1e-13
-        )
+        assert_equal_lists(loss_gradient(loaded, *inputs), loss_gradient(model, *inputs), rtol=1e-13, atol=1e-13)
 
 
 def test_models_are_copied_and_pickled():

@@ -40,9 +40,7 @@ def includes(path):
 def code(path):
     """The text without comments and with empty strings, on the same lines."""
     pattern = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"'
-    return re.sub(
-        pattern, lambda m: '""' if m[0][0] == '"' else "\n" * m[0].count("\n"), path.read_text(), flags=re.S
-    )
+    return re.sub(pattern, lambda m: '""' if m[0][0] == '"' else "\n" * m[0].count("\n"), path.read_text(), flags=re.S)
 
 
 def lines_with(pattern, text):
@@ -73,34 +71,21 @@ def test_files_are_short_enough_to_read():
 
     assert not {name(path): count(path) for path in SOURCES if count(path) > 700}
     assert not {name(path): count(path) for path in PYTHON if count(path) > 400}
-    assert (
-        sum(count(path) for path in [ROOT / "calcops_jit.py", *(ROOT / "_calcops_jit").glob("*.py")]) <= 2500
-    )
+    assert sum(count(path) for path in [ROOT / "calcops_jit.py", *(ROOT / "_calcops_jit").glob("*.py")]) <= 2500
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_a_file_includes_only_what_its_kind_may(path):
     found = includes(path)
     if kind(path) in (".h", ".cu"):
-        assert not [i for i in found if TORCH.match(i)], (
-            "kept out of torch's headers: 1 s to compile, not 6 to 20"
-        )
+        assert not [i for i in found if TORCH.match(i)], "kept out of torch's headers: 1 s to compile, not 6 to 20"
     if kind(path) == "_cpu.cpp":
         assert not [i for i in found if TORCH.match(i) and i != "ATen/Parallel.h"]
     if kind(path) in (".cpp", "loose .h"):
-        heavy = {
-            "torch/extension.h",
-            "torch/torch.h",
-            "torch/all.h",
-            "torch/script.h",
-            "torch/python.h",
-            "ATen/ATen.h",
-        }
+        heavy = {"torch/extension.h", "torch/torch.h", "torch/all.h", "torch/script.h", "torch/python.h", "ATen/ATen.h"}
         heavy |= {"ATen/Functions.h", "ATen/NativeFunctions.h", "ATen/Operators.h", "Python.h"}
         assert not [i for i in found if i in heavy or i.startswith("pybind11")]
-        assert not [i for i in found if i.endswith("_math.h")], (
-            "editing a formula must not compile a torch unit"
-        )
+        assert not [i for i in found if i.endswith("_math.h")], "editing a formula must not compile a torch unit"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
@@ -132,41 +117,21 @@ def test_a_unit_compiles_without_a_warning(path, cuda):
     folders = [ROOT / "ops", site / "torch/include", site / "torch/include/torch/csrc/api/include"]
     if cuda:
         folders += [p.parent for p in site.glob("nvidia/*/include/cuda_runtime_api.h")]
-        folders += [
-            p for p in [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")] if p.exists()
-        ]
+        folders += [p for p in [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")] if p.exists()]
         if not any((folder / "cuda_runtime_api.h").exists() for folder in folders):
             pytest.skip("neither torch's wheels nor a toolkit bring cuda_runtime_api.h")
     standard = "c++20" if torch.__version__ >= "2.13" else "c++17"
-    options = [
-        "-fsyntax-only",
-        f"-std={standard}",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-DAT_PER_OPERATOR_HEADERS",
-    ]
+    options = ["-fsyntax-only", f"-std={standard}", "-Wall", "-Wextra", "-Werror", "-DAT_PER_OPERATOR_HEADERS"]
     options += [] if cuda else ['-DCALCOPS_NO_CUDA="no nvcc was found"']
     options += [f"-I{folders[0]}", *(word for folder in folders[1:] for word in ("-isystem", str(folder)))]
-    result = subprocess.run(
-        [os.environ.get("CXX", "g++"), *options, str(path)], capture_output=True, text=True
-    )
+    result = subprocess.run([os.environ.get("CXX", "g++"), *options, str(path)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.name.endswith("_math.h")], ids=name)
 @pytest.mark.parametrize("standard", ["c++17", "c++20"])
 def test_the_mathematics_is_valid_in_both_standards(path, standard):
-    options = [
-        "-x",
-        "c++",
-        "-fsyntax-only",
-        f"-std={standard}",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        f"-I{ROOT / 'ops'}",
-    ]
+    options = ["-x", "c++", "-fsyntax-only", f"-std={standard}", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'ops'}"]
     options += ['-DCALCOPS_NO_CUDA="none"', "-include", str(path), "/dev/null"]
     result = subprocess.run([os.environ.get("CXX", "g++"), *options], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -178,17 +143,13 @@ def test_generated_documentation_is_up_to_date():
 
 def test_every_operator_is_documented():
     operators = [
-        o
-        for o in map(calcops_jit.__dict__.get, calcops_jit.__all__)
-        if isinstance(o, torch._ops.OpOverloadPacket)
+        o for o in map(calcops_jit.__dict__.get, calcops_jit.__all__) if isinstance(o, torch._ops.OpOverloadPacket)
     ]
     assert operators
     for operator in operators:
         schema, _, text = operator.__doc__.partition("\n\n")
         assert schema == str(operator.default._schema)
-        missing = [
-            a.name for a in operator.default._schema.arguments if not re.search(rf"\b{a.name}\b", text)
-        ]
+        missing = [a.name for a in operator.default._schema.arguments if not re.search(rf"\b{a.name}\b", text)]
         assert not missing, f"{operator} says nothing about {missing}"
 
 
@@ -197,13 +158,9 @@ def test_the_library_needs_no_python_and_finds_torch_by_itself():
         ["readelf", "-d", calcops_jit.library_path()], capture_output=True, text=True, check=True
     ).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
-    allowed = (
-        r"lib(torch|torch_cpu|torch_cuda|c10|c10_cuda|cudart|c|m|stdc\+\+|gcc_s|gomp|pthread|dl)\.so|ld-linux"
-    )
+    allowed = r"lib(torch|torch_cpu|torch_cuda|c10|c10_cuda|cudart|c|m|stdc\+\+|gcc_s|gomp|pthread|dl)\.so|ld-linux"
     assert needed and not [library for library in needed if not re.match(allowed, library)]
-    rpaths = [
-        path for value in re.findall(r"\(R(?:UN)?PATH\).*\[(.+)\]", dynamic) for path in value.split(":")
-    ]
+    rpaths = [path for value in re.findall(r"\(R(?:UN)?PATH\).*\[(.+)\]", dynamic) for path in value.split(":")]
     assert rpaths and all(os.path.isabs(path) for path in rpaths)
     assert any((Path(path) / "libc10.so").exists() for path in rpaths)
 
@@ -233,10 +190,7 @@ def test_a_cpp_host_calls_the_operators_through_the_generated_header(tmp_path):
         }""")
     torch_folder = Path(torch.__file__).parent
     command = [os.environ.get("CXX", "g++"), "-DAT_PER_OPERATOR_HEADERS", "-Wall", "-Wextra", "-Werror"]
-    command += [
-        "-std=c++20" if torch.__version__ >= "2.13" else "-std=c++17",
-        f"-I{ROOT / '_calcops_jit/include'}",
-    ]
+    command += ["-std=c++20" if torch.__version__ >= "2.13" else "-std=c++17", f"-I{ROOT / '_calcops_jit/include'}"]
     command += ["-isystem", f"{torch_folder}/include", "host.cpp", "-o", "host", f"-L{torch_folder}/lib"]
     command += [f"-Wl,-rpath,{torch_folder}/lib", "-ltorch_cpu", "-lc10", "-ldl"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

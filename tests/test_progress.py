@@ -43,9 +43,7 @@ def test_progress_redraws_one_line_on_a_terminal_and_leaves_it_empty(monkeypatch
     with Progress("building x", lambda seconds: next(steps, ("[2/2]", 0.9))):
         time.sleep(0.8)
         assert last_line(screen) == "calcops_jit: building x [2/2]"
-    assert (
-        screen.getvalue().startswith("\rcalcops_jit: building x [0/2] ") and "longlong" in screen.getvalue()
-    )
+    assert screen.getvalue().startswith("\rcalcops_jit: building x [0/2] ") and "longlong" in screen.getvalue()
     assert max(map(len, screen.getvalue().split("\r"))) < shutil.get_terminal_size().columns
     assert "\n" not in screen.getvalue() and last_line(screen) == ""
 
@@ -132,9 +130,7 @@ class Staging:
         self.seconds = max(free) + rest
 
     def at(self, seconds: float) -> None:
-        lines = [
-            f"{s * 1e3:.0f}\t{e * 1e3:.0f}\t0\t{target}\tabc\n" for s, e, target in self.log if e <= seconds
-        ]
+        lines = [f"{s * 1e3:.0f}\t{e * 1e3:.0f}\t0\t{target}\tabc\n" for s, e, target in self.log if e <= seconds]
         (self.path / ".ninja_log").write_text("# ninja log v7\n" + "".join(lines))
         began = time.time() - seconds
         os.utime(self.path / "build.ninja", (began, began))
@@ -167,9 +163,7 @@ def shown(tmp_path, staging: Staging, step: float = 0.5) -> list[tuple[float, in
 
 
 @pytest.mark.parametrize(("units", "jobs"), [([6], 2), ([6, 1, 20, 3], 1), ([6, 1, 20, 3], 2), ([5] * 7, 4)])
-def test_a_build_that_goes_as_the_last_one_ends_when_it_said_from_its_first_moment(
-    tmp_path, monkeypatch, units, jobs
-):
+def test_a_build_that_goes_as_the_last_one_ends_when_it_said_from_its_first_moment(tmp_path, monkeypatch, units, jobs):
     staging = taught(tmp_path, monkeypatch, units, 6.0, jobs)
     for at, left in shown(tmp_path, Staging(tmp_path / "slot", units, 6.0, jobs)):
         assert abs(at + left - staging.seconds) <= 1.0 + 0.1 * max(units)  # what runs may still be late
@@ -183,9 +177,7 @@ def test_the_time_that_is_left_never_more_than_doubles_and_the_end_is_right_with
     chance, off, silent, total = random.Random(1), 0, 0, 0
     for _ in range(30):
         jobs = chance.choice([1, 2, 4, 16])
-        units = [
-            chance.choice([0.7, 3, 6, 20]) * chance.uniform(0.7, 1.4) for _ in range(chance.randint(1, 8))
-        ]
+        units = [chance.choice([0.7, 3, 6, 20]) * chance.uniform(0.7, 1.4) for _ in range(chance.randint(1, 8))]
         taught(tmp_path, monkeypatch, units, 1.0, jobs)
         noisy = [seconds * speed * math.exp(chance.gauss(0, 0.2)) for seconds in units]
         staging = Staging(tmp_path / "slot", noisy, speed, jobs)

@@ -37,9 +37,7 @@ def outside(index, size, border_mode):
     return np.where(folded < size, folded, period - 1 + edge - folded)
 
 
-def reference(
-    image, warp, dsize, interpolation="linear", border_mode="constant", border=0.0, inverse_map=False
-):
+def reference(image, warp, dsize, interpolation="linear", border_mode="constant", border=0.0, inverse_map=False):
     """[C, H, W] by [3, 3] in float64: each tap's index goes through the border on its own, as OpenCV's do."""
     image, warp = image.double().numpy(), warp.double().numpy()
     channels, height, width = image.shape
@@ -142,9 +140,7 @@ def test_nearest_takes_the_pixels_that_opencv_takes(dtype, border_mode, inverse_
     image = random_image(3, 37, 29, dtype=dtype)
     for warp in (TILTED, SHRUNK, TURNED):
         options = ("nearest", border_mode, [7.0, 9.0, 33.0], inverse_map)
-        assert torch.equal(
-            warp_perspective(image, warp, (61, 150), *options), opencv(image, warp, (61, 150), *options)
-        )
+        assert torch.equal(warp_perspective(image, warp, (61, 150), *options), opencv(image, warp, (61, 150), *options))
 
 
 def test_nearest_breaks_ties_to_even_as_opencv_does():
@@ -248,19 +244,14 @@ NOWHERE = {  # matrices by which no pixel has a source, with inverse_map
     "NaN": (torch.full((3, 3), float("nan")), True),
     "one NaN": (torch.tensor([[1.0, 0, 0], [0, float("nan"), 0], [0, 0, 1]]), False),
     "infinity": (torch.tensor([[1.0, 0, float("inf")], [0, 1, 0], [0, 0, 1]]), True),
-    "overflow of x": (
-        torch.tensor([[1e300, 0, 1e300], [0, 1, 0], [0, 0, 1e-300]], dtype=torch.float64),
-        True,
-    ),
+    "overflow of x": (torch.tensor([[1e300, 0, 1e300], [0, 1, 0], [0, 0, 1e-300]], dtype=torch.float64), True),
 }
 
 
 @pytest.mark.parametrize("name", NOWHERE)
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("border_mode", BORDERS)
-def test_pixels_without_a_source_are_border_value_with_zero_gradients(
-    border_mode, interpolation, name, device
-):
+def test_pixels_without_a_source_are_border_value_with_zero_gradients(border_mode, interpolation, name, device):
     warp, inverse_map = NOWHERE[name]
     image = random_image(2, 5, 6).to(device).requires_grad_()
     warp = warp.to(device, copy=True).requires_grad_()
@@ -280,9 +271,7 @@ def test_only_the_horizon_is_without_a_source(border_mode, device):
     image = random_image(1, 5, 6).to(device).requires_grad_()
     warp.requires_grad_()
     result = warp_perspective(image, warp, (4, 7), "linear", border_mode, [0.125], True)
-    expected = reference(
-        image.detach().cpu(), warp.detach().cpu(), (4, 7), "linear", border_mode, 0.125, True
-    )
+    expected = reference(image.detach().cpu(), warp.detach().cpu(), (4, 7), "linear", border_mode, 0.125, True)
     torch.testing.assert_close(result.cpu(), expected, rtol=0, atol=1e-12)
     assert (result[..., 3] == 0.125).all()
     upstream = torch.ones_like(result)
@@ -299,9 +288,7 @@ def test_huge_coordinates_are_folded_exactly(far, interpolation, border_mode, de
     warp = torch.tensor([[1.0, 0, far], [0, 1, 0], [0, 0, 1]], dtype=torch.float64)
     x = np.array([int(u + far) for u in range(2)], dtype=object)  # exact: these floats are integers
     columns = outside(x, 7, border_mode)
-    result = warp_perspective(
-        image.to(device), warp.to(device), (3, 2), interpolation, border_mode, [0.5], True
-    )
+    result = warp_perspective(image.to(device), warp.to(device), (3, 2), interpolation, border_mode, [0.5], True)
     for u, column in enumerate(columns):
         expected = image[0, :, column] if column >= 0 else torch.full((3,), 0.5, dtype=torch.float64)
         assert torch.equal(result[0, :, u].cpu(), expected)

@@ -117,18 +117,13 @@ GOOD = {"image": torch.zeros(2, 3, 5, 6), "warp": torch.eye(3), "dsize": (4, 4)}
             {"border_mode": "transparent"},
             '`border_mode` "constant", "replicate", "reflect", "wrap" or "reflect_101", got "transparent"',
         ),
-        (
-            {"border_value": [1.0, 2.0]},
-            "`border_value` of one value or one for each of 3 channels, got 2 values",
-        ),
+        ({"border_value": [1.0, 2.0]}, "`border_value` of one value or one for each of 3 channels, got 2 values"),
     ],
 )
 def test_an_error_names_the_argument_what_was_expected_and_what_came(bad, message):
     with pytest.raises(RuntimeError) as error:
         warp_perspective(**{**GOOD, **bad})
-    assert (
-        str(error.value).split("\n")[0].removesuffix(".") == f"calcops::warp_perspective: expected {message}"
-    )
+    assert str(error.value).split("\n")[0].removesuffix(".") == f"calcops::warp_perspective: expected {message}"
 
 
 def test_uint8_with_a_matrix_that_requires_a_gradient_is_an_error_not_a_lost_gradient():
@@ -148,9 +143,7 @@ class TestOnAGpu:
                 image = random_image(2, 3, 111, 90, dtype=dtype)
                 warp = torch.stack([TILTED, TURNED])
                 ours = warp_perspective(image.cuda(), warp.cuda(), (200, 123), border_mode=border_mode)
-                assert torch.equal(
-                    ours.cpu(), warp_perspective(image, warp, (200, 123), border_mode=border_mode)
-                )
+                assert torch.equal(ours.cpu(), warp_perspective(image, warp, (200, 123), border_mode=border_mode))
 
     def test_gradients_are_the_same_in_every_run_and_those_of_the_cpu(self):
         image, warp = random_image(2, 3, 111, 90), torch.stack([TILTED, TURNED])

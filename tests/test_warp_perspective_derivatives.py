@@ -25,9 +25,7 @@ SHAPES = {
 def arguments(image_shape, warp_shape, device="cpu", dtype=torch.float64):
     """An image and matrices whose coordinates stay away from pixel centres, where linear has its kinks."""
     image = random_image(*image_shape).to(device, dtype)
-    near = torch.tensor(
-        [[0.93, 0.11, 0.417], [-0.07, 1.04, -0.339], [0.011, -0.007, 1.0]], dtype=torch.float64
-    )
+    near = torch.tensor([[0.93, 0.11, 0.417], [-0.07, 1.04, -0.339], [0.011, -0.007, 1.0]], dtype=torch.float64)
     step = torch.linspace(0, 0.031, warp_shape[0] if len(warp_shape) == 3 else 1, dtype=torch.float64)
     warp = (near + step[:, None, None]).reshape(warp_shape).to(device, dtype)
     return image.requires_grad_(), warp.requires_grad_()
@@ -40,18 +38,14 @@ def test_first_and_second_derivatives_are_right_for_every_pairing_of_shapes(shap
         return warp_perspective(image, warp, (5, 4), border_value=[0.5], inverse_map=inverse_map)
 
     inputs = arguments(*SHAPES[shapes], device)
-    assert gradcheck(
-        warped, inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
-    )
+    assert gradcheck(warped, inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
     assert gradgradcheck(warped, inputs, check_fwd_over_rev=True, check_rev_over_rev=True)
 
 
 @pytest.mark.parametrize("border_mode", BORDERS)
 def test_first_and_second_derivatives_are_right_in_every_border_mode(border_mode, device):
     # The image is shrunk to a third, so that most of the result lies outside of it, folded several times.
-    warp = torch.tensor(
-        [[0.331, 0.041, 1.27], [-0.029, 0.347, 1.913], [0.0031, 0.0047, 1.0]], dtype=torch.float64
-    )
+    warp = torch.tensor([[0.331, 0.041, 1.27], [-0.029, 0.347, 1.913], [0.0031, 0.0047, 1.0]], dtype=torch.float64)
     image = random_image(2, 5, 4).to(device).requires_grad_()
     warp = warp.to(device).requires_grad_()
 
@@ -115,10 +109,7 @@ def test_the_image_gradient_is_the_adjoint_of_the_map_on_large_images(warp, bord
 
 @pytest.mark.parametrize("border_mode", BORDERS)
 def test_float32_gradients_are_those_of_float64_to_rounding(border_mode, device):
-    image, upstream = (
-        random_image(3, 60, 50).float().double(),
-        random_image(3, 70, 45, seed=1).float().double(),
-    )
+    image, upstream = (random_image(3, 60, 50).float().double(), random_image(3, 70, 45, seed=1).float().double())
 
     def gradients(dtype):
         inputs = [t.to(device, dtype).requires_grad_() for t in (image, TILTED.float())]
@@ -172,9 +163,7 @@ def test_torch_func_transforms_give_what_autograd_gives(shapes):
             for j in range(2):
                 torch.testing.assert_close(ours[i][j], second[i][j], rtol=1e-9, atol=1e-10)
     _, tangent = jvp(loss, (image, warp), (image.cos(), warp.cos()))
-    torch.testing.assert_close(
-        tangent, sum((g * t.cos()).sum() for g, t in zip(first, (image, warp), strict=True))
-    )
+    torch.testing.assert_close(tangent, sum((g * t.cos()).sum() for g, t in zip(first, (image, warp), strict=True)))
 
 
 @pytest.mark.parametrize("shapes", SHAPES)

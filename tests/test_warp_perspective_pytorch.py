@@ -69,9 +69,7 @@ def test_compile_takes_it_in_one_graph_with_dynamic_sizes_and_gradients(device):
             torch.testing.assert_close(ours, eager)
             upstream = torch.linspace(-1, 1, eager.numel(), dtype=torch.float64, device=device).view_as(eager)
             for a, b in zip(
-                torch.autograd.grad(ours, inputs, upstream),
-                torch.autograd.grad(eager, inputs, upstream),
-                strict=True,
+                torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(eager, inputs, upstream), strict=True
             ):
                 torch.testing.assert_close(a, b)
     assert len(graphs) == 1
@@ -112,9 +110,7 @@ def test_export_has_a_dynamic_size_and_runs_at_others():
 
 @torch.jit.script
 def scripted(image: torch.Tensor, warp: torch.Tensor):
-    return torch.ops.calcops.warp_perspective(
-        image, warp, [6, 5], "linear", "replicate", [0.5], inverse_map=True
-    )
+    return torch.ops.calcops.warp_perspective(image, warp, [6, 5], "linear", "replicate", [0.5], inverse_map=True)
 
 
 def test_torchscript_saves_loads_and_differentiates_it(device):

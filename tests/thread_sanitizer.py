@@ -46,15 +46,7 @@ def run(folder, program, *kernels):
     (folder / "ATen").mkdir()
     (folder / "ATen" / "Parallel.h").write_text(PARALLEL)
     (folder / "main.cpp").write_text(program)
-    flags = [
-        "-std=c++17",
-        "-O1",
-        "-g",
-        "-fsanitize=thread",
-        '-DCALCOPS_NO_CUDA=""',
-        f"-I{folder}",
-        f"-I{OPS}",
-    ]
+    flags = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", '-DCALCOPS_NO_CUDA=""', f"-I{folder}", f"-I{OPS}"]
     command = [
         compiler,
         *flags,

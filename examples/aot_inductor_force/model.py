@@ -55,8 +55,7 @@ class Potential(torch.nn.Module):
         -> energy [B], atom_energy [B,n], force [B,n+nghost,3], virial [B,3,3], atom_virial [B,n+nghost,3,3]"""
         # An empty slot may hold anything; beyond the cutoff it counts for nothing.
         Ri, Ri_d = describe(Rij.where((list_neigh >= 0)[..., None], 2 * kCutoff))
-        Ri.requires_grad_()
-        atom_energy = self.atom_energies(types, list_neigh, Ri)
+        atom_energy = self.atom_energies(types, list_neigh, Ri.requires_grad_())
         (dE,) = torch.autograd.grad(atom_energy.sum(), Ri)
         force, virial, atom_virial = calcops_jit.force_virial(list_neigh, dE, Ri_d.flatten(2, 3), Rij, nghost)
         return atom_energy.detach().sum(-1), atom_energy.detach(), force, virial, atom_virial
@@ -70,13 +69,12 @@ def random_frames(frames, natoms, neighbours, nghost):
     return types, list_neigh, Rij
 
 
-def main():
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path("build/aot_inductor_force"))
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-
     model = Potential().requires_grad_(False).to(options.device)
 
     def from_tensors(types, list_neigh, Rij):
@@ -100,7 +98,3 @@ def main():
         ours, eager = run(*frames), model(*frames, size[3])
         worst = max((a - b).abs().max() / b.abs().max() for a, b in zip(ours, eager))
         print(f"{size[0]} frames, {size[1]} atoms, {size[2]} slots, {size[3]} ghosts: {worst:.0e} from eager")
-
-
-if __name__ == "__main__":
-    main()

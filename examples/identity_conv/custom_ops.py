@@ -19,8 +19,7 @@ else:
 
 @register_fake_class("my_ops::IdentityConvClass")
 class FakeIdentityConvClass:
-    """Stands for an object while a model is traced. An operator that took the object as an argument would need
-    torch.library.register_fake as well: a Meta kernel in C++ cannot be given this class."""
+    """Stands for an object while a model is traced."""
 
     def __init__(self, channels: int):
         self.channels = channels  # the name that __obj_flatten__ gives it: torch.compile looks for it
@@ -36,5 +35,13 @@ class FakeIdentityConvClass:
         return self.channels
 
 
+# The Meta kernel in C++ is all that identity_conv_op needs. An operator that takes the object needs this: no kernel in
+# C++ can be given the class above. Without it torch.export and torch.compile find no kernel for Meta.
+@torch.library.register_fake("my_ops::identity_conv_object")
+def _(obj, x):
+    return torch.empty_like(x)
+
+
 identity_conv_op = torch.ops.my_ops.identity_conv_op
 torch.library.register_autograd("my_ops::identity_conv_op", lambda ctx, grad: grad)
+torch.library.register_autograd("my_ops::identity_conv_object", lambda ctx, grad: (None, grad))

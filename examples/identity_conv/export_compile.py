@@ -31,7 +31,8 @@ from torch._inductor import config
 FOLDER, TORCH = Path(__file__).resolve().parent, torch.__path__[0]
 
 # Inductor compiles for the processor it runs on. This is for any x86-64 since 2013: no instruction beyond AVX2, neither
-# from the compiler (TORCHINDUCTOR_CPP_MARCH is the same) nor from the vectors that Inductor writes itself.
+# from the compiler (TORCHINDUCTOR_CPP_MARCH is the same) nor from the vectors that Inductor writes itself. A processor
+# that has more makes Python warn of a "mismatch for AOTI_CPU_ISA" when it loads the package, which does no harm.
 PORTABLE = {"cpp.march": "x86-64-v3", "cpp.simdlen": 256}
 
 
@@ -42,19 +43,8 @@ def export(model, x):
 
 def compile_host(out):
     command = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++20", "-O2", FOLDER / "run_inference.cpp"]
-    command += [
-        "-o",
-        out / "run_inference",
-        f"-I{TORCH}/include",
-        f"-I{TORCH}/include/torch/csrc/api/include",
-    ]
-    command += [
-        f"-L{TORCH}/lib",
-        f"-Wl,-rpath,{TORCH}/lib",
-        "-Wl,--no-as-needed",
-        "-ltorch",
-        "-Wl,--as-needed",
-    ]
+    command += ["-o", out / "run_inference", f"-I{TORCH}/include", f"-I{TORCH}/include/torch/csrc/api/include"]
+    command += [f"-L{TORCH}/lib", f"-Wl,-rpath,{TORCH}/lib", "-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
     subprocess.run([*command, "-ltorch_cpu", "-lc10"], check=True)
     return out / "run_inference"
 
@@ -84,9 +74,7 @@ def main(out, device):
         del packages["portable.pt2"]
     host = compile_host(out)
     for name, options in packages.items():
-        torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(out / name), inductor_configs=options
-        )
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(out / name), inductor_configs=options)
         for command in ([sys.executable, FOLDER / "run_inference.py"], [host]):
             subprocess.run([*command, name, custom_ops.library], cwd=out, check=True)
     return 1 if different else 0

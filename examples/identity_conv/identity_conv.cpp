@@ -1,6 +1,6 @@
-// my_ops::identity_conv_op(x) and the class my_ops.IdentityConvClass(channels): both give back a
-// copy of x, of any dtype and layout. The kernel for CUDA is in identity_conv.cu, which is built
-// where there is a GPU.
+// my_ops::identity_conv_op(x), the class my_ops.IdentityConvClass(channels) and an operator that
+// takes an object of it: all give back a copy of x, of any dtype and layout. The kernel for CUDA is
+// in identity_conv.cu, which is built where there is a GPU.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/clone.h>
@@ -40,6 +40,12 @@ struct IdentityConvClass : torch::CustomClassHolder {
   int64_t channels_;
 };
 
+// The device's kernel is chosen inside. For torch.export see custom_ops.py.
+at::Tensor identity_conv_object(const c10::intrusive_ptr<IdentityConvClass>& obj,
+                                const at::Tensor& x) {
+  return obj->forward(x);
+}
+
 }  // namespace
 
 TORCH_LIBRARY(my_ops, m) {
@@ -52,6 +58,12 @@ TORCH_LIBRARY(my_ops, m) {
           [](const c10::intrusive_ptr<IdentityConvClass>& self) { return self->channels_; },
           [](int64_t channels) { return c10::make_intrusive<IdentityConvClass>(channels); });
   m.def("identity_conv_op(Tensor x) -> Tensor");
+  m.def(
+      "identity_conv_object(__torch__.torch.classes.my_ops.IdentityConvClass obj, Tensor x) -> "
+      "Tensor");
 }
 TORCH_LIBRARY_IMPL(my_ops, CPU, m) { m.impl("identity_conv_op", &identity_conv_cpu); }
 TORCH_LIBRARY_IMPL(my_ops, Meta, m) { m.impl("identity_conv_op", &identity_conv_meta); }
+TORCH_LIBRARY_IMPL(my_ops, CompositeExplicitAutograd, m) {
+  m.impl("identity_conv_object", &identity_conv_object);
+}

@@ -7,9 +7,7 @@ import sys
 import torch
 
 package, library = sys.argv[1:]
-torch.ops.load_library(
-    library
-)  # before the package, which holds an object of a class in it; its fake is not needed
+torch.ops.load_library(library)  # before the package, which holds an object of a class in it; its fake is not needed
 model = torch._inductor.aoti_load_package(package)
 device = model.loader.get_metadata()["AOTI_DEVICE_KEY"]
 results = []

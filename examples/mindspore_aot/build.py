@@ -2,8 +2,9 @@
 
     python examples/mindspore_aot/build.py [--out build/mindspore_aot]    # with PyTorch: builds
     python examples/mindspore_aot/run.py build/mindspore_aot              # with MindSpore: calls; see there
+    python examples/mindspore_aot/run_force.py build/mindspore_aot
 
-or both with `make mindspore`. Prints the paths of leaky_relu_cpu.so, force_cpu.so and, where there is a GPU,
+or all with `make mindspore`. Prints the paths of leaky_relu_cpu.so, force_cpu.so and, where there is a GPU,
 leaky_relu_gpu.so. They find PyTorch's libraries by their rpath: LD_LIBRARY_PATH is not needed, and MindSpore's Python
 needs no PyTorch. They need no libpython, so the two may be of different versions of Python.
 """

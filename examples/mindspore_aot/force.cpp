@@ -1,6 +1,7 @@
-// calcops::force for MindSpore: list_neigh, dE, Ri_d -> force, and its gradient: grad, list_neigh,
-// dE, Ri_d -> of dE, of Ri_d. Shapes as in ops/force/force.h; the rows of `force` beyond those of
-// list_neigh are ghosts.
+// calcops::force for MindSpore: list_neigh, dE, Ri_d, types -> force, and its gradient: grad,
+// list_neigh, dE, Ri_d -> of dE, of Ri_d. Shapes as in ops/force/force.h; types [n + nghost] only
+// says how many ghosts there are. A number would not do: MindSpore asks for the sizes of an output
+// once for each of the sizes of the inputs.
 #include <calcops.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -11,10 +12,12 @@ __attribute__((visibility("default"))) int Force(int nparam, void** params, int*
                                                  int64_t** shapes, const char** dtypes,
                                                  void* /*stream*/, void* /*extra*/) {
   return aot_operator("Force", [&] {
-    TORCH_CHECK(nparam == 4, "expected 3 inputs and 1 output, got ", nparam, " together");
+    TORCH_CHECK(nparam == 5, "expected 4 inputs and 1 output, got ", nparam, " together");
     const auto tensors = get_torch_tensors(nparam, params, ndims, shapes, dtypes, at::kCPU);
-    const int64_t nghost = tensors[3].size(1) - tensors[0].size(1);
-    tensors[3].copy_(calcops::force(tensors[0], tensors[1], tensors[2], nghost));
+    const int64_t nghost = tensors[3].size(-1) - tensors[0].size(1);
+    const at::Tensor force = calcops::force(tensors[0], tensors[1], tensors[2], nghost);
+    expect_like("force", tensors[4], force);
+    tensors[4].copy_(force);
   });
 }
 
@@ -27,6 +30,8 @@ __attribute__((visibility("default"))) int ForceGrad(int nparam, void** params, 
     const int64_t nghost = tensors[0].size(1) - tensors[1].size(1);
     const at::Tensor dE = tensors[2].requires_grad_(), Ri_d = tensors[3].requires_grad_();
     const at::Tensor force = calcops::force(tensors[1], dE, Ri_d, nghost);
+    expect_like("gradient of dE", tensors[4], dE);
+    expect_like("gradient of Ri_d", tensors[5], Ri_d);
     const auto gradients = torch::autograd::grad({force}, {dE, Ri_d}, {tensors[0]});
     tensors[4].copy_(gradients[0]);
     tensors[5].copy_(gradients[1]);

@@ -18,14 +18,6 @@ inline double negative_slope(const std::vector<at::Tensor>& tensors, size_t with
   return slope.item<double>();
 }
 
-// An output that does not fit would be given other memory by ATen, and MindSpore's would stay as it
-// was.
-inline void expect_like(const char* name, const at::Tensor& tensor, const at::Tensor& x) {
-  TORCH_CHECK(tensor.sizes() == x.sizes() && tensor.scalar_type() == x.scalar_type(), "expected `",
-              name, "` like `x`, ", x.scalar_type(), ' ', x.sizes(), ", got ", tensor.scalar_type(),
-              ' ', tensor.sizes());
-}
-
 // x[, negative_slope] -> output
 inline void leaky_relu(std::vector<at::Tensor> tensors) {
   const double slope = negative_slope(tensors, 2);

@@ -30,8 +30,8 @@ inline at::ScalarType torch_dtype(const std::string& name) {
       {"float64", at::kDouble},
       {"complex64", at::kComplexFloat},
       {"complex128", at::kComplexDouble},
-      {"float8_e4m3fn", at::kFloat8_e4m3fn},
-      {"float8_e5m2", at::kFloat8_e5m2}};
+      {"float8e4m3fn", at::kFloat8_e4m3fn},
+      {"float8e5m2", at::kFloat8_e5m2}};
   const auto found = dtypes.find(name);
   TORCH_CHECK(found != dtypes.end(), "expected a dtype that PyTorch has, got ", name);
   return found->second;
@@ -55,9 +55,19 @@ inline std::vector<at::Tensor> get_torch_tensors(int nparam, void** params, int*
     TORCH_CHECK(params[i] || count == 0, "expected memory for argument ", i, " of shape ",
                 at::IntArrayRef(shape), ", got none");
     const auto options = at::TensorOptions(device).dtype(torch_dtype(dtypes[i]));
-    tensors.push_back(at::from_blob(params[i], shape, options));
+    // With the device said, CUDA is not asked whose memory it is: there may be none.
+    tensors.push_back(
+        at::for_blob(params[i], shape).options(options).target_device(device).make_tensor());
   }
   return tensors;
+}
+
+// For outputs, whose sizes and dtype are what the functions given to ops.Custom say: one that does
+// not fit would be given other memory by ATen, or be filled as by broadcasting.
+inline void expect_like(const char* name, const at::Tensor& tensor, const at::Tensor& right) {
+  TORCH_CHECK(tensor.sizes() == right.sizes() && tensor.scalar_type() == right.scalar_type(),
+              "expected `", name, "` of ", right.scalar_type(), ' ', right.sizes(), ", got ",
+              tensor.scalar_type(), ' ', tensor.sizes());
 }
 
 // PyTorch's errors carry the C++ stack in their text: MindSpore is given the first part only.

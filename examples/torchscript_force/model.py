@@ -52,7 +52,7 @@ class WithGhosts(Potential):
 
 
 class CalculateForce(torch.autograd.Function):
-    """Before it was an operator: CalculateForce.apply(list_neigh, dE, Ri_d, F) is eager Python's alone."""
+    """Before it was an operator: CalculateForce.apply(list_neigh, dE, Ri_d, F) is of Python, not for an archive."""
 
     @staticmethod
     def forward(ctx, list_neigh, dE, Ri_d, F):
@@ -91,6 +91,6 @@ for name in ("CalcOps_cuda", "CalcOps_cpu"):
     model = torch.jit.script(WithGhosts(getattr(torch.ops, name)))
     save(name, model, *ghosts, torch.tensor(2))
 try:
-    torch.jit.script(InPython())
+    torch.jit.script(InPython()).save(folder / "in_python.pt")  # older PyTorch refuses not before it saves
 except RuntimeError:
     print("refused: CalculateForce, a torch.autograd.Function in Python")

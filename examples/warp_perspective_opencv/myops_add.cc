@@ -1,5 +1,8 @@
-// Runs the archives that warp_perspective_opencv.py saves: ./myops_add compute_scripted.pt
-// warp_scripted.pt Expected output:
+// Runs the archives that warp_perspective_opencv.py saves, which builds it, too:
+//
+//   ./myops_add compute_scripted.pt warp_scripted.pt
+//
+// Expected output:
 //
 //   myops::add: 4 6
 //   my_ops::warp_perspective: 5 6 9 10
@@ -10,6 +13,7 @@
 #include <torch/csrc/jit/serialization/import.h>
 
 #include <iostream>
+#include <stdexcept>
 
 static void print(const char* name, const at::Tensor& tensor) {
   std::cout << name;
@@ -19,7 +23,7 @@ static void print(const char* name, const at::Tensor& tensor) {
 }
 
 int main(int argc, char** argv) try {
-  TORCH_CHECK(argc == 3, "usage: ", argv[0], " compute_scripted.pt warp_scripted.pt");
+  if (argc != 3) throw std::invalid_argument("myops_add compute_scripted.pt warp_scripted.pt");
   torch::jit::Module compute = torch::jit::load(argv[1]), warp = torch::jit::load(argv[2]);
   print("myops::add:",
         compute.forward({at::tensor({1.0f, 2.0f}), at::tensor({3.0f, 4.0f})}).toTensor());

@@ -38,9 +38,7 @@ FLOP = {"force_virial": 21 + 24 + 3, "backward of dE": 27 + 20, "backward of all
 
 def box(natoms):
     """Three factors of natoms, as equal as they can be."""
-    factors = [
-        (a, b, natoms // a // b) for a in range(1, 200) for b in range(a, 400) if natoms % (a * b) == 0
-    ]
+    factors = [(a, b, natoms // a // b) for a in range(1, 200) for b in range(a, 400) if natoms % (a * b) == 0]
     return min(factors, key=sum)
 
 
@@ -203,12 +201,7 @@ TARGETS = (
     ("force_virial / read", lambda r: r["force_virial"] / r["read"], 1.6, True),
     ("backward of dE / read + write", lambda r: r["backward of dE"] / r["read + write dE"], 1.8, True),
     ("backward of all / read + write", lambda r: r["backward of all"] / r["read + write all"], 1.8, True),
-    (
-        "over deepmd-kit",
-        lambda r: r["deepmd-kit"] / r["force_virial"] if "deepmd-kit" in r else None,
-        10,
-        False,
-    ),
+    ("over deepmd-kit", lambda r: r["deepmd-kit"] / r["force_virial"] if "deepmd-kit" in r else None, 10, False),
     ("over torch", lambda r: r["torch"] / r["force_virial"], 10, False),
     ("over torch.compile", lambda r: r["torch.compile"] / r["force_virial"], 4, False),
     ("cost of determinism", lambda r: r["force_virial"] / r["private buffers"], 1.25, True),
@@ -237,9 +230,7 @@ def overhead(seconds):
         lambda: [torch.ops.yardsticks.empty_force_virial(*inputs) for _ in range(100)],
         lambda: [calcops_jit.force_virial(*small) for _ in range(10)],
     )
-    ours, empty, small_us = (
-        1e3 * ms / n for ms, n in zip(minimum_ms(functions, seconds), (100, 100, 10), strict=True)
-    )
+    ours, empty, small_us = (1e3 * ms / n for ms, n in zip(minimum_ms(functions, seconds), (100, 100, 10), strict=True))
     print(
         f"one atom, one slot: {ours:.1f} us, an empty operator {empty:.1f} us, overhead {ours - empty:.1f} us"
         f" (target <= 5); 192 x 138: {small_us:.0f} us"
@@ -272,17 +263,13 @@ def growth(seconds):
         row |= zip(calls, minimum_ms(list(calls.values()), seconds), strict=True)
         row["peak"] = {name: peak_bytes(calls[name]) for name in ("force", *FLOP)}
         found.append(row)
-    print(
-        "\npairs, and for each kernel ns a pair / peak memory above inputs and outputs as a part of the inputs"
-    )
+    print("\npairs, and for each kernel ns a pair / peak memory above inputs and outputs as a part of the inputs")
     for row in found:
         cells = (
             f"{name} {1e6 * row[name] / row['pairs']:5.1f} / {row['peak'][name] / row['inputs']:5.1%}"
             for name in row["peak"]
         )
-        bytes_only = (
-            f"{name} {1e6 * row[name] / row['pairs']:5.1f}" for name in row if name.startswith("read")
-        )
+        bytes_only = (f"{name} {1e6 * row[name] / row['pairs']:5.1f}" for name in row if name.startswith("read"))
         print(f"{row['pairs']:9}  " + "   ".join((*cells, *bytes_only)))
     return found
 
@@ -329,9 +316,7 @@ def draw_growth(rows, machine):
     figure, (time_panel, memory_panel) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
     pairs = [row["pairs"] for row in rows]
     for name in ("read", "read + write all"):
-        time_panel.plot(
-            pairs, [row[name] for row in rows], "--", color="0.5" if name == "read" else "0.7", label=name
-        )
+        time_panel.plot(pairs, [row[name] for row in rows], "--", color="0.5" if name == "read" else "0.7", label=name)
     for name in rows[0]["peak"]:
         time_panel.plot(pairs, [row[name] for row in rows], "o-", markersize=4, label=name)
         peaks = [row["peak"][name] / 1e6 for row in rows]

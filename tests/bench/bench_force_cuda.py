@@ -190,9 +190,7 @@ def main():
     if not torch.cuda.is_available():
         print("bench_force_cuda: PyTorch sees no GPU, nothing to measure")
         return
-    calcops_jit.load(
-        "yardsticks_cuda", [pathlib.Path(__file__).parent / "yardsticks_cuda.cu"], with_cuda=True
-    )
+    calcops_jit.load("yardsticks_cuda", [pathlib.Path(__file__).parent / "yardsticks_cuda.cu"], with_cuda=True)
     found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
     found["tables"] = [
         table(*size, empty, dtype, order)

@@ -114,9 +114,7 @@ def main() -> None:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         cold, library = run("-c", _COLD, folder=folder).split()
         used = [b - a for a, b in zip(used, resource.getrusage(resource.RUSAGE_CHILDREN))]
-        run(
-            "-c", _IMPORT, folder=folder
-        )  # the first look at fresh files compares contents and writes their stats down
+        run("-c", _IMPORT, folder=folder)  # the first look at fresh files compares contents and writes their stats down
         time.sleep(2.5)
         run("-c", _IMPORT, folder=folder)
         kernel = Path(folder, "ops/force/force_cpu.cpp")
@@ -146,12 +144,8 @@ def main() -> None:
         f"  load(), warm              {statistics.median(further) * 1e3:8.1f} ms   a further library; "
         f"hashing takes {per_MB * 1e3:.2f} ms a MB"
     )
-    print(
-        f"  reload() of an edit       {reload_s:8.2f} s    {overhead_s * 1e3:.0f} ms beyond compiler and linker"
-    )
-    print(
-        f"  reload() without a change {idle_s * 1e3:8.1f} ms   back to an earlier build {back_s * 1e3:.1f} ms"
-    )
+    print(f"  reload() of an edit       {reload_s:8.2f} s    {overhead_s * 1e3:.0f} ms beyond compiler and linker")
+    print(f"  reload() without a change {idle_s * 1e3:8.1f} ms   back to an earlier build {back_s * 1e3:.1f} ms")
     print(f"  processes started, warm   {max(r[2] for r in rounds):8.0f}")
 
 

@@ -39,9 +39,7 @@ torch.cuda.synchronize()
 
 def run(*command, **options):
     print("+", *command[:6], flush=True)
-    result = subprocess.run(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options
-    )
+    result = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
     print(result.stdout[-6000:], flush=True)
     return result
 
@@ -56,9 +54,7 @@ def never_run():
     names = {
         name
         for source in ROOT.glob("ops/*/*.cu")
-        for name in re.findall(
-            r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)", source.read_text()
-        )
+        for name in re.findall(r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)", source.read_text())
     }
     record = (
         "from torch.profiler import ProfilerActivity, profile\n"
@@ -79,9 +75,7 @@ def sanitize():
     missed = never_run()
     found = {"coverage": {"passed": not missed, "summary": f"never run: {', '.join(missed) or 'none'}"}}
     for check in ("memcheck", "racecheck", "initcheck", "synccheck"):
-        result = run(
-            tool, "--tool", check, "--error-exitcode", "9", sys.executable, "-c", KERNELS, env=environment
-        )
+        result = run(tool, "--tool", check, "--error-exitcode", "9", sys.executable, "-c", KERNELS, env=environment)
         summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", result.stdout)
         found[check] = {"passed": result.returncode == 0, "summary": summary[-1] if summary else "no summary"}
     return {"passed": all(f["passed"] for f in found.values()), **found}

@@ -1,0 +1,64 @@
+"""Calls calcops::force as build.py built it from MindSpore, on the CPU.
+
+    python examples/mindspore_aot/run_force.py build/mindspore_aot
+
+Expected output, once in graph and once in pynative mode; the last row is a ghost's:
+
+    force [96. 96. 96.] [-258. -262. -266.] [162. 166. 170.]
+    gradient of dE [ -2164.  -8608. -15052. -21496.]
+"""
+
+import sys
+
+import mindspore as ms
+from mindspore import nn, ops
+
+library = f"{sys.argv[1]}/force_cpu.so"
+
+
+class Force(nn.Cell):
+    """list_neigh [B,n,K], dE [B,n,K,4], Ri_d [B,n,4K,3], types [n+nghost] -> force [B,n+nghost,3]; gradients of dE and
+    Ri_d. Of types only the length matters: see force.cpp."""
+
+    def __init__(self):
+        super().__init__()
+
+        def shape(list_neigh, dE, Ri_d, types):
+            return [list_neigh[0], types[0], 3]
+
+        def dtype(list_neigh, dE, Ri_d, types):
+            return dE
+
+        def both(grad, list_neigh, dE, Ri_d):
+            return dE, Ri_d
+
+        backward = ops.Custom(f"{library}:ForceGrad", both, both, func_type="aot")
+
+        # Is given the inputs, the output and its gradient; gives one for each input.
+        def bprop(list_neigh, dE, Ri_d, types, output, grad):
+            of_dE, of_Ri_d = backward(grad, list_neigh, dE, Ri_d)
+            return ops.zeros_like(list_neigh), of_dE, of_Ri_d, ops.zeros_like(types)
+
+        self.op = ops.Custom(f"{library}:Force", shape, dtype, func_type="aot", bprop=bprop)
+        self.op.set_device("CPU")  # also where MindSpore's device is another
+
+    def construct(self, list_neigh, dE, Ri_d, types):
+        return self.op(list_neigh, dE, Ri_d, types)
+
+
+def main():
+    list_neigh = ms.Tensor([[[1, -1], [0, 2]]], ms.int32)  # 0 and 1 are each other's neighbour, 2 is a ghost
+    types, dE = ops.zeros((3,), ms.int32), ops.ones((1, 2, 2, 4), ms.float32)
+    Ri_d, force = ops.arange(48).reshape(1, 2, 8, 3).astype(ms.float32), Force()
+
+    def square_sum(dE):
+        return (force(list_neigh, dE, Ri_d, types) ** 2).sum()
+
+    print("force", *force(list_neigh, dE, Ri_d, types).asnumpy()[0])
+    print("gradient of dE", ms.grad(square_sum)(dE).asnumpy()[0, 0, 0])
+
+
+ms.set_device("CPU")
+for mode in (ms.GRAPH_MODE, ms.PYNATIVE_MODE):
+    ms.set_context(mode=mode)
+    main()
