@@ -9,6 +9,7 @@
 
 #include <map>
 #include <mutex>
+#include <utility>
 
 class KeptPages final : public c10::Allocator {
  public:
