@@ -77,6 +77,11 @@ mindspore: .venv/.base build/mindspore/.installed ## call the operators from Min
 lammps: .venv/.base ## a model as a pair style of LAMMPS, on two ranks; LAMMPS in an environment of its own
 	$(MAKE) -C examples/lammps
 
+train: .venv/.examples ## train a Deep Potential on silicon (ten minutes), package it, run it in ASE, time a step
+	$(python) examples/train_potential/train.py
+	$(python) examples/train_potential/deploy.py
+	$(python) examples/train_potential/step_time.py
+
 clean: ## delete .venv and what was built in this folder; the cache: python -m calcops_jit clean
 	rm -rf .venv .venv-oldest build *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -110,4 +115,4 @@ build/mindspore/.installed:
 	$(pip) --no-deps deepmd-kit
 	@touch $@
 
-.PHONY: help demo test test-long test-oldest venv build cuda lint format docs bench gpu-check sanitize-gpu examples mindspore lammps clean
+.PHONY: help demo test test-long test-oldest venv build cuda lint format docs bench gpu-check sanitize-gpu examples mindspore train lammps clean

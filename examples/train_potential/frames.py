@@ -1,0 +1,95 @@
+"""Frames of silicon to learn from: molecular dynamics under Stillinger-Weber, all trajectories in one batch.
+
+    frames = generate(trajectories=24, samples=10, seed=0)      # a dict of tensors, F = 240 frames of n = 64 atoms
+
+Units: eV, Angstrom, amu and the unit of time that follows (1 fs = ase.units.fs).
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import vesin
+from ase import units
+from ase.build import bulk
+from ase.data import atomic_masses
+from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).parent.parent / "potentials"))
+from stillinger_weber import StillingerWeber
+
+kLattice, kMass = 5.431, atomic_masses[14]
+kTemperatures = 150, 300, 450, 600  # K
+kStrain = 0.02  # of every component of the cell's deformation, at most
+kSkin = 0.5  # A beyond the cutoff: a neighbour list holds until an atom has moved half of that
+kTimestep = 2 * units.fs
+
+
+def neighbours(positions, cells, cutoff):
+    """list_neigh [B,n,K], -1: empty slot, and shift [B,n,K,3], what to add to r_j - r_i."""
+    B, n, _ = positions.shape
+    finder, rows = vesin.NeighborList(cutoff=cutoff, full_list=True), []
+    for points, cell in zip(positions.numpy(), cells.numpy()):
+        i, j, S = finder.compute(points=points, box=cell, periodic=True, quantities="ijS")
+        order = np.argsort(i, kind="stable")
+        rows.append((i[order].astype(np.int64), j[order].astype(np.int64), S[order] @ cell))
+    counts = np.stack([np.bincount(i, minlength=n) for i, _, _ in rows])
+    list_neigh, shift = np.full((B, n, counts.max()), -1), np.zeros((B, n, counts.max(), 3))
+    for b, (i, j, S) in enumerate(rows):
+        slot = np.arange(len(i)) - (counts[b].cumsum() - counts[b])[i]
+        list_neigh[b, i, slot], shift[b, i, slot] = j, S
+    return torch.from_numpy(list_neigh), torch.from_numpy(shift)
+
+
+def pair_vectors(positions, list_neigh, shift):
+    """Rij [B,n,K,3]; what an empty slot holds is not used."""
+    rows = list_neigh.clamp(min=0).flatten(1)[..., None].expand(-1, -1, 3)
+    return positions.gather(1, rows).view(shift.shape) - positions[:, :, None] + shift
+
+
+def simulate(model, positions, velocities, cells, steps, every=1, desc="NVE"):
+    """Velocity Verlet of B silicon crystals at constant energy; every `every` steps it yields a dict of
+    positions, force [B,n,3], cells, virial [B,3,3], energy, kinetic [B]."""
+    types = torch.zeros(positions.shape[1], dtype=torch.int64)
+    positions, velocities, listed = positions.clone(), velocities.clone(), None
+    for step in tqdm(range(steps + 1), desc=desc, unit="step", disable=None):
+        if step:
+            positions += kTimestep * velocities
+        if listed is None or (positions - listed).norm(dim=-1).max() > kSkin / 2:
+            listed = positions.clone()
+            list_neigh, shift = neighbours(positions, cells, model.cutoff + kSkin)
+        Rij = pair_vectors(positions, list_neigh, shift)
+        energy, _, force, virial, _ = model(types, list_neigh, Rij)
+        half_kick = kTimestep / 2 * force / kMass
+        if step:
+            velocities += half_kick
+        if step % every == 0:
+            kinetic = kMass / 2 * velocities.square().sum((1, 2))
+            state = dict(positions=positions.clone(), cells=cells, energy=energy, kinetic=kinetic)
+            yield state | dict(force=force, virial=virial)
+        velocities += half_kick
+
+
+def crystals(temperatures, strains, cells_each_way, generator):
+    """Positions [B,n,3], velocities and cells [B,3,3] of perfect crystals, deformed by strains [B,3,3]. They start
+    with twice the kinetic energy of their temperature: half of it goes into the springs."""
+    atoms = bulk("Si", "diamond", a=kLattice, cubic=True).repeat(cells_each_way)
+    deform = torch.eye(3, dtype=torch.float64) + strains
+    positions, cells = torch.from_numpy(atoms.positions) @ deform, torch.from_numpy(atoms.cell.array) @ deform
+    sigma = (2 * units.kB * torch.as_tensor(temperatures, dtype=torch.float64) / kMass).sqrt()
+    velocities = sigma[:, None, None] * torch.randn(positions.shape, generator=generator, dtype=torch.float64)
+    return positions, velocities - velocities.mean(1, keepdim=True), cells
+
+
+def generate(trajectories, samples, seed, cells_each_way=2, settle=160, every=20):
+    """`samples` frames of each of `trajectories`, in this order: positions, force [F,n,3], cells, virial [F,3,3],
+    energy, kinetic [F]. The trajectories differ in temperature, strain and velocities; `settle` and `every`: steps."""
+    generator = torch.Generator().manual_seed(seed)
+    temperatures = [kTemperatures[i % len(kTemperatures)] for i in range(trajectories)]
+    strains = kStrain * (2 * torch.rand(trajectories, 3, 3, generator=generator, dtype=torch.float64) - 1)
+    start = crystals(temperatures, (strains + strains.mT) / 2, cells_each_way, generator)
+    steps = settle + every * (samples - 1)
+    trace = simulate(StillingerWeber(), *start, steps, every, "frames")
+    states = list(trace)[-samples:]
+    return {key: torch.stack([state[key] for state in states], 1).flatten(0, 1) for key in states[0]}

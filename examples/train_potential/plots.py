@@ -1,0 +1,49 @@
+"""What the examples here draw: the loss, predictions over labels, and the energies of a run."""
+
+import numpy as np
+from matplotlib.figure import Figure
+
+kNames = "energy, eV/atom", "force, eV/Å", "virial, eV/atom"
+
+
+def plot_loss(path, history):
+    """history: the mean squares [3] of each step; drawn as RMSE, each point the mean of a hundredth of the steps."""
+    squares = np.array(history)
+    width = max(1, len(squares) // 100)
+    blocks = squares[: len(squares) // width * width].reshape(-1, width, 3).mean(1) ** 0.5
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.semilogy(width * (np.arange(len(blocks)) + 0.5), blocks, label=kNames)
+    axes.axhline(0.05, color="gray", linestyle=":", label="0.05 eV/Å")
+    axes.set(xlabel="step", ylabel="RMSE of the training batches")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def plot_parity(path, model, data):
+    """Ours over the labels of every frame of data."""
+    types, list_neigh, Rij, energy, force, virial = data[:]
+    ours = model(types, list_neigh, Rij)
+    n = types.shape[1]
+    pairs = (energy / n, ours[0] / n), (force, ours[2]), (virial / n, ours[3] / n)
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    for axes, name, (label, prediction) in zip(figure.subplots(1, 3), kNames, pairs):
+        rmse = (prediction - label).square().mean().sqrt()
+        axes.plot(label.flatten(), prediction.flatten(), ".", markersize=2, alpha=0.5)
+        axes.axline((label.mean(), label.mean()), slope=1, color="gray", linewidth=0.8)
+        axes.set(xlabel=f"Stillinger-Weber {name}", ylabel="Deep Potential", title=f"RMSE {rmse:.4f}", aspect="equal")
+    figure.savefig(path, dpi=120)
+
+
+def plot_nve(path, time, potential, kinetic):
+    """time in ps, energies in meV/atom."""
+    total = potential + kinetic
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for energy, label in [(potential - total[0], "potential"), (kinetic, "kinetic"), (total - total[0], "total")]:
+        left.plot(time, energy, label=label)
+    left.set(xlabel="time / ps", ylabel="meV/atom over the first total energy")
+    left.legend()
+    right.plot(time, total - total.mean(), color="tab:green")
+    right.set(xlabel="time / ps", ylabel="total energy - mean, meV/atom")
+    figure.savefig(path, dpi=120)

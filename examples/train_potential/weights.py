@@ -1,0 +1,84 @@
+"""Weights of a Deep Potential: the layers of a net, from and to the arrays of an npz, and random ones to begin with."""
+
+import re
+
+import numpy as np
+import torch
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, w, b, idt, residual):
+        super().__init__()
+        self.w, self.b = torch.nn.Parameter(w), torch.nn.Parameter(b)
+        self.idt = None if idt is None else torch.nn.Parameter(idt)
+        self.linear = False
+        self.repeats = w.shape[1] // w.shape[0] if residual and w.shape[1] in (len(w), 2 * len(w)) else 0
+
+    def forward(self, x):
+        y = x @ self.w + self.b
+        if self.linear:
+            return y
+        y = y.tanh()
+        if self.idt is not None:
+            y = y * self.idt
+        return y if self.repeats == 0 else y + torch.cat([x] * self.repeats, -1)
+
+
+def tensor(arrays, key):
+    return torch.tensor(np.asarray(arrays[key]), dtype=torch.float64) if key in arrays else None
+
+
+def net(arrays, name):
+    depth = sum(key.startswith(f"{name}_w") for key in arrays)
+    layers = [
+        Layer(*(tensor(arrays, f"{name}_{key}{i}") for key in ("w", "b", "idt")), arrays.get(f"{name}_res{i}", 0))
+        for i in range(depth)
+    ]
+    layers[-1].linear = name.startswith("fit")
+    return torch.nn.Sequential(*layers)
+
+
+def save_npz(model, path):
+    def named(key):
+        return re.sub(r"(emb|fit)\.(\d+)\.(\d+)\.(\w+)", r"\1\2_\4\3", key)
+
+    arrays = {named(key): value.cpu() for key, value in model.state_dict().items()}
+    layers = {key: layer for key, layer in model.named_modules() if isinstance(layer, Layer)}
+    arrays |= {named(f"{key}.res"): int(layer.repeats > 0) for key, layer in layers.items()}
+    arrays |= {"sel": model.sel, "axis_neuron": model.axis_neuron, "rcut": model.cutoff}
+    np.savez(path, **arrays, rcut_smth=model.rcut_smth, type_names=model.type_names)
+
+
+def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):
+    """Arrays for DeepPotential with random weights as DeePMD-kit draws them; `emb`, `fit`: widths of the hidden layers.
+
+    Only the first embedding layer is less so: its tanh are steps all over the range of its input, -1 to 2.5 once
+    standardised, so that distances are told apart from the first training step on. Shuffled, since G_M2 has but the
+    first axis_neuron columns."""
+    random, ntypes = np.random.default_rng(seed), len(sel)
+    arrays = {"sel": sel, "rcut": rcut, "rcut_smth": rcut_smth, "axis_neuron": axis_neuron}
+    arrays |= {"davg": np.zeros((ntypes, ntypes, 4)), "dstd": np.ones((ntypes, ntypes, 4))}
+    arrays["bias_atom_e"] = np.zeros(ntypes)
+    for name, widths in (("emb", [1, *emb]), ("fit", [emb[-1] * axis_neuron, *fit, 1])):
+        for t in range(ntypes):
+            for i, (a, b) in enumerate(zip(widths, widths[1:])):
+                arrays[f"{name}{t}_w{i}"] = random.normal(0, (a + b) ** -0.5, (a, b))
+                arrays[f"{name}{t}_b{i}"] = random.normal(0, 1, b)
+                arrays[f"{name}{t}_res{i}"] = 1
+                if name == "fit" and a == b:
+                    arrays[f"{name}{t}_idt{i}"] = random.normal(0.1, 0.001, b)
+    for t in range(ntypes):
+        steps, steepness = random.permutation(np.linspace(-1, 2.5, emb[0] + 2)[1:-1]), 0.2 * emb[0]
+        arrays[f"emb{t}_w0"], arrays[f"emb{t}_b0"] = np.full((1, emb[0]), steepness), -steepness * steps
+    return arrays
+
+
+@torch.no_grad()
+def standardise(model, types, list_neigh, Rij, energy):
+    """Sets davg and dstd for the frames of a single element, empty slots included as in DeePMD-kit, and bias_atom_e.
+
+    The directions get a tenth of their deviation: those of a crystal's bonds nearly cancel in the sum over the slots,
+    and what remains of them is to have the weight of the distances."""
+    Ri, _ = model.describe(model.select(types, list_neigh, Rij)[1])
+    model.davg[0, 0, 0], model.bias_atom_e[0] = Ri[..., 0].mean(), energy.mean() / types.shape[1]
+    model.dstd[0, 0, 0], model.dstd[0, 0, 1:] = Ri[..., 0].std(), Ri[..., 1:].square().mean().sqrt() / 10
