@@ -74,6 +74,9 @@ mindspore: .venv/.base build/mindspore/.installed ## call the operators from Min
 	build/mindspore/bin/python examples/mindspore_aot/run.py build/mindspore_aot
 	build/mindspore/bin/python examples/mindspore_aot/run_force.py build/mindspore_aot
 
+lammps: .venv/.base ## a model as a pair style of LAMMPS, on two ranks; LAMMPS in an environment of its own
+	$(MAKE) -C examples/lammps
+
 train: .venv/.examples ## train a Deep Potential on silicon (ten minutes), package it, run it in ASE, time a step
 	$(python) examples/train_potential/train.py
 	$(python) examples/train_potential/deploy.py
@@ -112,4 +115,4 @@ build/mindspore/.installed:
 	$(pip) --no-deps deepmd-kit
 	@touch $@
 
-.PHONY: help demo test test-long test-oldest venv build cuda lint format docs bench gpu-check sanitize-gpu examples mindspore train clean
+.PHONY: help demo test test-long test-oldest venv build cuda lint format docs bench gpu-check sanitize-gpu examples mindspore train lammps clean

@@ -113,8 +113,7 @@ def _cache(options: argparse.Namespace) -> int:
 
 
 def _clean(options: argparse.Namespace) -> None:
-    for folder in cache.folders():
-        if os.path.isdir(folder):
-            for slot in cache.slots(folder):
-                shutil.rmtree(slot, ignore_errors=True)
-            say(f"removed the libraries in {folder}")
+    for folder in filter(os.path.isdir, cache.folders()):
+        for slot in cache.slots(folder):
+            shutil.rmtree(slot, ignore_errors=True)
+        say(f"removed the libraries in {folder}")

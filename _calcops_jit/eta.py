@@ -25,9 +25,8 @@ class Eta:
     def __init__(self, request: inputs.Request, slot: str, staging: str):
         flags = [request.facts.get(kind) for kind in ("C++ flags", "CUDA flags", "GPU architectures")]
         self._library = f"{request.name} {inputs.digest(repr(flags).encode())} "
-        self._history, self._staging = f"{os.path.dirname(slot)}/seconds", staging
+        self._history, self._staging, self._least = f"{os.path.dirname(slot)}/seconds", staging, float("inf")
         self._known = {file: end - start for file, (start, end) in _read(self._history).items()}
-        self._least = float("inf")
 
     def state(self, seconds: float) -> tuple[str, float]:
         """What is built and under way, for how long, and how long still; and the part that is done, 0 to 1."""

@@ -110,10 +110,12 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
                     alone = True
                     say("a compiler was killed, most likely for lack of memory: trying again with one at a time")
                     continue
+                first = request.name not in _loaded
                 live = _publish(request, slot, staging, built, closure)
                 eta.learn()
                 progress.outcome = f"built {request.name} in {progress.seconds():.1f} s"
-            usage.prune(usage.bound())
+            if first:  # a reload is not to wait for it
+                usage.prune(usage.bound())
             return live
     evidence = "its sources changed while they were compiled, three times"
     raise report(f"cannot build {request.name}", [evidence], "wait until nothing writes to them")

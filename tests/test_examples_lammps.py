@@ -1,0 +1,343 @@
+"""examples/lammps: models on the operators against LAMMPS's own pair styles, where `make lammps` put LAMMPS."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "examples" / "lammps"
+sys.path.insert(0, str(ROOT / "examples" / "potentials"))
+from lennard_jones import LennardJones  # noqa: E402
+from package import save  # noqa: E402
+from stillinger_weber import StillingerWeber  # noqa: E402
+
+HOMES = [
+    home
+    for home in (ROOT / "build" / "lammps" / "environment", Path(sys.prefix))
+    if (home / "bin" / "lmp").exists() and (home / "bin" / "mpiexec").exists()
+]
+if not HOMES:
+    pytest.skip("no LAMMPS here: make lammps", allow_module_level=True)
+HOME = HOMES[0]
+SHARE = next(HOME.glob("lib/python3.*/site-packages/lammps/share/lammps"))
+SW = SHARE / "bench" / "POTENTIALS"
+
+# LAMMPS's own benchmarks, smaller, with every atom a little off its site.
+SHAKE = "displace_atoms all random 0.1 0.1 0.1 4711\n"
+MELT = (SHARE / "bench" / "in.lj").read_text().partition("pair_style")[0]
+MELT = re.sub(r"(variable\s+[xyz] index) 1\b", r"\1 0.25", MELT) + SHAKE
+SILICON = (SW / "in.sw").read_text().partition("pair_style")[0]
+SILICON = SILICON.replace("0 20 0 20 0 10", "0 3 0 3 0 3") + SHAKE
+SILICON += "mass 1 28.06\nvelocity all create 1000.0 376847 loop geom\ntimestep 0.001\n"
+
+ATOMS = "units lj\n{}\nlattice fcc 0.8442\nregion box {}\ncreate_box 2 box\ncreate_atoms 1 box\n"
+ATOMS += "set group all type/fraction 2 0.4 4711\nmass * 1.0\n" + SHAKE
+TILTED = ATOMS.format("", "prism 0 4 0 5 0 4 0.9 -0.7 1.3")
+SMALL = ATOMS.format("", "block 0 2 0 2 0 2")  # 3.4 sigma, less than two cutoffs
+CORNER = ATOMS.format("processors * 1 1", "block 0 16 0 4 0 4")
+CORNER += "region rest block 4 INF INF INF INF INF\ndelete_atoms region rest\n"  # 3 ranks of 4 have none
+
+MIXED = "pair_style lj/cut 2.5\npair_coeff 1 1 1.0 1.0\npair_coeff 2 2 0.7 1.1\n"
+OWN = {  # LAMMPS's pair style, a system for it, and the model that is to be the same
+    "cut": (MELT, "pair_style lj/cut 2.5\npair_coeff * * 1 1\n", "X"),
+    "shift": (MELT, "pair_style lj/cut 2.5\npair_coeff * * 1 1\npair_modify shift yes\n", "X"),
+    "linear": (MELT, "pair_style lj/smooth/linear 2.5\npair_coeff * * 1 1\n", "X"),
+    "sw": (SILICON, f"pair_style sw\npair_coeff * * {SW / 'Si.sw'} Si\n", "Si"),
+    "tilted": (TILTED, MIXED, "B A"),
+    "small": (SMALL, MIXED, "B A"),
+    "corner": (CORNER, MIXED, "B A"),
+}
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory):
+    build = tmp_path_factory.mktemp("lammps")
+    command = ["make", "-C", FOLDER, "plugin", f"PYTHON={sys.executable}", f"LAMMPS={HOME}", f"BUILD={build}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return build / "calcopsplugin.so"
+
+
+@pytest.fixture(scope="module")
+def models(plugin):
+    """The folder of the models; those of two types call them in another order than the systems."""
+    folder = plugin.parent
+    for tail in ("cut", "shift", "linear"):
+        save(LennardJones(tail=tail), folder / f"{tail}.pt")
+    mixture = LennardJones(epsilon=[0.7, 1.0], sigma=[1.1, 1.0], type_names=("A", "B"))
+    for name in ("tilted", "small", "corner"):
+        save(mixture, folder / f"{name}.pt")
+    save(LennardJones(), folder / "cut.pt2", neighbor_index=True)  # as for a GPU
+    save(StillingerWeber(SW / "Si.sw"), folder / "sw.pt")
+    save(StillingerWeber(SW / "Si.sw"), folder / "sw.pt2")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lammps(plugin, models):
+    """lammps(script, ranks=1, threads=1, fails=False): what it printed; it runs in the folder of the models."""
+
+    def lammps(script, ranks=1, threads=1, fails=False):
+        path = models / "in.test"
+        path.write_text(f"plugin load {plugin}\n" + script)
+        command = [HOME / "bin" / "mpiexec", "-n", str(ranks), HOME / "bin" / "lmp", "-log", "none", "-nocite"]
+        result = subprocess.run(
+            [*command, "-in", path],
+            cwd=models,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+        )
+        assert bool(result.returncode) == fails, result.stdout + result.stderr
+        return result.stdout + result.stderr
+
+    return lammps
+
+
+def pair(name, ending):
+    """The lines of a pair style: LAMMPS's own where ending is None."""
+    system, own, names = OWN[name]
+    return own if ending is None else f"pair_style calcops {name}{ending}\npair_coeff * * {names}\n"
+
+
+@pytest.fixture(scope="module")
+def zero(lammps, models):
+    """zero(ranks)[name, ending]: energy, six pressures, and rows of atoms of `run 0`, all from one start of LAMMPS."""
+
+    @functools.cache
+    def zero(ranks):
+        script, keys = "", []
+        for name, (system, _, _) in OWN.items():
+            for ending in (None, ".pt", ".pt2"):
+                if ending and not (models / (name + ending)).exists():
+                    continue
+                columns, computes = "id x y z fx fy fz c_e c_s[*]", ""
+                if name != "sw" or ending:  # LAMMPS's sw has no centroid stress
+                    computes = "compute c all centroid/stress/atom NULL virial\n"
+                    columns += " c_c[*]"
+                if name == "sw" and ending:
+                    computes += "compute k all ke/atom\ncompute j all heat/flux k e c\n"
+                    columns += " vx vy vz"
+                keys.append((name, ending))
+                script += f"""
+clear
+{system}
+{pair(name, ending)}
+compute e all pe/atom
+compute s all stress/atom NULL virial
+{computes}
+dump atoms all custom 1 {name}{ending}.{ranks} {columns}
+dump_modify atoms sort id format float %.17g
+thermo_style custom pe pxx pyy pzz pxy pxz pyz vol {"c_j[*]" if name == "sw" and ending else ""}
+thermo_modify norm no line one format float %.17g
+run 0
+"""
+        tables = re.findall(r"^ +PotEng.*\n(.*)\n", lammps(script, ranks), re.MULTILINE)
+        assert len(tables) == len(keys)
+        return {
+            key: (np.array(table.split(), float), np.loadtxt(models / f"{key[0]}{key[1]}.{ranks}", skiprows=9)[:, 1:])
+            for key, table in zip(keys, tables)
+        }
+
+    return zero
+
+
+def difference(ours, own):
+    """Relative to the largest."""
+    return np.abs(ours - own).max() / np.abs(own).max()
+
+
+CASES = [(name, ending) for name in OWN for ending in (".pt", ".pt2") if ending == ".pt" or name in ("cut", "sw")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name, ending", CASES)
+def test_forces_energy_and_pressure_are_those_of_lammps(zero, name, ending, ranks):
+    (ours, our_atoms), (own, own_atoms) = zero(ranks)[name, ending], zero(ranks)[name, None]
+    np.testing.assert_array_equal(our_atoms[:, :3], own_atoms[:, :3])
+    assert np.abs(own_atoms[:, 3:6]).max() > 1
+    assert difference(our_atoms[:, 3:6], own_atoms[:, 3:6]) <= 1e-12
+    assert difference(ours[:1], own[:1]) <= 1e-12
+    assert difference(ours[1:7], own[1:7]) <= 1e-12
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name, ending", [case for case in CASES if case[0] != "sw"])
+def test_atoms_of_lennard_jones_have_the_energies_and_stresses_of_lammps(zero, name, ending, ranks):
+    ours, own = zero(ranks)[name, ending][1], zero(ranks)[name, None][1]
+    for columns in (slice(6, 7), slice(7, 13), slice(13, 22)):  # energy, stress, centroid stress
+        assert difference(ours[:, columns], own[:, columns]) <= 1e-12
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ending", [".pt", ".pt2"])
+def test_atoms_of_silicon_sum_up_to_energy_and_pressure(zero, ending, ranks):
+    total, atoms = zero(ranks)["sw", ending]
+    moving = atoms[:, 22:]
+    kinetic = 28.06 * 1.0364269e-4 * 1.6021765e6 * moving.T @ moving  # m v v in LAMMPS's metal constants
+    sums = atoms.sum(0)
+    assert sums[6] == pytest.approx(total[0], rel=1e-12)
+    pressure = (kinetic[[0, 1, 2, 0, 0, 1], [0, 1, 2, 1, 2, 2]] - sums[7:13]) / total[7]
+    np.testing.assert_allclose(pressure, total[1:7], rtol=1e-6, atol=1e-6 * np.abs(total[1:7]).max())
+    np.testing.assert_array_equal(atoms[:, 7:13], atoms[:, 13:19])
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_atoms_of_silicon_have_the_virial_and_the_heat_flux_of_the_definition(zero, ranks):
+    """From autograd alone: g_ij = -dE/dRij acts on j; W_j = sum g_ij Rij; J = sum e_i v_i + sum Rij (g_ij . v_j)."""
+    total, atoms = zero(ranks)["sw", ".pt2"]
+    atoms = torch.from_numpy(atoms)
+    x, energy, centroid, v = atoms[:, :3], atoms[:, 6], atoms[:, 13:22], atoms[:, 22:]
+    model, edge, n = StillingerWeber(SW / "Si.sw"), 3 * 5.431, len(x)
+    Rij = x - x[:, None]
+    Rij = Rij - edge * (Rij / edge).round()
+    r = Rij.norm(dim=-1).fill_diagonal_(torch.inf)
+    list_neigh = torch.arange(n).where(r < model.cutoff, -1)
+    Rij = torch.where((list_neigh >= 0)[..., None], Rij, 2 * model.cutoff).requires_grad_()
+    Ri = torch.cat([Rij.norm(dim=-1, keepdim=True), Rij], -1)[None]
+    energies = model.atom_energies(torch.zeros(n, dtype=torch.int64), list_neigh[None], Ri)[0]
+    g = -torch.autograd.grad(energies.sum(), Rij)[0].where((list_neigh >= 0)[..., None], 0)
+    Rij = Rij.detach()
+    W = torch.einsum("ija,ijb->jab", g, Rij)
+    nktv2p, mvv2e = 1.6021765e6, 1.0364269e-4  # LAMMPS's constants of `units metal`
+    order = [(0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)]  # vector, force
+    expected = -nktv2p * torch.stack([W[:, b, a] for a, b in order], -1)
+    assert difference(centroid.numpy(), expected.numpy()) <= 1e-12
+    assert difference(energy.numpy(), energies.detach().numpy()) <= 1e-12
+    assert difference((W - W.mT).numpy(), W.numpy()) > 0.01  # or the order of the nine would not be seen
+    flux = (energies.detach() + 0.5 * mvv2e * 28.06 * v.square().sum(-1)) @ v
+    flux += torch.einsum("ija,ijb,jb->a", Rij, g, v)
+    assert difference(total[8:11], flux.numpy()) <= 1e-10
+
+
+def tables(printed):
+    """Every table of thermo output."""
+    found = re.findall(r"^ +Step .*\n((?: +\d+ .*\n)+)", printed, re.MULTILINE)
+    return [np.array([line.split() for line in text.splitlines()], float) for text in found]
+
+
+THERMO = "thermo_style custom step temp pe etotal press\nthermo_modify norm no format float %.17g\n"
+
+
+@pytest.mark.parametrize("name, ending, skin", [("linear", ".pt", 0.3), ("sw", ".pt2", 1.0)])
+def test_500_steps_conserve_energy_as_well_as_lammps(lammps, name, ending, skin):
+    def run(ending):
+        script = f"{OWN[name][0]}{pair(name, ending)}neighbor {skin} bin\n"
+        return script + "neigh_modify delay 0 every 5\nfix nve all nve\n" + THERMO + "thermo 10\nrun 500\n"
+
+    own, ours = tables(lammps(run(None) + "clear\n" + run(ending), 2))
+    assert len(own) == 51
+    steps, energy, kinetic = own[:, 0], own[:, 3], (own[:, 3] - own[:, 2]).mean()
+    own_drift, our_drift = (np.polyfit(steps, x[:, 3], 1)[0] * 500 for x in (own, ours))
+    assert np.ptp(energy) < 0.02 * kinetic
+    assert abs(our_drift - own_drift) <= 1e-7 * kinetic
+    np.testing.assert_allclose(ours[:20], own[:20], rtol=1e-9)  # afterwards rounding grows into chaos
+
+
+def test_a_run_goes_on_from_a_restart_file(lammps, plugin):
+    style = pair("cut", ".pt2")
+    script = MELT + style + THERMO + "fix nve all nve\nrun 20\nwrite_restart melt.restart\nrun 20\nclear\n"
+    script += f"plugin load {plugin}\nread_restart melt.restart\n" + style + THERMO + "fix nve all nve\nrun 20\n"
+    _, straight, restarted = tables(lammps(script, 2))
+    np.testing.assert_allclose(restarted[-1], straight[-1], rtol=1e-10)
+
+
+def test_threads_are_as_many_as_asked_for_and_change_nothing(lammps):
+    """A second OpenMP library would bring a second pool; at::set_num_threads adds one thread that stays idle."""
+    script = MELT + pair("cut", ".pt2") + THERMO + "run 1\nshell 'grep Threads: /proc/$PPID/status'\n"
+    printed = {threads: lammps(script, 1, threads) for threads in (1, 2, 3)}
+    count = {n: int(re.search(r"Threads:\s+(\d+)", text)[1]) for n, text in printed.items()}
+    assert 1 <= count[2] - count[1] == count[3] - count[2] <= 2
+    np.testing.assert_allclose(tables(printed[2])[0], tables(printed[1])[0], rtol=1e-12)
+
+
+def test_a_model_adds_to_other_styles_in_a_hybrid(lammps):
+    script = MELT + "pair_style hybrid/overlay calcops cut.pt lj/cut 2.5\n"
+    script += "pair_coeff * * calcops X\npair_coeff * * lj/cut 1 1\n" + THERMO + "run 0\n"
+    twice = tables(lammps(script))[0][0]
+    once = tables(lammps(MELT + pair("cut", None) + THERMO + "run 0\n"))[0][0]
+    assert twice[2] == pytest.approx(2 * once[2], rel=1e-12)
+
+
+def test_single_precision_is_right_to_single_precision(lammps, models, zero):
+    save(LennardJones(), models / "single.pt", dtype=torch.float32)
+    script = MELT + "pair_style calcops single.pt\npair_coeff * * X\n" + THERMO + "run 0\n"
+    assert tables(lammps(script))[0][0, 2] == pytest.approx(zero(1)["cut", None][0][0], rel=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("ending", [".pt", ".pt2"])
+def test_a_gpu_gives_the_forces_of_lammps(lammps, models, zero, ending):
+    save(LennardJones(), models / f"gpu{ending}", device="cuda")
+    dump = f"dump atoms all custom 1 gpu{ending}.1 id fx fy fz\ndump_modify atoms sort id format float %.17g\n"
+    lammps(MELT + f"pair_style calcops gpu{ending}\npair_coeff * * X\n" + dump + "run 0\n")
+    ours = np.loadtxt(models / f"gpu{ending}.1", skiprows=9)[:, 1:]
+    assert difference(ours, zero(1)["cut", None][1][:, 3:6]) <= 1e-12
+
+
+class Limited(LennardJones):
+    neighbors = 60
+
+
+@pytest.mark.parametrize(
+    "script, message",
+    [
+        ("newton off\n" + MELT + pair("cut", ".pt"), "expected newton on"),
+        (MELT + "pair_style calcops limited.pt\npair_coeff * * X", r"at most 60 neighbours.*, got \d\d within"),
+        (MELT.replace("lj", "metal", 1) + pair("cut", ".pt"), "expected units lj.*, got metal"),
+        (MELT + "pair_style calcops cut.pt\npair_coeff * * Ar", r"that the model has \(X\), got Ar"),
+        (MELT + "pair_style calcops cut.pt\npair_coeff * * X X", r"expected pair_coeff \* \* and 1 names"),
+        (MELT + "pair_style calcops absent.pt2", "absent.pt2: cannot be read"),
+        (MELT + "pair_style calcops in.test", r"ends in .pt2 or .pt"),
+        (MELT + "pair_style calcops strange.pt", "expected the metadata cutoff, got none"),
+        (MELT + "pair_style calcops broken.pt2", "broken.pt2: "),
+        pytest.param(
+            MELT + "pair_style calcops foreign.pt2",
+            "foreign.pt2: made for CUDA, but no GPU is visible",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible"),
+        ),
+        (MELT + "pair_style calcops", "expected one file, got 0 words"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_with_the_reason(lammps, models, script, message):
+    if "limited" in script:
+        save(Limited(), models / "limited.pt")
+    if "foreign" in script:
+        with zipfile.ZipFile(models / "cut.pt2") as source, zipfile.ZipFile(models / "foreign.pt2", "w") as copy:
+            for item in source.infolist():
+                copy.writestr(
+                    item, source.read(item).replace(b'"AOTI_DEVICE_KEY": "cpu"', b'"AOTI_DEVICE_KEY": "cuda"')
+                )
+    torch.jit.save(torch.jit.script(torch.nn.Identity()), models / "strange.pt")
+    (models / "broken.pt2").write_bytes(b"PK")
+    printed = lammps(script + "\nrun 0\n", fails=True)
+    assert re.search(r"ERROR.*Pair style calcops: .*" + message, printed), printed
+
+
+def example(*arguments):
+    command = [HOME / "bin" / "mpiexec", "-n", "2", HOME / "bin" / "lmp", "-log", "none", "-in", FOLDER / "in.silicon"]
+    environment = os.environ | {"LAMMPS_POTENTIALS": str(SHARE / "potentials")}
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment)
+
+
+def test_the_example_prints_what_lammps_prints(plugin, models):
+    ours = tables(example("-var", "plugin", plugin, "-var", "model", models / "sw.pt2").stdout)[0]
+    np.testing.assert_array_equal(ours[:, :5], tables(example().stdout)[0])
+    printed = re.search(r"```text\n(.*?)```", (FOLDER / "README.md").read_text(), re.DOTALL)[1]
+    np.testing.assert_allclose(tables(printed)[0][:, :5], ours[:, :5], rtol=1e-6)
+
+
+def test_the_example_says_so_when_the_plugin_is_not_loaded():
+    result = example("-var", "plugin", "absent.so", "-var", "model", "absent.pt2")
+    assert result.returncode
+    assert "in.silicon: the plugin was not loaded; the line above says why" in result.stdout
