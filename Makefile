@@ -77,7 +77,7 @@ mindspore: .venv/.base build/mindspore/.installed ## call the operators from Min
 lammps: .venv/.base ## a model as a pair style of LAMMPS, on two ranks; LAMMPS in an environment of its own
 	$(MAKE) -C examples/lammps
 
-train: .venv/.examples ## train a Deep Potential on silicon (ten minutes), package it, run it in ASE, time a step
+train: .venv/.examples ## train a Deep Potential on silicon (some ten minutes), package it, run it in ASE, time a step
 	$(python) examples/train_potential/train.py
 	$(python) examples/train_potential/deploy.py
 	$(python) examples/train_potential/step_time.py
