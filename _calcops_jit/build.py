@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from . import cache, cuda, diagnosis, inputs, reads
 from .registration import SHADOW
 
-_BYTES_PER_JOB = 1.5e9  # what a unit with torch headers may need at its peak
-
 
 class OutOfMemory(Exception):
     """A compiler was killed while others ran beside it."""
@@ -109,11 +107,11 @@ def find_ninja() -> str | None:
 
 
 def jobs() -> int:
-    """How many compilers this process may run: its processors, as far as free memory goes, within its cgroups."""
+    """How many compilers this process may run: processors, and free memory for 1.5 GB each, within its cgroups."""
     processors, free = cgroup_limits()
     if available := re.search(r"MemAvailable:\s+(\d+)", inputs.text_of("/proc/meminfo")):
         free = min(free, int(available[1]) * 1024)
-    return max(1, int(min(len(os.sched_getaffinity(0)), processors, free / _BYTES_PER_JOB, 1024)))
+    return max(1, int(min(len(os.sched_getaffinity(0)), processors, free / 1.5e9, 1024)))
 
 
 def cgroup_limits(mounted: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> tuple[float, float]:

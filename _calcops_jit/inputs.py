@@ -10,7 +10,6 @@ Paths are kept with their roots replaced by tokens, so a checkout, a virtual env
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ import shutil
 import struct
 import sys
 import time
+from functools import cached_property
 from types import SimpleNamespace
 
 import torch
@@ -104,7 +104,7 @@ class Request(SimpleNamespace):
     def output(self) -> str:
         return self.file or f"{self.name}.so"
 
-    @functools.cached_property
+    @cached_property
     def roots(self) -> list[tuple[str, str]]:
         """(token, folder) pairs; more than one spelling of a folder may have the same token."""
         torch_folder = os.path.dirname(torch.__file__)
@@ -129,7 +129,7 @@ class Request(SimpleNamespace):
             return dict(reversed(self.roots))[token] + slash + rest
         return path
 
-    @functools.cached_property
+    @cached_property
     def facts(self) -> dict:
         flags = [*self.cflags, *self.cuda_cflags, *self.ldflags]
         fold_flags = lambda flags: [flag.replace(self.root + "/", "@root/") for flag in flags]  # noqa: E731
@@ -154,11 +154,11 @@ class Request(SimpleNamespace):
             facts["Python"] = self.python
         return facts
 
-    @functools.cached_property
+    @cached_property
     def slot(self) -> str:
         return digest(json.dumps(self.facts, sort_keys=True).encode())[:16]
 
-    @functools.cached_property
+    @cached_property
     def tools(self) -> list[str]:
         """The compilers by real path; empty when one is not there, and then the tools cannot be compared."""
         words = [w for w in compiler_words() if not w.startswith("-")]
@@ -192,7 +192,7 @@ def stamp_of(path: str) -> bytes:
 
 
 # Nobody edits what is PyTorch's and the system's, and libraries have most of it in common: looked at once a second.
-_seen, _seen_ns = functools.cache(stamp_of), 0
+_seen, _seen_ns = {}, 0
 
 
 def settled(stamp: bytes, now_ns: int) -> bytes:
@@ -245,7 +245,7 @@ class Closure(SimpleNamespace):
         compared = ("",) if tools else ("@root", "@torch", "@loader")
         now, restamped, end = time.time_ns(), False, 0
         if not 0 <= now - _seen_ns < 1_000_000_000:
-            _seen.cache_clear()
+            _seen.clear()
             _seen_ns = now
         for folder, lines in self.files.items():
             names = lines.split("\n")
@@ -253,15 +253,17 @@ class Closure(SimpleNamespace):
             if not folder.startswith(compared):
                 continue
             prefix = request.unfold(folder) + "/"
-            stat = _seen if folder.startswith(("@torch", "@cuda", "@python", "/usr/")) else stamp_of
-            if b"".join([stat(prefix + name) for name in names]) == self.stamps[start:end]:
+            paths = [prefix + name for name in names]
+            theirs = folder.startswith(("@torch", "@cuda", "@python", "/usr/"))
+            stamps = [_seen.get(path) or stamp_of(path) for path in paths] if theirs else [*map(stamp_of, paths)]
+            _seen.update(zip(paths, stamps) if theirs else ())
+            if b"".join(stamps) == self.stamps[start:end]:
                 continue  # mostly; what follows takes longer
-            for at, name in zip(range(start, end, _SIZE), names):
-                stamp = stat(prefix + name)
+            for at, path, stamp in zip(range(start, end, _SIZE), paths, stamps):
                 if stamp == self.stamps[at : at + _SIZE]:
                     continue
-                if stamp == _GONE or file_digest(prefix + name) != self.digests[at : at + _SIZE]:
-                    raise Changed(f"{prefix}{name} {'is gone' if stamp == _GONE else 'changed'}")
+                if stamp == _GONE or file_digest(path) != self.digests[at : at + _SIZE]:
+                    raise Changed(f"{path} {'is gone' if stamp == _GONE else 'changed'}")
                 if settled(stamp, now):
                     self.stamps = self.stamps[:at] + stamp + self.stamps[at + _SIZE :]
                     restamped = True

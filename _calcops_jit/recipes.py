@@ -26,7 +26,7 @@ def own(root: str | None = None, name: str = "calcops", isa: str = "native") -> 
     """Everything under ops/: each folder is an operator, each .cpp in it a unit, each .cu one where CUDA is built."""
     root = root or operators_root()
     choice = cuda.choose()
-    extensions = (".cpp", ".cu") if choice.build else (".cpp",)
+    suffixes = (".cpp", ".cu")[: 1 + choice.build]
     extra = inputs.words_of("CALCOPS_CFLAGS")
     # at::parallel_for is a plain loop without -fopenmp; libgomp is the one in torch's folder, by its rpath.
     cflags = [*_BASE, f"-march={isa}", "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
@@ -35,7 +35,7 @@ def own(root: str | None = None, name: str = "calcops", isa: str = "native") -> 
     return inputs.Request(
         name=name,
         root=root,
-        sources=tuple(sorted(f for f in glob.glob(f"{glob.escape(root)}/[!._]*/[!.]*") if f.endswith(extensions))),
+        sources=tuple(f for f in sorted(glob.glob(f"{glob.escape(root)}/[!._]*/[!.]*")) if f.endswith(suffixes)),
         cflags=tuple(cflags),
         cuda_cflags=_CUDA_BASE,
         ldflags=("-fopenmp", *extra),
