@@ -36,21 +36,11 @@ Scratch<Number> scratch(int64_t count) {
   return Scratch<Number>(static_cast<Number*>(::operator new(count * sizeof(Number), kCacheLine)));
 }
 
-// A list of either width: a kernel for each would double what an edit compiles.
-struct List {
-  const int32_t* narrow;
-  const int64_t* wide;  // or nullptr
-  explicit List(const int32_t* list) : narrow(list), wide(nullptr) {}
-  explicit List(const int64_t* list) : narrow(nullptr), wide(list) {}
-  int64_t operator[](int64_t slot) const { return wide ? wide[slot] : narrow[slot]; }
-};
-template <class Real>
-using Inputs = ForceInputs<Real, void>;
-
 // Empty slots come in runs, which are passed over eight at a time.
-int64_t next_slot(const List& list, int64_t slot, int64_t end) {
+template <class Index>
+int64_t next_slot(const Index* list, int64_t slot, int64_t end) {
   for (++slot; slot + 8 <= end; slot += 8) {
-    int64_t all = -1;
+    Index all = -1;
     for (int k = 0; k < 8; ++k) all &= list[slot + k];
     if (all != -1) break;
   }
@@ -92,26 +82,26 @@ int64_t tasks_per_frame(int64_t natoms, int64_t rows, int64_t neighbors) {
 
 // The least range of rows that has all those in the list.
 template <class Index>
-std::pair<int64_t, int64_t> named_rows(const Index* list, int64_t begin, int64_t end,
-                                       int64_t rows) {
+std::pair<int64_t, int64_t> named_rows(const Index* list, int64_t slots, int64_t rows) {
   using Unsigned = std::make_unsigned_t<Index>;  // -1 is the largest
   Unsigned first = Unsigned(rows);
   Index last = -1;
-  for (int64_t s = begin; s < end; ++s) {
+  for (int64_t s = 0; s < slots; ++s) {
     first = std::min(first, Unsigned(list[s]));
     last = std::max(last, list[s]);
   }
   return {int64_t(first), std::min(int64_t(last) + 1, rows)};
 }
 
-template <class R4, class Real>
-void sum_pairs(const Inputs<Real>& in, const List list, int64_t frame, int64_t begin, int64_t end,
+template <class R4, class Real, class Index>
+void sum_pairs(const ForceInputs<Real, Index>& in, int64_t frame, int64_t begin, int64_t end,
                Part<R4>& part) {
   const int64_t rows = in.natoms + in.nghost, first_slot = frame * in.natoms * in.neighbors;
-  const Real *const dE = in.dE, *const Ri_d = in.Ri_d, *const Rij = in.Rij;
-  const int64_t from = first_slot + begin * in.neighbors, to = first_slot + end * in.neighbors;
+  const Index* list = in.list_neigh + first_slot;
+  const Real *dE = in.dE + 4 * first_slot, *Ri_d = in.Ri_d + 12 * first_slot;
+  const Real* Rij = in.virial ? in.Rij + 3 * first_slot : nullptr;
   const auto [first, last] =
-      list.wide ? named_rows(list.wide, from, to, rows) : named_rows(list.narrow, from, to, rows);
+      named_rows(list + begin * in.neighbors, (end - begin) * in.neighbors, rows);
   part.first = std::min(first, begin);
   part.last = std::max(last, end);
   part.bad = kNoBadEntry;
@@ -120,11 +110,11 @@ void sum_pairs(const Inputs<Real>& in, const List list, int64_t frame, int64_t b
 
   for (int64_t i = begin; i < end; ++i) {
     Triple center{};
-    const int64_t row_end = first_slot + (i + 1) * in.neighbors;
-    for (int64_t s = row_end - in.neighbors; s < row_end;) {
+    const int64_t row_end = (i + 1) * in.neighbors;
+    for (int64_t s = i * in.neighbors; s < row_end;) {
       const int64_t j = list[s];
       if (j < 0 || j >= rows) {
-        if (j != -1) part.bad = first_of(part.bad, s);
+        if (j != -1) part.bad = first_of(part.bad, first_slot + s);
         s = next_slot(list, s, row_end);
         continue;
       }
@@ -169,8 +159,8 @@ std::array<R4, 3> add_parts(const Part<R4>* parts, int64_t tasks, int64_t begin,
   return total;
 }
 
-template <class R4, class Real>
-int64_t force_of(const Inputs<Real>& in, const List& list, const ForceOutputs<Real>& out) {
+template <class R4, class Real, class Index>
+int64_t force_of(const ForceInputs<Real, Index>& in, const ForceOutputs<Real>& out) {
   const int64_t rows = in.natoms + in.nghost;
   const int64_t tasks = tasks_per_frame<Real>(in.natoms, rows, in.neighbors);
   const auto sums = scratch<R4>(in.frames * tasks * rows * 3);
@@ -179,7 +169,7 @@ int64_t force_of(const Inputs<Real>& in, const List& list, const ForceOutputs<Re
     for (int64_t t = begin; t < end; ++t) {
       const int64_t share = t % tasks;
       parts[t].sums = sums.get() + t * rows * 3;
-      sum_pairs(in, list, t / tasks, in.natoms * share / tasks, in.natoms * (share + 1) / tasks,
+      sum_pairs(in, t / tasks, in.natoms * share / tasks, in.natoms * (share + 1) / tasks,
                 parts[t]);
     }
   });
@@ -213,8 +203,9 @@ int64_t force_of(const Inputs<Real>& in, const List& list, const ForceOutputs<Re
 template <bool kVirial>
 constexpr int64_t kUpstream = kVirial ? 12 : 4;
 
-template <bool kVirial, class Real>
-Scratch<double> pack_upstream(const Inputs<Real>& in, const ForceUpstream<Real>& upstream) {
+template <bool kVirial, class Real, class Index>
+Scratch<double> pack_upstream(const ForceInputs<Real, Index>& in,
+                              const ForceUpstream<Real>& upstream) {
   const int64_t rows = in.natoms + in.nghost;
   auto packed = scratch<double>(in.frames * rows * kUpstream<kVirial>);
   at::parallel_for(0, in.frames * rows, 4096, [&](int64_t begin, int64_t end) {
@@ -236,11 +227,12 @@ Scratch<double> pack_upstream(const Inputs<Real>& in, const ForceUpstream<Real>&
 }
 
 // The gradients of one centre atom's slots.
-template <bool kVirial, class Real>
-int64_t backward_atom(const Inputs<Real>& in, const List list, const double* packed, int64_t atom,
+template <bool kVirial, class Real, class Index>
+int64_t backward_atom(const ForceInputs<Real, Index>& in, const double* packed, int64_t atom,
                       const ForceGradients<Real>& out) {
   const int64_t rows = in.natoms + in.nghost, end = (atom + 1) * in.neighbors;
   const double* const frame_U = packed + atom / in.natoms * rows * kUpstream<kVirial>;
+  const Index* const list = in.list_neigh;
   const Real *const dE = in.dE, *const Ri_d = in.Ri_d, *const Rij = in.Rij;
   Real *const to_dE = out.dE, *const to_Ri_d = out.Ri_d, *const to_Rij = out.Rij;
   Triple center{};
@@ -280,8 +272,8 @@ int64_t backward_atom(const Inputs<Real>& in, const List list, const double* pac
   return bad;
 }
 
-template <bool kVirial, class Real>
-int64_t backward_of(const Inputs<Real>& in, const List& list, const ForceUpstream<Real>& upstream,
+template <bool kVirial, class Real, class Index>
+int64_t backward_of(const ForceInputs<Real, Index>& in, const ForceUpstream<Real>& upstream,
                     const ForceGradients<Real>& out) {
   const auto packed = pack_upstream<kVirial>(in, upstream);
   constexpr int64_t kSlotsPerTask = 1 << 13;
@@ -290,34 +282,24 @@ int64_t backward_of(const Inputs<Real>& in, const List& list, const ForceUpstrea
       0, in.frames * in.natoms, grain, kNoBadEntry,
       [&](int64_t begin, int64_t end, int64_t bad) {
         for (int64_t atom = begin; atom < end; ++atom)
-          bad = first_of(bad, backward_atom<kVirial>(in, list, packed.get(), atom, out));
+          bad = first_of(bad, backward_atom<kVirial>(in, packed.get(), atom, out));
         return bad;
       },
       first_of);
 }
 
-template <class Real, class Index>
-Inputs<Real> of_any_width(const ForceInputs<Real, Index>& in) {
-  return {in.frames,     in.natoms, in.nghost, in.neighbors, in.center, in.virial,
-          in.list_neigh, in.dE,     in.Ri_d,   in.Rij,       nullptr};
-}
-
 }  // namespace
 
 template <class Real, class Index>
-int64_t force_cpu(const ForceInputs<Real, Index>& typed, const ForceOutputs<Real>& out) {
-  const Inputs<Real> in = of_any_width(typed);
-  const List list(typed.list_neigh);
-  return in.virial ? force_of<Row>(in, list, out) : force_of<double>(in, list, out);
+int64_t force_cpu(const ForceInputs<Real, Index>& in, const ForceOutputs<Real>& out) {
+  return in.virial ? force_of<Row>(in, out) : force_of<double>(in, out);
 }
 
 template <class Real, class Index>
-int64_t force_backward_cpu(const ForceInputs<Real, Index>& typed,
-                           const ForceUpstream<Real>& upstream, const ForceGradients<Real>& out) {
-  const Inputs<Real> in = of_any_width(typed);
-  const List list(typed.list_neigh);
-  return upstream.virial || upstream.atom_virial ? backward_of<true>(in, list, upstream, out)
-                                                 : backward_of<false>(in, list, upstream, out);
+int64_t force_backward_cpu(const ForceInputs<Real, Index>& in, const ForceUpstream<Real>& upstream,
+                           const ForceGradients<Real>& out) {
+  const bool virial = upstream.virial || upstream.atom_virial;
+  return virial ? backward_of<true>(in, upstream, out) : backward_of<false>(in, upstream, out);
 }
 
 #define INSTANTIATE(Real, Index)                                                                   \
