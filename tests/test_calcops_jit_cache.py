@@ -11,10 +11,7 @@ from test_calcops_jit import checkout  # noqa: F401
 from _calcops_jit import cache, inputs, reads
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "one byte", "folder", "fifo", "loop", "gone", "foreign"])
-def test_a_damaged_library_is_rebuilt_and_never_loaded(checkout, damage):
-    assert (checkout.answer(), checkout.compiled()) == (1, 1)
-    (library,) = checkout.libraries()
+def spoil(library: Path, damage: str) -> None:
     content = library.read_bytes()
     library.unlink()
     if damage == "truncated":
@@ -31,6 +28,13 @@ def test_a_damaged_library_is_rebuilt_and_never_loaded(checkout, damage):
         library.symlink_to(library)
     elif damage == "foreign":
         library.write_bytes(Path("/bin/sh").read_bytes())
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "one byte", "folder", "fifo", "loop", "gone", "foreign"])
+def test_a_damaged_library_is_rebuilt_and_never_loaded(checkout, damage):
+    assert (checkout.answer(), checkout.compiled()) == (1, 1)
+    (library,) = checkout.libraries()
+    spoil(library, damage)
     assert checkout.answer() == 1 and checkout.run().err == ""
     checkout.compiled()
     assert (checkout.answer(), checkout.compiled()) == (1, 0)

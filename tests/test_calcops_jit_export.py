@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_calcops_jit import HERE, Child, checkout, the_zygote  # noqa: F401
+from test_calcops_jit_cache import spoil
 
 from _calcops_jit import export, inputs, recipes
 
@@ -136,20 +137,10 @@ def test_a_driver_that_is_too_old_is_refused_and_none_at_all_is_not(folder, tmp_
 
 @pytest.mark.parametrize("damage", ["truncated", "one byte", "gone", "folder", "fifo", "manifest"])
 def test_a_damaged_folder_is_refused_and_never_loaded(folder, damage):
-    library = folder.path / "lib/libcalcops.so"
-    content = library.read_bytes()
-    library.unlink()
-    if damage == "truncated":
-        library.write_bytes(content[: len(content) // 2])
-    elif damage == "one byte":
-        library.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
-    elif damage == "folder":
-        library.mkdir()
-    elif damage == "fifo":
-        os.mkfifo(library)
-    elif damage == "manifest":
-        library.write_bytes(content)
+    if damage == "manifest":
         (folder.path / "calcops.json").write_text("{")
+    else:
+        spoil(folder.path / "lib/libcalcops.so", damage)
     child = folder.run()
     assert child.code == 1 and child.out == ""
     assert "ImportError: cannot use the operators in" in child.err and "fix: " in child.err

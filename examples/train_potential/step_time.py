@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from model import load_npz
 from torch.fx.experimental.proxy_tensor import make_fx
-from trainer import Data, differentiate, kBatch, kLossWeights
+from trainer import Data, differentiate, gradients_of_loss, kBatch
 
 
 def differentiate_plainly(model, parameters, types, list_neigh, Rij, energy, force, virial):
@@ -28,9 +28,7 @@ def differentiate_plainly(model, parameters, types, list_neigh, Rij, energy, for
     atom_energy = model.atom_energies(types, model.describe(Rij)[0])
     dx, dW = torch.autograd.grad(atom_energy.sum(), (moved, strain), create_graph=True)
     errors = (atom_energy.sum(1) - energy) / n, -dx - force, (-dW - virial) / n
-    squares = torch.stack([error.square().mean() for error in errors])
-    loss = squares @ squares.new_tensor(kLossWeights)
-    return squares.detach(), torch.autograd.grad(loss, list(parameters.values()))
+    return gradients_of_loss(torch.stack([error.square().mean() for error in errors]), parameters)
 
 
 def main():

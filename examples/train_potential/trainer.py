@@ -35,7 +35,10 @@ def mean_squares(model, parameters, types, list_neigh, Rij, energy, force, viria
 
 def differentiate(model, parameters, *batch):
     """The mean squares, and the gradients of the loss: through the forces, so through the operators' backward."""
-    squares = mean_squares(model, parameters, *batch)
+    return gradients_of_loss(mean_squares(model, parameters, *batch), parameters)
+
+
+def gradients_of_loss(squares, parameters):
     loss = squares @ squares.new_tensor(kLossWeights)
     return squares.detach(), torch.autograd.grad(loss, list(parameters.values()))
 
