@@ -1,12 +1,10 @@
 """The cache on disk: damaged artefacts, folders that cannot be written."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import os
 import random
 from pathlib import Path
 
 import pytest
-from test_calcops_jit import checkout  # noqa: F401
 
 from _calcops_jit import cache, inputs, reads
 

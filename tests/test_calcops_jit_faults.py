@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_calcops_jit import BUILDING, Checkout, the_zygote
+from checkout import BUILDING, Checkout, the_zygote
 
 from _calcops_jit import cuda, diagnosis, inputs
 

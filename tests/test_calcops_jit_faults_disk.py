@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from test_calcops_jit import BUILDING, Checkout, the_zygote
+from checkout import BUILDING, Checkout, the_zygote
 
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount, and be somebody else")
 ANYBODY = 54321  # no passwd entry

@@ -1,11 +1,10 @@
 """The cache's own house-keeping: cache list | prune | verify, and the bound that it keeps by itself."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import os
 import time
 
 import pytest
-from test_calcops_jit import Checkout, checkout, wait_for  # noqa: F401
+from checkout import Checkout, wait_for
 
 from _calcops_jit import usage
 
@@ -15,15 +14,14 @@ DAY = 24 * 3600.0
 
 
 def cache(checkout: Checkout, action: str, **environment):
-    elsewhere = {"TMPDIR": checkout.path.parent}  # not the fallback folder of whoever runs this
-    return checkout.run(MAIN, arguments=["cache", action], **elsewhere, **environment)
+    return checkout.run(MAIN, arguments=["cache", action], **environment)
 
 
 def build(checkout: Checkout, answer: int, days_ago: float, **environment):
     """A library that answers so, and its object, last used then."""
     before = set(checkout.cache.glob("*/*/manifest"))
     checkout.write("ops/tiny/tiny.h", f"#define ANSWER {answer}\n")
-    assert checkout.answer(TMPDIR=checkout.path.parent, **environment) == answer
+    assert checkout.answer(**environment) == answer
     new = [manifest.parent for manifest in set(checkout.cache.glob("*/*/manifest")) - before]
     for generation in new:
         os.utime(generation, (time.time() - days_ago * DAY,) * 2)
