@@ -12,7 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 
-from . import cache, cuda, diagnosis, inputs, reads
+from . import cache, cuda, diagnosis, inputs, private, reads
 from .registration import SHADOW
 
 
@@ -58,7 +58,6 @@ def compile_library(
             closures.append(recorder.closure(paths | read.tools))
             unit = request.unit(source)
             place = cache.slot_path(os.path.dirname(slot), unit)
-            os.makedirs(place, 0o700, exist_ok=True)
             os.close(cache.publish(place, staging, f"{staging}/{target}", unit, {}, closures[-1]).fd)
     if failure or changed:
         raise failure or changed
@@ -145,6 +144,7 @@ def _numbers(path: str) -> list[int]:
 def _environment(request: inputs.Request, staging: str, ninja: str, alone: bool) -> Iterator[None]:
     """The variables that torch and the compilers read; as they were afterwards."""
     changes = {
+        private.MARK: staging,
         "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(ninja)]),
         "LD_PRELOAD": "",  # what this process runs under, a sanitizer say, the compilers need not
         "LC_ALL": "C.UTF-8",  # messages are read by diagnosis.py

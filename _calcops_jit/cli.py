@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 import time
 
-from . import cache, library, recipes
+from . import cache, library, places, recipes
 from .diagnosis import BuildError
 from .progress import say
 
@@ -48,10 +47,10 @@ def _where(options: argparse.Namespace) -> None:
     if options.key:
         print(recipes.key(request))
     elif options.cache:
-        print(cache.folders()[0])
+        print(places.folders()[0])
     else:
         found = cache.find(request)
-        print(f"cache    {cache.folders()[0]}")
+        print(f"cache    {places.folders()[0]}")
         print(f"library  {found.path if found else 'not built yet: python -m calcops_jit build'}")
         print(f"CUDA     {'built with ' + request.cuda.home if request.cuda.build else request.cuda.reason}")
         print(f"key      {recipes.key(request)}")
@@ -97,12 +96,12 @@ def _cache(options: argparse.Namespace) -> int:
         print(f"removed {len(removed)} libraries and objects, {sum(e.size for e in removed) / 1e6:.1f} MB")
         return 0
     damaged = 0
-    for folder in filter(os.path.isdir, [*cache.folders(), *cache.shared_folders()]):
+    for folder in filter(os.path.isdir, [*places.folders(), *places.shared_folders()]):
         found = usage.entries(folder)
         for entry in found:
             if options.action == "list":
                 used = time.strftime("%Y-%m-%d", time.localtime(entry.used))
-                state = "in use" if cache.in_use(entry.file) else ""
+                state = "in use" if cache.in_use(entry.path) else ""
                 print(f"{entry.size / 1e6:9.2f} MB  {used}  {state:6}  {entry.path}")
             elif not entry.is_sound():
                 damaged += 1
@@ -113,7 +112,7 @@ def _cache(options: argparse.Namespace) -> int:
 
 
 def _clean(options: argparse.Namespace) -> None:
-    for folder in filter(os.path.isdir, cache.folders()):
-        for slot in cache.slots(folder):
-            shutil.rmtree(slot, ignore_errors=True)
-        say(f"removed the libraries in {folder}")
+    from . import usage
+
+    for folder, left in usage.clean():
+        say(f"removed the libraries in {folder}" + f", but {len(left)} that a process has or builds" * bool(left))

@@ -123,13 +123,21 @@ def test_a_warm_import_does_not_look_after_the_cache(checkout):
     assert checkout.answer() == 1 and checkout.compiled() == 1
 
 
-@pytest.mark.parametrize("text, size", [("", 2 << 30), ("0", 0), ("1500", 1500), ("1.5K", 1536), ("3G", 3 << 30)])
+@pytest.mark.parametrize(
+    "text, size",
+    [("", 2 << 30), ("0", 0), ("1500", 1500), ("1.5K", 1536), ("3G", 3 << 30), ("3 gb", 3 << 30), ("1GiB", 1 << 30)],
+)
 def test_the_bound_is_a_number_of_bytes_or_k_m_g(monkeypatch, text, size):
     monkeypatch.setenv("CALCOPS_CACHE_SIZE", text)
     assert usage.bound() == size
 
 
-def test_a_wrong_bound_is_refused(monkeypatch):
-    monkeypatch.setenv("CALCOPS_CACHE_SIZE", "two")
-    with pytest.raises(ValueError, match="expected CALCOPS_CACHE_SIZE such as 500M or 2G, got 'two'"):
-        usage.bound()
+def test_a_wrong_bound_is_refused_before_anything_is_built(checkout):
+    child = checkout.run("import calcops_jit", CALCOPS_CACHE_SIZE="two")
+    assert (child.code, child.err) == (
+        0,
+        "calcops_jit: CALCOPS_CACHE_SIZE is no size\n"
+        "  expected such as 500M or 2G, got 'two'\n"
+        "  fix: export CALCOPS_CACHE_SIZE=2G\n",
+    )
+    assert checkout.compiled() == 0 and checkout.libraries() == []
