@@ -38,6 +38,7 @@ class Manifest(SimpleNamespace):
     """What is known about a published library. The file: its own digest, a line of JSON, the closure's stamps."""
 
     request: dict  # its facts
+    asked: list = []  # the arguments of recipes.foreign
     size: int
     digest: str
     operators: dict[str, str]
@@ -135,13 +136,19 @@ def _share(fd: int) -> None:
 
 def other_facts(request: inputs.Request) -> list[str]:
     """What distinguishes the request from the one that was last built, or used, under its name."""
-    named = (slot for f in places.folders() for slot in places.slots(f) if os.path.basename(slot)[:-17] == request.name)
+    for manifest in newest(request.name):
+        old, new = manifest.request, json.loads(json.dumps(request.facts))
+        changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+        return [f"{key}: {_difference(old.get(key, []), new.get(key, []))}" for key in changed]
+    return []
+
+
+def newest(name: str) -> Iterator[Manifest]:
+    """What is published under a name, first what was last built or used."""
+    named = (slot for f in places.folders() for slot in places.slots(f) if os.path.basename(slot)[:-17] == name)
     for _, path in sorted((g for slot in named for g in _generations(slot)), reverse=True):
         with contextlib.suppress(OSError, ValueError):
-            old, new = read_manifest(path).request, json.loads(json.dumps(request.facts))
-            changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-            return [f"{key}: {_difference(old.get(key, []), new.get(key, []))}" for key in changed]
-    return []
+            yield read_manifest(path, ours=True)
 
 
 def _difference(old, new) -> str:
@@ -343,7 +350,7 @@ def publish(
     os.chmod(file, 0o755)
     os.rename(file, f"{complete}/{request.output}")
     fd = open_regular(f"{complete}/{request.output}")
-    said = {"request": request.facts, "operators": about, "closure": closure}
+    said = {"request": request.facts, "asked": request.asked, "operators": about, "closure": closure}
     manifest = Manifest(size=os.fstat(fd).st_size, digest=inputs.file_digest(fd), **said)
     write_whole(f"{complete}/manifest", manifest.dump())
     # Named by what it is made of, without times and tools' places.

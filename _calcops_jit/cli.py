@@ -8,7 +8,7 @@ import os
 import sys
 import time
 
-from . import cache, library, places, recipes
+from . import cache, inputs, library, places, recipes
 from .diagnosis import BuildError
 from .progress import say
 
@@ -16,11 +16,15 @@ from .progress import say
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m calcops_jit", description="The operators' build and its cache.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    commands.add_parser("build", help="build the operators if need be, and print the library's path")
+    build = commands.add_parser("build", help="build the operators if need be, and print the library's path")
     where = commands.add_parser("where", help="print the cache folder and the library; builds nothing")
     where.add_argument("--key", action="store_true", help="print only the key for a CI cache")
     where.add_argument("--cache", action="store_true", help="print only the cache folder")
-    commands.add_parser("why", help="name the inputs that changed since the last build; 1 if there are any")
+    why = commands.add_parser("why", help="name the inputs that changed since the last build; 1 if there are any")
+    for command in (build, why):
+        command.add_argument(
+            "name", nargs="?", help="a library that calcops_jit.load has built, instead of the operators"
+        )
     doctor = commands.add_parser("doctor", help="judge what a build would find here; 1 if it would fail")
     doctor.add_argument("--json", action="store_true", help="for programs")
     export = commands.add_parser("export", help="write a folder with the built operators, for hosts without a compiler")
@@ -33,13 +37,17 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return globals()[f"_{options.command}"](options) or 0
-    except BuildError as error:
+    except (BuildError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 1
 
 
 def _build(options: argparse.Namespace) -> None:
-    print(library.obtain(recipes.own()).path)
+    print(library.obtain(_request(options)).path)
+
+
+def _request(options: argparse.Namespace) -> inputs.Request:
+    return recipes.own() if options.name in (None, "calcops") else recipes.last(options.name)
 
 
 def _where(options: argparse.Namespace) -> None:
@@ -57,7 +65,7 @@ def _where(options: argparse.Namespace) -> None:
 
 
 def _why(options: argparse.Namespace) -> int:
-    request, reasons = recipes.own(), []
+    request, reasons = _request(options), []
     if found := cache.find(request, reasons):
         print(f"nothing changed: {found.path}")
         return 0
