@@ -252,7 +252,8 @@ def tidy(slot: str, everything: bool = False) -> bool:
             if not _try_lock(fd) or any(private.is_alive(entry.path, "stage") for entry in os.scandir(slot)):
                 return False
             for _, generation in _generations(slot) if everything else ():
-                discard(generation)
+                if any(map(os.path.lexists, (f"{generation}/manifest", output(generation)))):  # or it is not ours
+                    discard(generation)
             if set(os.listdir(slot)) <= _LEFTOVERS:
                 shutil.rmtree(slot)
         finally:

@@ -38,20 +38,21 @@ def make(parent: str, kind: str) -> str:
 
 def remove(path: str) -> None:
     """Removes a folder that make() gave, and ends what still runs in it; not in a child of the process that made it."""
-    if (fd := _ours.pop(path, None)) is not None:
+    if path.rsplit(".", 3)[1] == str(os.getpid()):
         _destroy(path)
-        os.close(fd)
+        if (fd := _ours.pop(path, None)) is not None:
+            os.close(fd)
 
 
 @atexit.register
 def remove_all() -> None:
     """Also of builds that go on in threads which nobody waits for."""
     for path in list(_ours):
-        remove(path)
+        _destroy(path)
 
 
 def _forget() -> None:
-    """A child would keep the locks after its parent died, and remove the folders at its own exit."""
+    """A child would keep the locks after its parent died."""
     for fd in _ours.values():
         os.close(fd)
     _ours.clear()
