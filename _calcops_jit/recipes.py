@@ -75,7 +75,7 @@ def foreign(
         if value not in harmless:
             raise ValueError(f"calcops_jit.load: expected no `{option}`, got {value!r}; {instead}")
     # calcops is the operators here, unit- begins the objects in the cache.
-    if not re.fullmatch(r"(?!calcops$|unit-)[A-Za-z_][\w.-]{,199}", name):
+    if not isinstance(name, str) or not re.fullmatch(r"(?!calcops$|unit-)[A-Za-z_][\w.-]{,199}", name):
         what = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'unit-...'"
         raise ValueError(f"calcops_jit.load: expected `name` {what}, got {name!r}")
     paths = [inputs.real_path(path) for path in _strings("sources", sources)]
