@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import re
@@ -12,7 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 
-from . import cache, cuda, diagnosis, inputs, reads
+from . import cache, cuda, diagnosis, inputs, private, reads
 from .registration import SHADOW
 
 
@@ -39,10 +40,12 @@ def compile_library(
         try:
             _load(request, staging, fresh, [_bring(found, staging) for found in kept])
         except Exception as error:
-            log = f"{slot}/failed.log"
+            log, said = f"{slot}/failed.log", str(error)
+            if isinstance(error, UnicodeDecodeError):  # torch takes what compilers say, and quote, for UTF-8
+                said = error.object.decode(errors="replace")
             with contextlib.suppress(OSError):
-                _write(log, str(error))
-            failure = diagnosis.explain(f"cannot build {request.name}", str(error), request, log)
+                _write(log, said)
+            failure = diagnosis.explain(f"cannot build {request.name}", said, request, log)
             if not alone and diagnosis.KILLED in str(failure):
                 failure = OutOfMemory()
     read = reads.Reads(request, staging, ninja)
@@ -58,7 +61,6 @@ def compile_library(
             closures.append(recorder.closure(paths | read.tools))
             unit = request.unit(source)
             place = cache.slot_path(os.path.dirname(slot), unit)
-            os.makedirs(place, 0o700, exist_ok=True)
             os.close(cache.publish(place, staging, f"{staging}/{target}", unit, {}, closures[-1]).fd)
     if failure or changed:
         raise failure or changed
@@ -70,21 +72,26 @@ def _load(request: inputs.Request, staging: str, sources: list[str], objects: li
 
     if request.cuda.build:
         cpp_extension.CUDA_HOME = request.cuda.home
+    stack = contextlib.ExitStack()
+    for redirected, stream in ((contextlib.redirect_stdout, sys.stdout), (contextlib.redirect_stderr, sys.stderr)):
+        if stream is None or stream.closed:  # as in a daemon; torch flushes both
+            stack.enter_context(redirected(io.StringIO()))
     # "Standalone" with -shared links a library without libtorch_python and does not load it: that happens later,
     # from verified bytes. The staging folder's name is one that torch's versioner has not seen.
-    cpp_extension.load(
-        os.path.basename(staging),
-        _distinct(sources, staging),
-        extra_cflags=_for_this_compiler(request.cflags),
-        extra_cuda_cflags=list(request.cuda_cflags),
-        extra_ldflags=["-shared", *objects, *_linking(request, staging)],
-        extra_include_paths=list(request.include_paths),
-        build_directory=staging,
-        verbose=request.verbose,
-        with_cuda=request.cuda.build,
-        is_python_module=False,
-        is_standalone=True,
-    )
+    with stack:
+        cpp_extension.load(
+            os.path.basename(staging),
+            _distinct(sources, staging),
+            extra_cflags=_for_this_compiler(request.cflags),
+            extra_cuda_cflags=list(request.cuda_cflags),
+            extra_ldflags=["-shared", *objects, *_linking(request, staging)],
+            extra_include_paths=list(request.include_paths),
+            build_directory=staging,
+            verbose=request.verbose,
+            with_cuda=request.cuda.build,
+            is_python_module=False,
+            is_standalone=True,
+        )
 
 
 def _bring(found: cache.Generation, staging: str) -> str:
@@ -145,6 +152,7 @@ def _numbers(path: str) -> list[int]:
 def _environment(request: inputs.Request, staging: str, ninja: str, alone: bool) -> Iterator[None]:
     """The variables that torch and the compilers read; as they were afterwards."""
     changes = {
+        private.MARK: staging,
         "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(ninja)]),
         "LD_PRELOAD": "",  # what this process runs under, a sanitizer say, the compilers need not
         "LC_ALL": "C.UTF-8",  # messages are read by diagnosis.py
@@ -186,7 +194,7 @@ def _distinct(sources: list[str], staging: str) -> list[str]:
 
 
 def _write(path: str, text: str) -> str:
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(text)
     return path
 

@@ -87,6 +87,7 @@ class Request(SimpleNamespace):
     cuda: cuda.Choice = cuda.Choice()
     verbose: bool = False
     python: str = ""  # the extension suffix, where the library may call Python
+    asked: tuple = ()  # the arguments of recipes.foreign
     file: str = ""  # what is built; NAME.so unless this is one of its units
 
     def but(self, **changes) -> Request:
