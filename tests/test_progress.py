@@ -116,14 +116,14 @@ class Staging:
         self.path, self.end = slot / "stage", []
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
-        builds = [f"build unit{i}.o: compile /src/unit{i}.cpp\n" for i in range(len(units))]
-        builds.append(f"build stage: link {' '.join(f'unit{i}.o' for i in range(len(units)))}\n")
+        builds = [f"build unit{i}.cpp.o: compile\n" for i in range(len(units))]
+        builds.append(f"build stage: link {' '.join(f'unit{i}.cpp.o' for i in range(len(units)))}\njobs = {jobs}\n")
         (self.path / "build.ninja").write_text("".join(builds))
         self.log, free = [], [0.0] * jobs
         for i, seconds in enumerate(units):
             start = heapq.heappop(free)
             heapq.heappush(free, start + seconds)
-            self.log.append((start, start + seconds, f"unit{i}.o"))
+            self.log.append((start, start + seconds, f"unit{i}.cpp.o"))
         self.log.append((max(free), max(free) + rest / 2, "stage"))  # and then the library is loaded
         self.seconds = max(free) + rest
 
