@@ -21,18 +21,18 @@ kUpright = [(40, 110), (640, 110), (640, 210), (40, 210)]
 
 
 def homography(source, target):
-    """The matrix [3,3] that takes four points (x, y) of `source` to those of `target`."""
-    rows = []
-    for (x, y), (u, v) in zip(source, target, strict=True):
-        rows += [[x, y, 1, 0, 0, 0, -u * x, -u * y], [0, 0, 0, x, y, 1, -v * x, -v * y]]
-    solution = torch.linalg.solve(torch.tensor(rows).double(), torch.tensor(target).double().flatten())
-    return torch.cat([solution, solution.new_ones(1)]).view(3, 3)
+    """The matrix [3,3] that takes four points (x, y), [4,2], of `source` to those of `target`; differentiable."""
+    (x, y), (u, v), zero = source.T, target.T, torch.zeros_like(source[:, 0])
+    rows_u = torch.stack([x, y, zero + 1, zero, zero, zero, -u * x, -u * y], 1)
+    rows_v = torch.stack([zero, zero, zero, x, y, zero + 1, -v * x, -v * y], 1)
+    solution = torch.linalg.solve(torch.cat([rows_u, rows_v]), torch.cat([u, v]))
+    return torch.cat([solution, zero[:1] + 1]).view(3, 3)
 
 
 def straighten():
     """The photograph, uint8 [172,448], and the page as seen from straight above, uint8 [344,680]."""
     photograph = torch.from_numpy(data.text())
-    matrix = homography(kSlanted, kUpright)
+    matrix = homography(torch.tensor(kSlanted).double(), torch.tensor(kUpright).double())
     return photograph, calcops_jit.warp_perspective(photograph, matrix, dsize=(344, 680), border_value=[255.0])
 
 
@@ -45,5 +45,5 @@ if __name__ == "__main__":
         axis.imshow(image, cmap="gray", vmin=0, vmax=255)
         axis.add_patch(Polygon(corners, fill=False, edgecolor="tab:red"))
         axis.set(title=title, xticks=[], yticks=[])
-    figure.savefig(folder / "straighten.png", dpi=120)
+    figure.savefig(folder / "straighten.png", dpi=80)
     print((folder / "straighten.png").resolve())
