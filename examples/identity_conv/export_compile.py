@@ -2,7 +2,7 @@
 
     python examples/identity_conv/export_compile.py [--out build/identity_conv] [--device cpu|cuda]
 
-builds the operators, checks the model of model.py eagerly, copied and compiled, exports it with a batch of any size,
+builds the operators, checks the model of identity_model.py eagerly, copied and compiled, exports it with a batch of any size,
 saves and loads that, makes two packages and runs both in Python (run_inference.py) and in C++ (run_inference.cpp):
 
     eager, deepcopy, torch.compile, export, saved and loaded: identical
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import custom_ops
 import torch
-from model import create_model
+from identity_model import create_model
 from torch._inductor import config
 
 FOLDER, TORCH = Path(__file__).resolve().parent, torch.__path__[0]

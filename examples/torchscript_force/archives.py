@@ -1,6 +1,6 @@
 """A potential whose forces come from torch.ops.CalcOps.calculateForce, scripted, traced and saved.
 
-    python examples/torchscript_force/model.py [FOLDER]      # default: build/torchscript_force
+    python examples/torchscript_force/archives.py [FOLDER]      # default: build/torchscript_force
 
 README.md beside this file shows what is printed and how the archives run in Python and in C++.
 """
