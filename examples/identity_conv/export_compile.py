@@ -2,8 +2,8 @@
 
     python examples/identity_conv/export_compile.py [--out build/identity_conv] [--device cpu|cuda]
 
-builds the operators, checks the model of identity_model.py eagerly, copied and compiled, exports it with a batch of any size,
-saves and loads that, makes two packages and runs both in Python (run_inference.py) and in C++ (run_inference.cpp):
+builds the operators, checks identity_model.py eagerly, copied and compiled, exports it with a batch of any size, saves
+and loads that, makes two packages and runs both in Python (run_inference.py) and in C++ (run_inference.cpp):
 
     eager, deepcopy, torch.compile, export, saved and loaded: identical
     graph():
