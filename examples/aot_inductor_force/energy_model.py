@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "potentials"))
-from package import save  # noqa: E402
+from package import load, save  # noqa: E402
 from potential import Potential  # noqa: E402
 
 
