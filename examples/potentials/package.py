@@ -10,8 +10,10 @@ as extra files. A package takes tensors only, so the length of types [n+nghost] 
 operator library, calcops_jit.library_path(), is to be loaded before either.
 """
 
+import contextlib
 import copy
 import inspect
+import warnings
 from pathlib import Path
 
 import torch
@@ -39,7 +41,8 @@ def save(model, path, dtype=torch.float64, device="cpu", neighbor_index=None):
     about |= {"neighbors": model.neighbors} if hasattr(model, "neighbors") else {}
     about = {key: str(value) for key, value in about.items()}
     if path.suffix == ".pt":
-        torch.jit.save(torch.jit.script(model), path, _extra_files=about)
+        with quietly():
+            torch.jit.save(torch.jit.script(model), path, _extra_files=about)
     elif path.suffix == ".pt2":
         # Threads: as many as where it runs, not as where it was made.
         configs = {"aot_inductor.metadata": about, "cpp.dynamic_threads": True}
@@ -47,6 +50,14 @@ def save(model, path, dtype=torch.float64, device="cpu", neighbor_index=None):
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
     else:
         raise ValueError(f"expected a path that ends in .pt or .pt2, got {path}")
+
+
+@contextlib.contextmanager
+def quietly():
+    """Without PyTorch's word that TorchScript is deprecated, which ../aot_inductor_force/README.md has."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated")
+        yield
 
 
 def export(model, dtype, device, ninputs):
@@ -87,7 +98,8 @@ class Package:
             self.device = about["device"]
         else:
             about = dict.fromkeys(("cutoff", "units", "type_names", "dtype", "inputs"), "")
-            self.run, self.device = torch.jit.load(path, device, _extra_files=about), str(device)
+            with quietly():
+                self.run, self.device = torch.jit.load(path, device, _extra_files=about), str(device)
             about = {key: value.decode() for key, value in about.items()}
         self.cutoff, self.units = float(about["cutoff"]), about["units"]
         self.type_names, self.dtype = about["type_names"].split(), getattr(torch, about["dtype"])
