@@ -1,5 +1,4 @@
 """The loader's builds: operators as a user sees them, `load`, errors, the choice for CUDA, the real library."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import os
 import shutil
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_calcops_jit import CALL, HERE, checkout  # noqa: F401
+from checkout import HERE
 
 from _calcops_jit import cuda, operators, recipes
 

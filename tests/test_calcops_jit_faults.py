@@ -19,30 +19,27 @@ from _calcops_jit import cuda, diagnosis, inputs
 GOLDEN = dict(
     re.findall(r"^## (.+)\n((?:.+\n)+)", Path(__file__).with_name("calcops_jit_faults.txt").read_text(), re.M)
 )
-# Prints what the operators say that could not be built, and after how many seconds that was known.
+# Prints what the operators say that could not be built, and how many seconds it took processors to know that: the clock
+# on the wall would tell how busy the machine is.
 IMPORT = """
-import time
-start = time.perf_counter()
+import os
+spent = lambda: sum(os.times()[:4])
+start = spent()
 import calcops_jit
-took = time.perf_counter() - start
+took = spent() - start
 try: calcops_jit.anything
 except calcops_jit.BuildError as error: print(error)
 print(took)
 """
 LOAD = """
-import os, time
+import os
+spent = lambda: sum(os.times()[:4])
 os.environ["CALCOPS_BUILD"] = "0"
 import calcops_jit
-start = time.perf_counter()
+start = spent()
 try: calcops_jit.load("mine", "mine.cpp", {options})
 except calcops_jit.BuildError as error: print(error)
-print(time.perf_counter() - start)
-"""
-# What is measured should not be how busy the machine is.
-AT_ONCE = """
-import os
-try: os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-except PermissionError: pass
+print(spent() - start)
 """
 # The toolkits of this machine are hidden, and PyTorch is one for CUDA 13.2 wherever the test runs.
 CUDA = """
@@ -238,15 +235,12 @@ def faulty():
 @pytest.mark.parametrize("fault", FORESEEN)
 def test_what_can_be_known_beforehand_is_said_within_a_fifth_of_a_second(faulty, fault):
     options = FORESEEN[fault](faulty)
-    options["preamble"] = AT_ONCE + options.get("preamble", "")
-    best = 9.0
-    for _ in range(10):
-        message, took = faulty.message(options)
+    spent = []
+    while not spent or min(spent) > 0.2 and len(spent) < 5:
+        message, seconds = faulty.message(options)
         assert message == GOLDEN[fault]
-        best = min(best, took)
-        if best <= 0.2:
-            break
-    assert best <= 0.2
+        spent.append(seconds)
+    assert min(spent) <= 0.2
     assert not faulty.log.exists() or " -c " not in faulty.log.read_text()
 
 

@@ -1,5 +1,4 @@
 """Never stale, never spurious: what must rebuild and what must not, each seen by the compiler's own log."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import os
 import shutil
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_calcops_jit import CALL, Checkout, the_zygote
+from checkout import CALL, Checkout, the_zygote
 
 from _calcops_jit import cuda, inputs, reads
 

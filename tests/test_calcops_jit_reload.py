@@ -1,12 +1,11 @@
 """Live reload: a library is exchanged for a newer one in a running process, under every handle to it."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import re
 import shutil
 import subprocess
 
 import pytest
-from test_calcops_jit import HERE, Checkout, checkout, the_zygote, wait_for  # noqa: F401
+from checkout import HERE, Checkout, the_zygote, wait_for
 
 # Registration and arithmetic are units of their own: the one takes seconds to compile, the other a moment.
 REGISTRATION = """
