@@ -50,6 +50,8 @@ def examine() -> Iterator[Finding]:
         cause, _, fix = request.cuda.reason.partition("; ")
         yield Finding("CUDA", "fail" if request.cuda.fatal else "note", cause, fix)
     yield _cache()
+    for problem in places.unreadable():
+        yield Finding("shared cache", "note", problem, "chmod -R go+rX it, or take it out of CALCOPS_CACHE_READONLY")
     yield Finding("compilers at once", "ok", os.environ.get("MAX_JOBS") or str(build.jobs()))
     if library := cache.find(request, reasons := []):
         yield Finding("operators", "ok", library.path)

@@ -202,7 +202,10 @@ def words_of(variable: str, environment: Mapping[str, str] = os.environ) -> list
         return text.split()
     import shlex  # which takes longer than the rest of a Request
 
-    return shlex.split(text)
+    try:
+        return shlex.split(text)
+    except ValueError as problem:
+        raise ValueError(f"calcops_jit: expected {variable} as a shell's words, got {text!r}: {problem}") from None
 
 
 def compiler_words(environment: Mapping[str, str] = os.environ) -> list[str]:
