@@ -59,7 +59,7 @@ def compile_library(
             unit = request.unit(source)
             place = cache.slot_path(os.path.dirname(slot), unit)
             os.makedirs(place, 0o700, exist_ok=True)
-            os.close(cache.publish(place, staging, f"{staging}/{target}", unit, {}, closures[-1]).fd)
+            cache.publish(place, staging, f"{staging}/{target}", unit, closures[-1])
     if failure or changed:
         raise failure or changed
     return f"{staging}/{os.path.basename(staging)}", inputs.merged([*closures, recorder.closure(read.libraries)])

@@ -333,33 +333,43 @@ def _works_in(pid: str, folder: str) -> bool:
         return False
 
 
-def publish(
-    slot: str, staging: str, file: str, request: inputs.Request, about: dict[str, str], closure: inputs.Closure
-) -> Generation:
-    """Makes `file` a generation of the slot, by one rename; a damaged one of this name makes room."""
-    complete = f"{staging}/complete.{os.urandom(4).hex()}"
-    os.mkdir(complete)
+def publish(slot: str, staging: str, file: str, request: inputs.Request, closure: inputs.Closure) -> None:
+    """Makes `file` a generation of the slot."""
+    generation = place(slot, staging, file, request, closure)
+    complete(generation, {})
+    os.close(generation.fd)
+
+
+def place(slot: str, staging: str, file: str, request: inputs.Request, closure: inputs.Closure) -> Generation:
+    """Puts `file` where it will stay, by one rename; a damaged one of this name makes room. Nobody finds it yet."""
+    folder = f"{staging}/complete.{os.urandom(4).hex()}"
+    os.mkdir(folder)
     os.chmod(file, 0o755)
-    os.rename(file, f"{complete}/{request.output}")
-    fd = open_regular(f"{complete}/{request.output}")
-    said = {"request": request.facts, "operators": about, "closure": closure}
+    os.rename(file, f"{folder}/{request.output}")
+    fd = open_regular(f"{folder}/{request.output}")
+    said = {"request": request.facts, "operators": {}, "closure": closure}
     manifest = Manifest(size=os.fstat(fd).st_size, digest=inputs.file_digest(fd), **said)
-    write_whole(f"{complete}/manifest", manifest.dump())
     # Named by what it is made of, without times and tools' places.
     made_of = sorted(digest for _, digest in closure.entries().values())
     target = f"{slot}/{inputs.digest(f'{manifest.digest} {made_of}'.encode())[:16]}"
     for _ in range(3):
         try:
-            os.rename(complete, target)
+            os.rename(folder, target)
             break
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
             with contextlib.suppress(OSError):
-                os.rename(target, f"{complete}.old")  # goes with the staging folder
+                os.rename(target, f"{folder}.old")  # goes with the staging folder
     else:
         raise report(f"cannot publish {target}", ["something puts it there again and again"], f"rm -r {slot}")
     for _, old in _generations(slot)[_KEEP:]:
         if not in_use(f"{old}/{request.output}"):
             shutil.rmtree(old, ignore_errors=True)
     return Generation(path=f"{target}/{request.output}", manifest=manifest, fd=fd)
+
+
+def complete(generation: Generation, about: dict[str, str]) -> None:
+    """From now on it is found; `about` says which operators it has."""
+    generation.manifest.operators = about
+    write_whole(f"{os.path.dirname(generation.path)}/manifest", generation.manifest.dump())
