@@ -88,5 +88,5 @@ def _reduce(handle: torch._ops.OpOverloadPacket | torch._ops.OpOverload):
 
 
 # PyTorch's own handles cannot be pickled, and copy.copy() of one never returns.
-copyreg.pickle(torch._ops.OpOverloadPacket, _reduce)
-copyreg.pickle(torch._ops.OpOverload, _reduce)
+for _kind in (torch._ops.OpOverloadPacket, torch._ops.OpOverload, *torch._ops.OpOverload.__subclasses__()):
+    copyreg.pickle(_kind, _reduce)
