@@ -116,8 +116,6 @@ def link_in(path: str, fd: int, request: inputs.Request) -> ctypes.CDLL:
 
     Debuggers and profilers open what is mapped by its name, in processes of their own. The descriptor stays open: its
     lock says that the file is in use."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     try:
         if "$" not in path and _lies_at(path, fd):  # dlopen would replace $ORIGIN
             library = _open(path, fd)

@@ -16,47 +16,47 @@ from typing import NoReturn
 
 import torch
 
-from . import cache, inputs, loading, operators
+from . import operators
 from .diagnosis import BuildError, report
 from .registration import Registration
 
 _LIMIT_S = 60.0
 
 
-def registered_at_once(request: inputs.Request, generation: cache.Generation) -> set[str]:
-    """The operators that the library registers by itself while it is loaded. BuildError: it cannot be loaded.
+def registered_at_once(name: str, load: Callable[[], Registration]) -> set[str]:
+    """The operators that the library registers by itself while it is loaded. BuildError: it cannot be.
 
-    The child is a fork, since an initialiser may rely on whatever this process has loaded already. It shares this
-    process's memory and has none of its threads, so nobody else registers meanwhile, either."""
+    The child is a fork, since an initialiser may rely on whatever this process has loaded already. None of the other
+    threads is in it, so nobody else registers anything there."""
     with tempfile.TemporaryFile() as said:
         try:
-            answer, status = _in_child(lambda: _load(request, generation), said.fileno())
+            answer, status = _in_child(lambda: _look(load), said.fileno())
         except OSError:  # there is no memory, or no process, left for it
-            return set(_load(request, generation)["operators"])
+            answer, status = _look(load), 0
         said.seek(0)
         lines = said.read().decode(errors="replace").strip().splitlines()
+    if not answer and torch.cuda.is_initialized() and any("CUDA" in line for line in lines):
+        answer = _look(load)  # a child cannot use its parent's CUDA
+    if not answer:
+        what = f"cannot load {name}: a static initialiser {_end(status)}"
+        raise report(what, lines[-8:], "do what may fail in a function that is called later")
     if "error" in answer:
         raise BuildError(answer["error"])
-    if not answer and torch.cuda.is_initialized() and any("CUDA" in line for line in lines):
-        answer = _load(request, generation)  # a child cannot use its parent's CUDA
-    if not answer:
-        what = f"cannot load {request.name}: a static initialiser {_end(status)}"
-        raise report(what, lines[-8:], "do what may fail in a function that is called later")
     return set(answer["operators"])
+
+
+def _look(load: Callable[[], Registration]) -> dict:
+    before = operators.registered()
+    registration = load()
+    found = operators.registered() - before
+    registration.names()  # which runs its blocks
+    return {"operators": sorted({name.partition(".")[0] for name in found})}
 
 
 def _end(status: int | None) -> str:
     if status is None:
         return f"does not end within {_LIMIT_S:.0f} s"
     return f"ends the process by {signal.Signals(-status).name}" if status < 0 else f"ends the process ({status})"
-
-
-def _load(request: inputs.Request, generation: cache.Generation) -> dict:
-    before = operators.registered()
-    library = loading.link_in(generation.path, generation.fd, request)
-    found = operators.registered() - before
-    Registration(request.name, request.root, library).names()  # which runs its blocks
-    return {"operators": sorted({name.partition(".")[0] for name in found})}
 
 
 def _in_child(function: Callable[[], dict], output: int) -> tuple[dict, int | None]:
