@@ -2,8 +2,8 @@
 
     <cache>/<name>-<slot>/               everything that one Request, a library or a unit, was ever built into
         lock                             held (flock) while one process builds; says who
-        <library digest>/<name>.so       a generation: published by one rename of a complete folder, then never
-        <library digest>/manifest        written to, except that the manifest may get fresher stats
+        <library digest>/<name>.so       a generation: put here by one rename, loaded from here, then never written to
+        <library digest>/manifest        makes it complete, so that it is found; may get fresher stats
         stage.<host>.<pid>.<start>.<x>/  the private folder of one build
         failed.log                       the compiler's output of the last build that failed
 
@@ -31,6 +31,7 @@ from . import inputs, places, private
 from .diagnosis import report
 
 _KEEP = 8  # generations of a slot
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)  # which says nothing about the cache
 _LEFTOVERS = {"lock", "failed.log"}
 
 
@@ -100,6 +101,8 @@ def find(request: inputs.Request, reasons: list[str] | None = None) -> Generatio
                 fresher = manifest.closure.check(request)
                 found = _verified(f"{path}/{request.output}", manifest, ours=folder in own)
             except (inputs.Changed, OSError, ValueError, KeyError, TypeError) as problem:
+                if getattr(problem, "errno", 0) in _NO_DESCRIPTOR:
+                    raise
                 if reasons is not None:
                     reasons.append(str(problem))
                 continue
@@ -167,7 +170,9 @@ def _generations(slot: str, ours: bool = False) -> list[tuple[float, str]]:
         found = [(e.stat().st_mtime, e.path) for e in entries if "." not in e.name and e.is_dir()]
         if ours and any(e.name.startswith("stage.") for e in entries):
             private.sweep(slot, "stage")  # of a builder that was killed when all but this was done
-    except OSError:
+    except OSError as problem:
+        if problem.errno in _NO_DESCRIPTOR:
+            raise
         return []
     return sorted(found, reverse=True)
 

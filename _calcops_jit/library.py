@@ -20,7 +20,10 @@ def obtain(request: inputs.Request, build: bool = True) -> loading.Library | Non
     """The library for `request`. None only where it would have to be built and `build` is False."""
     with _one_at_a_time:
         reasons: list[str] = []
-        found = cache.find(request, reasons)
+        try:
+            found = cache.find(request, reasons)
+        except OSError as error:
+            raise report(f"cannot load {request.name}", [str(error)], "ulimit -n $(ulimit -H -n)") from None
         if found is None and build:
             return _build(request, reasons)
         return found and _load(request, found)

@@ -130,6 +130,7 @@ def link_in(path: str, fd: int, request: inputs.Request) -> ctypes.CDLL:
         with contextlib.suppress(OSError):  # and memory may not be executed either
             return _open(_name_of(copy), copy)
         os.close(copy)
+    os.close(fd)  # it may have been the last one that this process can have
     raise explain(f"cannot load {request.name}.so", message, request)
 
 

@@ -96,6 +96,10 @@ class Registration:
     def take(self, earlier: list[Registration]) -> None:
         """Makes it live: every call from now on reaches its kernels. BuildError: nothing has changed."""
         if self._registers:
+            if twin := next(
+                (other for other in _taken if other.live and other._is(self) and other not in earlier), None
+            ):
+                raise self._owned_by(twin, next(iter(self.names()), "it"))
             again = [self] if self in _taken else []
             mine = {name for old in [*earlier, *again] for name in old.names()}
             for fallback in [impl for impl in mine & self.impls.keys() if impl[0] == " "] if mine else ():
@@ -118,21 +122,28 @@ class Registration:
         """These names, if they may be taken. BuildError: they are somebody else's."""
         for name, where in there.items():
             known = [other for other in reversed(_taken) if name in other.names()]
-            evidence = []
             if owner := next((other for other in known if other.live), None):
-                evidence = [f"{owner.name} of {owner.place} has it"]
-            elif known:
+                raise self._owned_by(owner, name, where)
+            if known:
                 continue  # no library has it any more
-            elif name in self.impls and name.partition(" ")[0] not in ["", *self.defs]:
+            if name in self.impls and name.partition(" ")[0] not in ["", *self.defs]:
                 from .progress import say
 
                 say(f"{self.name} takes the place of {name}, {where}")
                 continue
-            what = name.removeprefix("__torch__.torch.")
-            evidence += [where, f"{self.name} of {self.place} would take its place"]
-            remedy = "load only one of the two, or give one another namespace"
-            raise report(f"cannot load {self.name}: {what} is there already", evidence, remedy)
+            raise self._owned_by(None, name, where)
         return set(there)
+
+    def _owned_by(self, owner: Registration | None, name: str, where: str = "") -> BuildError:
+        evidence = [f"{owner.name} of {owner.place} has it"] if owner else []
+        evidence += [where] if where else []
+        evidence.append(f"{self.name} of {self.place} would take its place")
+        what = f"cannot load {self.name}: {name.removeprefix('__torch__.torch.')} is there already"
+        return report(what, evidence, "load only one of the two, or give one another namespace")
+
+    def _is(self, other: Registration) -> bool:
+        """Whether it is the same file, which glibc maps once."""
+        return other is not self and other._library._handle == self._library._handle
 
     def _ask(self, what: str, *arguments: bytes) -> str:
         answer = getattr(self._library, f"calcops_jit_{what}")(*arguments).decode(errors="replace")
