@@ -68,7 +68,7 @@ def compile_library(
             continue
         unit = request.unit(source)
         place = cache.slot_path(os.path.dirname(slot), unit)
-        os.close(cache.publish(place, staging, f"{staging}/{target}", unit, {}, closures[-1]).fd)
+        cache.publish(place, staging, f"{staging}/{target}", unit, closures[-1])
     if failure:
         raise failure
     linked = reads.of_link(request, staging, [*objects, *plan.units.values()])
