@@ -15,9 +15,6 @@ from types import SimpleNamespace
 from . import cuda, inputs, reads
 from .registration import SHADOW
 
-# Flags for the dependency files of somebody's Makefile. A compiler writes one such file, and that one is for us.
-MAKE_FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
-
 _RULES = """\
 rule compile
   command = $cxx $cflags -MD -MF $out.d {assembler}-c $source -o $out
@@ -105,7 +102,7 @@ def _torch_flags(request: inputs.Request, environment: dict[str, str], staging: 
         is_standalone=True,
     )
     kinds = ("cflags", "cuda_cflags", "ldflags")
-    return {kind: re.sub(MAKE_FLAGS, "", " ".join(f.strip() for f in written[kind] or ())) for kind in kinds}
+    return {kind: re.sub(reads.MAKE_FLAGS, "", " ".join(f.strip() for f in written[kind] or ())) for kind in kinds}
 
 
 @functools.cache

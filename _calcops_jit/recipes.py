@@ -50,7 +50,7 @@ def foreign(
     """Sources of somebody else, with the meaning that torch.utils.cpp_extension.load gives to the options."""
     if not re.fullmatch(r"(?!calcops$)[A-Za-z_][\w.-]*", name):  # which is that of the operators here
         raise ValueError(f"calcops_jit.load: expected `name` of letters, digits and _ . -, not 'calcops', got {name!r}")
-    paths = [inputs.real_path(os.fspath(s)) for s in ([sources] if isinstance(sources, str) else sources)]
+    paths = [os.path.abspath(s) for s in ([sources] if isinstance(sources, str) else sources)]
     if not paths:
         raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
     for path in paths:
@@ -61,12 +61,10 @@ def foreign(
     define = f"-DTORCH_EXTENSION_NAME={name}"
     return inputs.Request(
         name=name,
-        root=os.path.commonpath([os.path.dirname(p) for p in paths]),
-        sources=tuple(paths),
+        **inputs.places(tuple(paths), (SHADOW, *map(os.path.abspath, extra_include_paths or ()))),
         cflags=(*_BASE, define, *(extra_cflags or ())),
         cuda_cflags=(*_CUDA_BASE, define, *(extra_cuda_cflags or ())),
         ldflags=tuple(extra_ldflags or ()),
-        include_paths=(SHADOW, *(os.path.realpath(i) for i in extra_include_paths or ())),
         cuda=cuda.choose(needed=True) if with_cuda else cuda.Choice(),
         verbose=verbose,
         python=EXTENSION_SUFFIXES[0],
@@ -75,7 +73,7 @@ def foreign(
 
 def again(request: inputs.Request) -> inputs.Request:
     """The same library as its files and the environment are now."""
-    return request.but() if request.python else own(request.root, request.name)
+    return request.again() if request.python else own(request.root, request.name)
 
 
 def key(request: inputs.Request) -> str:
