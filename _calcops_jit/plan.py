@@ -13,6 +13,7 @@ import types
 from types import SimpleNamespace
 
 from . import cuda, inputs, reads
+from .diagnosis import report
 from .registration import SHADOW
 
 _RULES = """\
@@ -37,6 +38,9 @@ class Plan(SimpleNamespace):
     @staticmethod
     def of(request: inputs.Request, staging: str, sources: list[str], kept: list[str], jobs: int) -> Plan:
         """Compiles `sources` and links them with the objects `kept`."""
+        for text in (*sources, *request.include_paths, *request.cflags, *request.cuda_cflags, *request.ldflags):
+            if "\n" in text.strip():
+                raise report(f"cannot build {request.name}: a line break in a name", [repr(text)], "rename it")
         environment = _environment(request, staging)
         taken, units = set(), {}
         for i, source in enumerate(sources):
