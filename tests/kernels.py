@@ -5,6 +5,9 @@ blocks and threads come in random order and every tensor lies between pages that
 made twice, and has to give the same bits.
 """
 
+import contextlib
+import os
+
 import torch
 
 RUNS = 2
@@ -47,14 +50,22 @@ class Emulated:
         return _repeated(lambda: self._once(operator.default, arguments, options))
 
     def _once(self, operator, arguments, options):
+        guarded = torch.ops.cuda_on_cpu.guarded
+        arguments = _moved(arguments, guarded)
+        options = dict(zip(options, _moved(options.values(), guarded), strict=True))
+        with self.on():
+            results = _as_tuple(operator._op_dk(torch._C.DispatchKey.CUDA, *arguments, **options))
+        return _moved(results, torch.clone)
+
+    @classmethod
+    @contextlib.contextmanager
+    def on(cls):
         emulation = torch.ops.cuda_on_cpu
-        Emulated.seed += 1
-        emulation.seed(Emulated.seed)
-        arguments = _moved(arguments, emulation.guarded)
-        options = dict(zip(options, _moved(options.values(), emulation.guarded), strict=True))
+        cls.seed += 1
+        emulation.seed(cls.seed)
+        emulation.put_in_fault(int(os.environ.get("CALCOPS_EMULATED_FAULT", "0")))
         emulation.enable(True)
         try:
-            results = _as_tuple(operator._op_dk(torch._C.DispatchKey.CUDA, *arguments, **options))
+            yield
         finally:
             emulation.enable(False)
-        return _moved(results, torch.clone)

@@ -67,9 +67,10 @@ def check(kernels, image, matrix, out, *options):
     backward = ops._warp_perspective_backward
     for mask in ([True, True], [True, False], [False, True]):
         arguments = grad, image, matrix, *options, mask
-        for a, b in zip(kernels(backward, *arguments), backward(*arguments), strict=True):
-            error = (1e-5 if image.dtype == torch.float32 else 1e-10) * max(1, b.abs().max().item() if b.numel() else 1)
-            torch.testing.assert_close(a, b, rtol=0, atol=error)
+        for wanted, a, b in zip(mask, kernels(backward, *arguments), backward(*arguments), strict=True):
+            if wanted and b.numel():
+                error = (1e-5 if image.dtype == torch.float32 else 1e-10) * max(1, b.abs().max().item())
+                torch.testing.assert_close(a, b, rtol=0, atol=error)
 
 
 @pytest.mark.parametrize("first", range(0, 120, 12))

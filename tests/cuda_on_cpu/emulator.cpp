@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -51,7 +52,7 @@ namespace cuda_on_cpu {
 namespace {
 
 constexpr unsigned kMostThreads = 1024, kWarp = 32;
-constexpr size_t kPage = 4096, kStack = 32 * kPage;
+constexpr size_t kPage = 4096, kStack = 32 * kPage, kSpread = 8 * kPage;
 
 struct Fiber {
   char* stack = nullptr;
@@ -92,7 +93,8 @@ void start_fiber(unsigned thread) {
   }
   // As cuda_on_cpu_switch leaves a stack: six registers and where to return to. A function begins
   // with its stack 8 bytes off a multiple of 16.
-  void** top = reinterpret_cast<void**>(fiber.stack + kStack) - 2;
+  // Tops at other places within their pages, or all would share a few lines of the cache.
+  void** top = reinterpret_cast<void**>(fiber.stack + kStack - thread % 256 * 13 * 64 % kSpread) - 2;
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(&run_fiber);
   fiber.pointer = top - 6;
@@ -103,43 +105,58 @@ void start_fiber(unsigned thread) {
 
 bool of_block(Meeting kind) { return kind == Meeting::kBlock || kind == Meeting::kBlockVote; }
 
-// Lets the threads first..last go on if all that have not returned wait for the same.
-void release(unsigned first, unsigned last, bool whole_block) {
+// A warp, or the block where `first` is 0 and `last` all of its threads.
+struct Group {
+  unsigned first, last;
+  unsigned waiting, returned;
+};
+std::array<Group, kMostThreads / kWarp> warps;
+Group whole_block;
+
+// Once all threads that have not returned wait, they go on, if it is for the same.
+void release_if_complete(Group& group) {
+  if (group.waiting == 0 || group.waiting + group.returned < group.last - group.first) return;
   Meeting kind = Meeting::kNone;
-  bool returned = false;
-  for (unsigned t = first; t < last; ++t) {
-    const Fiber& fiber = fibers[t];
-    returned |= fiber.done;
+  for (unsigned t = group.first; t < group.last; ++t) {
+    Fiber& fiber = fibers[t];
     if (fiber.done) continue;
-    if (fiber.waits == Meeting::kNone || of_block(fiber.waits) != whole_block) return;
     if (kind != Meeting::kNone && kind != fiber.waits) {
       threadIdx.x = t;
       fail("meets the others at another kind of barrier than they");
     }
     kind = fiber.waits;
-  }
-  if (returned && (kind == Meeting::kShuffle || kind == Meeting::kVote))
-    fail("exchanges values with a lane that has returned");
-  for (unsigned t = first; t < last; ++t) {
-    if (fibers[t].done) continue;
-    fibers[t].waits = Meeting::kNone;
     ready.push_back(t);
   }
+  if (group.returned > 0 && (kind == Meeting::kShuffle || kind == Meeting::kVote))
+    fail("exchanges values with a lane that has returned");
+  group.waiting = 0;
 }
 
 void run_block() {
   ready.clear();
+  whole_block = {0, threads, 0, 0};
+  for (unsigned first = 0; first < threads; first += kWarp)
+    warps[first / kWarp] = {first, std::min(first + kWarp, threads), 0, 0};
   for (unsigned t = 0; t < threads; ++t) start_fiber(t);
   while (!ready.empty()) {
-    std::swap(ready[random_numbers() % ready.size()], ready.back());
-    current = ready.back();
+    // Random enough, and quick: the high bits of a product.
+    const size_t chosen = (uint64_t(random_numbers()) * ready.size()) >> 32;
+    current = ready[chosen];
+    ready[chosen] = ready.back();
     ready.pop_back();
     threadIdx.x = current;
     cuda_on_cpu_switch(&scheduler, self().pointer);
-    const unsigned warp = current / kWarp * kWarp;
-    if (self().done || !of_block(self().waits))
-      release(warp, std::min(warp + kWarp, threads), false);
-    if (self().done || of_block(self().waits)) release(0, threads, true);
+    Group& warp = warps[current / kWarp];
+    if (self().done) {
+      ++warp.returned;
+      ++whole_block.returned;
+      release_if_complete(warp);
+      release_if_complete(whole_block);
+    } else {
+      Group& group = of_block(self().waits) ? whole_block : warp;
+      ++group.waiting;
+      release_if_complete(group);
+    }
   }
   for (unsigned t = 0; t < threads; ++t) {
     if (fibers[t].done) continue;
