@@ -26,7 +26,9 @@ def assert_close(ours, theirs):
 
 
 def upstream_of(outputs):
-    return [torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(k)) for k, x in enumerate(outputs)]
+    return [
+        torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(k)) for k, x in enumerate(outputs)
+    ]
 
 
 @pytest.mark.parametrize("size", SIZES + LONG_ROWS, ids=str)

@@ -37,7 +37,19 @@ def matrices(kind, count):
     return (identity + tilted) * (1e-200 if kind == "tiny" else 1)
 
 
-KINDS = ["tilted", "tilted", "tiny", "shift", "to a point", "from a point", "singular", "mirrored", "horizon", "zero", "nan"]
+KINDS = [
+    "tilted",
+    "tilted",
+    "tiny",
+    "shift",
+    "to a point",
+    "from a point",
+    "singular",
+    "mirrored",
+    "horizon",
+    "zero",
+    "nan",
+]
 
 
 def case(seed):
@@ -54,7 +66,15 @@ def case(seed):
         image = image.mT.contiguous().mT
     matrix = matrices(KINDS[seed % len(KINDS)], draw.choice([1, count]))
     border = draw.choice([None, [2.5], [float(c) for c in range(channels)]])
-    return image, matrix, out, draw.choice(["linear", "linear", "nearest"]), draw.choice(BORDERS), border, draw.random() < 0.5
+    return (
+        image,
+        matrix,
+        out,
+        draw.choice(["linear", "linear", "nearest"]),
+        draw.choice(BORDERS),
+        border,
+        draw.random() < 0.5,
+    )
 
 
 def check(kernels, image, matrix, out, *options):
@@ -93,7 +113,9 @@ def test_any_number_of_channels(kernels, channels):
     check(kernels, image, matrices("tilted", 1), (4, 33), "linear", "constant", border, False)
 
 
-@pytest.mark.parametrize("size", [(0, 2, 4, 4, 3, 3), (1, 2, 0, 4, 3, 3), (1, 2, 4, 0, 3, 3), (2, 2, 4, 4, 0, 3)], ids=str)
+@pytest.mark.parametrize(
+    "size", [(0, 2, 4, 4, 3, 3), (1, 2, 0, 4, 3, 3), (1, 2, 4, 0, 3, 3), (2, 2, 4, 4, 0, 3)], ids=str
+)
 def test_empty_sizes(kernels, size):
     count, channels, height, width, *out = size
     image = torch.ones(count, channels, height, width)

@@ -75,6 +75,12 @@ Channels channels_from(const WarpInputs<Pixel>& in, int64_t first) {
   return channels;
 }
 
+// Out of line: what it needs of registers, for one thread, is not taken from the kernels.
+__device__ __attribute__((noinline)) void prepare(const double* warp, bool inverse_map,
+                                                  Homography* map) {
+  *map = make_homography(warp, inverse_map);
+}
+
 // The homography of an image, in shared memory for all threads of the block.
 class SharedHomography {
  public:
@@ -83,7 +89,7 @@ class SharedHomography {
     const int64_t matrix = in.sizes.warp_batch == 1 ? 0 : n;
     if (matrix == loaded_) return map_;
     __syncthreads();
-    if (threadIdx.x == 0) map_ = homography_of(in, matrix);
+    if (threadIdx.x == 0) prepare(in.warp + 9 * matrix, in.sizes.inverse_map, &map_);
     __syncthreads();
     loaded_ = matrix;
     return map_;
@@ -96,23 +102,26 @@ class SharedHomography {
   int64_t loaded_ = -1;
 };
 
-template <class Pixel>
-__device__ bool find_cell(const WarpInputs<Pixel>& in, const Homography& map, int64_t u, int64_t v,
-                          Source& source, Cell& cell) {
-  if (!map.valid || u >= in.sizes.out_width || v >= in.sizes.out_height) return false;
+// `border` is that of `sizes`, or a constant which says the same.
+__device__ inline bool find_cell(const WarpSizes& sizes, Border border, const Homography& map,
+                                 int64_t u, int64_t v, Source& source, Cell& cell) {
+  if (!map.valid || sizes.height == 0 || sizes.width == 0) return false;
+  if (u >= sizes.out_width || v >= sizes.out_height) return false;
   source = project(map.m, static_cast<double>(u), static_cast<double>(v));
-  return locate(source, in.sizes, cell);
+  return locate(source.x, sizes.width, border, sizes.nearest, cell.x) &&
+         locate(source.y, sizes.height, border, sizes.nearest, cell.y);
 }
 
 constexpr int64_t kChannelsPerThread = 16;
 
+// One for constant, one for replicate, and one, which goes by the name of kReflect, for what folds.
 template <Border kBorder, class Pixel>
 __global__ void __launch_bounds__(kThreads, 4)
     forward_kernel(WarpInputs<Pixel> in, Pixel* out, Channels channels, Runs runs) {
   __shared__ Homography room;
   SharedHomography shared(room);
-  in.sizes.border = kBorder;
   const WarpSizes& sizes = in.sizes;
+  const Border border = kBorder == Border::kReflect ? sizes.border : kBorder;
   const int64_t begin = blockIdx.x / runs.blocks * kChannelsPerThread;
   const int64_t end =
       begin + kChannelsPerThread < channels.count ? begin + kChannelsPerThread : channels.count;
@@ -122,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     const Homography& map = shared.of(in, n);
     Source source;
     Cell cell;
-    const bool has_source = find_cell(in, map, u, v, source, cell);
+    const bool has_source = find_cell(sizes, border, map, u, v, source, cell);
     if (u >= sizes.out_width || v >= sizes.out_height) return;
     const int64_t plane_size = sizes.out_height * sizes.out_width;
     Pixel* to =
@@ -225,7 +234,7 @@ __device__ inline double sum_block(double (&numbers)[9], double (*parts)[9]) {
 }
 
 template <class Real>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     summarize_kernel(WarpInputs<Real> in, WarpGradients<Real> to, Channels channels, Runs runs,
                      Workspace work) {
   __shared__ Homography room;
@@ -240,7 +249,7 @@ __global__ void __launch_bounds__(kThreads)
     const Homography& map = shared.of(in, n);
     Source source;
     Cell cell;
-    const bool has_source = find_cell(in, map, u, v, source, cell);
+    const bool has_source = find_cell(sizes, sizes.border, map, u, v, source, cell);
     if (channels.first == 0 && to.grad_image) {
       Box box{kNone, -kNone, kNone, -kNone};
       if (has_source)
@@ -329,7 +338,7 @@ __device__ inline int take_lowest(unsigned& mask) {
 }
 
 template <class Real>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     image_gradient_kernel(WarpInputs<Real> in, WarpGradients<Real> to, Workspace work) {
   __shared__ Homography room;
   __shared__ Places places[kThreads];
@@ -359,7 +368,7 @@ __global__ void __launch_bounds__(kThreads)
     Source source;
     Cell cell;
     Places mine{kNowhere, kNowhere, kNowhere, kNowhere};
-    if (find_cell(in, map, u, v, source, cell))
+    if (find_cell(sizes, sizes.border, map, u, v, source, cell))
       mine = {place(cell.x.first, 1 - cell.x.weight, left, kTileWidth),
               place(cell.x.second, cell.x.weight, left, kTileWidth),
               place(cell.y.first, 1 - cell.y.weight, top, kTileHeight),
@@ -385,6 +394,7 @@ __global__ void __launch_bounds__(kThreads)
                     u];
     }
     __syncthreads();
+#pragma unroll 1
     for (int warp = 0; warp < kWarps; ++warp) {
       unsigned mask = hits[warp][thread];
       if (mask == 0) continue;
@@ -427,10 +437,12 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   if (left + x >= sizes.width || top + y >= sizes.height) return;
-  for (int c = 0; c < channels; ++c)
+  for (int c = 0; c < kChannelsPerBlock; ++c) {
+    if (c >= channels) break;
     to.grad_image[((image * sizes.channels + first_channel + c) * sizes.height + top + y) *
                       sizes.width +
                   left + x] = static_cast<Real>(sums[c]);
+  }
 }
 
 // Blocks of a launch, 0 where there are more than a grid may have.
@@ -461,15 +473,8 @@ cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaS
       case Border::kReplicate:
         launch_forward<Border::kReplicate>(in, out, first, stream);
         break;
-      case Border::kReflect:
+      default:
         launch_forward<Border::kReflect>(in, out, first, stream);
-        break;
-      case Border::kWrap:
-        launch_forward<Border::kWrap>(in, out, first, stream);
-        break;
-      case Border::kReflect101:
-        launch_forward<Border::kReflect101>(in, out, first, stream);
-        break;
     }
   }
   return cudaGetLastError();

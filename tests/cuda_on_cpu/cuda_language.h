@@ -49,13 +49,16 @@ void check_stream(cudaStream_t stream);
 // Whether the fault that a test puts into the source is the one of this run.
 bool fault(int number);
 
-enum class Meeting : int { kNone, kWarp, kBlock, kShuffle, kVote, kBlockVote, kLeave };
+enum class Meeting { kNone, kWarp, kBlock, kShuffle, kVote, kBlockVote };
 
 // Waits for every other thread of the warp or of the block to come to a meeting of the same kind.
 void meet(Meeting kind);
 
-// The value that lane `from` of the warp brings to a meeting to which all its lanes come.
-uint64_t exchange(Meeting kind, uint64_t value, unsigned from);
+// The value that lane `from` of the warp brings to an exchange; all its lanes have to come.
+uint64_t exchange(uint64_t value, unsigned from);
+
+// The lanes that bring the value `wanted`.
+unsigned equal_lanes(unsigned mask, uint64_t value, uint64_t wanted);
 
 inline void expect_all_lanes(unsigned mask) {
   if (mask != 0xffffffffu) fail("names some lanes only, which is not emulated");
@@ -68,12 +71,11 @@ T shuffle(unsigned mask, T value, unsigned from, int width) {
   if (width != 32) fail("shuffles parts of a warp, which is not emulated");
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(T));
-  bits = exchange(Meeting::kShuffle, bits, from);
+  bits = exchange(bits, from);
   std::memcpy(&value, &bits, sizeof(T));
   return value;
 }
 
-unsigned ballot(unsigned mask, bool vote);
 int count_in_block(bool vote);
 
 }  // namespace cuda_on_cpu
@@ -108,10 +110,14 @@ T __shfl_down_sync(unsigned mask, T value, unsigned step, int width = 32) {
   const unsigned lane = threadIdx.x % 32;
   return cuda_on_cpu::shuffle(mask, value, lane + step < 32 ? lane + step : lane, width);
 }
-inline unsigned __ballot_sync(unsigned mask, int p) { return cuda_on_cpu::ballot(mask, p); }
-inline int __any_sync(unsigned mask, int p) { return cuda_on_cpu::ballot(mask, p) != 0; }
-inline int __all_sync(unsigned mask, int p) { return cuda_on_cpu::ballot(mask, !p) == 0; }
-unsigned __match_any_sync(unsigned mask, unsigned value);
+inline unsigned __ballot_sync(unsigned mask, int p) {
+  return cuda_on_cpu::equal_lanes(mask, p != 0, true);
+}
+inline int __any_sync(unsigned mask, int p) { return __ballot_sync(mask, p) != 0; }
+inline int __all_sync(unsigned mask, int p) { return __ballot_sync(mask, !p) == 0; }
+inline unsigned __match_any_sync(unsigned mask, unsigned value) {
+  return cuda_on_cpu::equal_lanes(mask, value, value);
+}
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
@@ -182,7 +188,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 }
 
 // kernel<<<grid, block, shared, stream>>>(...), as rewrite.py writes it
-#define CUDA_ON_CPU_LAUNCH(kernel, grid, block, shared, stream)                                 \
-  [&](auto... arguments) {                                                                      \
-    cuda_on_cpu::launch(grid, block, shared, stream, [&] { (kernel)(arguments...); });          \
+#define CUDA_ON_CPU_LAUNCH(kernel, grid, block, shared, stream)                        \
+  [&](auto... arguments) {                                                             \
+    cuda_on_cpu::launch(grid, block, shared, stream, [&] { (kernel)(arguments...); }); \
   }

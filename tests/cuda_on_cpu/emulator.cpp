@@ -58,8 +58,11 @@ struct Fiber {
   char* stack = nullptr;
   void* pointer;
   bool done;
-  Meeting waits;  // kNone: it can run
-  uint64_t value;
+  Meeting waits;
+  // What it brings to an exchange; the other one is what it brought to the exchange before, which
+  // others may still have to read.
+  uint64_t values[2];
+  unsigned exchanges;
 };
 
 bool enabled = false;
@@ -77,29 +80,37 @@ const std::function<void()>* body;
 
 Fiber& self() { return fibers[current]; }
 
-void run_fiber() {
-  (*body)();
-  self().done = true;
-  cuda_on_cpu_switch(&self().pointer, scheduler);
+// Goes on with a random one of those that can run, or with the scheduler where there is none.
+void run_another(void** from) {
+  if (ready.empty()) return cuda_on_cpu_switch(from, scheduler);
+  const size_t chosen = (uint64_t(random_numbers()) * ready.size()) >> 32;
+  current = ready[chosen];
+  ready[chosen] = ready.back();
+  ready.pop_back();
+  threadIdx.x = current;
+  if (&self().pointer != from) cuda_on_cpu_switch(from, self().pointer);
 }
+
+void run_fiber();
 
 void start_fiber(unsigned thread) {
   Fiber& fiber = fibers[thread];
   if (!fiber.stack) {  // a page that must not be touched, then the stack
-    void* memory = mmap(nullptr, kPage + kStack, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* memory =
+        mmap(nullptr, kPage + kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED || mprotect(memory, kPage, PROT_NONE) != 0) fail("has no stack");
     fiber.stack = static_cast<char*>(memory) + kPage;
   }
   // As cuda_on_cpu_switch leaves a stack: six registers and where to return to. A function begins
   // with its stack 8 bytes off a multiple of 16.
   // Tops at other places within their pages, or all would share a few lines of the cache.
-  void** top = reinterpret_cast<void**>(fiber.stack + kStack - thread % 256 * 13 * 64 % kSpread) - 2;
+  void** top =
+      reinterpret_cast<void**>(fiber.stack + kStack - thread % 256 * 13 * 64 % kSpread) - 2;
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(&run_fiber);
   fiber.pointer = top - 6;
   fiber.done = false;
-  fiber.waits = Meeting::kNone;
+  fiber.exchanges = 0;
   ready.push_back(thread);
 }
 
@@ -132,38 +143,41 @@ void release_if_complete(Group& group) {
   group.waiting = 0;
 }
 
+void run_fiber() {
+  (*body)();
+  Group& warp = warps[current / kWarp];
+  self().done = true;
+  ++warp.returned;
+  ++whole_block.returned;
+  release_if_complete(warp);
+  release_if_complete(whole_block);
+  run_another(&self().pointer);
+}
+
 void run_block() {
   ready.clear();
   whole_block = {0, threads, 0, 0};
   for (unsigned first = 0; first < threads; first += kWarp)
     warps[first / kWarp] = {first, std::min(first + kWarp, threads), 0, 0};
   for (unsigned t = 0; t < threads; ++t) start_fiber(t);
-  while (!ready.empty()) {
-    // Random enough, and quick: the high bits of a product.
-    const size_t chosen = (uint64_t(random_numbers()) * ready.size()) >> 32;
-    current = ready[chosen];
-    ready[chosen] = ready.back();
-    ready.pop_back();
-    threadIdx.x = current;
-    cuda_on_cpu_switch(&scheduler, self().pointer);
-    Group& warp = warps[current / kWarp];
-    if (self().done) {
-      ++warp.returned;
-      ++whole_block.returned;
-      release_if_complete(warp);
-      release_if_complete(whole_block);
-    } else {
-      Group& group = of_block(self().waits) ? whole_block : warp;
-      ++group.waiting;
-      release_if_complete(group);
-    }
-  }
+  run_another(&scheduler);
   for (unsigned t = 0; t < threads; ++t) {
     if (fibers[t].done) continue;
     threadIdx.x = t;
     fail("waits for ever at a barrier to which not all come");
   }
 }
+
+// What this thread and those of its warp bring; all of them have to come.
+template <class Read>
+auto exchange_values(Meeting kind, uint64_t value, Read read) {
+  const unsigned turn = self().exchanges++ % 2;
+  self().values[turn] = value;
+  meet(kind);
+  return read(&fibers[current / kWarp * kWarp], turn);
+}
+
+unsigned lanes_of_warp() { return std::min(kWarp, threads - current / kWarp * kWarp); }
 
 // ---- memory -------------------------------------------------------------------------------------
 
@@ -207,8 +221,7 @@ void release_allocation(void* context) {
 at::DataPtr allocate(size_t bytes, size_t alignment, bool at_end, unsigned char filling) {
   const size_t inside = (bytes + kPage - 1) / kPage * kPage;
   const size_t all = inside + 2 * kPage;
-  void* memory =
-      mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* memory = mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   TORCH_CHECK(memory != MAP_FAILED, "cuda_on_cpu: no memory");
   char* pages = static_cast<char*>(memory);
   std::memset(pages + kPage, filling, inside);
@@ -251,8 +264,7 @@ at::Tensor guarded(const at::Tensor& x) {
   const auto memory = std::make_shared<at::DataPtr>(
       allocate(bytes, x.element_size(), random_numbers() % 2, any_filling()));
   std::memcpy(memory->get(), x.const_data_ptr(), bytes);
-  return at::from_blob(
-      memory->get(), x.sizes(), x.strides(), [memory](void*) {}, x.options());
+  return at::from_blob(memory->get(), x.sizes(), x.strides(), [memory](void*) {}, x.options());
 }
 
 void explain_fault(int, siginfo_t* info, void*) {
@@ -324,29 +336,26 @@ bool fault(int number) { return number == active_fault; }
 
 void meet(Meeting kind) {
   self().waits = kind;
-  cuda_on_cpu_switch(&self().pointer, scheduler);
+  Group& group = of_block(kind) ? whole_block : warps[current / kWarp];
+  ++group.waiting;
+  release_if_complete(group);
+  run_another(&self().pointer);
 }
 
-uint64_t exchange(Meeting kind, uint64_t value, unsigned from) {
-  const unsigned thread = current / kWarp * kWarp + from;
-  if (thread >= threads) fail("exchanges values with a lane that does not exist");
-  self().value = value;
-  meet(kind);
-  value = fibers[thread].value;
-  meet(Meeting::kLeave);
-  return value;
+uint64_t exchange(uint64_t value, unsigned from) {
+  if (from >= lanes_of_warp()) fail("exchanges values with a lane that does not exist");
+  return exchange_values(Meeting::kShuffle, value,
+                         [&](const Fiber* warp, unsigned turn) { return warp[from].values[turn]; });
 }
 
-unsigned ballot(unsigned mask, bool vote) {
+unsigned equal_lanes(unsigned mask, uint64_t value, uint64_t wanted) {
   expect_all_lanes(mask);
-  const unsigned warp = current / kWarp * kWarp;
-  self().value = vote;
-  meet(Meeting::kVote);
-  unsigned votes = 0;
-  for (unsigned lane = 0; lane < kWarp && warp + lane < threads; ++lane)
-    votes |= unsigned(fibers[warp + lane].value) << lane;
-  meet(Meeting::kLeave);
-  return votes;
+  return exchange_values(Meeting::kVote, value, [&](const Fiber* warp, unsigned turn) {
+    unsigned lanes = 0;
+    for (unsigned lane = 0; lane < lanes_of_warp(); ++lane)
+      lanes |= unsigned(warp[lane].values[turn] == wanted) << lane;
+    return lanes;
+  });
 }
 
 int count_in_block(bool vote) {
@@ -398,16 +407,3 @@ TORCH_LIBRARY_FRAGMENT(cuda_on_cpu, m) {
 }
 
 }  // namespace cuda_on_cpu
-
-unsigned __match_any_sync(unsigned mask, unsigned value) {
-  using namespace cuda_on_cpu;
-  expect_all_lanes(mask);
-  const unsigned warp = current / kWarp * kWarp;
-  self().value = value;
-  meet(Meeting::kVote);
-  unsigned equal = 0;
-  for (unsigned lane = 0; lane < kWarp && warp + lane < threads; ++lane)
-    equal |= unsigned(unsigned(fibers[warp + lane].value) == value) << lane;
-  meet(Meeting::kLeave);
-  return equal;
-}

@@ -1,6 +1,6 @@
 """A checkout whose CUDA sources are C++: README.md says how and what for.
 
-    python tests/cuda_on_cpu/rewrite.py FOLDER      (then PYTHONPATH=FOLDER python -c "import calcops_jit")
+python tests/cuda_on_cpu/rewrite.py FOLDER      (then PYTHONPATH=FOLDER python -c "import calcops_jit")
 """
 
 import re
@@ -80,7 +80,9 @@ def write_checkout(folder, faults=()):
             raise ValueError(f"cuda_on_cpu: {name} has {before!r} {text.count(before)} times")
         texts[ROOT / name] = text.replace(before, after.replace("FAULT", f"cuda_on_cpu::fault({number})"))
     ops = folder / "ops"
-    shutil.copytree(HERE, ops / "cuda_on_cpu", ignore=shutil.ignore_patterns("*.py", "*.md", "*.h", "c10", "__pycache__"))
+    shutil.copytree(
+        HERE, ops / "cuda_on_cpu", ignore=shutil.ignore_patterns("*.py", "*.md", "*.h", "c10", "__pycache__")
+    )
     shutil.copytree(HERE / "c10", ops / "c10")
     for path in HERE.glob("*.h"):
         shutil.copy(path, ops)
