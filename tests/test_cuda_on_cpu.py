@@ -72,7 +72,7 @@ def files():
 
 
 class Emulation:
-    """A checkout with emulated kernels, and processes that run tests in it, as many at a time as there are processors."""
+    """A checkout with emulated kernels, and processes that run tests in it, as many at once as there are processors."""
 
     def __init__(self, folder):
         self.folder = folder

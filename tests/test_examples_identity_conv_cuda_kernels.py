@@ -1,6 +1,5 @@
 """examples/identity_conv's CUDA kernel, on a GPU or in the emulation (kernels.py)."""
 
-import sys
 from pathlib import Path
 
 import pytest

@@ -65,7 +65,11 @@ struct Workspace {
 };
 
 __device__ inline bool names_atom(int64_t entry, int64_t rows) {
-  return entry >= 0 && entry < rows;
+  return uint64_t(entry) < uint64_t(rows);
+}
+// Neither that nor -1.
+__device__ inline bool is_wrong(int64_t entry, int64_t rows) {
+  return uint64_t(entry) + 1 > uint64_t(rows);
 }
 
 // visit(row, slot) for every pair of this block's slots, one a thread.
@@ -269,7 +273,7 @@ __device__ inline void sum_row(const ForceInputs<Real, Index>& in, const Workspa
         entries[k] = s + 32 * k + lane < end ? int64_t(own[s + 32 * k + lane]) : -1;
       for (int k = 0; k < kLoads; ++k) {
         const bool named = names_atom(entries[k], rows);
-        bad |= !named && entries[k] != -1;
+        bad |= is_wrong(entries[k], rows);
         const unsigned lanes = __ballot_sync(kAllLanes, named);
         if (named)
           list[live + __popc(lanes & ((1u << lane) - 1))] =
@@ -375,8 +379,7 @@ __global__ void __launch_bounds__(kThreads)
 
   const Index* list = in.list_neigh + first;
   bool bad = false;
-  for (int64_t s = lane; s < in.neighbors; s += 32)
-    bad |= !names_atom(list[s], rows) && list[s] != -1;
+  for (int64_t s = lane; s < in.neighbors; s += 32) bad |= is_wrong(list[s], rows);
   bad = __any_sync(kAllLanes, bad);
 
   // This lane's column of U: 0 to 2 the virial's, 3 the force's, which is all without a virial.

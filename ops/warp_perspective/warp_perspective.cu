@@ -375,8 +375,9 @@ __global__ void __launch_bounds__(kThreads, 2)
               place(cell.y.second, cell.y.weight, top, kTileHeight)};
     __syncthreads();  // what the tile before left here has been read
     const auto touch = [&](int at_x, int at_y) {
-      if (at_x != kNowhere && at_y != kNowhere)
-        atomicOr(&hits[thread / 32][at_y * kTileWidth + at_x], 1u << lane);
+      if (at_x == kNowhere || at_y == kNowhere) return;
+      unsigned* word = &hits[thread / 32][at_y * kTileWidth + at_x];
+      atomicOr(word, 1u << lane);
     };
     touch(mine.first_x, mine.first_y);
     touch(mine.second_x, mine.first_y);
@@ -406,7 +407,8 @@ __global__ void __launch_bounds__(kThreads, 2)
             (at.first_x == x ? 1 - weight_x[k] : 0) + (at.second_x == x ? weight_x[k] : 0);
         const double along_y =
             (at.first_y == y ? 1 - weight_y[k] : 0) + (at.second_y == y ? weight_y[k] : 0);
-        for (int c = 0; c < channels; ++c) sums[c] = fma(along_y * along_x, grads[k][c], sums[c]);
+        for (int c = 0; c < kChannelsPerBlock; ++c)
+          if (c < channels) sums[c] = fma(along_y * along_x, grads[k][c], sums[c]);
       }
     }
   };

@@ -1,8 +1,8 @@
 """All that a GPU must show, in one command and without installing anything: make gpu-check PYTHON=python3
 
 Builds for the GPU that is here, runs the CUDA tests, compute-sanitizer over the tests of every CUDA kernel, and the
-benchmarks of tests/bench/bench_*_cuda.py; all add what they find to results.json ($OUT, else here). Needs PyTorch with CUDA, nvcc,
-ninja and pytest. With the argument `sanitize` (make sanitize-gpu) only compute-sanitizer, and nothing without a GPU.
+benchmarks of tests/bench/bench_*_cuda.py; all add what they find to results.json ($OUT, else here). Needs PyTorch
+with CUDA, nvcc, ninja and pytest. With the argument `sanitize` (make sanitize-gpu) only compute-sanitizer, and nothing without a GPU.
 """
 
 import json
