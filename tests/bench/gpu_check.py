@@ -2,7 +2,8 @@
 
 Builds for the GPU that is here, runs the CUDA tests, compute-sanitizer over the tests of every CUDA kernel, and the
 benchmarks of tests/bench/bench_*_cuda.py; all add what they find to results.json ($OUT, else here). Needs PyTorch
-with CUDA, nvcc, ninja and pytest. With the argument `sanitize` (make sanitize-gpu) only compute-sanitizer, and nothing without a GPU.
+with CUDA, nvcc, ninja and pytest. With the argument `sanitize` (make sanitize-gpu) only compute-sanitizer, and nothing
+without a GPU.
 """
 
 import json
