@@ -7,7 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable
 
-from . import cache, inputs, loading, operators
+from . import cache, inputs, loading, operators, places
 from .diagnosis import BuildError, explain, old_driver, report
 
 _loaded: dict[str, loading.Library] = {}  # by name: a second library of a name takes the place of the first
@@ -64,6 +64,8 @@ def _build(request: inputs.Request, reasons: list[str]) -> loading.Library:
     if request.cuda.fatal:
         cause, _, remedy = request.cuda.reason.partition("; ")
         raise report(f"cannot build {request.name} for CUDA", [cause], remedy)
+    for problem in places.unreadable():
+        say(problem)
     try:
         slot, problem = cache.writable_slot(request)
     except OSError as error:
@@ -94,6 +96,7 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
     from .eta import Eta
     from .progress import Progress, say
 
+    limit = usage.bound()  # a wrong one is refused before the build
     title = f"building {request.name}"
     if why := reasons or cache.other_facts(request):  # the newest library there does not fit
         title += f" ({why[0].rpartition('/')[2] if reasons else why[0].partition(':')[0]})"
@@ -115,7 +118,7 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
                 eta.learn()
                 progress.outcome = f"built {request.name} in {progress.seconds():.1f} s"
             if first:  # a reload is not to wait for it
-                usage.prune(usage.bound())
+                usage.prune(limit)
             return live
     evidence = "its sources changed while they were compiled, three times"
     raise report(f"cannot build {request.name}", [evidence], "wait until nothing writes to them")

@@ -2,6 +2,7 @@ import os
 
 import pytest
 import torch
+from checkout import Checkout, the_zygote
 from kernels import Emulated, OnGpu
 from reference import DEVICES
 
@@ -33,3 +34,9 @@ def pytest_sessionfinish():
     if EMULATED:
         with open(EMULATED, "w") as file:
             print(*torch.ops.cuda_on_cpu.entered(), file=file)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the loader that a test may edit and build with."""
+    return Checkout(the_zygote(), tmp_path)
