@@ -1,13 +1,12 @@
 """Inputs that change while they are compiled, on file systems whose clock is ahead, behind or coarse; and what a build
 leaves alone in the process that asks for it."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import os
 import shutil
 import signal
 
 import pytest
-from test_calcops_jit import CALL, checkout, in_cache, wait_for  # noqa: F401
+from checkout import CALL, in_cache, wait_for
 
 # What os.stat says of the operators' files, as if another machine had them, `{ahead}` seconds ahead of this one.
 CLOCK = """

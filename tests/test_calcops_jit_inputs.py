@@ -1,14 +1,13 @@
 """Everything that a build reads is an input: files that flags name, what the linker and the assembler read, odd names.
 
 Each case is a library of calcops_jit.load that is built, changed in one place and asked again in another process."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import os
 import shutil
 from pathlib import Path
 
 import pytest
-from test_calcops_jit import Checkout, checkout, the_zygote  # noqa: F401
+from checkout import Checkout, the_zygote
 
 ANSWER = 'extern "C" __attribute__((visibility("default"))) int answer() {{ {} }}\n'
 LOAD = """

@@ -88,6 +88,13 @@ def test_torchs_other_options_are_taken_where_they_change_nothing(source, option
         request(source, torch_options={option: wrong})
 
 
+def test_a_variable_that_is_no_shells_words_is_named(monkeypatch):
+    monkeypatch.setenv("CALCOPS_CFLAGS", "-DA='b")
+    told = """calcops_jit: expected CALCOPS_CFLAGS as a shell's words, got "-DA='b": No closing quotation"""
+    with pytest.raises(ValueError, match="^" + re.escape(told) + "$"):
+        recipes.own()
+
+
 def test_an_option_that_nobody_has_is_refused(source):
     with pytest.raises(TypeError, match="got an unknown argument `extra_cflag`"):
         request(source, torch_options={"extra_cflag": "-O2"})

@@ -1,5 +1,4 @@
 """ccache, sccache and flags about dependency files: an edit is compiled whatever answers for the compiler."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import os
 import shutil
@@ -9,7 +8,6 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from test_calcops_jit import checkout  # noqa: F401
 
 COMPILER = shutil.which("c++")
 # Prints the answer of the library as it is built first, and after an edit of a source and one of a header.
