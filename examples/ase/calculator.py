@@ -42,9 +42,9 @@ class NeighbourList:
     def holds(self, atoms):
         """Whether the list still has every pair within the cutoff.
 
-        A pair that it lacks was farther apart than cutoff + skin. The deformation of the cell multiplies that by no less
-        than its least singular value, and the atoms' own moves subtract no more than twice the farthest of them; a move
-        that all atoms share does not count."""
+        A pair that it lacks was farther apart than cutoff + skin. The deformation of the cell leaves at least its least
+        singular value times that, and the moves of the atoms beside it take off at most twice the farthest. A move that
+        all atoms share does not count."""
         if len(atoms) != len(self.positions) or (atoms.pbc != self.pbc).any() or len(atoms) == 0:
             return False
         deformation = np.linalg.solve(self.cell, periodic_cell(atoms))
