@@ -2,8 +2,8 @@
 
     <cache>/<name>-<slot>/               everything that one Request, a library or a unit, was ever built into
         lock                             held (flock) while one process builds; says who
-        <library digest>/<name>.so       a generation: published by one rename of a complete folder, then never
-        <library digest>/manifest        written to, except that the manifest may get fresher stats
+        <library digest>/<name>.so       a generation: put here by one rename, loaded from here, then never written to
+        <library digest>/manifest        makes it complete, so that it is found; may get fresher stats
         stage.<host>.<pid>.<start>.<x>/  the private folder of one build
         failed.log                       the compiler's output of the last build that failed
 
@@ -31,6 +31,7 @@ from . import inputs, places, private
 from .diagnosis import report
 
 _KEEP = 8  # generations of a slot
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)  # which says nothing about the cache
 _LEFTOVERS = {"lock", "failed.log"}
 
 
@@ -100,6 +101,8 @@ def find(request: inputs.Request, reasons: list[str] | None = None) -> Generatio
                 fresher = manifest.closure.check(request)
                 found = _verified(f"{path}/{request.output}", manifest, ours=folder in own)
             except (inputs.Changed, OSError, ValueError, KeyError, TypeError) as problem:
+                if getattr(problem, "errno", 0) in _NO_DESCRIPTOR:
+                    raise
                 if reasons is not None:
                     reasons.append(str(problem))
                 continue
@@ -167,7 +170,9 @@ def _generations(slot: str, ours: bool = False) -> list[tuple[float, str]]:
         found = [(e.stat().st_mtime, e.path) for e in entries if "." not in e.name and e.is_dir()]
         if ours and any(e.name.startswith("stage.") for e in entries):
             private.sweep(slot, "stage")  # of a builder that was killed when all but this was done
-    except OSError:
+    except OSError as problem:
+        if problem.errno in _NO_DESCRIPTOR:
+            raise
         return []
     return sorted(found, reverse=True)
 
@@ -342,25 +347,30 @@ def staging(slot: str) -> Iterator[str]:
         private.remove(path)
 
 
-def publish(
-    slot: str, staging: str, file: str, request: inputs.Request, about: dict[str, str], closure: inputs.Closure
-) -> Generation:
-    """Makes `file` a generation of the slot, by one rename; a damaged one of this name makes room."""
-    complete = f"{staging}/complete.{os.urandom(4).hex()}"
-    os.mkdir(complete, 0o755)
+def publish(slot: str, staging: str, file: str, request: inputs.Request, closure: inputs.Closure) -> None:
+    """Makes `file` a generation of the slot."""
+    generation = place(slot, staging, file, request, closure)
+    complete(generation, {})
+    os.close(generation.fd)
+
+
+def place(slot: str, staging: str, file: str, request: inputs.Request, closure: inputs.Closure) -> Generation:
+    """Puts `file` where it will stay, by one rename; a damaged one of this name makes room. Nobody finds it yet."""
+    folder = f"{staging}/complete.{os.urandom(4).hex()}"
+    os.mkdir(folder, 0o755)
     os.chmod(file, 0o755)
-    os.rename(file, f"{complete}/{request.output}")
-    fd = open_regular(f"{complete}/{request.output}")
-    said = {"request": request.facts, "asked": request.asked, "operators": about, "closure": closure}
+    os.rename(file, f"{folder}/{request.output}")
+    fd = open_regular(f"{folder}/{request.output}")
+    _share(fd)
+    said = {"request": request.facts, "asked": request.asked, "operators": {}, "closure": closure}
     manifest = Manifest(size=os.fstat(fd).st_size, digest=inputs.file_digest(fd), **said)
-    write_whole(f"{complete}/manifest", manifest.dump())
     # Named by what it is made of, without times and tools' places.
     made_of = sorted(digest for _, digest in closure.entries().values())
     target = f"{slot}/{inputs.digest(f'{manifest.digest} {made_of}'.encode())[:16]}"
     for _ in range(3):
         try:
             os.makedirs(slot, 0o755, exist_ok=True)  # a unit's is made here, and may be tidied away
-            os.rename(complete, target)
+            os.rename(folder, target)
             break
         except FileNotFoundError:
             continue
@@ -368,9 +378,15 @@ def publish(
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
             with contextlib.suppress(OSError):
-                os.rename(target, f"{complete}.old")  # goes with the staging folder
+                os.rename(target, f"{folder}.old")  # goes with the staging folder
     else:
         raise report(f"cannot publish {target}", ["something puts it there again and again"], f"rm -r {slot}")
     for _, old in _generations(slot)[_KEEP:]:
         discard(old)
     return Generation(path=f"{target}/{request.output}", manifest=manifest, fd=fd)
+
+
+def complete(generation: Generation, about: dict[str, str]) -> None:
+    """From now on it is found; `about` says which operators it has."""
+    generation.manifest.operators = about
+    write_whole(f"{os.path.dirname(generation.path)}/manifest", generation.manifest.dump())
