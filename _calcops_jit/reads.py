@@ -170,6 +170,11 @@ def linker(flags: str) -> str:
     return f"ld.{chosen[-1]}" if chosen else "ld"
 
 
+# What compilers read although nobody had expected it. Where only a clock could tell whether it changed meanwhile, they
+# are run again, and now it is expected.
+_surprises: set[str] = set()
+
+
 class Before:
     """What is known of a build's inputs before a compiler is started, to compare with what is there when it has ended.
 
@@ -177,6 +182,7 @@ class Before:
     are judged by it, and only where it is this machine's, or nobody edits them."""
 
     def __init__(self, staging: str, paths: set[str]):
+        paths |= {path for path in _surprises if os.path.isfile(path)}
         status = os.stat(staging)
         self._started, self._device = status.st_mtime_ns, status.st_dev
         self._files = {path: (stamp := inputs.stamp_of(path), content.__wrapped__(path, stamp)[0]) for path in paths}
@@ -201,10 +207,6 @@ class Before:
             return stamp if inputs.is_old(stamp, time.time_ns()) else inputs.young(stamp)
         seen_twice = self._files.get(path, (b"",))[0] == stamp and inputs.is_long_ago(self.looked)
         return stamp if seen_twice else inputs.young(stamp)
-
-
-class Unforeseen(inputs.Changed):
-    """A compiler read something that may have changed meanwhile, and nobody had looked at it before."""
 
 
 class Recorder:
@@ -238,7 +240,8 @@ class Recorder:
             if not theirs:
                 own[os.path.dirname(path)] = None
         if unforeseen:
-            raise Unforeseen(*unforeseen)
+            _surprises.update(unforeseen)
+            raise inputs.Changed(unforeseen[0])
         order = list(dict.fromkeys([*own, *self._search]))
         for path in paths:
             probed.update(path[len(folder) + 1 :] for folder in order if path.startswith(folder + "/"))
