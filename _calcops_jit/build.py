@@ -50,17 +50,19 @@ def compile_library(
         if target not in finished:
             continue
         try:
-            paths, told = reads.of_unit(request, staging, source, target)
-            closures.append(recorder.closure(paths | compiling | tools, told))
+            read, told = reads.of_unit(request, staging, source, target)
+            closures.append(recorder.closure(read, compiling | tools, told))
         except inputs.Changed as changed:
             failure = failure or changed
         else:
-            _keep(request.unit(source), slot, staging, target, closures[-1])
+            unit = request.unit(source)
+            place = cache.slot_path(os.path.dirname(slot), unit)
+            cache.publish(place, staging, f"{staging}/{target}", unit, closures[-1])
     if failure:
         raise failure
     linked = reads.of_link(request, staging, [*objects, *plan.units.values()])
     linked |= linking | reads.tools(request, plan.flags["ldflags"], reads.linker(plan.flags["ldflags"]))
-    return f"{staging}/{os.path.basename(staging)}", inputs.merged([*closures, recorder.closure(linked)])
+    return f"{staging}/{os.path.basename(staging)}", inputs.merged([*closures, recorder.closure(set(), linked)])
 
 
 def _plan(request: inputs.Request, staging: str, fresh: list[str], objects: list[str], jobs: int) -> Plan:
@@ -73,16 +75,10 @@ def _plan(request: inputs.Request, staging: str, fresh: list[str], objects: list
 
 
 def _failure(said: str, request: inputs.Request, slot: str, alone: bool) -> Exception:
-    with contextlib.suppress(OSError), open(f"{slot}/failed.log", "w") as file:
+    with contextlib.suppress(OSError), open(f"{slot}/failed.log", "w", encoding="utf-8") as file:
         file.write(said)
     failure = diagnosis.explain(f"cannot build {request.name}", said, request, f"{slot}/failed.log")
     return OutOfMemory() if not alone and diagnosis.KILLED in str(failure) else failure
-
-
-def _keep(unit: inputs.Request, slot: str, staging: str, target: str, closure: inputs.Closure) -> None:
-    place = cache.slot_path(os.path.dirname(slot), unit)
-    os.makedirs(place, 0o700, exist_ok=True)
-    os.close(cache.publish(place, staging, f"{staging}/{target}", unit, {}, closure).fd)
 
 
 def _run(ninja: str, plan: Plan, request: inputs.Request, staging: str, linked: str = reads.LINKED) -> str:
@@ -105,7 +101,8 @@ def _run(ninja: str, plan: Plan, request: inputs.Request, staging: str, linked: 
             for line in process.stdout:
                 said.append(line)
                 if request.verbose:
-                    print(line, end="", flush=True)
+                    with contextlib.suppress(OSError, ValueError):  # a closed stream must not fail a build
+                        print(line, end="", flush=True)
         except BaseException:
             process.kill()  # and the compilers, with the staging folder
             raise

@@ -90,6 +90,7 @@ class Request(SimpleNamespace):
     cuda: cuda.Choice = cuda.Choice()
     verbose: bool = False
     python: str = ""  # the extension suffix, where the library may call Python
+    asked: tuple = ()  # the arguments of recipes.foreign
     file: str = ""  # what is built; NAME.so unless this is one of its units
     given: tuple[tuple[str, ...], tuple[str, ...]] | None = None  # see places()
 

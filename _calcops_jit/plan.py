@@ -12,7 +12,7 @@ import shlex
 import types
 from types import SimpleNamespace
 
-from . import cuda, inputs, reads
+from . import cuda, inputs, private, reads
 from .diagnosis import report
 from .registration import SHADOW
 
@@ -62,8 +62,8 @@ class Plan(SimpleNamespace):
             lines += [f"build {target}: {rule}", f"  source = {_word(source)}"]
         objects = " ".join([*self.kept, *self.units.values()])
         lines += [f"build {os.path.basename(staging)}: link {objects}", f"  objects = {objects}", ""]
-        with open(f"{staging}/build.ninja", "w") as file:
-            file.write("\n".join(lines))
+        with open(f"{staging}/build.ninja", "wb") as file:
+            file.write(os.fsencode("\n".join(lines)))
 
 
 def _word(text: str) -> str:
@@ -75,7 +75,7 @@ def _environment(request: inputs.Request, staging: str) -> dict[str, str]:
     changes = {
         "LD_PRELOAD": "",  # what this process runs under, a sanitizer say, the compilers need not
         "LC_ALL": "C.UTF-8",  # messages are read by diagnosis.py
-        "CALCOPS_STAGING": staging,  # by which cache.py knows what it may end
+        private.MARK: staging,
     }
     if request.cuda.build:
         changes |= {"CUDA_HOME": request.cuda.home, "TORCH_CUDA_ARCH_LIST": cuda.arch_list(request.cuda)}

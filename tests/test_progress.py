@@ -1,5 +1,4 @@
 """What is told while a build goes on, and how long it says that it will take."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import heapq
 import io
@@ -13,7 +12,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from test_calcops_jit import checkout  # noqa: F401
 
 from _calcops_jit import eta, progress
 from _calcops_jit.eta import Eta
