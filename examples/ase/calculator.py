@@ -40,10 +40,11 @@ class NeighbourList:
         self.positions, self.cell, self.pbc = atoms.positions.copy(), periodic_cell(atoms), atoms.pbc.copy()
 
     def holds(self, atoms):
-        """Whether every pair within the cutoff is listed still.
+        """Whether the list still has every pair within the cutoff.
 
-        The deformation of the cell shortens a distance at most by the factor of its least singular value; beyond it,
-        the moves of the atoms take at most twice the farthest of them off. A move of all atoms alike does not count."""
+        A pair that it lacks was farther apart than cutoff + skin. The deformation of the cell leaves at least its least
+        singular value times that, and the moves of the atoms beside it take off at most twice the farthest. A move that
+        all atoms share does not count."""
         if len(atoms) != len(self.positions) or (atoms.pbc != self.pbc).any() or len(atoms) == 0:
             return False
         deformation = np.linalg.solve(self.cell, periodic_cell(atoms))
