@@ -33,62 +33,57 @@ def compile_library(
     kept = [found for found in looked_up.values() if found]
     fresh = [source for source, found in looked_up.items() if not found]
     objects = [_bring(found, staging) for found in kept]
-    failure = None
-    try:
-        plan = Plan.of(request, staging, fresh, objects, 1 if alone else jobs(request.environment))
-    except diagnosis.BuildError:
-        raise
-    except Exception as error:  # torch's, of a GPU's architecture for one
-        raise diagnosis.explain(f"cannot build {request.name}", str(error), request) from None
-    flags = {kind: reads.named(request, text) for kind, text in plan.flags.items()}
-    compiling, linking = flags["cflags"] | flags["cuda_cflags"], flags["ldflags"]
+    plan = _plan(request, staging, fresh, objects, 1 if alone else jobs(request.environment))
+    named = {kind: reads.named(request, text) for kind, text in plan.flags.items()}
+    compiling, linking = named["cflags"] | named["cuda_cflags"], named["ldflags"]
     foreseen = reads.foreseen(request, fresh, plan.flags["cflags"])
-    before = reads.Before(staging, {*foreseen, *compiling, *linking, *filter(os.path.isfile, _surprises)})
-    plan.write(request, staging)
+    before = reads.Before(staging, foreseen | compiling | linking)
     said = _run(ninja, plan, request, staging)
-    if said and "--dependency-file" in said:
-        plan.write(request, staging, reads.LINKED_BEFORE_2_35)
-        said = _run(ninja, plan, request, staging)
-    if said:
-        with contextlib.suppress(OSError), open(f"{slot}/failed.log", "w", encoding="utf-8") as file:
-            file.write(said)
-        failure = diagnosis.explain(f"cannot build {request.name}", said, request, f"{slot}/failed.log")
-        if not alone and diagnosis.KILLED in str(failure):
-            failure = OutOfMemory()
-    closures = [found.manifest.closure for found in kept]
+    if "--dependency-file" in said:
+        said = _run(ninja, plan, request, staging, reads.LINKED_BEFORE_2_35)
+    failure = said and _failure(said, request, slot, alone)
     recorder = reads.Recorder(request, reads.search(request, plan.flags["cflags"]), before)
+    closures = [found.manifest.closure for found in kept]
     tools = reads.tools(request, plan.flags["cflags"], "cc1plus", "as") | reads.cuda_tools(request) if fresh else set()
+    finished = re.findall(r"\t([^\t]+)\t\w+$", inputs.text_of(f"{staging}/.ninja_log"), re.MULTILINE)
     for source, target in plan.units.items():
-        if not os.path.exists(f"{staging}/{target}"):
+        if target not in finished:
             continue
         try:
-            paths, told = reads.of_unit(request, staging, source, target)
-            closures.append(recorder.closure(paths | compiling | tools, told))
+            read, told = reads.of_unit(request, staging, source, target)
+            closures.append(recorder.closure(read, compiling | tools, told))
         except inputs.Changed as changed:
-            _surprises.update(changed.args if isinstance(changed, reads.Unforeseen) else ())
             failure = failure or changed
-            continue
-        unit = request.unit(source)
-        place = cache.slot_path(os.path.dirname(slot), unit)
-        cache.publish(place, staging, f"{staging}/{target}", unit, closures[-1])
+        else:
+            unit = request.unit(source)
+            place = cache.slot_path(os.path.dirname(slot), unit)
+            cache.publish(place, staging, f"{staging}/{target}", unit, closures[-1])
     if failure:
         raise failure
     linked = reads.of_link(request, staging, [*objects, *plan.units.values()])
     linked |= linking | reads.tools(request, plan.flags["ldflags"], reads.linker(plan.flags["ldflags"]))
+    return f"{staging}/{os.path.basename(staging)}", inputs.merged([*closures, recorder.closure(set(), linked)])
+
+
+def _plan(request: inputs.Request, staging: str, fresh: list[str], objects: list[str], jobs: int) -> Plan:
     try:
-        closure = recorder.closure(linked)
-    except reads.Unforeseen as changed:
-        _surprises.update(changed.args)
+        return Plan.of(request, staging, fresh, objects, jobs)
+    except diagnosis.BuildError:
         raise
-    return f"{staging}/{os.path.basename(staging)}", inputs.merged([*closures, closure])
+    except Exception as error:  # torch's, of a GPU's architecture for one
+        raise diagnosis.explain(f"cannot build {request.name}", str(error), request) from None
 
 
-# What compilers read although nobody had expected it: expected from then on.
-_surprises: set[str] = set()
+def _failure(said: str, request: inputs.Request, slot: str, alone: bool) -> Exception:
+    with contextlib.suppress(OSError), open(f"{slot}/failed.log", "w", encoding="utf-8") as file:
+        file.write(said)
+    failure = diagnosis.explain(f"cannot build {request.name}", said, request, f"{slot}/failed.log")
+    return OutOfMemory() if not alone and diagnosis.KILLED in str(failure) else failure
 
 
-def _run(ninja: str, plan: Plan, request: inputs.Request, staging: str) -> str:
+def _run(ninja: str, plan: Plan, request: inputs.Request, staging: str, linked: str = reads.LINKED) -> str:
     """What ninja and the compilers say if they fail."""
+    plan.write(request, staging, linked)
     command = [ninja, "-v", "-j", str(plan.jobs)]
     said = []
     with subprocess.Popen(
@@ -111,7 +106,7 @@ def _run(ninja: str, plan: Plan, request: inputs.Request, staging: str) -> str:
         except BaseException:
             process.kill()  # and the compilers, with the staging folder
             raise
-    return "".join(said) if process.returncode else ""
+    return "".join(said) or f"ninja ended with {process.returncode}" if process.returncode else ""
 
 
 def _bring(found: cache.Generation, staging: str) -> str:

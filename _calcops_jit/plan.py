@@ -50,7 +50,7 @@ class Plan(SimpleNamespace):
         flags = _torch_flags(request, environment, staging)
         return Plan(units=units, kept=kept, flags=flags, environment=environment, jobs=jobs)
 
-    def write(self, request: inputs.Request, staging: str, linked: str = reads.LINKED) -> None:
+    def write(self, request: inputs.Request, staging: str, linked: str) -> None:
         """The file that ninja reads. (Sources are not named as its inputs: it cannot quote every name.)"""
         flags = {"cxx": " ".join(map(_word, request.compiler)), "nvcc": _word(f"{request.cuda.home}/bin/nvcc")}
         flags |= {"jobs": str(self.jobs), **self.flags}
@@ -62,8 +62,8 @@ class Plan(SimpleNamespace):
             lines += [f"build {target}: {rule}", f"  source = {_word(source)}"]
         objects = " ".join([*self.kept, *self.units.values()])
         lines += [f"build {os.path.basename(staging)}: link {objects}", f"  objects = {objects}", ""]
-        with open(f"{staging}/build.ninja", "w", encoding="utf-8", errors="surrogateescape") as file:
-            file.write("\n".join(lines))
+        with open(f"{staging}/build.ninja", "wb") as file:
+            file.write(os.fsencode("\n".join(lines)))
 
 
 def _word(text: str) -> str:

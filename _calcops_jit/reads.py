@@ -40,10 +40,10 @@ def of_unit(request: inputs.Request, staging: str, source: str, target: str) -> 
 
 def of_link(request: inputs.Request, staging: str, objects: list[str]) -> set[str]:
     """The files that were linked, without those that torch's version names, which are too large to read."""
-    listed = inputs.text_of(f"{staging}/link.d")
+    listed = _listing(f"{staging}/link.d")
     # GNU ld, gold and mold do not quote; these and lld name each file on a line of its own.
     names = [first or second for first, second in re.findall(r"^ +(.+?)(?: \\)?$|^(\S.*):$", listed, re.MULTILINE)]
-    names += re.findall(r"^LOAD (.+)$", inputs.text_of(f"{staging}/link.map"), re.MULTILINE)
+    names += re.findall(r"^LOAD (.+)$", _listing(f"{staging}/link.map"), re.MULTILINE)
     if not set(objects) <= set(names):
         raise untold(request, "the linker does not tell which files it links")
     torch_folder = request.unfold("@torch")
@@ -55,8 +55,17 @@ def of_link(request: inputs.Request, staging: str, objects: list[str]) -> set[st
 
 def _names(file: str) -> list[str]:
     """The prerequisites in a dependency file, quoted as they are there."""
-    rule = inputs.text_of(file).replace("\\\n", " ").rstrip("\n").partition(": ")[2]
+    rule = _listing(file).replace("\\\n", " ").rstrip("\n").partition(": ")[2]
     return re.findall(r"(?:\\[\s\S]|[^ \t\\])+", rule)
+
+
+def _listing(file: str) -> str:
+    """A list of file names; "" where a tool did not write one."""
+    try:
+        with open(file, "rb") as opened:
+            return os.fsdecode(opened.read())
+    except FileNotFoundError:
+        return ""
 
 
 def _file(staging: str, name: str) -> str:
@@ -170,6 +179,11 @@ def linker(flags: str) -> str:
     return f"ld.{chosen[-1]}" if chosen else "ld"
 
 
+# What compilers read although nobody had expected it. Where only a clock could tell whether it changed meanwhile, they
+# are run again, and now it is expected.
+_surprises: set[str] = set()
+
+
 class Before:
     """What is known of a build's inputs before a compiler is started, to compare with what is there when it has ended.
 
@@ -177,6 +191,7 @@ class Before:
     are judged by it, and only where it is this machine's, or nobody edits them."""
 
     def __init__(self, staging: str, paths: set[str]):
+        paths |= {path for path in _surprises if os.path.isfile(path)}
         status = os.stat(staging)
         self._started, self._device = status.st_mtime_ns, status.st_dev
         self._files = {path: (stamp := inputs.stamp_of(path), content.__wrapped__(path, stamp)[0]) for path in paths}
@@ -203,10 +218,6 @@ class Before:
         return stamp if seen_twice else inputs.young(stamp)
 
 
-class Unforeseen(inputs.Changed):
-    """A compiler read something that may have changed meanwhile, and nobody had looked at it before."""
-
-
 class Recorder:
     """Makes closures of what compilers read; what they have in common is looked at once.
 
@@ -216,14 +227,16 @@ class Recorder:
         self._request, self._search, self._before = request, search, before
         self._listed: dict[str, set[str] | None] = {}
 
-    def closure(self, paths: set[str], told: bool = True) -> inputs.Closure:
-        """`told`: whether `paths` have what .incbin reads. Changed: they are not what the compiler has read."""
+    def closure(self, read: set[str], others: set[str], told: bool = True) -> inputs.Closure:
+        """`read`: sources, headers and, if `told`, what .incbin reads; `others`: flags' files, libraries, tools.
+
+        Changed: they are not what the compiler has read."""
         request, before = self._request, self._before
         entries: dict[str, tuple[bytes, str]] = {}
         probed: set[str] = set()
         own: dict[str, None] = {}  # folders of the project's own files: a quoted include looks there first
         unforeseen = []
-        for path in sorted(paths):
+        for path in sorted(read | others):
             now, folded = inputs.stamp_of(path), request.fold(path)
             theirs = inputs.is_theirs(folded)
             stamp = before.judged(path, now, theirs)
@@ -235,17 +248,18 @@ class Recorder:
             unforeseen += [] if same else [path]
             entries[folded] = stamp, digest
             probed |= names
-            if not theirs:
+            if path in read and not theirs:
                 own[os.path.dirname(path)] = None
         if unforeseen:
-            raise Unforeseen(*unforeseen)
+            _surprises.update(unforeseen)
+            raise inputs.Changed(unforeseen[0])
         order = list(dict.fromkeys([*own, *self._search]))
-        for path in paths:
+        for path in read:
             probed.update(path[len(folder) + 1 :] for folder in order if path.startswith(folder + "/"))
         missing: dict[str, set[str]] = {}
         for name in probed:
             for folder in order:
-                if f"{folder}/{name}" in paths:
+                if f"{folder}/{name}" in read:
                     break
                 if (below := self._first_missing(folder, name)) is None:
                     if before.is_new(folder, name):

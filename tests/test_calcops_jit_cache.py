@@ -93,7 +93,9 @@ def test_no_truncation_and_no_flipped_byte_is_ever_loaded(tmp_path, monkeypatch)
     slot, _ = cache.writable_slot(request)
     with cache.staging(slot) as staging:
         Path(staging, "built").write_bytes(content)
-        closure = reads.Recorder(request, []).closure({str(source), *request.tools})
+        closure = reads.Recorder(request, [], reads.Before(str(tmp_path), set())).closure(
+            {str(source)}, set(request.tools)
+        )
         library = Path(cache.publish(slot, staging, f"{staging}/built", request, {}, closure).path)
     assert cache.find(request)
     for size in range(0, len(content), 4096):

@@ -298,7 +298,7 @@ def test_an_nvcc_or_a_header_of_cuda_that_was_swapped_behind_its_path_is_seen(tm
     request = REQUEST.but(cuda=REQUEST.cuda._replace(home=str(tmp_path)))
     read = {*request.tools, str(tmp_path / "include/cuda.h")}
     for name in ("bin/nvcc", "include/cuda.h"):
-        closure = reads.Recorder(request, [], reads.Before(str(tmp_path), read)).closure(read)
+        closure = reads.Recorder(request, [], reads.Before(str(tmp_path), read)).closure(set(), read)
         closure.check(request)
         (tmp_path / name).write_text("two")
         with pytest.raises(inputs.Changed, match=f"{name} changed"):
@@ -308,7 +308,7 @@ def test_an_nvcc_or_a_header_of_cuda_that_was_swapped_behind_its_path_is_seen(tm
 def test_a_header_of_torch_is_in_the_closure(tmp_path):
     header = Path(torch.__file__).parent / "include/torch/library.h"
     read = {str(header), *REQUEST.tools}
-    closure = reads.Recorder(REQUEST, [], reads.Before(str(tmp_path), read)).closure(read)
+    closure = reads.Recorder(REQUEST, [], reads.Before(str(tmp_path), read)).closure(set(), read)
     digest = inputs.file_digest(str(header))
     closure.digests = closure.digests.replace(digest, "0" * len(digest))
     closure.stamps = bytearray(len(closure.stamps))

@@ -220,9 +220,7 @@ def test_incbin_is_refused_where_nobody_tells_what_it_reads(folder, compiler):
 
 
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
-@pytest.mark.parametrize(
-    "name", ["a;b", "a^b", "a<b", "a`b", "a$b", "a#b", "a b", "a:b", "a|b", "a'b", 'a"b', "a\\b", "é"]
-)
+@pytest.mark.parametrize("name", ["a;b^c<d`e#f", "a$b 'c", 'a:b|c"d é', "a\\b"])
 def test_a_folder_may_have_any_name(folder, name, compiler):
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler} here")
