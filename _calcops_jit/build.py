@@ -36,9 +36,11 @@ def compile_library(
     failure = None
     try:
         plan = Plan.of(request, staging, fresh, objects, 1 if alone else jobs(request.environment))
-    except Exception as error:
+    except diagnosis.BuildError:
+        raise
+    except Exception as error:  # torch's, of a GPU's architecture for one
         raise diagnosis.explain(f"cannot build {request.name}", str(error), request) from None
-    flags = {kind: reads.named(request, staging, text) for kind, text in plan.flags.items()}
+    flags = {kind: reads.named(request, text) for kind, text in plan.flags.items()}
     compiling, linking = flags["cflags"] | flags["cuda_cflags"], flags["ldflags"]
     foreseen = reads.foreseen(request, fresh, plan.flags["cflags"])
     before = reads.Before(staging, {*foreseen, *compiling, *linking, *filter(os.path.isfile, _surprises)})

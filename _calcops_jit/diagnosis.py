@@ -189,5 +189,6 @@ def has_headers(request: inputs.Request) -> bool:
 def answer(*command: str) -> str:
     """What it prints; "" where it fails."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=True).stdout
+        options = {"stdin": subprocess.DEVNULL, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
+        return subprocess.run(command, check=True, **options).stdout
     return ""

@@ -58,7 +58,8 @@ class Eta:
         """From the build, which has just ended."""
         sources, ran, age = self._ninja()
         if sources and sources.keys() <= ran.keys():
-            ran[self._library] = max(end for file, (_, end) in ran.items() if file != self._library), age
+            compiled = [end for file, (_, end) in ran.items() if file != self._library]
+            ran[self._library] = max(compiled, default=0.0), age
             spans = list((_read(self._history) | ran).items())[-_KEPT:]
             lines = [f"{start * 1e3:.0f}\t{end * 1e3:.0f}\t0\t{file}\t0\n" for file, (start, end) in spans]
             with contextlib.suppress(OSError):

@@ -92,10 +92,15 @@ class Request(SimpleNamespace):
     python: str = ""  # the extension suffix, where the library may call Python
     asked: tuple = ()  # the arguments of recipes.foreign
     file: str = ""  # what is built; NAME.so unless this is one of its units
+    given: tuple[tuple[str, ...], tuple[str, ...]] | None = None  # see places()
 
     def but(self, **changes) -> Request:
         """The same with other values, looked at anew. (A dataclass would take longer to make than all of this.)"""
         return Request(**{name: getattr(self, name) for name in Request.__annotations__} | changes)
+
+    def again(self) -> Request:
+        """The same as the environment, and the links on the way to its files, are now."""
+        return self.but(**(places(*self.given) if self.given else {}))
 
     def unit(self, source: str) -> Request:
         """One source of this library: its object is kept like a library."""
@@ -193,6 +198,18 @@ class Request(SimpleNamespace):
             words.append(os.path.join(self.cuda.home, "bin", "nvcc"))
         found = [shutil.which(w, path=self.environment.get("PATH")) for w in words]
         return [os.path.realpath(f) for f in found] if all(found) else []
+
+
+def places(sources: tuple[str, ...], include_paths: tuple[str, ...]) -> dict:
+    """A Request's places, from absolute paths whose folders may be links to others tomorrow."""
+    found = tuple(map(real_path, sources))
+    root = os.path.commonpath([os.path.dirname(path) for path in found])
+    return {
+        "given": (sources, include_paths),
+        "root": root if root != "/" else os.path.dirname(found[0]),  # a folder that can move, and not everything
+        "sources": found,
+        "include_paths": tuple(map(os.path.realpath, include_paths)),
+    }
 
 
 def words_of(variable: str, environment: Mapping[str, str] = os.environ) -> list[str]:

@@ -13,10 +13,8 @@ import types
 from types import SimpleNamespace
 
 from . import cuda, inputs, private, reads
+from .diagnosis import report
 from .registration import SHADOW
-
-# Flags for the dependency files of somebody's Makefile. A compiler writes one such file, and that one is for us.
-MAKE_FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
 
 _RULES = """\
 rule compile
@@ -40,6 +38,9 @@ class Plan(SimpleNamespace):
     @staticmethod
     def of(request: inputs.Request, staging: str, sources: list[str], kept: list[str], jobs: int) -> Plan:
         """Compiles `sources` and links them with the objects `kept`."""
+        for text in (*sources, *request.include_paths, *request.cflags, *request.cuda_cflags, *request.ldflags):
+            if "\n" in text.strip():
+                raise report(f"cannot build {request.name}: a line break in a name", [repr(text)], "rename it")
         environment = _environment(request, staging)
         taken, units = set(), {}
         for i, source in enumerate(sources):
@@ -105,7 +106,7 @@ def _torch_flags(request: inputs.Request, environment: dict[str, str], staging: 
         is_standalone=True,
     )
     kinds = ("cflags", "cuda_cflags", "ldflags")
-    return {kind: re.sub(MAKE_FLAGS, "", " ".join(f.strip() for f in written[kind] or ())) for kind in kinds}
+    return {kind: re.sub(reads.MAKE_FLAGS, "", " ".join(f.strip() for f in written[kind] or ())) for kind in kinds}
 
 
 @functools.cache

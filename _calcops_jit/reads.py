@@ -13,6 +13,8 @@ import time
 from . import inputs
 from .diagnosis import report
 
+# Flags for the dependency files of somebody's Makefile. A compiler writes one such file, and that one is for us.
+MAKE_FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
 LINKED = "-Wl,--dependency-file=link.d"  # GNU ld since 2.35, gold, lld, mold
 LINKED_BEFORE_2_35 = "-Wl,-Map=link.map"
 _HAS_INCLUDE = rb"__has_include(?:_next)?\s*\(\s*[<\"]([^>\"\n]+)[>\"]"
@@ -83,7 +85,7 @@ def untold(request: inputs.Request, evidence: str) -> Exception:
     return report(what, [evidence], "use g++ with GNU ld, and names without line breaks and backslashes")
 
 
-def named(request: inputs.Request, staging: str, flags: str) -> set[str]:
+def named(request: inputs.Request, flags: str) -> set[str]:
     """The files that flags name: response files and what these name, linker scripts, libraries, plugins, specs ..."""
     found: set[str] = set()
     for word in _words(flags):
@@ -92,7 +94,11 @@ def named(request: inputs.Request, staging: str, flags: str) -> set[str]:
             if path not in found and os.path.isfile(path):
                 found.add(path)
                 if word.endswith(f"@{path}"):
-                    found |= named(request, staging, inputs.text_of(path))
+                    text = inputs.text_of(path)
+                    if unwanted := re.search(MAKE_FLAGS, text):
+                        what = f"cannot build {request.name}: a response file is in the way of dependencies"
+                        raise report(what, [f"{path} has {unwanted[0]}"], f"take {unwanted[0]} out of {path}")
+                    found |= named(request, text)
     return found
 
 

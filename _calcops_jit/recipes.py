@@ -78,7 +78,7 @@ def foreign(
     if not isinstance(name, str) or not re.fullmatch(r"(?!calcops$|unit-)[A-Za-z_][\w.-]{,199}", name):
         what = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'unit-...'"
         raise ValueError(f"calcops_jit.load: expected `name` {what}, got {name!r}")
-    paths = [inputs.real_path(path) for path in _strings("sources", sources)]
+    paths = [os.path.abspath(path) for path in _strings("sources", sources)]
     if not paths:
         raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
     for path in paths:
@@ -89,15 +89,13 @@ def foreign(
     define = f"-DTORCH_EXTENSION_NAME={name}"
     cflags, cuda_cflags = _flags("extra_cflags", extra_cflags), _flags("extra_cuda_cflags", extra_cuda_cflags)
     ldflags = _flags("extra_ldflags", extra_ldflags)
-    folders = [os.path.realpath(folder) for folder in _strings("extra_include_paths", extra_include_paths)]
+    folders = [os.path.abspath(folder) for folder in _strings("extra_include_paths", extra_include_paths)]
     return inputs.Request(
         name=name,
-        root=os.path.commonpath([os.path.dirname(p) for p in paths]),
-        sources=tuple(paths),
+        **inputs.places(tuple(paths), (SHADOW, *folders)),
         cflags=(*_BASE, define, *cflags),
         cuda_cflags=(*_CUDA_BASE, define, *cuda_cflags),
         ldflags=tuple(ldflags),
-        include_paths=(SHADOW, *folders),
         cuda=cuda.choose(needed=True) if with_cuda else cuda.Choice(),
         verbose=verbose,
         python=EXTENSION_SUFFIXES[0],
@@ -139,7 +137,7 @@ def _flags(argument: str, value) -> list[str]:
 
 def again(request: inputs.Request) -> inputs.Request:
     """The same library as its files and the environment are now."""
-    return request.but() if request.python else own(request.root, request.name)
+    return request.again() if request.python else own(request.root, request.name)
 
 
 def key(request: inputs.Request) -> str:

@@ -29,10 +29,3 @@ def test_every_example_is_in_the_table_and_each_module_has_a_name_of_its_own():
     others = {"setup"}  # setuptools asks for that name
     names = collections.Counter(path.stem for path in EXAMPLES.rglob("*.py") if path.stem not in others)
     assert not [name for name, count in names.items() if count > 1]
-
-
-def test_links_of_the_readmes_lead_somewhere():
-    for readme in EXAMPLES.rglob("README.md"):
-        prose = re.sub(r"^```.*?^```", "", readme.read_text(), flags=re.MULTILINE | re.DOTALL)
-        for link in re.findall(r"\]\(([^)#\s]+)", prose):
-            assert link.startswith("http") or (readme.parent / link).exists(), (readme, link)

@@ -128,6 +128,11 @@ def test_the_readme_shows_what_is_printed(ran):
         assert re.sub(r"\S+ from eager", "", line) in ran.stdout
 
 
+def test_nobody_warns_of_anything(ran):
+    """Not of TorchScript's end, and not that a machine with a CUDA toolkit has no GPU."""
+    assert not re.search("warning|No CUDA", ran.stderr, re.IGNORECASE), ran.stderr
+
+
 def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
     needed = subprocess.run(["ldd", build / "host"], env=ENVIRONMENT, capture_output=True, text=True).stdout
     assert "libtorch_cpu" in needed and not re.search(r"libpython|libtorch_python|not found", needed)

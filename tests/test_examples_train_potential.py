@@ -27,6 +27,15 @@ from trainer import Data, Trainer, differentiate, kLossWeights  # noqa: E402
 from weights import initial, save_npz, standardise  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As train.py: the tensors are small, and threads that wait for each other take minutes on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def arrays(sel=(9, 7), seed=0, rcut=3.0):
     """Weights for two types with every kind of layer: widths equal, doubled and otherwise, residual and not."""
     random = np.random.default_rng(seed)

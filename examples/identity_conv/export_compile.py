@@ -7,6 +7,7 @@ README.md beside this file shows what is printed.
 
 import argparse
 import copy
+import logging
 import os
 import shlex
 import subprocess
@@ -37,6 +38,10 @@ def compile_host(out):
     command += [f"-L{TORCH}/lib", f"-Wl,-rpath,{TORCH}/lib", "-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
     subprocess.run([*command, "-ltorch_cpu", "-lc10"], check=True)
     return out / "run_inference"
+
+
+# A machine may have a CUDA toolkit and no GPU; PyTorch's compilers warn of that.
+logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in record.getMessage())
 
 
 @torch.no_grad()

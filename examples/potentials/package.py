@@ -13,6 +13,7 @@ operator library, calcops_jit.library_path(), is to be loaded before either.
 import contextlib
 import copy
 import inspect
+import logging
 import warnings
 from pathlib import Path
 
@@ -47,17 +48,28 @@ def save(model, path, dtype=torch.float64, device="cpu", neighbor_index=None):
         # Threads: as many as where it runs, not as where it was made.
         configs = {"aot_inductor.metadata": about, "cpp.dynamic_threads": True}
         program = export(model, dtype, device, len(arguments))
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
+        with quietly():
+            torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
     else:
         raise ValueError(f"expected a path that ends in .pt or .pt2, got {path}")
 
 
 @contextlib.contextmanager
 def quietly():
-    """Without PyTorch's word that TorchScript is deprecated, which ../aot_inductor_force/README.md has."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated")
-        yield
+    """Keeps PyTorch from warning that TorchScript is deprecated, which ../aot_inductor_force/README.md says, and that a
+    machine with a CUDA toolkit has no GPU, which a package for the CPU does not need."""
+    logger = logging.getLogger("torch.utils.cpp_extension")
+
+    def needed(record):
+        return "No CUDA runtime" not in record.getMessage()
+
+    logger.addFilter(needed)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated")
+            yield
+    finally:
+        logger.removeFilter(needed)
 
 
 def export(model, dtype, device, ninputs):
