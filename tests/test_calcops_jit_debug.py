@@ -59,16 +59,9 @@ def test_gdb_stops_in_a_kernel_and_shows_its_line_and_arguments(checkout):
     assert "atoms = 21" in told.stdout and "int pairs = 2 * atoms;" in told.stdout
 
 
-@pytest.mark.skipif(shutil.which("addr2line") is None, reason="no binutils")
-def test_an_errors_backtrace_names_the_library_and_does_not_replace_the_error(checkout):
-    (checkout.path.parent / "throwing.cpp").write_text("""
-        #include <c10/util/Exception.h>
-        #include <torch/library.h>
-        int64_t throwing() { TORCH_CHECK(false, "the user's own words"); return 0; }
-        TORCH_LIBRARY_FRAGMENT(throwing, m) { m.def("now() -> int", &throwing); }
-    """)
-    script = "import calcops_jit\ncalcops_jit.load('throwing', 'throwing.cpp', ['-O0', '-g']).now()"
-    variables = {"TORCH_SYMBOLIZE_MODE": "addr2line", "TORCH_SHOW_CPP_STACKTRACES": "1", "CALCOPS_BUILD": "0"}
-    child = checkout.run(script, **variables)
-    assert "the user's own words" in child.err and "stoi" not in child.err
-    assert re.search(r"throwing\(\) from \S*/throwing\.cpp:4", child.err), child.err
+def test_a_backtrace_names_the_file_and_the_function(checkout):
+    """Symbolisers, such as PyTorch's with TORCH_SYMBOLIZE_MODE=addr2line, open the file that it names."""
+    backtrace = "ctypes.CDLL(None).backtrace_symbols_fd((ctypes.c_void_p * 1)(address), 1, 1)"
+    script = f"{SCRIPT}address = ctypes.cast(kernel, ctypes.c_void_p).value\n{backtrace}"
+    child = checkout.run(script, CALCOPS_BUILD="0")
+    assert re.search(rf"^{checkout.cache}/\S+/slow\.so\(kernel", child.out, re.MULTILINE), child.out + child.err

@@ -73,7 +73,8 @@ new = Counter(10)
 print(old.next(), old.value, new.next(), counting.advance(new), Counter.twice(4), counting.path(3))
 source.write_text(text)
 print(calcops_jit.reload(), Counter(10).next(), new.next(), copy.deepcopy(new).value)
-source.write_text(text.replace('"next", &Counter::next', '"next", [](const c10::intrusive_ptr<Counter>&, int64_t n) { return n; }'))
+other = "[](const c10::intrusive_ptr<Counter>&, int64_t n) { return n; }"
+source.write_text(text.replace("&Counter::next", other))
 print(refused(calcops_jit.reload), Counter(10).next())
 """
     assert output(checkout, script, tmp_path) == [
