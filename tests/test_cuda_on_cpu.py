@@ -87,7 +87,7 @@ class Emulation:
         }
 
     def python(self, *arguments, **environment):
-        own = {"PYTHONPATH": str(self.folder), "CALCOPS_CUDA": "0", "CALCOPS_CFLAGS": "-O1", "CALCOPS_CHECK": "0"}
+        own = {"PYTHONPATH": str(self.folder), "CALCOPS_CUDA": "0", "CALCOPS_CFLAGS": "-O1", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, *map(str, arguments)]
         environment = os.environ | own | environment
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
