@@ -233,12 +233,12 @@ def test_a_list_that_is_right_with_ghosts_is_wrong_without():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="built with CUDA where a GPU is")
-@pytest.mark.parametrize("op", ["force", "_neighbor_force"])
+@pytest.mark.parametrize("op", ["force", "_force_virial"])
 def test_cuda_tensors_are_told_why_there_is_no_cuda_kernel(op):
     list_neigh, dE, Ri_d, _ = pairs()
-    packet = getattr(torch.ops.calcops, op).default
+    packet, rest = getattr(torch.ops.calcops, op).default, [2] if op == "force" else [None, 2, True]
     with pytest.raises(RuntimeError, match=f"^calcops::{op}: built without CUDA because .+; .+"):
-        packet.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), list_neigh, dE, Ri_d, 2)
+        packet.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), list_neigh, dE, Ri_d, *rest)
 
 
 # ---- size -------------------------------------------------------------------------------------------
