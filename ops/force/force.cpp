@@ -49,6 +49,9 @@ Sizes check_list(const char* op, const Tensor& list_neigh, const SymInt& nghost)
   expect(op, "list_neigh", list_neigh.dim() == 3 || list_neigh.dim() == 4, list_neigh.sym_sizes(),
          "of shape [B, n, K] or [B, n, T, M]");
   expect(op, "nghost", nghost.sym_ge(0), nghost, ">= 0");
+  // Beyond, sizes in bytes leave 64 bits. A symbol gets no guard for what cannot be.
+  const int64_t known = nghost.maybe_as_int().value_or(0);
+  expect(op, "nghost", known <= int64_t(1) << 40, known, "of at most 2^40");
   const SymInt B = list_neigh.sym_size(0), n = list_neigh.sym_size(1);
   const SymInt K = list_neigh.dim() == 3 ? list_neigh.sym_size(2)
                                          : list_neigh.sym_size(2) * list_neigh.sym_size(3);
@@ -63,6 +66,9 @@ Sizes check_inputs(const char* op, const Tensor& list_neigh, const Tensor& dE, c
 
   expect_dtype(energy, {at::kFloat, at::kDouble}, "float32 or float64");
   expect_device(energy, list);
+  if (list_neigh.is_cuda())
+    expect(op, "list_neigh", (n * K).sym_lt(int64_t(1) << 32), n * K,
+           "of less than 2^32 slots a frame on CUDA");
   const bool row = dE.dim() == 4 && dE.sym_size(2) == 1;
   expect(op, "dE",
          dE.dim() == 3 ? same_shape(dE.sym_sizes(), {B, n, K * 4})
