@@ -380,7 +380,7 @@ void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op
 
 // ---- vmap ---------------------------------------------------------------------------------------
 
-void vmap_folded(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void vmap(VmapRule run, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call{op, torch::jit::pop(*stack, op.schema().arguments().size())};
   int64_t level = -1;
   for (const IValue& argument : call.arguments)
@@ -388,34 +388,42 @@ void vmap_folded(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       if (const auto* batched = at::functorch::maybeGetBatchedImpl(tensor))
         level = std::max(level, batched->level());
   const auto batched_here = [&](const at::Tensor& tensor) {
-    const auto* batched = at::functorch::maybeGetBatchedImpl(tensor);
+    const auto* batched = tensor.defined() ? at::functorch::maybeGetBatchedImpl(tensor) : nullptr;
     return batched && batched->level() == level ? batched : nullptr;
   };
 
   c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
-  c10::SymInt batch = 1, items = 0;
+  c10::SymInt batch = 1;
   for (const IValue& argument : call.arguments)
-    if (const at::Tensor tensor = tensor_in(argument); tensor.defined())
-      if (const auto* batched = batched_here(tensor))
-        batch = batched->value().sym_size(batched->bdim());
+    if (const auto* batched = batched_here(tensor_in(argument)))
+      batch = batched->value().sym_size(batched->bdim());
   for (IValue& argument : call.arguments) {
-    at::Tensor tensor = tensor_in(argument);
-    if (!tensor.defined()) continue;
+    const at::Tensor tensor = tensor_in(argument);
     if (const auto* batched = batched_here(tensor)) {
-      tensor = batched->value().movedim(batched->bdim(), 0);
-    } else {
+      argument = batched->value().movedim(batched->bdim(), 0);
+    } else if (tensor.defined()) {
       c10::SymDimVector shape(tensor.sym_sizes());
       shape.insert(shape.begin(), batch);
-      tensor = tensor.unsqueeze(0).expand_symint(shape);
+      argument = tensor.unsqueeze(0).expand_symint(shape);
     }
-    items = tensor.sym_size(1);
-    argument = tensor.flatten(0, 1);
   }
-  for (const at::Tensor& result : call.run()) {
+  for (const at::Tensor& result : run(std::move(call), batch))
+    stack->push_back(at::functorch::makeBatched(result, 0, level));
+}
+
+tensor_list vmap_folded(Call call, const c10::SymInt& batch) {
+  c10::SymInt items = 0;
+  for (IValue& argument : call.arguments)
+    if (const at::Tensor tensor = tensor_in(argument); tensor.defined()) {
+      items = tensor.sym_size(1);
+      argument = tensor.flatten(0, 1);
+    }
+  tensor_list results = call.run();
+  for (at::Tensor& result : results) {
     if (batch != 0) items = result.sym_size(0) / batch;  // a result nobody wants has none
-    stack->push_back(
-        at::functorch::makeBatched(result.unflatten_symint(0, {batch, items}), 0, level));
+    result = result.unflatten_symint(0, {batch, items});
   }
+  return results;
 }
 
 }  // namespace calcops

@@ -104,14 +104,23 @@ void differentiate_with(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   differentiate(derivatives, op, keys, stack);
 }
 
-// FuncTorchBatched where all tensors begin with a dimension of independent items: vmap's own is
-// folded into it.
-void vmap_folded(const c10::OperatorHandle& op, torch::jit::Stack* stack);
-
+// FuncTorchBatched: hands `run` the call with every tensor [mapped dimension, ...] and the size of
+// that dimension, and expects results of this form.
 using Boxed = void(const c10::OperatorHandle&, torch::jit::Stack*);
+using VmapRule = tensor_list (*)(Call call, const c10::SymInt& batch);
+void vmap(VmapRule run, const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+template <VmapRule run>
+void vmap_with(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  vmap(run, op, stack);
+}
+
+// The rule where all tensors begin with a dimension of independent items: the mapped one is folded
+// into it.
+tensor_list vmap_folded(Call call, const c10::SymInt& batch);
 
 // An operator with a kernel of its own for all devices, derivatives and a rule for vmap.
-template <auto kernel, const auto& derivatives, Boxed vmap = vmap_folded>
+template <auto kernel, const auto& derivatives, Boxed rule = vmap_with<vmap_folded>>
 void define(torch::Library& m, const char* schema) {
   using torch::CppFunction;
   m.def(schema);
@@ -128,7 +137,7 @@ void define(torch::Library& m, const char* schema) {
 #endif
   impl(c10::DispatchKey::Autograd,
        CppFunction::makeFromBoxedFunction<&differentiate_with<derivatives>>());
-  impl(c10::DispatchKey::FuncTorchBatched, CppFunction::makeFromBoxedFunction<vmap>());
+  impl(c10::DispatchKey::FuncTorchBatched, CppFunction::makeFromBoxedFunction<rule>());
 }
 
 // An operator composed of other operators, which have devices, derivatives and vmap already.

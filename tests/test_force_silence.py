@@ -276,7 +276,7 @@ def test_hooks_and_gradients_kept_on_the_way(small):
         x.retain_grad()
     ((F**3).sum() + (W**2).sum() + (F[..., None] * atom_W**2).sum()).backward()
     assert_equal_lists([x.grad for x in values], expected, **CLOSE)
-    assert len(seen) == 1 and F.grad.shape == F.shape and F.grad_fn.name() == "ForceBackward"
+    assert len(seen) == 1 and F.grad.shape == F.shape and F.grad_fn.name() == "ForceVirialBackward"
 
 
 def test_forward_mode_alone_and_over_what_needs_a_gradient(small):

@@ -476,7 +476,7 @@ void vmap_items(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         grad.reshape_symint({shape.batch, shape.channels, grad.sym_size(-2), grad.sym_size(-1)});
   }
   stack->insert(stack->end(), call.arguments.begin(), call.arguments.end());
-  vmap_folded(op, stack);
+  vmap(vmap_folded, op, stack);
   if (!backward) {
     const Tensor out = torch::jit::pop(*stack).toTensor();
     stack->push_back(out.reshape_symint(shape.out(out.sym_size(-2), out.sym_size(-1))));
