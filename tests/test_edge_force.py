@@ -51,7 +51,9 @@ SECOND = dict(check_fwd_over_rev=True, check_batched_grad=True)
 @pytest.mark.parametrize("edges", [0, 1, 23, 20_000])
 def test_results_equal_the_reference(device, dtype, index, edges):
     given = graph(edges=edges, dtype=dtype, index=index, device=device)
-    expected = reference_force_virial(*(x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given))
+    expected = reference_force_virial(
+        *(x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given)
+    )
     tolerance = dict(rtol=1e-5, atol=2e-5) if dtype == torch.float32 else dict(rtol=1e-11, atol=1e-11)
     expected = [x.to(dtype) for x in expected]
     assert_equal_lists(edge_force_virial(*given), expected, **tolerance)

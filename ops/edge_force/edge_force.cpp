@@ -141,6 +141,7 @@ struct Contiguous {
     return {atoms,
             edges,
             frames,
+            /*virial=*/edge_vec.defined(),
             read<Index>(edge_index),
             read<Real>(edge_gradient),
             read<Real>(edge_vec),

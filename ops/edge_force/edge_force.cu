@@ -166,7 +166,7 @@ cudaError_t launch_force(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Re
 template <class Real, class Index>
 cudaError_t edge_force_cuda(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out,
                             cudaStream_t stream) {
-  return in.edge_vec ? launch_force<true>(in, out, stream) : launch_force<false>(in, out, stream);
+  return in.virial ? launch_force<true>(in, out, stream) : launch_force<false>(in, out, stream);
 }
 
 template <class Real, class Index>

@@ -72,9 +72,10 @@ namespace calcops {
 template <class Real, class Index>
 struct EdgeInputs {
   int64_t atoms, edges, frames;  // N, E, F
+  bool virial;                   // otherwise edge_vec and two of the outputs are unused
   const Index* edge_index;       // [2, E]
   const Real* edge_gradient;     // [E, 3]
-  const Real* edge_vec;          // [E, 3]; nullptr: no virials are wanted
+  const Real* edge_vec;          // [E, 3]
   const int64_t* batch;          // [N]; nullptr: all in frame 0
   const int32_t* edge_order;     // [N + 2E]; CUDA needs it
 };

@@ -149,7 +149,7 @@ int64_t find_lost_atom(const EdgeInputs<Real, Index>& in) {
 
 template <class Real, class Index>
 int64_t edge_force_cpu(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out) {
-  if (!in.edge_vec) return force_of<false>(in, out);
+  if (!in.virial) return force_of<false>(in, out);
   if (const int64_t lost = find_lost_atom(in); lost != kNone) return lost;
   return force_of<true>(in, out);
 }
