@@ -14,10 +14,10 @@ import pytest
 import reference
 import torch
 from reference import assert_equal_lists, pairs
+from test_force_derivatives import neighbor_force
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import cpp_extension
 
-from test_force_derivatives import neighbor_force
 from calcops_jit import force, force_virial
 
 backward = torch.ops.calcops._force_virial_backward
