@@ -105,9 +105,9 @@ __global__ void __launch_bounds__(kThreads)
       if (frame >= 0 && frame < in.frames) poison(out.virial + 9 * frame, 9);
     }
   }
-  if (!kVirial || !in.batch) return;
   // An atom of no frame: no frame can be trusted to have all of its own.
-  for (int64_t atom = int64_t(blockIdx.x) * kThreads + threadIdx.x; atom < in.atoms; atom += step)
+  const int64_t batched = kVirial && in.batch ? in.atoms : 0;
+  for (int64_t atom = int64_t(blockIdx.x) * kThreads + threadIdx.x; atom < batched; atom += step)
     if (in.batch[atom] < 0 || in.batch[atom] >= in.frames)
       for (int64_t frame = 0; frame < in.frames; ++frame) poison(out.virial + 9 * frame, 9);
 }
