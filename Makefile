@@ -19,8 +19,9 @@ environment_avx2 = CALCOPS_CFLAGS=-march=x86-64-v3
 help: ## this list (the default)
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
-demo: .venv/.examples ## build the operators and run examples/quickstart.py
+demo: .venv/.examples ## build the operators; silicon from an energy to forces and pressure, and a photograph straightened
 	$(python) examples/quickstart.py
+	$(python) examples/warp_perspective/straighten.py
 
 test: .venv/.test ## every test but the long ones; config=asan|ubsan|x86-64|avx2: the operators' tests, built that way
 	$(environment_$(config)) $(python) -m pytest -m "not long" $(if $(config),$(operator_tests))
@@ -54,7 +55,7 @@ format: .venv/.lint ## rewrite every file in the project's format
 	$(python) -m ruff format
 	.venv/bin/clang-format -i $(sources)
 
-docs: .venv/.base ## write the README's operator table, the type stubs and the C++ header from the schemas
+docs: .venv/.base ## write the READMEs' operator tables, the type stubs and the C++ header from the schemas
 	PYTHONPATH=. $(python) tests/generate_docs.py
 
 bench: .venv/.bench ## the project's numbers on this machine

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import build, cache, cuda, diagnosis, inputs, recipes
+from . import build, cache, cuda, diagnosis, inputs, places, recipes
 
 
 class Finding(NamedTuple):
@@ -66,7 +66,7 @@ def _supported(what: str, version: str, oldest: tuple[int, int], newest: tuple[i
 
 
 def _cache() -> Finding:
-    folder = cache.folders()[0]
+    folder = places.folders()[0]
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
@@ -74,5 +74,5 @@ def _cache() -> Finding:
     free = shutil.disk_usage(folder).free
     noexec = ", noexec: libraries are loaded from memory" if os.statvfs(folder).f_flag & os.ST_NOEXEC else ""
     fix = "export CALCOPS_CACHE=<a folder with space>" if free < 500e6 else ""
-    evidence = f"{cache.folders()[0]}, {free / 1e9:.1f} GB free{noexec}"
+    evidence = f"{places.folders()[0]}, {free / 1e9:.1f} GB free{noexec}"
     return Finding("cache", "note" if fix else "ok", evidence, fix)

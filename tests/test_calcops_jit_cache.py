@@ -1,12 +1,10 @@
 """The cache on disk: damaged artefacts, folders that cannot be written."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import os
 import random
 from pathlib import Path
 
 import pytest
-from test_calcops_jit import checkout  # noqa: F401
 
 from _calcops_jit import cache, inputs, reads
 
@@ -127,7 +125,7 @@ print(len(refused), real(calcops_jit._own._generations[calcops_jit._own.digest].
 
 
 def test_the_cache_is_found_by_xdg_and_by_home(checkout, tmp_path):
-    where = "from _calcops_jit import cache; print(cache.folders()[0])"
+    where = "from _calcops_jit import places; print(places.folders()[0])"
     path = lambda **env: checkout.run(where, CALCOPS_CACHE=None, **env).out.strip()  # noqa: E731
     assert path(XDG_CACHE_HOME=tmp_path / "x") == f"{tmp_path}/x/calcops"
     assert path(HOME=tmp_path, XDG_CACHE_HOME=None) == f"{tmp_path}/.cache/calcops"

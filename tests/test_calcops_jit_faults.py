@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_calcops_jit import BUILDING, Checkout, the_zygote
+from checkout import BUILDING, Checkout, the_zygote
 
 from _calcops_jit import cuda, diagnosis, inputs
 
@@ -126,7 +126,7 @@ class Faulty(Checkout):
         text = re.sub(r"/[0-9a-f]{16}/", "/<generation>/", text)
         text = re.sub(r"/stage\.[^/]+/", "/<staging>/", text)
         text = re.sub(r"\S*/(?=ld: )|(?<=text\+)0x\w+", "", text)
-        text = re.sub(r"(<torch>/.*?:)[\d:]+:", r"\1<line>:", re.sub(r"; did you mean .*", "", text))
+        text = re.sub(r"(<torch>/.*?:|bits/.*?:)[\d:]+:", r"\1<line>:", re.sub(r"; did you mean .*", "", text))
         return re.sub(r"C\+\+\d\d", "C++NN", re.sub(r"[‘’`]", "'", text))
 
 
@@ -154,6 +154,10 @@ FORESEEN = {
         "preamble": "import torch; torch.version.cuda = None\n",
     },
     "no Python headers": lambda f: f.load("#include <torch/extension.h>\n" + ANSWER) | {"preamble": NO_HEADERS},
+    "a Python module": lambda f: f.load(
+        "// TORCH_LIBRARY\n#include <pybind11/pybind11.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {}\n"
+    ),
+    "a wrong bound of the cache": lambda f: {"CALCOPS_CACHE_SIZE": "two"},
     "the wrong ABI": lambda f: {"CALCOPS_CFLAGS": f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch._C._GLIBCXX_USE_CXX11_ABI:d}"},
     "no folder that can be written": lambda f: {
         "CALCOPS_CACHE": "/dev/null/cache",
@@ -191,6 +195,24 @@ MET = {
         "g++: error: unrecognized command line option '-std=c++20'; did you mean '-std=c++2a'?"
     ),
     "an unreadable source": lambda f: f.says("cc1plus: fatal error: /src/tiny.cpp: Permission denied"),
+    "an error in the standard library's headers": lambda f: f.load(
+        "#include <algorithm>\nstruct Pair { int i; };\n"
+        "void order(Pair* first, Pair* last) {\n  std::sort(first, last);\n}\n"
+    ),
+    "an error in a header of somebody else": lambda f: (
+        f.write("../theirs/theirs.h", "int broken( { return 1; }\n")
+        and f.write("between.h", "#include <theirs.h>\n")
+        and f.load('#include "between.h"\n' + ANSWER, "extra_include_paths='../theirs'")
+    ),
+    "a processor that nobody knows": lambda f: {"CALCOPS_CFLAGS": "-march=alderlake9"},
+    "a function in two sources": lambda f: (
+        f.write("ops/tiny/second.cpp", "int answer2() { return 1; }\n")
+        and f.write("ops/tiny/third.cpp", "int answer2() { return 1; }\n")
+        and {}
+    ),
+    "a name that is too long": lambda f: f.says(
+        "a.cpp:1:1: fatal error: opening dependency file a.cpp.o.d: File name too long"
+    ),
     "an unknown flag": lambda f: {"CALCOPS_CFLAGS": "-fno-such-flag"},
     "a library that is not there": lambda f: f.load(ANSWER, "extra_ldflags=['-lnosuch']"),
     "an undefined function at link": lambda f: f.load(

@@ -1,5 +1,4 @@
 """What is told while a build goes on, and how long it says that it will take."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import heapq
 import io
@@ -13,7 +12,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from test_calcops_jit import checkout  # noqa: F401
 
 from _calcops_jit import eta, progress
 from _calcops_jit.eta import Eta
@@ -118,14 +116,14 @@ class Staging:
         self.path, self.end = slot / "stage", []
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
-        builds = [f"build unit{i}.o: compile /src/unit{i}.cpp\n" for i in range(len(units))]
-        builds.append(f"build stage: link {' '.join(f'unit{i}.o' for i in range(len(units)))}\n")
+        builds = [f"build unit{i}.cpp.o: compile\n" for i in range(len(units))]
+        builds.append(f"build stage: link {' '.join(f'unit{i}.cpp.o' for i in range(len(units)))}\njobs = {jobs}\n")
         (self.path / "build.ninja").write_text("".join(builds))
         self.log, free = [], [0.0] * jobs
         for i, seconds in enumerate(units):
             start = heapq.heappop(free)
             heapq.heappush(free, start + seconds)
-            self.log.append((start, start + seconds, f"unit{i}.o"))
+            self.log.append((start, start + seconds, f"unit{i}.cpp.o"))
         self.log.append((max(free), max(free) + rest / 2, "stage"))  # and then the library is loaded
         self.seconds = max(free) + rest
 
