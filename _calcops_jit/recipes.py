@@ -24,11 +24,13 @@ def operators_root() -> str:
 
 
 def own(root: str | None = None, name: str = "calcops", isa: str = "native") -> inputs.Request:
-    """Everything under ops/: each folder is an operator, each .cpp in it a unit, each .cu one where CUDA is built."""
+    """Everything under ops/: each .cpp in it or in an operator's folder is a unit, each .cu one where CUDA is built."""
     root = root or operators_root()
     choice = cuda.choose()
     suffixes = (".cpp", ".cu")[: 1 + choice.build]
     extra = inputs.words_of("CALCOPS_CFLAGS")
+    pattern = f"{glob.escape(root)}/"
+    found = sorted(glob.glob(f"{pattern}[!.]*.cpp") + glob.glob(f"{pattern}[!._]*/[!.]*"))
     # at::parallel_for is a plain loop without -fopenmp; libgomp is the one in torch's folder, by its rpath.
     cflags = [*_BASE, f"-march={isa}", "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
     if not choice.build:
@@ -36,7 +38,7 @@ def own(root: str | None = None, name: str = "calcops", isa: str = "native") -> 
     return inputs.Request(
         name=name,
         root=root,
-        sources=tuple(f for f in sorted(glob.glob(f"{glob.escape(root)}/[!._]*/[!.]*")) if f.endswith(suffixes)),
+        sources=tuple(f for f in found if f.endswith(suffixes)),
         cflags=tuple(cflags),
         cuda_cflags=_CUDA_BASE,
         ldflags=("-fopenmp", *extra),

@@ -271,5 +271,5 @@ def test_the_cuda_operators_compile_and_link_for_sm_80_and_sm_90():
 
 def test_every_unit_under_ops_is_built():
     units = {Path(s).relative_to(HERE / "ops").as_posix() for s in recipes.own().sources}
-    there = {p.relative_to(HERE / "ops").as_posix() for p in (HERE / "ops").glob("*/*.cpp")}
+    there = {p.relative_to(HERE / "ops").as_posix() for p in (HERE / "ops").rglob("*.cpp")}
     assert there <= units and not {u for u in units - there if not u.endswith(".cu")}

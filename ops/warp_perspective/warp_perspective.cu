@@ -461,7 +461,33 @@ void launch_forward(const WarpInputs<Pixel>& in, Pixel* out, int64_t first_chann
   forward_kernel<kBorder><<<blocks, kThreads, 0, stream>>>(in, out, channels, runs);
 }
 
+// A thread has a pixel, or after the last of them the scale, of one matrix.
+__global__ void __launch_bounds__(kThreads)
+    cells_kernel(WarpSizes sizes, const double* warp, double* cells, double* scale) {
+  const int64_t pixels = sizes.out_height * sizes.out_width, items = pixels + 1;
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t item = int64_t(blockIdx.x) * kThreads + threadIdx.x; item < sizes.warp_batch * items;
+       item += step) {
+    const int64_t i = item / items, p = item % items;
+    const Homography map = make_homography(warp + 9 * i, sizes.inverse_map);
+    if (p == pixels)
+      scale[i] = map.valid ? map.scale : 0;
+    else
+      store_cell(map, sizes, p % sizes.out_width, p / sizes.out_width, pixels,
+                 cells + i * kCellNumbers * pixels + p);
+  }
+}
+
 }  // namespace
+
+cudaError_t warp_perspective_cells_cuda(const WarpSizes& sizes, const double* warp, double* cells,
+                                        double* scale, cudaStream_t stream) {
+  const int64_t items = sizes.warp_batch * (sizes.out_height * sizes.out_width + 1);
+  if (items > 0)
+    cells_kernel<<<blocks_for(divide_up(items, kThreads)), kThreads, 0, stream>>>(sizes, warp,
+                                                                                  cells, scale);
+  return cudaGetLastError();
+}
 
 template <class Pixel>
 cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaStream_t stream) {
