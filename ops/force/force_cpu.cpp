@@ -138,7 +138,7 @@ void sum_pairs(const ForceInputs<Real, Index>& in, int64_t frame, int64_t begin,
       }
       prefetch<4>(dE + 4 * (s + ahead));
       prefetch<12>(Ri_d + 12 * (s + ahead));
-      prefetch<3>(Rij + 3 * (s + ahead));
+      if (in.virial) prefetch<3>(Rij + 3 * (s + ahead));
       const Triple g = row_times_matrix<4>(dE + 4 * s, Ri_d + 12 * s);
       R4 r4;
       load_r4(Rij + 3 * s, r4);
@@ -252,10 +252,11 @@ Scratch<double> pack_upstream(const ForceInputs<Real, Index>& in,
 // pages are there already, nothing happens.
 template <class Real>
 void prefer_large_pages(Real* array, int64_t count) {
+  if (!array) return;
   constexpr uintptr_t kPage = 2 << 20, kLeast = 2 * kPage;
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(array) + kPage - 1) & ~(kPage - 1);
   const uintptr_t end = reinterpret_cast<uintptr_t>(array + count) & ~(kPage - 1);
-  if (array && begin + kLeast <= end)
+  if (begin + kLeast <= end)
     madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 

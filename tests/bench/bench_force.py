@@ -15,8 +15,14 @@ What was tried in the kernel and lost, as time over the kernel's (GCC 12, AVX-51
     __builtin_convertvector of four floats (GCC splits it)      2.5 float32
     columns of a 4 x 3 matrix gathered one number at a time     backward of all 1.2 float64, 1.3 float32
     an atom's sums as four rows of three, padded to four        1.0, 1.1 at 10^4 atoms: a third more memory
-    prefetching by hand, 16 or 32 slots ahead                   1.0, at 10^4 atoms 0.9 to 1.5
     a buffer of calloc a task, mapped anew in every call        1.2 at 10^4 atoms
+
+And with a row prefetched, 12,288 atoms x 138 slots, one thread of an AVX2 machine (Zen 3) under load:
+    no prefetch (the kernel before)                             lattice 1.07 float64, 1.29 float32; random 1.03 and 1.29
+    a list of a row's live slots, worked off in blocks of four  lattice 1.02 and 1.06, random 0.91 and 1.06;
+                                                                scattered -1: 1.34 float64, 0.90 float32
+On that machine the empty ends of rows cost what they hold: reading them too takes as long as leaving them out, whatever is
+prefetched, in which order and how far ahead (1.5 to 1.7 of `read`). Large pages for the inputs do not change that.
 """
 
 import argparse
