@@ -1,5 +1,6 @@
 // CPU kernels of the force operators.
 #include <ATen/Parallel.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <array>
@@ -47,6 +48,16 @@ int64_t next_slot(const Index* list, int64_t slot, int64_t end) {
   return slot;
 }
 
+// Prefetches a slot's numbers. Every row ends in empty slots, after which the hardware has to find
+// out anew what is being read, so each slot prefetches the one that many slots further on: its
+// counterpart in the next row, unless that is too far ahead to stay in the L2 cache.
+template <int kNumbers, class Real>
+void prefetch(const Real* x) {
+  for (int byte = 0; byte < kNumbers * int(sizeof(Real)); byte += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(x) + byte);
+}
+int64_t slots_ahead(int64_t neighbors) { return std::min<int64_t>(neighbors, 1024); }
+
 // R4 is a Row where the virial is wanted, a number where only the force is.
 template <class Real>
 void load_r4(const Real* Rij, Row& r4) {
@@ -66,7 +77,7 @@ template <class R4>
 struct Part {
   R4* sums;             // [n+m][3], of which the task has set
   int64_t first, last;  // first <= j < last
-  int64_t bad;
+  int64_t bad;          // position of the first entry that names no atom; then there are no sums
 };
 
 // More tasks share the work better and cost more memory and additions. The number may depend on the
@@ -80,17 +91,22 @@ int64_t tasks_per_frame(int64_t natoms, int64_t rows, int64_t neighbors) {
   return std::clamp<int64_t>(std::min(slots / kSlotsPerTask, fit), 1, kMaxTasks);
 }
 
-// The least range of rows that has all those in the list.
-template <class Index>
-std::pair<int64_t, int64_t> named_rows(const Index* list, int64_t slots, int64_t rows) {
-  using Unsigned = std::make_unsigned_t<Index>;  // -1 is the largest
-  Unsigned first = Unsigned(rows);
-  Index last = -1;
+// Sets the least range of rows that has all those in the list, or the position of its first bad
+// entry. As unsigned numbers -1 is the largest and its successor 0, so nothing can overflow.
+template <class R4, class Index>
+void find_rows(const Index* list, int64_t slots, int64_t rows, Part<R4>& part) {
+  using Unsigned = std::make_unsigned_t<Index>;
+  const auto limit = Unsigned(std::min(uint64_t(rows), uint64_t(Unsigned(-1) / 2) + 1));
+  Unsigned first = limit, end = 0;
   for (int64_t s = 0; s < slots; ++s) {
     first = std::min(first, Unsigned(list[s]));
-    last = std::max(last, list[s]);
+    end = std::max(end, Unsigned(Unsigned(list[s]) + 1));
   }
-  return {int64_t(first), std::min(int64_t(last) + 1, rows)};
+  part.first = int64_t(first);
+  part.last = int64_t(end);
+  part.bad = kNoBadEntry;
+  if (end <= limit) return;
+  for (part.bad = 0; Unsigned(Unsigned(list[part.bad]) + 1) <= limit;) ++part.bad;
 }
 
 template <class R4, class Real, class Index>
@@ -100,11 +116,14 @@ void sum_pairs(const ForceInputs<Real, Index>& in, int64_t frame, int64_t begin,
   const Index* list = in.list_neigh + first_slot;
   const Real *dE = in.dE + 4 * first_slot, *Ri_d = in.Ri_d + 12 * first_slot;
   const Real* Rij = in.virial ? in.Rij + 3 * first_slot : nullptr;
-  const auto [first, last] =
-      named_rows(list + begin * in.neighbors, (end - begin) * in.neighbors, rows);
-  part.first = std::min(first, begin);
-  part.last = std::max(last, end);
-  part.bad = kNoBadEntry;
+  const int64_t begin_slot = begin * in.neighbors, ahead = slots_ahead(in.neighbors);
+  find_rows(list + begin_slot, end * in.neighbors - begin_slot, rows, part);
+  if (part.bad != kNoBadEntry) {
+    part.bad += first_slot + begin_slot;
+    return;
+  }
+  part.first = std::min(part.first, begin);
+  part.last = std::max(part.last, end);
   R4* const sums = part.sums;
   std::fill(sums + 3 * part.first, sums + 3 * part.last, R4{});
 
@@ -113,11 +132,13 @@ void sum_pairs(const ForceInputs<Real, Index>& in, int64_t frame, int64_t begin,
     const int64_t row_end = (i + 1) * in.neighbors;
     for (int64_t s = i * in.neighbors; s < row_end;) {
       const int64_t j = list[s];
-      if (j < 0 || j >= rows) {
-        if (j != -1) part.bad = first_of(part.bad, first_slot + s);
+      if (j < 0) {
         s = next_slot(list, s, row_end);
         continue;
       }
+      prefetch<4>(dE + 4 * (s + ahead));
+      prefetch<12>(Ri_d + 12 * (s + ahead));
+      if (in.virial) prefetch<3>(Rij + 3 * (s + ahead));
       const Triple g = row_times_matrix<4>(dE + 4 * s, Ri_d + 12 * s);
       R4 r4;
       load_r4(Rij + 3 * s, r4);
@@ -173,6 +194,8 @@ int64_t force_of(const ForceInputs<Real, Index>& in, const ForceOutputs<Real>& o
                 parts[t]);
     }
   });
+  for (const Part<R4>& part : parts)
+    if (part.bad != kNoBadEntry) return part.bad;
 
   constexpr int64_t kRowsPerTask = 512;
   const int64_t blocks = (rows + kRowsPerTask - 1) / kRowsPerTask;
@@ -194,9 +217,7 @@ int64_t force_of(const ForceInputs<Real, Index>& in, const ForceOutputs<Real>& o
       for (int k = 0; k < 9; ++k) out.virial[9 * frame + k] = Real(virial[k / 3][k % 3]);
     }
   }
-  int64_t bad = kNoBadEntry;
-  for (const Part<R4>& part : parts) bad = first_of(bad, part.bad);
-  return bad;
+  return kNoBadEntry;
 }
 
 // U of every row of every frame: gF alone without a virial's gradient, and a number to fill it up.
@@ -226,6 +247,19 @@ Scratch<double> pack_upstream(const ForceInputs<Real, Index>& in,
   return packed;
 }
 
+// Asks for large pages where a new array is about to be written: mapping it 4 KiB at a time takes
+// longer than computing what goes there. It is advice; where the system has no such pages, or the
+// pages are there already, nothing happens.
+template <class Real>
+void prefer_large_pages(Real* array, int64_t count) {
+  if (!array) return;
+  constexpr uintptr_t kPage = 2 << 20, kLeast = 2 * kPage;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(array) + kPage - 1) & ~(kPage - 1);
+  const uintptr_t end = reinterpret_cast<uintptr_t>(array + count) & ~(kPage - 1);
+  if (begin + kLeast <= end)
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
 // The gradients of one centre atom's slots.
 template <bool kVirial, class Real, class Index>
 int64_t backward_atom(const ForceInputs<Real, Index>& in, const double* packed, int64_t atom,
@@ -239,6 +273,7 @@ int64_t backward_atom(const ForceInputs<Real, Index>& in, const double* packed, 
   if (in.center)
     center = matrix_row(frame_U + atom % in.natoms * kUpstream<kVirial>, kVirial ? 3 : 0);
   int64_t bad = kNoBadEntry;
+  const int64_t ahead = slots_ahead(in.neighbors);
   for (int64_t s = atom * in.neighbors; s < end;) {
     const int64_t j = list[s];
     if (j < 0 || j >= rows) {
@@ -250,6 +285,9 @@ int64_t backward_atom(const ForceInputs<Real, Index>& in, const double* packed, 
       s = next;
       continue;
     }
+    if (to_Ri_d || to_Rij) prefetch<4>(dE + 4 * (s + ahead));
+    if (to_dE || to_Rij) prefetch<12>(Ri_d + 12 * (s + ahead));
+    if (kVirial) prefetch<3>(Rij + 3 * (s + ahead));
     const double* U = frame_U + j * kUpstream<kVirial>;
     Triple e;
     if constexpr (kVirial) {
@@ -276,6 +314,10 @@ template <bool kVirial, class Real, class Index>
 int64_t backward_of(const ForceInputs<Real, Index>& in, const ForceUpstream<Real>& upstream,
                     const ForceGradients<Real>& out) {
   const auto packed = pack_upstream<kVirial>(in, upstream);
+  const int64_t slots = in.frames * in.natoms * in.neighbors;
+  prefer_large_pages(out.dE, 4 * slots);
+  prefer_large_pages(out.Ri_d, 12 * slots);
+  prefer_large_pages(out.Rij, 3 * slots);
   constexpr int64_t kSlotsPerTask = 1 << 13;
   const int64_t grain = std::max<int64_t>(1, kSlotsPerTask / std::max<int64_t>(in.neighbors, 1));
   return at::parallel_reduce(

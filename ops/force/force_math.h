@@ -11,9 +11,9 @@
 // of them (kRows = 1); what it gets for g and e is its share of a sum over four lanes.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #ifdef __CUDACC__
 #define CALCOPS_HD __host__ __device__
@@ -53,10 +53,6 @@ CALCOPS_HD inline Numbers<kCount> operator-(Numbers<kCount> v, const Numbers<kCo
 template <class Real>
 CALCOPS_HD inline Triple matrix_row(const Real* m, int c) {
   return {double(m[3 * c]), double(m[3 * c + 1]), double(m[3 * c + 2])};
-}
-template <class Real>
-CALCOPS_HD inline Triple matrix_columns(const Real* m) {
-  return matrix_row(m, 0);
 }
 template <int kCount, class Real>
 CALCOPS_HD inline void store(double number, Real* out) {
@@ -99,16 +95,15 @@ CALCOPS_HD inline Triple matrix_row(const Real* m, int c) {
   return shuffle<1, 2, 3, 0>(last, last);
 }
 
-template <class Real>
-CALCOPS_HD inline std::array<Row, 3> matrix_columns(const Real* m) {
-  const Row x = load_row(m), y = load_row(m + 4), z = load_row(m + 8);
-  return {shuffle<0, 1, 2, 5>(shuffle<0, 3, 6, 6>(x, y), z),
-          shuffle<0, 1, 2, 6>(shuffle<1, 4, 7, 7>(x, y), z),
-          shuffle<0, 1, 4, 7>(shuffle<2, 5, 5, 5>(x, y), z)};
-}
-
 template <int kCount, class Real>
 CALCOPS_HD inline void store(const Row& row, Real* out) {
+#ifdef __AVX__
+  if constexpr (std::is_same_v<Real, float>) {
+    const __m128 numbers = _mm256_cvtpd_ps(row);
+    std::memcpy(out, &numbers, kCount * sizeof(Real));
+    return;
+  }
+#endif
   const Real numbers[4] = {Real(row[0]), Real(row[1]), Real(row[2]), Real(row[3])};
   std::memcpy(out, numbers, kCount * sizeof(Real));
 }
@@ -125,8 +120,16 @@ CALCOPS_HD inline Triple row_times_matrix(const X& x, const Real* m) {
 // m v: the gradient of dE from Ri_d and e, of Rij from U and g (kRows = 3)
 template <int kRows, class M, class Real>
 CALCOPS_HD inline void matrix_times_column(const M* m, const Triple& v, Real* out) {
-  const auto columns = matrix_columns(m);
-  store<kRows>(v[0] * columns[0] + v[1] * columns[1] + v[2] * columns[2], out);
+#ifdef __CUDACC__
+  store<kRows>(v[0] * double(m[0]) + v[1] * double(m[1]) + v[2] * double(m[2]), out);
+#else
+  const Row x = load_row(m) * shuffle<0, 1, 2, 0>(v, v);
+  const Row y = load_row(m + 4) * shuffle<1, 2, 0, 1>(v, v);
+  const Row z = load_row(m + 8) * shuffle<2, 0, 1, 2>(v, v);
+  const Row xy = shuffle<0, 1, 6, 7>(x, y), yz = shuffle<0, 1, 6, 7>(y, z);
+  store<kRows>(
+      shuffle<0, 4, 2, 6>(xy, yz) + shuffle<1, 5, 3, 7>(xy, yz) + shuffle<2, 3, 4, 5>(x, z), out);
+#endif
 }
 
 // x (x) v: the gradient of Ri_d from dE and e
