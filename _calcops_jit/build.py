@@ -130,7 +130,7 @@ def find_ninja() -> str | None:
 
 def jobs(environment: Mapping[str, str] = os.environ) -> int:
     """How many compilers may run: MAX_JOBS, or processors and free memory for 1.5 GB each, within the cgroups."""
-    if (asked := environment.get("MAX_JOBS", "")).isdigit():
+    if (asked := environment.get("MAX_JOBS", "")).isdigit() and int(asked) > 0:
         return int(asked)
     processors, free = cgroup_limits()
     if available := re.search(r"MemAvailable:\s+(\d+)", inputs.text_of("/proc/meminfo")):

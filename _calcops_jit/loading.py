@@ -107,10 +107,6 @@ class Live:
         self.library._show(generation.path, operators.handles(self._described, request.python and self.library))
 
 
-# glibc takes a name that it has seen for the library that it has, whatever lies there now.
-_mapped: dict[str, tuple[int, int]] = {}
-
-
 def link_in(path: str, fd: int, request: inputs.Request) -> ctypes.CDLL:
     """Loads the open file `fd`, whose bytes were verified, under the name `path` if that is where it lies.
 

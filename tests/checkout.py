@@ -13,6 +13,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
 CALL = "import calcops_jit, ctypes; print(ctypes.CDLL(calcops_jit.library_path()).answer())"
+# The library that the process has, which need not be the file of that name.
+LOADED = "[live] = calcops_jit.library._loaded; loaded = live._generations[live.digest]._library"
 
 BUILDING = "import torch.utils.cpp_extension, setuptools"  # what a build imports and a warm import does not
 # Reads jobs, forks a child for each, answers with its pid; "wait" answers with its exit status.

@@ -8,15 +8,16 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from checkout import BUILDING, Checkout, the_zygote
+from checkout import BUILDING, LOADED, Checkout, the_zygote
 
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount, and be somebody else")
 ANYBODY = 54321  # no passwd entry
-ANSWER = """
+ANSWER = f"""
 import calcops_jit
 try:
     calcops_jit.library_path()
-    print(calcops_jit._own._generations[calcops_jit._own.digest]._library.answer())
+    {LOADED}
+    print(loaded.answer())
 except calcops_jit.BuildError as error: print(error)
 """
 # The n-th file that is opened for writing, folder that is made or rename in the cache finds the disk full.

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from checkout import in_cache, staging, wait_for
+from checkout import LOADED, in_cache, staging, wait_for
 
 from _calcops_jit import private
 
 MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
-LOADED = "import calcops_jit; print(calcops_jit._own._generations[calcops_jit._own.digest]._library.answer())\n"
+ANSWER = f"import calcops_jit; {LOADED}; print(loaded.answer())\n"
 
 
 # ---- folders of one process ---------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_a_folder_whose_owner_lives_in_another_container_stays(tmp_path):
 
 def test_where_no_cache_can_be_written_nothing_is_left_and_nothing_is_built_twice(checkout, tmp_path):
     (tmp_path / f"calcops-{os.getuid()}").touch()
-    script = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n{LOADED}print(calcops_jit.reload())\n"
+    script = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n{ANSWER}print(calcops_jit.reload())\n"
     script += "import atexit; atexit._run_exitfuncs()"  # which the exit of a zygote's child leaves out
     for built in (1, 1):
         child = checkout.run(script, CALCOPS_CACHE="/dev/null/cache", TMPDIR=tmp_path)
@@ -104,7 +104,7 @@ def test_an_interpreter_that_ends_while_a_thread_builds_takes_the_build_along(ch
 
 
 def test_clean_leaves_what_is_built_and_what_is_in_use(checkout):
-    user = checkout.start(f"{LOADED}import sys, time; sys.stdout.flush(); time.sleep(600)")
+    user = checkout.start(f"{ANSWER}import sys, time; sys.stdout.flush(); time.sleep(600)")
     wait_for(lambda: user.out or user.err.count("Error"), 120)
     (used,) = checkout.libraries()
     checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
@@ -139,7 +139,7 @@ def test_imports_and_cleaners_and_pruners_at_once_do_not_disturb_each_other(chec
     cleaners = [checkout.start(cleaning) for _ in range(2)]
     children = []
     for _ in range(4):
-        children += [checkout.start(LOADED) for _ in range(3)]
+        children += [checkout.start(ANSWER) for _ in range(3)]
         time.sleep(0.3)
     assert [(child.wait().code, child.out) for child in children] == [(0, "1\n")] * 12, [c.err for c in children]
     assert [cleaner.wait().err for cleaner in cleaners] == ["", ""]

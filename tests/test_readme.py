@@ -72,3 +72,14 @@ def test_the_program_in_cpp_builds_as_shown_and_prints_what_is_shown(tmp_path):
 def test_every_variable_is_one_that_the_code_reads(name):
     sources = [ROOT / "calcops_jit.py", *(ROOT / "_calcops_jit").rglob("*.py"), *(ROOT / "ops").rglob("*.cpp")]
     assert any(f'"{name}"' in path.read_text(encoding="utf-8") for path in sources)
+
+
+def test_the_map_of_the_loader_names_every_module_and_what_it_imports():
+    rows = re.findall(r"^\| \[(\w+)\]\(\S+\) \| .+ \| ?(.*) \|$", TEXTS["_calcops_jit/README.md"], re.MULTILINE)
+    modules = {"calcops_jit": ROOT / "calcops_jit.py"} | {p.stem: p for p in (ROOT / "_calcops_jit").glob("[!_]*.py")}
+    imported = {}
+    for module, path in modules.items():
+        found = re.findall(r"^\s*from (?:_calcops_jit)?(?:\.(\w+)| *\.?) import (.+)$", path.read_text(), re.MULTILINE)
+        names = {name for one, several in found for name in ([one] if one else re.findall(r"\w+", several))}
+        imported[module] = ", ".join(sorted(names & modules.keys()))
+    assert dict(rows) == imported

@@ -21,8 +21,9 @@ And with a row prefetched, 12,288 atoms x 138 slots, one thread of an AVX2 machi
     no prefetch (the kernel before)                             lattice 1.07 float64, 1.29 float32; random 1.03 and 1.29
     a list of a row's live slots, worked off in blocks of four  lattice 1.02 and 1.06, random 0.91 and 1.06;
                                                                 scattered -1: 1.34 float64, 0.90 float32
-On that machine the empty ends of rows cost what they hold: reading them too takes as long as leaving them out, whatever is
-prefetched, in which order and how far ahead (1.5 to 1.7 of `read`). Large pages for the inputs do not change that.
+On that machine the empty ends of rows cost what they hold: reading them too takes as long as leaving them out,
+whatever is prefetched, in which order and how far ahead (1.5 to 1.7 of `read`). Large pages for the inputs do not
+change that.
 """
 
 import argparse
