@@ -5,7 +5,7 @@ supported = 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14)
 candidates = $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
 python = .venv/bin/python
 pip = $(python) -m pip install --disable-pip-version-check -q
-sources = $(wildcard _calcops_jit/shadow/torch/*.h ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu)
+sources = $(wildcard _calcops_jit/shadow/torch/*.h ops/*.h ops/*.cpp ops/*/*.h ops/*/*.cpp ops/*/*.cu examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu)
 
 oldest = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 operator_tests = $(foreach folder,$(notdir $(wildcard ops/*)),$(wildcard tests/test_$(folder)*.py))
@@ -19,8 +19,9 @@ environment_avx2 = CALCOPS_CFLAGS=-march=x86-64-v3
 help: ## this list (the default)
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
-demo: .venv/.examples ## build the operators and run examples/quickstart.py
+demo: .venv/.examples ## build the operators; silicon from an energy to forces and pressure, and a photograph straightened
 	$(python) examples/quickstart.py
+	$(python) examples/warp_perspective/straighten.py
 
 test: .venv/.test ## every test but the long ones; config=asan|ubsan|x86-64|avx2: the operators' tests, built that way
 	$(environment_$(config)) $(python) -m pytest -m "not long" $(if $(config),$(operator_tests))
@@ -54,7 +55,7 @@ format: .venv/.lint ## rewrite every file in the project's format
 	$(python) -m ruff format
 	.venv/bin/clang-format -i $(sources)
 
-docs: .venv/.base ## write the README's operator table, the type stubs and the C++ header from the schemas
+docs: .venv/.base ## write the READMEs' operator tables, the type stubs and the C++ header from the schemas
 	PYTHONPATH=. $(python) tests/generate_docs.py
 
 bench: .venv/.bench ## the project's numbers on this machine

@@ -15,6 +15,7 @@ them. Each is the torch.ops handle itself, so autograd, torch.compile, torch.exp
 
     python -m calcops_jit build | where | clean                 # build now; show cache, library, key; empty the cache
     python -m calcops_jit why | doctor                          # name what changed since; judge the environment
+    python -m calcops_jit build | why mine                      # the same for a library that `load` has built
     python -m calcops_jit export DIR                            # the built operators for machines without a compiler
     python -m calcops_jit cache list | prune | verify           # what is kept; it bounds itself
 
@@ -44,9 +45,14 @@ from typing import TYPE_CHECKING
 if sys.platform != "linux" or platform.machine() != "x86_64":
     raise ImportError(f"calcops_jit: expected Linux on x86-64, got {sys.platform} on {platform.machine()}")
 
+if not os.path.exists(__file__):
+    raise ImportError(f"calcops_jit: expected files, which a compiler can read, got {__file__}: unpack it")
+
 from _calcops_jit import __version__, library, recipes
 from _calcops_jit.diagnosis import BuildError
 from _calcops_jit.loading import Library
+
+_Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 if TYPE_CHECKING:
     from _calcops_jit.handles import *  # noqa: F403
@@ -59,19 +65,21 @@ _problem: Exception | None = None
 
 def load(
     name: str,
-    sources: str | Sequence[str],
-    extra_cflags: Sequence[str] | None = None,
-    extra_cuda_cflags: Sequence[str] | None = None,
-    extra_ldflags: Sequence[str] | None = None,
-    extra_include_paths: Sequence[str] | None = None,
+    sources: _Paths,
+    extra_cflags: str | Sequence[str] | None = None,
+    extra_cuda_cflags: str | Sequence[str] | None = None,
+    extra_ldflags: str | Sequence[str] | None = None,
+    extra_include_paths: _Paths | None = None,
     *,
     verbose: bool = False,
     with_cuda: bool | None = None,
+    **torch_options,
 ) -> Library:
     """Builds (once), caches and loads operator sources; the options are those of torch.utils.cpp_extension.load.
 
     The sources register their operators with TORCH_LIBRARY. The result has them as attributes and in `.operators`, the
-    file in `.path`. Flags come after -O3 -fvisibility=hidden -fno-gnu-unique. BuildError says why it cannot be built.
+    file in `.path`. Flags come after -O3 -fvisibility=hidden -fno-gnu-unique; one string of them is split as a shell
+    does. BuildError says why it cannot be built. torch's other options: what cannot be had here is refused.
     """
     return library.obtain(recipes.foreign(**locals()))
 
@@ -146,5 +154,7 @@ if __name__ == "__main__":
 try:
     _bring_in()
 except BuildError as error:
+    from _calcops_jit.progress import say
+
     _problem = error
-    print(f"calcops_jit: {error}", file=sys.stderr)
+    say(str(error))

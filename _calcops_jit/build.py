@@ -1,19 +1,18 @@
-"""One compile, by torch.utils.cpp_extension.load in a private folder, and what it read."""
+"""One compile in a private folder, what it read, and how many compilers may run."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
-import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Mapping
 
-from . import cache, cuda, diagnosis, inputs, reads
-from .registration import SHADOW
+from . import cache, diagnosis, inputs, reads
+from .plan import Plan
 
 
 class OutOfMemory(Exception):
@@ -33,58 +32,81 @@ def compile_library(
     looked_up = {source: cache.find(request.unit(source)) for source in request.sources}
     kept = [found for found in looked_up.values() if found]
     fresh = [source for source, found in looked_up.items() if not found]
-    started = os.stat(staging).st_mtime_ns
-    failure = None
-    with _environment(request, staging, ninja, alone):
-        try:
-            _load(request, staging, fresh, [_bring(found, staging) for found in kept])
-        except Exception as error:
-            log = f"{slot}/failed.log"
-            with contextlib.suppress(OSError):
-                _write(log, str(error))
-            failure = diagnosis.explain(f"cannot build {request.name}", str(error), request, log)
-            if not alone and diagnosis.KILLED in str(failure):
-                failure = OutOfMemory()
-    read = reads.Reads(request, staging, ninja)
+    objects = [_bring(found, staging) for found in kept]
+    plan = _plan(request, staging, fresh, objects, 1 if alone else jobs(request.environment))
+    named = {kind: reads.named(request, text) for kind, text in plan.flags.items()}
+    compiling, linking = named["cflags"] | named["cuda_cflags"], named["ldflags"]
+    foreseen = reads.foreseen(request, fresh, plan.flags["cflags"])
+    before = reads.Before(staging, foreseen | compiling | linking)
+    said = _run(ninja, plan, request, staging)
+    if "--dependency-file" in said:
+        said = _run(ninja, plan, request, staging, reads.LINKED_BEFORE_2_35)
+    failure = said and _failure(said, request, slot, alone)
+    recorder = reads.Recorder(request, reads.search(request, plan.flags["cflags"]), before)
     closures = [found.manifest.closure for found in kept]
-    changed = None
-    recorder = reads.Recorder(request, read.search)
-    for source, (target, paths) in zip(fresh, read.units.items(), strict=False):
-        # Nobody knows which state of these the compiler saw. (In the clock's tick in which the staging folder was made
-        # a program that edits and reloads may have saved, but no compiler had started.)
-        if late := [path for path in paths if os.stat(path).st_ctime_ns > started]:
-            changed = inputs.Changed(late[0])
-        elif os.path.exists(f"{staging}/{target}"):
-            closures.append(recorder.closure(paths | read.tools))
+    tools = reads.tools(request, plan.flags["cflags"], "cc1plus", "as") | reads.cuda_tools(request) if fresh else set()
+    finished = re.findall(r"\t([^\t]+)\t\w+$", inputs.text_of(f"{staging}/.ninja_log"), re.MULTILINE)
+    for source, target in plan.units.items():
+        if target not in finished:
+            continue
+        try:
+            read, told = reads.of_unit(request, staging, source, target)
+            closures.append(recorder.closure(read, compiling | tools, told))
+        except inputs.Changed as changed:
+            failure = failure or changed
+        else:
             unit = request.unit(source)
             place = cache.slot_path(os.path.dirname(slot), unit)
-            os.makedirs(place, 0o700, exist_ok=True)
-            os.close(cache.publish(place, staging, f"{staging}/{target}", unit, {}, closures[-1]).fd)
-    if failure or changed:
-        raise failure or changed
-    return f"{staging}/{os.path.basename(staging)}", inputs.merged([*closures, recorder.closure(read.libraries)])
+            cache.publish(place, staging, f"{staging}/{target}", unit, closures[-1])
+    if failure:
+        raise failure
+    linked = reads.of_link(request, staging, [*objects, *plan.units.values()])
+    linked |= linking | reads.tools(request, plan.flags["ldflags"], reads.linker(plan.flags["ldflags"]))
+    return f"{staging}/{os.path.basename(staging)}", inputs.merged([*closures, recorder.closure(set(), linked)])
 
 
-def _load(request: inputs.Request, staging: str, sources: list[str], objects: list[str]) -> None:
-    from torch.utils import cpp_extension
+def _plan(request: inputs.Request, staging: str, fresh: list[str], objects: list[str], jobs: int) -> Plan:
+    try:
+        return Plan.of(request, staging, fresh, objects, jobs)
+    except diagnosis.BuildError:
+        raise
+    except Exception as error:  # torch's, of a GPU's architecture for one
+        raise diagnosis.explain(f"cannot build {request.name}", str(error), request) from None
 
-    if request.cuda.build:
-        cpp_extension.CUDA_HOME = request.cuda.home
-    # "Standalone" with -shared links a library without libtorch_python and does not load it: that happens later,
-    # from verified bytes. The staging folder's name is one that torch's versioner has not seen.
-    cpp_extension.load(
-        os.path.basename(staging),
-        _distinct(sources, staging),
-        extra_cflags=_for_this_compiler(request.cflags),
-        extra_cuda_cflags=list(request.cuda_cflags),
-        extra_ldflags=["-shared", *objects, *_linking(request, staging)],
-        extra_include_paths=list(request.include_paths),
-        build_directory=staging,
-        verbose=request.verbose,
-        with_cuda=request.cuda.build,
-        is_python_module=False,
-        is_standalone=True,
-    )
+
+def _failure(said: str, request: inputs.Request, slot: str, alone: bool) -> Exception:
+    with contextlib.suppress(OSError), open(f"{slot}/failed.log", "w", encoding="utf-8") as file:
+        file.write(said)
+    failure = diagnosis.explain(f"cannot build {request.name}", said, request, f"{slot}/failed.log")
+    return OutOfMemory() if not alone and diagnosis.KILLED in str(failure) else failure
+
+
+def _run(ninja: str, plan: Plan, request: inputs.Request, staging: str, linked: str = reads.LINKED) -> str:
+    """What ninja and the compilers say if they fail."""
+    plan.write(request, staging, linked)
+    command = [ninja, "-v", "-j", str(plan.jobs)]
+    said = []
+    with subprocess.Popen(
+        command,
+        cwd=staging,
+        env=plan.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        process_group=0,  # Ctrl-C is for this process, which then ends what it has started
+    ) as process:
+        try:
+            for line in process.stdout:
+                said.append(line)
+                if request.verbose:
+                    with contextlib.suppress(OSError, ValueError):  # a closed stream must not fail a build
+                        print(line, end="", flush=True)
+        except BaseException:
+            process.kill()  # and the compilers, with the staging folder
+            raise
+    return "".join(said) or f"ninja ended with {process.returncode}" if process.returncode else ""
 
 
 def _bring(found: cache.Generation, staging: str) -> str:
@@ -106,8 +128,10 @@ def find_ninja() -> str | None:
     return shutil.which("ninja") or shutil.which("ninja", path=os.pathsep.join(folders))
 
 
-def jobs() -> int:
-    """How many compilers this process may run: processors, and free memory for 1.5 GB each, within its cgroups."""
+def jobs(environment: Mapping[str, str] = os.environ) -> int:
+    """How many compilers may run: MAX_JOBS, or processors and free memory for 1.5 GB each, within the cgroups."""
+    if (asked := environment.get("MAX_JOBS", "")).isdigit():
+        return int(asked)
     processors, free = cgroup_limits()
     if available := re.search(r"MemAvailable:\s+(\d+)", inputs.text_of("/proc/meminfo")):
         free = min(free, int(available[1]) * 1024)
@@ -139,73 +163,3 @@ def _numbers(path: str) -> list[int]:
     with contextlib.suppress(ValueError):
         return [int(word) for word in inputs.text_of(path).split()]
     return []
-
-
-@contextlib.contextmanager
-def _environment(request: inputs.Request, staging: str, ninja: str, alone: bool) -> Iterator[None]:
-    """The variables that torch and the compilers read; as they were afterwards."""
-    changes = {
-        "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(ninja)]),
-        "LD_PRELOAD": "",  # what this process runs under, a sanitizer say, the compilers need not
-        "LC_ALL": "C.UTF-8",  # messages are read by diagnosis.py
-        "MAX_JOBS": "1" if alone else os.environ.get("MAX_JOBS") or str(jobs()),
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking whether there is a GPU must not initialise CUDA
-        "TORCH_DONT_CHECK_COMPILER_ABI": "1",  # two more processes, to warn of compilers older than C++17
-    }
-    if len(inputs.compiler_words()) > 1:  # torch quotes what CXX says, as if it were one word
-        changes["CXX"] = _write(f"{staging}/cxx", f'#!/bin/sh\nexec {os.environ["CXX"]} "$@"\n')
-        os.chmod(changes["CXX"], 0o700)
-    if request.cuda.build:
-        changes |= {"CUDA_HOME": request.cuda.home, "TORCH_CUDA_ARCH_LIST": cuda.arch_list(request.cuda)}
-    before = {name: os.environ[name] for name in changes if name in os.environ}
-    logger = logging.getLogger("torch.utils.cpp_extension")
-    was_disabled, logger.disabled = (logger.disabled, not request.verbose)  # without a GPU it says so, which is no news
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        logger.disabled = was_disabled
-        for name in changes:
-            del os.environ[name]
-        os.environ.update(before)
-
-
-def _distinct(sources: list[str], staging: str) -> list[str]:
-    """torch names objects by basename; a source whose basename is taken is reached through a file of its own.
-    And it wants a source even where every object is kept."""
-    taken: set[str] = set()
-    distinct = []
-    for i, source in enumerate(sources):
-        if os.path.basename(source) in taken:
-            stem, extension = os.path.splitext(os.path.basename(source))
-            distinct.append(_write(f"{staging}/{stem}.{i}{extension}", f'#include "{source}"\n'))
-        else:
-            taken.add(os.path.basename(source))
-            distinct.append(source)
-    return distinct or [_write(f"{staging}/nothing.cpp", "")]
-
-
-def _write(path: str, text: str) -> str:
-    with open(path, "w") as file:
-        file.write(text)
-    return path
-
-
-def _for_this_compiler(cflags: tuple[str, ...]) -> list[str]:
-    # torch passes -MMD, which leaves out every header found through -isystem; this makes the list complete.
-    if "clang" in reads.ask_compiler("--version"):
-        return [*(flag for flag in cflags if flag != "-fno-gnu-unique"), "-MD"]
-    return [*cflags, "-Wp,-M"]
-
-
-def _linking(request: inputs.Request, staging: str) -> list[str]:
-    """With rpaths, so that a C++ host needs no LD_LIBRARY_PATH; the CUDA runtime is the one that torch itself uses."""
-    flags = ["-Wl,--as-needed", *request.ldflags, "-Wl,-Map=link.map"]
-    flags += [f"-Wl,--version-script={shlex.quote(SHADOW)}/hidden.map", *["-ltorch_python"] * bool(request.python)]
-    rpaths = [os.path.join(request.unfold("@torch"), "lib")]
-    runtime = re.search(r"(/\S.*)/libcudart\.so[.\d]*$", inputs.text_of("/proc/self/maps"), re.MULTILINE)
-    if request.cuda.build and runtime:
-        os.symlink(runtime[0], f"{staging}/libcudart.so")  # wheels have only libcudart.so.13, which -lcudart ignores
-        flags.append("-L.")
-        rpaths.append(runtime[1])
-    return [*flags, *(f"-Wl,-rpath,{shlex.quote(folder)}" for folder in rpaths)]

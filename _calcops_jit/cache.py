@@ -2,11 +2,12 @@
 
     <cache>/<name>-<slot>/               everything that one Request, a library or a unit, was ever built into
         lock                             held (flock) while one process builds; says who
-        <library digest>/<name>.so       a generation: published by one rename of a complete folder, then never
-        <library digest>/manifest        written to, except that the manifest may get fresher stats
-        stage.<host>.<pid>.<start>.<x>/  the private folder of one build; its owner's death makes it garbage
+        <library digest>/<name>.so       a generation: put here by one rename, loaded from here, then never written to
+        <library digest>/manifest        makes it complete, so that it is found; may get fresher stats
+        stage.<host>.<pid>.<start>.<x>/  the private folder of one build
         failed.log                       the compiler's output of the last build that failed
 
+A library that a process has is locked (flock, shared) for as long; what is removed is locked (exclusively) meanwhile.
 A flock is free the moment its holder dies. Where a file system does not honour it, two processes build the same
 thing and the second rename finds the first's folder: no harm.
 """
@@ -18,9 +19,7 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
-import signal
 import socket
 import stat
 import tempfile
@@ -28,43 +27,19 @@ import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
-from . import inputs
+from . import inputs, places, private
 from .diagnosis import report
 
-DAY_S = 24 * 3600.0
 _KEEP = 8  # generations of a slot
-
-
-def folders() -> list[str]:
-    """Where libraries are looked for, and built where it can be written: the first choice, then a private fallback."""
-    found = []
-    if os.environ.get("CALCOPS_CACHE"):
-        found.append(os.path.abspath(os.environ["CALCOPS_CACHE"]))
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        if os.path.isabs(base):  # without HOME and a passwd entry "~" stays what it is
-            found.append(os.path.join(base, "calcops"))
-    # tempfile.gettempdir would write a file to find out whether it can.
-    private = os.path.join(os.path.abspath(os.environ.get("TMPDIR") or "/tmp"), f"calcops-{os.getuid()}")
-    if not os.path.lexists(private) or _is_ours(os.lstat(private)):  # everybody may write to /tmp
-        found.append(private)
-    return found
-
-
-def shared_folders() -> list[str]:
-    """Read-only caches, such as an administrator's for all users; looked into after our own."""
-    return [os.path.abspath(f) for f in os.environ.get("CALCOPS_CACHE_READONLY", "").split(":") if f]
-
-
-def _is_ours(status: os.stat_result) -> bool:
-    """Whether nobody else but root can have written what is there."""
-    return status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)  # which says nothing about the cache
+_LEFTOVERS = {"lock", "failed.log"}
 
 
 class Manifest(SimpleNamespace):
     """What is known about a published library. The file: its own digest, a line of JSON, the closure's stamps."""
 
     request: dict  # its facts
+    asked: list = []  # the arguments of recipes.foreign
     size: int
     digest: str
     operators: dict[str, str]
@@ -104,7 +79,7 @@ def open_regular(path: str, ours: bool = False) -> int:
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", path)
-    if ours and not _is_ours(status):
+    if ours and not places.is_ours(status):
         os.close(fd)
         raise OSError(errno.EPERM, "somebody else may have written it", path)
     return fd
@@ -117,14 +92,17 @@ def read_manifest(generation: str, ours: bool = False) -> Manifest:
 
 def find(request: inputs.Request, reasons: list[str] | None = None) -> Generation | None:
     """The published library that fits the request and whose inputs are still what they were."""
-    own = folders()
-    for folder in [*own, *shared_folders()]:
-        for i, (used, path) in enumerate(_generations(slot_path(folder, request))):
+    own = places.folders()
+    for folder in [*own, *places.shared_folders()]:
+        slot = slot_path(folder, request)
+        for i, (used, path) in enumerate(_generations(slot, ours=folder in own)):
             try:
                 manifest = read_manifest(path, ours=folder in own)
                 fresher = manifest.closure.check(request)
                 found = _verified(f"{path}/{request.output}", manifest, ours=folder in own)
             except (inputs.Changed, OSError, ValueError, KeyError, TypeError) as problem:
+                if getattr(problem, "errno", 0) in _NO_DESCRIPTOR:
+                    raise
                 if reasons is not None:
                     reasons.append(str(problem))
                 continue
@@ -132,7 +110,7 @@ def find(request: inputs.Request, reasons: list[str] | None = None) -> Generatio
                 with contextlib.suppress(OSError):
                     if fresher:
                         write_whole(f"{path}/manifest", manifest.dump())
-                    if i > 0 or time.time() - used > DAY_S:  # when it was last used, to the day
+                    if i > 0 or time.time() - used > private.DAY_S:  # when it was last used, to the day
                         os.utime(path)
             return found
     return None
@@ -140,21 +118,40 @@ def find(request: inputs.Request, reasons: list[str] | None = None) -> Generatio
 
 def _verified(path: str, manifest: Manifest, ours: bool) -> Generation:
     fd = open_regular(path, ours)
-    if os.fstat(fd).st_size != manifest.size or inputs.file_digest(fd) != manifest.digest:
+    _share(fd)
+    status = os.fstat(fd)
+    if status.st_nlink == 0 or status.st_size != manifest.size or inputs.file_digest(fd) != manifest.digest:
         os.close(fd)
-        raise ValueError(f"{path} is damaged")
+        raise ValueError(f"{path} {'is damaged' if status.st_nlink else 'was just removed'}")
     return Generation(path=path, manifest=manifest, fd=fd)
+
+
+def _share(fd: int) -> None:
+    """Says that a library is in use. Whoever removes it, or asks, has the lock for an instant only."""
+    for _ in range(100):
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.01)
+        except OSError:  # there are no locks
+            return
 
 
 def other_facts(request: inputs.Request) -> list[str]:
     """What distinguishes the request from the one that was last built, or used, under its name."""
-    named = (slot for f in folders() for slot in slots(f) if os.path.basename(slot)[:-17] == request.name)
+    for manifest in newest(request.name):
+        old, new = manifest.request, json.loads(json.dumps(request.facts))
+        changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+        return [f"{key}: {_difference(old.get(key, []), new.get(key, []))}" for key in changed]
+    return []
+
+
+def newest(name: str) -> Iterator[Manifest]:
+    """What is published under a name, first what was last built or used."""
+    named = (slot for f in places.folders() for slot in places.slots(f) if os.path.basename(slot)[:-17] == name)
     for _, path in sorted((g for slot in named for g in _generations(slot)), reverse=True):
         with contextlib.suppress(OSError, ValueError):
-            old, new = read_manifest(path).request, json.loads(json.dumps(request.facts))
-            changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-            return [f"{key}: {_difference(old.get(key, []), new.get(key, []))}" for key in changed]
-    return []
+            yield read_manifest(path, ours=True)
 
 
 def _difference(old, new) -> str:
@@ -165,24 +162,19 @@ def _difference(old, new) -> str:
     return f"{old} -> {new}"
 
 
-def _generations(slot: str) -> list[tuple[float, str]]:
+def _generations(slot: str, ours: bool = False) -> list[tuple[float, str]]:
     """(when it was last used, folder); first the last, which mostly fits."""
     try:
         with os.scandir(slot) as scanned:
             entries = list(scanned)
         found = [(e.stat().st_mtime, e.path) for e in entries if "." not in e.name and e.is_dir()]
-        if any(e.name.startswith("stage.") for e in entries):
-            sweep(slot)  # of a builder that was killed when all but this was done
-    except OSError:
+        if ours and any(e.name.startswith("stage.") for e in entries):
+            private.sweep(slot, "stage")  # of a builder that was killed when all but this was done
+    except OSError as problem:
+        if problem.errno in _NO_DESCRIPTOR:
+            raise
         return []
     return sorted(found, reverse=True)
-
-
-def slots(folder: str) -> list[str]:
-    """The slots in a cache folder: nothing else there is ours to remove."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        return [e.path for e in entries if e.is_dir() and re.search("-[0-9a-f]{16}$", e.name)]
-    return []
 
 
 def slot_path(folder: str, request: inputs.Request) -> str:
@@ -205,40 +197,92 @@ def write_whole(path: str, data: bytes) -> None:
 def writable_slot(request: inputs.Request) -> tuple[str, str]:
     """(a slot folder which can be written, why not the first choice or "")."""
     problem = ""
-    for folder in folders():
+    for folder in places.folders():
         slot = slot_path(folder, request)
         try:
-            for path in (folder, slot):
-                os.makedirs(path, 0o700, exist_ok=True)
-            with tempfile.TemporaryFile(dir=slot) as probe:
+            os.makedirs(folder, 0o700 if folder == places.fallback() else 0o755, exist_ok=True)
+            for last in (False, False, True):
+                os.makedirs(slot, 0o755, exist_ok=True)  # of these, others see what the umask lets them
+                try:
+                    probe = tempfile.TemporaryFile(dir=slot)
+                    break
+                except FileNotFoundError:  # another process tidied the empty slot away
+                    if last:
+                        raise
+            with probe:
                 os.posix_fallocate(probe.fileno(), 0, 4 << 20)  # a build of anything needs that
-                if not _is_ours(os.fstat(probe.fileno())):  # it would be refused by find()
+                if not places.is_ours(os.fstat(probe.fileno())):  # it would be refused by find()
                     raise OSError(errno.EPERM, "files there belong to others")
         except OSError as error:
             problem = problem or f"{folder}: {error.strerror}"
             continue
         return slot, problem
-    slot = tempfile.mkdtemp(prefix="calcops-")  # raises FileNotFoundError where nothing at all can be written
+    slot = slot_path(places.last_resort(), request)
+    os.mkdir(slot)
     return slot, problem
 
 
 @contextlib.contextmanager
 def locked(slot: str, waiting: Callable[..., contextlib.AbstractContextManager]) -> Iterator[None]:
     """Holds the slot's lock; while another process has it, `waiting(holder)` is entered, holder() as in _holder."""
-    fd = os.open(f"{slot}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    _held.add(fd)
+    fd = _open_lock(slot)
     try:
         with contextlib.ExitStack() as stack:
-            if not _try_lock(fd):
-                stack.enter_context(waiting(lambda: _holder(fd)))
-                while not _try_lock(fd):
-                    time.sleep(0.05)
+            told = False
+            while not (locked := _try_lock(fd)) or not _is_there(fd, slot):
+                if locked:
+                    _close_lock(fd)
+                    fd = _open_lock(slot)
+                    continue
+                if not told:
+                    stack.enter_context(waiting(lambda: _holder(slot)))
+                    told = True
+                time.sleep(0.05)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()} {socket.gethostname()} {time.time():.0f}".encode(), 0)
         yield
     finally:
-        _held.discard(fd)
-        os.close(fd)
+        _close_lock(fd)
+
+
+def tidy(slot: str, everything: bool = False) -> bool:
+    """Removes what dead builders left in a slot, with `everything` the generations that no process has, and the slot
+    when nothing is left in it. Whether it is gone; where somebody builds, nothing happens."""
+    with contextlib.suppress(OSError):
+        private.sweep(slot, "stage")
+        if not (everything or set(os.listdir(slot)) <= _LEFTOVERS):
+            return False
+        fd = _open_lock(slot)
+        try:
+            if not _try_lock(fd) or any(private.is_alive(entry.path, "stage") for entry in os.scandir(slot)):
+                return False
+            for _, generation in _generations(slot) if everything else ():
+                if any(map(os.path.lexists, (f"{generation}/manifest", output(generation)))):  # or it is not ours
+                    discard(generation)
+            if set(os.listdir(slot)) <= _LEFTOVERS:
+                shutil.rmtree(slot)
+        finally:
+            _close_lock(fd)
+    return not os.path.exists(slot)
+
+
+def _open_lock(slot: str) -> int:
+    os.makedirs(slot, 0o755, exist_ok=True)
+    fd = os.open(f"{slot}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    _held.add(fd)
+    return fd
+
+
+def _close_lock(fd: int) -> None:
+    _held.discard(fd)
+    os.close(fd)
+
+
+def _is_there(fd: int, slot: str) -> bool:
+    """Whether the open file still is the slot's lock: tidy() removes the slots that are empty."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(fd), os.stat(f"{slot}/lock"))
+    return False
 
 
 # A child that is forked during a build would keep the lock alive after the builder died.
@@ -257,19 +301,37 @@ def _try_lock(fd: int) -> bool:
     return True  # also where there are no locks: a double build is harmless
 
 
-def in_use(library: str) -> bool:
-    """Whether a process may have it, which link_in() says by a lock; where these are not to be had, anybody may."""
+def output(generation: str) -> str:
+    """The library, or object, in a generation's folder."""
+    name = os.path.basename(os.path.dirname(generation)).rpartition("-")[0]
+    return f"{generation}/unit.o" if name.startswith("unit-") else f"{generation}/{name}.so"
+
+
+def in_use(generation: str) -> bool:
+    """Whether a process has it, which find() says by a lock; where these are not to be had, anybody may."""
+    return not _unless_in_use(generation, lambda: None)
+
+
+def discard(generation: str) -> bool:
+    """Removes a generation that no process has; gives whether it did."""
+    return _unless_in_use(generation, lambda: shutil.rmtree(generation, ignore_errors=True))
+
+
+def _unless_in_use(generation: str, act: Callable[[], None]) -> bool:
     try:
-        with open(library, "rb+") as file:
+        with open(output(generation), "rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return not isinstance(error, (FileNotFoundError, IsADirectoryError))
-    return False
+            act()  # under the lock, so that find() does not take it meanwhile
+    except (FileNotFoundError, IsADirectoryError):
+        act()
+    except OSError:
+        return False
+    return True
 
 
-def _holder(fd: int) -> tuple[str, float]:
+def _holder(slot: str) -> tuple[str, float]:
     """Who builds, and for how many seconds."""
-    words = os.pread(fd, 256, 0).decode(errors="replace").split()
+    words = inputs.text_of(f"{slot}/lock").split()
     if len(words) != 3:
         return "another process", 0.0
     return f"pid {words[0]} on {words[1]}", max(0.0, time.time() - float(words[2]))
@@ -278,88 +340,53 @@ def _holder(fd: int) -> tuple[str, float]:
 @contextlib.contextmanager
 def staging(slot: str) -> Iterator[str]:
     """A private folder for one build, removed at the end together with what still runs in it."""
-    sweep(slot)
-    path = f"{slot}/stage.{socket.gethostname()}.{os.getpid()}.{_start_time(os.getpid())}.{os.urandom(4).hex()}"
-    os.mkdir(path, 0o700)
+    path = private.make(slot, "stage")
     try:
         yield path
     finally:
-        _remove(path)
+        private.remove(path)
 
 
-def sweep(slot: str) -> list[str]:
-    """Removes the staging folders of builders that died, and ends the compilers that these left running."""
-    swept = []
-    for entry in os.listdir(slot):
-        if entry.startswith("stage.") and _is_orphan(f"{slot}/{entry}"):
-            _remove(f"{slot}/{entry}")
-            swept.append(entry)
-    return swept
+def publish(slot: str, staging: str, file: str, request: inputs.Request, closure: inputs.Closure) -> None:
+    """Makes `file` a generation of the slot."""
+    generation = place(slot, staging, file, request, closure)
+    complete(generation, {})
+    os.close(generation.fd)
 
 
-def _is_orphan(path: str) -> bool:
-    with contextlib.suppress(OSError, ValueError):  # a name that is none of ours
-        host, pid, start, _ = os.path.basename(path).removeprefix("stage.").rsplit(".", 3)
-        if host == socket.gethostname():
-            return _start_time(int(pid)) != start
-        return time.time() - os.stat(path).st_mtime > DAY_S
-    return False
-
-
-def _start_time(pid: int) -> str:
-    """When a process started, in ticks since boot; "" if it is dead or a zombie. With the pid it names it for good."""
-    fields = inputs.text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return fields[19] if fields and fields[0] not in "ZX" else ""
-
-
-def _remove(path: str) -> None:
-    """Removes a staging folder. Compilers whose builder was killed still work in it: their working folder tells."""
-    real, own = os.path.realpath(path), str(os.getpid())
-    for _ in range(100):
-        running = [p for p in os.listdir("/proc") if p.isdigit() and p != own and _works_in(p, real)]
-        for pid in running:
-            with contextlib.suppress(OSError):
-                os.kill(int(pid), signal.SIGKILL)
-        if not running:
-            break
-        time.sleep(0.01)  # and look again: it may just have started another
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def _works_in(pid: str, folder: str) -> bool:
-    try:
-        return os.readlink(f"/proc/{pid}/cwd") == folder
-    except OSError:
-        return False
-
-
-def publish(
-    slot: str, staging: str, file: str, request: inputs.Request, about: dict[str, str], closure: inputs.Closure
-) -> Generation:
-    """Makes `file` a generation of the slot, by one rename; a damaged one of this name makes room."""
-    complete = f"{staging}/complete.{os.urandom(4).hex()}"
-    os.mkdir(complete)
+def place(slot: str, staging: str, file: str, request: inputs.Request, closure: inputs.Closure) -> Generation:
+    """Puts `file` where it will stay, by one rename; a damaged one of this name makes room. Nobody finds it yet."""
+    folder = f"{staging}/complete.{os.urandom(4).hex()}"
+    os.mkdir(folder, 0o755)
     os.chmod(file, 0o755)
-    os.rename(file, f"{complete}/{request.output}")
-    fd = open_regular(f"{complete}/{request.output}")
-    said = {"request": request.facts, "operators": about, "closure": closure}
+    os.rename(file, f"{folder}/{request.output}")
+    fd = open_regular(f"{folder}/{request.output}")
+    _share(fd)
+    said = {"request": request.facts, "asked": request.asked, "operators": {}, "closure": closure}
     manifest = Manifest(size=os.fstat(fd).st_size, digest=inputs.file_digest(fd), **said)
-    write_whole(f"{complete}/manifest", manifest.dump())
     # Named by what it is made of, without times and tools' places.
     made_of = sorted(digest for _, digest in closure.entries().values())
     target = f"{slot}/{inputs.digest(f'{manifest.digest} {made_of}'.encode())[:16]}"
     for _ in range(3):
         try:
-            os.rename(complete, target)
+            os.makedirs(slot, 0o755, exist_ok=True)  # a unit's is made here, and may be tidied away
+            os.rename(folder, target)
             break
+        except FileNotFoundError:
+            continue
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
             with contextlib.suppress(OSError):
-                os.rename(target, f"{complete}.old")  # goes with the staging folder
+                os.rename(target, f"{folder}.old")  # goes with the staging folder
     else:
         raise report(f"cannot publish {target}", ["something puts it there again and again"], f"rm -r {slot}")
     for _, old in _generations(slot)[_KEEP:]:
-        if not in_use(f"{old}/{request.output}"):
-            shutil.rmtree(old, ignore_errors=True)
+        discard(old)
     return Generation(path=f"{target}/{request.output}", manifest=manifest, fd=fd)
+
+
+def complete(generation: Generation, about: dict[str, str]) -> None:
+    """From now on it is found; `about` says which operators it has."""
+    generation.manifest.operators = about
+    write_whole(f"{os.path.dirname(generation.path)}/manifest", generation.manifest.dump())

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 import time
 
-from . import cache, library, recipes
+from . import cache, inputs, library, places, recipes
 from .diagnosis import BuildError
 from .progress import say
 
@@ -17,11 +16,15 @@ from .progress import say
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m calcops_jit", description="The operators' build and its cache.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    commands.add_parser("build", help="build the operators if need be, and print the library's path")
+    build = commands.add_parser("build", help="build the operators if need be, and print the library's path")
     where = commands.add_parser("where", help="print the cache folder and the library; builds nothing")
     where.add_argument("--key", action="store_true", help="print only the key for a CI cache")
     where.add_argument("--cache", action="store_true", help="print only the cache folder")
-    commands.add_parser("why", help="name the inputs that changed since the last build; 1 if there are any")
+    why = commands.add_parser("why", help="name the inputs that changed since the last build; 1 if there are any")
+    for command in (build, why):
+        command.add_argument(
+            "name", nargs="?", help="a library that calcops_jit.load has built, instead of the operators"
+        )
     doctor = commands.add_parser("doctor", help="judge what a build would find here; 1 if it would fail")
     doctor.add_argument("--json", action="store_true", help="for programs")
     export = commands.add_parser("export", help="write a folder with the built operators, for hosts without a compiler")
@@ -34,13 +37,17 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return globals()[f"_{options.command}"](options) or 0
-    except BuildError as error:
+    except (BuildError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 1
 
 
 def _build(options: argparse.Namespace) -> None:
-    print(library.obtain(recipes.own()).path)
+    print(library.obtain(_request(options)).path)
+
+
+def _request(options: argparse.Namespace) -> inputs.Request:
+    return recipes.own() if options.name in (None, "calcops") else recipes.last(options.name)
 
 
 def _where(options: argparse.Namespace) -> None:
@@ -48,17 +55,17 @@ def _where(options: argparse.Namespace) -> None:
     if options.key:
         print(recipes.key(request))
     elif options.cache:
-        print(cache.folders()[0])
+        print(places.folders()[0])
     else:
         found = cache.find(request)
-        print(f"cache    {cache.folders()[0]}")
+        print(f"cache    {places.folders()[0]}")
         print(f"library  {found.path if found else 'not built yet: python -m calcops_jit build'}")
         print(f"CUDA     {'built with ' + request.cuda.home if request.cuda.build else request.cuda.reason}")
         print(f"key      {recipes.key(request)}")
 
 
 def _why(options: argparse.Namespace) -> int:
-    request, reasons = recipes.own(), []
+    request, reasons = _request(options), []
     if found := cache.find(request, reasons):
         print(f"nothing changed: {found.path}")
         return 0
@@ -97,12 +104,12 @@ def _cache(options: argparse.Namespace) -> int:
         print(f"removed {len(removed)} libraries and objects, {sum(e.size for e in removed) / 1e6:.1f} MB")
         return 0
     damaged = 0
-    for folder in filter(os.path.isdir, [*cache.folders(), *cache.shared_folders()]):
+    for folder in filter(os.path.isdir, [*places.folders(), *places.shared_folders()]):
         found = usage.entries(folder)
         for entry in found:
             if options.action == "list":
                 used = time.strftime("%Y-%m-%d", time.localtime(entry.used))
-                state = "in use" if cache.in_use(entry.file) else ""
+                state = "in use" if cache.in_use(entry.path) else ""
                 print(f"{entry.size / 1e6:9.2f} MB  {used}  {state:6}  {entry.path}")
             elif not entry.is_sound():
                 damaged += 1
@@ -113,7 +120,7 @@ def _cache(options: argparse.Namespace) -> int:
 
 
 def _clean(options: argparse.Namespace) -> None:
-    for folder in filter(os.path.isdir, cache.folders()):
-        for slot in cache.slots(folder):
-            shutil.rmtree(slot, ignore_errors=True)
-        say(f"removed the libraries in {folder}")
+    from . import usage
+
+    for folder, left in usage.clean():
+        say(f"removed the libraries in {folder}" + f", but {len(left)} that a process has or builds" * bool(left))

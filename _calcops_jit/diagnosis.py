@@ -26,6 +26,14 @@ _DRIVERS = {12: 525, 13: 580}  # CUDA's release notes: the oldest driver for any
 _COMPILER_ERROR = (
     r"^(?P<at>[^\s:(][^:(\n]*(?::\d+(?::\d+)?|\(\d+\)))\s*: (?:fatal )?error\s*(?:#[\w-]+)?: .+(?:\n *\d* \| .*){0,4}"
 )
+# What leads from a source to an error in a header: g++'s words before the error, those of g++, clang and nvcc after it,
+# and the includes. The nearest comes first in each.
+_LED_BEFORE = r"^(?P<file>\S.*?):(?P<line>\d+)(?::\d+)?: +(?:recursively required|required|in .constexpr. expansion)"
+_LED_AFTER = (
+    r"^(?P<file>\S.*?):(?P<line>\d+)(?::\d+)?: note: .*(?:requested here|in expansion of macro)"
+    r"|^ +instantiation of .* at line (?P<row>\d+) of (?P<unit>\S+)"
+)
+_INCLUDED = r"^(?:In file included)? +from (?P<file>\S.*?):(?P<line>\d+)(?::\d+)?[,:]"
 KILLED = "the compiler was killed"
 
 
@@ -52,15 +60,43 @@ def explain(what: str, output: str, request: inputs.Request, log: str = "") -> B
     if known := judge(output, request):
         return report(f"{what}: {known[0]}", [known[1]], known[2], log)
     if error := re.search(_COMPILER_ERROR, output, re.MULTILINE):
-        return report(f"{what}: error at {error['at']}", error[0].splitlines(), f"correct {error['at']}", log)
+        return _point_at(what, output, error, request, log)
     noise = r"\s*$|ninja:|FAILED: |\[\d|Error building|.* -c "  # of ninja and torch, who print the commands
     last = [line for line in output.splitlines() if not re.match(noise, line)][-6:]
     return report(what, last, f"less {log}" if log else "python -m calcops_jit clean", log)
 
 
+def _point_at(what: str, output: str, error: re.Match, request: inputs.Request, log: str) -> BuildError:
+    """At the error where it is the project's, else at the nearest line of the project that led to it."""
+    at, evidence = error["at"], error[0].splitlines()
+    if _is_own(re.split(r"[:(]\d", at)[0], request):
+        return report(f"{what}: error at {at}", evidence, f"correct {at}", log)
+    told = re.sub(r"^\S.*/include/(?:c\+\+/[\d.]+/)?", "", evidence[0])  # the path might leave no room for the words
+    # Up to the diagnosis before it, down to the error after it.
+    before = re.split(r"^.*: (?:error|warning|note): .*$", output[: error.start()], flags=re.MULTILINE)[-1]
+    after = re.split(r"^.*\berror\b.*: ", output[error.end() :], maxsplit=1, flags=re.MULTILINE)[0]
+    for pattern, text in ((_LED_BEFORE, before), (_LED_AFTER, after), (_INCLUDED, before)):
+        for found in re.finditer(pattern, text, re.MULTILINE):
+            words = found.groupdict()
+            file, line = words.get("unit") or words["file"], words.get("row") or words["line"]
+            if _is_own(file, request):
+                source = [*inputs.text_of(file).splitlines(), *[""] * int(line)][int(line) - 1]
+                evidence = [told, f"{file}:{line}: led to it", f"  {line} | {source}"]
+                return report(f"{what}: error at {file}:{line}", evidence, f"correct {file}:{line}", log)
+    return report(f"{what}: error at {at}", evidence, f"less {log}", log)
+
+
+def _is_own(file: str, request: inputs.Request) -> bool:
+    """Whether a file is the project's: the folder of its sources may lie above PyTorch, or below /usr."""
+    path, root = os.path.abspath(file), f"{request.root.rstrip('/')}/"
+    others = [request.unfold("@torch"), request.unfold("@loader"), request.cuda.home, sys.prefix, "/usr", "/opt"]
+    above = [f"{folder}/" for folder in others if folder and path.startswith(f"{folder}/")]
+    return path.startswith(root) and all(len(folder) < len(root) for folder in above)
+
+
 def judge(output: str, request: inputs.Request) -> tuple[str, str, str] | None:
     """(cause, the line that shows it, the command that mends it)"""
-    rows = Path(__file__).with_name("causes.txt").read_text().splitlines()[3:]
+    rows = Path(__file__).with_name("causes.txt").read_text("utf-8").splitlines()[3:]
     for pattern, judgement in zip(rows[::2], rows[1::2]):
         if match := re.search(pattern, output, re.MULTILINE):
             start = output.rfind("\n", 0, match.start()) + 1
@@ -96,15 +132,26 @@ def foresee(request: inputs.Request, ninja: str | None) -> Iterator[str]:
         yield f"`{compiler[0]}` is not on PATH{other}"
     elif not answer(*compiler, "--version"):
         yield f"`{' '.join(compiler)} --version` fails"
+    for source in request.sources:
+        if not os.path.isfile(source):
+            yield f"the source {source} is gone"
     if ninja is None:
         yield "ninja is neither on PATH nor beside this Python; it runs the compilers"
     if (flag := f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch._C._GLIBCXX_USE_CXX11_ABI:d}") in request.cflags:
         yield f"{flag} is not what this PyTorch was built with"
-    for source in request.sources if request.python and not has_headers(request) else ():
-        if "<torch/extension.h>" in Path(source).read_text(errors="replace"):
+    texts = {source: _code(inputs.text_of(source)) for source in request.sources if request.python}
+    for source, text in texts.items():
+        if "<torch/extension.h>" in text and not has_headers(request):
             yield f"{source} includes torch/extension.h, which includes Python.h: No such file"
+        if "PYBIND11_MODULE" in text and not any("TORCH_LIBRARY" in other for other in texts.values()):
+            yield f"{source} has PYBIND11_MODULE and no TORCH_LIBRARY"
     if request.cuda.build:
         yield from _foresee_cuda(request)
+
+
+def _code(text: str) -> str:
+    """A C++ source without its comments."""
+    return re.sub(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")', lambda match: match[1] or " ", text, flags=re.DOTALL)
 
 
 def _foresee_cuda(request: inputs.Request) -> Iterator[str]:
@@ -142,5 +189,6 @@ def has_headers(request: inputs.Request) -> bool:
 def answer(*command: str) -> str:
     """What it prints; "" where it fails."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        options = {"stdin": subprocess.DEVNULL, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
+        return subprocess.run(command, check=True, **options).stdout
     return ""

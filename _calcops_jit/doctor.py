@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import build, cache, cuda, diagnosis, inputs, recipes
+from . import build, cache, cuda, diagnosis, inputs, places, recipes
 
 
 class Finding(NamedTuple):
@@ -50,6 +50,8 @@ def examine() -> Iterator[Finding]:
         cause, _, fix = request.cuda.reason.partition("; ")
         yield Finding("CUDA", "fail" if request.cuda.fatal else "note", cause, fix)
     yield _cache()
+    for problem in places.unreadable():
+        yield Finding("shared cache", "note", problem, "chmod -R go+rX it, or take it out of CALCOPS_CACHE_READONLY")
     yield Finding("compilers at once", "ok", os.environ.get("MAX_JOBS") or str(build.jobs()))
     if library := cache.find(request, reasons := []):
         yield Finding("operators", "ok", library.path)
@@ -66,7 +68,7 @@ def _supported(what: str, version: str, oldest: tuple[int, int], newest: tuple[i
 
 
 def _cache() -> Finding:
-    folder = cache.folders()[0]
+    folder = places.folders()[0]
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
@@ -74,5 +76,5 @@ def _cache() -> Finding:
     free = shutil.disk_usage(folder).free
     noexec = ", noexec: libraries are loaded from memory" if os.statvfs(folder).f_flag & os.ST_NOEXEC else ""
     fix = "export CALCOPS_CACHE=<a folder with space>" if free < 500e6 else ""
-    evidence = f"{cache.folders()[0]}, {free / 1e9:.1f} GB free{noexec}"
+    evidence = f"{places.folders()[0]}, {free / 1e9:.1f} GB free{noexec}"
     return Finding("cache", "note" if fix else "ok", evidence, fix)

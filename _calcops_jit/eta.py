@@ -17,7 +17,7 @@ _KEPT = 5000  # lines
 
 
 class Eta:
-    """Of the build in `staging`, by ninja's own files: torch runs ninja and keeps its output to itself.
+    """Of the build in `staging`, by ninja's own files.
 
     Nothing is said about the time that is left until every object was built before: what one takes depends on the
     headers it includes, not on its size. And nothing any more once that time would have to be more than doubled."""
@@ -45,8 +45,7 @@ class Eta:
 
     def _end(self, files: list[str], ran: dict[str, tuple[float, float]], age: float) -> float:
         """When all will be built: as ninja starts them, and as much later as the others were or have to be."""
-        jobs = os.environ.get("MAX_JOBS", "")  # build.py sets it while ninja runs
-        free, planned = [0.0] * min(len(files), int(jobs) if jobs.isdigit() else 1), {}
+        free, planned = [0.0] * max(1, min(len(files), self._jobs)), {}
         for file in files[:-1]:
             planned[file] = heapq.heappop(free) + self._known[file]
             heapq.heappush(free, planned[file])
@@ -59,7 +58,8 @@ class Eta:
         """From the build, which has just ended."""
         sources, ran, age = self._ninja()
         if sources and sources.keys() <= ran.keys():
-            ran[self._library] = max(end for file, (_, end) in ran.items() if file != self._library), age
+            compiled = [end for file, (_, end) in ran.items() if file != self._library]
+            ran[self._library] = max(compiled, default=0.0), age
             spans = list((_read(self._history) | ran).items())[-_KEPT:]
             lines = [f"{start * 1e3:.0f}\t{end * 1e3:.0f}\t0\t{file}\t0\n" for file, (start, end) in spans]
             with contextlib.suppress(OSError):
@@ -68,12 +68,14 @@ class Eta:
     def _ninja(self) -> tuple[dict[str, str], dict[str, tuple[float, float]], float]:
         """{file: source} in the order in which ninja starts them, {file: when it began and ended}, ninja's age."""
         plan, age = f"{self._staging}/build.ninja", 0.0
-        found = re.findall(r"^build (\S+): \w+ (\S+)", inputs.text_of(plan), re.MULTILINE)
+        text = inputs.text_of(plan)
+        self._jobs = int((re.findall(r"^jobs = (\d+)$", text, re.MULTILINE) or ["1"])[0])
+        found = re.findall(r"^build (\S+):", text, re.MULTILINE)
         with contextlib.suppress(OSError):
             age = time.time() - os.stat(plan).st_mtime
         name = lambda target: self._library + (target if target.endswith(".o") else "")  # noqa: E731
         ran = {name(target): span for target, span in _read(f"{self._staging}/.ninja_log").items()}
-        return {name(target): os.path.basename(source) for target, source in found}, ran, age
+        return {name(target): target.removesuffix(".o") for target in found}, ran, age
 
 
 def _read(log: str) -> dict[str, tuple[float, float]]:

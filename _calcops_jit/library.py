@@ -7,10 +7,10 @@ import shutil
 import threading
 from collections.abc import Callable
 
-from . import cache, inputs, loading, operators
+from . import cache, inputs, loading, operators, places
 from .diagnosis import BuildError, explain, old_driver, report
 
-_loaded: dict[str, loading.Library] = {}  # by name: a second library of a name takes the place of the first
+_loaded: list[loading.Live] = []
 _one_at_a_time = threading.RLock()
 # A thread that does not live on in a child may have it. (The standard library's own locks do the same.)
 os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)
@@ -20,7 +20,10 @@ def obtain(request: inputs.Request, build: bool = True) -> loading.Library | Non
     """The library for `request`. None only where it would have to be built and `build` is False."""
     with _one_at_a_time:
         reasons: list[str] = []
-        found = cache.find(request, reasons)
+        try:
+            found = cache.find(request, reasons)
+        except OSError as error:
+            raise report(f"cannot load {request.name}", [str(error)], "ulimit -n $(ulimit -H -n)") from None
         if found is None and build:
             return _build(request, reasons)
         return found and _load(request, found)
@@ -29,33 +32,46 @@ def obtain(request: inputs.Request, build: bool = True) -> loading.Library | Non
 def reload(again: Callable[[inputs.Request], inputs.Request]) -> list[str]:
     """Exchanges every loaded library whose inputs changed; gives their names. Raises what failed first, at the end."""
     with _one_at_a_time:
-        before = {name: live.digest for name, live in _loaded.items()}
+        before = [(live, live.digest) for live in _loaded]
         failure = None
-        for name in before:
+        for live, _ in before:
             try:
-                obtain(again(_loaded[name].request))
+                obtain(again(live.request))
             except BuildError as error:
                 failure = failure or error
         if failure:
             raise failure
-        return [name for name, digest in before.items() if _loaded[name].digest != digest]
+        return [live.request.name for live, digest in before if live.digest != digest]
 
 
 def project_files() -> set[str]:
     """The own files of the loaded libraries, and the folders in which new ones would be found."""
     found = set()
-    for live in list(_loaded.values()):
+    for live in list(_loaded):
         request = live.request
         found |= {request.root, *map(os.path.dirname, request.sources), *live.closure.own_files(request)}
     return found
 
 
+def _live(request: inputs.Request) -> loading.Live:
+    """The one that `request` is a generation of. A library is its name and where it comes from."""
+    for live in _loaded:
+        old = live.request
+        if old.name == request.name and (old.root == request.root or {*old.sources} & {*request.sources}):
+            return live
+    return loading.Live(request)
+
+
 def _load(request: inputs.Request, generation: cache.Generation) -> loading.Library:
-    live = _loaded.get(request.name) or loading.Library()
-    registration = live.bring_in(request, generation.fd, generation.manifest.digest)
+    live = _live(request)
+    return _exchange(live, request, generation, live.bring_in(request, generation))
+
+
+def _exchange(live, request, generation, registration) -> loading.Library:
     live.exchange(request, generation, registration)
-    _loaded[request.name] = live
-    return live
+    if live not in _loaded:
+        _loaded.append(live)
+    return live.library
 
 
 def _build(request: inputs.Request, reasons: list[str]) -> loading.Library:
@@ -64,6 +80,8 @@ def _build(request: inputs.Request, reasons: list[str]) -> loading.Library:
     if request.cuda.fatal:
         cause, _, remedy = request.cuda.reason.partition("; ")
         raise report(f"cannot build {request.name} for CUDA", [cause], remedy)
+    for problem in places.unreadable():
+        say(problem)
     try:
         slot, problem = cache.writable_slot(request)
     except OSError as error:
@@ -94,6 +112,7 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
     from .eta import Eta
     from .progress import Progress, say
 
+    limit = usage.bound()  # a wrong one is refused before the build
     title = f"building {request.name}"
     if why := reasons or cache.other_facts(request):  # the newest library there does not fit
         title += f" ({why[0].rpartition('/')[2] if reasons else why[0].partition(':')[0]})"
@@ -110,32 +129,32 @@ def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.
                     alone = True
                     say("a compiler was killed, most likely for lack of memory: trying again with one at a time")
                     continue
-                first = request.name not in _loaded
-                live = _publish(request, slot, staging, built, closure)
+                first = _live(request) not in _loaded
+                library = _publish(request, slot, staging, built, closure)
                 eta.learn()
                 progress.outcome = f"built {request.name} in {progress.seconds():.1f} s"
             if first:  # a reload is not to wait for it
-                usage.prune(usage.bound())
-            return live
+                usage.prune(limit)
+            return library
     evidence = "its sources changed while they were compiled, three times"
     raise report(f"cannot build {request.name}", [evidence], "wait until nothing writes to them")
 
 
 def _publish(request: inputs.Request, slot: str, staging: str, built: str, closure: inputs.Closure) -> loading.Library:
-    # Its code is brought in before it is published: what cannot be loaded is not kept, and what it registers is
-    # only known then. The renames move the very file that is mapped here.
-    live = _loaded.get(request.name) or loading.Library()
-    before = operators.registered()
-    fd = cache.open_regular(built)
-    registration = live.bring_in(request, fd, inputs.file_digest(fd))
-    at_once = {name.partition(".")[0] for name in operators.registered() - before}
-    schemas = registration.schemas | {name: operators.live_schemas(name) for name in at_once}
-    generation = cache.publish(slot, staging, built, request, operators.describe(schemas, request.root), closure)
-    os.close(generation.fd)
+    # It is loaded from where it will stay, before anybody finds it there: what cannot be loaded is not kept, and what
+    # it registers is only known then.
+    from . import trial
+
+    live = _live(request)
+    generation = cache.place(slot, staging, built, request, closure)
     try:
-        live.exchange(request, generation, registration)
+        at_once = live.at_once
+        if not live.knows(generation.manifest.digest):
+            at_once = trial.registered_at_once(request.name, lambda: live.bring_in(request, generation))
+        registration = live.bring_in(request, generation)
+        schemas = registration.schemas | {name: operators.live_schemas(name) for name in at_once}
+        cache.complete(generation, operators.describe(schemas, request.root))
+        return _exchange(live, request, generation, registration)
     except BaseException:
         shutil.rmtree(os.path.dirname(generation.path), ignore_errors=True)
         raise
-    _loaded[request.name] = live
-    return live

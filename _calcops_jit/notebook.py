@@ -11,11 +11,11 @@ from IPython.core.magic_arguments import argument, magic_arguments
 
 from calcops_jit import BuildError, load
 
-from . import cache, inputs
+from . import cache, inputs, private
 
 # Of this process alone, as two notebooks may use one name at once. No folder is in the cache's keys, so that after a
 # restart the same cell is found there.
-_folder = tempfile.TemporaryDirectory(prefix="calcops-cells-", dir=os.path.realpath(tempfile.gettempdir()))
+_folder = private.make(os.path.realpath(tempfile.gettempdir()), f"calcops-cells-{os.getuid()}")
 _live: dict[str, str] = {}  # {source: the cell that is called}
 
 
@@ -32,7 +32,7 @@ def operator(line: str, cell: str) -> None:
     and a changed schema leave everything as it was. Errors count the lines from the one below %%operator.
     """
     options = operator.parser.parse_args(shlex.split(line))
-    folder = f"{_folder.name}/{inputs.digest(options.name.encode())}"
+    folder = f"{_folder}/{inputs.digest(options.name.encode())}"
     os.makedirs(folder, exist_ok=True)
     source = f"{folder}/cell.{'cu' if options.cuda else 'cpp'}"
     cache.write_whole(source, cell.encode())

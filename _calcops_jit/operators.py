@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copyreg
 import glob
+import importlib
 import re
 from collections.abc import Iterable
 
@@ -54,12 +56,37 @@ def missing(what: str, there: Iterable[str]) -> AttributeError:
     return AttributeError(str(report(what, [evidence], "call one of these, or register it with TORCH_LIBRARY")))
 
 
-def handles(described: dict[str, str]) -> dict[str, torch._ops.OpOverloadPacket]:
-    """{name: torch.ops handle} of the operators without leading underscore; of two of a name, the first namespace's."""
+def handles(described: dict[str, str], home) -> dict[str, torch._ops.OpOverloadPacket]:
+    """{name: torch.ops handle} of the operators without leading underscore; of two of a name, the first namespace's.
+
+    They are pickled as attributes of `home`, a Library; None: of the module calcops_jit, wherever that is from."""
     found = {}
     for name, text in described.items():
         short = name.rpartition("::")[2]
         if not short.startswith("_") and short not in found:
             found[short] = packet(name)
             found[short].__doc__ = text
+            _homes[name] = home or _Package(), short
     return found
+
+
+_homes: dict[str, tuple[object, str]] = {}
+
+
+class _Package:
+    """Stands for the module in a pickle."""
+
+    def __reduce__(self):
+        return importlib.import_module, ("calcops_jit",)
+
+
+def _reduce(handle: torch._ops.OpOverloadPacket | torch._ops.OpOverload):
+    if isinstance(handle, torch._ops.OpOverload):
+        return getattr, (handle.overloadpacket, handle._overloadname)
+    name = handle._qualified_op_name
+    return (getattr, _homes[name]) if name in _homes else (packet, (name,))
+
+
+# PyTorch's own handles cannot be pickled, and copy.copy() of one never returns.
+for _kind in (torch._ops.OpOverloadPacket, torch._ops.OpOverload, *torch._ops.OpOverload.__subclasses__()):
+    copyreg.pickle(_kind, _reduce)

@@ -72,5 +72,6 @@ class Progress:
 
 def say(text: str) -> None:
     """One line that stays."""
-    if sys.stderr is not None:
-        print(f"calcops_jit: {text}", file=sys.stderr, flush=True)
+    if sys.stderr is not None:  # which print() would take for sys.stdout
+        with contextlib.suppress(OSError, ValueError):  # a closed stream must not fail a build
+            print(f"calcops_jit: {text}", file=sys.stderr, flush=True)

@@ -11,64 +11,211 @@ import subprocess
 import time
 
 from . import inputs
+from .diagnosis import report
 
+# Flags for the dependency files of somebody's Makefile. A compiler writes one such file, and that one is for us.
+MAKE_FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
+LINKED = "-Wl,--dependency-file=link.d"  # GNU ld since 2.35, gold, lld, mold
+LINKED_BEFORE_2_35 = "-Wl,-Map=link.map"
 _HAS_INCLUDE = rb"__has_include(?:_next)?\s*\(\s*[<\"]([^>\"\n]+)[>\"]"
+_INCLUDE = rb"^[ \t]*#[ \t]*(?:include(?:_next)?|import|embed)[ \t]*[<\"]([^>\"\n]+)[>\"]"
 
 
-class Reads:
-    """Of a build in `staging`, finished or not.
+def of_unit(request: inputs.Request, staging: str, source: str, target: str) -> tuple[set[str], bool]:
+    """The files that a compiler read for an object, and whether it would tell what .incbin reads, too.
 
-    units: {object: files that its compiler read}, in the order of the sources; libraries: files that were linked;
-    search: folders in which headers are looked for, in order; tools: the files that are the toolchain."""
+    BuildError: it does not even say that it read the source."""
+    paths = _files(request, staging, _names(f"{staging}/{target}.d"))
+    if source not in paths:
+        raise untold(request, f"the compiler says that it read {len(paths)} files, but not {source}")
+    names = _names(f"{staging}/{target}.as.d")
+    told = bool(names) and not any(flag.startswith("-flto") for flag in request.cflags)  # that assembles when it links
+    for name in names:
+        if path := _file(staging, name):
+            paths.add(path)
+        elif not re.search(r"^[<{]|\.s$", name) and name != os.path.basename(source):  # the assembler's own input
+            told = False
+    return _foreign(paths, staging), told
 
-    def __init__(self, request: inputs.Request, staging: str, ninja: str):
-        self._request, self._staging = request, staging
-        plan = inputs.text_of(f"{staging}/build.ninja")  # nothing, if torch gave up before it wrote one
-        deps = _output([ninja, "-t", "deps"], staging)
-        read = dict(re.findall(r"^(\S+): #deps.*\n((?:    .+\n)*)", deps, re.MULTILINE))
-        targets = re.findall(r"^build (\S+): (?:cuda_)?compile ", plan, re.MULTILINE)
-        self.units = {target: self._foreign(map(str.strip, read.get(target, "").splitlines())) for target in targets}
-        self.libraries = self._linked()
-        cflags = re.search(r"^cflags = (.*)$", plan, re.MULTILINE)
-        self.search = self._searched(cflags[1].replace("$$", "$") if cflags else "")
-        self.tools = self._toolchain()
 
-    def _foreign(self, paths) -> set[str]:
-        """Without what the build itself made in its staging folder."""
-        outside = (p for p in paths if os.path.isabs(p) and not p.startswith(self._staging))
-        return {inputs.real_path(p) if "/.." in p else p for p in outside if os.path.isfile(p)}
+def of_link(request: inputs.Request, staging: str, objects: list[str]) -> set[str]:
+    """The files that were linked, without those that torch's version names, which are too large to read."""
+    listed = _listing(f"{staging}/link.d")
+    # GNU ld, gold and mold do not quote; these and lld name each file on a line of its own.
+    names = [first or second for first, second in re.findall(r"^ +(.+?)(?: \\)?$|^(\S.*):$", listed, re.MULTILINE)]
+    names += re.findall(r"^LOAD (.+)$", _listing(f"{staging}/link.map"), re.MULTILINE)
+    if not set(objects) <= set(names):
+        raise untold(request, "the linker does not tell which files it links")
+    torch_folder = request.unfold("@torch")
+    temporary = r"\.ltrans\d*\.o$"  # of link-time optimisation
+    names = [name for name in names if name not in objects and not re.search(temporary, name)]
+    paths = _foreign(_files(request, staging, names), staging)
+    return {path for path in paths if not os.path.realpath(path).startswith(torch_folder)}
 
-    def _linked(self) -> set[str]:
-        loaded = re.findall(r"^LOAD (/.+)$", inputs.text_of(f"{self._staging}/link.map"), re.MULTILINE)
-        torch_folder = self._request.unfold("@torch")
-        # torch's own libraries are named by its version; they are too large to read.
-        return self._foreign(path for path in loaded if not os.path.realpath(path).startswith(torch_folder))
 
-    def _searched(self, cflags: str) -> list[str]:
-        said = ask_compiler(*shlex.split(cflags), "-E", "-v", "-x", "c++", os.devnull)
-        listed = re.search(r"search starts here:\n(.*)End of search list", said, re.DOTALL)
-        found = (line.strip() for line in listed[1].splitlines() if line.startswith(" ")) if listed else ()
-        return [inputs.real_path(folder) if "/.." in folder else folder for folder in found]
+def _names(file: str) -> list[str]:
+    """The prerequisites in a dependency file, quoted as they are there."""
+    rule = _listing(file).replace("\\\n", " ").rstrip("\n").partition(": ")[2]
+    return re.findall(r"(?:\\[\s\S]|[^ \t\\])+", rule)
 
-    def _toolchain(self) -> set[str]:
-        """What CXX names and, where that is a script or ccache, what it names and what really compiles."""
-        tools = set(self._request.tools)
-        for part in ("cc1plus", "as", "ld"):
-            if found := shutil.which(ask_compiler(f"-print-prog-name={part}").strip()):
-                tools.add(os.path.realpath(found))
-        for script in list(tools):
-            with open(script, "rb") as file:
-                text = file.read(65536)
-            if text.startswith(b"#!"):
-                words = set(re.findall(r"[\w./+-]+", text.decode(errors="replace")))
-                tools |= {os.path.realpath(found) for w in words if "/" in w and (found := shutil.which(w))}
-        if self._request.cuda.build:
-            home = os.path.realpath(self._request.cuda.home)
-            parts = ("bin/cudafe++", "bin/ptxas", "bin/fatbinary", "bin/nvcc.profile", "nvvm/bin/cicc")
-            tools |= {f"{home}/{part}" for part in parts if os.path.exists(f"{home}/{part}")}
-            if host := shutil.which(os.environ.get("CC") or "c++"):
-                tools.add(os.path.realpath(host))
-        return tools
+
+def _listing(file: str) -> str:
+    """A list of file names; "" where a tool did not write one."""
+    try:
+        with open(file, "rb") as opened:
+            return os.fsdecode(opened.read())
+    except FileNotFoundError:
+        return ""
+
+
+def _file(staging: str, name: str) -> str:
+    """What a tool that runs in the staging folder names so: some quote as make does. "": there is no such file."""
+    for plain in (re.sub(r"\\(?=[ \t#:])", "", name).replace("$$", "$"), name.replace("$$", "$"), name):
+        path = os.path.join(staging, plain)
+        if "\n" not in path and os.path.isfile(path):
+            return inputs.real_path(path) if "/.." in path else path
+    return ""
+
+
+def _files(request: inputs.Request, staging: str, names: list[str]) -> set[str]:
+    found = {name: _file(staging, name) for name in names}
+    if missing := [name for name, path in found.items() if not path]:
+        raise untold(request, f"it names {missing[0]!r}, which is no file")
+    return set(found.values())
+
+
+def _foreign(paths: set[str], staging: str) -> set[str]:
+    """Without what the build itself made in its staging folder."""
+    return {path for path in paths if not path.startswith(f"{staging}/")}
+
+
+def untold(request: inputs.Request, evidence: str) -> Exception:
+    what = f"cannot build {request.name}: it cannot be told what the build reads"
+    return report(what, [evidence], "use g++ with GNU ld, and names without line breaks and backslashes")
+
+
+def named(request: inputs.Request, flags: str) -> set[str]:
+    """The files that flags name: response files and what these name, linker scripts, libraries, plugins, specs ..."""
+    found: set[str] = set()
+    for word in _words(flags):
+        pieces = [word, *re.split("[=,]", word)]
+        for path in {piece[piece.index("/") :] for piece in pieces if "/" in piece}:
+            if path not in found and os.path.isfile(path):
+                found.add(path)
+                if word.endswith(f"@{path}"):
+                    text = inputs.text_of(path)
+                    if unwanted := re.search(MAKE_FLAGS, text):
+                        what = f"cannot build {request.name}: a response file is in the way of dependencies"
+                        raise report(what, [f"{path} has {unwanted[0]}"], f"take {unwanted[0]} out of {path}")
+                    found |= named(request, text)
+    return found
+
+
+def _words(flags: str) -> list[str]:
+    try:
+        return shlex.split(flags.replace("$$", "$"))
+    except ValueError:  # which the shell will say better
+        return flags.split()
+
+
+def foreseen(request: inputs.Request, sources: list[str], flags: str) -> set[str]:
+    """The files of the project that compilers will read, as far as the text of the sources says so."""
+    words = _words(flags)
+    folders = [b for a, b in zip(words, words[1:]) if a in ("-I", "-isystem", "-iquote", "-idirafter")]
+    folders += [word[2:] for word in words if word.startswith("-I/")]
+    folders = [folder for folder in folders if not inputs.is_theirs(request.fold(folder) + "/")]
+    found, todo = set(), list(sources)
+    while todo:
+        path = todo.pop()
+        if path in found or not os.path.isfile(path):
+            continue
+        found.add(path)
+        with open(path, "rb") as file:
+            names = [name.decode(errors="replace") for name in re.findall(_INCLUDE, file.read(), re.MULTILINE)]
+        for folder in (os.path.dirname(path), *folders):
+            todo += [inputs.real_path(f"{folder}/{name}") for name in names]
+    return found
+
+
+def search(request: inputs.Request, flags: str) -> list[str]:
+    """The folders in which headers are looked for, in order."""
+    asked = [word for word in _words(flags) if not word.startswith("-save-temps")]
+    said = ask(request, *asked, "-E", "-v", "-x", "c++", os.devnull)
+    listed = re.search(r"search starts here:\n(.*)End of search list", said, re.DOTALL)
+    found = (line.strip() for line in listed[1].splitlines() if line.startswith(" ")) if listed else ()
+    return [inputs.real_path(folder) if "/.." in folder else folder for folder in found]
+
+
+def tools(request: inputs.Request, flags: str, *parts: str) -> set[str]:
+    """What CXX names and, where that is a script, what it names; and these parts of what really compiles."""
+    found = set(request.tools)
+    choice = [word for word in _words(flags) if word.startswith(("-B", "--sysroot", "-specs"))]
+    for part in parts:
+        if path := shutil.which(ask(request, *choice, f"-print-prog-name={part}").strip()):
+            found.add(os.path.realpath(path))
+    for script in list(found):
+        with open(script, "rb") as file:
+            text = file.read(65536)
+        if text.startswith(b"#!"):
+            words = set(re.findall(r"[\w./+-]+", text.decode(errors="replace")))
+            found |= {os.path.realpath(path) for w in words if "/" in w and (path := shutil.which(w))}
+    return found
+
+
+def cuda_tools(request: inputs.Request) -> set[str]:
+    if not request.cuda.build:
+        return set()
+    home = os.path.realpath(request.cuda.home)
+    parts = ("bin/cudafe++", "bin/ptxas", "bin/fatbinary", "bin/nvcc.profile", "nvvm/bin/cicc")
+    found = {f"{home}/{part}" for part in parts if os.path.exists(f"{home}/{part}")}
+    if host := shutil.which(request.environment.get("CC") or "c++"):
+        found.add(os.path.realpath(host))
+    return found
+
+
+def linker(flags: str) -> str:
+    """The name under which a compiler knows the linker."""
+    chosen = re.findall(r"-fuse-ld=([\w.]+)(?!\S)", flags)
+    return f"ld.{chosen[-1]}" if chosen else "ld"
+
+
+# What compilers read although nobody had expected it. Where only a clock could tell whether it changed meanwhile, they
+# are run again, and now it is expected.
+_surprises: set[str] = set()
+
+
+class Before:
+    """What is known of a build's inputs before a compiler is started, to compare with what is there when it has ended.
+
+    This does not ask a clock, which on another machine's disk may be ahead or behind. Only files that nobody expected
+    are judged by it, and only where it is this machine's, or nobody edits them."""
+
+    def __init__(self, staging: str, paths: set[str]):
+        paths |= {path for path in _surprises if os.path.isfile(path)}
+        status = os.stat(staging)
+        self._started, self._device = status.st_mtime_ns, status.st_dev
+        self._files = {path: (stamp := inputs.stamp_of(path), content.__wrapped__(path, stamp)[0]) for path in paths}
+        self._folders = {folder: names_in(folder) for folder in {os.path.dirname(path) for path in paths}}
+        self.looked = time.time_ns()
+
+    def is_same(self, path: str, stamp: bytes, digest: str, theirs: bool) -> bool | None:
+        """Whether a file is what it was; None: it may be another."""
+        if path in self._files:
+            return self._files[path] == (stamp, digest)
+        known_clock = theirs or os.stat(path).st_dev == self._device
+        return True if known_clock and inputs.changed_ns(stamp) <= self._started else None
+
+    def is_new(self, folder: str, name: str) -> bool:
+        """Whether something came into a folder of the project while the compilers ran."""
+        there = self._folders.get(folder)
+        return there is not None and name.partition("/")[0] not in there
+
+    def judged(self, path: str, stamp: bytes, theirs: bool) -> bytes:
+        """The stamp to write down: young, unless the next change is sure to leave another."""
+        if theirs:
+            return stamp if inputs.is_old(stamp, time.time_ns()) else inputs.young(stamp)
+        seen_twice = self._files.get(path, (b"",))[0] == stamp and inputs.is_long_ago(self.looked)
+        return stamp if seen_twice else inputs.young(stamp)
 
 
 class Recorder:
@@ -76,41 +223,56 @@ class Recorder:
 
     `search`: the folders in which they look for headers, in order."""
 
-    def __init__(self, request: inputs.Request, search: list[str]):
-        self._request, self._search, self._now = request, search, time.time_ns()
+    def __init__(self, request: inputs.Request, search: list[str], before: Before):
+        self._request, self._search, self._before = request, search, before
         self._listed: dict[str, set[str] | None] = {}
 
-    def closure(self, paths: set[str]) -> inputs.Closure:
-        request = self._request
+    def closure(self, read: set[str], others: set[str], told: bool = True) -> inputs.Closure:
+        """`read`: sources, headers and, if `told`, what .incbin reads; `others`: flags' files, libraries, tools.
+
+        Changed: they are not what the compiler has read."""
+        request, before = self._request, self._before
         entries: dict[str, tuple[bytes, str]] = {}
         probed: set[str] = set()
         own: dict[str, None] = {}  # folders of the project's own files: a quoted include looks there first
-        for path in sorted(paths):
-            folded = request.fold(path)
-            stamp = self._stamp(path)
-            content, names = (_content if stamp != inputs.YOUNG else _content.__wrapped__)(path, stamp)
-            entries[folded] = stamp, content
+        unforeseen = []
+        for path in sorted(read | others):
+            now, folded = inputs.stamp_of(path), request.fold(path)
+            theirs = inputs.is_theirs(folded)
+            stamp = before.judged(path, now, theirs)
+            digest, names, embeds = (content if stamp == now else content.__wrapped__)(path, now)
+            if embeds and not told:
+                raise untold(request, f"{path} has .incbin; only GNU as tells what that reads, and not with -flto")
+            if (same := before.is_same(path, now, digest, theirs)) is False:
+                raise inputs.Changed(path)
+            unforeseen += [] if same else [path]
+            entries[folded] = stamp, digest
             probed |= names
-            if folded.startswith("@root"):
+            if path in read and not theirs:
                 own[os.path.dirname(path)] = None
+        if unforeseen:
+            _surprises.update(unforeseen)
+            raise inputs.Changed(unforeseen[0])
         order = list(dict.fromkeys([*own, *self._search]))
-        for path in paths:
+        for path in read:
             probed.update(path[len(folder) + 1 :] for folder in order if path.startswith(folder + "/"))
         missing: dict[str, set[str]] = {}
         for name in probed:
             for folder in order:
-                below = None if f"{folder}/{name}" in paths else self._first_missing(folder, name)
-                if below is None:
+                if f"{folder}/{name}" in read:
+                    break
+                if (below := self._first_missing(folder, name)) is None:
+                    if before.is_new(folder, name):
+                        raise inputs.Changed(f"{folder}/{name}")
                     break
                 missing.setdefault(below[0], set()).add(below[1])
-        absent = {
-            request.fold(folder): [self._stamp(folder).hex(), "\n".join(sorted(names))]
-            for folder, names in sorted(missing.items())
-        }
-        return inputs.Closure.of(entries, [request.fold(t) for t in request.tools], absent)
-
-    def _stamp(self, path: str) -> bytes:
-        return inputs.settled(inputs.stamp_of(path), self._now) or inputs.YOUNG
+        absent = {}
+        for folder, names in sorted(missing.items()):
+            folded = request.fold(folder)
+            stamp = before.judged(folder, inputs.stamp_of(folder), inputs.is_theirs(folded))
+            absent[folded] = [stamp.hex(), "\n".join(sorted(names))]
+        tools = [request.fold(t) for t in request.tools]
+        return inputs.Closure.of(entries, tools, absent, time.time_ns())
 
     def _first_missing(self, folder: str, name: str) -> tuple[str, str] | None:
         """(existing folder, name in it) that must appear before folder/name can; None: folder/name is there."""
@@ -125,37 +287,47 @@ class Recorder:
         return None
 
     def _names(self, folder: str) -> set[str] | None:
-        """What is in a folder; None: it is none."""
         if folder not in self._listed:
-            try:
-                self._listed[folder] = {".", "..", *os.listdir(folder or "/")}
-            except OSError:
-                self._listed[folder] = None
+            self._listed[folder] = names_in(folder)
         return self._listed[folder]
 
 
+def names_in(folder: str) -> set[str] | None:
+    """What is in a folder; None: it is none."""
+    try:
+        return {".", "..", *os.listdir(folder or "/")}
+    except OSError:
+        return None
+
+
 @functools.cache  # of use where a process reloads
-def _content(path: str, stamp: bytes) -> tuple[str, set[str]]:
-    """A file's digest and the names that it asks for with __has_include."""
+def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
+    """A file's digest, the names that it asks for with __has_include, and whether it embeds others by .incbin.
+
+    Changed: it is not, or no longer, the file with this stamp."""
     with open(path, "rb") as file:
-        content = file.read()
-    asks = re.findall(_HAS_INCLUDE, content) if b"\0" not in content else ()
-    return inputs.digest(content), {name.decode(errors="replace") for name in asks}
+        text = file.read()
+    if inputs.stamp_of(path) != stamp:
+        raise inputs.Changed(path)
+    if b"\0" in text:
+        return inputs.digest(text), set(), False
+    asks = {name.decode(errors="replace") for name in re.findall(_HAS_INCLUDE, text)}
+    return inputs.digest(text), asks, b".incbin" in text
 
 
-def ask_compiler(*question: str) -> str:
+def is_gnu(request: inputs.Request) -> bool:
+    return "Free Software Foundation" in ask(request, "--version")
+
+
+def ask(request: inputs.Request, *question: str) -> str:
     """What the compiler says of itself. In a process that reloads it is asked once, unless it was exchanged."""
-    words = inputs.compiler_words()
-    variables = tuple(os.environ.get(name) for name in (*inputs.COMPILER_VARIABLES, "PATH"))
-    return _answer(inputs.stamp_of(shutil.which(words[0]) or ""), variables, *words, *question)
+    environment = request.environment | {"LC_ALL": "C.UTF-8", "LD_PRELOAD": ""}  # a sanitizer's is for this process
+    path = shutil.which(request.compiler[0], path=environment.get("PATH"))
+    return _answer(inputs.stamp_of(path or ""), tuple(environment.items()), *request.compiler, *question)
 
 
 @functools.cache
-def _answer(stamp: bytes, variables: tuple, *command: str) -> str:
-    return _output(list(command))
-
-
-def _output(command: list[str], folder: str = "/") -> str:
-    environment = os.environ | {"LC_ALL": "C.UTF-8", "LD_PRELOAD": ""}  # a sanitizer's is for this process
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace")
+def _answer(stamp: bytes, environment: tuple[tuple[str, str], ...], *command: str) -> str:
+    options = {"cwd": "/", "env": dict(environment), "stdin": subprocess.DEVNULL, "capture_output": True}
+    done = subprocess.run(command, text=True, errors="replace", **options)
     return done.stdout + done.stderr

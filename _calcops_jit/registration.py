@@ -1,26 +1,46 @@
-"""What a library registers with PyTorch: looked at first, then taken as a whole or not at all.
+"""What a library registers with PyTorch: collected, compared with what is there, committed as a whole or not at all.
 
-The other half is shadow/torch/library.h, which every source is compiled with: it keeps the blocks of a library until
-they are asked for here, so a newer generation of a library can take the place of an older one in a running process.
+The other half is shadow/torch/library.h, which every source is compiled with. So a newer generation of a library can
+take the place of an older one in a running process, and no library that of another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
+from collections.abc import Iterator
 from functools import cached_property
+
+import torch
 
 from .diagnosis import BuildError, report
 
 SHADOW = os.path.join(os.path.dirname(os.path.realpath(__file__)), "shadow")
+_taken: list[Registration] = []  # all that ever registered something, the newest last
+
+
+@contextlib.contextmanager
+def held(path: str) -> Iterator[None]:
+    """While this lasts, a library that is loaded from `path` leaves its registration to us. Any other does not.
+
+    The dispatcher is what it and we have in common: an operator there says so, which no process needs to know of."""
+    mark = torch._C._dispatch_library("FRAGMENT", "calcops_jit", "")
+    mark.define(f"holds.p{os.fsencode(path).hex()}() -> ()")
+    try:
+        yield
+    finally:
+        del mark
 
 
 class Registration:
     """Of one generation. It is only asked what it holds when there is something to compare it with."""
 
-    def __init__(self, name: str, library: ctypes.CDLL):
-        self._name, self._library = name, library
+    live = False
+
+    def __init__(self, name: str, place: str, library: ctypes.CDLL):
+        self.name, self.place, self._library = name, place, library
         self._registers = hasattr(library, "calcops_jit_steps")  # a source includes torch/library.h
         if self._registers:
             library.calcops_jit_steps.restype = library.calcops_jit_commit.restype = ctypes.c_char_p
@@ -31,30 +51,37 @@ class Registration:
 
     @cached_property
     def defs(self) -> dict[str, str]:
-        """{operator with overload: schema and tags}"""
-        defs = [step[1:] for step in self._steps if step[0] == "def"]
-        return {schema.partition("(")[0]: f"{schema} tags {tags}".removesuffix(" tags ") for schema, tags in defs}
+        """{operator with overload: schema and tags; class: its methods}"""
+        found = {name: schema for kind, name, schema, *_ in self._steps if kind == "class"}
+        for kind, name, schema, *tags in self._steps:
+            if kind == "def":
+                found[name] = f"{schema} tags {tags[0]}" if tags[0] else schema
+        return found
 
     @cached_property
     def impls(self) -> dict[str, str]:
-        """{"operator key": C++ signature}"""
-        return {f"{step[1]} {step[2]}": step[3] for step in self._steps if step[0] != "def"}
+        """{"operator key": C++ signature}; a fallback is " key"."""
+        return {name: how for kind, name, how, *_ in self._steps if kind == "impl"}
 
     @property
     def schemas(self) -> dict[str, list[str]]:
         """{operator: its schemas}"""
         found: dict[str, list[str]] = {}
-        for name, schema in self.defs.items():
-            found.setdefault(name.partition(".")[0], []).append(schema.partition(" tags ")[0])
+        for kind, name, schema, *_ in self._steps:
+            if kind == "def":
+                found.setdefault(name.partition(".")[0], []).append(schema)
         return found
 
+    def names(self) -> set[str]:
+        return self.defs.keys() | self.impls.keys()
+
     def refusal(self, earlier: list[Registration]) -> BuildError | None:
-        """Why this cannot take the place of `earlier`, whose schemas and C++ signatures callers rely on."""
+        """Why this cannot take the place of `earlier`, whose schemas, classes and C++ signatures callers rely on."""
         changes: dict[str, tuple[str, str]] = {}
         for old in earlier:
             for name, schema in old.defs.items():
                 if self.defs.get(name, schema) != schema:
-                    changes[name] = schema, self.defs[name]
+                    changes[name.removeprefix("__torch__.torch.")] = schema, self.defs[name]
             live = {_operator(impl, how): how for impl, how in old.impls.items() if how}
             for impl, how in self.impls.items():
                 if how and live.get(_operator(impl, how), how) != how:
@@ -62,28 +89,75 @@ class Registration:
         if not changes:
             return None
         lines = [line for name, change in changes.items() for line in [name, *_difference(*change)]]
-        what = f"cannot reload {self._name}: a signature changed, so nothing was exchanged"
-        return report(what, lines, "restart Python, or give the operator another name")
+        what = f"cannot reload {self.name}: a signature changed, so nothing was exchanged"
+        kind = "class" if next(iter(changes)).startswith("classes.") else "operator"
+        return report(what, lines, f"restart Python, or give the {kind} another name")
 
     def take(self, earlier: list[Registration]) -> None:
         """Makes it live: every call from now on reaches its kernels. BuildError: nothing has changed."""
-        if not self._registers:
-            return
-        self._ask("commit")
-        if not earlier:
-            return
-        gone = {impl for old in earlier for impl in old.impls} - self.impls.keys()
+        if self._registers:
+            if twin := next(
+                (other for other in _taken if other.live and other._is(self) and other not in earlier), None
+            ):
+                raise self._owned_by(twin, next(iter(self.names()), "it"))
+            again = [self] if self in _taken else []
+            mine = {name for old in [*earlier, *again] for name in old.names()}
+            for fallback in [impl for impl in mine & self.impls.keys() if impl[0] == " "] if mine else ():
+                _retire(fallback, earlier)  # there can only be one
+            if there := self._commit(mine):
+                self._commit(mine | self._free(there))
+            for impl in {impl for old in earlier for impl in old.impls} - self.impls.keys() if earlier else ():
+                _retire(impl, earlier)
         for old in earlier:
-            for impl in gone & old.impls.keys():
-                old._library.calcops_jit_retire(impl.encode())
+            old.live = False
+        self.live = True
+        _taken[:] = [*(other for other in _taken if other is not self), self]
 
-    def _ask(self, what: str) -> str:
-        answer = getattr(self._library, f"calcops_jit_{what}")().decode(errors="replace")
+    def _commit(self, mine: set[str]) -> dict[str, str]:
+        """What is there already and is not among `mine`, and where it is from. Then nothing was registered."""
+        answer = self._ask("commit", "\n".join(sorted(mine)).encode())
+        return dict(line.split("\t") for line in answer.splitlines()[1:])
+
+    def _free(self, there: dict[str, str]) -> set[str]:
+        """These names, if they may be taken. BuildError: they are somebody else's."""
+        for name, where in there.items():
+            known = [other for other in reversed(_taken) if name in other.names()]
+            if owner := next((other for other in known if other.live), None):
+                raise self._owned_by(owner, name, where)
+            if known:
+                continue  # no library has it any more
+            if name in self.impls and name.partition(" ")[0] not in ["", *self.defs]:
+                from .progress import say
+
+                say(f"{self.name} takes the place of {name}, {where}")
+                continue
+            raise self._owned_by(None, name, where)
+        return set(there)
+
+    def _owned_by(self, owner: Registration | None, name: str, where: str = "") -> BuildError:
+        evidence = [f"{owner.name} of {owner.place} has it"] if owner else []
+        evidence += [where] if where else []
+        evidence.append(f"{self.name} of {self.place} would take its place")
+        what = f"cannot load {self.name}: {name.removeprefix('__torch__.torch.')} is there already"
+        return report(what, evidence, "load only one of the two, or give one another namespace")
+
+    def _is(self, other: Registration) -> bool:
+        """Whether it is the same file, which glibc maps once."""
+        return other is not self and other._library._handle == self._library._handle
+
+    def _ask(self, what: str, *arguments: bytes) -> str:
+        answer = getattr(self._library, f"calcops_jit_{what}")(*arguments).decode(errors="replace")
         if answer.startswith("error\t"):
             lines = answer.removeprefix("error\t").strip().splitlines()
-            what = f"cannot register {self._name}, nothing was exchanged"
+            what = f"cannot register {self.name}, nothing was exchanged"
             raise report(what, lines, "correct the registration, or restart Python")
         return answer
+
+
+def _retire(impl: str, registrations: list[Registration]) -> None:
+    for old in registrations:
+        if impl in old.impls:
+            old._library.calcops_jit_retire(impl.encode())
 
 
 def _operator(impl: str, how: str) -> tuple[str, bool]:

@@ -6,11 +6,11 @@ import contextlib
 import glob
 import os
 import re
-import shutil
-import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from . import cache, inputs
+from . import cache, inputs, places
+from .diagnosis import report
 
 
 class Entry(NamedTuple):
@@ -31,39 +31,39 @@ class Entry(NamedTuple):
 def entries(folder: str) -> list[Entry]:
     """All in a cache folder, the least recently used first."""
     found = []
-    for slot in cache.slots(folder):
-        name = os.path.basename(slot).rpartition("-")[0]
-        file = "unit.o" if name.startswith("unit-") else f"{name}.so"
+    for slot in places.slots(folder):
         for path in map(os.path.dirname, glob.glob(f"{glob.escape(slot)}/*/manifest")):
             with contextlib.suppress(OSError):  # somebody removes it meanwhile
                 size = sum(entry.stat().st_size for entry in os.scandir(path))
-                found.append(Entry(os.stat(path).st_mtime, path, f"{path}/{file}", size))
+                found.append(Entry(os.stat(path).st_mtime, path, cache.output(path), size))
     return sorted(found)
 
 
 def bound() -> int:
     """CALCOPS_CACHE_SIZE in bytes."""
     text = os.environ.get("CALCOPS_CACHE_SIZE") or "2G"
-    if not (match := re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text)):
-        raise ValueError(f"calcops_jit: expected CALCOPS_CACHE_SIZE such as 500M or 2G, got {text!r}")
-    return int(float(match[1]) * 1024 ** ["", "K", "M", "G"].index(match[2]))
+    if not (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?\s*", text.upper())):
+        evidence = f"expected such as 500M or 2G, got {text!r}"
+        raise report("CALCOPS_CACHE_SIZE is no size", [evidence], "export CALCOPS_CACHE_SIZE=2G")
+    return int(float(match[1]) * 1024 ** ["", "K", "M", "G", "T"].index(match[2]))
 
 
 def prune(size: int) -> list[Entry]:
     """Removes what was not used for longest while a cache folder holds more than `size`; never what a process has."""
     removed = []
-    for folder in filter(os.path.isdir, cache.folders()):
+    for folder in filter(os.path.isdir, places.folders()):
         found = entries(folder)
         excess = sum(entry.size for entry in found) - size
         for entry in found:
-            if excess > 0 and not cache.in_use(entry.file):
-                shutil.rmtree(entry.path, ignore_errors=True)
+            if excess > 0 and cache.discard(entry.path):
                 excess -= entry.size
                 removed.append(entry)
-        for slot in cache.slots(folder):
-            with contextlib.suppress(OSError):  # somebody else tidies up
-                cache.sweep(slot)
-                empty = set(os.listdir(slot)) <= {"lock", "failed.log"}
-                if empty and time.time() - os.stat(slot).st_mtime > cache.DAY_S:  # nobody is about to build there
-                    shutil.rmtree(slot)
+        for slot in places.slots(folder):
+            cache.tidy(slot)
     return removed
+
+
+def clean() -> Iterator[tuple[str, list[str]]]:
+    """Removes all that no process has or builds: (cache folder, what is left there)."""
+    for folder in filter(os.path.isdir, places.folders()):
+        yield folder, [slot for slot in places.slots(folder) if not cache.tidy(slot, everything=True)]

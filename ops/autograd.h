@@ -1,207 +1,152 @@
-// What makes an operator behave like a built-in one under autograd, compiled autograd, forward mode
-// and vmap. An operator describes one call of itself by a plain struct:
+// What makes an operator behave like a built-in one: autograd in both modes and to any order,
+// compiled autograd and vmap, from one description of its derivatives. An operator's .cpp says
 //
-//   struct Op {
-//     static constexpr const char* kNode = "OpBackward";     // the name of its grad_fn
-//     <arguments that are not tensors>
-//     template <class Visit> void visit(Visit&& visit);      // visit(argument) for each of them
-//     tensor_list forward(const tensor_list& inputs) const;  // calls the operator
-//     tensor_list backward(const tensor_list& upstream, const tensor_list& inputs,
-//                          const std::vector<bool>& needed) const;
-//     tensor_list jvp(const tensor_list& tangents, const tensor_list& inputs) const;
-//   };
+//   define<&kernel, kDerivatives>(m, "name(Tensor x, ...) -> Tensor");
 //
-// Absent tensors are undefined tensors everywhere. backward and jvp call operators through the
-// dispatcher, therefore they are differentiable themselves and a graph outlives a live reload.
-// After the code that PyTorch generates for its own operators (torch/csrc/autograd/generated).
+// and kDerivatives is a Multilinear, which needs no formula, or a Derivatives with formulas of its
+// own. The kernel is a function with the C++ signature of the schema; nothing else repeats that
+// signature, because everything around the kernel works on boxed calls: a list of arguments, whose
+// names are those of the schema. ops/README.md follows a call through all of this.
 #pragma once
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/functorch/BatchedTensorImpl.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
-#include <torch/csrc/dynamo/compiled_autograd.h>
-#include <torch/version.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
 
-#include <algorithm>
-#include <memory>
-#include <mutex>
-#include <optional>
+#include <cstdint>
+#include <cstring>
 #include <string>
-#include <type_traits>
-#include <utility>
 #include <vector>
+
+#include "expect.h"
 
 namespace calcops {
 
-using tensor_list = std::vector<at::Tensor>;
+using tensor_list =
+    std::vector<at::Tensor>;  // an absent tensor is undefined, and a derivative of zero is absent
 
-// From 2.13 on a Node counts its own references; before that std::shared_ptr holds it.
-template <class Node>
-auto make_node() {
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-  return c10::make_intrusive<Node>();
-#else
-  return std::shared_ptr<Node>(new Node(), torch::autograd::deleteNode);
-#endif
-}
+// One call of an operator.
+struct Call {
+  c10::OperatorHandle op;
+  std::vector<c10::IValue> arguments;  // as many as the schema has
 
-template <class Op>
-struct OpNode final : torch::autograd::Node {
-  Op op;
-  std::vector<torch::autograd::SavedVariable> saved;
-
-  std::string name() const override { return Op::kNode; }
-
-  tensor_list apply(tensor_list&& upstream) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return gradients(op, upstream, unpack(), needed());
-  }
-
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& variable : saved) variable.reset_data();
-  }
-
-  // Compiled autograd: what its cache key and its graph depend on ...
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.collect(name());
-    args.collect(saved, /*is_output=*/false);
-    const_cast<Op&>(op).visit([&](const auto& argument) { args.collect(argument); });
-  }
-
-  // ... and the call that it records, with everything packed into what an FX graph can hold.
-  tensor_list apply_with_saved(const tensor_list& upstream,
-                               torch::dynamo::autograd::SwapSavedVariables& swap) override {
-    swap.before(saved);
-    op.visit([&](auto& argument) { swap.before(argument); });
-    torch::dynamo::autograd::PackedArgs packed;
-    op.visit([&](const auto& argument) { packed.pack(argument); });
-    packed.pack(needed());
-    for (const at::Tensor& input : unpack()) packed.pack(input);
-    std::vector<at::TypePtr> types;
-    for (const c10::IValue& value : packed.vec())
-      types.push_back(value.isTensor() ? at::TensorType::get() : value.type());
-
-    const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
-    const std::string function =
-        compiler->bind_function(swap.get_py_compiler(), name(), replay, std::move(types),
-                                /*is_custom_function=*/true, /*is_traceable=*/true);
-    using Metadata = std::vector<std::optional<torch::autograd::InputMetadata>>;
-    tensor_list result = compiler->call_function(
-        swap.get_py_compiler(), "apply_functional", function, upstream, packed.vec(),
-        torch::dynamo::autograd::IValuePacker<Metadata>::pack(
-            torch::dynamo::autograd::get_input_metadata(next_edges())));
-    swap.after(saved);
-    op.visit([&](auto& argument) { swap.after(argument); });
-    return result;
-  }
-
- private:
-  tensor_list unpack() const {
-    tensor_list inputs;
-    for (const auto& variable : saved) inputs.push_back(variable.unpack());
-    return inputs;
-  }
-
-  std::vector<bool> needed() const {
-    std::vector<bool> needed;
-    for (size_t i = 0; i < saved.size(); ++i) needed.push_back(task_should_compute_output(i));
-    return needed;
-  }
-
-  static tensor_list gradients(const Op& op, const tensor_list& upstream, const tensor_list& inputs,
-                               const std::vector<bool>& needed) {
-    for (const at::Tensor& gradient : upstream)
-      if (gradient.defined()) return op.backward(upstream, inputs, needed);
-    return tensor_list(inputs.size());
-  }
-
-  static tensor_list replay(const tensor_list& upstream, const std::vector<c10::IValue>& args) {
-    torch::dynamo::autograd::PackedArgs packed(args);
-    Op op{};
-    op.visit([&](auto& argument) { argument = packed.unpack<std::decay_t<decltype(argument)>>(); });
-    const auto needed = packed.unpack<std::vector<bool>>();
-    tensor_list inputs;
-    for (size_t i = 0; i < needed.size(); ++i) inputs.push_back(packed.unpack<at::Tensor>());
-    return gradients(op, upstream, inputs, needed);
-  }
+  // A call of `name` that takes the arguments of the same name from this one; the others have their
+  // default, or none.
+  Call of(const char* name) const;
+  bool has(const std::string& argument) const;
+  c10::IValue& operator[](const std::string& argument);
+  const c10::IValue& operator[](const std::string& argument) const;
+  at::Tensor tensor(const std::string& argument) const;
+  Call with(const std::string& argument, c10::IValue value) const;
+  // Through the dispatcher: the result is differentiable in its turn, and a graph outlives a live
+  // reload.
+  tensor_list run() const;
 };
 
-// The kernel of the Autograd key: runs op.forward below autograd and attaches its derivatives.
-template <class Op>
-tensor_list differentiable(Op op, const tensor_list& inputs) {
-  decltype(make_node<OpNode<Op>>()) node;
-  if (torch::autograd::compute_requires_grad(inputs)) {
-    node = make_node<OpNode<Op>>();
-    node->set_next_edges(torch::autograd::collect_next_edges(inputs));
-    node->op = op;
-    for (const at::Tensor& input : inputs) node->saved.emplace_back(input, /*is_output=*/false);
-  }
-  tensor_list outputs;
-  {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    outputs = op.forward(inputs);
-  }
-  if (node) torch::autograd::set_history(outputs, node);
+// The derivatives of an operator, in calls of operators.
+class Derivatives {
+ public:
+  virtual ~Derivatives() = default;
+  // Called before a call of which some arguments are differentiated, in either mode.
+  virtual void check(const Call&, const std::vector<bool>& /*differentiated*/) const {}
+  // Gradients of the arguments, one for each, from those of the results. What is not wanted may be
+  // given or not.
+  virtual tensor_list vjp(const Call& call, const tensor_list& upstream,
+                          const std::vector<bool>& wanted) const = 0;
+  // Tangents of the results from those of the arguments.
+  virtual tensor_list jvp(const Call& call, const tensor_list& tangents) const = 0;
+};
 
-  tensor_list tangents(inputs.size()), primals = inputs;
-  bool forward_mode = false;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    if (!torch::autograd::isFwGradDefined(inputs[i])) continue;
-    tangents[i] = inputs[i]._fw_grad(/*level=*/0);
-    primals[i] = inputs[i]._fw_primal(/*level=*/0);
-    forward_mode = true;
-  }
-  if (forward_mode) {
-    tensor_list output_tangents = op.jvp(tangents, primals);
-    for (size_t i = 0; i < outputs.size(); ++i)
-      if (output_tangents[i].defined())
-        outputs[i]._set_fw_grad(output_tangents[i], /*level=*/0, /*is_inplace_op=*/false);
-  }
-  return outputs;
+// A pair of operators that are the gradients of one number: the sum of terms, each of them a result
+// of `forward` times its upstream gradient and linear in each of the inputs that the term names,
+//
+//   L = grad_a a(x, y) + grad_b b(x, y, z)      {{"grad_a", "x", "y"}, {"grad_b", "x", "y", "z"}}
+//
+// `forward` gives dL/d(upstream), that is its results in the order of the terms; `backward` gives
+// dL/d(input) in the order in which the terms name the inputs, those that its output_mask wants, if
+// it has one. Its arguments are all that L depends on: the upstream gradients and whatever
+// `forward` takes, under the same names. An input that no wanted term names is passed as none. The
+// derivative of L along an argument is L with that argument replaced, less the terms without it. So
+// both operators have derivatives to any order, and so has any other operator whose results are the
+// first terms.
+class Multilinear final : public Derivatives {
+ public:
+  using Term = std::vector<std::string>;
+  Multilinear(const char* forward, const char* backward, const std::vector<Term>& terms);
+
+  tensor_list vjp(const Call& call, const tensor_list& upstream,
+                  const std::vector<bool>& wanted) const override;
+  tensor_list jvp(const Call& call, const tensor_list& tangents) const override;
+
+ private:
+  using Set = uint64_t;  // of factors, a bit each: the upstreams, one a term, then the inputs
+
+  std::vector<int> factors_of_arguments(const Call& call) const;
+  std::vector<int> factors_of_results(const Call& call) const;
+  tensor_list along(const Call& call, const tensor_list& moved, Set wanted) const;
+  void add_gradients(const Call& point, Set moved, Set wanted, tensor_list& sums) const;
+
+  const char *forward_, *backward_;
+  std::vector<std::string> factors_;
+  std::vector<Set> terms_;
+  Set upstreams_;
+};
+
+// ---- what the dispatcher's keys hold ------------------------------------------------------------
+
+// Autograd: calls the operator below autograd and attaches its derivatives.
+void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op,
+                   c10::DispatchKeySet keys, torch::jit::Stack* stack);
+
+template <const auto& derivatives>
+void differentiate_with(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                        torch::jit::Stack* stack) {
+  differentiate(derivatives, op, keys, stack);
 }
 
-// The kernel of the FuncTorchBatched key for operators whose inputs and outputs all begin with a
-// dimension of independent items: the vmapped dimension is folded into it.
-template <class Op>
-tensor_list fold_vmap(Op op, const tensor_list& inputs) {
-  int64_t level = -1;
-  for (const at::Tensor& input : inputs)
-    if (input.defined())
-      if (const auto* batched = at::functorch::maybeGetBatchedImpl(input))
-        level = std::max(level, batched->level());
+// FuncTorchBatched: hands `run` the call with every tensor [mapped dimension, ...] and the size of
+// that dimension, and expects results of this form.
+using Boxed = void(const c10::OperatorHandle&, torch::jit::Stack*);
+using VmapRule = tensor_list (*)(Call call, const c10::SymInt& batch);
+void vmap(VmapRule run, const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-  c10::SymInt batch = 1, items = 0;
-  tensor_list folded = inputs;
-  const auto batched_here = [&](const at::Tensor& input) {
-    const auto* batched = input.defined() ? at::functorch::maybeGetBatchedImpl(input) : nullptr;
-    return batched && batched->level() == level ? batched : nullptr;
+template <VmapRule run>
+void vmap_with(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  vmap(run, op, stack);
+}
+
+// The rule where all tensors begin with a dimension of independent items: the mapped one is folded
+// into it.
+tensor_list vmap_folded(Call call, const c10::SymInt& batch);
+
+// An operator with a kernel of its own for all devices, derivatives and a rule for vmap.
+template <auto kernel, const auto& derivatives, Boxed rule = vmap_with<vmap_folded>>
+void define(torch::Library& m, const char* schema) {
+  using torch::CppFunction;
+  m.def(schema);
+  const std::string name(schema, std::strchr(schema, '('));
+  const auto impl = [&](c10::DispatchKey key, CppFunction&& function) {
+    m.impl(name.c_str(), torch::dispatch(key, std::move(function)));
   };
-  c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
-  for (size_t i = 0; i < inputs.size(); ++i)
-    if (const auto* batched = batched_here(inputs[i])) {
-      folded[i] = batched->value().movedim(batched->bdim(), 0);
-      batch = folded[i].sym_size(0);
-    }
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    if (!inputs[i].defined()) continue;
-    if (!batched_here(inputs[i])) {
-      c10::SymDimVector shape(inputs[i].sym_sizes());
-      shape.insert(shape.begin(), batch);
-      folded[i] = inputs[i].unsqueeze(0).expand_symint(shape);
-    }
-    items = folded[i].sym_size(1);
-    folded[i] = folded[i].flatten(0, 1);
-  }
-  tensor_list outputs = op.forward(folded);
-  for (at::Tensor& output : outputs) {
-    if (batch != 0) items = output.sym_size(0) / batch;  // an output nobody wants has none
-    output = at::functorch::makeBatched(output.unflatten_symint(0, {batch, items}), 0, level);
-  }
-  return outputs;
+  impl(c10::DispatchKey::CPU, CppFunction(TORCH_FN(kernel)));
+  impl(c10::DispatchKey::Meta, CppFunction(TORCH_FN(kernel)));
+#ifdef CALCOPS_NO_CUDA
+  impl(c10::DispatchKey::CUDA, CppFunction::makeFromBoxedFunction<&built_without_cuda>());
+#else
+  impl(c10::DispatchKey::CUDA, CppFunction(TORCH_FN(kernel)));
+#endif
+  impl(c10::DispatchKey::Autograd,
+       CppFunction::makeFromBoxedFunction<&differentiate_with<derivatives>>());
+  impl(c10::DispatchKey::FuncTorchBatched, CppFunction::makeFromBoxedFunction<rule>());
+}
+
+// An operator composed of other operators, which have devices, derivatives and vmap already.
+template <auto composition>
+void define(torch::Library& m, const char* schema) {
+  m.def(schema, TORCH_FN(composition));
+  const std::string name(schema, std::strchr(schema, '('));
+  // vmap does not look for compositions, so it stands under that key too.
+  m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::FuncTorchBatched, TORCH_FN(composition)));
 }
 
 }  // namespace calcops

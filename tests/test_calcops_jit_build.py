@@ -1,5 +1,4 @@
 """The loader's builds: operators as a user sees them, `load`, errors, the choice for CUDA, the real library."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import os
 import shutil
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_calcops_jit import CALL, HERE, checkout  # noqa: F401
+from checkout import HERE
 
 from _calcops_jit import cuda, operators, recipes
 
@@ -272,5 +271,5 @@ def test_the_cuda_operators_compile_and_link_for_sm_80_and_sm_90():
 
 def test_every_unit_under_ops_is_built():
     units = {Path(s).relative_to(HERE / "ops").as_posix() for s in recipes.own().sources}
-    there = {p.relative_to(HERE / "ops").as_posix() for p in (HERE / "ops").glob("*/*.cpp")}
+    there = {p.relative_to(HERE / "ops").as_posix() for p in (HERE / "ops").rglob("*.cpp")}
     assert there <= units and not {u for u in units - there if not u.endswith(".cu")}

@@ -1,12 +1,10 @@
 """The cache on disk: damaged artefacts, folders that cannot be written."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import os
 import random
 from pathlib import Path
 
 import pytest
-from test_calcops_jit import checkout  # noqa: F401
 
 from _calcops_jit import cache, inputs, reads
 
@@ -95,7 +93,9 @@ def test_no_truncation_and_no_flipped_byte_is_ever_loaded(tmp_path, monkeypatch)
     slot, _ = cache.writable_slot(request)
     with cache.staging(slot) as staging:
         Path(staging, "built").write_bytes(content)
-        closure = reads.Recorder(request, []).closure({str(source), *request.tools})
+        closure = reads.Recorder(request, [], reads.Before(str(tmp_path), set())).closure(
+            {str(source)}, set(request.tools)
+        )
         library = Path(cache.publish(slot, staging, f"{staging}/built", request, {}, closure).path)
     assert cache.find(request)
     for size in range(0, len(content), 4096):
@@ -127,7 +127,7 @@ print(len(refused), real(calcops_jit._own._generations[calcops_jit._own.digest].
 
 
 def test_the_cache_is_found_by_xdg_and_by_home(checkout, tmp_path):
-    where = "from _calcops_jit import cache; print(cache.folders()[0])"
+    where = "from _calcops_jit import places; print(places.folders()[0])"
     path = lambda **env: checkout.run(where, CALCOPS_CACHE=None, **env).out.strip()  # noqa: E731
     assert path(XDG_CACHE_HOME=tmp_path / "x") == f"{tmp_path}/x/calcops"
     assert path(HOME=tmp_path, XDG_CACHE_HOME=None) == f"{tmp_path}/.cache/calcops"

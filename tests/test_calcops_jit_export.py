@@ -1,5 +1,4 @@
 """An exported folder: imports without a compiler, refuses what it does not fit, and serves C++ hosts."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import ast
 import json
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_calcops_jit import HERE, Child, checkout, the_zygote  # noqa: F401
+from checkout import HERE, Child, the_zygote
 from test_calcops_jit_cache import spoil
 
 from _calcops_jit import export, inputs, recipes

@@ -12,37 +12,34 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_calcops_jit import BUILDING, Checkout, the_zygote
+from checkout import BUILDING, Checkout, the_zygote
 
 from _calcops_jit import cuda, diagnosis, inputs
 
 GOLDEN = dict(
     re.findall(r"^## (.+)\n((?:.+\n)+)", Path(__file__).with_name("calcops_jit_faults.txt").read_text(), re.M)
 )
-# Prints what the operators say that could not be built, and after how many seconds that was known.
+# Prints what the operators say that could not be built, and how many seconds it took processors to know that: the clock
+# on the wall would tell how busy the machine is.
 IMPORT = """
-import time
-start = time.perf_counter()
+import os
+spent = lambda: sum(os.times()[:4])
+start = spent()
 import calcops_jit
-took = time.perf_counter() - start
+took = spent() - start
 try: calcops_jit.anything
 except calcops_jit.BuildError as error: print(error)
 print(took)
 """
 LOAD = """
-import os, time
+import os
+spent = lambda: sum(os.times()[:4])
 os.environ["CALCOPS_BUILD"] = "0"
 import calcops_jit
-start = time.perf_counter()
+start = spent()
 try: calcops_jit.load("mine", "mine.cpp", {options})
 except calcops_jit.BuildError as error: print(error)
-print(time.perf_counter() - start)
-"""
-# What is measured should not be how busy the machine is.
-AT_ONCE = """
-import os
-try: os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-except PermissionError: pass
+print(spent() - start)
 """
 # The toolkits of this machine are hidden, and PyTorch is one for CUDA 13.2 wherever the test runs.
 CUDA = """
@@ -126,7 +123,7 @@ class Faulty(Checkout):
         text = re.sub(r"/[0-9a-f]{16}/", "/<generation>/", text)
         text = re.sub(r"/stage\.[^/]+/", "/<staging>/", text)
         text = re.sub(r"\S*/(?=ld: )|(?<=text\+)0x\w+", "", text)
-        text = re.sub(r"(<torch>/.*?:)[\d:]+:", r"\1<line>:", re.sub(r"; did you mean .*", "", text))
+        text = re.sub(r"(<torch>/.*?:|bits/.*?:)[\d:]+:", r"\1<line>:", re.sub(r"; did you mean .*", "", text))
         return re.sub(r"C\+\+\d\d", "C++NN", re.sub(r"[‘’`]", "'", text))
 
 
@@ -154,6 +151,10 @@ FORESEEN = {
         "preamble": "import torch; torch.version.cuda = None\n",
     },
     "no Python headers": lambda f: f.load("#include <torch/extension.h>\n" + ANSWER) | {"preamble": NO_HEADERS},
+    "a Python module": lambda f: f.load(
+        "// TORCH_LIBRARY\n#include <pybind11/pybind11.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {}\n"
+    ),
+    "a wrong bound of the cache": lambda f: {"CALCOPS_CACHE_SIZE": "two"},
     "the wrong ABI": lambda f: {"CALCOPS_CFLAGS": f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch._C._GLIBCXX_USE_CXX11_ABI:d}"},
     "no folder that can be written": lambda f: {
         "CALCOPS_CACHE": "/dev/null/cache",
@@ -191,6 +192,24 @@ MET = {
         "g++: error: unrecognized command line option '-std=c++20'; did you mean '-std=c++2a'?"
     ),
     "an unreadable source": lambda f: f.says("cc1plus: fatal error: /src/tiny.cpp: Permission denied"),
+    "an error in the standard library's headers": lambda f: f.load(
+        "#include <algorithm>\nstruct Pair { int i; };\n"
+        "void order(Pair* first, Pair* last) {\n  std::sort(first, last);\n}\n"
+    ),
+    "an error in a header of somebody else": lambda f: (
+        f.write("../theirs/theirs.h", "int broken( { return 1; }\n")
+        and f.write("between.h", "#include <theirs.h>\n")
+        and f.load('#include "between.h"\n' + ANSWER, "extra_include_paths='../theirs'")
+    ),
+    "a processor that nobody knows": lambda f: {"CALCOPS_CFLAGS": "-march=alderlake9"},
+    "a function in two sources": lambda f: (
+        f.write("ops/tiny/second.cpp", "int answer2() { return 1; }\n")
+        and f.write("ops/tiny/third.cpp", "int answer2() { return 1; }\n")
+        and {}
+    ),
+    "a name that is too long": lambda f: f.says(
+        "a.cpp:1:1: fatal error: opening dependency file a.cpp.o.d: File name too long"
+    ),
     "an unknown flag": lambda f: {"CALCOPS_CFLAGS": "-fno-such-flag"},
     "a library that is not there": lambda f: f.load(ANSWER, "extra_ldflags=['-lnosuch']"),
     "an undefined function at link": lambda f: f.load(
@@ -216,15 +235,12 @@ def faulty():
 @pytest.mark.parametrize("fault", FORESEEN)
 def test_what_can_be_known_beforehand_is_said_within_a_fifth_of_a_second(faulty, fault):
     options = FORESEEN[fault](faulty)
-    options["preamble"] = AT_ONCE + options.get("preamble", "")
-    best = 9.0
-    for _ in range(10):
-        message, took = faulty.message(options)
+    spent = []
+    while not spent or min(spent) > 0.2 and len(spent) < 5:
+        message, seconds = faulty.message(options)
         assert message == GOLDEN[fault]
-        best = min(best, took)
-        if best <= 0.2:
-            break
-    assert best <= 0.2
+        spent.append(seconds)
+    assert min(spent) <= 0.2
     assert not faulty.log.exists() or " -c " not in faulty.log.read_text()
 
 

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from test_calcops_jit import BUILDING, Checkout, the_zygote
+from checkout import BUILDING, Checkout, the_zygote
 
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount, and be somebody else")
 ANYBODY = 54321  # no passwd entry
@@ -188,7 +188,7 @@ def test_what_belongs_to_somebody_else_is_not_loaded(checkout):
     assert (answer(checkout, **shared), checkout.compiled()) == ("1\n", 0)  # this one was named for that
 
 
-def as_anybody(checkout, **options) -> tuple[str, str]:
+def as_anybody(checkout, script: str = ANSWER, **options) -> tuple[str, str]:
     """Imports as a user without a passwd entry; what a build imports comes first, while root can read it."""
     imports = (
         "import os, sysconfig, _calcops_jit.build, _calcops_jit.progress\n"
@@ -196,9 +196,39 @@ def as_anybody(checkout, **options) -> tuple[str, str]:
         "sysconfig.get_path = lambda *_, **__: '/nowhere'\n"  # Python's headers may be where only root can read
     )
     become = f"os.setgroups([]); os.setgid({ANYBODY}); os.setuid({ANYBODY})\n"
-    child = checkout.run(imports + become + ANSWER, TMPDIR=checkout.path.parent / "aside", **options)
+    options.setdefault("CALCOPS_CACHE", checkout.path.parent / "aside" / "own")
+    child = checkout.run(imports + become + script, TMPDIR=checkout.path.parent / "aside", **options)
     assert child.code == 0 and "Traceback" not in child.err, child.err
     return child.out, child.err
+
+
+@as_root
+def test_a_cache_is_for_all_users_as_it_is_built_and_an_unreadable_one_is_named(checkout):
+    assert answer(checkout) == "1\n"
+    checkout.compiled()
+    checkout.compiler.chmod(0o755)
+    shared = {"CALCOPS_CACHE_READONLY": checkout.cache}
+    before = {path: path.stat().st_mtime_ns for path in checkout.cache.rglob("*")}
+    assert as_anybody(checkout, **shared) == ("1\n", "")
+    assert checkout.compiled() == 0
+    checkout.cache.chmod(0o700)
+    out, err = as_anybody(checkout, CXX=shutil.which("c++"), **shared)
+    told = f"calcops_jit: cannot read {checkout.cache}: Permission denied (CALCOPS_CACHE_READONLY lists it)"
+    assert (out, err.splitlines()[0]) == ("1\n", told)
+    checkout.cache.chmod(0o755)
+    for slot in checkout.cache.glob("*-*"):
+        slot.chmod(0o700)
+    shutil.rmtree(checkout.path.parent / "aside" / "own")
+    out, err = as_anybody(checkout, CXX=shutil.which("c++"), **shared)
+    assert out == "1\n" and re.match(rf"calcops_jit: cannot read {checkout.cache}/\S+: Permission denied", err)
+    assert {path: path.stat().st_mtime_ns for path in checkout.cache.rglob("*")} == before
+
+
+@as_root
+def test_a_umask_keeps_a_cache_private(checkout):
+    script = "import os; os.umask(0o077)\n" + ANSWER
+    assert answer(checkout, script) == "1\n"
+    assert {path.stat().st_mode & 0o077 for path in [checkout.cache, *checkout.cache.iterdir()] if path.is_dir()} == {0}
 
 
 @as_root
@@ -213,7 +243,7 @@ def test_without_home_and_passwd_entry_it_is_built_in_a_private_folder(checkout)
 @as_root
 def test_a_cache_of_somebody_else_is_left_alone_and_a_line_says_so(checkout):
     assert answer(checkout) == "1\n"
-    out, err = as_anybody(checkout, CXX=shutil.which("c++"))
+    out, err = as_anybody(checkout, CALCOPS_CACHE=checkout.cache, CXX=shutil.which("c++"))
     assert out == "1\n" and f"cannot write {checkout.cache}: Permission denied; using " in err
 
 

@@ -1,12 +1,11 @@
 """Never stale, never spurious, for CUDA: a stand-in for nvcc compiles .cu files as C++ and keeps a log."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import shutil
 import sys
 
 import pytest
 import torch
-from test_calcops_jit import BUILDING, CALL, Checkout, the_zygote
+from checkout import BUILDING, CALL, Checkout, the_zygote
 from test_calcops_jit_fresh import REQUEST
 
 NVCC = """#!{python}

@@ -1,12 +1,10 @@
 """How many compilers run at once, and what the environment allows: jobs, control groups, doctor."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import json
 import os
 import shutil
 
 import pytest
-from test_calcops_jit import checkout  # noqa: F401
 
 from _calcops_jit import build
 

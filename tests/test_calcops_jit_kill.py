@@ -1,5 +1,4 @@
 """Kill-proof: many processes import at once, some or all are killed at a random moment, others come later."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import random
 import re
@@ -9,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from test_calcops_jit import BUILDING, CALL, Checkout, checkout, in_cache, staging, the_zygote, wait_for  # noqa: F401
+from checkout import BUILDING, CALL, Checkout, in_cache, staging, the_zygote, wait_for
 
 PROCESSES = 16
 LATER = 3

@@ -1,12 +1,11 @@
 """Live reload: a library is exchanged for a newer one in a running process, under every handle to it."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import re
 import shutil
 import subprocess
 
 import pytest
-from test_calcops_jit import HERE, Checkout, checkout, the_zygote, wait_for  # noqa: F401
+from checkout import HERE, Checkout, the_zygote, wait_for
 
 # Registration and arithmetic are units of their own: the one takes seconds to compile, the other a moment.
 REGISTRATION = """
@@ -257,7 +256,7 @@ print(first, calcops_jit.library_path(), sep="\n")
 @pytest.mark.long
 def test_a_graph_that_was_built_before_reaches_the_new_backward_kernel(checkout):
     shutil.rmtree(checkout.path / "ops")
-    for part in ("autograd.h", "expect.h"):
+    for part in ("autograd.h", "autograd.cpp", "expect.h", "kernel.h"):
         checkout.write(f"ops/{part}", (HERE / "ops" / part).read_text())
     shutil.copytree(HERE / "ops" / "force", checkout.path / "ops" / "force")
     script = r"""

@@ -1,11 +1,10 @@
 """The cache's own house-keeping: cache list | prune | verify, and the bound that it keeps by itself."""
-# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import os
 import time
 
 import pytest
-from test_calcops_jit import Checkout, checkout, wait_for  # noqa: F401
+from checkout import Checkout, wait_for
 
 from _calcops_jit import usage
 
@@ -15,15 +14,14 @@ DAY = 24 * 3600.0
 
 
 def cache(checkout: Checkout, action: str, **environment):
-    elsewhere = {"TMPDIR": checkout.path.parent}  # not the fallback folder of whoever runs this
-    return checkout.run(MAIN, arguments=["cache", action], **elsewhere, **environment)
+    return checkout.run(MAIN, arguments=["cache", action], **environment)
 
 
 def build(checkout: Checkout, answer: int, days_ago: float, **environment):
     """A library that answers so, and its object, last used then."""
     before = set(checkout.cache.glob("*/*/manifest"))
     checkout.write("ops/tiny/tiny.h", f"#define ANSWER {answer}\n")
-    assert checkout.answer(TMPDIR=checkout.path.parent, **environment) == answer
+    assert checkout.answer(**environment) == answer
     new = [manifest.parent for manifest in set(checkout.cache.glob("*/*/manifest")) - before]
     for generation in new:
         os.utime(generation, (time.time() - days_ago * DAY,) * 2)
@@ -125,13 +123,21 @@ def test_a_warm_import_does_not_look_after_the_cache(checkout):
     assert checkout.answer() == 1 and checkout.compiled() == 1
 
 
-@pytest.mark.parametrize("text, size", [("", 2 << 30), ("0", 0), ("1500", 1500), ("1.5K", 1536), ("3G", 3 << 30)])
+@pytest.mark.parametrize(
+    "text, size",
+    [("", 2 << 30), ("0", 0), ("1500", 1500), ("1.5K", 1536), ("3G", 3 << 30), ("3 gb", 3 << 30), ("1GiB", 1 << 30)],
+)
 def test_the_bound_is_a_number_of_bytes_or_k_m_g(monkeypatch, text, size):
     monkeypatch.setenv("CALCOPS_CACHE_SIZE", text)
     assert usage.bound() == size
 
 
-def test_a_wrong_bound_is_refused(monkeypatch):
-    monkeypatch.setenv("CALCOPS_CACHE_SIZE", "two")
-    with pytest.raises(ValueError, match="expected CALCOPS_CACHE_SIZE such as 500M or 2G, got 'two'"):
-        usage.bound()
+def test_a_wrong_bound_is_refused_before_anything_is_built(checkout):
+    child = checkout.run("import calcops_jit", CALCOPS_CACHE_SIZE="two")
+    assert (child.code, child.err) == (
+        0,
+        "calcops_jit: CALCOPS_CACHE_SIZE is no size\n"
+        "  expected such as 500M or 2G, got 'two'\n"
+        "  fix: export CALCOPS_CACHE_SIZE=2G\n",
+    )
+    assert checkout.compiled() == 0 and checkout.libraries() == []

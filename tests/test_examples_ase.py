@@ -148,7 +148,9 @@ def test_the_list_is_found_anew_only_when_it_must_be():
     assert builds() == 0
     atoms.positions[5] += atoms.cell[0]  # the same crystal, but another image
     assert builds() == 1
-    atoms.set_cell(atoms.cell * 1.001)
+    atoms.set_cell(atoms.cell * 1.001)  # an atom far out is 0.015 A off its place in the new cell
+    assert builds() == 0
+    atoms.set_cell(atoms.cell * 0.97)
     assert builds() == 1
     atoms.pbc = [True, True, False]
     assert builds() == 1
@@ -177,7 +179,7 @@ def test_a_run_keeps_its_list_for_many_steps_and_conserves_energy():
             np.testing.assert_allclose(calc.get_forces(atoms), atoms.get_forces(), atol=1e-12)
         builds.append(atoms.calc.neighbours.builds)
     moved = np.diff(builds).sum()
-    assert 2 <= moved <= 30
+    assert 1 <= moved <= 30  # a crystal swings back: one of its last lists often holds again
     assert others[0].neighbours.builds == 10 and others[1].neighbours.builds == 1
     assert np.ptp(total) < 5e-4 and abs(np.mean(total[100:]) - np.mean(total[:100])) < 5e-5
 

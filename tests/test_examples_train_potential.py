@@ -16,19 +16,24 @@ FOLDERS = [str(EXAMPLES / name) for name in ("train_potential", "potentials", "a
 for package in ("ase", "vesin", "matplotlib", "tqdm"):
     pytest.importorskip(package)
 
-sys.path[:0] = FOLDERS
-sys.modules.pop("model", None)  # other examples have one, too
+sys.path += FOLDERS
 import package  # noqa: E402
 import train  # noqa: E402
 from calculator import CalcOps  # noqa: E402
+from deep_potential import DeepPotential, load_npz  # noqa: E402
 from frames import generate  # noqa: E402
-from model import DeepPotential, load_npz  # noqa: E402
 from step_time import differentiate_plainly  # noqa: E402
 from trainer import Data, Trainer, differentiate, kLossWeights  # noqa: E402
 from weights import initial, save_npz, standardise  # noqa: E402
 
-del sys.path[: len(FOLDERS)]
-sys.modules.pop("model")
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As train.py: the tensors are small, and threads that wait for each other take minutes on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def arrays(sel=(9, 7), seed=0, rcut=3.0):

@@ -234,13 +234,22 @@ def test_a_list_that_is_right_with_ghosts_is_wrong_without():
         force(list_neigh, dE, Ri_d)
 
 
+@pytest.mark.parametrize("nghost", [2**63 - 1, 2**62, 2**40 + 1])
+def test_more_ghosts_than_can_be_counted_are_an_error_that_names_them(nghost):
+    list_neigh, dE, Ri_d, _ = pairs()
+    with pytest.raises(RuntimeError, match=f"^calcops::force: expected `nghost` of at most 2.40, got {nghost}"):
+        force(list_neigh, dE, Ri_d, nghost)
+    with pytest.raises(RuntimeError, match="^calcops::neighbor_index: expected `nghost` of at most 2.40"):
+        torch.ops.calcops.neighbor_index(list_neigh, nghost)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="built with CUDA where a GPU is")
-@pytest.mark.parametrize("op", ["force", "_neighbor_force"])
+@pytest.mark.parametrize("op", ["force", "_force_virial"])
 def test_cuda_tensors_are_told_why_there_is_no_cuda_kernel(op):
     list_neigh, dE, Ri_d, _ = pairs()
-    packet = getattr(torch.ops.calcops, op).default
+    packet, rest = getattr(torch.ops.calcops, op).default, [2] if op == "force" else [None, 2, True]
     with pytest.raises(RuntimeError, match=f"^calcops::{op}: built without CUDA because .+; .+"):
-        packet.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), list_neigh, dE, Ri_d, 2)
+        packet.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), list_neigh, dE, Ri_d, *rest)
 
 
 # ---- size -------------------------------------------------------------------------------------------

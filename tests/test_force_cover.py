@@ -55,7 +55,7 @@ def calls(case, device):
     for keywords in {}, reuse:
         yield force, (list_neigh, *leaves[:2], nghost), keywords
         yield force_virial, (list_neigh, *leaves, nghost), keywords
-    yield torch.ops.calcops._neighbor_force, (list_neigh, *leaves[:2], nghost), {}
+        yield torch.ops.calcops._force_virial, (list_neigh, *leaves[:2], None, nghost, False), keywords
     outputs = force_virial(list_neigh, *(x.detach() for x in leaves), nghost)
     upstream = [laid_out(torch.randn_like(x), layout).requires_grad_(flag) for x, flag in zip(outputs, needs)]
     yield backward, (*upstream, list_neigh, *leaves, nghost, True, [True] * 3), {}

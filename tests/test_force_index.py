@@ -192,3 +192,28 @@ def test_with_an_index_two_launches_are_left():
     index = neighbor_index(inputs[0], 2)
     names = launches(lambda: force_virial(*inputs, 2, neighbor_index=index))
     assert len(names) <= 2, names
+
+
+class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+    """Keeps the keyword arguments of the force operators that are called below autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "calcops":
+            self.found.append((function._opname, kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def test_every_derivative_reuses_the_index(device):
+    list_neigh, dE, Ri_d, Rij = differentiable_pairs(device=device)
+    index = neighbor_index(list_neigh, 2)
+    with Calls() as calls:
+        outputs = force_virial(list_neigh, dE, Ri_d, Rij, 2, neighbor_index=index)
+        first = torch.autograd.grad([x.square().sum() for x in outputs], (dE, Ri_d, Rij), create_graph=True)
+        torch.autograd.grad([x.square().sum() for x in first], (dE, Ri_d, Rij))
+        torch.func.jvp(lambda x: force(list_neigh, x, Ri_d.detach(), 2, neighbor_index=index), (dE,), (dE,))
+    assert {name for name, _ in calls.found} >= {"force_virial", "_force_virial", "_force_virial_backward", "force"}
+    assert [name for name, keywords in calls.found if keywords.get("neighbor_index") is None] == []

@@ -178,3 +178,30 @@ def test_a_model_goes_to_other_processes(start):
     )
     for result in loader:
         assert_equal_lists(result, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wanted", [[0], [1], [2], [0, 1, 2]], ids=str)
+def test_compiled_autograd_of_a_second_derivative_equals_eager(device, wanted):
+    """The second derivative for what was wanted once already is absent, which a graph cannot say."""
+    list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
+
+    def loss():
+        F, W, _ = force_virial(list_neigh, *leaves, 1)
+        chosen = [leaves[i] for i in wanted]
+        gradients = torch.autograd.grad(F.square().sum() + W.square().sum(), chosen, create_graph=True)
+        return sum(x.square().sum() for x in gradients)
+
+    expected = torch.autograd.grad(loss(), leaves, materialize_grads=True)
+    torch._dynamo.reset()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        loss().backward()
+    assert_equal_lists([x.grad for x in leaves], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_tensors_that_are_shared_until_written_stay_shared(device):
+    list_neigh, *values = pairs(**SMALL, device=device)
+    upstream = [torch.ones_like(x) for x in force_virial(list_neigh, *values, 1)]
+    lazy = [torch._lazy_clone(x) for x in (*upstream, list_neigh, *values)]
+    backward(*lazy, 1, True, [True] * 3)
+    force_virial(*lazy[3:], 1)
+    assert all(torch._C._is_cow_tensor(x) for x in lazy)

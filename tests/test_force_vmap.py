@@ -7,7 +7,7 @@ import pytest
 import reference
 import torch
 from reference import assert_equal_lists, pairs
-from test_force_derivatives import SMALL, scalar_of
+from test_force_derivatives import SMALL, neighbor_force, scalar_of
 
 from calcops_jit import force, force_virial
 
@@ -41,7 +41,7 @@ def assert_vmap_equals_a_loop(op, inputs, batched, dims):
 
 def operators():
     yield "force", 3, lambda *x: force(*x, 1)
-    yield "_neighbor_force", 3, lambda *x: torch.ops.calcops._neighbor_force(*x, 1)
+    yield "_force_virial", 3, lambda *x: neighbor_force(*x, 1)
     yield "force_virial", 4, lambda *x: force_virial(*x, 1)
     yield "_force_virial_backward", 7, lambda *x: backward(*x[4:], *x[:4], 1, True, [True] * 3)
 

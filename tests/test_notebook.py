@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -163,6 +165,14 @@ def test_the_options_are_those_of_load(monkeypatch):
     assert two[0] == "two" and two[1].endswith("/cell.cu") and Path(two[1]).read_text() == "int b;\n"
     assert second == {"extra_cuda_cflags": ["-lineinfo"], "extra_ldflags": [], "verbose": False}
     assert pushed == [{}, {}]
+
+
+def test_the_cells_of_a_kernel_that_was_killed_go_with_the_next_one(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CALCOPS_BUILD": "0", "TMPDIR": str(tmp_path)}
+    for end in ("os._exit(0)", "os._exit(0)", ""):
+        command = [sys.executable, "-c", f"import os\nfrom _calcops_jit import notebook\n{end}"]
+        subprocess.run(command, env=environment, check=True)
+        assert len(list(tmp_path.glob("calcops-cells-*"))) == bool(end)
 
 
 # ---- the example ------------------------------------------------------------------------------------------------

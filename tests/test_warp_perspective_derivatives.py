@@ -198,3 +198,38 @@ def test_vmap_inside_vmap_is_right():
     for i in range(2):
         for j in range(3):
             assert torch.equal(result[i, j], warp_perspective(images[i], warps[j], (4, 4)))
+
+
+QUARTER_TURN = torch.tensor([[0.0, -1, 5], [1, 0, 0], [0, 0, 1]], dtype=torch.float64)
+THIRDS = torch.tensor([[3.0, 0, 1], [0, 3, 2], [0, 0, 3]], dtype=torch.float64)  # dividing by 3 rounds
+
+
+@pytest.mark.parametrize("border_mode", BORDERS)
+@pytest.mark.parametrize("inverse_map", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 0.1, 2.0**-1030])
+def test_both_modes_have_the_same_slope_at_pixel_centres_and_for_matrices_of_any_size(
+    border_mode, inverse_map, scale, device
+):
+    """Left and right of a centre the slopes differ: both modes must see the coordinate on the same side."""
+    image = random_image(2, 9, 8).to(device)
+    upstream, towards = (random_image(2, *s, seed=s[0]).to(device) * 2.0**-40 for s in ((7, 6), (9, 8)))
+    for matrix in (torch.eye(3, dtype=torch.float64), QUARTER_TURN, THIRDS, TILTED):
+        warp = (matrix * scale).to(device)
+        tangent = torch.linspace(-1, 1, 9, dtype=torch.float64, device=device).view(3, 3) * warp.abs().max()
+
+        def warped(image, warp):
+            return warp_perspective(image, warp, (7, 6), border_mode=border_mode, inverse_map=inverse_map)
+
+        _, forward = jvp(warped, (image, warp), (towards, tangent))
+        _, vjp = torch.func.vjp(warped, image, warp)
+        to_image, to_warp = vjp(upstream)
+        # The gradient of a tiny matrix is huge, and larger than float64 without the 2^-40 of the upstream.
+        reverse = (to_image * towards).sum() + ((to_warp * warp.abs().max()) * (tangent / warp.abs().max())).sum()
+        torch.testing.assert_close((forward * upstream).sum(), reverse, rtol=1e-9, atol=0)
+
+
+def test_vmap_of_a_size_without_two_entries_is_an_error():
+    images = random_image(3, 2, 6, 7)
+    for size in ((4,), (4, 5, 6), ()):
+        with pytest.raises(RuntimeError, match=r"expected `dsize` \(height, width\), both >= 0"):
+            vmap(lambda image, size=size: torch.ops.calcops.warp_perspective(image, TILTED, size))(images)

@@ -168,3 +168,12 @@ def test_a_matrix_converges_by_gradient_descent_to_the_one_that_made_the_image()
         return p[:2] / p[2]
 
     assert (project(found) - project(wanted)).abs().max() < 0.05 < (corners[:2] - project(wanted)).abs().max()
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (1, 3, 3)])
+def test_a_batch_of_unknown_size_needs_no_guard_where_there_is_one_matrix(shape):
+    torch._dynamo.reset()
+    image, warp = random_image(4, 2, 9, 8), TILTED.reshape(shape)
+    torch._dynamo.decorators.mark_unbacked(image, 0)
+    compiled = torch.compile(lambda *x: warp_perspective(*x, (5, 7)), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(image, warp), warp_perspective(image, warp, (5, 7)))

@@ -49,6 +49,29 @@ def _refusal(about: dict) -> tuple[str, str] | None:
     return None
 
 
+def _load(path: str, fd: int) -> ctypes.CDLL:
+    """The file that was verified, under a name that a debugger can open in a process of its own."""
+    verified = os.fstat(fd)
+    with contextlib.suppress(OSError):  # glibc takes a name that it has seen for the library that it has
+        ctypes.CDLL(path, os.RTLD_NOLOAD | os.RTLD_NOW)
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+    if path == library_path() and not os.path.samestat(os.stat(path), verified):
+        raise ValueError(f"{path} was exchanged while it was read")
+    # The library asks PyTorch's dispatcher whether somebody else sees to its registration: _register() does.
+    held = torch._C._dispatch_library("FRAGMENT", "calcops_jit", "")
+    held.define(f"holds.p{os.fsencode(path).hex()}() -> ()")
+    library = ctypes.CDLL(path)
+    del held
+    return library
+
+
+def _register(library: ctypes.CDLL) -> None:
+    library.calcops_jit_commit.restype = ctypes.c_char_p
+    if answer := library.calcops_jit_commit(b"").decode(errors="replace"):
+        kind, _, rest = answer.partition("taken\n")
+        raise ValueError(f"{rest.splitlines()[0]} already" if rest else kind.removeprefix("error\t"))
+
+
 def _bring_in() -> dict[str, torch._ops.OpOverloadPacket]:
     """The operators by name."""
     try:
@@ -59,10 +82,7 @@ def _bring_in() -> dict[str, torch._ops.OpOverloadPacket]:
             with open(fd, "rb", closefd=False) as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != about["sha256"]:
                     raise ValueError(f"{library_path()} is damaged")
-            library = ctypes.CDLL(f"/proc/self/fd/{fd}")  # what was verified; it registers when told to
-            library.calcops_jit_commit.restype = ctypes.c_char_p
-            if answer := library.calcops_jit_commit().decode(errors="replace"):
-                raise ValueError(answer.removeprefix("error\t"))
+            _register(_load(library_path(), fd))
     except (OSError, ValueError, KeyError) as error:
         problem = str(error), f"{_EXPORT} with this PyTorch, and copy the folder again"
     if problem:

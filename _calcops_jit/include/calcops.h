@@ -58,6 +58,91 @@ inline std::vector<at::Tensor> calculateVirial(
 }  // namespace CalcOps
 
 namespace calcops {
+/// Force on every atom from the gradients of the energy along the edges of a graph.
+///
+/// edge_index     [2, E]; int32 or int64. Row 0 the centre i, row 1 the neighbour j, 0-based; in
+/// any
+///                order. -1 in either row: no edge.
+/// edge_gradient  [E, 3]; float32 or float64; dE/d(edge_vec), energy/length, with edge_vec =
+///                r_j - r_i (plus the shift of a periodic image).
+/// natoms         number of atoms of all frames together, ghosts included, 0 to 2^40.
+/// edge_order     what calcops::edge_order(edge_index, natoms) returned, or None. Saves CUDA the
+///                work of sorting the edges; the CPU has no use for it. One of another shape is an
+///                error. One of another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it
+///                is an error on either device.
+///
+/// Returns [natoms, 3], energy/length: F_i = +sum g over the edges that i is the centre of, and
+/// F_j = -sum g over those that j is the neighbour of.
+///
+/// Differentiable to any order in edge_gradient, in reverse and in forward mode. What a masked edge
+/// holds is never used, and every derivative there is exactly 0. Deterministic. An entry < -1 or
+/// >= natoms is an error on the CPU; on CUDA the rows of the edge's atoms become NaN, and with
+/// CALCOPS_CHECK=1 in the environment (which synchronises) it is an error too.
+inline at::Tensor edge_force(
+    const at::Tensor& edge_index,
+    const at::Tensor& edge_gradient,
+    c10::SymInt natoms,
+    const std::optional<at::Tensor>& edge_order = std::nullopt) {
+  static const auto op = c10::Dispatcher::singleton()
+      .findSchemaOrThrow("calcops::edge_force", "")
+      .typed<at::Tensor(
+          const at::Tensor&, const at::Tensor&, c10::SymInt, const std::optional<at::Tensor>&)>();
+  return op.call(edge_index, edge_gradient, natoms, edge_order);
+}
+}  // namespace calcops
+
+namespace calcops {
+/// Force, virial and per-atom virial from the gradients of the energy along the edges of a graph.
+///
+/// edge_index, edge_gradient, natoms, edge_order: as for calcops::edge_force.
+/// edge_vec       [E, 3]; r_j - r_i (plus the shift), length; dtype of edge_gradient.
+/// batch          [natoms]; int32 or int64; the frame of each atom, 0 <= batch < nframes, in any
+///                order; None: all atoms are of frame 0.
+/// nframes        number of frames, 0 to 2^40.
+///
+/// Returns (force [natoms, 3], virial [nframes, 3, 3], atom_virial [natoms, 3, 3]): virial[a][b] =
+/// -sum g[a] edge_vec[b] over the edges of a frame, energy; atom_virial gives each edge's term to
+/// the neighbour j. Stress = -virial / volume.
+///
+/// Differentiable to any order in edge_gradient and edge_vec through all three outputs, in reverse
+/// and in forward mode. Masked edges, wrong entries and determinism: as for calcops::edge_force.
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor> edge_force_virial(
+    const at::Tensor& edge_index,
+    const at::Tensor& edge_gradient,
+    const at::Tensor& edge_vec,
+    c10::SymInt natoms,
+    const std::optional<at::Tensor>& batch = std::nullopt,
+    c10::SymInt nframes = 1,
+    const std::optional<at::Tensor>& edge_order = std::nullopt) {
+  static const auto op = c10::Dispatcher::singleton()
+      .findSchemaOrThrow("calcops::edge_force_virial", "")
+      .typed<std::tuple<at::Tensor, at::Tensor, at::Tensor>(
+          const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt, const std::optional<at::Tensor>&, c10::SymInt, const std::optional<at::Tensor>&)>();
+  return op.call(edge_index, edge_gradient, edge_vec, natoms, batch, nframes, edge_order);
+}
+}  // namespace calcops
+
+namespace calcops {
+/// Which edges meet at each atom: what edge_force can reuse for as long as a graph lives.
+///
+/// edge_index     [2, E], E < 2^30; as for calcops::edge_force.
+/// natoms         number of atoms, 0 to 2^40.
+///
+/// Returns int32 [natoms + 2E]: first, for each atom, where its part of what follows ends; then the
+/// ends e (as the centre) and E + e (as the neighbour) of the edges that meet at atom 0, those at
+/// atom 1 and so on, each in rising order, and -1 for every end of an edge that is masked or wrong.
+inline at::Tensor edge_order(
+    const at::Tensor& edge_index,
+    c10::SymInt natoms) {
+  static const auto op = c10::Dispatcher::singleton()
+      .findSchemaOrThrow("calcops::edge_order", "")
+      .typed<at::Tensor(
+          const at::Tensor&, c10::SymInt)>();
+  return op.call(edge_index, natoms);
+}
+}  // namespace calcops
+
+namespace calcops {
 /// Force on every atom from a neighbour list, dE/dRi and dRi/dr.
 ///
 /// list_neigh  [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64. 0-based index of the
@@ -67,7 +152,7 @@ namespace calcops {
 /// dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64; dE_tot/dRi, energy.
 /// Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; dRi/dr_i, the derivative for the centre atom,
 ///             1/length.
-/// nghost      number of ghost atoms, >= 0.
+/// nghost      number of ghost atoms, 0 to 2^40.
 /// neighbor_index  what calcops::neighbor_index(list_neigh, nghost) returned, or None. Saves CUDA
 ///             the work of finding out who names whom; the CPU has no use for it. Results are the
 ///             same bit for bit. One of another shape is an error. One of another list gives wrong
@@ -127,7 +212,7 @@ namespace calcops {
 /// Which slots name each atom: what force and force_virial can reuse for as long as a list lives.
 ///
 /// list_neigh  [B, n, K] or [B, n, T, M] with K = T*M, nK < 2^31; as for calcops::force.
-/// nghost      number of ghost atoms, >= 0.
+/// nghost      number of ghost atoms, 0 to 2^40.
 ///
 /// Returns int32 [B, n + nghost + nK]: first, for each atom j, where its part of what follows ends;
 /// then the slots i*K + s that name atom 0, those that name atom 1 and so on, each in rising order,

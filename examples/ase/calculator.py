@@ -1,98 +1,171 @@
-"""An ASE calculator over any model with the interface of ../potentials/potential.py, with a neighbour list that lives.
+"""An ASE calculator over any model with the interface of ../potentials/potential.py, with neighbour lists that live.
 
 atoms.calc = CalcOps(StillingerWeber())                # or CalcOps(load("silicon.pt2")), of ../potentials/package.py
 """
 
+import copy
+import os
+from functools import partial
+
 import numpy as np
 import torch
 import vesin
-from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes, compare_atoms
+from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
 from ase.data import atomic_numbers
 from ase.stress import full_3x3_to_voigt_6_stress
+from torch.nn.functional import pad
+
+# The threads of GNU OpenMP do not survive a fork: the first parallel loop of a child would wait for them for ever.
+os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
+
+kLists, kSlots = 16, 1 << 23  # most lists kept, and slots in them: 32 bytes each
 
 
 class NeighbourList:
-    """All pairs within cutoff + skin, in padded rows; found anew only when an atom has moved by more than half the
-    skin since, or when cell, periodicity or elements changed. `builds` counts how often.
+    """All pairs of `atoms` within cutoff + skin, in padded rows.
 
     list_neigh [1,n,K]: int64, -1 in empty slots; shift [1,n,K,3]: the cells that lie between i and its neighbour."""
 
-    def __init__(self, cutoff, skin, device="cpu"):
-        self.finder = vesin.NeighborList(cutoff=cutoff + skin, full_list=True, sorted=True)
-        self.skin, self.device = skin, device
-        self.atoms, self.builds = None, 0
-
-    def holds(self, atoms):
-        others = ["positions", "initial_charges", "initial_magmoms"]
-        if compare_atoms(self.atoms, atoms, excluded_properties=others):
-            return False
-        moved = np.linalg.norm(atoms.positions - self.atoms.positions, axis=1)
-        return moved.max(initial=0) <= self.skin / 2
-
-    def update(self, atoms):
-        if self.holds(atoms):
-            return
-        i, j, S = self.finder.compute(atoms.positions, atoms.cell.array, atoms.pbc, "ijS")
+    def __init__(self, atoms, cutoff, skin, device):
+        finder = vesin.NeighborList(cutoff=cutoff + skin, full_list=True, sorted=True)
+        i, j, S = finder.compute(atoms.positions, atoms.cell.array, atoms.pbc, "ijS")
         i = i.astype(np.int64)
         count = np.bincount(i, minlength=len(atoms))
         slot = np.arange(len(i)) - (count.cumsum() - count)[i]
         shape = 1, len(atoms), max(1, count.max(initial=0))
         list_neigh, shift = np.full(shape, -1), np.zeros((*shape, 3))
         list_neigh[0, i, slot], shift[0, i, slot] = j, S
-        self.list_neigh, self.shift = (torch.from_numpy(x).to(self.device) for x in (list_neigh, shift))
-        self.atoms, self.builds = atoms.copy(), self.builds + 1
+        self.list_neigh, self.shift = (torch.from_numpy(x).to(device) for x in (list_neigh, shift))
+        self.cutoff, self.skin = cutoff, skin
+        self.positions, self.cell, self.pbc = atoms.positions.copy(), periodic_cell(atoms), atoms.pbc.copy()
+
+    def holds(self, atoms):
+        """Whether the list still has every pair within the cutoff.
+
+        A pair that it lacks was farther apart than cutoff + skin. The deformation of the cell leaves at least its least
+        singular value times that, and the moves of the atoms beside it take off at most twice the farthest. A move that
+        all atoms share does not count."""
+        if len(atoms) != len(self.positions) or (atoms.pbc != self.pbc).any() or len(atoms) == 0:
+            return False
+        deformation = np.linalg.solve(self.cell, periodic_cell(atoms))
+        moves = atoms.positions - self.positions @ deformation
+        farthest = np.linalg.norm(moves - moves.mean(0), axis=1).max()
+        least = np.linalg.svd(deformation, compute_uv=False)[-1]
+        return (self.cutoff + self.skin) * least - 2 * farthest >= self.cutoff
 
     def pair_vectors(self, positions, cell):
         """Rij [1,n,K,3] for tensors positions [n,3] and cell [3,3], float64; differentiable in both."""
         return positions[self.list_neigh.clamp(min=0)] - positions[:, None] + self.shift @ cell
 
 
+def periodic_cell(atoms):
+    """The cell [3,3] with unit vectors, at right angles to the others, where the atoms are not periodic."""
+    cell = atoms.cell.copy()
+    cell[~atoms.pbc] = 0
+    return cell.complete().array
+
+
+class NeighbourLists:
+    """The lists of the structures that were asked for last: a trajectory needs one, the images of a band one each.
+    `builds` counts how often a list was found anew."""
+
+    def __init__(self, cutoff, skin, device):
+        self.cutoff, self.skin, self.device = cutoff, skin, device
+        self.kept, self.builds = [], 0
+
+    def of(self, atoms):
+        found = next((kept for kept in self.kept if kept.holds(atoms)), None)
+        if found is None:
+            found, self.builds = NeighbourList(atoms, self.cutoff, self.skin, self.device), self.builds + 1
+        others = [kept for kept in self.kept if kept is not found]
+        self.kept = [found, *others][:kLists]
+        while len(self.kept) > 1 and sum(kept.list_neigh.numel() for kept in self.kept) > kSlots:
+            self.kept.pop()
+        return found
+
+
 class CalcOps(Calculator):
     """Energy, forces, stress and what each atom has of energy and stress (each sums to the whole), in the model's
-    units: eV and Angstrom where they are "metal".
+    units: eV and Angstrom where they are "metal". It can be copied, pickled, and used in forked processes.
 
-    model   called as model(types, list_neigh, Rij, nghost); has cutoff, units, type_names (chemical symbols). A module
-            is moved to device and dtype; what package.load() returns has its own dtype
-    skin    a length: the list reaches so far beyond the cutoff
+    model   called as model(types, list_neigh, Rij, nghost); has cutoff, units, type_names (chemical symbols)
+    skin    a length: the lists reach so far beyond the cutoff
+    device, dtype   of a module; None: its own. A module that is elsewhere is copied, the caller's stays as it is.
+            What package.load() returns has its own
     """
 
     implemented_properties = ["energy", "free_energy", "energies", "forces", "stress", "stresses"]
+    ignored_changes = {"initial_charges", "initial_magmoms"}
 
-    def __init__(self, model, skin=0.5, device="cpu", dtype=None, **parameters):
-        super().__init__(**parameters)
+    def __init__(self, model, skin=0.5, device=None, dtype=None):
+        super().__init__()
         if model.units not in ("metal", "lj"):
             raise ValueError(f'CalcOps: expected a model with units "metal" or "lj", got {model.units}')
-        self.dtype = dtype or getattr(model, "dtype", torch.float64)
-        self.model = model.to(device, self.dtype) if isinstance(model, torch.nn.Module) else model
-        self.neighbours = NeighbourList(model.cutoff, skin, device)
+        self.model, self.device, self.dtype = model, *place_of(model)
+        wanted = torch.device(device or self.device), dtype or self.dtype
+        if wanted != (self.device, self.dtype):
+            if not isinstance(model, torch.nn.Module):
+                raise ValueError(f"CalcOps: expected the package's own {self.device}, {self.dtype}, got {wanted}")
+            self.model, (self.device, self.dtype) = copy.deepcopy(model).to(*wanted), wanted
+        self.neighbours = NeighbourLists(model.cutoff, skin, self.device)
         self.type_of = np.full(len(atomic_numbers), -1)
         self.type_of[[atomic_numbers[name] for name in model.type_names]] = range(len(model.type_names))
 
     def tensors(self, atoms):
-        """types [n], positions [n,3] and cell [3,3] for this model; the list is brought up to date."""
+        """types [n], positions [n,3] and cell [3,3] of the atoms for this model, and their neighbour list."""
         types = self.type_of[atoms.numbers]
         if (types < 0).any():
             raise ValueError(f"CalcOps: expected atoms of {self.model.type_names}, got {atoms.symbols}")
-        self.neighbours.update(atoms)
         arrays = types, atoms.positions, atoms.cell.array
-        return [torch.as_tensor(x, device=self.neighbours.device) for x in arrays]
+        return *(torch.as_tensor(x, device=self.device) for x in arrays), self.neighbours.of(atoms)
 
     def calculate(self, atoms=None, properties=("energy",), system_changes=all_changes):
         super().calculate(atoms, properties, system_changes)
-        periodic = self.atoms.pbc.any() and self.atoms.cell.rank == 3
-        if not periodic and {"stress", "stresses"}.intersection(properties):
+        if not has_stress(self.atoms) and {"stress", "stresses"}.intersection(properties):
             raise PropertyNotImplementedError(
                 f"CalcOps: expected a periodic cell with a volume for the stress, got pbc={self.atoms.pbc.tolist()} "
                 f"and {self.atoms.cell.rank} cell vectors"
             )
-        types, positions, cell = self.tensors(self.atoms)
-        Rij = self.neighbours.pair_vectors(positions, cell).to(self.dtype)
-        energy, energies, forces, virial, atom_virial = (
-            x[0].double().cpu().numpy() for x in self.model(types, self.neighbours.list_neigh, Rij, 0)
-        )
-        self.results = {"energies": energies, "forces": forces}
-        self.results["energy"] = self.results["free_energy"] = energy.item()
-        if periodic:
-            volume = self.atoms.get_volume()
-            self.results["stress"] = full_3x3_to_voigt_6_stress(-virial / volume)
-            self.results["stresses"] = full_3x3_to_voigt_6_stress(-atom_virial / volume)
+        (self.results,) = self.calculate_batch([self.atoms])
+
+    def calculate_batch(self, structures):
+        """The results of each structure, dicts like `results`, by one call of the model. It sees a single system whose
+        parts have no neighbours in common, so the structures may differ in everything."""
+        if not structures:
+            return []
+        parts, first = [], 0
+        for atoms in structures:
+            types, positions, cell, neighbours = self.tensors(atoms)
+            list_neigh = torch.where(neighbours.list_neigh < 0, -1, neighbours.list_neigh + first)
+            parts.append((types, list_neigh, neighbours.pair_vectors(positions, cell).to(self.dtype)))
+            first += len(atoms)
+        types, lists, vectors = zip(*parts)
+        slots = max(x.shape[2] for x in lists)
+        list_neigh = torch.cat([pad(x, [0, slots - x.shape[2]], value=-1) for x in lists], 1)
+        Rij = torch.cat([pad(x, [0, 0, 0, slots - x.shape[2]]) for x in vectors], 1)
+        _, *outputs = self.model(torch.cat(types), list_neigh, Rij, 0)
+        ends = np.cumsum([len(atoms) for atoms in structures])[:-1]
+        energies, forces, _, virials = (np.split(x[0].double().cpu().numpy(), ends) for x in outputs)
+        return [results(*of_one) for of_one in zip(structures, energies, forces, virials)]
+
+
+def results(atoms, energies, forces, atom_virials):
+    """What ASE calls them; virials only become stresses in a periodic cell with a volume."""
+    found = {"energy": energies.sum(), "free_energy": energies.sum(), "energies": energies, "forces": forces}
+    if has_stress(atoms):
+        found["stresses"] = full_3x3_to_voigt_6_stress(-atom_virials / atoms.get_volume())
+        found["stress"] = found["stresses"].sum(0)
+    return found
+
+
+def has_stress(atoms):
+    return atoms.pbc.any() and atoms.cell.rank == 3
+
+
+def place_of(model):
+    """device and dtype of a module's numbers, or of a package."""
+    if not isinstance(model, torch.nn.Module):
+        return torch.device(model.device), model.dtype
+    numbers = (x for x in (*model.parameters(), *model.buffers()) if x.is_floating_point())
+    number = next(numbers, torch.zeros((), dtype=torch.float64))
+    return number.device, number.dtype

@@ -12,8 +12,8 @@ from ase import units
 def response(atoms):
     """Jacobian of (stress [6], force [3n]) by (strain [6], displacement [3n]), in Voigt's order; atoms have a CalcOps
     calculator and no forces. Displacements are those of the unstrained crystal."""
-    types, positions, cell = atoms.calc.tensors(atoms)
-    neighbours, volume, eye = atoms.calc.neighbours, atoms.get_volume(), torch.eye(3).to(cell)
+    types, positions, cell, neighbours = atoms.calc.tensors(atoms)
+    volume, eye = atoms.get_volume(), torch.eye(3).to(cell)
     full = torch.tensor([[0, 5, 4], [5, 1, 3], [4, 3, 2]])
 
     def stress_and_force(strain, u):
@@ -41,8 +41,7 @@ def phonons(primitive, cells=4):
     p: atoms of the cell. Each must feel less than half of the supercell of cells^3: only nearest images count."""
     p, atoms = len(primitive), primitive.repeat(cells)
     atoms.calc = primitive.calc
-    types, positions, cell = atoms.calc.tensors(atoms)
-    neighbours = atoms.calc.neighbours
+    types, positions, cell, neighbours = atoms.calc.tensors(atoms)
     Rij = neighbours.pair_vectors(positions.requires_grad_(), cell)
     force = atoms.calc.model(types, neighbours.list_neigh, Rij, 0, create_graph=True)[2]
     rows = force[0, :p].flatten()  # the forces on the atoms of one cell: a row of the Hessian each

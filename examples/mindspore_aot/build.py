@@ -1,12 +1,8 @@
 """ATen's leaky_relu and our force as libraries that MindSpore's Custom operator of type "aot" calls.
 
-    python examples/mindspore_aot/build.py [--out build/mindspore_aot]    # with PyTorch: builds
-    python examples/mindspore_aot/run.py build/mindspore_aot              # with MindSpore: calls; see there
-    python examples/mindspore_aot/run_force.py build/mindspore_aot
+    python examples/mindspore_aot/build.py [--out build/mindspore_aot]
 
-or all with `make mindspore`. Prints the paths of leaky_relu_cpu.so, force_cpu.so and, where there is a GPU,
-leaky_relu_gpu.so. They find PyTorch's libraries by their rpath: LD_LIBRARY_PATH is not needed, and MindSpore's Python
-needs no PyTorch. They need no libpython, so the two may be of different versions of Python.
+Prints the paths of leaky_relu_cpu.so, force_cpu.so and, where there is a GPU, leaky_relu_gpu.so.
 """
 
 import argparse

@@ -1,18 +1,8 @@
-"""Calls leaky_relu as build.py built it from MindSpore (pip install 'mindspore==2.10.0' 'numpy<2'; Python <= 3.12).
+"""Calls leaky_relu as build.py built it from MindSpore.
 
     python examples/mindspore_aot/run.py build/mindspore_aot [cpu|gpu]
 
-Expected output, once in graph and once in pynative mode, where the error comes from asnumpy() instead (the warnings
-between are MindSpore's own):
-
-    [[ 0.    -0.001]
-     [-0.002  1.   ]]
-    gradient [0.01 0.01] [0.01 1.  ] with 0.5: [ 0.   -0.05] [-0.1  1. ]
-    training: loss 2.5000 -> 0.0000
-    error from the call: LeakyRelu: "leaky_relu_cpu" not implemented for 'Int'
-
-MindSpore infers the outputs once for each symbol and signature of inputs, and goes by that whatever a later ops.Custom
-of the same symbol says: one symbol for each signature of outputs.
+README.md beside this file shows what is printed.
 """
 
 import re

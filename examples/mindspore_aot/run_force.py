@@ -2,10 +2,7 @@
 
     python examples/mindspore_aot/run_force.py build/mindspore_aot
 
-Expected output, once in graph and once in pynative mode; the last row is a ghost's:
-
-    force [96. 96. 96.] [-258. -262. -266.] [162. 166. 170.]
-    gradient of dE [ -2164.  -8608. -15052. -21496.]
+README.md beside this file shows what is printed.
 """
 
 import sys

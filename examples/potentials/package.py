@@ -10,8 +10,11 @@ as extra files. A package takes tensors only, so the length of types [n+nghost] 
 operator library, calcops_jit.library_path(), is to be loaded before either.
 """
 
+import contextlib
 import copy
 import inspect
+import logging
+import warnings
 from pathlib import Path
 
 import torch
@@ -39,14 +42,34 @@ def save(model, path, dtype=torch.float64, device="cpu", neighbor_index=None):
     about |= {"neighbors": model.neighbors} if hasattr(model, "neighbors") else {}
     about = {key: str(value) for key, value in about.items()}
     if path.suffix == ".pt":
-        torch.jit.save(torch.jit.script(model), path, _extra_files=about)
+        with quietly():
+            torch.jit.save(torch.jit.script(model), path, _extra_files=about)
     elif path.suffix == ".pt2":
         # Threads: as many as where it runs, not as where it was made.
         configs = {"aot_inductor.metadata": about, "cpp.dynamic_threads": True}
         program = export(model, dtype, device, len(arguments))
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
+        with quietly():
+            torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
     else:
         raise ValueError(f"expected a path that ends in .pt or .pt2, got {path}")
+
+
+@contextlib.contextmanager
+def quietly():
+    """Keeps PyTorch from warning that TorchScript is deprecated, which ../aot_inductor_force/README.md says, and that a
+    machine with a CUDA toolkit has no GPU, which a package for the CPU does not need."""
+    logger = logging.getLogger("torch.utils.cpp_extension")
+
+    def needed(record):
+        return "No CUDA runtime" not in record.getMessage()
+
+    logger.addFilter(needed)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated")
+            yield
+    finally:
+        logger.removeFilter(needed)
 
 
 def export(model, dtype, device, ninputs):
@@ -71,19 +94,35 @@ def export(model, dtype, device, ninputs):
 
 
 def load(path, device="cpu"):
-    """What save() wrote, as a function of (types, list_neigh, Rij, nghost) with cutoff, units, type_names and dtype."""
-    if Path(path).suffix == ".pt2":
-        run = torch._inductor.aoti_load_package(str(path))
-        about = run.loader.get_metadata()
+    """What save() wrote; an archive goes to `device`, a package is bound to its own."""
+    return Package(Path(path).absolute(), device)
 
-        def model(types, list_neigh, Rij, nghost=0):
-            indexed = "neighbor_index" in about["inputs"]
-            index = [calcops_jit.neighbor_index(list_neigh, nghost)] if indexed else []
-            return run(types, list_neigh, Rij, *index)
-    else:
-        about = dict.fromkeys(("cutoff", "units", "type_names", "dtype"), "")
-        model = torch.jit.load(path, device, _extra_files=about)
-        about = {key: value.decode() for key, value in about.items()}
-    model.cutoff, model.units = float(about["cutoff"]), about["units"]
-    model.type_names, model.dtype = about["type_names"].split(), getattr(torch, about["dtype"])
-    return model
+
+class Package:
+    """A function of (types, list_neigh, Rij, nghost) with cutoff, units, type_names, dtype and device. A pickle or a
+    copy of it holds the path and opens the file again."""
+
+    def __init__(self, path, device):
+        self.path = path
+        if path.suffix == ".pt2":
+            self.run = torch._inductor.aoti_load_package(str(path))
+            about = self.run.loader.get_metadata()
+            self.device = about["device"]
+        else:
+            about = dict.fromkeys(("cutoff", "units", "type_names", "dtype", "inputs"), "")
+            with quietly():
+                self.run, self.device = torch.jit.load(path, device, _extra_files=about), str(device)
+            about = {key: value.decode() for key, value in about.items()}
+        self.cutoff, self.units = float(about["cutoff"]), about["units"]
+        self.type_names, self.dtype = about["type_names"].split(), getattr(torch, about["dtype"])
+        self.inputs = about["inputs"].split()
+
+    def __call__(self, types, list_neigh, Rij, nghost=0, **options):
+        """options: of an archive, those of potential.py."""
+        if self.path.suffix == ".pt":
+            return self.run(types, list_neigh, Rij, nghost, **options)
+        index = [calcops_jit.neighbor_index(list_neigh, nghost)] if "neighbor_index" in self.inputs else []
+        return self.run(types, list_neigh, Rij, *index)
+
+    def __reduce__(self):
+        return load, (self.path, self.device)

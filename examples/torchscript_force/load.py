@@ -7,6 +7,7 @@ It prints what host.cpp, its twin, prints.
 
 import argparse
 import io
+import warnings
 
 import torch
 
@@ -18,6 +19,7 @@ options = parser.parse_args()
 if options.library:
     torch.ops.load_library(options.library)  # before the archive, which names its operators
 
+warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated")  # which README.md says
 files = {"frame": ""}
 model = torch.jit.load(options.archive, map_location=options.device, _extra_files=files)
 inputs = [value.to(options.device) for value in torch.load(io.BytesIO(files["frame"]))]

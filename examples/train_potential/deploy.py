@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from ase import units
 from ase.build import bulk
+from deep_potential import load_npz
 from frames import kLattice
-from model import load_npz
 from plots import plot_nve
 
 for folder in ("ase", "potentials"):

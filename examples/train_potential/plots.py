@@ -1,9 +1,10 @@
 """What the examples here draw: the loss, predictions over labels, and the energies of a run."""
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 
-kNames = "energy, eV/atom", "force, eV/Å", "virial, eV/atom"
+kUnits = {"energy": "eV/atom", "force": "eV/Å", "virial": "eV/atom"}
 
 
 def plot_loss(path, history):
@@ -13,7 +14,9 @@ def plot_loss(path, history):
     blocks = squares[: len(squares) // width * width].reshape(-1, width, 3).mean(1) ** 0.5
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.semilogy(width * (np.arange(len(blocks)) + 0.5), blocks, label=kNames)
+    axes.semilogy(
+        width * (np.arange(len(blocks)) + 0.5), blocks, label=[f"{name}, {unit}" for name, unit in kUnits.items()]
+    )
     axes.axhline(0.05, color="gray", linestyle=":", label="0.05 eV/Å")
     axes.set(xlabel="step", ylabel="RMSE of the training batches")
     axes.legend()
@@ -27,11 +30,15 @@ def plot_parity(path, model, data):
     n = types.shape[1]
     pairs = (energy / n, ours[0] / n), (force, ours[2]), (virial / n, ours[3] / n)
     figure = Figure(figsize=(12, 4.5), layout="constrained")
-    for axes, name, (label, prediction) in zip(figure.subplots(1, 3), kNames, pairs):
+    for axes, (name, unit), (label, prediction) in zip(figure.subplots(1, 3), kUnits.items(), pairs):
         rmse = (prediction - label).square().mean().sqrt()
+        both = torch.cat([label.flatten(), prediction.flatten()])
+        low, high = both.min().item(), both.max().item()
+        limits = low - 0.05 * (high - low), high + 0.05 * (high - low)
+        axes.axline((low, low), slope=1, color="gray", linewidth=0.8)
         axes.plot(label.flatten(), prediction.flatten(), ".", markersize=2, alpha=0.5)
-        axes.axline((label.mean(), label.mean()), slope=1, color="gray", linewidth=0.8)
-        axes.set(xlabel=f"Stillinger-Weber {name}", ylabel="Deep Potential", title=f"RMSE {rmse:.4f}", aspect="equal")
+        axes.set(xlim=limits, ylim=limits, box_aspect=1, title=f"{name}: RMSE {rmse:.4f} {unit}")
+        axes.set(xlabel=f"Stillinger-Weber / ({unit})", ylabel=f"Deep Potential / ({unit})")
     figure.savefig(path, dpi=120)
 
 
@@ -40,10 +47,10 @@ def plot_nve(path, time, potential, kinetic):
     total = potential + kinetic
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for energy, label in [(potential - total[0], "potential"), (kinetic, "kinetic"), (total - total[0], "total")]:
-        left.plot(time, energy, label=label)
-    left.set(xlabel="time / ps", ylabel="meV/atom over the first total energy")
-    left.legend()
+    left.plot(time, potential - potential.mean(), label="potential - mean")
+    left.plot(time, kinetic - kinetic.mean(), label="kinetic - mean")
+    left.set(xlabel="time / ps", ylabel="energy / (meV/atom)")
+    left.legend(loc="upper right")
     right.plot(time, total - total.mean(), color="tab:green")
-    right.set(xlabel="time / ps", ylabel="total energy - mean, meV/atom")
+    right.set(xlabel="time / ps", ylabel="(total - mean) / (meV/atom)")
     figure.savefig(path, dpi=120)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from model import load_npz
+from deep_potential import load_npz
 from torch.fx.experimental.proxy_tensor import make_fx
 from trainer import Data, differentiate, gradients_of_loss, kBatch
 

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import torch
+from deep_potential import DeepPotential
 from frames import generate
-from model import DeepPotential
 from plots import plot_loss, plot_parity
 from tqdm import tqdm
 from trainer import Data, Trainer, mean_squares

@@ -2,17 +2,7 @@
 
     python examples/warp_perspective_opencv/warp_perspective_opencv.py [--out build/warp_perspective_opencv]
 
-needs OpenCV's headers (apt-get install --no-install-recommends libopencv-dev) and prints
-
-    my_ops.warp_perspective(image, warp): [8, 8]
-    a shift by whole pixels  largest difference from calcops_jit.warp_perspective 0.0000
-    a perspective            largest difference from calcops_jit.warp_perspective 0.0532
-    graph(%x.1 : Tensor, ...
-    myops::add: 4 6
-    my_ops::warp_perspective: 5 6 9 10
-
-OpenCV 4 rounds a place in the image to 1/32 of a pixel, so it is off by up to 1/64 in x and in y; ours does not round.
-CPU only and without a derivative, as OpenCV is.
+README.md beside this file shows what is printed.
 """
 
 import argparse

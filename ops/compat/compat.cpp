@@ -55,12 +55,15 @@ int64_t read_nghost(const char* op, const OptTensor& nghost) {
 /// the slots that name the atom. CalcOps_cuda and CalcOps_cpu hold the same operator.
 std::vector<Tensor> calculate_force(const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d,
                                     const Tensor& F, const OptTensor& nghost) {
-  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::SymInt);
-  static const auto neighbor_force = c10::Dispatcher::singleton()
-                                         .findSchemaOrThrow("calcops::_neighbor_force", "")
-                                         .typed<Signature>();
+  using Signature =
+      std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
+                                         const OptTensor&, c10::SymInt, bool, const OptTensor&);
+  static const auto pairs = c10::Dispatcher::singleton()
+                                .findSchemaOrThrow("calcops::_force_virial", "")
+                                .typed<Signature>();
   const int64_t ghosts = read_nghost(kCalculateForce, nghost);
-  const Tensor force = neighbor_force.call(list_neigh, dE, Ri_d, ghosts);
+  const Tensor force =
+      std::get<0>(pairs.call(list_neigh, dE, Ri_d, {}, ghosts, /*center=*/false, {}));
   const Arg centre{kCalculateForce, "F", F};
   expect_dtype_and_device(centre, {kCalculateForce, "dE", dE});
   const c10::SymInt frames = list_neigh.sym_size(0), natoms = list_neigh.sym_size(1);

@@ -1,12 +1,12 @@
 // CUDA kernels of the force operators.
 //
 // Forward: the pairs that name one atom form its row. Integer atomics count the rows and collect
-// their slots; that order differs from run to run, so a warp sorts its row before it sums: the bits
-// do not depend on the order of blocks. Each pair is read twice, with its neighbour's row and with
-// its centre's, and at about the same time where the list keeps near atoms together, so that one of
-// the two comes from L2. (Writing g per slot and gathering it moves as many bytes by count: what is
-// gathered is 24 bytes, but memory hands out sectors of 32.) A neighbor_index has the rows sorted
-// already, and summing them is all that is left.
+// their slots; that order differs from run to run, so a warp sorts each row before it is summed:
+// the bits do not depend on the order of blocks. Each pair is read twice, with its neighbour's row
+// and with its centre's, and at about the same time where the list keeps near atoms together, so
+// that one of the two comes from L2. (Writing g per slot and gathering it moves as many bytes by
+// count: what is gathered is 24 bytes, but memory hands out sectors of 32.) A neighbor_index has
+// the rows sorted already, and summing them is all that is left.
 //
 // Four lanes share a pair: lane c holds dE[c] and Ri_d[c], in the backward also column c of U. So a
 // warp reads whole sectors of eight pairs and nothing has to be aligned beyond its own type.
@@ -22,8 +22,9 @@ namespace {
 
 constexpr unsigned kThreads = 256, kWarps = kThreads / 32;
 constexpr unsigned kAllLanes = 0xffffffff;
-// Slots that a warp can list in shared memory; a longer row is sorted where it lies.
+// Slots that a warp can list in shared memory; a longer row is read where it lies.
 constexpr unsigned kListed = 512;
+constexpr uint32_t kNoSlot = 0xffffffff;
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 struct Workspace {
@@ -64,7 +65,11 @@ struct Workspace {
 };
 
 __device__ inline bool names_atom(int64_t entry, int64_t rows) {
-  return entry >= 0 && entry < rows;
+  return uint64_t(entry) < uint64_t(rows);
+}
+// Neither that nor -1.
+__device__ inline bool is_wrong(int64_t entry, int64_t rows) {
+  return uint64_t(entry) + 1 > uint64_t(rows);
 }
 
 // visit(row, slot) for every pair of this block's slots, one a thread.
@@ -107,11 +112,40 @@ __global__ void fill_rows(ForceInputs<Real, Index> in, Workspace work) {
   });
 }
 
-// Bitonic sort by one warp, in shared or global memory. Every comparison puts the smaller value
-// first (Knuth, The Art of Computer Programming 3, 5.3.4), so the places from length to the next
-// power of two would only ever hold infinities: pairs that reach there are left alone.
-__device__ inline void sort_slots(uint32_t* slots, uint32_t length, unsigned lane) {
-  if (length < 2) return;
+// Bitonic sorts by one warp. Every comparison puts the smaller value first (Knuth, The Art of
+// Computer Programming 3, 5.3.4), so the places from length to the next power of two would only
+// ever hold infinities.
+//
+// In registers: value 32 q + lane is v[q] of that lane.
+template <int kEach>
+__device__ inline void sort_in_registers(uint32_t* slots, uint32_t length, unsigned lane) {
+  uint32_t v[kEach], others[kEach];
+#pragma unroll
+  for (int q = 0; q < kEach; ++q) v[q] = 32 * q + lane < length ? slots[32 * q + lane] : kNoSlot;
+#pragma unroll
+  for (int level = 0; 1 << level < 32 * kEach; ++level) {
+#pragma unroll
+    for (int bit = level; bit >= 0; --bit) {
+      const int half = 1 << bit, step = bit == level ? 2 * half - 1 : half;
+#pragma unroll
+      for (int q = 0; q < kEach; ++q) {
+        others[q] = v[q ^ (step / 32)];
+        if (step % 32 != 0) others[q] = __shfl_xor_sync(kAllLanes, others[q], step % 32);
+      }
+#pragma unroll
+      for (int q = 0; q < kEach; ++q) {
+        const bool low = half < 32 ? (lane & half) == 0 : (q & (half / 32)) == 0;
+        v[q] = low ? min(v[q], others[q]) : max(v[q], others[q]);
+      }
+    }
+  }
+#pragma unroll
+  for (int q = 0; q < kEach; ++q)
+    if (32 * q + lane < length) slots[32 * q + lane] = v[q];
+}
+
+// Where it lies: pairs that reach beyond the end are left alone.
+__device__ inline void sort_in_memory(uint32_t* slots, uint32_t length, unsigned lane) {
   const int levels = 32 - __clz(int(length - 1));
   for (int level = 0; level < levels; ++level) {
     for (int bit = level; bit >= 0; --bit) {
@@ -130,6 +164,22 @@ __device__ inline void sort_slots(uint32_t* slots, uint32_t length, unsigned lan
   }
 }
 
+// A warp per row.
+__global__ void __launch_bounds__(kThreads) sort_rows(Workspace work, int64_t rows) {
+  const int64_t row = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (row >= rows) return;
+  const unsigned lane = threadIdx.x % 32;
+  const uint32_t length = work.counts[row];
+  uint32_t* slots = work.slots + (work.ends[row] - length);
+  if (length <= 1) return;
+  if (length <= 32) return sort_in_registers<1>(slots, length, lane);
+  if (length <= 64) return sort_in_registers<2>(slots, length, lane);
+  if (length <= 128) return sort_in_registers<4>(slots, length, lane);
+  if (length <= 256) return sort_in_registers<8>(slots, length, lane);
+  if (length <= 512) return sort_in_registers<16>(slots, length, lane);
+  sort_in_memory(slots, length, lane);
+}
+
 template <class Real>
 __device__ inline void load_r4(const Real* Rij, Row& r4) {
   r4 = {double(Rij[0]), double(Rij[1]), double(Rij[2]), 1.0};
@@ -139,50 +189,62 @@ __device__ inline void load_r4(const Real*, Numbers<1>& r4) {
   r4[0] = 1;
 }
 
-// Adds this lane's terms of g (x) R4 over the pairs at slots[0..count).
+// Adds this lane's terms of g (x) R4 of kPairs pairs, lane / 4 + 0, 8, ... from `slots` on. All are
+// loaded before the first is used, and nothing branches in between.
+template <int kPairs, int kColumns, class Real, class Index>
+__device__ inline void add_pairs(const ForceInputs<Real, Index>& in, int64_t frame_slots,
+                                 const uint32_t* slots, unsigned lane, Numbers<kColumns>* sum) {
+  const unsigned c = lane % 4;
+  const uint32_t last_slot = uint32_t(in.natoms * in.neighbors - 1);
+  Real dE[kPairs], Ri_d[kPairs][3], Rij[kPairs][3];
+#pragma unroll
+  for (int p = 0; p < kPairs; ++p) {
+    const int64_t slot = frame_slots + min(slots[8 * p + lane / 4], last_slot);
+    dE[p] = in.dE[4 * slot + c];
+    for (int a = 0; a < 3; ++a) Ri_d[p][a] = in.Ri_d[12 * slot + 3 * c + a];
+    if constexpr (kColumns > 1)
+      for (int a = 0; a < 3; ++a) Rij[p][a] = in.Rij[3 * slot + a];
+  }
+#pragma unroll
+  for (int p = 0; p < kPairs; ++p) {
+    Numbers<kColumns> r4;
+    load_r4(Rij[p], r4);
+    add_pair(row_times_matrix<1>(dE + p, Ri_d[p]), r4, sum);
+  }
+}
+
+// The same over the pairs at slots[0..count).
 template <int kColumns, class Real, class Index>
 __device__ inline void sum_pairs(const ForceInputs<Real, Index>& in, int64_t frame_slots,
                                  const uint32_t* slots, uint32_t count, unsigned lane,
                                  Numbers<kColumns>* sum) {
-  const unsigned c = lane % 4;
-  const uint32_t last_slot = uint32_t(in.natoms * in.neighbors - 1);
-#pragma unroll 4
-  for (uint32_t k = lane / 4; k < count; k += 8) {
-    const int64_t slot = frame_slots + min(slots[k], last_slot);
-    Numbers<kColumns> r4;
-    load_r4(in.Rij + 3 * slot, r4);
-    add_pair(row_times_matrix<1>(in.dE + 4 * slot + c, in.Ri_d + 12 * slot + 3 * c), r4, sum);
-  }
+  uint32_t k = 0;
+  for (; k + 32 <= count; k += 32) add_pairs<4>(in, frame_slots, slots + k, lane, sum);
+  for (; k + lane / 4 < count; k += 8) add_pairs<1>(in, frame_slots, slots + k, lane, sum);
 }
 
-// The slots that name atom j, in rising order. A row that fits is put into the warp's list.
+// The slots that name atom j, in rising order; in the warp's list where they fit.
 template <class Real, class Index>
 __device__ inline const uint32_t* row_of(const ForceInputs<Real, Index>& in, const Workspace& work,
                                          int64_t frame, int64_t j, uint32_t* list,
                                          uint32_t& count) {
-  const unsigned lane = threadIdx.x % 32;
   const int64_t rows = in.natoms + in.nghost, frame_slots = in.natoms * in.neighbors;
+  const uint32_t* slots;
   if (in.neighbor_index) {
     // Whatever an index of another list holds, nothing outside the inputs is read.
     const int32_t* ends = in.neighbor_index + frame * (rows + frame_slots);
     const int64_t end = min(max(int64_t(ends[j]), int64_t(0)), frame_slots);
     const int64_t begin = j > 0 ? min(max(int64_t(ends[j - 1]), int64_t(0)), end) : 0;
-    const uint32_t* slots = reinterpret_cast<const uint32_t*>(ends + rows + begin);
+    slots = reinterpret_cast<const uint32_t*>(ends + rows + begin);
     count = uint32_t(end - begin);
-    if (count > kListed) return slots;
-    for (uint32_t k = lane; k < count; k += 32) list[k] = slots[k];
-    __syncwarp();
-    return list;
+  } else {
+    count = work.counts[frame * rows + j];
+    slots = work.slots + (work.ends[frame * rows + j] - count);
   }
-  count = work.counts[frame * rows + j];
-  uint32_t* slots = work.slots + (work.ends[frame * rows + j] - count);
-  if (count <= kListed) {
-    for (uint32_t k = lane; k < count; k += 32) list[k] = slots[k];
-    slots = list;
-    __syncwarp();
-  }
-  sort_slots(slots, count, lane);
-  return slots;
+  if (count > kListed) return slots;
+  for (uint32_t k = threadIdx.x % 32; k < count; k += 32) list[k] = slots[k];
+  __syncwarp();
+  return list;
 }
 
 // The row of atom j by one warp, sum the same in every lane; list is room for kListed slots.
@@ -199,18 +261,25 @@ __device__ inline void sum_row(const ForceInputs<Real, Index>& in, const Workspa
   bool bad = false;
   Numbers<1> center[3] = {};
   const int64_t own_slots = j < in.natoms ? in.neighbors : 0;
+  const Index* own = in.list_neigh + frame_slots + j * in.neighbors;
   for (int64_t begin = 0; begin < own_slots; begin += kListed) {
     __syncwarp();  // what the list held has been read
     const int64_t end = min(begin + kListed, own_slots);
     uint32_t live = 0;
-    for (int64_t s = begin + lane; s - lane < end; s += 32) {
-      const int64_t slot = j * in.neighbors + s;
-      const int64_t entry = s < end ? int64_t(in.list_neigh[frame_slots + slot]) : -1;
-      const bool named = names_atom(entry, rows);
-      bad |= !named && entry != -1;
-      const unsigned lanes = __ballot_sync(kAllLanes, named);
-      if (named) list[live + __popc(lanes & ((1u << lane) - 1))] = uint32_t(slot);
-      live += __popc(lanes);
+    constexpr int kLoads = 4;  // in flight
+    for (int64_t s = begin; s < end; s += 32 * kLoads) {
+      int64_t entries[kLoads];
+      for (int k = 0; k < kLoads; ++k)
+        entries[k] = s + 32 * k + lane < end ? int64_t(own[s + 32 * k + lane]) : -1;
+      for (int k = 0; k < kLoads; ++k) {
+        const bool named = names_atom(entries[k], rows);
+        bad |= is_wrong(entries[k], rows);
+        const unsigned lanes = __ballot_sync(kAllLanes, named);
+        if (named)
+          list[live + __popc(lanes & ((1u << lane) - 1))] =
+              uint32_t(j * in.neighbors + s + 32 * k + lane);
+        live += __popc(lanes);
+      }
     }
     __syncwarp();
     if (in.center) sum_pairs<1>(in, frame_slots, list, live, lane, center);
@@ -308,11 +377,9 @@ __global__ void __launch_bounds__(kThreads)
   const Real* gF = upstream.force ? upstream.force + frame * rows * 3 : nullptr;
   const Real* gAV = upstream.atom_virial ? upstream.atom_virial + frame * rows * 9 : nullptr;
 
+  const Index* list = in.list_neigh + first;
   bool bad = false;
-  for (int64_t s = lane; s < in.neighbors; s += 32) {
-    const int64_t entry = in.list_neigh[first + s];
-    bad |= !names_atom(entry, rows) && entry != -1;
-  }
+  for (int64_t s = lane; s < in.neighbors; s += 32) bad |= is_wrong(list[s], rows);
   bad = __any_sync(kAllLanes, bad);
 
   // This lane's column of U: 0 to 2 the virial's, 3 the force's, which is all without a virial.
@@ -323,54 +390,58 @@ __global__ void __launch_bounds__(kThreads)
     if (column < 3 && upstream.virial) gV[a] = upstream.virial[9 * frame + 3 * a + column];
   }
   const bool wants_Rij = kVirial && out.Rij;
+  const double otherwise = bad ? kNaN : 0;
+
+  Index next = lane / 4 < in.neighbors ? list[lane / 4] : Index(-1);
 
   for (int64_t begin = 0; begin < in.neighbors; begin += 8) {
-    const int64_t s = begin + lane / 4, slot = first + s;
+    const int64_t at = first + begin, s = begin + lane / 4;  // four lanes a slot
     const bool inside = s < in.neighbors;
-    const int64_t j = inside ? int64_t(in.list_neigh[slot]) : -1;
+    const int64_t j = next;
+    next = s + 8 < in.neighbors ? list[s + 8] : Index(-1);
     const bool live = !bad && j != -1;
-    Triple u = {}, e = {};
-    Real dE = 0, Ri_d[3] = {};
-    if (live) {
-      double r = 1;
-      if (column < 3) {
-        r = in.Rij[3 * slot + column];
-        for (int a = 0; a < 3; ++a) u[a] = gV[a] + (gAV ? double(gAV[9 * j + 3 * a + column]) : 0);
-      } else if (gF) {
-        for (int a = 0; a < 3; ++a) u[a] = gF[3 * j + a];
+    double grad_dE = otherwise, grad_Rij = otherwise;
+    double grad_Ri_d[3] = {otherwise, otherwise, otherwise};
+    if (__any_sync(kAllLanes, live)) {
+      Triple u = {}, e = {};
+      double dE = 0, Ri_d[3] = {};
+      if (live) {
+        double r = 1;
+        if (out.Ri_d || wants_Rij) dE = in.dE[4 * at + lane];
+        if (out.dE || wants_Rij)
+          for (int a = 0; a < 3; ++a) Ri_d[a] = in.Ri_d[12 * at + 3 * lane + a];
+        if (column < 3) {
+          r = in.Rij[3 * (at + lane / 4) + column];
+          for (int a = 0; a < 3; ++a)
+            u[a] = gV[a] + (gAV ? double(gAV[9 * j + 3 * a + column]) : 0);
+        } else if (gF) {
+          for (int a = 0; a < 3; ++a) u[a] = gF[3 * j + a];
+        }
+        e = row_times_matrix<1>(&r, u.x) - center;
       }
-      e = row_times_matrix<1>(&r, u.x) - center;
-      if (out.Ri_d || wants_Rij) dE = in.dE[4 * slot + c];
-      if (out.dE || wants_Rij)
-        for (int a = 0; a < 3; ++a) Ri_d[a] = in.Ri_d[12 * slot + 3 * c + a];
-    }
-    if constexpr (kVirial) sum_of_four_lanes(e);
-
-    const Real otherwise = Real(bad ? kNaN : 0);
-    if (out.dE) {
-      Real value = otherwise;
-      if (live) matrix_times_column<1>(Ri_d, e, &value);
-      if (inside) out.dE[4 * slot + c] = value;
-    }
-    if (out.Ri_d) {
-      Real values[3] = {otherwise, otherwise, otherwise};
-      if (live) outer_product<1>(&dE, e, values);
-      // Through shared memory, so that neighbouring lanes write neighbouring numbers.
-      for (int a = 0; a < 3; ++a) staging[warp][3 * lane + a] = values[a];
-      __syncwarp();
-      for (int64_t k = lane; k < min(int64_t(96), 12 * (in.neighbors - begin)); k += 32)
-        out.Ri_d[12 * (first + begin) + k] = staging[warp][k];
-      __syncwarp();
-    }
-    if (out.Rij) {
-      Real value = otherwise;
+      if constexpr (kVirial) sum_of_four_lanes(e);
+      Triple g = {};
       if (wants_Rij) {
-        Triple g = row_times_matrix<1>(&dE, Ri_d);
+        g = row_times_matrix<1>(&dE, Ri_d);
         sum_of_four_lanes(g);
-        if (live) matrix_times_column<1>(u.x, g, &value);
       }
-      if (inside && c < 3) out.Rij[3 * slot + c] = value;
+      if (live) {
+        matrix_times_column<1>(Ri_d, e, &grad_dE);
+        outer_product<1>(&dE, e, grad_Ri_d);
+        matrix_times_column<1>(u.x, g, &grad_Rij);
+      }
     }
+    if (out.dE && inside) out.dE[4 * at + lane] = Real(grad_dE);
+    if (out.Ri_d) {
+      // Through shared memory, so that neighbouring lanes write neighbouring numbers.
+      for (int a = 0; a < 3; ++a) staging[warp][3 * lane + a] = Real(grad_Ri_d[a]);
+      __syncwarp();
+      const unsigned numbers = unsigned(min(int64_t(96), 12 * (in.neighbors - begin)));
+      for (unsigned k = 0; k < 96; k += 32)
+        if (k + lane < numbers) out.Ri_d[12 * at + k + lane] = staging[warp][k + lane];
+      __syncwarp();
+    }
+    if (out.Rij && inside && c < 3) out.Rij[3 * (at + lane / 4) + c] = Real(grad_Rij);
   }
 }
 
@@ -407,6 +478,7 @@ cudaError_t force_cuda(const ForceInputs<Real, Index>& in, const ForceOutputs<Re
     if (!error) error = launch(count_rows<Real, Index>, tiles, stream, in, work);
     if (!error) error = launch(place_rows, (rows + kThreads - 1) / kThreads, stream, work, rows);
     if (!error) error = launch(fill_rows<Real, Index>, tiles, stream, in, work);
+    if (!error) error = launch(sort_rows, (rows + kWarps - 1) / kWarps, stream, work, rows);
   }
   if (!error) error = launch(sum, in.frames * work.row_tiles, stream, in, out, work);
   return error;

@@ -8,9 +8,10 @@
 //   W[a][b] += g[a] Rij[i,s,b]                the virial; stress = -W / volume
 //
 // Sums are taken in float64 and in an order that depends on the sizes alone, so the result is the
-// same bit for bit, whatever the number of threads.
-// Source: Wang, Zhang, Han, E, Comput. Phys. Commun. 228, 178 (2018), eqs. 5-7, with j's share of
-// the virial as in deepmd-kit's prod_virial.
+// same bit for bit, whatever the number of threads. float32 results differ from the exact ones by
+// at most one ulp and 1e-14 of the sum of the terms' magnitudes (where terms cancel that is more
+// than an ulp). Source: Wang, Zhang, Han, E, Comput. Phys. Commun. 228, 178 (2018), eqs. 5-7, with
+// j's share of the virial as in deepmd-kit's prod_virial.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +32,7 @@ namespace calcops {
 /// dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64; dE_tot/dRi, energy.
 /// Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; dRi/dr_i, the derivative for the centre atom,
 ///             1/length.
-/// nghost      number of ghost atoms, >= 0.
+/// nghost      number of ghost atoms, 0 to 2^40.
 /// neighbor_index  what calcops::neighbor_index(list_neigh, nghost) returned, or None. Saves CUDA
 ///             the work of finding out who names whom; the CPU has no use for it. Results are the
 ///             same bit for bit. One of another shape is an error. One of another list gives wrong
@@ -64,7 +65,7 @@ namespace calcops {
 /// Which slots name each atom: what force and force_virial can reuse for as long as a list lives.
 ///
 /// list_neigh  [B, n, K] or [B, n, T, M] with K = T*M, nK < 2^31; as for calcops::force.
-/// nghost      number of ghost atoms, >= 0.
+/// nghost      number of ghost atoms, 0 to 2^40.
 ///
 /// Returns int32 [B, n + nghost + nK]: first, for each atom j, where its part of what follows ends;
 /// then the slots i*K + s that name atom 0, those that name atom 1 and so on, each in rising order,

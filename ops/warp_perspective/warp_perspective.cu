@@ -2,11 +2,12 @@
 //
 // Forward: a thread a destination pixel, for up to 16 channels.
 // Gradient of the image: nothing is scattered, so there is nothing to order. A block owns a tile of
-// the image and goes through the tiles of the destination, in their order, whose bounding box meets
-// it; each thread adds what falls on its own pixel, in the order of the destination's pixels. The
-// price is a search: every pixel of the image looks at all 256 pixels of about 5 tiles where the
-// map is near scale 1, and at the whole destination where everything falls into one tile. Gradient
-// of warp: sums of tiles by a tree, then of all tiles by a tree.
+// the image and goes through the tiles of the destination that touch it, in a fixed order; each
+// thread adds what falls on its own pixel, in the order of the destination's pixels. Boxes say what
+// a tile touches, larger boxes what 32 of them touch and so on, so that a tile looks at some dozens
+// of boxes whatever the map and the border mode are. Where everything falls into one tile, it has
+// the whole destination to add. Gradient of warp: sums of tiles by a tree, then of all tiles by a
+// tree.
 #include <algorithm>
 #include <limits>
 
@@ -17,24 +18,45 @@ namespace calcops {
 namespace {
 
 constexpr int kTileWidth = 32, kTileHeight = 8, kThreads = kTileWidth * kTileHeight;
+constexpr int kWarps = kThreads / 32;
+constexpr unsigned kAllLanes = 0xffffffff;
 
 __host__ __device__ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// One block an item; what exceeds the grid's limit is left to the kernels' loops.
-unsigned blocks_for(int64_t items) {
-  return static_cast<unsigned>(std::min<int64_t>(items, std::numeric_limits<int32_t>::max()));
-}
-
 // An image or a result cut into tiles of a block's size.
 struct Tiles {
-  int64_t across, count;
+  int64_t across, down, count;
 
   __host__ __device__ Tiles(int64_t height, int64_t width)
-      : across(divide_up(width, kTileWidth)), count(across * divide_up(height, kTileHeight)) {}
-
-  __device__ int64_t left(int64_t tile) const { return tile % across * kTileWidth; }
-  __device__ int64_t top(int64_t tile) const { return tile / across * kTileHeight; }
+      : across(divide_up(width, kTileWidth)),
+        down(divide_up(height, kTileHeight)),
+        count(across * down) {}
 };
+
+// A block takes several tiles in a row where there are many: it needs a homography an image.
+struct Runs {
+  int64_t tiles, each, blocks;
+
+  explicit Runs(int64_t tiles)
+      : tiles(tiles),
+        each(std::clamp<int64_t>(tiles / 8192, 1, 16)),
+        blocks(divide_up(tiles, each)) {}
+};
+
+// visit(n, x, y) for the tiles of one run, (x, y) in tiles.
+template <class Visit>
+__device__ inline void visit_run(const Runs& runs, int64_t run, const Tiles& tiles, Visit visit) {
+  const int64_t first = run * runs.each;
+  int64_t n = first / tiles.count, y = first % tiles.count / tiles.across, x = first % tiles.across;
+  for (int64_t k = 0; k < runs.each && first + k < runs.tiles; ++k) {
+    visit(n, x, y);
+    if (++x < tiles.across) continue;
+    x = 0;
+    if (++y < tiles.down) continue;
+    y = 0;
+    ++n;
+  }
+}
 
 __device__ inline int64_t thread_x() { return threadIdx.x % kTileWidth; }
 __device__ inline int64_t thread_y() { return threadIdx.x / kTileWidth; }
@@ -53,118 +75,196 @@ Channels channels_from(const WarpInputs<Pixel>& in, int64_t first) {
   return channels;
 }
 
-// The homography of item n in shared memory, for all threads of the block.
-template <class Pixel>
-__device__ void load_homography(const WarpInputs<Pixel>& in, int64_t n, Homography& shared) {
-  __syncthreads();
-  if (threadIdx.x == 0) shared = homography_of(in, in.sizes.warp_batch == 1 ? 0 : n);
-  __syncthreads();
+// Out of line: what it needs of registers, for one thread, is not taken from the kernels.
+__device__ __attribute__((noinline)) void prepare(const double* warp, bool inverse_map,
+                                                  Homography* map) {
+  *map = make_homography(warp, inverse_map);
 }
 
-template <class Pixel>
-__device__ bool find_cell(const WarpInputs<Pixel>& in, const Homography& map, int64_t u, int64_t v,
-                          Source& source, Cell& cell) {
-  if (!map.valid || u >= in.sizes.out_width || v >= in.sizes.out_height) return false;
+// The homography of an image, in shared memory for all threads of the block.
+class SharedHomography {
+ public:
+  template <class Pixel>
+  __device__ const Homography& of(const WarpInputs<Pixel>& in, int64_t n) {
+    const int64_t matrix = in.sizes.warp_batch == 1 ? 0 : n;
+    if (matrix == loaded_) return map_;
+    __syncthreads();
+    if (threadIdx.x == 0) prepare(in.warp + 9 * matrix, in.sizes.inverse_map, &map_);
+    __syncthreads();
+    loaded_ = matrix;
+    return map_;
+  }
+
+  __device__ explicit SharedHomography(Homography& room) : map_(room) {}
+
+ private:
+  Homography& map_;
+  int64_t loaded_ = -1;
+};
+
+// `border` is that of `sizes`, or a constant which says the same.
+__device__ inline bool find_cell(const WarpSizes& sizes, Border border, const Homography& map,
+                                 int64_t u, int64_t v, Source& source, Cell& cell) {
+  if (!map.valid || sizes.height == 0 || sizes.width == 0) return false;
+  if (u >= sizes.out_width || v >= sizes.out_height) return false;
   source = project(map.m, static_cast<double>(u), static_cast<double>(v));
-  return locate(source, in.sizes, cell);
+  return locate(source.x, sizes.width, border, sizes.nearest, cell.x) &&
+         locate(source.y, sizes.height, border, sizes.nearest, cell.y);
 }
 
 constexpr int64_t kChannelsPerThread = 16;
 
-template <class Pixel>
-__global__ void __launch_bounds__(kThreads)
-    forward_kernel(WarpInputs<Pixel> in, Pixel* out, Channels channels) {
-  __shared__ Homography map;
+// One for constant, one for replicate, and one, which goes by the name of kReflect, for what folds.
+template <Border kBorder, class Pixel>
+__global__ void __launch_bounds__(kThreads, 4)
+    forward_kernel(WarpInputs<Pixel> in, Pixel* out, Channels channels, Runs runs) {
+  __shared__ Homography room;
+  SharedHomography shared(room);
   const WarpSizes& sizes = in.sizes;
+  const Border border = kBorder == Border::kReflect ? sizes.border : kBorder;
+  const int64_t begin = blockIdx.x / runs.blocks * kChannelsPerThread;
+  const int64_t end =
+      begin + kChannelsPerThread < channels.count ? begin + kChannelsPerThread : channels.count;
   const Tiles tiles(sizes.out_height, sizes.out_width);
-  const int64_t groups = divide_up(channels.count, kChannelsPerThread);
-  const int64_t items = sizes.batch * tiles.count * groups;
-  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-    const int64_t n = item / (tiles.count * groups), tile = item / groups % tiles.count;
-    const int64_t begin = item % groups * kChannelsPerThread;
-    const int64_t end =
-        begin + kChannelsPerThread < channels.count ? begin + kChannelsPerThread : channels.count;
-    const int64_t u = tiles.left(tile) + thread_x(), v = tiles.top(tile) + thread_y();
-    load_homography(in, n, map);
+  visit_run(runs, blockIdx.x % runs.blocks, tiles, [&](int64_t n, int64_t x, int64_t y) {
+    const int64_t u = x * kTileWidth + thread_x(), v = y * kTileHeight + thread_y();
+    const Homography& map = shared.of(in, n);
     Source source;
     Cell cell;
-    const bool has_source = find_cell(in, map, u, v, source, cell);
-    if (u >= sizes.out_width || v >= sizes.out_height) continue;
-    for (int64_t c = begin; c < end; ++c) {
+    const bool has_source = find_cell(sizes, border, map, u, v, source, cell);
+    if (u >= sizes.out_width || v >= sizes.out_height) return;
+    const int64_t plane_size = sizes.out_height * sizes.out_width;
+    Pixel* to =
+        out + (n * sizes.channels + channels.first + begin) * plane_size + v * sizes.out_width + u;
+    for (int64_t c = begin; c < end; ++c, to += plane_size) {
       const Plane<Pixel> plane = make_plane(in, n, channels.first + c, channels.border[c]);
-      out[((n * sizes.channels + channels.first + c) * sizes.out_height + v) * sizes.out_width +
-          u] = to_pixel<Pixel>(has_source ? sample(plane, cell) : plane.border);
+      *to = to_pixel<Pixel>(has_source ? sample(plane, cell) : plane.border);
     }
-  }
+  });
 }
 
-// What the first pass of the backward learns of a tile of the destination: the box of the pixels of
-// the image that it touches (none where last < first), and its share of the gradient of m.
-struct TileSummary {
-  int64_t first_x, last_x, first_y, last_y;
-  double grad_m[9];
-};
+// ---- the backward -------------------------------------------------------------------------------
 
+// The pixels of the image that something touches; none where last < first.
+struct Box {
+  int64_t first_x, last_x, first_y, last_y;
+
+  __device__ bool meets(const Box& other) const {
+    return first_x <= other.last_x && last_x >= other.first_x && first_y <= other.last_y &&
+           last_y >= other.first_y;
+  }
+};
 constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
 
-// shared[0 .. kThreads) is combined into shared[0] by a tree.
-template <class T, class Combine>
-__device__ inline T reduce_block(T value, T* shared, Combine combine) {
-  __syncthreads();
-  shared[threadIdx.x] = value;
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (static_cast<int>(threadIdx.x) < half)
-      shared[threadIdx.x] = combine(shared[threadIdx.x], shared[threadIdx.x + half]);
-  }
-  __syncthreads();
-  return shared[0];
+__device__ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+__device__ inline int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
+
+__device__ inline Box around(const Box& a, const Box& b) {
+  return {least(a.first_x, b.first_x), most(a.last_x, b.last_x), least(a.first_y, b.first_y),
+          most(a.last_y, b.last_y)};
 }
 
-struct Least {
-  __device__ int64_t operator()(int64_t a, int64_t b) const { return a < b ? a : b; }
-};
-struct Most {
-  __device__ int64_t operator()(int64_t a, int64_t b) const { return a < b ? b : a; }
-};
-struct Sum {
-  __device__ double operator()(double a, double b) const { return a + b; }
+// The box around those of all lanes of a warp.
+__device__ inline Box around_warp(Box box) {
+  for (int lanes = 16; lanes > 0; lanes /= 2)
+    box = around(box, {__shfl_xor_sync(kAllLanes, box.first_x, lanes),
+                       __shfl_xor_sync(kAllLanes, box.last_x, lanes),
+                       __shfl_xor_sync(kAllLanes, box.first_y, lanes),
+                       __shfl_xor_sync(kAllLanes, box.last_y, lanes)});
+  return box;
+}
+
+// The boxes of one image of the batch: level 0 has a box a tile of the destination, and each
+// further level a box for 4 x 8 of the level below.
+struct Pyramid {
+  static constexpr int kLevels = 3, kAcross = 4, kDown = 8;
+  int64_t across[kLevels], down[kLevels], begin[kLevels], count;
+
+  __host__ __device__ Pyramid(int64_t out_height, int64_t out_width) : count(0) {
+    const Tiles tiles(out_height, out_width);
+    for (int level = 0; level < kLevels; ++level) {
+      across[level] = level == 0 ? tiles.across : divide_up(across[level - 1], kAcross);
+      down[level] = level == 0 ? tiles.down : divide_up(down[level - 1], kDown);
+      begin[level] = count;
+      count += across[level] * down[level];
+    }
+  }
+
+  // The box at (x, y) of a level; an empty one outside.
+  __device__ Box at(const Box* boxes, int level, int64_t x, int64_t y) const {
+    if (x >= across[level] || y >= down[level]) return {kNone, -kNone, kNone, -kNone};
+    return boxes[begin[level] + y * across[level] + x];
+  }
+  // This lane's among the 32 below the box at (x, y) of a level.
+  __device__ Box below(const Box* boxes, int level, int64_t x, int64_t y) const {
+    const unsigned lane = threadIdx.x % 32;
+    return at(boxes, level - 1, x * kAcross + lane % kAcross, y * kDown + lane / kAcross);
+  }
 };
 
+// Device memory of the backward.
+struct Workspace {
+  Box* boxes;         // [batch][pyramid's count]
+  double (*sums)[9];  // [batch][tiles], each tile's share of the gradient of m
+  int64_t bytes;
+
+  Workspace(void* memory, const WarpSizes& sizes) {
+    const int64_t count =
+        sizes.batch * Pyramid(sizes.out_height, sizes.out_width).count * int64_t(sizeof(Box));
+    boxes = static_cast<Box*>(memory);
+    sums = reinterpret_cast<double (*)[9]>(reinterpret_cast<uintptr_t>(memory) + count);
+    bytes = count +
+            sizes.batch * Tiles(sizes.out_height, sizes.out_width).count * int64_t(sizeof(*sums));
+  }
+};
+
+// The sums of nine numbers over a block, by a tree: thread k < 9 has that of number k.
+__device__ inline double sum_block(double (&numbers)[9], double (*parts)[9]) {
+  for (int k = 0; k < 9; ++k)
+    for (int lanes = 16; lanes > 0; lanes /= 2)
+      numbers[k] += __shfl_xor_sync(kAllLanes, numbers[k], lanes);
+  __syncthreads();  // what `parts` held has been read
+  if (threadIdx.x % 32 == 0)
+    for (int k = 0; k < 9; ++k) parts[threadIdx.x / 32][k] = numbers[k];
+  __syncthreads();
+  double sum = 0;
+  if (threadIdx.x < 9)
+    for (int warp = 0; warp < kWarps; ++warp) sum += parts[warp][threadIdx.x];
+  return sum;
+}
+
 template <class Real>
-__global__ void __launch_bounds__(kThreads)
-    summarize_kernel(WarpInputs<Real> in, WarpGradients<Real> to, Channels channels,
-                     TileSummary* summaries) {
-  __shared__ Homography map;
-  __shared__ int64_t bounds[kThreads];
-  __shared__ double sums[kThreads];
+__global__ void __launch_bounds__(kThreads, 2)
+    summarize_kernel(WarpInputs<Real> in, WarpGradients<Real> to, Channels channels, Runs runs,
+                     Workspace work) {
+  __shared__ Homography room;
+  __shared__ Box boxes[kWarps];
+  __shared__ double parts[kWarps][9];
+  SharedHomography shared(room);
   const WarpSizes& sizes = in.sizes;
   const Tiles tiles(sizes.out_height, sizes.out_width);
-  for (int64_t item = blockIdx.x; item < sizes.batch * tiles.count; item += gridDim.x) {
-    const int64_t n = item / tiles.count, tile = item % tiles.count;
-    const int64_t u = tiles.left(tile) + thread_x(), v = tiles.top(tile) + thread_y();
-    load_homography(in, n, map);
+  const Pyramid pyramid(sizes.out_height, sizes.out_width);
+  visit_run(runs, blockIdx.x, tiles, [&](int64_t n, int64_t x, int64_t y) {
+    const int64_t u = x * kTileWidth + thread_x(), v = y * kTileHeight + thread_y();
+    const Homography& map = shared.of(in, n);
     Source source;
     Cell cell;
-    const bool has_source = find_cell(in, map, u, v, source, cell);
-    TileSummary& summary = summaries[item];
-    if (channels.first == 0) {
-      const int64_t first_x =
-          reduce_block(has_source ? Least()(cell.x.first, cell.x.second) : kNone, bounds, Least());
-      const int64_t last_x =
-          reduce_block(has_source ? Most()(cell.x.first, cell.x.second) : -kNone, bounds, Most());
-      const int64_t first_y =
-          reduce_block(has_source ? Least()(cell.y.first, cell.y.second) : kNone, bounds, Least());
-      const int64_t last_y =
-          reduce_block(has_source ? Most()(cell.y.first, cell.y.second) : -kNone, bounds, Most());
+    const bool has_source = find_cell(sizes, sizes.border, map, u, v, source, cell);
+    if (channels.first == 0 && to.grad_image) {
+      Box box{kNone, -kNone, kNone, -kNone};
+      if (has_source)
+        box = {least(cell.x.first, cell.x.second), most(cell.x.first, cell.x.second),
+               least(cell.y.first, cell.y.second), most(cell.y.first, cell.y.second)};
+      box = around_warp(box);
+      __syncthreads();  // what `boxes` held has been read
+      if (threadIdx.x % 32 == 0) boxes[threadIdx.x / 32] = box;
+      __syncthreads();
       if (threadIdx.x == 0) {
-        summary.first_x = first_x;
-        summary.last_x = last_x;
-        summary.first_y = first_y;
-        summary.last_y = last_y;
+        for (int warp = 1; warp < kWarps; ++warp) box = around(box, boxes[warp]);
+        work.boxes[n * pyramid.count + y * tiles.across + x] = box;
       }
     }
-    if (!to.grad_warp) continue;
+    if (!to.grad_warp) return;
     double grad_m[9] = {};
     if (has_source) {
       double gx = 0, gy = 0;
@@ -180,29 +280,41 @@ __global__ void __launch_bounds__(kThreads)
       }
       project_backward(source, static_cast<double>(u), static_cast<double>(v), gx, gy, grad_m);
     }
-    for (int k = 0; k < 9; ++k) {
-      const double sum = reduce_block(grad_m[k], sums, Sum());
-      if (threadIdx.x == 0) summary.grad_m[k] = sum + (channels.first == 0 ? 0 : summary.grad_m[k]);
-    }
-  }
+    const double sum = sum_block(grad_m, parts);
+    double* sums = work.sums[n * tiles.count + y * tiles.across + x];
+    if (threadIdx.x < 9) sums[threadIdx.x] = sum + (channels.first == 0 ? 0 : sums[threadIdx.x]);
+  });
+}
+
+// The boxes of a level from those of the level below; a warp a box.
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(WarpSizes sizes, int level, Workspace work) {
+  const Pyramid pyramid(sizes.out_height, sizes.out_width);
+  const int64_t across = pyramid.across[level], count = across * pyramid.down[level];
+  const int64_t item = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (item >= sizes.batch * count) return;
+  Box* boxes = work.boxes + item / count * pyramid.count;
+  const int64_t k = item % count;
+  const Box box = around_warp(pyramid.below(boxes, level, k % across, k / across));
+  if (threadIdx.x % 32 == 0) boxes[pyramid.begin[level] + k] = box;
 }
 
 template <class Real>
 __global__ void __launch_bounds__(kThreads)
-    warp_gradient_kernel(WarpInputs<Real> in, double* grad_warp, const TileSummary* summaries) {
-  __shared__ double sums[kThreads];
+    warp_gradient_kernel(WarpInputs<Real> in, double* grad_warp, Workspace work) {
+  __shared__ double parts[kWarps][9], sums[9];
   const WarpSizes& sizes = in.sizes;
-  const Tiles tiles(sizes.out_height, sizes.out_width);
-  for (int64_t i = blockIdx.x; i < sizes.warp_batch; i += gridDim.x) {
-    // All of N where one matrix serves it.
-    const int64_t count = (sizes.warp_batch == 1 ? sizes.batch : 1) * tiles.count;
-    double grad_m[9] = {};
-    for (int64_t k = threadIdx.x; k < count; k += kThreads)
-      for (int e = 0; e < 9; ++e) grad_m[e] += summaries[i * tiles.count + k].grad_m[e];
-    for (int e = 0; e < 9; ++e) grad_m[e] = reduce_block(grad_m[e], sums, Sum());
-    if (threadIdx.x == 0)
-      homography_backward(homography_of(in, i), grad_m, sizes.inverse_map, grad_warp + 9 * i);
-  }
+  const int64_t tiles = Tiles(sizes.out_height, sizes.out_width).count, i = blockIdx.x;
+  // All of N where one matrix serves it.
+  const int64_t count = (sizes.warp_batch == 1 ? sizes.batch : 1) * tiles;
+  double grad_m[9] = {};
+  for (int64_t k = threadIdx.x; k < count; k += kThreads)
+    for (int e = 0; e < 9; ++e) grad_m[e] += work.sums[i * tiles + k][e];
+  const double sum = sum_block(grad_m, parts);
+  if (threadIdx.x < 9) sums[threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0)
+    homography_backward(homography_of(in, i), sums, sizes.inverse_map, grad_warp + 9 * i);
 }
 
 constexpr int kChannelsPerBlock = 4;
@@ -218,101 +330,186 @@ struct alignas(16) Places {
   int first_x, second_x, first_y, second_y;
 };
 
+// The lowest bit of a mask, which is taken off.
+__device__ inline int take_lowest(unsigned& mask) {
+  const int bit = __ffs(int(mask)) - 1;
+  mask &= mask - 1;
+  return bit;
+}
+
 template <class Real>
-__global__ void __launch_bounds__(kThreads)
-    image_gradient_kernel(WarpInputs<Real> in, WarpGradients<Real> to,
-                          const TileSummary* summaries) {
-  __shared__ Homography map;
-  __shared__ bool meets[kThreads];
+__global__ void __launch_bounds__(kThreads, 2)
+    image_gradient_kernel(WarpInputs<Real> in, WarpGradients<Real> to, Workspace work) {
+  __shared__ Homography room;
   __shared__ Places places[kThreads];
   __shared__ double weight_x[kThreads], weight_y[kThreads], grads[kThreads][kChannelsPerBlock];
+  __shared__ unsigned hits[kWarps][kThreads];  // bit k % 32 of [k / 32][p]: pixel k touches p
+  SharedHomography shared(room);
   const WarpSizes& sizes = in.sizes;
-  const Tiles out_tiles(sizes.out_height, sizes.out_width), tiles(sizes.height, sizes.width);
-  const int64_t groups = divide_up(sizes.channels, kChannelsPerBlock);
-  const int64_t items = sizes.image_batch * groups * tiles.count;
-  const int x = static_cast<int>(thread_x()), y = static_cast<int>(thread_y());
-  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-    const int64_t image = item / (groups * tiles.count), tile = item % tiles.count;
-    const int64_t first_channel = item / tiles.count % groups * kChannelsPerBlock;
-    const int64_t left = tiles.left(tile), top = tiles.top(tile);
-    double sums[kChannelsPerBlock] = {};
-    for (int64_t n = image; n < sizes.batch; n += sizes.image_batch) {
-      load_homography(in, n, map);
-      for (int64_t base = 0; base < out_tiles.count; base += kThreads) {
-        bool meet = false;
-        if (base + threadIdx.x < out_tiles.count) {
-          const TileSummary& s = summaries[n * out_tiles.count + base + threadIdx.x];
-          meet = s.first_x < left + kTileWidth && s.last_x >= left &&
-                 s.first_y < top + kTileHeight && s.last_y >= top;
-        }
-        if (!__syncthreads_or(meet)) continue;
-        meets[threadIdx.x] = meet;
-        __syncthreads();
-        for (int t = 0; t < kThreads; ++t) {
-          if (!meets[t]) continue;
-          const int64_t u = out_tiles.left(base + t) + thread_x();
-          const int64_t v = out_tiles.top(base + t) + thread_y();
-          Source source;
-          Cell cell;
-          Places mine{kNowhere, kNowhere, kNowhere, kNowhere};
-          const bool has_source = find_cell(in, map, u, v, source, cell);
-          if (has_source)
-            mine = {place(cell.x.first, 1 - cell.x.weight, left, kTileWidth),
-                    place(cell.x.second, cell.x.weight, left, kTileWidth),
-                    place(cell.y.first, 1 - cell.y.weight, top, kTileHeight),
-                    place(cell.y.second, cell.y.weight, top, kTileHeight)};
-          __syncthreads();
-          places[threadIdx.x] = mine;
-          if (has_source) {
-            weight_x[threadIdx.x] = cell.x.weight;
-            weight_y[threadIdx.x] = cell.y.weight;
-            for (int c = 0; c < kChannelsPerBlock && first_channel + c < sizes.channels; ++c)
-              grads[threadIdx.x][c] =
-                  to.grad[((n * sizes.channels + first_channel + c) * sizes.out_height + v) *
-                              sizes.out_width +
-                          u];
-          }
-          __syncthreads();
-          for (int k = 0; k < kThreads; ++k) {
-            const Places at = places[k];
-            if ((at.first_x != x && at.second_x != x) || (at.first_y != y && at.second_y != y))
-              continue;
-            const double along_x =
-                (at.first_x == x ? 1 - weight_x[k] : 0) + (at.second_x == x ? weight_x[k] : 0);
-            const double along_y =
-                (at.first_y == y ? 1 - weight_y[k] : 0) + (at.second_y == y ? weight_y[k] : 0);
-            for (int c = 0; c < kChannelsPerBlock && first_channel + c < sizes.channels; ++c)
-              sums[c] = fma(along_y * along_x, grads[k][c], sums[c]);
-          }
-        }
-        __syncthreads();
+  const Tiles tiles(sizes.height, sizes.width);
+  const Pyramid pyramid(sizes.out_height, sizes.out_width);
+  const int64_t groups = divide_up(sizes.channels, kChannelsPerBlock), item = blockIdx.x;
+  const int64_t image = item / (groups * tiles.count), tile = item % tiles.count;
+  const int64_t first_channel = item / tiles.count % groups * kChannelsPerBlock;
+  const int64_t left = tile % tiles.across * kTileWidth, top = tile / tiles.across * kTileHeight;
+  const Box own{left, left + kTileWidth - 1, top, top + kTileHeight - 1};
+  const int x = int(thread_x()), y = int(thread_y());
+  const unsigned thread = threadIdx.x, lane = thread % 32;
+  const int channels = sizes.channels - first_channel < kChannelsPerBlock
+                           ? int(sizes.channels - first_channel)
+                           : kChannelsPerBlock;
+  double sums[kChannelsPerBlock] = {};
+  for (int warp = 0; warp < kWarps; ++warp) hits[warp][thread] = 0;
+
+  // Adds what the tile at (tile_x, tile_y) of the destination gives.
+  const auto add_tile = [&](int64_t n, int64_t tile_x, int64_t tile_y) {
+    const int64_t u = tile_x * kTileWidth + x, v = tile_y * kTileHeight + y;
+    const Homography& map = shared.of(in, n);
+    Source source;
+    Cell cell;
+    Places mine{kNowhere, kNowhere, kNowhere, kNowhere};
+    if (find_cell(sizes, sizes.border, map, u, v, source, cell))
+      mine = {place(cell.x.first, 1 - cell.x.weight, left, kTileWidth),
+              place(cell.x.second, cell.x.weight, left, kTileWidth),
+              place(cell.y.first, 1 - cell.y.weight, top, kTileHeight),
+              place(cell.y.second, cell.y.weight, top, kTileHeight)};
+    __syncthreads();  // what the tile before left here has been read
+    const auto touch = [&](int at_x, int at_y) {
+      if (at_x == kNowhere || at_y == kNowhere) return;
+      unsigned* word = &hits[thread / 32][at_y * kTileWidth + at_x];
+      atomicOr(word, 1u << lane);
+    };
+    touch(mine.first_x, mine.first_y);
+    touch(mine.second_x, mine.first_y);
+    touch(mine.first_x, mine.second_y);
+    touch(mine.second_x, mine.second_y);
+    if ((mine.first_x != kNowhere || mine.second_x != kNowhere) &&
+        (mine.first_y != kNowhere || mine.second_y != kNowhere)) {
+      places[thread] = mine;
+      weight_x[thread] = cell.x.weight;
+      weight_y[thread] = cell.y.weight;
+      for (int c = 0; c < channels; ++c)
+        grads[thread][c] =
+            to.grad[((n * sizes.channels + first_channel + c) * sizes.out_height + v) *
+                        sizes.out_width +
+                    u];
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int warp = 0; warp < kWarps; ++warp) {
+      unsigned mask = hits[warp][thread];
+      if (mask == 0) continue;
+      hits[warp][thread] = 0;
+      while (mask != 0) {
+        const int k = 32 * warp + take_lowest(mask);
+        const Places at = places[k];
+        const double along_x =
+            (at.first_x == x ? 1 - weight_x[k] : 0) + (at.second_x == x ? weight_x[k] : 0);
+        const double along_y =
+            (at.first_y == y ? 1 - weight_y[k] : 0) + (at.second_y == y ? weight_y[k] : 0);
+        for (int c = 0; c < kChannelsPerBlock; ++c)
+          if (c < channels) sums[c] = fma(along_y * along_x, grads[k][c], sums[c]);
       }
     }
-    if (left + x >= sizes.width || top + y >= sizes.height) continue;
-    for (int c = 0; c < kChannelsPerBlock && first_channel + c < sizes.channels; ++c)
-      to.grad_image[((image * sizes.channels + first_channel + c) * sizes.height + top + y) *
-                        sizes.width +
-                    left + x] = static_cast<Real>(sums[c]);
+  };
+
+  // Every warp comes to the same masks, so that no barrier is needed to share them.
+  for (int64_t n = image; n < sizes.batch; n += sizes.image_batch) {
+    const Box* boxes = work.boxes + n * pyramid.count;
+    const int64_t across = pyramid.across[2], count = across * pyramid.down[2];
+    for (int64_t base = 0; base < count; base += 32) {
+      const int64_t k = base + lane;
+      const Box high = pyramid.at(boxes, 2, k % across, k / across);
+      unsigned highs = __ballot_sync(kAllLanes, own.meets(high));
+      while (highs != 0) {
+        const int64_t at = base + take_lowest(highs), x2 = at % across, y2 = at / across;
+        unsigned middles = __ballot_sync(kAllLanes, own.meets(pyramid.below(boxes, 2, x2, y2)));
+        while (middles != 0) {
+          const int middle = take_lowest(middles);
+          const int64_t x1 = x2 * Pyramid::kAcross + middle % Pyramid::kAcross;
+          const int64_t y1 = y2 * Pyramid::kDown + middle / Pyramid::kAcross;
+          unsigned lows = __ballot_sync(kAllLanes, own.meets(pyramid.below(boxes, 1, x1, y1)));
+          while (lows != 0) {
+            const int low = take_lowest(lows);
+            add_tile(n, x1 * Pyramid::kAcross + low % Pyramid::kAcross,
+                     y1 * Pyramid::kDown + low / Pyramid::kAcross);
+          }
+        }
+      }
+    }
+  }
+  if (left + x >= sizes.width || top + y >= sizes.height) return;
+  for (int c = 0; c < kChannelsPerBlock; ++c) {
+    if (c >= channels) break;
+    to.grad_image[((image * sizes.channels + first_channel + c) * sizes.height + top + y) *
+                      sizes.width +
+                  left + x] = static_cast<Real>(sums[c]);
+  }
+}
+
+// Blocks of a launch, 0 where there are more than a grid may have.
+unsigned grid_of(int64_t blocks) {
+  return blocks <= std::numeric_limits<int32_t>::max() ? static_cast<unsigned>(blocks) : 0;
+}
+
+template <Border kBorder, class Pixel>
+void launch_forward(const WarpInputs<Pixel>& in, Pixel* out, int64_t first_channel,
+                    cudaStream_t stream) {
+  const Channels channels = channels_from(in, first_channel);
+  const Runs runs(in.sizes.batch * Tiles(in.sizes.out_height, in.sizes.out_width).count);
+  const unsigned blocks = grid_of(runs.blocks * divide_up(channels.count, kChannelsPerThread));
+  forward_kernel<kBorder><<<blocks, kThreads, 0, stream>>>(in, out, channels, runs);
+}
+
+// A thread has a pixel, or after the last of them the scale, of one matrix.
+__global__ void __launch_bounds__(kThreads)
+    cells_kernel(WarpSizes sizes, const double* warp, double* cells, double* scale) {
+  const int64_t pixels = sizes.out_height * sizes.out_width, items = pixels + 1;
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t item = int64_t(blockIdx.x) * kThreads + threadIdx.x; item < sizes.warp_batch * items;
+       item += step) {
+    const int64_t i = item / items, p = item % items;
+    const Homography map = make_homography(warp + 9 * i, sizes.inverse_map);
+    if (p == pixels)
+      scale[i] = map.valid ? map.scale : 0;
+    else
+      store_cell(map, sizes, p % sizes.out_width, p / sizes.out_width, pixels,
+                 cells + i * kCellNumbers * pixels + p);
   }
 }
 
 }  // namespace
 
+cudaError_t warp_perspective_cells_cuda(const WarpSizes& sizes, const double* warp, double* cells,
+                                        double* scale, cudaStream_t stream) {
+  const int64_t items = sizes.warp_batch * (sizes.out_height * sizes.out_width + 1);
+  if (items > 0)
+    cells_kernel<<<blocks_for(divide_up(items, kThreads)), kThreads, 0, stream>>>(sizes, warp,
+                                                                                  cells, scale);
+  return cudaGetLastError();
+}
+
 template <class Pixel>
 cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaStream_t stream) {
   const WarpSizes& sizes = in.sizes;
-  const int64_t tiles = sizes.batch * Tiles(sizes.out_height, sizes.out_width).count;
-  for (int64_t first = 0; first < sizes.channels && tiles > 0; first += Channels::kMost) {
-    const Channels channels = channels_from(in, first);
-    const unsigned blocks = blocks_for(tiles * divide_up(channels.count, kChannelsPerThread));
-    forward_kernel<<<blocks, kThreads, 0, stream>>>(in, out, channels);
+  const bool empty = sizes.batch == 0 || sizes.out_height == 0 || sizes.out_width == 0;
+  for (int64_t first = 0; first < sizes.channels && !empty; first += Channels::kMost) {
+    switch (sizes.border) {
+      case Border::kConstant:
+        launch_forward<Border::kConstant>(in, out, first, stream);
+        break;
+      case Border::kReplicate:
+        launch_forward<Border::kReplicate>(in, out, first, stream);
+        break;
+      default:
+        launch_forward<Border::kReflect>(in, out, first, stream);
+    }
   }
   return cudaGetLastError();
 }
 
 int64_t warp_perspective_backward_cuda_workspace(const WarpSizes& sizes) {
-  const int64_t tiles = sizes.batch * Tiles(sizes.out_height, sizes.out_width).count;
-  return tiles * static_cast<int64_t>(sizeof(TileSummary));
+  return Workspace(nullptr, sizes).bytes;
 }
 
 template <class Real>
@@ -320,19 +517,27 @@ cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,
                                            const WarpGradients<Real>& to, void* workspace,
                                            cudaStream_t stream) {
   const WarpSizes& sizes = in.sizes;
-  TileSummary* summaries = static_cast<TileSummary*>(workspace);
-  const int64_t tiles = sizes.batch * Tiles(sizes.out_height, sizes.out_width).count;
-  for (int64_t first = 0; (first == 0 || (first < sizes.channels && to.grad_warp)) && tiles > 0;
+  const Workspace work(workspace, sizes);
+  const Runs runs(sizes.batch * Tiles(sizes.out_height, sizes.out_width).count);
+  for (int64_t first = 0;
+       (first == 0 || (first < sizes.channels && to.grad_warp)) && runs.tiles > 0;
        first += Channels::kMost)
-    summarize_kernel<<<blocks_for(tiles), kThreads, 0, stream>>>(in, to, channels_from(in, first),
-                                                                 summaries);
+    summarize_kernel<<<grid_of(runs.blocks), kThreads, 0, stream>>>(
+        in, to, channels_from(in, first), runs, work);
   if (to.grad_warp && sizes.warp_batch > 0)
-    warp_gradient_kernel<<<blocks_for(sizes.warp_batch), kThreads, 0, stream>>>(in, to.grad_warp,
-                                                                                summaries);
+    warp_gradient_kernel<<<grid_of(sizes.warp_batch), kThreads, 0, stream>>>(in, to.grad_warp,
+                                                                             work);
   const int64_t items = sizes.image_batch * divide_up(sizes.channels, kChannelsPerBlock) *
                         Tiles(sizes.height, sizes.width).count;
-  if (to.grad_image && items > 0)
-    image_gradient_kernel<<<blocks_for(items), kThreads, 0, stream>>>(in, to, summaries);
+  if (to.grad_image && items > 0) {
+    const Pyramid pyramid(sizes.out_height, sizes.out_width);
+    for (int level = 1; level < Pyramid::kLevels && runs.tiles > 0; ++level) {
+      const int64_t boxes = sizes.batch * pyramid.across[level] * pyramid.down[level];
+      combine_kernel<<<grid_of(divide_up(boxes, kWarps)), kThreads, 0, stream>>>(sizes, level,
+                                                                                 work);
+    }
+    image_gradient_kernel<<<grid_of(items), kThreads, 0, stream>>>(in, to, work);
+  }
   return cudaGetLastError();
 }
 

@@ -76,12 +76,22 @@ struct WarpGradients {
   double* grad_warp;  // [warp_batch, 3, 3]; nullptr: not wanted
 };
 
+// What the derivatives of a derivative have to know of a destination pixel: its source, the weights
+// of the taps a b / c d on the right and below, the slopes of both axes, and where in [H, W] each
+// tap lies, -1 outside. All are 0 where there is no source.
+enum CellNumber { kX, kY, kW, kWeightX, kWeightY, kSlopeX, kSlopeY, kTap, kCellNumbers = kTap + 4 };
+
 template <class Pixel>
 void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out);
 template <class Real>
 void warp_perspective_backward_cpu(const WarpInputs<Real>& in, const WarpGradients<Real>& to);
+// cells [warp_batch, kCellNumbers, h * w]; scale [warp_batch], 0 of a matrix that has no source.
+void warp_perspective_cells_cpu(const WarpSizes& sizes, const double* warp, double* cells,
+                                double* scale);
 
 #ifndef CALCOPS_NO_CUDA
+cudaError_t warp_perspective_cells_cuda(const WarpSizes& sizes, const double* warp, double* cells,
+                                        double* scale, cudaStream_t stream);
 template <class Pixel>
 cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaStream_t stream);
 // Bytes of device memory that the backward works in; any content, 8-byte aligned.

@@ -282,6 +282,20 @@ void warp_perspective_backward_cpu(const WarpInputs<Real>& in, const WarpGradien
   });
 }
 
+void warp_perspective_cells_cpu(const WarpSizes& sizes, const double* warp, double* cells,
+                                double* scale) {
+  const int64_t pixels = sizes.out_height * sizes.out_width;
+  for (int64_t i = 0; i < sizes.warp_batch; ++i) {
+    const Homography map = make_homography(warp + 9 * i, sizes.inverse_map);
+    scale[i] = map.valid ? map.scale : 0;
+    at::parallel_for(0, pixels, 4096, [&](int64_t begin, int64_t end) {
+      for (int64_t p = begin; p < end; ++p)
+        store_cell(map, sizes, p % sizes.out_width, p / sizes.out_width, pixels,
+                   cells + i * kCellNumbers * pixels + p);
+    });
+  }
+}
+
 template void warp_perspective_cpu(const WarpInputs<uint8_t>&, uint8_t*);
 template void warp_perspective_cpu(const WarpInputs<float>&, float*);
 template void warp_perspective_cpu(const WarpInputs<double>&, double*);

@@ -177,6 +177,29 @@ CALCOPS_HD inline bool locate(const Source& source, const WarpSizes& sizes, Cell
          locate(source.y, sizes.height, sizes.border, sizes.nearest, cell.y);
 }
 
+// The numbers of a cell, each at out[number * stride].
+CALCOPS_HD inline void store_cell(const Homography& map, const WarpSizes& sizes, int64_t u,
+                                  int64_t v, int64_t stride, double* out) {
+  Cell cell{};
+  Source source{};
+  bool found = map.valid && sizes.height > 0 && sizes.width > 0;
+  if (found) {
+    source = project(map.m, static_cast<double>(u), static_cast<double>(v));
+    found = locate(source, sizes, cell);
+  }
+  const int64_t rows[2] = {cell.y.first, cell.y.second}, columns[2] = {cell.x.first, cell.x.second};
+  const double numbers[kTap] = {source.x,      source.y,     source.w,    cell.x.weight,
+                                cell.y.weight, cell.x.slope, cell.y.slope};
+  for (int k = 0; k < kTap; ++k) out[k * stride] = found ? numbers[k] : 0;
+  for (int k = 0; k < 4; ++k) {
+    const int64_t row = rows[k / 2], column = columns[k % 2];
+    const bool inside = row >= 0 && row < sizes.height && column >= 0 && column < sizes.width;
+    out[(kTap + k) * stride] = !found   ? 0
+                               : inside ? static_cast<double>(row * sizes.width + column)
+                                        : -1;
+  }
+}
+
 // One channel of one image.
 template <class Pixel>
 struct Plane {

@@ -1,8 +1,9 @@
 """All that a GPU must show, in one command and without installing anything: make gpu-check PYTHON=python3
 
-Builds for the GPU that is here, runs the CUDA tests, compute-sanitizer over every CUDA kernel, and the benchmarks of
-tests/bench/bench_*_cuda.py; all add what they find to results.json ($OUT, else here). Needs PyTorch with CUDA, nvcc,
-ninja and pytest. With the argument `sanitize` (make sanitize-gpu) only compute-sanitizer, and nothing without a GPU.
+Builds for the GPU that is here, runs the CUDA tests, compute-sanitizer over the tests of every CUDA kernel, and the
+benchmarks of tests/bench/bench_*_cuda.py; all add what they find to results.json ($OUT, else here). Needs PyTorch
+with CUDA, nvcc, ninja and pytest. With the argument `sanitize` (make sanitize-gpu) only compute-sanitizer, and nothing
+without a GPU.
 """
 
 import json
@@ -11,30 +12,15 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# Small, and odd in every size, so that no kernel's last block is full.
-KERNELS = """
-import torch, calcops_jit
-generator = torch.Generator("cuda").manual_seed(0)
-random = lambda *size: torch.rand(*size, generator=generator, device="cuda", dtype=torch.float64).requires_grad_()
-for K in (1, 7, 37):
-    list_neigh = torch.randint(-1, 45, (3, 41, K), generator=generator, device="cuda")
-    inputs = random(3, 41, K, 4), random(3, 41, 4 * K, 3), random(3, 41, K, 3)
-    outputs = calcops_jit.force_virial(list_neigh, *inputs, 4)
-    torch.autograd.grad(sum(x.square().sum() for x in outputs), inputs)
-    index = calcops_jit.neighbor_index(list_neigh, 4)
-    calcops_jit.force(list_neigh.int(), *inputs[:2], 4, neighbor_index=index)
-matrix = torch.tensor([[1.1, 0.2, -3], [0.1, 0.9, 2], [1e-3, 2e-3, 1]], device="cuda", requires_grad=True)
-for border in ("constant", "replicate", "reflect", "reflect_101", "wrap"):
-    image = random(3, 31, 17)
-    calcops_jit.warp_perspective(image, matrix, (29, 37), border_mode=border).square().sum().backward()
-torch.cuda.synchronize()
-"""
+# The tests of every kernel at its boundaries, which the emulation of tests/cuda_on_cpu runs too.
+KERNELS = ["-q", "-p", "no:cacheprovider", *map(str, sorted((ROOT / "tests").glob("test_*_cuda_kernels.py")))]
 
 
 def run(*command, **options):
@@ -50,16 +36,16 @@ def tests():
 
 
 def never_run():
-    """Kernels of ops/ that KERNELS, which the sanitizer watches, does not run."""
+    """Kernels of ops/ that the tests which the sanitizer watches do not run."""
     names = {
         name
         for source in ROOT.glob("ops/*/*.cu")
         for name in re.findall(r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)", source.read_text())
     }
     record = (
-        "from torch.profiler import ProfilerActivity, profile\n"
-        f"with profile(activities=[ProfilerActivity.CUDA]) as record: exec({KERNELS!r})\n"
-        "print(*(event.name for event in record.events()), sep='\\n')"
+        "import pytest\nfrom torch.profiler import ProfilerActivity, profile\n"
+        f"with profile(activities=[ProfilerActivity.CUDA]) as record: pytest.main({KERNELS!r})\n"
+        "print(*{event.name for event in record.events()}, sep='\\n')"
     )
     seen = run(sys.executable, "-c", record).stdout
     return sorted(name for name in names if not re.search(rf"\b{name}\b", seen))
@@ -71,13 +57,19 @@ def sanitize():
     if tool is None:
         return {"passed": False, "summary": "no compute-sanitizer on PATH or in CUDA_HOME/bin"}
     # PyTorch's caching allocator would hide accesses between two tensors of one segment.
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CALCOPS_KERNEL_RUNS": "1"}
     missed = never_run()
     found = {"coverage": {"passed": not missed, "summary": f"never run: {', '.join(missed) or 'none'}"}}
-    for check in ("memcheck", "racecheck", "initcheck", "synccheck"):
-        result = run(tool, "--tool", check, "--error-exitcode", "9", sys.executable, "-c", KERNELS, env=environment)
-        summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", result.stdout)
-        found[check] = {"passed": result.returncode == 0, "summary": summary[-1] if summary else "no summary"}
+
+    def watch(check):
+        options = ["--tool", check, "--target-processes", "application-only", "--error-exitcode", "9"]
+        return run(tool, *options, sys.executable, "-m", "pytest", *KERNELS, env=environment)
+
+    checks = ("memcheck", "racecheck", "initcheck", "synccheck")
+    with ThreadPoolExecutor() as pool:
+        for check, result in zip(checks, pool.map(watch, checks), strict=True):
+            summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", result.stdout)
+            found[check] = {"passed": result.returncode == 0, "summary": summary[-1] if summary else "no summary"}
     return {"passed": all(f["passed"] for f in found.values()), **found}
 
 

@@ -1,12 +1,13 @@
 """A potential whose forces come from torch.ops.CalcOps.calculateForce, scripted, traced and saved.
 
-    python examples/torchscript_force/model.py [FOLDER]      # default: build/torchscript_force
+    python examples/torchscript_force/archives.py [FOLDER]      # default: build/torchscript_force
 
 README.md beside this file shows what is printed and how the archives run in Python and in C++.
 """
 
 import io
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -82,6 +83,7 @@ def save(name, archive, *inputs):
     print(f"saved {name}.pt")
 
 
+warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated")  # which README.md says
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "build/torchscript_force")
 folder.mkdir(parents=True, exist_ok=True)
 closed, ghosts = frame(0), frame(2)

@@ -1,0 +1,97 @@
+"""What was just built is loaded in a child first: initialisers that throw or crash end that, not this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import resource
+import select
+import signal
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+
+from . import operators
+from .diagnosis import BuildError, report
+from .registration import Registration
+
+_LIMIT_S = 60.0
+
+
+def registered_at_once(name: str, load: Callable[[], Registration]) -> set[str]:
+    """The operators that the library registers by itself while it is loaded. BuildError: it cannot be.
+
+    The child is a fork, since an initialiser may rely on whatever this process has loaded already. None of the other
+    threads is in it, so nobody else registers anything there."""
+    with tempfile.TemporaryFile() as said:
+        try:
+            answer, status = _in_child(lambda: _look(load), said.fileno())
+        except OSError:  # there is no memory, or no process, left for it
+            answer, status = _look(load), 0
+        said.seek(0)
+        lines = said.read().decode(errors="replace").strip().splitlines()
+    if not answer and torch.cuda.is_initialized() and any("CUDA" in line for line in lines):
+        answer = _look(load)  # a child cannot use its parent's CUDA
+    if not answer:
+        what = f"cannot load {name}: a static initialiser {_end(status)}"
+        raise report(what, lines[-8:], "do what may fail in a function that is called later")
+    if "error" in answer:
+        raise BuildError(answer["error"])
+    return set(answer["operators"])
+
+
+def _look(load: Callable[[], Registration]) -> dict:
+    before = operators.registered()
+    registration = load()
+    found = operators.registered() - before
+    registration.names()  # which runs its blocks
+    return {"operators": sorted({name.partition(".")[0] for name in found})}
+
+
+def _end(status: int | None) -> str:
+    if status is None:
+        return f"does not end within {_LIMIT_S:.0f} s"
+    return f"ends the process by {signal.Signals(-status).name}" if status < 0 else f"ends the process ({status})"
+
+
+def _in_child(function: Callable[[], dict], output: int) -> tuple[dict, int | None]:
+    """What it returns, {} if it does not, and the exit status; None: it had to be killed."""
+    reading, writing = map(open, os.pipe(), ("rb", "wb"), (0, 0))
+    with reading, writing:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of threads, which the time limit is for
+            child = os.fork()
+        if child == 0:
+            _answer(function, output, writing)
+        writing.close()
+        answer, ended = b"", False
+        try:
+            while not ended and select.select([reading], [], [], _LIMIT_S)[0]:
+                piece = reading.read(65536)
+                answer, ended = answer + piece, not piece
+        finally:
+            if not ended:
+                os.kill(child, signal.SIGKILL)
+            status = 0
+            with contextlib.suppress(ChildProcessError):  # somebody else may wait for every child
+                status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return json.loads(answer or b"{}"), status if ended else None
+
+
+def _answer(function: Callable[[], dict], output: int, writing: io.RawIOBase) -> NoReturn:
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        try:
+            answer = function()
+        except BuildError as error:
+            answer = {"error": str(error)}
+        writing.write(json.dumps(answer).encode())
+    finally:
+        os._exit(0)

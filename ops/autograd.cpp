@@ -1,0 +1,429 @@
+// Boxed calls under autograd, compiled autograd, forward mode and vmap.
+// After the code that PyTorch generates for its own operators (torch/csrc/autograd/generated).
+#include "autograd.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/functorch/BatchedTensorImpl.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+namespace calcops {
+
+using c10::IValue;
+
+// ---- calls --------------------------------------------------------------------------------------
+
+namespace {
+
+size_t position(const Call& call, const std::string& argument) {
+  const std::optional<int> position = call.op.schema().argumentIndexWithName(argument);
+  TORCH_INTERNAL_ASSERT(position, call.op.schema(), " has no argument ", argument);
+  return *position;
+}
+
+at::Tensor tensor_in(const IValue& value) {
+  return value.isTensor() ? value.toTensor() : at::Tensor();
+}
+
+IValue none_if_undefined(const at::Tensor& tensor) {
+  return tensor.defined() ? IValue(tensor) : IValue();
+}
+
+}  // namespace
+
+Call Call::of(const char* name) const {
+  Call call{c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), {}};
+  const auto& here = op.schema().arguments();
+  for (const c10::Argument& argument : call.op.schema().arguments()) {
+    const auto same = std::find_if(here.begin(), here.end(), [&](const c10::Argument& other) {
+      return other.name() == argument.name();
+    });
+    call.arguments.push_back(same != here.end() ? arguments[same - here.begin()]
+                                                : argument.default_value().value_or(IValue()));
+  }
+  return call;
+}
+
+bool Call::has(const std::string& argument) const {
+  return op.schema().argumentIndexWithName(argument).has_value();
+}
+
+IValue& Call::operator[](const std::string& argument) {
+  return arguments[position(*this, argument)];
+}
+
+const IValue& Call::operator[](const std::string& argument) const {
+  return arguments[position(*this, argument)];
+}
+
+at::Tensor Call::tensor(const std::string& argument) const { return tensor_in((*this)[argument]); }
+
+Call Call::with(const std::string& argument, IValue value) const {
+  Call other = *this;
+  other[argument] = std::move(value);
+  return other;
+}
+
+tensor_list Call::run() const {
+  torch::jit::Stack stack = arguments;
+  op.callBoxed(&stack);
+  tensor_list results;
+  for (const IValue& result : stack) results.push_back(tensor_in(result));
+  return results;
+}
+
+// ---- derivatives of multilinear operators -------------------------------------------------------
+
+Multilinear::Multilinear(const char* forward, const char* backward, const std::vector<Term>& terms)
+    : forward_(forward), backward_(backward), upstreams_((Set(1) << terms.size()) - 1) {
+  for (const Term& term : terms) factors_.push_back(term.front());
+  for (size_t t = 0; t < terms.size(); ++t) {
+    terms_.push_back(Set(1) << t);
+    for (auto input = terms[t].begin() + 1; input != terms[t].end(); ++input) {
+      auto found = std::find(factors_.begin() + terms.size(), factors_.end(), *input);
+      if (found == factors_.end()) found = factors_.insert(found, *input);
+      terms_[t] |= Set(1) << (found - factors_.begin());
+    }
+  }
+}
+
+// Which factor each argument is, and to which each result is the gradient; -1: none.
+std::vector<int> Multilinear::factors_of_arguments(const Call& call) const {
+  std::vector<int> found;
+  for (const c10::Argument& argument : call.op.schema().arguments()) {
+    const auto factor = std::find(factors_.begin(), factors_.end(), argument.name());
+    found.push_back(factor == factors_.end() ? -1 : int(factor - factors_.begin()));
+  }
+  return found;
+}
+
+std::vector<int> Multilinear::factors_of_results(const Call& call) const {
+  const bool forward = call.op.operator_name().name != backward_;
+  std::vector<int> found;
+  for (size_t i = 0; i < call.op.schema().returns().size(); ++i) {
+    const bool given = forward || !call.has("output_mask") || call["output_mask"].toBoolList()[i];
+    found.push_back(given ? int(forward ? i : terms_.size() + i) : -1);
+  }
+  return found;
+}
+
+// Adds dL/dx for every wanted factor x, where L has only the terms with a factor of `moved`.
+void Multilinear::add_gradients(const Call& point, Set moved, Set wanted, tensor_list& sums) const {
+  Set given = 0, results = 0, results_need = 0, inputs = 0, inputs_need = 0;
+  for (size_t f = 0; f < factors_.size(); ++f)
+    if (point.tensor(factors_[f]).defined()) given |= Set(1) << f;
+  for (const Set term : terms_) {
+    const Set absent = term & ~given;
+    if (!(term & moved) || (absent & ~upstreams_)) continue;
+    if (term & wanted & upstreams_) {
+      results |= term & upstreams_;
+      results_need |= term;
+    }
+    if (!absent && (term & wanted & ~upstreams_)) {
+      inputs |= term & wanted & ~upstreams_;
+      inputs_need |= term;
+    }
+  }
+  const auto run = [&](Call call, Set need, Set gives, size_t first) {
+    for (size_t f = 0; f < factors_.size(); ++f)
+      if (!(need >> f & 1) && call.has(factors_[f])) call[factors_[f]] = IValue();
+    const tensor_list found = call.run();
+    for (size_t i = 0; i < found.size(); ++i) {
+      at::Tensor& sum = sums[first + i];
+      if (gives >> (first + i) & 1) sum = sum.defined() ? sum.add(found[i]) : found[i];
+    }
+  };
+  if (results) run(point.of(forward_), results_need, results, 0);
+  if (inputs) {
+    Call call = point;
+    if (call.has("output_mask")) {
+      c10::List<bool> mask;
+      for (size_t f = terms_.size(); f < factors_.size(); ++f) mask.push_back(inputs >> f & 1);
+      call["output_mask"] = std::move(mask);
+    }
+    run(std::move(call), inputs_need, inputs, terms_.size());
+  }
+}
+
+// The gradients of L for `wanted`, differentiated along the factors that `moved` has a tensor for.
+// The upstreams move together, since no term has two of them.
+tensor_list Multilinear::along(const Call& call, const tensor_list& moved, Set wanted) const {
+  const Call point = call.of(backward_);
+  tensor_list sums(factors_.size());
+  std::vector<Set> groups{upstreams_};
+  for (size_t f = terms_.size(); f < factors_.size(); ++f) groups.push_back(Set(1) << f);
+  for (const Set group : groups) {
+    Call there = point;
+    bool moves = false;
+    for (size_t f = 0; f < factors_.size(); ++f) {
+      if (!(group >> f & 1)) continue;
+      there[factors_[f]] = none_if_undefined(moved[f]);
+      moves |= moved[f].defined();
+    }
+    if (moves) add_gradients(there, group, wanted & ~group, sums);
+  }
+  return sums;
+}
+
+namespace {
+
+// A list by factor as a list by argument or by result.
+tensor_list renumbered(const tensor_list& list, const std::vector<int>& to) {
+  tensor_list out;
+  for (const int factor : to) out.push_back(factor < 0 ? at::Tensor() : list[factor]);
+  return out;
+}
+
+}  // namespace
+
+tensor_list Multilinear::vjp(const Call& call, const tensor_list& upstream,
+                             const std::vector<bool>& wanted) const {
+  const std::vector<int> results = factors_of_results(call), arguments = factors_of_arguments(call);
+  tensor_list moved(factors_.size());
+  for (size_t i = 0; i < results.size(); ++i)
+    if (results[i] >= 0) moved[results[i]] = upstream[i];
+  Set set = 0;
+  for (size_t i = 0; i < arguments.size(); ++i)
+    if (arguments[i] >= 0 && wanted[i]) set |= Set(1) << arguments[i];
+  return renumbered(along(call, moved, set), arguments);
+}
+
+tensor_list Multilinear::jvp(const Call& call, const tensor_list& tangents) const {
+  const std::vector<int> results = factors_of_results(call), arguments = factors_of_arguments(call);
+  tensor_list moved(factors_.size());
+  for (size_t i = 0; i < arguments.size(); ++i)
+    if (arguments[i] >= 0) moved[arguments[i]] = tangents[i];
+  Set set = 0;
+  for (const int factor : results)
+    if (factor >= 0) set |= Set(1) << factor;
+  return renumbered(along(call, moved, set), results);
+}
+
+// ---- autograd -----------------------------------------------------------------------------------
+
+namespace {
+
+// From 2.13 on a Node counts its own references; before that std::shared_ptr holds it.
+template <class Node>
+auto make_node() {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  return c10::make_intrusive<Node>();
+#else
+  return std::shared_ptr<Node>(new Node(), torch::autograd::deleteNode);
+#endif
+}
+
+bool any_defined(const tensor_list& list) {
+  return std::any_of(list.begin(), list.end(), [](const at::Tensor& x) { return x.defined(); });
+}
+
+// The gradients of a call. All lists but the upstream have an entry for each argument.
+struct CallNode final : torch::autograd::Node {
+  const Derivatives* derivatives = nullptr;
+  std::optional<c10::OperatorHandle> op;
+  std::vector<IValue> plain;                          // the arguments that are no tensors
+  std::vector<torch::autograd::SavedVariable> saved;  // and those that are
+
+  // calcops::force_virial gives ForceVirialBackward.
+  std::string name() const override {
+    std::string name;
+    const std::string& of = op->operator_name().name;
+    bool begins = true;
+    for (const char letter : of.substr(of.rfind(':') + 1)) {
+      if (letter != '_') name += begins ? char(std::toupper(letter)) : letter;
+      begins = letter == '_';
+    }
+    return name + "Backward";
+  }
+
+  tensor_list apply(tensor_list&& upstream) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!any_defined(upstream)) return tensor_list(plain.size());
+    return derivatives->vjp({*op, arguments()}, upstream, wanted());
+  }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& variable : saved) variable.reset_data();
+  }
+
+  // Compiled autograd: what its cache key and its graph depend on ...
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(op->operator_name().name);
+    args.collect(saved, /*is_output=*/false);
+    for (const IValue& argument : plain) args.collect(argument);
+  }
+
+  // ... and the call that it records, with everything packed into what an FX graph can hold.
+  tensor_list apply_with_saved(const tensor_list& upstream,
+                               torch::dynamo::autograd::SwapSavedVariables& swap) override {
+    swap.before(saved);
+    for (IValue& argument : plain) swap.before(argument);
+    torch::dynamo::autograd::PackedArgs packed;
+    packed.pack(wanted());
+    for (const IValue& argument : arguments()) packed.pack(argument);
+    std::vector<at::TypePtr> types;
+    for (const IValue& value : packed.vec())
+      types.push_back(value.isTensor() ? at::TensorType::get() : value.type());
+
+    const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
+    const std::string function = compiler->bind_function(
+        swap.get_py_compiler(), name(),
+        [derivatives = derivatives, op = *op](const tensor_list& upstream,
+                                              const std::vector<IValue>& packed) {
+          return replay(*derivatives, op, upstream, packed);
+        },
+        std::move(types), /*is_custom_function=*/true, /*is_traceable=*/true);
+    using Metadata = std::vector<std::optional<torch::autograd::InputMetadata>>;
+    tensor_list result = compiler->call_function(
+        swap.get_py_compiler(), "apply_functional", function, upstream, packed.vec(),
+        torch::dynamo::autograd::IValuePacker<Metadata>::pack(
+            torch::dynamo::autograd::get_input_metadata(next_edges())));
+    swap.after(saved);
+    for (IValue& argument : plain) swap.after(argument);
+    return result;
+  }
+
+ private:
+  std::vector<IValue> arguments() const {
+    std::vector<IValue> arguments = plain;
+    for (size_t i = 0; i < saved.size(); ++i)
+      if (at::Tensor tensor = saved[i].unpack(); tensor.defined()) arguments[i] = std::move(tensor);
+    return arguments;
+  }
+
+  std::vector<bool> wanted() const {
+    std::vector<bool> wanted;
+    for (size_t i = 0; i < plain.size(); ++i) wanted.push_back(task_should_compute_output(i));
+    return wanted;
+  }
+
+  static tensor_list replay(const Derivatives& derivatives, const c10::OperatorHandle& op,
+                            const tensor_list& upstream, const std::vector<IValue>& packed) {
+    const auto wanted = packed[0].to<std::vector<bool>>();
+    const Call call{op, {packed.begin() + 1, packed.end()}};
+    tensor_list gradients(wanted.size());
+    if (any_defined(upstream)) gradients = derivatives.vjp(call, upstream, wanted);
+    // A graph has no absent gradient: there it is zero.
+    for (size_t i = 0; i < wanted.size(); ++i)
+      if (wanted[i] && !gradients[i].defined())
+        gradients[i] = at::zeros_like(call.arguments[i].toTensor());
+    return gradients;
+  }
+};
+
+}  // namespace
+
+void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op,
+                   c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto run_below_autograd = [&] {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  };
+  const size_t count = op.schema().arguments().size();
+  const auto arguments = torch::jit::last(*stack, count);
+  bool reverse_mode = false, forward_mode = false;
+  std::vector<bool> differentiated(count);
+  for (size_t i = 0; i < count; ++i) {
+    const at::Tensor tensor = tensor_in(arguments[i]);
+    const bool reverse = torch::autograd::compute_requires_grad(tensor),
+               forward = torch::autograd::isFwGradDefined(tensor);
+    reverse_mode = reverse_mode || reverse;
+    forward_mode = forward_mode || forward;
+    differentiated[i] = reverse || forward;
+  }
+  if (!reverse_mode && !forward_mode) return run_below_autograd();
+
+  Call call{op, arguments.vec()};
+  derivatives.check(call, differentiated);
+  tensor_list inputs, tangents(count);
+  for (const IValue& argument : call.arguments) inputs.push_back(tensor_in(argument));
+  decltype(make_node<CallNode>()) node;
+  if (reverse_mode) {
+    node = make_node<CallNode>();
+    node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+    node->derivatives = &derivatives;
+    node->op = op;
+    for (size_t i = 0; i < count; ++i) {
+      node->plain.push_back(call.arguments[i].isTensor() ? IValue() : call.arguments[i]);
+      node->saved.emplace_back(inputs[i], /*is_output=*/false);
+    }
+  }
+  if (forward_mode)
+    for (size_t i = 0; i < count; ++i) {
+      if (!torch::autograd::isFwGradDefined(inputs[i])) continue;
+      tangents[i] = inputs[i]._fw_grad(/*level=*/0);
+      call.arguments[i] = inputs[i]._fw_primal(/*level=*/0);
+    }
+
+  run_below_autograd();
+  tensor_list outputs;
+  for (const IValue& output : torch::jit::last(*stack, op.schema().returns().size()))
+    outputs.push_back(output.toTensor());
+  if (node) torch::autograd::set_history(outputs, node);
+  if (!forward_mode) return;
+  const tensor_list output_tangents = derivatives.jvp(call, tangents);
+  for (size_t i = 0; i < outputs.size(); ++i)
+    if (output_tangents[i].defined())
+      outputs[i]._set_fw_grad(output_tangents[i], /*level=*/0, /*is_inplace_op=*/false);
+}
+
+// ---- vmap ---------------------------------------------------------------------------------------
+
+void vmap(VmapRule run, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Call call{op, torch::jit::pop(*stack, op.schema().arguments().size())};
+  int64_t level = -1;
+  for (const IValue& argument : call.arguments)
+    if (const at::Tensor tensor = tensor_in(argument); tensor.defined())
+      if (const auto* batched = at::functorch::maybeGetBatchedImpl(tensor))
+        level = std::max(level, batched->level());
+  const auto batched_here = [&](const at::Tensor& tensor) {
+    const auto* batched = tensor.defined() ? at::functorch::maybeGetBatchedImpl(tensor) : nullptr;
+    return batched && batched->level() == level ? batched : nullptr;
+  };
+
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
+  c10::SymInt batch = 1;
+  for (const IValue& argument : call.arguments)
+    if (const auto* batched = batched_here(tensor_in(argument)))
+      batch = batched->value().sym_size(batched->bdim());
+  for (IValue& argument : call.arguments) {
+    const at::Tensor tensor = tensor_in(argument);
+    if (const auto* batched = batched_here(tensor)) {
+      argument = batched->value().movedim(batched->bdim(), 0);
+    } else if (tensor.defined()) {
+      c10::SymDimVector shape(tensor.sym_sizes());
+      shape.insert(shape.begin(), batch);
+      argument = tensor.unsqueeze(0).expand_symint(shape);
+    }
+  }
+  for (const at::Tensor& result : run(std::move(call), batch))
+    stack->push_back(at::functorch::makeBatched(result, 0, level));
+}
+
+tensor_list vmap_folded(Call call, const c10::SymInt& batch) {
+  c10::SymInt items = 0;
+  for (IValue& argument : call.arguments)
+    if (const at::Tensor tensor = tensor_in(argument); tensor.defined()) {
+      items = tensor.sym_size(1);
+      argument = tensor.flatten(0, 1);
+    }
+  tensor_list results = call.run();
+  for (at::Tensor& result : results) {
+    if (batch != 0) items = result.sym_size(0) / batch;  // a result nobody wants has none
+    result = result.unflatten_symint(0, {batch, items});
+  }
+  return results;
+}
+
+}  // namespace calcops

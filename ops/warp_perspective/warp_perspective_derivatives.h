@@ -1,0 +1,334 @@
+// The derivatives of warp_perspective and of its backward operator.
+//
+// The result is linear in the image, so the two operators give every derivative but those of a
+// derivative along warp. These follow from the position (x, y) of every destination pixel, written
+// in ATen operators, which are differentiable to any order themselves.
+#pragma once
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/eye.h>
+#include <ATen/ops/linalg_cross.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <array>
+#include <vector>
+
+#include "autograd.h"
+#include "warp_perspective/warp_perspective.h"
+#include "warp_perspective/warp_perspective_checks.h"
+
+namespace calcops {
+
+// Row i is the sum of the cross products p_j x q_k and q_j x p_k, j, k = i+1, i+2: linear in p and
+// in q, and twice the cofactors where they are the same.
+inline Tensor cross_rows(const Tensor& p, const Tensor& q) {
+  return at::linalg_cross(p.roll(-1, 1), q.roll(-2, 1))
+      .add(at::linalg_cross(q.roll(-1, 1), p.roll(-2, 1)));
+}
+
+// The kernel's number with the derivatives of the formula for it. Rounding differs between the two,
+// and at a pixel centre the difference decides which pixels are seen.
+inline Tensor with_derivatives(const Tensor& number, const Tensor& formula) {
+  return number.add(formula.sub(formula.detach()));
+}
+
+// Of N images and matrices as tensors of float64: image [N or 1, C, H W], warp [N or 1, 3, 3],
+// border [C, 1], cells and scale as _warp_perspective_cells gives them, the result [N, C, h w].
+class Positions {
+ public:
+  Positions(const Tensor& image, const Tensor& warp, const Tensor& border, const SymInt& batch,
+            const Tensor& cells, const Tensor& scale, const SymInt& out_height,
+            const SymInt& out_width, bool inverse_map)
+      : inverse_map_(inverse_map) {
+    const auto number = [&](int64_t which, int64_t count = 1) {
+      return cells.narrow(1, which, count);
+    };
+    const Tensor usable = scale.gt(0);
+    scale_ = at::where(usable, scale, 1.0);
+    rows_ = at::where(usable, warp, at::eye(3, warp.options())).mul(scale_);
+    const Tensor u = at::arange(out_width, warp.options());
+    const Tensor v = at::arange(out_height, warp.options()).unsqueeze(1);
+    grid_ = at::stack({u.add(v.mul(0)), v.add(u.mul(0)), u.add(v).mul(0).add(1)}).flatten(1);
+
+    const Tensor m = inverse_map_ ? rows_ : cross_rows(rows_, rows_).div(2).mT();
+    const Tensor p = m.matmul(grid_);
+    valid_ = number(kW).ne(0);
+    w_ = with_derivatives(at::where(valid_, number(kW), 1.0),
+                          at::where(valid_, p.narrow(1, 2, 1), 1.0));
+    xy_ = with_derivatives(number(kX, 2), at::where(valid_, p.narrow(1, 0, 2), 0.0).div(w_));
+    slopes_ = number(kSlopeX, 2);
+    const Tensor weights = with_derivatives(number(kWeightX, 2), xy_.mul(slopes_));
+    right_ = weights.narrow(1, 0, 1);
+    below_ = weights.narrow(1, 1, 1);
+
+    const SymInt channels = image.sym_size(1);
+    pixels_ = image.expand_symint({batch, channels, image.sym_size(2)});
+    Tensor tap[4];
+    for (int k = 0; k < 4; ++k) {
+      const Tensor offset = number(kTap + k).to(at::kLong);
+      inside_[k] = offset.ge(0);
+      index_[k] = offset.clamp_min(0).expand_symint({batch, channels, grid_.sym_size(1)});
+      tap[k] = at::where(inside_[k], pixels_.gather(2, index_[k]), border);
+    }
+    // As sample_slope: a tap of weight zero is not used.
+    const auto& [a, b, c, d] = tap;
+    const Tensor to_right = at::where(below_.gt(0), d.sub(c), 0.0),
+                 to_below = at::where(right_.gt(0), d.sub(b), 0.0);
+    slope_x_ = b.sub(a).lerp(to_right, below_).mul(slope(0));
+    slope_y_ = c.sub(a).lerp(to_below, right_).mul(slope(1));
+    twist_ = a.sub(b).sub(c).add(d).mul(slope(0)).mul(slope(1));
+  }
+
+  // The tangent of the result where warp moves along `tangent` [N or 1, 3, 3].
+  Tensor jvp(const Tensor& tangent) const {
+    const Motion move = motion(tangent);
+    return at::where(valid_, slope_x_.mul(move.x).add(slope_y_.mul(move.y)), 0.0);
+  }
+
+  // The gradients of sum(grad * jvp(tangent)) for each of the N images and matrices.
+  Tensor image_gradient(const Tensor& grad, const Tensor& tangent) const {
+    const Motion move = motion(tangent);
+    const Tensor g = at::where(valid_, grad, 0.0), x = move.x.mul(slope(0)),
+                 y = move.y.mul(slope(1));
+    const Tensor left = right_.neg().add(1), above = below_.neg().add(1);
+    const Tensor weights[4] = {above.mul(x).add(left.mul(y)).neg(), above.mul(x).sub(right_.mul(y)),
+                               left.mul(y).sub(below_.mul(x)), below_.mul(x).add(right_.mul(y))};
+    Tensor sum = at::zeros_like(pixels_);
+    for (int k = 0; k < 4; ++k)
+      sum = sum.scatter_add(2, index_[k], at::where(inside_[k], g.mul(weights[k]), 0.0));
+    return sum;
+  }
+
+  Tensor warp_gradient(const Tensor& grad, const Tensor& tangent) const {
+    const Motion move = motion(tangent);
+    const Tensor g = at::where(valid_, grad, 0.0);
+    const Tensor gx = g.mul(slope_x_).sum(1, true), gy = g.mul(slope_y_).sum(1, true);
+    const Tensor twist = g.mul(twist_).sum(1, true), spread = move.w.div(w_);
+    // What moves grad * jvp: (x, y), w at a fixed (x, y), and the tangent of m.
+    const Tensor of_m =
+        m_gradient(twist.mul(move.y).sub(spread.mul(gx)), twist.mul(move.x).sub(spread.mul(gy)),
+                   gx.mul(move.x).add(gy.mul(move.y)));
+    const Tensor of_tangent = m_gradient(gx, gy, at::zeros_like(gx));
+    Tensor out = of_m;
+    if (!inverse_map_)
+      out = rows_gradient(rows_, of_m).add(rows_gradient(tangent.mul(scale_), of_tangent));
+    return out.mul(scale_);
+  }
+
+ private:
+  struct Motion {
+    Tensor x, y, w;
+  };
+
+  // How (x, y) and w of every pixel move where warp moves along `tangent`.
+  Motion motion(const Tensor& tangent) const {
+    const Tensor rows = tangent.mul(scale_), m = inverse_map_ ? rows : cross_rows(rows_, rows).mT();
+    const Tensor p = m.matmul(grid_), w = p.narrow(1, 2, 1);
+    const Tensor xy = p.narrow(1, 0, 2).sub(xy_.mul(w)).div(w_);
+    return {xy.narrow(1, 0, 1), xy.narrow(1, 1, 1), w};
+  }
+
+  // The gradient of m from those of x and y, less one of w; see project_backward.
+  Tensor m_gradient(const Tensor& gx, const Tensor& gy, const Tensor& less_w) const {
+    const Tensor gxy = at::cat({gx, gy}, 1), gw = gxy.mul(xy_).sum(1, true).add(less_w).neg();
+    return at::cat({gxy, gw}, 1).div(w_).matmul(grid_.t());
+  }
+
+  // The gradient of sum(g * cross_rows(rows, q).mT) with respect to q.
+  static Tensor rows_gradient(const Tensor& rows, const Tensor& g) {
+    const Tensor columns = g.mT();
+    return at::linalg_cross(rows.roll(-2, 1), columns)
+        .roll(1, 1)
+        .add(at::linalg_cross(columns, rows.roll(-1, 1)).roll(2, 1));
+  }
+
+  Tensor slope(int64_t axis) const { return slopes_.narrow(1, axis, 1); }
+
+  bool inverse_map_;
+  Tensor valid_, scale_, rows_, grid_, w_, xy_, slopes_;
+  Tensor right_, below_;         // the weights of the taps on the right and of those below
+  Tensor inside_[4], index_[4];  // of the taps a b / c d
+  Tensor pixels_, slope_x_, slope_y_, twist_;
+};
+
+using Mask = std::array<bool, 2>;
+
+inline void add(Tensor& sum, const Tensor& term) { sum = sum.defined() ? sum.add(term) : term; }
+
+// warp_perspective without the constant that border_value adds.
+inline Tensor linear_part(const Call& call, const Tensor& image, const SymInt& height,
+                          const SymInt& width) {
+  const SymInt dsize[] = {height, width};
+  return call.of(kWarp)
+      .with("image", image)
+      .with("dsize", c10::SymIntArrayRef(dsize))
+      .with("border_value", c10::IValue())
+      .run()[0];
+}
+
+// The derivative along a tangent of warp, and its own, for a call of either operator.
+struct AlongWarp {
+  const Call& call;
+  Tensor image, warp, tangent;
+  Shape shape;
+  SymInt height, width;
+
+  AlongWarp(const Call& call, const Tensor& tangent, const SymInt& height, const SymInt& width)
+      : call(call),
+        image(call.tensor("image")),
+        warp(call.tensor("warp")),
+        tangent(warp_batch(tangent).to(at::kDouble)),
+        shape(check_inputs(kWarp, image, warp)),
+        height(height),
+        width(width) {}
+
+  // Nothing moves with warp.
+  bool is_flat() const {
+    return call["interpolation"].toStringView() == "nearest" ||
+           shape.height.sym_eq(0).sym_or(shape.width.sym_eq(0)).guard_bool(__FILE__, __LINE__);
+  }
+
+  Positions positions() const {
+    const Tensor matrices = warp_batch(warp).to(at::kDouble);
+    const SymInt size[] = {shape.height, shape.width}, dsize[] = {height, width};
+    const tensor_list cells = call.of(kCells)
+                                  .with("warp", matrices.detach())
+                                  .with("size", c10::SymIntArrayRef(size))
+                                  .with("dsize", c10::SymIntArrayRef(dsize))
+                                  .run();
+    Tensor border = at::zeros_symint({shape.channels, 1}, matrices.options());
+    if (const c10::IValue& value = call["border_value"]; !value.isNone()) {
+      const std::vector<double> values = value.toDoubleVector();
+      const SymInt each = values.size() == 1 ? shape.channels : SymInt(1);
+      for (size_t c = 0; c < values.size(); ++c) border.narrow_symint(0, c, each).fill_(values[c]);
+    }
+    return {image_batch(image).to(at::kDouble).flatten(2),
+            matrices,
+            border,
+            shape.batch,
+            cells[0],
+            cells[1],
+            height,
+            width,
+            call["inverse_map"].toBool()};
+  }
+
+  Tensor items(const Tensor& grad) const {
+    return grad.to(at::kDouble).reshape_symint({shape.batch, shape.channels, height * width});
+  }
+
+  Tensor jvp() const {
+    const c10::SymDimVector out = shape.out(height, width);
+    if (is_flat()) return at::zeros_symint(out, image.options());
+    return positions().jvp(tangent).reshape_symint(out).to(image.scalar_type());
+  }
+
+  Tensor image_gradient(const Tensor& grad) const {
+    if (is_flat()) return at::zeros_like(image);
+    return for_input(positions().image_gradient(items(grad), tangent), shape.image_batch, image);
+  }
+
+  Tensor warp_gradient(const Tensor& grad) const {
+    if (is_flat()) return at::zeros_like(warp);
+    return for_input(positions().warp_gradient(items(grad), tangent), shape.warp_batch, warp);
+  }
+};
+
+// [grad_image, grad_warp], undefined where not wanted.
+inline tensor_list gradients(const Call& call, const Tensor& grad, Mask mask) {
+  tensor_list out = call.of(kBackward).with("grad", grad).with("output_mask", mask).run();
+  for (size_t i = 0; i < mask.size(); ++i)
+    if (!mask[i]) out[i] = Tensor();
+  return out;
+}
+
+// Of warp_perspective(image, warp, dsize, ...).
+struct OfWarp final : Derivatives {
+  // What rounds to integers has no derivative, and must not drop it without a word.
+  void check(const Call& call, const std::vector<bool>& differentiated) const override {
+    const at::ScalarType type = call.tensor("image").scalar_type();
+    expect(kWarp, "image", type != at::kByte || !differentiated[1], type,
+           "of dtype float32 or float64 where `warp` has a derivative");
+  }
+
+  tensor_list vjp(const Call& call, const tensor_list& upstream,
+                  const std::vector<bool>& wanted) const override {
+    tensor_list out = gradients(call, upstream[0], {wanted[0], wanted[1]});
+    out.resize(wanted.size());
+    return out;
+  }
+
+  tensor_list jvp(const Call& call, const tensor_list& tangents) const override {
+    const std::vector<SymInt> dsize = call["dsize"].toSymIntVector();
+    Tensor out;
+    if (tangents[0].defined()) add(out, linear_part(call, tangents[0], dsize[0], dsize[1]));
+    if (tangents[1].defined()) add(out, AlongWarp(call, tangents[1], dsize[0], dsize[1]).jvp());
+    return {out};
+  }
+};
+
+// Of _warp_perspective_backward(grad, image, warp, ...).
+struct OfBackward final : Derivatives {
+  static AlongWarp along(const Call& call, const Tensor& tangent) {
+    const Tensor grad = call.tensor("grad");
+    return {call, tangent, grad.sym_size(-2), grad.sym_size(-1)};
+  }
+
+  tensor_list vjp(const Call& call, const tensor_list& upstream,
+                  const std::vector<bool>& wanted) const override {
+    const c10::List<bool> mask = call["output_mask"].toBoolList();
+    const Tensor grad = call.tensor("grad");
+    tensor_list out(wanted.size());
+    if (mask[0] && upstream[0].defined()) {
+      const Tensor& image = upstream[0];
+      if (wanted[0]) add(out[0], linear_part(call, image, grad.sym_size(-2), grad.sym_size(-1)));
+      if (wanted[2])
+        add(out[2], gradients(without_border(call).with("image", image), grad, {false, true})[1]);
+    }
+    if (mask[1] && upstream[1].defined()) {
+      const AlongWarp moved = along(call, upstream[1]);
+      if (wanted[0]) add(out[0], moved.jvp());
+      if (wanted[1]) add(out[1], moved.image_gradient(grad));
+      if (wanted[2]) add(out[2], moved.warp_gradient(grad));
+    }
+    return out;
+  }
+
+  tensor_list jvp(const Call& call, const tensor_list& tangents) const override {
+    const c10::List<bool> list = call["output_mask"].toBoolList();
+    const Mask mask{list[0], list[1]};
+    const Tensor grad = call.tensor("grad");
+    tensor_list out(2);
+    if (tangents[0].defined()) out = gradients(call, tangents[0], mask);
+    if (tangents[1].defined() && mask[1])
+      add(out[1],
+          gradients(without_border(call).with("image", tangents[1]), grad, {false, true})[1]);
+    if (tangents[2].defined()) {
+      const AlongWarp moved = along(call, tangents[2]);
+      if (mask[0]) add(out[0], moved.image_gradient(grad));
+      if (mask[1]) add(out[1], moved.warp_gradient(grad));
+    }
+    return out;
+  }
+
+ private:
+  static Call without_border(const Call& call) { return call.with("border_value", c10::IValue()); }
+};
+
+// The cells of a call are constants: what moves them is in Positions.
+struct OfCells final : Derivatives {
+  tensor_list vjp(const Call&, const tensor_list&, const std::vector<bool>& wanted) const override {
+    return tensor_list(wanted.size());
+  }
+  tensor_list jvp(const Call&, const tensor_list&) const override { return tensor_list(2); }
+};
+
+inline const OfWarp kOfWarp;
+inline const OfBackward kOfBackward;
+inline const OfCells kOfCells;
+
+}  // namespace calcops

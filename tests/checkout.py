@@ -1,0 +1,177 @@
+"""A copy of the loader with operators of its own, and processes that import it. Each is forked from one that has
+imported torch already; the operators are C functions without torch headers, which compile in a moment."""
+
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent.parent
+CALL = "import calcops_jit, ctypes; print(ctypes.CDLL(calcops_jit.library_path()).answer())"
+
+BUILDING = "import torch.utils.cpp_extension, setuptools"  # what a build imports and a warm import does not
+# Reads jobs, forks a child for each, answers with its pid; "wait" answers with its exit status.
+_ZYGOTE = """
+import json, os, sys, traceback
+import torch
+for line in sys.stdin:
+    job = json.loads(line)
+    if "wait" in job:
+        print(os.waitstatus_to_exitcode(os.waitpid(job["wait"], 0)[1]), flush=True)
+        continue
+    pid = os.fork()
+    if pid:
+        print(pid, flush=True)
+        continue
+    code = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for fd, path in ((1, job["out"]), (2, job["err"])):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
+        os.environ.clear()
+        os.environ.update(job["env"])
+        os.chdir(job["cwd"])
+        sys.path.insert(0, job["tree"])
+        sys.argv = ["script", *job["arguments"]]
+        exec(compile(job["script"], "<script>", "exec"), {"__name__": "__main__"})
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+"""
+
+
+class Zygote:
+    def __init__(self, preamble: str = ""):
+        command = [sys.executable, "-c", f"{preamble}\n{_ZYGOTE}"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, **job) -> int:
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+
+class Child:
+    """A process that runs a script in a checkout."""
+
+    def __init__(self, zygote: Zygote, checkout: "Checkout", script: str, arguments=(), cwd=None, **env):
+        self.zygote = zygote
+        stem = checkout.path.parent / f"child.{time.monotonic_ns()}"
+        self._out, self._err = Path(f"{stem}.out"), Path(f"{stem}.err")
+        self._out.touch(), self._err.touch()
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("CALCOPS_", "TORCH_"))}
+        # The fallback of a cache that cannot be written lies below TMPDIR: everybody's, were it /tmp.
+        environment |= {
+            "CALCOPS_CACHE": str(checkout.cache),
+            "TMPDIR": str(checkout.path.parent),
+            "MAX_JOBS": "2",
+        } | env
+        self.pid = zygote.ask(
+            script=script,
+            tree=str(checkout.path),
+            cwd=str(cwd or checkout.path.parent),
+            env={k: str(v) for k, v in environment.items() if v is not None},
+            out=str(self._out),
+            err=str(self._err),
+            arguments=arguments,
+        )
+
+    out = property(lambda self: self._out.read_text())
+    err = property(lambda self: self._err.read_text())
+
+    def wait(self) -> "Child":
+        self.code = self.zygote.ask(wait=self.pid)
+        return self
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+class Checkout:
+    """A copy of the loader with operators of its own, a cache of its own and a compiler that keeps a log."""
+
+    def __init__(self, zygote: Zygote, folder: Path):
+        self.zygote, self.path, self.cache = zygote, folder / "checkout", folder / "cache"
+        shutil.copytree(HERE / "_calcops_jit", self.path / "_calcops_jit", ignore=shutil.ignore_patterns("ops"))
+        shutil.copy(HERE / "calcops_jit.py", self.path)
+        self.write("ops/tiny/tiny.h", "#define ANSWER 1\n")
+        self.write(
+            "ops/tiny/tiny.cpp",
+            '#include "tiny/tiny.h"\n'
+            'extern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }\n',
+        )
+        self.slow, self.log = folder / "slow", folder / "compiler.log"
+        self.compiler = folder / "logging-g++"
+        self.compiler.write_text(
+            f'#!/bin/sh\necho "$@" >> {self.log}\n'
+            f'case "$*" in *" -c "*) while [ -e {self.slow} ]; do sleep 0.05; done;; esac\n'
+            f'exec {shutil.which("c++")} "$@"\n'
+        )
+        self.compiler.chmod(0o755)
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def start(self, script: str = CALL, **options) -> Child:
+        options.setdefault("CXX", str(self.compiler))
+        return Child(self.zygote, self, script, **options)
+
+    def run(self, script: str = CALL, **options) -> Child:
+        return self.start(script, **options).wait()
+
+    def answer(self, **options) -> int:
+        child = self.run(**options)
+        assert child.code == 0, child.err
+        return int(child.out)
+
+    def compiled(self) -> int:
+        """Units compiled since the last time this was asked."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        self.log.unlink(missing_ok=True)
+        return sum(" -c " in line for line in lines)
+
+    def libraries(self) -> list[Path]:
+        return sorted(self.cache.glob("*/*/*.so"))
+
+
+@functools.cache  # one of a kind for all the modules that import the fixture; it ends with its standard input
+def the_zygote(preamble: str = "") -> Zygote:
+    return Zygote(preamble)
+
+
+def in_cache(checkout: Checkout, whose: str = "") -> list[int]:
+    """Processes that work in a staging folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            folder = os.readlink(process / "cwd")
+            if folder.startswith(str(checkout.cache)) and whose in folder:
+                found.append(int(process.name))
+        except OSError:
+            pass
+    return found
+
+
+def staging(checkout: Checkout) -> list[Path]:
+    return list(checkout.cache.glob("*/stage.*"))
+
+
+def wait_for(condition, seconds: float = 30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.02)

@@ -1,0 +1,277 @@
+"""Everything that a build reads is an input: files that flags name, what the linker and the assembler read, odd names.
+
+Each case is a library of calcops_jit.load that is built, changed in one place and asked again in another process."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from checkout import Checkout, the_zygote
+
+ANSWER = 'extern "C" __attribute__((visibility("default"))) int answer() {{ {} }}\n'
+LOAD = """
+import calcops_jit, ctypes
+options = {options!r}
+library = calcops_jit.load("mine", options.pop("sources", ["mine.cpp"]), **options)
+print(ctypes.CDLL(library.path).answer())
+"""
+LINKERS = ["bfd", "gold", "lld", "mold"]
+
+
+class Folder(Checkout):
+    """Beside the checkout, a folder of somebody's own sources."""
+
+    def __init__(self, folder: Path):
+        super().__init__(the_zygote(), folder)
+        self.own = folder / "own"
+        self.own.mkdir()
+
+    def put(self, name: str, text: str) -> Path:
+        path = self.own / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def load(self, **options):
+        environment = {name: options.pop(name) for name in list(options) if name.isupper()}
+        return self.run(LOAD.format(options=options), cwd=self.own, CALCOPS_BUILD="0", **environment)
+
+    def loaded(self, **options) -> int:
+        child = self.load(**options)
+        assert child.code == 0, child.err
+        return int(child.out)
+
+    def archive(self, value: int, name: str = "libvalue.a") -> Path:
+        source = self.put("value.cpp", f"int value() {{ return {value}; }}\n")
+        path = self.put(name, "")
+        path.unlink()
+        command = f"c++ -fPIC -c {source} -o {source}.o && ar rc '{path}' {source}.o"
+        assert os.system(command) == 0
+        return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(tmp_path)
+
+
+# ---- what is linked ---------------------------------------------------------------------------------------------
+
+
+def needs(linker: str) -> list[str]:
+    if shutil.which(f"ld.{linker}") is None:
+        pytest.skip(f"no ld.{linker} here")
+    return [f"-fuse-ld={linker}"]
+
+
+@pytest.mark.parametrize("linker", LINKERS)
+@pytest.mark.parametrize("name", ["libvalue.a", "we ird $;/libvalue.a"])
+def test_a_static_library_that_was_rebuilt_is_linked_again_by(folder, linker, name):
+    folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
+    flags = needs(linker)
+    path = folder.archive(1, name)
+    quoted = "'" + str(path.parent).replace("$", "$$") + "'"  # for ninja and for the shell, as torch wants it
+    flags += [f"-L{quoted}", "-lvalue"]
+    assert folder.loaded(extra_ldflags=flags) == 1
+    folder.compiled()
+    assert (folder.loaded(extra_ldflags=flags), folder.compiled()) == (1, 0)
+    folder.archive(2, name)
+    assert (folder.loaded(extra_ldflags=flags), folder.compiled()) == (2, 0)  # linked only
+
+
+def test_a_static_library_is_seen_with_a_gnu_ld_that_writes_no_dependency_file(folder):
+    refuse = "echo \"ld: unrecognized option '--dependency-file=link.d'\" >&2; exit 1"
+    real = shutil.which("ld")
+    text = f'#!/bin/sh\ncase "$*" in *--dependency-file*) {refuse};; esac\nexec {real} "$@"\n'
+    old = folder.put("old/ld", text)
+    old.chmod(0o755)
+    folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
+    flags = [f"-B{old.parent}", str(folder.archive(1))]
+    assert folder.loaded(extra_ldflags=flags) == 1
+    folder.archive(2)
+    assert folder.loaded(extra_ldflags=flags) == 2
+
+
+def test_a_linker_that_does_not_tell_what_it_links_is_refused(folder):
+    other = 'for a; do [[ $a == --dependency-file* ]] || others+=("$a"); done'
+    silent = folder.put("silent/ld", f'#!/bin/bash\n{other}\nexec {shutil.which("ld")} "${{others[@]}}"\n')
+    silent.chmod(0o755)
+    folder.put("mine.cpp", ANSWER.format("return 1;"))
+    child = folder.load(extra_ldflags=[f"-B{silent.parent}"])
+    assert "the linker does not tell which files it links" in child.err
+    assert not list(folder.cache.glob("*/*/mine.so"))
+
+
+# ---- what flags name, and what compilers read without saying so --------------------------------------------------
+
+VALUE = ANSWER.format("return VALUE;")
+INCBIN = 'asm(".section .rodata\\nvalue: .incbin \\"{}\\"\\n.previous");\nextern "C" const char value[];\n'
+
+
+def response_file(f, value):
+    inner = f.put("inner.rsp", f"-DVALUE={value}\n")
+    f.put("mine.cpp", VALUE)
+    return {"extra_cflags": [f"@{f.put('outer.rsp', f'-DOTHER @{inner}')}"]}
+
+
+def linkers_response_file(f, value):
+    f.put("mine.cpp", "extern char value;\n" + ANSWER.format("return (int)(long)&value;"))
+    return {"extra_ldflags": [f"@{f.put('link.rsp', f'-Wl,--defsym=value={value}')}"]}
+
+
+def incbin(f, value):
+    path = f.put("a b;c.bin", chr(value))
+    f.put("mine.cpp", INCBIN.format(path) + ANSWER.format("return value[0];"))
+    return {}
+
+
+def flag_include(option):
+    def case(f, value):
+        f.put("mine.cpp", VALUE)
+        return {"extra_cflags": [f"{option} {f.put('forced.h', f'#define VALUE {value}')}"]}
+
+    return case
+
+
+def specs(f, value):
+    f.put("mine.cpp", VALUE)
+    return {"extra_cflags": [f"-specs={f.put('my.specs', f'*cc1plus:{chr(10)}+ -DVALUE={value}{chr(10)}')}"]}
+
+
+def linker_script(f, value):
+    f.put("mine.cpp", "extern char value;\n" + ANSWER.format("return (int)(long)&value;"))
+    return {"extra_ldflags": [f"-Wl,-T,{f.put('extra.ld', f'value = {value};{chr(10)}INSERT AFTER .text;')}"]}
+
+
+def just_symbols(f, value):
+    path = f.put("symbols.ld", f"value = {value};\n")
+    f.put("mine.cpp", "extern char value;\n" + ANSWER.format("return (int)(long)&value;"))
+    return {"extra_ldflags": [f"-Wl,--just-symbols={path}"]}
+
+
+def linked_script(f, value):
+    """A library that is a text for the linker."""
+    f.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
+    for i in (1, 2):
+        f.archive(i, f"libvalue{i}.a")
+    script = f.put("libscript.so", f"INPUT({f.own}/libvalue{value}.a)\n")
+    return {"extra_ldflags": [f"-L{script.parent}", "-lscript"]}
+
+
+def part_of_the_compiler(f, value):
+    """A compiler's part that -B finds."""
+    f.put("mine.cpp", VALUE)
+    real = os.popen("c++ -print-prog-name=cc1plus").read().strip()
+    part = f.put("parts/cc1plus", f'#!/bin/sh\nexec {real} -DVALUE={value} "$@"\n')
+    part.chmod(0o755)
+    return {"extra_cflags": [f"-B{part.parent}"]}
+
+
+def macro_include(f, value):
+    f.put("hidden.h", f"#define VALUE {value}\n")
+    f.put("mine.cpp", '#define HEADER "hidden.h"\n#include HEADER\n' + VALUE)
+    return {}
+
+
+CASES = {
+    "a response file in a response file": response_file,
+    "the linker's response file": linkers_response_file,
+    "what .incbin reads": incbin,
+    "-include": flag_include("-include"),
+    "-imacros": flag_include("-imacros"),
+    "-specs": specs,
+    "a linker script": linker_script,
+    "--just-symbols": just_symbols,
+    "a library that is a linker script": linked_script,
+    "a part of the compiler behind -B": part_of_the_compiler,
+    "a header that a macro names": macro_include,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_library_is_built_again_after_a_change_of(folder, case):
+    options = CASES[case](folder, 1)
+    assert folder.loaded(**options) == 1
+    assert folder.loaded(**options) == 1
+    assert CASES[case](folder, 2) == options
+    assert folder.loaded(**options) == 2
+
+
+def test_a_makefiles_flags_in_a_response_file_do_not_hide_a_system_header(folder):
+    folder.put("include/value.h", "#define VALUE 1\n")
+    folder.put("mine.cpp", "#include <value.h>\n" + VALUE)
+    flags = folder.put("flags.rsp", f"-MMD -isystem {folder.own}/include\n")
+    child = folder.load(extra_cflags=[f"@{flags}"])
+    assert f"{flags} has -MMD" in child.err
+
+
+@pytest.mark.parametrize("compiler", ["clang++", "g++ -flto"])
+def test_incbin_is_refused_where_nobody_tells_what_it_reads(folder, compiler):
+    command, *flags = compiler.split()
+    if shutil.which(command) is None:
+        pytest.skip(f"no {command} here")
+    incbin(folder, 1)
+    child = folder.load(extra_cflags=flags, CXX=command)
+    assert "has .incbin; only GNU as tells what that reads" in child.err
+
+
+# ---- names ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+@pytest.mark.parametrize("name", ["a;b^c<d`e#f", "a$b 'c", 'a:b|c"d é', "a\\b"])
+def test_a_folder_may_have_any_name(folder, name, compiler):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} here")
+    folder.put(f"{name}/value.h", "#define VALUE 1\n")
+    source = folder.put(f"{name}/{name}.cpp", "#include <value.h>\n" + VALUE)
+    options = {"sources": [str(source)], "extra_include_paths": [str(source.parent)], "CXX": compiler}
+    if (name, compiler) == ("a\\b", "clang++"):  # which writes a slash
+        assert "which is no file" in folder.load(**options).err
+        return
+    assert folder.loaded(**options) == 1
+    folder.put(f"{name}/value.h", "#define VALUE 2\n")
+    assert folder.loaded(**options) == 2
+
+
+def test_a_name_with_a_line_break_is_refused(folder):
+    folder.put("a\nb/value.h", "#define VALUE 1\n")
+    folder.put("mine.cpp", "#include <value.h>\n" + VALUE)
+    child = folder.load(extra_include_paths=[f"{folder.own}/a\nb"])
+    assert "cannot build mine: a line break in a name" in child.err
+
+
+def test_sources_without_a_common_folder_are_watched_and_reloaded(folder):
+    elsewhere = Path(f"/dev/shm/calcops-{os.getpid()}")
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no other folder at / that can be written")
+    folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
+    elsewhere.mkdir()
+    try:
+        (elsewhere / "value.cpp").write_text("int value() { return 1; }\n")
+        options = {"sources": [str(folder.own / "mine.cpp"), str(elsewhere / "value.cpp")]}
+        assert folder.loaded(**options) == 1
+        reload = LOAD.format(options=options) + (
+            f"open('{elsewhere}/value.cpp', 'w').write('int value() {{ return 2; }}')\n"
+            "from _calcops_jit.library import project_files\n"
+            "print(calcops_jit.reload(), ctypes.CDLL(library.path).answer())\n"
+            f"print('{elsewhere}/value.cpp' in project_files(), '/' in project_files())\n"
+        )
+        child = folder.run(reload, cwd=folder.own, CALCOPS_BUILD="0")
+        assert child.out == "1\n['mine'] 2\nTrue False\n", child.err
+    finally:
+        shutil.rmtree(elsewhere)
+
+
+def test_a_folder_behind_a_link_that_is_flipped_is_reloaded(folder):
+    for value in (1, 2):
+        folder.put(f"release{value}/value.h", f"#define VALUE {value}\n")
+        folder.put(f"release{value}/mine.cpp", '#include "value.h"\n' + VALUE)
+    (folder.own / "current").symlink_to("release1")
+    script = LOAD.format(options={"sources": ["current/mine.cpp"]}) + (
+        "import os\nos.symlink('release2', 'new'); os.rename('new', 'current')\n"
+        "print(calcops_jit.reload(), ctypes.CDLL(library.path).answer())\n"
+    )
+    child = folder.run(script, cwd=folder.own, CALCOPS_BUILD="0")
+    assert child.out == "1\n['mine'] 2\n", child.err

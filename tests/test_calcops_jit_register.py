@@ -1,0 +1,207 @@
+"""What libraries register: side by side, under one another's names, with classes, and when it goes wrong."""
+# ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
+
+import pytest
+from checkout import Checkout, the_zygote
+
+CLASS = """
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+namespace {
+struct Counter : torch::CustomClassHolder {
+  explicit Counter(int64_t start) : value(start) {}
+  int64_t next() { return value += 1; }
+  int64_t value;
+};
+}  // namespace
+
+TORCH_LIBRARY(counting, m) {
+  m.class_<Counter>("Counter")
+      .def(torch::init<int64_t>())
+      .def("next", &Counter::next)
+      .def_static("twice", [](int64_t x) { return x * 2; })
+      .def_readwrite("value", &Counter::value)
+      .def_pickle([](const c10::intrusive_ptr<Counter>& self) { return self->value; },
+                  [](int64_t value) { return c10::make_intrusive<Counter>(value); });
+  m.def("path(int x) -> int", [](int64_t x) { return x * 2; });
+  m.def("advance(__torch__.torch.classes.counting.Counter c) -> int",
+        [](const c10::intrusive_ptr<Counter>& c) { return c->next(); });
+}
+"""
+ONE = """
+#include <torch/library.h>
+TORCH_LIBRARY_FRAGMENT({0}, m) {{ m.def("one() -> int", []() -> int64_t {{ return {1}; }}); }}
+"""
+SCRIPT = """
+import calcops_jit, copy, os, pickle, sys, torch
+from pathlib import Path
+def load(name, *sources):
+    return calcops_jit.load(name, [str(source) for source in sources], ["-O0", "-DAT_PER_OPERATOR_HEADERS"])
+def refused(act):
+    try:
+        act()
+    except calcops_jit.BuildError as error:
+        return str(error)
+    raise SystemExit("it was not refused")
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    return Checkout(the_zygote(), tmp_path_factory.mktemp("register"))
+
+
+def output(checkout, script: str, folder, **options) -> list[str]:
+    child = checkout.run(SCRIPT + script, cwd=folder, **{"CALCOPS_BUILD": "0"} | options)
+    assert child.code == 0, child.err
+    return child.out.splitlines()
+
+
+def test_a_class_is_loaded_and_reloaded_with_its_objects_and_one_with_other_methods_is_refused(checkout, tmp_path):
+    (tmp_path / "counting.cpp").write_text(CLASS)
+    script = """
+source = Path("counting.cpp")
+text = source.read_text()
+counting = load("counting", source)
+Counter = torch.classes.counting.Counter
+old = Counter(10)
+print(old.next(), counting.advance(old), old.value, Counter.twice(4), counting.path(3))
+source.write_text(text.replace("value += 1", "value += 100").replace("x * 2", "x * 3"))
+print(calcops_jit.reload())
+new = Counter(10)
+print(old.next(), old.value, new.next(), counting.advance(new), Counter.twice(4), counting.path(3))
+source.write_text(text)
+print(calcops_jit.reload(), Counter(10).next(), new.next(), copy.deepcopy(new).value)
+other = "[](const c10::intrusive_ptr<Counter>&, int64_t n) { return n; }"
+source.write_text(text.replace("&Counter::next", other))
+print(refused(calcops_jit.reload), Counter(10).next())
+"""
+    assert output(checkout, script, tmp_path) == [
+        "11 12 12 8 6",
+        "['counting']",
+        "13 13 110 210 12 9",  # an object keeps the methods that know its members
+        "['counting'] 11 310 310",
+        "cannot reload counting: a signature changed, so nothing was exchanged",
+        "  classes.counting.Counter",
+        "    + int _1",
+        "  fix: restart Python, or give the class another name 11",
+    ]
+
+
+def test_an_operator_comes_first_handles_and_libraries_are_copied_and_pickled(checkout, tmp_path):
+    (tmp_path / "counting.cpp").write_text(CLASS)
+    script = """
+counting = load("counting", "counting.cpp")
+print(counting.path is torch.ops.counting.path, os.path.isfile(counting), sorted(counting.operators))
+module = torch.nn.Module()
+module.handle, module.overload, module.library = counting.path, counting.advance.default, counting
+for twin in (copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+    print(twin.handle is counting.path, twin.overload is counting.advance.default, twin.library is counting)
+print(copy.copy(torch.ops.aten.add) is pickle.loads(pickle.dumps(torch.ops.aten.add)) is torch.ops.aten.add)
+Path("model").write_bytes(pickle.dumps(module))
+"""
+    printed = output(checkout, script, tmp_path)
+    assert printed == ["True True ['advance', 'path']", *["True True True"] * 3, "True"]
+    script = "module = pickle.loads(Path('model').read_bytes()); print(module.handle(4), module.library.path(4))"
+    assert output(checkout, script, tmp_path) == ["8 8"]
+
+
+def test_two_packages_may_use_one_name_but_not_one_operator(checkout, tmp_path):
+    for folder, text in {"a": ONE.format("a", 1), "b": ONE.format("b", 2), "c": ONE.format("a", 3)}.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "ops.cpp").write_text(text)
+    script = """
+a = load("ops", "a/ops.cpp")
+b = load("ops", "b/ops.cpp")
+print(a.one(), b.one(), a is b, load("ops", "a/ops.cpp") is a)
+print(refused(lambda: load("ops", "c/ops.cpp")), a.one())
+Path("c/ops.cpp").write_text(Path("a/ops.cpp").read_text())
+print(refused(lambda: load("ops", "c/ops.cpp")).splitlines()[0], calcops_jit.reload())
+Path("c/ops.cpp").write_text(Path("b/ops.cpp").read_text())
+Path("b/ops.cpp").write_text("int moved;")
+print(calcops_jit.reload(), load("ops", "c/ops.cpp").one(), hasattr(b, "one"))
+"""
+    assert output(checkout, script, tmp_path) == [
+        "1 2 False True",
+        "cannot load ops: a::one is there already",
+        f"  ops of {tmp_path}/a has it",
+        f"  registered at {tmp_path}/a/ops.cpp:3",
+        f"  ops of {tmp_path}/c would take its place",
+        "  fix: load only one of the two, or give one another namespace 1",
+        "cannot load ops: a::one is there already []",
+        "['ops'] 2 False",  # nobody else has it any more
+    ]
+
+
+def test_what_was_loaded_by_torch_itself_is_taken_as_it_is_and_another_copy_of_it_is_refused(checkout, tmp_path):
+    (tmp_path / "ops.cpp").write_text(ONE.format("a", 1))
+    script = "a = load('ops', 'ops.cpp'); print(os.fspath(a))"
+    (path,) = output(checkout, script, tmp_path)
+    plain = f"torch.ops.load_library({path!r})\na = load('ops', 'ops.cpp')\nprint(torch.ops.a.one(), a.one())"
+    assert output(checkout, plain, tmp_path) == ["1 1"]
+    after = f"a = load('ops', 'ops.cpp')\ntorch.ops.load_library({path!r})\nprint(torch.ops.a.one(), a.one())"
+    assert output(checkout, after, tmp_path) == ["1 1"]
+    copied = f"import shutil; shutil.copy({path!r}, 'copy.so'); torch.ops.load_library('copy.so')\n"
+    copied += "print(refused(lambda: load('ops', 'ops.cpp')).splitlines()[0], torch.ops.a.one())"
+    assert output(checkout, copied, tmp_path) == ["cannot load ops: a::one is there already 1"]
+
+
+@pytest.mark.parametrize(
+    "statement, end", [("throw 1", "by SIGABRT"), ("*(volatile int*)0 = 1", "by SIGSEGV"), ("exit(3)", "(3)")]
+)
+def test_an_initialiser_that_ends_the_process_is_refused_and_what_was_live_goes_on(checkout, tmp_path, statement, end):
+    source = tmp_path / "tiny.cpp"
+    source.write_text('extern "C" __attribute__((visibility("default"))) int answer() { return 1; }\n')
+    wrong = f"#include <cstdlib>\nstruct Wrong {{ Wrong() {{ {statement}; }} }} wrong;\n"
+    script = f"""
+tiny = load("tiny", "tiny.cpp")
+first = tiny.path
+with open("tiny.cpp", "a") as source:
+    source.write({wrong!r})
+print(refused(calcops_jit.reload).splitlines()[0], tiny.path == first, calcops_jit.load.__name__)
+print([line for line in open("/proc/self/maps") if "deleted" in line and "tiny" in line])
+"""
+    assert output(checkout, script, tmp_path) == [
+        f"cannot load tiny: a static initialiser ends the process {end} True load",
+        "[]",
+    ]
+
+
+TWO = """
+for name in ("first", "second"):
+    Path(f"{name}.cpp").write_text(f'extern "C" __attribute__((visibility("default"))) const char* name() '
+                                   f'{{ return "{name}"; }}')
+import ctypes
+def name(path):
+    function = ctypes.CDLL(path).name
+    function.restype = ctypes.c_char_p
+    return function().decode()
+"""
+
+
+def test_with_every_descriptor_closed_and_with_none_left_it_is_never_another_librarys_code(checkout, tmp_path):
+    script = f"""{TWO}
+from _calcops_jit import inputs, loading
+first = load("first", "first.cpp")
+os.closerange(3, 256)  # as a daemon does
+second = load("second", "second.cpp")
+print(name(first.path), name(second.path))
+request = inputs.Request(name="x", root="/", sources=(), cflags=())
+for library in (first.path, second.path):  # from memory, as where the cache is mounted noexec
+    os.closerange(3, 256)
+    fd = os.memfd_create("x")
+    os.write(fd, Path(library).read_bytes())
+    function = loading.link_in("/nowhere", fd, request).name
+    function.restype = ctypes.c_char_p
+    print(function().decode())
+taken = []
+try:
+    while True:
+        taken.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    error = refused(lambda: load("first", "first.cpp"))
+    [os.close(fd) for fd in taken]
+print(error.splitlines()[0], "Too many open files" in error, "fix: ulimit -n" in error)
+"""
+    assert output(checkout, script, tmp_path) == ["first second", "first", "second", "cannot load first True True"]

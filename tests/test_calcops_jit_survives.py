@@ -1,0 +1,166 @@
+"""What other processes do at once, and how processes end: the cache stays whole, and nothing is left behind."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from checkout import in_cache, staging, wait_for
+
+from _calcops_jit import private
+
+MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
+LOADED = "import calcops_jit; print(calcops_jit._own._generations[calcops_jit._own.digest]._library.answer())\n"
+
+
+# ---- folders of one process ---------------------------------------------------------------------------------------
+
+
+def test_only_what_a_build_started_in_its_folder_is_ended_with_it(tmp_path):
+    folder = private.make(str(tmp_path), "stage")
+    variables = {"a compiler": {private.MARK: folder}, "a user": {}, "another build": {private.MARK: f"{folder}0"}}
+    running = {
+        who: subprocess.Popen(["sleep", "60"], cwd=folder, env=os.environ | marked) for who, marked in variables.items()
+    }
+    elsewhere = subprocess.Popen(["sleep", "60"], cwd=tmp_path, env=os.environ | {private.MARK: folder})
+    wait_for(lambda: all(b"sleep" in Path(f"/proc/{p.pid}/cmdline").read_bytes() for p in running.values()))
+    private.remove(folder)
+    assert running["a compiler"].wait(30) == -9
+    assert [running["a user"].poll(), running["another build"].poll(), elsewhere.poll()] == [None] * 3
+    assert not os.path.exists(folder)
+    for process in (*running.values(), elsewhere):
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    "end, left",
+    [
+        ("", False),
+        ("sys.exit(3)", False),
+        ("raise ZeroDivisionError", False),
+        ("os.fork() or sys.exit(); os.wait(); assert os.path.isdir(folder)", False),  # the child's exit
+        ("os._exit(0)", True),
+        ("os.kill(os.getpid(), 15)", True),
+        ("os.kill(os.getpid(), 9)", True),
+    ],
+)
+def test_a_folder_of_one_process_goes_with_it_or_with_the_next(tmp_path, end, left):
+    script = f"import os, sys\nfrom _calcops_jit import private\nfolder = private.make({str(tmp_path)!r}, 'x')\n{end}"
+    subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=Path(__file__).parent.parent)
+    assert len(list(tmp_path.iterdir())) == left
+    mine = private.make(str(tmp_path), "x")
+    assert [str(path) for path in tmp_path.iterdir()] == [mine]
+    private.remove(mine)
+
+
+def test_a_folder_whose_owner_lives_in_another_container_stays(tmp_path):
+    """Its process is not to be seen here, but its lock is."""
+    folder = tmp_path / f"x.{os.uname().nodename}.4194304999.1.abcdef"
+    folder.mkdir()
+    fd = os.open(folder, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    private.sweep(str(tmp_path), "x")
+    assert folder.exists()
+    os.close(fd)
+    private.sweep(str(tmp_path), "x")
+    assert not folder.exists()
+
+
+def test_where_no_cache_can_be_written_nothing_is_left_and_nothing_is_built_twice(checkout, tmp_path):
+    (tmp_path / f"calcops-{os.getuid()}").touch()
+    script = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n{LOADED}print(calcops_jit.reload())\n"
+    script += "import atexit; atexit._run_exitfuncs()"  # which the exit of a zygote's child leaves out
+    for built in (1, 1):
+        child = checkout.run(script, CALCOPS_CACHE="/dev/null/cache", TMPDIR=tmp_path)
+        assert (child.code, child.out) == (0, "1\n[]\n"), child.err
+        assert checkout.compiled() == built
+    assert not list(tmp_path.glob("calcops-*.*"))
+
+
+@pytest.mark.parametrize("moment", ["--version", " -c "], ids=["before ninja starts", "while a compiler runs"])
+def test_an_interpreter_that_ends_while_a_thread_builds_takes_the_build_along(checkout, moment):
+    assert checkout.answer() == 1
+    checkout.compiled()
+    checkout.slow.touch()
+    script = (
+        "import calcops_jit, time\nfrom pathlib import Path\nend = calcops_jit.watch(0.05)\n"
+        f"Path({str(checkout.path / 'ops/tiny/tiny.h')!r}).write_text('#define ANSWER 2')\n"
+        f"log = Path({str(checkout.log)!r})\n"
+        f"while not (log.exists() and {moment!r} in log.read_text()): time.sleep(0.01)\nprint('over')\n"
+    )
+    command = [sys.executable, "-c", script]  # a process of its own: what the zygote forks skips the interpreter's end
+    environment = os.environ | {"CALCOPS_CACHE": str(checkout.cache), "CXX": str(checkout.compiler)}
+    child = subprocess.run(command, cwd=checkout.path, env=environment, capture_output=True, text=True, timeout=120)
+    assert (child.returncode, child.stdout, "Error" in child.stderr) == (0, "over\n", False), child.stderr
+    assert "cannot build" not in child.stderr
+    assert staging(checkout) == [] and in_cache(checkout) == []
+
+
+# ---- cleaning up while others work --------------------------------------------------------------------------------
+
+
+def test_clean_leaves_what_is_built_and_what_is_in_use(checkout):
+    user = checkout.start(f"{LOADED}import sys, time; sys.stdout.flush(); time.sleep(600)")
+    wait_for(lambda: user.out or user.err.count("Error"), 120)
+    (used,) = checkout.libraries()
+    checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
+    checkout.compiled()
+    checkout.slow.touch()
+    builder = checkout.start()
+    wait_for(lambda: checkout.log.exists() and " -c " in checkout.log.read_text())
+    clean = checkout.run(MAIN, arguments=["clean"])
+    assert clean.code == 0 and "but 1 that a process has or builds" in clean.err
+    checkout.slow.unlink()
+    assert builder.wait().out == "2\n" and builder.code == 0
+    assert used.exists() and len(checkout.libraries()) == 2
+    clean = checkout.run(MAIN, arguments=["clean"])
+    assert checkout.libraries() == [used]
+    user.kill()
+    user.wait()
+    assert checkout.run(MAIN, arguments=["clean"]).err.endswith(f"removed the libraries in {checkout.cache}\n")
+    assert [path.name for path in checkout.cache.iterdir()] == ["seconds"]
+
+
+def test_clean_removes_nothing_but_what_is_the_caches(checkout):
+    assert checkout.answer() == 1
+    theirs = checkout.cache / "data-0123456789abcdef/notes"
+    theirs.mkdir(parents=True)
+    checkout.run(MAIN, arguments=["clean"])
+    assert sorted(path.name for path in checkout.cache.iterdir()) == ["data-0123456789abcdef", "seconds"]
+    assert theirs.exists()
+
+
+def test_imports_and_cleaners_and_pruners_at_once_do_not_disturb_each_other(checkout):
+    cleaning = "from _calcops_jit import usage\nfor _ in range(200):\n  usage.prune(0)\n  list(usage.clean())\n"
+    cleaners = [checkout.start(cleaning) for _ in range(2)]
+    children = []
+    for _ in range(4):
+        children += [checkout.start(LOADED) for _ in range(3)]
+        time.sleep(0.3)
+    assert [(child.wait().code, child.out) for child in children] == [(0, "1\n")] * 12, [c.err for c in children]
+    assert [cleaner.wait().err for cleaner in cleaners] == ["", ""]
+    assert not [child.err for child in children if "cannot" in child.err]
+
+
+# ---- one folder ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", ["here", "~/here"])
+def test_a_relative_cache_and_one_in_the_home_folder_are_one_folder(checkout, tmp_path, named):
+    (tmp_path / "home").mkdir()
+    script = "import calcops_jit, os\nos.chdir('/')\nprint(calcops_jit.reload())\nfrom _calcops_jit import places\n"
+    script += "print(places.folders()[0], calcops_jit.library_path().startswith(places.folders()[0]))"
+    child = checkout.run(script, CALCOPS_CACHE=named, HOME=tmp_path / "home")
+    folder = tmp_path / named.replace("~", "home")
+    assert (child.code, child.out) == (0, f"[]\n{folder} True\n"), child.err
+    assert checkout.compiled() == 1
+
+
+def test_a_relative_xdg_folder_does_not_count(checkout, tmp_path):
+    script = "from _calcops_jit import places; print(places.folders()[0])"
+    child = checkout.run(script, CALCOPS_CACHE=None, XDG_CACHE_HOME="relative", HOME=tmp_path)
+    assert child.out == f"{tmp_path}/.cache/calcops\n"

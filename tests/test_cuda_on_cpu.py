@@ -1,0 +1,133 @@
+"""Every CUDA kernel of the operators and the examples runs on the CPU (tests/cuda_on_cpu/README.md), and the emulation
+finds the faults that are put into them. Needs no GPU and no nvcc."""
+
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS / "cuda_on_cpu"))
+
+import rewrite  # noqa: E402
+
+FORCE = "ops/force/force.cu"
+WARP = "ops/warp_perspective/warp_perspective.cu"
+# What is done to which file, a test that shows it, and what is said. `FAULT` is true in one run each.
+FAULTS = {
+    "a removed __syncwarp": (
+        (FORCE, "  __syncwarp();\n  return list;", "  if (!FAULT) __syncwarp();\n  return list;"),
+        "test_force_cuda_kernels.py::test_all_slots_name_one_atom",
+        "Tensor-likes are not equal|Tensor-likes are not close",
+    ),
+    "a launch on the default stream": (
+        (FORCE, "  config.stream = stream;", "  if (!FAULT) config.stream = stream;"),
+        "test_force_cuda_kernels.py::test_forces_and_virials",
+        "cuda_on_cpu: .*: work is queued on another stream than the current one",
+    ),
+    "a workspace that is one number short": (
+        (FORCE, "take(slots, unsorted * frame_slots);", "take(slots, unsorted * frame_slots - FAULT);"),
+        "test_force_cuda_kernels.py::test_all_slots_name_one_atom",
+        "cuda_on_cpu: (fill_rows|sum_rows), block .*: (touches memory 0 bytes beyond|has written beside)",
+    ),
+    "a read beyond the end of an input": (
+        (FORCE, "next = s + 8 < in.neighbors ?", "next = s + 8 < in.neighbors + FAULT ?"),
+        "test_force_cuda_kernels.py::test_gradients",
+        r"cuda_on_cpu: backward_rows, block \d+, thread \d+: (touches memory \d+ bytes beyond the end of a tensor|has)",
+    ),
+    "a shuffle that some lanes do not come to": (
+        (
+            FORCE,
+            "if constexpr (kVirial) sum_of_four_lanes(e);",
+            "if (kVirial && (!FAULT || live)) sum_of_four_lanes(e);",
+        ),
+        "test_force_cuda_kernels.py::test_gradients",
+        "cuda_on_cpu: backward_rows, .*: (waits for ever at a barrier|meets the others at another kind of barrier)",
+    ),
+    "a sum in the order of arrival": (
+        (FORCE, "if (!error) error = launch(sort_rows", "if (!error && !FAULT) error = launch(sort_rows"),
+        "test_force_cuda_kernels.py::test_all_slots_name_one_atom",
+        "Tensor-likes are not equal",
+    ),
+    "a write beyond the end of the result": (
+        (WARP, "v >= sizes.out_height) return;", "v >= sizes.out_height + FAULT) return;"),
+        "test_warp_perspective_cuda_kernels.py::test_images_matrices_and_borders_of_every_kind",
+        "cuda_on_cpu: forward_kernel, block .*: (touches memory|has written beside a tensor)",
+    ),
+}
+
+
+def files():
+    """The tests that run in the emulation: those of kernels, and the own tests of an operator that has none such."""
+    found = sorted(TESTS.glob("test_*_cuda_kernels.py"))
+    operators = {path.stem for path in rewrite.sources() if path.parent.parent.name == "ops"}
+    for operator in sorted(operators):
+        if not list(TESTS.glob(f"test_{operator}*_cuda_kernels.py")):
+            found += sorted(TESTS.glob(f"test_{operator}*.py"))
+    return found
+
+
+class Emulation:
+    """A checkout with emulated kernels, and processes that run tests in it, as many at once as there are processors."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.pool = ThreadPoolExecutor(os.cpu_count())
+        rewrite.write_checkout(folder, [fault for fault, _, _ in FAULTS.values()])
+        built = self.python("-c", "import calcops_jit; calcops_jit.library_path()")
+        assert built.returncode == 0, built.stdout
+        self.whole = {path: self.pool.submit(self.tests, path) for path in files()}
+        self.faulty = {
+            name: self.pool.submit(self.tests, TESTS / test, number)
+            for number, (name, (_, test, _)) in enumerate(FAULTS.items(), 1)
+        }
+
+    def python(self, *arguments, **environment):
+        own = {"PYTHONPATH": str(self.folder), "CALCOPS_CUDA": "0", "CALCOPS_CFLAGS": "-O1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, *map(str, arguments)]
+        environment = os.environ | own | environment
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.run(command, cwd=self.folder, env=environment, **pipes)
+
+    def tests(self, what, fault=0):
+        """What pytest says, and the names of the kernels that ran."""
+        kernels = self.folder / f"{Path(what).name}.{fault}"
+        options = ["-q", "-s", "-p", "no:cacheprovider", *["-x"] * bool(fault)]
+        emulated = {"CALCOPS_EMULATED": str(kernels), "CALCOPS_EMULATED_FAULT": str(fault)}
+        result = self.python("-m", "pytest", *options, what, **emulated)
+        return result, kernels.read_text().split() if kernels.exists() else []
+
+
+@pytest.fixture(scope="module")
+def emulation(tmp_path_factory):
+    emulation = Emulation(tmp_path_factory.mktemp("cuda_on_cpu"))
+    yield emulation
+    emulation.pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: path.stem)
+def test_the_kernels_pass_their_tests_in_any_order_of_blocks_and_threads(emulation, path):
+    result, _ = emulation.whole[path].result()
+    assert result.returncode == 0, result.stdout[-5000:]
+
+
+def test_every_kernel_runs(emulation):
+    ran = {name for future in emulation.whole.values() for name in future.result()[1]}
+    all_of_them = {name for path in rewrite.sources() for name in rewrite.kernels(path.read_text())}
+    assert not all_of_them - ran, "a test in tests/test_<operator>_cuda_kernels.py has to run these"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(emulation, name):
+    result, _ = emulation.faulty[name].result()
+    assert result.returncode != 0 and re.search(FAULTS[name][2], result.stdout), result.stdout[-5000:]
+
+
+def test_what_is_not_emulated_is_refused():
+    for text in ("extern __shared__ double x[];", 'asm("trap;");', "cooperative_groups::this_grid();"):
+        with pytest.raises(ValueError, match="cuda_on_cpu: cannot emulate"):
+            rewrite.emulated(f"#include <cstdint>\n{text}\n")

@@ -1,0 +1,74 @@
+"""The READMEs: what they show is run as a new user would type it, and their links lead somewhere."""
+
+import doctest
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(p for f in ("_calcops_jit", "ops", "examples", "tests") for p in ROOT.glob(f"{f}/**/*.md"))]
+)
+TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXTS[page], re.MULTILINE | re.DOTALL)
+
+
+def anchors(text):
+    """The fragments under which GitHub shows a page's headings."""
+    headings = re.findall(
+        r"^#+ +(.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_the_front_page_is_read_in_a_minute():
+    assert len(TEXTS["README.md"].splitlines()) <= 120
+
+
+def test_the_lines_of_use_give_what_is_shown():
+    result = doctest.testfile(str(ROOT / "README.md"), module_relative=False, encoding="utf-8")
+    assert result.attempted >= 6 and result.failed == 0
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_link_leads_somewhere(page):
+    text = re.sub(r"^```.*?^```$", "", TEXTS[page], flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    for link in (link for link in links if not re.match(r"https?://", link)):
+        path, _, fragment = link.partition("#")
+        target = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        target = target / "README.md" if fragment and target.is_dir() else target
+        assert target.exists(), f"{page} links to {link}"
+        assert not fragment or fragment in anchors(target.read_text(encoding="utf-8")), f"{page} links to {link}"
+
+
+@pytest.mark.skipif(shutil.which("pkg-config") is None, reason="no pkg-config")
+def test_the_program_in_cpp_builds_as_shown_and_prints_what_is_shown(tmp_path):
+    (program,) = blocks("examples/README.md", "cpp")
+    (commands,) = (block for block in blocks("examples/README.md", "sh") if "host.cpp" in block)
+    (tmp_path / "host.cpp").write_text(program)
+    assert ".venv/bin/python" in commands
+    commands = commands.replace(".venv/bin/python", sys.executable)
+    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    environment["PYTHONPATH"] = str(ROOT)
+    run = subprocess.run(
+        ["bash", "-euc", commands], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == re.search(r"host +# (.*)", commands)[1]
+
+
+@pytest.mark.parametrize(
+    "name", sorted({name for text in TEXTS.values() for name in re.findall(r"\bCALCOPS_[A-Z]+\b", text)})
+)
+def test_every_variable_is_one_that_the_code_reads(name):
+    sources = [ROOT / "calcops_jit.py", *(ROOT / "_calcops_jit").rglob("*.py"), *(ROOT / "ops").rglob("*.cpp")]
+    assert any(f'"{name}"' in path.read_text(encoding="utf-8") for path in sources)

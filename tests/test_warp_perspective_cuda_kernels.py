@@ -1,0 +1,122 @@
+"""warp_perspective's CUDA kernels at every boundary of theirs, on a GPU or in the emulation (kernels.py).
+
+A tile has 32 x 8 pixels, a thread of the forward 16 channels, a block of the gradient 4, a launch 256.
+"""
+
+import random
+
+import pytest
+import torch
+from kernels import same_bits
+
+import calcops_jit  # noqa: F401 - registers the operators
+
+ops = torch.ops.calcops
+BORDERS = ["constant", "replicate", "reflect", "wrap", "reflect_101"]
+DTYPES = [torch.uint8, torch.float32, torch.float64]
+
+
+def matrices(kind, count):
+    """Maps near the identity, and others: `kind` says which."""
+    generator = torch.Generator().manual_seed(count)
+    spread = torch.tensor([[1, 1, 30], [1, 1, 30], [0.05, 0.05, 1.0]], dtype=torch.float64)
+    tilted = torch.randn(count, 3, 3, generator=generator, dtype=torch.float64) * spread / 10
+    identity = torch.eye(3, dtype=torch.float64).repeat(count, 1, 1)
+    constant = {
+        "shift": [[1, 0, 3], [0, 1, 0], [0, 0, 1]],
+        "to a point": [[1e-3, 0, 0], [0, 1e-3, 0], [0, 0, 1]],
+        "from a point": [[1e3, 0, 0], [0, 1e3, 0], [0, 0, 1]],
+        "singular": [[1, 2, 3], [2, 4, 6], [0, 0, 1]],
+        "mirrored": [[-1, 0, 7.5], [0, 1, 0.25], [0, 0, 1]],
+        "horizon": [[1, 0.2, 0], [0.1, 1, 0], [0.11, -0.07, 1]],
+        "zero": [[0, 0, 0]] * 3,
+        "nan": [[float("nan"), 0, 0], [0, 1, 0], [0, 0, 1]],
+    }
+    if kind in constant:
+        return torch.tensor(constant[kind], dtype=torch.float64).repeat(count, 1, 1)
+    return (identity + tilted) * (1e-200 if kind == "tiny" else 1)
+
+
+KINDS = [
+    "tilted",
+    "tilted",
+    "tiny",
+    "shift",
+    "to a point",
+    "from a point",
+    "singular",
+    "mirrored",
+    "horizon",
+    "zero",
+    "nan",
+]
+
+
+def case(seed):
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    count, channels = draw.choice([1, 1, 2, 3]), draw.choice([1, 2, 3, 4, 5, 16, 17, 33])
+    size = draw.choice([1, 2, 7, 8, 9, 31, 33]), draw.choice([1, 2, 5, 31, 32, 33, 65])
+    out = draw.choice([0, 1, 7, 8, 9, 20]), draw.choice([1, 3, 31, 32, 33, 50])
+    image = torch.rand(draw.choice([1, count]), channels, *size, generator=generator) * 255
+    image = image.to(DTYPES[seed % 3])
+    if draw.random() < 0.3:
+        image = image.to(memory_format=torch.channels_last)
+    elif draw.random() < 0.3:
+        image = image.mT.contiguous().mT
+    matrix = matrices(KINDS[seed % len(KINDS)], draw.choice([1, count]))
+    border = draw.choice([None, [2.5], [float(c) for c in range(channels)]])
+    return (
+        image,
+        matrix,
+        out,
+        draw.choice(["linear", "linear", "nearest"]),
+        draw.choice(BORDERS),
+        border,
+        draw.random() < 0.5,
+    )
+
+
+def check(kernels, image, matrix, out, *options):
+    """The forward has the CPU's bits; the backward's sums have another order."""
+    expected = ops.warp_perspective(image, matrix, out, *options)
+    same_bits(kernels(ops.warp_perspective, image, matrix, out, *options), [expected])
+    if image.dtype == torch.uint8:
+        return
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=image.dtype)
+    backward = ops._warp_perspective_backward
+    for mask in ([True, True], [True, False], [False, True]):
+        arguments = grad, image, matrix, *options, mask
+        for wanted, a, b in zip(mask, kernels(backward, *arguments), backward(*arguments), strict=True):
+            if wanted and b.numel():
+                error = (1e-5 if image.dtype == torch.float32 else 1e-10) * max(1, b.abs().max().item())
+                torch.testing.assert_close(a, b, rtol=0, atol=error)
+
+
+@pytest.mark.parametrize("first", range(0, 120, 12))
+def test_images_matrices_and_borders_of_every_kind(kernels, first):
+    for seed in range(first, first + 12):
+        check(kernels, *case(seed))
+
+
+@pytest.mark.parametrize("border", BORDERS)
+def test_an_image_folded_many_times_into_the_result(kernels, border):
+    image = torch.rand(1, 2, 9, 13, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    matrix = torch.tensor([[0.3, 0.1, 9.2], [-0.05, 0.4, 7.1], [1e-3, 2e-3, 1]], dtype=torch.float64)[None]
+    check(kernels, image, matrix, (40, 70), "linear", border, None, False)
+
+
+@pytest.mark.parametrize("channels", [0, 1, 255, 256, 257, 513])
+def test_any_number_of_channels(kernels, channels):
+    image = torch.rand(1, channels, 3, 5, generator=torch.Generator().manual_seed(0))
+    border = [float(c) for c in range(channels)]
+    check(kernels, image, matrices("tilted", 1), (4, 33), "linear", "constant", border, False)
+
+
+@pytest.mark.parametrize(
+    "size", [(0, 2, 4, 4, 3, 3), (1, 2, 0, 4, 3, 3), (1, 2, 4, 0, 3, 3), (2, 2, 4, 4, 0, 3)], ids=str
+)
+def test_empty_sizes(kernels, size):
+    count, channels, height, width, *out = size
+    image = torch.ones(count, channels, height, width)
+    check(kernels, image, matrices("shift", max(count, 1)), out, "linear", "reflect", None, False)
