@@ -256,8 +256,7 @@ void prefer_large_pages(Real* array, int64_t count) {
   constexpr uintptr_t kPage = 2 << 20, kLeast = 2 * kPage;
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(array) + kPage - 1) & ~(kPage - 1);
   const uintptr_t end = reinterpret_cast<uintptr_t>(array + count) & ~(kPage - 1);
-  if (begin + kLeast <= end)
-    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  if (begin + kLeast <= end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 
 // The gradients of one centre atom's slots.
