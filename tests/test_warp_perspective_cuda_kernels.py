@@ -120,3 +120,10 @@ def test_empty_sizes(kernels, size):
     count, channels, height, width, *out = size
     image = torch.ones(count, channels, height, width)
     check(kernels, image, matrices("shift", max(count, 1)), out, "linear", "reflect", None, False)
+
+
+@pytest.mark.parametrize("border", BORDERS)
+@pytest.mark.parametrize("kind", ["tilted", "horizon", "singular", "zero"])
+def test_cells(kernels, border, kind):
+    arguments = matrices(kind, 2), [5, 7], [9, 33], border, False
+    same_bits(kernels(ops._warp_perspective_cells, *arguments), ops._warp_perspective_cells(*arguments))

@@ -2,5 +2,9 @@
 #include "cuda_runtime_api.h"
 
 namespace c10::cuda {
-inline cudaStream_t getCurrentCUDAStream() { return cuda_on_cpu::current_stream(); }
+struct CUDAStream {
+  cudaStream_t stream() const { return cuda_on_cpu::current_stream(); }
+  operator cudaStream_t() const { return stream(); }
+};
+inline CUDAStream getCurrentCUDAStream() { return {}; }
 }  // namespace c10::cuda
