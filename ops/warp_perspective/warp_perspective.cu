@@ -484,8 +484,8 @@ cudaError_t warp_perspective_cells_cuda(const WarpSizes& sizes, const double* wa
                                         double* scale, cudaStream_t stream) {
   const int64_t items = sizes.warp_batch * (sizes.out_height * sizes.out_width + 1);
   if (items > 0)
-    cells_kernel<<<blocks_for(divide_up(items, kThreads)), kThreads, 0, stream>>>(sizes, warp,
-                                                                                  cells, scale);
+    cells_kernel<<<grid_of(divide_up(items, kThreads)), kThreads, 0, stream>>>(sizes, warp, cells,
+                                                                               scale);
   return cudaGetLastError();
 }
 
