@@ -22,8 +22,8 @@
 
 namespace calcops {
 
-using tensor_list =
-    std::vector<at::Tensor>;  // an absent tensor is undefined, and a derivative of zero is absent
+// An absent tensor is undefined; so is a derivative that is zero.
+using tensor_list = std::vector<at::Tensor>;
 
 // One call of an operator.
 struct Call {

@@ -64,8 +64,7 @@ template <class Launcher>
 void launch(const at::Tensor& like, int64_t bytes, Launcher launcher) {
   const c10::DeviceGuard guard(like.device());
   const at::Tensor workspace = at::empty({bytes}, like.options().dtype(at::kByte));
-  C10_CUDA_CHECK(
-      launcher(workspace.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream().stream()));
+  C10_CUDA_CHECK(launcher(workspace.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
 }
 #endif
 

@@ -122,8 +122,11 @@ def test_empty_sizes(kernels, size):
     check(kernels, image, matrices("shift", max(count, 1)), out, "linear", "reflect", None, False)
 
 
-@pytest.mark.parametrize("border", BORDERS)
-@pytest.mark.parametrize("kind", ["tilted", "horizon", "singular", "zero"])
-def test_cells(kernels, border, kind):
-    arguments = matrices(kind, 2), [5, 7], [9, 33], border, False
-    same_bits(kernels(ops._warp_perspective_cells, *arguments), ops._warp_perspective_cells(*arguments))
+@pytest.mark.parametrize("kind", ["near", "tiny", "shift", "singular", "horizon", "zero", "nan"])
+@pytest.mark.parametrize("inverse_map", [False, True])
+def test_cells_are_those_of_the_cpu(kernels, kind, inverse_map):
+    warp = matrices(kind, 3)
+    for border in BORDERS:
+        for size, dsize in [((5, 7), (3, 90)), ((1, 1), (4, 4)), ((0, 4), (2, 2)), ((5, 7), (0, 3))]:
+            arguments = warp, size, dsize, border, inverse_map
+            same_bits(kernels(ops._warp_perspective_cells, *arguments), ops._warp_perspective_cells(*arguments))

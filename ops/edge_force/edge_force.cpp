@@ -177,14 +177,13 @@ struct Contiguous {
   }
 };
 
-// Force, virial and atom_virial; without edge_vec the last two have no elements.
+// Force, virial and atom_virial; without edge_vec the last two are undefined.
 Three sum_edges(const Graph& graph) {
   graph.check();
   const bool virial = graph.edge_vec.defined();
   const Tensor& gradient = graph.edge_gradient;
   const auto make = [&](bool wanted, c10::SymIntArrayRef shape) {
-    return wanted ? at::empty_symint(shape, gradient.options())
-                  : at::empty({0}, gradient.options());
+    return wanted ? at::empty_symint(shape, gradient.options()) : Tensor();
   };
   const Tensor force = make(true, {graph.natoms, 3}), total = make(virial, {graph.nframes, 3, 3}),
                atom_virial = make(virial, {graph.natoms, 3, 3});
@@ -221,12 +220,18 @@ Three edge_force_virial(const Tensor& edge_index, const Tensor& edge_gradient,
                     edge_order.value_or(Tensor()), natoms, nframes});
 }
 
-// Both of them.
+// Both of them; a result that is not wanted has no elements.
 Three edge_force_virial_of(const Tensor& edge_index, const Tensor& edge_gradient,
                            const OptTensor& edge_vec, SymInt natoms, const OptTensor& batch,
                            SymInt nframes, const OptTensor& edge_order) {
-  return sum_edges({kEdges, edge_index, edge_gradient, edge_vec.value_or(Tensor()),
-                    batch.value_or(Tensor()), edge_order.value_or(Tensor()), natoms, nframes});
+  auto [force, virial, atom_virial] =
+      sum_edges({kEdges, edge_index, edge_gradient, edge_vec.value_or(Tensor()),
+                 batch.value_or(Tensor()), edge_order.value_or(Tensor()), natoms, nframes});
+  if (!virial.defined()) {
+    virial = at::empty({0}, edge_gradient.options());
+    atom_virial = at::empty({0}, edge_gradient.options());
+  }
+  return {force, virial, atom_virial};
 }
 
 // Gradients of edge_gradient and edge_vec; one that is not wanted has no elements.

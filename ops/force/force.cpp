@@ -190,7 +190,7 @@ struct Contiguous {
   }
 };
 
-// Force, virial and atom_virial; without Rij the last two have no elements.
+// Force, virial and atom_virial; without Rij the last two are undefined.
 Three sum_pairs(const char* op, const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d,
                 const Tensor& Rij, const SymInt& nghost, const OptTensor& neighbor_index,
                 bool center) {
@@ -199,7 +199,7 @@ Three sum_pairs(const char* op, const Tensor& list_neigh, const Tensor& dE, cons
   const SymInt &B = sizes.frames, &rows = sizes.rows;
   const bool virial = Rij.defined();
   const auto make = [&](bool wanted, c10::SymIntArrayRef shape) {
-    return wanted ? at::empty_symint(shape, dE.options()) : at::empty({0}, dE.options());
+    return wanted ? at::empty_symint(shape, dE.options()) : Tensor();
   };
   const Tensor force = make(true, {B, rows, 3}), total = make(virial, {B, 3, 3}),
                atom_virial = make(virial, {B, rows, 3, 3});
@@ -234,12 +234,18 @@ Three force_virial(const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_
   return sum_pairs(kForceVirial, list_neigh, dE, Ri_d, Rij, nghost, neighbor_index, true);
 }
 
-// Both of them, and with center = false what the pairs do to the neighbours alone.
+// Both of them, and with center = false what the pairs do to the neighbours alone. A result that is
+// not wanted has no elements.
 Three force_virial_of_pairs(const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d,
                             const OptTensor& Rij, SymInt nghost, bool center,
                             const OptTensor& neighbor_index) {
-  return sum_pairs(kPairs, list_neigh, dE, Ri_d, Rij.value_or(Tensor()), nghost, neighbor_index,
-                   center);
+  auto [force, virial, atom_virial] = sum_pairs(
+      kPairs, list_neigh, dE, Ri_d, Rij.value_or(Tensor()), nghost, neighbor_index, center);
+  if (!virial.defined()) {
+    virial = at::empty({0}, dE.options());
+    atom_virial = at::empty({0}, dE.options());
+  }
+  return {force, virial, atom_virial};
 }
 
 // Gradients of dE, Ri_d and Rij; one that is not wanted has no elements.
