@@ -75,6 +75,9 @@ class Generation(SimpleNamespace):
 def open_regular(path: str, ours: bool = False) -> int:
     """A descriptor of a regular file; OSError for everything else, and it never blocks."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if fd <= 2:  # of a standard stream that was closed, as in a daemon: others would take it for that
+        low, fd = fd, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        os.close(low)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
@@ -368,8 +371,8 @@ def place(slot: str, staging: str, file: str, request: inputs.Request, closure: 
     made_of = sorted(digest for _, digest in closure.entries().values())
     target = f"{slot}/{inputs.digest(f'{manifest.digest} {made_of}'.encode())[:16]}"
     for _ in range(3):
+        os.makedirs(slot, 0o755, exist_ok=True)  # a unit's is made here, and may be tidied away
         try:
-            os.makedirs(slot, 0o755, exist_ok=True)  # a unit's is made here, and may be tidied away
             os.rename(folder, target)
             break
         except FileNotFoundError:

@@ -131,7 +131,7 @@ def foreseen(request: inputs.Request, sources: list[str], flags: str) -> set[str
             continue
         found.add(path)
         with open(path, "rb") as file:
-            names = [name.decode(errors="replace") for name in re.findall(_INCLUDE, file.read(), re.MULTILINE)]
+            names = [os.fsdecode(name) for name in re.findall(_INCLUDE, file.read(), re.MULTILINE)]
         for folder in (os.path.dirname(path), *folders):
             todo += [inputs.real_path(f"{folder}/{name}") for name in names]
     return found
@@ -311,7 +311,7 @@ def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
         raise inputs.Changed(path)
     if b"\0" in text:
         return inputs.digest(text), set(), False
-    asks = {name.decode(errors="replace") for name in re.findall(_HAS_INCLUDE, text)}
+    asks = {os.fsdecode(name) for name in re.findall(_HAS_INCLUDE, text)}
     return inputs.digest(text), asks, b".incbin" in text
 
 
@@ -329,5 +329,5 @@ def ask(request: inputs.Request, *question: str) -> str:
 @functools.cache
 def _answer(stamp: bytes, environment: tuple[tuple[str, str], ...], *command: str) -> str:
     options = {"cwd": "/", "env": dict(environment), "stdin": subprocess.DEVNULL, "capture_output": True}
-    done = subprocess.run(command, text=True, errors="replace", **options)
-    return done.stdout + done.stderr
+    done = subprocess.run(command, **options)
+    return os.fsdecode(done.stdout + done.stderr)  # it may quote paths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -86,12 +87,15 @@ def _in_child(function: Callable[[], dict], output: int) -> tuple[dict, int | No
 def _answer(function: Callable[[], dict], output: int, writing: io.RawIOBase) -> NoReturn:
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # In a daemon these two may have the numbers of standard streams.
+        output, answering = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in (output, writing.fileno()))
         os.dup2(output, 1)
         os.dup2(output, 2)
         try:
             answer = function()
         except BuildError as error:
             answer = {"error": str(error)}
-        writing.write(json.dumps(answer).encode())
+        with open(answering, "wb") as file:
+            file.write(json.dumps(answer).encode())
     finally:
         os._exit(0)

@@ -16,7 +16,7 @@ CALL = "import calcops_jit, ctypes; print(ctypes.CDLL(calcops_jit.library_path()
 # The library that the process has, which need not be the file of that name.
 LOADED = "[live] = calcops_jit.library._loaded; loaded = live._generations[live.digest]._library"
 
-BUILDING = "import torch.utils.cpp_extension, setuptools"  # what a build imports and a warm import does not
+BUILDING = "import torch.utils.cpp_extension, setuptools, resource"  # what a build imports and a warm import does not
 # Reads jobs, forks a child for each, answers with its pid; "wait" answers with its exit status.
 _ZYGOTE = """
 import json, os, sys, traceback
