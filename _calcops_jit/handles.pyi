@@ -3,41 +3,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-def calculateForce(
-    list_neigh: Tensor,
-    dE: Tensor,
-    Ri_d: Tensor,
-    F: Tensor,
-    nghost: Tensor | None = None,
-) -> list[Tensor]:
-    """The caller's centre term plus the force of the pairs on the neighbours; [0] of the list is new.
-
-    list_neigh, dE, Ri_d: as for calcops::force.
-    F           [B, n, 3], dtype and device of dE: the centre term, usually
-                -(dE @ Ri_d) summed over the slots. It is not changed; its gradient is the identity.
-    nghost      None or an integer tensor of one element, which is read on the host; under
-                torch.compile, export and vmap use calcops::force, whose nghost is an int.
-
-    Returns a list of one tensor [B, n + nghost, 3], energy/length: F (0 for ghosts) + sum g over
-    the slots that name the atom. CalcOps_cuda and CalcOps_cpu hold the same operator.
-    """
-
-def calculateVirial(
-    list_neigh: Tensor,
-    dE: Tensor,
-    Rij: Tensor,
-    Ri_d: Tensor,
-    nghost: Tensor | None = None,
-) -> list[Tensor]:
-    """Virial and per-atom virial as rows of nine; mind the order of the arguments.
-
-    list_neigh, dE, Rij, Ri_d: as for calcops::force_virial.
-    nghost      as for CalcOps::calculateForce.
-
-    Returns the list [virial [B, 9], atom_virial [B, n + nghost, 9]], energy, W[a][b] at 3a + b.
-    CalcOps_cuda and CalcOps_cpu hold the same operator.
-    """
-
 def edge_force(
     edge_index: Tensor,
     edge_gradient: Tensor,
@@ -213,4 +178,39 @@ def warp_perspective(
     has a kink, the slope is the one from the right. Deterministic on the CPU and on CUDA;
     derivatives beyond the first and forward mode run through ATen and follow
     torch.use_deterministic_algorithms.
+    """
+
+def calculateForce(
+    list_neigh: Tensor,
+    dE: Tensor,
+    Ri_d: Tensor,
+    F: Tensor,
+    nghost: Tensor | None = None,
+) -> list[Tensor]:
+    """The caller's centre term plus the force of the pairs on the neighbours; [0] of the list is new.
+
+    list_neigh, dE, Ri_d: as for calcops::force.
+    F           [B, n, 3], dtype and device of dE: the centre term, usually
+                -(dE @ Ri_d) summed over the slots. It is not changed; its gradient is the identity.
+    nghost      None or an integer tensor of one element, which is read on the host; under
+                torch.compile, export and vmap use calcops::force, whose nghost is an int.
+
+    Returns a list of one tensor [B, n + nghost, 3], energy/length: F (0 for ghosts) + sum g over
+    the slots that name the atom. CalcOps_cuda and CalcOps_cpu hold the same operator.
+    """
+
+def calculateVirial(
+    list_neigh: Tensor,
+    dE: Tensor,
+    Rij: Tensor,
+    Ri_d: Tensor,
+    nghost: Tensor | None = None,
+) -> list[Tensor]:
+    """Virial and per-atom virial as rows of nine; mind the order of the arguments.
+
+    list_neigh, dE, Rij, Ri_d: as for calcops::force_virial.
+    nghost      as for CalcOps::calculateForce.
+
+    Returns the list [virial [B, 9], atom_virial [B, n + nghost, 9]], energy, W[a][b] at 3a + b.
+    CalcOps_cuda and CalcOps_cpu hold the same operator.
     """

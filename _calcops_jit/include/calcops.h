@@ -10,53 +10,6 @@
 #include <tuple>
 #include <vector>
 
-namespace CalcOps {
-/// The caller's centre term plus the force of the pairs on the neighbours; [0] of the list is new.
-///
-/// list_neigh, dE, Ri_d: as for calcops::force.
-/// F           [B, n, 3], dtype and device of dE: the centre term, usually
-///             -(dE @ Ri_d) summed over the slots. It is not changed; its gradient is the identity.
-/// nghost      None or an integer tensor of one element, which is read on the host; under
-///             torch.compile, export and vmap use calcops::force, whose nghost is an int.
-///
-/// Returns a list of one tensor [B, n + nghost, 3], energy/length: F (0 for ghosts) + sum g over
-/// the slots that name the atom. CalcOps_cuda and CalcOps_cpu hold the same operator.
-inline std::vector<at::Tensor> calculateForce(
-    const at::Tensor& list_neigh,
-    const at::Tensor& dE,
-    const at::Tensor& Ri_d,
-    const at::Tensor& F,
-    const std::optional<at::Tensor>& nghost = std::nullopt) {
-  static const auto op = c10::Dispatcher::singleton()
-      .findSchemaOrThrow("CalcOps::calculateForce", "")
-      .typed<std::vector<at::Tensor>(
-          const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&)>();
-  return op.call(list_neigh, dE, Ri_d, F, nghost);
-}
-}  // namespace CalcOps
-
-namespace CalcOps {
-/// Virial and per-atom virial as rows of nine; mind the order of the arguments.
-///
-/// list_neigh, dE, Rij, Ri_d: as for calcops::force_virial.
-/// nghost      as for CalcOps::calculateForce.
-///
-/// Returns the list [virial [B, 9], atom_virial [B, n + nghost, 9]], energy, W[a][b] at 3a + b.
-/// CalcOps_cuda and CalcOps_cpu hold the same operator.
-inline std::vector<at::Tensor> calculateVirial(
-    const at::Tensor& list_neigh,
-    const at::Tensor& dE,
-    const at::Tensor& Rij,
-    const at::Tensor& Ri_d,
-    const std::optional<at::Tensor>& nghost = std::nullopt) {
-  static const auto op = c10::Dispatcher::singleton()
-      .findSchemaOrThrow("CalcOps::calculateVirial", "")
-      .typed<std::vector<at::Tensor>(
-          const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&)>();
-  return op.call(list_neigh, dE, Rij, Ri_d, nghost);
-}
-}  // namespace CalcOps
-
 namespace calcops {
 /// Force on every atom from the gradients of the energy along the edges of a graph.
 ///
@@ -271,3 +224,50 @@ inline at::Tensor warp_perspective(
   return op.call(image, warp, dsize, interpolation, border_mode, border_value, inverse_map);
 }
 }  // namespace calcops
+
+namespace CalcOps {
+/// The caller's centre term plus the force of the pairs on the neighbours; [0] of the list is new.
+///
+/// list_neigh, dE, Ri_d: as for calcops::force.
+/// F           [B, n, 3], dtype and device of dE: the centre term, usually
+///             -(dE @ Ri_d) summed over the slots. It is not changed; its gradient is the identity.
+/// nghost      None or an integer tensor of one element, which is read on the host; under
+///             torch.compile, export and vmap use calcops::force, whose nghost is an int.
+///
+/// Returns a list of one tensor [B, n + nghost, 3], energy/length: F (0 for ghosts) + sum g over
+/// the slots that name the atom. CalcOps_cuda and CalcOps_cpu hold the same operator.
+inline std::vector<at::Tensor> calculateForce(
+    const at::Tensor& list_neigh,
+    const at::Tensor& dE,
+    const at::Tensor& Ri_d,
+    const at::Tensor& F,
+    const std::optional<at::Tensor>& nghost = std::nullopt) {
+  static const auto op = c10::Dispatcher::singleton()
+      .findSchemaOrThrow("CalcOps::calculateForce", "")
+      .typed<std::vector<at::Tensor>(
+          const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&)>();
+  return op.call(list_neigh, dE, Ri_d, F, nghost);
+}
+}  // namespace CalcOps
+
+namespace CalcOps {
+/// Virial and per-atom virial as rows of nine; mind the order of the arguments.
+///
+/// list_neigh, dE, Rij, Ri_d: as for calcops::force_virial.
+/// nghost      as for CalcOps::calculateForce.
+///
+/// Returns the list [virial [B, 9], atom_virial [B, n + nghost, 9]], energy, W[a][b] at 3a + b.
+/// CalcOps_cuda and CalcOps_cpu hold the same operator.
+inline std::vector<at::Tensor> calculateVirial(
+    const at::Tensor& list_neigh,
+    const at::Tensor& dE,
+    const at::Tensor& Rij,
+    const at::Tensor& Ri_d,
+    const std::optional<at::Tensor>& nghost = std::nullopt) {
+  static const auto op = c10::Dispatcher::singleton()
+      .findSchemaOrThrow("CalcOps::calculateVirial", "")
+      .typed<std::vector<at::Tensor>(
+          const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&)>();
+  return op.call(list_neigh, dE, Rij, Ri_d, nghost);
+}
+}  // namespace CalcOps

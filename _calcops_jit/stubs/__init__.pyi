@@ -6,11 +6,12 @@ from _calcops_jit.loading import Library as Library
 
 from collections.abc import Callable, Sequence
 
-def load(name: str, sources: str | Sequence[str], extra_cflags: Sequence[str] | None=None, extra_cuda_cflags: Sequence[str] | None=None, extra_ldflags: Sequence[str] | None=None, extra_include_paths: Sequence[str] | None=None, *, verbose: bool=False, with_cuda: bool | None=None) -> Library:
+def load(name: str, sources: _Paths, extra_cflags: str | Sequence[str] | None=None, extra_cuda_cflags: str | Sequence[str] | None=None, extra_ldflags: str | Sequence[str] | None=None, extra_include_paths: _Paths | None=None, *, verbose: bool=False, with_cuda: bool | None=None, **torch_options) -> Library:
     """Builds (once), caches and loads operator sources; the options are those of torch.utils.cpp_extension.load.
 
     The sources register their operators with TORCH_LIBRARY. The result has them as attributes and in `.operators`, the
-    file in `.path`. Flags come after -O3 -fvisibility=hidden -fno-gnu-unique. BuildError says why it cannot be built.
+    file in `.path`. Flags come after -O3 -fvisibility=hidden -fno-gnu-unique; one string of them is split as a shell
+    does. BuildError says why it cannot be built. torch's other options: what cannot be had here is refused.
     """
 
 def reload() -> list[str]:
