@@ -1,4 +1,5 @@
-// Runs the package of energy_model.py for crystals of several sizes, and adds an interaction of its own.
+// Runs the package of energy_model.py for crystals of several sizes, and adds an interaction of its
+// own.
 //
 //     host PACKAGE [cpu|cuda] [RESULTS]
 //
@@ -65,7 +66,8 @@ int main(int argc, char** argv) try {
   if (argc < 2) throw std::invalid_argument("host PACKAGE [cpu|cuda] [RESULTS]");
   const at::Device device(argc > 2 ? argv[2] : "cpu");
   torch::inductor::AOTIModelPackageLoader model(argv[1]);
-  const double cutoff = std::stod(model.get_metadata().at("cutoff"));  // what energy_model.py put there
+  const double cutoff =
+      std::stod(model.get_metadata().at("cutoff"));  // what energy_model.py put there
   std::vector<c10::IValue> results;
 
   for (const int64_t edge : {2, 4, 6}) {
