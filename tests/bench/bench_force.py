@@ -2,7 +2,7 @@
 
     python tests/bench/bench_force.py          (make bench)
 
-Prints the README's table (--readme writes it there) and draws force_roofline.png and force_growth.png into
+Prints the table of tests/README.md (--readme writes it there) and draws force_roofline.png and force_growth.png into
 tests/bench/results/. Times are the least of many runs, interleaved; whatever is compared comes from one run.
 
 `read` is one contiguous sum of as many bytes as the list and the live slots hold, `read + write` also writes as many as
@@ -333,7 +333,7 @@ def machine():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=6, help="for the kernels of each row")
-    parser.add_argument("--readme", action="store_true", help="put the table into README.md")
+    parser.add_argument("--readme", action="store_true", help="put the table into tests/README.md")
     parser.add_argument("--atoms", type=int, help="instead of those of the table, to try it out")
     options = parser.parse_args()
     deepmd = DeepMD() if importlib.util.find_spec("deepmd") else None
@@ -356,9 +356,9 @@ def main():
                 print(*map(as_markdown, found), sep="\n", flush=True)
                 rows += found
     if options.readme:
-        readme = HERE.parents[1] / "README.md"
+        readme = HERE.parent / "README.md"
         before, _, rest = readme.read_text().partition("<!-- results -->")
-        pictures = [f"![{x}](tests/bench/results/force_{x}.png)" for x in ("roofline", "growth")]
+        pictures = [f"![{x}](bench/results/force_{x}.png)" for x in ("roofline", "growth")]
         table = "\n".join((f"{machine()}\n", TABLE, *map(as_markdown, rows), "", *pictures))
         readme.write_text(f"{before}<!-- results -->\n{table}\n<!-- /{rest.partition('<!-- /')[2]}")
     print()
