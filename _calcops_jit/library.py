@@ -56,10 +56,14 @@ def project_files() -> set[str]:
 def _live(request: inputs.Request) -> loading.Live:
     """The one that `request` is a generation of. A library is its name and where it comes from."""
     for live in _loaded:
-        old = live.request
-        if old.name == request.name and (old.root == request.root or {*old.sources} & {*request.sources}):
+        if live.request.name == request.name and _origin(live.request) & _origin(request):
             return live
     return loading.Live(request)
+
+
+def _origin(request: inputs.Request) -> set[str]:
+    """Where a library comes from: its folder and its files, also by names that led elsewhere before a link changed."""
+    return {request.root, *request.sources, *(request.given[0] if request.given else ())}
 
 
 def _load(request: inputs.Request, generation: cache.Generation) -> loading.Library:

@@ -205,3 +205,24 @@ except OSError:
 print(error.splitlines()[0], "Too many open files" in error, "fix: ulimit -n" in error)
 """
     assert output(checkout, script, tmp_path) == ["first second", "first", "second", "cannot load first True True"]
+
+
+STABLE = """
+#include <torch/csrc/stable/library.h>
+static void same(StableIValue*, uint64_t, uint64_t) {}
+STABLE_TORCH_LIBRARY_FRAGMENT(stable, m) { m.def("same(Tensor x) -> Tensor"); }
+STABLE_TORCH_LIBRARY_IMPL(stable, CompositeExplicitAutograd, m) { m.impl("same", &same); }
+"""
+
+
+def test_a_library_of_the_stable_interface_is_loaded_and_its_reload_is_refused_with_a_word(checkout, tmp_path):
+    (tmp_path / "stable.cpp").write_text(STABLE)
+    script = """
+library = load("stable", "stable.cpp")
+print(library.same(torch.ones(1)).item())
+Path("stable.cpp").write_text(Path("stable.cpp").read_text() + "int more;")
+print(refused(calcops_jit.reload), library.same(torch.ones(1)).item())
+"""
+    first, *refusal, last = output(checkout, script, tmp_path)
+    assert first == "1.0" and refusal[0] == "cannot reload stable" and "STABLE_TORCH_LIBRARY" in refusal[1]
+    assert last == "  fix: restart Python 1.0"
