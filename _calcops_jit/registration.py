@@ -99,7 +99,7 @@ class Registration:
             if twin := next(
                 (other for other in _taken if other.live and other._is(self) and other not in earlier), None
             ):
-                raise self._owned_by(twin, next(iter(self.names()), "it"))
+                raise self._owned_by(twin, min(self.names(), default="it"))
             again = [self] if self in _taken else []
             mine = {name for old in [*earlier, *again] for name in old.names()}
             for fallback in [impl for impl in mine & self.impls.keys() if impl[0] == " "] if mine else ():
@@ -120,7 +120,7 @@ class Registration:
 
     def _free(self, there: dict[str, str]) -> set[str]:
         """These names, if they may be taken. BuildError: they are somebody else's."""
-        for name, where in there.items():
+        for name, where in sorted(there.items()):
             known = [other for other in reversed(_taken) if name in other.names()]
             if owner := next((other for other in known if other.live), None):
                 raise self._owned_by(owner, name, where)

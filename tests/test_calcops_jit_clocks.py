@@ -148,7 +148,8 @@ def test_every_process_of_a_build_names_its_staging_folder(checkout):
 
 def test_interrupting_a_build_ends_its_compilers(checkout):
     checkout.slow.touch()
-    child = checkout.start()
+    # A shell starts what it puts into the background with the signal ignored, and Python then leaves it so.
+    child = checkout.start(f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{CALL}")
     wait_for(lambda: compiling(checkout))
     os.kill(child.pid, signal.SIGINT)
     child.wait()
