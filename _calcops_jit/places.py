@@ -30,13 +30,13 @@ def folders() -> list[str]:
 
 
 def last_resort() -> str:
-    """A folder that ends with this process. FileNotFoundError: nothing at all can be written."""
+    """Makes a folder that is removed with this process. FileNotFoundError: nothing at all can be written."""
     _of_this_process[:] = [private.make(tempfile.gettempdir(), f"calcops-{os.getuid()}")]
     return _of_this_process[0]
 
 
 def fallback() -> str:
-    """Everybody has one, which nobody else may read."""
+    """The temporary folder of this user, which nobody else may read."""
     # tempfile.gettempdir would write a file to find out whether it can.
     return os.path.join(_place(os.environ.get("TMPDIR") or "/tmp"), f"calcops-{os.getuid()}")
 

@@ -1,8 +1,8 @@
-"""Folders of one process: garbage as soon as it has ended, however it did.
+"""Private folders of a process, which are garbage once it has ended, in whatever way.
 
     <kind>.<host>.<pid>.<start>.<x>/    says whose it is; the owner also holds a lock on it while it lives
 
-An exit of the interpreter removes them. What a process leaves that is killed, the next one sweeps away.
+They are removed when the interpreter exits. Those of a process that was killed are swept away by the next one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def remove(path: str) -> None:
 
 @atexit.register
 def remove_all() -> None:
-    """Also of builds that go on in threads which nobody waits for."""
+    """Removes them all, also those of builds that still run in daemon threads."""
     for path in list(_ours):
         _destroy(path)
 

@@ -129,7 +129,7 @@ def _strings(argument: str, value) -> list[str]:
 
 
 def _flags(argument: str, value) -> list[str]:
-    """Of a string, its words as a shell would take them."""
+    """A sequence of flags as it is; a string as the words that a shell would make of it."""
     if isinstance(value, str):
         import shlex  # which takes longer than a Request
 
