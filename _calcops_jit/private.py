@@ -106,16 +106,19 @@ def _start_time(pid: int) -> str:
 
 def _destroy(path: str) -> None:
     for _ in range(100):
-        if not [pid for pid in os.listdir("/proc") if pid.isdigit() and _ended(int(pid), path)]:
+        gone = not os.path.lexists(path)  # nothing more can start in it, but something may just have done so
+        if not [pid for pid in os.listdir("/proc") if pid.isdigit() and _ended(int(pid), path)] and gone:
             break
-        time.sleep(0.01)  # and look again: it may just have started another
-    shutil.rmtree(path, ignore_errors=True)
+        if gone:
+            time.sleep(0.01)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _ended(pid: int, folder: str) -> bool:
     """Ends a process if a build in `folder` started it: a shell of the user's may have gone there, too."""
     with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-        if os.readlink(f"/proc/{pid}/cwd") == os.path.realpath(folder):
+        if os.readlink(f"/proc/{pid}/cwd").removesuffix(" (deleted)") == os.path.realpath(folder):
             with open(f"/proc/{pid}/environ", "rb") as file:
                 variables = file.read().decode(errors="surrogateescape").split("\0")
             if any(v.startswith(f"{MARK}=") and v.endswith(f"/{os.path.basename(folder)}") for v in variables):

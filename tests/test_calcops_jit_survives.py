@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -34,6 +35,21 @@ def test_only_what_a_build_started_in_its_folder_is_ended_with_it(tmp_path):
     for process in (*running.values(), elsewhere):
         process.kill()
         process.wait()
+
+
+def test_what_a_build_starts_while_its_folder_is_removed_is_ended_too(tmp_path, monkeypatch):
+    """As ninja is, when an interpreter ends just then."""
+    folder, late = private.make(str(tmp_path), "stage"), []
+
+    def start_and_remove(path, **options):
+        late.append(subprocess.Popen(["sleep", "60"], cwd=path, env=os.environ | {private.MARK: path}))
+        rmtree(path, **options)
+
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", start_and_remove)
+    private.remove(folder)
+    assert [process.wait(30) for process in late] == [-9]
+    assert not os.path.exists(folder)
 
 
 @pytest.mark.parametrize(
