@@ -141,10 +141,10 @@ class Checkout:
         return int(child.out)
 
     def compiled(self) -> int:
-        """Units compiled since the last time this was asked."""
+        """Units of the project, compiled since the last time this was asked."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
-        return sum(" -c " in line for line in lines)
+        return sum(" -c " in line and "/registry.cpp" not in line for line in lines)
 
     def libraries(self) -> list[Path]:
         return sorted(self.cache.glob("*/*/*.so"))
@@ -168,7 +168,7 @@ def in_cache(checkout: Checkout, whose: str = "") -> list[int]:
     return found
 
 
-def staging(checkout: Checkout) -> list[Path]:
+def stages(checkout: Checkout) -> list[Path]:
     return list(checkout.cache.glob("*/stage.*"))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkout import HERE
 
-from _calcops_jit import cuda, operators, recipes
+from _calcops_jit import cuda, handles, recipes
 
 OPERATOR = """
 #include <ATen/core/Tensor.h>
@@ -249,7 +249,7 @@ def test_a_wrong_switch_is_refused(monkeypatch):
 def test_documentation_is_the_block_that_starts_with_the_operators_name(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "a.h").write_text(HEADER)
-    assert operators.documentation(str(tmp_path)) == {
+    assert handles.documentation(str(tmp_path)) == {
         "calcops::twice": "Twice its argument.\n\n    x  any shape",
         "calcops::other": "Another operator.",
     }

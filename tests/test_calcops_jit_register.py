@@ -182,12 +182,13 @@ def name(path):
 
 def test_with_every_descriptor_closed_and_with_none_left_it_is_never_another_librarys_code(checkout, tmp_path):
     script = f"""{TWO}
-from _calcops_jit import inputs, loading
+from _calcops_jit import loading
+from _calcops_jit.request import Request
 first = load("first", "first.cpp")
 os.closerange(3, 256)  # as a daemon does
 second = load("second", "second.cpp")
 print(name(first.path), name(second.path))
-request = inputs.Request(name="x", root="/", sources=(), cflags=())
+request = Request(name="x", root="/", sources=(), cflags=())
 for library in (first.path, second.path):  # from memory, as where the cache is mounted noexec
     os.closerange(3, 256)
     fd = os.memfd_create("x")

@@ -33,7 +33,7 @@ print(time.perf_counter() - start, calcops_jit.library_path())
 # Further libraries, found in the cache; a large one costs its hash as well.
 _FURTHER = """
 import time, torch, calcops_jit
-from _calcops_jit.inputs import file_digest
+from _calcops_jit.closure import file_digest
 from pathlib import Path
 text = '#include <torch/library.h>\\nTORCH_LIBRARY(%s, m) { m.def("one() -> int", [] { return int64_t(1); }); }'
 for name in ("first", "second", "third"):
@@ -70,7 +70,7 @@ _RELOAD = """
 import statistics, sys, time
 import calcops_jit
 from pathlib import Path
-from _calcops_jit import build
+from _calcops_jit import compiler as build
 ninja, run = [], build._run
 def timed(*arguments):
     start = time.perf_counter()
