@@ -16,10 +16,6 @@ import os
 import struct
 import time
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .request import Request
 
 _STAMP = struct.Struct("<qqQQ")
 _SIZE = 32  # bytes of a stamp, and characters of a digest
@@ -158,8 +154,8 @@ class Closure(SimpleNamespace):
         at = range(0, _SIZE * len(paths), _SIZE)
         return {p: (self.stamps[i : i + _SIZE], self.digests[i : i + _SIZE]) for p, i in zip(paths, at)}
 
-    def check(self, request: Request) -> bool:
-        """Compares every input with what is there now. Changed: the first one that differs.
+    def check(self, request) -> bool:
+        """Compares every input of a build for `request` with what is there now. Changed: the first one that differs.
 
         True: files have other stamps, but the same contents. The new stamps are in the closure, worth writing down."""
         look = _Look(self, request)
@@ -168,7 +164,7 @@ class Closure(SimpleNamespace):
         look.compare_absent()
         return look.ended()
 
-    def own_files(self, request: Request) -> list[str]:
+    def own_files(self, request) -> list[str]:
         """Paths of the project's own files: not the toolchain's, PyTorch's and the loader's."""
         return [request.unfold(path) for path in self.entries() if not (is_theirs(path) or path.startswith("@loader"))]
 
@@ -176,7 +172,7 @@ class Closure(SimpleNamespace):
 class _Look:
     """One comparison of a closure with the disk."""
 
-    def __init__(self, closure: Closure, request: Request):
+    def __init__(self, closure: Closure, request):
         self._closure, self._request, self._now = closure, request, time.time_ns()
         self._restamped, self._unsettled = False, closure.looked > self._now  # then the clock was set back
         # Where there is no compiler, its files need not be there either.

@@ -169,7 +169,7 @@ def _live(request: Request) -> Live:
 
 
 def _origin(request: Request) -> set[str]:
-    """Where a library comes from: its folder and its sources, also by the names that were given, which may be links."""
+    """What tells where a library comes from: its folder and sources, also by the given names, which may be links."""
     return {request.root, *request.sources, *(request.given[0] if request.given else ())}
 
 

@@ -22,7 +22,7 @@ def device(request):
 
 @pytest.fixture
 def kernels():
-    """Where CUDA kernels run; see kernels.py."""
+    """What runs CUDA kernels; see kernels.py."""
     if EMULATED:
         return Emulated()
     if not torch.cuda.is_available():

@@ -137,8 +137,9 @@ def _rendered() -> dict[Path, str]:
         for name in calcops_jit.__all__
         if isinstance(handle := getattr(calcops_jit, name), torch._ops.OpOverloadPacket)
     ]
-    # The names that older programs call come last.
-    operators.sort(key=lambda operator: (not operator.qualified.startswith("calcops::"), operator.name))
+    # What most people come for is first, the names that older programs call are last.
+    is_old = lambda operator: not operator.qualified.startswith("calcops::")  # noqa: E731
+    operators.sort(key=lambda operator: (is_old(operator), not operator.name.startswith("force"), operator.name))
     table = ["| operator | what it computes |", "|---|---|", *(o.table_row() for o in operators)]
     sections = "\n\n".join(o.section() for o in operators)
     imports = "from collections.abc import Sequence\n\nfrom torch import Tensor\n"

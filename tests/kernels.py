@@ -1,4 +1,4 @@
-"""Where a test of CUDA kernels runs them: `kernels(operator, *arguments)` takes and gives CPU tensors.
+"""What runs CUDA kernels in a test: `kernels(operator, *arguments)` takes and gives CPU tensors.
 
 On a GPU (also under compute-sanitizer: tests/bench/gpu_check.py), or in the emulation of tests/cuda_on_cpu, in which
 blocks and threads come in random order and every tensor lies between pages that must not be touched. Every call is

@@ -108,7 +108,7 @@ class Faulty(Checkout):
         return self.normal("\n".join(lines) + "\n"), float(took)
 
     def normal(self, text: str) -> str:
-        """Without what is different on another machine."""
+        """Replaces what differs between machines."""
         for path, name in {
             str(self.cache): "<cache>",
             str(self.path): "<root>",

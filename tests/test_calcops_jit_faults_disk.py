@@ -38,7 +38,7 @@ sys.addaudithook(full)
 
 @pytest.fixture
 def checkout():
-    """Where everybody may read: pytest's own folders are private."""
+    """A folder that everybody may read; pytest's own are private."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     (folder / "aside").mkdir()

@@ -66,7 +66,7 @@ def environment(tmp_path):
 
 
 def tiny(ops: Path, answer: int = 1) -> None:
-    """In the place of the operators one that compiles in a moment."""
+    """Replaces the operators by one that compiles in a moment."""
     shutil.rmtree(ops, ignore_errors=True)
     (ops / "tiny").mkdir(parents=True)
     (ops / "tiny/tiny.cpp").write_text(

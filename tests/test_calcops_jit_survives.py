@@ -38,7 +38,7 @@ def test_only_what_a_build_started_in_its_folder_is_ended_with_it(tmp_path):
 
 
 def test_what_a_build_starts_while_its_folder_is_removed_is_ended_too(tmp_path, monkeypatch):
-    """As ninja is, when an interpreter ends just then."""
+    """Starts a process just then, as a build does when its interpreter ends."""
     folder, late = staging.make(str(tmp_path), "stage"), []
 
     def start_and_remove(path, **options):

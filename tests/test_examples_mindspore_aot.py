@@ -82,7 +82,7 @@ DTYPES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat1
 
 
 def test_every_dtype_that_mindspore_names_is_read(libraries, call):
-    """As the dtype of an attribute: 0.5 where it can be that, else 1. Its int, uint and float have 4 bytes."""
+    """Takes each as an attribute's dtype: 0.5 if it can be that, else 1. Its int, uint and float have 4 bytes."""
     x = torch.tensor([-2.0])
     pairs = [(name, getattr(torch, name)) for name in DTYPES.split()]
     pairs += [("int", torch.int32), ("uint", torch.uint32), ("float", torch.float32)]

@@ -118,7 +118,7 @@ def test_macros_are_at_most_three():
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.suffix == ".cpp"], ids=name)
 @pytest.mark.parametrize("cuda", [False, True], ids=["without_cuda", "with_cuda"])
 def test_a_unit_compiles_without_a_warning(path, cuda):
-    """Also as it is in a CUDA build: torch's wheels bring the CUDA runtime's header, so no toolkit is needed."""
+    """Compiles for a CUDA build, too: torch's wheels bring the CUDA runtime's header, so no toolkit is needed."""
     site = Path(torch.__file__).parent.parent
     folders = [ROOT / "ops", site / "torch/include", site / "torch/include/torch/csrc/api/include"]
     if cuda:
