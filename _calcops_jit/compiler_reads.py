@@ -12,7 +12,7 @@ import time
 
 from . import closure
 from .errors import BuildError, report
-from .request import Request
+from .request import Request, compiler_words
 
 # Flags for dependency files, such as a Makefile's. A compiler writes only one such file, and we need it.
 MAKE_FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
@@ -169,7 +169,7 @@ def cuda_tools(request: Request) -> set[str]:
     home = os.path.realpath(request.cuda.home)
     parts = ("bin/cudafe++", "bin/ptxas", "bin/fatbinary", "bin/nvcc.profile", "nvvm/bin/cicc")
     found = {f"{home}/{part}" for part in parts if os.path.exists(f"{home}/{part}")}
-    if host := shutil.which(request.environment.get("CC") or "c++"):
+    if host := shutil.which(compiler_words(request.environment, "CC")[0]):
         found.add(os.path.realpath(host))
     return found
 

@@ -177,7 +177,7 @@ def _foresee_cuda(request: Request) -> Iterator[Problem]:
             evidence = f"{nvcc}: unsupported gpu architecture {arch}, {has}"
             fix = f"export TORCH_CUDA_ARCH_LIST={nearest}+PTX"
             yield Problem(cause="this nvcc does not know the GPU architecture", evidence=evidence, fix=fix)
-    host = os.environ.get("CC") or "gcc"  # torch gives nvcc what CC names; by itself nvcc takes gcc
+    host = compiler_words(variable="CC", otherwise="gcc")[0]  # torch gives nvcc what CC names; by itself nvcc takes gcc
     have = re.search(r"__GNUC__ (\d+)", macros := answer(host, "-dM", "-E", "-x", "c++", os.devnull))
     limit = re.search(r"__GNUC__ > (\d+)", answer("cat", f"{request.cuda.home}/include/crt/host_config.h"))
     if limit and have and int(have[1]) > int(limit[1]) and "__clang__" not in macros:

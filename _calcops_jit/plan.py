@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from . import compiler_reads, cuda, staging
 from .closure import text_of
 from .errors import report
-from .request import REGISTRY, SHADOW, Request
+from .request import REGISTRY, SHADOW, Request, compiler_words
 
 _RULES = """\
 rule compile
@@ -88,6 +88,8 @@ def _environment(request: Request, folder: str) -> dict[str, str]:
         "LC_ALL": "C.UTF-8",  # messages are read by diagnosis.py
         staging.MARK: folder,
     }
+    if "CC" in request.environment:  # torch has nvcc take it for the host's compiler: one word
+        changes["CC"] = compiler_words(request.environment, "CC", "gcc")[0]
     if request.cuda.build:
         changes |= {"CUDA_HOME": request.cuda.home, "TORCH_CUDA_ARCH_LIST": cuda.arch_list(request.cuda)}
     return request.environment | changes

@@ -195,14 +195,16 @@ def words_of(variable: str, environment: Mapping[str, str] = os.environ) -> list
         raise ValueError(f"calcops_jit: expected {variable} as a shell's words, got {text!r}: {problem}") from None
 
 
-def compiler_words(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The compiler's command, CXX or c++, without a wrapper that keeps objects of its own."""
+def compiler_words(
+    environment: Mapping[str, str] = os.environ, variable: str = "CXX", otherwise: str = "c++"
+) -> list[str]:
+    """The command of a compiler, CXX or c++, without a wrapper that keeps objects of its own."""
     words: list[str] = []
     wrapped = False
-    for word in words_of("CXX", environment):
+    for word in words_of(variable, environment):
         wrapped = os.path.basename(word) in _WRAPPERS or wrapped and "=" in word  # `ccache KEY=VALUE g++`
         words += [] if wrapped else [word]
-    words = words or words_of("CXX", environment) or ["c++"]
+    words = words or words_of(variable, environment) or [otherwise]
     # A c++ that is a link to a wrapper stands for the next c++ on PATH.
     for folder in environment.get("PATH", os.defpath).split(os.pathsep) if _is_wrapper(words[0], environment) else ():
         candidate = os.path.join(folder, os.path.basename(words[0]))
