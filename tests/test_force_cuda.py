@@ -13,9 +13,8 @@ import sys
 import pytest
 import reference
 import torch
-from reference import assert_equal_lists, pairs
-from test_force_derivatives import neighbor_force
-from torch.profiler import ProfilerActivity, profile
+from kernels import launches
+from reference import assert_equal_lists, neighbor_force, pairs
 from torch.utils import cpp_extension
 
 from calcops_jit import force, force_virial
@@ -305,19 +304,6 @@ def test_a_captured_graph_follows_changed_inputs(gpu):
             x.copy_(value)
         graph.replay()
         assert_equal_lists(captured, gradients(upstream, *changed), rtol=0, atol=0)
-
-
-def launches(function):
-    """Kernels, memsets and copies that the device runs for one call."""
-    function()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as record:
-        function()
-        torch.cuda.synchronize()
-    names = [e.name for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    if not names:
-        pytest.skip("the profiler sees no kernels on this machine")
-    return names
 
 
 @pytest.mark.parametrize("natoms", [3, 3000])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_warp_perspective import BORDERS, NOWHERE, SHRUNK, TILTED, random_image
+from reference_warp_perspective import BORDERS, NOWHERE, SHRUNK, TILTED, random_image
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 

@@ -1,10 +1,10 @@
 """Whether the tests notice: breaks one place after another and runs the tests that ought to fail.
 
-python tests/bench/mutation_check.py [WORD ...]      only those whose description has one of the words
+python tests/bench/mutation_check.py [WORD ...]      only those that have one of the words, in a description or a path
 
-mutations.txt says what is broken. The tree as it is here is copied, so that nothing happens to it; of the copies each
-builds into one cache, so only what a mutation touches is compiled. The table is Markdown, SURVIVED a missing test. A
-tree that passes its tests is taken for granted.
+mutations.txt says what is broken. It is a copy of the tree that is broken; it builds into a cache of its own, and takes
+from yours what is as it was. The table is Markdown; SURVIVED is a test that is missing. That the tree as it is passes
+its tests is taken for granted.
 """
 
 import os
@@ -39,8 +39,8 @@ def mutations():
 def file_of(tree, mutation):
     """The file below `where` with the lines that are replaced."""
     where = tree / mutation.where
-    paths = [path for path in ([where] if where.is_file() else where.rglob("*")) if path.is_file()]
-    counts = {path: path.read_text(errors="replace").count(mutation.old) for path in paths}
+    paths = [where] if where.is_file() else [path for path in where.rglob("*.*") if path.suffix != ".pyc"]
+    counts = {path: path.read_text().count(mutation.old) for path in paths if path.is_file()}
     assert sum(counts.values()) == 1, f"{mutation.where} has this {sum(counts.values())} times:\n{mutation.old}"
     return next(path for path, count in counts.items() if count)
 
@@ -56,7 +56,8 @@ def copy(folder):
 
 def found_by(tree, tests, cache):
     """The first test that fails; "": all pass."""
-    environment = os.environ | {"PYTHONPATH": str(tree), "CALCOPS_CACHE": str(cache)}
+    yours = os.environ.get("CALCOPS_CACHE") or os.path.expanduser("~/.cache/calcops")
+    environment = os.environ | {"CALCOPS_CACHE": str(cache), "CALCOPS_CACHE_READONLY": yours, "PYTHONPATH": str(tree)}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode == 0:
@@ -67,7 +68,7 @@ def found_by(tree, tests, cache):
 
 
 def main():
-    chosen = [m for m in mutations() if not sys.argv[1:] or any(word in m.what for word in sys.argv[1:])]
+    chosen = [m for m in mutations() if not sys.argv[1:] or any(word in f"{m}" for word in sys.argv[1:])]
     for mutation in chosen:  # before anything is run
         file_of(ROOT, mutation)
     survived = 0
