@@ -26,7 +26,7 @@ demo: .venv/.examples ## build the operators; silicon from an energy to forces a
 	$(python) examples/quickstart.py
 	$(python) examples/warp_perspective/straighten.py
 
-check: lint .venv/.test ## after an edit, in two minutes: lint and the tests that take less than a second
+check: lint .venv/.test ## after an edit, in two minutes: lint and the tests that take less than two seconds
 	$(python) $(pytest) -m "not long and not slow"
 
 test: .venv/.test ## every test but the long ones; config=asan|ubsan|x86-64|avx2: the operators' tests, built that way

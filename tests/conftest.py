@@ -28,7 +28,7 @@ EMULATED = os.environ.get("CALCOPS_EMULATED")
 
 # ---- which tests are slow ---------------------------------------------------------------------------------------
 
-# "seconds function" of each test function that takes longer than a second, all its cases together, as measured by
+# "seconds function" of each test function that takes longer than two seconds, all its cases together, as measured by
 # `pytest --write-slow`. `make check` leaves these out, and the files that have most of them begin first.
 SLOW = Path(__file__).with_name("slow.txt")
 _spent = Counter()
@@ -62,7 +62,7 @@ def pytest_sessionfinish(session):
         with open(EMULATED, "w") as file:
             print(*torch.ops.cuda_on_cpu.entered(), file=file)
     if session.config.getoption("write_slow") and "PYTEST_XDIST_WORKER" not in os.environ:
-        lines = [f"{seconds:.1f} {name}\n" for name, seconds in sorted(_spent.items()) if seconds > 1]
+        lines = [f"{seconds:.1f} {name}\n" for name, seconds in sorted(_spent.items()) if seconds > 2]
         SLOW.write_text("".join(lines))
 
 
