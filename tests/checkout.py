@@ -150,6 +150,26 @@ class Checkout:
         return sorted(self.cache.glob("*/*/*.so"))
 
 
+def spoil(library: Path, damage: str) -> None:
+    """Damages a file in one of eight ways."""
+    content = library.read_bytes()
+    library.unlink()
+    if damage == "truncated":
+        library.write_bytes(content[: len(content) // 2])
+    elif damage == "empty":
+        library.touch()
+    elif damage == "one byte":
+        library.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+    elif damage == "folder":
+        library.mkdir()
+    elif damage == "fifo":
+        os.mkfifo(library)
+    elif damage == "loop":
+        library.symlink_to(library)
+    elif damage == "foreign":
+        library.write_bytes(Path("/bin/sh").read_bytes())
+
+
 @functools.cache  # one of a kind for all the modules that import the fixture; it ends with its standard input
 def the_zygote(preamble: str = "") -> Zygote:
     return Zygote(preamble)

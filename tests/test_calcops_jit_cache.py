@@ -5,29 +5,10 @@ import random
 from pathlib import Path
 
 import pytest
-from checkout import LOADED
+from checkout import LOADED, spoil
 
 from _calcops_jit import cache, closure, compiler_reads, staging
 from _calcops_jit.request import Request
-
-
-def spoil(library: Path, damage: str) -> None:
-    content = library.read_bytes()
-    library.unlink()
-    if damage == "truncated":
-        library.write_bytes(content[: len(content) // 2])
-    elif damage == "empty":
-        library.touch()
-    elif damage == "one byte":
-        library.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
-    elif damage == "folder":
-        library.mkdir()
-    elif damage == "fifo":
-        os.mkfifo(library)
-    elif damage == "loop":
-        library.symlink_to(library)
-    elif damage == "foreign":
-        library.write_bytes(Path("/bin/sh").read_bytes())
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "one byte", "folder", "fifo", "loop", "gone", "foreign"])

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkout import HERE, Child, the_zygote
-from test_calcops_jit_cache import spoil
+from checkout import HERE, Child, spoil, the_zygote
 
 from _calcops_jit import export, recipes, request
 

@@ -73,6 +73,20 @@ def test_a_folder_of_one_process_goes_with_it_or_with_the_next(tmp_path, end, le
     staging.remove(mine)
 
 
+def test_a_folder_goes_although_a_child_of_its_dead_owner_lives(tmp_path):
+    script = (
+        "import os, sys, time\nfrom _calcops_jit import staging\nstaging.make(sys.argv[1], 'x')\n"
+        "if child := os.fork(): print(child, flush=True), os._exit(0)\n"
+        "os.closerange(0, 3), time.sleep(60)"
+    )
+    command = [sys.executable, "-c", script, tmp_path]
+    child = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True).stdout
+    assert len(list(tmp_path.iterdir())) == 1
+    staging.sweep(str(tmp_path), "x")
+    os.kill(int(child), 9)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_whose_owner_lives_in_another_container_stays(tmp_path):
     """Its process is not to be seen here, but its lock is."""
     folder = tmp_path / f"x.{os.uname().nodename}.4194304999.1.abcdef"

@@ -174,10 +174,10 @@ def test_the_libraries_need_no_python_and_no_search_path(libraries):
 
 
 @pytest.mark.skipif(not cuda.find_toolkit()[0], reason="no nvcc for this PyTorch")
-def test_the_cuda_source_builds_for_two_architectures_without_a_gpu():
+def test_the_cuda_source_builds_without_a_gpu():
     script = f"import calcops_jit; print(calcops_jit.load('leaky_relu_gpu', ['{FOLDER}/leaky_relu.cu']).path)"
-    environment = {"PYTHONPATH": str(ROOT), "CALCOPS_CUDA": "0", "TORCH_CUDA_ARCH_LIST": "8.0;9.0"}
-    environment["CALCOPS_BUILD"] = "0"  # the project's own operators would be compiled anew for these architectures
+    environment = {"PYTHONPATH": str(ROOT), "CALCOPS_CUDA": "0", "TORCH_CUDA_ARCH_LIST": "9.0"}
+    environment["CALCOPS_BUILD"] = "0"  # the project's own operators would be compiled anew for this architecture
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     assert result.returncode == 0, result.stderr
