@@ -101,10 +101,11 @@ def _torch_flags(request: Request, environment: dict[str, str], folder: str) -> 
     torch.os.environ = environment | {"TORCH_DONT_CHECK_COMPILER_ABI": "1"}  # that takes two more processes
     torch.CUDA_HOME = request.cuda.home or None
     torch.logger.disabled = not request.verbose
+    torch.JIT_EXTENSION_VERSIONER.entries.clear()  # a name that it has seen may have nothing to be built
     written = {}
     torch._write_ninja_file = lambda **options: written.update(options)
     torch.load(
-        os.path.basename(folder),  # a name that its versioner has not seen
+        os.path.basename(folder),
         list(request.sources),
         extra_cflags=[f for f in request.cflags if f != "-fno-gnu-unique" or compiler_reads.is_gnu(request)],
         extra_cuda_cflags=list(request.cuda_cflags),
