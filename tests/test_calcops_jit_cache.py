@@ -122,3 +122,9 @@ def test_the_cache_is_found_by_xdg_and_by_home(checkout, tmp_path):
 def test_a_manifest_of_another_version_is_no_manifest_of_ours(body):
     with pytest.raises(ValueError, match="another version"):
         cache.Manifest.parse(closure.digest(body).encode() + b"\n" + body)
+
+
+def test_a_manifest_of_which_a_byte_changed_is_damaged():
+    body = b'{"request": {}}'
+    with pytest.raises(ValueError, match="damaged"):
+        cache.Manifest.parse(closure.digest(body).encode() + b"\n" + body.replace(b"request", b"requesT"))

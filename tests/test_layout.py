@@ -81,6 +81,12 @@ def test_files_are_short_enough_to_read():
     assert not {name(path): count(path) for path in PYTHON if count(path) > 400}
 
 
+def test_the_list_of_slow_tests_names_tests():
+    for line in (ROOT / "tests" / "slow.txt").read_text().splitlines():
+        file, _, function = line.partition(" ")[2].partition("::")
+        assert f"def {function}(" in (ROOT / "tests" / file).read_text(), line
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_a_file_includes_only_what_its_kind_may(path):
     found = includes(path)

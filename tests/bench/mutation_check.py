@@ -10,6 +10,7 @@ its tests is taken for granted.
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -55,13 +56,15 @@ def copy(folder):
 
 
 def found_by(tree, tests, cache):
-    """The first test that fails; "": all pass."""
+    """The first test that fails, or how it ends the process; "": all pass."""
     yours = os.environ.get("CALCOPS_CACHE") or os.path.expanduser("~/.cache/calcops")
     environment = os.environ | {"CALCOPS_CACHE": str(cache), "CALCOPS_CACHE_READONLY": yours, "PYTHONPATH": str(tree)}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode == 0:
         return ""
+    if done.returncode < 0:
+        return f"{tests[0]} ends by {signal.Signals(-done.returncode).name}"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
     assert failed, f"no test failed, but pytest did:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return failed[1]
