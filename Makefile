@@ -5,7 +5,7 @@ supported = 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14)
 candidates = $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
 python = .venv/bin/python
 pip = $(python) -m pip install --disable-pip-version-check -q
-sources = $(wildcard _calcops_jit/shadow/torch/*.h ops/*.h ops/*.cpp ops/*/*.h ops/*/*.cpp ops/*/*.cu examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu \
+sources = $(wildcard _calcops_jit/shadow/*.cpp _calcops_jit/shadow/torch/*.h ops/*.h ops/*.cpp ops/*/*.h ops/*/*.cpp ops/*/*.cu examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu \
   tests/bench/*.cpp tests/bench/*.cu tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cpp)
 
 oldest = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
@@ -16,6 +16,8 @@ environment_asan = $(preload) ASAN_OPTIONS=detect_leaks=0 CALCOPS_CFLAGS='-fsani
 environment_ubsan = $(preload) CALCOPS_CFLAGS='-fsanitize=undefined -fno-sanitize-recover=all -g'
 environment_x86-64 = CALCOPS_CFLAGS=-march=x86-64
 environment_avx2 = CALCOPS_CFLAGS=-march=x86-64-v3
+# A worker a processor, each with one file of tests at a time: what its tests share is made once. The slowest begin.
+pytest = -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 help: ## this list (the default)
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -24,15 +26,18 @@ demo: .venv/.examples ## build the operators; silicon from an energy to forces a
 	$(python) examples/quickstart.py
 	$(python) examples/warp_perspective/straighten.py
 
+check: lint .venv/.test ## after an edit, in two minutes: lint and the tests that take less than two seconds
+	$(python) $(pytest) -m "not long and not slow"
+
 test: .venv/.test ## every test but the long ones; config=asan|ubsan|x86-64|avx2: the operators' tests, built that way
-	$(environment_$(config)) $(python) -m pytest -m "not long" $(if $(config),$(operator_tests))
+	$(environment_$(config)) $(python) $(pytest) -m "not long" $(if $(config),$(operator_tests))
 
 test-long: .venv/.test ## the long products of tests
 	$(python) -m pytest -m long
 
 # An environment of its own, and every library compiled anew: some 5 GB and many minutes.
 test-oldest: .venv-oldest/.test ## the loader's and the operators' tests on the oldest PyTorch that is supported
-	.venv-oldest/bin/python -m pytest -m "not long" tests/test_calcops_jit*.py $(operator_tests)
+	.venv-oldest/bin/python $(pytest) -m "not long" tests/test_calcops_jit*.py $(operator_tests)
 
 venv: .venv/.base ## create .venv from pyproject.toml; re-used until that file changes
 
@@ -69,7 +74,7 @@ sanitize-gpu: $(if $(PYTHON),,.venv/.base) ## compute-sanitizer over every CUDA 
 	PYTHONPATH=. $(or $(PYTHON),$(python)) tests/bench/gpu_check.py sanitize
 
 examples: .venv/.test ## run every example and check what it prints
-	$(python) -m pytest --durations=20 tests/test_examples*.py
+	$(python) $(pytest) --durations=20 tests/test_examples*.py
 
 mindspore: .venv/.base build/mindspore/.installed ## call the operators from MindSpore, in an environment of its own
 	$(python) examples/mindspore_aot/build.py
@@ -128,4 +133,4 @@ build/mindspore/.installed:
 	$(pip) --no-deps deepmd-kit
 	@touch $@
 
-.PHONY: help demo test test-long test-oldest venv build cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential train lammps clean
+.PHONY: help demo check test test-long test-oldest venv build cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential train lammps clean

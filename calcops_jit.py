@@ -49,18 +49,18 @@ if not os.path.exists(__file__):
     raise ImportError(f"calcops_jit: expected files, which a compiler can read, got {__file__}: unpack it")
 
 from _calcops_jit import __version__, library, recipes
-from _calcops_jit.diagnosis import BuildError
-from _calcops_jit.loading import Library
+from _calcops_jit.errors import BuildError
+from _calcops_jit.library import Library
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 if TYPE_CHECKING:
-    from _calcops_jit.handles import *  # noqa: F403
+    from _calcops_jit.operators import *  # noqa: F403
 
 __all__ = ["BuildError", "Library", "__version__", "library_path", "load", "reload", "watch"]
 
 _own: Library | None = None
-_problem: Exception | None = None
+_problem: Exception | None = None  # why there is no operator
 
 
 def load(
@@ -94,7 +94,7 @@ def reload() -> list[str]:
     """
     changed = library.reload(recipes.again)
     if _own is None:
-        _bring_in()  # which the import could not
+        _import_operators()  # the import failed to
         return changed + ["calcops"] * (_own is not None)
     _expose()
     return changed
@@ -123,8 +123,8 @@ def library_path() -> str:
     return _own.path
 
 
-def _bring_in() -> None:
-    """Makes every operator a name of this module, or keeps the reason why there is none."""
+def _import_operators() -> None:
+    """Makes every operator a name of this module, or keeps the reason why there are none."""
     global _own, _problem
     _problem = BuildError("calcops_jit: not built, because CALCOPS_BUILD=0; python -m calcops_jit build")
     if _own := library.obtain(recipes.own(), build=os.environ.get("CALCOPS_BUILD", "1") != "0"):
@@ -140,7 +140,7 @@ def _expose() -> None:
 def __getattr__(name: str):
     if _problem is not None and not name.startswith("_"):
         raise _problem
-    raise library.operators.missing(f"module 'calcops_jit' has no attribute {name!r}", __all__)
+    raise library.handles.missing(f"module 'calcops_jit' has no attribute {name!r}", __all__)
 
 
 def __dir__() -> list[str]:
@@ -152,7 +152,7 @@ if __name__ == "__main__":
 
     sys.exit(cli.main())
 try:
-    _bring_in()
+    _import_operators()
 except BuildError as error:
     from _calcops_jit.progress import say
 

@@ -1,15 +1,14 @@
 """The cache on disk.
 
-    <cache>/<name>-<slot>/               everything that one Request, a library or a unit, was ever built into
-        lock                             held (flock) while one process builds; says who
-        <library digest>/<name>.so       a generation: put here by one rename, loaded from here, then never written to
-        <library digest>/manifest        makes it complete, so that it is found; may get fresher stats
-        stage.<host>.<pid>.<start>.<x>/  the private folder of one build
-        failed.log                       the compiler's output of the last build that failed
+    <cache>/<name>-<digest of the facts>/   a slot: what was built for one Request, of a library or a unit
+        <digest of all contents>/           a generation: one complete build, put here by one rename
+            <name>.so, or unit.o            loaded from here, never written to again
+            manifest                        makes the generation complete, so that it is found; may get fresher stamps
+        stage.<host>.<pid>.<start>.<x>/     the private folder of one build
+        lock                                held (flock) by the process that builds, and says which
+        failed.log                          what the compilers said in the last build that failed
 
-A library that a process has is locked (flock, shared) for as long; what is removed is locked (exclusively) meanwhile.
-A flock is free the moment its holder dies. Where a file system does not honour it, two processes build the same
-thing and the second rename finds the first's folder: no harm.
+A process holds a shared flock on every library that it has loaded, so that nobody removes it.
 """
 
 from __future__ import annotations
@@ -20,52 +19,53 @@ import fcntl
 import json
 import os
 import shutil
-import socket
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
-from . import inputs, places, private
-from .diagnosis import report
+from . import places, staging
+from .closure import Changed, Closure, digest, file_digest
+from .errors import report
+from .request import FORMAT, Request
 
-_KEEP = 8  # generations of a slot
-_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)  # which says nothing about the cache
+_KEEP = 8  # generations in a slot
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)  # errors that say nothing about the cache
 _LEFTOVERS = {"lock", "failed.log"}
 
 
 class Manifest(SimpleNamespace):
-    """What is known about a published library. The file: its own digest, a line of JSON, the closure's stamps."""
+    """What is known about a generation. In the file: a digest of the rest, a line of JSON, the closure's stamps."""
 
-    request: dict  # its facts
+    request: dict  # the facts of its Request
     asked: list = []  # the arguments of recipes.foreign
     size: int
     digest: str
     operators: dict[str, str]
-    closure: inputs.Closure
+    closure: Closure
 
     def dump(self) -> bytes:
         closure = vars(self.closure) | {"stamps": None}
         text = json.dumps(vars(self) | {"closure": closure}, separators=(",", ":"))
         body = text.encode() + b"\n" + self.closure.stamps
-        return inputs.digest(body).encode() + b"\n" + body
+        return digest(body).encode() + b"\n" + body
 
     @staticmethod
     def parse(data: bytes) -> Manifest:
         checksum, _, body = data.partition(b"\n")
-        if checksum.decode(errors="replace") != inputs.digest(body):
+        if checksum.decode(errors="replace") != digest(body):
             raise ValueError("manifest is damaged")
         text, _, stamps = body.partition(b"\n")
         fields = json.loads(text)
-        if fields.get("request", {}).get("format") != inputs.FORMAT:
+        if fields.get("request", {}).get("format") != FORMAT:
             raise ValueError("manifest of another version")
-        closure = inputs.Closure(**fields["closure"] | {"stamps": stamps})
+        closure = Closure(**fields["closure"] | {"stamps": stamps})
         return Manifest(**fields | {"closure": closure})
 
 
 class Generation(SimpleNamespace):
-    """A library whose bytes were verified through `fd`, which stays open: what is loaded is what was verified."""
+    """A library whose bytes were verified through the descriptor `fd`, from which it is loaded, too."""
 
     path: str
     manifest: Manifest
@@ -73,9 +73,11 @@ class Generation(SimpleNamespace):
 
 
 def open_regular(path: str, ours: bool = False) -> int:
-    """A descriptor of a regular file; OSError for everything else, and it never blocks."""
+    """Opens a regular file. OSError: it is something else, or, with `ours`, somebody else may have written it.
+
+    Never blocks, and never gives the descriptor of a standard stream."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if fd <= 2:  # of a standard stream that was closed, as in a daemon: others would take it for that
+    if fd <= 2:  # a daemon has closed its standard streams, but others will write to them
         low, fd = fd, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
         os.close(low)
     status = os.fstat(fd)
@@ -93,8 +95,9 @@ def read_manifest(generation: str, ours: bool = False) -> Manifest:
         return Manifest.parse(file.read())
 
 
-def find(request: inputs.Request, reasons: list[str] | None = None) -> Generation | None:
-    """The published library that fits the request and whose inputs are still what they were."""
+def find(request: Request, reasons: list[str] | None = None) -> Generation | None:
+    """Finds a complete build for the request whose inputs are still what they were; tells `reasons` why others do not
+    fit."""
     own = places.folders()
     for folder in [*own, *places.shared_folders()]:
         slot = slot_path(folder, request)
@@ -103,7 +106,7 @@ def find(request: inputs.Request, reasons: list[str] | None = None) -> Generatio
                 manifest = read_manifest(path, ours=folder in own)
                 fresher = manifest.closure.check(request)
                 found = _verified(f"{path}/{request.output}", manifest, ours=folder in own)
-            except (inputs.Changed, OSError, ValueError, KeyError, TypeError) as problem:
+            except (Changed, OSError, ValueError, KeyError, TypeError) as problem:
                 if getattr(problem, "errno", 0) in _NO_DESCRIPTOR:
                     raise
                 if reasons is not None:
@@ -113,7 +116,7 @@ def find(request: inputs.Request, reasons: list[str] | None = None) -> Generatio
                 with contextlib.suppress(OSError):
                     if fresher:
                         write_whole(f"{path}/manifest", manifest.dump())
-                    if i > 0 or time.time() - used > private.DAY_S:  # when it was last used, to the day
+                    if i > 0 or time.time() - used > staging.DAY_S:  # the time of last use is kept to the day
                         os.utime(path)
             return found
     return None
@@ -123,25 +126,26 @@ def _verified(path: str, manifest: Manifest, ours: bool) -> Generation:
     fd = open_regular(path, ours)
     _share(fd)
     status = os.fstat(fd)
-    if status.st_nlink == 0 or status.st_size != manifest.size or inputs.file_digest(fd) != manifest.digest:
+    if status.st_nlink == 0 or status.st_size != manifest.size or file_digest(fd) != manifest.digest:
         os.close(fd)
         raise ValueError(f"{path} {'is damaged' if status.st_nlink else 'was just removed'}")
     return Generation(path=path, manifest=manifest, fd=fd)
 
 
 def _share(fd: int) -> None:
-    """Says that a library is in use. Whoever removes it, or asks, has the lock for an instant only."""
+    """Marks a library as in use. Whoever removes one, or asks whether it is in use, has the lock for an instant
+    only."""
     for _ in range(100):
         try:
             return fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(0.01)
-        except OSError:  # there are no locks
+        except OSError:  # this file system has no locks
             return
 
 
-def other_facts(request: inputs.Request) -> list[str]:
-    """What distinguishes the request from the one that was last built, or used, under its name."""
+def other_facts(request: Request) -> list[str]:
+    """Says in what the request differs from the one that was last built, or used, under its name."""
     for manifest in newest(request.name):
         old, new = manifest.request, json.loads(json.dumps(request.facts))
         changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
@@ -150,7 +154,7 @@ def other_facts(request: inputs.Request) -> list[str]:
 
 
 def newest(name: str) -> Iterator[Manifest]:
-    """What is published under a name, first what was last built or used."""
+    """Manifests of what was built under a name, the last one built or used first."""
     named = (slot for f in places.folders() for slot in places.slots(f) if os.path.basename(slot)[:-17] == name)
     for _, path in sorted((g for slot in named for g in _generations(slot)), reverse=True):
         with contextlib.suppress(OSError, ValueError):
@@ -166,13 +170,13 @@ def _difference(old, new) -> str:
 
 
 def _generations(slot: str, ours: bool = False) -> list[tuple[float, str]]:
-    """(when it was last used, folder); first the last, which mostly fits."""
+    """(when it was last used, folder) of each generation; the last one used, which mostly fits, comes first."""
     try:
         with os.scandir(slot) as scanned:
             entries = list(scanned)
         found = [(e.stat().st_mtime, e.path) for e in entries if "." not in e.name and e.is_dir()]
         if ours and any(e.name.startswith("stage.") for e in entries):
-            private.sweep(slot, "stage")  # of a builder that was killed when all but this was done
+            staging.sweep(slot, "stage")  # a builder may have been killed after it published
     except OSError as problem:
         if problem.errno in _NO_DESCRIPTOR:
             raise
@@ -180,7 +184,7 @@ def _generations(slot: str, ours: bool = False) -> list[tuple[float, str]]:
     return sorted(found, reverse=True)
 
 
-def slot_path(folder: str, request: inputs.Request) -> str:
+def slot_path(folder: str, request: Request) -> str:
     return os.path.join(folder, f"{request.name}-{request.slot}")
 
 
@@ -189,7 +193,7 @@ def write_whole(path: str, data: bytes) -> None:
     beside = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
     try:
         with open(beside, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)  # whatever the umask is: find() refuses what a group may write
+            os.fchmod(file.fileno(), 0o644)  # whatever the umask is: find() refuses files that a group may write
             file.write(data)
         os.replace(beside, path)
     finally:
@@ -197,15 +201,15 @@ def write_whole(path: str, data: bytes) -> None:
             os.unlink(beside)
 
 
-def writable_slot(request: inputs.Request) -> tuple[str, str]:
-    """(a slot folder which can be written, why not the first choice or "")."""
+def writable_slot(request: Request) -> tuple[str, str]:
+    """(a slot's folder that can be written, why it is not the first choice or "")"""
     problem = ""
     for folder in places.folders():
         slot = slot_path(folder, request)
         try:
             os.makedirs(folder, 0o700 if folder == places.fallback() else 0o755, exist_ok=True)
             for last in (False, False, True):
-                os.makedirs(slot, 0o755, exist_ok=True)  # of these, others see what the umask lets them
+                os.makedirs(slot, 0o755, exist_ok=True)  # others may read it if the umask lets them
                 try:
                     probe = tempfile.TemporaryFile(dir=slot)
                     break
@@ -213,8 +217,8 @@ def writable_slot(request: inputs.Request) -> tuple[str, str]:
                     if last:
                         raise
             with probe:
-                os.posix_fallocate(probe.fileno(), 0, 4 << 20)  # a build of anything needs that
-                if not places.is_ours(os.fstat(probe.fileno())):  # it would be refused by find()
+                os.posix_fallocate(probe.fileno(), 0, 4 << 20)  # any build needs that much
+                if not places.is_ours(os.fstat(probe.fileno())):  # find() would refuse them
                     raise OSError(errno.EPERM, "files there belong to others")
         except OSError as error:
             problem = problem or f"{folder}: {error.strerror}"
@@ -225,98 +229,38 @@ def writable_slot(request: inputs.Request) -> tuple[str, str]:
     return slot, problem
 
 
-@contextlib.contextmanager
-def locked(slot: str, waiting: Callable[..., contextlib.AbstractContextManager]) -> Iterator[None]:
-    """Holds the slot's lock; while another process has it, `waiting(holder)` is entered, holder() as in _holder."""
-    fd = _open_lock(slot)
-    try:
-        with contextlib.ExitStack() as stack:
-            told = False
-            while not (locked := _try_lock(fd)) or not _is_there(fd, slot):
-                if locked:
-                    _close_lock(fd)
-                    fd = _open_lock(slot)
-                    continue
-                if not told:
-                    stack.enter_context(waiting(lambda: _holder(slot)))
-                    told = True
-                time.sleep(0.05)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()} {socket.gethostname()} {time.time():.0f}".encode(), 0)
-        yield
-    finally:
-        _close_lock(fd)
-
-
 def tidy(slot: str, everything: bool = False) -> bool:
-    """Removes what dead builders left in a slot, with `everything` the generations that no process has, and the slot
-    when nothing is left in it. Whether it is gone; where somebody builds, nothing happens."""
+    """Removes what dead builders left in a slot and, if nothing else is in it, the slot. Whether it is gone.
+
+    everything   removes generations, too, except those in use. While somebody builds there, nothing is removed."""
     with contextlib.suppress(OSError):
-        private.sweep(slot, "stage")
+        staging.sweep(slot, "stage")
         if not (everything or set(os.listdir(slot)) <= _LEFTOVERS):
             return False
-        fd = _open_lock(slot)
-        try:
-            if not _try_lock(fd) or any(private.is_alive(entry.path, "stage") for entry in os.scandir(slot)):
+        with staging.locked_if_free(slot) as free:
+            if not free:
                 return False
             for _, generation in _generations(slot) if everything else ():
-                if any(map(os.path.lexists, (f"{generation}/manifest", output(generation)))):  # or it is not ours
+                if any(map(os.path.lexists, (f"{generation}/manifest", output(generation)))):  # else it is not ours
                     discard(generation)
             if set(os.listdir(slot)) <= _LEFTOVERS:
                 shutil.rmtree(slot)
-        finally:
-            _close_lock(fd)
     return not os.path.exists(slot)
 
 
-def _open_lock(slot: str) -> int:
-    os.makedirs(slot, 0o755, exist_ok=True)
-    fd = os.open(f"{slot}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    _held.add(fd)
-    return fd
-
-
-def _close_lock(fd: int) -> None:
-    _held.discard(fd)
-    os.close(fd)
-
-
-def _is_there(fd: int, slot: str) -> bool:
-    """Whether the open file still is the slot's lock: tidy() removes the slots that are empty."""
-    with contextlib.suppress(OSError):
-        return os.path.samestat(os.fstat(fd), os.stat(f"{slot}/lock"))
-    return False
-
-
-# A child that is forked during a build would keep the lock alive after the builder died.
-_held: set[int] = set()
-os.register_at_fork(after_in_child=lambda: [os.close(fd) for fd in _held] and _held.clear())
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-    return True  # also where there are no locks: a double build is harmless
-
-
 def output(generation: str) -> str:
-    """The library, or object, in a generation's folder."""
+    """Path of the library, or the object, in a generation's folder."""
     name = os.path.basename(os.path.dirname(generation)).rpartition("-")[0]
     return f"{generation}/unit.o" if name.startswith("unit-") else f"{generation}/{name}.so"
 
 
 def in_use(generation: str) -> bool:
-    """Whether a process has it, which find() says by a lock; where these are not to be had, anybody may."""
+    """Whether a process has loaded it, which that says by a lock. Without locks, every generation may be in use."""
     return not _unless_in_use(generation, lambda: None)
 
 
 def discard(generation: str) -> bool:
-    """Removes a generation that no process has; gives whether it did."""
+    """Removes a generation unless it is in use. Whether it did."""
     return _unless_in_use(generation, lambda: shutil.rmtree(generation, ignore_errors=True))
 
 
@@ -332,48 +276,31 @@ def _unless_in_use(generation: str, act: Callable[[], None]) -> bool:
     return True
 
 
-def _holder(slot: str) -> tuple[str, float]:
-    """Who builds, and for how many seconds."""
-    words = inputs.text_of(f"{slot}/lock").split()
-    if len(words) != 3:
-        return "another process", 0.0
-    return f"pid {words[0]} on {words[1]}", max(0.0, time.time() - float(words[2]))
-
-
-@contextlib.contextmanager
-def staging(slot: str) -> Iterator[str]:
-    """A private folder for one build, removed at the end together with what still runs in it."""
-    path = private.make(slot, "stage")
-    try:
-        yield path
-    finally:
-        private.remove(path)
-
-
-def publish(slot: str, staging: str, file: str, request: inputs.Request, closure: inputs.Closure) -> None:
-    """Makes `file` a generation of the slot."""
-    generation = place(slot, staging, file, request, closure)
+def publish(slot: str, folder: str, file: str, request: Request, closure: Closure) -> None:
+    """Makes `file`, in the private folder, a generation of the slot."""
+    generation = place(slot, folder, file, request, closure)
     complete(generation, {})
     os.close(generation.fd)
 
 
-def place(slot: str, staging: str, file: str, request: inputs.Request, closure: inputs.Closure) -> Generation:
-    """Puts `file` where it will stay, by one rename; a damaged one of this name makes room. Nobody finds it yet."""
-    folder = f"{staging}/complete.{os.urandom(4).hex()}"
-    os.mkdir(folder, 0o755)
+def place(slot: str, folder: str, file: str, request: Request, closure: Closure) -> Generation:
+    """Puts `file` where it will stay, by one rename. Nobody finds it before complete(); a damaged one makes room for
+    it."""
+    made = f"{folder}/complete.{os.urandom(4).hex()}"
+    os.mkdir(made, 0o755)
     os.chmod(file, 0o755)
-    os.rename(file, f"{folder}/{request.output}")
-    fd = open_regular(f"{folder}/{request.output}")
+    os.rename(file, f"{made}/{request.output}")
+    fd = open_regular(f"{made}/{request.output}")
     _share(fd)
     said = {"request": request.facts, "asked": request.asked, "operators": {}, "closure": closure}
-    manifest = Manifest(size=os.fstat(fd).st_size, digest=inputs.file_digest(fd), **said)
-    # Named by what it is made of, without times and tools' places.
-    made_of = sorted(digest for _, digest in closure.entries().values())
-    target = f"{slot}/{inputs.digest(f'{manifest.digest} {made_of}'.encode())[:16]}"
+    manifest = Manifest(size=os.fstat(fd).st_size, digest=file_digest(fd), **said)
+    # Its name depends on contents only, not on times and the places of tools.
+    made_of = sorted(content for _, content in closure.entries().values())
+    target = f"{slot}/{digest(f'{manifest.digest} {made_of}'.encode())[:16]}"
     for _ in range(3):
-        os.makedirs(slot, 0o755, exist_ok=True)  # a unit's is made here, and may be tidied away
+        os.makedirs(slot, 0o755, exist_ok=True)  # somebody may tidy the empty slot of a unit away
         try:
-            os.rename(folder, target)
+            os.rename(made, target)
             break
         except FileNotFoundError:
             continue
@@ -381,7 +308,7 @@ def place(slot: str, staging: str, file: str, request: inputs.Request, closure: 
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
             with contextlib.suppress(OSError):
-                os.rename(target, f"{folder}.old")  # goes with the staging folder
+                os.rename(target, f"{made}.old")  # goes with the private folder
     else:
         raise report(f"cannot publish {target}", ["something puts it there again and again"], f"rm -r {slot}")
     for _, old in _generations(slot)[_KEEP:]:
@@ -390,6 +317,6 @@ def place(slot: str, staging: str, file: str, request: inputs.Request, closure: 
 
 
 def complete(generation: Generation, about: dict[str, str]) -> None:
-    """From now on it is found; `about` says which operators it has."""
+    """Lets it be found. `about` is {operator: schemas and documentation}."""
     generation.manifest.operators = about
     write_whole(f"{os.path.dirname(generation.path)}/manifest", generation.manifest.dump())

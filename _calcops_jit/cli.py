@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import os
 import sys
 import time
 
-from . import cache, inputs, library, places, recipes
-from .diagnosis import BuildError
+from . import cache, library, places, recipes
+from .closure import digest, file_digest
+from .errors import BuildError, report
 from .progress import say
+from .request import SHADOW, Request
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,22 +49,42 @@ def _build(options: argparse.Namespace) -> None:
     print(library.obtain(_request(options)).path)
 
 
-def _request(options: argparse.Namespace) -> inputs.Request:
-    return recipes.own() if options.name in (None, "calcops") else recipes.last(options.name)
+def _request(options: argparse.Namespace) -> Request:
+    """The operators' Request, or what `load` was asked for when it last built, or found, a library of this name."""
+    if options.name in (None, "calcops"):
+        return recipes.own()
+    for manifest in cache.newest(options.name):
+        if manifest.asked:
+            return recipes.foreign(*manifest.asked)
+    there = sorted({os.path.basename(slot)[:-17] for folder in places.folders() for slot in places.slots(folder)})
+    names = [name for name in there if name != "calcops" and not name.startswith("unit-")]
+    what, evidence = f"no library `{options.name}` in {places.folders()[0]}", f"there are: {', '.join(names) or 'none'}"
+    raise report(what, [evidence], f"calcops_jit.load({options.name!r}, ...) first")
+
+
+def _key(request: Request) -> str:
+    """Names what a build would give, without building, for a CI cache. Equal machines and sources have equal keys."""
+    contents = []
+    for root in (request.root, SHADOW):
+        for path in sorted(glob.glob(f"{glob.escape(root)}/**", recursive=True)):
+            if path.endswith((".h", ".cuh", ".cpp", ".cu")):
+                contents += [request.fold(path), file_digest(path)]
+    contents += [file_digest(tool) for tool in request.tools]
+    return f"{request.name}-{digest(' '.join([request.slot, *contents]).encode())[:20]}"
 
 
 def _where(options: argparse.Namespace) -> None:
     request = recipes.own()
     if options.key:
-        print(recipes.key(request))
+        print(_key(request))
     elif options.cache:
         print(places.folders()[0])
     else:
-        found = cache.find(request)
+        found, cuda = cache.find(request), request.cuda
         print(f"cache    {places.folders()[0]}")
         print(f"library  {found.path if found else 'not built yet: python -m calcops_jit build'}")
-        print(f"CUDA     {'built with ' + request.cuda.home if request.cuda.build else request.cuda.reason}")
-        print(f"key      {recipes.key(request)}")
+        print(f"CUDA     {'built with ' + cuda.home if cuda.build else f'{cuda.reason}; {cuda.fix}'}")
+        print(f"key      {_key(request)}")
 
 
 def _why(options: argparse.Namespace) -> int:
@@ -78,7 +101,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     findings = list(doctor.examine())
     if options.json:
-        print(json.dumps([finding._asdict() for finding in findings], indent=2))
+        print(json.dumps([{"fix": ""} | vars(finding) for finding in findings], indent=2))
     else:
         for finding in findings:
             print(f"{finding.verdict:4}  {finding.what:17}  {finding.evidence}")
@@ -97,15 +120,15 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _cache(options: argparse.Namespace) -> int:
-    from . import usage
+    from . import cache_size
 
     if options.action == "prune":
-        removed = usage.prune(usage.bound())
+        removed = cache_size.prune(cache_size.bound())
         print(f"removed {len(removed)} libraries and objects, {sum(e.size for e in removed) / 1e6:.1f} MB")
         return 0
     damaged = 0
     for folder in filter(os.path.isdir, [*places.folders(), *places.shared_folders()]):
-        found = usage.entries(folder)
+        found = cache_size.entries(folder)
         for entry in found:
             if options.action == "list":
                 used = time.strftime("%Y-%m-%d", time.localtime(entry.used))
@@ -120,7 +143,7 @@ def _cache(options: argparse.Namespace) -> int:
 
 
 def _clean(options: argparse.Namespace) -> None:
-    from . import usage
+    from . import cache_size
 
-    for folder, left in usage.clean():
+    for folder, left in cache_size.clean():
         say(f"removed the libraries in {folder}" + f", but {len(left)} that a process has or builds" * bool(left))

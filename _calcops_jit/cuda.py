@@ -8,54 +8,57 @@ import os
 import re
 import shutil
 import subprocess
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 
-# Built when nobody says for which GPU: A100 and H100 as such, anything newer from PTX.
+# If nobody says for which GPU: code for A100 and H100, and PTX for anything newer.
 DEFAULT_ARCHES = "8.0;9.0+PTX"
 
 
-class Choice(NamedTuple):
-    """`reason` says why CUDA is not built, and after a semicolon what mends it; `fatal` means that it was asked for."""
+class Choice(SimpleNamespace):
+    """Whether CUDA is built. If it is not, `reason` says why and `fix` is the command that changes it."""
 
     build: bool = False
     reason: str = ""
-    fatal: bool = False
-    home: str = ""
-    version: str = ""  # of the toolkit
+    fix: str = ""
+    fatal: bool = False  # CUDA was asked for, and cannot be built
+    home: str = ""  # the toolkit's folder
+    version: str = ""  # the toolkit's
     arches: str = ""  # as in TORCH_CUDA_ARCH_LIST; empty: those of `gpus`
     gpus: tuple[str, ...] = ()
 
 
 def choose(needed: bool = False) -> Choice:
-    """CALCOPS_CUDA decides; without it, a visible GPU or an explicit TORCH_CUDA_ARCH_LIST asks for CUDA.
-    `needed`: there are .cu sources which cannot be left out."""
+    """Obeys CALCOPS_CUDA; if that is not set, a visible GPU or an explicit TORCH_CUDA_ARCH_LIST asks for CUDA.
+
+    needed   there are .cu sources that cannot be left out"""
     switch = os.environ.get("CALCOPS_CUDA", "")
     if switch not in ("", "0", "1"):
         raise ValueError(f"calcops_jit: expected CALCOPS_CUDA 0 or 1, got {switch!r}")
     asked = needed or switch == "1"
     if switch == "0" and not needed:
-        return Choice(reason="CALCOPS_CUDA=0 was set; unset CALCOPS_CUDA")
+        return Choice(reason="CALCOPS_CUDA=0 was set", fix="unset CALCOPS_CUDA")
     if torch.version.cuda is None:
-        return Choice(reason="this PyTorch is a CPU build; pip install --force-reinstall torch", fatal=asked)
+        return Choice(reason="this PyTorch is a CPU build", fix="pip install --force-reinstall torch", fatal=asked)
     arches = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("native", "")
     gpus = visible_gpus()
     if not (asked or gpus or arches):
-        return Choice(reason="no GPU was visible; CALCOPS_CUDA=1 python -m calcops_jit build")
+        return Choice(reason="no GPU was visible", fix="CALCOPS_CUDA=1 python -m calcops_jit build")
     home, version = find_toolkit()
     if not home:
         have = f"nvcc is CUDA {version}, torch is CUDA {torch.version.cuda}" if version else "no nvcc was found"
         checkout = os.path.exists(os.path.join(os.path.dirname(__file__), "..", "Makefile"))
         fix = "make cuda" if checkout else f"pip install cuda-toolkit[nvcc]=={torch.version.cuda}.*"
-        return Choice(reason=f"{have}; {fix}", fatal=asked, gpus=gpus)
+        return Choice(reason=have, fix=fix, fatal=asked, gpus=gpus)
     if not (arches or gpus):
         arches = DEFAULT_ARCHES
-    return Choice(True, "", False, home, version, arches, gpus)
+    return Choice(build=True, home=home, version=version, arches=arches, gpus=gpus)
 
 
 def find_toolkit() -> tuple[str, str]:
-    """(folder, version) of the first toolkit of torch's major version, else ("", some other version or "")."""
+    """Finds the first toolkit of torch's major version: (folder, version); if there is none, ("", another version or
+    "")."""
     if torch.version.cuda is None:
         return "", ""
     nvcc = shutil.which("nvcc")
@@ -85,7 +88,7 @@ def _toolkit_version(home: str) -> str:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Names of the kinds of GPU in this machine; none where CUDA_VISIBLE_DEVICES hides them all."""
+    """Names of the kinds of GPU in this machine; none if CUDA_VISIBLE_DEVICES hides them all."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return ()
     names = set()
@@ -96,7 +99,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def gpu_capabilities() -> list[str]:
-    """Compute capabilities, such as ["8.0", "9.0"], asked from the driver in a process of its own."""
+    """Asks the driver, in a process of its own, for compute capabilities such as ["8.0", "9.0"]."""
     with contextlib.suppress(OSError):
         asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         said = subprocess.run(asked, capture_output=True, text=True).stdout
@@ -105,6 +108,7 @@ def gpu_capabilities() -> list[str]:
 
 
 def arch_list(choice: Choice) -> str:
-    """TORCH_CUDA_ARCH_LIST for the build: what was asked for, else every GPU here, the newest also as PTX."""
+    """TORCH_CUDA_ARCH_LIST for the build: what was asked for, else every GPU of this machine, the newest also as
+    PTX."""
     here = "" if choice.arches else ";".join(gpu_capabilities())
     return choice.arches or (here + "+PTX" if here else DEFAULT_ARCHES)

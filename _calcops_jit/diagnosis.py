@@ -1,6 +1,6 @@
-"""Why something failed, in at most twelve lines: the cause, the evidence, one command that mends it, the log.
+"""Why something failed: the cause, a line that shows it, and one command that fixes it.
 
-`foresee` finds what can be known before a compiler is started, the rest are tools' words; causes.txt judges both."""
+`foresee` finds what can be known before a compiler is started; `judge` knows tools' own words, by causes.txt."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-from . import cuda, inputs
+from . import cuda
+from .closure import text_of
+from .errors import BuildError, report
+from .request import Request, compiler_words
 
-_MAX_LINES = 12
 _DRIVERS = {12: 525, 13: 580}  # CUDA's release notes: the oldest driver for any release of this major version
 
 # g++ and clang print file:line:column: error: ..., nvcc file(line): error: ... or error #20: ...; below it the source
@@ -34,40 +37,37 @@ _LED_AFTER = (
     r"|^ +instantiation of .* at line (?P<row>\d+) of (?P<unit>\S+)"
 )
 _INCLUDED = r"^(?:In file included)? +from (?P<file>\S.*?):(?P<line>\d+)(?::\d+)?[,:]"
-KILLED = "the compiler was killed"
+KILLED = "the compiler was killed"  # how that cause begins
 
 
-class BuildError(RuntimeError):
-    """A library could not be built or loaded. The message says why, in at most twelve lines."""
+class Problem(SimpleNamespace):
+    """A cause, a line that shows it, the command that fixes it."""
 
-    __module__ = "calcops_jit"
+    cause: str
+    evidence: str
+    fix: str
 
-    def _render_traceback_(self) -> list[str]:  # what a notebook shows
-        return [f"BuildError: {self}"]
-
-
-def report(what: str, evidence: list[str], remedy: str, log: str = "") -> BuildError:
-    """The one form of every BuildError."""
-    tail = [f"  fix: {remedy}"] if remedy else []
-    if log:
-        tail.append(f"  log: {log}")
-    room = _MAX_LINES - 1 - len(tail)
-    return BuildError("\n".join([what, *(f"  {line.rstrip()[:200]}" for line in evidence[:room]), *tail]))
+    def error(self, what: str, log: str = "") -> BuildError:
+        """The BuildError for `what`, which failed because of this."""
+        return report(f"{what}: {self.cause}", [self.evidence], self.fix, log)
 
 
-def explain(what: str, output: str, request: inputs.Request, log: str = "") -> BuildError:
-    """The BuildError for `what`, which failed with this output."""
+def explain(what: str, output: str, request: Request, log: str = "") -> BuildError:
+    """The BuildError for `what`, which failed with a tool's output."""
     if known := judge(output, request):
-        return report(f"{what}: {known[0]}", [known[1]], known[2], log)
+        return known.error(what, log)
     if error := re.search(_COMPILER_ERROR, output, re.MULTILINE):
         return _point_at(what, output, error, request, log)
-    noise = r"\s*$|ninja:|FAILED: |\[\d|Error building|.* -c "  # of ninja and torch, who print the commands
+    noise = (
+        r"\s*$|ninja:|FAILED: |\[\d|Error building|.* -c "  # lines of ninja, which prints the commands, and of torch
+    )
     last = [line for line in output.splitlines() if not re.match(noise, line)][-6:]
     return report(what, last, f"less {log}" if log else "python -m calcops_jit clean", log)
 
 
-def _point_at(what: str, output: str, error: re.Match, request: inputs.Request, log: str) -> BuildError:
-    """At the error where it is the project's, else at the nearest line of the project that led to it."""
+def _point_at(what: str, output: str, error: re.Match, request: Request, log: str) -> BuildError:
+    """The BuildError for a compiler's error: at its line if that is the project's, else at the project's line that led
+    to it."""
     at, evidence = error["at"], error[0].splitlines()
     if _is_own(re.split(r"[:(]\d", at)[0], request):
         return report(f"{what}: error at {at}", evidence, f"correct {at}", log)
@@ -80,33 +80,33 @@ def _point_at(what: str, output: str, error: re.Match, request: inputs.Request, 
             words = found.groupdict()
             file, line = words.get("unit") or words["file"], words.get("row") or words["line"]
             if _is_own(file, request):
-                source = [*inputs.text_of(file).splitlines(), *[""] * int(line)][int(line) - 1]
+                source = [*text_of(file).splitlines(), *[""] * int(line)][int(line) - 1]
                 evidence = [told, f"{file}:{line}: led to it", f"  {line} | {source}"]
                 return report(f"{what}: error at {file}:{line}", evidence, f"correct {file}:{line}", log)
     return report(f"{what}: error at {at}", evidence, f"less {log}", log)
 
 
-def _is_own(file: str, request: inputs.Request) -> bool:
-    """Whether a file is the project's: the folder of its sources may lie above PyTorch, or below /usr."""
+def _is_own(file: str, request: Request) -> bool:
+    """Whether a file is the project's. (The folder of its sources may lie above PyTorch's, or below /usr.)"""
     path, root = os.path.abspath(file), f"{request.root.rstrip('/')}/"
     others = [request.unfold("@torch"), request.unfold("@loader"), request.cuda.home, sys.prefix, "/usr", "/opt"]
     above = [f"{folder}/" for folder in others if folder and path.startswith(f"{folder}/")]
     return path.startswith(root) and all(len(folder) < len(root) for folder in above)
 
 
-def judge(output: str, request: inputs.Request) -> tuple[str, str, str] | None:
-    """(cause, the line that shows it, the command that mends it)"""
+def judge(output: str, request: Request) -> Problem | None:
+    """The first of the known problems that a tool's output shows."""
     rows = Path(__file__).with_name("causes.txt").read_text("utf-8").splitlines()[3:]
     for pattern, judgement in zip(rows[::2], rows[1::2]):
         if match := re.search(pattern, output, re.MULTILINE):
             start = output.rfind("\n", 0, match.start()) + 1
             line = output[start:].partition("\n")[0].strip()
-            cause, _, remedy = judgement.strip().partition(" -> ")
-            return cause, line, remedy.format(*match.groups(""), **_words(request))
+            cause, _, fix = judgement.strip().partition(" -> ")
+            return Problem(cause=cause, evidence=line, fix=fix.format(*match.groups(""), **_words(request)))
     return None
 
 
-def _words(request: inputs.Request) -> dict[str, str]:
+def _words(request: Request) -> dict[str, str]:
     packages = {
         "apt-get": ("install -y", "g++", f"python3.{sys.version_info[1]}-dev"),
         "dnf": ("install -y", "gcc-c++", "python3-devel"),
@@ -120,31 +120,44 @@ def _words(request: inputs.Request) -> dict[str, str]:
         "headers": packages[tool][2],
         "python": sys.executable,
         "standard": next((flag for flag in request.cflags if flag.startswith("-std=")), "-std="),
-        "drop": "take out of extra_cflags:" if request.python else "unset CALCOPS_CFLAGS; it has",
+        "drop": "take out of extra_cflags:" if request.kind == "foreign" else "unset CALCOPS_CFLAGS; it has",
     }
 
 
-def foresee(request: inputs.Request, ninja: str | None) -> Iterator[str]:
-    """What a build would fail with, found in milliseconds; for `explain`."""
-    compiler = inputs.compiler_words()
+def foresee(request: Request, ninja: str | None) -> Iterator[Problem]:
+    """Finds, in milliseconds, what a build would fail with."""
+    words = _words(request)
+    compiler = compiler_words()
     if shutil.which(compiler[-1] if len(compiler) == 1 else compiler[0]) is None:
-        other = " (CXX names it), but c++ is" if os.environ.get("CXX") and shutil.which("c++") else ""
-        yield f"`{compiler[0]}` is not on PATH{other}"
+        other = os.environ.get("CXX") and shutil.which("c++")
+        evidence = f"`{compiler[0]}` is not on PATH" + " (CXX names it), but c++ is" * bool(other)
+        yield Problem(
+            cause="no C++ compiler",
+            evidence=evidence,
+            fix="unset CXX" if other else "{install} {compiler}".format(**words),
+        )
     elif not answer(*compiler, "--version"):
-        yield f"`{' '.join(compiler)} --version` fails"
+        yield Problem(
+            cause="the C++ compiler does not run", evidence=f"`{' '.join(compiler)} --version` fails", fix="unset CXX"
+        )
     for source in request.sources:
         if not os.path.isfile(source):
-            yield f"the source {source} is gone"
+            fix = f"restore {source}, or load without it in a new process"
+            yield Problem(cause="a source is gone", evidence=f"the source {source} is gone", fix=fix)
     if ninja is None:
-        yield "ninja is neither on PATH nor beside this Python; it runs the compilers"
+        evidence = "ninja is neither on PATH nor beside this Python; it runs the compilers"
+        yield Problem(cause="no ninja", evidence=evidence, fix=f"{sys.executable} -m pip install ninja")
     if (flag := f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch._C._GLIBCXX_USE_CXX11_ABI:d}") in request.cflags:
-        yield f"{flag} is not what this PyTorch was built with"
-    texts = {source: _code(inputs.text_of(source)) for source in request.sources if request.python}
+        evidence = f"{flag} is not what this PyTorch was built with"
+        yield Problem(cause="the C++ ABI is not PyTorch's", evidence=evidence, fix=f"{words['drop']} {flag}")
+    texts = {source: _code(text_of(source)) for source in request.sources if request.kind == "foreign"}
     for source, text in texts.items():
         if "<torch/extension.h>" in text and not has_headers(request):
-            yield f"{source} includes torch/extension.h, which includes Python.h: No such file"
+            yield no_headers(f"{source} includes torch/extension.h, which includes Python.h: No such file", request)
         if "PYBIND11_MODULE" in text and not any("TORCH_LIBRARY" in other for other in texts.values()):
-            yield f"{source} has PYBIND11_MODULE and no TORCH_LIBRARY"
+            fix = "load it with torch.utils.cpp_extension.load, or register with TORCH_LIBRARY"
+            evidence = f"{source} has PYBIND11_MODULE and no TORCH_LIBRARY"
+            yield Problem(cause="a Python module, not operators", evidence=evidence, fix=fix)
     if request.cuda.build:
         yield from _foresee_cuda(request)
 
@@ -154,40 +167,53 @@ def _code(text: str) -> str:
     return re.sub(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")', lambda match: match[1] or " ", text, flags=re.DOTALL)
 
 
-def _foresee_cuda(request: inputs.Request) -> Iterator[str]:
+def _foresee_cuda(request: Request) -> Iterator[Problem]:
     nvcc = f"{request.cuda.home}/bin/nvcc"
     known = [int(number) / 10 for number in re.findall(r"compute_(\d+)", answer(nvcc, "--list-gpu-arch"))]
     for arch in map(float, re.findall(r"\d+\.\d", cuda.arch_list(request.cuda))):
         if known and arch not in known:
             nearest = max((k for k in known if k < arch), default=min(known))
-            yield f"{nvcc}: unsupported gpu architecture {arch}, it has {min(known)} to {max(known)}; take {nearest}"
-    host = os.environ.get("CC") or "gcc"  # torch gives nvcc what CC names; by itself it takes gcc
+            has = f"it has {min(known)} to {max(known)}; take {nearest}"
+            evidence = f"{nvcc}: unsupported gpu architecture {arch}, {has}"
+            fix = f"export TORCH_CUDA_ARCH_LIST={nearest}+PTX"
+            yield Problem(cause="this nvcc does not know the GPU architecture", evidence=evidence, fix=fix)
+    host = compiler_words(variable="CC", otherwise="gcc")[0]  # torch gives nvcc what CC names; by itself nvcc takes gcc
     have = re.search(r"__GNUC__ (\d+)", macros := answer(host, "-dM", "-E", "-x", "c++", os.devnull))
     limit = re.search(r"__GNUC__ > (\d+)", answer("cat", f"{request.cuda.home}/include/crt/host_config.h"))
     if limit and have and int(have[1]) > int(limit[1]) and "__clang__" not in macros:
-        yield f"{nvcc}: gcc versions later than {limit[1]} are not supported; {host} is {have[1]}"
+        evidence = f"{nvcc}: gcc versions later than {limit[1]} are not supported; {host} is {have[1]}"
+        fix = f"export CC=gcc-{limit[1]} CXX=g++-{limit[1]}"
+        yield Problem(cause="the C++ compiler is too new for this nvcc", evidence=evidence, fix=fix)
 
 
-def old_driver() -> str:
-    """For `judge`; "" where the driver runs this PyTorch's CUDA, or there is none. Nothing is initialised."""
+def old_driver(request: Request) -> Problem | None:
+    """The driver, if it is too old for this PyTorch's CUDA. Initialises nothing."""
     version, needed = ctypes.c_int(), int((torch.version.cuda or "0").partition(".")[0])
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     if version.value == 0 or version.value // 1000 >= needed:
-        return ""
+        return None
     runs = f"{version.value // 1000}.{version.value % 1000 // 10}"
     oldest = _DRIVERS.get(needed, max(_DRIVERS.values()))
-    return f"CUDA {torch.version.cuda} of PyTorch needs driver {oldest} or newer; this one runs CUDA {runs}"
+    evidence = f"CUDA {torch.version.cuda} of PyTorch needs driver {oldest} or newer; this one runs CUDA {runs}"
+    fix = f"{_words(request)['install']} nvidia-driver-{oldest}"
+    return Problem(cause="the NVIDIA driver is too old", evidence=evidence, fix=fix)
 
 
-def has_headers(request: inputs.Request) -> bool:
+def has_headers(request: Request) -> bool:
     """Whether the compiler finds Python.h."""
     named = [*os.environ.get("CPATH", "").split(":"), *request.include_paths]
     return any(os.path.exists(f"{f}/Python.h") for f in [sysconfig.get_path("include", "posix_prefix"), *named])
 
 
+def no_headers(evidence: str, request: Request) -> Problem:
+    return Problem(
+        cause="Python's headers are missing", evidence=evidence, fix="{install} {headers}".format(**_words(request))
+    )
+
+
 def answer(*command: str) -> str:
-    """What it prints; "" where it fails."""
+    """What a command prints; "" if it fails."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         options = {"stdin": subprocess.DEVNULL, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
         return subprocess.run(command, check=True, **options).stdout

@@ -1,4 +1,4 @@
-"""What a build would find here, judged before it is tried: python -m calcops_jit doctor."""
+"""What a build would meet on this machine: python -m calcops_jit doctor."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 
-from . import build, cache, cuda, diagnosis, inputs, places, recipes
+from . import cache, compiler, cuda, diagnosis, jobs, places, recipes
+from .request import compiler_words
 
 
-class Finding(NamedTuple):
-    """`verdict` is ok, note (works, with less) or fail."""
+class Finding(SimpleNamespace):
+    """One thing that a build needs."""
 
     what: str
-    verdict: str
+    verdict: str  # "ok"; "note": it works, with less; "fail"
     evidence: str
     fix: str = ""
 
@@ -29,41 +30,51 @@ def examine() -> Iterator[Finding]:
     try:
         request = recipes.own()
     except ValueError as error:
-        yield Finding("CUDA", "fail", str(error), "unset CALCOPS_CUDA")
+        yield Finding(what="CUDA", verdict="fail", evidence=str(error), fix="unset CALCOPS_CUDA")
         return
-    ninja = build.find_ninja()
+    ninja = compiler.find_ninja()
     failures = list(diagnosis.foresee(request, ninja))
-    notes = [diagnosis.old_driver()]
+    notes = [diagnosis.old_driver(request)]
     if not diagnosis.has_headers(request):
-        notes.append("Python.h: No such file; sources with torch/extension.h include it")
+        notes.append(diagnosis.no_headers("sources with torch/extension.h include Python.h", request))
     for problem in [*failures, *filter(None, notes)]:
-        cause, evidence, fix = diagnosis.judge(problem, request)
-        yield Finding(cause, "fail" if problem in failures else "note", evidence, fix)
+        verdict = "fail" if problem in failures else "note"
+        yield Finding(what=problem.cause, verdict=verdict, evidence=problem.evidence, fix=problem.fix)
     if not failures:
-        version = diagnosis.answer(*inputs.compiler_words(), "--version")
-        yield Finding("C++ compiler", "ok", version.partition("\n")[0])
-        yield Finding("ninja", "ok", ninja)
+        version = diagnosis.answer(*compiler_words(), "--version")
+        yield Finding(what="C++ compiler", verdict="ok", evidence=version.partition("\n")[0])
+        yield Finding(what="ninja", verdict="ok", evidence=ninja)
     if request.cuda.build:
         found = f"{request.cuda.home}, CUDA {request.cuda.version}, for {cuda.arch_list(request.cuda)}"
-        yield Finding("CUDA", "ok", found)
+        yield Finding(what="CUDA", verdict="ok", evidence=found)
     else:
-        cause, _, fix = request.cuda.reason.partition("; ")
-        yield Finding("CUDA", "fail" if request.cuda.fatal else "note", cause, fix)
+        verdict = "fail" if request.cuda.fatal else "note"
+        yield Finding(what="CUDA", verdict=verdict, evidence=request.cuda.reason, fix=request.cuda.fix)
     yield _cache()
     for problem in places.unreadable():
-        yield Finding("shared cache", "note", problem, "chmod -R go+rX it, or take it out of CALCOPS_CACHE_READONLY")
-    yield Finding("compilers at once", "ok", os.environ.get("MAX_JOBS") or str(build.jobs()))
+        yield Finding(
+            what="shared cache",
+            verdict="note",
+            evidence=problem,
+            fix="chmod -R go+rX it, or take it out of CALCOPS_CACHE_READONLY",
+        )
+    yield Finding(what="compilers at once", verdict="ok", evidence=os.environ.get("MAX_JOBS") or str(jobs.number()))
     if library := cache.find(request, reasons := []):
-        yield Finding("operators", "ok", library.path)
+        yield Finding(what="operators", verdict="ok", evidence=library.path)
     else:
-        yield Finding("operators", "note", [*reasons, "not built yet"][0], "python -m calcops_jit build")
+        yield Finding(
+            what="operators", verdict="note", evidence=[*reasons, "not built yet"][0], fix="python -m calcops_jit build"
+        )
 
 
 def _supported(what: str, version: str, oldest: tuple[int, int], newest: tuple[int, int]) -> Finding:
     if oldest <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= newest:
-        return Finding(what, "ok", version)
+        return Finding(what=what, verdict="ok", evidence=version)
     return Finding(
-        what, "note", version, "use {} {}.{} to {}.{}, with which this is tested".format(what, *oldest, *newest)
+        what=what,
+        verdict="note",
+        evidence=version,
+        fix="use {} {}.{} to {}.{}, with which this is tested".format(what, *oldest, *newest),
     )
 
 
@@ -72,9 +83,14 @@ def _cache() -> Finding:
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-        return Finding("cache", "note", f"cannot write {folder}", "export CALCOPS_CACHE=<a folder of your own>")
+        return Finding(
+            what="cache",
+            verdict="note",
+            evidence=f"cannot write {folder}",
+            fix="export CALCOPS_CACHE=<a folder of your own>",
+        )
     free = shutil.disk_usage(folder).free
     noexec = ", noexec: libraries are loaded from memory" if os.statvfs(folder).f_flag & os.ST_NOEXEC else ""
     fix = "export CALCOPS_CACHE=<a folder with space>" if free < 500e6 else ""
     evidence = f"{places.folders()[0]}, {free / 1e9:.1f} GB free{noexec}"
-    return Finding("cache", "note" if fix else "ok", evidence, fix)
+    return Finding(what="cache", verdict="note" if fix else "ok", evidence=evidence, fix=fix)

@@ -1,4 +1,4 @@
-"""A folder that takes the built operators to machines without a compiler: python -m calcops_jit export."""
+"""A folder with the built operators, for machines without a compiler: python -m calcops_jit export."""
 
 from __future__ import annotations
 
@@ -11,37 +11,40 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, cache, inputs, library, recipes
-from .diagnosis import report
+from . import __version__, cache, library, recipes, request
+from .errors import report
 
 _HERE = Path(__file__).resolve().parent
-_TEXTS = {  # in the folder: in here
+_TEXTS = {  # {file in the folder: template in this package}
     "calcops_jit.py": "host/calcops_jit.py",
-    "calcops_jit.pyi": "handles.pyi",
+    "calcops_jit.pyi": "operators.pyi",
     "include/calcops.h": "include/calcops.h",
     "lib/pkgconfig/calcops.pc": "host/calcops.pc",
     "lib/cmake/calcops/calcops-config.cmake": "host/calcops-config.cmake",
 }
-# What a compiler may use by itself, and the kernel's names where they differ. SSE3, its "pni", comes with SSSE3 or AVX.
+# Macros of the extensions that a compiler may use by itself, and the kernel's names where these differ. SSE3, for the
+# kernel "pni", comes with SSSE3 or AVX.
 _INSTRUCTIONS = r"#define __((?:SSE(?!3)|SSSE|AVX(?!10)|FMA|BMI|F16C|LZCNT|MOVBE|POPCNT)\w*?)(?<!_MATH)__ 1"
 _IN_CPUINFO = {"bmi": "bmi1", "lzcnt": "abm"}
 
 
 def write(folder: str, isa: str) -> None:
-    """Builds for `isa`, an -march of the compiler, if need be. BuildError where this machine could not run that."""
-    request = recipes.own(isa=isa)
-    instructions = _instructions(request)
-    here = inputs.isa().replace("_", "").split()
+    """Writes the folder, after building for `isa`, an -march of the compiler, if need be.
+
+    BuildError: this machine could not run that."""
+    wanted = recipes.own(isa=isa)
+    instructions = _instructions(wanted)
+    here = request.isa().replace("_", "").split()
     if missing := [name for name in instructions if name.replace("_", "") not in here]:
         lack = f"this processor has no {' '.join(missing)}"  # but the library is loaded here, too
         raise report(f"cannot export for {isa}", [lack], "export on a machine that has it")
-    built = library.obtain(request)
+    built = library.obtain(wanted)
     data = Path(built.path).read_bytes()
     release = torch.__version__.partition("+")[0]
     about = {
         "torch": [release, torch.compiled_with_cxx11_abi()],
         "instructions": instructions,
-        "cuda": request.cuda.version,
+        "cuda": wanted.cuda.version,
         "sha256": hashlib.sha256(data).hexdigest(),
         "operators": {
             name: [*handle._qualified_op_name.split("::"), handle.__doc__] for name, handle in built.operators.items()
@@ -52,7 +55,7 @@ def write(folder: str, isa: str) -> None:
         "release": release,
         "torch": os.path.dirname(torch.__file__),
         "standard": "20" if tuple(map(int, release.split(".")[:2])) >= (2, 13) else "17",
-        "libraries": "-ltorch_cuda -ltorch_cpu -lc10" if request.cuda.build else "-ltorch_cpu -lc10",
+        "libraries": "-ltorch_cuda -ltorch_cpu -lc10" if wanted.cuda.build else "-ltorch_cpu -lc10",
     }
     files = {"lib/libcalcops.so": data, "calcops.json": json.dumps(about, indent=1).encode()}
     for target, template in _TEXTS.items():
@@ -64,10 +67,11 @@ def write(folder: str, isa: str) -> None:
         cache.write_whole(f"{folder}/{name}", content)
 
 
-def _instructions(request: inputs.Request) -> list[str]:
-    """What the compiler may use by itself, asked of its own macros: any flag may name it."""
-    flags = [flag for flag in request.cflags if flag.startswith("-m")]
-    asked = [*inputs.compiler_words(), *flags, "-dM", "-E", "-x", "c++", os.devnull]
+def _instructions(wanted: request.Request) -> list[str]:
+    """The instruction-set extensions that the compiler may use by itself, by its own macros: any flag may turn one
+    on."""
+    flags = [flag for flag in wanted.cflags if flag.startswith("-m")]
+    asked = [*request.compiler_words(), *flags, "-dM", "-E", "-x", "c++", os.devnull]
     answer = subprocess.run(asked, capture_output=True, text=True)
     if answer.returncode != 0:
         raise report(f"cannot export with {' '.join(flags)}", answer.stderr.splitlines()[:2], "--isa x86-64-v3")

@@ -1,4 +1,4 @@
-"""From a Request to a loaded library: found in the cache, or built there once however many processes ask."""
+"""The libraries of this process: found in the cache, or built there once however many processes ask, and exchanged."""
 
 from __future__ import annotations
 
@@ -7,17 +7,119 @@ import shutil
 import threading
 from collections.abc import Callable
 
-from . import cache, inputs, loading, operators, places
-from .diagnosis import BuildError, explain, old_driver, report
+import torch
 
-_loaded: list[loading.Live] = []
+from . import cache, handles, loading, places, staging
+from .closure import Changed, Closure
+from .errors import BuildError, report
+from .registration import Registration
+from .request import Request
+
+
+class Library:
+    """A loaded library. Its operators, torch.ops handles, are attributes and in the dictionary `operators`; `path` is
+    its file, and so is os.fspath(library). (Operators named `path` or `operators` take precedence as attributes.)
+
+    reload() changes it in place: the handles stay, and call the new kernels. A copy is the same object; unpickling one
+    loads its sources."""
+
+    path: str
+    operators: dict[str, torch._ops.OpOverloadPacket]
+
+    def __init__(self, request: Request):
+        self._request = request
+
+    def _show(self, path: str, handles: dict[str, torch._ops.OpOverloadPacket]) -> None:
+        for name in [name for name in vars(self) if not name.startswith("_")]:
+            delattr(self, name)
+        self._path, self._operators = path, handles
+        vars(self).update({"path": path, "operators": handles} | handles)
+
+    def __fspath__(self) -> str:
+        return self._path
+
+    def __copy__(self) -> Library:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Library:
+        return self
+
+    def __reduce__(self):
+        return _load_again, (self._request.but(),)
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):  # copy and pickle ask for such
+            raise AttributeError(name)
+        raise handles.missing(f"no operator `{name}` in {self._path}", self._operators)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *self._operators})
+
+    def __repr__(self) -> str:
+        return f"<calcops_jit library {self._path}: {', '.join(self._operators) or 'no operators'}>"
+
+
+def _load_again(request: Request) -> Library:
+    """Unpickles a Library."""
+    from . import recipes
+
+    return obtain(recipes.again(request))
+
+
+class Live:
+    """A library of this process: the generation whose kernels are called, and those before it."""
+
+    digest = ""
+
+    def __init__(self, request: Request):
+        self.request, self.library = request, Library(request)
+        self._generations: dict[str, Registration] = {}  # {digest: each that was ever called}
+        self._described: dict[str, str] = {}
+
+    @property
+    def at_once(self) -> set[str]:
+        """Operators that the library registered by itself when it was loaded, and that cannot be exchanged."""
+        return self._described.keys() - self._generations[self.digest].schemas if self.digest else set()
+
+    def knows(self, digest: str) -> bool:
+        return digest in self._generations
+
+    def link(self, request: Request, generation: cache.Generation) -> Registration:
+        """Loads a generation into the process, where nothing calls it yet. BuildError: it cannot replace the present
+        one."""
+        if registration := self._generations.get(generation.manifest.digest):
+            os.close(generation.fd)
+            return registration
+        if at_once := self.at_once:
+            evidence = f"{sorted(at_once)[0]} was registered without torch/library.h, by STABLE_TORCH_LIBRARY perhaps"
+            raise report(f"cannot reload {request.name}", [evidence], "restart Python")
+        library = loading.link_in(generation.path, generation.fd, request)
+        registration = Registration(request.name, request.root, library)
+        if refusal := registration.refusal(list(self._generations.values())):
+            raise refusal
+        return registration
+
+    def exchange(self, request: Request, generation: cache.Generation, new: Registration) -> None:
+        """Makes a generation the one that is called. BuildError: nothing has changed."""
+        if generation.manifest.digest != self.digest:
+            new.take([old for old in self._generations.values() if old is not new])
+        self.request, self.digest = request, generation.manifest.digest
+        self.closure, self._described = generation.manifest.closure, generation.manifest.operators
+        self._generations[self.digest] = new
+        self.library._request = request
+        self.library._show(
+            generation.path, handles.handles(self._described, self.library if request.kind == "foreign" else None)
+        )
+
+
+_loaded: list[Live] = []
 _one_at_a_time = threading.RLock()
-# A thread that does not live on in a child may have it. (The standard library's own locks do the same.)
+# In a forked child, the thread that holds it may not exist. (The standard library's locks do the same.)
 os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)
 
 
-def obtain(request: inputs.Request, build: bool = True) -> loading.Library | None:
-    """The library for `request`. None only where it would have to be built and `build` is False."""
+def obtain(request: Request, build: bool = True) -> Library | None:
+    """Loads the library for a request, after building it if need be. None: it is not built, and `build` is False."""
     with _one_at_a_time:
         reasons: list[str] = []
         try:
@@ -29,8 +131,12 @@ def obtain(request: inputs.Request, build: bool = True) -> loading.Library | Non
         return found and _load(request, found)
 
 
-def reload(again: Callable[[inputs.Request], inputs.Request]) -> list[str]:
-    """Exchanges every loaded library whose inputs changed; gives their names. Raises what failed first, at the end."""
+def reload(again: Callable[[Request], Request]) -> list[str]:
+    """Exchanges every loaded library whose inputs changed, and gives their names.
+
+    again   gives a request in the present environment
+
+    BuildError: the first of those that failed; the others are exchanged."""
     with _one_at_a_time:
         before = [(live, live.digest) for live in _loaded]
         failure = None
@@ -45,7 +151,7 @@ def reload(again: Callable[[inputs.Request], inputs.Request]) -> list[str]:
 
 
 def project_files() -> set[str]:
-    """The own files of the loaded libraries, and the folders in which new ones would be found."""
+    """The loaded libraries' own files, and the folders in which new ones would be found."""
     found = set()
     for live in list(_loaded):
         request = live.request
@@ -53,37 +159,38 @@ def project_files() -> set[str]:
     return found
 
 
-def _live(request: inputs.Request) -> loading.Live:
-    """The one that `request` is a generation of. A library is its name and where it comes from."""
+def _live(request: Request) -> Live:
+    """The loaded library that a request is for, or a new one. A library is known by its name and where it comes
+    from."""
     for live in _loaded:
         if live.request.name == request.name and _origin(live.request) & _origin(request):
             return live
-    return loading.Live(request)
+    return Live(request)
 
 
-def _origin(request: inputs.Request) -> set[str]:
-    """Where a library comes from: its folder and its files, also by names that led elsewhere before a link changed."""
+def _origin(request: Request) -> set[str]:
+    """What tells where a library comes from: its folder and sources, also by the given names, which may be links."""
     return {request.root, *request.sources, *(request.given[0] if request.given else ())}
 
 
-def _load(request: inputs.Request, generation: cache.Generation) -> loading.Library:
+def _load(request: Request, generation: cache.Generation) -> Library:
     live = _live(request)
-    return _exchange(live, request, generation, live.bring_in(request, generation))
+    return _exchange(live, request, generation, live.link(request, generation))
 
 
-def _exchange(live, request, generation, registration) -> loading.Library:
+def _exchange(live, request, generation, registration) -> Library:
     live.exchange(request, generation, registration)
     if live not in _loaded:
         _loaded.append(live)
     return live.library
 
 
-def _build(request: inputs.Request, reasons: list[str]) -> loading.Library:
+def _build(request: Request, reasons: list[str]) -> Library:
+    from .diagnosis import explain, old_driver
     from .progress import Progress, say
 
     if request.cuda.fatal:
-        cause, _, remedy = request.cuda.reason.partition("; ")
-        raise report(f"cannot build {request.name} for CUDA", [cause], remedy)
+        raise report(f"cannot build {request.name} for CUDA", [request.cuda.reason], request.cuda.fix)
     for problem in places.unreadable():
         say(problem)
     try:
@@ -98,66 +205,66 @@ def _build(request: inputs.Request, reasons: list[str]) -> loading.Library:
         return Progress("waiting for", lambda _: (text.format(*holder()), 0.0))
 
     try:
-        with cache.locked(slot, waiting):
+        with staging.locked(slot, waiting):
             if found := cache.find(request, reasons):  # somebody built it meanwhile
                 return _load(request, found)
             if request.cuda.gpus and not request.cuda.build:
-                reason = request.cuda.reason.replace(";", ":")
+                reason = f"{request.cuda.reason}: {request.cuda.fix}"
                 say(f"{request.cuda.gpus[0]} is here, but {reason}; building for the CPU")
-            if request.cuda.build and (problem := old_driver()):
-                say(explain("what is built for CUDA cannot run here", problem, request))
+            if request.cuda.build and (old := old_driver(request)):
+                say(str(old.error("what is built for CUDA cannot run here")))
             return _compile(request, slot, reasons)
     except OSError as error:
         raise explain(f"cannot build {request.name}", str(error), request) from None
 
 
-def _compile(request: inputs.Request, slot: str, reasons: list[str]) -> loading.Library:
-    from . import build, usage
-    from .eta import Eta
+def _compile(request: Request, slot: str, reasons: list[str]) -> Library:
+    from . import cache_size, compiler
     from .progress import Progress, say
+    from .remaining_time import RemainingTime
 
-    limit = usage.bound()  # a wrong one is refused before the build
+    limit = cache_size.bound()  # a wrong one is refused before the build
     title = f"building {request.name}"
-    if why := reasons or cache.other_facts(request):  # the newest library there does not fit
+    if why := reasons or cache.other_facts(request):  # why what was built before does not fit
         title += f" ({why[0].rpartition('/')[2] if reasons else why[0].partition(':')[0]})"
     alone = False
     for _ in range(3):
-        with cache.staging(slot) as staging:
-            eta = Eta(request, slot, staging)
-            with Progress(title, eta.state) as progress:
+        with staging.stage(slot) as folder:
+            remaining = RemainingTime(request, slot, folder)
+            with Progress(title, remaining.state) as progress:
                 try:
-                    built, closure = build.compile_library(request, slot, staging, alone)
-                except inputs.Changed:
+                    built, closure = compiler.build(request, slot, folder, alone)
+                except Changed:
                     continue  # a source was saved while it was compiled
-                except build.OutOfMemory:
+                except compiler.OutOfMemory:
                     alone = True
                     say("a compiler was killed, most likely for lack of memory: trying again with one at a time")
                     continue
                 first = _live(request) not in _loaded
-                library = _publish(request, slot, staging, built, closure)
-                eta.learn()
+                library = _publish(request, slot, folder, built, closure)
+                remaining.learn()
                 progress.outcome = f"built {request.name} in {progress.seconds():.1f} s"
             if first:  # a reload is not to wait for it
-                usage.prune(limit)
+                cache_size.prune(limit)
             return library
     evidence = "its sources changed while they were compiled, three times"
     raise report(f"cannot build {request.name}", [evidence], "wait until nothing writes to them")
 
 
-def _publish(request: inputs.Request, slot: str, staging: str, built: str, closure: inputs.Closure) -> loading.Library:
-    # It is loaded from where it will stay, before anybody finds it there: what cannot be loaded is not kept, and what
-    # it registers is only known then.
+def _publish(request: Request, slot: str, folder: str, built: str, closure: Closure) -> Library:
+    # It is loaded from where it will stay, before anybody else finds it: what cannot be loaded is not kept, and only a
+    # loaded library tells which operators it registers.
     from . import trial
 
     live = _live(request)
-    generation = cache.place(slot, staging, built, request, closure)
+    generation = cache.place(slot, folder, built, request, closure)
     try:
         at_once = live.at_once
         if not live.knows(generation.manifest.digest):
-            at_once = trial.registered_at_once(request.name, lambda: live.bring_in(request, generation))
-        registration = live.bring_in(request, generation)
-        schemas = registration.schemas | {name: operators.live_schemas(name) for name in at_once}
-        cache.complete(generation, operators.describe(schemas, request.root))
+            at_once = trial.registered_at_once(request.name, lambda: live.link(request, generation))
+        registration = live.link(request, generation)
+        schemas = registration.schemas | {name: handles.live_schemas(name) for name in at_once}
+        cache.complete(generation, handles.describe(schemas, request.root))
         return _exchange(live, request, generation, registration)
     except BaseException:
         shutil.rmtree(os.path.dirname(generation.path), ignore_errors=True)

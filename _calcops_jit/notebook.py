@@ -9,14 +9,15 @@ import tempfile
 from IPython import get_ipython
 from IPython.core.magic_arguments import argument, magic_arguments
 
-from calcops_jit import BuildError, load
+from . import cache, library, recipes, staging
+from .closure import digest
+from .errors import BuildError
 
-from . import cache, inputs, private
-
-# Of this process alone, as two notebooks may use one name at once. No folder is in the cache's keys, so that after a
-# restart the same cell is found there.
-_folder = private.make(os.path.realpath(tempfile.gettempdir()), f"calcops-cells-{os.getuid()}")
-_live: dict[str, str] = {}  # {source: the cell that is called}
+# A folder of this process, as two notebooks may use the same name. The cache's keys name no folder, so the cell is
+# found
+# there after a restart.
+_folder = staging.make(os.path.realpath(tempfile.gettempdir()), f"calcops-cells-{os.getuid()}")
+_live: dict[str, str] = {}  # {source: the text of the cell whose operators are called}
 
 
 @magic_arguments()
@@ -32,21 +33,21 @@ def operator(line: str, cell: str) -> None:
     and a changed schema leave everything as it was. Errors count the lines from the one below %%operator.
     """
     options = operator.parser.parse_args(shlex.split(line))
-    folder = f"{_folder}/{inputs.digest(options.name.encode())}"
+    folder = f"{_folder}/{digest(options.name.encode())}"
     os.makedirs(folder, exist_ok=True)
     source = f"{folder}/cell.{'cu' if options.cuda else 'cpp'}"
     cache.write_whole(source, cell.encode())
     flags = {"extra_cuda_cflags" if options.cuda else "extra_cflags": shlex.split(options.cflags)}
-    flags["extra_ldflags"] = shlex.split(options.ldflags)
+    flags |= {"extra_ldflags": shlex.split(options.ldflags), "verbose": options.verbose}
     try:
-        library = load(options.name, source, **flags, verbose=options.verbose)
+        built = library.obtain(recipes.foreign(options.name, source, **flags))
     except BaseException as error:
-        if source in _live:  # reload() must not meet the cell that failed
+        if source in _live:  # reload() is not to find the cell that failed
             cache.write_whole(source, _live[source].encode())
         if isinstance(error, BuildError):
             error = BuildError(str(error).replace(source, "cell"))
         raise error from None
     _live[source] = cell
-    get_ipython().push(library.operators)
-    for handle in library.operators.values():
+    get_ipython().push(built.operators)
+    for handle in built.operators.values():
         print(handle.__doc__.partition("\n\n")[0])

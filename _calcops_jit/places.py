@@ -1,4 +1,4 @@
-"""Which folders are caches."""
+"""The folders that are caches."""
 
 from __future__ import annotations
 
@@ -8,64 +8,65 @@ import os
 import re
 import tempfile
 
-from . import private
+from . import staging
 
-_of_this_process: list[str] = []  # where nothing else can be written
+_of_this_process: list[str] = []  # for when nothing else can be written
 os.register_at_fork(after_in_child=_of_this_process.clear)
 
 
 def folders() -> list[str]:
-    """Where libraries are looked for, and built where it can be written: the first choice, then private fallbacks."""
+    """Folders in which libraries are looked for and, in the first that can be written, built: the user's, then
+    fallbacks."""
     found = []
     if named := os.environ.get("CALCOPS_CACHE"):
         found.append(_place(named))
     else:
         base = os.environ.get("XDG_CACHE_HOME", "")
         base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
-        if os.path.isabs(base):  # without HOME and a passwd entry "~" stays what it is
+        if os.path.isabs(base):  # "~" is not expanded without HOME and a passwd entry
             found.append(os.path.join(base, "calcops"))
-    if not os.path.lexists(fallback()) or is_ours(os.lstat(fallback())):  # everybody may write to /tmp
+    if not os.path.lexists(fallback()) or is_ours(os.lstat(fallback())):  # anybody may have made it in /tmp
         found.append(fallback())
     return found + _of_this_process
 
 
 def last_resort() -> str:
-    """Makes a folder that is removed with this process. FileNotFoundError: nothing at all can be written."""
-    _of_this_process[:] = [private.make(tempfile.gettempdir(), f"calcops-{os.getuid()}")]
+    """Makes a folder for this process alone. FileNotFoundError: nothing at all can be written."""
+    _of_this_process[:] = [staging.make(tempfile.gettempdir(), f"calcops-{os.getuid()}")]
     return _of_this_process[0]
 
 
 def fallback() -> str:
-    """The temporary folder of this user, which nobody else may read."""
-    # tempfile.gettempdir would write a file to find out whether it can.
+    """A temporary folder of this user, which nobody else may read."""
+    # tempfile.gettempdir() would write a file to see whether it can.
     return os.path.join(_place(os.environ.get("TMPDIR") or "/tmp"), f"calcops-{os.getuid()}")
 
 
 def shared_folders() -> list[str]:
-    """Read-only caches, such as an administrator's for all users; looked into after our own."""
+    """Caches that are only read, such as an administrator's for all users. They are looked into last."""
     return [_place(f) for f in os.environ.get("CALCOPS_CACHE_READONLY", "").split(":") if f]
 
 
 @functools.cache
 def _place(path: str) -> str:
-    """The folder that a variable means: one, also after a chdir."""
+    """The folder that a variable means, also after a chdir."""
     return os.path.abspath(os.path.expanduser(path))
 
 
 def is_ours(status: os.stat_result) -> bool:
-    """Whether nobody else but root can have written what is there."""
+    """Whether nobody but this user and root can have written a file."""
     return status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
 
 
 def slots(folder: str) -> list[str]:
-    """The slots in a cache folder: nothing else there is ours to remove."""
+    """The slots in a cache folder. Nothing else there may be removed."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         return [e.path for e in entries if e.is_dir() and re.search("-[0-9a-f]{16}$", e.name)]
     return []
 
 
 def unreadable() -> list[str]:
-    """Why folders that CALCOPS_CACHE_READONLY lists cannot serve."""
+    """Why folders in CALCOPS_CACHE_READONLY cannot be read."""
     problems = []
     for folder in shared_folders():
         try:

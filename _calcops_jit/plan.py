@@ -1,8 +1,9 @@
-"""What ninja runs: a command for every unit and one that links, with the flags that torch would use."""
+"""The commands of a build, for ninja: one compiles each unit and one links, with the flags that torch would use."""
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -12,13 +13,14 @@ import shlex
 import types
 from types import SimpleNamespace
 
-from . import cuda, inputs, private, reads
-from .diagnosis import report
-from .registration import SHADOW
+from . import compiler_reads, cuda, staging
+from .closure import text_of
+from .errors import report
+from .request import REGISTRY, SHADOW, Request, compiler_words
 
 _RULES = """\
 rule compile
-  command = $cxx $cflags -MD -MF $out.d {assembler}-c $source -o $out
+  command = $cxx {collector}$cflags -MD -MF $out.d {assembler}-c $source -o $out
 rule cuda_compile
   command = $nvcc $cuda_cflags -MD -MF $out.d -c $source -o $out
 rule link
@@ -26,64 +28,75 @@ rule link
 """
 
 
+# GCC collects garbage to keep its heap small, which takes a quarter of its time on PyTorch's headers.
+_NO_COLLECTOR = "--param=ggc-min-heapsize=1048576 "
+
+
 class Plan(SimpleNamespace):
-    """The commands of one build in a staging folder."""
+    """The commands of one build in a private folder."""
 
     units: dict[str, str]  # {source: object}
     kept: list[str]  # objects that are linked as they are
-    flags: dict[str, str]  # as ninja has them, by its variables: cflags, cuda_cflags, ldflags
-    environment: dict[str, str]  # what the compilers find
-    jobs: int  # how many of them run at once
+    flags: dict[str, str]  # of every unit and of the link, by ninja's variables: cflags, cuda_cflags, ldflags
+    registry_cflags: str  # those of registry.cpp, whose object serves every library
+    environment: dict[str, str]  # of the compilers
+    jobs: int  # the number of compilers that run at once
 
     @staticmethod
-    def of(request: inputs.Request, staging: str, sources: list[str], kept: list[str], jobs: int) -> Plan:
-        """Compiles `sources` and links them with the objects `kept`."""
+    def of(request: Request, folder: str, sources: list[str], kept: list[str], jobs: int) -> Plan:
+        """Plans to compile `sources` and to link them with the objects `kept`."""
         for text in (*sources, *request.include_paths, *request.cflags, *request.cuda_cflags, *request.ldflags):
             if "\n" in text.strip():
                 raise report(f"cannot build {request.name}: a line break in a name", [repr(text)], "rename it")
-        environment = _environment(request, staging)
+        environment = _environment(request, folder)
         taken, units = set(), {}
         for i, source in enumerate(sources):
             name = re.sub(r"[^\w.+-]", "_", os.path.basename(source))
             units[source] = f"{i}.{name}.o" if name in taken else f"{name}.o"
             taken.add(name)
-        flags = _torch_flags(request, environment, staging)
-        return Plan(units=units, kept=kept, flags=flags, environment=environment, jobs=jobs)
+        flags = _torch_flags(request, environment, folder)
+        registry = _torch_flags(request.unit(REGISTRY), environment, folder) if REGISTRY in sources else {"cflags": ""}
+        said = {"flags": flags, "registry_cflags": registry["cflags"], "environment": environment, "jobs": jobs}
+        return Plan(units=units, kept=kept, **said)
 
-    def write(self, request: inputs.Request, staging: str, linked: str) -> None:
-        """The file that ninja reads. (Sources are not named as its inputs: it cannot quote every name.)"""
+    def write(self, request: Request, folder: str, linked: str) -> None:
+        """Writes build.ninja. Sources are no inputs in it, since ninja cannot quote every name."""
         flags = {"cxx": " ".join(map(_word, request.compiler)), "nvcc": _word(f"{request.cuda.home}/bin/nvcc")}
         flags |= {"jobs": str(self.jobs), **self.flags}
-        assembler = "-Wa,--MD,$out.as.d " if reads.is_gnu(request) else ""
+        gnu = compiler_reads.is_gnu(request)
+        assembler, collector = ("-Wa,--MD,$out.as.d ", _NO_COLLECTOR) if gnu else ("", "")
         lines = [f"{name} = {value}" for name, value in flags.items()]
-        lines.append(_RULES.format(assembler=assembler, linked=linked))
+        lines.append(_RULES.format(assembler=assembler, collector=collector, linked=linked))
         for source, target in self.units.items():
             rule = "cuda_compile" if request.cuda.build and source.endswith((".cu", ".cuh")) else "compile"
             lines += [f"build {target}: {rule}", f"  source = {_word(source)}"]
+            lines += [f"  cflags = {self.registry_cflags}"] * (source == REGISTRY)
         objects = " ".join([*self.kept, *self.units.values()])
-        lines += [f"build {os.path.basename(staging)}: link {objects}", f"  objects = {objects}", ""]
-        with open(f"{staging}/build.ninja", "wb") as file:
+        lines += [f"build {os.path.basename(folder)}: link {objects}", f"  objects = {objects}", ""]
+        with open(f"{folder}/build.ninja", "wb") as file:
             file.write(os.fsencode("\n".join(lines)))
 
 
 def _word(text: str) -> str:
-    """For ninja, which gives it to a shell."""
+    """Quotes a word for ninja, which gives it to a shell."""
     return shlex.quote(text).replace("$", "$$")
 
 
-def _environment(request: inputs.Request, staging: str) -> dict[str, str]:
+def _environment(request: Request, folder: str) -> dict[str, str]:
     changes = {
-        "LD_PRELOAD": "",  # what this process runs under, a sanitizer say, the compilers need not
+        "LD_PRELOAD": "",  # what this process runs under, such as a sanitizer, is not for the compilers
         "LC_ALL": "C.UTF-8",  # messages are read by diagnosis.py
-        private.MARK: staging,
+        staging.MARK: folder,
     }
+    if "CC" in request.environment:  # torch has nvcc take it for the host's compiler: one word
+        changes["CC"] = compiler_words(request.environment, "CC", "gcc")[0]
     if request.cuda.build:
         changes |= {"CUDA_HOME": request.cuda.home, "TORCH_CUDA_ARCH_LIST": cuda.arch_list(request.cuda)}
     return request.environment | changes
 
 
-def _torch_flags(request: inputs.Request, environment: dict[str, str], staging: str) -> dict[str, str]:
-    """What torch.utils.cpp_extension.load writes into its ninja file for this request."""
+def _torch_flags(request: Request, environment: dict[str, str], folder: str) -> dict[str, str]:
+    """The flags that torch.utils.cpp_extension.load writes into its ninja file for this request."""
     torch = _cpp_extension()
     torch.os.environ = environment | {"TORCH_DONT_CHECK_COMPILER_ABI": "1"}  # that takes two more processes
     torch.CUDA_HOME = request.cuda.home or None
@@ -91,13 +104,13 @@ def _torch_flags(request: inputs.Request, environment: dict[str, str], staging: 
     written = {}
     torch._write_ninja_file = lambda **options: written.update(options)
     torch.load(
-        os.path.basename(staging),  # one that its versioner has not seen
+        os.path.basename(folder),  # a name that its versioner has not seen
         list(request.sources),
-        extra_cflags=[f for f in request.cflags if f != "-fno-gnu-unique" or reads.is_gnu(request)],
+        extra_cflags=[f for f in request.cflags if f != "-fno-gnu-unique" or compiler_reads.is_gnu(request)],
         extra_cuda_cflags=list(request.cuda_cflags),
-        extra_ldflags=["-shared", *_linking(request, staging)],
+        extra_ldflags=["-shared", *_linking(request, folder)],
         extra_include_paths=[folder.replace("$", "$$") for folder in request.include_paths],
-        build_directory=staging,
+        build_directory=folder,
         verbose=request.verbose,
         with_cuda=request.cuda.build,
         # "Standalone" with -shared links a library without libtorch_python and does not load it: that happens later,
@@ -106,16 +119,18 @@ def _torch_flags(request: inputs.Request, environment: dict[str, str], staging: 
         is_standalone=True,
     )
     kinds = ("cflags", "cuda_cflags", "ldflags")
-    return {kind: re.sub(reads.MAKE_FLAGS, "", " ".join(f.strip() for f in written[kind] or ())) for kind in kinds}
+    return {
+        kind: re.sub(compiler_reads.MAKE_FLAGS, "", " ".join(f.strip() for f in written[kind] or ())) for kind in kinds
+    }
 
 
 @functools.cache
 def _cpp_extension() -> types.ModuleType:
-    """torch.utils.cpp_extension, an instance of our own with an environment of its own and with nothing to do but to
-    choose flags. A change of the one that everybody imports, or of os.environ, would be seen by other threads."""
+    """An instance of torch.utils.cpp_extension for us alone, with an environment of its own, that only chooses flags.
+    Other threads would see changes to the instance that everybody imports, or to os.environ."""
     private_os = types.ModuleType("os")
     vars(private_os).update(vars(os))
-    private_os.environ = {"CUDA_PATH": ""}  # no toolkit: it would ask whether there is a GPU, which initialises CUDA
+    private_os.environ = {"CUDA_PATH": ""}  # with a toolkit it would ask whether there is a GPU, which initialises CUDA
     private_os.getenv = lambda name, default=None: private_os.environ.get(name, default)
 
     def import_(name, globals=None, locals=None, fromlist=(), level=0):
@@ -131,14 +146,16 @@ def _cpp_extension() -> types.ModuleType:
     return module
 
 
-def _linking(request: inputs.Request, staging: str) -> list[str]:
-    """With rpaths, so that a C++ host needs no LD_LIBRARY_PATH; the CUDA runtime is the one that torch itself uses."""
+def _linking(request: Request, folder: str) -> list[str]:
+    """Flags for the linker: with rpaths, so that C++ hosts need no LD_LIBRARY_PATH, and with torch's own CUDA
+    runtime."""
     flags = ["-Wl,--as-needed", *request.ldflags]
-    flags += [f"-Wl,--version-script={_word(SHADOW)}/hidden.map", *["-ltorch_python"] * bool(request.python)]
+    flags += [f"-Wl,--version-script={_word(SHADOW)}/hidden.map", *["-ltorch_python"] * (request.kind == "foreign")]
     rpaths = [os.path.join(request.unfold("@torch"), "lib")]
-    runtime = re.search(r"(/\S.*)/libcudart\.so[.\d]*$", inputs.text_of("/proc/self/maps"), re.MULTILINE)
+    runtime = re.search(r"(/\S.*)/libcudart\.so[.\d]*$", text_of("/proc/self/maps"), re.MULTILINE)
     if request.cuda.build and runtime:
-        os.symlink(runtime[0], f"{staging}/libcudart.so")  # wheels have only libcudart.so.13, which -lcudart ignores
+        with contextlib.suppress(FileExistsError):
+            os.symlink(runtime[0], f"{folder}/libcudart.so")  # wheels have only libcudart.so.13, which -lcudart ignores
         flags.append("-L.")
         rpaths.append(runtime[1])
     return [*flags, *(f"-Wl,-rpath,{_word(folder)}" for folder in rpaths)]

@@ -1,4 +1,4 @@
-"""One line that tells what is being done: redrawn on a terminal and in a notebook, now and then said in a log."""
+"""One line that shows what is being done: redrawn on a terminal and in a notebook, repeated now and then in a log."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LOG_S = 10.0
 
 
 class Progress:
-    """`with Progress(title, state) as progress:` shows the title and what state(seconds) says, at once and from then on
-    until the block is left; then `progress.outcome` takes their place, or nothing.
+    """`with Progress(title, state) as progress:` shows the title and a state until the block is left, and then
+    `progress.outcome` instead.
 
-    A state is a text and the part that is done, 0 to 1."""
+    state   state(seconds) gives a text and the part that is done, 0 to 1"""
 
     outcome = ""
 
@@ -58,7 +58,7 @@ class Progress:
 
     def _show(self, text: str, part: float | None) -> None:
         with contextlib.suppress(OSError, ValueError):
-            if self._output:  # not a widget: that would need ipywidgets, and be lost when the notebook is read later
+            if self._output:  # not a widget, which needs ipywidgets and is lost when the notebook is read later
                 bar = f"<progress value='{part or 0:.3f}'></progress> {html.escape(text)}"
                 self._output.update({"text/plain": text} | ({} if part is None else {"text/html": bar}), raw=True)
             elif self._terminal:
@@ -71,7 +71,7 @@ class Progress:
 
 
 def say(text: str) -> None:
-    """One line that stays."""
-    if sys.stderr is not None:  # which print() would take for sys.stdout
+    """Prints one line that stays."""
+    if sys.stderr is not None:  # print() would take None for sys.stdout
         with contextlib.suppress(OSError, ValueError):  # a closed stream must not fail a build
             print(f"calcops_jit: {text}", file=sys.stderr, flush=True)

@@ -5,37 +5,36 @@ from __future__ import annotations
 import glob
 import os
 import re
-from importlib.machinery import EXTENSION_SUFFIXES
 
-from . import cache, cuda, inputs, places
-from .diagnosis import report
-from .registration import SHADOW
+from . import cuda
+from .request import BASE, SHADOW, Request, located, words_of
 
-# Hidden and not "gnu unique", so that two builds of one operator can be in one process without sharing variables.
-_BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 _CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
 
 
 def operators_root() -> str:
-    """ops/ beside calcops_jit.py in a checkout, in here when installed."""
+    """Path of ops/: beside calcops_jit.py in a checkout, in this package when installed."""
     here = os.path.dirname(os.path.abspath(__file__))
     installed = os.path.join(here, "ops")
     return os.path.realpath(installed if os.path.isdir(installed) else f"{here}/../ops")
 
 
-def own(root: str | None = None, name: str = "calcops", isa: str = "native") -> inputs.Request:
-    """Everything under ops/: each .cpp in it or in an operator's folder is a unit, each .cu one where CUDA is built."""
+def own(root: str | None = None, name: str = "calcops", isa: str = "native") -> Request:
+    """The Request for everything under ops/: each .cpp there or in an operator's folder, and each .cu if CUDA is
+    built."""
     root = root or operators_root()
     choice = cuda.choose()
     suffixes = (".cpp", ".cu")[: 1 + choice.build]
-    extra = inputs.words_of("CALCOPS_CFLAGS")
+    extra = words_of("CALCOPS_CFLAGS")
     pattern = f"{glob.escape(root)}/"
     found = sorted(glob.glob(f"{pattern}[!.]*.cpp") + glob.glob(f"{pattern}[!._]*/[!.]*"))
     # at::parallel_for is a plain loop without -fopenmp; libgomp is the one in torch's folder, by its rpath.
-    cflags = [*_BASE, f"-march={isa}", "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
+    cflags = [*BASE, f"-march={isa}", "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
     if not choice.build:
-        cflags.append(f"-DCALCOPS_NO_CUDA='\"{choice.reason}\"'")  # a shell's word: no reason has a quote or a $
-    return inputs.Request(
+        cflags.append(
+            f"-DCALCOPS_NO_CUDA='\"{choice.reason}; {choice.fix}\"'"
+        )  # a shell's word: neither has a quote or a $
+    return Request(
         name=name,
         root=root,
         sources=tuple(f for f in found if f.endswith(suffixes)),
@@ -47,7 +46,7 @@ def own(root: str | None = None, name: str = "calcops", isa: str = "native") -> 
     )
 
 
-# Options of torch.utils.cpp_extension.load with the values that change nothing here, and what is there instead.
+# Options of torch.utils.cpp_extension.load: the values that change nothing here, and what there is instead of others.
 _TORCH_OPTIONS = {
     "build_directory": ((None,), "CALCOPS_CACHE names the folder of the cache, `.path` the library"),
     "is_python_module": ((False,), "operators are registered with TORCH_LIBRARY"),
@@ -61,22 +60,22 @@ _TORCH_OPTIONS = {
 def foreign(
     name,
     sources,
-    extra_cflags,
-    extra_cuda_cflags,
-    extra_ldflags,
-    extra_include_paths,
-    verbose,
-    with_cuda,
-    torch_options,
-) -> inputs.Request:
-    """Sources of somebody else, with the meaning that torch.utils.cpp_extension.load gives to the options."""
-    for option, value in torch_options.items():
+    extra_cflags=None,
+    extra_cuda_cflags=None,
+    extra_ldflags=None,
+    extra_include_paths=None,
+    verbose=False,
+    with_cuda=None,
+    torch_options=(),
+) -> Request:
+    """The Request for somebody's own sources; the options mean what they mean to torch.utils.cpp_extension.load."""
+    for option, value in dict(torch_options).items():
         if option not in _TORCH_OPTIONS:
             raise TypeError(f"calcops_jit.load: got an unknown argument `{option}`")
         harmless, instead = _TORCH_OPTIONS[option]
         if value not in harmless:
             raise ValueError(f"calcops_jit.load: expected no `{option}`, got {value!r}; {instead}")
-    # calcops is the operators here, unit- begins the objects in the cache.
+    # calcops is this project's own library; names of objects in the cache begin with unit-.
     if not isinstance(name, str) or not re.fullmatch(r"(?!calcops$|unit-)[A-Za-z_][\w.-]{,199}", name):
         what = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'unit-...'"
         raise ValueError(f"calcops_jit.load: expected `name` {what}, got {name!r}")
@@ -92,32 +91,21 @@ def foreign(
     cflags, cuda_cflags = _flags("extra_cflags", extra_cflags), _flags("extra_cuda_cflags", extra_cuda_cflags)
     ldflags = _flags("extra_ldflags", extra_ldflags)
     folders = [os.path.abspath(folder) for folder in _strings("extra_include_paths", extra_include_paths)]
-    return inputs.Request(
+    return Request(
         name=name,
-        **inputs.places(tuple(paths), (SHADOW, *folders)),
-        cflags=(*_BASE, define, *cflags),
+        **located(tuple(paths), (SHADOW, *folders)),
+        cflags=(*BASE, define, *cflags),
         cuda_cflags=(*_CUDA_BASE, define, *cuda_cflags),
         ldflags=tuple(ldflags),
         cuda=cuda.choose(needed=True) if with_cuda else cuda.Choice(),
         verbose=verbose,
-        python=EXTENSION_SUFFIXES[0],
-        asked=(name, paths, cflags, cuda_cflags, ldflags, folders, False, with_cuda, {}),
+        kind="foreign",
+        asked=(name, paths, cflags, cuda_cflags, ldflags, folders, False, with_cuda),
     )
 
 
-def last(name: str) -> inputs.Request:
-    """What `load` was asked for when it last built, or found, a library of this name."""
-    for manifest in cache.newest(name):
-        if manifest.asked:
-            return foreign(*manifest.asked)
-    there = sorted({os.path.basename(slot)[:-17] for folder in places.folders() for slot in places.slots(folder)})
-    names = [name for name in there if name != "calcops" and not name.startswith("unit-")]
-    evidence = f"there are: {', '.join(names) or 'none'}"
-    raise report(f"no library `{name}` in {places.folders()[0]}", [evidence], f"calcops_jit.load({name!r}, ...) first")
-
-
 def _strings(argument: str, value) -> list[str]:
-    """One path or string, or a sequence of such."""
+    """A list of strings from a path, a string, or a sequence of these."""
     try:
         found = [value] if isinstance(value, (str, os.PathLike)) else list(value or ())
         found = [os.fspath(item) for item in found]
@@ -129,25 +117,14 @@ def _strings(argument: str, value) -> list[str]:
 
 
 def _flags(argument: str, value) -> list[str]:
-    """A sequence of flags as it is; a string as the words that a shell would make of it."""
+    """A list of flags from a sequence, or from a string as a shell would split it."""
     if isinstance(value, str):
-        import shlex  # which takes longer than a Request
+        import shlex  # importing it takes longer than making a Request
 
         return shlex.split(value)
     return _strings(argument, value)
 
 
-def again(request: inputs.Request) -> inputs.Request:
-    """The same library as its files and the environment are now."""
-    return request.again() if request.python else own(request.root, request.name)
-
-
-def key(request: inputs.Request) -> str:
-    """Names what a build would give, without building: for a CI cache. Equal keys are equal machines and sources."""
-    contents = []
-    for root in (request.root, SHADOW):
-        for path in sorted(glob.glob(f"{glob.escape(root)}/**", recursive=True)):
-            if path.endswith((".h", ".cuh", ".cpp", ".cu")):
-                contents += [request.fold(path), inputs.file_digest(path)]
-    contents += [inputs.file_digest(tool) for tool in request.tools]
-    return f"{request.name}-{inputs.digest(' '.join([request.slot, *contents]).encode())[:20]}"
+def again(request: Request) -> Request:
+    """The Request for the same library in the present environment, with the files that are there now."""
+    return request.again() if request.kind == "foreign" else own(request.root, request.name)

@@ -1,7 +1,9 @@
-"""What a library registers with PyTorch: collected, compared with what is there, committed as a whole or not at all.
+"""What a library registers with PyTorch: collected, compared with what is there, and committed as a whole or not at
+all.
 
-The other half is shadow/torch/library.h, which every source is compiled with. So a newer generation of a library can
-take the place of an older one in a running process, and no library that of another.
+The other half is in shadow/: a torch/library.h that every source is compiled with, and registry.cpp, to which the
+blocks of TORCH_LIBRARY go. Because of this, a newer generation of a library can replace an older one in a running
+process, and one library cannot replace operators of another.
 """
 
 from __future__ import annotations
@@ -15,17 +17,15 @@ from functools import cached_property
 
 import torch
 
-from .diagnosis import BuildError, report
+from .errors import BuildError, report
 
-SHADOW = os.path.join(os.path.dirname(os.path.realpath(__file__)), "shadow")
 _taken: list[Registration] = []  # all that ever registered something, the newest last
 
 
 @contextlib.contextmanager
 def held(path: str) -> Iterator[None]:
-    """While this lasts, a library that is loaded from `path` leaves its registration to us. Any other does not.
-
-    The dispatcher is what it and we have in common: an operator there says so, which no process needs to know of."""
+    """Tells a library that is loaded from `path` meanwhile to leave its registration to us, by an operator in the
+    dispatcher, which it can look up."""
     mark = torch._C._dispatch_library("FRAGMENT", "calcops_jit", "")
     mark.define(f"holds.p{os.fsencode(path).hex()}() -> ()")
     try:
@@ -35,13 +35,14 @@ def held(path: str) -> Iterator[None]:
 
 
 class Registration:
-    """Of one generation. It is only asked what it holds when there is something to compare it with."""
+    """What one generation of a library registers. The library is asked only if there is something to compare that
+    with."""
 
     live = False
 
     def __init__(self, name: str, place: str, library: ctypes.CDLL):
         self.name, self.place, self._library = name, place, library
-        self._registers = hasattr(library, "calcops_jit_steps")  # a source includes torch/library.h
+        self._registers = hasattr(library, "calcops_jit_steps")  # it has a registry.cpp
         if self._registers:
             library.calcops_jit_steps.restype = library.calcops_jit_commit.restype = ctypes.c_char_p
 
@@ -94,7 +95,7 @@ class Registration:
         return report(what, lines, f"restart Python, or give the {kind} another name")
 
     def take(self, earlier: list[Registration]) -> None:
-        """Makes it live: every call from now on reaches its kernels. BuildError: nothing has changed."""
+        """Commits it, after which every call reaches its kernels. BuildError: nothing has changed."""
         if self._registers:
             if twin := next(
                 (other for other in _taken if other.live and other._is(self) and other not in earlier), None
@@ -103,7 +104,7 @@ class Registration:
             again = [self] if self in _taken else []
             mine = {name for old in [*earlier, *again] for name in old.names()}
             for fallback in [impl for impl in mine & self.impls.keys() if impl[0] == " "] if mine else ():
-                _retire(fallback, earlier)  # there can only be one
+                _retire(fallback, earlier)  # PyTorch takes only one at a time
             if there := self._commit(mine):
                 self._commit(mine | self._free(there))
             for impl in {impl for old in earlier for impl in old.impls} - self.impls.keys() if earlier else ():
@@ -114,18 +115,19 @@ class Registration:
         _taken[:] = [*(other for other in _taken if other is not self), self]
 
     def _commit(self, mine: set[str]) -> dict[str, str]:
-        """What is there already and is not among `mine`, and where it is from. Then nothing was registered."""
+        """Registers everything, unless there are names already that are not in `mine`: {name: where that comes
+        from}."""
         answer = self._ask("commit", "\n".join(sorted(mine)).encode())
         return dict(line.split("\t") for line in answer.splitlines()[1:])
 
     def _free(self, there: dict[str, str]) -> set[str]:
-        """These names, if they may be taken. BuildError: they are somebody else's."""
+        """The names in `there`, if this may take them. BuildError: another library has one of them."""
         for name, where in sorted(there.items()):
             known = [other for other in reversed(_taken) if name in other.names()]
             if owner := next((other for other in known if other.live), None):
                 raise self._owned_by(owner, name, where)
             if known:
-                continue  # no library has it any more
+                continue  # it is left from an older generation
             if name in self.impls and name.partition(" ")[0] not in ["", *self.defs]:
                 from .progress import say
 
@@ -142,7 +144,7 @@ class Registration:
         return report(what, evidence, "load only one of the two, or give one another namespace")
 
     def _is(self, other: Registration) -> bool:
-        """Whether it is the same file, which glibc maps once."""
+        """Whether both are one file, which glibc maps only once."""
         return other is not self and other._library._handle == self._library._handle
 
     def _ask(self, what: str, *arguments: bytes) -> str:
@@ -161,12 +163,12 @@ def _retire(impl: str, registrations: list[Registration]) -> None:
 
 
 def _operator(impl: str, how: str) -> tuple[str, bool]:
-    """PyTorch wants one C++ signature of all kernels of an operator, or two: one with SymInt."""
+    """What kernels must have one C++ signature for: an operator, once with SymInt and once without."""
     return impl.partition(" ")[0], how.startswith("SymInt ")
 
 
 def _difference(old: str, new: str) -> list[str]:
-    import difflib  # not needed where nothing is wrong
+    import difflib  # needed only for an error
 
     pieces = (re.split(r", |(?<=\()|(?=\)(?:$| ->))|(?<=-> )", text) for text in (old, new))
     return [f"  {line}" for line in difflib.ndiff(*pieces) if line.startswith(("-", "+"))]

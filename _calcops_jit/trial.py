@@ -1,4 +1,4 @@
-"""What was just built is loaded in a child first: initialisers that throw or crash end that, not this process."""
+"""A fresh build is loaded in a child process first: a static initialiser that throws or crashes ends only the child."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from typing import NoReturn
 
 import torch
 
-from . import operators
-from .diagnosis import BuildError, report
+from . import handles
+from .errors import BuildError, report
 from .registration import Registration
 
 _LIMIT_S = 60.0
 
 
 def registered_at_once(name: str, load: Callable[[], Registration]) -> set[str]:
-    """The operators that the library registers by itself while it is loaded. BuildError: it cannot be.
+    """Loads a library in a child: the operators that it registers by itself. BuildError: it cannot be loaded.
 
-    The child is a fork, since an initialiser may rely on whatever this process has loaded already. None of the other
-    threads is in it, so nobody else registers anything there."""
+    The child is a fork of this process, since an initialiser may need whatever is loaded here. Other threads are not in
+    it, so that nobody else registers anything."""
     with tempfile.TemporaryFile() as said:
         try:
             answer, status = _in_child(lambda: _look(load), said.fileno())
-        except OSError:  # there is no memory, or no process, left for it
+        except OSError:  # no memory, or no process, is left for a child
             answer, status = _look(load), 0
         said.seek(0)
         lines = said.read().decode(errors="replace").strip().splitlines()
@@ -47,10 +47,10 @@ def registered_at_once(name: str, load: Callable[[], Registration]) -> set[str]:
 
 
 def _look(load: Callable[[], Registration]) -> dict:
-    before = operators.registered()
+    before = handles.registered()
     registration = load()
-    found = operators.registered() - before
-    registration.names()  # which runs its blocks
+    found = handles.registered() - before
+    registration.names()  # runs its blocks
     return {"operators": sorted({name.partition(".")[0] for name in found})}
 
 
@@ -61,11 +61,11 @@ def _end(status: int | None) -> str:
 
 
 def _in_child(function: Callable[[], dict], output: int) -> tuple[dict, int | None]:
-    """What it returns, {} if it does not, and the exit status; None: it had to be killed."""
+    """(what the function returns, or {}; the exit status, or None if the child had to be killed)"""
     reading, writing = map(open, os.pipe(), ("rb", "wb"), (0, 0))
     with reading, writing:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of threads, which the time limit is for
+            warnings.simplefilter("ignore")  # about threads; the time limit takes care of these
             child = os.fork()
         if child == 0:
             _answer(function, output, writing)
@@ -79,7 +79,7 @@ def _in_child(function: Callable[[], dict], output: int) -> tuple[dict, int | No
             if not ended:
                 os.kill(child, signal.SIGKILL)
             status = 0
-            with contextlib.suppress(ChildProcessError):  # somebody else may wait for every child
+            with contextlib.suppress(ChildProcessError):  # another thread may wait for every child
                 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return json.loads(answer or b"{}"), status if ended else None
 

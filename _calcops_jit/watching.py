@@ -6,20 +6,21 @@ import atexit
 import threading
 from collections.abc import Callable
 
-from . import inputs, library, private
-from .diagnosis import BuildError
+from . import library, staging
+from .closure import stamp_of
+from .errors import BuildError
 from .progress import say
 
 
 def start(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]:
-    """Calls `reload` in a thread of its own after each change to the loaded libraries' own files."""
+    """Starts a thread that calls `reload` after each change to the loaded libraries' own files; gives what ends it."""
     stop = threading.Event()
 
     def run() -> None:
-        before = None  # what was saved before this counts as well
+        before = None  # so that what was saved before counts, too
         while not stop.wait(seconds):
-            if (now := {path: inputs.stamp_of(path) for path in library.project_files()}) != before:
-                before = now  # also after a failure: the same files would fail again
+            if (now := {path: stamp_of(path) for path in library.project_files()}) != before:
+                before = now  # also if it fails: the same files would fail again
                 try:
                     if changed := reload():
                         say(f"reloaded {', '.join(changed)}")
@@ -37,10 +38,10 @@ def start(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]
 
     @atexit.register
     def abandon() -> None:
-        """An interpreter that ends does not wait for a build, but for the thread to notice that it was ended."""
+        """Ends the build and the thread, so that an interpreter that exits does not wait for a compiler."""
         stop.set()
         for _ in range(100):
-            private.remove_all()
+            staging.remove_all()
             thread.join(0.1)
             if not thread.is_alive():
                 break

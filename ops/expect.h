@@ -56,7 +56,7 @@ inline c10::SymBool same_shape(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
 
 #ifdef CALCOPS_NO_CUDA
 // What the CUDA key of every operator holds in a build without CUDA; the macro says why and what
-// mends it.
+// fixes it.
 inline void built_without_cuda(const c10::OperatorHandle& op, torch::jit::Stack*) {
   TORCH_CHECK(false, op.schema().name(), ": built without CUDA because ", CALCOPS_NO_CUDA);
 }

@@ -141,13 +141,33 @@ class Checkout:
         return int(child.out)
 
     def compiled(self) -> int:
-        """Units compiled since the last time this was asked."""
+        """Units of the project, compiled since the last time this was asked."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
-        return sum(" -c " in line for line in lines)
+        return sum(" -c " in line and "/registry.cpp" not in line for line in lines)
 
     def libraries(self) -> list[Path]:
         return sorted(self.cache.glob("*/*/*.so"))
+
+
+def spoil(library: Path, damage: str) -> None:
+    """Damages a file in one of eight ways."""
+    content = library.read_bytes()
+    library.unlink()
+    if damage == "truncated":
+        library.write_bytes(content[: len(content) // 2])
+    elif damage == "empty":
+        library.touch()
+    elif damage == "one byte":
+        library.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+    elif damage == "folder":
+        library.mkdir()
+    elif damage == "fifo":
+        os.mkfifo(library)
+    elif damage == "loop":
+        library.symlink_to(library)
+    elif damage == "foreign":
+        library.write_bytes(Path("/bin/sh").read_bytes())
 
 
 @functools.cache  # one of a kind for all the modules that import the fixture; it ends with its standard input
@@ -168,7 +188,7 @@ def in_cache(checkout: Checkout, whose: str = "") -> list[int]:
     return found
 
 
-def staging(checkout: Checkout) -> list[Path]:
+def stages(checkout: Checkout) -> list[Path]:
     return list(checkout.cache.glob("*/stage.*"))
 
 

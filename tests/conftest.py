@@ -1,13 +1,72 @@
 import os
+import re
+import tempfile
+from collections import Counter
+from pathlib import Path
 
-import pytest
-import torch
-from checkout import Checkout, the_zygote
-from kernels import Emulated, OnGpu
-from reference import DEVICES
+# Threads that wait for work sleep. Spinning, as they do by default, they take the processors of the other workers and
+# of whatever else runs: a test of four seconds then takes fifty.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from checkout import Checkout, the_zygote  # noqa: E402
+from kernels import Emulated, OnGpu  # noqa: E402
+from reference import DEVICES  # noqa: E402
+
+# What compilers and examples leave behind goes with the process that was started first. pytest's own folders stay where
+# they are looked for.
+if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
+    _temporary = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.gettempdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = _temporary.name
+    kept = Path(__file__).parent.parent / ".pytest_cache" / "inductor"  # what torch.compile has compiled already
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
 
 # In a process that test_cuda_on_cpu.py starts: the file for the names of the kernels that ran.
 EMULATED = os.environ.get("CALCOPS_EMULATED")
+
+# ---- which tests are slow ---------------------------------------------------------------------------------------
+
+# "seconds function" of each test function that takes longer than two seconds, all its cases together, as measured by
+# `pytest --write-slow`. `make check` leaves these out, and the files that have most of them begin first.
+SLOW = Path(__file__).with_name("slow.txt")
+_spent = Counter()
+
+
+def _function(nodeid):
+    return re.sub(r"\[.*", "", nodeid.removeprefix("tests/"), flags=re.DOTALL)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-slow", action="store_true", help="measure anew which tests are slow: tests/slow.txt")
+
+
+def pytest_collection_modifyitems(items):
+    seconds = {name: float(number) for number, name in map(str.split, SLOW.read_text().splitlines())}
+    slow = [item for item in items if _function(item.nodeid) in seconds]
+    for item in slow:
+        item.add_marker(pytest.mark.slow)
+    files = Counter()
+    for path, name in {(item.path, _function(item.nodeid)) for item in slow}:
+        files[path] += seconds[name]
+    items.sort(key=lambda item: -files[item.path])
+
+
+def pytest_runtest_logreport(report):
+    _spent[_function(report.nodeid)] += report.duration
+
+
+def pytest_sessionfinish(session):
+    if EMULATED:
+        with open(EMULATED, "w") as file:
+            print(*torch.ops.cuda_on_cpu.entered(), file=file)
+    if session.config.getoption("write_slow") and "PYTEST_XDIST_WORKER" not in os.environ:
+        lines = [f"{seconds:.1f} {name}\n" for name, seconds in sorted(_spent.items()) if seconds > 2]
+        SLOW.write_text("".join(lines))
+
+
+# ---- fixtures ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=DEVICES)
@@ -22,18 +81,12 @@ def device(request):
 
 @pytest.fixture
 def kernels():
-    """Where CUDA kernels run; see kernels.py."""
+    """What runs CUDA kernels; see kernels.py."""
     if EMULATED:
         return Emulated()
     if not torch.cuda.is_available():
         pytest.skip("PyTorch sees no GPU; test_cuda_on_cpu.py runs this in the emulation")
     return OnGpu()
-
-
-def pytest_sessionfinish():
-    if EMULATED:
-        with open(EMULATED, "w") as file:
-            print(*torch.ops.cuda_on_cpu.entered(), file=file)
 
 
 @pytest.fixture

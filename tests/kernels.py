@@ -1,4 +1,4 @@
-"""Where a test of CUDA kernels runs them: `kernels(operator, *arguments)` takes and gives CPU tensors.
+"""What runs CUDA kernels in a test: `kernels(operator, *arguments)` takes and gives CPU tensors.
 
 On a GPU (also under compute-sanitizer: tests/bench/gpu_check.py), or in the emulation of tests/cuda_on_cpu, in which
 blocks and threads come in random order and every tensor lies between pages that must not be touched. Every call is
@@ -8,7 +8,9 @@ made twice (CALCOPS_KERNEL_RUNS), and has to give the same bits.
 import contextlib
 import os
 
+import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 RUNS = int(os.environ.get("CALCOPS_KERNEL_RUNS", "2"))
 
@@ -69,3 +71,16 @@ class Emulated:
             yield
         finally:
             emulation.enable(False)
+
+
+def launches(function):
+    """Kernels, memsets and copies that the device runs for one call."""
+    function()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        function()
+        torch.cuda.synchronize()
+    names = [e.name for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    if not names:
+        pytest.skip("the profiler sees no kernels on this machine")
+    return names

@@ -95,9 +95,26 @@ def energy_of(Ri, live):
     return (D[..., 0] ** 3 + D[..., 1:].square().sum(-1)).sum()
 
 
+# Of these, with their seed, a list has all that one may have: test_force_derivatives.py.
+SMALL = dict(frames=3, natoms=2, nghost=1, neighbors=3)
+
+
 def differentiable_pairs(**options):
     list_neigh, *values = pairs(**options)
     return list_neigh, *(value.requires_grad_() for value in values)
+
+
+def neighbor_force(list_neigh, dE, Ri_d, nghost=0):
+    """What the pairs do to the neighbours: the force without the centre atoms' part."""
+    return torch.ops.calcops._force_virial(list_neigh, dE, Ri_d, None, nghost, False)[0]
+
+
+def scalar_of(function, list_neigh):
+    def scalar(*x):
+        F, W, atom_W = function(list_neigh, *x, 1)
+        return (F**3).sum() + (W**2).sum() + (F[..., None] * atom_W**2).sum()
+
+    return scalar
 
 
 def assert_equal_lists(ours, theirs, **tolerance):

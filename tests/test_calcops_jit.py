@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from checkout import in_cache, staging, wait_for
+from checkout import in_cache, stages, wait_for
 
 # ---- import -----------------------------------------------------------------------------------------------------
 
@@ -176,13 +176,13 @@ def test_a_killed_builder_leaves_nothing_that_the_next_import_waits_for(checkout
     builder.kill()
     assert len(in_cache(checkout)) >= 2  # ninja and the compiler outlive it
     after = checkout.start()  # before the dead one is reaped: a zombie is as dead
-    wait_for(lambda: len(list(checkout.cache.glob("*/stage.*"))) == 1 and f".{after.pid}." in str(staging(checkout)))
+    wait_for(lambda: len(list(checkout.cache.glob("*/stage.*"))) == 1 and f".{after.pid}." in str(stages(checkout)))
     assert "waiting" not in after.err
     wait_for(lambda: set(in_cache(checkout)) == set(in_cache(checkout, f".{after.pid}.")))  # the others are killed
     builder.wait()
     checkout.slow.unlink()
     assert after.wait().out == "1\n"
-    assert staging(checkout) == []
+    assert stages(checkout) == []
 
 
 def test_a_waiter_says_whom_it_waits_for_and_takes_over(checkout):

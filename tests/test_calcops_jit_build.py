@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkout import HERE
 
-from _calcops_jit import cuda, operators, recipes
+from _calcops_jit import cuda, handles, recipes
 
 OPERATOR = """
 #include <ATen/core/Tensor.h>
@@ -221,14 +221,14 @@ def test_cuda_is_built_for_a_gpu_or_when_asked(monkeypatch, gpus, toolkit, envir
     monkeypatch.setattr(cuda, "gpu_capabilities", lambda: ["8.0", "9.0"])
     monkeypatch.setattr(cuda, "find_toolkit", lambda: ("/cuda", toolkit) if toolkit == "13.0" else ("", toolkit))
     choice = cuda.choose()
-    assert (cuda.arch_list(choice) if choice.build else choice.reason) == expected
+    assert (cuda.arch_list(choice) if choice.build else f"{choice.reason}; {choice.fix}") == expected
 
 
 def test_a_cpu_build_of_torch_never_builds_cuda(monkeypatch):
     monkeypatch.setenv("CALCOPS_CUDA", "1")
     monkeypatch.setattr(torch.version, "cuda", None)
     choice = cuda.choose()
-    assert not choice.build and choice.fatal and choice.reason.startswith("this PyTorch is a CPU build; pip install")
+    assert not choice.build and choice.fatal and choice.fix.startswith("pip install")
 
 
 def test_hidden_gpus_are_not_visible(monkeypatch):
@@ -249,7 +249,7 @@ def test_a_wrong_switch_is_refused(monkeypatch):
 def test_documentation_is_the_block_that_starts_with_the_operators_name(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "a.h").write_text(HEADER)
-    assert operators.documentation(str(tmp_path)) == {
+    assert handles.documentation(str(tmp_path)) == {
         "calcops::twice": "Twice its argument.\n\n    x  any shape",
         "calcops::other": "Another operator.",
     }

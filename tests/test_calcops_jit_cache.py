@@ -5,28 +5,10 @@ import random
 from pathlib import Path
 
 import pytest
-from checkout import LOADED
+from checkout import LOADED, spoil
 
-from _calcops_jit import cache, inputs, reads
-
-
-def spoil(library: Path, damage: str) -> None:
-    content = library.read_bytes()
-    library.unlink()
-    if damage == "truncated":
-        library.write_bytes(content[: len(content) // 2])
-    elif damage == "empty":
-        library.touch()
-    elif damage == "one byte":
-        library.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
-    elif damage == "folder":
-        library.mkdir()
-    elif damage == "fifo":
-        os.mkfifo(library)
-    elif damage == "loop":
-        library.symlink_to(library)
-    elif damage == "foreign":
-        library.write_bytes(Path("/bin/sh").read_bytes())
+from _calcops_jit import cache, closure, compiler_reads, staging
+from _calcops_jit.request import Request
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "one byte", "folder", "fifo", "loop", "gone", "foreign"])
@@ -89,15 +71,14 @@ def test_no_truncation_and_no_flipped_byte_is_ever_loaded(tmp_path, monkeypatch)
     monkeypatch.setenv("TMPDIR", "/nowhere")
     source = tmp_path / "a.cpp"
     source.touch()
-    request = inputs.Request(name="x", root=str(tmp_path), sources=(str(source),), cflags=())
+    request = Request(name="x", root=str(tmp_path), sources=(str(source),), cflags=())
     content = random.Random(0).randbytes(100_000)
     slot, _ = cache.writable_slot(request)
-    with cache.staging(slot) as staging:
-        Path(staging, "built").write_bytes(content)
-        closure = reads.Recorder(request, [], reads.Before(str(tmp_path), set())).closure(
-            {str(source)}, set(request.tools)
-        )
-        generation = cache.place(slot, staging, f"{staging}/built", request, closure)
+    with staging.stage(slot) as folder:
+        Path(folder, "built").write_bytes(content)
+        recorder = compiler_reads.Recorder(request, [], compiler_reads.Before(str(tmp_path), set()))
+        made_from = recorder.closure({str(source)}, set(request.tools))
+        generation = cache.place(slot, folder, f"{folder}/built", request, made_from)
         cache.complete(generation, {})
     library = Path(generation.path)
     assert cache.find(request)
@@ -140,4 +121,4 @@ def test_the_cache_is_found_by_xdg_and_by_home(checkout, tmp_path):
 @pytest.mark.parametrize("body", [b'{"closure": {}, "seconds": 1}', b"{}", b'{"closure": {"unknown": 1}}'])
 def test_a_manifest_of_another_version_is_no_manifest_of_ours(body):
     with pytest.raises(ValueError, match="another version"):
-        cache.Manifest.parse(inputs.digest(body).encode() + b"\n" + body)
+        cache.Manifest.parse(closure.digest(body).encode() + b"\n" + body)

@@ -78,7 +78,7 @@ def test_a_header_that_came_before_another_while_that_was_compiled_is_seen(check
 
 
 # Whether less or more time passed between two looks than a clock takes to tick, however busy this machine is.
-SOON, LATER = (f"import _calcops_jit.inputs as i; i.is_long_ago = lambda _: {long}\n" for long in (False, True))
+SOON, LATER = (f"import _calcops_jit.closure as c; c.is_long_ago = lambda _: {long}\n" for long in (False, True))
 
 
 def test_a_change_within_a_tick_of_a_clock_that_is_behind_is_seen(checkout):

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkout import HERE, Child, the_zygote
-from test_calcops_jit_cache import spoil
+from checkout import HERE, Child, spoil, the_zygote
 
-from _calcops_jit import export, inputs, recipes
+from _calcops_jit import export, recipes, request
 
 MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
 CALL = """
@@ -159,7 +158,7 @@ def test_isa_takes_the_place_of_native_and_the_manifest_says_what_the_compiler_m
 
 
 def test_an_instruction_set_that_this_processor_lacks_is_refused_before_anything_is_built(checkout, tmp_path):
-    lacking = "from _calcops_jit import inputs; inputs.isa = lambda: 'sse sse2 sse4_1'\n"
+    lacking = "from _calcops_jit import request; request.isa = lambda: 'sse sse2 sse4_1'\n"
     child = checkout.run(lacking + MAIN, arguments=["export", str(tmp_path / "out"), "--isa", "x86-64-v4"])
     assert child.code == 1 and checkout.compiled() == 0
     assert child.err.startswith("cannot export for x86-64-v4\n  this processor has no ") and "avx512f" in child.err
@@ -169,7 +168,7 @@ def test_an_instruction_set_that_this_processor_lacks_is_refused_before_anything
 
 def test_every_instruction_set_of_this_processor_that_the_compiler_uses_is_one_of_the_kernels_words():
     instructions = export._instructions(recipes.own())
-    here = inputs.isa().replace("_", "").split()
+    here = request.isa().replace("_", "").split()
     assert "sse2" in instructions and not [i for i in instructions if i.replace("_", "") not in here]
 
 

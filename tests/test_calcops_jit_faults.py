@@ -14,7 +14,8 @@ import pytest
 import torch
 from checkout import BUILDING, Checkout, the_zygote
 
-from _calcops_jit import cuda, diagnosis, inputs
+from _calcops_jit import cuda, diagnosis
+from _calcops_jit.request import Request
 
 GOLDEN = dict(
     re.findall(r"^## (.+)\n((?:.+\n)+)", Path(__file__).with_name("calcops_jit_faults.txt").read_text(), re.M)
@@ -107,7 +108,7 @@ class Faulty(Checkout):
         return self.normal("\n".join(lines) + "\n"), float(took)
 
     def normal(self, text: str) -> str:
-        """Without what is different on another machine."""
+        """Replaces what differs between machines."""
         for path, name in {
             str(self.cache): "<cache>",
             str(self.path): "<root>",
@@ -319,15 +320,15 @@ def test_a_real_nvcc_is_asked_what_it_knows_and_its_own_words_have_the_same_caus
     source = tmp_path / "a.cu"
     source.write_text("__global__ void kernel() {}\n")
     monkeypatch.setenv("CC", str(host))
-    choice = cuda.Choice(True, "", False, home, version, "3.5;8.0")
-    request = inputs.Request(name="x", root=str(tmp_path), sources=(str(source),), cflags=(), cuda=choice)
-    foreseen = [diagnosis.judge(problem, request)[0] for problem in diagnosis.foresee(request, "ninja")]
+    choice = cuda.Choice(build=True, home=home, version=version, arches="3.5;8.0")
+    request = Request(name="x", root=str(tmp_path), sources=(str(source),), cflags=(), cuda=choice)
+    foreseen = [problem.cause for problem in diagnosis.foresee(request, "ninja")]
     assert foreseen == ["this nvcc does not know the GPU architecture", "the C++ compiler is too new for this nvcc"]
     nvcc = [f"{home}/bin/nvcc", "-c", str(source), "-o", str(tmp_path / "a.o")]
     for option, cause in zip((["-arch=sm_35"], ["-ccbin", str(host)]), foreseen):
         said = subprocess.run([*nvcc, *option], capture_output=True, text=True)
         assert said.returncode != 0
-        assert diagnosis.judge(said.stdout + said.stderr, request)[0] == cause
+        assert diagnosis.judge(said.stdout + said.stderr, request).cause == cause
 
 
 def test_nvcc_of_the_wheel_counts_as_an_nvcc(tmp_path, monkeypatch):
@@ -351,6 +352,6 @@ def test_nvcc_of_the_wheel_counts_as_an_nvcc(tmp_path, monkeypatch):
     ],
 )
 def test_a_library_that_the_process_cannot_give_has_a_command(words):
-    request = inputs.Request(name="mine", root="/r", sources=("/r/mine.cpp",), cflags=())
+    request = Request(name="mine", root="/r", sources=("/r/mine.cpp",), cflags=())
     message = str(diagnosis.explain("cannot load mine.so", words, request))
     assert "  fix: export LD_" in message and words in message

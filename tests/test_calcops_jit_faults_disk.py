@@ -38,7 +38,7 @@ sys.addaudithook(full)
 
 @pytest.fixture
 def checkout():
-    """Where everybody may read: pytest's own folders are private."""
+    """A folder that everybody may read; pytest's own are private."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     (folder / "aside").mkdir()
@@ -192,7 +192,7 @@ def test_what_belongs_to_somebody_else_is_not_loaded(checkout):
 def as_anybody(checkout, script: str = ANSWER, **options) -> tuple[str, str]:
     """Imports as a user without a passwd entry; what a build imports comes first, while root can read it."""
     imports = (
-        "import os, sysconfig, _calcops_jit.build, _calcops_jit.progress\n"
+        "import os, sysconfig, _calcops_jit.compiler, _calcops_jit.progress\n"
         "sysconfig.get_config_vars()\n"
         "sysconfig.get_path = lambda *_, **__: '/nowhere'\n"  # Python's headers may be where only root can read
     )

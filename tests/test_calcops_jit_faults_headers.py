@@ -2,7 +2,8 @@
 
 import pytest
 
-from _calcops_jit import diagnosis, inputs
+from _calcops_jit import diagnosis
+from _calcops_jit.request import Request
 
 # What other compilers say of an error in a header, with the line of the project that they lead to.
 LED = {
@@ -70,7 +71,7 @@ constructor for initialization of 'Grid'
 def test_an_error_in_somebody_elses_header_is_told_at_the_line_of_the_project_that_led_to_it(tmp_path, compiler):
     source = tmp_path / "mine.cpp"
     source.write_text("".join(f"line {number}\n" for number in range(1, 10)))
-    request = inputs.Request(name="mine", root=str(tmp_path), sources=(str(source),), cflags=())
+    request = Request(name="mine", root=str(tmp_path), sources=(str(source),), cflags=())
     output, line, told = LED[compiler]
     message = str(diagnosis.explain("cannot build mine", output.format(root=tmp_path), request, "/log"))
     assert message == (
@@ -80,6 +81,6 @@ def test_an_error_in_somebody_elses_header_is_told_at_the_line_of_the_project_th
 
 
 def test_an_error_that_nothing_of_the_project_led_to_is_not_for_the_user_to_correct(tmp_path):
-    request = inputs.Request(name="mine", root=str(tmp_path), sources=(), cflags=())
+    request = Request(name="mine", root=str(tmp_path), sources=(), cflags=())
     message = str(diagnosis.explain("cannot build mine", "/usr/include/a.h:1:2: error: b\n", request, "/log"))
     assert message.endswith("  fix: less /log\n  log: /log")

@@ -6,10 +6,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-import torch
 from checkout import CALL, Checkout, the_zygote
-
-from _calcops_jit import cuda, inputs, reads
 
 MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
 SOURCE = """
@@ -203,7 +200,7 @@ def test_it_rebuilds_and_why_names_the_input_after_a_change_of(built, change):
     [
         "torch.__version__ = '9.9'",
         "torch.version.git_version = 'another commit'",
-        "import _calcops_jit.inputs as i; i.isa = lambda: 'avx9'",
+        "import _calcops_jit.request as r; r.isa = lambda: 'avx9'",
     ],
 )
 def test_it_rebuilds_for_another_torch_and_another_processor(built, change):
@@ -263,54 +260,3 @@ def test_no_compiler_is_started_after_the_checkout_moved_or_is_reached_through_a
     (tmp_path / "link").symlink_to(checkout.path)
     checkout.path = tmp_path / "link"
     assert (checkout.answer(), checkout.log.exists()) == (1, False)
-
-
-# ---- CUDA, without an nvcc: what is in the key, and the toolkit's files ---------------------------------------------
-
-REQUEST = inputs.Request(
-    name="x",
-    root="/r",
-    sources=("/r/a.cu",),
-    cflags=(),
-    cuda=cuda.Choice(True, "", False, "/cuda", "13.0", "8.0", ("H200",)),
-)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"arches": "9.0"},
-        {"arches": "", "gpus": ("A100",)},
-        {"arches": "", "gpus": ("A100", "H200")},
-        {"version": "13.1"},
-    ],
-)
-def test_another_gpu_set_architecture_or_toolkit_is_another_key(change):
-    other = REQUEST.but(cuda=REQUEST.cuda._replace(**change))
-    assert other.slot != REQUEST.slot
-
-
-def test_an_nvcc_or_a_header_of_cuda_that_was_swapped_behind_its_path_is_seen(tmp_path):
-    for name in ("bin/nvcc", "include/cuda.h"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text("one")
-        (tmp_path / name).chmod(0o755)
-    request = REQUEST.but(cuda=REQUEST.cuda._replace(home=str(tmp_path)))
-    read = {*request.tools, str(tmp_path / "include/cuda.h")}
-    for name in ("bin/nvcc", "include/cuda.h"):
-        closure = reads.Recorder(request, [], reads.Before(str(tmp_path), read)).closure(set(), read)
-        closure.check(request)
-        (tmp_path / name).write_text("two")
-        with pytest.raises(inputs.Changed, match=f"{name} changed"):
-            closure.check(request)
-
-
-def test_a_header_of_torch_is_in_the_closure(tmp_path):
-    header = Path(torch.__file__).parent / "include/torch/library.h"
-    read = {str(header), *REQUEST.tools}
-    closure = reads.Recorder(REQUEST, [], reads.Before(str(tmp_path), read)).closure(set(), read)
-    digest = inputs.file_digest(str(header))
-    closure.digests = closure.digests.replace(digest, "0" * len(digest))
-    closure.stamps = bytearray(len(closure.stamps))
-    with pytest.raises(inputs.Changed, match="torch/library.h changed"):
-        closure.check(REQUEST)

@@ -2,11 +2,15 @@
 
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from checkout import BUILDING, CALL, Checkout, the_zygote
-from test_calcops_jit_fresh import REQUEST
+
+from _calcops_jit import compiler_reads, cuda
+from _calcops_jit.closure import Changed, file_digest
+from _calcops_jit.request import Request
 
 NVCC = """#!{python}
 import subprocess, sys
@@ -92,7 +96,58 @@ def test_no_compiler_is_started_after(built, change):
     assert (built.answer(**options), built.log.exists()) == (1, False)
 
 
+# ---- without an nvcc: what is in the key, and the toolkit's files ---------------------------------------------------
+
+REQUEST = Request(
+    name="x",
+    root="/r",
+    sources=("/r/a.cu",),
+    cflags=(),
+    cuda=cuda.Choice(build=True, home="/cuda", version="13.0", arches="8.0", gpus=("H200",)),
+)
+
+
 @pytest.mark.parametrize("field", ["cflags", "cuda_cflags", "ldflags", "include_paths", "sources"])
 def test_each_list_of_flags_is_in_the_key(field):
     other = REQUEST.but(**{field: (*getattr(REQUEST, field), "-another")})
     assert other.slot != REQUEST.slot
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arches": "9.0"},
+        {"arches": "", "gpus": ("A100",)},
+        {"arches": "", "gpus": ("A100", "H200")},
+        {"version": "13.1"},
+    ],
+)
+def test_another_gpu_set_architecture_or_toolkit_is_another_key(change):
+    other = REQUEST.but(cuda=cuda.Choice(**vars(REQUEST.cuda) | change))
+    assert other.slot != REQUEST.slot
+
+
+def test_an_nvcc_or_a_header_of_cuda_that_was_swapped_behind_its_path_is_seen(tmp_path):
+    for name in ("bin/nvcc", "include/cuda.h"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("one")
+        (tmp_path / name).chmod(0o755)
+    request = REQUEST.but(cuda=cuda.Choice(**vars(REQUEST.cuda) | {"home": str(tmp_path)}))
+    read = {*request.tools, str(tmp_path / "include/cuda.h")}
+    for name in ("bin/nvcc", "include/cuda.h"):
+        closure = compiler_reads.Recorder(request, [], compiler_reads.Before(str(tmp_path), read)).closure(set(), read)
+        closure.check(request)
+        (tmp_path / name).write_text("two")
+        with pytest.raises(Changed, match=f"{name} changed"):
+            closure.check(request)
+
+
+def test_a_header_of_torch_is_in_the_closure(tmp_path):
+    header = Path(torch.__file__).parent / "include/torch/library.h"
+    read = {str(header), *REQUEST.tools}
+    closure = compiler_reads.Recorder(REQUEST, [], compiler_reads.Before(str(tmp_path), read)).closure(set(), read)
+    digest = file_digest(str(header))
+    closure.digests = closure.digests.replace(digest, "0" * len(digest))
+    closure.stamps = bytearray(len(closure.stamps))
+    with pytest.raises(Changed, match="torch/library.h changed"):
+        closure.check(REQUEST)

@@ -6,13 +6,13 @@ import shutil
 
 import pytest
 
-from _calcops_jit import build
+from _calcops_jit import jobs
 
 MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
 
 
 def test_jobs_stay_within_the_processors_of_this_process():
-    assert 1 <= build.jobs() <= len(os.sched_getaffinity(0))
+    assert 1 <= jobs.number() <= len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_what_control_groups_leave_is_found(tmp_path, files, group, expected):
         (tmp_path / name).write_text(text + "\n")
     (tmp_path / "own").write_text(group + "\n")
     unlimited = float("inf")
-    assert build.cgroup_limits(str(tmp_path), str(tmp_path / "own")) == tuple(
+    assert jobs.cgroup_limits(str(tmp_path), str(tmp_path / "own")) == tuple(
         unlimited if limit is None else limit for limit in expected
     )
 

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from checkout import BUILDING, CALL, Checkout, in_cache, staging, the_zygote, wait_for
+from checkout import BUILDING, CALL, Checkout, in_cache, stages, the_zygote, wait_for
 
 PROCESSES = 16
 LATER = 3
@@ -64,7 +64,7 @@ def one_round(checkout, log: Path, number: int, chance: random.Random, moment: f
     killed = {str(child.pid) for child in victims if "built calcops" not in child.err}
     faults["double compiles"] += sum(builder not in killed for builder in finished[:-1])
     faults["not one library"] += len(set(checkout.libraries()) - before) != 1
-    faults["orphaned folders"] += len(staging(checkout))
+    faults["orphaned folders"] += len(stages(checkout))
     try:
         wait_for(lambda: in_cache(checkout) == [], 5)
     except AssertionError:
@@ -102,7 +102,7 @@ def test_where_flock_does_not_exclude_a_double_build_is_harmless(checkout):
     log = keep_a_log_of_finished_compiles(checkout, seconds=1)
     script = f"import fcntl; fcntl.flock = lambda *_: None\n{CALL}"
     children = [checkout.start(script) for _ in range(6)]
-    wait_for(lambda: len(staging(checkout)) >= 2)
+    wait_for(lambda: len(stages(checkout)) >= 2)
     children[0].kill()
     for child in children:
         child.wait()
@@ -112,4 +112,4 @@ def test_where_flock_does_not_exclude_a_double_build_is_harmless(checkout):
     assert checkout.answer() == 1 and not log.exists()
     checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
     assert checkout.answer() == 2
-    assert staging(checkout) == []  # the killed one's, too
+    assert stages(checkout) == []  # the killed one's, too

@@ -163,7 +163,7 @@ def test_a_source_that_is_gone_is_named_by_reload_and_what_was_live_still_is(che
     ids=["none", "closed", "descriptors"],
 )
 def test_a_build_needs_no_output(checkout, preamble):
-    """As in a daemon; nothing is written where it does not belong, whoever has those descriptors now."""
+    """Closes them as a daemon does: nothing may be written to whoever has those descriptors now."""
     load = LOAD.replace("print(", "open('said', 'w').write('%d' % ")
     failing = "try: calcops_jit.load('mine', 'wrong.cpp')\nexcept RuntimeError as e: open('told', 'w').write(str(e))"
     checkout.write("wrong.cpp", "int f() {\n")

@@ -66,7 +66,7 @@ def environment(tmp_path):
 
 
 def tiny(ops: Path, answer: int = 1) -> None:
-    """In the place of the operators one that compiles in a moment."""
+    """Replaces the operators by one that compiles in a moment."""
     shutil.rmtree(ops, ignore_errors=True)
     (ops / "tiny").mkdir(parents=True)
     (ops / "tiny/tiny.cpp").write_text(
@@ -147,7 +147,7 @@ def test_type_checkers_know_the_handles_and_the_modules_own_functions(wheel, env
     tensors = "list_neigh: torch.Tensor, dE: torch.Tensor, Ri_d: torch.Tensor"
     force = f"({tensors}, nghost: int =, *, neighbor_index: torch.Tensor | None =) -> torch.Tensor"
     assert re.search(rf'user.py:2: note: Revealed type is "def {re.escape(force)}"', says), says
-    assert re.search(r'user.py:3: note: .*name: .*str.*sources: .*-> _calcops_jit.loading.Library"', says), says
+    assert re.search(r'user.py:3: note: .*name: .*str.*sources: .*-> _calcops_jit.library.Library"', says), says
     assert re.search(r'user.py:4: note: Revealed type is ".*str"', says), says
     assert "user.py:5: error: Missing positional arguments" in says
     assert 'user.py:6: error: Module has no attribute "no_operator"' in says

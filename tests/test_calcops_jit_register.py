@@ -182,12 +182,13 @@ def name(path):
 
 def test_with_every_descriptor_closed_and_with_none_left_it_is_never_another_librarys_code(checkout, tmp_path):
     script = f"""{TWO}
-from _calcops_jit import inputs, loading
+from _calcops_jit import loading
+from _calcops_jit.request import Request
 first = load("first", "first.cpp")
 os.closerange(3, 256)  # as a daemon does
 second = load("second", "second.cpp")
 print(name(first.path), name(second.path))
-request = inputs.Request(name="x", root="/", sources=(), cflags=())
+request = Request(name="x", root="/", sources=(), cflags=())
 for library in (first.path, second.path):  # from memory, as where the cache is mounted noexec
     os.closerange(3, 256)
     fd = os.memfd_create("x")
@@ -226,3 +227,21 @@ print(refused(calcops_jit.reload), library.same(torch.ones(1)).item())
     first, *refusal, last = output(checkout, script, tmp_path)
     assert first == "1.0" and refusal[0] == "cannot reload stable" and "STABLE_TORCH_LIBRARY" in refusal[1]
     assert last == "  fix: restart Python 1.0"
+
+
+def test_the_registry_is_compiled_once_for_all_libraries_also_where_a_macro_hides_that_it_is_needed(checkout, tmp_path):
+    macro = "#include <torch/library.h>\n#define OPERATORS(ns) TORCH_LIBRARY_FRAGMENT(ns, m)\n"
+    (tmp_path / "system").mkdir()
+    (tmp_path / "system/operators.h").write_text(macro)
+    for name in ("first", "second"):
+        text = (
+            f'#include <operators.h>\nOPERATORS({name}) {{ m.def("one() -> int", []() -> int64_t {{ return 1; }}); }}\n'
+        )
+        (tmp_path / f"{name}.cpp").write_text(text)
+    checkout.log.unlink(missing_ok=True)
+    script = "print([load(name, f'{name}.cpp').one() for name in ('first', 'second')])"
+    empty = tmp_path / "cache"
+    assert output(checkout, script, tmp_path, CPATH=tmp_path / "system", CALCOPS_CACHE=empty) == ["[1, 1]"]
+    compiled = [line for line in checkout.log.read_text().splitlines() if " -c " in line]
+    assert [sum(f"/{name}.cpp " in line for line in compiled) for name in ("first", "second", "registry")] == [1, 1, 1]
+    assert len(list(empty.glob("unit-registry.cpp-*"))) == 1

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from checkout import LOADED, in_cache, staging, wait_for
+from checkout import LOADED, in_cache, stages, wait_for
 
-from _calcops_jit import private
+from _calcops_jit import staging
 
 MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
 ANSWER = f"import calcops_jit; {LOADED}; print(loaded.answer())\n"
@@ -21,14 +21,14 @@ ANSWER = f"import calcops_jit; {LOADED}; print(loaded.answer())\n"
 
 
 def test_only_what_a_build_started_in_its_folder_is_ended_with_it(tmp_path):
-    folder = private.make(str(tmp_path), "stage")
-    variables = {"a compiler": {private.MARK: folder}, "a user": {}, "another build": {private.MARK: f"{folder}0"}}
+    folder = staging.make(str(tmp_path), "stage")
+    variables = {"a compiler": {staging.MARK: folder}, "a user": {}, "another build": {staging.MARK: f"{folder}0"}}
     running = {
         who: subprocess.Popen(["sleep", "60"], cwd=folder, env=os.environ | marked) for who, marked in variables.items()
     }
-    elsewhere = subprocess.Popen(["sleep", "60"], cwd=tmp_path, env=os.environ | {private.MARK: folder})
+    elsewhere = subprocess.Popen(["sleep", "60"], cwd=tmp_path, env=os.environ | {staging.MARK: folder})
     wait_for(lambda: all(b"sleep" in Path(f"/proc/{p.pid}/cmdline").read_bytes() for p in running.values()))
-    private.remove(folder)
+    staging.remove(folder)
     assert running["a compiler"].wait(30) == -9
     assert [running["a user"].poll(), running["another build"].poll(), elsewhere.poll()] == [None] * 3
     assert not os.path.exists(folder)
@@ -38,16 +38,16 @@ def test_only_what_a_build_started_in_its_folder_is_ended_with_it(tmp_path):
 
 
 def test_what_a_build_starts_while_its_folder_is_removed_is_ended_too(tmp_path, monkeypatch):
-    """As ninja is, when an interpreter ends just then."""
-    folder, late = private.make(str(tmp_path), "stage"), []
+    """Starts a process just then, as a build does when its interpreter ends."""
+    folder, late = staging.make(str(tmp_path), "stage"), []
 
     def start_and_remove(path, **options):
-        late.append(subprocess.Popen(["sleep", "60"], cwd=path, env=os.environ | {private.MARK: path}))
+        late.append(subprocess.Popen(["sleep", "60"], cwd=path, env=os.environ | {staging.MARK: path}))
         rmtree(path, **options)
 
     rmtree = shutil.rmtree
     monkeypatch.setattr(shutil, "rmtree", start_and_remove)
-    private.remove(folder)
+    staging.remove(folder)
     assert [process.wait(30) for process in late] == [-9]
     assert not os.path.exists(folder)
 
@@ -65,12 +65,26 @@ def test_what_a_build_starts_while_its_folder_is_removed_is_ended_too(tmp_path, 
     ],
 )
 def test_a_folder_of_one_process_goes_with_it_or_with_the_next(tmp_path, end, left):
-    script = f"import os, sys\nfrom _calcops_jit import private\nfolder = private.make({str(tmp_path)!r}, 'x')\n{end}"
+    script = f"import os, sys\nfrom _calcops_jit import staging\nfolder = staging.make({str(tmp_path)!r}, 'x')\n{end}"
     subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=Path(__file__).parent.parent)
     assert len(list(tmp_path.iterdir())) == left
-    mine = private.make(str(tmp_path), "x")
+    mine = staging.make(str(tmp_path), "x")
     assert [str(path) for path in tmp_path.iterdir()] == [mine]
-    private.remove(mine)
+    staging.remove(mine)
+
+
+def test_a_folder_goes_although_a_child_of_its_dead_owner_lives(tmp_path):
+    script = (
+        "import os, sys, time\nfrom _calcops_jit import staging\nstaging.make(sys.argv[1], 'x')\n"
+        "if child := os.fork(): print(child, flush=True), os._exit(0)\n"
+        "os.closerange(0, 3), time.sleep(60)"
+    )
+    command = [sys.executable, "-c", script, tmp_path]
+    child = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True).stdout
+    assert len(list(tmp_path.iterdir())) == 1
+    staging.sweep(str(tmp_path), "x")
+    os.kill(int(child), 9)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_whose_owner_lives_in_another_container_stays(tmp_path):
@@ -79,10 +93,10 @@ def test_a_folder_whose_owner_lives_in_another_container_stays(tmp_path):
     folder.mkdir()
     fd = os.open(folder, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    private.sweep(str(tmp_path), "x")
+    staging.sweep(str(tmp_path), "x")
     assert folder.exists()
     os.close(fd)
-    private.sweep(str(tmp_path), "x")
+    staging.sweep(str(tmp_path), "x")
     assert not folder.exists()
 
 
@@ -113,7 +127,7 @@ def test_an_interpreter_that_ends_while_a_thread_builds_takes_the_build_along(ch
     child = subprocess.run(command, cwd=checkout.path, env=environment, capture_output=True, text=True, timeout=120)
     assert (child.returncode, child.stdout, "Error" in child.stderr) == (0, "over\n", False), child.stderr
     assert "cannot build" not in child.stderr
-    assert staging(checkout) == [] and in_cache(checkout) == []
+    assert stages(checkout) == [] and in_cache(checkout) == []
 
 
 # ---- cleaning up while others work --------------------------------------------------------------------------------
@@ -151,7 +165,9 @@ def test_clean_removes_nothing_but_what_is_the_caches(checkout):
 
 
 def test_imports_and_cleaners_and_pruners_at_once_do_not_disturb_each_other(checkout):
-    cleaning = "from _calcops_jit import usage\nfor _ in range(200):\n  usage.prune(0)\n  list(usage.clean())\n"
+    cleaning = (
+        "from _calcops_jit import cache_size\nfor _ in range(200):\n  cache_size.prune(0)\n  list(cache_size.clean())\n"
+    )
     cleaners = [checkout.start(cleaning) for _ in range(2)]
     children = []
     for _ in range(4):

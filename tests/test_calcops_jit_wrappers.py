@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from _calcops_jit import plan
+from _calcops_jit.request import Request
+
 COMPILER = shutil.which("c++")
 # Prints the answer of the library as it is built first, and after an edit of a source and one of a header.
 EDITS = """
@@ -104,3 +107,11 @@ def test_a_unit_whose_compiler_does_not_name_its_source_is_an_error(checkout):
     child = checkout.run("import calcops_jit", **options)
     assert f"it read 1 files, but not {checkout.path}/ops/tiny/tiny.cpp" in child.err
     assert checkout.libraries() == [] and list(checkout.cache.glob("*/*/*.o")) == []
+
+
+@pytest.mark.parametrize("cc, host", [("ccache gcc", "gcc"), ("sccache /opt/gcc-14", "/opt/gcc-14"), ("gcc", "gcc")])
+def test_nvcc_is_given_a_host_compiler_without_a_wrapper(monkeypatch, cc, host):
+    """PyTorch passes what CC names to nvcc's -ccbin, which takes one word."""
+    monkeypatch.setenv("CC", cc)
+    request = Request(name="x", root="/", sources=(), cflags=())
+    assert plan._environment(request, "/stage")["CC"] == host

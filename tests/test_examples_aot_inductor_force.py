@@ -129,7 +129,7 @@ def test_the_readme_shows_what_is_printed(ran):
 
 
 def test_nobody_warns_of_anything(ran):
-    """Not of TorchScript's end, and not that a machine with a CUDA toolkit has no GPU."""
+    """Looks for warnings of TorchScript's end, and of a CUDA toolkit on a machine without a GPU."""
     assert not re.search("warning|No CUDA", ran.stderr, re.IGNORECASE), ran.stderr
 
 

@@ -227,7 +227,7 @@ def test_the_hessian_is_that_of_differences_of_forces():
 
 
 def test_elastic_constants_are_differences_of_the_stress():
-    """Of fcc argon, where every atom is a centre of symmetry: nothing relaxes."""
+    """Takes fcc argon, in which every atom is a centre of symmetry: nothing relaxes."""
     atoms = bulk("Ar", a=5.4)
     atoms.calc = CalcOps(argon(cutoff=8.0, tail="linear"))
     held, relaxed = elastic_constants(atoms)

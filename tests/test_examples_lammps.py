@@ -194,7 +194,7 @@ def test_atoms_of_silicon_sum_up_to_energy_and_pressure(zero, ending, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_atoms_of_silicon_have_the_virial_and_the_heat_flux_of_the_definition(zero, ranks):
-    """From autograd alone: g_ij = -dE/dRij acts on j; W_j = sum g_ij Rij; J = sum e_i v_i + sum Rij (g_ij . v_j)."""
+    """Compares with autograd: g_ij = -dE/dRij acts on j; W_j = sum g_ij Rij; J = sum e_i v_i + sum Rij (g_ij . v_j)."""
     total, atoms = zero(ranks)["sw", ".pt2"]
     atoms = torch.from_numpy(atoms)
     x, energy, centroid, v = atoms[:, :3], atoms[:, 6], atoms[:, 13:22], atoms[:, 22:]

@@ -205,7 +205,7 @@ def test_ghosts_and_frames_with_their_own_types_change_nothing(sw_file):
 
 
 def test_a_slot_beyond_the_cutoff_counts_for_nothing(sw_file):
-    """Not even by 1e-300: rows with a skin and rows without are the same crystal."""
+    """Takes rows with a skin and rows without: they are the same crystal, to the last bit."""
     for model in models(sw_file):
         types, list_neigh = torch.zeros(2, dtype=torch.int64), torch.tensor([[[1], [0]]])
         for excess in (0.0, 1e-9, 0.5, 100.0):
@@ -232,7 +232,7 @@ def test_an_archive_is_the_model_for_every_size(sw_file, device, tmp_path):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_package_is_the_model_for_every_size(device, tmp_path):
-    """Of three inputs, and Stillinger-Weber: tests/test_examples_ase.py."""
+    """Tries a package of four inputs; three, and Stillinger-Weber, are in tests/test_examples_ase.py."""
     model = LennardJones([1.0, 0.5], [1.0, 1.3], 2.7, "linear", type_names="AB").to(device)
     save(model, tmp_path / "model.pt2", device=device, neighbor_index=True)
     package = load(tmp_path / "model.pt2")

@@ -115,7 +115,7 @@ def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
 
 
 def test_a_linker_that_drops_libraries_drops_the_operators_where_the_makefile_says(ran, build):
-    """As Ubuntu's g++ links by default."""
+    """Links as Ubuntu's g++ does by default."""
     command = ["make", "-C", FOLDER, f"PYTHON={sys.executable}", f"BUILD={build}", "--dry-run", "-W", build / "host.o"]
     planned = subprocess.run([*command, build / "host"], env=ENVIRONMENT, capture_output=True, text=True, check=True)
     (line,) = (line for line in planned.stdout.splitlines() if f"-o {build}/host " in line)
@@ -137,7 +137,7 @@ def test_cmake_builds_the_same_and_asks_for_no_cuda_toolkit(ran, build):
 
 
 def test_the_host_builds_from_an_exported_folder_with_pkg_config(ran, build):
-    """With its include path the host goes through the preprocessor; what was compiled is linked with its libraries."""
+    """Preprocesses the host with pkg-config's include path, and links what was compiled with its libraries."""
     if not shutil.which("pkg-config"):
         pytest.skip("pkg-config is not installed")
     export = [sys.executable, "-m", "calcops_jit", "export", build / "calcops"]

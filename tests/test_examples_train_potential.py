@@ -29,7 +29,7 @@ from weights import initial, save_npz, standardise  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """As train.py: the tensors are small, and threads that wait for each other take minutes on a busy machine."""
+    """Computes on one thread, as train.py does: tensors are small, and threads wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -283,7 +283,7 @@ def test_a_compiled_step_has_the_same_gradients(frames):
 
 @pytest.mark.parametrize("name", ["model.pt", pytest.param("model.pt2", marks=pytest.mark.long)])
 def test_what_is_exported_gives_the_same_in_ase(frames, name, tmp_path):
-    """At other sizes than those it was exported with, a row longer and a row shorter than sel."""
+    """Tries other sizes than those it was exported with, and rows longer and shorter than sel."""
     from ase.build import bulk
 
     model, _ = beginner(frames)

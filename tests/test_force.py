@@ -36,7 +36,7 @@ def test_a_pair_by_hand():
     Ri_d[0, 0, 0] = torch.tensor([[1, 0, 0], [0, 2, 0], [0, 0, 3], [5, 5, 5]])
     Rij = torch.tensor([10.0, 20, 30], dtype=torch.float64).expand(1, 2, 2, 3)
     F, W, atom_W = force_virial(list_neigh, dE, Ri_d, Rij)
-    assert F.tolist() == [[[-1, -2, -3], [1, 2, 3]]]
+    assert F.tolist() == force(list_neigh, dE, Ri_d).tolist() == [[[-1, -2, -3], [1, 2, 3]]]
     assert W.tolist() == [[[10, 20, 30], [20, 40, 60], [30, 60, 90]]]
     assert atom_W[0, 0].abs().sum() == 0 and atom_W[0, 1].tolist() == W[0].tolist()
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import reference
 import torch
-from reference import assert_equal_lists, differentiable_pairs, pairs
+from reference import SMALL, assert_equal_lists, differentiable_pairs, neighbor_force, pairs, scalar_of
 from torch.autograd import gradcheck, gradgradcheck
 
 from calcops_jit import force, force_virial
@@ -13,12 +13,6 @@ from calcops_jit import force, force_virial
 backward = torch.ops.calcops._force_virial_backward
 
 
-def neighbor_force(list_neigh, dE, Ri_d, nghost=0):
-    """What the pairs do to the neighbours: the force without the centre atoms' part."""
-    return torch.ops.calcops._force_virial(list_neigh, dE, Ri_d, None, nghost, False)[0]
-
-
-SMALL = dict(frames=3, natoms=2, nghost=1, neighbors=3)
 MODES = dict(check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
 SECOND = dict(check_fwd_over_rev=True, check_batched_grad=True)
 
@@ -123,14 +117,6 @@ def test_gradients_have_the_shape_of_the_view_that_was_given(device):
     flat = dE.reshape(3, 5, 1, 24).requires_grad_(), Ri_d.view(3, 5, 6, 4, 3).requires_grad_()
     gradient = torch.autograd.grad(force(list_neigh.view(3, 5, 2, 3), *flat, 2).square().sum(), flat)
     assert [x.shape for x in gradient] == [x.shape for x in flat]
-
-
-def scalar_of(function, list_neigh):
-    def scalar(*x):
-        F, W, atom_W = function(list_neigh, *x, 1)
-        return (F**3).sum() + (W**2).sum() + (F[..., None] * atom_W**2).sum()
-
-    return scalar
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from kernels import launches
 from reference import assert_equal_lists, differentiable_pairs, pairs
-from test_force_cuda import launches
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 

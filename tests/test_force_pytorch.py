@@ -6,8 +6,7 @@ import pickle
 
 import pytest
 import torch
-from reference import assert_equal_lists, differentiable_pairs, opcheck, pairs
-from test_force_derivatives import SMALL, scalar_of
+from reference import SMALL, assert_equal_lists, differentiable_pairs, opcheck, pairs, scalar_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from calcops_jit import force, force_virial

@@ -6,8 +6,7 @@ import numpy
 import pytest
 import reference
 import torch
-from reference import assert_equal_lists, differentiable_pairs, pairs
-from test_force_derivatives import SMALL, neighbor_force, scalar_of
+from reference import SMALL, assert_equal_lists, differentiable_pairs, neighbor_force, pairs, scalar_of
 from torch.autograd import forward_ad, gradcheck
 
 from calcops_jit import force, force_virial

@@ -6,8 +6,7 @@ import random
 import pytest
 import reference
 import torch
-from reference import assert_equal_lists, pairs
-from test_force_derivatives import SMALL, neighbor_force, scalar_of
+from reference import SMALL, assert_equal_lists, neighbor_force, pairs, scalar_of
 
 from calcops_jit import force, force_virial
 

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 from checkout import wait_for
 
-from _calcops_jit import eta, progress
-from _calcops_jit.eta import Eta
+from _calcops_jit import progress, remaining_time
 from _calcops_jit.progress import Progress
+from _calcops_jit.remaining_time import RemainingTime
 
 # ---- one line ---------------------------------------------------------------------------------------------------
 
@@ -102,9 +102,9 @@ def test_a_closed_or_missing_stream_does_not_fail_a_build(monkeypatch):
 
 
 def test_a_warm_import_does_without_progress_and_a_build_without_ipython(checkout):
-    modules = "'_calcops_jit.progress', '_calcops_jit.eta', 'IPython'"
+    modules = "'_calcops_jit.progress', '_calcops_jit.remaining_time', 'IPython'"
     script = f"import calcops_jit, sys; print([name for name in ({modules}) if name in sys.modules])"
-    assert checkout.run(script).out == "['_calcops_jit.progress', '_calcops_jit.eta']\n"
+    assert checkout.run(script).out == "['_calcops_jit.progress', '_calcops_jit.remaining_time']\n"
     assert checkout.run(script).out == "[]\n"
 
 
@@ -145,13 +145,13 @@ def taught(tmp_path, monkeypatch, units: list[float], rest: float, jobs: int) ->
     monkeypatch.setenv("MAX_JOBS", str(jobs))
     staging = Staging(tmp_path / "slot", units, rest, jobs)
     staging.at(staging.seconds)
-    Eta(request_of(), str(tmp_path / "slot"), str(staging.path)).learn()
+    RemainingTime(request_of(), str(tmp_path / "slot"), str(staging.path)).learn()
     return staging
 
 
 def shown(tmp_path, staging: Staging, step: float = 0.5) -> list[tuple[float, int | None]]:
     """[(seconds, seconds that it said were left)] until it is built."""
-    estimate, said, at = Eta(request_of(), str(tmp_path / "slot"), str(staging.path)), [], 0.0
+    estimate, said, at = RemainingTime(request_of(), str(tmp_path / "slot"), str(staging.path)), [], 0.0
     while at < staging.seconds:
         staging.at(at)
         text, part = estimate.state(at)
@@ -203,31 +203,31 @@ def test_nothing_is_said_of_units_or_flags_that_were_never_built(tmp_path, monke
     slot = str(tmp_path / "slot")
     staging = taught(tmp_path, monkeypatch, [5, 5], 1.0, 1)
     staging.at(6.0)
-    assert Eta(request_of(), slot, str(staging.path)).state(6.0)[0] == "[1/3] unit1.cpp 6 s, 5 s left"
-    assert Eta(request_of("-O0"), slot, str(staging.path)).state(6.0) == ("[1/3] unit1.cpp 6 s", 1 / 3)
+    assert RemainingTime(request_of(), slot, str(staging.path)).state(6.0)[0] == "[1/3] unit1.cpp 6 s, 5 s left"
+    assert RemainingTime(request_of("-O0"), slot, str(staging.path)).state(6.0) == ("[1/3] unit1.cpp 6 s", 1 / 3)
     staging = Staging(tmp_path / "slot", [5, 5, 5], 1.0, 1)
     staging.at(6.0)
-    assert Eta(request_of(), slot, str(staging.path)).state(6.0)[0] == "[1/4] unit1.cpp 6 s"
+    assert RemainingTime(request_of(), slot, str(staging.path)).state(6.0)[0] == "[1/4] unit1.cpp 6 s"
     shutil.rmtree(staging.path)
-    assert Eta(request_of(), slot, str(staging.path)).state(0.0) == ("[0/?] 0 s", 0.0)
+    assert RemainingTime(request_of(), slot, str(staging.path)).state(0.0) == ("[0/?] 0 s", 0.0)
 
 
 def test_what_was_learnt_is_replaced_and_bounded_and_may_be_damaged(tmp_path, monkeypatch):
     history = tmp_path / "seconds"
     taught(tmp_path, monkeypatch, [5, 5], 1.0, 1)
     taught(tmp_path, monkeypatch, [7, 5], 1.0, 1)
-    assert sorted(end - start for start, end in eta._read(str(history)).values()) == [1.0, 5.0, 7.0]
-    monkeypatch.setattr(eta, "_KEPT", 4)
+    assert sorted(end - start for start, end in remaining_time._read(str(history)).values()) == [1.0, 5.0, 7.0]
+    monkeypatch.setattr(remaining_time, "_KEPT", 4)
     taught(tmp_path, monkeypatch, [1, 1, 1, 1, 1], 1.0, 1)
     assert len(history.read_text().splitlines()) == 4
     for damage in (b"\xff\0\n1\t2\n", b"9" * 5000 + b"\t1\t0\tx\t0\n", b"{}"):
         history.write_bytes(damage)
-        assert eta._read(str(history)) == {}
+        assert remaining_time._read(str(history)) == {}
     history.unlink()
     os.mkfifo(history)
-    assert eta._read(str(history)) == {}
+    assert remaining_time._read(str(history)) == {}
     taught(tmp_path, monkeypatch, [5, 5], 1.0, 1)
-    assert len(eta._read(str(history))) == 3
+    assert len(remaining_time._read(str(history))) == 3
 
 
 # What is said on a terminal of 100 columns, with the moments at which it was.

@@ -1,6 +1,7 @@
 """The READMEs: what they show is run as a new user would type it, and their links lead somewhere."""
 
 import doctest
+import graphlib
 import os
 import re
 import shutil
@@ -81,5 +82,6 @@ def test_the_map_of_the_loader_names_every_module_and_what_it_imports():
     for module, path in modules.items():
         found = re.findall(r"^\s*from (?:_calcops_jit)?(?:\.(\w+)| *\.?) import (.+)$", path.read_text(), re.MULTILINE)
         names = {name for one, several in found for name in ([one] if one else re.findall(r"\w+", several))}
-        imported[module] = ", ".join(sorted(names & modules.keys()))
-    assert dict(rows) == imported
+        imported[module] = sorted(names & modules.keys())
+    assert dict(rows) == {module: ", ".join(names) for module, names in imported.items()}
+    list(graphlib.TopologicalSorter(imported).static_order())  # CycleError

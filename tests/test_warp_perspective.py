@@ -3,62 +3,21 @@
 import numpy as np
 import pytest
 import torch
+from reference_warp_perspective import (
+    BORDERS,
+    DTYPES,
+    IDENTITY,
+    INTERPOLATIONS,
+    NOWHERE,
+    SHRUNK,
+    TILTED,
+    TURNED,
+    outside,
+    random_image,
+    reference,
+)
 
 from calcops_jit import warp_perspective
-
-BORDERS = ["constant", "replicate", "reflect", "wrap", "reflect_101"]
-INTERPOLATIONS = ["linear", "nearest"]
-DTYPES = [torch.uint8, torch.float32, torch.float64]
-IDENTITY = torch.eye(3, dtype=torch.float64)
-# Irrational enough that no coordinate is halfway between pixels; their horizons lie outside the results.
-TILTED = torch.tensor([[1.0531, 0.1237, -3.117], [-0.0823, 0.9311, 2.339], [7.13e-4, -9.17e-4, 1.0]])
-SHRUNK = torch.tensor([[0.3119, 0.0537, 4.271], [-0.0413, 0.2917, 7.713], [1.17e-4, 2.31e-4, 1.0]])
-TURNED = torch.tensor([[-0.4371, 1.1129, 9.731], [-0.9173, -0.5119, 41.37], [5.17e-4, 6.31e-4, 1.0]])
-TILTED, SHRUNK, TURNED = (matrix.double() for matrix in (TILTED, SHRUNK, TURNED))
-
-
-def random_image(*shape, dtype=torch.float64, seed=0):
-    values = torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return (values * 255).round().to(dtype) if dtype == torch.uint8 else values.to(dtype)
-
-
-def outside(index, size, border_mode):
-    """cv::borderInterpolate for integers of any size; -1 is border_value."""
-    if border_mode == "constant":
-        return np.where((index >= 0) & (index < size), index, -1)
-    if border_mode == "replicate":
-        return np.clip(index, 0, size - 1)
-    if border_mode == "wrap":
-        return np.mod(index, size)
-    edge = 0 if border_mode == "reflect" else 1
-    period = max(2 * (size - edge), 1)
-    folded = np.mod(index, period)
-    return np.where(folded < size, folded, period - 1 + edge - folded)
-
-
-def reference(image, warp, dsize, interpolation="linear", border_mode="constant", border=0.0, inverse_map=False):
-    """[C, H, W] by [3, 3] in float64: each tap's index goes through the border on its own, as OpenCV's do."""
-    image, warp = image.double().numpy(), warp.double().numpy()
-    channels, height, width = image.shape
-    border = np.broadcast_to(np.asarray(border, dtype=np.float64), (channels,))[:, None, None]
-    m = warp if inverse_map else np.linalg.inv(warp)
-    v, u = np.meshgrid(np.arange(dsize[0]), np.arange(dsize[1]), indexing="ij")
-    x, y, w = np.einsum("ij,jvu->ivu", m, np.stack([u, v, np.ones_like(u)]))
-    with np.errstate(all="ignore"):
-        x, y = x / w, y / w
-    known = np.isfinite(x) & np.isfinite(y)
-    x, y = np.where(known, x, 0), np.where(known, y, 0)
-    if interpolation == "nearest":
-        x, y = np.rint(x), np.rint(y)
-    x0, y0 = np.floor(x), np.floor(y)
-    result = np.zeros((channels, *dsize))
-    for dy, weight_y in (0, 1 - (y - y0)), (1, y - y0):
-        for dx, weight_x in (0, 1 - (x - x0)), (1, x - x0):
-            row = outside(y0.astype(np.int64) + dy, height, border_mode)
-            column = outside(x0.astype(np.int64) + dx, width, border_mode)
-            tap = np.where((row >= 0) & (column >= 0), image[:, row, column], border)
-            result += weight_y * weight_x * tap
-    return torch.from_numpy(np.where(known, result, border))
 
 
 def as_dtype(values, dtype):
@@ -223,20 +182,6 @@ def test_float32_matrices_are_widened_not_the_image_narrowed(device):
     result = warp_perspective(image, TILTED.float().to(device), (20, 20))
     assert torch.equal(result, warp_perspective(image, TILTED.float().double().to(device), (20, 20)))
     assert result.dtype == torch.float64
-
-
-NOWHERE = {  # matrices by which no pixel has a source, with inverse_map
-    "zero": (torch.zeros(3, 3), False),
-    "zero, not inverted": (torch.zeros(3, 3), True),
-    "ones": (torch.ones(3, 3), False),
-    "rank 2": (torch.tensor([[1.0, 2, 3], [4, 5, 6], [7, 8, 9]]), False),
-    "rank 2 but for rounding": (torch.arange(1, 10, dtype=torch.float64).view(3, 3) / 10, False),
-    "w = 0 everywhere": (torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 0]]), True),
-    "NaN": (torch.full((3, 3), float("nan")), True),
-    "one NaN": (torch.tensor([[1.0, 0, 0], [0, float("nan"), 0], [0, 0, 1]]), False),
-    "infinity": (torch.tensor([[1.0, 0, float("inf")], [0, 1, 0], [0, 0, 1]]), True),
-    "overflow of x": (torch.tensor([[1e300, 0, 1e300], [0, 1, 0], [0, 0, 1e-300]], dtype=torch.float64), True),
-}
 
 
 @pytest.mark.parametrize("name", NOWHERE)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_warp_perspective import BORDERS, DTYPES, SHRUNK, TILTED, TURNED, random_image, reference
+from reference_warp_perspective import BORDERS, DTYPES, SHRUNK, TILTED, TURNED, random_image, reference
 
 from calcops_jit import warp_perspective
 

@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 from reference import opcheck
-from test_warp_perspective import SHRUNK, TILTED, random_image
+from reference_warp_perspective import SHRUNK, TILTED, random_image
 
 from calcops_jit import warp_perspective
 

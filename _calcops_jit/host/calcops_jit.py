@@ -31,7 +31,7 @@ def _lacking(instructions: list[str]) -> list[str]:
 
 
 def _refusal(about: dict) -> tuple[str, str] | None:
-    """(why the library cannot run here, what mends it)"""
+    """(why the library cannot run here, what fixes it)"""
     release, abi = torch.__version__.partition("+")[0], torch.compiled_with_cxx11_abi()
     if [release, abi] != about["torch"]:
         wanted = about["torch"][0]

@@ -17,7 +17,7 @@ from potential import Potential  # noqa: E402
 
 
 class EnergyModel(Potential):
-    """In eV and Angstrom; numbers for weights, no training."""
+    """A potential in eV and Angstrom whose weights are made up, not trained."""
 
     def __init__(self):
         super().__init__(4.0, "metal", ["A", "B"])

@@ -104,10 +104,8 @@ def run_at_constant_energy(name, model, steps):
         times.append(1e3 * (time.perf_counter() - start))
         energies.append(1e3 * atoms.get_total_energy() / len(atoms))
     drift = numpy.polyfit(0.002 * numpy.arange(steps), energies, 1)[0]
-    print(
-        f"  {name:18} total energy within {numpy.ptp(energies):.3f} meV/atom, drift {drift:+.3f} meV/atom/ps,", end=" "
-    )
-    print(f"fastest step {min(times):.0f} ms")
+    spread, fastest = numpy.ptp(energies), min(times)
+    print(f"  {name:18} within {spread:.3f} meV/atom, drift {drift:+.3f} meV/atom/ps; fastest step {fastest:.0f} ms")
     return atoms
 
 

@@ -26,7 +26,7 @@ class Data:
 
 
 def mean_squares(model, parameters, types, list_neigh, Rij, energy, force, virial, create_graph=True):
-    """Of the errors of energy per atom, force and virial per atom, [3]."""
+    """Mean squares of the errors of energy per atom, force and virial per atom, [3]."""
     inputs, n = (types, list_neigh, Rij, 0, create_graph), types.shape[1]
     ours = functional_call(model, parameters, inputs)
     errors = (ours[0] - energy) / n, ours[2] - force, (ours[3] - virial) / n

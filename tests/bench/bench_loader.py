@@ -1,5 +1,13 @@
-"""The loader's numbers: cold build, warm import over `import torch`, processes started. Run: make bench"""
+"""The loader's numbers: builds, warm imports, and the time from an edit to a call. Run: make bench
 
+    python tests/bench/bench_loader.py                   this tree
+    python tests/bench/bench_loader.py --before REV      and a commit, in turns: before, now, ratio
+
+Every figure is the least, and in brackets the median, of some rounds. An edit adds a comment; it is timed beyond
+`import torch`, up to the return of the first call.
+"""
+
+import argparse
 import os
 import resource
 import shutil
@@ -8,146 +16,189 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[2]
-ROUNDS = 50
+PARTS = ("calcops_jit.py", "_calcops_jit", "ops")
+EDITED = ("force/force_cpu.cpp", "force/force_math.h", "force/force.cpp", "warp_perspective/warp_perspective.cpp")
 
-# The same sources by torch.utils.cpp_extension.load as it is mostly used: each with torch/extension.h, default flags.
-_PLAIN = """
-import glob, os, time, torch
-from torch.utils import cpp_extension
-os.mkdir("plain")
-start = time.perf_counter()
-cpp_extension.load("plain", sorted(glob.glob("ops/*/*.cpp")), build_directory="plain", is_python_module=False,
-    extra_include_paths=["ops"], extra_cflags=["-include torch/extension.h", "-DCALCOPS_NO_CUDA='\\"plain\\"'"])
-print(time.perf_counter() - start)
+FOREIGN = """\
+#include <torch/extension.h>
+at::Tensor twice(const at::Tensor& x) { return x.mul(2); }
+TORCH_LIBRARY(foreign, m) { m.def("twice(Tensor x) -> Tensor", &twice); }
 """
-_COLD = """
-import time, torch
-start = time.perf_counter()
-import calcops_jit
-print(time.perf_counter() - start, calcops_jit.library_path())
+CELL = """\
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+at::Tensor twice(const at::Tensor& x) { return x.mul(2); }
+TORCH_LIBRARY_FRAGMENT(cell, m) { m.def("twice(Tensor x) -> Tensor", &twice); }
 """
 
-# Further libraries, found in the cache; a large one costs its hash as well.
-_FURTHER = """
-import time, torch, calcops_jit
-from _calcops_jit.inputs import file_digest
+# The seconds of a script beyond `import torch`.
+TIMED = "import sys, time, torch\nstart = time.perf_counter()\n{}\nprint(time.perf_counter() - start)\n"
+CALL = (
+    "import calcops_jit\ncalcops_jit.force(torch.zeros(1, 2, 1, dtype=torch.int32), torch.ones(1, 2, 1, 4), "
+    "torch.ones(1, 2, 4, 3))"
+)
+IMPORT = "import calcops_jit\nfor name in dir(calcops_jit): getattr(calcops_jit, name)"
+LOAD = "import calcops_jit\ncalcops_jit.load('{0}', ['{0}.cpp']).twice(torch.ones(1))"
+# Reloads of one process, and without a change. ninja is a script that notes how long it ran.
+RELOADS = """
+import statistics, time, torch, calcops_jit
 from pathlib import Path
-text = '#include <torch/library.h>\\nTORCH_LIBRARY(%s, m) { m.def("one() -> int", [] { return int64_t(1); }); }'
-for name in ("first", "second", "third"):
-    source = Path(f"{name}.cpp")
-    if not source.exists():
-        source.write_text(text % name)
-    start = time.perf_counter()
-    assert calcops_jit.load(name, str(source), ["-DAT_PER_OPERATOR_HEADERS"]).one() == 1
-    print(time.perf_counter() - start)
-large = Path("large")
-large.write_bytes(bytes(10 ** 8))
-start = time.perf_counter()
-file_digest("large")
-print((time.perf_counter() - start) / 100)
-"""
-
-_IMPORT = """
-import sys, time
-processes = []
-events = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork")
-sys.addaudithook(lambda event, _: processes.append(event) if event in events else None)
-start = time.perf_counter()
-import torch
-middle = time.perf_counter()
-processes.clear()
-import calcops_jit
-for name in dir(calcops_jit):
-    getattr(calcops_jit, name)
-print(middle - start, time.perf_counter() - middle, len(processes))
-"""
-
-# Reloads of an edited kernel in one process. What ninja takes is compiling and linking; the rest is the loader's.
-_RELOAD = """
-import statistics, sys, time
-import calcops_jit
-from pathlib import Path
-from _calcops_jit import build
-ninja, run = [], build._run
-def timed(*arguments):
-    start = time.perf_counter()
-    said = run(*arguments)
-    ninja.append(time.perf_counter() - start)
-    return said
-build._run = timed
 kernel = Path("ops/force/force_cpu.cpp")
 text = kernel.read_text()
-walls, idles = [], []
-for i in range(5):
-    kernel.write_text(text + f'extern "C" int edited_{i}() {{ return {i}; }}\\n')
+for i in range(3):
+    kernel.write_text(text + f"// {time.time_ns()}\\n")
+    Path("ninja.log").write_text("")
     start = time.perf_counter()
     assert calcops_jit.reload() == ["calcops"]
-    walls.append(time.perf_counter() - start)
-    start = time.perf_counter()
-    assert calcops_jit.reload() == []
-    idles.append(time.perf_counter() - start)
-kernel.write_text(text)
+    wall = time.perf_counter() - start
+    inner = sum(map(float, Path("ninja.log").read_text().split()))
+    idle = []
+    for _ in range(5):
+        start = time.perf_counter()
+        calcops_jit.reload()
+        idle.append(time.perf_counter() - start)
+        time.sleep(1.1)
+    print(wall, wall - inner, min(idle))
+"""
+NINJA = """#!{python}
+import subprocess, sys, time
 start = time.perf_counter()
-assert calcops_jit.reload() == ["calcops"]
-back = time.perf_counter() - start
-overhead = statistics.median(wall - inner for wall, inner in zip(walls, ninja))
-print(statistics.median(walls), overhead, statistics.median(idles), back)
+code = subprocess.run(["{ninja}", *sys.argv[1:]]).returncode
+open("{log}", "a").write(f"{{time.perf_counter() - start}}\\n")
+sys.exit(code)
+"""
+# The usual way: torch/extension.h in every source, default flags, all in one load.
+PLAIN = """
+import os
+from torch.utils import cpp_extension
+os.makedirs("plain", exist_ok=True)
+names = [f"plain{i}" for i in range(5)]
+for i, name in enumerate(names):
+    block = 'TORCH_LIBRARY(plain, m)' if i == 0 else 'TORCH_LIBRARY_FRAGMENT(plain, m)'
+    text = f'#include <torch/extension.h>\\nstatic at::Tensor f(at::Tensor x) {{ return x.mul({i}); }}\\n'
+    open(f"plain/{name}.cpp", "w").write(text + f'{block} {{ m.def("f{i}(Tensor x) -> Tensor", &f); }}\\n')
+cpp_extension.load("plain", [f"plain/{name}.cpp" for name in names], build_directory="plain", is_python_module=False)
 """
 
 
-def run(*command: str, folder: str) -> str:
-    environment = os.environ | {"CALCOPS_CACHE": f"{folder}/cache", "PYTHONPATH": folder}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    return subprocess.run(
-        [sys.executable, *command], env=environment, cwd=folder, check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
+class Tree:
+    """A copy of the loader and the operators, with a cache of its own."""
+
+    def __init__(self, folder: Path, revision: str):
+        self.folder, self.revision = folder, revision
+        folder.mkdir()
+        if revision:
+            archive = subprocess.run(["git", "archive", revision, *PARTS], cwd=HERE, check=True, capture_output=True)
+            subprocess.run(["tar", "x"], cwd=folder, input=archive.stdout, check=True)
+        else:
+            shutil.copy(HERE / PARTS[0], folder)
+            for part in PARTS[1:]:
+                shutil.copytree(HERE / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        (folder / "foreign.cpp").write_text(FOREIGN)
+        (folder / "cell.cpp").write_text(CELL)
+        (folder / "bin").mkdir()
+        ninja = folder / "bin/ninja"
+        found = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        ninja.write_text(NINJA.format(python=sys.executable, ninja=found, log=folder / "ninja.log"))
+        ninja.chmod(0o755)
+
+    def run(self, script: str, **environment: str) -> list[list[float]]:
+        """The numbers that a script prints, line by line."""
+        settings = {"CALCOPS_CACHE": f"{self.folder}/cache", "PYTHONPATH": str(self.folder)} | environment
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | settings
+        command = [sys.executable, "-c", script]
+        said = subprocess.run(command, env=environment, cwd=self.folder, check=True, stdout=subprocess.PIPE, text=True)
+        return [[float(word) for word in line.split()] for line in said.stdout.splitlines()]
+
+    def timed(self, what: str) -> float:
+        return self.run(TIMED.format(what))[-1][0]
+
+    def edit(self, file: str) -> None:
+        path = self.folder / file
+        path.write_text(f"{path.read_text()}// {time.time_ns()}\n")
+
+
+def measures(rounds: int) -> Iterator[tuple[str, str, int, callable]]:
+    """(name, unit, rounds, function of a Tree that gives seconds) in an order in which each finds what it needs."""
+
+    def cold(tree):
+        shutil.rmtree(tree.folder / "cache", ignore_errors=True)
+        return tree.timed(CALL)
+
+    yield "cold build", "s", 1, cold
+    yield "warm import", "ms", 5 * rounds, lambda tree: tree.timed(IMPORT)
+    for file in (f"ops/{name}" for name in EDITED):
+        yield (
+            f"{Path(file).name} edited to called",
+            "s",
+            rounds,
+            lambda tree, file=file: tree.edit(file) or tree.timed(CALL),
+        )
+    for name in ("cell", "foreign"):
+        what = {"cell": "a cell's source", "foreign": "torch/extension.h"}[name]
+        load = LOAD.format(name)
+        yield f"{what}: first load", "s", 1, lambda tree, load=load: tree.timed(load)
+        yield f"{what}: warm load", "ms", 5 * rounds, lambda tree, load=load: tree.timed(load)
+
+        def again(tree, name=name, load=load):
+            tree.edit(f"{name}.cpp")
+            return tree.timed(load)
+
+        yield f"{what}: edited to called", "s", rounds, again
+
+
+def table(names: list[str], rows: list[tuple[str, str, list[list[float]]]]) -> None:
+    print(f"{'':44}" + "".join(f"{name:>20}" for name in names) + ("     ratio" if len(names) > 1 else ""))
+    for name, unit, columns in rows:
+        scale = 1e3 if unit == "ms" else 1
+        cells = "".join(f"{min(c) * scale:10.2f} ({statistics.median(c) * scale:6.2f})" for c in columns)
+        ratio = f"  {min(columns[-1]) / min(columns[0]):8.2f}" if len(columns) > 1 else ""
+        print(f"{name + ', ' + unit:44}{cells}{ratio}", flush=True)
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:  # a copy, which nobody edits meanwhile
-        shutil.copy(HERE / "calcops_jit.py", folder)
-        for part in ("_calcops_jit", "ops"):
-            shutil.copytree(HERE / part, f"{folder}/{part}", ignore=shutil.ignore_patterns("__pycache__"))
-        plain = float(run("-c", _PLAIN, folder=folder))
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cold, library = run("-c", _COLD, folder=folder).split()
-        used = [b - a for a, b in zip(used, resource.getrusage(resource.RUSAGE_CHILDREN))]
-        run("-c", _IMPORT, folder=folder)  # the first look at fresh files compares contents and writes their stats down
-        time.sleep(2.5)
-        run("-c", _IMPORT, folder=folder)
-        kernel = Path(folder, "ops/force/force_cpu.cpp")
-        kernel.write_text(kernel.read_text() + "// edited\n")
-        edited = sum(float(x) for x in run("-c", _IMPORT, folder=folder).split()[1:2])
-        time.sleep(2.5)
-        run("-c", _IMPORT, folder=folder)
-        rounds = [[float(x) for x in run("-c", _IMPORT, folder=folder).split()] for _ in range(ROUNDS)]
-        size = os.path.getsize(library)
-        run("-c", _FURTHER, folder=folder)
-        time.sleep(2.5)
-        run("-c", _FURTHER, folder=folder)
-        *further, per_MB = map(float, run("-c", _FURTHER, folder=folder).split())
-        reload_s, overhead_s, idle_s, back_s = map(float, run("-c", _RELOAD, folder=folder).split())
-    torch_s, import_s, processes = (statistics.median(column) for column in zip(*rounds, strict=True))
-    print(
-        f"loader, {len(os.sched_getaffinity(0))} processors, load {os.getloadavg()[0]:.1f}, library {size / 1e6:.2f} MB"
-    )
-    print(
-        f"  cold build                {float(cold):8.1f} s    with {used[0] + used[1]:.0f} s of processor time; "
-        f"{float(cold) / plain:.2f} of a plain cpp_extension.load: {plain:.1f} s"
-    )
-    print(f"  kernel edited to imported {edited:8.1f} s    over import torch")
-    print(f"  import torch              {torch_s * 1e3:8.1f} ms   median of {ROUNDS} fresh processes")
-    print(f"  import calcops_jit, warm  {import_s * 1e3:8.1f} ms   {import_s / torch_s:.4f} of import torch")
-    print(
-        f"  load(), warm              {statistics.median(further) * 1e3:8.1f} ms   a further library; "
-        f"hashing takes {per_MB * 1e3:.2f} ms a MB"
-    )
-    print(f"  reload() of an edit       {reload_s:8.2f} s    {overhead_s * 1e3:.0f} ms beyond compiler and linker")
-    print(f"  reload() without a change {idle_s * 1e3:8.1f} ms   back to an earlier build {back_s * 1e3:.1f} ms")
-    print(f"  processes started, warm   {max(r[2] for r in rounds):8.0f}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", default="", help="a commit to compare with")
+    parser.add_argument("--rounds", type=int, default=5, help="of each edit; five times as many warm imports")
+    parser.add_argument("--only", default="", help="what the names of the measures must contain")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        revisions = [options.before, ""] if options.before else [""]
+        trees = [Tree(Path(folder, revision or "now"), revision) for revision in revisions]
+        names = [tree.revision or "now" for tree in trees]
+        print(f"{len(os.sched_getaffinity(0))} processors, load {os.getloadavg()[0]:.1f}; least (median)")
+        plain = trees[-1].timed(PLAIN) if not options.only else 0.0
+        rows = []
+        for name, unit, rounds, measure in measures(options.rounds):
+            needed = name == "cold build" or "first load" in name
+            if not needed and options.only not in name:
+                continue
+            if rounds > options.rounds:  # files that were just written are looked into, not only at
+                for _ in range(2):
+                    time.sleep(2.5)
+                    [measure(tree) for tree in trees]
+            columns = list(zip(*([measure(tree) for tree in trees] for _ in range(rounds))))
+            rows.append((name, unit, columns))
+            print(name, [min(column) for column in columns], file=sys.stderr, flush=True)
+            if name == "cold build" and plain:
+                rows.append(("  over a plain load of five trivial units", "", [[c[0] / plain] for c in columns]))
+        if options.only in "reload":
+            path = {"PATH": f"bin:{os.environ['PATH']}"}
+            found = [tree.run(RELOADS, **path | {"PATH": f"{tree.folder}/bin:{os.environ['PATH']}"}) for tree in trees]
+            for i, (name, unit) in enumerate(
+                {
+                    "reload() of an edit": "s",
+                    "  beyond compiler and linker": "ms",
+                    "reload() without a change": "ms",
+                }.items()
+            ):
+                rows.append((name, unit, [[row[i] for row in column] for column in found]))
+        table(names, rows)
+        print(f"peak memory of a compiler {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6:.2f} GB")
 
 
 if __name__ == "__main__":

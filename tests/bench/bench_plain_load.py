@@ -1,6 +1,7 @@
 """calcops_jit.load beside torch.utils.cpp_extension.load: one source, the same situations. Run: make bench
 
-Each row is what a user meets in a process of their own; `--readme` puts the table into README.md.
+Each row is what a user meets in a process of their own; `--readme` puts the table and results/loaders.png, the bars of
+its times, into README.md.
 """
 
 import argparse
@@ -216,6 +217,30 @@ ROWS = {
 }
 
 
+def draw(rows: list[tuple[str, list[str]]], about: str) -> None:
+    """Bars of the rows in which both loaders come to an end after some seconds."""
+    from matplotlib import pyplot
+
+    seconds = {row: [re.match(r"([\d.]+) (m?s)", cell) for cell in cells] for row, cells in rows}
+    seconds = {
+        row: [float(m[1]) / (1e3 if m[2] == "ms" else 1) for m in cells] for row, cells in seconds.items() if all(cells)
+    }
+    figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.6 * len(seconds)), layout="constrained")
+    for i, (label, colour) in enumerate(
+        (("torch.utils.cpp_extension.load", "#b0b7c3"), ("calcops_jit.load", "#d1495b"))
+    ):
+        at = [row + 0.38 * (i - 0.5) for row in range(len(seconds))]
+        bars = axes.barh(at, [cells[i] for cells in seconds.values()], 0.36, label=label, color=colour)
+        axes.bar_label(bars, [f"{cells[i]:.2g} s" for cells in seconds.values()], padding=3)
+    axes.set_yticks(range(len(seconds)), [row.replace("`", "") for row in seconds])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel(f"seconds ({about})")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside upper right", ncols=2)
+    figure.savefig(ROOT / "tests/bench/results/loaders.png", dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--readme", action="store_true", help="put the table into README.md")
@@ -223,17 +248,21 @@ def main() -> None:
     options = parser.parse_args()
     today = datetime.date.today()
     lines = ["| | `torch.utils.cpp_extension.load` | `calcops_jit.load` |", "|---|---|---|"]
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         sides = [Side(name, Path(folder)) for name in LOAD]
         for row, measure in ROWS.items():
             if options.only in measure.__name__:
-                lines.append(f"| {row} | {' | '.join(measure(side) for side in sides)} |")
+                rows.append((row, [measure(side) for side in sides]))
+                lines.append(f"| {row} | {' | '.join(rows[-1][1])} |")
                 print(lines[-1], flush=True)
     about = f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, one source of five lines, {today}"
     if options.readme:
         readme = ROOT / "README.md"
         before, _, rest = readme.read_text().partition("<!-- loaders -->")
-        table = "\n".join([*lines, "", f"({about}; `tests/bench/bench_plain_load.py`)"])
+        draw(rows, about)
+        picture = "![seconds of both loaders](tests/bench/results/loaders.png)"
+        table = "\n".join([*lines, "", picture, "", f"({about}; `tests/bench/bench_plain_load.py`)"])
         readme.write_text(f"{before}<!-- loaders -->\n{table}\n<!-- /{rest.partition('<!-- /')[2]}")
     print(about)
 

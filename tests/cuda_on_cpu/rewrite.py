@@ -26,7 +26,7 @@ _KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w
 
 
 def _closing(text, start):
-    """Where the bracket that is open at `start` closes."""
+    """Position at which the bracket that is open at `start` closes."""
     depth = 1
     for i in range(start, len(text)):
         depth += (text[i] in "([{") - (text[i] in ")]}")

@@ -1,4 +1,4 @@
-"""Operators as a user sees them: torch.ops handles with the documentation of their header."""
+"""torch.ops handles, with the documentation of the operators' headers, which can be pickled and copied."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from collections.abc import Iterable
 
 import torch
 
-from .diagnosis import report
+from .errors import report
 
 _BLOCK = r"(?m)^[ \t]*/// (\w+::\w+)[ \t]*\n((?:[ \t]*///.*\n)*)"
 
 
 def registered() -> set[str]:
-    """Every operator that this process knows, as `namespace::name[.overload]`."""
+    """The names of all operators of this process, `namespace::name[.overload]`."""
     return set(torch._C._dispatch_get_all_op_names())
 
 
 def documentation(root: str) -> dict[str, str]:
-    """The `///` block of each operator in root/*/*.h and *.cpp: a first line `/// namespace::name`, then the text."""
+    """{operator: text} from the `///` blocks in root/*/*.h and *.cpp: a first line `/// namespace::name`, then the
+    text."""
     texts = {}
     for source in sorted([*glob.glob(f"{root}/*/*.h"), *glob.glob(f"{root}/*/*.cpp")]):
         with open(source, encoding="utf-8", errors="replace") as file:
@@ -51,15 +52,15 @@ def packet(name: str):
 
 
 def missing(what: str, there: Iterable[str]) -> AttributeError:
-    """There is no operator of this name: says which there are."""
+    """The error for an operator that does not exist; it says which do."""
     evidence = "there are: " + ", ".join(sorted(name for name in there if not name.startswith("_")))
     return AttributeError(str(report(what, [evidence], "call one of these, or register it with TORCH_LIBRARY")))
 
 
 def handles(described: dict[str, str], home) -> dict[str, torch._ops.OpOverloadPacket]:
-    """{name: torch.ops handle} of the operators without leading underscore; of two of a name, the first namespace's.
+    """{name: torch.ops handle} of the operators without a leading underscore. Of two with one name, the first one's.
 
-    They are pickled as attributes of `home`, a Library; None: of the module calcops_jit, wherever that is from."""
+    home   the Library whose attributes they are when they are pickled; None: the module calcops_jit"""
     found = {}
     for name, text in described.items():
         short = name.rpartition("::")[2]
@@ -74,7 +75,7 @@ _homes: dict[str, tuple[object, str]] = {}
 
 
 class _Package:
-    """Stands for the module in a pickle."""
+    """The module calcops_jit in a pickle, to be imported from wherever it is there."""
 
     def __reduce__(self):
         return importlib.import_module, ("calcops_jit",)

@@ -1,4 +1,4 @@
-"""What the cache holds, and how it stays below its bound."""
+"""What the cache holds, and how it is kept below CALCOPS_CACHE_SIZE."""
 
 from __future__ import annotations
 
@@ -7,40 +7,41 @@ import glob
 import os
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from types import SimpleNamespace
 
-from . import cache, inputs, places
-from .diagnosis import report
+from . import cache, places
+from .closure import file_digest
+from .errors import report
 
 
-class Entry(NamedTuple):
-    """A generation: a library, or the object of one of its units. `used` is when it was last found, to the day."""
+class Entry(SimpleNamespace):
+    """A generation: a library, or the object of one unit."""
 
-    used: float
-    path: str
-    file: str
-    size: int
+    used: float  # when it was last found, to the day
+    path: str  # its folder
+    file: str  # the library, or the object
+    size: int  # bytes
 
     def is_sound(self) -> bool:
-        """Whether its bytes are those of its manifest."""
+        """Whether its bytes are those that its manifest tells of."""
         with contextlib.suppress(OSError, ValueError):
-            return os.path.isfile(self.file) and inputs.file_digest(self.file) == cache.read_manifest(self.path).digest
+            return os.path.isfile(self.file) and file_digest(self.file) == cache.read_manifest(self.path).digest
         return False
 
 
 def entries(folder: str) -> list[Entry]:
-    """All in a cache folder, the least recently used first."""
+    """All that a cache folder holds, the least recently used first."""
     found = []
     for slot in places.slots(folder):
         for path in map(os.path.dirname, glob.glob(f"{glob.escape(slot)}/*/manifest")):
-            with contextlib.suppress(OSError):  # somebody removes it meanwhile
+            with contextlib.suppress(OSError):  # somebody removed it meanwhile
                 size = sum(entry.stat().st_size for entry in os.scandir(path))
-                found.append(Entry(os.stat(path).st_mtime, path, cache.output(path), size))
-    return sorted(found)
+                found.append(Entry(used=os.stat(path).st_mtime, path=path, file=cache.output(path), size=size))
+    return sorted(found, key=lambda entry: entry.used)
 
 
 def bound() -> int:
-    """CALCOPS_CACHE_SIZE in bytes."""
+    """CALCOPS_CACHE_SIZE in bytes. BuildError: it is no size."""
     text = os.environ.get("CALCOPS_CACHE_SIZE") or "2G"
     if not (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?\s*", text.upper())):
         evidence = f"expected such as 500M or 2G, got {text!r}"
@@ -49,7 +50,8 @@ def bound() -> int:
 
 
 def prune(size: int) -> list[Entry]:
-    """Removes what was not used for longest while a cache folder holds more than `size`; never what a process has."""
+    """Removes what was not used for longest from a cache folder that holds more than `size`, but never a library in
+    use."""
     removed = []
     for folder in filter(os.path.isdir, places.folders()):
         found = entries(folder)
@@ -64,6 +66,7 @@ def prune(size: int) -> list[Entry]:
 
 
 def clean() -> Iterator[tuple[str, list[str]]]:
-    """Removes all that no process has or builds: (cache folder, what is left there)."""
+    """Removes everything but libraries in use and slots in which somebody builds: (cache folder, slots that are
+    left)."""
     for folder in filter(os.path.isdir, places.folders()):
         yield folder, [slot for slot in places.slots(folder) if not cache.tidy(slot, everything=True)]

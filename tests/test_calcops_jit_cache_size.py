@@ -6,7 +6,7 @@ import time
 import pytest
 from checkout import Checkout, wait_for
 
-from _calcops_jit import usage
+from _calcops_jit import cache_size
 
 MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
 KEEP = "import calcops_jit, time; print('here', flush=True); time.sleep(60)"
@@ -50,13 +50,13 @@ def test_a_build_removes_what_was_not_used_for_longest_and_never_what_a_process_
     wait_for(lambda: child.out, 120.0)
     os.utime(held, (time.time() - 30 * DAY,) * 2)
     old, recent = build(checkout, 2, 20), build(checkout, 3, 10)
-    size = sum(entry.size for entry in usage.entries(str(checkout.cache)))
+    size = sum(entry.size for entry in cache_size.entries(str(checkout.cache)))
     newest = build(checkout, 4, 0, CALCOPS_CACHE_SIZE=str(size))  # one library and one object too many
     assert held.exists() and not old.exists() and recent.exists() and newest.exists()
     child.kill()
     child.wait()
     assert cache(checkout, "prune", CALCOPS_CACHE_SIZE="0").out.startswith("removed ")
-    assert usage.entries(str(checkout.cache)) == []
+    assert cache_size.entries(str(checkout.cache)) == []
     assert checkout.answer() == 4
 
 
@@ -118,7 +118,9 @@ def test_verify_names_what_is_damaged(checkout, damage):
 
 def test_a_warm_import_does_not_look_after_the_cache(checkout):
     assert checkout.answer() == 1
-    child = checkout.run("import sys, calcops_jit; print('_calcops_jit.usage' in sys.modules)", CALCOPS_CACHE_SIZE="0")
+    child = checkout.run(
+        "import sys, calcops_jit; print('_calcops_jit.cache_size' in sys.modules)", CALCOPS_CACHE_SIZE="0"
+    )
     assert child.out == "False\n"
     assert checkout.answer() == 1 and checkout.compiled() == 1
 
@@ -129,7 +131,7 @@ def test_a_warm_import_does_not_look_after_the_cache(checkout):
 )
 def test_the_bound_is_a_number_of_bytes_or_k_m_g(monkeypatch, text, size):
     monkeypatch.setenv("CALCOPS_CACHE_SIZE", text)
-    assert usage.bound() == size
+    assert cache_size.bound() == size
 
 
 def test_a_wrong_bound_is_refused_before_anything_is_built(checkout):

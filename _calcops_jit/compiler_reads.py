@@ -1,4 +1,4 @@
-"""What a build read, as the build tools themselves report it, and the closure which that makes."""
+"""What the compilers and the linker read, by their own report, and the closure that this makes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import shutil
 import subprocess
 import time
 
-from . import inputs
-from .diagnosis import report
+from . import closure
+from .errors import BuildError, report
+from .request import Request, compiler_words
 
-# Flags for the dependency files of somebody's Makefile. A compiler writes one such file, and that one is for us.
+# Flags for dependency files, such as a Makefile's. A compiler writes only one such file, and we need it.
 MAKE_FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
 LINKED = "-Wl,--dependency-file=link.d"  # GNU ld since 2.35, gold, lld, mold
 LINKED_BEFORE_2_35 = "-Wl,-Map=link.map"
@@ -21,10 +22,10 @@ _HAS_INCLUDE = rb"__has_include(?:_next)?\s*\(\s*[<\"]([^>\"\n]+)[>\"]"
 _INCLUDE = rb"^[ \t]*#[ \t]*(?:include(?:_next)?|import|embed)[ \t]*[<\"]([^>\"\n]+)[>\"]"
 
 
-def of_unit(request: inputs.Request, staging: str, source: str, target: str) -> tuple[set[str], bool]:
-    """The files that a compiler read for an object, and whether it would tell what .incbin reads, too.
+def of_unit(request: Request, staging: str, source: str, target: str) -> tuple[set[str], bool]:
+    """(the files that a compiler read for an object, whether it also tells what .incbin reads)
 
-    BuildError: it does not even say that it read the source."""
+    BuildError: it does not even name the source."""
     paths = _files(request, staging, _names(f"{staging}/{target}.d"))
     if source not in paths:
         raise untold(request, f"the compiler says that it read {len(paths)} files, but not {source}")
@@ -38,8 +39,8 @@ def of_unit(request: inputs.Request, staging: str, source: str, target: str) -> 
     return _foreign(paths, staging), told
 
 
-def of_link(request: inputs.Request, staging: str, objects: list[str]) -> set[str]:
-    """The files that were linked, without those that torch's version names, which are too large to read."""
+def of_link(request: Request, staging: str, objects: list[str]) -> set[str]:
+    """The files that were linked, without PyTorch's: these are too large to read, and its version stands for them."""
     listed = _listing(f"{staging}/link.d")
     # GNU ld, gold and mold do not quote; these and lld name each file on a line of its own.
     names = [first or second for first, second in re.findall(r"^ +(.+?)(?: \\)?$|^(\S.*):$", listed, re.MULTILINE)]
@@ -54,13 +55,13 @@ def of_link(request: inputs.Request, staging: str, objects: list[str]) -> set[st
 
 
 def _names(file: str) -> list[str]:
-    """The prerequisites in a dependency file, quoted as they are there."""
+    """The prerequisites in a dependency file, with their quotes."""
     rule = _listing(file).replace("\\\n", " ").rstrip("\n").partition(": ")[2]
     return re.findall(r"(?:\\[\s\S]|[^ \t\\])+", rule)
 
 
 def _listing(file: str) -> str:
-    """A list of file names; "" where a tool did not write one."""
+    """A file that a tool has written; "" if it has not."""
     try:
         with open(file, "rb") as opened:
             return os.fsdecode(opened.read())
@@ -69,15 +70,15 @@ def _listing(file: str) -> str:
 
 
 def _file(staging: str, name: str) -> str:
-    """What a tool that runs in the staging folder names so: some quote as make does. "": there is no such file."""
+    """The file that a tool in the private folder means by a name, which may be quoted for make. "": there is none."""
     for plain in (re.sub(r"\\(?=[ \t#:])", "", name).replace("$$", "$"), name.replace("$$", "$"), name):
         path = os.path.join(staging, plain)
         if "\n" not in path and os.path.isfile(path):
-            return inputs.real_path(path) if "/.." in path else path
+            return closure.real_path(path) if "/.." in path else path
     return ""
 
 
-def _files(request: inputs.Request, staging: str, names: list[str]) -> set[str]:
+def _files(request: Request, staging: str, names: list[str]) -> set[str]:
     found = {name: _file(staging, name) for name in names}
     if missing := [name for name, path in found.items() if not path]:
         raise untold(request, f"it names {missing[0]!r}, which is no file")
@@ -85,16 +86,16 @@ def _files(request: inputs.Request, staging: str, names: list[str]) -> set[str]:
 
 
 def _foreign(paths: set[str], staging: str) -> set[str]:
-    """Without what the build itself made in its staging folder."""
+    """Leaves out what the build itself made in its private folder."""
     return {path for path in paths if not path.startswith(f"{staging}/")}
 
 
-def untold(request: inputs.Request, evidence: str) -> Exception:
+def untold(request: Request, evidence: str) -> BuildError:
     what = f"cannot build {request.name}: it cannot be told what the build reads"
     return report(what, [evidence], "use g++ with GNU ld, and names without line breaks and backslashes")
 
 
-def named(request: inputs.Request, flags: str) -> set[str]:
+def named(request: Request, flags: str) -> set[str]:
     """The files that flags name: response files and what these name, linker scripts, libraries, plugins, specs ..."""
     found: set[str] = set()
     for word in _words(flags):
@@ -103,7 +104,7 @@ def named(request: inputs.Request, flags: str) -> set[str]:
             if path not in found and os.path.isfile(path):
                 found.add(path)
                 if word.endswith(f"@{path}"):
-                    text = inputs.text_of(path)
+                    text = closure.text_of(path)
                     if unwanted := re.search(MAKE_FLAGS, text):
                         what = f"cannot build {request.name}: a response file is in the way of dependencies"
                         raise report(what, [f"{path} has {unwanted[0]}"], f"take {unwanted[0]} out of {path}")
@@ -118,36 +119,36 @@ def _words(flags: str) -> list[str]:
         return flags.split()
 
 
-def foreseen(request: inputs.Request, sources: list[str], flags: str) -> set[str]:
-    """The files of the project that compilers will read, as far as the text of the sources says so."""
-    words = _words(flags)
-    folders = [b for a, b in zip(words, words[1:]) if a in ("-I", "-isystem", "-iquote", "-idirafter")]
-    folders += [word[2:] for word in words if word.startswith("-I/")]
-    folders = [folder for folder in folders if not inputs.is_theirs(request.fold(folder) + "/")]
-    found, todo = set(), list(sources)
+def foreseen(request: Request) -> dict[str, bytes]:
+    """The files of the project that compilers will read, as far as the text of the sources says so, and their texts."""
+    words = [*request.cflags, *request.cuda_cflags]
+    folders = [*request.include_paths, *(word[2:] for word in words if word.startswith("-I/"))]
+    folders += [b for a, b in zip(words, words[1:]) if a in ("-I", "-isystem", "-iquote", "-idirafter")]
+    folders = [folder for folder in folders if not closure.is_theirs(request.fold(folder) + "/")]
+    found, todo = {}, list(request.sources)
     while todo:
         path = todo.pop()
         if path in found or not os.path.isfile(path):
             continue
-        found.add(path)
         with open(path, "rb") as file:
-            names = [os.fsdecode(name) for name in re.findall(_INCLUDE, file.read(), re.MULTILINE)]
+            found[path] = file.read()
+        names = [os.fsdecode(name) for name in re.findall(_INCLUDE, found[path], re.MULTILINE)]
         for folder in (os.path.dirname(path), *folders):
-            todo += [inputs.real_path(f"{folder}/{name}") for name in names]
+            todo += [closure.real_path(f"{folder}/{name}") for name in names]
     return found
 
 
-def search(request: inputs.Request, flags: str) -> list[str]:
+def search(request: Request, flags: str) -> list[str]:
     """The folders in which headers are looked for, in order."""
     asked = [word for word in _words(flags) if not word.startswith("-save-temps")]
     said = ask(request, *asked, "-E", "-v", "-x", "c++", os.devnull)
     listed = re.search(r"search starts here:\n(.*)End of search list", said, re.DOTALL)
     found = (line.strip() for line in listed[1].splitlines() if line.startswith(" ")) if listed else ()
-    return [inputs.real_path(folder) if "/.." in folder else folder for folder in found]
+    return [closure.real_path(folder) if "/.." in folder else folder for folder in found]
 
 
-def tools(request: inputs.Request, flags: str, *parts: str) -> set[str]:
-    """What CXX names and, where that is a script, what it names; and these parts of what really compiles."""
+def tools(request: Request, flags: str, *parts: str) -> set[str]:
+    """The compilers, what they name if they are scripts, and these parts of the compiler that does the work."""
     found = set(request.tools)
     choice = [word for word in _words(flags) if word.startswith(("-B", "--sysroot", "-specs"))]
     for part in parts:
@@ -162,48 +163,48 @@ def tools(request: inputs.Request, flags: str, *parts: str) -> set[str]:
     return found
 
 
-def cuda_tools(request: inputs.Request) -> set[str]:
+def cuda_tools(request: Request) -> set[str]:
     if not request.cuda.build:
         return set()
     home = os.path.realpath(request.cuda.home)
     parts = ("bin/cudafe++", "bin/ptxas", "bin/fatbinary", "bin/nvcc.profile", "nvvm/bin/cicc")
     found = {f"{home}/{part}" for part in parts if os.path.exists(f"{home}/{part}")}
-    if host := shutil.which(request.environment.get("CC") or "c++"):
+    if host := shutil.which(compiler_words(request.environment, "CC")[0]):
         found.add(os.path.realpath(host))
     return found
 
 
 def linker(flags: str) -> str:
-    """The name under which a compiler knows the linker."""
+    """The name by which the compiler finds its linker."""
     chosen = re.findall(r"-fuse-ld=([\w.]+)(?!\S)", flags)
     return f"ld.{chosen[-1]}" if chosen else "ld"
 
 
-# What compilers read although nobody had expected it. Where only a clock could tell whether it changed meanwhile, they
-# are run again, and now it is expected.
+# Files that compilers read although nobody expected it. If only a clock could tell whether one changed meanwhile, the
+# build is run again, and then the file is expected.
 _surprises: set[str] = set()
 
 
 class Before:
-    """What is known of a build's inputs before a compiler is started, to compare with what is there when it has ended.
+    """The inputs of a build before a compiler is started, to compare with those when it has ended.
 
-    This does not ask a clock, which on another machine's disk may be ahead or behind. Only files that nobody expected
-    are judged by it, and only where it is this machine's, or nobody edits them."""
+    Contents are compared, not times: the clock of another machine's disk may be ahead or behind. A clock judges only
+    files that nobody expected, and only if it is this machine's or nobody edits them."""
 
     def __init__(self, staging: str, paths: set[str]):
         paths |= {path for path in _surprises if os.path.isfile(path)}
         status = os.stat(staging)
         self._started, self._device = status.st_mtime_ns, status.st_dev
-        self._files = {path: (stamp := inputs.stamp_of(path), content.__wrapped__(path, stamp)[0]) for path in paths}
+        self._files = {path: (stamp := closure.stamp_of(path), content.__wrapped__(path, stamp)[0]) for path in paths}
         self._folders = {folder: names_in(folder) for folder in {os.path.dirname(path) for path in paths}}
         self.looked = time.time_ns()
 
     def is_same(self, path: str, stamp: bytes, digest: str, theirs: bool) -> bool | None:
-        """Whether a file is what it was; None: it may be another."""
+        """Whether a file is what it was. None: nobody knows."""
         if path in self._files:
             return self._files[path] == (stamp, digest)
         known_clock = theirs or os.stat(path).st_dev == self._device
-        return True if known_clock and inputs.changed_ns(stamp) <= self._started else None
+        return True if known_clock and closure.changed_ns(stamp) <= self._started else None
 
     def is_new(self, folder: str, name: str) -> bool:
         """Whether something came into a folder of the project while the compilers ran."""
@@ -211,40 +212,43 @@ class Before:
         return there is not None and name.partition("/")[0] not in there
 
     def judged(self, path: str, stamp: bytes, theirs: bool) -> bytes:
-        """The stamp to write down: young, unless the next change is sure to leave another."""
+        """The stamp to write down: a young one, unless the next change is sure to leave another."""
         if theirs:
-            return stamp if inputs.is_old(stamp, time.time_ns()) else inputs.young(stamp)
-        seen_twice = self._files.get(path, (b"",))[0] == stamp and inputs.is_long_ago(self.looked)
-        return stamp if seen_twice else inputs.young(stamp)
+            return stamp if closure.is_old(stamp, time.time_ns()) else closure.young(stamp)
+        seen_twice = self._files.get(path, (b"",))[0] == stamp and closure.is_long_ago(self.looked)
+        return stamp if seen_twice else closure.young(stamp)
 
 
 class Recorder:
-    """Makes closures of what compilers read; what they have in common is looked at once.
+    """Makes closures of what compilers read. Files that they have in common are looked at once.
 
-    `search`: the folders in which they look for headers, in order."""
+    search   the folders in which compilers look for headers, in order"""
 
-    def __init__(self, request: inputs.Request, search: list[str], before: Before):
+    def __init__(self, request: Request, search: list[str], before: Before):
         self._request, self._search, self._before = request, search, before
         self._listed: dict[str, set[str] | None] = {}
 
-    def closure(self, read: set[str], others: set[str], told: bool = True) -> inputs.Closure:
-        """`read`: sources, headers and, if `told`, what .incbin reads; `others`: flags' files, libraries, tools.
+    def closure(self, read: set[str], others: set[str], told: bool = True) -> closure.Closure:
+        """Makes the closure of one unit, or of the link.
 
-        Changed: they are not what the compiler has read."""
+        read     sources, headers and, if `told`, what .incbin reads
+        others   files that flags name, libraries, tools
+
+        closure.Changed: a file is not what the compiler has read."""
         request, before = self._request, self._before
         entries: dict[str, tuple[bytes, str]] = {}
         probed: set[str] = set()
-        own: dict[str, None] = {}  # folders of the project's own files: a quoted include looks there first
+        own: dict[str, None] = {}  # folders of the project, where a quoted include looks first
         unforeseen = []
         for path in sorted(read | others):
-            now, folded = inputs.stamp_of(path), request.fold(path)
-            theirs = inputs.is_theirs(folded)
+            now, folded = closure.stamp_of(path), request.fold(path)
+            theirs = closure.is_theirs(folded)
             stamp = before.judged(path, now, theirs)
             digest, names, embeds = (content if stamp == now else content.__wrapped__)(path, now)
             if embeds and not told:
                 raise untold(request, f"{path} has .incbin; only GNU as tells what that reads, and not with -flto")
             if (same := before.is_same(path, now, digest, theirs)) is False:
-                raise inputs.Changed(path)
+                raise closure.Changed(path)
             unforeseen += [] if same else [path]
             entries[folded] = stamp, digest
             probed |= names
@@ -252,7 +256,7 @@ class Recorder:
                 own[os.path.dirname(path)] = None
         if unforeseen:
             _surprises.update(unforeseen)
-            raise inputs.Changed(unforeseen[0])
+            raise closure.Changed(unforeseen[0])
         order = list(dict.fromkeys([*own, *self._search]))
         for path in read:
             probed.update(path[len(folder) + 1 :] for folder in order if path.startswith(folder + "/"))
@@ -263,16 +267,16 @@ class Recorder:
                     break
                 if (below := self._first_missing(folder, name)) is None:
                     if before.is_new(folder, name):
-                        raise inputs.Changed(f"{folder}/{name}")
+                        raise closure.Changed(f"{folder}/{name}")
                     break
                 missing.setdefault(below[0], set()).add(below[1])
         absent = {}
         for folder, names in sorted(missing.items()):
             folded = request.fold(folder)
-            stamp = before.judged(folder, inputs.stamp_of(folder), inputs.is_theirs(folded))
+            stamp = before.judged(folder, closure.stamp_of(folder), closure.is_theirs(folded))
             absent[folded] = [stamp.hex(), "\n".join(sorted(names))]
         tools = [request.fold(t) for t in request.tools]
-        return inputs.Closure.of(entries, tools, absent, time.time_ns())
+        return closure.Closure.of(entries, tools, absent, time.time_ns())
 
     def _first_missing(self, folder: str, name: str) -> tuple[str, str] | None:
         """(existing folder, name in it) that must appear before folder/name can; None: folder/name is there."""
@@ -293,37 +297,38 @@ class Recorder:
 
 
 def names_in(folder: str) -> set[str] | None:
-    """What is in a folder; None: it is none."""
+    """The names in a folder; None: there is no such folder."""
     try:
         return {".", "..", *os.listdir(folder or "/")}
     except OSError:
         return None
 
 
-@functools.cache  # of use where a process reloads
+@functools.cache  # for a process that reloads
 def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
-    """A file's digest, the names that it asks for with __has_include, and whether it embeds others by .incbin.
+    """(a file's digest, the names that it asks for with __has_include, whether it embeds others with .incbin)
 
-    Changed: it is not, or no longer, the file with this stamp."""
+    closure.Changed: the file has another stamp by now."""
     with open(path, "rb") as file:
         text = file.read()
-    if inputs.stamp_of(path) != stamp:
-        raise inputs.Changed(path)
+    if closure.stamp_of(path) != stamp:
+        raise closure.Changed(path)
     if b"\0" in text:
-        return inputs.digest(text), set(), False
+        return closure.digest(text), set(), False
     asks = {os.fsdecode(name) for name in re.findall(_HAS_INCLUDE, text)}
-    return inputs.digest(text), asks, b".incbin" in text
+    return closure.digest(text), asks, b".incbin" in text
 
 
-def is_gnu(request: inputs.Request) -> bool:
+def is_gnu(request: Request) -> bool:
     return "Free Software Foundation" in ask(request, "--version")
 
 
-def ask(request: inputs.Request, *question: str) -> str:
-    """What the compiler says of itself. In a process that reloads it is asked once, unless it was exchanged."""
-    environment = request.environment | {"LC_ALL": "C.UTF-8", "LD_PRELOAD": ""}  # a sanitizer's is for this process
+def ask(request: Request, *question: str) -> str:
+    """The compiler's answer to a question about itself. A process that reloads asks once, and again after a change of
+    it."""
+    environment = request.environment | {"LC_ALL": "C.UTF-8", "LD_PRELOAD": ""}  # a sanitizer is for this process
     path = shutil.which(request.compiler[0], path=environment.get("PATH"))
-    return _answer(inputs.stamp_of(path or ""), tuple(environment.items()), *request.compiler, *question)
+    return _answer(closure.stamp_of(path or ""), tuple(environment.items()), *request.compiler, *question)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
-"""How far a build is and how long it will still take, learnt from earlier builds on this machine.
+"""How far a build is and how much longer it will take, learnt from earlier builds on this machine.
 
-<cache>/seconds    a log as ninja's, of `library, digest of its flags, object`; no object: all that comes after them
+<cache>/seconds    a log like ninja's; each line is named `library, digest of its flags, object`, and one without
+                   an object stands for everything after the objects
 """
 
 from __future__ import annotations
@@ -11,25 +12,27 @@ import os
 import re
 import time
 
-from . import cache, inputs
+from . import cache
+from .closure import digest, text_of
+from .request import Request
 
 _KEPT = 5000  # lines
 
 
-class Eta:
-    """Of the build in `staging`, by ninja's own files.
+class RemainingTime:
+    """The time that a build in the private folder `staging` still takes, by ninja's own files.
 
-    Nothing is said about the time that is left until every object was built before: what one takes depends on the
-    headers it includes, not on its size. And nothing any more once that time would have to be more than doubled."""
+    It is told only if every object was built before, since the time for one depends on the headers it includes and not
+    on its size; and no longer once it proves to be wrong by a factor of two."""
 
-    def __init__(self, request: inputs.Request, slot: str, staging: str):
+    def __init__(self, request: Request, slot: str, staging: str):
         flags = [request.facts.get(kind) for kind in ("C++ flags", "CUDA flags", "GPU architectures")]
-        self._library = f"{request.name} {inputs.digest(repr(flags).encode())} "
+        self._library = f"{request.name} {digest(repr(flags).encode())} "
         self._history, self._staging, self._least = f"{os.path.dirname(slot)}/seconds", staging, float("inf")
         self._known = {file: end - start for file, (start, end) in _read(self._history).items()}
 
     def state(self, seconds: float) -> tuple[str, float]:
-        """What is built and under way, for how long, and how long still; and the part that is done, 0 to 1."""
+        """(a text: what is built and under way, for how long, how much longer; the part that is done, 0 to 1)"""
         sources, ran, age = self._ninja()
         waiting = [source for file, source in sources.items() if file not in ran]
         under_way = "" if not waiting else f" {waiting[0]}" if len(waiting) > 1 else " linking"
@@ -44,7 +47,8 @@ class Eta:
         return text, done / (len(sources) or 1)
 
     def _end(self, files: list[str], ran: dict[str, tuple[float, float]], age: float) -> float:
-        """When all will be built: as ninja starts them, and as much later as the others were or have to be."""
+        """When everything will be built, in seconds after the start: objects follow one another as ninja starts them,
+        and take as much longer than last time as the finished ones did."""
         free, planned = [0.0] * max(1, min(len(files), self._jobs)), {}
         for file in files[:-1]:
             planned[file] = heapq.heappop(free) + self._known[file]
@@ -55,7 +59,7 @@ class Eta:
         return end * max([factor, *(age / at for file, at in planned.items() if file not in ran)])
 
     def learn(self) -> None:
-        """From the build, which has just ended."""
+        """Learns from the build, which has just ended."""
         sources, ran, age = self._ninja()
         if sources and sources.keys() <= ran.keys():
             compiled = [end for file, (_, end) in ran.items() if file != self._library]
@@ -66,9 +70,9 @@ class Eta:
                 cache.write_whole(self._history, "".join(lines).encode())
 
     def _ninja(self) -> tuple[dict[str, str], dict[str, tuple[float, float]], float]:
-        """{file: source} in the order in which ninja starts them, {file: when it began and ended}, ninja's age."""
+        """({file: source} in the order in which ninja starts them, {file: (begin, end)}, seconds since ninja began)"""
         plan, age = f"{self._staging}/build.ninja", 0.0
-        text = inputs.text_of(plan)
+        text = text_of(plan)
         self._jobs = int((re.findall(r"^jobs = (\d+)$", text, re.MULTILINE) or ["1"])[0])
         found = re.findall(r"^build (\S+):", text, re.MULTILINE)
         with contextlib.suppress(OSError):
@@ -79,7 +83,7 @@ class Eta:
 
 
 def _read(log: str) -> dict[str, tuple[float, float]]:
-    """{file: when it began and ended}, in seconds since ninja did"""
-    text = inputs.text_of(log) if os.path.isfile(log) else ""
+    """{file: (begin, end)} in seconds after ninja began"""
+    text = text_of(log) if os.path.isfile(log) else ""
     lines = re.findall(r"^(\d{1,9})\t(\d{1,9})\t\d+\t(.+)\t", text, re.MULTILINE)
     return {file: (int(start) / 1e3, int(end) / 1e3) for start, end, file in lines}

@@ -1,0 +1,247 @@
+"""What a build read, and whether all of it is still the same.
+
+A `Closure` lists every file that the compilers and the linker read, as they report it, and the names that would have
+been found first had they existed. It is kept with the library and compared again at every import: a file's stamp, which
+is what stat says, and its content only where the stamp differs.
+
+Files are written down by folded paths, whose roots are tokens (see Request.fold): a checkout, a virtual environment or
+a cache may move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import struct
+import time
+from types import SimpleNamespace
+
+_STAMP = struct.Struct("<qqQQ")
+_SIZE = 32  # bytes of a stamp, and characters of a digest
+_GONE = bytes(_SIZE)  # the stamp of a file that is not there
+# A file system's clock may tick as seldom as this. Two changes within one tick leave the same stamp.
+_TICK_NS = 2_000_000_000
+# Nobody edits PyTorch's and the system's files, and libraries have most of them in common: one look a second is enough.
+_THEIRS = ("@torch", "@cuda", "@python", "/usr/")
+_seen: dict[str, bytes] = {}  # {path: stamp} of such files
+_seen_ns = 0
+
+
+class Changed(Exception):
+    """An input is not what it was; the message says which."""
+
+
+# ---- contents -----------------------------------------------------------------------------------------------------
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:_SIZE]
+
+
+def file_digest(file: int | str) -> str:
+    """Digests a file, or what is left to read from an open descriptor, in pieces that fit a processor's cache."""
+    found = hashlib.sha256()
+    with open(file, "rb", buffering=0, closefd=isinstance(file, str)) as opened:
+        while piece := opened.read(65536):
+            found.update(piece)
+    return found.hexdigest()[:_SIZE]
+
+
+def text_of(path: str) -> str:
+    """Reads a text file; "" if it cannot be read."""
+    with contextlib.suppress(OSError), open(path, errors="replace") as file:
+        return file.read()
+    return ""
+
+
+def real_path(path: str) -> str:
+    """Resolves the links in a path's folder, but not the file itself: a compiler searches beside the name it was
+    given."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.path.join(os.path.realpath(folder), name)
+
+
+def is_theirs(folded: str) -> bool:
+    """Whether a file is PyTorch's or the system's."""
+    return folded.startswith(_THEIRS)
+
+
+# ---- stamps -------------------------------------------------------------------------------------------------------
+
+
+def stamp_of(path: str, folder: int | None = None) -> bytes:
+    """Packs what stat says of a file: when it and its inode changed, its size, its inode.
+
+    folder   a descriptor from which a relative path starts; that is quicker than a long path"""
+    try:
+        s = os.stat(path, dir_fd=folder)
+    except OSError:
+        return _GONE
+    return _STAMP.pack(s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino)
+
+
+def changed_ns(stamp: bytes) -> int:
+    return _STAMP.unpack(stamp)[1]
+
+
+def young(stamp: bytes) -> bytes:
+    """Marks a stamp of a file that may still change without leaving another: as no file has such a stamp, the next
+    check compares contents."""
+    return bytes(255 - byte for byte in stamp)
+
+
+def is_long_ago(time_ns: int) -> bool:
+    """Whether more than a tick of any clock has passed: what was the same then and now will show its next change."""
+    return time.time_ns() - time_ns > _TICK_NS
+
+
+def is_old(stamp: bytes, now_ns: int) -> bool:
+    """Whether a file last changed more than a tick ago, if the clock of its file system is right."""
+    return max(_STAMP.unpack(stamp)[:2]) < now_ns - _TICK_NS
+
+
+def _stamps_in(folder: str, names: list[str]) -> list[bytes]:
+    try:
+        fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+    except OSError:  # it is gone, or no descriptor is left
+        return [stamp_of(f"{folder}/{name}") for name in names]
+    try:
+        return [stamp_of(name, fd) for name in names]
+    finally:
+        os.close(fd)
+
+
+def _their_stamps_in(folder: str, names: list[str], now_ns: int) -> list[bytes]:
+    """The same for files that nobody edits, from memory if they were looked at within the last second."""
+    global _seen_ns
+    if not 0 <= now_ns - _seen_ns < 1_000_000_000:
+        _seen.clear()
+        _seen_ns = now_ns
+    paths = [f"{folder}/{name}" for name in names]
+    if unseen := [name for name, path in zip(names, paths) if path not in _seen]:
+        _seen.update(zip((f"{folder}/{name}" for name in unseen), _stamps_in(folder, unseen)))
+    return [_seen[path] for path in paths]
+
+
+# ---- closures -----------------------------------------------------------------------------------------------------
+
+
+class Closure(SimpleNamespace):
+    """The inputs of a build. (A few long strings, since those are parsed sooner than many small objects.)"""
+
+    files: dict[str, str]  # {folder: lines of names}
+    digests: str  # the files' digests, in this order
+    stamps: bytes  # the files' stamps, likewise
+    tools: list[str]  # the compilers' real paths
+    absent: dict[str, list[str]]  # {folder: [its stamp in hex, lines of names that must not appear there]}
+    looked: int  # when the stamps were taken, by this machine's clock
+
+    @staticmethod
+    def of(entries: dict[str, tuple[bytes, str]], tools, absent, looked: int) -> Closure:
+        """Makes one from {file: (stamp, digest)}."""
+        # The project's own files come first: it is they that change.
+        paths = sorted(entries, key=lambda path: (not path.startswith("@root"), path.rpartition("/")))
+        files: dict[str, str] = {}
+        for folder, _, name in (path.rpartition("/") for path in paths):
+            files[folder] = f"{files[folder]}\n{name}" if folder in files else name
+        stamps, digests = b"".join(entries[p][0] for p in paths), "".join(entries[p][1] for p in paths)
+        return Closure(files=files, digests=digests, stamps=stamps, tools=tools, absent=absent, looked=looked)
+
+    def entries(self) -> dict[str, tuple[bytes, str]]:
+        """{file: (stamp, digest)}"""
+        paths = [f"{folder}/{name}" for folder, names in self.files.items() for name in names.split("\n")]
+        at = range(0, _SIZE * len(paths), _SIZE)
+        return {p: (self.stamps[i : i + _SIZE], self.digests[i : i + _SIZE]) for p, i in zip(paths, at)}
+
+    def check(self, request) -> bool:
+        """Compares every input of a build for `request` with what is there now. Changed: the first one that differs.
+
+        True: files have other stamps, but the same contents. The new stamps are in the closure, worth writing down."""
+        look = _Look(self, request)
+        look.compare_tools()
+        look.compare_files()
+        look.compare_absent()
+        return look.ended()
+
+    def own_files(self, request) -> list[str]:
+        """Paths of the project's own files: not the toolchain's, PyTorch's and the loader's."""
+        return [request.unfold(path) for path in self.entries() if not (is_theirs(path) or path.startswith("@loader"))]
+
+
+class _Look:
+    """One comparison of a closure with the disk."""
+
+    def __init__(self, closure: Closure, request):
+        self._closure, self._request, self._now = closure, request, time.time_ns()
+        self._restamped, self._unsettled = False, closure.looked > self._now  # then the clock was set back
+        # Where there is no compiler, its files need not be there either.
+        self._compared = ("",) if request.tools else ("@root", "@torch", "@loader")
+
+    def compare_tools(self) -> None:
+        request, before = self._request, self._closure.tools
+        for old, new in zip(before, map(request.fold, request.tools), strict=False):
+            if old != new and self._closure.entries()[old][1] != file_digest(request.unfold(new)):
+                raise Changed(f"compiler {new} is not {old}")
+        if request.tools and len(request.tools) != len(before):
+            raise Changed("the compiler command changed")
+
+    def compare_files(self) -> None:
+        closure, end = self._closure, 0
+        for folded, lines in closure.files.items():
+            names = lines.split("\n")
+            start, end = end, end + _SIZE * len(names)
+            if not folded.startswith(self._compared):
+                continue
+            folder, theirs = self._request.unfold(folded), is_theirs(folded)
+            stamps = _their_stamps_in(folder, names, self._now) if theirs else _stamps_in(folder, names)
+            if b"".join(stamps) == closure.stamps[start:end]:
+                continue  # nearly always
+            for at, name, stamp in zip(range(start, end, _SIZE), names, stamps):
+                before = closure.stamps[at : at + _SIZE]
+                if stamp == before:
+                    continue
+                path = f"{folder}/{name}"
+                if stamp == _GONE or file_digest(path) != closure.digests[at : at + _SIZE]:
+                    raise Changed(f"{path} {'is gone' if stamp == _GONE else 'changed'}")
+                closure.stamps = (
+                    closure.stamps[:at] + self._fresher(stamp, before, theirs) + closure.stamps[at + _SIZE :]
+                )
+
+    def compare_absent(self) -> None:
+        for folded, entry in self._closure.absent.items():
+            folder = self._request.unfold(folded)
+            stamp, before = stamp_of(folder), bytes.fromhex(entry[0])
+            if stamp == before or not folded.startswith(self._compared):
+                continue
+            if new := next((name for name in entry[1].split("\n") if os.path.lexists(f"{folder}/{name}")), ""):
+                raise Changed(f"{folder}/{new} is new")
+            entry[0] = self._fresher(stamp, before, is_theirs(folded)).hex()
+
+    def _fresher(self, stamp: bytes, before: bytes, theirs: bool) -> bytes:
+        """The stamp to write down: a young one, unless the next change is sure to leave another."""
+        # A file of the project has to be seen twice, as its disk's clock may be wrong.
+        seen_twice = before == young(stamp) and is_long_ago(self._closure.looked)
+        written = stamp if (is_old(stamp, self._now) if theirs else seen_twice) else young(stamp)
+        self._restamped |= written != before
+        self._unsettled |= stamp != written != before
+        return written
+
+    def ended(self) -> bool:
+        if self._unsettled:
+            self._closure.looked = self._now
+        return self._restamped or self._unsettled
+
+
+def merged(closures: list[Closure]) -> Closure:
+    """Makes a library's closure from those of its units. Changed: they saw different contents of one file."""
+    entries, absent = {}, {}
+    for closure in closures:
+        for path, (stamp, content) in closure.entries().items():
+            if entries.setdefault(path, (stamp, content))[1] != content:
+                raise Changed(path)
+        for folder, (stamp, names) in closure.absent.items():
+            before = absent.get(folder, [stamp, names])
+            both = set(before[1].split("\n")) | set(names.split("\n"))
+            absent[folder] = [stamp if stamp == before[0] else "", "\n".join(sorted(both))]
+    return Closure.of(entries, closures[0].tools, absent, max(closure.looked for closure in closures))

@@ -1,0 +1,160 @@
+"""One build in a private folder: compile what changed, keep every object, link, and record what was read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+
+from . import cache, closure, compiler_reads, diagnosis, errors, jobs
+from .plan import Plan
+from .request import REGISTRY, Request
+
+
+class OutOfMemory(Exception):
+    """A compiler was killed while others ran beside it."""
+
+
+def build(request: Request, slot: str, staging: str, alone: bool = False) -> tuple[str, closure.Closure]:
+    """Compiles what changed and links it, in the folder `staging`: (the library, what it was made from).
+
+    alone   one compiler at a time
+
+    BuildError: it cannot be built. closure.Changed: a source was saved meanwhile. OutOfMemory: it may work `alone`.
+    Whatever happens, each object that was compiled is kept, and not compiled again."""
+    ninja = find_ninja()
+    for problem in diagnosis.foresee(request, ninja):
+        raise problem.error(f"cannot build {request.name}")
+    texts = compiler_reads.foreseen(request)
+    registers = any(re.search(rb"TORCH_LIBRARY|\bclass_\s*<", text) for text in texts.values())
+    sources = [*request.sources, *[REGISTRY] * registers]
+    try:
+        return _build(request, sources, set(texts), slot, staging, ninja, alone)
+    except _NeedsRegistry:  # a macro in somebody's headers registers operators
+        return _build(request, [*sources, REGISTRY], set(texts), slot, staging, ninja, alone)
+
+
+class _NeedsRegistry(Exception):
+    """Objects refer to registry.cpp, which is not among the sources."""
+
+
+def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str, closure.Closure]:
+    found = {source: cache.find(request.unit(source)) for source in sources}
+    kept = {_copy(generation, staging): generation.manifest.closure for generation in found.values() if generation}
+    fresh = [source for source in sources if not found[source]]
+    plan = _plan(request, staging, fresh, list(kept), 1 if alone else jobs.number(request.environment))
+    named = {kind: compiler_reads.named(request, text) for kind, text in plan.flags.items()}
+    before = compiler_reads.Before(staging, foreseen.union(*named.values()))
+    said = _run(ninja, plan, request, staging)
+    if "--dependency-file" in said:
+        said = _run(ninja, plan, request, staging, compiler_reads.LINKED_BEFORE_2_35)
+    recorder = compiler_reads.Recorder(request, compiler_reads.search(request, plan.flags["cflags"]), before)
+    closures, changed = _keep(request, slot, staging, plan, recorder, named["cflags"] | named["cuda_cflags"])
+    if said:
+        raise _judge(request, slot, said, alone, REGISTRY in sources)
+    if changed:
+        raise changed
+    linked = compiler_reads.of_link(request, staging, [*kept, *plan.units.values()]) | named["ldflags"]
+    linker = compiler_reads.linker(plan.flags["ldflags"])
+    linked |= compiler_reads.tools(request, plan.flags["ldflags"], linker)
+    library = f"{staging}/{os.path.basename(staging)}"
+    return library, closure.merged([*kept.values(), *closures, recorder.closure(set(), linked)])
+
+
+def _plan(request: Request, staging: str, fresh: list[str], kept: list[str], number: int) -> Plan:
+    try:
+        return Plan.of(request, staging, fresh, kept, number)
+    except errors.BuildError:
+        raise
+    except Exception as error:  # torch's own, about a GPU architecture for one
+        raise diagnosis.explain(f"cannot build {request.name}", str(error), request) from None
+
+
+def _run(ninja: str, plan: Plan, request: Request, staging: str, linked: str = compiler_reads.LINKED) -> str:
+    """Runs ninja: what it and the compilers say if they fail, else ""."""
+    plan.write(request, staging, linked)
+    command = [ninja, "-v", "-j", str(plan.jobs)]
+    said = []
+    with subprocess.Popen(
+        command,
+        cwd=staging,
+        env=plan.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        process_group=0,  # Ctrl-C ends this process, and that ends what it has started
+    ) as process:
+        try:
+            for line in process.stdout:
+                said.append(line)
+                if request.verbose:
+                    with contextlib.suppress(OSError, ValueError):  # a closed stream must not fail a build
+                        print(line, end="", flush=True)
+        except BaseException:
+            process.kill()  # the compilers are ended with the private folder
+            raise
+    return "".join(said) or f"ninja ended with {process.returncode}" if process.returncode else ""
+
+
+def _keep(
+    request: Request, slot: str, staging: str, plan: Plan, recorder: compiler_reads.Recorder, flagged: set[str]
+) -> tuple[list[closure.Closure], closure.Changed | None]:
+    """Keeps every object that was compiled, also if others failed: (what they were made from, the input of one that
+    changed while it was compiled)."""
+    cflags = plan.flags["cflags"]
+    tools = compiler_reads.tools(request, cflags, "cc1plus", "as") if plan.units else set()
+    tools |= compiler_reads.cuda_tools(request) if plan.units else set()
+    log = closure.text_of(f"{staging}/.ninja_log")
+    finished = set(re.findall(r"\t([^\t]+)\t\w+$", log, re.MULTILINE))
+    closures, changed = [], None
+    for source, target in plan.units.items():
+        if target not in finished:
+            continue
+        read, told = compiler_reads.of_unit(request, staging, source, target)
+        try:
+            closures.append(recorder.closure(read, tools | (set() if source == REGISTRY else flagged), told))
+        except closure.Changed as error:
+            changed = error
+        else:
+            unit = request.unit(source)
+            place = cache.slot_path(os.path.dirname(slot), unit)
+            cache.publish(place, staging, f"{staging}/{target}", unit, closures[-1])
+    return closures, changed
+
+
+def _judge(request: Request, slot: str, said: str, alone: bool, has_registry: bool) -> Exception:
+    """What to raise for a failed build, whose output is written to a log."""
+    if "calcops_jit::Initializer" in said and not has_registry:
+        return _NeedsRegistry()
+    problem = diagnosis.judge(said, request)
+    if problem and problem.cause.startswith(diagnosis.KILLED) and not alone:
+        return OutOfMemory()
+    log = f"{slot}/failed.log"
+    with contextlib.suppress(OSError), open(log, "w", encoding="utf-8") as file:
+        file.write(said)
+    return diagnosis.explain(f"cannot build {request.name}", said, request, log)
+
+
+def _copy(found: cache.Generation, staging: str) -> str:
+    """Copies a kept object into the private folder, under a name that needs no quotes."""
+    name = f"kept.{found.fd}.o"
+    with open(found.fd, "rb") as source, open(f"{staging}/{name}", "wb") as target:
+        source.seek(0)
+        shutil.copyfileobj(source, target)
+    return name
+
+
+def find_ninja() -> str | None:
+    """Path of ninja: on PATH, beside this Python (whose folder need not be on PATH), or in its wheel."""
+    folders = [sysconfig.get_path("scripts"), os.path.dirname(sys.executable)]
+    with contextlib.suppress(ImportError):
+        from ninja import BIN_DIR
+
+        folders.append(BIN_DIR)
+    return shutil.which("ninja") or shutil.which("ninja", path=os.pathsep.join(folders))

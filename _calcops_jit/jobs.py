@@ -1,0 +1,51 @@
+"""How many compilers may run at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+
+from .closure import text_of
+
+_MEMORY = 2e9  # bytes that one compiler may need, with torch/extension.h
+
+
+def number(environment: Mapping[str, str] = os.environ) -> int:
+    """The number of compilers: MAX_JOBS, or as many as there are processors and memory for, within the control
+    groups."""
+    if (asked := environment.get("MAX_JOBS", "")).isdigit() and int(asked) > 0:
+        return int(asked)
+    processors, free = cgroup_limits()
+    if available := re.search(r"MemAvailable:\s+(\d+)", text_of("/proc/meminfo")):
+        free = min(free, int(available[1]) * 1024)
+    return max(1, int(min(len(os.sched_getaffinity(0)), processors, free / _MEMORY, 1024)))
+
+
+def cgroup_limits(mounted: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> tuple[float, float]:
+    """(processors, bytes of memory) that the control groups, of version 2 or 1, leave to this process; inf: no
+    limit."""
+    processors = free = float("inf")
+    for line in text_of(own).splitlines():
+        _, controllers, group = line.split(":", 2)
+        parts = [part for part in group.split("/") if part]
+        for depth in range(len(parts) + 1):  # every group above limits, too; a container sees only some of them
+            folder = "/".join([mounted, *filter(None, [controllers]), *parts[:depth]])
+            quota = _numbers(f"{folder}/cpu.max") or _numbers(f"{folder}/cpu.cfs_quota_us")
+            period = quota[1:] or _numbers(f"{folder}/cpu.cfs_period_us")
+            if quota and period and quota[0] > 0:
+                processors = min(processors, quota[0] / period[0])
+            limit = _numbers(f"{folder}/memory.max") or _numbers(f"{folder}/memory.limit_in_bytes")
+            used = _numbers(f"{folder}/memory.current") or _numbers(f"{folder}/memory.usage_in_bytes")
+            if limit and used:  # pages of files count as used, but the kernel gives them up
+                files = re.search(r"^(?:total_)?inactive_file (\d+)$", text_of(f"{folder}/memory.stat"), re.M)
+                free = min(free, limit[0] - used[0] + int(files[1] if files else 0))
+    return processors, free
+
+
+def _numbers(path: str) -> list[int]:
+    """The numbers in a control group's file; none if it says "max" or does not exist."""
+    with contextlib.suppress(ValueError):
+        return [int(word) for word in text_of(path).split()]
+    return []

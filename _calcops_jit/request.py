@@ -1,0 +1,218 @@
+"""What to build: everything that is known before a compiler runs.
+
+Two Requests are alike if their facts are; the digest of these names the slot in the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from functools import cached_property
+from importlib.machinery import EXTENSION_SUFFIXES
+from types import SimpleNamespace
+
+import torch
+
+from . import closure, cuda
+
+FORMAT = 5  # of what the cache holds
+SHADOW = os.path.join(os.path.dirname(os.path.realpath(__file__)), "shadow")  # headers that come before PyTorch's
+REGISTRY = f"{SHADOW}/registry.cpp"  # linked into every library that registers something
+# Hidden and not "gnu unique", so that two builds of one operator can be in one process without sharing variables.
+BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
+COMPILER_VARIABLES = (
+    "CC COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH GCC_EXEC_PREFIX LIBRARY_PATH LD_RUN_PATH"
+    " NVCC_APPEND_FLAGS NVCC_PREPEND_FLAGS SOURCE_DATE_EPOCH"
+).split()
+# Compiler wrappers find objects by rules of their own, and what they keep is kept in our cache anyway.
+_WRAPPERS = ("ccache", "sccache")
+# How the names of the extensions that -march=native turns on begin; other words in /proc/cpuinfo depend on the kernel.
+_ISA = tuple(
+    "sse ssse avx amx fma bmi f16c aes vaes pclmul vpclmul gfni sha adx abm popcnt movbe cx16 lahf xsave rdrnd rdseed"
+    " prefetchw 3dnowprefetch clflushopt clwb movdir enqcmd serialize waitpkg sm3 sm4 apx".split()
+)
+
+
+class Request(SimpleNamespace):
+    """One library to build, or one unit of it. Sources and include paths are absolute; `root` is the folder that may
+    move."""
+
+    name: str
+    root: str
+    sources: tuple[str, ...]
+    cflags: tuple[str, ...]
+    cuda_cflags: tuple[str, ...] = ()
+    ldflags: tuple[str, ...] = ()
+    include_paths: tuple[str, ...] = ()
+    cuda: cuda.Choice = cuda.Choice()
+    kind: str = "own"  # this project's operators; "foreign": what `load` was asked for, which may call Python
+    is_unit: bool = False  # one source of a library, whose object is kept
+    verbose: bool = False
+    asked: tuple = ()  # the arguments of recipes.foreign
+    given: tuple[tuple[str, ...], tuple[str, ...]] | None = None  # the arguments of located()
+
+    def but(self, **changes) -> Request:
+        """A Request with other values, and with nothing found out yet."""
+        # (A dataclass has this, but takes longer to define than all of this module.)
+        return Request(**{name: getattr(self, name) for name in Request.__annotations__} | changes)
+
+    def again(self) -> Request:
+        """The same Request in the present environment, with links followed to where they lead now."""
+        return self.but(**(located(*self.given) if self.given else {}))
+
+    def unit(self, source: str) -> Request:
+        """The Request for the object of one source, which is kept like a library."""
+        changes = {"name": f"unit-{os.path.basename(source)}", "sources": (source,), "ldflags": (), "is_unit": True}
+        if source == REGISTRY:  # one object serves every library
+            changes |= {"kind": "own", "cflags": BASE, "cuda_cflags": (), "include_paths": (SHADOW,)}
+        unit = self.but(**changes)
+        for found in ("environment", "compiler", "tools", "roots"):
+            setattr(unit, found, getattr(self, found))
+        return unit
+
+    @property
+    def output(self) -> str:
+        return "unit.o" if self.is_unit else f"{self.name}.so"
+
+    @cached_property
+    def environment(self) -> dict[str, str]:
+        """The environment for the key and for the compilers, without variables that would keep them from reporting."""
+        # Another thread may remove a variable meanwhile: os.environ.copy() would raise KeyError.
+        now = {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
+        for name in ("DEPENDENCIES_OUTPUT", "SUNPRO_DEPENDENCIES"):  # with these, a compiler ignores -MD
+            now.pop(name, None)
+        # For a c++ that is a script which calls a wrapper, and for an nvcc that finds one under another name.
+        return now | {"CCACHE_DISABLE": "1", "SCCACHE_RECACHE": "1"}
+
+    @cached_property
+    def compiler(self) -> list[str]:
+        return compiler_words(self.environment)
+
+    @cached_property
+    def roots(self) -> list[tuple[str, str]]:
+        """(token, folder) pairs for fold(); two spellings of a folder may share a token."""
+        torch_folder = os.path.dirname(torch.__file__)
+        pairs = [("@root", self.root), ("@torch", os.path.realpath(torch_folder)), ("@torch", torch_folder)]
+        pairs.append(("@loader", os.path.dirname(SHADOW)))
+        if self.cuda.home:
+            pairs += [("@cuda", os.path.realpath(self.cuda.home)), ("@cuda", self.cuda.home)]
+        if self.kind == "own":  # what sysconfig.get_path("include", "posix_prefix") says after reading a file
+            python = f"python{sys.version_info[0]}.{sys.version_info[1]}{sys.abiflags}"
+            pairs.append(("@python", os.path.join(sys.base_prefix, "include", python)))
+        return pairs
+
+    @cached_property
+    def _innermost_first(self) -> list[tuple[str, str]]:
+        return sorted(self.roots, key=lambda pair: -len(pair[1]))
+
+    def fold(self, path: str) -> str:
+        """Replaces the folder that a path begins with by its token."""
+        for token, folder in self._innermost_first:
+            if path == folder or path.startswith(folder + "/"):
+                return token + path[len(folder) :]
+        return path
+
+    def unfold(self, path: str) -> str:
+        """Undoes fold()."""
+        if path.startswith("@"):
+            token, slash, rest = path.partition("/")
+            return dict(reversed(self.roots))[token] + slash + rest
+        return path
+
+    @cached_property
+    def facts(self) -> dict:
+        """Everything that a build depends on besides the contents of files."""
+        flags = [*self.cflags, *self.cuda_cflags, *self.ldflags]
+        fold_flags = lambda flags: [flag.replace(self.root + "/", "@root/") for flag in flags]  # noqa: E731
+        facts = {
+            "format": FORMAT,
+            "name": self.name,
+            "sources": [self.fold(s) for s in self.sources],
+            "include paths": [self.fold(i) for i in self.include_paths],
+            "C++ flags": fold_flags(self.cflags),
+            "CUDA flags": fold_flags(self.cuda_cflags),
+            "linker flags": fold_flags(self.ldflags),
+            "torch version": [torch.__version__, torch.version.git_version, torch.version.debug],
+            "torch folder": os.path.realpath(os.path.dirname(torch.__file__)),  # the library's rpath names it
+            "compiler arguments": [w for w in self.compiler if w.startswith("-")],
+            "environment": {k: self.environment[k] for k in COMPILER_VARIABLES if self.environment.get(k)},
+        }
+        if self.cuda.build:
+            facts |= {"CUDA": self.cuda.version, "GPU architectures": self.cuda.arches or list(self.cuda.gpus)}
+        if any("native" in flag for flag in flags):
+            facts["CPU instruction set"] = isa()
+        if self.kind == "foreign":
+            facts["Python"] = EXTENSION_SUFFIXES[0]
+        return facts
+
+    @cached_property
+    def slot(self) -> str:
+        return closure.digest(json.dumps(self.facts, sort_keys=True).encode())[:16]
+
+    @cached_property
+    def tools(self) -> list[str]:
+        """The compilers' real paths; empty if one of them is not there, and then they are not compared."""
+        words = [w for w in self.compiler if not w.startswith("-") and "=" not in w]
+        if self.cuda.build:
+            words.append(os.path.join(self.cuda.home, "bin", "nvcc"))
+        found = [shutil.which(w, path=self.environment.get("PATH")) for w in words]
+        return [os.path.realpath(f) for f in found] if all(found) else []
+
+
+def located(sources: tuple[str, ...], include_paths: tuple[str, ...]) -> dict:
+    """A Request's paths, from absolute paths on which there may be links; these may lead elsewhere tomorrow."""
+    found = tuple(map(closure.real_path, sources))
+    root = os.path.commonpath([os.path.dirname(path) for path in found])
+    return {
+        "given": (sources, include_paths),
+        "root": root if root != "/" else os.path.dirname(found[0]),  # a folder that can move, not the whole disk
+        "sources": found,
+        "include_paths": tuple(map(os.path.realpath, include_paths)),
+    }
+
+
+def isa() -> str:
+    """The processor's instruction-set extensions."""
+    with open("/proc/cpuinfo", "rb") as file:  # the first processor is enough, and 300 of them take long to print
+        first = file.read(8192).decode(errors="replace")
+    flags = first.partition("\nflags")[2].partition("\n")[0]
+    return " ".join(sorted(w for w in flags.split() if w.startswith(_ISA)))
+
+
+def words_of(variable: str, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Splits an environment variable into words, as a shell would."""
+    text = environment.get(variable, "")
+    if not any(mark in text for mark in "'\"\\"):
+        return text.split()
+    import shlex  # importing it takes longer than the rest of a Request
+
+    try:
+        return shlex.split(text)
+    except ValueError as problem:
+        raise ValueError(f"calcops_jit: expected {variable} as a shell's words, got {text!r}: {problem}") from None
+
+
+def compiler_words(
+    environment: Mapping[str, str] = os.environ, variable: str = "CXX", otherwise: str = "c++"
+) -> list[str]:
+    """The command of a compiler, CXX or c++, without a wrapper that keeps objects of its own."""
+    words: list[str] = []
+    wrapped = False
+    for word in words_of(variable, environment):
+        wrapped = os.path.basename(word) in _WRAPPERS or wrapped and "=" in word  # `ccache KEY=VALUE g++`
+        words += [] if wrapped else [word]
+    words = words or words_of(variable, environment) or [otherwise]
+    # A c++ that is a link to a wrapper stands for the next c++ on PATH.
+    for folder in environment.get("PATH", os.defpath).split(os.pathsep) if _is_wrapper(words[0], environment) else ():
+        candidate = os.path.join(folder, os.path.basename(words[0]))
+        if os.access(candidate, os.X_OK) and not _is_wrapper(candidate, environment):
+            return [candidate, *words[1:]]
+    return words
+
+
+def _is_wrapper(command: str, environment: Mapping[str, str]) -> bool:
+    found = shutil.which(command, path=environment.get("PATH"))
+    return found is not None and os.path.basename(os.path.realpath(found)) in _WRAPPERS

@@ -1,0 +1,435 @@
+// What a library registers: its blocks (torch/library.h beside this file) are run once, and each
+// def and impl in them becomes a step; commit() registers all steps or none.
+//
+// Who calls commit()? For everybody but calcops_jit, such as a C++ host that links or dlopens the
+// library, its initialisers do. The loader (loading.py) says beforehand that it will, by an
+// operator calcops_jit::holds in the dispatcher with the library's path as its overload: it
+// compares first.
+//
+// What was registered stays so until the process ends or a newer library no longer has it; the
+// newest kernel of an operator is the one called.
+#include <ATen/core/builtin_function.h>
+#include <dlfcn.h>
+#include <torch/custom_class_detail.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <functional>
+#include <list>
+#include <memory>
+#include <set>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+// The linker's names for where this library begins and ends.
+extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start[], _end[];
+
+namespace calcops_jit __attribute__((visibility("hidden"))) {
+
+  // A function of libtorch's that is redefined below.
+  template <class Function>
+  Function* libtorchs(const char* symbol) {
+    Dl_info torch;
+    dladdr(reinterpret_cast<void*>(&c10::Dispatcher::realSingleton), &torch);
+    void* found = dlsym(dlopen(torch.dli_fname, RTLD_LAZY | RTLD_NOLOAD), symbol);
+    TORCH_CHECK(found, "this PyTorch has no ", symbol);
+    return reinterpret_cast<Function*>(found);
+  }
+
+  // A def has a schema; what has none and no operator either is a fallback for its key.
+  struct Step {
+    std::optional<c10::OperatorName> op;
+    std::optional<c10::DispatchKey> key;
+    std::optional<c10::FunctionSchema> schema;
+    std::vector<at::Tag> tags;
+    std::optional<std::pair<const char*, const char*>> python_module;
+    c10::KernelFunction kernel;
+    std::optional<c10::impl::CppSignature> signature;
+    std::optional<c10::FunctionSchema> inferred;
+    std::string where;
+
+    c10::DispatchKey runtime_key() const {
+      return key.value_or(c10::DispatchKey::CompositeImplicitAutograd);
+    }
+
+    // "operator" of a def, "operator key" of a kernel, " key" of a fallback.
+    std::string name() const {
+      const std::string operation = op ? c10::toString(*op) : "";
+      return schema ? operation : operation + ' ' + c10::toString(runtime_key());
+    }
+
+    // A line for the loader: "def", name, schema, tags or "impl", name, C++ signature.
+    std::string describe() const {
+      std::ostringstream line;
+      if (schema) {
+        line << "def\t" << name() << '\t' << *schema << '\t';
+        for (at::Tag tag : tags) line << static_cast<int>(tag) << ' ';
+      } else {
+        line << "impl\t" << name() << '\t' << (kernel.isValidSymUnboxed() ? "SymInt " : "")
+             << (signature ? signature->name() : "");
+      }
+      return line.str();
+    }
+
+    // Where the dispatcher has this name from; "" if it has not.
+    std::string registered() const {
+      auto& dispatcher = c10::Dispatcher::singleton();
+      if (!op) return dispatcher.hasBackendFallbackForDispatchKey(*key) ? "a fallback" : "";
+      const auto live = schema ? dispatcher.findSchema(*op) : dispatcher.findOp(*op);
+      if (!live) return "";
+      if (schema) return live->debug();
+      if (!live->hasKernelForDispatchKey(runtime_key())) return "";
+      const std::string state = live->dumpState();
+      const auto line = state.find(std::string("\n") + c10::toString(runtime_key()));
+      const auto at = state.find("registered at ", line);
+      return line == at ? "a kernel" : state.substr(at, state.find(" ::", at) - at);
+    }
+  };
+
+  // A class's method. It runs the code of the library that made the object, which knows its
+  // members; without an object yet, the newest.
+  struct Method : torch::jit::BuiltinOpFunction {
+    struct Version {
+      const char *begin, *end;  // of a library
+      torch::jit::Function* code;
+      const Version* older;
+    };
+    using Versions = std::atomic<const Version*>;
+
+    Method(const torch::jit::Function& code, bool is_static, std::shared_ptr<Versions> versions)
+        : BuiltinOpFunction(code.qualname(), code.getSchema(),
+                            [versions, inputs = is_static ? 0 : code.num_inputs()](auto& stack) {
+                              run(*versions, stack, inputs);
+                            }),
+          newest(std::move(versions)) {}
+
+    static void run(const Version* version, torch::jit::Stack& stack, size_t inputs) {
+      const char* made = inputs > 0 ? maker(torch::jit::peek(stack, 0, inputs)) : nullptr;
+      const Version* its = made ? version : nullptr;
+      while (its && (made < its->begin || its->end <= made)) its = its->older;
+      (its ? its : version)->code->run(stack);
+    }
+
+    // An address in the library that made the object: that of the object's virtual table.
+    static const char* maker(const c10::IValue& self) {
+      const auto object = self.isObject() ? self.toObject() : nullptr;
+      if (!object || object->slots().empty() || !object->getSlot(0).isCapsule()) return nullptr;
+      const auto holder = object->getSlot(0).toCapsule();
+      return holder ? *reinterpret_cast<const char* const*>(holder.get()) : nullptr;
+    }
+
+    std::shared_ptr<Versions> newest;
+  };
+
+  // `collected` has what this library says of a class, `live` is the class of the process. That is
+  // there as soon as it is named, since the schemas that follow name it; its methods come last.
+  struct Class {
+    at::ClassTypePtr collected, live;
+    bool is_new;
+    std::vector<std::unique_ptr<torch::jit::Function>> methods;
+
+    std::string name() const { return live->name()->qualifiedName(); }
+
+    bool is_static(const torch::jit::Function& method) const {
+      return collected->findStaticMethod(method.name());
+    }
+
+    // A line for the loader: "class", name, methods and properties.
+    std::string describe() const {
+      std::ostringstream line;
+      line << "class\t" << name() << '\t';
+      for (const auto& method : methods)
+        line << (is_static(*method) ? "static " : "") << method->getSchema() << ", ";
+      for (const auto& property : collected->properties())
+        line << (property.setter ? "property " : "constant ") << property.name << ", ";
+      return line.str();
+    }
+
+    void commit() const {
+      for (const auto& code : methods) {
+        auto* there = is_static(*code) ? live->findStaticMethod(code->name())
+                                       : live->findMethod(code->name());
+        auto* method = dynamic_cast<Method*>(there);
+        if (!there) {
+          method = new Method(*code, is_static(*code), std::make_shared<Method::Versions>());
+          is_static(*code) ? live->addStaticMethod(method) : live->addMethod(method);
+        }
+        *method->newest = new Method::Version{__ehdr_start, _end, code.get(), *method->newest};
+      }
+      for (const auto& [name, getter, setter] : collected->properties())
+        if (!live->getProperty(name))
+          live->addProperty(name, live->findMethod(getter->name()),
+                            setter ? live->findMethod(setter->name()) : nullptr);
+    }
+  };
+
+  // Each library has its own of these. They are never destroyed: kernels are called until the
+  // process ends.
+  struct Registry {
+    std::vector<Block> blocks;
+    std::vector<Step> steps;
+    std::list<Class> classes;
+    std::vector<std::pair<std::type_index, at::ClassTypePtr>> types;  // of the classes
+    std::vector<std::unique_ptr<torch::jit::Function>> methods;  // of classes that were not held
+    std::list<std::pair<std::string, c10::RegistrationHandleRAII>> live;  // by a step's name
+    const bool held = is_held();
+    bool committed = !held;
+    std::string answer;
+
+    static Registry& here() {
+      static auto* registry = new Registry;
+      return *registry;
+    }
+
+    static bool is_held() {
+      Dl_info self;
+      if (!dladdr(__ehdr_start, &self) || !self.dli_fname) return false;
+      std::string path;
+      for (const char* c = self.dli_fname; *c; ++c)
+        for (int digit : {(*c >> 4) & 15, *c & 15}) path += "0123456789abcdef"[digit];
+      return c10::Dispatcher::singleton()
+          .findSchema({"calcops_jit::holds", "p" + path})
+          .has_value();
+    }
+
+    // Each block is run once; one that throws would do so again.
+    void collect() {
+      for (; !blocks.empty(); blocks.erase(blocks.begin())) {
+        const Block block = blocks.front();
+        const auto kind = block.kind == torch::Library::DEF ? torch::Library::FRAGMENT : block.kind;
+        torch::Library library(kind, block.ns, block.key, block.file, block.line);
+        block.body(library);
+      }
+    }
+
+    void add(Step step) {
+      steps.push_back(std::move(step));
+      if (committed) commit(steps.size() - 1);  // a torch::Library that is no block
+    }
+
+    // What is there already and is not among the lines of `mine`: "name\twhere\n" of each.
+    std::string taken(const std::string& mine) const {
+      std::set<std::string> known;
+      std::istringstream lines(mine);
+      for (std::string name; std::getline(lines, name);) known.insert(name);
+      std::string found;
+      for (const Step& step : steps)
+        if (const auto where = known.count(step.name()) ? "" : step.registered(); !where.empty())
+          found += step.name() + '\t' + where + '\n';
+      for (const Class& each : classes)
+        if (!each.is_new && !known.count(each.name())) found += each.name() + "\ta class\n";
+      return found;
+    }
+
+    void commit(size_t first = 0) {
+      auto& dispatcher = c10::Dispatcher::singleton();
+      std::list<std::pair<std::string, c10::RegistrationHandleRAII>> done;  // undone if one throws
+      for (size_t i = first; i < steps.size(); ++i) {
+        const Step& step = steps[i];
+        if (step.schema) {
+          const auto op = dispatcher.findSchema(*step.op);
+          if (op && op->schema() == *step.schema) continue;
+          if (step.python_module)
+            done.emplace_back("",
+                              dispatcher.registerPythonModule(*step.op, step.python_module->first,
+                                                              step.python_module->second));
+          done.emplace_back("", dispatcher.registerDef(*step.schema, step.where, step.tags));
+        } else if (step.op) {
+          auto inferred =
+              step.inferred ? std::make_unique<c10::FunctionSchema>(*step.inferred) : nullptr;
+          done.emplace_back(step.name(),
+                            dispatcher.registerImpl(*step.op, step.key, step.kernel, step.signature,
+                                                    std::move(inferred), step.where));
+        } else {
+          done.emplace_back(step.name(),
+                            dispatcher.registerFallback(*step.key, step.kernel, step.where));
+        }
+      }
+      live.splice(live.end(), done);
+      committed = true;
+    }
+
+    template <class Function>
+    const char* attempt(Function function) {
+      answer.clear();
+      try {
+        function();
+      } catch (const c10::Error& error) {
+        answer = c10::str("error\t", error.what_without_backtrace());
+      } catch (const std::exception& error) {
+        answer = c10::str("error\t", error.what());
+      }
+      return answer.c_str();
+    }
+  };
+
+  Initializer::Initializer(const Block& block) {
+    Registry& registry = Registry::here();
+    registry.blocks.push_back(block);
+    if (registry.held) return;
+    const size_t first = registry.steps.size();
+    registry.committed = false;  // until the whole block is
+    registry.collect();
+    registry.commit(first);
+  }
+
+  // PyTorch says once per process that a kernel is overridden. The loader says it where it is news.
+  struct Unsurprised final : c10::WarningHandler {
+    c10::WarningHandler* other = c10::WarningUtils::get_warning_handler();
+    void process(const c10::Warning& warning) override {
+      if (warning.msg().find("verriding a previously registered kernel") == std::string::npos)
+        other->process(warning);
+    }
+  };
+
+}  // namespace calcops_jit
+
+// What torch/library.h declares and libtorch defines for itself. The blocks' code calls these, its
+// own helpers that take a torch::Library& too, and being members they may see what a CppFunction
+// holds. hidden.map keeps them inside the library.
+namespace torch {
+
+Library& Library::_def(c10::FunctionSchema&& schema, c10::OperatorName* out_name,
+                       const std::vector<at::Tag>& tags, _RegisterOrVerify) & {
+  TORCH_CHECK(kind_ != IMPL, "def(\"", schema.operator_name(),
+              "\") in a TORCH_LIBRARY_IMPL block at ", file_, ":", line_);
+  schema.setNamespaceIfNotSet(ns_->c_str());
+  TORCH_CHECK(*schema.getNamespace() == *ns_, "def(\"", schema.operator_name(),
+              "\") in a block of namespace ", *ns_, " at ", file_, ":", line_);
+  calcops_jit::Step step;
+  step.op = schema.operator_name();
+  if (out_name) *out_name = *step.op;
+  step.schema = std::move(schema);
+  step.tags = tags;
+  step.python_module = python_module_;
+  step.where = c10::str("registered at ", file_, ":", line_);
+  calcops_jit::Registry::here().add(std::move(step));
+  return *this;
+}
+
+Library& Library::_impl(const char* name, CppFunction&& f, _RegisterOrVerify) & {
+  calcops_jit::Step step;
+  step.op = _resolve(name);
+  step.key = f.dispatch_key_ ? f.dispatch_key_ : dispatch_key_;
+  TORCH_CHECK(!dispatch_key_ || *step.key == *dispatch_key_, "impl(\"", name, "\") for ", *step.key,
+              " in a block for ", *dispatch_key_, " at ", file_, ":", line_);
+  step.kernel = std::move(f.func_);
+  step.signature = std::move(f.cpp_signature_);
+  if (f.schema_) step.inferred = std::move(*f.schema_);
+  step.where =
+      f.debug_.empty() ? c10::str("registered at ", file_, ":", line_) : std::move(f.debug_);
+  calcops_jit::Registry::here().add(std::move(step));
+  return *this;
+}
+
+Library& Library::_def(std::variant<c10::OperatorName, c10::FunctionSchema>&& name_or_schema,
+                       CppFunction&& f, const std::vector<at::Tag>& tags) & {
+  if (auto* op = std::get_if<c10::OperatorName>(&name_or_schema)) {
+    TORCH_CHECK(f.schema_, "def(\"", *op, "\"): a schema is needed, none can be inferred at ",
+                file_, ":", line_);
+    c10::FunctionSchema inferred = f.schema_->cloneWithName(op->name, op->overload_name);
+    inferred.setAliasAnalysis(c10::AliasAnalysisKind::CONSERVATIVE);
+    name_or_schema = std::move(inferred);
+  }
+  c10::OperatorName op("", "");
+  _def(std::move(std::get<c10::FunctionSchema>(name_or_schema)), &op, tags);
+  return _impl(c10::toString(op).c_str(), std::move(f));
+}
+
+Library& Library::_fallback(CppFunction&& f) & {
+  const auto key = f.dispatch_key_ ? f.dispatch_key_ : dispatch_key_;
+  TORCH_CHECK(key && !ns_, "fallback() belongs into TORCH_LIBRARY_IMPL(_, <key>, m), not to ",
+              file_, ":", line_);
+  for (c10::DispatchKey each : c10::getRuntimeDispatchKeySet(*key)) {
+    calcops_jit::Step step;
+    step.key = each;
+    step.kernel = f.func_;
+    step.where = c10::str("registered at ", file_, ":", line_);
+    calcops_jit::Registry::here().add(std::move(step));
+  }
+  return *this;
+}
+
+// A class that is new is made by libtorch's own constructor; that of one that is live would throw.
+detail::class_base::class_base(const std::string& ns, const std::string& name,
+                               std::string doc_string, const std::type_info& pointer,
+                               const std::type_info& capsule)
+    : qualClassName("__torch__.torch.classes." + ns + '.' + name) {
+  auto& registry = calcops_jit::Registry::here();
+  auto live = registry.held ? getCustomClass(qualClassName) : nullptr;
+  const bool is_new = !live;
+  if (is_new) {
+    using Constructor = void(class_base*, const std::string&, const std::string&, std::string,
+                             const std::type_info&, const std::type_info&);
+    static auto* const construct = calcops_jit::libtorchs<Constructor>(
+        "_ZN5torch6detail10class_baseC2ERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEES9_"
+        "S7_"
+        "RKSt9type_infoSC_");
+    alignas(class_base) char made[sizeof(class_base)];
+    construct(reinterpret_cast<class_base*>(made), ns, name, doc_string, pointer, capsule);
+    live = reinterpret_cast<class_base*>(made)->classTypePtr;
+    reinterpret_cast<class_base*>(made)->~class_base();
+  }
+  classTypePtr = live;
+  if (!registry.held) return;
+  classTypePtr = at::ClassType::create(c10::QualifiedName(qualClassName), {}, false, doc_string);
+  registry.classes.push_back({classTypePtr, live, is_new, {}});
+  for (auto* type : {&pointer, &capsule}) registry.types.emplace_back(*type, live);
+}
+
+void registerCustomClassMethod(std::unique_ptr<jit::Function> method) {
+  auto& registry = calcops_jit::Registry::here();
+  auto* owner = &registry.methods;
+  for (auto& each : registry.classes)
+    if (each.name() == method->qualname().prefix()) owner = &each.methods;
+  owner->push_back(std::move(method));
+}
+}  // namespace torch
+
+// A newer library's C++ types are those of the live classes.
+c10::ClassTypePtr c10::getCustomClassTypeImpl(const std::type_index& type) {
+  for (const auto& [known, live] : calcops_jit::Registry::here().types)
+    if (known == type) return live;
+  static auto* const find = calcops_jit::libtorchs<c10::ClassTypePtr(const std::type_index&)>(
+      "_ZN3c1022getCustomClassTypeImplERKSt10type_index");
+  return find(type);
+}
+
+// What the loader calls; "error\t..." where something throws.
+#define CALCOPS_EXPORT extern "C" __attribute__((visibility("default"), used))
+// What the blocks hold, a line each.
+CALCOPS_EXPORT const char* calcops_jit_steps() {
+  auto& registry = calcops_jit::Registry::here();
+  return registry.attempt([&] {
+    registry.collect();
+    std::string lines;
+    for (const auto& step : registry.steps) lines += step.describe() + '\n';
+    for (const auto& each : registry.classes) lines += each.describe() + '\n';
+    registry.answer = std::move(lines);
+  });
+}
+// Registers everything, and answers "". Or nothing: "taken\n", then "name\twhere" of what is there
+// and is not in `mine`. With "" for `mine`, a library that is registered already is left as it is.
+CALCOPS_EXPORT const char* calcops_jit_commit(const char* mine) {
+  auto& registry = calcops_jit::Registry::here();
+  calcops_jit::Unsurprised unsurprised;
+  c10::WarningUtils::WarningHandlerGuard guard(&unsurprised);
+  return registry.attempt([&] {
+    registry.collect();
+    if (registry.committed && !*mine) return;
+    if (const auto taken = registry.taken(mine); !taken.empty()) {
+      registry.answer = "taken\n" + taken;
+      return;
+    }
+    registry.commit();
+    for (const auto& each : registry.classes) each.commit();
+  });
+}
+// Ends what this library has registered under a name: a newer one has nothing there.
+CALCOPS_EXPORT void calcops_jit_retire(const char* name) {
+  calcops_jit::Registry::here().live.remove_if(
+      [&](const auto& step) { return step.first == name; });
+}
+#undef CALCOPS_EXPORT
