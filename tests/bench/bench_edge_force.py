@@ -16,7 +16,7 @@ kernel's with sorted and with shuffled edges:
     the centre's sum as three numbers                      1.3 to 1.4 shuffled
     float32 converted four at a time (AVX or generic)      0.9 to 1.2, 1.0 to 1.5
     small pages                                            1.05; with 100,000 atoms and 40 neighbours 1.5 and 2.2
-With a block a task, allocated by the thread that works on it, two threads took longer than one (27 ms against 16, sorted
+With a block a task, allocated by the thread that works on it, two threads took longer than one (27 ms to 16, sorted
 float64); with one block of the caller's and all of the above it is 4.3 against 7.1.
 """
 
