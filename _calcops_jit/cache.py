@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
-from . import places, staging
+from . import places
 from .closure import Changed, Closure, digest, file_digest
 from .errors import report
 from .request import FORMAT, Request
@@ -33,6 +33,7 @@ from .request import FORMAT, Request
 _KEEP = 8  # generations in a slot
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)  # errors that say nothing about the cache
 _LEFTOVERS = {"lock", "failed.log"}
+_USED_S = 24 * 3600.0  # the time of last use is as precise as that
 
 
 class Manifest(SimpleNamespace):
@@ -116,7 +117,7 @@ def find(request: Request, reasons: list[str] | None = None) -> Generation | Non
                 with contextlib.suppress(OSError):
                     if fresher:
                         write_whole(f"{path}/manifest", manifest.dump())
-                    if i > 0 or time.time() - used > staging.DAY_S:  # the time of last use is kept to the day
+                    if i > 0 or time.time() - used > _USED_S:
                         os.utime(path)
             return found
     return None
@@ -176,6 +177,8 @@ def _generations(slot: str, ours: bool = False) -> list[tuple[float, str]]:
             entries = list(scanned)
         found = [(e.stat().st_mtime, e.path) for e in entries if "." not in e.name and e.is_dir()]
         if ours and any(e.name.startswith("stage.") for e in entries):
+            from . import staging
+
             staging.sweep(slot, "stage")  # a builder may have been killed after it published
     except OSError as problem:
         if problem.errno in _NO_DESCRIPTOR:
@@ -233,6 +236,8 @@ def tidy(slot: str, everything: bool = False) -> bool:
     """Removes what dead builders left in a slot and, if nothing else is in it, the slot. Whether it is gone.
 
     everything   removes generations, too, except those in use. While somebody builds there, nothing is removed."""
+    from . import staging
+
     with contextlib.suppress(OSError):
         staging.sweep(slot, "stage")
         if not (everything or set(os.listdir(slot)) <= _LEFTOVERS):

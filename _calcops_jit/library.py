@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import cache, handles, loading, places, staging
+from . import cache, handles, loading, places
 from .closure import Changed, Closure
 from .errors import BuildError, report
 from .registration import Registration
@@ -186,6 +186,7 @@ def _exchange(live, request, generation, registration) -> Library:
 
 
 def _build(request: Request, reasons: list[str]) -> Library:
+    from . import staging
     from .diagnosis import explain, old_driver
     from .progress import Progress, say
 
@@ -219,7 +220,7 @@ def _build(request: Request, reasons: list[str]) -> Library:
 
 
 def _compile(request: Request, slot: str, reasons: list[str]) -> Library:
-    from . import cache_size, compiler
+    from . import cache_size, compiler, staging
     from .progress import Progress, say
     from .remaining_time import RemainingTime
 

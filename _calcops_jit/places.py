@@ -8,8 +8,6 @@ import os
 import re
 import tempfile
 
-from . import staging
-
 _of_this_process: list[str] = []  # for when nothing else can be written
 os.register_at_fork(after_in_child=_of_this_process.clear)
 
@@ -32,6 +30,8 @@ def folders() -> list[str]:
 
 def last_resort() -> str:
     """Makes a folder for this process alone. FileNotFoundError: nothing at all can be written."""
+    from . import staging
+
     _of_this_process[:] = [staging.make(tempfile.gettempdir(), f"calcops-{os.getuid()}")]
     return _of_this_process[0]
 

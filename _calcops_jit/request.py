@@ -99,9 +99,9 @@ class Request(SimpleNamespace):
         pairs.append(("@loader", os.path.dirname(SHADOW)))
         if self.cuda.home:
             pairs += [("@cuda", os.path.realpath(self.cuda.home)), ("@cuda", self.cuda.home)]
-        if self.kind == "own":  # what sysconfig.get_path("include", "posix_prefix") says after reading a file
-            python = f"python{sys.version_info[0]}.{sys.version_info[1]}{sys.abiflags}"
-            pairs.append(("@python", os.path.join(sys.base_prefix, "include", python)))
+        # What sysconfig.get_path("include", "posix_prefix") says after reading a file.
+        python = f"python{sys.version_info[0]}.{sys.version_info[1]}{sys.abiflags}"
+        pairs.append(("@python", os.path.join(sys.base_prefix, "include", python)))
         return pairs
 
     @cached_property

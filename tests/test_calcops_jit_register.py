@@ -239,9 +239,18 @@ def test_the_registry_is_compiled_once_for_all_libraries_also_where_a_macro_hide
         )
         (tmp_path / f"{name}.cpp").write_text(text)
     checkout.log.unlink(missing_ok=True)
-    script = "print([load(name, f'{name}.cpp').one() for name in ('first', 'second')])"
+    (tmp_path / "ops/third").mkdir(parents=True)
+    (tmp_path / "ops/third/third.cpp").write_text(ONE.format("third", 3))
+    script = """
+from _calcops_jit import library, recipes
+third = library.obtain(recipes.own(os.path.abspath("ops"), "third"))
+print([load(name, f"{name}.cpp").one() for name in ("first", "second")], third.one())
+"""
     empty = tmp_path / "cache"
-    assert output(checkout, script, tmp_path, CPATH=tmp_path / "system", CALCOPS_CACHE=empty) == ["[1, 1]"]
+    assert output(checkout, script, tmp_path, CPATH=tmp_path / "system", CALCOPS_CACHE=empty) == ["[1, 1] 3"]
     compiled = [line for line in checkout.log.read_text().splitlines() if " -c " in line]
-    assert [sum(f"/{name}.cpp " in line for line in compiled) for name in ("first", "second", "registry")] == [1, 1, 1]
+    counts = {
+        name: sum(f"/{name}.cpp " in line for line in compiled) for name in ("first", "second", "third", "registry")
+    }
+    assert set(counts.values()) == {1}, counts
     assert len(list(empty.glob("unit-registry.cpp-*"))) == 1
