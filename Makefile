@@ -109,6 +109,17 @@ clean: ## delete .venv and what was built in this folder; the cache: python -m c
 	@touch $@
 
 # MindSpore has wheels for Python 3.9 to 3.12, and its libraries are not to meet PyTorch's in one environment.
+graph-potential: .venv/.base build/graph_potential/.installed ## SevenNet's forces from the operator; SevenNet in an environment of its own
+	build/graph_potential/bin/python -W ignore examples/graph_potential/compare.py
+
+# It has SevenNet and what that needs beside .venv's packages: one PyTorch is enough.
+build/graph_potential/.installed: | .venv/.base
+	$(python) -m venv build/graph_potential
+	echo "import site; site.addsitedir('$$($(python) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	  > $$(build/graph_potential/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth
+	build/graph_potential/bin/python -m pip install --disable-pip-version-check -q 'sevenn==0.13.0'
+	touch $@
+
 build/mindspore/.installed:
 	@for p in $(PYTHON) python3.12 python3.11 python3.10 $$HOME/.pyenv/versions/3.1[0-2]*/bin/python python3; do \
 	  if $$p -c 'import sys; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then \
@@ -122,4 +133,4 @@ build/mindspore/.installed:
 	$(pip) --no-deps deepmd-kit
 	@touch $@
 
-.PHONY: help demo check test test-long test-oldest venv build cuda lint format docs bench gpu-check sanitize-gpu examples mindspore train lammps clean
+.PHONY: help demo check test test-long test-oldest venv build cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential train lammps clean

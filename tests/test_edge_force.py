@@ -155,6 +155,18 @@ def test_an_error_names_the_argument_what_was_expected_and_what_came():
         assert str(error.value).split("\n")[0].removesuffix(".") == f"calcops::edge_force_virial: expected {message}"
 
 
+@pytest.mark.parametrize("edges", [2**30, 2**32, 2**40])
+def test_more_edges_than_an_order_can_count_are_refused(edges):
+    """Before anything of that size is allocated: the tensor is one number, shown many times."""
+    edge_index = torch.zeros(2, 1, dtype=torch.int64).expand(2, edges)
+    message = rf"expected `edge_index` of less than 2\^30 edges, got \[2, {edges}\]"
+    with pytest.raises(RuntimeError, match="calcops::edge_order: " + message):
+        edge_order(edge_index, 7)
+    order = torch.zeros(1, dtype=torch.int32).expand(7 + 2 * edges)
+    with pytest.raises(RuntimeError, match="calcops::edge_force: " + message):
+        edge_force(edge_index, torch.zeros(1, 3).expand(edges, 3), 7, edge_order=order)
+
+
 def test_the_order_lists_the_ends_of_each_atom(device):
     edge_index = graph(device=device)[0]
     order, ends = edge_order(edge_index, 7).tolist(), []

@@ -57,6 +57,12 @@ void check_index(const char* op, const Tensor& edge_index, const SymInt& natoms)
   check_count(op, "natoms", natoms);
 }
 
+// An order counts the ends of edges in 32 bits.
+void check_ends(const char* op, const Tensor& edge_index) {
+  expect(op, "edge_index", edge_index.sym_size(1).sym_lt(int64_t(1) << 30), edge_index.sym_sizes(),
+         "of less than 2^30 edges");
+}
+
 // What all operators but edge_order take; an absent tensor is undefined.
 struct Graph {
   const char* op;
@@ -81,6 +87,7 @@ struct Graph {
       check_rows({op, "batch", batch}, {natoms}, "of shape [natoms] = ");
     }
     if (edge_order.defined()) {
+      check_ends(op, edge_index);
       expect_dtype({op, "edge_order", edge_order}, {at::kInt}, "int32");
       expect_device({op, "edge_order", edge_order}, index);
       check_rows({op, "edge_order", edge_order}, {natoms + edges * 2},
@@ -106,9 +113,7 @@ struct Graph {
 // transform. The stable sort keeps the ends of an atom in order.
 Tensor edge_order(const Tensor& edge_index, SymInt natoms) {
   check_index(kOrder, edge_index, natoms);
-  const SymInt ends = edge_index.sym_size(1) * 2;
-  expect(kOrder, "edge_index", ends.sym_lt(int64_t(1) << 31), edge_index.sym_sizes(),
-         "of less than 2^30 edges");
+  check_ends(kOrder, edge_index);
   const Tensor right = edge_index.ge(0).logical_and(edge_index.lt(natoms)).all(0, true);
   const Tensor names = at::where(right, edge_index, c10::Scalar(natoms)).flatten();
   const auto [sorted, order] = names.sort(/*stable=*/true, 0, /*descending=*/false);

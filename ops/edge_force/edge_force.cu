@@ -18,6 +18,11 @@ __device__ inline double sum_of_lanes(double x) {
   return x;
 }
 
+__device__ inline Row sum_of_lanes(Row row) {
+  for (int b = 0; b < 4; ++b) row[b] = sum_of_lanes(row[b]);
+  return row;
+}
+
 __device__ inline double sum_of_block(double x, double* shared) {
   x = sum_of_lanes(x);
   __syncthreads();
@@ -31,7 +36,7 @@ __device__ inline double sum_of_block(double x, double* shared) {
 template <bool kVirial, class Real, class Index>
 __global__ void __launch_bounds__(kThreads)
     atom_kernel(EdgeInputs<Real, Index> in, EdgeOutputs<Real> out) {
-  constexpr int n = kColumns<kVirial>;
+  using R = std::conditional_t<kVirial, Row, double>;
   const int64_t lane = threadIdx.x % kWarp;
   const int64_t step = int64_t(gridDim.x) * kWarps, all = 2 * in.edges;
   for (int64_t atom = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp; atom < in.atoms;
@@ -40,22 +45,23 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t end = min(max(int64_t(in.edge_order[atom]), int64_t(0)), all);
     const int64_t begin =
         atom == 0 ? 0 : min(max(int64_t(in.edge_order[atom - 1]), int64_t(0)), all);
-    double sum[3 * n] = {};
+    R sum[3] = {};
     for (int64_t k = begin + lane; k < end; k += kWarp) {
       const int64_t listed = in.edge_order[in.atoms + k];
       if (listed < 0 || listed >= all) continue;
       const int64_t e = listed % in.edges;
       const Real* g = in.edge_gradient + 3 * e;
       if (listed < in.edges)
-        add_to_center<kVirial>(g, sum);
+        add_to_center(g, sum);
       else
-        add_to_neighbor<kVirial>(g, kVirial ? in.edge_vec + 3 * e : nullptr, sum);
+        add_to_neighbor(g, columns_of<R>(in.edge_vec + 3 * e), sum);
     }
-    for (int k = 0; k < 3 * n; ++k) sum[k] = sum_of_lanes(sum[k]);
+    for (int a = 0; a < 3; ++a) sum[a] = sum_of_lanes(sum[a]);
     if (lane != 0) continue;
     for (int a = 0; a < 3; ++a) {
-      out.force[3 * atom + a] = Real(sum[n * a + n - 1]);
-      for (int b = 0; b < n - 1; ++b) out.atom_virial[9 * atom + 3 * a + b] = Real(sum[n * a + b]);
+      out.force[3 * atom + a] = Real(last_column(sum[a]));
+      if constexpr (kVirial)
+        for (int b = 0; b < 3; ++b) out.atom_virial[9 * atom + 3 * a + b] = Real(sum[a][b]);
     }
   }
 }

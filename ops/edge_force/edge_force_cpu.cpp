@@ -8,6 +8,7 @@
 
 #include "edge_force/edge_force.h"
 #include "edge_force/edge_force_math.h"
+#include "memory.h"
 
 namespace calcops {
 namespace {
@@ -22,118 +23,150 @@ int64_t first_of(int64_t a, int64_t b) {
 // Whether an atom's index is neither -1 nor that of an atom.
 bool is_wrong(int64_t atom, int64_t atoms) { return atom < -1 || atom >= atoms; }
 
-// One task's share of the edges, summed into rows of the task's own. They are added in the order of
-// the tasks, so the bits do not depend on the threads.
-struct Part {
-  std::unique_ptr<double[]> sums;  // [last - first][3][columns]
-  int64_t first = 0, last = 0;     // the atoms that the task's edges name
-  int64_t bad = kNone;
+// Prefetches the cache lines of row `row`, which need not exist.
+template <class Item>
+CALCOPS_HD inline void prefetch(const Item* rows, int64_t row) {
+  const uintptr_t first = uintptr_t(rows) + uint64_t(row) * sizeof(Item);
+  for (size_t byte = 0; byte < sizeof(Item); byte += 64)
+    __builtin_prefetch(reinterpret_cast<const void*>(first + byte), /*write=*/1);
+}
+
+// An atom's force as a centre and what it has as a neighbour, summed apart, in whole cache lines.
+template <class R>
+struct alignas(64) AtomSums {
+  Row center;
+  R neighbor[3];
 };
 
+// One task's share of the edges, summed into rows of the task's own. They are added in the order of
+// the tasks, so the bits do not depend on the threads.
+template <class R>
+struct Part {
+  AtomSums<R>* sums;               // [N], set in the blocks of atoms that the task's edges name
+  std::unique_ptr<bool[]> is_set;  // [blocks]
+  int64_t bad = kNone;
+};
+constexpr int64_t kBlock = 64;
+
 // More tasks share the work better and cost more memory and additions. The number may depend on the
-// sizes alone; together they take an eighth of the inputs at most.
-template <class Real, class Index>
-int64_t count_tasks(const EdgeInputs<Real, Index>& in, int64_t row_bytes) {
-  constexpr int64_t kEdgesPerTask = 1 << 12, kMaxTasks = 8;
-  const int64_t edge_bytes = 6 * sizeof(Real) + 2 * sizeof(Index);
-  const int64_t fit = in.edges * edge_bytes / 8 / (std::max<int64_t>(in.atoms, 1) * row_bytes);
-  return std::clamp<int64_t>(std::min(in.edges / kEdgesPerTask, fit), 1, kMaxTasks);
+// sizes alone; together they take a quarter of the inputs at most.
+template <class R, class Real, class Index>
+int64_t count_tasks(const EdgeInputs<Real, Index>& in) {
+  constexpr int64_t kEdgesPerTask = 1 << 12, kEdgeBytes = 6 * sizeof(Real) + 2 * sizeof(Index);
+  const int64_t sums_bytes = std::max<int64_t>(in.atoms, 1) * sizeof(AtomSums<R>);
+  const int64_t most = std::min(in.edges / kEdgesPerTask, in.edges * kEdgeBytes / 4 / sums_bytes);
+  return most >= 8 ? 8 : most >= 4 ? 4 : most >= 2 ? 2 : 1;
 }
 
-// The least range of atoms that has all those of the edges [begin, end).
-template <class Real, class Index>
-void find_range(const EdgeInputs<Real, Index>& in, int64_t begin, int64_t end, Part& part) {
-  using Unsigned = std::make_unsigned_t<Index>;  // -1 is the largest
-  Unsigned first = Unsigned(std::min<uint64_t>(in.atoms, Unsigned(-1)));
-  Index last = -1;
-  for (int row = 0; row < 2; ++row) {
-    const Index* names = in.edge_index + row * in.edges;
-    for (int64_t e = begin; e < end; ++e) {
-      first = std::min(first, Unsigned(names[e]));
-      last = std::max(last, names[e]);
-    }
-  }
-  part.first = int64_t(first);
-  part.last = last < in.atoms ? int64_t(last) + 1 : in.atoms;
+// Not inlined: it is rare, and the loop over edges has better use for its registers.
+template <class R>
+__attribute__((noinline)) void set_block(Part<R>& part, int64_t block, int64_t atoms) {
+  const int64_t begin = block * kBlock, end = std::min(begin + kBlock, atoms);
+  std::fill(part.sums + begin, part.sums + end, AtomSums<R>{});
+  part.is_set[block] = true;
 }
 
-template <bool kVirial, class Real, class Index>
-void sum_edges(const EdgeInputs<Real, Index>& in, int64_t begin, int64_t end, Part& part) {
-  constexpr int64_t kRow = 3 * kColumns<kVirial>;
-  find_range(in, begin, end, part);
-  const int64_t rows = std::max<int64_t>(part.last - part.first, 0);
-  part.sums.reset(new double[rows * kRow]());
-  double* const sums = part.sums.get() - part.first * kRow;
+template <class R, class Real, class Index>
+void sum_edges(const EdgeInputs<Real, Index>& in, int64_t begin, int64_t end, Part<R>& part) {
+  const int64_t atoms = in.atoms;
   const Index *centers = in.edge_index, *neighbors = in.edge_index + in.edges;
+  const Real *edge_gradient = in.edge_gradient, *edge_vec = in.edge_vec;
+  AtomSums<R>* const sums = part.sums;
+  const bool* const is_set = part.is_set.get();
   // Edges often come by their centre: its sum is kept until another one comes.
   int64_t current = kNone;
-  double center[3] = {};
+  Row center{};
   const auto flush = [&] {
-    if (current == kNone) return;
-    double* sum = sums + current * kRow;
-    for (int a = 0; a < 3; ++a) {
-      sum[(a + 1) * kColumns<kVirial> - 1] += center[a];
-      center[a] = 0;
-    }
+    if (current != kNone) sums[current].center += center;
+    center = Row{};
   };
   for (int64_t e = begin; e < end; ++e) {
+    constexpr int64_t kAhead = 32;  // edges that come by no order name atoms beyond the cache
+    const int64_t next = std::min(e + kAhead, end - 1);
+    prefetch(sums, centers[next]);
+    prefetch(sums, neighbors[next]);
     const int64_t i = centers[e], j = neighbors[e];
-    if (uint64_t(i) >= uint64_t(in.atoms) || uint64_t(j) >= uint64_t(in.atoms)) {
-      if (part.bad == kNone && (is_wrong(i, in.atoms) || is_wrong(j, in.atoms))) part.bad = e;
+    if (__builtin_expect(uint64_t(i) >= uint64_t(atoms) || uint64_t(j) >= uint64_t(atoms), false)) {
+      if (part.bad == kNone && (is_wrong(i, atoms) || is_wrong(j, atoms))) part.bad = e;
       continue;
     }
+    if (!is_set[j / kBlock]) set_block(part, j / kBlock, atoms);
     if (i != current) {
       flush();
+      if (!is_set[i / kBlock]) set_block(part, i / kBlock, atoms);
       current = i;
     }
-    const Real* g = in.edge_gradient + 3 * e;
-    add_to_center<false>(g, center);
-    add_to_neighbor<kVirial>(g, kVirial ? in.edge_vec + 3 * e : nullptr, sums + j * kRow);
+    const Real* g = edge_gradient + 3 * e;
+    center += row_of(g, 0);
+    add_to_neighbor(g, columns_of<R>(edge_vec + 3 * e), sums[j].neighbor);
   }
   flush();
 }
 
-template <bool kVirial, class Real, class Index>
-int64_t force_of(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out) {
-  constexpr int n = kColumns<kVirial>, kRow = 3 * n;
-  const int64_t tasks = count_tasks(in, kRow * sizeof(double));
-  std::vector<Part> parts(tasks);
-  at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t)
-      sum_edges<kVirial>(in, in.edges * t / tasks, in.edges * (t + 1) / tasks, parts[t]);
-  });
+// What the atoms that follow one another give to one frame.
+struct FrameShare {
+  int64_t frame;
+  Row virial[3];
+};
 
-  at::parallel_for(0, in.atoms, 2048, [&](int64_t begin, int64_t end) {
-    for (int64_t atom = begin; atom < end; ++atom) {
-      double sum[kRow] = {};
-      for (const Part& part : parts) {
-        if (atom < part.first || atom >= part.last) continue;
-        const double* share = part.sums.get() + (atom - part.first) * kRow;
-        for (int k = 0; k < kRow; ++k) sum[k] += share[k];
-      }
-      for (int a = 0; a < 3; ++a) {
-        out.force[3 * atom + a] = Real(sum[n * a + n - 1]);
-        for (int b = 0; b < n - 1; ++b)
-          out.atom_virial[9 * atom + 3 * a + b] = Real(sum[n * a + b]);
-      }
+// Writes the atoms begin <= atom < end.
+template <class R, class Real, class Index>
+std::vector<FrameShare> add_parts(const EdgeInputs<Real, Index>& in,
+                                  const std::vector<Part<R>>& parts, int64_t begin, int64_t end,
+                                  const EdgeOutputs<Real>& out) {
+  std::vector<FrameShare> shares;
+  for (int64_t atom = begin; atom < end; ++atom) {
+    Row center{};
+    R sum[3] = {};
+    for (const Part<R>& part : parts) {
+      if (!part.is_set[atom / kBlock]) continue;
+      center += part.sums[atom].center;
+      for (int a = 0; a < 3; ++a) sum[a] += part.sums[atom].neighbor[a];
     }
-  });
-
-  int64_t bad = kNone;
-  for (const Part& part : parts) bad = first_of(bad, part.bad);
-  if (!kVirial) return bad;
-  // A frame's virial is the sum over its atoms, part by part.
-  std::vector<double> virial(9 * in.frames);
-  for (const Part& part : parts)
-    for (int64_t atom = part.first; atom < part.last; ++atom) {
+    for (int a = 0; a < 3; ++a) out.force[3 * atom + a] = Real(center[a] + last_column(sum[a]));
+    if constexpr (std::is_same_v<R, Row>) {
+      for (int k = 0; k < 9; ++k) out.atom_virial[9 * atom + k] = Real(sum[k / 3][k % 3]);
       const int64_t frame = in.batch ? in.batch[atom] : 0;
-      if (frame < 0 || frame >= in.frames) continue;
-      const double* share = part.sums.get() + (atom - part.first) * kRow;
-      for (int a = 0; a < 3; ++a)
-        for (int b = 0; b < n - 1; ++b) virial[9 * frame + 3 * a + b] += share[n * a + b];
+      if (shares.empty() || shares.back().frame != frame) shares.push_back({frame, {}});
+      for (int a = 0; a < 3; ++a) shares.back().virial[a] += sum[a];
     }
-  for (size_t k = 0; k < virial.size(); ++k) out.virial[k] = Real(virial[k]);
-  return bad;
+  }
+  return shares;
+}
+
+template <class R, class Real, class Index>
+int64_t force_of(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out) {
+  const int64_t tasks = count_tasks<R>(in);
+  const auto sums = scratch<AtomSums<R>>(tasks * in.atoms);
+  prefer_large_pages(sums.get(), tasks * in.atoms);
+  std::vector<Part<R>> parts(tasks);
+  at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      parts[t].sums = sums.get() + t * in.atoms;
+      parts[t].is_set.reset(new bool[(in.atoms + kBlock - 1) / kBlock]());
+      sum_edges(in, in.edges * t / tasks, in.edges * (t + 1) / tasks, parts[t]);
+    }
+  });
+  for (const Part<R>& part : parts)
+    if (part.bad != kNone) return part.bad;
+
+  constexpr int64_t kAtomsPerTask = 512;
+  const int64_t pieces = (in.atoms + kAtomsPerTask - 1) / kAtomsPerTask;
+  std::vector<std::vector<FrameShare>> shares(pieces);
+  at::parallel_for(0, pieces, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      shares[t] =
+          add_parts(in, parts, t * kAtomsPerTask, std::min((t + 1) * kAtomsPerTask, in.atoms), out);
+  });
+
+  if constexpr (std::is_same_v<R, Row>) {
+    std::vector<double> virial(9 * in.frames);
+    for (const auto& piece : shares)
+      for (const FrameShare& share : piece)
+        for (int k = 0; k < 9; ++k) virial[9 * share.frame + k] += share.virial[k / 3][k % 3];
+    for (size_t k = 0; k < virial.size(); ++k) out.virial[k] = Real(virial[k]);
+  }
+  return kNone;
 }
 
 // The first atom whose frame does not exist, counted from E.
@@ -149,9 +182,9 @@ int64_t find_lost_atom(const EdgeInputs<Real, Index>& in) {
 
 template <class Real, class Index>
 int64_t edge_force_cpu(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out) {
-  if (!in.virial) return force_of<false>(in, out);
+  if (!in.virial) return force_of<double>(in, out);
   if (const int64_t lost = find_lost_atom(in); lost != kNone) return lost;
-  return force_of<true>(in, out);
+  return force_of<Row>(in, out);
 }
 
 template <class Real, class Index>

@@ -1,39 +1,69 @@
 // The mathematics of one edge, for the CPU and the CUDA kernel alike (formulas: edge_force.h).
 //
 // With p = -g, the force that the edge puts on its neighbour, and V = (v, 1) the product p (x) V
-// holds the edge's virial in its first three columns and its force in the last: one sum of 3 x 4
-// numbers an atom carries both.
+// holds the edge's virial in its first three columns and its force in the last: three rows of four
+// numbers an atom carry both. Where only the force is wanted V is 1 and a row is one number.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #ifdef __CUDACC__
 #define CALCOPS_HD __host__ __device__
 #else
+// Without AVX a function that returns a Row would have an ABI of its own.
 #define CALCOPS_HD __attribute__((always_inline))
+#pragma GCC diagnostic ignored "-Wpsabi"  // whatever takes or returns a vector is inlined
 #endif
 
 namespace calcops {
 
-// Columns of an atom's sum: virial and force, or the force alone.
-template <bool kVirial>
-constexpr int kColumns = kVirial ? 4 : 1;
+#ifdef __CUDACC__
+struct Row {
+  double x[4];
+  CALCOPS_HD double& operator[](int k) { return x[k]; }
+};
+CALCOPS_HD inline Row operator*(double x, Row row) {
+  for (int k = 0; k < 4; ++k) row[k] *= x;
+  return row;
+}
+CALCOPS_HD inline void operator-=(Row& row, Row other) {
+  for (int k = 0; k < 4; ++k) row[k] -= other[k];
+}
+#else
+typedef double Row __attribute__((vector_size(32)));
+#endif
 
-// What an edge does to an atom: to its neighbour p (x) V, to its centre -p in the last column.
-template <bool kVirial, class Real>
-CALCOPS_HD inline void add_to_neighbor(const Real* g, const Real* v, double* sum) {
-  constexpr int n = kColumns<kVirial>;
-  double column[n];
-  for (int b = 0; b < n - 1; ++b) column[b] = double(v[b]);
-  column[n - 1] = 1;
-  for (int a = 0; a < 3; ++a)
-    for (int b = 0; b < n; ++b) sum[n * a + b] -= double(g[a]) * column[b];
+template <class Real>
+CALCOPS_HD inline Row row_of(const Real* x, double last) {
+  return Row{double(x[0]), double(x[1]), double(x[2]), last};
 }
 
-template <bool kVirial, class Real>
-CALCOPS_HD inline void add_to_center(const Real* g, double* sum) {
-  constexpr int n = kColumns<kVirial>;
-  for (int a = 0; a < 3; ++a) sum[n * a + n - 1] += double(g[a]);
+// V: a Row, or a number where only the force is wanted.
+template <class R, class Real>
+CALCOPS_HD inline R columns_of(const Real* v) {
+  if constexpr (std::is_same_v<R, Row>)
+    return row_of(v, 1);
+  else
+    return 1;
+}
+
+CALCOPS_HD inline double& last_column(double& row) { return row; }
+#ifdef __CUDACC__
+CALCOPS_HD inline double& last_column(Row& row) { return row[3]; }
+#else
+CALCOPS_HD inline double last_column(const Row& row) { return row[3]; }
+#endif
+
+// What an edge does to an atom: to its neighbour p (x) V, to its centre -p.
+template <class R, class Real>
+CALCOPS_HD inline void add_to_neighbor(const Real* g, const R& V, R* sum) {
+  for (int a = 0; a < 3; ++a) sum[a] -= double(g[a]) * V;
+}
+
+template <class R, class Real>
+CALCOPS_HD inline void add_to_center(const Real* g, R* sum) {
+  for (int a = 0; a < 3; ++a) last_column(sum[a]) += double(g[a]);
 }
 
 // The gradient of the frame's and the atom's virial together, U = gV + gAV, at [a][b].

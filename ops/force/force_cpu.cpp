@@ -1,17 +1,15 @@
 // CPU kernels of the force operators.
 #include <ATen/Parallel.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <array>
-#include <memory>
-#include <new>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "force/force.h"
 #include "force/force_math.h"
+#include "memory.h"
 
 namespace calcops {
 namespace {
@@ -21,20 +19,6 @@ constexpr int64_t kNoBadEntry = -1;
 int64_t first_of(int64_t a, int64_t b) {
   if (a == kNoBadEntry || b == kNoBadEntry) return std::max(a, b);
   return std::min(a, b);
-}
-
-// Uninitialised memory of one call. The C library keeps such a block from call to call (to 32 MiB),
-// and of a larger one maps what is touched.
-constexpr std::align_val_t kCacheLine{64};
-struct Free {
-  void operator()(void* memory) const { ::operator delete(memory, kCacheLine); }
-};
-template <class Number>
-using Scratch = std::unique_ptr<Number[], Free>;
-
-template <class Number>
-Scratch<Number> scratch(int64_t count) {
-  return Scratch<Number>(static_cast<Number*>(::operator new(count * sizeof(Number), kCacheLine)));
 }
 
 // Empty slots come in runs, which are passed over eight at a time.
@@ -245,18 +229,6 @@ Scratch<double> pack_upstream(const ForceInputs<Real, Index>& in,
     }
   });
   return packed;
-}
-
-// Asks for large pages where a new array is about to be written: mapping it 4 KiB at a time takes
-// longer than computing what goes there. It is advice; where the system has no such pages, or the
-// pages are there already, nothing happens.
-template <class Real>
-void prefer_large_pages(Real* array, int64_t count) {
-  if (!array) return;
-  constexpr uintptr_t kPage = 2 << 20, kLeast = 2 * kPage;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(array) + kPage - 1) & ~(kPage - 1);
-  const uintptr_t end = reinterpret_cast<uintptr_t>(array + count) & ~(kPage - 1);
-  if (begin + kLeast <= end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 
 // The gradients of one centre atom's slots.
