@@ -127,16 +127,16 @@ def _words(request: Request) -> dict[str, str]:
 def foresee(request: Request, ninja: str | None) -> Iterator[Problem]:
     """Finds, in milliseconds, what a build would fail with."""
     words = _words(request)
-    compiler = compiler_words()
-    if shutil.which(compiler[-1] if len(compiler) == 1 else compiler[0]) is None:
-        other = os.environ.get("CXX") and shutil.which("c++")
+    compiler, path = request.compiler, request.environment.get("PATH")
+    if shutil.which(compiler[-1] if len(compiler) == 1 else compiler[0], path=path) is None:
+        other = request.environment.get("CXX") and shutil.which("c++", path=path)
         evidence = f"`{compiler[0]}` is not on PATH" + " (CXX names it), but c++ is" * bool(other)
         yield Problem(
             cause="no C++ compiler",
             evidence=evidence,
             fix="unset CXX" if other else "{install} {compiler}".format(**words),
         )
-    elif not answer(*compiler, "--version"):
+    elif not answer(request, *compiler, "--version"):
         yield Problem(
             cause="the C++ compiler does not run", evidence=f"`{' '.join(compiler)} --version` fails", fix="unset CXX"
         )
@@ -169,7 +169,7 @@ def _code(text: str) -> str:
 
 def _foresee_cuda(request: Request) -> Iterator[Problem]:
     nvcc = f"{request.cuda.home}/bin/nvcc"
-    known = [int(number) / 10 for number in re.findall(r"compute_(\d+)", answer(nvcc, "--list-gpu-arch"))]
+    known = [int(number) / 10 for number in re.findall(r"compute_(\d+)", answer(request, nvcc, "--list-gpu-arch"))]
     for arch in map(float, re.findall(r"\d+\.\d", cuda.arch_list(request.cuda))):
         if known and arch not in known:
             nearest = max((k for k in known if k < arch), default=min(known))
@@ -177,9 +177,11 @@ def _foresee_cuda(request: Request) -> Iterator[Problem]:
             evidence = f"{nvcc}: unsupported gpu architecture {arch}, {has}"
             fix = f"export TORCH_CUDA_ARCH_LIST={nearest}+PTX"
             yield Problem(cause="this nvcc does not know the GPU architecture", evidence=evidence, fix=fix)
-    host = compiler_words(variable="CC", otherwise="gcc")[0]  # torch gives nvcc what CC names; by itself nvcc takes gcc
-    have = re.search(r"__GNUC__ (\d+)", macros := answer(host, "-dM", "-E", "-x", "c++", os.devnull))
-    limit = re.search(r"__GNUC__ > (\d+)", answer("cat", f"{request.cuda.home}/include/crt/host_config.h"))
+    host = compiler_words(request.environment, "CC", "gcc")[
+        0
+    ]  # torch gives nvcc what CC names; by itself nvcc takes gcc
+    have = re.search(r"__GNUC__ (\d+)", macros := answer(request, host, "-dM", "-E", "-x", "c++", os.devnull))
+    limit = re.search(r"__GNUC__ > (\d+)", text_of(f"{request.cuda.home}/include/crt/host_config.h"))
     if limit and have and int(have[1]) > int(limit[1]) and "__clang__" not in macros:
         evidence = f"{nvcc}: gcc versions later than {limit[1]} are not supported; {host} is {have[1]}"
         fix = f"export CC=gcc-{limit[1]} CXX=g++-{limit[1]}"
@@ -202,7 +204,7 @@ def old_driver(request: Request) -> Problem | None:
 
 def has_headers(request: Request) -> bool:
     """Whether the compiler finds Python.h."""
-    named = [*os.environ.get("CPATH", "").split(":"), *request.include_paths]
+    named = [*request.environment.get("CPATH", "").split(":"), *request.include_paths]
     return any(os.path.exists(f"{f}/Python.h") for f in [sysconfig.get_path("include", "posix_prefix"), *named])
 
 
@@ -212,9 +214,9 @@ def no_headers(evidence: str, request: Request) -> Problem:
     )
 
 
-def answer(*command: str) -> str:
-    """What a command prints; "" if it fails."""
+def answer(request: Request, *command: str) -> str:
+    """What a command prints in the environment of a request; "" if it fails."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         options = {"stdin": subprocess.DEVNULL, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
-        return subprocess.run(command, check=True, **options).stdout
+        return subprocess.run(command, check=True, env=request.environment, **options).stdout
     return ""

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import torch
 
 from . import cache, compiler, cuda, diagnosis, jobs, places, recipes
-from .request import compiler_words
 
 
 class Finding(SimpleNamespace):
@@ -41,7 +40,7 @@ def examine() -> Iterator[Finding]:
         verdict = "fail" if problem in failures else "note"
         yield Finding(what=problem.cause, verdict=verdict, evidence=problem.evidence, fix=problem.fix)
     if not failures:
-        version = diagnosis.answer(*compiler_words(), "--version")
+        version = diagnosis.answer(request, *request.compiler, "--version")
         yield Finding(what="C++ compiler", verdict="ok", evidence=version.partition("\n")[0])
         yield Finding(what="ninja", verdict="ok", evidence=ninja)
     if request.cuda.build:
