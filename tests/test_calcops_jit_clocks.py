@@ -17,9 +17,10 @@ class Elsewhere:
         value = getattr(self.status, name)
         if name == "st_dev": return value + {device}
         return {shifted} if name in ("st_mtime_ns", "st_ctime_ns") else value
-def stat(path, *a, real=os.stat, **k):
-    status = real(path, *a, **k)
-    return Elsewhere(status) if "/checkout/ops" in str(path) else status
+def stat(path, *a, dir_fd=None, real=os.stat, **k):
+    status = real(path, *a, dir_fd=dir_fd, **k)
+    folder = "" if dir_fd is None else os.readlink(f"/proc/self/fd/{{dir_fd}}")
+    return Elsewhere(status) if "/checkout/ops" in f"{{folder}}/{{path}}" else status
 os.stat = stat
 """
 AHEAD = CLOCK.format(device=1, shifted="value + 3600 * 10**9")
