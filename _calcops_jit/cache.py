@@ -302,7 +302,7 @@ def place(slot: str, folder: str, file: str, request: Request, closure: Closure)
     # Its name depends on contents only, not on times and the places of tools.
     made_of = sorted(content for _, content in closure.entries().values())
     target = f"{slot}/{digest(f'{manifest.digest} {made_of}'.encode())[:16]}"
-    for _ in range(3):
+    for _ in range(20):
         os.makedirs(slot, 0o755, exist_ok=True)  # somebody may tidy the empty slot of a unit away
         try:
             os.rename(made, target)
@@ -324,4 +324,10 @@ def place(slot: str, folder: str, file: str, request: Request, closure: Closure)
 def complete(generation: Generation, about: dict[str, str]) -> None:
     """Lets it be found. `about` is {operator: schemas and documentation}."""
     generation.manifest.operators = about
-    write_whole(f"{os.path.dirname(generation.path)}/manifest", generation.manifest.dump())
+    for last in (*[False] * 100, True):
+        try:
+            return write_whole(f"{os.path.dirname(generation.path)}/manifest", generation.manifest.dump())
+        except FileNotFoundError:  # without locks, another process may be about to put the same there
+            if last:
+                raise
+            time.sleep(0.01)

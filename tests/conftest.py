@@ -8,20 +8,21 @@ from pathlib import Path
 # of whatever else runs: a test of four seconds then takes fifty.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# What compilers and examples leave behind goes with the process that was started first. pytest's own folders stay where
+# they are looked for. (Made before torch is imported, it goes after what multiprocessing removes at exit.)
+if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
+    _temporary = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.gettempdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = _temporary.name
+    os.chmod(_temporary.name, 0o711)  # some tests become another user
+    kept = Path(__file__).parent.parent / ".pytest_cache" / "inductor"  # what torch.compile has compiled already
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from checkout import Checkout, the_zygote  # noqa: E402
 from kernels import Emulated, OnGpu  # noqa: E402
 from reference import DEVICES  # noqa: E402
-
-# What compilers and examples leave behind goes with the process that was started first. pytest's own folders stay where
-# they are looked for.
-if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
-    _temporary = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
-    os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.gettempdir()
-    os.environ["TMPDIR"] = tempfile.tempdir = _temporary.name
-    kept = Path(__file__).parent.parent / ".pytest_cache" / "inductor"  # what torch.compile has compiled already
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
 
 # In a process that test_cuda_on_cpu.py starts: the file for the names of the kernels that ran.
 EMULATED = os.environ.get("CALCOPS_EMULATED")

@@ -155,7 +155,8 @@ def test_the_options_are_those_of_load(monkeypatch):
 
     calls, pushed = [], []
     library = SimpleNamespace(operators={})
-    monkeypatch.setattr(notebook, "load", lambda *args, **options: calls.append((args, options)) or library)
+    monkeypatch.setattr(notebook.recipes, "foreign", lambda *args, **options: calls.append((args, options)))
+    monkeypatch.setattr(notebook.library, "obtain", lambda request: library)
     monkeypatch.setattr(notebook, "get_ipython", lambda: SimpleNamespace(push=pushed.append))
     notebook.operator("one --cflags='-O2 -DA=\"b c\"' --ldflags=-lm --verbose", "int a;\n")
     notebook.operator("two --cuda --cflags=-lineinfo", "int b;\n")
