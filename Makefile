@@ -16,7 +16,7 @@ environment_asan = $(preload) ASAN_OPTIONS=detect_leaks=0 CALCOPS_CFLAGS='-fsani
 environment_ubsan = $(preload) CALCOPS_CFLAGS='-fsanitize=undefined -fno-sanitize-recover=all -g'
 environment_x86-64 = CALCOPS_CFLAGS=-march=x86-64
 environment_avx2 = CALCOPS_CFLAGS=-march=x86-64-v3
-# A worker a processor, each with one file of tests at a time: what its tests share is made once. The slowest begin.
+# One worker for each processor takes a file of tests at a time, so that what these share is made once; the slowest first.
 pytest = -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 help: ## this list (the default)
@@ -26,7 +26,7 @@ demo: .venv/.examples ## build the operators; silicon from an energy to forces a
 	$(python) examples/quickstart.py
 	$(python) examples/warp_perspective/straighten.py
 
-check: lint .venv/.test ## after an edit, in two minutes: lint and the tests that take less than two seconds
+check: lint .venv/.test ## after an edit: lint and the tests that take less than two seconds
 	$(python) $(pytest) -m "not long and not slow"
 
 test: .venv/.test ## every test but the long ones; config=asan|ubsan|x86-64|avx2: the operators' tests, built that way
@@ -108,7 +108,6 @@ clean: ## delete .venv and what was built in this folder; the cache: python -m c
 	.venv-oldest/bin/python -m pip install --disable-pip-version-check -q 'torch==$(oldest).*' -e '.[test]'
 	@touch $@
 
-# MindSpore has wheels for Python 3.9 to 3.12, and its libraries are not to meet PyTorch's in one environment.
 graph-potential: .venv/.base build/graph_potential/.installed ## SevenNet's forces from the operator; SevenNet in an environment of its own
 	build/graph_potential/bin/python -W ignore examples/graph_potential/compare.py
 
@@ -120,6 +119,7 @@ build/graph_potential/.installed: | .venv/.base
 	build/graph_potential/bin/python -m pip install --disable-pip-version-check -q 'sevenn==0.13.0'
 	touch $@
 
+# MindSpore has wheels for Python 3.9 to 3.12, and its libraries are not to meet PyTorch's in one environment.
 build/mindspore/.installed:
 	@for p in $(PYTHON) python3.12 python3.11 python3.10 $$HOME/.pyenv/versions/3.1[0-2]*/bin/python python3; do \
 	  if $$p -c 'import sys; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then \

@@ -105,11 +105,13 @@ def _run(ninja: str, plan: Plan, request: Request, staging: str, linked: str = c
 def _keep(
     request: Request, slot: str, staging: str, plan: Plan, recorder: compiler_reads.Recorder, flagged: set[str]
 ) -> tuple[list[closure.Closure], closure.Changed | None]:
-    """Keeps every object that was compiled, also if others failed: (what they were made from, the input of one that
-    changed while it was compiled)."""
-    cflags = plan.flags["cflags"]
-    tools = compiler_reads.tools(request, cflags, "cc1plus", "as") if plan.units else set()
-    tools |= compiler_reads.cuda_tools(request) if plan.units else set()
+    """Keeps every object that was compiled, even if others failed: (their closures, the Changed of one whose input was
+    saved meanwhile).
+
+    flagged   files that the flags name"""
+    if not plan.units:
+        return [], None
+    tools = compiler_reads.tools(request, plan.flags["cflags"], "cc1plus", "as") | compiler_reads.cuda_tools(request)
     log = closure.text_of(f"{staging}/.ninja_log")
     finished = set(re.findall(r"\t([^\t]+)\t\w+$", log, re.MULTILINE))
     closures, changed = [], None

@@ -126,7 +126,6 @@ def _words(request: Request) -> dict[str, str]:
 
 def foresee(request: Request, ninja: str | None) -> Iterator[Problem]:
     """Finds, in milliseconds, what a build would fail with."""
-    words = _words(request)
     compiler, path = request.compiler, request.environment.get("PATH")
     if shutil.which(compiler[-1] if len(compiler) == 1 else compiler[0], path=path) is None:
         other = request.environment.get("CXX") and shutil.which("c++", path=path)
@@ -134,7 +133,7 @@ def foresee(request: Request, ninja: str | None) -> Iterator[Problem]:
         yield Problem(
             cause="no C++ compiler",
             evidence=evidence,
-            fix="unset CXX" if other else "{install} {compiler}".format(**words),
+            fix="unset CXX" if other else "{install} {compiler}".format(**_words(request)),
         )
     elif not answer(request, *compiler, "--version"):
         yield Problem(
@@ -149,7 +148,7 @@ def foresee(request: Request, ninja: str | None) -> Iterator[Problem]:
         yield Problem(cause="no ninja", evidence=evidence, fix=f"{sys.executable} -m pip install ninja")
     if (flag := f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch._C._GLIBCXX_USE_CXX11_ABI:d}") in request.cflags:
         evidence = f"{flag} is not what this PyTorch was built with"
-        yield Problem(cause="the C++ ABI is not PyTorch's", evidence=evidence, fix=f"{words['drop']} {flag}")
+        yield Problem(cause="the C++ ABI is not PyTorch's", evidence=evidence, fix=f"{_words(request)['drop']} {flag}")
     texts = {source: _code(text_of(source)) for source in request.sources if request.kind == "foreign"}
     for source, text in texts.items():
         if "<torch/extension.h>" in text and not has_headers(request):

@@ -29,11 +29,11 @@ class Library:
     def __init__(self, request: Request):
         self._request = request
 
-    def _show(self, path: str, handles: dict[str, torch._ops.OpOverloadPacket]) -> None:
+    def _show(self, path: str, operators: dict[str, torch._ops.OpOverloadPacket]) -> None:
         for name in [name for name in vars(self) if not name.startswith("_")]:
             delattr(self, name)
-        self._path, self._operators = path, handles
-        vars(self).update({"path": path, "operators": handles} | handles)
+        self._path, self._operators = path, operators
+        vars(self).update({"path": path, "operators": operators} | operators)
 
     def __fspath__(self) -> str:
         return self._path
@@ -107,9 +107,8 @@ class Live:
         self.closure, self._described = generation.manifest.closure, generation.manifest.operators
         self._generations[self.digest] = new
         self.library._request = request
-        self.library._show(
-            generation.path, handles.handles(self._described, self.library if request.kind == "foreign" else None)
-        )
+        home = self.library if request.kind == "foreign" else None
+        self.library._show(generation.path, handles.handles(self._described, home))
 
 
 _loaded: list[Live] = []

@@ -28,7 +28,7 @@ rule link
 """
 
 
-# GCC collects garbage to keep its heap small, which takes a quarter of its time on PyTorch's headers.
+# GCC collects garbage to keep its heap small, which takes a good part of its time on PyTorch's headers.
 _NO_COLLECTOR = "--param=ggc-min-heapsize=1048576 "
 
 
@@ -101,7 +101,7 @@ def _torch_flags(request: Request, environment: dict[str, str], folder: str) -> 
     torch.os.environ = environment | {"TORCH_DONT_CHECK_COMPILER_ABI": "1"}  # that takes two more processes
     torch.CUDA_HOME = request.cuda.home or None
     torch.logger.disabled = not request.verbose
-    torch.JIT_EXTENSION_VERSIONER.entries.clear()  # a name that it has seen may have nothing to be built
+    torch.JIT_EXTENSION_VERSIONER.entries.clear()  # else it finds nothing to build under a known name
     written = {}
     torch._write_ninja_file = lambda **options: written.update(options)
     torch.load(
@@ -110,7 +110,7 @@ def _torch_flags(request: Request, environment: dict[str, str], folder: str) -> 
         extra_cflags=[f for f in request.cflags if f != "-fno-gnu-unique" or compiler_reads.is_gnu(request)],
         extra_cuda_cflags=list(request.cuda_cflags),
         extra_ldflags=["-shared", *_linking(request, folder)],
-        extra_include_paths=[folder.replace("$", "$$") for folder in request.include_paths],
+        extra_include_paths=[path.replace("$", "$$") for path in request.include_paths],
         build_directory=folder,
         verbose=request.verbose,
         with_cuda=request.cuda.build,
@@ -159,4 +159,4 @@ def _linking(request: Request, folder: str) -> list[str]:
             os.symlink(runtime[0], f"{folder}/libcudart.so")  # wheels have only libcudart.so.13, which -lcudart ignores
         flags.append("-L.")
         rpaths.append(runtime[1])
-    return [*flags, *(f"-Wl,-rpath,{_word(folder)}" for folder in rpaths)]
+    return [*flags, *(f"-Wl,-rpath,{_word(path)}" for path in rpaths)]

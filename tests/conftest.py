@@ -29,8 +29,8 @@ EMULATED = os.environ.get("CALCOPS_EMULATED")
 
 # ---- which tests are slow ---------------------------------------------------------------------------------------
 
-# "seconds function" of each test function that takes longer than two seconds, all its cases together, as measured by
-# `pytest --write-slow`. `make check` leaves these out, and the files that have most of them begin first.
+# "seconds function" of each test function that takes longer than two seconds, all its cases together; `pytest
+# --write-slow` writes it. `make check` leaves these out, and the files that take longest because of them begin first.
 SLOW = Path(__file__).with_name("slow.txt")
 _spent = Counter()
 

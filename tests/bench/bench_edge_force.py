@@ -7,8 +7,8 @@ of many. The graph has 12,288 atoms with 92 neighbours within +-2,000 of their i
 No edge_order is given: the CPU has no use for one. Adding up an atom's edges from wherever they lie reads the edges in
 no order, and there are more bytes of them than of the atoms' sums.
 
-What was tried in the kernel and lost (GCC 12, AVX2, Zen 3, one thread of a machine under load), as time over the
-kernel's with sorted and with shuffled edges:
+What was tried in the kernel and lost (GCC 12, AVX2, Zen 3, one thread of a machine under load; variants that are not
+kept, so no command prints this), as time over the kernel's with sorted and with shuffled edges:
     scalar loops over the 3 x 4 products, as before        1.5 to 2.3, 1.2 to 1.6; GCC leaves them scalar
     nothing prefetched                                     1.2 to 1.5, 1.1 to 1.2; centres alone not: 2 shuffled
     sums of centres and of neighbours in arrays apart      1.0, 1.0 to 1.2: three cache lines an edge either way

@@ -36,16 +36,17 @@ TORCH_LIBRARY_FRAGMENT(cell, m) { m.def("twice(Tensor x) -> Tensor", &twice); }
 """
 
 # The seconds of a script beyond `import torch`.
-TIMED = "import sys, time, torch\nstart = time.perf_counter()\n{}\nprint(time.perf_counter() - start)\n"
+TIMED = "import time, torch\nstart = time.perf_counter()\n{}\nprint(time.perf_counter() - start)\n"
 CALL = (
     "import calcops_jit\ncalcops_jit.force(torch.zeros(1, 2, 1, dtype=torch.int32), torch.ones(1, 2, 1, 4), "
     "torch.ones(1, 2, 4, 3))"
 )
 IMPORT = "import calcops_jit\nfor name in dir(calcops_jit): getattr(calcops_jit, name)"
 LOAD = "import calcops_jit\ncalcops_jit.load('{0}', ['{0}.cpp']).twice(torch.ones(1))"
-# Reloads of one process, and without a change. ninja is a script that notes how long it ran.
+# Reloads in one process, after an edit that makes another library, and without one. ninja is a script that notes how
+# long it ran.
 RELOADS = """
-import statistics, time, torch, calcops_jit
+import time, torch, calcops_jit
 from pathlib import Path
 kernel = Path("ops/force/force_cpu.cpp")
 text = kernel.read_text()
@@ -187,16 +188,11 @@ def main() -> None:
             if name == "cold build" and plain:
                 rows.append(("  over a plain load of five trivial units", "", [[c[0] / plain] for c in columns]))
         if options.only in "reload":
-            path = {"PATH": f"bin:{os.environ['PATH']}"}
-            found = [tree.run(RELOADS, **path | {"PATH": f"{tree.folder}/bin:{os.environ['PATH']}"}) for tree in trees]
-            for i, (name, unit) in enumerate(
-                {
-                    "reload() of an edit": "s",
-                    "  beyond compiler and linker": "ms",
-                    "reload() without a change": "ms",
-                }.items()
-            ):
-                rows.append((name, unit, [[row[i] for row in column] for column in found]))
+            found = [tree.run(RELOADS, PATH=f"{tree.folder}/bin:{os.environ['PATH']}") for tree in trees]
+            columns = [list(zip(*lines)) for lines in found]
+            rows.append(("reload() of an edit", "s", [c[0] for c in columns]))
+            rows.append(("  beyond compiler and linker", "ms", [c[1] for c in columns]))
+            rows.append(("reload() without a change", "ms", [c[2] for c in columns]))
         table(names, rows)
         print(f"peak memory of a compiler {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6:.2f} GB")
 
