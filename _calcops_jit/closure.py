@@ -24,7 +24,7 @@ _GONE = bytes(_SIZE)  # the stamp of a file that is not there
 _TICK_NS = 2_000_000_000
 # Nobody edits PyTorch's and the system's files, and libraries have most of them in common: one look a second is enough.
 _THEIRS = ("@torch", "@cuda", "@python", "/usr/")
-_seen: dict[str, bytes] = {}  # {path: stamp} of such files
+_seen: dict[str, dict[str, bytes]] = {}  # {folder: {name: stamp}} of such files
 _seen_ns = 0
 
 
@@ -118,10 +118,10 @@ def _their_stamps_in(folder: str, names: list[str], now_ns: int) -> list[bytes]:
     if not 0 <= now_ns - _seen_ns < 1_000_000_000:
         _seen.clear()
         _seen_ns = now_ns
-    paths = [f"{folder}/{name}" for name in names]
-    if unseen := [name for name, path in zip(names, paths) if path not in _seen]:
-        _seen.update(zip((f"{folder}/{name}" for name in unseen), _stamps_in(folder, unseen)))
-    return [_seen[path] for path in paths]
+    seen = _seen.setdefault(folder, {})
+    if unseen := [name for name in names if name not in seen]:
+        seen.update(zip(unseen, _stamps_in(folder, unseen)))
+    return [seen[name] for name in names]
 
 
 # ---- closures -----------------------------------------------------------------------------------------------------

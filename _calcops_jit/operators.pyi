@@ -68,9 +68,8 @@ def edge_force(
 ) -> Tensor:
     """Force on every atom from the gradients of the energy along the edges of a graph.
 
-    edge_index     [2, E]; int32 or int64. Row 0 the centre i, row 1 the neighbour j, 0-based; in
-    any
-                   order. -1 in either row: no edge.
+    edge_index     [2, E]; int32 or int64. Row 0 the centre i, row 1 the neighbour j, 0-based;
+                   edges in any order. -1 in either row: no edge.
     edge_gradient  [E, 3]; float32 or float64; dE/d(edge_vec), energy/length, with edge_vec =
                    r_j - r_i (plus the shift of a periodic image).
     natoms         number of atoms of all frames together, ghosts included, 0 to 2^40.

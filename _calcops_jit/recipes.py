@@ -26,7 +26,7 @@ def own(root: str | None = None, name: str = "calcops", isa: str = "native") -> 
     choice = cuda.choose()
     extra = words_of("CALCOPS_CFLAGS")
     found = sorted(_sources(root))
-    # at::parallel_for is a plain loop without -fopenmp; libgomp is the one in torch's folder, by its rpath.
+    # parallel_for is a plain loop without -fopenmp; libgomp is the one in torch's folder, by its rpath.
     cflags = [*BASE, f"-march={isa}", "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
     if not choice.build:
         why = f"{choice.reason}; {choice.fix}"  # neither has a quote or a $

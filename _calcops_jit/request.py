@@ -67,7 +67,7 @@ class Request(SimpleNamespace):
         """The Request for the object of one source, which is kept like a library."""
         changes = {"name": f"unit-{os.path.basename(source)}", "sources": (source,), "ldflags": (), "is_unit": True}
         if source == REGISTRY:  # one object serves every library
-            changes |= {"kind": "own", "cflags": BASE, "cuda_cflags": (), "include_paths": (SHADOW,)}
+            changes |= {"kind": "own", "cflags": ("-O1", *BASE[1:]), "cuda_cflags": (), "include_paths": (SHADOW,)}
         unit = self.but(**changes)
         for found in ("environment", "compiler", "tools", "roots"):
             setattr(unit, found, getattr(self, found))
@@ -105,6 +105,10 @@ class Request(SimpleNamespace):
         return pairs
 
     @cached_property
+    def _folders(self) -> dict[str, str]:
+        return dict(reversed(self.roots))  # {token: folder}; of two spellings, the first
+
+    @cached_property
     def _innermost_first(self) -> list[tuple[str, str]]:
         return sorted(self.roots, key=lambda pair: -len(pair[1]))
 
@@ -119,7 +123,7 @@ class Request(SimpleNamespace):
         """Undoes fold()."""
         if path.startswith("@"):
             token, slash, rest = path.partition("/")
-            return dict(reversed(self.roots))[token] + slash + rest
+            return self._folders[token] + slash + rest
         return path
 
     @cached_property
@@ -136,7 +140,7 @@ class Request(SimpleNamespace):
             "CUDA flags": fold_flags(self.cuda_cflags),
             "linker flags": fold_flags(self.ldflags),
             "torch version": [torch.__version__, torch.version.git_version, torch.version.debug],
-            "torch folder": os.path.realpath(os.path.dirname(torch.__file__)),  # the library's rpath names it
+            "torch folder": self._folders["@torch"],  # the library's rpath names it
             "compiler arguments": [w for w in self.compiler if w.startswith("-")],
             "environment": {k: self.environment[k] for k in COMPILER_VARIABLES if self.environment.get(k)},
         }

@@ -4,24 +4,27 @@
 #include <sys/mman.h>
 
 #include <cstdint>
-#include <memory>
 #include <new>
 
 namespace calcops {
 
 // Uninitialised memory of one call. The C library keeps such a block from call to call (to 32 MiB),
-// and of a larger one maps what is touched.
-constexpr std::align_val_t kCacheLine{64};
-struct Free {
-  void operator()(void* memory) const { ::operator delete(memory, kCacheLine); }
-};
+// and of a larger one maps what is touched. (std::unique_ptr would do, but its header takes as long
+// to compile as a kernel.)
 template <class Item>
-using Scratch = std::unique_ptr<Item[], Free>;
+class Scratch {
+ public:
+  explicit Scratch(int64_t count)
+      : items_(static_cast<Item*>(::operator new(count * sizeof(Item), kCacheLine))) {}
+  ~Scratch() { ::operator delete(items_, kCacheLine); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  Item* get() const { return items_; }
 
-template <class Item>
-Scratch<Item> scratch(int64_t count) {
-  return Scratch<Item>(static_cast<Item*>(::operator new(count * sizeof(Item), kCacheLine)));
-}
+ private:
+  static constexpr std::align_val_t kCacheLine{64};
+  Item* items_;
+};
 
 // Asks for large pages where a new array is about to be written: mapping it 4 KiB at a time takes
 // longer than computing what goes there. It is advice; where the system has no such pages, or the

@@ -34,10 +34,10 @@ int main() {
 
 
 RACE = """
-#include <ATen/Parallel.h>
+#include "parallel.h"
 int main() {
   int64_t sum = 0;
-  at::parallel_for(0, 8, 1, [&](int64_t begin, int64_t) { sum += begin; });
+  calcops::parallel_for(8, 1, [&](int64_t begin, int64_t) { sum += begin; });
   return sum < 0;
 }
 """
@@ -62,7 +62,7 @@ def test_as_many_threads_work_as_torch_was_told():
 
 
 def test_no_two_threads_meet_in_one_number(tmp_path):
-    thread_sanitizer.run(tmp_path, PROGRAM, "force/force_cpu.cpp")
+    thread_sanitizer.run(tmp_path, PROGRAM, "force/force_cpu.cpp", "force/force_backward_cpu.cpp")
 
 
 def test_a_race_would_be_seen(tmp_path):

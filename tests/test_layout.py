@@ -16,7 +16,7 @@ from _calcops_jit import cuda as toolkit
 ROOT = Path(__file__).resolve().parent.parent
 OPERATORS = sorted(path.name for path in (ROOT / "ops").iterdir() if path.is_dir())
 SOURCES = sorted(path for path in (ROOT / "ops").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
-SHARED = {"autograd.h", "autograd.cpp", "expect.h", "kernel.h", "memory.h", "README.md"}
+SHARED = {"autograd.h", "autograd.cpp", "expect.h", "kernel.h", "memory.h", "parallel.h", "README.md"}
 PYTHON = sorted(
     path
     for folder in ("_calcops_jit", "examples", "tests")
@@ -33,7 +33,7 @@ def kind(path):
     """The row of the table in ops/README.md that a file belongs to; "torch" is what torch's headers may be in."""
     if path.suffix == ".cpp":
         return "_cpu.cpp" if path.name.endswith("_cpu.cpp") else "torch"
-    if path.suffix == ".h" and path.name not in (f"{path.parent.name}.h", f"{path.parent.name}_math.h"):
+    if path.suffix == ".h" and any(map(TORCH.match, includes(path))):
         return "torch"
     return path.suffix
 
@@ -57,7 +57,9 @@ def test_an_operator_is_a_folder_of_its_files_and_a_test(operator):
     files = {path.name for path in (ROOT / "ops" / operator).iterdir()}
     assert f"{operator}.cpp" in files
     assert not [
-        file for file in files if not re.fullmatch(rf"{operator}(_cpu)?\.cpp|{operator}\.cu|{operator}(_\w+)?\.h", file)
+        file
+        for file in files
+        if not re.fullmatch(rf"{operator}(_(\w+_)?cpu)?\.cpp|{operator}\.cu|{operator}(_\w+)?\.h", file)
     ]
     assert f"{operator}.h" in files or files == {f"{operator}.cpp"}, "kernels have a contract"
     assert list((ROOT / "tests").glob(f"test_{operator}*.py"))
@@ -90,10 +92,9 @@ def test_the_list_of_slow_tests_names_tests():
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_a_file_includes_only_what_its_kind_may(path):
     found = includes(path)
-    if kind(path) in (".h", ".cu"):
+    operator = path.parent.name
+    if path.name in (f"{operator}.h", f"{operator}_math.h") or kind(path) in (".cu", "_cpu.cpp"):
         assert not [i for i in found if TORCH.match(i)], "kept out of torch's headers: 1 s to compile, not 6 to 20"
-    if kind(path) == "_cpu.cpp":
-        assert not [i for i in found if TORCH.match(i) and i != "ATen/Parallel.h"]
     if kind(path) == "torch":
         heavy = {"torch/extension.h", "torch/torch.h", "torch/all.h", "torch/script.h", "torch/python.h", "ATen/ATen.h"}
         heavy |= {"ATen/Functions.h", "ATen/NativeFunctions.h", "ATen/Operators.h", "Python.h"}

@@ -1,5 +1,5 @@
 """Runs a CPU kernel under ThreadSanitizer, without PyTorch: its OpenMP is not instrumented and would drown
-real races in false ones. ATen/Parallel.h is all that kernels use of it; here it is std::thread."""
+real races in false ones. In place of ops/parallel.h there is std::thread."""
 
 import os
 import pathlib
@@ -13,38 +13,39 @@ PARALLEL = """
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <mutex>
 #include <thread>
 #include <vector>
-namespace at {
-constexpr int kThreads = 4;
-inline int get_num_threads() { return kThreads; }
+namespace calcops {
+constexpr int64_t kThreads = 4, kNone = -1;
+inline int64_t first_of(int64_t a, int64_t b) { return int64_t(std::min(uint64_t(a), uint64_t(b))); }
 template <class F>
-void parallel_for(int64_t begin, int64_t end, int64_t, const F& f) {
-  const int64_t share = (end - begin + kThreads - 1) / kThreads;
+void parallel_for(int64_t count, int64_t, const F& f) {
+  const int64_t share = (count + kThreads - 1) / kThreads;
   std::vector<std::thread> threads;
-  for (int64_t first = begin; first < end; first += share)
-    threads.emplace_back([=, &f] { f(first, std::min(end, first + share)); });
+  for (int64_t begin = 0; begin < count; begin += share)
+    threads.emplace_back([=, &f] { f(begin, std::min(count, begin + share)); });
   for (std::thread& thread : threads) thread.join();
 }
-template <class T, class F, class G>
-T parallel_reduce(int64_t begin, int64_t end, int64_t, T identity, const F& f, const G& combine) {
-  const int64_t share = (end - begin + kThreads - 1) / kThreads;
-  std::vector<T> results(kThreads, identity);
-  parallel_for(begin, end, 1, [&](int64_t first, int64_t last) {
-    results[(first - begin) / share] = f(first, last, identity);
+template <class F>
+int64_t parallel_first(int64_t count, int64_t grain, const F& f) {
+  std::mutex one_at_a_time;
+  int64_t first = kNone;
+  parallel_for(count, grain, [&](int64_t begin, int64_t end) {
+    const int64_t found = f(begin, end);
+    const std::lock_guard lock(one_at_a_time);
+    first = first_of(first, found);
   });
-  for (const T& result : results) identity = combine(identity, result);
-  return identity;
+  return first;
 }
-}  // namespace at
+}  // namespace calcops
 """
 
 
 def run(folder, program, *kernels):
     """Builds `program` with kernel files under ops/ and runs it; a data race fails."""
     compiler = shutil.which("c++")
-    (folder / "ATen").mkdir()
-    (folder / "ATen" / "Parallel.h").write_text(PARALLEL)
+    (folder / "parallel.h").write_text(PARALLEL)
     (folder / "main.cpp").write_text(program)
     flags = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", '-DCALCOPS_NO_CUDA=""', f"-I{folder}", f"-I{OPS}"]
     command = [

@@ -1,24 +1,15 @@
 // CPU kernels of the edge force operators.
-#include <ATen/Parallel.h>
-
 #include <algorithm>
-#include <memory>
 #include <type_traits>
 #include <vector>
 
 #include "edge_force/edge_force.h"
 #include "edge_force/edge_force_math.h"
 #include "memory.h"
+#include "parallel.h"
 
 namespace calcops {
 namespace {
-
-constexpr int64_t kNone = -1;
-
-int64_t first_of(int64_t a, int64_t b) {
-  if (a == kNone || b == kNone) return std::max(a, b);
-  return std::min(a, b);
-}
 
 // Whether an atom's index is neither -1 nor that of an atom.
 bool is_wrong(int64_t atom, int64_t atoms) { return atom < -1 || atom >= atoms; }
@@ -42,8 +33,8 @@ struct alignas(64) AtomSums {
 // the tasks, so the bits do not depend on the threads.
 template <class R>
 struct Part {
-  AtomSums<R>* sums;               // [N], set in the blocks of atoms that the task's edges name
-  std::unique_ptr<bool[]> is_set;  // [blocks]
+  AtomSums<R>* sums;  // [N], set in the blocks of atoms that the task's edges name
+  bool* is_set;       // [blocks]
   int64_t bad = kNone;
 };
 constexpr int64_t kBlock = 64;
@@ -72,7 +63,7 @@ void sum_edges(const EdgeInputs<Real, Index>& in, int64_t begin, int64_t end, Pa
   const Index *centers = in.edge_index, *neighbors = in.edge_index + in.edges;
   const Real *edge_gradient = in.edge_gradient, *edge_vec = in.edge_vec;
   AtomSums<R>* const sums = part.sums;
-  const bool* const is_set = part.is_set.get();
+  const bool* const is_set = part.is_set;
   // Edges often come by their centre: its sum is kept until another one comes.
   int64_t current = kNone;
   Row center{};
@@ -137,13 +128,16 @@ std::vector<FrameShare> add_parts(const EdgeInputs<Real, Index>& in,
 template <class R, class Real, class Index>
 int64_t force_of(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out) {
   const int64_t tasks = count_tasks<R>(in);
-  const auto sums = scratch<AtomSums<R>>(tasks * in.atoms);
+  const int64_t blocks = (in.atoms + kBlock - 1) / kBlock;
+  const Scratch<AtomSums<R>> sums(tasks * in.atoms);
+  const Scratch<bool> is_set(tasks * blocks);
   prefer_large_pages(sums.get(), tasks * in.atoms);
   std::vector<Part<R>> parts(tasks);
-  at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(tasks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       parts[t].sums = sums.get() + t * in.atoms;
-      parts[t].is_set.reset(new bool[(in.atoms + kBlock - 1) / kBlock]());
+      parts[t].is_set = is_set.get() + t * blocks;
+      std::fill_n(parts[t].is_set, blocks, false);
       sum_edges(in, in.edges * t / tasks, in.edges * (t + 1) / tasks, parts[t]);
     }
   });
@@ -153,7 +147,7 @@ int64_t force_of(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out
   constexpr int64_t kAtomsPerTask = 512;
   const int64_t pieces = (in.atoms + kAtomsPerTask - 1) / kAtomsPerTask;
   std::vector<std::vector<FrameShare>> shares(pieces);
-  at::parallel_for(0, pieces, 4, [&](int64_t begin, int64_t end) {
+  parallel_for(pieces, 4, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
       shares[t] =
           add_parts(in, parts, t * kAtomsPerTask, std::min((t + 1) * kAtomsPerTask, in.atoms), out);
@@ -194,31 +188,28 @@ int64_t edge_force_backward_cpu(const EdgeInputs<Real, Index>& in,
   if (upstream.virial)
     if (const int64_t lost = find_lost_atom(in); lost != kNone) return lost;
   const Index *centers = in.edge_index, *neighbors = in.edge_index + in.edges;
-  return at::parallel_reduce(
-      0, in.edges, 1 << 12, kNone,
-      [&](int64_t begin, int64_t end, int64_t bad) {
-        for (int64_t e = begin; e < end; ++e) {
-          const int64_t i = centers[e], j = neighbors[e];
-          if (uint64_t(i) >= uint64_t(in.atoms) || uint64_t(j) >= uint64_t(in.atoms)) {
-            if (is_wrong(i, in.atoms) || is_wrong(j, in.atoms)) bad = first_of(bad, e);
-            if (out.edge_gradient) std::fill_n(out.edge_gradient + 3 * e, 3, Real(0));
-            if (out.edge_vec) std::fill_n(out.edge_vec + 3 * e, 3, Real(0));
-            continue;
-          }
-          const Real* gF = upstream.force;
-          const Real* gV =
-              upstream.virial ? upstream.virial + 9 * (in.batch ? in.batch[j] : 0) : nullptr;
-          const Real* gAV = upstream.atom_virial ? upstream.atom_virial + 9 * j : nullptr;
-          if (out.edge_gradient)
-            edge_gradient_backward(gF ? gF + 3 * i : nullptr, gF ? gF + 3 * j : nullptr, gV, gAV,
-                                   in.edge_vec ? in.edge_vec + 3 * e : nullptr,
-                                   out.edge_gradient + 3 * e);
-          if (out.edge_vec)
-            edge_vec_backward(gV, gAV, in.edge_gradient + 3 * e, out.edge_vec + 3 * e);
-        }
-        return bad;
-      },
-      first_of);
+  return parallel_first(in.edges, 1 << 12, [&](int64_t begin, int64_t end) {
+    int64_t bad = kNone;
+    for (int64_t e = begin; e < end; ++e) {
+      const int64_t i = centers[e], j = neighbors[e];
+      if (uint64_t(i) >= uint64_t(in.atoms) || uint64_t(j) >= uint64_t(in.atoms)) {
+        if (is_wrong(i, in.atoms) || is_wrong(j, in.atoms)) bad = first_of(bad, e);
+        if (out.edge_gradient) std::fill_n(out.edge_gradient + 3 * e, 3, Real(0));
+        if (out.edge_vec) std::fill_n(out.edge_vec + 3 * e, 3, Real(0));
+        continue;
+      }
+      const Real* gF = upstream.force;
+      const Real* gV =
+          upstream.virial ? upstream.virial + 9 * (in.batch ? in.batch[j] : 0) : nullptr;
+      const Real* gAV = upstream.atom_virial ? upstream.atom_virial + 9 * j : nullptr;
+      if (out.edge_gradient)
+        edge_gradient_backward(gF ? gF + 3 * i : nullptr, gF ? gF + 3 * j : nullptr, gV, gAV,
+                               in.edge_vec ? in.edge_vec + 3 * e : nullptr,
+                               out.edge_gradient + 3 * e);
+      if (out.edge_vec) edge_vec_backward(gV, gAV, in.edge_gradient + 3 * e, out.edge_vec + 3 * e);
+    }
+    return bad;
+  });
 }
 
 #define INSTANTIATE(Real, Index)                                                             \

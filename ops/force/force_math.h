@@ -18,7 +18,6 @@
 #ifdef __CUDACC__
 #define CALCOPS_HD __host__ __device__
 #else
-#include <immintrin.h>
 // Without AVX a function that returns a Row would have an ABI of its own.
 #define CALCOPS_HD __attribute__((always_inline))
 #pragma GCC diagnostic ignored "-Wpsabi"  // whatever takes or returns a vector is inlined
@@ -64,14 +63,18 @@ CALCOPS_HD inline void store(double number, Real* out) {
 typedef double Row __attribute__((vector_size(32)));
 using Triple = Row;
 
+typedef float Floats __attribute__((vector_size(16)));
+
 CALCOPS_HD inline Row load_row(const double* x) {
   Row row;
   std::memcpy(&row, x, sizeof(row));
   return row;
 }
 CALCOPS_HD inline Row load_row(const float* x) {
-#ifdef __AVX__  // GCC 12 would make two or four conversions of the general form
-  return _mm256_cvtps_pd(_mm_loadu_ps(x));
+#if defined(__AVX__) && !defined(__clang__)  // GCC makes more of the general form than of this
+  Floats row;
+  std::memcpy(&row, x, sizeof(row));
+  return __builtin_ia32_cvtps2pd256(row);
 #else
   return Row{x[0], x[1], x[2], x[3]};
 #endif
@@ -97,9 +100,9 @@ CALCOPS_HD inline Triple matrix_row(const Real* m, int c) {
 
 template <int kCount, class Real>
 CALCOPS_HD inline void store(const Row& row, Real* out) {
-#ifdef __AVX__
+#if defined(__AVX__) && !defined(__clang__)
   if constexpr (std::is_same_v<Real, float>) {
-    const __m128 numbers = _mm256_cvtpd_ps(row);
+    const Floats numbers = __builtin_ia32_cvtpd2ps256(row);
     std::memcpy(out, &numbers, kCount * sizeof(Real));
     return;
   }

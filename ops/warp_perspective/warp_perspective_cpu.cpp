@@ -1,10 +1,9 @@
 // CPU kernels of warp_perspective.
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <limits>
 #include <vector>
 
+#include "parallel.h"
 #include "warp_perspective/warp_perspective.h"
 #include "warp_perspective/warp_perspective_math.h"
 
@@ -233,7 +232,7 @@ template <class Pixel>
 void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out) {
   const std::vector<Homography> maps = make_homographies(in);
   const Tiles tiles(in.sizes);
-  at::parallel_for(0, tiles.count, 4, [&](int64_t begin, int64_t end) {
+  parallel_for(tiles.count, 4, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Tile tile = tiles[i];
       const auto forward =
@@ -249,7 +248,7 @@ void warp_perspective_backward_cpu(const WarpInputs<Real>& in, const WarpGradien
   const std::vector<Homography> maps = make_homographies(in);
   const Tiles tiles(sizes);
   std::vector<TileSummary> summaries(tiles.count);
-  at::parallel_for(0, tiles.count, 4, [&](int64_t begin, int64_t end) {
+  parallel_for(tiles.count, 4, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Tile tile = tiles[i];
       summaries[i] = summarize(in, to, map_of(maps, tile.n), tile);
@@ -271,7 +270,7 @@ void warp_perspective_backward_cpu(const WarpInputs<Real>& in, const WarpGradien
   const int64_t band_height = std::max(divide_up(sizes.height, kBands), kMinBandHeight);
   const int64_t bands = divide_up(sizes.height, band_height);
   const int64_t groups = divide_up(sizes.channels, kChannels);
-  at::parallel_for(0, sizes.image_batch * groups * bands, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(sizes.image_batch * groups * bands, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t image = i / (groups * bands), channel = i / bands % groups * kChannels;
       const int64_t top = i % bands * band_height;
@@ -288,7 +287,7 @@ void warp_perspective_cells_cpu(const WarpSizes& sizes, const double* warp, doub
   for (int64_t i = 0; i < sizes.warp_batch; ++i) {
     const Homography map = make_homography(warp + 9 * i, sizes.inverse_map);
     scale[i] = map.valid ? map.scale : 0;
-    at::parallel_for(0, pixels, 4096, [&](int64_t begin, int64_t end) {
+    parallel_for(pixels, 4096, [&](int64_t begin, int64_t end) {
       for (int64_t p = begin; p < end; ++p)
         store_cell(map, sizes, p % sizes.out_width, p / sizes.out_width, pixels,
                    cells + i * kCellNumbers * pixels + p);

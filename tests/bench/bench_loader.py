@@ -2,6 +2,7 @@
 
     python tests/bench/bench_loader.py                   this tree
     python tests/bench/bench_loader.py --before REV      and a commit, in turns: before, now, ratio
+    ... --before REV --same-operators                    both with that commit's ops/: the loaders alone
 
 Every figure is the least, and in brackets the median, of some rounds. An edit adds a comment; it is timed beyond
 `import torch`, up to the return of the first call.
@@ -87,17 +88,18 @@ cpp_extension.load("plain", [f"plain/{name}.cpp" for name in names], build_direc
 
 
 class Tree:
-    """A copy of the loader and the operators, with a cache of its own."""
+    """A copy of the loader and the operators, each of a commit or, if that is "", of this tree; with its own cache."""
 
-    def __init__(self, folder: Path, revision: str):
+    def __init__(self, folder: Path, revision: str, operators: str):
         self.folder, self.revision = folder, revision
         folder.mkdir()
-        if revision:
-            archive = subprocess.run(["git", "archive", revision, *PARTS], cwd=HERE, check=True, capture_output=True)
-            subprocess.run(["tar", "x"], cwd=folder, input=archive.stdout, check=True)
-        else:
-            shutil.copy(HERE / PARTS[0], folder)
-            for part in PARTS[1:]:
+        for part in PARTS:
+            if of := operators if part == "ops" else revision:
+                archive = subprocess.run(["git", "archive", of, part], cwd=HERE, check=True, capture_output=True)
+                subprocess.run(["tar", "x"], cwd=folder, input=archive.stdout, check=True)
+            elif part.endswith(".py"):
+                shutil.copy(HERE / part, folder)
+            else:
                 shutil.copytree(HERE / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
         (folder / "foreign.cpp").write_text(FOREIGN)
         (folder / "cell.cpp").write_text(CELL)
@@ -164,12 +166,13 @@ def table(names: list[str], rows: list[tuple[str, str, list[list[float]]]]) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", default="", help="a commit to compare with")
+    parser.add_argument("--same-operators", action="store_true", help="both trees have the operators of --before")
     parser.add_argument("--rounds", type=int, default=5, help="of each edit; five times as many warm imports")
     parser.add_argument("--only", default="", help="what the names of the measures must contain")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         revisions = [options.before, ""] if options.before else [""]
-        trees = [Tree(Path(folder, revision or "now"), revision) for revision in revisions]
+        trees = [Tree(Path(folder, rev or "now"), rev, options.before if options.same_operators else rev) for rev in revisions]
         names = [tree.revision or "now" for tree in trees]
         print(f"{len(os.sched_getaffinity(0))} processors, load {os.getloadavg()[0]:.1f}; least (median)")
         plain = trees[-1].timed(PLAIN) if not options.only else 0.0
