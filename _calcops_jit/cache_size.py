@@ -6,12 +6,15 @@ import contextlib
 import glob
 import os
 import re
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 from . import cache, places
 from .closure import file_digest
 from .errors import report
+
+_MONTH_S = 30 * 24 * 3600.0
 
 
 class Entry(SimpleNamespace):
@@ -21,6 +24,11 @@ class Entry(SimpleNamespace):
     path: str  # its folder
     file: str  # the library, or the object
     size: int  # bytes
+
+    @property
+    def is_preamble(self) -> bool:
+        """Whether it is a precompiled header."""
+        return "/unit-preamble." in self.path
 
     def is_sound(self) -> bool:
         """Whether its bytes are those that its manifest tells of."""
@@ -51,13 +59,16 @@ def bound() -> int:
 
 def prune(size: int) -> list[Entry]:
     """Removes what was not used for longest from a cache folder that holds more than `size`, but never a library in
-    use."""
+    use. Precompiled headers do not count: there are two at most, and they go after a month without use."""
     removed = []
     for folder in filter(os.path.isdir, places.folders()):
         found = entries(folder)
-        excess = sum(entry.size for entry in found) - size
+        excess = sum(entry.size for entry in found if not entry.is_preamble) - size
         for entry in found:
-            if excess > 0 and cache.discard(entry.path):
+            if entry.is_preamble:
+                if time.time() - entry.used > _MONTH_S and cache.discard(entry.path):
+                    removed.append(entry)
+            elif excess > 0 and cache.discard(entry.path):
                 excess -= entry.size
                 removed.append(entry)
         for slot in places.slots(folder):

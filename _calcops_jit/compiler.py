@@ -10,7 +10,7 @@ import subprocess
 import sys
 import sysconfig
 
-from . import cache, closure, compiler_reads, diagnosis, errors, jobs
+from . import cache, closure, compiler_reads, diagnosis, errors, jobs, precompiled
 from .plan import Plan
 from .request import REGISTRY, Request
 
@@ -43,21 +43,27 @@ class _NeedsRegistry(Exception):
 
 
 def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str, closure.Closure]:
-    found = {source: cache.find(request.unit(source)) for source in sources}
+    reasons: dict[str, list[str]] = {source: [] for source in sources}
+    found = {source: cache.find(request.unit(source), reasons[source]) for source in sources}
     kept = {_copy(generation, staging): generation.manifest.closure for generation in found.values() if generation}
     fresh = [source for source in sources if not found[source]]
     plan = _plan(request, staging, fresh, list(kept), 1 if alone else jobs.number(request.environment))
     named = {kind: compiler_reads.named(request, text) for kind, text in plan.flags.items()}
     before = compiler_reads.Before(staging, foreseen.union(*named.values()))
-    said = _run(ninja, plan, request, staging)
-    if "--dependency-file" in said:
-        said = _run(ninja, plan, request, staging, compiler_reads.LINKED_BEFORE_2_35)
+    # After `before`, so that no header can change unseen between the look at it and the end of the build.
+    edited = {source: bool(reasons[source]) for source in fresh}
+    with contextlib.closing(precompiled.Preambles(request, staging, edited)) as preambles:
+        plan.preambles = preambles.used
+        said = _run(ninja, plan, request, staging)
+        if "--dependency-file" in said:
+            said = _run(ninja, plan, request, staging, compiler_reads.LINKED_BEFORE_2_35)
     recorder = compiler_reads.Recorder(request, compiler_reads.search(request, plan.flags["cflags"]), before)
     closures, changed = _keep(request, slot, staging, plan, recorder, named["cflags"] | named["cuda_cflags"])
     if said:
         raise _judge(request, slot, said, alone, REGISTRY in sources)
     if changed:
         raise changed
+    preambles.start(request, slot, plan.flags["cflags"], plan.environment, plan.jobs)
     linked = compiler_reads.of_link(request, staging, [*kept, *plan.units.values()]) | named["ldflags"]
     linker = compiler_reads.linker(plan.flags["ldflags"])
     linked |= compiler_reads.tools(request, plan.flags["ldflags"], linker)

@@ -121,11 +121,7 @@ def _words(flags: str) -> list[str]:
 
 def foreseen(request: Request) -> dict[str, bytes]:
     """The files of the project that compilers will read, as far as the text of the sources says so, and their texts."""
-    words = [*request.cflags, *request.cuda_cflags]
-    folders = [*request.include_paths, *(word[2:] for word in words if word.startswith("-I/"))]
-    folders += [b for a, b in zip(words, words[1:]) if a in ("-I", "-isystem", "-iquote", "-idirafter")]
-    folders = [folder for folder in folders if not closure.is_theirs(request.fold(folder) + "/")]
-    found, todo = {}, list(request.sources)
+    found, todo, folders = {}, list(request.sources), project_folders(request)
     while todo:
         path = todo.pop()
         if path in found or not os.path.isfile(path):
@@ -136,6 +132,14 @@ def foreseen(request: Request) -> dict[str, bytes]:
         for folder in (os.path.dirname(path), *folders):
             todo += [closure.real_path(f"{folder}/{name}") for name in names]
     return found
+
+
+def project_folders(request: Request) -> list[str]:
+    """The folders in which compilers look for headers, as far as they are neither PyTorch's nor the system's."""
+    words = [*request.cflags, *request.cuda_cflags]
+    folders = [*request.include_paths, *(word[2:] for word in words if word.startswith("-I/"))]
+    folders += [b for a, b in zip(words, words[1:]) if a in ("-I", "-isystem", "-iquote", "-idirafter")]
+    return [folder for folder in folders if not closure.is_theirs(request.fold(folder) + "/")]
 
 
 def search(request: Request, flags: str) -> list[str]:

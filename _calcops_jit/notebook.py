@@ -13,8 +13,8 @@ from . import cache, library, recipes, staging
 from .closure import digest
 from .errors import BuildError
 
-# A folder of this process, as two notebooks may use the same name. The cache's keys name no folder, so the cell is found
-# there after a restart.
+# A folder of this process, as two notebooks may use the same name. The cache's keys name no folder, so the cell is
+# found there after a restart.
 _folder = staging.make(os.path.realpath(tempfile.gettempdir()), f"calcops-cells-{os.getuid()}")
 _live: dict[str, str] = {}  # {source: the text of the cell whose operators are called}
 

@@ -36,6 +36,10 @@ def last_resort() -> str:
     return _of_this_process[0]
 
 
+def is_last_resort(folder: str) -> bool:
+    return folder in _of_this_process
+
+
 def fallback() -> str:
     """A temporary folder of this user, which nobody else may read."""
     # tempfile.gettempdir() would write a file to see whether it can.

@@ -20,7 +20,7 @@ from .request import REGISTRY, SHADOW, Request, compiler_words
 
 _RULES = """\
 rule compile
-  command = $cxx {collector}$cflags -MD -MF $out.d {assembler}-c $source -o $out
+  command = $cxx {collector}$cflags $preamble -MD -MF $out.d {assembler}-c $source -o $out
 rule cuda_compile
   command = $nvcc $cuda_cflags -MD -MF $out.d -c $source -o $out
 rule link
@@ -41,6 +41,7 @@ class Plan(SimpleNamespace):
     registry_cflags: str  # those of registry.cpp, whose object serves every library
     environment: dict[str, str]  # of the compilers
     jobs: int  # the number of compilers that run at once
+    preambles: dict[str, str] = {}  # {source: its precompiled header}
 
     @staticmethod
     def of(request: Request, folder: str, sources: list[str], kept: list[str], jobs: int) -> Plan:
@@ -71,6 +72,8 @@ class Plan(SimpleNamespace):
             rule = "cuda_compile" if request.cuda.build and source.endswith((".cu", ".cuh")) else "compile"
             lines += [f"build {target}: {rule}", f"  source = {_word(source)}"]
             lines += [f"  cflags = {self.registry_cflags}"] * (source == REGISTRY)
+            if source in self.preambles:  # without -fpch-deps, the headers behind it would not be told
+                lines += [f"  preamble = -include {self.preambles[source]} -fpch-deps"]
         objects = " ".join([*self.kept, *self.units.values()])
         lines += [f"build {os.path.basename(folder)}: link {objects}", f"  objects = {objects}", ""]
         with open(f"{folder}/build.ninja", "wb") as file:

@@ -1,7 +1,5 @@
 // Boxed calls under autograd, compiled autograd, forward mode and vmap.
 // After the code that PyTorch generates for its own operators (torch/csrc/autograd/generated).
-#include "autograd.h"
-
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/ops/zeros_like.h>
@@ -17,6 +15,8 @@
 #include <mutex>
 #include <optional>
 #include <utility>
+
+#include "autograd.h"
 
 namespace calcops {
 

@@ -1,6 +1,4 @@
 // The edge force operators as PyTorch sees them: checks, devices, derivatives, registration.
-#include "edge_force/edge_force.h"
-
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -16,6 +14,7 @@
 #include <tuple>
 
 #include "autograd.h"
+#include "edge_force/edge_force.h"
 #include "expect.h"
 #include "kernel.h"
 

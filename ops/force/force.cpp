@@ -1,6 +1,4 @@
 // The force operators as PyTorch sees them: checks, devices, derivatives, registration.
-#include "force/force.h"
-
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -15,6 +13,7 @@
 
 #include "autograd.h"
 #include "expect.h"
+#include "force/force.h"
 #include "kernel.h"
 
 namespace calcops {

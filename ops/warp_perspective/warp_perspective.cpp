@@ -1,6 +1,4 @@
 // warp_perspective as PyTorch sees it: checks, devices, derivatives, registration.
-#include "warp_perspective/warp_perspective.h"
-
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -11,6 +9,7 @@
 #include "autograd.h"
 #include "expect.h"
 #include "kernel.h"
+#include "warp_perspective/warp_perspective.h"
 #include "warp_perspective/warp_perspective_checks.h"
 #include "warp_perspective/warp_perspective_derivatives.h"
 
