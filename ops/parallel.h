@@ -20,7 +20,7 @@ namespace calcops {
 // Within another parallel loop there is one part. An exception reaches the caller when all parts
 // are done.
 template <class F>
-void parallel_for(int64_t count, int64_t grain, const F& f) {
+void parallel_for(int64_t count, [[maybe_unused]] int64_t grain, const F& f) {
 #ifdef _OPENMP
   if (count > grain && !omp_in_parallel() && at::get_num_threads() > 1) {
     std::exception_ptr problem;

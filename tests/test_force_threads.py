@@ -1,5 +1,7 @@
-"""The CPU kernels of the force operators have no data race."""
+"""Threads of the CPU kernels: how the work is shared, and that there is no data race."""
 
+import os
+import shutil
 import subprocess
 import sys
 
@@ -68,3 +70,75 @@ def test_no_two_threads_meet_in_one_number(tmp_path):
 def test_a_race_would_be_seen(tmp_path):
     with pytest.raises(AssertionError, match="data race"):
         thread_sanitizer.run(tmp_path, RACE)
+
+
+LOOPS = """
+#include <cassert>
+#include <stdexcept>
+#include <vector>
+#include "parallel.h"
+#undef NDEBUG
+#include <cassert>
+#ifndef _OPENMP
+int omp_get_max_threads() { return 1; }
+void omp_set_num_threads(int) {}
+#endif
+int at::get_num_threads() { return omp_get_max_threads(); }
+using namespace calcops;
+
+int main() {
+  for (int threads = 1; threads <= 5; ++threads) {
+    omp_set_num_threads(threads);
+    for (int64_t count = 0; count < 40; ++count)
+      for (int64_t grain = 1; grain < 12; ++grain) {
+        std::vector<int> seen(count), parts(count + 1);
+        parallel_for(count, grain, [&](int64_t begin, int64_t end) {
+          ++parts[begin];
+          for (int64_t i = begin; i < end; ++i) ++seen[i];
+        });
+        int number = 0;
+        for (int part : parts) number += part;
+        for (int times : seen) assert(times == 1);
+        assert(number <= omp_get_max_threads() && (count <= grain || number <= (count + grain - 1) / grain));
+        assert(number > 1 || number == (count > 0 && (omp_get_max_threads() == 1 || count <= grain)));
+        const int64_t first = parallel_first(count, grain, [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i)
+            if (i % 10 == 7) return i;
+          return kNone;
+        });
+        assert(first == (count > 7 ? 7 : kNone));
+      }
+    bool caught = false;
+    try {
+      parallel_for(9, 1, [](int64_t begin, int64_t) {
+        if (begin > 0 || omp_get_max_threads() == 1) throw std::runtime_error("in a part");
+      });
+    } catch (const std::runtime_error&) {
+      caught = true;
+    }
+    assert(caught);
+    std::vector<int> inner(81);
+    parallel_for(9, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        int parts = 0;
+        parallel_for(9, 1, [&](int64_t first, int64_t last) {
+          ++parts;
+          for (int64_t k = first; k < last; ++k) ++inner[9 * i + k];
+        });
+        assert(parts == 1 || omp_get_max_threads() == 1);
+      }
+    });
+    for (int times : inner) assert(times == 1);
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("flags", [["-fopenmp"], ["-Wno-unknown-pragmas"]], ids=["OpenMP", "without"])
+def test_a_parallel_loop_does_each_number_once_and_passes_on_what_is_thrown(tmp_path, flags):
+    (tmp_path / "loops.cpp").write_text(LOOPS)
+    options = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", *flags, f"-I{thread_sanitizer.OPS}"]
+    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+    command = [shutil.which("c++"), *options, "loops.cpp", "-o", "loops"]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    subprocess.run([tmp_path / "loops"], env=environment, check=True)

@@ -125,7 +125,7 @@ def edited_again(side: Side) -> str:
     """When headers that were compiled ahead are there."""
     if side.name == "ours":
         side.run(WAIT.replace("{count}", "1"))
-    return edited(side, 2)
+    return edited(side, 3)
 
 
 def edited_header(side: Side) -> str:
@@ -233,7 +233,7 @@ ROWS = {
 }
 
 
-def draw(rows: list[tuple[str, list[str]]], about: str) -> None:
+def draw(rows: list[tuple[str, list[str]]]) -> None:
     """Bars of the rows in which both loaders come to an end after some seconds."""
     from matplotlib import pyplot
 
@@ -248,10 +248,10 @@ def draw(rows: list[tuple[str, list[str]]], about: str) -> None:
         at = [row + 0.38 * (i - 0.5) for row in range(len(seconds))]
         bars = axes.barh(at, [cells[i] for cells in seconds.values()], 0.36, label=label, color=colour)
         axes.bar_label(bars, [f"{cells[i]:.2g} s" for cells in seconds.values()], padding=3)
-    axes.set_yticks(range(len(seconds)), [row.replace("`", "") for row in seconds])
+    axes.set_yticks(range(len(seconds)), [row.replace("`", "").replace(", ", ",\n") for row in seconds])
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.set_xlabel(f"seconds ({about})")
+    axes.set_xlabel("seconds")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, loc="outside upper right", ncols=2)
     figure.savefig(ROOT / "tests/bench/results/loaders.png", dpi=120)
@@ -276,7 +276,7 @@ def main() -> None:
     if options.readme:
         readme = ROOT / "README.md"
         before, _, rest = readme.read_text().partition("<!-- loaders -->")
-        draw(rows, about)
+        draw(rows)
         picture = "![seconds of both loaders](tests/bench/results/loaders.png)"
         table = "\n".join([*lines, "", picture, "", f"({about}; `tests/bench/bench_plain_load.py`)"])
         readme.write_text(f"{before}<!-- loaders -->\n{table}\n<!-- /{rest.partition('<!-- /')[2]}")
