@@ -24,8 +24,8 @@ from .request import REGISTRY, SHADOW, Request
 
 _KEEP = 2  # each is some hundreds of MB
 _ROOM = 2 << 30  # bytes that must be free on the disk for another one
-_INCLUDE = rb"[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>[ \t]*(?://[^\n]*)?\n"
-_PREAMBLE = rb"(?:\s*//[^\n]*\n|\s*/\*.*?\*/|[ \t]*\n|" + _INCLUDE + rb")*"
+_COMMENT = rb"//[^\n]*|/\*.*?\*/"
+_INCLUDE = rb"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>[ \t]*$"
 _PYTORCH = re.compile(r"(?:torch|ATen|c10)/")
 # With these, GCC does not take a precompiled header, or takes one that is not the same.
 _UNFIT = re.compile(r"(?<!\S)-(?:include|imacros|save-temps|no-integrated-cpp|fplugin|fmodules)")
@@ -44,8 +44,12 @@ def preamble(text: bytes, folders: list[str]) -> str:
     """The lines `#include <...>` with which a source begins, up to the first header in `folders`, the project's, which
     may have no include guard. "" if none is PyTorch's."""
     names: list[str] = []
-    for name in map(os.fsdecode, re.findall(_INCLUDE, re.match(_PREAMBLE, text, re.DOTALL)[0])):
-        if any(os.path.isfile(f"{folder}/{name}") for folder in folders):
+    for line in re.sub(_COMMENT, b" ", text, flags=re.DOTALL).splitlines():
+        if not line.strip():
+            continue
+        found = re.match(_INCLUDE, line)
+        name = os.fsdecode(found[1]) if found else ""
+        if not found or any(os.path.isfile(f"{folder}/{name}") for folder in folders):
             break
         names.append(name)
     return "".join(f"#include <{name}>\n" for name in names) if any(map(_PYTORCH.match, names)) else ""

@@ -21,6 +21,7 @@ TORCH = "#include <torch/library.h>\n"
         ("#include <torch/library.h>\n#define NDEBUG\n#include <cassert>\n", TORCH),
         ("#include <torch/library.h>\n#ifdef X\n#include <vector>\n#endif\n", TORCH),
         ("#include <torch/library.h>\n#include <mine.h>\n#include <vector>\n", TORCH),
+        ("// #include <map>\n/* #include <set>\n#include <list>\n*/\n#include <torch/library.h>\n", TORCH),
         ('#include "mine.h"\n#include <torch/library.h>\n', ""),
         ("#define X 1\n#include <torch/library.h>\n", ""),
         ("#include <vector>\nint x;\n", ""),
