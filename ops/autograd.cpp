@@ -45,6 +45,7 @@ IValue none_if_undefined(const at::Tensor& tensor) {
 Call Call::of(const char* name) const {
   Call call{c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), {}};
   const auto& here = op.schema().arguments();
+  call.arguments.reserve(call.op.schema().arguments().size());
   for (const c10::Argument& argument : call.op.schema().arguments()) {
     const auto same = std::find_if(here.begin(), here.end(), [&](const c10::Argument& other) {
       return other.name() == argument.name();
@@ -79,6 +80,7 @@ tensor_list Call::run() const {
   torch::jit::Stack stack = arguments;
   op.callBoxed(&stack);
   tensor_list results;
+  results.reserve(stack.size());
   for (const IValue& result : stack) results.push_back(tensor_in(result));
   return results;
 }
@@ -348,6 +350,7 @@ void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op
   Call call{op, arguments.vec()};
   derivatives.check(call, differentiated);
   tensor_list inputs, tangents(count);
+  inputs.reserve(count);
   for (const IValue& argument : call.arguments) inputs.push_back(tensor_in(argument));
   decltype(make_node<CallNode>()) node;
   if (reverse_mode) {
@@ -355,6 +358,8 @@ void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op
     node->set_next_edges(torch::autograd::collect_next_edges(inputs));
     node->derivatives = &derivatives;
     node->op = op;
+    node->plain.reserve(count);
+    node->saved.reserve(count);
     for (size_t i = 0; i < count; ++i) {
       node->plain.push_back(call.arguments[i].isTensor() ? IValue() : call.arguments[i]);
       node->saved.emplace_back(inputs[i], /*is_output=*/false);
