@@ -256,7 +256,7 @@ print(first, calcops_jit.library_path(), sep="\n")
 @pytest.mark.long
 def test_a_graph_that_was_built_before_reaches_the_new_backward_kernel(checkout):
     shutil.rmtree(checkout.path / "ops")
-    for part in ("autograd.h", "autograd.cpp", "expect.h", "kernel.h", "memory.h"):
+    for part in ("autograd.h", "autograd.cpp", "expect.h", "kernel.h", "memory.h", "parallel.h"):
         checkout.write(f"ops/{part}", (HERE / "ops" / part).read_text())
     shutil.copytree(HERE / "ops" / "force", checkout.path / "ops" / "force")
     script = r"""
@@ -267,7 +267,7 @@ Ri_d = torch.rand(1, 1, 16, 3, dtype=torch.float64)
 force = calcops_jit.force(list_neigh, dE, Ri_d, 1)
 centre = force[:, 0].sum()  # the sum over all atoms is zero
 (old,) = torch.autograd.grad(centre, dE, retain_graph=True)
-kernels = ops / "force/force_cpu.cpp"
+kernels = ops / "force/force_backward_cpu.cpp"
 text = kernels.read_text()
 call = "matrix_times_column<4>(Ri_d + 12 * s, e, to_dE + 4 * s);"
 assert call in text

@@ -123,6 +123,14 @@ def test_identity_keeps_every_bit_of_an_image(interpolation, border_mode, device
             torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_coordinate_that_rounds_to_the_end_of_a_wrapped_image_is_its_beginning(device):
+    """-1e-20 + width is width in float64, which names no pixel."""
+    image = random_image(2, 9, 7).to(device)
+    shift = torch.tensor([[1, 0, -1e-20], [0, 1, -1e-20], [0, 0, 1]], dtype=torch.float64, device=device)
+    result = warp_perspective(image, shift, (9, 7), "linear", "wrap", inverse_map=True)
+    torch.testing.assert_close(result, image, rtol=0, atol=0)
+
+
 def test_a_rotation_by_90_degrees_is_exact_and_dsize_is_height_then_width(device):
     image = random_image(3, 5, 8).to(device)
     turn = torch.tensor([[0.0, -1, 4], [1, 0, 0], [0, 0, 1]], device=device)
