@@ -114,16 +114,10 @@ def test_it_is_not_used_after_a_change_of(checkout, change):
     elif change == "a header behind it":
         (checkout.others / "deep.h").write_text("#pragma once\n#define FACTOR 20\n")
         assert checkout.ask() == 21
-    else:
+    else:  # which GCC would not notice
         used(checkout)
-        (checkout.others / "deep.h").write_text("#pragma once\n#ifndef FACTOR\n#define FACTOR 10\n#endif\n")
-        checkout.edit(5)
-        assert checkout.ask() == 15
-        assert checkout.ask(CALCOPS_CFLAGS="-DFACTOR=20") == 25
+        assert checkout.ask(CALCOPS_CFLAGS="-g -fvisibility=default") == 11
     assert not used(checkout) or change == "a header that newly matches"
-    checkout.edit(6)
-    flags = {"CALCOPS_CFLAGS": "-DFACTOR=20"} if change == "other flags" else {}
-    assert checkout.ask(**flags) == 26
 
 
 @pytest.mark.parametrize("damage", ["truncated", "one byte"])
