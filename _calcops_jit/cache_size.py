@@ -14,6 +14,7 @@ from . import cache, places
 from .closure import file_digest
 from .errors import report
 
+_PREAMBLES = 2  # each is some hundreds of MB
 _MONTH_S = 30 * 24 * 3600.0
 
 
@@ -59,21 +60,27 @@ def bound() -> int:
 
 def prune(size: int) -> list[Entry]:
     """Removes what was not used for longest from a cache folder that holds more than `size`, but never a library in
-    use. Precompiled headers do not count: there are two at most, and they go after a month without use."""
+    use. Precompiled headers do not count; see prune_preambles()."""
     removed = []
     for folder in filter(os.path.isdir, places.folders()):
         found = entries(folder)
-        excess = sum(entry.size for entry in found if not entry.is_preamble) - size
+        removed += prune_preambles(found)
+        found = [entry for entry in found if not entry.is_preamble]
+        excess = sum(entry.size for entry in found) - size
         for entry in found:
-            if entry.is_preamble:
-                if time.time() - entry.used > _MONTH_S and cache.discard(entry.path):
-                    removed.append(entry)
-            elif excess > 0 and cache.discard(entry.path):
+            if excess > 0 and cache.discard(entry.path):
                 excess -= entry.size
                 removed.append(entry)
         for slot in places.slots(folder):
             cache.tidy(slot)
     return removed
+
+
+def prune_preambles(found: list[Entry]) -> list[Entry]:
+    """Removes the precompiled headers among the entries of a folder, but for the last two, if used within a month."""
+    last_first = [entry for entry in reversed(found) if entry.is_preamble]
+    outdated = [e for i, e in enumerate(last_first) if i >= _PREAMBLES or time.time() - e.used > _MONTH_S]
+    return [entry for entry in outdated if cache.discard(entry.path)]
 
 
 def clean() -> Iterator[tuple[str, list[str]]]:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from . import compiler_reads, cuda, staging
 from .closure import text_of
 from .errors import report
-from .request import REGISTRY, SHADOW, Request, compiler_words
+from .request import CUDA_SUFFIXES, REGISTRY, SHADOW, Request, compiler_words
 
 _RULES = """\
 rule compile
@@ -69,7 +69,7 @@ class Plan(SimpleNamespace):
         lines = [f"{name} = {value}" for name, value in flags.items()]
         lines.append(_RULES.format(assembler=assembler, collector=collector, linked=linked))
         for source, target in self.units.items():
-            rule = "cuda_compile" if request.cuda.build and source.endswith((".cu", ".cuh")) else "compile"
+            rule = "cuda_compile" if request.cuda.build and source.endswith(CUDA_SUFFIXES) else "compile"
             lines += [f"build {target}: {rule}", f"  source = {_word(source)}"]
             lines += [f"  cflags = {self.registry_cflags}"] * (source == REGISTRY)
             if source in self.preambles:  # without -fpch-deps, the headers behind it would not be told

@@ -20,9 +20,8 @@ import torch
 from . import cache, cache_size, closure, compiler_reads, places, staging
 from .closure import Changed
 from .errors import BuildError
-from .request import REGISTRY, SHADOW, Request
+from .request import CUDA_SUFFIXES, REGISTRY, SHADOW, Request
 
-_KEEP = 2  # each is some hundreds of MB
 _ROOM = 2 << 30  # bytes that must be free on the disk for another one
 _COMMENT = rb"//[^\n]*|/\*.*?\*/"
 _INCLUDE = rb"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>[ \t]*$"
@@ -31,12 +30,12 @@ _PYTORCH = re.compile(r"(?:torch|ATen|c10)/")
 _UNFIT = re.compile(r"(?<!\S)-(?:include|imacros|save-temps|no-integrated-cpp|fplugin|fmodules)")
 # A process of its own session, whose parent need not wait for it.
 _BACKGROUND = """
-import os, sys
+import os, pickle, sys
 if os.fork(): os._exit(0)
 os.setsid()
 sys.path[:0] = sys.argv[1:]
 import _calcops_jit.precompiled as precompiled
-precompiled.make(*precompiled.pickle.load(sys.stdin.buffer))
+precompiled.make(*pickle.load(sys.stdin.buffer))
 """
 
 
@@ -63,20 +62,20 @@ def _unit(request: Request, text: str) -> Request:
 
 
 class Preambles:
-    """The precompiled headers that one build uses, and the one that it lacks."""
+    """The precompiled headers that one build uses, and the one that it misses."""
 
     def __init__(self, request: Request, folder: str, sources: dict[str, bool]):
         """Puts them into the private folder of a build.
 
         sources   {source to compile: whether it was compiled before and then edited}"""
         self.used: dict[str, str] = {}  # {source: header}
-        self._lacking = ""
+        self._missing = ""
         self._held: list[int] = []
         if _UNFIT.search(" ".join(request.cflags)) or not compiler_reads.is_gnu(request):
             return
         folders = [path for path in compiler_reads.project_folders(request) if path != SHADOW]
         for source, edited in sources.items():
-            if source == REGISTRY or source.endswith((".cu", ".cuh")):
+            if source == REGISTRY or source.endswith(CUDA_SUFFIXES):
                 continue
             with open(source, "rb") as file:
                 text = preamble(file.read(), folders)
@@ -84,21 +83,22 @@ class Preambles:
                 continue
             unit = _unit(request, text)
             name = unit.sources[0]
-            if found := cache.find(unit):
+            if name in self.used.values():  # finding it means hashing some hundreds of MB
+                self.used[source] = name
+            elif found := cache.find(unit):
                 self._held.append(found.fd)
                 self.used[source] = name
-                if not os.path.exists(f"{folder}/{name}"):
-                    _write(f"{folder}/{name}", text)
-                    os.symlink(found.path, f"{folder}/{name}.gch")
+                _write(f"{folder}/{name}", text)
+                os.symlink(found.path, f"{folder}/{name}.gch")
             elif edited:
-                self._lacking = self._lacking or text
+                self._missing = self._missing or text
 
     def start(self, request: Request, slot: str, cflags: str, environment: dict[str, str], jobs: int) -> None:
-        """Starts the background process for a header that is lacking, if a processor is idle and the disk has room.
+        """Starts the background process for the missing header, given a second processor and room on the disk.
 
         slot   of the library
         cflags   of its units"""
-        if not self._lacking or jobs < 2 or shutil.disk_usage(slot).free < _ROOM:
+        if not self._missing or jobs < 2 or shutil.disk_usage(slot).free < _ROOM:
             return
         program = os.path.basename(os.path.realpath(sys.executable or ""))
         if not program.startswith("python") or places.is_last_resort(os.path.dirname(slot)):
@@ -110,7 +110,7 @@ class Preambles:
             contextlib.suppress(OSError),
             subprocess.Popen([sys.executable, "-c", _BACKGROUND, *paths], **options) as p,
         ):
-            p.communicate(pickle.dumps((request, os.path.dirname(slot), self._lacking, cflags, environment)))
+            p.communicate(pickle.dumps((request, os.path.dirname(slot), self._missing, cflags, environment)))
 
     def close(self) -> None:
         """Lets others remove what was used."""
@@ -119,7 +119,7 @@ class Preambles:
 
 
 def make(request: Request, folder: str, text: str, cflags: str, environment: dict[str, str]) -> None:
-    """Precompiles a preamble into the cache `folder`, unless somebody does."""
+    """Precompiles a preamble into the cache `folder`, unless another process is doing so."""
     os.nice(19)
     unit = _unit(request, text)
     slot = cache.slot_path(folder, unit)
@@ -140,8 +140,7 @@ def make(request: Request, folder: str, text: str, cflags: str, environment: dic
             read, told = compiler_reads.of_unit(unit, stage, f"{stage}/{name}", f"{name}.o")
             others = named | compiler_reads.tools(request, cflags, "cc1plus", "as")
             cache.publish(slot, stage, f"{stage}/{name}.o", unit, recorder.closure(read, others, told))
-    for entry in [entry for entry in cache_size.entries(folder) if entry.is_preamble][:-_KEEP]:
-        cache.discard(entry.path)
+    cache_size.prune_preambles(cache_size.entries(folder))
 
 
 def _write(path: str, text: str) -> None:

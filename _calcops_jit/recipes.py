@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from . import cuda
-from .request import BASE, SHADOW, Request, located, words_of
+from .request import BASE, CUDA_SUFFIXES, SHADOW, Request, located, words_of
 
 _CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
 
@@ -96,7 +96,7 @@ def foreign(
         if not os.path.isfile(path):
             raise FileNotFoundError(f"calcops_jit.load: expected `sources` that exist, got {path}")
     if with_cuda is None:
-        with_cuda = any(path.endswith((".cu", ".cuh")) for path in paths)
+        with_cuda = any(path.endswith(CUDA_SUFFIXES) for path in paths)
     define = f"-DTORCH_EXTENSION_NAME={name}"
     cflags, cuda_cflags = _flags("extra_cflags", extra_cflags), _flags("extra_cuda_cflags", extra_cuda_cflags)
     ldflags = _flags("extra_ldflags", extra_ldflags)

@@ -23,6 +23,7 @@ SHADOW = os.path.join(os.path.dirname(os.path.realpath(__file__)), "shadow")  # 
 REGISTRY = f"{SHADOW}/registry.cpp"  # linked into every library that registers something
 # Hidden and not "gnu unique", so that two builds of one operator can be in one process without sharing variables.
 BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
+CUDA_SUFFIXES = (".cu", ".cuh")  # of sources for nvcc
 COMPILER_VARIABLES = (
     "CC COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH GCC_EXEC_PREFIX LIBRARY_PATH LD_RUN_PATH"
     " NVCC_APPEND_FLAGS NVCC_PREPEND_FLAGS SOURCE_DATE_EPOCH"

@@ -9,8 +9,8 @@
 namespace calcops {
 
 // Uninitialised memory of one call. The C library keeps such a block from call to call (to 32 MiB),
-// and of a larger one maps what is touched. (std::unique_ptr would do, but its header takes as long
-// to compile as a kernel.)
+// and of a larger one maps what is touched. (std::unique_ptr would do, but <memory> is slow to
+// compile.)
 template <class Item>
 class Scratch {
  public:

@@ -1,5 +1,5 @@
-// Loops over PyTorch's threads, for the CPU kernels. ATen/Parallel.h has the same, but takes longer
-// to read than a kernel to compile.
+// Loops over PyTorch's threads, for the CPU kernels. ATen/Parallel.h has the same, but is slow to
+// compile.
 #pragma once
 
 #ifdef _OPENMP

@@ -13,6 +13,9 @@ extern "C" __attribute__((visibility("default"))) int kernel(int atoms) {
   int pairs = 2 * atoms;
   return pairs;
 }
+extern "C" __attribute__((visibility("default"))) void spin(int n) {
+  for (volatile int i = 0; i < n; ++i) {}
+}
 """
 SCRIPT = """
 import calcops_jit, ctypes, os, sys, time
@@ -70,22 +73,15 @@ def test_a_backtrace_names_the_file_and_the_function(checkout):
 @pytest.mark.skipif(shutil.which("perf") is None, reason="no perf")
 def test_perf_names_the_function_that_takes_the_time(checkout):
     work = "end = time.time() + 2\nwhile time.time() < end:\n    spin(10_000_000)\n"
-    spin = (
-        'extern "C" __attribute__((visibility("default"))) void spin(int n) { for (volatile int i = 0; i < n; ++i) {} }'
-    )
-    (checkout.path.parent / "slow.cpp").write_text(KERNEL + spin)
     data = checkout.path.parent / "perf.data"
-    waiting = (
-        SCRIPT + "spin = ctypes.CDLL(library.path).spin\nwhile not os.path.exists('go'): time.sleep(0.02)\n" + work
-    )
-    child = checkout.start(waiting, CALCOPS_BUILD="0")
+    waiting = "spin = ctypes.CDLL(library.path).spin\nwhile not os.path.exists('go'):\n    time.sleep(0.02)\n"
+    child = checkout.start(SCRIPT + waiting + work, CALCOPS_BUILD="0")
     wait_for(lambda: child.out, 60)
     record = ["perf", "record", "-e", "cpu-clock", "-o", str(data), "-p", str(child.pid)]
     with subprocess.Popen(record, stderr=subprocess.PIPE, text=True) as perf:
         (checkout.path.parent / "go").touch()
         child.wait()
         said = perf.communicate()[1]
-    (checkout.path.parent / "slow.cpp").write_text(KERNEL)
     if perf.returncode:
         pytest.skip(f"perf cannot record here: {said.strip()[:200]}")
     report = ["perf", "report", "-i", str(data), "--stdio", "--sort", "dso,symbol"]

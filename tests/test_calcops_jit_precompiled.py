@@ -115,9 +115,8 @@ def test_it_is_not_used_after_a_change_of(checkout, change):
         (checkout.others / "deep.h").write_text("#pragma once\n#define FACTOR 20\n")
         assert checkout.ask() == 21
     else:  # which GCC would not notice
-        used(checkout)
         assert checkout.ask(CALCOPS_CFLAGS="-g -fvisibility=default") == 11
-    assert not used(checkout) or change == "a header that newly matches"
+    assert not used(checkout)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "one byte"])

@@ -136,14 +136,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       continue;
     }
-    const Real* gF = upstream.force;
-    const Real* gV = upstream.virial ? upstream.virial + 9 * frame : nullptr;
-    const Real* gAV = upstream.atom_virial ? upstream.atom_virial + 9 * j : nullptr;
-    if (out.edge_gradient)
-      edge_gradient_backward(gF ? gF + 3 * i : nullptr, gF ? gF + 3 * j : nullptr, gV, gAV,
-                             in.edge_vec ? in.edge_vec + 3 * e : nullptr,
-                             out.edge_gradient + 3 * e);
-    if (out.edge_vec) edge_vec_backward(gV, gAV, in.edge_gradient + 3 * e, out.edge_vec + 3 * e);
+    edge_backward(in, upstream, out, e, i, j, frame);
   }
 }
 

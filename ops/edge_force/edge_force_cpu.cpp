@@ -198,15 +198,7 @@ int64_t edge_force_backward_cpu(const EdgeInputs<Real, Index>& in,
         if (out.edge_vec) std::fill_n(out.edge_vec + 3 * e, 3, Real(0));
         continue;
       }
-      const Real* gF = upstream.force;
-      const Real* gV =
-          upstream.virial ? upstream.virial + 9 * (in.batch ? in.batch[j] : 0) : nullptr;
-      const Real* gAV = upstream.atom_virial ? upstream.atom_virial + 9 * j : nullptr;
-      if (out.edge_gradient)
-        edge_gradient_backward(gF ? gF + 3 * i : nullptr, gF ? gF + 3 * j : nullptr, gV, gAV,
-                               in.edge_vec ? in.edge_vec + 3 * e : nullptr,
-                               out.edge_gradient + 3 * e);
-      if (out.edge_vec) edge_vec_backward(gV, gAV, in.edge_gradient + 3 * e, out.edge_vec + 3 * e);
+      edge_backward(in, upstream, out, e, i, j, upstream.virial && in.batch ? in.batch[j] : 0);
     }
     return bad;
   });

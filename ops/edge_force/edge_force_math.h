@@ -95,4 +95,19 @@ CALCOPS_HD inline void edge_vec_backward(const Real* gV, const Real* gAV, const 
   }
 }
 
+// The wanted gradients of edge e from i to j, a neighbour in `frame`, which counts only where the
+// virial has a gradient.
+template <class Inputs, class Upstream, class Gradients>
+CALCOPS_HD inline void edge_backward(const Inputs& in, const Upstream& upstream,
+                                     const Gradients& out, int64_t e, int64_t i, int64_t j,
+                                     int64_t frame) {
+  const auto gF = upstream.force;
+  const auto gV = upstream.virial ? upstream.virial + 9 * frame : nullptr;
+  const auto gAV = upstream.atom_virial ? upstream.atom_virial + 9 * j : nullptr;
+  if (out.edge_gradient)
+    edge_gradient_backward(gF ? gF + 3 * i : nullptr, gF ? gF + 3 * j : nullptr, gV, gAV,
+                           in.edge_vec ? in.edge_vec + 3 * e : nullptr, out.edge_gradient + 3 * e);
+  if (out.edge_vec) edge_vec_backward(gV, gAV, in.edge_gradient + 3 * e, out.edge_vec + 3 * e);
+}
+
 }  // namespace calcops

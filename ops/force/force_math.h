@@ -71,7 +71,8 @@ CALCOPS_HD inline Row load_row(const double* x) {
   return row;
 }
 CALCOPS_HD inline Row load_row(const float* x) {
-#if defined(__AVX__) && !defined(__clang__)  // GCC makes more of the general form than of this
+// GCC 12 makes two or four conversions of the general form; immintrin.h is slow to compile.
+#if defined(__AVX__) && !defined(__clang__)
   Floats row;
   std::memcpy(&row, x, sizeof(row));
   return __builtin_ia32_cvtps2pd256(row);

@@ -55,7 +55,7 @@ shell.run_cell_magic("operator", "cell", CELL.replace("ANSWER", "{i}").replace("
 assert int(torch.ops.cell.scaled(torch.tensor(1))) == {i}
 print("took", time.perf_counter() - start)
 """
-# Until so many preambles are compiled, which goes on in the background.
+# Waits until so many preambles have been compiled in the background.
 WAIT = """
 import glob, time
 end = time.time() + 60
@@ -112,17 +112,17 @@ def warm(side: Side) -> str:
     return f"{statistics.median(side.once()[0] for _ in range(9)) * 1e3:.0f} ms"
 
 
-def edited(side: Side, times: int = 1) -> str:
-    side.edit("op.cpp", SOURCE.replace("ANSWER", f"(ANSWER + {times})"))
+def edited(side: Side, added: int = 1) -> str:
+    side.edit("op.cpp", SOURCE.replace("ANSWER", f"(ANSWER + {added})"))
     seconds, answer = side.once()
-    assert answer == 1 + times
+    assert answer == 1 + added
     side.edit("op.cpp", SOURCE)
     side.once()
     return f"{seconds:.1f} s"
 
 
 def edited_again(side: Side) -> str:
-    """When headers that were compiled ahead are there."""
+    """An edit for which the headers have been compiled ahead."""
     if side.name == "ours":
         side.run(WAIT.replace("{count}", "1"))
     return edited(side, 3)

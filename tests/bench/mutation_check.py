@@ -59,19 +59,8 @@ def found_by(tree, tests, cache):
     """The first test that fails, or how it ends the process; "": all pass."""
     yours = os.environ.get("CALCOPS_CACHE") or os.path.expanduser("~/.cache/calcops")
     environment = os.environ | {"CALCOPS_CACHE": str(cache), "CALCOPS_CACHE_READONLY": yours, "PYTHONPATH": str(tree)}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "--tb=line",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not long",
-        *tests,
-    ]
+    options = shlex.split("-x -q --tb=line -p no:cacheprovider -m 'not long'")
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode == 0:
         return ""
