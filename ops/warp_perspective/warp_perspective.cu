@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, 4)
         out + (n * sizes.channels + channels.first + begin) * plane_size + v * sizes.out_width + u;
     for (int64_t c = begin; c < end; ++c, to += plane_size) {
       const Plane<Pixel> plane = make_plane(in, n, channels.first + c, channels.border[c]);
-      *to = to_pixel<Pixel>(has_source ? sample(plane, cell) : plane.border);
+      *to = has_source ? sample(plane, cell) : plane.border;
     }
   });
 }

@@ -1,282 +1,184 @@
-// CPU kernels of warp_perspective.
-#include <algorithm>
-#include <limits>
-#include <vector>
+// CPU kernels of warp_perspective: the result, and its cells.
+#include <atomic>
 
 #include "parallel.h"
-#include "warp_perspective/warp_perspective.h"
-#include "warp_perspective/warp_perspective_math.h"
+#include "warp_perspective/warp_perspective_rows.h"
 
 namespace calcops {
 namespace {
 
-// The destination is walked in tiles, so that a map that turns the image finds its source lines in
-// the cache again.
-constexpr int64_t kTileHeight = 8, kTileWidth = 128;
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
+// The destination is computed in tiles: a map that turns the image finds its source lines in the
+// cache again, and what the first channel learns serves them all.
+template <class Pixel>
 struct Tile {
-  int64_t n, top, bottom, left, right;
+  // Integers are summed in float32, and again in float64 where that leaves a doubt.
+  using Weight = std::conditional_t<std::is_same_v<Pixel, double>, double, float>;
+  const WarpInputs<Pixel>& in;
+  const Homography& map;
+  int64_t n, top, bottom;  // of the image, and its rows
+  Pixel* out;              // that of [n, 0, 0, 0]
+  Row rows[kTileHeight];
+  Cut cuts[kTileHeight];
+  Taps<Weight> taps[kTileHeight];
 };
 
-struct Tiles {
-  int64_t across, per_image, count, height, width;
-
-  explicit Tiles(const WarpSizes& sizes)
-      : across(divide_up(sizes.out_width, kTileWidth)),
-        per_image(across * divide_up(sizes.out_height, kTileHeight)),
-        count(sizes.batch * per_image),
-        height(sizes.out_height),
-        width(sizes.out_width) {}
-
-  Tile operator[](int64_t i) const {
-    const int64_t top = i % per_image / across * kTileHeight, left = i % across * kTileWidth;
-    return {i / per_image, top, std::min(top + kTileHeight, height), left,
-            std::min(left + kTileWidth, width)};
-  }
-};
-
-int64_t output_offset(const WarpSizes& sizes, int64_t n, int64_t c, int64_t v) {
-  return ((n * sizes.channels + c) * sizes.out_height + v) * sizes.out_width;
-}
-
+// Pixels at the border.
 template <class Pixel>
-std::vector<Homography> make_homographies(const WarpInputs<Pixel>& in) {
-  std::vector<Homography> maps(in.sizes.warp_batch);
-  for (int64_t i = 0; i < in.sizes.warp_batch; ++i) maps[i] = homography_of(in, i);
-  return maps;
-}
-
-const Homography& map_of(const std::vector<Homography>& maps, int64_t n) {
-  return maps[maps.size() == 1 ? 0 : n];
-}
-
-// A run of a row whose taps all lie inside the image, which is nearly every run: no border has to
-// be thought of, and the loops are plain enough for the compiler to vectorise.
-struct InnerRun {
-  int64_t offset[kTileWidth];
-  double weight_x[kTileWidth], weight_y[kTileWidth];
-
-  template <bool kNearest>
-  bool locate(const double* m, const WarpSizes& sizes, const int64_t* stride, int64_t v,
-              int64_t left, int64_t count) {
-    const double reach = kNearest ? 0 : 1;
-    const double last_x = static_cast<double>(sizes.width) - 1 - reach;
-    const double last_y = static_cast<double>(sizes.height) - 1 - reach;
-    const int64_t stride_y = stride[2], stride_x = stride[3];
-    int64_t outside = 0;  // as wide as a double, so that the loop vectorises
-    for (int64_t i = 0; i < count; ++i) {
-      Source s = project(m, static_cast<double>(left + i), static_cast<double>(v));
-      if (kNearest) s = {rint(s.x), rint(s.y), s.w};
-      const double x = floor(s.x), y = floor(s.y);
-      const bool ok = (x >= 0) & (x <= last_x) & (y >= 0) & (y <= last_y);
-      outside |= ok ? 0 : 1;
-      const int64_t column = static_cast<int64_t>(ok ? x : 0),
-                    row = static_cast<int64_t>(ok ? y : 0);
-      offset[i] = row * stride_y + column * stride_x;
-      weight_x[i] = s.x - x;
-      weight_y[i] = s.y - y;
-    }
-    return outside == 0;
-  }
-
-  template <bool kNearest, class Pixel>
-  void sample(const Plane<Pixel>& plane, int64_t count, Pixel* out) const {
-    if (kNearest) {
-      for (int64_t i = 0; i < count; ++i) out[i] = plane.data[offset[i]];
-      return;
-    }
-    const int64_t stride_y = plane.stride_y, stride_x = plane.stride_x;
-    Pixel a[kTileWidth], b[kTileWidth], c[kTileWidth], d[kTileWidth];
-    for (int64_t i = 0; i < count; ++i) {
-      const Pixel* tap = plane.data + offset[i];
-      const bool right = weight_x[i] > 0, below = weight_y[i] > 0;
-      a[i] = tap[0];
-      b[i] = right ? tap[stride_x] : Pixel(0);
-      c[i] = below ? tap[stride_y] : Pixel(0);
-      d[i] = right & below ? tap[stride_y + stride_x] : Pixel(0);
-    }
-    for (int64_t i = 0; i < count; ++i)
-      out[i] = to_pixel<Pixel>(interpolate(a[i], b[i], c[i], d[i], weight_x[i], weight_y[i]));
-  }
-};
-
-// A run that meets the border, or pixels without a source.
-template <class Pixel>
-void forward_outer_run(const WarpInputs<Pixel>& in, const Homography& map, const Tile& tile,
-                       int64_t v, Pixel* out) {
-  const WarpSizes& sizes = in.sizes;
-  for (int64_t u = tile.left; u < tile.right; ++u) {
+void sample_edge(const Tile<Pixel>& tile, int64_t v, int64_t begin, int64_t end) {
+  const WarpSizes& sizes = tile.in.sizes;
+  for (int64_t u = begin; u < end; ++u) {
     Cell cell{};
-    const bool has_source =
-        map.valid &&
-        locate(project(map.m, static_cast<double>(u), static_cast<double>(v)), sizes, cell);
+    const bool found =
+        locate(project(tile.map.m, tile.rows[v - tile.top], static_cast<double>(u)), sizes, cell);
     for (int64_t c = 0; c < sizes.channels; ++c) {
-      const Plane<Pixel> plane = make_plane(in, tile.n, c, in.border_value[c]);
-      out[output_offset(sizes, tile.n, c, v) + u] =
-          to_pixel<Pixel>(has_source ? sample(plane, cell) : plane.border);
+      const Plane<Pixel> plane = make_plane(tile.in, tile.n, c, tile.in.border_value[c]);
+      tile.out[output_offset(sizes, 0, c, v) + u] = found ? sample(plane, cell) : plane.border;
+    }
+  }
+}
+
+// The taps a b / c d of pixels that have all of them in the image: a b of all, and c d of all.
+template <class Pixel>
+struct Pairs {
+  Pixel above[2 * kTileWidth], below[2 * kTileWidth];
+
+  void read(const Plane<Pixel>& plane, const int64_t* offset, int64_t count) {
+    const Pixel* next = plane.data + plane.stride_y;
+    if (plane.stride_x == 1) {
+      for (int64_t i = 0; i < count; ++i) {
+        std::memcpy(above + 2 * i, plane.data + offset[i], 2 * sizeof(Pixel));
+        std::memcpy(below + 2 * i, next + offset[i], 2 * sizeof(Pixel));
+      }
+    } else {
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t k = 0; k < 2; ++k) {
+          above[2 * i + k] = plane.data[offset[i] + k * plane.stride_x];
+          below[2 * i + k] = next[offset[i] + k * plane.stride_x];
+        }
+    }
+  }
+};
+
+template <class Pixel, class Real>
+void blend(const Pairs<Pixel>& pairs, const Real* weight_x, const Real* weight_y, int64_t count,
+           Pixel* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    const Real x = weight_x[i], y = weight_y[i], zero = 0;
+    const Real a = pairs.above[2 * i], c = pairs.below[2 * i];
+    const Real b = pairs.above[2 * i + 1], d = pairs.below[2 * i + 1];
+    out[i] = to_pixel<Pixel>(
+        interpolate(a, x > 0 ? b : zero, y > 0 ? c : zero, (x > 0) & (y > 0) ? d : zero, x, y));
+  }
+}
+
+// In float32. False if rounding there may have decided how a pixel is rounded: with values up to
+// 255 a weight is wrong by 2^-25, which makes 2^-17, and every other step by 2^-17 at most. That is
+// 2^-16 for the upper and the lower pair, 2^-17 for their difference, for its weight and for the
+// last sum, 5 * 2^-17 together.
+bool blend_quickly(const Pairs<uint8_t>& pairs, const float* weight_x, const float* weight_y,
+                   int64_t first, int64_t count, uint8_t* out) {
+  constexpr float kSure = 0.5f - 6 * 0x1p-17f;
+  int32_t doubts = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = weight_x[first + i], y = weight_y[first + i];
+    const uint8_t *above = pairs.above + 2 * first, *below = pairs.below + 2 * first;
+    const float a = above[2 * i], b = above[2 * i + 1], c = below[2 * i], d = below[2 * i + 1];
+    const float top = fma(x, b - a, a), bottom = fma(x, d - c, c), sum = fma(y, bottom - top, top);
+    const float whole = rint(sum);
+    doubts |= fabs(sum - whole) > kSure ? 1 : 0;
+    out[i] = static_cast<uint8_t>(static_cast<int32_t>(whole));
+  }
+  return doubts == 0;
+}
+
+template <bool kNearest, class Pixel>
+void sample_inside(const Tile<Pixel>& tile, const Plane<Pixel>& plane, int64_t v, int64_t left,
+                   int64_t begin, int64_t end, Pixel* out) {
+  const auto& taps = tile.taps[v - tile.top];
+  const int64_t at = begin - left, count = end - begin;
+  if (kNearest) {
+    for (int64_t i = 0; i < count; ++i) out[i] = plane.data[taps.offset[at + i]];
+    return;
+  }
+  Pairs<Pixel> pairs;
+  pairs.read(plane, taps.offset + at, count);
+  if constexpr (!std::is_same_v<Pixel, uint8_t>) {
+    blend(pairs, taps.weight_x + at, taps.weight_y + at, count, out);
+  } else {
+    constexpr int64_t kGroup = 32;
+    for (int64_t i = 0; i < count; i += kGroup) {
+      const int64_t n = std::min(kGroup, count - i);
+      if (blend_quickly(pairs, taps.weight_x + at, taps.weight_y + at, i, n, out + i)) continue;
+      Taps<double> exact;
+      Pairs<Pixel> group;
+      exact.template locate<false>(tile.map.m, tile.rows[v - tile.top], plane.stride_y,
+                                   plane.stride_x, 0, begin + i, 0, n);
+      group.read(plane, exact.offset, n);
+      blend(group, exact.weight_x, exact.weight_y, n, out + i);
     }
   }
 }
 
 template <bool kNearest, class Pixel>
-void forward_tile(const WarpInputs<Pixel>& in, const Homography& map, const Tile& tile,
-                  Pixel* out) {
-  const int64_t count = tile.right - tile.left;
-  InnerRun runs[kTileHeight];
-  bool inside[kTileHeight];
+void forward_rows(Tile<Pixel>& tile) {
+  const WarpSizes& sizes = tile.in.sizes;
+  const int64_t* stride = tile.in.image_stride;
   for (int64_t v = tile.top; v < tile.bottom; ++v) {
     const int64_t i = v - tile.top;
-    inside[i] = map.valid &&
-                runs[i].locate<kNearest>(map.m, in.sizes, in.image_stride, v, tile.left, count);
-    if (!inside[i]) forward_outer_run(in, map, tile, v, out);
+    tile.rows[i] = row_of(tile.map.m, static_cast<double>(v));
+    tile.cuts[i] = cut_row(tile.map, tile.rows[i], sizes);
   }
-  for (int64_t c = 0; c < in.sizes.channels; ++c) {
-    const Plane<Pixel> plane = make_plane(in, tile.n, c, in.border_value[c]);
-    for (int64_t v = tile.top; v < tile.bottom; ++v)
-      if (inside[v - tile.top])
-        runs[v - tile.top].sample<kNearest>(
-            plane, count, out + output_offset(in.sizes, tile.n, c, v) + tile.left);
+  for (int64_t left = 0; left < sizes.out_width; left += kTileWidth) {
+    const int64_t right = std::min(left + kTileWidth, sizes.out_width);
+    for (int64_t v = tile.top; v < tile.bottom; ++v) {
+      const int64_t i = v - tile.top;
+      tile.cuts[i].visit(left, right, [&](Part part, int64_t begin, int64_t end) {
+        if (part == Part::kEdge) sample_edge(tile, v, begin, end);
+        if (part != Part::kInside) return;
+        tile.taps[i].template locate<kNearest>(tile.map.m, tile.rows[i], stride[2], stride[3], 0,
+                                               begin, begin - left, end - begin);
+      });
+    }
+    for (int64_t c = 0; c < sizes.channels; ++c) {
+      const Plane<Pixel> plane = make_plane(tile.in, tile.n, c, tile.in.border_value[c]);
+      for (int64_t v = tile.top; v < tile.bottom; ++v) {
+        Pixel* out = tile.out + output_offset(sizes, 0, c, v);
+        tile.cuts[v - tile.top].visit(left, right, [&](Part part, int64_t begin, int64_t end) {
+          if (part == Part::kOutside)
+            std::fill(out + begin, out + end, plane.border);
+          else if (part == Part::kInside)
+            sample_inside<kNearest>(tile, plane, v, left, begin, end, out + begin);
+        });
+      }
+    }
   }
-}
-
-// What the first pass of the backward learns of a tile: its share of the gradient of m, and which
-// rows of the image it touches (none where last < first).
-struct TileSummary {
-  double grad_m[9] = {};
-  int64_t first = std::numeric_limits<int64_t>::max(), last = -1;
-};
-
-// visit(u, v, source, cell) for every pixel of the tile that has a source.
-template <class Visit>
-void for_each_cell(const WarpSizes& sizes, const Homography& map, const Tile& tile, Visit visit) {
-  if (!map.valid) return;
-  for (int64_t v = tile.top; v < tile.bottom; ++v)
-    for (int64_t u = tile.left; u < tile.right; ++u) {
-      const Source source = project(map.m, static_cast<double>(u), static_cast<double>(v));
-      Cell cell{};
-      if (locate(source, sizes, cell)) visit(u, v, source, cell);
-    }
-}
-
-template <class Real>
-TileSummary summarize(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
-                      const Homography& map, const Tile& tile) {
-  TileSummary summary;
-  std::vector<Plane<Real>> planes;
-  for (int64_t c = 0; c < in.sizes.channels; ++c)
-    planes.push_back(make_plane(in, tile.n, c, in.border_value[c]));
-  const int64_t stride = in.sizes.out_height * in.sizes.out_width;
-  for_each_cell(in.sizes, map, tile,
-                [&](int64_t u, int64_t v, const Source& source, const Cell& cell) {
-                  summary.first = std::min({summary.first, cell.y.first, cell.y.second});
-                  summary.last = std::max({summary.last, cell.y.first, cell.y.second});
-                  if (!to.grad_warp) return;
-                  const Real* grad = to.grad + output_offset(in.sizes, tile.n, 0, v) + u;
-                  double gx = 0, gy = 0;
-                  for (int64_t c = 0; c < in.sizes.channels; ++c) {
-                    const double g = grad[c * stride];
-                    const Slope slope = sample_slope(planes[c], cell);
-                    gx = fma(g, slope.x, gx);
-                    gy = fma(g, slope.y, gy);
-                  }
-                  project_backward(source, static_cast<double>(u), static_cast<double>(v), gx, gy,
-                                   summary.grad_m);
-                });
-  return summary;
-}
-
-// The rows [top, bottom) of some channels of one image's gradient. A band takes what the tiles give
-// it in the order of the tiles and of their pixels: how the image is cut into bands does not show.
-template <class Real>
-void backward_band(const WarpInputs<Real>& in, const WarpGradients<Real>& to, const Tiles& tiles,
-                   const std::vector<TileSummary>& summaries, const std::vector<Homography>& maps,
-                   int64_t image, int64_t first_channel, int64_t channels, int64_t top,
-                   int64_t bottom) {
-  const WarpSizes& sizes = in.sizes;
-  const int64_t height = bottom - top, width = sizes.width;
-  const int64_t stride = sizes.out_height * sizes.out_width;
-  std::vector<double> sums(channels * height * width);
-  for (int64_t n = image; n < sizes.batch; n += sizes.image_batch)
-    for (int64_t i = n * tiles.per_image; i < (n + 1) * tiles.per_image; ++i) {
-      if (summaries[i].last < top || summaries[i].first >= bottom) continue;
-      const auto scatter = [&](int64_t u, int64_t v, const Source&, const Cell& cell) {
-        const Real* grad = to.grad + output_offset(sizes, n, first_channel, v) + u;
-        const int64_t rows[2] = {cell.y.first, cell.y.second},
-                      columns[2] = {cell.x.first, cell.x.second};
-        const double weight_y[2] = {1 - cell.y.weight, cell.y.weight},
-                     weight_x[2] = {1 - cell.x.weight, cell.x.weight};
-        for (int y = 0; y < 2; ++y) {
-          if (rows[y] < top || rows[y] >= bottom || !(weight_y[y] > 0)) continue;
-          for (int x = 0; x < 2; ++x) {
-            if (columns[x] < 0 || columns[x] >= width || !(weight_x[x] > 0)) continue;
-            for (int64_t c = 0; c < channels; ++c) {
-              double& sum = sums[(c * height + rows[y] - top) * width + columns[x]];
-              sum = fma(weight_y[y] * weight_x[x], static_cast<double>(grad[c * stride]), sum);
-            }
-          }
-        }
-      };
-      for_each_cell(sizes, map_of(maps, n), tiles[i], scatter);
-    }
-  for (int64_t c = 0; c < channels; ++c)
-    for (int64_t i = 0; i < height * width; ++i)
-      to.grad_image[((image * sizes.channels + first_channel + c) * sizes.height + top) * width +
-                    i] = static_cast<Real>(sums[c * height * width + i]);
 }
 
 }  // namespace
 
 template <class Pixel>
 void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out) {
-  const std::vector<Homography> maps = make_homographies(in);
-  const Tiles tiles(in.sizes);
-  parallel_for(tiles.count, 4, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const Tile tile = tiles[i];
-      const auto forward =
-          in.sizes.nearest ? forward_tile<true, Pixel> : forward_tile<false, Pixel>;
-      forward(in, map_of(maps, tile.n), tile, out);
-    }
-  });
-}
-
-template <class Real>
-void warp_perspective_backward_cpu(const WarpInputs<Real>& in, const WarpGradients<Real>& to) {
   const WarpSizes& sizes = in.sizes;
   const std::vector<Homography> maps = make_homographies(in);
-  const Tiles tiles(sizes);
-  std::vector<TileSummary> summaries(tiles.count);
-  parallel_for(tiles.count, 4, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const Tile tile = tiles[i];
-      summaries[i] = summarize(in, to, map_of(maps, tile.n), tile);
-    }
-  });
-
-  for (int64_t w = 0; w < sizes.warp_batch && to.grad_warp; ++w) {
-    double grad_m[9] = {};
-    for (int64_t n = w; n < sizes.batch; n += sizes.warp_batch)
-      for (int64_t i = n * tiles.per_image; i < (n + 1) * tiles.per_image; ++i)
-        for (int k = 0; k < 9; ++k) grad_m[k] += summaries[i].grad_m[k];
-    homography_backward(maps[w], grad_m, sizes.inverse_map, to.grad_warp + 9 * w);
-  }
-  if (!to.grad_image || sizes.width == 0) return;
-
-  // About 16 bands share an image's work; 4 channels share the search for the coordinates and keep
-  // a band's sums within the cache.
-  constexpr int64_t kBands = 16, kMinBandHeight = 16, kChannels = 4;
-  const int64_t band_height = std::max(divide_up(sizes.height, kBands), kMinBandHeight);
-  const int64_t bands = divide_up(sizes.height, band_height);
-  const int64_t groups = divide_up(sizes.channels, kChannels);
-  parallel_for(sizes.image_batch * groups * bands, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t image = i / (groups * bands), channel = i / bands % groups * kChannels;
-      const int64_t top = i % bands * band_height;
-      backward_band(in, to, tiles, summaries, maps, image, channel,
-                    std::min(kChannels, sizes.channels - channel), top,
-                    std::min(top + band_height, sizes.height));
+  const int64_t strips = divide_up(sizes.out_height, kTileHeight), count = sizes.batch * strips;
+  if (sizes.channels == 0 || sizes.out_width == 0) return;
+  // A thread takes the next strip when it is done with one: strips that show little of the image
+  // are quick.
+  std::atomic<int64_t> next{0};
+  const int64_t strip_pixels = kTileHeight * sizes.out_width * sizes.channels;
+  parallel_for(count, divide_up(1 << 14, strip_pixels), [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < count; i = next++) {
+      const int64_t n = i / strips, top = i % strips * kTileHeight;
+      Tile<Pixel> tile{in,
+                       map_of(maps, n),
+                       n,
+                       top,
+                       std::min(top + kTileHeight, sizes.out_height),
+                       out + output_offset(sizes, n, 0, 0),
+                       {},
+                       {},
+                       {}};
+      sizes.nearest ? forward_rows<true>(tile) : forward_rows<false>(tile);
     }
   });
 }
@@ -298,8 +200,5 @@ void warp_perspective_cells_cpu(const WarpSizes& sizes, const double* warp, doub
 template void warp_perspective_cpu(const WarpInputs<uint8_t>&, uint8_t*);
 template void warp_perspective_cpu(const WarpInputs<float>&, float*);
 template void warp_perspective_cpu(const WarpInputs<double>&, double*);
-template void warp_perspective_backward_cpu(const WarpInputs<float>&, const WarpGradients<float>&);
-template void warp_perspective_backward_cpu(const WarpInputs<double>&,
-                                            const WarpGradients<double>&);
 
 }  // namespace calcops

@@ -5,9 +5,11 @@
 // own way: both kernels see the same coordinates bit for bit.
 #pragma once
 
+#include <math.h>  // unlike <cmath>, has fma of float32 in the global namespace
+
 #include <cfloat>
-#include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "warp_perspective/warp_perspective.h"
 
@@ -18,6 +20,12 @@
 #endif
 
 namespace calcops {
+
+// What an image is sampled in. The weights are computed in float64 and rounded to this: for
+// float32, eight roundings of 2^-25 at most lie between the result and the exact one, where the
+// image is in [0, 1].
+template <class Pixel>
+using Number = std::conditional_t<std::is_same_v<Pixel, float>, float, double>;
 
 // cv::saturate_cast from double: half to even, clamped; NaN gives 0.
 template <class Pixel>
@@ -105,14 +113,35 @@ CALCOPS_HD inline void homography_backward(const Homography& h, const double* gr
   }
 }
 
+// (X, Y, W) of the first pixel of a row of the destination.
+struct Row {
+  double x, y, w;
+};
+
+CALCOPS_HD inline Row row_of(const double* m, double v) {
+  return {fma(m[1], v, m[2]), fma(m[4], v, m[5]), fma(m[7], v, m[8])};
+}
+
 // Where a destination pixel comes from. Neither coordinate is finite where w is 0.
 struct Source {
   double x, y, w;
 };
 
+// One reciprocal serves both quotients. One correction takes them to within an ulp, and to the
+// exact quotient where that is a float64: pixel centres stay pixel centres.
+CALCOPS_HD inline double divide(double a, double w, double reciprocal) {
+  const double quotient = a * reciprocal;
+  return fma(fma(-quotient, w, a), reciprocal, quotient);
+}
+
+CALCOPS_HD inline Source project(const double* m, const Row& row, double u) {
+  const double w = fma(m[6], u, row.w), reciprocal = 1 / w;
+  return {divide(fma(m[0], u, row.x), w, reciprocal), divide(fma(m[3], u, row.y), w, reciprocal),
+          w};
+}
+
 CALCOPS_HD inline Source project(const double* m, double u, double v) {
-  const double w = fma(m[6], u, fma(m[7], v, m[8]));
-  return {fma(m[0], u, fma(m[1], v, m[2])) / w, fma(m[3], u, fma(m[4], v, m[5])) / w, w};
+  return project(m, row_of(m, v), u);
 }
 
 // One axis of a source position: two taps, the weight of the second and the derivative of the
@@ -205,11 +234,12 @@ template <class Pixel>
 struct Plane {
   const Pixel* data;
   int64_t stride_y, stride_x, height, width;
-  double border;
+  Pixel border;
 
-  CALCOPS_HD double at(int64_t y, int64_t x) const {
+  template <class As = double>
+  CALCOPS_HD As at(int64_t y, int64_t x) const {
     const bool inside = y >= 0 && y < height && x >= 0 && x < width;
-    return inside ? static_cast<double>(data[y * stride_y + x * stride_x]) : border;
+    return static_cast<As>(inside ? data[y * stride_y + x * stride_x] : border);
   }
 };
 
@@ -222,25 +252,30 @@ CALCOPS_HD inline Plane<Pixel> make_plane(const WarpInputs<Pixel>& in, int64_t n
           in.image_stride[3],
           in.sizes.height,
           in.sizes.width,
-          static_cast<double>(to_pixel<Pixel>(border))};
+          to_pixel<Pixel>(border)};
 }
 
 // Weighted sum of the taps a b / c d.
-CALCOPS_HD inline double interpolate(double a, double b, double c, double d, double weight_x,
-                                     double weight_y) {
-  const double top = fma(weight_x, b, (1 - weight_x) * a);
-  const double bottom = fma(weight_x, d, (1 - weight_x) * c);
+template <class Real>
+CALCOPS_HD inline Real interpolate(Real a, Real b, Real c, Real d, Real weight_x, Real weight_y) {
+  const Real top = fma(weight_x, b, (1 - weight_x) * a);
+  const Real bottom = fma(weight_x, d, (1 - weight_x) * c);
   return fma(weight_y, bottom, (1 - weight_y) * top);
 }
 
 // A tap of weight zero is not read: an identity map keeps NaN and infinity in their pixels.
 template <class Pixel>
-CALCOPS_HD inline double sample(const Plane<Pixel>& plane, const Cell& cell) {
-  const bool right = cell.x.weight > 0, below = cell.y.weight > 0;
-  return interpolate(
-      plane.at(cell.y.first, cell.x.first), right ? plane.at(cell.y.first, cell.x.second) : 0,
-      below ? plane.at(cell.y.second, cell.x.first) : 0,
-      right && below ? plane.at(cell.y.second, cell.x.second) : 0, cell.x.weight, cell.y.weight);
+CALCOPS_HD inline Pixel sample(const Plane<Pixel>& plane, const Cell& cell) {
+  using Real = Number<Pixel>;
+  const Axis &x = cell.x, &y = cell.y;
+  const Real weight_x = static_cast<Real>(x.weight), weight_y = static_cast<Real>(y.weight);
+  const bool right = weight_x > 0, below = weight_y > 0;
+  const auto tap = [&](bool used, int64_t row, int64_t column) {
+    return used ? plane.template at<Real>(row, column) : 0;
+  };
+  return to_pixel<Pixel>(interpolate(plane.template at<Real>(y.first, x.first),
+                                     tap(right, y.first, x.second), tap(below, y.second, x.first),
+                                     tap(right && below, y.second, x.second), weight_x, weight_y));
 }
 
 // Its derivatives with respect to the position, from the right at a pixel centre.

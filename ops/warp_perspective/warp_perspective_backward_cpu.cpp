@@ -1,0 +1,462 @@
+// CPU kernels of warp_perspective: the gradients.
+//
+// That of the matrix is a sum over the destination, which is walked as in the forward. That of the
+// image is computed tile by tile of the image: what of each row of the destination falls on a tile
+// is cut out and added in float64, in an order that depends on sizes and matrices alone.
+#include <atomic>
+#include <limits>
+
+#include "parallel.h"
+#include "warp_perspective/warp_perspective_rows.h"
+
+namespace calcops {
+namespace {
+
+// f(i) for 0, 1, ... count - 1. A thread takes the next one when it is done with one.
+template <class F>
+void for_each(int64_t count, const F& f) {
+  std::atomic<int64_t> next{0};
+  parallel_for(count, 1, [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < count; i = next++) f(i);
+  });
+}
+
+// ---- the matrix ---------------------------------------------------------------------------------
+
+// Sums in eight lanes, an order that can be vectorised.
+class Sum {
+ public:
+  void add(const double* values, int64_t count) {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes)
+      for (int64_t k = 0; k < kLanes; ++k) lanes_[k] += values[i + k];
+    for (int64_t k = 0; i < count; ++i, ++k) lanes_[k] += values[i];
+  }
+  double total() const {
+    double sum = 0;
+    for (double lane : lanes_) sum += lane;
+    return sum;
+  }
+
+ private:
+  static constexpr int64_t kLanes = 8;
+  double lanes_[kLanes] = {};
+};
+
+// The gradients (gx, gy) of the positions of a run of pixels whose taps are all inside.
+struct PositionGradients {
+  double x[kTileWidth], y[kTileWidth];
+
+  template <class Real>
+  void add(const Plane<Real>& plane, const Taps<double>& taps, const Real* grad, int64_t count) {
+    Real a[kTileWidth], b[kTileWidth], c[kTileWidth], d[kTileWidth];
+    const Real *right = plane.data + plane.stride_x, *below = plane.data + plane.stride_y,
+               *last = right + plane.stride_y;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t offset = taps.offset[i];
+      a[i] = plane.data[offset];
+      b[i] = right[offset];
+      c[i] = below[offset];
+      d[i] = last[offset];
+    }
+    // As sample_slope.
+    for (int64_t i = 0; i < count; ++i) {
+      const double along_x = taps.weight_x[i], along_y = taps.weight_y[i];
+      const double at = a[i], at_right = b[i], at_below = c[i], at_last = d[i], g = grad[i];
+      const double bottom = along_y > 0 ? at_last - at_below : 0;
+      const double side = along_x > 0 ? at_last - at_right : 0;
+      x[i] = fma(g, fma(along_y, bottom, (1 - along_y) * (at_right - at)), x[i]);
+      y[i] = fma(g, fma(along_x, side, (1 - along_x) * (at_below - at)), y[i]);
+    }
+  }
+};
+
+// The share of some rows in the gradient of m.
+template <class Real>
+struct MatrixGradient {
+  const WarpInputs<Real>& in;
+  const WarpGradients<Real>& to;
+  const Homography& map;
+  int64_t n;
+  double grad_m[9] = {};
+  Taps<double> taps;
+  PositionGradients positions;
+
+  void add_edge(const Row& row, int64_t v, int64_t begin, int64_t end) {
+    for (int64_t u = begin; u < end; ++u) {
+      const Source source = project(map.m, row, static_cast<double>(u));
+      Cell cell{};
+      if (!locate(source, in.sizes, cell)) continue;
+      double gx = 0, gy = 0;
+      for (int64_t c = 0; c < in.sizes.channels; ++c) {
+        const double g = to.grad[output_offset(in.sizes, n, c, v) + u];
+        const Slope slope = sample_slope(make_plane(in, n, c, in.border_value[c]), cell);
+        gx = fma(g, slope.x, gx);
+        gy = fma(g, slope.y, gy);
+      }
+      project_backward(source, static_cast<double>(u), static_cast<double>(v), gx, gy, grad_m);
+    }
+  }
+
+  void add_inside(const Row& row, int64_t v, int64_t begin, int64_t end) {
+    const int64_t count = end - begin;
+    taps.template locate<false>(map.m, row, in.image_stride[2], in.image_stride[3], 0, begin, 0,
+                                count);
+    std::fill_n(positions.x, count, 0.0);
+    std::fill_n(positions.y, count, 0.0);
+    for (int64_t c = 0; c < in.sizes.channels; ++c)
+      positions.add(make_plane(in, n, c, in.border_value[c]), taps,
+                    to.grad + output_offset(in.sizes, n, c, v) + begin, count);
+    // project_backward: row k of m receives g u, g v and g.
+    double g[3][kTileWidth], along_u[3][kTileWidth];
+    const double first = static_cast<double>(begin);
+    for (int i = 0; i < static_cast<int>(count); ++i) {
+      const double u = first + i, reciprocal = 1 / fma(map.m[6], u, row.w);
+      const double x = fma(map.m[0], u, row.x) * reciprocal,
+                   y = fma(map.m[3], u, row.y) * reciprocal;
+      g[0][i] = positions.x[i] * reciprocal;
+      g[1][i] = positions.y[i] * reciprocal;
+      g[2][i] = -fma(g[0][i], x, g[1][i] * y);
+      for (int k = 0; k < 3; ++k) along_u[k][i] = g[k][i] * u;
+    }
+    for (int k = 0; k < 3; ++k) {
+      Sum sum, sum_u;
+      sum.add(g[k], count);
+      sum_u.add(along_u[k], count);
+      grad_m[3 * k] += sum_u.total();
+      grad_m[3 * k + 1] = fma(sum.total(), static_cast<double>(v), grad_m[3 * k + 1]);
+      grad_m[3 * k + 2] += sum.total();
+    }
+  }
+};
+
+template <class Real>
+void matrix_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
+                     const std::vector<Homography>& maps) {
+  const WarpSizes& sizes = in.sizes;
+  const int64_t strips = divide_up(sizes.out_height, kTileHeight);
+  std::vector<double> parts(sizes.batch * strips * 9);
+  // A nearest pixel does not move.
+  for_each(sizes.nearest ? 0 : sizes.batch * strips, [&](int64_t i) {
+    const int64_t n = i / strips, top = i % strips * kTileHeight;
+    const int64_t bottom = std::min(top + kTileHeight, sizes.out_height);
+    MatrixGradient<Real> strip{in, to, map_of(maps, n), n, {}, {}, {}};
+    if (!strip.map.valid) return;
+    Row rows[kTileHeight];
+    Cut cuts[kTileHeight];
+    for (int64_t v = top; v < bottom; ++v) {
+      rows[v - top] = row_of(strip.map.m, static_cast<double>(v));
+      cuts[v - top] = cut_row(strip.map, rows[v - top], sizes);
+    }
+    for (int64_t left = 0; left < sizes.out_width; left += kTileWidth)
+      for (int64_t v = top; v < bottom; ++v)
+        cuts[v - top].visit(left, std::min(left + kTileWidth, sizes.out_width),
+                            [&](Part part, int64_t begin, int64_t end) {
+                              if (part == Part::kEdge)
+                                strip.add_edge(rows[v - top], v, begin, end);
+                              else if (part == Part::kInside)
+                                strip.add_inside(rows[v - top], v, begin, end);
+                            });
+    std::copy_n(strip.grad_m, 9, parts.data() + 9 * i);
+  });
+  for (int64_t w = 0; w < sizes.warp_batch; ++w) {
+    double grad_m[9] = {};
+    for (int64_t n = w; n < sizes.batch; n += sizes.warp_batch)
+      for (int64_t i = n * strips; i < (n + 1) * strips; ++i)
+        for (int k = 0; k < 9; ++k) grad_m[k] += parts[9 * i + k];
+    homography_backward(maps[w], grad_m, sizes.inverse_map, to.grad_warp + 9 * w);
+  }
+}
+
+// ---- the image ----------------------------------------------------------------------------------
+
+// Where the sources of some pixels lie; nowhere if right < left.
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr Box kNowhere{kInfinity, -kInfinity, kInfinity, -kInfinity};
+
+bool meet(const Box& a, const Box& b) {
+  return a.left <= b.right && a.right >= b.left && a.top <= b.bottom && a.bottom >= b.top;
+}
+
+Box around(const Box& a, const Box& b) {
+  return {std::min(a.left, b.left), std::max(a.right, b.right), std::min(a.top, b.top),
+          std::max(a.bottom, b.bottom)};
+}
+
+bool is_in(const Box& box, const Source& source) {
+  return source.x >= box.left && source.x <= box.right && source.y >= box.top &&
+         source.y <= box.bottom;
+}
+
+// A tile of one image's gradient, for some of its channels.
+template <class Real>
+struct ImageTile {
+  static constexpr int64_t kChannels = 4;
+  const WarpInputs<Real>& in;
+  const WarpGradients<Real>& to;
+  int64_t top, left, height, width, channel, channels;
+  int64_t pitch, plane;      // a row and a column more on each side, for what others own
+  std::vector<double> sums;  // [channels, height + 2, width + 2]
+  Taps<double> taps;
+
+  double* sum_at(int64_t c, int64_t y, int64_t x) {
+    return sums.data() + c * plane + (y - top + 1) * pitch + x - left + 1;
+  }
+
+  void add_cell(const Cell& cell, const Real* grad) {
+    const int64_t rows[2] = {cell.y.first, cell.y.second},
+                  columns[2] = {cell.x.first, cell.x.second};
+    const double weight_y[2] = {1 - cell.y.weight, cell.y.weight},
+                 weight_x[2] = {1 - cell.x.weight, cell.x.weight};
+    for (int k = 0; k < 4; ++k) {
+      const int64_t y = rows[k / 2], x = columns[k % 2];
+      const double weight = weight_y[k / 2] * weight_x[k % 2];
+      if (y < top || y >= top + height || x < left || x >= left + width || !(weight > 0)) continue;
+      for (int64_t c = 0; c < channels; ++c) {
+        double& sum = *sum_at(c, y, x);
+        sum = fma(weight, static_cast<double>(grad[c * in.sizes.out_height * in.sizes.out_width]),
+                  sum);
+      }
+    }
+  }
+
+  // Pixels one by one: those whose source is plain, or those whose source is not.
+  void add_edge(const Homography& map, const Row& row, const Real* grad, Interval pixels,
+                bool plain) {
+    const Box box = plain_box(in.sizes);
+    for (int64_t u = pixels.begin; u < pixels.end; ++u) {
+      const Source source = project(map.m, row, static_cast<double>(u));
+      Cell cell{};
+      if (is_in(box, source) == plain && locate(source, in.sizes, cell)) add_cell(cell, grad + u);
+    }
+  }
+
+  // Pixels whose taps all lie in the tile or in the row and column beside it.
+  void add_inside(const Homography& map, const Row& row, const Real* grad, Interval pixels) {
+    double a[kTileWidth], b[kTileWidth], c[kTileWidth], d[kTileWidth];
+    for (int64_t u = pixels.begin; u < pixels.end; u += kTileWidth) {
+      const int64_t count = std::min(kTileWidth, pixels.end - u);
+      const int64_t origin = (top - 1) * pitch + left - 1;
+      if (in.sizes.nearest)
+        taps.template locate<true>(map.m, row, pitch, 1, origin, u, 0, count);
+      else
+        taps.template locate<false>(map.m, row, pitch, 1, origin, u, 0, count);
+      for (int64_t channel = 0; channel < channels; ++channel) {
+        const Real* g = grad + channel * in.sizes.out_height * in.sizes.out_width + u;
+        double* to = sums.data() + channel * plane;
+        if (in.sizes.nearest) {
+          for (int64_t i = 0; i < count; ++i) to[taps.offset[i]] += g[i];
+          continue;
+        }
+        // A tap of weight zero receives nothing, not even of NaN.
+        for (int64_t i = 0; i < count; ++i) {
+          const double x = taps.weight_x[i], y = taps.weight_y[i], value = g[i];
+          const double upper = value * (1 - y), lower = y > 0 ? value * y : 0;
+          a[i] = upper * (1 - x);
+          b[i] = x > 0 ? upper * x : 0;
+          c[i] = lower * (1 - x);
+          d[i] = x > 0 ? lower * x : 0;
+        }
+        // Neighbours often share a tap, and a sum waits for the one before it.
+        constexpr int64_t kStep = 16;
+        for (int64_t first = 0; first < std::min(kStep, count); ++first)
+          for (int64_t i = first; i < count; i += kStep) {
+            double* sum = to + taps.offset[i];
+            sum[0] += a[i];
+            sum[1] += b[i];
+            sum[pitch] += c[i];
+            sum[pitch + 1] += d[i];
+          }
+      }
+    }
+  }
+
+  // What a row shows of the image: its pixels whose source is in the box.
+  void add_row(const Homography& map, int64_t v, const Box& box, const Real* grad) {
+    const Row row = row_of(map.m, static_cast<double>(v));
+    const RowCutter cutter(map.m, row, in.sizes.out_width);
+    int64_t done = 0;
+    for (int side = 0; side < cutter.sides(); ++side) {
+      Interval all = cutter.in_box(box, side, Doubt::kPossible);
+      Interval sure = cutter.in_box(box, side, Doubt::kSure);
+      all.begin = std::max(all.begin, done);
+      if (all.empty()) continue;
+      sure.begin = std::max(sure.begin, all.begin);
+      if (sure.empty()) sure = {all.begin, all.begin};
+      add_edge(map, row, grad, {all.begin, sure.begin}, true);
+      add_inside(map, row, grad, sure);
+      add_edge(map, row, grad, {sure.end, all.end}, true);
+      done = all.end;
+    }
+  }
+
+  // What a row shows by way of a border mode that repeats the image.
+  void add_folded(const Homography& map, int64_t v, const std::vector<Box>& tiles, int64_t strip,
+                  const Box& own, const Real* grad) {
+    const Row row = row_of(map.m, static_cast<double>(v));
+    const Cut cut = cut_row(map, row, in.sizes);
+    const int64_t across = divide_up(in.sizes.out_width, kTileWidth);
+    for (int64_t x = 0; x < across; ++x)
+      if (meet(tiles[strip * across + x], own))
+        cut.visit(x * kTileWidth, std::min((x + 1) * kTileWidth, in.sizes.out_width),
+                  [&](Part part, int64_t begin, int64_t end) {
+                    if (part == Part::kEdge) add_edge(map, row, grad, {begin, end}, false);
+                  });
+  }
+
+  void store(int64_t image) {
+    for (int64_t c = 0; c < channels; ++c)
+      for (int64_t y = top; y < top + height; ++y) {
+        const double* from = sum_at(c, y, left);
+        Real* out =
+            to.grad_image +
+            ((image * in.sizes.channels + channel + c) * in.sizes.height + y) * in.sizes.width +
+            left;
+        for (int64_t x = 0; x < width; ++x) out[x] = static_cast<Real>(from[x]);
+      }
+  }
+};
+
+// What the rows of the destination touch of the image, so that a tile of it finds its own: the
+// plain sources of each row and of each strip of rows, and the taps of all others of each tile of
+// the destination and of each strip.
+struct Touches {
+  std::vector<Box> rows, row_strips, tiles, tile_strips;
+};
+
+Box plain_sources(const WarpSizes& sizes, const Homography& map, const Row& row) {
+  const RowCutter cutter(map.m, row, sizes.out_width);
+  Box box = kNowhere;
+  for (int side = 0; side < cutter.sides(); ++side) {
+    const Interval all = cutter.in_box(plain_box(sizes), side, Doubt::kPossible);
+    const Interval sure = cutter.side(side, Doubt::kSure);
+    // Where W surely keeps its sign, x and y rise or fall all along a row.
+    const int64_t begin = std::max(all.begin, sure.begin), last = std::min(all.end, sure.end) - 1;
+    for (int64_t u = all.begin; u < all.end; u = begin <= u && u < last ? last : u + 1) {
+      const Source source = project(map.m, row, static_cast<double>(u));
+      if (fabs(source.x) <= DBL_MAX && fabs(source.y) <= DBL_MAX)
+        box = around(box, {source.x - 1, source.x + 1, source.y - 1, source.y + 1});
+    }
+  }
+  return box;
+}
+
+Box folded_taps(const WarpSizes& sizes, const Homography& map, const Row& row, const Cut& cut,
+                int64_t left, int64_t right) {
+  const Box plain = plain_box(sizes);
+  Box box = kNowhere;
+  cut.visit(left, right, [&](Part part, int64_t begin, int64_t end) {
+    for (int64_t u = begin; u < end && part == Part::kEdge; ++u) {
+      const Source source = project(map.m, row, static_cast<double>(u));
+      Cell cell{};
+      if (is_in(plain, source) || !locate(source, sizes, cell)) continue;
+      const auto x = std::minmax(cell.x.first, cell.x.second);
+      const auto y = std::minmax(cell.y.first, cell.y.second);
+      box = around(box, {static_cast<double>(x.first), static_cast<double>(x.second),
+                         static_cast<double>(y.first), static_cast<double>(y.second)});
+    }
+  });
+  return box;
+}
+
+Touches find_touches(const WarpSizes& sizes, const std::vector<Homography>& maps) {
+  const int64_t strips = divide_up(sizes.out_height, kTileHeight);
+  const int64_t across =
+      sizes.border == Border::kConstant ? 0 : divide_up(sizes.out_width, kTileWidth);
+  Touches touches;
+  touches.rows.resize(sizes.batch * sizes.out_height, kNowhere);
+  touches.row_strips.resize(sizes.batch * strips, kNowhere);
+  touches.tiles.resize(sizes.batch * strips * across, kNowhere);
+  touches.tile_strips.resize(sizes.batch * strips, kNowhere);
+  for_each(sizes.batch * strips, [&](int64_t i) {
+    const int64_t n = i / strips, top = i % strips * kTileHeight;
+    const Homography& map = map_of(maps, n);
+    if (!map.valid) return;
+    for (int64_t v = top; v < std::min(top + kTileHeight, sizes.out_height); ++v) {
+      const Row row = row_of(map.m, static_cast<double>(v));
+      Box& box = touches.rows[n * sizes.out_height + v] = plain_sources(sizes, map, row);
+      touches.row_strips[i] = around(touches.row_strips[i], box);
+      if (across == 0) continue;
+      const Cut cut = cut_row(map, row, sizes);
+      for (int64_t x = 0; x < across; ++x) {
+        Box& tile = touches.tiles[i * across + x];
+        tile = around(tile, folded_taps(sizes, map, row, cut, x * kTileWidth,
+                                        std::min((x + 1) * kTileWidth, sizes.out_width)));
+        touches.tile_strips[i] = around(touches.tile_strips[i], tile);
+      }
+    }
+  });
+  return touches;
+}
+
+template <class Real>
+void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
+                    const std::vector<Homography>& maps) {
+  const WarpSizes& sizes = in.sizes;
+  if (sizes.width == 0) return;
+  const Touches touches = find_touches(sizes, maps);
+  const int64_t strips = divide_up(sizes.out_height, kTileHeight);
+  // The sums of a tile stay in the cache. Its channels share the search for the taps.
+  constexpr int64_t kSums = 1 << 15, kColumns = 256;
+  const int64_t channels = std::clamp<int64_t>(sizes.channels, 1, ImageTile<Real>::kChannels);
+  const int64_t height = kSums / (kColumns * channels);
+  const int64_t across = divide_up(sizes.width, kColumns), down = divide_up(sizes.height, height);
+  const int64_t groups = divide_up(sizes.channels, channels), tiles = across * down;
+  const Box plain = plain_box(sizes);
+  for_each(sizes.image_batch * groups * tiles, [&](int64_t i) {
+    const int64_t image = i / (groups * tiles), channel = i / tiles % groups * channels;
+    const int64_t top = i % tiles / across * height, left = i % across * kColumns;
+    ImageTile<Real> tile{in,
+                         to,
+                         top,
+                         left,
+                         std::min(height, sizes.height - top),
+                         std::min(kColumns, sizes.width - left),
+                         channel,
+                         std::min(channels, sizes.channels - channel),
+                         {},
+                         {},
+                         {},
+                         {}};
+    tile.pitch = tile.width + 2;
+    tile.plane = tile.pitch * (tile.height + 2);
+    tile.sums.resize(tile.channels * tile.plane);
+    const double left_end = static_cast<double>(left), top_end = static_cast<double>(top);
+    const double right_end = static_cast<double>(left + tile.width);
+    const double bottom_end = static_cast<double>(top + tile.height);
+    // The sources of which a tap is in the tile, or beside it for a nearest pixel.
+    const Box box{std::max(left_end - 1, plain.left), std::min(right_end, plain.right),
+                  std::max(top_end - 1, plain.top), std::min(bottom_end, plain.bottom)};
+    const Box own{left_end, right_end - 1, top_end, bottom_end - 1};
+    for (int64_t n = image; n < sizes.batch; n += sizes.image_batch)
+      for (int64_t strip = 0; strip < strips; ++strip) {
+        const bool shows = meet(touches.row_strips[n * strips + strip], box);
+        const bool folds = meet(touches.tile_strips[n * strips + strip], own);
+        if (!shows && !folds) continue;
+        const int64_t end = std::min((strip + 1) * kTileHeight, sizes.out_height);
+        for (int64_t v = strip * kTileHeight; v < end; ++v) {
+          const Real* grad = to.grad + output_offset(sizes, n, channel, v);
+          if (shows && meet(touches.rows[n * sizes.out_height + v], box))
+            tile.add_row(map_of(maps, n), v, box, grad);
+          if (folds)
+            tile.add_folded(map_of(maps, n), v, touches.tiles, (n * strips + strip), own, grad);
+        }
+      }
+    tile.store(image);
+  });
+}
+
+}  // namespace
+
+template <class Real>
+void warp_perspective_backward_cpu(const WarpInputs<Real>& in, const WarpGradients<Real>& to) {
+  const std::vector<Homography> maps = make_homographies(in);
+  if (to.grad_warp) matrix_gradient(in, to, maps);
+  if (to.grad_image) image_gradient(in, to, maps);
+}
+
+template void warp_perspective_backward_cpu(const WarpInputs<float>&, const WarpGradients<float>&);
+template void warp_perspective_backward_cpu(const WarpInputs<double>&,
+                                            const WarpGradients<double>&);
+
+}  // namespace calcops

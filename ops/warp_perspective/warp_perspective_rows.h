@@ -1,0 +1,219 @@
+// How the CPU kernels of warp_perspective go through a result. Each row is cut once, so that the
+// pixels whose taps all lie inside the image, nearly all of them, are computed without a test, in
+// loops that the compiler vectorises.
+#pragma once
+
+// Include this first. Without it GCC would not vectorise a loop with floor or a comparison in it,
+// for fear of a floating-point exception.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-trapping-math")
+#endif
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "warp_perspective/warp_perspective.h"
+#include "warp_perspective/warp_perspective_math.h"
+
+namespace calcops {
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline int64_t output_offset(const WarpSizes& sizes, int64_t n, int64_t c, int64_t v) {
+  return ((n * sizes.channels + c) * sizes.out_height + v) * sizes.out_width;
+}
+
+template <class Pixel>
+std::vector<Homography> make_homographies(const WarpInputs<Pixel>& in) {
+  std::vector<Homography> maps(in.sizes.warp_batch);
+  for (int64_t i = 0; i < in.sizes.warp_batch; ++i) maps[i] = homography_of(in, i);
+  return maps;
+}
+
+inline const Homography& map_of(const std::vector<Homography>& maps, int64_t n) {
+  return maps[maps.size() == 1 ? 0 : n];
+}
+
+struct Interval {
+  int64_t begin, end;
+
+  bool empty() const { return begin >= end; }
+};
+
+// Keeps the pixels u where slope * u + start >= 0.
+inline void clip(double slope, double start, Interval& kept) {
+  if (kept.empty()) return;
+  const bool at_begin = fma(slope, static_cast<double>(kept.begin), start) >= 0;
+  const bool at_end = fma(slope, static_cast<double>(kept.end - 1), start) >= 0;
+  if (at_begin && at_end) return;
+  const double root = -start / slope;  // between the two, or of no use
+  if (at_end)
+    kept.begin = static_cast<int64_t>(ceil(root));
+  else
+    kept.end = at_begin ? static_cast<int64_t>(floor(root)) + 1 : kept.begin;
+}
+
+// Source positions with left <= x <= right and top <= y <= bottom.
+struct Box {
+  double left, right, top, bottom;
+};
+
+// Rounding decides about some pixels at the end of an interval: kSure leaves them out.
+enum class Doubt { kSure, kPossible };
+
+// Cuts intervals out of a row of n pixels.
+class RowCutter {
+ public:
+  RowCutter(const double* m, const Row& row, int64_t n) : m_(m), row_(row), n_(n) {
+    const double last = fma(m[6], static_cast<double>(n - 1), row.w);
+    first_sign_ = row.w < 0 ? -1 : 1;
+    sides_ = row.w * last > 0 ? 1 : 2;
+  }
+
+  // 2 where the horizon, beyond which W has the other sign, crosses or touches the row.
+  int sides() const { return sides_; }
+
+  // The pixels whose W has the sign of a side, counted from the left.
+  Interval side(int side, Doubt doubt) const {
+    Interval kept{0, n_};
+    const double sign = side == 0 ? first_sign_ : -first_sign_;
+    clip(sign * m_[6], fma(sign, row_.w, rounding(doubt, m_[6], row_.w)), kept);
+    return kept;
+  }
+
+  // Those of them whose source is in the box.
+  Interval in_box(const Box& box, int side, Doubt doubt) const {
+    const double sign = side == 0 ? first_sign_ : -first_sign_;
+    const double of_w = rounding(doubt, m_[6], row_.w);
+    Interval kept = this->side(side, doubt);
+    const auto keep = [&](double s, double edge, double slope, double start) {
+      const double slack = fma(fabs(edge), of_w, rounding(doubt, slope, start));
+      clip(s * fma(-edge, m_[6], slope), fma(s, fma(-edge, row_.w, start), slack), kept);
+    };
+    keep(sign, box.left, m_[0], row_.x);
+    keep(-sign, box.right, m_[0], row_.x);
+    keep(sign, box.top, m_[3], row_.y);
+    keep(-sign, box.bottom, m_[3], row_.y);
+    return kept;
+  }
+
+ private:
+  // X, Y and W have one rounding, a coordinate has three and a root has three: 2^-48 of the largest
+  // number in each of them, 32 roundings, is more than they make together.
+  double rounding(Doubt doubt, double slope, double start) const {
+    return (doubt == Doubt::kSure ? -0x1p-48 : 0x1p-48) *
+           fma(fabs(slope), static_cast<double>(n_), fabs(start));
+  }
+
+  const double* m_;
+  Row row_;
+  int64_t n_;
+  double first_sign_;
+  int sides_;
+};
+
+// The parts of a row, from left to right, each from the end of that before it.
+enum class Part { kOutside, kEdge, kInside };
+
+struct Cut {
+  static constexpr int kParts = 9;
+  int64_t end[kParts];
+
+  // W is positive on one side of the horizon and negative on the other.
+  static Part kind(int part) {
+    constexpr Part kinds[4] = {Part::kOutside, Part::kEdge, Part::kInside, Part::kEdge};
+    return kinds[part % 4];
+  }
+
+  // visit(kind, begin, end) for what of the parts is in [left, right).
+  template <class Visit>
+  void visit(int64_t left, int64_t right, const Visit& visit) const {
+    for (int part = 0; part < kParts && left < right; ++part)
+      if (end[part] > left) {
+        const int64_t stop = std::min(end[part], right);
+        visit(kind(part), left, stop);
+        left = stop;
+      }
+  }
+};
+
+// The positions at most `beyond` outside of the image.
+inline Box image_box(const WarpSizes& sizes, double beyond) {
+  return {-beyond, static_cast<double>(sizes.width) - 1 + beyond, -beyond,
+          static_cast<double>(sizes.height) - 1 + beyond};
+}
+
+// Where all taps are in the image; half a pixel more would be the end for a nearest one.
+inline Box inside_box(const WarpSizes& sizes) { return image_box(sizes, sizes.nearest ? 0.25 : 0); }
+
+// Where the taps of a source are those of the image around it: everywhere for a constant border,
+// inside the image for those that repeat it.
+inline Box plain_box(const WarpSizes& sizes) {
+  return sizes.border == Border::kConstant ? image_box(sizes, 1) : inside_box(sizes);
+}
+
+inline Cut cut_row(const Homography& map, const Row& row, const WarpSizes& sizes) {
+  Cut cut;
+  const int64_t n = sizes.out_width;
+  std::fill_n(cut.end, Cut::kParts, map.valid ? 0 : n);
+  if (!map.valid) return cut;
+  const bool constant = sizes.border == Border::kConstant;
+  const Box inside = inside_box(sizes), plain = plain_box(sizes);
+  const RowCutter cutter(map.m, row, n);
+  int64_t last = 0;
+  for (int side = 0; side < cutter.sides(); ++side) {
+    const Interval in = cutter.in_box(inside, side, Doubt::kSure);
+    const Interval all = constant ? cutter.in_box(plain, side, Doubt::kPossible)
+                                  : Interval{0, side + 1 == cutter.sides() ? n : in.end};
+    const int64_t ends[4] = {all.begin, in.begin, in.end, all.end};
+    for (int k = 0; k < 4; ++k) {
+      const bool empty = k == 1 || k == 2 ? in.empty() : all.empty();
+      cut.end[4 * side + k] = last = std::max(last, empty ? 0 : ends[k]);
+    }
+  }
+  if (cutter.sides() == 1) std::fill_n(cut.end + 4, 4, last);
+  cut.end[8] = n;
+  return cut;
+}
+
+// x is integral and below 2^51; unlike a conversion, two additions can be vectorised everywhere.
+inline int64_t to_int64(double x) {
+  constexpr double kShift = 0x1.8p52;
+  constexpr int64_t kBits = 0x4338000000000000;
+  const double shifted = x + kShift;
+  int64_t bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  return bits - kBits;
+}
+
+constexpr int64_t kTileWidth = 128, kTileHeight = 16;
+
+// What a run of pixels has to know of its taps: the offset of the first and the weights of those on
+// the right and below.
+template <class Real>
+struct Taps {
+  int64_t offset[kTileWidth];
+  Real weight_x[kTileWidth], weight_y[kTileWidth];
+
+  // For the `count` pixels from u on, which are all inside; their numbers are at [at] and on.
+  // Offsets count from that of `origin`.
+  template <bool kNearest>
+  void locate(const double* m, const Row& row, int64_t stride_y, int64_t stride_x, int64_t origin,
+              int64_t u, int64_t at, int64_t count) {
+    const double along_y = static_cast<double>(stride_y), along_x = static_cast<double>(stride_x);
+    const double first = static_cast<double>(u);
+    const int n = static_cast<int>(count);
+    for (int i = 0; i < n; ++i) {
+      const Source s = project(m, row, first + i);
+      const double x = kNearest ? rint(s.x) : floor(s.x), y = kNearest ? rint(s.y) : floor(s.y);
+      offset[at + i] = to_int64(fma(y, along_y, x * along_x)) - origin;
+      if (kNearest) continue;
+      weight_x[at + i] = static_cast<Real>(s.x - x);
+      weight_y[at + i] = static_cast<Real>(s.y - y);
+    }
+  }
+};
+
+}  // namespace calcops
