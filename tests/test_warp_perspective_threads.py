@@ -23,4 +23,9 @@ int main() {
 
 
 def test_no_two_threads_meet_in_one_number(tmp_path):
-    thread_sanitizer.run(tmp_path, PROGRAM, "warp_perspective/warp_perspective_cpu.cpp")
+    thread_sanitizer.run(
+        tmp_path,
+        PROGRAM,
+        "warp_perspective/warp_perspective_cpu.cpp",
+        "warp_perspective/warp_perspective_backward_cpu.cpp",
+    )
