@@ -84,9 +84,9 @@ struct MatrixGradient {
 
   void add_edge(const Row& row, int64_t v, int64_t begin, int64_t end) {
     for (int64_t u = begin; u < end; ++u) {
-      const Source source = project(map.m, row, static_cast<double>(u));
+      Source source;
       Cell cell{};
-      if (!locate(source, in.sizes, cell)) continue;
+      if (!find_cell(map, row, u, in.sizes, source, cell)) continue;
       double gx = 0, gy = 0;
       for (int64_t c = 0; c < in.sizes.channels; ++c) {
         const double g = to.grad[output_offset(in.sizes, n, c, v) + u];
@@ -225,9 +225,10 @@ struct ImageTile {
                 bool plain) {
     const Box box = plain_box(in.sizes);
     for (int64_t u = pixels.begin; u < pixels.end; ++u) {
-      const Source source = project(map.m, row, static_cast<double>(u));
+      Source source;
       Cell cell{};
-      if (is_in(box, source) == plain && locate(source, in.sizes, cell)) add_cell(cell, grad + u);
+      if (find_cell(map, row, u, in.sizes, source, cell) && is_in(box, source) == plain)
+        add_cell(cell, grad + u);
     }
   }
 
@@ -347,9 +348,9 @@ Box folded_taps(const WarpSizes& sizes, const Homography& map, const Row& row, c
   Box box = kNowhere;
   cut.visit(left, right, [&](Part part, int64_t begin, int64_t end) {
     for (int64_t u = begin; u < end && part == Part::kEdge; ++u) {
-      const Source source = project(map.m, row, static_cast<double>(u));
+      Source source;
       Cell cell{};
-      if (is_in(plain, source) || !locate(source, sizes, cell)) continue;
+      if (!find_cell(map, row, u, sizes, source, cell) || is_in(plain, source)) continue;
       const auto x = std::minmax(cell.x.first, cell.x.second);
       const auto y = std::minmax(cell.y.first, cell.y.second);
       box = around(box, {static_cast<double>(x.first), static_cast<double>(x.second),

@@ -151,8 +151,47 @@ struct Axis {
   double weight, slope;
 };
 
+// x modulo period, with the sign of x, as fmod, which is slow: exact as well, where x / period is
+// below 2^51.
+CALCOPS_HD inline double near_remainder(double x, double period) {
+  const double rest = fma(-trunc(x / period), period, x);
+  // The quotient may have been rounded up to an integer.
+  return rest * x < 0 ? rest + copysign(period, x) : rest;
+}
+
+constexpr double kFar = 0x1p51;
+
+// A finite coordinate outside of [0, n - 1] as a border mode other than constant maps it there, for
+// wrap to [0, n); `slope` becomes the derivative. kNear: x is below kFar.
+template <bool kNear>
+CALCOPS_HD inline double fold(double x, double n, Border border, double& slope) {
+  const auto modulo = [&](double period) {
+    return kNear || fabs(x) < kFar ? near_remainder(x, period) : fmod(x, period);
+  };
+  if (border == Border::kWrap) {
+    x = modulo(n);
+    x = x < 0 ? x + n : x;
+    if (x >= n) x = 0;  // -1e-20 + n is n
+    return x;
+  }
+  if (border != Border::kReplicate) {
+    // reflect is even about -1/2 and has period 2n, reflect_101 is even about 0 with period 2n - 2
+    const double edge = border == Border::kReflect ? 1 : 0;
+    const double period = 2 * (n - 1 + edge);
+    x = period > 0 ? modulo(period) : 0;
+    slope = x < 0 ? -slope : slope;
+    x = x < 0 ? -edge - x : x;
+    const bool far_half = x > n - 1 + edge / 2;
+    slope = far_half ? -slope : slope;
+    x = far_half ? period - edge - x : x;
+  }
+  slope = x >= 0 && x <= n - 1 ? slope : 0;
+  x = x < 0 ? 0 : x;
+  return x > n - 1 ? n - 1 : x;
+}
+
 // cv::borderInterpolate folds the index of each tap; folding the coordinate gives the same function
-// with one fmod, for coordinates of any size. False where both taps are border_value.
+// for coordinates of any size. False where both taps are border_value.
 CALCOPS_HD inline bool locate(double x, int64_t size, Border border, bool nearest, Axis& axis) {
   const double n = static_cast<double>(size);
   axis.slope = nearest ? 0 : 1;
@@ -161,32 +200,8 @@ CALCOPS_HD inline bool locate(double x, int64_t size, Border border, bool neares
     if (!(x > -1 && x < n)) return false;
   } else if (!(fabs(x) <= DBL_MAX)) {
     return false;
-  } else if (border == Border::kWrap) {
-    if (!(x >= 0 && x < n)) {
-      x = fmod(x, n);
-      if (x < 0) x += n;
-      if (x >= n) x = 0;  // -1e-20 + n is n
-    }
-  } else if (!(x >= 0 && x <= n - 1)) {
-    if (border != Border::kReplicate) {
-      // reflect is even about -1/2 and has period 2n, reflect_101 is even about 0 with period 2n -
-      // 2
-      const double edge = border == Border::kReflect ? 1 : 0;
-      const double period = 2 * (n - 1 + edge);
-      x = period > 0 ? fmod(x, period) : 0;
-      if (x < 0) {
-        x = -edge - x;
-        axis.slope = -axis.slope;
-      }
-      if (x > n - 1 + edge / 2) {
-        x = period - edge - x;
-        axis.slope = -axis.slope;
-      }
-    }
-    if (!(x >= 0 && x <= n - 1)) {
-      x = x < 0 ? 0 : n - 1;
-      axis.slope = 0;
-    }
+  } else if (!(x >= 0 && (border == Border::kWrap ? x < n : x <= n - 1))) {
+    x = fold<false>(x, n, border, axis.slope);
   }
   const double floor_x = floor(x);
   axis.first = static_cast<int64_t>(floor_x);

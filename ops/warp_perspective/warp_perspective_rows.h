@@ -3,8 +3,8 @@
 // loops that the compiler vectorises.
 #pragma once
 
-// Include this first. Without it GCC would not vectorise a loop with floor or a comparison in it,
-// for fear of a floating-point exception.
+// Without it GCC would not vectorise a loop with floor or a comparison in it, for fear of a
+// floating-point exception.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("no-trapping-math")
 #endif
@@ -84,7 +84,7 @@ class RowCutter {
   }
 
   // Those of them whose source is in the box.
-  Interval in_box(const Box& box, int side, Doubt doubt) const {
+  [[gnu::noinline]] Interval in_box(const Box& box, int side, Doubt doubt) const {
     const double sign = side == 0 ? first_sign_ : -first_sign_;
     const double of_w = rounding(doubt, m_[6], row_.w);
     Interval kept = this->side(side, doubt);
@@ -154,7 +154,8 @@ inline Box plain_box(const WarpSizes& sizes) {
   return sizes.border == Border::kConstant ? image_box(sizes, 1) : inside_box(sizes);
 }
 
-inline Cut cut_row(const Homography& map, const Row& row, const WarpSizes& sizes) {
+[[gnu::noinline]] inline Cut cut_row(const Homography& map, const Row& row,
+                                     const WarpSizes& sizes) {
   Cut cut;
   const int64_t n = sizes.out_width;
   std::fill_n(cut.end, Cut::kParts, map.valid ? 0 : n);
@@ -178,13 +179,21 @@ inline Cut cut_row(const Homography& map, const Row& row, const WarpSizes& sizes
   return cut;
 }
 
-// x is integral and below 2^51; unlike a conversion, two additions can be vectorised everywhere.
+// Where a single pixel comes from. Out of line: it is long, and the loops over many are elsewhere.
+[[gnu::noinline]] inline bool find_cell(const Homography& map, const Row& row, int64_t u,
+                                        const WarpSizes& sizes, Source& source, Cell& cell) {
+  source = project(map.m, row, static_cast<double>(u));
+  return locate(source, sizes, cell);
+}
+
+// n where x = kInt64 + n with an integer n below 2^51. Unlike a conversion, this can be vectorised
+// everywhere.
+constexpr double kInt64 = 0x1.8p52;
+
 inline int64_t to_int64(double x) {
-  constexpr double kShift = 0x1.8p52;
-  constexpr int64_t kBits = 0x4338000000000000;
-  const double shifted = x + kShift;
+  constexpr int64_t kBits = 0x4338000000000000;  // of kInt64
   int64_t bits;
-  std::memcpy(&bits, &shifted, sizeof bits);
+  std::memcpy(&bits, &x, sizeof bits);
   return bits - kBits;
 }
 
@@ -203,16 +212,77 @@ struct Taps {
   void locate(const double* m, const Row& row, int64_t stride_y, int64_t stride_x, int64_t origin,
               int64_t u, int64_t at, int64_t count) {
     const double along_y = static_cast<double>(stride_y), along_x = static_cast<double>(stride_x);
+    const double from = kInt64 - static_cast<double>(origin);
     const double first = static_cast<double>(u);
     const int n = static_cast<int>(count);
     for (int i = 0; i < n; ++i) {
       const Source s = project(m, row, first + i);
       const double x = kNearest ? rint(s.x) : floor(s.x), y = kNearest ? rint(s.y) : floor(s.y);
-      offset[at + i] = to_int64(fma(y, along_y, x * along_x)) - origin;
+      offset[at + i] = to_int64(fma(y, along_y, fma(x, along_x, from)));
       if (kNearest) continue;
       weight_x[at + i] = static_cast<Real>(s.x - x);
       weight_y[at + i] = static_cast<Real>(s.y - y);
     }
+  }
+};
+
+// The taps of pixels anywhere, for a border mode that repeats the image.
+struct FoldedTaps {
+  int64_t offset[4][kTileWidth];  // a b / c d
+  double weight_x[kTileWidth], weight_y[kTileWidth];
+
+  // False where one of the `count` pixels from u on, at most kTileWidth, has no source or one that
+  // is very far away: they are left to locate().
+  [[gnu::noinline]] bool locate(const double* m, const Row& row, const WarpSizes& sizes,
+                                const int64_t* stride, int64_t u, int64_t count) {
+    double x[kTileWidth], y[kTileWidth], second_x[kTileWidth], second_y[kTileWidth];
+    const double first = static_cast<double>(u);
+    const int n = static_cast<int>(count);
+    int64_t far = 0;  // as wide as a double
+    for (int i = 0; i < n; ++i) {
+      const Source s = project(m, row, first + i);
+      x[i] = s.x;
+      y[i] = s.y;
+      far |= fabs(s.x) < kFar && fabs(s.y) < kFar ? 0 : 1;
+    }
+    if (far) return false;
+    locate_axis(sizes, sizes.width, n, x, second_x, weight_x);
+    locate_axis(sizes, sizes.height, n, y, second_y, weight_y);
+    const double along_y = static_cast<double>(stride[2]), along_x = static_cast<double>(stride[3]);
+    for (int i = 0; i < n; ++i) {
+      const double left = fma(x[i], along_x, kInt64), right = fma(second_x[i], along_x, kInt64);
+      offset[0][i] = to_int64(fma(y[i], along_y, left));
+      offset[1][i] = to_int64(fma(y[i], along_y, right));
+      offset[2][i] = to_int64(fma(second_y[i], along_y, left));
+      offset[3][i] = to_int64(fma(second_y[i], along_y, right));
+    }
+    return true;
+  }
+
+ private:
+  static void locate_axis(const WarpSizes& sizes, int64_t size, int count, double* x,
+                          double* second, double* weight) {
+    if (sizes.nearest)
+      for (int i = 0; i < count; ++i) x[i] = rint(x[i]);
+    const auto fold_all = [&](auto border) {
+      const double n = static_cast<double>(size);
+      const double after_last = decltype(border)::value == Border::kWrap ? 0 : n - 1;
+      for (int i = 0; i < count; ++i) {
+        double slope = 1;
+        const double at = fold<true>(x[i], n, decltype(border)::value, slope), first = floor(at);
+        second[i] = first + 1 < n ? first + 1 : after_last;
+        weight[i] = at - first;
+        x[i] = first;
+      }
+    };
+    if (sizes.border == Border::kReplicate)
+      fold_all(std::integral_constant<Border, Border::kReplicate>());
+    else if (sizes.border == Border::kWrap)
+      fold_all(std::integral_constant<Border, Border::kWrap>());
+    else if (sizes.border == Border::kReflect)
+      fold_all(std::integral_constant<Border, Border::kReflect>());
+    else
+      fold_all(std::integral_constant<Border, Border::kReflect101>());
   }
 };
 
