@@ -43,30 +43,37 @@ class Sum {
   double lanes_[kLanes] = {};
 };
 
-// The gradients (gx, gy) of the positions of a run of pixels whose taps are all inside.
-struct PositionGradients {
-  double x[kTileWidth], y[kTileWidth];
+// A run of pixels whose taps are all inside: where they come from, and the gradients of that.
+struct Positions {
+  Taps<double> taps;
+  double x[kTileWidth], y[kTileWidth], reciprocal[kTileWidth];  // the last of W
+  double grad_x[kTileWidth], grad_y[kTileWidth];
+
+  void locate(const double* m, const Row& row, const int64_t* stride, int64_t u, int64_t count) {
+    const Taps<double>::Strides strides(stride[2], stride[3], 0);
+    const double first = static_cast<double>(u);
+    for (int i = 0; i < static_cast<int>(count); ++i) {
+      const Source source = project(m, row, first + i);
+      taps.put<false>(i, source, strides);
+      x[i] = source.x;
+      y[i] = source.y;
+      reciprocal[i] = 1 / source.w;
+      grad_x[i] = grad_y[i] = 0;
+    }
+  }
 
   template <class Real>
-  void add(const Plane<Real>& plane, const Taps<double>& taps, const Real* grad, int64_t count) {
-    Real a[kTileWidth], b[kTileWidth], c[kTileWidth], d[kTileWidth];
-    const Real *right = plane.data + plane.stride_x, *below = plane.data + plane.stride_y,
-               *last = right + plane.stride_y;
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t offset = taps.offset[i];
-      a[i] = plane.data[offset];
-      b[i] = right[offset];
-      c[i] = below[offset];
-      d[i] = last[offset];
-    }
+  void add(const Plane<Real>& plane, const Real* grad, int64_t count) {
+    Pairs<Real> pairs;
+    pairs.read(plane, taps.offset, count);
     // As sample_slope.
     for (int64_t i = 0; i < count; ++i) {
-      const double along_x = taps.weight_x[i], along_y = taps.weight_y[i];
-      const double at = a[i], at_right = b[i], at_below = c[i], at_last = d[i], g = grad[i];
-      const double bottom = along_y > 0 ? at_last - at_below : 0;
-      const double side = along_x > 0 ? at_last - at_right : 0;
-      x[i] = fma(g, fma(along_y, bottom, (1 - along_y) * (at_right - at)), x[i]);
-      y[i] = fma(g, fma(along_x, side, (1 - along_x) * (at_below - at)), y[i]);
+      const double along_x = taps.weight_x[i], along_y = taps.weight_y[i], g = grad[i];
+      const double a = pairs.above[2 * i], b = pairs.above[2 * i + 1], c = pairs.below[2 * i],
+                   d = pairs.below[2 * i + 1];
+      const double bottom = along_y > 0 ? d - c : 0, right = along_x > 0 ? d - b : 0;
+      grad_x[i] = fma(g, fma(along_y, bottom, (1 - along_y) * (b - a)), grad_x[i]);
+      grad_y[i] = fma(g, fma(along_x, right, (1 - along_x) * (c - a)), grad_y[i]);
     }
   }
 };
@@ -79,8 +86,11 @@ struct MatrixGradient {
   const Homography& map;
   int64_t n;
   double grad_m[9] = {};
-  Taps<double> taps;
-  PositionGradients positions;
+  Positions positions;
+
+  MatrixGradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to, const Homography& map,
+                 int64_t n)
+      : in(in), to(to), map(map), n(n) {}
 
   void add_edge(const Row& row, int64_t v, int64_t begin, int64_t end) {
     for (int64_t u = begin; u < end; ++u) {
@@ -100,24 +110,18 @@ struct MatrixGradient {
 
   void add_inside(const Row& row, int64_t v, int64_t begin, int64_t end) {
     const int64_t count = end - begin;
-    taps.template locate<false>(map.m, row, in.image_stride[2], in.image_stride[3], 0, begin, 0,
-                                count);
-    std::fill_n(positions.x, count, 0.0);
-    std::fill_n(positions.y, count, 0.0);
+    positions.locate(map.m, row, in.image_stride, begin, count);
     for (int64_t c = 0; c < in.sizes.channels; ++c)
-      positions.add(make_plane(in, n, c, in.border_value[c]), taps,
+      positions.add(make_plane(in, n, c, in.border_value[c]),
                     to.grad + output_offset(in.sizes, n, c, v) + begin, count);
-    // project_backward: row k of m receives g u, g v and g.
+    // As project_backward: row k of m receives g[k] times u, v and 1.
     double g[3][kTileWidth], along_u[3][kTileWidth];
     const double first = static_cast<double>(begin);
     for (int i = 0; i < static_cast<int>(count); ++i) {
-      const double u = first + i, reciprocal = 1 / fma(map.m[6], u, row.w);
-      const double x = fma(map.m[0], u, row.x) * reciprocal,
-                   y = fma(map.m[3], u, row.y) * reciprocal;
-      g[0][i] = positions.x[i] * reciprocal;
-      g[1][i] = positions.y[i] * reciprocal;
-      g[2][i] = -fma(g[0][i], x, g[1][i] * y);
-      for (int k = 0; k < 3; ++k) along_u[k][i] = g[k][i] * u;
+      g[0][i] = positions.grad_x[i] * positions.reciprocal[i];
+      g[1][i] = positions.grad_y[i] * positions.reciprocal[i];
+      g[2][i] = -fma(g[0][i], positions.x[i], g[1][i] * positions.y[i]);
+      for (int k = 0; k < 3; ++k) along_u[k][i] = g[k][i] * (first + i);
     }
     for (int k = 0; k < 3; ++k) {
       Sum sum, sum_u;
@@ -140,7 +144,7 @@ void matrix_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
   for_each(sizes.nearest ? 0 : sizes.batch * strips, [&](int64_t i) {
     const int64_t n = i / strips, top = i % strips * kTileHeight;
     const int64_t bottom = std::min(top + kTileHeight, sizes.out_height);
-    MatrixGradient<Real> strip{in, to, map_of(maps, n), n, {}, {}, {}};
+    MatrixGradient<Real> strip(in, to, map_of(maps, n), n);
     if (!strip.map.valid) return;
     Row rows[kTileHeight];
     Cut cuts[kTileHeight];
@@ -186,6 +190,15 @@ Box around(const Box& a, const Box& b) {
 bool is_in(const Box& box, const Source& source) {
   return source.x >= box.left && source.x <= box.right && source.y >= box.top &&
          source.y <= box.bottom;
+}
+
+inline void add_two(const double* values, double* sums) {
+  typedef double Doubles2 __attribute__((vector_size(16)));
+  Doubles2 a, b;
+  std::memcpy(&a, values, sizeof a);
+  std::memcpy(&b, sums, sizeof b);
+  b += a;
+  std::memcpy(sums, &b, sizeof b);
 }
 
 // A tile of one image's gradient, for some of its channels.
@@ -234,14 +247,14 @@ struct ImageTile {
 
   // Pixels whose taps all lie in the tile or in the row and column beside it.
   void add_inside(const Homography& map, const Row& row, const Real* grad, Interval pixels) {
-    double a[kTileWidth], b[kTileWidth], c[kTileWidth], d[kTileWidth];
+    double above[2 * kTileWidth], below[2 * kTileWidth];
+    const Taps<double>::Strides strides(pitch, 1, (top - 1) * pitch + left - 1);
     for (int64_t u = pixels.begin; u < pixels.end; u += kTileWidth) {
       const int64_t count = std::min(kTileWidth, pixels.end - u);
-      const int64_t origin = (top - 1) * pitch + left - 1;
       if (in.sizes.nearest)
-        taps.template locate<true>(map.m, row, pitch, 1, origin, u, 0, count);
+        taps.template locate<true>(map.m, row, strides, u, 0, count);
       else
-        taps.template locate<false>(map.m, row, pitch, 1, origin, u, 0, count);
+        taps.template locate<false>(map.m, row, strides, u, 0, count);
       for (int64_t channel = 0; channel < channels; ++channel) {
         const Real* g = grad + channel * in.sizes.out_height * in.sizes.out_width + u;
         double* to = sums.data() + channel * plane;
@@ -253,20 +266,18 @@ struct ImageTile {
         for (int64_t i = 0; i < count; ++i) {
           const double x = taps.weight_x[i], y = taps.weight_y[i], value = g[i];
           const double upper = value * (1 - y), lower = y > 0 ? value * y : 0;
-          a[i] = upper * (1 - x);
-          b[i] = x > 0 ? upper * x : 0;
-          c[i] = lower * (1 - x);
-          d[i] = x > 0 ? lower * x : 0;
+          above[2 * i] = upper * (1 - x);
+          above[2 * i + 1] = x > 0 ? upper * x : 0;
+          below[2 * i] = lower * (1 - x);
+          below[2 * i + 1] = x > 0 ? lower * x : 0;
         }
         // Neighbours often share a tap, and a sum waits for the one before it.
         constexpr int64_t kStep = 16;
         for (int64_t first = 0; first < std::min(kStep, count); ++first)
           for (int64_t i = first; i < count; i += kStep) {
             double* sum = to + taps.offset[i];
-            sum[0] += a[i];
-            sum[1] += b[i];
-            sum[pitch] += c[i];
-            sum[pitch + 1] += d[i];
+            add_two(above + 2 * i, sum);
+            add_two(below + 2 * i, sum + pitch);
           }
       }
     }

@@ -68,28 +68,6 @@ void sample_edge(const Tile<Pixel>& tile, int64_t v, int64_t begin, int64_t end)
   }
 }
 
-// The taps a b / c d of pixels that have all of them in the image: a b of all, and c d of all.
-template <class Pixel>
-struct Pairs {
-  Pixel above[2 * kTileWidth], below[2 * kTileWidth];
-
-  void read(const Plane<Pixel>& plane, const int64_t* offset, int64_t count) {
-    const Pixel* next = plane.data + plane.stride_y;
-    if (plane.stride_x == 1) {
-      for (int64_t i = 0; i < count; ++i) {
-        std::memcpy(above + 2 * i, plane.data + offset[i], 2 * sizeof(Pixel));
-        std::memcpy(below + 2 * i, next + offset[i], 2 * sizeof(Pixel));
-      }
-    } else {
-      for (int64_t i = 0; i < count; ++i)
-        for (int64_t k = 0; k < 2; ++k) {
-          above[2 * i + k] = plane.data[offset[i] + k * plane.stride_x];
-          below[2 * i + k] = next[offset[i] + k * plane.stride_x];
-        }
-    }
-  }
-};
-
 template <class Pixel, class Real>
 void blend(const Pairs<Pixel>& pairs, const Real* weight_x, const Real* weight_y, int64_t count,
            Pixel* out) {
@@ -207,8 +185,8 @@ void sample_inside(const Tile<Pixel>& tile, const Plane<Pixel>& plane, int64_t v
       if (blend_quickly(pairs, taps.weight_x + at, taps.weight_y + at, i, n, out + i)) continue;
       Taps<double> exact;
       Pairs<Pixel> group;
-      exact.template locate<false>(tile.map.m, tile.rows[v - tile.top], plane.stride_y,
-                                   plane.stride_x, 0, begin + i, 0, n);
+      exact.template locate<false>(tile.map.m, tile.rows[v - tile.top],
+                                   {plane.stride_y, plane.stride_x, 0}, begin + i, 0, n);
       group.read(plane, exact.offset, n);
       blend(group, exact.weight_x, exact.weight_y, n, out + i);
     }
@@ -233,7 +211,7 @@ void forward_rows(Tile<Pixel>& tile) {
         if (part == Part::kEdge) sample_edge(tile, v, begin, end);
         if (part != Part::kInside) return;
         auto& taps = tile.taps[i];
-        taps.template locate<kNearest>(tile.map.m, tile.rows[i], stride[2], stride[3], 0, begin,
+        taps.template locate<kNearest>(tile.map.m, tile.rows[i], {stride[2], stride[3], 0}, begin,
                                        begin - left, end - begin);
         // The first channel is read when all rows of the tile are located. Four rows touch much the
         // same lines of the cache.

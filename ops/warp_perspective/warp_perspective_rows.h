@@ -206,22 +206,54 @@ struct Taps {
   int64_t offset[kTileWidth];
   Real weight_x[kTileWidth], weight_y[kTileWidth];
 
-  // For the `count` pixels from u on, which are all inside; their numbers are at [at] and on.
-  // Offsets count from that of `origin`.
+  // How far apart taps are, and the offset of the first pixel.
+  struct Strides {
+    double y, x, first;
+
+    Strides(int64_t y, int64_t x, int64_t origin)
+        : y(static_cast<double>(y)),
+          x(static_cast<double>(x)),
+          first(kInt64 - static_cast<double>(origin)) {}
+  };
+
   template <bool kNearest>
-  void locate(const double* m, const Row& row, int64_t stride_y, int64_t stride_x, int64_t origin,
-              int64_t u, int64_t at, int64_t count) {
-    const double along_y = static_cast<double>(stride_y), along_x = static_cast<double>(stride_x);
-    const double from = kInt64 - static_cast<double>(origin);
+  void put(int64_t i, const Source& source, const Strides& strides) {
+    const double x = kNearest ? rint(source.x) : floor(source.x);
+    const double y = kNearest ? rint(source.y) : floor(source.y);
+    offset[i] = to_int64(fma(y, strides.y, fma(x, strides.x, strides.first)));
+    if (kNearest) return;
+    weight_x[i] = static_cast<Real>(source.x - x);
+    weight_y[i] = static_cast<Real>(source.y - y);
+  }
+
+  // For the `count` pixels from u on, which are all inside; their numbers are at [at] and on.
+  template <bool kNearest>
+  void locate(const double* m, const Row& row, const Strides& strides, int64_t u, int64_t at,
+              int64_t count) {
     const double first = static_cast<double>(u);
-    const int n = static_cast<int>(count);
-    for (int i = 0; i < n; ++i) {
-      const Source s = project(m, row, first + i);
-      const double x = kNearest ? rint(s.x) : floor(s.x), y = kNearest ? rint(s.y) : floor(s.y);
-      offset[at + i] = to_int64(fma(y, along_y, fma(x, along_x, from)));
-      if (kNearest) continue;
-      weight_x[at + i] = static_cast<Real>(s.x - x);
-      weight_y[at + i] = static_cast<Real>(s.y - y);
+    for (int i = 0; i < static_cast<int>(count); ++i)
+      put<kNearest>(at + i, project(m, row, first + i), strides);
+  }
+};
+
+// The taps a b / c d of pixels that have all of them in the image: a b of all, and c d of all.
+template <class Pixel>
+struct Pairs {
+  Pixel above[2 * kTileWidth], below[2 * kTileWidth];
+
+  void read(const Plane<Pixel>& plane, const int64_t* offset, int64_t count) {
+    const Pixel* next = plane.data + plane.stride_y;
+    if (plane.stride_x == 1) {
+      for (int64_t i = 0; i < count; ++i) {
+        std::memcpy(above + 2 * i, plane.data + offset[i], 2 * sizeof(Pixel));
+        std::memcpy(below + 2 * i, next + offset[i], 2 * sizeof(Pixel));
+      }
+    } else {
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t k = 0; k < 2; ++k) {
+          above[2 * i + k] = plane.data[offset[i] + k * plane.stride_x];
+          below[2 * i + k] = next[offset[i] + k * plane.stride_x];
+        }
     }
   }
 };

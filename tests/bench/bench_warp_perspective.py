@@ -1,5 +1,10 @@
-"""calcops::warp_perspective against cv2.warpPerspective, a 1080p image on 1 and 2 threads. Run: make bench"""
+"""calcops::warp_perspective against cv2.warpPerspective, forward, and against kornia, forward and backward.
 
+Times are the least of many, the libraries taking turns, each returning a new result. Planar images here, interleaved
+ones for cv2: each library's own layout. Run: make bench, or with names of parts: speed borders gradients small accuracy
+"""
+
+import sys
 import time
 
 import cv2
@@ -8,45 +13,150 @@ import torch
 
 import calcops_jit
 
-WARP = np.array([[1.02, 0.05, -30], [-0.03, 0.98, 20], [1e-5, -2e-5, 1]])
-HEIGHT, WIDTH = 1080, 1920
+try:
+    import kornia
+except ImportError:  # optional
+    kornia = None
+
+SIZES = {"512 x 512 x 1": (512, 512, 1), "1080 x 1920 x 3": (1080, 1920, 3), "4096 x 4096 x 1": (4096, 4096, 1)}
+BORDERS = ["constant", "replicate", "reflect", "reflect_101", "wrap"]
 
 
-def milliseconds(function, repeats=15):
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+def homographies(height, width):
+    corners = np.float32([[0, 0], [width - 1, 0], [width - 1, height - 1], [0, height - 1]])
+    moved = corners + np.float32([[0.05, 0.03], [-0.04, 0.06], [-0.02, -0.05], [0.07, -0.04]]) * [width, height]
+    cosine, sine = 0.9 * np.cos(np.pi / 6), 0.9 * np.sin(np.pi / 6)
+    turn = np.array([[cosine, -sine, 0], [sine, cosine, 0], [0.1 / width, 0.05 / height, 1]])
+    centre, back = np.eye(3), np.eye(3)
+    centre[:2, 2] = width / 2, height / 2
+    back[:2, 2] = -width / 2, -height / 2
+    trapezium = np.float32([[0.35, 0.3], [0.65, 0.3], [1, 1], [0, 1]]) * np.float32([width, height])
+    return {
+        "mild": cv2.getPerspectiveTransform(corners, np.float32(moved)),
+        "30 degrees": centre @ turn @ back,
+        "strong": cv2.getPerspectiveTransform(trapezium, corners),
+    }
+
+
+def best(functions, seconds):
+    """Milliseconds of each function."""
+    least = [float("inf")] * len(functions)
+    for function in functions:
         function()
-        times.append(time.perf_counter() - start)
-    return 1e3 * min(times)
+    end, rounds = time.perf_counter() + seconds, 0
+    while rounds < 3 or time.perf_counter() < end:
+        rounds += 1
+        for i, function in enumerate(functions):
+            start = time.perf_counter()
+            function()
+            least[i] = min(least[i], 1e3 * (time.perf_counter() - start))
+    return least
 
 
-def compare(dtype, channels, interpolation, flag):
-    pixels = (np.random.default_rng(0).random((HEIGHT, WIDTH, channels)) * 255).astype(dtype)
-    image, warp = torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), torch.from_numpy(WARP)
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        cv2.setNumThreads(threads)
-        ours = milliseconds(lambda: calcops_jit.warp_perspective(image, warp, (HEIGHT, WIDTH), interpolation))
-        theirs = milliseconds(lambda: cv2.warpPerspective(pixels, WARP, (WIDTH, HEIGHT), flags=flag))
-        name = f"{np.dtype(dtype).name} x {channels} {interpolation}"
-        print(f"{name:<28}{threads:>8}{ours:>12.2f}{theirs:>9.2f}")
+def set_threads(count):
+    torch.set_num_threads(count)
+    cv2.setNumThreads(count)
+
+
+def random_pixels(height, width, channels, dtype):
+    values = np.random.default_rng(0).random((height, width, channels), dtype=np.float32)
+    return (values * 255).astype(np.uint8) if dtype == "uint8" else values.astype(dtype)
+
+
+def pair(pixels, matrix, interpolation="linear", border="constant"):
+    """The call of cv2, and ours on the same image."""
+    height, width, _ = pixels.shape
+    image, warp = torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), torch.from_numpy(matrix)
+    flags = cv2.INTER_LINEAR if interpolation == "linear" else cv2.INTER_NEAREST
+    mode = getattr(cv2, f"BORDER_{border.upper()}")
+    return (
+        lambda: cv2.warpPerspective(pixels, matrix, (width, height), flags=flags, borderMode=mode),
+        lambda: calcops_jit.warp_perspective(image, warp, (height, width), interpolation, border),
+    )
+
+
+def row(name, theirs, ours):
+    print(f"{name:<52}{theirs:>10.3f}{ours:>10.3f}{ours / theirs:>8.2f}", flush=True)
+
+
+def speed(seconds):
+    for size, shape in SIZES.items():
+        for dtype in ("float32", "uint8"):
+            pixels = random_pixels(*shape, dtype)
+            for name, matrix in homographies(*shape[:2]).items():
+                for threads in (1, 2):
+                    set_threads(threads)
+                    row(f"{size}, {dtype}, {name}, {threads} thr.", *best(pair(pixels, matrix), seconds))
+
+
+def borders(seconds):
+    set_threads(1)
+    for size, shape in list(SIZES.items())[:2]:
+        for dtype in ("float32", "uint8"):
+            pixels = random_pixels(*shape, dtype)
+            for name, matrix in homographies(*shape[:2]).items():
+                for interpolation, border in [("linear", b) for b in BORDERS[1:]] + [("nearest", b) for b in BORDERS]:
+                    times = best(pair(pixels, matrix, interpolation, border), seconds)
+                    row(f"{size}, {dtype}, {name}, {interpolation}, {border}", *times)
+
+
+def gradients(seconds):
+    """Forward and backward to image and matrix."""
+    if kornia is None:
+        print("kornia is not installed")
+        return
+    set_threads(1)
+    for size, (height, width, channels) in SIZES.items():
+        for name, matrix in homographies(height, width).items():
+            image = torch.rand(1, channels, height, width, requires_grad=True)
+            warp = torch.from_numpy(matrix)[None].float().requires_grad_()
+            upstream = torch.rand(1, channels, height, width)
+            calls = [
+                lambda i, w, s=(height, width): kornia.geometry.warp_perspective(i, w, s, align_corners=True),
+                lambda i, w, s=(height, width): calcops_jit.warp_perspective(i, w, s),
+            ]
+
+            def both(call, image=image, warp=warp, upstream=upstream):
+                torch.autograd.grad(call(image, warp), (image, warp), upstream)
+
+            times = best([lambda call=call: both(call) for call in calls], seconds)
+            row(f"{size}, float32, {name}, forward + backward", *times)
+
+
+def small(_):
+    """A call for 8 x 8 pixels, and for none: what is left is the kernel."""
+    set_threads(1)
+    image, warp = torch.rand(64, 64), torch.from_numpy(homographies(64, 64)["mild"])
+
+    def calls(size):
+        for _ in range(1000):
+            calcops_jit.warp_perspective(image, warp, (size, size))
+
+    empty, full = best([lambda: calls(0), lambda: calls(8)], 2)
+    print(f"a call for 8 x 8 pixels {full:.2f} us, for 0 x 0 {empty:.2f} us: {full - empty:.2f} us")
+
+
+def accuracy(_):
+    """The largest errors against float64 images of the same values, full scale 1."""
+    for size, shape in list(SIZES.items())[:2]:
+        pixels = random_pixels(*shape, "float32")
+        for name, matrix in homographies(*shape[:2]).items():
+            exact = pair(pixels.astype(np.float64), matrix)[1]()
+            theirs, ours = (call() for call in pair(pixels, matrix))
+            error = np.abs(np.moveaxis(theirs.reshape(shape), 2, 0) - exact.numpy()).max()
+            print(f"{size}, {name}: cv2 {error:.1e}, calcops {(ours - exact).abs().max().item():.1e}", flush=True)
+
+
+PARTS = {"accuracy": (accuracy, 0), "small": (small, 0), "speed": (speed, 0.5), "borders": (borders, 0.1)}
+PARTS["gradients"] = gradients, 1
 
 
 def main():
-    print(f"{'image':<28}{'threads':>8}{'calcops ms':>12}{'cv2 ms':>9}")
-    for dtype in (np.uint8, np.float32):
-        for channels in (1, 3):
-            compare(dtype, channels, "linear", cv2.INTER_LINEAR)
-            compare(dtype, channels, "nearest", cv2.INTER_NEAREST)
-    image = torch.rand(3, HEIGHT, WIDTH, requires_grad=True)
-    warp = torch.from_numpy(WARP).requires_grad_()
-    result = calcops_jit.warp_perspective(image, warp, (HEIGHT, WIDTH))
-    upstream = torch.rand_like(result)
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        took = milliseconds(lambda: result.backward(upstream, retain_graph=True), 5)
-        print(f"{'float32 x 3 linear, backward':<28}{threads:>8}{took:>12.2f}")
+    print(f"cv2 {cv2.__version__}, kornia {kornia and kornia.__version__}, torch {torch.__version__}")
+    print(f"{'milliseconds':<52}{'theirs':>10}{'calcops':>10}{'ratio':>8}")
+    for name in sys.argv[1:] or PARTS:
+        part, seconds = PARTS[name]
+        part(seconds)
 
 
 if __name__ == "__main__":
