@@ -92,7 +92,7 @@ struct MatrixGradient {
                  int64_t n)
       : in(in), to(to), map(map), n(n) {}
 
-  void add_edge(const Row& row, int64_t v, int64_t begin, int64_t end) {
+  [[gnu::noinline]] void add_edge(const Row& row, int64_t v, int64_t begin, int64_t end) {
     for (int64_t u = begin; u < end; ++u) {
       Source source;
       Cell cell{};
@@ -234,8 +234,8 @@ struct ImageTile {
   }
 
   // Pixels one by one: those whose source is plain, or those whose source is not.
-  void add_edge(const Homography& map, const Row& row, const Real* grad, Interval pixels,
-                bool plain) {
+  [[gnu::noinline]] void add_edge(const Homography& map, const Row& row, const Real* grad,
+                                  Interval pixels, bool plain) {
     const Box box = plain_box(in.sizes);
     for (int64_t u = pixels.begin; u < pixels.end; ++u) {
       Source source;
@@ -284,7 +284,8 @@ struct ImageTile {
   }
 
   // What a row shows of the image: its pixels whose source is in the box.
-  void add_row(const Homography& map, int64_t v, const Box& box, const Real* grad) {
+  [[gnu::noinline]] void add_row(const Homography& map, int64_t v, const Box& box,
+                                 const Real* grad) {
     const Row row = row_of(map.m, static_cast<double>(v));
     const RowCutter cutter(map.m, row, in.sizes.out_width);
     int64_t done = 0;

@@ -42,7 +42,7 @@ void sample_folded(const Tile<Pixel>& tile, const FoldedTaps& taps, int64_t v, i
       const Real x = static_cast<Real>(taps.weight_x[i]), y = static_cast<Real>(taps.weight_y[i]);
       const Real a = tap[0][i], b = tap[1][i], c = tap[2][i], d = tap[3][i], zero = 0;
       out[i] = to_pixel<Pixel>(
-          interpolate(a, x > 0 ? b : zero, y > 0 ? c : zero, (x > 0) & (y > 0) ? d : zero, x, y));
+          interpolate(a, x > 0 ? b : zero, y > 0 ? c : zero, ((x > 0) & (y > 0)) ? d : zero, x, y));
     }
   }
 }
@@ -76,12 +76,13 @@ void blend(const Pairs<Pixel>& pairs, const Real* weight_x, const Real* weight_y
     const Real a = pairs.above[2 * i], c = pairs.below[2 * i];
     const Real b = pairs.above[2 * i + 1], d = pairs.below[2 * i + 1];
     out[i] = to_pixel<Pixel>(
-        interpolate(a, x > 0 ? b : zero, y > 0 ? c : zero, (x > 0) & (y > 0) ? d : zero, x, y));
+        interpolate(a, x > 0 ? b : zero, y > 0 ? c : zero, ((x > 0) & (y > 0)) ? d : zero, x, y));
   }
 }
 
 #if __has_builtin(__builtin_shufflevector)
 #define CALCOPS_SHUFFLE
+#pragma GCC diagnostic ignored "-Wpsabi"  // these vectors do not leave the unit
 typedef double Doubles2 __attribute__((vector_size(16)));
 typedef float Floats4 __attribute__((vector_size(16)));
 typedef float Floats8 __attribute__((vector_size(32)));

@@ -228,8 +228,8 @@ struct Taps {
 
   // For the `count` pixels from u on, which are all inside; their numbers are at [at] and on.
   template <bool kNearest>
-  void locate(const double* m, const Row& row, const Strides& strides, int64_t u, int64_t at,
-              int64_t count) {
+  [[gnu::noinline]] void locate(const double* m, const Row& row, const Strides& strides, int64_t u,
+                                int64_t at, int64_t count) {
     const double first = static_cast<double>(u);
     for (int i = 0; i < static_cast<int>(count); ++i)
       put<kNearest>(at + i, project(m, row, first + i), strides);
