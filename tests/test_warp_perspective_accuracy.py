@@ -73,17 +73,21 @@ def test_the_bound_of_the_float32_sum_of_an_integer_image_holds_where_it_is_wors
 
 @pytest.mark.parametrize("border_mode", BORDERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_nothing_beyond_the_image_is_read_where_rounding_decides(dtype, border_mode):
+@pytest.mark.parametrize("size", [(40, 50), (1, 50), (40, 1)], ids=str)
+def test_nothing_beyond_the_image_is_read_where_rounding_decides(size, dtype, border_mode):
     """Rows and columns that lie on the border but for a few roundings; NaN is all around the image."""
-    image = torch.full((50, 60), float("nan"), dtype=dtype)[5:-5, 5:-5]
-    image.copy_(random_image(40, 50, dtype=dtype))
+    height, width = size
+    image = torch.full((height + 10, width + 10), float("nan"), dtype=dtype)[5:-5, 5:-5]
+    image.copy_(random_image(*size, dtype=dtype))
     draw = torch.Generator().manual_seed(0)
-    for size in (1e-17, 1e-16, 1e-15, 1e-14):
-        for base in (IDENTITY, shift(0, 39.0), shift(49.0, 0), shift(-1, -1), shift(0.5, 0)):
-            warp = base + size * torch.randn(3, 3, generator=draw, dtype=torch.float64)
+    for error in (0, 1e-17, 1e-16, 1e-15, 1e-14):
+        for base in (IDENTITY, shift(0, height - 1), shift(width - 1, 0), shift(-1, -1), shift(0.5, 0)):
+            warp = base + error * torch.randn(3, 3, generator=draw, dtype=torch.float64)
+            warp.requires_grad_()
             for interpolation in ("linear", "nearest"):
                 result = warp_perspective(image, warp, (40, 50), interpolation, border_mode, [0.5], True)
-                assert not result.isnan().any()
+                (gradient,) = torch.autograd.grad(result.sum(), warp)
+                assert result.isfinite().all() and gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("border_mode", BORDERS)

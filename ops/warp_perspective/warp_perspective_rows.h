@@ -102,9 +102,10 @@ class RowCutter {
  private:
   // X, Y and W have one rounding, a coordinate has three and a root has three: 2^-48 of the largest
   // number in each of them, 32 roundings, is more than they make together.
+  // DBL_MIN is for zeros, of which nothing is rounded: what ends at the last row is not before it.
   double rounding(Doubt doubt, double slope, double start) const {
-    return (doubt == Doubt::kSure ? -0x1p-48 : 0x1p-48) *
-           fma(fabs(slope), static_cast<double>(n_), fabs(start));
+    const double most = fma(fabs(slope), static_cast<double>(n_), fabs(start));
+    return (doubt == Doubt::kSure ? -1 : 1) * fma(0x1p-48, most, DBL_MIN);
   }
 
   const double* m_;
