@@ -115,14 +115,19 @@ def test_uint8_is_rounded_half_to_even_and_border_values_are_saturated(device):
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_identity_keeps_every_bit_of_an_image(dtype, interpolation, border_mode, device):
-    image = random_image(2, 9, 19, dtype=dtype).to(device)
-    image[0, 3, 3], image[1, 4, 4], image[0, 0, 0] = float("nan"), float("inf"), -float("inf")
-    image[1, 0, 3], image[1, 8, 16], image[0, 5, 18] = float("nan"), float("inf"), float("nan")  # at the border
-    for warp in (IDENTITY, 7.3 * IDENTITY, -1e-200 * IDENTITY, 1e200 * IDENTITY):
-        for height, width in ((9, 19), (8, 18)):  # with and without a tap outside of the image
-            result = warp_perspective(image, warp.to(device), (height, width), interpolation, border_mode)
-            expected = image[:, :height, :width]
+    def check(warp, width):
+        image = random_image(2, 9, width, dtype=dtype).to(device)
+        image[0, 3, 3], image[1, 4, 4], image[0, 0, 0] = float("nan"), float("inf"), -float("inf")
+        image[1, 0, 3], image[1, 8, 6], image[0, 5, width - 1] = float("nan"), float("inf"), float("nan")
+        for size in ((9, width), (8, width - 1)):  # with and without a tap outside of the image
+            result = warp_perspective(image, warp.to(device), size, interpolation, border_mode)
+            expected = image[:, : size[0], : size[1]]
             torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+
+    for scale in (1, 7.3, -1e-200, 1e200):
+        check(scale * IDENTITY, 7)
+    for scale in (1, 8, -(2.0**-600)):  # 11 * 7.3 / 7.3 is not 11
+        check(scale * IDENTITY, 19)
 
 
 def test_a_coordinate_that_rounds_to_the_end_of_a_wrapped_image_is_its_beginning(device):
