@@ -38,8 +38,8 @@ namespace calcops {
 ///
 /// Returns [h, w], [C, h, w] or [N, C, h, w] like image, with image's dtype. uint8 is the exact
 /// value rounded half to even; float32 is within 2.4e-7 of it for images in [0, 1]. N of image and
-/// of warp must be equal or one of them 1 or absent; an image without N under N matrices gives [N,
-/// h, w] or [N, C, h, w].
+/// of warp must be equal or one of them 1 or absent; an image without N under N matrices gives
+/// [N, h, w] or [N, C, h, w].
 ///
 /// Where W is 0, a coordinate is not finite, warp is singular and has to be inverted, warp is zero
 /// or not finite, or the image has no pixels, the result is border_value in every border mode and
