@@ -186,7 +186,7 @@ def test_what_belongs_to_somebody_else_is_not_loaded(checkout):
     for path in checkout.cache.glob("calcops-*/*/*"):
         os.chown(path, ANYBODY, ANYBODY)
     shared = {"CALCOPS_CACHE": checkout.path.parent / "other", "CALCOPS_CACHE_READONLY": checkout.cache}
-    assert (answer(checkout, **shared), checkout.compiled()) == ("1\n", 0)  # CALCOPS_CACHE_READONLY names it, so its owner is trusted
+    assert (answer(checkout, **shared), checkout.compiled()) == ("1\n", 0)  # it was named
 
 
 def as_anybody(checkout, script: str = ANSWER, **options) -> tuple[str, str]:

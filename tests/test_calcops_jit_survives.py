@@ -58,7 +58,7 @@ def test_what_a_build_starts_while_its_folder_is_removed_is_ended_too(tmp_path, 
         ("", False),
         ("sys.exit(3)", False),
         ("raise ZeroDivisionError", False),
-        ("os.fork() or sys.exit(); os.wait(); assert os.path.isdir(folder)", False),  # the child's exit must not remove it
+        ("os.fork() or sys.exit(); os.wait(); assert os.path.isdir(folder)", False),  # the child's
         ("os._exit(0)", True),
         ("os.kill(os.getpid(), 15)", True),
         ("os.kill(os.getpid(), 9)", True),
@@ -122,7 +122,7 @@ def test_an_interpreter_that_ends_while_a_thread_builds_takes_the_build_along(ch
         f"log = Path({str(checkout.log)!r})\n"
         f"while not (log.exists() and {moment!r} in log.read_text()): time.sleep(0.01)\nprint('over')\n"
     )
-    command = [sys.executable, "-c", script]  # a process of its own: children of the zygote skip the interpreter's shutdown
+    command = [sys.executable, "-c", script]  # the zygote's children skip the end
     environment = os.environ | {"CALCOPS_CACHE": str(checkout.cache), "CXX": str(checkout.compiler)}
     child = subprocess.run(command, cwd=checkout.path, env=environment, capture_output=True, text=True, timeout=120)
     assert (child.returncode, child.stdout, "Error" in child.stderr) == (0, "over\n", False), child.stderr
