@@ -80,9 +80,9 @@ void blend(const Pairs<Pixel>& pairs, const Real* weight_x, const Real* weight_y
   }
 }
 
-#if __has_builtin(__builtin_shufflevector)
-#define CALCOPS_SHUFFLE
-#pragma GCC diagnostic ignored "-Wpsabi"  // these vectors do not leave the unit
+#if __has_builtin(__builtin_shufflevector)  // GCC 12 and clang; without it Pairs and blend do it
+                                            // all
+#pragma GCC diagnostic ignored "-Wpsabi"    // these vectors do not leave the unit
 typedef double Doubles2 __attribute__((vector_size(16)));
 typedef float Floats4 __attribute__((vector_size(16)));
 typedef float Floats8 __attribute__((vector_size(32)));
@@ -135,10 +135,10 @@ inline void blend_eight(const float* above, const float* below, const int64_t* o
 }
 #endif
 
-// In float32. False if rounding there may have decided how a pixel is rounded: with values up to
-// 255 a weight is wrong by 2^-25, which makes 2^-17, and every other step by 2^-17 at most. That is
-// 2^-16 for the upper and the lower pair, 2^-17 for their difference, for its weight and for the
-// last sum, 5 * 2^-17 together.
+// In float32. False if that may have decided how a pixel is rounded. With values up to 255 a
+// weight, wrong by 2^-25, makes an error of 2^-17, and every operation one of 2^-17 at most: the
+// upper and the lower pair are within 2^-16; their difference, its weight and the last sum add
+// 2^-17 each. That is 5 * 2^-17 together.
 bool blend_quickly(const Pairs<uint8_t>& pairs, const float* weight_x, const float* weight_y,
                    int64_t first, int64_t count, uint8_t* out) {
   constexpr float kSure = 0.5f - 6 * 0x1p-17f;
@@ -164,7 +164,7 @@ void sample_inside(const Tile<Pixel>& tile, const Plane<Pixel>& plane, int64_t v
     for (int64_t i = 0; i < count; ++i) out[i] = plane.data[taps.offset[at + i]];
     return;
   }
-#ifdef CALCOPS_SHUFFLE
+#if __has_builtin(__builtin_shufflevector)
   if constexpr (std::is_same_v<Pixel, float>) {
     if (plane.stride_x == 1 && count >= 8) {
       const float* below = plane.data + plane.stride_y;
