@@ -134,9 +134,8 @@ def test_a_model_for_some_types_of_a_hybrid_gives_what_lammps_gives(lammps, name
 
 
 def test_null_is_for_hybrid_styles(lammps):
-    assert "expected names for types 1 and 2, got NULL" in refusal(
-        lammps, TWO + "pair_style calcops sw.pt\npair_coeff * * Si NULL\nrun 0\n"
-    )
+    printed = lammps(TWO + "pair_style calcops sw.pt\npair_coeff * * Si NULL\nrun 0\n", fails=True)
+    assert "ERROR: All pair coeffs are not set" in printed
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -154,7 +153,7 @@ def test_atoms_at_the_same_place_are_named(lammps, model, ranks):
     if model == "indexed.pt2":
         assert re.search("expected a finite energy of the model, got -?(nan|inf)", printed)
     else:
-        assert re.search(r"atoms apart from each other, got (1 and 257|257 and 1) at the same place", printed)
+        assert re.search(r"atoms apart from each other, got (1 and 501|501 and 1) at the same place", printed)
 
 
 def test_lammps_own_libraries_do_not_serve_pytorch(lammps):

@@ -156,15 +156,6 @@ void PairCalcOps::init_style() {
   std::fill_n(pvector, kTimers, 0.0);
 }
 
-double PairCalcOps::init_one(int i, int j) {
-  if (!setflag[i][j])
-    error->all(FLERR,
-               "Pair style calcops: expected names for types {} and {}, got NULL, which is for "
-               "pair_style hybrid",
-               i, j);
-  return model_->cutoff;
-}
-
 // A pair that special_bonds excludes is not in the list, and one that it weights cannot be.
 void PairCalcOps::refuse_weighted_bonds() const {
   if (atom->molecular == Atom::ATOMIC) return;

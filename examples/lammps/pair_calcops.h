@@ -25,7 +25,7 @@ class PairCalcOps : public Pair {
   void settings(int narg, char** arg) override;
   void coeff(int narg, char** arg) override;
   void init_style() override;
-  double init_one(int i, int j) override;
+  double init_one(int, int) override { return model_->cutoff; }
   void compute(int eflag, int vflag) override;
   double memory_usage() override;
 
