@@ -224,14 +224,14 @@ def test_a_gpu_gives_the_forces_of_lammps(lammps, models, zero, ending):
 
 
 class Limited(LennardJones):
-    neighbors = 60
+    neighbors = 40
 
 
 @pytest.mark.parametrize(
     "script, message",
     [
         ("newton off\n" + MELT + pair("cut", ".pt"), "expected newton on"),
-        (MELT + "pair_style calcops limited.pt\npair_coeff * * X", r"at most 60 neighbours.*, got \d\d within"),
+        (MELT + "pair_style calcops limited.pt\npair_coeff * * X", r"at most 40 neighbours.*, got \d\d within"),
         (MELT.replace("lj", "metal", 1) + pair("cut", ".pt"), "expected units lj.*, got metal"),
         (MELT + "pair_style calcops cut.pt\npair_coeff * * Ar", r"that the model has \(X\), got Ar"),
         (MELT + "pair_style calcops cut.pt\npair_coeff * * X X", r"expected pair_coeff \* \* and 1 names"),

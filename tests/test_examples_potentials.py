@@ -259,7 +259,7 @@ def test_an_edge_order_changes_no_bit(sw_file):
 
 def test_the_readme_runs_and_shows_what_is_printed(tmp_path):
     text = (FOLDER / "README.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    code = "".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     (shown,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "morse.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": f"{FOLDER.parent.parent}:{FOLDER}"}

@@ -37,7 +37,8 @@ class Expected(Potential):
 class OfList(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.own, self.depth = torch.nn.Parameter(torch.tensor([-3.0, 2.0])), torch.nn.Parameter(torch.tensor([1, 0.6]))
+        expected = Expected()
+        self.own, self.depth = torch.nn.Parameter(expected.own), torch.nn.Parameter(expected.depth)
 
     def forward(self, types, list_neigh, Rij, nghost: int):
         types = types.expand(list_neigh.shape[0], types.shape[-1])
@@ -81,7 +82,7 @@ def frames(B, n, K, nghost):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_forces_and_virials_are_those_of_the_energy(module):
-    ours = potential_of(module().double(), **ABOUT)
+    ours = potential_of(module(), **ABOUT)
     for B, n, K, nghost in [(1, 20, 9, 11), (1, 6, 4, 0), (3, 5, 4, 2)]:
         if module is TotalOfGraph and B > 1:
             with pytest.raises(ValueError, match="expected energies of atoms from a graph of several frames"):
@@ -94,11 +95,11 @@ def test_forces_and_virials_are_those_of_the_energy(module):
         assert_equal_lists(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("module", [OfList, OfGraph])
-def test_one_line_packages_a_module(module, tmp_path):
-    trained = module().double()
-    save(trained, tmp_path / "own.pt2", **ABOUT)
-    package = load(tmp_path / "own.pt2")
+@pytest.mark.parametrize("module, ending", [(OfList, "pt"), (OfGraph, "pt"), (OfGraph, "pt2")])
+def test_one_line_packages_a_module(module, ending, tmp_path):
+    trained = module()
+    save(trained, tmp_path / f"own.{ending}", **ABOUT)
+    package = load(tmp_path / f"own.{ending}")
     assert (package.cutoff, package.units, package.type_names) == (3.0, "metal", ["A", "B"])
     for B, n, K, nghost in [(1, 20, 9, 11), (2, 7, 3, 0)]:
         inputs = frames(B, n, K, nghost)

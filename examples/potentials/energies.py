@@ -46,8 +46,8 @@ class GraphEnergies(Energies):
         # Of the sum, what ghosts have without a neighbour is not ours.
         if B != 1:
             raise ValueError("expected energies of atoms from a graph of several frames, got a single one")
-        alone = torch.zeros_like(index[:, :1]), torch.full_like(vec[:1], 2 * self.cutoff)
-        ghosts = self.module(of_atoms, *alone, natoms) - self.module(of_atoms[:n], *alone, n)
+        itself, far = torch.zeros_like(index[:, :1]), torch.full_like(vec[:1], 2 * self.cutoff)
+        ghosts = self.module(of_atoms, itself, far, natoms) - self.module(of_atoms[:n], itself, far, n)
         return shared((found - ghosts).view(1), list_neigh)
 
 
