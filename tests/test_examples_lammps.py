@@ -192,7 +192,7 @@ def test_a_run_goes_on_from_a_restart_file(lammps):
 
 def test_threads_are_as_many_as_asked_for_and_change_nothing(lammps):
     """A second OpenMP library would bring a second pool; at::set_num_threads adds one thread that stays idle."""
-    script = MELT + pair("cut", ".pt2") + THERMO + "run 1\nshell 'grep Threads: /proc/$PPID/status'\n"
+    script = SILICON + pair("sw", ".pt2") + THERMO + "run 1\nshell 'grep Threads: /proc/$PPID/status'\n"
     printed = {threads: lammps(script, 1, threads) for threads in (1, 2, 3)}
     count = {n: int(re.search(r"Threads:\s+(\d+)", text)[1]) for n, text in printed.items()}
     assert 1 <= count[2] - count[1] == count[3] - count[2] <= 2

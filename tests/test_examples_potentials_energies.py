@@ -43,7 +43,7 @@ class OfList(torch.nn.Module):
     def forward(self, types, list_neigh, Rij, nghost: int):
         types = types.expand(list_neigh.shape[0], types.shape[-1])
         neighbours = types.gather(1, list_neigh.clamp(min=0).flatten(1)).view_as(list_neigh)
-        pairs = pair_energy(Rij.norm(dim=-1), self.depth[neighbours])
+        pairs = pair_energy(torch.linalg.vector_norm(Rij, dim=-1), self.depth[neighbours])
         return pairs.sum(-1).tanh() + self.own[types[:, : list_neigh.shape[1]]]
 
 
@@ -54,7 +54,7 @@ class TotalOfList(OfList):
 
 class OfGraph(OfList):
     def forward(self, types, edge_index, edge_vec, natoms: int):
-        pairs = pair_energy(edge_vec.norm(dim=-1), self.depth[types[edge_index[1]]])
+        pairs = pair_energy(torch.linalg.vector_norm(edge_vec, dim=-1), self.depth[types[edge_index[1]]])
         return pairs.new_zeros(natoms).index_add(0, edge_index[0], pairs).tanh() + self.own[types]
 
 
