@@ -6,37 +6,16 @@ import re
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from lammps_plugin import FOLDER, HOME, MELT, SHAKE, SHARE, SILICON, SW, THERMO, Lammps, difference, tables
 
-ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "examples" / "lammps"
-sys.path.insert(0, str(ROOT / "examples" / "potentials"))
+sys.path.insert(0, str(FOLDER.parent / "potentials"))
 from lennard_jones import LennardJones  # noqa: E402
 from package import save  # noqa: E402
 from stillinger_weber import StillingerWeber  # noqa: E402
-
-HOMES = [
-    home
-    for home in (ROOT / "build" / "lammps" / "environment", Path(sys.prefix))
-    if (home / "bin" / "lmp").exists() and (home / "bin" / "mpiexec").exists()
-]
-if not HOMES:
-    pytest.skip("no LAMMPS here: make lammps", allow_module_level=True)
-HOME = HOMES[0]
-SHARE = next(HOME.glob("lib/python3.*/site-packages/lammps/share/lammps"))
-SW = SHARE / "bench" / "POTENTIALS"
-
-# LAMMPS's own benchmarks, smaller, with every atom a little off its site.
-SHAKE = "displace_atoms all random 0.1 0.1 0.1 4711\n"
-MELT = (SHARE / "bench" / "in.lj").read_text().partition("pair_style")[0]
-MELT = re.sub(r"(variable\s+[xyz] index) 1\b", r"\1 0.25", MELT) + SHAKE
-SILICON = (SW / "in.sw").read_text().partition("pair_style")[0]
-SILICON = SILICON.replace("0 20 0 20 0 10", "0 3 0 3 0 3") + SHAKE
-SILICON += "mass 1 28.06\nvelocity all create 1000.0 376847 loop geom\ntimestep 0.001\n"
 
 ATOMS = "units lj\n{}\nlattice fcc 0.8442\nregion box {}\ncreate_box 2 box\ncreate_atoms 1 box\n"
 ATOMS += "set group all type/fraction 2 0.4 4711\nmass * 1.0\n" + SHAKE
@@ -58,50 +37,23 @@ OWN = {  # LAMMPS's pair style, a system for it, and the model that is to be the
 
 
 @pytest.fixture(scope="module")
-def plugin(tmp_path_factory):
-    build = tmp_path_factory.mktemp("lammps")
-    command = ["make", "-C", FOLDER, "plugin", f"PYTHON={sys.executable}", f"LAMMPS={HOME}", f"BUILD={build}"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    return build / "calcopsplugin.so"
-
-
-@pytest.fixture(scope="module")
-def models(plugin):
+def models(tmp_path_factory):
     """The folder of the models; those of two types call them in another order than the systems."""
-    folder = plugin.parent
+    folder = tmp_path_factory.mktemp("lammps")
     for tail in ("cut", "shift", "linear"):
         save(LennardJones(tail=tail), folder / f"{tail}.pt")
     mixture = LennardJones(epsilon=[0.7, 1.0], sigma=[1.1, 1.0], type_names=("A", "B"))
     for name in ("tilted", "small", "corner"):
         save(mixture, folder / f"{name}.pt")
-    save(LennardJones(), folder / "cut.pt2", neighbor_index=True)  # as for a GPU
+    save(LennardJones(), folder / "cut.pt2", edge_order=True)  # as for a GPU
     save(StillingerWeber(SW / "Si.sw"), folder / "sw.pt")
     save(StillingerWeber(SW / "Si.sw"), folder / "sw.pt2")
     return folder
 
 
 @pytest.fixture(scope="module")
-def lammps(plugin, models):
-    """lammps(script, ranks=1, threads=1, fails=False): what it printed; it runs in the folder of the models."""
-
-    def lammps(script, ranks=1, threads=1, fails=False):
-        path = models / "in.test"
-        path.write_text(f"plugin load {plugin}\n" + script)
-        command = [HOME / "bin" / "mpiexec", "-n", str(ranks), HOME / "bin" / "lmp", "-log", "none", "-nocite"]
-        result = subprocess.run(
-            [*command, "-in", path],
-            cwd=models,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
-        )
-        assert bool(result.returncode) == fails, result.stdout + result.stderr
-        return result.stdout + result.stderr
-
-    return lammps
+def lammps(models):
+    return Lammps(models)
 
 
 def pair(name, ending):
@@ -150,11 +102,6 @@ run 0
         }
 
     return zero
-
-
-def difference(ours, own):
-    """Relative to the largest."""
-    return np.abs(ours - own).max() / np.abs(own).max()
 
 
 CASES = [(name, ending) for name in OWN for ending in (".pt", ".pt2") if ending == ".pt" or name in ("cut", "sw")]
@@ -220,15 +167,6 @@ def test_atoms_of_silicon_have_the_virial_and_the_heat_flux_of_the_definition(ze
     assert difference(total[8:11], flux.numpy()) <= 1e-10
 
 
-def tables(printed):
-    """Every table of thermo output."""
-    found = re.findall(r"^ +Step .*\n((?: +\d+ .*\n)+)", printed, re.MULTILINE)
-    return [np.array([line.split() for line in text.splitlines()], float) for text in found]
-
-
-THERMO = "thermo_style custom step temp pe etotal press\nthermo_modify norm no format float %.17g\n"
-
-
 @pytest.mark.parametrize("name, ending, skin", [("linear", ".pt", 0.3), ("sw", ".pt2", 1.0)])
 def test_500_steps_conserve_energy_as_well_as_lammps(lammps, name, ending, skin):
     def run(ending):
@@ -244,17 +182,17 @@ def test_500_steps_conserve_energy_as_well_as_lammps(lammps, name, ending, skin)
     np.testing.assert_allclose(ours[:20], own[:20], rtol=1e-9)  # afterwards rounding grows into chaos
 
 
-def test_a_run_goes_on_from_a_restart_file(lammps, plugin):
+def test_a_run_goes_on_from_a_restart_file(lammps):
     style = pair("cut", ".pt2")
     script = MELT + style + THERMO + "fix nve all nve\nrun 20\nwrite_restart melt.restart\nrun 20\nclear\n"
-    script += f"plugin load {plugin}\nread_restart melt.restart\n" + style + THERMO + "fix nve all nve\nrun 20\n"
+    script += f"plugin load {lammps.plugin}\nread_restart melt.restart\n" + style + THERMO + "fix nve all nve\nrun 20\n"
     _, straight, restarted = tables(lammps(script, 2))
     np.testing.assert_allclose(restarted[-1], straight[-1], rtol=1e-10)
 
 
 def test_threads_are_as_many_as_asked_for_and_change_nothing(lammps):
     """A second OpenMP library would bring a second pool; at::set_num_threads adds one thread that stays idle."""
-    script = MELT + pair("cut", ".pt2") + THERMO + "run 1\nshell 'grep Threads: /proc/$PPID/status'\n"
+    script = SILICON + pair("sw", ".pt2") + THERMO + "run 1\nshell 'grep Threads: /proc/$PPID/status'\n"
     printed = {threads: lammps(script, 1, threads) for threads in (1, 2, 3)}
     count = {n: int(re.search(r"Threads:\s+(\d+)", text)[1]) for n, text in printed.items()}
     assert 1 <= count[2] - count[1] == count[3] - count[2] <= 2
@@ -286,14 +224,14 @@ def test_a_gpu_gives_the_forces_of_lammps(lammps, models, zero, ending):
 
 
 class Limited(LennardJones):
-    neighbors = 60
+    neighbors = 40
 
 
 @pytest.mark.parametrize(
     "script, message",
     [
         ("newton off\n" + MELT + pair("cut", ".pt"), "expected newton on"),
-        (MELT + "pair_style calcops limited.pt\npair_coeff * * X", r"at most 60 neighbours.*, got \d\d within"),
+        (MELT + "pair_style calcops limited.pt\npair_coeff * * X", r"at most 40 neighbours.*, got \d\d within"),
         (MELT.replace("lj", "metal", 1) + pair("cut", ".pt"), "expected units lj.*, got metal"),
         (MELT + "pair_style calcops cut.pt\npair_coeff * * Ar", r"that the model has \(X\), got Ar"),
         (MELT + "pair_style calcops cut.pt\npair_coeff * * X X", r"expected pair_coeff \* \* and 1 names"),
@@ -330,8 +268,8 @@ def example(*arguments):
     return subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment)
 
 
-def test_the_example_prints_what_lammps_prints(plugin, models):
-    ours = tables(example("-var", "plugin", plugin, "-var", "model", models / "sw.pt2").stdout)[0]
+def test_the_example_prints_what_lammps_prints(lammps, models):
+    ours = tables(example("-var", "plugin", lammps.plugin, "-var", "model", models / "sw.pt2").stdout)[0]
     np.testing.assert_array_equal(ours[:, :5], tables(example().stdout)[0])
     printed = re.search(r"```text\n(.*?)```", (FOLDER / "README.md").read_text(), re.DOTALL)[1]
     np.testing.assert_allclose(tables(printed)[0][:, :5], ours[:, :5], rtol=1e-6)

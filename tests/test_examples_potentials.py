@@ -12,12 +12,10 @@ import pytest
 import torch
 from reference import DEVICES, assert_equal_lists
 
-import calcops_jit
-
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "potentials"
 sys.path.append(str(FOLDER))
 from lennard_jones import LennardJones  # noqa: E402
-from package import load, save  # noqa: E402
+from package import load, order_of, save  # noqa: E402
 from stillinger_weber import StillingerWeber, read  # noqa: E402
 
 # A, B and C of numbers alone; entry (i, j, k) is that of (i, k, j). Some have a tol, some q = 0, two gamma < 1.
@@ -234,10 +232,10 @@ def test_an_archive_is_the_model_for_every_size(sw_file, device, tmp_path):
 def test_a_package_is_the_model_for_every_size(device, tmp_path):
     """Tries a package of four inputs; three, and Stillinger-Weber, are in tests/test_examples_ase.py."""
     model = LennardJones([1.0, 0.5], [1.0, 1.3], 2.7, "linear", type_names="AB").to(device)
-    save(model, tmp_path / "model.pt2", device=device, neighbor_index=True)
+    save(model, tmp_path / "model.pt2", device=device, edge_order=True)
     package = load(tmp_path / "model.pt2")
     about = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2")).loader.get_metadata()
-    assert about["inputs"] == "types list_neigh Rij neighbor_index"
+    assert about["inputs"] == "types list_neigh Rij edge_order"
     assert (float(about["cutoff"]), about["units"], about["dtype"]) == (model.cutoff, model.units, "float64")
     assert package.type_names == model.type_names
     for size in SIZES:
@@ -252,16 +250,16 @@ def test_what_cannot_be_is_refused(tmp_path):
         LennardJones(tail="smooth")
 
 
-def test_a_neighbor_index_changes_no_bit(sw_file):
+def test_an_edge_order_changes_no_bit(sw_file):
     types, list_neigh, Rij = frames(3, 20, 9, 11, 3)
-    model, index = StillingerWeber(sw_file), calcops_jit.neighbor_index(list_neigh, 11)
-    for a, b in zip(model(types, list_neigh, Rij, 11), model(types, list_neigh, Rij, 11, neighbor_index=index)):
+    model, order = StillingerWeber(sw_file), order_of(list_neigh, 11)
+    for a, b in zip(model(types, list_neigh, Rij, 11), model(types, list_neigh, Rij, 11, edge_order=order)):
         assert torch.equal(a, b)
 
 
 def test_the_readme_runs_and_shows_what_is_printed(tmp_path):
     text = (FOLDER / "README.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    code = "".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     (shown,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "morse.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": f"{FOLDER.parent.parent}:{FOLDER}"}

@@ -53,7 +53,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     model, path = EnergyModel().to(options.device), options.folder / f"potential_{options.device}.pt2"
-    save(model, path, device=options.device, neighbor_index=False)  # which host.cpp does not make
+    save(model, path, device=options.device, edge_order=False)  # which host.cpp does not make
     package = load(path)
     # Other sizes than those it was made with: a wrong package would be wrong without a word.
     for frames, natoms, slots, nghost in ((1, 64, 30, 0), (3, 20, 9, 11), (2, 1, 1, 1)):

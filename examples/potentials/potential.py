@@ -6,17 +6,25 @@ import calcops_jit  # noqa: F401 - brings torch.ops.calcops
 
 
 def describe(Rij):
-    """Ri [B,n,K,4] = (r, x, y, z) of each pair and Ri_d [B,n,K,4,3], its derivative for atom i."""
-    r = torch.linalg.vector_norm(Rij, dim=-1, keepdim=True)
-    # Rij = r_j - r_i, so the derivatives for atom i are minus those for Rij.
-    minus = -torch.eye(3, dtype=Rij.dtype, device=Rij.device)
-    return torch.cat([r, Rij], -1), torch.cat([(-Rij / r).unsqueeze(-2), minus.expand(Rij.shape + (3,))], -2)
+    """Ri [B,n,K,4] = (r, x, y, z) of each pair."""
+    return torch.cat([torch.linalg.vector_norm(Rij, dim=-1, keepdim=True), Rij], -1)
+
+
+def edges(list_neigh, natoms: int):
+    """edge_index [2,BnK] of all frames' slots, atom a of frame b being b natoms + a; -1 as neighbour: empty slot. An
+    entry that names no atom of its frame stays one that the operators refuse."""
+    B, n, K = list_neigh.shape
+    first = torch.arange(B, device=list_neigh.device).view(B, 1, 1) * natoms
+    centre = first + torch.arange(n, device=list_neigh.device).view(1, n, 1)
+    neighbour = torch.where((list_neigh >= 0) & (list_neigh < natoms), list_neigh + first, list_neigh)
+    neighbour = torch.where(list_neigh >= natoms, B * natoms, neighbour)
+    return torch.stack([centre.expand(B, n, K).flatten(), neighbour.flatten()])
 
 
 class Potential(torch.nn.Module):
     """cutoff: a length; units: LAMMPS's name, "metal" (eV, Angstrom) or "lj"; type_names: what types 0, 1, ... are.
 
-    It is also a class that torch.jit.script compiles, hence torch.ops in place of calcops_jit.force_virial."""
+    It is also a class that torch.jit.script compiles, hence torch.ops in place of calcops_jit.edge_force_virial."""
 
     def __init__(self, cutoff: float, units: str, type_names: list[str]):
         super().__init__()
@@ -25,6 +33,10 @@ class Potential(torch.nn.Module):
     def atom_energies(self, types, list_neigh, Ri):
         """[B,n] from Ri [B,n,K,4] = (r, x, y, z); a slot with r >= cutoff must add exactly 0, and no NaN."""
         raise NotImplementedError
+
+    def energies(self, types, list_neigh, Rij, nghost: int):
+        """What forward differentiates: atom_energies."""
+        return self.atom_energies(types, list_neigh, describe(Rij))
 
     def neighbour_types(self, types, list_neigh):
         """[B,n,K]; 0 in an empty slot."""
@@ -46,25 +58,35 @@ class Potential(torch.nn.Module):
         Rij,
         nghost: int = 0,
         create_graph: bool = False,
-        neighbor_index: torch.Tensor | None = None,
+        edge_order: torch.Tensor | None = None,
     ):
         """types [n+nghost] or [B,n+nghost], int64; list_neigh [B,n,K], -1: empty slot; Rij [B,n,K,3] = r_j - r_i
         -> energy [B], atom_energy [B,n], force [B,n+nghost,3], virial [B,3,3], atom_virial [B,n+nghost,3,3]
 
         The list is full: each pair is in the rows of both its atoms. Pairs beyond the cutoff count for nothing.
         create_graph keeps all of it differentiable, for Rij and parameters; otherwise the results are detached.
-        neighbor_index, of calcops_jit.neighbor_index(list_neigh, nghost), saves CUDA time while a list lives."""
+        edge_order, what order_of in package.py makes of a list, saves CUDA time while it lives."""
         if not create_graph:
             Rij = Rij.detach()
         # An empty slot may hold anything.
-        Ri, Ri_d = describe(torch.where((list_neigh >= 0).unsqueeze(-1), Rij, 2 * self.cutoff))
-        Ri.requires_grad_()
-        atom_energy = self.atom_energies(types, list_neigh, Ri)
-        dE = torch.autograd.grad([atom_energy.sum()], [Ri], create_graph=create_graph)[0]
-        assert dE is not None  # for torch.jit.script
+        pairs = torch.where((list_neigh >= 0).unsqueeze(-1), Rij, 2 * self.cutoff)
+        if not pairs.requires_grad:
+            pairs.requires_grad_()
+        atom_energy = self.energies(types, list_neigh, pairs, nghost)
+        gradient = torch.autograd.grad([atom_energy.sum()], [pairs], create_graph=create_graph)[0]
+        assert gradient is not None  # for torch.jit.script
         if not create_graph:
             atom_energy = atom_energy.detach()
-        force, virial, atom_virial = torch.ops.calcops.force_virial(
-            list_neigh, dE, Ri_d.flatten(2, 3), Rij, nghost, neighbor_index=neighbor_index
+        B, natoms = list_neigh.shape[0], list_neigh.shape[1] + nghost
+        frame = torch.arange(B, device=Rij.device).unsqueeze(1).expand(B, natoms).flatten()
+        force, virial, atom_virial = torch.ops.calcops.edge_force_virial(
+            edges(list_neigh, natoms),
+            gradient.flatten(0, 2),
+            Rij.flatten(0, 2),
+            B * natoms,
+            batch=frame,
+            nframes=B,
+            edge_order=edge_order,
         )
+        force, atom_virial = force.view(B, natoms, 3), atom_virial.view(B, natoms, 3, 3)
         return atom_energy.sum(-1), atom_energy, force, virial, atom_virial

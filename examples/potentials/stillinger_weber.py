@@ -24,7 +24,8 @@ class StillingerWeber(Potential):
     """Energies in eV. `path` is a .sw file, else silicon; type_names are elements of it, else all in its order.
 
     The three-body sum needs no K x K tensors: with h_j = exp(gamma sigma / (r_j - a sigma)) and unit vectors u_j,
-    sum_jk h_j h_k (u_j.u_k - c)^2 = Q:Q - 2 c P.P + c^2 S S of the moments S = sum h, P = sum h u, Q = sum h u u."""
+    sum_jk h_j h_k (u_j.u_k - c)^2 = Q:Q - 2 c P.P + c^2 S S of the moments S = sum h, P = sum h u, Q = sum h u u, for
+    each pair of elements. Powers and matrix products that a few multiplications replace would take most of the time."""
 
     def __init__(self, path=None, type_names=None):
         entries = read(Path(path).read_text() if path else kSilicon)
@@ -41,25 +42,31 @@ class StillingerWeber(Potential):
         self.register_buffer("pairs", torch.cat([pairs, cut[..., None]], -1))
         self.register_buffer("strength", table[..., 3] * table[..., 0])  # lambda epsilon
         self.register_buffer("cosine", table[..., 5])
+        self.usual_powers = bool((pairs[..., 8] == 4).all() and (pairs[..., 9] == 0).all())
 
     def atom_energies(self, types, list_neigh, Ri):
         epsilon, sigma, a, lamda, gamma, cosine, A, B, p, q, _, cut = self.of_pairs(
             self.pairs, types, list_neigh
         ).unbind(-1)
-        r = Ri[..., 0]
+        r, x, y, z = Ri.unbind(-1)
         s = sigma / r
         # exp(1 / gap) is 0 from r = a sigma - 0.001 sigma on, and so are its derivatives.
         gap = (1 / s - a).clamp(max=-1e-3)
-        pair = torch.where(r < cut, A * epsilon * (B * s**p - s**q) * torch.exp(1 / gap), 0.0)
+        powers = B * s.square().square() - 1 if self.usual_powers else B * s**p - s**q
+        pair = torch.where(r < cut, A * epsilon * powers * torch.exp(1 / gap), 0.0)
         h = torch.where(r < cut, torch.exp(gamma / gap), 0.0)
+        itself = lamda * epsilon * (h * (1 - cosine)).square()  # the terms j = k of the sum
 
-        u = Ri[..., 1:] / Ri[..., :1]
-        kind = torch.arange(self.cosine.shape[0], device=r.device).unsqueeze(-1)
-        ht = h.unsqueeze(-2) * (self.neighbour_types(types, list_neigh).unsqueeze(-2) == kind)  # [B,n,T,K]
-        hu = ht.unsqueeze(-1) * u.unsqueeze(-3)  # [B,n,T,K,3]
-        S, P, Q = ht.sum(-1, keepdim=True), hu.sum(-2), (hu.mT @ u.unsqueeze(-3)).flatten(-2)
+        x, y, z = x / r, y / r, z / r
+        moments = []
+        for kind in range(self.cosine.shape[0]):
+            hk = h if self.cosine.shape[0] == 1 else h.where(self.neighbour_types(types, list_neigh) == kind, 0.0)
+            hx, hy, hz = hk * x, hk * y, hk * z
+            second = [hx * x, hy * y, hz * z, 2**0.5 * hx * y, 2**0.5 * hx * z, 2**0.5 * hy * z]
+            moments.append(torch.stack([m.sum(-1) for m in [hk, hx, hy, hz] + second], -1))
+        M = torch.stack(moments, -2)  # [B,n,T,10]
+        S, P, Q = [(m.unsqueeze(-2) * m.unsqueeze(-3)).sum(-1) for m in M.split([1, 3, 6], -1)]  # [B,n,T,T]
         centre = types[..., : list_neigh.shape[1]]
         c = self.cosine[centre]
-        triple = self.strength[centre] * (Q @ Q.mT - 2 * c * (P @ P.mT) + c**2 * (S @ S.mT))
-        itself = lamda * epsilon * (h * (1 - cosine)).square()  # the terms j = k of the sum
+        triple = self.strength[centre] * (Q - 2 * c * P + c**2 * S)
         return (pair.sum(-1) + triple.sum((-1, -2)) - itself.sum(-1)) / 2

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: GPL-2.0-or-later
+#include "model.h"
+
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/csrc/jit/api/module.h>
+#include <torch/csrc/jit/serialization/import.h>
+
+#include <cmath>
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+
+namespace {
+
+bool ends_with(const std::string& text, const std::string& end) {
+  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+bool takes_edge_order(const std::string& inputs) {
+  return inputs.find("edge_order") != std::string::npos;
+}
+
+}  // namespace
+
+Model::Model(const std::string& file, at::Device gpu, size_t threads) {
+  const bool package = ends_with(file, ".pt2");
+  if (!package && !ends_with(file, ".pt"))
+    throw std::invalid_argument("expected a file that ends in .pt2 or .pt");
+  Metadata about = package ? load_package(file, gpu, threads) : load_archive(file, gpu);
+  for (const char* key : {"cutoff", "units", "type_names", "dtype"})
+    if (about[key].empty())
+      throw std::invalid_argument(std::string("expected the metadata ") + key + ", got none");
+  cutoff = std::stod(about["cutoff"]);
+  if (!(cutoff > 0 && std::isfinite(cutoff)))
+    throw std::invalid_argument("expected a positive cutoff, got " + about["cutoff"]);
+  units = about["units"];
+  std::istringstream names(about["type_names"]);
+  for (std::string name; names >> name;) type_names.push_back(name);
+  dtype = about["dtype"] == "float32" ? at::kFloat : at::kDouble;
+  if (!about["neighbors"].empty()) neighbors = std::stoll(about["neighbors"]);
+}
+
+Model::Metadata Model::load_package(const std::string& file, at::Device gpu, size_t threads) {
+  using torch::inductor::AOTIModelPackageLoader;
+  Metadata about = AOTIModelPackageLoader::load_metadata_from_package(file, "model");
+  if (about["AOTI_DEVICE_KEY"] == "cuda") {
+    if (gpu.is_cpu()) throw std::invalid_argument("made for CUDA, but no GPU is visible");
+    device = gpu;
+    threads = 1;
+  }
+  const auto loader =
+      std::make_shared<AOTIModelPackageLoader>(file, "model", false, threads, device.index());
+  takes_order = takes_edge_order(about["inputs"]);
+  run_ = [loader, ninputs = takes_order ? 4 : 3](std::vector<at::Tensor> inputs) {
+    inputs.resize(ninputs);
+    return loader->run(inputs);
+  };
+  return about;
+}
+
+Model::Metadata Model::load_archive(const std::string& file, at::Device gpu) {
+  Metadata about;
+  for (const char* key : {"cutoff", "units", "type_names", "dtype", "inputs", "neighbors"})
+    about[key] = "";
+  device = gpu;
+  const auto archive = torch::jit::load(file, device, about);
+  takes_order = device.is_cuda() && takes_edge_order(about["inputs"]);
+  run_ = [archive, with_order = takes_order](const std::vector<at::Tensor>& inputs) {
+    const int64_t nghost = inputs[0].size(0) - inputs[1].size(1);
+    torch::jit::Kwargs order;
+    if (with_order) order["edge_order"] = inputs[3];
+    const c10::IValue tuple =
+        archive.get_method("forward")({inputs[0], inputs[1], inputs[2], nghost}, order);
+    std::vector<at::Tensor> results;
+    for (const c10::IValue& x : tuple.toTupleRef().elements()) results.push_back(x.toTensor());
+    return results;
+  };
+  return about;
+}
