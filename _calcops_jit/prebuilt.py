@@ -59,6 +59,8 @@ def find(asked: Request, reasons: list[str]) -> cache.Generation | None:
 
 
 def _fitting(asked: Request) -> cache.Generation:
+    if flags := os.environ.get("CALCOPS_CFLAGS"):
+        raise Changed(f"CALCOPS_CFLAGS={flags}")
     level = _level()
     manifest = cache.read_manifest(f"{FOLDER}/{level}")
     version, arches = manifest.request.get("CUDA", ""), manifest.request.get("GPU architectures", "")
@@ -89,7 +91,7 @@ def _other_cuda(here: cuda.Choice, version: str, arches: str) -> str:
     if version and os.environ.get("CALCOPS_CUDA") == "0":
         return here.reason
     if version and here.build and here.arches not in ("", arches):
-        return f"they are for the GPU architectures {arches}, not {here.arches}"
+        return f"its GPU architectures are {arches}, not {here.arches}"
     if not version and (here.build or here.fatal):
-        return "they are for CPUs, and CUDA was asked for" if here.fatal else "they are for CPUs, and nvcc is here"
+        return f"it is for CPUs, and {'CUDA was asked for' if here.fatal else 'nvcc is here'}"
     return ""

@@ -84,12 +84,10 @@ class Installed:
         """Why what the wheel brought does not fit: the one line that it says where there is no compiler."""
         child = self.run(script, **(BARE | variables))
         assert child.code == 1, child.out
-        said = child.err.splitlines()
-        assert said[1].startswith("calcops_jit: cannot build calcops: no C++ compiler"), child.err
-        begin = "calcops_jit: building calcops from its sources; what the wheel brings does not fit: "
-        assert said[0].startswith(begin), child.err
-        assert child.err.count("the wheel") == 1
-        return said[0].removeprefix(begin)
+        assert "calcops_jit: cannot build calcops: no C++ compiler\n" in child.err
+        said = re.findall("^calcops_jit: .* what the wheel brings does not fit: (.*)$", child.err, re.MULTILINE)
+        assert len(said) == 1, child.err
+        return said[0]
 
 
 @pytest.fixture
@@ -151,12 +149,67 @@ def test_the_library_is_the_best_that_the_processor_can_run(installed, flags, le
     assert (child.out, child.err) == (f"{level}\n", "")
 
 
+REWRITE = """
+from _calcops_jit import cache, closure, cuda, prebuilt
+for level in prebuilt.LEVELS:
+    manifest, library = cache.read_manifest(f"{{prebuilt.FOLDER}}/{{level}}"), f"{{prebuilt.FOLDER}}/{{level}}/calcops.so"
+    {}
+    cache.write_whole(f"{{prebuilt.FOLDER}}/{{level}}/manifest", manifest.dump())
+"""
+WITH_CUDA = """
+    choice = cuda.Choice(build=True, version="13.2", arches="8.0;9.0+PTX")
+    manifest.request = prebuilt.facts(prebuilt.request(level, choice))
+"""
+UNLOADABLE = """
+    cache.write_whole(library, b"of a newer system")
+    manifest.size, manifest.digest = 17, closure.file_digest(library)
+"""
+
+
+@pytest.mark.parametrize(
+    "wheels, here, why",
+    [
+        ("pass", {"reason": "no nvcc was found", "gpus": ["H100"]}, ""),
+        ("pass", {"build": True, "gpus": ["H100"]}, "it is for CPUs, and nvcc is here"),
+        ("pass", {"fatal": True, "reason": "no nvcc was found"}, "it is for CPUs, and CUDA was asked for"),
+        (WITH_CUDA, {"reason": "no nvcc was found", "gpus": ["H100"]}, ""),
+        (WITH_CUDA, {"reason": "no nvcc was found", "fatal": True}, ""),
+        (WITH_CUDA, {"build": True, "gpus": ["H100"]}, ""),
+        (WITH_CUDA, {"build": True, "arches": "8.0;9.0+PTX"}, ""),
+        (WITH_CUDA, {"build": True, "arches": "7.5"}, "its GPU architectures are 8.0;9.0+PTX, not 7.5"),
+        (WITH_CUDA, {"reason": "CALCOPS_CUDA=0 was set"}, "CALCOPS_CUDA=0 was set"),
+    ],
+)
+def test_whether_cuda_is_in_it_must_suit_what_is_asked_for(installed, wheels, here, why):
+    script = REWRITE.format(wheels.strip()) + f"cuda.choose = lambda: cuda.Choice(**{here})\n{CALL}"
+    child = installed.run(script, **BARE, CALCOPS_CUDA="0" if "was set" in why else None)
+    if why:
+        assert f"what the wheel brings does not fit: {why}\n" in child.err
+    else:
+        assert (child.code, child.err) == (0, "")
+
+
+def test_a_library_that_this_system_cannot_load_is_told(installed):
+    script = REWRITE.format(UNLOADABLE.strip()) + CALL
+    assert installed.refusal(script).startswith("cannot load calcops.so ")
+
+
+def test_without_building_it_is_still_found_and_the_commands_show_it(installed):
+    assert installed.run(**BARE, CALCOPS_BUILD="0").err == ""
+    main = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
+    shown = installed.run(main, **BARE, arguments=["where"]).out
+    assert re.search("^library  .*/site/_calcops_jit/built/x86-64-v./calcops.so$", shown, re.MULTILINE)
+    assert installed.run(main, **BARE, arguments=["why"]).out.startswith("nothing changed: ")
+    (installed.path / "_calcops_jit/ops/tiny/tiny.h").unlink()
+    assert installed.run(main, **BARE, arguments=["why"]).out.endswith("/ops/tiny/tiny.h is gone\n")
+
+
 def test_what_fits_not_is_built_once_from_the_sources_and_reload_follows_an_edit(installed):
     script = f"""
 {CALL}
 from pathlib import Path
 Path({str(installed.path / "_calcops_jit/ops/tiny/tiny.h")!r}).write_text("#define ANSWER 100")
-print(calcops_jit.reload(), "built" in calcops_jit.library_path())
+print(calcops_jit.reload(), "/built/" in calcops_jit.library_path())
 """
     child = installed.run(script, CALCOPS_CUDA="0")
     assert child.out.splitlines()[1:] == ["['calcops'] False"], child.err
@@ -174,7 +227,7 @@ print(calcops_jit.reload(), "built" in calcops_jit.library_path())
         ("torch.compiled_with_cxx11_abi = lambda: None", "PyTorch: -[C++11 ABI=True] +[C++11 ABI=None]"),
         ("torch.__config__._cxx_flags = lambda: '-O0'", "PyTorch: -[flags="),
         (PROCESSOR.format("sse4_1 popcnt"), "this processor has no cx16 lahf_lm sse4_2 ssse3, which x86-64-v2 asks"),
-        ("import os; os.environ['CALCOPS_CFLAGS'] = '-march=x86-64-v3'", "C++ flags: +[-march=x86-64-v3]"),
+        ("import os; os.environ['CALCOPS_CFLAGS'] = '-march=x86-64-v3'", "CALCOPS_CFLAGS=-march=x86-64-v3"),
     ],
 )
 def test_another_pytorch_another_processor_and_other_flags_are_told(installed, change, why):
