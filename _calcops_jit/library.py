@@ -123,18 +123,20 @@ def obtain(request: Request, build: bool = True) -> Library | None:
         reasons: list[str] = []
         refusals: list[str] = []
         try:
-            if found := cache.find(request, reasons):
-                return _load(request, found)
-            from . import prebuilt
+            found, brought = cache.find(request, reasons), None
+            if not found:
+                from . import prebuilt
 
-            found = prebuilt.find(request, refusals)
+                brought = prebuilt.find(request, refusals)
         except OSError as error:
             raise report(f"cannot load {request.name}", [str(error)], "ulimit -n $(ulimit -H -n)") from None
         if found:
+            return _load(request, found)
+        if brought:
             try:
-                return _load(request, found)
+                return _load(request, brought)
             except BuildError as error:  # the C library here may be too old for it
-                if not build:
+                if not build or _live(request) in _loaded:
                     raise
                 refusals = [" ".join(map(str.strip, str(error).splitlines()[:2]))]
         if not build:

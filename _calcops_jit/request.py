@@ -69,6 +69,8 @@ class Request(SimpleNamespace):
     def unit(self, source: str) -> Request:
         """The Request for the object of one source, which is kept like a library."""
         changes = {"name": f"unit-{os.path.basename(source)}", "sources": (source,), "ldflags": (), "is_unit": True}
+        if self.cuda.build and source.endswith(CUDA_SUFFIXES):  # nvcc gets none of them
+            changes |= {"cflags": ()}
         if source == REGISTRY:  # one object serves every library
             changes |= {"kind": "own", "cflags": ("-O1", *BASE[1:]), "cuda_cflags": (), "include_paths": (SHADOW,)}
         unit = self.but(**changes)

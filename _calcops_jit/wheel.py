@@ -69,7 +69,7 @@ def _add(folder: str, request: Request, operators: dict[str, str]) -> None:
         manifest = cache.Manifest(size=os.path.getsize(target), digest=file_digest(target), **about)
         cache.write_whole(f"{folder}/manifest", manifest.dump())
 
-    library.compile_and(publish, request, cache.writable_slot(request)[0])
+    library.compile_and(publish, request, cache.writable_slot(request)[0], [os.path.basename(folder)])
 
 
 def _portable(closure: Closure) -> Closure:

@@ -5,13 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
 import pytest
 import test_calcops_jit_package
 import torch
-from checkout import CALL, Child, spoil, the_zygote
+from checkout import CALL, HERE, Child, spoil, the_zygote
 from test_calcops_jit_package import contents, copy, pip, wheel_of
 
 from _calcops_jit import prebuilt, recipes, request
@@ -48,7 +49,7 @@ sys.addaudithook(audit)
 
 def built(source: Path, folder: Path, **variables) -> Path:
     """The wheel of a checkout's operators."""
-    variables = {"CALCOPS_CUDA": "0", "PYTHONPATH": str(source)} | variables
+    variables["PYTHONPATH"] = str(source)
     command = [sys.executable, "-m", "_calcops_jit.wheel", folder]
     done = subprocess.run(command, cwd=source, env=os.environ | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -68,7 +69,9 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(source, tmp_path_factory):
-    return built(source, tmp_path_factory.mktemp("wheel"), CALCOPS_CACHE=str(tmp_path_factory.mktemp("cache")))
+    return built(
+        source, tmp_path_factory.mktemp("wheel"), CALCOPS_CUDA="0", CALCOPS_CACHE=str(tmp_path_factory.mktemp("cache"))
+    )
 
 
 class Installed:
@@ -152,17 +155,18 @@ def test_the_library_is_the_best_that_the_processor_can_run(installed, flags, le
 REWRITE = """
 from _calcops_jit import cache, closure, cuda, prebuilt
 for level in prebuilt.LEVELS:
-    manifest, library = cache.read_manifest(f"{{prebuilt.FOLDER}}/{{level}}"), f"{{prebuilt.FOLDER}}/{{level}}/calcops.so"
+    folder = f"{{prebuilt.FOLDER}}/{{level}}"
+    manifest = cache.read_manifest(folder)
     {}
-    cache.write_whole(f"{{prebuilt.FOLDER}}/{{level}}/manifest", manifest.dump())
+    cache.write_whole(f"{{folder}}/manifest", manifest.dump())
 """
 WITH_CUDA = """
     choice = cuda.Choice(build=True, version="13.2", arches="8.0;9.0+PTX")
     manifest.request = prebuilt.facts(prebuilt.request(level, choice))
 """
 UNLOADABLE = """
-    cache.write_whole(library, b"of a newer system")
-    manifest.size, manifest.digest = 17, closure.file_digest(library)
+    cache.write_whole(f"{folder}/calcops.so", b"of a newer system")
+    manifest.size, manifest.digest = 17, closure.file_digest(f"{folder}/calcops.so")
 """
 
 
@@ -265,3 +269,45 @@ def test_a_damaged_library_is_told_and_never_loaded(installed, damage):
     for library in installed.path.glob("_calcops_jit/built/*/calcops.so"):
         spoil(library, damage)
     assert re.search("is damaged|not a regular file", installed.refusal())
+
+
+MEASURED = """
+import time, torch
+start = time.perf_counter()
+import calcops_jit
+seconds = time.perf_counter() - start
+list_neigh = torch.tensor([[[1, -1], [0, -1]]])
+dE, Ri_d = torch.ones(1, 2, 2, 4, requires_grad=True), torch.arange(48.0).reshape(1, 2, 8, 3)
+force = calcops_jit.force(list_neigh, dE, Ri_d)
+force.square().sum().backward()
+assert (force[0, 0, 0].item(), dE.grad[0, 0, 0, 3].item()) == (96.0, -11520.0)
+print(calcops_jit.library_path(), seconds)
+"""
+
+
+@pytest.mark.long
+def test_the_operators_compute_and_their_import_takes_what_a_warm_import_takes(environment, tmp_path):
+    wheel = built(HERE, tmp_path / "dist")
+    pip("install", wheel, python=environment)
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("CALCOPS_", "PYTHON", "CXX"))}
+    cached = variables | {"CALCOPS_CACHE": str(tmp_path / "cache"), "CALCOPS_CFLAGS": "-DWARM", "CALCOPS_CUDA": "0"}
+    shipped = variables | {"CALCOPS_CACHE": str(tmp_path / "empty"), "PATH": "/nowhere", "CUDA_VISIBLE_DEVICES": ""}
+
+    def seconds(variables: dict[str, str], folder: str) -> float:
+        command = [environment, "-c", MEASURED]
+        child = subprocess.run(command, cwd="/", env=variables, capture_output=True, text=True)
+        assert child.returncode == 0, child.stderr
+        path, seconds = child.stdout.split()
+        assert f"/{folder}/" in path
+        return float(seconds)
+
+    seconds(cached, "cache")  # builds
+    time.sleep(3)
+    seconds(cached, "cache")  # writes down stamps that are old enough to be trusted
+    times = [(seconds(cached, "cache"), seconds(shipped, "built")) for _ in range(7)]
+    warm, from_wheel = map(min, zip(*times))
+    print(
+        f"import beyond torch: {warm * 1e3:.1f} ms from the cache, {from_wheel * 1e3:.1f} ms from the wheel;", end=" "
+    )
+    print(f"the wheel has {wheel.stat().st_size / 1e6:.1f} MB")
+    assert from_wheel < 2 * warm
