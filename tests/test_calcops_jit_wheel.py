@@ -290,6 +290,7 @@ def test_the_operators_compute_and_their_import_takes_what_a_warm_import_takes(e
     wheel = built(HERE, tmp_path / "dist")
     pip("install", wheel, python=environment)
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("CALCOPS_", "PYTHON", "CXX"))}
+    # With a flag of its own it does not take what the wheel brings.
     cached = variables | {"CALCOPS_CACHE": str(tmp_path / "cache"), "CALCOPS_CFLAGS": "-DWARM", "CALCOPS_CUDA": "0"}
     shipped = variables | {"CALCOPS_CACHE": str(tmp_path / "empty"), "PATH": "/nowhere", "CUDA_VISIBLE_DEVICES": ""}
 
