@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _build(options: argparse.Namespace) -> None:
-    print(library.obtain(_request(options)).path)
+    print(library.obtain(_request(options).but(prebuilt=False)).path)  # for this very processor
 
 
 def _request(options: argparse.Namespace) -> Request:

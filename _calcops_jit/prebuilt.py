@@ -28,7 +28,7 @@ NO_CUDA = cuda.Choice(reason="the wheel is for CPUs", fix="CALCOPS_CUDA=1 python
 
 
 def request(level: str, choice: cuda.Choice) -> Request:
-    """The Request for a wheel's library. It names no compiler: the one that was there need not be here."""
+    """The Request for a wheel's library."""
     return recipes.own(isa=level, choice=choice).but(origin=_ORIGIN)
 
 
@@ -41,8 +41,8 @@ def facts(wanted: Request) -> dict:
         "C++11 ABI": torch.compiled_with_cxx11_abi(),
         "flags": digest(torch.__config__._cxx_flags().encode()),
     }
-    here = ("compiler arguments", "environment", "torch version")
-    return {key: value for key, value in wanted.facts.items() if key not in here} | {"PyTorch": build}
+    there = ("compiler arguments", "environment", "torch version")  # only where it is built
+    return {key: value for key, value in wanted.facts.items() if key not in there} | {"PyTorch": build}
 
 
 def find(asked: Request, reasons: list[str]) -> cache.Generation | None:
@@ -63,11 +63,14 @@ def _fitting(asked: Request) -> cache.Generation:
         raise Changed(f"CALCOPS_CFLAGS={flags}")
     level = _level()
     manifest = cache.read_manifest(f"{FOLDER}/{level}")
-    version, arches = manifest.request.get("CUDA", ""), manifest.request.get("GPU architectures", "")
-    if problem := _other_cuda(asked.cuda, version, arches):
+    choice = NO_CUDA
+    if "CUDA" in manifest.request:
+        arches = manifest.request["GPU architectures"]
+        choice = cuda.Choice(build=True, version=manifest.request["CUDA"], arches=arches)
+    if problem := _other_cuda(asked.cuda, choice):
         raise Changed(problem)
-    wanted = request(level, cuda.Choice(build=True, version=version, arches=arches) if version else NO_CUDA)
-    wanted.tools = []
+    wanted = request(level, choice)
+    wanted.tools = []  # the compiler that was there need not be here
     if differences := cache.differences(manifest.request, facts(wanted)):
         raise Changed(differences[0])
     manifest.closure.check(wanted)
@@ -86,12 +89,12 @@ def _level() -> str:
     return found
 
 
-def _other_cuda(here: cuda.Choice, version: str, arches: str) -> str:
-    """Why a library with, or without, this CUDA is not what a build here would give; "" if it will do."""
-    if version and os.environ.get("CALCOPS_CUDA") == "0":
+def _other_cuda(here: cuda.Choice, there: cuda.Choice) -> str:
+    """Why a library that was built with the choice `there` will not do where a build makes the choice `here`, or ""."""
+    if there.build and os.environ.get("CALCOPS_CUDA") == "0":
         return here.reason
-    if version and here.build and here.arches not in ("", arches):
-        return f"its GPU architectures are {arches}, not {here.arches}"
-    if not version and (here.build or here.fatal):
+    if there.build and here.build and here.arches not in ("", there.arches):
+        return f"its GPU architectures are {there.arches}, not {here.arches}"
+    if not there.build and (here.build or here.fatal):
         return f"it is for CPUs, and {'CUDA was asked for' if here.fatal else 'nvcc is here'}"
     return ""

@@ -26,6 +26,7 @@ from .errors import BuildError, report
 from .progress import say
 from .request import Request
 
+_ROOT = os.path.dirname(os.path.dirname(prebuilt.FOLDER))  # of the checkout
 _NO_STAMP = young(bytes(32))  # no file has it, so contents are compared wherever the wheel is installed
 
 
@@ -34,6 +35,8 @@ def write(folder: str) -> str:
     if flags := os.environ.get("CALCOPS_CFLAGS"):
         evidence = f"CALCOPS_CFLAGS={flags}: what is built with it fits only where it is set, too"
         raise report("cannot make a wheel", [evidence], "unset CALCOPS_CFLAGS")
+    if not os.path.exists(f"{_ROOT}/pyproject.toml"):
+        raise report("cannot make a wheel", [f"{_ROOT} has no pyproject.toml"], "make wheel in a checkout")
     choice = _choice()
     requests = {level: prebuilt.request(level, choice) for level in prebuilt.LEVELS}
     oldest = next(iter(requests.values()))
@@ -107,7 +110,7 @@ def _pack(made: str, folder: str) -> str:
     # Nothing is left in build/, from which a later `pip wheel .` would take it.
     commands = ["egg_info", "--egg-base", made, "--tag-build", f"+torch{label}", "build", "--build-base", f"{made}/b"]
     commands += ["bdist_wheel", "--bdist-dir", f"{made}/d", "--dist-dir", folder]
-    os.chdir(os.path.dirname(prebuilt.FOLDER) + "/..")
+    os.chdir(_ROOT)
     with warnings.catch_warnings(action="ignore"):  # a direct call of setup() is fine for a developer's command
         done = setup(
             script_args=["--quiet", *commands],
