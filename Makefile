@@ -44,6 +44,9 @@ venv: .venv/.base ## create .venv from pyproject.toml; re-used until that file c
 build: .venv/.base ## build the operators into the cache
 	$(python) -m calcops_jit build
 
+wheel: .venv/.base ## a wheel with the operators built for this PyTorch, for machines without a compiler -> dist/
+	$(python) -m _calcops_jit.wheel dist
+
 # The nvidia wheels have a toolkit's layout; torch.version.cuda says which release PyTorch was built with.
 cuda: .venv/.base ## build for CPU and CUDA; without a toolkit, nvcc comes from PyPI's nvidia wheels
 	@$(python) -c 'import sys; from _calcops_jit.cuda import find_toolkit; sys.exit(not find_toolkit()[0])' || { \
@@ -90,7 +93,7 @@ train: .venv/.examples ## train a Deep Potential on silicon (some ten minutes), 
 	$(python) examples/train_potential/step_time.py
 
 clean: ## delete .venv and what was built in this folder; the cache: python -m calcops_jit clean
-	rm -rf .venv .venv-oldest build *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-oldest build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Debian without python3-venv leaves half an environment behind, hence the rm.
@@ -133,4 +136,4 @@ build/mindspore/.installed:
 	$(pip) --no-deps deepmd-kit
 	@touch $@
 
-.PHONY: help demo check test test-long test-oldest venv build cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential train lammps clean
+.PHONY: help demo check test test-long test-oldest venv build wheel cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential train lammps clean

@@ -31,7 +31,8 @@ from .errors import report
 from .request import FORMAT, Request
 
 _KEEP = 8  # generations in a slot
-_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)  # errors that say nothing about the cache
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)  # errors that say nothing about the cache
+UNFIT = (Changed, OSError, ValueError, KeyError, TypeError)  # what a generation that cannot be used raises
 _LEFTOVERS = {"lock", "failed.log"}
 _USED_S = 24 * 3600.0  # the time of last use is as precise as that
 
@@ -106,9 +107,9 @@ def find(request: Request, reasons: list[str] | None = None) -> Generation | Non
             try:
                 manifest = read_manifest(path, ours=folder in own)
                 fresher = manifest.closure.check(request)
-                found = _verified(f"{path}/{request.output}", manifest, ours=folder in own)
-            except (Changed, OSError, ValueError, KeyError, TypeError) as problem:
-                if getattr(problem, "errno", 0) in _NO_DESCRIPTOR:
+                found = verified(f"{path}/{request.output}", manifest, ours=folder in own)
+            except UNFIT as problem:
+                if getattr(problem, "errno", 0) in NO_DESCRIPTOR:
                     raise
                 if reasons is not None:
                     reasons.append(str(problem))
@@ -123,7 +124,8 @@ def find(request: Request, reasons: list[str] | None = None) -> Generation | Non
     return None
 
 
-def _verified(path: str, manifest: Manifest, ours: bool) -> Generation:
+def verified(path: str, manifest: Manifest, ours: bool = False) -> Generation:
+    """Opens a library, or an object. ValueError: its bytes are not those that were built."""
     fd = open_regular(path, ours)
     _share(fd)
     status = os.fstat(fd)
@@ -148,10 +150,15 @@ def _share(fd: int) -> None:
 def other_facts(request: Request) -> list[str]:
     """Says in what the request differs from the one that was last built, or used, under its name."""
     for manifest in newest(request.name):
-        old, new = manifest.request, json.loads(json.dumps(request.facts))
-        changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-        return [f"{key}: {_difference(old.get(key, []), new.get(key, []))}" for key in changed]
+        return differences(manifest.request, request.facts)
     return []
+
+
+def differences(old: dict, facts: dict) -> list[str]:
+    """Says in what facts differ from those of a manifest."""
+    new = json.loads(json.dumps(facts))
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return [f"{key}: {_difference(old.get(key, []), new.get(key, []))}" for key in changed]
 
 
 def newest(name: str) -> Iterator[Manifest]:
@@ -181,7 +188,7 @@ def _generations(slot: str, ours: bool = False) -> list[tuple[float, str]]:
 
             staging.sweep(slot, "stage")  # a builder may have been killed after it published
     except OSError as problem:
-        if problem.errno in _NO_DESCRIPTOR:
+        if problem.errno in NO_DESCRIPTOR:
             raise
         return []
     return sorted(found, reverse=True)

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-from . import cache, library, places, recipes
+from . import cache, library, places, prebuilt, recipes
 from .closure import digest, file_digest
 from .errors import BuildError, report
 from .progress import say
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _build(options: argparse.Namespace) -> None:
-    print(library.obtain(_request(options)).path)
+    print(library.obtain(_request(options).but(prebuilt=False)).path)  # for this very processor
 
 
 def _request(options: argparse.Namespace) -> Request:
@@ -80,7 +80,7 @@ def _where(options: argparse.Namespace) -> None:
     elif options.cache:
         print(places.folders()[0])
     else:
-        found, cuda = cache.find(request), request.cuda
+        found, cuda = cache.find(request) or prebuilt.find(request, []), request.cuda
         print(f"cache    {places.folders()[0]}")
         print(f"library  {found.path if found else 'not built yet: python -m calcops_jit build'}")
         print(f"CUDA     {'built with ' + cuda.home if cuda.build else f'{cuda.reason}; {cuda.fix}'}")
@@ -89,7 +89,7 @@ def _where(options: argparse.Namespace) -> None:
 
 def _why(options: argparse.Namespace) -> int:
     request, reasons = _request(options), []
-    if found := cache.find(request, reasons):
+    if found := cache.find(request, reasons) or prebuilt.find(request, reasons):
         print(f"nothing changed: {found.path}")
         return 0
     print("\n".join(reasons[:1] or cache.other_facts(request) or ["it was never built"]))

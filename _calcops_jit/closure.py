@@ -214,7 +214,10 @@ class _Look:
             stamp, before = stamp_of(folder), bytes.fromhex(entry[0])
             if stamp == before or not folded.startswith(self._compared):
                 continue
-            if new := next((name for name in entry[1].split("\n") if os.path.lexists(f"{folder}/{name}")), ""):
+            there = set()
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                there.update(os.listdir(folder))  # sooner than asking for some hundred names
+            if new := next((name for name in entry[1].split("\n") if name in there), ""):
                 raise Changed(f"{folder}/{new} is new")
             entry[0] = self._fresher(stamp, before, is_theirs(folded)).hex()
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
-from . import cache, compiler, cuda, diagnosis, jobs, places, recipes
+from . import cache, compiler, cuda, diagnosis, jobs, places, prebuilt, recipes
 
 
 class Finding(SimpleNamespace):
@@ -58,7 +58,8 @@ def examine() -> Iterator[Finding]:
             fix="chmod -R go+rX it, or take it out of CALCOPS_CACHE_READONLY",
         )
     yield Finding(what="compilers at once", verdict="ok", evidence=os.environ.get("MAX_JOBS") or str(jobs.number()))
-    if library := cache.find(request, reasons := []):
+    reasons: list[str] = []
+    if library := cache.find(request, reasons) or prebuilt.find(request, reasons):
         yield Finding(what="operators", verdict="ok", evidence=library.path)
     else:
         yield Finding(

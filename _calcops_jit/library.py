@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -121,13 +121,31 @@ def obtain(request: Request, build: bool = True) -> Library | None:
     """Loads the library for a request, after building it if need be. None: it is not built, and `build` is False."""
     with _one_at_a_time:
         reasons: list[str] = []
+        refusals: list[str] = []
         try:
-            found = cache.find(request, reasons)
+            found, brought = cache.find(request, reasons), None
+            if not found:
+                from . import prebuilt
+
+                brought = prebuilt.find(request, refusals)
         except OSError as error:
             raise report(f"cannot load {request.name}", [str(error)], "ulimit -n $(ulimit -H -n)") from None
-        if found is None and build:
-            return _build(request, reasons)
-        return found and _load(request, found)
+        if found:
+            return _load(request, found)
+        if brought:
+            try:
+                return _load(request, brought)
+            except BuildError as error:  # the C library here may be too old for it
+                if not build or _live(request) in _loaded:
+                    raise
+                refusals = [" ".join(map(str.strip, str(error).splitlines()[:2]))]
+        if not build:
+            return None
+        for why in refusals:
+            from .progress import say
+
+            say(f"building {request.name} from its sources; what the wheel brings does not fit: {why}")
+        return _build(request, reasons)
 
 
 def reload(again: Callable[[Request], Request]) -> list[str]:
@@ -213,12 +231,14 @@ def _build(request: Request, reasons: list[str]) -> Library:
                 say(f"{request.cuda.gpus[0]} is here, but {reason}; building for the CPU")
             if request.cuda.build and (old := old_driver(request)):
                 say(str(old.error("what is built for CUDA cannot run here")))
-            return _compile(request, slot, reasons)
+            return compile_and(_publish, request, slot, reasons)
     except OSError as error:
         raise explain(f"cannot build {request.name}", str(error), request) from None
 
 
-def _compile(request: Request, slot: str, reasons: list[str]) -> Library:
+def compile_and(publish: Callable, request: Request, slot: str, reasons: Sequence[str] = ()):
+    """Compiles a library in a private folder of its slot; gives what publish(request, slot, folder, built, closure)
+    gives."""
     from . import cache_size, compiler, staging
     from .progress import Progress, say
     from .remaining_time import RemainingTime
@@ -241,12 +261,12 @@ def _compile(request: Request, slot: str, reasons: list[str]) -> Library:
                     say("a compiler was killed, most likely for lack of memory: trying again with one at a time")
                     continue
                 first = _live(request) not in _loaded
-                library = _publish(request, slot, folder, built, closure)
+                published = publish(request, slot, folder, built, closure)
                 remaining.learn()
                 progress.outcome = f"built {request.name} in {progress.seconds():.1f} s"
             if first:  # a reload is not to wait for it
                 cache_size.prune(limit)
-            return library
+            return published
     evidence = "its sources changed while they were compiled, three times"
     raise report(f"cannot build {request.name}", [evidence], "wait until nothing writes to them")
 

@@ -123,9 +123,8 @@ def _torch_flags(request: Request, environment: dict[str, str], folder: str) -> 
         is_standalone=True,
     )
     kinds = ("cflags", "cuda_cflags", "ldflags")
-    return {
-        kind: re.sub(compiler_reads.MAKE_FLAGS, "", " ".join(f.strip() for f in written[kind] or ())) for kind in kinds
-    }
+    unwanted = compiler_reads.MAKE_FLAGS + r"|-Wl,-rpath,/\S+" * bool(request.origin)
+    return {kind: re.sub(unwanted, "", " ".join(f.strip() for f in written[kind] or ())) for kind in kinds}
 
 
 @functools.cache
@@ -162,4 +161,7 @@ def _linking(request: Request, folder: str) -> list[str]:
             os.symlink(runtime[0], f"{folder}/libcudart.so")  # wheels have only libcudart.so.13, which -lcudart ignores
         flags.append("-L.")
         rpaths.append(runtime[1])
+    if request.origin:
+        site = os.path.dirname(request.unfold("@torch"))
+        rpaths = [f"$ORIGIN/{request.origin}/{os.path.relpath(path, site)}" for path in rpaths]
     return [*flags, *(f"-Wl,-rpath,{_word(path)}" for path in rpaths)]

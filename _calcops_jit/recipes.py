@@ -19,15 +19,18 @@ def operators_root() -> str:
     return os.path.realpath(installed if os.path.isdir(installed) else f"{here}/../ops")
 
 
-def own(root: str | None = None, name: str = "calcops", isa: str = "native") -> Request:
+def own(root: str | None = None, name: str = "calcops", isa: str = "", choice: cuda.Choice | None = None) -> Request:
     """The Request for everything under ops/: each .cpp there or in an operator's folder, and each .cu if CUDA is
-    built."""
+    built.
+
+    isa      the processors, as an -march of the compiler; default: this one
+    choice   default: what cuda.choose() says"""
     root = root or operators_root()
-    choice = cuda.choose()
+    choice = choice or cuda.choose()
     extra = words_of("CALCOPS_CFLAGS")
     found = sorted(_sources(root))
     # parallel_for is a plain loop without -fopenmp; libgomp is the one in torch's folder, by its rpath.
-    cflags = [*BASE, f"-march={isa}", "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
+    cflags = [*BASE, f"-march={isa or 'native'}", "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
     if not choice.build:
         why = f"{choice.reason}; {choice.fix}"  # neither has a quote or a $
         cflags.append(f"-DCALCOPS_NO_CUDA='\"{why}\"'")  # a shell's word
@@ -40,6 +43,7 @@ def own(root: str | None = None, name: str = "calcops", isa: str = "native") -> 
         ldflags=("-fopenmp", *extra),
         include_paths=(SHADOW, root),
         cuda=choice,
+        prebuilt=not isa,
     )
 
 

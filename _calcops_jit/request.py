@@ -51,6 +51,8 @@ class Request(SimpleNamespace):
     cuda: cuda.Choice = cuda.Choice()
     kind: str = "own"  # this project's operators; "foreign": what `load` was asked for, which may call Python
     is_unit: bool = False  # one source of a library, whose object is kept
+    prebuilt: bool = False  # what a wheel brings will do, though it was built for more than this processor
+    origin: str = ""  # of a library in a wheel: the way from its folder to the one that torch lies in
     verbose: bool = False
     asked: tuple = ()  # the arguments of recipes.foreign
     given: tuple[tuple[str, ...], tuple[str, ...]] | None = None  # the arguments of located()
@@ -67,6 +69,8 @@ class Request(SimpleNamespace):
     def unit(self, source: str) -> Request:
         """The Request for the object of one source, which is kept like a library."""
         changes = {"name": f"unit-{os.path.basename(source)}", "sources": (source,), "ldflags": (), "is_unit": True}
+        if self.cuda.build and source.endswith(CUDA_SUFFIXES):  # nvcc gets none of them
+            changes |= {"cflags": ()}
         if source == REGISTRY:  # one object serves every library
             changes |= {"kind": "own", "cflags": ("-O1", *BASE[1:]), "cuda_cflags": (), "include_paths": (SHADOW,)}
         unit = self.but(**changes)
@@ -141,7 +145,7 @@ class Request(SimpleNamespace):
             "CUDA flags": fold_flags(self.cuda_cflags),
             "linker flags": fold_flags(self.ldflags),
             "torch version": [torch.__version__, torch.version.git_version, torch.version.debug],
-            "torch folder": self._folders["@torch"],  # the library's rpath names it
+            "torch folder": self.origin or self._folders["@torch"],  # the library's rpath names it
             "compiler arguments": [w for w in self.compiler if w.startswith("-")],
             "environment": {k: self.environment[k] for k in COMPILER_VARIABLES if self.environment.get(k)},
         }

@@ -70,6 +70,7 @@ CHANGES = {
     "the architectures": (lambda b: {"TORCH_CUDA_ARCH_LIST": "8.0;9.0"}, 1, 2),
     "NVCC_APPEND_FLAGS": (lambda b: {"NVCC_APPEND_FLAGS": "-lineinfo"}, 1, 2),
     "NVCC_PREPEND_FLAGS": (lambda b: {"NVCC_PREPEND_FLAGS": "-lineinfo"}, 1, 2),
+    "flags for C++, which nvcc does not get": (lambda b: {"CALCOPS_CFLAGS": "-DX"}, 1, 1),
     "the host compiler": (lambda b: {"CC": shutil.which("gcc")}, 1, 2),
 }
 NO_CHANGES = {

@@ -1,0 +1,100 @@
+"""Operators that a wheel brings, built for several kinds of processor: the library for this one, if it fits.
+
+    built/<level of x86-64>/calcops.so, manifest      a generation, as in the cache, that is only read
+
+There may be no compiler here, so neither compilers nor headers of the system are compared. What is: the bytes of the
+operators' sources and of the loader's own, every flag, and that PyTorch is the very build that was there.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from . import cache, cuda, recipes
+from .closure import Changed, digest
+from .request import Request, isa
+
+FOLDER = os.path.join(os.path.dirname(os.path.realpath(__file__)), "built")
+# What each level adds, by the x86-64 psABI, in the words of /proc/cpuinfo (as far as request.isa() has them).
+LEVELS = {
+    "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
+    "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
+    "x86-64-v4": "avx512bw avx512cd avx512dq avx512f avx512vl",
+}
+_ORIGIN = "../../.."  # from a level's folder to the one that torch is installed in, beside this package
+NO_CUDA = cuda.Choice(reason="the wheel is for CPUs", fix="CALCOPS_CUDA=1 python -m calcops_jit build")
+
+
+def request(level: str, choice: cuda.Choice) -> Request:
+    """The Request for a wheel's library."""
+    return recipes.own(isa=level, choice=choice).but(origin=_ORIGIN)
+
+
+def facts(wanted: Request) -> dict:
+    """What a wheel's library depends on besides the contents of files, wherever it is installed."""
+    build = {
+        "version": torch.__version__,
+        "commit": torch.version.git_version,
+        "debug": torch.version.debug,
+        "C++11 ABI": torch.compiled_with_cxx11_abi(),
+        "flags": digest(torch.__config__._cxx_flags().encode()),
+    }
+    there = ("compiler arguments", "environment", "torch version")  # only where it is built
+    return {key: value for key, value in wanted.facts.items() if key not in there} | {"PyTorch": build}
+
+
+def find(asked: Request, reasons: list[str]) -> cache.Generation | None:
+    """Finds the wheel's library for this processor; tells `reasons` why what the wheel brought does not fit."""
+    if not asked.prebuilt or not os.path.isdir(FOLDER):
+        return None
+    try:
+        return _fitting(asked)
+    except cache.UNFIT as problem:
+        if getattr(problem, "errno", 0) in cache.NO_DESCRIPTOR:
+            raise
+        reasons.append(str(problem))
+    return None
+
+
+def _fitting(asked: Request) -> cache.Generation:
+    if flags := os.environ.get("CALCOPS_CFLAGS"):
+        raise Changed(f"CALCOPS_CFLAGS={flags}")
+    level = _level()
+    manifest = cache.read_manifest(f"{FOLDER}/{level}")
+    choice = NO_CUDA
+    if "CUDA" in manifest.request:
+        arches = manifest.request["GPU architectures"]
+        choice = cuda.Choice(build=True, version=manifest.request["CUDA"], arches=arches)
+    if problem := _other_cuda(asked.cuda, choice):
+        raise Changed(problem)
+    wanted = request(level, choice)
+    wanted.tools = []  # the compiler that was there need not be here
+    if differences := cache.differences(manifest.request, facts(wanted)):
+        raise Changed(differences[0])
+    manifest.closure.check(wanted)
+    return cache.verified(f"{FOLDER}/{level}/{wanted.output}", manifest)
+
+
+def _level() -> str:
+    """The highest level that this processor has and the wheel brings."""
+    found, here = "", isa().split()
+    for level, words in LEVELS.items():
+        if lacking := [word for word in words.split() if word not in here]:
+            if not found:
+                raise Changed(f"this processor has no {' '.join(lacking)}, which {level} asks for")
+            break
+        found = level if os.path.isdir(f"{FOLDER}/{level}") else found
+    return found
+
+
+def _other_cuda(here: cuda.Choice, there: cuda.Choice) -> str:
+    """Why a library that was built with the choice `there` will not do where a build makes the choice `here`, or ""."""
+    if there.build and os.environ.get("CALCOPS_CUDA") == "0":
+        return here.reason
+    if there.build and here.build and here.arches not in ("", there.arches):
+        return f"its GPU architectures are {there.arches}, not {here.arches}"
+    if not there.build and (here.build or here.fatal):
+        return f"it is for CPUs, and {'CUDA was asked for' if here.fatal else 'nvcc is here'}"
+    return ""
