@@ -35,6 +35,9 @@ def write(folder: str) -> str:
     if flags := os.environ.get("CALCOPS_CFLAGS"):
         evidence = f"CALCOPS_CFLAGS={flags}: what is built with it fits only where it is set, too"
         raise report("cannot make a wheel", [evidence], "unset CALCOPS_CFLAGS")
+    if (machine := os.uname().machine) != "x86_64":
+        evidence = f"its libraries are for the levels of x86-64; this is {machine}"
+        raise report("cannot make a wheel", [evidence], "python -m calcops_jit export <folder>")
     if not os.path.exists(f"{_ROOT}/pyproject.toml"):
         raise report("cannot make a wheel", [f"{_ROOT} has no pyproject.toml"], "make wheel in a checkout")
     choice = _choice()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
@@ -197,3 +198,39 @@ def wait_for(condition, seconds: float = 30.0):
     while not condition():
         assert time.monotonic() < end, "timed out"
         time.sleep(0.02)
+
+
+# ---- packages ---------------------------------------------------------------------------------------------------
+
+PARTS = ["LICENSE", "MANIFEST.in", "Makefile", "README.md", "CHANGELOG.md", ".clang-format", "pyproject.toml"]
+PARTS += ["calcops_jit.py", "_calcops_jit", "ops", "tests", "examples"]
+
+
+def copy(folder: Path) -> Path:
+    """Copies what an sdist holds."""
+    folder.mkdir()
+    for part in PARTS:
+        if (HERE / part).is_dir():
+            shutil.copytree(HERE / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        else:
+            shutil.copy(HERE / part, folder)
+    return folder
+
+
+def pip(*arguments, python: Path | str = sys.executable) -> None:
+    """Runs pip for an interpreter, without downloading anything."""
+    options = ["--disable-pip-version-check", "--no-input", "--python", python]
+    command = [sys.executable, "-m", "pip", *options, *arguments, "--no-deps", "--no-index"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def wheel_of(source: Path, folder: Path) -> Path:
+    pip("wheel", "--no-build-isolation", "-w", folder, source)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}

@@ -1,6 +1,7 @@
 import os
 import re
 import tempfile
+import venv
 from collections import Counter
 from pathlib import Path
 
@@ -94,3 +95,12 @@ def kernels():
 def checkout(tmp_path):
     """A copy of the loader that a test may edit and build with."""
     return Checkout(the_zygote(), tmp_path)
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """A fresh virtual environment whose Python also finds what the one here has, PyTorch above all."""
+    venv.create(tmp_path / "venv")
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "torch.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
+    return tmp_path / "venv/bin/python"

@@ -122,6 +122,15 @@ def assert_equal_lists(ours, theirs, **tolerance):
         torch.testing.assert_close(a, b, **tolerance)
 
 
+def graph(natoms=7, edges=23, frames=2, dtype=torch.float64, index=torch.int64, device="cpu", seed=0):
+    """Edges in no order, some masked in one row or in both, some to the atom itself; atoms of frames in no order."""
+    generator = torch.Generator().manual_seed(seed)
+    edge_index = torch.randint(-1, natoms, (2, edges), generator=generator).to(device, index)
+    gradient, vec = (torch.randn(edges, 3, generator=generator, dtype=torch.float64).to(device, dtype) for _ in "gv")
+    batch = torch.randint(0, frames, (natoms,), generator=generator).to(device, index)
+    return edge_index, gradient, vec, natoms, batch, frames
+
+
 def opcheck(op, args, kwargs=None):
     """Every check that PyTorch has for an operator; opcheck's default leaves static shapes out."""
     results = torch.library.opcheck(op, args, kwargs, test_utils=tuple(ALL_TEST_UTILS))

@@ -7,62 +7,20 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import venv
-import zipfile
 from pathlib import Path
 
 import pytest
-import torch
+from checkout import HERE, contents, copy, pip, wheel_of
 
-HERE = Path(__file__).resolve().parent.parent
-PARTS = ["LICENSE", "MANIFEST.in", "Makefile", "README.md", "CHANGELOG.md", ".clang-format", "pyproject.toml"]
-PARTS += ["calcops_jit.py", "_calcops_jit", "ops", "tests", "examples"]
 CALL = "import calcops_jit, ctypes; print(calcops_jit.__file__, ctypes.CDLL(calcops_jit.library_path()).answer())"
 
 pytest.importorskip("setuptools", minversion="77", reason="the build backend")
 pytest.importorskip("pip", reason="it installs")
 
 
-def copy(folder: Path) -> Path:
-    folder.mkdir()
-    for part in PARTS:
-        if (HERE / part).is_dir():
-            shutil.copytree(HERE / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-        else:
-            shutil.copy(HERE / part, folder)
-    return folder
-
-
-def pip(*arguments, python: Path | str = sys.executable) -> None:
-    options = ["--disable-pip-version-check", "--no-input", "--python", python]
-    command = [sys.executable, "-m", "pip", *options, *arguments, "--no-deps", "--no-index"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def wheel_of(source: Path, folder: Path) -> Path:
-    pip("wheel", "--no-build-isolation", "-w", folder, source)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
-
-
-def contents(wheel: Path) -> dict[str, bytes]:
-    with zipfile.ZipFile(wheel) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     return wheel_of(copy(tmp_path_factory.mktemp("source") / "calcops"), tmp_path_factory.mktemp("wheel"))
-
-
-@pytest.fixture
-def environment(tmp_path):
-    """A fresh virtual environment whose Python also finds what the one here has, PyTorch above all."""
-    venv.create(tmp_path / "venv")
-    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    (site / "torch.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
-    return tmp_path / "venv/bin/python"
 
 
 def tiny(ops: Path, answer: int = 1) -> None:

@@ -10,15 +10,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import test_calcops_jit_package
 import torch
-from checkout import CALL, HERE, Child, spoil, the_zygote
-from test_calcops_jit_package import contents, copy, pip, wheel_of
+from checkout import CALL, HERE, Child, contents, copy, pip, spoil, the_zygote, wheel_of
 
 from _calcops_jit import prebuilt, recipes, request
 from _calcops_jit.export import _instructions
 
-environment = test_calcops_jit_package.environment  # a fixture
 BARE = {"PATH": "/nowhere", "HOME": "/nowhere", "CXX": None}
 LEVEL = """
 #include "tiny/tiny.h"
@@ -312,3 +309,13 @@ def test_the_operators_compute_and_their_import_takes_what_a_warm_import_takes(e
     )
     print(f"the wheel has {wheel.stat().st_size / 1e6:.1f} MB")
     assert from_wheel < 2 * warm
+
+
+def test_a_wheel_for_another_kind_of_machine_is_refused(tmp_path):
+    script = (
+        "import os, types; os.uname = lambda: types.SimpleNamespace(machine='aarch64')\n"
+        f"from _calcops_jit import wheel\nwheel.write({str(tmp_path / 'dist')!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True)
+    assert "cannot make a wheel" in done.stderr and "this is aarch64" in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from reference import assert_equal_lists, opcheck
+from reference import assert_equal_lists, graph, opcheck
 from torch.autograd import gradcheck, gradgradcheck
 
 from calcops_jit import edge_force, edge_force_virial, edge_order
@@ -25,15 +25,6 @@ def reference_force_virial(edge_index, edge_gradient, edge_vec, natoms, batch=No
     frame = torch.zeros(natoms, dtype=torch.long) if batch is None else batch.long()
     frames = torch.nn.functional.one_hot(frame.to(g.device), nframes).to(g)
     return force, torch.einsum("jf,jab->fab", frames, atom_virial), atom_virial
-
-
-def graph(natoms=7, edges=23, frames=2, dtype=torch.float64, index=torch.int64, device="cpu", seed=0):
-    """Edges in no order, some masked in one row or in both, some to the atom itself; atoms of frames in no order."""
-    generator = torch.Generator().manual_seed(seed)
-    edge_index = torch.randint(-1, natoms, (2, edges), generator=generator).to(device, index)
-    gradient, vec = (torch.randn(edges, 3, generator=generator, dtype=torch.float64).to(device, dtype) for _ in "gv")
-    batch = torch.randint(0, frames, (natoms,), generator=generator).to(device, index)
-    return edge_index, gradient, vec, natoms, batch, frames
 
 
 def differentiable_graph(**options):

@@ -7,8 +7,7 @@ are shared by as many blocks as they have times 1,024.
 import pytest
 import torch
 from kernels import same_bits
-from reference import assert_equal_lists
-from test_edge_force import graph
+from reference import assert_equal_lists, graph
 
 from calcops_jit import edge_order
 
