@@ -42,8 +42,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-if sys.platform != "linux" or platform.machine() != "x86_64":
-    raise ImportError(f"calcops_jit: expected Linux on x86-64, got {sys.platform} on {platform.machine()}")
+if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+    raise ImportError(f"calcops_jit: expected Linux on x86-64 or aarch64, got {sys.platform} on {platform.machine()}")
 
 if not os.path.exists(__file__):
     raise ImportError(f"calcops_jit: expected files, which a compiler can read, got {__file__}: unpack it")

@@ -67,9 +67,13 @@ def test_the_key_for_ci_changes_with_a_header_and_not_with_a_place(checkout, tmp
     assert key() != first
 
 
-def test_another_system_is_refused_in_one_line(checkout):
-    child = checkout.run("import sys; sys.platform = 'darwin'\nimport calcops_jit")
-    assert child.err.splitlines()[-1] == ("ImportError: calcops_jit: expected Linux on x86-64, got darwin on x86_64")
+@pytest.mark.parametrize("system, machine", [("darwin", "arm64"), ("linux", "riscv64"), ("linux", "armv7l")])
+def test_another_system_is_refused_in_one_line(checkout, system, machine):
+    other = (
+        f"import platform, sys; sys.platform, platform.machine = {system!r}, lambda: {machine!r}\nimport calcops_jit"
+    )
+    expected = f"ImportError: calcops_jit: expected Linux on x86-64 or aarch64, got {system} on {machine}"
+    assert checkout.run(other).err.splitlines()[-1] == expected
 
 
 # ---- rebuild or not ---------------------------------------------------------------------------------------------

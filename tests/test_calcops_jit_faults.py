@@ -203,6 +203,15 @@ MET = {
         and f.load('#include "between.h"\n' + ANSWER, "extra_include_paths='../theirs'")
     ),
     "a processor that nobody knows": lambda f: {"CALCOPS_CFLAGS": "-march=alderlake9"},
+    "a processor of another kind": lambda f: f.says(
+        "cc1plus: error: unknown value ‘x86-64-v3’ for ‘-march’\ncc1plus: note: valid arguments are: armv8-a"
+    ),
+    "a processor that GCC for ARM does not know": lambda f: f.says(
+        "cc1plus: error: invalid feature modifier ‘avx’ in ‘-mcpu=neoverse-v2+avx’"
+    ),
+    "a processor that clang for ARM does not know": lambda f: f.says(
+        "clang: error: unsupported argument 'neoverse-v9' to option '-mcpu='"
+    ),
     "a function in two sources": lambda f: (
         f.write("ops/tiny/second.cpp", "int answer2() { return 1; }\n")
         and f.write("ops/tiny/third.cpp", "int answer2() { return 1; }\n")
