@@ -82,9 +82,7 @@ def _supported(what: str, version: str, oldest: tuple[int, int], newest: tuple[i
 def _processor() -> Finding:
     if isa():
         return Finding(what="processor", verdict="ok", evidence=f"{MACHINE}, {processor_flag()}")
-    evidence = (
-        f"{MACHINE}; /proc/cpuinfo does not say which, so {processor_flag()} builds for any"  # an emulator's, say
-    )
+    evidence = f"{MACHINE}; /proc/cpuinfo does not say which, as in some emulators: {processor_flag()} builds for any"
     fix = f"export CALCOPS_CFLAGS={processor_flag('<its name>')}"
     return Finding(what="processor", verdict="note", evidence=evidence, fix=fix)
 

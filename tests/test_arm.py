@@ -20,7 +20,7 @@ BUILDS = {
     # SVE code runs on vectors of any length: Neoverse V2's 128 bits, V1's 256, A64FX's 512.
     "SVE2": (
         ["neoverse-v2", "demeter"],  # GCC 12 has Neoverse V2 under its working name
-        [f"max,sve-default-vector-length={bytes}" for bytes in (16, 32, 64)],
+        [f"max,sve-default-vector-length={size}" for size in (16, 32, 64)],
     ),
 }
 MISSING = [tool for tool in (COMPILER, EMULATOR) if shutil.which(tool) is None]
@@ -58,22 +58,22 @@ def expected(tmp_path_factory):
     return of
 
 
-@pytest.fixture(scope="module")
-def model():
-    """model(names) is the first of them that the compiler knows."""
-
-    def known(name):
-        asked = [COMPILER, f"-mcpu={name}", "-E", "-x", "c++", "/dev/null"]
-        return subprocess.run(asked, capture_output=True).returncode == 0
-
-    return lambda names: next(filter(known, names))
+def knows(model: str) -> bool:
+    """Whether the compiler for ARM knows a model."""
+    return (
+        subprocess.run([COMPILER, f"-mcpu={model}", "-E", "-x", "c++", "/dev/null"], capture_output=True).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_the_kernels_give_on_arm_what_they_give_here(expected, model, operator, build, tmp_path):
-    names, processors = BUILDS[build]
-    program = compiled([COMPILER, "-static", f"-mcpu={model(names)}"], operator, tmp_path / operator)
+def test_the_kernels_give_on_arm_what_they_give_here(expected, operator, build, tmp_path):
+    models, processors = BUILDS[build]
+    model = next(filter(knows, models), None)
+    if model is None:
+        pytest.skip(f"{COMPILER} knows no {' or '.join(models)}")
+    program = compiled([COMPILER, "-static", f"-mcpu={model}"], operator, tmp_path / operator)
     for processor in processors:
         command = [EMULATOR, "-cpu", processor, program, "compare", expected(operator)]
         answer = subprocess.run(command, capture_output=True, text=True)

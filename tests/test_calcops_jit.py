@@ -67,13 +67,12 @@ def test_the_key_for_ci_changes_with_a_header_and_not_with_a_place(checkout, tmp
     assert key() != first
 
 
-@pytest.mark.parametrize("system, machine", [("darwin", "arm64"), ("linux", "riscv64"), ("linux", "armv7l")])
-def test_another_system_is_refused_in_one_line(checkout, system, machine):
-    other = (
-        f"import platform, sys; sys.platform, platform.machine = {system!r}, lambda: {machine!r}\nimport calcops_jit"
-    )
-    expected = f"ImportError: calcops_jit: expected Linux on x86-64 or aarch64, got {system} on {machine}"
-    assert checkout.run(other).err.splitlines()[-1] == expected
+def test_another_system_is_refused_in_one_line(checkout):
+    for system, machine in (("darwin", "arm64"), ("linux", "riscv64")):
+        other = f"import platform, sys; sys.platform, platform.machine = {system!r}, lambda: {machine!r}"
+        child = checkout.run(f"{other}\nimport calcops_jit")
+        expected = f"ImportError: calcops_jit: expected Linux on x86-64 or aarch64, got {system} on {machine}"
+        assert child.err.splitlines()[-1] == expected
 
 
 # ---- rebuild or not ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from checkout import BUILDING, Checkout, the_zygote
 
 from _calcops_jit import cuda, diagnosis
-from _calcops_jit.request import Request
+from _calcops_jit.request import MACHINE, Request
 
 GOLDEN = dict(
     re.findall(r"^## (.+)\n((?:.+\n)+)", Path(__file__).with_name("calcops_jit_faults.txt").read_text(), re.M)
@@ -256,6 +256,8 @@ def test_what_can_be_known_beforehand_is_said_within_a_fifth_of_a_second(faulty,
 
 @pytest.mark.parametrize("fault", MET)
 def test_what_the_tools_say_becomes_cause_evidence_and_one_command(faulty, fault):
+    if fault == "a processor that nobody knows" and MACHINE != "x86_64":
+        pytest.skip("the words are those of GCC for x86-64")
     message, _ = faulty.message(MET[fault](faulty))
     assert message == GOLDEN[fault]
 
