@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
 CALL = "import calcops_jit, ctypes; print(ctypes.CDLL(calcops_jit.library_path()).answer())"
-# The library that the process has, which need not be the file of that name.
+# The library that is loaded; the file of that name may have been replaced since.
 LOADED = "[live] = calcops_jit.library._loaded; loaded = live._generations[live.digest]._library"
 
 BUILDING = "import torch.utils.cpp_extension, setuptools, resource"  # what a build imports and a warm import does not
@@ -141,7 +141,7 @@ class Checkout:
         return int(child.out)
 
     def compiled(self) -> int:
-        """Units of the project, compiled since the last time this was asked."""
+        """Counts the units of the project that were compiled since the last call."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
         return sum(" -c " in line and "/registry.cpp" not in line for line in lines)
@@ -170,7 +170,7 @@ def spoil(library: Path, damage: str) -> None:
         library.write_bytes(Path("/bin/sh").read_bytes())
 
 
-@functools.cache  # one of a kind for all the modules that import the fixture; it ends with its standard input
+@functools.cache  # all test modules share one of each kind; it ends with its standard input
 def the_zygote(preamble: str = "") -> Zygote:
     return Zygote(preamble)
 

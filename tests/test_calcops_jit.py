@@ -178,7 +178,7 @@ def test_a_killed_builder_leaves_nothing_that_the_next_import_waits_for(checkout
     wait_for(lambda: checkout.log.exists() and " -c " in checkout.log.read_text())
     builder.kill()
     assert len(in_cache(checkout)) >= 2  # ninja and the compiler outlive it
-    after = checkout.start()  # before the dead one is reaped: a zombie is as dead
+    after = checkout.start()  # before the killed process is reaped: a zombie counts as dead
     wait_for(lambda: len(list(checkout.cache.glob("*/stage.*"))) == 1 and f".{after.pid}." in str(stages(checkout)))
     assert "waiting" not in after.err
     wait_for(lambda: set(in_cache(checkout)) == set(in_cache(checkout, f".{after.pid}.")))  # the others are killed

@@ -67,7 +67,7 @@ def test_a_header_that_nobody_foresaw_is_compiled_again_where_only_its_clock_cou
 
 
 def test_a_header_that_came_before_another_while_that_was_compiled_is_seen(checkout):
-    # It is there when the compiler has ended, and was not when it looked.
+    # The header appears after the compiler has looked for it and before the compiler ends.
     late = checkout.path / "ops/tiny/tiny/tiny.h"
     make = f"[ -e {late} ] || {{ mkdir -p {late.parent}; echo '#define ANSWER 7' > {late}; }}"
     real = f'exec {shutil.which("c++")} "$@"'

@@ -57,7 +57,7 @@ def original(tmp_path_factory):
 
 
 class Folder:
-    """What Child wants of a checkout."""
+    """The part of a checkout that Child uses."""
 
     def __init__(self, path: Path):
         self.path, self.cache = path, "/nowhere"

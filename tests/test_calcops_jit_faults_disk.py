@@ -72,7 +72,7 @@ def mounted(checkout):
 
 def test_a_full_disk_at_any_write_of_the_loader_is_survived(checkout):
     results, number, writes = set(), 0, 0
-    while writes >= number:  # that one did fail
+    while writes >= number:  # write number `number` was reached, and failed
         number += 1
         script = FULL.format(folder=str(checkout.cache), number=number) + ANSWER + "print(writes)"
         *lines, writes = answer(checkout, script).splitlines()
@@ -134,7 +134,7 @@ def test_whatever_takes_the_place_of_an_artefact_is_survived(checkout, artefact)
     for kind in ("folder", "fifo", "loop", "foreign"):
         shutil.copytree(pristine, checkout.cache)
         for library in checkout.cache.glob("calcops-*/*/*.so"):
-            library.unlink()  # or else nothing is built
+            library.unlink()  # so that there is something to build
         found = checkout.cache.glob(artefact) if artefact else [checkout.cache]
         (path,) = [path for path in found if path.is_dir() or not artefact.endswith("/")]
         remove(path)
@@ -186,7 +186,7 @@ def test_what_belongs_to_somebody_else_is_not_loaded(checkout):
     for path in checkout.cache.glob("calcops-*/*/*"):
         os.chown(path, ANYBODY, ANYBODY)
     shared = {"CALCOPS_CACHE": checkout.path.parent / "other", "CALCOPS_CACHE_READONLY": checkout.cache}
-    assert (answer(checkout, **shared), checkout.compiled()) == ("1\n", 0)  # this one was named for that
+    assert (answer(checkout, **shared), checkout.compiled()) == ("1\n", 0)  # it was named
 
 
 def as_anybody(checkout, script: str = ANSWER, **options) -> tuple[str, str]:

@@ -42,7 +42,7 @@ def one_round(checkout, log: Path, number: int, chance: random.Random, moment: f
     time.sleep(chance.uniform(0, moment))
     victims = children if chance.random() < 0.3 else chance.sample(children, chance.randint(1, PROCESSES - 1))
     for victim in victims:
-        victim.kill()  # a child that is not yet reaped can be signalled whether it ended or not
+        victim.kill()  # safe even if it has ended: its pid stays its own until it is reaped
     children = [*children, *(checkout.start() for _ in range(LATER))]
     end = time.monotonic() + HANGS_S
     for child in children:

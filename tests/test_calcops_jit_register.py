@@ -130,7 +130,7 @@ print(calcops_jit.reload(), load("ops", "c/ops.cpp").one(), hasattr(b, "one"))
         f"  ops of {tmp_path}/c would take its place",
         "  fix: load only one of the two, or give one another namespace 1",
         "cannot load ops: a::one is there already []",
-        "['ops'] 2 False",  # nobody else has it any more
+        "['ops'] 2 False",  # the refused library holds no reference to it
     ]
 
 

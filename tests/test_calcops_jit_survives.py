@@ -38,7 +38,7 @@ def test_only_what_a_build_started_in_its_folder_is_ended_with_it(tmp_path):
 
 
 def test_what_a_build_starts_while_its_folder_is_removed_is_ended_too(tmp_path, monkeypatch):
-    """Starts a process just then, as a build does when its interpreter ends."""
+    """Starts a process during the removal, as a build may while its interpreter ends."""
     folder, late = staging.make(str(tmp_path), "stage"), []
 
     def start_and_remove(path, **options):
@@ -58,7 +58,7 @@ def test_what_a_build_starts_while_its_folder_is_removed_is_ended_too(tmp_path, 
         ("", False),
         ("sys.exit(3)", False),
         ("raise ZeroDivisionError", False),
-        ("os.fork() or sys.exit(); os.wait(); assert os.path.isdir(folder)", False),  # the child's exit
+        ("os.fork() or sys.exit(); os.wait(); assert os.path.isdir(folder)", False),  # the child's
         ("os._exit(0)", True),
         ("os.kill(os.getpid(), 15)", True),
         ("os.kill(os.getpid(), 9)", True),
@@ -88,7 +88,7 @@ def test_a_folder_goes_although_a_child_of_its_dead_owner_lives(tmp_path):
 
 
 def test_a_folder_whose_owner_lives_in_another_container_stays(tmp_path):
-    """Its process is not to be seen here, but its lock is."""
+    """Its process is invisible from here; its lock is not."""
     folder = tmp_path / f"x.{os.uname().nodename}.4194304999.1.abcdef"
     folder.mkdir()
     fd = os.open(folder, os.O_RDONLY)
@@ -103,7 +103,7 @@ def test_a_folder_whose_owner_lives_in_another_container_stays(tmp_path):
 def test_where_no_cache_can_be_written_nothing_is_left_and_nothing_is_built_twice(checkout, tmp_path):
     (tmp_path / f"calcops-{os.getuid()}").touch()
     script = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n{ANSWER}print(calcops_jit.reload())\n"
-    script += "import atexit; atexit._run_exitfuncs()"  # which the exit of a zygote's child leaves out
+    script += "import atexit; atexit._run_exitfuncs()"  # a child of the zygote exits without them
     for built in (1, 1):
         child = checkout.run(script, CALCOPS_CACHE="/dev/null/cache", TMPDIR=tmp_path)
         assert (child.code, child.out) == (0, "1\n[]\n"), child.err
@@ -122,7 +122,7 @@ def test_an_interpreter_that_ends_while_a_thread_builds_takes_the_build_along(ch
         f"log = Path({str(checkout.log)!r})\n"
         f"while not (log.exists() and {moment!r} in log.read_text()): time.sleep(0.01)\nprint('over')\n"
     )
-    command = [sys.executable, "-c", script]  # a process of its own: what the zygote forks skips the interpreter's end
+    command = [sys.executable, "-c", script]  # the zygote's children skip the end
     environment = os.environ | {"CALCOPS_CACHE": str(checkout.cache), "CXX": str(checkout.compiler)}
     child = subprocess.run(command, cwd=checkout.path, env=environment, capture_output=True, text=True, timeout=120)
     assert (child.returncode, child.stdout, "Error" in child.stderr) == (0, "over\n", False), child.stderr

@@ -1,6 +1,7 @@
 """The edge force operators' CUDA kernels at every boundary of theirs, on a GPU or in the emulation (kernels.py).
 
-A warp has an atom and takes 32 of its edges' ends at a time, a block has 8 warps and 256 threads.
+A warp has an atom and takes 128 of its edges' ends at a time, a block has 8 warps and 256 threads, and a frame's atoms
+are shared by as many blocks as they have times 1,024.
 """
 
 import pytest
@@ -12,7 +13,8 @@ from test_edge_force import graph
 from calcops_jit import edge_order
 
 ops = torch.ops.calcops
-SIZES = [(0, 0, 1), (0, 0, 0), (3, 0, 2), (1, 1, 1), (1, 70, 1), (7, 23, 2), (8, 256, 3), (9, 257, 9), (300, 900, 4)]
+SIZES = [(0, 0, 1), (0, 0, 0), (3, 0, 2), (1, 1, 1), (1, 63, 1), (1, 64, 1), (1, 65, 1), (7, 23, 2), (8, 256, 3)]
+SIZES += [(9, 257, 9), (300, 900, 4), (2047, 60, 1), (2048, 60, 1), (3075, 60, 2)]
 
 
 def assert_close(ours, theirs):

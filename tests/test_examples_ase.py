@@ -102,7 +102,7 @@ def test_what_is_not_periodic_has_no_stress():
     atoms = systems()["cluster"]
     atoms.calc = CalcOps(argon())
     message = r"expected a periodic cell with a volume for the stress, got pbc=\[False, False, False\] and 0 cell"
-    for _ in range(2):  # also once the energy is known
+    for _ in range(2):  # the second time with the energy cached
         with pytest.raises(PropertyNotImplementedError, match=message):
             atoms.get_stress()
         with pytest.raises(PropertyNotImplementedError, match=message):
@@ -140,9 +140,9 @@ def test_the_list_is_found_anew_only_when_it_must_be():
     assert builds() == 0
     atoms.positions[4] -= [0, 0.1, 0.17]  # 0.197 A
     assert builds() == 0
-    atoms.positions[3] += [0.02, 0, 0]  # 0.21 A from where the list is of
+    atoms.positions[3] += [0.02, 0, 0]  # 0.21 A from its place when the list was built
     assert builds() == 1
-    atoms.positions[3] -= [0.19, 0, 0]  # which counts from there
+    atoms.positions[3] -= [0.19, 0, 0]  # displacements now count from the new list
     assert builds() == 0
     atoms.info["note"] = atoms.set_initial_charges(np.ones(len(atoms)))
     assert builds() == 0

@@ -59,7 +59,7 @@ def archive(tmp_path_factory):
 
 @pytest.fixture(params=["module", "archive"])
 def calculator(request, archive):
-    """One that has computed something, so that it has lists."""
+    """A calculator that has been used, so that it holds lists."""
     calculator = CalcOps(StillingerWeber() if request.param == "module" else load(archive))
     everything(calculator, silicon(seed=2))
     return calculator
@@ -71,7 +71,7 @@ def test_a_copy_of_the_calculator_gives_the_same(calculator, copied):
     assert again.neighbours.builds == 1
     assert_same(everything(again, silicon()), everything(calculator, silicon()))
     assert again.neighbours.builds == calculator.neighbours.builds == 2
-    copied_atoms = copied(silicon())  # as structures with a calculator are sent about
+    copied_atoms = copied(silicon())  # as structures travel with their calculator
     copied_atoms.calc = again
     assert np.isfinite(copied(copied_atoms).get_potential_energy())
 

@@ -15,7 +15,7 @@ for package in ("ase", "vesin", "matplotlib"):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """It, as `make demo` runs it, but elsewhere."""
+    """Runs the example as `make demo` does, in a folder of its own."""
     environment = os.environ | {"PYTHONPATH": str(QUICKSTART.parent.parent)}
     result = subprocess.run(
         [sys.executable, QUICKSTART],

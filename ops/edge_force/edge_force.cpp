@@ -202,8 +202,9 @@ Three sum_edges(const Graph& graph) {
                                write<Real>(atom_virial, virial)};
     if (gradient.is_cpu()) return from.expect_entries(edge_force_cpu(in, to));
 #ifndef CALCOPS_NO_CUDA
-    launch(gradient, 0,
-           [&](void*, cudaStream_t stream) { return edge_force_cuda(in, to, stream); });
+    launch(gradient, edge_force_cuda_workspace(in), [&](void* workspace, cudaStream_t stream) {
+      return edge_force_cuda(in, to, workspace, stream);
+    });
 #endif
   });
   return {force, total, atom_virial};

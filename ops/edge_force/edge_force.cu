@@ -1,8 +1,8 @@
 // CUDA kernels of the edge force operators.
 //
-// A warp has an atom: its lanes take the ends that edge_order lists for it, 32 at a time, and their
-// sums are added in a fixed tree, so that the bits do not depend on the order of warps. No sum of a
-// wrong entry is silent: what it may have belonged to becomes NaN afterwards.
+// A warp has an atom: its lanes take the ends that edge_order lists for it, and their sums are
+// added in a fixed tree, so that the bits do not depend on the order of warps. No sum of a wrong
+// entry is silent: what it may have belonged to becomes NaN afterwards.
 #include <cstdint>
 
 #include "edge_force/edge_force.h"
@@ -12,6 +12,27 @@ namespace calcops {
 namespace {
 
 constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
+constexpr int kAhead = 4;  // ends that a lane loads before it adds the first
+constexpr int64_t kNone = -1;
+
+// What the kernels take: an edge_index of either width, told apart as it is read. Kernels for each
+// width have as many instructions, and nvcc would need a third more time for them.
+template <class Real>
+struct Inputs : EdgeInputs<Real, void> {
+  bool wide;
+
+  template <class Index>
+  explicit Inputs(const EdgeInputs<Real, Index>& in)
+      : EdgeInputs<Real, void>{in.atoms,    in.edges,      in.frames,
+                               in.virial,   in.edge_index, in.edge_gradient,
+                               in.edge_vec, in.batch,      in.edge_order},
+        wide(sizeof(Index) == sizeof(int64_t)) {}
+
+  __device__ int64_t name(int64_t end) const {
+    return wide ? static_cast<const int64_t*>(this->edge_index)[end]
+                : static_cast<const int32_t*>(this->edge_index)[end];
+  }
+};
 
 __device__ inline double sum_of_lanes(double x) {
   for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
@@ -33,9 +54,8 @@ __device__ inline double sum_of_block(double x, double* shared) {
   return sum;
 }
 
-template <bool kVirial, class Real, class Index>
-__global__ void __launch_bounds__(kThreads)
-    atom_kernel(EdgeInputs<Real, Index> in, EdgeOutputs<Real> out) {
+template <bool kVirial, class Real>
+__global__ void __launch_bounds__(kThreads) atom_kernel(Inputs<Real> in, EdgeOutputs<Real> out) {
   using R = std::conditional_t<kVirial, Row, double>;
   const int64_t lane = threadIdx.x % kWarp;
   const int64_t step = int64_t(gridDim.x) * kWarps, all = 2 * in.edges;
@@ -46,15 +66,34 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t begin =
         atom == 0 ? 0 : min(max(int64_t(in.edge_order[atom - 1]), int64_t(0)), all);
     R sum[3] = {};
-    for (int64_t k = begin + lane; k < end; k += kWarp) {
-      const int64_t listed = in.edge_order[in.atoms + k];
-      if (listed < 0 || listed >= all) continue;
-      const int64_t e = listed % in.edges;
-      const Real* g = in.edge_gradient + 3 * e;
-      if (listed < in.edges)
-        add_to_center(g, sum);
-      else
-        add_to_neighbor(g, columns_of<R>(in.edge_vec + 3 * e), sum);
+    for (int64_t k = begin + lane; k < end; k += kAhead * kWarp) {
+      int64_t listed[kAhead];
+      Real g[kAhead][3], v[kAhead][3];
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) {
+        const int64_t next = k + n * kWarp;
+        listed[n] = next < end ? in.edge_order[in.atoms + next] : kNone;
+      }
+      // What is not there loads the first edge, so that no load waits for a branch.
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) {
+        if (listed[n] < 0 || listed[n] >= all) listed[n] = kNone;
+        const int64_t edge = listed[n] < in.edges ? listed[n] : listed[n] - in.edges;
+        const int64_t first = listed[n] == kNone ? 0 : 3 * edge;
+#pragma unroll
+        for (int a = 0; a < 3; ++a) {
+          g[n][a] = in.edge_gradient[first + a];
+          if (kVirial) v[n][a] = in.edge_vec[first + a];
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) {
+        if (listed[n] == kNone) continue;
+        if (listed[n] < in.edges)
+          add_to_center(g[n], sum);
+        else
+          add_to_neighbor(g[n], columns_of<R>(v[n]), sum);
+      }
     }
     for (int a = 0; a < 3; ++a) sum[a] = sum_of_lanes(sum[a]);
     if (lane != 0) continue;
@@ -66,20 +105,44 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A block has a frame; which atoms are of it says only `batch`.
-template <class Real, class Index>
+// Blocks that share the atoms of each frame, as a few frames have to keep a GPU busy. Sizes alone
+// say how many, because the bits depend on it.
+template <class Real>
+int64_t count_shares(const Inputs<Real>& in) {
+  constexpr int64_t kBlocks = 512, kAtoms = 4 * kThreads;
+  const int64_t wanted = kBlocks / (in.frames > 0 ? in.frames : 1), most = in.atoms / kAtoms;
+  const int64_t shares = wanted < most ? wanted : most;
+  return shares > 1 ? shares : 1;
+}
+
+// A block sums a share of a frame's atoms; which atoms are of the frame says only `batch`.
+template <class Real>
 __global__ void __launch_bounds__(kThreads)
-    frame_kernel(EdgeInputs<Real, Index> in, EdgeOutputs<Real> out) {
+    share_kernel(Inputs<Real> in, EdgeOutputs<Real> out, int64_t shares, double* sums) {
   __shared__ double shared[kWarps];
-  for (int64_t frame = blockIdx.x; frame < in.frames; frame += gridDim.x) {
+  for (int64_t block = blockIdx.x; block < in.frames * shares; block += gridDim.x) {
+    const int64_t frame = block / shares, share = block % shares;
+    const int64_t end = in.atoms * (share + 1) / shares;
     double sum[9] = {};
-    for (int64_t atom = threadIdx.x; atom < in.atoms; atom += kThreads)
+    for (int64_t atom = in.atoms * share / shares + threadIdx.x; atom < end; atom += kThreads)
       if (!in.batch || in.batch[atom] == frame)
         for (int k = 0; k < 9; ++k) sum[k] += double(out.atom_virial[9 * atom + k]);
     for (int k = 0; k < 9; ++k) {
       const double total = sum_of_block(sum[k], shared);
-      if (threadIdx.x == 0) out.virial[9 * frame + k] = Real(total);
+      if (threadIdx.x == 0) sums[9 * block + k] = total;
     }
+  }
+}
+
+template <class Real>
+__global__ void __launch_bounds__(kThreads)
+    frame_kernel(Inputs<Real> in, EdgeOutputs<Real> out, int64_t shares, const double* sums) {
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x; at < 9 * in.frames; at += step) {
+    double sum = 0;
+    for (int64_t share = 0; share < shares; ++share)
+      sum += sums[9 * (at / 9 * shares + share) + at % 9];
+    out.virial[at] = Real(sum);
   }
 }
 
@@ -92,12 +155,11 @@ __device__ inline bool is_wrong(int64_t atom, int64_t atoms) { return atom < -1 
 
 // NaN where an edge has a wrong entry: both of its atoms and their frames, or the first atom's
 // where neither names one. All writers write the same.
-template <bool kVirial, class Real, class Index>
-__global__ void __launch_bounds__(kThreads)
-    poison_kernel(EdgeInputs<Real, Index> in, EdgeOutputs<Real> out) {
+template <bool kVirial, class Real>
+__global__ void __launch_bounds__(kThreads) poison_kernel(Inputs<Real> in, EdgeOutputs<Real> out) {
   const int64_t step = int64_t(gridDim.x) * kThreads;
   for (int64_t e = int64_t(blockIdx.x) * kThreads + threadIdx.x; e < in.edges; e += step) {
-    const int64_t names[2] = {in.edge_index[e], in.edge_index[in.edges + e]};
+    const int64_t names[2] = {in.name(e), in.name(in.edges + e)};
     if (!is_wrong(names[0], in.atoms) && !is_wrong(names[1], in.atoms)) continue;
     for (int k = 0; k < 2; ++k) {
       const bool named = names[k] >= 0 && names[k] < in.atoms;
@@ -118,13 +180,12 @@ __global__ void __launch_bounds__(kThreads)
       for (int64_t frame = 0; frame < in.frames; ++frame) poison(out.virial + 9 * frame, 9);
 }
 
-template <class Real, class Index>
+template <class Real>
 __global__ void __launch_bounds__(kThreads)
-    backward_kernel(EdgeInputs<Real, Index> in, EdgeUpstream<Real> upstream,
-                    EdgeGradients<Real> out) {
+    backward_kernel(Inputs<Real> in, EdgeUpstream<Real> upstream, EdgeGradients<Real> out) {
   const int64_t step = int64_t(gridDim.x) * kThreads;
   for (int64_t e = int64_t(blockIdx.x) * kThreads + threadIdx.x; e < in.edges; e += step) {
-    const int64_t i = in.edge_index[e], j = in.edge_index[in.edges + e];
+    const int64_t i = in.name(e), j = in.name(in.edges + e);
     const bool live = i >= 0 && i < in.atoms && j >= 0 && j < in.atoms;
     const int64_t frame = live && in.batch ? in.batch[j] : 0;
     const bool lost = live && upstream.virial && (frame < 0 || frame >= in.frames);
@@ -147,13 +208,18 @@ unsigned blocks_for(int64_t items, int64_t per_block) {
   return unsigned(blocks < kMost ? blocks : kMost);
 }
 
-template <bool kVirial, class Real, class Index>
-cudaError_t launch_force(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out,
+template <bool kVirial, class Real>
+cudaError_t launch_force(const Inputs<Real>& in, const EdgeOutputs<Real>& out, void* workspace,
                          cudaStream_t stream) {
   if (in.atoms > 0)
     atom_kernel<kVirial><<<blocks_for(in.atoms, kWarps), kThreads, 0, stream>>>(in, out);
-  if (kVirial && in.frames > 0)
-    frame_kernel<<<blocks_for(in.frames, 1), kThreads, 0, stream>>>(in, out);
+  if (kVirial && in.frames > 0) {
+    const int64_t shares = count_shares(in);
+    double* const sums = static_cast<double*>(workspace);
+    share_kernel<<<blocks_for(in.frames * shares, 1), kThreads, 0, stream>>>(in, out, shares, sums);
+    frame_kernel<<<blocks_for(9 * in.frames, kThreads), kThreads, 0, stream>>>(in, out, shares,
+                                                                               sums);
+  }
   const int64_t checked = in.edges > in.atoms ? in.edges : in.atoms;
   if (checked > 0)
     poison_kernel<kVirial><<<blocks_for(checked, kThreads), kThreads, 0, stream>>>(in, out);
@@ -163,9 +229,16 @@ cudaError_t launch_force(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Re
 }  // namespace
 
 template <class Real, class Index>
+int64_t edge_force_cuda_workspace(const EdgeInputs<Real, Index>& in) {
+  return in.virial ? int64_t(sizeof(double)) * 9 * in.frames * count_shares(Inputs<Real>(in)) : 0;
+}
+
+template <class Real, class Index>
 cudaError_t edge_force_cuda(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out,
-                            cudaStream_t stream) {
-  return in.virial ? launch_force<true>(in, out, stream) : launch_force<false>(in, out, stream);
+                            void* workspace, cudaStream_t stream) {
+  const Inputs<Real> inputs(in);
+  return in.virial ? launch_force<true>(inputs, out, workspace, stream)
+                   : launch_force<false>(inputs, out, workspace, stream);
 }
 
 template <class Real, class Index>
@@ -173,13 +246,15 @@ cudaError_t edge_force_backward_cuda(const EdgeInputs<Real, Index>& in,
                                      const EdgeUpstream<Real>& upstream,
                                      const EdgeGradients<Real>& out, cudaStream_t stream) {
   if (in.edges > 0)
-    backward_kernel<<<blocks_for(in.edges, kThreads), kThreads, 0, stream>>>(in, upstream, out);
+    backward_kernel<<<blocks_for(in.edges, kThreads), kThreads, 0, stream>>>(Inputs<Real>(in),
+                                                                             upstream, out);
   return cudaGetLastError();
 }
 
 #define INSTANTIATE(Real, Index)                                                                 \
+  template int64_t edge_force_cuda_workspace(const EdgeInputs<Real, Index>&);                    \
   template cudaError_t edge_force_cuda(const EdgeInputs<Real, Index>&, const EdgeOutputs<Real>&, \
-                                       cudaStream_t);                                            \
+                                       void*, cudaStream_t);                                     \
   template cudaError_t edge_force_backward_cuda(const EdgeInputs<Real, Index>&,                  \
                                                 const EdgeUpstream<Real>&,                       \
                                                 const EdgeGradients<Real>&, cudaStream_t);

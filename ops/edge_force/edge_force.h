@@ -110,9 +110,12 @@ int64_t edge_force_backward_cpu(const EdgeInputs<Real, Index>& in,
                                 const EdgeUpstream<Real>& upstream, const EdgeGradients<Real>& out);
 
 #ifndef CALCOPS_NO_CUDA
+// Bytes of device memory that edge_force_cuda works in; any content, 8-byte aligned.
+template <class Real, class Index>
+int64_t edge_force_cuda_workspace(const EdgeInputs<Real, Index>& in);
 template <class Real, class Index>
 cudaError_t edge_force_cuda(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out,
-                            cudaStream_t stream);
+                            void* workspace, cudaStream_t stream);
 template <class Real, class Index>
 cudaError_t edge_force_backward_cuda(const EdgeInputs<Real, Index>& in,
                                      const EdgeUpstream<Real>& upstream,
