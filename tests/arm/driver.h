@@ -1,14 +1,13 @@
 // A program that calls one operator's CPU kernel, without PyTorch:
 //
-//   driver write FILE      keeps what the kernel gives for inputs that are the same on every
-//   machine driver compare FILE    compares with what another machine kept; the exit status is 1
-//   where they
-//                          differ: a float64 by more than 1e-13, relative to itself or to the root
-//                          mean square of its array, a float32 likewise by an ulp, an integer at
-//                          all
+//   driver write FILE      keeps what the kernel gives for inputs that every machine makes alike
+//   driver compare FILE    compares with what another machine kept; 1 is the exit status where a
+//                          number is further from its twin than it may be
 //
-// An operator's file calls Results::add for all that its kernel gives, and includes this file,
-// which has main().
+// A float64 may differ by 1e-13, relative to itself or to the root mean square of its array, a
+// float32 likewise by an ulp, an integer not at all.
+//
+// An operator's file says in run() what its kernel gives, by Results::add.
 #pragma once
 
 #include <cmath>
@@ -52,7 +51,7 @@ class Results {
   // What was compared, in a line; whether all of it is right.
   bool report() {
     if (file_.peek() != EOF) fail("the end", "is not that of the file: write it anew");
-    std::printf("%lld numbers, %lld of other bits, by %.1e of their bound at most\n",
+    std::printf("%lld numbers, %lld with other bits, %.2g of the bound apart at most\n",
                 static_cast<long long>(count_), static_cast<long long>(other_bits_), worst_);
     return failures_ == 0;
   }
