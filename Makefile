@@ -6,7 +6,7 @@ candidates = $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
 python = .venv/bin/python
 pip = $(python) -m pip install --disable-pip-version-check -q
 sources = $(wildcard _calcops_jit/shadow/*.cpp _calcops_jit/shadow/torch/*.h ops/*.h ops/*.cpp ops/*/*.h ops/*/*.cpp ops/*/*.cu examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu \
-  tests/bench/*.cpp tests/bench/*.cu tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cpp)
+  tests/bench/*.cpp tests/bench/*.cu tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cpp tests/arm/*.h tests/arm/*.cpp)
 
 oldest = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 operator_tests = $(foreach folder,$(notdir $(wildcard ops/*)),$(wildcard tests/test_$(folder)*.py))
@@ -16,6 +16,7 @@ environment_asan = $(preload) ASAN_OPTIONS=detect_leaks=0 CALCOPS_CFLAGS='-fsani
 environment_ubsan = $(preload) CALCOPS_CFLAGS='-fsanitize=undefined -fno-sanitize-recover=all -g'
 environment_x86-64 = CALCOPS_CFLAGS=-march=x86-64
 environment_avx2 = CALCOPS_CFLAGS=-march=x86-64-v3
+environment_neon = CALCOPS_CFLAGS=-mcpu=generic
 # One worker for each processor takes a file of tests at a time, so that what these share is made once; the slowest first.
 pytest = -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
@@ -29,11 +30,14 @@ demo: .venv/.examples ## build the operators; silicon from an energy to forces a
 check: lint .venv/.test ## after an edit: lint and the tests that take less than two seconds
 	$(python) $(pytest) -m "not long and not slow"
 
-test: .venv/.test ## every test but the long ones; config=asan|ubsan|x86-64|avx2: the operators' tests, built that way
+test: .venv/.test ## every test but the long ones; config=asan|ubsan|x86-64|avx2|neon: the operators' tests, built that way
 	$(environment_$(config)) $(python) $(pytest) -m "not long" $(if $(config),$(operator_tests))
 
 test-long: .venv/.test ## the long products of tests
 	$(python) -m pytest -m long
+
+test-arm: .venv/.test ## the CPU kernels on ARM, under emulation; needs g++-aarch64-linux-gnu and qemu-user-static
+	$(python) -m pytest -s tests/test_arm.py
 
 # An environment of its own, and every library compiled anew: some 5 GB and many minutes.
 test-oldest: .venv-oldest/.test ## the loader's and the operators' tests on the oldest PyTorch that is supported
@@ -136,4 +140,4 @@ build/mindspore/.installed:
 	$(pip) --no-deps deepmd-kit
 	@touch $@
 
-.PHONY: help demo check test test-long test-oldest venv build wheel cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential train lammps clean
+.PHONY: help demo check test test-long test-arm test-oldest venv build wheel cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential train lammps clean

@@ -27,7 +27,8 @@ Environment:
     CALCOPS_CUDA    1 builds the CUDA operators (without a GPU and TORCH_CUDA_ARCH_LIST: for 8.0 and 9.0+PTX), 0 does
                     not; default: where nvcc is and a GPU is visible or TORCH_CUDA_ARCH_LIST is set
     CALCOPS_BUILD   0 imports without building (documentation, linters): operators that are not built yet raise
-    CALCOPS_CFLAGS  more flags for the operators' C++ files and for the linker, such as -march=x86-64-v3
+    CALCOPS_CFLAGS  more flags for the operators' C++ files and for the linker, such as -march=x86-64-v3;
+                    on ARM -mcpu=neoverse-v2
     CALCOPS_CHECK   1 makes the CUDA operators check list entries, which synchronises
     CXX, CC, MAX_JOBS, TORCH_CUDA_ARCH_LIST, CUDA_HOME          as for torch.utils.cpp_extension
 
@@ -42,8 +43,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-if sys.platform != "linux" or platform.machine() != "x86_64":
-    raise ImportError(f"calcops_jit: expected Linux on x86-64, got {sys.platform} on {platform.machine()}")
+if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+    raise ImportError(f"calcops_jit: expected Linux on x86-64 or aarch64, got {sys.platform} on {platform.machine()}")
 
 if not os.path.exists(__file__):
     raise ImportError(f"calcops_jit: expected files, which a compiler can read, got {__file__}: unpack it")

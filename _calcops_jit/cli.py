@@ -33,7 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     export = commands.add_parser("export", help="write a folder with the built operators, for hosts without a compiler")
     export.add_argument("folder")
     export.add_argument("--arch", help="build for these GPUs: as TORCH_CUDA_ARCH_LIST, such as '8.0;9.0+PTX'")
-    export.add_argument("--isa", default="native", help="the processors, as the compiler's -march; default: this one")
+    export.add_argument(
+        "--isa", default="native", help="the processors, as the compiler's -march, on ARM -mcpu; default: this one"
+    )
     shelf = commands.add_parser("cache", help="what the cache holds; 1 if `verify` finds damage")
     shelf.add_argument("action", choices=("list", "prune", "verify"))
     commands.add_parser("clean", help="remove every library from the cache")

@@ -14,6 +14,7 @@ import torch
 
 # If nobody says for which GPU: code for A100 and H100, and PTX for anything newer.
 DEFAULT_ARCHES = "8.0;9.0+PTX"
+TARGET = {"aarch64": "sbsa-linux"}.get(os.uname().machine, "x86_64-linux")  # NVIDIA's name for this kind of machine
 
 
 class Choice(SimpleNamespace):
@@ -79,9 +80,17 @@ def find_toolkit() -> tuple[str, str]:
     return "", other
 
 
+def headers(home: str) -> str:
+    """The folder of a toolkit's headers: include, which NVIDIA's packages link to that of the target; conda's have the
+    target's alone."""
+    of_target = os.path.join(home, "targets", TARGET, "include")
+    plain = os.path.join(home, "include")
+    return of_target if os.path.isdir(of_target) and not os.path.exists(f"{plain}/cuda_runtime_api.h") else plain
+
+
 def _toolkit_version(home: str) -> str:
-    for header in ("include/cuda_runtime_api.h", "include/cuda.h"):
-        with contextlib.suppress(OSError), open(os.path.join(home, header), encoding="latin-1") as file:
+    for header in ("cuda_runtime_api.h", "cuda.h"):
+        with contextlib.suppress(OSError), open(os.path.join(headers(home), header), encoding="latin-1") as file:
             if found := re.search(r"#define CUDA(?:RT)?_VERSION\s+(\d+)", file.read(32768)):
                 return f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}"
     return ""

@@ -180,7 +180,7 @@ def _foresee_cuda(request: Request) -> Iterator[Problem]:
         0
     ]  # torch gives nvcc what CC names; by itself nvcc takes gcc
     have = re.search(r"__GNUC__ (\d+)", macros := answer(request, host, "-dM", "-E", "-x", "c++", os.devnull))
-    limit = re.search(r"__GNUC__ > (\d+)", text_of(f"{request.cuda.home}/include/crt/host_config.h"))
+    limit = re.search(r"__GNUC__ > (\d+)", text_of(f"{cuda.headers(request.cuda.home)}/crt/host_config.h"))
     if limit and have and int(have[1]) > int(limit[1]) and "__clang__" not in macros:
         evidence = f"{nvcc}: gcc versions later than {limit[1]} are not supported; {host} is {have[1]}"
         fix = f"export CC=gcc-{limit[1]} CXX=g++-{limit[1]}"

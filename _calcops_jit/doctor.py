@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from . import cache, compiler, cuda, diagnosis, jobs, places, prebuilt, recipes
+from .request import MACHINE, isa, processor_flag
 
 
 class Finding(SimpleNamespace):
@@ -26,6 +27,7 @@ class Finding(SimpleNamespace):
 def examine() -> Iterator[Finding]:
     yield _supported("Python", sys.version.split()[0], (3, 11), (3, 14))
     yield _supported("PyTorch", torch.__version__, (2, 10), (2, 15))
+    yield _processor()
     try:
         request = recipes.own()
     except ValueError as error:
@@ -76,6 +78,14 @@ def _supported(what: str, version: str, oldest: tuple[int, int], newest: tuple[i
         evidence=version,
         fix="use {} {}.{} to {}.{}, with which this is tested".format(what, *oldest, *newest),
     )
+
+
+def _processor() -> Finding:
+    if isa():
+        return Finding(what="processor", verdict="ok", evidence=f"{MACHINE}, {processor_flag()}")
+    evidence = f"{MACHINE}; /proc/cpuinfo does not say which, as in some emulators: {processor_flag()} builds for any"
+    fix = f"export CALCOPS_CFLAGS={processor_flag('<its name>')}"
+    return Finding(what="processor", verdict="note", evidence=evidence, fix=fix)
 
 
 def _cache() -> Finding:

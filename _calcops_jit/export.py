@@ -26,10 +26,20 @@ _TEXTS = {  # {file in the folder: template in this package}
 # kernel "pni", comes with SSSE3 or AVX.
 _INSTRUCTIONS = r"#define __((?:SSE(?!3)|SSSE|AVX(?!10)|FMA|BMI|F16C|LZCNT|MOVBE|POPCNT)\w*?)(?<!_MATH)__ 1"
 _IN_CPUINFO = {"bmi": "bmi1", "lzcnt": "abm"}
+# The same on ARM, where the macros begin with __ARM_FEATURE_ or, that of NEON, with __ARM_.
+_ARM_IN_CPUINFO = {
+    **{"NEON": "asimd", "QRDMX": "asimdrdm", "DOTPROD": "asimddp", "FP16_FML": "asimdfhm", "COMPLEX": "fcma"},
+    **{"FP16_SCALAR_ARITHMETIC": "fphp", "FP16_VECTOR_ARITHMETIC": "asimdhp", "BF16_VECTOR_ARITHMETIC": "bf16"},
+    **{"JCVT": "jscvt", "RCPC": "lrcpc", "MATMUL_INT8": "i8mm"},
+    **{"SVE2_BITPERM": "svebitperm", "SVE_MATMUL_INT8": "svei8mm", "SVE_BF16": "svebf16"},
+    **{word.upper(): word for word in "atomics crc32 rng aes sha2 sha3 sha512 frint sve sve2 mops cssc".split()},
+}
+# What nearly every machine of a kind can run, and what every one can.
+_USUAL, _LEAST = ("armv8.2-a", "armv8-a") if request.MACHINE == "aarch64" else ("x86-64-v3", "x86-64-v2")
 
 
 def write(folder: str, isa: str) -> None:
-    """Writes the folder, after building for `isa`, an -march of the compiler, if need be.
+    """Writes the folder, after building for `isa`, which request.processor_flag() takes, if need be.
 
     BuildError: this machine could not run that."""
     wanted = recipes.own(isa=isa)
@@ -43,6 +53,7 @@ def write(folder: str, isa: str) -> None:
     release = torch.__version__.partition("+")[0]
     about = {
         "torch": [release, torch.compiled_with_cxx11_abi()],
+        "machine": [request.MACHINE, _LEAST],
         "instructions": instructions,
         "cuda": wanted.cuda.version,
         "sha256": hashlib.sha256(data).hexdigest(),
@@ -74,6 +85,9 @@ def _instructions(wanted: request.Request) -> list[str]:
     asked = [*request.compiler_words(), *flags, "-dM", "-E", "-x", "c++", os.devnull]
     answer = subprocess.run(asked, capture_output=True, text=True)
     if answer.returncode != 0:
-        raise report(f"cannot export with {' '.join(flags)}", answer.stderr.splitlines()[:2], "--isa x86-64-v3")
+        raise report(f"cannot export with {' '.join(flags)}", answer.stderr.splitlines()[:2], f"--isa {_USUAL}")
+    if request.MACHINE == "aarch64":
+        macros = re.findall(r"#define __ARM_(?:FEATURE_)?(\w+) 1", answer.stdout)
+        return sorted({_ARM_IN_CPUINFO[name] for name in macros if name in _ARM_IN_CPUINFO})
     names = (name.lower() for name in re.findall(_INSTRUCTIONS, answer.stdout))
     return sorted(_IN_CPUINFO.get(name, name) for name in names)

@@ -95,6 +95,8 @@ def _environment(request: Request, folder: str) -> dict[str, str]:
         changes["CC"] = compiler_words(request.environment, "CC", "gcc")[0]
     if request.cuda.build:
         changes |= {"CUDA_HOME": request.cuda.home, "TORCH_CUDA_ARCH_LIST": cuda.arch_list(request.cuda)}
+        if (headers := cuda.headers(request.cuda.home)) != os.path.join(request.cuda.home, "include"):
+            changes["CUDA_INC_PATH"] = headers  # torch adds it to CUDA_HOME/include
     return request.environment | changes
 
 

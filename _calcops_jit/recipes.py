@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from . import cuda
-from .request import BASE, CUDA_SUFFIXES, SHADOW, Request, located, words_of
+from .request import BASE, CUDA_SUFFIXES, SHADOW, Request, located, processor_flag, words_of
 
 _CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
 
@@ -30,7 +30,7 @@ def own(root: str | None = None, name: str = "calcops", isa: str = "", choice: c
     extra = words_of("CALCOPS_CFLAGS")
     found = sorted(_sources(root))
     # parallel_for is a plain loop without -fopenmp; libgomp is the one in torch's folder, by its rpath.
-    cflags = [*BASE, f"-march={isa or 'native'}", "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
+    cflags = [*BASE, processor_flag(isa or "native"), "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
     if not choice.build:
         why = f"{choice.reason}; {choice.fix}"  # neither has a quote or a $
         cflags.append(f"-DCALCOPS_NO_CUDA='\"{why}\"'")  # a shell's word

@@ -30,11 +30,15 @@ COMPILER_VARIABLES = (
 ).split()
 # Compiler wrappers find objects by rules of their own, and what they keep is kept in our cache anyway.
 _WRAPPERS = ("ccache", "sccache")
+MACHINE = os.uname().machine
 # How the names of the extensions that -march=native turns on begin; other words in /proc/cpuinfo depend on the kernel.
 _ISA = tuple(
     "sse ssse avx amx fma bmi f16c aes vaes pclmul vpclmul gfni sha adx abm popcnt movbe cx16 lahf xsave rdrnd rdseed"
     " prefetchw 3dnowprefetch clflushopt clwb movdir enqcmd serialize waitpkg sm3 sm4 apx".split()
 )
+# What -mcpu=native on ARM goes by: the compiler tunes for the model, too. Two of the features are the kernel's own.
+_ARM_KEYS = ("Features", "CPU implementer", "CPU variant", "CPU part")
+_ARM_KERNEL = {"evtstrm", "cpuid"}
 
 
 class Request(SimpleNamespace):
@@ -183,10 +187,20 @@ def located(sources: tuple[str, ...], include_paths: tuple[str, ...]) -> dict:
     }
 
 
+def processor_flag(isa: str = "native") -> str:
+    """The compiler's flag for a kind of processor: all that it has, and tuned for it. On ARM a model is an -mcpu, an
+    architecture such as armv8.2-a+sve an -march."""
+    return f"-{'mcpu' if MACHINE == 'aarch64' and not isa.startswith('armv') else 'march'}={isa}"
+
+
 def isa() -> str:
-    """The processor's instruction-set extensions."""
+    """The processor's instruction-set extensions; on ARM also its maker and model, by numbers."""
     with open("/proc/cpuinfo", "rb") as file:  # the first processor is enough, and 300 of them take long to print
         first = file.read(8192).decode(errors="replace")
+    if MACHINE == "aarch64":  # but a chip may have processors of two kinds
+        rows = (line.partition(":") for line in first.splitlines(keepends=True) if line.endswith("\n"))
+        words = {word for key, _, value in rows if key.strip() in _ARM_KEYS for word in value.split()}
+        return " ".join(sorted(words - _ARM_KERNEL))
     flags = first.partition("\nflags")[2].partition("\n")[0]
     return " ".join(sorted(w for w in flags.split() if w.startswith(_ISA)))
 

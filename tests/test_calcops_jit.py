@@ -68,8 +68,11 @@ def test_the_key_for_ci_changes_with_a_header_and_not_with_a_place(checkout, tmp
 
 
 def test_another_system_is_refused_in_one_line(checkout):
-    child = checkout.run("import sys; sys.platform = 'darwin'\nimport calcops_jit")
-    assert child.err.splitlines()[-1] == ("ImportError: calcops_jit: expected Linux on x86-64, got darwin on x86_64")
+    for system, machine in (("darwin", "arm64"), ("linux", "riscv64")):
+        other = f"import platform, sys; sys.platform, platform.machine = {system!r}, lambda: {machine!r}"
+        child = checkout.run(f"{other}\nimport calcops_jit")
+        expected = f"ImportError: calcops_jit: expected Linux on x86-64 or aarch64, got {system} on {machine}"
+        assert child.err.splitlines()[-1] == expected
 
 
 # ---- rebuild or not ---------------------------------------------------------------------------------------------

@@ -34,6 +34,17 @@ int main() {  // an atom and its ghost; g = sum_c 1 * 0.5 = 2 along each axis
   std::printf("%g %g\\n", force.min().item<float>(), force.max().item<float>());
 }
 """
+# A kind of processor that is nearly everywhere, what the compiler may use there, and how what it may not begins; a kind
+# that has more; words of /proc/cpuinfo that nearly nothing can be built with.
+USUAL, HAS, LACKS, NEWEST, NEW, OLD = {
+    "x86_64": (
+        "x86-64-v3",
+        "avx avx2 fma f16c bmi1 bmi2 abm movbe popcnt ssse3 sse4_2",
+        "avx512",
+        *("x86-64-v4", "avx512f", "sse sse2 sse4_1"),
+    ),
+    "aarch64": ("armv8-a", "asimd", "sve", *("neoverse-v1", "sve", "fp asimd")),
+}[request.MACHINE]
 BARE = {"PATH": "/nowhere", "HOME": "/nowhere", "TMPDIR": "/nowhere", "CXX": None, "CALCOPS_CACHE": None}
 
 
@@ -101,7 +112,7 @@ def test_its_operators_are_those_of_the_checkout(folder):
     [
         ({"torch": ["2.9.1", True]}, ["built for PyTorch 2.9.1", "fix: pip install torch==2.9.1"]),
         ({"torch": [torch.__version__.partition("+")[0], False]}, ["C++11 ABI: True"]),
-        ({"instructions": ["sse2", "avx9000"]}, ["this processor has no avx9000\n", "--isa x86-64-v2"]),
+        ({"instructions": [OLD.split()[1], "avx9000"]}, ["this processor has no avx9000\n", f"--isa {export._LEAST}"]),
         ({"cuda": "99.1"}, ["built for CUDA 99.1, PyTorch's is", "fix: CALCOPS_CUDA=0"]),
         ({"sha256": "0" * 64}, ["libcalcops.so is damaged", "copy the folder again"]),
     ],
@@ -148,20 +159,19 @@ def test_a_damaged_folder_is_refused_and_never_loaded(folder, damage):
 
 
 def test_isa_takes_the_place_of_native_and_the_manifest_says_what_the_compiler_may_use(checkout, tmp_path):
-    child = checkout.run(MAIN, arguments=["export", str(tmp_path / "out"), "--isa", "x86-64-v3"])
+    child = checkout.run(MAIN, arguments=["export", str(tmp_path / "out"), "--isa", USUAL])
     assert (child.code, child.out) == (0, f"{tmp_path}/out\n"), child.err
     compiled = [line for line in checkout.log.read_text().splitlines() if " -c " in line]
-    assert compiled and all("-march=x86-64-v3" in line and "native" not in line for line in compiled)
+    assert compiled and all(f"-march={USUAL}" in line and "native" not in line for line in compiled)
     needed = set(json.loads((tmp_path / "out/calcops.json").read_text())["instructions"])
-    assert needed >= {"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe", "popcnt", "ssse3", "sse4_2"}
-    assert not [name for name in needed if name.startswith("avx512")]
+    assert needed >= set(HAS.split()) and not [name for name in needed if name.startswith(LACKS)]
 
 
 def test_an_instruction_set_that_this_processor_lacks_is_refused_before_anything_is_built(checkout, tmp_path):
-    lacking = "from _calcops_jit import request; request.isa = lambda: 'sse sse2 sse4_1'\n"
-    child = checkout.run(lacking + MAIN, arguments=["export", str(tmp_path / "out"), "--isa", "x86-64-v4"])
+    lacking = f"from _calcops_jit import request; request.isa = lambda: {OLD!r}\n"
+    child = checkout.run(lacking + MAIN, arguments=["export", str(tmp_path / "out"), "--isa", NEWEST])
     assert child.code == 1 and checkout.compiled() == 0
-    assert child.err.startswith("cannot export for x86-64-v4\n  this processor has no ") and "avx512f" in child.err
+    assert child.err.startswith(f"cannot export for {NEWEST}\n  this processor has no ") and NEW in child.err
     child = checkout.run(MAIN, arguments=["export", str(tmp_path / "out"), "--isa", "i999"])
     assert child.code == 1 and "i999" in child.err and "fix: " in child.err
 
@@ -169,7 +179,7 @@ def test_an_instruction_set_that_this_processor_lacks_is_refused_before_anything
 def test_every_instruction_set_of_this_processor_that_the_compiler_uses_is_one_of_the_kernels_words():
     instructions = export._instructions(recipes.own())
     here = request.isa().replace("_", "").split()
-    assert "sse2" in instructions and not [i for i in instructions if i.replace("_", "") not in here]
+    assert HAS.split()[-1] in instructions and not [i for i in instructions if i.replace("_", "") not in here]
 
 
 def test_arch_asks_for_cuda_and_is_refused_without_nvcc(checkout, tmp_path):

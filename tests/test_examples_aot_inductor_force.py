@@ -1,6 +1,7 @@
 """examples/aot_inductor_force: the package, run by the C++ host, is the eager model, and that is the physics."""
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -138,6 +139,7 @@ def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
     assert "libtorch_cpu" in needed and not re.search(r"libpython|libtorch_python|not found", needed)
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the portable package is for x86-64")
 def test_the_portable_package_gives_the_same_without_an_instruction_beyond_avx2(ran, build):
     if not hasattr(config.cpp, "march"):
         pytest.skip(f"PyTorch {torch.__version__} always compiles for the processor it runs on")

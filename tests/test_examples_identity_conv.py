@@ -2,6 +2,7 @@
 
 import copy
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -148,7 +149,7 @@ def test_every_way_to_run_the_model_gives_what_went_in(packages, example):
     out, _, device = packages
     assert "eager, deepcopy, torch.compile, export, saved and loaded: identical" in out
     shapes = ", ".join(f"[{batch}, 3, 224, 224] identical" for batch in (1, 2, 5))
-    portable = hasattr(example.config.cpp, "march")
+    portable = hasattr(example.config.cpp, "march") and platform.machine() == "x86_64"
     for name in ("native.pt2", "portable.pt2")[: 1 + portable]:
         assert out.count(f"{name} on {device}: {shapes}\n") == 2, "once in Python, once in C++"
 
@@ -161,6 +162,7 @@ def test_program_and_library_need_neither_python_nor_a_search_path(packages, exa
         assert "libtorch_cpu.so" in needed and not re.search(r"libpython|libtorch_python|not found", needed)
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the portable package is for x86-64")
 def test_the_portable_package_has_no_instruction_beyond_avx2(packages, example):
     if not hasattr(example.config.cpp, "march"):
         pytest.skip(f"PyTorch {torch.__version__} always compiles for the processor it runs on")

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import json
 import os
+import re
 
 import torch
 
@@ -26,18 +27,23 @@ def library_path() -> str:
 def _lacking(instructions: list[str]) -> list[str]:
     """Those of the instruction sets that the processor here does not have."""
     with open("/proc/cpuinfo") as file:
-        flags = file.read(8192).partition("\nflags")[2].partition("\n")[0].replace("_", "").split()
-    return [name for name in instructions if name.replace("_", "") not in flags]
+        first = file.read(8192)
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", first, re.MULTILINE)
+    words = flags[1].replace("_", "").split() if flags else []
+    return [name for name in instructions if name.replace("_", "") not in words]
 
 
 def _refusal(about: dict) -> tuple[str, str] | None:
     """(why the library cannot run here, what fixes it)"""
+    machine, isa = about["machine"]
+    if machine != os.uname().machine:
+        return f"built for {machine}, this is {os.uname().machine}", f"{_EXPORT} on a machine like this one"
     release, abi = torch.__version__.partition("+")[0], torch.compiled_with_cxx11_abi()
     if [release, abi] != about["torch"]:
         wanted = about["torch"][0]
         return (f"built for PyTorch {wanted}, this is {release} (C++11 ABI: {abi})", f"pip install torch=={wanted}")
     if missing := _lacking(about["instructions"]):
-        return f"this processor has no {' '.join(missing)}", f"{_EXPORT} --isa x86-64-v2"
+        return f"this processor has no {' '.join(missing)}", f"{_EXPORT} --isa {isa}"
     if about["cuda"]:
         wanted, cuda, driver = about["cuda"], torch.version.cuda or "none", ctypes.c_int()
         if cuda.partition(".")[0] != wanted.partition(".")[0]:

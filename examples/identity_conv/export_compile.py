@@ -9,6 +9,7 @@ import argparse
 import copy
 import logging
 import os
+import platform
 import shlex
 import subprocess
 import sys
@@ -66,6 +67,9 @@ def main(out, device):
     packages = {"native.pt2": {}, "portable.pt2": PORTABLE}
     if not hasattr(config.cpp, "march"):
         print(f"no portable.pt2: PyTorch {torch.__version__} always compiles for the processor it runs on")
+        del packages["portable.pt2"]
+    elif platform.machine() != "x86_64":
+        print(f"no portable.pt2: its processors are x86-64, this is {platform.machine()}")
         del packages["portable.pt2"]
     host = compile_host(out)
     for name, options in packages.items():

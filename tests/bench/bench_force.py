@@ -33,6 +33,7 @@ import importlib.util
 import itertools
 import pathlib
 import platform
+import re
 import subprocess
 import time
 
@@ -324,7 +325,7 @@ def growth(seconds):
 
 
 def machine():
-    cpu = pathlib.Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].split("\n")[0]
+    cpu = re.search(r"(?:model name|CPU part)\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())[1]
     gcc = subprocess.run(["c++", "-dumpfullversion"], capture_output=True, text=True).stdout.strip()
     today = datetime.date.today()
     return f"{cpu}, 2 threads at most, {platform.system()}, GCC {gcc}, torch {torch.__version__}, {today}"

@@ -1,0 +1,94 @@
+// Cases for the CPU kernels of warp_perspective.
+#include "warp_perspective/warp_perspective.h"
+
+#include <algorithm>
+
+#include "driver.h"
+
+namespace calcops {
+namespace {
+
+// What maps a destination to its source: turned and tilted, enlarged, by whole pixels, far outside,
+// with a horizon that crosses the picture, singular.
+constexpr double kMaps[][9] = {
+    {0.83, -0.41, 7.3, 0.37, 0.92, -5.1, 1.1e-3, -7e-4, 1},
+    {0.11, 0, 2, 0, 0.13, 1, 0, 0, 1},
+    {1, 0, 3, 0, 1, -2, 0, 0, 1},
+    {1, 0, 1e6, 0, 1, -1e6, 0, 0, 1},
+    {1, 0.2, -9, 0.1, 1, 4, 0.02, -0.03, 0.5},
+    {1, 2, 3, 2, 4, 6, 0, 0, 1},
+};
+
+template <class Pixel>
+std::vector<Pixel> draw(Random& random, int64_t count) {
+  std::vector<Pixel> pixels(count);
+  for (Pixel& pixel : pixels)
+    pixel = std::is_floating_point_v<Pixel> ? Pixel(random.number()) : Pixel(random.below(256));
+  return pixels;
+}
+
+std::string name_of(const WarpSizes& sizes) {
+  return ' ' + std::to_string(sizes.channels) + 'x' + std::to_string(sizes.width) + " to " +
+         std::to_string(sizes.out_width) + " border " + std::to_string(int(sizes.border)) +
+         (sizes.nearest ? " nearest" : "") + (sizes.inverse_map ? " inverse" : "");
+}
+
+template <class Pixel>
+void run_case(Results& results, const WarpSizes& sizes, bool channels_last) {
+  Random random;
+  const int64_t C = sizes.channels, H = sizes.height, W = sizes.width;
+  const auto image = draw<Pixel>(random, sizes.image_batch * C * H * W);
+  const std::vector<double> border(C, 77);
+  WarpInputs<Pixel> in{sizes, image.data(), {C * H * W, H * W, W, 1}, kMaps[0], border.data()};
+  if (channels_last) {
+    const int64_t strides[] = {C * H * W, 1, W * C, C};
+    std::copy_n(strides, 4, in.image_stride);
+  }
+  if (sizes.image_batch == 1) in.image_stride[0] = 0;
+  const std::string name =
+      type_name<Pixel>() + name_of(sizes) + (channels_last ? " channels last" : "");
+  const int64_t pixels = sizes.batch * C * sizes.out_height * sizes.out_width;
+  std::vector<Pixel> out(pixels);
+  warp_perspective_cpu(in, out.data());
+  results.add(name, out);
+  if constexpr (std::is_floating_point_v<Pixel>) {
+    const auto grad = draw<Pixel>(random, pixels);
+    std::vector<Pixel> grad_image(image.size());
+    std::vector<double> grad_warp(9 * sizes.warp_batch);
+    warp_perspective_backward_cpu<Pixel>(in, {grad.data(), grad_image.data(), grad_warp.data()});
+    results.add(name + " grad_image", grad_image);
+    results.add(name + " grad_warp", grad_warp);
+  }
+}
+
+void run_cells(Results& results, const WarpSizes& sizes) {
+  const int64_t pixels = sizes.out_height * sizes.out_width;
+  std::vector<double> cells(sizes.warp_batch * kCellNumbers * pixels), scale(sizes.warp_batch);
+  warp_perspective_cells_cpu(sizes, kMaps[0], cells.data(), scale.data());
+  results.add("cells" + name_of(sizes), cells);
+  results.add("scale" + name_of(sizes), scale);
+}
+
+}  // namespace
+
+void run(Results& results) {
+  constexpr int64_t kMapCount = sizeof(kMaps) / sizeof(*kMaps);
+  for (const Border border : {Border::kConstant, Border::kReplicate, Border::kReflect,
+                              Border::kWrap, Border::kReflect101})
+    for (const bool nearest : {false, true}) {
+      // One image under all maps, more than a tile wide; a small one of three channels under one.
+      const WarpSizes wide{kMapCount, 1, kMapCount, 1, 40, 90, 17, 140, border, nearest, true};
+      const WarpSizes small{2, 2, 1, 3, 9, 11, 17, 13, border, nearest, nearest};
+      for (const WarpSizes& sizes : {wide, small}) {
+        run_case<uint8_t>(results, sizes, /*channels_last=*/true);
+        for (const bool channels_last : {false, true}) {
+          run_case<float>(results, sizes, channels_last);
+          run_case<double>(results, sizes, channels_last);
+        }
+        if (!nearest) run_cells(results, sizes);
+      }
+      run_case<uint8_t>(results, wide, /*channels_last=*/false);
+    }
+}
+
+}  // namespace calcops
