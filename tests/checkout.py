@@ -17,6 +17,18 @@ CALL = "import calcops_jit, ctypes; print(ctypes.CDLL(calcops_jit.library_path()
 # The library that is loaded; the file of that name may have been replaced since.
 LOADED = "[live] = calcops_jit.library._loaded; loaded = live._generations[live.digest]._library"
 
+# What a process writes and starts from here on: `events`.
+EVENTS = """
+import sys
+events = []
+def audit(event, arguments):
+    if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.mkdir"):
+        events.append(event)
+    if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
+        events.append(arguments)
+sys.dont_write_bytecode = True
+sys.addaudithook(audit)
+"""
 BUILDING = "import torch.utils.cpp_extension, setuptools, resource"  # what a build imports and a warm import does not
 # Reads jobs, forks a child for each, answers with its pid; "wait" answers with its exit status.
 _ZYGOTE = """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkout import HERE, Child, spoil, the_zygote
+from checkout import EVENTS, HERE, Child, spoil, the_zygote
 
 from _calcops_jit import export, recipes, request
 
@@ -72,16 +72,8 @@ def folder(original, tmp_path):
 
 
 def test_it_imports_without_compiler_home_or_a_writable_folder_within_a_fifth_of_a_second(original):
-    script = """
-import sys, time
-events = []
-def audit(event, arguments):
-    if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.mkdir"):
-        events.append(event)
-    if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
-        events.append(arguments)
-sys.dont_write_bytecode = True
-sys.addaudithook(audit)
+    script = f"""{EVENTS}
+import time
 start = time.process_time()  # other processes do not count
 import calcops_jit
 print(time.process_time() - start, events, "torch.utils.cpp_extension" in sys.modules, "_calcops_jit" in sys.modules)

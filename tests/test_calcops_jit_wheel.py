@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkout import CALL, HERE, Child, contents, copy, pip, spoil, the_zygote, wheel_of
+from checkout import CALL, EVENTS, HERE, Child, contents, copy, pip, spoil, the_zygote, wheel_of
 
 from _calcops_jit import prebuilt, recipes, request
 from _calcops_jit.export import _instructions
@@ -31,17 +31,6 @@ extern "C" __attribute__((visibility("default"))) int answer() {
 """
 V2, V3, V4 = (" ".join(list(prebuilt.LEVELS.values())[:count]) for count in (1, 2, 3))
 PROCESSOR = "from _calcops_jit import request\nrequest.isa = lambda: {!r}\n"
-EVENTS = """
-import sys
-events = []
-def audit(event, arguments):
-    if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.mkdir"):
-        events.append(event)
-    if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
-        events.append(arguments)
-sys.dont_write_bytecode = True
-sys.addaudithook(audit)
-"""
 
 
 def built(source: Path, folder: Path, **variables) -> Path:
