@@ -214,10 +214,12 @@ class _Look:
             stamp, before = stamp_of(folder), bytes.fromhex(entry[0])
             if stamp == before or not folded.startswith(self._compared):
                 continue
-            there = set()
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                there.update(os.listdir(folder))  # sooner than asking for some hundred names
-            if new := next((name for name in entry[1].split("\n") if name in there), ""):
+            names = entry[1].split("\n")
+            try:
+                there = set(os.listdir(folder))  # sooner than asking for some hundred names
+            except OSError:  # another user's, perhaps, which compilers cannot look into either
+                there = {name for name in names if os.path.lexists(f"{folder}/{name}")}
+            if new := next((name for name in names if name in there), ""):
                 raise Changed(f"{folder}/{new} is new")
             entry[0] = self._fresher(stamp, before, is_theirs(folded)).hex()
 
