@@ -23,7 +23,7 @@ def own(root: str | None = None, name: str = "calcops", isa: str = "", choice: c
     """The Request for everything under ops/: each .cpp there or in an operator's folder, and each .cu if CUDA is
     built.
 
-    isa      the processors, as an -march of the compiler; default: this one
+    isa      the processors, as processor_flag() takes them; default: this one, and what a wheel brings will do
     choice   default: what cuda.choose() says"""
     root = root or operators_root()
     choice = choice or cuda.choose()

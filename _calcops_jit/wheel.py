@@ -24,7 +24,7 @@ from . import cache, cuda, library, prebuilt
 from .closure import Closure, file_digest, young
 from .errors import BuildError, report
 from .progress import say
-from .request import Request
+from .request import MACHINE, Request
 
 _ROOT = os.path.dirname(os.path.dirname(prebuilt.FOLDER))  # of the checkout
 _NO_STAMP = young(bytes(32))  # no file has it, so contents are compared wherever the wheel is installed
@@ -35,8 +35,8 @@ def write(folder: str) -> str:
     if flags := os.environ.get("CALCOPS_CFLAGS"):
         evidence = f"CALCOPS_CFLAGS={flags}: what is built with it fits only where it is set, too"
         raise report("cannot make a wheel", [evidence], "unset CALCOPS_CFLAGS")
-    if (machine := os.uname().machine) != "x86_64":
-        evidence = f"its libraries are for the levels of x86-64; this is {machine}"
+    if MACHINE != "x86_64":
+        evidence = f"its libraries are for the levels of x86-64; this is {MACHINE}"
         raise report("cannot make a wheel", [evidence], "python -m calcops_jit export <folder>")
     if not os.path.exists(f"{_ROOT}/pyproject.toml"):
         raise report("cannot make a wheel", [f"{_ROOT} has no pyproject.toml"], "make wheel in a checkout")

@@ -16,7 +16,7 @@ constexpr int kAhead = 4;  // ends that a lane loads before it adds the first
 constexpr int64_t kNone = -1;
 
 // What the kernels take: an edge_index of either width, told apart as it is read. Kernels for each
-// width have as many instructions, and nvcc would need a third more time for them.
+// width would have as many instructions, and take nvcc longer to compile.
 template <class Real>
 struct Inputs : EdgeInputs<Real, void> {
   bool wide;

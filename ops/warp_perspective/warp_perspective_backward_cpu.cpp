@@ -3,23 +3,12 @@
 // That of the matrix is a sum over the destination, which is walked as in the forward. That of the
 // image is computed tile by tile of the image: what of each row of the destination falls on a tile
 // is cut out and added in float64, in an order that depends on sizes and matrices alone.
-#include <atomic>
 #include <limits>
 
-#include "parallel.h"
 #include "warp_perspective/warp_perspective_rows.h"
 
 namespace calcops {
 namespace {
-
-// f(i) for 0, 1, ... count - 1. A thread takes the next one when it is done with one.
-template <class F>
-void for_each(int64_t count, const F& f) {
-  std::atomic<int64_t> next{0};
-  parallel_for(count, 1, [&](int64_t, int64_t) {
-    for (int64_t i = next++; i < count; i = next++) f(i);
-  });
-}
 
 // ---- the matrix ---------------------------------------------------------------------------------
 
@@ -141,7 +130,7 @@ void matrix_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
   const int64_t strips = divide_up(sizes.out_height, kTileHeight);
   std::vector<double> parts(sizes.batch * strips * 9);
   // A nearest pixel does not move.
-  for_each(sizes.nearest ? 0 : sizes.batch * strips, [&](int64_t i) {
+  for_each(sizes.nearest ? 0 : sizes.batch * strips, 1, [&](int64_t i) {
     const int64_t n = i / strips, top = i % strips * kTileHeight;
     const int64_t bottom = std::min(top + kTileHeight, sizes.out_height);
     MatrixGradient<Real> strip(in, to, map_of(maps, n), n);
@@ -381,7 +370,7 @@ Touches find_touches(const WarpSizes& sizes, const std::vector<Homography>& maps
   touches.row_strips.resize(sizes.batch * strips, kNowhere);
   touches.tiles.resize(sizes.batch * strips * across, kNowhere);
   touches.tile_strips.resize(sizes.batch * strips, kNowhere);
-  for_each(sizes.batch * strips, [&](int64_t i) {
+  for_each(sizes.batch * strips, 1, [&](int64_t i) {
     const int64_t n = i / strips, top = i % strips * kTileHeight;
     const Homography& map = map_of(maps, n);
     if (!map.valid) return;
@@ -416,7 +405,7 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
   const int64_t across = divide_up(sizes.width, kColumns), down = divide_up(sizes.height, height);
   const int64_t groups = divide_up(sizes.channels, channels), tiles = across * down;
   const Box plain = plain_box(sizes);
-  for_each(sizes.image_batch * groups * tiles, [&](int64_t i) {
+  for_each(sizes.image_batch * groups * tiles, 1, [&](int64_t i) {
     const int64_t image = i / (groups * tiles), channel = i / tiles % groups * channels;
     const int64_t top = i % tiles / across * height, left = i % across * kColumns;
     ImageTile<Real> tile{in,

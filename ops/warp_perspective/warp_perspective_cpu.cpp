@@ -1,7 +1,4 @@
 // CPU kernels of warp_perspective: the result, and its cells.
-#include <atomic>
-
-#include "parallel.h"
 #include "warp_perspective/warp_perspective_rows.h"
 
 namespace calcops {
@@ -244,17 +241,12 @@ void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out) {
   const std::vector<Homography> maps = make_homographies(in);
   const int64_t strips = divide_up(sizes.out_height, kTileHeight), count = sizes.batch * strips;
   if (sizes.channels == 0 || sizes.out_width == 0) return;
-  // A thread takes the next strip when it is done with one: strips that show little of the image
-  // are quick.
-  std::atomic<int64_t> next{0};
   const int64_t strip_pixels = kTileHeight * sizes.out_width * sizes.channels;
-  parallel_for(count, divide_up(1 << 14, strip_pixels), [&](int64_t, int64_t) {
-    for (int64_t i = next++; i < count; i = next++) {
-      const int64_t n = i / strips, top = i % strips * kTileHeight;
-      const int64_t bottom = std::min(top + kTileHeight, sizes.out_height);
-      Tile<Pixel> tile(in, map_of(maps, n), n, top, bottom, out + output_offset(sizes, n, 0, 0));
-      sizes.nearest ? forward_rows<true>(tile) : forward_rows<false>(tile);
-    }
+  for_each(count, divide_up(1 << 14, strip_pixels), [&](int64_t i) {
+    const int64_t n = i / strips, top = i % strips * kTileHeight;
+    const int64_t bottom = std::min(top + kTileHeight, sizes.out_height);
+    Tile<Pixel> tile(in, map_of(maps, n), n, top, bottom, out + output_offset(sizes, n, 0, 0));
+    sizes.nearest ? forward_rows<true>(tile) : forward_rows<false>(tile);
   });
 }
 

@@ -10,16 +10,28 @@
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
+#include "parallel.h"
 #include "warp_perspective/warp_perspective.h"
 #include "warp_perspective/warp_perspective_math.h"
 
 namespace calcops {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// f(i) for 0, 1, ... count - 1, at least `grain` of them for each thread. A thread takes the next
+// one when it is done with one: strips and tiles that show little of the image are quick.
+template <class F>
+void for_each(int64_t count, int64_t grain, const F& f) {
+  std::atomic<int64_t> next{0};
+  parallel_for(count, grain, [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < count; i = next++) f(i);
+  });
+}
 
 inline int64_t output_offset(const WarpSizes& sizes, int64_t n, int64_t c, int64_t v) {
   return ((n * sizes.channels + c) * sizes.out_height + v) * sizes.out_width;
