@@ -55,6 +55,9 @@ def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str
     with contextlib.closing(precompiled.Preambles(request, staging, edited)) as preambles:
         plan.preambles = preambles.used
         said = _run(ninja, plan, request, staging)
+        if said and plan.quick_linker and all(os.path.exists(f"{staging}/{target}") for target in plan.units.values()):
+            plan.flags["ldflags"] = plan.flags["ldflags"].removesuffix(plan.quick_linker)
+            said = _run(ninja, plan, request, staging)  # whose messages diagnosis.py knows
         if "--dependency-file" in said:
             said = _run(ninja, plan, request, staging, compiler_reads.LINKED_BEFORE_2_35)
     recorder = compiler_reads.Recorder(request, compiler_reads.search(request, plan.flags["cflags"]), before)

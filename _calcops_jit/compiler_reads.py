@@ -18,6 +18,7 @@ from .request import Request, compiler_words
 MAKE_FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
 LINKED = "-Wl,--dependency-file=link.d"  # GNU ld since 2.35, gold, lld, mold
 LINKED_BEFORE_2_35 = "-Wl,-Map=link.map"
+_ABOUT_LINKERS = re.compile(r"-fuse-ld|--ld-path|-B|-specs|-T|-Wl,|-Xlinker|-z|-flto|@")
 _HAS_INCLUDE = rb"__has_include(?:_next)?\s*\(\s*[<\"]([^>\"\n]+)[>\"]"
 _INCLUDE = rb"^[ \t]*#[ \t]*(?:include(?:_next)?|import|embed)[ \t]*[<\"]([^>\"\n]+)[>\"]"
 
@@ -129,8 +130,8 @@ def foreseen(request: Request) -> dict[str, bytes]:
         with open(path, "rb") as file:
             found[path] = file.read()
         names = [os.fsdecode(name) for name in re.findall(_INCLUDE, found[path], re.MULTILINE)]
-        for folder in (os.path.dirname(path), *folders):
-            todo += [closure.real_path(f"{folder}/{name}") for name in names]
+        candidates = (f"{folder}/{name}" for folder in (os.path.dirname(path), *folders) for name in names)
+        todo += [closure.real_path(candidate) for candidate in candidates if os.path.isfile(candidate)]
     return found
 
 
@@ -176,6 +177,18 @@ def cuda_tools(request: Request) -> set[str]:
     if host := shutil.which(compiler_words(request.environment, "CC")[0]):
         found.add(os.path.realpath(host))
     return found
+
+
+def quick_linker(request: Request) -> str:
+    """The flag for a linker that takes a third of GNU ld's time, if one is installed and no flag is about linkers."""
+    if any(_ABOUT_LINKERS.match(word) for word in (*request.compiler, *request.ldflags)):
+        return ""
+    if "GNU ld" not in ask(request, "-Wl,--version"):  # which is what others must not replace
+        return ""
+    for flag, name in ("-fuse-ld=lld", "LLD"), ("-fuse-ld=gold", "GNU gold"):
+        if name in ask(request, flag, "-Wl,--version"):
+            return flag
+    return ""
 
 
 def linker(flags: str) -> str:

@@ -38,6 +38,7 @@ class Plan(SimpleNamespace):
     units: dict[str, str]  # {source: object}
     kept: list[str]  # objects that are linked as they are
     flags: dict[str, str]  # of every unit and of the link, by ninja's variables: cflags, cuda_cflags, ldflags
+    quick_linker: str  # that one of the linker's which names another linker than GNU ld, or ""
     registry_cflags: str  # those of registry.cpp, whose object serves every library
     environment: dict[str, str]  # of the compilers
     jobs: int  # the number of compilers that run at once
@@ -55,10 +56,12 @@ class Plan(SimpleNamespace):
             name = re.sub(r"[^\w.+-]", "_", os.path.basename(source))
             units[source] = f"{i}.{name}.o" if name in taken else f"{name}.o"
             taken.add(name)
+        quick_linker = compiler_reads.quick_linker(request)
         flags = _torch_flags(request, environment, folder)
+        flags["ldflags"] += f" {quick_linker}"
         registry = _torch_flags(request.unit(REGISTRY), environment, folder) if REGISTRY in sources else {"cflags": ""}
         said = {"flags": flags, "registry_cflags": registry["cflags"], "environment": environment, "jobs": jobs}
-        return Plan(units=units, kept=kept, **said)
+        return Plan(units=units, kept=kept, quick_linker=quick_linker, **said)
 
     def write(self, request: Request, folder: str, linked: str) -> None:
         """Writes build.ninja. Sources are no inputs in it, since ninja cannot quote every name."""
