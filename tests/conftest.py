@@ -1,6 +1,7 @@
 import os
 import re
 import tempfile
+import time
 import venv
 from collections import Counter
 from pathlib import Path
@@ -30,14 +31,19 @@ EMULATED = os.environ.get("CALCOPS_EMULATED")
 
 # ---- which tests are slow ---------------------------------------------------------------------------------------
 
-# "seconds function" of each test function that takes longer than two seconds, all its cases together; `pytest
-# --write-slow` writes it. `make check` leaves these out, and the files that take longest because of them begin first.
+# "seconds name" of each test function that takes longer than two seconds, all its cases together, and of each fixture
+# that does so for tests that share it: `pytest --write-slow` measures those that it runs. `make check` leaves the tests
+# out, and the files that take longest because of them begin first.
 SLOW = Path(__file__).with_name("slow.txt")
 _spent = Counter()
 
 
-def _function(nodeid):
-    return re.sub(r"\[.*", "", nodeid.removeprefix("tests/"), flags=re.DOTALL)
+def _name(path, test):
+    return re.sub(r"\[.*", "", f"{Path(path).name}::{test}", flags=re.DOTALL)
+
+
+def _slow():
+    return {name: float(number) for number, name in map(str.split, SLOW.read_text().splitlines())}
 
 
 def pytest_addoption(parser):
@@ -45,18 +51,32 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
-    seconds = {name: float(number) for number, name in map(str.split, SLOW.read_text().splitlines())}
-    slow = [item for item in items if _function(item.nodeid) in seconds]
-    for item in slow:
-        item.add_marker(pytest.mark.slow)
-    files = Counter()
-    for path, name in {(item.path, _function(item.nodeid)) for item in slow}:
-        files[path] += seconds[name]
+    seconds, files = _slow(), Counter()
+    for item in items:
+        names = (item.nodeid.partition("::")[2], *item.fixturenames)
+        if seconds.keys() & {_name(item.path, name) for name in names}:
+            item.add_marker(pytest.mark.slow)
+            files[item.path] = sum(number for name, number in seconds.items() if name.startswith(f"{item.path.name}::"))
     items.sort(key=lambda item: -files[item.path])
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    begin = time.perf_counter()
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope != "function":
+            item = request._pyfuncitem
+            item.user_properties.append((_name(item.path, fixturedef.argname), time.perf_counter() - begin))
+
+
 def pytest_runtest_logreport(report):
-    _spent[_function(report.nodeid)] += report.duration
+    path, _, test = report.nodeid.partition("::")
+    shared = sum(seconds for _, seconds in report.user_properties) if report.when == "setup" else 0
+    _spent[_name(path, test)] += report.duration - shared
+    if shared:
+        _spent.update(dict(report.user_properties))
 
 
 def pytest_sessionfinish(session):
@@ -64,7 +84,7 @@ def pytest_sessionfinish(session):
         with open(EMULATED, "w") as file:
             print(*torch.ops.cuda_on_cpu.entered(), file=file)
     if session.config.getoption("write_slow") and "PYTEST_XDIST_WORKER" not in os.environ:
-        lines = [f"{seconds:.1f} {name}\n" for name, seconds in sorted(_spent.items()) if seconds > 2]
+        lines = [f"{seconds:.1f} {name}\n" for name, seconds in sorted((_slow() | _spent).items()) if seconds > 2]
         SLOW.write_text("".join(lines))
 
 
