@@ -141,8 +141,11 @@ def _cpp_extension() -> types.ModuleType:
     private_os.environ = {"CUDA_PATH": ""}  # with a toolkit it would ask whether there is a GPU, which initialises CUDA
     private_os.getenv = lambda name, default=None: private_os.environ.get(name, default)
 
+    setuptools = SimpleNamespace(Command=object, build_ext=object)  # only setup.py needs it; it takes 0.1 s to import
+
     def import_(name, globals=None, locals=None, fromlist=(), level=0):
-        return private_os if name == "os" else __import__(name, globals, locals, fromlist, level)
+        ours = {"os": private_os, "setuptools": setuptools, "setuptools.command.build_ext": setuptools}
+        return ours.get(name) or __import__(name, globals, locals, fromlist, level)
 
     spec = importlib.util.find_spec("torch.utils.cpp_extension")
     module = importlib.util.module_from_spec(spec)

@@ -4,9 +4,15 @@ import os
 import re
 from pathlib import Path
 
-from checkout import in_cache, stages, wait_for
+from checkout import CALL, in_cache, stages, wait_for
 
 # ---- import -----------------------------------------------------------------------------------------------------
+
+
+def test_a_build_needs_no_setuptools(checkout):
+    """PyTorch's part that chooses the flags imports it, for the sake of setup.py."""
+    child = checkout.run(f"import sys; sys.modules['setuptools'] = None\n{CALL}")
+    assert (child.code, child.out) == (0, "1\n"), child.err
 
 
 def test_the_second_import_starts_no_process_prints_nothing_and_leaves_cuda_alone(checkout):
