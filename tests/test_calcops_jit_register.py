@@ -134,6 +134,30 @@ print(calcops_jit.reload(), load("ops", "c/ops.cpp").one(), hasattr(b, "one"))
     ]
 
 
+HALF = """
+#include <torch/library.h>
+TORCH_LIBRARY_FRAGMENT(half, m) {
+  m.def("one() -> int", []() -> int64_t { return 1; });
+  m.def("two(int x) -> int");
+  m.impl("two", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, [](double x) { return x; }));
+}
+"""
+
+
+def test_of_a_library_that_pytorch_refuses_nothing_is_registered(checkout, tmp_path):
+    """The kernel has not the schema's types, which PyTorch sees when it is registered: after the first operator."""
+    (tmp_path / "half.cpp").write_text(HALF)
+    script = """
+print(refused(lambda: load("half", "half.cpp")).splitlines()[0], hasattr(torch.ops.half, "one"))
+source = Path("half.cpp")
+source.write_text(source.read_text().replace("double x", "int64_t x"))
+half = load("half", "half.cpp")
+print(half.one(), half.two(2))
+"""
+    refusal, right = output(checkout, script, tmp_path)
+    assert refusal.startswith("cannot ") and refusal.endswith(" False") and right == "1 2"
+
+
 def test_what_was_loaded_by_torch_itself_is_taken_as_it_is_and_another_copy_of_it_is_refused(checkout, tmp_path):
     (tmp_path / "ops.cpp").write_text(ONE.format("a", 1))
     script = "a = load('ops', 'ops.cpp'); print(os.fspath(a))"
