@@ -48,6 +48,8 @@ def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str
     kept = {_copy(generation, staging): generation.manifest.closure for generation in found.values() if generation}
     fresh = [source for source in sources if not found[source]]
     plan = _plan(request, staging, fresh, list(kept), 1 if alone else jobs.number(request.environment))
+    ldflags, quick = plan.flags["ldflags"], compiler_reads.quick_linker(request)
+    plan.flags["ldflags"] += f" {quick}"
     named = {kind: compiler_reads.named(request, text) for kind, text in plan.flags.items()}
     before = compiler_reads.Before(staging, foreseen.union(*named.values()))
     # After `before`, so that no header can change unseen between the look at it and the end of the build.
@@ -55,9 +57,9 @@ def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str
     with contextlib.closing(precompiled.Preambles(request, staging, edited)) as preambles:
         plan.preambles = preambles.used
         said = _run(ninja, plan, request, staging)
-        if said and plan.quick_linker and all(os.path.exists(f"{staging}/{target}") for target in plan.units.values()):
-            plan.flags["ldflags"] = plan.flags["ldflags"].removesuffix(plan.quick_linker)
-            said = _run(ninja, plan, request, staging)  # whose messages diagnosis.py knows
+        if said and quick and all(os.path.exists(f"{staging}/{target}") for target in plan.units.values()):
+            plan.flags["ldflags"] = ldflags
+            said = _run(ninja, plan, request, staging)  # by GNU ld, whose messages diagnosis.py knows
         if "--dependency-file" in said:
             said = _run(ninja, plan, request, staging, compiler_reads.LINKED_BEFORE_2_35)
     recorder = compiler_reads.Recorder(request, compiler_reads.search(request, plan.flags["cflags"]), before)

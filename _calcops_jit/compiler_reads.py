@@ -122,10 +122,10 @@ def _words(flags: str) -> list[str]:
 
 def foreseen(request: Request) -> dict[str, bytes]:
     """The files of the project that compilers will read, as far as the text of the sources says so, and their texts."""
-    found, todo, folders = {}, list(request.sources), project_folders(request)
+    found, todo, folders = {}, list(filter(os.path.isfile, request.sources)), project_folders(request)
     while todo:
         path = todo.pop()
-        if path in found or not os.path.isfile(path):
+        if path in found:
             continue
         with open(path, "rb") as file:
             found[path] = file.read()
@@ -180,10 +180,10 @@ def cuda_tools(request: Request) -> set[str]:
 
 
 def quick_linker(request: Request) -> str:
-    """The flag for a linker that takes a third of GNU ld's time, if one is installed and no flag is about linkers."""
-    if any(_ABOUT_LINKERS.match(word) for word in (*request.compiler, *request.ldflags)):
+    """The flag for a linker that is quicker than GNU ld; "": none is installed, or the user's flags say how to link."""
+    if any(map(_ABOUT_LINKERS.match, _words(" ".join([*request.compiler, *request.ldflags])))):
         return ""
-    if "GNU ld" not in ask(request, "-Wl,--version"):  # which is what others must not replace
+    if "GNU ld" not in ask(request, "-Wl,--version"):  # somebody has chosen another one already
         return ""
     for flag, name in ("-fuse-ld=lld", "LLD"), ("-fuse-ld=gold", "GNU gold"):
         if name in ask(request, flag, "-Wl,--version"):

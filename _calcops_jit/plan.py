@@ -38,7 +38,6 @@ class Plan(SimpleNamespace):
     units: dict[str, str]  # {source: object}
     kept: list[str]  # objects that are linked as they are
     flags: dict[str, str]  # of every unit and of the link, by ninja's variables: cflags, cuda_cflags, ldflags
-    quick_linker: str  # that one of the linker's which names another linker than GNU ld, or ""
     registry_cflags: str  # those of registry.cpp, whose object serves every library
     environment: dict[str, str]  # of the compilers
     jobs: int  # the number of compilers that run at once
@@ -56,12 +55,10 @@ class Plan(SimpleNamespace):
             name = re.sub(r"[^\w.+-]", "_", os.path.basename(source))
             units[source] = f"{i}.{name}.o" if name in taken else f"{name}.o"
             taken.add(name)
-        quick_linker = compiler_reads.quick_linker(request)
         flags = _torch_flags(request, environment, folder)
-        flags["ldflags"] += f" {quick_linker}"
         registry = _torch_flags(request.unit(REGISTRY), environment, folder) if REGISTRY in sources else {"cflags": ""}
         said = {"flags": flags, "registry_cflags": registry["cflags"], "environment": environment, "jobs": jobs}
-        return Plan(units=units, kept=kept, quick_linker=quick_linker, **said)
+        return Plan(units=units, kept=kept, **said)
 
     def write(self, request: Request, folder: str, linked: str) -> None:
         """Writes build.ninja. Sources are no inputs in it, since ninja cannot quote every name."""
@@ -141,10 +138,10 @@ def _cpp_extension() -> types.ModuleType:
     private_os.environ = {"CUDA_PATH": ""}  # with a toolkit it would ask whether there is a GPU, which initialises CUDA
     private_os.getenv = lambda name, default=None: private_os.environ.get(name, default)
 
-    setuptools = SimpleNamespace(Command=object, build_ext=object)  # only setup.py needs it; it takes 0.1 s to import
+    setuptools = SimpleNamespace(Command=object, build_ext=object)  # slow to import, and only setup.py needs it
+    ours = {"os": private_os, "setuptools": setuptools, "setuptools.command.build_ext": setuptools}
 
     def import_(name, globals=None, locals=None, fromlist=(), level=0):
-        ours = {"os": private_os, "setuptools": setuptools, "setuptools.command.build_ext": setuptools}
         return ours.get(name) or __import__(name, globals, locals, fromlist, level)
 
     spec = importlib.util.find_spec("torch.utils.cpp_extension")

@@ -31,9 +31,9 @@ EMULATED = os.environ.get("CALCOPS_EMULATED")
 
 # ---- which tests are slow ---------------------------------------------------------------------------------------
 
-# "seconds name" of each test function that takes longer than two seconds, all its cases together, and of each fixture
-# that does so for tests that share it: `pytest --write-slow` measures those that it runs. `make check` leaves the tests
-# out, and the files that take longest because of them begin first.
+# "seconds name" of each test function that takes longer than two seconds, all its cases together, and of each shared
+# fixture that does; `pytest --write-slow` measures what it runs and keeps the rest. `make check` leaves out these tests
+# and those that use these fixtures, and the files that take longest because of them begin first.
 SLOW = Path(__file__).with_name("slow.txt")
 _spent = Counter()
 
@@ -52,12 +52,13 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(items):
     seconds, files = _slow(), Counter()
+    for name, number in seconds.items():
+        files[name.partition("::")[0]] += number
     for item in items:
         names = (item.nodeid.partition("::")[2], *item.fixturenames)
         if seconds.keys() & {_name(item.path, name) for name in names}:
             item.add_marker(pytest.mark.slow)
-            files[item.path] = sum(number for name, number in seconds.items() if name.startswith(f"{item.path.name}::"))
-    items.sort(key=lambda item: -files[item.path])
+    items.sort(key=lambda item: -files[item.path.name])
 
 
 @pytest.hookimpl(wrapper=True)

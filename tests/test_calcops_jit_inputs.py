@@ -99,23 +99,20 @@ NAMES = {"lld": "LLD 14.0.6", "gold": "GNU gold 1.16"}
 @pytest.mark.parametrize("linker", NAMES)
 @pytest.mark.parametrize("works", [True, False])
 def test_a_quicker_linker_is_used_where_there_is_one_and_it_works(folder, linker, works):
-    """Puts linkers of that name, and without its twin, where the compiler looks first."""
-    real = shutil.which("ld")
-    act = f'echo "$@" >> {folder.own}/linked; exec {real} "$@"' if works else "echo what is that >&2; exit 1"
+    """Where the compiler looks first, it finds this one of the two, and the other does not answer."""
+    link = f'echo "$@" >> {folder.own}/linked; exec {shutil.which("ld")} "$@"' if works else "exit 1"
     for name in NAMES:
-        text = (
-            f'case " $* " in *" --version "*) echo "{NAMES[name]}"; exit;; esac\n{act}\n'
-            if name == linker
-            else "exit 1\n"
-        )
-        folder.put(f"bin/ld.{name}", f"#!/bin/sh\n{text}").chmod(0o755)
+        folder.put(f"bin/ld.{name}", "#!/bin/sh\nexit 1\n").chmod(0o755)
+    answer = f'case " $* " in *" --version "*) echo "{NAMES[linker]}"; exit;; esac'
+    folder.put(f"bin/ld.{linker}", f"#!/bin/sh\n{answer}\n{link}\n")
     source = folder.put("mine.cpp", ANSWER.format("return 1;"))
     path = {"COMPILER_PATH": folder.own / "bin"}
     assert folder.loaded(**path) == 1
     assert (folder.own / "linked").exists() == works
     source.write_text("int absent();\n" + ANSWER.format("return absent();"))
-    child = folder.load(extra_ldflags=["-fuse-ld=bfd", "-Wl,-z,defs"], **path)  # what flags say comes first
-    assert "undefined reference" in child.err or "undefined symbol" in child.err
+    for flags in ["-fuse-ld=bfd", "-Wl,-z,defs"], ["-lm -fuse-ld=bfd -Wl,-z,defs"]:  # what flags say comes first
+        child = folder.load(extra_ldflags=flags, **path)
+        assert "undefined reference" in child.err or "undefined symbol" in child.err
     linked = (folder.own / "linked").read_text() if works else ""
     assert "-z defs" not in linked
 

@@ -144,8 +144,8 @@ TORCH_LIBRARY_FRAGMENT(half, m) {
 """
 
 
-def test_of_a_library_that_pytorch_refuses_nothing_is_registered(checkout, tmp_path):
-    """The kernel has not the schema's types, which PyTorch sees when it is registered: after the first operator."""
+def test_a_library_that_pytorch_refuses_leaves_nothing_registered(checkout, tmp_path):
+    """The kernel does not fit its schema, which PyTorch notices when the first operator is registered already."""
     (tmp_path / "half.cpp").write_text(HALF)
     script = """
 print(refused(lambda: load("half", "half.cpp")).splitlines()[0], hasattr(torch.ops.half, "one"))

@@ -68,7 +68,7 @@ for i in range(3):
     print(wall, wall - inner, min(idle))
 """
 NINJA = """#!/bin/sh
-begin=$(date +%s.%N); {ninja} "$@"; code=$?; echo $begin $(date +%s.%N) >> {log}; exit $code
+begin=$(date +%s.%N); "{ninja}" "$@"; code=$?; echo $begin $(date +%s.%N) >> "{log}"; exit $code
 """
 # The usual way: torch/extension.h in every source, default flags, all in one load.
 PLAIN = """
