@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 
 from . import cache, closure, compiler_reads, diagnosis, errors, jobs, precompiled
 from .plan import Plan
@@ -56,12 +57,15 @@ def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str
     edited = {source: bool(reasons[source]) for source in fresh}
     with contextlib.closing(precompiled.Preambles(request, staging, edited)) as preambles:
         plan.preambles = preambles.used
+        ahead = threading.Thread(target=compiler_reads.read_ahead, args=(request, kept.values()), daemon=True)
+        ahead.start()
         said = _run(ninja, plan, request, staging)
         if said and quick and all(os.path.exists(f"{staging}/{target}") for target in plan.units.values()):
             plan.flags["ldflags"] = ldflags
             said = _run(ninja, plan, request, staging)  # by GNU ld, whose messages diagnosis.py knows
         if "--dependency-file" in said:
             said = _run(ninja, plan, request, staging, compiler_reads.LINKED_BEFORE_2_35)
+    ahead.join()
     recorder = compiler_reads.Recorder(request, compiler_reads.search(request, plan.flags["cflags"]), before)
     closures, changed = _keep(request, slot, staging, plan, recorder, named["cflags"] | named["cuda_cflags"])
     if said:

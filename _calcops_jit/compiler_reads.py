@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -9,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import time
+from collections.abc import Iterable
 
 from . import closure
 from .errors import BuildError, report
@@ -334,6 +336,16 @@ def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
         return closure.digest(text), set(), False
     asks = {os.fsdecode(name) for name in re.findall(_HAS_INCLUDE, text)}
     return closure.digest(text), asks, b".incbin" in text
+
+
+def read_ahead(request: Request, closures: Iterable[closure.Closure]) -> None:
+    """Reads, while compilers run, PyTorch's and the system's files of other units: most will be asked for again."""
+    for folded in filter(closure.is_theirs, {path for found in closures for path in found.entries()}):
+        path = request.unfold(folded)
+        stamp = closure.stamp_of(path)
+        with contextlib.suppress(closure.Changed, OSError):
+            if closure.is_old(stamp, time.time_ns()):  # others may change and leave the same stamp
+                content(path, stamp)
 
 
 def is_gnu(request: Request) -> bool:

@@ -73,10 +73,10 @@ class Request(SimpleNamespace):
     def unit(self, source: str) -> Request:
         """The Request for the object of one source, which is kept like a library."""
         changes = {"name": f"unit-{os.path.basename(source)}", "sources": (source,), "ldflags": (), "is_unit": True}
-        if self.cuda.build and source.endswith(CUDA_SUFFIXES):  # nvcc gets none of them
-            changes |= {"cflags": ()}
+        for_nvcc = self.cuda.build and source.endswith(CUDA_SUFFIXES)
+        changes |= {"cflags" if for_nvcc else "cuda_cflags": ()}
         if source == REGISTRY:  # one object serves every library
-            changes |= {"kind": "own", "cflags": ("-O1", *BASE[1:]), "cuda_cflags": (), "include_paths": (SHADOW,)}
+            changes |= {"kind": "own", "cflags": ("-O1", *BASE[1:]), "include_paths": (SHADOW,)}
         unit = self.but(**changes)
         for found in ("environment", "compiler", "tools", "roots"):
             setattr(unit, found, getattr(self, found))

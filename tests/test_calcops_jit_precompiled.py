@@ -136,6 +136,21 @@ def test_a_mistake_is_told_as_without_it(checkout):
     assert checkout.ask() == 17
 
 
+def test_what_one_library_made_serves_the_first_build_of_another(checkout):
+    def load(name, number):
+        source = checkout.path / f"{name}.cpp"
+        source.write_text(SOURCE.format(number).replace("tiny/tiny.h", "ops/tiny/tiny.h"))
+        script = f"import calcops_jit\ncalcops_jit.load({name!r}, [{str(source)!r}])"
+        child = checkout.run(script, CPATH=checkout.others)
+        assert child.code == 0, child.err
+        return used(checkout)
+
+    seen = len(headers(checkout))
+    assert not load("one", 1) and not load("one", 2)
+    wait_for(lambda: len(headers(checkout)) > seen)
+    assert load("two", 3) and load("one", 4)
+
+
 def test_there_are_two_at_most(checkout):
     seen = set(headers(checkout))
     for name in ("<vector>", "<map>"):
