@@ -16,6 +16,12 @@ int get_num_threads();  // as declared in ATen/Parallel.h: what torch.set_num_th
 
 namespace calcops {
 
+// Out of line, so that the two calls below are compiled once.
+template <class F>
+[[gnu::noinline]] void run_part(const F& f, int64_t begin, int64_t end) {
+  f(begin, end);
+}
+
 // f(begin, end) for parts of 0, 1, ... count - 1, one a thread and none shorter than `grain`.
 // Within another parallel loop there is one part. An exception reaches the caller when all parts
 // are done.
@@ -31,7 +37,7 @@ void parallel_for(int64_t count, [[maybe_unused]] int64_t grain, const F& f) {
       const int64_t share = (count + parts - 1) / parts, begin = omp_get_thread_num() * share;
       if (begin < count) {
         try {
-          f(begin, std::min(begin + share, count));
+          run_part(f, begin, std::min(begin + share, count));
         } catch (...) {
 #pragma omp critical(calcops)
           problem = std::current_exception();
@@ -42,7 +48,7 @@ void parallel_for(int64_t count, [[maybe_unused]] int64_t grain, const F& f) {
     return;
   }
 #endif
-  if (count > 0) f(int64_t{0}, count);
+  if (count > 0) run_part(f, 0, count);
 }
 
 // A place in a list, or kNone.
