@@ -114,8 +114,8 @@ class Tree:
         said = subprocess.run(command, env=environment, cwd=self.folder, check=True, stdout=subprocess.PIPE, text=True)
         return [[float(word) for word in line.split()] for line in said.stdout.splitlines()]
 
-    def timed(self, what: str) -> float:
-        return self.run(TIMED.format(what))[-1][0]
+    def timed(self, what: str, **environment: str) -> float:
+        return self.run(TIMED.format(what), **environment)[-1][0]
 
     def edit(self, file: str) -> None:
         """Edits a file when nothing is compiled in the background any more."""
@@ -159,6 +159,17 @@ def measures(rounds: int) -> Iterator[tuple[str, str, int, callable]]:
             return tree.timed(LOAD.format(new))
 
         yield f"{what}: first load of another", "s", rounds, another
+
+    if shutil.which("nvcc"):
+        one = {"CALCOPS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0"}
+        yield "for CUDA, one architecture: first load", "s", 1, lambda tree: tree.timed(CALL, **one)
+        for file in ("ops/force/force.cu", "ops/warp_perspective/warp_perspective.cu"):
+            yield (
+                f"{Path(file).name} edited to called",
+                "s",
+                rounds,
+                lambda tree, file=file: tree.edit(file) or tree.timed(CALL, **one),
+            )
 
 
 def table(names: list[str], rows: list[tuple[str, str, list[list[float]]]]) -> None:
