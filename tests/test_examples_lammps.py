@@ -244,7 +244,7 @@ class Limited(LennardJones):
             "foreign.pt2: made for CUDA, but no GPU is visible",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible"),
         ),
-        (MELT + "pair_style calcops", "expected one file, got 0 words"),
+        (MELT + "pair_style calcops", "expected a model's file, got none"),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_the_reason(lammps, models, script, message):

@@ -4,6 +4,7 @@ make -C examples/lammps bench                  README.md shows what is printed a
 """
 
 import argparse
+import math
 import os
 import re
 import subprocess
@@ -81,7 +82,28 @@ def run(system, ranks, ours):
     return parts, ghosts, after - before
 
 
+def print_scale(seconds, memory):
+    """What a step of silicon on many ranks comes to, by arithmetic.
+
+    seconds, memory  of an atom, as measured on one rank"""
+    density, reach = 8 / 5.43**3, 3.77 + 2.0  # atoms in a cubic Angstrom; cutoff and skin
+    latency, bandwidth = 2e-6, 1e9  # of a message, and of a rank in bytes a second: assumed
+    print("\n  ranks        atoms  atoms/rank  ghosts/atom  MB/rank  messages     model   network  GB/rank  imbalance")
+    for ranks, atoms in (1, 32_000), (2, 32_000), (4, 32_000), (100, 10**7), (10_000, 10**9):
+        own = atoms / ranks
+        ghosts = (1 + 2 * reach / (own / density) ** (1 / 3)) ** 3 - 1
+        sent, messages = (48 * ghosts * own, 12) if ranks > 1 else (0, 0)  # positions out, forces back; six neighbours
+        network = sent / bandwidth + messages * latency
+        # The fullest of many ranks, if atoms lay as independent as those of an ideal gas.
+        imbalance = math.sqrt(2 * math.log(ranks) / own)
+        held = 0.2e9 + (memory + 130 * ghosts) * own
+        cells = f"{ranks:7} {atoms:12} {own:11.0f} {ghosts:12.2f} {sent / 1e6:8.1f} {messages:9}"
+        times = f"{1e3 * seconds * own:6.1f} ms {1e3 * network:6.2f} ms"
+        print(f"{cells} {times} {held / 1e9:8.2f} {100 * imbalance:9.1f}%")
+
+
 print("system      ranks   LAMMPS  calcops  ratio   model (operators)  list  pairs, add  waiting  kB/atom  ghosts/atom")
+of_an_atom = None
 for system, (_, _, atoms, _, _) in kSystems.items():
     for ranks in options.ranks:
         runs = [(run(system, ranks, ours=False), run(system, ranks, ours=True)) for _ in range(options.times)]
@@ -98,3 +120,7 @@ for system, (_, _, atoms, _, _) in kSystems.items():
         times = f"{1e3 * own['step']:6.1f}ms {1e3 * ours['step']:6.1f}ms  {ours['step'] / own['step']:4.2f}x"
         sizes = f"{memory * ranks / atoms / 1000:8.1f} {ghosts * ranks / atoms:12.2f}"
         print(f"{system:11} {ranks:5} {times} {model:>7} ({operators:>6}) {rows:>8} {pairs:>10} {waiting:>9} {sizes}")
+        if system == "sw, 32,000" and ranks == 1:
+            of_an_atom = ours["step"] / atoms, memory / atoms
+if of_an_atom:
+    print_scale(*of_an_atom)

@@ -12,6 +12,8 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <limits>
+#include <memory>
 #include <stdexcept>
 #include <utility>
 
@@ -36,6 +38,8 @@ constexpr int64_t kBlockSlots = 1 << 15;
 // What `compute ID all pair calcops` gives: seconds of this run, the mean of a rank's threads,
 // summed over the ranks. The operators are a part of the model.
 enum { kRows, kPairs, kModel, kOperators, kAdd, kTimers };
+// Then, of a committee: the largest, the least and the mean deviation.
+enum { kVirials = kTimers, kForces = kVirials + 3, kNumbers = kForces + 3 };
 
 class Stopwatch {
  public:
@@ -77,7 +81,7 @@ PairCalcOps::PairCalcOps(LAMMPS* lmp) : Pair(lmp) {
   single_enable = restartinfo = 0;
   centroidstressflag = CENTROID_AVAIL;
   nextra = kTimers;
-  pvector = new double[kTimers]();
+  pvector = new double[kNumbers]();
 
   static const bool once = [] {
     time_operators();
@@ -93,16 +97,34 @@ PairCalcOps::~PairCalcOps() {
 }
 
 void PairCalcOps::settings(int narg, char** arg) {
-  if (narg != 1) error->all(FLERR, "Pair style calcops: expected one file, got {} words", narg);
-  const std::string file = arg[0];
-  try {
-    if (!platform::file_is_readable(file)) throw std::invalid_argument("cannot be read");
-    model_ = std::make_unique<Model>(file, own_gpu(), std::max(1, comm->nthreads));
-  } catch (const c10::Error& e) {
-    error->one(FLERR, "Pair style calcops: {}: {}", file, e.what_without_backtrace());
-  } catch (const std::exception& e) {
-    error->one(FLERR, "Pair style calcops: {}: {}", file, e.what());
+  if (narg == 0) error->all(FLERR, "Pair style calcops: expected a model's file, got none");
+  models_.clear();
+  for (int k = 0; k < narg; ++k) {
+    const std::string file = arg[k];
+    try {
+      if (!platform::file_is_readable(file)) throw std::invalid_argument("cannot be read");
+      models_.emplace_back(file, own_gpu(), std::max(1, comm->nthreads));
+    } catch (const c10::Error& e) {
+      error->one(FLERR, "Pair style calcops: {}: {}", file, e.what_without_backtrace());
+    } catch (const std::exception& e) {
+      error->one(FLERR, "Pair style calcops: {}: {}", file, e.what());
+    }
+    const Model &first = models_.front(), &model = models_.back();
+    const auto expect = [&](bool alike, const char* what) {
+      if (!alike)
+        error->all(FLERR, "Pair style calcops: {}: expected the {} of {}, got another", file, what,
+                   arg[0]);
+    };
+    expect(model.cutoff == first.cutoff, "cutoff");
+    expect(model.units == first.units, "units");
+    expect(model.type_names == first.type_names, "type_names");
+    expect(model.dtype == first.dtype, "dtype");
+    expect(model.device == first.device, "device");
+    expect(model.takes_order == first.takes_order, "inputs");
   }
+  if (narg == 1) return;
+  nextra = kNumbers;
+  comm_reverse = 3 * narg;
 }
 
 // One GPU a rank, in the order of the ranks of a machine.
@@ -121,7 +143,7 @@ void PairCalcOps::coeff(int narg, char** arg) {
   const int ntypes = atom->ntypes;
   if (narg != 2 + ntypes)
     error->all(FLERR, "Pair style calcops: expected pair_coeff * * and {} names", ntypes);
-  const std::vector<std::string>& names = model_->type_names;
+  const std::vector<std::string>& names = models_[0].type_names;
   model_type_.assign(ntypes + 1, -1);
   for (int type = 1; type <= ntypes; ++type) {
     if (std::strcmp(arg[1 + type], "NULL") == 0) continue;
@@ -146,14 +168,14 @@ void PairCalcOps::init_style() {
   };
   expect(force->newton_pair, "newton on, which brings the forces on ghosts to their owners",
          "newton off");
-  expect(model_->units == update->unit_style,
-         ("units " + model_->units + ", which are the model's").c_str(), update->unit_style);
+  expect(models_[0].units == update->unit_style,
+         ("units " + models_[0].units + ", which are the model's").c_str(), update->unit_style);
   expect(!tail_flag, "pair_modify tail no, as a model has no known tail", "yes");
   expect(!offset_flag, "pair_modify shift no, as a model is shifted where it was made, or is not",
          "yes");
   at::set_num_threads(comm->nthreads);
   neighbor->add_request(this, NeighConst::REQ_FULL);
-  std::fill_n(pvector, kTimers, 0.0);
+  std::fill_n(pvector, kNumbers, 0.0);
 }
 
 // A pair that special_bonds excludes is not in the list, and one that it weights cannot be.
@@ -186,6 +208,8 @@ void PairCalcOps::compute(int eflag, int vflag) {
   ev_init(eflag, vflag);
   std::atomic<double> rows = 0, pairs = 0, model = 0, adding = 0;
   operator_seconds = 0;
+  // In steps of which somebody asks for the energy, thermo output for one, and where a fix does.
+  const bool deviations = models_.size() > 1 && (eflag_global || deviations_wanted_);
   try {
     if (neighbor->ago == 0) {
       const Stopwatch of_rows(rows);
@@ -199,18 +223,25 @@ void PairCalcOps::compute(int eflag, int vflag) {
           find_pairs(block);
         }
         const Stopwatch of_model(model);
-        block.results = (*model_)(block.types, block.list_neigh, block.Rij, block.edge_order);
+        for (size_t k = 0; k < (deviations ? models_.size() : 1); ++k)
+          block.results.push_back(
+              models_[k](block.types, block.list_neigh, block.Rij, block.edge_order));
         block.Rij.reset();
         if (!takes_all_slots()) block.list_neigh.reset();
       }
     });
     const Stopwatch of_adding(adding);
+    const size_t rows_of_atoms = deviations ? atom->nlocal + atom->nghost : 0;
+    deviation_.clear();
+    forces_.assign(3 * models_.size() * rows_of_atoms, 0.0);
+    virials_.assign(9 * models_.size(), 0.0);
     for (Block& block : blocks_) add(block);
   } catch (const c10::Error& e) {
     error->one(FLERR, "Pair style calcops: {}", e.what_without_backtrace());
   } catch (const std::exception& e) {
     error->one(FLERR, "Pair style calcops: {}", e.what());
   }
+  if (deviations) add_deviations();
   const double threads = std::clamp<double>(blocks_.size(), 1, at::get_num_threads());
   pvector[kRows] += rows;
   pvector[kPairs] += pairs / threads;
@@ -271,10 +302,10 @@ void PairCalcOps::fill_rows(Block& block) const {
   begin = 0;
   for (int64_t i = 0; i < block.centres; begin = block.ends[i++])
     std::copy(block.rows.begin() + begin, block.rows.begin() + block.ends[i], slots + i * block.K);
-  block.types = block.types.to(model_->device);
-  block.list_neigh = block.list_neigh.to(model_->device);
+  block.types = block.types.to(models_[0].device);
+  block.list_neigh = block.list_neigh.to(models_[0].device);
   block.named = block.list_neigh.clamp_min(0).flatten();
-  if (!model_->takes_order) return;
+  if (!models_[0].takes_order) return;
   const at::Tensor centres = at::arange(block.centres, block.list_neigh.options());
   const at::Tensor edges =
       at::stack({centres.unsqueeze(1).expand({-1, block.K}).flatten(), block.list_neigh.flatten()});
@@ -284,7 +315,7 @@ void PairCalcOps::fill_rows(Block& block) const {
 // Differences are taken in float64, also for a model in float32.
 void PairCalcOps::find_pairs(Block& block) const {
   if (!takes_all_slots()) {
-    if (model_->dtype == at::kDouble)
+    if (models_[0].dtype == at::kDouble)
       find_near_pairs<double>(block);
     else
       find_near_pairs<float>(block);
@@ -292,17 +323,18 @@ void PairCalcOps::find_pairs(Block& block) const {
     const at::Tensor atoms = at::tensor(block.atoms, at::kInt);
     const at::Tensor x = at::from_blob(atom->x[0], {atom->nlocal + atom->nghost, 3}, at::kDouble)
                              .index_select(0, atoms)
-                             .to(model_->device);
+                             .to(models_[0].device);
     const at::Tensor centres = x.slice(0, 0, block.centres).unsqueeze(1);
     block.Rij = x.index_select(0, block.named)
                     .view({1, block.centres, block.K, 3})
                     .sub_(centres)
-                    .to(model_->dtype);
+                    .to(models_[0].dtype);
   }
-  if (model_->neighbors && block.K > model_->neighbors)
-    throw std::length_error(fmt::format(
-        "expected at most {} neighbours of an atom, as the model takes, got {} within {}",
-        model_->neighbors, block.K, takes_all_slots() ? "cutoff and skin" : "the cutoff"));
+  for (const Model& model : models_)
+    if (model.neighbors && block.K > model.neighbors)
+      throw std::length_error(fmt::format(
+          "expected at most {} neighbours of an atom, as the model takes, got {} within {}",
+          model.neighbors, block.K, takes_all_slots() ? "cutoff and skin" : "the cutoff"));
 }
 
 template <class Real>
@@ -311,13 +343,13 @@ void PairCalcOps::find_near_pairs(Block& block) const {
     double d[3];
     int64_t j;
   };
-  const double limit = model_->cutoff * model_->cutoff;
+  const double limit = models_[0].cutoff * models_[0].cutoff;
   std::vector<std::array<double, 3>> x(block.atoms.size());
   for (size_t a = 0; a < x.size(); ++a) std::copy_n(atom->x[block.atoms[a]], 3, x[a].begin());
   std::vector<Pair> pairs;
   for (int64_t longest = block.K;; block.K = longest) {
     block.list_neigh = at::empty({1, block.centres, block.K}, at::kLong);
-    block.Rij = at::empty({1, block.centres, block.K, 3}, model_->dtype);
+    block.Rij = at::empty({1, block.centres, block.K, 3}, models_[0].dtype);
     int64_t* slot = block.list_neigh.mutable_data_ptr<int64_t>();
     Real* Rij = block.Rij.mutable_data_ptr<Real>();
     int begin = 0;
@@ -357,8 +389,8 @@ void PairCalcOps::find_near_pairs(Block& block) const {
 
 // The rows of ghosts go to their owners in LAMMPS's reverse communication.
 void PairCalcOps::add(Block& block) {
-  const auto of_result = [&](int i) {
-    return block.results[i][0].to(at::kCPU, at::kDouble).contiguous();
+  const auto of_result = [&](int i, size_t model = 0) {
+    return block.results[model][i][0].to(at::kCPU, at::kDouble).contiguous();
   };
   // To the row of each atom the columns `order` of its row of x.
   const auto add_to = [&](double* const* rows, const at::Tensor& x, std::vector<int> order) {
@@ -371,7 +403,7 @@ void PairCalcOps::add(Block& block) {
   // xx, yy, zz, xy, xz, yz, yx, zx, zy.
   static const std::vector<int> six{0, 4, 8, 3, 6, 7}, nine{0, 4, 8, 3, 6, 7, 1, 2, 5};
 
-  const double energy = block.results[0].item<double>();
+  const double energy = block.results[0][0].item<double>();
   if (!std::isfinite(energy))
     throw std::domain_error(fmt::format("expected a finite energy of the model, got {}", energy));
   if (eflag_global) eng_vdwl += energy;
@@ -387,11 +419,82 @@ void PairCalcOps::add(Block& block) {
   }
   if (vflag_atom) add_to(vatom, of_result(4), six);
   if (cvflag_atom) add_to(cvatom, of_result(4), nine);
+  for (size_t k = 0, models = models_.size(); !forces_.empty() && k < models; ++k) {
+    const at::Tensor force = of_result(2, k), W = of_result(3, k);
+    const double* row = force.const_data_ptr<double>();
+    for (const int i : block.atoms)
+      for (int a = 0; a < 3; ++a) forces_[3 * (models * i + k) + a] += *row++;
+    for (int c = 0; c < 9; ++c) virials_[9 * k + c] += W.const_data_ptr<double>()[c];
+  }
   block.results.clear();
 }
 
+int PairCalcOps::pack_reverse_comm(int n, int first, double* buffer) {
+  std::copy_n(&forces_[comm_reverse * first], comm_reverse * n, buffer);
+  return comm_reverse * n;
+}
+
+void PairCalcOps::unpack_reverse_comm(int n, int* atoms, double* buffer) {
+  for (int k = 0; k < n; ++k)
+    for (int c = 0; c < comm_reverse; ++c) forces_[comm_reverse * atoms[k] + c] += *buffer++;
+}
+
+// The deviation of a force is sqrt(<|F - <F>|^2>) over the models, that of a component of the
+// virial an atom sqrt(<(W - <W>)^2>) / N; the mean of the nine is their root mean square. As in
+// DeePMD-kit: https://docs.deepmodeling.com/projects/deepmd/en/stable/test/model-deviation.html
+void PairCalcOps::add_deviations() {
+  comm->reverse_comm(this);
+  const int models = models_.size();
+  // The squared deviation of numbers that lie `stride` apart.
+  const auto variance = [models](const double* x, int stride) {
+    double mean = 0, squares = 0;
+    for (int k = 0; k < models; ++k) mean += x[k * stride] / models;
+    for (int k = 0; k < models; ++k) squares += (x[k * stride] - mean) * (x[k * stride] - mean);
+    return squares / models;
+  };
+  deviation_.assign(std::max(1, atom->nlocal), 0.0);  // `fix pair` takes no vector for an error
+  double largest = 0, least = std::numeric_limits<double>::max(), sum = 0, counted = 0;
+  for (int i = 0; i < atom->nlocal; ++i) {
+    if (model_type_[atom->type[i]] < 0) continue;  // of another style
+    double squares = 0;
+    for (int a = 0; a < 3; ++a) squares += variance(&forces_[comm_reverse * i + a], 3);
+    deviation_[i] = std::sqrt(squares);
+    largest = std::max(largest, deviation_[i]);
+    least = std::min(least, deviation_[i]);
+    sum += deviation_[i];
+    ++counted;
+  }
+  const auto reduce = [this](double* x, int n, MPI_Op op) {
+    MPI_Allreduce(MPI_IN_PLACE, x, n, MPI_DOUBLE, op, world);
+  };
+  double sums[2] = {sum, counted};
+  reduce(&largest, 1, MPI_MAX);
+  reduce(&least, 1, MPI_MIN);
+  reduce(sums, 2, MPI_SUM);
+  reduce(virials_.data(), virials_.size(), MPI_SUM);
+  if (comm->me != 0 || sums[1] == 0) return;  // `compute pair` adds the ranks' vectors
+  std::array<double, 9> virial;
+  for (int c = 0; c < 9; ++c) virial[c] = std::sqrt(variance(&virials_[c], 9)) / sums[1];
+  double squares = 0;
+  for (const double x : virial) squares += x * x / 9;
+  const auto [low, high] = std::minmax_element(virial.begin(), virial.end());
+  std::copy_n(std::array{*high, *low, std::sqrt(squares)}.begin(), 3, pvector + kVirials);
+  std::copy_n(std::array{largest, least, sums[0] / sums[1]}.begin(), 3, pvector + kForces);
+}
+
+// `fix ID group pair N calcops devi_f 1` sets the flag in every Nth step and then takes the vector.
+void* PairCalcOps::extract(const char* name, int& dimensions) {
+  dimensions = 0;
+  return std::strcmp(name, "devi_f_flag") == 0 ? &deviations_wanted_ : nullptr;
+}
+
+void* PairCalcOps::extract_peratom(const char* name, int& columns) {
+  columns = 0;
+  return std::strcmp(name, "devi_f") == 0 && !deviation_.empty() ? deviation_.data() : nullptr;
+}
+
 double PairCalcOps::memory_usage() {
-  double bytes = Pair::memory_usage();
+  double bytes = Pair::memory_usage() + sizeof(double) * (forces_.size() + deviation_.size());
   for (const Block& block : blocks_) {
     bytes += sizeof(int) * (block.atoms.size() + block.ends.size() + block.rows.size());
     for (const at::Tensor& x : {block.types, block.list_neigh, block.named, block.edge_order})

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 //
-// pair_style calcops MODEL.pt2|MODEL.pt
+// pair_style calcops MODEL.pt2|MODEL.pt ...
 // pair_coeff * * NAME|NULL ...      what the model calls each of LAMMPS's atom types; NULL, in a
 //                                   hybrid style: atoms that it does not see
 //
 // Energy, forces and virial of a model with the interface of ../potentials/potential.py, saved by
-// ../potentials/package.py. README.md says how to build and run it.
+// ../potentials/package.py. Further models move no atoms: how far their forces and virials deviate
+// from the first one's tells how far to trust it. README.md says how to build and run it.
 #pragma once
 
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -25,8 +25,12 @@ class PairCalcOps : public Pair {
   void settings(int narg, char** arg) override;
   void coeff(int narg, char** arg) override;
   void init_style() override;
-  double init_one(int, int) override { return model_->cutoff; }
+  double init_one(int, int) override { return models_[0].cutoff; }
   void compute(int eflag, int vflag) override;
+  int pack_reverse_comm(int n, int first, double* buffer) override;
+  void unpack_reverse_comm(int n, int* atoms, double* buffer) override;
+  void* extract(const char* name, int& dimensions) override;
+  void* extract_peratom(const char* name, int& columns) override;
   double memory_usage() override;
 
  private:
@@ -45,12 +49,12 @@ class PairCalcOps : public Pair {
     at::Tensor named;       // [centres K], list_neigh with 0 in place of -1
     at::Tensor edge_order;  // calcops::edge_order of its edges
     // Of one step.
-    at::Tensor Rij;  // [1, centres, K, 3]
-    std::vector<at::Tensor> results;
+    at::Tensor Rij;                                // [1, centres, K, 3]
+    std::vector<std::vector<at::Tensor>> results;  // of the first model, or of each
   };
 
   at::Device own_gpu() const;
-  bool takes_all_slots() const { return model_->device.is_cuda() || model_->takes_order; }
+  bool takes_all_slots() const { return models_[0].device.is_cuda() || models_[0].takes_order; }
   void refuse_weighted_bonds() const;
   void build_blocks();
   void fill_rows(Block& block) const;
@@ -58,10 +62,17 @@ class PairCalcOps : public Pair {
   template <class Real>
   void find_near_pairs(Block& block) const;
   void add(Block& block);
+  void add_deviations();
 
-  std::unique_ptr<Model> model_;
+  std::vector<Model> models_;
   std::vector<int64_t> model_type_;  // of LAMMPS's types, which start from 1; -1: NULL
   std::vector<Block> blocks_;
+
+  // Of a committee, in steps that tell how far its models deviate.
+  int deviations_wanted_ = 0;      // by `fix pair`, in this step
+  std::vector<double> forces_;     // [atoms with ghosts, models, 3]
+  std::vector<double> virials_;    // [models, 9]
+  std::vector<double> deviation_;  // [atoms] of the forces
 };
 
 }  // namespace LAMMPS_NS

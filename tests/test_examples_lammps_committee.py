@@ -1,0 +1,123 @@
+"""examples/lammps: a committee of models moves atoms by its first and tells how far the others deviate."""
+
+import ast
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lammps_plugin import FOLDER, MELT, Lammps, difference, tables
+
+sys.path.insert(0, str(FOLDER.parent / "potentials"))
+from lennard_jones import LennardJones  # noqa: E402
+from package import save  # noqa: E402
+
+MODELS = {"a": (1.0, 1.0), "b": (1.1, 1.0), "c": (0.95, 1.02)}  # epsilon and sigma
+COMMITTEE = "pair_style calcops a.pt b.pt c.pt\npair_coeff * * X\n"
+SYSTEM = MELT + "mass * 1.0\nset group all type 1\n"
+DEVIATION = "compute devi all pair calcops\nfix atoms all pair 1 calcops devi_f 1\n"
+THERMO = "thermo_style custom step pe {}\nthermo_modify norm no format float %.17g\n"
+COLUMNS = " ".join(f"c_devi[{i}]" for i in range(6, 12))
+
+
+@pytest.fixture(scope="module")
+def lammps(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lammps")
+    for name, parameters in MODELS.items():
+        save(LennardJones(*parameters), folder / f"{name}.pt")
+    save(LennardJones(cutoff=2.0), folder / "short.pt")
+    save(LennardJones(type_names=("Y",)), folder / "named.pt")
+    return Lammps(folder)
+
+
+def dump(name, columns):
+    return f"dump atoms all custom 1 {name} id {columns}\ndump_modify atoms sort id format float %.17g\n"
+
+
+def forces_and_virials(lammps, ranks=1):
+    """Of each model alone, [models, N, 3] and [models, 9] for an atom."""
+    forces, virials = [], []
+    for name in MODELS:
+        script = SYSTEM + f"pair_style calcops {name}.pt\npair_coeff * * X\n" + dump("alone", "fx fy fz")
+        script += "compute w all pressure NULL virial\n" + THERMO.format("vol c_w[*]") + "run 0\n"
+        _, _, volume, *w = tables(lammps(script, ranks))[0][0]
+        forces.append(np.loadtxt(lammps.folder / "alone", skiprows=9)[:, 1:])
+        xx, yy, zz, xy, xz, yz = np.array(w) * volume / len(forces[0])
+        virials.append([xx, xy, xz, xy, yy, yz, xz, yz, zz])
+    return np.array(forces), np.array(virials)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_deviations_are_those_of_the_definition(lammps, ranks):
+    forces, virials = forces_and_virials(lammps, ranks)
+    script = SYSTEM + COMMITTEE + DEVIATION + dump("devi", "fx fy fz f_atoms") + THERMO.format(COLUMNS) + "run 0\n"
+    found = tables(lammps(script, ranks))[0][0, 2:]
+    atoms = np.loadtxt(lammps.folder / "devi", skiprows=9)[:, 1:]
+    of_atoms, of_virial = np.linalg.norm(np.std(forces, axis=0), axis=-1), np.std(virials, axis=0)
+    assert of_atoms.min() < 0.5 * of_atoms.max()
+    assert difference(atoms[:, :3], forces[0]) <= 1e-12
+    assert difference(atoms[:, 3], of_atoms) <= 1e-12
+    expected = [of_virial.max(), of_virial.min(), np.linalg.norm(of_virial) / 3]
+    np.testing.assert_allclose(found[:3], expected, rtol=1e-9)
+    np.testing.assert_allclose(found[3:], [of_atoms.max(), of_atoms.min(), of_atoms.mean()], rtol=1e-12)
+
+
+def test_they_are_deepmd_kits_numbers(lammps):
+    """By its own functions, without the packages that it imports."""
+    folder = importlib.util.find_spec("deepmd")
+    if not folder:
+        pytest.skip("deepmd-kit is not installed: make bench")
+    tree = ast.parse(Path(folder.origin).with_name("infer").joinpath("model_devi.py").read_text())
+    wanted = "calc_model_devi_f", "calc_model_devi_v"
+    tree.body = [f for f in tree.body if getattr(f, "name", "") in wanted and not f.decorator_list]
+    model_devi = {"np": np}
+    exec(compile(tree, "model_devi.py", "exec"), model_devi)
+    forces, virials = forces_and_virials(lammps)
+    found = tables(lammps(SYSTEM + COMMITTEE + DEVIATION + THERMO.format(COLUMNS) + "run 0\n"))[0][0, 2:]
+    theirs = [*model_devi["calc_model_devi_v"](virials[:, None]), *model_devi["calc_model_devi_f"](forces[:, None])]
+    np.testing.assert_allclose(found, np.concatenate(theirs), rtol=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_model_moves_the_atoms_and_a_fix_sees_every_step(lammps, ranks):
+    run = "velocity all create 1.44 87287 loop geom\nfix nve all nve\nthermo 5\nrun 10\n"
+    alone = tables(lammps(SYSTEM + COMMITTEE.replace(" b.pt c.pt", "") + THERMO.format("etotal") + run, ranks))[0]
+    script = SYSTEM + COMMITTEE + DEVIATION + dump("devi", "f_atoms") + THERMO.format("etotal c_devi[9]") + run
+    found = tables(lammps(script, ranks))[0]
+    np.testing.assert_array_equal(found[:, :3], alone)
+    written = re.findall(r"^\d+ (\S+) *$", (lammps.folder / "devi").read_text(), re.MULTILINE)
+    largest = np.array(written, float).reshape(11, -1).max(1)
+    assert len(np.unique(largest)) == 11
+    np.testing.assert_array_equal(largest[::5], found[:, 3])
+
+
+def test_a_run_stops_where_they_deviate_too_far(lammps):
+    script = SYSTEM + COMMITTEE + DEVIATION.partition("fix")[0] + "variable devi equal c_devi[9]\n"
+    script += "fix nve all nve\nvelocity all create 20 87287\nfix stop all halt 1 v_devi > LIMIT error soft\n"
+    script += THERMO.format("v_devi") + "run 100\n"
+    start = tables(lammps(script.replace("LIMIT", "1e9")))[0]
+    assert len(start) == 2 and start[0, 2] < start[1, 2]
+    limit = (start[0, 2] + start[1, 2]) / 2
+    printed = lammps(script.replace("LIMIT", str(limit)))
+    step, value = re.search(r"halt condition .* met on step (\d+) with value (\S+)", printed).groups()
+    assert 0 < int(step) < 100 and float(value) > limit
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ("a.pt short.pt", "short.pt: expected the cutoff of a.pt, got another"),
+        ("a.pt b.pt named.pt", "named.pt: expected the type_names of a.pt, got another"),
+        ("a.pt absent.pt", "absent.pt: cannot be read"),
+    ],
+)
+def test_models_that_do_not_belong_together_are_refused(lammps, files, message):
+    printed = lammps(SYSTEM + f"pair_style calcops {files}\npair_coeff * * X\nrun 0\n", fails=True)
+    assert f"Pair style calcops: {message}" in re.sub(r"\s+", " ", printed)
+
+
+def test_one_model_has_no_deviation(lammps):
+    script = SYSTEM + COMMITTEE.replace(" b.pt c.pt", "") + "fix atoms all pair 1 calcops devi_f 1\nrun 0\n"
+    assert re.search("ERROR.* cannot extract .*devi_f", lammps(script, fails=True))
