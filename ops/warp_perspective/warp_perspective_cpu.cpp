@@ -1,4 +1,5 @@
 // CPU kernels of warp_perspective: the result, and its cells.
+#include "memory.h"
 #include "warp_perspective/warp_perspective_rows.h"
 
 namespace calcops {
@@ -241,6 +242,7 @@ void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out) {
   const std::vector<Homography> maps = make_homographies(in);
   const int64_t strips = divide_up(sizes.out_height, kTileHeight), count = sizes.batch * strips;
   if (sizes.channels == 0 || sizes.out_width == 0) return;
+  prefer_large_pages(out, output_offset(sizes, sizes.batch, 0, 0));
   const int64_t strip_pixels = kTileHeight * sizes.out_width * sizes.channels;
   for_each(count, divide_up(1 << 14, strip_pixels), [&](int64_t i) {
     const int64_t n = i / strips, top = i % strips * kTileHeight;
