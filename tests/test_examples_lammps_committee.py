@@ -15,8 +15,11 @@ from lennard_jones import LennardJones  # noqa: E402
 from package import save  # noqa: E402
 
 MODELS = {"a": (1.0, 1.0), "b": (1.1, 1.0), "c": (0.95, 1.02)}  # epsilon and sigma
-COMMITTEE = "pair_style calcops a.pt b.pt c.pt\npair_coeff * * X\n"
-SYSTEM = MELT + "mass * 1.0\nset group all type 1\n"
+ALONE = "pair_style calcops {}\npair_coeff * * X X\n"
+HYBRID = "pair_style hybrid calcops {} lj/cut 2.5\npair_coeff * * calcops X NULL\npair_coeff * 2 lj/cut 0.9 1.05\n"
+COMMITTEE = ALONE.format("a.pt b.pt c.pt")
+SYSTEM = re.sub(r"(create_box +)1", r"\1 2", re.sub(r"(mass +)1", r"\1*", MELT))
+SYSTEM += "set group all type/fraction 2 0.3 4711\n"
 DEVIATION = "compute devi all pair calcops\nfix atoms all pair 1 calcops devi_f 1\n"
 THERMO = "thermo_style custom step pe {}\nthermo_modify norm no format float %.17g\n"
 COLUMNS = " ".join(f"c_devi[{i}]" for i in range(6, 12))
@@ -36,32 +39,37 @@ def dump(name, columns):
     return f"dump atoms all custom 1 {name} id {columns}\ndump_modify atoms sort id format float %.17g\n"
 
 
-def forces_and_virials(lammps, ranks=1):
-    """Of each model alone, [models, N, 3] and [models, 9] for an atom."""
+def forces_and_virials(lammps, ranks=1, style=ALONE):
+    """Of each model by itself, [models, N, 3] and [models, 9]."""
     forces, virials = [], []
     for name in MODELS:
-        script = SYSTEM + f"pair_style calcops {name}.pt\npair_coeff * * X\n" + dump("alone", "fx fy fz")
+        script = SYSTEM + style.format(f"{name}.pt") + dump("alone", "fx fy fz")
         script += "compute w all pressure NULL virial\n" + THERMO.format("vol c_w[*]") + "run 0\n"
         _, _, volume, *w = tables(lammps(script, ranks))[0][0]
         forces.append(np.loadtxt(lammps.folder / "alone", skiprows=9)[:, 1:])
-        xx, yy, zz, xy, xz, yz = np.array(w) * volume / len(forces[0])
+        xx, yy, zz, xy, xz, yz = np.array(w) * volume
         virials.append([xx, xy, xz, xy, yy, yz, xz, yz, zz])
     return np.array(forces), np.array(virials)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_deviations_are_those_of_the_definition(lammps, ranks):
-    forces, virials = forces_and_virials(lammps, ranks)
-    script = SYSTEM + COMMITTEE + DEVIATION + dump("devi", "fx fy fz f_atoms") + THERMO.format(COLUMNS) + "run 0\n"
-    found = tables(lammps(script, ranks))[0][0, 2:]
-    atoms = np.loadtxt(lammps.folder / "devi", skiprows=9)[:, 1:]
-    of_atoms, of_virial = np.linalg.norm(np.std(forces, axis=0), axis=-1), np.std(virials, axis=0)
+@pytest.mark.parametrize("style", [ALONE, HYBRID], ids=["alone", "hybrid"])
+def test_the_deviations_are_those_of_the_definition(lammps, style, ranks):
+    """In a hybrid style the forces of the other style are in all that is compared, and deviate by nothing."""
+    forces, virials = forces_and_virials(lammps, ranks, style)
+    script = SYSTEM + style.format("a.pt b.pt c.pt") + DEVIATION + dump("devi", "type fx fy fz f_atoms")
+    found = tables(lammps(script + THERMO.format(COLUMNS) + "run 0\n", ranks))[0][0, 2:]
+    type, *force, deviation = np.loadtxt(lammps.folder / "devi", skiprows=9)[:, 1:].T
+    assert 0.2 < (type == 2).mean() < 0.4
+    counted = (type == 1) | (style == ALONE)
+    of_atoms = np.linalg.norm(np.std(forces, axis=0), axis=-1)[counted]
+    of_virial = np.std(virials, axis=0) / counted.sum()
     assert of_atoms.min() < 0.5 * of_atoms.max()
-    assert difference(atoms[:, :3], forces[0]) <= 1e-12
-    assert difference(atoms[:, 3], of_atoms) <= 1e-12
+    assert difference(np.array(force).T, forces[0]) <= 1e-12
+    assert difference(deviation[counted], of_atoms) <= 1e-12 and not deviation[~counted].any()
     expected = [of_virial.max(), of_virial.min(), np.linalg.norm(of_virial) / 3]
     np.testing.assert_allclose(found[:3], expected, rtol=1e-9)
-    np.testing.assert_allclose(found[3:], [of_atoms.max(), of_atoms.min(), of_atoms.mean()], rtol=1e-12)
+    np.testing.assert_allclose(found[3:], [of_atoms.max(), of_atoms.min(), of_atoms.mean()], rtol=1e-11)
 
 
 def test_they_are_deepmd_kits_numbers(lammps):
@@ -75,6 +83,7 @@ def test_they_are_deepmd_kits_numbers(lammps):
     model_devi = {"np": np}
     exec(compile(tree, "model_devi.py", "exec"), model_devi)
     forces, virials = forces_and_virials(lammps)
+    virials /= len(forces[0])
     found = tables(lammps(SYSTEM + COMMITTEE + DEVIATION + THERMO.format(COLUMNS) + "run 0\n"))[0][0, 2:]
     theirs = [*model_devi["calc_model_devi_v"](virials[:, None]), *model_devi["calc_model_devi_f"](forces[:, None])]
     np.testing.assert_allclose(found, np.concatenate(theirs), rtol=1e-9)
@@ -114,7 +123,7 @@ def test_a_run_stops_where_they_deviate_too_far(lammps):
     ],
 )
 def test_models_that_do_not_belong_together_are_refused(lammps, files, message):
-    printed = lammps(SYSTEM + f"pair_style calcops {files}\npair_coeff * * X\nrun 0\n", fails=True)
+    printed = lammps(SYSTEM + f"pair_style calcops {files}\npair_coeff * * X X\nrun 0\n", fails=True)
     assert f"Pair style calcops: {message}" in re.sub(r"\s+", " ", printed)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference_warp_perspective import BORDERS, NOWHERE, SHRUNK, TILTED, random_image
 from torch.autograd import gradcheck, gradgradcheck
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from calcops_jit import warp_perspective
 
@@ -226,6 +226,41 @@ def test_both_modes_have_the_same_slope_at_pixel_centres_and_for_matrices_of_any
         # The gradient of a tiny matrix is huge, and larger than float64 without the 2^-40 of the upstream.
         reverse = (to_image * towards).sum() + ((to_warp * warp.abs().max()) * (tangent / warp.abs().max())).sum()
         torch.testing.assert_close((forward * upstream).sum(), reverse, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("border_mode", BORDERS)
+@pytest.mark.parametrize("inverse_map", [False, True])
+def test_both_modes_agree_on_a_thousand_random_maps(border_mode, inverse_map):
+    """<v, J u> = <J^T v, u>, to rounding: on pixel centres, beside the horizon and across it, at any scale."""
+    generator = torch.Generator().manual_seed(BORDERS.index(border_mode))
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    n = 250
+    near = torch.eye(3, dtype=torch.float64) + normal(n, 3, 3) * torch.tensor([[0.3], [0.3], [0.02]])
+    shifted = torch.eye(3, dtype=torch.float64).repeat(n, 1, 1)
+    shifted[:, :2, 2] = torch.randint(-4, 5, (n, 2), generator=generator).double()
+    across = near.clone()
+    across[:, 2] = normal(n, 3) * 0.3  # W changes its sign within the picture
+    scaled = near * 10.0 ** torch.randint(-300, 300, (n, 1, 1), generator=generator).double()
+    warp = torch.cat([near, shifted, across, scaled])
+    image, towards = normal(4 * n, 2, 7, 6), normal(4 * n, 2, 7, 6)
+    tangent = normal(4 * n, 3, 3) * warp.abs().amax((1, 2), keepdim=True)
+
+    def warped(image, warp):
+        return warp_perspective(image, warp, (5, 8), border_mode=border_mode, inverse_map=inverse_map)
+
+    out, forward = jvp(warped, (image, warp), (towards, tangent))
+    upstream = normal(*out.shape)
+    to_image, to_warp = vjp(warped, image, warp)[1](upstream)
+    products = [(upstream * forward), (to_image * towards), (to_warp * tangent)]
+    by_forward, by_image, by_warp = (x.flatten(1).sum(1) for x in products)
+    magnitude = sum(x.abs().flatten(1).sum(1) for x in products)
+    assert torch.isfinite(magnitude).all()
+    assert (magnitude > 0.1).double().mean() > 0.8  # the others show nothing of the image
+    error = (by_forward - by_image - by_warp).abs()
+    assert (error <= 1e-12 * magnitude).all(), warp[(error / magnitude).nan_to_num().argmax()]
 
 
 def test_vmap_of_a_size_without_two_entries_is_an_error():

@@ -5,8 +5,9 @@
 //                                   hybrid style: atoms that it does not see
 //
 // Energy, forces and virial of a model with the interface of ../potentials/potential.py, saved by
-// ../potentials/package.py. Further models move no atoms: how far their forces and virials deviate
-// from the first one's tells how far to trust it. README.md says how to build and run it.
+// ../potentials/package.py. Of several, the first moves the atoms, and how far the forces and
+// virials of all deviate from their mean tells how far to trust it. README.md says how to build and
+// run it.
 #pragma once
 
 #include <string>
