@@ -5,7 +5,7 @@ import torch
 
 BORDERS = ["constant", "replicate", "reflect", "wrap", "reflect_101"]
 INTERPOLATIONS = ["linear", "nearest"]
-DTYPES = [torch.uint8, torch.float32, torch.float64]
+DTYPES = [torch.uint8, torch.uint16, torch.int16, torch.float32, torch.float64]
 IDENTITY = torch.eye(3, dtype=torch.float64)
 # Irrational enough that no coordinate is halfway between pixels; their horizons lie outside the results.
 TILTED = torch.tensor([[1.0531, 0.1237, -3.117], [-0.0823, 0.9311, 2.339], [7.13e-4, -9.17e-4, 1.0]])
@@ -16,7 +16,10 @@ TILTED, SHRUNK, TURNED = (matrix.double() for matrix in (TILTED, SHRUNK, TURNED)
 
 def random_image(*shape, dtype=torch.float64, seed=0):
     values = torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return (values * 255).round().to(dtype) if dtype == torch.uint8 else values.to(dtype)
+    if dtype.is_floating_point:
+        return values.to(dtype)
+    least, largest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    return (values * (largest - least) + least).round().to(dtype)
 
 
 def outside(index, size, border_mode):

@@ -21,11 +21,15 @@ from calcops_jit import warp_perspective
 
 
 def as_dtype(values, dtype):
-    return values.round().clamp(0, 255).to(dtype) if dtype == torch.uint8 else values.to(dtype)
+    if dtype.is_floating_point:
+        return values.to(dtype)
+    return values.round().clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max).to(dtype)
 
 
 TOLERANCE = {
     torch.uint8: {"rtol": 0, "atol": 0},
+    torch.uint16: {"rtol": 0, "atol": 0},
+    torch.int16: {"rtol": 0, "atol": 0},
     torch.float32: {"rtol": 0, "atol": 2.4e-7},  # of images in [0, 1]: eight roundings of 2^-25, see _math.h
     torch.float64: {"rtol": 0, "atol": 1e-12},
 }
@@ -43,7 +47,8 @@ def test_values_are_those_of_the_exact_reference(dtype, border_mode, interpolati
         result = warp_perspective(
             image.to(device), warp.to(device), (61, 150), interpolation, border_mode, border, inverse_map
         )
-        torch.testing.assert_close(result.cpu(), as_dtype(expected, dtype), **TOLERANCE[dtype])
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.cpu().double(), as_dtype(expected, dtype).double(), **TOLERANCE[dtype])
 
 
 def opencv(image, warp, dsize, interpolation, border_mode, border, inverse_map):
@@ -65,7 +70,7 @@ def opencv(image, warp, dsize, interpolation, border_mode, border, inverse_map):
 @pytest.mark.parametrize("border_mode", BORDERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_agrees_with_opencv_within_the_error_of_its_coordinates(dtype, border_mode, inverse_map):
-    # OpenCV 5 takes the coordinates of uint8 and float32 images in float32, those of float64 images in steps of
+    # OpenCV 5 takes the coordinates of most images in float32, those of int16 and float64 images in steps of
     # 1/32 pixel. Pixels are at most 1 apart, so the two axes' errors add up to that many pixels' worth.
     image = random_image(3, 37, 29, dtype=dtype)
     border = [0.25, 0.5, 0.75] if dtype.is_floating_point else [7.0, 200.0, 33.0]
@@ -74,13 +79,13 @@ def test_linear_agrees_with_opencv_within_the_error_of_its_coordinates(dtype, bo
         ours = warp_perspective(image, warp, (61, 150), *options)
         theirs = opencv(image, warp, (61, 150), *options)
         coordinates = 500  # the largest of the three matrices, see SHRUNK
-        error = 2 / 64 if dtype == torch.float64 else 2 * 8 * coordinates * 2**-24
+        error = 2 / 64 if dtype in (torch.int16, torch.float64) else 2 * 8 * coordinates * 2**-24
+        difference = (ours.double() - theirs.double()).abs()
         if dtype == torch.uint8:
             # a sum that the error carries over a half is rounded the other way
-            differing = (ours != theirs).double().mean()
-            assert (ours.int() - theirs.int()).abs().max() <= 1 and differing <= 2 * 255 * error
+            assert difference.max() <= 1 and difference.mean() <= 2 * 255 * error
         else:
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=error)
+            assert difference.max() <= (error if dtype.is_floating_point else 65535 * error + 1)
 
 
 @pytest.mark.parametrize("inverse_map", [False, True])
@@ -90,7 +95,8 @@ def test_nearest_takes_the_pixels_that_opencv_takes(dtype, border_mode, inverse_
     image = random_image(3, 37, 29, dtype=dtype)
     for warp in (TILTED, SHRUNK, TURNED):
         options = ("nearest", border_mode, [7.0, 9.0, 33.0], inverse_map)
-        assert torch.equal(warp_perspective(image, warp, (61, 150), *options), opencv(image, warp, (61, 150), *options))
+        ours = warp_perspective(image, warp, (61, 150), *options)
+        assert torch.equal(ours.double(), opencv(image, warp, (61, 150), *options).double())
 
 
 def test_nearest_breaks_ties_to_even_as_opencv_does():
@@ -101,13 +107,16 @@ def test_nearest_breaks_ties_to_even_as_opencv_does():
         assert torch.equal(warp_perspective(image, warp, (5, 24), *options), theirs)
 
 
-def test_uint8_is_rounded_half_to_even_and_border_values_are_saturated(device):
-    image = torch.tensor([[0, 1, 2, 3, 4]], dtype=torch.uint8, device=device)
+@pytest.mark.parametrize(
+    "dtype, least, largest", [(torch.uint8, 0, 255), (torch.uint16, 0, 65535), (torch.int16, -32768, 32767)]
+)
+def test_integers_are_rounded_half_to_even_and_border_values_are_saturated(dtype, least, largest, device):
+    image = torch.tensor([[0, 1, 2, 3, 4]], dtype=dtype, device=device)
     half = torch.tensor([[1.0, 0, 0.5], [0, 1, 0], [0, 0, 1]], device=device)
     result = warp_perspective(image, half, (1, 4), inverse_map=True)
     assert result.tolist() == [[0, 2, 2, 4]]
     far = torch.tensor([[1.0, 0, 90], [0, 1, 0], [0, 0, 1]], device=device)
-    for given, expected in ((-3.0, 0), (2.5, 2), (3.5, 4), (300.0, 255), (float("nan"), 0)):
+    for given, expected in ((-1e9, least), (2.5, 2), (3.5, 4), (1e9, largest), (float("nan"), least)):
         assert warp_perspective(image, far, (1, 1), border_value=[given]).item() == expected
 
 

@@ -102,8 +102,8 @@ GOOD = {"image": torch.zeros(2, 3, 5, 6), "warp": torch.eye(3), "dsize": (4, 4)}
             {"image": torch.zeros(1, 1, 1, 5, 6)},
             "`image` of shape [H, W], [C, H, W] or [N, C, H, W], got [1, 1, 1, 5, 6]",
         ),
-        ({"image": torch.zeros(5, 6).half()}, "`image` of dtype uint8, float32 or float64, got Half"),
-        ({"image": torch.zeros(5, 6).int()}, "`image` of dtype uint8, float32 or float64, got Int"),
+        ({"image": torch.zeros(5, 6).half()}, "`image` of dtype uint8, uint16, int16, float32 or float64, got Half"),
+        ({"image": torch.zeros(5, 6).int()}, "`image` of dtype uint8, uint16, int16, float32 or float64, got Int"),
         ({"warp": torch.eye(3).int()}, "`warp` of dtype float32 or float64, got Int"),
         ({"warp": torch.eye(4)}, "`warp` of shape [3, 3] or [N, 3, 3], got [4, 4]"),
         ({"warp": torch.eye(3)[0]}, "`warp` of shape [3, 3] or [N, 3, 3], got [3]"),
@@ -126,9 +126,10 @@ def test_an_error_names_the_argument_what_was_expected_and_what_came(bad, messag
     assert str(error.value).split("\n")[0].removesuffix(".") == f"calcops::warp_perspective: expected {message}"
 
 
-def test_uint8_with_a_matrix_that_requires_a_gradient_is_an_error_not_a_lost_gradient():
-    image, warp = torch.zeros(5, 6, dtype=torch.uint8), torch.eye(3, requires_grad=True)
-    message = "expected `image` of dtype float32 or float64 where `warp` has a derivative, got Byte"
+@pytest.mark.parametrize("dtype, name", [(torch.uint8, "Byte"), (torch.uint16, "UInt16"), (torch.int16, "Short")])
+def test_integers_with_a_matrix_that_requires_a_gradient_are_an_error_not_a_lost_gradient(dtype, name):
+    image, warp = torch.zeros(5, 6, dtype=dtype), torch.eye(3, requires_grad=True)
+    message = f"expected `image` of dtype float32 or float64 where `warp` has a derivative, got {name}"
     with pytest.raises(RuntimeError, match=message):
         warp_perspective(image, warp)
     with torch.no_grad():

@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 from reference import opcheck
-from reference_warp_perspective import SHRUNK, TILTED, random_image
+from reference_warp_perspective import DTYPES, SHRUNK, TILTED, random_image
 
 from calcops_jit import warp_perspective
 
@@ -17,11 +17,11 @@ def arguments(*image_shape, device="cpu", dtype=torch.float64):
     return image, TILTED.to(device, dtype, copy=True).requires_grad_()
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(7, 6), (2, 7, 6), (2, 2, 7, 6)])
 def test_opcheck_passes_for_the_operator(shape, dtype, device):
     image, warp = random_image(*shape, dtype=dtype).to(device), TILTED.to(device, copy=True)
-    if dtype != torch.uint8:
+    if dtype.is_floating_point:
         image.requires_grad_(), warp.requires_grad_()
     for options in (
         {},
@@ -39,7 +39,7 @@ def test_opcheck_passes_for_the_backward_operator(wanted, device):
 
 
 def test_the_meta_kernel_knows_shape_and_dtype_without_data():
-    for dtype in (torch.uint8, torch.float32):
+    for dtype in DTYPES:
         image = torch.empty(2, 3, 5, 6, dtype=dtype, device="meta")
         result = warp_perspective(image, torch.empty(3, 3, device="meta"), (7, 8))
         assert result.shape == (2, 3, 7, 8) and result.dtype == dtype and result.is_meta

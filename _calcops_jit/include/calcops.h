@@ -183,7 +183,8 @@ inline at::Tensor neighbor_index(
 namespace calcops {
 /// Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 ///
-/// image          [H, W], [C, H, W] or [N, C, H, W]; uint8, float32 or float64; any strides.
+/// image          [H, W], [C, H, W] or [N, C, H, W]; uint8, uint16, int16, float32 or float64; any
+///                strides.
 /// warp           [3, 3] or [N, 3, 3]; float32 or float64. Maps (x, y, 1) of the source to the
 ///                destination; only its ratios matter.
 /// dsize          (height, width) of the result - unlike cv2's dsize, which is (width, height).
@@ -194,10 +195,10 @@ namespace calcops {
 /// border_value   v: one value, or one for each channel; None or [] is 0. Becomes image's dtype.
 /// inverse_map    warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
 ///
-/// Returns [h, w], [C, h, w] or [N, C, h, w] like image, with image's dtype. uint8 is the exact
-/// value rounded half to even; float32 is within 2.4e-7 of it for images in [0, 1]. N of image and
-/// of warp must be equal or one of them 1 or absent; an image without N under N matrices gives
-/// [N, h, w] or [N, C, h, w].
+/// Returns [h, w], [C, h, w] or [N, C, h, w] like image, with image's dtype. Integers are the
+/// exact value rounded half to even; float32 is within 2.4e-7 of it for images in [0, 1]. N of
+/// image and of warp must be equal or one of them 1 or absent; an image without N under N matrices
+/// gives [N, h, w] or [N, C, h, w].
 ///
 /// Where W is 0, a coordinate is not finite, warp is singular and has to be inverted, warp is zero
 /// or not finite, or the image has no pixels, the result is border_value in every border mode and

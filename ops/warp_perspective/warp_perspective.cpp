@@ -64,6 +64,8 @@ std::optional<Arguments> arguments_of(const char* op, const Tensor& image, const
 template <class Function>
 void with_pixel(at::ScalarType type, Function function) {
   if (type == at::kByte) return function(uint8_t());
+  if (type == at::kUInt16) return function(uint16_t());
+  if (type == at::kShort) return function(int16_t());
   type == at::kFloat ? function(float()) : function(double());
 }
 

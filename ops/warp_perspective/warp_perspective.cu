@@ -542,6 +542,8 @@ cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,
 }
 
 template cudaError_t warp_perspective_cuda(const WarpInputs<uint8_t>&, uint8_t*, cudaStream_t);
+template cudaError_t warp_perspective_cuda(const WarpInputs<uint16_t>&, uint16_t*, cudaStream_t);
+template cudaError_t warp_perspective_cuda(const WarpInputs<int16_t>&, int16_t*, cudaStream_t);
 template cudaError_t warp_perspective_cuda(const WarpInputs<float>&, float*, cudaStream_t);
 template cudaError_t warp_perspective_cuda(const WarpInputs<double>&, double*, cudaStream_t);
 template cudaError_t warp_perspective_backward_cuda(const WarpInputs<float>&,

@@ -81,8 +81,8 @@ inline void check_matrix(const char* op, const Tensor& warp) {
 }
 
 inline Shape check_inputs(const char* op, const Tensor& image, const Tensor& warp) {
-  expect_dtype({op, "image", image}, {at::kByte, at::kFloat, at::kDouble},
-               "of dtype uint8, float32 or float64");
+  expect_dtype({op, "image", image}, {at::kByte, at::kUInt16, at::kShort, at::kFloat, at::kDouble},
+               "of dtype uint8, uint16, int16, float32 or float64");
   expect(op, "image", image.dim() >= 2 && image.dim() <= 4, image.sym_sizes(),
          "of shape [H, W], [C, H, W] or [N, C, H, W]");
   check_matrix(op, warp);

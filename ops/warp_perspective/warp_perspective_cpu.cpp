@@ -9,8 +9,8 @@ namespace {
 // cache again, and what the first channel learns serves them all.
 template <class Pixel>
 struct Tile {
-  // Integers are summed in float32, and again in float64 where that leaves a doubt.
-  using Weight = std::conditional_t<std::is_same_v<Pixel, double>, double, float>;
+  // uint8 is summed in float32, and again in float64 where that leaves a doubt.
+  using Weight = std::conditional_t<std::is_same_v<Pixel, uint8_t>, float, Number<Pixel>>;
   const WarpInputs<Pixel>& in;
   const Homography& map;
   int64_t n, top, bottom;  // of the image, and its rows
@@ -267,6 +267,8 @@ void warp_perspective_cells_cpu(const WarpSizes& sizes, const double* warp, doub
 }
 
 template void warp_perspective_cpu(const WarpInputs<uint8_t>&, uint8_t*);
+template void warp_perspective_cpu(const WarpInputs<uint16_t>&, uint16_t*);
+template void warp_perspective_cpu(const WarpInputs<int16_t>&, int16_t*);
 template void warp_perspective_cpu(const WarpInputs<float>&, float*);
 template void warp_perspective_cpu(const WarpInputs<double>&, double*);
 

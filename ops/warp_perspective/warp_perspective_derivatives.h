@@ -251,7 +251,7 @@ struct OfWarp final : Derivatives {
   // What rounds to integers has no derivative, and must not drop it without a word.
   void check(const Call& call, const std::vector<bool>& differentiated) const override {
     const at::ScalarType type = call.tensor("image").scalar_type();
-    expect(kWarp, "image", type != at::kByte || !differentiated[1], type,
+    expect(kWarp, "image", c10::isFloatingType(type) || !differentiated[1], type,
            "of dtype float32 or float64 where `warp` has a derivative");
   }
 

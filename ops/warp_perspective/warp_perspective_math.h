@@ -9,6 +9,7 @@
 
 #include <cfloat>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "warp_perspective/warp_perspective.h"
@@ -27,16 +28,18 @@ namespace calcops {
 template <class Pixel>
 using Number = std::conditional_t<std::is_same_v<Pixel, float>, float, double>;
 
-// cv::saturate_cast from double: half to even, clamped; NaN gives 0.
+// cv::saturate_cast from double: for an integer half to even, clamped; NaN gives the least one.
 template <class Pixel>
 CALCOPS_HD inline Pixel to_pixel(double value) {
-  return static_cast<Pixel>(value);
-}
-template <>
-CALCOPS_HD inline uint8_t to_pixel<uint8_t>(double value) {
-  value = value > 0 ? value : 0;
-  value = value < 255 ? value : 255;
-  return static_cast<uint8_t>(static_cast<int>(rint(value)));
+  if constexpr (std::is_integral_v<Pixel>) {
+    constexpr double least = std::numeric_limits<Pixel>::min();
+    constexpr double largest = std::numeric_limits<Pixel>::max();
+    value = value > least ? value : least;
+    value = value < largest ? value : largest;
+    return static_cast<Pixel>(static_cast<int>(rint(value)));
+  } else {
+    return static_cast<Pixel>(value);
+  }
 }
 
 CALCOPS_HD inline void cross(const double* a, const double* b, double* out, int stride) {
