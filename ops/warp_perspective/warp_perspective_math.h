@@ -9,7 +9,6 @@
 
 #include <cfloat>
 #include <cstdint>
-#include <limits>
 #include <type_traits>
 
 #include "warp_perspective/warp_perspective.h"
@@ -32,8 +31,9 @@ using Number = std::conditional_t<std::is_same_v<Pixel, float>, float, double>;
 template <class Pixel>
 CALCOPS_HD inline Pixel to_pixel(double value) {
   if constexpr (std::is_integral_v<Pixel>) {
-    constexpr double least = std::numeric_limits<Pixel>::min();
-    constexpr double largest = std::numeric_limits<Pixel>::max();
+    // std::numeric_limits has functions for the host alone.
+    constexpr int range = 1 << 8 * sizeof(Pixel);
+    constexpr double least = std::is_signed_v<Pixel> ? -range / 2 : 0, largest = least + range - 1;
     value = value > least ? value : least;
     value = value < largest ? value : largest;
     return static_cast<Pixel>(static_cast<int>(rint(value)));
