@@ -92,7 +92,7 @@ def test_they_are_deepmd_kits_numbers(lammps):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_first_model_moves_the_atoms_and_a_fix_sees_every_step(lammps, ranks):
     run = "velocity all create 1.44 87287 loop geom\nfix nve all nve\nthermo 5\nrun 10\n"
-    alone = tables(lammps(SYSTEM + COMMITTEE.replace(" b.pt c.pt", "") + THERMO.format("etotal") + run, ranks))[0]
+    alone = tables(lammps(SYSTEM + ALONE.format("a.pt") + THERMO.format("etotal") + run, ranks))[0]
     script = SYSTEM + COMMITTEE + DEVIATION + dump("devi", "f_atoms") + THERMO.format("etotal c_devi[9]") + run
     found = tables(lammps(script, ranks))[0]
     np.testing.assert_array_equal(found[:, :3], alone)
@@ -128,5 +128,5 @@ def test_models_that_do_not_belong_together_are_refused(lammps, files, message):
 
 
 def test_one_model_has_no_deviation(lammps):
-    script = SYSTEM + COMMITTEE.replace(" b.pt c.pt", "") + "fix atoms all pair 1 calcops devi_f 1\nrun 0\n"
+    script = SYSTEM + ALONE.format("a.pt") + "fix atoms all pair 1 calcops devi_f 1\nrun 0\n"
     assert re.search("ERROR.* cannot extract .*devi_f", lammps(script, fails=True))

@@ -80,7 +80,6 @@ PairCalcOps::PairCalcOps(LAMMPS* lmp) : Pair(lmp) {
   one_coeff = manybody_flag = no_virial_fdotr_compute = 1;
   single_enable = restartinfo = 0;
   centroidstressflag = CENTROID_AVAIL;
-  nextra = kTimers;
   pvector = new double[kNumbers]();
 
   static const bool once = [] {
@@ -99,11 +98,12 @@ PairCalcOps::~PairCalcOps() {
 void PairCalcOps::settings(int narg, char** arg) {
   if (narg == 0) error->all(FLERR, "Pair style calcops: expected a model's file, got none");
   models_.clear();
+  const at::Device gpu = own_gpu();
   for (int k = 0; k < narg; ++k) {
     const std::string file = arg[k];
     try {
       if (!platform::file_is_readable(file)) throw std::invalid_argument("cannot be read");
-      models_.emplace_back(file, own_gpu(), std::max(1, comm->nthreads));
+      models_.emplace_back(file, gpu, std::max(1, comm->nthreads));
     } catch (const c10::Error& e) {
       error->one(FLERR, "Pair style calcops: {}: {}", file, e.what_without_backtrace());
     } catch (const std::exception& e) {
@@ -122,9 +122,8 @@ void PairCalcOps::settings(int narg, char** arg) {
     expect(model.device == first.device, "device");
     expect(model.takes_order == first.takes_order, "inputs");
   }
-  if (narg == 1) return;
-  nextra = kNumbers;
-  comm_reverse = 3 * narg;
+  nextra = narg == 1 ? kTimers : kNumbers;
+  comm_reverse = narg == 1 ? 0 : 3 * narg;
 }
 
 // One GPU a rank, in the order of the ranks of a machine.
@@ -478,8 +477,12 @@ void PairCalcOps::add_deviations() {
   double squares = 0;
   for (const double x : virial) squares += x * x / 9;
   const auto [low, high] = std::minmax_element(virial.begin(), virial.end());
-  std::copy_n(std::array{*high, *low, std::sqrt(squares)}.begin(), 3, pvector + kVirials);
-  std::copy_n(std::array{largest, least, sums[0] / sums[1]}.begin(), 3, pvector + kForces);
+  pvector[kVirials] = *high;
+  pvector[kVirials + 1] = *low;
+  pvector[kVirials + 2] = std::sqrt(squares);
+  pvector[kForces] = largest;
+  pvector[kForces + 1] = least;
+  pvector[kForces + 2] = sums[0] / sums[1];
 }
 
 // `fix ID group pair N calcops devi_f 1` sets the flag in every Nth step and then takes the vector.

@@ -135,13 +135,15 @@ def measures(rounds: int) -> Iterator[tuple[str, str, int, callable]]:
 
     yield "cold build", "s", 1, cold
     yield "warm import", "ms", 5 * rounds, lambda tree: tree.timed(IMPORT)
-    for file in (f"ops/{name}" for name in EDITED):
-        yield (
-            f"{Path(file).name} edited to called",
-            "s",
-            rounds,
-            lambda tree, file=file: tree.edit(file) or tree.timed(CALL),
-        )
+
+    def edited(file, **environment):
+        def measure(tree):
+            tree.edit(f"ops/{file}")
+            return tree.timed(CALL, **environment)
+
+        return f"{Path(file).name} edited to called", "s", rounds, measure
+
+    yield from map(edited, EDITED)
     for name, text, what in ("cell", CELL, "a cell's source"), ("foreign", FOREIGN, "torch/extension.h"):
         load = LOAD.format(name)
         yield f"{what}: first load", "s", 1, lambda tree, load=load: tree.timed(load)
@@ -163,13 +165,8 @@ def measures(rounds: int) -> Iterator[tuple[str, str, int, callable]]:
     if shutil.which("nvcc"):
         one = {"CALCOPS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0"}
         yield "for CUDA, one architecture: first load", "s", 1, lambda tree: tree.timed(CALL, **one)
-        for file in ("ops/force/force.cu", "ops/warp_perspective/warp_perspective.cu"):
-            yield (
-                f"{Path(file).name} edited to called",
-                "s",
-                rounds,
-                lambda tree, file=file: tree.edit(file) or tree.timed(CALL, **one),
-            )
+        for file in "force/force.cu", "warp_perspective/warp_perspective.cu":
+            yield edited(file, **one)
 
 
 def table(names: list[str], rows: list[tuple[str, str, list[list[float]]]]) -> None:
