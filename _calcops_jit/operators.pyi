@@ -150,6 +150,7 @@ def warp_perspective(
     border_value: Sequence[float] | None = None,
     inverse_map: bool = False,
     destination: Tensor | None = None,
+    arithmetic: str = 'exact',
 ) -> Tensor:
     """Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
@@ -169,6 +170,7 @@ def warp_perspective(
     inverse_map    warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
     destination    with "transparent", and only then: of the result's shape, image's dtype; it is
                    copied, not written to.
+    arithmetic     "exact", or "opencv4" for the bits of OpenCV 4.
 
     Returns [h, w], [C, h, w] or [N, C, h, w] like image, with image's dtype. Integers are the
     exact value rounded half to even; float32 is within 2.4e-7 of it for images in [0, 1], within
@@ -185,6 +187,13 @@ def warp_perspective(
     where "linear" has a kink, the slope is the one from the right. Deterministic on the CPU and on
     CUDA; derivatives beyond the first and forward mode run through ATen and follow
     torch.use_deterministic_algorithms. Autocast changes nothing.
+
+    "opencv4" gives what the wheels of OpenCV 4.9 to 4.12 for x86-64 give, on every processor: it
+    rounds a position to 1/32 pixel and sums in OpenCV's order, takes a pixel to (0, 0) where W is 0
+    or warp cannot be inverted, uses taps of weight zero, and makes the least pixel of a
+    border_value that no int32 holds. (Later versions round some calls otherwise:
+    tests/opencv4_reference.py.) "linear" and "nearest" of any dtype but float16 and bfloat16,
+    height and width below 32767; not differentiable: a derivative is refused.
     """
 
 def calculateForce(

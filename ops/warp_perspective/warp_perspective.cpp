@@ -75,13 +75,15 @@ void with_pixel(at::ScalarType type, Function function) {
 Tensor warp_perspective(const Tensor& image, const Tensor& warp, c10::SymIntArrayRef dsize,
                         std::string_view interpolation, std::string_view border_mode,
                         Doubles border_value, bool inverse_map,
-                        const std::optional<Tensor>& destination) {
+                        const std::optional<Tensor>& destination, std::string_view arithmetic) {
   const Shape shape = check_inputs(kWarp, image, warp);
   check_dsize(kWarp, dsize);
   const auto from = arguments_of(kWarp, image, warp, shape, dsize[0], dsize[1], interpolation,
                                  border_mode, border_value, inverse_map);
   check_destination(kWarp, destination.value_or(Tensor()), image, shape, dsize,
                     border_of(kWarp, border_mode));
+  const bool opencv4 = is_opencv4(kWarp, arithmetic);
+  if (opencv4) check_opencv4(kWarp, image, shape, interpolation);
   Tensor out = destination ? destination->clone(at::MemoryFormat::Contiguous)
                            : at::empty_symint(shape.out(dsize[0], dsize[1]), image.options());
   if (!from) return out;
@@ -89,10 +91,17 @@ Tensor warp_perspective(const Tensor& image, const Tensor& warp, c10::SymIntArra
     using Pixel = decltype(pixel);
     const auto in = from->inputs<Pixel>();
     Pixel* to = static_cast<Pixel*>(out.mutable_data_ptr());
+    if constexpr (std::is_arithmetic_v<Pixel>) {
+      if (opencv4 && image.is_cpu()) return warp_perspective_opencv4_cpu(in, to);
+    }
     if (image.is_cpu()) return warp_perspective_cpu(in, to);
 #ifndef CALCOPS_NO_CUDA
-    launch(image, 0,
-           [&](void*, cudaStream_t stream) { return warp_perspective_cuda(in, to, stream); });
+    launch(image, 0, [&](void*, cudaStream_t stream) {
+      if constexpr (std::is_arithmetic_v<Pixel>) {
+        if (opencv4) return warp_perspective_opencv4_cuda(in, to, stream);
+      }
+      return warp_perspective_cuda(in, to, stream);
+    });
 #endif
   });
   return out;
@@ -226,7 +235,7 @@ TORCH_LIBRARY_FRAGMENT(calcops, m) {
       m,
       "warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[8, 8], str "
       "interpolation=\"linear\", str border_mode=\"constant\", float[]? border_value=None, "
-      "bool inverse_map=False, Tensor? destination=None) -> Tensor");
+      "bool inverse_map=False, Tensor? destination=None, str arithmetic=\"exact\") -> Tensor");
   define<&warp_perspective_backward, kOfBackward, vmap_items>(
       m,
       "_warp_perspective_backward(Tensor grad, Tensor image, Tensor warp, str interpolation, "

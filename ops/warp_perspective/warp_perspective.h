@@ -11,7 +11,7 @@
 // order of every sum depends on sizes and matrices alone, so that the result is the same bit for
 // bit, whatever the number of threads.
 // Source: OpenCV's cv::warpPerspective, whose coordinates are float32 or, in older versions,
-// multiples of 1/32 pixel; these are not rounded.
+// multiples of 1/32 pixel; these are not rounded, unless `arithmetic` asks for it.
 #pragma once
 
 #include <cstdint>
@@ -41,6 +41,7 @@ namespace calcops {
 /// inverse_map    warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
 /// destination    with "transparent", and only then: of the result's shape, image's dtype; it is
 ///                copied, not written to.
+/// arithmetic     "exact", or "opencv4" for the bits of OpenCV 4.
 ///
 /// Returns [h, w], [C, h, w] or [N, C, h, w] like image, with image's dtype. Integers are the
 /// exact value rounded half to even; float32 is within 2.4e-7 of it for images in [0, 1], within
@@ -57,6 +58,13 @@ namespace calcops {
 /// where "linear" has a kink, the slope is the one from the right. Deterministic on the CPU and on
 /// CUDA; derivatives beyond the first and forward mode run through ATen and follow
 /// torch.use_deterministic_algorithms. Autocast changes nothing.
+///
+/// "opencv4" gives what the wheels of OpenCV 4.9 to 4.12 for x86-64 give, on every processor: it
+/// rounds a position to 1/32 pixel and sums in OpenCV's order, takes a pixel to (0, 0) where W is 0
+/// or warp cannot be inverted, uses taps of weight zero, and makes the least pixel of a
+/// border_value that no int32 holds. (Later versions round some calls otherwise:
+/// tests/opencv4_reference.py.) "linear" and "nearest" of any dtype but float16 and bfloat16,
+/// height and width below 32767; not differentiable: a derivative is refused.
 
 // The parameter a of the cubic kernel: Keys, IEEE Trans. Acoust. Speech Signal Process. 29, 1153
 // (1981), with OpenCV's number.
@@ -106,6 +114,9 @@ constexpr int cell_numbers(Interpolation interpolation) {
 // With Border::kTransparent, `out` holds the destination.
 template <class Pixel>
 void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out);
+// In the arithmetic of OpenCV 4: linear and nearest, of every type that OpenCV has.
+template <class Pixel>
+void warp_perspective_opencv4_cpu(const WarpInputs<Pixel>& in, Pixel* out);
 template <class Real>
 void warp_perspective_backward_cpu(const WarpInputs<Real>& in, const WarpGradients<Real>& to);
 // cells [warp_batch, cell_numbers, h * w]; scale [warp_batch], 0 of a matrix that has no source.
@@ -117,6 +128,9 @@ cudaError_t warp_perspective_cells_cuda(const WarpSizes& sizes, const double* wa
                                         double* scale, cudaStream_t stream);
 template <class Pixel>
 cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaStream_t stream);
+template <class Pixel>
+cudaError_t warp_perspective_opencv4_cuda(const WarpInputs<Pixel>& in, Pixel* out,
+                                          cudaStream_t stream);
 // Bytes of device memory that the backward works in; any content, 8-byte aligned.
 int64_t warp_perspective_backward_cuda_workspace(const WarpSizes& sizes);
 template <class Real>

@@ -44,6 +44,12 @@ inline void check_dsize(const char* op, c10::SymIntArrayRef dsize) {
          dsize, "(height, width), both >= 0");
 }
 
+inline bool is_opencv4(const char* op, std::string_view arithmetic) {
+  expect(op, "arithmetic", arithmetic == "exact" || arithmetic == "opencv4",
+         c10::str('"', arithmetic, '"'), "\"exact\" or \"opencv4\"");
+  return arithmetic == "opencv4";
+}
+
 // [N, C, H, W] and [N, 3, 3], N and C being 1 where they are absent.
 inline Tensor image_batch(const Tensor& image) {
   return image.dim() == 2   ? image.unsqueeze(0).unsqueeze(0)
@@ -115,6 +121,19 @@ inline Shape check_inputs(const char* op, const Tensor& image, const Tensor& war
          warp.sym_sizes(), "with N = 1 or that of `image`, ", shape.image_batch);
   shape.batch = one_image.guard_bool(__FILE__, __LINE__) ? shape.warp_batch : shape.image_batch;
   return shape;
+}
+
+// What OpenCV 4 takes.
+inline void check_opencv4(const char* op, const Tensor& image, const Shape& shape,
+                          std::string_view interpolation) {
+  constexpr const char* kWhere = " where `arithmetic` is \"opencv4\"";
+  const at::ScalarType type = image.scalar_type();
+  expect(op, "image", type != at::kHalf && type != at::kBFloat16, type,
+         "of dtype uint8, uint16, int16, float32 or float64", kWhere);
+  expect(op, "image", shape.height.sym_lt(INT16_MAX).sym_and(shape.width.sym_lt(INT16_MAX)),
+         image.sym_sizes(), "of height and width below ", INT16_MAX, kWhere);
+  expect(op, "interpolation", interpolation != "cubic", "\"cubic\"", "\"linear\" or \"nearest\"",
+         kWhere);
 }
 
 // What a transparent border keeps; there is one with that border, and with no other.

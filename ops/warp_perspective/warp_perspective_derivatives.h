@@ -298,6 +298,10 @@ struct OfWarp final : Derivatives {
     const at::ScalarType type = call.tensor("image").scalar_type();
     expect(kWarp, "image", c10::isFloatingType(type) || !differentiated[1], type,
            "of a floating dtype where `warp` has a derivative");
+    const bool opencv4 = call["arithmetic"].toStringView() == "opencv4";
+    for (size_t i = 0; i < differentiated.size(); ++i)
+      expect(kWarp, "arithmetic", !opencv4 || !differentiated[i], "\"opencv4\"",
+             "\"exact\" where `", call.op.schema().arguments()[i].name(), "` has a derivative");
   }
 
   tensor_list vjp(const Call& call, const tensor_list& upstream,
