@@ -19,10 +19,12 @@ import calcops_jit  # noqa: F401 - brings torch.ops.calcops
 def load_npz(path, type_names=None, units="metal"):
     """The model whose weights `path` holds, for T types of atoms; float64, energy and length in the data's units:
 
-    emb{t}_w{l} [in,out], emb{t}_b{l} [out]     layer l of the embedding net for neighbours of type t
+    emb{t}_w{l} [in,out], emb{t}_b{l} [out]     layer l of the embedding net for neighbours of type t; [T,in,out] and
+                                                [T,out] if there is a net for each type of centre atom
     fit{t}_w{l} [in,out], fit{t}_b{l} [out]     layer l of the fitting net for centre atoms of type t
-    emb{t}_idt{l}, fit{t}_idt{l} [out]          optional: what the layer's tanh is multiplied by
+    emb{t}_idt{l}, fit{t}_idt{l} [out]          optional: what the layer's activation is multiplied by
     emb{t}_res{l}, fit{t}_res{l}                1: the layer's input is added, twice where the width doubles
+    emb{t}_act{l}, fit{t}_act{l}                optional: the activation if not tanh, a name of kActivations
     davg, dstd [centre type, neighbour type, 4];  bias_atom_e [T];  sel [T];  rcut, rcut_smth, axis_neuron
     type_names [T]                              optional, what `type_names` is if not given"""
     with np.load(path) as arrays:
@@ -84,10 +86,10 @@ class DeepPotential(torch.nn.Module):
         centres = types.unsqueeze(-1)
         R = (Ri - self.davg[centres, self.slot_types]) / self.dstd[centres, self.slot_types]
         of_type = R.split(self.sel, dim=2)
-        embedded = [net(of_type[t][..., :1]) for t, net in enumerate(self.emb)]
+        embedded = [net(of_type[t][..., :1], types) for t, net in enumerate(self.emb)]
         T = torch.cat(embedded, 2).mT @ R / len(self.slot_types)
         D = (T @ T[..., : self.axis_neuron, :].mT).flatten(2)  # the same in every frame of reference
-        fitted = torch.cat([net(D) for net in self.fit], -1)
+        fitted = torch.cat([net(D, types) for net in self.fit], -1)
         return fitted.gather(-1, centres).squeeze(-1) + self.bias_atom_e[types]
 
     def forward(self, types, list_neigh, Rij, nghost: int = 0, create_graph: bool = False):

@@ -1,27 +1,56 @@
 """Weights of a Deep Potential: the layers of a net, from and to the arrays of an npz, and random ones to begin with."""
 
 import re
+from functools import partial
 
 import numpy as np
 import torch
 
+kActivations = {
+    "tanh": torch.nn.Tanh,
+    "gelu": partial(torch.nn.GELU, "tanh"),
+    "silu": torch.nn.SiLU,
+    "sigmoid": torch.nn.Sigmoid,
+    "softplus": torch.nn.Softplus,
+    "relu": torch.nn.ReLU,
+    "relu6": torch.nn.ReLU6,
+    "linear": torch.nn.Identity,
+}
+
 
 class Layer(torch.nn.Module):
-    def __init__(self, w, b, idt, residual):
+    """y = x W + b, then idt times its activation plus x. With weights [T,in,out], those of each centre's type."""
+
+    def __init__(self, w, b, idt, residual, activation):
         super().__init__()
         self.w, self.b = torch.nn.Parameter(w), torch.nn.Parameter(b)
         self.idt = None if idt is None else torch.nn.Parameter(idt)
+        self.activation_name, self.activation = activation, kActivations[activation]()
         self.linear = False
-        self.repeats = w.shape[1] // w.shape[0] if residual and w.shape[1] in (len(w), 2 * len(w)) else 0
+        ratio = w.shape[-1] / w.shape[-2]
+        self.repeats = int(ratio) if residual and ratio in (1, 2) else 0
 
-    def forward(self, x):
-        y = x @ self.w + self.b
+    def forward(self, x, centres):
+        w, b, idt = self.w, self.b, self.idt
+        if w.dim() == 3:
+            w, b = w[centres], b[centres].unsqueeze(-2)
+            idt = None if idt is None else idt[centres].unsqueeze(-2)
+        y = x @ w + b
         if self.linear:
             return y
-        y = y.tanh()
-        if self.idt is not None:
-            y = y * self.idt
+        y = self.activation(y)
+        if idt is not None:
+            y = y * idt
         return y if self.repeats == 0 else y + torch.cat([x] * self.repeats, -1)
+
+
+class Net(torch.nn.Sequential):
+    """Layers, one after the other, for x [B,n,...] of atoms whose types are `centres` [B,n]."""
+
+    def forward(self, x, centres):
+        for layer in self:
+            x = layer(x, centres)
+        return x
 
 
 def tensor(arrays, key):
@@ -30,12 +59,12 @@ def tensor(arrays, key):
 
 def net(arrays, name):
     depth = sum(key.startswith(f"{name}_w") for key in arrays)
-    layers = [
-        Layer(*(tensor(arrays, f"{name}_{key}{i}") for key in ("w", "b", "idt")), arrays.get(f"{name}_res{i}", 0))
-        for i in range(depth)
-    ]
+    layers = []
+    for i in range(depth):
+        w, b, idt = (tensor(arrays, f"{name}_{key}{i}") for key in ("w", "b", "idt"))
+        layers.append(Layer(w, b, idt, arrays.get(f"{name}_res{i}", 0), str(arrays.get(f"{name}_act{i}", "tanh"))))
     layers[-1].linear = name.startswith("fit")
-    return torch.nn.Sequential(*layers)
+    return Net(*layers)
 
 
 def save_npz(model, path):
@@ -45,6 +74,8 @@ def save_npz(model, path):
     arrays = {named(key): value.cpu() for key, value in model.state_dict().items()}
     layers = {key: layer for key, layer in model.named_modules() if isinstance(layer, Layer)}
     arrays |= {named(f"{key}.res"): int(layer.repeats > 0) for key, layer in layers.items()}
+    others = {key: layer.activation_name for key, layer in layers.items() if layer.activation_name != "tanh"}
+    arrays |= {named(f"{key}.act"): name for key, name in others.items()}
     arrays |= {"sel": model.sel, "axis_neuron": model.axis_neuron, "rcut": model.cutoff}
     np.savez(path, **arrays, rcut_smth=model.rcut_smth, type_names=model.type_names)
 

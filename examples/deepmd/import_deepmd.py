@@ -1,0 +1,245 @@
+"""A DeePMD-kit model of type se_e2_a as a DeepPotential of ../train_potential, read without DeePMD-kit.
+
+    python examples/deepmd/import_deepmd.py frozen_model.pth water.pt2    # .pth .pt .dp .yaml -> .pt2 .pt .npz
+
+    model = load("frozen_model.pth")                                      # in Python
+
+Whatever of a model would change its numbers and is not in DeepPotential is refused by name. The formats are those of
+DeePMD-kit 3.2: deepmd/dpmodel/utils/serialization.py, and the serialize() of descriptor, fitting and networks; for
+.pth and .pt the state of deepmd/pt/model/descriptor/se_a.py and task/fitting.py.
+"""
+
+import argparse
+import io
+import json
+import pickle
+import re
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+for folder in ("train_potential", "potentials"):
+    sys.path.append(str(Path(__file__).resolve().parent.parent / folder))
+from deep_potential import DeepPotential  # noqa: E402
+from package import save  # noqa: E402
+from weights import kActivations, net, save_npz  # noqa: E402
+
+# What is used here, what the weights show anyway, and what only training asks for. Any other option has to be off.
+kOptions = {
+    "model": """type type_map descriptor fitting fitting_net rcond preset_out_bias info model_branch_alias finetune_head
+        data_stat_nbatch data_stat_protect data_bias_nsample srtab_add_bias bridging_r_inner bridging_r_outer""",
+    "descriptor": """type type_map ntypes rcut rcut_smth sel neuron axis_neuron type_one_side resnet_dt precision
+        activation_function embeddings env_mat set_davg_zero trainable seed""",
+    "environment": "rcut rcut_smth",
+    "fitting": """type type_map ntypes var_name dim_out dim_descrpt neuron resnet_dt precision activation_function nets
+        atom_ener rcond layer_name trainable seed""",
+}
+kVersions = {"model": 2, "descriptor": 3, "fitting": 4}
+kTypes = {"model": ("standard",), "descriptor": ("se_e2_a", "se_a"), "fitting": ("ener",)}
+
+
+def load(path):
+    """The model in a file of DeePMD-kit; float64 whatever its precision, eV and A."""
+    try:
+        return DeepPotential(arrays(read(Path(path))))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def read(path):
+    """The model as DeePMD-kit serialises it: dictionaries and lists, with arrays under "@variables"."""
+    if path.suffix == ".dp":
+        import h5py
+
+        with h5py.File(path) as file:
+            return filled(json.loads(file.attrs["json"])["model"], lambda name: file[name][()])
+    if path.suffix in (".yaml", ".yml"):
+        import yaml
+
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        model = yaml.load(path.read_text(), loader)["model"]
+        return filled(model, lambda array: np.array(array["value"], array["dtype"]))
+    if path.suffix == ".pth":
+        archive = Archive(path).load()
+        return serialised(json.loads(archive.model_def_script), dict(tensors(archive)))
+    if path.suffix == ".pt":
+        state = torch.load(path, "cpu", weights_only=True)
+        state = state.get("model", state)
+        own = {key.removeprefix("model.Default."): value for key, value in state.items() if key != "_extra_state"}
+        return serialised(state["_extra_state"]["model_params"], own)
+    raise ValueError("expected .pth, .pt, .dp or .yaml; `dp convert-backend` makes a .dp of the others, as of a .pb")
+
+
+def filled(node, array, variable=False):
+    """`node` with an array for everything that "@variables" names."""
+    if isinstance(node, dict) and not node.get("@is_variable"):
+        return {key: filled(value, array, variable or key == "@variables") for key, value in node.items()}
+    if isinstance(node, list):
+        return [filled(value, array, variable) for value in node]
+    return array(node) if variable and node is not None else node
+
+
+class Archive(pickle.Unpickler):
+    """The attributes of a TorchScript archive's modules. None of its code is compiled, for which torch.jit.load would
+    need DeePMD-kit's operators, and nothing is called but what is named here."""
+
+    def __init__(self, path):
+        self.zip = zipfile.ZipFile(path)
+        (name,) = (name for name in self.zip.namelist() if re.fullmatch("[^/]*/data.pkl", name))
+        self.folder = name.removesuffix("data.pkl")
+        super().__init__(io.BytesIO(self.zip.read(name)))
+
+    def find_class(self, module, name):
+        if module.startswith("__torch__"):
+            return SimpleNamespace
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, offset, size, stride, *_: torch.as_strided(storage, size, stride, offset).clone()
+        if module == "torch.jit._pickle" or (module, name) == ("collections", "OrderedDict"):
+            return super().find_class(module, name)
+        if module == "torch" and name.endswith("Storage"):
+            return getattr(torch, name.removesuffix("Storage").lower())
+        raise ValueError(f"its data.pkl asks for {module}.{name}, which a frozen model does not")
+
+    def persistent_load(self, saved):
+        _, dtype, key, _, count = saved
+        data = bytearray(self.zip.read(f"{self.folder}data/{key}"))
+        return torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+
+
+def tensors(module, prefix=""):
+    """(name, tensor) of a module that Archive loaded and of those in it, named as in a state_dict."""
+    for key, value in vars(module).items():
+        if isinstance(value, SimpleNamespace):
+            yield from tensors(value, f"{prefix}{key}.")
+        elif isinstance(value, torch.Tensor):
+            yield prefix + key, value
+
+
+def serialised(definition, state):
+    """What serialize() makes of a model of the PyTorch backend, from its definition and its tensors."""
+    state = {key.removeprefix("atomic_model."): value.numpy() for key, value in state.items()}
+
+    def networks(part, options, last):
+        found = {}
+        for key, value in state.items():
+            place = re.fullmatch(rf"{part}\.filter_layers\.networks\.(\d+)\.layers\.(\d+)\.(matrix|bias|idt)", key)
+            if place:
+                name = {"matrix": "w", "bias": "b", "idt": "idt"}[place[3]]
+                found.setdefault(int(place[1]), {}).setdefault(int(place[2]), {})[name] = value
+        hidden = {"resnet": True, "activation_function": options.get("activation_function", "tanh")}
+        result = []
+        for _, variables in sorted(found.items()):
+            result.append({"layers": [hidden | {"@variables": variables[i]} for i in sorted(variables)]})
+            result[-1]["layers"][-1] |= last
+        return {"networks": result}
+
+    descriptor, fitting = definition.get("descriptor", {}), definition.get("fitting_net", {})
+    linear = {"resnet": False, "activation_function": "none"}
+    statistics = {"davg": state.get("descriptor.sea.mean"), "dstd": state.get("descriptor.sea.stddev")}
+    descriptor = descriptor | {"embeddings": networks("descriptor.sea", descriptor, {}), "@variables": statistics}
+    descriptor["compress"] = any(value.size for key, value in state.items() if "compress_data" in key)
+    bias = {"bias_atom_e": state.get("fitting_net.bias_atom_e")}
+    fitting = fitting | {"nets": networks("fitting_net", fitting, linear), "@variables": bias}
+    out_bias = {"out_bias": state.get("out_bias")}
+    return definition | {"@variables": out_bias, "descriptor": descriptor, "fitting": fitting}
+
+
+def check(part, options):
+    """Refuses what DeepPotential does not compute."""
+    found = options.get("type", kTypes[part][0]) if part in kTypes else None
+    if part in kTypes and found not in kTypes[part]:
+        raise ValueError(f"expected a {part} of type {kTypes[part][0]}, got {found}")
+    if options.get("@version", 0) > kVersions.get(part, 0):
+        raise ValueError(f"expected a {part} of version {kVersions[part]} at most, got {options['@version']}")
+    if options.get("precision", "default") not in ("default", "float64", "double", "float32", "single"):
+        raise ValueError(f"the {part} is of precision {options['precision']}; float64 and float32 are supported")
+    for name in options.keys() - kOptions[part].split() - {"@version", "@class", "@variables"}:
+        value = options[name]
+        if value and str(value).lower() != "none":
+            raise ValueError(f"the {part} has {name}, which is not supported")
+
+
+def arrays(model):
+    """What load_npz reads, of a serialised model."""
+    check("model", model)
+    descriptor, fitting = model["descriptor"], model["fitting"]
+    check("descriptor", descriptor)
+    check("environment", descriptor.get("env_mat", {}))
+    check("fitting", fitting)
+    names, sel, axis_neuron = model["type_map"], descriptor["sel"], descriptor["axis_neuron"]
+    result = {"sel": sel, "axis_neuron": axis_neuron, "rcut": descriptor["rcut"], "rcut_smth": descriptor["rcut_smth"]}
+    result |= {"type_names": names} | {key: descriptor["@variables"][key] for key in ("davg", "dstd")}
+    result |= {key: of_types(key, result[key], sel) for key in ("davg", "dstd")}
+
+    networks, T = descriptor["embeddings"]["networks"], len(names)
+    if len(networks) not in (T, T * T) or None in networks:
+        raise ValueError(f"expected an embedding net for each of {T} types or of {T * T} pairs of types")
+    embedding = [layers(network) for network in networks]
+    for t in range(T):
+        # Of nets for pairs, that of centre c and neighbour t has the number c + T t.
+        nets = embedding[t : t + 1] if len(embedding) == T else embedding[T * t : T * (t + 1)]
+        result |= numbered(f"emb{t}", nets)
+    for t, network in enumerate(fitting["nets"]["networks"]):
+        result |= numbered(f"fit{t}", [layers(network)])
+    if len(result["fit0_w0"]) != len(embedding[0][-1]["b"]) * axis_neuron:
+        raise ValueError("the fitting net has other inputs than the descriptor, which is not supported")
+
+    out_bias = model["@variables"].get("out_bias")
+    bias = np.array(fitting["@variables"]["bias_atom_e"], np.float64).reshape(T)
+    bias += 0 if out_bias is None else np.reshape(out_bias, T)
+    for t, energy in enumerate(fitting.get("atom_ener") or []):
+        if energy is not None:  # given for the atom alone, where D = 0: what the net has there is taken away
+            D, centre = torch.zeros(len(result["fit0_w0"]), dtype=torch.float64), torch.tensor(t)
+            bias[t] -= net(result, f"fit{t}")(D, centre).item()
+    return result | {"bias_atom_e": bias}
+
+
+def of_types(name, array, sel):
+    """A row for each type of neighbour out of a row for each slot."""
+    slots = np.split(array, np.cumsum(sel)[:-1], axis=1)
+    if any(np.ptp(part, axis=1).any() for part in slots if part.size):
+        raise ValueError(f"{name} differs between slots for neighbours of one type, which is not supported")
+    return np.stack([part[:, 0] if part.size else np.ones((len(array), 4)) for part in slots], axis=1)
+
+
+def layers(network):
+    result = []
+    for layer in network["layers"]:
+        given, activation = layer["@variables"], layer["activation_function"].lower()
+        activation = {"none": "linear", "gelu_tf": "gelu"}.get(activation, activation)
+        if activation not in kActivations:
+            raise ValueError(f"the activation function {activation} is not supported")
+        b = np.zeros(given["w"].shape[1]) if given.get("b") is None else given["b"]
+        result.append({"w": given["w"], "b": b, "idt": given.get("idt"), "res": layer["resnet"], "act": activation})
+    return result
+
+
+def numbered(name, nets):
+    """The keys of a net for one type; of nets for each type of centre, the weights lie one after the other."""
+    result = {}
+    for i, same in enumerate(zip(*nets)):
+        for key, first in same[0].items():
+            if key in ("res", "act"):
+                result[f"{name}_{key}{i}"] = first
+            elif first is not None:
+                result[f"{name}_{key}{i}"] = first if len(nets) == 1 else np.stack([layer[key] for layer in same])
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="what DeePMD-kit wrote: .pth, .pt, .dp or .yaml")
+    parser.add_argument("output", type=Path, help=".pt2, .pt or .npz")
+    options = parser.parse_args()
+    model = load(options.model)
+    (save_npz if options.output.suffix == ".npz" else save)(model, options.output)
+    kinds = ", ".join(f"{name} up to {count}" for name, count in zip(model.type_names, model.sel))
+    print(f"{options.output}: neighbours within {model.cutoff:g} A: {kinds}")
+
+
+if __name__ == "__main__":
+    main()
