@@ -1,10 +1,11 @@
-"""Models of type se_e2_a that DeePMD-kit trains for two steps and writes in all its formats, and what it computes by them.
+"""Models of type se_e2_a, trained for two steps and written in all formats by DeePMD-kit, and what it computes by them.
 
     python tests/deepmd_reference.py FOLDER
 
-runs where deepmd-kit[torch] is installed and fills FOLDER with <case>.pth, .pt, .dp and .yaml, and numbers.json: energy,
-forces, virial and those of each atom, by its own deepmd.infer.DeepPot, of a periodic structure whose cell is smaller
-than the cutoff's sphere and of a cluster. tests/deepmd holds what deepmd-kit 3.2.0 gave, of most cases one format.
+runs where deepmd-kit[torch] is installed and fills FOLDER with <case>.pth, .pt, .dp and .yaml, and numbers.json:
+energy, forces, virial and per-atom virial, by its own deepmd.infer.DeepPot, of a periodic structure whose cell is
+smaller than the cutoff's sphere and of a cluster. tests/deepmd holds what deepmd-kit 3.2.0 gave; most cases are there
+in one format only.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""examples/deepmd: models that DeePMD-kit wrote give its own numbers. Those in tests/deepmd are of deepmd_reference.py."""
+"""examples/deepmd: models that DeePMD-kit wrote give its own numbers; deepmd_reference.py made what is in deepmd/."""
 
 import copy
 import json
@@ -38,7 +38,7 @@ def atoms_of(structure, names):
 
 
 def largest_difference(model, structures):
-    """How far model's numbers are from DeePMD-kit's: the farthest of energies, forces and virials, each of its largest."""
+    """Between energies, forces and virials of the model and DeePMD-kit's, each relative to the largest of its kind."""
     worst = 0
     for structure in structures:
         atoms = atoms_of(structure, model.type_names)
