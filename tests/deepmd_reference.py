@@ -26,7 +26,13 @@ CASES = {
         {"type_one_side": True, "activation_function": "gelu"},
         {"resnet_dt": False, "activation_function": "silu"},
     ),
-    "silicon": (SILICON, {"set_davg_zero": True}, {"atom_ener": [-1.5]}),
+    "silicon": (
+        SILICON,
+        {"set_davg_zero": True, "activation_function": "sigmoid"},
+        {"atom_ener": [-1.5], "activation_function": "softplus"},
+    ),
+    "kinks": (SILICON, {"activation_function": "relu"}, {"activation_function": "relu6"}),
+    "linear": (WATER, {"activation_function": "linear"}, {}),
     "float32": (WATER, {"precision": "float32"}, {"precision": "float32"}),
 }
 

@@ -62,7 +62,7 @@ def read(path):
 
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         model = yaml.load(path.read_text(), loader)["model"]
-        return filled(model, lambda array: np.array(array["value"], array["dtype"]))
+        return filled(model, lambda array: np.array(array["value"], np.float64))
     if path.suffix == ".pth":
         archive = Archive(path).load()
         return serialised(json.loads(archive.model_def_script), dict(tensors(archive)))
@@ -121,7 +121,7 @@ def tensors(module, prefix=""):
 
 def serialised(definition, state):
     """What serialize() makes of a model of the PyTorch backend, from its definition and its tensors."""
-    state = {key.removeprefix("atomic_model."): value.numpy() for key, value in state.items()}
+    state = {key.removeprefix("atomic_model."): value.double().numpy() for key, value in state.items()}
 
     def networks(part, options, last):
         found = {}
