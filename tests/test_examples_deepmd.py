@@ -131,7 +131,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("option", REFUSED)
 def test_what_deep_potential_has_not_is_refused_by_name(option, serialised):
-    arrays(serialised)  # is accepted as it is
+    arrays(serialised | {"_comment": "water"})  # is accepted as it is
     model, (value, message) = copy.deepcopy(serialised), REFUSED[option]
     part, _, name = option.rpartition(".")
     (model[part] if part else model)[name] = value
@@ -152,6 +152,9 @@ def test_what_else_differs_is_refused_too(serialised, tmp_path):
     model["descriptor"]["embeddings"]["networks"][2] = None
     with pytest.raises(ValueError, match="an embedding net for each of 2 types or of 4 pairs"):
         arrays(model)
+    torch.save({"weights": torch.ones(2)}, tmp_path / "weights.pth")
+    with pytest.raises(ValueError, match="weights.pth: expected a frozen model"):
+        load(tmp_path / "weights.pth")
     with pytest.raises(ValueError, match="graph.pb: expected .pth, .pt, .dp or .yaml; `dp convert-backend`"):
         load(tmp_path / "graph.pb")
 

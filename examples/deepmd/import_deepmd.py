@@ -1,12 +1,12 @@
-"""A DeePMD-kit model of type se_e2_a as a DeepPotential of ../train_potential, read without DeePMD-kit.
+"""Reads a DeePMD-kit model of type se_e2_a as a DeepPotential of ../train_potential, without DeePMD-kit.
 
     python examples/deepmd/import_deepmd.py frozen_model.pth water.pt2    # .pth .pt .dp .yaml -> .pt2 .pt .npz
 
     model = load("frozen_model.pth")                                      # in Python
 
-Whatever of a model would change its numbers and is not in DeepPotential is refused by name. The formats are those of
-DeePMD-kit 3.2: deepmd/dpmodel/utils/serialization.py, and the serialize() of descriptor, fitting and networks; for
-.pth and .pt the state of deepmd/pt/model/descriptor/se_a.py and task/fitting.py.
+What DeepPotential does not compute is refused by name. The formats were read in DeePMD-kit 3.2: .dp and .yaml in its
+deepmd/dpmodel/utils/serialization.py and in serialize() of the descriptor, the fitting and the networks; .pth and .pt
+in deepmd/pt/model/descriptor/se_a.py and deepmd/pt/model/task/fitting.py, whose tensors they hold.
 """
 
 import argparse
@@ -28,18 +28,19 @@ from deep_potential import DeepPotential  # noqa: E402
 from package import save  # noqa: E402
 from weights import kActivations, net, save_npz  # noqa: E402
 
-# What is used here, what the weights show anyway, and what only training asks for. Any other option has to be off.
+# Options that are used here, that the weights show anyway, or that matter in training only. All others have to be off.
 kOptions = {
-    "model": """type type_map descriptor fitting fitting_net rcond preset_out_bias info model_branch_alias finetune_head
-        data_stat_nbatch data_stat_protect data_bias_nsample srtab_add_bias bridging_r_inner bridging_r_outer""",
+    "model": """type type_map descriptor fitting fitting_net rcond preset_out_bias info resuming finetune_head
+        model_branch_alias data_stat_nbatch data_stat_protect data_bias_nsample srtab_add_bias bridging_r_inner
+        bridging_r_outer""",
     "descriptor": """type type_map ntypes rcut rcut_smth sel neuron axis_neuron type_one_side resnet_dt precision
         activation_function embeddings env_mat set_davg_zero trainable seed""",
     "environment": "rcut rcut_smth",
-    "fitting": """type type_map ntypes var_name dim_out dim_descrpt neuron resnet_dt precision activation_function nets
-        atom_ener rcond layer_name trainable seed""",
+    "fitting": """type type_map ntypes var_name dim_out dim_descrpt embedding_width neuron resnet_dt precision
+        activation_function nets atom_ener default_fparam rcond layer_name trainable seed""",
 }
-kVersions = {"model": 2, "descriptor": 3, "fitting": 4}
-kTypes = {"model": ("standard",), "descriptor": ("se_e2_a", "se_a"), "fitting": ("ener",)}
+kTypes = {"model": ("standard",), "descriptor": ("se_e2_a", "se_a"), "environment": (None,), "fitting": ("ener",)}
+kVersions = {"model": 2, "descriptor": 3, "environment": 0, "fitting": 4}
 
 
 def load(path):
@@ -65,6 +66,8 @@ def read(path):
         return filled(model, lambda array: np.array(array["value"], np.float64))
     if path.suffix == ".pth":
         archive = Archive(path).load()
+        if not hasattr(archive, "model_def_script"):
+            raise ValueError("expected a frozen model, as `dp --pt freeze` writes it")
         return serialised(json.loads(archive.model_def_script), dict(tensors(archive)))
     if path.suffix == ".pt":
         state = torch.load(path, "cpu", weights_only=True)
@@ -75,7 +78,7 @@ def read(path):
 
 
 def filled(node, array, variable=False):
-    """`node` with an array for everything that "@variables" names."""
+    """A copy of `node` in which array(value) stands for each value under "@variables"."""
     if isinstance(node, dict) and not node.get("@is_variable"):
         return {key: filled(value, array, variable or key == "@variables") for key, value in node.items()}
     if isinstance(node, list):
@@ -84,8 +87,8 @@ def filled(node, array, variable=False):
 
 
 class Archive(pickle.Unpickler):
-    """The attributes of a TorchScript archive's modules. None of its code is compiled, for which torch.jit.load would
-    need DeePMD-kit's operators, and nothing is called but what is named here."""
+    """Loads a TorchScript archive's modules as plain objects with their attributes. torch.jit.load would compile their
+    code, for which it needs DeePMD-kit's operators. Of what the archive names, only what is listed here is called."""
 
     def __init__(self, path):
         self.zip = zipfile.ZipFile(path)
@@ -111,7 +114,7 @@ class Archive(pickle.Unpickler):
 
 
 def tensors(module, prefix=""):
-    """(name, tensor) of a module that Archive loaded and of those in it, named as in a state_dict."""
+    """The tensors of a module that Archive loaded, with their names in its state_dict."""
     for key, value in vars(module).items():
         if isinstance(value, SimpleNamespace):
             yield from tensors(value, f"{prefix}{key}.")
@@ -120,7 +123,7 @@ def tensors(module, prefix=""):
 
 
 def serialised(definition, state):
-    """What serialize() makes of a model of the PyTorch backend, from its definition and its tensors."""
+    """What DeePMD-kit's serialize() returns for a model with this definition and these tensors in PyTorch."""
     state = {key.removeprefix("atomic_model."): value.double().numpy() for key, value in state.items()}
 
     def networks(part, options, last):
@@ -150,21 +153,22 @@ def serialised(definition, state):
 
 def check(part, options):
     """Refuses what DeepPotential does not compute."""
-    found = options.get("type", kTypes[part][0]) if part in kTypes else None
-    if part in kTypes and found not in kTypes[part]:
-        raise ValueError(f"expected a {part} of type {kTypes[part][0]}, got {found}")
-    if options.get("@version", 0) > kVersions.get(part, 0):
+    expected = kTypes[part]
+    found = options.get("type", expected[0])
+    if found not in expected:
+        raise ValueError(f"expected a {part} of type {expected[0]}, got {found}")
+    if options.get("@version", 0) > kVersions[part]:
         raise ValueError(f"expected a {part} of version {kVersions[part]} at most, got {options['@version']}")
     if options.get("precision", "default") not in ("default", "float64", "double", "float32", "single"):
         raise ValueError(f"the {part} is of precision {options['precision']}; float64 and float32 are supported")
-    for name in options.keys() - kOptions[part].split() - {"@version", "@class", "@variables"}:
+    for name in sorted(options.keys() - kOptions[part].split()):
         value = options[name]
-        if value and str(value).lower() != "none":
+        if name[0] not in "@_" and value and str(value).lower() != "none":  # "_comment" is one
             raise ValueError(f"the {part} has {name}, which is not supported")
 
 
 def arrays(model):
-    """What load_npz reads, of a serialised model."""
+    """The arrays that load_npz reads, from a serialised model."""
     check("model", model)
     descriptor, fitting = model["descriptor"], model["fitting"]
     check("descriptor", descriptor)
@@ -172,8 +176,8 @@ def arrays(model):
     check("fitting", fitting)
     names, sel, axis_neuron = model["type_map"], descriptor["sel"], descriptor["axis_neuron"]
     result = {"sel": sel, "axis_neuron": axis_neuron, "rcut": descriptor["rcut"], "rcut_smth": descriptor["rcut_smth"]}
-    result |= {"type_names": names} | {key: descriptor["@variables"][key] for key in ("davg", "dstd")}
-    result |= {key: of_types(key, result[key], sel) for key in ("davg", "dstd")}
+    result |= {key: of_types(key, descriptor["@variables"][key], sel) for key in ("davg", "dstd")}
+    result["type_names"] = names
 
     networks, T = descriptor["embeddings"]["networks"], len(names)
     if len(networks) not in (T, T * T) or None in networks:
@@ -191,15 +195,18 @@ def arrays(model):
     out_bias = model["@variables"].get("out_bias")
     bias = np.array(fitting["@variables"]["bias_atom_e"], np.float64).reshape(T)
     bias += 0 if out_bias is None else np.reshape(out_bias, T)
-    for t, energy in enumerate(fitting.get("atom_ener") or []):
-        if energy is not None:  # given for the atom alone, where D = 0: what the net has there is taken away
-            D, centre = torch.zeros(len(result["fit0_w0"]), dtype=torch.float64), torch.tensor(t)
-            bias[t] -= net(result, f"fit{t}")(D, centre).item()
+    atom_ener = fitting.get("atom_ener") or []
+    if len(atom_ener) not in (0, T):
+        raise ValueError(f"the fitting has atom_ener for {len(atom_ener)} of {T} types, which is not supported")
+    for t, energy in enumerate(atom_ener):
+        if energy is not None:  # it is in the bias already; DeePMD-kit subtracts what the net gives for D = 0
+            D = torch.zeros(len(result["fit0_w0"]), dtype=torch.float64)
+            bias[t] -= net(result, f"fit{t}")(D, torch.tensor(t)).item()
     return result | {"bias_atom_e": bias}
 
 
 def of_types(name, array, sel):
-    """A row for each type of neighbour out of a row for each slot."""
+    """Takes [T,slots,4] to [T,T,4]: one row for all slots of a type of neighbour."""
     slots = np.split(array, np.cumsum(sel)[:-1], axis=1)
     if any(np.ptp(part, axis=1).any() for part in slots if part.size):
         raise ValueError(f"{name} differs between slots for neighbours of one type, which is not supported")
@@ -207,6 +214,7 @@ def of_types(name, array, sel):
 
 
 def layers(network):
+    """A dictionary for each layer of a serialised network, with the keys of load_npz."""
     result = []
     for layer in network["layers"]:
         given, activation = layer["@variables"], layer["activation_function"].lower()
@@ -219,7 +227,7 @@ def layers(network):
 
 
 def numbered(name, nets):
-    """The keys of a net for one type; of nets for each type of centre, the weights lie one after the other."""
+    """The arrays of one net, or of a net for each type of centre, stacked."""
     result = {}
     for i, same in enumerate(zip(*nets)):
         for key, first in same[0].items():

@@ -1,0 +1,159 @@
+"""A Deep Potential in DeePMD-kit and imported: time of energy, forces and virial on one thread, with the same weights.
+
+    python tests/bench/bench_deepmd.py
+
+DeePMD-kit is called in two ways: through its C library with a neighbour list, as LAMMPS does, and through its Python
+class, which finds the list in each call. Ours are the package and the model itself; they get the list of the C library,
+and the vectors between atoms are computed in each call. The list has a skin of 2 A, LAMMPS's default in metal units.
+Needs the environment that `python -m pytest -m long tests/test_examples_deepmd.py` makes in build/deepmd.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+os.environ |= {"OMP_NUM_THREADS": "1", "DP_INTRA_OP_PARALLELISM_THREADS": "1", "DP_INTER_OP_PARALLELISM_THREADS": "1"}
+ROOT = Path(__file__).resolve().parent.parent.parent
+THEIRS = ROOT / "build/deepmd/environment/bin/python"
+NETS = {"rcut": 6.0, "rcut_smth": 2.0, "neuron": [25, 50, 100], "axis_neuron": 16, "seed": 1}
+MODELS = {"water": (["O", "H"], [46, 92]), "silicon": (["Si"], [60])}
+SYSTEMS = [("water", 192), ("silicon", 1000), ("silicon", 8000)]
+
+
+def seconds(call):
+    """The least of several calls, and what the last one gave."""
+    call()
+    times = []
+    while len(times) < 3 or (sum(times) < 10 and len(times) < 50):
+        begin = time.perf_counter()
+        result = call()
+        times.append(time.perf_counter() - begin)
+    return min(times), result
+
+
+def make(folder):
+    """<name>.pth of random weights, as DeePMD-kit draws them."""
+    import torch
+    from deepmd.pt.model.model import get_model
+
+    for name, (type_map, sel) in MODELS.items():
+        descriptor = {"type": "se_e2_a", "sel": sel, "type_one_side": name != "water", **NETS}
+        fitting = {"neuron": [240, 240, 240], "seed": 2}
+        model = get_model({"type_map": type_map, "descriptor": descriptor, "fitting_net": fitting}).eval()
+        model.atomic_model.descriptor.sea.stddev[:] = 0.1
+        torch.jit.save(torch.jit.script(model), folder / f"{name}.pth")
+
+
+def theirs(folder, name, natoms):
+    import deepmd
+    import torch
+    from deepmd.infer import DeepPot
+
+    torch.set_num_threads(1)
+    system = np.load(folder / f"{name}{natoms}.npz")
+    positions, types, cell = (system[key] for key in ("positions", "types", "cell"))
+    python = DeepPot(str(folder / f"{name}.pth"))
+    by_python, (energy, force, _) = seconds(lambda: python.eval(positions.reshape(1, -1), cell.reshape(1, 9), types))
+
+    library = ctypes.CDLL(str(Path(deepmd.__path__[0]) / "lib/libdeepmd_c.so"))
+    library.DP_NewDeepPot.restype = library.DP_NewNlist.restype = ctypes.c_void_p
+    pointer = ctypes.c_void_p
+    potential = pointer(library.DP_NewDeepPot(str(folder / f"{name}.pth").encode()))
+    # A ghost for every periodic image that is a neighbour.
+    i, j, S = system["i"], system["j"], system["S"]
+    images, ghost = np.unique(np.column_stack([j, S])[S.any(1)], axis=0, return_inverse=True)
+    neighbour = j.astype(np.int32)
+    neighbour[S.any(1)] = natoms + ghost.ravel()
+    everyone = np.concatenate([positions, positions[images[:, 0]] + images[:, 1:] @ cell])
+    kinds = np.concatenate([types, types[images[:, 0]]]).astype(np.int32)
+    count = np.bincount(i, minlength=natoms).astype(np.int32)
+    rows = neighbour.ctypes.data + 4 * (count.cumsum() - count).astype(np.int64)
+    atoms = np.arange(natoms, dtype=np.int32)
+    nlist = pointer(library.DP_NewNlist(natoms, *(pointer(x.ctypes.data) for x in (atoms, count, rows))))
+    energies, forces, virial = np.zeros(1), np.zeros_like(everyone), np.zeros(9)
+    ago = 0
+
+    def compute():
+        nonlocal ago
+        given = [pointer(x.ctypes.data) for x in (everyone, kinds, cell)]
+        out = [pointer(x.ctypes.data) for x in (energies, forces, virial)]
+        library.DP_DeepPotComputeNList(
+            potential, len(everyone), *given, len(images), nlist, ago, *out, pointer(), pointer()
+        )
+        ago = 1
+
+    by_c, _ = seconds(compute)
+    np.add.at(forces, images[:, 0], forces[natoms:])
+    np.savez(folder / "theirs.npz", python=by_python, c=by_c, energy=energies[0], force=forces[:natoms])
+    assert abs(forces[:natoms] - force[0]).max() < 1e-9 * abs(force).max(), "the C library and Python"
+
+
+def ours(folder, name, natoms):
+    import package
+    import torch
+    from ase import Atoms
+    from ase.build import bulk, molecule
+    from calculator import NeighbourList
+    from import_deepmd import load
+
+    torch.set_num_threads(1)
+    model = load(folder / f"{name}.pth")
+    if not (folder / f"{name}.pt2").exists():
+        package.save(model, folder / f"{name}.pt2")
+    if name == "water":
+        atoms, random = Atoms(cell=[12.42] * 3, pbc=True), np.random.default_rng(0)
+        for site in np.ndindex(4, 4, 4):
+            one = molecule("H2O")
+            one.euler_rotate(*random.uniform(0, 180, 3))
+            one.translate(np.array(site) * 12.42 / 4)
+            atoms += one
+    else:
+        atoms = bulk("Si", "diamond", a=5.431, cubic=True).repeat(round((natoms / 8) ** (1 / 3)))
+        atoms.rattle(0.05, seed=0)
+    assert len(atoms) == natoms
+    types = torch.tensor([model.type_names.index(symbol) for symbol in atoms.symbols])
+    found = NeighbourList(atoms, model.cutoff, 2.0, "cpu")
+    live = found.list_neigh[0] >= 0
+    i, j, S = live.nonzero()[:, 0], found.list_neigh[0][live], found.shift[0][live].long()
+    system = {"i": i, "j": j, "S": S, "types": types, "positions": atoms.positions, "cell": atoms.cell.array}
+    np.savez(folder / f"{name}{natoms}.npz", **system)
+    run_theirs(folder, name, str(natoms))
+    peer = np.load(folder / "theirs.npz")
+
+    positions, cell = torch.from_numpy(atoms.positions), torch.from_numpy(atoms.cell.array)
+    times = [float(peer["c"]), float(peer["python"])]
+    for form in (package.load(folder / f"{name}.pt2"), model):
+        least, (_, _, force, *_) = seconds(
+            lambda form=form: form(types, found.list_neigh, found.pair_vectors(positions, cell))
+        )
+        times.append(least)
+    columns = [f"{value * 1e3:.0f}" for value in times] + [f"{times[0] / times[2]:.1f}x"]
+    apart = abs(force[0].numpy() - peer["force"]).max() / abs(peer["force"]).max()
+    print(f"| {natoms} of {name} | {' | '.join(columns)} | {apart:.0e} |", flush=True)
+
+
+def run_theirs(*arguments):
+    subprocess.run([THEIRS, __file__, *arguments], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        make(Path(sys.argv[1]))
+    elif len(sys.argv) == 4:
+        theirs(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    elif not THEIRS.exists():
+        print("bench_deepmd: no DeePMD-kit in build/deepmd; python -m pytest -m long tests/test_examples_deepmd.py")
+    else:
+        sys.path += [str(ROOT / "examples" / name) for name in ("deepmd", "ase", "potentials")]
+        with tempfile.TemporaryDirectory() as folder:
+            run_theirs(folder)
+            print("| atoms | deepmd-kit in C, ms | in Python, ms | package, ms | model, ms | C / package | apart |")
+            print("|---|---|---|---|---|---|---|")
+            for system in SYSTEMS:
+                ours(Path(folder), *system)
