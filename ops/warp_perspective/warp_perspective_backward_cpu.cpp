@@ -51,7 +51,7 @@ struct Positions {
   double grad_x[kTileWidth], grad_y[kTileWidth];
 
   void locate(const double* m, const Row& row, const int64_t* stride, int64_t u, int64_t count) {
-    const Taps<double>::Strides strides(stride[2], stride[3], 0);
+    const Strides strides(stride[2], stride[3], 0);
     const double first = static_cast<double>(u);
     for (int i = 0; i < static_cast<int>(count); ++i) {
       const Source source = project(m, row, first + i);
@@ -291,7 +291,7 @@ struct ImageTile {
   void add_inside(const Homography& map, const Row& row, const Real* grad, Interval pixels) {
     const bool nearest = in.sizes.interpolation == Interpolation::kNearest;
     double above[2 * kTileWidth], below[2 * kTileWidth];
-    const Taps<double>::Strides strides(pitch, 1, (top - margin) * pitch + left - margin);
+    const Strides strides(pitch, 1, (top - margin) * pitch + left - margin);
     for (int64_t u = pixels.begin; u < pixels.end; u += kTileWidth) {
       const int64_t count = std::min(kTileWidth, pixels.end - u);
       if (nearest)
