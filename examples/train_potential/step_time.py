@@ -33,12 +33,12 @@ def differentiate_plainly(model, parameters, types, list_neigh, Rij, energy, for
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("build/train_potential"))
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("build/train_potential/silicon"))
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--compile", action="store_true", help="both also under torch.compile, which takes a minute")
     options = parser.parse_args()
     model = load_npz(options.folder / "model.npz")
-    data = Data(torch.load(options.folder / "frames.pt")[1], model)
+    data = Data(torch.load(options.folder / "frames.pt")["sets"][1], model)
     parameters = dict(model.named_parameters())
     for frames in (kBatch, 8):
         batch = data[torch.arange(frames)]

@@ -12,12 +12,18 @@ kBatch = 1  # frames a step
 kRates = 1e-2, 1e-4  # of Muon at the first and the last step, linear between; Adam has 0.3 of it
 
 
+def save_whole(state, path):
+    """torch.save, after which `path` is the new file or, if the run is killed here, what it was before."""
+    torch.save(state, f"{path}.new")
+    os.replace(f"{path}.new", path)
+
+
 class Data:
     """Frames as a model takes them; [index] gives types, list_neigh and Rij, then the labels."""
 
     def __init__(self, frames, model):
         list_neigh, shift = neighbours(frames["positions"], frames["cells"], model.cutoff)
-        self.types, self.list_neigh = torch.zeros(list_neigh.shape[:2], dtype=torch.int64), list_neigh
+        self.types, self.list_neigh = frames["types"], list_neigh
         self.Rij = pair_vectors(frames["positions"], list_neigh, shift)
         self.labels = frames["energy"], frames["force"], frames["virial"]
 
@@ -72,8 +78,7 @@ class Trainer:
 
     def save(self, path):
         state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
-        torch.save(state | {"history": self.history, "generator": self.generator.get_state()}, f"{path}.new")
-        os.replace(f"{path}.new", path)  # a run that is killed here leaves the old one whole
+        save_whole(state | {"history": self.history, "generator": self.generator.get_state()}, path)
 
     def resume(self, path):
         state = torch.load(path)
