@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from deep_potential import load_npz
 from torch.fx.experimental.proxy_tensor import make_fx
-from trainer import Data, differentiate, gradients_of_loss, kBatch
+from trainer import Data, differentiate, gradients_of_loss
 
 
 def differentiate_plainly(model, parameters, types, list_neigh, Rij, energy, force, virial):
@@ -40,7 +40,7 @@ def main():
     model = load_npz(options.folder / "model.npz")
     data = Data(torch.load(options.folder / "frames.pt")["sets"][1], model)
     parameters = dict(model.named_parameters())
-    for frames in (kBatch, 8):
+    for frames in (1, 8):
         batch = data[torch.arange(frames)]
         calls = {"operators": partial(differentiate, model), "autograd": partial(differentiate_plainly, model)}
         if options.compile:

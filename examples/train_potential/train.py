@@ -1,12 +1,14 @@
 """Train a Deep Potential on energies, forces and virials of a crystal, the force operators inside the loss.
 
     python examples/train_potential/train.py [FOLDER] [--system gallium-nitride] [--steps N] [--compile]
+    torchrun --nproc-per-node 2 examples/train_potential/train.py --batch 2     # processes share each batch
 
 FOLDER, build/train_potential/SYSTEM if not given, gets frames.pt, checkpoint.pt (the same command goes on from it),
 model.npz, loss.png and parity.png. README.md beside this file shows what is printed.
 """
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from deep_potential import DeepPotential
 from frames import generate
 from plots import plot_loss, plot_parity
 from systems import kSystems
+from torch import distributed
 from tqdm import tqdm
 from trainer import Data, Trainer, mean_squares, save_whole
 from weights import initial, save_npz, standardise
@@ -32,39 +35,55 @@ def main():
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--system", choices=kSystems, default="silicon")
     parser.add_argument("--steps", type=int, default=40000)
+    parser.add_argument("--batch", type=int, default=1, help="frames a step, of all processes together")
+    parser.add_argument("--every", type=int, default=1000, help="steps from one checkpoint to the next")
     parser.add_argument("--trajectories", type=int, nargs=3, default=(40, 8, 8), help="to learn from, held out, test")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="torch.compile the training step")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each process")
     options = parser.parse_args()
     folder = options.folder or Path("build/train_potential", options.system)
-    folder.mkdir(parents=True, exist_ok=True)
+    rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun sets them
+    if options.batch % processes:
+        parser.error(f"--batch: expected a multiple of the {processes} processes, got {options.batch}")
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if processes > 1:
+        distributed.init_process_group()  # gloo between CPUs, nccl between GPUs
     wall, cpu = time.perf_counter(), time.process_time()
 
+    folder.mkdir(parents=True, exist_ok=True)
     system, kept, checkpoint = kSystems[options.system], folder / "frames.pt", folder / "checkpoint.pt"
-    if not kept.exists():
+    if rank == 0 and not kept.exists():
         seeds = range(3 * options.seed, 3 * options.seed + 3)
         sets = [generate(system, n, 8, seed) for n, seed in zip(options.trajectories, seeds)]
         save_whole({"system": options.system, "sets": sets}, kept)
+    if processes > 1:
+        distributed.barrier()
     frames = torch.load(kept)
     if frames["system"] != options.system:
         parser.error(f"expected a folder of {options.system}, got one of {frames['system']}: {folder}")
-    model = DeepPotential(initial(**system.model, seed=options.seed), system.labels.type_names)
+    model = DeepPotential(initial(**system.model, seed=options.seed), system.labels.type_names).to(options.device)
     data, held_out, test = (Data(of_set, model) for of_set in frames["sets"])
     standardise(model, *data[:][:4])
-    trainer = Trainer(model, data, options.steps, options.seed, options.compile)
+    trainer = Trainer(model, data, options.steps, options.seed, options.batch, options.compile)
     if checkpoint.exists():
         trainer.resume(checkpoint)
-    progress = tqdm(range(len(trainer.history), options.steps), desc="training", unit="step", disable=None)
-    for step in progress:
+    steps, hidden = range(len(trainer.history), options.steps), None if rank == 0 else True
+    for step in (progress := tqdm(steps, desc="training", unit="step", disable=hidden)):
         trainer.step()
-        if (step + 1) % 1000 == 0 or step + 1 == options.steps:
+        if rank == 0 and ((step + 1) % options.every == 0 or step + 1 == options.steps):
             trainer.save(checkpoint)
             progress.write(f"step {step + 1:6}, held out: {errors(trainer, held_out)}")
+    if processes > 1:
+        distributed.destroy_process_group()
+    if rank > 0:
+        return
     print(f"test frames, looked at only here: {errors(trainer, test)}")
     print(f"{time.perf_counter() - wall:.0f} s, {time.process_time() - cpu:.0f} s of CPU, frames included")
     save_npz(model, folder / "model.npz")
     plot_loss(folder / "loss.png", trainer.history)
-    plot_parity(folder / "parity.png", model, test)
+    plot_parity(folder / "parity.png", model.cpu(), Data(frames["sets"][2], model))
     print(folder / "loss.png", folder / "parity.png", sep="\n")
 
 

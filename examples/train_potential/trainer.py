@@ -1,14 +1,14 @@
-"""The loss on energies, forces and virials, and a training that can be stopped and resumed, bit for bit."""
+"""The loss on energies, forces and virials, and a training, on one process or many, that resumes bit for bit."""
 
 import os
 
 import torch
 from frames import neighbours, pair_vectors
+from torch import distributed
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 kLossWeights = 100.0, 1.0, 10.0  # of the mean squares of energy and virial per atom, eV, and of force, eV/A
-kBatch = 1  # frames a step
 kRates = 1e-2, 1e-4  # of Muon at the first and the last step, linear between; Adam has 0.3 of it
 
 
@@ -19,16 +19,19 @@ def save_whole(state, path):
 
 
 class Data:
-    """Frames as a model takes them; [index] gives types, list_neigh and Rij, then the labels."""
+    """Frames as a model takes them, on its device; [index] gives types, list_neigh and Rij, then the labels."""
 
     def __init__(self, frames, model):
         list_neigh, shift = neighbours(frames["positions"], frames["cells"], model.cutoff)
-        self.types, self.list_neigh = frames["types"], list_neigh
-        self.Rij = pair_vectors(frames["positions"], list_neigh, shift)
-        self.labels = frames["energy"], frames["force"], frames["virial"]
+        Rij = pair_vectors(frames["positions"], list_neigh, shift)
+        labels = frames["energy"], frames["force"], frames["virial"]
+        self.tensors = [x.to(model.davg.device) for x in (frames["types"], list_neigh, Rij, *labels)]
+
+    def __len__(self):
+        return len(self.tensors[0])
 
     def __getitem__(self, index):
-        return [x[index] for x in (self.types, self.list_neigh, self.Rij, *self.labels)]
+        return [tensor[index] for tensor in self.tensors]
 
 
 def mean_squares(model, parameters, types, list_neigh, Rij, energy, force, virial, create_graph=True):
@@ -49,9 +52,25 @@ def gradients_of_loss(squares, parameters):
     return squares.detach(), torch.autograd.grad(loss, list(parameters.values()))
 
 
+def mean_of_processes(tensors):
+    """Of each tensor the mean over all processes, by a single message; what each has when there is no other."""
+    if not distributed.is_initialized():
+        return tensors
+    message = torch.cat([tensor.flatten() for tensor in tensors])
+    distributed.all_reduce(message)
+    parts = (message / distributed.get_world_size()).split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors)]
+
+
 class Trainer:
-    def __init__(self, model, data, steps, seed, compile=False):
-        self.model, self.data, self.steps = model, data, steps
+    """Training on `batch` frames a step, which the processes of torch.distributed share, where there are several. All
+    draw the same frames and take the same step, so that their weights stay equal to the bit."""
+
+    def __init__(self, model, data, steps, seed, batch=1, compile=False):
+        self.model, self.data, self.steps, self.batch = model, data, steps, batch
+        self.share = slice(None)  # of the batch
+        if distributed.is_initialized():
+            self.share = slice(distributed.get_rank(), None, distributed.get_world_size())
         self.generator = torch.Generator().manual_seed(seed)
         self.parameters = dict(model.named_parameters())
         matrices = [p for p in self.parameters.values() if p.dim() == 2 and min(p.shape) > 1]
@@ -61,14 +80,15 @@ class Trainer:
         self.history = []  # mean squares of each step
         self.differentiate = lambda *arguments: differentiate(model, *arguments)
         if compile:  # torch.compile has no double backward; make_fx follows both down to plain operators
-            graph = make_fx(self.differentiate)(self.parameters, *data[torch.arange(kBatch)])
+            graph = make_fx(self.differentiate)(self.parameters, *data[torch.arange(batch)[self.share]])
             self.differentiate = torch.compile(graph)
 
     def step(self):
         first, last = kRates
         rate = first + (last - first) * len(self.history) / self.steps
-        index = torch.randperm(len(self.data.types), generator=self.generator)[:kBatch]
-        squares, gradients = self.differentiate(self.parameters, *self.data[index])
+        index = torch.randperm(len(self.data), generator=self.generator)[: self.batch]
+        squares, gradients = self.differentiate(self.parameters, *self.data[index[self.share]])
+        squares, *gradients = mean_of_processes([squares, *gradients])
         for parameter, gradient in zip(self.parameters.values(), gradients):
             parameter.grad = gradient
         for optimizer, share in zip(self.optimizers, (1, 0.3)):
@@ -81,7 +101,7 @@ class Trainer:
         save_whole(state | {"history": self.history, "generator": self.generator.get_state()}, path)
 
     def resume(self, path):
-        state = torch.load(path)
+        state = torch.load(path, map_location="cpu")
         self.model.load_state_dict(state["model"])
         for optimizer, old in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(old)
