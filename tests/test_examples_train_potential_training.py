@@ -24,7 +24,7 @@ from deep_potential import DeepPotential  # noqa: E402
 from frames import crystals, generate, neighbours, pair_vectors  # noqa: E402
 from step_time import differentiate_plainly  # noqa: E402
 from systems import kSystems  # noqa: E402
-from trainer import Data, Trainer, differentiate, kLossWeights  # noqa: E402
+from trainer import Data, MeanSquares, Trainer, differentiate, kLossWeights  # noqa: E402
 from weights import initial, standardise  # noqa: E402
 
 SMALL = dict(trajectories=2, samples=3, cells_each_way=1, settle=20, every=10)
@@ -59,9 +59,9 @@ def beginner(frames, system):
     """A small net and its data."""
     settings = system.model | dict(emb=[6, 12], axis_neuron=4, fit=[10, 10])
     model = DeepPotential(initial(**settings, seed=0), system.labels.type_names)
-    data = Data(frames, model)
-    standardise(model, *data[:][:4])
-    return model, data
+    types, _, _, R, _, energy, _, _ = Data(frames, model)[:]
+    standardise(model, types, R, energy)
+    return model, Data(frames, model)
 
 
 def test_frames_are_reproducible_and_their_dynamics_conserve_energy(frames, system):
@@ -104,9 +104,7 @@ def test_labels_are_derivatives_of_the_energy_that_they_come_with(frames, system
 
 def test_what_the_nets_see_is_standardised_for_each_pair_of_elements(frames, system):
     model, data = beginner(frames, system)
-    types, list_neigh, Rij, energy, *_ = data[:]
-    Ri, _ = model.describe(model.select(types, list_neigh, Rij)[1])
-    R = (Ri - model.davg[types][..., model.slot_types, :]) / model.dstd[types][..., model.slot_types, :]
+    types, _, _, R, _, energy, _, _ = data[:]
     for centre in range(len(model.sel)):
         for slots in R[types == centre].split(model.sel, 1):
             assert slots[..., 0].mean().abs() <= 1e-12
@@ -117,13 +115,22 @@ def test_what_the_nets_see_is_standardised_for_each_pair_of_elements(frames, sys
 
 def test_gradients_through_the_operators_are_those_of_plain_autograd(frames, system):
     model, data = beginner(frames, system)
-    parameters, batch = dict(model.named_parameters()), data[torch.tensor([0, 4])]
-    (squares, ours), (expected_squares, expected) = (
-        function(model, parameters, *batch) for function in (differentiate, differentiate_plainly)
-    )
+    mean_squares, batch = MeanSquares(model), data[torch.tensor([0, 4])]
+    parameters = dict(mean_squares.named_parameters())
+    squares, ours = differentiate(mean_squares, parameters, *batch)
+    expected_squares, expected = differentiate_plainly(model, parameters, *batch)
     assert_close(squares, expected_squares, 1e-10)
     for gradient, other in zip(ours, expected):
         assert_close(gradient, other, 1e-9)
+
+
+def test_prepared_frames_have_the_results_of_a_call_of_the_model(frames, system):
+    model, data = beginner(frames, system)
+    list_neigh, shift = neighbours(frames["positions"], frames["cells"], model.cutoff)
+    Rij = pair_vectors(frames["positions"], list_neigh, shift)
+    expected, ours = model(frames["types"], list_neigh, Rij), model.evaluate(*data[:][:5], 0, False)
+    assert all(map(torch.equal, ours, expected))
+    assert not any(tensor.requires_grad for tensor in data.tensors)
 
 
 def test_the_loss_falls(frames, system):

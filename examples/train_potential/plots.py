@@ -25,8 +25,8 @@ def plot_loss(path, history):
 
 def plot_parity(path, model, data):
     """Ours over the labels of every frame of data."""
-    types, list_neigh, Rij, energy, force, virial = data[:]
-    ours = model(types, list_neigh, Rij)
+    types, *environment, energy, force, virial = data[:]
+    ours = model.evaluate(types, *environment, 0, False)
     n = types.shape[1]
     pairs = (energy / n, ours[0] / n), (force, ours[2]), (virial / n, ours[3] / n)
     figure = Figure(figsize=(12, 4.5), layout="constrained")

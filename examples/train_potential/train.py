@@ -19,13 +19,13 @@ from plots import plot_loss, plot_parity
 from systems import kSystems
 from torch import distributed
 from tqdm import tqdm
-from trainer import Data, Trainer, mean_squares, save_whole
+from trainer import Data, Trainer, save_whole
 from weights import initial, save_npz, standardise
 
 
 def errors(trainer, data):
     """The RMSE of a model on data, in words."""
-    squares = mean_squares(trainer.model, trainer.parameters, *data[:], create_graph=False)
+    squares = trainer.mean_squares(*data[:], create_graph=False)
     energy, force, virial = squares.sqrt().tolist()
     return f"RMSE of energy {1e3 * energy:.2f} meV/atom, force {force:.4f} eV/A, virial {1e3 * virial:.1f} meV/atom"
 
@@ -64,8 +64,9 @@ def main():
     if frames["system"] != options.system:
         parser.error(f"expected a folder of {options.system}, got one of {frames['system']}: {folder}")
     model = DeepPotential(initial(**system.model, seed=options.seed), system.labels.type_names).to(options.device)
+    types, _, _, R, _, energy, _, _ = Data(frames["sets"][0], model)[:]
+    standardise(model, types, R, energy)
     data, held_out, test = (Data(of_set, model) for of_set in frames["sets"])
-    standardise(model, *data[:][:4])
     trainer = Trainer(model, data, options.steps, options.seed, options.batch, options.compile)
     if checkpoint.exists():
         trainer.resume(checkpoint)

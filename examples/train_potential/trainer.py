@@ -1,6 +1,7 @@
 """The loss on energies, forces and virials, and a training, on one process or many, that resumes bit for bit."""
 
 import os
+from functools import partial
 
 import torch
 from frames import neighbours, pair_vectors
@@ -19,13 +20,15 @@ def save_whole(state, path):
 
 
 class Data:
-    """Frames as a model takes them, on its device; [index] gives types, list_neigh and Rij, then the labels."""
+    """Frames as a model takes them, on its device, with all that its weights do not change: [index] gives types [F,n],
+    what `model.environment` gives, and the labels: energy, force and virial."""
 
     def __init__(self, frames, model):
         list_neigh, shift = neighbours(frames["positions"], frames["cells"], model.cutoff)
         Rij = pair_vectors(frames["positions"], list_neigh, shift)
-        labels = frames["energy"], frames["force"], frames["virial"]
-        self.tensors = [x.to(model.davg.device) for x in (frames["types"], list_neigh, Rij, *labels)]
+        keys = "types", "energy", "force", "virial"
+        types, *labels, list_neigh, Rij = (x.to(model.davg.device) for x in (*map(frames.get, keys), list_neigh, Rij))
+        self.tensors = [types, *model.environment(types, list_neigh, Rij), *labels]
 
     def __len__(self):
         return len(self.tensors[0])
@@ -34,17 +37,22 @@ class Data:
         return [tensor[index] for tensor in self.tensors]
 
 
-def mean_squares(model, parameters, types, list_neigh, Rij, energy, force, virial, create_graph=True):
-    """Mean squares of the errors of energy per atom, force and virial per atom, [3]."""
-    inputs, n = (types, list_neigh, Rij, 0, create_graph), types.shape[1]
-    ours = functional_call(model, parameters, inputs)
-    errors = (ours[0] - energy) / n, ours[2] - force, (ours[3] - virial) / n
-    return torch.stack([error.square().mean() for error in errors])
+class MeanSquares(torch.nn.Module):
+    """Mean squares of a model's errors of energy per atom, force and virial per atom, [3], on frames of Data."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, types, list_neigh, Rij, R, R_d, energy, force, virial, create_graph=True):
+        ours, n = self.model.evaluate(types, list_neigh, Rij, R, R_d, 0, create_graph), types.shape[1]
+        errors = (ours[0] - energy) / n, ours[2] - force, (ours[3] - virial) / n
+        return torch.stack([error.square().mean() for error in errors])
 
 
-def differentiate(model, parameters, *batch):
+def differentiate(mean_squares, parameters, *batch):
     """The mean squares, and the gradients of the loss: through the forces, so through the operators' backward."""
-    return gradients_of_loss(mean_squares(model, parameters, *batch), parameters)
+    return gradients_of_loss(functional_call(mean_squares, parameters, batch), parameters)
 
 
 def gradients_of_loss(squares, parameters):
@@ -72,13 +80,17 @@ class Trainer:
         if distributed.is_initialized():
             self.share = slice(distributed.get_rank(), None, distributed.get_world_size())
         self.generator = torch.Generator().manual_seed(seed)
-        self.parameters = dict(model.named_parameters())
+        self.mean_squares = MeanSquares(model)
+        self.parameters = dict(self.mean_squares.named_parameters())
         matrices = [p for p in self.parameters.values() if p.dim() == 2 and min(p.shape) > 1]
         others = [p for p in self.parameters.values() if p.dim() < 2 or min(p.shape) == 1]
         # The descriptor's components are nearly collinear, and Adam alone crawls: Muon steps along all of them alike.
-        self.optimizers = [torch.optim.Muon(matrices, weight_decay=0), torch.optim.Adam(others, betas=(0.9, 0.99))]
+        self.optimizers = [
+            torch.optim.Muon(matrices, weight_decay=0),
+            torch.optim.Adam(others, betas=(0.9, 0.99), fused=True),
+        ]
         self.history = []  # mean squares of each step
-        self.differentiate = lambda *arguments: differentiate(model, *arguments)
+        self.differentiate = partial(differentiate, self.mean_squares)
         if compile:  # torch.compile has no double backward; make_fx follows both down to plain operators
             graph = make_fx(self.differentiate)(self.parameters, *data[torch.arange(batch)[self.share]])
             self.differentiate = torch.compile(graph)
@@ -91,10 +103,13 @@ class Trainer:
         squares, *gradients = mean_of_processes([squares, *gradients])
         for parameter, gradient in zip(self.parameters.values(), gradients):
             parameter.grad = gradient
+        self.update(rate)
+        self.history.append(squares.tolist())
+
+    def update(self, rate):
         for optimizer, share in zip(self.optimizers, (1, 0.3)):
             optimizer.param_groups[0]["lr"] = share * rate
             optimizer.step()
-        self.history.append(squares.tolist())
 
     def save(self, path):
         state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
