@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 BORDERS = ["constant", "replicate", "reflect", "wrap", "reflect_101"]
-INTERPOLATIONS = ["linear", "nearest"]
-DTYPES = [torch.uint8, torch.uint16, torch.int16, torch.float32, torch.float64]
+INTERPOLATIONS = ["linear", "nearest", "cubic"]
+DTYPES = [torch.uint8, torch.uint16, torch.int16, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 IDENTITY = torch.eye(3, dtype=torch.float64)
 # Irrational enough that no coordinate is halfway between pixels; their horizons lie outside the results.
 TILTED = torch.tensor([[1.0531, 0.1237, -3.117], [-0.0823, 0.9311, 2.339], [7.13e-4, -9.17e-4, 1.0]])
@@ -30,13 +30,30 @@ def outside(index, size, border_mode):
         return np.clip(index, 0, size - 1)
     if border_mode == "wrap":
         return np.mod(index, size)
-    edge = 0 if border_mode == "reflect" else 1
+    edge = 0 if border_mode == "reflect" else 1  # transparent: the taps of a pixel inside the image
     period = max(2 * (size - edge), 1)
     folded = np.mod(index, period)
     return np.where(folded < size, folded, period - 1 + edge - folded)
 
 
-def reference(image, warp, dsize, interpolation="linear", border_mode="constant", border=0.0, inverse_map=False):
+def tap_weights(t, interpolation):
+    """Where the taps of an axis are, from that before the position, and their weights."""
+    if interpolation != "cubic":
+        return (0, 1 - t), (1, t)
+    a = -0.75  # Keys' kernel, for distances up to 1 and up to 2
+
+    def near(s):
+        return ((a + 2) * s - (a + 3)) * s**2 + 1
+
+    def far(s):
+        return a * (((s - 5) * s + 8) * s - 4)
+
+    return (-1, far(1 + t)), (0, near(t)), (1, near(1 - t)), (2, far(2 - t))
+
+
+def reference(
+    image, warp, dsize, interpolation="linear", border_mode="constant", border=0.0, inverse_map=False, destination=None
+):
     """[C, H, W] by [3, 3] in float64: each tap's index goes through the border on its own, as OpenCV's do."""
     image, warp = image.double().numpy(), warp.double().numpy()
     channels, height, width = image.shape
@@ -50,10 +67,13 @@ def reference(image, warp, dsize, interpolation="linear", border_mode="constant"
     x, y = np.where(known, x, 0), np.where(known, y, 0)
     if interpolation == "nearest":
         x, y = np.rint(x), np.rint(y)
+    if border_mode == "transparent":
+        known &= (x >= 0) & (x <= width - 1) & (y >= 0) & (y <= height - 1)
+        border = destination.double().numpy()
     x0, y0 = np.floor(x), np.floor(y)
     result = np.zeros((channels, *dsize))
-    for dy, weight_y in (0, 1 - (y - y0)), (1, y - y0):
-        for dx, weight_x in (0, 1 - (x - x0)), (1, x - x0):
+    for dy, weight_y in tap_weights(y - y0, interpolation):
+        for dx, weight_x in tap_weights(x - x0, interpolation):
             row = outside(y0.astype(np.int64) + dy, height, border_mode)
             column = outside(x0.astype(np.int64) + dx, width, border_mode)
             tap = np.where((row >= 0) & (column >= 0), image[:, row, column], border)

@@ -21,18 +21,18 @@ from calcops_jit import warp_perspective
 
 
 def as_dtype(values, dtype):
+    """What an exact result may be compared with: rounded, where it is an integer."""
     if dtype.is_floating_point:
-        return values.to(dtype)
+        return values
     return values.round().clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max).to(dtype)
 
 
-TOLERANCE = {
-    torch.uint8: {"rtol": 0, "atol": 0},
-    torch.uint16: {"rtol": 0, "atol": 0},
-    torch.int16: {"rtol": 0, "atol": 0},
-    torch.float32: {"rtol": 0, "atol": 2.4e-7},  # of images in [0, 1]: eight roundings of 2^-25, see _math.h
-    torch.float64: {"rtol": 0, "atol": 1e-12},
-}
+def tolerance(dtype, interpolation):
+    """Of images in [0, 1]: eight roundings of 2^-25, see _math.h, and more of a cubic sum; that to half precision."""
+    if dtype == torch.float64 or not dtype.is_floating_point:
+        return 1e-12 if dtype == torch.float64 else 0
+    last = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 0}[dtype]
+    return last + (1e-6 if interpolation == "cubic" else 2.4e-7)
 
 
 @pytest.mark.parametrize("inverse_map", [False, True])
@@ -48,12 +48,16 @@ def test_values_are_those_of_the_exact_reference(dtype, border_mode, interpolati
             image.to(device), warp.to(device), (61, 150), interpolation, border_mode, border, inverse_map
         )
         assert result.dtype == dtype
-        torch.testing.assert_close(result.cpu().double(), as_dtype(expected, dtype).double(), **TOLERANCE[dtype])
+        atol = tolerance(dtype, interpolation)
+        torch.testing.assert_close(result.cpu().double(), as_dtype(expected, dtype).double(), rtol=0, atol=atol)
+
+
+OPENCV_DTYPES = [dtype for dtype in DTYPES if dtype not in (torch.float16, torch.bfloat16)]
 
 
 def opencv(image, warp, dsize, interpolation, border_mode, border, inverse_map):
     cv2 = pytest.importorskip("cv2")
-    flags = cv2.INTER_LINEAR if interpolation == "linear" else cv2.INTER_NEAREST
+    flags = getattr(cv2, f"INTER_{interpolation.upper()}")
     pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())
     result = cv2.warpPerspective(
         pixels,
@@ -68,7 +72,7 @@ def opencv(image, warp, dsize, interpolation, border_mode, border, inverse_map):
 
 @pytest.mark.parametrize("inverse_map", [False, True])
 @pytest.mark.parametrize("border_mode", BORDERS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", OPENCV_DTYPES)
 def test_linear_agrees_with_opencv_within_the_error_of_its_coordinates(dtype, border_mode, inverse_map):
     # OpenCV 5 takes the coordinates of most images in float32, those of int16 and float64 images in steps of
     # 1/32 pixel. Pixels are at most 1 apart, so the two axes' errors add up to that many pixels' worth.
@@ -88,9 +92,28 @@ def test_linear_agrees_with_opencv_within_the_error_of_its_coordinates(dtype, bo
             assert difference.max() <= (error if dtype.is_floating_point else 65535 * error + 1)
 
 
+@pytest.mark.parametrize("border_mode", BORDERS)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int16, torch.float32])
+def test_cubic_agrees_with_opencv_within_the_error_of_its_coordinates(dtype, border_mode):
+    # Its coordinates are float32; where they are more than an image beyond the image, its pixels are others, which
+    # those of its cv::borderInterpolate are not.
+    image = random_image(3, 37, 29, dtype=dtype)
+    border = [0.25, 0.5, 0.75] if dtype.is_floating_point else [7.0, 200.0, 33.0]
+    largest = 1 if dtype.is_floating_point else torch.iinfo(dtype).max - torch.iinfo(dtype).min
+    for warp in (TILTED, SHRUNK, TURNED):
+        options = ("cubic", border_mode, border, False)
+        difference = warp_perspective(image, warp, (61, 150), *options).double()
+        difference -= opencv(image, warp, (61, 150), *options).double()
+        v, u = torch.meshgrid(torch.arange(61.0), torch.arange(150.0), indexing="ij")
+        x, y, w = torch.einsum("ij,jvu->ivu", torch.linalg.inv(warp), torch.stack([u, v, u * 0 + 1]).double())
+        near = (x / w > -29) & (x / w < 2 * 29 - 1) & (y / w > -37) & (y / w < 2 * 37 - 1)
+        error = 3 * 2 * 8 * 500 * 2**-24 * largest + (0 if dtype.is_floating_point else 1)
+        assert difference[:, near].abs().max() <= error and near.sum() > 300
+
+
 @pytest.mark.parametrize("inverse_map", [False, True])
 @pytest.mark.parametrize("border_mode", BORDERS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", OPENCV_DTYPES)
 def test_nearest_takes_the_pixels_that_opencv_takes(dtype, border_mode, inverse_map):
     image = random_image(3, 37, 29, dtype=dtype)
     for warp in (TILTED, SHRUNK, TURNED):
@@ -118,6 +141,20 @@ def test_integers_are_rounded_half_to_even_and_border_values_are_saturated(dtype
     far = torch.tensor([[1.0, 0, 90], [0, 1, 0], [0, 0, 1]], device=device)
     for given, expected in ((least - 3.0, least), (2.5, 2), (3.5, 4), (largest + 45.0, largest), (float("nan"), least)):
         assert warp_perspective(image, far, (1, 1), border_value=[given]).item() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_half_precision_number_is_read_and_rounded_as_pytorch_does_it(dtype, device):
+    """All 65,536 of them through an identity map, and their means with a neighbour."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(256, 256)
+    image = bits.view(dtype).to(device)
+    same = warp_perspective(image, IDENTITY.to(device), (256, 256))
+    torch.testing.assert_close(same, image, rtol=0, atol=0, equal_nan=True)
+    step = torch.tensor([[1, 0, 0.5], [0, 1, 0], [0, 0, 1]], device=device)
+    for values in (image, image[torch.randperm(256, generator=torch.Generator().manual_seed(0))]):
+        mean = warp_perspective(values, step, (256, 255), inverse_map=True)
+        expected = (values[:, :-1].float() * 0.5 + values[:, 1:].float() * 0.5).to(dtype)
+        torch.testing.assert_close(mean, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("border_mode", BORDERS)
@@ -254,10 +291,11 @@ def test_huge_coordinates_are_folded_exactly(far, interpolation, border_mode, de
         assert torch.equal(result[0, :, u].cpu(), expected)
 
 
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("border_mode", BORDERS)
-@pytest.mark.parametrize("size", [(1, 1), (1, 5), (5, 1)])
-def test_images_of_one_row_or_column_are_right_in_every_border_mode(size, border_mode, device):
+@pytest.mark.parametrize("size", [(1, 1), (1, 5), (5, 1), (2, 3), (3, 2)])
+def test_images_of_few_rows_or_columns_are_right_in_every_border_mode(size, border_mode, interpolation, device):
     image = random_image(1, *size)
-    result = warp_perspective(image.to(device), TILTED.to(device), (9, 8), "linear", border_mode, [0.5], True)
-    expected = reference(image, TILTED, (9, 8), "linear", border_mode, 0.5, True)
+    result = warp_perspective(image.to(device), TILTED.to(device), (9, 8), interpolation, border_mode, [0.5], True)
+    expected = reference(image, TILTED, (9, 8), interpolation, border_mode, 0.5, True)
     torch.testing.assert_close(result.cpu(), expected, rtol=0, atol=1e-12)

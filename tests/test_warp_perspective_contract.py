@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference_warp_perspective import BORDERS, DTYPES, SHRUNK, TILTED, TURNED, random_image, reference
+from reference_warp_perspective import BORDERS, DTYPES, INTERPOLATIONS, SHRUNK, TILTED, TURNED, random_image, reference
 
 from calcops_jit import warp_perspective
 
@@ -56,16 +56,17 @@ def restore_threads():
 
 
 @pytest.mark.usefixtures("restore_threads")
+@pytest.mark.parametrize("interpolation", ["linear", "cubic"])
 @pytest.mark.parametrize("border_mode", BORDERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_results_and_gradients_are_bitwise_equal_for_1_to_4_threads(dtype, border_mode):
+def test_results_and_gradients_are_bitwise_equal_for_1_to_4_threads(dtype, border_mode, interpolation):
     image, warps = random_image(2, 3, 211, 190, dtype=dtype).requires_grad_(), torch.stack([TILTED, SHRUNK])
     warps.requires_grad_()
     upstream = random_image(2, 3, 170, 230, dtype=dtype, seed=1)
 
     def run(threads):
         torch.set_num_threads(threads)
-        result = warp_perspective(image, warps, (170, 230), border_mode=border_mode)
+        result = warp_perspective(image, warps, (170, 230), interpolation, border_mode)
         return result, *torch.autograd.grad(result, (image, warps), upstream)
 
     first = run(1)
@@ -81,12 +82,13 @@ def filled_with_nan():
 
 
 @pytest.mark.usefixtures("filled_with_nan")
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("border_mode", BORDERS)
-def test_every_element_is_written_where_empty_tensors_are_filled_with_nan(border_mode, device):
+def test_every_element_is_written_where_empty_tensors_are_filled_with_nan(border_mode, interpolation, device):
     assert torch.empty(1).isnan().all()
     image = random_image(2, 3, 50, 40).to(device).requires_grad_()
     warp = torch.stack([TILTED, torch.zeros(3, 3)]).to(device).requires_grad_()
-    result = warp_perspective(image, warp, (33, 70), border_mode=border_mode)
+    result = warp_perspective(image, warp, (33, 70), interpolation, border_mode)
     for values in (result, *torch.autograd.grad(result.sum(), (image, warp))):
         assert values.isfinite().all()
 
@@ -102,8 +104,10 @@ GOOD = {"image": torch.zeros(2, 3, 5, 6), "warp": torch.eye(3), "dsize": (4, 4)}
             {"image": torch.zeros(1, 1, 1, 5, 6)},
             "`image` of shape [H, W], [C, H, W] or [N, C, H, W], got [1, 1, 1, 5, 6]",
         ),
-        ({"image": torch.zeros(5, 6).half()}, "`image` of dtype uint8, uint16, int16, float32 or float64, got Half"),
-        ({"image": torch.zeros(5, 6).int()}, "`image` of dtype uint8, uint16, int16, float32 or float64, got Int"),
+        (
+            {"image": torch.zeros(5, 6).int()},
+            "`image` of dtype uint8, uint16, int16, float16, bfloat16, float32 or float64, got Int",
+        ),
         ({"warp": torch.eye(3).int()}, "`warp` of dtype float32 or float64, got Int"),
         ({"warp": torch.eye(4)}, "`warp` of shape [3, 3] or [N, 3, 3], got [4, 4]"),
         ({"warp": torch.eye(3)[0]}, "`warp` of shape [3, 3] or [N, 3, 3], got [3]"),
@@ -112,10 +116,20 @@ GOOD = {"image": torch.zeros(2, 3, 5, 6), "warp": torch.eye(3), "dsize": (4, 4)}
         ({"warp": torch.eye(3, device="meta")}, "`warp` on cpu like `image`, got meta"),
         ({"dsize": (-1, 4)}, "`dsize` (height, width), both >= 0, got [-1, 4]"),
         ({"dsize": (4,)}, "`dsize` (height, width), both >= 0, got [4]"),
-        ({"interpolation": "cubic"}, '`interpolation` "linear" or "nearest", got "cubic"'),
+        ({"interpolation": "area"}, '`interpolation` "linear", "cubic" or "nearest", got "area"'),
         (
-            {"border_mode": "transparent"},
-            '`border_mode` "constant", "replicate", "reflect", "wrap" or "reflect_101", got "transparent"',
+            {"border_mode": "mirror"},
+            '`border_mode` "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent", got "mirror"',
+        ),
+        ({"border_mode": "transparent"}, "`destination` a tensor with this `border_mode`, got none"),
+        ({"destination": torch.zeros(2, 3, 4, 4)}, "`destination` none with this `border_mode`, got a tensor"),
+        (
+            {"border_mode": "transparent", "destination": torch.zeros(3, 4, 4)},
+            "`destination` of the result's shape [2, 3, 4, 4], got [3, 4, 4]",
+        ),
+        (
+            {"border_mode": "transparent", "destination": torch.zeros(2, 3, 4, 4).double()},
+            "`destination` of dtype Float like `image`, got Double",
         ),
         ({"border_value": [1.0, 2.0]}, "`border_value` of one value or one for each of 3 channels, got 2 values"),
     ],
@@ -129,7 +143,7 @@ def test_an_error_names_the_argument_what_was_expected_and_what_came(bad, messag
 @pytest.mark.parametrize("dtype, name", [(torch.uint8, "Byte"), (torch.uint16, "UInt16"), (torch.int16, "Short")])
 def test_integers_with_a_matrix_that_requires_a_gradient_are_an_error_not_a_lost_gradient(dtype, name):
     image, warp = torch.zeros(5, 6, dtype=dtype), torch.eye(3, requires_grad=True)
-    message = f"expected `image` of dtype float32 or float64 where `warp` has a derivative, got {name}"
+    message = f"expected `image` of a floating dtype where `warp` has a derivative, got {name}"
     with pytest.raises(RuntimeError, match=message):
         warp_perspective(image, warp)
     with torch.no_grad():
@@ -143,8 +157,10 @@ class TestOnAGpu:
             for border_mode in BORDERS:
                 image = random_image(2, 3, 111, 90, dtype=dtype)
                 warp = torch.stack([TILTED, TURNED])
-                ours = warp_perspective(image.cuda(), warp.cuda(), (200, 123), border_mode=border_mode)
-                assert torch.equal(ours.cpu(), warp_perspective(image, warp, (200, 123), border_mode=border_mode))
+                for interpolation in INTERPOLATIONS:
+                    options = (200, 123), interpolation, border_mode
+                    ours = warp_perspective(image.cuda(), warp.cuda(), *options)
+                    assert torch.equal(ours.cpu(), warp_perspective(image, warp, *options))
 
     def test_gradients_are_the_same_in_every_run_and_those_of_the_cpu(self):
         image, warp = random_image(2, 3, 111, 90), torch.stack([TILTED, TURNED])

@@ -3,6 +3,7 @@
 A tile has 32 x 8 pixels, a thread of the forward 16 channels, a block of the gradient 4, a launch 256.
 """
 
+import itertools
 import random
 
 import pytest
@@ -12,8 +13,8 @@ from kernels import same_bits
 import calcops_jit  # noqa: F401 - registers the operators
 
 ops = torch.ops.calcops
-BORDERS = ["constant", "replicate", "reflect", "wrap", "reflect_101"]
-DTYPES = [torch.uint8, torch.uint16, torch.int16, torch.float32, torch.float64]
+BORDERS = ["constant", "replicate", "reflect", "wrap", "reflect_101", "transparent"]
+DTYPES = [torch.uint8, torch.uint16, torch.int16, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def matrices(kind, count):
@@ -70,17 +71,23 @@ def case(seed):
         image,
         matrix,
         out,
-        draw.choice(["linear", "linear", "nearest"]),
+        draw.choice(["linear", "cubic", "nearest"]),
         draw.choice(BORDERS),
         border,
         draw.random() < 0.5,
     )
 
 
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-10}
+
+
 def check(kernels, image, matrix, out, *options):
     """The forward has the CPU's bits; the backward's sums have another order."""
-    expected = ops.warp_perspective(image, matrix, out, *options)
-    same_bits(kernels(ops.warp_perspective, image, matrix, out, *options), [expected])
+    destination = None
+    if "transparent" in options:
+        destination = torch.full((max(len(image), len(matrix)), image.shape[1], *out), 77).to(image.dtype)
+    expected = ops.warp_perspective(image, matrix, out, *options, destination)
+    same_bits(kernels(ops.warp_perspective, image, matrix, out, *options, destination), [expected])
     if not image.dtype.is_floating_point:
         return
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=image.dtype)
@@ -89,7 +96,7 @@ def check(kernels, image, matrix, out, *options):
         arguments = grad, image, matrix, *options, mask
         for wanted, a, b in zip(mask, kernels(backward, *arguments), backward(*arguments), strict=True):
             if wanted and b.numel():
-                error = (1e-5 if image.dtype == torch.float32 else 1e-10) * max(1, b.abs().max().item())
+                error = TOLERANCE[image.dtype] * max(1, b.abs().max().item())
                 torch.testing.assert_close(a, b, rtol=0, atol=error)
 
 
@@ -99,11 +106,12 @@ def test_images_matrices_and_borders_of_every_kind(kernels, first):
         check(kernels, *case(seed))
 
 
+@pytest.mark.parametrize("interpolation", ["linear", "cubic"])
 @pytest.mark.parametrize("border", BORDERS)
-def test_an_image_folded_many_times_into_the_result(kernels, border):
+def test_an_image_folded_many_times_into_the_result(kernels, border, interpolation):
     image = torch.rand(1, 2, 9, 13, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     matrix = torch.tensor([[0.3, 0.1, 9.2], [-0.05, 0.4, 7.1], [1e-3, 2e-3, 1]], dtype=torch.float64)[None]
-    check(kernels, image, matrix, (40, 70), "linear", border, None, False)
+    check(kernels, image, matrix, (40, 70), interpolation, border, None, False)
 
 
 @pytest.mark.parametrize("channels", [0, 1, 255, 256, 257, 513])
@@ -126,7 +134,7 @@ def test_empty_sizes(kernels, size):
 @pytest.mark.parametrize("inverse_map", [False, True])
 def test_cells_are_those_of_the_cpu(kernels, kind, inverse_map):
     warp = matrices(kind, 3)
-    for border in BORDERS:
-        for size, dsize in [((5, 7), (3, 90)), ((1, 1), (4, 4)), ((0, 4), (2, 2)), ((5, 7), (0, 3))]:
-            arguments = warp, size, dsize, border, inverse_map
-            same_bits(kernels(ops._warp_perspective_cells, *arguments), ops._warp_perspective_cells(*arguments))
+    sizes = [((5, 7), (3, 90)), ((1, 1), (4, 4)), ((0, 4), (2, 2)), ((5, 7), (0, 3))]
+    for border, (size, dsize), interpolation in itertools.product(BORDERS, sizes, ["linear", "cubic"]):
+        arguments = warp, size, dsize, interpolation, border, inverse_map
+        same_bits(kernels(ops._warp_perspective_cells, *arguments), ops._warp_perspective_cells(*arguments))

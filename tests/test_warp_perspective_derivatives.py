@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference_warp_perspective import BORDERS, NOWHERE, SHRUNK, TILTED, random_image
+from reference_warp_perspective import BORDERS, INTERPOLATIONS, NOWHERE, SHRUNK, TILTED, random_image
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
@@ -42,15 +42,16 @@ def test_first_and_second_derivatives_are_right_for_every_pairing_of_shapes(shap
     assert gradgradcheck(warped, inputs, check_fwd_over_rev=True, check_rev_over_rev=True)
 
 
+@pytest.mark.parametrize("interpolation", ["linear", "cubic"])
 @pytest.mark.parametrize("border_mode", BORDERS)
-def test_first_and_second_derivatives_are_right_in_every_border_mode(border_mode, device):
+def test_first_and_second_derivatives_are_right_in_every_border_mode(border_mode, interpolation, device):
     # The image is shrunk to a third, so that most of the result lies outside of it, folded several times.
     warp = torch.tensor([[0.331, 0.041, 1.27], [-0.029, 0.347, 1.913], [0.0031, 0.0047, 1.0]], dtype=torch.float64)
     image = random_image(2, 5, 4).to(device).requires_grad_()
     warp = warp.to(device).requires_grad_()
 
     def warped(image, warp):
-        return warp_perspective(image, warp, (6, 7), border_mode=border_mode, border_value=[0.3, 0.6])
+        return warp_perspective(image, warp, (6, 7), interpolation, border_mode, [0.3, 0.6])
 
     assert gradcheck(warped, (image, warp), eps=1e-7, atol=1e-5, check_forward_ad=True)
     assert gradgradcheck(warped, (image, warp), eps=1e-7, atol=1e-4, check_fwd_over_rev=True)
@@ -73,11 +74,12 @@ def test_where_no_pixel_has_a_source_second_derivatives_and_tangents_are_zero(na
     assert torch.equal(tangent, torch.zeros_like(tangent))
 
 
-def test_third_derivatives_are_right(device):
+@pytest.mark.parametrize("interpolation", ["linear", "cubic"])
+def test_third_derivatives_are_right(interpolation, device):
     image, warp = arguments((4, 5), (3, 3), device)
 
     def gradients(image, warp):
-        result = warp_perspective(image, warp, (3, 3))
+        result = warp_perspective(image, warp, (3, 3), interpolation)
         return torch.autograd.grad(result.sin().sum(), (image, warp), create_graph=True)
 
     assert gradgradcheck(gradients, (image, warp), atol=1e-4)
@@ -96,28 +98,46 @@ def test_nearest_moves_the_gradient_to_the_pixels_it_took_and_has_none_for_the_m
     assert torch.equal(gradient, torch.zeros_like(warp))
 
 
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("border_mode", BORDERS)
 @pytest.mark.parametrize("warp", [TILTED, SHRUNK, 0.02 * SHRUNK + torch.diag(torch.tensor([0.0, 0, 0.98]))])
-def test_the_image_gradient_is_the_adjoint_of_the_map_on_large_images(warp, border_mode, device):
+def test_the_image_gradient_is_the_adjoint_of_the_map_on_large_images(warp, border_mode, interpolation, device):
     # Hundreds of pixels of the result fall on one of the image, and many tiles on each other.
     image = random_image(5, 130, 170).to(device).requires_grad_()
     upstream = random_image(5, 150, 140, seed=1).to(device)
-    result = warp_perspective(image, warp.to(device), (150, 140), border_mode=border_mode)
+    result = warp_perspective(image, warp.to(device), (150, 140), interpolation, border_mode)
     (gradient,) = torch.autograd.grad(result, image, upstream)
     torch.testing.assert_close((gradient * image).sum(), (result * upstream).sum(), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("interpolation", ["linear", "cubic"])
 @pytest.mark.parametrize("border_mode", BORDERS)
-def test_float32_gradients_are_those_of_float64_to_rounding(border_mode, device):
+def test_float32_gradients_are_those_of_float64_to_rounding(border_mode, interpolation, device):
     image, upstream = (random_image(3, 60, 50).float().double(), random_image(3, 70, 45, seed=1).float().double())
 
     def gradients(dtype):
         inputs = [t.to(device, dtype).requires_grad_() for t in (image, TILTED.float())]
-        result = warp_perspective(*inputs, (70, 45), border_mode=border_mode)
+        result = warp_perspective(*inputs, (70, 45), interpolation, border_mode)
         return torch.autograd.grad(result, inputs, upstream.to(device, dtype))
 
     for narrow, wide in zip(gradients(torch.float32), gradients(torch.float64), strict=True):
         torch.testing.assert_close(narrow.double(), wide, rtol=3e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_gradients_are_those_of_float32_rounded(dtype, interpolation, device):
+    image, upstream = random_image(2, 20, 30, dtype=dtype).to(device), random_image(2, 25, 33, dtype=dtype).to(device)
+    destination = random_image(2, 25, 33, dtype=dtype, seed=1).to(device)
+
+    def gradients(dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in (image, destination)] + [TILTED.to(device).requires_grad_()]
+        options = {"border_mode": "transparent", "destination": inputs[1]}
+        result = warp_perspective(inputs[0], inputs[2], (25, 33), interpolation, **options)
+        return torch.autograd.grad(result, inputs, upstream.to(dtype))
+
+    for narrow, wide in zip(gradients(dtype), gradients(torch.float32), strict=True):
+        assert torch.equal(narrow, wide.to(narrow.dtype))
 
 
 def test_a_gradient_that_is_expanded_or_strided_is_right(device):
@@ -206,9 +226,10 @@ THIRDS = torch.tensor([[3.0, 0, 1], [0, 3, 2], [0, 0, 3]], dtype=torch.float64) 
 
 @pytest.mark.parametrize("border_mode", BORDERS)
 @pytest.mark.parametrize("inverse_map", [False, True])
+@pytest.mark.parametrize("interpolation", ["linear", "cubic"])
 @pytest.mark.parametrize("scale", [1.0, 0.1, 2.0**-1030])
 def test_both_modes_have_the_same_slope_at_pixel_centres_and_for_matrices_of_any_size(
-    border_mode, inverse_map, scale, device
+    border_mode, inverse_map, interpolation, scale, device
 ):
     """Left and right of a centre the slopes differ: both modes must see the coordinate on the same side."""
     image = random_image(2, 9, 8).to(device)
@@ -218,7 +239,7 @@ def test_both_modes_have_the_same_slope_at_pixel_centres_and_for_matrices_of_any
         tangent = torch.linspace(-1, 1, 9, dtype=torch.float64, device=device).view(3, 3) * warp.abs().max()
 
         def warped(image, warp):
-            return warp_perspective(image, warp, (7, 6), border_mode=border_mode, inverse_map=inverse_map)
+            return warp_perspective(image, warp, (7, 6), interpolation, border_mode, inverse_map=inverse_map)
 
         _, forward = jvp(warped, (image, warp), (towards, tangent))
         _, vjp = torch.func.vjp(warped, image, warp)
@@ -228,9 +249,10 @@ def test_both_modes_have_the_same_slope_at_pixel_centres_and_for_matrices_of_any
         torch.testing.assert_close((forward * upstream).sum(), reverse, rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("interpolation", ["linear", "cubic"])
 @pytest.mark.parametrize("border_mode", BORDERS)
 @pytest.mark.parametrize("inverse_map", [False, True])
-def test_both_modes_agree_on_a_thousand_random_maps(border_mode, inverse_map):
+def test_both_modes_agree_on_a_thousand_random_maps(border_mode, inverse_map, interpolation):
     """<v, J u> = <J^T v, u>, to rounding: on pixel centres, beside the horizon and across it, at any scale."""
     generator = torch.Generator().manual_seed(BORDERS.index(border_mode))
 
@@ -249,7 +271,7 @@ def test_both_modes_agree_on_a_thousand_random_maps(border_mode, inverse_map):
     tangent = normal(4 * n, 3, 3) * warp.abs().amax((1, 2), keepdim=True)
 
     def warped(image, warp):
-        return warp_perspective(image, warp, (5, 8), border_mode=border_mode, inverse_map=inverse_map)
+        return warp_perspective(image, warp, (5, 8), interpolation, border_mode, inverse_map=inverse_map)
 
     out, forward = jvp(warped, (image, warp), (towards, tangent))
     upstream = normal(*out.shape)

@@ -8,6 +8,7 @@
 
 #include "autograd.h"
 #include "expect.h"
+#include "float16.h"
 #include "kernel.h"
 #include "warp_perspective/warp_perspective.h"
 #include "warp_perspective/warp_perspective_checks.h"
@@ -30,7 +31,7 @@ struct Arguments {
   template <class Pixel>
   WarpInputs<Pixel> inputs() const {
     return {sizes,
-            image.const_data_ptr<Pixel>(),
+            static_cast<const Pixel*>(image.const_data_ptr()),
             {image.stride(0), image.stride(1), image.stride(2), image.stride(3)},
             warp.const_data_ptr<double>(),
             border_value.data()};
@@ -43,7 +44,7 @@ std::optional<Arguments> arguments_of(const char* op, const Tensor& image, const
                                       const SymInt& out_width, std::string_view interpolation,
                                       std::string_view border_mode, const Doubles& border_value,
                                       bool inverse_map) {
-  const bool nearest = is_nearest(op, interpolation);
+  const Interpolation how = interpolation_of(op, interpolation);
   const Border border = border_of(op, border_mode);
   std::vector<double> values = border_value ? border_value->vec() : std::vector<double>();
   const SymInt count = static_cast<int64_t>(values.size());
@@ -57,7 +58,7 @@ std::optional<Arguments> arguments_of(const char* op, const Tensor& image, const
       warp.to(at::kDouble).contiguous(),
       {shape.batch.expect_int(), shape.image_batch.expect_int(), shape.warp_batch.expect_int(),
        shape.channels.expect_int(), shape.height.expect_int(), shape.width.expect_int(),
-       out_height.expect_int(), out_width.expect_int(), border, nearest, inverse_map},
+       out_height.expect_int(), out_width.expect_int(), border, how, inverse_map},
       std::move(values)};
 }
 
@@ -66,26 +67,41 @@ void with_pixel(at::ScalarType type, Function function) {
   if (type == at::kByte) return function(uint8_t());
   if (type == at::kUInt16) return function(uint16_t());
   if (type == at::kShort) return function(int16_t());
+  if (type == at::kHalf) return function(Float16());
+  if (type == at::kBFloat16) return function(BFloat16());
   type == at::kFloat ? function(float()) : function(double());
 }
 
 Tensor warp_perspective(const Tensor& image, const Tensor& warp, c10::SymIntArrayRef dsize,
                         std::string_view interpolation, std::string_view border_mode,
-                        Doubles border_value, bool inverse_map) {
+                        Doubles border_value, bool inverse_map,
+                        const std::optional<Tensor>& destination, std::string_view arithmetic) {
   const Shape shape = check_inputs(kWarp, image, warp);
   check_dsize(kWarp, dsize);
   const auto from = arguments_of(kWarp, image, warp, shape, dsize[0], dsize[1], interpolation,
                                  border_mode, border_value, inverse_map);
-  Tensor out = at::empty_symint(shape.out(dsize[0], dsize[1]), image.options());
+  check_destination(kWarp, destination.value_or(Tensor()), image, shape, dsize,
+                    border_of(kWarp, border_mode));
+  const bool opencv4 = is_opencv4(kWarp, arithmetic);
+  if (opencv4) check_opencv4(kWarp, image, shape, interpolation);
+  Tensor out = destination ? destination->clone(at::MemoryFormat::Contiguous)
+                           : at::empty_symint(shape.out(dsize[0], dsize[1]), image.options());
   if (!from) return out;
   with_pixel(image.scalar_type(), [&](auto pixel) {
     using Pixel = decltype(pixel);
     const auto in = from->inputs<Pixel>();
-    Pixel* to = out.mutable_data_ptr<Pixel>();
+    Pixel* to = static_cast<Pixel*>(out.mutable_data_ptr());
+    if constexpr (std::is_arithmetic_v<Pixel>) {
+      if (opencv4 && image.is_cpu()) return warp_perspective_opencv4_cpu(in, to);
+    }
     if (image.is_cpu()) return warp_perspective_cpu(in, to);
 #ifndef CALCOPS_NO_CUDA
-    launch(image, 0,
-           [&](void*, cudaStream_t stream) { return warp_perspective_cuda(in, to, stream); });
+    launch(image, 0, [&](void*, cudaStream_t stream) {
+      if constexpr (std::is_arithmetic_v<Pixel>) {
+        if (opencv4) return warp_perspective_opencv4_cuda(in, to, stream);
+      }
+      return warp_perspective_cuda(in, to, stream);
+    });
 #endif
   });
   return out;
@@ -96,26 +112,28 @@ Two warp_perspective_backward(const Tensor& grad, const Tensor& image, const Ten
                               std::string_view interpolation, std::string_view border_mode,
                               Doubles border_value, bool inverse_map, Mask mask) {
   const Shape shape = check_inputs(kBackward, image, warp);
-  expect_dtype({kBackward, "image", image}, {at::kFloat, at::kDouble},
-               "of dtype float32 or float64");
+  const at::ScalarType type = image.scalar_type();
+  expect(kBackward, "image", c10::isFloatingType(type), type, "of a floating dtype");
   expect_dtype_and_device({kBackward, "grad", grad}, {kBackward, "image", image});
   expect(kBackward, "grad", grad.dim() >= 2, grad.sym_sizes(), "of the result's shape");
   const SymInt height = grad.sym_size(-2), width = grad.sym_size(-1);
   const c10::SymDimVector out_shape = shape.out(height, width);
   expect(kBackward, "grad", same_shape(grad.sym_sizes(), out_shape), grad.sym_sizes(), "of shape ",
          c10::SymIntArrayRef(out_shape));
-  const auto from = arguments_of(kBackward, image, warp, shape, height, width, interpolation,
-                                 border_mode, border_value, inverse_map);
+  // The kernels read float32 and float64; narrower images are widened for them.
+  const at::ScalarType wide = type == at::kDouble ? at::kDouble : at::kFloat;
+  const auto from = arguments_of(kBackward, image.to(wide), warp, shape, height, width,
+                                 interpolation, border_mode, border_value, inverse_map);
   const auto make = [&](bool wanted, const Tensor& like, at::ScalarType type) {
     return wanted ? at::empty_symint(like.sym_sizes(), like.options().dtype(type))
-                  : at::empty({0}, like.options());
+                  : at::empty({0}, like.options().dtype(type));
   };
-  const Tensor grad_image = make(mask[0], image, image.scalar_type());
+  const Tensor grad_image = make(mask[0], image, from ? wide : type);
   const Tensor grad_warp = make(mask[1], warp, from ? at::kDouble : warp.scalar_type());
   if (!from) return {grad_image, grad_warp};
-  const Tensor upstream = grad.contiguous();
-  with_pixel(image.scalar_type(), [&](auto pixel) {
-    using Real = std::conditional_t<std::is_same_v<decltype(pixel), float>, float, double>;
+  const Tensor upstream = grad.to(wide).contiguous();
+  const auto run = [&](auto real) {
+    using Real = decltype(real);
     const auto in = from->inputs<Real>();
     const WarpGradients<Real> to{read<Real>(upstream), write<Real>(grad_image, mask[0]),
                                  write<double>(grad_warp, mask[1])};
@@ -126,22 +144,25 @@ Two warp_perspective_backward(const Tensor& grad, const Tensor& image, const Ten
              return warp_perspective_backward_cuda(in, to, workspace, stream);
            });
 #endif
-  });
-  return {grad_image, grad_warp.to(warp.scalar_type())};
+  };
+  wide == at::kFloat ? run(float()) : run(double());
+  return {grad_image.to(type), grad_warp.to(warp.scalar_type())};
 }
 
 // Where the pixels of the result come from, in the numbers that the kernels see (CellNumber), and
 // the factor by which they take each matrix, 0 for one that cannot be used.
 Two warp_perspective_cells(const Tensor& warp, c10::SymIntArrayRef size, c10::SymIntArrayRef dsize,
-                           std::string_view border_mode, bool inverse_map) {
+                           std::string_view interpolation, std::string_view border_mode,
+                           bool inverse_map) {
   check_matrix(kCells, warp);
   expect(kCells, "warp", warp.dim() == 3, warp.sym_sizes(), "of shape [N, 3, 3]");
   check_dsize(kCells, size);
   check_dsize(kCells, dsize);
+  const Interpolation how = interpolation_of(kCells, interpolation);
   const Border border = border_of(kCells, border_mode);
-  const SymInt batch = warp.sym_size(0);
+  const SymInt batch = warp.sym_size(0), pixels = dsize[0] * dsize[1];
   const auto options = warp.options().dtype(at::kDouble);
-  const Tensor cells = at::empty_symint({batch, kCellNumbers, dsize[0] * dsize[1]}, options),
+  const Tensor cells = at::empty_symint({batch, cell_numbers(how), pixels}, options),
                scale = at::empty_symint({batch, 1, 1}, options);
   if (warp.is_meta()) return {cells, scale};
   const int64_t count = batch.expect_int();
@@ -154,7 +175,7 @@ Two warp_perspective_cells(const Tensor& warp, c10::SymIntArrayRef size, c10::Sy
                         dsize[0].expect_int(),
                         dsize[1].expect_int(),
                         border,
-                        /*nearest=*/false,
+                        how,
                         inverse_map};
   const Tensor matrices = warp.to(at::kDouble).contiguous();
   const double* from = read<double>(matrices);
@@ -179,6 +200,12 @@ void vmap_items(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const bool backward = call.has("grad");
   const Tensor image = call.tensor("image"), warp = call.tensor("warp");
   const Shape shape = check_inputs(backward ? kBackward : kWarp, image, warp);
+  if (!backward) {
+    const std::vector<SymInt> dsize = call["dsize"].toSymIntVector();
+    check_dsize(kWarp, dsize);
+    check_destination(kWarp, call.tensor("destination"), image, shape, dsize,
+                      border_of(kWarp, call["border_mode"].toStringView()));
+  }
   const auto items = [&](const Tensor& tensor) {
     c10::SymDimVector sizes(tensor.sym_sizes());
     sizes[0] = shape.batch;
@@ -186,11 +213,10 @@ void vmap_items(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   };
   call["image"] = items(image_batch(image));
   call["warp"] = items(warp_batch(warp));
-  if (backward) {
-    const Tensor grad = call.tensor("grad");
-    call["grad"] =
-        grad.reshape_symint({shape.batch, shape.channels, grad.sym_size(-2), grad.sym_size(-1)});
-  }
+  const char* of_result = backward ? "grad" : "destination";
+  if (const Tensor tensor = call.tensor(of_result); tensor.defined())
+    call[of_result] = tensor.reshape_symint(
+        {shape.batch, shape.channels, tensor.sym_size(-2), tensor.sym_size(-1)});
   stack->insert(stack->end(), call.arguments.begin(), call.arguments.end());
   vmap(vmap_folded, op, stack);
   if (!backward) {
@@ -209,7 +235,7 @@ TORCH_LIBRARY_FRAGMENT(calcops, m) {
       m,
       "warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[8, 8], str "
       "interpolation=\"linear\", str border_mode=\"constant\", float[]? border_value=None, "
-      "bool inverse_map=False) -> Tensor");
+      "bool inverse_map=False, Tensor? destination=None, str arithmetic=\"exact\") -> Tensor");
   define<&warp_perspective_backward, kOfBackward, vmap_items>(
       m,
       "_warp_perspective_backward(Tensor grad, Tensor image, Tensor warp, str interpolation, "
@@ -217,8 +243,8 @@ TORCH_LIBRARY_FRAGMENT(calcops, m) {
       "(Tensor, Tensor)");
   define<&warp_perspective_cells, kOfCells>(
       m,
-      "_warp_perspective_cells(Tensor warp, SymInt[2] size, SymInt[2] dsize, str border_mode, "
-      "bool inverse_map) -> (Tensor, Tensor)");
+      "_warp_perspective_cells(Tensor warp, SymInt[2] size, SymInt[2] dsize, str interpolation, "
+      "str border_mode, bool inverse_map) -> (Tensor, Tensor)");
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 
 #include "warp_perspective/warp_perspective.h"
 #include "warp_perspective/warp_perspective_math.h"
+#include "warp_perspective/warp_perspective_opencv4.h"
 
 namespace calcops {
 namespace {
@@ -103,20 +104,20 @@ class SharedHomography {
 };
 
 // `border` is that of `sizes`, or a constant which says the same.
+template <int kTaps>
 __device__ inline bool find_cell(const WarpSizes& sizes, Border border, const Homography& map,
-                                 int64_t u, int64_t v, Source& source, Cell& cell) {
+                                 int64_t u, int64_t v, Source& source, Cell<kTaps>& cell) {
   if (!map.valid || sizes.height == 0 || sizes.width == 0) return false;
   if (u >= sizes.out_width || v >= sizes.out_height) return false;
   source = project(map.m, static_cast<double>(u), static_cast<double>(v));
-  return locate(source.x, sizes.width, border, sizes.nearest, cell.x) &&
-         locate(source.y, sizes.height, border, sizes.nearest, cell.y);
+  return locate(source, sizes, border, cell);
 }
 
 constexpr int64_t kChannelsPerThread = 16;
 
-// One for constant, one for replicate, and one, which goes by the name of kReflect, for what folds.
-template <Border kBorder, class Pixel>
-__global__ void __launch_bounds__(kThreads, 4)
+// One for constant, one for replicate, and one, which goes by the name of kReflect, for all others.
+template <Border kBorder, int kTaps, class Pixel>
+__global__ void __launch_bounds__(kThreads, kTaps == 2 ? 4 : 2)
     forward_kernel(WarpInputs<Pixel> in, Pixel* out, Channels channels, Runs runs) {
   __shared__ Homography room;
   SharedHomography shared(room);
@@ -130,9 +131,10 @@ __global__ void __launch_bounds__(kThreads, 4)
     const int64_t u = x * kTileWidth + thread_x(), v = y * kTileHeight + thread_y();
     const Homography& map = shared.of(in, n);
     Source source;
-    Cell cell;
+    Cell<kTaps> cell;
     const bool has_source = find_cell(sizes, border, map, u, v, source, cell);
     if (u >= sizes.out_width || v >= sizes.out_height) return;
+    if (!has_source && border == Border::kTransparent) return;
     const int64_t plane_size = sizes.out_height * sizes.out_width;
     Pixel* to =
         out + (n * sizes.channels + channels.first + begin) * plane_size + v * sizes.out_width + u;
@@ -233,7 +235,15 @@ __device__ inline double sum_block(double (&numbers)[9], double (*parts)[9]) {
   return sum;
 }
 
-template <class Real>
+template <int kTaps>
+__device__ inline Box box_of(const Cell<kTaps>& cell) {
+  Box box{cell.x.tap[0], cell.x.tap[0], cell.y.tap[0], cell.y.tap[0]};
+  for (int k = 1; k < kTaps; ++k)
+    box = around(box, {cell.x.tap[k], cell.x.tap[k], cell.y.tap[k], cell.y.tap[k]});
+  return box;
+}
+
+template <int kTaps, class Real>
 __global__ void __launch_bounds__(kThreads, 2)
     summarize_kernel(WarpInputs<Real> in, WarpGradients<Real> to, Channels channels, Runs runs,
                      Workspace work) {
@@ -248,20 +258,17 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int64_t u = x * kTileWidth + thread_x(), v = y * kTileHeight + thread_y();
     const Homography& map = shared.of(in, n);
     Source source;
-    Cell cell;
+    Cell<kTaps> cell;
     const bool has_source = find_cell(sizes, sizes.border, map, u, v, source, cell);
     if (channels.first == 0 && to.grad_image) {
-      Box box{kNone, -kNone, kNone, -kNone};
-      if (has_source)
-        box = {least(cell.x.first, cell.x.second), most(cell.x.first, cell.x.second),
-               least(cell.y.first, cell.y.second), most(cell.y.first, cell.y.second)};
-      box = around_warp(box);
+      const Box box = around_warp(has_source ? box_of(cell) : Box{kNone, -kNone, kNone, -kNone});
       __syncthreads();  // what `boxes` held has been read
       if (threadIdx.x % 32 == 0) boxes[threadIdx.x / 32] = box;
       __syncthreads();
       if (threadIdx.x == 0) {
-        for (int warp = 1; warp < kWarps; ++warp) box = around(box, boxes[warp]);
-        work.boxes[n * pyramid.count + y * tiles.across + x] = box;
+        Box all = box;
+        for (int warp = 1; warp < kWarps; ++warp) all = around(all, boxes[warp]);
+        work.boxes[n * pyramid.count + y * tiles.across + x] = all;
       }
     }
     if (!to.grad_warp) return;
@@ -322,12 +329,13 @@ constexpr int kNowhere = -1;
 
 // A tap's place within a tile that begins at `begin`, kNowhere outside of it or without weight.
 __device__ inline int place(int64_t index, double weight, int64_t begin, int extent) {
-  return weight > 0 && index >= begin && index < begin + extent ? static_cast<int>(index - begin)
-                                                                : kNowhere;
+  return weight != 0 && index >= begin && index < begin + extent ? static_cast<int>(index - begin)
+                                                                 : kNowhere;
 }
 
+template <int kTaps>
 struct alignas(16) Places {
-  int first_x, second_x, first_y, second_y;
+  int x[kTaps], y[kTaps];
 };
 
 // The lowest bit of a mask, which is taken off.
@@ -337,12 +345,12 @@ __device__ inline int take_lowest(unsigned& mask) {
   return bit;
 }
 
-template <class Real>
+template <int kTaps, class Real>
 __global__ void __launch_bounds__(kThreads, 2)
     image_gradient_kernel(WarpInputs<Real> in, WarpGradients<Real> to, Workspace work) {
   __shared__ Homography room;
-  __shared__ Places places[kThreads];
-  __shared__ double weight_x[kThreads], weight_y[kThreads], grads[kThreads][kChannelsPerBlock];
+  __shared__ Places<kTaps> places[kThreads];
+  __shared__ double fraction_x[kThreads], fraction_y[kThreads], grads[kThreads][kChannelsPerBlock];
   __shared__ unsigned hits[kWarps][kThreads];  // bit k % 32 of [k / 32][p]: pixel k touches p
   SharedHomography shared(room);
   const WarpSizes& sizes = in.sizes;
@@ -366,28 +374,32 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int64_t u = tile_x * kTileWidth + x, v = tile_y * kTileHeight + y;
     const Homography& map = shared.of(in, n);
     Source source;
-    Cell cell;
-    Places mine{kNowhere, kNowhere, kNowhere, kNowhere};
-    if (find_cell(sizes, sizes.border, map, u, v, source, cell))
-      mine = {place(cell.x.first, 1 - cell.x.weight, left, kTileWidth),
-              place(cell.x.second, cell.x.weight, left, kTileWidth),
-              place(cell.y.first, 1 - cell.y.weight, top, kTileHeight),
-              place(cell.y.second, cell.y.weight, top, kTileHeight)};
+    Cell<kTaps> cell;
+    Places<kTaps> mine;
+    double weight_x[kTaps], weight_y[kTaps];
+    const bool has_source = find_cell(sizes, sizes.border, map, u, v, source, cell);
+    if (has_source) {
+      weights_of(cell.x.fraction, weight_x);
+      weights_of(cell.y.fraction, weight_y);
+    }
+    bool in_columns = false, in_rows = false;
+    for (int k = 0; k < kTaps; ++k) {
+      mine.x[k] = has_source ? place(cell.x.tap[k], weight_x[k], left, kTileWidth) : kNowhere;
+      mine.y[k] = has_source ? place(cell.y.tap[k], weight_y[k], top, kTileHeight) : kNowhere;
+      in_columns = in_columns || mine.x[k] != kNowhere;
+      in_rows = in_rows || mine.y[k] != kNowhere;
+    }
     __syncthreads();  // what the tile before left here has been read
-    const auto touch = [&](int at_x, int at_y) {
-      if (at_x == kNowhere || at_y == kNowhere) return;
-      unsigned* word = &hits[thread / 32][at_y * kTileWidth + at_x];
-      atomicOr(word, 1u << lane);
-    };
-    touch(mine.first_x, mine.first_y);
-    touch(mine.second_x, mine.first_y);
-    touch(mine.first_x, mine.second_y);
-    touch(mine.second_x, mine.second_y);
-    if ((mine.first_x != kNowhere || mine.second_x != kNowhere) &&
-        (mine.first_y != kNowhere || mine.second_y != kNowhere)) {
+    if (in_columns && in_rows) {
+      for (int k = 0; k < kTaps * kTaps; ++k) {
+        const int at_x = mine.x[k % kTaps], at_y = mine.y[k / kTaps];
+        if (at_x == kNowhere || at_y == kNowhere) continue;
+        unsigned* word = &hits[thread / 32][at_y * kTileWidth + at_x];
+        atomicOr(word, 1u << lane);
+      }
       places[thread] = mine;
-      weight_x[thread] = cell.x.weight;
-      weight_y[thread] = cell.y.weight;
+      fraction_x[thread] = cell.x.fraction;
+      fraction_y[thread] = cell.y.fraction;
       for (int c = 0; c < channels; ++c)
         grads[thread][c] =
             to.grad[((n * sizes.channels + first_channel + c) * sizes.out_height + v) *
@@ -402,11 +414,14 @@ __global__ void __launch_bounds__(kThreads, 2)
       hits[warp][thread] = 0;
       while (mask != 0) {
         const int k = 32 * warp + take_lowest(mask);
-        const Places at = places[k];
-        const double along_x =
-            (at.first_x == x ? 1 - weight_x[k] : 0) + (at.second_x == x ? weight_x[k] : 0);
-        const double along_y =
-            (at.first_y == y ? 1 - weight_y[k] : 0) + (at.second_y == y ? weight_y[k] : 0);
+        const Places<kTaps> at = places[k];
+        weights_of(fraction_x[k], weight_x);
+        weights_of(fraction_y[k], weight_y);
+        double along_x = 0, along_y = 0;
+        for (int tap = 0; tap < kTaps; ++tap) {
+          along_x += at.x[tap] == x ? weight_x[tap] : 0;
+          along_y += at.y[tap] == y ? weight_y[tap] : 0;
+        }
         for (int c = 0; c < kChannelsPerBlock; ++c)
           if (c < channels) sums[c] = fma(along_y * along_x, grads[k][c], sums[c]);
       }
@@ -452,16 +467,38 @@ unsigned grid_of(int64_t blocks) {
   return blocks <= std::numeric_limits<int32_t>::max() ? static_cast<unsigned>(blocks) : 0;
 }
 
-template <Border kBorder, class Pixel>
+template <Border kBorder, int kTaps, class Pixel>
 void launch_forward(const WarpInputs<Pixel>& in, Pixel* out, int64_t first_channel,
                     cudaStream_t stream) {
   const Channels channels = channels_from(in, first_channel);
   const Runs runs(in.sizes.batch * Tiles(in.sizes.out_height, in.sizes.out_width).count);
   const unsigned blocks = grid_of(runs.blocks * divide_up(channels.count, kChannelsPerThread));
-  forward_kernel<kBorder><<<blocks, kThreads, 0, stream>>>(in, out, channels, runs);
+  forward_kernel<kBorder, kTaps><<<blocks, kThreads, 0, stream>>>(in, out, channels, runs);
+}
+
+// A thread has a pixel of all channels, in the arithmetic of OpenCV 4.
+template <bool kNearest, class Pixel>
+__global__ void __launch_bounds__(kThreads)
+    opencv4_kernel(WarpInputs<Pixel> in, Pixel* out, Channels channels) {
+  const WarpSizes& sizes = in.sizes;
+  const int64_t plane_size = sizes.out_height * sizes.out_width;
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < sizes.batch * plane_size;
+       i += step) {
+    const int64_t n = i / plane_size, pixel = i % plane_size;
+    double m[9];
+    opencv4::make_map(in.warp + (sizes.warp_batch == 1 ? 0 : 9 * n), sizes.inverse_map, m);
+    const opencv4::Position at =
+        opencv4::position_of<kNearest>(m, sizes, pixel % sizes.out_width, pixel / sizes.out_width);
+    Pixel* to = out + (n * sizes.channels + channels.first) * plane_size + pixel;
+    for (int64_t c = 0; c < channels.count; ++c, to += plane_size)
+      opencv4::sample<kNearest>(opencv4::make_plane(in, n, channels.first + c, channels.border[c]),
+                                sizes.border, at, *to);
+  }
 }
 
 // A thread has a pixel, or after the last of them the scale, of one matrix.
+template <int kTaps>
 __global__ void __launch_bounds__(kThreads)
     cells_kernel(WarpSizes sizes, const double* warp, double* cells, double* scale) {
   const int64_t pixels = sizes.out_height * sizes.out_width, items = pixels + 1;
@@ -473,8 +510,8 @@ __global__ void __launch_bounds__(kThreads)
     if (p == pixels)
       scale[i] = map.valid ? map.scale : 0;
     else
-      store_cell(map, sizes, p % sizes.out_width, p / sizes.out_width, pixels,
-                 cells + i * kCellNumbers * pixels + p);
+      store_cell<kTaps>(map, sizes, p % sizes.out_width, p / sizes.out_width, pixels,
+                        cells + i * (kTap + 2 * kTaps) * pixels + p);
   }
 }
 
@@ -483,9 +520,11 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t warp_perspective_cells_cuda(const WarpSizes& sizes, const double* warp, double* cells,
                                         double* scale, cudaStream_t stream) {
   const int64_t items = sizes.warp_batch * (sizes.out_height * sizes.out_width + 1);
-  if (items > 0)
-    cells_kernel<<<grid_of(divide_up(items, kThreads)), kThreads, 0, stream>>>(sizes, warp, cells,
-                                                                               scale);
+  const unsigned blocks = grid_of(divide_up(items, kThreads));
+  if (items > 0 && sizes.interpolation == Interpolation::kCubic)
+    cells_kernel<4><<<blocks, kThreads, 0, stream>>>(sizes, warp, cells, scale);
+  else if (items > 0)
+    cells_kernel<2><<<blocks, kThreads, 0, stream>>>(sizes, warp, cells, scale);
   return cudaGetLastError();
 }
 
@@ -493,17 +532,33 @@ template <class Pixel>
 cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaStream_t stream) {
   const WarpSizes& sizes = in.sizes;
   const bool empty = sizes.batch == 0 || sizes.out_height == 0 || sizes.out_width == 0;
+  const bool cubic = sizes.interpolation == Interpolation::kCubic;
   for (int64_t first = 0; first < sizes.channels && !empty; first += Channels::kMost) {
-    switch (sizes.border) {
-      case Border::kConstant:
-        launch_forward<Border::kConstant>(in, out, first, stream);
-        break;
-      case Border::kReplicate:
-        launch_forward<Border::kReplicate>(in, out, first, stream);
-        break;
-      default:
-        launch_forward<Border::kReflect>(in, out, first, stream);
-    }
+    if (cubic)
+      launch_forward<Border::kReflect, 4>(in, out, first, stream);
+    else if (sizes.border == Border::kConstant)
+      launch_forward<Border::kConstant, 2>(in, out, first, stream);
+    else if (sizes.border == Border::kReplicate)
+      launch_forward<Border::kReplicate, 2>(in, out, first, stream);
+    else
+      launch_forward<Border::kReflect, 2>(in, out, first, stream);
+  }
+  return cudaGetLastError();
+}
+
+template <class Pixel>
+cudaError_t warp_perspective_opencv4_cuda(const WarpInputs<Pixel>& in, Pixel* out,
+                                          cudaStream_t stream) {
+  const WarpSizes& sizes = in.sizes;
+  const int64_t pixels = sizes.batch * sizes.out_height * sizes.out_width;
+  const unsigned blocks = grid_of(divide_up(pixels, kThreads));
+  const bool nearest = sizes.interpolation == Interpolation::kNearest;
+  for (int64_t first = 0; first < sizes.channels && pixels > 0; first += Channels::kMost) {
+    const Channels channels = channels_from(in, first);
+    if (nearest)
+      opencv4_kernel<true><<<blocks, kThreads, 0, stream>>>(in, out, channels);
+    else
+      opencv4_kernel<false><<<blocks, kThreads, 0, stream>>>(in, out, channels);
   }
   return cudaGetLastError();
 }
@@ -512,17 +567,15 @@ int64_t warp_perspective_backward_cuda_workspace(const WarpSizes& sizes) {
   return Workspace(nullptr, sizes).bytes;
 }
 
-template <class Real>
-cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,
-                                           const WarpGradients<Real>& to, void* workspace,
-                                           cudaStream_t stream) {
+template <int kTaps, class Real>
+void launch_backward(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
+                     const Workspace& work, cudaStream_t stream) {
   const WarpSizes& sizes = in.sizes;
-  const Workspace work(workspace, sizes);
   const Runs runs(sizes.batch * Tiles(sizes.out_height, sizes.out_width).count);
   for (int64_t first = 0;
        (first == 0 || (first < sizes.channels && to.grad_warp)) && runs.tiles > 0;
        first += Channels::kMost)
-    summarize_kernel<<<grid_of(runs.blocks), kThreads, 0, stream>>>(
+    summarize_kernel<kTaps><<<grid_of(runs.blocks), kThreads, 0, stream>>>(
         in, to, channels_from(in, first), runs, work);
   if (to.grad_warp && sizes.warp_batch > 0)
     warp_gradient_kernel<<<grid_of(sizes.warp_batch), kThreads, 0, stream>>>(in, to.grad_warp,
@@ -536,16 +589,38 @@ cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,
       combine_kernel<<<grid_of(divide_up(boxes, kWarps)), kThreads, 0, stream>>>(sizes, level,
                                                                                  work);
     }
-    image_gradient_kernel<<<grid_of(items), kThreads, 0, stream>>>(in, to, work);
+    image_gradient_kernel<kTaps><<<grid_of(items), kThreads, 0, stream>>>(in, to, work);
   }
+}
+
+template <class Real>
+cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,
+                                           const WarpGradients<Real>& to, void* workspace,
+                                           cudaStream_t stream) {
+  const Workspace work(workspace, in.sizes);
+  if (in.sizes.interpolation == Interpolation::kCubic)
+    launch_backward<4>(in, to, work, stream);
+  else
+    launch_backward<2>(in, to, work, stream);
   return cudaGetLastError();
 }
 
 template cudaError_t warp_perspective_cuda(const WarpInputs<uint8_t>&, uint8_t*, cudaStream_t);
 template cudaError_t warp_perspective_cuda(const WarpInputs<uint16_t>&, uint16_t*, cudaStream_t);
 template cudaError_t warp_perspective_cuda(const WarpInputs<int16_t>&, int16_t*, cudaStream_t);
+template cudaError_t warp_perspective_cuda(const WarpInputs<Float16>&, Float16*, cudaStream_t);
+template cudaError_t warp_perspective_cuda(const WarpInputs<BFloat16>&, BFloat16*, cudaStream_t);
 template cudaError_t warp_perspective_cuda(const WarpInputs<float>&, float*, cudaStream_t);
 template cudaError_t warp_perspective_cuda(const WarpInputs<double>&, double*, cudaStream_t);
+template cudaError_t warp_perspective_opencv4_cuda(const WarpInputs<uint8_t>&, uint8_t*,
+                                                   cudaStream_t);
+template cudaError_t warp_perspective_opencv4_cuda(const WarpInputs<uint16_t>&, uint16_t*,
+                                                   cudaStream_t);
+template cudaError_t warp_perspective_opencv4_cuda(const WarpInputs<int16_t>&, int16_t*,
+                                                   cudaStream_t);
+template cudaError_t warp_perspective_opencv4_cuda(const WarpInputs<float>&, float*, cudaStream_t);
+template cudaError_t warp_perspective_opencv4_cuda(const WarpInputs<double>&, double*,
+                                                   cudaStream_t);
 template cudaError_t warp_perspective_backward_cuda(const WarpInputs<float>&,
                                                     const WarpGradients<float>&, void*,
                                                     cudaStream_t);

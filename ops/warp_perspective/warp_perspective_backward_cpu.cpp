@@ -32,6 +32,18 @@ class Sum {
   double lanes_[kLanes] = {};
 };
 
+// The 4 x 4 taps around the pixel at an offset, which are all in the image.
+template <class Pixel, class Real>
+void read_inside(const Plane<Pixel>& plane, int64_t offset, Real (&tap)[4][4]) {
+  const Pixel* row = plane.data + offset - plane.stride_y - plane.stride_x;
+  for (int y = 0; y < 4; ++y, row += plane.stride_y) {
+    if (plane.stride_x == 1)
+      for (int x = 0; x < 4; ++x) tap[y][x] = row[x];
+    else
+      for (int x = 0; x < 4; ++x) tap[y][x] = row[x * plane.stride_x];
+  }
+}
+
 // A run of pixels whose taps are all inside: where they come from, and the gradients of that.
 struct Positions {
   Taps<double> taps;
@@ -52,7 +64,18 @@ struct Positions {
   }
 
   template <class Real>
-  void add(const Plane<Real>& plane, const Real* grad, int64_t count) {
+  void add_cubic(const Plane<Real>& plane, const Real* grad, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      double tap[4][4];
+      read_inside(plane, taps.offset[i], tap);
+      const Slope slope = slope_of_taps(tap, taps.weight_x[i], taps.weight_y[i]);
+      grad_x[i] = fma(grad[i], slope.x, grad_x[i]);
+      grad_y[i] = fma(grad[i], slope.y, grad_y[i]);
+    }
+  }
+
+  template <class Real>
+  void add_linear(const Plane<Real>& plane, const Real* grad, int64_t count) {
     Pairs<Real> pairs;
     pairs.read(plane, taps.offset, count);
     // As sample_slope.
@@ -81,10 +104,11 @@ struct MatrixGradient {
                  int64_t n)
       : in(in), to(to), map(map), n(n) {}
 
+  template <int kTaps>
   [[gnu::noinline]] void add_edge(const Row& row, int64_t v, int64_t begin, int64_t end) {
     for (int64_t u = begin; u < end; ++u) {
       Source source;
-      Cell cell{};
+      Cell<kTaps> cell{};
       if (!find_cell(map, row, u, in.sizes, source, cell)) continue;
       double gx = 0, gy = 0;
       for (int64_t c = 0; c < in.sizes.channels; ++c) {
@@ -100,9 +124,14 @@ struct MatrixGradient {
   void add_inside(const Row& row, int64_t v, int64_t begin, int64_t end) {
     const int64_t count = end - begin;
     positions.locate(map.m, row, in.image_stride, begin, count);
-    for (int64_t c = 0; c < in.sizes.channels; ++c)
-      positions.add(make_plane(in, n, c, in.border_value[c]),
-                    to.grad + output_offset(in.sizes, n, c, v) + begin, count);
+    for (int64_t c = 0; c < in.sizes.channels; ++c) {
+      const Plane<Real> plane = make_plane(in, n, c, in.border_value[c]);
+      const Real* grad = to.grad + output_offset(in.sizes, n, c, v) + begin;
+      if (in.sizes.interpolation == Interpolation::kCubic)
+        positions.add_cubic(plane, grad, count);
+      else
+        positions.add_linear(plane, grad, count);
+    }
     // As project_backward: row k of m receives g[k] times u, v and 1.
     double g[3][kTileWidth], along_u[3][kTileWidth];
     const double first = static_cast<double>(begin);
@@ -129,8 +158,10 @@ void matrix_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
   const WarpSizes& sizes = in.sizes;
   const int64_t strips = divide_up(sizes.out_height, kTileHeight);
   std::vector<double> parts(sizes.batch * strips * 9);
+  const bool cubic = sizes.interpolation == Interpolation::kCubic;
   // A nearest pixel does not move.
-  for_each(sizes.nearest ? 0 : sizes.batch * strips, 1, [&](int64_t i) {
+  const bool moves = sizes.interpolation != Interpolation::kNearest;
+  for_each(moves ? sizes.batch * strips : 0, 1, [&](int64_t i) {
     const int64_t n = i / strips, top = i % strips * kTileHeight;
     const int64_t bottom = std::min(top + kTileHeight, sizes.out_height);
     MatrixGradient<Real> strip(in, to, map_of(maps, n), n);
@@ -145,10 +176,12 @@ void matrix_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
       for (int64_t v = top; v < bottom; ++v)
         cuts[v - top].visit(left, std::min(left + kTileWidth, sizes.out_width),
                             [&](Part part, int64_t begin, int64_t end) {
-                              if (part == Part::kEdge)
-                                strip.add_edge(rows[v - top], v, begin, end);
-                              else if (part == Part::kInside)
-                                strip.add_inside(rows[v - top], v, begin, end);
+                              const Row& row = rows[v - top];
+                              if (part == Part::kInside)
+                                strip.add_inside(row, v, begin, end);
+                              else if (part == Part::kEdge)
+                                cubic ? strip.template add_edge<4>(row, v, begin, end)
+                                      : strip.template add_edge<2>(row, v, begin, end);
                             });
     std::copy_n(strip.grad_m, 9, parts.data() + 9 * i);
   });
@@ -197,23 +230,23 @@ struct ImageTile {
   const WarpInputs<Real>& in;
   const WarpGradients<Real>& to;
   int64_t top, left, height, width, channel, channels;
-  int64_t pitch, plane;      // a row and a column more on each side, for what others own
-  std::vector<double> sums;  // [channels, height + 2, width + 2]
+  int64_t margin, pitch, plane;  // rows and columns more on each side, for what others own
+  std::vector<double> sums;      // [channels, height + 2 margin, width + 2 margin]
   Taps<double> taps;
 
   double* sum_at(int64_t c, int64_t y, int64_t x) {
-    return sums.data() + c * plane + (y - top + 1) * pitch + x - left + 1;
+    return sums.data() + c * plane + (y - top + margin) * pitch + x - left + margin;
   }
 
-  void add_cell(const Cell& cell, const Real* grad) {
-    const int64_t rows[2] = {cell.y.first, cell.y.second},
-                  columns[2] = {cell.x.first, cell.x.second};
-    const double weight_y[2] = {1 - cell.y.weight, cell.y.weight},
-                 weight_x[2] = {1 - cell.x.weight, cell.x.weight};
-    for (int k = 0; k < 4; ++k) {
-      const int64_t y = rows[k / 2], x = columns[k % 2];
-      const double weight = weight_y[k / 2] * weight_x[k % 2];
-      if (y < top || y >= top + height || x < left || x >= left + width || !(weight > 0)) continue;
+  template <int kTaps>
+  void add_cell(const Cell<kTaps>& cell, const Real* grad) {
+    double weight_x[kTaps], weight_y[kTaps];
+    weights_of(cell.x.fraction, weight_x);
+    weights_of(cell.y.fraction, weight_y);
+    for (int k = 0; k < kTaps * kTaps; ++k) {
+      const int64_t y = cell.y.tap[k / kTaps], x = cell.x.tap[k % kTaps];
+      const double weight = weight_y[k / kTaps] * weight_x[k % kTaps];
+      if (y < top || y >= top + height || x < left || x >= left + width || weight == 0) continue;
       for (int64_t c = 0; c < channels; ++c) {
         double& sum = *sum_at(c, y, x);
         sum = fma(weight, static_cast<double>(grad[c * in.sizes.out_height * in.sizes.out_width]),
@@ -225,30 +258,55 @@ struct ImageTile {
   // Pixels one by one: those whose source is plain, or those whose source is not.
   [[gnu::noinline]] void add_edge(const Homography& map, const Row& row, const Real* grad,
                                   Interval pixels, bool plain) {
+    in.sizes.interpolation == Interpolation::kCubic ? add_cells<4>(map, row, grad, pixels, plain)
+                                                    : add_cells<2>(map, row, grad, pixels, plain);
+  }
+
+  template <int kTaps>
+  void add_cells(const Homography& map, const Row& row, const Real* grad, Interval pixels,
+                 bool plain) {
     const Box box = plain_box(in.sizes);
     for (int64_t u = pixels.begin; u < pixels.end; ++u) {
       Source source;
-      Cell cell{};
+      Cell<kTaps> cell{};
       if (find_cell(map, row, u, in.sizes, source, cell) && is_in(box, source) == plain)
         add_cell(cell, grad + u);
     }
   }
 
-  // Pixels whose taps all lie in the tile or in the row and column beside it.
+  void add_cubic(const Real* grad, int64_t count, double* to) {
+    for (int64_t i = 0; i < count; ++i) {
+      double weight_x[4], weight_y[4];
+      weights_of(taps.weight_x[i], weight_x);
+      weights_of(taps.weight_y[i], weight_y);
+      double* sum = to + taps.offset[i] - pitch - 1;
+      for (int y = 0; y < 4; ++y, sum += pitch) {
+        const double along_y = weight_y[y] != 0 ? weight_y[y] * grad[i] : 0;
+        for (int x = 0; x < 4; ++x) sum[x] += weight_x[x] != 0 ? weight_x[x] * along_y : 0;
+      }
+    }
+  }
+
+  // Pixels whose taps all lie in the tile or in the rows and columns beside it.
   void add_inside(const Homography& map, const Row& row, const Real* grad, Interval pixels) {
+    const bool nearest = in.sizes.interpolation == Interpolation::kNearest;
     double above[2 * kTileWidth], below[2 * kTileWidth];
-    const Taps<double>::Strides strides(pitch, 1, (top - 1) * pitch + left - 1);
+    const Taps<double>::Strides strides(pitch, 1, (top - margin) * pitch + left - margin);
     for (int64_t u = pixels.begin; u < pixels.end; u += kTileWidth) {
       const int64_t count = std::min(kTileWidth, pixels.end - u);
-      if (in.sizes.nearest)
+      if (nearest)
         taps.template locate<true>(map.m, row, strides, u, 0, count);
       else
         taps.template locate<false>(map.m, row, strides, u, 0, count);
       for (int64_t channel = 0; channel < channels; ++channel) {
         const Real* g = grad + channel * in.sizes.out_height * in.sizes.out_width + u;
         double* to = sums.data() + channel * plane;
-        if (in.sizes.nearest) {
+        if (nearest) {
           for (int64_t i = 0; i < count; ++i) to[taps.offset[i]] += g[i];
+          continue;
+        }
+        if (in.sizes.interpolation == Interpolation::kCubic) {
+          add_cubic(g, count, to);
           continue;
         }
         // A tap of weight zero receives nothing, not even of NaN.
@@ -329,6 +387,7 @@ struct Touches {
 Box plain_sources(const WarpSizes& sizes, const Homography& map, const Row& row) {
   const RowCutter cutter(map.m, row, sizes.out_width);
   Box box = kNowhere;
+  const double reach = reach_of(sizes);
   for (int side = 0; side < cutter.sides(); ++side) {
     const Interval all = cutter.in_box(plain_box(sizes), side, Doubt::kPossible);
     const Interval sure = cutter.side(side, Doubt::kSure);
@@ -337,12 +396,13 @@ Box plain_sources(const WarpSizes& sizes, const Homography& map, const Row& row)
     for (int64_t u = all.begin; u < all.end; u = begin <= u && u < last ? last : u + 1) {
       const Source source = project(map.m, row, static_cast<double>(u));
       if (fabs(source.x) <= DBL_MAX && fabs(source.y) <= DBL_MAX)
-        box = around(box, {source.x - 1, source.x + 1, source.y - 1, source.y + 1});
+        box = around(box, {source.x - reach, source.x + reach, source.y - reach, source.y + reach});
     }
   }
   return box;
 }
 
+template <int kTaps>
 Box folded_taps(const WarpSizes& sizes, const Homography& map, const Row& row, const Cut& cut,
                 int64_t left, int64_t right) {
   const Box plain = plain_box(sizes);
@@ -350,12 +410,12 @@ Box folded_taps(const WarpSizes& sizes, const Homography& map, const Row& row, c
   cut.visit(left, right, [&](Part part, int64_t begin, int64_t end) {
     for (int64_t u = begin; u < end && part == Part::kEdge; ++u) {
       Source source;
-      Cell cell{};
+      Cell<kTaps> cell{};
       if (!find_cell(map, row, u, sizes, source, cell) || is_in(plain, source)) continue;
-      const auto x = std::minmax(cell.x.first, cell.x.second);
-      const auto y = std::minmax(cell.y.first, cell.y.second);
-      box = around(box, {static_cast<double>(x.first), static_cast<double>(x.second),
-                         static_cast<double>(y.first), static_cast<double>(y.second)});
+      for (int k = 0; k < kTaps; ++k) {
+        const double x = static_cast<double>(cell.x.tap[k]), y = static_cast<double>(cell.y.tap[k]);
+        box = around(box, {x, x, y, y});
+      }
     }
   });
   return box;
@@ -365,6 +425,8 @@ Touches find_touches(const WarpSizes& sizes, const std::vector<Homography>& maps
   const int64_t strips = divide_up(sizes.out_height, kTileHeight);
   const int64_t across =
       sizes.border == Border::kConstant ? 0 : divide_up(sizes.out_width, kTileWidth);
+  const auto folded =
+      sizes.interpolation == Interpolation::kCubic ? folded_taps<4> : folded_taps<2>;
   Touches touches;
   touches.rows.resize(sizes.batch * sizes.out_height, kNowhere);
   touches.row_strips.resize(sizes.batch * strips, kNowhere);
@@ -382,8 +444,8 @@ Touches find_touches(const WarpSizes& sizes, const std::vector<Homography>& maps
       const Cut cut = cut_row(map, row, sizes);
       for (int64_t x = 0; x < across; ++x) {
         Box& tile = touches.tiles[i * across + x];
-        tile = around(tile, folded_taps(sizes, map, row, cut, x * kTileWidth,
-                                        std::min((x + 1) * kTileWidth, sizes.out_width)));
+        tile = around(tile, folded(sizes, map, row, cut, x * kTileWidth,
+                                   std::min((x + 1) * kTileWidth, sizes.out_width)));
         touches.tile_strips[i] = around(touches.tile_strips[i], tile);
       }
     }
@@ -405,6 +467,7 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
   const int64_t across = divide_up(sizes.width, kColumns), down = divide_up(sizes.height, height);
   const int64_t groups = divide_up(sizes.channels, channels), tiles = across * down;
   const Box plain = plain_box(sizes);
+  const double reach = reach_of(sizes);
   for_each(sizes.image_batch * groups * tiles, 1, [&](int64_t i) {
     const int64_t image = i / (groups * tiles), channel = i / tiles % groups * channels;
     const int64_t top = i % tiles / across * height, left = i % across * kColumns;
@@ -416,19 +479,21 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
                          std::min(kColumns, sizes.width - left),
                          channel,
                          std::min(channels, sizes.channels - channel),
+                         static_cast<int64_t>(2 * reach) - 1,
                          {},
                          {},
                          {},
                          {}};
-    tile.pitch = tile.width + 2;
-    tile.plane = tile.pitch * (tile.height + 2);
+    tile.pitch = tile.width + 2 * tile.margin;
+    tile.plane = tile.pitch * (tile.height + 2 * tile.margin);
     tile.sums.resize(tile.channels * tile.plane);
     const double left_end = static_cast<double>(left), top_end = static_cast<double>(top);
     const double right_end = static_cast<double>(left + tile.width);
     const double bottom_end = static_cast<double>(top + tile.height);
     // The sources of which a tap is in the tile, or beside it for a nearest pixel.
-    const Box box{std::max(left_end - 1, plain.left), std::min(right_end, plain.right),
-                  std::max(top_end - 1, plain.top), std::min(bottom_end, plain.bottom)};
+    const Box box{
+        std::max(left_end - reach, plain.left), std::min(right_end - 1 + reach, plain.right),
+        std::max(top_end - reach, plain.top), std::min(bottom_end - 1 + reach, plain.bottom)};
     const Box own{left_end, right_end - 1, top_end, bottom_end - 1};
     for (int64_t n = image; n < sizes.batch; n += sizes.image_batch)
       for (int64_t strip = 0; strip < strips; ++strip) {

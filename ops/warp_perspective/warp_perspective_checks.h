@@ -23,21 +23,31 @@ inline Border border_of(const char* op, std::string_view border_mode) {
   if (border_mode == "reflect") return Border::kReflect;
   if (border_mode == "wrap") return Border::kWrap;
   if (border_mode == "reflect_101") return Border::kReflect101;
+  if (border_mode == "transparent") return Border::kTransparent;
   expect(op, "border_mode", false, c10::str('"', border_mode, '"'),
-         "\"constant\", \"replicate\", \"reflect\", \"wrap\" or \"reflect_101\"");
+         "\"constant\", \"replicate\", \"reflect\", \"wrap\", \"reflect_101\" or \"transparent\"");
   return {};
 }
 
-inline bool is_nearest(const char* op, std::string_view interpolation) {
-  expect(op, "interpolation", interpolation == "nearest" || interpolation == "linear",
-         c10::str('"', interpolation, '"'), "\"linear\" or \"nearest\"");
-  return interpolation == "nearest";
+inline Interpolation interpolation_of(const char* op, std::string_view interpolation) {
+  if (interpolation == "nearest") return Interpolation::kNearest;
+  if (interpolation == "linear") return Interpolation::kLinear;
+  if (interpolation == "cubic") return Interpolation::kCubic;
+  expect(op, "interpolation", false, c10::str('"', interpolation, '"'),
+         "\"linear\", \"cubic\" or \"nearest\"");
+  return {};
 }
 
 inline void check_dsize(const char* op, c10::SymIntArrayRef dsize) {
   expect(op, "dsize",
          dsize.size() == 2 ? dsize[0].sym_ge(0).sym_and(dsize[1].sym_ge(0)) : c10::SymBool(false),
          dsize, "(height, width), both >= 0");
+}
+
+inline bool is_opencv4(const char* op, std::string_view arithmetic) {
+  expect(op, "arithmetic", arithmetic == "exact" || arithmetic == "opencv4",
+         c10::str('"', arithmetic, '"'), "\"exact\" or \"opencv4\"");
+  return arithmetic == "opencv4";
 }
 
 // [N, C, H, W] and [N, 3, 3], N and C being 1 where they are absent.
@@ -81,8 +91,10 @@ inline void check_matrix(const char* op, const Tensor& warp) {
 }
 
 inline Shape check_inputs(const char* op, const Tensor& image, const Tensor& warp) {
-  expect_dtype({op, "image", image}, {at::kByte, at::kUInt16, at::kShort, at::kFloat, at::kDouble},
-               "of dtype uint8, uint16, int16, float32 or float64");
+  expect_dtype(
+      {op, "image", image},
+      {at::kByte, at::kUInt16, at::kShort, at::kHalf, at::kBFloat16, at::kFloat, at::kDouble},
+      "of dtype uint8, uint16, int16, float16, bfloat16, float32 or float64");
   expect(op, "image", image.dim() >= 2 && image.dim() <= 4, image.sym_sizes(),
          "of shape [H, W], [C, H, W] or [N, C, H, W]");
   check_matrix(op, warp);
@@ -109,6 +121,32 @@ inline Shape check_inputs(const char* op, const Tensor& image, const Tensor& war
          warp.sym_sizes(), "with N = 1 or that of `image`, ", shape.image_batch);
   shape.batch = one_image.guard_bool(__FILE__, __LINE__) ? shape.warp_batch : shape.image_batch;
   return shape;
+}
+
+// What OpenCV 4 takes.
+inline void check_opencv4(const char* op, const Tensor& image, const Shape& shape,
+                          std::string_view interpolation) {
+  constexpr const char* kWhere = " where `arithmetic` is \"opencv4\"";
+  const at::ScalarType type = image.scalar_type();
+  expect(op, "image", type != at::kHalf && type != at::kBFloat16, type,
+         "of dtype uint8, uint16, int16, float32 or float64", kWhere);
+  expect(op, "image", shape.height.sym_lt(INT16_MAX).sym_and(shape.width.sym_lt(INT16_MAX)),
+         image.sym_sizes(), "of height and width below ", INT16_MAX, kWhere);
+  expect(op, "interpolation", interpolation != "cubic", "\"cubic\"", "\"linear\" or \"nearest\"",
+         kWhere);
+}
+
+// What a transparent border keeps; there is one with that border, and with no other.
+inline void check_destination(const char* op, const Tensor& destination, const Tensor& image,
+                              const Shape& shape, c10::SymIntArrayRef dsize, Border border) {
+  const bool transparent = border == Border::kTransparent;
+  expect(op, "destination", destination.defined() == transparent, transparent ? "none" : "a tensor",
+         transparent ? "a tensor" : "none", " with this `border_mode`");
+  if (!transparent) return;
+  expect_dtype_and_device({op, "destination", destination}, {op, "image", image});
+  const c10::SymDimVector sizes = shape.out(dsize[0], dsize[1]);
+  expect(op, "destination", same_shape(destination.sym_sizes(), sizes), destination.sym_sizes(),
+         "of the result's shape ", c10::SymIntArrayRef(sizes));
 }
 
 }  // namespace calcops

@@ -7,10 +7,8 @@ namespace {
 
 // The destination is computed in tiles: a map that turns the image finds its source lines in the
 // cache again, and what the first channel learns serves them all.
-template <class Pixel>
+template <class Pixel, class Weight>
 struct Tile {
-  // uint8 is summed in float32, and again in float64 where that leaves a doubt.
-  using Weight = std::conditional_t<std::is_same_v<Pixel, uint8_t>, float, Number<Pixel>>;
   const WarpInputs<Pixel>& in;
   const Homography& map;
   int64_t n, top, bottom;  // of the image, and its rows
@@ -25,9 +23,9 @@ struct Tile {
 };
 
 // Pixels which a border mode maps back into the image.
-template <class Pixel>
-void sample_folded(const Tile<Pixel>& tile, const FoldedTaps& taps, int64_t v, int64_t begin,
-                   int64_t end) {
+template <class Pixel, class Weight>
+void sample_folded(const Tile<Pixel, Weight>& tile, const FoldedTaps& taps, int64_t v,
+                   int64_t begin, int64_t end) {
   using Real = Number<Pixel>;
   const WarpSizes& sizes = tile.in.sizes;
   for (int64_t c = 0; c < sizes.channels; ++c) {
@@ -46,24 +44,52 @@ void sample_folded(const Tile<Pixel>& tile, const FoldedTaps& taps, int64_t v, i
 }
 
 // Pixels at the border, or beyond it.
-template <class Pixel>
-void sample_edge(const Tile<Pixel>& tile, int64_t v, int64_t begin, int64_t end) {
+template <int kTaps, class Pixel, class Weight>
+void sample_edge(const Tile<Pixel, Weight>& tile, int64_t v, int64_t begin, int64_t end) {
   const WarpSizes& sizes = tile.in.sizes;
-  FoldedTaps taps;
-  if (sizes.border != Border::kConstant && taps.locate(tile.map.m, tile.rows[v - tile.top], sizes,
-                                                       tile.in.image_stride, begin, end - begin)) {
-    sample_folded(tile, taps, v, begin, end);
-    return;
+  const Row& row = tile.rows[v - tile.top];
+  if (kTaps == 2 && sizes.border != Border::kConstant && sizes.border != Border::kTransparent) {
+    FoldedTaps taps;
+    if (taps.locate(tile.map.m, row, sizes, tile.in.image_stride, begin, end - begin)) {
+      sample_folded(tile, taps, v, begin, end);
+      return;
+    }
   }
   for (int64_t u = begin; u < end; ++u) {
     Source source;
-    Cell cell{};
-    const bool found = find_cell(tile.map, tile.rows[v - tile.top], u, sizes, source, cell);
+    Cell<kTaps> cell{};
+    const bool found = find_cell(tile.map, row, u, sizes, source, cell);
+    if (!found && sizes.border == Border::kTransparent) continue;
     for (int64_t c = 0; c < sizes.channels; ++c) {
       const Plane<Pixel> plane = make_plane(tile.in, tile.n, c, tile.in.border_value[c]);
       tile.out[output_offset(sizes, 0, c, v) + u] = found ? sample(plane, cell) : plane.border;
     }
   }
+}
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors do not leave the unit
+// Each number's fma: an expression a * b + c need not be one.
+template <class Vector>
+Vector multiply_add(const Vector& a, const Vector& b, const Vector& c) {
+  Vector sum;
+  for (size_t k = 0; k < sizeof a / sizeof a[0]; ++k) sum[k] = fma(a[k], b[k], c[k]);
+  return sum;
+}
+
+// Four pixels of a row as numbers.
+template <class Four, class Pixel>
+Four read_four(const Pixel* from, int64_t stride) {
+  Four four;
+  if constexpr (std::is_arithmetic_v<Pixel>) {
+    if (stride == 1) {
+      typedef Pixel Pixels __attribute__((vector_size(4 * sizeof(Pixel))));
+      Pixels pixels;
+      std::memcpy(&pixels, from, sizeof pixels);
+      return __builtin_convertvector(pixels, Four);
+    }
+  }
+  for (int x = 0; x < 4; ++x) four[x] = from[x * stride];
+  return four;
 }
 
 template <class Pixel, class Real>
@@ -80,7 +106,6 @@ void blend(const Pairs<Pixel>& pairs, const Real* weight_x, const Real* weight_y
 
 #if __has_builtin(__builtin_shufflevector)  // GCC 12 and clang; without it Pairs and blend do it
                                             // all
-#pragma GCC diagnostic ignored "-Wpsabi"    // these vectors do not leave the unit
 typedef double Doubles2 __attribute__((vector_size(16)));
 typedef float Floats4 __attribute__((vector_size(16)));
 typedef float Floats8 __attribute__((vector_size(32)));
@@ -98,13 +123,6 @@ Vector load(const float* from) {
   Vector to;
   std::memcpy(&to, from, sizeof to);
   return to;
-}
-
-// Each number's fma: an expression a * b + c need not be one.
-inline Floats8 multiply_add(Floats8 a, Floats8 b, Floats8 c) {
-  Floats8 sum;
-  for (int k = 0; k < 8; ++k) sum[k] = fma(a[k], b[k], c[k]);
-  return sum;
 }
 
 // What Pairs and blend do, for eight pixels whose taps do not leave the registers.
@@ -153,15 +171,45 @@ bool blend_quickly(const Pairs<uint8_t>& pairs, const float* weight_x, const flo
   return doubts == 0;
 }
 
-template <bool kNearest, class Pixel>
-void sample_inside(const Tile<Pixel>& tile, const Plane<Pixel>& plane, int64_t v, int64_t left,
-                   int64_t begin, int64_t end, Pixel* out) {
-  const auto& taps = tile.taps[v - tile.top];
-  const int64_t at = begin - left, count = end - begin;
-  if (kNearest) {
-    for (int64_t i = 0; i < count; ++i) out[i] = plane.data[taps.offset[at + i]];
-    return;
+// As sample() of a Cell<4>, in the same order; the four columns of a pixel are a vector.
+template <class Pixel, class Fraction>
+void blend_cubic(const Plane<Pixel>& plane, const int64_t* offset, const Fraction* fraction_x,
+                 const Fraction* fraction_y, int64_t count, Pixel* out) {
+  using Real = Number<Pixel>;
+  typedef Real Four __attribute__((vector_size(4 * sizeof(Real))));
+  Real weight_x[4][kTileWidth], weight_y[4][kTileWidth], down[kTileWidth][4];
+  for (int64_t i = 0; i < count; ++i) {
+    Real x[4], y[4];
+    round_weights(fraction_x[i], x);
+    round_weights(fraction_y[i], y);
+    for (int k = 0; k < 4; ++k) {
+      weight_x[k][i] = x[k];
+      weight_y[k][i] = y[k];
+    }
   }
+  for (int64_t i = 0; i < count; ++i) {
+    const Pixel* from = plane.data + offset[i] - plane.stride_y - plane.stride_x;
+    Four sum = {};
+    for (int y = 0; y < 4; ++y, from += plane.stride_y) {
+      const Four weight = weight_y[y][i] - Four{}, row = read_four<Four>(from, plane.stride_x);
+      sum = multiply_add(weight, weight != 0 ? row : Four{}, sum);
+    }
+    std::memcpy(down[i], &sum, sizeof sum);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    Real sum = 0;
+    for (int x = 0; x < 4; ++x) {
+      const Real weight = weight_x[x][i];
+      sum = fma(weight, weight != 0 ? down[i][x] : 0, sum);
+    }
+    out[i] = to_pixel<Pixel>(sum);
+  }
+}
+
+template <class Pixel, class Weight>
+void sample_linear(const Tile<Pixel, Weight>& tile, const Plane<Pixel>& plane, int64_t v,
+                   int64_t begin, int64_t at, int64_t count, Pixel* out) {
+  const Taps<Weight>& taps = tile.taps[v - tile.top];
 #if __has_builtin(__builtin_shufflevector)
   if constexpr (std::is_same_v<Pixel, float>) {
     if (plane.stride_x == 1 && count >= 8) {
@@ -192,8 +240,8 @@ void sample_inside(const Tile<Pixel>& tile, const Plane<Pixel>& plane, int64_t v
   }
 }
 
-template <bool kNearest, class Pixel>
-void forward_rows(Tile<Pixel>& tile) {
+template <Interpolation kInterpolation, class Pixel, class Weight>
+void forward_rows(Tile<Pixel, Weight>&& tile) {
   const WarpSizes& sizes = tile.in.sizes;
   const int64_t* stride = tile.in.image_stride;
   for (int64_t v = tile.top; v < tile.bottom; ++v) {
@@ -207,9 +255,10 @@ void forward_rows(Tile<Pixel>& tile) {
     for (int64_t v = tile.top; v < tile.bottom; ++v) {
       const int64_t i = v - tile.top;
       tile.cuts[i].visit(left, right, [&](Part part, int64_t begin, int64_t end) {
-        if (part == Part::kEdge) sample_edge(tile, v, begin, end);
+        if (part == Part::kEdge) sample_edge<taps_of(kInterpolation)>(tile, v, begin, end);
         if (part != Part::kInside) return;
         auto& taps = tile.taps[i];
+        constexpr bool kNearest = kInterpolation == Interpolation::kNearest;
         taps.template locate<kNearest>(tile.map.m, tile.rows[i], {stride[2], stride[3], 0}, begin,
                                        begin - left, end - begin);
         // The first channel is read when all rows of the tile are located. Four rows touch much the
@@ -224,10 +273,19 @@ void forward_rows(Tile<Pixel>& tile) {
       for (int64_t v = tile.top; v < tile.bottom; ++v) {
         Pixel* out = tile.out + output_offset(sizes, 0, c, v);
         tile.cuts[v - tile.top].visit(left, right, [&](Part part, int64_t begin, int64_t end) {
-          if (part == Part::kOutside)
+          if (part == Part::kOutside && sizes.border != Border::kTransparent)
             std::fill(out + begin, out + end, plane.border);
-          else if (part == Part::kInside)
-            sample_inside<kNearest>(tile, plane, v, left, begin, end, out + begin);
+          if (part != Part::kInside) return;
+          const int64_t at = begin - left, count = end - begin;
+          const Taps<Weight>& taps = tile.taps[v - tile.top];
+          if constexpr (kInterpolation == Interpolation::kNearest) {
+            for (int64_t i = 0; i < count; ++i) out[begin + i] = plane.data[taps.offset[at + i]];
+          } else if constexpr (kInterpolation == Interpolation::kLinear) {
+            sample_linear(tile, plane, v, begin, at, count, out + begin);
+          } else {
+            blend_cubic(plane, taps.offset + at, taps.weight_x + at, taps.weight_y + at, count,
+                        out + begin);
+          }
         });
       }
     }
@@ -247,21 +305,31 @@ void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out) {
   for_each(count, divide_up(1 << 14, strip_pixels), [&](int64_t i) {
     const int64_t n = i / strips, top = i % strips * kTileHeight;
     const int64_t bottom = std::min(top + kTileHeight, sizes.out_height);
-    Tile<Pixel> tile(in, map_of(maps, n), n, top, bottom, out + output_offset(sizes, n, 0, 0));
-    sizes.nearest ? forward_rows<true>(tile) : forward_rows<false>(tile);
+    // A linear sum over uint8 is in float32, and again in float64 where that leaves a doubt.
+    using Real = Number<Pixel>;
+    using Quick = std::conditional_t<std::is_same_v<Pixel, uint8_t>, float, Real>;
+    const Homography& map = map_of(maps, n);
+    Pixel* to = out + output_offset(sizes, n, 0, 0);
+    if (sizes.interpolation == Interpolation::kNearest)
+      forward_rows<Interpolation::kNearest>(Tile<Pixel, Quick>(in, map, n, top, bottom, to));
+    else if (sizes.interpolation == Interpolation::kLinear)
+      forward_rows<Interpolation::kLinear>(Tile<Pixel, Quick>(in, map, n, top, bottom, to));
+    else
+      forward_rows<Interpolation::kCubic>(Tile<Pixel, Real>(in, map, n, top, bottom, to));
   });
 }
 
 void warp_perspective_cells_cpu(const WarpSizes& sizes, const double* warp, double* cells,
                                 double* scale) {
   const int64_t pixels = sizes.out_height * sizes.out_width;
+  const auto store = sizes.interpolation == Interpolation::kCubic ? store_cell<4> : store_cell<2>;
   for (int64_t i = 0; i < sizes.warp_batch; ++i) {
     const Homography map = make_homography(warp + 9 * i, sizes.inverse_map);
     scale[i] = map.valid ? map.scale : 0;
     parallel_for(pixels, 4096, [&](int64_t begin, int64_t end) {
       for (int64_t p = begin; p < end; ++p)
-        store_cell(map, sizes, p % sizes.out_width, p / sizes.out_width, pixels,
-                   cells + i * kCellNumbers * pixels + p);
+        store(map, sizes, p % sizes.out_width, p / sizes.out_width, pixels,
+              cells + i * cell_numbers(sizes.interpolation) * pixels + p);
     });
   }
 }
@@ -269,6 +337,8 @@ void warp_perspective_cells_cpu(const WarpSizes& sizes, const double* warp, doub
 template void warp_perspective_cpu(const WarpInputs<uint8_t>&, uint8_t*);
 template void warp_perspective_cpu(const WarpInputs<uint16_t>&, uint16_t*);
 template void warp_perspective_cpu(const WarpInputs<int16_t>&, int16_t*);
+template void warp_perspective_cpu(const WarpInputs<Float16>&, Float16*);
+template void warp_perspective_cpu(const WarpInputs<BFloat16>&, BFloat16*);
 template void warp_perspective_cpu(const WarpInputs<float>&, float*);
 template void warp_perspective_cpu(const WarpInputs<double>&, double*);
 

@@ -36,14 +36,39 @@ inline Tensor with_derivatives(const Tensor& number, const Tensor& formula) {
   return number.add(formula.sub(formula.detach()));
 }
 
+// The weights of an axis's taps and their derivatives with respect to the coordinate.
+struct Weights {
+  tensor_list weight, first, second;
+
+  // t: how far the position is from the tap before it; slope: of it in the coordinate.
+  Weights(const Tensor& t, const Tensor& slope, Interpolation interpolation) {
+    if (interpolation != Interpolation::kCubic) {
+      weight = {t.neg().add(1), t};
+      first = {slope.neg(), slope};
+      return;
+    }
+    // c[0] + c[1] t + c[2] t^2 + c[3] t^3, as in warp_perspective_math.h.
+    constexpr double a = kKeys;
+    constexpr double coefficients[4][4] = {
+        {0, a, -2 * a, a}, {1, 0, -(a + 3), a + 2}, {0, -a, 2 * a + 3, -(a + 2)}, {0, 0, a, -a}};
+    for (const double (&c)[4] : coefficients) {
+      weight.push_back(t.mul(c[3]).add(c[2]).mul(t).add(c[1]).mul(t).add(c[0]));
+      first.push_back(t.mul(3 * c[3]).add(2 * c[2]).mul(t).add(c[1]).mul(slope));
+      second.push_back(t.mul(6 * c[3]).add(2 * c[2]).mul(slope.square()));
+    }
+  }
+};
+
+inline void add(Tensor& sum, const Tensor& term) { sum = sum.defined() ? sum.add(term) : term; }
+
 // Of N images and matrices as tensors of float64: image [N or 1, C, H W], warp [N or 1, 3, 3],
 // border [C, 1], cells and scale as _warp_perspective_cells gives them, the result [N, C, h w].
 class Positions {
  public:
-  Positions(const Tensor& image, const Tensor& warp, const Tensor& border, const SymInt& batch,
-            const Tensor& cells, const Tensor& scale, const SymInt& out_height,
-            const SymInt& out_width, bool inverse_map)
-      : inverse_map_(inverse_map) {
+  Positions(const Tensor& image, const SymInt& width, const Tensor& warp, const Tensor& border,
+            const SymInt& batch, const Tensor& cells, const Tensor& scale, const SymInt& out_height,
+            const SymInt& out_width, Interpolation interpolation, bool inverse_map)
+      : inverse_map_(inverse_map), taps_(taps_of(interpolation)) {
     const auto number = [&](int64_t which, int64_t count = 1) {
       return cells.narrow(1, which, count);
     };
@@ -60,27 +85,37 @@ class Positions {
     w_ = with_derivatives(at::where(valid_, number(kW), 1.0),
                           at::where(valid_, p.narrow(1, 2, 1), 1.0));
     xy_ = with_derivatives(number(kX, 2), at::where(valid_, p.narrow(1, 0, 2), 0.0).div(w_));
-    slopes_ = number(kSlopeX, 2);
-    const Tensor weights = with_derivatives(number(kWeightX, 2), xy_.mul(slopes_));
-    right_ = weights.narrow(1, 0, 1);
-    below_ = weights.narrow(1, 1, 1);
+    const Tensor slopes = number(kSlopeX, 2);
+    const Tensor fractions = with_derivatives(number(kFractionX, 2), xy_.mul(slopes));
+    const auto along = [&](int64_t axis) {
+      return Weights(fractions.narrow(1, axis, 1), slopes.narrow(1, axis, 1), interpolation);
+    };
+    const Weights x = along(0), y = along(1);
 
     const SymInt channels = image.sym_size(1);
     pixels_ = image.expand_symint({batch, channels, image.sym_size(2)});
-    Tensor tap[4];
-    for (int k = 0; k < 4; ++k) {
-      const Tensor offset = number(kTap + k).to(at::kLong);
-      inside_[k] = offset.ge(0);
-      index_[k] = offset.clamp_min(0).expand_symint({batch, channels, grid_.sym_size(1)});
-      tap[k] = at::where(inside_[k], pixels_.gather(2, index_[k]), border);
+    for (int k = 0; k < taps_ * taps_; ++k) {
+      const int row = k / taps_, column = k % taps_;
+      const Tensor at_x = number(kTap + column).to(at::kLong),
+                   at_y = number(kTap + taps_ + row).to(at::kLong);
+      inside_.push_back(at_x.ge(0).logical_and(at_y.ge(0)));
+      index_.push_back(at::where(inside_[k], at_y.mul(width).add(at_x), 0)
+                           .expand_symint({batch, channels, grid_.sym_size(1)}));
+      const Tensor tap = at::where(inside_[k], pixels_.gather(2, index_[k]), border);
+      along_x_.push_back(x.first[column].mul(y.weight[row]));
+      along_y_.push_back(x.weight[column].mul(y.first[row]));
+      // A tap of weight zero is not used, but its weight may have a derivative.
+      const Tensor finite = tap.isfinite();
+      const auto add_term = [&](Tensor& sum, const Tensor& weight) {
+        add(sum, weight.mul(at::where(finite.logical_or(weight.ne(0)), tap, 0.0)));
+      };
+      add_term(slope_x_, along_x_[k]);
+      add_term(slope_y_, along_y_[k]);
+      add_term(twist_, x.first[column].mul(y.first[row]));
+      if (x.second.empty()) continue;
+      add_term(bend_x_, x.second[column].mul(y.weight[row]));
+      add_term(bend_y_, x.weight[column].mul(y.second[row]));
     }
-    // As sample_slope: a tap of weight zero is not used.
-    const auto& [a, b, c, d] = tap;
-    const Tensor to_right = at::where(below_.gt(0), d.sub(c), 0.0),
-                 to_below = at::where(right_.gt(0), d.sub(b), 0.0);
-    slope_x_ = b.sub(a).lerp(to_right, below_).mul(slope(0));
-    slope_y_ = c.sub(a).lerp(to_below, right_).mul(slope(1));
-    twist_ = a.sub(b).sub(c).add(d).mul(slope(0)).mul(slope(1));
   }
 
   // The tangent of the result where warp moves along `tangent` [N or 1, 3, 3].
@@ -92,26 +127,29 @@ class Positions {
   // The gradients of sum(grad * jvp(tangent)) for each of the N images and matrices.
   Tensor image_gradient(const Tensor& grad, const Tensor& tangent) const {
     const Motion move = motion(tangent);
-    const Tensor g = at::where(valid_, grad, 0.0), x = move.x.mul(slope(0)),
-                 y = move.y.mul(slope(1));
-    const Tensor left = right_.neg().add(1), above = below_.neg().add(1);
-    const Tensor weights[4] = {above.mul(x).add(left.mul(y)).neg(), above.mul(x).sub(right_.mul(y)),
-                               left.mul(y).sub(below_.mul(x)), below_.mul(x).add(right_.mul(y))};
+    const Tensor g = at::where(valid_, grad, 0.0);
     Tensor sum = at::zeros_like(pixels_);
-    for (int k = 0; k < 4; ++k)
-      sum = sum.scatter_add(2, index_[k], at::where(inside_[k], g.mul(weights[k]), 0.0));
+    for (int k = 0; k < taps_ * taps_; ++k) {
+      const Tensor weight = along_x_[k].mul(move.x).add(along_y_[k].mul(move.y));
+      sum = sum.scatter_add(2, index_[k], at::where(inside_[k], g.mul(weight), 0.0));
+    }
     return sum;
   }
 
   Tensor warp_gradient(const Tensor& grad, const Tensor& tangent) const {
     const Motion move = motion(tangent);
     const Tensor g = at::where(valid_, grad, 0.0);
-    const Tensor gx = g.mul(slope_x_).sum(1, true), gy = g.mul(slope_y_).sum(1, true);
-    const Tensor twist = g.mul(twist_).sum(1, true), spread = move.w.div(w_);
+    const auto over_channels = [&](const Tensor& slope) { return g.mul(slope).sum(1, true); };
+    const Tensor gx = over_channels(slope_x_), gy = over_channels(slope_y_);
+    const Tensor twist = over_channels(twist_), spread = move.w.div(w_);
+    Tensor of_x = twist.mul(move.y), of_y = twist.mul(move.x);
+    if (bend_x_.defined()) {
+      of_x = of_x.add(over_channels(bend_x_).mul(move.x));
+      of_y = of_y.add(over_channels(bend_y_).mul(move.y));
+    }
     // What moves grad * jvp: (x, y), w at a fixed (x, y), and the tangent of m.
-    const Tensor of_m =
-        m_gradient(twist.mul(move.y).sub(spread.mul(gx)), twist.mul(move.x).sub(spread.mul(gy)),
-                   gx.mul(move.x).add(gy.mul(move.y)));
+    const Tensor of_m = m_gradient(of_x.sub(spread.mul(gx)), of_y.sub(spread.mul(gy)),
+                                   gx.mul(move.x).add(gy.mul(move.y)));
     const Tensor of_tangent = m_gradient(gx, gy, at::zeros_like(gx));
     Tensor out = of_m;
     if (!inverse_map_)
@@ -146,27 +184,32 @@ class Positions {
         .add(at::linalg_cross(columns, rows.roll(-1, 1)).roll(2, 1));
   }
 
-  Tensor slope(int64_t axis) const { return slopes_.narrow(1, axis, 1); }
-
   bool inverse_map_;
-  Tensor valid_, scale_, rows_, grid_, w_, xy_, slopes_;
-  Tensor right_, below_;         // the weights of the taps on the right and of those below
-  Tensor inside_[4], index_[4];  // of the taps a b / c d
-  Tensor pixels_, slope_x_, slope_y_, twist_;
+  int taps_;  // along an axis
+  Tensor valid_, scale_, rows_, grid_, w_, xy_;
+  tensor_list inside_, index_;     // of each tap, row by row
+  tensor_list along_x_, along_y_;  // the derivatives of its weight
+  // The derivatives of the interpolation: along x and y, then those of the second order. The bends
+  // of a linear one are zero, and undefined.
+  Tensor pixels_, slope_x_, slope_y_, twist_, bend_x_, bend_y_;
 };
 
 using Mask = std::array<bool, 2>;
 
-inline void add(Tensor& sum, const Tensor& term) { sum = sum.defined() ? sum.add(term) : term; }
+inline Tensor zeros(const Tensor& like, c10::SymIntArrayRef sizes) {
+  return at::zeros({}, like.options()).expand_symint(sizes);
+}
 
-// warp_perspective without the constant that border_value adds.
-inline Tensor linear_part(const Call& call, const Tensor& image, const SymInt& height,
-                          const SymInt& width) {
-  const SymInt dsize[] = {height, width};
+// warp_perspective without the constant that border_value adds. `destination` has the result's
+// shape; only a transparent border keeps any of it.
+inline Tensor linear_part(const Call& call, const Tensor& image, const Tensor& destination) {
+  const SymInt dsize[] = {destination.sym_size(-2), destination.sym_size(-1)};
+  const bool kept = call["border_mode"].toStringView() == "transparent";
   return call.of(kWarp)
       .with("image", image)
       .with("dsize", c10::SymIntArrayRef(dsize))
       .with("border_value", c10::IValue())
+      .with("destination", kept ? c10::IValue(destination) : c10::IValue())
       .run()[0];
 }
 
@@ -207,6 +250,7 @@ struct AlongWarp {
       for (size_t c = 0; c < values.size(); ++c) border.narrow_symint(0, c, each).fill_(values[c]);
     }
     return {image_batch(image).to(at::kDouble).flatten(2),
+            shape.width,
             matrices,
             border,
             shape.batch,
@@ -214,6 +258,7 @@ struct AlongWarp {
             cells[1],
             height,
             width,
+            interpolation_of(kWarp, call["interpolation"].toStringView()),
             call["inverse_map"].toBool()};
   }
 
@@ -252,23 +297,41 @@ struct OfWarp final : Derivatives {
   void check(const Call& call, const std::vector<bool>& differentiated) const override {
     const at::ScalarType type = call.tensor("image").scalar_type();
     expect(kWarp, "image", c10::isFloatingType(type) || !differentiated[1], type,
-           "of dtype float32 or float64 where `warp` has a derivative");
+           "of a floating dtype where `warp` has a derivative");
+    const bool opencv4 = call["arithmetic"].toStringView() == "opencv4";
+    for (size_t i = 0; i < differentiated.size(); ++i)
+      expect(kWarp, "arithmetic", !opencv4 || !differentiated[i], "\"opencv4\"",
+             "\"exact\" where `", call.op.schema().arguments()[i].name(), "` has a derivative");
   }
 
   tensor_list vjp(const Call& call, const tensor_list& upstream,
                   const std::vector<bool>& wanted) const override {
-    tensor_list out = gradients(call, upstream[0], {wanted[0], wanted[1]});
+    const Tensor image = call.tensor("image");
+    tensor_list out;
+    if (wanted[0] || wanted[1]) out = gradients(call, upstream[0], {wanted[0], wanted[1]});
     out.resize(wanted.size());
+    if (wanted[kDestination])
+      out[kDestination] = linear_part(call, zeros(image, image.sym_sizes()), upstream[0]);
     return out;
   }
 
   tensor_list jvp(const Call& call, const tensor_list& tangents) const override {
+    const Tensor &image = tangents[0], &warp = tangents[1], &destination = tangents[kDestination];
     const std::vector<SymInt> dsize = call["dsize"].toSymIntVector();
     Tensor out;
-    if (tangents[0].defined()) add(out, linear_part(call, tangents[0], dsize[0], dsize[1]));
-    if (tangents[1].defined()) add(out, AlongWarp(call, tangents[1], dsize[0], dsize[1]).jvp());
+    if (image.defined() || destination.defined()) {
+      const Tensor like = call.tensor("image");
+      const Shape shape = check_inputs(kWarp, like, call.tensor("warp"));
+      out = linear_part(
+          call, image.defined() ? image : zeros(like, like.sym_sizes()),
+          destination.defined() ? destination : zeros(like, shape.out(dsize[0], dsize[1])));
+    }
+    if (warp.defined()) add(out, AlongWarp(call, warp, dsize[0], dsize[1]).jvp());
     return {out};
   }
+
+ private:
+  static constexpr size_t kDestination = 7;  // among the arguments
 };
 
 // Of _warp_perspective_backward(grad, image, warp, ...).
@@ -285,7 +348,7 @@ struct OfBackward final : Derivatives {
     tensor_list out(wanted.size());
     if (mask[0] && upstream[0].defined()) {
       const Tensor& image = upstream[0];
-      if (wanted[0]) add(out[0], linear_part(call, image, grad.sym_size(-2), grad.sym_size(-1)));
+      if (wanted[0]) add(out[0], linear_part(call, image, zeros(grad, grad.sym_sizes())));
       if (wanted[2])
         add(out[2], gradients(without_border(call).with("image", image), grad, {false, true})[1]);
     }

@@ -11,25 +11,21 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "float16.h"
 #include "warp_perspective/warp_perspective.h"
-
-#ifdef __CUDACC__
-#define CALCOPS_HD __host__ __device__
-#else
-#define CALCOPS_HD
-#endif
 
 namespace calcops {
 
-// What an image is sampled in. The weights are computed in float64 and rounded to this: for
-// float32, eight roundings of 2^-25 at most lie between the result and the exact one, where the
-// image is in [0, 1].
+// What an image is sampled in. The weights are computed in float64 and rounded to this: for a
+// linear interpolation in float32, eight roundings of 2^-25 at most lie between the result and the
+// exact one, where the image is in [0, 1].
 template <class Pixel>
-using Number = std::conditional_t<std::is_same_v<Pixel, float>, float, double>;
+using Number =
+    std::conditional_t<std::is_integral_v<Pixel> || std::is_same_v<Pixel, double>, double, float>;
 
 // cv::saturate_cast from double: for an integer half to even, clamped; NaN gives the least one.
 template <class Pixel>
-CALCOPS_HD inline Pixel to_pixel(double value) {
+CALCOPS_HD inline Pixel to_pixel(Number<Pixel> value) {
   if constexpr (std::is_integral_v<Pixel>) {
     // std::numeric_limits has functions for the host alone.
     constexpr int range = 1 << 8 * sizeof(Pixel);
@@ -147,11 +143,13 @@ CALCOPS_HD inline Source project(const double* m, double u, double v) {
   return project(m, row_of(m, v), u);
 }
 
-// One axis of a source position: two taps, the weight of the second and the derivative of the
-// position in the image with respect to the coordinate. A tap outside [0, size) is border_value.
+// One axis of a source position: its taps, one of them at the position or before it, and how far
+// behind that the position is; the derivative of the position in the image with respect to the
+// coordinate. A tap outside of [0, size) is border_value.
+template <int kTaps>
 struct Axis {
-  int64_t first, second;
-  double weight, slope;
+  int64_t tap[kTaps];
+  double fraction, slope;
 };
 
 // x modulo period, with the sign of x, as fmod, which is slow: exact as well, where x / period is
@@ -194,57 +192,124 @@ CALCOPS_HD inline double fold(double x, double n, Border border, double& slope) 
 }
 
 // cv::borderInterpolate folds the index of each tap; folding the coordinate gives the same function
-// for coordinates of any size. False where both taps are border_value.
-CALCOPS_HD inline bool locate(double x, int64_t size, Border border, bool nearest, Axis& axis) {
+// for coordinates of any size, where there are two taps. False where there is no source.
+CALCOPS_HD inline bool locate(double x, int64_t size, Border border, bool nearest, Axis<2>& axis) {
   const double n = static_cast<double>(size);
   axis.slope = nearest ? 0 : 1;
   if (nearest) x = rint(x);
+  const bool inside = x >= 0 && (border == Border::kWrap ? x < n : x <= n - 1);
   if (border == Border::kConstant) {
     if (!(x > -1 && x < n)) return false;
-  } else if (!(fabs(x) <= DBL_MAX)) {
-    return false;
-  } else if (!(x >= 0 && (border == Border::kWrap ? x < n : x <= n - 1))) {
+  } else if (!inside) {
+    if (border == Border::kTransparent || !(fabs(x) <= DBL_MAX)) return false;
     x = fold<false>(x, n, border, axis.slope);
   }
   const double floor_x = floor(x);
-  axis.first = static_cast<int64_t>(floor_x);
-  axis.second = axis.first + 1;
-  axis.weight = x - floor_x;
-  if (axis.second == size && border != Border::kConstant)
-    axis.second = border == Border::kWrap ? 0 : axis.first;
+  axis.tap[0] = static_cast<int64_t>(floor_x);
+  axis.tap[1] = axis.tap[0] + 1;
+  axis.fraction = x - floor_x;
+  if (axis.tap[1] == size && border != Border::kConstant)
+    axis.tap[1] = border == Border::kWrap ? 0 : axis.tap[0];
   return true;
 }
 
+// cv::borderInterpolate.
+CALCOPS_HD inline int64_t fold_index(int64_t i, int64_t size, Border border) {
+  if ((i >= 0 && i < size) || border == Border::kConstant) return i;
+  if (border == Border::kReplicate) return i < 0 ? 0 : size - 1;
+  const bool wraps = border == Border::kWrap, repeats_edge = wraps || border == Border::kReflect;
+  if (size == 1) return 0;
+  const int64_t period = wraps ? size : repeats_edge ? 2 * size : 2 * size - 2;
+  const int64_t rest = (i % period + period) % period;
+  return rest < size ? rest : period - repeats_edge - rest;
+}
+
+// A cubic has taps beyond those that border the position, so each is folded; before that, the
+// coordinate is brought near to the image.
+CALCOPS_HD inline bool locate(double x, int64_t size, Border border, bool, Axis<4>& axis) {
+  const double n = static_cast<double>(size);
+  axis.slope = 1;
+  if (border == Border::kConstant) {
+    if (!(x > -2 && x < n + 1)) return false;
+  } else if (!(x >= 0 && x <= n - 1)) {
+    if (border == Border::kTransparent || !(fabs(x) <= DBL_MAX)) return false;
+    if (border == Border::kReplicate) {
+      if (!(x > -2 && x < n + 1)) axis.slope = 0;
+      x = x < -2 ? -2 : x > n + 1 ? n + 1 : x;
+    } else {
+      const double period = border == Border::kWrap      ? n
+                            : border == Border::kReflect ? 2 * n
+                                                         : 2 * n - 2;
+      if (period == 0) axis.slope = 0;
+      x = period == 0 ? 0 : fabs(x) < kFar ? near_remainder(x, period) : fmod(x, period);
+    }
+  }
+  const double floor_x = floor(x);
+  axis.fraction = x - floor_x;
+  for (int k = 0; k < 4; ++k)
+    axis.tap[k] = fold_index(static_cast<int64_t>(floor_x) + k - 1, size, border);
+  return true;
+}
+
+template <int kTaps>
 struct Cell {
-  Axis x, y;
+  Axis<kTaps> x, y;
 };
 
-CALCOPS_HD inline bool locate(const Source& source, const WarpSizes& sizes, Cell& cell) {
-  return locate(source.x, sizes.width, sizes.border, sizes.nearest, cell.x) &&
-         locate(source.y, sizes.height, sizes.border, sizes.nearest, cell.y);
+template <int kTaps>
+CALCOPS_HD inline bool locate(const Source& source, const WarpSizes& sizes, Border border,
+                              Cell<kTaps>& cell) {
+  const bool nearest = sizes.interpolation == Interpolation::kNearest;
+  return locate(source.x, sizes.width, border, nearest, cell.x) &&
+         locate(source.y, sizes.height, border, nearest, cell.y);
+}
+
+// The weights of an axis's taps.
+CALCOPS_HD inline void weights_of(double t, double (&weight)[2]) {
+  weight[0] = 1 - t;
+  weight[1] = t;
+}
+
+// Where t is 0, so are all but one of them, exactly.
+CALCOPS_HD inline void weights_of(double t, double (&weight)[4]) {
+  constexpr double a = kKeys;
+  weight[0] = fma(fma(a, t, -2 * a), t, a) * t;
+  weight[1] = fma(fma(a + 2, t, -(a + 3)) * t, t, 1.0);
+  weight[2] = fma(fma(-(a + 2), t, 2 * a + 3), t, -a) * t;
+  weight[3] = fma(-a, t, a) * t * t;
+}
+
+// Their derivatives along the axis.
+CALCOPS_HD inline void slopes_of(double t, double (&slope)[4]) {
+  constexpr double a = kKeys;
+  slope[0] = fma(fma(3 * a, t, -4 * a), t, a);
+  slope[1] = fma(3 * (a + 2), t, -2 * (a + 3)) * t;
+  slope[2] = fma(fma(-3 * (a + 2), t, 2 * (2 * a + 3)), t, -a);
+  slope[3] = fma(-3 * a, t, 2 * a) * t;
 }
 
 // The numbers of a cell, each at out[number * stride].
+template <int kTaps>
 CALCOPS_HD inline void store_cell(const Homography& map, const WarpSizes& sizes, int64_t u,
                                   int64_t v, int64_t stride, double* out) {
-  Cell cell{};
+  Cell<kTaps> cell{};
   Source source{};
   bool found = map.valid && sizes.height > 0 && sizes.width > 0;
   if (found) {
     source = project(map.m, static_cast<double>(u), static_cast<double>(v));
-    found = locate(source, sizes, cell);
+    found = locate(source, sizes, sizes.border, cell);
   }
-  const int64_t rows[2] = {cell.y.first, cell.y.second}, columns[2] = {cell.x.first, cell.x.second};
-  const double numbers[kTap] = {source.x,      source.y,     source.w,    cell.x.weight,
-                                cell.y.weight, cell.x.slope, cell.y.slope};
+  const double numbers[kTap] = {source.x,        source.y,     source.w,    cell.x.fraction,
+                                cell.y.fraction, cell.x.slope, cell.y.slope};
   for (int k = 0; k < kTap; ++k) out[k * stride] = found ? numbers[k] : 0;
-  for (int k = 0; k < 4; ++k) {
-    const int64_t row = rows[k / 2], column = columns[k % 2];
-    const bool inside = row >= 0 && row < sizes.height && column >= 0 && column < sizes.width;
-    out[(kTap + k) * stride] = !found   ? 0
-                               : inside ? static_cast<double>(row * sizes.width + column)
-                                        : -1;
-  }
+  const auto store = [&](int first, const Axis<kTaps>& axis, int64_t size) {
+    for (int k = 0; k < kTaps; ++k) {
+      const bool inside = axis.tap[k] >= 0 && axis.tap[k] < size;
+      out[(first + k) * stride] = !found ? 0 : inside ? static_cast<double>(axis.tap[k]) : -1;
+    }
+  };
+  store(kTap, cell.x, sizes.width);
+  store(kTap + kTaps, cell.y, sizes.height);
 }
 
 // One channel of one image.
@@ -270,7 +335,7 @@ CALCOPS_HD inline Plane<Pixel> make_plane(const WarpInputs<Pixel>& in, int64_t n
           in.image_stride[3],
           in.sizes.height,
           in.sizes.width,
-          to_pixel<Pixel>(border)};
+          to_pixel<Pixel>(static_cast<Number<Pixel>>(border))};
 }
 
 // Weighted sum of the taps a b / c d.
@@ -283,32 +348,90 @@ CALCOPS_HD inline Real interpolate(Real a, Real b, Real c, Real d, Real weight_x
 
 // A tap of weight zero is not read: an identity map keeps NaN and infinity in their pixels.
 template <class Pixel>
-CALCOPS_HD inline Pixel sample(const Plane<Pixel>& plane, const Cell& cell) {
+CALCOPS_HD inline Pixel sample(const Plane<Pixel>& plane, const Cell<2>& cell) {
   using Real = Number<Pixel>;
-  const Axis &x = cell.x, &y = cell.y;
-  const Real weight_x = static_cast<Real>(x.weight), weight_y = static_cast<Real>(y.weight);
+  const Axis<2>&x = cell.x, &y = cell.y;
+  const Real weight_x = static_cast<Real>(x.fraction), weight_y = static_cast<Real>(y.fraction);
   const bool right = weight_x > 0, below = weight_y > 0;
   const auto tap = [&](bool used, int64_t row, int64_t column) {
     return used ? plane.template at<Real>(row, column) : 0;
   };
-  return to_pixel<Pixel>(interpolate(plane.template at<Real>(y.first, x.first),
-                                     tap(right, y.first, x.second), tap(below, y.second, x.first),
-                                     tap(right && below, y.second, x.second), weight_x, weight_y));
+  return to_pixel<Pixel>(interpolate(plane.template at<Real>(y.tap[0], x.tap[0]),
+                                     tap(right, y.tap[0], x.tap[1]), tap(below, y.tap[1], x.tap[0]),
+                                     tap(right && below, y.tap[1], x.tap[1]), weight_x, weight_y));
 }
 
-// Its derivatives with respect to the position, from the right at a pixel centre.
+// The sum over 4 x 4 taps with these weights, and without those of weight zero.
+template <class Real>
+CALCOPS_HD inline Real sum_taps(const Real (&tap)[4][4], const Real (&weight_x)[4],
+                                const Real (&weight_y)[4]) {
+  Real down[4] = {}, sum = 0;
+  for (int y = 0; y < 4; ++y)
+    for (int x = 0; x < 4; ++x) {
+      const bool used = (weight_x[x] != 0) & (weight_y[y] != 0);
+      down[x] = fma(weight_y[y], used ? tap[y][x] : 0, down[x]);
+    }
+  for (int x = 0; x < 4; ++x) sum = fma(weight_x[x], down[x], sum);
+  return sum;
+}
+
+template <class Real>
+CALCOPS_HD inline void round_weights(double t, Real (&weight)[4]) {
+  double exact[4];
+  weights_of(t, exact);
+  for (int k = 0; k < 4; ++k) weight[k] = static_cast<Real>(exact[k]);
+}
+
+template <class Real, class Pixel>
+CALCOPS_HD inline void read_taps(const Plane<Pixel>& plane, const Cell<4>& cell,
+                                 Real (&tap)[4][4]) {
+  for (int y = 0; y < 4; ++y)
+    for (int x = 0; x < 4; ++x) tap[y][x] = plane.template at<Real>(cell.y.tap[y], cell.x.tap[x]);
+}
+
+template <class Pixel>
+CALCOPS_HD inline Pixel sample(const Plane<Pixel>& plane, const Cell<4>& cell) {
+  using Real = Number<Pixel>;
+  Real tap[4][4], weight_x[4], weight_y[4];
+  read_taps(plane, cell, tap);
+  round_weights(cell.x.fraction, weight_x);
+  round_weights(cell.y.fraction, weight_y);
+  return to_pixel<Pixel>(sum_taps(tap, weight_x, weight_y));
+}
+
+// The derivatives with respect to the position; of a linear interpolation at a pixel centre, those
+// from the right.
 struct Slope {
   double x, y;
 };
 
 template <class Pixel>
-CALCOPS_HD inline Slope sample_slope(const Plane<Pixel>& plane, const Cell& cell) {
-  const double a = plane.at(cell.y.first, cell.x.first), b = plane.at(cell.y.first, cell.x.second),
-               c = plane.at(cell.y.second, cell.x.first),
-               d = plane.at(cell.y.second, cell.x.second);
-  const double bottom = cell.y.weight > 0 ? d - c : 0, right = cell.x.weight > 0 ? d - b : 0;
-  return {cell.x.slope * fma(cell.y.weight, bottom, (1 - cell.y.weight) * (b - a)),
-          cell.y.slope * fma(cell.x.weight, right, (1 - cell.x.weight) * (c - a))};
+CALCOPS_HD inline Slope sample_slope(const Plane<Pixel>& plane, const Cell<2>& cell) {
+  const int64_t *row = cell.y.tap, *column = cell.x.tap;
+  const double a = plane.at(row[0], column[0]), b = plane.at(row[0], column[1]),
+               c = plane.at(row[1], column[0]), d = plane.at(row[1], column[1]);
+  const double x = cell.x.fraction, y = cell.y.fraction;
+  const double bottom = y > 0 ? d - c : 0, right = x > 0 ? d - b : 0;
+  return {cell.x.slope * fma(y, bottom, (1 - y) * (b - a)),
+          cell.y.slope * fma(x, right, (1 - x) * (c - a))};
+}
+
+// Of 4 x 4 taps, at these fractions of an axis.
+CALCOPS_HD inline Slope slope_of_taps(const double (&tap)[4][4], double x, double y) {
+  double weight_x[4], weight_y[4], slope_x[4], slope_y[4];
+  weights_of(x, weight_x);
+  weights_of(y, weight_y);
+  slopes_of(x, slope_x);
+  slopes_of(y, slope_y);
+  return {sum_taps(tap, slope_x, weight_y), sum_taps(tap, weight_x, slope_y)};
+}
+
+template <class Pixel>
+CALCOPS_HD inline Slope sample_slope(const Plane<Pixel>& plane, const Cell<4>& cell) {
+  double tap[4][4];
+  read_taps(plane, cell, tap);
+  const Slope slope = slope_of_taps(tap, cell.x.fraction, cell.y.fraction);
+  return {cell.x.slope * slope.x, cell.y.slope * slope.y};
 }
 
 // Adds to grad_m what one destination pixel (u, v) gives: (gx, gy) is the gradient of its position.

@@ -158,13 +158,21 @@ inline Box image_box(const WarpSizes& sizes, double beyond) {
           static_cast<double>(sizes.height) - 1 + beyond};
 }
 
+// How far a tap may be from its source.
+inline double reach_of(const WarpSizes& sizes) {
+  return sizes.interpolation == Interpolation::kCubic ? 2 : 1;
+}
+
 // Where all taps are in the image; half a pixel more would be the end for a nearest one.
-inline Box inside_box(const WarpSizes& sizes) { return image_box(sizes, sizes.nearest ? 0.25 : 0); }
+inline Box inside_box(const WarpSizes& sizes) {
+  return image_box(sizes,
+                   sizes.interpolation == Interpolation::kNearest ? 0.25 : 1 - reach_of(sizes));
+}
 
 // Where the taps of a source are those of the image around it: everywhere for a constant border,
 // inside the image for those that repeat it.
 inline Box plain_box(const WarpSizes& sizes) {
-  return sizes.border == Border::kConstant ? image_box(sizes, 1) : inside_box(sizes);
+  return sizes.border == Border::kConstant ? image_box(sizes, reach_of(sizes)) : inside_box(sizes);
 }
 
 [[gnu::noinline]] inline Cut cut_row(const Homography& map, const Row& row,
@@ -173,14 +181,15 @@ inline Box plain_box(const WarpSizes& sizes) {
   const int64_t n = sizes.out_width;
   std::fill_n(cut.end, Cut::kParts, map.valid ? 0 : n);
   if (!map.valid) return cut;
-  const bool constant = sizes.border == Border::kConstant;
-  const Box inside = inside_box(sizes), plain = plain_box(sizes);
+  const bool repeats = sizes.border != Border::kConstant && sizes.border != Border::kTransparent;
+  const Box inside = inside_box(sizes);
+  const Box shown = sizes.border == Border::kConstant ? plain_box(sizes) : image_box(sizes, 0.5);
   const RowCutter cutter(map.m, row, n);
   int64_t last = 0;
   for (int side = 0; side < cutter.sides(); ++side) {
     const Interval in = cutter.in_box(inside, side, Doubt::kSure);
-    const Interval all = constant ? cutter.in_box(plain, side, Doubt::kPossible)
-                                  : Interval{0, side + 1 == cutter.sides() ? n : in.end};
+    const Interval all = repeats ? Interval{0, side + 1 == cutter.sides() ? n : in.end}
+                                 : cutter.in_box(shown, side, Doubt::kPossible);
     const int64_t ends[4] = {all.begin, in.begin, in.end, all.end};
     for (int k = 0; k < 4; ++k) {
       const bool empty = k == 1 || k == 2 ? in.empty() : all.empty();
@@ -193,10 +202,11 @@ inline Box plain_box(const WarpSizes& sizes) {
 }
 
 // Where a single pixel comes from. Out of line: it is long, and the loops over many are elsewhere.
-[[gnu::noinline]] inline bool find_cell(const Homography& map, const Row& row, int64_t u,
-                                        const WarpSizes& sizes, Source& source, Cell& cell) {
+template <int kTaps>
+[[gnu::noinline]] bool find_cell(const Homography& map, const Row& row, int64_t u,
+                                 const WarpSizes& sizes, Source& source, Cell<kTaps>& cell) {
   source = project(map.m, row, static_cast<double>(u));
-  return locate(source, sizes, cell);
+  return locate(source, sizes, sizes.border, cell);
 }
 
 // n where x = kInt64 + n with an integer n below 2^51. Unlike a conversion, this can be vectorised
@@ -212,8 +222,8 @@ inline int64_t to_int64(double x) {
 
 constexpr int64_t kTileWidth = 128, kTileHeight = 16;
 
-// What a run of pixels has to know of its taps: the offset of the first and the weights of those on
-// the right and below.
+// What a run of pixels has to know of its taps: the offset of the one above and left of the source,
+// and the weights of those on the right and below, which are how far away the source is, too.
 template <class Real>
 struct Taps {
   int64_t offset[kTileWidth];
@@ -307,7 +317,7 @@ struct FoldedTaps {
  private:
   static void locate_axis(const WarpSizes& sizes, int64_t size, int count, double* x,
                           double* second, double* weight) {
-    if (sizes.nearest)
+    if (sizes.interpolation == Interpolation::kNearest)
       for (int i = 0; i < count; ++i) x[i] = rint(x[i]);
     const auto fold_all = [&](auto border) {
       const double n = static_cast<double>(size);

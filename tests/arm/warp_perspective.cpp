@@ -30,7 +30,8 @@ std::vector<Pixel> draw(Random& random, int64_t count) {
 std::string name_of(const WarpSizes& sizes) {
   return ' ' + std::to_string(sizes.channels) + 'x' + std::to_string(sizes.width) + " to " +
          std::to_string(sizes.out_width) + " border " + std::to_string(int(sizes.border)) +
-         (sizes.nearest ? " nearest" : "") + (sizes.inverse_map ? " inverse" : "");
+         " interpolation " + std::to_string(int(sizes.interpolation)) +
+         (sizes.inverse_map ? " inverse" : "");
 }
 
 template <class Pixel>
@@ -51,6 +52,10 @@ void run_case(Results& results, const WarpSizes& sizes, bool channels_last) {
   std::vector<Pixel> out(pixels);
   warp_perspective_cpu(in, out.data());
   results.add(name, out);
+  if (sizes.interpolation != Interpolation::kCubic) {
+    warp_perspective_opencv4_cpu(in, out.data());
+    results.add(name + " as OpenCV 4", out);
+  }
   if constexpr (std::is_floating_point_v<Pixel>) {
     const auto grad = draw<Pixel>(random, pixels);
     std::vector<Pixel> grad_image(image.size());
@@ -63,7 +68,8 @@ void run_case(Results& results, const WarpSizes& sizes, bool channels_last) {
 
 void run_cells(Results& results, const WarpSizes& sizes) {
   const int64_t pixels = sizes.out_height * sizes.out_width;
-  std::vector<double> cells(sizes.warp_batch * kCellNumbers * pixels), scale(sizes.warp_batch);
+  std::vector<double> cells(sizes.warp_batch * cell_numbers(sizes.interpolation) * pixels),
+      scale(sizes.warp_batch);
   warp_perspective_cells_cpu(sizes, kMaps[0], cells.data(), scale.data());
   results.add("cells" + name_of(sizes), cells);
   results.add("scale" + name_of(sizes), scale);
@@ -74,11 +80,14 @@ void run_cells(Results& results, const WarpSizes& sizes) {
 void run(Results& results) {
   constexpr int64_t kMapCount = sizeof(kMaps) / sizeof(*kMaps);
   for (const Border border : {Border::kConstant, Border::kReplicate, Border::kReflect,
-                              Border::kWrap, Border::kReflect101})
-    for (const bool nearest : {false, true}) {
+                              Border::kWrap, Border::kReflect101, Border::kTransparent})
+    for (const Interpolation interpolation :
+         {Interpolation::kNearest, Interpolation::kLinear, Interpolation::kCubic}) {
+      const bool nearest = interpolation == Interpolation::kNearest;
       // One image under all maps, more than a tile wide; a small one of three channels under one.
-      const WarpSizes wide{kMapCount, 1, kMapCount, 1, 40, 90, 17, 140, border, nearest, true};
-      const WarpSizes small{2, 2, 1, 3, 9, 11, 17, 13, border, nearest, nearest};
+      const WarpSizes wide{kMapCount, 1,      kMapCount,     1,   40, 90, 17,
+                           140,       border, interpolation, true};
+      const WarpSizes small{2, 2, 1, 3, 9, 11, 17, 13, border, interpolation, nearest};
       for (const WarpSizes& sizes : {wide, small}) {
         run_case<uint8_t>(results, sizes, /*channels_last=*/true);
         for (const bool channels_last : {false, true}) {
