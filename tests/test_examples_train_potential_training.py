@@ -169,6 +169,16 @@ def test_a_resumed_training_is_bitwise_that_without_a_stop(frames, system, tmp_p
         assert torch.equal(second.parameters[key], value), key
 
 
+def test_each_process_takes_another_part_of_the_batch(frames, system, monkeypatch):
+    parts = []
+    for rank in range(3):
+        calls = {"is_initialized": True, "get_rank": rank, "get_world_size": 3}
+        for name, value in calls.items():
+            monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+        parts.append(torch.arange(6)[Trainer(*beginner(frames, system), steps=1, seed=0, batch=6).share])
+    assert [len(part) for part in parts] == [2, 2, 2] and torch.equal(torch.cat(parts).sort()[0], torch.arange(6))
+
+
 @pytest.mark.long
 def test_a_compiled_step_has_the_same_gradients(frames, system):
     eager, compiled = (
