@@ -179,6 +179,11 @@ def test_each_process_takes_another_part_of_the_batch(frames, system, monkeypatc
     assert [len(part) for part in parts] == [2, 2, 2] and torch.equal(torch.cat(parts).sort()[0], torch.arange(6))
 
 
+def test_a_batch_of_more_frames_than_there_are_is_refused(frames, system):
+    with pytest.raises(ValueError, match="at most the 6 frames there are, got 7"):
+        Trainer(*beginner(frames, system), steps=1, seed=0, batch=7)
+
+
 @pytest.mark.long
 def test_a_compiled_step_has_the_same_gradients(frames, system):
     eager, compiled = (

@@ -75,6 +75,8 @@ class Trainer:
     draw the same frames and take the same step, so that their weights stay equal to the bit."""
 
     def __init__(self, model, data, steps, seed, batch=1, compile=False):
+        if batch > len(data):
+            raise ValueError(f"expected a batch of at most the {len(data)} frames there are, got {batch}")
         self.model, self.data, self.steps, self.batch = model, data, steps, batch
         self.share = slice(None)  # of the batch
         if distributed.is_initialized():
