@@ -22,10 +22,10 @@ class Projection8 {
         row_{all(row.x), all(row.y), all(row.w)},
         u_(_mm512_add_pd(all(u), _mm512_setr_pd(0, 1, 2, 3, 4, 5, 6, 7))) {}
 
-  // (x, y) of these eight pixels; goes on to the next.
-  void next(__m512d& x, __m512d& y) {
+  // (x, y) and the reciprocal of W of these eight pixels; goes on to the next.
+  void next(__m512d& x, __m512d& y, __m512d& reciprocal) {
     const __m512d w = _mm512_fmadd_pd(m_[2], u_, row_[2]);
-    __m512d reciprocal = _mm512_maskz_rcp14_pd(0xff, w);
+    reciprocal = _mm512_maskz_rcp14_pd(0xff, w);
     for (int step = 0; step < 2; ++step)
       reciprocal = _mm512_fmadd_pd(_mm512_fnmadd_pd(w, reciprocal, all(1)), reciprocal, reciprocal);
     const auto over_w = [&](__m512d a) {

@@ -53,14 +53,28 @@ struct Positions {
   void locate(const double* m, const Row& row, const int64_t* stride, int64_t u, int64_t count) {
     const Strides strides(stride[2], stride[3], 0);
     const double first = static_cast<double>(u);
+#ifdef __AVX512F__
+    Projection8 projection(m, row, first);
+    for (int64_t i = 0; i < count; i += 8) {
+      const __mmask8 kept = first_lanes<__mmask8>(count - i);
+      __m512d at_x, at_y, over_w;
+      projection.next(at_x, at_y, over_w);
+      taps.put<false>(i, kept, at_x, at_y, strides);
+      store(x + i, kept, at_x);
+      store(y + i, kept, at_y);
+      store(reciprocal + i, kept, over_w);
+    }
+#else
     for (int i = 0; i < static_cast<int>(count); ++i) {
       const Source source = project(m, row, first + i);
       taps.put<false>(i, source, strides);
       x[i] = source.x;
       y[i] = source.y;
       reciprocal[i] = 1 / source.w;
-      grad_x[i] = grad_y[i] = 0;
     }
+#endif
+    std::fill_n(grad_x, count, 0);
+    std::fill_n(grad_y, count, 0);
   }
 
   template <class Real>

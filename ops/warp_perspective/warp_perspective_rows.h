@@ -258,30 +258,37 @@ struct Taps {
     weight_y[i] = static_cast<Real>(source.y - y);
   }
 
+#ifdef __AVX512F__
+  // The same for those of eight pixels that are kept.
+  template <bool kNearest>
+  void put(int64_t i, __mmask8 kept, __m512d x, __m512d y, const Strides& strides) {
+    constexpr int kRounding =
+        (kNearest ? _MM_FROUND_TO_NEAREST_INT : _MM_FROUND_TO_NEG_INF) | _MM_FROUND_NO_EXC;
+    const auto all = [](double x) { return _mm512_set1_pd(x); };
+    const __m512d whole_x = _mm512_maskz_roundscale_pd(0xff, x, kRounding),
+                  whole_y = _mm512_maskz_roundscale_pd(0xff, y, kRounding);
+    const __m512d sum = _mm512_fmadd_pd(
+        whole_y, all(strides.y), _mm512_fmadd_pd(whole_x, all(strides.x), all(strides.first)));
+    const __m512i integers =
+        _mm512_sub_epi64(_mm512_castpd_si512(sum), _mm512_castpd_si512(all(kInt64)));
+    _mm512_mask_storeu_epi64(offset + i, kept, integers);
+    if (kNearest) return;
+    store(weight_x + i, kept, _mm512_sub_pd(x, whole_x));
+    store(weight_y + i, kept, _mm512_sub_pd(y, whole_y));
+  }
+#endif
+
   // For the `count` pixels from u on, which are all inside; their numbers are at [at] and on.
   template <bool kNearest>
   [[gnu::noinline]] void locate(const double* m, const Row& row, const Strides& strides, int64_t u,
                                 int64_t at, int64_t count) {
     const double first = static_cast<double>(u);
 #ifdef __AVX512F__
-    constexpr int kRounding =
-        (kNearest ? _MM_FROUND_TO_NEAREST_INT : _MM_FROUND_TO_NEG_INF) | _MM_FROUND_NO_EXC;
     Projection8 projection(m, row, first);
-    const auto all = [](double x) { return _mm512_set1_pd(x); };
     for (int64_t i = 0; i < count; i += 8) {
-      const __mmask8 kept = first_lanes<__mmask8>(count - i);
-      __m512d x, y;
-      projection.next(x, y);
-      const __m512d whole_x = _mm512_maskz_roundscale_pd(0xff, x, kRounding),
-                    whole_y = _mm512_maskz_roundscale_pd(0xff, y, kRounding);
-      const __m512d sum = _mm512_fmadd_pd(
-          whole_y, all(strides.y), _mm512_fmadd_pd(whole_x, all(strides.x), all(strides.first)));
-      const __m512i integers =
-          _mm512_sub_epi64(_mm512_castpd_si512(sum), _mm512_castpd_si512(all(kInt64)));
-      _mm512_mask_storeu_epi64(offset + at + i, kept, integers);
-      if (kNearest) continue;
-      store(weight_x + at + i, kept, _mm512_sub_pd(x, whole_x));
-      store(weight_y + at + i, kept, _mm512_sub_pd(y, whole_y));
+      __m512d x, y, reciprocal;
+      projection.next(x, y, reciprocal);
+      put<kNearest>(at + i, first_lanes<__mmask8>(count - i), x, y, strides);
     }
 #else
     for (int i = 0; i < static_cast<int>(count); ++i)
