@@ -22,6 +22,16 @@ struct Tile {
       : in(in), map(map), n(n), top(top), bottom(bottom), out(out) {}
 };
 
+template <class Pixel>
+void copy_pixels(const Pixel* from, const int64_t* offset, int64_t count, Pixel* out) {
+  // Where few pixels make a line of the cache, they go by way of the stack: a processor has room
+  // for few stores that wait for a line of the result, so they should be wide.
+  constexpr bool kWide = sizeof(Pixel) >= 4;
+  Pixel pixels[kTileWidth], *to = kWide ? pixels : out;
+  for (int64_t i = 0; i < count; ++i) to[i] = from[offset[i]];
+  if (kWide) std::memcpy(out, pixels, count * sizeof(Pixel));
+}
+
 // Pixels which a border mode maps back into the image.
 template <class Pixel, class Weight>
 void sample_folded(const Tile<Pixel, Weight>& tile, const FoldedTaps& taps, int64_t v,
@@ -31,6 +41,10 @@ void sample_folded(const Tile<Pixel, Weight>& tile, const FoldedTaps& taps, int6
   for (int64_t c = 0; c < sizes.channels; ++c) {
     const Plane<Pixel> plane = make_plane(tile.in, tile.n, c, tile.in.border_value[c]);
     Pixel* out = tile.out + output_offset(sizes, 0, c, v) + begin;
+    if (sizes.interpolation == Interpolation::kNearest) {
+      copy_pixels(plane.data, taps.offset[0], end - begin, out);
+      continue;
+    }
     Pixel tap[4][kTileWidth];
     for (int64_t i = 0; i < end - begin; ++i)
       for (int k = 0; k < 4; ++k) tap[k][i] = plane.data[taps.offset[k][i]];
@@ -304,7 +318,7 @@ void forward_rows(Tile<Pixel, Weight>&& tile) {
           const Taps<Weight>& taps = tile.taps[v - tile.top];
           if (c + 1 < sizes.channels) taps.prefetch(plane.data + stride[1], at, at + count);
           if constexpr (kInterpolation == Interpolation::kNearest) {
-            for (int64_t i = 0; i < count; ++i) out[begin + i] = plane.data[taps.offset[at + i]];
+            copy_pixels(plane.data, taps.offset + at, count, out + begin);
           } else if constexpr (kInterpolation == Interpolation::kLinear) {
             sample_linear(tile, plane, v, begin, at, count, out + begin);
           } else {

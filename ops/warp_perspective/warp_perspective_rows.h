@@ -321,7 +321,7 @@ struct Pairs {
 
 // The taps of pixels anywhere, for a border mode that repeats the image.
 struct FoldedTaps {
-  int64_t offset[4][kTileWidth];  // a b / c d
+  int64_t offset[4][kTileWidth];  // a b / c d, or the nearest alone
   double weight_x[kTileWidth], weight_y[kTileWidth];
 
   // False where one of the `count` pixels from u on, at most kTileWidth, has no source or one that
@@ -342,6 +342,11 @@ struct FoldedTaps {
     locate_axis(sizes, sizes.width, n, x, second_x, weight_x);
     locate_axis(sizes, sizes.height, n, y, second_y, weight_y);
     const double along_y = static_cast<double>(stride[2]), along_x = static_cast<double>(stride[3]);
+    if (sizes.interpolation == Interpolation::kNearest) {
+      for (int i = 0; i < n; ++i)
+        offset[0][i] = to_int64(fma(y[i], along_y, fma(x[i], along_x, kInt64)));
+      return true;
+    }
     for (int i = 0; i < n; ++i) {
       const double left = fma(x[i], along_x, kInt64), right = fma(second_x[i], along_x, kInt64);
       offset[0][i] = to_int64(fma(y[i], along_y, left));
