@@ -71,7 +71,7 @@ format: .venv/.lint ## rewrite every file in the project's format
 docs: .venv/.base ## write the READMEs' operator tables, the type stubs and the C++ header from the schemas
 	PYTHONPATH=. $(python) tests/generate_docs.py
 
-bench: .venv/.bench ## the project's numbers on this machine
+bench: .venv/.bench build/opencv4/4.12.0.88/ready ## the project's numbers on this machine
 	for file in tests/bench/bench_*.py; do $(python) $$file || exit 1; done
 
 gpu-check: ## all a GPU must show: tests, compute-sanitizer, benchmark -> results.json (no pip, no .venv)
@@ -135,9 +135,15 @@ build/mindspore/.installed:
 	    touch $@; exit; fi; \
 	done; echo 'MindSpore needs Python 3.9 to 3.12: install one or name it, make mindspore PYTHON=/path/to/python3'; exit 1
 
-# A yardstick of `make bench`; its own dependencies are not needed to call its C++ library.
+# Yardsticks of `make bench`. deepmd-kit's own dependencies are not needed to call its C++ library, and PyTorch is here.
 .venv/.bench: .venv/.test
-	$(pip) --no-deps deepmd-kit
+	$(pip) --no-deps deepmd-kit kornia kornia_rs torchvision
 	@touch $@
+
+# OpenCV 4 and 5 cannot be in one environment.
+build/opencv4/4.12.0.88/ready: | .venv/.base
+	$(python) -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check -q opencv-python-headless==4.12.0.88 numpy
+	touch $@
 
 .PHONY: help demo check test test-long test-arm test-oldest venv build wheel cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential train lammps clean

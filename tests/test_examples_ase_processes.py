@@ -19,6 +19,7 @@ for name in ("ase", "vesin"):
 
 from ase import Atoms, units  # noqa: E402
 from ase.build import bulk  # noqa: E402
+from ase.io import read, write  # noqa: E402
 from ase.mep import NEB  # noqa: E402
 from ase.optimize import FIRE  # noqa: E402
 
@@ -128,6 +129,24 @@ def test_a_pool_of_spawned_processes_computes(archive):
             assert_same(found, everything(calculator, atoms))
 
 
+def energy_and_forces(atoms):
+    return atoms.get_potential_energy(), atoms.get_forces()
+
+
+@pytest.mark.parametrize("backend", ["loky", "threading"])
+def test_joblib_computes_structures_that_carry_the_calculator(calculator, backend):
+    """Processes get copies of one calculator; threads, which would share its results, get one each over one model."""
+    joblib = pytest.importorskip("joblib", reason="joblib (extra `test`) is not installed")
+    atoms = [silicon(seed=seed) for seed in range(6)]
+    expected = [everything(CalcOps(StillingerWeber()), one) for one in atoms]
+    for one in atoms:
+        one.calc = calculator if backend == "loky" else CalcOps(calculator.model)
+    found = joblib.Parallel(n_jobs=2, backend=backend)(joblib.delayed(energy_and_forces)(one) for one in atoms)
+    for (energy, forces), results in zip(found, expected, strict=True):
+        np.testing.assert_allclose(energy, results["energy"], rtol=1e-11)
+        np.testing.assert_allclose(forces, results["forces"], rtol=1e-11, atol=1e-12)
+
+
 def test_another_dtype_leaves_the_callers_model_as_it_is():
     model = StillingerWeber()
     exact = everything(CalcOps(model), silicon())
@@ -191,14 +210,18 @@ def test_images_of_a_band_that_share_a_calculator_keep_a_list_each():
     moving = first.get_distances(0, range(1, len(first)), mic=True).argmin() + 1
     last.positions[moving] = first.positions[0]
     del first[0], last[0]
-    images = [first.copy() for _ in range(8)] + [last]
-    calculator = CalcOps(StillingerWeber())
-    for image in images:
-        image.calc = calculator
-    band = NEB(images, allow_shared_calculator=True, method="improvedtangent")
-    band.interpolate(mic=True)
-    FIRE(band, logfile=None).run(fmax=0.0, steps=5)
-    assert 5 <= calculator.neighbours.builds <= 2 * len(images)
+    shared, found = CalcOps(StillingerWeber()), []
+    for calculators in ([shared] * 9, [CalcOps(StillingerWeber()) for _ in range(9)]):
+        images = [first.copy() for _ in range(8)] + [last.copy()]
+        for image, calculator in zip(images, calculators):
+            image.calc = calculator
+        band = NEB(images, allow_shared_calculator=True, method="improvedtangent")
+        band.interpolate(mic=True)
+        FIRE(band, logfile=None).run(fmax=0.0, steps=5)
+        found.append((band.energies, band.get_positions()))
+    for ours, expected in zip(*found):
+        np.testing.assert_allclose(ours, expected, rtol=1e-11, atol=1e-10)
+    assert np.ptp(found[0][0]) > 0.1 and 5 <= shared.neighbours.builds <= 2 * len(images)
 
 
 def test_lists_of_large_structures_do_not_pile_up(monkeypatch):
@@ -248,3 +271,16 @@ def test_charges_and_magnetic_moments_change_nothing():
     atoms.set_initial_charges(np.ones(len(atoms)))
     assert atoms.calc.calculation_required(atoms, ["energy"]) is False
     np.testing.assert_array_equal(atoms.get_forces(), forces)
+
+
+def test_a_file_keeps_every_result(tmp_path):
+    atoms = silicon(1)
+    atoms.calc = CalcOps(StillingerWeber())
+    expected = everything(atoms.calc, atoms)
+    exported = atoms.calc.export_properties()  # which checks their shapes
+    assert_same({key: exported[key] for key in KEYS}, expected)
+    write(tmp_path / "silicon.extxyz", atoms)
+    again = read(tmp_path / "silicon.extxyz").calc.results
+    assert {"energy", "forces", "stress"} <= again.keys()
+    for key, value in again.items():
+        np.testing.assert_allclose(value, expected[key], atol=1e-7)

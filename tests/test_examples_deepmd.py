@@ -23,6 +23,7 @@ import package  # noqa: E402
 from ase import Atoms  # noqa: E402
 from calculator import CalcOps, NeighbourList  # noqa: E402
 from import_deepmd import DeepPotential, arrays, load, read, save_npz  # noqa: E402
+from trainer import Trainer  # noqa: E402
 
 
 def path_of(name, folder=FILES):
@@ -102,6 +103,12 @@ def test_what_the_command_writes_gives_the_same_in_ase(output, numbers, tmp_path
         atoms.calc = CalcOps(form)
         assert atoms.get_potential_energy() == pytest.approx(structure["energy"], rel=1e-12)
         np.testing.assert_allclose(atoms.get_forces(), structure["force"], atol=1e-11)
+
+
+def test_every_weight_of_an_imported_model_is_trained():
+    trainer = Trainer(load(path_of("pairs.pth")), data=[None], steps=1, seed=0)
+    trained = [p for optimizer in trainer.optimizers for p in optimizer.param_groups[0]["params"]]
+    assert {id(p) for p in trained} == {id(p) for p in trainer.parameters.values()}
 
 
 @pytest.fixture(scope="module")

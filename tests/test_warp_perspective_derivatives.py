@@ -131,7 +131,9 @@ def test_half_precision_gradients_are_those_of_float32_rounded(dtype, interpolat
     destination = random_image(2, 25, 33, dtype=dtype, seed=1).to(device)
 
     def gradients(dtype):
-        inputs = [x.to(dtype).requires_grad_() for x in (image, destination)] + [TILTED.to(device).requires_grad_()]
+        inputs = [x.to(dtype) for x in (image, destination)] + [TILTED.to(device, copy=True)]
+        for tensor in inputs:
+            tensor.requires_grad_()
         options = {"border_mode": "transparent", "destination": inputs[1]}
         result = warp_perspective(inputs[0], inputs[2], (25, 33), interpolation, **options)
         return torch.autograd.grad(result, inputs, upstream.to(dtype))

@@ -85,7 +85,7 @@ def test_batches_strides_and_vmap(device):
 
 def test_opcheck_and_torchscript_take_a_destination(device):
     image, destination = random_image(2, 7, 6).to(device), random_image(2, 4, 5, seed=1).to(device)
-    warp = TILTED.to(device)
+    warp = TILTED.to(device, copy=True)
     for tensor in (image, destination, warp):
         tensor.requires_grad_()
     options = {"border_mode": "transparent", "destination": destination}

@@ -50,6 +50,13 @@ class DeepPotential(torch.nn.Module):
         slot_types = torch.arange(len(self.sel)).repeat_interleave(torch.tensor(self.sel))
         self.register_buffer("slot_types", slot_types, persistent=False)
 
+    def environment(self, types, list_neigh, Rij):
+        """What `evaluate` takes of a structure: the neighbours that `select` gives and what `describe` makes of them.
+        None of it depends on the weights, so training needs it once a frame."""
+        list_neigh, Rij = self.select(types, list_neigh, Rij)
+        R, R_d = self.describe(types[:, : list_neigh.shape[1]], Rij)
+        return list_neigh, Rij, R, R_d
+
     def select(self, types, list_neigh, Rij):
         """The neighbours within the cutoff, sorted by type, then distance, in `sel` slots a type: list_neigh [B,n,S],
         Rij [B,n,S,3]. Of too many the nearest are kept; an empty slot gets -1 and a vector beyond the cutoff."""
@@ -67,10 +74,11 @@ class DeepPotential(torch.nn.Module):
         Rij = torch.where(kept.unsqueeze(-1), Rij.gather(2, order3), 2 * self.cutoff)
         return torch.where(kept, list_neigh.gather(-1, order), -1), Rij
 
-    def describe(self, Rij):
-        """Ri [B,n,S,4] = s(r) (1, x/r, y/r, z/r), s = w(r)/r, and Ri_d [B,n,S,4,3], its derivative for atom i.
+    def describe(self, types, Rij):
+        """R [B,n,S,4] = (Ri - davg) / dstd and R_d [B,n,4S,3], its derivative for atom i, one of `types` [B,n].
 
-        w = 1 up to rcut_smth, 1 + q^3 (-6 q^2 + 15 q - 10) from there to the cutoff, q from 0 to 1, and 0 beyond."""
+        Ri = s(r) (1, x/r, y/r, z/r), s = w(r)/r. w = 1 up to rcut_smth, 1 + q^3 (-6 q^2 + 15 q - 10) from there to the
+        cutoff, q from 0 to 1, and 0 beyond."""
         r, width = torch.linalg.vector_norm(Rij, dim=-1, keepdim=True), self.cutoff - self.rcut_smth
         q = ((r - self.rcut_smth) / width).clamp(0, 1)
         w, dw = 1 + q**3 * (-6 * q**2 + 15 * q - 10), -30 * (q * (1 - q)).square() / width
@@ -78,31 +86,34 @@ class DeepPotential(torch.nn.Module):
         ds, du = (dw - s) / r, (dw - 2 * s) / r**2
         unit, eye = Rij / r, torch.eye(3, dtype=Rij.dtype, device=Rij.device)
         outer = (du * Rij).unsqueeze(-1) * unit.unsqueeze(-2) + u.unsqueeze(-1) * eye
-        # Rij = r_j - r_i, hence the minus.
-        return torch.cat([s, u * Rij], -1), -torch.cat([(ds * unit).unsqueeze(-2), outer], -2)
-
-    def atom_energies(self, types, Ri):
-        """Energy [B,n] of local atoms of `types` [B,n]."""
+        Ri, Ri_d = torch.cat([s, u * Rij], -1), torch.cat([(ds * unit).unsqueeze(-2), outer], -2)
         centres = types.unsqueeze(-1)
-        R = (Ri - self.davg[centres, self.slot_types]) / self.dstd[centres, self.slot_types]
+        davg, dstd = self.davg[centres, self.slot_types], self.dstd[centres, self.slot_types]
+        return (Ri - davg) / dstd, -(Ri_d / dstd.unsqueeze(-1)).flatten(2, 3)  # Rij = r_j - r_i, hence the minus
+
+    def atom_energies(self, types, R):
+        """Energy [B,n] of local atoms of `types` [B,n]."""
         of_type = R.split(self.sel, dim=2)
         embedded = [net(of_type[t][..., :1], types) for t, net in enumerate(self.emb)]
         T = torch.cat(embedded, 2).mT @ R / len(self.slot_types)
         D = (T @ T[..., : self.axis_neuron, :].mT).flatten(2)  # the same in every frame of reference
         fitted = torch.cat([net(D, types) for net in self.fit], -1)
-        return fitted.gather(-1, centres).squeeze(-1) + self.bias_atom_e[types]
+        return fitted.gather(-1, types.unsqueeze(-1)).squeeze(-1) + self.bias_atom_e[types]
+
+    def evaluate(self, types, list_neigh, Rij, R, R_d, nghost: int, create_graph: bool):
+        """The results of `forward` for an `environment`."""
+        R = R.view_as(R).requires_grad_()  # the caller's stays as it is
+        atom_energy = self.atom_energies(types[:, : list_neigh.shape[1]], R)
+        dE = torch.autograd.grad([atom_energy.sum()], [R], create_graph=create_graph)[0]
+        assert dE is not None  # for torch.jit.script
+        if not create_graph:
+            atom_energy = atom_energy.detach()
+        force, virial, atom_virial = torch.ops.calcops.force_virial(list_neigh, dE, R_d, Rij, nghost)
+        return atom_energy.sum(-1), atom_energy, force, virial, atom_virial
 
     def forward(self, types, list_neigh, Rij, nghost: int = 0, create_graph: bool = False):
         """types [n+nghost] or [B,n+nghost], list_neigh [B,n,K], Rij [B,n,K,3], in any order, at any distance
         -> energy [B], atom_energy [B,n], force [B,n+nghost,3], virial [B,3,3], atom_virial [B,n+nghost,3,3]"""
         types = types.expand(list_neigh.shape[0], types.shape[-1])
-        list_neigh, Rij = self.select(types, list_neigh, Rij if create_graph else Rij.detach())
-        Ri, Ri_d = self.describe(Rij)
-        Ri.requires_grad_()
-        atom_energy = self.atom_energies(types[:, : list_neigh.shape[1]], Ri)
-        dE = torch.autograd.grad([atom_energy.sum()], [Ri], create_graph=create_graph)[0]
-        assert dE is not None  # for torch.jit.script
-        if not create_graph:
-            atom_energy = atom_energy.detach()
-        force, virial, atom_virial = torch.ops.calcops.force_virial(list_neigh, dE, Ri_d.flatten(2, 3), Rij, nghost)
-        return atom_energy.sum(-1), atom_energy, force, virial, atom_virial
+        list_neigh, Rij, R, R_d = self.environment(types, list_neigh, Rij if create_graph else Rij.detach())
+        return self.evaluate(types, list_neigh, Rij, R, R_d, nghost, create_graph)

@@ -2,7 +2,7 @@
 
     python examples/train_potential/deploy.py [FOLDER] [--steps 2000]
 
-FOLDER is that of train.py; it gets silicon.pt2, silicon.pt and nve.png. README.md has the command for LAMMPS.
+FOLDER is that of train.py; it gets model.pt, model.pt2 and nve.png. README.md has the command for LAMMPS.
 """
 
 import argparse
@@ -11,10 +11,9 @@ from pathlib import Path
 
 import numpy as np
 from ase import units
-from ase.build import bulk
 from deep_potential import load_npz
-from frames import kLattice
 from plots import plot_nve
+from systems import kSystems
 
 for folder in ("ase", "potentials"):
     sys.path.append(str(Path(__file__).resolve().parent.parent / folder))
@@ -25,23 +24,24 @@ from silicon import simulate  # noqa: E402
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("build/train_potential"))
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("build/train_potential/silicon"))
     parser.add_argument("--steps", type=int, default=2000, help="of molecular dynamics, 1 fs each")
     options = parser.parse_args()
     model = load_npz(options.folder / "model.npz")
-    crystal = bulk("Si", "diamond", a=kLattice, cubic=True).repeat(4)  # that of ../lammps/in.silicon
+    (cell,) = (system.cell for system in kSystems.values() if system.labels.type_names == model.type_names)
+    crystal = cell.repeat(4)  # of silicon: that of ../lammps/in.silicon
     moved = crystal.copy()
     moved.rattle(0.05, seed=0)
     moved.calc = crystal.calc = CalcOps(model)
     forces = moved.get_forces()
     print(f"{'as trained':12}{crystal.get_potential_energy():18.9f} eV, a perfect crystal of {len(crystal)} atoms")
-    for name in ("silicon.pt", "silicon.pt2"):
+    for name in ("model.pt", "model.pt2"):
         save(model, options.folder / name)
         moved.calc = crystal.calc = CalcOps(load(options.folder / name))
         apart = abs(moved.get_forces() - forces).max()
         print(f"{name:12}{crystal.get_potential_energy():18.9f} eV, forces when disturbed apart by {apart:.0e} eV/A")
 
-    atoms = bulk("Si", "diamond", a=kLattice, cubic=True).repeat(3)
+    atoms = cell.repeat(3)
     atoms.rattle(0.055, seed=0)  # some 300 K once half of it is kinetic
     atoms.calc = moved.calc
     time, potential, kinetic = trace = simulate(atoms, options.steps)

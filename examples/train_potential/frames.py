@@ -1,25 +1,16 @@
-"""Frames of silicon to learn from: molecular dynamics under Stillinger-Weber, all trajectories in one batch.
+"""Frames of a crystal to learn from: molecular dynamics under Stillinger-Weber, all trajectories in one batch.
 
-    frames = generate(trajectories=24, samples=10, seed=0)      # a dict of tensors, F = 240 frames of n = 64 atoms
+    frames = generate(kSystems["silicon"], trajectories=24, samples=10, seed=0)     # F = 240 frames of n = 64 atoms
 
 Units: eV, Angstrom, amu and the unit of time that follows (1 fs = ase.units.fs).
 """
-
-import sys
-from pathlib import Path
 
 import numpy as np
 import torch
 import vesin
 from ase import units
-from ase.build import bulk
-from ase.data import atomic_masses
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).parent.parent / "potentials"))
-from stillinger_weber import StillingerWeber
-
-kLattice, kMass = 5.431, atomic_masses[14]
 kTemperatures = 150, 300, 450, 600  # K
 kStrain = 0.02  # of every component of the cell's deformation, at most
 kSkin = 0.5  # A beyond the cutoff: a neighbour list holds until an atom has moved half of that
@@ -48,10 +39,11 @@ def pair_vectors(positions, list_neigh, shift):
     return positions.gather(1, rows).view(shift.shape) - positions[:, :, None] + shift
 
 
-def simulate(model, positions, velocities, cells, steps, every=1, desc="NVE"):
-    """Velocity Verlet of B silicon crystals at constant energy; every `every` steps it yields a dict of
+def simulate(model, atoms, positions, velocities, cells, steps, every=1, desc="NVE"):
+    """Velocity Verlet of B crystals of `atoms` at constant energy; every `every` steps it yields a dict of types [B,n],
     positions, force [B,n,3], cells, virial [B,3,3], energy, kinetic [B]."""
-    types = torch.zeros(positions.shape[1], dtype=torch.int64)
+    masses = torch.from_numpy(atoms.get_masses())[:, None]
+    types = torch.tensor([model.type_names.index(symbol) for symbol in atoms.symbols]).repeat(len(cells), 1)
     positions, velocities, listed = positions.clone(), velocities.clone(), None
     for step in tqdm(range(steps + 1), desc=desc, unit="step", disable=None):
         if step:
@@ -61,35 +53,36 @@ def simulate(model, positions, velocities, cells, steps, every=1, desc="NVE"):
             list_neigh, shift = neighbours(positions, cells, model.cutoff + kSkin)
         Rij = pair_vectors(positions, list_neigh, shift)
         energy, _, force, virial, _ = model(types, list_neigh, Rij)
-        half_kick = kTimestep / 2 * force / kMass
+        half_kick = kTimestep / 2 * force / masses
         if step:
             velocities += half_kick
         if step % every == 0:
-            kinetic = kMass / 2 * velocities.square().sum((1, 2))
-            state = dict(positions=positions.clone(), cells=cells, energy=energy, kinetic=kinetic)
+            kinetic = (masses / 2 * velocities.square()).sum((1, 2))
+            state = dict(types=types, positions=positions.clone(), cells=cells, energy=energy, kinetic=kinetic)
             yield state | dict(force=force, virial=virial)
         velocities += half_kick
 
 
-def crystals(temperatures, strains, cells_each_way, generator):
-    """Positions [B,n,3], velocities and cells [B,3,3] of perfect crystals, deformed by strains [B,3,3]. They start
+def crystals(atoms, temperatures, strains, generator):
+    """Positions [B,n,3], velocities and cells [B,3,3] of a perfect crystal, deformed by strains [B,3,3]. They start
     with twice the kinetic energy of their temperature: half of it goes into the springs."""
-    atoms = bulk("Si", "diamond", a=kLattice, cubic=True).repeat(cells_each_way)
     deform = torch.eye(3, dtype=torch.float64) + strains
     positions, cells = torch.from_numpy(atoms.positions) @ deform, torch.from_numpy(atoms.cell.array) @ deform
-    sigma = (2 * units.kB * torch.as_tensor(temperatures, dtype=torch.float64) / kMass).sqrt()
-    velocities = sigma[:, None, None] * torch.randn(positions.shape, generator=generator, dtype=torch.float64)
-    return positions, velocities - velocities.mean(1, keepdim=True), cells
+    masses = torch.from_numpy(atoms.get_masses())[:, None]
+    kT = units.kB * torch.as_tensor(temperatures, dtype=torch.float64)[:, None, None]
+    velocities = (2 * kT / masses).sqrt() * torch.randn(positions.shape, generator=generator, dtype=torch.float64)
+    return positions, velocities - (masses * velocities).sum(1, keepdim=True) / masses.sum(), cells
 
 
-def generate(trajectories, samples, seed, cells_each_way=2, settle=160, every=20):
-    """`samples` frames of each of `trajectories`, in this order: positions, force [F,n,3], cells, virial [F,3,3],
-    energy, kinetic [F]. The trajectories differ in temperature, strain and velocities; `settle` and `every`: steps."""
+def generate(system, trajectories, samples, seed, cells_each_way=2, settle=160, every=20):
+    """`samples` frames of each of `trajectories`, in this order: types [F,n], positions, force [F,n,3], cells, virial
+    [F,3,3], energy, kinetic [F]. The trajectories differ in temperature, strain and velocities; `settle` and `every`:
+    steps."""
     generator = torch.Generator().manual_seed(seed)
     temperatures = [kTemperatures[i % len(kTemperatures)] for i in range(trajectories)]
     strains = kStrain * (2 * torch.rand(trajectories, 3, 3, generator=generator, dtype=torch.float64) - 1)
-    start = crystals(temperatures, (strains + strains.mT) / 2, cells_each_way, generator)
+    atoms = system.cell.repeat(cells_each_way)
+    start = crystals(atoms, temperatures, (strains + strains.mT) / 2, generator)
     steps = settle + every * (samples - 1)
-    trace = simulate(StillingerWeber(), *start, steps, every, "frames")
-    states = list(trace)[-samples:]
+    states = list(simulate(system.labels, atoms, *start, steps, every, "frames"))[-samples:]
     return {key: torch.stack([state[key] for state in states], 1).flatten(0, 1) for key in states[0]}

@@ -17,19 +17,18 @@ def plot_loss(path, history):
     axes.semilogy(
         width * (np.arange(len(blocks)) + 0.5), blocks, label=[f"{name}, {unit}" for name, unit in kUnits.items()]
     )
-    axes.axhline(0.05, color="gray", linestyle=":", label="0.05 eV/Å")
     axes.set(xlabel="step", ylabel="RMSE of the training batches")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=3)  # where no curve is
     figure.savefig(path, dpi=120)
 
 
 def plot_parity(path, model, data):
     """Ours over the labels of every frame of data."""
-    types, list_neigh, Rij, energy, force, virial = data[:]
-    ours = model(types, list_neigh, Rij)
+    types, *environment, energy, force, virial = data[:]
+    ours = model.evaluate(types, *environment, 0, False)
     n = types.shape[1]
     pairs = (energy / n, ours[0] / n), (force, ours[2]), (virial / n, ours[3] / n)
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    figure = Figure(figsize=(12, 4.3), layout="constrained")
     for axes, (name, unit), (label, prediction) in zip(figure.subplots(1, 3), kUnits.items(), pairs):
         rmse = (prediction - label).square().mean().sqrt()
         both = torch.cat([label.flatten(), prediction.flatten()])
@@ -37,7 +36,7 @@ def plot_parity(path, model, data):
         limits = low - 0.05 * (high - low), high + 0.05 * (high - low)
         axes.axline((low, low), slope=1, color="gray", linewidth=0.8)
         axes.plot(label.flatten(), prediction.flatten(), ".", markersize=2, alpha=0.5)
-        axes.set(xlim=limits, ylim=limits, box_aspect=1, title=f"{name}: RMSE {rmse:.4f} {unit}")
+        axes.set(xlim=limits, ylim=limits, box_aspect=1, title=f"{name}: RMSE {rmse:#.2g} {unit}")
         axes.set(xlabel=f"Stillinger-Weber / ({unit})", ylabel=f"Deep Potential / ({unit})")
     figure.savefig(path, dpi=120)
 
@@ -50,7 +49,7 @@ def plot_nve(path, time, potential, kinetic):
     left.plot(time, potential - potential.mean(), label="potential - mean")
     left.plot(time, kinetic - kinetic.mean(), label="kinetic - mean")
     left.set(xlabel="time / ps", ylabel="energy / (meV/atom)")
-    left.legend(loc="upper right")
+    figure.legend(loc="outside upper left", ncols=2)
     right.plot(time, total - total.mean(), color="tab:green")
     right.set(xlabel="time / ps", ylabel="(total - mean) / (meV/atom)")
     figure.savefig(path, dpi=120)

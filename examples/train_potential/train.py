@@ -1,12 +1,14 @@
-"""Train a Deep Potential on energies, forces and virials of silicon, the force operators inside the loss.
+"""Train a Deep Potential on energies, forces and virials of a crystal, the force operators inside the loss.
 
-    python examples/train_potential/train.py [FOLDER] [--steps N] [--compile]      # default: build/train_potential
+    python examples/train_potential/train.py [FOLDER] [--system gallium-nitride] [--steps N] [--compile]
+    torchrun --nproc-per-node 2 examples/train_potential/train.py --batch 2     # processes share each batch
 
-FOLDER gets frames.pt, checkpoint.pt (the same command goes on from it), model.npz, loss.png and parity.png.
-README.md beside this file shows what is printed.
+FOLDER, build/train_potential/SYSTEM if not given, gets frames.pt, checkpoint.pt (the same command goes on from it),
+model.npz, loss.png and parity.png. README.md beside this file shows what is printed.
 """
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -14,50 +16,76 @@ import torch
 from deep_potential import DeepPotential
 from frames import generate
 from plots import plot_loss, plot_parity
+from systems import kSystems
+from torch import distributed
 from tqdm import tqdm
-from trainer import Data, Trainer, mean_squares
+from trainer import Data, Trainer, save_whole
 from weights import initial, save_npz, standardise
 
-kModel = dict(sel=[34], rcut=5.0, rcut_smth=3.6, emb=[24, 24], axis_neuron=12, fit=[48, 48])
+
+def errors(trainer, data):
+    """The RMSE of a model on data, in words."""
+    squares = trainer.mean_squares(*data[:], create_graph=False)
+    energy, force, virial = squares.sqrt().tolist()
+    return f"RMSE of energy {1e3 * energy:.2f} meV/atom, force {force:.4f} eV/A, virial {1e3 * virial:.1f} meV/atom"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("build/train_potential"))
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--system", choices=kSystems, default="silicon")
     parser.add_argument("--steps", type=int, default=40000)
-    parser.add_argument("--trajectories", type=int, nargs=2, default=(40, 8), help="to learn from, held out")
+    parser.add_argument("--batch", type=int, default=1, help="frames a step, of all processes together")
+    parser.add_argument("--every", type=int, default=1000, help="steps from one checkpoint to the next")
+    parser.add_argument("--trajectories", type=int, nargs=3, default=(40, 8, 8), help="to learn from, held out, test")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="torch.compile the training step")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each process")
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
+    folder = options.folder or Path("build/train_potential", options.system)
+    rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun sets them
+    if options.batch % processes:
+        parser.error(f"--batch: expected a multiple of the {processes} processes, got {options.batch}")
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if processes > 1:
+        distributed.init_process_group()  # gloo between CPUs, nccl between GPUs
     wall, cpu = time.perf_counter(), time.process_time()
 
-    kept, checkpoint = options.folder / "frames.pt", options.folder / "checkpoint.pt"
-    if not kept.exists():
-        torch.save([generate(n, 8, options.seed + i) for i, n in enumerate(options.trajectories)], kept)
-    learnt, held_out = torch.load(kept)
-    model = DeepPotential(initial(**kModel, seed=options.seed), ["Si"])
-    data, test = Data(learnt, model), Data(held_out, model)
-    standardise(model, *data[:][:4])
-    trainer = Trainer(model, data, options.steps, options.seed, options.compile)
+    folder.mkdir(parents=True, exist_ok=True)
+    system, kept, checkpoint = kSystems[options.system], folder / "frames.pt", folder / "checkpoint.pt"
+    if rank == 0 and not kept.exists():
+        seeds = range(3 * options.seed, 3 * options.seed + 3)
+        sets = [generate(system, n, 8, seed) for n, seed in zip(options.trajectories, seeds)]
+        save_whole({"system": options.system, "sets": sets}, kept)
+    if processes > 1:
+        distributed.barrier()
+    frames = torch.load(kept)
+    if frames["system"] != options.system:
+        parser.error(f"expected a folder of {options.system}, got one of {frames['system']}: {folder}")
+    model = DeepPotential(initial(**system.model, seed=options.seed), system.labels.type_names).to(options.device)
+    types, _, _, R, _, energy, _, _ = Data(frames["sets"][0], model)[:]
+    standardise(model, types, R, energy)
+    data, held_out, test = (Data(of_set, model) for of_set in frames["sets"])
+    trainer = Trainer(model, data, options.steps, options.seed, options.batch, options.compile)
     if checkpoint.exists():
         trainer.resume(checkpoint)
-    progress = tqdm(range(len(trainer.history), options.steps), desc="training", unit="step", disable=None)
-    for step in progress:
+    steps, hidden = range(len(trainer.history), options.steps), None if rank == 0 else True
+    for step in (progress := tqdm(steps, desc="training", unit="step", disable=hidden)):
         trainer.step()
-        if (step + 1) % 1000 == 0 or step + 1 == options.steps:
+        if rank == 0 and ((step + 1) % options.every == 0 or step + 1 == options.steps):
             trainer.save(checkpoint)
-            squares = mean_squares(model, trainer.parameters, *test[:], create_graph=False)
-            energy, force, virial = squares.sqrt().tolist()
-            progress.write(
-                f"step {step + 1:6}, held out: RMSE of energy {1e3 * energy:.2f} meV/atom, force {force:.4f} eV/A, "
-                f"virial {1e3 * virial:.1f} meV/atom"
-            )
+            progress.write(f"step {step + 1:6}, held out: {errors(trainer, held_out)}")
+    if processes > 1:
+        distributed.destroy_process_group()
+    if rank > 0:
+        return
+    print(f"test frames, looked at only here: {errors(trainer, test)}")
     print(f"{time.perf_counter() - wall:.0f} s, {time.process_time() - cpu:.0f} s of CPU, frames included")
-    save_npz(model, options.folder / "model.npz")
-    plot_loss(options.folder / "loss.png", trainer.history)
-    plot_parity(options.folder / "parity.png", model, test)
-    print(options.folder / "loss.png", options.folder / "parity.png", sep="\n")
+    save_npz(model, folder / "model.npz")
+    plot_loss(folder / "loss.png", trainer.history)
+    plot_parity(folder / "parity.png", model.cpu(), Data(frames["sets"][2], model))
+    print(folder / "loss.png", folder / "parity.png", sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,41 +1,58 @@
-"""The loss on energies, forces and virials, and a training that can be stopped and resumed, bit for bit."""
+"""The loss on energies, forces and virials, and a training, on one process or many, that resumes bit for bit."""
 
 import os
+from functools import partial
 
 import torch
 from frames import neighbours, pair_vectors
+from torch import distributed
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 kLossWeights = 100.0, 1.0, 10.0  # of the mean squares of energy and virial per atom, eV, and of force, eV/A
-kBatch = 1  # frames a step
 kRates = 1e-2, 1e-4  # of Muon at the first and the last step, linear between; Adam has 0.3 of it
 
 
+def save_whole(state, path):
+    """torch.save, after which `path` is the new file or, if the run is killed here, what it was before."""
+    torch.save(state, f"{path}.new")
+    os.replace(f"{path}.new", path)
+
+
 class Data:
-    """Frames as a model takes them; [index] gives types, list_neigh and Rij, then the labels."""
+    """Frames as a model takes them, on its device, with all that its weights do not change: [index] gives types [F,n],
+    what `model.environment` gives, and the labels: energy, force and virial."""
 
     def __init__(self, frames, model):
         list_neigh, shift = neighbours(frames["positions"], frames["cells"], model.cutoff)
-        self.types, self.list_neigh = torch.zeros(list_neigh.shape[:2], dtype=torch.int64), list_neigh
-        self.Rij = pair_vectors(frames["positions"], list_neigh, shift)
-        self.labels = frames["energy"], frames["force"], frames["virial"]
+        Rij = pair_vectors(frames["positions"], list_neigh, shift)
+        keys = "types", "energy", "force", "virial"
+        types, *labels, list_neigh, Rij = (x.to(model.davg.device) for x in (*map(frames.get, keys), list_neigh, Rij))
+        self.tensors = [types, *model.environment(types, list_neigh, Rij), *labels]
+
+    def __len__(self):
+        return len(self.tensors[0])
 
     def __getitem__(self, index):
-        return [x[index] for x in (self.types, self.list_neigh, self.Rij, *self.labels)]
+        return [tensor[index] for tensor in self.tensors]
 
 
-def mean_squares(model, parameters, types, list_neigh, Rij, energy, force, virial, create_graph=True):
-    """Mean squares of the errors of energy per atom, force and virial per atom, [3]."""
-    inputs, n = (types, list_neigh, Rij, 0, create_graph), types.shape[1]
-    ours = functional_call(model, parameters, inputs)
-    errors = (ours[0] - energy) / n, ours[2] - force, (ours[3] - virial) / n
-    return torch.stack([error.square().mean() for error in errors])
+class MeanSquares(torch.nn.Module):
+    """Mean squares of a model's errors of energy per atom, force and virial per atom, [3], on frames of Data."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, types, list_neigh, Rij, R, R_d, energy, force, virial, create_graph=True):
+        ours, n = self.model.evaluate(types, list_neigh, Rij, R, R_d, 0, create_graph), types.shape[1]
+        errors = (ours[0] - energy) / n, ours[2] - force, (ours[3] - virial) / n
+        return torch.stack([error.square().mean() for error in errors])
 
 
-def differentiate(model, parameters, *batch):
+def differentiate(mean_squares, parameters, *batch):
     """The mean squares, and the gradients of the loss: through the forces, so through the operators' backward."""
-    return gradients_of_loss(mean_squares(model, parameters, *batch), parameters)
+    return gradients_of_loss(functional_call(mean_squares, parameters, batch), parameters)
 
 
 def gradients_of_loss(squares, parameters):
@@ -43,40 +60,65 @@ def gradients_of_loss(squares, parameters):
     return squares.detach(), torch.autograd.grad(loss, list(parameters.values()))
 
 
+def mean_of_processes(tensors):
+    """Of each tensor the mean over all processes, by a single message; what each has when there is no other."""
+    if not distributed.is_initialized():
+        return tensors
+    message = torch.cat([tensor.flatten() for tensor in tensors])
+    distributed.all_reduce(message)
+    parts = (message / distributed.get_world_size()).split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors)]
+
+
 class Trainer:
-    def __init__(self, model, data, steps, seed, compile=False):
-        self.model, self.data, self.steps = model, data, steps
+    """Training on `batch` frames a step, which the processes of torch.distributed share, where there are several. All
+    draw the same frames and take the same step, so that their weights stay equal to the bit."""
+
+    def __init__(self, model, data, steps, seed, batch=1, compile=False):
+        if batch > len(data):
+            raise ValueError(f"expected a batch of at most the {len(data)} frames there are, got {batch}")
+        self.model, self.data, self.steps, self.batch = model, data, steps, batch
+        self.share = slice(None)  # of the batch
+        if distributed.is_initialized():
+            self.share = slice(distributed.get_rank(), None, distributed.get_world_size())
         self.generator = torch.Generator().manual_seed(seed)
-        self.parameters = dict(model.named_parameters())
+        self.mean_squares = MeanSquares(model)
+        self.parameters = dict(self.mean_squares.named_parameters())
         matrices = [p for p in self.parameters.values() if p.dim() == 2 and min(p.shape) > 1]
-        others = [p for p in self.parameters.values() if p.dim() < 2 or min(p.shape) == 1]
+        others = [p for p in self.parameters.values() if p.dim() != 2 or min(p.shape) == 1]
         # The descriptor's components are nearly collinear, and Adam alone crawls: Muon steps along all of them alike.
-        self.optimizers = [torch.optim.Muon(matrices, weight_decay=0), torch.optim.Adam(others, betas=(0.9, 0.99))]
+        self.optimizers = [
+            torch.optim.Muon(matrices, weight_decay=0),
+            torch.optim.Adam(others, betas=(0.9, 0.99), fused=True),
+        ]
         self.history = []  # mean squares of each step
-        self.differentiate = lambda *arguments: differentiate(model, *arguments)
+        self.differentiate = partial(differentiate, self.mean_squares)
         if compile:  # torch.compile has no double backward; make_fx follows both down to plain operators
-            graph = make_fx(self.differentiate)(self.parameters, *data[torch.arange(kBatch)])
+            graph = make_fx(self.differentiate)(self.parameters, *data[torch.arange(batch)[self.share]])
             self.differentiate = torch.compile(graph)
 
     def step(self):
         first, last = kRates
         rate = first + (last - first) * len(self.history) / self.steps
-        index = torch.randperm(len(self.data.types), generator=self.generator)[:kBatch]
-        squares, gradients = self.differentiate(self.parameters, *self.data[index])
+        index = torch.randperm(len(self.data), generator=self.generator)[: self.batch]
+        squares, gradients = self.differentiate(self.parameters, *self.data[index[self.share]])
+        squares, *gradients = mean_of_processes([squares, *gradients])
         for parameter, gradient in zip(self.parameters.values(), gradients):
             parameter.grad = gradient
+        self.update(rate)
+        self.history.append(squares.tolist())
+
+    def update(self, rate):
         for optimizer, share in zip(self.optimizers, (1, 0.3)):
             optimizer.param_groups[0]["lr"] = share * rate
             optimizer.step()
-        self.history.append(squares.tolist())
 
     def save(self, path):
         state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
-        torch.save(state | {"history": self.history, "generator": self.generator.get_state()}, f"{path}.new")
-        os.replace(f"{path}.new", path)  # a run that is killed here leaves the old one whole
+        save_whole(state | {"history": self.history, "generator": self.generator.get_state()}, path)
 
     def resume(self, path):
-        state = torch.load(path)
+        state = torch.load(path, map_location="cpu")
         self.model.load_state_dict(state["model"])
         for optimizer, old in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(old)

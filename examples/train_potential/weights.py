@@ -105,11 +105,16 @@ def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):
 
 
 @torch.no_grad()
-def standardise(model, types, list_neigh, Rij, energy):
-    """Sets davg and dstd for the frames of a single element, empty slots included as in DeePMD-kit, and bias_atom_e.
+def standardise(model, types, R, energy):
+    """Sets davg, dstd and bias_atom_e of a new model, whose R is not standardised yet, for frames; empty slots are
+    included as in DeePMD-kit. The biases come nearest to the frames' energies; of several answers, which a single
+    compound has, it is the least.
 
     The directions get a tenth of their deviation: those of a crystal's bonds nearly cancel in the sum over the slots,
     and what remains of them is to have the weight of the distances."""
-    Ri, _ = model.describe(model.select(types, list_neigh, Rij)[1])
-    model.davg[0, 0, 0], model.bias_atom_e[0] = Ri[..., 0].mean(), energy.mean() / types.shape[1]
-    model.dstd[0, 0, 0], model.dstd[0, 0, 1:] = Ri[..., 0].std(), Ri[..., 1:].square().mean().sqrt() / 10
+    for centre in range(len(model.sel)):
+        for t, slots in enumerate(R[types == centre].split(model.sel, 1)):
+            model.davg[centre, t, 0], model.dstd[centre, t, 0] = slots[..., 0].mean(), slots[..., 0].std()
+            model.dstd[centre, t, 1:] = slots[..., 1:].square().mean().sqrt() / 10
+    counts = torch.nn.functional.one_hot(types, len(model.sel)).sum(1).to(energy)
+    model.bias_atom_e[:] = torch.linalg.pinv(counts) @ energy

@@ -2,10 +2,12 @@
 
     python examples/warp_perspective/register.py [FOLDER]      # default: build/warp_perspective
 
-README.md beside this file shows what is printed and the picture.
+README.md beside this file shows what is printed and the picture. Where kornia is installed, its warp_perspective does
+the same, and both are timed.
 """
 
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -15,6 +17,11 @@ from straighten import homography
 from torch.nn.functional import avg_pool2d
 
 import calcops_jit
+
+try:
+    import kornia
+except ImportError:  # optional
+    kornia = None
 
 kSize, kMargin = 352, 80  # pixels: a view, and the photograph around it
 kCorners = (kSize - 1) * torch.tensor([[0, 0], [1, 0], [1, 1], [0, 1]], dtype=torch.float64)
@@ -31,13 +38,17 @@ def views(moved=kMoved):
     return first, 0.8 * second + 0.02 * torch.randn(second.shape, generator=torch.Generator().manual_seed(0))
 
 
-def residual(moved, first, second, factor):
+def by_kornia(images, matrix, size):
+    return kornia.geometry.warp_perspective(images[None], matrix[None], tuple(size))[0]
+
+
+def residual(moved, first, second, factor, warp):
     """What the first view, warped, leaves of the second where both have pixels, each brought to mean 0 and norm 1.
 
     Both views are in pixels `factor` times as large, whose centres lie between those of the small ones."""
     corners = (kCorners - (factor - 1) / 2) / factor
     matrix = homography(corners, corners + moved / factor)
-    warped, covered = calcops_jit.warp_perspective(torch.stack([first, torch.ones_like(first)]), matrix, first.shape)
+    warped, covered = warp(torch.stack([first, torch.ones_like(first)]), matrix, first.shape)
     both = (covered > 0.999).double()
 
     def standard(image):
@@ -47,7 +58,7 @@ def residual(moved, first, second, factor):
     return (standard(warped) - standard(second)).flatten()
 
 
-def register(first, second):
+def register(first, second, warp=calcops_jit.warp_perspective):
     """Gauss-Newton from no motion at all -> [(factor, moved [4,2]) of each step]; the last is the result."""
     moved, path = torch.zeros(4, 2, dtype=torch.float64), []
     for factor in (16, 8, 4, 2, 1):
@@ -55,8 +66,8 @@ def register(first, second):
         for _ in range(10):
             path.append((factor, moved))
             # Eight columns by forward mode: one pass of the operator under vmap.
-            slope = torch.func.jacfwd(residual)(moved, *coarse, factor).flatten(1)
-            step = torch.linalg.lstsq(slope, -residual(moved, *coarse, factor)[:, None]).solution.view(4, 2)
+            slope = torch.func.jacfwd(residual)(moved, *coarse, factor, warp).flatten(1)
+            step = torch.linalg.lstsq(slope, -residual(moved, *coarse, factor, warp)[:, None]).solution.view(4, 2)
             moved = moved + step
             if step.norm() < 0.01 * factor:
                 break
@@ -77,6 +88,11 @@ if __name__ == "__main__":
         steps = [moved for level, moved in path[:-1] if level == factor]
         print(f"pixels x {factor:2}: {len(steps):2} steps from {error(steps[0]):8.4f} pixels off")
     print(f"registered: {error(path[-1][1]):.4f} pixels off")
+    ways = {"calcops_jit": calcops_jit.warp_perspective, "kornia": by_kornia}
+    for name in ways if kornia else []:
+        start = time.perf_counter()
+        _, moved = register(first, second, ways[name])[-1]
+        print(f"by {name}: {time.perf_counter() - start:.2f} s, {error(moved):.4f} pixels off")
 
     figure, axes = plt.subplots(1, 3, figsize=(15, 5), layout="constrained")
     for axis, moved, title in zip(axes, (path[0][1], path[-1][1]), ("before", "after")):

@@ -51,16 +51,30 @@ struct Positions {
   double grad_x[kTileWidth], grad_y[kTileWidth];
 
   void locate(const double* m, const Row& row, const int64_t* stride, int64_t u, int64_t count) {
-    const Taps<double>::Strides strides(stride[2], stride[3], 0);
+    const Strides strides(stride[2], stride[3], 0);
     const double first = static_cast<double>(u);
+#ifdef __AVX512F__
+    Projection8 projection(m, row, first);
+    for (int64_t i = 0; i < count; i += 8) {
+      const __mmask8 kept = first_lanes<__mmask8>(count - i);
+      __m512d at_x, at_y, over_w;
+      projection.next(at_x, at_y, over_w);
+      taps.put<false>(i, kept, at_x, at_y, strides);
+      store(x + i, kept, at_x);
+      store(y + i, kept, at_y);
+      store(reciprocal + i, kept, over_w);
+    }
+#else
     for (int i = 0; i < static_cast<int>(count); ++i) {
       const Source source = project(m, row, first + i);
       taps.put<false>(i, source, strides);
       x[i] = source.x;
       y[i] = source.y;
       reciprocal[i] = 1 / source.w;
-      grad_x[i] = grad_y[i] = 0;
     }
+#endif
+    std::fill_n(grad_x, count, 0);
+    std::fill_n(grad_y, count, 0);
   }
 
   template <class Real>
@@ -291,7 +305,7 @@ struct ImageTile {
   void add_inside(const Homography& map, const Row& row, const Real* grad, Interval pixels) {
     const bool nearest = in.sizes.interpolation == Interpolation::kNearest;
     double above[2 * kTileWidth], below[2 * kTileWidth];
-    const Taps<double>::Strides strides(pitch, 1, (top - margin) * pitch + left - margin);
+    const Strides strides(pitch, 1, (top - margin) * pitch + left - margin);
     for (int64_t u = pixels.begin; u < pixels.end; u += kTileWidth) {
       const int64_t count = std::min(kTileWidth, pixels.end - u);
       if (nearest)

@@ -22,6 +22,16 @@ struct Tile {
       : in(in), map(map), n(n), top(top), bottom(bottom), out(out) {}
 };
 
+template <class Pixel>
+void copy_pixels(const Pixel* from, const int64_t* offset, int64_t count, Pixel* out) {
+  // Where few pixels make a line of the cache, they go by way of the stack: a processor has room
+  // for few stores that wait for a line of the result, so they should be wide.
+  constexpr bool kWide = sizeof(Pixel) >= 4;
+  Pixel pixels[kTileWidth], *to = kWide ? pixels : out;
+  for (int64_t i = 0; i < count; ++i) to[i] = from[offset[i]];
+  if (kWide) std::memcpy(out, pixels, count * sizeof(Pixel));
+}
+
 // Pixels which a border mode maps back into the image.
 template <class Pixel, class Weight>
 void sample_folded(const Tile<Pixel, Weight>& tile, const FoldedTaps& taps, int64_t v,
@@ -31,6 +41,10 @@ void sample_folded(const Tile<Pixel, Weight>& tile, const FoldedTaps& taps, int6
   for (int64_t c = 0; c < sizes.channels; ++c) {
     const Plane<Pixel> plane = make_plane(tile.in, tile.n, c, tile.in.border_value[c]);
     Pixel* out = tile.out + output_offset(sizes, 0, c, v) + begin;
+    if (sizes.interpolation == Interpolation::kNearest) {
+      copy_pixels(plane.data, taps.offset[0], end - begin, out);
+      continue;
+    }
     Pixel tap[4][kTileWidth];
     for (int64_t i = 0; i < end - begin; ++i)
       for (int k = 0; k < 4; ++k) tap[k][i] = plane.data[taps.offset[k][i]];
@@ -104,8 +118,8 @@ void blend(const Pairs<Pixel>& pairs, const Real* weight_x, const Real* weight_y
   }
 }
 
-#if __has_builtin(__builtin_shufflevector)  // GCC 12 and clang; without it Pairs and blend do it
-                                            // all
+#if !defined(__AVX512F__) && __has_builtin(__builtin_shufflevector)  // GCC 12 and clang; without it
+                                                                     // Pairs and blend do it all
 typedef double Doubles2 __attribute__((vector_size(16)));
 typedef float Floats4 __attribute__((vector_size(16)));
 typedef float Floats8 __attribute__((vector_size(32)));
@@ -151,18 +165,38 @@ inline void blend_eight(const float* above, const float* below, const int64_t* o
 }
 #endif
 
+void read_words(const Plane<uint8_t>& plane, const int64_t* offset, int64_t count,
+                uint32_t* words) {
+  const auto read = [&](const auto& pair) {
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < count; ++i) {
+      const uint8_t* from = plane.data + offset[i];
+      words[i] = pair(from) | uint32_t(pair(from + plane.stride_y)) << 16;
+    }
+  };
+  if (plane.stride_x == 1)
+    read([](const uint8_t* from) {
+      uint16_t two;
+      std::memcpy(&two, from, sizeof two);
+      return two;
+    });
+  else
+    read([&](const uint8_t* from) -> uint16_t { return from[0] | from[plane.stride_x] << 8; });
+}
+
 // In float32. False if that may have decided how a pixel is rounded. With values up to 255 a
 // weight, wrong by 2^-25, makes an error of 2^-17, and every operation one of 2^-17 at most: the
 // upper and the lower pair are within 2^-16; their difference, its weight and the last sum add
 // 2^-17 each. That is 5 * 2^-17 together.
-bool blend_quickly(const Pairs<uint8_t>& pairs, const float* weight_x, const float* weight_y,
-                   int64_t first, int64_t count, uint8_t* out) {
+bool blend_quickly(const uint32_t* taps, const float* weight_x, const float* weight_y,
+                   int64_t count, uint8_t* out) {
   constexpr float kSure = 0.5f - 6 * 0x1p-17f;
   int32_t doubts = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const float x = weight_x[first + i], y = weight_y[first + i];
-    const uint8_t *above = pairs.above + 2 * first, *below = pairs.below + 2 * first;
-    const float a = above[2 * i], b = above[2 * i + 1], c = below[2 * i], d = below[2 * i + 1];
+    const float x = weight_x[i], y = weight_y[i];
+    const int32_t word = static_cast<int32_t>(taps[i]);
+    const auto tap = [&](int k) { return static_cast<float>(word >> 8 * k & 255); };
+    const float a = tap(0), b = tap(1), c = tap(2), d = tap(3);
     const float top = fma(x, b - a, a), bottom = fma(x, d - c, c), sum = fma(y, bottom - top, top);
     const float whole = rint(sum);
     doubts |= fabs(sum - whole) > kSure ? 1 : 0;
@@ -210,26 +244,33 @@ template <class Pixel, class Weight>
 void sample_linear(const Tile<Pixel, Weight>& tile, const Plane<Pixel>& plane, int64_t v,
                    int64_t begin, int64_t at, int64_t count, Pixel* out) {
   const Taps<Weight>& taps = tile.taps[v - tile.top];
-#if __has_builtin(__builtin_shufflevector)
   if constexpr (std::is_same_v<Pixel, float>) {
+    const float* below = plane.data + plane.stride_y;
+#ifdef __AVX512F__
+    if (plane.stride_x == 1)
+      return interpolate_by_gathers(plane.data, below, taps.offset + at, taps.weight_x + at,
+                                    taps.weight_y + at, count, out);
+#elif __has_builtin(__builtin_shufflevector)
     if (plane.stride_x == 1 && count >= 8) {
-      const float* below = plane.data + plane.stride_y;
       for (int64_t i = 0; i < count; i = i + 8 < count ? std::min(i + 8, count - 8) : count)
         blend_eight(plane.data, below, taps.offset + at + i, taps.weight_x + at + i,
                     taps.weight_y + at + i, out + i);
       return;
     }
-  }
 #endif
-  Pairs<Pixel> pairs;
-  pairs.read(plane, taps.offset + at, count);
+  }
   if constexpr (!std::is_same_v<Pixel, uint8_t>) {
+    Pairs<Pixel> pairs;
+    pairs.read(plane, taps.offset + at, count);
     blend(pairs, taps.weight_x + at, taps.weight_y + at, count, out);
   } else {
+    uint32_t words[kTileWidth];  // a pixel's taps a b c d, a byte each
+    read_words(plane, taps.offset + at, count, words);
     constexpr int64_t kGroup = 32;
     for (int64_t i = 0; i < count; i += kGroup) {
       const int64_t n = std::min(kGroup, count - i);
-      if (blend_quickly(pairs, taps.weight_x + at, taps.weight_y + at, i, n, out + i)) continue;
+      const float *x = taps.weight_x + at + i, *y = taps.weight_y + at + i;
+      if (blend_quickly(words + i, x, y, n, out + i)) continue;
       Taps<double> exact;
       Pairs<Pixel> group;
       exact.template locate<false>(tile.map.m, tile.rows[v - tile.top],
@@ -261,11 +302,8 @@ void forward_rows(Tile<Pixel, Weight>&& tile) {
         constexpr bool kNearest = kInterpolation == Interpolation::kNearest;
         taps.template locate<kNearest>(tile.map.m, tile.rows[i], {stride[2], stride[3], 0}, begin,
                                        begin - left, end - begin);
-        // The first channel is read when all rows of the tile are located. Four rows touch much the
-        // same lines of the cache.
-        if (v % 4 == 0)
-          for (int64_t k = begin - left; k < end - left; k += 4)
-            __builtin_prefetch(first + taps.offset[k]);
+        // The first channel is read when all rows of the tile are located.
+        taps.prefetch(first, begin - left, end - left);
       });
     }
     for (int64_t c = 0; c < sizes.channels; ++c) {
@@ -278,8 +316,9 @@ void forward_rows(Tile<Pixel, Weight>&& tile) {
           if (part != Part::kInside) return;
           const int64_t at = begin - left, count = end - begin;
           const Taps<Weight>& taps = tile.taps[v - tile.top];
+          if (c + 1 < sizes.channels) taps.prefetch(plane.data + stride[1], at, at + count);
           if constexpr (kInterpolation == Interpolation::kNearest) {
-            for (int64_t i = 0; i < count; ++i) out[begin + i] = plane.data[taps.offset[at + i]];
+            copy_pixels(plane.data, taps.offset + at, count, out + begin);
           } else if constexpr (kInterpolation == Interpolation::kLinear) {
             sample_linear(tile, plane, v, begin, at, count, out + begin);
           } else {

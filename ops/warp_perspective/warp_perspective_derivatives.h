@@ -38,8 +38,9 @@ inline Tensor with_derivatives(const Tensor& number, const Tensor& formula) {
 
 // The weights of an axis's taps and their derivatives with respect to the coordinate.
 struct Weights {
-  tensor_list weight, first, second;
+  tensor_list weight, first, second;  // the second of a linear interpolation is zero, and left out
 
+  Weights() = default;
   // t: how far the position is from the tap before it; slope: of it in the coordinate.
   Weights(const Tensor& t, const Tensor& slope, Interpolation interpolation) {
     if (interpolation != Interpolation::kCubic) {
@@ -90,38 +91,27 @@ class Positions {
     const auto along = [&](int64_t axis) {
       return Weights(fractions.narrow(1, axis, 1), slopes.narrow(1, axis, 1), interpolation);
     };
-    const Weights x = along(0), y = along(1);
+    x_ = along(0);
+    y_ = along(1);
 
     const SymInt channels = image.sym_size(1);
     pixels_ = image.expand_symint({batch, channels, image.sym_size(2)});
     for (int k = 0; k < taps_ * taps_; ++k) {
-      const int row = k / taps_, column = k % taps_;
-      const Tensor at_x = number(kTap + column).to(at::kLong),
-                   at_y = number(kTap + taps_ + row).to(at::kLong);
+      const Tensor at_x = number(kTap + k % taps_).to(at::kLong),
+                   at_y = number(kTap + taps_ + k / taps_).to(at::kLong);
       inside_.push_back(at_x.ge(0).logical_and(at_y.ge(0)));
       index_.push_back(at::where(inside_[k], at_y.mul(width).add(at_x), 0)
                            .expand_symint({batch, channels, grid_.sym_size(1)}));
-      const Tensor tap = at::where(inside_[k], pixels_.gather(2, index_[k]), border);
-      along_x_.push_back(x.first[column].mul(y.weight[row]));
-      along_y_.push_back(x.weight[column].mul(y.first[row]));
-      // A tap of weight zero is not used, but its weight may have a derivative.
-      const Tensor finite = tap.isfinite();
-      const auto add_term = [&](Tensor& sum, const Tensor& weight) {
-        add(sum, weight.mul(at::where(finite.logical_or(weight.ne(0)), tap, 0.0)));
-      };
-      add_term(slope_x_, along_x_[k]);
-      add_term(slope_y_, along_y_[k]);
-      add_term(twist_, x.first[column].mul(y.first[row]));
-      if (x.second.empty()) continue;
-      add_term(bend_x_, x.second[column].mul(y.weight[row]));
-      add_term(bend_y_, x.weight[column].mul(y.second[row]));
+      tap_.push_back(at::where(inside_[k], pixels_.gather(2, index_[k]), border));
+      finite_.push_back(tap_[k].nan_to_num(0, 0, 0));
     }
   }
 
   // The tangent of the result where warp moves along `tangent` [N or 1, 3, 3].
   Tensor jvp(const Tensor& tangent) const {
     const Motion move = motion(tangent);
-    return at::where(valid_, slope_x_.mul(move.x).add(slope_y_.mul(move.y)), 0.0);
+    const Tensor along_x = sum(x_.first, y_.weight), along_y = sum(x_.weight, y_.first);
+    return at::where(valid_, along_x.mul(move.x).add(along_y.mul(move.y)), 0.0);
   }
 
   // The gradients of sum(grad * jvp(tangent)) for each of the N images and matrices.
@@ -130,7 +120,9 @@ class Positions {
     const Tensor g = at::where(valid_, grad, 0.0);
     Tensor sum = at::zeros_like(pixels_);
     for (int k = 0; k < taps_ * taps_; ++k) {
-      const Tensor weight = along_x_[k].mul(move.x).add(along_y_[k].mul(move.y));
+      const int x = k % taps_, y = k / taps_;
+      const Tensor weight =
+          x_.first[x].mul(y_.weight[y]).mul(move.x).add(x_.weight[x].mul(y_.first[y]).mul(move.y));
       sum = sum.scatter_add(2, index_[k], at::where(inside_[k], g.mul(weight), 0.0));
     }
     return sum;
@@ -139,13 +131,15 @@ class Positions {
   Tensor warp_gradient(const Tensor& grad, const Tensor& tangent) const {
     const Motion move = motion(tangent);
     const Tensor g = at::where(valid_, grad, 0.0);
-    const auto over_channels = [&](const Tensor& slope) { return g.mul(slope).sum(1, true); };
-    const Tensor gx = over_channels(slope_x_), gy = over_channels(slope_y_);
-    const Tensor twist = over_channels(twist_), spread = move.w.div(w_);
+    const auto over_channels = [&](const tensor_list& of_x, const tensor_list& of_y) {
+      return g.mul(sum(of_x, of_y)).sum(1, true);
+    };
+    const Tensor gx = over_channels(x_.first, y_.weight), gy = over_channels(x_.weight, y_.first);
+    const Tensor twist = over_channels(x_.first, y_.first), spread = move.w.div(w_);
     Tensor of_x = twist.mul(move.y), of_y = twist.mul(move.x);
-    if (bend_x_.defined()) {
-      of_x = of_x.add(over_channels(bend_x_).mul(move.x));
-      of_y = of_y.add(over_channels(bend_y_).mul(move.y));
+    if (!x_.second.empty()) {
+      of_x = of_x.add(over_channels(x_.second, y_.weight).mul(move.x));
+      of_y = of_y.add(over_channels(x_.weight, y_.second).mul(move.y));
     }
     // What moves grad * jvp: (x, y), w at a fixed (x, y), and the tangent of m.
     const Tensor of_m = m_gradient(of_x.sub(spread.mul(gx)), of_y.sub(spread.mul(gy)),
@@ -184,14 +178,22 @@ class Positions {
         .add(at::linalg_cross(columns, rows.roll(-1, 1)).roll(2, 1));
   }
 
+  // Of the taps by weights of both axes. One of weight zero is not used, but its weight may have a
+  // derivative.
+  Tensor sum(const tensor_list& of_x, const tensor_list& of_y) const {
+    Tensor total;
+    for (int k = 0; k < taps_ * taps_; ++k) {
+      const Tensor weight = of_x[k % taps_].mul(of_y[k / taps_]);
+      add(total, weight.mul(at::where(weight.ne(0), tap_[k], finite_[k])));
+    }
+    return total;
+  }
+
   bool inverse_map_;
   int taps_;  // along an axis
-  Tensor valid_, scale_, rows_, grid_, w_, xy_;
-  tensor_list inside_, index_;     // of each tap, row by row
-  tensor_list along_x_, along_y_;  // the derivatives of its weight
-  // The derivatives of the interpolation: along x and y, then those of the second order. The bends
-  // of a linear one are zero, and undefined.
-  Tensor pixels_, slope_x_, slope_y_, twist_, bend_x_, bend_y_;
+  Tensor valid_, scale_, rows_, grid_, w_, xy_, pixels_;
+  Weights x_, y_;
+  tensor_list inside_, index_, tap_, finite_;  // of each tap, row by row
 };
 
 using Mask = std::array<bool, 2>;

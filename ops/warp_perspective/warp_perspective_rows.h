@@ -18,6 +18,9 @@
 #include "parallel.h"
 #include "warp_perspective/warp_perspective.h"
 #include "warp_perspective/warp_perspective_math.h"
+#ifdef __AVX512F__
+#include "warp_perspective/warp_perspective_avx512.h"
+#endif
 
 namespace calcops {
 
@@ -222,6 +225,16 @@ inline int64_t to_int64(double x) {
 
 constexpr int64_t kTileWidth = 128, kTileHeight = 16;
 
+// How far apart taps are, and the offset of the first pixel.
+struct Strides {
+  double y, x, first;
+
+  Strides(int64_t y, int64_t x, int64_t origin)
+      : y(static_cast<double>(y)),
+        x(static_cast<double>(x)),
+        first(kInt64 - static_cast<double>(origin)) {}
+};
+
 // What a run of pixels has to know of its taps: the offset of the one above and left of the source,
 // and the weights of those on the right and below, which are how far away the source is, too.
 template <class Real>
@@ -229,15 +242,11 @@ struct Taps {
   int64_t offset[kTileWidth];
   Real weight_x[kTileWidth], weight_y[kTileWidth];
 
-  // How far apart taps are, and the offset of the first pixel.
-  struct Strides {
-    double y, x, first;
-
-    Strides(int64_t y, int64_t x, int64_t origin)
-        : y(static_cast<double>(y)),
-          x(static_cast<double>(x)),
-          first(kInt64 - static_cast<double>(origin)) {}
-  };
+  // Every eighth of a run's taps: nearly every line of the cache that it touches.
+  template <class Pixel>
+  void prefetch(const Pixel* plane, int64_t begin, int64_t end) const {
+    for (int64_t i = begin; i < end; i += 8) __builtin_prefetch(plane + offset[i]);
+  }
 
   template <bool kNearest>
   void put(int64_t i, const Source& source, const Strides& strides) {
@@ -249,13 +258,42 @@ struct Taps {
     weight_y[i] = static_cast<Real>(source.y - y);
   }
 
+#ifdef __AVX512F__
+  // The same for those of eight pixels that are kept.
+  template <bool kNearest>
+  void put(int64_t i, __mmask8 kept, __m512d x, __m512d y, const Strides& strides) {
+    constexpr int kRounding =
+        (kNearest ? _MM_FROUND_TO_NEAREST_INT : _MM_FROUND_TO_NEG_INF) | _MM_FROUND_NO_EXC;
+    const auto all = [](double x) { return _mm512_set1_pd(x); };
+    const __m512d whole_x = _mm512_maskz_roundscale_pd(0xff, x, kRounding),
+                  whole_y = _mm512_maskz_roundscale_pd(0xff, y, kRounding);
+    const __m512d sum = _mm512_fmadd_pd(
+        whole_y, all(strides.y), _mm512_fmadd_pd(whole_x, all(strides.x), all(strides.first)));
+    const __m512i integers =
+        _mm512_sub_epi64(_mm512_castpd_si512(sum), _mm512_castpd_si512(all(kInt64)));
+    _mm512_mask_storeu_epi64(offset + i, kept, integers);
+    if (kNearest) return;
+    store(weight_x + i, kept, _mm512_sub_pd(x, whole_x));
+    store(weight_y + i, kept, _mm512_sub_pd(y, whole_y));
+  }
+#endif
+
   // For the `count` pixels from u on, which are all inside; their numbers are at [at] and on.
   template <bool kNearest>
   [[gnu::noinline]] void locate(const double* m, const Row& row, const Strides& strides, int64_t u,
                                 int64_t at, int64_t count) {
     const double first = static_cast<double>(u);
+#ifdef __AVX512F__
+    Projection8 projection(m, row, first);
+    for (int64_t i = 0; i < count; i += 8) {
+      __m512d x, y, reciprocal;
+      projection.next(x, y, reciprocal);
+      put<kNearest>(at + i, first_lanes<__mmask8>(count - i), x, y, strides);
+    }
+#else
     for (int i = 0; i < static_cast<int>(count); ++i)
       put<kNearest>(at + i, project(m, row, first + i), strides);
+#endif
   }
 };
 
@@ -283,7 +321,7 @@ struct Pairs {
 
 // The taps of pixels anywhere, for a border mode that repeats the image.
 struct FoldedTaps {
-  int64_t offset[4][kTileWidth];  // a b / c d
+  int64_t offset[4][kTileWidth];  // a b / c d, or the nearest alone
   double weight_x[kTileWidth], weight_y[kTileWidth];
 
   // False where one of the `count` pixels from u on, at most kTileWidth, has no source or one that
@@ -304,6 +342,11 @@ struct FoldedTaps {
     locate_axis(sizes, sizes.width, n, x, second_x, weight_x);
     locate_axis(sizes, sizes.height, n, y, second_y, weight_y);
     const double along_y = static_cast<double>(stride[2]), along_x = static_cast<double>(stride[3]);
+    if (sizes.interpolation == Interpolation::kNearest) {
+      for (int i = 0; i < n; ++i)
+        offset[0][i] = to_int64(fma(y[i], along_y, fma(x[i], along_x, kInt64)));
+      return true;
+    }
     for (int i = 0; i < n; ++i) {
       const double left = fma(x[i], along_x, kInt64), right = fma(second_x[i], along_x, kInt64);
       offset[0][i] = to_int64(fma(y[i], along_y, left));

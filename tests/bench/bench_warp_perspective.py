@@ -1,11 +1,15 @@
 """calcops::warp_perspective against cv2.warpPerspective, forward, and against kornia, forward and backward.
 
 Times are the least of many, the libraries taking turns, each returning a new result. Planar images here, interleaved
-ones for cv2: each library's own layout. Run: make bench, or with names of parts: speed borders gradients small accuracy
+ones for cv2: each library's own layout. `peers` prints the table of tests/README.md.
+Run: make bench, or with names of parts: peers speed borders gradients small accuracy
 """
 
+import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -17,7 +21,16 @@ try:
     import kornia
 except ImportError:  # optional
     kornia = None
+try:
+    from torchvision.transforms.v2.functional import perspective
+except ImportError:  # optional
+    perspective = None
+try:
+    from skimage.transform import warp as skimage_warp
+except ImportError:  # optional
+    skimage_warp = None
 
+OPENCV4 = Path(__file__).parents[2] / "build/opencv4/4.12.0.88/bin/python"  # 4 and 5 cannot be in one environment
 SIZES = {"512 x 512 x 1": (512, 512, 1), "1080 x 1920 x 3": (1080, 1920, 3), "4096 x 4096 x 1": (4096, 4096, 1)}
 BORDERS = ["constant", "replicate", "reflect", "reflect_101", "wrap"]
 
@@ -148,7 +161,89 @@ def accuracy(_):
             print(f"{size}, {name}: cv2 {error:.1e}, calcops {(ours - exact).abs().max().item():.1e}", flush=True)
 
 
-PARTS = {"accuracy": (accuracy, 0), "small": (small, 0), "speed": (speed, 0.5), "borders": (borders, 0.1)}
+def cv2_elsewhere(python, pixels, matrix):
+    """Version, milliseconds and result of a cv2 that a process of its own imports."""
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(Path(folder, "image.npy"), pixels.squeeze())
+        np.save(Path(folder, "matrix.npy"), matrix)
+        script = Path(__file__).with_name("time_cv2.py")
+        printed = subprocess.run([python, script, folder], check=True, stdout=subprocess.PIPE, text=True).stdout
+        version, milliseconds = printed.split()
+        return version, float(milliseconds), np.load(Path(folder, "result.npy")).reshape(pixels.shape)
+
+
+def libraries(pixels, matrix):
+    """By name: a call with an image and a matrix as tensors, which gives planes."""
+    height, width, _ = pixels.shape
+    size = height, width
+    # torchvision counts from the corner of the first pixel, and takes the inverse without its last entry, a 1.
+    half = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
+    inverse = half @ np.linalg.inv(matrix) @ np.linalg.inv(half)
+    coefficients = (inverse / inverse[2, 2]).flatten()[:8].tolist()
+
+    def in_kornia(image, warp):  # which takes images of float32 and float64, and one dtype
+        return kornia.geometry.warp_perspective(image[None].float(), warp[None].float(), size)[0]
+
+    def in_skimage(image, _):
+        planes = image.numpy().astype(np.float32)
+        inverse = np.linalg.inv(matrix)
+        return torch.from_numpy(np.stack([skimage_warp(p, inverse, preserve_range=True) for p in planes]))
+
+    return {
+        "calcops": lambda image, warp: calcops_jit.warp_perspective(image, warp, size),
+        **({"kornia": in_kornia} if kornia else {}),
+        **({"torchvision": lambda i, _: perspective(i, None, None, coefficients=coefficients)} if perspective else {}),
+        **({"scikit-image": in_skimage} if skimage_warp else {}),
+    }
+
+
+def peers(seconds):
+    """Errors of float32 and uint8 images at 512 x 512, and milliseconds, on one thread."""
+    set_threads(1)
+    small, large = SIZES["512 x 512 x 1"], SIZES["1080 x 1920 x 3"]
+    table = {}
+    for shape, dtype in (small, "float32"), (small, "uint8"), (large, "float32"):
+        pixels, matrix = random_pixels(*shape, dtype), homographies(*shape[:2])["mild"]
+        exact = pair(pixels.astype(np.float64), matrix)[1]().numpy()
+        image, warp = torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), torch.from_numpy(matrix)
+
+        def add(name, milliseconds, planes, shape=shape, dtype=dtype, exact=exact):
+            row = table.setdefault(name, {})
+            if dtype == "uint8":
+                row["wrong"] = f"{100 * np.mean(np.rint(planes) != np.rint(exact)):.2g} %"
+            elif shape == small:
+                row["error"] = f"{np.abs(planes - exact).max():.1e}"
+            if dtype == "float32":
+                row[shape] = milliseconds
+
+        for python in (OPENCV4, sys.executable):
+            if Path(python).exists():
+                version, milliseconds, result = cv2_elsewhere(python, pixels, matrix)
+                add(f"OpenCV {version}", milliseconds, np.moveaxis(result, 2, 0))
+        for name, call in libraries(pixels, matrix).items():
+            (milliseconds,) = best([lambda call=call, image=image, warp=warp: call(image, warp)], seconds)
+            add(name, milliseconds, call(image, warp).numpy())
+            if (name in ("calcops", "kornia")) and shape == small and dtype == "float32":
+                inputs = image.clone().requires_grad_(), warp.float().requires_grad_()
+
+                def both(call=call, inputs=inputs):
+                    torch.autograd.grad(call(*inputs).sum(), inputs)
+
+                (table[name]["both"],) = best([both], seconds)
+    print("| | worst error, float32 | wrong pixels, uint8 | 512 x 512 | 1080 x 1920 x 3 | 512 x 512, both gradients |")
+    print("|---|---|---|---|---|---|")
+    for name, row in table.items():
+        both = f"{row['both']:.1f} ms" if "both" in row else "-"
+        print(f"| {name} | {row['error']} | {row['wrong']} | {row[small]:.2f} ms | {row[large]:.1f} ms | {both} |")
+
+
+PARTS = {
+    "peers": (peers, 1),
+    "accuracy": (accuracy, 0),
+    "small": (small, 0),
+    "speed": (speed, 0.5),
+    "borders": (borders, 0.1),
+}
 PARTS["gradients"] = gradients, 1
 
 

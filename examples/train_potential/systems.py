@@ -1,0 +1,36 @@
+"""The crystals that a model can be trained on: a cell, the potential that labels its frames, the settings of its model.
+
+A system more is a line more here: train.py, deploy.py and step_time.py take elements and masses from it.
+"""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from ase import Atoms
+from ase.build import bulk
+
+kPotentials = Path(__file__).resolve().parent.parent / "potentials"
+sys.path.append(str(kPotentials))
+from stillinger_weber import StillingerWeber  # noqa: E402
+
+
+class System(NamedTuple):
+    cell: Atoms
+    labels: StillingerWeber  # its type_names are those of the model
+    model: dict  # arguments of weights.initial
+
+
+kSystems = {
+    "silicon": System(
+        bulk("Si", "diamond", a=5.431, cubic=True),
+        StillingerWeber(),
+        dict(sel=[34], rcut=5.0, rcut_smth=3.6, emb=[24, 24], axis_neuron=12, fit=[48, 48]),
+    ),
+    # In 4.3 A lie 16 atoms of the other element and 12 of the same one.
+    "gallium-nitride": System(
+        bulk("GaN", "zincblende", a=4.512, cubic=True),
+        StillingerWeber(kPotentials / "gallium_nitride.sw"),
+        dict(sel=[18, 18], rcut=4.2, rcut_smth=3.0, emb=[24, 24], axis_neuron=12, fit=[48, 48]),
+    ),
+}
