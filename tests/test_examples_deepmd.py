@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -103,6 +104,14 @@ def test_what_the_command_writes_gives_the_same_in_ase(output, numbers, tmp_path
         atoms.calc = CalcOps(form)
         assert atoms.get_potential_energy() == pytest.approx(structure["energy"], rel=1e-12)
         np.testing.assert_allclose(atoms.get_forces(), structure["force"], atol=1e-11)
+
+
+def test_the_readme_shows_what_is_printed(capsys, monkeypatch):
+    readme = (ROOT / "examples/deepmd/README.md").read_text()
+    program, printed = re.search("```python\n(.*?)```\n\n```text\n(.*?)```", readme, re.DOTALL).groups()
+    monkeypatch.chdir(ROOT)
+    exec(program, {})
+    assert capsys.readouterr().out == printed
 
 
 def test_every_weight_of_an_imported_model_is_trained():
