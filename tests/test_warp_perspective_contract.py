@@ -48,6 +48,25 @@ def test_more_channels_than_a_launch_takes_are_right(device):
     torch.testing.assert_close(result.cpu(), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long  # 12 GB
+@pytest.mark.parametrize("shape", [(1, 50000, 50000), (3, 30000, 30000)], ids=str)
+def test_images_of_more_than_two_to_the_31_pixels_are_right(shape):
+    """Each pixel says which row and column it has; the map turns the image by a quarter."""
+    channels, size, _ = shape
+    row, column = torch.arange(size, dtype=torch.int64)[:, None], torch.arange(size, dtype=torch.int64)
+    image = torch.empty(shape, dtype=torch.uint8)
+    for c in range(channels):
+        for part in torch.arange(size).split(1000):
+            image[c, part] = ((row[part] * 31 + column * 17 + c) % 251).to(torch.uint8)
+    turn = torch.tensor([[0.0, -1, size - 1], [1, 0, 0], [0, 0, 1]], dtype=torch.float64)
+    for interpolation in ("linear", "nearest"):
+        result = warp_perspective(image, turn, (size, size), interpolation)
+        for c in range(channels):
+            for v in (0, 1, size // 2, size - 1):
+                assert torch.equal(result[c, v], image[c, :, v].flip(0))
+        del result
+
+
 @pytest.fixture
 def restore_threads():
     threads = torch.get_num_threads()
