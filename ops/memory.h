@@ -28,11 +28,13 @@ class Scratch {
 
 // Asks for large pages where a new array is about to be written: mapping it 4 KiB at a time takes
 // longer than computing what goes there. It is advice; where the system has no such pages, or the
-// pages are there already, nothing happens.
+// pages are there already, nothing happens. The C library keeps smaller arrays from call to call;
+// there is nothing to win with them, and a virtual machine that has handed free pages back may take
+// milliseconds for each.
 template <class Item>
 void prefer_large_pages(Item* array, int64_t count) {
   if (!array) return;
-  constexpr uintptr_t kPage = 2 << 20, kLeast = 2 * kPage;
+  constexpr uintptr_t kPage = 2 << 20, kLeast = 32 << 20;
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(array) + kPage - 1) & ~(kPage - 1);
   const uintptr_t end = reinterpret_cast<uintptr_t>(array + count) & ~(kPage - 1);
   if (begin + kLeast <= end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
