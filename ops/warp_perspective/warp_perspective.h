@@ -30,9 +30,7 @@ namespace calcops {
 /// warp           [3, 3] or [N, 3, 3]; float32 or float64. Maps (x, y, 1) of the source to the
 ///                destination; only its ratios matter.
 /// dsize          (height, width) of the result - unlike cv2's dsize, which is (width, height).
-/// interpolation  "linear", "cubic" (convolution with Keys' kernel, a = -0.75) or "nearest" (half
-/// to
-///                even), as OpenCV.
+/// interpolation  "linear", "cubic" (Keys' kernel with a = -0.75) or "nearest" (half to even).
 /// border_mode    what lies outside the image a b c d:  "constant" v v|a b c d|v v,
 ///                "replicate" a a|a b c d|d d,  "reflect" b a|a b c d|d c,
 ///                "reflect_101" c b|a b c d|c b,  "wrap" c d|a b c d|a b,  "transparent": a pixel
