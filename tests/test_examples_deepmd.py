@@ -14,7 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ROOT / "tests" / "deepmd"
+FILES = ROOT / "tests" / "deepmd_models"
 NAMES = sorted(path.name for path in FILES.iterdir() if path.suffix != ".json")
 for module in ("ase", "vesin"):
     pytest.importorskip(module)

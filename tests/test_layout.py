@@ -66,6 +66,18 @@ def test_an_operator_is_a_folder_of_its_files_and_a_test(operator):
     assert list((ROOT / "tests").glob(f"test_{operator}*.py"))
 
 
+def test_no_folder_of_tests_hides_a_package_that_a_test_looks_for():
+    """A folder without __init__.py is found like a package, where its parent is on the path."""
+    tests = ROOT / "tests"
+    wanted = {
+        name
+        for path in tests.glob("*.py")
+        for name in re.findall(r'(?:find_spec|importorskip)\("(\w+)', path.read_text())
+    }
+    assert {"deepmd", "cv2"} <= wanted
+    assert not wanted & {path.name for path in tests.iterdir() if path.is_dir()}
+
+
 def test_nothing_else_lies_in_ops():
     assert {path.name for path in (ROOT / "ops").iterdir() if path.is_file()} == SHARED
     assert all(path.parent.parent in (ROOT, ROOT / "ops") for path in SOURCES)
