@@ -4,8 +4,8 @@
 
 runs where deepmd-kit[torch] is installed and fills FOLDER with <case>.pth, .pt, .dp and .yaml, and numbers.json:
 energy, forces, virial and per-atom virial, by its own deepmd.infer.DeepPot, of a periodic structure whose cell is
-smaller than the cutoff's sphere and of a cluster. tests/deepmd_models holds what deepmd-kit 3.2.0 gave; most cases are there
-in one format only.
+smaller than the cutoff's sphere and of a cluster. tests/deepmd_models holds what deepmd-kit 3.2.0 gave; most cases are
+there in one format only.
 """
 
 import json
