@@ -140,10 +140,10 @@ build/mindspore/.installed:
 	$(pip) --no-deps deepmd-kit kornia kornia_rs torchvision
 	@touch $@
 
-# OpenCV 4 and 5 cannot be in one environment.
-build/opencv4/4.12.0.88/ready: | .venv/.base
+# OpenCV 4 and 5 cannot be in one environment; a long test asks for versions of 4, too.
+build/opencv4/%/ready: | .venv/.base
 	$(python) -m venv $(@D)
-	$(@D)/bin/python -m pip install --disable-pip-version-check -q opencv-python-headless==4.12.0.88 numpy
+	$(@D)/bin/python -m pip install --disable-pip-version-check -q opencv-python-headless==$* numpy
 	touch $@
 
 .PHONY: help demo check test test-long test-arm test-oldest venv build wheel cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential train lammps clean

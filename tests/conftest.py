@@ -125,3 +125,12 @@ def environment(tmp_path):
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (site / "torch.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
     return tmp_path / "venv/bin/python"
+
+
+@pytest.fixture
+def one_thread():
+    """Computes on one thread, unless the test says otherwise: small tensors only make threads wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -13,14 +13,7 @@ sys.path += [str(EXAMPLES / name) for name in ("train_potential", "potentials")]
 from deep_potential import load_npz  # noqa: E402
 from weights import initial, save_npz  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Computes on one thread, as train.py does: tensors are small, and threads wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def arrays(sel=(9, 7), seed=0, rcut=3.0):

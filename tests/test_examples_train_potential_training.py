@@ -27,16 +27,8 @@ from systems import kSystems  # noqa: E402
 from trainer import Data, MeanSquares, Trainer, differentiate, kLossWeights  # noqa: E402
 from weights import initial, standardise  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = dict(trajectories=2, samples=3, cells_each_way=1, settle=20, every=10)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Computes on one thread, as train.py does: tensors are small, and threads wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def assert_close(ours, expected, tolerance=1e-12):

@@ -67,14 +67,7 @@ def test_images_of_more_than_two_to_the_31_pixels_are_right(shape):
         del result
 
 
-@pytest.fixture
-def restore_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("restore_threads")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("interpolation", ["linear", "cubic"])
 @pytest.mark.parametrize("border_mode", BORDERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

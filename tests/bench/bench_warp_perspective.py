@@ -33,6 +33,7 @@ except ImportError:  # optional
 OPENCV4 = Path(__file__).parents[2] / "build/opencv4/4.12.0.88/bin/python"  # 4 and 5 cannot be in one environment
 SIZES = {"512 x 512 x 1": (512, 512, 1), "1080 x 1920 x 3": (1080, 1920, 3), "4096 x 4096 x 1": (4096, 4096, 1)}
 BORDERS = ["constant", "replicate", "reflect", "reflect_101", "wrap"]
+CUBIC = "cubic", "constant"
 
 
 def homographies(height, width):
@@ -81,7 +82,7 @@ def pair(pixels, matrix, interpolation="linear", border="constant"):
     """The call of cv2, and ours on the same image."""
     height, width, _ = pixels.shape
     image, warp = torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), torch.from_numpy(matrix)
-    flags = cv2.INTER_LINEAR if interpolation == "linear" else cv2.INTER_NEAREST
+    flags = getattr(cv2, f"INTER_{interpolation.upper()}")
     mode = getattr(cv2, f"BORDER_{border.upper()}")
     return (
         lambda: cv2.warpPerspective(pixels, matrix, (width, height), flags=flags, borderMode=mode),
@@ -109,7 +110,9 @@ def borders(seconds):
         for dtype in ("float32", "uint8"):
             pixels = random_pixels(*shape, dtype)
             for name, matrix in homographies(*shape[:2]).items():
-                for interpolation, border in [("linear", b) for b in BORDERS[1:]] + [("nearest", b) for b in BORDERS]:
+                for interpolation, border in (
+                    [("linear", b) for b in BORDERS[1:]] + [("nearest", b) for b in BORDERS] + [CUBIC]
+                ):
                     times = best(pair(pixels, matrix, interpolation, border), seconds)
                     row(f"{size}, {dtype}, {name}, {interpolation}, {border}", *times)
 
@@ -223,7 +226,7 @@ def peers(seconds):
         for name, call in libraries(pixels, matrix).items():
             (milliseconds,) = best([lambda call=call, image=image, warp=warp: call(image, warp)], seconds)
             add(name, milliseconds, call(image, warp).numpy())
-            if (name in ("calcops", "kornia")) and shape == small and dtype == "float32":
+            if name in ("calcops", "kornia") and shape == small and dtype == "float32":
                 inputs = image.clone().requires_grad_(), warp.float().requires_grad_()
 
                 def both(call=call, inputs=inputs):
@@ -243,8 +246,8 @@ PARTS = {
     "small": (small, 0),
     "speed": (speed, 0.5),
     "borders": (borders, 0.1),
+    "gradients": (gradients, 1),
 }
-PARTS["gradients"] = gradients, 1
 
 
 def main():
