@@ -52,6 +52,25 @@ def test_results_equal_the_reference(device, dtype, index, edges):
     assert torch.equal(edge_force(*given[:2], given[3]), edge_force_virial(*given)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("edges", [2, 64, 65, 20_000])
+def test_columns_that_are_contiguous_instead_of_rows_change_no_bit(device, dtype, edges):
+    edge_index, gradient, vec, *rest = graph(edges=edges, dtype=dtype, device=device)
+    expected = edge_force_virial(edge_index, gradient, vec, *rest)
+    columns = [x.mT.contiguous().mT for x in (gradient, vec)]
+    assert not columns[0].is_contiguous()
+    every_second = [x.repeat_interleave(2, 1)[:, ::2] for x in (gradient, vec)]
+    for g, v in ((columns[0], columns[1]), (columns[0], vec), (gradient, columns[1]), every_second):
+        assert_equal_lists(edge_force_virial(edge_index, g, v, *rest), expected, rtol=0, atol=0)
+        assert torch.equal(edge_force(edge_index, g, rest[0]), expected[0])
+    upstream = [torch.ones_like(x) for x in expected]
+    ours, theirs = (
+        torch.autograd.grad(edge_force_virial(edge_index, *leaves, *rest), leaves, upstream)
+        for leaves in ([x.requires_grad_() for x in columns], [gradient.requires_grad_(), vec.requires_grad_()])
+    )
+    assert_equal_lists(ours, theirs, rtol=0, atol=0)
+
+
 def test_signs_are_those_of_an_energy_of_the_positions(device):
     """Forces are -dE/dr and the virial is -dE/d(strain), by autograd through positions and cell."""
     positions = torch.randn(6, 3, dtype=torch.float64, device=device, requires_grad=True)

@@ -82,7 +82,8 @@ namespace calcops {
 /// edge_index     [2, E]; int32 or int64. Row 0 the centre i, row 1 the neighbour j, 0-based;
 ///                edges in any order. -1 in either row: no edge.
 /// edge_gradient  [E, 3]; float32 or float64; dE/d(edge_vec), energy/length, with edge_vec =
-///                r_j - r_i (plus the shift of a periodic image).
+///                r_j - r_i (plus the shift of a periodic image). A contiguous [3, E], transposed,
+///                is not copied on the CPU.
 /// natoms         number of atoms of all frames together, ghosts included, 0 to 2^40.
 /// edge_order     what calcops::edge_order(edge_index, natoms) returned, or None. Saves CUDA the
 ///                work of sorting the edges; the CPU has no use for it. One of another shape is an

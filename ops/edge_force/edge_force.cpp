@@ -121,17 +121,26 @@ Tensor edge_order(const Tensor& edge_index, SymInt natoms) {
   return at::cat({last, at::where(sorted.lt(natoms), order, -1).to(at::kInt)});
 }
 
+// Whether x [E, 3] is a contiguous [3, E], transposed.
+bool is_transposed(const Tensor& x) {
+  return x.defined() && x.is_cpu() && !x.is_contiguous() && x.mT().is_contiguous();
+}
+
 // One call's inputs, contiguous, and the struct of pointers into them.
 struct Contiguous {
   const char* op;
   Tensor edge_index, edge_gradient, edge_vec, batch, edge_order;
   int64_t atoms, edges, frames;
 
-  explicit Contiguous(const Graph& graph)
+  // takes_transposed: what is_transposed stays so.
+  explicit Contiguous(const Graph& graph, bool takes_transposed = false)
       : op(graph.op),
         edge_index(graph.edge_index.contiguous()),
-        edge_gradient(graph.edge_gradient.contiguous()),
-        edge_vec(contiguous(graph.edge_vec)),
+        edge_gradient(takes_transposed && is_transposed(graph.edge_gradient)
+                          ? graph.edge_gradient
+                          : graph.edge_gradient.contiguous()),
+        edge_vec(takes_transposed && is_transposed(graph.edge_vec) ? graph.edge_vec
+                                                                   : contiguous(graph.edge_vec)),
         batch(graph.batch.defined() ? graph.batch.to(at::kLong).contiguous() : Tensor()),
         edge_order(contiguous(graph.edge_order)),
         atoms(graph.natoms.expect_int()),
@@ -150,7 +159,9 @@ struct Contiguous {
             read<Real>(edge_gradient),
             read<Real>(edge_vec),
             read<int64_t>(batch),
-            read<int32_t>(edge_order)};
+            read<int32_t>(edge_order),
+            is_transposed(edge_gradient),
+            is_transposed(edge_vec)};
   }
 
   // `bad` is what the CPU kernels return.
@@ -192,7 +203,7 @@ Three sum_edges(const Graph& graph) {
   const Tensor force = make(true, {graph.natoms, 3}), total = make(virial, {graph.nframes, 3, 3}),
                atom_virial = make(virial, {graph.natoms, 3, 3});
   if (gradient.is_meta()) return {force, total, atom_virial};
-  Contiguous from(graph);
+  Contiguous from(graph, /*takes_transposed=*/true);
   if (gradient.is_cuda() && !from.edge_order.defined())
     from.edge_order = edge_order(from.edge_index, graph.natoms);
   with_types(gradient, graph.edge_index, [&](auto real, auto index) {

@@ -57,11 +57,20 @@ __attribute__((noinline)) void set_block(Part<R>& part, int64_t block, int64_t a
   part.is_set[block] = true;
 }
 
+// The rows [begin, end) of x [E, 3], in `buffer` where x is transposed.
+template <class Real>
+const Real* rows_of(const Real* x, bool is_transposed, int64_t edges, int64_t begin, int64_t end,
+                    Real* buffer) {
+  if (!is_transposed) return x + 3 * begin;
+  for (int64_t e = begin; e < end; ++e)
+    for (int a = 0; a < 3; ++a) buffer[3 * (e - begin) + a] = x[a * edges + e];
+  return buffer;
+}
+
 template <class R, class Real, class Index>
 void sum_edges(const EdgeInputs<Real, Index>& in, int64_t begin, int64_t end, Part<R>& part) {
   const int64_t atoms = in.atoms;
   const Index *centers = in.edge_index, *neighbors = in.edge_index + in.edges;
-  const Real *edge_gradient = in.edge_gradient, *edge_vec = in.edge_vec;
   AtomSums<R>* const sums = part.sums;
   const bool* const is_set = part.is_set;
   // Edges often come by their centre: its sum is kept until another one comes.
@@ -71,25 +80,33 @@ void sum_edges(const EdgeInputs<Real, Index>& in, int64_t begin, int64_t end, Pa
     if (current != kNone) sums[current].center += center;
     center = Row{};
   };
-  for (int64_t e = begin; e < end; ++e) {
-    constexpr int64_t kAhead = 32;  // edges that come by no order name atoms beyond the cache
-    const int64_t next = std::min(e + kAhead, end - 1);
-    prefetch(sums, centers[next]);
-    prefetch(sums, neighbors[next]);
-    const int64_t i = centers[e], j = neighbors[e];
-    if (__builtin_expect(uint64_t(i) >= uint64_t(atoms) || uint64_t(j) >= uint64_t(atoms), false)) {
-      if (part.bad == kNone && (is_wrong(i, atoms) || is_wrong(j, atoms))) part.bad = e;
-      continue;
+  constexpr int64_t kRows = 64;
+  Real gradient_rows[3 * kRows], vec_rows[3 * kRows];
+  for (int64_t first = begin; first < end; first += kRows) {
+    const int64_t last = std::min(first + kRows, end);
+    const Real* g =
+        rows_of(in.edge_gradient, in.gradient_is_transposed, in.edges, first, last, gradient_rows);
+    const Real* v = rows_of(in.edge_vec, in.vec_is_transposed, in.edges, first, last, vec_rows);
+    for (int64_t e = first; e < last; ++e, g += 3, v += 3) {
+      constexpr int64_t kAhead = 32;  // edges that come by no order name atoms beyond the cache
+      const int64_t next = std::min(e + kAhead, end - 1);
+      prefetch(sums, centers[next]);
+      prefetch(sums, neighbors[next]);
+      const int64_t i = centers[e], j = neighbors[e];
+      if (__builtin_expect(uint64_t(i) >= uint64_t(atoms) || uint64_t(j) >= uint64_t(atoms),
+                           false)) {
+        if (part.bad == kNone && (is_wrong(i, atoms) || is_wrong(j, atoms))) part.bad = e;
+        continue;
+      }
+      if (!is_set[j / kBlock]) set_block(part, j / kBlock, atoms);
+      if (i != current) {
+        flush();
+        if (!is_set[i / kBlock]) set_block(part, i / kBlock, atoms);
+        current = i;
+      }
+      center += row_of(g, 0);
+      add_to_neighbor(g, columns_of<R>(v), sums[j].neighbor);
     }
-    if (!is_set[j / kBlock]) set_block(part, j / kBlock, atoms);
-    if (i != current) {
-      flush();
-      if (!is_set[i / kBlock]) set_block(part, i / kBlock, atoms);
-      current = i;
-    }
-    const Real* g = edge_gradient + 3 * e;
-    center += row_of(g, 0);
-    add_to_neighbor(g, columns_of<R>(edge_vec + 3 * e), sums[j].neighbor);
   }
   flush();
 }
