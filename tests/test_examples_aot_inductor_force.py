@@ -87,7 +87,7 @@ def test_force_and_virial_are_the_derivatives_of_the_energy(results, model):
     for types, list_neigh, Rij, energy, _, *forces in (tensors[:8] for tensors in results):
         leaf = Rij.clone().requires_grad_()
         far = leaf.where((list_neigh >= 0)[..., None], 2 * model.cutoff)
-        total = model.to(Rij.device).atom_energies(types, list_neigh, describe(far)).sum()
+        total = model.to(Rij.device).atom_energies(types, list_neigh, describe(far.permute(3, 0, 2, 1))).sum()
         assert_close(energy.sum(), total.detach())
         for ours, expected in zip(forces, by_autograd(total, types, list_neigh, leaf), strict=True):
             assert_close(ours, expected)

@@ -16,6 +16,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "examples" / "potentials"
 sys.path.append(str(FOLDER))
 from lennard_jones import LennardJones  # noqa: E402
 from package import load, order_of, save  # noqa: E402
+from potential import Potential  # noqa: E402
 from stillinger_weber import StillingerWeber, read  # noqa: E402
 
 # A, B and C of numbers alone; entry (i, j, k) is that of (i, k, j). Some have a tol, some q = 0, two gamma < 1.
@@ -84,6 +85,19 @@ def models(sw_file):
 
 @pytest.mark.parametrize("tail", ["cut", "shift", "linear"])
 @pytest.mark.parametrize("mix", ["geometric", "arithmetic"])
+class Soft(Potential):
+    def atom_energies(self, types, list_neigh, Ri):
+        return (1 - Ri[..., 0] / self.cutoff).clamp(min=0).square().sum(-1)
+
+
+def test_a_soft_potential_has_no_nan_where_two_atoms_coincide():
+    list_neigh = torch.tensor([[[1, 2], [0, -1], [0, -1]]])
+    positions = torch.tensor([[0.0, 0, 0], [0, 0, 0], [0.5, 0, 0]], dtype=torch.float64)
+    energy, _, force, *_ = Soft(1.0, "metal", ["A"])(torch.zeros(3).long(), list_neigh, vectors(list_neigh, positions))
+    assert energy.item() == 1 + 0.25 + 1 + 0.25
+    assert force[0, :, 0].tolist() == [-2, 0, 2]
+
+
 def test_lennard_jones_is_its_formula(tail, mix):
     epsilon, sigma, cutoff = [1.0, 0.5], [1.0, 1.4], 2.2
 

@@ -24,8 +24,8 @@ class Energies(Potential):
         super().__init__(cutoff, units, type_names)
         self.module = module
 
-    def energies(self, types, list_neigh, Rij, nghost: int):
-        found = self.module(types, list_neigh, Rij, nghost)
+    def energies(self, types, list_neigh, planes, nghost: int):
+        found = self.module(types, list_neigh, planes.permute(1, 3, 2, 0).contiguous(), nghost)
         return found if found.dim() == 2 else shared(found, list_neigh)
 
 
@@ -34,11 +34,11 @@ class GraphEnergies(Energies):
 
     All frames and their ghosts are one graph. An empty slot is an edge from its atom to itself, three cutoffs long."""
 
-    def energies(self, types, list_neigh, Rij, nghost: int):
+    def energies(self, types, list_neigh, planes, nghost: int):
         B, n, _ = list_neigh.shape
         natoms = n + nghost
         of_atoms = types.expand(B, natoms).flatten()
-        index, vec = edges(list_neigh, natoms), Rij.flatten(0, 2)
+        index, vec = edges(list_neigh, natoms), planes.flatten(1).mT.contiguous()
         index = torch.where(index < 0, index[:1], index)
         found = self.module(of_atoms, index, vec, B * natoms)
         if found.numel() == B * natoms and found.dim() > 0:

@@ -117,7 +117,8 @@ class Package:
     def __init__(self, path, device):
         self.path = path
         if path.suffix == ".pt2":
-            self.run = torch._inductor.aoti_load_package(str(path))
+            with quietly():
+                self.run = torch._inductor.aoti_load_package(str(path))
             about = self.run.loader.get_metadata()
             self.device = about["device"]
         else:

@@ -5,20 +5,25 @@ import torch
 import calcops_jit  # noqa: F401 - brings torch.ops.calcops
 
 
-def describe(Rij):
-    """Ri [B,n,K,4] = (r, x, y, z) of each pair."""
-    return torch.cat([torch.linalg.vector_norm(Rij, dim=-1, keepdim=True), Rij], -1)
+def describe(planes):
+    """Ri [B,n,K,4] = (r, x, y, z) of each pair; planes [3,B,K,n]: x, y and z."""
+    x, y, z = planes.unbind(0)
+    r2 = x * x + y * y + z * z
+    r = torch.where(r2 > 0, torch.where(r2 > 0, r2, 1.0).sqrt(), 0.0)  # where r = 0, its derivative is 0, not NaN
+    return torch.stack([r, x, y, z]).permute(1, 3, 2, 0)
 
 
 def edges(list_neigh, natoms: int):
-    """edge_index [2,BnK] of all frames' slots, atom a of frame b being b natoms + a; -1 as neighbour: empty slot. An
-    entry that names no atom of its frame stays one that the operators refuse."""
+    """edge_index [2,BKn] of all frames' slots, the first slots of a frame's atoms first; atom a of frame b is
+    b natoms + a; -1 as neighbour: empty slot. An entry that names no atom of its frame stays one that the operators
+    refuse."""
     B, n, K = list_neigh.shape
     first = torch.arange(B, device=list_neigh.device).view(B, 1, 1) * natoms
-    centre = first + torch.arange(n, device=list_neigh.device).view(1, n, 1)
-    neighbour = torch.where((list_neigh >= 0) & (list_neigh < natoms), list_neigh + first, list_neigh)
-    neighbour = torch.where(list_neigh >= natoms, B * natoms, neighbour)
-    return torch.stack([centre.expand(B, n, K).flatten(), neighbour.flatten()])
+    centre = first + torch.arange(n, device=list_neigh.device)
+    named = list_neigh.mT
+    neighbour = torch.where((named >= 0) & (named < natoms), named + first, named)
+    neighbour = torch.where(named >= natoms, B * natoms, neighbour)
+    return torch.stack([centre.expand(B, K, n), neighbour]).flatten(1)
 
 
 class Potential(torch.nn.Module):
@@ -34,9 +39,9 @@ class Potential(torch.nn.Module):
         """[B,n] from Ri [B,n,K,4] = (r, x, y, z); a slot with r >= cutoff must add exactly 0, and no NaN."""
         raise NotImplementedError
 
-    def energies(self, types, list_neigh, Rij, nghost: int):
+    def energies(self, types, list_neigh, planes, nghost: int):
         """What forward differentiates: atom_energies."""
-        return self.atom_energies(types, list_neigh, describe(Rij))
+        return self.atom_energies(types, list_neigh, describe(planes))
 
     def neighbour_types(self, types, list_neigh):
         """[B,n,K]; 0 in an empty slot."""
@@ -68,21 +73,23 @@ class Potential(torch.nn.Module):
         edge_order, what order_of in package.py makes of a list, saves CUDA time while it lives."""
         if not create_graph:
             Rij = Rij.detach()
-        # An empty slot may hold anything.
-        pairs = torch.where((list_neigh >= 0).unsqueeze(-1), Rij, 2 * self.cutoff)
-        if not pairs.requires_grad:
-            pairs.requires_grad_()
-        atom_energy = self.energies(types, list_neigh, pairs, nghost)
-        gradient = torch.autograd.grad([atom_energy.sum()], [pairs], create_graph=create_graph)[0]
+        # Atom after atom in memory, so that a compiler's vectors are full where rows are short. Empty slots may hold
+        # anything.
+        named = list_neigh.mT >= 0
+        planes = torch.stack([torch.where(named, x.mT, 2 * self.cutoff) for x in Rij.unbind(-1)])
+        if not planes.requires_grad:
+            planes.requires_grad_()
+        atom_energy = self.energies(types, list_neigh, planes, nghost)
+        gradient = torch.autograd.grad([atom_energy.sum()], [planes], create_graph=create_graph)[0]
         assert gradient is not None  # for torch.jit.script
         if not create_graph:
-            atom_energy = atom_energy.detach()
+            atom_energy, planes = atom_energy.detach(), planes.detach()
         B, natoms = list_neigh.shape[0], list_neigh.shape[1] + nghost
         frame = torch.arange(B, device=Rij.device).unsqueeze(1).expand(B, natoms).flatten()
         force, virial, atom_virial = torch.ops.calcops.edge_force_virial(
             edges(list_neigh, natoms),
-            gradient.flatten(0, 2),
-            Rij.flatten(0, 2),
+            gradient.flatten(1).mT,
+            planes.flatten(1).mT,
             B * natoms,
             batch=frame,
             nframes=B,

@@ -45,28 +45,34 @@ class StillingerWeber(Potential):
         self.usual_powers = bool((pairs[..., 8] == 4).all() and (pairs[..., 9] == 0).all())
 
     def atom_energies(self, types, list_neigh, Ri):
-        epsilon, sigma, a, lamda, gamma, cosine, A, B, p, q, _, cut = self.of_pairs(
+        epsilon, sigma, reach, lamda, gamma, cosine, A, B, p, q, _, cut = self.of_pairs(
             self.pairs, types, list_neigh
         ).unbind(-1)
         r, x, y, z = Ri.unbind(-1)
         s = sigma / r
         # exp(1 / gap) is 0 from r = a sigma - 0.001 sigma on, and so are its derivatives.
-        gap = (1 / s - a).clamp(max=-1e-3)
+        gap = (1 / s - reach).clamp(max=-1e-3)
         powers = B * s.square().square() - 1 if self.usual_powers else B * s**p - s**q
         pair = torch.where(r < cut, A * epsilon * powers * torch.exp(1 / gap), 0.0)
         h = torch.where(r < cut, torch.exp(gamma / gap), 0.0)
         itself = lamda * epsilon * (h * (1 - cosine)).square()  # the terms j = k of the sum
 
         x, y, z = x / r, y / r, z / r
-        moments = []
+        moments: list[list[torch.Tensor]] = []
         for kind in range(self.cosine.shape[0]):
             hk = h if self.cosine.shape[0] == 1 else h.where(self.neighbour_types(types, list_neigh) == kind, 0.0)
             hx, hy, hz = hk * x, hk * y, hk * z
             second = [hx * x, hy * y, hz * z, 2**0.5 * hx * y, 2**0.5 * hx * z, 2**0.5 * hy * z]
-            moments.append(torch.stack([m.sum(-1) for m in [hk, hx, hy, hz] + second], -1))
-        M = torch.stack(moments, -2)  # [B,n,T,10]
-        S, P, Q = [(m.unsqueeze(-2) * m.unsqueeze(-3)).sum(-1) for m in M.split([1, 3, 6], -1)]  # [B,n,T,T]
-        centre = types[..., : list_neigh.shape[1]]
-        c = self.cosine[centre]
-        triple = self.strength[centre] * (Q - 2 * c * P + c**2 * S)
-        return (pair.sum(-1) + triple.sum((-1, -2)) - itself.sum(-1)) / 2
+            moments.append([m.sum(-1) for m in [hk, hx, hy, hz] + second])
+        strength, cosine = self.strength[0], self.cosine[0]
+        if self.cosine.shape[0] > 1:
+            centre = types[..., : list_neigh.shape[1]]
+            strength, cosine = self.strength[centre], self.cosine[centre]
+        energy = pair.sum(-1) - itself.sum(-1)
+        for j, a in enumerate(moments):
+            for k, b in enumerate(moments):
+                c = cosine[..., j, k]
+                P = a[1] * b[1] + a[2] * b[2] + a[3] * b[3]
+                Q = a[4] * b[4] + a[5] * b[5] + a[6] * b[6] + a[7] * b[7] + a[8] * b[8] + a[9] * b[9]
+                energy = energy + strength[..., j, k] * (Q - 2 * c * P + c**2 * a[0] * b[0])
+        return energy / 2
