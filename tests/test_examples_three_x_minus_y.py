@@ -19,6 +19,7 @@ def run(*command, **options):
     options.setdefault("env", os.environ | {"PYTHONPATH": str(ROOT)})
     result = subprocess.run([sys.executable, *command], capture_output=True, text=True, **options)
     assert result.returncode == 0, result.stderr
+    assert not re.search("warning|No CUDA", result.stderr, re.IGNORECASE), result.stderr
     return result.stdout
 
 
