@@ -8,11 +8,10 @@ DeePMD-kit computes the same numbers (tests/test_examples_train_potential.py com
 deepmd/dpmodel (v3.2): an empty slot takes part as (0 - davg) / dstd; D is divided by the number of slots squared.
 """
 
-from typing import List
-
 import numpy as np
 import torch
-from weights import net, tensor
+from weights import net as net_of
+from weights import tensor
 
 import calcops_jit  # noqa: F401 - brings torch.ops.calcops
 
@@ -44,8 +43,8 @@ class DeepPotential(torch.nn.Module):
         self.type_names, self.units = [str(name) for name in type_names], units
         if len(self.type_names) != len(self.sel):
             raise ValueError(f"expected a name for each of {len(self.sel)} types, got {self.type_names}")
-        self.emb = torch.nn.ModuleList(net(arrays, f"emb{t}") for t in range(len(self.sel)))
-        self.fit = torch.nn.ModuleList(net(arrays, f"fit{t}") for t in range(len(self.sel)))
+        self.emb = torch.nn.ModuleList(net_of(arrays, f"emb{t}") for t in range(len(self.sel)))
+        self.fit = torch.nn.ModuleList(net_of(arrays, f"fit{t}") for t in range(len(self.sel)))
         for key in ("davg", "dstd", "bias_atom_e"):
             self.register_buffer(key, tensor(arrays, key))
         self.width = self.emb[0][-1].b.shape[-1]
@@ -93,25 +92,27 @@ class DeepPotential(torch.nn.Module):
         return R, -(Ri_d / dstd.unsqueeze(-1)).flatten(2, 3)  # Rij = r_j - r_i, hence the minus
 
     def atom_energies(self, types, kind, R):
-        """Energy [B,n] of local atoms of `types` [B,n], from neighbours of types `kind`."""
+        """Energy [B,n] of local atoms of `types` [B,n], from R and the types `kind` of their neighbours.
+
+        Only filled slots and, of the fitting nets, atoms of their type are computed. What an empty slot adds depends on
+        two types only."""
         ntypes, shape = len(self.sel), types.shape
         types, kind, R = types.flatten(), kind.flatten(0, 1), R.flatten(0, 1)
-        centre = types.unsqueeze(-1).expand_as(kind)
-        s = R[..., 0].flatten()
+        centre, s = types.unsqueeze(-1).expand_as(kind), R[..., :1].flatten(0, 1)
         G = R.new_zeros(s.shape[0], self.width)
-        empty: List[torch.Tensor] = []
+        missing: list[torch.Tensor] = []
+        empty: list[torch.Tensor] = []
         for t, net in enumerate(self.emb):
             for c in range(ntypes if net.of_pairs else 1):
-                ours = (kind == t) & (centre == c) if net.of_pairs else kind == t
-                slots = ours.flatten().nonzero().squeeze(-1)
-                G = G.index_copy(0, slots, net(s[slots].unsqueeze(-1), c))
+                filled = (kind == t) & (centre == c) if net.of_pairs else kind == t
+                slots = filled.flatten().nonzero().squeeze(-1)
+                G = G.index_copy(0, slots, net(s[slots], c))
             for c in range(ntypes):
-                nothing = -self.davg[c, t] / self.dstd[c, t]
-                empty.append((nothing.unsqueeze(-1) * net(nothing[:1], c)).flatten())
-        missing = [count - (kind == t).sum(-1) for t, count in enumerate(self.sel)]
-        missing = torch.stack([m * (types == c) for m in missing for c in range(ntypes)], -1).to(R)
-        T = R.mT @ G.view(R.shape[0], R.shape[1], self.width) + (missing @ torch.stack(empty)).view(-1, 4, self.width)
-        T = T / sum(self.sel)
+                R0 = -self.davg[c, t] / self.dstd[c, t]
+                missing.append((self.sel[t] - (kind == t).sum(-1)) * (types == c))
+                empty.append((R0.unsqueeze(-1) * net(R0[:1], c)).flatten())
+        of_empty = torch.stack(missing, -1).to(R) @ torch.stack(empty)
+        T = (R.mT @ G.view(R.shape[0], R.shape[1], self.width) + of_empty.view(-1, 4, self.width)) / sum(self.sel)
         energy = self.bias_atom_e[types]
         for c, net in enumerate(self.fit):
             atoms = (types == c).nonzero().squeeze(-1)

@@ -44,8 +44,8 @@ class MeanSquares(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, types, list_neigh, Rij, R, R_d, energy, force, virial, create_graph=True):
-        ours, n = self.model.evaluate(types, list_neigh, Rij, R, R_d, 0, create_graph), types.shape[1]
+    def forward(self, types, list_neigh, Rij, kind, R, R_d, energy, force, virial, create_graph=True):
+        ours, n = self.model.evaluate(types, list_neigh, Rij, kind, R, R_d, 0, create_graph), types.shape[1]
         errors = (ours[0] - energy) / n, ours[2] - force, (ours[3] - virial) / n
         return torch.stack([error.square().mean() for error in errors])
 

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import torch
 
+
 class Tanh(torch.nn.Module):
     """Vectorised exponentials are three times as fast as vectorised tanh, and equal to 1e-16."""
 
@@ -116,7 +117,7 @@ def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):
 
 
 @torch.no_grad()
-def standardise(model, types, R, energy):
+def standardise(model, types, kind, R, energy):
     """Sets davg, dstd and bias_atom_e of a new model, whose R is not standardised yet, for frames; empty slots are
     included as in DeePMD-kit. The biases come nearest to the frames' energies; of several answers, which a single
     compound has, it is the least.
@@ -124,7 +125,9 @@ def standardise(model, types, R, energy):
     The directions get a tenth of their deviation: those of a crystal's bonds nearly cancel in the sum over the slots,
     and what remains of them is to have the weight of the distances."""
     for centre in range(len(model.sel)):
-        for t, slots in enumerate(R[types == centre].split(model.sel, 1)):
+        for t, count in enumerate(model.sel):
+            near = R[(types == centre).unsqueeze(-1) & (kind == t)]
+            slots = torch.cat([near, near.new_zeros((types == centre).sum() * count - len(near), 4)])
             model.davg[centre, t, 0], model.dstd[centre, t, 0] = slots[..., 0].mean(), slots[..., 0].std()
             model.dstd[centre, t, 1:] = slots[..., 1:].square().mean().sqrt() / 10
     counts = torch.nn.functional.one_hot(types, len(model.sel)).sum(1).to(energy)
