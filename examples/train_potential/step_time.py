@@ -57,7 +57,8 @@ def main():
             "of either, the nets": partial(differentiate_nets, model),
         }
         if options.compile:
-            graphs = {name: make_fx(call)(trainer.parameters, *batch) for name, call in calls.items()}
+            trace = partial(make_fx, tracing_mode="symbolic", _allow_non_fake_inputs=True)  # as in trainer.py
+            graphs = {name: trace(call)(trainer.parameters, *batch) for name, call in calls.items()}
             calls |= {f"{name}, compiled": torch.compile(graph) for name, graph in graphs.items()}
         calls = {name: partial(call, trainer.parameters, *batch) for name, call in calls.items()}
         gradients = {name: torch.cat([x.flatten() for x in call()[1]]) for name, call in calls.items()}

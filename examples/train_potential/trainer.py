@@ -94,7 +94,9 @@ class Trainer:
         self.history = []  # mean squares of each step
         self.differentiate = partial(differentiate, self.mean_squares)
         if compile:  # torch.compile has no double backward; make_fx follows both down to plain operators
-            graph = make_fx(self.differentiate)(self.parameters, *data[torch.arange(batch)[self.share]])
+            # symbolic: frames differ in how many neighbours there are
+            trace = make_fx(self.differentiate, tracing_mode="symbolic", _allow_non_fake_inputs=True)
+            graph = trace(self.parameters, *data[torch.arange(batch)[self.share]])
             self.differentiate = torch.compile(graph)
 
     def step(self):
