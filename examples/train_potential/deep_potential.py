@@ -10,8 +10,8 @@ deepmd/dpmodel (v3.2): an empty slot takes part as (0 - davg) / dstd; D is divid
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
-from weights import net, tensor
+from weights import net as net_of
+from weights import tensor
 
 import calcops_jit  # noqa: F401 - brings torch.ops.calcops
 
@@ -43,39 +43,38 @@ class DeepPotential(torch.nn.Module):
         self.type_names, self.units = [str(name) for name in type_names], units
         if len(self.type_names) != len(self.sel):
             raise ValueError(f"expected a name for each of {len(self.sel)} types, got {self.type_names}")
-        self.emb = torch.nn.ModuleList(net(arrays, f"emb{t}") for t in range(len(self.sel)))
-        self.fit = torch.nn.ModuleList(net(arrays, f"fit{t}") for t in range(len(self.sel)))
+        self.emb = torch.nn.ModuleList(net_of(arrays, f"emb{t}") for t in range(len(self.sel)))
+        self.fit = torch.nn.ModuleList(net_of(arrays, f"fit{t}") for t in range(len(self.sel)))
         for key in ("davg", "dstd", "bias_atom_e"):
             self.register_buffer(key, tensor(arrays, key))
-        slot_types = torch.arange(len(self.sel)).repeat_interleave(torch.tensor(self.sel))
-        self.register_buffer("slot_types", slot_types, persistent=False)
+        self.width = self.emb[0][-1].b.shape[-1]
 
     def environment(self, types, list_neigh, Rij):
-        """What `evaluate` takes of a structure: the neighbours that `select` gives and what `describe` makes of them.
+        """What `evaluate` takes of a structure: the neighbours within the cutoff, their types, and R and R_d.
         None of it depends on the weights, so training needs it once a frame."""
-        list_neigh, Rij = self.select(types, list_neigh, Rij)
-        R, R_d = self.describe(types[:, : list_neigh.shape[1]], Rij)
-        return list_neigh, Rij, R, R_d
+        kind = self.select(types, list_neigh, Rij)
+        live = kind >= 0
+        Rij = torch.where(live.unsqueeze(-1), Rij, 2 * self.cutoff)
+        R, R_d = self.describe(types[:, : list_neigh.shape[1]], kind, Rij)
+        return torch.where(live, list_neigh, -1), Rij, kind, R, R_d
 
     def select(self, types, list_neigh, Rij):
-        """The neighbours within the cutoff, sorted by type, then distance, in `sel` slots a type: list_neigh [B,n,S],
-        Rij [B,n,S,3]. Of too many the nearest are kept; an empty slot gets -1 and a vector beyond the cutoff."""
-        list_neigh, Rij = pad(list_neigh, [0, max(self.sel)], value=-1.0), pad(Rij, [0, 0, 0, max(self.sel)])
+        """The type of the neighbour in each slot [B,n,K]; -1 where there is none within the cutoff, or where `sel`
+        others of its type are nearer."""
         kind = types.gather(1, list_neigh.clamp(min=0).long().flatten(1)).view_as(list_neigh)
         r2 = Rij.detach().square().sum(-1)
-        near = (list_neigh >= 0) & (r2 < self.cutoff**2)
-        nearest = []
+        kind = torch.where((list_neigh >= 0) & (r2 < self.cutoff**2), kind, -1).flatten(0, 1)
         for t, count in enumerate(self.sel):
-            distance = torch.where(near & (kind == t), r2, float("inf"))
-            nearest.append(distance.argsort(dim=-1, stable=True)[..., :count])
-        order = torch.cat(nearest, -1)
-        kept = near.gather(-1, order) & (kind.gather(-1, order) == self.slot_types)
-        order3 = order.unsqueeze(-1).expand(-1, -1, -1, 3)
-        Rij = torch.where(kept.unsqueeze(-1), Rij.gather(2, order3), 2 * self.cutoff)
-        return torch.where(kept, list_neigh.gather(-1, order), -1), Rij
+            crowded = ((kind == t).sum(-1) > count).nonzero().squeeze(-1)  # rows, hardly ever any: sorting takes long
+            row = kind[crowded]
+            distance = torch.where(row == t, r2.flatten(0, 1)[crowded], float("inf"))
+            rank = distance.argsort(dim=-1, stable=True).argsort(dim=-1)
+            kind = kind.index_copy(0, crowded, torch.where((row == t) & (rank >= count), -1, row))
+        return kind.view_as(list_neigh)
 
-    def describe(self, types, Rij):
-        """R [B,n,S,4] = (Ri - davg) / dstd and R_d [B,n,4S,3], its derivative for atom i, one of `types` [B,n].
+    def describe(self, types, kind, Rij):
+        """R [B,n,K,4] = (Ri - davg) / dstd and R_d [B,n,4K,3], its derivative for atom i, one of `types` [B,n]; 0 in
+        an empty slot.
 
         Ri = s(r) (1, x/r, y/r, z/r), s = w(r)/r. w = 1 up to rcut_smth, 1 + q^3 (-6 q^2 + 15 q - 10) from there to the
         cutoff, q from 0 to 1, and 0 beyond."""
@@ -87,23 +86,45 @@ class DeepPotential(torch.nn.Module):
         unit, eye = Rij / r, torch.eye(3, dtype=Rij.dtype, device=Rij.device)
         outer = (du * Rij).unsqueeze(-1) * unit.unsqueeze(-2) + u.unsqueeze(-1) * eye
         Ri, Ri_d = torch.cat([s, u * Rij], -1), torch.cat([(ds * unit).unsqueeze(-2), outer], -2)
-        centres = types.unsqueeze(-1)
-        davg, dstd = self.davg[centres, self.slot_types], self.dstd[centres, self.slot_types]
-        return (Ri - davg) / dstd, -(Ri_d / dstd.unsqueeze(-1)).flatten(2, 3)  # Rij = r_j - r_i, hence the minus
+        centre, other = types.unsqueeze(-1), kind.clamp(min=0)
+        davg, dstd = self.davg[centre, other], self.dstd[centre, other]
+        R = torch.where((kind >= 0).unsqueeze(-1), (Ri - davg) / dstd, 0.0)
+        return R, -(Ri_d / dstd.unsqueeze(-1)).flatten(2, 3)  # Rij = r_j - r_i, hence the minus
 
-    def atom_energies(self, types, R):
-        """Energy [B,n] of local atoms of `types` [B,n]."""
-        of_type = R.split(self.sel, dim=2)
-        embedded = [net(of_type[t][..., :1], types) for t, net in enumerate(self.emb)]
-        T = torch.cat(embedded, 2).mT @ R / len(self.slot_types)
-        D = (T @ T[..., : self.axis_neuron, :].mT).flatten(2)  # the same in every frame of reference
-        fitted = torch.cat([net(D, types) for net in self.fit], -1)
-        return fitted.gather(-1, types.unsqueeze(-1)).squeeze(-1) + self.bias_atom_e[types]
+    def atom_energies(self, types, kind, R):
+        """Energy [B,n] of local atoms of `types` [B,n], from R and the types `kind` of their neighbours.
 
-    def evaluate(self, types, list_neigh, Rij, R, R_d, nghost: int, create_graph: bool):
+        Only filled slots and, of the fitting nets, atoms of their type are computed. What an empty slot adds depends on
+        two types only."""
+        ntypes, shape = len(self.sel), types.shape
+        types, kind, R = types.flatten(), kind.flatten(0, 1), R.flatten(0, 1)
+        centre, s = types.unsqueeze(-1).expand_as(kind), R[..., :1].flatten(0, 1)
+        G = R.new_zeros(s.shape[0], self.width)
+        missing: list[torch.Tensor] = []
+        empty: list[torch.Tensor] = []
+        for t, net in enumerate(self.emb):
+            for c in range(ntypes if net.of_pairs else 1):
+                filled = (kind == t) & (centre == c) if net.of_pairs else kind == t
+                slots = filled.flatten().nonzero().squeeze(-1)
+                G = G.index_copy(0, slots, net(s[slots], c))
+            for c in range(ntypes):
+                R0 = -self.davg[c, t] / self.dstd[c, t]
+                missing.append((self.sel[t] - (kind == t).sum(-1)) * (types == c))
+                empty.append((R0.unsqueeze(-1) * net(R0[:1], c)).flatten())
+        of_empty = torch.stack(missing, -1).to(R) @ torch.stack(empty)
+        T = (R.mT @ G.view(R.shape[0], R.shape[1], self.width) + of_empty.view(-1, 4, self.width)) / sum(self.sel)
+        energy = self.bias_atom_e[types]
+        for c, net in enumerate(self.fit):
+            atoms = (types == c).nonzero().squeeze(-1)
+            own = T[atoms]
+            D = (own.mT @ own[..., : self.axis_neuron]).flatten(1)  # the same in every frame of reference
+            energy = energy.index_add(0, atoms, net(D, c).squeeze(-1))
+        return energy.view(shape)
+
+    def evaluate(self, types, list_neigh, Rij, kind, R, R_d, nghost: int, create_graph: bool):
         """The results of `forward` for an `environment`."""
         R = R.view_as(R).requires_grad_()  # the caller's stays as it is
-        atom_energy = self.atom_energies(types[:, : list_neigh.shape[1]], R)
+        atom_energy = self.atom_energies(types[:, : list_neigh.shape[1]], kind, R)
         dE = torch.autograd.grad([atom_energy.sum()], [R], create_graph=create_graph)[0]
         assert dE is not None  # for torch.jit.script
         if not create_graph:
@@ -115,5 +136,5 @@ class DeepPotential(torch.nn.Module):
         """types [n+nghost] or [B,n+nghost], list_neigh [B,n,K], Rij [B,n,K,3], in any order, at any distance
         -> energy [B], atom_energy [B,n], force [B,n+nghost,3], virial [B,3,3], atom_virial [B,n+nghost,3,3]"""
         types = types.expand(list_neigh.shape[0], types.shape[-1])
-        list_neigh, Rij, R, R_d = self.environment(types, list_neigh, Rij if create_graph else Rij.detach())
-        return self.evaluate(types, list_neigh, Rij, R, R_d, nghost, create_graph)
+        list_neigh, Rij, kind, R, R_d = self.environment(types, list_neigh, Rij if create_graph else Rij.detach())
+        return self.evaluate(types, list_neigh, Rij, kind, R, R_d, nghost, create_graph)

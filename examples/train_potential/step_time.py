@@ -18,23 +18,23 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from trainer import Data, Trainer, differentiate, gradients_of_loss
 
 
-def differentiate_plainly(model, parameters, types, list_neigh, Rij, R, R_d, energy, force, virial):
+def differentiate_plainly(model, parameters, types, list_neigh, Rij, kind, R, R_d, energy, force, virial):
     """What trainer.differentiate returns; no operator of CalcOps takes part, and R and R_d are not used."""
     (B, n), frames = types.shape, torch.arange(len(types))[:, None, None]
     moved, strain = Rij.new_zeros(B, n, 3, requires_grad=True), Rij.new_zeros(B, 3, 3, requires_grad=True)
     live = (list_neigh >= 0)[..., None]
     Rij = Rij + (moved[frames, list_neigh.clamp(min=0)] - moved[:, :, None]).where(live, 0)
     Rij = Rij + Rij @ strain[:, None].mT
-    atom_energy = model.atom_energies(types, model.describe(types, Rij)[0])
+    atom_energy = model.atom_energies(types, kind, model.describe(types, kind, Rij)[0])
     dx, dW = torch.autograd.grad(atom_energy.sum(), (moved, strain), create_graph=True)
     errors = (atom_energy.sum(1) - energy) / n, -dx - force, (-dW - virial) / n
     return gradients_of_loss(torch.stack([error.square().mean() for error in errors]), parameters)
 
 
-def differentiate_nets(model, parameters, types, list_neigh, Rij, R, R_d, energy, force, virial):
+def differentiate_nets(model, parameters, types, list_neigh, Rij, kind, R, R_d, energy, force, virial):
     """First and second derivatives of the nets and nothing else: the loss is one of the energies and of dE/dR."""
     R = R.view_as(R).requires_grad_()
-    atom_energy = model.atom_energies(types, R)
+    atom_energy = model.atom_energies(types, kind, R)
     dE = torch.autograd.grad(atom_energy.sum(), R, create_graph=True)[0]
     squares = torch.stack([x.square().mean() for x in (atom_energy.sum(1) - energy, dE, dE[..., 0])])
     return gradients_of_loss(squares, parameters)
@@ -57,7 +57,8 @@ def main():
             "of either, the nets": partial(differentiate_nets, model),
         }
         if options.compile:
-            graphs = {name: make_fx(call)(trainer.parameters, *batch) for name, call in calls.items()}
+            trace = partial(make_fx, tracing_mode="symbolic", _allow_non_fake_inputs=True)  # as in trainer.py
+            graphs = {name: trace(call)(trainer.parameters, *batch) for name, call in calls.items()}
             calls |= {f"{name}, compiled": torch.compile(graph) for name, graph in graphs.items()}
         calls = {name: partial(call, trainer.parameters, *batch) for name, call in calls.items()}
         gradients = {name: torch.cat([x.flatten() for x in call()[1]]) for name, call in calls.items()}

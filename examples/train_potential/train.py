@@ -64,8 +64,8 @@ def main():
     if frames["system"] != options.system:
         parser.error(f"expected a folder of {options.system}, got one of {frames['system']}: {folder}")
     model = DeepPotential(initial(**system.model, seed=options.seed), system.labels.type_names).to(options.device)
-    types, _, _, R, _, energy, _, _ = Data(frames["sets"][0], model)[:]
-    standardise(model, types, R, energy)
+    types, _, _, kind, R, _, energy, _, _ = Data(frames["sets"][0], model)[:]
+    standardise(model, types, kind, R, energy)
     data, held_out, test = (Data(of_set, model) for of_set in frames["sets"])
     trainer = Trainer(model, data, options.steps, options.seed, options.batch, options.compile)
     if checkpoint.exists():

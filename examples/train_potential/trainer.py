@@ -44,8 +44,8 @@ class MeanSquares(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, types, list_neigh, Rij, R, R_d, energy, force, virial, create_graph=True):
-        ours, n = self.model.evaluate(types, list_neigh, Rij, R, R_d, 0, create_graph), types.shape[1]
+    def forward(self, types, list_neigh, Rij, kind, R, R_d, energy, force, virial, create_graph=True):
+        ours, n = self.model.evaluate(types, list_neigh, Rij, kind, R, R_d, 0, create_graph), types.shape[1]
         errors = (ours[0] - energy) / n, ours[2] - force, (ours[3] - virial) / n
         return torch.stack([error.square().mean() for error in errors])
 
@@ -94,7 +94,9 @@ class Trainer:
         self.history = []  # mean squares of each step
         self.differentiate = partial(differentiate, self.mean_squares)
         if compile:  # torch.compile has no double backward; make_fx follows both down to plain operators
-            graph = make_fx(self.differentiate)(self.parameters, *data[torch.arange(batch)[self.share]])
+            # symbolic: frames differ in how many neighbours there are
+            trace = make_fx(self.differentiate, tracing_mode="symbolic", _allow_non_fake_inputs=True)
+            graph = trace(self.parameters, *data[torch.arange(batch)[self.share]])
             self.differentiate = torch.compile(graph)
 
     def step(self):

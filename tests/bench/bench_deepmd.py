@@ -50,6 +50,20 @@ def make(folder):
         torch.jit.save(torch.jit.script(model), folder / f"{name}.pth")
 
 
+def water():
+    """192 atoms, the molecules on a grid and turned at random."""
+    from ase import Atoms
+    from ase.build import molecule
+
+    atoms, random = Atoms(cell=[12.42] * 3, pbc=True), np.random.default_rng(0)
+    for site in np.ndindex(4, 4, 4):
+        one = molecule("H2O")
+        one.euler_rotate(*random.uniform(0, 180, 3))
+        one.translate(np.array(site) * 12.42 / 4)
+        atoms += one
+    return atoms
+
+
 def theirs(folder, name, natoms):
     import deepmd
     import torch
@@ -97,8 +111,7 @@ def theirs(folder, name, natoms):
 def ours(folder, name, natoms):
     import package
     import torch
-    from ase import Atoms
-    from ase.build import bulk, molecule
+    from ase.build import bulk
     from calculator import NeighbourList
     from import_deepmd import load
 
@@ -107,12 +120,7 @@ def ours(folder, name, natoms):
     if not (folder / f"{name}.pt2").exists():
         package.save(model, folder / f"{name}.pt2")
     if name == "water":
-        atoms, random = Atoms(cell=[12.42] * 3, pbc=True), np.random.default_rng(0)
-        for site in np.ndindex(4, 4, 4):
-            one = molecule("H2O")
-            one.euler_rotate(*random.uniform(0, 180, 3))
-            one.translate(np.array(site) * 12.42 / 4)
-            atoms += one
+        atoms = water()
     else:
         atoms = bulk("Si", "diamond", a=5.431, cubic=True).repeat(round((natoms / 8) ** (1 / 3)))
         atoms.rattle(0.05, seed=0)

@@ -1,0 +1,121 @@
+"""A Deep Potential in LAMMPS by DeePMD-kit's pair style and by ours: the time of a step, with the same weights.
+
+    python tests/bench/bench_deepmd_lammps.py [--ranks 1 2] [--times 3] [--steps 10] [--lammps ENVIRONMENT]
+
+`pair_style deepmd` runs a model by PyTorch (.pth) or by TensorFlow (.pb), uncompressed, and `pair_style calcops` the
+package that examples/deepmd makes of the same .pth, with a thread a rank. All take turns, and the fastest of the
+`times` runs counts. `apart`: the largest difference from the .pth in forces, energy and pressure before the first step,
+each relative to the largest of its kind. Needs the environment of bench_deepmd.py, into which it installs DeePMD-kit's
+LAMMPS; ours is that of `make lammps`, or any other environment with lammps[mpi].
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from bench_deepmd import MODELS, ROOT, THEIRS, run_theirs
+
+# The last one: what the .pth backend of its wheel is linked against, which no extra brings without 2 GB of others.
+kPackages = ["deepmd-kit[torch,cpu,lmp]==3.2.0", "nvidia-cuda-runtime-cu12"]
+kSystems = [("water", 1536), ("silicon", 1000), ("silicon", 8000)]
+kScript = """
+units metal
+read_data {data}
+neighbor 2.0 bin
+pair_style {style}
+pair_coeff * * {names}
+velocity all create 300 1 loop geom
+timestep 0.0005
+fix motion all nve
+thermo_style custom step pe press
+thermo_modify norm no format float %.17g
+thermo 1000000
+run 0
+write_dump all custom {forces} id fx fy fz modify sort id format float %.17g
+run 2
+run {steps}
+"""
+
+
+def run(environment, ranks, plugin="", **script):
+    """Seconds a step; energy, pressure and forces before the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, forces = Path(folder) / "in.lammps", Path(folder) / "forces"
+        path.write_text(f"plugin load {plugin}\n" * bool(plugin) + kScript.format(forces=forces, **script))
+        program = [environment / "bin/mpiexec", "-n", str(ranks), environment / "bin/lmp", "-log", "none", "-in", path]
+        result = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if result.returncode or not forces.exists():
+            raise SystemExit(result.stdout)
+        energy, pressure = re.search(r"Press +\n +0 +(\S+) +(\S+)", result.stdout).groups()
+        vectors = np.loadtxt(forces, skiprows=9)[:, 1:]
+    last = re.findall(r"Loop time of (\S+)", result.stdout)[-1]
+    return float(last) / script["steps"], [np.array(float(energy)), np.array(float(pressure)), vectors]
+
+
+def write_data(name, natoms, path):
+    from ase.build import bulk
+    from ase.io import write
+    from bench_deepmd import water
+
+    if name == "water":
+        atoms = water().repeat(round((natoms / 192) ** (1 / 3)))
+    else:
+        atoms = bulk("Si", "diamond", a=5.431, cubic=True).repeat(round((natoms / 8) ** (1 / 3)))
+        atoms.rattle(0.05, seed=0)
+    assert len(atoms) == natoms
+    write(path, atoms, format="lammps-data", specorder=MODELS[name][0], masses=True, atom_style="atomic")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--lammps", type=Path, default=ROOT / "build/lammps/environment")
+    options = parser.parse_args()
+    theirs = THEIRS.parent.parent
+    if not (theirs / "bin/lmp").exists():
+        subprocess.run([THEIRS, "-m", "pip", "install", "-q", *kPackages], check=True)
+    plugin = ROOT / "build/lammps/calcopsplugin.so"
+    make = ["make", "-s", "-C", ROOT / "examples/lammps", "plugin", f"LAMMPS={options.lammps}"]
+    subprocess.run([*make, f"PYTHON={sys.executable}"], check=True)
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run_theirs(folder)
+        for kind in MODELS:
+            model = folder / f"{kind}.pth"
+            imported = [sys.executable, ROOT / "examples/deepmd/import_deepmd.py", model, model.with_suffix(".pt2")]
+            convert = [theirs / "bin/dp", "convert-backend", model, model.with_suffix(".pb")]
+            for command in (imported, convert):
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        print("| atoms | ranks | deepmd .pth, ms | deepmd .pb, ms | calcops, ms | .pth / ours | .pb / ours | apart |")
+        print("|---|---|---|---|---|---|---|---|")
+        for kind, natoms in kSystems:
+            data = folder / f"{kind}{natoms}.data"
+            write_data(kind, natoms, data)
+            script = {"data": data, "names": " ".join(MODELS[kind][0]), "steps": options.steps}
+            calls = [
+                dict(environment=theirs, style=f"deepmd {folder / kind}.pth"),
+                dict(environment=theirs, style=f"deepmd {folder / kind}.pb"),
+                dict(environment=options.lammps, style=f"calcops {folder / kind}.pt2", plugin=plugin),
+            ]
+            for ranks in options.ranks:
+                runs = [[run(ranks=ranks, **call, **script) for call in calls] for _ in range(options.times)]
+                times = [min(seconds for seconds, _ in column) for column in zip(*runs)]
+                expected, ours = runs[0][0][1], runs[0][-1][1]
+                apart = max(abs(a - b).max() / abs(b).max() for a, b in zip(ours, expected))
+                cells = [f"{1e3 * value:.0f}" for value in times] + [f"{x / times[-1]:.1f}x" for x in times[:-1]]
+                print(f"| {natoms} of {kind} | {ranks} | {' | '.join(cells)} | {apart:.0e} |", flush=True)
+
+
+if __name__ == "__main__":
+    if THEIRS.exists():
+        main()
+    else:
+        print("bench_deepmd_lammps: no DeePMD-kit; python -m pytest -m long tests/test_examples_deepmd.py makes it")
