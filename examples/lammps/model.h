@@ -17,8 +17,9 @@ class Model {
 
   // What the interface of ../potentials/potential.py returns.
   std::vector<at::Tensor> operator()(const at::Tensor& types, const at::Tensor& list_neigh,
-                                     const at::Tensor& Rij, const at::Tensor& edge_order) const {
-    return run_({types, list_neigh, Rij, edge_order});
+                                     const at::Tensor& Rij, const at::Tensor& edge_order,
+                                     const at::Tensor& owned) const {
+    return run_({types, list_neigh, Rij, edge_order, owned});
   }
 
   at::Device device = at::kCPU;
@@ -27,7 +28,8 @@ class Model {
   std::string units;
   std::vector<std::string> type_names;
   int64_t neighbors = 0;     // the most slots of a row that it takes; 0: any number
-  bool takes_order = false;  // edge_order; without it the last argument is not used
+  int layers = 1;            // cutoffs that an energy depends on; owned is used if there are more
+  bool takes_order = false;  // edge_order is used
 
  private:
   using Metadata = std::unordered_map<std::string, std::string>;

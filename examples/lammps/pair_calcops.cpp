@@ -38,7 +38,8 @@ constexpr int64_t kBlockSlots = 1 << 15;
 // What `compute ID all pair calcops` gives: seconds of this run, the mean of a rank's threads,
 // summed over the ranks. The operators are a part of the model.
 enum { kRows, kPairs, kModel, kOperators, kAdd, kTimers };
-// Then, of a committee: the largest, the least and the mean deviation.
+// Then, of a committee: the largest, the least and the mean deviation. Then, of a model that passes
+// messages: how many rows it was given, to be compared with the number of atoms.
 enum { kVirials = kTimers, kForces = kVirials + 3, kNumbers = kForces + 3 };
 
 class Stopwatch {
@@ -80,7 +81,8 @@ PairCalcOps::PairCalcOps(LAMMPS* lmp) : Pair(lmp) {
   one_coeff = manybody_flag = no_virial_fdotr_compute = 1;
   single_enable = restartinfo = 0;
   centroidstressflag = CENTROID_AVAIL;
-  pvector = new double[kNumbers]();
+  pvector = new double[kNumbers + 1]();
+  cutghost = nullptr;
 
   static const bool once = [] {
     time_operators();
@@ -93,6 +95,7 @@ PairCalcOps::~PairCalcOps() {
   delete[] pvector;
   memory->destroy(setflag);
   memory->destroy(cutsq);
+  memory->destroy(cutghost);
 }
 
 void PairCalcOps::settings(int narg, char** arg) {
@@ -121,9 +124,11 @@ void PairCalcOps::settings(int narg, char** arg) {
     expect(model.dtype == first.dtype, "dtype");
     expect(model.device == first.device, "device");
     expect(model.takes_order == first.takes_order, "inputs");
+    expect(model.layers == first.layers, "layers");
   }
-  nextra = narg == 1 ? kTimers : kNumbers;
+  nextra = (narg == 1 ? static_cast<int>(kTimers) : kNumbers) + passes_messages();
   comm_reverse = narg == 1 ? 0 : 3 * narg;
+  ghostneigh = passes_messages();
 }
 
 // One GPU a rank, in the order of the ranks of a machine.
@@ -155,6 +160,7 @@ void PairCalcOps::coeff(int narg, char** arg) {
   if (!allocated) {
     memory->create(setflag, ntypes + 1, ntypes + 1, "pair:setflag");
     memory->create(cutsq, ntypes + 1, ntypes + 1, "pair:cutsq");
+    memory->create(cutghost, ntypes + 1, ntypes + 1, "pair:cutghost");
     allocated = 1;
   }
   for (int i = 1; i <= ntypes; ++i)
@@ -172,9 +178,31 @@ void PairCalcOps::init_style() {
   expect(!tail_flag, "pair_modify tail no, as a model has no known tail", "yes");
   expect(!offset_flag, "pair_modify shift no, as a model is shifted where it was made, or is not",
          "yes");
+  expect(!passes_messages() || comm->mode == Comm::SINGLE,
+         "comm_modify mode single for a model that passes messages", "another");
   at::set_num_threads(comm->nthreads);
-  neighbor->add_request(this, NeighConst::REQ_FULL);
-  std::fill_n(pvector, kNumbers, 0.0);
+  neighbor->add_request(
+      this, NeighConst::REQ_FULL | (ghostneigh ? NeighConst::REQ_GHOST : NeighConst::REQ_DEFAULT));
+  std::fill_n(pvector, nextra, 0.0);
+}
+
+double PairCalcOps::init_one(int i, int j) {
+  return cutghost[i][j] = cutghost[j][i] = models_[0].cutoff;
+}
+
+// While LAMMPS's list lives, each atom moves by half the skin at most. So the atoms that a chain of
+// pairs within the cutoff joins, as many as there are layers, were not farther apart than that many
+// cutoffs and one skin when the ghosts were found; a pair, not farther than cutoff and skin.
+void PairCalcOps::refuse_few_ghosts() const {
+  const double needed = models_[0].layers * models_[0].cutoff + neighbor->skin;
+  // As Comm::get_comm_cutoff() has it, which may print a warning each time.
+  const double reach = std::max(comm->cutghostuser, neighbor->cutneighmax);
+  if (reach < needed)
+    error->all(
+        FLERR,
+        "Pair style calcops: expected comm_modify cutoff {:.6g} or more, {} layers of cutoff "
+        "{:.6g} and the skin {:.6g}, got {:.6g}",
+        std::ceil(1e3 * needed) / 1e3, models_[0].layers, models_[0].cutoff, neighbor->skin, reach);
 }
 
 // A pair that special_bonds excludes is not in the list, and one that it weights cannot be.
@@ -209,6 +237,7 @@ void PairCalcOps::compute(int eflag, int vflag) {
   operator_seconds = 0;
   // In steps of which somebody asks for the energy, thermo output for one, and where a fix does.
   const bool deviations = models_.size() > 1 && (eflag_global || deviations_wanted_);
+  if (neighbor->ago == 0 && passes_messages()) refuse_few_ghosts();
   try {
     if (neighbor->ago == 0) {
       const Stopwatch of_rows(rows);
@@ -224,7 +253,7 @@ void PairCalcOps::compute(int eflag, int vflag) {
         const Stopwatch of_model(model);
         for (size_t k = 0; k < (deviations ? models_.size() : 1); ++k)
           block.results.push_back(
-              models_[k](block.types, block.list_neigh, block.Rij, block.edge_order));
+              models_[k](block.types, block.list_neigh, block.Rij, block.edge_order, block.owned));
         block.Rij.reset();
         if (!takes_all_slots()) block.list_neigh.reset();
       }
@@ -247,6 +276,7 @@ void PairCalcOps::compute(int eflag, int vflag) {
   pvector[kModel] += model / threads;
   pvector[kOperators] += operator_seconds / threads;
   pvector[kAdd] += adding;
+  if (passes_messages()) pvector[nextra - 1] = blocks_.empty() ? 0 : blocks_[0].centres;
 }
 
 void PairCalcOps::build_blocks() {
@@ -260,6 +290,10 @@ void PairCalcOps::build_blocks() {
     count = std::min(n, (slots / kBlockSlots / threads + 1) * threads);
   }
   blocks_.clear();
+  if (passes_messages()) {
+    blocks_.resize(std::min<int64_t>(n, 1));
+    return;
+  }
   blocks_.resize(count);
   at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     std::vector<int> number(nall, -1);  // in the block
@@ -304,6 +338,10 @@ void PairCalcOps::fill_rows(Block& block) const {
   block.types = block.types.to(models_[0].device);
   block.list_neigh = block.list_neigh.to(models_[0].device);
   block.named = block.list_neigh.clamp_min(0).flatten();
+  find_edge_order(block);
+}
+
+void PairCalcOps::find_edge_order(Block& block) const {
   if (!models_[0].takes_order) return;
   const at::Tensor centres = at::arange(block.centres, block.list_neigh.options());
   const at::Tensor edges =
@@ -313,7 +351,9 @@ void PairCalcOps::fill_rows(Block& block) const {
 
 // Differences are taken in float64, also for a model in float32.
 void PairCalcOps::find_pairs(Block& block) const {
-  if (!takes_all_slots()) {
+  if (passes_messages()) {
+    find_graph(block);
+  } else if (!takes_all_slots()) {
     if (models_[0].dtype == at::kDouble)
       find_near_pairs<double>(block);
     else
@@ -369,9 +409,7 @@ void PairCalcOps::find_near_pairs(Block& block) const {
         const auto other = std::find_if(pairs.begin(), pairs.end(), [](const Pair& pair) {
           return pair.d[0] == 0 && pair.d[1] == 0 && pair.d[2] == 0;
         });
-        throw std::domain_error(
-            fmt::format("expected atoms apart from each other, got {} and {} at the same place",
-                        atom->tag[block.atoms[i]], atom->tag[block.atoms[other->j]]));
+        refuse_coincidence(block.atoms[i], block.atoms[other->j]);
       }
       longest = std::max(longest, near);
       const int64_t fit = std::min(near, block.K);
@@ -384,6 +422,67 @@ void PairCalcOps::find_near_pairs(Block& block) const {
     }
     if (longest == block.K) return;
   }
+}
+
+// Rows of this rank's own atoms, then of all within the cutoff of those, and so on, one layer after
+// the other: what a message to one of its own can have come through. Neither ghosts' rows that only
+// pairs in the skin lead to nor such pairs reach the model, whose time they would take.
+void PairCalcOps::find_graph(Block& block) const {
+  const double limit = models_[0].cutoff * models_[0].cutoff;
+  std::vector<int> number(atom->nlocal + atom->nghost, -1);
+  std::vector<double> vectors;
+  block.atoms.assign(list->ilist, list->ilist + list->inum);
+  for (int i = 0; i < list->inum; ++i) number[block.atoms[i]] = i;
+  block.rows.clear();
+  block.ends.clear();
+  block.K = 1;
+  block.centres = 0;
+  for (int layer = 0; layer < models_[0].layers; ++layer)
+    for (const int64_t end = block.atoms.size(); block.centres < end; ++block.centres) {
+      const int i = block.atoms[block.centres];
+      const size_t begin = block.rows.size();
+      for (int s = 0; s < list->numneigh[i]; ++s) {
+        const int j = list->firstneigh[i][s] & NEIGHMASK;
+        std::array<double, 3> d;
+        for (int a = 0; a < 3; ++a) d[a] = atom->x[j][a] - atom->x[i][a];
+        const double r2 = d[0] * d[0] + d[1] * d[1] + d[2] * d[2];
+        if (r2 == 0) refuse_coincidence(i, j);
+        if (r2 >= limit) continue;
+        if (number[j] < 0) {
+          number[j] = block.atoms.size();
+          block.atoms.push_back(j);
+        }
+        block.rows.push_back(number[j]);
+        vectors.insert(vectors.end(), d.begin(), d.end());
+      }
+      block.ends.push_back(block.rows.size());
+      block.K = std::max<int64_t>(block.K, block.rows.size() - begin);
+    }
+
+  const int64_t n = block.centres, K = block.K;
+  block.types = at::empty({static_cast<int64_t>(block.atoms.size())}, at::kLong);
+  block.list_neigh = at::full({1, n, K}, -1, at::kLong);
+  block.Rij = at::zeros({1, n, K, 3}, at::kDouble);
+  for (size_t a = 0; a < block.atoms.size(); ++a)
+    block.types.mutable_data_ptr<int64_t>()[a] = model_type_[atom->type[block.atoms[a]]];
+  for (int64_t i = 0, s = 0; i < n; ++i) {
+    const int count = block.ends[i] - s;
+    std::copy_n(&block.rows[s], count, block.list_neigh.mutable_data_ptr<int64_t>() + i * K);
+    std::copy_n(&vectors[3 * s], 3 * count, block.Rij.mutable_data_ptr<double>() + 3 * i * K);
+    s += count;
+  }
+  const at::Device device = models_[0].device;
+  block.types = block.types.to(device);
+  block.list_neigh = block.list_neigh.to(device);
+  block.Rij = block.Rij.to(device, models_[0].dtype);
+  block.owned = at::arange(n, block.types.options()).lt(list->inum);
+  find_edge_order(block);
+}
+
+void PairCalcOps::refuse_coincidence(int i, int j) const {
+  throw std::domain_error(
+      fmt::format("expected atoms apart from each other, got {} and {} at the same place",
+                  atom->tag[i], atom->tag[j]));
 }
 
 // The rows of ghosts go to their owners in LAMMPS's reverse communication.

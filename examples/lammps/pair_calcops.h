@@ -26,7 +26,7 @@ class PairCalcOps : public Pair {
   void settings(int narg, char** arg) override;
   void coeff(int narg, char** arg) override;
   void init_style() override;
-  double init_one(int, int) override { return models_[0].cutoff; }
+  double init_one(int i, int j) override;
   void compute(int eflag, int vflag) override;
   int pack_reverse_comm(int n, int first, double* buffer) override;
   void unpack_reverse_comm(int n, int* atoms, double* buffer) override;
@@ -35,9 +35,11 @@ class PairCalcOps : public Pair {
   double memory_usage() override;
 
  private:
-  // Centres for one call of the model, so few that what it makes of them stays in the cache.
+  // Centres for one call of the model, so few that what it makes of them stays in the cache; all
+  // of them for a model that passes messages, as those of a block would need many atoms around it.
   struct Block {
-    // As long as LAMMPS's list lives. Other than that, atoms have their place in `atoms` as number.
+    // As long as LAMMPS's list lives; of a model that passes messages, of one step. Other than
+    // that, atoms have their place in `atoms` as number.
     int64_t centres;         // how many
     std::vector<int> atoms;  // LAMMPS's numbers of the centres, then of the others in their rows
     std::vector<int> ends;   // where each centre's row ends in
@@ -49,17 +51,26 @@ class PairCalcOps : public Pair {
     at::Tensor list_neigh;  // [1, centres, K]
     at::Tensor named;       // [centres K], list_neigh with 0 in place of -1
     at::Tensor edge_order;  // calcops::edge_order of its edges
+    // Of a model that passes messages.
+    at::Tensor owned;  // [centres], whose energies count here
     // Of one step.
     at::Tensor Rij;                                // [1, centres, K, 3]
     std::vector<std::vector<at::Tensor>> results;  // of the first model, or of each
   };
 
   at::Device own_gpu() const;
-  bool takes_all_slots() const { return models_[0].device.is_cuda() || models_[0].takes_order; }
+  bool passes_messages() const { return models_[0].layers > 1; }
+  bool takes_all_slots() const {
+    return !passes_messages() && (models_[0].device.is_cuda() || models_[0].takes_order);
+  }
   void refuse_weighted_bonds() const;
+  void refuse_few_ghosts() const;
+  [[noreturn]] void refuse_coincidence(int i, int j) const;
   void build_blocks();
   void fill_rows(Block& block) const;
   void find_pairs(Block& block) const;
+  void find_graph(Block& block) const;
+  void find_edge_order(Block& block) const;
   template <class Real>
   void find_near_pairs(Block& block) const;
   void add(Block& block);

@@ -1,6 +1,7 @@
 """Any module that gives energies, as a potential: forces, virial and per-atom virial are added to it.
 
 save(module, "model.pt2", cutoff=5.0, units="metal", type_names=["Si"])         # of package.py, which asks here
+save(module, "model.pt2", cutoff=5.0, units="metal", type_names=["Si"], layers=3)       # it passes messages
 """
 
 import inspect
@@ -9,24 +10,65 @@ import torch
 from potential import Potential, edges
 
 
-def potential_of(module, cutoff, units, type_names):
+def potential_of(module, cutoff, units, type_names, layers=1):
     """module(types, list_neigh, Rij, nghost) or, of a graph, module(types, edge_index, edge_vec, natoms), which returns
-    energies of atoms or their sum; as a Potential."""
+    energies of atoms or, with a single layer, their sum; as a Potential.
+
+    layers: how often messages pass along edges, to the atom in row 0 of edge_index from that in row 1, until they are
+    an energy; 1: from an atom's own neighbours only."""
     names = [*inspect.signature(module.forward).parameters]
     kind = GraphEnergies if names[1:3] == ["edge_index", "edge_vec"] else Energies
-    return kind(module, float(cutoff), units, list(type_names))
+    return kind(module, float(cutoff), units, list(type_names), layers)
+
+
+def check_layers(model, device):
+    """Of a model in float64: ValueError where a chain of atoms has another energy than its atoms have if each is on a
+    rank of its own, with the rows that LAMMPS hands over: of the atoms fewer than `layers` steps away."""
+    n = 4 * model.layers + 4  # a step is two or three atoms long
+    x = torch.rand(n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 10
+    x[:, 0] += 0.45 * torch.arange(n)
+    types = torch.arange(n) % len(model.type_names)
+    near = (torch.cdist(x, x) < 1).double()  # or the atom itself
+    steps = sum((torch.linalg.matrix_power(near, k) == 0).long() for k in range(model.layers))
+    list_neigh = torch.arange(n).where((near > 0) & ~torch.eye(n, dtype=torch.bool), -1)
+    Rij = model.cutoff * (x - x[:, None])
+
+    def atom_energies(types, list_neigh, Rij, owned=None):
+        inputs = types.to(device), list_neigh[None].to(device), Rij[None].to(device)
+        return model(*inputs, len(types) - len(list_neigh), owned=owned)[1]
+
+    whole, parts = atom_energies(types, list_neigh, Rij), []
+    for away in steps:
+        order = away.argsort(stable=True)
+        rows = order[: (away < model.layers).sum()]
+        named = order.argsort()[list_neigh[rows]].where(list_neigh[rows] >= 0, -1)
+        owned = (torch.arange(len(rows)) == 0).to(device)
+        parts.append(atom_energies(types[order], named, Rij[rows], owned).sum())
+    apart = (whole.sum() - sum(parts)).abs()
+    if not apart <= 1e-12 * whole.abs().sum():
+        raise ValueError(
+            f"expected the energy of an atom to come by at most layers={model.layers} messages, each to the atom in "
+            f"row 0 of edge_index from that in row 1, got energies that atoms farther away change by {apart.item():.1e}"
+        )
 
 
 class Energies(Potential):
     """module(types [n+nghost] or [B,n+nghost], list_neigh [B,n,K], Rij [B,n,K,3], nghost) -> [B,n] or [B]."""
 
-    def __init__(self, module: torch.nn.Module, cutoff: float, units: str, type_names: list[str]):
-        super().__init__(cutoff, units, type_names)
+    def __init__(self, module: torch.nn.Module, cutoff: float, units: str, type_names: list[str], layers: int = 1):
+        super().__init__(cutoff, units, type_names, layers)
         self.module = module
 
     def energies(self, types, list_neigh, planes, nghost: int):
         found = self.module(types, list_neigh, planes.permute(1, 3, 2, 0).contiguous(), nghost)
-        return found if found.dim() == 2 else shared(found, list_neigh)
+        return found if found.dim() == 2 else self.shared(found, list_neigh)
+
+    def shared(self, energy, list_neigh):
+        """Each of n atoms has the same part of its frame's energy."""
+        if self.layers > 1:
+            raise ValueError("expected energies of atoms from a model that passes messages, got their sum")
+        n = list_neigh.shape[1]
+        return (energy / n).unsqueeze(-1).expand(energy.shape[0], n)
 
 
 class GraphEnergies(Energies):
@@ -48,10 +90,4 @@ class GraphEnergies(Energies):
             raise ValueError("expected energies of atoms from a graph of several frames, got a single one")
         itself, far = torch.zeros_like(index[:, :1]), torch.full_like(vec[:1], 2 * self.cutoff)
         ghosts = self.module(of_atoms, itself, far, natoms) - self.module(of_atoms[:n], itself, far, n)
-        return shared((found - ghosts).view(1), list_neigh)
-
-
-def shared(energy, list_neigh):
-    """Each of n atoms has the same part of its frame's energy."""
-    n = list_neigh.shape[1]
-    return (energy / n).unsqueeze(-1).expand(energy.shape[0], n)
+        return self.shared((found - ghosts).view(1), list_neigh)

@@ -2,13 +2,15 @@
 
     from package import load, save
     save(LennardJones(), "lj.pt2")
-    save(module, "own.pt2", cutoff=5.0, units="metal", type_names=["Si"])       # any module that gives energies
+    save(module, "own.pt2", cutoff=5.0, units="metal", type_names=["Si"])       # any module that gives energies;
+                                        # layers=3: one that passes messages, so often
     model = load("lj.pt2")              # model(types, list_neigh, Rij, nghost); model.cutoff, .units, .type_names
 
-Both hold strings: cutoff, units, type_names (with spaces between), neighbors (the most slots a row may have, where a
-model has such a limit), dtype, device, and inputs, the arguments in their order; a package as its metadata, an archive
-as extra files. A package takes tensors only, so the length of types [n+nghost] says how many ghosts there are. The
-operator library, calcops_jit.library_path(), is to be loaded before either.
+Both hold strings: cutoff, units, type_names (with spaces between), layers (how many cutoffs away an atom may be that
+an energy depends on), neighbors (the most slots a row may have, where a model has such a limit), dtype, device, and
+inputs, the arguments in their order; a package as its metadata, an archive as extra files. A package takes tensors
+only, so the length of types [n+nghost] says how many ghosts there are. The operator library,
+calcops_jit.library_path(), is to be loaded before either.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from energies import potential_of
+from energies import check_layers, potential_of
 from potential import edges
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -29,22 +31,33 @@ import calcops_jit
 
 def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **about_energies):
     """Writes model, any module with the interface of potential.py, as the ending of `path` says; `model` stays. With
-    cutoff, units and type_names: any module that gives energies, as energies.py takes it.
+    cutoff, units and type_names, and layers where it passes messages: any module that gives energies, as energies.py
+    takes and checks it.
 
     The weights become constants: save again after training. A package is bound to dtype, device and the processor's
     instructions (TORCHINDUCTOR_CPP_MARCH=x86-64-v3 in the environment makes one for others). edge_order: a fourth
-    input of a package, calcops_jit.edge_order of the list's edges; None: on CUDA, where there is a use for it."""
+    input of a package, calcops_jit.edge_order of the list's edges; None: on CUDA, where there is a use for it. With
+    more than one layer a package takes `owned` of potential.py, too."""
     path, device = Path(path), torch.device(device)
     if about_energies:
         model = potential_of(model, **about_energies)
-    model = copy.deepcopy(model).requires_grad_(False).eval().to(device, dtype)
+    model = copy.deepcopy(model).requires_grad_(False).eval()
+    if about_energies:
+        check_layers(model.to(device, torch.float64), device)
+    model = model.to(device, dtype)
+    layers = getattr(model, "layers", 1)
     arguments = [*inspect.signature(model.forward).parameters]
     if path.suffix == ".pt2":
         if edge_order is None:
             edge_order = device.type == "cuda" and "edge_order" in arguments
-        arguments = ["types", "list_neigh", "Rij"] + ["edge_order"] * edge_order
+        arguments = ["types", "list_neigh", "Rij"] + ["edge_order"] * edge_order + ["owned"] * (layers > 1)
     about = {"cutoff": model.cutoff, "units": model.units, "type_names": " ".join(model.type_names)}
-    about |= {"dtype": str(dtype).removeprefix("torch."), "device": device, "inputs": " ".join(arguments)}
+    about |= {
+        "layers": layers,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device,
+        "inputs": " ".join(arguments),
+    }
     about |= {"neighbors": model.neighbors} if hasattr(model, "neighbors") else {}
     about = {key: str(value) for key, value in about.items()}
     if path.suffix == ".pt":
@@ -53,7 +66,7 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
     elif path.suffix == ".pt2":
         # Threads: as many as where it runs, not as where it was made.
         configs = {"aot_inductor.metadata": about, "cpp.dynamic_threads": True}
-        program = export(model, dtype, device, len(arguments))
+        program = export(model, dtype, device, arguments)
         with quietly():
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
     else:
@@ -78,25 +91,28 @@ def quietly():
         logger.removeFilter(needed)
 
 
-def export(model, dtype, device, ninputs):
-    def from_tensors(types, list_neigh, Rij, *order):
+def export(model, dtype, device, arguments):
+    def from_tensors(types, list_neigh, Rij, *others):
         nghost = types.shape[0] - list_neigh.shape[1]
-        return model(types, list_neigh, Rij, nghost, **dict(zip(["edge_order"], order)))
+        return model(types, list_neigh, Rij, nghost, **dict(zip(arguments[3:], others)))
 
     # Nothing but sizes. No two may be equal, nor equal to a fixed one as the 3 of x, y, z: they would be one symbol.
     frames, natoms, nghost, slots = 2, 7, 11, 5
     list_neigh = torch.zeros(frames, natoms, slots, dtype=torch.int64, device=device)
-    example = (
-        torch.zeros(natoms + nghost, dtype=torch.int64, device=device),
-        list_neigh,
-        torch.ones(frames, natoms, slots, 3, dtype=dtype, device=device),
-        order_of(list_neigh, nghost),
-    )[:ninputs]
+    examples = {
+        "types": torch.zeros(natoms + nghost, dtype=torch.int64, device=device),
+        "list_neigh": list_neigh,
+        "Rij": torch.ones(frames, natoms, slots, 3, dtype=dtype, device=device),
+        "edge_order": order_of(list_neigh, nghost),
+        "owned": torch.ones(natoms, dtype=torch.bool, device=device),
+    }
+    example = tuple(examples[name] for name in arguments)
     # torch.export refuses a module that calls autograd.grad; make_fx follows it down to plain operators.
     graph = make_fx(from_tensors, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
-    pairs = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC, 2: Dim.DYNAMIC}
-    dynamic = ({0: Dim.DYNAMIC}, pairs, pairs, {0: Dim.AUTO, 1: Dim.AUTO})[:ninputs]
-    return torch.export.export(graph, example, dynamic_shapes=dynamic)
+    one, pairs = {0: Dim.DYNAMIC}, {0: Dim.DYNAMIC, 1: Dim.DYNAMIC, 2: Dim.DYNAMIC}
+    order = {0: Dim.AUTO, 1: Dim.AUTO}
+    dynamic = {"types": one, "list_neigh": pairs, "Rij": pairs, "edge_order": order, "owned": one}
+    return torch.export.export(graph, example, dynamic_shapes=tuple(dynamic[name] for name in arguments))
 
 
 def order_of(list_neigh, nghost):
@@ -122,20 +138,23 @@ class Package:
             about = self.run.loader.get_metadata()
             self.device = about["device"]
         else:
-            about = dict.fromkeys(("cutoff", "units", "type_names", "dtype", "inputs"), "")
+            about = dict.fromkeys(("cutoff", "units", "type_names", "layers", "dtype", "inputs"), "")
             with quietly():
                 self.run, self.device = torch.jit.load(path, device, _extra_files=about), str(device)
             about = {key: value.decode() for key, value in about.items()}
         self.cutoff, self.units = float(about["cutoff"]), about["units"]
         self.type_names, self.dtype = about["type_names"].split(), getattr(torch, about["dtype"])
-        self.inputs = about["inputs"].split()
+        self.layers, self.inputs = int(about.get("layers") or 1), about["inputs"].split()
 
     def __call__(self, types, list_neigh, Rij, nghost=0, **options):
-        """options: of an archive, those of potential.py."""
+        """options: those of potential.py, of a package `owned` where it has layers."""
         if self.path.suffix == ".pt":
             return self.run(types, list_neigh, Rij, nghost, **options)
-        order = [order_of(list_neigh, nghost)] if "edge_order" in self.inputs else []
-        return self.run(types, list_neigh, Rij, *order)
+        if "edge_order" in self.inputs:
+            options["edge_order"] = order_of(list_neigh, nghost)
+        if "owned" in self.inputs:
+            options.setdefault("owned", torch.ones_like(list_neigh[0, :, 0], dtype=torch.bool))
+        return self.run(types, list_neigh, Rij, *(options.pop(name) for name in self.inputs[3:]), **options)
 
     def __reduce__(self):
         return load, (self.path, self.device)

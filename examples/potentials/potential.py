@@ -27,13 +27,14 @@ def edges(list_neigh, natoms: int):
 
 
 class Potential(torch.nn.Module):
-    """cutoff: a length; units: LAMMPS's name, "metal" (eV, Angstrom) or "lj"; type_names: what types 0, 1, ... are.
+    """cutoff: a length; units: LAMMPS's name, "metal" (eV, Angstrom) or "lj"; type_names: what types 0, 1, ... are;
+    layers: how many cutoffs away an atom may be that the energy of an atom depends on.
 
     It is also a class that torch.jit.script compiles, hence torch.ops in place of calcops_jit.edge_force_virial."""
 
-    def __init__(self, cutoff: float, units: str, type_names: list[str]):
+    def __init__(self, cutoff: float, units: str, type_names: list[str], layers: int = 1):
         super().__init__()
-        self.cutoff, self.units, self.type_names = cutoff, units, type_names
+        self.cutoff, self.units, self.type_names, self.layers = cutoff, units, type_names, layers
 
     def atom_energies(self, types, list_neigh, Ri):
         """[B,n] from Ri [B,n,K,4] = (r, x, y, z); a slot with r >= cutoff must add exactly 0, and no NaN."""
@@ -64,13 +65,15 @@ class Potential(torch.nn.Module):
         nghost: int = 0,
         create_graph: bool = False,
         edge_order: torch.Tensor | None = None,
+        owned: torch.Tensor | None = None,
     ):
         """types [n+nghost] or [B,n+nghost], int64; list_neigh [B,n,K], -1: empty slot; Rij [B,n,K,3] = r_j - r_i
         -> energy [B], atom_energy [B,n], force [B,n+nghost,3], virial [B,3,3], atom_virial [B,n+nghost,3,3]
 
         The list is full: each pair is in the rows of both its atoms. Pairs beyond the cutoff count for nothing.
         create_graph keeps all of it differentiable, for Rij and parameters; otherwise the results are detached.
-        edge_order, what order_of in package.py makes of a list, saves CUDA time while it lives."""
+        edge_order, what order_of in package.py makes of a list, saves CUDA time while it lives. owned [n], bool: of a
+        part of a system, whose energies count; the other rows are there for messages to pass, their energies are 0."""
         if not create_graph:
             Rij = Rij.detach()
         # Atom after atom in memory, so that a compiler's vectors are full where rows are short. Empty slots may hold
@@ -80,6 +83,8 @@ class Potential(torch.nn.Module):
         if not planes.requires_grad:
             planes.requires_grad_()
         atom_energy = self.energies(types, list_neigh, planes, nghost)
+        if owned is not None:
+            atom_energy = torch.where(owned, atom_energy, 0.0)
         gradient = torch.autograd.grad([atom_energy.sum()], [planes], create_graph=create_graph)[0]
         assert gradient is not None  # for torch.jit.script
         if not create_graph:

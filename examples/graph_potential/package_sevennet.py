@@ -1,0 +1,71 @@
+"""Packages a SevenNet model, by its name or a checkpoint, for every host of ../potentials, as LAMMPS on many ranks.
+
+build/graph_potential/bin/python -W ignore examples/graph_potential/package_sevennet.py 7net-0 /tmp/7net-0.pt
+"""
+
+import sys
+from pathlib import Path
+
+import e3nn.util.jit
+import torch
+from ase.data import chemical_symbols
+from sevenn.nn.convolution import IrrepsConvolution
+from sevenn.util import load_checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "potentials"))
+from package import save
+
+
+class OneHot(torch.nn.Module):
+    """Takes the place of SevenNet's, whose ones are in float32 for any weights."""
+
+    def __init__(self, theirs):
+        super().__init__()
+        self.register_buffer("ones", torch.eye(theirs.num_classes, dtype=torch.float64))
+        self.keys = theirs.key_x, theirs.key_output, theirs.key_additional_output, theirs.key_save
+
+    def forward(self, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        source, output, additional, save = self.keys
+        types = data[source]
+        data[output] = self.ones[types]
+        if additional is not None:
+            data[additional] = data[output]
+        if save is not None:
+            data[save] = types
+        return data
+
+
+class SevenNet(torch.nn.Module):
+    """What ../potentials/energies.py takes: energies of atoms from a graph. `model` is changed."""
+
+    def __init__(self, model):
+        super().__init__()
+        # The model itself: e3nn makes a copy anew, with constants that differ in the tenth digit.
+        model.requires_grad_(False).eval().double()
+        model.delete_module_by_key("force_output")
+        model.replace_module("onehot_idx_to_onehot", OneHot(model.onehot_idx_to_onehot))
+        model.eval_type_map, model.key_grad = False, None
+        model.set_is_batch_data(False)
+        self.cutoff, self.layers = float(model.cutoff), sum(isinstance(x, IrrepsConvolution) for x in model)
+        self.type_names = [chemical_symbols[z] for z in model.type_map]  # in the order of their indices
+        # Parts of it are traced in the default dtype, whose digits their constants then have.
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            self.model = e3nn.util.jit.script(model)
+        finally:
+            torch.set_default_dtype(default)
+
+    def forward(self, types, edge_index, edge_vec, natoms: int):
+        # Its envelope is zero at the cutoff, but not beyond.
+        near = torch.linalg.vector_norm(edge_vec, dim=1, keepdim=True) < self.cutoff
+        end = torch.tensor([self.cutoff, 0.0, 0.0], dtype=edge_vec.dtype, device=edge_vec.device)
+        edge_vec = torch.where(near, edge_vec, end)
+        count = torch.full([1], natoms, dtype=torch.int64, device=types.device)
+        data = {"x": types, "edge_index": edge_index, "edge_vec": edge_vec, "num_atoms": count}
+        return self.model(data)["atomic_energy"]
+
+
+if __name__ == "__main__":
+    model = SevenNet(load_checkpoint(sys.argv[1]).build_model())
+    save(model, sys.argv[2], cutoff=model.cutoff, units="metal", type_names=model.type_names, layers=model.layers)
