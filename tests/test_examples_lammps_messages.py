@@ -146,7 +146,7 @@ def test_a_run_is_the_same_on_any_number_of_ranks_and_threads(lammps, modules, n
         assert farthest(other_dumped, dumped) <= 1e-12
 
 
-@pytest.mark.parametrize("comm", ["", "comm_modify cutoff 3.5\n", "comm_modify cutoff 3.699\n"])
+@pytest.mark.parametrize("comm", ["", "comm_modify cutoff 3.5\n", "comm_modify cutoff 3.69999\n"])
 def test_too_few_ghosts_are_refused_with_the_line_that_is_missing(lammps, comm):
     got = comm.split()[-1] if comm else "2"
     printed = lammps(SYSTEMS["block"] + style(2).partition("\n")[2] + comm + "run 0\n", 2, fails=True)

@@ -197,12 +197,11 @@ void PairCalcOps::refuse_few_ghosts() const {
   const double needed = models_[0].layers * models_[0].cutoff + neighbor->skin;
   // As Comm::get_comm_cutoff() has it, which may print a warning each time.
   const double reach = std::max(comm->cutghostuser, neighbor->cutneighmax);
-  if (reach < needed)
-    error->all(
-        FLERR,
-        "Pair style calcops: expected comm_modify cutoff {:.6g} or more, {} layers of cutoff "
-        "{:.6g} and the skin {:.6g}, got {:.6g}",
-        std::ceil(1e3 * needed) / 1e3, models_[0].layers, models_[0].cutoff, neighbor->skin, reach);
+  if (reach < needed * (1 - 1e-12))  // or the sum as one writes it would be too small
+    error->all(FLERR,
+               "Pair style calcops: expected comm_modify cutoff {:.12g} or more, {} layers of "
+               "cutoff {:.12g} and the skin {:.12g}, got {:.12g}",
+               needed, models_[0].layers, models_[0].cutoff, neighbor->skin, reach);
 }
 
 // A pair that special_bonds excludes is not in the list, and one that it weights cannot be.
