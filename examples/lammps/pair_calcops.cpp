@@ -6,6 +6,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 #include <calcops.h>
+#include <malloc.h>
 
 #include <algorithm>
 #include <array>
@@ -86,6 +87,12 @@ PairCalcOps::PairCalcOps(LAMMPS* lmp) : Pair(lmp) {
 
   static const bool once = [] {
     time_operators();
+#ifdef __GLIBC__
+    // What a block's tensors took stays with the process: a page that was given back is cleared by
+    // the kernel when the next block touches it, which took up to a quarter of a step.
+    mallopt(M_MMAP_THRESHOLD, 1 << 25);
+    mallopt(M_TRIM_THRESHOLD, 1 << 30);
+#endif
     return true;
   }();
   (void)once;
