@@ -1,6 +1,7 @@
 """A Deep Potential in LAMMPS by DeePMD-kit's pair style and by ours: the time of a step, with the same weights.
 
-    python tests/bench/bench_deepmd_lammps.py [--ranks 1 2] [--times 3] [--steps 10] [--lammps ENVIRONMENT]
+    python tests/bench/bench_deepmd_lammps.py [--systems water1536] [--ranks 1 2] [--times 3] [--steps 10]
+        [--lammps ENVIRONMENT]
 
 `pair_style deepmd` runs a model by PyTorch (.pth) or by TensorFlow (.pb), uncompressed, and `pair_style calcops` the
 package that examples/deepmd makes of the same .pth, with a thread a rank. All take turns, and the fastest of the
@@ -22,7 +23,7 @@ from bench_deepmd import MODELS, ROOT, THEIRS, run_theirs
 
 # The last one: what the .pth backend of its wheel is linked against, which no extra brings without 2 GB of others.
 kPackages = ["deepmd-kit[torch,cpu,lmp]==3.2.0", "nvidia-cuda-runtime-cu12"]
-kSystems = [("water", 1536), ("silicon", 1000), ("silicon", 8000)]
+kSystems = {"water1536": ("water", 1536), "silicon1000": ("silicon", 1000), "silicon8000": ("silicon", 8000)}
 kScript = """
 units metal
 read_data {data}
@@ -73,6 +74,7 @@ def write_data(name, natoms, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--systems", nargs="*", default=kSystems, choices=kSystems)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
@@ -96,7 +98,7 @@ def main():
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         print("| atoms | ranks | deepmd .pth, ms | deepmd .pb, ms | calcops, ms | .pth / ours | .pb / ours | apart |")
         print("|---|---|---|---|---|---|---|---|")
-        for kind, natoms in kSystems:
+        for kind, natoms in map(kSystems.get, options.systems):
             data = folder / f"{kind}{natoms}.data"
             write_data(kind, natoms, data)
             script = {"data": data, "names": " ".join(MODELS[kind][0]), "steps": options.steps}
