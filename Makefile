@@ -80,7 +80,7 @@ gpu-check: ## all a GPU must show: tests, compute-sanitizer, benchmark -> result
 sanitize-gpu: $(if $(PYTHON),,.venv/.base) ## compute-sanitizer over every CUDA kernel; without a GPU it says so and skips
 	PYTHONPATH=. $(or $(PYTHON),$(python)) tests/bench/gpu_check.py sanitize
 
-examples: .venv/.test ## run every example, but for the long training, and check what it prints
+examples: .venv/.test ## run every example, but for the long tests, and check what it prints
 	$(python) $(pytest) -m "not long" --durations=20 tests/test_examples*.py
 
 mindspore: .venv/.base build/mindspore/.installed ## call the operators from MindSpore, in an environment of its own

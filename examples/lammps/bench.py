@@ -84,8 +84,12 @@ def run(system, ranks, ours):
             [float(x) for x in line.split()[1:]]
             for line in re.findall(rf"^ +(?:0|{options.steps}) .*", printed, re.MULTILINE)
         )
-        parts |= {name: (b - a) / ranks / options.steps for name, a, b in zip(kTimers, first, last)}
-        parts["rows of an atom"] = last[len(kTimers)] / atoms if len(last) > len(kTimers) else 1.0
+        count = len(kTimers)  # then, where messages pass, the number of rows
+        parts |= {
+            name: (b - a) / ranks / options.steps
+            for name, a, b in zip(kTimers, first[:count], last[:count], strict=True)
+        }
+        parts["rows of an atom"] = last[count] / atoms if len(last) > count else 1.0
     ghosts = float(re.search(r"Nghost: +(\S+)", printed)[1])
     before, after = (1024 * int(kilobytes) for kilobytes in re.findall(r"RssAnon:\s+(\d+)", printed))
     return parts, ghosts, after - before

@@ -89,7 +89,7 @@ PairCalcOps::PairCalcOps(LAMMPS* lmp) : Pair(lmp) {
     time_operators();
 #ifdef __GLIBC__
     // What a block's tensors took stays with the process: a page that was given back is cleared by
-    // the kernel when the next block touches it, which took up to a quarter of a step.
+    // the kernel when the next block touches it.
     mallopt(M_MMAP_THRESHOLD, 1 << 25);
     mallopt(M_TRIM_THRESHOLD, 1 << 30);
 #endif

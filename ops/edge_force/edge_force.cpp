@@ -126,6 +126,11 @@ bool is_transposed(const Tensor& x) {
   return x.defined() && x.is_cpu() && !x.is_contiguous() && x.mT().is_contiguous();
 }
 
+// x, or a copy of it in rows.
+Tensor in_rows(const Tensor& x, bool takes_transposed) {
+  return takes_transposed && is_transposed(x) ? x : contiguous(x);
+}
+
 // One call's inputs, contiguous, and the struct of pointers into them.
 struct Contiguous {
   const char* op;
@@ -136,11 +141,8 @@ struct Contiguous {
   explicit Contiguous(const Graph& graph, bool takes_transposed = false)
       : op(graph.op),
         edge_index(graph.edge_index.contiguous()),
-        edge_gradient(takes_transposed && is_transposed(graph.edge_gradient)
-                          ? graph.edge_gradient
-                          : graph.edge_gradient.contiguous()),
-        edge_vec(takes_transposed && is_transposed(graph.edge_vec) ? graph.edge_vec
-                                                                   : contiguous(graph.edge_vec)),
+        edge_gradient(in_rows(graph.edge_gradient, takes_transposed)),
+        edge_vec(in_rows(graph.edge_vec, takes_transposed)),
         batch(graph.batch.defined() ? graph.batch.to(at::kLong).contiguous() : Tensor()),
         edge_order(contiguous(graph.edge_order)),
         atoms(graph.natoms.expect_int()),

@@ -50,18 +50,23 @@ def make(folder):
         torch.jit.save(torch.jit.script(model), folder / f"{name}.pth")
 
 
-def water():
-    """192 atoms, the molecules on a grid and turned at random."""
+def structure(name, natoms):
+    """Periodic silicon, its atoms displaced at random; or water in blocks of 192 atoms, the molecules on a grid
+    and turned at random."""
     from ase import Atoms
-    from ase.build import molecule
+    from ase.build import bulk, molecule
 
+    if name == "silicon":
+        atoms = bulk("Si", "diamond", a=5.431, cubic=True).repeat(round((natoms / 8) ** (1 / 3)))
+        atoms.rattle(0.05, seed=0)
+        return atoms
     atoms, random = Atoms(cell=[12.42] * 3, pbc=True), np.random.default_rng(0)
     for site in np.ndindex(4, 4, 4):
         one = molecule("H2O")
         one.euler_rotate(*random.uniform(0, 180, 3))
         one.translate(np.array(site) * 12.42 / 4)
         atoms += one
-    return atoms
+    return atoms.repeat(round((natoms / 192) ** (1 / 3)))
 
 
 def theirs(folder, name, natoms):
@@ -111,7 +116,6 @@ def theirs(folder, name, natoms):
 def ours(folder, name, natoms):
     import package
     import torch
-    from ase.build import bulk
     from calculator import NeighbourList
     from import_deepmd import load
 
@@ -119,11 +123,7 @@ def ours(folder, name, natoms):
     model = load(folder / f"{name}.pth")
     if not (folder / f"{name}.pt2").exists():
         package.save(model, folder / f"{name}.pt2")
-    if name == "water":
-        atoms = water()
-    else:
-        atoms = bulk("Si", "diamond", a=5.431, cubic=True).repeat(round((natoms / 8) ** (1 / 3)))
-        atoms.rattle(0.05, seed=0)
+    atoms = structure(name, natoms)
     assert len(atoms) == natoms
     types = torch.tensor([model.type_names.index(symbol) for symbol in atoms.symbols])
     found = NeighbourList(atoms, model.cutoff, 2.0, "cpu")

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from bench_deepmd import MODELS, ROOT, THEIRS, run_theirs
+from bench_deepmd import MODELS, ROOT, THEIRS, run_theirs, structure
 
 # The last one: what the .pth backend of its wheel is linked against, which no extra brings without 2 GB of others.
 kPackages = ["deepmd-kit[torch,cpu,lmp]==3.2.0", "nvidia-cuda-runtime-cu12"]
@@ -59,15 +59,9 @@ def run(environment, ranks, plugin="", **script):
 
 
 def write_data(name, natoms, path):
-    from ase.build import bulk
     from ase.io import write
-    from bench_deepmd import water
 
-    if name == "water":
-        atoms = water().repeat(round((natoms / 192) ** (1 / 3)))
-    else:
-        atoms = bulk("Si", "diamond", a=5.431, cubic=True).repeat(round((natoms / 8) ** (1 / 3)))
-        atoms.rattle(0.05, seed=0)
+    atoms = structure(name, natoms)
     assert len(atoms) == natoms
     write(path, atoms, format="lammps-data", specorder=MODELS[name][0], masses=True, atom_style="atomic")
 
