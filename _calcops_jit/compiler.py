@@ -31,7 +31,7 @@ def build(request: Request, slot: str, staging: str, alone: bool = False) -> tup
     for problem in diagnosis.foresee(request, ninja):
         raise problem.error(f"cannot build {request.name}")
     texts = compiler_reads.foreseen(request)
-    registers = any(re.search(rb"TORCH_LIBRARY|\bclass_\s*<", text) for text in texts.values())
+    registers = any(re.search(rb"TORCH_LIBRARY|\bclass_\s*<|calcops/operator\.h", text) for text in texts.values())
     sources = [*request.sources, *[REGISTRY] * registers]
     try:
         return _build(request, sources, set(texts), slot, staging, ninja, alone)
@@ -147,7 +147,7 @@ def _keep(
 
 def _judge(request: Request, slot: str, said: str, alone: bool, has_registry: bool) -> Exception:
     """What to raise for a failed build, whose output is written to a log."""
-    if "calcops_jit::Initializer" in said and not has_registry:
+    if re.search("calcops_jit::Initializer|calcops::add_", said) and not has_registry:
         return _NeedsRegistry()
     problem = diagnosis.judge(said, request)
     if problem and problem.cause.startswith(diagnosis.KILLED) and not alone:

@@ -37,9 +37,8 @@ def live_schemas(name: str) -> list[str]:
     return [str(getattr(operator, overload)._schema) for overload in operator.overloads()]
 
 
-def describe(schemas: dict[str, list[str]], root: str) -> dict[str, str]:
+def describe(schemas: dict[str, list[str]], texts: dict[str, str]) -> dict[str, str]:
     """{operator: schemas and documentation}"""
-    texts = documentation(root)
     return {
         name: "\n".join([*lines, "", texts[name]] if texts.get(name) else lines)
         for name, lines in sorted(schemas.items())

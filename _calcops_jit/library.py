@@ -284,7 +284,8 @@ def _publish(request: Request, slot: str, folder: str, built: str, closure: Clos
             at_once = trial.registered_at_once(request.name, lambda: live.link(request, generation))
         registration = live.link(request, generation)
         schemas = registration.schemas | {name: handles.live_schemas(name) for name in at_once}
-        cache.complete(generation, handles.describe(schemas, request.root))
+        texts = handles.documentation(request.root) | registration.documentation()
+        cache.complete(generation, handles.describe(schemas, texts))
         return _exchange(live, request, generation, registration)
     except BaseException:
         shutil.rmtree(os.path.dirname(generation.path), ignore_errors=True)

@@ -44,7 +44,8 @@ class Registration:
         self.name, self.place, self._library = name, place, library
         self._registers = hasattr(library, "calcops_jit_steps")  # it has a registry.cpp
         if self._registers:
-            library.calcops_jit_steps.restype = library.calcops_jit_commit.restype = ctypes.c_char_p
+            for name in ("steps", "commit", "documentation"):
+                getattr(library, f"calcops_jit_{name}").restype = ctypes.c_char_p
 
     @cached_property
     def _steps(self) -> list[list[str]]:
@@ -63,6 +64,14 @@ class Registration:
     def impls(self) -> dict[str, str]:
         """{"operator key": C++ signature}; a fallback is " key"."""
         return {name: how for kind, name, how, *_ in self._steps if kind == "impl"}
+
+    def documentation(self) -> dict[str, str]:
+        """Returns {operator: text} of the operators that have a contract."""
+        texts = {}
+        for entry in self._ask("documentation").split("\x1e")[:-1] if self._registers else ():
+            name, _, text = entry.partition("\n")
+            texts[name] = text.strip()
+        return texts
 
     @property
     def schemas(self) -> dict[str, list[str]]:

@@ -20,7 +20,7 @@ from . import closure, cuda
 
 FORMAT = 5  # of what the cache holds
 SHADOW = os.path.join(os.path.dirname(os.path.realpath(__file__)), "shadow")  # headers that come before PyTorch's
-REGISTRY = f"{SHADOW}/registry.cpp"  # linked into every library that registers something
+REGISTRY = f"{SHADOW}/runtime.cpp"  # linked into every library that registers something
 # Hidden and not "gnu unique", so that two builds of one operator can be in one process without sharing variables.
 BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 CUDA_SUFFIXES = (".cu", ".cuh")  # of sources for nvcc
@@ -76,7 +76,7 @@ class Request(SimpleNamespace):
         for_nvcc = self.cuda.build and source.endswith(CUDA_SUFFIXES)
         changes |= {"cflags" if for_nvcc else "cuda_cflags": ()}
         if source == REGISTRY:  # one object serves every library
-            changes |= {"kind": "own", "cflags": ("-O1", *BASE[1:]), "include_paths": (SHADOW,)}
+            changes |= {"kind": "own", "cflags": ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS"), "include_paths": (SHADOW,)}
         unit = self.but(**changes)
         for found in ("environment", "compiler", "tools", "roots"):
             setattr(unit, found, getattr(self, found))

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "expect.h"
+#include "calcops/expect.h"
 
 namespace calcops {
 namespace {

@@ -13,10 +13,10 @@
 #include <optional>
 #include <tuple>
 
-#include "autograd.h"
+#include "calcops/autograd.h"
 #include "edge_force/edge_force.h"
-#include "expect.h"
-#include "kernel.h"
+#include "calcops/expect.h"
+#include "calcops/kernel.h"
 
 namespace calcops {
 namespace {

@@ -6,10 +6,10 @@
 #include <string_view>
 #include <tuple>
 
-#include "autograd.h"
-#include "expect.h"
+#include "calcops/autograd.h"
+#include "calcops/expect.h"
 #include "float16.h"
-#include "kernel.h"
+#include "calcops/kernel.h"
 #include "warp_perspective/warp_perspective.h"
 #include "warp_perspective/warp_perspective_checks.h"
 #include "warp_perspective/warp_perspective_derivatives.h"

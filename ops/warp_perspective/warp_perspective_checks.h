@@ -5,7 +5,7 @@
 
 #include <string_view>
 
-#include "expect.h"
+#include "calcops/expect.h"
 #include "warp_perspective/warp_perspective.h"
 
 namespace calcops {

@@ -17,7 +17,7 @@
 #include <array>
 #include <vector>
 
-#include "autograd.h"
+#include "calcops/autograd.h"
 #include "warp_perspective/warp_perspective.h"
 #include "warp_perspective/warp_perspective_checks.h"
 

@@ -15,10 +15,11 @@
 
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <vector>
 
-#include "expect.h"
+#include "calcops/expect.h"
 
 namespace calcops {
 
@@ -107,10 +108,10 @@ void differentiate_with(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 // FuncTorchBatched: hands `run` the call with every tensor [mapped dimension, ...] and the size of
 // that dimension, and expects results of this form.
 using Boxed = void(const c10::OperatorHandle&, torch::jit::Stack*);
-using VmapRule = tensor_list (*)(Call call, const c10::SymInt& batch);
-void vmap(VmapRule run, const c10::OperatorHandle& op, torch::jit::Stack* stack);
+using VmapRule = std::function<tensor_list(Call call, const c10::SymInt& batch)>;
+void vmap(const VmapRule& run, const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-template <VmapRule run>
+template <tensor_list (*run)(Call call, const c10::SymInt& batch)>
 void vmap_with(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   vmap(run, op, stack);
 }

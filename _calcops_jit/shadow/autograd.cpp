@@ -16,7 +16,7 @@
 #include <optional>
 #include <utility>
 
-#include "autograd.h"
+#include "calcops/autograd.h"
 
 namespace calcops {
 
@@ -386,7 +386,7 @@ void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op
 
 // ---- vmap ---------------------------------------------------------------------------------------
 
-void vmap(VmapRule run, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void vmap(const VmapRule& run, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call{op, torch::jit::pop(*stack, op.schema().arguments().size())};
   int64_t level = -1;
   for (const IValue& argument : call.arguments)

@@ -1,0 +1,512 @@
+// The language of contracts, read into structs. It knows no framework: contract.cpp makes PyTorch's
+// operators of these, and somebody else's code could make another framework's.
+// _calcops_jit/README.md, "Contracts", describes the language.
+#pragma once
+
+#include <cctype>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "calcops/operator.h"
+
+namespace calcops {
+namespace contract {
+
+// A sum of products of sizes, such as n + 2*nghost. Sizes are numbered.
+struct Product {
+  int64_t factor = 1;
+  std::vector<int> sizes;
+};
+using Sum = std::vector<Product>;
+using Shape = std::vector<Sum>;
+
+// The number of a size that is a sum on its own; -1: it is more than that.
+inline int bare(const Sum& sum) {
+  const bool is_bare = sum.size() == 1 && sum[0].factor == 1 && sum[0].sizes.size() == 1;
+  return is_bare ? sum[0].sizes[0] : -1;
+}
+
+// n*K < 2^32 slots a frame on CUDA, or n*K < 2^31 slots a frame in neighbor_index
+struct Limit {
+  Sum sum;
+  int64_t below;
+  std::string number, unit;
+  bool on_cuda;
+  std::string only_in;  // an operator's name; "": in all
+};
+
+// entries -1 or 0 <= j < n + nghost at frame, atom, slot
+struct Entries {
+  std::string text;  // up to the bound's names
+  bool may_be_none = false;
+  Sum below;
+  std::vector<std::string> positions;  // names of the last dimensions
+};
+
+// What a contract says of one argument or result.
+struct Line {
+  std::string name;
+  std::string text;  // as written, for help()
+  int number = 0;    // of the line in the contract
+
+  // Tensors
+  std::vector<Shape> shapes;
+  std::string shape_text;
+  std::vector<int> names;  // sizes in the shapes, in order
+  int whole = -1;          // of `with K = T*M`: the size K, and what it is
+  Sum parts;
+  std::vector<Type> types;
+  std::string type_text;
+  int like = -1;              // the line that has the dtype
+  Type read_as = Type::kNone;  // kernels get it converted
+  std::string made_by;         // the operator that makes it, and of which arguments
+  std::vector<std::string> made_of;
+  bool made_on_cuda = false;  // where it is absent
+  bool in_columns = false;    // a transposed tensor need not be copied for a kernel that takes strides
+  bool has_entries = false;
+  Entries entries;
+  std::vector<Limit> limits;
+
+  // Numbers and strings
+  int size = -1;
+  bool has_bounds = false;
+  int64_t least = 0, most = 0;
+  std::string most_text;
+  std::vector<std::string> choices;
+  int64_t absent = 0;  // the value where an operator does not have the argument
+
+  bool is_tensor() const { return !shapes.empty(); }
+};
+
+// name(arguments) -> results, and the text below it.
+struct Schema {
+  std::string text, name, summary, details;
+  int number;
+};
+
+// result(x, y)
+struct Term {
+  std::string result;
+  std::vector<std::string> factors;
+};
+
+struct Text {
+  std::vector<Schema> schemas;
+  std::vector<Line> lines;
+  std::vector<std::string> sizes;
+  std::vector<Term> terms;
+  std::vector<int> joined;  // sizes along which vmap puts its items side by side
+  bool says_vmap = false;
+
+  int line(const std::string& name) const {
+    for (size_t i = 0; i < lines.size(); ++i)
+      if (lines[i].name == name) return int(i);
+    return -1;
+  }
+
+  int size(const std::string& name) const {
+    for (size_t i = 0; i < sizes.size(); ++i)
+      if (sizes[i] == name) return int(i);
+    return -1;
+  }
+};
+
+// A mistake in a contract.
+struct Mistake : std::runtime_error {
+  Mistake(int number, const std::string& what)
+      : std::runtime_error("line " + std::to_string(number) + ": " + what) {}
+};
+
+// ---- pieces of text -----------------------------------------------------------------------------
+
+inline std::string strip(const std::string& text) {
+  const size_t first = text.find_first_not_of(" \n"), last = text.find_last_not_of(" \n");
+  return first == std::string::npos ? "" : text.substr(first, last - first + 1);
+}
+
+inline bool begins(const std::string& text, const std::string& with) {
+  return text.compare(0, with.size(), with) == 0;
+}
+
+inline std::vector<std::string> split(const std::string& text, const std::string& by) {
+  std::vector<std::string> parts;
+  size_t from = 0;
+  for (size_t to; (to = text.find(by, from)) != std::string::npos; from = to + by.size())
+    parts.push_back(strip(text.substr(from, to - from)));
+  parts.push_back(strip(text.substr(from)));
+  return parts;
+}
+
+// The items of "a, b or c".
+inline std::vector<std::string> listed(const std::string& text) {
+  std::vector<std::string> items;
+  for (const std::string& part : split(text, ","))
+    for (const std::string& item : split(part, " or ")) items.push_back(item);
+  return items;
+}
+
+// What stands between the first `open` and the `close` behind it; "" where there is none.
+inline std::string between(const std::string& text, char open, char close) {
+  const size_t from = text.find(open), to = text.find(close, from);
+  return to == std::string::npos ? "" : text.substr(from + 1, to - from - 1);
+}
+
+inline bool is_name(const std::string& text) {
+  if (text.empty() || std::isdigit(static_cast<unsigned char>(text[0]))) return false;
+  for (const char c : text)
+    if (!std::isalnum(static_cast<unsigned char>(c)) && c != '_') return false;
+  return true;
+}
+
+// ---- the reader ---------------------------------------------------------------------------------
+
+class Reader {
+ public:
+  explicit Reader(const std::string& text) : rest_(split_lines(text)) {}
+
+  Text read() {
+    while (at_ < rest_.size()) {
+      const std::string& line = rest_[at_];
+      const size_t name_end = line.find_first_not_of(
+          "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_:");
+      if (strip(line).empty()) {
+        ++at_;
+      } else if (line[0] == ' ') {
+        fail("expected a schema or the name of an argument at the line's beginning");
+      } else if (name_end != std::string::npos && name_end > 0 && line[name_end] == '(') {
+        read_schema();
+      } else {
+        read_entry(line.substr(0, name_end));
+      }
+    }
+    if (text_.schemas.empty()) fail("expected a schema, such as twice(Tensor x) -> Tensor");
+    // Only now every size has a name.
+    for (const Pending& pending : pending_) read_clauses(pending);
+    check_names();
+    return std::move(text_);
+  }
+
+ private:
+  struct Pending {
+    size_t line;
+    std::string clauses;
+  };
+
+  static std::vector<std::string> split_lines(const std::string& text) {
+    std::vector<std::string> lines;
+    size_t from = 0;
+    for (size_t to; (to = text.find('\n', from)) != std::string::npos; from = to + 1)
+      lines.push_back(text.substr(from, to - from));
+    lines.push_back(text.substr(from));
+    return lines;
+  }
+
+  [[noreturn]] void fail(const std::string& what) const { throw Mistake(number_, what); }
+
+  // Takes the indented and empty lines from here on.
+  std::string take_indented(size_t indent) {
+    std::string taken;
+    for (; at_ < rest_.size() && (strip(rest_[at_]).empty() || rest_[at_][0] == ' '); ++at_)
+      taken += (rest_[at_].size() > indent ? rest_[at_].substr(indent) : "") + "\n";
+    return taken;
+  }
+
+  void read_schema() {
+    Schema schema;
+    schema.number = number_ = int(at_) + 1;
+    schema.text = strip(rest_[at_++]);
+    const auto is_whole = [&] {
+      const size_t arrow = schema.text.rfind("->");
+      return arrow != std::string::npos && arrow + 2 < schema.text.size() &&
+             (schema.text.find('(', arrow) == std::string::npos || schema.text.back() == ')');
+    };
+    while (!is_whole()) {
+      if (at_ == rest_.size() || strip(rest_[at_]).empty())
+        fail("expected `-> ` and the results behind the arguments of " + schema.text);
+      schema.text += " " + strip(rest_[at_++]);
+    }
+    schema.name = schema.text.substr(0, schema.text.find('('));
+    const std::string about = take_indented(2);
+    const size_t end = about.find("\n\n");
+    schema.summary = strip(about.substr(0, end));
+    schema.details = end == std::string::npos ? "" : about.substr(end + 2);
+    while (!schema.details.empty() && schema.details.back() == '\n') schema.details.pop_back();
+    text_.schemas.push_back(std::move(schema));
+  }
+
+  void read_entry(const std::string& name) {
+    number_ = int(at_) + 1;
+    if (!is_name(name)) fail("expected a schema or the name of an argument, got " + rest_[at_]);
+    std::string written = rest_[at_++] + "\n";
+    for (; at_ < rest_.size() && !rest_[at_].empty() && rest_[at_][0] == ' '; ++at_)
+      written += rest_[at_] + "\n";
+    written.pop_back();
+    std::string body;
+    for (const std::string& part : split_lines(written.substr(name.size()))) body += strip(part) + " ";
+    // The clauses end with the first full stop.
+    const size_t stop = body.find(". ");
+    const std::string clauses = strip(body.substr(0, stop));
+    if (name == "linear") return read_linear(clauses);
+    if (name == "vmap") {
+      text_.says_vmap = true;
+      if (!begins(clauses, "joins ")) fail("expected `vmap  joins` and sizes, got " + clauses);
+      joined_ = clauses.substr(6);
+      joined_number_ = number_;
+      return;
+    }
+    if (text_.line(name) >= 0) fail("a second line for " + name);
+    Line line;
+    line.name = name;
+    line.text = written;
+    line.number = number_;
+    pending_.push_back({text_.lines.size(), clauses});
+    // The sizes that a shape names, and a number with bounds, exist from here on.
+    if (begins(clauses, "[")) {
+      for (const std::string& dim : dims_of(clauses)) name_sizes(dim);
+    } else if (!clauses.empty() && (std::isdigit(static_cast<unsigned char>(clauses[0])) ||
+                                    begins(clauses, ">= "))) {
+      name_sizes(name);
+    }
+    text_.lines.push_back(std::move(line));
+  }
+
+  // force(dE, Ri_d) + virial(dE, Ri_d, Rij)
+  void read_linear(const std::string& clauses) {
+    for (const std::string& each : split(clauses, "+")) {
+      Term term{strip(each.substr(0, each.find('('))), split(between(each, '(', ')'), ",")};
+      if (!is_name(term.result) || each.empty() || each.back() != ')' || term.factors[0].empty())
+        fail("expected result(x, y) + ..., got " + each);
+      text_.terms.push_back(std::move(term));
+    }
+    linear_number_ = number_;
+  }
+
+  // The dimensions of all shapes in a clause.
+  static std::vector<std::string> dims_of(const std::string& clause) {
+    std::vector<std::string> dims;
+    for (size_t at = 0; (at = clause.find('[', at)) != std::string::npos; ++at) {
+      const std::string inside = between(clause.substr(at), '[', ']');
+      if (strip(inside).empty()) continue;
+      for (const std::string& dim : split(inside, ",")) dims.push_back(dim);
+    }
+    return dims;
+  }
+
+  void name_sizes(const std::string& sum) {
+    for (const std::string& part : split(sum, "+"))
+      for (const std::string& factor : split(part, "*")) {
+        const size_t letter = factor.find_first_not_of("0123456789");
+        if (letter == std::string::npos) continue;
+        const std::string name = factor.substr(letter);
+        if (!is_name(name)) fail("expected a size, such as N, 3, 2N or N + M, got " + sum);
+        if (text_.size(name) < 0) text_.sizes.push_back(name);
+      }
+  }
+
+  int64_t number_in(const std::string& text) const {  // 12 or 2^40
+    const auto power = split(text, "^");
+    for (const std::string& digits : power)
+      if (digits.empty() || digits.find_first_not_of("0123456789") != std::string::npos ||
+          digits.size() > 18)
+        fail("expected a number such as 12 or 2^40, got " + text);
+    return power.size() == 2 ? int64_t(1) << std::stoi(power[1]) : std::stoll(power[0]);
+  }
+
+  Sum sum_in(const std::string& text) const {
+    Sum sum;
+    for (const std::string& part : split(text, "+")) {
+      Product product;
+      for (const std::string& factor : split(part, "*")) {
+        const size_t letter = factor.find_first_not_of("0123456789");
+        if (letter != 0) product.factor *= number_in(factor.substr(0, letter));
+        if (letter == std::string::npos) continue;
+        const int size = text_.size(factor.substr(letter));
+        if (size < 0) fail("no tensor has the size " + factor.substr(letter) + " of " + text);
+        product.sizes.push_back(size);
+      }
+      sum.push_back(std::move(product));
+    }
+    return sum;
+  }
+
+  static Type type_named(const std::string& name) {
+    struct Known {
+      const char* name;
+      Type type;
+    };
+    for (const Known& known : {Known{"bool", Type::kBool}, Known{"uint8", Type::kUInt8},
+                               Known{"uint16", Type::kUInt16}, Known{"int8", Type::kInt8},
+                               Known{"int16", Type::kInt16}, Known{"int32", Type::kInt32},
+                               Known{"int64", Type::kInt64}, Known{"float16", Type::kFloat16},
+                               Known{"bfloat16", Type::kBFloat16}, Known{"float32", Type::kFloat32},
+                               Known{"float64", Type::kFloat64}})
+      if (name == known.name) return known.type;
+    return Type::kNone;
+  }
+
+  void read_clauses(const Pending& pending) {
+    Line& line = text_.lines[pending.line];
+    number_ = line.number;
+    for (const std::string& clause : split(pending.clauses, ";")) {
+      if (begins(clause, "[")) {
+        read_shapes(line, clause);
+      } else if (begins(clause, "like ")) {
+        line.type_text = clause;
+        line.like = text_.line(clause.substr(5));
+        if (line.like < 0) fail("no line for `" + clause.substr(5) + "` of `" + clause + "`");
+      } else if (type_named(listed(clause)[0]) != Type::kNone) {
+        read_types(line, clause);
+      } else if (begins(clause, "entries ")) {
+        read_entries(line, clause.substr(8));
+      } else if (clause == "any strides") {
+        continue;  // it is the kernel that takes them
+      } else if (begins(clause, "\"")) {
+        for (const std::string& choice : listed(clause)) line.choices.push_back(between(choice, '"', '"'));
+      } else if (clause.find(" where absent") != std::string::npos) {
+        line.absent = begins(clause, "true") ? 1 : begins(clause, "false") ? 0 : number_in(split(clause, " ")[0]);
+      } else if (line.is_tensor() && clause.find(" < ") != std::string::npos) {
+        read_limit(line, clause);
+      } else if (text_.size(line.name) >= 0 && !line.is_tensor()) {
+        read_bounds(line, clause);
+      } else if (line.is_tensor()) {
+        fail("`" + line.name + "`: cannot read `" + clause + "`");
+      }
+    }
+    if (line.is_tensor() && line.types.empty() && line.like < 0)
+      fail("`" + line.name + "`: expected its dtype, such as float32 or float64, or like x");
+  }
+
+  // [B, n, K] or [B, n, T, M] with K = T*M
+  void read_shapes(Line& line, const std::string& clause) {
+    size_t at = 0;
+    while ((at = clause.find('[', at)) != std::string::npos) {
+      const std::string inside = between(clause.substr(at), '[', ']');
+      at = clause.find(']', at);
+      if (at == std::string::npos) fail("`" + line.name + "`: expected a ] in " + clause);
+      Shape shape;
+      if (!strip(inside).empty())
+        for (const std::string& dim : split(inside, ",")) shape.push_back(sum_in(dim));
+      for (const Sum& dim : shape)
+        for (const Product& product : dim)
+          for (const int size : product.sizes) add_name(line, size);
+      line.shapes.push_back(std::move(shape));
+    }
+    const size_t last = clause.rfind(']') + 1;
+    line.shape_text = clause.substr(0, last);
+    std::string tail = strip(clause.substr(last));
+    if (const size_t made = tail.find(", made where absent on CUDA"); made != std::string::npos) {
+      line.made_on_cuda = true;
+      tail = tail.substr(0, made);
+    }
+    if (begins(tail, "with ")) {
+      const auto sides = split(tail.substr(5), "=");
+      if (sides.size() != 2) fail("expected `with K = T*M`, got " + tail);
+      line.whole = text_.size(sides[0]);
+      line.parts = sum_in(sides[1]);
+      if (line.whole < 0) fail("no tensor has the size " + sides[0]);
+    } else if (begins(tail, "from ")) {
+      line.shape_text = clause.substr(0, clause.find(", made where"));
+      line.made_by = tail.substr(5, tail.find('(') - 5);
+      line.made_of = split(between(tail, '(', ')'), ",");
+    } else if (tail == "in rows or columns") {
+      line.in_columns = true;
+    } else if (!tail.empty()) {
+      fail("`" + line.name + "`: cannot read `" + tail + "` behind the shape");
+    }
+  }
+
+  static void add_name(Line& line, int size) {
+    for (const int known : line.names)
+      if (known == size) return;
+    line.names.push_back(size);
+  }
+
+  // int32 or int64 read as int64
+  void read_types(Line& line, const std::string& clause) {
+    const auto parts = split(clause, " read as ");
+    line.type_text = parts[0];
+    for (const std::string& name : listed(parts[0])) {
+      const Type type = type_named(name);
+      if (type == Type::kNone) fail("`" + line.name + "`: no dtype is named " + name);
+      line.types.push_back(type);
+    }
+    if (parts.size() > 1) line.read_as = type_named(parts[1]);
+  }
+
+  // -1 or 0 <= j < n + nghost at frame, atom, slot
+  void read_entries(Line& line, const std::string& clause) {
+    const auto parts = split(clause, " at ");
+    const size_t below = parts[0].rfind("< ");
+    if (below == std::string::npos) fail("expected entries 0 <= j < n, got " + clause);
+    line.has_entries = true;
+    line.entries.text = parts[0];
+    line.entries.may_be_none = begins(parts[0], "-1 or ");
+    line.entries.below = sum_in(parts[0].substr(below + 2));
+    if (parts.size() > 1) line.entries.positions = split(parts[1], ",");
+    if (line.entries.positions.size() > line.shapes[0].size())
+      fail("`" + line.name + "` has fewer dimensions than positions: " + parts[1]);
+  }
+
+  // n*K < 2^32 slots a frame on CUDA
+  void read_limit(Line& line, const std::string& clause) {
+    const size_t sign = clause.find(" < ");
+    Limit limit;
+    limit.sum = sum_in(clause.substr(0, sign));
+    std::string tail = clause.substr(sign + 3);
+    const size_t cuda = tail.rfind(" on CUDA");
+    limit.on_cuda = cuda != std::string::npos;
+    if (limit.on_cuda) tail = tail.substr(0, cuda);
+    if (const size_t in = tail.rfind(" in "); in != std::string::npos) {
+      limit.only_in = tail.substr(in + 4);
+      tail = tail.substr(0, in);
+    }
+    limit.number = tail.substr(0, tail.find(' '));
+    limit.below = number_in(limit.number);
+    limit.unit = strip(tail.substr(limit.number.size()));
+    line.limits.push_back(std::move(limit));
+  }
+
+  // 0 to 2^40, or >= 0
+  void read_bounds(Line& line, const std::string& clause) {
+    line.size = text_.size(line.name);
+    line.has_bounds = true;
+    line.most = INT64_MAX;
+    if (begins(clause, ">= ")) {
+      line.least = number_in(clause.substr(3));
+      return;
+    }
+    const auto ends = split(clause, " to ");
+    if (ends.size() != 2) fail("`" + line.name + "`: expected bounds such as 0 to 2^40, got " + clause);
+    line.least = number_in(ends[0]);
+    line.most = number_in(ends[1]);
+    line.most_text = ends[1];
+  }
+
+  void check_names() {
+    number_ = linear_number_;
+    for (const Term& term : text_.terms) {
+      if (text_.line(term.result) < 0) fail("no line for the result `" + term.result + "`");
+      for (const std::string& factor : term.factors)
+        if (text_.line(factor) < 0)
+          fail("no line for the factor `" + factor + "` of " + term.result);
+    }
+    number_ = joined_number_;
+    if (text_.says_vmap)
+      for (const std::string& name : split(joined_, ",")) {
+        text_.joined.push_back(text_.size(name));
+        if (text_.joined.back() < 0) fail("no tensor has the size `" + name + "` that vmap joins");
+      }
+  }
+
+  std::vector<std::string> rest_;
+  size_t at_ = 0;
+  int number_ = 1, linear_number_ = 1, joined_number_ = 1;
+  Text text_;
+  std::vector<Pending> pending_;
+  std::string joined_;
+};
+
+}  // namespace contract
+}  // namespace calcops

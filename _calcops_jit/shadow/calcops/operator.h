@@ -1,0 +1,403 @@
+// What the source of an operator includes. An operator is a contract and kernels:
+//
+//   #include <calcops/operator.h>
+//
+//   const calcops::Contract contract(R"(
+//   weighted_sum(Tensor x, Tensor w) -> Tensor
+//     Sum of each row, weighted.
+//   x    [N, K]; float32 or float64.
+//   w    [K]; like x.
+//   sum  [N]; like x.
+//   )");
+//
+//   template <class Real>
+//   void weighted_sum(calcops::View<const Real, 2> x, calcops::View<const Real, 1> w,
+//                     calcops::View<Real, 1> sum) {
+//     for (int64_t i = 0; i < x.shape[0]; ++i) {
+//       double total = 0;
+//       for (int64_t k = 0; k < x.shape[1]; ++k) total += x(i, k) * w(k);
+//       sum(i) = total;
+//     }
+//   }
+//   const calcops::Kernel cpu("weighted_sum", weighted_sum<float>, weighted_sum<double>);
+//
+// The contract is text: contract.cpp reads it once, checks every call against it, makes the
+// results, and registers the operator for all devices, derivatives and vmap. A kernel is a function
+// of the arguments of the schema, then the results. Of several kernels, the one runs whose number
+// types the call has. This header includes nothing of PyTorch, and neither does a kernel.
+// _calcops_jit/README.md, "Contracts", has the language.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#include <cuda_runtime_api.h>
+#define CALCOPS_INLINE __host__ __device__ __forceinline__
+#else
+#define CALCOPS_INLINE inline
+#endif
+
+struct CUstream_st;  // cudaStream_t is a pointer to it
+
+namespace calcops {
+
+// A contiguous tensor, or none where `data` is nullptr. Its shape is the first one that the
+// contract names for it.
+template <class Number, int rank>
+struct View {
+  Number* data;
+  int64_t shape[rank > 0 ? rank : 1];
+
+  CALCOPS_INLINE explicit operator bool() const { return data != nullptr; }
+
+  template <class... Index>
+  CALCOPS_INLINE Number& operator()(Index... index) const {
+    static_assert(sizeof...(index) == rank, "one index for each dimension");
+    int64_t position = 0;
+    int dimension = 0;
+    ((position = position * shape[dimension++] + index), ...);
+    return data[position];
+  }
+};
+
+// A tensor with any strides, in elements.
+template <class Number, int rank>
+struct Strided {
+  Number* data;
+  int64_t shape[rank > 0 ? rank : 1];
+  int64_t stride[rank > 0 ? rank : 1];
+
+  CALCOPS_INLINE explicit operator bool() const { return data != nullptr; }
+
+  template <class... Index>
+  CALCOPS_INLINE Number& operator()(Index... index) const {
+    static_assert(sizeof...(index) == rank, "one index for each dimension");
+    int64_t position = 0;
+    int dimension = 0;
+    ((position += stride[dimension++] * index), ...);
+    return data[position];
+  }
+};
+
+// The values of an argument int[] or float[].
+template <class Number>
+struct List {
+  const Number* data;
+  int64_t size;
+};
+
+// Memory on the device of a CUDA kernel. The kernel is called twice: where `data` is nullptr, it
+// sets `bytes` and returns.
+struct Workspace {
+  void* data;
+  int64_t bytes;
+};
+
+// ---- what passes between kernels and contract.cpp -----------------------------------------------
+
+enum class Type : int8_t {
+  kNone, kBool, kUInt8, kUInt16, kInt8, kInt16, kInt32, kInt64, kFloat16, kBFloat16, kFloat32,
+  kFloat64
+};
+
+struct Parameter {
+  enum Kind : int8_t { kTensor, kInt, kFloat, kBool, kString, kInts, kFloats, kWorkspace, kStream };
+  Kind kind;
+  Type type = Type::kNone;
+  int8_t rank = 0;
+  bool is_written = false, is_strided = false;
+};
+
+// The value of a parameter.
+struct Slot {
+  void* data;
+  const int64_t *shape, *stride;
+  int64_t integer;  // also a bool, and the size of a list
+  double real;
+};
+
+// What a kernel returns: the position of a wrong entry or -1, and on CUDA an error.
+struct Outcome {
+  int64_t wrong = -1;
+  const char* error = nullptr;
+};
+
+struct KernelEntry {
+  const char *op, *name_space;
+  const Parameter* parameters;
+  int count;
+  bool checks_entries;  // it returns the position of a wrong entry
+  Outcome (*run)(void (*function)(), const Slot* slots);
+  void (*function)();
+  bool (*is_capturing)(void* stream);  // CUDA
+};
+
+void add_kernel(const KernelEntry& kernel);
+struct ContractEntry {
+  const char *text, *name_space;
+  const char* without_cuda;  // why this build has no CUDA; nullptr: it has
+  const struct Composition* compositions;
+  int count;
+  const char* file;
+  int line;
+};
+void add_contract(const ContractEntry& contract);
+
+template <class Number>
+struct TypeOf;
+// clang-format off
+template <> struct TypeOf<bool> { static constexpr Type value = Type::kBool; };
+template <> struct TypeOf<uint8_t> { static constexpr Type value = Type::kUInt8; };
+template <> struct TypeOf<uint16_t> { static constexpr Type value = Type::kUInt16; };
+template <> struct TypeOf<int8_t> { static constexpr Type value = Type::kInt8; };
+template <> struct TypeOf<int16_t> { static constexpr Type value = Type::kInt16; };
+template <> struct TypeOf<int32_t> { static constexpr Type value = Type::kInt32; };
+template <> struct TypeOf<int64_t> { static constexpr Type value = Type::kInt64; };
+template <> struct TypeOf<float> { static constexpr Type value = Type::kFloat32; };
+template <> struct TypeOf<double> { static constexpr Type value = Type::kFloat64; };
+template <class T> struct TypeOf<const T> : TypeOf<T> {};
+template <class T> struct IsConst { static constexpr bool value = false; };
+template <class T> struct IsConst<const T> { static constexpr bool value = true; };
+// clang-format on
+
+// How a parameter of type P is described, and made from its slot.
+template <class P>
+struct Pass;
+
+template <class Number, int rank>
+struct Pass<View<Number, rank>> {
+  static constexpr Parameter parameter{Parameter::kTensor, TypeOf<Number>::value, rank,
+                                       !IsConst<Number>::value};
+  static View<Number, rank> from(const Slot& slot) {
+    View<Number, rank> view{static_cast<Number*>(slot.data), {}};
+    for (int d = 0; d < rank && slot.data; ++d) view.shape[d] = slot.shape[d];
+    return view;
+  }
+};
+
+template <class Number, int rank>
+struct Pass<Strided<Number, rank>> {
+  static constexpr Parameter parameter{Parameter::kTensor, TypeOf<Number>::value, rank,
+                                       !IsConst<Number>::value, true};
+  static Strided<Number, rank> from(const Slot& slot) {
+    Strided<Number, rank> view{static_cast<Number*>(slot.data), {}, {}};
+    for (int d = 0; d < rank && slot.data; ++d) {
+      view.shape[d] = slot.shape[d];
+      view.stride[d] = slot.stride[d];
+    }
+    return view;
+  }
+};
+
+template <>
+struct Pass<int64_t> {
+  static constexpr Parameter parameter{Parameter::kInt};
+  static int64_t from(const Slot& slot) { return slot.integer; }
+};
+
+template <>
+struct Pass<double> {
+  static constexpr Parameter parameter{Parameter::kFloat};
+  static double from(const Slot& slot) { return slot.real; }
+};
+
+template <>
+struct Pass<bool> {
+  static constexpr Parameter parameter{Parameter::kBool};
+  static bool from(const Slot& slot) { return slot.integer != 0; }
+};
+
+template <>
+struct Pass<const char*> {
+  static constexpr Parameter parameter{Parameter::kString};
+  static const char* from(const Slot& slot) { return static_cast<const char*>(slot.data); }
+};
+
+template <>
+struct Pass<List<int64_t>> {
+  static constexpr Parameter parameter{Parameter::kInts};
+  static List<int64_t> from(const Slot& slot) {
+    return {static_cast<const int64_t*>(slot.data), slot.integer};
+  }
+};
+
+template <>
+struct Pass<List<double>> {
+  static constexpr Parameter parameter{Parameter::kFloats};
+  static List<double> from(const Slot& slot) {
+    return {static_cast<const double*>(slot.data), slot.integer};
+  }
+};
+
+template <>
+struct Pass<Workspace&> {
+  static constexpr Parameter parameter{Parameter::kWorkspace};
+  static Workspace& from(const Slot& slot) { return *static_cast<Workspace*>(slot.data); }
+};
+
+template <>
+struct Pass<CUstream_st*> {
+  static constexpr Parameter parameter{Parameter::kStream};
+  static CUstream_st* from(const Slot& slot) { return static_cast<CUstream_st*>(slot.data); }
+};
+
+inline Outcome outcome_of(int64_t wrong) { return {wrong}; }
+
+// cudaError_t; found through its own namespace, so that this header needs no CUDA.
+template <class Error>
+Outcome outcome_of(Error error) {
+  return {-1, error == 0 ? nullptr : cudaGetErrorString(error)};
+}
+
+template <class Result, class... P>
+struct Caller {
+  using Function = Result (*)(P...);
+  static constexpr Parameter parameters[sizeof...(P)] = {Pass<P>::parameter...};
+
+  static Outcome run(void (*function)(), const Slot* slots) {
+    return run(reinterpret_cast<Function>(function), slots, Numbers<sizeof...(P)>());
+  }
+
+ private:
+  template <int... i>
+  struct Sequence {};
+  template <int n, int... i>
+  struct Count : Count<n - 1, n - 1, i...> {};
+  template <int... i>
+  struct Count<0, i...> {
+    using type = Sequence<i...>;
+  };
+  template <int n>
+  using Numbers = typename Count<n>::type;
+
+  template <int... i>
+  static Outcome run(Function function, const Slot* slots, Sequence<i...>) {
+    if constexpr (__is_same(Result, void)) {
+      function(Pass<P>::from(slots[i])...);
+      return {};
+    } else {
+      return outcome_of(function(Pass<P>::from(slots[i])...));
+    }
+  }
+};
+
+// ---- compositions -------------------------------------------------------------------------------
+
+// A value of PyTorch's: a tensor, a number (under tracing a symbol), a string, a list, or none.
+class Value {
+ public:
+  Value() : Value(nullptr) {}
+  Value(decltype(nullptr));
+  Value(int64_t number);
+  Value(int number) : Value(int64_t(number)) {}
+  Value(double number);
+  Value(bool flag);
+  Value(const char* text);
+  Value(const Value& other);
+  Value& operator=(const Value& other);
+  ~Value();
+
+  // Calls an operator, such as "aten::ge.Scalar"; arguments that are left out have their default.
+  template <class... Values>
+  static Value call(const char* op, const Values&... values) {
+    const Value list[] = {values...};
+    return call(op, list, int(sizeof...(values)));
+  }
+  template <class... Values>
+  static Value list(const Values&... values) {
+    const Value list[] = {values...};
+    return list_of(list, int(sizeof...(values)));
+  }
+
+  bool is_none() const;
+  Value size(int dimension) const;  // of a tensor
+  Value dtype() const;
+  Value device() const;
+  Value result(int i) const;        // of an operator that has several
+
+  friend Value operator+(const Value& a, const Value& b);
+  friend Value operator*(const Value& a, const Value& b);
+
+ private:
+  static Value call(const char* op, const Value* values, int count);
+  static Value list_of(const Value* values, int count);
+
+  void* value_;
+};
+
+// An operator that is composed of others, which have devices, derivatives and vmap already. Its
+// arguments are checked before it is called.
+struct Composition {
+  const char* op;
+  Value (*function)(const Value* arguments);
+};
+
+// ---- registration -------------------------------------------------------------------------------
+
+#ifdef TORCH_EXTENSION_NAME
+#define CALCOPS_TEXT_OF(name) #name
+#define CALCOPS_TEXT(name) CALCOPS_TEXT_OF(name)
+constexpr const char* kNamespace = CALCOPS_TEXT(TORCH_EXTENSION_NAME);
+#else
+constexpr const char* kNamespace = "calcops";
+#endif
+
+// Operators, in the namespace that is named like the library unless their schema names one.
+struct Contract {
+  explicit Contract(const char* text, const char* file = __builtin_FILE(),
+                    int line = __builtin_LINE())
+      : Contract(text, nullptr, 0, file, line) {}
+
+  // `compositions` have static storage.
+  template <int count>
+  Contract(const char* text, const Composition (&compositions)[count],
+           const char* file = __builtin_FILE(), int line = __builtin_LINE())
+      : Contract(text, compositions, count, file, line) {}
+
+ private:
+  Contract(const char* text, const Composition* compositions, int count, const char* file,
+           int line) {
+#ifdef CALCOPS_NO_CUDA
+    const char* without_cuda = CALCOPS_NO_CUDA;
+#else
+    const char* without_cuda = nullptr;
+#endif
+    add_contract({text, kNamespace, without_cuda, compositions, count, file, line});
+  }
+};
+
+// The kernels of an operator on one device, one for each combination of number types. They run on
+// CUDA if their last parameter is a cudaStream_t, else on the CPU.
+//
+// A kernel returns nothing; then the entries that its contract promises are checked before it runs.
+// Or an int64_t: the position of an entry that it found wrong, or -1. On CUDA a cudaError_t.
+struct Kernel {
+  template <class... Functions>
+  explicit Kernel(const char* op, Functions*... functions) {
+    (add(op, functions), ...);
+  }
+
+ private:
+  template <class Result, class... P>
+  static void add(const char* op, Result (*function)(P...)) {
+    using Call = Caller<Result, P...>;
+    KernelEntry entry{op,
+                      kNamespace,
+                      Call::parameters,
+                      int(sizeof...(P)),
+                      !__is_same(Result, void),
+                      &Call::run,
+                      reinterpret_cast<void (*)()>(function),
+                      nullptr};
+#ifdef CUDART_VERSION
+    entry.is_capturing = [](void* stream) {
+      cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+      cudaStreamIsCapturing(static_cast<CUstream_st*>(stream), &status);
+      return status != cudaStreamCaptureStatusNone;
+    };
+#endif
+    add_kernel(entry);
+  }
+};
+
+}  // namespace calcops

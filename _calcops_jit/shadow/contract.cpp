@@ -1,0 +1,1218 @@
+// Makes PyTorch's operators of contracts: checks, results, devices, derivatives and vmap of a call,
+// all from the text. It is the only unit that knows both PyTorch and contracts, and it is data that
+// it reads: one object serves every library of the cache.
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "calcops/autograd.h"
+#include "calcops/contract_text.h"
+#include "calcops/operator.h"
+
+namespace calcops {
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+using c10::SymInt;
+using contract::Line;
+using contract::Shape;
+using contract::Sum;
+
+constexpr size_t kMost = 24;  // lines, sizes, results and parameters of one contract
+
+at::ScalarType scalar_type(Type type) {
+  switch (type) {
+    case Type::kBool: return at::kBool;
+    case Type::kUInt8: return at::kByte;
+    case Type::kUInt16: return at::kUInt16;
+    case Type::kInt8: return at::kChar;
+    case Type::kInt16: return at::kShort;
+    case Type::kInt32: return at::kInt;
+    case Type::kInt64: return at::kLong;
+    case Type::kFloat16: return at::kHalf;
+    case Type::kBFloat16: return at::kBFloat16;
+    case Type::kFloat32: return at::kFloat;
+    case Type::kFloat64: return at::kDouble;
+    default: return at::ScalarType::Undefined;
+  }
+}
+
+// ---- values -------------------------------------------------------------------------------------
+
+struct Hidden {  // gives this unit the IValue in a Value
+  static void*& of(Value& value) { return *reinterpret_cast<void**>(&value); }
+  static void* of(const Value& value) { return *reinterpret_cast<void* const*>(&value); }
+};
+static_assert(sizeof(Value) == sizeof(void*));
+
+const IValue& ivalue_of(const Value& value) { return *static_cast<IValue*>(Hidden::of(value)); }
+
+Value value_of(IValue ivalue) {
+  Value value;
+  *static_cast<IValue*>(Hidden::of(value)) = std::move(ivalue);
+  return value;
+}
+
+// ---- an operator of a contract ------------------------------------------------------------------
+
+struct Operator;
+
+// Where a kernel's parameter comes from: an argument, by its line, or a result.
+struct Source {
+  enum { kArgument, kResult, kWorkspace, kStream } from;
+  int index;
+};
+
+struct BoundKernel {
+  KernelEntry entry;
+  std::vector<Source> sources;
+  bool is_cuda;
+};
+
+// All operators of one text.
+struct Family {
+  contract::Text text;
+  std::string name_space, file;
+  int line = 0;
+  const char* without_cuda = nullptr;
+  std::deque<Operator> operators;
+  std::unique_ptr<Multilinear> derivatives;
+  std::string forward, backward;  // of the derivatives
+  std::vector<int> input_lines;   // their factors, in order
+  std::vector<std::vector<int>> term_lines;
+  std::vector<std::string> names;  // that C strings point into
+
+  [[noreturn]] void fail(int number, const std::string& what) const {
+    TORCH_CHECK(false, file, ":", line, ": contract, ", contract::Mistake(number, what).what());
+  }
+};
+
+struct Operator {
+  Family* family;
+  const contract::Schema* schema;
+  std::string name;  // qualified
+  c10::FunctionSchema parsed;
+  std::array<int, kMost> argument;   // of each line: its position in the schema, or -1
+  std::array<int, kMost> gradient;   // of each line: the position of its grad_ argument, or -1
+  std::array<bool, kMost> optional;  // of each line
+  std::vector<int> lines;            // of each argument; -1: output_mask, -2 - line: a gradient
+  std::vector<int> result_lines;     // of each result; backward: the factor
+  int count = 0, mask = -1;
+  bool is_backward = false;
+  Value (*composition)(const Value*) = nullptr;
+  std::vector<BoundKernel> kernels;
+};
+
+std::deque<Family>& families() {
+  static auto* all = new std::deque<Family>;
+  return *all;
+}
+
+// Kernels by the operator's qualified name. They are known before or after their contract.
+std::map<std::string, std::vector<KernelEntry>>& kernels_waiting() {
+  static auto* waiting = new std::map<std::string, std::vector<KernelEntry>>;
+  return *waiting;
+}
+
+// ---- a call against the text --------------------------------------------------------------------
+
+// Without symbols a call is checked in int64_t, else in SymInt.
+bool holds(bool ok) { return ok; }
+bool holds(const c10::SymBool& ok) { return ok.expect_true(__FILE__, __LINE__); }
+// Without a guard, which an unbacked symbol could not have, if that will do.
+bool decided(bool ok, bool /*guard*/) { return ok; }
+bool decided(const c10::SymBool& ok, bool guard) {
+  return guard ? ok.guard_bool(__FILE__, __LINE__) : ok.maybe_as_bool().value_or(false);
+}
+bool equal(int64_t a, int64_t b) { return a == b; }
+c10::SymBool equal(const SymInt& a, const SymInt& b) { return a.sym_eq(b); }
+bool both(bool a, bool b) { return a && b; }
+c10::SymBool both(const c10::SymBool& a, const c10::SymBool& b) { return a.sym_and(b); }
+bool below(int64_t a, int64_t b) { return a < b; }
+c10::SymBool below(const SymInt& a, const SymInt& b) { return a.sym_lt(b); }
+int64_t known(int64_t a) { return a; }
+int64_t known(const SymInt& a) { return a.maybe_as_int().value_or(0); }
+auto sizes_in(const Tensor& x, int64_t) { return x.sizes(); }
+auto sizes_in(const Tensor& x, const SymInt&) { return x.sym_sizes(); }
+int64_t integer(const IValue& x, int64_t) { return x.toInt(); }
+SymInt integer(const IValue& x, const SymInt&) { return x.toSymInt(); }
+Tensor make(at::ArrayRef<int64_t> shape, const at::TensorOptions& options) {
+  return at::empty(shape, options);
+}
+Tensor make(c10::SymIntArrayRef shape, const at::TensorOptions& options) {
+  return at::empty_symint(shape, options);
+}
+
+const Tensor kNone;
+
+const Tensor& tensor_or_none(const IValue& value) {
+  return value.isTensor() ? value.toTensor() : kNone;
+}
+
+// One call, checked. Int is int64_t, or SymInt where sizes may be symbols.
+template <class Int>
+struct Checked {
+  const Operator& op;
+  const contract::Text& text;
+  const IValue* stack;
+  std::array<const Tensor*, kMost> tensors;    // by line
+  std::array<const Tensor*, kMost> gradients;  // by the line of the result
+  std::array<Int, kMost> sizes;
+  const Line* first_line = nullptr;
+  const Tensor* first = &kNone;
+  uint32_t bound = 0;  // the sizes that are known, a bit each
+
+  Checked(const Operator& op, const IValue* stack)
+      : op(op), text(op.family->text), stack(stack) {
+    const size_t count = text.lines.size();
+    for (size_t i = 0; i < count; ++i) {
+      tensors[i] = gradients[i] = &kNone;
+      const Line& line = text.lines[i];
+      if (line.size >= 0 && !line.is_tensor()) bind_number(line, op.argument[i]);
+    }
+    for (size_t i = 0; i < count; ++i)
+      if (op.argument[i] >= 0 && text.lines[i].is_tensor())
+        check_argument(int(i), stack[op.argument[i]]);
+    for (size_t i = 0; i < count; ++i)
+      if (op.argument[i] >= 0 && !text.lines[i].choices.empty())
+        check_choice(text.lines[i], stack[op.argument[i]]);
+    for (size_t i = 0; i < count; ++i)
+      if (op.gradient[i] >= 0) {
+        gradients[i] = &tensor_or_none(stack[op.gradient[i]]);
+        if (gradients[i]->defined())
+          check_tensor(text.lines[i], "grad_" + text.lines[i].name, *gradients[i]);
+      }
+    if (op.is_backward) check_terms();
+    for (size_t i = 0; i < count; ++i)
+      if (tensors[i]->defined())
+        for (const contract::Limit& limit : text.lines[i].limits) check_limit(limit, int(i));
+  }
+
+  template <class Got>
+  [[noreturn]] void refuse(const std::string& name, const std::string& what, const Got& got) const {
+    TORCH_CHECK(false, op.name, ": expected `", name, "` ", what, ", got ", got);
+  }
+
+  Int value(const Sum& sum) const {
+    Int total = 0;
+    for (const contract::Product& product : sum) {
+      Int each = product.factor;
+      for (const int size : product.sizes) each = each * sizes[size];
+      total = total + each;
+    }
+    return total;
+  }
+
+  void bind_number(const Line& line, int position) {
+    sizes[line.size] = position < 0 ? Int(line.absent) : integer(stack[position], Int());
+    bound |= 1u << line.size;
+    if (position < 0 || !line.has_bounds) return;
+    const Int& size = sizes[line.size];
+    if (!holds(below(Int(line.least - 1), size)))
+      refuse(line.name, c10::str(">= ", line.least), size);
+    // A symbol gets no guard for what cannot be.
+    if (known(size) > line.most) refuse(line.name, "of at most " + line.most_text, size);
+  }
+
+  void check_argument(int i, const IValue& value) {
+    const Line& line = text.lines[i];
+    tensors[i] = &tensor_or_none(value);
+    if (!tensors[i]->defined()) {
+      if (!op.optional[i]) refuse(line.name, "of shape " + line.shape_text, "none");
+      return;
+    }
+    check_tensor(line, line.name, *tensors[i]);
+    if (!first->defined()) {
+      first = tensors[i];
+      first_line = &line;
+    }
+  }
+
+  void check_choice(const Line& line, const IValue& value) const {
+    const std::string& got = value.toStringRef();
+    if (std::find(line.choices.begin(), line.choices.end(), got) != line.choices.end()) return;
+    std::string what;
+    for (size_t i = 0; i < line.choices.size(); ++i)
+      what += (i == 0 ? "" : i + 1 == line.choices.size() ? " or " : ", ") + ('"' + line.choices[i] + '"');
+    refuse(line.name, what, '"' + got + '"');
+  }
+
+  void check_tensor(const Line& line, const std::string& name, const Tensor& x) {
+    const Tensor& like = line.like < 0 ? kNone : *tensors[line.like];
+    if (like.defined()) {
+      if (x.scalar_type() != like.scalar_type())
+        refuse(name,
+               c10::str("of dtype ", like.scalar_type(), " like `", text.lines[line.like].name, "`"),
+               x.scalar_type());
+    } else if (line.like < 0) {
+      bool ok = false;
+      for (const Type type : line.types) ok |= x.scalar_type() == scalar_type(type);
+      if (!ok) refuse(name, line.type_text, x.scalar_type());
+    }
+    const Tensor& beside = like.defined() ? like : *first;
+    if (beside.defined() && x.device() != beside.device())
+      refuse(name,
+             c10::str("on ", beside.device(), " like `",
+                      like.defined() ? text.lines[line.like].name : first_line->name, "`"),
+             x.device());
+    check_shape(line, name, x);
+  }
+
+  void check_shape(const Line& line, const std::string& name, const Tensor& x) {
+    const uint32_t before = bound;
+    const auto shape = sizes_in(x, Int());
+    const size_t rank = shape.size();
+    int of_this_rank = 0;
+    for (const Shape& each : line.shapes) of_this_rank += each.size() == rank;
+    // Of several shapes of one rank, the dimensions that are numbers choose.
+    const auto fits = [&](const Shape& want, bool guard) {
+      bool ok = true;
+      for (size_t d = 0; d < rank && ok && of_this_rank > 1; ++d)
+        if (want[d].size() == 1 && want[d][0].sizes.empty())
+          ok = decided(equal(shape[d], Int(want[d][0].factor)), guard);
+      return ok;
+    };
+    const Shape* chosen = nullptr;
+    for (const bool guard : {false, true})
+      for (const Shape& each : line.shapes)
+        if (!chosen && each.size() == rank && fits(each, guard)) chosen = &each;
+    if (chosen && matches(line, *chosen, shape)) return;
+    std::string names, numbers;
+    for (const int size : line.names)
+      if (before >> size & 1) {
+        names += (names.empty() ? "" : ", ") + text.sizes[size];
+        numbers += (numbers.empty() ? "" : ", ") + c10::str(sizes[size]);
+      }
+    refuse(name,
+           "of shape " + line.shape_text +
+               (names.empty() ? "" : ", [" + names + "] = [" + numbers + "]"),
+           shape);
+  }
+
+  // Whether a shape is the wanted one. Sizes without a value get theirs.
+  template <class Sizes>
+  bool matches(const Line& line, const Shape& want, const Sizes& shape) {
+    auto ok = equal(Int(0), Int(0));
+    for (size_t d = 0; d < want.size(); ++d) {
+      const int size = contract::bare(want[d]);
+      if (size >= 0 && !(bound >> size & 1)) {
+        sizes[size] = shape[d];
+        bound |= 1u << size;
+      } else {
+        ok = both(ok, equal(shape[d], value(want[d])));
+      }
+    }
+    if (line.whole >= 0 && !(bound >> line.whole & 1)) {
+      sizes[line.whole] = value(line.parts);
+      bound |= 1u << line.whole;
+    }
+    return holds(ok);
+  }
+
+  void check_limit(const contract::Limit& limit, int i) const {
+    if (limit.on_cuda && !tensors[i]->is_cuda()) return;
+    if (!limit.only_in.empty() && limit.only_in != op.schema->name) return;
+    if (const Int sum = value(limit.sum); !holds(below(sum, Int(limit.below))))
+      refuse(text.lines[i].name,
+             "of less than " + limit.number + ' ' + limit.unit + (limit.on_cuda ? " on CUDA" : ""),
+             sum);
+  }
+
+  bool is_wanted(size_t result) const {
+    if (op.is_backward) return op.mask < 0 || stack[op.mask].toBoolList()[result];
+    for (size_t t = 0; t < op.family->term_lines.size(); ++t)
+      if (text.terms[t].result == text.lines[op.result_lines[result]].name)
+        for (const int line : op.family->term_lines[t])
+          if (!tensors[line]->defined()) return false;
+    return true;
+  }
+
+  // A term whose result has a gradient needs all of its factors, and so does a wanted gradient.
+  void check_terms() const {
+    const Family& family = *op.family;
+    for (size_t i = 0; i < family.input_lines.size(); ++i) {
+      const int line = family.input_lines[i];
+      if (tensors[line]->defined()) continue;
+      bool needed = is_wanted(i);
+      for (size_t t = 0; t < family.term_lines.size(); ++t) {
+        const auto& factors = family.term_lines[t];
+        needed |= gradients[text.line(text.terms[t].result)]->defined() &&
+                  std::count(factors.begin(), factors.end(), line);
+      }
+      const std::string& name = text.lines[line].name;
+      if (needed) refuse(name, "where it or a result of it has a gradient", "none");
+    }
+  }
+
+  // The results, those that are not wanted undefined.
+  std::array<Tensor, kMost> results() const {
+    std::array<Tensor, kMost> made;
+    for (size_t i = 0; i < op.result_lines.size(); ++i) {
+      if (!is_wanted(i)) continue;
+      const Line& line = text.lines[op.result_lines[i]];
+      const Tensor& input = *tensors[op.result_lines[i]];
+      if (op.is_backward) {
+        made[i] = make(sizes_in(input, Int()), input.options());
+        continue;
+      }
+      c10::SmallVector<Int, 5> shape;
+      for (const Sum& dim : line.shapes[0]) shape.push_back(value(dim));
+      made[i] = make(at::ArrayRef<Int>(shape), options_of(line));
+    }
+    return made;
+  }
+
+  at::TensorOptions options_of(const Line& line) const {
+    const Tensor& like = line.like < 0 ? kNone : *tensors[line.like];
+    if (like.defined()) return like.options();
+    at::TensorOptions options = first->options();
+    return line.types.empty() ? options : options.dtype(scalar_type(line.types[0]));
+  }
+
+  // What stands for a result that is not wanted.
+  Tensor nothing() const {
+    const auto& inputs = op.family->input_lines;
+    return at::empty({0}, inputs.empty() ? first->options() : tensors[inputs[0]]->options());
+  }
+};
+
+// ---- entries ------------------------------------------------------------------------------------
+
+// Where the positions of a line's entries begin to repeat: edges [2, E] have one position an edge.
+int64_t positions_of(const Checked<int64_t>& call, int i) {
+  const Line& line = call.text.lines[i];
+  const Shape& shape = line.shapes[0];
+  int64_t count = 1;
+  for (size_t d = shape.size() - line.entries.positions.size(); d < shape.size(); ++d)
+    count *= call.value(shape[d]);
+  return count;
+}
+
+Tensor is_wrong(const Tensor& names, const Line& line, int64_t bound) {
+  return names.lt(line.entries.may_be_none ? -1 : 0).logical_or(names.ge(bound));
+}
+
+[[noreturn]] void refuse_entry(const Checked<int64_t>& call, int i, int64_t position) {
+  const Line& line = call.text.lines[i];
+  const auto& positions = line.entries.positions;
+  const int64_t count = positions_of(call, i);
+  const Tensor& names = *call.tensors[i];
+  const Tensor rows = names.defined() ? names.reshape({-1, count}) : at::zeros({1, count}, at::kLong);
+  std::string got, where;
+  for (int64_t row = 0; row < rows.size(0); ++row)
+    got += (row == 0 ? "" : ", ") + std::to_string(rows[row][position].item<int64_t>());
+  if (rows.size(0) > 1) got = '(' + got + ')';
+  const Shape& shape = line.shapes[0];
+  for (size_t p = positions.size(); p-- > 0;) {
+    const int64_t size = call.value(shape[shape.size() - positions.size() + p]);
+    where = c10::str(positions[p], ' ', p > 0 ? position % size : position,
+                     where.empty() ? "" : ", ", where);
+    position /= std::max<int64_t>(size, 1);
+  }
+  const std::string& bound = line.entries.text.substr(line.entries.text.rfind("< ") + 2);
+  const std::string value = std::to_string(call.value(line.entries.below));
+  call.refuse(line.name, "entries " + line.entries.text + (bound == value ? "" : " = " + value),
+              got + (where.empty() ? "" : " at ") + where);
+}
+
+// A kernel's position counts those of all lines with entries, one line after the other.
+[[noreturn]] void refuse_position(const Checked<int64_t>& call, int64_t position) {
+  for (size_t i = 0; i < call.text.lines.size(); ++i) {
+    if (!call.text.lines[i].has_entries || call.op.argument[i] < 0) continue;
+    const int64_t count = positions_of(call, int(i));
+    if (position < count) refuse_entry(call, int(i), position);
+    position -= count;
+  }
+  TORCH_CHECK(false, call.op.name, ": the kernel found a wrong entry at ", position,
+              ", where its contract has none");
+}
+
+// Looks at every entry; on CUDA it waits for the answer.
+void check_entries(const Checked<int64_t>& call) {
+  for (size_t i = 0; i < call.text.lines.size(); ++i) {
+    const Line& line = call.text.lines[i];
+    const Tensor& names = *call.tensors[i];
+    if (!line.has_entries || !names.defined() || names.numel() == 0) continue;
+    const Tensor wrong = is_wrong(names, line, call.value(line.entries.below));
+    const Tensor found = wrong.reshape({-1, positions_of(call, int(i))}).any(0).nonzero();
+    if (found.numel() > 0) refuse_entry(call, int(i), found[0].item<int64_t>());
+  }
+}
+
+bool wants_checks() {
+  const char* wanted = std::getenv("CALCOPS_CHECK");
+  return wanted && std::strcmp(wanted, "1") == 0;
+}
+
+// What an argument is made of, made anew.
+Tensor made_for(const Checked<int64_t>& call, const Line& line) {
+  const std::string op = call.op.family->name_space + "::" + line.made_by;
+  torch::jit::Stack stack;
+  for (const std::string& name : line.made_of)
+    stack.push_back(call.stack[call.op.argument[call.text.line(name)]]);
+  c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), "").callBoxed(&stack);
+  return stack[0].toTensor();
+}
+
+void check_made(const Checked<int64_t>& call) {
+  for (size_t i = 0; i < call.text.lines.size(); ++i) {
+    const Line& line = call.text.lines[i];
+    if (line.made_by.empty() || !call.tensors[i]->defined()) continue;
+    std::string of;
+    for (size_t k = 0; k < line.made_of.size(); ++k)
+      of += (k == 0 ? "" : k + 1 == line.made_of.size() ? " and " : ", ") + line.made_of[k];
+    TORCH_CHECK(at::equal(*call.tensors[i], made_for(call, line)), call.op.name, ": expected `",
+                line.name, "` of this ", of, ", got that of others");
+  }
+}
+
+// ---- kernels ------------------------------------------------------------------------------------
+
+// What the slots of one call point into.
+struct Storage {
+  std::array<Tensor, kMost> owned;
+  std::array<std::array<int64_t, 6>, kMost> shape, stride;
+  std::array<std::vector<int64_t>, 2> integers;
+  std::array<std::vector<double>, 2> numbers;
+  size_t lists = 0;
+};
+
+bool has_type(const Tensor& x, Type type) {
+  return !x.defined() || x.scalar_type() == scalar_type(type);
+}
+
+// The tensor that a kernel gets for an argument: of the number type and the strides that it takes.
+const Tensor& as_taken(const Line& line, const Tensor& x, const Parameter& parameter, Tensor& made) {
+  const Tensor* found = &x;
+  if (line.read_as != Type::kNone && x.scalar_type() != scalar_type(line.read_as)) {
+    made = x.to(scalar_type(line.read_as));
+    found = &made;
+  }
+  const bool keeps = parameter.is_strided && (!line.in_columns || found->mT().is_contiguous());
+  if (!keeps && !found->is_contiguous()) {
+    made = found->contiguous();
+    found = &made;
+  }
+  return *found;
+}
+
+const BoundKernel* kernel_for(const Checked<int64_t>& call, const std::array<Tensor, kMost>& results,
+                              const Operator& with, bool on_cuda) {
+  for (const BoundKernel& kernel : with.kernels) {
+    bool fits = kernel.is_cuda == on_cuda;
+    for (size_t p = 0; p < kernel.sources.size() && fits; ++p) {
+      const Parameter& parameter = kernel.entry.parameters[p];
+      if (parameter.kind != Parameter::kTensor) continue;
+      const int index = kernel.sources[p].index;
+      if (kernel.sources[p].from == Source::kResult) {
+        fits = has_type(results[index], parameter.type);
+      } else if (index < 0) {
+        fits = has_type(*call.gradients[-2 - index], parameter.type);
+      } else {
+        const Type read_as = call.text.lines[index].read_as;
+        fits = read_as != Type::kNone ? read_as == parameter.type
+                                      : has_type(*call.tensors[index], parameter.type);
+      }
+    }
+    if (fits) return &kernel;
+  }
+  return nullptr;
+}
+
+void run_kernel(const Checked<int64_t>& call, const BoundKernel& kernel,
+                const std::array<Tensor, kMost>& results, Workspace& workspace, void* stream) {
+  static char empty[64];
+  Storage storage;
+  std::array<Slot, kMost> slots;
+  const auto set_tensor = [&](size_t p, const Tensor& x, const Shape* canonical, void* data) {
+    Slot& slot = slots[p];
+    slot.data = data ? data : empty;  // a tensor without elements is there, too
+    if (canonical) {
+      for (size_t d = 0; d < canonical->size(); ++d) storage.shape[p][d] = call.value((*canonical)[d]);
+      slot.shape = storage.shape[p].data();
+    } else {
+      slot.shape = x.sizes().data();
+    }
+    slot.stride = x.strides().data();
+  };
+  for (size_t p = 0; p < kernel.sources.size(); ++p) {
+    const Parameter& parameter = kernel.entry.parameters[p];
+    const Source source = kernel.sources[p];
+    Slot& slot = slots[p] = {};
+    if (source.from == Source::kWorkspace) {
+      slot.data = &workspace;
+    } else if (source.from == Source::kStream) {
+      slot.data = stream;
+    } else if (source.from == Source::kResult) {
+      const Tensor& x = results[source.index];
+      const Line& line = call.text.lines[call.op.result_lines[source.index]];
+      if (x.defined()) set_tensor(p, x, &line.shapes[0], x.mutable_data_ptr());
+    } else if (parameter.kind == Parameter::kTensor) {
+      const bool is_gradient = source.index < 0;
+      const int index = is_gradient ? -2 - source.index : source.index;
+      const Tensor& x = is_gradient ? *call.gradients[index] : *call.tensors[index];
+      if (!x.defined()) continue;
+      const Line& line = call.text.lines[index];
+      const Tensor& taken = as_taken(line, x, parameter, storage.owned[p]);
+      const bool is_canonical = parameter.is_strided;
+      set_tensor(p, taken, is_canonical ? nullptr : &line.shapes[0],
+                 const_cast<void*>(taken.const_data_ptr()));
+    } else {
+      const Line& line = call.text.lines[source.index];
+      const int position = call.op.argument[source.index];
+      if (position < 0) {
+        slot.integer = line.absent;
+        continue;
+      }
+      const IValue& value = call.stack[position];
+      switch (parameter.kind) {
+        case Parameter::kInt: slot.integer = value.toInt(); break;
+        case Parameter::kFloat: slot.real = value.toDouble(); break;
+        case Parameter::kBool: slot.integer = value.toBool(); break;
+        case Parameter::kString:
+          slot.data = const_cast<char*>(value.toStringRef().c_str());
+          break;
+        case Parameter::kInts: {
+          auto& list = storage.integers.at(storage.lists++);
+          list = value.toIntVector();
+          slot.data = list.data();
+          slot.integer = int64_t(list.size());
+          break;
+        }
+        default: {
+          auto& list = storage.numbers.at(storage.lists++);
+          list = value.isNone() ? std::vector<double>() : value.toDoubleVector();
+          slot.data = list.data();
+          slot.integer = int64_t(list.size());
+        }
+      }
+    }
+  }
+  const Outcome outcome = kernel.entry.run(kernel.entry.function, slots.data());
+  TORCH_CHECK(!outcome.error, call.op.name, ": CUDA error: ", outcome.error);
+  if (outcome.wrong >= 0) refuse_position(call, outcome.wrong);
+}
+
+void run_on_cpu(const Checked<int64_t>& call, const BoundKernel& kernel,
+                const std::array<Tensor, kMost>& results) {
+  if (!kernel.entry.checks_entries) check_entries(call);
+  if (wants_checks()) check_made(call);
+  Workspace none{};
+  run_kernel(call, kernel, results, none, nullptr);
+}
+
+void run_on_cuda(const Checked<int64_t>& call, const BoundKernel& kernel,
+                 const std::array<Tensor, kMost>& results) {
+  const c10::DeviceGuard guard(call.first->device());
+  const c10::impl::VirtualGuardImpl device(call.first->device().type());
+  void* stream = device.getStream(call.first->device()).native_handle();
+  // A graph that is being captured cannot wait for the answer.
+  if (wants_checks() && !(kernel.entry.is_capturing && kernel.entry.is_capturing(stream))) {
+    check_entries(call);
+    check_made(call);
+  }
+  bool needs_workspace = false;
+  for (const Source& source : kernel.sources) needs_workspace |= source.from == Source::kWorkspace;
+  Workspace workspace{nullptr, 0};
+  if (needs_workspace) run_kernel(call, kernel, results, workspace, stream);
+  const Tensor memory = at::empty({std::max<int64_t>(workspace.bytes, 1)},
+                                  call.first->options().dtype(at::kByte));
+  workspace.data = memory.mutable_data_ptr();
+  run_kernel(call, kernel, results, workspace, stream);
+}
+
+void push_results(const Operator& op, std::array<Tensor, kMost>& results, torch::jit::Stack* stack) {
+  torch::jit::drop(*stack, op.count);
+  for (size_t i = 0; i < op.result_lines.size(); ++i) stack->push_back(std::move(results[i]));
+}
+
+// An operator without kernels uses those of the one in its contract that takes all it takes.
+const Operator& with_kernels(const Operator& op) {
+  if (!op.kernels.empty()) return op;
+  for (const Operator& other : op.family->operators)
+    if (!other.kernels.empty() && other.is_backward == op.is_backward &&
+        other.result_lines.size() >= op.result_lines.size() &&
+        std::equal(op.result_lines.begin(), op.result_lines.end(), other.result_lines.begin()))
+      return other;
+  return op;
+}
+
+template <bool on_cuda>
+void run_here(const Operator& op, torch::jit::Stack* stack) {
+  std::array<Tensor, kMost> results;
+  {
+    Checked<int64_t> call(op, stack->data() + stack->size() - op.count);
+    std::array<Tensor, kMost> made;
+    for (size_t i = 0; i < call.text.lines.size(); ++i)
+      if (on_cuda && call.text.lines[i].made_on_cuda && op.argument[i] >= 0 &&
+          !call.tensors[i]->defined()) {
+        made[i] = made_for(call, call.text.lines[i]);
+        call.tensors[i] = &made[i];
+      }
+    results = call.results();
+    if (const BoundKernel* kernel = kernel_for(call, results, with_kernels(op), on_cuda)) {
+      on_cuda ? run_on_cuda(call, *kernel, results) : run_on_cpu(call, *kernel, results);
+    } else {
+      TORCH_CHECK(!on_cuda || !op.family->without_cuda, op.name, ": built without CUDA because ",
+                  op.family->without_cuda);
+      TORCH_CHECK(false, op.name, ": no kernel for ", on_cuda ? "CUDA" : "the CPU",
+                  " and these dtypes is registered");
+    }
+    for (size_t i = 0; i < op.result_lines.size(); ++i)
+      if (!results[i].defined()) results[i] = call.nothing();
+  }
+  push_results(op, results, stack);
+}
+
+void run_on_meta(const Operator& op, torch::jit::Stack* stack) {
+  std::array<Tensor, kMost> results;
+  {
+    const Checked<SymInt> call(op, stack->data() + stack->size() - op.count);
+    results = call.results();
+    for (size_t i = 0; i < op.result_lines.size(); ++i)
+      if (!results[i].defined()) results[i] = call.nothing();
+  }
+  push_results(op, results, stack);
+}
+
+// A composition's arguments are checked as a kernel's.
+void run_composition(const Operator& op, torch::jit::Stack* stack) {
+  std::vector<Value> arguments;
+  {
+    const IValue* first = stack->data() + stack->size() - op.count;
+    const Checked<SymInt> call(op, first);
+    for (int i = 0; i < op.count; ++i) arguments.push_back(value_of(first[i]));
+  }
+  const Value result = op.composition(arguments.data());
+  torch::jit::drop(*stack, op.count);
+  stack->push_back(ivalue_of(result));
+}
+
+// ---- vmap ---------------------------------------------------------------------------------------
+
+bool contains(const std::vector<int>& list, int item) {
+  return std::find(list.begin(), list.end(), item) != list.end();
+}
+
+// The dimension of a shape that vmap joins; -1: none.
+int joined_dimension(const contract::Text& text, const Shape& shape) {
+  for (size_t d = 0; d < shape.size(); ++d)
+    if (contains(text.joined, contract::bare(shape[d]))) return int(d);
+  return -1;
+}
+
+const Shape* shape_of_rank(const Line& line, int64_t rank) {
+  for (const Shape& shape : line.shapes)
+    if (int64_t(shape.size()) == rank) return &shape;
+  return &line.shapes[0];
+}
+
+// Names [items, ...] below `count` as names of the joined rows. What is wrong stays wrong.
+Tensor shifted(const Tensor& names, const SymInt& items, const SymInt& count) {
+  const Tensor wide = names.to(at::kLong);
+  Tensor step = at::arange(items, wide.options()).mul(c10::Scalar(count));
+  while (step.dim() < wide.dim()) step = step.unsqueeze(-1);
+  const Tensor outside = at::where(wide.eq(-1), -1, c10::Scalar(count * items));
+  return at::where(wide.ge(0).logical_and(wide.lt(count)), wide.add(step), outside);
+}
+
+// One call for all items: what is joined lies side by side, as do the rows that entries name.
+tensor_list vmap_joined(const Operator& op, Call call, const SymInt& items) {
+  const contract::Text& text = op.family->text;
+  // Of one item. (Afterwards nothing tells, where there are no items.)
+  std::vector<SymInt> counts(text.sizes.size(), 0);
+  for (size_t i = 0; i < text.lines.size(); ++i) {
+    const Line& line = text.lines[i];
+    if (line.size >= 0 && !line.is_tensor())
+      counts[line.size] = op.argument[i] < 0 ? SymInt(line.absent)
+                                             : call.arguments[op.argument[i]].toSymInt();
+    const int position = op.argument[i] >= 0 ? op.argument[i] : op.gradient[i];
+    if (!line.is_tensor() || position < 0 || !call.arguments[position].isTensor()) continue;
+    const Tensor& x = call.arguments[position].toTensor();
+    const Shape& shape = *shape_of_rank(line, x.dim() - 1);
+    if (const int d = joined_dimension(text, shape); d >= 0)
+      counts[contract::bare(shape[d])] = x.sym_size(d + 1);
+  }
+  const auto join = [&](const Tensor& x, const Line& line) {
+    const Shape& shape = *shape_of_rank(line, x.dim() - 1);
+    const int d = joined_dimension(text, shape);
+    Tensor names = x;
+    if (line.has_entries)
+      if (const int size = contract::bare(line.entries.below); contains(text.joined, size))
+        names = shifted(x, items, counts[size]);
+    return names.movedim(0, d).flatten(d, d + 1);
+  };
+  for (size_t i = 0; i < text.lines.size(); ++i) {
+    const Line& line = text.lines[i];
+    if (op.gradient[i] >= 0)
+      if (IValue& argument = call.arguments[op.gradient[i]]; argument.isTensor())
+        argument = join(argument.toTensor(), line);
+    if (op.argument[i] < 0) continue;
+    IValue& argument = call.arguments[op.argument[i]];
+    if (!line.made_by.empty() && joined_dimension(text, line.shapes[0]) < 0) {
+      argument = IValue();  // one for all items is made where it is needed
+    } else if (argument.isTensor()) {
+      argument = join(argument.toTensor(), line);
+    } else if (line.is_tensor() && line.has_entries &&
+               contains(text.joined, contract::bare(line.entries.below))) {
+      // All entries are 0 where there are none, and differ from now on.
+      c10::SymDimVector shape{items};
+      for (const Sum& dim : line.shapes[0]) shape.push_back(counts[contract::bare(dim)]);
+      argument = join(at::zeros_symint(shape, call.arguments[0].toTensor().options()), line);
+    } else if (line.size >= 0 && contains(text.joined, line.size)) {
+      argument = counts[line.size] * items;
+    }
+  }
+  tensor_list results = call.run();
+  for (size_t i = 0; i < results.size(); ++i) {
+    Tensor& result = results[i];
+    const Shape& shape = *shape_of_rank(text.lines[op.result_lines[i]], result.dim());
+    const bool is_nothing = shape.size() != size_t(result.dim());
+    const int d = is_nothing ? 0 : joined_dimension(text, shape);
+    const SymInt size = is_nothing ? SymInt(0) : counts[contract::bare(shape[d])];
+    result = result.unflatten_symint(d, {items, size}).movedim(d, 0);
+  }
+  return results;
+}
+
+// One call for each item.
+tensor_list vmap_one_by_one(Call call, const SymInt& items) {
+  const int64_t count = items.guard_int(__FILE__, __LINE__);
+  TORCH_CHECK(count > 0, call.op.schema().name(), ": expected vmap over a dimension with items");
+  std::vector<tensor_list> found;
+  for (int64_t item = 0; item < count; ++item) {
+    Call one = call;
+    for (IValue& argument : one.arguments)
+      if (argument.isTensor()) argument = argument.toTensor().select(0, item);
+    const tensor_list results = one.run();
+    found.resize(results.size());
+    for (size_t i = 0; i < results.size(); ++i) found[i].push_back(results[i]);
+  }
+  tensor_list results;
+  for (const tensor_list& items_ : found) results.push_back(at::stack(items_));
+  return results;
+}
+
+// ---- registration -------------------------------------------------------------------------------
+
+struct Run final : c10::OperatorKernel {
+  using Function = void (*)(const Operator&, torch::jit::Stack*);
+  Run(const Operator* op, Function function) : op(op), function(function) {}
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    function(*op, stack);
+  }
+  const Operator* op;
+  Function function;
+};
+
+struct Differentiate final : c10::OperatorKernel {
+  explicit Differentiate(const Derivatives* derivatives) : derivatives(derivatives) {}
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    differentiate(*derivatives, op, keys, stack);
+  }
+  const Derivatives* derivatives;
+};
+
+struct Vmap final : c10::OperatorKernel {
+  explicit Vmap(const Operator* op) : op(op) {}
+  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet,
+                  torch::jit::Stack* stack) {
+    vmap(
+        [this](Call call, const SymInt& items) {
+          return op->family->text.joined.empty() ? vmap_one_by_one(std::move(call), items)
+                                                 : vmap_joined(*op, std::move(call), items);
+        },
+        handle, stack);
+  }
+  const Operator* op;
+};
+
+void read_operator(Family& family, const contract::Schema& schema) {
+  const contract::Text& text = family.text;
+  Operator& op = family.operators.emplace_back(
+      Operator{&family, &schema, "", torch::schema(schema.text.c_str()), {}, {}, {}, {}, {}});
+  const std::string& name = op.parsed.name();
+  op.name = name.find("::") == std::string::npos ? family.name_space + "::" + name : name;
+  op.is_backward = name.size() > 9 && name.compare(name.size() - 9, 9, "_backward") == 0;
+  op.count = int(op.parsed.arguments().size());
+  op.argument.fill(-1);
+  op.gradient.fill(-1);
+  for (int i = 0; i < op.count; ++i) {
+    const c10::Argument& argument = op.parsed.arguments()[i];
+    const std::string& called = argument.name();
+    if (argument.alias_info())
+      family.fail(schema.number, name + " would change `" + called + "`; return a result instead");
+    if (called == "output_mask") {
+      op.mask = i;
+      op.lines.push_back(-1);
+      continue;
+    }
+    int line = text.line(called);
+    if (line < 0 && op.is_backward && contract::begins(called, "grad_"))
+      if (line = text.line(called.substr(5)); line >= 0) {
+        op.gradient[line] = i;
+        op.lines.push_back(-2 - line);
+        continue;
+      }
+    const std::string type = argument.type()->annotation_str();
+    const bool is_tensor = type.find("Tensor") != std::string::npos;
+    if (line < 0) family.fail(schema.number, name + " has `" + called + "`, which no line describes");
+    if (is_tensor && !text.lines[line].is_tensor())
+      family.fail(text.lines[line].number, "`" + called + "`: expected its shape, such as [N, 3]");
+    op.argument[line] = i;
+    op.optional[line] = argument.type()->kind() == c10::TypeKind::OptionalType;
+    op.lines.push_back(line);
+  }
+}
+
+// Results are the lines that are nobody's arguments, in order, unless the schema names them.
+void read_results(Family& family) {
+  const contract::Text& text = family.text;
+  std::vector<int> results;
+  for (size_t i = 0; i < text.lines.size(); ++i) {
+    bool is_result = text.lines[i].is_tensor();
+    for (const Operator& op : family.operators) is_result &= op.argument[i] < 0;
+    if (is_result) results.push_back(int(i));
+  }
+  for (Operator& op : family.operators) {
+    const auto& returns = op.parsed.returns();
+    for (size_t i = 0; i < returns.size(); ++i) {
+      int line = text.line(returns[i].name());
+      if (line < 0 && op.composition) break;
+      if (line < 0) {
+        const auto& lines = op.is_backward ? family.input_lines : results;
+        if (i >= lines.size())
+          family.fail(op.schema->number, "no line describes result " + std::to_string(i + 1) +
+                                             " of " + op.parsed.name());
+        line = lines[i];
+      }
+      op.result_lines.push_back(line);
+    }
+  }
+}
+
+// Every size of a result must be known from the arguments.
+void check_sizes(const Family& family, const Operator& op) {
+  const contract::Text& text = family.text;
+  std::vector<bool> is_known(text.sizes.size());
+  for (size_t i = 0; i < text.lines.size(); ++i) {
+    const Line& line = text.lines[i];
+    if (line.size >= 0) is_known[line.size] = true;
+    if (op.argument[i] < 0 || !line.is_tensor()) continue;
+    for (const Sum& dim : line.shapes[0])
+      if (contract::bare(dim) >= 0) is_known[contract::bare(dim)] = true;
+    if (line.whole >= 0) is_known[line.whole] = true;
+  }
+  for (const int result : op.result_lines)
+    for (const int size : text.lines[result].names)
+      if (!is_known[size] && !op.is_backward)
+        family.fail(text.lines[result].number,
+                    "no argument of " + op.parsed.name() + " has the size " + text.sizes[size] +
+                        " of the result `" + text.lines[result].name + "`");
+}
+
+const char* kept(Family& family, std::string text) {
+  family.names.push_back(std::move(text));
+  return family.names.back().c_str();
+}
+
+void read_derivatives(Family& family) {
+  contract::Text& text = family.text;
+  if (text.terms.empty()) return;
+  for (const Operator& op : family.operators)
+    if (op.is_backward) family.backward = op.name;
+  if (family.backward.empty())
+    family.fail(1, "`linear` needs the operator that gives the gradients, its name ending in _backward");
+  family.forward = family.backward.substr(0, family.backward.size() - 9);
+  const auto has = [&](const std::string& name) {
+    for (const Operator& op : family.operators)
+      if (op.name == name) return true;
+    return false;
+  };
+  if (!has(family.forward)) {  // _x_backward of x
+    const size_t at = family.forward.rfind("::_");
+    if (at != std::string::npos) family.forward.erase(at + 2, 1);
+  }
+  if (!has(family.forward)) family.fail(1, "no operator " + family.forward + " beside " + family.backward);
+  std::vector<Multilinear::Term> terms;
+  for (const contract::Term& term : text.terms) {
+    terms.push_back({"grad_" + term.result});
+    family.term_lines.emplace_back();
+    for (const std::string& factor : term.factors) {
+      const int line = text.line(factor);
+      terms.back().push_back(factor);
+      family.term_lines.back().push_back(line);
+      if (!contains(family.input_lines, line)) family.input_lines.push_back(line);
+    }
+  }
+  family.derivatives = std::make_unique<Multilinear>(kept(family, family.forward),
+                                                     kept(family, family.backward), terms);
+}
+
+// Where no line says what vmap joins, it is the first size of all tensors, if they share one that
+// has no other part in the contract.
+void read_vmap(Family& family) {
+  contract::Text& text = family.text;
+  if (!text.says_vmap) {
+    int common = -2;
+    const auto agree = [&](int size) { common = common == -2 || common == size ? size : -1; };
+    for (const Line& line : text.lines) {
+      for (const Shape& shape : line.shapes) {
+        agree(shape.empty() ? -1 : contract::bare(shape[0]));
+        for (size_t d = 1; d < shape.size(); ++d)
+          for (const contract::Product& product : shape[d])
+            if (contains(product.sizes, common)) common = -1;
+      }
+      if (line.size >= 0 && line.size == common) common = -1;
+      for (const contract::Product& product : line.entries.below)
+        if (contains(product.sizes, common)) common = -1;
+    }
+    if (common >= 0) text.joined = {common};
+    return;
+  }
+  for (const Line& line : text.lines)
+    for (const Shape& shape : line.shapes)
+      if (joined_dimension(text, shape) < 0 && line.made_by.empty())
+        family.fail(line.number, "`" + line.name + "` has no dimension that vmap joins");
+}
+
+// Matches a kernel's parameters with the arguments and results of its operator.
+BoundKernel bind(const Operator& op, const KernelEntry& kernel) {
+  const Family& family = *op.family;
+  BoundKernel bound{kernel, {}, false};
+  std::vector<Source> expected;
+  for (size_t i = 0; i < op.lines.size(); ++i)
+    if (op.lines[i] != -1) expected.push_back({Source::kArgument, op.lines[i]});
+  for (size_t i = 0; i < op.result_lines.size(); ++i)
+    expected.push_back({Source::kResult, int(i)});
+  size_t next = 0;
+  for (int p = 0; p < kernel.count; ++p) {
+    const Parameter& parameter = kernel.parameters[p];
+    if (parameter.kind == Parameter::kWorkspace || parameter.kind == Parameter::kStream) {
+      bound.is_cuda |= parameter.kind == Parameter::kStream;
+      bound.sources.push_back({parameter.kind == Parameter::kStream ? Source::kStream : Source::kWorkspace, 0});
+      continue;
+    }
+    const auto fail = [&](const std::string& what) {
+      family.fail(op.schema->number, "parameter " + std::to_string(p + 1) + " of a kernel of " +
+                                         op.parsed.name() + ": " + what);
+    };
+    if (next == expected.size()) fail("there are no more arguments and results");
+    const Source source = expected[next++];
+    const bool is_result = source.from == Source::kResult;
+    const int index = is_result ? op.result_lines[source.index]
+                                : source.index < 0 ? -2 - source.index : source.index;
+    const Line& line = family.text.lines[index];
+    const bool is_tensor = parameter.kind == Parameter::kTensor;
+    if (is_tensor != line.is_tensor())
+      fail(std::string("expected ") + (line.is_tensor() ? "a View" : "a number or string") + " for `" + line.name + "`");
+    if (is_tensor && parameter.rank != int(line.shapes[0].size()))
+      fail("expected " + std::to_string(line.shapes[0].size()) + " dimensions for `" + line.name +
+           "`, got " + std::to_string(parameter.rank));
+    if (is_tensor && parameter.is_written != is_result)
+      fail(is_result ? "expected a View of numbers that are not const for the result `" + line.name + "`"
+                     : "expected a View of const numbers for the argument `" + line.name + "`");
+    bound.sources.push_back(source);
+  }
+  if (next != expected.size())
+    family.fail(op.schema->number, "a kernel of " + op.parsed.name() + " has " + std::to_string(next) +
+                                       " parameters for " + std::to_string(expected.size()) +
+                                       " arguments and results");
+  return bound;
+}
+
+void take_kernels(Family& family) {
+  for (Operator& op : family.operators) {
+    const auto waiting = kernels_waiting().find(op.name);
+    if (waiting == kernels_waiting().end()) continue;
+    for (const KernelEntry& kernel : waiting->second) op.kernels.push_back(bind(op, kernel));
+    kernels_waiting().erase(waiting);
+  }
+}
+
+void define(torch::Library& m, Operator& op) {
+  using torch::CppFunction;
+  const Family& family = *op.family;
+  const std::string name = op.name.substr(op.name.find("::") + 2);
+  m.def(c10::FunctionSchema(op.parsed));
+  const auto impl = [&](c10::DispatchKey key, CppFunction&& function) {
+    m.impl(name.c_str(), torch::dispatch(key, std::move(function)));
+  };
+  const auto running = [&](Run::Function function) {
+    return CppFunction::makeFromBoxedFunctor(std::make_unique<Run>(&op, function));
+  };
+  if (op.composition) {
+    // vmap does not look for compositions, so it stands under that key too.
+    impl(c10::DispatchKey::CompositeImplicitAutograd, running(&run_composition));
+    impl(c10::DispatchKey::FuncTorchBatched, running(&run_composition));
+    return;
+  }
+  impl(c10::DispatchKey::CPU, running(&run_here<false>));
+  impl(c10::DispatchKey::CUDA, running(&run_here<true>));
+  impl(c10::DispatchKey::Meta, running(&run_on_meta));
+  impl(c10::DispatchKey::Autograd,
+       family.derivatives
+           ? CppFunction::makeFromBoxedFunctor(std::make_unique<Differentiate>(family.derivatives.get()))
+           : torch::autograd::autogradNotImplementedFallback());
+  impl(c10::DispatchKey::FuncTorchBatched,
+       CppFunction::makeFromBoxedFunctor(std::make_unique<Vmap>(&op)));
+}
+
+std::deque<ContractEntry>& contracts_waiting() {
+  static auto* waiting = new std::deque<ContractEntry>;
+  return *waiting;
+}
+
+void define_waiting(torch::Library&) {
+  while (!contracts_waiting().empty()) {
+    const ContractEntry entry = contracts_waiting().front();
+    contracts_waiting().pop_front();
+    Family& family = families().emplace_back();
+    family.name_space = entry.name_space;
+    family.file = entry.file;
+    family.line = entry.line;
+    family.without_cuda = entry.without_cuda;
+    try {
+      family.text = contract::Reader(entry.text).read();
+    } catch (const contract::Mistake& mistake) {
+      TORCH_CHECK(false, entry.file, ":", entry.line, ": contract, ", mistake.what());
+    }
+    if (family.text.lines.size() > kMost || family.text.sizes.size() > kMost)
+      family.fail(1, "more than " + std::to_string(kMost) + " lines or sizes");
+    for (const contract::Schema& schema : family.text.schemas) read_operator(family, schema);
+    for (int i = 0; i < entry.count; ++i)
+      for (Operator& op : family.operators)
+        if (op.parsed.name() == entry.compositions[i].op || op.name == entry.compositions[i].op)
+          op.composition = entry.compositions[i].function;
+    read_derivatives(family);
+    read_results(family);
+    read_vmap(family);
+    for (const Operator& op : family.operators) check_sizes(family, op);
+    take_kernels(family);
+    torch::Library library(torch::Library::FRAGMENT, family.name_space, std::nullopt,
+                           family.file.c_str(), uint32_t(family.line));
+    for (Operator& op : family.operators) define(library, op);
+  }
+}
+
+// What help() shows below the schema.
+std::string documentation(const Operator& op) {
+  std::string text = op.schema->summary + '\n';
+  const auto add = [&](const char* title, const std::vector<int>& lines) {
+    text += title;
+    for (const int line : lines)
+      if (line >= 0) text += '\n' + op.family->text.lines[line].text;
+    text += '\n';
+  };
+  add("", op.lines);
+  if (!op.result_lines.empty()) add("\nReturns", op.result_lines);
+  return op.schema->details.empty() ? text : text + '\n' + op.schema->details + '\n';
+}
+
+}  // namespace
+
+Value::Value(decltype(nullptr)) : value_(new IValue()) {}
+Value::Value(int64_t number) : value_(new IValue(number)) {}
+Value::Value(double number) : value_(new IValue(number)) {}
+Value::Value(bool flag) : value_(new IValue(flag)) {}
+Value::Value(const char* text) : value_(new IValue(std::string(text))) {}
+Value::Value(const Value& other) : value_(new IValue(ivalue_of(other))) {}
+Value::~Value() { delete static_cast<IValue*>(value_); }
+
+Value& Value::operator=(const Value& other) {
+  *static_cast<IValue*>(value_) = ivalue_of(other);
+  return *this;
+}
+
+bool Value::is_none() const { return ivalue_of(*this).isNone(); }
+
+Value Value::size(int dimension) const {
+  return value_of(IValue(ivalue_of(*this).toTensor().sym_size(dimension)));
+}
+
+Value Value::dtype() const { return value_of(IValue(ivalue_of(*this).toTensor().scalar_type())); }
+
+Value Value::device() const { return value_of(IValue(ivalue_of(*this).toTensor().device())); }
+
+Value Value::result(int i) const { return value_of(ivalue_of(*this).toTupleRef().elements()[i]); }
+
+Value Value::call(const char* op, const Value* values, int count) {
+  const std::string name = op;
+  const size_t dot = name.find('.');
+  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
+      name.substr(0, dot).c_str(), dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
+  const auto& arguments = handle.schema().arguments();
+  torch::jit::Stack stack;
+  for (int i = 0; i < count; ++i) stack.push_back(ivalue_of(values[i]));
+  for (size_t i = count; i < arguments.size(); ++i)
+    stack.push_back(arguments[i].default_value().value_or(IValue()));
+  handle.callBoxed(&stack);
+  if (stack.size() == 1) return value_of(std::move(stack[0]));
+  return value_of(c10::ivalue::Tuple::create(std::move(stack)));
+}
+
+Value Value::list_of(const Value* values, int count) {
+  if (count > 0 && ivalue_of(values[0]).isTensor()) {
+    c10::List<Tensor> list;
+    for (int i = 0; i < count; ++i) list.push_back(ivalue_of(values[i]).toTensor());
+    return value_of(IValue(std::move(list)));
+  }
+  std::vector<SymInt> list;
+  for (int i = 0; i < count; ++i) list.push_back(ivalue_of(values[i]).toSymInt());
+  return value_of(IValue(std::move(list)));
+}
+
+Value operator+(const Value& a, const Value& b) {
+  return value_of(IValue(ivalue_of(a).toSymInt() + ivalue_of(b).toSymInt()));
+}
+
+Value operator*(const Value& a, const Value& b) {
+  return value_of(IValue(ivalue_of(a).toSymInt() * ivalue_of(b).toSymInt()));
+}
+
+void add_contract(const ContractEntry& contract) {
+  contracts_waiting().push_back(contract);
+  calcops_jit::Initializer({torch::Library::FRAGMENT, &define_waiting, contract.name_space,
+                            std::nullopt, contract.file, uint32_t(contract.line)});
+}
+
+void add_kernel(const KernelEntry& kernel) {
+  const std::string op = kernel.op;
+  const bool is_qualified = op.find("::") != std::string::npos;
+  kernels_waiting()[is_qualified ? op : std::string(kernel.name_space) + "::" + op].push_back(kernel);
+  for (Family& family : families()) take_kernels(family);
+}
+
+}  // namespace calcops
+
+// What the loader asks: the name and the documentation of every operator with a contract.
+extern "C" __attribute__((visibility("default"), used)) const char* calcops_jit_documentation() {
+  static auto* text = new std::string;
+  text->clear();
+  for (const calcops::Family& family : calcops::families())
+    for (const calcops::Operator& op : family.operators)
+      *text += op.name + '\n' + calcops::documentation(op) + '\x1e';
+  return text->c_str();
+}
