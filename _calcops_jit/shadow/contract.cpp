@@ -19,6 +19,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <list>
 #include <map>
 #include <memory>
 #include <string>
@@ -39,7 +40,8 @@ using contract::Line;
 using contract::Shape;
 using contract::Sum;
 
-constexpr size_t kMost = 24;  // lines, sizes, results and parameters of one contract
+constexpr size_t kMost = 24;  // lines, sizes and parameters of one contract
+using Results = std::array<Tensor, 6>;
 
 at::ScalarType scalar_type(Type type) {
   switch (type) {
@@ -113,11 +115,13 @@ struct Operator {
   const contract::Schema* schema;
   std::string name;  // qualified
   c10::FunctionSchema parsed;
-  std::array<int, kMost> argument;   // of each line: its position in the schema, or -1
-  std::array<int, kMost> gradient;   // of each line: the position of its grad_ argument, or -1
-  std::array<bool, kMost> optional;  // of each line
-  std::vector<int> lines;            // of each argument; -1: output_mask, -2 - line: a gradient
-  std::vector<int> result_lines;     // of each result; backward: the factor
+  std::array<int, kMost> argument{};   // of each line: its position in the schema, or -1
+  std::array<int, kMost> gradient{};   // of each line: the position of its grad_ argument, or -1
+  std::array<bool, kMost> optional{};  // of each line
+  std::vector<int> lines{};            // of each argument; -1: output_mask, -2 - line: a gradient
+  std::vector<int> number_lines, tensor_lines, choice_lines, gradient_lines, limit_lines;
+  std::vector<std::vector<int>> needs;  // of each result: the lines without which it is not wanted
+  std::vector<int> result_lines{};     // of each result; backward: the factor
   int count = 0, mask = -1;
   bool is_backward = false;
   Value (*composition)(const Value*) = nullptr;
@@ -185,28 +189,20 @@ struct Checked {
 
   Checked(const Operator& op, const IValue* stack)
       : op(op), text(op.family->text), stack(stack) {
-    const size_t count = text.lines.size();
-    for (size_t i = 0; i < count; ++i) {
-      tensors[i] = gradients[i] = &kNone;
-      const Line& line = text.lines[i];
-      if (line.size >= 0 && !line.is_tensor()) bind_number(line, op.argument[i]);
+    tensors.fill(&kNone);
+    gradients.fill(&kNone);
+    for (const int i : op.number_lines) bind_number(text.lines[i], op.argument[i]);
+    for (const int i : op.tensor_lines) check_argument(i, stack[op.argument[i]]);
+    for (const int i : op.choice_lines) check_choice(text.lines[i], stack[op.argument[i]]);
+    for (const int i : op.gradient_lines) {
+      gradients[i] = &tensor_or_none(stack[op.gradient[i]]);
+      if (gradients[i]->defined())
+        check_tensor(text.lines[i], "grad_" + text.lines[i].name, *gradients[i]);
     }
-    for (size_t i = 0; i < count; ++i)
-      if (op.argument[i] >= 0 && text.lines[i].is_tensor())
-        check_argument(int(i), stack[op.argument[i]]);
-    for (size_t i = 0; i < count; ++i)
-      if (op.argument[i] >= 0 && !text.lines[i].choices.empty())
-        check_choice(text.lines[i], stack[op.argument[i]]);
-    for (size_t i = 0; i < count; ++i)
-      if (op.gradient[i] >= 0) {
-        gradients[i] = &tensor_or_none(stack[op.gradient[i]]);
-        if (gradients[i]->defined())
-          check_tensor(text.lines[i], "grad_" + text.lines[i].name, *gradients[i]);
-      }
     if (op.is_backward) check_terms();
-    for (size_t i = 0; i < count; ++i)
+    for (const int i : op.limit_lines)
       if (tensors[i]->defined())
-        for (const contract::Limit& limit : text.lines[i].limits) check_limit(limit, int(i));
+        for (const contract::Limit& limit : text.lines[i].limits) check_limit(limit, i);
   }
 
   template <class Got>
@@ -341,10 +337,8 @@ struct Checked {
 
   bool is_wanted(size_t result) const {
     if (op.is_backward) return op.mask < 0 || stack[op.mask].toBoolList()[result];
-    for (size_t t = 0; t < op.family->term_lines.size(); ++t)
-      if (text.terms[t].result == text.lines[op.result_lines[result]].name)
-        for (const int line : op.family->term_lines[t])
-          if (!tensors[line]->defined()) return false;
+    for (const int line : op.needs[result])
+      if (!tensors[line]->defined()) return false;
     return true;
   }
 
@@ -366,8 +360,8 @@ struct Checked {
   }
 
   // The results, those that are not wanted undefined.
-  std::array<Tensor, kMost> results() const {
-    std::array<Tensor, kMost> made;
+  Results results() const {
+    Results made;
     for (size_t i = 0; i < op.result_lines.size(); ++i) {
       if (!is_wanted(i)) continue;
       const Line& line = text.lines[op.result_lines[i]];
@@ -491,11 +485,10 @@ void check_made(const Checked<int64_t>& call) {
 
 // What the slots of one call point into.
 struct Storage {
-  std::array<Tensor, kMost> owned;
-  std::array<std::array<int64_t, 6>, kMost> shape, stride;
-  std::array<std::vector<int64_t>, 2> integers;
-  std::array<std::vector<double>, 2> numbers;
-  size_t lists = 0;
+  std::list<Tensor> owned;
+  std::array<std::array<int64_t, 6>, kMost> shape;
+  std::list<std::vector<int64_t>> integers;
+  std::list<std::vector<double>> numbers;
 };
 
 bool has_type(const Tensor& x, Type type) {
@@ -503,21 +496,17 @@ bool has_type(const Tensor& x, Type type) {
 }
 
 // The tensor that a kernel gets for an argument: of the number type and the strides that it takes.
-const Tensor& as_taken(const Line& line, const Tensor& x, const Parameter& parameter, Tensor& made) {
+const Tensor& as_taken(const Line& line, const Tensor& x, const Parameter& parameter,
+                       std::list<Tensor>& made) {
   const Tensor* found = &x;
-  if (line.read_as != Type::kNone && x.scalar_type() != scalar_type(line.read_as)) {
-    made = x.to(scalar_type(line.read_as));
-    found = &made;
-  }
-  const bool keeps = parameter.is_strided && (!line.in_columns || found->mT().is_contiguous());
-  if (!keeps && !found->is_contiguous()) {
-    made = found->contiguous();
-    found = &made;
-  }
-  return *found;
+  if (line.read_as != Type::kNone && x.scalar_type() != scalar_type(line.read_as))
+    found = &made.emplace_back(x.to(scalar_type(line.read_as)));
+  if (found->is_contiguous()) return *found;
+  if (parameter.is_strided && (!line.in_columns || found->mT().is_contiguous())) return *found;
+  return made.emplace_back(found->contiguous());
 }
 
-const BoundKernel* kernel_for(const Checked<int64_t>& call, const std::array<Tensor, kMost>& results,
+const BoundKernel* kernel_for(const Checked<int64_t>& call, const Results& results,
                               const Operator& with, bool on_cuda) {
   for (const BoundKernel& kernel : with.kernels) {
     bool fits = kernel.is_cuda == on_cuda;
@@ -541,7 +530,7 @@ const BoundKernel* kernel_for(const Checked<int64_t>& call, const std::array<Ten
 }
 
 void run_kernel(const Checked<int64_t>& call, const BoundKernel& kernel,
-                const std::array<Tensor, kMost>& results, Workspace& workspace, void* stream) {
+                const Results& results, Workspace& workspace, void* stream) {
   static char empty[64];
   Storage storage;
   std::array<Slot, kMost> slots;
@@ -574,7 +563,7 @@ void run_kernel(const Checked<int64_t>& call, const BoundKernel& kernel,
       const Tensor& x = is_gradient ? *call.gradients[index] : *call.tensors[index];
       if (!x.defined()) continue;
       const Line& line = call.text.lines[index];
-      const Tensor& taken = as_taken(line, x, parameter, storage.owned[p]);
+      const Tensor& taken = as_taken(line, x, parameter, storage.owned);
       const bool is_canonical = parameter.is_strided;
       set_tensor(p, taken, is_canonical ? nullptr : &line.shapes[0],
                  const_cast<void*>(taken.const_data_ptr()));
@@ -594,16 +583,15 @@ void run_kernel(const Checked<int64_t>& call, const BoundKernel& kernel,
           slot.data = const_cast<char*>(value.toStringRef().c_str());
           break;
         case Parameter::kInts: {
-          auto& list = storage.integers.at(storage.lists++);
-          list = value.toIntVector();
-          slot.data = list.data();
+          const auto& list = storage.integers.emplace_back(value.toIntVector());
+          slot.data = const_cast<void*>(static_cast<const void*>(list.data()));
           slot.integer = int64_t(list.size());
           break;
         }
         default: {
-          auto& list = storage.numbers.at(storage.lists++);
-          list = value.isNone() ? std::vector<double>() : value.toDoubleVector();
-          slot.data = list.data();
+          const auto& list = storage.numbers.emplace_back(
+              value.isNone() ? std::vector<double>() : value.toDoubleVector());
+          slot.data = const_cast<void*>(static_cast<const void*>(list.data()));
           slot.integer = int64_t(list.size());
         }
       }
@@ -615,7 +603,7 @@ void run_kernel(const Checked<int64_t>& call, const BoundKernel& kernel,
 }
 
 void run_on_cpu(const Checked<int64_t>& call, const BoundKernel& kernel,
-                const std::array<Tensor, kMost>& results) {
+                const Results& results) {
   if (!kernel.entry.checks_entries) check_entries(call);
   if (wants_checks()) check_made(call);
   Workspace none{};
@@ -623,7 +611,7 @@ void run_on_cpu(const Checked<int64_t>& call, const BoundKernel& kernel,
 }
 
 void run_on_cuda(const Checked<int64_t>& call, const BoundKernel& kernel,
-                 const std::array<Tensor, kMost>& results) {
+                 const Results& results) {
   const c10::DeviceGuard guard(call.first->device());
   const c10::impl::VirtualGuardImpl device(call.first->device().type());
   void* stream = device.getStream(call.first->device()).native_handle();
@@ -642,7 +630,7 @@ void run_on_cuda(const Checked<int64_t>& call, const BoundKernel& kernel,
   run_kernel(call, kernel, results, workspace, stream);
 }
 
-void push_results(const Operator& op, std::array<Tensor, kMost>& results, torch::jit::Stack* stack) {
+void push_results(const Operator& op, Results& results, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, op.count);
   for (size_t i = 0; i < op.result_lines.size(); ++i) stack->push_back(std::move(results[i]));
 }
@@ -660,15 +648,14 @@ const Operator& with_kernels(const Operator& op) {
 
 template <bool on_cuda>
 void run_here(const Operator& op, torch::jit::Stack* stack) {
-  std::array<Tensor, kMost> results;
+  Results results;
   {
     Checked<int64_t> call(op, stack->data() + stack->size() - op.count);
-    std::array<Tensor, kMost> made;
-    for (size_t i = 0; i < call.text.lines.size(); ++i)
-      if (on_cuda && call.text.lines[i].made_on_cuda && op.argument[i] >= 0 &&
+    std::list<Tensor> made;
+    for (size_t i = 0; on_cuda && i < call.text.lines.size(); ++i)
+      if (call.text.lines[i].made_on_cuda && op.argument[i] >= 0 &&
           !call.tensors[i]->defined()) {
-        made[i] = made_for(call, call.text.lines[i]);
-        call.tensors[i] = &made[i];
+        call.tensors[i] = &made.emplace_back(made_for(call, call.text.lines[i]));
       }
     results = call.results();
     if (const BoundKernel* kernel = kernel_for(call, results, with_kernels(op), on_cuda)) {
@@ -686,7 +673,7 @@ void run_here(const Operator& op, torch::jit::Stack* stack) {
 }
 
 void run_on_meta(const Operator& op, torch::jit::Stack* stack) {
-  std::array<Tensor, kMost> results;
+  Results results;
   {
     const Checked<SymInt> call(op, stack->data() + stack->size() - op.count);
     results = call.results();
@@ -852,7 +839,7 @@ struct Vmap final : c10::OperatorKernel {
 void read_operator(Family& family, const contract::Schema& schema) {
   const contract::Text& text = family.text;
   Operator& op = family.operators.emplace_back(
-      Operator{&family, &schema, "", torch::schema(schema.text.c_str()), {}, {}, {}, {}, {}});
+      Operator{&family, &schema, "", torch::schema(schema.text.c_str())});
   const std::string& name = op.parsed.name();
   op.name = name.find("::") == std::string::npos ? family.name_space + "::" + name : name;
   op.is_backward = name.size() > 9 && name.compare(name.size() - 9, 9, "_backward") == 0;
@@ -898,6 +885,8 @@ void read_results(Family& family) {
   }
   for (Operator& op : family.operators) {
     const auto& returns = op.parsed.returns();
+    if (returns.size() > Results().size())
+      family.fail(op.schema->number, "more than " + std::to_string(Results().size()) + " results");
     for (size_t i = 0; i < returns.size(); ++i) {
       int line = text.line(returns[i].name());
       if (line < 0 && op.composition) break;
@@ -910,6 +899,25 @@ void read_results(Family& family) {
       }
       op.result_lines.push_back(line);
     }
+  }
+}
+
+// The lines that a call has to look at.
+void read_order(Operator& op) {
+  const contract::Text& text = op.family->text;
+  for (size_t i = 0; i < text.lines.size(); ++i) {
+    const Line& line = text.lines[i];
+    const bool is_argument = op.argument[i] >= 0;
+    if (line.size >= 0 && !line.is_tensor()) op.number_lines.push_back(int(i));
+    if (is_argument && line.is_tensor()) op.tensor_lines.push_back(int(i));
+    if (is_argument && !line.choices.empty()) op.choice_lines.push_back(int(i));
+    if (op.gradient[i] >= 0) op.gradient_lines.push_back(int(i));
+    if (is_argument && !line.limits.empty()) op.limit_lines.push_back(int(i));
+  }
+  for (const int result : op.result_lines) {
+    op.needs.emplace_back();
+    for (size_t t = 0; t < text.terms.size(); ++t)
+      if (text.terms[t].result == text.lines[result].name) op.needs.back() = op.family->term_lines[t];
   }
 }
 
@@ -1109,7 +1117,10 @@ void define_waiting(torch::Library&) {
     read_derivatives(family);
     read_results(family);
     read_vmap(family);
-    for (const Operator& op : family.operators) check_sizes(family, op);
+    for (Operator& op : family.operators) {
+      read_order(op);
+      check_sizes(family, op);
+    }
     take_kernels(family);
     torch::Library library(torch::Library::FRAGMENT, family.name_space, std::nullopt,
                            family.file.c_str(), uint32_t(family.line));
