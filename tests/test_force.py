@@ -199,7 +199,7 @@ def test_errors_name_the_argument_what_was_expected_and_what_came():
             Ri_d.transpose(2, 3),
             Rij,
         ),
-        "`Rij` of shape [B, n, K, 3], [B, n, K] = [3, 5, 7], got [3, 5, 7]": (list_neigh, dE, Ri_d, Rij[..., 0]),
+        "`Rij` of shape [B, n, K, 3] = [3, 5, 7, 3], got [3, 5, 7]": (list_neigh, dE, Ri_d, Rij[..., 0]),
         "`Rij` of dtype Double like `dE`, got Float": (list_neigh, dE, Ri_d, Rij.float()),
     }
     for text, arguments in wrong.items():

@@ -294,16 +294,23 @@ struct Checked {
       for (const Shape& each : line.shapes)
         if (!chosen && each.size() == rank && fits(each, guard)) chosen = &each;
     if (chosen && matches(line, *chosen, shape)) return;
-    std::string names, numbers;
+    refuse(name, "of shape " + line.shape_text + known_sizes(line, before), shape);
+  }
+
+  // What the sizes in a shape are, as far as earlier arguments say: " = [23, 3]" of a single shape.
+  std::string known_sizes(const Line& line, uint32_t before) const {
+    std::vector<std::string> names, numbers, dimensions;
     for (const int size : line.names)
       if (before >> size & 1) {
-        names += (names.empty() ? "" : ", ") + text.sizes[size];
-        numbers += (numbers.empty() ? "" : ", ") + c10::str(sizes[size]);
+        names.push_back(text.sizes[size]);
+        numbers.push_back(c10::str(sizes[size]));
       }
-    refuse(name,
-           "of shape " + line.shape_text +
-               (names.empty() ? "" : ", [" + names + "] = [" + numbers + "]"),
-           shape);
+    if (line.shapes.size() == 1 && line.made_by.empty() && names.size() == line.names.size()) {
+      for (const Sum& dim : line.shapes[0]) dimensions.push_back(c10::str(value(dim)));
+      return " = [" + c10::Join(", ", dimensions) + "]";
+    }
+    if (names.empty()) return "";
+    return ", [" + c10::Join(", ", names) + "] = [" + c10::Join(", ", numbers) + "]";
   }
 
   // Whether a shape is the wanted one. Sizes without a value get theirs.
@@ -328,11 +335,16 @@ struct Checked {
 
   void check_limit(const contract::Limit& limit, int i) const {
     if (limit.on_cuda && !tensors[i]->is_cuda()) return;
-    if (!limit.only_in.empty() && limit.only_in != op.schema->name) return;
-    if (const Int sum = value(limit.sum); !holds(below(sum, Int(limit.below))))
-      refuse(text.lines[i].name,
-             "of less than " + limit.number + ' ' + limit.unit + (limit.on_cuda ? " on CUDA" : ""),
-             sum);
+    if (!limit.only_in.empty() && limit.only_in != op.schema->name) {
+      const int argument = text.line(limit.only_in);
+      if (argument < 0 || !tensors[argument]->defined()) return;
+    }
+    const Int sum = value(limit.sum);
+    if (holds(below(sum, Int(limit.below)))) return;
+    const bool is_dimension = contract::bare(limit.sum) >= 0;
+    refuse(text.lines[i].name,
+           "of less than " + limit.number + ' ' + limit.unit + (limit.on_cuda ? " on CUDA" : ""),
+           is_dimension ? c10::str(sizes_in(*tensors[i], Int())) : c10::str(sum));
   }
 
   bool is_wanted(size_t result) const {
@@ -836,7 +848,8 @@ struct Vmap final : c10::OperatorKernel {
   const Operator* op;
 };
 
-void read_operator(Family& family, const contract::Schema& schema) {
+void read_operator(Family& family, const contract::Schema& schema, const Composition* compositions,
+                   int count) {
   const contract::Text& text = family.text;
   Operator& op = family.operators.emplace_back(
       Operator{&family, &schema, "", torch::schema(schema.text.c_str())});
@@ -844,6 +857,8 @@ void read_operator(Family& family, const contract::Schema& schema) {
   op.name = name.find("::") == std::string::npos ? family.name_space + "::" + name : name;
   op.is_backward = name.size() > 9 && name.compare(name.size() - 9, 9, "_backward") == 0;
   op.count = int(op.parsed.arguments().size());
+  for (int i = 0; i < count; ++i)
+    if (name == compositions[i].op) op.composition = compositions[i].function;
   op.argument.fill(-1);
   op.gradient.fill(-1);
   for (int i = 0; i < op.count; ++i) {
@@ -866,7 +881,7 @@ void read_operator(Family& family, const contract::Schema& schema) {
     const std::string type = argument.type()->annotation_str();
     const bool is_tensor = type.find("Tensor") != std::string::npos;
     if (line < 0) family.fail(schema.number, name + " has `" + called + "`, which no line describes");
-    if (is_tensor && !text.lines[line].is_tensor())
+    if (is_tensor && !text.lines[line].is_tensor() && !op.composition)
       family.fail(text.lines[line].number, "`" + called + "`: expected its shape, such as [N, 3]");
     op.argument[line] = i;
     op.optional[line] = argument.type()->kind() == c10::TypeKind::OptionalType;
@@ -1109,11 +1124,7 @@ void define_waiting(torch::Library&) {
     }
     if (family.text.lines.size() > kMost || family.text.sizes.size() > kMost)
       family.fail(1, "more than " + std::to_string(kMost) + " lines or sizes");
-    for (const contract::Schema& schema : family.text.schemas) read_operator(family, schema);
-    for (int i = 0; i < entry.count; ++i)
-      for (Operator& op : family.operators)
-        if (op.parsed.name() == entry.compositions[i].op || op.name == entry.compositions[i].op)
-          op.composition = entry.compositions[i].function;
+    for (const contract::Schema& schema : family.text.schemas) read_operator(family, schema, entry.compositions, entry.count);
     read_derivatives(family);
     read_results(family);
     read_vmap(family);
@@ -1122,9 +1133,11 @@ void define_waiting(torch::Library&) {
       check_sizes(family, op);
     }
     take_kernels(family);
-    torch::Library library(torch::Library::FRAGMENT, family.name_space, std::nullopt,
-                           family.file.c_str(), uint32_t(family.line));
-    for (Operator& op : family.operators) define(library, op);
+    for (Operator& op : family.operators) {
+      torch::Library library(torch::Library::FRAGMENT, op.name.substr(0, op.name.find("::")),
+                             std::nullopt, family.file.c_str(), uint32_t(family.line));
+      define(library, op);
+    }
   }
 }
 
@@ -1159,11 +1172,36 @@ Value& Value::operator=(const Value& other) {
 
 bool Value::is_none() const { return ivalue_of(*this).isNone(); }
 
+bool Value::is_readable() const {
+  const Tensor& x = ivalue_of(*this).toTensor();
+  return !x.is_meta() &&
+         !x.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Python,
+                                                   c10::DispatchKey::FuncTorchBatched,
+                                                   c10::DispatchKey::Functionalize}));
+}
+
+int64_t Value::item() const {
+  const IValue& value = ivalue_of(*this);
+  return value.isTensor() ? value.toTensor().item().toLong() : value.toInt();
+}
+
+Value Value::shape() const {
+  return value_of(IValue(ivalue_of(*this).toTensor().sym_sizes().vec()));
+}
+
 Value Value::size(int dimension) const {
   return value_of(IValue(ivalue_of(*this).toTensor().sym_size(dimension)));
 }
 
 Value Value::dtype() const { return value_of(IValue(ivalue_of(*this).toTensor().scalar_type())); }
+
+Value Value::dtype_name() const {
+  return value_of(IValue(c10::toString(ivalue_of(*this).toTensor().scalar_type())));
+}
+
+bool Value::is_integral() const {
+  return at::isIntegralType(ivalue_of(*this).toTensor().scalar_type(), /*includeBool=*/false);
+}
 
 Value Value::device() const { return value_of(IValue(ivalue_of(*this).toTensor().device())); }
 
@@ -1193,6 +1231,12 @@ Value Value::list_of(const Value* values, int count) {
   std::vector<SymInt> list;
   for (int i = 0; i < count; ++i) list.push_back(ivalue_of(values[i]).toSymInt());
   return value_of(IValue(std::move(list)));
+}
+
+void refuse(const char* op, const char* argument, const char* what, const Value& got) {
+  const IValue& value = ivalue_of(got);
+  TORCH_CHECK(false, op, ": expected `", argument, "` ", what, ", got ",
+              value.isString() ? value.toStringRef() : c10::str(value));
 }
 
 Value operator+(const Value& a, const Value& b) {

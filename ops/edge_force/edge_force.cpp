@@ -1,366 +1,190 @@
-// The edge force operators as PyTorch sees them: checks, devices, derivatives, registration.
-#include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/equal.h>
-#include <ATen/ops/searchsorted.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
-#include <torch/library.h>
+// The edge force operators: their contract, and the way from a call to the kernels.
+#include <calcops/operator.h>
 
-#include <array>
-#include <optional>
-#include <tuple>
-
-#include "calcops/autograd.h"
 #include "edge_force/edge_force.h"
-#include "calcops/expect.h"
-#include "calcops/kernel.h"
 
 namespace calcops {
 namespace {
 
-using at::Tensor;
-using c10::SymInt;
-using OptTensor = std::optional<Tensor>;
-using Mask = std::array<bool, 2>;
-using Three = std::tuple<Tensor, Tensor, Tensor>;
-
-constexpr const char* kForce = "calcops::edge_force";
-constexpr const char* kForceVirial = "calcops::edge_force_virial";
-constexpr const char* kEdges = "calcops::_edge_force_virial";
-constexpr const char* kEdgesBackward = "calcops::_edge_force_virial_backward";
-constexpr const char* kOrder = "calcops::edge_order";
-
-// Their derivatives: forces are linear in edge_gradient, virials in it and in edge_vec.
-const Multilinear kDerivatives(kEdges, kEdgesBackward,
-                               {{"grad_force", "edge_gradient"},
-                                {"grad_virial", "edge_gradient", "edge_vec"},
-                                {"grad_atom_virial", "edge_gradient", "edge_vec"}});
-
-// ---- checks, the same for every device ----------------------------------------------------------
-
-void check_count(const char* op, const char* name, const SymInt& count) {
-  expect(op, name, count.sym_ge(0), count, ">= 0");
-  // Beyond, sizes in bytes leave 64 bits. A symbol gets no guard for what cannot be.
-  const int64_t known = count.maybe_as_int().value_or(0);
-  expect(op, name, known <= int64_t(1) << 40, known, "of at most 2^40");
-}
-
-void check_index(const char* op, const Tensor& edge_index, const SymInt& natoms) {
-  expect_dtype({op, "edge_index", edge_index}, {at::kInt, at::kLong}, "int32 or int64");
-  expect(op, "edge_index",
-         edge_index.dim() == 2 ? edge_index.sym_size(0).sym_eq(2) : c10::SymBool(false),
-         edge_index.sym_sizes(), "of shape [2, E]");
-  check_count(op, "natoms", natoms);
-}
-
-// An order counts the ends of edges in 32 bits.
-void check_ends(const char* op, const Tensor& edge_index) {
-  expect(op, "edge_index", edge_index.sym_size(1).sym_lt(int64_t(1) << 30), edge_index.sym_sizes(),
-         "of less than 2^30 edges");
-}
-
-// What all operators but edge_order take; an absent tensor is undefined.
-struct Graph {
-  const char* op;
-  Tensor edge_index, edge_gradient, edge_vec, batch, edge_order;
-  SymInt natoms, nframes;
-
-  void check() const {
-    check_index(op, edge_index, natoms);
-    check_count(op, "nframes", nframes);
-    const Arg index{op, "edge_index", edge_index}, gradient{op, "edge_gradient", edge_gradient};
-    expect_dtype(gradient, {at::kFloat, at::kDouble}, "float32 or float64");
-    expect_device(gradient, index);
-    const SymInt edges = edge_index.sym_size(1);
-    check_rows(gradient, {edges, 3}, "of shape [E, 3] = ");
-    if (edge_vec.defined()) {
-      expect_dtype_and_device({op, "edge_vec", edge_vec}, gradient);
-      check_rows({op, "edge_vec", edge_vec}, {edges, 3}, "of shape [E, 3] = ");
-    }
-    if (batch.defined()) {
-      expect_dtype({op, "batch", batch}, {at::kInt, at::kLong}, "int32 or int64");
-      expect_device({op, "batch", batch}, index);
-      check_rows({op, "batch", batch}, {natoms}, "of shape [natoms] = ");
-    }
-    if (edge_order.defined()) {
-      check_ends(op, edge_index);
-      expect_dtype({op, "edge_order", edge_order}, {at::kInt}, "int32");
-      expect_device({op, "edge_order", edge_order}, index);
-      check_rows({op, "edge_order", edge_order}, {natoms + edges * 2},
-                 "from edge_order(edge_index, natoms), of shape [natoms + 2E] = ");
-    }
-  }
-
-  void check_upstream(const char* name, const Tensor& gradient, c10::SymIntArrayRef shape) const {
-    if (!gradient.defined()) return;
-    expect_dtype_and_device({op, name, gradient}, {op, "edge_gradient", edge_gradient});
-    check_rows({op, name, gradient}, shape, "of shape ");
-  }
-
-  static void check_rows(const Arg& arg, c10::SymIntArrayRef shape, const char* what) {
-    expect(arg.op, arg.name, same_shape(arg.tensor.sym_sizes(), shape), arg.tensor.sym_sizes(),
-           what, shape);
-  }
-};
-
-// ---- the kernels --------------------------------------------------------------------------------
-
 // Composed of PyTorch's operators: it is made once for many calls, and they know every device and
 // transform. The stable sort keeps the ends of an atom in order.
-Tensor edge_order(const Tensor& edge_index, SymInt natoms) {
-  check_index(kOrder, edge_index, natoms);
-  check_ends(kOrder, edge_index);
-  const Tensor right = edge_index.ge(0).logical_and(edge_index.lt(natoms)).all(0, true);
-  const Tensor names = at::where(right, edge_index, c10::Scalar(natoms)).flatten();
-  const auto [sorted, order] = names.sort(/*stable=*/true, 0, /*descending=*/false);
-  const Tensor atoms = at::arange(natoms, sorted.options());
-  const Tensor last = at::searchsorted(sorted, atoms, /*out_int32=*/true, /*right=*/true);
-  return at::cat({last, at::where(sorted.lt(natoms), order, -1).to(at::kInt)});
+Value edge_order(const Value* arguments) {
+  const Value& edge_index = arguments[0];
+  const Value& natoms = arguments[1];
+  const Value is_atom =
+      Value::call("aten::logical_and", Value::call("aten::ge.Scalar", edge_index, 0),
+                  Value::call("aten::lt.Scalar", edge_index, natoms));
+  const Value is_edge = Value::call("aten::all.dim", is_atom, /*dim=*/0, /*keepdim=*/true);
+  const Value names = Value::call(
+      "aten::flatten.using_ints",
+      Value::call("aten::where.ScalarOther", is_edge, edge_index, natoms));
+  const Value sorted = Value::call("aten::sort.stable", names, /*stable=*/true, /*dim=*/0);
+  const Value atoms =
+      Value::call("aten::arange", natoms, names.dtype(), /*layout=*/nullptr, names.device());
+  const Value last = Value::call("aten::searchsorted.Tensor", sorted.result(0), atoms,
+                                 /*out_int32=*/true, /*right=*/true);
+  const Value ends = Value::call("aten::where.ScalarOther",
+                                 Value::call("aten::lt.Scalar", sorted.result(0), natoms),
+                                 sorted.result(1), -1);
+  return Value::call("aten::cat",
+                     Value::list(last, Value::call("aten::to.dtype", ends, last.dtype())));
 }
 
-// Whether x [E, 3] is a contiguous [3, E], transposed.
-bool is_transposed(const Tensor& x) {
-  return x.defined() && x.is_cpu() && !x.is_contiguous() && x.mT().is_contiguous();
+const Composition kCompositions[] = {{"edge_order", &edge_order}};
+
+const Contract kContract(R"(
+edge_force(Tensor edge_index, Tensor edge_gradient, SymInt natoms, *,
+           Tensor? edge_order=None) -> Tensor
+  Force on every atom from the gradients of the energy along the edges of a graph.
+
+  F_i = +sum g over the edges that i is the centre of, and F_j = -sum g over those that j is the
+  neighbour of.
+
+  Differentiable to any order in edge_gradient, in reverse and in forward mode. What a masked edge
+  holds is never used, and every derivative there is exactly 0. Deterministic. An entry < -1 or
+  >= natoms is an error on the CPU; on CUDA the rows of the edge's atoms become NaN, and with
+  CALCOPS_CHECK=1 in the environment (which synchronises) it is an error too.
+
+edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor edge_vec, SymInt natoms,
+                  Tensor? batch=None, SymInt nframes=1, *,
+                  Tensor? edge_order=None) -> (Tensor force, Tensor virial, Tensor atom_virial)
+  Force, virial and per-atom virial from the gradients of the energy along the edges of a graph.
+
+  virial[a][b] = -sum g[a] edge_vec[b] over the edges of a frame; atom_virial gives each edge's term
+  to the neighbour j. Stress = -virial / volume.
+
+  Differentiable to any order in edge_gradient and edge_vec through all three outputs, in reverse
+  and in forward mode. Masked edges, wrong entries and determinism: as for calcops::edge_force.
+
+edge_order(Tensor edge_index, SymInt natoms) -> Tensor
+  Which edges meet at each atom: what edge_force can reuse for as long as a graph lives.
+
+  Returns int32 [natoms + 2E], E < 2^30: first, for each atom, where its part of what follows ends;
+  then the ends e (as the centre) and E + e (as the neighbour) of the edges that meet at atom 0,
+  those at atom 1 and so on, each in rising order, and -1 for every end of an edge that is masked or
+  wrong.
+
+_edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor? edge_vec, SymInt natoms,
+                   Tensor? batch=None, SymInt nframes=1, *,
+                   Tensor? edge_order=None) -> (Tensor, Tensor, Tensor)
+  Both; without edge_vec the force alone.
+
+_edge_force_virial_backward(Tensor? grad_force, Tensor? grad_virial, Tensor? grad_atom_virial,
+                            Tensor edge_index, Tensor edge_gradient, Tensor? edge_vec,
+                            SymInt natoms, Tensor? batch=None, SymInt nframes=1,
+                            bool[2] output_mask=[True, True], *,
+                            Tensor? edge_order=None) -> (Tensor, Tensor)
+  Their gradients for edge_gradient and edge_vec.
+
+edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge;
+               E < 2^30 edges in edge_order. Row 0 the centre i, row 1 the neighbour j, 0-based;
+               edges in any order. -1 in either row: no edge.
+edge_gradient  [E, 3] in rows or columns; float32 or float64. dE/d(edge_vec), energy/length, with
+               edge_vec = r_j - r_i (plus the shift of a periodic image). A contiguous [3, E],
+               transposed, is not copied on the CPU.
+edge_vec       [E, 3] in rows or columns; like edge_gradient. r_j - r_i (plus the shift), length.
+natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
+batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nframes at atom. The
+               frame of each atom, in any order; None: all atoms are of frame 0.
+nframes        0 to 2^40; 1 where absent. Number of frames.
+edge_order     [natoms + 2E] from edge_order(edge_index, natoms), made where absent on CUDA; int32.
+               Or None. Saves CUDA the work of sorting the edges; the CPU has no use for it. One of
+               another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it is an error on
+               either device.
+force          [natoms, 3]; like edge_gradient. Energy/length.
+virial         [nframes, 3, 3]; like edge_gradient. Energy.
+atom_virial    [natoms, 3, 3]; like edge_gradient. Energy.
+linear         force(edge_gradient) + virial(edge_gradient, edge_vec) +
+               atom_virial(edge_gradient, edge_vec)
+vmap           joins E, natoms, nframes
+)",
+                         kCompositions);
+
+// ---- from views to the structs of edge_force.h ---------------------------------------------------
+
+template <class Number, int rank>
+using In = View<const Number, rank>;
+template <class Real>
+using Vectors = Strided<const Real, 2>;
+
+// Whether vectors lie as a contiguous [3, E].
+template <class Real>
+bool is_transposed(Vectors<Real> vectors) {
+  return vectors && vectors.stride[1] != 1 && vectors.stride[0] == 1;
 }
 
-// x, or a copy of it in rows.
-Tensor in_rows(const Tensor& x, bool takes_transposed) {
-  return takes_transposed && is_transposed(x) ? x : contiguous(x);
+template <class Real, class Index>
+EdgeInputs<Real, Index> inputs(In<Index, 2> edge_index, const Real* edge_gradient,
+                               const Real* edge_vec, int64_t natoms, In<int64_t, 1> batch,
+                               int64_t nframes, In<int32_t, 1> edge_order) {
+  return {natoms,          edge_index.shape[1], nframes,  edge_vec != nullptr,
+          edge_index.data, edge_gradient,       edge_vec, batch.data,
+          edge_order.data};
 }
 
-// One call's inputs, contiguous, and the struct of pointers into them.
-struct Contiguous {
-  const char* op;
-  Tensor edge_index, edge_gradient, edge_vec, batch, edge_order;
-  int64_t atoms, edges, frames;
+template <class Real, class Index>
+int64_t cpu(In<Index, 2> edge_index, Vectors<Real> edge_gradient, Vectors<Real> edge_vec,
+            int64_t natoms, In<int64_t, 1> batch, int64_t nframes, In<int32_t, 1> edge_order,
+            View<Real, 2> force, View<Real, 3> virial, View<Real, 3> atom_virial) {
+  EdgeInputs<Real, Index> in = inputs(edge_index, edge_gradient.data, edge_vec.data, natoms, batch,
+                                      nframes, edge_order);
+  in.gradient_is_transposed = is_transposed(edge_gradient);
+  in.vec_is_transposed = is_transposed(edge_vec);
+  return edge_force_cpu(in, {force.data, virial.data, atom_virial.data});
+}
 
-  // takes_transposed: what is_transposed stays so.
-  explicit Contiguous(const Graph& graph, bool takes_transposed = false)
-      : op(graph.op),
-        edge_index(graph.edge_index.contiguous()),
-        edge_gradient(in_rows(graph.edge_gradient, takes_transposed)),
-        edge_vec(in_rows(graph.edge_vec, takes_transposed)),
-        batch(graph.batch.defined() ? graph.batch.to(at::kLong).contiguous() : Tensor()),
-        edge_order(contiguous(graph.edge_order)),
-        atoms(graph.natoms.expect_int()),
-        edges(edge_index.size(1)),
-        frames(graph.nframes.expect_int()) {
-    if (contents_are_checked(edge_index)) check_contents();
-  }
+template <class Real, class Index>
+int64_t backward_cpu(In<Real, 2> grad_force, In<Real, 3> grad_virial, In<Real, 3> grad_atom_virial,
+                     In<Index, 2> edge_index, In<Real, 2> edge_gradient, In<Real, 2> edge_vec,
+                     int64_t natoms, In<int64_t, 1> batch, int64_t nframes,
+                     In<int32_t, 1> edge_order, View<Real, 2> grad_gradient,
+                     View<Real, 2> grad_vec) {
+  return edge_force_backward_cpu(inputs(edge_index, edge_gradient.data, edge_vec.data, natoms,
+                                        batch, nframes, edge_order),
+                                 {grad_force.data, grad_virial.data, grad_atom_virial.data},
+                                 {grad_gradient.data, grad_vec.data});
+}
 
-  template <class Real, class Index>
-  EdgeInputs<Real, Index> inputs() const {
-    return {atoms,
-            edges,
-            frames,
-            /*virial=*/edge_vec.defined(),
-            read<Index>(edge_index),
-            read<Real>(edge_gradient),
-            read<Real>(edge_vec),
-            read<int64_t>(batch),
-            read<int32_t>(edge_order),
-            is_transposed(edge_gradient),
-            is_transposed(edge_vec)};
-  }
+const Kernel kCpu("_edge_force_virial", cpu<float, int32_t>, cpu<float, int64_t>,
+                  cpu<double, int32_t>, cpu<double, int64_t>);
+const Kernel kBackwardCpu("_edge_force_virial_backward", backward_cpu<float, int32_t>,
+                          backward_cpu<float, int64_t>, backward_cpu<double, int32_t>,
+                          backward_cpu<double, int64_t>);
 
-  // `bad` is what the CPU kernels return.
-  void expect_entries(int64_t bad) const {
-    if (bad < 0) return;
-    if (bad < edges)
-      TORCH_CHECK(false, op, ": expected `edge_index` entries -1 or 0 <= i < natoms = ", atoms,
-                  ", got (", edge_index[0][bad].item<int64_t>(), ", ",
-                  edge_index[1][bad].item<int64_t>(), ") at edge ", bad);
-    const int64_t atom = bad - edges;
-    TORCH_CHECK(false, op, ": expected `batch` entries 0 <= frame < nframes = ", frames, ", got ",
-                batch.defined() ? batch[atom].item<int64_t>() : 0, " at atom ", atom);
-  }
-
-  // What CALCOPS_CHECK=1 asks for, at the price of a synchronisation on CUDA.
-  void check_contents() const {
-    const auto first = [](const Tensor& bad) {
-      const Tensor positions = bad.nonzero();
-      return positions.numel() > 0 ? positions[0].item<int64_t>() : -1;
-    };
-    expect_entries(first(edge_index.lt(-1).logical_or(edge_index.ge(atoms)).any(0)));
-    if (batch.defined())
-      if (const int64_t atom = first(batch.lt(0).logical_or(batch.ge(frames))); atom >= 0)
-        expect_entries(edges + atom);
-    if (edge_order.defined())
-      TORCH_CHECK(at::equal(edge_order, calcops::edge_order(edge_index, atoms)), op,
-                  ": expected `edge_order` of this edge_index and natoms, got that of others");
-  }
-};
-
-// Force, virial and atom_virial; without edge_vec the last two are undefined.
-Three sum_edges(const Graph& graph) {
-  graph.check();
-  const bool virial = graph.edge_vec.defined();
-  const Tensor& gradient = graph.edge_gradient;
-  const auto make = [&](bool wanted, c10::SymIntArrayRef shape) {
-    return wanted ? at::empty_symint(shape, gradient.options()) : Tensor();
-  };
-  const Tensor force = make(true, {graph.natoms, 3}), total = make(virial, {graph.nframes, 3, 3}),
-               atom_virial = make(virial, {graph.natoms, 3, 3});
-  if (gradient.is_meta()) return {force, total, atom_virial};
-  Contiguous from(graph, /*takes_transposed=*/true);
-  if (gradient.is_cuda() && !from.edge_order.defined())
-    from.edge_order = edge_order(from.edge_index, graph.natoms);
-  with_types(gradient, graph.edge_index, [&](auto real, auto index) {
-    using Real = decltype(real);
-    const auto in = from.inputs<Real, decltype(index)>();
-    const EdgeOutputs<Real> to{write<Real>(force, true), write<Real>(total, virial),
-                               write<Real>(atom_virial, virial)};
-    if (gradient.is_cpu()) return from.expect_entries(edge_force_cpu(in, to));
 #ifndef CALCOPS_NO_CUDA
-    launch(gradient, edge_force_cuda_workspace(in), [&](void* workspace, cudaStream_t stream) {
-      return edge_force_cuda(in, to, workspace, stream);
-    });
+template <class Real, class Index>
+cudaError_t cuda(In<Index, 2> edge_index, In<Real, 2> edge_gradient, In<Real, 2> edge_vec,
+                 int64_t natoms, In<int64_t, 1> batch, int64_t nframes, In<int32_t, 1> edge_order,
+                 View<Real, 2> force, View<Real, 3> virial, View<Real, 3> atom_virial,
+                 Workspace& workspace, cudaStream_t stream) {
+  const auto in = inputs(edge_index, edge_gradient.data, edge_vec.data, natoms, batch, nframes,
+                         edge_order);
+  if (!workspace.data) {
+    workspace.bytes = edge_force_cuda_workspace(in);
+    return cudaSuccess;
+  }
+  return edge_force_cuda(in, {force.data, virial.data, atom_virial.data}, workspace.data, stream);
+}
+
+template <class Real, class Index>
+cudaError_t backward_cuda(In<Real, 2> grad_force, In<Real, 3> grad_virial,
+                          In<Real, 3> grad_atom_virial, In<Index, 2> edge_index,
+                          In<Real, 2> edge_gradient, In<Real, 2> edge_vec, int64_t natoms,
+                          In<int64_t, 1> batch, int64_t nframes, In<int32_t, 1> edge_order,
+                          View<Real, 2> grad_gradient, View<Real, 2> grad_vec,
+                          cudaStream_t stream) {
+  return edge_force_backward_cuda(inputs(edge_index, edge_gradient.data, edge_vec.data, natoms,
+                                         batch, nframes, edge_order),
+                                  {grad_force.data, grad_virial.data, grad_atom_virial.data},
+                                  {grad_gradient.data, grad_vec.data}, stream);
+}
+
+const Kernel kCuda("_edge_force_virial", cuda<float, int32_t>, cuda<float, int64_t>,
+                   cuda<double, int32_t>, cuda<double, int64_t>);
+const Kernel kBackwardCuda("_edge_force_virial_backward", backward_cuda<float, int32_t>,
+                           backward_cuda<float, int64_t>, backward_cuda<double, int32_t>,
+                           backward_cuda<double, int64_t>);
 #endif
-  });
-  return {force, total, atom_virial};
-}
-
-Tensor edge_force(const Tensor& edge_index, const Tensor& edge_gradient, SymInt natoms,
-                  const OptTensor& edge_order) {
-  return std::get<0>(sum_edges({kForce, edge_index, edge_gradient, Tensor(), Tensor(),
-                                edge_order.value_or(Tensor()), natoms, 1}));
-}
-
-Three edge_force_virial(const Tensor& edge_index, const Tensor& edge_gradient,
-                        const Tensor& edge_vec, SymInt natoms, const OptTensor& batch,
-                        SymInt nframes, const OptTensor& edge_order) {
-  // Python's None is an undefined tensor.
-  expect(kForceVirial, "edge_vec", edge_vec.defined(), "none", "of shape [E, 3]");
-  return sum_edges({kForceVirial, edge_index, edge_gradient, edge_vec, batch.value_or(Tensor()),
-                    edge_order.value_or(Tensor()), natoms, nframes});
-}
-
-// Both of them; a result that is not wanted has no elements.
-Three edge_force_virial_of(const Tensor& edge_index, const Tensor& edge_gradient,
-                           const OptTensor& edge_vec, SymInt natoms, const OptTensor& batch,
-                           SymInt nframes, const OptTensor& edge_order) {
-  auto [force, virial, atom_virial] =
-      sum_edges({kEdges, edge_index, edge_gradient, edge_vec.value_or(Tensor()),
-                 batch.value_or(Tensor()), edge_order.value_or(Tensor()), natoms, nframes});
-  if (!virial.defined()) {
-    virial = at::empty({0}, edge_gradient.options());
-    atom_virial = at::empty({0}, edge_gradient.options());
-  }
-  return {force, virial, atom_virial};
-}
-
-// Gradients of edge_gradient and edge_vec; one that is not wanted has no elements.
-std::tuple<Tensor, Tensor> edge_force_virial_backward(
-    const OptTensor& grad_force, const OptTensor& grad_virial, const OptTensor& grad_atom_virial,
-    const Tensor& edge_index, const Tensor& edge_gradient, const OptTensor& edge_vec, SymInt natoms,
-    const OptTensor& batch, SymInt nframes, Mask output_mask, const OptTensor& edge_order) {
-  const Graph graph{kEdgesBackward,
-                    edge_index,
-                    edge_gradient,
-                    edge_vec.value_or(Tensor()),
-                    batch.value_or(Tensor()),
-                    edge_order.value_or(Tensor()),
-                    natoms,
-                    nframes};
-  graph.check();
-  const Tensor gF = contiguous(grad_force), gV = contiguous(grad_virial),
-               gAV = contiguous(grad_atom_virial);
-  graph.check_upstream("grad_force", gF, {natoms, 3});
-  graph.check_upstream("grad_virial", gV, {nframes, 3, 3});
-  graph.check_upstream("grad_atom_virial", gAV, {natoms, 3, 3});
-  expect(kEdgesBackward, "edge_vec",
-         graph.edge_vec.defined() || !(gV.defined() || gAV.defined() || output_mask[1]), "none",
-         "where a virial or edge_vec has a gradient");
-  const auto make = [&](bool wanted) {
-    return wanted ? at::empty_symint(edge_gradient.sym_sizes(), edge_gradient.options())
-                  : at::empty({0}, edge_gradient.options());
-  };
-  const Tensor to_gradient = make(output_mask[0]), to_vec = make(output_mask[1]);
-  if (edge_gradient.is_meta()) return {to_gradient, to_vec};
-  const Contiguous from(graph);
-  with_types(edge_gradient, edge_index, [&](auto real, auto index) {
-    using Real = decltype(real);
-    const auto in = from.inputs<Real, decltype(index)>();
-    const EdgeUpstream<Real> upstream{read<Real>(gF), read<Real>(gV), read<Real>(gAV)};
-    const EdgeGradients<Real> to{write<Real>(to_gradient, output_mask[0]),
-                                 write<Real>(to_vec, output_mask[1])};
-    if (edge_gradient.is_cpu())
-      return from.expect_entries(edge_force_backward_cpu(in, upstream, to));
-#ifndef CALCOPS_NO_CUDA
-    launch(edge_gradient, 0, [&](void*, cudaStream_t stream) {
-      return edge_force_backward_cuda(in, upstream, to, stream);
-    });
-#endif
-  });
-  return {to_gradient, to_vec};
-}
-
-// ---- vmap and registration ----------------------------------------------------------------------
-
-// The mapped graphs become one: atom a of graph k is a + k natoms there, frame f is f + k nframes.
-tensor_list vmap_graphs(Call call, const SymInt& graphs) {
-  const Tensor edge_index = call.tensor("edge_index");
-  const SymInt natoms = call["natoms"].toSymInt(), edges = edge_index.sym_size(2);
-  const SymInt nframes = call.has("nframes") ? call["nframes"].toSymInt() : SymInt(1);
-  // names [graphs, count of names]; what is wrong stays wrong.
-  const auto shifted = [&](const Tensor& names, const SymInt& count) {
-    const Tensor wide = names.to(at::kLong);
-    const Tensor step = at::arange(graphs, wide.options()).mul(c10::Scalar(count)).unsqueeze(1);
-    const Tensor outside = at::where(wide.eq(-1), -1, c10::Scalar(count * graphs));
-    return at::where(wide.ge(0).logical_and(wide.lt(count)), wide.add(step), outside);
-  };
-  call["edge_index"] = at::stack({shifted(edge_index.select(1, 0), natoms).flatten(),
-                                  shifted(edge_index.select(1, 1), natoms).flatten()});
-  call["natoms"] = natoms * graphs;
-  call["edge_order"] = c10::IValue();
-  if (call.has("nframes")) {
-    const Tensor batch = call.tensor("batch");
-    const Tensor frames =
-        batch.defined() ? batch : at::zeros_symint({graphs, natoms}, edge_index.options());
-    call["nframes"] = nframes * graphs;
-    call["batch"] = shifted(frames, nframes).flatten();
-  }
-  for (const char* name :
-       {"edge_gradient", "edge_vec", "grad_force", "grad_virial", "grad_atom_virial"})
-    if (call.has(name) && call.tensor(name).defined()) call[name] = call.tensor(name).flatten(0, 1);
-
-  tensor_list results = call.run();
-  const bool backward = call.has("output_mask");
-  for (size_t i = 0; i < results.size(); ++i) {
-    const bool wanted = backward ? call["output_mask"].toBoolList()[i]
-                                 : i == 0 || call.tensor("edge_vec").defined();
-    const SymInt& rows = backward ? edges : i == 1 ? nframes : natoms;
-    results[i] = results[i].unflatten_symint(0, {graphs, wanted ? rows : SymInt(0)});
-  }
-  return results;
-}
-
-TORCH_LIBRARY_FRAGMENT(calcops, m) {
-  define<&edge_force, kDerivatives, vmap_with<vmap_graphs>>(
-      m,
-      "edge_force(Tensor edge_index, Tensor edge_gradient, SymInt natoms, *, "
-      "Tensor? edge_order=None) -> Tensor");
-  define<&edge_force_virial, kDerivatives, vmap_with<vmap_graphs>>(
-      m,
-      "edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor edge_vec, SymInt natoms, "
-      "Tensor? batch=None, SymInt nframes=1, *, Tensor? edge_order=None) -> "
-      "(Tensor force, Tensor virial, Tensor atom_virial)");
-  define<&edge_force_virial_of, kDerivatives, vmap_with<vmap_graphs>>(
-      m,
-      "_edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor? edge_vec, "
-      "SymInt natoms, Tensor? batch=None, SymInt nframes=1, *, Tensor? edge_order=None) -> "
-      "(Tensor, Tensor, Tensor)");
-  define<&edge_force_virial_backward, kDerivatives, vmap_with<vmap_graphs>>(
-      m,
-      "_edge_force_virial_backward(Tensor? grad_force, Tensor? grad_virial, "
-      "Tensor? grad_atom_virial, Tensor edge_index, Tensor edge_gradient, Tensor? edge_vec, "
-      "SymInt natoms, Tensor? batch=None, SymInt nframes=1, bool[2] output_mask=[True, True], *, "
-      "Tensor? edge_order=None) -> (Tensor, Tensor)");
-  define<&edge_order>(m, "edge_order(Tensor edge_index, SymInt natoms) -> Tensor");
-}
 
 }  // namespace
 }  // namespace calcops

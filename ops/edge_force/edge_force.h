@@ -1,5 +1,5 @@
-// Forces and virial from the edges of a graph. The contract; the mathematics is in
-// edge_force_math.h.
+// Forces and virial from the edges of a graph. The contract is in edge_force.cpp, the mathematics
+// in edge_force_math.h.
 //
 // N atoms in F frames, E edges; edge e has the centre i, the neighbour j and v = r_j - r_i (plus
 // the shift of a periodic image). With the gradient g = dE/dv of the energy:
@@ -20,54 +20,6 @@
 #endif
 
 namespace calcops {
-
-/// calcops::edge_force
-/// Force on every atom from the gradients of the energy along the edges of a graph.
-///
-/// edge_index     [2, E]; int32 or int64. Row 0 the centre i, row 1 the neighbour j, 0-based;
-///                edges in any order. -1 in either row: no edge.
-/// edge_gradient  [E, 3]; float32 or float64; dE/d(edge_vec), energy/length, with edge_vec =
-///                r_j - r_i (plus the shift of a periodic image). A contiguous [3, E], transposed,
-///                is not copied on the CPU.
-/// natoms         number of atoms of all frames together, ghosts included, 0 to 2^40.
-/// edge_order     what calcops::edge_order(edge_index, natoms) returned, or None. Saves CUDA the
-///                work of sorting the edges; the CPU has no use for it. One of another shape is an
-///                error. One of another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it
-///                is an error on either device.
-///
-/// Returns [natoms, 3], energy/length: F_i = +sum g over the edges that i is the centre of, and
-/// F_j = -sum g over those that j is the neighbour of.
-///
-/// Differentiable to any order in edge_gradient, in reverse and in forward mode. What a masked edge
-/// holds is never used, and every derivative there is exactly 0. Deterministic. An entry < -1 or
-/// >= natoms is an error on the CPU; on CUDA the rows of the edge's atoms become NaN, and with
-/// CALCOPS_CHECK=1 in the environment (which synchronises) it is an error too.
-
-/// calcops::edge_force_virial
-/// Force, virial and per-atom virial from the gradients of the energy along the edges of a graph.
-///
-/// edge_index, edge_gradient, natoms, edge_order: as for calcops::edge_force.
-/// edge_vec       [E, 3]; r_j - r_i (plus the shift), length; dtype of edge_gradient.
-/// batch          [natoms]; int32 or int64; the frame of each atom, 0 <= batch < nframes, in any
-///                order; None: all atoms are of frame 0.
-/// nframes        number of frames, 0 to 2^40.
-///
-/// Returns (force [natoms, 3], virial [nframes, 3, 3], atom_virial [natoms, 3, 3]): virial[a][b] =
-/// -sum g[a] edge_vec[b] over the edges of a frame, energy; atom_virial gives each edge's term to
-/// the neighbour j. Stress = -virial / volume.
-///
-/// Differentiable to any order in edge_gradient and edge_vec through all three outputs, in reverse
-/// and in forward mode. Masked edges, wrong entries and determinism: as for calcops::edge_force.
-
-/// calcops::edge_order
-/// Which edges meet at each atom: what edge_force can reuse for as long as a graph lives.
-///
-/// edge_index     [2, E], E < 2^30; as for calcops::edge_force.
-/// natoms         number of atoms, 0 to 2^40.
-///
-/// Returns int32 [natoms + 2E]: first, for each atom, where its part of what follows ends; then the
-/// ends e (as the centre) and E + e (as the neighbour) of the edges that meet at atom 0, those at
-/// atom 1 and so on, each in rising order, and -1 for every end of an edge that is masked or wrong.
 
 template <class Real, class Index>
 struct EdgeInputs {

@@ -34,7 +34,7 @@ struct Limit {
   int64_t below;
   std::string number, unit;
   bool on_cuda;
-  std::string only_in;  // an operator's name; "": in all
+  std::string only_in;  // this operator, and where this argument is given; "": everywhere
 };
 
 // entries -1 or 0 <= j < n + nghost at frame, atom, slot

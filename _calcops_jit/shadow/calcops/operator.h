@@ -310,8 +310,15 @@ class Value {
   }
 
   bool is_none() const;
-  Value size(int dimension) const;  // of a tensor
+  // Of a tensor: whether its elements can be read now. Those of meta tensors, under tracing and
+  // under vmap cannot.
+  bool is_readable() const;
+  int64_t item() const;  // the element of a tensor that has one, or a number
+  Value shape() const;
+  Value size(int dimension) const;
   Value dtype() const;
+  Value dtype_name() const;
+  bool is_integral() const;
   Value device() const;
   Value result(int i) const;        // of an operator that has several
 
@@ -324,6 +331,9 @@ class Value {
 
   void* value_;
 };
+
+// Throws "op: expected `argument` what, got ...".
+[[noreturn]] void refuse(const char* op, const char* argument, const char* what, const Value& got);
 
 // An operator that is composed of others, which have devices, derivatives and vmap already. Its
 // arguments are checked before it is called.
