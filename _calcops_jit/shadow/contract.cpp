@@ -313,15 +313,25 @@ struct Checked {
     return ", [" + c10::Join(", ", names) + "] = [" + c10::Join(", ", numbers) + "]";
   }
 
+  // The size without a value that a dimension such as N or N + 1 gives one; -1: there is none.
+  int unknown(const Sum& sum) const {
+    for (const contract::Product& product : sum)
+      if (product.factor == 1 && product.sizes.size() == 1 && !(bound >> product.sizes[0] & 1))
+        return product.sizes[0];
+    return -1;
+  }
+
   // Whether a shape is the wanted one. Sizes without a value get theirs.
   template <class Sizes>
   bool matches(const Line& line, const Shape& want, const Sizes& shape) {
     auto ok = equal(Int(0), Int(0));
     for (size_t d = 0; d < want.size(); ++d) {
-      const int size = contract::bare(want[d]);
-      if (size >= 0 && !(bound >> size & 1)) {
-        sizes[size] = shape[d];
+      const int size = unknown(want[d]);
+      if (size >= 0) {
+        sizes[size] = 0;
+        sizes[size] = shape[d] - value(want[d]);
         bound |= 1u << size;
+        if (want[d].size() > 1) ok = both(ok, below(Int(-1), sizes[size]));
       } else {
         ok = both(ok, equal(shape[d], value(want[d])));
       }
@@ -383,7 +393,12 @@ struct Checked {
         continue;
       }
       c10::SmallVector<Int, 5> shape;
-      for (const Sum& dim : line.shapes[0]) shape.push_back(value(dim));
+      for (const Sum& dim : line.shapes[0]) {
+        shape.push_back(value(dim));
+        if (!holds(below(Int(-1), shape.back())))
+          refuse(first_line->name, "large enough for a result " + line.shape_text,
+                 sizes_in(*first, Int()));
+      }
       made[i] = make(at::ArrayRef<Int>(shape), options_of(line));
     }
     return made;
@@ -945,7 +960,8 @@ void check_sizes(const Family& family, const Operator& op) {
     if (line.size >= 0) is_known[line.size] = true;
     if (op.argument[i] < 0 || !line.is_tensor()) continue;
     for (const Sum& dim : line.shapes[0])
-      if (contract::bare(dim) >= 0) is_known[contract::bare(dim)] = true;
+      for (const contract::Product& product : dim)
+        if (product.factor == 1 && product.sizes.size() == 1) is_known[product.sizes[0]] = true;
     if (line.whole >= 0) is_known[line.whole] = true;
   }
   for (const int result : op.result_lines)

@@ -294,10 +294,17 @@ class Reader {
     return dims;
   }
 
+  // N - 1 as N +-1
+  static std::string spelled_with_plus(std::string sum) {
+    for (size_t at = 0; (at = sum.find(" - ", at)) != std::string::npos; at += 2)
+      sum.replace(at, 3, " +-");
+    return sum;
+  }
+
   void name_sizes(const std::string& sum) {
-    for (const std::string& part : split(sum, "+"))
+    for (const std::string& part : split(spelled_with_plus(sum), "+"))
       for (const std::string& factor : split(part, "*")) {
-        const size_t letter = factor.find_first_not_of("0123456789");
+        const size_t letter = factor.find_first_not_of("-0123456789");
         if (letter == std::string::npos) continue;
         const std::string name = factor.substr(letter);
         if (!is_name(name)) fail("expected a size, such as N, 3, 2N or N + M, got " + sum);
@@ -316,8 +323,12 @@ class Reader {
 
   Sum sum_in(const std::string& text) const {
     Sum sum;
-    for (const std::string& part : split(text, "+")) {
+    for (std::string part : split(spelled_with_plus(text), "+")) {
       Product product;
+      if (begins(part, "-")) {
+        product.factor = -1;
+        part = part.substr(1);
+      }
       for (const std::string& factor : split(part, "*")) {
         const size_t letter = factor.find_first_not_of("0123456789");
         if (letter != 0) product.factor *= number_in(factor.substr(0, letter));
