@@ -157,7 +157,7 @@ class Checkout:
         """Counts the units of the project that were compiled since the last call."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
-        return sum(" -c " in line and "/registry.cpp" not in line for line in lines)
+        return sum(" -c " in line and "/runtime.cpp" not in line for line in lines)
 
     def libraries(self) -> list[Path]:
         return sorted(self.cache.glob("*/*/*.so"))

@@ -253,7 +253,7 @@ print(refused(calcops_jit.reload), library.same(torch.ones(1)).item())
     assert last == "  fix: restart Python 1.0"
 
 
-def test_the_registry_is_compiled_once_for_all_libraries_also_where_a_macro_hides_that_it_is_needed(checkout, tmp_path):
+def test_the_runtime_is_compiled_once_for_all_libraries_also_where_a_macro_hides_that_it_is_needed(checkout, tmp_path):
     macro = "#include <torch/library.h>\n#define OPERATORS(ns) TORCH_LIBRARY_FRAGMENT(ns, m)\n"
     (tmp_path / "system").mkdir()
     (tmp_path / "system/operators.h").write_text(macro)
@@ -274,7 +274,7 @@ print([load(name, f"{name}.cpp").one() for name in ("first", "second")], third.o
     assert output(checkout, script, tmp_path, CPATH=tmp_path / "system", CALCOPS_CACHE=empty) == ["[1, 1] 3"]
     compiled = [line for line in checkout.log.read_text().splitlines() if " -c " in line]
     counts = {
-        name: sum(f"/{name}.cpp " in line for line in compiled) for name in ("first", "second", "third", "registry")
+        name: sum(f"/{name}.cpp " in line for line in compiled) for name in ("first", "second", "third", "runtime")
     }
     assert set(counts.values()) == {1}, counts
-    assert len(list(empty.glob("unit-registry.cpp-*"))) == 1
+    assert len(list(empty.glob("unit-runtime.cpp-*"))) == 1

@@ -13,28 +13,30 @@
 namespace calcops {
 /// Force on every atom from a neighbour list, dE/dRi and dRi/dr.
 ///
-/// list_neigh  [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64. 0-based index of the
-///             neighbour within the frame: 0 <= j < n a local atom, n <= j < n + nghost a ghost.
-///             -1 marks an empty slot, anywhere in a row. An atom may be named more than once, and
-///             may name itself (a periodic image).
-/// dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64; dE_tot/dRi, energy.
-/// Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; dRi/dr_i, the derivative for the centre atom,
-///             1/length.
-/// nghost      number of ghost atoms, 0 to 2^40.
-/// neighbor_index  what calcops::neighbor_index(list_neigh, nghost) returned, or None. Saves CUDA
-///             the work of finding out who names whom; the CPU has no use for it. Results are the
-///             same bit for bit. One of another shape is an error. One of another list gives wrong
-///             forces on CUDA; with CALCOPS_CHECK=1 it is an error on either device.
+/// list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
+///              entries -1 or 0 <= j < n + nghost at frame, atom, slot;
+///              n*K < 2^31 slots a frame in neighbor_index; n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
+///              0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
+///              in a row. An atom may be named more than once, and may name itself (a periodic image).
+/// dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
+/// Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, the derivative for the centre
+///              atom, 1/length.
+/// nghost       0 to 2^40. Number of ghost atoms.
+/// neighbor_index  [B, n + nghost + n*K] from neighbor_index(list_neigh, nghost); int32. Or None. Saves
+///              CUDA the work of finding out who names whom; the CPU has no use for it. Results are the
+///              same bit for bit. One of another list gives wrong forces on CUDA; with CALCOPS_CHECK=1
+///              it is an error on either device.
 ///
-/// Returns [B, n + nghost, 3], energy/length: F_j = +sum g over the slots that name j and
-/// F_i = -sum g over i's own slots, with g = sum_c dE[c] Ri_d[c, :]. Rows of ghosts are to be added
-/// to the atoms they are images of.
+/// Returns
+/// force        [B, n + nghost, 3]; like dE. Energy/length.
+///
+/// F_j = +sum g over the slots that name j and F_i = -sum g over i's own slots, with
+/// g = sum_c dE[c] Ri_d[c, :]. Rows of ghosts are to be added to the atoms they are images of.
 ///
 /// Differentiable to any order in dE and Ri_d, in reverse and in forward mode. What an empty slot
-/// holds in dE and Ri_d is never used, and every derivative there is exactly 0.
-/// Deterministic. An entry < -1 or >= n + nghost is an error on the CPU; on CUDA the row of its
-/// centre atom becomes NaN, and with CALCOPS_CHECK=1 in the environment (which synchronises) it is
-/// an error too.
+/// holds in dE and Ri_d is never used, and every derivative there is exactly 0. Deterministic. An
+/// entry < -1 or >= n + nghost is an error on the CPU; on CUDA the row of its centre atom becomes
+/// NaN, and with CALCOPS_CHECK=1 in the environment (which synchronises) it is an error too.
 inline at::Tensor force(
     const at::Tensor& list_neigh,
     const at::Tensor& dE,
@@ -52,12 +54,28 @@ inline at::Tensor force(
 namespace calcops {
 /// Force, virial and per-atom virial from a neighbour list, dE/dRi, dRi/dr and pair vectors.
 ///
-/// list_neigh, dE, Ri_d, nghost, neighbor_index: as for calcops::force.
-/// Rij         [B, n, K, 3]; r_j - r_i, length; dtype of dE.
+/// list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
+///              entries -1 or 0 <= j < n + nghost at frame, atom, slot;
+///              n*K < 2^31 slots a frame in neighbor_index; n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
+///              0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
+///              in a row. An atom may be named more than once, and may name itself (a periodic image).
+/// dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
+/// Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, the derivative for the centre
+///              atom, 1/length.
+/// Rij          [B, n, K, 3]; like dE. r_j - r_i, length.
+/// nghost       0 to 2^40. Number of ghost atoms.
+/// neighbor_index  [B, n + nghost + n*K] from neighbor_index(list_neigh, nghost); int32. Or None. Saves
+///              CUDA the work of finding out who names whom; the CPU has no use for it. Results are the
+///              same bit for bit. One of another list gives wrong forces on CUDA; with CALCOPS_CHECK=1
+///              it is an error on either device.
 ///
-/// Returns (force [B, n + nghost, 3], virial [B, 3, 3], atom_virial [B, n + nghost, 3, 3]):
-/// virial[a][b] = sum g[a] Rij[b] over all pairs, energy; atom_virial gives each pair's term to the
-/// neighbour j. Stress = -virial / volume.
+/// Returns
+/// force        [B, n + nghost, 3]; like dE. Energy/length.
+/// virial       [B, 3, 3]; like dE. Energy.
+/// atom_virial  [B, n + nghost, 3, 3]; like dE. Energy.
+///
+/// virial[a][b] = sum g[a] Rij[b] over all pairs; atom_virial gives each pair's term to the neighbour
+/// j. Stress = -virial / volume.
 ///
 /// Differentiable to any order in dE, Ri_d and Rij through all three outputs, in reverse and in
 /// forward mode. Empty slots, wrong entries and determinism: as for calcops::force.
@@ -79,19 +97,23 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> force_virial(
 namespace calcops {
 /// Force on every atom from the gradients of the energy along the edges of a graph.
 ///
-/// edge_index     [2, E]; int32 or int64. Row 0 the centre i, row 1 the neighbour j, 0-based;
+/// edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge;
+///                E < 2^30 edges in edge_order. Row 0 the centre i, row 1 the neighbour j, 0-based;
 ///                edges in any order. -1 in either row: no edge.
-/// edge_gradient  [E, 3]; float32 or float64; dE/d(edge_vec), energy/length, with edge_vec =
-///                r_j - r_i (plus the shift of a periodic image). A contiguous [3, E], transposed,
-///                is not copied on the CPU.
-/// natoms         number of atoms of all frames together, ghosts included, 0 to 2^40.
-/// edge_order     what calcops::edge_order(edge_index, natoms) returned, or None. Saves CUDA the
-///                work of sorting the edges; the CPU has no use for it. One of another shape is an
-///                error. One of another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it
-///                is an error on either device.
+/// edge_gradient  [E, 3] in rows or columns; float32 or float64. dE/d(edge_vec), energy/length, with
+///                edge_vec = r_j - r_i (plus the shift of a periodic image). A contiguous [3, E],
+///                transposed, is not copied on the CPU.
+/// natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
+/// edge_order     [natoms + 2E] from edge_order(edge_index, natoms), made where absent on CUDA; int32.
+///                Or None. Saves CUDA the work of sorting the edges; the CPU has no use for it. One of
+///                another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it is an error on
+///                either device.
 ///
-/// Returns [natoms, 3], energy/length: F_i = +sum g over the edges that i is the centre of, and
-/// F_j = -sum g over those that j is the neighbour of.
+/// Returns
+/// force          [natoms, 3]; like edge_gradient. Energy/length.
+///
+/// F_i = +sum g over the edges that i is the centre of, and F_j = -sum g over those that j is the
+/// neighbour of.
 ///
 /// Differentiable to any order in edge_gradient, in reverse and in forward mode. What a masked edge
 /// holds is never used, and every derivative there is exactly 0. Deterministic. An entry < -1 or
@@ -113,15 +135,29 @@ inline at::Tensor edge_force(
 namespace calcops {
 /// Force, virial and per-atom virial from the gradients of the energy along the edges of a graph.
 ///
-/// edge_index, edge_gradient, natoms, edge_order: as for calcops::edge_force.
-/// edge_vec       [E, 3]; r_j - r_i (plus the shift), length; dtype of edge_gradient.
-/// batch          [natoms]; int32 or int64; the frame of each atom, 0 <= batch < nframes, in any
-///                order; None: all atoms are of frame 0.
-/// nframes        number of frames, 0 to 2^40.
+/// edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge;
+///                E < 2^30 edges in edge_order. Row 0 the centre i, row 1 the neighbour j, 0-based;
+///                edges in any order. -1 in either row: no edge.
+/// edge_gradient  [E, 3] in rows or columns; float32 or float64. dE/d(edge_vec), energy/length, with
+///                edge_vec = r_j - r_i (plus the shift of a periodic image). A contiguous [3, E],
+///                transposed, is not copied on the CPU.
+/// edge_vec       [E, 3] in rows or columns; like edge_gradient. r_j - r_i (plus the shift), length.
+/// natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
+/// batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nframes at atom. The
+///                frame of each atom, in any order; None: all atoms are of frame 0.
+/// nframes        0 to 2^40; 1 where absent. Number of frames.
+/// edge_order     [natoms + 2E] from edge_order(edge_index, natoms), made where absent on CUDA; int32.
+///                Or None. Saves CUDA the work of sorting the edges; the CPU has no use for it. One of
+///                another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it is an error on
+///                either device.
 ///
-/// Returns (force [natoms, 3], virial [nframes, 3, 3], atom_virial [natoms, 3, 3]): virial[a][b] =
-/// -sum g[a] edge_vec[b] over the edges of a frame, energy; atom_virial gives each edge's term to
-/// the neighbour j. Stress = -virial / volume.
+/// Returns
+/// force          [natoms, 3]; like edge_gradient. Energy/length.
+/// virial         [nframes, 3, 3]; like edge_gradient. Energy.
+/// atom_virial    [natoms, 3, 3]; like edge_gradient. Energy.
+///
+/// virial[a][b] = -sum g[a] edge_vec[b] over the edges of a frame; atom_virial gives each edge's term
+/// to the neighbour j. Stress = -virial / volume.
 ///
 /// Differentiable to any order in edge_gradient and edge_vec through all three outputs, in reverse
 /// and in forward mode. Masked edges, wrong entries and determinism: as for calcops::edge_force.
@@ -144,12 +180,15 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> edge_force_virial(
 namespace calcops {
 /// Which edges meet at each atom: what edge_force can reuse for as long as a graph lives.
 ///
-/// edge_index     [2, E], E < 2^30; as for calcops::edge_force.
-/// natoms         number of atoms, 0 to 2^40.
+/// edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge;
+///                E < 2^30 edges in edge_order. Row 0 the centre i, row 1 the neighbour j, 0-based;
+///                edges in any order. -1 in either row: no edge.
+/// natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
 ///
-/// Returns int32 [natoms + 2E]: first, for each atom, where its part of what follows ends; then the
-/// ends e (as the centre) and E + e (as the neighbour) of the edges that meet at atom 0, those at
-/// atom 1 and so on, each in rising order, and -1 for every end of an edge that is masked or wrong.
+/// Returns int32 [natoms + 2E], E < 2^30: first, for each atom, where its part of what follows ends;
+/// then the ends e (as the centre) and E + e (as the neighbour) of the edges that meet at atom 0,
+/// those at atom 1 and so on, each in rising order, and -1 for every end of an edge that is masked or
+/// wrong.
 inline at::Tensor edge_order(
     const at::Tensor& edge_index,
     c10::SymInt natoms) {
@@ -164,12 +203,16 @@ inline at::Tensor edge_order(
 namespace calcops {
 /// Which slots name each atom: what force and force_virial can reuse for as long as a list lives.
 ///
-/// list_neigh  [B, n, K] or [B, n, T, M] with K = T*M, nK < 2^31; as for calcops::force.
-/// nghost      number of ghost atoms, 0 to 2^40.
+/// list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
+///              entries -1 or 0 <= j < n + nghost at frame, atom, slot;
+///              n*K < 2^31 slots a frame in neighbor_index; n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
+///              0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
+///              in a row. An atom may be named more than once, and may name itself (a periodic image).
+/// nghost       0 to 2^40. Number of ghost atoms.
 ///
-/// Returns int32 [B, n + nghost + nK]: first, for each atom j, where its part of what follows ends;
-/// then the slots i*K + s that name atom 0, those that name atom 1 and so on, each in rising order,
-/// and -1 for every slot that names none.
+/// Returns int32 [B, n + nghost + n*K], n*K < 2^31: first, for each atom j, where its part of what
+/// follows ends; then the slots i*K + s that name atom 0, those that name atom 1 and so on, each in
+/// rising order, and -1 for every slot that names none.
 inline at::Tensor neighbor_index(
     const at::Tensor& list_neigh,
     c10::SymInt nghost = 0) {
@@ -243,9 +286,11 @@ inline at::Tensor warp_perspective(
 namespace CalcOps {
 /// The caller's centre term plus the force of the pairs on the neighbours; [0] of the list is new.
 ///
-/// list_neigh, dE, Ri_d: as for calcops::force.
-/// F           [B, n, 3], dtype and device of dE: the centre term, usually
-///             -(dE @ Ri_d) summed over the slots. It is not changed; its gradient is the identity.
+/// list_neigh  [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64. As for calcops::force.
+/// dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
+/// Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, 1/length.
+/// F           [B, n, 3]; like dE. The centre term, usually -(dE @ Ri_d) summed over the slots. It is
+///             not changed; its gradient is the identity.
 /// nghost      None or an integer tensor of one element, which is read on the host; under
 ///             torch.compile, export and vmap use calcops::force, whose nghost is an int.
 ///
@@ -268,8 +313,12 @@ inline std::vector<at::Tensor> calculateForce(
 namespace CalcOps {
 /// Virial and per-atom virial as rows of nine; mind the order of the arguments.
 ///
-/// list_neigh, dE, Rij, Ri_d: as for calcops::force_virial.
-/// nghost      as for CalcOps::calculateForce.
+/// list_neigh  [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64. As for calcops::force.
+/// dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
+/// Rij         [B, n, K, 3]; like dE. r_j - r_i, length.
+/// Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, 1/length.
+/// nghost      None or an integer tensor of one element, which is read on the host; under
+///             torch.compile, export and vmap use calcops::force, whose nghost is an int.
 ///
 /// Returns the list [virial [B, 9], atom_virial [B, n + nghost, 9]], energy, W[a][b] at 3a + b.
 /// CalcOps_cuda and CalcOps_cpu hold the same operator.

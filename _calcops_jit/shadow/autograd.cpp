@@ -1,5 +1,7 @@
 // Boxed calls under autograd, compiled autograd, forward mode and vmap.
 // After the code that PyTorch generates for its own operators (torch/csrc/autograd/generated).
+#include "calcops/autograd.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/ops/zeros_like.h>
@@ -15,8 +17,6 @@
 #include <mutex>
 #include <optional>
 #include <utility>
-
-#include "calcops/autograd.h"
 
 namespace calcops {
 

@@ -1,6 +1,5 @@
 // Makes PyTorch's operators of contracts: checks, results, devices, derivatives and vmap of a call,
-// all from the text. It is the only unit that knows both PyTorch and contracts, and it is data that
-// it reads: one object serves every library of the cache.
+// all from the text. It is included by runtime.cpp, whose object serves every library of the cache.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/arange.h>
@@ -45,18 +44,30 @@ using Results = std::array<Tensor, 6>;
 
 at::ScalarType scalar_type(Type type) {
   switch (type) {
-    case Type::kBool: return at::kBool;
-    case Type::kUInt8: return at::kByte;
-    case Type::kUInt16: return at::kUInt16;
-    case Type::kInt8: return at::kChar;
-    case Type::kInt16: return at::kShort;
-    case Type::kInt32: return at::kInt;
-    case Type::kInt64: return at::kLong;
-    case Type::kFloat16: return at::kHalf;
-    case Type::kBFloat16: return at::kBFloat16;
-    case Type::kFloat32: return at::kFloat;
-    case Type::kFloat64: return at::kDouble;
-    default: return at::ScalarType::Undefined;
+    case Type::kBool:
+      return at::kBool;
+    case Type::kUInt8:
+      return at::kByte;
+    case Type::kUInt16:
+      return at::kUInt16;
+    case Type::kInt8:
+      return at::kChar;
+    case Type::kInt16:
+      return at::kShort;
+    case Type::kInt32:
+      return at::kInt;
+    case Type::kInt64:
+      return at::kLong;
+    case Type::kFloat16:
+      return at::kHalf;
+    case Type::kBFloat16:
+      return at::kBFloat16;
+    case Type::kFloat32:
+      return at::kFloat;
+    case Type::kFloat64:
+      return at::kDouble;
+    default:
+      return at::ScalarType::Undefined;
   }
 }
 
@@ -121,7 +132,7 @@ struct Operator {
   std::vector<int> lines{};            // of each argument; -1: output_mask, -2 - line: a gradient
   std::vector<int> number_lines, tensor_lines, choice_lines, gradient_lines, limit_lines;
   std::vector<std::vector<int>> needs;  // of each result: the lines without which it is not wanted
-  std::vector<int> result_lines{};     // of each result; backward: the factor
+  std::vector<int> result_lines{};      // of each result; backward: the factor
   int count = 0, mask = -1;
   bool is_backward = false;
   Value (*composition)(const Value*) = nullptr;
@@ -187,8 +198,7 @@ struct Checked {
   const Tensor* first = &kNone;
   uint32_t bound = 0;  // the sizes that are known, a bit each
 
-  Checked(const Operator& op, const IValue* stack)
-      : op(op), text(op.family->text), stack(stack) {
+  Checked(const Operator& op, const IValue* stack) : op(op), text(op.family->text), stack(stack) {
     tensors.fill(&kNone);
     gradients.fill(&kNone);
     for (const int i : op.number_lines) bind_number(text.lines[i], op.argument[i]);
@@ -250,7 +260,10 @@ struct Checked {
     if (std::find(line.choices.begin(), line.choices.end(), got) != line.choices.end()) return;
     std::string what;
     for (size_t i = 0; i < line.choices.size(); ++i)
-      what += (i == 0 ? "" : i + 1 == line.choices.size() ? " or " : ", ") + ('"' + line.choices[i] + '"');
+      what += (i == 0                         ? ""
+               : i + 1 == line.choices.size() ? " or "
+                                              : ", ") +
+              ('"' + line.choices[i] + '"');
     refuse(line.name, what, '"' + got + '"');
   }
 
@@ -258,9 +271,10 @@ struct Checked {
     const Tensor& like = line.like < 0 ? kNone : *tensors[line.like];
     if (like.defined()) {
       if (x.scalar_type() != like.scalar_type())
-        refuse(name,
-               c10::str("of dtype ", like.scalar_type(), " like `", text.lines[line.like].name, "`"),
-               x.scalar_type());
+        refuse(
+            name,
+            c10::str("of dtype ", like.scalar_type(), " like `", text.lines[line.like].name, "`"),
+            x.scalar_type());
     } else if (line.like < 0) {
       bool ok = false;
       for (const Type type : line.types) ok |= x.scalar_type() == scalar_type(type);
@@ -439,7 +453,8 @@ Tensor is_wrong(const Tensor& names, const Line& line, int64_t bound) {
   const auto& positions = line.entries.positions;
   const int64_t count = positions_of(call, i);
   const Tensor& names = *call.tensors[i];
-  const Tensor rows = names.defined() ? names.reshape({-1, count}) : at::zeros({1, count}, at::kLong);
+  const Tensor rows =
+      names.defined() ? names.reshape({-1, count}) : at::zeros({1, count}, at::kLong);
   std::string got, where;
   for (int64_t row = 0; row < rows.size(0); ++row)
     got += (row == 0 ? "" : ", ") + std::to_string(rows[row][position].item<int64_t>());
@@ -556,8 +571,8 @@ const BoundKernel* kernel_for(const Checked<int64_t>& call, const Results& resul
   return nullptr;
 }
 
-void run_kernel(const Checked<int64_t>& call, const BoundKernel& kernel,
-                const Results& results, Workspace& workspace, void* stream) {
+void run_kernel(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results,
+                Workspace& workspace, void* stream) {
   static char empty[64];
   Storage storage;
   std::array<Slot, kMost> slots;
@@ -565,7 +580,8 @@ void run_kernel(const Checked<int64_t>& call, const BoundKernel& kernel,
     Slot& slot = slots[p];
     slot.data = data ? data : empty;  // a tensor without elements is there, too
     if (canonical) {
-      for (size_t d = 0; d < canonical->size(); ++d) storage.shape[p][d] = call.value((*canonical)[d]);
+      for (size_t d = 0; d < canonical->size(); ++d)
+        storage.shape[p][d] = call.value((*canonical)[d]);
       slot.shape = storage.shape[p].data();
     } else {
       slot.shape = x.sizes().data();
@@ -603,9 +619,15 @@ void run_kernel(const Checked<int64_t>& call, const BoundKernel& kernel,
       }
       const IValue& value = call.stack[position];
       switch (parameter.kind) {
-        case Parameter::kInt: slot.integer = value.toInt(); break;
-        case Parameter::kFloat: slot.real = value.toDouble(); break;
-        case Parameter::kBool: slot.integer = value.toBool(); break;
+        case Parameter::kInt:
+          slot.integer = value.toInt();
+          break;
+        case Parameter::kFloat:
+          slot.real = value.toDouble();
+          break;
+        case Parameter::kBool:
+          slot.integer = value.toBool();
+          break;
         case Parameter::kString:
           slot.data = const_cast<char*>(value.toStringRef().c_str());
           break;
@@ -616,8 +638,8 @@ void run_kernel(const Checked<int64_t>& call, const BoundKernel& kernel,
           break;
         }
         default: {
-          const auto& list = storage.numbers.emplace_back(
-              value.isNone() ? std::vector<double>() : value.toDoubleVector());
+          const auto& list = storage.numbers.emplace_back(value.isNone() ? std::vector<double>()
+                                                                         : value.toDoubleVector());
           slot.data = const_cast<void*>(static_cast<const void*>(list.data()));
           slot.integer = int64_t(list.size());
         }
@@ -629,16 +651,14 @@ void run_kernel(const Checked<int64_t>& call, const BoundKernel& kernel,
   if (outcome.wrong >= 0) refuse_position(call, outcome.wrong);
 }
 
-void run_on_cpu(const Checked<int64_t>& call, const BoundKernel& kernel,
-                const Results& results) {
+void run_on_cpu(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results) {
   if (!kernel.entry.checks_entries) check_entries(call);
   if (wants_checks()) check_made(call);
   Workspace none{};
   run_kernel(call, kernel, results, none, nullptr);
 }
 
-void run_on_cuda(const Checked<int64_t>& call, const BoundKernel& kernel,
-                 const Results& results) {
+void run_on_cuda(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results) {
   const c10::DeviceGuard guard(call.first->device());
   const c10::impl::VirtualGuardImpl device(call.first->device().type());
   void* stream = device.getStream(call.first->device()).native_handle();
@@ -651,8 +671,8 @@ void run_on_cuda(const Checked<int64_t>& call, const BoundKernel& kernel,
   for (const Source& source : kernel.sources) needs_workspace |= source.from == Source::kWorkspace;
   Workspace workspace{nullptr, 0};
   if (needs_workspace) run_kernel(call, kernel, results, workspace, stream);
-  const Tensor memory = at::empty({std::max<int64_t>(workspace.bytes, 1)},
-                                  call.first->options().dtype(at::kByte));
+  const Tensor memory =
+      at::empty({std::max<int64_t>(workspace.bytes, 1)}, call.first->options().dtype(at::kByte));
   workspace.data = memory.mutable_data_ptr();
   run_kernel(call, kernel, results, workspace, stream);
 }
@@ -680,8 +700,7 @@ void run_here(const Operator& op, torch::jit::Stack* stack) {
     Checked<int64_t> call(op, stack->data() + stack->size() - op.count);
     std::list<Tensor> made;
     for (size_t i = 0; on_cuda && i < call.text.lines.size(); ++i)
-      if (call.text.lines[i].made_on_cuda && op.argument[i] >= 0 &&
-          !call.tensors[i]->defined()) {
+      if (call.text.lines[i].made_on_cuda && op.argument[i] >= 0 && !call.tensors[i]->defined()) {
         call.tensors[i] = &made.emplace_back(made_for(call, call.text.lines[i]));
       }
     results = call.results();
@@ -759,8 +778,8 @@ tensor_list vmap_joined(const Operator& op, Call call, const SymInt& items) {
   for (size_t i = 0; i < text.lines.size(); ++i) {
     const Line& line = text.lines[i];
     if (line.size >= 0 && !line.is_tensor())
-      counts[line.size] = op.argument[i] < 0 ? SymInt(line.absent)
-                                             : call.arguments[op.argument[i]].toSymInt();
+      counts[line.size] =
+          op.argument[i] < 0 ? SymInt(line.absent) : call.arguments[op.argument[i]].toSymInt();
     const int position = op.argument[i] >= 0 ? op.argument[i] : op.gradient[i];
     if (!line.is_tensor() || position < 0 || !call.arguments[position].isTensor()) continue;
     const Tensor& x = call.arguments[position].toTensor();
@@ -895,7 +914,8 @@ void read_operator(Family& family, const contract::Schema& schema, const Composi
       }
     const std::string type = argument.type()->annotation_str();
     const bool is_tensor = type.find("Tensor") != std::string::npos;
-    if (line < 0) family.fail(schema.number, name + " has `" + called + "`, which no line describes");
+    if (line < 0)
+      family.fail(schema.number, name + " has `" + called + "`, which no line describes");
     if (is_tensor && !text.lines[line].is_tensor() && !op.composition)
       family.fail(text.lines[line].number, "`" + called + "`: expected its shape, such as [N, 3]");
     op.argument[line] = i;
@@ -947,7 +967,8 @@ void read_order(Operator& op) {
   for (const int result : op.result_lines) {
     op.needs.emplace_back();
     for (size_t t = 0; t < text.terms.size(); ++t)
-      if (text.terms[t].result == text.lines[result].name) op.needs.back() = op.family->term_lines[t];
+      if (text.terms[t].result == text.lines[result].name)
+        op.needs.back() = op.family->term_lines[t];
   }
 }
 
@@ -983,7 +1004,8 @@ void read_derivatives(Family& family) {
   for (const Operator& op : family.operators)
     if (op.is_backward) family.backward = op.name;
   if (family.backward.empty())
-    family.fail(1, "`linear` needs the operator that gives the gradients, its name ending in _backward");
+    family.fail(
+        1, "`linear` needs the operator that gives the gradients, its name ending in _backward");
   family.forward = family.backward.substr(0, family.backward.size() - 9);
   const auto has = [&](const std::string& name) {
     for (const Operator& op : family.operators)
@@ -994,7 +1016,8 @@ void read_derivatives(Family& family) {
     const size_t at = family.forward.rfind("::_");
     if (at != std::string::npos) family.forward.erase(at + 2, 1);
   }
-  if (!has(family.forward)) family.fail(1, "no operator " + family.forward + " beside " + family.backward);
+  if (!has(family.forward))
+    family.fail(1, "no operator " + family.forward + " beside " + family.backward);
   std::vector<Multilinear::Term> terms;
   for (const contract::Term& term : text.terms) {
     terms.push_back({"grad_" + term.result});
@@ -1044,14 +1067,14 @@ BoundKernel bind(const Operator& op, const KernelEntry& kernel) {
   std::vector<Source> expected;
   for (size_t i = 0; i < op.lines.size(); ++i)
     if (op.lines[i] != -1) expected.push_back({Source::kArgument, op.lines[i]});
-  for (size_t i = 0; i < op.result_lines.size(); ++i)
-    expected.push_back({Source::kResult, int(i)});
+  for (size_t i = 0; i < op.result_lines.size(); ++i) expected.push_back({Source::kResult, int(i)});
   size_t next = 0;
   for (int p = 0; p < kernel.count; ++p) {
     const Parameter& parameter = kernel.parameters[p];
     if (parameter.kind == Parameter::kWorkspace || parameter.kind == Parameter::kStream) {
       bound.is_cuda |= parameter.kind == Parameter::kStream;
-      bound.sources.push_back({parameter.kind == Parameter::kStream ? Source::kStream : Source::kWorkspace, 0});
+      bound.sources.push_back(
+          {parameter.kind == Parameter::kStream ? Source::kStream : Source::kWorkspace, 0});
       continue;
     }
     const auto fail = [&](const std::string& what) {
@@ -1061,24 +1084,27 @@ BoundKernel bind(const Operator& op, const KernelEntry& kernel) {
     if (next == expected.size()) fail("there are no more arguments and results");
     const Source source = expected[next++];
     const bool is_result = source.from == Source::kResult;
-    const int index = is_result ? op.result_lines[source.index]
-                                : source.index < 0 ? -2 - source.index : source.index;
+    const int index = is_result          ? op.result_lines[source.index]
+                      : source.index < 0 ? -2 - source.index
+                                         : source.index;
     const Line& line = family.text.lines[index];
     const bool is_tensor = parameter.kind == Parameter::kTensor;
     if (is_tensor != line.is_tensor())
-      fail(std::string("expected ") + (line.is_tensor() ? "a View" : "a number or string") + " for `" + line.name + "`");
+      fail(std::string("expected ") + (line.is_tensor() ? "a View" : "a number or string") +
+           " for `" + line.name + "`");
     if (is_tensor && parameter.rank != int(line.shapes[0].size()))
       fail("expected " + std::to_string(line.shapes[0].size()) + " dimensions for `" + line.name +
            "`, got " + std::to_string(parameter.rank));
     if (is_tensor && parameter.is_written != is_result)
-      fail(is_result ? "expected a View of numbers that are not const for the result `" + line.name + "`"
-                     : "expected a View of const numbers for the argument `" + line.name + "`");
+      fail(is_result
+               ? "expected a View of numbers that are not const for the result `" + line.name + "`"
+               : "expected a View of const numbers for the argument `" + line.name + "`");
     bound.sources.push_back(source);
   }
   if (next != expected.size())
-    family.fail(op.schema->number, "a kernel of " + op.parsed.name() + " has " + std::to_string(next) +
-                                       " parameters for " + std::to_string(expected.size()) +
-                                       " arguments and results");
+    family.fail(op.schema->number, "a kernel of " + op.parsed.name() + " has " +
+                                       std::to_string(next) + " parameters for " +
+                                       std::to_string(expected.size()) + " arguments and results");
   return bound;
 }
 
@@ -1112,11 +1138,66 @@ void define(torch::Library& m, Operator& op) {
   impl(c10::DispatchKey::CUDA, running(&run_here<true>));
   impl(c10::DispatchKey::Meta, running(&run_on_meta));
   impl(c10::DispatchKey::Autograd,
-       family.derivatives
-           ? CppFunction::makeFromBoxedFunctor(std::make_unique<Differentiate>(family.derivatives.get()))
-           : torch::autograd::autogradNotImplementedFallback());
+       family.derivatives ? CppFunction::makeFromBoxedFunctor(
+                                std::make_unique<Differentiate>(family.derivatives.get()))
+                          : torch::autograd::autogradNotImplementedFallback());
   impl(c10::DispatchKey::FuncTorchBatched,
        CppFunction::makeFromBoxedFunctor(std::make_unique<Vmap>(&op)));
+}
+
+// Whether an operator has a kernel for some number types, a type for each line that names its own.
+bool has_kernel(const Operator& op, const std::map<int, Type>& types) {
+  const auto& lines = op.family->text.lines;
+  for (const BoundKernel& kernel : op.kernels) {
+    bool fits = !kernel.is_cuda;
+    for (size_t p = 0; p < kernel.sources.size() && fits; ++p) {
+      const Parameter& parameter = kernel.entry.parameters[p];
+      const Source source = kernel.sources[p];
+      if (parameter.kind != Parameter::kTensor) continue;
+      int line = source.from == Source::kResult ? op.result_lines[source.index]
+                 : source.index < 0             ? -2 - source.index
+                                                : source.index;
+      while (lines[line].like >= 0) line = lines[line].like;
+      const Type read_as = lines[line].read_as;
+      fits = parameter.type == (read_as == Type::kNone ? types.at(line) : read_as);
+    }
+    if (fits) return true;
+  }
+  return false;
+}
+
+// Every combination of number types that the contract allows has a kernel on the CPU.
+void check_kernels(const Operator& op, std::map<int, Type> types = {}, size_t from = 0) {
+  const Family& family = *op.family;
+  const auto& lines = family.text.lines;
+  for (size_t i = from; i < lines.size(); ++i) {
+    if (lines[i].types.empty()) continue;
+    for (const Type type : lines[i].types) {
+      types[int(i)] = type;
+      check_kernels(op, types, i + 1);
+    }
+    return;
+  }
+  if (has_kernel(op, types)) return;
+  std::string which;
+  for (const auto& [line, type] : types)
+    if (lines[line].types.size() > 1)
+      which += (which.empty() ? " for " : ", ") + lines[line].name + ' ' +
+               c10::toString(scalar_type(type));
+  family.fail(op.schema->number, "no kernel of " + op.parsed.name() + which);
+}
+
+// A loaded library has all its kernels; only then what is missing is known.
+void check_all_kernels() {
+  for (const auto& [op, kernels] : kernels_waiting())
+    TORCH_CHECK(false, "a kernel of ", op, ", which no contract names");
+  for (const Family& family : families())
+    for (const Operator& op : family.operators) {
+      if (op.composition) continue;
+      if (with_kernels(op).kernels.empty())
+        family.fail(op.schema->number, "no kernel of " + op.parsed.name());
+      if (!op.kernels.empty()) check_kernels(op);
+    }
 }
 
 std::deque<ContractEntry>& contracts_waiting() {
@@ -1125,6 +1206,8 @@ std::deque<ContractEntry>& contracts_waiting() {
 }
 
 void define_waiting(torch::Library&) {
+  if (contracts_waiting().empty()) return;
+
   while (!contracts_waiting().empty()) {
     const ContractEntry entry = contracts_waiting().front();
     contracts_waiting().pop_front();
@@ -1140,7 +1223,8 @@ void define_waiting(torch::Library&) {
     }
     if (family.text.lines.size() > kMost || family.text.sizes.size() > kMost)
       family.fail(1, "more than " + std::to_string(kMost) + " lines or sizes");
-    for (const contract::Schema& schema : family.text.schemas) read_operator(family, schema, entry.compositions, entry.count);
+    for (const contract::Schema& schema : family.text.schemas)
+      read_operator(family, schema, entry.compositions, entry.count);
     read_derivatives(family);
     read_results(family);
     read_vmap(family);
@@ -1155,6 +1239,7 @@ void define_waiting(torch::Library&) {
       define(library, op);
     }
   }
+  if (calcops_jit::Registry::here().held) check_all_kernels();
 }
 
 // What help() shows below the schema.
@@ -1190,10 +1275,9 @@ bool Value::is_none() const { return ivalue_of(*this).isNone(); }
 
 bool Value::is_readable() const {
   const Tensor& x = ivalue_of(*this).toTensor();
-  return !x.is_meta() &&
-         !x.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Python,
-                                                   c10::DispatchKey::FuncTorchBatched,
-                                                   c10::DispatchKey::Functionalize}));
+  return !x.is_meta() && !x.key_set().has_any(c10::DispatchKeySet(
+                             {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
+                              c10::DispatchKey::Functionalize}));
 }
 
 int64_t Value::item() const {
@@ -1272,7 +1356,8 @@ void add_contract(const ContractEntry& contract) {
 void add_kernel(const KernelEntry& kernel) {
   const std::string op = kernel.op;
   const bool is_qualified = op.find("::") != std::string::npos;
-  kernels_waiting()[is_qualified ? op : std::string(kernel.name_space) + "::" + op].push_back(kernel);
+  kernels_waiting()[is_qualified ? op : std::string(kernel.name_space) + "::" + op].push_back(
+      kernel);
   for (Family& family : families()) take_kernels(family);
 }
 

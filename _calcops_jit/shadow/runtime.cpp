@@ -1,5 +1,6 @@
-// What every library that registers operators is linked with, compiled once for each PyTorch: the
-// one unit that includes PyTorch's headers, since reading these takes most of its time.
+// What every library that registers operators is linked with: the one unit that includes PyTorch's
+// headers. Reading these takes half of its time, so its three parts are one unit, which is compiled
+// once for each PyTorch and serves every library of the cache.
 #include "registry.cpp"
 //
 #include "autograd.cpp"

@@ -15,17 +15,17 @@ Value edge_order(const Value* arguments) {
       Value::call("aten::logical_and", Value::call("aten::ge.Scalar", edge_index, 0),
                   Value::call("aten::lt.Scalar", edge_index, natoms));
   const Value is_edge = Value::call("aten::all.dim", is_atom, /*dim=*/0, /*keepdim=*/true);
-  const Value names = Value::call(
-      "aten::flatten.using_ints",
-      Value::call("aten::where.ScalarOther", is_edge, edge_index, natoms));
+  const Value names =
+      Value::call("aten::flatten.using_ints",
+                  Value::call("aten::where.ScalarOther", is_edge, edge_index, natoms));
   const Value sorted = Value::call("aten::sort.stable", names, /*stable=*/true, /*dim=*/0);
   const Value atoms =
       Value::call("aten::arange", natoms, names.dtype(), /*layout=*/nullptr, names.device());
   const Value last = Value::call("aten::searchsorted.Tensor", sorted.result(0), atoms,
                                  /*out_int32=*/true, /*right=*/true);
-  const Value ends = Value::call("aten::where.ScalarOther",
-                                 Value::call("aten::lt.Scalar", sorted.result(0), natoms),
-                                 sorted.result(1), -1);
+  const Value ends =
+      Value::call("aten::where.ScalarOther",
+                  Value::call("aten::lt.Scalar", sorted.result(0), natoms), sorted.result(1), -1);
   return Value::call("aten::cat",
                      Value::list(last, Value::call("aten::to.dtype", ends, last.dtype())));
 }
@@ -100,7 +100,8 @@ vmap           joins E, natoms, nframes
 )",
                          kCompositions);
 
-// ---- from views to the structs of edge_force.h ---------------------------------------------------
+// ---- from views to the structs of edge_force.h
+// ---------------------------------------------------
 
 template <class Number, int rank>
 using In = View<const Number, rank>;
@@ -126,8 +127,8 @@ template <class Real, class Index>
 int64_t cpu(In<Index, 2> edge_index, Vectors<Real> edge_gradient, Vectors<Real> edge_vec,
             int64_t natoms, In<int64_t, 1> batch, int64_t nframes, In<int32_t, 1> edge_order,
             View<Real, 2> force, View<Real, 3> virial, View<Real, 3> atom_virial) {
-  EdgeInputs<Real, Index> in = inputs(edge_index, edge_gradient.data, edge_vec.data, natoms, batch,
-                                      nframes, edge_order);
+  EdgeInputs<Real, Index> in =
+      inputs(edge_index, edge_gradient.data, edge_vec.data, natoms, batch, nframes, edge_order);
   in.gradient_is_transposed = is_transposed(edge_gradient);
   in.vec_is_transposed = is_transposed(edge_vec);
   return edge_force_cpu(in, {force.data, virial.data, atom_virial.data});
@@ -139,10 +140,10 @@ int64_t backward_cpu(In<Real, 2> grad_force, In<Real, 3> grad_virial, In<Real, 3
                      int64_t natoms, In<int64_t, 1> batch, int64_t nframes,
                      In<int32_t, 1> edge_order, View<Real, 2> grad_gradient,
                      View<Real, 2> grad_vec) {
-  return edge_force_backward_cpu(inputs(edge_index, edge_gradient.data, edge_vec.data, natoms,
-                                        batch, nframes, edge_order),
-                                 {grad_force.data, grad_virial.data, grad_atom_virial.data},
-                                 {grad_gradient.data, grad_vec.data});
+  return edge_force_backward_cpu(
+      inputs(edge_index, edge_gradient.data, edge_vec.data, natoms, batch, nframes, edge_order),
+      {grad_force.data, grad_virial.data, grad_atom_virial.data},
+      {grad_gradient.data, grad_vec.data});
 }
 
 const Kernel kCpu("_edge_force_virial", cpu<float, int32_t>, cpu<float, int64_t>,
@@ -157,8 +158,8 @@ cudaError_t cuda(In<Index, 2> edge_index, In<Real, 2> edge_gradient, In<Real, 2>
                  int64_t natoms, In<int64_t, 1> batch, int64_t nframes, In<int32_t, 1> edge_order,
                  View<Real, 2> force, View<Real, 3> virial, View<Real, 3> atom_virial,
                  Workspace& workspace, cudaStream_t stream) {
-  const auto in = inputs(edge_index, edge_gradient.data, edge_vec.data, natoms, batch, nframes,
-                         edge_order);
+  const auto in =
+      inputs(edge_index, edge_gradient.data, edge_vec.data, natoms, batch, nframes, edge_order);
   if (!workspace.data) {
     workspace.bytes = edge_force_cuda_workspace(in);
     return cudaSuccess;
@@ -173,10 +174,10 @@ cudaError_t backward_cuda(In<Real, 2> grad_force, In<Real, 3> grad_virial,
                           In<int64_t, 1> batch, int64_t nframes, In<int32_t, 1> edge_order,
                           View<Real, 2> grad_gradient, View<Real, 2> grad_vec,
                           cudaStream_t stream) {
-  return edge_force_backward_cuda(inputs(edge_index, edge_gradient.data, edge_vec.data, natoms,
-                                         batch, nframes, edge_order),
-                                  {grad_force.data, grad_virial.data, grad_atom_virial.data},
-                                  {grad_gradient.data, grad_vec.data}, stream);
+  return edge_force_backward_cuda(
+      inputs(edge_index, edge_gradient.data, edge_vec.data, natoms, batch, nframes, edge_order),
+      {grad_force.data, grad_virial.data, grad_atom_virial.data},
+      {grad_gradient.data, grad_vec.data}, stream);
 }
 
 const Kernel kCuda("_edge_force_virial", cuda<float, int32_t>, cuda<float, int64_t>,

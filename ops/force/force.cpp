@@ -18,9 +18,9 @@ Value neighbor_index(const Value* arguments) {
   const Value sorted = Value::call("aten::sort.stable", names, /*stable=*/true, /*dim=*/1);
   const Value atoms =
       Value::call("aten::arange", rows, names.dtype(), /*layout=*/nullptr, names.device());
-  const Value wanted = Value::call(
-      "aten::contiguous",
-      Value::call("aten::expand", atoms, Value::list(list_neigh.size(0), rows)));
+  const Value wanted =
+      Value::call("aten::contiguous",
+                  Value::call("aten::expand", atoms, Value::list(list_neigh.size(0), rows)));
   const Value ends = Value::call("aten::searchsorted.Tensor", sorted.result(0), wanted,
                                  /*out_int32=*/true, /*right=*/true);
   const Value slots =
@@ -95,7 +95,8 @@ vmap         joins B
 )",
                          kCompositions);
 
-// ---- from views to the structs of force.h --------------------------------------------------------
+// ---- from views to the structs of force.h
+// --------------------------------------------------------
 
 template <class Number, int rank>
 using In = View<const Number, rank>;
@@ -105,8 +106,8 @@ ForceInputs<Real, Index> inputs(In<Index, 3> list_neigh, In<Real, 4> dE, In<Real
                                 In<Real, 4> Rij, int64_t nghost, bool center,
                                 In<int32_t, 2> neighbor_index) {
   const auto [frames, natoms, neighbors] = list_neigh.shape;
-  return {frames,          natoms,  nghost,    neighbors, center,   bool(Rij),
-          list_neigh.data, dE.data, Ri_d.data, Rij.data,  neighbor_index.data};
+  return {frames,  natoms,    nghost,   neighbors,          center, bool(Rij), list_neigh.data,
+          dE.data, Ri_d.data, Rij.data, neighbor_index.data};
 }
 
 template <class Real, class Index>

@@ -8,8 +8,8 @@
 
 #include "calcops/autograd.h"
 #include "calcops/expect.h"
-#include "float16.h"
 #include "calcops/kernel.h"
+#include "float16.h"
 #include "warp_perspective/warp_perspective.h"
 #include "warp_perspective/warp_perspective_checks.h"
 #include "warp_perspective/warp_perspective_derivatives.h"

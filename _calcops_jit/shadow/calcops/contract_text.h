@@ -1,6 +1,6 @@
 // The language of contracts, read into structs. It knows no framework: contract.cpp makes PyTorch's
 // operators of these, and somebody else's code could make another framework's.
-// _calcops_jit/README.md, "Contracts", describes the language.
+// ops/README.md, "Contracts", describes the language.
 #pragma once
 
 #include <cctype>
@@ -59,12 +59,13 @@ struct Line {
   Sum parts;
   std::vector<Type> types;
   std::string type_text;
-  int like = -1;              // the line that has the dtype
+  int like = -1;               // the line that has the dtype
   Type read_as = Type::kNone;  // kernels get it converted
   std::string made_by;         // the operator that makes it, and of which arguments
   std::vector<std::string> made_of;
   bool made_on_cuda = false;  // where it is absent
-  bool in_columns = false;    // a transposed tensor need not be copied for a kernel that takes strides
+  bool in_columns =
+      false;  // a transposed tensor need not be copied for a kernel that takes strides
   bool has_entries = false;
   Entries entries;
   std::vector<Limit> limits;
@@ -244,7 +245,8 @@ class Reader {
       written += rest_[at_] + "\n";
     written.pop_back();
     std::string body;
-    for (const std::string& part : split_lines(written.substr(name.size()))) body += strip(part) + " ";
+    for (const std::string& part : split_lines(written.substr(name.size())))
+      body += strip(part) + " ";
     // The clauses end with the first full stop.
     const size_t stop = body.find(". ");
     const std::string clauses = strip(body.substr(0, stop));
@@ -265,8 +267,8 @@ class Reader {
     // The sizes that a shape names, and a number with bounds, exist from here on.
     if (begins(clauses, "[")) {
       for (const std::string& dim : dims_of(clauses)) name_sizes(dim);
-    } else if (!clauses.empty() && (std::isdigit(static_cast<unsigned char>(clauses[0])) ||
-                                    begins(clauses, ">= "))) {
+    } else if (!clauses.empty() &&
+               (std::isdigit(static_cast<unsigned char>(clauses[0])) || begins(clauses, ">= "))) {
       name_sizes(name);
     }
     text_.lines.push_back(std::move(line));
@@ -347,12 +349,12 @@ class Reader {
       const char* name;
       Type type;
     };
-    for (const Known& known : {Known{"bool", Type::kBool}, Known{"uint8", Type::kUInt8},
-                               Known{"uint16", Type::kUInt16}, Known{"int8", Type::kInt8},
-                               Known{"int16", Type::kInt16}, Known{"int32", Type::kInt32},
-                               Known{"int64", Type::kInt64}, Known{"float16", Type::kFloat16},
-                               Known{"bfloat16", Type::kBFloat16}, Known{"float32", Type::kFloat32},
-                               Known{"float64", Type::kFloat64}})
+    for (const Known& known :
+         {Known{"bool", Type::kBool}, Known{"uint8", Type::kUInt8}, Known{"uint16", Type::kUInt16},
+          Known{"int8", Type::kInt8}, Known{"int16", Type::kInt16}, Known{"int32", Type::kInt32},
+          Known{"int64", Type::kInt64}, Known{"float16", Type::kFloat16},
+          Known{"bfloat16", Type::kBFloat16}, Known{"float32", Type::kFloat32},
+          Known{"float64", Type::kFloat64}})
       if (name == known.name) return known.type;
     return Type::kNone;
   }
@@ -374,9 +376,12 @@ class Reader {
       } else if (clause == "any strides") {
         continue;  // it is the kernel that takes them
       } else if (begins(clause, "\"")) {
-        for (const std::string& choice : listed(clause)) line.choices.push_back(between(choice, '"', '"'));
+        for (const std::string& choice : listed(clause))
+          line.choices.push_back(between(choice, '"', '"'));
       } else if (clause.find(" where absent") != std::string::npos) {
-        line.absent = begins(clause, "true") ? 1 : begins(clause, "false") ? 0 : number_in(split(clause, " ")[0]);
+        line.absent = begins(clause, "true")    ? 1
+                      : begins(clause, "false") ? 0
+                                                : number_in(split(clause, " ")[0]);
       } else if (line.is_tensor() && clause.find(" < ") != std::string::npos) {
         read_limit(line, clause);
       } else if (text_.size(line.name) >= 0 && !line.is_tensor()) {
@@ -489,7 +494,8 @@ class Reader {
       return;
     }
     const auto ends = split(clause, " to ");
-    if (ends.size() != 2) fail("`" + line.name + "`: expected bounds such as 0 to 2^40, got " + clause);
+    if (ends.size() != 2)
+      fail("`" + line.name + "`: expected bounds such as 0 to 2^40, got " + clause);
     line.least = number_in(ends[0]);
     line.most = number_in(ends[1]);
     line.most_text = ends[1];

@@ -25,7 +25,7 @@
 // results, and registers the operator for all devices, derivatives and vmap. A kernel is a function
 // of the arguments of the schema, then the results. Of several kernels, the one runs whose number
 // types the call has. This header includes nothing of PyTorch, and neither does a kernel.
-// _calcops_jit/README.md, "Contracts", has the language.
+// ops/README.md, "Contracts", has the language.
 #pragma once
 
 #include <cstdint>
@@ -96,7 +96,17 @@ struct Workspace {
 // ---- what passes between kernels and contract.cpp -----------------------------------------------
 
 enum class Type : int8_t {
-  kNone, kBool, kUInt8, kUInt16, kInt8, kInt16, kInt32, kInt64, kFloat16, kBFloat16, kFloat32,
+  kNone,
+  kBool,
+  kUInt8,
+  kUInt16,
+  kInt8,
+  kInt16,
+  kInt32,
+  kInt64,
+  kFloat16,
+  kBFloat16,
+  kFloat32,
   kFloat64
 };
 
@@ -320,7 +330,7 @@ class Value {
   Value dtype_name() const;
   bool is_integral() const;
   Value device() const;
-  Value result(int i) const;        // of an operator that has several
+  Value result(int i) const;  // of an operator that has several
 
   friend Value operator+(const Value& a, const Value& b);
   friend Value operator*(const Value& a, const Value& b);
