@@ -150,7 +150,7 @@ inline std::vector<std::string> listed(const std::string& text) {
 
 // What stands between the first `open` and the `close` behind it; "" where there is none.
 inline std::string between(const std::string& text, char open, char close) {
-  const size_t from = text.find(open), to = text.find(close, from);
+  const size_t from = text.find(open), to = text.find(close, from + 1);
   return to == std::string::npos ? "" : text.substr(from + 1, to - from - 1);
 }
 

@@ -1,0 +1,144 @@
+// Operators as users write them, for ../test_calcops_jit_contract.py.
+#include <calcops/operator.h>
+
+#include <algorithm>
+#include <numeric>
+
+using calcops::Contract;
+using calcops::Kernel;
+using calcops::List;
+using calcops::Strided;
+using calcops::View;
+
+// ---- a pair potential, without derivatives ------------------------------------------------------
+
+const Contract kPairEnergy(R"(
+pair_energy(Tensor r, float epsilon, float sigma=1.0) -> Tensor
+  Lennard-Jones energy of each pair.
+r        [N]; float32 or float64. Distance.
+epsilon  Depth of the well.
+sigma    Distance at which the energy is zero.
+energy   [N]; like r.
+)");
+
+template <class Real>
+void pair_energy(View<const Real, 1> r, double epsilon, double sigma, View<Real, 1> energy) {
+  for (int64_t i = 0; i < r.shape[0]; ++i) {
+    const double s = sigma / r(i), s6 = s * s * s * s * s * s;
+    energy(i) = Real(4 * epsilon * (s6 * s6 - s6));
+  }
+}
+const Kernel kPairEnergyCpu("pair_energy", pair_energy<float>, pair_energy<double>);
+
+// ---- a gather, with all derivatives -------------------------------------------------------------
+
+const Contract kGather(R"(
+gather_rows(Tensor x, Tensor index) -> Tensor
+_gather_rows_backward(Tensor? grad_rows, Tensor x, Tensor index,
+                      bool[1] output_mask=[True]) -> Tensor
+x       [N, C]; float32 or float64.
+index   [M]; int32 or int64; entries 0 <= i < N at row.
+rows    [M, C]; like x.
+linear  rows(x)
+)");
+
+template <class Real, class Index>
+void gather_rows(View<const Real, 2> x, View<const Index, 1> index, View<Real, 2> rows) {
+  for (int64_t i = 0; i < index.shape[0]; ++i)
+    for (int64_t c = 0; c < x.shape[1]; ++c) rows(i, c) = x(index(i), c);
+}
+
+template <class Real, class Index>
+void gather_backward(View<const Real, 2> grad, View<const Real, 2> x, View<const Index, 1> index,
+                     View<Real, 2> grad_x) {
+  std::fill_n(grad_x.data, x.shape[0] * x.shape[1], Real(0));
+  for (int64_t i = 0; i < index.shape[0]; ++i)
+    for (int64_t c = 0; c < x.shape[1]; ++c) grad_x(index(i), c) += grad(i, c);
+}
+const Kernel kGatherCpu("gather_rows", gather_rows<float, int32_t>, gather_rows<float, int64_t>,
+                        gather_rows<double, int32_t>, gather_rows<double, int64_t>);
+const Kernel kGatherBackwardCpu("_gather_rows_backward", gather_backward<float, int32_t>,
+                                gather_backward<float, int64_t>, gather_backward<double, int32_t>,
+                                gather_backward<double, int64_t>);
+
+// ---- a stencil, a reduction with two results, an optional tensor and a list ----------------------
+
+const Contract kSums(R"(
+differences(Tensor x) -> Tensor step
+  x[i + 1] - x[i].
+moments(Tensor x) -> (Tensor mean, Tensor variance)
+weighted_total(Tensor x, Tensor? weight=None, float[] powers=[1.0]) -> Tensor total
+x         [N]; float64.
+weight    [N]; like x.
+powers    One number for each term.
+step      [N - 1]; like x.
+mean      []; like x.
+variance  []; like x.
+total     []; like x.
+)");
+
+void differences(View<const double, 1> x, View<double, 1> step) {
+  for (int64_t i = 0; i < step.shape[0]; ++i) step(i) = x(i + 1) - x(i);
+}
+
+void moments(View<const double, 1> x, View<double, 0> mean, View<double, 0> variance) {
+  const double count = double(x.shape[0]);
+  mean() = std::accumulate(x.data, x.data + x.shape[0], 0.0) / count;
+  variance() = 0;
+  for (int64_t i = 0; i < x.shape[0]; ++i)
+    variance() += (x(i) - mean()) * (x(i) - mean()) / count;
+}
+
+void weighted_total(View<const double, 1> x, View<const double, 1> weight, List<double> powers,
+                    View<double, 0> total) {
+  total() = 0;
+  for (int64_t i = 0; i < x.shape[0]; ++i)
+    for (int64_t p = 0; p < powers.size; ++p)
+      total() += (weight ? weight(i) : 1) * powers.data[p] * x(i);
+}
+const Kernel kDifferencesCpu("differences", differences);
+const Kernel kMomentsCpu("moments", moments);
+const Kernel kTotalCpu("weighted_total", weighted_total);
+
+// ---- a sort by key, a histogram, strides, a string ----------------------------------------------
+
+const Contract kOrder(R"(
+order(Tensor key) -> Tensor
+key    [N]; int32 or int64.
+place  [N]; int64.
+)");
+
+template <class Key>
+void order(View<const Key, 1> key, View<int64_t, 1> place) {
+  std::iota(place.data, place.data + key.shape[0], 0);
+  std::stable_sort(place.data, place.data + key.shape[0],
+                   [&](int64_t a, int64_t b) { return key(a) < key(b); });
+}
+const Kernel kOrderCpu("order", order<int32_t>, order<int64_t>);
+
+const Contract kHistogram(R"(
+histogram(Tensor bin, SymInt bins) -> Tensor
+bin    [N]; int64; entries 0 <= b < bins at item.
+bins   0 to 2^40.
+count  [bins]; int64.
+)");
+
+void histogram(View<const int64_t, 1> bin, int64_t bins, View<int64_t, 1> count) {
+  std::fill_n(count.data, bins, 0);
+  for (int64_t i = 0; i < bin.shape[0]; ++i) ++count(bin(i));
+}
+const Kernel kHistogramCpu("histogram", histogram);
+
+const Contract kTrace(R"(
+diagonal_sum(Tensor x, str how="sum") -> Tensor
+x      [N, N]; float64; any strides.
+how    "sum" or "mean".
+value  []; like x.
+)");
+
+void diagonal_sum(Strided<const double, 2> x, const char* how, View<double, 0> value) {
+  value() = 0;
+  for (int64_t i = 0; i < x.shape[0]; ++i) value() += x(i, i);
+  if (how[0] == 'm') value() /= double(x.shape[0]);
+}
+const Kernel kDiagonalCpu("diagonal_sum", diagonal_sum);

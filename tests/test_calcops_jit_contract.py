@@ -1,0 +1,175 @@
+"""Operators that are a contract in text and plain functions: what users write (contracts/operators.cpp) behaves like a
+built-in operator, and a contract that is wrong is an error that names the place."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from reference import opcheck
+
+import calcops_jit
+
+SOURCE = Path(__file__).resolve().parent / "contracts" / "operators.cpp"
+float64 = {"dtype": torch.float64}
+
+
+@pytest.fixture(scope="module")
+def mine():
+    return calcops_jit.load("contracts", [SOURCE])
+
+
+def test_a_source_with_a_contract_includes_nothing_of_pytorch(mine):
+    assert not re.search(r"(torch|ATen|c10)/", SOURCE.read_text())
+    assert torch.ops.contracts.gather_rows is mine.gather_rows
+
+
+def test_numbers_reach_the_kernel_of_their_type(mine):
+    r = torch.tensor([1.0, 2 ** (1 / 6)], **float64)
+    for dtype in torch.float64, torch.float32:
+        energy = mine.pair_energy(r.to(dtype), 2.0)
+        assert energy.dtype == dtype
+        torch.testing.assert_close(energy, torch.tensor([0.0, -2.0], dtype=dtype), rtol=0, atol=1e-6)
+    with pytest.raises(RuntimeError, match="^contracts::pair_energy: expected `r` float32 or float64, got Int"):
+        mine.pair_energy(r.int(), 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_linear_operator_has_derivatives_of_every_order(mine, dtype):
+    x = torch.randn(4, 3, requires_grad=True, **float64)
+    index = torch.tensor([1, 1, 3], dtype=dtype)
+    gather = lambda x: mine.gather_rows(x, index)  # noqa: E731
+    assert torch.equal(gather(x), x[index])
+    assert torch.autograd.gradcheck(gather, x, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: gather(x) ** 2, x, check_fwd_over_rev=True)
+    opcheck(mine.gather_rows, (x, index), {})
+
+
+def test_an_operator_without_derivatives_says_so(mine):
+    energy = mine.pair_energy(torch.ones(2, requires_grad=True), 1.0)
+    with pytest.raises(RuntimeError, match="derivative for contracts::pair_energy is not implemented"):
+        energy.sum().backward()
+
+
+def test_vmap_calls_an_operator_for_each_item_where_nothing_can_be_joined(mine):
+    x, index = torch.randn(5, 4, 3), torch.tensor([1, 3])
+    assert torch.equal(torch.vmap(lambda x: mine.gather_rows(x, index))(x), x[:, index])
+    assert torch.equal(
+        torch.vmap(mine.pair_energy, (0, None))(x[0], 1.0), mine.pair_energy(x[0].flatten(), 1.0).view(4, 3)
+    )
+
+
+def test_a_first_dimension_that_all_tensors_share_is_joined(mine, monkeypatch):
+    """One call for all items: the kernel of a single item would be called five times."""
+    r = torch.rand(5, 7) + 1
+    graph = torch.fx.experimental.proxy_tensor.make_fx(torch.vmap(lambda r: mine.pair_energy(r, 1.0)))(r)
+    calls = [node for node in graph.graph.nodes if "pair_energy" in str(node.target)]
+    assert len(calls) == 1 and torch.equal(graph(r), mine.pair_energy(r.flatten(), 1.0).view(5, 7))
+
+
+def test_results_have_the_shapes_of_their_lines(mine):
+    x = torch.arange(5.0, **float64) ** 2
+    assert torch.equal(mine.differences(x), x.diff())
+    mean, variance = mine.moments(x)
+    torch.testing.assert_close((mean, variance), (x.mean(), x.var(unbiased=False)))
+    assert mine.differences(x.to("meta")).shape == (4,)
+    assert mine.differences(x[:1]).shape == (0,)
+    with pytest.raises(RuntimeError, match=r"expected `x` large enough for a result \[N - 1\], got \[0\]"):
+        mine.differences(x[:0])
+    opcheck(mine.moments, (x,), {})
+
+
+def test_absent_tensors_and_lists(mine):
+    x = torch.arange(5.0, **float64)
+    assert mine.weighted_total(x) == 10
+    assert mine.weighted_total(x, weight=x, powers=[1, 2]) == 90
+    with pytest.raises(RuntimeError, match=r"expected `weight` of shape \[N\] = \[5\], got \[4\]"):
+        mine.weighted_total(x, weight=x[1:])
+
+
+def test_entries_are_checked_before_a_kernel_that_returns_nothing(mine):
+    with pytest.raises(RuntimeError, match="expected `index` entries 0 <= i < N = 4, got 7 at row 1$"):
+        mine.gather_rows(torch.ones(4, 2), torch.tensor([3, 7]))
+    with pytest.raises(RuntimeError, match="expected `bin` entries 0 <= b < bins = 2, got -1 at item 0$"):
+        mine.histogram(torch.tensor([-1]), 2)
+    with pytest.raises(RuntimeError, match="expected `bins` >= 0, got -1$"):
+        mine.histogram(torch.tensor([0]), -1)
+    assert mine.histogram(torch.tensor([0, 2, 2]), 4).tolist() == [1, 0, 2, 0]
+    assert mine.order(torch.tensor([3, 1, 2])).tolist() == [1, 2, 0]
+
+
+def test_strides_and_strings(mine):
+    x = torch.randn(3, 3, **float64)
+    assert mine.diagonal_sum(x.T) == mine.diagonal_sum(x) == x.diagonal().sum()
+    torch.testing.assert_close(mine.diagonal_sum(x, how="mean"), x.diagonal().mean())
+    with pytest.raises(RuntimeError, match='expected `how` "sum" or "mean", got "maximum"'):
+        mine.diagonal_sum(x, how="maximum")
+
+
+def test_a_compiled_function_takes_sizes_as_symbols(mine):
+    compiled = torch.compile(lambda x: mine.differences(x) * 2, fullgraph=True, dynamic=True, backend="eager")
+    for size in 5, 9:
+        x = torch.randn(size, **float64)
+        assert torch.equal(compiled(x), x.diff() * 2)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+
+
+def test_help_shows_the_contract(mine):
+    expected = """\
+contracts::gather_rows(Tensor x, Tensor index) -> Tensor
+
+
+x       [N, C]; float32 or float64.
+index   [M]; int32 or int64; entries 0 <= i < N at row.
+
+Returns
+rows    [M, C]; like x."""
+    assert mine.gather_rows.__doc__.replace("\n\n\n", "\n\n") == expected.replace("\n\n\n", "\n\n")
+
+
+MISTAKES = {
+    "a factor that is not there": ("linear  rows(x)", "linear  rows(y)", "line 8: no line for the factor `y` of rows"),
+    "a size that nobody has": ("step      [N - 1]", "step      [M]", "no argument of differences has the size M"),
+    "a bracket that is not closed": ("count  [bins]", "count  [bins", "line 5: `count`: expected a ] in [bins"),
+    "a dtype that does not exist": ("[M]; int32 or", "[M]; int33 or", "line 6: `index`: cannot read `int33 or int64`"),
+    "an unknown size of entries": ("< bins at", "< bin at", "line 3: no tensor has the size bin of bin"),
+    "a kernel that no contract names": (
+        '"order", o',
+        '"ordre", o',
+        "a kernel of wrong::ordre, which no contract names",
+    ),
+    "a number type without a kernel": ("order<int32_t>, ", "", "no kernel of order for key Int"),
+    "an argument without a line": ("key    [N]; i", "kee    [N]; i", "order has `key`, which no line describes"),
+    "a result without a line": ("place  [N]; int64.\n", "", "no line describes result 1 of order"),
+    "an argument that is changed": ("order(Tensor key", "order(Tensor(a!) key", "order would change `key`"),
+    "a result without a dtype": ("count  [bins]; int64.", "count  [bins].", "line 5: `count`: expected its dtype"),
+    "a schema without results": ("order(Tensor key) -> Tensor", "order(Tensor key)", "expected `-> ` and the results"),
+    "a second line": ("place  [N]; int64.", "place  [N]; int64.\nkey [N]; int64.", "line 5: a second line for key"),
+    "a view of another rank": (
+        "View<const Key, 1> key, View<int64_t, 1> place) {",
+        "View<const Key, 1> key, View<int64_t, 2> place) {",
+        "expected 1 dimensions for `place`, got 2",
+    ),
+    "an argument that could be written": (
+        "View<const Key, 1> key, View<int64_t",
+        "View<Key, 1> key, View<int64_t",
+        "expected a View of const numbers for the argument `key`",
+    ),
+    "too few parameters": (
+        ", View<int64_t, 1> place) {\n  std::iota",
+        ") {\n  View<int64_t, 1> place{};\n  std::iota",
+        "1 parameters for 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_contract_is_refused_and_the_place_is_named(mistake, tmp_path):
+    right, wrong, message = MISTAKES[mistake]
+    text = SOURCE.read_text()
+    assert text.count(right) == 1
+    source = tmp_path / "wrong.cpp"
+    source.write_text(text.replace(right, wrong))
+    with pytest.raises(calcops_jit.BuildError) as caught:
+        calcops_jit.load("wrong", [source])
+    assert message in str(caught.value)
