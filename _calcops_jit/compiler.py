@@ -32,11 +32,11 @@ def build(request: Request, slot: str, staging: str, alone: bool = False) -> tup
         raise problem.error(f"cannot build {request.name}")
     texts = compiler_reads.foreseen(request)
     registers = any(re.search(rb"TORCH_LIBRARY|\bclass_\s*<|calcops/operator\.h", text) for text in texts.values())
-    sources = [*request.sources, *[REGISTRY] * registers]
+    sources = [*[REGISTRY] * registers, *request.sources]  # the unit that takes longest is first
     try:
         return _build(request, sources, set(texts), slot, staging, ninja, alone)
     except _NeedsRegistry:  # a macro in somebody's headers registers operators
-        return _build(request, [*sources, REGISTRY], set(texts), slot, staging, ninja, alone)
+        return _build(request, [REGISTRY, *sources], set(texts), slot, staging, ninja, alone)
 
 
 class _NeedsRegistry(Exception):

@@ -76,7 +76,8 @@ class Request(SimpleNamespace):
         for_nvcc = self.cuda.build and source.endswith(CUDA_SUFFIXES)
         changes |= {"cflags" if for_nvcc else "cuda_cflags": ()}
         if source == REGISTRY:  # one object serves every library
-            changes |= {"kind": "own", "cflags": ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS"), "include_paths": (SHADOW,)}
+            cflags = ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")
+            changes |= {"kind": "own", "cflags": cflags, "include_paths": (SHADOW,)}
         unit = self.but(**changes)
         for found in ("environment", "compiler", "tools", "roots"):
             setattr(unit, found, getattr(self, found))
