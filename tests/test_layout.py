@@ -16,13 +16,7 @@ from _calcops_jit import cuda as toolkit
 ROOT = Path(__file__).resolve().parent.parent
 OPERATORS = sorted(path.name for path in (ROOT / "ops").iterdir() if path.is_dir())
 SOURCES = sorted(path for path in (ROOT / "ops").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
-SHARED = {
-    ".clang-format",
-    "float16.h",
-    "memory.h",
-    "parallel.h",
-    "README.md",
-}
+SHARED = {".clang-format", "float16.h", "memory.h", "parallel.h", "README.md"}
 PYTHON = sorted(
     path
     for folder in ("_calcops_jit", "examples", "tests")
