@@ -358,7 +358,8 @@ struct Checked {
   }
 
   void check_limit(const contract::Limit& limit, int i) const {
-    if (limit.on_cuda && !tensors[i]->is_cuda()) return;
+    const Tensor& x = *tensors[i];
+    if (limit.on_cuda && !x.is_cuda()) return;
     if (!limit.only_in.empty() && limit.only_in != op.schema->name) {
       const int argument = text.line(limit.only_in);
       if (argument < 0 || !tensors[argument]->defined()) return;
@@ -368,7 +369,7 @@ struct Checked {
     const bool is_dimension = contract::bare(limit.sum) >= 0;
     refuse(text.lines[i].name,
            "of less than " + limit.number + ' ' + limit.unit + (limit.on_cuda ? " on CUDA" : ""),
-           is_dimension ? c10::str(sizes_in(*tensors[i], Int())) : c10::str(sum));
+           is_dimension ? c10::str(sizes_in(x, Int())) : c10::str(sum));
   }
 
   bool is_wanted(size_t result) const {
@@ -658,10 +659,14 @@ void run_on_cpu(const Checked<int64_t>& call, const BoundKernel& kernel, const R
   run_kernel(call, kernel, results, none, nullptr);
 }
 
+// The device's cudaStream_t.
+void* current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+}
+
 void run_on_cuda(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results) {
   const c10::DeviceGuard guard(call.first->device());
-  const c10::impl::VirtualGuardImpl device(call.first->device().type());
-  void* stream = device.getStream(call.first->device()).native_handle();
+  void* stream = current_stream(call.first->device());
   // A graph that is being captured cannot wait for the answer.
   if (wants_checks() && !(kernel.entry.is_capturing && kernel.entry.is_capturing(stream))) {
     check_entries(call);

@@ -4,6 +4,9 @@
 #include <cstddef>
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorInvalidValue ? "invalid argument" : "invalid configuration argument";
+}
 using cudaStream_t = struct CUstream_st*;
 
 struct dim3 {

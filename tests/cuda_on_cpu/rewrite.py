@@ -79,6 +79,13 @@ def write_checkout(folder, faults=()):
         if text.count(before) != 1:
             raise ValueError(f"cuda_on_cpu: {name} has {before!r} {text.count(before)} times")
         texts[ROOT / name] = text.replace(before, after.replace("FAULT", f"cuda_on_cpu::fault({number})"))
+    shadow = folder / "_calcops_jit" / "shadow"
+    stream = "c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle()"
+    if (shadow / "contract.cpp").read_text().count(stream) != 1:
+        raise ValueError(f"cuda_on_cpu: contract.cpp does not have {stream!r} once")
+    for path in [*shadow.glob("*.cpp"), *shadow.glob("calcops/*.h")]:
+        text = path.read_text().replace(stream, "(static_cast<void>(device), cuda_on_cpu::current_stream())")
+        path.write_text(host(text))
     ops = folder / "ops"
     shutil.copytree(
         HERE, ops / "cuda_on_cpu", ignore=shutil.ignore_patterns("*.py", "*.md", "*.h", "c10", "__pycache__")
@@ -86,6 +93,7 @@ def write_checkout(folder, faults=()):
     shutil.copytree(HERE / "c10", ops / "c10")
     for path in HERE.glob("*.h"):
         shutil.copy(path, ops)
+        shutil.copy(path, shadow)
     for path, text in texts.items():
         cuda = path.suffix == ".cu"
         parent = ops / path.relative_to(ROOT).parent.name if path.parent != ROOT / "ops" else ops
