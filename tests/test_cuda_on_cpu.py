@@ -17,6 +17,7 @@ import rewrite  # noqa: E402
 
 FORCE = "ops/force/force.cu"
 WARP = "ops/warp_perspective/warp_perspective.cu"
+EDGE = "ops/edge_force/edge_force.cu"
 # An example leaves members out that are then zero. More memory makes the compiler faster.
 FLAGS = "-O1 -Wextra -Wno-missing-field-initializers -Werror --param=ggc-min-heapsize=1048576"
 # What is done to which file, a test that shows it, and what is said. `FAULT` is true in one run each.
@@ -54,6 +55,52 @@ FAULTS = {
         (FORCE, "if (!error) error = launch(sort_rows", "if (!error && !FAULT) error = launch(sort_rows"),
         "test_force_cuda_kernels.py::test_all_slots_name_one_atom",
         "Tensor-likes are not equal",
+    ),
+    "a virial that is summed after it was rounded": (
+        (
+            EDGE,
+            "exact[9 * atom + 3 * a + b] = sum[a][b];",
+            "exact[9 * atom + 3 * a + b] = FAULT ? double(Real(sum[a][b])) : sum[a][b];",
+        ),
+        "test_edge_force_cuda_kernels.py::test_virials_that_cancel_are_summed_before_they_are_rounded",
+        "Tensor-likes are not close",
+    ),
+    "an edge with two wrong ends that stays finite": (
+        (
+            EDGE,
+            "const int64_t atom = named ? names[k] : 0;",
+            "if (FAULT && !named) continue;\n      const int64_t atom = named ? names[k] : 0;",
+        ),
+        "test_edge_force_cuda_kernels.py::test_an_edge_with_two_wrong_ends_makes_the_first_atom_nan",
+        "assert ",
+    ),
+    "a frame that counts where nothing depends on it": (
+        (
+            EDGE,
+            "const bool lost = live && upstream.virial &&",
+            "const bool lost = live && (FAULT || upstream.virial) &&",
+        ),
+        "test_edge_force_cuda_kernels.py::test_the_frame_of_an_atom_counts_only_where_the_virial_has_a_gradient",
+        "Tensor-likes are not close",
+    ),
+    "a place for a tap of weight zero": (
+        (WARP, "return weight != 0 && index >= begin", "return (weight != 0 || FAULT) && index >= begin"),
+        "test_warp_perspective_cuda_kernels.py::test_a_tap_of_weight_zero_has_no_place_in_the_gradient_of_the_image",
+        "Tensor-likes are not equal",
+    ),
+    "sum_of_block without its first barrier": (
+        (EDGE, "  x = sum_of_lanes(x);\n  __syncthreads();", "  x = sum_of_lanes(x);\n  if (!FAULT) __syncthreads();"),
+        "test_edge_force_cuda_kernels.py::test_forces_virials_and_gradients",
+        "Tensor-likes are not (equal|close)",
+    ),
+    "sum_virial without the barrier before the ticket": (
+        (
+            FORCE,
+            "  }\n  __syncthreads();\n  if (thread == 0) {\n    __threadfence();",
+            "  }\n  if (!FAULT) __syncthreads();\n  if (thread == 0) {\n    __threadfence();",
+        ),
+        "test_force_cuda_kernels.py::test_forces_and_virials",
+        "Tensor-likes are not (equal|close)",
     ),
     "a write beyond the end of the result": (
         (WARP, "v >= sizes.out_height) return;", "v >= sizes.out_height + FAULT) return;"),

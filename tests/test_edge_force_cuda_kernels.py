@@ -70,9 +70,46 @@ def test_a_wrong_entry_makes_its_atoms_nan_and_no_others(kernels, entry, row):
         assert x.isnan().all(1).nonzero().flatten().tolist() == [5]
 
 
+@pytest.mark.parametrize("entries", [(-2, 7), (7, -2), (2**31 - 1, 2**31 - 1)])
+def test_an_edge_with_two_wrong_ends_makes_the_first_atom_nan(kernels, entries):
+    edge_index, gradient, vec, natoms, batch, frames = graph()
+    edge_index = edge_index.clamp(min=0)
+    edge_index[:, 5] = torch.tensor(entries)
+    F, W, atom_W = kernels(ops.edge_force_virial, edge_index, gradient, vec, natoms, batch, frames)
+    assert F.isnan().all(1).nonzero().flatten().tolist() == [0]
+    assert atom_W.isnan().flatten(1).all(1).nonzero().flatten().tolist() == [0]
+    assert W.isnan().flatten(1).all(1).nonzero().flatten().tolist() == [batch[0]]
+
+
+@pytest.mark.parametrize("frame", [-1, 2, 2**62])
+def test_the_frame_of_an_atom_counts_only_where_the_virial_has_a_gradient(kernels, frame):
+    edge_index, gradient, vec, natoms, batch, frames = graph()
+    backward = ops._edge_force_virial_backward
+    upstream = torch.randn(natoms, 3, dtype=gradient.dtype), None, torch.randn(natoms, 3, 3, dtype=gradient.dtype)
+    expected = backward(*upstream, edge_index, gradient, vec, natoms, batch, frames)
+    wrong = batch.clone()
+    wrong[3] = frame
+    assert_close(kernels(backward, *upstream, edge_index, gradient, vec, natoms, wrong, frames), expected)
+
+
 @pytest.mark.parametrize("frame", [-1, 2, 2**62])
 def test_an_atom_of_no_frame_makes_every_virial_nan(kernels, frame):
     edge_index, gradient, vec, natoms, batch, frames = graph()
     batch[3] = frame
     F, W, _ = kernels(ops.edge_force_virial, edge_index, gradient, vec, natoms, batch, frames)
     assert F.isfinite().all() and W.isnan().all()
+
+
+def test_virials_that_cancel_are_summed_before_they_are_rounded(kernels):
+    """3,000 atoms under no pressure: each edge and its opposite, whose virials cancel but for a millionth."""
+    generator = torch.Generator().manual_seed(0)
+    natoms, pairs = 3000, 6000
+    edge_index = torch.randint(natoms, (2, pairs), generator=generator)
+    gradient, vec = (torch.randn(pairs, 3, generator=generator) for _ in range(2))
+    both = torch.cat([edge_index, edge_index.flip(0)], 1)
+    opposite = torch.cat([gradient, gradient * (1 + 1e-6)])
+    given = both, opposite, torch.cat([vec, -vec]), natoms
+    exact = ops.edge_force_virial(both, *(x.double() for x in given[1:3]), natoms)[1]
+    _, virial, atom_virial = kernels(ops.edge_force_virial, *given)
+    assert exact.abs().max() < 1e-5 * atom_virial.abs().max()
+    torch.testing.assert_close(virial.double(), exact, rtol=1e-6, atol=0)

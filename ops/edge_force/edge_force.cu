@@ -54,8 +54,10 @@ __device__ inline double sum_of_block(double x, double* shared) {
   return sum;
 }
 
+// exact: the atoms' virials [N, 3, 3] before they are rounded, or nullptr.
 template <bool kVirial, class Real>
-__global__ void __launch_bounds__(kThreads) atom_kernel(Inputs<Real> in, EdgeOutputs<Real> out) {
+__global__ void __launch_bounds__(kThreads)
+    atom_kernel(Inputs<Real> in, EdgeOutputs<Real> out, double* exact) {
   using R = std::conditional_t<kVirial, Row, double>;
   const int64_t lane = threadIdx.x % kWarp;
   const int64_t step = int64_t(gridDim.x) * kWarps, all = 2 * in.edges;
@@ -100,7 +102,10 @@ __global__ void __launch_bounds__(kThreads) atom_kernel(Inputs<Real> in, EdgeOut
     for (int a = 0; a < 3; ++a) {
       out.force[3 * atom + a] = Real(last_column(sum[a]));
       if constexpr (kVirial)
-        for (int b = 0; b < 3; ++b) out.atom_virial[9 * atom + 3 * a + b] = Real(sum[a][b]);
+        for (int b = 0; b < 3; ++b) {
+          out.atom_virial[9 * atom + 3 * a + b] = Real(sum[a][b]);
+          if (exact) exact[9 * atom + 3 * a + b] = sum[a][b];
+        }
     }
   }
 }
@@ -118,7 +123,7 @@ int64_t count_shares(const Inputs<Real>& in) {
 // A block sums a share of a frame's atoms; which atoms are of the frame says only `batch`.
 template <class Real>
 __global__ void __launch_bounds__(kThreads)
-    share_kernel(Inputs<Real> in, EdgeOutputs<Real> out, int64_t shares, double* sums) {
+    share_kernel(Inputs<Real> in, const double* exact, int64_t shares, double* sums) {
   __shared__ double shared[kWarps];
   for (int64_t block = blockIdx.x; block < in.frames * shares; block += gridDim.x) {
     const int64_t frame = block / shares, share = block % shares;
@@ -126,7 +131,7 @@ __global__ void __launch_bounds__(kThreads)
     double sum[9] = {};
     for (int64_t atom = in.atoms * share / shares + threadIdx.x; atom < end; atom += kThreads)
       if (!in.batch || in.batch[atom] == frame)
-        for (int k = 0; k < 9; ++k) sum[k] += double(out.atom_virial[9 * atom + k]);
+        for (int k = 0; k < 9; ++k) sum[k] += exact[9 * atom + k];
     for (int k = 0; k < 9; ++k) {
       const double total = sum_of_block(sum[k], shared);
       if (threadIdx.x == 0) sums[9 * block + k] = total;
@@ -211,12 +216,17 @@ unsigned blocks_for(int64_t items, int64_t per_block) {
 template <bool kVirial, class Real>
 cudaError_t launch_force(const Inputs<Real>& in, const EdgeOutputs<Real>& out, void* workspace,
                          cudaStream_t stream) {
+  double* const sums = static_cast<double*>(workspace);
+  const int64_t shares = count_shares(in);
+  // The virial is the sum of what the atoms have in float64: in float32 they cancel to nothing.
+  double* const unrounded =
+      kVirial && sizeof(Real) < sizeof(double) ? sums + 9 * in.frames * shares : nullptr;
   if (in.atoms > 0)
-    atom_kernel<kVirial><<<blocks_for(in.atoms, kWarps), kThreads, 0, stream>>>(in, out);
+    atom_kernel<kVirial><<<blocks_for(in.atoms, kWarps), kThreads, 0, stream>>>(in, out, unrounded);
   if (kVirial && in.frames > 0) {
-    const int64_t shares = count_shares(in);
-    double* const sums = static_cast<double*>(workspace);
-    share_kernel<<<blocks_for(in.frames * shares, 1), kThreads, 0, stream>>>(in, out, shares, sums);
+    const double* exact = unrounded ? unrounded : reinterpret_cast<const double*>(out.atom_virial);
+    share_kernel<<<blocks_for(in.frames * shares, 1), kThreads, 0, stream>>>(in, exact, shares,
+                                                                             sums);
     frame_kernel<<<blocks_for(9 * in.frames, kThreads), kThreads, 0, stream>>>(in, out, shares,
                                                                                sums);
   }
@@ -230,7 +240,10 @@ cudaError_t launch_force(const Inputs<Real>& in, const EdgeOutputs<Real>& out, v
 
 template <class Real, class Index>
 int64_t edge_force_cuda_workspace(const EdgeInputs<Real, Index>& in) {
-  return in.virial ? int64_t(sizeof(double)) * 9 * in.frames * count_shares(Inputs<Real>(in)) : 0;
+  if (!in.virial) return 0;
+  const int64_t sums = in.frames * count_shares(Inputs<Real>(in));
+  const int64_t exact = sizeof(Real) < sizeof(double) ? in.atoms : 0;
+  return int64_t(sizeof(double)) * 9 * (sums + exact);
 }
 
 template <class Real, class Index>
