@@ -18,7 +18,6 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __shared__ static  // one block runs at a time
 #define __restrict__
 
 using std::max;
@@ -48,6 +47,14 @@ void check_stream(cudaStream_t stream);
 
 // Whether the fault that a test puts into the source is the one of this run.
 bool fault(int number);
+
+// The shared memory of this block that a declaration means.
+void* shared_memory(const void* declaration, size_t bytes);
+
+template <class T>
+T& shared(const void* declaration) {
+  return *static_cast<T*>(shared_memory(declaration, sizeof(T)));
+}
 
 enum class Meeting { kNone, kWarp, kBlock, kShuffle, kVote, kBlockVote };
 

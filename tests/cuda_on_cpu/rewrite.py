@@ -35,8 +35,20 @@ def _closing(text, start):
     raise ValueError(f"cuda_on_cpu: nothing closes {text[start - 40 : start]!r}")
 
 
+def _shared(declaration):
+    """A declaration of shared memory as references into what the block has of it."""
+    kind, names = declaration[1].split(maxsplit=1)
+    here = "[] { static char here; return &here; }()"
+    references = []
+    for name in names.split(","):
+        variable, bracket, sizes = name.strip().partition("[")
+        references.append(f"auto& {variable} = cuda_on_cpu::shared<{kind}{bracket}{sizes}>({here});")
+    return " ".join(references)
+
+
 def emulated(text):
-    """A CUDA source as C++: launches are calls, and every kernel says its name."""
+    """A CUDA source as C++: launches are calls, shared memory is the block's, and every kernel says its name."""
+    text = re.sub(r"(?<!extern )__shared__ ([^;]+);", _shared, text)
     text = re.sub(
         r"((?:\w+::)*\w+(?:<[^<>;{}]*>)?)\s*<<<(.*?)>>>\s*\(",
         lambda m: f"CUDA_ON_CPU_LAUNCH(({m[1]}), {m[2]})(",
