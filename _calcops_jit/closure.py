@@ -23,7 +23,8 @@ _GONE = bytes(_SIZE)  # the stamp of a file that is not there
 # A file system's clock may tick as seldom as this. Two changes within one tick leave the same stamp.
 _TICK_NS = 2_000_000_000
 # Nobody edits PyTorch's and the system's files, and libraries have most of them in common: one look a second is enough.
-_THEIRS = ("@torch", "@cuda", "@python", "/usr/")
+# /usr/src and /usr/local are not among them: containers keep projects there.
+_THEIRS = ("@torch", "@cuda", "@python", "/usr/include/", "/usr/lib", "/usr/bin/", "/usr/share/")
 _seen: dict[str, dict[str, bytes]] = {}  # {folder: {name: stamp}} of such files
 _seen_ns = 0
 
@@ -124,6 +125,15 @@ def _their_stamps_in(folder: str, names: list[str], now_ns: int) -> list[bytes]:
     return [seen[name] for name in names]
 
 
+def listing(folder: str) -> str:
+    """Returns a name that no file has and that stands for all names in a folder."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        names = []
+    return "/" + digest("\n".join(names).encode(errors="surrogateescape"))
+
+
 # ---- closures -----------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +231,8 @@ class _Look:
                 there = {name for name in names if os.path.lexists(f"{folder}/{name}")}
             if new := next((name for name in names if name in there), ""):
                 raise Changed(f"{folder}/{new} is new")
+            if any(name.startswith("/") and name != listing(folder) for name in names):
+                raise Changed(f"{folder} has other files")
             entry[0] = self._fresher(stamp, before, is_theirs(folded)).hex()
 
     def _fresher(self, stamp: bytes, before: bytes, theirs: bool) -> bytes:

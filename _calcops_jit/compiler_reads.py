@@ -21,7 +21,8 @@ MAKE_FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
 LINKED = "-Wl,--dependency-file=link.d"  # GNU ld since 2.35, gold, lld, mold
 LINKED_BEFORE_2_35 = "-Wl,-Map=link.map"
 _ABOUT_LINKERS = re.compile(r"-fuse-ld|--ld-path|-B|-specs|-T|-Wl,|-Xlinker|-z|-flto|@")
-_HAS_INCLUDE = rb"__has_include(?:_next)?\s*\(\s*[<\"]([^>\"\n]+)[>\"]"
+_ASKS = rb"__has_(?:include(?:_next)?|embed)\b(?:\s*\(\s*(?:<([^>\n]+)>|\"([^\"\n]+)\"))?"
+_COMMENT = rb"/\*.*?\*/|//[^\n]*"
 _INCLUDE = rb"^[ \t]*#[ \t]*(?:include(?:_next)?|import|embed)[ \t]*[<\"]([^>\"\n]+)[>\"]"
 
 
@@ -146,11 +147,14 @@ def project_folders(request: Request) -> list[str]:
 
 
 def search(request: Request, flags: str) -> list[str]:
-    """The folders in which headers are looked for, in order."""
+    """Returns the folders in which headers are looked for, in order, after those that do not exist yet.
+
+    A compiler does not say where those would come, so they may be before all others."""
     asked = [word for word in _words(flags) if not word.startswith("-save-temps")]
     said = ask(request, *asked, "-E", "-v", "-x", "c++", os.devnull)
     listed = re.search(r"search starts here:\n(.*)End of search list", said, re.DOTALL)
-    found = (line.strip() for line in listed[1].splitlines() if line.startswith(" ")) if listed else ()
+    found = [line.strip() for line in listed[1].splitlines() if line.startswith(" ")] if listed else []
+    found = re.findall(r'^ignoring nonexistent directory "(.+)"$', said, re.MULTILINE) + found
     return [closure.real_path(folder) if "/.." in folder else folder for folder in found]
 
 
@@ -199,6 +203,8 @@ def linker(flags: str) -> str:
     return f"ld.{chosen[-1]}" if chosen else "ld"
 
 
+# What stands for a name that cannot be read from the text: then all names in the folders that are searched count.
+ANY_NAME = "*"
 # Files that compilers read although nobody expected it. If only a clock could tell whether one changed meanwhile, the
 # build is run again, and then the file is expected.
 _surprises: set[str] = set()
@@ -276,17 +282,32 @@ class Recorder:
         if unforeseen:
             _surprises.update(unforeseen)
             raise closure.Changed(unforeseen[0])
+        # Which of the project's folders comes first depends on who includes, and how. So a name that is read from one
+        # of them must not appear in any other. PyTorch's and the system's come last: the first match ends their search.
         order = list(dict.fromkeys([*own, *self._search]))
-        for path in read:
-            probed.update(path[len(folder) + 1 :] for folder in order if path.startswith(folder + "/"))
+        theirs = {path for path in read if closure.is_theirs(request.fold(path))}
         missing: dict[str, set[str]] = {}
-        for name in probed:
+        for name in (probed - {ANY_NAME}) | self._names_of(read - theirs, order):
             for folder in order:
                 if f"{folder}/{name}" in read:
-                    break
-                if (below := self._first_missing(folder, name)) is None:
-                    if before.is_new(folder, name):
-                        raise closure.Changed(f"{folder}/{name}")
+                    continue
+                if below := self._first_missing(folder, name):
+                    missing.setdefault(below[0], set()).add(below[1])
+                elif before.is_new(folder, name):
+                    raise closure.Changed(f"{folder}/{name}")
+                elif name in probed and os.path.isfile(f"{folder}/{name}"):  # __has_include, which finds it
+                    path = f"{folder}/{name}"
+                    stamp = closure.stamp_of(path)
+                    entries.setdefault(request.fold(path), (closure.young(stamp), closure.file_digest(path)))
+        if ANY_NAME in probed:
+            for folder in [folder for folder in order if not closure.is_theirs(request.fold(folder) + "/")]:
+                below = [entry.path for entry in os.scandir(folder) if entry.is_dir()] if os.path.isdir(folder) else []
+                for each in (folder, *below):
+                    missing.setdefault(each, set()).add(closure.listing(each))
+        for name in self._names_of(theirs, order):
+            for folder in order:
+                below = None if f"{folder}/{name}" in read else self._first_missing(folder, name)
+                if below is None:
                     break
                 missing.setdefault(below[0], set()).add(below[1])
         absent = {}
@@ -296,6 +317,14 @@ class Recorder:
             absent[folded] = [stamp.hex(), "\n".join(sorted(names))]
         tools = [request.fold(t) for t in request.tools]
         return closure.Closure.of(entries, tools, absent, time.time_ns())
+
+    @staticmethod
+    def _names_of(paths: set[str], folders: list[str]) -> set[str]:
+        """Returns the names by which an include may have found the paths in the folders."""
+        names: set[str] = set()
+        for path in paths:
+            names.update(path[len(folder) + 1 :] for folder in folders if path.startswith(folder + "/"))
+        return names
 
     def _first_missing(self, folder: str, name: str) -> tuple[str, str] | None:
         """(existing folder, name in it) that must appear before folder/name can; None: folder/name is there."""
@@ -327,6 +356,8 @@ def names_in(folder: str) -> set[str] | None:
 def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
     """(a file's digest, the names that it asks for with __has_include, whether it embeds others with .incbin)
 
+    Among the names is ANY_NAME if it asks for one that a macro holds.
+
     closure.Changed: the file has another stamp by now."""
     with open(path, "rb") as file:
         text = file.read()
@@ -334,8 +365,14 @@ def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
         raise closure.Changed(path)
     if b"\0" in text:
         return closure.digest(text), set(), False
-    asks = {os.fsdecode(name) for name in re.findall(_HAS_INCLUDE, text)}
-    return closure.digest(text), asks, b".incbin" in text
+    names: set[str] = set()
+    if b"__has_" in text:
+        whole_lines = re.sub(_COMMENT, b" ", text.replace(b"\\\n", b""), flags=re.DOTALL)
+        # `#ifdef __has_include` and `defined(__has_include)` ask for no name.
+        asking = re.sub(rb"(?:#\s*(?:if|un|elif)n?def\s+|\bdefined\s*\(?\s*)\w+", b"", whole_lines)
+        found = re.findall(_ASKS, asking)
+        names = {os.fsdecode(angled or quoted) if angled or quoted else ANY_NAME for angled, quoted in found}
+    return closure.digest(text), names, b".incbin" in text
 
 
 def read_ahead(request: Request, closures: Iterable[closure.Closure]) -> None:

@@ -299,3 +299,68 @@ def test_a_folder_behind_a_link_that_is_flipped_is_reloaded(folder):
     )
     child = folder.run(script, cwd=folder.own, CALCOPS_BUILD="0")
     assert child.out == "1\n['mine'] 2\n", child.err
+
+
+# ---- where headers are looked for -------------------------------------------------------------------------------
+
+EARLY, LATE = "early", "late"
+SEARCHED = {
+    "include_paths": lambda own: {"extra_include_paths": [f"{own}/early", f"{own}/late"]},
+    "-I": lambda own: {"extra_cflags": [f"-I{own}/early", f"-I{own}/late"]},
+    "-I in two words": lambda own: {"extra_cflags": ["-I", f"{own}/early", "-I", f"{own}/late"]},
+    "-isystem": lambda own: {"extra_cflags": ["-isystem", f"{own}/early", "-isystem", f"{own}/late"]},
+    "-isystem in one word": lambda own: {"extra_cflags": [f"-isystem{own}/early", f"-isystem{own}/late"]},
+    "-idirafter": lambda own: {"extra_cflags": [f"-idirafter{own}/early", f"-idirafter{own}/late"]},
+    "-I before -isystem": lambda own: {"extra_cflags": ["-isystem", f"{own}/late", f"-I{own}/early"]},
+    "CPATH": lambda own: {"CPATH": f"{own}/early:{own}/late"},
+    "-I before CPATH": lambda own: {"extra_cflags": [f"-I{own}/early"], "CPATH": f"{own}/late"},
+    "a response file": lambda own: {"extra_cflags": [f"@{own}/flags"]},
+}
+
+
+@pytest.mark.parametrize("early", ["empty", "not there", "with a folder of the header's", "with another header"])
+@pytest.mark.parametrize("searched", SEARCHED)
+def test_a_header_that_appears_in_a_folder_that_is_searched_earlier_is_seen(folder, searched, early):
+    header = "inner/value.h" if early.startswith("with a folder") else "value.h"
+    folder.put("mine.cpp", f"#include <{header}>\n" + ANSWER.format("return VALUE;"))
+    folder.put(f"late/{header}", "#define VALUE 1\n")
+    folder.put("flags", f"-I{folder.own}/early -I{folder.own}/late\n")
+    if early != "not there":
+        (folder.own / "early").mkdir()
+    if early.startswith("with a folder"):
+        (folder.own / "early/inner").mkdir()
+    if early == "with another header":
+        folder.put("early/other.h", "")
+    options = SEARCHED[searched](folder.own)
+    assert folder.loaded(**dict(options)) == 1
+    folder.compiled()
+    assert (folder.loaded(**dict(options)), folder.compiled()) == (1, 0)
+    folder.put(f"early/{header}", "#define VALUE 2\n")
+    assert folder.loaded(**dict(options)) == 2
+    (folder.own / "early" / header).unlink()
+    assert folder.loaded(**dict(options)) == 1
+
+
+ASKED = {
+    "plainly": "#if __has_include(<maybe.h>)\n",
+    "with a comment inside": "#if __has_include( /* why */ <maybe.h>)\n",
+    "over two lines": "#if __has_include(\\\n<may\\\nbe.h>)\n",
+    "by a macro that has the call": "#define HAS __has_include(<maybe.h>)\n#if HAS\n",
+    "by a macro that has the name": "#define NAME <maybe.h>\n#if defined(__has_include) && __has_include(NAME)\n",
+    "by a macro with a folder": "#define NAME <inner/maybe.h>\n#if __has_include(NAME)\n",
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_header_that_is_asked_for_but_not_read_is_seen_to_come_and_go(folder, asked):
+    text = ASKED[asked] + "#define VALUE 2\n#else\n#define VALUE 1\n#endif\n"
+    folder.put("mine.cpp", text + ANSWER.format("return VALUE;"))
+    header = folder.put("late/inner/maybe.h" if "folder" in asked else "late/maybe.h", "")
+    options = {"extra_include_paths": [f"{folder.own}/late"]}
+    assert folder.loaded(**dict(options)) == 2
+    header.unlink()
+    assert folder.loaded(**dict(options)) == 1
+    folder.compiled()
+    assert (folder.loaded(**dict(options)), folder.compiled()) == (1, 0)
+    header.touch()
+    assert folder.loaded(**dict(options)) == 2
