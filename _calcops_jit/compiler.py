@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import threading
 
-from . import cache, closure, compiler_reads, diagnosis, errors, jobs, precompiled
+from . import cache, closure, compiler_reads, diagnosis, errors, jobs, precompiled, toolchain
 from .plan import Plan
 from .request import REGISTRY, Request
 
@@ -49,7 +49,7 @@ def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str
     kept = {_copy(generation, staging): generation.manifest.closure for generation in found.values() if generation}
     fresh = [source for source in sources if not found[source]]
     plan = _plan(request, staging, fresh, list(kept), 1 if alone else jobs.number(request.environment))
-    ldflags, quick = plan.flags["ldflags"], compiler_reads.quick_linker(request)
+    ldflags, quick = plan.flags["ldflags"], toolchain.quick_linker(request)
     plan.flags["ldflags"] += f" {quick}"
     named = {kind: compiler_reads.named(request, text) for kind, text in plan.flags.items()}
     before = compiler_reads.Before(staging, foreseen.union(*named.values()))
@@ -66,7 +66,7 @@ def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str
         if "--dependency-file" in said:
             said = _run(ninja, plan, request, staging, compiler_reads.LINKED_BEFORE_2_35)
     ahead.join()
-    recorder = compiler_reads.Recorder(request, compiler_reads.search(request, plan.flags["cflags"]), before)
+    recorder = compiler_reads.Recorder(request, toolchain.search(request, plan.flags["cflags"]), before)
     closures, changed = _keep(request, slot, staging, plan, recorder, named["cflags"] | named["cuda_cflags"])
     if said:
         raise _judge(request, slot, said, alone, REGISTRY in sources)
@@ -74,8 +74,8 @@ def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str
         raise changed
     preambles.start(request, slot, plan.flags["cflags"], plan.environment, plan.jobs)
     linked = compiler_reads.of_link(request, staging, [*kept, *plan.units.values()]) | named["ldflags"]
-    linker = compiler_reads.linker(plan.flags["ldflags"])
-    linked |= compiler_reads.tools(request, plan.flags["ldflags"], linker)
+    linker = toolchain.linker(plan.flags["ldflags"])
+    linked |= toolchain.tools(request, plan.flags["ldflags"], linker)
     library = f"{staging}/{os.path.basename(staging)}"
     return library, closure.merged([*kept.values(), *closures, recorder.closure(set(), linked)])
 
@@ -126,7 +126,7 @@ def _keep(
     flagged   files that the flags name"""
     if not plan.units:
         return [], None
-    tools = compiler_reads.tools(request, plan.flags["cflags"], "cc1plus", "as") | compiler_reads.cuda_tools(request)
+    tools = toolchain.tools(request, plan.flags["cflags"], "cc1plus", "as") | toolchain.cuda_tools(request)
     log = closure.text_of(f"{staging}/.ninja_log")
     finished = set(re.findall(r"\t([^\t]+)\t\w+$", log, re.MULTILINE))
     closures, changed = [], None

@@ -6,21 +6,17 @@ import contextlib
 import functools
 import os
 import re
-import shlex
-import shutil
-import subprocess
 import time
 from collections.abc import Iterable
 
-from . import closure
+from . import closure, toolchain
 from .errors import BuildError, report
-from .request import Request, compiler_words
+from .request import Request
 
 # Flags for dependency files, such as a Makefile's. A compiler writes only one such file, and we need it.
 MAKE_FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
 LINKED = "-Wl,--dependency-file=link.d"  # GNU ld since 2.35, gold, lld, mold
 LINKED_BEFORE_2_35 = "-Wl,-Map=link.map"
-_ABOUT_LINKERS = re.compile(r"-fuse-ld|--ld-path|-B|-specs|-T|-Wl,|-Xlinker|-z|-flto|@")
 _ASKS = rb"__has_(?:include(?:_next)?|embed)\b(?:\s*\(\s*(?:<([^>\n]+)>|\"([^\"\n]+)\"))?"
 _COMMENT = rb"/\*.*?\*/|//[^\n]*"
 _INCLUDE = rb"^[ \t]*#[ \t]*(?:include(?:_next)?|import|embed)[ \t]*[<\"]([^>\"\n]+)[>\"]"
@@ -102,7 +98,7 @@ def untold(request: Request, evidence: str) -> BuildError:
 def named(request: Request, flags: str) -> set[str]:
     """The files that flags name: response files and what these name, linker scripts, libraries, plugins, specs ..."""
     found: set[str] = set()
-    for word in _words(flags):
+    for word in toolchain.words_of_flags(flags):
         pieces = [word, *re.split("[=,]", word)]
         for path in {piece[piece.index("/") :] for piece in pieces if "/" in piece}:
             if path not in found and os.path.isfile(path):
@@ -114,13 +110,6 @@ def named(request: Request, flags: str) -> set[str]:
                         raise report(what, [f"{path} has {unwanted[0]}"], f"take {unwanted[0]} out of {path}")
                     found |= named(request, text)
     return found
-
-
-def _words(flags: str) -> list[str]:
-    try:
-        return shlex.split(flags.replace("$$", "$"))
-    except ValueError:  # which the shell will say better
-        return flags.split()
 
 
 def foreseen(request: Request) -> dict[str, bytes]:
@@ -144,63 +133,6 @@ def project_folders(request: Request) -> list[str]:
     folders = [*request.include_paths, *(word[2:] for word in words if word.startswith("-I/"))]
     folders += [b for a, b in zip(words, words[1:]) if a in ("-I", "-isystem", "-iquote", "-idirafter")]
     return [folder for folder in folders if not closure.is_theirs(request.fold(folder) + "/")]
-
-
-def search(request: Request, flags: str) -> list[str]:
-    """Returns the folders in which headers are looked for, in order, after those that do not exist yet.
-
-    A compiler does not say where those would come, so they may be before all others."""
-    asked = [word for word in _words(flags) if not word.startswith("-save-temps")]
-    said = ask(request, *asked, "-E", "-v", "-x", "c++", os.devnull)
-    listed = re.search(r"search starts here:\n(.*)End of search list", said, re.DOTALL)
-    found = [line.strip() for line in listed[1].splitlines() if line.startswith(" ")] if listed else []
-    found = re.findall(r'^ignoring nonexistent directory "(.+)"$', said, re.MULTILINE) + found
-    return [closure.real_path(folder) if "/.." in folder else folder for folder in found]
-
-
-def tools(request: Request, flags: str, *parts: str) -> set[str]:
-    """The compilers, what they name if they are scripts, and these parts of the compiler that does the work."""
-    found = set(request.tools)
-    choice = [word for word in _words(flags) if word.startswith(("-B", "--sysroot", "-specs"))]
-    for part in parts:
-        if path := shutil.which(ask(request, *choice, f"-print-prog-name={part}").strip()):
-            found.add(os.path.realpath(path))
-    for script in list(found):
-        with open(script, "rb") as file:
-            text = file.read(65536)
-        if text.startswith(b"#!"):
-            words = set(re.findall(r"[\w./+-]+", text.decode(errors="replace")))
-            found |= {os.path.realpath(path) for w in words if "/" in w and (path := shutil.which(w))}
-    return found
-
-
-def cuda_tools(request: Request) -> set[str]:
-    if not request.cuda.build:
-        return set()
-    home = os.path.realpath(request.cuda.home)
-    parts = ("bin/cudafe++", "bin/ptxas", "bin/fatbinary", "bin/nvcc.profile", "nvvm/bin/cicc")
-    found = {f"{home}/{part}" for part in parts if os.path.exists(f"{home}/{part}")}
-    if host := shutil.which(compiler_words(request.environment, "CC")[0]):
-        found.add(os.path.realpath(host))
-    return found
-
-
-def quick_linker(request: Request) -> str:
-    """The flag for a linker that is quicker than GNU ld; "": none is installed, or the user's flags say how to link."""
-    if any(map(_ABOUT_LINKERS.match, _words(" ".join([*request.compiler, *request.ldflags])))):
-        return ""
-    if "GNU ld" not in ask(request, "-Wl,--version"):  # somebody has chosen another one already
-        return ""
-    for flag, name in ("-fuse-ld=lld", "LLD"), ("-fuse-ld=gold", "GNU gold"):
-        if name in ask(request, flag, "-Wl,--version"):
-            return flag
-    return ""
-
-
-def linker(flags: str) -> str:
-    """The name by which the compiler finds its linker."""
-    chosen = re.findall(r"-fuse-ld=([\w.]+)(?!\S)", flags)
-    return f"ld.{chosen[-1]}" if chosen else "ld"
 
 
 # What stands for a name that cannot be read from the text: then all names in the folders that are searched count.
@@ -383,22 +315,3 @@ def read_ahead(request: Request, closures: Iterable[closure.Closure]) -> None:
         with contextlib.suppress(closure.Changed, OSError):
             if closure.is_old(stamp, time.time_ns()):  # others may change and leave the same stamp
                 content(path, stamp)
-
-
-def is_gnu(request: Request) -> bool:
-    return "Free Software Foundation" in ask(request, "--version")
-
-
-def ask(request: Request, *question: str) -> str:
-    """The compiler's answer to a question about itself. A process that reloads asks once, and again after a change of
-    it."""
-    environment = request.environment | {"LC_ALL": "C.UTF-8", "LD_PRELOAD": ""}  # a sanitizer is for this process
-    path = shutil.which(request.compiler[0], path=environment.get("PATH"))
-    return _answer(closure.stamp_of(path or ""), tuple(environment.items()), *request.compiler, *question)
-
-
-@functools.cache
-def _answer(stamp: bytes, environment: tuple[tuple[str, str], ...], *command: str) -> str:
-    options = {"cwd": "/", "env": dict(environment), "stdin": subprocess.DEVNULL, "capture_output": True}
-    done = subprocess.run(command, **options)
-    return os.fsdecode(done.stdout + done.stderr)  # it may quote paths

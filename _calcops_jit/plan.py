@@ -13,7 +13,7 @@ import shlex
 import types
 from types import SimpleNamespace
 
-from . import compiler_reads, cuda, staging
+from . import compiler_reads, cuda, staging, toolchain
 from .closure import text_of
 from .errors import report
 from .request import CUDA_SUFFIXES, REGISTRY, SHADOW, Request, compiler_words
@@ -64,7 +64,7 @@ class Plan(SimpleNamespace):
         """Writes build.ninja. Sources are no inputs in it, since ninja cannot quote every name."""
         flags = {"cxx": " ".join(map(_word, request.compiler)), "nvcc": _word(f"{request.cuda.home}/bin/nvcc")}
         flags |= {"jobs": str(self.jobs), **self.flags}
-        gnu = compiler_reads.is_gnu(request)
+        gnu = toolchain.is_gnu(request)
         assembler, collector = ("-Wa,--MD,$out.as.d ", _NO_COLLECTOR) if gnu else ("", "")
         lines = [f"{name} = {value}" for name, value in flags.items()]
         lines.append(_RULES.format(assembler=assembler, collector=collector, linked=linked))
@@ -112,7 +112,7 @@ def _torch_flags(request: Request, environment: dict[str, str], folder: str) -> 
     torch.load(
         os.path.basename(folder),
         list(request.sources),
-        extra_cflags=[f for f in request.cflags if f != "-fno-gnu-unique" or compiler_reads.is_gnu(request)],
+        extra_cflags=[f for f in request.cflags if f != "-fno-gnu-unique" or toolchain.is_gnu(request)],
         extra_cuda_cflags=list(request.cuda_cflags),
         extra_ldflags=["-shared", *_linking(request, folder)],
         extra_include_paths=[path.replace("$", "$$") for path in request.include_paths],

@@ -17,7 +17,7 @@ import sys
 
 import torch
 
-from . import cache, cache_size, closure, compiler_reads, places, staging
+from . import cache, cache_size, closure, compiler_reads, places, staging, toolchain
 from .closure import Changed
 from .errors import BuildError
 from .request import CUDA_SUFFIXES, REGISTRY, SHADOW, Request
@@ -71,7 +71,7 @@ class Preambles:
         self.used: dict[str, str] = {}  # {source: header}
         self._missing = ""
         self._held: list[int] = []
-        if _UNFIT.search(" ".join(request.cflags)) or not compiler_reads.is_gnu(request):
+        if _UNFIT.search(" ".join(request.cflags)) or not toolchain.is_gnu(request):
             return
         folders = [path for path in compiler_reads.project_folders(request) if path != SHADOW]
         for source, edited in sources.items():
@@ -136,9 +136,9 @@ def make(request: Request, folder: str, text: str, cflags: str, environment: dic
             options = {"cwd": stage, "env": environment | {staging.MARK: stage}, "stdin": subprocess.DEVNULL}
             if subprocess.run(["sh", "-c", command, "sh", *request.compiler], **options).returncode:
                 return
-            recorder = compiler_reads.Recorder(unit, compiler_reads.search(unit, cflags), before)
+            recorder = compiler_reads.Recorder(unit, toolchain.search(unit, cflags), before)
             read, told = compiler_reads.of_unit(unit, stage, f"{stage}/{name}", f"{name}.o")
-            others = named | compiler_reads.tools(request, cflags, "cc1plus", "as")
+            others = named | toolchain.tools(request, cflags, "cc1plus", "as")
             cache.publish(slot, stage, f"{stage}/{name}.o", unit, recorder.closure(read, others, told))
     cache_size.prune_preambles(cache_size.entries(folder))
 
