@@ -185,8 +185,6 @@ class _Look:
     def __init__(self, closure: Closure, request):
         self._closure, self._request, self._now = closure, request, time.time_ns()
         self._restamped, self._unsettled = False, closure.looked > self._now  # then the clock was set back
-        # Where there is no compiler, its files need not be there either.
-        self._compared = ("",) if request.tools else ("@root", "@torch", "@loader")
 
     def compare_tools(self) -> None:
         request, before = self._request, self._closure.tools
@@ -201,15 +199,13 @@ class _Look:
         for folded, lines in closure.files.items():
             names = lines.split("\n")
             start, end = end, end + _SIZE * len(names)
-            if not folded.startswith(self._compared):
-                continue
             folder, theirs = self._request.unfold(folded), is_theirs(folded)
             stamps = _their_stamps_in(folder, names, self._now) if theirs else _stamps_in(folder, names)
             if b"".join(stamps) == closure.stamps[start:end]:
                 continue  # nearly always
             for at, name, stamp in zip(range(start, end, _SIZE), names, stamps):
                 before = closure.stamps[at : at + _SIZE]
-                if stamp == before:
+                if stamp == before or stamp == _GONE and self._is_of_missing_compiler(f"{folded}/{name}"):
                     continue
                 path = f"{folder}/{name}"
                 if stamp == _GONE or file_digest(path) != closure.digests[at : at + _SIZE]:
@@ -218,11 +214,17 @@ class _Look:
                     closure.stamps[:at] + self._fresher(stamp, before, theirs) + closure.stamps[at + _SIZE :]
                 )
 
+    def _is_of_missing_compiler(self, folded: str) -> bool:
+        """Return True where there is no compiler, for its files and the system's: they need not be there either."""
+        if self._request.tools or folded.startswith("@torch"):
+            return False
+        return is_theirs(folded) or folded in self._closure.tools or not os.path.isdir(os.path.dirname(folded))
+
     def compare_absent(self) -> None:
         for folded, entry in self._closure.absent.items():
             folder = self._request.unfold(folded)
             stamp, before = stamp_of(folder), bytes.fromhex(entry[0])
-            if stamp == before or not folded.startswith(self._compared):
+            if stamp in (before, _GONE):
                 continue
             names = entry[1].split("\n")
             try:

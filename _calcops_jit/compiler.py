@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -51,7 +52,8 @@ def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str
     plan = _plan(request, staging, fresh, list(kept), 1 if alone else jobs.number(request.environment))
     ldflags, quick = plan.flags["ldflags"], toolchain.quick_linker(request)
     plan.flags["ldflags"] += f" {quick}"
-    named = {kind: compiler_reads.named(request, text) for kind, text in plan.flags.items()}
+    of_compiler = compiler_reads.named(request, shlex.join(request.compiler))  # CXX='g++ @flags', for one
+    named = {kind: compiler_reads.named(request, text) | of_compiler for kind, text in plan.flags.items()}
     before = compiler_reads.Before(staging, foreseen.union(*named.values()))
     # After `before`, so that no header can change unseen between the look at it and the end of the build.
     edited = {source: bool(reasons[source]) for source in fresh}

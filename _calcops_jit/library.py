@@ -131,6 +131,10 @@ def obtain(request: Request, build: bool = True) -> Library | None:
         except OSError as error:
             raise report(f"cannot load {request.name}", [str(error)], "ulimit -n $(ulimit -H -n)") from None
         if found:
+            if not request.tools and request.environment.get("CXX"):
+                from .progress import say
+
+                say(f"CXX={request.environment['CXX']} is no compiler here: {request.name} is what another one built")
             return _load(request, found)
         if brought:
             try:

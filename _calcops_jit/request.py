@@ -151,7 +151,7 @@ class Request(SimpleNamespace):
             "linker flags": fold_flags(self.ldflags),
             "torch version": [torch.__version__, torch.version.git_version, torch.version.debug],
             "torch folder": self.origin or self._folders["@torch"],  # the library's rpath names it
-            "compiler arguments": [w for w in self.compiler if w.startswith("-")],
+            "compiler arguments": fold_flags([w for w in self.compiler[1:] if not self._is_program(w)]),
             "environment": {k: self.environment[k] for k in COMPILER_VARIABLES if self.environment.get(k)},
         }
         if self.cuda.build:
@@ -168,12 +168,19 @@ class Request(SimpleNamespace):
 
     @cached_property
     def tools(self) -> list[str]:
-        """The compilers' real paths; empty if one of them is not there, and then they are not compared."""
-        words = [w for w in self.compiler if not w.startswith("-") and "=" not in w]
+        """The real paths of the programs in the compiler's command, and of nvcc; empty if the first is not there."""
+        programs = [word for word in self.compiler if self._is_program(word)]
+        if programs[:1] != self.compiler[:1]:
+            return []
         if self.cuda.build:
-            words.append(os.path.join(self.cuda.home, "bin", "nvcc"))
-        found = [shutil.which(w, path=self.environment.get("PATH")) for w in words]
-        return [os.path.realpath(f) for f in found] if all(found) else []
+            programs.append(os.path.join(self.cuda.home, "bin", "nvcc"))
+        found = [shutil.which(program, path=self.environment.get("PATH")) for program in programs]
+        return [os.path.realpath(path) for path in found if path]
+
+    def _is_program(self, word: str) -> bool:
+        """Return True if a word of CXX is a program, such as g++ in `env CPATH=include g++ -I include`."""
+        is_option = word.startswith(("-", "@")) or "=" in word
+        return not is_option and shutil.which(word, path=self.environment.get("PATH")) is not None
 
 
 def located(sources: tuple[str, ...], include_paths: tuple[str, ...]) -> dict:

@@ -364,3 +364,59 @@ def test_a_header_that_is_asked_for_but_not_read_is_seen_to_come_and_go(folder, 
     assert (folder.loaded(**dict(options)), folder.compiled()) == (1, 0)
     header.touch()
     assert folder.loaded(**dict(options)) == 2
+
+
+# ---- the compiler's command -------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "a macro in two words": ("g++ -D VALUE=1", "g++ -D VALUE=2"),
+    "a macro in one word": ("g++ -DVALUE=1", "g++ -DVALUE=2"),
+    "a folder in two words": ("g++ -I {own}/one", "g++ -I {own}/two"),
+    "a folder of the environment": ("env CPATH={own}/one g++", "env CPATH={own}/two g++"),
+    "a response file": ("g++ @{own}/one/flags", "g++ @{own}/two/flags"),
+    "an included file": ("g++ -include {own}/one/value.h", "g++ -include {own}/two/value.h"),
+}
+
+
+def valued(folder):
+    folder.put("mine.cpp", "#ifndef VALUE\n#include <value.h>\n#endif\n" + ANSWER.format("return VALUE;"))
+    for value, name in (1, "one"), (2, "two"):
+        folder.put(f"{name}/value.h", f"#define VALUE {value}\n")
+        folder.put(f"{name}/flags", f"-DVALUE={value}\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_word_of_the_compilers_command_counts(folder, command):
+    valued(folder)
+    first, second = (words.format(own=folder.own) for words in COMMANDS[command])
+    assert [folder.loaded(CXX=words) for words in (first, second, first)] == [1, 2, 1]
+    assert folder.compiled() == 0  # the compiler that writes a log is another one
+
+
+@pytest.mark.parametrize(
+    "command, file",
+    [("g++ -I {own}/one", "value.h"), ("env CPATH={own}/one g++", "value.h"), ("g++ @{own}/one/flags", "flags")],
+)
+def test_a_file_that_the_compilers_command_leads_to_is_an_input(folder, command, file):
+    valued(folder)
+    command = command.format(own=folder.own)
+    assert folder.loaded(CXX=command) == 1
+    path = folder.own / "one" / file
+    path.write_text(path.read_text().replace("1", "3"))
+    assert folder.loaded(CXX=command) == 3
+
+
+@pytest.mark.parametrize("environment", [{"PATH": "/nowhere"}, {"CXX": "g++-99"}], ids=["PATH", "CXX"])
+def test_without_a_compiler_an_edited_header_is_never_ignored(folder, tmp_path, environment):
+    header = tmp_path / "elsewhere" / "value.h"
+    header.parent.mkdir()
+    header.write_text("#define VALUE 1\n")
+    folder.put("mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;"))
+    options = {"extra_include_paths": [str(header.parent)], "CXX": "c++"}
+    assert folder.loaded(**dict(options)) == 1
+    child = folder.load(**options | environment)
+    assert child.out == "1\n" and ("CXX=g++-99 is no compiler here" in child.err) == ("CXX" in environment)
+    header.write_text("#define VALUE 2\n")
+    child = folder.load(**options | environment)
+    assert child.code != 0 and "compiler" in child.err and "fix: " in child.err
+    assert folder.loaded(**options) == 2
