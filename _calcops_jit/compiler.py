@@ -79,7 +79,9 @@ def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str
     linker = toolchain.linker(plan.flags["ldflags"])
     linked |= toolchain.tools(request, plan.flags["ldflags"], linker)
     library = f"{staging}/{os.path.basename(staging)}"
-    return library, closure.merged([*kept.values(), *closures, recorder.closure(set(), linked)])
+    unlinked = toolchain.unlinked(request, plan.flags["ldflags"])
+    of_link = recorder.closure(set(), linked, unlinked=unlinked)
+    return library, closure.merged([*kept.values(), *closures, of_link])
 
 
 def _plan(request: Request, staging: str, fresh: list[str], kept: list[str], number: int) -> Plan:

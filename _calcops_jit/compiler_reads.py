@@ -6,8 +6,9 @@ import contextlib
 import functools
 import os
 import re
+import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from . import closure, toolchain
 from .errors import BuildError, report
@@ -51,7 +52,19 @@ def of_link(request: Request, staging: str, objects: list[str]) -> set[str]:
     temporary = r"\.ltrans\d*\.o$"  # of link-time optimisation
     names = [name for name in names if name not in objects and not re.search(temporary, name)]
     paths = _foreign(_files(request, staging, names), staging)
-    return {path for path in paths if not os.path.realpath(path).startswith(torch_folder)}
+    paths = {path for path in paths if not os.path.realpath(path).startswith(torch_folder)}
+    return paths.union(*map(_thin_members, paths))
+
+
+def _thin_members(path: str) -> set[str]:
+    """Returns the paths of the objects that a thin archive names; it does not hold them itself."""
+    with open(path, "rb") as file:
+        if file.read(8) != b"!<thin>\n":
+            return set()
+    folder = os.path.dirname(path)
+    listed = subprocess.run(["ar", "t", os.path.basename(path)], cwd=folder, capture_output=True).stdout
+    members = (os.path.join(folder, os.fsdecode(name)) for name in listed.splitlines())
+    return {closure.real_path(member) for member in members if os.path.isfile(member)}
 
 
 def _names(file: str) -> list[str]:
@@ -185,11 +198,14 @@ class Recorder:
         self._request, self._search, self._before = request, search, before
         self._listed: dict[str, set[str] | None] = {}
 
-    def closure(self, read: set[str], others: set[str], told: bool = True) -> closure.Closure:
+    def closure(
+        self, read: set[str], others: set[str], told: bool = True, unlinked: Sequence[tuple[str, str]] = ()
+    ) -> closure.Closure:
         """Makes the closure of one unit, or of the link.
 
         read     sources, headers and, if `told`, what .incbin reads
         others   files that flags name, libraries, tools
+        unlinked (folder, name) of files that would be linked if they were there
 
         closure.Changed: a file is not what the compiler has read."""
         request, before = self._request, self._before
@@ -241,6 +257,9 @@ class Recorder:
                 below = None if f"{folder}/{name}" in read else self._first_missing(folder, name)
                 if below is None:
                     break
+                missing.setdefault(below[0], set()).add(below[1])
+        for folder, name in unlinked:
+            if below := self._first_missing(folder, name):
                 missing.setdefault(below[0], set()).add(below[1])
         absent = {}
         for folder, names in sorted(missing.items()):

@@ -25,8 +25,8 @@ REGISTRY = f"{SHADOW}/runtime.cpp"  # linked into every library that registers s
 BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 CUDA_SUFFIXES = (".cu", ".cuh")  # of sources for nvcc
 COMPILER_VARIABLES = (
-    "CC COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH GCC_EXEC_PREFIX LIBRARY_PATH LD_RUN_PATH"
-    " NVCC_APPEND_FLAGS NVCC_PREPEND_FLAGS SOURCE_DATE_EPOCH"
+    "CC CCC_OVERRIDE_OPTIONS COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH GCC_EXEC_PREFIX LIBRARY_PATH"
+    " LD_RUN_PATH NVCC_APPEND_FLAGS NVCC_CCBIN NVCC_PREPEND_FLAGS SOURCE_DATE_EPOCH"
 ).split()
 # Compiler wrappers find objects by rules of their own, and what they keep is kept in our cache anyway.
 _WRAPPERS = ("ccache", "sccache")
@@ -168,14 +168,21 @@ class Request(SimpleNamespace):
 
     @cached_property
     def tools(self) -> list[str]:
-        """The real paths of the programs in the compiler's command, and of nvcc; empty if the first is not there."""
+        """The real paths of the programs that a build runs by name; empty if the compiler is not there."""
         programs = [word for word in self.compiler if self._is_program(word)]
         if programs[:1] != self.compiler[:1]:
             return []
+        programs += ["as", "ld"]  # which GCC looks for on PATH
         if self.cuda.build:
-            programs.append(os.path.join(self.cuda.home, "bin", "nvcc"))
+            programs += [os.path.join(self.cuda.home, "bin", "nvcc"), self.host_compiler]
         found = [shutil.which(program, path=self.environment.get("PATH")) for program in programs]
         return [os.path.realpath(path) for path in found if path]
+
+    @property
+    def host_compiler(self) -> str:
+        """The compiler that nvcc runs: it looks for gcc on PATH, whatever CXX says."""
+        named = self.environment.get("NVCC_CCBIN") or compiler_words(self.environment, "CC", "gcc")[0]
+        return os.path.join(named, "gcc") if os.path.isdir(named) else named
 
     def _is_program(self, word: str) -> bool:
         """Return True if a word of CXX is a program, such as g++ in `env CPATH=include g++ -I include`."""

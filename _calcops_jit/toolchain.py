@@ -10,7 +10,7 @@ import shutil
 import subprocess
 
 from . import closure
-from .request import Request, compiler_words
+from .request import Request
 
 _ABOUT_LINKERS = re.compile(r"-fuse-ld|--ld-path|-B|-specs|-T|-Wl,|-Xlinker|-z|-flto|@")
 
@@ -39,7 +39,8 @@ def tools(request: Request, flags: str, *parts: str) -> set[str]:
     found = set(request.tools)
     choice = [word for word in words_of_flags(flags) if word.startswith(("-B", "--sysroot", "-specs"))]
     for part in parts:
-        if path := shutil.which(ask(request, *choice, f"-print-prog-name={part}").strip()):
+        program = ask(request, *choice, f"-print-prog-name={part}").strip()
+        if path := shutil.which(program, path=request.environment.get("PATH")):
             found.add(os.path.realpath(path))
     for script in list(found):
         with open(script, "rb") as file:
@@ -56,8 +57,6 @@ def cuda_tools(request: Request) -> set[str]:
     home = os.path.realpath(request.cuda.home)
     parts = ("bin/cudafe++", "bin/ptxas", "bin/fatbinary", "bin/nvcc.profile", "nvvm/bin/cicc")
     found = {f"{home}/{part}" for part in parts if os.path.exists(f"{home}/{part}")}
-    if host := shutil.which(compiler_words(request.environment, "CC")[0]):
-        found.add(os.path.realpath(host))
     return found
 
 
@@ -71,6 +70,25 @@ def quick_linker(request: Request) -> str:
         if name in ask(request, flag, "-Wl,--version"):
             return flag
     return ""
+
+
+def unlinked(request: Request, flags: str) -> list[tuple[str, str]]:
+    """Returns (folder, name) of every file that `-lfoo` in the flags may mean, in all folders that are searched.
+
+    One that appears may take the place of the one that was found. For -lfoo that is libfoo.so before libfoo.a."""
+    words = words_of_flags(flags)
+    folders = [word[2:] for word in words if word.startswith("-L/")]
+    folders += [second for first, second in zip(words, words[1:]) if first == "-L"]
+    folders += request.environment.get("LIBRARY_PATH", "").split(":")
+    listed = re.search(r"^libraries: =(.*)$", ask(request, "-print-search-dirs"), re.MULTILINE)
+    folders += listed[1].split(":") if listed else []
+    names: list[str] = []
+    for word in words:
+        if word.startswith("-l:"):
+            names.append(word[3:])
+        elif word.startswith("-l"):
+            names += [f"lib{word[2:]}.so", f"lib{word[2:]}.a"]
+    return [(os.path.normpath(folder), name) for folder in filter(os.path.isabs, folders) for name in names]
 
 
 def linker(flags: str) -> str:

@@ -301,6 +301,54 @@ def test_a_folder_behind_a_link_that_is_flipped_is_reloaded(folder):
     assert child.out == "1\n['mine'] 2\n", child.err
 
 
+EARLIER = {
+    "-L": lambda own: {"extra_ldflags": [f"-L{own}/early", f"-L{own}/late", "-lvalue"]},
+    "-L in two words": lambda own: {"extra_ldflags": ["-L", f"{own}/early", "-L", f"{own}/late", "-lvalue"]},
+    "LIBRARY_PATH": lambda own: {"extra_ldflags": ["-lvalue"], "LIBRARY_PATH": f"{own}/early:{own}/late"},
+    "a file's name": lambda own: {"extra_ldflags": [f"-L{own}/early", f"-L{own}/late", "-l:libvalue.a"]},
+}
+
+
+@pytest.mark.parametrize("early", ["empty", "not there"])
+@pytest.mark.parametrize("searched", EARLIER)
+def test_an_archive_that_appears_in_a_folder_that_is_searched_earlier_is_linked(folder, searched, early):
+    folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
+    folder.archive(1, "late/libvalue.a")
+    if early == "empty":
+        (folder.own / "early").mkdir()
+    options = EARLIER[searched](folder.own)
+    assert folder.loaded(**dict(options)) == 1
+    folder.compiled()
+    assert (folder.loaded(**dict(options)), folder.compiled()) == (1, 0)
+    folder.archive(2, "early/libvalue.a")
+    assert folder.loaded(**dict(options)) == 2
+
+
+def test_a_shared_library_that_appears_beside_an_archive_is_linked(folder):
+    folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
+    folder.archive(1)
+    options = {"extra_ldflags": [f"-L{folder.own}", "-lvalue", f"-Wl,-rpath,{folder.own}"]}
+    assert folder.loaded(**dict(options)) == 1
+    source = folder.put("shared.cpp", "int value() { return 2; }\n")
+    assert os.system(f"c++ -fPIC -shared {source} -o {folder.own}/libvalue.so") == 0
+    assert folder.loaded(**dict(options)) == 2
+
+
+def test_an_object_behind_a_thin_archive_is_an_input(folder):
+    folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
+
+    def compile_value(value):
+        source = folder.put("inner/value.cpp", f"int value() {{ return {value}; }}\n")
+        assert os.system(f"c++ -fPIC -c {source} -o {source}.o") == 0
+
+    compile_value(1)
+    assert os.system(f"cd {folder.own} && ar rcT libthin.a inner/value.cpp.o") == 0
+    options = {"extra_ldflags": [f"{folder.own}/libthin.a"]}
+    assert folder.loaded(**dict(options)) == 1
+    compile_value(2)
+    assert folder.loaded(**dict(options)) == 2
+
+
 # ---- where headers are looked for -------------------------------------------------------------------------------
 
 EARLY, LATE = "early", "late"
@@ -404,6 +452,23 @@ def test_a_file_that_the_compilers_command_leads_to_is_an_input(folder, command,
     path = folder.own / "one" / file
     path.write_text(path.read_text().replace("1", "3"))
     assert folder.loaded(CXX=command) == 3
+
+
+def test_another_assembler_first_on_path_assembles(folder):
+    """It makes every 1 that is returned a 2."""
+    folder.put("mine.cpp", ANSWER.format("return 1;"))
+    assert folder.loaded() == 1
+    assembler = folder.put("bin/as", "")
+    script = """#!/bin/sh
+for word; do case "$word" in *.s) sed -i 's/movl\t$1, %eax/movl\t$2, %eax/' "$word";; esac; done
+exec /usr/bin/as "$@"
+"""
+    assembler.write_text(script)
+    assembler.chmod(0o755)
+    path = f"{assembler.parent}:{os.environ['PATH']}"
+    assert folder.loaded(PATH=path) == 2
+    assembler.write_text(script.replace("$2,", "$3,"))
+    assert folder.loaded(PATH=path) == 3
 
 
 @pytest.mark.parametrize("environment", [{"PATH": "/nowhere"}, {"CXX": "g++-99"}], ids=["PATH", "CXX"])
