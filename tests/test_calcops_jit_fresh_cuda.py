@@ -1,5 +1,6 @@
 """Never stale, never spurious, for CUDA: a stand-in for nvcc compiles .cu files as C++ and keeps a log."""
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -95,6 +96,33 @@ def test_no_compiler_is_started_after(built, change):
     done = NO_CHANGES[change](built)
     options = done if isinstance(done, dict) else {}
     assert (built.answer(**options), built.log.exists()) == (1, False)
+
+
+def test_nvccs_host_compiler_is_an_input(built):
+    """nvcc runs the gcc that is first on PATH, or NVCC_CCBIN, whatever CXX is."""
+    gcc = built.path / "bin" / "gcc"
+    gcc.parent.mkdir()
+    script = f'#!/bin/sh\nexec {shutil.which("gcc")} "$@"\n'
+    gcc.write_text(script)
+    gcc.chmod(0o755)
+    first = {"PATH": f"{gcc.parent}:{os.environ['PATH']}"}
+    for named in first, {"NVCC_CCBIN": gcc}, {"NVCC_CCBIN": gcc.parent}:
+        gcc.write_text(script)
+        built.answer(**named)
+        built.compiled()
+        assert (built.answer(**named), built.log.exists()) == (1, False)
+        gcc.write_text(script + "# another version\n")
+        assert (built.answer(**named), built.compiled() > 0) == (1, True)
+
+
+@pytest.mark.parametrize("named", ["PATH", "NVCC_CCBIN"])
+def test_another_host_compiler_builds_anew(built, named):
+    gcc = built.path / "bin" / "gcc"
+    gcc.parent.mkdir()
+    gcc.write_text(f'#!/bin/sh\nexec {shutil.which("gcc")} "$@"\n')
+    gcc.chmod(0o755)
+    environment = {"PATH": f"{gcc.parent}:{os.environ['PATH']}"} if named == "PATH" else {"NVCC_CCBIN": gcc}
+    assert (built.answer(**environment), built.compiled()) == (1, 2)
 
 
 # ---- without an nvcc: what is in the key, and the toolkit's files ---------------------------------------------------
