@@ -14,7 +14,7 @@ import threading
 
 from . import cache, closure, compiler_reads, diagnosis, errors, jobs, precompiled, toolchain
 from .plan import Plan
-from .request import REGISTRY, Request
+from .request import RUNTIME, Request
 
 
 class OutOfMemory(Exception):
@@ -33,15 +33,15 @@ def build(request: Request, slot: str, staging: str, alone: bool = False) -> tup
         raise problem.error(f"cannot build {request.name}")
     texts = compiler_reads.foreseen(request)
     registers = any(re.search(rb"TORCH_LIBRARY|\bclass_\s*<|calcops/operator\.h", text) for text in texts.values())
-    sources = [*[REGISTRY] * registers, *request.sources]  # the unit that takes longest is first
+    sources = [*[RUNTIME] * registers, *request.sources]  # the unit that takes longest is first
     try:
         return _build(request, sources, set(texts), slot, staging, ninja, alone)
-    except _NeedsRegistry:  # a macro in somebody's headers registers operators
-        return _build(request, [REGISTRY, *sources], set(texts), slot, staging, ninja, alone)
+    except _NeedsRuntime:  # a macro in somebody's headers registers operators
+        return _build(request, [RUNTIME, *sources], set(texts), slot, staging, ninja, alone)
 
 
-class _NeedsRegistry(Exception):
-    """Objects refer to registry.cpp, which is not among the sources."""
+class _NeedsRuntime(Exception):
+    """Objects refer to runtime.cpp, which is not among the sources."""
 
 
 def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str, closure.Closure]:
@@ -71,7 +71,7 @@ def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str
     recorder = compiler_reads.Recorder(request, toolchain.search(request, plan.flags["cflags"]), before)
     closures, changed = _keep(request, slot, staging, plan, recorder, named["cflags"] | named["cuda_cflags"])
     if said:
-        raise _judge(request, slot, said, alone, REGISTRY in sources)
+        raise _judge(request, slot, said, alone, RUNTIME in sources)
     if changed:
         raise changed
     preambles.start(request, slot, plan.flags["cflags"], plan.environment, plan.jobs)
@@ -139,7 +139,7 @@ def _keep(
             continue
         read, told = compiler_reads.of_unit(request, staging, source, target)
         try:
-            closures.append(recorder.closure(read, tools | (set() if source == REGISTRY else flagged), told))
+            closures.append(recorder.closure(read, tools | (set() if source == RUNTIME else flagged), told))
         except closure.Changed as error:
             changed = error
         else:
@@ -149,10 +149,10 @@ def _keep(
     return closures, changed
 
 
-def _judge(request: Request, slot: str, said: str, alone: bool, has_registry: bool) -> Exception:
+def _judge(request: Request, slot: str, said: str, alone: bool, has_runtime: bool) -> Exception:
     """What to raise for a failed build, whose output is written to a log."""
-    if re.search("calcops_jit::Initializer|calcops::add_", said) and not has_registry:
-        return _NeedsRegistry()
+    if re.search("calcops_jit::Initializer|calcops::add_", said) and not has_runtime:
+        return _NeedsRuntime()
     problem = diagnosis.judge(said, request)
     if problem and problem.cause.startswith(diagnosis.KILLED) and not alone:
         return OutOfMemory()

@@ -42,7 +42,7 @@ class Registration:
 
     def __init__(self, name: str, place: str, library: ctypes.CDLL):
         self.name, self.place, self._library = name, place, library
-        self._registers = hasattr(library, "calcops_jit_steps")  # it has a registry.cpp
+        self._registers = hasattr(library, "calcops_jit_steps")  # it has a runtime.cpp
         if self._registers:
             for name in ("steps", "commit", "documentation"):
                 getattr(library, f"calcops_jit_{name}").restype = ctypes.c_char_p

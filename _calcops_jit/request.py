@@ -20,7 +20,9 @@ from . import closure, cuda
 
 FORMAT = 5  # of what the cache holds
 SHADOW = os.path.join(os.path.dirname(os.path.realpath(__file__)), "shadow")  # headers that come before PyTorch's
-REGISTRY = f"{SHADOW}/runtime.cpp"  # linked into every library that registers something
+RUNTIME = (
+    f"{SHADOW}/runtime.cpp"  # the unit with PyTorch's headers, linked into every library that registers something
+)
 # Hidden and not "gnu unique", so that two builds of one operator can be in one process without sharing variables.
 BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 CUDA_SUFFIXES = (".cu", ".cuh")  # of sources for nvcc
@@ -75,7 +77,7 @@ class Request(SimpleNamespace):
         changes = {"name": f"unit-{os.path.basename(source)}", "sources": (source,), "ldflags": (), "is_unit": True}
         for_nvcc = self.cuda.build and source.endswith(CUDA_SUFFIXES)
         changes |= {"cflags" if for_nvcc else "cuda_cflags": ()}
-        if source == REGISTRY:  # one object serves every library
+        if source == RUNTIME:  # one object serves every library
             cflags = ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")
             changes |= {"kind": "own", "cflags": cflags, "include_paths": (SHADOW,)}
         unit = self.but(**changes)

@@ -173,3 +173,12 @@ def test_a_wrong_contract_is_refused_and_the_place_is_named(mistake, tmp_path):
     with pytest.raises(calcops_jit.BuildError) as caught:
         calcops_jit.load("wrong", [source])
     assert message in str(caught.value)
+
+
+def test_the_cell_of_the_loaders_readme(tmp_path):
+    readme = (Path(calcops_jit.__file__).parent / "_calcops_jit" / "README.md").read_text()
+    cell = re.search(r"```c\+\+\n%%operator mine\n(.+?)```", readme, re.S)[1]
+    source = tmp_path / "cell.cpp"
+    source.write_text(cell)
+    mine = calcops_jit.load("of_the_readme", [source])
+    assert mine.twice(torch.tensor([1.0, 2.0])).tolist() == [2, 4]
