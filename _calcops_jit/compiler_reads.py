@@ -21,6 +21,10 @@ MAKE_FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
 LINKED = "-Wl,--dependency-file=link.d"  # GNU ld since 2.35, gold, lld, mold
 LINKED_BEFORE_2_35 = "-Wl,-Map=link.map"
 _ABOUT_LINKERS = re.compile(r"-fuse-ld|--ld-path|-B|-specs|-T|-Wl,|-Xlinker|-z|-flto|@")
+# What the user's flags for linking may be where a quick linker links.
+_PLAIN_LINKING = re.compile(r"-(?:[LlOgmDIU]|W(?!l,)|f(?!lto|use-ld|plugin|whole)|pthread)\S*$|/\S*\.so[.\d]*$")
+_RUNTIME = re.compile(r"crt\w+\.o$|lib(?:gcc|gcc_eh|\w+_nonshared)\.a$")  # every library is linked with these
+_LINKED_NAME = r"^ +(.+?)(?: \\)?$|^(\S.*):$"  # in a linker's dependency file
 _HAS_INCLUDE = rb"__has_include(?:_next)?\s*\(\s*[<\"]([^>\"\n]+)[>\"]"
 _INCLUDE = rb"^[ \t]*#[ \t]*(?:include(?:_next)?|import|embed)[ \t]*[<\"]([^>\"\n]+)[>\"]"
 
@@ -46,7 +50,7 @@ def of_link(request: Request, staging: str, objects: list[str]) -> set[str]:
     """The files that were linked, without PyTorch's: these are too large to read, and its version stands for them."""
     listed = _listing(f"{staging}/link.d")
     # GNU ld, gold and mold do not quote; these and lld name each file on a line of its own.
-    names = [first or second for first, second in re.findall(r"^ +(.+?)(?: \\)?$|^(\S.*):$", listed, re.MULTILINE)]
+    names = [first or second for first, second in re.findall(_LINKED_NAME, listed, re.MULTILINE)]
     names += re.findall(r"^LOAD (.+)$", _listing(f"{staging}/link.map"), re.MULTILINE)
     if not set(objects) <= set(names):
         raise untold(request, "the linker does not tell which files it links")
@@ -133,7 +137,11 @@ def foreseen(request: Request) -> dict[str, bytes]:
             found[path] = file.read()
         names = [os.fsdecode(name) for name in re.findall(_INCLUDE, found[path], re.MULTILINE)]
         candidates = (f"{folder}/{name}" for folder in (os.path.dirname(path), *folders) for name in names)
-        todo += [closure.real_path(candidate) for candidate in candidates if os.path.isfile(candidate)]
+        for candidate in candidates:
+            if os.path.isfile(candidate):
+                todo.append(closure.real_path(candidate))
+            elif os.path.exists(candidate) and not os.path.isdir(candidate):
+                raise closure.no_regular_file(candidate)
     return found
 
 
@@ -183,7 +191,9 @@ def cuda_tools(request: Request) -> set[str]:
 
 def quick_linker(request: Request) -> str:
     """The flag for a linker that is quicker than GNU ld; "": none is installed, or the user's flags say how to link."""
-    if any(map(_ABOUT_LINKERS.match, _words(" ".join([*request.compiler, *request.ldflags])))):
+    ldflags = _words(" ".join(request.ldflags))
+    others = _words(" ".join([*request.compiler, *request.cflags, *request.cuda_cflags]))
+    if any(map(_ABOUT_LINKERS.match, [*ldflags, *others])) or not all(map(_PLAIN_LINKING.match, ldflags)):
         return ""
     if "GNU ld" not in ask(request, "-Wl,--version"):  # somebody has chosen another one already
         return ""
@@ -191,6 +201,18 @@ def quick_linker(request: Request) -> str:
         if name in ask(request, flag, "-Wl,--version"):
             return flag
     return ""
+
+
+def is_plain_link(staging: str, objects: list[str]) -> bool:
+    """Whether only plain objects of ours and shared libraries were linked. Of archives that define a name twice, and of
+    objects for link-time optimisation, linkers make different libraries."""
+    for name in objects:
+        with open(f"{staging}/{name}", "rb") as file:
+            text = file.read()
+        if not text.startswith(b"\x7fELF") or b".gnu.lto_" in text:
+            return False
+    names = {first or second for first, second in re.findall(_LINKED_NAME, _listing(f"{staging}/link.d"), re.MULTILINE)}
+    return not any(name.endswith((".a", ".o")) and not _RUNTIME.match(os.path.basename(name)) for name in names - {*objects})
 
 
 def linker(flags: str) -> str:
@@ -328,7 +350,7 @@ def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
     """(a file's digest, the names that it asks for with __has_include, whether it embeds others with .incbin)
 
     closure.Changed: the file has another stamp by now."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=closure.regular) as file:
         text = file.read()
     if closure.stamp_of(path) != stamp:
         raise closure.Changed(path)
