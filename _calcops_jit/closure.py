@@ -13,9 +13,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import stat
 import struct
 import time
 from types import SimpleNamespace
+
+from .errors import BuildError, report
 
 _STAMP = struct.Struct("<qqQQ")
 _SIZE = 32  # bytes of a stamp, and characters of a digest
@@ -43,10 +46,24 @@ def digest(data: bytes) -> str:
 def file_digest(file: int | str) -> str:
     """Digests a file, or what is left to read from an open descriptor, in pieces that fit a processor's cache."""
     found = hashlib.sha256()
-    with open(file, "rb", buffering=0, closefd=isinstance(file, str)) as opened:
+    is_path = isinstance(file, str)
+    with open(file, "rb", buffering=0, closefd=is_path, opener=regular if is_path else None) as opened:
         while piece := opened.read(65536):
             found.update(piece)
     return found.hexdigest()[:_SIZE]
+
+
+def regular(path: str, flags: int) -> int:
+    """Opens a file, but not a FIFO or a device, which might never end. BuildError: it is one."""
+    fd = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise no_regular_file(path)
+
+
+def no_regular_file(path: str) -> BuildError:
+    return report(f"cannot read {path}", ["it is no regular file, and a compiler may wait for it"], f"rm {path}")
 
 
 def text_of(path: str) -> str:

@@ -16,6 +16,15 @@ from . import cache, closure, compiler_reads, diagnosis, errors, jobs, precompil
 from .plan import Plan
 from .request import RUNTIME, Request
 
+# Runs ninja, and ends it and its compilers when this process ends in any way: only then does the pipe that is its
+# standard input end. A signal handler would be a second one in somebody else's program, and SIGKILL has none.
+_SUPERVISED = """
+exec 3<&0 < /dev/null
+{ read -r _ <&3; kill -s TERM -- -$$; } > /dev/null 2>&1 &
+exec 3<&-
+exec "$@"
+"""
+
 
 class OutOfMemory(Exception):
     """A compiler was killed while others ran beside it."""
@@ -65,6 +74,9 @@ def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str
         if said and quick and all(os.path.exists(f"{staging}/{target}") for target in plan.units.values()):
             plan.flags["ldflags"] = ldflags
             said = _run(ninja, plan, request, staging)  # by GNU ld, whose messages diagnosis.py knows
+        elif not said and quick and not compiler_reads.is_plain_link(staging, [*kept, *plan.units.values()]):
+            plan.flags["ldflags"] = ldflags
+            said = _run(ninja, plan, request, staging)
         if "--dependency-file" in said:
             said = _run(ninja, plan, request, staging, compiler_reads.LINKED_BEFORE_2_35)
     ahead.join()
@@ -96,13 +108,13 @@ def _plan(request: Request, staging: str, fresh: list[str], kept: list[str], num
 def _run(ninja: str, plan: Plan, request: Request, staging: str, linked: str = compiler_reads.LINKED) -> str:
     """Runs ninja: what it and the compilers say if they fail, else ""."""
     plan.write(request, staging, linked)
-    command = [ninja, "-v", "-j", str(plan.jobs)]
+    command = ["/bin/sh", "-c", _SUPERVISED, "sh", ninja, "-v", "-j", str(plan.jobs)]
     said = []
     with subprocess.Popen(
         command,
         cwd=staging,
         env=plan.environment,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",

@@ -18,6 +18,8 @@ from .request import Request
 MAKE_FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
 LINKED = "-Wl,--dependency-file=link.d"  # GNU ld since 2.35, gold, lld, mold
 LINKED_BEFORE_2_35 = "-Wl,-Map=link.map"
+_RUNTIME = re.compile(r"crt\w+\.o$|lib(?:gcc|gcc_eh|\w+_nonshared)\.a$")  # every library is linked with these
+_LINKED_NAME = r"^ +(.+?)(?: \\)?$|^(\S.*):$"  # in a linker's dependency file
 _ASKS = rb"__has_(?:include(?:_next)?|embed)\b(?:\s*\(\s*(?:<([^>\n]+)>|\"([^\"\n]+)\"))?"
 _COMMENT = rb"/\*.*?\*/|//[^\n]*"
 _INCLUDE = rb"^[ \t]*#[ \t]*(?:include(?:_next)?|import|embed)[ \t]*[<\"]([^>\"\n]+)[>\"]"
@@ -44,7 +46,7 @@ def of_link(request: Request, staging: str, objects: list[str]) -> set[str]:
     """The files that were linked, without PyTorch's: these are too large to read, and its version stands for them."""
     listed = _listing(f"{staging}/link.d")
     # GNU ld, gold and mold do not quote; these and lld name each file on a line of its own.
-    names = [first or second for first, second in re.findall(r"^ +(.+?)(?: \\)?$|^(\S.*):$", listed, re.MULTILINE)]
+    names = [first or second for first, second in re.findall(_LINKED_NAME, listed, re.MULTILINE)]
     names += re.findall(r"^LOAD (.+)$", _listing(f"{staging}/link.map"), re.MULTILINE)
     if not set(objects) <= set(names):
         raise untold(request, "the linker does not tell which files it links")
@@ -136,7 +138,11 @@ def foreseen(request: Request) -> dict[str, bytes]:
             found[path] = file.read()
         names = [os.fsdecode(name) for name in re.findall(_INCLUDE, found[path], re.MULTILINE)]
         candidates = (f"{folder}/{name}" for folder in (os.path.dirname(path), *folders) for name in names)
-        todo += [closure.real_path(candidate) for candidate in candidates if os.path.isfile(candidate)]
+        for candidate in candidates:
+            if os.path.isfile(candidate):
+                todo.append(closure.real_path(candidate))
+            elif os.path.exists(candidate) and not os.path.isdir(candidate):
+                raise closure.no_regular_file(candidate)
     return found
 
 
@@ -146,6 +152,20 @@ def project_folders(request: Request) -> list[str]:
     folders = [*request.include_paths, *(word[2:] for word in words if word.startswith("-I/"))]
     folders += [b for a, b in zip(words, words[1:]) if a in ("-I", "-isystem", "-iquote", "-idirafter")]
     return [folder for folder in folders if not closure.is_theirs(request.fold(folder) + "/")]
+
+
+def is_plain_link(staging: str, objects: list[str]) -> bool:
+    """Whether only plain objects of ours and shared libraries were linked. Of archives that define a name twice, and of
+    objects for link-time optimisation, linkers make different libraries."""
+    for name in objects:
+        with open(f"{staging}/{name}", "rb") as file:
+            text = file.read()
+        if not text.startswith(b"\x7fELF") or b".gnu.lto_" in text:
+            return False
+    listed = re.findall(_LINKED_NAME, _listing(f"{staging}/link.d"), re.MULTILINE)
+    names = {first or second for first, second in listed} - {*objects}
+    archives = [os.path.basename(name) for name in names if name.endswith((".a", ".o"))]
+    return all(map(_RUNTIME.match, archives))
 
 
 # What stands for a name that cannot be read from the text: then all names in the folders that are searched count.
@@ -310,7 +330,7 @@ def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
     Among the names is ANY_NAME if it asks for one that a macro holds.
 
     closure.Changed: the file has another stamp by now."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=closure.regular) as file:
         text = file.read()
     if closure.stamp_of(path) != stamp:
         raise closure.Changed(path)

@@ -149,7 +149,10 @@ def obtain(request: Request, build: bool = True) -> Library | None:
             from .progress import say
 
             say(f"building {request.name} from its sources; what the wheel brings does not fit: {why}")
-        return _build(request, reasons)
+        try:
+            return _build(request, reasons)
+        except KeyboardInterrupt as stop:
+            raise stop.with_traceback(None) from None  # whoever pressed Ctrl-C does not ask where that was
 
 
 def reload(again: Callable[[Request], Request]) -> list[str]:
@@ -157,14 +160,15 @@ def reload(again: Callable[[Request], Request]) -> list[str]:
 
     again   gives a request in the present environment
 
-    BuildError: the first of those that failed; the others are exchanged."""
+    BuildError, or another error such as that of a CXX without its closing quotation mark: the first of those that
+    failed; the others are exchanged."""
     with _one_at_a_time:
         before = [(live, live.digest) for live in _loaded]
         failure = None
         for live, _ in before:
             try:
                 obtain(again(live.request))
-            except BuildError as error:
+            except Exception as error:
                 failure = failure or error
         if failure:
             raise failure

@@ -8,6 +8,7 @@ as every header behind it is what it was.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import re
@@ -24,8 +25,9 @@ from .request import CUDA_SUFFIXES, RUNTIME, SHADOW, Request
 
 _ROOM = 2 << 30  # bytes that must be free on the disk for another one
 _COMMENT = rb"//[^\n]*|/\*.*?\*/"
+_CONTINUED = rb"(?:\\|\?\?/)[ \t]*\r?\n"  # the next line belongs to this one, also in a comment
 _INCLUDE = rb"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>[ \t]*$"
-_PYTORCH = re.compile(r"(?:torch|ATen|c10)/")
+_PYTORCH = re.compile(r"<(?:torch|ATen|c10)/")
 # With these, GCC does not take a precompiled header, or takes one that is not the same.
 _UNFIT = re.compile(r"(?<!\S)-(?:include|imacros|save-temps|no-integrated-cpp|fplugin|fmodules)")
 # A process of its own session, whose parent need not wait for it.
@@ -43,7 +45,10 @@ def preamble(text: bytes, folders: list[str]) -> str:
     """The lines `#include <...>` with which a source begins, up to the first header in `folders`, the project's, which
     may have no include guard. "" if none is PyTorch's."""
     names: list[str] = []
-    for line in re.sub(_COMMENT, b" ", text, flags=re.DOTALL).splitlines():
+    first, *continued = re.split(_CONTINUED, text, maxsplit=1)
+    if continued:
+        first = first.rpartition(b"\n")[0]
+    for line in re.sub(_COMMENT, b" ", first, flags=re.DOTALL).splitlines():
         if not line.strip():
             continue
         found = re.match(_INCLUDE, line)
@@ -51,7 +56,44 @@ def preamble(text: bytes, folders: list[str]) -> str:
         if not found or any(os.path.isfile(f"{folder}/{name}") for folder in folders):
             break
         names.append(name)
-    return "".join(f"#include <{name}>\n" for name in names) if any(map(_PYTORCH.match, names)) else ""
+    return _worthwhile("".join(f"#include <{name}>\n" for name in names))
+
+
+def _worthwhile(text: str) -> str:
+    """The preamble, if it has a header of PyTorch's."""
+    return text if re.search(_PYTORCH, text) else ""
+
+
+def _shorter(text: str) -> str:
+    """The preamble without its last line."""
+    return _worthwhile("".join(text.splitlines(keepends=True)[:-1]))
+
+
+def strangers(request: Request, read: set[str]) -> set[str]:
+    """The headers that are neither PyTorch's nor the compiler's and the distribution's. They may have no include guard,
+    and two checkouts may have different ones of one name."""
+    path = request.environment.get("PATH", os.defpath)
+    word = [word for word in request.compiler if not word.startswith("-")][-1]
+    compiler = shutil.which(word, path=path)
+    if not compiler:  # the word belongs to a flag
+        return read
+    folders = [f"{request.unfold('@torch')}/include", request.unfold("@python")]
+    folders += _compilers_folders(compiler, path)
+    allowed = tuple(f"{os.path.realpath(folder)}/" for folder in folders)
+    own = f"{request.root}/"
+    real = {header: os.path.realpath(header) for header in read}
+    return {header for header in read if real[header].startswith(own) or not real[header].startswith(allowed)}
+
+
+@functools.cache
+def _compilers_folders(compiler: str, path: str) -> list[str]:
+    """The folders that a compiler searches by itself: without anybody's flags and variables."""
+    options = {"cwd": "/", "env": {"PATH": path, "LC_ALL": "C.UTF-8"}, "stdin": subprocess.DEVNULL}
+    command = [compiler, "-E", "-v", "-x", "c++", os.devnull]
+    said = subprocess.run(command, capture_output=True, **options).stderr
+    listed = re.search(r"search starts here:\n(.*)End of search list", os.fsdecode(said), re.DOTALL)
+    found = [os.path.realpath(line.strip()) for line in listed[1].splitlines() if line[:1] == " "] if listed else []
+    return [folder for folder in found if folder != "/usr/local/include"]  # whose headers are anybody's
 
 
 def _unit(request: Request, text: str) -> Request:
@@ -81,17 +123,24 @@ class Preambles:
                 text = preamble(file.read(), folders)
             if not text:
                 continue
-            unit = _unit(request, text)
-            name = unit.sources[0]
-            if name in self.used.values():  # finding it means hashing some hundreds of MB
-                self.used[source] = name
-            elif found := cache.find(unit):
-                self._held.append(found.fd)
-                self.used[source] = name
-                _write(f"{folder}/{name}", text)
-                os.symlink(found.path, f"{folder}/{name}.gch")
-            elif edited:
+            if not self._use(request, folder, source, text) and edited:
                 self._missing = self._missing or text
+            while source not in self.used and (text := _shorter(text)):
+                self._use(request, folder, source, text)
+
+    def _use(self, request: Request, folder: str, source: str, text: str) -> bool:
+        """Has a source use a precompiled preamble. False: there is none."""
+        unit = _unit(request, text)
+        name = unit.sources[0]
+        if name not in self.used.values():  # finding it means hashing some hundreds of MB
+            found = cache.find(unit)
+            if not found:
+                return False
+            self._held.append(found.fd)
+            _write(f"{folder}/{name}", text)
+            os.symlink(found.path, f"{folder}/{name}.gch")
+        self.used[source] = name
+        return True
 
     def start(self, request: Request, slot: str, cflags: str, environment: dict[str, str], jobs: int) -> None:
         """Starts the background process for the missing header, given a second processor and room on the disk.
@@ -119,28 +168,47 @@ class Preambles:
 
 
 def make(request: Request, folder: str, text: str, cflags: str, environment: dict[str, str]) -> None:
-    """Precompiles a preamble into the cache `folder`, unless another process is doing so."""
+    """Precompiles the part of a preamble that has no header of the project into the cache `folder`, unless another
+    process is doing so, or somebody removed the folder."""
     os.nice(19)
+    while text and _make(request, folder, text, cflags, environment):
+        text = _shorter(text)
+
+
+def _make(request: Request, folder: str, text: str, cflags: str, environment: dict[str, str]) -> bool:
+    """Precompiles a preamble. True: it has a header of the project."""
     unit = _unit(request, text)
     slot = cache.slot_path(folder, unit)
+    try:
+        os.mkdir(slot, 0o755)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        return False
     with staging.locked_if_free(slot) as free, contextlib.suppress(Changed, BuildError):
         if not free or cache.find(unit):
-            return
+            return False
         with staging.stage(slot) as stage:
             name = unit.sources[0]
             _write(f"{stage}/{name}", text)
             named = compiler_reads.named(request, cflags)
             before = compiler_reads.Before(stage, set(named))
             flags = re.sub(r"(?<!\S)-DTORCH_EXTENSION_NAME=\S+", "", cflags).replace("$$", "$")
-            command = f'"$@" {flags} -MD -MF {name}.o.d -x c++-header {name} -o {name}.o'
             options = {"cwd": stage, "env": environment | {staging.MARK: stage}, "stdin": subprocess.DEVNULL}
-            if subprocess.run(["sh", "-c", command, "sh", *request.compiler], **options).returncode:
-                return
+            # The headers are known before they are compiled, which takes much longer.
+            for step in f"-E -MD -MF {name}.o.d -MT {name}.o -o {os.devnull}", f"-MD -MF {name}.o.d -o {name}.o":
+                command = f'"$@" {flags} -x c++-header {name} {step}'
+                if subprocess.run(["sh", "-c", command, "sh", *request.compiler], **options).returncode:
+                    return False
+                read, told = compiler_reads.of_unit(unit, stage, f"{stage}/{name}", f"{name}.o")
+                if strangers(request, read):
+                    return True
             recorder = compiler_reads.Recorder(unit, toolchain.search(unit, cflags), before)
-            read, told = compiler_reads.of_unit(unit, stage, f"{stage}/{name}", f"{name}.o")
             others = named | toolchain.tools(request, cflags, "cc1plus", "as")
             cache.publish(slot, stage, f"{stage}/{name}.o", unit, recorder.closure(read, others, told))
-    cache_size.prune_preambles(cache_size.entries(folder))
+    if os.path.isdir(folder):
+        cache_size.prune_preambles(cache_size.entries(folder))
+    return False
 
 
 def _write(path: str, text: str) -> None:

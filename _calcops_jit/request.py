@@ -20,9 +20,7 @@ from . import closure, cuda
 
 FORMAT = 5  # of what the cache holds
 SHADOW = os.path.join(os.path.dirname(os.path.realpath(__file__)), "shadow")  # headers that come before PyTorch's
-RUNTIME = (
-    f"{SHADOW}/runtime.cpp"  # the unit with PyTorch's headers, linked into every library that registers something
-)
+RUNTIME = f"{SHADOW}/runtime.cpp"  # the unit with PyTorch's headers, linked into every library that registers something
 # Hidden and not "gnu unique", so that two builds of one operator can be in one process without sharing variables.
 BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 CUDA_SUFFIXES = (".cu", ".cuh")  # of sources for nvcc

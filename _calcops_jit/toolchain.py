@@ -13,6 +13,8 @@ from . import closure
 from .request import Request
 
 _ABOUT_LINKERS = re.compile(r"-fuse-ld|--ld-path|-B|-specs|-T|-Wl,|-Xlinker|-z|-flto|@")
+# What the user's flags for linking may be where a quick linker links.
+_PLAIN_LINKING = re.compile(r"-(?:[LlOgmDIU]|W(?!l,)|f(?!lto|use-ld|plugin|whole)|pthread)\S*$|/\S*\.so[.\d]*$")
 
 
 def words_of_flags(flags: str) -> list[str]:
@@ -62,7 +64,9 @@ def cuda_tools(request: Request) -> set[str]:
 
 def quick_linker(request: Request) -> str:
     """The flag for a linker that is quicker than GNU ld; "": none is installed, or the user's flags say how to link."""
-    if any(map(_ABOUT_LINKERS.match, words_of_flags(" ".join([*request.compiler, *request.ldflags])))):
+    ldflags = words_of_flags(" ".join(request.ldflags))
+    others = words_of_flags(" ".join([*request.compiler, *request.cflags, *request.cuda_cflags]))
+    if any(map(_ABOUT_LINKERS.match, [*ldflags, *others])) or not all(map(_PLAIN_LINKING.match, ldflags)):
         return ""
     if "GNU ld" not in ask(request, "-Wl,--version"):  # somebody has chosen another one already
         return ""

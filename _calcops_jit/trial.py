@@ -71,11 +71,17 @@ def _in_child(function: Callable[[], dict], output: int) -> tuple[dict, int | No
             _answer(function, output, writing)
         writing.close()
         answer, ended = b"", False
+        watched = [reading]
+        with contextlib.suppress(OSError):  # of an old kernel; then the end of the pipe is the end of the child
+            watched.append(os.pidfd_open(child))
         try:
-            while not ended and select.select([reading], [], [], _LIMIT_S)[0]:
-                piece = reading.read(65536)
+            # A daemon that the library started may hold the pipe for as long as it lives: the child's end counts, too.
+            while not ended and (ready := select.select(watched, [], [], _LIMIT_S)[0]):
+                piece = reading.read(65536) if reading in ready else b""
                 answer, ended = answer + piece, not piece
         finally:
+            for fd in watched[1:]:
+                os.close(fd)
             if not ended:
                 os.kill(child, signal.SIGKILL)
             status = 0

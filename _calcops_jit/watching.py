@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from . import library, staging
 from .closure import stamp_of
-from .errors import BuildError
 from .progress import say
 
 
@@ -19,14 +18,16 @@ def start(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]
     def run() -> None:
         before = None  # so that what was saved before counts, too
         while not stop.wait(seconds):
-            if (now := {path: stamp_of(path) for path in library.project_files()}) != before:
+            try:
+                now = {path: stamp_of(path) for path in library.project_files()}
+                if now == before:
+                    continue
                 before = now  # also if it fails: the same files would fail again
-                try:
-                    if changed := reload():
-                        say(f"reloaded {', '.join(changed)}")
-                except BuildError as error:
-                    if not stop.is_set():
-                        say(str(error))
+                if changed := reload():
+                    say(f"reloaded {', '.join(changed)}")
+            except Exception as error:  # whatever it is, the next save may end it
+                if not stop.is_set():
+                    say(str(error) or type(error).__name__)
 
     thread = threading.Thread(target=run, name="calcops watch", daemon=True)
     thread.start()
