@@ -4,10 +4,13 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/SymInt.h>
+#include <c10/util/Exception.h>
 
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <optional>
 
 #ifndef CALCOPS_NO_CUDA
@@ -27,6 +30,11 @@ void with_types(const at::Tensor& real, const at::Tensor& index, Function functi
     index.scalar_type() == at::kInt ? function(number, int32_t()) : function(number, int64_t());
   };
   real.scalar_type() == at::kFloat ? with_index(float()) : with_index(double());
+}
+
+// Whether `count` fits into the number type of `index`.
+inline bool holds(const at::Tensor& index, const c10::SymInt& count) {
+  return index.scalar_type() == at::kLong || count.maybe_as_int().value_or(0) < int64_t(1) << 31;
 }
 
 inline at::Tensor contiguous(const std::optional<at::Tensor>& tensor) {
@@ -55,6 +63,18 @@ inline bool contents_are_checked(const at::Tensor& tensor) {
     return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None;
 #endif
   return tensor.is_cpu();
+}
+
+// Within a handler: an error that names `arg` where the CPU had too little memory, otherwise the
+// same exception again.
+[[noreturn]] inline void rethrow(const char* op, const char* arg, const c10::SymInt& got) {
+  try {
+    throw;
+  } catch (const std::bad_alloc&) {
+  } catch (const c10::Error& error) {
+    if (!std::strstr(error.what_without_backtrace(), "can't allocate memory")) throw;
+  }
+  TORCH_CHECK(false, op, ": expected `", arg, "` for which memory suffices, got ", got);
 }
 
 #ifndef CALCOPS_NO_CUDA

@@ -15,6 +15,7 @@ sys.path.insert(0, str(TESTS / "cuda_on_cpu"))
 
 import rewrite  # noqa: E402
 
+EDGES = "ops/edge_force/edge_force.cu"
 FORCE = "ops/force/force.cu"
 WARP = "ops/warp_perspective/warp_perspective.cu"
 # An example leaves members out that are then zero. More memory makes the compiler faster.
@@ -24,6 +25,20 @@ FAULTS = {
     "a removed __syncwarp": (
         (FORCE, "  __syncwarp();\n  return list;", "  if (!FAULT) __syncwarp();\n  return list;"),
         "test_force_cuda_kernels.py::test_forces_and_virials",
+        "Tensor-likes are not equal|Tensor-likes are not close",
+    ),
+    "a sum without its first barrier": (
+        (EDGES, "x = sum_of_lanes(x);\n  __syncthreads();", "x = sum_of_lanes(x);\n  if (!FAULT) __syncthreads();"),
+        "test_edge_force_cuda_kernels.py::test_forces_virials_and_gradients",
+        "Tensor-likes are not equal|Tensor-likes are not close",
+    ),
+    "a ticket without the barrier before it": (
+        (
+            FORCE,
+            "  __syncthreads();\n  if (thread == 0) {\n    __threadfence();",
+            "  if (!FAULT) __syncthreads();\n  if (thread == 0) {\n    __threadfence();",
+        ),
+        "test_force_cuda_kernels.py::test_the_virial_of_several_blocks_has_the_same_bits_in_any_order_of_them",
         "Tensor-likes are not equal|Tensor-likes are not close",
     ),
     "a launch on the default stream": (
@@ -54,6 +69,30 @@ FAULTS = {
         (FORCE, "if (!error) error = launch(sort_rows", "if (!error && !FAULT) error = launch(sort_rows"),
         "test_force_cuda_kernels.py::test_all_slots_name_one_atom",
         "Tensor-likes are not equal",
+    ),
+    "a virial that is summed after it was rounded": (
+        (EDGES, "virials[at] = sum[a][b];", "virials[at] = FAULT ? double(Real(sum[a][b])) : sum[a][b];"),
+        "test_edge_force_cuda_kernels.py::test_virials_that_cancel_are_summed_in_float64",
+        "Tensor-likes are not close",
+    ),
+    "an edge of two wrong ends that nobody sees": (
+        (
+            EDGES,
+            "const int64_t atom = named ? names[k] : 0;",
+            "if (FAULT && !named) continue;\n      const int64_t atom = named ? names[k] : 0;",
+        ),
+        "test_edge_force_cuda_kernels.py::test_an_edge_of_two_wrong_ends_makes_the_first_atom_nan",
+        "assert .*isnan",
+    ),
+    "an atom of no frame that harms what has no virial": (
+        (EDGES, "live && upstream.virial && (frame", "live && (FAULT || upstream.virial) && (frame"),
+        "test_edge_force_cuda_kernels.py::test_an_atom_of_no_frame_harms_gradients_only_where_the_virial_has_one",
+        "Tensor-likes are not close",
+    ),
+    "a tap of weight zero that has a place": (
+        (WARP, "return weight != 0 && index >= begin", "return (FAULT || weight != 0) && index >= begin"),
+        "test_warp_perspective_cuda_kernels.py::test_a_tap_of_weight_zero_takes_no_part_in_the_gradient",
+        "assert",
     ),
     "a write beyond the end of the result": (
         (WARP, "v >= sizes.out_height) return;", "v >= sizes.out_height + FAULT) return;"),
@@ -135,6 +174,26 @@ def test_every_kernel_runs(emulation):
 def test_a_fault_is_found(emulation, run, says):
     result, _ = emulation.start(*run).result()
     assert result.returncode != 0 and re.search(says, result.stdout), result.stdout[-5000:]
+
+
+def is_ordered_by_a_vote(path, line):
+    """A ballot follows, to which all lanes come: such a barrier orders memory alone, which the emulation does always."""
+    return path.name == "force.cu" and "what the list held has been read" in path.read_text().splitlines()[line - 1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "run",
+    [
+        (TESTS / f"test_{path.stem}_cuda_kernels.py", number)
+        for number, (path, line) in enumerate(rewrite.barriers(), rewrite.FIRST_BARRIER)
+        if not is_ordered_by_a_vote(path, line)
+    ],
+    ids=lambda run: f"{run[0].stem} {run[1]}",
+)
+def test_every_barrier_is_missed(emulation, run):
+    result, _ = emulation.start(*run).result()
+    assert result.returncode == 1 and "Tensor-likes are not" in result.stdout, result.stdout[-5000:]
 
 
 def test_what_is_not_emulated_is_refused():

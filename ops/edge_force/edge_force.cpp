@@ -3,7 +3,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
-#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -62,6 +62,13 @@ void check_ends(const char* op, const Tensor& edge_index) {
          "of less than 2^30 edges");
 }
 
+// Without a batch all atoms are of frame 0.
+void check_frames(const char* op, const Tensor& batch, const SymInt& natoms,
+                  const SymInt& nframes) {
+  if (!batch.defined() && nframes.maybe_as_int() == 0)
+    expect(op, "nframes", natoms.sym_eq(0), nframes, ">= 1 where `batch` is None");
+}
+
 // What all operators but edge_order take; an absent tensor is undefined.
 struct Graph {
   const char* op;
@@ -71,6 +78,7 @@ struct Graph {
   void check() const {
     check_index(op, edge_index, natoms);
     check_count(op, "nframes", nframes);
+    if (edge_vec.defined()) check_frames(op, batch, natoms, nframes);
     const Arg index{op, "edge_index", edge_index}, gradient{op, "edge_gradient", edge_gradient};
     expect_dtype(gradient, {at::kFloat, at::kDouble}, "float32 or float64");
     expect_device(gradient, index);
@@ -110,15 +118,22 @@ struct Graph {
 
 // Composed of PyTorch's operators: it is made once for many calls, and they know every device and
 // transform. The stable sort keeps the ends of an atom in order.
-Tensor edge_order(const Tensor& edge_index, SymInt natoms) {
+Tensor edge_order(const Tensor& edge_index, SymInt natoms) try {
   check_index(kOrder, edge_index, natoms);
   check_ends(kOrder, edge_index);
   const Tensor right = edge_index.ge(0).logical_and(edge_index.lt(natoms)).all(0, true);
-  const Tensor names = at::where(right, edge_index, c10::Scalar(natoms)).flatten();
+  const Tensor wide = holds(edge_index, natoms) ? edge_index : edge_index.to(at::kLong);
+  const Tensor names = at::where(right, wide, c10::Scalar(natoms)).flatten();
   const auto [sorted, order] = names.sort(/*stable=*/true, 0, /*descending=*/false);
-  const Tensor atoms = at::arange(natoms, sorted.options());
-  const Tensor last = at::searchsorted(sorted, atoms, /*out_int32=*/true, /*right=*/true);
-  return at::cat({last, at::where(sorted.lt(natoms), order, -1).to(at::kInt)});
+  // Counted, since searchsorted has no rule for vmap.
+  const Tensor index = names.to(at::kLong);
+  const Tensor ends = at::zeros_symint({natoms + 1}, index.options())
+                          .scatter_add(0, index, at::ones_like(index))
+                          .cumsum(0)
+                          .narrow_symint(0, 0, natoms);
+  return at::cat({ends, at::where(sorted.lt(natoms), order, -1)}).to(at::kInt);
+} catch (...) {
+  rethrow(kOrder, "natoms", natoms);
 }
 
 // Whether x [E, 3] is a contiguous [3, E], transposed.
@@ -175,7 +190,7 @@ struct Contiguous {
                   edge_index[1][bad].item<int64_t>(), ") at edge ", bad);
     const int64_t atom = bad - edges;
     TORCH_CHECK(false, op, ": expected `batch` entries 0 <= frame < nframes = ", frames, ", got ",
-                batch.defined() ? batch[atom].item<int64_t>() : 0, " at atom ", atom);
+                batch[atom].item<int64_t>(), " at atom ", atom);
   }
 
   // What CALCOPS_CHECK=1 asks for, at the price of a synchronisation on CUDA.
@@ -195,7 +210,7 @@ struct Contiguous {
 };
 
 // Force, virial and atom_virial; without edge_vec the last two are undefined.
-Three sum_edges(const Graph& graph) {
+Three sum_edges(const Graph& graph) try {
   graph.check();
   const bool virial = graph.edge_vec.defined();
   const Tensor& gradient = graph.edge_gradient;
@@ -221,6 +236,9 @@ Three sum_edges(const Graph& graph) {
 #endif
   });
   return {force, total, atom_virial};
+} catch (...) {
+  const bool frames = graph.natoms.maybe_as_int() < graph.nframes.maybe_as_int();
+  rethrow(graph.op, frames ? "nframes" : "natoms", frames ? graph.nframes : graph.natoms);
 }
 
 Tensor edge_force(const Tensor& edge_index, const Tensor& edge_gradient, SymInt natoms,
@@ -318,6 +336,7 @@ tensor_list vmap_graphs(Call call, const SymInt& graphs) {
   call["edge_order"] = c10::IValue();
   if (call.has("nframes")) {
     const Tensor batch = call.tensor("batch");
+    check_frames(call.op.schema().name().c_str(), batch, natoms, nframes);
     const Tensor frames =
         batch.defined() ? batch : at::zeros_symint({graphs, natoms}, edge_index.options());
     call["nframes"] = nframes * graphs;

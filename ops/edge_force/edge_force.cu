@@ -54,8 +54,14 @@ __device__ inline double sum_of_block(double x, double* shared) {
   return sum;
 }
 
+template <class Real>
+constexpr bool kIsDouble = std::is_same_v<Real, double>;
+
+// `virials` are the atoms' in float64, for the sums of frames: the output itself where that is in
+// float64.
 template <bool kVirial, class Real>
-__global__ void __launch_bounds__(kThreads) atom_kernel(Inputs<Real> in, EdgeOutputs<Real> out) {
+__global__ void __launch_bounds__(kThreads) atom_kernel(Inputs<Real> in, EdgeOutputs<Real> out,
+                                                          double* virials) {
   using R = std::conditional_t<kVirial, Row, double>;
   const int64_t lane = threadIdx.x % kWarp;
   const int64_t step = int64_t(gridDim.x) * kWarps, all = 2 * in.edges;
@@ -100,7 +106,11 @@ __global__ void __launch_bounds__(kThreads) atom_kernel(Inputs<Real> in, EdgeOut
     for (int a = 0; a < 3; ++a) {
       out.force[3 * atom + a] = Real(last_column(sum[a]));
       if constexpr (kVirial)
-        for (int b = 0; b < 3; ++b) out.atom_virial[9 * atom + 3 * a + b] = Real(sum[a][b]);
+        for (int b = 0; b < 3; ++b) {
+          const int64_t at = 9 * atom + 3 * a + b;
+          virials[at] = sum[a][b];
+          if constexpr (!kIsDouble<Real>) out.atom_virial[at] = Real(sum[a][b]);
+        }
     }
   }
 }
@@ -118,7 +128,7 @@ int64_t count_shares(const Inputs<Real>& in) {
 // A block sums a share of a frame's atoms; which atoms are of the frame says only `batch`.
 template <class Real>
 __global__ void __launch_bounds__(kThreads)
-    share_kernel(Inputs<Real> in, EdgeOutputs<Real> out, int64_t shares, double* sums) {
+    share_kernel(Inputs<Real> in, const double* virials, int64_t shares, double* sums) {
   __shared__ double shared[kWarps];
   for (int64_t block = blockIdx.x; block < in.frames * shares; block += gridDim.x) {
     const int64_t frame = block / shares, share = block % shares;
@@ -126,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
     double sum[9] = {};
     for (int64_t atom = in.atoms * share / shares + threadIdx.x; atom < end; atom += kThreads)
       if (!in.batch || in.batch[atom] == frame)
-        for (int k = 0; k < 9; ++k) sum[k] += double(out.atom_virial[9 * atom + k]);
+        for (int k = 0; k < 9; ++k) sum[k] += virials[9 * atom + k];
     for (int k = 0; k < 9; ++k) {
       const double total = sum_of_block(sum[k], shared);
       if (threadIdx.x == 0) sums[9 * block + k] = total;
@@ -211,12 +221,15 @@ unsigned blocks_for(int64_t items, int64_t per_block) {
 template <bool kVirial, class Real>
 cudaError_t launch_force(const Inputs<Real>& in, const EdgeOutputs<Real>& out, void* workspace,
                          cudaStream_t stream) {
+  const int64_t shares = count_shares(in);
+  double* const sums = static_cast<double*>(workspace);
+  double* virials = sums + 9 * in.frames * shares;
+  if constexpr (kIsDouble<Real>) virials = out.atom_virial;
   if (in.atoms > 0)
-    atom_kernel<kVirial><<<blocks_for(in.atoms, kWarps), kThreads, 0, stream>>>(in, out);
+    atom_kernel<kVirial><<<blocks_for(in.atoms, kWarps), kThreads, 0, stream>>>(in, out, virials);
   if (kVirial && in.frames > 0) {
-    const int64_t shares = count_shares(in);
-    double* const sums = static_cast<double*>(workspace);
-    share_kernel<<<blocks_for(in.frames * shares, 1), kThreads, 0, stream>>>(in, out, shares, sums);
+    share_kernel<<<blocks_for(in.frames * shares, 1), kThreads, 0, stream>>>(in, virials, shares,
+                                                                             sums);
     frame_kernel<<<blocks_for(9 * in.frames, kThreads), kThreads, 0, stream>>>(in, out, shares,
                                                                                sums);
   }
@@ -230,7 +243,9 @@ cudaError_t launch_force(const Inputs<Real>& in, const EdgeOutputs<Real>& out, v
 
 template <class Real, class Index>
 int64_t edge_force_cuda_workspace(const EdgeInputs<Real, Index>& in) {
-  return in.virial ? int64_t(sizeof(double)) * 9 * in.frames * count_shares(Inputs<Real>(in)) : 0;
+  if (!in.virial) return 0;
+  const int64_t shares = in.frames * count_shares(Inputs<Real>(in));
+  return int64_t(sizeof(double)) * 9 * (shares + (kIsDouble<Real> ? 0 : in.atoms));
 }
 
 template <class Real, class Index>

@@ -112,21 +112,24 @@ void check_upstream(const char* name, const Tensor& gradient, const Tensor& dE,
 
 // Composed of PyTorch's operators: it is made once for many calls, and they know every device and
 // transform. The stable sort keeps the slots of a row in order.
-Tensor neighbor_index(const Tensor& list_neigh, SymInt nghost) {
+Tensor neighbor_index(const Tensor& list_neigh, SymInt nghost) try {
   const Sizes sizes = check_list(kNeighborIndex, list_neigh, nghost);
   const SymInt slots = sizes.natoms * sizes.neighbors;
   expect(kNeighborIndex, "list_neigh", slots.sym_lt(int64_t(1) << 31), slots,
          "of less than 2^31 slots a frame");
-  const Tensor list = list_neigh.flatten(1);
+  const Tensor narrow = list_neigh.flatten(1);
+  const Tensor list = holds(narrow, sizes.rows) ? narrow : narrow.to(at::kLong);
   const Tensor named = list.ge(0).logical_and(list.lt(sizes.rows));
   const auto [names, order] = at::where(named, list, c10::Scalar(sizes.rows))
                                   .sort(/*stable=*/true, 1, /*descending=*/false);
   const Tensor rows =
       at::arange(sizes.rows, names.options()).expand_symint({sizes.frames, sizes.rows});
-  const Tensor ends = at::searchsorted(names, rows.contiguous(),
+  const Tensor ends = at::searchsorted(names.contiguous(), rows.contiguous(),
                                        /*out_int32=*/true, /*right=*/true);
   const Tensor named_slots = at::where(names.lt(sizes.rows), order, -1).to(at::kInt);
   return at::cat({ends, named_slots}, 1);
+} catch (...) {
+  rethrow(kNeighborIndex, "nghost", nghost);
 }
 
 // One call's inputs, contiguous, and the struct of pointers into them.
@@ -192,7 +195,7 @@ struct Contiguous {
 // Force, virial and atom_virial; without Rij the last two are undefined.
 Three sum_pairs(const char* op, const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d,
                 const Tensor& Rij, const SymInt& nghost, const OptTensor& neighbor_index,
-                bool center) {
+                bool center) try {
   const Tensor index = neighbor_index.value_or(Tensor());
   const Sizes sizes = check_inputs(op, list_neigh, dE, Ri_d, Rij, nghost, index);
   const SymInt &B = sizes.frames, &rows = sizes.rows;
@@ -218,6 +221,8 @@ Three sum_pairs(const char* op, const Tensor& list_neigh, const Tensor& dE, cons
 #endif
   });
   return {force, total, atom_virial};
+} catch (...) {
+  rethrow(op, "nghost", nghost);
 }
 
 Tensor force(const Tensor& list_neigh, const Tensor& dE, const Tensor& Ri_d, SymInt nghost,

@@ -1,6 +1,7 @@
-// Runs kernels on the CPU: one block at a time, the blocks in random order, every thread of a block
-// a fiber that runs until it meets others, in random order too. Gives tensors guarded memory. What
-// must not be ends the process with a line that says where (README.md).
+// Runs kernels on the CPU: up to kMostResident blocks at a time, in random order, every thread of a
+// block a fiber that runs until it meets others. Who runs next says a rank, which a block draws for
+// its threads at each of its barriers. Gives tensors guarded memory. What must not be ends the
+// process with a line that says where (README.md).
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>
@@ -14,6 +15,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
+#include <map>
 #include <mutex>
 #include <numeric>
 #include <random>
@@ -51,12 +53,17 @@ cuda_on_cpu_switch:
 namespace cuda_on_cpu {
 namespace {
 
-constexpr unsigned kMostThreads = 1024, kWarp = 32;
+constexpr unsigned kMostThreads = 1024, kWarp = 32, kMostResident = 3;
 constexpr size_t kPage = 4096, kStack = 32 * kPage, kSpread = 8 * kPage;
+
+struct Block;
 
 struct Fiber {
   char* stack = nullptr;
   void* pointer;
+  Block* block;
+  unsigned thread;
+  uint32_t rank;
   bool done;
   Meeting waits;
   // What it brings to an exchange; the other one is what it brought to the exchange before, which
@@ -65,36 +72,71 @@ struct Fiber {
   unsigned exchanges;
 };
 
+// A warp, or the block where `first` is 0 and `last` all of its threads.
+struct Group {
+  unsigned first, last;
+  unsigned waiting, returned;
+};
+
+// A block that is being run, with its shared memory.
+struct Block {
+  unsigned index;
+  std::vector<Fiber> fibers{kMostThreads};
+  std::array<Group, kMostThreads / kWarp> warps;
+  Group whole;
+  std::map<const void*, std::vector<uint64_t>> shared;
+  int votes;
+};
+
 bool enabled = false;
 int active_fault = 0;
 std::mt19937 random_numbers(1);
 std::set<std::string> entered;
 const char* kernel_name = "no kernel";
 
-std::vector<Fiber> fibers(kMostThreads);
-std::vector<unsigned> ready;
-unsigned current, threads;
+std::array<Block, kMostResident> resident;
+// The fibers that can run: a heap by rank, and by chance where ranks are equal.
+std::vector<std::pair<uint64_t, Fiber*>> ready;
+std::vector<Block*> ended;
+Fiber* current;
+unsigned threads;
 bool in_kernel = false;
 void* scheduler;
 const std::function<void()>* body;
 
-Fiber& self() { return fibers[current]; }
+void make_ready(Fiber& fiber) {
+  ready.emplace_back(uint64_t(fiber.rank) << 32 | random_numbers(), &fiber);
+  std::push_heap(ready.begin(), ready.end());
+}
 
-// Goes on with a random one of those that can run, or with the scheduler where there is none.
+// Goes on with the first of those that can run, or with the scheduler where there is none or a
+// block has ended.
 void run_another(void** from) {
-  if (ready.empty()) return cuda_on_cpu_switch(from, scheduler);
-  const size_t chosen = (uint64_t(random_numbers()) * ready.size()) >> 32;
-  current = ready[chosen];
-  ready[chosen] = ready.back();
+  if (ready.empty() || !ended.empty()) return cuda_on_cpu_switch(from, scheduler);
+  std::pop_heap(ready.begin(), ready.end());
+  current = ready.back().second;
   ready.pop_back();
-  threadIdx.x = current;
-  if (&self().pointer != from) cuda_on_cpu_switch(from, self().pointer);
+  blockIdx.x = current->block->index;
+  threadIdx.x = current->thread;
+  if (&current->pointer != from) cuda_on_cpu_switch(from, current->pointer);
+}
+
+// Who of a block goes ahead, until its next barrier: nobody, some of its warps or some of its
+// threads. A uniform choice at each step would keep all of them close together.
+void draw_ranks(Block& block) {
+  const unsigned kinds[] = {kMostThreads, kWarp, 1};
+  const unsigned alike = kinds[random_numbers() % 3];
+  uint32_t rank = 0;
+  for (unsigned t = 0; t < threads; ++t) {
+    if (t % alike == 0) rank = random_numbers();
+    block.fibers[t].rank = rank;
+  }
 }
 
 void run_fiber();
 
-void start_fiber(unsigned thread) {
-  Fiber& fiber = fibers[thread];
+void start_fiber(Block& block, unsigned thread) {
+  Fiber& fiber = block.fibers[thread];
   if (!fiber.stack) {  // a page that must not be touched, then the stack
     void* memory =
         mmap(nullptr, kPage + kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -109,34 +151,29 @@ void start_fiber(unsigned thread) {
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(&run_fiber);
   fiber.pointer = top - 6;
+  fiber.block = &block;
+  fiber.thread = thread;
   fiber.done = false;
   fiber.exchanges = 0;
-  ready.push_back(thread);
+  make_ready(fiber);
 }
 
 bool of_block(Meeting kind) { return kind == Meeting::kBlock || kind == Meeting::kBlockVote; }
 
-// A warp, or the block where `first` is 0 and `last` all of its threads.
-struct Group {
-  unsigned first, last;
-  unsigned waiting, returned;
-};
-std::array<Group, kMostThreads / kWarp> warps;
-Group whole_block;
-
 // Once all threads that have not returned wait, they go on, if it is for the same.
-void release_if_complete(Group& group) {
+void release_if_complete(Block& block, Group& group) {
   if (group.waiting == 0 || group.waiting + group.returned < group.last - group.first) return;
+  if (&group == &block.whole) draw_ranks(block);
   Meeting kind = Meeting::kNone;
   for (unsigned t = group.first; t < group.last; ++t) {
-    Fiber& fiber = fibers[t];
+    Fiber& fiber = block.fibers[t];
     if (fiber.done) continue;
     if (kind != Meeting::kNone && kind != fiber.waits) {
       threadIdx.x = t;
       fail("meets the others at another kind of barrier than they");
     }
     kind = fiber.waits;
-    ready.push_back(t);
+    make_ready(fiber);
   }
   if (group.returned > 0 && (kind == Meeting::kShuffle || kind == Meeting::kVote))
     fail("exchanges values with a lane that has returned");
@@ -145,39 +182,71 @@ void release_if_complete(Group& group) {
 
 void run_fiber() {
   (*body)();
-  Group& warp = warps[current / kWarp];
-  self().done = true;
+  Fiber& self = *current;
+  Block& block = *self.block;
+  Group& warp = block.warps[self.thread / kWarp];
+  self.done = true;
   ++warp.returned;
-  ++whole_block.returned;
-  release_if_complete(warp);
-  release_if_complete(whole_block);
-  run_another(&self().pointer);
+  ++block.whole.returned;
+  release_if_complete(block, warp);
+  release_if_complete(block, block.whole);
+  if (block.whole.returned == threads) ended.push_back(&block);
+  run_another(&self.pointer);
 }
 
-void run_block() {
-  ready.clear();
-  whole_block = {0, threads, 0, 0};
+void start_block(Block& block, unsigned index) {
+  block.index = index;
+  block.shared.clear();
+  block.whole = {0, threads, 0, 0};
   for (unsigned first = 0; first < threads; first += kWarp)
-    warps[first / kWarp] = {first, std::min(first + kWarp, threads), 0, 0};
-  for (unsigned t = 0; t < threads; ++t) start_fiber(t);
-  run_another(&scheduler);
-  for (unsigned t = 0; t < threads; ++t) {
-    if (fibers[t].done) continue;
-    threadIdx.x = t;
-    fail("waits for ever at a barrier to which not all come");
+    block.warps[first / kWarp] = {first, std::min(first + kWarp, threads), 0, 0};
+  draw_ranks(block);
+  for (unsigned t = 0; t < threads; ++t) start_fiber(block, t);
+}
+
+[[noreturn]] void fail_for_those_that_wait() {
+  for (const Block& block : resident) {
+    if (block.whole.returned == threads) continue;
+    blockIdx.x = block.index;
+    for (threadIdx.x = 0; block.fibers[threadIdx.x].done;) ++threadIdx.x;
+    break;
+  }
+  fail("waits for ever at a barrier to which not all come");
+}
+
+void run_blocks(const std::vector<unsigned>& order) {
+  ready.clear();
+  ended.clear();
+  for (Block& block : resident) block.whole.returned = threads;
+  const size_t most = 1 + random_numbers() % kMostResident;
+  size_t started = 0, done = 0;
+  while (started < std::min(most, order.size())) {
+    start_block(resident[started], order[started]);
+    ++started;
+  }
+  while (done < order.size()) {
+    run_another(&scheduler);
+    if (ended.empty()) fail_for_those_that_wait();
+    Block& block = *ended.back();
+    ended.pop_back();
+    ++done;
+    if (started < order.size()) start_block(block, order[started++]);
   }
 }
 
 // What this thread and those of its warp bring; all of them have to come.
 template <class Read>
 auto exchange_values(Meeting kind, uint64_t value, Read read) {
-  const unsigned turn = self().exchanges++ % 2;
-  self().values[turn] = value;
+  Fiber& self = *current;
+  const unsigned turn = self.exchanges++ % 2;
+  self.values[turn] = value;
   meet(kind);
-  return read(&fibers[current / kWarp * kWarp], turn);
+  return read(&self.block->fibers[self.thread / kWarp * kWarp], turn);
 }
 
-unsigned lanes_of_warp() { return std::min(kWarp, threads - current / kWarp * kWarp); }
+unsigned lanes_of_warp() {
+  return std::min(kWarp, threads - current->thread / kWarp * kWarp);
+}
 
 // ---- memory -------------------------------------------------------------------------------------
 
@@ -335,11 +404,13 @@ void check_stream(cudaStream_t stream) {
 bool fault(int number) { return number == active_fault; }
 
 void meet(Meeting kind) {
-  self().waits = kind;
-  Group& group = of_block(kind) ? whole_block : warps[current / kWarp];
+  Fiber& self = *current;
+  Block& block = *self.block;
+  self.waits = kind;
+  Group& group = of_block(kind) ? block.whole : block.warps[self.thread / kWarp];
   ++group.waiting;
-  release_if_complete(group);
-  run_another(&self().pointer);
+  release_if_complete(block, group);
+  run_another(&self.pointer);
 }
 
 uint64_t exchange(uint64_t value, unsigned from) {
@@ -359,15 +430,21 @@ unsigned equal_lanes(unsigned mask, uint64_t value, uint64_t wanted) {
 }
 
 int count_in_block(bool vote) {
-  static int count;
+  int& votes = current->block->votes;
   meet(Meeting::kBlockVote);
-  count = 0;
+  votes = 0;
   meet(Meeting::kBlockVote);
-  count += vote;
+  votes += vote;
   meet(Meeting::kBlockVote);
-  const int result = count;
+  const int result = votes;
   meet(Meeting::kBlockVote);
   return result;
+}
+
+void* shared_memory(const void* variable, size_t bytes) {
+  std::vector<uint64_t>& memory = current->block->shared[variable];
+  if (memory.empty()) memory.assign(bytes / 8 + 1, 0xa5a5a5a5a5a5a5a5);
+  return memory.data();
 }
 
 void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
@@ -389,10 +466,7 @@ void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
   std::iota(order.begin(), order.end(), 0u);
   std::shuffle(order.begin(), order.end(), random_numbers);
   in_kernel = true;
-  for (unsigned b : order) {
-    blockIdx.x = b;
-    run_block();
-  }
+  run_blocks(order);
   in_kernel = false;
   expect_intact();
 }
