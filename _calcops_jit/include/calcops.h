@@ -88,7 +88,8 @@ namespace calcops {
 /// edge_order     what calcops::edge_order(edge_index, natoms) returned, or None. Saves CUDA the
 ///                work of sorting the edges; the CPU has no use for it. One of another shape is an
 ///                error. One of another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it
-///                is an error on either device.
+///                is an error on either device. E < 2^30 with it: torch.export needs a dynamic E
+///                as Dim("E", max=2**30 - 1).
 ///
 /// Returns [natoms, 3], energy/length: F_i = +sum g over the edges that i is the centre of, and
 /// F_j = -sum g over those that j is the neighbour of.
@@ -117,7 +118,7 @@ namespace calcops {
 /// edge_vec       [E, 3]; r_j - r_i (plus the shift), length; dtype of edge_gradient.
 /// batch          [natoms]; int32 or int64; the frame of each atom, 0 <= batch < nframes, in any
 ///                order; None: all atoms are of frame 0.
-/// nframes        number of frames, 0 to 2^40.
+/// nframes        number of frames, 0 to 2^40; at least 1 where batch is None and there are atoms.
 ///
 /// Returns (force [natoms, 3], virial [nframes, 3, 3], atom_virial [natoms, 3, 3]): virial[a][b] =
 /// -sum g[a] edge_vec[b] over the edges of a frame, energy; atom_virial gives each edge's term to
@@ -144,7 +145,8 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> edge_force_virial(
 namespace calcops {
 /// Which edges meet at each atom: what edge_force can reuse for as long as a graph lives.
 ///
-/// edge_index     [2, E], E < 2^30; as for calcops::edge_force.
+/// edge_index     [2, E], E < 2^30, for torch.export Dim("E", max=2**30 - 1); as for
+///                calcops::edge_force.
 /// natoms         number of atoms, 0 to 2^40.
 ///
 /// Returns int32 [natoms + 2E]: first, for each atom, where its part of what follows ends; then the

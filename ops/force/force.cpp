@@ -1,10 +1,10 @@
 // The force operators as PyTorch sees them: checks, devices, derivatives, registration.
-#include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
-#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <array>
@@ -122,12 +122,13 @@ Tensor neighbor_index(const Tensor& list_neigh, SymInt nghost) try {
   const Tensor named = list.ge(0).logical_and(list.lt(sizes.rows));
   const auto [names, order] = at::where(named, list, c10::Scalar(sizes.rows))
                                   .sort(/*stable=*/true, 1, /*descending=*/false);
-  const Tensor rows =
-      at::arange(sizes.rows, names.options()).expand_symint({sizes.frames, sizes.rows});
-  const Tensor ends = at::searchsorted(names.contiguous(), rows.contiguous(),
-                                       /*out_int32=*/true, /*right=*/true);
-  const Tensor named_slots = at::where(names.lt(sizes.rows), order, -1).to(at::kInt);
-  return at::cat({ends, named_slots}, 1);
+  // Counted, since under vmap searchsorted warns or has no rule.
+  const Tensor index = names.to(at::kLong);
+  const Tensor ends = at::zeros_symint({sizes.frames, sizes.rows + 1}, index.options())
+                          .scatter_add(1, index, at::ones_like(index))
+                          .cumsum(1)
+                          .narrow_symint(1, 0, sizes.rows);
+  return at::cat({ends, at::where(names.lt(sizes.rows), order, -1)}, 1).to(at::kInt);
 } catch (...) {
   rethrow(kNeighborIndex, "nghost", nghost);
 }

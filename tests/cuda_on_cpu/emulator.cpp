@@ -124,8 +124,8 @@ void run_another(void** from) {
 // Who of a block goes ahead, until its next barrier: nobody, some of its warps or some of its
 // threads. A uniform choice at each step would keep all of them close together.
 void draw_ranks(Block& block) {
-  const unsigned kinds[] = {kMostThreads, kWarp, 1};
-  const unsigned alike = kinds[random_numbers() % 3];
+  const unsigned kinds[] = {kMostThreads, kMostThreads, kMostThreads, kWarp, 1};
+  const unsigned alike = kinds[random_numbers() % 5];
   uint32_t rank = 0;
   for (unsigned t = 0; t < threads; ++t) {
     if (t % alike == 0) rank = random_numbers();
