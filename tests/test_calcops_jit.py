@@ -6,9 +6,9 @@ import os
 import re
 from pathlib import Path
 
-import calcops_jit
-
 from checkout import CALL, in_cache, stages, wait_for
+
+import calcops_jit
 
 # ---- import -----------------------------------------------------------------------------------------------------
 

@@ -177,7 +177,7 @@ def test_a_fault_is_found(emulation, run, says):
 
 
 def is_ordered_by_a_vote(path, line):
-    """A ballot follows, to which all lanes come: such a barrier orders memory alone, which the emulation does always."""
+    """A ballot follows, to which all lanes come: the barrier orders memory alone, which is always so here."""
     return path.name == "force.cu" and "what the list held has been read" in path.read_text().splitlines()[line - 1]
 
 

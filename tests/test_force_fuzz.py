@@ -1,8 +1,8 @@
 """Random calls of the force operators: the reference's numbers, or an error of the documented form.
 
-Each call begins as a right one, of any sizes, types, strides and device; then most have one argument changed. A call that
-was not changed must succeed. One that succeeds must have the reference's results, and one that fails must name one of
-the operator's arguments: "calcops::op: expected `argument` ..., got ...".
+Each call begins as a right one, of any sizes, types, strides and device. Then most have one argument changed. A call
+that was not changed must succeed. One that succeeds must have the results of the reference, and one that fails must
+name one of the arguments: "calcops::op: expected `argument` ..., got ...".
 """
 
 import random
@@ -59,7 +59,7 @@ def edges(draw, seed):
 
 def index_reference(list_neigh, nghost=0):
     """neighbor_index by counting."""
-    frames, natoms, rows = *list_neigh.shape[:2], list_neigh.shape[1] + nghost
+    frames, rows = len(list_neigh), list_neigh.shape[1] + nghost
     results = []
     for frame in list_neigh.flatten(1).tolist():
         slots = [[s for s, j in enumerate(frame) if j == row] for row in range(rows)]
