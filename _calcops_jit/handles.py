@@ -92,6 +92,9 @@ _homes: dict[str, tuple[object, str]] = {}
 class _Package:
     """The module calcops_jit in a pickle, to be imported from wherever it is there."""
 
+    def __getattr__(self, name: str):  # copy.copy() takes the handle from here
+        return getattr(importlib.import_module("calcops_jit"), name)
+
     def __reduce__(self):
         return importlib.import_module, ("calcops_jit",)
 

@@ -60,8 +60,8 @@ constexpr bool kIsDouble = std::is_same_v<Real, double>;
 // `virials` are the atoms' in float64, for the sums of frames: the output itself where that is in
 // float64.
 template <bool kVirial, class Real>
-__global__ void __launch_bounds__(kThreads) atom_kernel(Inputs<Real> in, EdgeOutputs<Real> out,
-                                                          double* virials) {
+__global__ void __launch_bounds__(kThreads)
+    atom_kernel(Inputs<Real> in, EdgeOutputs<Real> out, double* virials) {
   using R = std::conditional_t<kVirial, Row, double>;
   const int64_t lane = threadIdx.x % kWarp;
   const int64_t step = int64_t(gridDim.x) * kWarps, all = 2 * in.edges;

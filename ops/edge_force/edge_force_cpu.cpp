@@ -152,7 +152,9 @@ void add_shares(const std::vector<std::vector<FrameShare>>& pieces, int64_t fram
   std::vector<const FrameShare*> shares;
   for (const auto& piece : pieces)
     for (const FrameShare& share : piece) shares.push_back(&share);
-  const auto by_frame = [](const FrameShare* a, const FrameShare* b) { return a->frame < b->frame; };
+  const auto by_frame = [](const FrameShare* a, const FrameShare* b) {
+    return a->frame < b->frame;
+  };
   if (!std::is_sorted(shares.begin(), shares.end(), by_frame))
     std::stable_sort(shares.begin(), shares.end(), by_frame);
 

@@ -197,8 +197,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   }
 
 // __shared__ type name dimensions;, as rewrite.py writes it
-#define CUDA_ON_CPU_SHARED(type, name, dimensions)                       \
-  static char name##_key;                                                \
-  typedef type name##_shared dimensions;                                 \
-  name##_shared& name = *static_cast<name##_shared*>(                    \
-      cuda_on_cpu::shared_memory(&name##_key, sizeof(name##_shared)))
+#define CUDA_ON_CPU_SHARED(type, name, dimensions) \
+  static char name##_key;                          \
+  typedef type name##_shared dimensions;           \
+  name##_shared& name =                            \
+      *static_cast<name##_shared*>(cuda_on_cpu::shared_memory(&name##_key, sizeof(name##_shared)))

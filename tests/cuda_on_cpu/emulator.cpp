@@ -244,9 +244,7 @@ auto exchange_values(Meeting kind, uint64_t value, Read read) {
   return read(&self.block->fibers[self.thread / kWarp * kWarp], turn);
 }
 
-unsigned lanes_of_warp() {
-  return std::min(kWarp, threads - current->thread / kWarp * kWarp);
-}
+unsigned lanes_of_warp() { return std::min(kWarp, threads - current->thread / kWarp * kWarp); }
 
 // ---- memory -------------------------------------------------------------------------------------
 
