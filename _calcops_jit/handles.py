@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import glob
 import importlib
+import inspect
 import re
 from collections.abc import Iterable
 
@@ -66,8 +67,22 @@ def handles(described: dict[str, str], home) -> dict[str, torch._ops.OpOverloadP
         if not short.startswith("_") and short not in found:
             found[short] = packet(name)
             found[short].__doc__ = text
+            found[short].__signature__ = _signature(found[short])
             _homes[name] = home or _Package(), short
     return found
+
+
+def _signature(handle: torch._ops.OpOverloadPacket) -> inspect.Signature | None:
+    """The schema's arguments for inspect.signature and an editor; None where overloads take different ones."""
+    overloads = handle.overloads()
+    if len(overloads) != 1:
+        return None
+    parameters = []
+    for argument in getattr(handle, overloads[0])._schema.arguments:
+        kind = inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
+        parameters.append(inspect.Parameter(argument.name, kind, default=default))
+    return inspect.Signature(parameters)
 
 
 _homes: dict[str, tuple[object, str]] = {}
@@ -75,6 +90,9 @@ _homes: dict[str, tuple[object, str]] = {}
 
 class _Package:
     """The module calcops_jit in a pickle, to be imported from wherever it is there."""
+
+    def __getattr__(self, name: str):  # copy.copy() takes the handle from here
+        return getattr(importlib.import_module("calcops_jit"), name)
 
     def __reduce__(self):
         return importlib.import_module, ("calcops_jit",)

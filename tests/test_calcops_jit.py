@@ -1,10 +1,14 @@
 """The loader as a user meets it: import, rebuild, cache, errors."""
 
+import copy
+import inspect
 import os
 import re
 from pathlib import Path
 
 from checkout import CALL, in_cache, stages, wait_for
+
+import calcops_jit
 
 # ---- import -----------------------------------------------------------------------------------------------------
 
@@ -216,3 +220,10 @@ def test_a_waiter_says_whom_it_waits_for_and_takes_over(checkout):
 def seconds_spent(pid: int) -> float:
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def test_inspect_shows_the_names_and_defaults_of_the_schema():
+    text = "(list_neigh, dE, Ri_d, nghost=0, *, neighbor_index=None)"
+    assert str(inspect.signature(calcops_jit.force)) == text
+    assert str(inspect.signature(calcops_jit.calculateForce)) == "(list_neigh, dE, Ri_d, F, nghost=None)"
+    assert str(inspect.signature(copy.copy(calcops_jit.force))) == text

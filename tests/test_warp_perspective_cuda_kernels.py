@@ -114,6 +114,39 @@ def test_an_image_folded_many_times_into_the_result(kernels, border, interpolati
     check(kernels, image, matrix, (40, 70), interpolation, border, None, False)
 
 
+@pytest.mark.parametrize("interpolation", ["linear", "cubic"])
+def test_a_tap_of_weight_zero_takes_no_part_in_the_gradient(kernels, interpolation):
+    """Zero times infinity would be NaN beside the one pixel of an identity map that has an infinite upstream."""
+    image = torch.rand(1, 1, 6, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    grad = torch.ones_like(image)
+    grad[0, 0, 2, 3] = float("inf")
+    identity = torch.eye(3, dtype=torch.float64)[None]
+    options = interpolation, "reflect_101", None, False, [True, False]
+    found = kernels(ops._warp_perspective_backward, grad, image, identity, *options)[0]
+    assert torch.equal(found, grad), "a weight of zero times an infinite upstream"
+
+
+@pytest.mark.parametrize("mask", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("one_matrix", [True, False])
+def test_a_block_takes_several_tiles_in_a_row(kernels, one_matrix, mask):
+    """Of several images, with one matrix or with their own: from 16,384 tiles on, in the emulation from 8 on.
+
+    The last row of a result gives alone to a row of the image, which is in a tile of its own.
+    """
+    count = 20 if kernels.emulated else 4096
+    generator = torch.Generator().manual_seed(0)
+    image = torch.rand(count, 1, 24, 72, generator=generator, dtype=torch.float64)
+    matrix = torch.eye(3, dtype=torch.float64).repeat(1 if one_matrix else count, 1, 1)
+    matrix[:, :2, 2] = torch.rand(len(matrix), 2, generator=generator, dtype=torch.float64) * torch.tensor([8, 0.9])
+    arguments = image, matrix, "linear", "constant", None, True
+    expected = ops.warp_perspective(image, matrix, (16, 64), *arguments[2:])
+    same_bits(kernels(ops.warp_perspective, image, matrix, (16, 64), *arguments[2:]), [expected])
+    backward = ops._warp_perspective_backward
+    given = torch.rand(expected.shape, generator=generator, dtype=torch.float64), *arguments, list(mask)
+    for ours, theirs in zip(kernels(backward, *given), backward(*given), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("channels", [0, 1, 255, 256, 257, 513])
 def test_any_number_of_channels(kernels, channels):
     image = torch.rand(1, channels, 3, 5, generator=torch.Generator().manual_seed(0))

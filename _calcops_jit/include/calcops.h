@@ -15,7 +15,8 @@ namespace calcops {
 ///
 /// list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
 ///              entries -1 or 0 <= j < n + nghost at frame, atom, slot;
-///              n*K < 2^31 slots a frame in neighbor_index; n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
+///              n*K < 2^31 slots a frame in neighbor_index;
+///              n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
 ///              0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
 ///              in a row. An atom may be named more than once, and may name itself (a periodic image).
 /// dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
@@ -56,7 +57,8 @@ namespace calcops {
 ///
 /// list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
 ///              entries -1 or 0 <= j < n + nghost at frame, atom, slot;
-///              n*K < 2^31 slots a frame in neighbor_index; n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
+///              n*K < 2^31 slots a frame in neighbor_index;
+///              n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
 ///              0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
 ///              in a row. An atom may be named more than once, and may name itself (a periodic image).
 /// dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
@@ -107,7 +109,8 @@ namespace calcops {
 /// edge_order     [natoms + 2E] from edge_order(edge_index, natoms), made where absent on CUDA; int32.
 ///                Or None. Saves CUDA the work of sorting the edges; the CPU has no use for it. One of
 ///                another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it is an error on
-///                either device.
+///                either device. E < 2^30 with it: torch.export needs a dynamic E as
+///                Dim("E", max=2**30 - 1).
 ///
 /// Returns
 /// force          [natoms, 3]; like edge_gradient. Energy/length.
@@ -145,11 +148,13 @@ namespace calcops {
 /// natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
 /// batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nframes at atom. The
 ///                frame of each atom, in any order; None: all atoms are of frame 0.
-/// nframes        0 to 2^40; 1 where absent. Number of frames.
+/// nframes        0 to 2^40; 1 where absent. Number of frames, at least 1 where batch is None and there
+///                are atoms.
 /// edge_order     [natoms + 2E] from edge_order(edge_index, natoms), made where absent on CUDA; int32.
 ///                Or None. Saves CUDA the work of sorting the edges; the CPU has no use for it. One of
 ///                another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it is an error on
-///                either device.
+///                either device. E < 2^30 with it: torch.export needs a dynamic E as
+///                Dim("E", max=2**30 - 1).
 ///
 /// Returns
 /// force          [natoms, 3]; like edge_gradient. Energy/length.
@@ -185,7 +190,7 @@ namespace calcops {
 ///                edges in any order. -1 in either row: no edge.
 /// natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
 ///
-/// Returns int32 [natoms + 2E], E < 2^30: first, for each atom, where its part of what follows ends;
+/// Returns int32 [natoms + 2E], E < 2^30 (for torch.export Dim("E", max=2**30 - 1)): first, for each atom, where its part of what follows ends;
 /// then the ends e (as the centre) and E + e (as the neighbour) of the edges that meet at atom 0,
 /// those at atom 1 and so on, each in rising order, and -1 for every end of an edge that is masked or
 /// wrong.
@@ -205,7 +210,8 @@ namespace calcops {
 ///
 /// list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
 ///              entries -1 or 0 <= j < n + nghost at frame, atom, slot;
-///              n*K < 2^31 slots a frame in neighbor_index; n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
+///              n*K < 2^31 slots a frame in neighbor_index;
+///              n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
 ///              0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
 ///              in a row. An atom may be named more than once, and may name itself (a periodic image).
 /// nghost       0 to 2^40. Number of ghost atoms.

@@ -21,6 +21,7 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -130,7 +131,8 @@ struct Operator {
   std::array<int, kMost> gradient{};   // of each line: the position of its grad_ argument, or -1
   std::array<bool, kMost> optional{};  // of each line
   std::vector<int> lines{};            // of each argument; -1: output_mask, -2 - line: a gradient
-  std::vector<int> number_lines, tensor_lines, choice_lines, gradient_lines, limit_lines;
+  std::vector<int> number_lines, tensor_lines, choice_lines, gradient_lines, limit_lines,
+      entry_lines;
   std::vector<std::vector<int>> needs;  // of each result: the lines without which it is not wanted
   std::vector<int> result_lines{};      // of each result; backward: the factor
   int count = 0, mask = -1;
@@ -209,6 +211,8 @@ struct Checked {
       if (gradients[i]->defined())
         check_tensor(text.lines[i], "grad_" + text.lines[i].name, *gradients[i]);
     }
+    for (const int i : op.entry_lines)
+      if (!tensors[i]->defined()) check_absent_entries(text.lines[i]);
     if (op.is_backward) check_terms();
     for (const int i : op.limit_lines)
       if (tensors[i]->defined())
@@ -370,6 +374,16 @@ struct Checked {
     refuse(text.lines[i].name,
            "of less than " + limit.number + ' ' + limit.unit + (limit.on_cuda ? " on CUDA" : ""),
            is_dimension ? c10::str(sizes_in(x, Int())) : c10::str(sum));
+  }
+
+  // Without an index of rows, all of its entries are 0, the first row.
+  void check_absent_entries(const Line& line) const {
+    const int bound = contract::bare(line.entries.below);
+    if (bound < 0 || known(sizes[bound] + 1) != 1) return;
+    Int count = 1;
+    for (const Sum& dim : line.shapes[0]) count = count * value(dim);
+    if (!holds(equal(count, Int(0))))
+      refuse(text.sizes[bound], ">= 1 where `" + line.name + "` is None", sizes[bound]);
   }
 
   bool is_wanted(size_t result) const {
@@ -698,11 +712,34 @@ const Operator& with_kernels(const Operator& op) {
   return op;
 }
 
+// An error that names what asks for so much, where the CPU has too little memory: the largest
+// number among the arguments. Otherwise the exception that is being handled.
+[[noreturn]] void refuse_memory(const Operator& op, const IValue* stack) {
+  try {
+    throw;
+  } catch (const std::bad_alloc&) {
+  } catch (const c10::Error& error) {
+    if (!std::strstr(error.what_without_backtrace(), "can't allocate memory")) throw;
+  }
+  const Line* largest = nullptr;
+  int64_t most = -1;
+  for (const int i : op.number_lines) {
+    const int position = op.argument[i];
+    if (position < 0 || !stack[position].isInt() || stack[position].toInt() <= most) continue;
+    most = stack[position].toInt();
+    largest = &op.family->text.lines[i];
+  }
+  TORCH_CHECK(largest, op.name, ": expected arguments for which memory suffices");
+  TORCH_CHECK(false, op.name, ": expected `", largest->name, "` for which memory suffices, got ",
+              most);
+}
+
 template <bool on_cuda>
 void run_here(const Operator& op, torch::jit::Stack* stack) {
   Results results;
-  {
-    Checked<int64_t> call(op, stack->data() + stack->size() - op.count);
+  const IValue* const first = stack->data() + stack->size() - op.count;
+  try {
+    Checked<int64_t> call(op, first);
     std::list<Tensor> made;
     for (size_t i = 0; on_cuda && i < call.text.lines.size(); ++i)
       if (call.text.lines[i].made_on_cuda && op.argument[i] >= 0 && !call.tensors[i]->defined()) {
@@ -719,6 +756,8 @@ void run_here(const Operator& op, torch::jit::Stack* stack) {
     }
     for (size_t i = 0; i < op.result_lines.size(); ++i)
       if (!results[i].defined()) results[i] = call.nothing();
+  } catch (...) {
+    refuse_memory(op, first);
   }
   push_results(op, results, stack);
 }
@@ -736,13 +775,16 @@ void run_on_meta(const Operator& op, torch::jit::Stack* stack) {
 
 // A composition's arguments are checked as a kernel's.
 void run_composition(const Operator& op, torch::jit::Stack* stack) {
-  std::vector<Value> arguments;
-  {
-    const IValue* first = stack->data() + stack->size() - op.count;
+  const IValue* const first = stack->data() + stack->size() - op.count;
+  Value result;
+  try {
     const Checked<SymInt> call(op, first);
+    std::vector<Value> arguments;
     for (int i = 0; i < op.count; ++i) arguments.push_back(value_of(first[i]));
+    result = op.composition(arguments.data());
+  } catch (...) {
+    refuse_memory(op, first);
   }
-  const Value result = op.composition(arguments.data());
   torch::jit::drop(*stack, op.count);
   stack->push_back(ivalue_of(result));
 }
@@ -815,6 +857,10 @@ tensor_list vmap_joined(const Operator& op, Call call, const SymInt& items) {
     } else if (line.is_tensor() && line.has_entries &&
                contains(text.joined, contract::bare(line.entries.below))) {
       // All entries are 0 where there are none, and differ from now on.
+      const SymInt& rows = counts[contract::bare(line.entries.below)];
+      TORCH_CHECK(rows.maybe_as_int() != 0 || counts[contract::bare(line.shapes[0][0])] == 0,
+                  op.name, ": expected `", text.sizes[contract::bare(line.entries.below)],
+                  "` >= 1 where `", line.name, "` is None, got ", rows);
       c10::SymDimVector shape{items};
       for (const Sum& dim : line.shapes[0]) shape.push_back(counts[contract::bare(dim)]);
       argument = join(at::zeros_symint(shape, call.arguments[0].toTensor().options()), line);
@@ -968,6 +1014,7 @@ void read_order(Operator& op) {
     if (is_argument && !line.choices.empty()) op.choice_lines.push_back(int(i));
     if (op.gradient[i] >= 0) op.gradient_lines.push_back(int(i));
     if (is_argument && !line.limits.empty()) op.limit_lines.push_back(int(i));
+    if (is_argument && line.has_entries) op.entry_lines.push_back(int(i));
   }
   for (const int result : op.result_lines) {
     op.needs.emplace_back();
@@ -1303,6 +1350,8 @@ Value Value::dtype() const { return value_of(IValue(ivalue_of(*this).toTensor().
 Value Value::dtype_name() const {
   return value_of(IValue(c10::toString(ivalue_of(*this).toTensor().scalar_type())));
 }
+
+Value Value::dtype_of(Type type) { return value_of(IValue(scalar_type(type))); }
 
 bool Value::is_integral() const {
   return at::isIntegralType(ivalue_of(*this).toTensor().scalar_type(), /*includeBool=*/false);

@@ -9,7 +9,8 @@ namespace {
 // Composed of PyTorch's operators: it is made once for many calls, and they know every device and
 // transform. The stable sort keeps the ends of an atom in order.
 Value edge_order(const Value* arguments) {
-  const Value& edge_index = arguments[0];
+  const Value edge_index =
+      Value::call("aten::to.dtype", arguments[0], Value::dtype_of(Type::kInt64));
   const Value& natoms = arguments[1];
   const Value is_atom =
       Value::call("aten::logical_and", Value::call("aten::ge.Scalar", edge_index, 0),
@@ -19,15 +20,17 @@ Value edge_order(const Value* arguments) {
       Value::call("aten::flatten.using_ints",
                   Value::call("aten::where.ScalarOther", is_edge, edge_index, natoms));
   const Value sorted = Value::call("aten::sort.stable", names, /*stable=*/true, /*dim=*/0);
-  const Value atoms =
-      Value::call("aten::arange", natoms, names.dtype(), /*layout=*/nullptr, names.device());
-  const Value last = Value::call("aten::searchsorted.Tensor", sorted.result(0), atoms,
-                                 /*out_int32=*/true, /*right=*/true);
+  // Counted, since searchsorted has no rule for vmap.
+  const Value none = Value::call("aten::new_zeros", names, Value::list(natoms + 1));
+  const Value counts =
+      Value::call("aten::scatter_add", none, 0, names, Value::call("aten::ones_like", names));
+  const Value last =
+      Value::call("aten::narrow", Value::call("aten::cumsum", counts, 0), 0, 0, natoms);
   const Value ends =
       Value::call("aten::where.ScalarOther",
                   Value::call("aten::lt.Scalar", sorted.result(0), natoms), sorted.result(1), -1);
-  return Value::call("aten::cat",
-                     Value::list(last, Value::call("aten::to.dtype", ends, last.dtype())));
+  return Value::call("aten::to.dtype", Value::call("aten::cat", Value::list(last, ends)),
+                     Value::dtype_of(Type::kInt32));
 }
 
 const Composition kCompositions[] = {{"edge_order", &edge_order}};
@@ -59,7 +62,7 @@ edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor edge_vec, SymI
 edge_order(Tensor edge_index, SymInt natoms) -> Tensor
   Which edges meet at each atom: what edge_force can reuse for as long as a graph lives.
 
-  Returns int32 [natoms + 2E], E < 2^30: first, for each atom, where its part of what follows ends;
+  Returns int32 [natoms + 2E], E < 2^30 (for torch.export Dim("E", max=2**30 - 1)): first, for each atom, where its part of what follows ends;
   then the ends e (as the centre) and E + e (as the neighbour) of the edges that meet at atom 0,
   those at atom 1 and so on, each in rising order, and -1 for every end of an edge that is masked or
   wrong.
@@ -86,11 +89,13 @@ edge_vec       [E, 3] in rows or columns; like edge_gradient. r_j - r_i (plus th
 natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
 batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nframes at atom. The
                frame of each atom, in any order; None: all atoms are of frame 0.
-nframes        0 to 2^40; 1 where absent. Number of frames.
+nframes        0 to 2^40; 1 where absent. Number of frames, at least 1 where batch is None and there
+               are atoms.
 edge_order     [natoms + 2E] from edge_order(edge_index, natoms), made where absent on CUDA; int32.
                Or None. Saves CUDA the work of sorting the edges; the CPU has no use for it. One of
                another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it is an error on
-               either device.
+               either device. E < 2^30 with it: torch.export needs a dynamic E as
+               Dim("E", max=2**30 - 1).
 force          [natoms, 3]; like edge_gradient. Energy/length.
 virial         [nframes, 3, 3]; like edge_gradient. Energy.
 atom_virial    [natoms, 3, 3]; like edge_gradient. Energy.

@@ -8,9 +8,10 @@
 //   W[a][b] -= g[a] v[b]      the virial; stress = -W / volume
 //
 // so that -g is the force that the pair puts on j: the signs of calcops::force_virial. Sums are
-// taken in float64 and in an order that depends on the sizes alone, so the result is the same bit
-// for bit, whatever the number of threads.
-// Source: -dE/dr by the chain rule; conventions of NequIP, MACE, vesin and ASE.
+// taken in float64. On the CPU their order depends on E, N, edge_index and batch alone, on CUDA on
+// F too: not on the number of threads, the types, or which of the results are wanted. So results
+// are the same bit for bit. Source: -dE/dr by the chain rule; conventions of NequIP, MACE, vesin
+// and ASE.
 #pragma once
 
 #include <cstdint>

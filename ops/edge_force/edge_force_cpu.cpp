@@ -39,13 +39,13 @@ struct Part {
 };
 constexpr int64_t kBlock = 64;
 
-// More tasks share the work better and cost more memory and additions. The number may depend on the
-// sizes alone; together they take a quarter of the inputs at most.
-template <class R, class Real, class Index>
-int64_t count_tasks(const EdgeInputs<Real, Index>& in) {
-  constexpr int64_t kEdgesPerTask = 1 << 12, kEdgeBytes = 6 * sizeof(Real) + 2 * sizeof(Index);
-  const int64_t sums_bytes = std::max<int64_t>(in.atoms, 1) * sizeof(AtomSums<R>);
-  const int64_t most = std::min(in.edges / kEdgesPerTask, in.edges * kEdgeBytes / 4 / sums_bytes);
+// More tasks share the work better and cost more memory and additions. The number says in which
+// order sums are taken, so it depends on the sizes alone, not on types or on what is wanted. With
+// kEdgesPerAtom they take at most half of the inputs' memory.
+int64_t count_tasks(int64_t atoms, int64_t edges) {
+  constexpr int64_t kEdgesPerTask = 1 << 12, kEdgesPerAtom = 8;
+  const int64_t most =
+      std::min(edges / kEdgesPerTask, edges / (kEdgesPerAtom * std::max<int64_t>(atoms, 1)));
   return most >= 8 ? 8 : most >= 4 ? 4 : most >= 2 ? 2 : 1;
 }
 
@@ -117,7 +117,7 @@ struct FrameShare {
   Row virial[3];
 };
 
-// Writes the atoms begin <= atom < end.
+// Writes the atoms begin <= atom < end. One that no edge names gives its frame nothing.
 template <class R, class Real, class Index>
 std::vector<FrameShare> add_parts(const EdgeInputs<Real, Index>& in,
                                   const std::vector<Part<R>>& parts, int64_t begin, int64_t end,
@@ -126,14 +126,17 @@ std::vector<FrameShare> add_parts(const EdgeInputs<Real, Index>& in,
   for (int64_t atom = begin; atom < end; ++atom) {
     Row center{};
     R sum[3] = {};
+    bool is_named = false;
     for (const Part<R>& part : parts) {
       if (!part.is_set[atom / kBlock]) continue;
+      is_named = true;
       center += part.sums[atom].center;
       for (int a = 0; a < 3; ++a) sum[a] += part.sums[atom].neighbor[a];
     }
     for (int a = 0; a < 3; ++a) out.force[3 * atom + a] = Real(center[a] + last_column(sum[a]));
     if constexpr (std::is_same_v<R, Row>) {
       for (int k = 0; k < 9; ++k) out.atom_virial[9 * atom + k] = Real(sum[k / 3][k % 3]);
+      if (!is_named) continue;
       const int64_t frame = in.batch ? in.batch[atom] : 0;
       if (shares.empty() || shares.back().frame != frame) shares.push_back({frame, {}});
       for (int a = 0; a < 3; ++a) shares.back().virial[a] += sum[a];
@@ -142,9 +145,32 @@ std::vector<FrameShare> add_parts(const EdgeInputs<Real, Index>& in,
   return shares;
 }
 
+// Writes each frame's sum, in the order of the shares. What it needs grows with them and not with
+// the number of frames.
+template <class Real>
+void add_shares(const std::vector<std::vector<FrameShare>>& pieces, int64_t frames, Real* virial) {
+  std::vector<const FrameShare*> shares;
+  for (const auto& piece : pieces)
+    for (const FrameShare& share : piece) shares.push_back(&share);
+  const auto by_frame = [](const FrameShare* a, const FrameShare* b) {
+    return a->frame < b->frame;
+  };
+  if (!std::is_sorted(shares.begin(), shares.end(), by_frame))
+    std::stable_sort(shares.begin(), shares.end(), by_frame);
+
+  std::fill_n(virial, 9 * frames, Real(0));
+  for (size_t k = 0; k < shares.size();) {
+    const int64_t frame = shares[k]->frame;
+    Row sum[3] = {};
+    for (; k < shares.size() && shares[k]->frame == frame; ++k)
+      for (int a = 0; a < 3; ++a) sum[a] += shares[k]->virial[a];
+    for (int ab = 0; ab < 9; ++ab) virial[9 * frame + ab] = Real(sum[ab / 3][ab % 3]);
+  }
+}
+
 template <class R, class Real, class Index>
 int64_t force_of(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out) {
-  const int64_t tasks = count_tasks<R>(in);
+  const int64_t tasks = count_tasks(in.atoms, in.edges);
   const int64_t blocks = (in.atoms + kBlock - 1) / kBlock;
   const Scratch<AtomSums<R>> sums(tasks * in.atoms);
   const Scratch<bool> is_set(tasks * blocks);
@@ -170,20 +196,73 @@ int64_t force_of(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out
           add_parts(in, parts, t * kAtomsPerTask, std::min((t + 1) * kAtomsPerTask, in.atoms), out);
   });
 
-  if constexpr (std::is_same_v<R, Row>) {
-    std::vector<double> virial(9 * in.frames);
-    for (const auto& piece : shares)
-      for (const FrameShare& share : piece)
-        for (int k = 0; k < 9; ++k) virial[9 * share.frame + k] += share.virial[k / 3][k % 3];
-    for (size_t k = 0; k < virial.size(); ++k) out.virial[k] = Real(virial[k]);
-  }
+  if constexpr (std::is_same_v<R, Row>) add_shares(shares, in.frames, out.virial);
   return kNone;
+}
+
+// Few edges among very many atoms: the atoms that they name are numbered anew, so that the sums
+// take memory for those alone.
+template <class R, class Real, class Index>
+int64_t sparse_force_of(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out) {
+  std::vector<int64_t> named;  // in rising order, each once
+  for (int64_t e = 0; e < in.edges; ++e) {
+    const int64_t i = in.edge_index[e], j = in.edge_index[in.edges + e];
+    if (is_wrong(i, in.atoms) || is_wrong(j, in.atoms)) return e;
+    if (i < 0 || j < 0) continue;
+    named.push_back(i);
+    named.push_back(j);
+  }
+  std::sort(named.begin(), named.end());
+  named.erase(std::unique(named.begin(), named.end()), named.end());
+
+  const auto number_of = [&](int64_t atom) {
+    return std::lower_bound(named.begin(), named.end(), atom) - named.begin();
+  };
+  std::vector<int64_t> edge_index(2 * in.edges, kNone), batch;
+  for (int64_t e = 0; e < in.edges; ++e) {
+    const int64_t i = in.edge_index[e], j = in.edge_index[in.edges + e];
+    if (i < 0 || j < 0) continue;
+    edge_index[e] = number_of(i);
+    edge_index[in.edges + e] = number_of(j);
+  }
+  const int64_t count = named.size();
+  if (in.batch)
+    for (const int64_t atom : named) batch.push_back(in.batch[atom]);
+  const EdgeInputs<Real, int64_t> few{count,
+                                      in.edges,
+                                      in.frames,
+                                      in.virial,
+                                      edge_index.data(),
+                                      in.edge_gradient,
+                                      in.edge_vec,
+                                      in.batch ? batch.data() : nullptr,
+                                      nullptr,
+                                      in.gradient_is_transposed,
+                                      in.vec_is_transposed};
+  std::vector<Real> force(3 * count), atom_virial(in.virial ? 9 * count : 0);
+  force_of<R>(few, EdgeOutputs<Real>{force.data(), out.virial, atom_virial.data()});
+
+  const auto spread = [&](const std::vector<Real>& rows, int64_t width, Real* to) {
+    std::fill_n(to, width * in.atoms, Real(0));
+    for (int64_t k = 0; k < count; ++k)
+      std::copy_n(rows.data() + width * k, width, to + width * named[k]);
+  };
+  spread(force, 3, out.force);
+  if (in.virial) spread(atom_virial, 9, out.atom_virial);
+  return kNone;
+}
+
+template <class R, class Real, class Index>
+int64_t sum_forces(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out) {
+  constexpr int64_t kFew = 1 << 16, kAtomsPerEdge = 8;
+  const bool few = in.atoms > kFew && in.atoms / kAtomsPerEdge > in.edges;
+  return few ? sparse_force_of<R>(in, out) : force_of<R>(in, out);
 }
 
 // The first atom whose frame does not exist, counted from E.
 template <class Real, class Index>
 int64_t find_lost_atom(const EdgeInputs<Real, Index>& in) {
-  if (!in.batch) return in.atoms > 0 && in.frames < 1 ? in.edges : kNone;
+  if (!in.batch) return kNone;
   for (int64_t atom = 0; atom < in.atoms; ++atom)
     if (in.batch[atom] < 0 || in.batch[atom] >= in.frames) return in.edges + atom;
   return kNone;
@@ -193,9 +272,9 @@ int64_t find_lost_atom(const EdgeInputs<Real, Index>& in) {
 
 template <class Real, class Index>
 int64_t edge_force_cpu(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out) {
-  if (!in.virial) return force_of<double>(in, out);
+  if (!in.virial) return sum_forces<double>(in, out);
   if (const int64_t lost = find_lost_atom(in); lost != kNone) return lost;
-  return force_of<Row>(in, out);
+  return sum_forces<Row>(in, out);
 }
 
 template <class Real, class Index>

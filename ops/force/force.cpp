@@ -11,23 +11,25 @@ namespace {
 Value neighbor_index(const Value* arguments) {
   const Value& list_neigh = arguments[0];
   const Value rows = list_neigh.size(1) + arguments[1];  // n + nghost
-  const Value list = Value::call("aten::flatten.using_ints", list_neigh, 1);
+  const Value list =
+      Value::call("aten::to.dtype", Value::call("aten::flatten.using_ints", list_neigh, 1),
+                  Value::dtype_of(Type::kInt64));
   const Value is_named = Value::call("aten::logical_and", Value::call("aten::ge.Scalar", list, 0),
                                      Value::call("aten::lt.Scalar", list, rows));
   const Value names = Value::call("aten::where.ScalarOther", is_named, list, rows);
   const Value sorted = Value::call("aten::sort.stable", names, /*stable=*/true, /*dim=*/1);
-  const Value atoms =
-      Value::call("aten::arange", rows, names.dtype(), /*layout=*/nullptr, names.device());
-  const Value wanted =
-      Value::call("aten::contiguous",
-                  Value::call("aten::expand", atoms, Value::list(list_neigh.size(0), rows)));
-  const Value ends = Value::call("aten::searchsorted.Tensor", sorted.result(0), wanted,
-                                 /*out_int32=*/true, /*right=*/true);
+  // Counted, since under vmap searchsorted warns or has no rule.
+  const Value none =
+      Value::call("aten::new_zeros", names, Value::list(list_neigh.size(0), rows + 1));
+  const Value counts =
+      Value::call("aten::scatter_add", none, 1, names, Value::call("aten::ones_like", names));
+  const Value ends =
+      Value::call("aten::narrow", Value::call("aten::cumsum", counts, 1), 1, 0, rows);
   const Value slots =
       Value::call("aten::where.ScalarOther", Value::call("aten::lt.Scalar", sorted.result(0), rows),
                   sorted.result(1), -1);
-  return Value::call("aten::cat",
-                     Value::list(ends, Value::call("aten::to.dtype", slots, ends.dtype())), 1);
+  return Value::call("aten::to.dtype", Value::call("aten::cat", Value::list(ends, slots), 1),
+                     Value::dtype_of(Type::kInt32));
 }
 
 const Composition kCompositions[] = {{"neighbor_index", &neighbor_index}};
@@ -74,7 +76,8 @@ _force_virial_backward(Tensor? grad_force, Tensor? grad_virial, Tensor? grad_ato
 
 list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
              entries -1 or 0 <= j < n + nghost at frame, atom, slot;
-             n*K < 2^31 slots a frame in neighbor_index; n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
+             n*K < 2^31 slots a frame in neighbor_index;
+             n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
              0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
              in a row. An atom may be named more than once, and may name itself (a periodic image).
 dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.

@@ -8,8 +8,9 @@
 //   F[j] += g,  F[i] -= g
 //   W[a][b] += g[a] Rij[i,s,b]                the virial; stress = -W / volume
 //
-// Sums are taken in float64 and in an order that depends on the sizes alone, so the result is the
-// same bit for bit, whatever the number of threads. float32 results differ from the exact ones by
+// Sums are taken in float64 and in an order that depends on the sizes and on list_neigh alone: not
+// on the number of threads, the types, or which of the results are wanted. So results are the same
+// bit for bit. float32 results differ from the exact ones by
 // at most one ulp and 1e-14 of the sum of the terms' magnitudes (where terms cancel that is more
 // than an ulp). Source: Wang, Zhang, Han, E, Comput. Phys. Commun. 228, 178 (2018), eqs. 5-7, with
 // j's share of the virial as in deepmd-kit's prod_virial.

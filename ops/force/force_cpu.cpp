@@ -26,12 +26,12 @@ struct Part {
   int64_t bad;          // position of the first entry that names no atom; then there are no sums
 };
 
-// More tasks share the work better and cost more memory and additions. The number may depend on the
-// sizes alone; together they take an eighth of the inputs at most.
-template <class Real>
+// More tasks share the work better and cost more memory and additions. The number says in which
+// order sums are taken, so it depends on the sizes alone, not on types or on what is wanted.
+// Together they take an eighth of float64 inputs at most, a quarter of float32 ones.
 int64_t tasks_per_frame(int64_t natoms, int64_t rows, int64_t neighbors) {
   constexpr int64_t kSlotsPerTask = 1 << 12, kMaxTasks = 8;
-  constexpr int64_t kSlotBytes = 19 * sizeof(Real), kRowBytes = 3 * sizeof(Row);
+  constexpr int64_t kSlotBytes = 19 * sizeof(double), kRowBytes = 3 * sizeof(Row);
   const int64_t slots = natoms * neighbors;
   const int64_t fit = slots * kSlotBytes / 8 / (std::max<int64_t>(rows, 1) * kRowBytes);
   return std::clamp<int64_t>(std::min(slots / kSlotsPerTask, fit), 1, kMaxTasks);
@@ -129,7 +129,7 @@ std::array<R4, 3> add_parts(const Part<R4>* parts, int64_t tasks, int64_t begin,
 template <class R4, class Real, class Index>
 int64_t force_of(const ForceInputs<Real, Index>& in, const ForceOutputs<Real>& out) {
   const int64_t rows = in.natoms + in.nghost;
-  const int64_t tasks = tasks_per_frame<Real>(in.natoms, rows, in.neighbors);
+  const int64_t tasks = tasks_per_frame(in.natoms, rows, in.neighbors);
   const Scratch<R4> sums(in.frames * tasks * rows * 3);
   std::vector<Part<R4>> parts(in.frames * tasks);
   parallel_for(in.frames * tasks, 1, [&](int64_t begin, int64_t end) {

@@ -30,6 +30,7 @@ void expect(const char* op, const char* arg, const c10::SymBool& ok, const Got& 
 
 inline void expect_dtype(const Arg& arg, std::initializer_list<at::ScalarType> allowed,
                          const char* what) {
+  expect(arg.op, arg.name, arg.tensor.defined(), "none", what);
   bool ok = false;
   for (at::ScalarType type : allowed) ok |= arg.tensor.scalar_type() == type;
   expect(arg.op, arg.name, ok, arg.tensor.scalar_type(), what);
@@ -41,6 +42,8 @@ inline void expect_device(const Arg& arg, const Arg& like) {
 }
 
 inline void expect_dtype_and_device(const Arg& arg, const Arg& like) {
+  expect(arg.op, arg.name, arg.tensor.defined(), "none", "of dtype ", like.tensor.scalar_type(),
+         " like `", like.name, "`");
   expect(arg.op, arg.name, arg.tensor.scalar_type() == like.tensor.scalar_type(),
          arg.tensor.scalar_type(), "of dtype ", like.tensor.scalar_type(), " like `", like.name,
          "`");

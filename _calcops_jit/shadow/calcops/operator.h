@@ -328,6 +328,7 @@ class Value {
   Value size(int dimension) const;
   Value dtype() const;
   Value dtype_name() const;
+  static Value dtype_of(Type type);
   bool is_integral() const;
   Value device() const;
   Value result(int i) const;  // of an operator that has several

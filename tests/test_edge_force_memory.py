@@ -1,0 +1,151 @@
+"""What edge_force and edge_force_virial do where few edges meet very many atoms or frames: numbers, order, memory."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from reference import assert_equal_lists, graph
+
+from calcops_jit import edge_force, edge_force_virial, edge_order, force, neighbor_index
+
+MANY = 100_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("edges", [0, 1, 50])
+def test_few_edges_among_many_atoms_give_what_they_give_among_few(dtype, index, edges):
+    edge_index, gradient, vec, natoms, batch, frames = graph(9, edges, 3, dtype, index)
+    names = torch.randperm(MANY, generator=torch.Generator().manual_seed(1))[:natoms].sort().values
+    spread = torch.where(edge_index < 0, -1, names[edge_index.long()]).to(index)
+    many_batch = torch.zeros(MANY, dtype=index)
+    many_batch[names] = batch
+    force, virial, atom_virial = edge_force_virial(edge_index, gradient, vec, natoms, batch, frames)
+    wide = [torch.zeros(MANY, *x.shape[1:], dtype=dtype) for x in (force, atom_virial)]
+    for to, rows in zip(wide, (force, atom_virial), strict=True):
+        to[names] = rows
+    ours = edge_force_virial(spread, gradient, vec, MANY, many_batch, frames)
+    assert_equal_lists(ours, (wide[0], virial, wide[1]), rtol=0, atol=0)
+    assert torch.equal(edge_force(spread, gradient, MANY), wide[0])
+    columns = [x.mT.contiguous().mT for x in (gradient, vec)]
+    assert_equal_lists(edge_force_virial(spread, *columns, MANY, many_batch, frames), ours, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("entry", [-2, MANY, 2**62])
+def test_a_wrong_entry_among_many_atoms_is_an_error(entry):
+    edge_index = torch.tensor([[0, 5, 7], [3, entry, 2]])
+    with pytest.raises(RuntimeError, match=rf"`edge_index` entries .* got \(5, {entry}\) at edge 1"):
+        edge_force(edge_index, torch.ones(3, 3), MANY)
+
+
+@pytest.mark.parametrize("order", ["rising", "falling", "any"])
+def test_frames_of_one_atom_each_in_any_order(order):
+    natoms = 2000
+    edge_index, gradient, vec, *_ = graph(natoms, 30_000)
+    batch = torch.arange(natoms)
+    batch = {"rising": batch, "falling": batch.flip(0), "any": torch.randperm(natoms)}[order]
+    _, virial, atom_virial = edge_force_virial(edge_index, gradient, vec, natoms, batch, natoms)
+    assert torch.equal(virial[batch], atom_virial)
+
+
+@pytest.mark.parametrize("edges", [5_000, 40_000, 70_000])
+@pytest.mark.parametrize("natoms", [700, 2_000, 5_000])
+def test_the_order_of_sums_depends_on_no_type_and_not_on_what_is_wanted(natoms, edges):
+    edge_index, gradient, vec, _, batch, frames = graph(natoms, edges, 3, torch.float32)
+    expected = edge_force_virial(edge_index, gradient, vec, natoms, batch, frames)
+    ours = edge_force_virial(edge_index.int(), gradient, vec, natoms, batch.int(), frames)
+    assert_equal_lists(ours, expected, rtol=0, atol=0)
+    doubles = edge_force_virial(edge_index, gradient.double(), vec.double(), natoms, batch, frames)
+    assert_equal_lists([x.float() for x in doubles], expected, rtol=0, atol=0)
+    for index in (torch.int32, torch.int64):
+        assert torch.equal(edge_force(edge_index.to(index), gradient.double(), natoms), doubles[0])
+
+
+@pytest.mark.parametrize(("natoms", "neighbors"), [(700, 8), (2_000, 16), (1_000, 40)])
+def test_the_order_of_sums_over_a_list_depends_on_no_type(natoms, neighbors):
+    from reference import pairs
+
+    from calcops_jit import force_virial
+
+    list_neigh, *values = pairs(1, natoms, 3, neighbors, torch.float32)
+    doubles = [x.double() for x in values]
+    expected = force_virial(list_neigh, *doubles, 3)
+    assert_equal_lists(force_virial(list_neigh.long(), *doubles, 3), expected, rtol=0, atol=0)
+    assert torch.equal(force(list_neigh, *doubles[:2], 3), expected[0])
+    assert torch.equal(force(list_neigh, *values[:2], 3), expected[0].float())
+
+
+# What is asked for, and the bytes of its results.
+LARGE = {
+    "forces": ("edge_force(index, edges, 20_000_000)", 240e6),
+    "virials": ("edge_force_virial(index, edges, edges, 4_000_000)", 192e6),
+    "frames": ("edge_force_virial(index, edges, edges, 2, torch.tensor([0, 1]), 6_000_000)", 216e6),
+}
+
+
+@pytest.mark.parametrize("call", LARGE.values(), ids=LARGE)
+def test_memory_grows_with_the_results_alone(call):
+    """A process that may have a quarter more than the results take."""
+    code = f"""
+import resource, torch
+from calcops_jit import edge_force, edge_force_virial
+torch.set_num_threads(1)
+index, edges = torch.tensor([[0], [1]]), torch.ones(1, 3)
+edge_force_virial(index, edges, edges, 2)
+edge_force(index, edges, 2)
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + {int(1.25 * call[1])}
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+{call[0]}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def test_too_little_memory_is_an_error_that_names_the_size():
+    code = """
+import resource, torch
+from calcops_jit import edge_force, edge_force_virial, edge_order, force, force_virial, neighbor_index
+resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
+index, edges, list_neigh = torch.tensor([[0], [1]]), torch.ones(1, 3), torch.zeros(1, 1, 1, dtype=torch.int32)
+pairs = list_neigh, torch.ones(1, 1, 1, 4), torch.ones(1, 1, 4, 3)
+for call in (
+    lambda: edge_force(index, edges, 2**40),
+    lambda: edge_force_virial(index, edges, edges, 2**33),
+    lambda: edge_force_virial(index, edges, edges, 2, nframes=2**33),
+    lambda: edge_order(index, 2**33),
+    lambda: edge_order(index.int(), 2**40),
+    lambda: force(*pairs, 2**33),
+    lambda: force(*pairs, 600_000_000),  # the result has room, the sums do not
+    lambda: force_virial(*pairs, torch.ones(1, 1, 1, 3), 2**40),
+    lambda: neighbor_index(list_neigh, 2**33),
+):
+    try:
+        call()
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    lines = done.stdout.replace(": expected", "").replace(" for which memory suffices, got", "").splitlines()
+    assert lines == [
+        "calcops::edge_force `natoms` 1099511627776",
+        "calcops::edge_force_virial `natoms` 8589934592",
+        "calcops::edge_force_virial `nframes` 8589934592",
+        "calcops::edge_order `natoms` 8589934592",
+        "calcops::edge_order `natoms` 1099511627776",
+        "calcops::force `nghost` 8589934592",
+        "calcops::force `nghost` 600000000",
+        "calcops::force_virial `nghost` 1099511627776",
+        "calcops::neighbor_index `nghost` 8589934592",
+    ]
+
+
+@pytest.mark.filterwarnings("error")
+def test_vmap_of_what_may_be_kept_warns_of_nothing():
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    given = torch.randint(-1, 7, (3, 2, 4, 5))
+    for function in (lambda x: edge_order(x.flatten(1), 7), lambda x: neighbor_index(x, 3)):
+        for dimension in (0, 1):
+            ours = torch.vmap(function, dimension)(given.transpose(0, dimension))
+            assert torch.equal(ours, torch.stack([function(x) for x in given]))
