@@ -153,7 +153,7 @@ def test_an_error_names_the_argument_what_was_expected_and_what_came():
         ({"edge_vec": vec[:, :2]}, "`edge_vec` of shape [E, 3] = [23, 3], got [23, 2]"),
         ({"edge_vec": None}, "`edge_vec` of shape [E, 3], got none"),
         ({"edge_index": None}, "`edge_index` of shape [2, E], got none"),
-        ({"edge_gradient": None}, "`edge_gradient` float32 or float64, got none"),
+        ({"edge_gradient": None}, "`edge_gradient` of shape [E, 3], got none"),
         ({"batch": None, "nframes": 0}, "`nframes` >= 1 where `batch` is None, got 0"),
         ({"natoms": -1}, "`natoms` >= 0, got -1"),
         ({"natoms": 2**63 - 1}, "`natoms` of at most 2^40, got 9223372036854775807"),

@@ -137,10 +137,3 @@ def test_a_wrong_entry_makes_its_row_nan_and_no_other(kernels, entry, neighbors)
         assert a[row].isnan().all()
         a[row] = b[row]
         same_bits([a], [b])
-
-
-def test_blocks_that_share_a_virial_meet_in_every_order(kernels):
-    """Two and three blocks a frame: the last one adds what all have written."""
-    for natoms in [9, 17] * (40 if kernels.emulated else 10):
-        list_neigh, *values = pairs(1, natoms, 0, 2, torch.float64, torch.int64)
-        assert_close(kernels(ops.force_virial, list_neigh, *values), ops.force_virial(list_neigh, *values))

@@ -48,14 +48,6 @@ void check_stream(cudaStream_t stream);
 // Whether the fault that a test puts into the source is the one of this run.
 bool fault(int number);
 
-// The shared memory of this block that a declaration means.
-void* shared_memory(const void* declaration, size_t bytes);
-
-template <class T>
-T& shared(const void* declaration) {
-  return *static_cast<T*>(shared_memory(declaration, sizeof(T)));
-}
-
 enum class Meeting { kNone, kWarp, kBlock, kShuffle, kVote, kBlockVote };
 
 // Waits for every other thread of the warp or of the block to come to a meeting of the same kind.
@@ -85,6 +77,10 @@ T shuffle(unsigned mask, T value, unsigned from, int width) {
 
 int count_in_block(bool vote);
 
+// The memory of a __shared__ variable in the block that is running. Its first bytes are such that
+// what is read before it is written shows.
+void* shared_memory(const void* variable, size_t bytes);
+
 }  // namespace cuda_on_cpu
 
 extern uint3 threadIdx, blockIdx;
@@ -97,7 +93,7 @@ inline void __syncwarp(unsigned mask = 0xffffffffu) {
   cuda_on_cpu::expect_all_lanes(mask);
   cuda_on_cpu::meet(cuda_on_cpu::Meeting::kWarp);
 }
-inline void __threadfence() {}  // one thread runs at a time
+inline void __threadfence() {}  // what one thread writes all others see
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int lane, int width = 32) {
@@ -199,3 +195,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   [&](auto... arguments) {                                                             \
     cuda_on_cpu::launch(grid, block, shared, stream, [&] { (kernel)(arguments...); }); \
   }
+
+// __shared__ type name dimensions;, as rewrite.py writes it
+#define CUDA_ON_CPU_SHARED(type, name, dimensions) \
+  static char name##_key;                          \
+  typedef type name##_shared dimensions;           \
+  name##_shared& name =                            \
+      *static_cast<name##_shared*>(cuda_on_cpu::shared_memory(&name##_key, sizeof(name##_shared)))

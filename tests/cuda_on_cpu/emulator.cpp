@@ -1,6 +1,7 @@
-// Runs kernels on the CPU: up to three blocks beside each other, in random order, every thread a
-// fiber that runs until it meets others. A schedule says which of them goes on. Gives tensors
-// guarded memory. What must not be ends the process with a line that says where (README.md).
+// Runs kernels on the CPU: up to kMostResident blocks at a time, in random order, every thread of a
+// block a fiber that runs until it meets others. Who runs next says a rank, which a block draws for
+// its threads at each of its barriers. Gives tensors guarded memory. What must not be ends the
+// process with a line that says where (README.md).
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>
@@ -13,7 +14,6 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -53,13 +53,17 @@ cuda_on_cpu_switch:
 namespace cuda_on_cpu {
 namespace {
 
-constexpr unsigned kMostThreads = 1024, kWarp = 32, kMostBlocks = 3;
-constexpr unsigned kWarps = kMostThreads / kWarp;
+constexpr unsigned kMostThreads = 1024, kWarp = 32, kMostResident = 3;
 constexpr size_t kPage = 4096, kStack = 32 * kPage, kSpread = 8 * kPage;
+
+struct Block;
 
 struct Fiber {
   char* stack = nullptr;
   void* pointer;
+  Block* block;
+  unsigned thread;
+  uint32_t rank;
   bool done;
   Meeting waits;
   // What it brings to an exchange; the other one is what it brought to the exchange before, which
@@ -68,126 +72,71 @@ struct Fiber {
   unsigned exchanges;
 };
 
+// A warp, or the block where `first` is 0 and `last` all of its threads.
+struct Group {
+  unsigned first, last;
+  unsigned waiting, returned;
+};
+
+// A block that is being run, with its shared memory.
+struct Block {
+  unsigned index;
+  std::vector<Fiber> fibers{kMostThreads};
+  std::array<Group, kMostThreads / kWarp> warps;
+  Group whole;
+  std::map<const void*, std::vector<uint64_t>> shared;
+  int votes;
+};
+
 bool enabled = false;
 int active_fault = 0;
 std::mt19937 random_numbers(1);
 std::set<std::string> entered;
 const char* kernel_name = "no kernel";
 
-// Threads and warps of all blocks that run beside each other have numbers of their own.
-std::vector<Fiber> fibers(kMostBlocks* kMostThreads);
-unsigned current, threads;
+std::array<Block, kMostResident> resident;
+// The fibers that can run: a heap by rank, and by chance where ranks are equal.
+std::vector<std::pair<uint64_t, Fiber*>> ready;
+std::vector<Block*> ended;
+Fiber* current;
+unsigned threads;
 bool in_kernel = false;
 void* scheduler;
 const std::function<void()>* body;
 
-Fiber& self() { return fibers[current]; }
-unsigned warp_of(unsigned fiber) { return fiber / kWarp; }
-unsigned block_of(unsigned fiber) { return fiber / kMostThreads; }
-
-// The block that a number stands for, and its shared memory, by what declares it.
-struct Block {
-  unsigned index;
-  std::map<const void*, std::vector<std::max_align_t>> shared;
-};
-std::array<Block, kMostBlocks> blocks;
-
-void enter_fiber(unsigned fiber) {
-  current = fiber;
-  threadIdx.x = fiber % kMostThreads;
-  blockIdx.x = blocks[block_of(fiber)].index;
+void make_ready(Fiber& fiber) {
+  ready.emplace_back(uint64_t(fiber.rank) << 32 | random_numbers(), &fiber);
+  std::push_heap(ready.begin(), ready.end());
 }
 
-// The fibers that can run, in two lists for each warp. In a quarter of all launches a random fiber
-// goes on. In the others a random one of the list of the highest rank does, so that some warps and
-// blocks run as far ahead of others as barriers let them; the lanes in the second lists, the same
-// ones in all warps, come after all others. Now and then a list gets another rank. (Burckhardt,
-// Kothari, Musuvathi, Nagarakatte, ASPLOS 2010: few priorities find most orderings.)
-class Schedule {
- public:
-  void begin() {
-    is_ranked_ = random_numbers() % 4;
-    blocks_are_ranked_ = random_numbers() % 2;
-    late_lanes_ = uint32_t(random_numbers()) & (random_numbers() % 4 ? ~0u : 0u);
-    rank_anew();
-  }
-
-  void add(unsigned fiber) {
-    ready_[list_of(fiber)].push_back(fiber);
-    ++count_;
-  }
-
-  // Other ranks for all, since those who have not come to a barrier yet have the lowest ones.
-  void rank_anew() {
-    for (uint32_t& rank : block_ranks_) rank = random_numbers() % 4;
-    for (size_t list = 0; list < ranks_.size(); ++list) rank(list);
-  }
-
-  bool is_empty() const { return count_ == 0; }
-
-  unsigned take() {
-    const size_t list = is_ranked_ ? highest() : any();
-    std::vector<unsigned>& fibers = ready_[list];
-    const size_t chosen = below(fibers.size());
-    const unsigned fiber = fibers[chosen];
-    fibers[chosen] = fibers.back();
-    fibers.pop_back();
-    --count_;
-    return fiber;
-  }
-
- private:
-  static constexpr size_t kLists = kMostBlocks * kWarps;  // of each of the two kinds
-
-  static size_t below(size_t count) { return (uint64_t(random_numbers()) * count) >> 32; }
-
-  size_t list_of(unsigned fiber) const {
-    return warp_of(fiber) + (late_lanes_ >> fiber % kWarp & 1 ? kLists : 0);
-  }
-
-  // Second lists have ranks below those of first lists. Where blocks are ranked, a block's lists
-  // are above or below those of another one together.
-  void rank(size_t list) {
-    const uint32_t own = uint32_t(random_numbers()) >> 3;
-    const uint32_t block = blocks_are_ranked_ ? block_ranks_[list % kLists / kWarps] << 29 : 0;
-    ranks_[list] = own | block | (list < kLists ? 1u << 31 : 0u);
-  }
-
-  size_t highest() const {
-    size_t best = ready_.size();
-    for (size_t list = 0; list < ready_.size(); ++list)
-      if (!ready_[list].empty() && (best == ready_.size() || ranks_[list] > ranks_[best]))
-        best = list;
-    return best;
-  }
-
-  // A list with the probability of its share of the fibers.
-  size_t any() const {
-    size_t fiber = below(count_), list = 0;
-    while (fiber >= ready_[list].size()) fiber -= ready_[list++].size();
-    return list;
-  }
-
-  std::array<std::vector<unsigned>, 2 * kLists> ready_;
-  std::array<uint32_t, 2 * kLists> ranks_;
-  size_t count_ = 0;
-  uint32_t late_lanes_ = 0;
-  std::array<uint32_t, kMostBlocks> block_ranks_{};
-  bool is_ranked_ = false, blocks_are_ranked_ = false;
-};
-Schedule schedule;
-
-// Goes on with one of those that can run, or with the scheduler where there is none.
+// Goes on with the first of those that can run, or with the scheduler where there is none or a
+// block has ended.
 void run_another(void** from) {
-  if (schedule.is_empty()) return cuda_on_cpu_switch(from, scheduler);
-  enter_fiber(schedule.take());
-  if (&self().pointer != from) cuda_on_cpu_switch(from, self().pointer);
+  if (ready.empty() || !ended.empty()) return cuda_on_cpu_switch(from, scheduler);
+  std::pop_heap(ready.begin(), ready.end());
+  current = ready.back().second;
+  ready.pop_back();
+  blockIdx.x = current->block->index;
+  threadIdx.x = current->thread;
+  if (&current->pointer != from) cuda_on_cpu_switch(from, current->pointer);
+}
+
+// Who of a block goes ahead, until its next barrier: nobody, some of its warps or some of its
+// threads. A uniform choice at each step would keep all of them close together.
+void draw_ranks(Block& block) {
+  const unsigned kinds[] = {kMostThreads, kMostThreads, kMostThreads, kWarp, 1};
+  const unsigned alike = kinds[random_numbers() % 5];
+  uint32_t rank = 0;
+  for (unsigned t = 0; t < threads; ++t) {
+    if (t % alike == 0) rank = random_numbers();
+    block.fibers[t].rank = rank;
+  }
 }
 
 void run_fiber();
 
-void start_fiber(unsigned number) {
-  Fiber& fiber = fibers[number];
+void start_fiber(Block& block, unsigned thread) {
+  Fiber& fiber = block.fibers[thread];
   if (!fiber.stack) {  // a page that must not be touched, then the stack
     void* memory =
         mmap(nullptr, kPage + kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -198,88 +147,104 @@ void start_fiber(unsigned number) {
   // with its stack 8 bytes off a multiple of 16.
   // Tops at other places within their pages, or all would share a few lines of the cache.
   void** top =
-      reinterpret_cast<void**>(fiber.stack + kStack - number % 256 * 13 * 64 % kSpread) - 2;
+      reinterpret_cast<void**>(fiber.stack + kStack - thread % 256 * 13 * 64 % kSpread) - 2;
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(&run_fiber);
   fiber.pointer = top - 6;
+  fiber.block = &block;
+  fiber.thread = thread;
   fiber.done = false;
   fiber.exchanges = 0;
-  schedule.add(number);
+  make_ready(fiber);
 }
 
 bool of_block(Meeting kind) { return kind == Meeting::kBlock || kind == Meeting::kBlockVote; }
 
-// A warp, or the block where `first` is 0 and `last` all of its threads.
-struct Group {
-  unsigned first, last;
-  unsigned waiting, returned;
-};
-std::array<Group, kMostBlocks * kWarps> warps;
-std::array<Group, kMostBlocks> whole_blocks;
-
 // Once all threads that have not returned wait, they go on, if it is for the same.
-void release_if_complete(Group& group) {
+void release_if_complete(Block& block, Group& group) {
   if (group.waiting == 0 || group.waiting + group.returned < group.last - group.first) return;
+  if (&group == &block.whole) draw_ranks(block);
   Meeting kind = Meeting::kNone;
   for (unsigned t = group.first; t < group.last; ++t) {
-    Fiber& fiber = fibers[t];
+    Fiber& fiber = block.fibers[t];
     if (fiber.done) continue;
     if (kind != Meeting::kNone && kind != fiber.waits) {
-      enter_fiber(t);
+      threadIdx.x = t;
       fail("meets the others at another kind of barrier than they");
     }
     kind = fiber.waits;
-    schedule.add(t);
+    make_ready(fiber);
   }
   if (group.returned > 0 && (kind == Meeting::kShuffle || kind == Meeting::kVote))
     fail("exchanges values with a lane that has returned");
   group.waiting = 0;
-  if (of_block(kind) && random_numbers() % 2) schedule.rank_anew();
 }
 
 void run_fiber() {
   (*body)();
-  Group& warp = warps[warp_of(current)];
-  Group& block = whole_blocks[block_of(current)];
-  self().done = true;
+  Fiber& self = *current;
+  Block& block = *self.block;
+  Group& warp = block.warps[self.thread / kWarp];
+  self.done = true;
   ++warp.returned;
-  ++block.returned;
-  release_if_complete(warp);
-  release_if_complete(block);
-  run_another(&self().pointer);
+  ++block.whole.returned;
+  release_if_complete(block, warp);
+  release_if_complete(block, block.whole);
+  if (block.whole.returned == threads) ended.push_back(&block);
+  run_another(&self.pointer);
 }
 
-// Runs blocks beside each other.
-void run_blocks(const unsigned* indices, unsigned count) {
-  for (unsigned b = 0; b < count; ++b) {
-    const unsigned begin = b * kMostThreads, end = begin + threads;
-    blocks[b] = {indices[b], {}};
-    whole_blocks[b] = {begin, end, 0, 0};
-    for (unsigned first = begin; first < end; first += kWarp)
-      warps[warp_of(first)] = {first, std::min(first + kWarp, end), 0, 0};
-    for (unsigned t = begin; t < end; ++t) start_fiber(t);
+void start_block(Block& block, unsigned index) {
+  block.index = index;
+  block.shared.clear();
+  block.whole = {0, threads, 0, 0};
+  for (unsigned first = 0; first < threads; first += kWarp)
+    block.warps[first / kWarp] = {first, std::min(first + kWarp, threads), 0, 0};
+  draw_ranks(block);
+  for (unsigned t = 0; t < threads; ++t) start_fiber(block, t);
+}
+
+[[noreturn]] void fail_for_those_that_wait() {
+  for (const Block& block : resident) {
+    if (block.whole.returned == threads) continue;
+    blockIdx.x = block.index;
+    for (threadIdx.x = 0; block.fibers[threadIdx.x].done;) ++threadIdx.x;
+    break;
   }
-  run_another(&scheduler);
-  for (unsigned b = 0; b < count; ++b)
-    for (unsigned t = b * kMostThreads; t < b * kMostThreads + threads; ++t) {
-      if (fibers[t].done) continue;
-      enter_fiber(t);
-      fail("waits for ever at a barrier to which not all come");
-    }
+  fail("waits for ever at a barrier to which not all come");
+}
+
+void run_blocks(const std::vector<unsigned>& order) {
+  ready.clear();
+  ended.clear();
+  for (Block& block : resident) block.whole.returned = threads;
+  const size_t most = 1 + random_numbers() % kMostResident;
+  size_t started = 0, done = 0;
+  while (started < std::min(most, order.size())) {
+    start_block(resident[started], order[started]);
+    ++started;
+  }
+  while (done < order.size()) {
+    run_another(&scheduler);
+    if (ended.empty()) fail_for_those_that_wait();
+    Block& block = *ended.back();
+    ended.pop_back();
+    ++done;
+    if (started < order.size()) start_block(block, order[started++]);
+  }
 }
 
 // What this thread and those of its warp bring; all of them have to come.
 template <class Read>
 auto exchange_values(Meeting kind, uint64_t value, Read read) {
-  const unsigned turn = self().exchanges++ % 2;
-  self().values[turn] = value;
+  Fiber& self = *current;
+  const unsigned turn = self.exchanges++ % 2;
+  self.values[turn] = value;
   meet(kind);
-  return read(&fibers[current / kWarp * kWarp], turn);
+  return read(&self.block->fibers[self.thread / kWarp * kWarp], turn);
 }
 
-unsigned lanes_of_warp() {
-  return std::min(kWarp, threads - current % kMostThreads / kWarp * kWarp);
-}
+unsigned lanes_of_warp() { return std::min(kWarp, threads - current->thread / kWarp * kWarp); }
 
 // ---- memory -------------------------------------------------------------------------------------
 
@@ -437,11 +402,13 @@ void check_stream(cudaStream_t stream) {
 bool fault(int number) { return number == active_fault; }
 
 void meet(Meeting kind) {
-  self().waits = kind;
-  Group& group = of_block(kind) ? whole_blocks[block_of(current)] : warps[warp_of(current)];
+  Fiber& self = *current;
+  Block& block = *self.block;
+  self.waits = kind;
+  Group& group = of_block(kind) ? block.whole : block.warps[self.thread / kWarp];
   ++group.waiting;
-  release_if_complete(group);
-  run_another(&self().pointer);
+  release_if_complete(block, group);
+  run_another(&self.pointer);
 }
 
 uint64_t exchange(uint64_t value, unsigned from) {
@@ -461,24 +428,20 @@ unsigned equal_lanes(unsigned mask, uint64_t value, uint64_t wanted) {
 }
 
 int count_in_block(bool vote) {
-  static char here;
-  int& count = *static_cast<int*>(shared_memory(&here, sizeof(int)));
+  int& votes = current->block->votes;
   meet(Meeting::kBlockVote);
-  count = 0;
+  votes = 0;
   meet(Meeting::kBlockVote);
-  count += vote;
+  votes += vote;
   meet(Meeting::kBlockVote);
-  const int result = count;
+  const int result = votes;
   meet(Meeting::kBlockVote);
   return result;
 }
 
-void* shared_memory(const void* declaration, size_t bytes) {
-  auto& memory = blocks[block_of(current)].shared[declaration];
-  if (memory.empty()) {  // what nobody has written differs from run to run
-    memory.resize((bytes + sizeof(std::max_align_t) - 1) / sizeof(std::max_align_t));
-    std::memset(memory.data(), any_filling(), bytes);
-  }
+void* shared_memory(const void* variable, size_t bytes) {
+  std::vector<uint64_t>& memory = current->block->shared[variable];
+  if (memory.empty()) memory.assign(bytes / 8 + 1, 0xa5a5a5a5a5a5a5a5);
   return memory.data();
 }
 
@@ -501,13 +464,7 @@ void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
   std::iota(order.begin(), order.end(), 0u);
   std::shuffle(order.begin(), order.end(), random_numbers);
   in_kernel = true;
-  schedule.begin();
-  for (size_t first = 0; first < order.size();) {
-    const size_t left = order.size() - first, wanted = 1 + random_numbers() % kMostBlocks;
-    const size_t beside = std::min(left, wanted);
-    run_blocks(&order[first], unsigned(beside));
-    first += beside;
-  }
+  run_blocks(order);
   in_kernel = false;
   expect_intact();
 }

@@ -3,6 +3,7 @@
 python tests/cuda_on_cpu/rewrite.py FOLDER      (then PYTHONPATH=FOLDER python -c "import calcops_jit")
 """
 
+import itertools
 import re
 import shutil
 import sys
@@ -22,6 +23,18 @@ def kernels(text):
     return [match[1] for match in _KERNEL.finditer(text)]
 
 
+def barriers():
+    """(source, line) of every barrier, in the order of their fault numbers, which begin with FIRST_BARRIER."""
+    for path in sources():
+        text = path.read_text()
+        for match in _BARRIER.finditer(text):
+            yield path, text.count("\n", 0, match.start()) + 1
+
+
+FIRST_BARRIER = 1000
+# From 16,384 tiles on a block takes several in a row; in the emulation from 8 on, so that small images show it.
+SMALLER = ("ops/warp_perspective/warp_perspective.cu", "tiles / 8192", "tiles / 4")
+_BARRIER = re.compile(r"__sync(?:threads|warp)\(\);")
 _KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(")
 
 
@@ -36,19 +49,14 @@ def _closing(text, start):
 
 
 def _shared(declaration):
-    """A declaration of shared memory as references into what the block has of it."""
-    kind, names = declaration[1].split(maxsplit=1)
-    here = "[] { static char here; return &here; }()"
-    references = []
-    for name in names.split(","):
-        variable, bracket, sizes = name.strip().partition("[")
-        references.append(f"auto& {variable} = cuda_on_cpu::shared<{kind}{bracket}{sizes}>({here});")
-    return " ".join(references)
+    """`__shared__ type a[n], b;` as memory of the block that runs."""
+    kind, names = declaration.groups()
+    variables = re.findall(r"(\w+)((?:\[\w+\])*)", names)
+    return " ".join(f"CUDA_ON_CPU_SHARED({kind}, {name}, {dimensions});" for name, dimensions in variables)
 
 
 def emulated(text):
-    """A CUDA source as C++: launches are calls, shared memory is the block's, and every kernel says its name."""
-    text = re.sub(r"(?<!extern )__shared__ ([^;]+);", _shared, text)
+    """A CUDA source as C++: launches are calls, and every kernel says its name."""
     text = re.sub(
         r"((?:\w+::)*\w+(?:<[^<>;{}]*>)?)\s*<<<(.*?)>>>\s*\(",
         lambda m: f"CUDA_ON_CPU_LAUNCH(({m[1]}), {m[2]})(",
@@ -56,12 +64,13 @@ def emulated(text):
         flags=re.S,
     )
     text = re.sub(r"#pragma unroll.*", "", text)
+    text = re.sub(r"(?<!extern )__shared__\s+(\w+(?:<\w+>)?)\s+([^;]+);", _shared, text)
     for match in reversed(list(_KERNEL.finditer(text))):
         end = _closing(text, match.end())
         if opens := re.match(r"\)\s*\{", text[end:]):  # else a declaration
             at = end + opens.end()
             text = f'{text[:at]} cuda_on_cpu::enter("{match[1]}");{text[at:]}'
-    if left := re.findall(r".*(?:<<<|>>>|extern\s+__shared__|\basm\b|\bcooperative_groups\b).*", text):
+    if left := re.findall(r".*(?:<<<|>>>|__shared__|\basm\b|\bcooperative_groups\b).*", text):
         raise ValueError(f"cuda_on_cpu: cannot emulate {left[0].strip()!r}")
     # PyTorch's headers must not take this for nvcc; the operator's own must.
     own = re.search(r'^#include "', text, re.M)
@@ -80,17 +89,21 @@ def host(text):
 
 def write_checkout(folder, faults=()):
     """The project as it is, but for its CUDA sources; `faults` are (file, what it says, what it says instead), and
-    the instead may ask FAULT whether its own number, from 1, is the one to show."""
+    the instead may ask FAULT whether its own number, from 1, is the one to show. Each barrier is a fault too, which
+    leaves it out: see barriers()."""
     folder = Path(folder)
     shutil.copytree(ROOT / "_calcops_jit", folder / "_calcops_jit", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "calcops_jit.py", folder)
     texts = {path: path.read_text() for path in [*ROOT.glob("ops/*/*"), *ROOT.glob("ops/*.*")] if path.is_file()}
     texts |= {path: path.read_text() for path in sources()}
-    for number, (name, before, after) in enumerate(faults, 1):
+    for number, (name, before, after) in enumerate([SMALLER, *faults]):
         text = texts[ROOT / name]
         if text.count(before) != 1:
             raise ValueError(f"cuda_on_cpu: {name} has {before!r} {text.count(before)} times")
         texts[ROOT / name] = text.replace(before, after.replace("FAULT", f"cuda_on_cpu::fault({number})"))
+    number = itertools.count(FIRST_BARRIER)
+    for path in sources():
+        texts[path] = _BARRIER.sub(lambda m: f"if (!cuda_on_cpu::fault({next(number)})) {m[0]}", texts[path])
     shadow = folder / "_calcops_jit" / "shadow"
     stream = "c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle()"
     if (shadow / "contract.cpp").read_text().count(stream) != 1:
