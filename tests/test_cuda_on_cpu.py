@@ -40,7 +40,7 @@ FAULTS = {
     "a read beyond the end of an input": (
         (FORCE, "next = s + 8 < in.neighbors ?", "next = s + 8 < in.neighbors + FAULT ?"),
         "test_force_cuda_kernels.py::test_gradients",
-        r"cuda_on_cpu: backward_rows, block \d+, thread \d+: (touches memory \d+ bytes beyond the end of a tensor|has)",
+        r"cuda_on_cpu: backward_rows, block \d+, thread \d+: (touches memory|has)",
     ),
     "a shuffle that some lanes do not come to": (
         (
