@@ -235,7 +235,12 @@ class _Look:
         """Return True where there is no compiler, for its files and the system's: they need not be there either."""
         if self._request.tools or folded.startswith("@torch"):
             return False
-        return is_theirs(folded) or folded in self._closure.tools or not os.path.isdir(os.path.dirname(folded))
+        tools = self._closure.tools
+        if is_theirs(folded) or folded in tools:
+            return True
+        prefixes = [self._request.unfold(os.path.dirname(os.path.dirname(tool))) for tool in tools]
+        path = self._request.unfold(folded)
+        return any(path.startswith(prefix + "/") and not os.path.isdir(prefix) for prefix in prefixes)
 
     def compare_absent(self) -> None:
         for folded, entry in self._closure.absent.items():

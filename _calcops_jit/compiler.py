@@ -183,6 +183,20 @@ def _copy(found: cache.Generation, staging: str) -> str:
     return name
 
 
+def progress(staging: str, seconds: float) -> tuple[str, float]:
+    """How far a build in the folder `staging` is after some seconds: (a text, the part that is done, 0 to 1)."""
+    targets = re.findall(r"^build (\S+):", closure.text_of(f"{staging}/build.ninja"), re.MULTILINE)
+    built = re.findall(r"^\d+\t\d+\t\d+\t(.+)\t", closure.text_of(f"{staging}/.ninja_log"), re.MULTILINE)
+    waiting = [target for target in targets if target not in built]
+    name = ""
+    if len(waiting) > 1:
+        name = waiting[0].removesuffix(".o") + " "
+    elif waiting:
+        name = "linking "  # the library is the last target
+    done = len(targets) - len(waiting)
+    return f"[{done}/{len(targets) or '?'}] {name}{seconds:.0f} s", done / (len(targets) or 1)
+
+
 def find_ninja() -> str | None:
     """Path of ninja: on PATH, beside this Python (whose folder need not be on PATH), or in its wheel."""
     folders = [sysconfig.get_path("scripts"), os.path.dirname(sys.executable)]

@@ -18,7 +18,8 @@ from .request import Request
 MAKE_FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
 LINKED = "-Wl,--dependency-file=link.d"  # GNU ld since 2.35, gold, lld, mold
 LINKED_BEFORE_2_35 = "-Wl,-Map=link.map"
-_RUNTIME = re.compile(r"crt\w+\.o$|lib(?:gcc|gcc_eh|\w+_nonshared)\.a$")  # every library is linked with these
+# Every library is linked with these. libpthread.a and its like are empty since glibc 2.34.
+_RUNTIME = re.compile(r"crt\w+\.o$|lib(?:gcc|gcc_eh|pthread|dl|rt|util|\w+_nonshared)\.a$")
 _LINKED_NAME = r"^ +(.+?)(?: \\)?$|^(\S.*):$"  # in a linker's dependency file
 _ASKS = rb"__has_(?:include(?:_next)?|embed)\b(?:\s*\(\s*(?:<([^>\n]+)>|\"([^\"\n]+)\"))?"
 _COMMENT = rb"/\*.*?\*/|//[^\n]*"

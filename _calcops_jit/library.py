@@ -249,7 +249,6 @@ def compile_and(publish: Callable, request: Request, slot: str, reasons: Sequenc
     gives."""
     from . import cache_size, compiler, staging
     from .progress import Progress, say
-    from .remaining_time import RemainingTime
 
     limit = cache_size.bound()  # a wrong one is refused before the build
     title = f"building {request.name}"
@@ -258,8 +257,7 @@ def compile_and(publish: Callable, request: Request, slot: str, reasons: Sequenc
     alone = False
     for _ in range(3):
         with staging.stage(slot) as folder:
-            remaining = RemainingTime(request, slot, folder)
-            with Progress(title, remaining.state) as progress:
+            with Progress(title, lambda seconds: compiler.progress(folder, seconds)) as progress:
                 try:
                     built, closure = compiler.build(request, slot, folder, alone)
                 except Changed:
@@ -270,7 +268,6 @@ def compile_and(publish: Callable, request: Request, slot: str, reasons: Sequenc
                     continue
                 first = _live(request) not in _loaded
                 published = publish(request, slot, folder, built, closure)
-                remaining.learn()
                 progress.outcome = f"built {request.name} in {progress.seconds():.1f} s"
             if first:  # a reload is not to wait for it
                 cache_size.prune(limit)

@@ -152,7 +152,7 @@ def test_clean_leaves_what_is_built_and_what_is_in_use(checkout):
     user.kill()
     user.wait()
     assert checkout.run(MAIN, arguments=["clean"]).err.endswith(f"removed the libraries in {checkout.cache}\n")
-    assert [path.name for path in checkout.cache.iterdir()] == ["seconds"]
+    assert [path.name for path in checkout.cache.iterdir()] == []
 
 
 def test_clean_removes_nothing_but_what_is_the_caches(checkout):
@@ -160,7 +160,7 @@ def test_clean_removes_nothing_but_what_is_the_caches(checkout):
     theirs = checkout.cache / "data-0123456789abcdef/notes"
     theirs.mkdir(parents=True)
     checkout.run(MAIN, arguments=["clean"])
-    assert sorted(path.name for path in checkout.cache.iterdir()) == ["data-0123456789abcdef", "seconds"]
+    assert sorted(path.name for path in checkout.cache.iterdir()) == ["data-0123456789abcdef"]
     assert theirs.exists()
 
 

@@ -1,0 +1,199 @@
+"""What would be linked, included or run first if it appeared is an input; so is every word of the compiler."""
+
+import os
+
+import pytest
+from test_calcops_jit_inputs import ANSWER, Folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(tmp_path)
+
+
+# ---- what is linked ---------------------------------------------------------------------------------------------
+
+EARLIER = {
+    "-L": lambda own: {"extra_ldflags": [f"-L{own}/early", f"-L{own}/late", "-lvalue"]},
+    "-L in two words": lambda own: {"extra_ldflags": ["-L", f"{own}/early", "-L", f"{own}/late", "-lvalue"]},
+    "LIBRARY_PATH": lambda own: {"extra_ldflags": ["-lvalue"], "LIBRARY_PATH": f"{own}/early:{own}/late"},
+    "a file's name": lambda own: {"extra_ldflags": [f"-L{own}/early", f"-L{own}/late", "-l:libvalue.a"]},
+}
+
+
+@pytest.mark.parametrize("early", ["empty", "not there"])
+@pytest.mark.parametrize("searched", EARLIER)
+def test_an_archive_that_appears_in_a_folder_that_is_searched_earlier_is_linked(folder, searched, early):
+    folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
+    folder.archive(1, "late/libvalue.a")
+    if early == "empty":
+        (folder.own / "early").mkdir()
+    options = EARLIER[searched](folder.own)
+    assert folder.loaded(**dict(options)) == 1
+    folder.compiled()
+    assert (folder.loaded(**dict(options)), folder.compiled()) == (1, 0)
+    folder.archive(2, "early/libvalue.a")
+    assert folder.loaded(**dict(options)) == 2
+
+
+def test_a_shared_library_that_appears_beside_an_archive_is_linked(folder):
+    folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
+    folder.archive(1)
+    options = {"extra_ldflags": [f"-L{folder.own}", "-lvalue", f"-Wl,-rpath,{folder.own}"]}
+    assert folder.loaded(**dict(options)) == 1
+    source = folder.put("shared.cpp", "int value() { return 2; }\n")
+    assert os.system(f"c++ -fPIC -shared {source} -o {folder.own}/libvalue.so") == 0
+    assert folder.loaded(**dict(options)) == 2
+
+
+def test_an_object_behind_a_thin_archive_is_an_input(folder):
+    folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
+
+    def compile_value(value):
+        source = folder.put("inner/value.cpp", f"int value() {{ return {value}; }}\n")
+        assert os.system(f"c++ -fPIC -c {source} -o {source}.o") == 0
+
+    compile_value(1)
+    assert os.system(f"cd {folder.own} && ar rcT libthin.a inner/value.cpp.o") == 0
+    options = {"extra_ldflags": [f"{folder.own}/libthin.a"]}
+    assert folder.loaded(**dict(options)) == 1
+    compile_value(2)
+    assert folder.loaded(**dict(options)) == 2
+
+
+# ---- where headers are looked for -------------------------------------------------------------------------------
+
+EARLY, LATE = "early", "late"
+SEARCHED = {
+    "include_paths": lambda own: {"extra_include_paths": [f"{own}/early", f"{own}/late"]},
+    "-I": lambda own: {"extra_cflags": [f"-I{own}/early", f"-I{own}/late"]},
+    "-I in two words": lambda own: {"extra_cflags": ["-I", f"{own}/early", "-I", f"{own}/late"]},
+    "-isystem": lambda own: {"extra_cflags": ["-isystem", f"{own}/early", "-isystem", f"{own}/late"]},
+    "-isystem in one word": lambda own: {"extra_cflags": [f"-isystem{own}/early", f"-isystem{own}/late"]},
+    "-idirafter": lambda own: {"extra_cflags": [f"-idirafter{own}/early", f"-idirafter{own}/late"]},
+    "-I before -isystem": lambda own: {"extra_cflags": ["-isystem", f"{own}/late", f"-I{own}/early"]},
+    "CPATH": lambda own: {"CPATH": f"{own}/early:{own}/late"},
+    "-I before CPATH": lambda own: {"extra_cflags": [f"-I{own}/early"], "CPATH": f"{own}/late"},
+    "a response file": lambda own: {"extra_cflags": [f"@{own}/flags"]},
+}
+
+
+@pytest.mark.parametrize("early", ["empty", "not there", "with a folder of the header's", "with another header"])
+@pytest.mark.parametrize("searched", SEARCHED)
+def test_a_header_that_appears_in_a_folder_that_is_searched_earlier_is_seen(folder, searched, early):
+    header = "inner/value.h" if early.startswith("with a folder") else "value.h"
+    folder.put("mine.cpp", f"#include <{header}>\n" + ANSWER.format("return VALUE;"))
+    folder.put(f"late/{header}", "#define VALUE 1\n")
+    folder.put("flags", f"-I{folder.own}/early -I{folder.own}/late\n")
+    if early != "not there":
+        (folder.own / "early").mkdir()
+    if early.startswith("with a folder"):
+        (folder.own / "early/inner").mkdir()
+    if early == "with another header":
+        folder.put("early/other.h", "")
+    options = SEARCHED[searched](folder.own)
+    assert folder.loaded(**dict(options)) == 1
+    folder.compiled()
+    assert (folder.loaded(**dict(options)), folder.compiled()) == (1, 0)
+    folder.put(f"early/{header}", "#define VALUE 2\n")
+    assert folder.loaded(**dict(options)) == 2
+    (folder.own / "early" / header).unlink()
+    assert folder.loaded(**dict(options)) == 1
+
+
+ASKED = {
+    "plainly": "#if __has_include(<maybe.h>)\n",
+    "with a comment inside": "#if __has_include( /* why */ <maybe.h>)\n",
+    "over two lines": "#if __has_include(\\\n<may\\\nbe.h>)\n",
+    "by a macro that has the call": "#define HAS __has_include(<maybe.h>)\n#if HAS\n",
+    "by a macro that has the name": "#define NAME <maybe.h>\n#if defined(__has_include) && __has_include(NAME)\n",
+    "by a macro with a folder": "#define NAME <inner/maybe.h>\n#if __has_include(NAME)\n",
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_header_that_is_asked_for_but_not_read_is_seen_to_come_and_go(folder, asked):
+    text = ASKED[asked] + "#define VALUE 2\n#else\n#define VALUE 1\n#endif\n"
+    folder.put("mine.cpp", text + ANSWER.format("return VALUE;"))
+    header = folder.put("late/inner/maybe.h" if "folder" in asked else "late/maybe.h", "")
+    options = {"extra_include_paths": [f"{folder.own}/late"]}
+    assert folder.loaded(**dict(options)) == 2
+    header.unlink()
+    assert folder.loaded(**dict(options)) == 1
+    folder.compiled()
+    assert (folder.loaded(**dict(options)), folder.compiled()) == (1, 0)
+    header.touch()
+    assert folder.loaded(**dict(options)) == 2
+
+
+# ---- the compiler's command -------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "a macro in two words": ("g++ -D VALUE=1", "g++ -D VALUE=2"),
+    "a macro in one word": ("g++ -DVALUE=1", "g++ -DVALUE=2"),
+    "a folder in two words": ("g++ -I {own}/one", "g++ -I {own}/two"),
+    "a folder of the environment": ("env CPATH={own}/one g++", "env CPATH={own}/two g++"),
+    "a response file": ("g++ @{own}/one/flags", "g++ @{own}/two/flags"),
+    "an included file": ("g++ -include {own}/one/value.h", "g++ -include {own}/two/value.h"),
+}
+
+
+def valued(folder):
+    folder.put("mine.cpp", "#ifndef VALUE\n#include <value.h>\n#endif\n" + ANSWER.format("return VALUE;"))
+    for value, name in (1, "one"), (2, "two"):
+        folder.put(f"{name}/value.h", f"#define VALUE {value}\n")
+        folder.put(f"{name}/flags", f"-DVALUE={value}\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_word_of_the_compilers_command_counts(folder, command):
+    valued(folder)
+    first, second = (words.format(own=folder.own) for words in COMMANDS[command])
+    assert [folder.loaded(CXX=words) for words in (first, second, first)] == [1, 2, 1]
+    assert folder.compiled() == 0  # the compiler that writes a log is another one
+
+
+@pytest.mark.parametrize(
+    "command, file",
+    [("g++ -I {own}/one", "value.h"), ("env CPATH={own}/one g++", "value.h"), ("g++ @{own}/one/flags", "flags")],
+)
+def test_a_file_that_the_compilers_command_leads_to_is_an_input(folder, command, file):
+    valued(folder)
+    command = command.format(own=folder.own)
+    assert folder.loaded(CXX=command) == 1
+    path = folder.own / "one" / file
+    path.write_text(path.read_text().replace("1", "3"))
+    assert folder.loaded(CXX=command) == 3
+
+
+def test_another_assembler_first_on_path_assembles(folder):
+    """It makes every 1 that is returned a 2."""
+    folder.put("mine.cpp", ANSWER.format("return 1;"))
+    assert folder.loaded() == 1
+    assembler = folder.put("bin/as", "")
+    script = """#!/bin/sh
+for word; do case "$word" in *.s) sed -i 's/movl\t$1, %eax/movl\t$2, %eax/' "$word";; esac; done
+exec /usr/bin/as "$@"
+"""
+    assembler.write_text(script)
+    assembler.chmod(0o755)
+    path = f"{assembler.parent}:{os.environ['PATH']}"
+    assert folder.loaded(PATH=path) == 2
+    assembler.write_text(script.replace("$2,", "$3,"))
+    assert folder.loaded(PATH=path) == 3
+
+
+@pytest.mark.parametrize("environment", [{"PATH": "/nowhere"}, {"CXX": "g++-99"}], ids=["PATH", "CXX"])
+def test_without_a_compiler_an_edited_header_is_never_ignored(folder, tmp_path, environment):
+    header = tmp_path / "elsewhere" / "value.h"
+    header.parent.mkdir()
+    header.write_text("#define VALUE 1\n")
+    folder.put("mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;"))
+    options = {"extra_include_paths": [str(header.parent)], "CXX": "c++"}
+    assert folder.loaded(**dict(options)) == 1
+    child = folder.load(**options | environment)
+    assert child.out == "1\n" and ("CXX=g++-99 is no compiler here" in child.err) == ("CXX" in environment)
+    header.write_text("#define VALUE 2\n")
+    child = folder.load(**options | environment)
+    assert child.code != 0 and "compiler" in child.err and "fix: " in child.err
+    assert folder.loaded(**options) == 2
