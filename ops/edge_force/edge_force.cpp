@@ -20,12 +20,15 @@ Value edge_order(const Value* arguments) {
       Value::call("aten::flatten.using_ints",
                   Value::call("aten::where.ScalarOther", is_edge, edge_index, natoms));
   const Value sorted = Value::call("aten::sort.stable", names, /*stable=*/true, /*dim=*/0);
-  // Counted, since searchsorted has no rule for vmap.
-  const Value none = Value::call("aten::new_zeros", names, Value::list(natoms + 1));
-  const Value counts =
-      Value::call("aten::scatter_add", none, 0, names, Value::call("aten::ones_like", names));
-  const Value last =
-      Value::call("aten::narrow", Value::call("aten::cumsum", counts, 0), 0, 0, natoms);
+  // A row of zeros like `names`: under vmap searchsorted wants all of its tensors mapped, and rows.
+  const Value atoms =
+      Value::call("aten::add.Tensor", Value::call("aten::new_zeros", names, Value::list(1, 1)),
+                  Value::call("aten::arange", natoms, names.dtype(), nullptr, names.device()));
+  const Value rows = Value::call("aten::unsqueeze", sorted.result(0), 0);
+  const Value last = Value::call("aten::squeeze.dim",
+                                 Value::call("aten::searchsorted.Tensor", rows, atoms,
+                                             /*out_int32=*/false, /*right=*/true),
+                                 0);
   const Value ends =
       Value::call("aten::where.ScalarOther",
                   Value::call("aten::lt.Scalar", sorted.result(0), natoms), sorted.result(1), -1);

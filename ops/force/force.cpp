@@ -18,13 +18,13 @@ Value neighbor_index(const Value* arguments) {
                                      Value::call("aten::lt.Scalar", list, rows));
   const Value names = Value::call("aten::where.ScalarOther", is_named, list, rows);
   const Value sorted = Value::call("aten::sort.stable", names, /*stable=*/true, /*dim=*/1);
-  // Counted, since under vmap searchsorted warns or has no rule.
-  const Value none =
-      Value::call("aten::new_zeros", names, Value::list(list_neigh.size(0), rows + 1));
-  const Value counts =
-      Value::call("aten::scatter_add", none, 1, names, Value::call("aten::ones_like", names));
-  const Value ends =
-      Value::call("aten::narrow", Value::call("aten::cumsum", counts, 1), 1, 0, rows);
+  // Rows of zeros like `names`: under vmap searchsorted wants all of its tensors mapped.
+  const Value all =
+      Value::call("aten::add.Tensor",
+                  Value::call("aten::new_zeros", names, Value::list(list_neigh.size(0), 1)),
+                  Value::call("aten::arange", rows, names.dtype(), nullptr, names.device()));
+  const Value ends = Value::call("aten::searchsorted.Tensor", sorted.result(0), all,
+                                 /*out_int32=*/false, /*right=*/true);
   const Value slots =
       Value::call("aten::where.ScalarOther", Value::call("aten::lt.Scalar", sorted.result(0), rows),
                   sorted.result(1), -1);
