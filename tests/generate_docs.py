@@ -36,6 +36,7 @@ _TYPES = {
     "float": ("float", "double", "double"),
     "float?": ("float | None", "std::optional<double>", "std::optional<double>"),
     "float[]": ("Sequence[float]", "at::ArrayRef<double>", "std::vector<double>"),
+    "float[1]?": ("float | Sequence[float] | None", "std::optional<at::ArrayRef<double>>", "std::vector<double>"),
     "float[]?": ("Sequence[float] | None", "std::optional<at::ArrayRef<double>>", "std::vector<double>"),
     "bool": ("bool", "bool", "bool"),
     "str": ("str", "std::string_view", "std::string"),
@@ -43,7 +44,7 @@ _TYPES = {
 
 
 def _types(spelled: str) -> tuple[str, str, str]:
-    return _TYPES[re.sub(r"\[\d+\]", "[]", spelled)]
+    return _TYPES.get(spelled) or _TYPES[re.sub(r"\[\d+\]", "[]", spelled)]
 
 
 def _cpp_value(value) -> str:

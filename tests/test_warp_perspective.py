@@ -190,10 +190,12 @@ def test_a_rotation_by_90_degrees_is_exact_and_dsize_is_height_then_width(device
     assert torch.equal(warp_perspective(image, turn, (8, 5)), torch.rot90(image, -1, (1, 2)))
 
 
-def test_the_default_size_is_8_by_8_and_arguments_go_by_name(device):
-    image = random_image(20, 30).to(device)
-    warp = IDENTITY.to(device)
-    assert torch.equal(warp_perspective(image=image, warp=warp), image[:8, :8])
+def test_arguments_go_by_name_and_one_number_is_the_border_value_of_all_channels(device):
+    image = random_image(2, 20, 30).to(device)
+    warp = SHRUNK.to(device)
+    expected = warp_perspective(image, warp, (8, 9), border_value=[0.5, 0.5])
+    assert torch.equal(warp_perspective(image=image, warp=warp, dsize=(8, 9), border_value=0.5), expected)
+    assert not torch.equal(warp_perspective(image, warp, (8, 9)), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

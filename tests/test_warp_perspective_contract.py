@@ -7,6 +7,32 @@ from reference_warp_perspective import BORDERS, DTYPES, INTERPOLATIONS, SHRUNK, 
 from calcops_jit import warp_perspective
 
 
+def test_without_dsize_the_result_has_the_images_size(device):
+    for shape in (5, 7), (2, 5, 7), (3, 2, 5, 7):
+        image = torch.rand(shape, dtype=torch.float64, device=device, requires_grad=True)
+        matrix = TILTED.to(device, copy=True).requires_grad_()
+        result = warp_perspective(image, matrix)
+        assert torch.equal(result, warp_perspective(image, matrix, (5, 7)))
+        tangents = torch.rand_like(image), torch.rand_like(matrix)
+        _, tangent = torch.func.jvp(warp_perspective, (image, matrix), tangents)
+        _, expected = torch.func.jvp(lambda i, m: warp_perspective(i, m, (5, 7)), (image, matrix), tangents)
+        assert torch.equal(tangent, expected)
+        mapped = torch.vmap(warp_perspective, (None, 0))(image.detach(), torch.stack([matrix.detach()] * 2))
+        assert torch.equal(mapped[1], result)
+    compiled = torch.compile(warp_perspective, fullgraph=True, dynamic=True, backend="eager")
+    assert torch.equal(compiled(image, matrix), result)
+
+
+def test_a_result_that_no_memory_holds_names_dsize():
+    image = torch.rand(5, 7)
+    for dsize in (2**31, 2**31), (2**62, 2), (2**40, 2**20):
+        for device in "cpu", "meta":
+            with pytest.raises(RuntimeError, match="^calcops::warp_perspective: expected `dsize` for which memory"):
+                warp_perspective(image.to(device), TILTED.to(device), dsize)
+    with pytest.raises(RuntimeError, match=r"expected `dsize` \(height, width\), both >= 0, got \[4\]"):
+        warp_perspective(image, TILTED, [4])
+
+
 def test_empty_images_and_results_work(device):
     warp = TILTED.to(device)
     for shape, warp_shape, result_shape in (

@@ -82,7 +82,7 @@ TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1e-2, torch.float32: 1e-5, tor
 
 
 def check(kernels, image, matrix, out, *options):
-    """The forward has the CPU's bits; the backward's sums have another order."""
+    """The forward has the CPU's bits; sums of the backward have another order, a tangent another division."""
     destination = None
     if "transparent" in options:
         destination = torch.full((max(len(image), len(matrix)), image.shape[1], *out), 77).to(image.dtype)
@@ -90,6 +90,13 @@ def check(kernels, image, matrix, out, *options):
     same_bits(kernels(ops.warp_perspective, image, matrix, out, *options, destination), [expected])
     if not image.dtype.is_floating_point:
         return
+    tangent = torch.randn(matrix.shape, generator=torch.Generator().manual_seed(2), dtype=matrix.dtype) * matrix
+    arguments = tangent, image, matrix, out, *options
+    moved = ops._warp_perspective_tangent(*arguments)
+    if moved.numel():
+        error = TOLERANCE[image.dtype] * max(1, moved.abs().nan_to_num().max().item())
+        found = kernels(ops._warp_perspective_tangent, *arguments)[0]
+        torch.testing.assert_close(found, moved, rtol=0, atol=error, equal_nan=True)
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=image.dtype)
     backward = ops._warp_perspective_backward
     for mask in ([True, True], [True, False], [False, True]):

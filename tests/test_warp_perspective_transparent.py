@@ -102,3 +102,14 @@ def test_opcheck_and_torchscript_take_a_destination(device):
     torch.jit.save(scripted, stored)
     stored.seek(0)
     assert torch.equal(torch.jit.load(stored)(image, warp, destination), onto(destination, image, warp))
+
+
+def test_a_destination_that_changes_afterwards_leaves_the_gradients_as_they_are(device):
+    image, destination = random_image(2, 5, 4).to(device), random_image(2, 6, 7, seed=1).to(device)
+    warp = TILTED.to(device, copy=True).requires_grad_()
+    image.requires_grad_()
+    expected = torch.autograd.grad(onto(destination, image, warp).sum(), (image, warp))
+    result = onto(destination, image, warp)
+    destination.zero_()
+    for ours, theirs in zip(torch.autograd.grad(result.sum(), (image, warp)), expected, strict=True):
+        assert torch.equal(ours, theirs)

@@ -237,13 +237,15 @@ namespace calcops {
 ///                float32 or float64; any strides.
 /// warp           [3, 3] or [N, 3, 3]; float32 or float64. Maps (x, y, 1) of the source to the
 ///                destination; only its ratios matter.
-/// dsize          (height, width) of the result - unlike cv2's dsize, which is (width, height).
+/// dsize          (height, width) of the result - unlike cv2's, which is (width, height). Left out:
+///                the image's, as cv2's.
 /// interpolation  "linear", "cubic" (Keys' kernel with a = -0.75) or "nearest" (half to even).
 /// border_mode    what lies outside the image a b c d:  "constant" v v|a b c d|v v,
 ///                "replicate" a a|a b c d|d d,  "reflect" b a|a b c d|d c,
 ///                "reflect_101" c b|a b c d|c b,  "wrap" c d|a b c d|a b,  "transparent": a pixel
 ///                whose source is outside keeps the value it has in `destination`.
-/// border_value   v: one value, or one for each channel; None or [] is 0. Becomes image's dtype.
+/// border_value   v: a float for all channels, or a list with one for each; None or [] is 0. It
+///                becomes image's dtype.
 /// inverse_map    warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
 /// destination    with "transparent", and only then: of the result's shape, image's dtype; it is
 ///                copied, not written to.
@@ -261,8 +263,9 @@ namespace calcops {
 ///
 /// Differentiable to any order in a floating image, in warp and in destination, in reverse and in
 /// forward mode; "nearest" is piecewise constant, its gradient to warp is 0. At a pixel centre,
-/// where "linear" has a kink, the slope is the one from the right. Deterministic on the CPU and on
-/// CUDA; derivatives beyond the first and forward mode run through ATen and follow
+/// where "linear" has a kink, the slope is the one for a growing x or y, whatever the border mode;
+/// with "transparent", in the last column or row, the one for a falling x or y. Deterministic on
+/// the CPU and on CUDA; derivatives beyond the first run through ATen and follow
 /// torch.use_deterministic_algorithms. Autocast changes nothing.
 ///
 /// "opencv4" gives what the wheels of OpenCV 4.9 to 4.12 for x86-64 give, on every processor: it
@@ -274,7 +277,7 @@ namespace calcops {
 inline at::Tensor warp_perspective(
     const at::Tensor& image,
     const at::Tensor& warp,
-    c10::SymIntArrayRef dsize = {8, 8},
+    c10::SymIntArrayRef dsize = {},
     std::string_view interpolation = "linear",
     std::string_view border_mode = "constant",
     std::optional<at::ArrayRef<double>> border_value = std::nullopt,

@@ -362,7 +362,8 @@ void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op
     node->saved.reserve(count);
     for (size_t i = 0; i < count; ++i) {
       node->plain.push_back(call.arguments[i].isTensor() ? IValue() : call.arguments[i]);
-      node->saved.emplace_back(inputs[i], /*is_output=*/false);
+      const bool is_needed = derivatives.depends_on(i);
+      node->saved.emplace_back(is_needed ? inputs[i] : at::Tensor(), /*is_output=*/false);
     }
   }
   if (forward_mode)

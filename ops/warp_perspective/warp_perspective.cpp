@@ -72,12 +72,12 @@ void with_pixel(at::ScalarType type, Function function) {
   type == at::kFloat ? function(float()) : function(double());
 }
 
-Tensor warp_perspective(const Tensor& image, const Tensor& warp, c10::SymIntArrayRef dsize,
+Tensor warp_perspective(const Tensor& image, const Tensor& warp, c10::SymIntArrayRef given_size,
                         std::string_view interpolation, std::string_view border_mode,
                         Doubles border_value, bool inverse_map,
                         const std::optional<Tensor>& destination, std::string_view arithmetic) {
   const Shape shape = check_inputs(kWarp, image, warp);
-  check_dsize(kWarp, dsize);
+  const auto dsize = size_of_result(kWarp, given_size, shape);
   const auto from = arguments_of(kWarp, image, warp, shape, dsize[0], dsize[1], interpolation,
                                  border_mode, border_value, inverse_map);
   check_destination(kWarp, destination.value_or(Tensor()), image, shape, dsize,
@@ -149,6 +149,41 @@ Two warp_perspective_backward(const Tensor& grad, const Tensor& image, const Ten
   return {grad_image.to(type), grad_warp.to(warp.scalar_type())};
 }
 
+// How the result moves with warp along a tangent of its shape and dtype.
+Tensor warp_perspective_tangent(const Tensor& tangent, const Tensor& image, const Tensor& warp,
+                                c10::SymIntArrayRef dsize, std::string_view interpolation,
+                                std::string_view border_mode, Doubles border_value,
+                                bool inverse_map) {
+  const Shape shape = check_inputs(kTangent, image, warp);
+  const at::ScalarType type = image.scalar_type();
+  expect(kTangent, "image", c10::isFloatingType(type), type, "of a floating dtype");
+  expect_dtype_and_device({kTangent, "tangent", tangent}, {kTangent, "warp", warp});
+  expect(kTangent, "tangent", same_shape(tangent.sym_sizes(), warp.sym_sizes()),
+         tangent.sym_sizes(), "of shape ", warp.sym_sizes());
+  check_dsize(kTangent, dsize);
+  const at::ScalarType wide = type == at::kDouble ? at::kDouble : at::kFloat;
+  const auto from = arguments_of(kTangent, image.to(wide), warp, shape, dsize[0], dsize[1],
+                                 interpolation, border_mode, border_value, inverse_map);
+  const Tensor out =
+      at::empty_symint(shape.out(dsize[0], dsize[1]), image.options().dtype(from ? wide : type));
+  if (!from) return out;
+  const Tensor matrices = tangent.to(at::kDouble).contiguous();
+  const auto run = [&](auto real) {
+    using Real = decltype(real);
+    const auto in = from->inputs<Real>();
+    const WarpTangent<Real> along{read<double>(matrices), write<Real>(out, true)};
+    if (image.is_cpu()) return warp_perspective_tangent_cpu(in, along);
+#ifndef CALCOPS_NO_CUDA
+    launch(image, 9 * in.sizes.warp_batch * int64_t(sizeof(double)),
+           [&](void* workspace, cudaStream_t stream) {
+             return warp_perspective_tangent_cuda(in, along, workspace, stream);
+           });
+#endif
+  };
+  wide == at::kFloat ? run(float()) : run(double());
+  return out.to(type);
+}
+
 // Where the pixels of the result come from, in the numbers that the kernels see (CellNumber), and
 // the factor by which they take each matrix, 0 for one that cannot be used.
 Two warp_perspective_cells(const Tensor& warp, c10::SymIntArrayRef size, c10::SymIntArrayRef dsize,
@@ -197,12 +232,11 @@ Two warp_perspective_cells(const Tensor& warp, c10::SymIntArrayRef size, c10::Sy
 // vmap folds its dimension into N, which image and warp get both.
 void vmap_items(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call{op, torch::jit::pop(*stack, op.schema().arguments().size())};
-  const bool backward = call.has("grad");
+  const bool backward = call.has("grad"), along = call.has("tangent");
   const Tensor image = call.tensor("image"), warp = call.tensor("warp");
-  const Shape shape = check_inputs(backward ? kBackward : kWarp, image, warp);
-  if (!backward) {
-    const std::vector<SymInt> dsize = call["dsize"].toSymIntVector();
-    check_dsize(kWarp, dsize);
+  const Shape shape = check_inputs(backward ? kBackward : along ? kTangent : kWarp, image, warp);
+  if (!backward && !along) {
+    const auto dsize = size_of_result(kWarp, call["dsize"].toSymIntVector(), shape);
     check_destination(kWarp, call.tensor("destination"), image, shape, dsize,
                       border_of(kWarp, call["border_mode"].toStringView()));
   }
@@ -213,8 +247,9 @@ void vmap_items(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   };
   call["image"] = items(image_batch(image));
   call["warp"] = items(warp_batch(warp));
+  if (along) call["tangent"] = items(warp_batch(call.tensor("tangent")));
   const char* of_result = backward ? "grad" : "destination";
-  if (const Tensor tensor = call.tensor(of_result); tensor.defined())
+  if (const Tensor tensor = along ? Tensor() : call.tensor(of_result); tensor.defined())
     call[of_result] = tensor.reshape_symint(
         {shape.batch, shape.channels, tensor.sym_size(-2), tensor.sym_size(-1)});
   stack->insert(stack->end(), call.arguments.begin(), call.arguments.end());
@@ -233,14 +268,18 @@ void vmap_items(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 TORCH_LIBRARY_FRAGMENT(calcops, m) {
   define<&warp_perspective, kOfWarp, vmap_items>(
       m,
-      "warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[8, 8], str "
-      "interpolation=\"linear\", str border_mode=\"constant\", float[]? border_value=None, "
+      "warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str "
+      "interpolation=\"linear\", str border_mode=\"constant\", float[1]? border_value=None, "
       "bool inverse_map=False, Tensor? destination=None, str arithmetic=\"exact\") -> Tensor");
   define<&warp_perspective_backward, kOfBackward, vmap_items>(
       m,
       "_warp_perspective_backward(Tensor grad, Tensor image, Tensor warp, str interpolation, "
-      "str border_mode, float[]? border_value, bool inverse_map, bool[2] output_mask) -> "
+      "str border_mode, float[1]? border_value, bool inverse_map, bool[2] output_mask) -> "
       "(Tensor, Tensor)");
+  define<&warp_perspective_tangent, kOfTangent, vmap_items>(
+      m,
+      "_warp_perspective_tangent(Tensor tangent, Tensor image, Tensor warp, SymInt[2] dsize, "
+      "str interpolation, str border_mode, float[]? border_value, bool inverse_map) -> Tensor");
   define<&warp_perspective_cells, kOfCells>(
       m,
       "_warp_perspective_cells(Tensor warp, SymInt[2] size, SymInt[2] dsize, str interpolation, "

@@ -462,6 +462,51 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
+// ---- forward mode -------------------------------------------------------------------------------
+
+// How each map moves: moved [warp_batch, 3, 3].
+template <class Real>
+__global__ void __launch_bounds__(kThreads)
+    moved_kernel(WarpInputs<Real> in, const double* tangent, double* moved) {
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < in.sizes.warp_batch; i += step)
+    homography_tangent(homography_of(in, i), tangent + 9 * i, in.sizes.inverse_map, moved + 9 * i);
+}
+
+template <int kTaps, class Real>
+__global__ void __launch_bounds__(kThreads, 2)
+    tangent_kernel(WarpInputs<Real> in, Real* out, Channels channels, Runs runs,
+                   const double* moved) {
+  __shared__ Homography room;
+  SharedHomography shared(room);
+  const WarpSizes& sizes = in.sizes;
+  const Tiles tiles(sizes.out_height, sizes.out_width);
+  visit_run(runs, blockIdx.x, tiles, [&](int64_t n, int64_t x, int64_t y) {
+    const int64_t u = x * kTileWidth + thread_x(), v = y * kTileHeight + thread_y();
+    const Homography& map = shared.of(in, n);
+    Source source;
+    Cell<kTaps> cell;
+    const bool has_source = find_cell(sizes, sizes.border, map, u, v, source, cell);
+    if (u >= sizes.out_width || v >= sizes.out_height) return;
+    // A nearest pixel does not move.
+    const bool moves = has_source && sizes.interpolation != Interpolation::kNearest;
+    Slope motion{};
+    if (moves) {
+      const double* m = moved + (sizes.warp_batch == 1 ? 0 : 9 * n);
+      motion = motion_of(m, row_of(m, static_cast<double>(v)), source.x, source.y, 1 / source.w,
+                         static_cast<double>(u));
+    }
+    const int64_t plane_size = sizes.out_height * sizes.out_width;
+    Real* to = out + (n * sizes.channels + channels.first) * plane_size + v * sizes.out_width + u;
+    for (int64_t c = 0; c < channels.count; ++c, to += plane_size) {
+      Slope slope{};
+      if (moves)
+        slope = sample_slope(make_plane(in, n, channels.first + c, channels.border[c]), cell);
+      *to = moves ? static_cast<Real>(fma(slope.x, motion.x, slope.y * motion.y)) : 0;
+    }
+  });
+}
+
 // Blocks of a launch, 0 where there are more than a grid may have.
 unsigned grid_of(int64_t blocks) {
   return blocks <= std::numeric_limits<int32_t>::max() ? static_cast<unsigned>(blocks) : 0;
@@ -605,6 +650,24 @@ cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,
   return cudaGetLastError();
 }
 
+template <class Real>
+cudaError_t warp_perspective_tangent_cuda(const WarpInputs<Real>& in,
+                                          const WarpTangent<Real>& tangent, void* workspace,
+                                          cudaStream_t stream) {
+  const WarpSizes& sizes = in.sizes;
+  double* moved = static_cast<double*>(workspace);
+  const Runs runs(sizes.batch * Tiles(sizes.out_height, sizes.out_width).count);
+  if (runs.tiles > 0)
+    moved_kernel<<<grid_of(divide_up(sizes.warp_batch, kThreads)), kThreads, 0, stream>>>(
+        in, tangent.warp, moved);
+  const bool cubic = sizes.interpolation == Interpolation::kCubic;
+  const auto kernel = cubic ? tangent_kernel<4, Real> : tangent_kernel<2, Real>;
+  for (int64_t first = 0; first < sizes.channels && runs.tiles > 0; first += Channels::kMost)
+    kernel<<<grid_of(runs.blocks), kThreads, 0, stream>>>(in, tangent.out, channels_from(in, first),
+                                                          runs, moved);
+  return cudaGetLastError();
+}
+
 template cudaError_t warp_perspective_cuda(const WarpInputs<uint8_t>&, uint8_t*, cudaStream_t);
 template cudaError_t warp_perspective_cuda(const WarpInputs<uint16_t>&, uint16_t*, cudaStream_t);
 template cudaError_t warp_perspective_cuda(const WarpInputs<int16_t>&, int16_t*, cudaStream_t);
@@ -627,5 +690,9 @@ template cudaError_t warp_perspective_backward_cuda(const WarpInputs<float>&,
 template cudaError_t warp_perspective_backward_cuda(const WarpInputs<double>&,
                                                     const WarpGradients<double>&, void*,
                                                     cudaStream_t);
+template cudaError_t warp_perspective_tangent_cuda(const WarpInputs<float>&,
+                                                   const WarpTangent<float>&, void*, cudaStream_t);
+template cudaError_t warp_perspective_tangent_cuda(const WarpInputs<double>&,
+                                                   const WarpTangent<double>&, void*, cudaStream_t);
 
 }  // namespace calcops

@@ -29,13 +29,15 @@ namespace calcops {
 ///                float32 or float64; any strides.
 /// warp           [3, 3] or [N, 3, 3]; float32 or float64. Maps (x, y, 1) of the source to the
 ///                destination; only its ratios matter.
-/// dsize          (height, width) of the result - unlike cv2's dsize, which is (width, height).
+/// dsize          (height, width) of the result - unlike cv2's, which is (width, height). Left out:
+///                the image's, as cv2's.
 /// interpolation  "linear", "cubic" (Keys' kernel with a = -0.75) or "nearest" (half to even).
 /// border_mode    what lies outside the image a b c d:  "constant" v v|a b c d|v v,
 ///                "replicate" a a|a b c d|d d,  "reflect" b a|a b c d|d c,
 ///                "reflect_101" c b|a b c d|c b,  "wrap" c d|a b c d|a b,  "transparent": a pixel
 ///                whose source is outside keeps the value it has in `destination`.
-/// border_value   v: one value, or one for each channel; None or [] is 0. Becomes image's dtype.
+/// border_value   v: a float for all channels, or a list with one for each; None or [] is 0. It
+///                becomes image's dtype.
 /// inverse_map    warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
 /// destination    with "transparent", and only then: of the result's shape, image's dtype; it is
 ///                copied, not written to.
@@ -53,8 +55,9 @@ namespace calcops {
 ///
 /// Differentiable to any order in a floating image, in warp and in destination, in reverse and in
 /// forward mode; "nearest" is piecewise constant, its gradient to warp is 0. At a pixel centre,
-/// where "linear" has a kink, the slope is the one from the right. Deterministic on the CPU and on
-/// CUDA; derivatives beyond the first and forward mode run through ATen and follow
+/// where "linear" has a kink, the slope is the one for a growing x or y, whatever the border mode;
+/// with "transparent", in the last column or row, the one for a falling x or y. Deterministic on
+/// the CPU and on CUDA; derivatives beyond the first run through ATen and follow
 /// torch.use_deterministic_algorithms. Autocast changes nothing.
 ///
 /// "opencv4" gives what the wheels of OpenCV 4.9 to 4.12 for x86-64 give, on every processor: it
@@ -96,6 +99,12 @@ struct WarpGradients {
   double* grad_warp;  // [warp_batch, 3, 3]; nullptr: not wanted
 };
 
+template <class Real>
+struct WarpTangent {
+  const double* warp;  // [warp_batch, 3, 3], the tangent of the matrices
+  Real* out;           // [N, C, h, w], that of the result
+};
+
 // What the derivatives of a derivative have to know of a destination pixel: its source, how far
 // that is from the tap before it and the slope along both axes, and the columns, then the rows, of
 // its taps, -1 outside. All are 0 where there is no source.
@@ -117,6 +126,9 @@ template <class Pixel>
 void warp_perspective_opencv4_cpu(const WarpInputs<Pixel>& in, Pixel* out);
 template <class Real>
 void warp_perspective_backward_cpu(const WarpInputs<Real>& in, const WarpGradients<Real>& to);
+// How the result moves with the matrices.
+template <class Real>
+void warp_perspective_tangent_cpu(const WarpInputs<Real>& in, const WarpTangent<Real>& tangent);
 // cells [warp_batch, cell_numbers, h * w]; scale [warp_batch], 0 of a matrix that has no source.
 void warp_perspective_cells_cpu(const WarpSizes& sizes, const double* warp, double* cells,
                                 double* scale);
@@ -128,6 +140,11 @@ template <class Pixel>
 cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaStream_t stream);
 template <class Pixel>
 cudaError_t warp_perspective_opencv4_cuda(const WarpInputs<Pixel>& in, Pixel* out,
+                                          cudaStream_t stream);
+// workspace: [warp_batch, 3, 3] doubles, any content.
+template <class Real>
+cudaError_t warp_perspective_tangent_cuda(const WarpInputs<Real>& in,
+                                          const WarpTangent<Real>& tangent, void* workspace,
                                           cudaStream_t stream);
 // Bytes of device memory that the backward works in; any content, 8-byte aligned.
 int64_t warp_perspective_backward_cuda_workspace(const WarpSizes& sizes);

@@ -1,10 +1,12 @@
-// CPU kernels of warp_perspective: the gradients.
+// CPU kernels of warp_perspective: the derivatives.
 //
-// That of the matrix is a sum over the destination, which is walked as in the forward. That of the
-// image is computed tile by tile of the image: what of each row of the destination falls on a tile
-// is cut out and added in float64, in an order that depends on sizes and matrices alone.
+// Those along the matrix walk the destination as the forward does: its gradient is a sum over the
+// pixels, and forward mode gives a number of each. The gradient of the image is computed tile by
+// tile of the image: what of each row of the destination falls on a tile is cut out and added in
+// float64, in an order that depends on sizes and matrices alone.
 #include <limits>
 
+#include "memory.h"
 #include "warp_perspective/warp_perspective_rows.h"
 
 namespace calcops {
@@ -32,23 +34,10 @@ class Sum {
   double lanes_[kLanes] = {};
 };
 
-// The 4 x 4 taps around the pixel at an offset, which are all in the image.
-template <class Pixel, class Real>
-void read_inside(const Plane<Pixel>& plane, int64_t offset, Real (&tap)[4][4]) {
-  const Pixel* row = plane.data + offset - plane.stride_y - plane.stride_x;
-  for (int y = 0; y < 4; ++y, row += plane.stride_y) {
-    if (plane.stride_x == 1)
-      for (int x = 0; x < 4; ++x) tap[y][x] = row[x];
-    else
-      for (int x = 0; x < 4; ++x) tap[y][x] = row[x * plane.stride_x];
-  }
-}
-
-// A run of pixels whose taps are all inside: where they come from, and the gradients of that.
+// A run of pixels whose taps are all inside: where they come from.
 struct Positions {
   Taps<double> taps;
   double x[kTileWidth], y[kTileWidth], reciprocal[kTileWidth];  // the last of W
-  double grad_x[kTileWidth], grad_y[kTileWidth];
 
   void locate(const double* m, const Row& row, const int64_t* stride, int64_t u, int64_t count) {
     const Strides strides(stride[2], stride[3], 0);
@@ -73,34 +62,70 @@ struct Positions {
       reciprocal[i] = 1 / source.w;
     }
 #endif
-    std::fill_n(grad_x, count, 0);
-    std::fill_n(grad_y, count, 0);
   }
 
+  // As slope_of_taps() of 4 x 4 taps, in the same order; the four columns of a pixel are a vector.
   template <class Real>
-  void add_cubic(const Plane<Real>& plane, const Real* grad, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-      double tap[4][4];
-      read_inside(plane, taps.offset[i], tap);
-      const Slope slope = slope_of_taps(tap, taps.weight_x[i], taps.weight_y[i]);
-      grad_x[i] = fma(grad[i], slope.x, grad_x[i]);
-      grad_y[i] = fma(grad[i], slope.y, grad_y[i]);
+  void cubic_slopes(const Plane<Real>& plane, int64_t count, double* along_x,
+                    double* along_y) const {
+    typedef double Four __attribute__((vector_size(4 * sizeof(double))));
+    double of_x[2][4][kTileWidth], of_y[2][4][kTileWidth];  // the weights, their derivatives
+    for (int i = 0; i < static_cast<int>(count); ++i) {
+      double weight[4], slope[4];
+      const auto store = [&](double fraction, double (&to)[2][4][kTileWidth]) {
+        weights_of(fraction, weight);
+        slopes_of(fraction, slope);
+        for (int k = 0; k < 4; ++k) {
+          to[0][k][i] = weight[k];
+          to[1][k][i] = slope[k];
+        }
+      };
+      store(taps.weight_x[i], of_x);
+      store(taps.weight_y[i], of_y);
     }
+    double down[2][kTileWidth][4];
+    for (int64_t i = 0; i < count; ++i) {
+      const Real* from = plane.data + taps.offset[i] - plane.stride_y - plane.stride_x;
+      Four sum[2] = {};
+      for (int y = 0; y < 4; ++y, from += plane.stride_y) {
+        const Four row = read_four<Four>(from, plane.stride_x);
+        for (int which = 0; which < 2; ++which) {
+          const Four weight = of_y[which][y][i] - Four{};
+          sum[which] = multiply_add(weight, weight != 0 ? row : Four{}, sum[which]);
+        }
+      }
+      std::memcpy(down[0][i], &sum[0], sizeof sum[0]);
+      std::memcpy(down[1][i], &sum[1], sizeof sum[1]);
+    }
+    const auto across = [&](const double (&of_x)[4][kTileWidth],
+                            const double (&down)[kTileWidth][4], double* along) {
+      for (int64_t i = 0; i < count; ++i) {
+        double sum = 0;
+        for (int x = 0; x < 4; ++x) {
+          const double weight = of_x[x][i];
+          sum = fma(weight, weight != 0 ? down[i][x] : 0, sum);
+        }
+        along[i] = sum;
+      }
+    };
+    across(of_x[1], down[0], along_x);
+    across(of_x[0], down[1], along_y);
   }
 
-  template <class Real>
-  void add_linear(const Plane<Real>& plane, const Real* grad, int64_t count) {
+  // visit(i, slope) for the slope of the plane at each of them.
+  template <class Real, class Visit>
+  void slopes(const Plane<Real>& plane, bool cubic, int64_t count, const Visit& visit) const {
+    if (cubic) {
+      double along_x[kTileWidth], along_y[kTileWidth];
+      cubic_slopes(plane, count, along_x, along_y);
+      for (int64_t i = 0; i < count; ++i) visit(i, Slope{along_x[i], along_y[i]});
+      return;
+    }
     Pairs<Real> pairs;
     pairs.read(plane, taps.offset, count);
-    // As sample_slope.
-    for (int64_t i = 0; i < count; ++i) {
-      const double along_x = taps.weight_x[i], along_y = taps.weight_y[i], g = grad[i];
-      const double a = pairs.above[2 * i], b = pairs.above[2 * i + 1], c = pairs.below[2 * i],
-                   d = pairs.below[2 * i + 1];
-      const double bottom = along_y > 0 ? d - c : 0, right = along_x > 0 ? d - b : 0;
-      grad_x[i] = fma(g, fma(along_y, bottom, (1 - along_y) * (b - a)), grad_x[i]);
-      grad_y[i] = fma(g, fma(along_x, right, (1 - along_x) * (c - a)), grad_y[i]);
-    }
+    for (int64_t i = 0; i < count; ++i)
+      visit(i, slope_of_taps(pairs.above[2 * i], pairs.above[2 * i + 1], pairs.below[2 * i],
+                             pairs.below[2 * i + 1], taps.weight_x[i], taps.weight_y[i]));
   }
 };
 
@@ -111,6 +136,7 @@ struct MatrixGradient {
   const WarpGradients<Real>& to;
   const Homography& map;
   int64_t n;
+  const bool is_cubic = in.sizes.interpolation == Interpolation::kCubic;
   double grad_m[9] = {};
   Positions positions;
 
@@ -138,20 +164,21 @@ struct MatrixGradient {
   void add_inside(const Row& row, int64_t v, int64_t begin, int64_t end) {
     const int64_t count = end - begin;
     positions.locate(map.m, row, in.image_stride, begin, count);
+    double grad_x[kTileWidth] = {}, grad_y[kTileWidth] = {};
     for (int64_t c = 0; c < in.sizes.channels; ++c) {
-      const Plane<Real> plane = make_plane(in, n, c, in.border_value[c]);
       const Real* grad = to.grad + output_offset(in.sizes, n, c, v) + begin;
-      if (in.sizes.interpolation == Interpolation::kCubic)
-        positions.add_cubic(plane, grad, count);
-      else
-        positions.add_linear(plane, grad, count);
+      positions.slopes(make_plane(in, n, c, in.border_value[c]), is_cubic, count,
+                       [&](int64_t i, const Slope& slope) {
+                         grad_x[i] = fma(grad[i], slope.x, grad_x[i]);
+                         grad_y[i] = fma(grad[i], slope.y, grad_y[i]);
+                       });
     }
     // As project_backward: row k of m receives g[k] times u, v and 1.
     double g[3][kTileWidth], along_u[3][kTileWidth];
     const double first = static_cast<double>(begin);
     for (int i = 0; i < static_cast<int>(count); ++i) {
-      g[0][i] = positions.grad_x[i] * positions.reciprocal[i];
-      g[1][i] = positions.grad_y[i] * positions.reciprocal[i];
+      g[0][i] = grad_x[i] * positions.reciprocal[i];
+      g[1][i] = grad_y[i] * positions.reciprocal[i];
       g[2][i] = -fma(g[0][i], positions.x[i], g[1][i] * positions.y[i]);
       for (int k = 0; k < 3; ++k) along_u[k][i] = g[k][i] * (first + i);
     }
@@ -166,37 +193,44 @@ struct MatrixGradient {
   }
 };
 
+// Calls strip.add_inside(row, v, begin, end) and strip.add_edge<taps>(...) for the pixels of a
+// strip of rows, from `top` on, that may have a source.
+template <class Strip>
+void visit_strip(Strip& strip, const WarpSizes& sizes, int64_t top) {
+  const int64_t bottom = std::min(top + kTileHeight, sizes.out_height);
+  const bool cubic = sizes.interpolation == Interpolation::kCubic;
+  Row rows[kTileHeight];
+  Cut cuts[kTileHeight];
+  for (int64_t v = top; v < bottom; ++v) {
+    rows[v - top] = row_of(strip.map.m, static_cast<double>(v));
+    cuts[v - top] = cut_row(strip.map, rows[v - top], sizes);
+  }
+  for (int64_t left = 0; left < sizes.out_width; left += kTileWidth)
+    for (int64_t v = top; v < bottom; ++v)
+      cuts[v - top].visit(left, std::min(left + kTileWidth, sizes.out_width),
+                          [&](Part part, int64_t begin, int64_t end) {
+                            const Row& row = rows[v - top];
+                            if (part == Part::kInside)
+                              strip.add_inside(row, v, begin, end);
+                            else if (part == Part::kEdge)
+                              cubic ? strip.template add_edge<4>(row, v, begin, end)
+                                    : strip.template add_edge<2>(row, v, begin, end);
+                          });
+}
+
 template <class Real>
 void matrix_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
                      const std::vector<Homography>& maps) {
   const WarpSizes& sizes = in.sizes;
   const int64_t strips = divide_up(sizes.out_height, kTileHeight);
   std::vector<double> parts(sizes.batch * strips * 9);
-  const bool cubic = sizes.interpolation == Interpolation::kCubic;
   // A nearest pixel does not move.
   const bool moves = sizes.interpolation != Interpolation::kNearest;
   for_each(moves ? sizes.batch * strips : 0, 1, [&](int64_t i) {
-    const int64_t n = i / strips, top = i % strips * kTileHeight;
-    const int64_t bottom = std::min(top + kTileHeight, sizes.out_height);
+    const int64_t n = i / strips;
     MatrixGradient<Real> strip(in, to, map_of(maps, n), n);
     if (!strip.map.valid) return;
-    Row rows[kTileHeight];
-    Cut cuts[kTileHeight];
-    for (int64_t v = top; v < bottom; ++v) {
-      rows[v - top] = row_of(strip.map.m, static_cast<double>(v));
-      cuts[v - top] = cut_row(strip.map, rows[v - top], sizes);
-    }
-    for (int64_t left = 0; left < sizes.out_width; left += kTileWidth)
-      for (int64_t v = top; v < bottom; ++v)
-        cuts[v - top].visit(left, std::min(left + kTileWidth, sizes.out_width),
-                            [&](Part part, int64_t begin, int64_t end) {
-                              const Row& row = rows[v - top];
-                              if (part == Part::kInside)
-                                strip.add_inside(row, v, begin, end);
-                              else if (part == Part::kEdge)
-                                cubic ? strip.template add_edge<4>(row, v, begin, end)
-                                      : strip.template add_edge<2>(row, v, begin, end);
-                            });
+    visit_strip(strip, sizes, i % strips * kTileHeight);
     std::copy_n(strip.grad_m, 9, parts.data() + 9 * i);
   });
   for (int64_t w = 0; w < sizes.warp_batch; ++w) {
@@ -207,6 +241,67 @@ void matrix_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
     homography_backward(maps[w], grad_m, sizes.inverse_map, to.grad_warp + 9 * w);
   }
 }
+
+// The tangent of some rows of the result, where m moves along `moved`. What has no source is 0
+// already.
+template <class Real>
+struct ResultTangent {
+  const WarpInputs<Real>& in;
+  Real* out;
+  const Homography& map;
+  double moved[9];
+  int64_t n;
+  const bool is_cubic = in.sizes.interpolation == Interpolation::kCubic;
+  Positions positions;
+
+  ResultTangent(const WarpInputs<Real>& in, const WarpTangent<Real>& tangent, const Homography& map,
+                int64_t n)
+      : in(in), out(tangent.out), map(map), n(n) {
+    const double* warp = tangent.warp + (in.sizes.warp_batch == 1 ? 0 : 9 * n);
+    homography_tangent(map, warp, in.sizes.inverse_map, moved);
+  }
+
+  template <int kTaps>
+  [[gnu::noinline]] void add_edge(const Row& row, int64_t v, int64_t begin, int64_t end) {
+    const Row of_moved = row_of(moved, static_cast<double>(v));
+    for (int64_t u = begin; u < end; ++u) {
+      Source source;
+      Cell<kTaps> cell{};
+      if (!find_cell(map, row, u, in.sizes, source, cell)) continue;
+      const Slope motion =
+          motion_of(moved, of_moved, source.x, source.y, 1 / source.w, static_cast<double>(u));
+      for (int64_t c = 0; c < in.sizes.channels; ++c) {
+        const Slope slope = sample_slope(make_plane(in, n, c, in.border_value[c]), cell);
+        out[output_offset(in.sizes, n, c, v) + u] = along(slope, motion);
+      }
+    }
+  }
+
+  void add_inside(const Row& row, int64_t v, int64_t begin, int64_t end) {
+    const int64_t count = end - begin;
+    positions.locate(map.m, row, in.image_stride, begin, count);
+    const Row of_moved = row_of(moved, static_cast<double>(v));
+    double motion_x[kTileWidth], motion_y[kTileWidth];
+    const double first = static_cast<double>(begin);
+    for (int i = 0; i < static_cast<int>(count); ++i) {
+      const Slope motion = motion_of(moved, of_moved, positions.x[i], positions.y[i],
+                                     positions.reciprocal[i], first + i);
+      motion_x[i] = motion.x;
+      motion_y[i] = motion.y;
+    }
+    for (int64_t c = 0; c < in.sizes.channels; ++c) {
+      Real* to = out + output_offset(in.sizes, n, c, v) + begin;
+      positions.slopes(
+          make_plane(in, n, c, in.border_value[c]), is_cubic, count,
+          [&](int64_t i, const Slope& slope) { to[i] = along(slope, {motion_x[i], motion_y[i]}); });
+    }
+  }
+
+ private:
+  static Real along(const Slope& slope, const Slope& motion) {
+    return static_cast<Real>(fma(slope.x, motion.x, slope.y * motion.y));
+  }
+};
 
 // ---- the image ----------------------------------------------------------------------------------
 
@@ -536,8 +631,27 @@ void warp_perspective_backward_cpu(const WarpInputs<Real>& in, const WarpGradien
   if (to.grad_image) image_gradient(in, to, maps);
 }
 
+template <class Real>
+void warp_perspective_tangent_cpu(const WarpInputs<Real>& in, const WarpTangent<Real>& tangent) {
+  const WarpSizes& sizes = in.sizes;
+  const std::vector<Homography> maps = make_homographies(in);
+  const int64_t strips = divide_up(sizes.out_height, kTileHeight);
+  const bool moves = sizes.interpolation != Interpolation::kNearest;
+  prefer_large_pages(tangent.out, output_offset(sizes, sizes.batch, 0, 0));
+  for_each(sizes.batch * strips, 1, [&](int64_t i) {
+    const int64_t n = i / strips, top = i % strips * kTileHeight;
+    const int64_t rows = std::min(kTileHeight, sizes.out_height - top);
+    for (int64_t c = 0; c < sizes.channels; ++c)
+      std::fill_n(tangent.out + output_offset(sizes, n, c, top), rows * sizes.out_width, Real(0));
+    ResultTangent<Real> strip(in, tangent, map_of(maps, n), n);
+    if (moves && strip.map.valid) visit_strip(strip, sizes, top);
+  });
+}
+
 template void warp_perspective_backward_cpu(const WarpInputs<float>&, const WarpGradients<float>&);
 template void warp_perspective_backward_cpu(const WarpInputs<double>&,
                                             const WarpGradients<double>&);
+template void warp_perspective_tangent_cpu(const WarpInputs<float>&, const WarpTangent<float>&);
+template void warp_perspective_tangent_cpu(const WarpInputs<double>&, const WarpTangent<double>&);
 
 }  // namespace calcops

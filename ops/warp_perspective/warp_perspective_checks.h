@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <string_view>
 
 #include "calcops/expect.h"
@@ -15,6 +16,7 @@ using c10::SymInt;
 
 constexpr const char* kWarp = "calcops::warp_perspective";
 constexpr const char* kBackward = "calcops::_warp_perspective_backward";
+constexpr const char* kTangent = "calcops::_warp_perspective_tangent";
 constexpr const char* kCells = "calcops::_warp_perspective_cells";
 
 inline Border border_of(const char* op, std::string_view border_mode) {
@@ -121,6 +123,20 @@ inline Shape check_inputs(const char* op, const Tensor& image, const Tensor& war
          warp.sym_sizes(), "with N = 1 or that of `image`, ", shape.image_batch);
   shape.batch = one_image.guard_bool(__FILE__, __LINE__) ? shape.warp_batch : shape.image_batch;
   return shape;
+}
+
+// The height and width of the result: the image's where `dsize` is empty. A result of which nobody
+// has the memory is refused here, as long as its size is known.
+inline std::array<SymInt, 2> size_of_result(const char* op, c10::SymIntArrayRef dsize,
+                                            const Shape& shape) {
+  if (dsize.empty()) return {shape.height, shape.width};
+  check_dsize(op, dsize);
+  int64_t bytes = 8;
+  bool fits = true;
+  for (const SymInt& size : {shape.batch, shape.channels, dsize[0], dsize[1]})
+    fits &= !__builtin_mul_overflow(bytes, size.maybe_as_int().value_or(1), &bytes);
+  expect(op, "dsize", fits && bytes < int64_t(1) << 47, dsize, "for which memory suffices");
+  return {dsize[0], dsize[1]};
 }
 
 // What OpenCV 4 takes.

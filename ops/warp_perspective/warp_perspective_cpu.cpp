@@ -81,31 +81,6 @@ void sample_edge(const Tile<Pixel, Weight>& tile, int64_t v, int64_t begin, int6
   }
 }
 
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors do not leave the unit
-// Each number's fma: an expression a * b + c need not be one.
-template <class Vector>
-Vector multiply_add(const Vector& a, const Vector& b, const Vector& c) {
-  Vector sum;
-  for (size_t k = 0; k < sizeof a / sizeof a[0]; ++k) sum[k] = fma(a[k], b[k], c[k]);
-  return sum;
-}
-
-// Four pixels of a row as numbers.
-template <class Four, class Pixel>
-Four read_four(const Pixel* from, int64_t stride) {
-  Four four;
-  if constexpr (std::is_arithmetic_v<Pixel>) {
-    if (stride == 1) {
-      typedef Pixel Pixels __attribute__((vector_size(4 * sizeof(Pixel))));
-      Pixels pixels;
-      std::memcpy(&pixels, from, sizeof pixels);
-      return __builtin_convertvector(pixels, Four);
-    }
-  }
-  for (int x = 0; x < 4; ++x) four[x] = from[x * stride];
-  return four;
-}
-
 template <class Pixel, class Real>
 void blend(const Pairs<Pixel>& pairs, const Real* weight_x, const Real* weight_y, int64_t count,
            Pixel* out) {

@@ -107,14 +107,32 @@ class Positions {
     }
   }
 
-  // The tangent of the result where warp moves along `tangent` [N or 1, 3, 3].
-  Tensor jvp(const Tensor& tangent) const {
-    const Motion move = motion(tangent);
+  // How the tangent of the result along `tangent` [N or 1, 3, 3] moves with warp along `other`.
+  Tensor second(const Tensor& tangent, const Tensor& other) const {
+    const Motion move = motion(tangent), turn = motion(other);
     const Tensor along_x = sum(x_.first, y_.weight), along_y = sum(x_.weight, y_.first);
-    return at::where(valid_, along_x.mul(move.x).add(along_y.mul(move.y)), 0.0);
+    const Tensor twist = sum(x_.first, y_.first);
+    Tensor of_x = twist.mul(turn.y), of_y = twist.mul(turn.x);
+    if (!x_.second.empty()) {
+      of_x = of_x.add(sum(x_.second, y_.weight).mul(turn.x));
+      of_y = of_y.add(sum(x_.weight, y_.second).mul(turn.y));
+    }
+    // move = (X' - x W', Y' - y W') / W, of which x, y and W move with `other`, and so do X', Y',
+    // W' where m is an adjugate.
+    Tensor bend_x = turn.x.mul(move.w).add(move.x.mul(turn.w)).neg();
+    Tensor bend_y = turn.y.mul(move.w).add(move.y.mul(turn.w)).neg();
+    if (!inverse_map_) {
+      const Tensor p = cross_rows(tangent.mul(scale_), other.mul(scale_)).mT().matmul(grid_);
+      const Tensor bend = p.narrow(1, 0, 2).sub(xy_.mul(p.narrow(1, 2, 1)));
+      bend_x = bend_x.add(bend.narrow(1, 0, 1));
+      bend_y = bend_y.add(bend.narrow(1, 1, 1));
+    }
+    const Tensor moved = of_x.mul(move.x).add(of_y.mul(move.y));
+    const Tensor bent = along_x.mul(bend_x).add(along_y.mul(bend_y)).div(w_);
+    return at::where(valid_, moved.add(bent), 0.0);
   }
 
-  // The gradients of sum(grad * jvp(tangent)) for each of the N images and matrices.
+  // The gradients of sum(grad * tangent of the result) for each of the N images and matrices.
   Tensor image_gradient(const Tensor& grad, const Tensor& tangent) const {
     const Motion move = motion(tangent);
     const Tensor g = at::where(valid_, grad, 0.0);
@@ -215,7 +233,17 @@ inline Tensor linear_part(const Call& call, const Tensor& image, const Tensor& d
       .run()[0];
 }
 
-// The derivative along a tangent of warp, and its own, for a call of either operator.
+// The result's tangent along one of warp.
+inline Tensor tangent_of(const Call& call, const Tensor& tangent, const SymInt& height,
+                         const SymInt& width) {
+  const SymInt dsize[] = {height, width};
+  return call.of(kTangent)
+      .with("tangent", tangent)
+      .with("dsize", c10::SymIntArrayRef(dsize))
+      .run()[0];
+}
+
+// What moves the result's tangent along one of warp, for a call of any of the operators.
 struct AlongWarp {
   const Call& call;
   Tensor image, warp, tangent;
@@ -268,10 +296,12 @@ struct AlongWarp {
     return grad.to(at::kDouble).reshape_symint({shape.batch, shape.channels, height * width});
   }
 
-  Tensor jvp() const {
+  // How that tangent moves with warp along `other`.
+  Tensor second(const Tensor& other) const {
     const c10::SymDimVector out = shape.out(height, width);
     if (is_flat()) return at::zeros_symint(out, image.options());
-    return positions().jvp(tangent).reshape_symint(out).to(image.scalar_type());
+    const Tensor moved = positions().second(tangent, warp_batch(other).to(at::kDouble));
+    return moved.reshape_symint(out).to(image.scalar_type());
   }
 
   Tensor image_gradient(const Tensor& grad) const {
@@ -306,6 +336,9 @@ struct OfWarp final : Derivatives {
              "\"exact\" where `", call.op.schema().arguments()[i].name(), "` has a derivative");
   }
 
+  // What is copied from the destination needs it no more.
+  bool depends_on(size_t argument) const override { return argument != kDestination; }
+
   tensor_list vjp(const Call& call, const tensor_list& upstream,
                   const std::vector<bool>& wanted) const override {
     const Tensor image = call.tensor("image");
@@ -319,16 +352,16 @@ struct OfWarp final : Derivatives {
 
   tensor_list jvp(const Call& call, const tensor_list& tangents) const override {
     const Tensor &image = tangents[0], &warp = tangents[1], &destination = tangents[kDestination];
-    const std::vector<SymInt> dsize = call["dsize"].toSymIntVector();
+    const Tensor like = call.tensor("image");
+    const Shape shape = check_inputs(kWarp, like, call.tensor("warp"));
+    const auto dsize = size_of_result(kWarp, call["dsize"].toSymIntVector(), shape);
     Tensor out;
     if (image.defined() || destination.defined()) {
-      const Tensor like = call.tensor("image");
-      const Shape shape = check_inputs(kWarp, like, call.tensor("warp"));
       out = linear_part(
           call, image.defined() ? image : zeros(like, like.sym_sizes()),
           destination.defined() ? destination : zeros(like, shape.out(dsize[0], dsize[1])));
     }
-    if (warp.defined()) add(out, AlongWarp(call, warp, dsize[0], dsize[1]).jvp());
+    if (warp.defined()) add(out, tangent_of(call, warp, dsize[0], dsize[1]));
     return {out};
   }
 
@@ -356,7 +389,8 @@ struct OfBackward final : Derivatives {
     }
     if (mask[1] && upstream[1].defined()) {
       const AlongWarp moved = along(call, upstream[1]);
-      if (wanted[0]) add(out[0], moved.jvp());
+      if (wanted[0])
+        add(out[0], tangent_of(call, upstream[1], grad.sym_size(-2), grad.sym_size(-1)));
       if (wanted[1]) add(out[1], moved.image_gradient(grad));
       if (wanted[2]) add(out[2], moved.warp_gradient(grad));
     }
@@ -384,6 +418,35 @@ struct OfBackward final : Derivatives {
   static Call without_border(const Call& call) { return call.with("border_value", c10::IValue()); }
 };
 
+// Of _warp_perspective_tangent(tangent, image, warp, dsize, ...), linear in the first two.
+struct OfTangent final : Derivatives {
+  static AlongWarp along(const Call& call) {
+    const std::vector<SymInt> dsize = call["dsize"].toSymIntVector();
+    return {call, call.tensor("tangent"), dsize[0], dsize[1]};
+  }
+
+  tensor_list vjp(const Call& call, const tensor_list& upstream,
+                  const std::vector<bool>& wanted) const override {
+    const Tensor& grad = upstream[0];
+    tensor_list out(wanted.size());
+    if (wanted[0]) out[0] = gradients(call, grad, {false, true})[1];
+    if (!wanted[1] && !wanted[2]) return out;
+    const AlongWarp moved = along(call);
+    if (wanted[1]) out[1] = moved.image_gradient(grad);
+    if (wanted[2]) out[2] = moved.warp_gradient(grad);
+    return out;
+  }
+
+  tensor_list jvp(const Call& call, const tensor_list& tangents) const override {
+    Tensor out;
+    if (tangents[0].defined()) out = call.with("tangent", tangents[0]).run()[0];
+    if (tangents[1].defined())
+      add(out, call.with("image", tangents[1]).with("border_value", c10::IValue()).run()[0]);
+    if (tangents[2].defined()) add(out, along(call).second(tangents[2]));
+    return {out};
+  }
+};
+
 // The cells of a call are constants: what moves them is in Positions.
 struct OfCells final : Derivatives {
   tensor_list vjp(const Call&, const tensor_list&, const std::vector<bool>& wanted) const override {
@@ -394,6 +457,7 @@ struct OfCells final : Derivatives {
 
 inline const OfWarp kOfWarp;
 inline const OfBackward kOfBackward;
+inline const OfTangent kOfTangent;
 inline const OfCells kOfCells;
 
 }  // namespace calcops

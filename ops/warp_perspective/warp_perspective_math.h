@@ -112,6 +112,22 @@ CALCOPS_HD inline void homography_backward(const Homography& h, const double* gr
   }
 }
 
+// How `m` moves where the caller's matrix moves along `tangent`.
+CALCOPS_HD inline void homography_tangent(const Homography& h, const double* tangent,
+                                          bool inverse_map, double* to) {
+  double moved[9];
+  for (int i = 0; i < 9; ++i) moved[i] = h.valid ? tangent[i] * h.scale : 0;
+  for (int i = 0; i < 9; ++i) to[i] = moved[i];
+  if (!h.valid || inverse_map) return;
+  for (int i = 0; i < 3; ++i) {
+    const int j = (i + 1) % 3, k = (i + 2) % 3;
+    double of_j[3], of_k[3];
+    cross(moved + 3 * j, h.scaled + 3 * k, of_j, 1);
+    cross(h.scaled + 3 * j, moved + 3 * k, of_k, 1);
+    for (int c = 0; c < 3; ++c) to[3 * c + i] = of_j[c] + of_k[c];
+  }
+}
+
 // (X, Y, W) of the first pixel of a row of the destination.
 struct Row {
   double x, y, w;
@@ -145,7 +161,9 @@ CALCOPS_HD inline Source project(const double* m, double u, double v) {
 
 // One axis of a source position: its taps, one of them at the position or before it, and how far
 // behind that the position is; the derivative of the position in the image with respect to the
-// coordinate. A tap outside of [0, size) is border_value.
+// coordinate. A tap outside of [0, size) is border_value. Of two taps, the second one has no weight
+// where the position is a pixel centre: there it is the one which comes next as the coordinate
+// grows, so that slope * (second - first) is the derivative from the right.
 template <int kTaps>
 struct Axis {
   int64_t tap[kTaps];
@@ -199,17 +217,24 @@ CALCOPS_HD inline bool locate(double x, int64_t size, Border border, bool neares
   if (nearest) x = rint(x);
   const bool inside = x >= 0 && (border == Border::kWrap ? x < n : x <= n - 1);
   if (border == Border::kConstant) {
-    if (!(x > -1 && x < n)) return false;
+    if (!(x >= -1 && x < n)) return false;
   } else if (!inside) {
     if (border == Border::kTransparent || !(fabs(x) <= DBL_MAX)) return false;
     x = fold<false>(x, n, border, axis.slope);
   }
   const double floor_x = floor(x);
   axis.tap[0] = static_cast<int64_t>(floor_x);
-  axis.tap[1] = axis.tap[0] + 1;
   axis.fraction = x - floor_x;
-  if (axis.tap[1] == size && border != Border::kConstant)
-    axis.tap[1] = border == Border::kWrap ? 0 : axis.tap[0];
+  const bool is_last = axis.tap[0] + 1 == size, ends = border == Border::kTransparent;
+  const bool is_mirrored = axis.fraction == 0 && axis.slope < 0;
+  if (is_mirrored || (is_last && (border == Border::kReflect101 || ends))) {
+    axis.tap[1] = axis.tap[0] > 0 ? axis.tap[0] - 1 : 0;
+    axis.slope = ends ? -axis.slope : fabs(axis.slope);  // nothing is on the right of the end
+  } else {
+    axis.tap[1] = axis.tap[0] + 1;
+    if (is_last && border != Border::kConstant)
+      axis.tap[1] = border == Border::kWrap ? 0 : axis.tap[0];
+  }
   return true;
 }
 
@@ -399,21 +424,24 @@ CALCOPS_HD inline Pixel sample(const Plane<Pixel>& plane, const Cell<4>& cell) {
   return to_pixel<Pixel>(sum_taps(tap, weight_x, weight_y));
 }
 
-// The derivatives with respect to the position; of a linear interpolation at a pixel centre, those
-// from the right.
+// The derivatives with respect to the position.
 struct Slope {
   double x, y;
 };
 
+// Of the taps a b / c d, at these fractions of an axis.
+CALCOPS_HD inline Slope slope_of_taps(double a, double b, double c, double d, double x, double y) {
+  const double bottom = y > 0 ? d - c : 0, right = x > 0 ? d - b : 0;
+  return {fma(y, bottom, (1 - y) * (b - a)), fma(x, right, (1 - x) * (c - a))};
+}
+
 template <class Pixel>
 CALCOPS_HD inline Slope sample_slope(const Plane<Pixel>& plane, const Cell<2>& cell) {
   const int64_t *row = cell.y.tap, *column = cell.x.tap;
-  const double a = plane.at(row[0], column[0]), b = plane.at(row[0], column[1]),
-               c = plane.at(row[1], column[0]), d = plane.at(row[1], column[1]);
-  const double x = cell.x.fraction, y = cell.y.fraction;
-  const double bottom = y > 0 ? d - c : 0, right = x > 0 ? d - b : 0;
-  return {cell.x.slope * fma(y, bottom, (1 - y) * (b - a)),
-          cell.y.slope * fma(x, right, (1 - x) * (c - a))};
+  const Slope slope = slope_of_taps(plane.at(row[0], column[0]), plane.at(row[0], column[1]),
+                                    plane.at(row[1], column[0]), plane.at(row[1], column[1]),
+                                    cell.x.fraction, cell.y.fraction);
+  return {cell.x.slope * slope.x, cell.y.slope * slope.y};
 }
 
 // Of 4 x 4 taps, at these fractions of an axis.
@@ -432,6 +460,15 @@ CALCOPS_HD inline Slope sample_slope(const Plane<Pixel>& plane, const Cell<4>& c
   read_taps(plane, cell, tap);
   const Slope slope = slope_of_taps(tap, cell.x.fraction, cell.y.fraction);
   return {cell.x.slope * slope.x, cell.y.slope * slope.y};
+}
+
+// How the position of a destination pixel moves where m moves along a tangent, of whose row u is a
+// pixel; reciprocal = 1 / W.
+CALCOPS_HD inline Slope motion_of(const double* tangent, const Row& row, double x, double y,
+                                  double reciprocal, double u) {
+  const double w = fma(tangent[6], u, row.w);
+  return {fma(-x, w, fma(tangent[0], u, row.x)) * reciprocal,
+          fma(-y, w, fma(tangent[3], u, row.y)) * reciprocal};
 }
 
 // Adds to grad_m what one destination pixel (u, v) gives: (gx, gy) is the gradient of its position.

@@ -319,6 +319,31 @@ struct Pairs {
   }
 };
 
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors do not leave the unit
+// Each number's fma: an expression a * b + c need not be one.
+template <class Vector>
+inline Vector multiply_add(const Vector& a, const Vector& b, const Vector& c) {
+  Vector sum;
+  for (size_t k = 0; k < sizeof a / sizeof a[0]; ++k) sum[k] = fma(a[k], b[k], c[k]);
+  return sum;
+}
+
+// Four pixels of a row as numbers.
+template <class Four, class Pixel>
+inline Four read_four(const Pixel* from, int64_t stride) {
+  Four four;
+  if constexpr (std::is_arithmetic_v<Pixel>) {
+    if (stride == 1) {
+      typedef Pixel Pixels __attribute__((vector_size(4 * sizeof(Pixel))));
+      Pixels pixels;
+      std::memcpy(&pixels, from, sizeof pixels);
+      return __builtin_convertvector(pixels, Four);
+    }
+  }
+  for (int x = 0; x < 4; ++x) four[x] = from[x * stride];
+  return four;
+}
+
 // The taps of pixels anywhere, for a border mode that repeats the image.
 struct FoldedTaps {
   int64_t offset[4][kTileWidth];  // a b / c d, or the nearest alone

@@ -2,7 +2,7 @@
 
 Times are the least of many, the libraries taking turns, each returning a new result. Planar images here, interleaved
 ones for cv2: each library's own layout. `peers` prints the table of tests/README.md.
-Run: make bench, or with names of parts: peers speed borders gradients small accuracy
+Run: make bench, or with names of parts: peers speed borders gradients tangents small accuracy
 """
 
 import subprocess
@@ -140,6 +140,28 @@ def gradients(seconds):
             row(f"{size}, float32, {name}, forward + backward", *times)
 
 
+def tangents(seconds):
+    """Forward mode and the gradient, both along the matrix, in times of the forward."""
+    set_threads(1)
+    tangent = torch.ops.calcops._warp_perspective_tangent
+    backward = torch.ops.calcops._warp_perspective_backward
+    print(f"{'':<52}{'forward ms':>12}{'tangent / forward':>20}{'gradient / forward':>20}")
+    for size, (height, width, channels) in SIZES.items():
+        for name, matrix in homographies(height, width).items():
+            for interpolation in "linear", "cubic":
+                image, warp = torch.rand(channels, height, width), torch.from_numpy(matrix)
+                options = interpolation, "constant", None, False
+                upstream = torch.rand(channels, height, width)
+                calls = [
+                    lambda: calcops_jit.warp_perspective(image, warp, (height, width), *options),  # noqa: B023
+                    lambda: tangent(warp, image, warp, (height, width), *options),  # noqa: B023
+                    lambda: backward(upstream, image, warp, *options, (False, True)),  # noqa: B023
+                ]
+                forward, along, reverse = best(calls, seconds)
+                case = f"{size}, float32, {name}, {interpolation}"
+                print(f"{case:<52}{forward:>12.3f}{along / forward:>20.2f}{reverse / forward:>20.2f}", flush=True)
+
+
 def small(_):
     """A call for 8 x 8 pixels, and for none: what is left is the kernel."""
     set_threads(1)
@@ -247,6 +269,7 @@ PARTS = {
     "speed": (speed, 0.5),
     "borders": (borders, 0.1),
     "gradients": (gradients, 1),
+    "tangents": (tangents, 1),
 }
 
 

@@ -50,6 +50,8 @@ class Derivatives {
   virtual ~Derivatives() = default;
   // Called before a call of which some arguments are differentiated, in either mode.
   virtual void check(const Call&, const std::vector<bool>& /*differentiated*/) const {}
+  // Whether a gradient needs what a tensor held. One that nothing needs may be changed afterwards.
+  virtual bool depends_on(size_t /*argument*/) const { return true; }
   // Gradients of the arguments, one for each, from those of the results. What is not wanted may be
   // given or not.
   virtual tensor_list vjp(const Call& call, const tensor_list& upstream,
