@@ -29,6 +29,8 @@ def test_a_result_that_no_memory_holds_names_dsize():
         for device in "cpu", "meta":
             with pytest.raises(RuntimeError, match="^calcops::warp_perspective: expected `dsize` for which memory"):
                 warp_perspective(image.to(device), TILTED.to(device), dsize)
+            with pytest.raises(RuntimeError, match="expected `dsize` for which memory"):
+                warp_perspective(torch.rand(0, 5, 7, device=device), TILTED.to(device), dsize)
     with pytest.raises(RuntimeError, match=r"expected `dsize` \(height, width\), both >= 0, got \[4\]"):
         warp_perspective(image, TILTED, [4])
 

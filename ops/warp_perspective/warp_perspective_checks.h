@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <string_view>
 
@@ -134,7 +135,8 @@ inline std::array<SymInt, 2> size_of_result(const char* op, c10::SymIntArrayRef 
   int64_t bytes = 8;
   bool fits = true;
   for (const SymInt& size : {shape.batch, shape.channels, dsize[0], dsize[1]})
-    fits &= !__builtin_mul_overflow(bytes, size.maybe_as_int().value_or(1), &bytes);
+    fits &= !__builtin_mul_overflow(bytes, std::max<int64_t>(size.maybe_as_int().value_or(1), 1),
+                                    &bytes);  // strides of an empty result have the others' sizes
   expect(op, "dsize", fits && bytes < int64_t(1) << 47, dsize, "for which memory suffices");
   return {dsize[0], dsize[1]};
 }
