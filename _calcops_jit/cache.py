@@ -27,11 +27,10 @@ from types import SimpleNamespace
 
 from . import places
 from .closure import Changed, Closure, digest, file_digest
-from .errors import report
+from .errors import NO_DESCRIPTOR, report
 from .request import FORMAT, Request
 
 _KEEP = 8  # generations in a slot
-NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)  # errors that say nothing about the cache
 UNFIT = (Changed, OSError, ValueError, KeyError, TypeError)  # what a generation that cannot be used raises
 _LEFTOVERS = {"lock", "failed.log"}
 _USED_S = 24 * 3600.0  # the time of last use is as precise as that

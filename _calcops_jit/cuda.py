@@ -50,7 +50,7 @@ def choose(needed: bool = False) -> Choice:
     if not home:
         have = f"nvcc is CUDA {version}, torch is CUDA {torch.version.cuda}" if version else "no nvcc was found"
         checkout = os.path.exists(os.path.join(os.path.dirname(__file__), "..", "Makefile"))
-        fix = "make cuda" if checkout else f"pip install cuda-toolkit[nvcc]=={torch.version.cuda}.*"
+        fix = "make cuda" if checkout else f"pip install 'cuda-toolkit[nvcc]=={torch.version.cuda}.*'"
         return Choice(reason=have, fix=fix, fatal=asked, gpus=gpus)
     if not (arches or gpus):
         arches = DEFAULT_ARCHES

@@ -20,7 +20,7 @@ import torch
 
 from . import cuda
 from .closure import text_of
-from .errors import BuildError, report
+from .errors import NO_DESCRIPTOR, BuildError, report
 from .request import Request, compiler_words
 
 _DRIVERS = {12: 525, 13: 580}  # CUDA's release notes: the oldest driver for any release of this major version
@@ -37,6 +37,8 @@ _LED_AFTER = (
     r"|^ +instantiation of .* at line (?P<row>\d+) of (?P<unit>\S+)"
 )
 _INCLUDED = r"^(?:In file included)? +from (?P<file>\S.*?):(?P<line>\d+)(?::\d+)?[,:]"
+# Flags after which a compiler writes no object, or another file.
+_OUTPUT = re.compile(r"-(?:o.*|c|S|E|MM?|fsyntax-only|-?ptx|-?cubin|-?fatbin|-?preprocess)$")
 KILLED = "the compiler was killed"  # how that cause begins
 
 
@@ -69,8 +71,12 @@ def _point_at(what: str, output: str, error: re.Match, request: Request, log: st
     """The BuildError for a compiler's error: at its line if that is the project's, else at the project's line that led
     to it."""
     at, evidence = error["at"], error[0].splitlines()
-    if _is_own(re.split(r"[:(]\d", at)[0], request):
-        return report(f"{what}: error at {at}", evidence, f"correct {at}", log)
+    file = re.split(r"[:(]\d", at)[0]
+    if _is_own(file, request):
+        fix = f"correct {at}"
+        if file.endswith(".c"):
+            fix += f", for it is compiled as C++; or cc -fPIC -c {file}, and pass extra_ldflags=['<the .o>']"
+        return report(f"{what}: error at {at}", evidence, fix, log)
     told = re.sub(r"^\S.*/include/(?:c\+\+/[\d.]+/)?", "", evidence[0])  # the path might leave no room for the words
     # Up to the diagnosis before it, down to the error after it.
     before = re.split(r"^.*: (?:error|warning|note): .*$", output[: error.start()], flags=re.MULTILINE)[-1]
@@ -127,6 +133,9 @@ def _words(request: Request) -> dict[str, str]:
 def foresee(request: Request, ninja: str | None) -> Iterator[Problem]:
     """Finds, in milliseconds, what a build would fail with."""
     compiler, path = request.compiler, request.environment.get("PATH")
+    if not path:
+        fix = "export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        yield Problem(cause="PATH is not set", evidence="a compiler finds its parts by PATH", fix=fix)
     if shutil.which(compiler[-1] if len(compiler) == 1 else compiler[0], path=path) is None:
         other = request.environment.get("CXX") and shutil.which("c++", path=path)
         evidence = f"`{compiler[0]}` is not on PATH" + " (CXX names it), but c++ is" * bool(other)
@@ -143,6 +152,10 @@ def foresee(request: Request, ninja: str | None) -> Iterator[Problem]:
         if not os.path.isfile(source):
             fix = f"restore {source}, or load without it in a new process"
             yield Problem(cause="a source is gone", evidence=f"the source {source} is gone", fix=fix)
+        elif re.search(r"\.(?:l?o|obj|a|so[.\d]*)$", source):
+            fix = f"take it out of the sources, and pass extra_ldflags=[{source!r}]"
+            yield Problem(cause="an object is no source", evidence=f"{source} is compiled already", fix=fix)
+    yield from _foresee_outputs(request)
     if ninja is None:
         evidence = "ninja is neither on PATH nor beside this Python; it runs the compilers"
         yield Problem(cause="no ninja", evidence=evidence, fix=f"{sys.executable} -m pip install ninja")
@@ -159,6 +172,21 @@ def foresee(request: Request, ninja: str | None) -> Iterator[Problem]:
             yield Problem(cause="a Python module, not operators", evidence=evidence, fix=fix)
     if request.cuda.build:
         yield from _foresee_cuda(request)
+
+
+def _foresee_outputs(request: Request) -> Iterator[Problem]:
+    options = {
+        "extra_cflags": request.cflags,
+        "extra_cuda_cflags": request.cuda_cflags,
+        "extra_ldflags": request.ldflags,
+    }
+    for option, flags in options.items():
+        for flag in filter(_OUTPUT.match, flags):
+            if option == "extra_ldflags" and flag.startswith("-o"):
+                continue  # the last one counts, which is ours
+            evidence = f"{flag}: which files are compiled and linked, and into what, is the loader's to say"
+            fix = f"{_words(request)['drop']} {flag}".replace("extra_cflags", option)
+            yield Problem(cause="a flag asks for another output", evidence=evidence, fix=fix)
 
 
 def _code(text: str) -> str:
@@ -214,8 +242,13 @@ def no_headers(evidence: str, request: Request) -> Problem:
 
 
 def answer(request: Request, *command: str) -> str:
-    """What a command prints in the environment of a request; "" if it fails."""
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        options = {"stdin": subprocess.DEVNULL, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
+    """What a command prints in the environment of a request; "" if it fails. OSError: no descriptor is left."""
+    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
+    try:
         return subprocess.run(command, check=True, env=request.environment, **options).stdout
-    return ""
+    except subprocess.CalledProcessError:
+        return ""
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
+        return ""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+
 _MAX_LINES = 12
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)  # errors that say nothing about the file
 
 
 class BuildError(RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from . import cache, handles, loading, places
-from .closure import Changed, Closure
+from .closure import Changed, Closure, text_of
 from .errors import BuildError, report
 from .registration import Registration
 from .request import Request
@@ -291,7 +292,26 @@ def _publish(request: Request, slot: str, folder: str, built: str, closure: Clos
         schemas = registration.schemas | {name: handles.live_schemas(name) for name in at_once}
         texts = handles.documentation(request.root) | registration.documentation()
         cache.complete(generation, handles.describe(schemas, texts))
-        return _exchange(live, request, generation, registration)
+        exchanged = _exchange(live, request, generation, registration)
     except BaseException:
         shutil.rmtree(os.path.dirname(generation.path), ignore_errors=True)
         raise
+    _tell_what_is_missing(request, registration, at_once)
+    return exchanged
+
+
+def _tell_what_is_missing(request: Request, registration: Registration, at_once: set[str]) -> None:
+    """Prints a line where nobody can call what the sources seem to offer."""
+    from .progress import say
+
+    operators = {name.partition(" ")[0].partition(".")[0] for name in registration.impls}
+    for name in sorted(operators - {""}):
+        try:
+            handles.packet(name)
+        except AttributeError:
+            say(f'{name} has a kernel in {request.name} and no schema: m.def("{name.partition("::")[2]}(...) -> ...")')
+    if registration.names() or at_once:
+        return
+    if any(re.search(r"#\s*include\s*<(?:torch|ATen|calcops)/", text_of(source)) for source in request.sources):
+        how = "TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) does, or a calcops::Contract"
+        say(f"{request.name} registers no operators: {how}")

@@ -16,6 +16,12 @@ from .errors import BuildError
 # A folder of this process, as two notebooks may use the same name. The cache's keys name no folder, so the cell is
 # found there after a restart.
 _folder = staging.make(os.path.realpath(tempfile.gettempdir()), f"calcops-cells-{os.getuid()}")
+_OPTIONS = {  # of load, and what a cell has instead
+    "extra_include_paths": "--cflags=-I...",
+    "extra_cuda_cflags": "--cflags",
+    "extra_cflags": "--cflags",
+    "extra_ldflags": "--ldflags",
+}
 _live: dict[str, str] = {}  # {source: the text of the cell whose operators are called}
 
 
@@ -36,7 +42,9 @@ def operator(line: str, cell: str) -> None:
     os.makedirs(folder, exist_ok=True)
     source = f"{folder}/cell.{'cu' if options.cuda else 'cpp'}"
     cache.write_whole(source, cell.encode())
-    flags = {"extra_cuda_cflags" if options.cuda else "extra_cflags": shlex.split(options.cflags)}
+    # Headers beside the notebook are found. (nvcc knows no -iquote.)
+    beside = [f"-I{os.getcwd()}"] if options.cuda else ["-iquote", os.getcwd()]
+    flags = {"extra_cuda_cflags" if options.cuda else "extra_cflags": [*beside, *shlex.split(options.cflags)]}
     flags |= {"extra_ldflags": shlex.split(options.ldflags), "verbose": options.verbose}
     try:
         built = library.obtain(recipes.foreign(options.name, source, **flags))
@@ -44,7 +52,10 @@ def operator(line: str, cell: str) -> None:
         if source in _live:  # reload() is not to find the cell that failed
             cache.write_whole(source, _live[source].encode())
         if isinstance(error, BuildError):
-            error = BuildError(str(error).replace(source, "cell"))
+            text = str(error).replace(source, "cell")
+            for option, of_cell in _OPTIONS.items():
+                text = text.replace(option, of_cell)
+            error = BuildError(text)
         raise error from None
     _live[source] = cell
     get_ipython().push(built.operators)

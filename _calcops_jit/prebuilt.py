@@ -14,6 +14,7 @@ import torch
 
 from . import cache, cuda, recipes
 from .closure import Changed, digest
+from .errors import NO_DESCRIPTOR
 from .request import Request, isa
 
 FOLDER = os.path.join(os.path.dirname(os.path.realpath(__file__)), "built")
@@ -52,7 +53,7 @@ def find(asked: Request, reasons: list[str]) -> cache.Generation | None:
     try:
         return _fitting(asked)
     except cache.UNFIT as problem:
-        if getattr(problem, "errno", 0) in cache.NO_DESCRIPTOR:
+        if getattr(problem, "errno", 0) in NO_DESCRIPTOR:
             raise
         reasons.append(str(problem))
     return None

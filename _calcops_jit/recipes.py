@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from . import cuda
+from .errors import NO_DESCRIPTOR, report
 from .request import BASE, CUDA_SUFFIXES, SHADOW, Request, located, processor_flag, words_of
 
 _CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
@@ -28,7 +29,12 @@ def own(root: str | None = None, name: str = "calcops", isa: str = "", choice: c
     root = root or operators_root()
     choice = choice or cuda.choose()
     extra = words_of("CALCOPS_CFLAGS")
-    found = sorted(_sources(root))
+    try:
+        found = sorted(_sources(root))
+    except OSError as error:
+        if error.errno not in NO_DESCRIPTOR:
+            raise
+        raise report(f"cannot load {name}", [str(error)], "ulimit -n $(ulimit -H -n)") from None
     # parallel_for is a plain loop without -fopenmp; libgomp is the one in torch's folder, by its rpath.
     cflags = [*BASE, processor_flag(isa or "native"), "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
     if not choice.build:

@@ -174,7 +174,7 @@ def test_nvcc_that_was_asked_for_and_is_missing_is_an_error(checkout):
         pytest.skip("this PyTorch is a CPU build")
     script = "import _calcops_jit.cuda as cuda; cuda.find_toolkit = lambda: ('', '')\nimport calcops_jit"
     child = checkout.run(script, CALCOPS_CUDA="1")
-    fix = f"pip install cuda-toolkit[nvcc]=={torch.version.cuda}.*"  # what `make cuda` does where there is a Makefile
+    fix = f"pip install 'cuda-toolkit[nvcc]=={torch.version.cuda}.*'"  # what `make cuda` does where there is a Makefile
     assert child.err == f"calcops_jit: cannot build calcops for CUDA\n  no nvcc was found\n  fix: {fix}\n"
 
 

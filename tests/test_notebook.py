@@ -150,6 +150,17 @@ def test_an_edited_cell_is_called_through_every_handle_and_another_notebook_is_w
         assert kernel.run("print(held(torch.ones(1)))").out == "tensor([2.])\n"
 
 
+def test_a_header_beside_the_notebook_is_found_and_one_that_is_nowhere_has_a_cells_option(kernel):
+    kernel.run("open('beside.h', 'w').write('#define FACTOR 2\\n')")
+    cell = CELL.replace("%%operator mine\n", '%%operator mine\n#include "beside.h"\n').replace("2", "FACTOR", 1)
+    assert kernel.run(cell).error == "" and "FACTOR" in cell
+    assert kernel.run("print(scaled(torch.ones(1)))").out == "tensor([2.])\n"
+    kernel.run("open('beside.h', 'w').write('#define FACTOR 5\\n'); calcops_jit.reload()")
+    assert kernel.run("print(scaled(torch.ones(1)))").out == "tensor([5.])\n"
+    error = kernel.run(CELL.replace("%%operator mine\n", '%%operator mine\n#include "nowhere.h"\n')).error
+    assert "belongs in --cflags=-I..." in error and "extra_include_paths" not in error
+
+
 def test_the_options_are_those_of_load(monkeypatch):
     from _calcops_jit import notebook
 
@@ -162,9 +173,13 @@ def test_the_options_are_those_of_load(monkeypatch):
     notebook.operator("two --cuda --cflags=-lineinfo", "int b;\n")
     (one, first), (two, second) = calls
     assert one[0] == "one" and one[1].endswith("/cell.cpp") and Path(one[1]).read_text() == "int a;\n"
-    assert first == {"extra_cflags": ["-O2", "-DA=b c"], "extra_ldflags": ["-lm"], "verbose": True}
+    assert first == {
+        "extra_cflags": ["-iquote", os.getcwd(), "-O2", "-DA=b c"],
+        "extra_ldflags": ["-lm"],
+        "verbose": True,
+    }
     assert two[0] == "two" and two[1].endswith("/cell.cu") and Path(two[1]).read_text() == "int b;\n"
-    assert second == {"extra_cuda_cflags": ["-lineinfo"], "extra_ldflags": [], "verbose": False}
+    assert second == {"extra_cuda_cflags": [f"-I{os.getcwd()}", "-lineinfo"], "extra_ldflags": [], "verbose": False}
     assert pushed == [{}, {}]
 
 
