@@ -39,7 +39,8 @@ struct Positions {
   Taps<double> taps;
   double x[kTileWidth], y[kTileWidth], reciprocal[kTileWidth];  // the last of W
 
-  void locate(const double* m, const Row& row, const int64_t* stride, int64_t u, int64_t count) {
+  [[gnu::noinline]] void locate(const double* m, const Row& row, const int64_t* stride, int64_t u,
+                                int64_t count) {
     const Strides strides(stride[2], stride[3], 0);
     const double first = static_cast<double>(u);
 #ifdef __AVX512F__
@@ -66,8 +67,8 @@ struct Positions {
 
   // As slope_of_taps() of 4 x 4 taps, in the same order; the four columns of a pixel are a vector.
   template <class Real>
-  void cubic_slopes(const Plane<Real>& plane, int64_t count, double* along_x,
-                    double* along_y) const {
+  [[gnu::noinline]] void cubic_slopes(const Plane<Real>& plane, int64_t count, double* along_x,
+                                      double* along_y) const {
     typedef double Four __attribute__((vector_size(4 * sizeof(double))));
     double of_x[2][4][kTileWidth], of_y[2][4][kTileWidth];  // the weights, their derivatives
     for (int i = 0; i < static_cast<int>(count); ++i) {

@@ -7,7 +7,7 @@ namespace {
 
 // The destination is computed in tiles: a map that turns the image finds its source lines in the
 // cache again, and what the first channel learns serves them all.
-template <class Pixel, class Weight>
+template <class Pixel>
 struct Tile {
   const WarpInputs<Pixel>& in;
   const Homography& map;
@@ -15,7 +15,6 @@ struct Tile {
   Pixel* out;              // that of [n, 0, 0, 0]
   Row rows[kTileHeight];
   Cut cuts[kTileHeight];
-  Taps<Weight> taps[kTileHeight];
 
   Tile(const WarpInputs<Pixel>& in, const Homography& map, int64_t n, int64_t top, int64_t bottom,
        Pixel* out)
@@ -23,7 +22,8 @@ struct Tile {
 };
 
 template <class Pixel>
-void copy_pixels(const Pixel* from, const int64_t* offset, int64_t count, Pixel* out) {
+[[gnu::noinline]] void copy_pixels(const Pixel* from, const int64_t* offset, int64_t count,
+                                   Pixel* out) {
   // Where few pixels make a line of the cache, they go by way of the stack: a processor has room
   // for few stores that wait for a line of the result, so they should be wide.
   constexpr bool kWide = sizeof(Pixel) >= 4;
@@ -33,9 +33,9 @@ void copy_pixels(const Pixel* from, const int64_t* offset, int64_t count, Pixel*
 }
 
 // Pixels which a border mode maps back into the image.
-template <class Pixel, class Weight>
-void sample_folded(const Tile<Pixel, Weight>& tile, const FoldedTaps& taps, int64_t v,
-                   int64_t begin, int64_t end) {
+template <class Pixel>
+[[gnu::noinline]] void sample_folded(const Tile<Pixel>& tile, const FoldedTaps& taps, int64_t v,
+                                     int64_t begin, int64_t end) {
   using Real = Number<Pixel>;
   const WarpSizes& sizes = tile.in.sizes;
   for (int64_t c = 0; c < sizes.channels; ++c) {
@@ -58,8 +58,8 @@ void sample_folded(const Tile<Pixel, Weight>& tile, const FoldedTaps& taps, int6
 }
 
 // Pixels at the border, or beyond it.
-template <int kTaps, class Pixel, class Weight>
-void sample_edge(const Tile<Pixel, Weight>& tile, int64_t v, int64_t begin, int64_t end) {
+template <int kTaps, class Pixel>
+[[gnu::noinline]] void sample_edge(const Tile<Pixel>& tile, int64_t v, int64_t begin, int64_t end) {
   const WarpSizes& sizes = tile.in.sizes;
   const Row& row = tile.rows[v - tile.top];
   if (kTaps == 2 && sizes.border != Border::kConstant && sizes.border != Border::kTransparent) {
@@ -82,8 +82,8 @@ void sample_edge(const Tile<Pixel, Weight>& tile, int64_t v, int64_t begin, int6
 }
 
 template <class Pixel, class Real>
-void blend(const Pairs<Pixel>& pairs, const Real* weight_x, const Real* weight_y, int64_t count,
-           Pixel* out) {
+[[gnu::noinline]] void blend(const Pairs<Pixel>& pairs, const Real* weight_x, const Real* weight_y,
+                             int64_t count, Pixel* out) {
   for (int64_t i = 0; i < count; ++i) {
     const Real x = weight_x[i], y = weight_y[i], zero = 0;
     const Real a = pairs.above[2 * i], c = pairs.below[2 * i];
@@ -182,8 +182,9 @@ bool blend_quickly(const uint32_t* taps, const float* weight_x, const float* wei
 
 // As sample() of a Cell<4>, in the same order; the four columns of a pixel are a vector.
 template <class Pixel, class Fraction>
-void blend_cubic(const Plane<Pixel>& plane, const int64_t* offset, const Fraction* fraction_x,
-                 const Fraction* fraction_y, int64_t count, Pixel* out) {
+[[gnu::noinline]] void blend_cubic(const Plane<Pixel>& plane, const int64_t* offset,
+                                   const Fraction* fraction_x, const Fraction* fraction_y,
+                                   int64_t count, Pixel* out) {
   using Real = Number<Pixel>;
   typedef Real Four __attribute__((vector_size(4 * sizeof(Real))));
   Real weight_x[4][kTileWidth], weight_y[4][kTileWidth], down[kTileWidth][4];
@@ -216,9 +217,9 @@ void blend_cubic(const Plane<Pixel>& plane, const int64_t* offset, const Fractio
 }
 
 template <class Pixel, class Weight>
-void sample_linear(const Tile<Pixel, Weight>& tile, const Plane<Pixel>& plane, int64_t v,
-                   int64_t begin, int64_t at, int64_t count, Pixel* out) {
-  const Taps<Weight>& taps = tile.taps[v - tile.top];
+[[gnu::noinline]] void sample_linear(const Tile<Pixel>& tile, const Taps<Weight>& taps,
+                                     const Plane<Pixel>& plane, int64_t v, int64_t begin,
+                                     int64_t at, int64_t count, Pixel* out) {
   if constexpr (std::is_same_v<Pixel, float>) {
     const float* below = plane.data + plane.stride_y;
 #ifdef __AVX512F__
@@ -256,9 +257,13 @@ void sample_linear(const Tile<Pixel, Weight>& tile, const Plane<Pixel>& plane, i
   }
 }
 
-template <Interpolation kInterpolation, class Pixel, class Weight>
-void forward_rows(Tile<Pixel, Weight>&& tile) {
+// The interpolation is no template argument: it is chosen once a run of pixels.
+template <class Weight, class Pixel>
+void forward_rows(Tile<Pixel>&& tile) {
+  Taps<Weight> taps_of_rows[kTileHeight];
   const WarpSizes& sizes = tile.in.sizes;
+  const bool is_nearest = sizes.interpolation == Interpolation::kNearest;
+  const bool is_cubic = sizes.interpolation == Interpolation::kCubic;
   const int64_t* stride = tile.in.image_stride;
   for (int64_t v = tile.top; v < tile.bottom; ++v) {
     const int64_t i = v - tile.top;
@@ -271,12 +276,15 @@ void forward_rows(Tile<Pixel, Weight>&& tile) {
     for (int64_t v = tile.top; v < tile.bottom; ++v) {
       const int64_t i = v - tile.top;
       tile.cuts[i].visit(left, right, [&](Part part, int64_t begin, int64_t end) {
-        if (part == Part::kEdge) sample_edge<taps_of(kInterpolation)>(tile, v, begin, end);
+        if (part == Part::kEdge)
+          is_cubic ? sample_edge<4>(tile, v, begin, end) : sample_edge<2>(tile, v, begin, end);
         if (part != Part::kInside) return;
-        auto& taps = tile.taps[i];
-        constexpr bool kNearest = kInterpolation == Interpolation::kNearest;
-        taps.template locate<kNearest>(tile.map.m, tile.rows[i], {stride[2], stride[3], 0}, begin,
-                                       begin - left, end - begin);
+        Taps<Weight>& taps = taps_of_rows[i];
+        const Strides strides(stride[2], stride[3], 0);
+        const int64_t at = begin - left, count = end - begin;
+        is_nearest
+            ? taps.template locate<true>(tile.map.m, tile.rows[i], strides, begin, at, count)
+            : taps.template locate<false>(tile.map.m, tile.rows[i], strides, begin, at, count);
         // The first channel is read when all rows of the tile are located.
         taps.prefetch(first, begin - left, end - left);
       });
@@ -290,15 +298,20 @@ void forward_rows(Tile<Pixel, Weight>&& tile) {
             std::fill(out + begin, out + end, plane.border);
           if (part != Part::kInside) return;
           const int64_t at = begin - left, count = end - begin;
-          const Taps<Weight>& taps = tile.taps[v - tile.top];
+          const Taps<Weight>& taps = taps_of_rows[v - tile.top];
           if (c + 1 < sizes.channels) taps.prefetch(plane.data + stride[1], at, at + count);
-          if constexpr (kInterpolation == Interpolation::kNearest) {
+          // A cubic sum over uint8 has weights of float64, a linear one those of float32.
+          constexpr bool kByte = std::is_same_v<Pixel, uint8_t>;
+          constexpr bool kQuick = kByte && std::is_same_v<Weight, float>;
+          if (is_nearest) {
             copy_pixels(plane.data, taps.offset + at, count, out + begin);
-          } else if constexpr (kInterpolation == Interpolation::kLinear) {
-            sample_linear(tile, plane, v, begin, at, count, out + begin);
+          } else if (is_cubic) {
+            if constexpr (!kQuick)
+              blend_cubic(plane, taps.offset + at, taps.weight_x + at, taps.weight_y + at, count,
+                          out + begin);
           } else {
-            blend_cubic(plane, taps.offset + at, taps.weight_x + at, taps.weight_y + at, count,
-                        out + begin);
+            if constexpr (kQuick || !kByte)
+              sample_linear(tile, taps, plane, v, begin, at, count, out + begin);
           }
         });
       }
@@ -324,12 +337,10 @@ void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out) {
     using Quick = std::conditional_t<std::is_same_v<Pixel, uint8_t>, float, Real>;
     const Homography& map = map_of(maps, n);
     Pixel* to = out + output_offset(sizes, n, 0, 0);
-    if (sizes.interpolation == Interpolation::kNearest)
-      forward_rows<Interpolation::kNearest>(Tile<Pixel, Quick>(in, map, n, top, bottom, to));
-    else if (sizes.interpolation == Interpolation::kLinear)
-      forward_rows<Interpolation::kLinear>(Tile<Pixel, Quick>(in, map, n, top, bottom, to));
+    if (std::is_same_v<Quick, Real> || sizes.interpolation == Interpolation::kCubic)
+      forward_rows<Real>(Tile<Pixel>(in, map, n, top, bottom, to));
     else
-      forward_rows<Interpolation::kCubic>(Tile<Pixel, Real>(in, map, n, top, bottom, to));
+      forward_rows<Quick>(Tile<Pixel>(in, map, n, top, bottom, to));
   });
 }
 

@@ -17,8 +17,8 @@ struct Run {
   bool inside[kTileWidth];
 
   template <bool kNearest>
-  void locate(const double* m, const opencv4::Block& block, int first, const WarpSizes& sizes,
-              const int64_t* stride) {
+  [[gnu::noinline]] void locate(const double* m, const opencv4::Block& block, int first,
+                                const WarpSizes& sizes, const int64_t* stride) {
     const int width = static_cast<int>(sizes.width) - (kNearest ? 0 : 1),
               height = static_cast<int>(sizes.height) - (kNearest ? 0 : 1);
     for (int i = 0; i < static_cast<int>(count); ++i) {
@@ -36,8 +36,8 @@ struct Run {
 };
 
 template <bool kNearest, class Pixel>
-void sample_inside(const Plane<Pixel>& plane, const Run& run, int64_t begin, int64_t end,
-                   Pixel* out) {
+[[gnu::noinline]] void sample_inside(const Plane<Pixel>& plane, const Run& run, int64_t begin,
+                                     int64_t end, Pixel* out) {
   if (kNearest) {
     for (int64_t i = begin; i < end; ++i) out[i] = plane.data[run.offset[i]];
     return;
