@@ -6,6 +6,7 @@ import copyreg
 import glob
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Iterable
 
@@ -26,6 +27,8 @@ def documentation(root: str) -> dict[str, str]:
     text."""
     texts = {}
     for source in sorted([*glob.glob(f"{root}/*/*.h"), *glob.glob(f"{root}/*/*.cpp")]):
+        if not os.path.isfile(source):  # a folder, or a link to nothing
+            continue
         with open(source, encoding="utf-8", errors="replace") as file:
             for name, block in re.findall(_BLOCK, file.read()):
                 lines = [re.sub(r"^[ \t]*/// ?", "", line) for line in block.splitlines()]

@@ -299,3 +299,10 @@ def test_a_folder_behind_a_link_that_is_flipped_is_reloaded(folder):
     )
     child = folder.run(script, cwd=folder.own, CALCOPS_BUILD="0")
     assert child.out == "1\n['mine'] 2\n", child.err
+
+
+def test_a_header_that_is_a_folder_or_a_link_to_nothing_is_left_alone(folder):
+    folder.put("mine.cpp", ANSWER.format("return 1;"))
+    (folder.own / "in/folder.h").mkdir(parents=True)
+    (folder.own / "in/link.h").symlink_to("nothing")
+    assert folder.loaded() == 1

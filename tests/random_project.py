@@ -1,0 +1,360 @@
+"""A random project of C++ sources, headers, flags and libraries, and random edits of it."""
+
+import os
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+HEADERS = ["h0.h", "h1.h", "h2.h", "in/h3.h", "in/h4.h", "h5.h"]
+SEARCHED = ["a", "b", "p/c", "q/c", "d", "e", "base"]  # folders of headers; `base` has all of them and comes last
+LIBRARIES = ["l0", "l1", "p/l2"]
+FLAGGED = ["-I{}", "-I {}", "-isystem {}", "-isystem{}", "-idirafter {}", "-iquote {}", "-Wp,-I,{}"]
+WAYS = [*FLAGGED, *FLAGGED, "paths", "CPATH", "CPLUS_INCLUDE_PATH", "@", "CXX", "absent"]
+LINKING = ["-L{}", "-L {}", "-Wl,-L,{}", "LIBRARY_PATH", "@", "CXX", "absent"]
+VALUE = ["-lv", "-l v", "-l:libv.a", "-Wl,-lv"]
+DEFINED = ["", "-DFLAG=1", "-DFLAG=2", "-D FLAG=2", "-UFLAG"]
+FORCED = ["", "", "", "-include {}/forced.h", "-include h5.h", "-imacros {}/forced.h"]
+FUNCTION = """
+{}int {}() {{
+  unsigned sum = 0;
+{}  return (sum {}) % 1000003;
+}}
+"""
+INCBIN = 'asm(".section .rodata\\ndata: .incbin \\"{}\\"\\n.previous");\nextern "C" const char data[];\n'
+EDITS: dict[str, int] = {}  # {name of a method of Project: how often it is drawn}
+
+
+def edit(weight):
+    def register(method):
+        EDITS[method.__name__] = weight
+        return method
+
+    return register
+
+
+class Project:
+    """A project in a folder, with the flags and variables to load it. The compilers' logging wrappers lie beside it."""
+
+    def __init__(self, folder: Path, seed: int):
+        self.own, self.seed = folder, seed
+        self.draw = draw = random.Random(seed)
+        self.earlier: list[tuple[Path, str]] = []  # contents of files before edits
+        self.done: list[str] = []
+        self.count = 0
+
+        self.command = draw.choice(["g++", "g++", "g++", "clang++"])
+        self.settles = draw.random() < 0.8
+        self.order = draw.sample(SEARCHED[:-1], len(SEARCHED) - 1) + ["base"]
+        self.ways = {name: draw.choice(WAYS) for name in SEARCHED} | {"base": "-idirafter {}"}
+        self.linking = {name: draw.choice(LINKING) for name in LIBRARIES} | {"p/l2": "-L{}"}
+        self.by_name, self.defined, self.forced = draw.choice(VALUE), draw.choice(DEFINED), draw.choice(FORCED)
+        self.embedded = draw.choice(["", "", "data.bin", f"{self.own}/base/data.bin"])
+        if self.command == "clang++":  # the loader refuses .incbin there
+            self.embedded = ""
+
+        self.repair()
+        for _ in range(draw.randrange(8)):
+            self.new_header()
+        self.put("forced.h", self.header("h5.h"))
+        self.put("src/mine.cpp", self.source("answer", 'extern "C" __attribute__((visibility("default"))) '))
+        self.put("src/inner/other.cpp", self.source("other"))
+
+    # ---- what it consists of ------------------------------------------------------------------------------------
+
+    def put(self, name: str | Path, text: str) -> None:
+        path = self.own / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file():
+            self.earlier.append((path, path.read_text()))
+        path.write_text(text)
+
+    def header(self, name: str) -> str:
+        """Returns the text of a header that defines its own value and may include those after it."""
+        self.count += 1
+        number, at = self.count, HEADERS.index(name)
+        lines = [f"#ifndef GUARD{number}", f"#define GUARD{number}", f"#undef V{at}"]
+        lines.append(f"#define V{at} {self.draw.randrange(10000)}")
+        for other in self.draw.sample(HEADERS[at + 1 :], min(2, len(HEADERS) - at - 1)):
+            lines += self.directive(other)
+        if self.draw.random() < 0.2:
+            lines += [f"#if __has_include_next(<{name}>)", f"#include_next <{name}>", "#endif"]
+        return "\n".join([*lines, "#endif", ""])
+
+    def directive(self, name: str) -> list[str]:
+        """Returns lines that include a header or ask whether it exists."""
+        self.count += 1
+        number, letter = self.count, self.draw.choice(SEARCHED)
+        quoted, angled = f'"{name}"', f"<{name}>"
+        spelled = self.draw.choice([quoted, angled])
+        choices = [
+            [f"#include {quoted}"],
+            [f"#include {angled}"],
+            [f"# include /* why */ {spelled}"],
+            [f"#define N{number} {spelled}", f"#include N{number}"],
+            [f"#if __has_include({spelled})", f"#include {spelled}", "#endif"],
+            [f"#if __has_include({spelled})", f"#define E{number} 1", "#undef V0", f"#define V0 {number}", "#endif"],
+            [f"#define A{number} {spelled}", f"#if __has_include(A{number})", f"#include {spelled}", "#endif"],
+            ["#ifdef FLAG", f"#include {spelled}", "#endif"],
+            ["#if FLAG == 2", f"#include {spelled}", "#endif"],
+            [f'#if __has_include("../{letter}/{name}")', f'#include "../{letter}/{name}"', "#endif"],
+            [f"#include <../base/{name}>"],
+            [f'#include "../base/{name}"'],
+            [],
+        ]
+        return self.draw.choice(choices)
+
+    def source(self, function: str, before: str = "") -> str:
+        lines = []
+        for name in self.draw.sample(HEADERS, 3):
+            lines += self.directive(name)
+        terms = [f"#ifdef V{i}\n  sum = sum * 31 + V{i};\n#endif\n" for i in range(len(HEADERS))]
+        if function == "other":
+            return "\n".join(lines) + FUNCTION.format(before, function, "".join(terms), "")
+        calls = "+ other() * 7u + value() * 11u + weight() * 13u"
+        if self.embedded:
+            lines.append(INCBIN.format(self.embedded))
+            calls += " + data[0]"
+        lines.append("int other(), value(), weight();")
+        return "\n".join(lines) + FUNCTION.format(before, function, "".join(terms), calls)
+
+    def library(self, stem: Path, function: str, kind: str = "") -> None:
+        """Makes the library `stem`.a or `stem`.so, which defines a function."""
+        kind = kind or self.draw.choice(["static", "static", "thin", "shared", "script", "named script"])
+        folder = stem.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        target = Path(f"{stem}.{'a' if kind in ('static', 'thin') else 'so'}")
+        target.unlink(missing_ok=True)
+        text = f"int {function}() {{ return {self.draw.randrange(10000)}; }}"
+        shell = f"echo '{text}' | g++ -x c++ -fPIC -"
+        if kind == "shared":
+            command = f"{shell} -shared -o {target}"
+        elif kind == "static":
+            command = f"{shell} -c -o {stem}.o && ar rc {target} {stem}.o"
+        elif kind == "thin":
+            command = f"{shell} -c -o {stem}.o && cd {folder} && ar rcT {target} {stem.name}.o"
+        else:
+            inner = "-linner" if kind == "named script" else f"{folder}/libinner.a"
+            target.write_text(f"INPUT({inner})\n")
+            command = f"{shell} -c -o {folder}/inner.o && ar rc {folder}/libinner.a {folder}/inner.o"
+        subprocess.run(command, shell=True, check=True)
+
+    def options(self) -> tuple[dict, dict[str, str]]:
+        """Returns the options of load, and the environment."""
+        paths, cflags, response, words = [], [self.defined], [], [str(self.own.parent / self.command)]
+        environment: dict[str, list[str]] = {}
+        for name in self.order:
+            way, path = self.ways[name], f"{self.own}/{name}"
+            if way == "paths":
+                paths.append(path)
+            elif way.isupper() and way != "CXX":
+                environment.setdefault(way, []).append(path)
+            elif way in ("@", "CXX"):
+                (response if way == "@" else words).append(f"-I{path}")
+            elif way != "absent":
+                cflags.append(way.format(path))
+        ldflags, linked = [f"-Wl,-rpath,{self.own}/{name}" for name in LIBRARIES], []
+        for name, way in self.linking.items():
+            path = f"{self.own}/{name}"
+            if way == "LIBRARY_PATH":
+                environment.setdefault(way, []).append(path)
+            elif way in ("@", "CXX"):
+                (linked if way == "@" else words).append(f"-L{path}")
+            elif way != "absent":
+                ldflags.append(way.format(path))
+        for name, flags, text in ("flags", cflags, response), ("link", ldflags, linked):
+            if text:
+                self.response_file(self.own / f"{name}.rsp", "\n".join(text))
+                flags.append(f"@{self.own}/{name}.rsp")
+        cflags.append(self.forced.format(self.own))
+        ldflags += [self.by_name, f"{self.own}/w/libw.a"]
+        sources = [f"{self.own}/src/mine.cpp", f"{self.own}/src/inner/other.cpp"]
+        options = dict(sources=sources, extra_include_paths=paths, extra_cflags=cflags, extra_ldflags=ldflags)
+        variables = {name: ":".join(folders) for name, folders in environment.items()}
+        return options, variables | {"CXX": " ".join(words)}
+
+    def repair(self) -> None:
+        """Puts back what every build needs, and goes back to flags that find it."""
+        self.done.append("repair")
+        for name in HEADERS:
+            self.clear(self.own / "base" / name)
+            self.put(f"base/{name}", self.header(name))
+        self.put("base/data.bin", "b")
+        self.library(self.own / "p/l2/libv", "value", "static")
+        self.library(self.own / "w/libw", "weight", "static")
+
+    def response_file(self, path: Path, text: str) -> None:
+        if not path.is_file() or path.read_text() != text:
+            path.write_text(text)
+
+    # ---- edits --------------------------------------------------------------------------------------------------
+
+    def files(self, pattern: str = "*.h") -> list[Path]:
+        return sorted(path for path in self.own.rglob(pattern) if path.is_file())
+
+    def place(self) -> Path:
+        """Returns a path where a header may be."""
+        return self.own / self.draw.choice([*SEARCHED, "src", "src/inner", "a/in"]) / self.draw.choice(HEADERS)
+
+    def clear(self, path: Path) -> None:
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        elif path.is_dir():
+            shutil.rmtree(path)
+        with_files = [parent for parent in path.parents if parent.is_file()]
+        for parent in with_files:
+            parent.unlink()
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    @edit(5)
+    def new_value(self):
+        path = self.draw.choice(self.files())
+        lines = path.read_text().split("\n")
+        at = next((i for i, line in enumerate(lines) if line.startswith("#define V")), 0)
+        lines[at] = f"{lines[at].rpartition(' ')[0]} {self.draw.randrange(10000)}"
+        status = path.stat()
+        self.put(path, "\n".join(lines))
+        if self.draw.random() < 0.4:
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        return path
+
+    @edit(5)
+    def new_header(self):
+        path = self.place()
+        if not path.is_file():
+            self.clear(path)
+        name = path.name if path.name in HEADERS else f"in/{path.name}"
+        self.put(path, self.header(name))
+        return path
+
+    @edit(3)
+    def remove_header(self):
+        path = self.draw.choice(self.files())
+        if "base" not in str(path) or self.draw.random() < 0.2:
+            path.unlink()
+        return path
+
+    @edit(3)
+    def rename_header(self):
+        old, new = self.draw.choice(self.files()), self.place()
+        if old != new and old.parent.parts[-1] != "base":
+            self.clear(new)
+            old.rename(new)
+        return old, new
+
+    @edit(2)
+    def folder_for_header(self):
+        path = self.place()
+        self.clear(path)
+        path.mkdir()
+        return path
+
+    @edit(3)
+    def link_header(self):
+        path, target = self.place(), self.place()
+        if path != target:
+            self.clear(path)
+            path.symlink_to(target)
+        return path, target
+
+    @edit(4)
+    def link_folder(self):
+        path, target = (self.own / name for name in self.draw.sample(SEARCHED[:-1], 2))
+        self.clear(path)
+        path.symlink_to(target)
+        return path, target
+
+    @edit(3)
+    def rename_folder(self):
+        old, new = (self.own / name for name in self.draw.sample([*SEARCHED[:-1], "a/in", "b/in"], 2))
+        if old.exists() and old not in new.parents and new not in old.parents:
+            self.clear(new)
+            if os.path.lexists(old):
+                old.rename(new)
+        return old, new
+
+    @edit(2)
+    def empty_folder(self):
+        path = self.own / self.draw.choice([*SEARCHED[:-1], "a/in", "b/in", "p", "q"])
+        self.clear(path)
+        path.mkdir()
+        return path
+
+    @edit(2)
+    def touch(self):
+        path = self.draw.choice(self.files("*"))
+        path.touch()
+        return path
+
+    @edit(3)
+    def edit_back(self):
+        path, text = self.draw.choice(self.earlier or [(self.own / "forced.h", "")])
+        if path.is_file():
+            self.put(path, text)
+        return path
+
+    @edit(3)
+    def new_library(self):
+        path = self.own / self.draw.choice(LIBRARIES)
+        self.library(path / "libv", "value")
+        return path
+
+    @edit(1)
+    def inner_library(self):
+        path = self.own / self.draw.choice(LIBRARIES)
+        self.library(path / "libinner", "value", "static")
+        return path
+
+    @edit(1)
+    def new_weight(self):
+        self.library(self.own / "w/libw", "weight", self.draw.choice(["static", "thin"]))
+
+    @edit(1)
+    def new_object(self):
+        path = self.own / self.draw.choice([*LIBRARIES, "w"]) / "libv.o"
+        self.library(path.with_name(self.draw.choice(["libv", "libw"])), "value", "thin")
+        return path
+
+    @edit(2)
+    def remove_library(self):
+        paths = [path for path in self.files("lib*") if "l2" not in str(path)]
+        if paths:
+            path = self.draw.choice(paths)
+            path.unlink()
+            return path
+
+    @edit(1)
+    def new_data(self):
+        self.put(self.own / self.draw.choice(SEARCHED) / "data.bin", chr(self.draw.randrange(1, 127)))
+
+    @edit(2)
+    def new_source(self):
+        self.put("src/inner/other.cpp", self.source("other"))
+
+    @edit(2)
+    def new_flag(self):
+        what = self.draw.choice(["defined", "forced", "by_name", "ways", "linking", "order"])
+        if what == "ways":
+            self.ways[self.draw.choice(SEARCHED[:-1])] = self.draw.choice(WAYS)
+        elif what == "linking":
+            self.linking[self.draw.choice(LIBRARIES[:-1])] = self.draw.choice(LINKING)
+        elif what == "order":
+            self.order = self.draw.sample(SEARCHED[:-1], len(SEARCHED) - 1) + ["base"]
+        else:
+            setattr(self, what, self.draw.choice({"defined": DEFINED, "forced": FORCED, "by_name": VALUE}[what]))
+        return what
+
+    def step(self, built: bool) -> None:
+        """Edits the project, up to three times. One that could not be built is mended first, mostly."""
+        if not built and self.draw.random() < 0.8:
+            self.repair()
+        for _ in range(self.draw.choice([1, 1, 2, 3])):
+            self.edit()
+
+    def edit(self) -> None:
+        """Edits the project once. An edit that the disk refuses, such as a file behind a dangling link, ends early."""
+        name = self.draw.choices(list(EDITS), EDITS.values())[0]
+        try:
+            self.done.append(f"{name} {getattr(self, name)() or ''}")
+        except OSError as error:
+            self.done.append(f"{name}: {error}")
