@@ -19,10 +19,9 @@ Value neighbor_index(const Value* arguments) {
   const Value names = Value::call("aten::where.ScalarOther", is_named, list, rows);
   const Value sorted = Value::call("aten::sort.stable", names, /*stable=*/true, /*dim=*/1);
   // Rows of zeros like `names`: under vmap searchsorted wants all of its tensors mapped.
-  const Value all =
-      Value::call("aten::add.Tensor",
-                  Value::call("aten::new_zeros", names, Value::list(list_neigh.size(0), 1)),
-                  Value::call("aten::arange", rows, names.dtype(), nullptr, names.device()));
+  const Value all = Value::call(
+      "aten::add.Tensor", Value::call("aten::new_zeros", names, Value::list(list_neigh.size(0), 1)),
+      Value::call("aten::arange", rows, names.dtype(), nullptr, names.device()));
   const Value ends = Value::call("aten::searchsorted.Tensor", sorted.result(0), all,
                                  /*out_int32=*/false, /*right=*/true);
   const Value slots =
