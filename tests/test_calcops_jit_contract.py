@@ -46,9 +46,43 @@ def test_a_linear_operator_has_derivatives_of_every_order(mine, dtype):
 
 
 def test_an_operator_without_derivatives_says_so(mine):
-    energy = mine.pair_energy(torch.ones(2, requires_grad=True), 1.0)
-    with pytest.raises(RuntimeError, match="derivative for contracts::pair_energy is not implemented"):
-        energy.sum().backward()
+    step = mine.differences(torch.ones(2, requires_grad=True, **float64))
+    with pytest.raises(RuntimeError, match="derivative for contracts::differences is not implemented"):
+        step.sum().backward()
+
+
+def test_a_formula_gives_derivatives_of_every_order(mine):
+    r = (torch.rand(6, **float64) + 1).requires_grad_()
+    energy = lambda r: mine.pair_energy(r, 0.7, 1.1)  # noqa: E731
+    assert torch.autograd.gradcheck(energy, r, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(energy, r, check_fwd_over_rev=True)
+    opcheck(mine.pair_energy, (r, 0.7), {})
+    reference = lambda r: 4 * 0.7 * ((1.1 / r) ** 12 - (1.1 / r) ** 6)  # noqa: E731
+    ours, theirs = energy, reference
+    for _ in range(3):
+        ours, theirs = (lambda r, f=f: torch.func.grad(lambda r: f(r).sum())(r) for f in (ours, theirs))
+        torch.testing.assert_close(ours(r), theirs(r))
+    mapped = torch.vmap(torch.func.grad(lambda r: energy(r).sum()))(torch.stack([r, r + 1]))
+    torch.testing.assert_close(mapped[1], torch.func.grad(lambda r: reference(r).sum())(r + 1))
+
+
+def test_the_formula_of_the_readme_is_a_derivative_and_forward_mode_may_be_left_out(tmp_path):
+    readme = (SOURCE.parents[2] / "ops" / "README.md").read_text()
+    text = next(block for block in re.findall(r"```c\+\+\n(.+?)```", readme, re.S) if '"square"' in block)
+    source = tmp_path / "square.cpp"
+    source.write_text(text)
+    square = calcops_jit.load("of_the_formula", [source]).square
+    x = torch.randn(5, requires_grad=True, **float64)
+    assert torch.autograd.gradcheck(square, x, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(square, x, check_fwd_over_rev=True)
+    begin, end = text.index(",\n     [](const Value* arguments, const Value* tangents"), text.index("}};")
+    source.write_text(text[:begin] + text[end:])
+    square = calcops_jit.load("of_half_a_formula", [source]).square
+    assert torch.autograd.gradgradcheck(square, x)
+    with pytest.raises(
+        NotImplementedError, match="of_half_a_formula::square: its derivative has no formula for forward"
+    ):
+        torch.func.jvp(square, (x.detach(),), (x.detach(),))
 
 
 def test_vmap_calls_an_operator_for_each_item_where_nothing_can_be_joined(mine):
@@ -145,6 +179,11 @@ MISTAKES = {
     "a result without a dtype": ("count  [bins]; int64.", "count  [bins].", "line 5: `count`: expected its dtype"),
     "a schema without results": ("order(Tensor key) -> Tensor", "order(Tensor key)", "expected `-> ` and the results"),
     "a second line": ("place  [N]; int64.", "place  [N]; int64.\nkey [N]; int64.", "line 5: a second line for key"),
+    "a derivative of nothing": (
+        'kPairDerivatives[] = {\n    {"pair_energy",',
+        'kPairDerivatives[] = {\n    {"pair_energies",',
+        "a derivative of pair_energies, which no schema names",
+    ),
     "a view of another rank": (
         "View<const Key, 1> key, View<int64_t, 1> place) {",
         "View<const Key, 1> key, View<int64_t, 2> place) {",

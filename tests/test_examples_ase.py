@@ -118,6 +118,11 @@ def test_what_the_model_is_not_for_is_refused():
     atoms.calc = CalcOps(StillingerWeber())
     with pytest.raises(ValueError, match=r"expected atoms of \['Si'\], got C2"):
         atoms.get_potential_energy()
+    atoms = bulk("Si", cubic=True)
+    atoms.positions[3] = atoms.positions[1]
+    atoms.calc = CalcOps(StillingerWeber())
+    with pytest.raises(ValueError, match="expected atoms apart from one another, got atoms 1 and 3 in one place"):
+        atoms.get_forces()
     with pytest.raises(ValueError, match='expected a model with units "metal" or "lj", got real'):
         CalcOps(LennardJones(units="real", type_names=("Ar",)))
 

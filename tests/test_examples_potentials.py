@@ -262,6 +262,14 @@ def test_what_cannot_be_is_refused(tmp_path):
         save(LennardJones(), tmp_path / "model.onnx")
     with pytest.raises(ValueError, match='expected tail "cut", "shift" or "linear"'):
         LennardJones(tail="smooth")
+    torch.save(LennardJones().state_dict(), tmp_path / "checkpoint.pt")
+    with pytest.raises(
+        ValueError, match="expected a model that save.. wrote, got .*checkpoint.pt, perhaps a checkpoint"
+    ):
+        load(tmp_path / "checkpoint.pt")
+    uncut = type("Uncut", (LennardJones,), {"atom_energies": lambda self, types, list_neigh, Ri: Ri[..., 0].sum(-1)})
+    with pytest.raises(ValueError, match="got ones that an empty slot changes by"):
+        save(uncut(), tmp_path / "model.pt")
 
 
 def test_an_edge_order_changes_no_bit(sw_file):

@@ -187,3 +187,43 @@ def test_a_model_with_more_layers_than_said_is_refused(module, layers, message, 
     for dtype in (torch.float64, torch.float32):
         with pytest.raises(ValueError, match=message):
             save(module, tmp_path / "own.pt", dtype=dtype, layers=layers, **ABOUT)
+
+
+class WithoutEnvelope(OfList):
+    """What reaches to infinity, what stops with a step, or what counts pairs."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+
+    def forward(self, types, list_neigh, Rij, nghost: int):
+        r = torch.linalg.vector_norm(Rij, dim=-1)
+        is_near = (list_neigh >= 0) & (r < 3.0)
+        if self.form == "yukawa":
+            return torch.where(list_neigh >= 0, torch.exp(-r) / r, 0.0).sum(-1)
+        if self.form == "step":
+            return torch.where(is_near, torch.exp(-r) / r, 0.0).sum(-1)
+        return torch.exp(-r).sum(-1)
+
+
+@pytest.mark.parametrize(
+    "form, what",
+    [("yukawa", "a pair just beyond"), ("step", "a pair just inside"), ("count", "an empty slot|a pair just")],
+)
+def test_a_module_without_an_envelope_is_refused(form, what, tmp_path):
+    for dtype in (torch.float64, torch.float32):
+        with pytest.raises(ValueError, match=f"go to zero at the cutoff 3, got ones that ({what})"):
+            save(WithoutEnvelope(form), tmp_path / "own.pt", dtype=dtype, **ABOUT)
+
+
+def test_what_is_no_module_that_gives_energies_is_refused(tmp_path):
+    class OtherNames(torch.nn.Module):
+        def forward(self, z, index, vectors, count):
+            return vectors
+
+    with pytest.raises(ValueError, match=r"expected forward\(types, .*got forward\(z, index, vectors, count\)"):
+        save(OtherNames(), tmp_path / "own.pt", **ABOUT)
+    with pytest.raises(TypeError, match="got OrderedDict: load a checkpoint into its module first"):
+        save(OfList().state_dict(), tmp_path / "own.pt", **ABOUT)
+    with pytest.raises(TypeError, match="got no cutoff, type_names, units"):
+        save(OfList(), tmp_path / "own.pt")

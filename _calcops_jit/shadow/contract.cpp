@@ -138,6 +138,7 @@ struct Operator {
   int count = 0, mask = -1;
   bool is_backward = false;
   Value (*composition)(const Value*) = nullptr;
+  std::unique_ptr<Derivatives> formulas;
   std::vector<BoundKernel> kernels;
 };
 
@@ -910,6 +911,43 @@ struct Run final : c10::OperatorKernel {
   Function function;
 };
 
+// Derivatives by the formulas of a source, which knows Values.
+class Formulas final : public Derivatives {
+ public:
+  explicit Formulas(const Derivative& formula) : formula_(formula) {}
+
+  tensor_list vjp(const Call& call, const tensor_list& upstream,
+                  const std::vector<bool>& wanted) const override {
+    std::vector<Value> gradients(wanted.size());
+    formula_.vjp(values_of(call.arguments).data(), values_of(upstream).data(), gradients.data());
+    return tensors_of(gradients);
+  }
+
+  tensor_list jvp(const Call& call, const tensor_list& tangents) const override {
+    TORCH_CHECK_NOT_IMPLEMENTED(formula_.jvp, call.op.schema().name(),
+                                ": its derivative has no formula for forward mode");
+    std::vector<Value> results(call.op.schema().returns().size());
+    formula_.jvp(values_of(call.arguments).data(), values_of(tangents).data(), results.data());
+    return tensors_of(results);
+  }
+
+ private:
+  template <class Item>
+  static std::vector<Value> values_of(const std::vector<Item>& items) {
+    std::vector<Value> values;
+    for (const Item& item : items) values.push_back(value_of(IValue(item)));
+    return values;
+  }
+
+  static tensor_list tensors_of(const std::vector<Value>& values) {
+    tensor_list tensors;
+    for (const Value& value : values) tensors.push_back(tensor_or_none(ivalue_of(value)));
+    return tensors;
+  }
+
+  const Derivative& formula_;
+};
+
 struct Differentiate final : c10::OperatorKernel {
   explicit Differentiate(const Derivatives* derivatives) : derivatives(derivatives) {}
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
@@ -933,8 +971,7 @@ struct Vmap final : c10::OperatorKernel {
   const Operator* op;
 };
 
-void read_operator(Family& family, const contract::Schema& schema, const Composition* compositions,
-                   int count) {
+void read_operator(Family& family, const contract::Schema& schema, const ContractEntry& entry) {
   const contract::Text& text = family.text;
   Operator& op = family.operators.emplace_back(
       Operator{&family, &schema, "", torch::schema(schema.text.c_str())});
@@ -942,8 +979,11 @@ void read_operator(Family& family, const contract::Schema& schema, const Composi
   op.name = name.find("::") == std::string::npos ? family.name_space + "::" + name : name;
   op.is_backward = name.size() > 9 && name.compare(name.size() - 9, 9, "_backward") == 0;
   op.count = int(op.parsed.arguments().size());
-  for (int i = 0; i < count; ++i)
-    if (name == compositions[i].op) op.composition = compositions[i].function;
+  for (int i = 0; i < entry.composition_count; ++i)
+    if (name == entry.compositions[i].op) op.composition = entry.compositions[i].function;
+  for (int i = 0; i < entry.derivative_count; ++i)
+    if (name == entry.derivatives[i].op)
+      op.formulas = std::make_unique<Formulas>(entry.derivatives[i]);
   op.argument.fill(-1);
   op.gradient.fill(-1);
   for (int i = 0; i < op.count; ++i) {
@@ -1048,6 +1088,17 @@ void check_sizes(const Family& family, const Operator& op) {
 const char* kept(Family& family, std::string text) {
   family.names.push_back(std::move(text));
   return family.names.back().c_str();
+}
+
+// A composition or a derivative of no operator would never be called.
+void check_names_of(const Family& family, const ContractEntry& entry) {
+  const auto check = [&](const char* name, const char* what) {
+    for (const Operator& op : family.operators)
+      if (op.parsed.name() == name) return;
+    family.fail(1, c10::str("a ", what, " of ", name, ", which no schema names"));
+  };
+  for (int i = 0; i < entry.composition_count; ++i) check(entry.compositions[i].op, "composition");
+  for (int i = 0; i < entry.derivative_count; ++i) check(entry.derivatives[i].op, "derivative");
 }
 
 void read_derivatives(Family& family) {
@@ -1189,10 +1240,10 @@ void define(torch::Library& m, Operator& op) {
   impl(c10::DispatchKey::CPU, running(&run_here<false>));
   impl(c10::DispatchKey::CUDA, running(&run_here<true>));
   impl(c10::DispatchKey::Meta, running(&run_on_meta));
+  const Derivatives* derivatives = op.formulas ? op.formulas.get() : family.derivatives.get();
   impl(c10::DispatchKey::Autograd,
-       family.derivatives ? CppFunction::makeFromBoxedFunctor(
-                                std::make_unique<Differentiate>(family.derivatives.get()))
-                          : torch::autograd::autogradNotImplementedFallback());
+       derivatives ? CppFunction::makeFromBoxedFunctor(std::make_unique<Differentiate>(derivatives))
+                   : torch::autograd::autogradNotImplementedFallback());
   impl(c10::DispatchKey::FuncTorchBatched,
        CppFunction::makeFromBoxedFunctor(std::make_unique<Vmap>(&op)));
 }
@@ -1275,8 +1326,8 @@ void define_waiting(torch::Library&) {
     }
     if (family.text.lines.size() > kMost || family.text.sizes.size() > kMost)
       family.fail(1, "more than " + std::to_string(kMost) + " lines or sizes");
-    for (const contract::Schema& schema : family.text.schemas)
-      read_operator(family, schema, entry.compositions, entry.count);
+    for (const contract::Schema& schema : family.text.schemas) read_operator(family, schema, entry);
+    check_names_of(family, entry);
     read_derivatives(family);
     read_results(family);
     read_vmap(family);
@@ -1323,7 +1374,10 @@ Value& Value::operator=(const Value& other) {
   return *this;
 }
 
-bool Value::is_none() const { return ivalue_of(*this).isNone(); }
+bool Value::is_none() const {
+  const IValue& value = ivalue_of(*this);
+  return value.isNone() || (value.isTensor() && !value.toTensor().defined());
+}
 
 bool Value::is_readable() const {
   const Tensor& x = ivalue_of(*this).toTensor();
@@ -1361,8 +1415,9 @@ Value Value::device() const { return value_of(IValue(ivalue_of(*this).toTensor()
 
 Value Value::result(int i) const { return value_of(ivalue_of(*this).toTupleRef().elements()[i]); }
 
-Value Value::call(const char* op, const Value* values, int count) {
-  const std::string name = op;
+Value Value::call_in(const char* name_space, const char* op, const Value* values, int count) {
+  std::string name = op;
+  if (name.find("::") == std::string::npos) name = std::string(name_space) + "::" + name;
   const size_t dot = name.find('.');
   const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
       name.substr(0, dot).c_str(), dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
@@ -1394,11 +1449,21 @@ void refuse(const char* op, const char* argument, const char* what, const Value&
 }
 
 Value operator+(const Value& a, const Value& b) {
-  return value_of(IValue(ivalue_of(a).toSymInt() + ivalue_of(b).toSymInt()));
+  const IValue &x = ivalue_of(a), &y = ivalue_of(b);
+  if (x.isTensor())
+    return Value::call(y.isTensor() ? "aten::add.Tensor" : "aten::add.Scalar", a, b);
+  if (y.isTensor()) return b + a;
+  if (x.isDouble() || y.isDouble()) return x.toScalar().toDouble() + y.toScalar().toDouble();
+  return value_of(IValue(x.toSymInt() + y.toSymInt()));
 }
 
 Value operator*(const Value& a, const Value& b) {
-  return value_of(IValue(ivalue_of(a).toSymInt() * ivalue_of(b).toSymInt()));
+  const IValue &x = ivalue_of(a), &y = ivalue_of(b);
+  if (x.isTensor())
+    return Value::call(y.isTensor() ? "aten::mul.Tensor" : "aten::mul.Scalar", a, b);
+  if (y.isTensor()) return b * a;
+  if (x.isDouble() || y.isDouble()) return x.toScalar().toDouble() * y.toScalar().toDouble();
+  return value_of(IValue(x.toSymInt() * y.toSymInt()));
 }
 
 void add_contract(const ContractEntry& contract) {

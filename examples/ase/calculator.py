@@ -137,7 +137,12 @@ class CalcOps(Calculator):
         for atoms in structures:
             types, positions, cell, neighbours = self.tensors(atoms)
             list_neigh = torch.where(neighbours.list_neigh < 0, -1, neighbours.list_neigh + first)
-            parts.append((types, list_neigh, neighbours.pair_vectors(positions, cell).to(self.dtype)))
+            vectors = neighbours.pair_vectors(positions, cell)
+            if ((list_neigh >= 0) & (vectors == 0).all(-1)).any():
+                _, i, slot = ((list_neigh >= 0) & (vectors == 0).all(-1)).nonzero()[0].tolist()
+                j = neighbours.list_neigh[0, i, slot].item()
+                raise ValueError(f"CalcOps: expected atoms apart from one another, got atoms {i} and {j} in one place")
+            parts.append((types, list_neigh, vectors.to(self.dtype)))
             first += len(atoms)
         types, lists, vectors = zip(*parts)
         slots = max(x.shape[2] for x in lists)

@@ -187,6 +187,11 @@ void PairCalcOps::init_style() {
          "yes");
   expect(!passes_messages() || comm->mode == Comm::SINGLE,
          "comm_modify mode single for a model that passes messages", "another");
+  if (neighbor->exclude && comm->me == 0)
+    error->warning(
+        FLERR,
+        "Pair style calcops: neigh_modify exclude takes pairs from the model, so energies "
+        "are not those it was made for");
   at::set_num_threads(comm->nthreads);
   neighbor->add_request(
       this, NeighConst::REQ_FULL | (ghostneigh ? NeighConst::REQ_GHOST : NeighConst::REQ_DEFAULT));

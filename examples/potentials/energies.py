@@ -16,9 +16,56 @@ def potential_of(module, cutoff, units, type_names, layers=1):
 
     layers: how often messages pass along edges, to the atom in row 0 of edge_index from that in row 1, until they are
     an energy; 1: from an atom's own neighbours only."""
+    if not isinstance(module, torch.nn.Module):
+        hint = ": load a checkpoint into its module first" * isinstance(module, dict)
+        raise TypeError(f"expected a module that gives energies, got {type(module).__name__}{hint}")
     names = [*inspect.signature(module.forward).parameters]
-    kind = GraphEnergies if names[1:3] == ["edge_index", "edge_vec"] else Energies
+    kinds = {("list_neigh", "Rij", "nghost"): Energies, ("edge_index", "edge_vec", "natoms"): GraphEnergies}
+    kind = kinds.get(tuple(names[1:4]))
+    if kind is None:
+        raise ValueError(
+            "expected forward(types, list_neigh, Rij, nghost) or forward(types, edge_index, edge_vec, natoms), "
+            f"got forward({', '.join(names)})"
+        )
     return kind(module, float(cutoff), units, list(type_names), layers)
+
+
+def check_cutoff(model, device, is_smooth):
+    """Of a model in float64: ValueError where an energy depends on what lies beyond the cutoff, on empty slots or, if
+    is_smooth, on whether a pair at the cutoff is in the list. Then the result would depend on the list, which changes
+    with the skin and with the number of ranks."""
+    n, generator = 5, torch.Generator().manual_seed(0)
+    x = torch.rand(n, 3, generator=generator, dtype=torch.float64) * 0.6 * model.cutoff
+    types = (torch.arange(n) % len(model.type_names)).to(device)
+    neighbours = torch.stack([(torch.arange(n - 1) + i + 1) % n for i in range(n)])
+    direction = torch.tensor([0.48, 0.6, 0.64], dtype=torch.float64)
+
+    def energies(distance=None):
+        """With one more slot for every atom, empty or, of the first, with a pair this far apart."""
+        slots = torch.full((n, 1), -1)
+        vectors = torch.full((n, 1, 3), 1e3 * model.cutoff, dtype=torch.float64)
+        if distance is not None:
+            slots[0, 0], vectors[0, 0] = 1, distance * model.cutoff * direction
+        list_neigh = torch.cat([neighbours, slots], 1)[None]
+        Rij = torch.cat([x[neighbours] - x[:, None], vectors], 1)[None]
+        if distance == 0:
+            list_neigh, Rij = list_neigh[..., :-1], Rij[:, :, :-1]
+        return model(types, list_neigh.to(device), Rij.to(device), 0)[1]
+
+    without = energies(0)
+    size = without.abs().sum().clamp(min=1e-300)
+    cases = {"an empty slot": energies(), "a pair just beyond the cutoff": energies(1 + 1e-9)}
+    cases |= {"a pair far beyond the cutoff": energies(1.7)}
+    if is_smooth:
+        cases["a pair just inside the cutoff"] = energies(1 - 1e-9)
+    for what, found in cases.items():
+        change = (found - without).abs().sum()
+        if not change <= (1e-6 if "inside" in what else 1e-12) * size:
+            raise ValueError(
+                f"expected energies that go to zero at the cutoff {model.cutoff:g}, got ones that {what} changes by "
+                f"{change.item():.1e}: multiply what a pair adds by an envelope such as torch.where(r < cutoff, "
+                "(1 - (r / cutoff) ** 2) ** 2, 0)"
+            )
 
 
 def check_layers(model, device):

@@ -21,8 +21,8 @@ import warnings
 from pathlib import Path
 
 import torch
-from energies import check_layers, potential_of
-from potential import edges
+from energies import check_cutoff, check_layers, potential_of
+from potential import Potential, edges
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -39,11 +39,19 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
     input of a package, calcops_jit.edge_order of the list's edges; None: on CUDA, where there is a use for it. With
     more than one layer a package takes `owned` of potential.py, too."""
     path, device = Path(path), torch.device(device)
-    if about_energies:
+    if path.suffix not in (".pt", ".pt2"):
+        raise ValueError(f"expected a path that ends in .pt or .pt2, got {path}")
+    is_ours = isinstance(model, Potential)
+    if not is_ours or about_energies:
+        missing = {"cutoff", "units", "type_names"} - about_energies.keys()
+        if missing:
+            raise TypeError(f"expected cutoff, units and type_names of a module, got no {', '.join(sorted(missing))}")
         model = potential_of(model, **about_energies)
     model = copy.deepcopy(model).requires_grad_(False).eval()
-    if about_energies:
-        check_layers(model.to(device, torch.float64), device)
+    in_float64 = copy.deepcopy(model).to(device, torch.float64)
+    check_cutoff(in_float64, device, is_smooth=not is_ours)
+    if not is_ours:
+        check_layers(in_float64, device)
     model = model.to(device, dtype)
     layers = getattr(model, "layers", 1)
     arguments = [*inspect.signature(model.forward).parameters]
@@ -69,8 +77,6 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
         program = export(model, dtype, device, arguments)
         with quietly():
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
-    else:
-        raise ValueError(f"expected a path that ends in .pt or .pt2, got {path}")
 
 
 @contextlib.contextmanager
@@ -139,8 +145,13 @@ class Package:
             self.device = about["device"]
         else:
             about = dict.fromkeys(("cutoff", "units", "type_names", "layers", "dtype", "inputs"), "")
-            with quietly():
-                self.run, self.device = torch.jit.load(path, device, _extra_files=about), str(device)
+            try:
+                with quietly():
+                    self.run, self.device = torch.jit.load(path, device, _extra_files=about), str(device)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"expected a model that save() wrote, got {path}, perhaps a checkpoint of torch.save"
+                ) from error
             about = {key: value.decode() for key, value in about.items()}
         self.cutoff, self.units = float(about["cutoff"]), about["units"]
         self.type_names, self.dtype = about["type_names"].split(), getattr(torch, about["dtype"])

@@ -2,30 +2,55 @@
 #include <calcops/operator.h>
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 using calcops::Contract;
+using calcops::Derivative;
 using calcops::Kernel;
 using calcops::List;
 using calcops::Strided;
+using calcops::Value;
 using calcops::View;
 
-// ---- a pair potential, without derivatives ------------------------------------------------------
+// ---- a pair potential, with derivatives by a formula
+// ---------------------------------------------
+
+// The derivative of a derivative is one of the next order.
+Value slope(const Value* arguments) {
+  return Value::call("pair_energy", arguments[0], arguments[1], arguments[2], arguments[3] + 1);
+}
+
+const Derivative kPairDerivatives[] = {
+    {"pair_energy",
+     [](const Value* arguments, const Value* upstream, Value* gradients) {
+       gradients[0] = upstream[0] * slope(arguments);
+     },
+     [](const Value* arguments, const Value* tangents, Value* results) {
+       results[0] = tangents[0] * slope(arguments);
+     }}};
 
 const Contract kPairEnergy(R"(
-pair_energy(Tensor r, float epsilon, float sigma=1.0) -> Tensor
-  Lennard-Jones energy of each pair.
+pair_energy(Tensor r, float epsilon, float sigma=1.0, SymInt order=0) -> Tensor
+  Lennard-Jones energy of each pair, or its derivative of any order.
 r        [N]; float32 or float64. Distance.
 epsilon  Depth of the well.
 sigma    Distance at which the energy is zero.
+order    0 to 100. Of the derivative in r.
 energy   [N]; like r.
-)");
+)",
+                           kPairDerivatives);
 
 template <class Real>
-void pair_energy(View<const Real, 1> r, double epsilon, double sigma, View<Real, 1> energy) {
+void pair_energy(View<const Real, 1> r, double epsilon, double sigma, int64_t order,
+                 View<Real, 1> energy) {
   for (int64_t i = 0; i < r.shape[0]; ++i) {
-    const double s = sigma / r(i), s6 = s * s * s * s * s * s;
-    energy(i) = Real(4 * epsilon * (s6 * s6 - s6));
+    double repulsion = std::pow(sigma / r(i), 12), attraction = std::pow(sigma / r(i), 6);
+    for (int64_t k = 0; k < order; ++k) {
+      repulsion *= -double(12 + k) / r(i);
+      attraction *= -double(6 + k) / r(i);
+    }
+    energy(i) = Real(4 * epsilon * (repulsion - attraction));
   }
 }
 const Kernel kPairEnergyCpu("pair_energy", pair_energy<float>, pair_energy<double>);
@@ -61,7 +86,8 @@ const Kernel kGatherBackwardCpu("_gather_rows_backward", gather_backward<float, 
                                 gather_backward<float, int64_t>, gather_backward<double, int32_t>,
                                 gather_backward<double, int64_t>);
 
-// ---- a stencil, a reduction with two results, an optional tensor and a list ----------------------
+// ---- a stencil, a reduction with two results, an optional tensor and a list
+// ----------------------
 
 const Contract kSums(R"(
 differences(Tensor x) -> Tensor step
@@ -85,8 +111,7 @@ void moments(View<const double, 1> x, View<double, 0> mean, View<double, 0> vari
   const double count = double(x.shape[0]);
   mean() = std::accumulate(x.data, x.data + x.shape[0], 0.0) / count;
   variance() = 0;
-  for (int64_t i = 0; i < x.shape[0]; ++i)
-    variance() += (x(i) - mean()) * (x(i) - mean()) / count;
+  for (int64_t i = 0; i < x.shape[0]; ++i) variance() += (x(i) - mean()) * (x(i) - mean()) / count;
 }
 
 void weighted_total(View<const double, 1> x, View<const double, 1> weight, List<double> powers,

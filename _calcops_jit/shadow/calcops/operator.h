@@ -147,7 +147,9 @@ struct ContractEntry {
   const char *text, *name_space;
   const char* without_cuda;  // why this build has no CUDA; nullptr: it has
   const struct Composition* compositions;
-  int count;
+  int composition_count;
+  const struct Derivative* derivatives;
+  int derivative_count;
   const char* file;
   int line;
 };
@@ -307,11 +309,12 @@ class Value {
   Value& operator=(const Value& other);
   ~Value();
 
-  // Calls an operator, such as "aten::ge.Scalar"; arguments that are left out have their default.
+  // Calls an operator, such as "aten::ge.Scalar", or without a namespace one of this library;
+  // arguments that are left out have their default.
   template <class... Values>
   static Value call(const char* op, const Values&... values) {
     const Value list[] = {values...};
-    return call(op, list, int(sizeof...(values)));
+    return call_in(library_namespace(), op, list, int(sizeof...(values)));
   }
   template <class... Values>
   static Value list(const Values&... values) {
@@ -333,11 +336,13 @@ class Value {
   Value device() const;
   Value result(int i) const;  // of an operator that has several
 
+  // Of tensors, numbers and sizes.
   friend Value operator+(const Value& a, const Value& b);
   friend Value operator*(const Value& a, const Value& b);
 
  private:
-  static Value call(const char* op, const Value* values, int count);
+  static constexpr const char* library_namespace();
+  static Value call_in(const char* name_space, const char* op, const Value* values, int count);
   static Value list_of(const Value* values, int count);
 
   void* value_;
@@ -353,6 +358,17 @@ struct Composition {
   Value (*function)(const Value* arguments);
 };
 
+// The derivatives of an operator by a formula, composed of calls of operators. These have
+// derivatives of their own, so the operator has them to any order.
+struct Derivative {
+  const char* op;
+  // Gives the gradients of the arguments from those of the results. What is none is zero, in both.
+  void (*vjp)(const Value* arguments, const Value* upstream, Value* gradients);
+  // Gives the tangents of the results from those of the arguments. nullptr: forward mode is an
+  // error.
+  void (*jvp)(const Value* arguments, const Value* tangents, Value* results) = nullptr;
+};
+
 // ---- registration -------------------------------------------------------------------------------
 
 #ifdef TORCH_EXTENSION_NAME
@@ -363,27 +379,40 @@ constexpr const char* kNamespace = CALCOPS_TEXT(TORCH_EXTENSION_NAME);
 constexpr const char* kNamespace = "calcops";
 #endif
 
+constexpr const char* Value::library_namespace() { return kNamespace; }
+
 // Operators, in the namespace that is named like the library unless their schema names one.
 struct Contract {
   explicit Contract(const char* text, const char* file = __builtin_FILE(),
                     int line = __builtin_LINE())
-      : Contract(text, nullptr, 0, file, line) {}
+      : Contract(text, nullptr, 0, nullptr, 0, file, line) {}
 
-  // `compositions` have static storage.
+  // `compositions` and `derivatives` have static storage.
   template <int count>
   Contract(const char* text, const Composition (&compositions)[count],
            const char* file = __builtin_FILE(), int line = __builtin_LINE())
-      : Contract(text, compositions, count, file, line) {}
+      : Contract(text, compositions, count, nullptr, 0, file, line) {}
+  template <int count>
+  Contract(const char* text, const Derivative (&derivatives)[count],
+           const char* file = __builtin_FILE(), int line = __builtin_LINE())
+      : Contract(text, nullptr, 0, derivatives, count, file, line) {}
+  template <int composition_count, int derivative_count>
+  Contract(const char* text, const Composition (&compositions)[composition_count],
+           const Derivative (&derivatives)[derivative_count], const char* file = __builtin_FILE(),
+           int line = __builtin_LINE())
+      : Contract(text, compositions, composition_count, derivatives, derivative_count, file, line) {
+  }
 
  private:
-  Contract(const char* text, const Composition* compositions, int count, const char* file,
-           int line) {
+  Contract(const char* text, const Composition* compositions, int composition_count,
+           const Derivative* derivatives, int derivative_count, const char* file, int line) {
 #ifdef CALCOPS_NO_CUDA
     const char* without_cuda = CALCOPS_NO_CUDA;
 #else
     const char* without_cuda = nullptr;
 #endif
-    add_contract({text, kNamespace, without_cuda, compositions, count, file, line});
+    add_contract({text, kNamespace, without_cuda, compositions, composition_count, derivatives,
+                  derivative_count, file, line});
   }
 };
 
