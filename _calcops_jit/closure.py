@@ -84,10 +84,18 @@ def text_of(path: str) -> str:
 
 
 def real_path(path: str) -> str:
-    """Resolves the links in a path's folder, but not the file itself: a compiler searches beside the name it was
-    given."""
-    folder, name = os.path.split(os.path.abspath(path))
-    return os.path.join(os.path.realpath(folder), name)
+    """Resolves the links and each ".." in a path's folder, but not the file itself: a compiler searches beside the name
+    it was given."""
+    folder, name = os.path.split(os.path.join(os.getcwd(), path))
+    return os.path.join(os.path.realpath(folder), name) if name != ".." else os.path.realpath(path)
+
+
+def spellings(path: str) -> list[str]:
+    """Returns a path without "..", after the path itself if a link on the way gives its ".." another meaning."""
+    if "/.." not in path:
+        return [path]
+    real = real_path(path)
+    return [real] if real == os.path.normpath(path) else [path, real]
 
 
 def is_theirs(folded: str) -> bool:

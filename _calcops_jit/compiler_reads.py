@@ -38,7 +38,7 @@ def of_unit(request: Request, staging: str, source: str, target: str) -> tuple[s
     told = bool(names) and not any(flag.startswith("-flto") for flag in request.cflags)  # that assembles when it links
     for name in names:
         if path := _file(staging, name):
-            paths.add(path)
+            paths.update(_spellings(request, path))
         elif not re.search(r"^[<{]|\.s$", name) and name != os.path.basename(source):  # the assembler's own input
             told = False
     return _foreign(paths, staging), told
@@ -91,7 +91,7 @@ def _file(staging: str, name: str) -> str:
     for plain in (re.sub(r"\\(?=[ \t#:])", "", name).replace("$$", "$"), name.replace("$$", "$"), name):
         path = os.path.join(staging, plain)
         if "\n" not in path and os.path.isfile(path):
-            return closure.real_path(path) if "/.." in path else path
+            return path
     return ""
 
 
@@ -99,7 +99,13 @@ def _files(request: Request, staging: str, names: list[str]) -> set[str]:
     found = {name: _file(staging, name) for name in names}
     if missing := [name for name, path in found.items() if not path]:
         raise untold(request, f"it names {missing[0]!r}, which is no file")
-    return set(found.values())
+    return set().union(*(_spellings(request, path) for path in found.values()))
+
+
+def _spellings(request: Request, path: str) -> list[str]:
+    """Returns a path as it is written down. If a link leads elsewhere tomorrow, so does the path with ".."."""
+    found = closure.spellings(path)
+    return found[-1:] if closure.is_theirs(request.fold(found[-1])) else found
 
 
 def _foreign(paths: set[str], staging: str) -> set[str]:

@@ -35,7 +35,7 @@ def search(request: Request, flags: str) -> list[str]:
     listed = re.search(r"search starts here:\n(.*)End of search list", said, re.DOTALL)
     found = [line.strip() for line in listed[1].splitlines() if line.startswith(" ")] if listed else []
     found = re.findall(r'^ignoring (?:nonexistent|duplicate) directory "(.+)"$', said, re.MULTILINE) + found
-    return [closure.real_path(folder) if "/.." in folder else folder for folder in found]
+    return [spelled for folder in found for spelled in closure.spellings(folder)]
 
 
 def tools(request: Request, flags: str, *parts: str) -> set[str]:
@@ -99,7 +99,8 @@ def unlinked(request: Request, flags: str, linked: set[str]) -> list[tuple[str, 
             words += in_script
     for value in filter(None, _values(words, "-l", "--library")):
         names += [value[1:]] if value.startswith(":") else [f"lib{value}.so", f"lib{value}.a"]
-    return [(os.path.normpath(folder), name) for folder in filter(os.path.isabs, folders) for name in names]
+    spelled = [closure.spellings(folder)[0] for folder in filter(os.path.isabs, folders)]
+    return [(folder, name) for folder in spelled for name in names]
 
 
 def _linkers_words(words: list[str]) -> list[str]:
