@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import re
-import subprocess
 import time
 from collections.abc import Iterable, Sequence
 
@@ -61,14 +60,20 @@ def of_link(request: Request, staging: str, objects: list[str]) -> set[str]:
 
 
 def _thin_members(path: str) -> set[str]:
-    """Returns the paths of the objects that a thin archive names; it does not hold them itself."""
+    """Returns the paths of the objects and archives that a thin archive names; it does not hold them itself."""
     with open(path, "rb") as file:
         if file.read(8) != b"!<thin>\n":
             return set()
+        table = b""
+        while header := file.read(60):
+            if header.startswith(b"/") and not header[1:2].isdigit():  # a table: of symbols, or of names
+                size = int(header[48:58])
+                content = file.read(size + size % 2)
+                table = content if header.startswith(b"// ") else table
     folder = os.path.dirname(path)
-    listed = subprocess.run(["ar", "t", os.path.basename(path)], cwd=folder, capture_output=True).stdout
-    members = (os.path.join(folder, os.fsdecode(name)) for name in listed.splitlines())
-    return {closure.real_path(member) for member in members if os.path.isfile(member)}
+    members = {os.path.join(folder, os.fsdecode(name)) for name in table.split(b"/\n")}
+    members = {closure.real_path(member) for member in members if os.path.isfile(member)}
+    return members.union(*map(_thin_members, members))
 
 
 def _names(file: str) -> list[str]:

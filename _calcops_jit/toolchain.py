@@ -30,11 +30,14 @@ def search(request: Request, flags: str) -> list[str]:
 
     A compiler ignores folders that do not exist yet and other names of a folder. It does not say where these would
     come, so they may be before all others."""
-    asked = [word for word in words_of_flags(flags) if not word.startswith("-save-temps")]
+    words = words_of_flags(flags)
+    asked = [word for word in words if not word.startswith("-save-temps")]
     said = ask(request, *asked, "-E", "-v", "-x", "c++", os.devnull)
     listed = re.search(r"search starts here:\n(.*)End of search list", said, re.DOTALL)
     found = [line.strip() for line in listed[1].splitlines() if line.startswith(" ")] if listed else []
     found = re.findall(r'^ignoring (?:nonexistent|duplicate) directory "(.+)"$', said, re.MULTILINE) + found
+    # The assembler's folders are among these.
+    found += filter(os.path.isabs, _values(_words_of_tools([*request.compiler[1:], *words]), "-I"))
     return [spelled for folder in found for spelled in closure.spellings(folder)]
 
 
@@ -84,9 +87,8 @@ def unlinked(request: Request, flags: str, linked: set[str]) -> list[tuple[str, 
     One that appears may take the place of the one that was found. For -lfoo that is libfoo.so before libfoo.a.
 
     linked   the files that are linked; scripts among them name others"""
-    words = _linkers_words([*request.compiler[1:], *words_of_flags(flags)])
-    folders = _values(words, "-L", "--library-path")
-    folders += request.environment.get("LIBRARY_PATH", "").split(":")
+    words = _words_of_tools([*request.compiler[1:], *words_of_flags(flags)])
+    folders = request.environment.get("LIBRARY_PATH", "").split(":")
     choice = [word for word in words if word.startswith(_CHOICE)]
     listed = re.search(r"^libraries: =(.*)$", ask(request, *choice, "-print-search-dirs"), re.MULTILINE)
     folders += listed[1].split(":") if listed else []
@@ -97,21 +99,23 @@ def unlinked(request: Request, flags: str, linked: set[str]) -> list[tuple[str, 
             in_script = re.findall(r"[^\s(),\"]+", _script(path))
             names += [word for word in in_script if re.search(r"^[^/-][^/]*\.(?:a|o|so[.\d]*)$", word)]
             words += in_script
+    folders += _values(words, "-L", "--library-path", "SEARCH_DIR")
     for value in filter(None, _values(words, "-l", "--library")):
         names += [value[1:]] if value.startswith(":") else [f"lib{value}.so", f"lib{value}.a"]
     spelled = [closure.spellings(folder)[0] for folder in filter(os.path.isabs, folders)]
     return [(folder, name) for folder in spelled for name in names]
 
 
-def _linkers_words(words: list[str]) -> list[str]:
-    """Puts what a response file has in the place of @file, and the linker's own words in the place of -Wl,word."""
+def _words_of_tools(words: list[str]) -> list[str]:
+    """Puts what a response file has in the place of @file, and words for the linker or the assembler in the place of
+    -Wl,word and -Wa,word."""
     found = []
     for word in words:
-        if word.startswith("-Wl,"):
-            found += _linkers_words(word.split(",")[1:])
+        if word.startswith(("-Wl,", "-Wa,")):
+            found += _words_of_tools(word.split(",")[1:])
         elif word.startswith("@"):
-            found += _linkers_words(words_of_flags(closure.text_of(word[1:])))
-        elif word != "-Xlinker":
+            found += _words_of_tools(words_of_flags(closure.text_of(word[1:])))
+        elif word not in ("-Xlinker", "-Xassembler"):
             found.append(word)
     return found
 

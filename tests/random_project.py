@@ -180,6 +180,7 @@ class Project:
             self.clear(self.own / "base" / name)
             self.put(f"base/{name}", self.header(name))
         self.put("base/data.bin", "b")
+        self.clear(self.own / "p/l2")
         self.library(self.own / "p/l2/libv", "value", "static")
         self.library(self.own / "w/libw", "weight", "static")
 
@@ -201,9 +202,9 @@ class Project:
             path.unlink()
         elif path.is_dir():
             shutil.rmtree(path)
-        with_files = [parent for parent in path.parents if parent.is_file()]
-        for parent in with_files:
-            parent.unlink()
+        for parent in path.parents:
+            if os.path.lexists(parent) and not parent.is_dir():
+                parent.unlink()
         path.parent.mkdir(parents=True, exist_ok=True)
 
     @edit(5)

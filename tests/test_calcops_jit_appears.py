@@ -29,6 +29,7 @@ EARLIER = {
     "a response file": lambda own: {"extra_ldflags": [f"@{own}/link"]},
     "the linker's response file": lambda own: {"extra_ldflags": [f"-Wl,@{own}/link"]},
     "a script": lambda own: {"extra_ldflags": [f"-L{own}/early", f"-L{own}/late", f"{own}/script"]},
+    "a script's folders": lambda own: {"extra_ldflags": [f"-fuse-ld=bfd {own}/folders"]},
 }
 
 
@@ -40,6 +41,7 @@ def test_an_archive_that_appears_in_a_folder_that_is_searched_earlier_is_linked(
     folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
     folder.put("link", f"-L{folder.own}/early -L{folder.own}/late -lvalue\n")
     folder.put("script", "INPUT(-lvalue)\n")
+    folder.put("folders", f"SEARCH_DIR({folder.own}/early) SEARCH_DIR({folder.own}/late) INPUT(-lvalue)\n")
     folder.archive(1, "late/libvalue.a")
     path = folder.own / "early/libvalue.a"
     if early != "not there":
@@ -68,7 +70,15 @@ def test_a_shared_library_that_appears_beside_an_archive_is_linked(folder):
     assert folder.loaded(**dict(options)) == 2
 
 
-def test_an_object_behind_a_thin_archive_is_an_input(folder):
+THIN = {
+    "an object": "ar rcT libthin.a inner/value.cpp.o",
+    "an archive": "ar rc inner/libvalue.a inner/value.cpp.o && ar rcT libthin.a inner/libvalue.a",
+    "a thin archive": "cd inner && ar rcT libvalue.a value.cpp.o && cd .. && ar rcT libthin.a inner/libvalue.a",
+}
+
+
+@pytest.mark.parametrize("member", THIN)
+def test_what_is_behind_a_thin_archive_is_an_input(folder, member):
     folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
 
     def compile_value(value):
@@ -76,11 +86,24 @@ def test_an_object_behind_a_thin_archive_is_an_input(folder):
         assert os.system(f"c++ -fPIC -c {source} -o {source}.o") == 0
 
     compile_value(1)
-    assert os.system(f"cd {folder.own} && ar rcT libthin.a inner/value.cpp.o") == 0
+    assert os.system(f"cd {folder.own} && {THIN[member]}") == 0
     options = {"extra_ldflags": [f"{folder.own}/libthin.a"]}
     assert folder.loaded(**dict(options)) == 1
     compile_value(2)
+    if member == "an archive":
+        assert os.system(f"cd {folder.own} && ar rc inner/libvalue.a inner/value.cpp.o") == 0
     assert folder.loaded(**dict(options)) == 2
+
+
+@pytest.mark.parametrize("flags", ["-I{}/early -I{}/late", "-Wa,-I{}/early,-I,{}/late"])
+def test_a_file_that_the_assembler_would_find_earlier_is_seen(folder, flags):
+    text = 'asm(".include \\"value.s\\"");\nextern "C" const char value;\n'
+    folder.put("mine.cpp", text + ANSWER.format("return value;"))
+    (folder.own / "early").mkdir()
+    options = {"extra_cflags": [flags.format(folder.own, folder.own)]}
+    for value, name in (1, "late"), (2, "early"):
+        folder.put(f"{name}/value.s", f".section .rodata\nvalue: .byte {value}\n.previous\n")
+        assert folder.loaded(**options) == value
 
 
 # ---- where headers are looked for -------------------------------------------------------------------------------
