@@ -23,6 +23,7 @@ from .errors import BuildError, report
 _STAMP = struct.Struct("<qqQQ")
 _SIZE = 32  # bytes of a stamp, and characters of a digest
 _GONE = bytes(_SIZE)  # the stamp of a file that is not there
+_NOTHING = "nothing".ljust(_SIZE)  # in place of its digest
 # A file system's clock may tick as seldom as this. Two changes within one tick leave the same stamp.
 _TICK_NS = 2_000_000_000
 # Nobody edits PyTorch's and the system's files, and libraries have most of them in common: one look a second is enough.
@@ -66,6 +67,15 @@ def no_regular_file(path: str) -> BuildError:
     return report(f"cannot read {path}", ["it is no regular file, and a compiler may wait for it"], f"rm {path}")
 
 
+def state_of(path: str, request) -> str:
+    """Digests what a path leads to: the contents of a file, the real path of a folder, or nothing."""
+    if stamp_of(path) == _GONE:
+        return _NOTHING
+    if os.path.isdir(path):
+        return digest(os.fsencode(f"folder {request.fold(os.path.realpath(path))}"))
+    return file_digest(path)
+
+
 def text_of(path: str) -> str:
     """Reads a text file; "" if it cannot be read."""
     with contextlib.suppress(OSError), open(path, errors="replace") as file:
@@ -74,10 +84,18 @@ def text_of(path: str) -> str:
 
 
 def real_path(path: str) -> str:
-    """Resolves the links in a path's folder, but not the file itself: a compiler searches beside the name it was
-    given."""
-    folder, name = os.path.split(os.path.abspath(path))
-    return os.path.join(os.path.realpath(folder), name)
+    """Resolves the links and each ".." in a path's folder, but not the file itself: a compiler searches beside the name
+    it was given."""
+    folder, name = os.path.split(os.path.join(os.getcwd(), path))
+    return os.path.join(os.path.realpath(folder), name) if name != ".." else os.path.realpath(path)
+
+
+def spellings(path: str) -> list[str]:
+    """Returns a path without "..", after the path itself if a link on the way gives its ".." another meaning."""
+    if "/.." not in path:
+        return [path]
+    real = real_path(path)
+    return [real] if real == os.path.normpath(path) else [path, real]
 
 
 def is_theirs(folded: str) -> bool:
@@ -225,7 +243,7 @@ class _Look:
                 if stamp == before or stamp == _GONE and self._is_of_missing_compiler(f"{folded}/{name}"):
                     continue
                 path = f"{folder}/{name}"
-                if stamp == _GONE or file_digest(path) != closure.digests[at : at + _SIZE]:
+                if state_of(path, self._request) != closure.digests[at : at + _SIZE]:
                     raise Changed(f"{path} {'is gone' if stamp == _GONE else 'changed'}")
                 closure.stamps = (
                     closure.stamps[:at] + self._fresher(stamp, before, theirs) + closure.stamps[at + _SIZE :]

@@ -91,7 +91,7 @@ def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str
     linker = toolchain.linker(plan.flags["ldflags"])
     linked |= toolchain.tools(request, plan.flags["ldflags"], linker)
     library = f"{staging}/{os.path.basename(staging)}"
-    unlinked = toolchain.unlinked(request, plan.flags["ldflags"])
+    unlinked = toolchain.unlinked(request, plan.flags["ldflags"], linked)
     of_link = recorder.closure(set(), linked, unlinked=unlinked)
     return library, closure.merged([*kept.values(), *closures, of_link])
 

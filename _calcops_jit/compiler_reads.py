@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import re
-import subprocess
 import time
 from collections.abc import Iterable, Sequence
 
@@ -22,6 +21,7 @@ LINKED_BEFORE_2_35 = "-Wl,-Map=link.map"
 _RUNTIME = re.compile(r"crt\w+\.o$|lib(?:gcc|gcc_eh|pthread|dl|rt|util|\w+_nonshared)\.a$")
 _LINKED_NAME = r"^ +(.+?)(?: \\)?$|^(\S.*):$"  # in a linker's dependency file
 _ASKS = rb"__has_(?:include(?:_next)?|embed)\b(?:\s*\(\s*(?:<([^>\n]+)>|\"([^\"\n]+)\"))?"
+_UPWARDS = rb"[<\"]([^<>\"\n]*\.\./[^<>\"\n]*)[>\"]"
 _COMMENT = rb"/\*.*?\*/|//[^\n]*"
 _INCLUDE = rb"^[ \t]*#[ \t]*(?:include(?:_next)?|import|embed)[ \t]*[<\"]([^>\"\n]+)[>\"]"
 
@@ -37,7 +37,7 @@ def of_unit(request: Request, staging: str, source: str, target: str) -> tuple[s
     told = bool(names) and not any(flag.startswith("-flto") for flag in request.cflags)  # that assembles when it links
     for name in names:
         if path := _file(staging, name):
-            paths.add(path)
+            paths.update(_spellings(request, path))
         elif not re.search(r"^[<{]|\.s$", name) and name != os.path.basename(source):  # the assembler's own input
             told = False
     return _foreign(paths, staging), told
@@ -60,14 +60,20 @@ def of_link(request: Request, staging: str, objects: list[str]) -> set[str]:
 
 
 def _thin_members(path: str) -> set[str]:
-    """Returns the paths of the objects that a thin archive names; it does not hold them itself."""
+    """Returns the paths of the objects and archives that a thin archive names; it does not hold them itself."""
     with open(path, "rb") as file:
         if file.read(8) != b"!<thin>\n":
             return set()
+        table = b""
+        while header := file.read(60):
+            if header.startswith(b"/") and not header[1:2].isdigit():  # a table: of symbols, or of names
+                size = int(header[48:58])
+                content = file.read(size + size % 2)
+                table = content if header.startswith(b"// ") else table
     folder = os.path.dirname(path)
-    listed = subprocess.run(["ar", "t", os.path.basename(path)], cwd=folder, capture_output=True).stdout
-    members = (os.path.join(folder, os.fsdecode(name)) for name in listed.splitlines())
-    return {closure.real_path(member) for member in members if os.path.isfile(member)}
+    members = {os.path.join(folder, os.fsdecode(name)) for name in table.split(b"/\n")}
+    members = {closure.real_path(member) for member in members if os.path.isfile(member)}
+    return members.union(*map(_thin_members, members))
 
 
 def _names(file: str) -> list[str]:
@@ -90,7 +96,7 @@ def _file(staging: str, name: str) -> str:
     for plain in (re.sub(r"\\(?=[ \t#:])", "", name).replace("$$", "$"), name.replace("$$", "$"), name):
         path = os.path.join(staging, plain)
         if "\n" not in path and os.path.isfile(path):
-            return closure.real_path(path) if "/.." in path else path
+            return path
     return ""
 
 
@@ -98,7 +104,13 @@ def _files(request: Request, staging: str, names: list[str]) -> set[str]:
     found = {name: _file(staging, name) for name in names}
     if missing := [name for name, path in found.items() if not path]:
         raise untold(request, f"it names {missing[0]!r}, which is no file")
-    return set(found.values())
+    return set().union(*(_spellings(request, path) for path in found.values()))
+
+
+def _spellings(request: Request, path: str) -> list[str]:
+    """Returns a path as it is written down. If a link leads elsewhere tomorrow, so does the path with ".."."""
+    found = closure.spellings(path)
+    return found[-1:] if closure.is_theirs(request.fold(found[-1])) else found
 
 
 def _foreign(paths: set[str], staging: str) -> set[str]:
@@ -258,16 +270,15 @@ class Recorder:
         missing: dict[str, set[str]] = {}
         for name in (probed - {ANY_NAME}) | self._names_of(read - theirs, order):
             for folder in order:
-                if f"{folder}/{name}" in read:
+                path = f"{folder}/{name}"
+                if path in read:
                     continue
                 if below := self._first_missing(folder, name):
                     missing.setdefault(below[0], set()).add(below[1])
                 elif before.is_new(folder, name):
-                    raise closure.Changed(f"{folder}/{name}")
-                elif name in probed and os.path.isfile(f"{folder}/{name}"):  # __has_include, which finds it
-                    path = f"{folder}/{name}"
-                    stamp = closure.stamp_of(path)
-                    entries.setdefault(request.fold(path), (closure.young(stamp), closure.file_digest(path)))
+                    raise closure.Changed(path)
+                elif name in probed or not os.path.isfile(path):
+                    entries.setdefault(*self._young(path))
         if ANY_NAME in probed:
             for folder in [folder for folder in order if not closure.is_theirs(request.fold(folder) + "/")]:
                 below = [entry.path for entry in os.scandir(folder) if entry.is_dir()] if os.path.isdir(folder) else []
@@ -275,13 +286,24 @@ class Recorder:
                     missing.setdefault(each, set()).add(closure.listing(each))
         for name in self._names_of(theirs, order):
             for folder in order:
-                below = None if f"{folder}/{name}" in read else self._first_missing(folder, name)
-                if below is None:
+                path = f"{folder}/{name}"
+                if path in read:
                     break
-                missing.setdefault(below[0], set()).add(below[1])
+                if below := self._first_missing(folder, name):
+                    missing.setdefault(below[0], set()).add(below[1])
+                elif os.path.isfile(path):
+                    break
+                else:
+                    entries.setdefault(*self._young(path))
         for folder, name in unlinked:
             if below := self._first_missing(folder, name):
                 missing.setdefault(below[0], set()).add(below[1])
+            elif not os.path.isfile(f"{folder}/{name}"):
+                entries.setdefault(*self._young(f"{folder}/{name}"))
+        # Of two folders that are the same one, compilers search one. Where folders lead decides which.
+        for folder in self._search:
+            if not closure.is_theirs(request.fold(folder) + "/"):
+                entries.setdefault(*self._young(f"{folder}/."))
         absent = {}
         for folder, names in sorted(missing.items()):
             folded = request.fold(folder)
@@ -289,6 +311,10 @@ class Recorder:
             absent[folded] = [stamp.hex(), "\n".join(sorted(names))]
         tools = [request.fold(t) for t in request.tools]
         return closure.Closure.of(entries, tools, absent, time.time_ns())
+
+    def _young(self, path: str) -> tuple[str, tuple[bytes, str]]:
+        """Returns the entry of what was looked for and is no file, or was not read: a folder, a link to nothing."""
+        return self._request.fold(path), (closure.young(closure.stamp_of(path)), closure.state_of(path, self._request))
 
     @staticmethod
     def _names_of(paths: set[str], folders: list[str]) -> set[str]:
@@ -326,9 +352,10 @@ def names_in(folder: str) -> set[str] | None:
 
 @functools.cache  # for a process that reloads
 def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
-    """(a file's digest, the names that it asks for with __has_include, whether it embeds others with .incbin)
+    """(a file's digest, the names that it may ask for, whether it embeds others with .incbin)
 
-    Among the names is ANY_NAME if it asks for one that a macro holds.
+    The names are those in __has_include and those with "..", which the paths of what is read do not show. Among them
+    is ANY_NAME if it asks for one that a macro holds.
 
     closure.Changed: the file has another stamp by now."""
     with open(path, "rb", opener=closure.regular) as file:
@@ -344,6 +371,8 @@ def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
         asking = re.sub(rb"(?:#\s*(?:if|un|elif)n?def\s+|\bdefined\s*\(?\s*)\w+", b"", whole_lines)
         found = re.findall(_ASKS, asking)
         names = {os.fsdecode(angled or quoted) if angled or quoted else ANY_NAME for angled, quoted in found}
+    if b"../" in text:  # of a folder that may be there or not, the one above counts
+        names.update(map(os.fsdecode, re.findall(_UPWARDS, text)))
     return closure.digest(text), names, b".incbin" in text
 
 

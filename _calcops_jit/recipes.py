@@ -99,7 +99,8 @@ def foreign(
     if not isinstance(name, str) or not re.fullmatch(r"(?!calcops$|unit-)[A-Za-z_][\w.-]{,199}", name):
         what = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'unit-...'"
         raise ValueError(f"calcops_jit.load: expected `name` {what}, got {name!r}")
-    paths = [os.path.abspath(path) for path in _strings("sources", sources)]
+    # os.path.abspath would take a ".." after a link for the folder in which the link lies.
+    paths = [os.path.join(os.getcwd(), path) for path in _strings("sources", sources)]
     if not paths:
         raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
     for path in paths:
@@ -110,7 +111,7 @@ def foreign(
     define = f"-DTORCH_EXTENSION_NAME={name}"
     cflags, cuda_cflags = _flags("extra_cflags", extra_cflags), _flags("extra_cuda_cflags", extra_cuda_cflags)
     ldflags = _flags("extra_ldflags", extra_ldflags)
-    folders = [os.path.abspath(folder) for folder in _strings("extra_include_paths", extra_include_paths)]
+    folders = [os.path.join(os.getcwd(), folder) for folder in _strings("extra_include_paths", extra_include_paths)]
     return Request(
         name=name,
         **located(tuple(paths), (SHADOW, *folders)),

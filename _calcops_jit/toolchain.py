@@ -13,6 +13,7 @@ from . import closure
 from .request import Request
 
 _ABOUT_LINKERS = re.compile(r"-fuse-ld|--ld-path|-B|-specs|-T|-Wl,|-Xlinker|-z|-flto|@")
+_CHOICE = ("-B", "--sysroot", "-specs")  # flags that say where the compiler's parts and libraries are
 # What the user's flags for linking may be where a quick linker links.
 _PLAIN_LINKING = re.compile(r"-(?:[LlOgmDIU]|W(?!l,)|f(?!lto|use-ld|plugin|whole)|pthread)\S*$|/\S*\.so[.\d]*$")
 
@@ -25,21 +26,25 @@ def words_of_flags(flags: str) -> list[str]:
 
 
 def search(request: Request, flags: str) -> list[str]:
-    """Returns the folders in which headers are looked for, in order, after those that do not exist yet.
+    """Returns the folders in which headers are looked for, in order, after those that are ignored.
 
-    A compiler does not say where those would come, so they may be before all others."""
-    asked = [word for word in words_of_flags(flags) if not word.startswith("-save-temps")]
+    A compiler ignores folders that do not exist yet and other names of a folder. It does not say where these would
+    come, so they may be before all others."""
+    words = words_of_flags(flags)
+    asked = [word for word in words if not word.startswith("-save-temps")]
     said = ask(request, *asked, "-E", "-v", "-x", "c++", os.devnull)
     listed = re.search(r"search starts here:\n(.*)End of search list", said, re.DOTALL)
     found = [line.strip() for line in listed[1].splitlines() if line.startswith(" ")] if listed else []
-    found = re.findall(r'^ignoring nonexistent directory "(.+)"$', said, re.MULTILINE) + found
-    return [closure.real_path(folder) if "/.." in folder else folder for folder in found]
+    found = re.findall(r'^ignoring (?:nonexistent|duplicate) directory "(.+)"$', said, re.MULTILINE) + found
+    # The assembler's folders are among these.
+    found += filter(os.path.isabs, _values(_words_of_tools([*request.compiler[1:], *words]), "-I"))
+    return [spelled for folder in found for spelled in closure.spellings(folder)]
 
 
 def tools(request: Request, flags: str, *parts: str) -> set[str]:
     """The compilers, what they name if they are scripts, and these parts of the compiler that does the work."""
     found = set(request.tools)
-    choice = [word for word in words_of_flags(flags) if word.startswith(("-B", "--sysroot", "-specs"))]
+    choice = [word for word in words_of_flags(flags) if word.startswith(_CHOICE)]
     for part in parts:
         program = ask(request, *choice, f"-print-prog-name={part}").strip()
         if path := shutil.which(program, path=request.environment.get("PATH")):
@@ -76,23 +81,59 @@ def quick_linker(request: Request) -> str:
     return ""
 
 
-def unlinked(request: Request, flags: str) -> list[tuple[str, str]]:
-    """Returns (folder, name) of every file that `-lfoo` in the flags may mean, in all folders that are searched.
+def unlinked(request: Request, flags: str, linked: set[str]) -> list[tuple[str, str]]:
+    """Returns (folder, name) of every file that a library in the flags may mean, in all folders that are searched.
 
-    One that appears may take the place of the one that was found. For -lfoo that is libfoo.so before libfoo.a."""
-    words = words_of_flags(flags)
-    folders = [word[2:] for word in words if word.startswith("-L/")]
-    folders += [second for first, second in zip(words, words[1:]) if first == "-L"]
-    folders += request.environment.get("LIBRARY_PATH", "").split(":")
-    listed = re.search(r"^libraries: =(.*)$", ask(request, "-print-search-dirs"), re.MULTILINE)
+    One that appears may take the place of the one that was found. For -lfoo that is libfoo.so before libfoo.a.
+
+    linked   the files that are linked; scripts among them name others"""
+    words = _words_of_tools([*request.compiler[1:], *words_of_flags(flags)])
+    folders = request.environment.get("LIBRARY_PATH", "").split(":")
+    choice = [word for word in words if word.startswith(_CHOICE)]
+    listed = re.search(r"^libraries: =(.*)$", ask(request, *choice, "-print-search-dirs"), re.MULTILINE)
     folders += listed[1].split(":") if listed else []
-    names: list[str] = []
+
+    names = []
+    for path in linked:
+        if not closure.is_theirs(request.fold(path)):
+            in_script = re.findall(r"[^\s(),\"]+", _script(path))
+            names += [word for word in in_script if re.search(r"^[^/-][^/]*\.(?:a|o|so[.\d]*)$", word)]
+            words += in_script
+    folders += _values(words, "-L", "--library-path", "SEARCH_DIR")
+    for value in filter(None, _values(words, "-l", "--library")):
+        names += [value[1:]] if value.startswith(":") else [f"lib{value}.so", f"lib{value}.a"]
+    spelled = [closure.spellings(folder)[0] for folder in filter(os.path.isabs, folders)]
+    return [(folder, name) for folder in spelled for name in names]
+
+
+def _words_of_tools(words: list[str]) -> list[str]:
+    """Puts what a response file has in the place of @file, and words for the linker or the assembler in the place of
+    -Wl,word and -Wa,word."""
+    found = []
     for word in words:
-        if word.startswith("-l:"):
-            names.append(word[3:])
-        elif word.startswith("-l"):
-            names += [f"lib{word[2:]}.so", f"lib{word[2:]}.a"]
-    return [(os.path.normpath(folder), name) for folder in filter(os.path.isabs, folders) for name in names]
+        if word.startswith(("-Wl,", "-Wa,")):
+            found += _words_of_tools(word.split(",")[1:])
+        elif word.startswith("@"):
+            found += _words_of_tools(words_of_flags(closure.text_of(word[1:])))
+        elif word not in ("-Xlinker", "-Xassembler"):
+            found.append(word)
+    return found
+
+
+def _values(words: list[str], *options: str) -> list[str]:
+    """Returns the values of options: the rest of a word, or the next word."""
+    values = []
+    for word, following in zip(words, [*words[1:], ""]):
+        for option in options:
+            if word.startswith(option):
+                values.append(word[len(option) :].removeprefix("=") or following)
+    return values
+
+
+def _script(path: str) -> str:
+    """Returns the text of a linker script; "" for an object, an archive or a library."""
+    with open(path, "rb") as file:
+        return "" if b"\0" in file.read(4096) else closure.text_of(path)
 
 
 def linker(flags: str) -> str:

@@ -9,9 +9,9 @@ from pathlib import Path
 HEADERS = ["h0.h", "h1.h", "h2.h", "in/h3.h", "in/h4.h", "h5.h"]
 SEARCHED = ["a", "b", "p/c", "q/c", "d", "e", "base"]  # folders of headers; `base` has all of them and comes last
 LIBRARIES = ["l0", "l1", "p/l2"]
-FLAGGED = ["-I{}", "-I {}", "-isystem {}", "-isystem{}", "-idirafter {}", "-iquote {}", "-Wp,-I,{}"]
+FLAGGED = ["-I{}", "-I {}", "-isystem {}", "-isystem{}", "-idirafter {}", "-iquote {}", "-Wp,-I,{}", "-I{}/../base"]
 WAYS = [*FLAGGED, *FLAGGED, "paths", "CPATH", "CPLUS_INCLUDE_PATH", "@", "CXX", "absent"]
-LINKING = ["-L{}", "-L {}", "-Wl,-L,{}", "LIBRARY_PATH", "@", "CXX", "absent"]
+LINKING = ["-L{}", "-L {}", "-Wl,-L,{}", "-L{}/../l1", "LIBRARY_PATH", "@", "CXX", "absent"]
 VALUE = ["-lv", "-l v", "-l:libv.a", "-Wl,-lv"]
 DEFINED = ["", "-DFLAG=1", "-DFLAG=2", "-D FLAG=2", "-UFLAG"]
 FORCED = ["", "", "", "-include {}/forced.h", "-include h5.h", "-imacros {}/forced.h"]
@@ -180,6 +180,7 @@ class Project:
             self.clear(self.own / "base" / name)
             self.put(f"base/{name}", self.header(name))
         self.put("base/data.bin", "b")
+        self.clear(self.own / "p/l2")
         self.library(self.own / "p/l2/libv", "value", "static")
         self.library(self.own / "w/libw", "weight", "static")
 
@@ -201,9 +202,9 @@ class Project:
             path.unlink()
         elif path.is_dir():
             shutil.rmtree(path)
-        with_files = [parent for parent in path.parents if parent.is_file()]
-        for parent in with_files:
-            parent.unlink()
+        for parent in path.parents:
+            if os.path.lexists(parent) and not parent.is_dir():
+                parent.unlink()
         path.parent.mkdir(parents=True, exist_ok=True)
 
     @edit(5)
@@ -259,7 +260,7 @@ class Project:
 
     @edit(4)
     def link_folder(self):
-        path, target = (self.own / name for name in self.draw.sample(SEARCHED[:-1], 2))
+        path, target = (self.own / name for name in self.draw.sample(self.draw.choice([SEARCHED[:-1], LIBRARIES]), 2))
         self.clear(path)
         path.symlink_to(target)
         return path, target

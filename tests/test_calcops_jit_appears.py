@@ -18,21 +18,45 @@ EARLIER = {
     "-L in two words": lambda own: {"extra_ldflags": ["-L", f"{own}/early", "-L", f"{own}/late", "-lvalue"]},
     "LIBRARY_PATH": lambda own: {"extra_ldflags": ["-lvalue"], "LIBRARY_PATH": f"{own}/early:{own}/late"},
     "a file's name": lambda own: {"extra_ldflags": [f"-L{own}/early", f"-L{own}/late", "-l:libvalue.a"]},
+    "-l in two words": lambda own: {"extra_ldflags": [f"-L{own}/early -L{own}/late -l value"]},
+    "the linker's options": lambda own: {"extra_ldflags": [f"-Wl,-L,{own}/early,-L{own}/late,-lvalue"]},
+    "-Xlinker": lambda own: {"extra_ldflags": [f"-Xlinker -L{own}/early -Xlinker -L{own}/late -Xlinker -lvalue"]},
+    "long options": lambda own: {
+        "extra_ldflags": [f"-Wl,--library-path={own}/early,--library-path,{own}/late,--library=value"]
+    },
+    "the compiler's command": lambda own: {"CXX": f"g++ -L{own}/early", "extra_ldflags": [f"-L{own}/late", "-lvalue"]},
+    "-B": lambda own: {"extra_ldflags": [f"-B{own}/early", "-lvalue"], "LIBRARY_PATH": f"{own}/late"},
+    "a response file": lambda own: {"extra_ldflags": [f"@{own}/link"]},
+    "the linker's response file": lambda own: {"extra_ldflags": [f"-Wl,@{own}/link"]},
+    "a script": lambda own: {"extra_ldflags": [f"-L{own}/early", f"-L{own}/late", f"{own}/script"]},
+    "a script's folders": lambda own: {"extra_ldflags": [f"-fuse-ld=bfd {own}/folders"]},
 }
 
 
-@pytest.mark.parametrize("early", ["empty", "not there"])
-@pytest.mark.parametrize("searched", EARLIER)
+HELD = ["not there", "a folder in its place", "a link to it"]
+
+
+@pytest.mark.parametrize("searched, early", [*((name, "empty") for name in EARLIER), *(("-L", held) for held in HELD)])
 def test_an_archive_that_appears_in_a_folder_that_is_searched_earlier_is_linked(folder, searched, early):
     folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
+    folder.put("link", f"-L{folder.own}/early -L{folder.own}/late -lvalue\n")
+    folder.put("script", "INPUT(-lvalue)\n")
+    folder.put("folders", f"SEARCH_DIR({folder.own}/early) SEARCH_DIR({folder.own}/late) INPUT(-lvalue)\n")
     folder.archive(1, "late/libvalue.a")
-    if early == "empty":
-        (folder.own / "early").mkdir()
+    path = folder.own / "early/libvalue.a"
+    if early != "not there":
+        path.parent.mkdir()
+    if early == "a folder in its place":
+        path.mkdir()
+    if early == "a link to it":
+        path.symlink_to("elsewhere.a")
     options = EARLIER[searched](folder.own)
     assert folder.loaded(**dict(options)) == 1
     folder.compiled()
     assert (folder.loaded(**dict(options)), folder.compiled()) == (1, 0)
-    folder.archive(2, "early/libvalue.a")
+    if early == "a folder in its place":
+        path.rmdir()
+    folder.archive(2, "early/elsewhere.a" if path.is_symlink() else "early/libvalue.a")
     assert folder.loaded(**dict(options)) == 2
 
 
@@ -46,7 +70,15 @@ def test_a_shared_library_that_appears_beside_an_archive_is_linked(folder):
     assert folder.loaded(**dict(options)) == 2
 
 
-def test_an_object_behind_a_thin_archive_is_an_input(folder):
+THIN = {
+    "an object": "ar rcT libthin.a inner/value.cpp.o",
+    "an archive": "ar rc inner/libvalue.a inner/value.cpp.o && ar rcT libthin.a inner/libvalue.a",
+    "a thin archive": "cd inner && ar rcT libvalue.a value.cpp.o && cd .. && ar rcT libthin.a inner/libvalue.a",
+}
+
+
+@pytest.mark.parametrize("member", THIN)
+def test_what_is_behind_a_thin_archive_is_an_input(folder, member):
     folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
 
     def compile_value(value):
@@ -54,11 +86,24 @@ def test_an_object_behind_a_thin_archive_is_an_input(folder):
         assert os.system(f"c++ -fPIC -c {source} -o {source}.o") == 0
 
     compile_value(1)
-    assert os.system(f"cd {folder.own} && ar rcT libthin.a inner/value.cpp.o") == 0
+    assert os.system(f"cd {folder.own} && {THIN[member]}") == 0
     options = {"extra_ldflags": [f"{folder.own}/libthin.a"]}
     assert folder.loaded(**dict(options)) == 1
     compile_value(2)
+    if member == "an archive":
+        assert os.system(f"cd {folder.own} && ar rc inner/libvalue.a inner/value.cpp.o") == 0
     assert folder.loaded(**dict(options)) == 2
+
+
+@pytest.mark.parametrize("flags", ["-I{}/early -I{}/late", "-Wa,-I{}/early,-I,{}/late"])
+def test_a_file_that_the_assembler_would_find_earlier_is_seen(folder, flags):
+    text = 'asm(".include \\"value.s\\"");\nextern "C" const char value;\n'
+    folder.put("mine.cpp", text + ANSWER.format("return value;"))
+    (folder.own / "early").mkdir()
+    options = {"extra_cflags": [flags.format(folder.own, folder.own)]}
+    for value, name in (1, "late"), (2, "early"):
+        folder.put(f"{name}/value.s", f".section .rodata\nvalue: .byte {value}\n.previous\n")
+        assert folder.loaded(**options) == value
 
 
 # ---- where headers are looked for -------------------------------------------------------------------------------
@@ -99,6 +144,64 @@ def test_a_header_that_appears_in_a_folder_that_is_searched_earlier_is_seen(fold
     assert folder.loaded(**dict(options)) == 2
     (folder.own / "early" / header).unlink()
     assert folder.loaded(**dict(options)) == 1
+
+
+def test_a_header_that_appears_behind_a_link_to_nothing_is_seen(folder):
+    folder.put("mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;"))
+    folder.put("late/value.h", "#define VALUE 1\n")
+    (folder.own / "first").symlink_to("nowhere")
+    (folder.own / "second").mkdir()
+    (folder.own / "second/value.h").symlink_to("../elsewhere.h")
+    options = {"extra_cflags": [f"-I{folder.own}/{name}" for name in ("first", "second", "late")]}
+    assert folder.loaded(**options) == 1
+    folder.put("elsewhere.h", "#define VALUE 2\n")
+    assert folder.loaded(**options) == 2
+    folder.put("nowhere/value.h", "#define VALUE 3\n")
+    assert folder.loaded(**options) == 3
+
+
+@pytest.mark.parametrize("header", ["value.h", "inner/value.h"])
+def test_a_folder_and_a_header_take_the_place_of_each_other(folder, header):
+    folder.put("mine.cpp", f"#include <{header}>\n" + ANSWER.format("return VALUE;"))
+    folder.put(f"late/{header}", "#define VALUE 1\n")
+    path = folder.own / "early" / header
+    if header == "value.h":
+        path.mkdir(parents=True)
+    else:
+        folder.put("early/inner", "")
+    options = {"extra_cflags": [f"-I{folder.own}/early", f"-I{folder.own}/late"]}
+    assert folder.loaded(**options) == 1
+    path.rmdir() if path.is_dir() else path.parent.unlink()
+    folder.put(f"early/{header}", "#define VALUE 2\n")
+    assert folder.loaded(**options) == 2
+    path.unlink()
+    path.mkdir()
+    assert folder.loaded(**options) == 1
+
+
+@pytest.mark.parametrize("named", ["#include <../b/value.h>", "#define NAME <../b/value.h>\n#include NAME"])
+def test_a_header_above_a_folder_that_is_searched_earlier_is_seen(folder, named):
+    folder.put("mine.cpp", f"{named}\n" + ANSWER.format("return VALUE;"))
+    folder.put("late/b/value.h", "#define VALUE 1\n")
+    (folder.own / "late/a").mkdir()
+    (folder.own / "early/a").mkdir(parents=True)
+    options = {"extra_cflags": [f"-I{folder.own}/early/a", f"-I{folder.own}/late/a"]}
+    assert folder.loaded(**options) == 1
+    folder.put("early/b/value.h", "#define VALUE 2\n")
+    assert folder.loaded(**options) == 2
+
+
+def test_a_folder_that_is_searched_by_two_names_is_seen_to_become_two(folder):
+    """A compiler ignores the -I for a folder that is also the system's."""
+    folder.put("mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;"))
+    folder.put("one/value.h", "#define VALUE 1\n")
+    folder.put("two/value.h", "#define VALUE 2\n")
+    (folder.own / "link").symlink_to("one")
+    options = {"extra_cflags": [f"-I{folder.own}/one", f"-I{folder.own}/two", f"-isystem{folder.own}/link"]}
+    assert folder.loaded(**options) == 2
+    (folder.own / "link").unlink()
+    (folder.own / "link").mkdir()
+    assert folder.loaded(**options) == 1
 
 
 ASKED = {

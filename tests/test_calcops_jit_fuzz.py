@@ -35,7 +35,7 @@ class Comparison:
         options, variables = self.project.options()
         script = SHORT_TICK * self.project.settles + LOAD.format(options=options)
         child = self.folder.run(script, cwd=self.own, CALCOPS_BUILD="0", **variables | environment)
-        self.error = child.err
+        self.error = f"code {child.code}: {child.err}"
         return child.out.strip()
 
     def plain(self) -> str:
@@ -60,9 +60,10 @@ class Comparison:
         expected, answer = self.plain(), self.loaded()
         self.built = bool(expected)
         if answer != expected:
+            error = self.error
             clean = self.loaded(CALCOPS_CACHE=self.own.parent / "clean")
             shutil.rmtree(self.own.parent / "clean", ignore_errors=True)
-            what = f"the compiler gives {expected!r}, the kept cache {answer!r}, a clean one {clean!r}: {self.error}"
+            what = f"the compiler gives {expected!r}, the kept cache {answer!r}, a clean one {clean!r}: {error}"
             return self.report(what)
         self.folder.log.unlink(missing_ok=True)
         if answer and self.project.draw.random() < 0.3:

@@ -306,3 +306,32 @@ def test_a_header_that_is_a_folder_or_a_link_to_nothing_is_left_alone(folder):
     (folder.own / "in/folder.h").mkdir(parents=True)
     (folder.own / "in/link.h").symlink_to("nothing")
     assert folder.loaded() == 1
+
+
+ABOVE = {
+    "-I": {"extra_cflags": ["-I{own}/current/../include"]},
+    "extra_include_paths": {"extra_include_paths": ["{own}/current/../include"]},
+    "-L": {"extra_ldflags": ["-L{own}/current/../lib", "-lvalue"]},
+    "an archive": {"extra_ldflags": ["{own}/current/../lib/libvalue.a"]},
+    "a source": {"sources": ["current/../src/mine.cpp"], "extra_cflags": ["-I{own}/releases/1/include"]},
+    ".incbin": {},
+}
+
+
+@pytest.mark.parametrize("searched", ABOVE)
+def test_a_folder_above_a_link_is_the_one_above_where_the_link_leads(folder, searched):
+    """The folder above the link has files of these names, too."""
+    call = "int value();\n" + ANSWER.format("return value();")
+    embedded = INCBIN.format(f"{folder.own}/current/../include/value.h") + ANSWER.format("return value[14] - 48;")
+    text = {"-L": call, "an archive": call, ".incbin": embedded}.get(searched, "#include <value.h>\n" + VALUE)
+    for value, place in (1, "releases/1"), (2, "releases/2"), (3, "."):
+        folder.put(f"{place}/include/value.h", f"#define VALUE {value}\n")
+        folder.put(f"{place}/src/mine.cpp", ANSWER.format(f"return {value};"))
+        folder.archive(value, f"{place}/lib/libvalue.a")
+        folder.put(f"{place}/bin/empty", "")
+    folder.put("mine.cpp", text)
+    options = {name: [word.format(own=folder.own) for word in words] for name, words in ABOVE[searched].items()}
+    for value in (1, 2):
+        (folder.own / "current").unlink(missing_ok=True)
+        (folder.own / "current").symlink_to(f"releases/{value}/bin")
+        assert folder.loaded(**options) == value
