@@ -5,11 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __CUDACC__
-#define CALCOPS_HD __host__ __device__
-#else
-#define CALCOPS_HD
-#endif
+#include "numbers.h"
 
 namespace calcops {
 

@@ -16,7 +16,7 @@ bool is_wrong(int64_t atom, int64_t atoms) { return atom < -1 || atom >= atoms; 
 
 // Prefetches the cache lines of row `row`, which need not exist.
 template <class Item>
-CALCOPS_HD inline void prefetch(const Item* rows, int64_t row) {
+inline void prefetch(const Item* rows, int64_t row) {
   const uintptr_t first = uintptr_t(rows) + uint64_t(row) * sizeof(Item);
   for (size_t byte = 0; byte < sizeof(Item); byte += 64)
     __builtin_prefetch(reinterpret_cast<const void*>(first + byte), /*write=*/1);

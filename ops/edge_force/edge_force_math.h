@@ -8,74 +8,53 @@
 #include <cstdint>
 #include <type_traits>
 
-#ifdef __CUDACC__
-#define CALCOPS_HD __host__ __device__
-#else
-// Without AVX a function that returns a Row would have an ABI of its own.
-#define CALCOPS_HD __attribute__((always_inline))
-#pragma GCC diagnostic ignored "-Wpsabi"  // whatever takes or returns a vector is inlined
-#endif
+#include "numbers.h"
 
 namespace calcops {
 
-#ifdef __CUDACC__
-struct Row {
-  double x[4];
-  CALCOPS_HD double& operator[](int k) { return x[k]; }
-};
-CALCOPS_HD inline Row operator*(double x, Row row) {
-  for (int k = 0; k < 4; ++k) row[k] *= x;
-  return row;
-}
-CALCOPS_HD inline void operator-=(Row& row, Row other) {
-  for (int k = 0; k < 4; ++k) row[k] -= other[k];
-}
-#else
-typedef double Row __attribute__((vector_size(32)));
-#endif
-
 template <class Real>
-CALCOPS_HD inline Row row_of(const Real* x, double last) {
+CALCOPS_HD_INLINED inline Row row_of(const Real* x, double last) {
   return Row{double(x[0]), double(x[1]), double(x[2]), last};
 }
 
 // V: a Row, or a number where only the force is wanted.
 template <class R, class Real>
-CALCOPS_HD inline R columns_of(const Real* v) {
+CALCOPS_HD_INLINED inline R columns_of(const Real* v) {
   if constexpr (std::is_same_v<R, Row>)
     return row_of(v, 1);
   else
     return 1;
 }
 
-CALCOPS_HD inline double& last_column(double& row) { return row; }
+CALCOPS_HD_INLINED inline double& last_column(double& row) { return row; }
 #ifdef __CUDACC__
-CALCOPS_HD inline double& last_column(Row& row) { return row[3]; }
+CALCOPS_HD_INLINED inline double& last_column(Row& row) { return row[3]; }
 #else
-CALCOPS_HD inline double last_column(const Row& row) { return row[3]; }
+CALCOPS_HD_INLINED inline double last_column(const Row& row) { return row[3]; }
 #endif
 
 // What an edge does to an atom: to its neighbour p (x) V, to its centre -p.
 template <class R, class Real>
-CALCOPS_HD inline void add_to_neighbor(const Real* g, const R& V, R* sum) {
+CALCOPS_HD_INLINED inline void add_to_neighbor(const Real* g, const R& V, R* sum) {
   for (int a = 0; a < 3; ++a) sum[a] -= double(g[a]) * V;
 }
 
 template <class R, class Real>
-CALCOPS_HD inline void add_to_center(const Real* g, R* sum) {
+CALCOPS_HD_INLINED inline void add_to_center(const Real* g, R* sum) {
   for (int a = 0; a < 3; ++a) last_column(sum[a]) += double(g[a]);
 }
 
 // The gradient of the frame's and the atom's virial together, U = gV + gAV, at [a][b].
 template <class Real>
-CALCOPS_HD inline double upstream_at(const Real* gV, const Real* gAV, int k) {
+CALCOPS_HD_INLINED inline double upstream_at(const Real* gV, const Real* gAV, int k) {
   return (gV ? double(gV[k]) : 0) + (gAV ? double(gAV[k]) : 0);
 }
 
 // The gradient of g: gF_i - gF_j - U v. gF, gV and gAV may be absent; v where U is not.
 template <class Real>
-CALCOPS_HD inline void edge_gradient_backward(const Real* gF_i, const Real* gF_j, const Real* gV,
-                                              const Real* gAV, const Real* v, Real* out) {
+CALCOPS_HD_INLINED inline void edge_gradient_backward(const Real* gF_i, const Real* gF_j,
+                                                      const Real* gV, const Real* gAV,
+                                                      const Real* v, Real* out) {
   for (int a = 0; a < 3; ++a) {
     double sum = gF_i ? double(gF_i[a]) - double(gF_j[a]) : 0;
     if (gV || gAV)
@@ -86,8 +65,8 @@ CALCOPS_HD inline void edge_gradient_backward(const Real* gF_i, const Real* gF_j
 
 // The gradient of v: -U^T g.
 template <class Real>
-CALCOPS_HD inline void edge_vec_backward(const Real* gV, const Real* gAV, const Real* g,
-                                         Real* out) {
+CALCOPS_HD_INLINED inline void edge_vec_backward(const Real* gV, const Real* gAV, const Real* g,
+                                                 Real* out) {
   for (int b = 0; b < 3; ++b) {
     double sum = 0;
     for (int a = 0; a < 3; ++a) sum -= upstream_at(gV, gAV, 3 * a + b) * double(g[a]);
@@ -98,9 +77,9 @@ CALCOPS_HD inline void edge_vec_backward(const Real* gV, const Real* gAV, const 
 // The wanted gradients of edge e from i to j, a neighbour in `frame`, which counts only where the
 // virial has a gradient.
 template <class Inputs, class Upstream, class Gradients>
-CALCOPS_HD inline void edge_backward(const Inputs& in, const Upstream& upstream,
-                                     const Gradients& out, int64_t e, int64_t i, int64_t j,
-                                     int64_t frame) {
+CALCOPS_HD_INLINED inline void edge_backward(const Inputs& in, const Upstream& upstream,
+                                             const Gradients& out, int64_t e, int64_t i, int64_t j,
+                                             int64_t frame) {
   const auto gF = upstream.force;
   const auto gV = upstream.virial ? upstream.virial + 9 * frame : nullptr;
   const auto gAV = upstream.atom_virial ? upstream.atom_virial + 9 * j : nullptr;

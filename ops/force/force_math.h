@@ -15,62 +15,33 @@
 #include <cstring>
 #include <type_traits>
 
-#ifdef __CUDACC__
-#define CALCOPS_HD __host__ __device__
-#else
-// Without AVX a function that returns a Row would have an ABI of its own.
-#define CALCOPS_HD __attribute__((always_inline))
-#pragma GCC diagnostic ignored "-Wpsabi"  // whatever takes or returns a vector is inlined
-#endif
+#include "numbers.h"
 
 namespace calcops {
 
 #ifdef __CUDACC__
-template <int kCount>
-struct Numbers {
-  double x[kCount];
-  CALCOPS_HD double& operator[](int k) { return x[k]; }
-  CALCOPS_HD double operator[](int k) const { return x[k]; }
-};
-using Row = Numbers<4>;
 using Triple = Numbers<3>;
-template <int kCount>
-CALCOPS_HD inline Numbers<kCount> operator*(double x, Numbers<kCount> v) {
-  for (int k = 0; k < kCount; ++k) v[k] *= x;
-  return v;
-}
-template <int kCount>
-CALCOPS_HD inline Numbers<kCount> operator+(Numbers<kCount> v, const Numbers<kCount>& w) {
-  for (int k = 0; k < kCount; ++k) v[k] += w[k];
-  return v;
-}
-template <int kCount>
-CALCOPS_HD inline Numbers<kCount> operator-(Numbers<kCount> v, const Numbers<kCount>& w) {
-  for (int k = 0; k < kCount; ++k) v[k] -= w[k];
-  return v;
-}
 template <class Real>
-CALCOPS_HD inline Triple matrix_row(const Real* m, int c) {
+CALCOPS_HD_INLINED inline Triple matrix_row(const Real* m, int c) {
   return {double(m[3 * c]), double(m[3 * c + 1]), double(m[3 * c + 2])};
 }
 template <int kCount, class Real>
-CALCOPS_HD inline void store(double number, Real* out) {
+CALCOPS_HD_INLINED inline void store(double number, Real* out) {
   static_assert(kCount == 1, "a lane has one number of four");
   *out = Real(number);
 }
 #else
 // A register holds four: the last may have any value.
-typedef double Row __attribute__((vector_size(32)));
 using Triple = Row;
 
 typedef float Floats __attribute__((vector_size(16)));
 
-CALCOPS_HD inline Row load_row(const double* x) {
+CALCOPS_HD_INLINED inline Row load_row(const double* x) {
   Row row;
   std::memcpy(&row, x, sizeof(row));
   return row;
 }
-CALCOPS_HD inline Row load_row(const float* x) {
+CALCOPS_HD_INLINED inline Row load_row(const float* x) {
 // GCC 12 makes two or four conversions of the general form; immintrin.h is slow to compile.
 #if defined(__AVX__) && !defined(__clang__)
   Floats row;
@@ -82,7 +53,7 @@ CALCOPS_HD inline Row load_row(const float* x) {
 }
 
 template <int kA, int kB, int kC, int kD>
-CALCOPS_HD inline Row shuffle(const Row& x, const Row& y) {
+CALCOPS_HD_INLINED inline Row shuffle(const Row& x, const Row& y) {
 #if __has_builtin(__builtin_shufflevector)
   return __builtin_shufflevector(x, y, kA, kB, kC, kD);
 #else  // GCC below 12
@@ -93,14 +64,14 @@ CALCOPS_HD inline Row shuffle(const Row& x, const Row& y) {
 
 // Row c of a 4 x 3 matrix, without a step beyond its end.
 template <class Real>
-CALCOPS_HD inline Triple matrix_row(const Real* m, int c) {
+CALCOPS_HD_INLINED inline Triple matrix_row(const Real* m, int c) {
   if (c < 3) return load_row(m + 3 * c);
   const Row last = load_row(m + 8);
   return shuffle<1, 2, 3, 0>(last, last);
 }
 
 template <int kCount, class Real>
-CALCOPS_HD inline void store(const Row& row, Real* out) {
+CALCOPS_HD_INLINED inline void store(const Row& row, Real* out) {
 #if defined(__AVX__) && !defined(__clang__)
   if constexpr (std::is_same_v<Real, float>) {
     const Floats numbers = __builtin_ia32_cvtpd2ps256(row);
@@ -115,7 +86,7 @@ CALCOPS_HD inline void store(const Row& row, Real* out) {
 
 // x m: g from dE and Ri_d, e from R4 and U
 template <int kRows, class X, class Real>
-CALCOPS_HD inline Triple row_times_matrix(const X& x, const Real* m) {
+CALCOPS_HD_INLINED inline Triple row_times_matrix(const X& x, const Real* m) {
   Triple v = double(x[0]) * matrix_row(m, 0);
   for (int c = 1; c < kRows; ++c) v = v + double(x[c]) * matrix_row(m, c);
   return v;
@@ -123,7 +94,7 @@ CALCOPS_HD inline Triple row_times_matrix(const X& x, const Real* m) {
 
 // m v: the gradient of dE from Ri_d and e, of Rij from U and g (kRows = 3)
 template <int kRows, class M, class Real>
-CALCOPS_HD inline void matrix_times_column(const M* m, const Triple& v, Real* out) {
+CALCOPS_HD_INLINED inline void matrix_times_column(const M* m, const Triple& v, Real* out) {
 #ifdef __CUDACC__
   store<kRows>(v[0] * double(m[0]) + v[1] * double(m[1]) + v[2] * double(m[2]), out);
 #else
@@ -138,7 +109,7 @@ CALCOPS_HD inline void matrix_times_column(const M* m, const Triple& v, Real* ou
 
 // x (x) v: the gradient of Ri_d from dE and e
 template <int kRows, class X, class Real>
-CALCOPS_HD inline void outer_product(const X* x, const Triple& v, Real* out) {
+CALCOPS_HD_INLINED inline void outer_product(const X* x, const Triple& v, Real* out) {
 #ifdef __CUDACC__
   for (int a = 0; a < 3; ++a) out[a] = Real(double(x[0]) * v[a]);
 #else
@@ -151,7 +122,7 @@ CALCOPS_HD inline void outer_product(const X* x, const Triple& v, Real* out) {
 
 // sum[a] += g[a] R4; without the virial R4 is the number 1
 template <class R4>
-CALCOPS_HD inline void add_pair(const Triple& g, const R4& r4, R4* sum) {
+CALCOPS_HD_INLINED inline void add_pair(const Triple& g, const R4& r4, R4* sum) {
   for (int a = 0; a < 3; ++a) sum[a] = sum[a] + g[a] * r4;
 }
 

@@ -17,7 +17,7 @@ namespace calcops {
 // quotients makes up for its last bit, as in divide().
 class Projection8 {
  public:
-  Projection8(const double* m, const Row& row, double u)
+  Projection8(const double* m, const RowStart& row, double u)
       : m_{all(m[0]), all(m[3]), all(m[6])},
         row_{all(row.x), all(row.y), all(row.w)},
         u_(_mm512_add_pd(all(u), _mm512_setr_pd(0, 1, 2, 3, 4, 5, 6, 7))) {}

@@ -39,8 +39,8 @@ struct Positions {
   Taps<double> taps;
   double x[kTileWidth], y[kTileWidth], reciprocal[kTileWidth];  // the last of W
 
-  [[gnu::noinline]] void locate(const double* m, const Row& row, const int64_t* stride, int64_t u,
-                                int64_t count) {
+  [[gnu::noinline]] void locate(const double* m, const RowStart& row, const int64_t* stride,
+                                int64_t u, int64_t count) {
     const Strides strides(stride[2], stride[3], 0);
     const double first = static_cast<double>(u);
 #ifdef __AVX512F__
@@ -146,7 +146,7 @@ struct MatrixGradient {
       : in(in), to(to), map(map), n(n) {}
 
   template <int kTaps>
-  [[gnu::noinline]] void add_edge(const Row& row, int64_t v, int64_t begin, int64_t end) {
+  [[gnu::noinline]] void add_edge(const RowStart& row, int64_t v, int64_t begin, int64_t end) {
     for (int64_t u = begin; u < end; ++u) {
       Source source;
       Cell<kTaps> cell{};
@@ -162,7 +162,7 @@ struct MatrixGradient {
     }
   }
 
-  void add_inside(const Row& row, int64_t v, int64_t begin, int64_t end) {
+  void add_inside(const RowStart& row, int64_t v, int64_t begin, int64_t end) {
     const int64_t count = end - begin;
     positions.locate(map.m, row, in.image_stride, begin, count);
     double grad_x[kTileWidth] = {}, grad_y[kTileWidth] = {};
@@ -200,7 +200,7 @@ template <class Strip>
 void visit_strip(Strip& strip, const WarpSizes& sizes, int64_t top) {
   const int64_t bottom = std::min(top + kTileHeight, sizes.out_height);
   const bool cubic = sizes.interpolation == Interpolation::kCubic;
-  Row rows[kTileHeight];
+  RowStart rows[kTileHeight];
   Cut cuts[kTileHeight];
   for (int64_t v = top; v < bottom; ++v) {
     rows[v - top] = row_of(strip.map.m, static_cast<double>(v));
@@ -210,7 +210,7 @@ void visit_strip(Strip& strip, const WarpSizes& sizes, int64_t top) {
     for (int64_t v = top; v < bottom; ++v)
       cuts[v - top].visit(left, std::min(left + kTileWidth, sizes.out_width),
                           [&](Part part, int64_t begin, int64_t end) {
-                            const Row& row = rows[v - top];
+                            const RowStart& row = rows[v - top];
                             if (part == Part::kInside)
                               strip.add_inside(row, v, begin, end);
                             else if (part == Part::kEdge)
@@ -263,8 +263,8 @@ struct ResultTangent {
   }
 
   template <int kTaps>
-  [[gnu::noinline]] void add_edge(const Row& row, int64_t v, int64_t begin, int64_t end) {
-    const Row of_moved = row_of(moved, static_cast<double>(v));
+  [[gnu::noinline]] void add_edge(const RowStart& row, int64_t v, int64_t begin, int64_t end) {
+    const RowStart of_moved = row_of(moved, static_cast<double>(v));
     for (int64_t u = begin; u < end; ++u) {
       Source source;
       Cell<kTaps> cell{};
@@ -278,10 +278,10 @@ struct ResultTangent {
     }
   }
 
-  void add_inside(const Row& row, int64_t v, int64_t begin, int64_t end) {
+  void add_inside(const RowStart& row, int64_t v, int64_t begin, int64_t end) {
     const int64_t count = end - begin;
     positions.locate(map.m, row, in.image_stride, begin, count);
-    const Row of_moved = row_of(moved, static_cast<double>(v));
+    const RowStart of_moved = row_of(moved, static_cast<double>(v));
     double motion_x[kTileWidth], motion_y[kTileWidth];
     const double first = static_cast<double>(begin);
     for (int i = 0; i < static_cast<int>(count); ++i) {
@@ -366,14 +366,14 @@ struct ImageTile {
   }
 
   // Pixels one by one: those whose source is plain, or those whose source is not.
-  [[gnu::noinline]] void add_edge(const Homography& map, const Row& row, const Real* grad,
+  [[gnu::noinline]] void add_edge(const Homography& map, const RowStart& row, const Real* grad,
                                   Interval pixels, bool plain) {
     in.sizes.interpolation == Interpolation::kCubic ? add_cells<4>(map, row, grad, pixels, plain)
                                                     : add_cells<2>(map, row, grad, pixels, plain);
   }
 
   template <int kTaps>
-  void add_cells(const Homography& map, const Row& row, const Real* grad, Interval pixels,
+  void add_cells(const Homography& map, const RowStart& row, const Real* grad, Interval pixels,
                  bool plain) {
     const Box box = plain_box(in.sizes);
     for (int64_t u = pixels.begin; u < pixels.end; ++u) {
@@ -398,7 +398,7 @@ struct ImageTile {
   }
 
   // Pixels whose taps all lie in the tile or in the rows and columns beside it.
-  void add_inside(const Homography& map, const Row& row, const Real* grad, Interval pixels) {
+  void add_inside(const Homography& map, const RowStart& row, const Real* grad, Interval pixels) {
     const bool nearest = in.sizes.interpolation == Interpolation::kNearest;
     double above[2 * kTileWidth], below[2 * kTileWidth];
     const Strides strides(pitch, 1, (top - margin) * pitch + left - margin);
@@ -443,7 +443,7 @@ struct ImageTile {
   // What a row shows of the image: its pixels whose source is in the box.
   [[gnu::noinline]] void add_row(const Homography& map, int64_t v, const Box& box,
                                  const Real* grad) {
-    const Row row = row_of(map.m, static_cast<double>(v));
+    const RowStart row = row_of(map.m, static_cast<double>(v));
     const RowCutter cutter(map.m, row, in.sizes.out_width);
     int64_t done = 0;
     for (int side = 0; side < cutter.sides(); ++side) {
@@ -463,7 +463,7 @@ struct ImageTile {
   // What a row shows by way of a border mode that repeats the image.
   void add_folded(const Homography& map, int64_t v, const std::vector<Box>& tiles, int64_t strip,
                   const Box& own, const Real* grad) {
-    const Row row = row_of(map.m, static_cast<double>(v));
+    const RowStart row = row_of(map.m, static_cast<double>(v));
     const Cut cut = cut_row(map, row, in.sizes);
     const int64_t across = divide_up(in.sizes.out_width, kTileWidth);
     for (int64_t x = 0; x < across; ++x)
@@ -494,7 +494,7 @@ struct Touches {
   std::vector<Box> rows, row_strips, tiles, tile_strips;
 };
 
-Box plain_sources(const WarpSizes& sizes, const Homography& map, const Row& row) {
+Box plain_sources(const WarpSizes& sizes, const Homography& map, const RowStart& row) {
   const RowCutter cutter(map.m, row, sizes.out_width);
   Box box = kNowhere;
   const double reach = reach_of(sizes);
@@ -513,7 +513,7 @@ Box plain_sources(const WarpSizes& sizes, const Homography& map, const Row& row)
 }
 
 template <int kTaps>
-Box folded_taps(const WarpSizes& sizes, const Homography& map, const Row& row, const Cut& cut,
+Box folded_taps(const WarpSizes& sizes, const Homography& map, const RowStart& row, const Cut& cut,
                 int64_t left, int64_t right) {
   const Box plain = plain_box(sizes);
   Box box = kNowhere;
@@ -547,7 +547,7 @@ Touches find_touches(const WarpSizes& sizes, const std::vector<Homography>& maps
     const Homography& map = map_of(maps, n);
     if (!map.valid) return;
     for (int64_t v = top; v < std::min(top + kTileHeight, sizes.out_height); ++v) {
-      const Row row = row_of(map.m, static_cast<double>(v));
+      const RowStart row = row_of(map.m, static_cast<double>(v));
       Box& box = touches.rows[n * sizes.out_height + v] = plain_sources(sizes, map, row);
       touches.row_strips[i] = around(touches.row_strips[i], box);
       if (across == 0) continue;

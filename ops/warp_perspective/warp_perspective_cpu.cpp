@@ -13,7 +13,7 @@ struct Tile {
   const Homography& map;
   int64_t n, top, bottom;  // of the image, and its rows
   Pixel* out;              // that of [n, 0, 0, 0]
-  Row rows[kTileHeight];
+  RowStart rows[kTileHeight];
   Cut cuts[kTileHeight];
 
   Tile(const WarpInputs<Pixel>& in, const Homography& map, int64_t n, int64_t top, int64_t bottom,
@@ -61,7 +61,7 @@ template <class Pixel>
 template <int kTaps, class Pixel>
 [[gnu::noinline]] void sample_edge(const Tile<Pixel>& tile, int64_t v, int64_t begin, int64_t end) {
   const WarpSizes& sizes = tile.in.sizes;
-  const Row& row = tile.rows[v - tile.top];
+  const RowStart& row = tile.rows[v - tile.top];
   if (kTaps == 2 && sizes.border != Border::kConstant && sizes.border != Border::kTransparent) {
     FoldedTaps taps;
     if (taps.locate(tile.map.m, row, sizes, tile.in.image_stride, begin, end - begin)) {

@@ -129,11 +129,11 @@ CALCOPS_HD inline void homography_tangent(const Homography& h, const double* tan
 }
 
 // (X, Y, W) of the first pixel of a row of the destination.
-struct Row {
+struct RowStart {
   double x, y, w;
 };
 
-CALCOPS_HD inline Row row_of(const double* m, double v) {
+CALCOPS_HD inline RowStart row_of(const double* m, double v) {
   return {fma(m[1], v, m[2]), fma(m[4], v, m[5]), fma(m[7], v, m[8])};
 }
 
@@ -149,7 +149,7 @@ CALCOPS_HD inline double divide(double a, double w, double reciprocal) {
   return fma(fma(-quotient, w, a), reciprocal, quotient);
 }
 
-CALCOPS_HD inline Source project(const double* m, const Row& row, double u) {
+CALCOPS_HD inline Source project(const double* m, const RowStart& row, double u) {
   const double w = fma(m[6], u, row.w), reciprocal = 1 / w;
   return {divide(fma(m[0], u, row.x), w, reciprocal), divide(fma(m[3], u, row.y), w, reciprocal),
           w};
@@ -464,7 +464,7 @@ CALCOPS_HD inline Slope sample_slope(const Plane<Pixel>& plane, const Cell<4>& c
 
 // How the position of a destination pixel moves where m moves along a tangent, of whose row u is a
 // pixel; reciprocal = 1 / W.
-CALCOPS_HD inline Slope motion_of(const double* tangent, const Row& row, double x, double y,
+CALCOPS_HD inline Slope motion_of(const double* tangent, const RowStart& row, double x, double y,
                                   double reciprocal, double u) {
   const double w = fma(tangent[6], u, row.w);
   return {fma(-x, w, fma(tangent[0], u, row.x)) * reciprocal,

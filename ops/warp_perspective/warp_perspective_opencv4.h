@@ -58,8 +58,8 @@ CALCOPS_HD inline int64_t block_width(const WarpSizes& sizes) {
 }
 
 struct Block {
-  Row first;      // (X, Y, W) of its first pixel
-  int64_t whole;  // how many of its pixels are in whole groups of 16
+  RowStart first;  // (X, Y, W) of its first pixel
+  int64_t whole;   // how many of its pixels are in whole groups of 16
 };
 
 CALCOPS_HD inline Block block_of(const double* m, int64_t u, int64_t v, int64_t pixels) {

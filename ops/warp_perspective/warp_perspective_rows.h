@@ -81,7 +81,7 @@ enum class Doubt { kSure, kPossible };
 // Cuts intervals out of a row of n pixels.
 class RowCutter {
  public:
-  RowCutter(const double* m, const Row& row, int64_t n) : m_(m), row_(row), n_(n) {
+  RowCutter(const double* m, const RowStart& row, int64_t n) : m_(m), row_(row), n_(n) {
     const double last = fma(m[6], static_cast<double>(n - 1), row.w);
     first_sign_ = row.w < 0 ? -1 : 1;
     sides_ = row.w * last > 0 ? 1 : 2;
@@ -124,7 +124,7 @@ class RowCutter {
   }
 
   const double* m_;
-  Row row_;
+  RowStart row_;
   int64_t n_;
   double first_sign_;
   int sides_;
@@ -178,7 +178,7 @@ inline Box plain_box(const WarpSizes& sizes) {
   return sizes.border == Border::kConstant ? image_box(sizes, reach_of(sizes)) : inside_box(sizes);
 }
 
-[[gnu::noinline]] inline Cut cut_row(const Homography& map, const Row& row,
+[[gnu::noinline]] inline Cut cut_row(const Homography& map, const RowStart& row,
                                      const WarpSizes& sizes) {
   Cut cut;
   const int64_t n = sizes.out_width;
@@ -206,7 +206,7 @@ inline Box plain_box(const WarpSizes& sizes) {
 
 // Where a single pixel comes from. Out of line: it is long, and the loops over many are elsewhere.
 template <int kTaps>
-[[gnu::noinline]] bool find_cell(const Homography& map, const Row& row, int64_t u,
+[[gnu::noinline]] bool find_cell(const Homography& map, const RowStart& row, int64_t u,
                                  const WarpSizes& sizes, Source& source, Cell<kTaps>& cell) {
   source = project(map.m, row, static_cast<double>(u));
   return locate(source, sizes, sizes.border, cell);
@@ -280,8 +280,8 @@ struct Taps {
 
   // For the `count` pixels from u on, which are all inside; their numbers are at [at] and on.
   template <bool kNearest>
-  [[gnu::noinline]] void locate(const double* m, const Row& row, const Strides& strides, int64_t u,
-                                int64_t at, int64_t count) {
+  [[gnu::noinline]] void locate(const double* m, const RowStart& row, const Strides& strides,
+                                int64_t u, int64_t at, int64_t count) {
     const double first = static_cast<double>(u);
 #ifdef __AVX512F__
     Projection8 projection(m, row, first);
@@ -351,7 +351,7 @@ struct FoldedTaps {
 
   // False where one of the `count` pixels from u on, at most kTileWidth, has no source or one that
   // is very far away: they are left to locate().
-  [[gnu::noinline]] bool locate(const double* m, const Row& row, const WarpSizes& sizes,
+  [[gnu::noinline]] bool locate(const double* m, const RowStart& row, const WarpSizes& sizes,
                                 const int64_t* stride, int64_t u, int64_t count) {
     double x[kTileWidth], y[kTileWidth], second_x[kTileWidth], second_y[kTileWidth];
     const double first = static_cast<double>(u);
