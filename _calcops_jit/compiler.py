@@ -91,8 +91,9 @@ def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str
     linker = toolchain.linker(plan.flags["ldflags"])
     linked |= toolchain.tools(request, plan.flags["ldflags"], linker)
     library = f"{staging}/{os.path.basename(staging)}"
-    unlinked = toolchain.unlinked(request, plan.flags["ldflags"], linked)
-    of_link = recorder.closure(set(), linked, unlinked=unlinked)
+    unused = toolchain.unlinked(request, plan.flags["ldflags"], linked)
+    unused += toolchain.unrun(request, plan.flags["ldflags"], "collect2", linker)
+    of_link = recorder.closure(set(), linked, unused=unused)
     return library, closure.merged([*kept.values(), *closures, of_link])
 
 
@@ -143,6 +144,7 @@ def _keep(
     if not plan.units:
         return [], None
     tools = toolchain.tools(request, plan.flags["cflags"], "cc1plus", "as") | toolchain.cuda_tools(request)
+    unrun = toolchain.unrun(request, plan.flags["cflags"], "cc1plus", "as")
     log = closure.text_of(f"{staging}/.ninja_log")
     finished = set(re.findall(r"\t([^\t]+)\t\w+$", log, re.MULTILINE))
     closures, changed = [], None
@@ -151,7 +153,8 @@ def _keep(
             continue
         read, told = compiler_reads.of_unit(request, staging, source, target)
         try:
-            closures.append(recorder.closure(read, tools | (set() if source == RUNTIME else flagged), told))
+            others = tools | (set() if source == RUNTIME else flagged)
+            closures.append(recorder.closure(read, others, told, unrun))
         except closure.Changed as error:
             changed = error
         else:

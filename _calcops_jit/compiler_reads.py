@@ -21,7 +21,9 @@ LINKED_BEFORE_2_35 = "-Wl,-Map=link.map"
 _RUNTIME = re.compile(r"crt\w+\.o$|lib(?:gcc|gcc_eh|pthread|dl|rt|util|\w+_nonshared)\.a$")
 _LINKED_NAME = r"^ +(.+?)(?: \\)?$|^(\S.*):$"  # in a linker's dependency file
 _ASKS = rb"__has_(?:include(?:_next)?|embed)\b(?:\s*\(\s*(?:<([^>\n]+)>|\"([^\"\n]+)\"))?"
+# Names that the paths of what is read do not show: of a folder above, with its whole path, or a macro's in two folders.
 _UPWARDS = rb"[<\"]([^<>\"\n]*\.\./[^<>\"\n]*)[>\"]"
+_BY_MACRO = rb"#\s*define\s+\w+\s+[<\"]([^<>\"\n]+/[^<>\"\n]+/[^<>\"\n]+)[>\"]"
 _COMMENT = rb"/\*.*?\*/|//[^\n]*"
 _INCLUDE = rb"^[ \t]*#[ \t]*(?:include(?:_next)?|import|embed)[ \t]*[<\"]([^>\"\n]+)[>\"]"
 
@@ -232,13 +234,13 @@ class Recorder:
         self._listed: dict[str, set[str] | None] = {}
 
     def closure(
-        self, read: set[str], others: set[str], told: bool = True, unlinked: Sequence[tuple[str, str]] = ()
+        self, read: set[str], others: set[str], told: bool = True, unused: Sequence[tuple[str, str]] = ()
     ) -> closure.Closure:
         """Makes the closure of one unit, or of the link.
 
         read     sources, headers and, if `told`, what .incbin reads
         others   files that flags name, libraries, tools
-        unlinked (folder, name) of files that would be linked if they were there
+        unused   (folder, name) of files that would be linked or run if they were there
 
         closure.Changed: a file is not what the compiler has read."""
         request, before = self._request, self._before
@@ -268,9 +270,11 @@ class Recorder:
         order = list(dict.fromkeys([*own, *self._search]))
         theirs = {path for path in read if closure.is_theirs(request.fold(path))}
         missing: dict[str, set[str]] = {}
+        if ANY_NAME in probed:  # -DNAME='<name.h>'
+            probed.update(re.findall(r"[<\"]([^<>\"]+)[>\"]", " ".join(request.cflags)))
         for name in (probed - {ANY_NAME}) | self._names_of(read - theirs, order):
-            for folder in order:
-                path = f"{folder}/{name}"
+            for folder in [""] if name.startswith("/") else order:
+                path = f"{folder}/{name}" if folder else name
                 if path in read:
                     continue
                 if below := self._first_missing(folder, name):
@@ -295,7 +299,7 @@ class Recorder:
                     break
                 else:
                     entries.setdefault(*self._young(path))
-        for folder, name in unlinked:
+        for folder, name in unused:
             if below := self._first_missing(folder, name):
                 missing.setdefault(below[0], set()).add(below[1])
             elif not os.path.isfile(f"{folder}/{name}"):
@@ -326,6 +330,7 @@ class Recorder:
 
     def _first_missing(self, folder: str, name: str) -> tuple[str, str] | None:
         """(existing folder, name in it) that must appear before folder/name can; None: folder/name is there."""
+        name = name.lstrip("/")
         while self._names(folder) is None:
             folder, _, above = folder.rpartition("/")
             name = f"{above}/{name}"
@@ -371,8 +376,8 @@ def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
         asking = re.sub(rb"(?:#\s*(?:if|un|elif)n?def\s+|\bdefined\s*\(?\s*)\w+", b"", whole_lines)
         found = re.findall(_ASKS, asking)
         names = {os.fsdecode(angled or quoted) if angled or quoted else ANY_NAME for angled, quoted in found}
-    if b"../" in text:  # of a folder that may be there or not, the one above counts
-        names.update(map(os.fsdecode, re.findall(_UPWARDS, text)))
+    hidden = re.findall(_UPWARDS, text) if b"../" in text else []
+    names.update(map(os.fsdecode, [*hidden, *re.findall(_BY_MACRO, text)]))
     return closure.digest(text), names, b".incbin" in text
 
 

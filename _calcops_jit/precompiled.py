@@ -205,7 +205,8 @@ def _make(request: Request, folder: str, text: str, cflags: str, environment: di
                     return True
             recorder = compiler_reads.Recorder(unit, toolchain.search(unit, cflags), before)
             others = named | toolchain.tools(request, cflags, "cc1plus", "as")
-            cache.publish(slot, stage, f"{stage}/{name}.o", unit, recorder.closure(read, others, told))
+            unrun = toolchain.unrun(request, cflags, "cc1plus", "as")
+            cache.publish(slot, stage, f"{stage}/{name}.o", unit, recorder.closure(read, others, told, unrun))
     if os.path.isdir(folder):
         cache_size.prune_preambles(cache_size.entries(folder))
     return False

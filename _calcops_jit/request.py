@@ -139,7 +139,7 @@ class Request(SimpleNamespace):
     @cached_property
     def facts(self) -> dict:
         """Everything that a build depends on besides the contents of files."""
-        flags = [*self.cflags, *self.cuda_cflags, *self.ldflags]
+        flags = [*self.cflags, *self.cuda_cflags, *self.ldflags, *self.compiler[1:]]
         fold_flags = lambda flags: [flag.replace(self.root + "/", "@root/") for flag in flags]  # noqa: E731
         facts = {
             "format": FORMAT,
@@ -156,7 +156,7 @@ class Request(SimpleNamespace):
         }
         if self.cuda.build:
             facts |= {"CUDA": self.cuda.version, "GPU architectures": self.cuda.arches or list(self.cuda.gpus)}
-        if any("native" in flag for flag in flags):
+        if any("native" in flag or "@" in flag for flag in flags):  # a response file may have -march=native
             facts["CPU instruction set"] = isa()
         if self.kind == "foreign":
             facts["Python"] = EXTENSION_SUFFIXES[0]

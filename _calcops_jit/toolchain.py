@@ -13,7 +13,6 @@ from . import closure
 from .request import Request
 
 _ABOUT_LINKERS = re.compile(r"-fuse-ld|--ld-path|-B|-specs|-T|-Wl,|-Xlinker|-z|-flto|@")
-_CHOICE = ("-B", "--sysroot", "-specs")  # flags that say where the compiler's parts and libraries are
 # What the user's flags for linking may be where a quick linker links.
 _PLAIN_LINKING = re.compile(r"-(?:[LlOgmDIU]|W(?!l,)|f(?!lto|use-ld|plugin|whole)|pthread)\S*$|/\S*\.so[.\d]*$")
 
@@ -44,9 +43,8 @@ def search(request: Request, flags: str) -> list[str]:
 def tools(request: Request, flags: str, *parts: str) -> set[str]:
     """The compilers, what they name if they are scripts, and these parts of the compiler that does the work."""
     found = set(request.tools)
-    choice = [word for word in words_of_flags(flags) if word.startswith(_CHOICE)]
     for part in parts:
-        program = ask(request, *choice, f"-print-prog-name={part}").strip()
+        program = ask(request, *_choice(flags), f"-print-prog-name={part}").strip()
         if path := shutil.which(program, path=request.environment.get("PATH")):
             found.add(os.path.realpath(path))
     for script in list(found):
@@ -89,9 +87,7 @@ def unlinked(request: Request, flags: str, linked: set[str]) -> list[tuple[str, 
     linked   the files that are linked; scripts among them name others"""
     words = _words_of_tools([*request.compiler[1:], *words_of_flags(flags)])
     folders = request.environment.get("LIBRARY_PATH", "").split(":")
-    choice = [word for word in words if word.startswith(_CHOICE)]
-    listed = re.search(r"^libraries: =(.*)$", ask(request, *choice, "-print-search-dirs"), re.MULTILINE)
-    folders += listed[1].split(":") if listed else []
+    folders += _searched(request, flags, "libraries")
 
     names = []
     for path in linked:
@@ -104,6 +100,26 @@ def unlinked(request: Request, flags: str, linked: set[str]) -> list[tuple[str, 
         names += [value[1:]] if value.startswith(":") else [f"lib{value}.so", f"lib{value}.a"]
     spelled = [closure.spellings(folder)[0] for folder in filter(os.path.isabs, folders)]
     return [(folder, name) for folder in spelled for name in names]
+
+
+def unrun(request: Request, flags: str, *parts: str) -> list[tuple[str, str]]:
+    """Returns (folder, name) of every file that would be run as one of these parts of the compiler."""
+    folders = [*request.environment.get("COMPILER_PATH", "").split(":"), *_searched(request, flags, "programs")]
+    return [(folder, part) for folder in filter(os.path.isabs, folders) for part in parts]
+
+
+def _searched(request: Request, flags: str, what: str) -> list[str]:
+    """Returns the folders in which the compiler looks for its "programs" or for "libraries"."""
+    said = ask(request, *_choice(flags), "-print-search-dirs")
+    listed = re.search(rf"^{what}: =(.*)$", said, re.MULTILINE)
+    return [folder.rstrip("/") for folder in listed[1].split(":")] if listed else []
+
+
+def _choice(flags: str) -> list[str]:
+    """Returns the flags that say where the compiler's parts and libraries are."""
+    words = _words_of_tools(words_of_flags(flags))
+    folders = [f"-B{folder}" for folder in _values(words, "-B")]
+    return [*folders, *(word for word in words if word.startswith(("--sysroot", "-specs")))]
 
 
 def _words_of_tools(words: list[str]) -> list[str]:

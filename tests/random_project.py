@@ -141,40 +141,35 @@ class Project:
 
     def options(self) -> tuple[dict, dict[str, str]]:
         """Returns the options of load, and the environment."""
-        paths, cflags, response, words = [], [self.defined], [], [str(self.own.parent / self.command)]
-        environment: dict[str, list[str]] = {}
-        for name in self.order:
-            way, path = self.ways[name], f"{self.own}/{name}"
+        paths, cflags, ldflags = [], [self.defined], [f"-Wl,-rpath,{self.own}/{name}" for name in LIBRARIES]
+        words = {"CXX": [str(self.own.parent / self.command)], "@-I": [], "@-L": []}
+        variables: dict[str, list[str]] = {}
+        searched = [(name, self.ways[name], "-I", cflags) for name in self.order]
+        searched += [(name, self.linking[name], "-L", ldflags) for name in LIBRARIES]
+        for name, way, option, flags in searched:
+            path = f"{self.own}/{name}"
             if way == "paths":
                 paths.append(path)
-            elif way.isupper() and way != "CXX":
-                environment.setdefault(way, []).append(path)
             elif way in ("@", "CXX"):
-                (response if way == "@" else words).append(f"-I{path}")
+                words["CXX" if way == "CXX" else way + option].append(option + path)
+            elif way.endswith("PATH"):
+                variables.setdefault(way, []).append(path)
             elif way != "absent":
-                cflags.append(way.format(path))
-        ldflags, linked = [f"-Wl,-rpath,{self.own}/{name}" for name in LIBRARIES], []
-        for name, way in self.linking.items():
-            path = f"{self.own}/{name}"
-            if way == "LIBRARY_PATH":
-                environment.setdefault(way, []).append(path)
-            elif way in ("@", "CXX"):
-                (linked if way == "@" else words).append(f"-L{path}")
-            elif way != "absent":
-                ldflags.append(way.format(path))
-        for name, flags, text in ("flags", cflags, response), ("link", ldflags, linked):
-            if text:
-                self.response_file(self.own / f"{name}.rsp", "\n".join(text))
-                flags.append(f"@{self.own}/{name}.rsp")
+                flags.append(way.format(path))
+        for option, flags in ("-I", cflags), ("-L", ldflags):
+            path, text = self.own / f"flags{option}.rsp", "\n".join(words[f"@{option}"])
+            if not path.is_file() or path.read_text() != text:
+                path.write_text(text)
+            flags.append(f"@{path}")
         cflags.append(self.forced.format(self.own))
         ldflags += [self.by_name, f"{self.own}/w/libw.a"]
         sources = [f"{self.own}/src/mine.cpp", f"{self.own}/src/inner/other.cpp"]
         options = dict(sources=sources, extra_include_paths=paths, extra_cflags=cflags, extra_ldflags=ldflags)
-        variables = {name: ":".join(folders) for name, folders in environment.items()}
-        return options, variables | {"CXX": " ".join(words)}
+        environment = {name: ":".join(folders) for name, folders in variables.items()}
+        return options, environment | {"CXX": " ".join(words["CXX"])}
 
     def repair(self) -> None:
-        """Puts back what every build needs, and goes back to flags that find it."""
+        """Puts back what every build needs."""
         self.done.append("repair")
         for name in HEADERS:
             self.clear(self.own / "base" / name)
@@ -183,10 +178,6 @@ class Project:
         self.clear(self.own / "p/l2")
         self.library(self.own / "p/l2/libv", "value", "static")
         self.library(self.own / "w/libw", "weight", "static")
-
-    def response_file(self, path: Path, text: str) -> None:
-        if not path.is_file() or path.read_text() != text:
-            path.write_text(text)
 
     # ---- edits --------------------------------------------------------------------------------------------------
 
@@ -243,26 +234,13 @@ class Project:
             old.rename(new)
         return old, new
 
-    @edit(2)
-    def folder_for_header(self):
-        path = self.place()
-        self.clear(path)
-        path.mkdir()
-        return path
-
-    @edit(3)
-    def link_header(self):
-        path, target = self.place(), self.place()
+    @edit(7)
+    def link(self):
+        folders = self.draw.sample(self.draw.choice([SEARCHED[:-1], LIBRARIES]), 2)
+        path, target = self.draw.choice([(self.place(), self.place()), [self.own / name for name in folders]])
         if path != target:
             self.clear(path)
             path.symlink_to(target)
-        return path, target
-
-    @edit(4)
-    def link_folder(self):
-        path, target = (self.own / name for name in self.draw.sample(self.draw.choice([SEARCHED[:-1], LIBRARIES]), 2))
-        self.clear(path)
-        path.symlink_to(target)
         return path, target
 
     @edit(3)
@@ -274,9 +252,10 @@ class Project:
                 old.rename(new)
         return old, new
 
-    @edit(2)
+    @edit(4)
     def empty_folder(self):
-        path = self.own / self.draw.choice([*SEARCHED[:-1], "a/in", "b/in", "p", "q"])
+        folder = self.own / self.draw.choice([*SEARCHED[:-1], "a/in", "b/in", "p", "q"])
+        path = self.draw.choice([folder, self.place()])
         self.clear(path)
         path.mkdir()
         return path
@@ -294,27 +273,15 @@ class Project:
             self.put(path, text)
         return path
 
-    @edit(3)
+    @edit(6)
     def new_library(self):
-        path = self.own / self.draw.choice(LIBRARIES)
-        self.library(path / "libv", "value")
-        return path
-
-    @edit(1)
-    def inner_library(self):
-        path = self.own / self.draw.choice(LIBRARIES)
-        self.library(path / "libinner", "value", "static")
-        return path
-
-    @edit(1)
-    def new_weight(self):
-        self.library(self.own / "w/libw", "weight", self.draw.choice(["static", "thin"]))
-
-    @edit(1)
-    def new_object(self):
-        path = self.own / self.draw.choice([*LIBRARIES, "w"]) / "libv.o"
-        self.library(path.with_name(self.draw.choice(["libv", "libw"])), "value", "thin")
-        return path
+        name = self.draw.choice(["libv", "libv", "libv", "libinner", "libw"])
+        if name == "libw":
+            self.library(self.own / "w/libw", "weight", self.draw.choice(["static", "thin"]))
+        else:
+            kind = "static" if name == "libinner" else ""
+            self.library(self.own / self.draw.choice([*LIBRARIES, "w"]) / name, "value", kind)
+        return name
 
     @edit(2)
     def remove_library(self):
@@ -346,16 +313,13 @@ class Project:
         return what
 
     def step(self, built: bool) -> None:
-        """Edits the project, up to three times. One that could not be built is mended first, mostly."""
+        """Edits the project, up to three times. What could not be built is repaired first, mostly.
+
+        An edit that the disk refuses, such as a file behind a link to nothing, ends early."""
         if not built and self.draw.random() < 0.8:
             self.repair()
-        for _ in range(self.draw.choice([1, 1, 2, 3])):
-            self.edit()
-
-    def edit(self) -> None:
-        """Edits the project once. An edit that the disk refuses, such as a file behind a dangling link, ends early."""
-        name = self.draw.choices(list(EDITS), EDITS.values())[0]
-        try:
-            self.done.append(f"{name} {getattr(self, name)() or ''}")
-        except OSError as error:
-            self.done.append(f"{name}: {error}")
+        for name in self.draw.choices(list(EDITS), EDITS.values(), k=self.draw.choice([1, 1, 2, 3])):
+            try:
+                self.done.append(f"{name} {getattr(self, name)() or ''}")
+            except OSError as error:
+                self.done.append(f"{name}: {error}")

@@ -5,6 +5,8 @@ import os
 import pytest
 from test_calcops_jit_inputs import ANSWER, Folder
 
+from _calcops_jit.request import Request
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -229,6 +231,28 @@ def test_a_header_that_is_asked_for_but_not_read_is_seen_to_come_and_go(folder, 
     assert folder.loaded(**dict(options)) == 2
 
 
+HIDDEN = {
+    "by a macro with two folders": ("#define NAME <in/side/maybe.h>\n", []),
+    "by a flag's macro with two folders": ("", ["'-DNAME=<in/side/maybe.h>'"]),
+    "by its whole path": ('#define NAME "{own}/late/in/side/maybe.h"\n', []),
+}
+
+
+@pytest.mark.parametrize("asked", HIDDEN)
+def test_a_header_that_is_asked_for_in_a_folder_of_a_folder_is_seen_to_come(folder, asked):
+    text, flags = HIDDEN[asked]
+    text = (
+        text.replace("{own}", str(folder.own))
+        + "#if __has_include(NAME)\n#define VALUE 2\n#else\n#define VALUE 1\n#endif\n"
+    )
+    folder.put("mine.cpp", text + ANSWER.format("return VALUE;"))
+    (folder.own / "late/in/side").mkdir(parents=True)
+    options = {"extra_cflags": [f"-I{folder.own}/late", *flags]}
+    assert folder.loaded(**options) == 1
+    folder.put("late/in/side/maybe.h", "")
+    assert folder.loaded(**options) == 2
+
+
 # ---- the compiler's command -------------------------------------------------------------------------------------
 
 COMMANDS = {
@@ -269,21 +293,39 @@ def test_a_file_that_the_compilers_command_leads_to_is_an_input(folder, command,
     assert folder.loaded(CXX=command) == 3
 
 
-def test_another_assembler_first_on_path_assembles(folder):
-    """It makes every 1 that is returned a 2."""
-    folder.put("mine.cpp", ANSWER.format("return 1;"))
-    assert folder.loaded() == 1
-    assembler = folder.put("bin/as", "")
-    script = """#!/bin/sh
-for word; do case "$word" in *.s) sed -i 's/movl\t$1, %eax/movl\t$2, %eax/' "$word";; esac; done
+ASSEMBLER = """#!/bin/sh
+for word; do case "$word" in *.s) sed -i 's/movl\t$1, %eax/movl\t$VALUE, %eax/' "$word";; esac; done
 exec /usr/bin/as "$@"
 """
-    assembler.write_text(script)
-    assembler.chmod(0o755)
-    path = f"{assembler.parent}:{os.environ['PATH']}"
-    assert folder.loaded(PATH=path) == 2
-    assembler.write_text(script.replace("$2,", "$3,"))
-    assert folder.loaded(PATH=path) == 3
+ASSEMBLERS = {
+    "PATH": lambda own: {"PATH": f"{own}/bin:{os.environ['PATH']}"},
+    "COMPILER_PATH": lambda own: {"COMPILER_PATH": f"{own}/bin"},
+    "-B": lambda own: {"extra_cflags": [f"-B{own}/bin"]},
+    "-B in two words": lambda own: {"extra_cflags": [f"-B {own}/bin"]},
+}
+
+
+@pytest.mark.parametrize("searched", ASSEMBLERS)
+def test_another_assembler_that_appears_and_changes_assembles(folder, searched):
+    """It makes every 1 that is returned another number."""
+    folder.put("mine.cpp", ANSWER.format("return 1;"))
+    (folder.own / "bin").mkdir()
+    options = ASSEMBLERS[searched](folder.own)
+    assert folder.loaded(**dict(options)) == 1
+    for value in ("2", "3"):
+        folder.put("bin/as", ASSEMBLER.replace("VALUE", value)).chmod(0o755)
+        assert folder.loaded(**dict(options)) == int(value)
+
+
+@pytest.mark.parametrize(
+    "words", [{"CXX": "g++ -march=native"}, {"CXX": "g++ @{own}/flags"}, {"cflags": ("@{own}/flags",)}]
+)
+def test_the_processor_counts_wherever_its_instructions_may_be_asked_for(folder, monkeypatch, words):
+    folder.put("flags", "-march=native\n")
+    monkeypatch.setenv("CXX", words.get("CXX", "g++").format(own=folder.own))
+    flags = tuple(flag.format(own=folder.own) for flag in words.get("cflags", ()))
+    request = Request(name="mine", root=str(folder.own), sources=(f"{folder.own}/mine.cpp",), cflags=flags)
+    assert request.facts["CPU instruction set"]
 
 
 @pytest.mark.parametrize("environment", [{"PATH": "/nowhere"}, {"CXX": "g++-99"}], ids=["PATH", "CXX"])
