@@ -7,7 +7,6 @@ import reference
 import torch
 from reference import assert_equal_lists, pairs
 
-import calcops_jit
 from calcops_jit import force, force_virial
 
 backward = torch.ops.calcops._force_virial_backward
@@ -280,20 +279,3 @@ def test_every_number_of_slots(device, dtype):
             results.append((*outputs, *torch.autograd.grad(outputs, leaves, upstream)))
         ours, expected = results
         assert_equal_lists([x.double() for x in ours], expected, **tolerance)
-
-
-@pytest.mark.parametrize(
-    "call, argument",
-    [
-        (lambda: calcops_jit.force(None, None, None), "list_neigh"),
-        (lambda: calcops_jit.force_virial(None, None, None, None), "list_neigh"),
-        (lambda: calcops_jit.edge_force(None, None, 3), "edge_index"),
-        (lambda: calcops_jit.neighbor_index(None), "list_neigh"),
-        (lambda: calcops_jit.edge_order(None, 3), "edge_index"),
-        (lambda: calcops_jit.warp_perspective(None, None), "image"),
-    ],
-)
-def test_a_call_without_any_tensor_names_the_first(call, argument):
-    """PyTorch finds no device to call then."""
-    with pytest.raises(RuntimeError, match=f"^calcops::.*: expected `{argument}` .*, got none"):
-        call()

@@ -1240,7 +1240,6 @@ void define(torch::Library& m, Operator& op) {
   impl(c10::DispatchKey::CPU, running(&run_here<false>));
   impl(c10::DispatchKey::CUDA, running(&run_here<true>));
   impl(c10::DispatchKey::Meta, running(&run_on_meta));
-  impl(c10::DispatchKey::Undefined, running(&run_on_meta));  // no tensor: the check names the first
   const Derivatives* derivatives = op.formulas ? op.formulas.get() : family.derivatives.get();
   impl(c10::DispatchKey::Autograd,
        derivatives ? CppFunction::makeFromBoxedFunctor(std::make_unique<Differentiate>(derivatives))

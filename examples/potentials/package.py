@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from energies import check_cutoff, check_layers, potential_of
-from potential import Potential, edges
+from potential import edges
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -41,9 +41,10 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
     path, device = Path(path), torch.device(device)
     if path.suffix not in (".pt", ".pt2"):
         raise ValueError(f"expected a path that ends in .pt or .pt2, got {path}")
-    is_ours = isinstance(model, Potential)
-    if not is_ours or about_energies:
-        missing = {"cutoff", "units", "type_names"} - about_energies.keys()
+    needed = {"cutoff", "units", "type_names"}
+    is_ours = not about_energies and all(hasattr(model, name) for name in needed)
+    if not is_ours:
+        missing = needed - about_energies.keys()
         if missing:
             raise TypeError(f"expected cutoff, units and type_names of a module, got no {', '.join(sorted(missing))}")
         model = potential_of(model, **about_energies)

@@ -133,7 +133,6 @@ void define(torch::Library& m, const char* schema) {
   };
   impl(c10::DispatchKey::CPU, CppFunction(TORCH_FN(kernel)));
   impl(c10::DispatchKey::Meta, CppFunction(TORCH_FN(kernel)));
-  impl(c10::DispatchKey::Undefined, CppFunction(TORCH_FN(kernel)));  // no tensor: the check names it
 #ifdef CALCOPS_NO_CUDA
   impl(c10::DispatchKey::CUDA, CppFunction::makeFromBoxedFunction<&built_without_cuda>());
 #else
