@@ -16,7 +16,7 @@ from _calcops_jit import cuda as toolkit
 ROOT = Path(__file__).resolve().parent.parent
 OPERATORS = sorted(path.name for path in (ROOT / "ops").iterdir() if path.is_dir())
 SOURCES = sorted(path for path in (ROOT / "ops").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
-SHARED = {".clang-format", "float16.h", "memory.h", "parallel.h", "README.md"}
+SHARED = {".clang-format", "float16.h", "memory.h", "numbers.h", "parallel.h", "README.md"}
 PYTHON = sorted(
     path
     for folder in ("_calcops_jit", "examples", "tests")
@@ -128,11 +128,35 @@ def test_a_file_holds_nothing_that_must_not_exist(path):
 
 def test_macros_are_at_most_three():
     used = {macro for path in SOURCES for macro in re.findall(r"\bCALCOPS_\w+", code(path))}
-    assert used <= {"CALCOPS_NO_CUDA", "CALCOPS_HD"}
+    shared = {"CALCOPS_HD", "CALCOPS_HD_INLINED"}
+    assert used <= {"CALCOPS_NO_CUDA", *shared}
     for path in SOURCES:
         defined = set(re.findall(r"^\s*#\s*define\s+(\w+)", code(path), re.MULTILINE))
         undefined = set(re.findall(r"^\s*#\s*undef\s+(\w+)", code(path), re.MULTILINE))
-        assert defined - undefined <= {"CALCOPS_HD"}
+        assert defined - undefined <= (shared if path.name == "numbers.h" else set())
+
+
+def types_of(header):
+    """Qualified names of the types that a header defines outside of other types."""
+    types, namespaces = [], []
+    for line in code(header).splitlines():
+        if opened := re.match(r"namespace (\w*)\s*\{", line):
+            namespaces.append(opened[1])
+        elif re.match(r"\}  *$", line):
+            namespaces.pop()
+        elif named := re.match(r"(?:struct|class|union|enum(?: class)?|using) (\w+)[^;]*(?:\{|=)", line):
+            types.append("::".join([*namespaces, named[1]]))
+    return set(types)
+
+
+def test_a_type_has_one_header():
+    """Headers of two operators meet in one program: two types of one name are undefined behaviour there."""
+    homes = {}
+    for header in (path for path in SOURCES if path.suffix == ".h"):
+        for type_name in types_of(header):
+            homes.setdefault(type_name, []).append(name(header))
+    assert homes["calcops::WarpInputs"] == ["ops/warp_perspective/warp_perspective.h"]
+    assert not {type_name: headers for type_name, headers in homes.items() if len(headers) > 1}
 
 
 def test_every_unit_compiles_without_a_warning():
