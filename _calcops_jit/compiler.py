@@ -81,7 +81,11 @@ def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str
             said = _run(ninja, plan, request, staging, compiler_reads.LINKED_BEFORE_2_35)
     ahead.join()
     recorder = compiler_reads.Recorder(request, toolchain.search(request, plan.flags["cflags"]), before)
-    closures, changed = _keep(request, slot, staging, plan, recorder, named["cflags"] | named["cuda_cflags"])
+    recorders = {source: recorder for source in plan.units}
+    if RUNTIME in plan.units:
+        search = toolchain.search(request, plan.runtime_cflags)
+        recorders[RUNTIME] = compiler_reads.Recorder(request.unit(RUNTIME), search, before)
+    closures, changed = _keep(request, slot, staging, plan, recorders, named["cflags"] | named["cuda_cflags"])
     if said:
         raise _judge(request, slot, said, alone, RUNTIME in sources)
     if changed:
@@ -135,12 +139,18 @@ def _run(ninja: str, plan: Plan, request: Request, staging: str, linked: str = c
 
 
 def _keep(
-    request: Request, slot: str, staging: str, plan: Plan, recorder: compiler_reads.Recorder, flagged: set[str]
+    request: Request,
+    slot: str,
+    staging: str,
+    plan: Plan,
+    recorders: dict[str, compiler_reads.Recorder],
+    flagged: set[str],
 ) -> tuple[list[closure.Closure], closure.Changed | None]:
     """Keeps every object that was compiled, even if others failed: (their closures, the Changed of one whose input was
     saved meanwhile).
 
-    flagged   files that the flags name"""
+    recorders   for each source
+    flagged     files that the flags name"""
     if not plan.units:
         return [], None
     tools = toolchain.tools(request, plan.flags["cflags"], "cc1plus", "as") | toolchain.cuda_tools(request)
@@ -154,7 +164,7 @@ def _keep(
         read, told = compiler_reads.of_unit(request, staging, source, target)
         try:
             others = tools | (set() if source == RUNTIME else flagged)
-            closures.append(recorder.closure(read, others, told, unrun))
+            closures.append(recorders[source].closure(read, others, told, unrun))
         except closure.Changed as error:
             changed = error
         else:

@@ -81,6 +81,8 @@ class Request(SimpleNamespace):
         unit = self.but(**changes)
         for found in ("environment", "compiler", "tools", "roots"):
             setattr(unit, found, getattr(self, found))
+        if source == RUNTIME:  # a path in a project means the same to every other project
+            unit.roots = [(token, folder) for token, folder in self.roots if token != "@root"]
         return unit
 
     @property

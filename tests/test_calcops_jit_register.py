@@ -278,3 +278,22 @@ print([load(name, f"{name}.cpp").one() for name in ("first", "second")], third.o
     }
     assert set(counts.values()) == {1}, counts
     assert len(list(empty.glob("unit-runtime.cpp-*"))) == 1
+
+
+def test_a_header_that_appears_in_one_project_counts_for_the_runtime_of_another(checkout, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.cpp").write_text(ONE.format(name, 1))
+    headers = tmp_path / "one/include"
+    (headers / "torch").mkdir(parents=True)
+
+    def runtimes_compiled(name):
+        checkout.log.unlink(missing_ok=True)
+        script = f'print(load("{name}", "{tmp_path}/{name}/{name}.cpp").one())'
+        assert output(checkout, script, tmp_path, CPATH=headers, CALCOPS_CACHE=tmp_path / "cache") == ["1"]
+        return sum(" -c " in line and "/runtime.cpp " in line for line in checkout.log.read_text().splitlines())
+
+    assert runtimes_compiled("one") == 1
+    (headers / "torch/library.h").write_text("#include_next <torch/library.h>\n")
+    assert runtimes_compiled("two") == 1
+    assert runtimes_compiled("one") == 0
