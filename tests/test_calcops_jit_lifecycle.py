@@ -20,7 +20,9 @@ def builder(checkout):
     environment = os.environ | {"CALCOPS_CACHE": str(checkout.cache), "CXX": str(checkout.compiler)}
     command = [sys.executable, "-c", "import calcops_jit"]
     options = {"cwd": checkout.path, "env": environment, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, **options, start_new_session=True)
+    # nohup, which the tests may run under, ignores SIGHUP.
+    default = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731
+    process = subprocess.Popen(command, **options, start_new_session=True, preexec_fn=default)
     wait_for(lambda: checkout.log.exists() and " -c " in checkout.log.read_text(), 60)
     yield process
     checkout.slow.unlink()

@@ -2,8 +2,7 @@
 
     python tests/bench/bench_force.py          (make bench)
 
-Prints the table of tests/README.md (--readme writes it there) and draws force_roofline.png and force_growth.png into
-tests/bench/results/. Times are the least of many runs, interleaved; whatever is compared comes from one run.
+Prints the table of results/force.md; --write writes it there and draws its picture. Times are the least of many runs, interleaved; whatever is compared comes from one run.
 
 `read` is one contiguous sum of as many bytes as the list and the live slots hold, `read + write` also writes as many as
 the gradients hold (yardsticks.cpp). Where empty slots lie between live ones, a processor that reads ahead moves more.
@@ -38,7 +37,7 @@ import subprocess
 import time
 
 import torch
-from force_pictures import FLOP, draw_growth, draw_roofline
+import force_picture
 
 import calcops_jit
 
@@ -287,43 +286,6 @@ def overhead(seconds):
     )
 
 
-def resident(field):
-    status = pathlib.Path("/proc/self/status").read_text()
-    return 1024 * int(status.split(field + ":")[1].split()[0])
-
-
-def peak_bytes(call):
-    """Most memory above what was there and what is returned, as the kernel counts pages."""
-    ctypes.CDLL(None).malloc_trim(0)  # what malloc kept would not be counted
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
-    outputs = call()
-    return max(0, resident("VmHWM") - before - sum(x.nbytes for x in outputs))
-
-
-def growth(seconds):
-    """Time and peak memory of every kernel from 10^3 to 10^7 pairs, one thread, float64, a third empty."""
-    torch.set_num_threads(1)
-    found = []
-    for side in (2, 3, 4, 6, 9, 14, 19, 30, 42):
-        inputs = lattice(side**3, 138, 1 / 3)
-        calls, _ = kernels(inputs, 92)
-        calls["force"] = lambda: calcops_jit.force(*inputs[:3])  # noqa: B023
-        row = {"pairs": side**3 * 92, "inputs": sum(x.nbytes for x in inputs)}
-        row |= minimum_of_calls(calls, seconds)
-        row["peak"] = {name: peak_bytes(calls[name]) for name in ("force", *FLOP)}
-        found.append(row)
-    print("\npairs, and for each kernel ns a pair / peak memory above inputs and outputs as a part of the inputs")
-    for row in found:
-        cells = (
-            f"{name} {1e6 * row[name] / row['pairs']:5.1f} / {row['peak'][name] / row['inputs']:5.1%}"
-            for name in row["peak"]
-        )
-        bytes_only = (f"{name} {1e6 * row[name] / row['pairs']:5.1f}" for name in row if name.startswith("read"))
-        print(f"{row['pairs']:9}  " + "   ".join((*cells, *bytes_only)))
-    return found
-
-
 def machine():
     cpu = re.search(r"(?:model name|CPU part)\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())[1]
     gcc = subprocess.run(["c++", "-dumpfullversion"], capture_output=True, text=True).stdout.strip()
@@ -334,7 +296,7 @@ def machine():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=6, help="for the kernels of each row")
-    parser.add_argument("--readme", action="store_true", help="put the table into tests/README.md")
+    parser.add_argument("--write", action="store_true", help="put the table and its picture into results/force.md")
     parser.add_argument("--atoms", type=int, help="instead of those of the table, to try it out")
     options = parser.parse_args()
     deepmd = DeepMD() if importlib.util.find_spec("deepmd") else None
@@ -347,7 +309,6 @@ def main():
         extra_ldflags=["-fopenmp"],
         extra_include_paths=[HERE.parents[1] / "ops"],
     )
-    (HERE / "results").mkdir(exist_ok=True)
     print(machine(), TABLE, sep="\n\n")
     rows = []
     for natoms, neighbors in SIZES:
@@ -356,20 +317,15 @@ def main():
                 found = measure(options.atoms or natoms, neighbors, empty, pattern, dtype, deepmd, options.seconds)
                 print(*map(as_markdown, found), sep="\n", flush=True)
                 rows += found
-    if options.readme:
-        readme = HERE.parent / "README.md"
-        before, _, rest = readme.read_text().partition("<!-- results -->")
-        pictures = [f"![{x}](bench/results/force_{x}.png)" for x in ("roofline", "growth")]
-        table = "\n".join((f"{machine()}\n", TABLE, *map(as_markdown, rows), "", *pictures))
-        readme.write_text(f"{before}<!-- results -->\n{table}\n<!-- /{rest.partition('<!-- /')[2]}")
+    if options.write:
+        page = HERE / "results" / "force.md"
+        before, _, rest = page.read_text().partition("<!-- results -->")
+        table = "\n".join((f"{machine()}\n", TABLE, *map(as_markdown, rows)))
+        page.write_text(f"{before}<!-- results -->\n{table}\n<!-- /{rest.partition('<!-- /')[2]}")
+        force_picture.draw()
     print()
     print_targets(rows)
     overhead(min(options.seconds, 2))
-    grown = growth(options.seconds / 4)
-    if importlib.util.find_spec("matplotlib"):
-        draw_roofline(rows, machine(), HERE / "results" / "force_roofline.png")
-        draw_growth(grown, machine(), HERE / "results" / "force_growth.png")
-        print(f"pictures: {HERE / 'results'}/force_*.png")
 
 
 if __name__ == "__main__":
