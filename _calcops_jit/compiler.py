@@ -11,10 +11,11 @@ import subprocess
 import sys
 import sysconfig
 import threading
+from collections.abc import Iterable
 
 from . import cache, closure, compiler_reads, diagnosis, errors, jobs, precompiled, toolchain
 from .plan import Plan
-from .request import RUNTIME, Request
+from .request import REGISTRY, RUNTIME, RUNTIMES, Request
 
 # Runs ninja, and ends it and its compilers when this process ends in any way: only then does the pipe that is its
 # standard input end. A signal handler would be a second one in somebody else's program, and SIGKILL has none.
@@ -41,16 +42,23 @@ def build(request: Request, slot: str, staging: str, alone: bool = False) -> tup
     for problem in diagnosis.foresee(request, ninja):
         raise problem.error(f"cannot build {request.name}")
     texts = compiler_reads.foreseen(request)
-    registers = any(re.search(rb"TORCH_LIBRARY|\bclass_\s*<|calcops/operator\.h", text) for text in texts.values())
-    sources = [*[RUNTIME] * registers, *request.sources]  # the unit that takes longest is first
+    runtime = _foreseen_runtime(texts.values())
     try:
-        return _build(request, sources, set(texts), slot, staging, ninja, alone)
-    except _NeedsRuntime:  # a macro in somebody's headers registers operators
-        return _build(request, [RUNTIME, *sources], set(texts), slot, staging, ninja, alone)
+        return _build(request, [*runtime, *request.sources], set(texts), slot, staging, ninja, alone)
+    except _NeedsRuntime as needed:  # a macro in somebody's headers registers operators
+        return _build(request, [str(needed), *request.sources], set(texts), slot, staging, ninja, alone)
+
+
+def _foreseen_runtime(texts: Iterable[bytes]) -> list[str]:
+    """Returns the unit with which the objects of sources must be linked, as far as their texts say so."""
+    text = b"\n".join(texts)
+    if re.search(rb"#[ \t]*include[ \t]*[<\"]calcops/", text):
+        return [RUNTIME]
+    return [REGISTRY] if re.search(rb"TORCH_LIBRARY|\bclass_\s*<", text) else []
 
 
 class _NeedsRuntime(Exception):
-    """Objects refer to runtime.cpp, which is not among the sources."""
+    """Objects refer to a unit of RUNTIMES that is not among the sources. The message is its path."""
 
 
 def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str, closure.Closure]:
@@ -82,12 +90,12 @@ def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str
     ahead.join()
     recorder = compiler_reads.Recorder(request, toolchain.search(request, plan.flags["cflags"]), before)
     recorders = {source: recorder for source in plan.units}
-    if RUNTIME in plan.units:
+    for runtime in set(RUNTIMES).intersection(plan.units):
         search = toolchain.search(request, plan.runtime_cflags)
-        recorders[RUNTIME] = compiler_reads.Recorder(request.unit(RUNTIME), search, before)
+        recorders[runtime] = compiler_reads.Recorder(request.unit(runtime), search, before)
     closures, changed = _keep(request, slot, staging, plan, recorders, named["cflags"] | named["cuda_cflags"])
     if said:
-        raise _judge(request, slot, said, alone, RUNTIME in sources)
+        raise _judge(request, slot, said, alone, sources)
     if changed:
         raise changed
     preambles.start(request, slot, plan.flags["cflags"], plan.environment, plan.jobs)
@@ -163,7 +171,7 @@ def _keep(
             continue
         read, told = compiler_reads.of_unit(request, staging, source, target)
         try:
-            others = tools | (set() if source == RUNTIME else flagged)
+            others = tools | (set() if source in RUNTIMES else flagged)
             closures.append(recorders[source].closure(read, others, told, unrun))
         except closure.Changed as error:
             changed = error
@@ -174,10 +182,13 @@ def _keep(
     return closures, changed
 
 
-def _judge(request: Request, slot: str, said: str, alone: bool, has_runtime: bool) -> Exception:
+def _judge(request: Request, slot: str, said: str, alone: bool, sources: list[str]) -> Exception:
     """What to raise for a failed build, whose output is written to a log."""
-    if re.search("calcops_jit::Initializer|calcops::add_", said) and not has_runtime:
-        return _NeedsRuntime()
+    undefined = "\n".join(re.findall(r"undefined (?:reference|symbol).*", said))
+    if "calcops::" in undefined and RUNTIME not in sources:
+        return _NeedsRuntime(RUNTIME)
+    if "calcops_jit::" in undefined and not set(RUNTIMES).intersection(sources):
+        return _NeedsRuntime(REGISTRY)
     problem = diagnosis.judge(said, request)
     if problem and problem.cause.startswith(diagnosis.KILLED) and not alone:
         return OutOfMemory()

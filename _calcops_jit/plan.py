@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from . import compiler_reads, cuda, staging, toolchain
 from .closure import text_of
 from .errors import report
-from .request import CUDA_SUFFIXES, RUNTIME, SHADOW, Request, compiler_words
+from .request import CUDA_SUFFIXES, RUNTIMES, SHADOW, Request, compiler_words
 
 _RULES = """\
 rule compile
@@ -38,7 +38,7 @@ class Plan(SimpleNamespace):
     units: dict[str, str]  # {source: object}
     kept: list[str]  # objects that are linked as they are
     flags: dict[str, str]  # of every unit and of the link, by ninja's variables: cflags, cuda_cflags, ldflags
-    runtime_cflags: str  # those of runtime.cpp, whose object serves every library
+    runtime_cflags: str  # those of the runtime, whose object serves every library
     environment: dict[str, str]  # of the compilers
     jobs: int  # the number of compilers that run at once
     preambles: dict[str, str] = {}  # {source: its precompiled header}
@@ -56,7 +56,9 @@ class Plan(SimpleNamespace):
             units[source] = f"{i}.{name}.o" if name in taken else f"{name}.o"
             taken.add(name)
         flags = _torch_flags(request, environment, folder)
-        runtime = _torch_flags(request.unit(RUNTIME), environment, folder) if RUNTIME in sources else {"cflags": ""}
+        runtime = {"cflags": ""}
+        for source in set(sources).intersection(RUNTIMES):
+            runtime = _torch_flags(request.unit(source), environment, folder)
         said = {"flags": flags, "runtime_cflags": runtime["cflags"], "environment": environment, "jobs": jobs}
         return Plan(units=units, kept=kept, **said)
 
@@ -71,7 +73,7 @@ class Plan(SimpleNamespace):
         for source, target in self.units.items():
             rule = "cuda_compile" if request.cuda.build and source.endswith(CUDA_SUFFIXES) else "compile"
             lines += [f"build {target}: {rule}", f"  source = {_word(source)}"]
-            lines += [f"  cflags = {self.runtime_cflags}"] * (source == RUNTIME)
+            lines += [f"  cflags = {self.runtime_cflags}"] * (source in RUNTIMES)
             if source in self.preambles:  # without -fpch-deps, the headers behind it would not be told
                 lines += [f"  preamble = -include {self.preambles[source]} -fpch-deps"]
         objects = " ".join([*self.kept, *self.units.values()])

@@ -21,7 +21,7 @@ import torch
 from . import cache, cache_size, closure, compiler_reads, places, staging, toolchain
 from .closure import Changed
 from .errors import BuildError
-from .request import CUDA_SUFFIXES, RUNTIME, SHADOW, Request
+from .request import CUDA_SUFFIXES, RUNTIMES, SHADOW, Request
 
 _ROOM = 2 << 30  # bytes that must be free on the disk for another one
 _COMMENT = rb"//[^\n]*|/\*.*?\*/"
@@ -117,7 +117,7 @@ class Preambles:
             return
         folders = [path for path in compiler_reads.project_folders(request) if path != SHADOW]
         for source, edited in sources.items():
-            if source == RUNTIME or source.endswith(CUDA_SUFFIXES):
+            if source in RUNTIMES or source.endswith(CUDA_SUFFIXES):
                 continue
             with open(source, "rb") as file:
                 text = preamble(file.read(), folders)

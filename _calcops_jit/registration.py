@@ -42,10 +42,10 @@ class Registration:
 
     def __init__(self, name: str, place: str, library: ctypes.CDLL):
         self.name, self.place, self._library = name, place, library
-        self._registers = hasattr(library, "calcops_jit_steps")  # it has a runtime.cpp
-        if self._registers:
-            for name in ("steps", "commit", "documentation"):
-                getattr(library, f"calcops_jit_{name}").restype = ctypes.c_char_p
+        self._registers = hasattr(library, "calcops_jit_steps")  # it is linked with registry.cpp
+        self._has_contracts = hasattr(library, "calcops_jit_documentation")  # and with contract.cpp
+        for function in ["steps", "commit"] * self._registers + ["documentation"] * self._has_contracts:
+            getattr(library, f"calcops_jit_{function}").restype = ctypes.c_char_p
 
     @cached_property
     def _steps(self) -> list[list[str]]:
@@ -68,7 +68,7 @@ class Registration:
     def documentation(self) -> dict[str, str]:
         """Returns {operator: text} of the operators that have a contract."""
         texts = {}
-        for entry in self._ask("documentation").split("\x1e")[:-1] if self._registers else ():
+        for entry in self._ask("documentation").split("\x1e")[:-1] if self._has_contracts else ():
             name, _, text = entry.partition("\n")
             texts[name] = text.strip()
         return texts

@@ -20,7 +20,10 @@ from . import closure, cuda
 
 FORMAT = 5  # of what the cache holds
 SHADOW = os.path.join(os.path.dirname(os.path.realpath(__file__)), "shadow")  # headers that come before PyTorch's
-RUNTIME = f"{SHADOW}/runtime.cpp"  # the unit with PyTorch's headers, linked into every library that registers something
+# A library that registers operators is linked with one of these units, which include PyTorch's headers. The first is for
+# TORCH_LIBRARY and compiles in less than half of the time; the second is for contracts and derivatives, too.
+REGISTRY, RUNTIME = f"{SHADOW}/registry.cpp", f"{SHADOW}/runtime.cpp"
+RUNTIMES = (REGISTRY, RUNTIME)
 # Hidden and not "gnu unique", so that two builds of one operator can be in one process without sharing variables.
 BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 CUDA_SUFFIXES = (".cu", ".cuh")  # of sources for nvcc
@@ -75,13 +78,13 @@ class Request(SimpleNamespace):
         changes = {"name": f"unit-{os.path.basename(source)}", "sources": (source,), "ldflags": (), "is_unit": True}
         for_nvcc = self.cuda.build and source.endswith(CUDA_SUFFIXES)
         changes |= {"cflags" if for_nvcc else "cuda_cflags": ()}
-        if source == RUNTIME:  # one object serves every library
+        if source in RUNTIMES:  # one object serves every library
             cflags = ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")
             changes |= {"kind": "own", "cflags": cflags, "include_paths": (SHADOW,)}
         unit = self.but(**changes)
         for found in ("environment", "compiler", "tools", "roots"):
             setattr(unit, found, getattr(self, found))
-        if source == RUNTIME:  # a path in a project means the same to every other project
+        if source in RUNTIMES:  # a path in a project means the same to every other project
             unit.roots = [(token, folder) for token, folder in self.roots if token != "@root"]
         return unit
 

@@ -4,6 +4,7 @@ imported torch already; the operators are C functions without torch headers, whi
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -157,7 +158,7 @@ class Checkout:
         """Counts the units of the project that were compiled since the last call."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
-        return sum(" -c " in line and "/runtime.cpp" not in line for line in lines)
+        return sum(" -c " in line and not re.search(r"/(?:registry|runtime)\.cpp", line) for line in lines)
 
     def libraries(self) -> list[Path]:
         return sorted(self.cache.glob("*/*/*.so"))

@@ -274,10 +274,11 @@ print([load(name, f"{name}.cpp").one() for name in ("first", "second")], third.o
     assert output(checkout, script, tmp_path, CPATH=tmp_path / "system", CALCOPS_CACHE=empty) == ["[1, 1] 3"]
     compiled = [line for line in checkout.log.read_text().splitlines() if " -c " in line]
     counts = {
-        name: sum(f"/{name}.cpp " in line for line in compiled) for name in ("first", "second", "third", "runtime")
+        name: sum(f"/{name}.cpp " in line for line in compiled) for name in ("first", "second", "third", "registry")
     }
     assert set(counts.values()) == {1}, counts
-    assert len(list(empty.glob("unit-runtime.cpp-*"))) == 1
+    assert len(list(empty.glob("unit-registry.cpp-*"))) == 1
+    assert not any("/runtime.cpp " in line for line in compiled), "only contracts need it"
 
 
 def test_a_header_that_appears_in_one_project_counts_for_the_runtime_of_another(checkout, tmp_path):
@@ -287,13 +288,13 @@ def test_a_header_that_appears_in_one_project_counts_for_the_runtime_of_another(
     headers = tmp_path / "one/include"
     (headers / "torch").mkdir(parents=True)
 
-    def runtimes_compiled(name):
+    def registries_compiled(name):
         checkout.log.unlink(missing_ok=True)
         script = f'print(load("{name}", "{tmp_path}/{name}/{name}.cpp").one())'
         assert output(checkout, script, tmp_path, CPATH=headers, CALCOPS_CACHE=tmp_path / "cache") == ["1"]
-        return sum(" -c " in line and "/runtime.cpp " in line for line in checkout.log.read_text().splitlines())
+        return sum(" -c " in line and "/registry.cpp " in line for line in checkout.log.read_text().splitlines())
 
-    assert runtimes_compiled("one") == 1
+    assert registries_compiled("one") == 1
     (headers / "torch/library.h").write_text("#include_next <torch/library.h>\n")
-    assert runtimes_compiled("two") == 1
-    assert runtimes_compiled("one") == 0
+    assert registries_compiled("two") == 1
+    assert registries_compiled("one") == 0

@@ -209,16 +209,16 @@ done = True
 for thread in threads:
     thread.join()
 size = os.path.getsize(calcops_jit.library_path())
-print(wrong, min(calls) > 0, (resident() - before) / (COUNT - 2) / size)
+print(wrong, min(calls) > 0, (resident() - before) / (COUNT - 2) - size)
 print(f"{COUNT} generations, {sum(calls)} calls, {(time.perf_counter() - start) / COUNT:.2f} s each", file=sys.stderr)
 """
 
 
 def generations(checkout, count: int) -> float:
-    """How much memory a generation takes, in sizes of the library."""
+    """Returns the bytes that a generation takes beyond the size of its library."""
     child = checkout.run(SCRIPT + GENERATIONS.replace("COUNT", str(count)))
     assert child.code == 0, child.err
-    wrong, called, growth = re.fullmatch(r"(.*) (\w+) ([\d.e-]+)\n", child.out).groups()
+    wrong, called, growth = re.fullmatch(r"(.*) (\w+) (-?[\d.e+-]+)\n", child.out).groups()
     print(child.err.splitlines()[-1])
     assert wrong == "[]" and called == "True"
     return float(growth)
@@ -230,9 +230,9 @@ def test_five_generations_while_four_threads_call(reloading):
 
 @pytest.mark.long
 def test_200_generations_while_four_threads_call_and_memory_grows_by_the_libraries(reloading):
-    growth = generations(reloading, 200)
-    print(f"memory per generation: {growth:.2f} of the library's size")
-    assert growth < 1
+    beyond = generations(reloading, 200)
+    print(f"memory per generation beyond its library: {beyond / 1024:.0f} KiB")
+    assert beyond < 64 * 1024  # the records of a registration; the library is 224 KiB
 
 
 def test_a_plain_dlopen_registers_at_once_and_a_second_library_of_the_namespace_does_no_harm(reloading):
@@ -256,8 +256,8 @@ print(first, calcops_jit.library_path(), sep="\n")
 @pytest.mark.long
 def test_a_graph_that_was_built_before_reaches_the_new_backward_kernel(checkout):
     shutil.rmtree(checkout.path / "ops")
-    for part in ("memory.h", "parallel.h"):
-        checkout.write(f"ops/{part}", (HERE / "ops" / part).read_text())
+    for header in (HERE / "ops").glob("*.h"):
+        checkout.write(f"ops/{header.name}", header.read_text())
     shutil.copytree(HERE / "ops" / "force", checkout.path / "ops" / "force")
     script = r"""
 list_neigh = torch.tensor([[[0, 1, -1, 0]]])

@@ -1,6 +1,6 @@
-// What every library that registers operators is linked with: the one unit that includes PyTorch's
-// headers. Reading these takes half of its time, so its three parts are one unit, which is compiled
-// once for each PyTorch and serves every library of the cache.
+// What a library with contracts or derivatives is linked with. One object for each PyTorch serves
+// every library of the cache. Half of its compile time is PyTorch's headers, so the three parts are
+// one unit. A library that only has TORCH_LIBRARY is linked with registry.cpp alone.
 #include "registry.cpp"
 //
 #include "autograd.cpp"

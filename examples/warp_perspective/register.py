@@ -86,7 +86,7 @@ if __name__ == "__main__":
     path = register(first, second)
     for factor in (16, 8, 4, 2, 1):
         steps = [moved for level, moved in path[:-1] if level == factor]
-        print(f"pixels x {factor:2}: {len(steps):2} steps from {error(steps[0]):8.4f} pixels off")
+        print(f"at 1/{factor:<2} resolution: {len(steps):2} steps from {error(steps[0]):8.4f} pixels off")
     print(f"registered: {error(path[-1][1]):.4f} pixels off")
     ways = {"calcops_jit": calcops_jit.warp_perspective, "kornia": by_kornia}
     for name in ways if kornia else []:
@@ -101,7 +101,7 @@ if __name__ == "__main__":
         axis.set(title=f"{title}: first view in red, second in cyan", xticks=[], yticks=[])
     for level in (16, 8, 4, 2, 1):
         steps = [k for k, (factor, _) in enumerate(path) if factor == level]
-        axes[2].semilogy(steps, [error(path[k][1]) for k in steps], "o-", label=f"pixels x {level}")
+        axes[2].semilogy(steps, [error(path[k][1]) for k in steps], "o-", label=f"at 1/{level} resolution" if level > 1 else "at full resolution")
     axes[2].axhline(0.05, color="gray", linestyle=":", label="0.05 pixels")
     axes[2].set(title="progress", xlabel="step", ylabel="worst corner off by / pixels")
     axes[2].legend()

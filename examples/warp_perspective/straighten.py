@@ -33,17 +33,17 @@ def straighten():
     """The photograph, uint8 [172,448], and the page as seen from straight above, uint8 [344,680]."""
     photograph = torch.from_numpy(data.text())
     matrix = homography(torch.tensor(kSlanted).double(), torch.tensor(kUpright).double())
-    return photograph, calcops_jit.warp_perspective(photograph, matrix, dsize=(344, 680), border_value=[255.0])
+    return photograph, calcops_jit.warp_perspective(photograph, matrix, (344, 680), "cubic", border_value=255.0)
 
 
 if __name__ == "__main__":
     folder = Path(*sys.argv[1:] or ["build/warp_perspective"])
     folder.mkdir(parents=True, exist_ok=True)
     images = straighten()
-    figure, axes = plt.subplots(1, 2, figsize=(12, 3), layout="constrained", width_ratios=[448 / 172, 680 / 344])
+    figure, axes = plt.subplots(1, 2, figsize=(11, 2.9), layout="constrained", width_ratios=[448 / 172, 680 / 344])
     for axis, image, corners, title in zip(axes, images, (kSlanted, kUpright), ("as photographed", "straightened")):
-        axis.imshow(image, cmap="gray", vmin=0, vmax=255)
+        axis.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation="bicubic")
         axis.add_patch(Polygon(corners, fill=False, edgecolor="tab:red"))
         axis.set(title=title, xticks=[], yticks=[])
-    figure.savefig(folder / "straighten.png", dpi=80)
+    figure.savefig(folder / "straighten.png", dpi=110)
     print((folder / "straighten.png").resolve())
