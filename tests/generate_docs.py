@@ -141,7 +141,7 @@ def _rendered() -> dict[Path, str]:
     # What most people come for is first, the names that older programs call are last.
     is_old = lambda operator: not operator.qualified.startswith("calcops::")  # noqa: E731
     operators.sort(key=lambda operator: (is_old(operator), not operator.name.startswith("force"), operator.name))
-    table = ["| operator | what it computes |", "|---|---|", *(o.table_row() for o in operators)]
+    table = ["| operator | what it computes |", "|---|---|", *(o.table_row() for o in operators if not is_old(o))]
     sections = "\n\n".join(o.section() for o in operators)
     imports = "from collections.abc import Sequence\n\nfrom torch import Tensor\n"
     return {

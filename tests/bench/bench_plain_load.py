@@ -1,7 +1,7 @@
 """calcops_jit.load beside torch.utils.cpp_extension.load: one source, the same situations. Run: make bench
 
-Each row is what a user meets in a process of their own; `--readme` puts the table and results/loaders.png, the bars of
-its times, into README.md.
+Each row is what a user meets in a process of their own. `--readme` puts the table into README.md and draws
+results/loaders.png.
 """
 
 import argparse
@@ -29,7 +29,16 @@ at::Tensor scaled(const at::Tensor& x) { return x.mul(ANSWER); }
 TORCH_LIBRARY_FRAGMENT(bench, m) { m.def("scaled(Tensor x) -> Tensor", &scaled); }
 """
 CELL = SOURCE.replace("#include <answer.h>\n", "").replace("bench,", "NAMESPACE,")
-MISTAKE = SOURCE.replace("x.mul(ANSWER)", "x.mul(ANSWER")
+CONTRACT_CELL = """\
+#include <calcops/operator.h>
+const calcops::Contract contract(R"(
+scaled(Tensor x) -> Tensor
+x  []; int64.
+y  []; like x.
+)");
+void scaled(calcops::View<const int64_t, 0> x, calcops::View<int64_t, 0> y) { y() = ANSWER * x(); }
+const calcops::Kernel cpu("scaled", scaled);
+"""
 
 LOAD = {
     "plain": "from torch.utils import cpp_extension\n"
@@ -39,8 +48,6 @@ LOAD = {
 CALL = "print(int(torch.ops.bench.scaled(torch.tensor(1))))"
 # Seconds of `load` and of the module it comes from, and what the operator answers.
 ONCE = f"start = time.perf_counter()\n{{load}}\nload()\nprint(time.perf_counter() - start)\n{CALL}\n"
-# What an error looks like to the user: a traceback's last part, and what was printed.
-FAILING = "{load}\ntry:\n    load()\nexcept Exception as error:\n    print(error)\n"
 PLAIN_CELL = """
 from torch.utils.cpp_extension import load_inline
 start = time.perf_counter()
@@ -51,7 +58,7 @@ print(time.perf_counter() - start)
 OUR_CELL = """
 shell.run_line_magic("load_ext", "calcops_jit")
 start = time.perf_counter()
-shell.run_cell_magic("operator", "cell", CELL.replace("ANSWER", "{i}").replace("NAMESPACE", "cell"))
+shell.run_cell_magic("operator", "cell", {cell}.replace("ANSWER", "{i}").replace("NAMESPACE", "cell"))
 assert int(torch.ops.cell.scaled(torch.tensor(1))) == {i}
 print("took", time.perf_counter() - start)
 """
@@ -70,6 +77,7 @@ class Side:
     def __init__(self, name: str, folder: Path):
         self.name, self.folder = name, folder / name
         (self.folder / "system").mkdir(parents=True)
+        (self.folder / "early").mkdir()
         self.edit("op.cpp", SOURCE)
         self.edit("system/answer.h", "#define ANSWER 1\n")
         self.environment = os.environ | {
@@ -83,8 +91,8 @@ class Side:
         (self.folder / file).write_text(text)
 
     def start(self, script: str) -> subprocess.Popen:
-        flags = ["-isystem", str(self.folder / "system")]
-        preamble = f"import time, torch\nFLAGS = {flags}\nCELL = {CELL!r}\n"
+        flags = [f"-isystem{self.folder}/{name}" for name in ("early", "system")]
+        preamble = f"import time, torch\nFLAGS = {flags}\nCELL = {CELL!r}\nCONTRACT_CELL = {CONTRACT_CELL!r}\n"
         command = [sys.executable, "-c", preamble + script.replace("{load}", LOAD[self.name])]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(command, cwd=self.folder, env=self.environment, start_new_session=True, **pipes)
@@ -128,11 +136,12 @@ def edited_again(side: Side) -> str:
     return edited(side, 3)
 
 
-def edited_header(side: Side) -> str:
-    side.edit("system/answer.h", "#define ANSWER 3\n")
+def new_header(side: Side) -> str:
+    side.edit("early/answer.h", "#define ANSWER 3\n")
     answer = side.once()[1]
-    side.edit("system/answer.h", "#define ANSWER 1\n")
-    return "new code runs" if answer == 3 else "**the old code runs**, silently"
+    (side.folder / "early/answer.h").unlink()
+    side.once()
+    return "the new code runs" if answer == 3 else "**the old code runs**, silently"
 
 
 def edited_live(side: Side) -> str:
@@ -157,18 +166,19 @@ def cell(side: Side) -> str:
     if side.name == "plain":
         said = side.run("".join(PLAIN_CELL.replace("{i}", str(i)) for i in range(3)))
         return f"{float(said[-1]):.1f} s, under another name each time"
+    return our_cell(side, "CELL", WAIT.replace("{count}", "2"))
+
+
+def our_cell(side: Side, source: str, wait: str = "") -> str:
     shell = "from IPython.core.interactiveshell import InteractiveShell\nshell = InteractiveShell.instance()\n"
-    first, second, third = (OUR_CELL.replace("{i}", str(i)) for i in range(3))
-    said = side.run(shell + first + second + WAIT.replace("{count}", "2") + third)
+    first, second, third = (OUR_CELL.replace("{i}", str(i)).replace("{cell}", source) for i in range(3))
+    said = side.run(shell + first + second + wait + third)
     return f"{float(said[-1].removeprefix('took ')):.1f} s"
 
 
-def two(side: Side) -> str:
-    side.edit("op.cpp", SOURCE + "// for two\n")
-    children = [side.start(ONCE), side.start(ONCE)]
-    answers = [child.communicate()[0].splitlines()[-1] for child in children]
-    side.edit("op.cpp", SOURCE)
-    return "one builds, one waits" if answers == ["1", "1"] else f"{answers}"
+def contract_cell(side: Side) -> str:
+    """The same operator without PyTorch's headers."""
+    return "-" if side.name == "plain" else our_cell(side, "CONTRACT_CELL")
 
 
 def killed(side: Side) -> str:
@@ -185,13 +195,13 @@ def killed(side: Side) -> str:
     start, child = time.perf_counter(), side.start(ONCE)
     try:
         child.communicate(timeout=PATIENCE_S)
-        return f"the next import builds, {time.perf_counter() - start:.1f} s"
+        return f"{time.perf_counter() - start:.1f} s"
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
         for lock in side.folder.rglob("lock"):
             lock.unlink()
-        return f"**the next import waits**, still after {PATIENCE_S:.0f} s"
+        return f"**waits**, still after {PATIENCE_S:.0f} s"
     finally:
         side.edit("op.cpp", SOURCE)
         side.once()
@@ -209,15 +219,6 @@ def damaged(side: Side) -> str:
     return "built again" if child.returncode == 0 else f"`{said[-1][:80]}`"
 
 
-def mistake(side: Side) -> str:
-    """A forgotten parenthesis."""
-    side.edit("op.cpp", MISTAKE)
-    said = [line for line in side.run(FAILING) if line.strip()]
-    side.edit("op.cpp", SOURCE)
-    first = next(i for i, line in enumerate(said) if re.search(r"op\.cpp:\d+", line) and "error" in line)
-    return f"{len(said)} lines; the mistake is named in line {first + 1}"
-
-
 ROWS = {
     "first build": cold,
     "`load` of what is built, beyond `import torch`": warm,
@@ -225,30 +226,31 @@ ROWS = {
     "source edited again": edited_again,
     "source edited, same process": edited_live,
     "notebook cell edited again": cell,
-    "header under `-isystem` edited": edited_header,
-    "two processes at once": two,
-    "build killed (SIGKILL)": killed,
+    "the same cell as a contract": contract_cell,
+    "build killed, next process": killed,
     "library truncated (disk was full)": damaged,
-    "a forgotten parenthesis": mistake,
+    "header appears in an earlier `-isystem` folder": new_header,
 }
 
 
 def draw(rows: list[tuple[str, list[str]]]) -> None:
-    """Bars of the rows in which both loaders come to an end after some seconds."""
+    """Draws the rows in which a loader takes seconds; a crash has its name in the place of a bar."""
     from matplotlib import pyplot
 
-    seconds = {row: [re.match(r"([\d.]+) (m?s)", cell) for cell in cells] for row, cells in rows}
-    seconds = {
-        row: [float(m[1]) / (1e3 if m[2] == "ms" else 1) for m in cells] for row, cells in seconds.items() if all(cells)
-    }
-    figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.6 * len(seconds)), layout="constrained")
-    for i, (label, colour) in enumerate(
-        (("torch.utils.cpp_extension.load", "#b0b7c3"), ("calcops_jit.load", "#d1495b"))
-    ):
-        at = [row + 0.38 * (i - 0.5) for row in range(len(seconds))]
-        bars = axes.barh(at, [cells[i] for cells in seconds.values()], 0.36, label=label, color=colour)
-        axes.bar_label(bars, [f"{cells[i]:.2g} s" for cells in seconds.values()], padding=3)
-    axes.set_yticks(range(len(seconds)), [row.replace("`", "").replace(", ", ",\n") for row in seconds])
+    rows = [(row, cells) for row, cells in rows if re.match(r"[\d.]+ s", cells[1])]
+    figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.55 * len(rows)), layout="constrained")
+    sides = ((1, "calcops_jit.load", "#20639b"), (0, "torch.utils.cpp_extension.load", "#b0b7c3"))
+    for i, (side, label, colour) in enumerate(sides):
+        for height, (_, cells) in enumerate(rows):
+            time_of = re.match(r"([\d.]+) s", cells[side])
+            crash = re.match(r"\*\*(\w+)\*\*", cells[side])
+            at = height + 0.38 * (i - 0.5)
+            if time_of:
+                bar = axes.barh(at, float(time_of[1]), 0.36, color=colour, label=label if height == 0 else None)
+                axes.bar_label(bar, [f"{time_of[1]} s"], padding=3)
+            elif crash:
+                axes.text(0.05, at, f"the process dies ({crash[1]})", va="center", color="0.4")
+    axes.set_yticks(range(len(rows)), [row.replace("`", "") for row, _ in rows])
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel("seconds")
@@ -278,7 +280,7 @@ def main() -> None:
         before, _, rest = readme.read_text().partition("<!-- loaders -->")
         draw(rows)
         picture = "![seconds of both loaders](tests/bench/results/loaders.png)"
-        table = "\n".join([*lines, "", picture, "", f"({about}; `tests/bench/bench_plain_load.py`)"])
+        table = "\n".join([*lines, "", picture, f"({about}; `tests/bench/bench_plain_load.py`)"])
         readme.write_text(f"{before}<!-- loaders -->\n{table}\n<!-- /{rest.partition('<!-- /')[2]}")
     print(about)
 
