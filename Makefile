@@ -20,78 +20,80 @@ environment_neon = CALCOPS_CFLAGS=-mcpu=generic
 # One worker for each processor takes a file of tests at a time, so that what these share is made once; the slowest first.
 pytest = -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-help: ## this list (the default)
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+# The help shows targets with two signs, `##`; a third one marks those for developers.
+help:
+	@echo "to use"; sed -n 's/^\([a-z-]*\):.* ## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@echo "to develop (more in tests/README.md)"; sed -n 's/^\([a-z-]*\):.* ### \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
-demo: .venv/.examples ## build the operators; silicon from an energy to forces and pressure, and a photograph straightened
+demo: .venv/.examples ## build the operators; run two examples
 	$(python) examples/quickstart.py
 	$(python) examples/warp_perspective/straighten.py
 
-check: lint .venv/.test ## after an edit: lint and the tests that take less than two seconds
-	$(python) $(pytest) -m "not long and not slow"
+check: lint .venv/.test ### after an edit: lint and the quick tests; only=force: of the files with that name
+	$(python) $(pytest) -m "not long and not slow" $(if $(only),$(wildcard tests/test_*$(only)*.py))
 
-test: .venv/.test ## every test but the long ones; config=asan|ubsan|x86-64|avx2|neon: the operators' tests, built that way
+test: .venv/.test ### every test but the long ones; config=asan|ubsan|x86-64|avx2|neon: the operators' tests, built that way
 	$(environment_$(config)) $(python) $(pytest) -m "not long" $(if $(config),$(operator_tests))
 
-test-long: .venv/.test ## the long products of tests
+test-long: .venv/.test  # the long products of tests
 	$(python) -m pytest -m long
 
-test-arm: .venv/.test ## the CPU kernels on ARM, under emulation; needs g++-aarch64-linux-gnu and qemu-user-static
+test-arm: .venv/.test  # the CPU kernels on ARM, under emulation; needs g++-aarch64-linux-gnu and qemu-user-static
 	$(python) -m pytest -s tests/test_arm.py
 
 # An environment of its own, and every library compiled anew: some 5 GB and many minutes.
-test-oldest: .venv-oldest/.test ## the loader's and the operators' tests on the oldest PyTorch that is supported
+test-oldest: .venv-oldest/.test  # the loader's and the operators' tests on the oldest PyTorch that is supported
 	.venv-oldest/bin/python $(pytest) -m "not long" tests/test_calcops_jit*.py $(operator_tests)
 
-venv: .venv/.base ## create .venv from pyproject.toml; re-used until that file changes
+venv: .venv/.base  # create .venv from pyproject.toml; re-used until that file changes
 
 build: .venv/.base ## build the operators into the cache
 	$(python) -m calcops_jit build
 
-wheel: .venv/.base ## a wheel with the operators built for this PyTorch, for machines without a compiler -> dist/
+wheel: .venv/.base ## a wheel with the operators built, for machines without a compiler -> dist/
 	$(python) -m _calcops_jit.wheel dist
 
 # The nvidia wheels have a toolkit's layout; torch.version.cuda says which release PyTorch was built with.
-cuda: .venv/.base ## build for CPU and CUDA; without a toolkit, nvcc comes from PyPI's nvidia wheels
+cuda: .venv/.base ## build for CPU and CUDA; nvcc comes from PyPI where there is none
 	@$(python) -c 'import sys; from _calcops_jit.cuda import find_toolkit; sys.exit(not find_toolkit()[0])' || { \
 	  echo "no nvcc for this PyTorch here: installing PyPI's into .venv"; $(pip) \
 	  "cuda-toolkit[nvcc]==$$($(python) -c 'import torch; print(torch.version.cuda)').*"; }
 	CALCOPS_CUDA=1 $(python) -m calcops_jit build
 
-lint: .venv/.lint ## ruff and clang-format, as CI runs them
+lint: .venv/.lint ### ruff and clang-format, as CI runs them
 	$(python) -m ruff check
 	$(python) -m ruff format --check
 	.venv/bin/clang-format --dry-run -Werror $(sources)
 
-format: .venv/.lint ## rewrite every file in the project's format
+format: .venv/.lint ### rewrite every file in the project's format
 	$(python) -m ruff check --fix
 	$(python) -m ruff format
 	.venv/bin/clang-format -i $(sources)
 
-docs: .venv/.base ## write the READMEs' operator tables, the type stubs and the C++ header from the schemas
+docs: .venv/.base ### write what is generated from the schemas: tables, stubs, the C++ header
 	PYTHONPATH=. $(python) tests/generate_docs.py
 
-bench: .venv/.bench build/opencv4/4.12.0.88/ready ## the project's numbers on this machine
+bench: .venv/.bench build/opencv4/4.12.0.88/ready  # the project's numbers on this machine
 	for file in tests/bench/bench_*.py; do $(python) $$file || exit 1; done
 
-gpu-check: ## all a GPU must show: tests, compute-sanitizer, benchmark -> results.json (no pip, no .venv)
+gpu-check:  # all a GPU must show: tests, compute-sanitizer, benchmark -> results.json (no pip, no .venv)
 	PYTHONPATH=. $(or $(PYTHON),$(python)) tests/bench/gpu_check.py
 
-sanitize-gpu: $(if $(PYTHON),,.venv/.base) ## compute-sanitizer over every CUDA kernel; without a GPU it says so and skips
+sanitize-gpu: $(if $(PYTHON),,.venv/.base)  # compute-sanitizer over every CUDA kernel; without a GPU it says so and skips
 	PYTHONPATH=. $(or $(PYTHON),$(python)) tests/bench/gpu_check.py sanitize
 
-examples: .venv/.test ## run every example, but for the long tests, and check what it prints
+examples: .venv/.test  # run every example, but for the long tests, and check what it prints
 	$(python) $(pytest) -m "not long" --durations=20 tests/test_examples*.py
 
-mindspore: .venv/.base build/mindspore/.installed ## call the operators from MindSpore, in an environment of its own
+mindspore: .venv/.base build/mindspore/.installed  # call the operators from MindSpore, in an environment of its own
 	$(python) examples/mindspore_aot/build.py
 	build/mindspore/bin/python examples/mindspore_aot/run.py build/mindspore_aot
 	build/mindspore/bin/python examples/mindspore_aot/run_force.py build/mindspore_aot
 
-lammps: .venv/.base ## a model as a pair style of LAMMPS, on two ranks; LAMMPS in an environment of its own
+lammps: .venv/.base  # a model as a pair style of LAMMPS, on two ranks; LAMMPS in an environment of its own
 	$(MAKE) -C examples/lammps
 
-train: .venv/.examples ## train a Deep Potential on silicon (some ten minutes), package it, run it in ASE, time a step
+train: .venv/.examples  # train a Deep Potential on silicon (some ten minutes), package it, run it in ASE, time a step
 	$(python) examples/train_potential/train.py
 	$(python) examples/train_potential/deploy.py
 	$(python) examples/train_potential/step_time.py
@@ -115,7 +117,7 @@ clean: ## delete .venv and what was built in this folder; the cache: python -m c
 	.venv-oldest/bin/python -m pip install --disable-pip-version-check -q 'torch==$(oldest).*' -e '.[test]'
 	@touch $@
 
-graph-potential: .venv/.base build/graph_potential/.installed ## SevenNet's forces from the operator; SevenNet in an environment of its own
+graph-potential: .venv/.base build/graph_potential/.installed  # SevenNet's forces from the operator; SevenNet in an environment of its own
 	build/graph_potential/bin/python -W ignore examples/graph_potential/compare.py
 
 # It has SevenNet and what that needs beside .venv's packages: one PyTorch is enough.

@@ -101,7 +101,8 @@ if __name__ == "__main__":
         axis.set(title=f"{title}: first view in red, second in cyan", xticks=[], yticks=[])
     for level in (16, 8, 4, 2, 1):
         steps = [k for k, (factor, _) in enumerate(path) if factor == level]
-        axes[2].semilogy(steps, [error(path[k][1]) for k in steps], "o-", label=f"at 1/{level} resolution" if level > 1 else "at full resolution")
+        resolution = f"1/{level}" if level > 1 else "full"
+        axes[2].semilogy(steps, [error(path[k][1]) for k in steps], "o-", label=f"at {resolution} resolution")
     axes[2].axhline(0.05, color="gray", linestyle=":", label="0.05 pixels")
     axes[2].set(title="progress", xlabel="step", ylabel="worst corner off by / pixels")
     axes[2].legend()

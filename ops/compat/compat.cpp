@@ -1,8 +1,7 @@
-// The names that existing programs and saved TorchScript archives call, as thin shims over the
-// force operators. CalcOps, CalcOps_cuda and CalcOps_cpu hold the same two operators, each for
-// every device. They are compositions of differentiable operators, so PyTorch derives their
-// gradients. After LonxunQuantum/MatPL, src/op; where that is wrong (README, "Existing programs")
-// this is not.
+// The names that existing programs and saved TorchScript archives call (LonxunQuantum/MatPL,
+// src/op), as thin shims over the force operators. CalcOps, CalcOps_cuda and CalcOps_cpu hold the
+// same two operators, each for every device. They are compositions of differentiable operators, so
+// PyTorch derives their gradients.
 #include <calcops/operator.h>
 
 namespace calcops {

@@ -2,7 +2,8 @@
 
     python tests/bench/bench_force.py          (make bench)
 
-Prints the table of results/force.md; --write writes it there and draws its picture. Times are the least of many runs, interleaved; whatever is compared comes from one run.
+Prints the table of results/force.md; --write writes it there and draws its picture. Times are the least of many runs,
+interleaved. Whatever is compared comes from one run.
 
 `read` is one contiguous sum of as many bytes as the list and the live slots hold, `read + write` also writes as many as
 the gradients hold (yardsticks.cpp). Where empty slots lie between live ones, a processor that reads ahead moves more.
@@ -36,8 +37,8 @@ import re
 import subprocess
 import time
 
-import torch
 import force_picture
+import torch
 
 import calcops_jit
 
