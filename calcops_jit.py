@@ -17,7 +17,7 @@ them. Each is the torch.ops handle itself, so autograd, torch.compile, torch.exp
     python -m calcops_jit why | doctor                          # name what changed since; judge the environment
     python -m calcops_jit build | why mine                      # the same for a library that `load` has built
     python -m calcops_jit export DIR                            # the built operators for machines without a compiler
-    python -m calcops_jit cache list | prune | verify           # what is kept; it bounds itself
+    python -m calcops_jit cache                                 # what is kept; it bounds itself
 
 Environment:
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 from . import cache, places
-from .closure import file_digest
 from .errors import report
 
 _PREAMBLES = 2  # each is some hundreds of MB
@@ -23,19 +22,12 @@ class Entry(SimpleNamespace):
 
     used: float  # when it was last found, to the day
     path: str  # its folder
-    file: str  # the library, or the object
     size: int  # bytes
 
     @property
     def is_preamble(self) -> bool:
         """Whether it is a precompiled header."""
         return "/unit-preamble." in self.path
-
-    def is_sound(self) -> bool:
-        """Whether its bytes are those that its manifest tells of."""
-        with contextlib.suppress(OSError, ValueError):
-            return os.path.isfile(self.file) and file_digest(self.file) == cache.read_manifest(self.path).digest
-        return False
 
 
 def entries(folder: str) -> list[Entry]:
@@ -45,7 +37,7 @@ def entries(folder: str) -> list[Entry]:
         for path in map(os.path.dirname, glob.glob(f"{glob.escape(slot)}/*/manifest")):
             with contextlib.suppress(OSError):  # somebody removed it meanwhile
                 size = sum(entry.stat().st_size for entry in os.scandir(path))
-                found.append(Entry(used=os.stat(path).st_mtime, path=path, file=cache.output(path), size=size))
+                found.append(Entry(used=os.stat(path).st_mtime, path=path, size=size))
     return sorted(found, key=lambda entry: entry.used)
 
 

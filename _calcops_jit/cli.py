@@ -36,8 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     export.add_argument(
         "--isa", default="native", help="the processors, as the compiler's -march, on ARM -mcpu; default: this one"
     )
-    shelf = commands.add_parser("cache", help="what the cache holds; 1 if `verify` finds damage")
-    shelf.add_argument("action", choices=("list", "prune", "verify"))
+    shelf = commands.add_parser("cache", help="list what the cache holds: sizes, last use, what a process has")
+    shelf.add_argument("action", nargs="?", choices=["list"])
     commands.add_parser("clean", help="remove every library from the cache")
     options = parser.parse_args(arguments)
     try:
@@ -121,27 +121,17 @@ def _export(options: argparse.Namespace) -> None:
     print(os.path.abspath(options.folder))
 
 
-def _cache(options: argparse.Namespace) -> int:
+def _cache(options: argparse.Namespace) -> None:
     from . import cache_size
 
-    if options.action == "prune":
-        removed = cache_size.prune(cache_size.bound())
-        print(f"removed {len(removed)} libraries and objects, {sum(e.size for e in removed) / 1e6:.1f} MB")
-        return 0
-    damaged = 0
     for folder in filter(os.path.isdir, [*places.folders(), *places.shared_folders()]):
         found = cache_size.entries(folder)
         for entry in found:
-            if options.action == "list":
-                used = time.strftime("%Y-%m-%d", time.localtime(entry.used))
-                state = "in use" if cache.in_use(entry.path) else ""
-                print(f"{entry.size / 1e6:9.2f} MB  {used}  {state:6}  {entry.path}")
-            elif not entry.is_sound():
-                damaged += 1
-                print(f"{entry.file} is damaged: rm -r {entry.path}")
+            used = time.strftime("%Y-%m-%d", time.localtime(entry.used))
+            state = "in use" if cache.in_use(entry.path) else ""
+            print(f"{entry.size / 1e6:9.2f} MB  {used}  {state:6}  {entry.path}")
         size = sum(entry.size for entry in found) / 1e6
         print(f"{size:9.2f} MB in {len(found)} libraries and objects in {folder}")
-    return damaged > 0
 
 
 def _clean(options: argparse.Namespace) -> None:

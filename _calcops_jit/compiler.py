@@ -85,8 +85,6 @@ def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str
         elif not said and quick and not compiler_reads.is_plain_link(staging, [*kept, *plan.units.values()]):
             plan.flags["ldflags"] = ldflags
             said = _run(ninja, plan, request, staging)
-        if "--dependency-file" in said:
-            said = _run(ninja, plan, request, staging, compiler_reads.LINKED_BEFORE_2_35)
     ahead.join()
     recorder = compiler_reads.Recorder(request, toolchain.search(request, plan.flags["cflags"]), before)
     recorders = {source: recorder for source in plan.units}
@@ -118,9 +116,9 @@ def _plan(request: Request, staging: str, fresh: list[str], kept: list[str], num
         raise diagnosis.explain(f"cannot build {request.name}", str(error), request) from None
 
 
-def _run(ninja: str, plan: Plan, request: Request, staging: str, linked: str = compiler_reads.LINKED) -> str:
+def _run(ninja: str, plan: Plan, request: Request, staging: str) -> str:
     """Runs ninja: what it and the compilers say if they fail, else ""."""
-    plan.write(request, staging, linked)
+    plan.write(request, staging)
     command = ["/bin/sh", "-c", _SUPERVISED, "sh", ninja, "-v", "-j", str(plan.jobs)]
     said = []
     with subprocess.Popen(

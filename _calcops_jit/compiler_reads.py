@@ -16,7 +16,6 @@ from .request import Request
 # Flags for dependency files, such as a Makefile's. A compiler writes only one such file, and we need it.
 MAKE_FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
 LINKED = "-Wl,--dependency-file=link.d"  # GNU ld since 2.35, gold, lld, mold
-LINKED_BEFORE_2_35 = "-Wl,-Map=link.map"
 # Every library is linked with these. libpthread.a and its like are empty since glibc 2.34.
 _RUNTIME = re.compile(r"crt\w+\.o$|lib(?:gcc|gcc_eh|pthread|dl|rt|util|\w+_nonshared)\.a$")
 _LINKED_NAME = r"^ +(.+?)(?: \\)?$|^(\S.*):$"  # in a linker's dependency file
@@ -50,7 +49,6 @@ def of_link(request: Request, staging: str, objects: list[str]) -> set[str]:
     listed = _listing(f"{staging}/link.d")
     # GNU ld, gold and mold do not quote; these and lld name each file on a line of its own.
     names = [first or second for first, second in re.findall(_LINKED_NAME, listed, re.MULTILINE)]
-    names += re.findall(r"^LOAD (.+)$", _listing(f"{staging}/link.map"), re.MULTILINE)
     if not set(objects) <= set(names):
         raise untold(request, "the linker does not tell which files it links")
     torch_folder = request.unfold("@torch")

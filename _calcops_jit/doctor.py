@@ -99,8 +99,14 @@ def _cache() -> Finding:
             evidence=f"cannot write {folder}",
             fix="export CALCOPS_CACHE=<a folder of your own>",
         )
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        return Finding(
+            what="cache",
+            verdict="fail",
+            evidence=f"{folder} is mounted noexec",
+            fix="export CALCOPS_CACHE=<a folder that is not noexec>",
+        )
     free = shutil.disk_usage(folder).free
-    noexec = ", noexec: libraries are loaded from memory" if os.statvfs(folder).f_flag & os.ST_NOEXEC else ""
     fix = "export CALCOPS_CACHE=<a folder with space>" if free < 500e6 else ""
-    evidence = f"{places.folders()[0]}, {free / 1e9:.1f} GB free{noexec}"
+    evidence = f"{places.folders()[0]}, {free / 1e9:.1f} GB free"
     return Finding(what="cache", verdict="note" if fix else "ok", evidence=evidence, fix=fix)

@@ -24,22 +24,19 @@ def number(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def cgroup_limits(mounted: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> tuple[float, float]:
-    """(processors, bytes of memory) that the control groups, of version 2 or 1, leave to this process; inf: no
-    limit."""
+    """(processors, bytes of memory) that the control groups (version 2) leave to this process; inf: no limit."""
     processors = free = float("inf")
     for line in text_of(own).splitlines():
-        _, controllers, group = line.split(":", 2)
+        _, _, group = line.split(":", 2)
         parts = [part for part in group.split("/") if part]
         for depth in range(len(parts) + 1):  # every group above limits, too; a container sees only some of them
-            folder = "/".join([mounted, *filter(None, [controllers]), *parts[:depth]])
-            quota = _numbers(f"{folder}/cpu.max") or _numbers(f"{folder}/cpu.cfs_quota_us")
-            period = quota[1:] or _numbers(f"{folder}/cpu.cfs_period_us")
-            if quota and period and quota[0] > 0:
-                processors = min(processors, quota[0] / period[0])
-            limit = _numbers(f"{folder}/memory.max") or _numbers(f"{folder}/memory.limit_in_bytes")
-            used = _numbers(f"{folder}/memory.current") or _numbers(f"{folder}/memory.usage_in_bytes")
+            folder = "/".join([mounted, *parts[:depth]])
+            if quota := _numbers(f"{folder}/cpu.max"):
+                processors = min(processors, quota[0] / quota[1])
+            limit = _numbers(f"{folder}/memory.max")
+            used = _numbers(f"{folder}/memory.current")
             if limit and used:  # pages of files count as used, but the kernel gives them up
-                files = re.search(r"^(?:total_)?inactive_file (\d+)$", text_of(f"{folder}/memory.stat"), re.M)
+                files = re.search(r"^inactive_file (\d+)$", text_of(f"{folder}/memory.stat"), re.M)
                 free = min(free, limit[0] - used[0] + int(files[1] if files else 0))
     return processors, free
 

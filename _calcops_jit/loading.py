@@ -25,14 +25,6 @@ def link_in(path: str, fd: int, request: Request) -> ctypes.CDLL:
         return _open(_name_of(fd), fd)
     except OSError as error:
         message = re.sub(r"^/.*?(\.so|/fd/\d+): ", "", str(error))
-    if "failed to map segment" in message:  # the cache is on a disk that is mounted noexec
-        with contextlib.suppress(OSError):  # memory may not be executed, either
-            copy = os.memfd_create(request.name, os.MFD_CLOEXEC)
-            try:
-                os.sendfile(copy, fd, 0, os.fstat(fd).st_size)
-                return _open(_name_of(copy), copy)
-            except OSError:
-                os.close(copy)
     os.close(fd)  # it may be the last one that this process can have, and the import needs one
     from .diagnosis import explain
 

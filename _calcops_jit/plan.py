@@ -62,14 +62,14 @@ class Plan(SimpleNamespace):
         said = {"flags": flags, "runtime_cflags": runtime["cflags"], "environment": environment, "jobs": jobs}
         return Plan(units=units, kept=kept, **said)
 
-    def write(self, request: Request, folder: str, linked: str) -> None:
+    def write(self, request: Request, folder: str) -> None:
         """Writes build.ninja. Sources are no inputs in it, since ninja cannot quote every name."""
         flags = {"cxx": " ".join(map(_word, request.compiler)), "nvcc": _word(f"{request.cuda.home}/bin/nvcc")}
         flags |= {"jobs": str(self.jobs), **self.flags}
         gnu = toolchain.is_gnu(request)
         assembler, collector = ("-Wa,--MD,$out.as.d ", _NO_COLLECTOR) if gnu else ("", "")
         lines = [f"{name} = {value}" for name, value in flags.items()]
-        lines.append(_RULES.format(assembler=assembler, collector=collector, linked=linked))
+        lines.append(_RULES.format(assembler=assembler, collector=collector, linked=compiler_reads.LINKED))
         for source, target in self.units.items():
             rule = "cuda_compile" if request.cuda.build and source.endswith(CUDA_SUFFIXES) else "compile"
             lines += [f"build {target}: {rule}", f"  source = {_word(source)}"]

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from checkout import LOADED, spoil
+from checkout import spoil
 
 from _calcops_jit import cache, closure, compiler_reads, staging
 from _calcops_jit.request import Request
@@ -90,25 +90,6 @@ def test_no_truncation_and_no_flipped_byte_is_ever_loaded(tmp_path, monkeypatch)
         assert cache.find(request) is None
     library.write_bytes(content)
     assert cache.find(request)
-
-
-def test_where_the_cache_is_mounted_noexec_the_verified_bytes_are_loaded_from_memory(checkout):
-    assert checkout.answer() == 1
-    script = f"""
-import ctypes
-real, refused = ctypes.CDLL, []
-def noexec(path, *rest):
-    if not refused:
-        refused.append(path)
-        raise OSError(path + ": failed to map segment from shared object")
-    return real(path, *rest)
-ctypes.CDLL = noexec
-import calcops_jit
-{LOADED}
-print(len(refused), real(loaded._name).answer())
-"""
-    child = checkout.run(script)
-    assert (child.out, child.err) == ("1 1\n", "")
 
 
 def test_the_cache_is_found_by_xdg_and_by_home(checkout, tmp_path):

@@ -230,7 +230,7 @@ MET = {
         "#define _GLIBCXX_USE_CXX11_ABI 0\n#include <string>\n"
         "namespace c10 { void check(const std::string&); }\nvoid g() { c10::check(std::string()); }\n"
     ),
-    "neither folder nor memory may be executed": lambda f: f.load(ANSWER) | {"preamble": NO_MEMORY},
+    "the folder may not be executed": lambda f: f.load(ANSWER) | {"preamble": NO_MEMORY},
     "something else": lambda f: f.says("what nobody expected", code=3),
 }
 

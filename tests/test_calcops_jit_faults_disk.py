@@ -111,11 +111,13 @@ def test_where_there_is_no_space_at_the_start_it_is_built_aside_with_a_line(moun
 
 
 @as_root
-def test_a_cache_that_is_mounted_noexec_or_read_only_serves(mounted):
+def test_a_cache_that_is_mounted_noexec_is_told_and_one_that_is_read_only_serves(mounted):
     def remount(option):
         subprocess.run(["mount", "-o", f"remount,{option}", str(mounted.cache)], check=True)
 
     remount("noexec")
+    assert "its folder may not be executed (noexec)" in answer(mounted)
+    remount("exec")
     assert answer(mounted) == "1\n"
     remount("ro")
     mounted.compiled()

@@ -80,19 +80,6 @@ def test_a_static_library_that_was_rebuilt_is_linked_again_by(folder, linker, na
     assert (folder.loaded(extra_ldflags=flags), folder.compiled()) == (2, 0)  # linked only
 
 
-def test_a_static_library_is_seen_with_a_gnu_ld_that_writes_no_dependency_file(folder):
-    refuse = "echo \"ld: unrecognized option '--dependency-file=link.d'\" >&2; exit 1"
-    real = shutil.which("ld")
-    text = f'#!/bin/sh\ncase "$*" in *--dependency-file*) {refuse};; esac\nexec {real} "$@"\n'
-    old = folder.put("old/ld", text)
-    old.chmod(0o755)
-    folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
-    flags = [f"-B{old.parent}", str(folder.archive(1))]
-    assert folder.loaded(extra_ldflags=flags) == 1
-    folder.archive(2)
-    assert folder.loaded(extra_ldflags=flags) == 2
-
-
 NAMES = {"lld": "LLD 14.0.6", "gold": "GNU gold 1.16"}
 
 

@@ -25,12 +25,6 @@ def test_jobs_stay_within_the_processors_of_this_process():
             "0::/",
             (None, 1000),
         ),
-        (
-            {"cpu,cpuacct/cpu.cfs_quota_us": "300000", "cpu,cpuacct/cpu.cfs_period_us": "100000"},
-            "4:cpu,cpuacct:/docker/x",
-            (3, None),
-        ),
-        ({"cpu,cpuacct/cpu.cfs_quota_us": "-1"}, "4:cpu,cpuacct:/", (None, None)),
         ({}, "0::/", (None, None)),
     ],
 )

@@ -213,7 +213,7 @@ os.closerange(3, 256)  # as a daemon does
 second = load("second", "second.cpp")
 print(name(first.path), name(second.path))
 request = Request(name="x", root="/", sources=(), cflags=())
-for library in (first.path, second.path):  # from memory, as where the cache is mounted noexec
+for library in (first.path, second.path):  # from memory
     os.closerange(3, 256)
     fd = os.memfd_create("x")
     os.write(fd, Path(library).read_bytes())
