@@ -1,38 +1,45 @@
-"""C++ and CUDA operators for PyTorch that compile themselves on first import and are cached for good.
+"""C++ and CUDA operators for PyTorch, compiled at the first import and cached.
 
-    import calcops_jit                                          # builds once, a few milliseconds afterwards
-    force = calcops_jit.force(list_neigh, dE, Ri_d, nghost)     # a torch.ops handle; help(calcops_jit.force)
+    import calcops_jit                      # compiles once; later imports take milliseconds
+    force = calcops_jit.force(list_neigh, dE, Ri_d, nghost)         # help(calcops_jit.force)
 
-Every operator under ops/ whose name has no leading underscore is a name of this module: `dir(calcops_jit)` lists
-them. Each is the torch.ops handle itself, so autograd, torch.compile, torch.export, torch.func and TorchScript take it.
+`dir(calcops_jit)` lists the operators under ops/ whose names have no leading underscore. Each is
+the torch.ops handle itself, so autograd, torch.compile, torch.export, torch.func and TorchScript
+take it.
 
-    calcops_jit.library_path()                                  # the .so, for C++ programs
-    mine = calcops_jit.load("mine", ["mine.cpp", "mine.cu"])    # the same machinery for your own operators
-    mine.my_operator(x)                                         # or torch.ops.my_namespace.my_operator(x)
-    calcops_jit.reload()                                        # rebuilds what was edited; every handle calls it
-    calcops_jit.watch()                                         # the same on every save, until the result is called
-    %load_ext calcops_jit                                       # notebooks: %%operator compiles the cell below it
+    calcops_jit.library_path()              # the .so, for C++ programs
+    mine = calcops_jit.load("mine", ["mine.cpp", "mine.cu"])        # your own operators
+    mine.my_operator(x)                     # or torch.ops.my_namespace.my_operator(x)
+    calcops_jit.reload()                    # builds what was edited, and exchanges the kernels
+    calcops_jit.watch()                     # does so on every save, until the result is called
+    %load_ext calcops_jit                   # notebooks: %%operator compiles the cell below it
 
-    python -m calcops_jit build | where | clean                 # build now; show cache, library, key; empty the cache
-    python -m calcops_jit why | doctor                          # name what changed since; judge the environment
-    python -m calcops_jit build | why mine                      # the same for a library that `load` has built
-    python -m calcops_jit export DIR                            # the built operators for machines without a compiler
-    python -m calcops_jit cache                                 # what is kept; it bounds itself
+    python -m calcops_jit build             # builds now
+    python -m calcops_jit where             # prints the cache, the library and a key for CI
+    python -m calcops_jit why               # names what changed since the last build
+    python -m calcops_jit doctor            # judges the environment
+    python -m calcops_jit build mine        # the same for what `load` has built; also `why mine`
+    python -m calcops_jit export DIR        # the built operators, for machines without a compiler
+    python -m calcops_jit cache             # lists what is kept; the cache bounds itself
+    python -m calcops_jit clean             # empties the cache
 
 Environment:
 
-    CALCOPS_CACHE   folder of the built libraries; default $XDG_CACHE_HOME/calcops, else ~/.cache/calcops
+    CALCOPS_CACHE   folder of the built libraries; default $XDG_CACHE_HOME/calcops, else
+                    ~/.cache/calcops
     CALCOPS_CACHE_READONLY   more such folders, dir[:dir], that are only read
     CALCOPS_CACHE_SIZE   what the first may hold, such as 500M; default 2G
-    CALCOPS_CUDA    1 builds the CUDA operators (without a GPU and TORCH_CUDA_ARCH_LIST: for 8.0 and 9.0+PTX), 0 does
-                    not; default: where nvcc is and a GPU is visible or TORCH_CUDA_ARCH_LIST is set
-    CALCOPS_BUILD   0 imports without building (documentation, linters): operators that are not built yet raise
-    CALCOPS_CFLAGS  more flags for the operators' C++ files and for the linker, such as -march=x86-64-v3;
-                    on ARM -mcpu=neoverse-v2
+    CALCOPS_CUDA    1 builds the CUDA operators (without a GPU and TORCH_CUDA_ARCH_LIST: for 8.0
+                    and 9.0+PTX), 0 does not; default: where nvcc is and a GPU is visible or
+                    TORCH_CUDA_ARCH_LIST is set
+    CALCOPS_BUILD   0 imports without building, for documentation and linters: operators that are
+                    not built raise
+    CALCOPS_CFLAGS  more flags for the operators' C++ files and for the linker, such as
+                    -march=x86-64-v3; on ARM -mcpu=neoverse-v2
     CALCOPS_CHECK   1 makes the CUDA operators check list entries, which synchronises
-    CXX, CC, MAX_JOBS, TORCH_CUDA_ARCH_LIST, CUDA_HOME          as for torch.utils.cpp_extension
+    CXX, CC, MAX_JOBS, TORCH_CUDA_ARCH_LIST, CUDA_HOME   as for torch.utils.cpp_extension
 
-A failed build raises BuildError at the first use of an operator; `load` goes on working.
+A failed build raises BuildError at the first use of an operator. `load` goes on working.
 """
 
 from __future__ import annotations
@@ -44,10 +51,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
-    raise ImportError(f"calcops_jit: expected Linux on x86-64 or aarch64, got {sys.platform} on {platform.machine()}")
+    raise ImportError(
+        f"calcops_jit: expected Linux on x86-64 or aarch64, "
+        f"got {sys.platform} on {platform.machine()}"
+    )
 
 if not os.path.exists(__file__):
-    raise ImportError(f"calcops_jit: expected files, which a compiler can read, got {__file__}: unpack it")
+    raise ImportError(
+        f"calcops_jit: expected files, which a compiler can read, got {__file__}: unpack it"
+    )
 
 from _calcops_jit import __version__, library, recipes
 from _calcops_jit.errors import BuildError
@@ -76,22 +88,25 @@ def load(
     with_cuda: bool | None = None,
     **torch_options,
 ) -> Library:
-    """Builds (once), caches and loads operator sources; the options are those of torch.utils.cpp_extension.load.
+    """Builds (once), caches and loads operator sources; the options are those of
+    torch.utils.cpp_extension.load.
 
-    The sources register their operators with TORCH_LIBRARY. The result has them as attributes and in `.operators`, the
-    file in `.path`. Flags come after -O3 -fvisibility=hidden -fno-gnu-unique; one string of them is split as a shell
-    does. BuildError says why it cannot be built. torch's other options: what cannot be had here is refused.
+    The sources register their operators with TORCH_LIBRARY. The result has them as attributes and
+    in `.operators`, the file in `.path`. Flags come after -O3 -fvisibility=hidden -fno-gnu-unique;
+    one string of them is split as a shell does. BuildError says why it cannot be built. torch's
+    other options: what cannot be had here is refused.
     """
     return library.obtain(recipes.foreign(**locals()))
 
 
 def reload() -> list[str]:
-    """Rebuilds the libraries of this process whose sources or headers changed, these operators' and those from `load`,
-    and exchanges them under every handle: torch.ops handles, compiled and scripted functions, graphs built before,
-    other threads. Gives their names.
+    """Rebuilds the libraries of this process whose sources or headers changed, these operators' and
+    those from `load`, and exchanges them under every handle: torch.ops handles, compiled and
+    scripted functions, graphs built before, other threads. Gives their names.
 
-    Every call that begins afterwards uses the new kernels. BuildError: a library could not be built, or a schema or C++
-    signature changed, and what was live before still is. Nothing of an older build is unloaded.
+    Every call that begins afterwards uses the new kernels. BuildError: a library could not be
+    built, or a schema or C++ signature changed, and what was live before still is. Nothing of an
+    older build is unloaded.
     """
     changed = library.reload(recipes.again)
     if _own is None:
@@ -102,7 +117,8 @@ def reload() -> list[str]:
 
 
 def watch(seconds: float = 0.3) -> Callable[[], None]:
-    """Starts a thread that looks for changed files every so many seconds and reloads; gives the function that ends it.
+    """Starts a thread that looks for changed files every so many seconds and reloads; gives the
+    function that ends it.
 
     What cannot be built is reported on stderr, and what was live before still is."""
     from _calcops_jit import watching
@@ -118,7 +134,8 @@ def load_ipython_extension(shell) -> None:
 
 
 def library_path() -> str:
-    """The shared library of the operators: C++ programs link it or dlopen it, TorchScript hosts load it."""
+    """The shared library of the operators: C++ programs link it or dlopen it, TorchScript hosts
+    load it."""
     if _own is None:
         raise _problem
     return _own.path
@@ -127,7 +144,9 @@ def library_path() -> str:
 def _import_operators() -> None:
     """Makes every operator a name of this module, or keeps the reason why there are none."""
     global _own, _problem
-    _problem = BuildError("calcops_jit: not built, because CALCOPS_BUILD=0; python -m calcops_jit build")
+    _problem = BuildError(
+        "calcops_jit: not built, because CALCOPS_BUILD=0; python -m calcops_jit build"
+    )
     if _own := library.obtain(recipes.own(), build=os.environ.get("CALCOPS_BUILD", "1") != "0"):
         _problem = None
         _expose()

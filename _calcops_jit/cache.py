@@ -1,9 +1,9 @@
 """The cache on disk.
 
-    <cache>/<name>-<digest of the facts>/   a slot: what was built for one Request, of a library or a unit
+    <cache>/<name>-<digest of the facts>/   a slot: what was built for one Request
         <digest of all contents>/           a generation: one complete build, put here by one rename
             <name>.so, or unit.o            loaded from here, never written to again
-            manifest                        makes the generation complete, so that it is found; may get fresher stamps
+            manifest                        makes the generation complete; stamps may be renewed
         stage.<host>.<pid>.<start>.<x>/     the private folder of one build
         lock                                held (flock) by the process that builds, and says which
         failed.log                          what the compilers said in the last build that failed
@@ -31,13 +31,15 @@ from .errors import NO_DESCRIPTOR, report
 from .request import FORMAT, Request
 
 _KEEP = 8  # generations in a slot
-UNFIT = (Changed, OSError, ValueError, KeyError, TypeError)  # what a generation that cannot be used raises
+# What a generation that cannot be used raises.
+UNFIT = (Changed, OSError, ValueError, KeyError, TypeError)
 _LEFTOVERS = {"lock", "failed.log"}
 _USED_S = 24 * 3600.0  # the time of last use is as precise as that
 
 
 class Manifest(SimpleNamespace):
-    """What is known about a generation. In the file: a digest of the rest, a line of JSON, the closure's stamps."""
+    """The record of a generation. Its file holds a digest of the rest, a line of JSON, and the
+    closure's stamps."""
 
     request: dict  # the facts of its Request
     asked: list = []  # the arguments of recipes.foreign
@@ -66,7 +68,7 @@ class Manifest(SimpleNamespace):
 
 
 class Generation(SimpleNamespace):
-    """A library whose bytes were verified through the descriptor `fd`, from which it is loaded, too."""
+    """A library whose bytes were verified. It is loaded from the same descriptor, `fd`."""
 
     path: str
     manifest: Manifest
@@ -74,7 +76,8 @@ class Generation(SimpleNamespace):
 
 
 def open_regular(path: str, ours: bool = False) -> int:
-    """Opens a regular file. OSError: it is something else, or, with `ours`, somebody else may have written it.
+    """Opens a regular file. OSError: it is something else, or, with `ours`, somebody else may have
+    written it.
 
     Never blocks, and never gives the descriptor of a standard stream."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -97,8 +100,8 @@ def read_manifest(generation: str, ours: bool = False) -> Manifest:
 
 
 def find(request: Request, reasons: list[str] | None = None) -> Generation | None:
-    """Finds a complete build for the request whose inputs are still what they were; tells `reasons` why others do not
-    fit."""
+    """Finds a complete build for the request whose inputs are still what they were; tells `reasons`
+    why others do not fit."""
     own = places.folders()
     for folder in [*own, *places.shared_folders()]:
         slot = slot_path(folder, request)
@@ -128,15 +131,19 @@ def verified(path: str, manifest: Manifest, ours: bool = False) -> Generation:
     fd = open_regular(path, ours)
     _share(fd)
     status = os.fstat(fd)
-    if status.st_nlink == 0 or status.st_size != manifest.size or file_digest(fd) != manifest.digest:
+    if (
+        status.st_nlink == 0
+        or status.st_size != manifest.size
+        or file_digest(fd) != manifest.digest
+    ):
         os.close(fd)
         raise ValueError(f"{path} {'is damaged' if status.st_nlink else 'was just removed'}")
     return Generation(path=path, manifest=manifest, fd=fd)
 
 
 def _share(fd: int) -> None:
-    """Marks a library as in use. Whoever removes one, or asks whether it is in use, has the lock for an instant
-    only."""
+    """Mark a library as in use by a shared lock. A process that removes libraries holds the lock
+    for an instant only."""
     for _ in range(100):
         try:
             return fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -147,7 +154,7 @@ def _share(fd: int) -> None:
 
 
 def other_facts(request: Request) -> list[str]:
-    """Says in what the request differs from the one that was last built, or used, under its name."""
+    """Name the facts in which a request differs from the last build under its name."""
     for manifest in newest(request.name):
         return differences(manifest.request, request.facts)
     return []
@@ -162,7 +169,12 @@ def differences(old: dict, facts: dict) -> list[str]:
 
 def newest(name: str) -> Iterator[Manifest]:
     """Manifests of what was built under a name, the last one built or used first."""
-    named = (slot for f in places.folders() for slot in places.slots(f) if os.path.basename(slot)[:-17] == name)
+    named = (
+        slot
+        for f in places.folders()
+        for slot in places.slots(f)
+        if os.path.basename(slot)[:-17] == name
+    )
     for _, path in sorted((g for slot in named for g in _generations(slot)), reverse=True):
         with contextlib.suppress(OSError, ValueError):
             yield read_manifest(path, ours=True)
@@ -172,12 +184,14 @@ def _difference(old, new) -> str:
     if isinstance(old, dict) or isinstance(new, dict):
         old, new = ([f"{k}={v}" for k, v in dict(d).items()] for d in (old, new))
     if isinstance(old, list) and isinstance(new, list) and set(old) != set(new):
-        return " ".join([*(f"-[{w}]" for w in old if w not in new), *(f"+[{w}]" for w in new if w not in old)])
+        return " ".join(
+            [*(f"-[{w}]" for w in old if w not in new), *(f"+[{w}]" for w in new if w not in old)]
+        )
     return f"{old} -> {new}"
 
 
 def _generations(slot: str, ours: bool = False) -> list[tuple[float, str]]:
-    """(when it was last used, folder) of each generation; the last one used, which mostly fits, comes first."""
+    """Return (time of last use, folder) of each generation, the last used first."""
     try:
         with os.scandir(slot) as scanned:
             entries = list(scanned)
@@ -202,7 +216,8 @@ def write_whole(path: str, data: bytes) -> None:
     beside = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
     try:
         with open(beside, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)  # whatever the umask is: find() refuses files that a group may write
+            # Whatever the umask is: find() refuses files that a group may write.
+            os.fchmod(file.fileno(), 0o644)
             file.write(data)
         os.replace(beside, path)
     finally:
@@ -239,9 +254,12 @@ def writable_slot(request: Request) -> tuple[str, str]:
 
 
 def tidy(slot: str, everything: bool = False) -> bool:
-    """Removes what dead builders left in a slot and, if nothing else is in it, the slot. Whether it is gone.
+    """Removes what dead builders left in a slot and, if nothing else is in it, the slot. Whether it
+    is gone.
 
-    everything   removes generations, too, except those in use. While somebody builds there, nothing is removed."""
+    everything   removes generations, too, except those in use.
+
+    While somebody builds there, nothing is removed."""
     from . import staging
 
     with contextlib.suppress(OSError):
@@ -252,7 +270,8 @@ def tidy(slot: str, everything: bool = False) -> bool:
             if not free:
                 return False
             for _, generation in _generations(slot) if everything else ():
-                if any(map(os.path.lexists, (f"{generation}/manifest", output(generation)))):  # else it is not ours
+                # Else it is not ours.
+                if any(map(os.path.lexists, (f"{generation}/manifest", output(generation)))):
                     discard(generation)
             if set(os.listdir(slot)) <= _LEFTOVERS:
                 shutil.rmtree(slot)
@@ -266,7 +285,8 @@ def output(generation: str) -> str:
 
 
 def in_use(generation: str) -> bool:
-    """Whether a process has loaded it, which that says by a lock. Without locks, every generation may be in use."""
+    """Return True if a process may have loaded the library. Without locks, every generation may be
+    in use."""
     return not _unless_in_use(generation, lambda: None)
 
 
@@ -295,8 +315,8 @@ def publish(slot: str, folder: str, file: str, request: Request, closure: Closur
 
 
 def place(slot: str, folder: str, file: str, request: Request, closure: Closure) -> Generation:
-    """Puts `file` where it will stay, by one rename. Nobody finds it before complete(); a damaged one makes room for
-    it."""
+    """Puts `file` where it will stay, by one rename. Nobody finds it before complete(); a damaged
+    one makes room for it."""
     made = f"{folder}/complete.{os.urandom(4).hex()}"
     os.mkdir(made, 0o755)
     os.chmod(file, 0o755)
@@ -321,7 +341,9 @@ def place(slot: str, folder: str, file: str, request: Request, closure: Closure)
             with contextlib.suppress(OSError):
                 os.rename(target, f"{made}.old")  # goes with the private folder
     else:
-        raise report(f"cannot publish {target}", ["something puts it there again and again"], f"rm -r {slot}")
+        raise report(
+            f"cannot publish {target}", ["something puts it there again and again"], f"rm -r {slot}"
+        )
     for _, old in _generations(slot)[_KEEP:]:
         discard(old)
     return Generation(path=f"{target}/{request.output}", manifest=manifest, fd=fd)
@@ -332,8 +354,11 @@ def complete(generation: Generation, about: dict[str, str]) -> None:
     generation.manifest.operators = about
     for last in (*[False] * 100, True):
         try:
-            return write_whole(f"{os.path.dirname(generation.path)}/manifest", generation.manifest.dump())
-        except FileNotFoundError:  # without locks, another process may be about to put the same there
+            return write_whole(
+                f"{os.path.dirname(generation.path)}/manifest", generation.manifest.dump()
+            )
+        # Without locks, another process may be about to put the same there.
+        except FileNotFoundError:
             if last:
                 raise
             time.sleep(0.01)

@@ -51,8 +51,8 @@ def bound() -> int:
 
 
 def prune(size: int) -> list[Entry]:
-    """Removes what was not used for longest from a cache folder that holds more than `size`, but never a library in
-    use. Precompiled headers do not count; see prune_preambles()."""
+    """Removes what was not used for longest from a cache folder that holds more than `size`, but
+    never a library in use. Precompiled headers do not count; see prune_preambles()."""
     removed = []
     for folder in filter(os.path.isdir, places.folders()):
         found = entries(folder)
@@ -69,14 +69,20 @@ def prune(size: int) -> list[Entry]:
 
 
 def prune_preambles(found: list[Entry]) -> list[Entry]:
-    """Removes the precompiled headers among the entries of a folder, but for the last two, if used within a month."""
+    """Remove the precompiled headers of a folder. The last two stay if they were used within a
+    month."""
     last_first = [entry for entry in reversed(found) if entry.is_preamble]
-    outdated = [e for i, e in enumerate(last_first) if i >= _PREAMBLES or time.time() - e.used > _MONTH_S]
+    outdated = [
+        e for i, e in enumerate(last_first) if i >= _PREAMBLES or time.time() - e.used > _MONTH_S
+    ]
     return [entry for entry in outdated if cache.discard(entry.path)]
 
 
 def clean() -> Iterator[tuple[str, list[str]]]:
-    """Removes everything but libraries in use and slots in which somebody builds: (cache folder, slots that are
-    left)."""
+    """Removes everything but libraries in use and slots in which somebody builds: (cache folder,
+    slots that are left)."""
     for folder in filter(os.path.isdir, places.folders()):
-        yield folder, [slot for slot in places.slots(folder) if not cache.tidy(slot, everything=True)]
+        yield (
+            folder,
+            [slot for slot in places.slots(folder) if not cache.tidy(slot, everything=True)],
+        )

@@ -17,26 +17,46 @@ from .request import SHADOW, Request
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m calcops_jit", description="The operators' build and its cache.")
+    parser = argparse.ArgumentParser(
+        prog="python -m calcops_jit", description="The operators' build and its cache."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    build = commands.add_parser("build", help="build the operators if need be, and print the library's path")
-    where = commands.add_parser("where", help="print the cache folder and the library; builds nothing")
+    build = commands.add_parser(
+        "build", help="build the operators if need be, and print the library's path"
+    )
+    where = commands.add_parser(
+        "where", help="print the cache folder and the library; builds nothing"
+    )
     where.add_argument("--key", action="store_true", help="print only the key for a CI cache")
     where.add_argument("--cache", action="store_true", help="print only the cache folder")
-    why = commands.add_parser("why", help="name the inputs that changed since the last build; 1 if there are any")
+    why = commands.add_parser(
+        "why", help="name the inputs that changed since the last build; 1 if there are any"
+    )
     for command in (build, why):
         command.add_argument(
-            "name", nargs="?", help="a library that calcops_jit.load has built, instead of the operators"
+            "name",
+            nargs="?",
+            help="a library that calcops_jit.load has built, instead of the operators",
         )
-    doctor = commands.add_parser("doctor", help="judge what a build would find here; 1 if it would fail")
-    doctor.add_argument("--json", action="store_true", help="for programs")
-    export = commands.add_parser("export", help="write a folder with the built operators, for hosts without a compiler")
-    export.add_argument("folder")
-    export.add_argument("--arch", help="build for these GPUs: as TORCH_CUDA_ARCH_LIST, such as '8.0;9.0+PTX'")
-    export.add_argument(
-        "--isa", default="native", help="the processors, as the compiler's -march, on ARM -mcpu; default: this one"
+    doctor = commands.add_parser(
+        "doctor", help="judge what a build would find here; 1 if it would fail"
     )
-    shelf = commands.add_parser("cache", help="list what the cache holds: sizes, last use, what a process has")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    export = commands.add_parser(
+        "export", help="write a folder with the built operators, for hosts without a compiler"
+    )
+    export.add_argument("folder")
+    export.add_argument(
+        "--arch", help="build for these GPUs: as TORCH_CUDA_ARCH_LIST, such as '8.0;9.0+PTX'"
+    )
+    export.add_argument(
+        "--isa",
+        default="native",
+        help="the processors, as the compiler's -march, on ARM -mcpu; default: this one",
+    )
+    shelf = commands.add_parser(
+        "cache", help="list what the cache holds: sizes, last use, what a process has"
+    )
     shelf.add_argument("action", nargs="?", choices=["list"])
     commands.add_parser("clean", help="remove every library from the cache")
     options = parser.parse_args(arguments)
@@ -52,20 +72,30 @@ def _build(options: argparse.Namespace) -> None:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    """The operators' Request, or what `load` was asked for when it last built, or found, a library of this name."""
+    """Return the Request of the operators, or the last one that `load` made for a library of this
+    name."""
     if options.name in (None, "calcops"):
         return recipes.own()
     for manifest in cache.newest(options.name):
         if manifest.asked:
             return recipes.foreign(*manifest.asked)
-    there = sorted({os.path.basename(slot)[:-17] for folder in places.folders() for slot in places.slots(folder)})
+    there = sorted(
+        {
+            os.path.basename(slot)[:-17]
+            for folder in places.folders()
+            for slot in places.slots(folder)
+        }
+    )
     names = [name for name in there if name != "calcops" and not name.startswith("unit-")]
-    what, evidence = f"no library `{options.name}` in {places.folders()[0]}", f"there are: {', '.join(names) or 'none'}"
+    what, evidence = (
+        f"no library `{options.name}` in {places.folders()[0]}",
+        f"there are: {', '.join(names) or 'none'}",
+    )
     raise report(what, [evidence], f"calcops_jit.load({options.name!r}, ...) first")
 
 
 def _key(request: Request) -> str:
-    """Names what a build would give, without building, for a CI cache. Equal machines and sources have equal keys."""
+    """Return a key for a CI cache, without building. Equal machines and sources have equal keys."""
     contents = []
     for root in (request.root, SHADOW):
         for path in sorted(glob.glob(f"{glob.escape(root)}/**", recursive=True)):
@@ -85,7 +115,9 @@ def _where(options: argparse.Namespace) -> None:
         found, cuda = cache.find(request) or prebuilt.find(request, []), request.cuda
         print(f"cache    {places.folders()[0]}")
         print(f"library  {found.path if found else 'not built yet: python -m calcops_jit build'}")
-        print(f"CUDA     {'built with ' + cuda.home if cuda.build else f'{cuda.reason}; {cuda.fix}'}")
+        print(
+            f"CUDA     {'built with ' + cuda.home if cuda.build else f'{cuda.reason}; {cuda.fix}'}"
+        )
         print(f"key      {_key(request)}")
 
 
@@ -138,4 +170,7 @@ def _clean(options: argparse.Namespace) -> None:
     from . import cache_size
 
     for folder, left in cache_size.clean():
-        say(f"removed the libraries in {folder}" + f", but {len(left)} that a process has or builds" * bool(left))
+        say(
+            f"removed the libraries in {folder}"
+            + f", but {len(left)} that a process has or builds" * bool(left)
+        )

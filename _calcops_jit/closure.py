@@ -1,11 +1,12 @@
 """What a build read, and whether all of it is still the same.
 
-A `Closure` lists every file that the compilers and the linker read, as they report it, and the names that would have
-been found first had they existed. It is kept with the library and compared again at every import: a file's stamp, which
-is what stat says, and its content only where the stamp differs.
+A `Closure` lists every file that the compilers and the linker read, as they report it, and the
+names that would have been found first had they existed. It is kept with the library and compared
+again at every import: a file's stamp, which is what stat says, and its content only where the stamp
+differs.
 
-Files are written down by folded paths, whose roots are tokens (see Request.fold): a checkout, a virtual environment or
-a cache may move.
+Files are written down by folded paths, whose roots are tokens (see Request.fold): a checkout, a
+virtual environment or a cache may move.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ _STAMP = struct.Struct("<qqQQ")
 _SIZE = 32  # bytes of a stamp, and characters of a digest
 _GONE = bytes(_SIZE)  # the stamp of a file that is not there
 _NOTHING = "nothing".ljust(_SIZE)  # in place of its digest
-# A file system's clock may tick as seldom as this. Two changes within one tick leave the same stamp.
+# A file system's clock may tick as seldom as this. Two changes within one tick leave the same
+# stamp.
 _TICK_NS = 2_000_000_000
-# Nobody edits PyTorch's and the system's files, and libraries have most of them in common: one look a second is enough.
-# /usr/src and /usr/local are not among them: containers keep projects there.
+# Nobody edits PyTorch's and the system's files, and libraries have most of them in common: one look
+# a second is enough. /usr/src and /usr/local are not among them: containers keep projects there.
 _THEIRS = ("@torch", "@cuda", "@python", "/usr/include/", "/usr/lib", "/usr/bin/", "/usr/share/")
 _seen: dict[str, dict[str, bytes]] = {}  # {folder: {name: stamp}} of such files
 _seen_ns = 0
@@ -37,7 +39,7 @@ class Changed(Exception):
     """An input is not what it was; the message says which."""
 
 
-# ---- contents -----------------------------------------------------------------------------------------------------
+# ---- contents ------------------------------------------------------------------------------------
 
 
 def digest(data: bytes) -> str:
@@ -45,10 +47,12 @@ def digest(data: bytes) -> str:
 
 
 def file_digest(file: int | str) -> str:
-    """Digests a file, or what is left to read from an open descriptor, in pieces that fit a processor's cache."""
+    """Digest a file, or the rest of an open one, in pieces that fit a processor's cache."""
     found = hashlib.sha256()
     is_path = isinstance(file, str)
-    with open(file, "rb", buffering=0, closefd=is_path, opener=regular if is_path else None) as opened:
+    with open(
+        file, "rb", buffering=0, closefd=is_path, opener=regular if is_path else None
+    ) as opened:
         while piece := opened.read(65536):
             found.update(piece)
     return found.hexdigest()[:_SIZE]
@@ -64,11 +68,15 @@ def regular(path: str, flags: int) -> int:
 
 
 def no_regular_file(path: str) -> BuildError:
-    return report(f"cannot read {path}", ["it is no regular file, and a compiler may wait for it"], f"rm {path}")
+    return report(
+        f"cannot read {path}",
+        ["it is no regular file, and a compiler may wait for it"],
+        f"rm {path}",
+    )
 
 
 def state_of(path: str, request) -> str:
-    """Digests what a path leads to: the contents of a file, the real path of a folder, or nothing."""
+    """Digest the contents of a file, the real path of a folder, or the absence of both."""
     if stamp_of(path) == _GONE:
         return _NOTHING
     if os.path.isdir(path):
@@ -84,14 +92,15 @@ def text_of(path: str) -> str:
 
 
 def real_path(path: str) -> str:
-    """Resolves the links and each ".." in a path's folder, but not the file itself: a compiler searches beside the name
-    it was given."""
+    """Resolves the links and each ".." in a path's folder, but not the file itself: a compiler
+    searches beside the name it was given."""
     folder, name = os.path.split(os.path.join(os.getcwd(), path))
     return os.path.join(os.path.realpath(folder), name) if name != ".." else os.path.realpath(path)
 
 
 def spellings(path: str) -> list[str]:
-    """Returns a path without "..", after the path itself if a link on the way gives its ".." another meaning."""
+    """Return a path without "..". The path itself comes first if a link gives its ".." another
+    meaning."""
     if "/.." not in path:
         return [path]
     real = real_path(path)
@@ -103,7 +112,7 @@ def is_theirs(folded: str) -> bool:
     return folded.startswith(_THEIRS)
 
 
-# ---- stamps -------------------------------------------------------------------------------------------------------
+# ---- stamps --------------------------------------------------------------------------------------
 
 
 def stamp_of(path: str, folder: int | None = None) -> bytes:
@@ -122,18 +131,21 @@ def changed_ns(stamp: bytes) -> int:
 
 
 def young(stamp: bytes) -> bytes:
-    """Marks a stamp of a file that may still change without leaving another: as no file has such a stamp, the next
-    check compares contents."""
+    """Marks a stamp of a file that may still change without leaving another: as no file has such a
+    stamp, the next check compares contents."""
     return bytes(255 - byte for byte in stamp)
 
 
 def is_long_ago(time_ns: int) -> bool:
-    """Whether more than a tick of any clock has passed: what was the same then and now will show its next change."""
+    """Return True if more than a tick of any clock has passed since `time_ns`.
+
+    A file that was the same then and now will show its next change."""
     return time.time_ns() - time_ns > _TICK_NS
 
 
 def is_old(stamp: bytes, now_ns: int) -> bool:
-    """Whether a file last changed more than a tick ago, if the clock of its file system is right."""
+    """Return True if a file last changed more than a tick ago, provided that its disk's clock is
+    right."""
     return max(_STAMP.unpack(stamp)[:2]) < now_ns - _TICK_NS
 
 
@@ -149,7 +161,7 @@ def _stamps_in(folder: str, names: list[str]) -> list[bytes]:
 
 
 def _their_stamps_in(folder: str, names: list[str], now_ns: int) -> list[bytes]:
-    """The same for files that nobody edits, from memory if they were looked at within the last second."""
+    """Return stamps of files that nobody edits. They are remembered for a second."""
     global _seen_ns
     if not 0 <= now_ns - _seen_ns < 1_000_000_000:
         _seen.clear()
@@ -169,40 +181,55 @@ def listing(folder: str) -> str:
     return "/" + digest("\n".join(names).encode(errors="surrogateescape"))
 
 
-# ---- closures -----------------------------------------------------------------------------------------------------
+# ---- closures ------------------------------------------------------------------------------------
 
 
 class Closure(SimpleNamespace):
-    """The inputs of a build. (A few long strings, since those are parsed sooner than many small objects.)"""
+    """The inputs of a build, in a few long strings, because these are parsed faster than many
+    objects."""
 
     files: dict[str, str]  # {folder: lines of names}
     digests: str  # the files' digests, in this order
     stamps: bytes  # the files' stamps, likewise
     tools: list[str]  # the compilers' real paths
-    absent: dict[str, list[str]]  # {folder: [its stamp in hex, lines of names that must not appear there]}
+    # {folder: [its stamp in hex, lines of names that must not appear there]}.
+    absent: dict[str, list[str]]
     looked: int  # when the stamps were taken, by this machine's clock
 
     @staticmethod
     def of(entries: dict[str, tuple[bytes, str]], tools, absent, looked: int) -> Closure:
         """Makes one from {file: (stamp, digest)}."""
         # The project's own files come first: it is they that change.
-        paths = sorted(entries, key=lambda path: (not path.startswith("@root"), path.rpartition("/")))
+        paths = sorted(
+            entries, key=lambda path: (not path.startswith("@root"), path.rpartition("/"))
+        )
         files: dict[str, str] = {}
         for folder, _, name in (path.rpartition("/") for path in paths):
             files[folder] = f"{files[folder]}\n{name}" if folder in files else name
-        stamps, digests = b"".join(entries[p][0] for p in paths), "".join(entries[p][1] for p in paths)
-        return Closure(files=files, digests=digests, stamps=stamps, tools=tools, absent=absent, looked=looked)
+        stamps, digests = (
+            b"".join(entries[p][0] for p in paths),
+            "".join(entries[p][1] for p in paths),
+        )
+        return Closure(
+            files=files, digests=digests, stamps=stamps, tools=tools, absent=absent, looked=looked
+        )
 
     def entries(self) -> dict[str, tuple[bytes, str]]:
         """{file: (stamp, digest)}"""
-        paths = [f"{folder}/{name}" for folder, names in self.files.items() for name in names.split("\n")]
+        paths = [
+            f"{folder}/{name}" for folder, names in self.files.items() for name in names.split("\n")
+        ]
         at = range(0, _SIZE * len(paths), _SIZE)
-        return {p: (self.stamps[i : i + _SIZE], self.digests[i : i + _SIZE]) for p, i in zip(paths, at)}
+        return {
+            p: (self.stamps[i : i + _SIZE], self.digests[i : i + _SIZE]) for p, i in zip(paths, at)
+        }
 
     def check(self, request) -> bool:
-        """Compares every input of a build for `request` with what is there now. Changed: the first one that differs.
+        """Compares every input of a build for `request` with what is there now. Changed: the first
+        one that differs.
 
-        True: files have other stamps, but the same contents. The new stamps are in the closure, worth writing down."""
+        True: files have other stamps, but the same contents. The new stamps are in the closure,
+        worth writing down."""
         look = _Look(self, request)
         look.compare_tools()
         look.compare_files()
@@ -211,7 +238,11 @@ class Closure(SimpleNamespace):
 
     def own_files(self, request) -> list[str]:
         """Paths of the project's own files: not the toolchain's, PyTorch's and the loader's."""
-        return [request.unfold(path) for path in self.entries() if not (is_theirs(path) or path.startswith("@loader"))]
+        return [
+            request.unfold(path)
+            for path in self.entries()
+            if not (is_theirs(path) or path.startswith("@loader"))
+        ]
 
 
 class _Look:
@@ -219,7 +250,8 @@ class _Look:
 
     def __init__(self, closure: Closure, request):
         self._closure, self._request, self._now = closure, request, time.time_ns()
-        self._restamped, self._unsettled = False, closure.looked > self._now  # then the clock was set back
+        # Then the clock was set back.
+        self._restamped, self._unsettled = False, closure.looked > self._now
 
     def compare_tools(self) -> None:
         request, before = self._request, self._closure.tools
@@ -235,22 +267,30 @@ class _Look:
             names = lines.split("\n")
             start, end = end, end + _SIZE * len(names)
             folder, theirs = self._request.unfold(folded), is_theirs(folded)
-            stamps = _their_stamps_in(folder, names, self._now) if theirs else _stamps_in(folder, names)
+            stamps = (
+                _their_stamps_in(folder, names, self._now) if theirs else _stamps_in(folder, names)
+            )
             if b"".join(stamps) == closure.stamps[start:end]:
                 continue  # nearly always
             for at, name, stamp in zip(range(start, end, _SIZE), names, stamps):
                 before = closure.stamps[at : at + _SIZE]
-                if stamp == before or stamp == _GONE and self._is_of_missing_compiler(f"{folded}/{name}"):
+                if (
+                    stamp == before
+                    or stamp == _GONE
+                    and self._is_of_missing_compiler(f"{folded}/{name}")
+                ):
                     continue
                 path = f"{folder}/{name}"
                 if state_of(path, self._request) != closure.digests[at : at + _SIZE]:
                     raise Changed(f"{path} {'is gone' if stamp == _GONE else 'changed'}")
                 closure.stamps = (
-                    closure.stamps[:at] + self._fresher(stamp, before, theirs) + closure.stamps[at + _SIZE :]
+                    closure.stamps[:at]
+                    + self._fresher(stamp, before, theirs)
+                    + closure.stamps[at + _SIZE :]
                 )
 
     def _is_of_missing_compiler(self, folded: str) -> bool:
-        """Return True where there is no compiler, for its files and the system's: they need not be there either."""
+        """Return True if a file belongs to a compiler that is not installed here."""
         if self._request.tools or folded.startswith("@torch"):
             return False
         tools = self._closure.tools
@@ -258,7 +298,9 @@ class _Look:
             return True
         prefixes = [self._request.unfold(os.path.dirname(os.path.dirname(tool))) for tool in tools]
         path = self._request.unfold(folded)
-        return any(path.startswith(prefix + "/") and not os.path.isdir(prefix) for prefix in prefixes)
+        return any(
+            path.startswith(prefix + "/") and not os.path.isdir(prefix) for prefix in prefixes
+        )
 
     def compare_absent(self) -> None:
         for folded, entry in self._closure.absent.items():
@@ -293,7 +335,9 @@ class _Look:
 
 
 def merged(closures: list[Closure]) -> Closure:
-    """Makes a library's closure from those of its units. Changed: they saw different contents of one file."""
+    """Merge the closures of a library's units.
+
+    Raises Changed if two units read different contents of one file."""
     entries, absent = {}, {}
     for closure in closures:
         for path, (stamp, content) in closure.entries().items():
@@ -303,4 +347,6 @@ def merged(closures: list[Closure]) -> Closure:
             before = absent.get(folder, [stamp, names])
             both = set(before[1].split("\n")) | set(names.split("\n"))
             absent[folder] = [stamp if stamp == before[0] else "", "\n".join(sorted(both))]
-    return Closure.of(entries, closures[0].tools, absent, max(closure.looked for closure in closures))
+    return Closure.of(
+        entries, closures[0].tools, absent, max(closure.looked for closure in closures)
+    )

@@ -1,4 +1,4 @@
-"""One build in a private folder: compile what changed, keep every object, link, and record what was read."""
+"""One build in a private folder: compile what changed, keep objects, link, record inputs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,23 @@ import sysconfig
 import threading
 from collections.abc import Iterable
 
-from . import cache, closure, compiler_reads, diagnosis, errors, jobs, precompiled, toolchain
+from . import (
+    cache,
+    closure,
+    compiler_reads,
+    diagnosis,
+    errors,
+    jobs,
+    precompiled,
+    recording,
+    toolchain,
+)
 from .plan import Plan
 from .request import REGISTRY, RUNTIME, RUNTIMES, Request
 
-# Runs ninja, and ends it and its compilers when this process ends in any way: only then does the pipe that is its
-# standard input end. A signal handler would be a second one in somebody else's program, and SIGKILL has none.
+# Runs ninja, and ends it and its compilers when this process ends in any way: only then does the
+# pipe that is its standard input end. A signal handler would be a second one in somebody else's
+# program, and SIGKILL has none.
 _SUPERVISED = """
 exec 3<&0 < /dev/null
 { read -r _ <&3; kill -s TERM -- -$$; } > /dev/null 2>&1 &
@@ -31,26 +42,34 @@ class OutOfMemory(Exception):
     """A compiler was killed while others ran beside it."""
 
 
-def build(request: Request, slot: str, staging: str, alone: bool = False) -> tuple[str, closure.Closure]:
-    """Compiles what changed and links it, in the folder `staging`: (the library, what it was made from).
+def build(
+    request: Request, slot: str, staging: str, alone: bool = False
+) -> tuple[str, closure.Closure]:
+    """Compiles what changed and links it, in the folder `staging`: (the library, what it was made
+    from).
 
     alone   one compiler at a time
 
-    BuildError: it cannot be built. closure.Changed: a source was saved meanwhile. OutOfMemory: it may work `alone`.
-    Whatever happens, each object that was compiled is kept, and not compiled again."""
+    BuildError: it cannot be built. closure.Changed: a source was saved meanwhile. OutOfMemory: it
+    may work `alone`. Whatever happens, each object that was compiled is kept, and not compiled
+    again."""
     ninja = find_ninja()
     for problem in diagnosis.foresee(request, ninja):
         raise problem.error(f"cannot build {request.name}")
     texts = compiler_reads.foreseen(request)
     runtime = _foreseen_runtime(texts.values())
     try:
-        return _build(request, [*runtime, *request.sources], set(texts), slot, staging, ninja, alone)
+        return _build(
+            request, [*runtime, *request.sources], set(texts), slot, staging, ninja, alone
+        )
     except _NeedsRuntime as needed:  # a macro in somebody's headers registers operators
-        return _build(request, [str(needed), *request.sources], set(texts), slot, staging, ninja, alone)
+        return _build(
+            request, [str(needed), *request.sources], set(texts), slot, staging, ninja, alone
+        )
 
 
 def _foreseen_runtime(texts: Iterable[bytes]) -> list[str]:
-    """Returns the unit with which the objects of sources must be linked, as far as their texts say so."""
+    """Return the runtime that the sources need, as far as their texts show it."""
     text = b"\n".join(texts)
     if re.search(rb"#[ \t]*include[ \t]*[<\"]calcops/", text):
         return [RUNTIME]
@@ -58,46 +77,71 @@ def _foreseen_runtime(texts: Iterable[bytes]) -> list[str]:
 
 
 class _NeedsRuntime(Exception):
-    """Objects refer to a unit of RUNTIMES that is not among the sources. The message is its path."""
+    """Objects refer to a unit of RUNTIMES that was not linked. The message is its path."""
 
 
 def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str, closure.Closure]:
     reasons: dict[str, list[str]] = {source: [] for source in sources}
     found = {source: cache.find(request.unit(source), reasons[source]) for source in sources}
-    kept = {_copy(generation, staging): generation.manifest.closure for generation in found.values() if generation}
+    kept = {
+        _copy(generation, staging): generation.manifest.closure
+        for generation in found.values()
+        if generation
+    }
     fresh = [source for source in sources if not found[source]]
-    plan = _plan(request, staging, fresh, list(kept), 1 if alone else jobs.number(request.environment))
+    plan = _plan(
+        request, staging, fresh, list(kept), 1 if alone else jobs.number(request.environment)
+    )
     ldflags, quick = plan.flags["ldflags"], toolchain.quick_linker(request)
     plan.flags["ldflags"] += f" {quick}"
-    of_compiler = compiler_reads.named(request, shlex.join(request.compiler))  # CXX='g++ @flags', for one
-    named = {kind: compiler_reads.named(request, text) | of_compiler for kind, text in plan.flags.items()}
-    before = compiler_reads.Before(staging, foreseen.union(*named.values()))
-    # After `before`, so that no header can change unseen between the look at it and the end of the build.
+    # CXX='g++ @flags', for one.
+    of_compiler = compiler_reads.named(request, shlex.join(request.compiler))
+    named = {
+        kind: compiler_reads.named(request, text) | of_compiler for kind, text in plan.flags.items()
+    }
+    before = recording.Before(staging, foreseen.union(*named.values()))
+    # After `before`, so that no header can change unseen between the look at it and the end of the
+    # build.
     edited = {source: bool(reasons[source]) for source in fresh}
     with contextlib.closing(precompiled.Preambles(request, staging, edited)) as preambles:
         plan.preambles = preambles.used
-        ahead = threading.Thread(target=compiler_reads.read_ahead, args=(request, kept.values()), daemon=True)
+        ahead = threading.Thread(
+            target=recording.read_ahead, args=(request, kept.values()), daemon=True
+        )
         ahead.start()
         said = _run(ninja, plan, request, staging)
-        if said and quick and all(os.path.exists(f"{staging}/{target}") for target in plan.units.values()):
+        if (
+            said
+            and quick
+            and all(os.path.exists(f"{staging}/{target}") for target in plan.units.values())
+        ):
             plan.flags["ldflags"] = ldflags
-            said = _run(ninja, plan, request, staging)  # by GNU ld, whose messages diagnosis.py knows
-        elif not said and quick and not compiler_reads.is_plain_link(staging, [*kept, *plan.units.values()]):
+            # By GNU ld, whose messages diagnosis.py knows.
+            said = _run(ninja, plan, request, staging)
+        elif (
+            not said
+            and quick
+            and not compiler_reads.is_plain_link(staging, [*kept, *plan.units.values()])
+        ):
             plan.flags["ldflags"] = ldflags
             said = _run(ninja, plan, request, staging)
     ahead.join()
-    recorder = compiler_reads.Recorder(request, toolchain.search(request, plan.flags["cflags"]), before)
+    recorder = recording.Recorder(request, toolchain.search(request, plan.flags["cflags"]), before)
     recorders = {source: recorder for source in plan.units}
     for runtime in set(RUNTIMES).intersection(plan.units):
         search = toolchain.search(request, plan.runtime_cflags)
-        recorders[runtime] = compiler_reads.Recorder(request.unit(runtime), search, before)
-    closures, changed = _keep(request, slot, staging, plan, recorders, named["cflags"] | named["cuda_cflags"])
+        recorders[runtime] = recording.Recorder(request.unit(runtime), search, before)
+    closures, changed = _keep(
+        request, slot, staging, plan, recorders, named["cflags"] | named["cuda_cflags"]
+    )
     if said:
         raise _judge(request, slot, said, alone, sources)
     if changed:
         raise changed
     preambles.start(request, slot, plan.flags["cflags"], plan.environment, plan.jobs)
-    linked = compiler_reads.of_link(request, staging, [*kept, *plan.units.values()]) | named["ldflags"]
+    linked = (
+        compiler_reads.of_link(request, staging, [*kept, *plan.units.values()]) | named["ldflags"]
+    )
     linker = toolchain.linker(plan.flags["ldflags"])
     linked |= toolchain.tools(request, plan.flags["ldflags"], linker)
     library = f"{staging}/{os.path.basename(staging)}"
@@ -136,7 +180,8 @@ def _run(ninja: str, plan: Plan, request: Request, staging: str) -> str:
             for line in process.stdout:
                 said.append(line)
                 if request.verbose:
-                    with contextlib.suppress(OSError, ValueError):  # a closed stream must not fail a build
+                    # A closed stream must not fail a build.
+                    with contextlib.suppress(OSError, ValueError):
                         print(line, end="", flush=True)
         except BaseException:
             process.kill()  # the compilers are ended with the private folder
@@ -149,17 +194,19 @@ def _keep(
     slot: str,
     staging: str,
     plan: Plan,
-    recorders: dict[str, compiler_reads.Recorder],
+    recorders: dict[str, recording.Recorder],
     flagged: set[str],
 ) -> tuple[list[closure.Closure], closure.Changed | None]:
-    """Keeps every object that was compiled, even if others failed: (their closures, the Changed of one whose input was
-    saved meanwhile).
+    """Keeps every object that was compiled, even if others failed: (their closures, the Changed of
+    one whose input was saved meanwhile).
 
     recorders   for each source
     flagged     files that the flags name"""
     if not plan.units:
         return [], None
-    tools = toolchain.tools(request, plan.flags["cflags"], "cc1plus", "as") | toolchain.cuda_tools(request)
+    tools = toolchain.tools(request, plan.flags["cflags"], "cc1plus", "as") | toolchain.cuda_tools(
+        request
+    )
     unrun = toolchain.unrun(request, plan.flags["cflags"], "cc1plus", "as")
     log = closure.text_of(f"{staging}/.ninja_log")
     finished = set(re.findall(r"\t([^\t]+)\t\w+$", log, re.MULTILINE))
@@ -206,9 +253,11 @@ def _copy(found: cache.Generation, staging: str) -> str:
 
 
 def progress(staging: str, seconds: float) -> tuple[str, float]:
-    """How far a build in the folder `staging` is after some seconds: (a text, the part that is done, 0 to 1)."""
+    """Return (a line of progress, the finished fraction) of the build in the folder `staging`."""
     targets = re.findall(r"^build (\S+):", closure.text_of(f"{staging}/build.ninja"), re.MULTILINE)
-    built = re.findall(r"^\d+\t\d+\t\d+\t(.+)\t", closure.text_of(f"{staging}/.ninja_log"), re.MULTILINE)
+    built = re.findall(
+        r"^\d+\t\d+\t\d+\t(.+)\t", closure.text_of(f"{staging}/.ninja_log"), re.MULTILINE
+    )
     waiting = [target for target in targets if target not in built]
     name = ""
     if len(waiting) > 1:
@@ -220,7 +269,7 @@ def progress(staging: str, seconds: float) -> tuple[str, float]:
 
 
 def find_ninja() -> str | None:
-    """Path of ninja: on PATH, beside this Python (whose folder need not be on PATH), or in its wheel."""
+    """Return the path of ninja: on PATH, in the folder of this Python, or in its wheel."""
     folders = [sysconfig.get_path("scripts"), os.path.dirname(sys.executable)]
     with contextlib.suppress(ImportError):
         from ninja import BIN_DIR

@@ -1,4 +1,4 @@
-"""Whether CUDA is built, with which toolkit, for which GPUs; found out without initialising CUDA."""
+"""Whether to build for CUDA, with which toolkit, for which GPUs, without initialising CUDA."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import torch
 
 # If nobody says for which GPU: code for A100 and H100, and PTX for anything newer.
 DEFAULT_ARCHES = "8.0;9.0+PTX"
-TARGET = {"aarch64": "sbsa-linux"}.get(os.uname().machine, "x86_64-linux")  # NVIDIA's name for this kind of machine
+# NVIDIA's name for this kind of machine.
+TARGET = {"aarch64": "sbsa-linux"}.get(os.uname().machine, "x86_64-linux")
 
 
 class Choice(SimpleNamespace):
-    """Whether CUDA is built. If it is not, `reason` says why and `fix` is the command that changes it."""
+    """Whether to build for CUDA. If not, `reason` says why, and `fix` is the command that changes
+    it."""
 
     build: bool = False
     reason: str = ""
@@ -31,7 +33,8 @@ class Choice(SimpleNamespace):
 
 
 def choose(needed: bool = False) -> Choice:
-    """Obeys CALCOPS_CUDA; if that is not set, a visible GPU or an explicit TORCH_CUDA_ARCH_LIST asks for CUDA.
+    """Obeys CALCOPS_CUDA; if that is not set, a visible GPU or an explicit TORCH_CUDA_ARCH_LIST
+    asks for CUDA.
 
     needed   there are .cu sources that cannot be left out"""
     switch = os.environ.get("CALCOPS_CUDA", "")
@@ -41,16 +44,26 @@ def choose(needed: bool = False) -> Choice:
     if switch == "0" and not needed:
         return Choice(reason="CALCOPS_CUDA=0 was set", fix="unset CALCOPS_CUDA")
     if torch.version.cuda is None:
-        return Choice(reason="this PyTorch is a CPU build", fix="pip install --force-reinstall torch", fatal=asked)
+        return Choice(
+            reason="this PyTorch is a CPU build",
+            fix="pip install --force-reinstall torch",
+            fatal=asked,
+        )
     arches = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("native", "")
     gpus = visible_gpus()
     if not (asked or gpus or arches):
         return Choice(reason="no GPU was visible", fix="CALCOPS_CUDA=1 python -m calcops_jit build")
     home, version = find_toolkit()
     if not home:
-        have = f"nvcc is CUDA {version}, torch is CUDA {torch.version.cuda}" if version else "no nvcc was found"
+        have = (
+            f"nvcc is CUDA {version}, torch is CUDA {torch.version.cuda}"
+            if version
+            else "no nvcc was found"
+        )
         checkout = os.path.exists(os.path.join(os.path.dirname(__file__), "..", "Makefile"))
-        fix = "make cuda" if checkout else f"pip install 'cuda-toolkit[nvcc]=={torch.version.cuda}.*'"
+        fix = (
+            "make cuda" if checkout else f"pip install 'cuda-toolkit[nvcc]=={torch.version.cuda}.*'"
+        )
         return Choice(reason=have, fix=fix, fatal=asked, gpus=gpus)
     if not (arches or gpus):
         arches = DEFAULT_ARCHES
@@ -58,12 +71,14 @@ def choose(needed: bool = False) -> Choice:
 
 
 def find_toolkit() -> tuple[str, str]:
-    """Finds the first toolkit of torch's major version: (folder, version); if there is none, ("", another version or
-    "")."""
+    """Finds the first toolkit of torch's major version: (folder, version); if there is none, ("",
+    another version or "")."""
     if torch.version.cuda is None:
         return "", ""
     nvcc = shutil.which("nvcc")
-    wheels = os.path.join(os.path.dirname(os.path.dirname(torch.__file__)), "nvidia", "*", "bin", "nvcc")
+    wheels = os.path.join(
+        os.path.dirname(os.path.dirname(torch.__file__)), "nvidia", "*", "bin", "nvcc"
+    )
     candidates = [
         os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"),
         nvcc and os.path.dirname(os.path.dirname(os.path.realpath(nvcc))),
@@ -81,16 +96,23 @@ def find_toolkit() -> tuple[str, str]:
 
 
 def headers(home: str) -> str:
-    """The folder of a toolkit's headers: include, which NVIDIA's packages link to that of the target; conda's have the
-    target's alone."""
+    """The folder of a toolkit's headers: include, which NVIDIA's packages link to that of the
+    target; conda's have the target's alone."""
     of_target = os.path.join(home, "targets", TARGET, "include")
     plain = os.path.join(home, "include")
-    return of_target if os.path.isdir(of_target) and not os.path.exists(f"{plain}/cuda_runtime_api.h") else plain
+    return (
+        of_target
+        if os.path.isdir(of_target) and not os.path.exists(f"{plain}/cuda_runtime_api.h")
+        else plain
+    )
 
 
 def _toolkit_version(home: str) -> str:
     for header in ("cuda_runtime_api.h", "cuda.h"):
-        with contextlib.suppress(OSError), open(os.path.join(headers(home), header), encoding="latin-1") as file:
+        with (
+            contextlib.suppress(OSError),
+            open(os.path.join(headers(home), header), encoding="latin-1") as file,
+        ):
             if found := re.search(r"#define CUDA(?:RT)?_VERSION\s+(\d+)", file.read(32768)):
                 return f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}"
     return ""
@@ -104,7 +126,8 @@ def visible_gpus() -> tuple[str, ...]:
     for file in glob.glob("/proc/driver/nvidia/gpus/*/information"):
         with contextlib.suppress(OSError), open(file, encoding="latin-1") as f:
             names.update(re.findall(r"^Model:\s*(.+?)\s*$", f.read(), re.MULTILINE))
-    return tuple(sorted(names)) or ("GPU",) * os.path.exists("/dev/dxg")  # WSL has no /proc/driver/nvidia
+    # WSL has no /proc/driver/nvidia.
+    return tuple(sorted(names)) or ("GPU",) * os.path.exists("/dev/dxg")
 
 
 def gpu_capabilities() -> list[str]:
@@ -117,7 +140,7 @@ def gpu_capabilities() -> list[str]:
 
 
 def arch_list(choice: Choice) -> str:
-    """TORCH_CUDA_ARCH_LIST for the build: what was asked for, else every GPU of this machine, the newest also as
-    PTX."""
+    """Return TORCH_CUDA_ARCH_LIST for the build: the given one, else every GPU here, the newest
+    also as PTX."""
     here = "" if choice.arches else ";".join(gpu_capabilities())
     return choice.arches or (here + "+PTX" if here else DEFAULT_ARCHES)

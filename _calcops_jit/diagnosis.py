@@ -1,6 +1,7 @@
 """Why something failed: the cause, a line that shows it, and one command that fixes it.
 
-`foresee` finds what can be known before a compiler is started; `judge` knows tools' own words, by causes.txt."""
+`foresee` finds what can be known before a compiler is started; `judge` knows tools' own words, by
+causes.txt."""
 
 from __future__ import annotations
 
@@ -23,15 +24,21 @@ from .closure import text_of
 from .errors import NO_DESCRIPTOR, BuildError, report
 from .request import Request, compiler_words
 
-_DRIVERS = {12: 525, 13: 580}  # CUDA's release notes: the oldest driver for any release of this major version
+# CUDA's release notes: the oldest driver for any release of this major version.
+_DRIVERS = {12: 525, 13: 580}
 
-# g++ and clang print file:line:column: error: ..., nvcc file(line): error: ... or error #20: ...; below it the source
+# g++ and clang print file:line:column: error: ..., nvcc file(line): error: ... or error #20: ...;
+# below it the source
 _COMPILER_ERROR = (
-    r"^(?P<at>[^\s:(][^:(\n]*(?::\d+(?::\d+)?|\(\d+\)))\s*: (?:fatal )?error\s*(?:#[\w-]+)?: .+(?:\n *\d* \| .*){0,4}"
+    r"^(?P<at>[^\s:(][^:(\n]*(?::\d+(?::\d+)?|\(\d+\)))\s*: (?:fatal )?error\s*(?:#[\w-]+)?: .+"
+    r"(?:\n *\d* \| .*){0,4}"
 )
-# What leads from a source to an error in a header: g++'s words before the error, those of g++, clang and nvcc after it,
-# and the includes. The nearest comes first in each.
-_LED_BEFORE = r"^(?P<file>\S.*?):(?P<line>\d+)(?::\d+)?: +(?:recursively required|required|in .constexpr. expansion)"
+# What leads from a source to an error in a header: g++'s words before the error, those of g++,
+# clang and nvcc after it, and the includes. The nearest comes first in each.
+_LED_BEFORE = (
+    r"^(?P<file>\S.*?):(?P<line>\d+)(?::\d+)?: +"
+    r"(?:recursively required|required|in .constexpr. expansion)"
+)
 _LED_AFTER = (
     r"^(?P<file>\S.*?):(?P<line>\d+)(?::\d+)?: note: .*(?:requested here|in expansion of macro)"
     r"|^ +instantiation of .* at line (?P<row>\d+) of (?P<unit>\S+)"
@@ -61,25 +68,30 @@ def explain(what: str, output: str, request: Request, log: str = "") -> BuildErr
     if error := re.search(_COMPILER_ERROR, output, re.MULTILINE):
         return _point_at(what, output, error, request, log)
     noise = (
-        r"\s*$|ninja:|FAILED: |\[\d|Error building|.* -c "  # lines of ninja, which prints the commands, and of torch
+        # Lines of ninja, which prints the commands, and of torch.
+        r"\s*$|ninja:|FAILED: |\[\d|Error building|.* -c "
     )
     last = [line for line in output.splitlines() if not re.match(noise, line)][-6:]
     return report(what, last, f"less {log}" if log else "python -m calcops_jit clean", log)
 
 
 def _point_at(what: str, output: str, error: re.Match, request: Request, log: str) -> BuildError:
-    """The BuildError for a compiler's error: at its line if that is the project's, else at the project's line that led
-    to it."""
+    """The BuildError for a compiler's error: at its line if that is the project's, else at the
+    project's line that led to it."""
     at, evidence = error["at"], error[0].splitlines()
     file = re.split(r"[:(]\d", at)[0]
     if _is_own(file, request):
         fix = f"correct {at}"
         if file.endswith(".c"):
-            fix += f", for it is compiled as C++; or cc -fPIC -c {file}, and pass extra_ldflags=['<the .o>']"
+            fix += f", for it is compiled as C++; or cc -fPIC -c {file}, "
+            fix += "and pass extra_ldflags=['<the .o>']"
         return report(f"{what}: error at {at}", evidence, fix, log)
-    told = re.sub(r"^\S.*/include/(?:c\+\+/[\d.]+/)?", "", evidence[0])  # the path might leave no room for the words
+    # The path might leave no room for the words.
+    told = re.sub(r"^\S.*/include/(?:c\+\+/[\d.]+/)?", "", evidence[0])
     # Up to the diagnosis before it, down to the error after it.
-    before = re.split(r"^.*: (?:error|warning|note): .*$", output[: error.start()], flags=re.MULTILINE)[-1]
+    before = re.split(
+        r"^.*: (?:error|warning|note): .*$", output[: error.start()], flags=re.MULTILINE
+    )[-1]
     after = re.split(r"^.*\berror\b.*: ", output[error.end() :], maxsplit=1, flags=re.MULTILINE)[0]
     for pattern, text in ((_LED_BEFORE, before), (_LED_AFTER, after), (_INCLUDED, before)):
         for found in re.finditer(pattern, text, re.MULTILINE):
@@ -88,14 +100,24 @@ def _point_at(what: str, output: str, error: re.Match, request: Request, log: st
             if _is_own(file, request):
                 source = [*text_of(file).splitlines(), *[""] * int(line)][int(line) - 1]
                 evidence = [told, f"{file}:{line}: led to it", f"  {line} | {source}"]
-                return report(f"{what}: error at {file}:{line}", evidence, f"correct {file}:{line}", log)
+                return report(
+                    f"{what}: error at {file}:{line}", evidence, f"correct {file}:{line}", log
+                )
     return report(f"{what}: error at {at}", evidence, f"less {log}", log)
 
 
 def _is_own(file: str, request: Request) -> bool:
-    """Whether a file is the project's. (The folder of its sources may lie above PyTorch's, or below /usr.)"""
+    """Return True if a file is the project's. The folder of its sources may lie above PyTorch's or
+    below /usr."""
     path, root = os.path.abspath(file), f"{request.root.rstrip('/')}/"
-    others = [request.unfold("@torch"), request.unfold("@loader"), request.cuda.home, sys.prefix, "/usr", "/opt"]
+    others = [
+        request.unfold("@torch"),
+        request.unfold("@loader"),
+        request.cuda.home,
+        sys.prefix,
+        "/usr",
+        "/opt",
+    ]
     above = [f"{folder}/" for folder in others if folder and path.startswith(f"{folder}/")]
     return path.startswith(root) and all(len(folder) < len(root) for folder in above)
 
@@ -108,7 +130,9 @@ def judge(output: str, request: Request) -> Problem | None:
             start = output.rfind("\n", 0, match.start()) + 1
             line = output[start:].partition("\n")[0].strip()
             cause, _, fix = judgement.strip().partition(" -> ")
-            return Problem(cause=cause, evidence=line, fix=fix.format(*match.groups(""), **_words(request)))
+            return Problem(
+                cause=cause, evidence=line, fix=fix.format(*match.groups(""), **_words(request))
+            )
     return None
 
 
@@ -126,7 +150,9 @@ def _words(request: Request) -> dict[str, str]:
         "headers": packages[tool][2],
         "python": sys.executable,
         "standard": next((flag for flag in request.cflags if flag.startswith("-std=")), "-std="),
-        "drop": "take out of extra_cflags:" if request.kind == "foreign" else "unset CALCOPS_CFLAGS; it has",
+        "drop": "take out of extra_cflags:"
+        if request.kind == "foreign"
+        else "unset CALCOPS_CFLAGS; it has",
     }
 
 
@@ -135,7 +161,9 @@ def foresee(request: Request, ninja: str | None) -> Iterator[Problem]:
     compiler, path = request.compiler, request.environment.get("PATH")
     if not path:
         fix = "export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        yield Problem(cause="PATH is not set", evidence="a compiler finds its parts by PATH", fix=fix)
+        yield Problem(
+            cause="PATH is not set", evidence="a compiler finds its parts by PATH", fix=fix
+        )
     if shutil.which(compiler[-1] if len(compiler) == 1 else compiler[0], path=path) is None:
         other = request.environment.get("CXX") and shutil.which("c++", path=path)
         evidence = f"`{compiler[0]}` is not on PATH" + " (CXX names it), but c++ is" * bool(other)
@@ -146,27 +174,48 @@ def foresee(request: Request, ninja: str | None) -> Iterator[Problem]:
         )
     elif not answer(request, *compiler, "--version"):
         yield Problem(
-            cause="the C++ compiler does not run", evidence=f"`{' '.join(compiler)} --version` fails", fix="unset CXX"
+            cause="the C++ compiler does not run",
+            evidence=f"`{' '.join(compiler)} --version` fails",
+            fix="unset CXX",
         )
     for source in request.sources:
         if not os.path.isfile(source):
             fix = f"restore {source}, or load without it in a new process"
-            yield Problem(cause="a source is gone", evidence=f"the source {source} is gone", fix=fix)
+            yield Problem(
+                cause="a source is gone", evidence=f"the source {source} is gone", fix=fix
+            )
         elif re.search(r"\.(?:l?o|obj|a|so[.\d]*)$", source):
             fix = f"take it out of the sources, and pass extra_ldflags=[{source!r}]"
-            yield Problem(cause="an object is no source", evidence=f"{source} is compiled already", fix=fix)
+            yield Problem(
+                cause="an object is no source", evidence=f"{source} is compiled already", fix=fix
+            )
     yield from _foresee_outputs(request)
     if ninja is None:
         evidence = "ninja is neither on PATH nor beside this Python; it runs the compilers"
-        yield Problem(cause="no ninja", evidence=evidence, fix=f"{sys.executable} -m pip install ninja")
-    if (flag := f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch._C._GLIBCXX_USE_CXX11_ABI:d}") in request.cflags:
+        yield Problem(
+            cause="no ninja", evidence=evidence, fix=f"{sys.executable} -m pip install ninja"
+        )
+    if (
+        flag := f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch._C._GLIBCXX_USE_CXX11_ABI:d}"
+    ) in request.cflags:
         evidence = f"{flag} is not what this PyTorch was built with"
-        yield Problem(cause="the C++ ABI is not PyTorch's", evidence=evidence, fix=f"{_words(request)['drop']} {flag}")
-    texts = {source: _code(text_of(source)) for source in request.sources if request.kind == "foreign"}
+        yield Problem(
+            cause="the C++ ABI is not PyTorch's",
+            evidence=evidence,
+            fix=f"{_words(request)['drop']} {flag}",
+        )
+    texts = {
+        source: _code(text_of(source)) for source in request.sources if request.kind == "foreign"
+    }
     for source, text in texts.items():
         if "<torch/extension.h>" in text and not has_headers(request):
-            yield no_headers(f"{source} includes torch/extension.h, which includes Python.h: No such file", request)
-        if "PYBIND11_MODULE" in text and not any("TORCH_LIBRARY" in other for other in texts.values()):
+            yield no_headers(
+                f"{source} includes torch/extension.h, which includes Python.h: No such file",
+                request,
+            )
+        if "PYBIND11_MODULE" in text and not any(
+            "TORCH_LIBRARY" in other for other in texts.values()
+        ):
             fix = "load it with torch.utils.cpp_extension.load, or register with TORCH_LIBRARY"
             evidence = f"{source} has PYBIND11_MODULE and no TORCH_LIBRARY"
             yield Problem(cause="a Python module, not operators", evidence=evidence, fix=fix)
@@ -184,33 +233,50 @@ def _foresee_outputs(request: Request) -> Iterator[Problem]:
         for flag in filter(_OUTPUT.match, flags):
             if option == "extra_ldflags" and flag.startswith("-o"):
                 continue  # the last one counts, which is ours
-            evidence = f"{flag}: which files are compiled and linked, and into what, is the loader's to say"
+            evidence = f"{flag}: which files are compiled and linked, and into what, "
+            evidence += "is the loader's to say"
             fix = f"{_words(request)['drop']} {flag}".replace("extra_cflags", option)
             yield Problem(cause="a flag asks for another output", evidence=evidence, fix=fix)
 
 
 def _code(text: str) -> str:
     """A C++ source without its comments."""
-    return re.sub(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")', lambda match: match[1] or " ", text, flags=re.DOTALL)
+    return re.sub(
+        r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")',
+        lambda match: match[1] or " ",
+        text,
+        flags=re.DOTALL,
+    )
 
 
 def _foresee_cuda(request: Request) -> Iterator[Problem]:
     nvcc = f"{request.cuda.home}/bin/nvcc"
-    known = [int(number) / 10 for number in re.findall(r"compute_(\d+)", answer(request, nvcc, "--list-gpu-arch"))]
+    known = [
+        int(number) / 10
+        for number in re.findall(r"compute_(\d+)", answer(request, nvcc, "--list-gpu-arch"))
+    ]
     for arch in map(float, re.findall(r"\d+\.\d", cuda.arch_list(request.cuda))):
         if known and arch not in known:
             nearest = max((k for k in known if k < arch), default=min(known))
             has = f"it has {min(known)} to {max(known)}; take {nearest}"
             evidence = f"{nvcc}: unsupported gpu architecture {arch}, {has}"
             fix = f"export TORCH_CUDA_ARCH_LIST={nearest}+PTX"
-            yield Problem(cause="this nvcc does not know the GPU architecture", evidence=evidence, fix=fix)
+            yield Problem(
+                cause="this nvcc does not know the GPU architecture", evidence=evidence, fix=fix
+            )
     host = compiler_words(request.environment, "CC", "gcc")[
         0
     ]  # torch gives nvcc what CC names; by itself nvcc takes gcc
-    have = re.search(r"__GNUC__ (\d+)", macros := answer(request, host, "-dM", "-E", "-x", "c++", os.devnull))
-    limit = re.search(r"__GNUC__ > (\d+)", text_of(f"{cuda.headers(request.cuda.home)}/crt/host_config.h"))
+    have = re.search(
+        r"__GNUC__ (\d+)", macros := answer(request, host, "-dM", "-E", "-x", "c++", os.devnull)
+    )
+    limit = re.search(
+        r"__GNUC__ > (\d+)", text_of(f"{cuda.headers(request.cuda.home)}/crt/host_config.h")
+    )
     if limit and have and int(have[1]) > int(limit[1]) and "__clang__" not in macros:
-        evidence = f"{nvcc}: gcc versions later than {limit[1]} are not supported; {host} is {have[1]}"
+        evidence = (
+            f"{nvcc}: gcc versions later than {limit[1]} are not supported; {host} is {have[1]}"
+        )
         fix = f"export CC=gcc-{limit[1]} CXX=g++-{limit[1]}"
         yield Problem(cause="the C++ compiler is too new for this nvcc", evidence=evidence, fix=fix)
 
@@ -224,7 +290,8 @@ def old_driver(request: Request) -> Problem | None:
         return None
     runs = f"{version.value // 1000}.{version.value % 1000 // 10}"
     oldest = _DRIVERS.get(needed, max(_DRIVERS.values()))
-    evidence = f"CUDA {torch.version.cuda} of PyTorch needs driver {oldest} or newer; this one runs CUDA {runs}"
+    evidence = f"CUDA {torch.version.cuda} of PyTorch needs driver {oldest} or newer; "
+    evidence += f"this one runs CUDA {runs}"
     fix = f"{_words(request)['install']} nvidia-driver-{oldest}"
     return Problem(cause="the NVIDIA driver is too old", evidence=evidence, fix=fix)
 
@@ -232,18 +299,30 @@ def old_driver(request: Request) -> Problem | None:
 def has_headers(request: Request) -> bool:
     """Whether the compiler finds Python.h."""
     named = [*request.environment.get("CPATH", "").split(":"), *request.include_paths]
-    return any(os.path.exists(f"{f}/Python.h") for f in [sysconfig.get_path("include", "posix_prefix"), *named])
+    return any(
+        os.path.exists(f"{f}/Python.h")
+        for f in [sysconfig.get_path("include", "posix_prefix"), *named]
+    )
 
 
 def no_headers(evidence: str, request: Request) -> Problem:
     return Problem(
-        cause="Python's headers are missing", evidence=evidence, fix="{install} {headers}".format(**_words(request))
+        cause="Python's headers are missing",
+        evidence=evidence,
+        fix="{install} {headers}".format(**_words(request)),
     )
 
 
 def answer(request: Request, *command: str) -> str:
-    """What a command prints in the environment of a request; "" if it fails. OSError: no descriptor is left."""
-    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
+    """Return what a command prints in the environment of a request; "" if it fails.
+
+    Raises OSError if no descriptor is left."""
+    options = {
+        "stdin": subprocess.DEVNULL,
+        "capture_output": True,
+        "encoding": "utf-8",
+        "errors": "replace",
+    }
     try:
         return subprocess.run(command, check=True, env=request.environment, **options).stdout
     except subprocess.CalledProcessError:

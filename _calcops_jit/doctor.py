@@ -37,20 +37,28 @@ def examine() -> Iterator[Finding]:
     failures = list(diagnosis.foresee(request, ninja))
     notes = [diagnosis.old_driver(request)]
     if not diagnosis.has_headers(request):
-        notes.append(diagnosis.no_headers("sources with torch/extension.h include Python.h", request))
+        notes.append(
+            diagnosis.no_headers("sources with torch/extension.h include Python.h", request)
+        )
     for problem in [*failures, *filter(None, notes)]:
         verdict = "fail" if problem in failures else "note"
-        yield Finding(what=problem.cause, verdict=verdict, evidence=problem.evidence, fix=problem.fix)
+        yield Finding(
+            what=problem.cause, verdict=verdict, evidence=problem.evidence, fix=problem.fix
+        )
     if not failures:
         version = diagnosis.answer(request, *request.compiler, "--version")
         yield Finding(what="C++ compiler", verdict="ok", evidence=version.partition("\n")[0])
         yield Finding(what="ninja", verdict="ok", evidence=ninja)
     if request.cuda.build:
-        found = f"{request.cuda.home}, CUDA {request.cuda.version}, for {cuda.arch_list(request.cuda)}"
+        found = (
+            f"{request.cuda.home}, CUDA {request.cuda.version}, for {cuda.arch_list(request.cuda)}"
+        )
         yield Finding(what="CUDA", verdict="ok", evidence=found)
     else:
         verdict = "fail" if request.cuda.fatal else "note"
-        yield Finding(what="CUDA", verdict=verdict, evidence=request.cuda.reason, fix=request.cuda.fix)
+        yield Finding(
+            what="CUDA", verdict=verdict, evidence=request.cuda.reason, fix=request.cuda.fix
+        )
     yield _cache()
     for problem in places.unreadable():
         yield Finding(
@@ -59,17 +67,26 @@ def examine() -> Iterator[Finding]:
             evidence=problem,
             fix="chmod -R go+rX it, or take it out of CALCOPS_CACHE_READONLY",
         )
-    yield Finding(what="compilers at once", verdict="ok", evidence=os.environ.get("MAX_JOBS") or str(jobs.number()))
+    yield Finding(
+        what="compilers at once",
+        verdict="ok",
+        evidence=os.environ.get("MAX_JOBS") or str(jobs.number()),
+    )
     reasons: list[str] = []
     if library := cache.find(request, reasons) or prebuilt.find(request, reasons):
         yield Finding(what="operators", verdict="ok", evidence=library.path)
     else:
         yield Finding(
-            what="operators", verdict="note", evidence=[*reasons, "not built yet"][0], fix="python -m calcops_jit build"
+            what="operators",
+            verdict="note",
+            evidence=[*reasons, "not built yet"][0],
+            fix="python -m calcops_jit build",
         )
 
 
-def _supported(what: str, version: str, oldest: tuple[int, int], newest: tuple[int, int]) -> Finding:
+def _supported(
+    what: str, version: str, oldest: tuple[int, int], newest: tuple[int, int]
+) -> Finding:
     if oldest <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= newest:
         return Finding(what=what, verdict="ok", evidence=version)
     return Finding(
@@ -83,7 +100,8 @@ def _supported(what: str, version: str, oldest: tuple[int, int], newest: tuple[i
 def _processor() -> Finding:
     if isa():
         return Finding(what="processor", verdict="ok", evidence=f"{MACHINE}, {processor_flag()}")
-    evidence = f"{MACHINE}; /proc/cpuinfo does not say which, as in some emulators: {processor_flag()} builds for any"
+    evidence = f"{MACHINE}; /proc/cpuinfo does not say which, as in some emulators: "
+    evidence += f"{processor_flag()} builds for any"
     fix = f"export CALCOPS_CFLAGS={processor_flag('<its name>')}"
     return Finding(what="processor", verdict="note", evidence=evidence, fix=fix)
 

@@ -19,9 +19,11 @@ class BuildError(RuntimeError):
 
 
 def report(what: str, evidence: list[str], fix: str, log: str = "") -> BuildError:
-    """Gives every BuildError its form: what failed and why, lines that show it, one command that fixes it, the log."""
+    """Make a BuildError: what failed, lines that show it, a command that fixes it, the log."""
     tail = [f"  fix: {fix}"] if fix else []
     if log:
         tail.append(f"  log: {log}")
     room = _MAX_LINES - 1 - len(tail)
-    return BuildError("\n".join([what, *(f"  {line.rstrip()[:200]}" for line in evidence[:room]), *tail]))
+    return BuildError(
+        "\n".join([what, *(f"  {line.rstrip()[:200]}" for line in evidence[:room]), *tail])
+    )

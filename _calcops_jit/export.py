@@ -1,4 +1,5 @@
-"""A folder with the built operators, for machines without a compiler: python -m calcops_jit export."""
+"""`python -m calcops_jit export`: a folder with the built operators, for machines without a
+compiler."""
 
 from __future__ import annotations
 
@@ -22,24 +23,42 @@ _TEXTS = {  # {file in the folder: template in this package}
     "lib/pkgconfig/calcops.pc": "host/calcops.pc",
     "lib/cmake/calcops/calcops-config.cmake": "host/calcops-config.cmake",
 }
-# Macros of the extensions that a compiler may use by itself, and the kernel's names where these differ. SSE3, for the
-# kernel "pni", comes with SSSE3 or AVX.
-_INSTRUCTIONS = r"#define __((?:SSE(?!3)|SSSE|AVX(?!10)|FMA|BMI|F16C|LZCNT|MOVBE|POPCNT)\w*?)(?<!_MATH)__ 1"
+# Macros of the extensions that a compiler may use by itself, and the kernel's names where these
+# differ. SSE3, for the kernel "pni", comes with SSSE3 or AVX.
+_INSTRUCTIONS = (
+    r"#define __((?:SSE(?!3)|SSSE|AVX(?!10)|FMA|BMI|F16C|LZCNT|MOVBE|POPCNT)\w*?)(?<!_MATH)__ 1"
+)
 _IN_CPUINFO = {"bmi": "bmi1", "lzcnt": "abm"}
 # The same on ARM, where the macros begin with __ARM_FEATURE_ or, that of NEON, with __ARM_.
 _ARM_IN_CPUINFO = {
-    **{"NEON": "asimd", "QRDMX": "asimdrdm", "DOTPROD": "asimddp", "FP16_FML": "asimdfhm", "COMPLEX": "fcma"},
-    **{"FP16_SCALAR_ARITHMETIC": "fphp", "FP16_VECTOR_ARITHMETIC": "asimdhp", "BF16_VECTOR_ARITHMETIC": "bf16"},
+    **{
+        "NEON": "asimd",
+        "QRDMX": "asimdrdm",
+        "DOTPROD": "asimddp",
+        "FP16_FML": "asimdfhm",
+        "COMPLEX": "fcma",
+    },
+    **{
+        "FP16_SCALAR_ARITHMETIC": "fphp",
+        "FP16_VECTOR_ARITHMETIC": "asimdhp",
+        "BF16_VECTOR_ARITHMETIC": "bf16",
+    },
     **{"JCVT": "jscvt", "RCPC": "lrcpc", "MATMUL_INT8": "i8mm"},
     **{"SVE2_BITPERM": "svebitperm", "SVE_MATMUL_INT8": "svei8mm", "SVE_BF16": "svebf16"},
-    **{word.upper(): word for word in "atomics crc32 rng aes sha2 sha3 sha512 frint sve sve2 mops cssc".split()},
+    **{
+        word.upper(): word
+        for word in "atomics crc32 rng aes sha2 sha3 sha512 frint sve sve2 mops cssc".split()
+    },
 }
 # What nearly every machine of a kind can run, and what every one can.
-_USUAL, _LEAST = ("armv8.2-a", "armv8-a") if request.MACHINE == "aarch64" else ("x86-64-v3", "x86-64-v2")
+_USUAL, _LEAST = (
+    ("armv8.2-a", "armv8-a") if request.MACHINE == "aarch64" else ("x86-64-v3", "x86-64-v2")
+)
 
 
 def write(folder: str, isa: str) -> None:
-    """Writes the folder, after building for `isa`, which request.processor_flag() takes, if need be.
+    """Writes the folder, after building for `isa`, which request.processor_flag() takes, if need
+    be.
 
     BuildError: this machine could not run that."""
     wanted = recipes.own(isa=isa)
@@ -58,7 +77,8 @@ def write(folder: str, isa: str) -> None:
         "cuda": wanted.cuda.version,
         "sha256": hashlib.sha256(data).hexdigest(),
         "operators": {
-            name: [*handle._qualified_op_name.split("::"), handle.__doc__] for name, handle in built.operators.items()
+            name: [*handle._qualified_op_name.split("::"), handle.__doc__]
+            for name, handle in built.operators.items()
         },
     }
     words = {
@@ -79,13 +99,17 @@ def write(folder: str, isa: str) -> None:
 
 
 def _instructions(wanted: request.Request) -> list[str]:
-    """The instruction-set extensions that the compiler may use by itself, by its own macros: any flag may turn one
-    on."""
+    """The instruction-set extensions that the compiler may use by itself, by its own macros: any
+    flag may turn one on."""
     flags = [flag for flag in wanted.cflags if flag.startswith("-m")]
     asked = [*request.compiler_words(), *flags, "-dM", "-E", "-x", "c++", os.devnull]
     answer = subprocess.run(asked, capture_output=True, text=True)
     if answer.returncode != 0:
-        raise report(f"cannot export with {' '.join(flags)}", answer.stderr.splitlines()[:2], f"--isa {_USUAL}")
+        raise report(
+            f"cannot export with {' '.join(flags)}",
+            answer.stderr.splitlines()[:2],
+            f"--isa {_USUAL}",
+        )
     if request.MACHINE == "aarch64":
         macros = re.findall(r"#define __ARM_(?:FEATURE_)?(\w+) 1", answer.stdout)
         return sorted({_ARM_IN_CPUINFO[name] for name in macros if name in _ARM_IN_CPUINFO})

@@ -1,4 +1,4 @@
-"""torch.ops handles, with the documentation of the operators' headers, which can be pickled and copied."""
+"""torch.ops handles that have documentation and can be pickled and copied."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def registered() -> set[str]:
 
 
 def documentation(root: str) -> dict[str, str]:
-    """{operator: text} from the `///` blocks in root/*/*.h and *.cpp: a first line `/// namespace::name`, then the
-    text."""
+    """{operator: text} from the `///` blocks in root/*/*.h and *.cpp: a first line `///
+    namespace::name`, then the text."""
     texts = {}
     for source in sorted([*glob.glob(f"{root}/*/*.h"), *glob.glob(f"{root}/*/*.cpp")]):
         if not os.path.isfile(source):  # a folder, or a link to nothing
@@ -57,13 +57,16 @@ def packet(name: str):
 def missing(what: str, there: Iterable[str]) -> AttributeError:
     """The error for an operator that does not exist; it says which do."""
     evidence = "there are: " + ", ".join(sorted(name for name in there if not name.startswith("_")))
-    return AttributeError(str(report(what, [evidence], "call one of these, or register it with TORCH_LIBRARY")))
+    return AttributeError(
+        str(report(what, [evidence], "call one of these, or register it with TORCH_LIBRARY"))
+    )
 
 
 def handles(described: dict[str, str], home) -> dict[str, torch._ops.OpOverloadPacket]:
-    """{name: torch.ops handle} of the operators without a leading underscore. Of two with one name, the first one's.
+    """{name: torch.ops handle} of the operators without a leading underscore. Of two with one name,
+    the first one's.
 
-    home   the Library whose attributes they are when they are pickled; None: the module calcops_jit"""
+    home   the Library whose attributes they are when pickled; None: the module calcops_jit"""
     found = {}
     for name, text in described.items():
         short = name.rpartition("::")[2]
@@ -76,14 +79,20 @@ def handles(described: dict[str, str], home) -> dict[str, torch._ops.OpOverloadP
 
 
 def _signature(handle: torch._ops.OpOverloadPacket) -> inspect.Signature | None:
-    """The schema's arguments for inspect.signature and an editor; None where overloads take different ones."""
+    """Return the schema's arguments for inspect.signature; None if overloads differ."""
     overloads = handle.overloads()
     if len(overloads) != 1:
         return None
     parameters = []
     for argument in getattr(handle, overloads[0])._schema.arguments:
-        kind = inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
-        default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
+        kind = (
+            inspect.Parameter.KEYWORD_ONLY
+            if argument.kwarg_only
+            else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        )
+        default = (
+            argument.default_value if argument.has_default_value() else inspect.Parameter.empty
+        )
         parameters.append(inspect.Parameter(argument.name, kind, default=default))
     return inspect.Signature(parameters)
 
@@ -109,5 +118,9 @@ def _reduce(handle: torch._ops.OpOverloadPacket | torch._ops.OpOverload):
 
 
 # PyTorch's own handles cannot be pickled, and copy.copy() of one never returns.
-for _kind in (torch._ops.OpOverloadPacket, torch._ops.OpOverload, *torch._ops.OpOverload.__subclasses__()):
+for _kind in (
+    torch._ops.OpOverloadPacket,
+    torch._ops.OpOverload,
+    *torch._ops.OpOverload.__subclasses__(),
+):
     copyreg.pickle(_kind, _reduce)

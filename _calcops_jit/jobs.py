@@ -13,8 +13,7 @@ _MEMORY = 2e9  # bytes that one compiler may need, with torch/extension.h
 
 
 def number(environment: Mapping[str, str] = os.environ) -> int:
-    """The number of compilers: MAX_JOBS, or as many as there are processors and memory for, within the control
-    groups."""
+    """Return how many compilers may run: MAX_JOBS, or what processors and memory allow."""
     if (asked := environment.get("MAX_JOBS", "")).isdigit() and int(asked) > 0:
         return int(asked)
     processors, free = cgroup_limits()
@@ -23,13 +22,16 @@ def number(environment: Mapping[str, str] = os.environ) -> int:
     return max(1, int(min(len(os.sched_getaffinity(0)), processors, free / _MEMORY, 1024)))
 
 
-def cgroup_limits(mounted: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> tuple[float, float]:
-    """(processors, bytes of memory) that the control groups (version 2) leave to this process; inf: no limit."""
+def cgroup_limits(
+    mounted: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup"
+) -> tuple[float, float]:
+    """Return (processors, bytes of memory) that control groups (version 2) leave; inf: no limit."""
     processors = free = float("inf")
     for line in text_of(own).splitlines():
         _, _, group = line.split(":", 2)
         parts = [part for part in group.split("/") if part]
-        for depth in range(len(parts) + 1):  # every group above limits, too; a container sees only some of them
+        # Every group above limits, too; a container sees only some of them.
+        for depth in range(len(parts) + 1):
             folder = "/".join([mounted, *parts[:depth]])
             if quota := _numbers(f"{folder}/cpu.max"):
                 processors = min(processors, quota[0] / quota[1])

@@ -1,4 +1,4 @@
-"""The libraries of this process: found in the cache, or built there once however many processes ask, and exchanged."""
+"""The libraries of this process: found in the cache or built there, loaded, and exchanged."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from .request import Request
 
 
 class Library:
-    """A loaded library. Its operators, torch.ops handles, are attributes and in the dictionary `operators`; `path` is
-    its file, and so is os.fspath(library). (Operators named `path` or `operators` take precedence as attributes.)
+    """A loaded library. Its operators, torch.ops handles, are attributes and in the dictionary
+    `operators`; `path` is its file, and so is os.fspath(library). (Operators named `path` or
+    `operators` take precedence as attributes.)
 
-    reload() changes it in place: the handles stay, and call the new kernels. A copy is the same object; unpickling one
-    loads its sources."""
+    reload() changes it in place: the handles stay, and call the new kernels. A copy is the same
+    object; unpickling one loads its sources."""
 
     path: str
     operators: dict[str, torch._ops.OpOverloadPacket]
@@ -79,20 +80,25 @@ class Live:
 
     @property
     def at_once(self) -> set[str]:
-        """Operators that the library registered by itself when it was loaded, and that cannot be exchanged."""
-        return self._described.keys() - self._generations[self.digest].schemas if self.digest else set()
+        """Operators that the library registered while it was loaded. They cannot be exchanged."""
+        return (
+            self._described.keys() - self._generations[self.digest].schemas
+            if self.digest
+            else set()
+        )
 
     def knows(self, digest: str) -> bool:
         return digest in self._generations
 
     def link(self, request: Request, generation: cache.Generation) -> Registration:
-        """Loads a generation into the process, where nothing calls it yet. BuildError: it cannot replace the present
-        one."""
+        """Loads a generation into the process, where nothing calls it yet. BuildError: it cannot
+        replace the present one."""
         if registration := self._generations.get(generation.manifest.digest):
             os.close(generation.fd)
             return registration
         if at_once := self.at_once:
-            evidence = f"{sorted(at_once)[0]} was registered without torch/library.h, by STABLE_TORCH_LIBRARY perhaps"
+            evidence = f"{sorted(at_once)[0]} was registered without torch/library.h, "
+            evidence += "by STABLE_TORCH_LIBRARY perhaps"
             raise report(f"cannot reload {request.name}", [evidence], "restart Python")
         library = loading.link_in(generation.path, generation.fd, request)
         registration = Registration(request.name, request.root, library)
@@ -114,12 +120,14 @@ class Live:
 
 _loaded: list[Live] = []
 _one_at_a_time = threading.RLock()
-# In a forked child, the thread that holds it may not exist. (The standard library's locks do the same.)
+# In a forked child, the thread that holds it may not exist. (The standard library's locks do the
+# same.)
 os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)
 
 
 def obtain(request: Request, build: bool = True) -> Library | None:
-    """Loads the library for a request, after building it if need be. None: it is not built, and `build` is False."""
+    """Load the library for a request, building it if need be; None if not built and `build` is
+    False."""
     with _one_at_a_time:
         reasons: list[str] = []
         refusals: list[str] = []
@@ -130,12 +138,17 @@ def obtain(request: Request, build: bool = True) -> Library | None:
 
                 brought = prebuilt.find(request, refusals)
         except OSError as error:
-            raise report(f"cannot load {request.name}", [str(error)], "ulimit -n $(ulimit -H -n)") from None
+            raise report(
+                f"cannot load {request.name}", [str(error)], "ulimit -n $(ulimit -H -n)"
+            ) from None
         if found:
             if not request.tools and request.environment.get("CXX"):
                 from .progress import say
 
-                say(f"CXX={request.environment['CXX']} is no compiler here: {request.name} is what another one built")
+                say(
+                    f"CXX={request.environment['CXX']} is no compiler here: "
+                    f"{request.name} is what another one built"
+                )
             return _load(request, found)
         if brought:
             try:
@@ -149,11 +162,15 @@ def obtain(request: Request, build: bool = True) -> Library | None:
         for why in refusals:
             from .progress import say
 
-            say(f"building {request.name} from its sources; what the wheel brings does not fit: {why}")
+            say(
+                f"building {request.name} from its sources; "
+                f"what the wheel brings does not fit: {why}"
+            )
         try:
             return _build(request, reasons)
         except KeyboardInterrupt as stop:
-            raise stop.with_traceback(None) from None  # whoever pressed Ctrl-C does not ask where that was
+            # Whoever pressed Ctrl-C does not ask where that was.
+            raise stop.with_traceback(None) from None
 
 
 def reload(again: Callable[[Request], Request]) -> list[str]:
@@ -161,8 +178,8 @@ def reload(again: Callable[[Request], Request]) -> list[str]:
 
     again   gives a request in the present environment
 
-    BuildError, or another error such as that of a CXX without its closing quotation mark: the first of those that
-    failed; the others are exchanged."""
+    BuildError, or another error such as that of a CXX without its closing quotation mark: the first
+    of those that failed; the others are exchanged."""
     with _one_at_a_time:
         before = [(live, live.digest) for live in _loaded]
         failure = None
@@ -181,13 +198,17 @@ def project_files() -> set[str]:
     found = set()
     for live in list(_loaded):
         request = live.request
-        found |= {request.root, *map(os.path.dirname, request.sources), *live.closure.own_files(request)}
+        found |= {
+            request.root,
+            *map(os.path.dirname, request.sources),
+            *live.closure.own_files(request),
+        }
     return found
 
 
 def _live(request: Request) -> Live:
-    """The loaded library that a request is for, or a new one. A library is known by its name and where it comes
-    from."""
+    """Return the loaded library of a request, or a new one. Name and place of the sources identify
+    it."""
     for live in _loaded:
         if live.request.name == request.name and _origin(live.request) & _origin(request):
             return live
@@ -195,7 +216,8 @@ def _live(request: Request) -> Live:
 
 
 def _origin(request: Request) -> set[str]:
-    """What tells where a library comes from: its folder and sources, also by the given names, which may be links."""
+    """Return what identifies a library: its folder and sources, also by given names, which may be
+    links."""
     return {request.root, *request.sources, *(request.given[0] if request.given else ())}
 
 
@@ -217,13 +239,17 @@ def _build(request: Request, reasons: list[str]) -> Library:
     from .progress import Progress, say
 
     if request.cuda.fatal:
-        raise report(f"cannot build {request.name} for CUDA", [request.cuda.reason], request.cuda.fix)
+        raise report(
+            f"cannot build {request.name} for CUDA", [request.cuda.reason], request.cuda.fix
+        )
     for problem in places.unreadable():
         say(problem)
     try:
         slot, problem = cache.writable_slot(request)
     except OSError as error:
-        raise explain(f"cannot build {request.name}", f"no folder can be written: {error}", request) from None
+        raise explain(
+            f"cannot build {request.name}", f"no folder can be written: {error}", request
+        ) from None
     if problem:
         say(f"cannot write {problem}; using {slot} (set CALCOPS_CACHE to choose)")
 
@@ -246,8 +272,8 @@ def _build(request: Request, reasons: list[str]) -> Library:
 
 
 def compile_and(publish: Callable, request: Request, slot: str, reasons: Sequence[str] = ()):
-    """Compiles a library in a private folder of its slot; gives what publish(request, slot, folder, built, closure)
-    gives."""
+    """Compiles a library in a private folder of its slot; gives what publish(request, slot, folder,
+    built, closure) gives."""
     from . import cache_size, compiler, staging
     from .progress import Progress, say
 
@@ -265,7 +291,10 @@ def compile_and(publish: Callable, request: Request, slot: str, reasons: Sequenc
                     continue  # a source was saved while it was compiled
                 except compiler.OutOfMemory:
                     alone = True
-                    say("a compiler was killed, most likely for lack of memory: trying again with one at a time")
+                    say(
+                        "a compiler was killed, most likely for lack of memory: "
+                        "trying again with one at a time"
+                    )
                     continue
                 first = _live(request) not in _loaded
                 published = publish(request, slot, folder, built, closure)
@@ -278,8 +307,8 @@ def compile_and(publish: Callable, request: Request, slot: str, reasons: Sequenc
 
 
 def _publish(request: Request, slot: str, folder: str, built: str, closure: Closure) -> Library:
-    # It is loaded from where it will stay, before anybody else finds it: what cannot be loaded is not kept, and only a
-    # loaded library tells which operators it registers.
+    # It is loaded from where it will stay, before anybody else finds it: what cannot be loaded is
+    # not kept, and only a loaded library tells which operators it registers.
     from . import trial
 
     live = _live(request)
@@ -309,9 +338,15 @@ def _tell_what_is_missing(request: Request, registration: Registration, at_once:
         try:
             handles.packet(name)
         except AttributeError:
-            say(f'{name} has a kernel in {request.name} and no schema: m.def("{name.partition("::")[2]}(...) -> ...")')
+            say(
+                f"{name} has a kernel in {request.name} and no schema: "
+                f'm.def("{name.partition("::")[2]}(...) -> ...")'
+            )
     if registration.names() or at_once:
         return
-    if any(re.search(r"#\s*include\s*<(?:torch|ATen|calcops)/", text_of(source)) for source in request.sources):
+    if any(
+        re.search(r"#\s*include\s*<(?:torch|ATen|calcops)/", text_of(source))
+        for source in request.sources
+    ):
         how = "TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) does, or a calcops::Contract"
         say(f"{request.name} registers no operators: {how}")

@@ -13,10 +13,11 @@ from .request import Request
 
 
 def link_in(path: str, fd: int, request: Request) -> ctypes.CDLL:
-    """Loads the open file `fd`, whose bytes were verified; under the name `path` if the file is still there, because
-    debuggers and profilers open what is mapped by its name.
+    """Loads the open file `fd`, whose bytes were verified; under the name `path` if the file is
+    still there, because debuggers and profilers open what is mapped by its name.
 
-    The descriptor stays open: its lock says that the file is in use. BuildError: the library cannot be loaded."""
+    The descriptor stays open: its lock says that the file is in use. BuildError: the library cannot
+    be loaded."""
     try:
         if "$" not in path and _lies_at(path, fd):  # dlopen would expand $ORIGIN
             library = _open(path, fd)
@@ -31,7 +32,8 @@ def link_in(path: str, fd: int, request: Request) -> ctypes.CDLL:
     raise explain(f"cannot load {request.name}.so", message, request)
 
 
-# {name: the file that glibc has for it}. For a name that it has seen, glibc does not look at the disk again.
+# {name: the file that glibc has for it}. For a name that it has seen, glibc does not look at the
+# disk again.
 _seen: dict[str, tuple[int, int]] = {}
 
 
@@ -47,7 +49,7 @@ def _identity(file: int | str) -> tuple[int, int]:
 
 
 def _name_of(fd: int) -> str:
-    """A name of a descriptor that any process can open and that glibc has not seen for another file."""
+    """Return a name for a descriptor that glibc has not seen for another file."""
     name = f"/proc/{os.getpid()}/fd/{fd}"
     if _seen.get(name, _identity(fd)) == _identity(fd):
         return name

@@ -13,8 +13,8 @@ from . import cache, library, recipes, staging
 from .closure import digest
 from .errors import BuildError
 
-# A folder of this process, as two notebooks may use the same name. The cache's keys name no folder, so the cell is
-# found there after a restart.
+# A folder of this process, as two notebooks may use the same name. The cache's keys name no folder,
+# so the cell is found there after a restart.
 _folder = staging.make(os.path.realpath(tempfile.gettempdir()), f"calcops-cells-{os.getuid()}")
 _OPTIONS = {  # of load, and what a cell has instead
     "extra_include_paths": "--cflags=-I...",
@@ -26,16 +26,23 @@ _live: dict[str, str] = {}  # {source: the text of the cell whose operators are 
 
 
 @magic_arguments()
-@argument("name", help="of the library, and TORCH_EXTENSION_NAME; a later cell of this name takes its place")
+@argument(
+    "name",
+    help="of the library, and TORCH_EXTENSION_NAME; a later cell of this name takes its place",
+)
 @argument("--cuda", action="store_true", help="the cell is CUDA")
-@argument("--cflags", default="", help="more flags for the compiler, nvcc with --cuda: --cflags='-O2 -g'")
+@argument(
+    "--cflags", default="", help="more flags for the compiler, nvcc with --cuda: --cflags='-O2 -g'"
+)
 @argument("--ldflags", default="", help="more flags for the linker")
 @argument("--verbose", action="store_true", help="show what ninja runs")
 def operator(line: str, cell: str) -> None:
-    """Builds the cell as calcops_jit.load does a file, and gives the notebook the operators that it registers.
+    """Builds the cell as calcops_jit.load does a file, and gives the notebook the operators that it
+    registers.
 
-    Edit it and run it again: whatever calls its operators calls the new ones from then on. A cell that cannot be built
-    and a changed schema leave everything as it was. Errors count the lines from the one below %%operator.
+    Edit it and run it again: whatever calls its operators calls the new ones from then on. A cell
+    that cannot be built and a changed schema leave everything as it was. Errors count the lines
+    from the one below %%operator.
     """
     options = operator.parser.parse_args(shlex.split(line))
     folder = f"{_folder}/{digest(options.name.encode())}"
@@ -44,7 +51,12 @@ def operator(line: str, cell: str) -> None:
     cache.write_whole(source, cell.encode())
     # Headers beside the notebook are found. (nvcc knows no -iquote.)
     beside = [f"-I{os.getcwd()}"] if options.cuda else ["-iquote", os.getcwd()]
-    flags = {"extra_cuda_cflags" if options.cuda else "extra_cflags": [*beside, *shlex.split(options.cflags)]}
+    flags = {
+        "extra_cuda_cflags" if options.cuda else "extra_cflags": [
+            *beside,
+            *shlex.split(options.cflags),
+        ]
+    }
     flags |= {"extra_ldflags": shlex.split(options.ldflags), "verbose": options.verbose}
     try:
         built = library.obtain(recipes.foreign(options.name, source, **flags))

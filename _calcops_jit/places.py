@@ -13,8 +13,8 @@ os.register_at_fork(after_in_child=_of_this_process.clear)
 
 
 def folders() -> list[str]:
-    """Folders in which libraries are looked for and, in the first that can be written, built: the user's, then
-    fallbacks."""
+    """Folders in which libraries are looked for and, in the first that can be written, built: the
+    user's, then fallbacks."""
     found = []
     if named := os.environ.get("CALCOPS_CACHE"):
         found.append(_place(named))
@@ -23,7 +23,8 @@ def folders() -> list[str]:
         base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
         if os.path.isabs(base):  # "~" is not expanded without HOME and a passwd entry
             found.append(os.path.join(base, "calcops"))
-    if not os.path.lexists(fallback()) or is_ours(os.lstat(fallback())):  # anybody may have made it in /tmp
+    # Anybody may have made it in /tmp.
+    if not os.path.lexists(fallback()) or is_ours(os.lstat(fallback())):
         found.append(fallback())
     return found + _of_this_process
 
@@ -47,7 +48,7 @@ def fallback() -> str:
 
 
 def shared_folders() -> list[str]:
-    """Caches that are only read, such as an administrator's for all users. They are looked into last."""
+    """Return the read-only caches, such as an administrator's. They are searched last."""
     return [_place(f) for f in os.environ.get("CALCOPS_CACHE_READONLY", "").split(":") if f]
 
 
@@ -78,5 +79,7 @@ def unreadable() -> list[str]:
             for slot in slots(folder):
                 os.listdir(slot)
         except OSError as error:
-            problems.append(f"cannot read {error.filename}: {error.strerror} (CALCOPS_CACHE_READONLY lists it)")
+            problems.append(
+                f"cannot read {error.filename}: {error.strerror} (CALCOPS_CACHE_READONLY lists it)"
+            )
     return problems

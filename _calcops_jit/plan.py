@@ -1,4 +1,4 @@
-"""The commands of a build, for ninja: one compiles each unit and one links, with the flags that torch would use."""
+"""The commands of a build, for ninja: one for each unit and one to link, with torch's flags."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ rule link
 """
 
 
-# GCC collects garbage to keep its heap small, which takes a good part of its time on PyTorch's headers.
+# GCC collects garbage to keep its heap small, which takes a good part of its time on PyTorch's
+# headers.
 _NO_COLLECTOR = "--param=ggc-min-heapsize=1048576 "
 
 
@@ -37,7 +38,8 @@ class Plan(SimpleNamespace):
 
     units: dict[str, str]  # {source: object}
     kept: list[str]  # objects that are linked as they are
-    flags: dict[str, str]  # of every unit and of the link, by ninja's variables: cflags, cuda_cflags, ldflags
+    # Of every unit and of the link, by ninja's variables: cflags, cuda_cflags, ldflags.
+    flags: dict[str, str]
     runtime_cflags: str  # those of the runtime, whose object serves every library
     environment: dict[str, str]  # of the compilers
     jobs: int  # the number of compilers that run at once
@@ -46,9 +48,19 @@ class Plan(SimpleNamespace):
     @staticmethod
     def of(request: Request, folder: str, sources: list[str], kept: list[str], jobs: int) -> Plan:
         """Plans to compile `sources` and to link them with the objects `kept`."""
-        for text in (*sources, *request.include_paths, *request.cflags, *request.cuda_cflags, *request.ldflags):
+        for text in (
+            *sources,
+            *request.include_paths,
+            *request.cflags,
+            *request.cuda_cflags,
+            *request.ldflags,
+        ):
             if "\n" in text.strip():
-                raise report(f"cannot build {request.name}: a line break in a name", [repr(text)], "rename it")
+                raise report(
+                    f"cannot build {request.name}: a line break in a name",
+                    [repr(text)],
+                    "rename it",
+                )
         environment = _environment(request, folder)
         taken, units = set(), {}
         for i, source in enumerate(sources):
@@ -59,22 +71,37 @@ class Plan(SimpleNamespace):
         runtime = {"cflags": ""}
         for source in set(sources).intersection(RUNTIMES):
             runtime = _torch_flags(request.unit(source), environment, folder)
-        said = {"flags": flags, "runtime_cflags": runtime["cflags"], "environment": environment, "jobs": jobs}
+        said = {
+            "flags": flags,
+            "runtime_cflags": runtime["cflags"],
+            "environment": environment,
+            "jobs": jobs,
+        }
         return Plan(units=units, kept=kept, **said)
 
     def write(self, request: Request, folder: str) -> None:
         """Writes build.ninja. Sources are no inputs in it, since ninja cannot quote every name."""
-        flags = {"cxx": " ".join(map(_word, request.compiler)), "nvcc": _word(f"{request.cuda.home}/bin/nvcc")}
+        flags = {
+            "cxx": " ".join(map(_word, request.compiler)),
+            "nvcc": _word(f"{request.cuda.home}/bin/nvcc"),
+        }
         flags |= {"jobs": str(self.jobs), **self.flags}
         gnu = toolchain.is_gnu(request)
         assembler, collector = ("-Wa,--MD,$out.as.d ", _NO_COLLECTOR) if gnu else ("", "")
         lines = [f"{name} = {value}" for name, value in flags.items()]
-        lines.append(_RULES.format(assembler=assembler, collector=collector, linked=compiler_reads.LINKED))
+        lines.append(
+            _RULES.format(assembler=assembler, collector=collector, linked=compiler_reads.LINKED)
+        )
         for source, target in self.units.items():
-            rule = "cuda_compile" if request.cuda.build and source.endswith(CUDA_SUFFIXES) else "compile"
+            rule = (
+                "cuda_compile"
+                if request.cuda.build and source.endswith(CUDA_SUFFIXES)
+                else "compile"
+            )
             lines += [f"build {target}: {rule}", f"  source = {_word(source)}"]
             lines += [f"  cflags = {self.runtime_cflags}"] * (source in RUNTIMES)
-            if source in self.preambles:  # without -fpch-deps, the headers behind it would not be told
+            # Without -fpch-deps, the headers behind it would not be told.
+            if source in self.preambles:
                 lines += [f"  preamble = -include {self.preambles[source]} -fpch-deps"]
         objects = " ".join([*self.kept, *self.units.values()])
         lines += [f"build {os.path.basename(folder)}: link {objects}", f"  objects = {objects}", ""]
@@ -89,15 +116,21 @@ def _word(text: str) -> str:
 
 def _environment(request: Request, folder: str) -> dict[str, str]:
     changes = {
-        "LD_PRELOAD": "",  # what this process runs under, such as a sanitizer, is not for the compilers
+        # What this process runs under, such as a sanitizer, is not for the compilers.
+        "LD_PRELOAD": "",
         "LC_ALL": "C.UTF-8",  # messages are read by diagnosis.py
         staging.MARK: folder,
     }
     if "CC" in request.environment:  # torch has nvcc take it for the host's compiler: one word
         changes["CC"] = compiler_words(request.environment, "CC", "gcc")[0]
     if request.cuda.build:
-        changes |= {"CUDA_HOME": request.cuda.home, "TORCH_CUDA_ARCH_LIST": cuda.arch_list(request.cuda)}
-        if (headers := cuda.headers(request.cuda.home)) != os.path.join(request.cuda.home, "include"):
+        changes |= {
+            "CUDA_HOME": request.cuda.home,
+            "TORCH_CUDA_ARCH_LIST": cuda.arch_list(request.cuda),
+        }
+        if (headers := cuda.headers(request.cuda.home)) != os.path.join(
+            request.cuda.home, "include"
+        ):
             changes["CUDA_INC_PATH"] = headers  # torch adds it to CUDA_HOME/include
     return request.environment | changes
 
@@ -105,42 +138,52 @@ def _environment(request: Request, folder: str) -> dict[str, str]:
 def _torch_flags(request: Request, environment: dict[str, str], folder: str) -> dict[str, str]:
     """The flags that torch.utils.cpp_extension.load writes into its ninja file for this request."""
     torch = _cpp_extension()
-    torch.os.environ = environment | {"TORCH_DONT_CHECK_COMPILER_ABI": "1"}  # that takes two more processes
+    # That takes two more processes.
+    torch.os.environ = environment | {"TORCH_DONT_CHECK_COMPILER_ABI": "1"}
     torch.CUDA_HOME = request.cuda.home or None
     torch.logger.disabled = not request.verbose
-    torch.JIT_EXTENSION_VERSIONER.entries.clear()  # else it finds nothing to build under a known name
+    # Else it finds nothing to build under a known name.
+    torch.JIT_EXTENSION_VERSIONER.entries.clear()
     written = {}
     torch._write_ninja_file = lambda **options: written.update(options)
     torch.load(
         os.path.basename(folder),
         list(request.sources),
-        extra_cflags=[f for f in request.cflags if f != "-fno-gnu-unique" or toolchain.is_gnu(request)],
+        extra_cflags=[
+            f for f in request.cflags if f != "-fno-gnu-unique" or toolchain.is_gnu(request)
+        ],
         extra_cuda_cflags=list(request.cuda_cflags),
         extra_ldflags=["-shared", *_linking(request, folder)],
         extra_include_paths=[path.replace("$", "$$") for path in request.include_paths],
         build_directory=folder,
         verbose=request.verbose,
         with_cuda=request.cuda.build,
-        # "Standalone" with -shared links a library without libtorch_python and does not load it: that happens later,
-        # from verified bytes.
+        # "Standalone" with -shared links a library without libtorch_python and does not load it:
+        # that happens later, from verified bytes.
         is_python_module=False,
         is_standalone=True,
     )
     kinds = ("cflags", "cuda_cflags", "ldflags")
     unwanted = compiler_reads.MAKE_FLAGS + r"|-Wl,-rpath,/\S+" * bool(request.origin)
-    return {kind: re.sub(unwanted, "", " ".join(f.strip() for f in written[kind] or ())) for kind in kinds}
+    return {
+        kind: re.sub(unwanted, "", " ".join(f.strip() for f in written[kind] or ()))
+        for kind in kinds
+    }
 
 
 @functools.cache
 def _cpp_extension() -> types.ModuleType:
-    """An instance of torch.utils.cpp_extension for us alone, with an environment of its own, that only chooses flags.
-    Other threads would see changes to the instance that everybody imports, or to os.environ."""
+    """An instance of torch.utils.cpp_extension for us alone, with an environment of its own, that
+    only chooses flags. Other threads would see changes to the instance that everybody imports, or
+    to os.environ."""
     private_os = types.ModuleType("os")
     vars(private_os).update(vars(os))
-    private_os.environ = {"CUDA_PATH": ""}  # with a toolkit it would ask whether there is a GPU, which initialises CUDA
+    # With a toolkit it would ask whether there is a GPU, which initialises CUDA.
+    private_os.environ = {"CUDA_PATH": ""}
     private_os.getenv = lambda name, default=None: private_os.environ.get(name, default)
 
-    setuptools = SimpleNamespace(Command=object, build_ext=object)  # slow to import, and only setup.py needs it
+    # Slow to import, and only setup.py needs it.
+    setuptools = SimpleNamespace(Command=object, build_ext=object)
     ours = {"os": private_os, "setuptools": setuptools, "setuptools.command.build_ext": setuptools}
 
     def import_(name, globals=None, locals=None, fromlist=(), level=0):
@@ -157,15 +200,19 @@ def _cpp_extension() -> types.ModuleType:
 
 
 def _linking(request: Request, folder: str) -> list[str]:
-    """Flags for the linker: with rpaths, so that C++ hosts need no LD_LIBRARY_PATH, and with torch's own CUDA
-    runtime."""
+    """Flags for the linker: with rpaths, so that C++ hosts need no LD_LIBRARY_PATH, and with
+    torch's own CUDA runtime."""
     flags = ["-Wl,--as-needed", *request.ldflags]
-    flags += [f"-Wl,--version-script={_word(SHADOW)}/hidden.map", *["-ltorch_python"] * (request.kind == "foreign")]
+    flags += [
+        f"-Wl,--version-script={_word(SHADOW)}/hidden.map",
+        *["-ltorch_python"] * (request.kind == "foreign"),
+    ]
     rpaths = [os.path.join(request.unfold("@torch"), "lib")]
     runtime = re.search(r"(/\S.*)/libcudart\.so[.\d]*$", text_of("/proc/self/maps"), re.MULTILINE)
     if request.cuda.build and runtime:
         with contextlib.suppress(FileExistsError):
-            os.symlink(runtime[0], f"{folder}/libcudart.so")  # wheels have only libcudart.so.13, which -lcudart ignores
+            # Wheels have only libcudart.so.13, which -lcudart ignores.
+            os.symlink(runtime[0], f"{folder}/libcudart.so")
         flags.append("-L.")
         rpaths.append(runtime[1])
     if request.origin:

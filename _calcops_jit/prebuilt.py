@@ -1,9 +1,11 @@
-"""Operators that a wheel brings, built for several kinds of processor: the library for this one, if it fits.
+"""Operators that a wheel brings, built for several kinds of processor: the library for this one, if
+it fits.
 
-    built/<level of x86-64>/calcops.so, manifest      a generation, as in the cache, that is only read
+    built/<level of x86-64>/calcops.so, manifest      a generation that is only read
 
-There may be no compiler here, so neither compilers nor headers of the system are compared. What is: the bytes of the
-operators' sources and of the loader's own, every flag, and that PyTorch is the very build that was there.
+There may be no compiler here, so neither compilers nor headers of the system are compared. What is:
+the bytes of the operators' sources and of the loader's own, every flag, and that PyTorch is the
+very build that was there.
 """
 
 from __future__ import annotations
@@ -18,14 +20,18 @@ from .errors import NO_DESCRIPTOR
 from .request import Request, isa
 
 FOLDER = os.path.join(os.path.dirname(os.path.realpath(__file__)), "built")
-# What each level adds, by the x86-64 psABI, in the words of /proc/cpuinfo (as far as request.isa() has them).
+# What each level adds, by the x86-64 psABI, in the words of /proc/cpuinfo (as far as request.isa()
+# has them).
 LEVELS = {
     "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
     "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
     "x86-64-v4": "avx512bw avx512cd avx512dq avx512f avx512vl",
 }
-_ORIGIN = "../../.."  # from a level's folder to the one that torch is installed in, beside this package
-NO_CUDA = cuda.Choice(reason="the wheel is for CPUs", fix="CALCOPS_CUDA=1 python -m calcops_jit build")
+# From a level's folder to the one that torch is installed in, beside this package.
+_ORIGIN = "../../.."
+NO_CUDA = cuda.Choice(
+    reason="the wheel is for CPUs", fix="CALCOPS_CUDA=1 python -m calcops_jit build"
+)
 
 
 def request(level: str, choice: cuda.Choice) -> Request:
@@ -43,11 +49,13 @@ def facts(wanted: Request) -> dict:
         "flags": digest(torch.__config__._cxx_flags().encode()),
     }
     there = ("compiler arguments", "environment", "torch version")  # only where it is built
-    return {key: value for key, value in wanted.facts.items() if key not in there} | {"PyTorch": build}
+    return {key: value for key, value in wanted.facts.items() if key not in there} | {
+        "PyTorch": build
+    }
 
 
 def find(asked: Request, reasons: list[str]) -> cache.Generation | None:
-    """Finds the wheel's library for this processor; tells `reasons` why what the wheel brought does not fit."""
+    """Find the wheel's library for this processor. Add to `reasons` why another did not fit."""
     if not asked.prebuilt or not os.path.isdir(FOLDER):
         return None
     try:
@@ -91,7 +99,8 @@ def _level() -> str:
 
 
 def _other_cuda(here: cuda.Choice, there: cuda.Choice) -> str:
-    """Why a library that was built with the choice `there` will not do where a build makes the choice `here`, or ""."""
+    """Why a library that was built with the choice `there` will not do where a build makes the
+    choice `here`, or ""."""
     if there.build and os.environ.get("CALCOPS_CUDA") == "0":
         return here.reason
     if there.build and here.build and here.arches not in ("", there.arches):

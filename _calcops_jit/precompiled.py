@@ -1,8 +1,9 @@
-"""Headers compiled ahead, so that a source that is edited again and again does not parse PyTorch's each time.
+"""Headers compiled ahead, so that a source that is edited again and again does not parse PyTorch's
+each time.
 
-What a source includes first, its *preamble*, is compiled by GCC after the first edit of the source, in a background
-process of lowest priority that outlives this one. The result is kept like an object, with a closure: it is used as long
-as every header behind it is what it was.
+What a source includes first, its *preamble*, is compiled by GCC after the first edit of the source,
+in a background process of lowest priority that outlives this one. The result is kept like an
+object, with a closure: it is used as long as every header behind it is what it was.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 
 import torch
 
-from . import cache, cache_size, closure, compiler_reads, places, staging, toolchain
+from . import cache, cache_size, closure, compiler_reads, places, recording, staging, toolchain
 from .closure import Changed
 from .errors import BuildError
 from .request import CUDA_SUFFIXES, RUNTIMES, SHADOW, Request
@@ -42,8 +43,8 @@ precompiled.make(*pickle.load(sys.stdin.buffer))
 
 
 def preamble(text: bytes, folders: list[str]) -> str:
-    """The lines `#include <...>` with which a source begins, up to the first header in `folders`, the project's, which
-    may have no include guard. "" if none is PyTorch's."""
+    """The lines `#include <...>` with which a source begins, up to the first header in `folders`,
+    the project's, which may have no include guard. "" if none is PyTorch's."""
     names: list[str] = []
     first, *continued = re.split(_CONTINUED, text, maxsplit=1)
     if continued:
@@ -70,8 +71,8 @@ def _shorter(text: str) -> str:
 
 
 def strangers(request: Request, read: set[str]) -> set[str]:
-    """The headers that are neither PyTorch's nor the compiler's and the distribution's. They may have no include guard,
-    and two checkouts may have different ones of one name."""
+    """The headers that are neither PyTorch's nor the compiler's and the distribution's. They may
+    have no include guard, and two checkouts may have different ones of one name."""
     path = request.environment.get("PATH", os.defpath)
     word = [word for word in request.compiler if not word.startswith("-")][-1]
     compiler = shutil.which(word, path=path)
@@ -82,7 +83,11 @@ def strangers(request: Request, read: set[str]) -> set[str]:
     allowed = tuple(f"{os.path.realpath(folder)}/" for folder in folders)
     own = f"{request.root}/"
     real = {header: os.path.realpath(header) for header in read}
-    return {header for header in read if real[header].startswith(own) or not real[header].startswith(allowed)}
+    return {
+        header
+        for header in read
+        if real[header].startswith(own) or not real[header].startswith(allowed)
+    }
 
 
 @functools.cache
@@ -92,14 +97,21 @@ def _compilers_folders(compiler: str, path: str) -> list[str]:
     command = [compiler, "-E", "-v", "-x", "c++", os.devnull]
     said = subprocess.run(command, capture_output=True, **options).stderr
     listed = re.search(r"search starts here:\n(.*)End of search list", os.fsdecode(said), re.DOTALL)
-    found = [os.path.realpath(line.strip()) for line in listed[1].splitlines() if line[:1] == " "] if listed else []
-    return [folder for folder in found if folder != "/usr/local/include"]  # whose headers are anybody's
+    found = (
+        [os.path.realpath(line.strip()) for line in listed[1].splitlines() if line[:1] == " "]
+        if listed
+        else []
+    )
+    # Whose headers are anybody's.
+    return [folder for folder in found if folder != "/usr/local/include"]
 
 
 def _unit(request: Request, text: str) -> Request:
-    """The Request under which a precompiled preamble is kept; libraries with the same flags share it."""
+    """Return the Request of a precompiled preamble. Libraries with the same flags share it."""
     unit = request.unit(f"preamble.{closure.digest(text.encode())[:16]}.h")
-    unit.cflags = tuple(flag for flag in unit.cflags if not flag.startswith("-DTORCH_EXTENSION_NAME="))
+    unit.cflags = tuple(
+        flag for flag in unit.cflags if not flag.startswith("-DTORCH_EXTENSION_NAME=")
+    )
     return unit
 
 
@@ -142,8 +154,11 @@ class Preambles:
         self.used[source] = name
         return True
 
-    def start(self, request: Request, slot: str, cflags: str, environment: dict[str, str], jobs: int) -> None:
-        """Starts the background process for the missing header, given a second processor and room on the disk.
+    def start(
+        self, request: Request, slot: str, cflags: str, environment: dict[str, str], jobs: int
+    ) -> None:
+        """Starts the background process for the missing header, given a second processor and room
+        on the disk.
 
         slot   of the library
         cflags   of its units"""
@@ -151,15 +166,22 @@ class Preambles:
             return
         program = os.path.basename(os.path.realpath(sys.executable or ""))
         if not program.startswith("python") or places.is_last_resort(os.path.dirname(slot)):
-            return  # a program that embeds Python would be started; a private folder goes with this process
-        paths = [os.path.dirname(os.path.dirname(os.path.abspath(file))) for file in (__file__, torch.__file__)]
+            # A program that embeds Python would be started; a private folder goes with this
+            # process.
+            return
+        paths = [
+            os.path.dirname(os.path.dirname(os.path.abspath(file)))
+            for file in (__file__, torch.__file__)
+        ]
         options = {"cwd": "/", "env": environment, "stdin": subprocess.PIPE}
         options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         with (
             contextlib.suppress(OSError),
             subprocess.Popen([sys.executable, "-c", _BACKGROUND, *paths], **options) as p,
         ):
-            p.communicate(pickle.dumps((request, os.path.dirname(slot), self._missing, cflags, environment)))
+            p.communicate(
+                pickle.dumps((request, os.path.dirname(slot), self._missing, cflags, environment))
+            )
 
     def close(self) -> None:
         """Lets others remove what was used."""
@@ -167,15 +189,19 @@ class Preambles:
             os.close(fd)
 
 
-def make(request: Request, folder: str, text: str, cflags: str, environment: dict[str, str]) -> None:
-    """Precompiles the part of a preamble that has no header of the project into the cache `folder`, unless another
-    process is doing so, or somebody removed the folder."""
+def make(
+    request: Request, folder: str, text: str, cflags: str, environment: dict[str, str]
+) -> None:
+    """Precompiles the part of a preamble that has no header of the project into the cache `folder`,
+    unless another process is doing so, or somebody removed the folder."""
     os.nice(19)
     while text and _make(request, folder, text, cflags, environment):
         text = _shorter(text)
 
 
-def _make(request: Request, folder: str, text: str, cflags: str, environment: dict[str, str]) -> bool:
+def _make(
+    request: Request, folder: str, text: str, cflags: str, environment: dict[str, str]
+) -> bool:
     """Precompiles a preamble. True: it has a header of the project."""
     unit = _unit(request, text)
     slot = cache.slot_path(folder, unit)
@@ -192,21 +218,32 @@ def _make(request: Request, folder: str, text: str, cflags: str, environment: di
             name = unit.sources[0]
             _write(f"{stage}/{name}", text)
             named = compiler_reads.named(request, cflags)
-            before = compiler_reads.Before(stage, set(named))
+            before = recording.Before(stage, set(named))
             flags = re.sub(r"(?<!\S)-DTORCH_EXTENSION_NAME=\S+", "", cflags).replace("$$", "$")
-            options = {"cwd": stage, "env": environment | {staging.MARK: stage}, "stdin": subprocess.DEVNULL}
+            options = {
+                "cwd": stage,
+                "env": environment | {staging.MARK: stage},
+                "stdin": subprocess.DEVNULL,
+            }
             # The headers are known before they are compiled, which takes much longer.
-            for step in f"-E -MD -MF {name}.o.d -MT {name}.o -o {os.devnull}", f"-MD -MF {name}.o.d -o {name}.o":
+            for step in (
+                f"-E -MD -MF {name}.o.d -MT {name}.o -o {os.devnull}",
+                f"-MD -MF {name}.o.d -o {name}.o",
+            ):
                 command = f'"$@" {flags} -x c++-header {name} {step}'
-                if subprocess.run(["sh", "-c", command, "sh", *request.compiler], **options).returncode:
+                if subprocess.run(
+                    ["sh", "-c", command, "sh", *request.compiler], **options
+                ).returncode:
                     return False
                 read, told = compiler_reads.of_unit(unit, stage, f"{stage}/{name}", f"{name}.o")
                 if strangers(request, read):
                     return True
-            recorder = compiler_reads.Recorder(unit, toolchain.search(unit, cflags), before)
+            recorder = recording.Recorder(unit, toolchain.search(unit, cflags), before)
             others = named | toolchain.tools(request, cflags, "cc1plus", "as")
             unrun = toolchain.unrun(request, cflags, "cc1plus", "as")
-            cache.publish(slot, stage, f"{stage}/{name}.o", unit, recorder.closure(read, others, told, unrun))
+            cache.publish(
+                slot, stage, f"{stage}/{name}.o", unit, recorder.closure(read, others, told, unrun)
+            )
     if os.path.isdir(folder):
         cache_size.prune_preambles(cache_size.entries(folder))
     return False

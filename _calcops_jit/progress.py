@@ -1,4 +1,4 @@
-"""One line that shows what is being done: redrawn on a terminal and in a notebook, repeated now and then in a log."""
+"""A line of progress: redrawn on a terminal and in a notebook, repeated now and then in a log."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _LOG_S = 10.0
 
 
 class Progress:
-    """`with Progress(title, state) as progress:` shows the title and a state until the block is left, and then
-    `progress.outcome` instead.
+    """`with Progress(title, state) as progress:` shows the title and a state until the block is
+    left, and then `progress.outcome` instead.
 
     state   state(seconds) gives a text and the part that is done, 0 to 1"""
 
@@ -58,9 +58,12 @@ class Progress:
 
     def _show(self, text: str, part: float | None) -> None:
         with contextlib.suppress(OSError, ValueError):
-            if self._output:  # not a widget, which needs ipywidgets and is lost when the notebook is read later
+            # Not a widget, which needs ipywidgets and is lost when the notebook is read later.
+            if self._output:
                 bar = f"<progress value='{part or 0:.3f}'></progress> {html.escape(text)}"
-                self._output.update({"text/plain": text} | ({} if part is None else {"text/html": bar}), raw=True)
+                self._output.update(
+                    {"text/plain": text} | ({} if part is None else {"text/html": bar}), raw=True
+                )
             elif self._terminal:
                 width = shutil.get_terminal_size().columns - 1
                 line = text and f"calcops_jit: {text}"[:width]

@@ -20,11 +20,13 @@ def operators_root() -> str:
     return os.path.realpath(installed if os.path.isdir(installed) else f"{here}/../ops")
 
 
-def own(root: str | None = None, name: str = "calcops", isa: str = "", choice: cuda.Choice | None = None) -> Request:
-    """The Request for everything under ops/: each .cpp there or in an operator's folder, and each .cu if CUDA is
-    built.
+def own(
+    root: str | None = None, name: str = "calcops", isa: str = "", choice: cuda.Choice | None = None
+) -> Request:
+    """The Request for everything under ops/: each .cpp there or in an operator's folder, and each
+    .cu if CUDA is built.
 
-    isa      the processors, as processor_flag() takes them; default: this one, and what a wheel brings will do
+    isa      the processors, as processor_flag() takes them; default: this one or a wheel's
     choice   default: what cuda.choose() says"""
     root = root or operators_root()
     choice = choice or cuda.choose()
@@ -35,8 +37,16 @@ def own(root: str | None = None, name: str = "calcops", isa: str = "", choice: c
         if error.errno not in NO_DESCRIPTOR:
             raise
         raise report(f"cannot load {name}", [str(error)], "ulimit -n $(ulimit -H -n)") from None
-    # parallel_for is a plain loop without -fopenmp; libgomp is the one in torch's folder, by its rpath.
-    cflags = [*BASE, processor_flag(isa or "native"), "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
+    # parallel_for is a plain loop without -fopenmp; libgomp is the one in torch's folder, by its
+    # rpath.
+    cflags = [
+        *BASE,
+        processor_flag(isa or "native"),
+        "-fopenmp",
+        "-Wall",
+        "-DAT_PER_OPERATOR_HEADERS",
+        *extra,
+    ]
     if not choice.build:
         why = f"{choice.reason}; {choice.fix}"  # neither has a quote or a $
         cflags.append(f"-DCALCOPS_NO_CUDA='\"{why}\"'")  # a shell's word
@@ -54,8 +64,9 @@ def own(root: str | None = None, name: str = "calcops", isa: str = "", choice: c
 
 
 def _sources(root: str) -> Iterator[str]:
-    """Paths of the files in a folder and, unless these begin with an underscore, in its folders; hidden ones are left
-    out. (glob compiles three regular expressions for that, which takes longer than the rest of a Request.)"""
+    """Paths of the files in a folder and, unless these begin with an underscore, in its folders;
+    hidden ones are left out. (glob compiles three regular expressions for that, which takes longer
+    than the rest of a Request.)"""
     with os.scandir(root) as entries:
         for entry in entries:
             if entry.name.startswith("."):
@@ -63,12 +74,20 @@ def _sources(root: str) -> Iterator[str]:
             if not entry.is_dir():
                 yield entry.path
             elif not entry.name.startswith("_"):
-                yield from (f"{entry.path}/{name}" for name in os.listdir(entry.path) if not name.startswith("."))
+                yield from (
+                    f"{entry.path}/{name}"
+                    for name in os.listdir(entry.path)
+                    if not name.startswith(".")
+                )
 
 
-# Options of torch.utils.cpp_extension.load: the values that change nothing here, and what there is instead of others.
+# Options of torch.utils.cpp_extension.load: the values that change nothing here, and what there is
+# instead of others.
 _TORCH_OPTIONS = {
-    "build_directory": ((None,), "CALCOPS_CACHE names the folder of the cache, `.path` the library"),
+    "build_directory": (
+        (None,),
+        "CALCOPS_CACHE names the folder of the cache, `.path` the library",
+    ),
     "is_python_module": ((False,), "operators are registered with TORCH_LIBRARY"),
     "is_standalone": ((False,), "a library is built, no program"),
     "keep_intermediates": ((True, False), "objects are kept in the cache"),
@@ -88,7 +107,8 @@ def foreign(
     with_cuda=None,
     torch_options=(),
 ) -> Request:
-    """The Request for somebody's own sources; the options mean what they mean to torch.utils.cpp_extension.load."""
+    """The Request for somebody's own sources; the options mean what they mean to
+    torch.utils.cpp_extension.load."""
     for option, value in dict(torch_options).items():
         if option not in _TORCH_OPTIONS:
             raise TypeError(f"calcops_jit.load: got an unknown argument `{option}`")
@@ -96,7 +116,9 @@ def foreign(
         if value not in harmless:
             raise ValueError(f"calcops_jit.load: expected no `{option}`, got {value!r}; {instead}")
     # calcops is this project's own library; names of objects in the cache begin with unit-.
-    if not isinstance(name, str) or not re.fullmatch(r"(?!calcops$|unit-)[A-Za-z_][\w.-]{,199}", name):
+    if not isinstance(name, str) or not re.fullmatch(
+        r"(?!calcops$|unit-)[A-Za-z_][\w.-]{,199}", name
+    ):
         what = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'unit-...'"
         raise ValueError(f"calcops_jit.load: expected `name` {what}, got {name!r}")
     # os.path.abspath would take a ".." after a link for the folder in which the link lies.
@@ -109,9 +131,15 @@ def foreign(
     if with_cuda is None:
         with_cuda = any(path.endswith(CUDA_SUFFIXES) for path in paths)
     define = f"-DTORCH_EXTENSION_NAME={name}"
-    cflags, cuda_cflags = _flags("extra_cflags", extra_cflags), _flags("extra_cuda_cflags", extra_cuda_cflags)
+    cflags, cuda_cflags = (
+        _flags("extra_cflags", extra_cflags),
+        _flags("extra_cuda_cflags", extra_cuda_cflags),
+    )
     ldflags = _flags("extra_ldflags", extra_ldflags)
-    folders = [os.path.join(os.getcwd(), folder) for folder in _strings("extra_include_paths", extra_include_paths)]
+    folders = [
+        os.path.join(os.getcwd(), folder)
+        for folder in _strings("extra_include_paths", extra_include_paths)
+    ]
     return Request(
         name=name,
         **located(tuple(paths), (SHADOW, *folders)),
@@ -147,5 +175,5 @@ def _flags(argument: str, value) -> list[str]:
 
 
 def again(request: Request) -> Request:
-    """The Request for the same library in the present environment, with the files that are there now."""
+    """Return the Request of the same library in the present environment, with the present files."""
     return request.again() if request.kind == "foreign" else own(request.root, request.name)

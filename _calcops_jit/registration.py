@@ -1,9 +1,10 @@
-"""What a library registers with PyTorch: collected, compared with what is there, and committed as a whole or not at
-all.
+"""What a library registers with PyTorch: collected, compared with what is there, and committed as a
+whole or not at all.
 
-The other half is in shadow/: a torch/library.h that every source is compiled with, and registry.cpp, to which the
-blocks of TORCH_LIBRARY go. Because of this, a newer generation of a library can replace an older one in a running
-process, and one library cannot replace operators of another.
+The other half is in shadow/: a torch/library.h that every source is compiled with, and
+registry.cpp, to which the blocks of TORCH_LIBRARY go. Because of this, a newer generation of a
+library can replace an older one in a running process, and one library cannot replace operators of
+another.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _taken: list[Registration] = []  # all that ever registered something, the newes
 
 @contextlib.contextmanager
 def held(path: str) -> Iterator[None]:
-    """Tells a library that is loaded from `path` meanwhile to leave its registration to us, by an operator in the
-    dispatcher, which it can look up."""
+    """Tells a library that is loaded from `path` meanwhile to leave its registration to us, by an
+    operator in the dispatcher, which it can look up."""
     mark = torch._C._dispatch_library("FRAGMENT", "calcops_jit", "")
     mark.define(f"holds.p{os.fsencode(path).hex()}() -> ()")
     try:
@@ -35,8 +36,8 @@ def held(path: str) -> Iterator[None]:
 
 
 class Registration:
-    """What one generation of a library registers. The library is asked only if there is something to compare that
-    with."""
+    """What one generation of a library registers. The library is asked only if there is something
+    to compare that with."""
 
     live = False
 
@@ -44,12 +45,18 @@ class Registration:
         self.name, self.place, self._library = name, place, library
         self._registers = hasattr(library, "calcops_jit_steps")  # it is linked with registry.cpp
         self._has_contracts = hasattr(library, "calcops_jit_documentation")  # and with contract.cpp
-        for function in ["steps", "commit"] * self._registers + ["documentation"] * self._has_contracts:
+        for function in ["steps", "commit"] * self._registers + [
+            "documentation"
+        ] * self._has_contracts:
             getattr(library, f"calcops_jit_{function}").restype = ctypes.c_char_p
 
     @cached_property
     def _steps(self) -> list[list[str]]:
-        return [line.split("\t") for line in self._ask("steps").splitlines()] if self._registers else []
+        return (
+            [line.split("\t") for line in self._ask("steps").splitlines()]
+            if self._registers
+            else []
+        )
 
     @cached_property
     def defs(self) -> dict[str, str]:
@@ -86,7 +93,8 @@ class Registration:
         return self.defs.keys() | self.impls.keys()
 
     def refusal(self, earlier: list[Registration]) -> BuildError | None:
-        """Why this cannot take the place of `earlier`, whose schemas, classes and C++ signatures callers rely on."""
+        """Return why this cannot replace `earlier`, whose schemas, classes and C++ signatures have
+        callers."""
         changes: dict[str, tuple[str, str]] = {}
         for old in earlier:
             for name, schema in old.defs.items():
@@ -104,19 +112,32 @@ class Registration:
         return report(what, lines, f"restart Python, or give the {kind} another name")
 
     def take(self, earlier: list[Registration]) -> None:
-        """Commits it, after which every call reaches its kernels. BuildError: nothing has changed."""
+        """Register everything. Every later call reaches the new kernels.
+
+        Raises BuildError and changes nothing if that is refused."""
         if self._registers:
             if twin := next(
-                (other for other in _taken if other.live and other._is(self) and other not in earlier), None
+                (
+                    other
+                    for other in _taken
+                    if other.live and other._is(self) and other not in earlier
+                ),
+                None,
             ):
                 raise self._owned_by(twin, min(self.names(), default="it"))
             again = [self] if self in _taken else []
             mine = {name for old in [*earlier, *again] for name in old.names()}
-            for fallback in [impl for impl in mine & self.impls.keys() if impl[0] == " "] if mine else ():
+            for fallback in (
+                [impl for impl in mine & self.impls.keys() if impl[0] == " "] if mine else ()
+            ):
                 _retire(fallback, earlier)  # PyTorch takes only one at a time
             if there := self._commit(mine):
                 self._commit(mine | self._free(there))
-            for impl in {impl for old in earlier for impl in old.impls} - self.impls.keys() if earlier else ():
+            for impl in (
+                {impl for old in earlier for impl in old.impls} - self.impls.keys()
+                if earlier
+                else ()
+            ):
                 _retire(impl, earlier)
         for old in earlier:
             old.live = False
@@ -124,13 +145,12 @@ class Registration:
         _taken[:] = [*(other for other in _taken if other is not self), self]
 
     def _commit(self, mine: set[str]) -> dict[str, str]:
-        """Registers everything, unless there are names already that are not in `mine`: {name: where that comes
-        from}."""
+        """Register everything, unless names are not in `mine`: {such a name: its origin}."""
         answer = self._ask("commit", "\n".join(sorted(mine)).encode())
         return dict(line.split("\t") for line in answer.splitlines()[1:])
 
     def _free(self, there: dict[str, str]) -> set[str]:
-        """The names in `there`, if this may take them. BuildError: another library has one of them."""
+        """Return the names in `there`. Raises BuildError if another library has one of them."""
         for name, where in sorted(there.items()):
             known = [other for other in reversed(_taken) if name in other.names()]
             if owner := next((other for other in known if other.live), None):
@@ -172,7 +192,7 @@ def _retire(impl: str, registrations: list[Registration]) -> None:
 
 
 def _operator(impl: str, how: str) -> tuple[str, bool]:
-    """What kernels must have one C++ signature for: an operator, once with SymInt and once without."""
+    """Return what has one C++ signature: an operator, once with SymInt and once without."""
     return impl.partition(" ")[0], how.startswith("SymInt ")
 
 

@@ -19,35 +19,41 @@ import torch
 from . import closure, cuda
 
 FORMAT = 5  # of what the cache holds
-SHADOW = os.path.join(os.path.dirname(os.path.realpath(__file__)), "shadow")  # headers that come before PyTorch's
-# A library that registers operators is linked with one of these units, which include PyTorch's headers.
-# The first one serves TORCH_LIBRARY, and compiles in 40 % of the time of the second.
-# The second one also serves contracts and derivatives.
+# Headers that come before PyTorch's.
+SHADOW = os.path.join(os.path.dirname(os.path.realpath(__file__)), "shadow")
+# A library that registers operators is linked with one of these units, which include PyTorch's
+# headers. The first one serves TORCH_LIBRARY, and compiles in 40 % of the time of the second. The
+# second one also serves contracts and derivatives.
 REGISTRY, RUNTIME = f"{SHADOW}/registry.cpp", f"{SHADOW}/runtime.cpp"
 RUNTIMES = (REGISTRY, RUNTIME)
-# Hidden and not "gnu unique", so that two builds of one operator can be in one process without sharing variables.
+# Hidden and not "gnu unique", so that two builds of one operator can be in one process without
+# sharing variables.
 BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 CUDA_SUFFIXES = (".cu", ".cuh")  # of sources for nvcc
 COMPILER_VARIABLES = (
-    "CC CCC_OVERRIDE_OPTIONS COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH GCC_EXEC_PREFIX LIBRARY_PATH"
-    " LD_RUN_PATH NVCC_APPEND_FLAGS NVCC_CCBIN NVCC_PREPEND_FLAGS SOURCE_DATE_EPOCH"
+    "CC CCC_OVERRIDE_OPTIONS COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH GCC_EXEC_PREFIX"
+    " LIBRARY_PATH LD_RUN_PATH NVCC_APPEND_FLAGS NVCC_CCBIN NVCC_PREPEND_FLAGS SOURCE_DATE_EPOCH"
 ).split()
-# Compiler wrappers find objects by rules of their own, and what they keep is kept in our cache anyway.
+# Compiler wrappers find objects by rules of their own, and what they keep is kept in our cache
+# anyway.
 _WRAPPERS = ("ccache", "sccache")
 MACHINE = os.uname().machine
-# How the names of the extensions that -march=native turns on begin; other words in /proc/cpuinfo depend on the kernel.
+# How the names of the extensions that -march=native turns on begin; other words in /proc/cpuinfo
+# depend on the kernel.
 _ISA = tuple(
-    "sse ssse avx amx fma bmi f16c aes vaes pclmul vpclmul gfni sha adx abm popcnt movbe cx16 lahf xsave rdrnd rdseed"
-    " prefetchw 3dnowprefetch clflushopt clwb movdir enqcmd serialize waitpkg sm3 sm4 apx".split()
+    "sse ssse avx amx fma bmi f16c aes vaes pclmul vpclmul gfni sha adx abm popcnt movbe cx16 lahf"
+    " xsave rdrnd rdseed prefetchw 3dnowprefetch clflushopt clwb movdir enqcmd serialize waitpkg"
+    " sm3 sm4 apx".split()
 )
-# What -mcpu=native on ARM goes by: the compiler tunes for the model, too. Two of the features are the kernel's own.
+# What -mcpu=native on ARM goes by: the compiler tunes for the model, too. Two of the features are
+# the kernel's own.
 _ARM_KEYS = ("Features", "CPU implementer", "CPU variant", "CPU part")
 _ARM_KERNEL = {"evtstrm", "cpuid"}
 
 
 class Request(SimpleNamespace):
-    """One library to build, or one unit of it. Sources and include paths are absolute; `root` is the folder that may
-    move."""
+    """One library to build, or one unit of it. Sources and include paths are absolute; `root` is
+    the folder that may move."""
 
     name: str
     root: str
@@ -57,10 +63,13 @@ class Request(SimpleNamespace):
     ldflags: tuple[str, ...] = ()
     include_paths: tuple[str, ...] = ()
     cuda: cuda.Choice = cuda.Choice()
-    kind: str = "own"  # this project's operators; "foreign": what `load` was asked for, which may call Python
+    # This project's operators; "foreign": what `load` was asked for, which may call Python.
+    kind: str = "own"
     is_unit: bool = False  # one source of a library, whose object is kept
-    prebuilt: bool = False  # what a wheel brings will do, though it was built for more than this processor
-    origin: str = ""  # of a library in a wheel: the way from its folder to the one that torch lies in
+    # What a wheel brings will do, though it was built for more than this processor.
+    prebuilt: bool = False
+    # Of a library in a wheel: the way from its folder to the one that torch lies in.
+    origin: str = ""
     verbose: bool = False
     asked: tuple = ()  # the arguments of recipes.foreign
     given: tuple[tuple[str, ...], tuple[str, ...]] | None = None  # the arguments of located()
@@ -71,12 +80,17 @@ class Request(SimpleNamespace):
         return Request(**{name: getattr(self, name) for name in Request.__annotations__} | changes)
 
     def again(self) -> Request:
-        """The same Request in the present environment, with links followed to where they lead now."""
+        """Return the same Request in the present environment, with links followed again."""
         return self.but(**(located(*self.given) if self.given else {}))
 
     def unit(self, source: str) -> Request:
         """The Request for the object of one source, which is kept like a library."""
-        changes = {"name": f"unit-{os.path.basename(source)}", "sources": (source,), "ldflags": (), "is_unit": True}
+        changes = {
+            "name": f"unit-{os.path.basename(source)}",
+            "sources": (source,),
+            "ldflags": (),
+            "is_unit": True,
+        }
         for_nvcc = self.cuda.build and source.endswith(CUDA_SUFFIXES)
         changes |= {"cflags" if for_nvcc else "cuda_cflags": ()}
         if source in RUNTIMES:  # one object serves every library
@@ -95,12 +109,16 @@ class Request(SimpleNamespace):
 
     @cached_property
     def environment(self) -> dict[str, str]:
-        """The environment for the key and for the compilers, without variables that would keep them from reporting."""
+        """The environment of the compilers, without variables that keep them from reporting."""
         # Another thread may remove a variable meanwhile: os.environ.copy() would raise KeyError.
-        now = {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
-        for name in ("DEPENDENCIES_OUTPUT", "SUNPRO_DEPENDENCIES"):  # with these, a compiler ignores -MD
+        now = {
+            name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None
+        }
+        # With these, a compiler ignores -MD.
+        for name in ("DEPENDENCIES_OUTPUT", "SUNPRO_DEPENDENCIES"):
             now.pop(name, None)
-        # For a c++ that is a script which calls a wrapper, and for an nvcc that finds one under another name.
+        # For a c++ that is a script which calls a wrapper, and for an nvcc that finds one under
+        # another name.
         return now | {"CCACHE_DISABLE": "1", "SCCACHE_RECACHE": "1"}
 
     @cached_property
@@ -111,7 +129,11 @@ class Request(SimpleNamespace):
     def roots(self) -> list[tuple[str, str]]:
         """(token, folder) pairs for fold(); two spellings of a folder may share a token."""
         torch_folder = os.path.dirname(torch.__file__)
-        pairs = [("@root", self.root), ("@torch", os.path.realpath(torch_folder)), ("@torch", torch_folder)]
+        pairs = [
+            ("@root", self.root),
+            ("@torch", os.path.realpath(torch_folder)),
+            ("@torch", torch_folder),
+        ]
         pairs.append(("@loader", os.path.dirname(SHADOW)))
         if self.cuda.home:
             pairs += [("@cuda", os.path.realpath(self.cuda.home)), ("@cuda", self.cuda.home)]
@@ -157,12 +179,20 @@ class Request(SimpleNamespace):
             "linker flags": fold_flags(self.ldflags),
             "torch version": [torch.__version__, torch.version.git_version, torch.version.debug],
             "torch folder": self.origin or self._folders["@torch"],  # the library's rpath names it
-            "compiler arguments": fold_flags([w for w in self.compiler[1:] if not self._is_program(w)]),
-            "environment": {k: self.environment[k] for k in COMPILER_VARIABLES if self.environment.get(k)},
+            "compiler arguments": fold_flags(
+                [w for w in self.compiler[1:] if not self._is_program(w)]
+            ),
+            "environment": {
+                k: self.environment[k] for k in COMPILER_VARIABLES if self.environment.get(k)
+            },
         }
         if self.cuda.build:
-            facts |= {"CUDA": self.cuda.version, "GPU architectures": self.cuda.arches or list(self.cuda.gpus)}
-        if any("native" in flag or "@" in flag for flag in flags):  # a response file may have -march=native
+            facts |= {
+                "CUDA": self.cuda.version,
+                "GPU architectures": self.cuda.arches or list(self.cuda.gpus),
+            }
+        # A response file may have -march=native.
+        if any("native" in flag or "@" in flag for flag in flags):
             facts["CPU instruction set"] = isa()
         if self.kind == "foreign":
             facts["Python"] = EXTENSION_SUFFIXES[0]
@@ -174,7 +204,7 @@ class Request(SimpleNamespace):
 
     @cached_property
     def tools(self) -> list[str]:
-        """The real paths of the programs that a build runs by name; empty if the compiler is not there."""
+        """The real paths of the programs that a build runs; empty if there is no compiler."""
         programs = [word for word in self.compiler if self._is_program(word)]
         if programs[:1] != self.compiler[:1]:
             return []
@@ -187,40 +217,48 @@ class Request(SimpleNamespace):
     @property
     def host_compiler(self) -> str:
         """The compiler that nvcc runs: it looks for gcc on PATH, whatever CXX says."""
-        named = self.environment.get("NVCC_CCBIN") or compiler_words(self.environment, "CC", "gcc")[0]
+        named = (
+            self.environment.get("NVCC_CCBIN") or compiler_words(self.environment, "CC", "gcc")[0]
+        )
         return os.path.join(named, "gcc") if os.path.isdir(named) else named
 
     def _is_program(self, word: str) -> bool:
-        """Return True if a word of CXX is a program, such as g++ in `env CPATH=include g++ -I include`."""
+        """Return True if a word of CXX is a program, as g++ in `env CPATH=include g++`."""
         is_option = word.startswith(("-", "@")) or "=" in word
         return not is_option and shutil.which(word, path=self.environment.get("PATH")) is not None
 
 
 def located(sources: tuple[str, ...], include_paths: tuple[str, ...]) -> dict:
-    """A Request's paths, from absolute paths on which there may be links; these may lead elsewhere tomorrow."""
+    """Return a Request's paths, from absolute paths that may contain links."""
     found = tuple(map(closure.real_path, sources))
     root = os.path.commonpath([os.path.dirname(path) for path in found])
     return {
         "given": (sources, include_paths),
-        "root": root if root != "/" else os.path.dirname(found[0]),  # a folder that can move, not the whole disk
+        # A folder that can move, not the whole disk.
+        "root": root if root != "/" else os.path.dirname(found[0]),
         "sources": found,
         "include_paths": tuple(map(os.path.realpath, include_paths)),
     }
 
 
 def processor_flag(isa: str = "native") -> str:
-    """The compiler's flag for a kind of processor: all that it has, and tuned for it. On ARM a model is an -mcpu, an
-    architecture such as armv8.2-a+sve an -march."""
+    """The compiler's flag for a kind of processor: all that it has, and tuned for it. On ARM a
+    model is an -mcpu, an architecture such as armv8.2-a+sve an -march."""
     return f"-{'mcpu' if MACHINE == 'aarch64' and not isa.startswith('armv') else 'march'}={isa}"
 
 
 def isa() -> str:
     """The processor's instruction-set extensions; on ARM also its maker and model, by numbers."""
-    with open("/proc/cpuinfo", "rb") as file:  # the first processor is enough, and 300 of them take long to print
+    # The first processor is enough, and 300 of them take long to print.
+    with open("/proc/cpuinfo", "rb") as file:
         first = file.read(8192).decode(errors="replace")
     if MACHINE == "aarch64":  # but a chip may have processors of two kinds
-        rows = (line.partition(":") for line in first.splitlines(keepends=True) if line.endswith("\n"))
-        words = {word for key, _, value in rows if key.strip() in _ARM_KEYS for word in value.split()}
+        rows = (
+            line.partition(":") for line in first.splitlines(keepends=True) if line.endswith("\n")
+        )
+        words = {
+            word for key, _, value in rows if key.strip() in _ARM_KEYS for word in value.split()
+        }
         return " ".join(sorted(words - _ARM_KERNEL))
     flags = first.partition("\nflags")[2].partition("\n")[0]
     return " ".join(sorted(w for w in flags.split() if w.startswith(_ISA)))
@@ -236,7 +274,9 @@ def words_of(variable: str, environment: Mapping[str, str] = os.environ) -> list
     try:
         return shlex.split(text)
     except ValueError as problem:
-        raise ValueError(f"calcops_jit: expected {variable} as a shell's words, got {text!r}: {problem}") from None
+        raise ValueError(
+            f"calcops_jit: expected {variable} as a shell's words, got {text!r}: {problem}"
+        ) from None
 
 
 def compiler_words(
@@ -246,11 +286,16 @@ def compiler_words(
     words: list[str] = []
     wrapped = False
     for word in words_of(variable, environment):
-        wrapped = os.path.basename(word) in _WRAPPERS or wrapped and "=" in word  # `ccache KEY=VALUE g++`
+        # `ccache KEY=VALUE g++`.
+        wrapped = os.path.basename(word) in _WRAPPERS or wrapped and "=" in word
         words += [] if wrapped else [word]
     words = words or words_of(variable, environment) or [otherwise]
     # A c++ that is a link to a wrapper stands for the next c++ on PATH.
-    for folder in environment.get("PATH", os.defpath).split(os.pathsep) if _is_wrapper(words[0], environment) else ():
+    for folder in (
+        environment.get("PATH", os.defpath).split(os.pathsep)
+        if _is_wrapper(words[0], environment)
+        else ()
+    ):
         candidate = os.path.join(folder, os.path.basename(words[0]))
         if os.access(candidate, os.X_OK) and not _is_wrapper(candidate, environment):
             return [candidate, *words[1:]]

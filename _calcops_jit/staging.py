@@ -1,10 +1,12 @@
-"""What keeps processes apart: private folders, which end with their process, and the lock of a slot.
+"""What keeps processes apart: private folders, which end with their process, and the lock of a
+slot.
 
-    <kind>.<host>.<pid>.<start>.<x>/    a private folder; its name tells the owner, who also holds a lock on it
+    <kind>.<host>.<pid>.<start>.<x>/    a private folder, named after its owner, who locks it
 
-Private folders are removed when the interpreter exits, and those of a killed process by the next process. A flock is
-released the moment its holder dies. Where a file system does not support it, two processes may build the same thing,
-and the second finds the first one's folder when it renames its own: no harm.
+Private folders are removed when the interpreter exits, and those of a killed process by the next
+process. A flock is released the moment its holder dies. Where a file system does not support it,
+two processes may build the same thing, and the second finds the first one's folder when it renames
+its own: no harm.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from collections.abc import Callable, Iterator
 from . import closure
 
 DAY_S = 24 * 3600.0
-MARK = "CALCOPS_STAGING"  # names, in the environment of every process that a build starts, the build's private folder
+# names, in the environment of every process that a build starts, the build's private folder.
+MARK = "CALCOPS_STAGING"
 
 _ours: dict[str, int] = {}  # {private folder: the descriptor that holds its lock}
 _held: set[int] = set()  # descriptors of slots' locks
 
-# ---- private folders ----------------------------------------------------------------------------------------------
+# ---- private folders -----------------------------------------------------------------------------
 
 
 def make(parent: str, kind: str) -> str:
@@ -44,8 +47,8 @@ def make(parent: str, kind: str) -> str:
 
 
 def remove(path: str) -> None:
-    """Removes a folder that make() gave and ends the processes that a build left in it. A child that was forked leaves
-    its parent's alone."""
+    """Removes a folder that make() gave and ends the processes that a build left in it. A child
+    that was forked leaves its parent's alone."""
     if path.rsplit(".", 3)[1] == str(os.getpid()):
         _destroy(path)
         if (fd := _ours.pop(path, None)) is not None:
@@ -54,7 +57,7 @@ def remove(path: str) -> None:
 
 @atexit.register
 def remove_all() -> None:
-    """Removes every private folder of this process, also those of builds that still run in daemon threads."""
+    """Remove all private folders of this process, also those of builds in daemon threads."""
     for path in list(_ours):
         _destroy(path)
 
@@ -70,7 +73,7 @@ def stage(slot: str) -> Iterator[str]:
 
 
 def sweep(parent: str, kind: str) -> None:
-    """Removes the private folders of dead processes, and ends the compilers that these left running."""
+    """Remove the private folders of dead processes, and end the compilers that they left."""
     for entry in os.listdir(parent):
         if entry.startswith(f"{kind}.") and _is_orphan(path := f"{parent}/{entry}", kind):
             _destroy(path)
@@ -91,7 +94,8 @@ def _is_orphan(path: str, kind: str) -> bool:
                 return False
             if host != socket.gethostname():
                 return time.time() - status.st_mtime > DAY_S and _is_free(fd)
-            # Containers may share a host name and a folder but not see each other's processes: ask the lock, too.
+            # Containers may share a host name and a folder but not see each other's processes: ask
+            # the lock, too.
             return _start_time(int(pid)) != start and _is_free(fd)
         finally:
             os.close(fd)
@@ -107,16 +111,20 @@ def _is_free(fd: int) -> bool:
 
 
 def _start_time(pid: int) -> str:
-    """When a process started, in ticks since boot: with the pid, a name that is never used again. "" if it is dead or a
-    zombie."""
+    """When a process started, in ticks since boot: with the pid, a name that is never used again.
+    "" if it is dead or a zombie."""
     fields = closure.text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[19] if fields and fields[0] not in "ZX" else ""
 
 
 def _destroy(path: str) -> None:
     for _ in range(100):
-        gone = not os.path.lexists(path)  # nothing more can start in it, but something may just have done so
-        if not [pid for pid in os.listdir("/proc") if pid.isdigit() and _ended(int(pid), path)] and gone:
+        # Nothing more can start in it, but something may just have done so.
+        gone = not os.path.lexists(path)
+        if (
+            not [pid for pid in os.listdir("/proc") if pid.isdigit() and _ended(int(pid), path)]
+            and gone
+        ):
             break
         if gone:
             time.sleep(0.01)
@@ -125,24 +133,28 @@ def _destroy(path: str) -> None:
 
 
 def _ended(pid: int, folder: str) -> bool:
-    """Kills a process if a build in `folder` started it, and not, say, a user's shell that is there. Whether it did."""
+    """Kills a process if a build in `folder` started it, and not, say, a user's shell that is
+    there. Whether it did."""
     with contextlib.suppress(OSError):  # it has ended, or belongs to somebody else
         if os.readlink(f"/proc/{pid}/cwd").removesuffix(" (deleted)") == os.path.realpath(folder):
             with open(f"/proc/{pid}/environ", "rb") as file:
                 variables = file.read().decode(errors="surrogateescape").split("\0")
-            if any(v.startswith(f"{MARK}=") and v.endswith(f"/{os.path.basename(folder)}") for v in variables):
+            if any(
+                v.startswith(f"{MARK}=") and v.endswith(f"/{os.path.basename(folder)}")
+                for v in variables
+            ):
                 os.kill(pid, signal.SIGKILL)
                 return True
     return False
 
 
-# ---- the lock of a slot -------------------------------------------------------------------------------------------
+# ---- the lock of a slot --------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def locked(slot: str, waiting: Callable[..., contextlib.AbstractContextManager]) -> Iterator[None]:
-    """Holds a slot's lock. While another process has it, the context `waiting(holder)` is entered; holder() gives who
-    has it and for how many seconds."""
+    """Holds a slot's lock. While another process has it, the context `waiting(holder)` is entered;
+    holder() gives who has it and for how many seconds."""
     fd = _open_lock(slot)
     try:
         with contextlib.ExitStack() as stack:
@@ -186,7 +198,7 @@ def _close_lock(fd: int) -> None:
 
 
 def _is_there(fd: int, slot: str) -> bool:
-    """Whether an open file is still the slot's lock: a slot that is empty may be removed meanwhile."""
+    """Return True if an open file is still the slot's lock. An empty slot may have been removed."""
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(fd), os.stat(f"{slot}/lock"))
     return False

@@ -1,4 +1,4 @@
-"""What the compilers and the linker say of themselves: which they are, what they are made of, where they look."""
+"""What compilers and linkers say of themselves: which they are, their parts, where they search."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from .request import Request
 
 _ABOUT_LINKERS = re.compile(r"-fuse-ld|--ld-path|-B|-specs|-T|-Wl,|-Xlinker|-z|-flto|@")
 # What the user's flags for linking may be where a quick linker links.
-_PLAIN_LINKING = re.compile(r"-(?:[LlOgmDIU]|W(?!l,)|f(?!lto|use-ld|plugin|whole)|pthread)\S*$|/\S*\.so[.\d]*$")
+_PLAIN_LINKING = re.compile(
+    r"-(?:[LlOgmDIU]|W(?!l,)|f(?!lto|use-ld|plugin|whole)|pthread)\S*$|/\S*\.so[.\d]*$"
+)
 
 
 def words_of_flags(flags: str) -> list[str]:
@@ -27,21 +29,27 @@ def words_of_flags(flags: str) -> list[str]:
 def search(request: Request, flags: str) -> list[str]:
     """Returns the folders in which headers are looked for, in order, after those that are ignored.
 
-    A compiler ignores folders that do not exist yet and other names of a folder. It does not say where these would
-    come, so they may be before all others."""
+    A compiler ignores folders that do not exist yet and other names of a folder. It does not say
+    where these would come, so they may be before all others."""
     words = words_of_flags(flags)
     asked = [word for word in words if not word.startswith("-save-temps")]
     said = ask(request, *asked, "-E", "-v", "-x", "c++", os.devnull)
     listed = re.search(r"search starts here:\n(.*)End of search list", said, re.DOTALL)
-    found = [line.strip() for line in listed[1].splitlines() if line.startswith(" ")] if listed else []
-    found = re.findall(r'^ignoring (?:nonexistent|duplicate) directory "(.+)"$', said, re.MULTILINE) + found
+    found = (
+        [line.strip() for line in listed[1].splitlines() if line.startswith(" ")] if listed else []
+    )
+    found = (
+        re.findall(r'^ignoring (?:nonexistent|duplicate) directory "(.+)"$', said, re.MULTILINE)
+        + found
+    )
     # The assembler's folders are among these.
     found += filter(os.path.isabs, _values(_words_of_tools([*request.compiler[1:], *words]), "-I"))
     return [spelled for folder in found for spelled in closure.spellings(folder)]
 
 
 def tools(request: Request, flags: str, *parts: str) -> set[str]:
-    """The compilers, what they name if they are scripts, and these parts of the compiler that does the work."""
+    """Return the compilers, the programs that they name if they are scripts, and these parts of
+    them."""
     found = set(request.tools)
     for part in parts:
         program = ask(request, *_choice(flags), f"-print-prog-name={part}").strip()
@@ -52,7 +60,9 @@ def tools(request: Request, flags: str, *parts: str) -> set[str]:
             text = file.read(65536)
         if text.startswith(b"#!"):
             words = set(re.findall(r"[\w./+-]+", text.decode(errors="replace")))
-            found |= {os.path.realpath(path) for w in words if "/" in w and (path := shutil.which(w))}
+            found |= {
+                os.path.realpath(path) for w in words if "/" in w and (path := shutil.which(w))
+            }
     return found
 
 
@@ -66,10 +76,12 @@ def cuda_tools(request: Request) -> set[str]:
 
 
 def quick_linker(request: Request) -> str:
-    """The flag for a linker that is quicker than GNU ld; "": none is installed, or the user's flags say how to link."""
+    """Return the flag for a linker quicker than GNU ld; "" if there is none or flags choose one."""
     ldflags = words_of_flags(" ".join(request.ldflags))
     others = words_of_flags(" ".join([*request.compiler, *request.cflags, *request.cuda_cflags]))
-    if any(map(_ABOUT_LINKERS.match, [*ldflags, *others])) or not all(map(_PLAIN_LINKING.match, ldflags)):
+    if any(map(_ABOUT_LINKERS.match, [*ldflags, *others])) or not all(
+        map(_PLAIN_LINKING.match, ldflags)
+    ):
         return ""
     if "GNU ld" not in ask(request, "-Wl,--version"):  # somebody has chosen another one already
         return ""
@@ -80,9 +92,11 @@ def quick_linker(request: Request) -> str:
 
 
 def unlinked(request: Request, flags: str, linked: set[str]) -> list[tuple[str, str]]:
-    """Returns (folder, name) of every file that a library in the flags may mean, in all folders that are searched.
+    """Returns (folder, name) of every file that a library in the flags may mean, in all folders
+    that are searched.
 
-    One that appears may take the place of the one that was found. For -lfoo that is libfoo.so before libfoo.a.
+    One that appears may take the place of the one that was found. For -lfoo that is libfoo.so
+    before libfoo.a.
 
     linked   the files that are linked; scripts among them name others"""
     words = _words_of_tools([*request.compiler[1:], *words_of_flags(flags)])
@@ -93,7 +107,9 @@ def unlinked(request: Request, flags: str, linked: set[str]) -> list[tuple[str, 
     for path in linked:
         if not closure.is_theirs(request.fold(path)):
             in_script = re.findall(r"[^\s(),\"]+", _script(path))
-            names += [word for word in in_script if re.search(r"^[^/-][^/]*\.(?:a|o|so[.\d]*)$", word)]
+            names += [
+                word for word in in_script if re.search(r"^[^/-][^/]*\.(?:a|o|so[.\d]*)$", word)
+            ]
             words += in_script
     folders += _values(words, "-L", "--library-path", "SEARCH_DIR")
     for value in filter(None, _values(words, "-l", "--library")):
@@ -103,8 +119,11 @@ def unlinked(request: Request, flags: str, linked: set[str]) -> list[tuple[str, 
 
 
 def unrun(request: Request, flags: str, *parts: str) -> list[tuple[str, str]]:
-    """Returns (folder, name) of every file that would be run as one of these parts of the compiler."""
-    folders = [*request.environment.get("COMPILER_PATH", "").split(":"), *_searched(request, flags, "programs")]
+    """Return (folder, name) of each file that would run as one of these parts."""
+    folders = [
+        *request.environment.get("COMPILER_PATH", "").split(":"),
+        *_searched(request, flags, "programs"),
+    ]
     return [(folder, part) for folder in filter(os.path.isabs, folders) for part in parts]
 
 
@@ -123,8 +142,8 @@ def _choice(flags: str) -> list[str]:
 
 
 def _words_of_tools(words: list[str]) -> list[str]:
-    """Puts what a response file has in the place of @file, and words for the linker or the assembler in the place of
-    -Wl,word and -Wa,word."""
+    """Puts what a response file has in the place of @file, and words for the linker or the
+    assembler in the place of -Wl,word and -Wa,word."""
     found = []
     for word in words:
         if word.startswith(("-Wl,", "-Wa,")):
@@ -163,15 +182,23 @@ def is_gnu(request: Request) -> bool:
 
 
 def ask(request: Request, *question: str) -> str:
-    """The compiler's answer to a question about itself. A process that reloads asks once, and again after a change of
-    it."""
-    environment = request.environment | {"LC_ALL": "C.UTF-8", "LD_PRELOAD": ""}  # a sanitizer is for this process
+    """The compiler's answer to a question about itself. A process that reloads asks once, and again
+    after a change of it."""
+    # A sanitizer is for this process.
+    environment = request.environment | {"LC_ALL": "C.UTF-8", "LD_PRELOAD": ""}
     path = shutil.which(request.compiler[0], path=environment.get("PATH"))
-    return _answer(closure.stamp_of(path or ""), tuple(environment.items()), *request.compiler, *question)
+    return _answer(
+        closure.stamp_of(path or ""), tuple(environment.items()), *request.compiler, *question
+    )
 
 
 @functools.cache
 def _answer(stamp: bytes, environment: tuple[tuple[str, str], ...], *command: str) -> str:
-    options = {"cwd": "/", "env": dict(environment), "stdin": subprocess.DEVNULL, "capture_output": True}
+    options = {
+        "cwd": "/",
+        "env": dict(environment),
+        "stdin": subprocess.DEVNULL,
+        "capture_output": True,
+    }
     done = subprocess.run(command, **options)
     return os.fsdecode(done.stdout + done.stderr)  # it may quote paths

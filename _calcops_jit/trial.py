@@ -1,4 +1,4 @@
-"""A fresh build is loaded in a child process first: a static initialiser that throws or crashes ends only the child."""
+"""A child process loads a fresh build first: a crash of an initialiser ends only the child."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _LIMIT_S = 60.0
 
 
 def registered_at_once(name: str, load: Callable[[], Registration]) -> set[str]:
-    """Loads a library in a child: the operators that it registers by itself. BuildError: it cannot be loaded.
+    """Loads a library in a child: the operators that it registers by itself. BuildError: it cannot
+    be loaded.
 
-    The child is a fork of this process, since an initialiser may need whatever is loaded here. Other threads are not in
-    it, so that nobody else registers anything."""
+    The child is a fork of this process, since an initialiser may need whatever is loaded here.
+    Other threads are not in it, so that nobody else registers anything."""
     with tempfile.TemporaryFile() as said:
         try:
             answer, status = _in_child(lambda: _look(load), said.fileno())
@@ -57,7 +58,11 @@ def _look(load: Callable[[], Registration]) -> dict:
 def _end(status: int | None) -> str:
     if status is None:
         return f"does not end within {_LIMIT_S:.0f} s"
-    return f"ends the process by {signal.Signals(-status).name}" if status < 0 else f"ends the process ({status})"
+    return (
+        f"ends the process by {signal.Signals(-status).name}"
+        if status < 0
+        else f"ends the process ({status})"
+    )
 
 
 def _in_child(function: Callable[[], dict], output: int) -> tuple[dict, int | None]:
@@ -72,10 +77,12 @@ def _in_child(function: Callable[[], dict], output: int) -> tuple[dict, int | No
         writing.close()
         answer, ended = b"", False
         watched = [reading]
-        with contextlib.suppress(OSError):  # of an old kernel; then the end of the pipe is the end of the child
+        # Of an old kernel; then the end of the pipe is the end of the child.
+        with contextlib.suppress(OSError):
             watched.append(os.pidfd_open(child))
         try:
-            # A daemon that the library started may hold the pipe for as long as it lives: the child's end counts, too.
+            # A daemon that the library started may hold the pipe for as long as it lives: the
+            # child's end counts, too.
             while not ended and (ready := select.select(watched, [], [], _LIMIT_S)[0]):
                 piece = reading.read(65536) if reading in ready else b""
                 answer, ended = answer + piece, not piece
@@ -94,7 +101,9 @@ def _answer(function: Callable[[], dict], output: int, writing: io.RawIOBase) ->
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         # In a daemon these two may have the numbers of standard streams.
-        output, answering = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in (output, writing.fileno()))
+        output, answering = (
+            fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in (output, writing.fileno())
+        )
         os.dup2(output, 1)
         os.dup2(output, 2)
         try:

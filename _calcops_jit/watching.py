@@ -12,7 +12,7 @@ from .progress import say
 
 
 def start(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]:
-    """Starts a thread that calls `reload` after each change to the loaded libraries' own files; gives what ends it."""
+    """Start a thread that calls `reload` when the libraries' files change. Return what ends it."""
     stop = threading.Event()
 
     def run() -> None:
@@ -39,7 +39,8 @@ def start(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]
 
     @atexit.register
     def abandon() -> None:
-        """Ends the build and the thread, so that an interpreter that exits does not wait for a compiler."""
+        """End the build and the thread, so that an exiting interpreter does not wait for a
+        compiler."""
         stop.set()
         for _ in range(100):
             staging.remove_all()

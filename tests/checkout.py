@@ -1,5 +1,6 @@
-"""A copy of the loader with operators of its own, and processes that import it. Each is forked from one that has
-imported torch already; the operators are C functions without torch headers, which compile in a moment."""
+"""A copy of the loader with operators of its own, and processes that import it. Each is forked from
+one that has imported torch already; the operators are C functions without torch headers, which
+compile in a moment."""
 
 import functools
 import json
@@ -30,7 +31,8 @@ def audit(event, arguments):
 sys.dont_write_bytecode = True
 sys.addaudithook(audit)
 """
-BUILDING = "import torch.utils.cpp_extension, setuptools, resource"  # what a build imports and a warm import does not
+# What a build imports and a warm import does not.
+BUILDING = "import torch.utils.cpp_extension, setuptools, resource"
 # Reads jobs, forks a child for each, answers with its pid; "wait" answers with its exit status.
 _ZYGOTE = """
 import json, os, sys, traceback
@@ -70,7 +72,9 @@ for line in sys.stdin:
 class Zygote:
     def __init__(self, preamble: str = ""):
         command = [sys.executable, "-c", f"{preamble}\n{_ZYGOTE}"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def ask(self, **job) -> int:
         self.process.stdin.write(json.dumps(job) + "\n")
@@ -81,13 +85,18 @@ class Zygote:
 class Child:
     """A process that runs a script in a checkout."""
 
-    def __init__(self, zygote: Zygote, checkout: "Checkout", script: str, arguments=(), cwd=None, **env):
+    def __init__(
+        self, zygote: Zygote, checkout: "Checkout", script: str, arguments=(), cwd=None, **env
+    ):
         self.zygote = zygote
         stem = checkout.path.parent / f"child.{time.monotonic_ns()}"
         self._out, self._err = Path(f"{stem}.out"), Path(f"{stem}.err")
         self._out.touch(), self._err.touch()
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("CALCOPS_", "TORCH_"))}
-        # The fallback of a cache that cannot be written lies below TMPDIR: everybody's, were it /tmp.
+        environment = {
+            k: v for k, v in os.environ.items() if not k.startswith(("CALCOPS_", "TORCH_"))
+        }
+        # The fallback of a cache that cannot be written lies below TMPDIR: everybody's, were it
+        # /tmp.
         environment |= {
             "CALCOPS_CACHE": str(checkout.cache),
             "TMPDIR": str(checkout.path.parent),
@@ -115,11 +124,14 @@ class Child:
 
 
 class Checkout:
-    """A copy of the loader with operators of its own, a cache of its own and a compiler that keeps a log."""
+    """A copy of the loader with operators of its own, a cache of its own and a compiler that keeps
+    a log."""
 
     def __init__(self, zygote: Zygote, folder: Path):
         self.zygote, self.path, self.cache = zygote, folder / "checkout", folder / "cache"
-        shutil.copytree(HERE / "_calcops_jit", self.path / "_calcops_jit", ignore=shutil.ignore_patterns("ops"))
+        shutil.copytree(
+            HERE / "_calcops_jit", self.path / "_calcops_jit", ignore=shutil.ignore_patterns("ops")
+        )
         shutil.copy(HERE / "calcops_jit.py", self.path)
         self.write("ops/tiny/tiny.h", "#define ANSWER 1\n")
         self.write(
@@ -158,7 +170,9 @@ class Checkout:
         """Counts the units of the project that were compiled since the last call."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
-        return sum(" -c " in line and not re.search(r"/(?:registry|runtime)\.cpp", line) for line in lines)
+        return sum(
+            " -c " in line and not re.search(r"/(?:registry|runtime)\.cpp", line) for line in lines
+        )
 
     def libraries(self) -> list[Path]:
         return sorted(self.cache.glob("*/*/*.so"))
@@ -213,9 +227,17 @@ def wait_for(condition, seconds: float = 30.0):
         time.sleep(0.02)
 
 
-# ---- packages ---------------------------------------------------------------------------------------------------
+# ---- packages ------------------------------------------------------------------------------------
 
-PARTS = ["LICENSE", "MANIFEST.in", "Makefile", "README.md", "CHANGELOG.md", ".clang-format", "pyproject.toml"]
+PARTS = [
+    "LICENSE",
+    "MANIFEST.in",
+    "Makefile",
+    "README.md",
+    "CHANGELOG.md",
+    ".clang-format",
+    "pyproject.toml",
+]
 PARTS += ["calcops_jit.py", "_calcops_jit", "ops", "tests", "examples"]
 
 
@@ -224,7 +246,9 @@ def copy(folder: Path) -> Path:
     folder.mkdir()
     for part in PARTS:
         if (HERE / part).is_dir():
-            shutil.copytree(HERE / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+            shutil.copytree(
+                HERE / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", ".*")
+            )
         else:
             shutil.copy(HERE / part, folder)
     return folder

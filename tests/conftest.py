@@ -6,18 +6,20 @@ import venv
 from collections import Counter
 from pathlib import Path
 
-# Threads that wait for work sleep. Spinning, as they do by default, they take the processors of the other workers and
-# of whatever else runs: a test of four seconds then takes fifty.
+# Threads that wait for work sleep. Spinning, as they do by default, they take the processors of the
+# other workers and of whatever else runs: a test of four seconds then takes fifty.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# What compilers and examples leave behind goes with the process that was started first. pytest's own folders stay where
-# they are looked for. (Made before torch is imported, it goes after what multiprocessing removes at exit.)
+# What compilers and examples leave behind goes with the process that was started first. pytest's
+# own folders stay where they are looked for. (Made before torch is imported, it goes after what
+# multiprocessing removes at exit.)
 if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
     _temporary = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
     os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.gettempdir()
     os.environ["TMPDIR"] = tempfile.tempdir = _temporary.name
     os.chmod(_temporary.name, 0o711)  # some tests become another user
-    kept = Path(__file__).parent.parent / ".pytest_cache" / "inductor"  # what torch.compile has compiled already
+    # What torch.compile has compiled already.
+    kept = Path(__file__).parent.parent / ".pytest_cache" / "inductor"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
 
 import pytest  # noqa: E402
@@ -29,11 +31,12 @@ from reference import DEVICES  # noqa: E402
 # In a process that test_cuda_on_cpu.py starts: the file for the names of the kernels that ran.
 EMULATED = os.environ.get("CALCOPS_EMULATED")
 
-# ---- which tests are slow ---------------------------------------------------------------------------------------
+# ---- which tests are slow ------------------------------------------------------------------------
 
-# "seconds name" of each test function that takes longer than two seconds, all its cases together, and of each shared
-# fixture that does; `pytest --write-slow` measures what it runs and keeps the rest. `make check` leaves out these tests
-# and those that use these fixtures, and the files that take longest because of them begin first.
+# "seconds name" of each test function that takes longer than two seconds, all its cases together,
+# and of each shared fixture that does; `pytest --write-slow` measures what it runs and keeps the
+# rest. `make check` leaves out these tests and those that use these fixtures, and the files that
+# take longest because of them begin first.
 SLOW = Path(__file__).with_name("slow.txt")
 _spent = Counter()
 
@@ -47,7 +50,11 @@ def _slow():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--write-slow", action="store_true", help="measure anew which tests are slow: tests/slow.txt")
+    parser.addoption(
+        "--write-slow",
+        action="store_true",
+        help="measure anew which tests are slow: tests/slow.txt",
+    )
 
 
 def pytest_collection_modifyitems(items):
@@ -69,7 +76,9 @@ def pytest_fixture_setup(fixturedef, request):
     finally:
         if fixturedef.scope != "function":
             item = request._pyfuncitem
-            item.user_properties.append((_name(item.path, fixturedef.argname), time.perf_counter() - begin))
+            item.user_properties.append(
+                (_name(item.path, fixturedef.argname), time.perf_counter() - begin)
+            )
 
 
 def pytest_runtest_logreport(report):
@@ -85,16 +94,21 @@ def pytest_sessionfinish(session):
         with open(EMULATED, "w") as file:
             print(*torch.ops.cuda_on_cpu.entered(), file=file)
     if session.config.getoption("write_slow") and "PYTEST_XDIST_WORKER" not in os.environ:
-        lines = [f"{seconds:.1f} {name}\n" for name, seconds in sorted((_slow() | _spent).items()) if seconds > 2]
+        lines = [
+            f"{seconds:.1f} {name}\n"
+            for name, seconds in sorted((_slow() | _spent).items())
+            if seconds > 2
+        ]
         SLOW.write_text("".join(lines))
 
 
-# ---- fixtures ---------------------------------------------------------------------------------------------------
+# ---- fixtures ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=DEVICES)
 def device(request):
-    """Every device that is here; in the emulation the one that is emulated, with tensors of the CPU."""
+    """Every device that is here; in the emulation the one that is emulated, with tensors of the
+    CPU."""
     if not EMULATED:
         yield request.param
         return
@@ -120,7 +134,8 @@ def checkout(tmp_path):
 
 @pytest.fixture
 def environment(tmp_path):
-    """A fresh virtual environment whose Python also finds what the one here has, PyTorch above all."""
+    """A fresh virtual environment whose Python also finds what the one here has, PyTorch above
+    all."""
     venv.create(tmp_path / "venv")
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (site / "torch.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
@@ -129,7 +144,8 @@ def environment(tmp_path):
 
 @pytest.fixture
 def one_thread():
-    """Computes on one thread, unless the test says otherwise: small tensors only make threads wait for each other."""
+    """Computes on one thread, unless the test says otherwise: small tensors only make threads wait
+    for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

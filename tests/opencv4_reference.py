@@ -1,16 +1,20 @@
-"""Random calls of warp_perspective, and what OpenCV 4 makes of them. OpenCV 4 and 5 cannot be in one environment, so
+"""Random calls of warp_perspective, and what OpenCV 4 makes of them. OpenCV 4 and 5 cannot be in
+one environment, so
 
     python tests/opencv4_reference.py 600 > tests/opencv4_reference.json
 
-runs where opencv-python-headless 4.12.0.88 is installed, and needs NumPy besides. For each of the first 600 calls it
-prints the CRC-32 of the result, and for each kind of call that is computed in another way, how that differs.
+runs where opencv-python-headless 4.12.0.88 is installed, and needs NumPy besides. For each of the
+first 600 calls it prints the CRC-32 of the result, and for each kind of call that is computed in
+another way, how that differs.
 
-OpenCV 4.9 to 4.12 computes every call in one way on every x86-64. (4.5 left the pixels of the last row and column alone
-under "transparent".) From 4.13 on, the wheels leave some kinds to Intel's IPP (hal/ipp/src/warp_ipp.cpp), which does
-not round positions to 1/32 pixel; in 4.14, cv2.ipp.setUseIPP(False) ends that. From 4.14 on, "linear" of one channel of
-uint16, int16 or float32 is summed from the last tap to the first, by fma where there is AVX2, 4, 8 or 16 pixels at
-once; what is left over is summed as before (imgwarp.simd.hpp). OPENCV_CPU_DISABLE=AVX512-SKX and =AVX512-SKX,AVX2 show
-three results on one processor. Neither happens to an image with other numbers of channels, so `_plain` adds some.
+OpenCV 4.9 to 4.12 computes every call in one way on every x86-64. (4.5 left the pixels of the last
+row and column alone under "transparent".) From 4.13 on, the wheels leave some kinds to Intel's IPP
+(hal/ipp/src/warp_ipp.cpp), which does not round positions to 1/32 pixel; in 4.14,
+cv2.ipp.setUseIPP(False) ends that. From 4.14 on, "linear" of one channel of uint16, int16 or
+float32 is summed from the last tap to the first, by fma where there is AVX2, 4, 8 or 16 pixels at
+once; what is left over is summed as before (imgwarp.simd.hpp). OPENCV_CPU_DISABLE=AVX512-SKX and
+=AVX512-SKX,AVX2 show three results on one processor. Neither happens to an image with other numbers
+of channels, so `_plain` adds some.
 """
 
 import json
@@ -26,7 +30,8 @@ INTERPOLATIONS = ["linear", "linear", "nearest"]
 
 
 def _matrix(draw, size, out):
-    """A map from an image to a result of these sizes, or from there to here, of any of these kinds."""
+    """A map from an image to a result of these sizes, or from there to here, of any of these
+    kinds."""
     kind = draw.randint(18)
     matrix = np.eye(3)
     if kind == 0:
@@ -34,7 +39,8 @@ def _matrix(draw, size, out):
     elif kind == 1:
         matrix[[0, 1], [0, 1]] = draw.choice([-1, 1e-3, 0.5, 1, 2, 3, 1e3], 2)
     elif kind == 2:
-        matrix = np.array([[1, 2, 3], [2, 4, 6], [0, 0, 1]]) * draw.choice([0.1, 1])  # singular; by rounding, perhaps
+        # singular; by rounding, perhaps.
+        matrix = np.array([[1, 2, 3], [2, 4, 6], [0, 0, 1]]) * draw.choice([0.1, 1])
     elif kind == 3:
         matrix = draw.randint(-1, 2, (3, 3)) * draw.choice([0.0, 1.0])
     elif kind == 4:
@@ -95,7 +101,9 @@ def checksum(result):
     return zlib.crc32(np.ascontiguousarray(result).tobytes())
 
 
-def _direct(cv2, image, warp, dsize, interpolation, border_mode, border_value, inverse_map, destination):
+def _direct(
+    cv2, image, warp, dsize, interpolation, border_mode, border_value, inverse_map, destination
+):
     flags = {"linear": cv2.INTER_LINEAR, "nearest": cv2.INTER_NEAREST}[interpolation]
     if destination is not None and image.shape[2] == 1:
         destination = destination[..., 0]
@@ -142,10 +150,19 @@ def _main(count):
         values, far = _distance(_direct(cv2, **arguments | {"destination": kept}), plain, image)
         checksums.append(f"{checksum(plain):08x}")
         if values:
-            kind = str(image.dtype), arguments["interpolation"], image.shape[2], arguments["border_mode"]
+            kind = (
+                str(image.dtype),
+                arguments["interpolation"],
+                image.shape[2],
+                arguments["border_mode"],
+            )
             calls, before, farthest = differences.get(kind, (0, 0, 0.0))
             differences[kind] = calls + 1, before + values, max(farthest, far)
-    found = {"opencv": cv2.__version__, "differences": sorted(differences.items()), "checksums": checksums}
+    found = {
+        "opencv": cv2.__version__,
+        "differences": sorted(differences.items()),
+        "checksums": checksums,
+    }
     print(textwrap.fill(json.dumps(found), 120))
 
 

@@ -7,9 +7,19 @@ import subprocess
 from pathlib import Path
 
 HEADERS = ["h0.h", "h1.h", "h2.h", "in/h3.h", "in/h4.h", "h5.h"]
-SEARCHED = ["a", "b", "p/c", "q/c", "d", "e", "base"]  # folders of headers; `base` has all of them and comes last
+# Folders of headers; `base` has all of them and comes last.
+SEARCHED = ["a", "b", "p/c", "q/c", "d", "e", "base"]
 LIBRARIES = ["l0", "l1", "p/l2"]
-FLAGGED = ["-I{}", "-I {}", "-isystem {}", "-isystem{}", "-idirafter {}", "-iquote {}", "-Wp,-I,{}", "-I{}/../base"]
+FLAGGED = [
+    "-I{}",
+    "-I {}",
+    "-isystem {}",
+    "-isystem{}",
+    "-idirafter {}",
+    "-iquote {}",
+    "-Wp,-I,{}",
+    "-I{}/../base",
+]
 WAYS = [*FLAGGED, *FLAGGED, "paths", "CPATH", "CPLUS_INCLUDE_PATH", "@", "CXX", "absent"]
 LINKING = ["-L{}", "-L {}", "-Wl,-L,{}", "-L{}/../l1", "LIBRARY_PATH", "@", "CXX", "absent"]
 VALUE = ["-lv", "-l v", "-l:libv.a", "-Wl,-lv"]
@@ -21,7 +31,9 @@ FUNCTION = """
 {}  return (sum {}) % 1000003;
 }}
 """
-INCBIN = 'asm(".section .rodata\\ndata: .incbin \\"{}\\"\\n.previous");\nextern "C" const char data[];\n'
+INCBIN = (
+    'asm(".section .rodata\\ndata: .incbin \\"{}\\"\\n.previous");\nextern "C" const char data[];\n'
+)
 EDITS: dict[str, int] = {}  # {name of a method of Project: how often it is drawn}
 
 
@@ -34,7 +46,8 @@ def edit(weight):
 
 
 class Project:
-    """A project in a folder, with the flags and variables to load it. The compilers' logging wrappers lie beside it."""
+    """A project in a folder, with the flags and variables to load it. The compilers' logging
+    wrappers lie beside it."""
 
     def __init__(self, folder: Path, seed: int):
         self.own, self.seed = folder, seed
@@ -48,7 +61,11 @@ class Project:
         self.order = draw.sample(SEARCHED[:-1], len(SEARCHED) - 1) + ["base"]
         self.ways = {name: draw.choice(WAYS) for name in SEARCHED} | {"base": "-idirafter {}"}
         self.linking = {name: draw.choice(LINKING) for name in LIBRARIES} | {"p/l2": "-L{}"}
-        self.by_name, self.defined, self.forced = draw.choice(VALUE), draw.choice(DEFINED), draw.choice(FORCED)
+        self.by_name, self.defined, self.forced = (
+            draw.choice(VALUE),
+            draw.choice(DEFINED),
+            draw.choice(FORCED),
+        )
         self.embedded = draw.choice(["", "", "data.bin", f"{self.own}/base/data.bin"])
         if self.command == "clang++":  # the loader refuses .incbin there
             self.embedded = ""
@@ -57,10 +74,13 @@ class Project:
         for _ in range(draw.randrange(8)):
             self.new_header()
         self.put("forced.h", self.header("h5.h"))
-        self.put("src/mine.cpp", self.source("answer", 'extern "C" __attribute__((visibility("default"))) '))
+        self.put(
+            "src/mine.cpp",
+            self.source("answer", 'extern "C" __attribute__((visibility("default"))) '),
+        )
         self.put("src/inner/other.cpp", self.source("other"))
 
-    # ---- what it consists of ------------------------------------------------------------------------------------
+    # ---- what it consists of ---------------------------------------------------------------------
 
     def put(self, name: str | Path, text: str) -> None:
         path = self.own / name
@@ -70,7 +90,8 @@ class Project:
         path.write_text(text)
 
     def header(self, name: str) -> str:
-        """Returns the text of a header that defines its own value and may include those after it."""
+        """Returns the text of a header that defines its own value and may include those after
+        it."""
         self.count += 1
         number, at = self.count, HEADERS.index(name)
         lines = [f"#ifndef GUARD{number}", f"#define GUARD{number}", f"#undef V{at}"]
@@ -93,11 +114,26 @@ class Project:
             [f"# include /* why */ {spelled}"],
             [f"#define N{number} {spelled}", f"#include N{number}"],
             [f"#if __has_include({spelled})", f"#include {spelled}", "#endif"],
-            [f"#if __has_include({spelled})", f"#define E{number} 1", "#undef V0", f"#define V0 {number}", "#endif"],
-            [f"#define A{number} {spelled}", f"#if __has_include(A{number})", f"#include {spelled}", "#endif"],
+            [
+                f"#if __has_include({spelled})",
+                f"#define E{number} 1",
+                "#undef V0",
+                f"#define V0 {number}",
+                "#endif",
+            ],
+            [
+                f"#define A{number} {spelled}",
+                f"#if __has_include(A{number})",
+                f"#include {spelled}",
+                "#endif",
+            ],
             ["#ifdef FLAG", f"#include {spelled}", "#endif"],
             ["#if FLAG == 2", f"#include {spelled}", "#endif"],
-            [f'#if __has_include("../{letter}/{name}")', f'#include "../{letter}/{name}"', "#endif"],
+            [
+                f'#if __has_include("../{letter}/{name}")',
+                f'#include "../{letter}/{name}"',
+                "#endif",
+            ],
             [f"#include <../base/{name}>"],
             [f'#include "../base/{name}"'],
             [],
@@ -120,7 +156,9 @@ class Project:
 
     def library(self, stem: Path, function: str, kind: str = "") -> None:
         """Makes the library `stem`.a or `stem`.so, which defines a function."""
-        kind = kind or self.draw.choice(["static", "static", "thin", "shared", "script", "named script"])
+        kind = kind or self.draw.choice(
+            ["static", "static", "thin", "shared", "script", "named script"]
+        )
         folder = stem.parent
         folder.mkdir(parents=True, exist_ok=True)
         target = Path(f"{stem}.{'a' if kind in ('static', 'thin') else 'so'}")
@@ -136,12 +174,18 @@ class Project:
         else:
             inner = "-linner" if kind == "named script" else f"{folder}/libinner.a"
             target.write_text(f"INPUT({inner})\n")
-            command = f"{shell} -c -o {folder}/inner.o && ar rc {folder}/libinner.a {folder}/inner.o"
+            command = (
+                f"{shell} -c -o {folder}/inner.o && ar rc {folder}/libinner.a {folder}/inner.o"
+            )
         subprocess.run(command, shell=True, check=True)
 
     def options(self) -> tuple[dict, dict[str, str]]:
         """Returns the options of load, and the environment."""
-        paths, cflags, ldflags = [], [self.defined], [f"-Wl,-rpath,{self.own}/{name}" for name in LIBRARIES]
+        paths, cflags, ldflags = (
+            [],
+            [self.defined],
+            [f"-Wl,-rpath,{self.own}/{name}" for name in LIBRARIES],
+        )
         words = {"CXX": [str(self.own.parent / self.command)], "@-I": [], "@-L": []}
         variables: dict[str, list[str]] = {}
         searched = [(name, self.ways[name], "-I", cflags) for name in self.order]
@@ -164,7 +208,9 @@ class Project:
         cflags.append(self.forced.format(self.own))
         ldflags += [self.by_name, f"{self.own}/w/libw.a"]
         sources = [f"{self.own}/src/mine.cpp", f"{self.own}/src/inner/other.cpp"]
-        options = dict(sources=sources, extra_include_paths=paths, extra_cflags=cflags, extra_ldflags=ldflags)
+        options = dict(
+            sources=sources, extra_include_paths=paths, extra_cflags=cflags, extra_ldflags=ldflags
+        )
         environment = {name: ":".join(folders) for name, folders in variables.items()}
         return options, environment | {"CXX": " ".join(words["CXX"])}
 
@@ -179,14 +225,18 @@ class Project:
         self.library(self.own / "p/l2/libv", "value", "static")
         self.library(self.own / "w/libw", "weight", "static")
 
-    # ---- edits --------------------------------------------------------------------------------------------------
+    # ---- edits -----------------------------------------------------------------------------------
 
     def files(self, pattern: str = "*.h") -> list[Path]:
         return sorted(path for path in self.own.rglob(pattern) if path.is_file())
 
     def place(self) -> Path:
         """Returns a path where a header may be."""
-        return self.own / self.draw.choice([*SEARCHED, "src", "src/inner", "a/in"]) / self.draw.choice(HEADERS)
+        return (
+            self.own
+            / self.draw.choice([*SEARCHED, "src", "src/inner", "a/in"])
+            / self.draw.choice(HEADERS)
+        )
 
     def clear(self, path: Path) -> None:
         if path.is_symlink() or path.is_file():
@@ -237,7 +287,9 @@ class Project:
     @edit(7)
     def link(self):
         folders = self.draw.sample(self.draw.choice([SEARCHED[:-1], LIBRARIES]), 2)
-        path, target = self.draw.choice([(self.place(), self.place()), [self.own / name for name in folders]])
+        path, target = self.draw.choice(
+            [(self.place(), self.place()), [self.own / name for name in folders]]
+        )
         if path != target:
             self.clear(path)
             path.symlink_to(target)
@@ -245,7 +297,9 @@ class Project:
 
     @edit(3)
     def rename_folder(self):
-        old, new = (self.own / name for name in self.draw.sample([*SEARCHED[:-1], "a/in", "b/in"], 2))
+        old, new = (
+            self.own / name for name in self.draw.sample([*SEARCHED[:-1], "a/in", "b/in"], 2)
+        )
         if old.exists() and old not in new.parents and new not in old.parents:
             self.clear(new)
             if os.path.lexists(old):
@@ -293,7 +347,9 @@ class Project:
 
     @edit(1)
     def new_data(self):
-        self.put(self.own / self.draw.choice(SEARCHED) / "data.bin", chr(self.draw.randrange(1, 127)))
+        self.put(
+            self.own / self.draw.choice(SEARCHED) / "data.bin", chr(self.draw.randrange(1, 127))
+        )
 
     @edit(2)
     def new_source(self):
@@ -309,7 +365,11 @@ class Project:
         elif what == "order":
             self.order = self.draw.sample(SEARCHED[:-1], len(SEARCHED) - 1) + ["base"]
         else:
-            setattr(self, what, self.draw.choice({"defined": DEFINED, "forced": FORCED, "by_name": VALUE}[what]))
+            setattr(
+                self,
+                what,
+                self.draw.choice({"defined": DEFINED, "forced": FORCED, "by_name": VALUE}[what]),
+            )
         return what
 
     def step(self, built: bool) -> None:
@@ -318,7 +378,9 @@ class Project:
         An edit that the disk refuses, such as a file behind a link to nothing, ends early."""
         if not built and self.draw.random() < 0.8:
             self.repair()
-        for name in self.draw.choices(list(EDITS), EDITS.values(), k=self.draw.choice([1, 1, 2, 3])):
+        for name in self.draw.choices(
+            list(EDITS), EDITS.values(), k=self.draw.choice([1, 1, 2, 3])
+        ):
             try:
                 self.done.append(f"{name} {getattr(self, name)() or ''}")
             except OSError as error:

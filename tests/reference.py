@@ -1,4 +1,5 @@
-"""What the operators must compute, in plain torch, written from the formulas of ops/*/*.h; and random inputs.
+"""What the operators must compute, in plain torch, written from the formulas of ops/*/*.h; and
+random inputs.
 
 Every function is differentiable by autograd to any order and works under torch.func, so it is the
 reference for derivatives too. Slow and memory-hungry on purpose: clarity first.
@@ -11,7 +12,8 @@ DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
 def force_virial(list_neigh, dE, Ri_d, Rij, nghost=0, center=True):
-    """force [B, n+m, 3], virial [B, 3, 3], atom_virial [B, n+m, 3, 3]; arguments as in ops/force/force.h."""
+    """force [B, n+m, 3], virial [B, 3, 3], atom_virial [B, n+m, 3, 3]; arguments as in
+    ops/force/force.h."""
     frames, natoms = list_neigh.shape[:2]
     rows = natoms + nghost
     neighbors = list_neigh[0, 0].numel() if frames * natoms else list_neigh.shape[2:].numel()
@@ -25,7 +27,9 @@ def force_virial(list_neigh, dE, Ri_d, Rij, nghost=0, center=True):
     g = torch.einsum("bnkc,bnkca->bnka", dE, Ri_d)
     w = torch.einsum("bnka,bnkc->bnkac", g, Rij)
     target = torch.where(live, list_neigh, 0)
-    names = torch.nn.functional.one_hot(target, rows).to(g) if rows else g.new_zeros(*target.shape, 0)
+    names = (
+        torch.nn.functional.one_hot(target, rows).to(g) if rows else g.new_zeros(*target.shape, 0)
+    )
     names = names * live[..., None]
     force = torch.einsum("bnkj,bnka->bja", names, g)
     if center:
@@ -37,11 +41,14 @@ def force_virial(list_neigh, dE, Ri_d, Rij, nghost=0, center=True):
 def force(list_neigh, dE, Ri_d, nghost=0, center=True):
     frames, natoms = list_neigh.shape[:2]
     neighbors = list_neigh.shape[2:].numel()
-    return force_virial(list_neigh, dE, Ri_d, dE.new_zeros(frames, natoms, neighbors, 3), nghost, center)[0]
+    return force_virial(
+        list_neigh, dE, Ri_d, dE.new_zeros(frames, natoms, neighbors, 3), nghost, center
+    )[0]
 
 
 def chunked_force_virial(list_neigh, dE, Ri_d, Rij, nghost=0, chunk=4096):
-    """force_virial for any size, in float64: index_add_ over `chunk` atoms at a time; not differentiable."""
+    """force_virial for any size, in float64: index_add_ over `chunk` atoms at a time; not
+    differentiable."""
     frames, natoms, neighbors = list_neigh.shape
     totals = [dE.new_zeros(frames, natoms + nghost, width, dtype=torch.float64) for width in (3, 9)]
     for frame in range(frames):
@@ -63,7 +70,16 @@ def chunked_force_virial(list_neigh, dE, Ri_d, Rij, nghost=0, chunk=4096):
     return force, atom_virial.sum(1), atom_virial
 
 
-def pairs(frames=3, natoms=5, nghost=2, neighbors=7, dtype=torch.float64, index=torch.int32, device="cpu", seed=0):
+def pairs(
+    frames=3,
+    natoms=5,
+    nghost=2,
+    neighbors=7,
+    dtype=torch.float64,
+    index=torch.int32,
+    device="cpu",
+    seed=0,
+):
     """A random list with empty slots anywhere, repeats and self images, and its dE, Ri_d, Rij."""
     generator = torch.Generator().manual_seed(seed)
     size = (frames, natoms, neighbors)
@@ -82,7 +98,8 @@ def describe(Rij):
     dRi_dRij = torch.cat(
         [
             -(s * Rij / 2).unsqueeze(-2),
-            s[..., None] * (torch.eye(3, dtype=Rij.dtype) - Rij[..., :, None] * Rij[..., None, :] / 2),
+            s[..., None]
+            * (torch.eye(3, dtype=Rij.dtype) - Rij[..., :, None] * Rij[..., None, :] / 2),
         ],
         -2,
     )
@@ -122,11 +139,17 @@ def assert_equal_lists(ours, theirs, **tolerance):
         torch.testing.assert_close(a, b, **tolerance)
 
 
-def graph(natoms=7, edges=23, frames=2, dtype=torch.float64, index=torch.int64, device="cpu", seed=0):
-    """Edges in no order, some masked in one row or in both, some to the atom itself; atoms of frames in no order."""
+def graph(
+    natoms=7, edges=23, frames=2, dtype=torch.float64, index=torch.int64, device="cpu", seed=0
+):
+    """Edges in no order, some masked in one row or in both, some to the atom itself; atoms of
+    frames in no order."""
     generator = torch.Generator().manual_seed(seed)
     edge_index = torch.randint(-1, natoms, (2, edges), generator=generator).to(device, index)
-    gradient, vec = (torch.randn(edges, 3, generator=generator, dtype=torch.float64).to(device, dtype) for _ in "gv")
+    gradient, vec = (
+        torch.randn(edges, 3, generator=generator, dtype=torch.float64).to(device, dtype)
+        for _ in "gv"
+    )
     batch = torch.randint(0, frames, (natoms,), generator=generator).to(device, index)
     return edge_index, gradient, vec, natoms, batch, frames
 

@@ -1,16 +1,30 @@
-"""What calcops::warp_perspective must compute, in numpy, written from the formulas of its header; and its inputs."""
+"""What calcops::warp_perspective must compute, in numpy, written from the formulas of its header;
+and its inputs."""
 
 import numpy as np
 import torch
 
 BORDERS = ["constant", "replicate", "reflect", "wrap", "reflect_101"]
 INTERPOLATIONS = ["linear", "nearest", "cubic"]
-DTYPES = [torch.uint8, torch.uint16, torch.int16, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+DTYPES = [
+    torch.uint8,
+    torch.uint16,
+    torch.int16,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+]
 IDENTITY = torch.eye(3, dtype=torch.float64)
-# Irrational enough that no coordinate is halfway between pixels; their horizons lie outside the results.
-TILTED = torch.tensor([[1.0531, 0.1237, -3.117], [-0.0823, 0.9311, 2.339], [7.13e-4, -9.17e-4, 1.0]])
+# Irrational enough that no coordinate is halfway between pixels; their horizons lie outside the
+# results.
+TILTED = torch.tensor(
+    [[1.0531, 0.1237, -3.117], [-0.0823, 0.9311, 2.339], [7.13e-4, -9.17e-4, 1.0]]
+)
 SHRUNK = torch.tensor([[0.3119, 0.0537, 4.271], [-0.0413, 0.2917, 7.713], [1.17e-4, 2.31e-4, 1.0]])
-TURNED = torch.tensor([[-0.4371, 1.1129, 9.731], [-0.9173, -0.5119, 41.37], [5.17e-4, 6.31e-4, 1.0]])
+TURNED = torch.tensor(
+    [[-0.4371, 1.1129, 9.731], [-0.9173, -0.5119, 41.37], [5.17e-4, 6.31e-4, 1.0]]
+)
 TILTED, SHRUNK, TURNED = (matrix.double() for matrix in (TILTED, SHRUNK, TURNED))
 
 
@@ -52,9 +66,17 @@ def tap_weights(t, interpolation):
 
 
 def reference(
-    image, warp, dsize, interpolation="linear", border_mode="constant", border=0.0, inverse_map=False, destination=None
+    image,
+    warp,
+    dsize,
+    interpolation="linear",
+    border_mode="constant",
+    border=0.0,
+    inverse_map=False,
+    destination=None,
 ):
-    """[C, H, W] by [3, 3] in float64: each tap's index goes through the border on its own, as OpenCV's do."""
+    """[C, H, W] by [3, 3] in float64: each tap's index goes through the border on its own, as
+    OpenCV's do."""
     image, warp = image.double().numpy(), warp.double().numpy()
     channels, height, width = image.shape
     border = np.broadcast_to(np.asarray(border, dtype=np.float64), (channels,))[:, None, None]
@@ -91,5 +113,8 @@ NOWHERE = {  # matrices by which no pixel has a source, with inverse_map
     "NaN": (torch.full((3, 3), float("nan")), True),
     "one NaN": (torch.tensor([[1.0, 0, 0], [0, float("nan"), 0], [0, 0, 1]]), False),
     "infinity": (torch.tensor([[1.0, 0, float("inf")], [0, 1, 0], [0, 0, 1]]), True),
-    "overflow of x": (torch.tensor([[1e300, 0, 1e300], [0, 1, 0], [0, 0, 1e-300]], dtype=torch.float64), True),
+    "overflow of x": (
+        torch.tensor([[1e300, 0, 1e300], [0, 1, 0], [0, 0, 1e-300]], dtype=torch.float64),
+        True,
+    ),
 }

@@ -1,5 +1,5 @@
-"""The CPU kernels on ARM: compiled for it, run under QEMU and compared with what this machine's build gives. `make
-test-arm`; on ARM itself the operators' own tests do more."""
+"""The CPU kernels on ARM: compiled for it, run under QEMU and compared with what this machine's
+build gives. `make test-arm`; on ARM itself the operators' own tests do more."""
 
 import shutil
 import subprocess
@@ -12,7 +12,16 @@ from _calcops_jit.request import BASE, MACHINE
 HERE = Path(__file__).resolve().parent
 OPS = HERE.parent / "ops"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
-FLAGS = [*BASE, "-fopenmp", "-Wall", "-Wextra", "-Werror", "-DCALCOPS_NO_CUDA", f"-I{OPS}", f"-I{HERE / 'arm'}"]
+FLAGS = [
+    *BASE,
+    "-fopenmp",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-DCALCOPS_NO_CUDA",
+    f"-I{OPS}",
+    f"-I{HERE / 'arm'}",
+]
 OPERATORS = sorted({kernel.parent.name for kernel in OPS.glob("*/*_cpu.cpp")})
 # The models that a compiler may know, newest compiler first, and the emulated processors.
 BUILDS = {
@@ -27,9 +36,12 @@ MISSING = [tool for tool in (COMPILER, EMULATOR) if shutil.which(tool) is None]
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(MACHINE == "aarch64", reason="this is ARM: the operators' own tests run here"),
     pytest.mark.skipif(
-        bool(MISSING), reason=f"no {' '.join(MISSING)}: apt-get install g++-aarch64-linux-gnu qemu-user-static"
+        MACHINE == "aarch64", reason="this is ARM: the operators' own tests run here"
+    ),
+    pytest.mark.skipif(
+        bool(MISSING),
+        reason=f"no {' '.join(MISSING)}: apt-get install g++-aarch64-linux-gnu qemu-user-static",
     ),
 ]
 
@@ -37,7 +49,9 @@ pytestmark = [
 def compiled(compiler: list[str], operator: str, program: Path) -> Path:
     """The program that calls an operator's kernels."""
     driver = HERE / "arm" / f"{operator}.cpp"
-    assert driver.exists(), f"ops/{operator} has a CPU kernel that nothing runs on ARM: write tests/arm/{operator}.cpp"
+    assert driver.exists(), (
+        f"ops/{operator} has a CPU kernel that nothing runs on ARM: write tests/arm/{operator}.cpp"
+    )
     kernels = sorted((OPS / operator).glob("*_cpu.cpp"))
     subprocess.run([*compiler, *FLAGS, driver, *kernels, "-o", program], check=True)
     return program
@@ -61,7 +75,9 @@ def expected(tmp_path_factory):
 def knows(model: str) -> bool:
     """Whether the compiler for ARM knows a model."""
     return (
-        subprocess.run([COMPILER, f"-mcpu={model}", "-E", "-x", "c++", "/dev/null"], capture_output=True).returncode
+        subprocess.run(
+            [COMPILER, f"-mcpu={model}", "-E", "-x", "c++", "/dev/null"], capture_output=True
+        ).returncode
         == 0
     )
 

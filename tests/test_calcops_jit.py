@@ -10,7 +10,7 @@ from checkout import CALL, in_cache, stages, wait_for
 
 import calcops_jit
 
-# ---- import -----------------------------------------------------------------------------------------------------
+# ---- import --------------------------------------------------------------------------------------
 
 
 def test_a_build_needs_no_setuptools(checkout):
@@ -38,16 +38,20 @@ def test_the_first_import_prints_progress_within_a_second_and_says_when_it_is_do
     checkout.slow.touch()
     child = checkout.start()
     wait_for(lambda: "building calcops [0/" in child.err)
-    assert seconds_spent(child.pid) < 1.0  # by a processor: the machine may be busy with other things
+    # By a processor: the machine may be busy with other things.
+    assert seconds_spent(child.pid) < 1.0
     checkout.slow.unlink()
     child.wait()
     assert re.fullmatch(
-        r"calcops_jit: building calcops \[0/\?\] 0 s\ncalcops_jit: built calcops in [\d.]+ s\n", child.err
+        r"calcops_jit: building calcops \[0/\?\] 0 s\ncalcops_jit: built calcops in [\d.]+ s\n",
+        child.err,
     )
 
 
 def test_calcops_build_0_imports_without_building_and_the_operators_say_so(checkout):
-    child = checkout.run("import calcops_jit; print('imported'); calcops_jit.force", CALCOPS_BUILD="0")
+    child = checkout.run(
+        "import calcops_jit; print('imported'); calcops_jit.force", CALCOPS_BUILD="0"
+    )
     assert child.code == 1 and child.out == "imported\n"
     assert "CALCOPS_BUILD=0; python -m calcops_jit build" in child.err
     assert not checkout.cache.exists()
@@ -79,13 +83,19 @@ def test_the_key_for_ci_changes_with_a_header_and_not_with_a_place(checkout, tmp
 
 def test_another_system_is_refused_in_one_line(checkout):
     for system, machine in (("darwin", "arm64"), ("linux", "riscv64")):
-        other = f"import platform, sys; sys.platform, platform.machine = {system!r}, lambda: {machine!r}"
+        other = (
+            f"import platform, sys; sys.platform, platform.machine = {system!r}, "
+            f"lambda: {machine!r}"
+        )
         child = checkout.run(f"{other}\nimport calcops_jit")
-        expected = f"ImportError: calcops_jit: expected Linux on x86-64 or aarch64, got {system} on {machine}"
+        expected = (
+            "ImportError: calcops_jit: expected Linux on x86-64 or aarch64, got "
+            f"{system} on {machine}"
+        )
         assert child.err.splitlines()[-1] == expected
 
 
-# ---- rebuild or not ---------------------------------------------------------------------------------------------
+# ---- rebuild or not ------------------------------------------------------------------------------
 
 
 def test_a_changed_header_rebuilds_and_going_back_does_not(checkout):
@@ -100,7 +110,10 @@ def test_a_changed_header_rebuilds_and_going_back_does_not(checkout):
 def test_a_header_that_newly_matches_has_include_rebuilds(checkout):
     checkout.write(
         "ops/tiny/tiny.h",
-        '#if __has_include("tiny/special.h")\n#include "tiny/special.h"\n#else\n#define ANSWER 1\n#endif\n',
+        (
+            '#if __has_include("tiny/special.h")\n#include "tiny/special.h"\n#else\n'
+            "#define ANSWER 1\n#endif\n"
+        ),
     )
     assert (checkout.answer(), checkout.compiled()) == (1, 1)
     checkout.write("ops/tiny/special.h", "#define ANSWER 3\n")
@@ -109,7 +122,8 @@ def test_a_header_that_newly_matches_has_include_rebuilds(checkout):
 
 def test_a_new_header_that_is_found_first_rebuilds(checkout):
     assert (checkout.answer(), checkout.compiled()) == (1, 1)
-    checkout.write("ops/tiny/tiny/tiny.h", "#define ANSWER 4\n")  # beside the source comes before -I
+    # Beside the source comes before -I.
+    checkout.write("ops/tiny/tiny/tiny.h", "#define ANSWER 4\n")
     assert (checkout.answer(), checkout.compiled()) == (4, 1)
 
 
@@ -142,7 +156,10 @@ def test_touch_and_move_and_another_folder_compile_nothing(checkout, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(checkout.path)
     checkout.path = link
-    assert (checkout.answer(cwd="/", LC_ALL="C", HOME=tmp_path, MAX_JOBS="1"), checkout.compiled()) == (1, 0)
+    assert (
+        checkout.answer(cwd="/", LC_ALL="C", HOME=tmp_path, MAX_JOBS="1"),
+        checkout.compiled(),
+    ) == (1, 0)
     checkout.cache = checkout.cache.rename(tmp_path / "moved cache")
     assert (checkout.answer(), checkout.compiled()) == (1, 0)
 
@@ -172,7 +189,7 @@ def test_a_source_saved_during_its_compile_is_compiled_again(checkout):
     assert checkout.answer() == 5
 
 
-# ---- many processes, and dead ones --------------------------------------------------------------------------------
+# ---- many processes, and dead ones ---------------------------------------------------------------
 
 
 def test_eight_processes_at_once_compile_once(checkout):
@@ -189,9 +206,15 @@ def test_a_killed_builder_leaves_nothing_that_the_next_import_waits_for(checkout
     builder.kill()
     assert len(in_cache(checkout)) >= 2  # ninja and the compiler outlive it
     after = checkout.start()  # before the killed process is reaped: a zombie counts as dead
-    wait_for(lambda: len(list(checkout.cache.glob("*/stage.*"))) == 1 and f".{after.pid}." in str(stages(checkout)))
+    wait_for(
+        lambda: (
+            len(list(checkout.cache.glob("*/stage.*"))) == 1
+            and f".{after.pid}." in str(stages(checkout))
+        )
+    )
     assert "waiting" not in after.err
-    wait_for(lambda: set(in_cache(checkout)) == set(in_cache(checkout, f".{after.pid}.")))  # the others are killed
+    # The others are killed.
+    wait_for(lambda: set(in_cache(checkout)) == set(in_cache(checkout, f".{after.pid}.")))
     builder.wait()
     checkout.slow.unlink()
     assert after.wait().out == "1\n"
@@ -205,7 +228,10 @@ def test_a_waiter_says_whom_it_waits_for_and_takes_over(checkout):
     waiter = checkout.start()
     wait_for(lambda: "waiting" in waiter.err)
     assert re.fullmatch(
-        rf"calcops_jit: waiting for pid {builder.pid} on {os.uname().nodename}, which builds calcops \(\d+ s\)\n",
+        (
+            rf"calcops_jit: waiting for pid {builder.pid} on {os.uname().nodename}, "
+            r"which builds calcops \(\d+ s\)\n"
+        ),
         waiter.err,
     )
     spent = seconds_spent(waiter.pid)
@@ -225,5 +251,8 @@ def seconds_spent(pid: int) -> float:
 def test_inspect_shows_the_names_and_defaults_of_the_schema():
     text = "(list_neigh, dE, Ri_d, nghost=0, *, neighbor_index=None)"
     assert str(inspect.signature(calcops_jit.force)) == text
-    assert str(inspect.signature(calcops_jit.calculateForce)) == "(list_neigh, dE, Ri_d, F, nghost=None)"
+    assert (
+        str(inspect.signature(calcops_jit.calculateForce))
+        == "(list_neigh, dE, Ri_d, F, nghost=None)"
+    )
     assert str(inspect.signature(copy.copy(calcops_jit.force))) == text

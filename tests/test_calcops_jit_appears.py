@@ -1,4 +1,4 @@
-"""What would be linked, included or run first if it appeared is an input; so is every word of the compiler."""
+"""What would be linked, included or run first if it appeared is an input of a build."""
 
 import os
 
@@ -13,21 +13,38 @@ def folder(tmp_path):
     return Folder(tmp_path)
 
 
-# ---- what is linked ---------------------------------------------------------------------------------------------
+# ---- what is linked ------------------------------------------------------------------------------
 
 EARLIER = {
     "-L": lambda own: {"extra_ldflags": [f"-L{own}/early", f"-L{own}/late", "-lvalue"]},
-    "-L in two words": lambda own: {"extra_ldflags": ["-L", f"{own}/early", "-L", f"{own}/late", "-lvalue"]},
-    "LIBRARY_PATH": lambda own: {"extra_ldflags": ["-lvalue"], "LIBRARY_PATH": f"{own}/early:{own}/late"},
-    "a file's name": lambda own: {"extra_ldflags": [f"-L{own}/early", f"-L{own}/late", "-l:libvalue.a"]},
-    "-l in two words": lambda own: {"extra_ldflags": [f"-L{own}/early -L{own}/late -l value"]},
-    "the linker's options": lambda own: {"extra_ldflags": [f"-Wl,-L,{own}/early,-L{own}/late,-lvalue"]},
-    "-Xlinker": lambda own: {"extra_ldflags": [f"-Xlinker -L{own}/early -Xlinker -L{own}/late -Xlinker -lvalue"]},
-    "long options": lambda own: {
-        "extra_ldflags": [f"-Wl,--library-path={own}/early,--library-path,{own}/late,--library=value"]
+    "-L in two words": lambda own: {
+        "extra_ldflags": ["-L", f"{own}/early", "-L", f"{own}/late", "-lvalue"]
     },
-    "the compiler's command": lambda own: {"CXX": f"g++ -L{own}/early", "extra_ldflags": [f"-L{own}/late", "-lvalue"]},
-    "-B": lambda own: {"extra_ldflags": [f"-B{own}/early", "-lvalue"], "LIBRARY_PATH": f"{own}/late"},
+    "LIBRARY_PATH": lambda own: {
+        "extra_ldflags": ["-lvalue"],
+        "LIBRARY_PATH": f"{own}/early:{own}/late",
+    },
+    "a file's name": lambda own: {
+        "extra_ldflags": [f"-L{own}/early", f"-L{own}/late", "-l:libvalue.a"]
+    },
+    "-l in two words": lambda own: {"extra_ldflags": [f"-L{own}/early -L{own}/late -l value"]},
+    "the linker's": lambda own: {"extra_ldflags": [f"-Wl,-L,{own}/early,-L{own}/late,-lvalue"]},
+    "-Xlinker": lambda own: {
+        "extra_ldflags": [f"-Xlinker -L{own}/early -Xlinker -L{own}/late -Xlinker -lvalue"]
+    },
+    "long options": lambda own: {
+        "extra_ldflags": [
+            f"-Wl,--library-path={own}/early,--library-path,{own}/late,--library=value"
+        ]
+    },
+    "the compiler's command": lambda own: {
+        "CXX": f"g++ -L{own}/early",
+        "extra_ldflags": [f"-L{own}/late", "-lvalue"],
+    },
+    "-B": lambda own: {
+        "extra_ldflags": [f"-B{own}/early", "-lvalue"],
+        "LIBRARY_PATH": f"{own}/late",
+    },
     "a response file": lambda own: {"extra_ldflags": [f"@{own}/link"]},
     "the linker's response file": lambda own: {"extra_ldflags": [f"-Wl,@{own}/link"]},
     "a script": lambda own: {"extra_ldflags": [f"-L{own}/early", f"-L{own}/late", f"{own}/script"]},
@@ -38,12 +55,18 @@ EARLIER = {
 HELD = ["not there", "a folder in its place", "a link to it"]
 
 
-@pytest.mark.parametrize("searched, early", [*((name, "empty") for name in EARLIER), *(("-L", held) for held in HELD)])
-def test_an_archive_that_appears_in_a_folder_that_is_searched_earlier_is_linked(folder, searched, early):
+@pytest.mark.parametrize(
+    "searched, early", [*((name, "empty") for name in EARLIER), *(("-L", held) for held in HELD)]
+)
+def test_an_archive_that_appears_in_a_folder_that_is_searched_earlier_is_linked(
+    folder, searched, early
+):
     folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
     folder.put("link", f"-L{folder.own}/early -L{folder.own}/late -lvalue\n")
     folder.put("script", "INPUT(-lvalue)\n")
-    folder.put("folders", f"SEARCH_DIR({folder.own}/early) SEARCH_DIR({folder.own}/late) INPUT(-lvalue)\n")
+    folder.put(
+        "folders", f"SEARCH_DIR({folder.own}/early) SEARCH_DIR({folder.own}/late) INPUT(-lvalue)\n"
+    )
     folder.archive(1, "late/libvalue.a")
     path = folder.own / "early/libvalue.a"
     if early != "not there":
@@ -75,7 +98,9 @@ def test_a_shared_library_that_appears_beside_an_archive_is_linked(folder):
 THIN = {
     "an object": "ar rcT libthin.a inner/value.cpp.o",
     "an archive": "ar rc inner/libvalue.a inner/value.cpp.o && ar rcT libthin.a inner/libvalue.a",
-    "a thin archive": "cd inner && ar rcT libvalue.a value.cpp.o && cd .. && ar rcT libthin.a inner/libvalue.a",
+    "a thin archive": (
+        "cd inner && ar rcT libvalue.a value.cpp.o && cd .. && ar rcT libthin.a inner/libvalue.a"
+    ),
 }
 
 
@@ -108,26 +133,36 @@ def test_a_file_that_the_assembler_would_find_earlier_is_seen(folder, flags):
         assert folder.loaded(**options) == value
 
 
-# ---- where headers are looked for -------------------------------------------------------------------------------
+# ---- where headers are looked for ----------------------------------------------------------------
 
 EARLY, LATE = "early", "late"
 SEARCHED = {
     "include_paths": lambda own: {"extra_include_paths": [f"{own}/early", f"{own}/late"]},
     "-I": lambda own: {"extra_cflags": [f"-I{own}/early", f"-I{own}/late"]},
     "-I in two words": lambda own: {"extra_cflags": ["-I", f"{own}/early", "-I", f"{own}/late"]},
-    "-isystem": lambda own: {"extra_cflags": ["-isystem", f"{own}/early", "-isystem", f"{own}/late"]},
-    "-isystem in one word": lambda own: {"extra_cflags": [f"-isystem{own}/early", f"-isystem{own}/late"]},
+    "-isystem": lambda own: {
+        "extra_cflags": ["-isystem", f"{own}/early", "-isystem", f"{own}/late"]
+    },
+    "-isystem in one word": lambda own: {
+        "extra_cflags": [f"-isystem{own}/early", f"-isystem{own}/late"]
+    },
     "-idirafter": lambda own: {"extra_cflags": [f"-idirafter{own}/early", f"-idirafter{own}/late"]},
-    "-I before -isystem": lambda own: {"extra_cflags": ["-isystem", f"{own}/late", f"-I{own}/early"]},
+    "-I before -isystem": lambda own: {
+        "extra_cflags": ["-isystem", f"{own}/late", f"-I{own}/early"]
+    },
     "CPATH": lambda own: {"CPATH": f"{own}/early:{own}/late"},
     "-I before CPATH": lambda own: {"extra_cflags": [f"-I{own}/early"], "CPATH": f"{own}/late"},
     "a response file": lambda own: {"extra_cflags": [f"@{own}/flags"]},
 }
 
 
-@pytest.mark.parametrize("early", ["empty", "not there", "with a folder of the header's", "with another header"])
+@pytest.mark.parametrize(
+    "early", ["empty", "not there", "with a folder of the header's", "with another header"]
+)
 @pytest.mark.parametrize("searched", SEARCHED)
-def test_a_header_that_appears_in_a_folder_that_is_searched_earlier_is_seen(folder, searched, early):
+def test_a_header_that_appears_in_a_folder_that_is_searched_earlier_is_seen(
+    folder, searched, early
+):
     header = "inner/value.h" if early.startswith("with a folder") else "value.h"
     folder.put("mine.cpp", f"#include <{header}>\n" + ANSWER.format("return VALUE;"))
     folder.put(f"late/{header}", "#define VALUE 1\n")
@@ -181,7 +216,9 @@ def test_a_folder_and_a_header_take_the_place_of_each_other(folder, header):
     assert folder.loaded(**options) == 1
 
 
-@pytest.mark.parametrize("named", ["#include <../b/value.h>", "#define NAME <../b/value.h>\n#include NAME"])
+@pytest.mark.parametrize(
+    "named", ["#include <../b/value.h>", "#define NAME <../b/value.h>\n#include NAME"]
+)
 def test_a_header_above_a_folder_that_is_searched_earlier_is_seen(folder, named):
     folder.put("mine.cpp", f"{named}\n" + ANSWER.format("return VALUE;"))
     folder.put("late/b/value.h", "#define VALUE 1\n")
@@ -199,7 +236,9 @@ def test_a_folder_that_is_searched_by_two_names_is_seen_to_become_two(folder):
     folder.put("one/value.h", "#define VALUE 1\n")
     folder.put("two/value.h", "#define VALUE 2\n")
     (folder.own / "link").symlink_to("one")
-    options = {"extra_cflags": [f"-I{folder.own}/one", f"-I{folder.own}/two", f"-isystem{folder.own}/link"]}
+    options = {
+        "extra_cflags": [f"-I{folder.own}/one", f"-I{folder.own}/two", f"-isystem{folder.own}/link"]
+    }
     assert folder.loaded(**options) == 2
     (folder.own / "link").unlink()
     (folder.own / "link").mkdir()
@@ -211,7 +250,9 @@ ASKED = {
     "with a comment inside": "#if __has_include( /* why */ <maybe.h>)\n",
     "over two lines": "#if __has_include(\\\n<may\\\nbe.h>)\n",
     "by a macro that has the call": "#define HAS __has_include(<maybe.h>)\n#if HAS\n",
-    "by a macro that has the name": "#define NAME <maybe.h>\n#if defined(__has_include) && __has_include(NAME)\n",
+    (
+        "by a macro that has the name"
+    ): "#define NAME <maybe.h>\n#if defined(__has_include) && __has_include(NAME)\n",
     "by a macro with a folder": "#define NAME <inner/maybe.h>\n#if __has_include(NAME)\n",
 }
 
@@ -253,7 +294,7 @@ def test_a_header_that_is_asked_for_in_a_folder_of_a_folder_is_seen_to_come(fold
     assert folder.loaded(**options) == 2
 
 
-# ---- the compiler's command -------------------------------------------------------------------------------------
+# ---- the compiler's command ----------------------------------------------------------------------
 
 COMMANDS = {
     "a macro in two words": ("g++ -D VALUE=1", "g++ -D VALUE=2"),
@@ -266,7 +307,9 @@ COMMANDS = {
 
 
 def valued(folder):
-    folder.put("mine.cpp", "#ifndef VALUE\n#include <value.h>\n#endif\n" + ANSWER.format("return VALUE;"))
+    folder.put(
+        "mine.cpp", "#ifndef VALUE\n#include <value.h>\n#endif\n" + ANSWER.format("return VALUE;")
+    )
     for value, name in (1, "one"), (2, "two"):
         folder.put(f"{name}/value.h", f"#define VALUE {value}\n")
         folder.put(f"{name}/flags", f"-DVALUE={value}\n")
@@ -282,7 +325,11 @@ def test_every_word_of_the_compilers_command_counts(folder, command):
 
 @pytest.mark.parametrize(
     "command, file",
-    [("g++ -I {own}/one", "value.h"), ("env CPATH={own}/one g++", "value.h"), ("g++ @{own}/one/flags", "flags")],
+    [
+        ("g++ -I {own}/one", "value.h"),
+        ("env CPATH={own}/one g++", "value.h"),
+        ("g++ @{own}/one/flags", "flags"),
+    ],
 )
 def test_a_file_that_the_compilers_command_leads_to_is_an_input(folder, command, file):
     valued(folder)
@@ -318,17 +365,24 @@ def test_another_assembler_that_appears_and_changes_assembles(folder, searched):
 
 
 @pytest.mark.parametrize(
-    "words", [{"CXX": "g++ -march=native"}, {"CXX": "g++ @{own}/flags"}, {"cflags": ("@{own}/flags",)}]
+    "words",
+    [{"CXX": "g++ -march=native"}, {"CXX": "g++ @{own}/flags"}, {"cflags": ("@{own}/flags",)}],
 )
-def test_the_processor_counts_wherever_its_instructions_may_be_asked_for(folder, monkeypatch, words):
+def test_the_processor_counts_wherever_its_instructions_may_be_asked_for(
+    folder, monkeypatch, words
+):
     folder.put("flags", "-march=native\n")
     monkeypatch.setenv("CXX", words.get("CXX", "g++").format(own=folder.own))
     flags = tuple(flag.format(own=folder.own) for flag in words.get("cflags", ()))
-    request = Request(name="mine", root=str(folder.own), sources=(f"{folder.own}/mine.cpp",), cflags=flags)
+    request = Request(
+        name="mine", root=str(folder.own), sources=(f"{folder.own}/mine.cpp",), cflags=flags
+    )
     assert request.facts["CPU instruction set"]
 
 
-@pytest.mark.parametrize("environment", [{"PATH": "/nowhere"}, {"CXX": "g++-99"}], ids=["PATH", "CXX"])
+@pytest.mark.parametrize(
+    "environment", [{"PATH": "/nowhere"}, {"CXX": "g++-99"}], ids=["PATH", "CXX"]
+)
 def test_without_a_compiler_an_edited_header_is_never_ignored(folder, tmp_path, environment):
     header = tmp_path / "elsewhere" / "value.h"
     header.parent.mkdir()
@@ -337,7 +391,9 @@ def test_without_a_compiler_an_edited_header_is_never_ignored(folder, tmp_path, 
     options = {"extra_include_paths": [str(header.parent)], "CXX": "c++"}
     assert folder.loaded(**dict(options)) == 1
     child = folder.load(**options | environment)
-    assert child.out == "1\n" and ("CXX=g++-99 is no compiler here" in child.err) == ("CXX" in environment)
+    assert child.out == "1\n" and ("CXX=g++-99 is no compiler here" in child.err) == (
+        "CXX" in environment
+    )
     header.write_text("#define VALUE 2\n")
     child = folder.load(**options | environment)
     assert child.code != 0 and "compiler" in child.err and "fix: " in child.err

@@ -1,4 +1,5 @@
-"""The loader on ARM, as far as it can be told here that this is ARM; tests/README.md has a run under emulation."""
+"""The loader on ARM, as far as it can be told here that this is ARM; tests/README.md has a run
+under emulation."""
 
 import builtins
 import io
@@ -13,7 +14,10 @@ from checkout import HERE
 from _calcops_jit import cuda, doctor, export, plan, recipes, request
 
 # The first processors of a Grace, and of a chip with processors of two kinds.
-FEATURES = "fp asimd evtstrm aes atomics fphp asimdhp cpuid asimdrdm fcma asimddp sha3 sve asimdfhm sve2 i8mm bf16"
+FEATURES = (
+    "fp asimd evtstrm aes atomics fphp asimdhp cpuid asimdrdm fcma asimddp sha3 sve "
+    "asimdfhm sve2 i8mm bf16"
+)
 PROCESSOR = """\
 processor\t: {}
 BogoMIPS\t: 2000.00
@@ -36,7 +40,11 @@ def arm(monkeypatch):
 
     def on(cpuinfo=GRACE):
         def opened(path, *arguments, real=builtins.open, **options):
-            return io.BytesIO(cpuinfo.encode()) if path == "/proc/cpuinfo" else real(path, *arguments, **options)
+            return (
+                io.BytesIO(cpuinfo.encode())
+                if path == "/proc/cpuinfo"
+                else real(path, *arguments, **options)
+            )
 
         monkeypatch.setattr(builtins, "open", opened)
         for module in (request, doctor):
@@ -45,7 +53,9 @@ def arm(monkeypatch):
     return on
 
 
-def test_the_instruction_set_is_the_processors_features_and_its_model_but_not_what_the_kernel_adds(arm):
+def test_the_instruction_set_is_the_processors_features_and_its_model_but_not_what_the_kernel_adds(
+    arm,
+):
     arm()
     words = request.isa().split()
     assert set(FEATURES.split()) - set(words) == {"evtstrm", "cpuid"}
@@ -70,22 +80,34 @@ def test_it_compiles_for_this_processor_by_mcpu_and_for_an_architecture_by_march
 
 def test_doctor_names_the_flag_and_says_where_the_processor_is_not_told(arm):
     arm()
-    assert vars(doctor._processor()) == {"what": "processor", "verdict": "ok", "evidence": "aarch64, -mcpu=native"}
+    assert vars(doctor._processor()) == {
+        "what": "processor",
+        "verdict": "ok",
+        "evidence": "aarch64, -mcpu=native",
+    }
     arm("processor\t: 0\n")
     finding = doctor._processor()
     assert finding.verdict == "note" and finding.fix == "export CALCOPS_CFLAGS=-mcpu=<its name>"
 
 
-@pytest.mark.skipif(shutil.which(CROSS_COMPILER) is None, reason="no compiler for ARM: g++-aarch64-linux-gnu")
+@pytest.mark.skipif(
+    shutil.which(CROSS_COMPILER) is None, reason="no compiler for ARM: g++-aarch64-linux-gnu"
+)
 @pytest.mark.parametrize(
     "isa, needed, others",
     [
         ("armv8-a", {"asimd"}, {"atomics", "sve"}),
-        ("neoverse-n1", {"asimd", "atomics", "asimddp", "asimdrdm", "fphp", "asimdhp", "crc32"}, {"sve", "bf16"}),
+        (
+            "neoverse-n1",
+            {"asimd", "atomics", "asimddp", "asimdrdm", "fphp", "asimdhp", "crc32"},
+            {"sve", "bf16"},
+        ),
         ("armv9-a", {"asimd", "atomics", "sve", "sve2"}, set()),
     ],
 )
-def test_an_export_for_arm_names_what_its_compiler_may_use_in_the_kernels_words(arm, monkeypatch, isa, needed, others):
+def test_an_export_for_arm_names_what_its_compiler_may_use_in_the_kernels_words(
+    arm, monkeypatch, isa, needed, others
+):
     arm()
     monkeypatch.setenv("CXX", CROSS_COMPILER)
     instructions = set(export._instructions(recipes.own(isa=isa)))
@@ -97,7 +119,9 @@ def test_an_exported_folder_of_another_machine_is_refused(tmp_path, monkeypatch)
     (tmp_path / "calcops.json").write_text(json.dumps({"machine": ["riscv64", "rv64gc"]}))
     monkeypatch.syspath_prepend(tmp_path)
     path = tmp_path / "calcops_jit.py"
-    with pytest.raises(ImportError, match=f"built for riscv64, this is {os.uname().machine}\n  fix: "):
+    with pytest.raises(
+        ImportError, match=f"built for riscv64, this is {os.uname().machine}\n  fix: "
+    ):
         exec(compile(path.read_text(), path, "exec"), {"__file__": str(path)})
 
 
@@ -107,7 +131,9 @@ def test_a_toolkit_whose_headers_lie_in_its_targets_folder_serves_this_kind_of_m
 ):
     for name, number in {"x86_64-linux": 13020, "sbsa-linux": 13010}.items():
         (tmp_path / f"targets/{name}/include").mkdir(parents=True)
-        (tmp_path / f"targets/{name}/include/cuda_runtime_api.h").write_text(f"#define CUDART_VERSION {number}\n")
+        (tmp_path / f"targets/{name}/include/cuda_runtime_api.h").write_text(
+            f"#define CUDART_VERSION {number}\n"
+        )
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/nvcc").touch(0o755)
     monkeypatch.setattr(cuda, "TARGET", target)

@@ -1,4 +1,5 @@
-"""The loader's builds: operators as a user sees them, `load`, errors, the choice for CUDA, the real library."""
+"""The loader's builds: operators as a user sees them, `load`, errors, the choice for CUDA, the real
+library."""
 
 import os
 import shutil
@@ -39,7 +40,7 @@ constexpr int kTwo = 2;
 """
 
 
-# ---- operators as a user sees them ------------------------------------------------------------------------------
+# ---- operators as a user sees them ---------------------------------------------------------------
 
 
 def test_an_operator_is_its_torch_ops_handle_with_its_header_as_documentation(checkout):
@@ -48,12 +49,14 @@ def test_an_operator_is_its_torch_ops_handle_with_its_header_as_documentation(ch
     header = checkout.write("ops/twice/twice.h", HEADER)
     script = (
         "import calcops_jit, torch, pydoc, ctypes\n"
-        "print(calcops_jit.twice is torch.ops.calcops.twice, calcops_jit.twice(torch.ones(2)).tolist())\n"
+        "print(calcops_jit.twice is torch.ops.calcops.twice, "
+        "calcops_jit.twice(torch.ones(2)).tolist())\n"
         "print([n for n in dir(calcops_jit) if not n.startswith('__')])\n"
         "print(calcops_jit.twice.__doc__)\n"
         "assert 'Twice its argument.' in pydoc.render_doc(calcops_jit.twice)\n"
         "assert 'twice' in pydoc.render_doc(calcops_jit)\n"
-        "reason = ctypes.CDLL(calcops_jit.library_path()).reason; reason.restype = ctypes.c_char_p\n"
+        "reason = ctypes.CDLL(calcops_jit.library_path()).reason; reason.restype "
+        "= ctypes.c_char_p\n"
         "print(reason().decode())\n"
         "calcops_jit.thrice"
     )
@@ -65,7 +68,9 @@ def test_an_operator_is_its_torch_ops_handle_with_its_header_as_documentation(ch
     )
     cold = checkout.run(script, CALCOPS_CUDA="0")
     assert cold.out == expected, cold.err
-    assert "AttributeError: module 'calcops_jit' has no attribute 'thrice'\n  there are: " in cold.err
+    assert (
+        "AttributeError: module 'calcops_jit' has no attribute 'thrice'\n  there are: " in cold.err
+    )
     header.unlink()  # no unit includes it: the text comes from the manifest
     warm = checkout.run(script, CALCOPS_CUDA="0")
     assert warm.out == expected and "building" not in warm.err
@@ -84,7 +89,8 @@ def test_load_gives_the_operators_of_any_source_and_takes_torchs_options(checkou
         f"options = dict(extra_cflags=['-DFACTOR=5'], extra_include_paths=[{str(include)!r}])\n"
         "mine = calcops_jit.load('mine', ['mine.cpp'], **options)\n"
         "assert calcops_jit.load('mine', 'mine.cpp', **options) is mine\n"
-        "print(mine.scaled(3), torch.ops.mine.scaled(4), list(mine.operators), mine.path.endswith('/mine.so'))\n"
+        "print(mine.scaled(3), torch.ops.mine.scaled(4), list(mine.operators), "
+        "mine.path.endswith('/mine.so'))\n"
     )
     child = checkout.run(script, cwd=tmp_path, CALCOPS_BUILD="0")
     assert (child.code, child.out) == (0, "30 40 ['scaled'] True\n"), child.err
@@ -100,7 +106,8 @@ def test_sources_of_one_basename_do_not_overwrite_each_others_object(checkout):
     checkout.write(
         "ops/tiny/tiny.cpp",
         "int first(); int second();\n"
-        'extern "C" __attribute__((visibility("default"))) int answer() { return first() + second(); }\n',
+        'extern "C" __attribute__((visibility("default"))) int answer() { return '
+        "first() + second(); }\n",
     )
     assert checkout.answer() == 30
     checkout.write("ops/other/other.h", "#define SECOND 21\n")
@@ -128,12 +135,15 @@ def test_cxx_may_have_several_words(checkout, words):
     assert (checkout.answer(CXX=words), checkout.compiled()) == (1, 1)
 
 
-# ---- errors -----------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def failure(checkout, **environment) -> list[str]:
     child = checkout.run(
-        "import calcops_jit\ntry: calcops_jit.anything\nexcept calcops_jit.BuildError as error: print(error)\n",
+        (
+            "import calcops_jit\ntry: calcops_jit.anything\n"
+            "except calcops_jit.BuildError as error: print(error)\n"
+        ),
         **environment,
     )
     assert child.code == 0, child.err
@@ -158,7 +168,8 @@ def test_an_undefined_function_is_found_before_the_library_is_kept(checkout):
     checkout.write(
         "ops/tiny/tiny.cpp",
         "int missing_one();\n"
-        'extern "C" __attribute__((visibility("default"))) int answer() { return missing_one(); }\n',
+        'extern "C" __attribute__((visibility("default"))) int answer() { return '
+        "missing_one(); }\n",
     )
     child = checkout.run("import calcops_jit")
     assert child.err.splitlines()[-3:] == [
@@ -172,24 +183,33 @@ def test_an_undefined_function_is_found_before_the_library_is_kept(checkout):
 def test_nvcc_that_was_asked_for_and_is_missing_is_an_error(checkout):
     if torch.version.cuda is None:
         pytest.skip("this PyTorch is a CPU build")
-    script = "import _calcops_jit.cuda as cuda; cuda.find_toolkit = lambda: ('', '')\nimport calcops_jit"
+    script = (
+        "import _calcops_jit.cuda as cuda; cuda.find_toolkit = lambda: ('', '')\nimport calcops_jit"
+    )
     child = checkout.run(script, CALCOPS_CUDA="1")
-    fix = f"pip install 'cuda-toolkit[nvcc]=={torch.version.cuda}.*'"  # what `make cuda` does where there is a Makefile
-    assert child.err == f"calcops_jit: cannot build calcops for CUDA\n  no nvcc was found\n  fix: {fix}\n"
+    # What `make cuda` does where there is a Makefile.
+    fix = f"pip install 'cuda-toolkit[nvcc]=={torch.version.cuda}.*'"
+    assert (
+        child.err
+        == f"calcops_jit: cannot build calcops for CUDA\n  no nvcc was found\n  fix: {fix}\n"
+    )
 
 
 def test_load_works_although_the_own_operators_cannot_be_built(checkout, tmp_path):
     checkout.write("ops/tiny/tiny.cpp", "#error broken\n")
     source = tmp_path / "other.cpp"
-    source.write_text('extern "C" __attribute__((visibility("default"))) int answer() { return 6; }\n')
+    source.write_text(
+        'extern "C" __attribute__((visibility("default"))) int answer() { return 6; }\n'
+    )
     child = checkout.run(
-        f"import calcops_jit, ctypes\nprint(ctypes.CDLL(calcops_jit.load('other', {str(source)!r}).path).answer())\n"
+        "import calcops_jit, ctypes\nprint(ctypes.CDLL(calcops_jit.load('other', "
+        f"{str(source)!r}).path).answer())\n"
     )
     assert (child.code, child.out) == (0, "6\n")
     assert "error: #error broken" in child.err
 
 
-# ---- the choice for CUDA ----------------------------------------------------------------------------------------
+# ---- the choice for CUDA -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -219,9 +239,13 @@ def test_cuda_is_built_for_a_gpu_or_when_asked(monkeypatch, gpus, toolkit, envir
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(cuda, "visible_gpus", lambda: gpus)
     monkeypatch.setattr(cuda, "gpu_capabilities", lambda: ["8.0", "9.0"])
-    monkeypatch.setattr(cuda, "find_toolkit", lambda: ("/cuda", toolkit) if toolkit == "13.0" else ("", toolkit))
+    monkeypatch.setattr(
+        cuda, "find_toolkit", lambda: ("/cuda", toolkit) if toolkit == "13.0" else ("", toolkit)
+    )
     choice = cuda.choose()
-    assert (cuda.arch_list(choice) if choice.build else f"{choice.reason}; {choice.fix}") == expected
+    assert (
+        cuda.arch_list(choice) if choice.build else f"{choice.reason}; {choice.fix}"
+    ) == expected
 
 
 def test_a_cpu_build_of_torch_never_builds_cuda(monkeypatch):
@@ -243,7 +267,7 @@ def test_a_wrong_switch_is_refused(monkeypatch):
         cuda.choose()
 
 
-# ---- the parts --------------------------------------------------------------------------------------------------
+# ---- the parts -----------------------------------------------------------------------------------
 
 
 def test_documentation_is_the_block_that_starts_with_the_operators_name(tmp_path):
@@ -255,12 +279,14 @@ def test_documentation_is_the_block_that_starts_with_the_operators_name(tmp_path
     }
 
 
-# ---- the real library -------------------------------------------------------------------------------------------
+# ---- the real library ----------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(cuda.find_toolkit()[0] == "", reason="no nvcc for this PyTorch")
 def test_the_cuda_operators_compile_and_link_for_sm_80_and_sm_90():
-    environment = {k: v for k, v in os.environ.items() if k != "TORCH_CUDA_ARCH_LIST"} | {"CALCOPS_CUDA": "1"}
+    environment = {k: v for k, v in os.environ.items() if k != "TORCH_CUDA_ARCH_LIST"} | {
+        "CALCOPS_CUDA": "1"
+    }
     command = [sys.executable, "-m", "calcops_jit", "build"]
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

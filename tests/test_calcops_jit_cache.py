@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 from checkout import spoil
 
-from _calcops_jit import cache, closure, compiler_reads, staging
+from _calcops_jit import cache, closure, recording, staging
 from _calcops_jit.request import Request
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "one byte", "folder", "fifo", "loop", "gone", "foreign"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "empty", "one byte", "folder", "fifo", "loop", "gone", "foreign"]
+)
 def test_a_damaged_library_is_rebuilt_and_never_loaded(checkout, damage):
     assert (checkout.answer(), checkout.compiled()) == (1, 1)
     (library,) = checkout.libraries()
@@ -39,7 +41,9 @@ def test_a_damaged_manifest_or_object_is_made_again(checkout, part, damage):
     assert checkout.run().err == ""
 
 
-def test_where_the_cache_cannot_be_written_a_private_folder_serves_with_one_warning(checkout, tmp_path):
+def test_where_the_cache_cannot_be_written_a_private_folder_serves_with_one_warning(
+    checkout, tmp_path
+):
     environment = {"CALCOPS_CACHE": "/dev/null/cache", "TMPDIR": tmp_path}
     child = checkout.run(**environment)
     folder = tmp_path / f"calcops-{os.getuid()}"
@@ -76,7 +80,7 @@ def test_no_truncation_and_no_flipped_byte_is_ever_loaded(tmp_path, monkeypatch)
     slot, _ = cache.writable_slot(request)
     with staging.stage(slot) as folder:
         Path(folder, "built").write_bytes(content)
-        recorder = compiler_reads.Recorder(request, [], compiler_reads.Before(str(tmp_path), set()))
+        recorder = recording.Recorder(request, [], recording.Before(str(tmp_path), set()))
         made_from = recorder.closure({str(source)}, set(request.tools))
         generation = cache.place(slot, folder, f"{folder}/built", request, made_from)
         cache.complete(generation, {})
@@ -99,7 +103,9 @@ def test_the_cache_is_found_by_xdg_and_by_home(checkout, tmp_path):
     assert path(HOME=tmp_path, XDG_CACHE_HOME=None) == f"{tmp_path}/.cache/calcops"
 
 
-@pytest.mark.parametrize("body", [b'{"closure": {}, "seconds": 1}', b"{}", b'{"closure": {"unknown": 1}}'])
+@pytest.mark.parametrize(
+    "body", [b'{"closure": {}, "seconds": 1}', b"{}", b'{"closure": {"unknown": 1}}']
+)
 def test_a_manifest_of_another_version_is_no_manifest_of_ours(body):
     with pytest.raises(ValueError, match="another version"):
         cache.Manifest.parse(closure.digest(body).encode() + b"\n" + body)
@@ -108,4 +114,6 @@ def test_a_manifest_of_another_version_is_no_manifest_of_ours(body):
 def test_a_manifest_of_which_a_byte_changed_is_damaged():
     body = b'{"request": {}}'
     with pytest.raises(ValueError, match="damaged"):
-        cache.Manifest.parse(closure.digest(body).encode() + b"\n" + body.replace(b"request", b"requesT"))
+        cache.Manifest.parse(
+            closure.digest(body).encode() + b"\n" + body.replace(b"request", b"requesT")
+        )

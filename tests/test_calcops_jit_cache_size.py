@@ -18,8 +18,13 @@ def listed(checkout: Checkout) -> list[str]:
 
 
 def prune(checkout: Checkout, size: int) -> int:
-    """Does what a build does with the cache, and returns the number of libraries and objects that it removes."""
-    return int(checkout.run(f"from _calcops_jit import cache_size; print(len(cache_size.prune({size})))").out)
+    """Does what a build does with the cache, and returns the number of libraries and objects that
+    it removes."""
+    return int(
+        checkout.run(
+            f"from _calcops_jit import cache_size; print(len(cache_size.prune({size})))"
+        ).out
+    )
 
 
 def build(checkout: Checkout, answer: int, days_ago: float, **environment):
@@ -40,7 +45,9 @@ def test_list_says_size_last_use_and_what_a_process_has(checkout):
     wait_for(lambda: child.out, 120.0)
     lines = listed(checkout)
     child.kill()
-    days = [time.strftime("%Y-%m-%d", time.localtime(time.time() - ago * DAY)) for ago in (3, 3, 0, 0)]
+    days = [
+        time.strftime("%Y-%m-%d", time.localtime(time.time() - ago * DAY)) for ago in (3, 3, 0, 0)
+    ]
     assert [line.split()[2] for line in lines[:4]] == days  # each library and its object
     assert str(unused) in [line.split()[-1] for line in lines[:2]]
     assert [line.split()[-1] for line in lines if "in use" in line] == [str(used)]
@@ -56,7 +63,8 @@ def test_a_build_removes_what_was_not_used_for_longest_and_never_what_a_process_
     os.utime(held, (time.time() - 30 * DAY,) * 2)
     old, recent = build(checkout, 2, 20), build(checkout, 3, 10)
     size = sum(entry.size for entry in cache_size.entries(str(checkout.cache)))
-    newest = build(checkout, 4, 0, CALCOPS_CACHE_SIZE=str(size))  # one library and one object too many
+    # One library and one object too many.
+    newest = build(checkout, 4, 0, CALCOPS_CACHE_SIZE=str(size))
     assert held.exists() and not old.exists() and recent.exists() and newest.exists()
     child.kill()
     child.wait()
@@ -73,7 +81,12 @@ def test_within_its_bound_the_cache_keeps_everything(checkout):
 
 def test_nothing_but_libraries_and_objects_is_ever_removed(checkout):
     build(checkout, 1, 30)
-    others = ["README", "notes/a", "data-0123456789abcdef/notes/a", "data-0123456789abcdef/0123456789abcdef/a"]
+    others = [
+        "README",
+        "notes/a",
+        "data-0123456789abcdef/notes/a",
+        "data-0123456789abcdef/0123456789abcdef/a",
+    ]
     for name in others:
         (checkout.cache / name).parent.mkdir(parents=True, exist_ok=True)
         (checkout.cache / name).touch()
@@ -82,7 +95,11 @@ def test_nothing_but_libraries_and_objects_is_ever_removed(checkout):
         os.utime(folder, (0, 0))
     second = prune(checkout, 0)  # now the empty slots are old, too
     assert (first, second) == (2, 0)
-    left = [str(path.relative_to(checkout.cache)) for path in checkout.cache.rglob("*") if path.is_file()]
+    left = [
+        str(path.relative_to(checkout.cache))
+        for path in checkout.cache.rglob("*")
+        if path.is_file()
+    ]
     assert sorted(left) == sorted(others)
     assert not list(checkout.cache.glob("*calcops-*"))
 
@@ -99,7 +116,10 @@ def test_a_library_that_was_exchanged_for_another_is_held_too(checkout):
     wait_for(lambda: child.out, 120.0)
     assert child.out == "['calcops']\n", child.err
     prune(checkout, 0)
-    assert first in {library.parent for library in checkout.libraries()} and len(checkout.libraries()) == 2
+    assert (
+        first in {library.parent for library in checkout.libraries()}
+        and len(checkout.libraries()) == 2
+    )
     child.kill()
     child.wait()
     prune(checkout, 0)
@@ -109,7 +129,8 @@ def test_a_library_that_was_exchanged_for_another_is_held_too(checkout):
 def test_a_warm_import_does_not_look_after_the_cache(checkout):
     assert checkout.answer() == 1
     child = checkout.run(
-        "import sys, calcops_jit; print('_calcops_jit.cache_size' in sys.modules)", CALCOPS_CACHE_SIZE="0"
+        "import sys, calcops_jit; print('_calcops_jit.cache_size' in sys.modules)",
+        CALCOPS_CACHE_SIZE="0",
     )
     assert child.out == "False\n"
     assert checkout.answer() == 1 and checkout.compiled() == 1
@@ -117,7 +138,15 @@ def test_a_warm_import_does_not_look_after_the_cache(checkout):
 
 @pytest.mark.parametrize(
     "text, size",
-    [("", 2 << 30), ("0", 0), ("1500", 1500), ("1.5K", 1536), ("3G", 3 << 30), ("3 gb", 3 << 30), ("1GiB", 1 << 30)],
+    [
+        ("", 2 << 30),
+        ("0", 0),
+        ("1500", 1500),
+        ("1.5K", 1536),
+        ("3G", 3 << 30),
+        ("3 gb", 3 << 30),
+        ("1GiB", 1 << 30),
+    ],
 )
 def test_the_bound_is_a_number_of_bytes_or_k_m_g(monkeypatch, text, size):
     monkeypatch.setenv("CALCOPS_CACHE_SIZE", text)

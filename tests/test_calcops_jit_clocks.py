@@ -1,5 +1,5 @@
-"""Inputs that change while they are compiled, on file systems whose clock is ahead, behind or coarse; and what a build
-leaves alone in the process that asks for it."""
+"""Inputs that change while they are compiled, on file systems whose clock is ahead, behind or
+coarse; and what a build leaves alone in the process that asks for it."""
 
 import os
 import shutil
@@ -8,7 +8,8 @@ import signal
 import pytest
 from checkout import CALL, in_cache, wait_for
 
-# What os.stat says of the operators' files, as if another machine had them, `{ahead}` seconds ahead of this one.
+# What os.stat says of the operators' files, as if another machine had them, `{ahead}` seconds ahead
+# of this one.
 CLOCK = """
 import os
 class Elsewhere:
@@ -44,7 +45,9 @@ def test_sources_on_a_disk_whose_clock_is_ahead_are_built_once(checkout):
 @pytest.mark.parametrize(
     "clock", [AHEAD, BEHIND, BEHIND_HERE, COARSE], ids=["ahead", "behind", "behind here", "coarse"]
 )
-def test_what_was_saved_during_its_compile_is_compiled_again_whatever_its_clock_says(checkout, clock):
+def test_what_was_saved_during_its_compile_is_compiled_again_whatever_its_clock_says(
+    checkout, clock
+):
     checkout.slow.touch()
     child = checkout.start(clock + CALL)
     wait_for(lambda: compiling(checkout))
@@ -78,13 +81,18 @@ def test_a_header_that_came_before_another_while_that_was_compiled_is_seen(check
     assert (child.code, child.out, checkout.compiled()) == (0, "7\n", 2), child.err
 
 
-# Whether less or more time passed between two looks than a clock takes to tick, however busy this machine is.
-SOON, LATER = (f"import _calcops_jit.closure as c; c.is_long_ago = lambda _: {long}\n" for long in (False, True))
+# Whether less or more time passed between two looks than a clock takes to tick, however busy this
+# machine is.
+SOON, LATER = (
+    f"import _calcops_jit.closure as c; c.is_long_ago = lambda _: {long}\n"
+    for long in (False, True)
+)
 
 
 def test_a_change_within_a_tick_of_a_clock_that_is_behind_is_seen(checkout):
     assert checkout.run(COARSE + SOON + CALL).out == "1\n"
-    checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")  # in place, so that it leaves the same stat
+    # In place, so that it leaves the same stat.
+    checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
     assert checkout.run(COARSE + SOON + CALL).out == "2\n"
 
 
@@ -98,7 +106,7 @@ def test_a_stat_counts_once_it_was_seen_twice_with_time_between(checkout):
     assert checkout.run(BEHIND + LATER + CALL).out == "1\n" and manifest.read_bytes() == settled
 
 
-# ---- the process that asks --------------------------------------------------------------------------------------
+# ---- the process that asks -----------------------------------------------------------------------
 
 
 def test_a_build_leaves_the_environment_alone_and_bears_that_others_change_it(checkout):
@@ -131,9 +139,14 @@ def test_a_build_leaves_the_environment_alone_and_bears_that_others_change_it(ch
 def test_compilers_get_no_input_and_no_descriptors(checkout):
     found = checkout.path.parent / "descriptors"
     text = checkout.compiler.read_text()
-    checkout.compiler.write_text(text.replace("#!/bin/sh\n", f"#!/bin/sh\nls -l /proc/self/fd >> {found}\n"))
+    checkout.compiler.write_text(
+        text.replace("#!/bin/sh\n", f"#!/bin/sh\nls -l /proc/self/fd >> {found}\n")
+    )
     kept = checkout.write("kept", "")
-    script = f"import os\nos.dup2(os.open({str(kept)!r}, os.O_RDWR), 0)\nos.set_inheritable(os.dup(0), True)\n{CALL}"
+    script = (
+        f"import os\nos.dup2(os.open({str(kept)!r}, os.O_RDWR), 0)\n"
+        f"os.set_inheritable(os.dup(0), True)\n{CALL}"
+    )
     assert checkout.run(script).out == "1\n"
     assert str(kept) not in found.read_text() and "0 -> /dev/null" in found.read_text()
 
@@ -141,16 +154,22 @@ def test_compilers_get_no_input_and_no_descriptors(checkout):
 def test_every_process_of_a_build_names_its_staging_folder(checkout):
     found = checkout.path.parent / "marked"
     text = checkout.compiler.read_text()
-    checkout.compiler.write_text(text.replace("#!/bin/sh\n", f'#!/bin/sh\necho "$CALCOPS_STAGING $PWD" >> {found}\n'))
+    checkout.compiler.write_text(
+        text.replace("#!/bin/sh\n", f'#!/bin/sh\necho "$CALCOPS_STAGING $PWD" >> {found}\n')
+    )
     assert checkout.answer() == 1
     marked = [line.split(" ") for line in found.read_text().splitlines() if line.startswith("/")]
-    assert len(marked) == 2 and all(folder == working for folder, working in marked)  # a compile and a link
+    # A compile and a link.
+    assert len(marked) == 2 and all(folder == working for folder, working in marked)
 
 
 def test_interrupting_a_build_ends_its_compilers(checkout):
     checkout.slow.touch()
-    # A shell starts what it puts into the background with the signal ignored, and Python then leaves it so.
-    child = checkout.start(f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{CALL}")
+    # A shell starts what it puts into the background with the signal ignored, and Python then
+    # leaves it so.
+    child = checkout.start(
+        f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{CALL}"
+    )
     wait_for(lambda: compiling(checkout))
     os.kill(child.pid, signal.SIGINT)
     child.wait()

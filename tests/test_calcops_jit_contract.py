@@ -1,5 +1,6 @@
-"""Operators that are a contract in text and plain functions: what users write (contracts/operators.cpp) behaves like a
-built-in operator, and a contract that is wrong is an error that names the place."""
+"""Operators that are a contract in text and plain functions: what users write
+(contracts/operators.cpp) behaves like a built-in operator, and a contract that is wrong is an error
+that names the place."""
 
 import re
 from pathlib import Path
@@ -29,8 +30,12 @@ def test_numbers_reach_the_kernel_of_their_type(mine):
     for dtype in torch.float64, torch.float32:
         energy = mine.pair_energy(r.to(dtype), 2.0)
         assert energy.dtype == dtype
-        torch.testing.assert_close(energy, torch.tensor([0.0, -2.0], dtype=dtype), rtol=0, atol=1e-6)
-    with pytest.raises(RuntimeError, match="^contracts::pair_energy: expected `r` float32 or float64, got Int"):
+        torch.testing.assert_close(
+            energy, torch.tensor([0.0, -2.0], dtype=dtype), rtol=0, atol=1e-6
+        )
+    with pytest.raises(
+        RuntimeError, match="^contracts::pair_energy: expected `r` float32 or float64, got Int"
+    ):
         mine.pair_energy(r.int(), 1.0)
 
 
@@ -47,7 +52,9 @@ def test_a_linear_operator_has_derivatives_of_every_order(mine, dtype):
 
 def test_an_operator_without_derivatives_says_so(mine):
     step = mine.differences(torch.ones(2, requires_grad=True, **float64))
-    with pytest.raises(RuntimeError, match="derivative for contracts::differences is not implemented"):
+    with pytest.raises(
+        RuntimeError, match="derivative for contracts::differences is not implemented"
+    ):
         step.sum().backward()
 
 
@@ -60,7 +67,9 @@ def test_a_formula_gives_derivatives_of_every_order(mine):
     reference = lambda r: 4 * 0.7 * ((1.1 / r) ** 12 - (1.1 / r) ** 6)  # noqa: E731
     ours, theirs = energy, reference
     for _ in range(3):
-        ours, theirs = (lambda r, f=f: torch.func.grad(lambda r: f(r).sum())(r) for f in (ours, theirs))
+        ours, theirs = (
+            lambda r, f=f: torch.func.grad(lambda r: f(r).sum())(r) for f in (ours, theirs)
+        )
         torch.testing.assert_close(ours(r), theirs(r))
     mapped = torch.vmap(torch.func.grad(lambda r: energy(r).sum()))(torch.stack([r, r + 1]))
     torch.testing.assert_close(mapped[1], torch.func.grad(lambda r: reference(r).sum())(r + 1))
@@ -68,19 +77,25 @@ def test_a_formula_gives_derivatives_of_every_order(mine):
 
 def test_the_formula_of_the_readme_is_a_derivative_and_forward_mode_may_be_left_out(tmp_path):
     readme = (SOURCE.parents[2] / "ops" / "README.md").read_text()
-    text = next(block for block in re.findall(r"```c\+\+\n(.+?)```", readme, re.S) if '"square"' in block)
+    text = next(
+        block for block in re.findall(r"```c\+\+\n(.+?)```", readme, re.S) if '"square"' in block
+    )
     source = tmp_path / "square.cpp"
     source.write_text(text)
     square = calcops_jit.load("of_the_formula", [source]).square
     x = torch.randn(5, requires_grad=True, **float64)
     assert torch.autograd.gradcheck(square, x, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(square, x, check_fwd_over_rev=True)
-    begin, end = text.index(",\n     [](const Value* arguments, const Value* tangents"), text.index("}};")
+    begin, end = (
+        text.index(",\n     [](const Value* arguments, const Value* tangents"),
+        text.index("}};"),
+    )
     source.write_text(text[:begin] + text[end:])
     square = calcops_jit.load("of_half_a_formula", [source]).square
     assert torch.autograd.gradgradcheck(square, x)
     with pytest.raises(
-        NotImplementedError, match="of_half_a_formula::square: its derivative has no formula for forward"
+        NotImplementedError,
+        match="of_half_a_formula::square: its derivative has no formula for forward",
     ):
         torch.func.jvp(square, (x.detach(),), (x.detach(),))
 
@@ -89,14 +104,17 @@ def test_vmap_calls_an_operator_for_each_item_where_nothing_can_be_joined(mine):
     x, index = torch.randn(5, 4, 3), torch.tensor([1, 3])
     assert torch.equal(torch.vmap(lambda x: mine.gather_rows(x, index))(x), x[:, index])
     assert torch.equal(
-        torch.vmap(mine.pair_energy, (0, None))(x[0], 1.0), mine.pair_energy(x[0].flatten(), 1.0).view(4, 3)
+        torch.vmap(mine.pair_energy, (0, None))(x[0], 1.0),
+        mine.pair_energy(x[0].flatten(), 1.0).view(4, 3),
     )
 
 
 def test_a_first_dimension_that_all_tensors_share_is_joined(mine, monkeypatch):
     """One call for all items: the kernel of a single item would be called five times."""
     r = torch.rand(5, 7) + 1
-    graph = torch.fx.experimental.proxy_tensor.make_fx(torch.vmap(lambda r: mine.pair_energy(r, 1.0)))(r)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(
+        torch.vmap(lambda r: mine.pair_energy(r, 1.0))
+    )(r)
     calls = [node for node in graph.graph.nodes if "pair_energy" in str(node.target)]
     assert len(calls) == 1 and torch.equal(graph(r), mine.pair_energy(r.flatten(), 1.0).view(5, 7))
 
@@ -108,7 +126,9 @@ def test_results_have_the_shapes_of_their_lines(mine):
     torch.testing.assert_close((mean, variance), (x.mean(), x.var(unbiased=False)))
     assert mine.differences(x.to("meta")).shape == (4,)
     assert mine.differences(x[:1]).shape == (0,)
-    with pytest.raises(RuntimeError, match=r"expected `x` large enough for a result \[N - 1\], got \[0\]"):
+    with pytest.raises(
+        RuntimeError, match=r"expected `x` large enough for a result \[N - 1\], got \[0\]"
+    ):
         mine.differences(x[:0])
     opcheck(mine.moments, (x,), {})
 
@@ -122,9 +142,13 @@ def test_absent_tensors_and_lists(mine):
 
 
 def test_entries_are_checked_before_a_kernel_that_returns_nothing(mine):
-    with pytest.raises(RuntimeError, match="expected `index` entries 0 <= i < N = 4, got 7 at row 1$"):
+    with pytest.raises(
+        RuntimeError, match="expected `index` entries 0 <= i < N = 4, got 7 at row 1$"
+    ):
         mine.gather_rows(torch.ones(4, 2), torch.tensor([3, 7]))
-    with pytest.raises(RuntimeError, match="expected `bin` entries 0 <= b < bins = 2, got -1 at item 0$"):
+    with pytest.raises(
+        RuntimeError, match="expected `bin` entries 0 <= b < bins = 2, got -1 at item 0$"
+    ):
         mine.histogram(torch.tensor([-1]), 2)
     with pytest.raises(RuntimeError, match="expected `bins` >= 0, got -1$"):
         mine.histogram(torch.tensor([0]), -1)
@@ -141,7 +165,9 @@ def test_strides_and_strings(mine):
 
 
 def test_a_compiled_function_takes_sizes_as_symbols(mine):
-    compiled = torch.compile(lambda x: mine.differences(x) * 2, fullgraph=True, dynamic=True, backend="eager")
+    compiled = torch.compile(
+        lambda x: mine.differences(x) * 2, fullgraph=True, dynamic=True, backend="eager"
+    )
     for size in 5, 9:
         x = torch.randn(size, **float64)
         assert torch.equal(compiled(x), x.diff() * 2)
@@ -162,23 +188,63 @@ rows    [M, C]; like x."""
 
 
 MISTAKES = {
-    "a factor that is not there": ("linear  rows(x)", "linear  rows(y)", "line 8: no line for the factor `y` of rows"),
-    "a size that nobody has": ("step      [N - 1]", "step      [M]", "no argument of differences has the size M"),
-    "a bracket that is not closed": ("count  [bins]", "count  [bins", "line 5: `count`: expected a ] in [bins"),
-    "a dtype that does not exist": ("[M]; int32 or", "[M]; int33 or", "line 6: `index`: cannot read `int33 or int64`"),
-    "an unknown size of entries": ("< bins at", "< bin at", "line 3: no tensor has the size bin of bin"),
+    "a factor that is not there": (
+        "linear  rows(x)",
+        "linear  rows(y)",
+        "line 8: no line for the factor `y` of rows",
+    ),
+    "a size that nobody has": (
+        "step      [N - 1]",
+        "step      [M]",
+        "no argument of differences has the size M",
+    ),
+    "a bracket that is not closed": (
+        "count  [bins]",
+        "count  [bins",
+        "line 5: `count`: expected a ] in [bins",
+    ),
+    "a dtype that does not exist": (
+        "[M]; int32 or",
+        "[M]; int33 or",
+        "line 6: `index`: cannot read `int33 or int64`",
+    ),
+    "an unknown size of entries": (
+        "< bins at",
+        "< bin at",
+        "line 3: no tensor has the size bin of bin",
+    ),
     "a kernel that no contract names": (
         '"order", o',
         '"ordre", o',
         "a kernel of wrong::ordre, which no contract names",
     ),
     "a number type without a kernel": ("order<int32_t>, ", "", "no kernel of order for key Int"),
-    "an argument without a line": ("key    [N]; i", "kee    [N]; i", "order has `key`, which no line describes"),
+    "an argument without a line": (
+        "key    [N]; i",
+        "kee    [N]; i",
+        "order has `key`, which no line describes",
+    ),
     "a result without a line": ("place  [N]; int64.\n", "", "no line describes result 1 of order"),
-    "an argument that is changed": ("order(Tensor key", "order(Tensor(a!) key", "order would change `key`"),
-    "a result without a dtype": ("count  [bins]; int64.", "count  [bins].", "line 5: `count`: expected its dtype"),
-    "a schema without results": ("order(Tensor key) -> Tensor", "order(Tensor key)", "expected `-> ` and the results"),
-    "a second line": ("place  [N]; int64.", "place  [N]; int64.\nkey [N]; int64.", "line 5: a second line for key"),
+    "an argument that is changed": (
+        "order(Tensor key",
+        "order(Tensor(a!) key",
+        "order would change `key`",
+    ),
+    "a result without a dtype": (
+        "count  [bins]; int64.",
+        "count  [bins].",
+        "line 5: `count`: expected its dtype",
+    ),
+    "a schema without results": (
+        "order(Tensor key) -> Tensor",
+        "order(Tensor key)",
+        "expected `-> ` and the results",
+    ),
+    "a second line": (
+        "place  [N]; int64.",
+        "place  [N]; int64.\nkey [N]; int64.",
+        "line 5: a second line for key",
+    ),
     "a derivative of nothing": (
         'kPairDerivatives[] = {\n    {"pair_energy",',
         'kPairDerivatives[] = {\n    {"pair_energies",',

@@ -1,4 +1,5 @@
-"""An exported folder: imports without a compiler, refuses what it does not fit, and serves C++ hosts."""
+"""An exported folder: imports without a compiler, refuses what it does not fit, and serves C++
+hosts."""
 
 import ast
 import json
@@ -34,8 +35,9 @@ int main() {  // an atom and its ghost; g = sum_c 1 * 0.5 = 2 along each axis
   std::printf("%g %g\\n", force.min().item<float>(), force.max().item<float>());
 }
 """
-# A kind of processor that is nearly everywhere, what the compiler may use there, and how what it may not begins; a kind
-# that has more; words of /proc/cpuinfo that nearly nothing can be built with.
+# A kind of processor that is nearly everywhere, what the compiler may use there, and how what it
+# may not begins; a kind that has more; words of /proc/cpuinfo that nearly nothing can be built
+# with.
 USUAL, HAS, LACKS, NEWEST, NEW, OLD = {
     "x86_64": (
         "x86-64-v3",
@@ -45,7 +47,13 @@ USUAL, HAS, LACKS, NEWEST, NEW, OLD = {
     ),
     "aarch64": ("armv8-a", "asimd", "sve", *("neoverse-v1", "sve", "fp asimd")),
 }[request.MACHINE]
-BARE = {"PATH": "/nowhere", "HOME": "/nowhere", "TMPDIR": "/nowhere", "CXX": None, "CALCOPS_CACHE": None}
+BARE = {
+    "PATH": "/nowhere",
+    "HOME": "/nowhere",
+    "TMPDIR": "/nowhere",
+    "CXX": None,
+    "CALCOPS_CACHE": None,
+}
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +97,21 @@ print(time.process_time() - start, events, "torch.utils.cpp_extension" in sys.mo
 def test_its_operators_are_those_of_the_checkout(folder):
     assert folder.run().out == "96.0 -11520.0\n"
     names = "import calcops_jit as c; print(sorted(c.__all__), c.force.__doc__, c.library_path())"
-    (there, (path,)) = (folder.run(names).out.rsplit(maxsplit=1)[0], folder.run(names).out.split()[-1:])
+    (there, (path,)) = (
+        folder.run(names).out.rsplit(maxsplit=1)[0],
+        folder.run(names).out.split()[-1:],
+    )
     assert path == f"{folder.path}/lib/libcalcops.so"
     stub = ast.parse((folder.path / "calcops_jit.pyi").read_text())
     assert str(sorted(n.name for n in stub.body if isinstance(n, ast.FunctionDef))) in there
-    here = "import calcops_jit as c; n = [x for x in c.__all__ if hasattr(getattr(c, x), 'overloads')]\n"
+    here = (
+        "import calcops_jit as c; n = [x for x in c.__all__ if hasattr(getattr(c, "
+        "x), 'overloads')]\n"
+    )
     here += "print(sorted([*n, 'library_path']), c.force.__doc__)"
-    result = subprocess.run([sys.executable, "-c", here], cwd=HERE, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", here], cwd=HERE, capture_output=True, text=True, check=True
+    )
     assert there == result.stdout.rstrip()
 
 
@@ -104,7 +120,10 @@ def test_its_operators_are_those_of_the_checkout(folder):
     [
         ({"torch": ["2.9.1", True]}, ["built for PyTorch 2.9.1", "fix: pip install torch==2.9.1"]),
         ({"torch": [torch.__version__.partition("+")[0], False]}, ["C++11 ABI: True"]),
-        ({"instructions": [OLD.split()[1], "avx9000"]}, ["this processor has no avx9000\n", f"--isa {export._LEAST}"]),
+        (
+            {"instructions": [OLD.split()[1], "avx9000"]},
+            ["this processor has no avx9000\n", f"--isa {export._LEAST}"],
+        ),
         ({"cuda": "99.1"}, ["built for CUDA 99.1, PyTorch's is", "fix: CALCOPS_CUDA=0"]),
         ({"sha256": "0" * 64}, ["libcalcops.so is damaged", "copy the folder again"]),
     ],
@@ -122,9 +141,13 @@ def test_what_does_not_fit_is_refused_with_cause_evidence_and_one_command(folder
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is a CPU build")
 @pytest.mark.parametrize("driver, refused", [(11040, True), (99000, False), (0, False)])
-def test_a_driver_that_is_too_old_is_refused_and_none_at_all_is_not(folder, tmp_path, driver, refused):
+def test_a_driver_that_is_too_old_is_refused_and_none_at_all_is_not(
+    folder, tmp_path, driver, refused
+):
     fake = tmp_path / "libcuda.so.1"
-    (tmp_path / "fake.c").write_text(f"int cuDriverGetVersion(int* v) {{ *v = {driver}; return 0; }}")
+    (tmp_path / "fake.c").write_text(
+        f"int cuDriverGetVersion(int* v) {{ *v = {driver}; return 0; }}"
+    )
     command = [os.environ.get("CC", "gcc"), "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
     subprocess.run([*command, tmp_path / "fake.c", "-o", fake], check=True)
     manifest = folder.path / "calcops.json"
@@ -147,10 +170,12 @@ def test_a_damaged_folder_is_refused_and_never_loaded(folder, damage):
     assert "ImportError: cannot use the operators in" in child.err and "fix: " in child.err
 
 
-# ---- what is built ----------------------------------------------------------------------------------------------
+# ---- what is built -------------------------------------------------------------------------------
 
 
-def test_isa_takes_the_place_of_native_and_the_manifest_says_what_the_compiler_may_use(checkout, tmp_path):
+def test_isa_takes_the_place_of_native_and_the_manifest_says_what_the_compiler_may_use(
+    checkout, tmp_path
+):
     child = checkout.run(MAIN, arguments=["export", str(tmp_path / "out"), "--isa", USUAL])
     assert (child.code, child.out) == (0, f"{tmp_path}/out\n"), child.err
     compiled = [line for line in checkout.log.read_text().splitlines() if " -c " in line]
@@ -159,11 +184,18 @@ def test_isa_takes_the_place_of_native_and_the_manifest_says_what_the_compiler_m
     assert needed >= set(HAS.split()) and not [name for name in needed if name.startswith(LACKS)]
 
 
-def test_an_instruction_set_that_this_processor_lacks_is_refused_before_anything_is_built(checkout, tmp_path):
+def test_an_instruction_set_that_this_processor_lacks_is_refused_before_anything_is_built(
+    checkout, tmp_path
+):
     lacking = f"from _calcops_jit import request; request.isa = lambda: {OLD!r}\n"
-    child = checkout.run(lacking + MAIN, arguments=["export", str(tmp_path / "out"), "--isa", NEWEST])
+    child = checkout.run(
+        lacking + MAIN, arguments=["export", str(tmp_path / "out"), "--isa", NEWEST]
+    )
     assert child.code == 1 and checkout.compiled() == 0
-    assert child.err.startswith(f"cannot export for {NEWEST}\n  this processor has no ") and NEW in child.err
+    assert (
+        child.err.startswith(f"cannot export for {NEWEST}\n  this processor has no ")
+        and NEW in child.err
+    )
     child = checkout.run(MAIN, arguments=["export", str(tmp_path / "out"), "--isa", "i999"])
     assert child.code == 1 and "i999" in child.err and "fix: " in child.err
 
@@ -171,16 +203,24 @@ def test_an_instruction_set_that_this_processor_lacks_is_refused_before_anything
 def test_every_instruction_set_of_this_processor_that_the_compiler_uses_is_one_of_the_kernels_words():
     instructions = export._instructions(recipes.own())
     here = request.isa().replace("_", "").split()
-    assert HAS.split()[-1] in instructions and not [i for i in instructions if i.replace("_", "") not in here]
+    assert HAS.split()[-1] in instructions and not [
+        i for i in instructions if i.replace("_", "") not in here
+    ]
 
 
 def test_arch_asks_for_cuda_and_is_refused_without_nvcc(checkout, tmp_path):
     none = "from _calcops_jit import cuda; cuda.find_toolkit = lambda: ('', '')\n"
-    child = checkout.run(none + MAIN, arguments=["export", str(tmp_path / "out"), "--arch", "8.0;9.0+PTX"])
-    assert child.code == 1 and "cannot build calcops for CUDA" in child.err and not (tmp_path / "out").exists()
+    child = checkout.run(
+        none + MAIN, arguments=["export", str(tmp_path / "out"), "--arch", "8.0;9.0+PTX"]
+    )
+    assert (
+        child.code == 1
+        and "cannot build calcops for CUDA" in child.err
+        and not (tmp_path / "out").exists()
+    )
 
 
-# ---- a C++ host; the README's, by pkg-config, is in test_calcops_jit_readme.py ----------------------------------
+# ---- a C++ host; the README's, by pkg-config, is in test_calcops_jit_readme.py -------------------
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
@@ -194,7 +234,9 @@ def test_a_cpp_host_is_built_by_cmake_without_torchs_own_package(folder, tmp_pat
     subprocess.run(configure, cwd=tmp_path, check=True, capture_output=True)
     subprocess.run(["cmake", "--build", "build"], cwd=tmp_path, check=True, capture_output=True)
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-    host = subprocess.run([tmp_path / "build/host"], env=environment, capture_output=True, text=True)
+    host = subprocess.run(
+        [tmp_path / "build/host"], env=environment, capture_output=True, text=True
+    )
     assert host.stdout == "-2 2\n", host.stderr
     (tmp_path / "version.py").write_text("__version__ = '2.9.1+cpu'\n")
     configure = ["cmake", "-S", ".", "-B", "other", *configure[5:], f"-Dcalcops_TORCH={tmp_path}"]

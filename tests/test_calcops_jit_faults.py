@@ -1,11 +1,11 @@
-"""Every failure explains itself: faults are injected, and what a user reads is compared with calcops_jit_faults.txt."""
+"""Every failure explains itself: faults are injected, and what a user reads is compared with
+calcops_jit_faults.txt."""
 
 import json
 import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -14,14 +14,17 @@ import pytest
 import torch
 from checkout import BUILDING, Checkout, the_zygote
 
-from _calcops_jit import cuda, diagnosis
-from _calcops_jit.request import MACHINE, Request
+from _calcops_jit.request import MACHINE
 
 GOLDEN = dict(
-    re.findall(r"^## (.+)\n((?:.+\n)+)", Path(__file__).with_name("calcops_jit_faults.txt").read_text(), re.M)
+    re.findall(
+        r"^## (.+)\n((?:.+\n)+)",
+        Path(__file__).with_name("calcops_jit_faults.txt").read_text(),
+        re.M,
+    )
 )
-# Prints what the operators say that could not be built, and how many seconds it took processors to know that: the clock
-# on the wall would tell how busy the machine is.
+# Prints what the operators say that could not be built, and how many seconds it took processors to
+# know that: the clock on the wall would tell how busy the machine is.
 IMPORT = """
 import os
 spent = lambda: sum(os.times()[:4])
@@ -76,7 +79,9 @@ class Faulty(Checkout):
     def says(self, script: str, code: int = 1) -> dict:
         """A compiler that says what a real one said."""
         lines = "\n".join(f"echo {shlex.quote(line)} >&2" for line in script.splitlines())
-        body = f'case "$*" in *" -c "*) {lines}\nexit {code};; esac\nexec {shutil.which("c++")} "$@"'
+        body = (
+            f'case "$*" in *" -c "*) {lines}\nexit {code};; esac\nexec {shutil.which("c++")} "$@"'
+        )
         return {"CXX": self.tool("speaking-g++", body)}
 
     def toolkit(self, release: int, host: int) -> dict:
@@ -84,13 +89,20 @@ class Faulty(Checkout):
         for name, text in {
             "bin/nvcc": NVCC_13,
             "include/cuda.h": f"#define CUDA_VERSION {release}\n",
-            "include/crt/host_config.h": "#if defined(__GNUC__)\n\n#if __GNUC__ > 15\n#error\n#endif\n#endif\n",
+            "include/crt/host_config.h": (
+                "#if defined(__GNUC__)\n\n#if __GNUC__ > 15\n#error\n#endif\n#endif\n"
+            ),
         }.items():
             (self.home / name).parent.mkdir(parents=True, exist_ok=True)
             (self.home / name).write_text(text)
         (self.home / "bin/nvcc").chmod(0o755)
         compiler = self.tool("gcc", f"echo '#define __GNUC__ {host}'")
-        return {"CALCOPS_CUDA": "1", "CUDA_HOME": self.home, "CC": compiler, "preamble": self.cuda()}
+        return {
+            "CALCOPS_CUDA": "1",
+            "CUDA_HOME": self.home,
+            "CC": compiler,
+            "preamble": self.cuda(),
+        }
 
     def cuda(self) -> str:
         return CUDA.format(home=str(self.home))
@@ -124,7 +136,9 @@ class Faulty(Checkout):
         text = re.sub(r"/[0-9a-f]{16}/", "/<generation>/", text)
         text = re.sub(r"/stage\.[^/]+/", "/<staging>/", text)
         text = re.sub(r"\S*/(?=ld: )|(?<=text\+)0x\w+", "", text)
-        text = re.sub(r"(<torch>/.*?:|bits/.*?:)[\d:]+:", r"\1<line>:", re.sub(r"; did you mean .*", "", text))
+        text = re.sub(
+            r"(<torch>/.*?:|bits/.*?:)[\d:]+:", r"\1<line>:", re.sub(r"; did you mean .*", "", text)
+        )
         return re.sub(r"C\+\+\d\d", "C++NN", re.sub(r"[‘’`]", "'", text))
 
 
@@ -133,7 +147,10 @@ NO_HEADERS = "import sysconfig; sysconfig.get_path = lambda *a, real=sysconfig.g
 NO_HEADERS += "    '/nowhere' if a[0] == 'include' else real(*a, **k))\n"
 NO_NINJA = "import shutil; shutil.which = lambda name, *a, real=shutil.which, **k: (\n"
 NO_NINJA += "    None if name == 'ninja' else real(name, *a, **k))\n"
-NO_MEMORY = "import ctypes\ndef refuse(path, *_): raise OSError(f'{path}: failed to map segment from shared object')\n"
+NO_MEMORY = (
+    "import ctypes\ndef refuse(path, *_): raise OSError(f'{path}: failed to map "
+    "segment from shared object')\n"
+)
 NO_MEMORY += "ctypes.CDLL = refuse\n"
 
 # What is known before a compiler is started.
@@ -145,18 +162,27 @@ FORESEEN = {
     "no nvcc": lambda f: {"CALCOPS_CUDA": "1", "preamble": f.cuda()},
     "nvcc of another major version": lambda f: f.toolkit(11080, 12),
     "g++ too new for nvcc": lambda f: f.toolkit(13000, 16),
-    "an architecture too old for nvcc": lambda f: f.toolkit(13000, 12) | {"TORCH_CUDA_ARCH_LIST": "3.5"},
-    "an architecture too new for nvcc": lambda f: f.toolkit(13000, 12) | {"TORCH_CUDA_ARCH_LIST": "9.0;12.1+PTX"},
+    "an architecture too old for nvcc": lambda f: (
+        f.toolkit(13000, 12) | {"TORCH_CUDA_ARCH_LIST": "3.5"}
+    ),
+    "an architecture too new for nvcc": lambda f: (
+        f.toolkit(13000, 12) | {"TORCH_CUDA_ARCH_LIST": "9.0;12.1+PTX"}
+    ),
     "CUDA for a PyTorch without it": lambda f: {
         "CALCOPS_CUDA": "1",
         "preamble": "import torch; torch.version.cuda = None\n",
     },
-    "no Python headers": lambda f: f.load("#include <torch/extension.h>\n" + ANSWER) | {"preamble": NO_HEADERS},
+    "no Python headers": lambda f: (
+        f.load("#include <torch/extension.h>\n" + ANSWER) | {"preamble": NO_HEADERS}
+    ),
     "a Python module": lambda f: f.load(
-        "// TORCH_LIBRARY\n#include <pybind11/pybind11.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {}\n"
+        "// TORCH_LIBRARY\n#include <pybind11/pybind11.h>\n"
+        "PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {}\n"
     ),
     "a wrong bound of the cache": lambda f: {"CALCOPS_CACHE_SIZE": "two"},
-    "the wrong ABI": lambda f: {"CALCOPS_CFLAGS": f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch._C._GLIBCXX_USE_CXX11_ABI:d}"},
+    "the wrong ABI": lambda f: {
+        "CALCOPS_CFLAGS": f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch._C._GLIBCXX_USE_CXX11_ABI:d}"
+    },
     "no folder that can be written": lambda f: {
         "CALCOPS_CACHE": "/dev/null/cache",
         "TMPDIR": "/dev/null",
@@ -167,13 +193,16 @@ FORESEEN = {
 # What the tools say when they fail.
 MET = {
     "a syntax error": lambda f: f.write("ops/tiny/tiny.cpp", "int f() {\n  return 1\n}\n") and {},
-    "a missing header": lambda f: f.write("ops/tiny/tiny.cpp", "#include <nosuch/header.h>\n") and {},
+    "a missing header": lambda f: (
+        f.write("ops/tiny/tiny.cpp", "#include <nosuch/header.h>\n") and {}
+    ),
     "no Python headers, found on the way": lambda f: (
         f.write("between.h", "#include <Python.h>\n")
         and f.load('#include "between.h"\n' + ANSWER) | {"preamble": NO_HEADERS}
     ),
     "an older C++ standard": lambda f: (
-        f.write("ops/tiny/tiny.cpp", "#include <ATen/ATen.h>\n") and {"CALCOPS_CFLAGS": "-std=c++14 -Wfatal-errors"}
+        f.write("ops/tiny/tiny.cpp", "#include <ATen/ATen.h>\n")
+        and {"CALCOPS_CFLAGS": "-std=c++14 -Wfatal-errors"}
     ),
     "killed for memory": lambda f: f.says(
         "c++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated."
@@ -181,18 +210,22 @@ MET = {
     "memory exhausted": lambda f: f.says("virtual memory exhausted: Cannot allocate memory"),
     "disk full": lambda f: f.says(
         "/tmp/ccWsDJTm.s: Assembler messages:\n"
-        "/tmp/ccWsDJTm.s: Fatal error: can't write 11 bytes to section .text of a.o: 'No space left on device'"
+        "/tmp/ccWsDJTm.s: Fatal error: can't write 11 bytes to section .text of "
+        "a.o: 'No space left on device'"
     ),
     "disk of temporary files full": lambda f: f.says(
         "tiny.cpp:1:18: fatal error: error closing /tmp/ccwLflLD.s: No space left on device"
     ),
     "an incomplete compiler": lambda f: f.says(
-        "g++: fatal error: cannot execute 'cc1plus': execvp: No such file or directory\ncompilation terminated."
+        "g++: fatal error: cannot execute 'cc1plus': execvp: No such file or "
+        "directory\ncompilation terminated."
     ),
     "a compiler that is too old": lambda f: f.says(
         "g++: error: unrecognized command line option '-std=c++20'; did you mean '-std=c++2a'?"
     ),
-    "an unreadable source": lambda f: f.says("cc1plus: fatal error: /src/tiny.cpp: Permission denied"),
+    "an unreadable source": lambda f: f.says(
+        "cc1plus: fatal error: /src/tiny.cpp: Permission denied"
+    ),
     "an error in the standard library's headers": lambda f: f.load(
         "#include <algorithm>\nstruct Pair { int i; };\n"
         "void order(Pair* first, Pair* last) {\n  std::sort(first, last);\n}\n"
@@ -204,7 +237,8 @@ MET = {
     ),
     "a processor that nobody knows": lambda f: {"CALCOPS_CFLAGS": "-march=alderlake9"},
     "a processor of another kind": lambda f: f.says(
-        "cc1plus: error: unknown value ‘x86-64-v3’ for ‘-march’\ncc1plus: note: valid arguments are: armv8-a"
+        "cc1plus: error: unknown value ‘x86-64-v3’ for ‘-march’\n"
+        "cc1plus: note: valid arguments are: armv8-a"
     ),
     "a processor that GCC for ARM does not know": lambda f: f.says(
         "cc1plus: error: invalid feature modifier ‘avx’ in ‘-mcpu=neoverse-v2+avx’"
@@ -225,10 +259,13 @@ MET = {
     "an undefined function at link": lambda f: f.load(
         "int missing_one();\nint g() { return missing_one(); }\n", "extra_ldflags=['-Wl,-z,defs']"
     ),
-    "an unknown symbol at load": lambda f: f.load("int missing_one();\nint g() { return missing_one(); }\n"),
+    "an unknown symbol at load": lambda f: f.load(
+        "int missing_one();\nint g() { return missing_one(); }\n"
+    ),
     "a symbol of the other ABI at load": lambda f: f.load(
         "#define _GLIBCXX_USE_CXX11_ABI 0\n#include <string>\n"
-        "namespace c10 { void check(const std::string&); }\nvoid g() { c10::check(std::string()); }\n"
+        "namespace c10 { void check(const std::string&); }\n"
+        "void g() { c10::check(std::string()); }\n"
     ),
     "the folder may not be executed": lambda f: f.load(ANSWER) | {"preamble": NO_MEMORY},
     "something else": lambda f: f.says("what nobody expected", code=3),
@@ -269,7 +306,7 @@ def test_every_message_is_short_and_every_golden_text_is_tested():
         assert 3 <= len(lines) <= 12 and any(line.startswith("  fix: ") for line in lines)
 
 
-# ---- what is no failure of a build --------------------------------------------------------------------------------
+# ---- what is no failure of a build ---------------------------------------------------------------
 
 OPERATOR = """#include <torch/library.h>
 int64_t twice(int64_t x) { return 2 * x; }
@@ -292,77 +329,56 @@ def test_an_operator_that_is_not_there_is_answered_with_those_that_are(faulty):
 
 
 def test_a_driver_that_is_too_old_is_told_by_the_build_and_by_doctor(faulty):
-    source = faulty.write("libcuda.c", "int cuDriverGetVersion(int *version) { *version = 12040; return 0; }\n")
+    source = faulty.write(
+        "libcuda.c", "int cuDriverGetVersion(int *version) { *version = 12040; return 0; }\n"
+    )
     library = source.with_suffix(".so.1")
     assert os.system(f"cc -shared -fPIC -Wl,-soname,libcuda.so.1 {source} -o {library}") == 0
     options = faulty.environment | faulty.toolkit(13000, 12)
-    preamble = f"import ctypes; ctypes.CDLL({str(library)!r}, ctypes.RTLD_GLOBAL)\n{options.pop('preamble')}"
+    preamble = (
+        f"import ctypes; ctypes.CDLL({str(library)!r}, ctypes.RTLD_GLOBAL)\n"
+        f"{options.pop('preamble')}"
+    )
     child = faulty.run(preamble + "import calcops_jit", **options)
     told = re.search(r"(?m)^calcops_jit: what is .*\n(?:  .*\n)*", faulty.normal(child.err))
     assert told[0].removeprefix("calcops_jit: ") == GOLDEN["an old driver"]
-    assert judged(faulty, preamble, **options)["the NVIDIA driver is too old"] == GOLDEN["an old driver"]
+    assert (
+        judged(faulty, preamble, **options)["the NVIDIA driver is too old"]
+        == GOLDEN["an old driver"]
+    )
 
 
 def judged(faulty, preamble: str, **options) -> dict[str, str]:
     """What doctor finds to be wrong, in the form of an error."""
-    script = f"{preamble}\nimport runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
+    script = (
+        f"{preamble}\nimport runpy; runpy.run_module('calcops_jit', "
+        "run_name='__main__', alter_sys=True)"
+    )
     child = faulty.run(script, arguments=["doctor", "--json"], **options)
     findings = [finding for finding in json.loads(child.out) if finding["verdict"] != "ok"]
     assert child.code == any(finding["verdict"] == "fail" for finding in findings)
-    what = "what is built for CUDA cannot run here" if "driver" in child.out else "cannot build calcops"
-    return {f["what"]: faulty.normal(f"{what}: {f['what']}\n  {f['evidence']}\n  fix: {f['fix']}\n") for f in findings}
+    what = (
+        "what is built for CUDA cannot run here"
+        if "driver" in child.out
+        else "cannot build calcops"
+    )
+    return {
+        f["what"]: faulty.normal(f"{what}: {f['what']}\n  {f['evidence']}\n  fix: {f['fix']}\n")
+        for f in findings
+    }
 
 
 @pytest.mark.parametrize(
-    "fault", ["no compiler", "no ninja", "g++ too new for nvcc", "an architecture too old for nvcc", "the wrong ABI"]
+    "fault",
+    [
+        "no compiler",
+        "no ninja",
+        "g++ too new for nvcc",
+        "an architecture too old for nvcc",
+        "the wrong ABI",
+    ],
 )
 def test_doctor_has_the_words_of_the_build_that_would_fail(faulty, fault):
     options = faulty.environment | FORESEEN[fault](faulty)
     preamble = options.pop("preamble", "")
     assert GOLDEN[fault] in judged(faulty, preamble, **options).values()
-
-
-@pytest.mark.skipif(cuda.find_toolkit()[0] == "", reason="no nvcc for this PyTorch")
-def test_a_real_nvcc_is_asked_what_it_knows_and_its_own_words_have_the_same_cause(tmp_path, monkeypatch):
-    home, version = cuda.find_toolkit()
-    host = tmp_path / "gcc-99"
-    host.write_text(f'#!/bin/sh\nexec {shutil.which("gcc")} -U__GNUC__ -D__GNUC__=99 "$@"\n')
-    host.chmod(0o755)
-    source = tmp_path / "a.cu"
-    source.write_text("__global__ void kernel() {}\n")
-    monkeypatch.setenv("CC", str(host))
-    choice = cuda.Choice(build=True, home=home, version=version, arches="3.5;8.0")
-    request = Request(name="x", root=str(tmp_path), sources=(str(source),), cflags=(), cuda=choice)
-    foreseen = [problem.cause for problem in diagnosis.foresee(request, "ninja")]
-    assert foreseen == ["this nvcc does not know the GPU architecture", "the C++ compiler is too new for this nvcc"]
-    nvcc = [f"{home}/bin/nvcc", "-c", str(source), "-o", str(tmp_path / "a.o")]
-    for option, cause in zip((["-arch=sm_35"], ["-ccbin", str(host)]), foreseen):
-        said = subprocess.run([*nvcc, *option], capture_output=True, text=True)
-        assert said.returncode != 0
-        assert diagnosis.judge(said.stdout + said.stderr, request).cause == cause
-
-
-def test_nvcc_of_the_wheel_counts_as_an_nvcc(tmp_path, monkeypatch):
-    home = tmp_path / "nvidia/cu13"
-    for name, text in {"bin/nvcc": NVCC_13, "include/cuda_runtime_api.h": "#define CUDART_VERSION 13020\n"}.items():
-        (home / name).parent.mkdir(parents=True)
-        (home / name).write_text(text)
-    (home / "bin/nvcc").chmod(0o755)
-    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch/__init__.py"))
-    monkeypatch.setattr(torch.version, "cuda", "13.2")
-    monkeypatch.setattr(os, "access", lambda path, mode, real=os.access: str(tmp_path) in path and real(path, mode))
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    assert cuda.find_toolkit() == (str(home), "13.2")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "version `GLIBCXX_3.4.32' not found (required by mine.so)",
-        "libx.so.1: cannot open shared object file: No such file or directory",
-    ],
-)
-def test_a_library_that_the_process_cannot_give_has_a_command(words):
-    request = Request(name="mine", root="/r", sources=("/r/mine.cpp",), cflags=())
-    message = str(diagnosis.explain("cannot load mine.so", words, request))
-    assert "  fix: export LD_" in message and words in message

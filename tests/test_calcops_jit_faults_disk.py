@@ -1,4 +1,5 @@
-"""No artefact and no disk can crash the importer: it builds aside, or says why not on one screen."""
+"""No artefact and no disk can crash the importer: it builds aside, or says why not on one
+screen."""
 
 import os
 import re
@@ -20,7 +21,8 @@ try:
     print(loaded.answer())
 except calcops_jit.BuildError as error: print(error)
 """
-# The n-th file that is opened for writing, folder that is made or rename in the cache finds the disk full.
+# The n-th file that is opened for writing, folder that is made or rename in the cache finds the
+# disk full.
 FULL = """
 import errno, os, sys
 writes = 0
@@ -56,7 +58,11 @@ def answer(checkout, script: str = ANSWER, **options) -> str:
 
 
 def is_one_screen(text: str) -> bool:
-    return text.startswith("cannot build calcops") and len(text.splitlines()) <= 12 and "\n  fix: " in text
+    return (
+        text.startswith("cannot build calcops")
+        and len(text.splitlines()) <= 12
+        and "\n  fix: " in text
+    )
 
 
 @pytest.fixture
@@ -107,7 +113,9 @@ def test_where_there_is_no_space_at_the_start_it_is_built_aside_with_a_line(moun
         file.write(bytes(6 << 20))
     child = mounted.run(ANSWER, TMPDIR=mounted.path.parent / "aside")
     assert child.out == "1\n"
-    assert child.err.startswith(f"calcops_jit: cannot write {mounted.cache}: No space left on device; using ")
+    assert child.err.startswith(
+        f"calcops_jit: cannot write {mounted.cache}: No space left on device; using "
+    )
 
 
 @as_root
@@ -128,7 +136,16 @@ def test_a_cache_that_is_mounted_noexec_is_told_and_one_that_is_read_only_serves
 
 
 @pytest.mark.parametrize(
-    "artefact", ["", "calcops-*", "calcops-*/*/", "calcops-*/*/manifest", "calcops-*/lock", "unit-*", "unit-*/*/"]
+    "artefact",
+    [
+        "",
+        "calcops-*",
+        "calcops-*/*/",
+        "calcops-*/*/manifest",
+        "calcops-*/lock",
+        "unit-*",
+        "unit-*/*/",
+    ],
 )
 def test_whatever_takes_the_place_of_an_artefact_is_survived(checkout, artefact):
     assert answer(checkout) == "1\n"
@@ -162,7 +179,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# ---- whose bytes they are -----------------------------------------------------------------------------------------
+# ---- whose bytes they are ------------------------------------------------------------------------
 
 
 def test_what_a_group_may_write_is_not_loaded_but_built_anew(checkout):
@@ -187,20 +204,27 @@ def test_what_belongs_to_somebody_else_is_not_loaded(checkout):
     assert (answer(checkout), checkout.compiled()) == ("1\n", 1)
     for path in checkout.cache.glob("calcops-*/*/*"):
         os.chown(path, ANYBODY, ANYBODY)
-    shared = {"CALCOPS_CACHE": checkout.path.parent / "other", "CALCOPS_CACHE_READONLY": checkout.cache}
+    shared = {
+        "CALCOPS_CACHE": checkout.path.parent / "other",
+        "CALCOPS_CACHE_READONLY": checkout.cache,
+    }
     assert (answer(checkout, **shared), checkout.compiled()) == ("1\n", 0)  # it was named
 
 
 def as_anybody(checkout, script: str = ANSWER, **options) -> tuple[str, str]:
-    """Imports as a user without a passwd entry; what a build imports comes first, while root can read it."""
+    """Imports as a user without a passwd entry; what a build imports comes first, while root can
+    read it."""
     imports = (
         "import os, sysconfig, _calcops_jit.compiler, _calcops_jit.progress\n"
         "sysconfig.get_config_vars()\n"
-        "sysconfig.get_path = lambda *_, **__: '/nowhere'\n"  # Python's headers may be where only root can read
+        # Python's headers may be where only root can read.
+        "sysconfig.get_path = lambda *_, **__: '/nowhere'\n"
     )
     become = f"os.setgroups([]); os.setgid({ANYBODY}); os.setuid({ANYBODY})\n"
     options.setdefault("CALCOPS_CACHE", checkout.path.parent / "aside" / "own")
-    child = checkout.run(imports + become + script, TMPDIR=checkout.path.parent / "aside", **options)
+    child = checkout.run(
+        imports + become + script, TMPDIR=checkout.path.parent / "aside", **options
+    )
     assert child.code == 0 and "Traceback" not in child.err, child.err
     return child.out, child.err
 
@@ -216,14 +240,19 @@ def test_a_cache_is_for_all_users_as_it_is_built_and_an_unreadable_one_is_named(
     assert checkout.compiled() == 0
     checkout.cache.chmod(0o700)
     out, err = as_anybody(checkout, CXX=shutil.which("c++"), **shared)
-    told = f"calcops_jit: cannot read {checkout.cache}: Permission denied (CALCOPS_CACHE_READONLY lists it)"
+    told = (
+        f"calcops_jit: cannot read {checkout.cache}: Permission denied "
+        "(CALCOPS_CACHE_READONLY lists it)"
+    )
     assert (out, err.splitlines()[0]) == ("1\n", told)
     checkout.cache.chmod(0o755)
     for slot in checkout.cache.glob("*-*"):
         slot.chmod(0o700)
     shutil.rmtree(checkout.path.parent / "aside" / "own")
     out, err = as_anybody(checkout, CXX=shutil.which("c++"), **shared)
-    assert out == "1\n" and re.match(rf"calcops_jit: cannot read {checkout.cache}/\S+: Permission denied", err)
+    assert out == "1\n" and re.match(
+        rf"calcops_jit: cannot read {checkout.cache}/\S+: Permission denied", err
+    )
     assert {path: path.stat().st_mtime_ns for path in checkout.cache.rglob("*")} == before
 
 
@@ -231,15 +260,26 @@ def test_a_cache_is_for_all_users_as_it_is_built_and_an_unreadable_one_is_named(
 def test_a_umask_keeps_a_cache_private(checkout):
     script = "import os; os.umask(0o077)\n" + ANSWER
     assert answer(checkout, script) == "1\n"
-    assert {path.stat().st_mode & 0o077 for path in [checkout.cache, *checkout.cache.iterdir()] if path.is_dir()} == {0}
+    assert {
+        path.stat().st_mode & 0o077
+        for path in [checkout.cache, *checkout.cache.iterdir()]
+        if path.is_dir()
+    } == {0}
 
 
 @as_root
 def test_without_home_and_passwd_entry_it_is_built_in_a_private_folder(checkout):
-    options = {"HOME": None, "CALCOPS_CACHE": None, "XDG_CACHE_HOME": None, "CXX": shutil.which("c++")}
+    options = {
+        "HOME": None,
+        "CALCOPS_CACHE": None,
+        "XDG_CACHE_HOME": None,
+        "CXX": shutil.which("c++"),
+    }
     out, err = as_anybody(checkout, **options)
     folder = checkout.path.parent / "aside" / f"calcops-{ANYBODY}"
-    assert out == "1\n" and folder.stat().st_uid == ANYBODY and folder.stat().st_mode & 0o777 == 0o700
+    assert (
+        out == "1\n" and folder.stat().st_uid == ANYBODY and folder.stat().st_mode & 0o777 == 0o700
+    )
     assert as_anybody(checkout, **options) == ("1\n", "")
 
 
@@ -254,5 +294,7 @@ def test_a_cache_of_somebody_else_is_left_alone_and_a_line_says_so(checkout):
 def test_a_source_that_may_not_be_read_is_named(checkout):
     source = checkout.path / "ops/tiny/tiny.cpp"
     source.chmod(0o600)
-    out, err = as_anybody(checkout, CALCOPS_CACHE=checkout.path.parent / "aside" / "c", CXX=shutil.which("c++"))
+    out, err = as_anybody(
+        checkout, CALCOPS_CACHE=checkout.path.parent / "aside" / "c", CXX=shutil.which("c++")
+    )
     assert is_one_screen(out) and f"fix: chmod u+rX {source}" in out

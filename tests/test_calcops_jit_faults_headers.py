@@ -1,4 +1,5 @@
-"""Errors in headers of PyTorch, the standard library and others are told where the project led to them."""
+"""Errors in headers of PyTorch, the standard library and others are told where the project led to
+them."""
 
 import pytest
 
@@ -23,7 +24,10 @@ LED = {
 /torch/include/ATen/infer_schema.h:38:21: error: another
 """,
         4,
-        "ATen/infer_schema.h:38:21: error: static assertion failed: Only int8_t, int64_t and bool are supported",
+        (
+            "ATen/infer_schema.h:38:21: error: static assertion failed: Only int8_t, "
+            "int64_t and bool are supported"
+        ),
     ),
     "a macro": (
         """{root}/mine.cpp: In function ‘void f(int)’:
@@ -68,12 +72,16 @@ constructor for initialization of 'Grid'
 
 
 @pytest.mark.parametrize("compiler", LED)
-def test_an_error_in_somebody_elses_header_is_told_at_the_line_of_the_project_that_led_to_it(tmp_path, compiler):
+def test_an_error_in_somebody_elses_header_is_told_at_the_line_of_the_project_that_led_to_it(
+    tmp_path, compiler
+):
     source = tmp_path / "mine.cpp"
     source.write_text("".join(f"line {number}\n" for number in range(1, 10)))
     request = Request(name="mine", root=str(tmp_path), sources=(str(source),), cflags=())
     output, line, told = LED[compiler]
-    message = str(diagnosis.explain("cannot build mine", output.format(root=tmp_path), request, "/log"))
+    message = str(
+        diagnosis.explain("cannot build mine", output.format(root=tmp_path), request, "/log")
+    )
     assert message == (
         f"cannot build mine: error at {source}:{line}\n  {told}\n  {source}:{line}: led to it\n"
         f"    {line} | line {line}\n  fix: correct {source}:{line}\n  log: /log"
@@ -82,5 +90,7 @@ def test_an_error_in_somebody_elses_header_is_told_at_the_line_of_the_project_th
 
 def test_an_error_that_nothing_of_the_project_led_to_is_not_for_the_user_to_correct(tmp_path):
     request = Request(name="mine", root=str(tmp_path), sources=(), cflags=())
-    message = str(diagnosis.explain("cannot build mine", "/usr/include/a.h:1:2: error: b\n", request, "/log"))
+    message = str(
+        diagnosis.explain("cannot build mine", "/usr/include/a.h:1:2: error: b\n", request, "/log")
+    )
     assert message.endswith("  fix: less /log\n  log: /log")

@@ -1,6 +1,8 @@
-"""Never stale, never spurious: what must rebuild and what must not, each seen by the compiler's own log.
+"""Never stale, never spurious: what must rebuild and what must not, each seen by the compiler's own
+log.
 
-PyTorch's header, with which the source begins, is compiled ahead: what that leads to must be seen all the same.
+PyTorch's header, with which the source begins, is compiled ahead: what that leads to must be seen
+all the same.
 """
 
 import os
@@ -33,14 +35,17 @@ extern "C" __attribute__((visibility("default"))) int answer() {
 
 
 class Built(Checkout):
-    """A built checkout with folders for -I and -isystem, a library to link, a compiler behind the compiler."""
+    """A built checkout with folders for -I and -isystem, a library to link, a compiler behind the
+    compiler."""
 
     def __init__(self, folder: Path):
         super().__init__(the_zygote(), folder)
         self.inner = folder / "inner-g++"
         self.inner.write_text(f'#!/bin/sh\nexec {shutil.which("c++")} "$@"\n')
         self.inner.chmod(0o755)
-        self.compiler.write_text(self.compiler.read_text().replace(shutil.which("c++"), str(self.inner)))
+        self.compiler.write_text(
+            self.compiler.read_text().replace(shutil.which("c++"), str(self.inner))
+        )
         self.write("ops/tiny/tiny.cpp", SOURCE)
         self.write("ops/second/second.cpp", "int second() { return 1; }\n")
         self.write("by_i/by_i.h", "#define BY_I 1\n")
@@ -73,7 +78,8 @@ class Built(Checkout):
 
     def start(self, script=CALL, **options):
         options.setdefault("CALCOPS_CFLAGS", self.flags)
-        options.setdefault("MAX_JOBS", "1")  # uses what is compiled ahead, and compiles no more of it
+        # Uses what is compiled ahead, and compiles no more of it.
+        options.setdefault("MAX_JOBS", "1")
         preamble = (
             "import _calcops_jit.recipes as r\nown = r.own\n"
             "def with_archive(*a):\n"
@@ -114,11 +120,17 @@ def comment(path: Path) -> None:
         file.write("# another release\n")
 
 
-# (The cache keeps eight objects of a unit, so what must find its object comes before the many headers.)
-# name: (what is done to the checkout; it may give variables), the answer afterwards, units compiled, what `why` names
+# (The cache keeps eight objects of a unit, so what must find its object comes before the many
+# headers.) name: (what is done to the checkout; it may give variables), the answer afterwards,
+# units compiled, what `why` names
 REBUILDS = {
     "a library that is linked": (lambda c: c.archive(2), 210111, 0, "libarchived.a"),
-    "a source": (lambda c: c.write("ops/second/second.cpp", "int second() { return 2; }\n"), 120111, 1, "second.cpp"),
+    "a source": (
+        lambda c: c.write("ops/second/second.cpp", "int second() { return 2; }\n"),
+        120111,
+        1,
+        "second.cpp",
+    ),
     "a new source": (lambda c: c.write("ops/tiny/new.cpp", "int unused;\n"), 110111, 1, "sources"),
     "a source that is gone": (
         lambda c: [
@@ -148,7 +160,12 @@ REBUILDS = {
         1,
         "tiny.h",
     ),
-    "a header through -I": (lambda c: c.write("by_i/by_i.h", "#define BY_I 2\n"), 110121, 1, "by_i.h"),
+    "a header through -I": (
+        lambda c: c.write("by_i/by_i.h", "#define BY_I 2\n"),
+        110121,
+        1,
+        "by_i.h",
+    ),
     "a header through -isystem": (
         lambda c: c.write("by_isystem/by_isystem.h", "#define BY_SYSTEM 2\n"),
         110112,
@@ -176,7 +193,12 @@ REBUILDS = {
     "the compiler behind its path": (lambda c: comment(c.compiler), 110111, 2, "logging-g++"),
     "the compiler that a wrapper calls": (lambda c: comment(c.inner), 110111, 2, "inner-g++"),
     "a flag": (lambda c: {"CALCOPS_CFLAGS": c.flags + " -DFLAG=1"}, 111111, 2, "C++ flags"),
-    "the C++ standard": (lambda c: {"CALCOPS_CFLAGS": c.flags + " -std=c++20"}, 110111, 2, "C++ flags"),
+    "the C++ standard": (
+        lambda c: {"CALCOPS_CFLAGS": c.flags + " -std=c++20"},
+        110111,
+        2,
+        "C++ flags",
+    ),
     "CXX": (lambda c: {"CXX": str(c.inner)}, 110111, 0, "compiler"),  # this one keeps no log
     "whether CUDA is wanted": (lambda c: {"CALCOPS_CUDA": "0"}, 110111, 2, "C++ flags"),
     **{
@@ -242,7 +264,9 @@ def path_order(c):
 
 STAYS = {
     "touch": lambda c: [path.touch() for path in (c.path / "ops").rglob("*.*")],
-    "all files written anew": lambda c: [p.write_bytes(p.read_bytes()) for p in c.path.rglob("*.*") if p.is_file()],
+    "all files written anew": lambda c: [
+        p.write_bytes(p.read_bytes()) for p in c.path.rglob("*.*") if p.is_file()
+    ],
     "a comment in a file that nobody includes": lambda c: comment(c.path / "unread.h"),
     "a new header that nobody asks for": lambda c: c.write("ops/tiny/lonely.h", "// hello\n"),
     "the cache copied": cache_copied,
@@ -253,7 +277,11 @@ STAYS = {
     "HOME": lambda c: {"HOME": "/nowhere"},
     "locale": lambda c: {"LC_ALL": "de_DE.UTF-8", "LANG": "de_DE.UTF-8"},
     "TMPDIR": lambda c: {"TMPDIR": str(c.path)},
-    "variables of other programs": lambda c: {"EDITOR": "vi", "PYTHONUNBUFFERED": "1", "CXXFLAGS": "-O1"},
+    "variables of other programs": lambda c: {
+        "EDITOR": "vi",
+        "PYTHONUNBUFFERED": "1",
+        "CXXFLAGS": "-O1",
+    },
     "the working directory": lambda c: {"cwd": "/"},
 }
 

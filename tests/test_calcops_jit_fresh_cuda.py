@@ -1,4 +1,5 @@
-"""Never stale, never spurious, for CUDA: a stand-in for nvcc compiles .cu files as C++ and keeps a log."""
+"""Never stale, never spurious, for CUDA: a stand-in for nvcc compiles .cu files as C++ and keeps a
+log."""
 
 import os
 import shutil
@@ -9,7 +10,7 @@ import pytest
 import torch
 from checkout import BUILDING, CALL, Checkout, the_zygote
 
-from _calcops_jit import compiler_reads, cuda
+from _calcops_jit import cuda, recording
 from _calcops_jit.closure import Changed, file_digest
 from _calcops_jit.request import Request
 
@@ -40,9 +41,12 @@ class CudaCheckout(Checkout):
         self.nvcc = self.home / "bin/nvcc"
         self.value = self.home / "include/value.h"
         for path, text in {
-            self.nvcc: NVCC.format(python=sys.executable, log=str(self.log), compiler=shutil.which("c++")),
+            self.nvcc: NVCC.format(
+                python=sys.executable, log=str(self.log), compiler=shutil.which("c++")
+            ),
             self.value: "#define VALUE 1\n",
-            self.home / "include/cuda.h": f"#define CUDA_VERSION {torch.version.cuda.partition('.')[0]}000\n",
+            self.home
+            / "include/cuda.h": f"#define CUDA_VERSION {torch.version.cuda.partition('.')[0]}000\n",
         }.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
@@ -65,7 +69,11 @@ def built(tmp_path):
 
 
 CHANGES = {
-    "a .cu file": (lambda b: b.write("ops/tiny/tiny.cu", SOURCE.replace("VALUE;", "VALUE + 1;")), 2, 1),
+    "a .cu file": (
+        lambda b: b.write("ops/tiny/tiny.cu", SOURCE.replace("VALUE;", "VALUE + 1;")),
+        2,
+        1,
+    ),
     "a header of CUDA": (lambda b: b.value.write_text("#define VALUE 3\n"), 3, 1),
     "nvcc behind its path": (lambda b: b.nvcc.write_text(b.nvcc.read_text() + "# 13.9\n"), 1, 2),
     "the architectures": (lambda b: {"TORCH_CUDA_ARCH_LIST": "8.0;9.0"}, 1, 2),
@@ -121,11 +129,13 @@ def test_another_host_compiler_builds_anew(built, named):
     gcc.parent.mkdir()
     gcc.write_text(f'#!/bin/sh\nexec {shutil.which("gcc")} "$@"\n')
     gcc.chmod(0o755)
-    environment = {"PATH": f"{gcc.parent}:{os.environ['PATH']}"} if named == "PATH" else {"NVCC_CCBIN": gcc}
+    environment = (
+        {"PATH": f"{gcc.parent}:{os.environ['PATH']}"} if named == "PATH" else {"NVCC_CCBIN": gcc}
+    )
     assert (built.answer(**environment), built.compiled()) == (1, 2)
 
 
-# ---- without an nvcc: what is in the key, and the toolkit's files ---------------------------------------------------
+# ---- without an nvcc: what is in the key, and the toolkit's files --------------------------------
 
 REQUEST = Request(
     name="x",
@@ -164,7 +174,9 @@ def test_an_nvcc_or_a_header_of_cuda_that_was_swapped_behind_its_path_is_seen(tm
     request = REQUEST.but(cuda=cuda.Choice(**vars(REQUEST.cuda) | {"home": str(tmp_path)}))
     read = {*request.tools, str(tmp_path / "include/cuda.h")}
     for name in ("bin/nvcc", "include/cuda.h"):
-        closure = compiler_reads.Recorder(request, [], compiler_reads.Before(str(tmp_path), read)).closure(set(), read)
+        closure = recording.Recorder(request, [], recording.Before(str(tmp_path), read)).closure(
+            set(), read
+        )
         closure.check(request)
         (tmp_path / name).write_text("two")
         with pytest.raises(Changed, match=f"{name} changed"):
@@ -174,7 +186,9 @@ def test_an_nvcc_or_a_header_of_cuda_that_was_swapped_behind_its_path_is_seen(tm
 def test_a_header_of_torch_is_in_the_closure(tmp_path):
     header = Path(torch.__file__).parent / "include/torch/library.h"
     read = {str(header), *REQUEST.tools}
-    closure = compiler_reads.Recorder(REQUEST, [], compiler_reads.Before(str(tmp_path), read)).closure(set(), read)
+    closure = recording.Recorder(REQUEST, [], recording.Before(str(tmp_path), read)).closure(
+        set(), read
+    )
     digest = file_digest(str(header))
     closure.digests = closure.digests.replace(digest, "0" * len(digest))
     closure.stamps = bytearray(len(closure.stamps))

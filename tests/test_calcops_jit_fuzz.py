@@ -1,11 +1,12 @@
 """Random projects and random edits: a library is never stale.
 
-From a seed comes a small project of sources, headers, flags and libraries, and then a sequence of edits. After each
-edit a new process loads the project with the kept cache. Its answer, or the fact that the build fails, must be what the
-plain compiler's command gives. A load without an edit must start no compiler.
+From a seed comes a small project of sources, headers, flags and libraries, and then a sequence of
+edits. After each edit a new process loads the project with the kept cache. Its answer, or the fact
+that the build fails, must be what the plain compiler's command gives. A load without an edit must
+start no compiler.
 
-One project: CALCOPS_FUZZ_SEED=7 python -m pytest tests/test_calcops_jit_fuzz.py -m long
-Many, for 30 minutes from a seed that is printed: python -m pytest tests/test_calcops_jit_fuzz.py -m long -s
+One project: CALCOPS_FUZZ_SEED=7 python -m pytest tests/test_calcops_jit_fuzz.py -m long Many, for
+30 minutes from a seed that is printed: python -m pytest tests/test_calcops_jit_fuzz.py -m long -s
 """
 
 import os
@@ -18,7 +19,8 @@ import pytest
 from random_project import Project
 from test_calcops_jit_inputs import LOAD, Folder
 
-# Stamps settle after this time instead of two seconds, so that edits also meet stamps that the loader trusts.
+# Stamps settle after this time instead of two seconds, so that edits also meet stamps that the
+# loader trusts.
 SHORT_TICK = "import _calcops_jit.closure\n_calcops_jit.closure._TICK_NS = 20_000_000\n"
 PLAIN_ANSWER = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).answer())"
 
@@ -45,7 +47,8 @@ class Comparison:
         shutil.rmtree(build, ignore_errors=True)
         build.mkdir()
         compiler, log = variables["CXX"], self.folder.log
-        folders = [self.folder.path / "_calcops_jit/shadow", *options["extra_include_paths"]]  # as the loader has them
+        # As the loader has them.
+        folders = [self.folder.path / "_calcops_jit/shadow", *options["extra_include_paths"]]
         paths = "".join(f"-I{os.path.realpath(path)} " for path in folders)
         cflags, ldflags = " ".join(options["extra_cflags"]), " ".join(options["extra_ldflags"])
         lines = [f"{compiler} {paths} -fPIC {cflags} -c {source}" for source in options["sources"]]
@@ -64,13 +67,18 @@ class Comparison:
             error = self.error
             clean = self.loaded(CALCOPS_CACHE=self.own.parent / "clean")
             shutil.rmtree(self.own.parent / "clean", ignore_errors=True)
-            what = f"the compiler gives {expected!r}, the kept cache {answer!r}, a clean one {clean!r}: {error}"
+            what = (
+                f"the compiler gives {expected!r}, the kept cache {answer!r}, a clean "
+                f"one {clean!r}: {error}"
+            )
             return self.report(what)
         self.folder.log.unlink(missing_ok=True)
         if answer and self.project.draw.random() < 0.3:
             answer = self.loaded()
             if answer != expected or self.folder.log.exists():
-                return self.report(f"without an edit: {expected!r}, then {answer!r}, and a compiler ran")
+                return self.report(
+                    f"without an edit: {expected!r}, then {answer!r}, and a compiler ran"
+                )
         return ""
 
     def report(self, what: str) -> str:
@@ -78,12 +86,19 @@ class Comparison:
         for path in sorted(self.own.rglob("*")):
             if path.is_symlink():
                 listed.append(f"{path} -> {os.readlink(path)}")
-            elif path.is_file() and path.suffix in (".h", ".cpp", ".rsp", ".so") and path.stat().st_size < 3000:
+            elif (
+                path.is_file()
+                and path.suffix in (".h", ".cpp", ".rsp", ".so")
+                and path.stat().st_size < 3000
+            ):
                 listed.append(f"{path}:\n{path.read_text(errors='replace')}")
             else:
                 listed.append(str(path))
         steps = [f"{i}: {name}" for i, name in enumerate(self.project.done, 1)]
-        again = f"CALCOPS_FUZZ_SEED={self.project.seed} python -m pytest tests/test_calcops_jit_fuzz.py -m long"
+        again = (
+            f"CALCOPS_FUZZ_SEED={self.project.seed} python -m pytest "
+            "tests/test_calcops_jit_fuzz.py -m long"
+        )
         lines = [
             what,
             f"seed {self.project.seed}, step {len(self.project.done)}",
@@ -102,7 +117,9 @@ def check_project(folder: Folder, seed: int, steps: int) -> str:
     folder.own.mkdir()
     for name in ("g++", "clang++"):
         wrapper = folder.own.parent / name
-        wrapper.write_text(f'#!/bin/sh\necho "$@" >> {folder.log}\nexec {shutil.which(name) or "c++"} "$@"\n')
+        wrapper.write_text(
+            f'#!/bin/sh\necho "$@" >> {folder.log}\nexec {shutil.which(name) or "c++"} "$@"\n'
+        )
         wrapper.chmod(0o755)
     comparison = Comparison(folder, seed)
     for _ in range(steps):

@@ -1,6 +1,8 @@
-"""Everything that a build reads is an input: files that flags name, what the linker and the assembler read, odd names.
+"""Everything that a build reads is an input: files that flags name, what the linker and the
+assembler read, odd names.
 
-Each case is a library of calcops_jit.load that is built, changed in one place and asked again in another process."""
+Each case is a library of calcops_jit.load that is built, changed in one place and asked again in
+another process."""
 
 import os
 import shutil
@@ -35,7 +37,9 @@ class Folder(Checkout):
 
     def load(self, **options):
         environment = {name: options.pop(name) for name in list(options) if name.isupper()}
-        return self.run(LOAD.format(options=options), cwd=self.own, CALCOPS_BUILD="0", **environment)
+        return self.run(
+            LOAD.format(options=options), cwd=self.own, CALCOPS_BUILD="0", **environment
+        )
 
     def loaded(self, **options) -> int:
         child = self.load(**options)
@@ -56,7 +60,7 @@ def folder(tmp_path):
     return Folder(tmp_path)
 
 
-# ---- what is linked ---------------------------------------------------------------------------------------------
+# ---- what is linked ------------------------------------------------------------------------------
 
 
 def needs(linker: str) -> list[str]:
@@ -71,7 +75,8 @@ def test_a_static_library_that_was_rebuilt_is_linked_again_by(folder, linker, na
     folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
     flags = needs(linker)
     path = folder.archive(1, name)
-    quoted = "'" + str(path.parent).replace("$", "$$") + "'"  # for ninja and for the shell, as torch wants it
+    # For ninja and for the shell, as torch wants it.
+    quoted = "'" + str(path.parent).replace("$", "$$") + "'"
     flags += [f"-L{quoted}", "-lvalue"]
     assert folder.loaded(extra_ldflags=flags) == 1
     folder.compiled()
@@ -86,8 +91,11 @@ NAMES = {"lld": "LLD 14.0.6", "gold": "GNU gold 1.16"}
 @pytest.mark.parametrize("linker", NAMES)
 @pytest.mark.parametrize("works", [True, False])
 def test_a_quicker_linker_is_used_where_there_is_one_and_it_works(folder, linker, works):
-    """Where the compiler looks first, it finds this one of the two, and the other does not answer."""
-    link = f'echo "$@" >> {folder.own}/linked; exec {shutil.which("ld")} "$@"' if works else "exit 1"
+    """Where the compiler looks first, it finds this one of the two, and the other does not
+    answer."""
+    link = (
+        f'echo "$@" >> {folder.own}/linked; exec {shutil.which("ld")} "$@"' if works else "exit 1"
+    )
     for name in NAMES:
         folder.put(f"bin/ld.{name}", "#!/bin/sh\nexit 1\n").chmod(0o755)
     answer = f'case " $* " in *" --version "*) echo "{NAMES[linker]}"; exit;; esac'
@@ -97,7 +105,8 @@ def test_a_quicker_linker_is_used_where_there_is_one_and_it_works(folder, linker
     assert folder.loaded(**path) == 1
     assert (folder.own / "linked").exists() == works
     source.write_text("int absent();\n" + ANSWER.format("return absent();"))
-    for flags in ["-fuse-ld=bfd", "-Wl,-z,defs"], ["-lm -fuse-ld=bfd -Wl,-z,defs"]:  # what flags say comes first
+    # What flags say comes first.
+    for flags in ["-fuse-ld=bfd", "-Wl,-z,defs"], ["-lm -fuse-ld=bfd -Wl,-z,defs"]:
         child = folder.load(extra_ldflags=flags, **path)
         assert "undefined reference" in child.err or "undefined symbol" in child.err
     linked = (folder.own / "linked").read_text() if works else ""
@@ -106,7 +115,9 @@ def test_a_quicker_linker_is_used_where_there_is_one_and_it_works(folder, linker
 
 def test_a_linker_that_does_not_tell_what_it_links_is_refused(folder):
     other = 'for a; do [[ $a == --dependency-file* ]] || others+=("$a"); done'
-    silent = folder.put("silent/ld", f'#!/bin/bash\n{other}\nexec {shutil.which("ld")} "${{others[@]}}"\n')
+    silent = folder.put(
+        "silent/ld", f'#!/bin/bash\n{other}\nexec {shutil.which("ld")} "${{others[@]}}"\n'
+    )
     silent.chmod(0o755)
     folder.put("mine.cpp", ANSWER.format("return 1;"))
     child = folder.load(extra_ldflags=[f"-B{silent.parent}"])
@@ -114,10 +125,13 @@ def test_a_linker_that_does_not_tell_what_it_links_is_refused(folder):
     assert not list(folder.cache.glob("*/*/mine.so"))
 
 
-# ---- what flags name, and what compilers read without saying so --------------------------------------------------
+# ---- what flags name, and what compilers read without saying so ----------------------------------
 
 VALUE = ANSWER.format("return VALUE;")
-INCBIN = 'asm(".section .rodata\\nvalue: .incbin \\"{}\\"\\n.previous");\nextern "C" const char value[];\n'
+INCBIN = (
+    'asm(".section .rodata\\nvalue: .incbin \\"{}\\"\\n.previous");\n'
+    'extern "C" const char value[];\n'
+)
 
 
 def response_file(f, value):
@@ -147,12 +161,20 @@ def flag_include(option):
 
 def specs(f, value):
     f.put("mine.cpp", VALUE)
-    return {"extra_cflags": [f"-specs={f.put('my.specs', f'*cc1plus:{chr(10)}+ -DVALUE={value}{chr(10)}')}"]}
+    return {
+        "extra_cflags": [
+            f"-specs={f.put('my.specs', f'*cc1plus:{chr(10)}+ -DVALUE={value}{chr(10)}')}"
+        ]
+    }
 
 
 def linker_script(f, value):
     f.put("mine.cpp", "extern char value;\n" + ANSWER.format("return (int)(long)&value;"))
-    return {"extra_ldflags": [f"-Wl,-T,{f.put('extra.ld', f'value = {value};{chr(10)}INSERT AFTER .text;')}"]}
+    return {
+        "extra_ldflags": [
+            f"-Wl,-T,{f.put('extra.ld', f'value = {value};{chr(10)}INSERT AFTER .text;')}"
+        ]
+    }
 
 
 def just_symbols(f, value):
@@ -227,7 +249,7 @@ def test_incbin_is_refused_where_nobody_tells_what_it_reads(folder, compiler):
     assert "has .incbin; only GNU as tells what that reads" in child.err
 
 
-# ---- names ------------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
@@ -237,7 +259,11 @@ def test_a_folder_may_have_any_name(folder, name, compiler):
         pytest.skip(f"no {compiler} here")
     folder.put(f"{name}/value.h", "#define VALUE 1\n")
     source = folder.put(f"{name}/{name}.cpp", "#include <value.h>\n" + VALUE)
-    options = {"sources": [str(source)], "extra_include_paths": [str(source.parent)], "CXX": compiler}
+    options = {
+        "sources": [str(source)],
+        "extra_include_paths": [str(source.parent)],
+        "CXX": compiler,
+    }
     if (name, compiler) == ("a\\b", "clang++"):  # which writes a slash
         assert "which is no file" in folder.load(**options).err
         return
@@ -300,7 +326,10 @@ ABOVE = {
     "extra_include_paths": {"extra_include_paths": ["{own}/current/../include"]},
     "-L": {"extra_ldflags": ["-L{own}/current/../lib", "-lvalue"]},
     "an archive": {"extra_ldflags": ["{own}/current/../lib/libvalue.a"]},
-    "a source": {"sources": ["current/../src/mine.cpp"], "extra_cflags": ["-I{own}/releases/1/include"]},
+    "a source": {
+        "sources": ["current/../src/mine.cpp"],
+        "extra_cflags": ["-I{own}/releases/1/include"],
+    },
     ".incbin": {},
 }
 
@@ -309,15 +338,22 @@ ABOVE = {
 def test_a_folder_above_a_link_is_the_one_above_where_the_link_leads(folder, searched):
     """The folder above the link has files of these names, too."""
     call = "int value();\n" + ANSWER.format("return value();")
-    embedded = INCBIN.format(f"{folder.own}/current/../include/value.h") + ANSWER.format("return value[14] - 48;")
-    text = {"-L": call, "an archive": call, ".incbin": embedded}.get(searched, "#include <value.h>\n" + VALUE)
+    embedded = INCBIN.format(f"{folder.own}/current/../include/value.h") + ANSWER.format(
+        "return value[14] - 48;"
+    )
+    text = {"-L": call, "an archive": call, ".incbin": embedded}.get(
+        searched, "#include <value.h>\n" + VALUE
+    )
     for value, place in (1, "releases/1"), (2, "releases/2"), (3, "."):
         folder.put(f"{place}/include/value.h", f"#define VALUE {value}\n")
         folder.put(f"{place}/src/mine.cpp", ANSWER.format(f"return {value};"))
         folder.archive(value, f"{place}/lib/libvalue.a")
         folder.put(f"{place}/bin/empty", "")
     folder.put("mine.cpp", text)
-    options = {name: [word.format(own=folder.own) for word in words] for name, words in ABOVE[searched].items()}
+    options = {
+        name: [word.format(own=folder.own) for word in words]
+        for name, words in ABOVE[searched].items()
+    }
     for value in (1, 2):
         (folder.own / "current").unlink(missing_ok=True)
         (folder.own / "current").symlink_to(f"releases/{value}/bin")

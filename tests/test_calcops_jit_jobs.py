@@ -18,10 +18,22 @@ def test_jobs_stay_within_the_processors_of_this_process():
 @pytest.mark.parametrize(
     ("files", "group", "expected"),
     [
-        ({"cpu.max": "150000 100000", "memory.max": "5000", "memory.current": "4000"}, "0::/", (1.5, 1000)),
-        ({"cpu.max": "max 100000", "a/cpu.max": "50000 100000", "memory.max": "max"}, "0::/a/b", (0.5, None)),
         (
-            {"memory.max": "5000", "memory.current": "4900", "memory.stat": "anon 1\ninactive_file 900\n"},
+            {"cpu.max": "150000 100000", "memory.max": "5000", "memory.current": "4000"},
+            "0::/",
+            (1.5, 1000),
+        ),
+        (
+            {"cpu.max": "max 100000", "a/cpu.max": "50000 100000", "memory.max": "max"},
+            "0::/a/b",
+            (0.5, None),
+        ),
+        (
+            {
+                "memory.max": "5000",
+                "memory.current": "4900",
+                "memory.stat": "anon 1\ninactive_file 900\n",
+            },
             "0::/",
             (None, 1000),
         ),
@@ -78,9 +90,15 @@ def test_doctor_finds_nothing_wrong_where_a_build_works_and_says_so_to_programs(
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"CXX": "no-such-g++"}, ["fail  no C++ compiler", "`no-such-g++` is not on PATH", "fix: unset CXX"]),
+        (
+            {"CXX": "no-such-g++"},
+            ["fail  no C++ compiler", "`no-such-g++` is not on PATH", "fix: unset CXX"],
+        ),
         ({"CXX": "false"}, ["fail  the C++ compiler does not run", "fix: unset CXX"]),
-        ({"CALCOPS_CUDA": "maybe"}, ["fail  CUDA", "expected CALCOPS_CUDA 0 or 1, got 'maybe'", "fix: unset"]),
+        (
+            {"CALCOPS_CUDA": "maybe"},
+            ["fail  CUDA", "expected CALCOPS_CUDA 0 or 1, got 'maybe'", "fix: unset"],
+        ),
     ],
 )
 def test_doctor_names_what_would_fail(checkout, environment, words):

@@ -1,4 +1,5 @@
-"""Kill-proof: many processes import at once, some or all are killed at a random moment, others come later."""
+"""Kill-proof: many processes import at once, some or all are killed at a random moment, others come
+later."""
 
 import random
 import re
@@ -13,15 +14,24 @@ from checkout import BUILDING, CALL, Checkout, in_cache, stages, the_zygote, wai
 PROCESSES = 16
 LATER = 3
 HANGS_S = 120.0  # far more than a build takes on a machine that is busy with other things
-FAULTS = ("hangs", "torn loads", "double compiles", "not one library", "orphaned folders", "orphaned compilers")
+FAULTS = (
+    "hangs",
+    "torn loads",
+    "double compiles",
+    "not one library",
+    "orphaned folders",
+    "orphaned compilers",
+)
 
 
 def keep_a_log_of_finished_compiles(checkout, seconds: float) -> Path:
-    """A compiler that takes so much longer than the real one; a finished one leaves its builder's folder in the log."""
+    """A compiler that takes so much longer than the real one; a finished one leaves its builder's
+    folder in the log."""
     log = checkout.path.parent / "finished.log"
     compiler = shutil.which("c++")
     checkout.compiler.write_text(
-        f'#!/bin/sh\ncase "$*" in *" -c "*) sleep {seconds}; {compiler} "$@" && pwd >> {log}; exit;; esac\n'
+        f'#!/bin/sh\ncase "$*" in *" -c "*) sleep {seconds}; {compiler} "$@" && '
+        f"pwd >> {log}; exit;; esac\n"
         f'exec {compiler} "$@"\n'
     )
     return log
@@ -33,14 +43,19 @@ def ended(child) -> bool:
 
 
 def one_round(checkout, log: Path, number: int, chance: random.Random, moment: float) -> Counter:
-    """A new key; nobody hangs, nobody loads anything but the new library, and one compile of it succeeds."""
+    """A new key; nobody hangs, nobody loads anything but the new library, and one compile of it
+    succeeds."""
     faults = Counter()
     checkout.write("ops/tiny/tiny.h", f"#define ANSWER {number}\n")
     log.unlink(missing_ok=True)
     before = set(checkout.libraries())
     children = [checkout.start() for _ in range(PROCESSES)]
     time.sleep(chance.uniform(0, moment))
-    victims = children if chance.random() < 0.3 else chance.sample(children, chance.randint(1, PROCESSES - 1))
+    victims = (
+        children
+        if chance.random() < 0.3
+        else chance.sample(children, chance.randint(1, PROCESSES - 1))
+    )
     for victim in victims:
         victim.kill()  # safe even if it has ended: its pid stays its own until it is reaped
     children = [*children, *(checkout.start() for _ in range(LATER))]
@@ -59,7 +74,9 @@ def one_round(checkout, log: Path, number: int, chance: random.Random, moment: f
             print(child.code, child.out, child.err)
     # A compile was in vain only where its builder was killed before it had published the library.
     finished = re.findall(
-        r"/stage\.[^/]*\.(\d+)\.\d+\.[0-9a-f]+$", log.read_text() if log.exists() else "", re.MULTILINE
+        r"/stage\.[^/]*\.(\d+)\.\d+\.[0-9a-f]+$",
+        log.read_text() if log.exists() else "",
+        re.MULTILINE,
     )
     killed = {str(child.pid) for child in victims if "built calcops" not in child.err}
     faults["double compiles"] += sum(builder not in killed for builder in finished[:-1])
@@ -93,7 +110,8 @@ def test_one_round_of_killing_importers_with_the_real_compiler(checkout):
 
 @pytest.mark.long
 def test_500_rounds_of_killing_importers(tmp_path):
-    # The importers have what torch's builds import as well, so they are killed in a build and not while importing.
+    # The importers have what torch's builds import as well, so they are killed in a build and not
+    # while importing.
     zygote = the_zygote(BUILDING)
     rounds(Checkout(zygote, tmp_path), 500, seconds=1, moment=2)
 
@@ -106,7 +124,9 @@ def test_where_flock_does_not_exclude_a_double_build_is_harmless(checkout):
     children[0].kill()
     for child in children:
         child.wait()
-    assert [(child.code, child.out, "Error" in child.err) for child in children[1:]] == [(0, "1\n", False)] * 5
+    assert [(child.code, child.out, "Error" in child.err) for child in children[1:]] == [
+        (0, "1\n", False)
+    ] * 5
     assert len(log.read_text().splitlines()) >= 2  # they did build at the same time
     log.unlink()
     assert checkout.answer() == 1 and not log.exists()

@@ -1,4 +1,5 @@
-"""What stops a process or a build from outside: signals, FIFOs, daemons, errors of any kind. Nothing hangs or stays."""
+"""What stops a process or a build from outside: signals, FIFOs, daemons, errors of any kind.
+Nothing hangs or stays."""
 
 import os
 import signal
@@ -15,7 +16,8 @@ from _calcops_jit import trial
 
 @pytest.fixture
 def builder(checkout):
-    """A process that waits for a compiler, started as a user would: the zygote's children print tracebacks."""
+    """A process that waits for a compiler, started as a user would: the zygote's children print
+    tracebacks."""
     checkout.slow.touch()
     environment = os.environ | {"CALCOPS_CACHE": str(checkout.cache), "CXX": str(checkout.compiler)}
     command = [sys.executable, "-c", "import calcops_jit"]
@@ -64,7 +66,10 @@ def test_trial_ends_with_its_child_although_a_daemon_holds_the_pipe():
 
     with open(os.devnull, "w") as output:
         start = time.monotonic()
-        assert trial._in_child(daemon_and_answer, output.fileno()) == ({"operators": ["mine::answer"]}, 0)
+        assert trial._in_child(daemon_and_answer, output.fileno()) == (
+            {"operators": ["mine::answer"]},
+            0,
+        )
     assert time.monotonic() - start < 15
 
 

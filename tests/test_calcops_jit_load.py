@@ -17,7 +17,14 @@ SOURCE = """#include "answer.h"
 extern "C" __attribute__((visibility("default"))) int answer() { return ANSWER + MORE; }
 """
 NOTHING = dict.fromkeys(
-    ("extra_cflags", "extra_cuda_cflags", "extra_ldflags", "extra_include_paths", "with_cuda", "verbose")
+    (
+        "extra_cflags",
+        "extra_cuda_cflags",
+        "extra_ldflags",
+        "extra_include_paths",
+        "with_cuda",
+        "verbose",
+    )
 )
 
 
@@ -32,10 +39,12 @@ def source(tmp_path):
     return path
 
 
-# ---- arguments ----------------------------------------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------
 
 
-def test_a_string_is_what_a_shell_would_take_it_for_and_a_path_is_a_path(source, tmp_path, monkeypatch):
+def test_a_string_is_what_a_shell_would_take_it_for_and_a_path_is_a_path(
+    source, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     expected = request(
         [str(source)],
@@ -53,10 +62,14 @@ def test_a_string_is_what_a_shell_would_take_it_for_and_a_path_is_a_path(source,
             extra_include_paths=Path("my include") if sources is source else "my include",
         )
         assert given.facts == expected.facts
-    assert request(source, extra_ldflags=[tmp_path / "libx.a"]).ldflags == (str(tmp_path / "libx.a"),)
+    assert request(source, extra_ldflags=[tmp_path / "libx.a"]).ldflags == (
+        str(tmp_path / "libx.a"),
+    )
 
 
-@pytest.mark.parametrize("argument", ["sources", "extra_cflags", "extra_ldflags", "extra_include_paths"])
+@pytest.mark.parametrize(
+    "argument", ["sources", "extra_cflags", "extra_ldflags", "extra_include_paths"]
+)
 @pytest.mark.parametrize("value", [3, [3], [b"-O2"], [None]])
 def test_what_is_neither_is_refused(source, argument, value):
     options = {"sources": source, argument: value}
@@ -66,7 +79,9 @@ def test_what_is_neither_is_refused(source, argument, value):
 
 @pytest.mark.parametrize("name", ["a/b", "", "calcops", "unit-a", "a" * 201, "ä b", None])
 def test_a_name_that_cannot_be_one_is_refused(source, name):
-    with pytest.raises(ValueError, match="expected `name` of letters, digits and _ . -, at most 200, not 'calcops'"):
+    with pytest.raises(
+        ValueError, match="expected `name` of letters, digits and _ . -, at most 200, not 'calcops'"
+    ):
         request(source, name)
 
 
@@ -100,7 +115,7 @@ def test_an_option_that_nobody_has_is_refused(source):
         request(source, torch_options={"extra_cflag": "-O2"})
 
 
-# ---- what is said, and where ----------------------------------------------------------------------------------------
+# ---- what is said, and where ---------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -127,7 +142,10 @@ def test_build_and_why_know_a_library_of_load_by_its_name(checkout):
     before = main("why", "mine")
     assert (before.code, before.err) == (
         1,
-        f"no library `mine` in {checkout.cache}\n  there are: none\n  fix: calcops_jit.load('mine', ...) first\n",
+        (
+            f"no library `mine` in {checkout.cache}\n  there are: none\n"
+            "  fix: calcops_jit.load('mine', ...) first\n"
+        ),
     )
     assert checkout.run(LOAD, cwd=checkout.path).out == "2\n"
     (library,) = checkout.libraries()
@@ -141,11 +159,17 @@ def test_build_and_why_know_a_library_of_load_by_its_name(checkout):
     assert (checkout.run(LOAD, cwd=checkout.path).out, checkout.compiled()) == ("3\n", 0)
     assert "there are: mine\n" in main("build", "other").err
     (checkout.path / "mine.cpp").unlink()
-    assert main("why", "mine").err == f"calcops_jit.load: expected `sources` that exist, got {checkout.path}/mine.cpp\n"
+    assert (
+        main("why", "mine").err
+        == f"calcops_jit.load: expected `sources` that exist, got {checkout.path}/mine.cpp\n"
+    )
 
 
 def test_a_source_that_is_gone_is_named_by_reload_and_what_was_live_still_is(checkout):
-    script = f"{LOAD}os.unlink('mine.cpp')\ntry: calcops_jit.reload()\nexcept calcops_jit.BuildError as e: print(e)\n"
+    script = (
+        f"{LOAD}os.unlink('mine.cpp')\ntry: calcops_jit.reload()\n"
+        "except calcops_jit.BuildError as e: print(e)\n"
+    )
     child = checkout.run(f"{script}print(ctypes.CDLL(mine.path).answer())", cwd=checkout.path)
     assert child.out == (
         f"2\ncannot build mine: a source is gone\n  the source {checkout.path}/mine.cpp is gone\n"
@@ -165,7 +189,10 @@ def test_a_source_that_is_gone_is_named_by_reload_and_what_was_live_still_is(che
 def test_a_build_needs_no_output(checkout, preamble):
     """Closes them as a daemon does: nothing may be written to whoever has those descriptors now."""
     load = LOAD.replace("print(", "open('said', 'w').write('%d' % ")
-    failing = "try: calcops_jit.load('mine', 'wrong.cpp')\nexcept RuntimeError as e: open('told', 'w').write(str(e))"
+    failing = (
+        "try: calcops_jit.load('mine', 'wrong.cpp')\n"
+        "except RuntimeError as e: open('told', 'w').write(str(e))"
+    )
     checkout.write("wrong.cpp", "int f() {\n")
     checkout.run(f"import os, sys\n{preamble}\n{load}{failing}", cwd=checkout.path)
     assert (checkout.path / "said").read_text() == "2"
@@ -176,17 +203,29 @@ def test_a_build_needs_no_output(checkout, preamble):
 def outside(folder: Path, script: str, **environment) -> str:
     """What a process of its own prints: a locale is what the interpreter was started with."""
     (folder / "script.py").write_text(script, "utf-8")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHON"))} | environment
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHON"))
+    } | environment
     command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", errors="replace")
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+    )
     assert "Traceback" not in done.stderr, done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize("ascii", [{}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}], ids=["C", "ASCII"])
+@pytest.mark.parametrize(
+    "ascii", [{}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}], ids=["C", "ASCII"]
+)
 def test_neither_the_locale_nor_letters_of_any_encoding_matter(checkout, ascii):
     folder = checkout.path.rename(checkout.path.parent / "größe")
-    wrong = "open('mine.cpp', 'wb').write(b'int x = ; // gr\\xf6\\xdfe')\n"  # which g++ quotes as it is
+    # Which g++ quotes as it is.
+    wrong = "open('mine.cpp', 'wb').write(b'int x = ; // gr\\xf6\\xdfe')\n"
     script = f"{LOAD}{wrong}try: calcops_jit.reload()\nexcept calcops_jit.BuildError as e: print(e)"
     variables = {"LC_ALL": "C", "PYTHONIOENCODING": "utf-8:surrogateescape"} | ascii
     said = outside(folder, script, CALCOPS_CACHE=str(checkout.cache), **variables)
@@ -200,7 +239,10 @@ def test_neither_the_locale_nor_letters_of_any_encoding_matter(checkout, ascii):
 def test_from_a_zip_archive_it_says_that_it_must_be_unpacked(checkout, tmp_path):
     archive = tmp_path / "app.zip"
     with zipfile.ZipFile(archive, "w") as file:
-        for path in [checkout.path / "calcops_jit.py", *(checkout.path / "_calcops_jit").rglob("*.py")]:
+        for path in [
+            checkout.path / "calcops_jit.py",
+            *(checkout.path / "_calcops_jit").rglob("*.py"),
+        ]:
             file.write(path, path.relative_to(checkout.path))
     child = checkout.run(f"import sys; sys.path[0] = {str(archive)!r}\nimport calcops_jit")
     assert child.err.splitlines()[-1].startswith(

@@ -1,4 +1,5 @@
-"""What pip installs: an sdist and a wheel with the sources, which build where nothing but the cache can be written."""
+"""What pip installs: an sdist and a wheel with the sources, which build where nothing but the cache
+can be written."""
 
 import ast
 import os
@@ -12,7 +13,10 @@ from pathlib import Path
 import pytest
 from checkout import HERE, contents, copy, pip, wheel_of
 
-CALL = "import calcops_jit, ctypes; print(calcops_jit.__file__, ctypes.CDLL(calcops_jit.library_path()).answer())"
+CALL = (
+    "import calcops_jit, ctypes; print(calcops_jit.__file__, "
+    "ctypes.CDLL(calcops_jit.library_path()).answer())"
+)
 
 pytest.importorskip("setuptools", minversion="77", reason="the build backend")
 pytest.importorskip("pip", reason="it installs")
@@ -20,7 +24,9 @@ pytest.importorskip("pip", reason="it installs")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    return wheel_of(copy(tmp_path_factory.mktemp("source") / "calcops"), tmp_path_factory.mktemp("wheel"))
+    return wheel_of(
+        copy(tmp_path_factory.mktemp("source") / "calcops"), tmp_path_factory.mktemp("wheel")
+    )
 
 
 def tiny(ops: Path, answer: int = 1) -> None:
@@ -35,7 +41,9 @@ def tiny(ops: Path, answer: int = 1) -> None:
 def answer(python: Path, folder: Path) -> list[str]:
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("CALCOPS_", "PYTHON"))}
     variables |= {"CALCOPS_CACHE": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([python, "-c", CALL], cwd="/", env=variables, capture_output=True, text=True)
+    done = subprocess.run(
+        [python, "-c", CALL], cwd="/", env=variables, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -44,18 +52,36 @@ def test_a_wheel_carries_the_sources_and_puts_nothing_else_beside_the_module(whe
     names = contents(wheel).keys()
     top = {re.sub(r"-[\d.]+\.dist-info$", ".dist-info", name.partition("/")[0]) for name in names}
     assert top == {"calcops_jit.py", "_calcops_jit", "calcops_jit-stubs", "calcops.dist-info"}
-    sources = {str(p.relative_to(HERE)) for p in (HERE / "ops").rglob("*") if p.suffix in (".h", ".cpp", ".cu")}
-    assert {name for name in names if "/ops/" in name} == {f"_calcops_jit/{source}" for source in sources}
-    package = [p for p in (HERE / "_calcops_jit").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
-    expected = {str(path.relative_to(HERE)) for path in package if path.parent.name != "stubs" and path.suffix != ".md"}
+    sources = {
+        str(p.relative_to(HERE))
+        for p in (HERE / "ops").rglob("*")
+        if p.suffix in (".h", ".cpp", ".cu")
+    }
+    assert {name for name in names if "/ops/" in name} == {
+        f"_calcops_jit/{source}" for source in sources
+    }
+    package = [
+        p
+        for p in (HERE / "_calcops_jit").rglob("*")
+        if p.is_file() and "__pycache__" not in p.parts
+    ]
+    expected = {
+        str(path.relative_to(HERE))
+        for path in package
+        if path.parent.name != "stubs" and path.suffix != ".md"
+    }
     assert expected <= names
     assert "_calcops_jit/py.typed" in expected
 
 
 def test_the_sdists_wheel_is_the_checkouts_and_it_has_the_tests(wheel, tmp_path):
     source = copy(tmp_path / "calcops")
-    build = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", build, tmp_path], cwd=source, capture_output=True, text=True)
+    build = (
+        "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", build, tmp_path], cwd=source, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -65,7 +91,9 @@ def test_the_sdists_wheel_is_the_checkouts_and_it_has_the_tests(wheel, tmp_path)
     assert contents(wheel_of(unpacked, tmp_path)) == contents(wheel)
 
 
-def test_the_installed_module_builds_from_any_folder_and_writes_only_into_the_cache(wheel, environment, tmp_path):
+def test_the_installed_module_builds_from_any_folder_and_writes_only_into_the_cache(
+    wheel, environment, tmp_path
+):
     pip("install", wheel, python=environment)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     tiny(site / "_calcops_jit/ops")
@@ -91,7 +119,8 @@ def test_type_checkers_know_the_handles_and_the_modules_own_functions(wheel, env
     pytest.importorskip("mypy", reason="the type checker")
     pip("install", wheel, python=environment)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    (site / "torch.pth").unlink()  # PyTorch's own annotations take a minute to read; a tensor's name will do
+    # PyTorch's own annotations take a minute to read; a tensor's name will do.
+    (site / "torch.pth").unlink()
     for name, text in {"__init__.pyi": "class Tensor: ...\n", "py.typed": ""}.items():
         (site / "torch").mkdir(exist_ok=True)
         (site / "torch" / name).write_text(text)
@@ -99,13 +128,22 @@ def test_type_checkers_know_the_handles_and_the_modules_own_functions(wheel, env
         "import calcops_jit\nreveal_type(calcops_jit.force)\nreveal_type(calcops_jit.load)\n"
         "reveal_type(calcops_jit.__version__)\ncalcops_jit.force('list')\ncalcops_jit.no_operator\n"
     )
-    options = ["--python-executable", environment, "--cache-dir", os.devnull, "--follow-imports", "silent"]
+    options = [
+        "--python-executable",
+        environment,
+        "--cache-dir",
+        os.devnull,
+        "--follow-imports",
+        "silent",
+    ]
     command = [sys.executable, "-m", "mypy", *options, "user.py"]
     says = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
     tensors = "list_neigh: torch.Tensor, dE: torch.Tensor, Ri_d: torch.Tensor"
     force = f"({tensors}, nghost: int =, *, neighbor_index: torch.Tensor | None =) -> torch.Tensor"
     assert re.search(rf'user.py:2: note: Revealed type is "def {re.escape(force)}"', says), says
-    assert re.search(r'user.py:3: note: .*name: .*str.*sources: .*-> _calcops_jit.library.Library"', says), says
+    assert re.search(
+        r'user.py:3: note: .*name: .*str.*sources: .*-> _calcops_jit.library.Library"', says
+    ), says
     assert re.search(r'user.py:4: note: Revealed type is ".*str"', says), says
     assert "user.py:5: error: Missing positional arguments" in says
     assert 'user.py:6: error: Module has no attribute "no_operator"' in says
@@ -115,7 +153,11 @@ def test_the_stub_names_everything_public(wheel):
     """What dir(calcops_jit) shows besides the operators, the stub declares."""
     stub = contents(wheel)["calcops_jit-stubs/__init__.pyi"].decode()
     declared = {n.name for n in ast.parse(stub).body if isinstance(n, ast.FunctionDef)}
-    declared |= {a.asname for n in ast.parse(stub).body if isinstance(n, ast.ImportFrom) for a in n.names}
+    declared |= {
+        a.asname for n in ast.parse(stub).body if isinstance(n, ast.ImportFrom) for a in n.names
+    }
     tree = ast.parse((HERE / "calcops_jit.py").read_text())
-    (public,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__")
+    (public,) = (
+        n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__"
+    )
     assert set(ast.literal_eval(public)) <= declared

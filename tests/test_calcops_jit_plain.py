@@ -1,4 +1,5 @@
-"""Shortcuts of a build give what the compiler alone would: of quick linkers and of headers compiled ahead."""
+"""Shortcuts of a build give what the compiler alone would: of quick linkers and of headers compiled
+ahead."""
 
 import os
 import shutil
@@ -16,13 +17,22 @@ def folder(tmp_path):
 
 
 def test_two_archives_that_define_one_symbol_are_linked_as_by_the_compiler_alone(folder):
-    """GNU ld takes `value` from the archive after the one that asks for it, lld from the first that has it."""
+    """GNU ld takes `value` from the archive after the one that asks for it, lld from the first that
+    has it."""
     os.makedirs(folder.own / "parts")
-    parts = {"other": "int value() { return 1; } int other() { return value(); }", "late": "int value() { return 2; }"}
+    parts = {
+        "other": "int value() { return 1; } int other() { return value(); }",
+        "late": "int value() { return 2; }",
+    }
     parts["ask"] = "int value(); int ask() { return value(); }"
     for name, text in parts.items():
         source = folder.put(f"parts/{name}.cpp", text)
-        assert os.system(f"c++ -fPIC -c {source} -o {source}.o && ar rc {folder.own}/lib{name}.a {source}.o") == 0
+        assert (
+            os.system(
+                f"c++ -fPIC -c {source} -o {source}.o && ar rc {folder.own}/lib{name}.a {source}.o"
+            )
+            == 0
+        )
     folder.put("mine.cpp", "int ask();\n" + ANSWER.format("return ask();"))
     flags = [f"{folder.own}/lib{name}.a" for name in ("other", "ask", "late")]
     plain = f"c++ -shared -fPIC {folder.own}/mine.cpp {' '.join(flags)} -o {folder.own}/plain.so"
@@ -62,7 +72,9 @@ def request(tmp_path, **options) -> Request:
         ("/home/somebody/mine.h", True),
     ],
 )
-def test_preamble_holds_headers_of_pytorch_the_compiler_and_the_distribution(tmp_path, path, is_stranger):
+def test_preamble_holds_headers_of_pytorch_the_compiler_and_the_distribution(
+    tmp_path, path, is_stranger
+):
     mine = request(tmp_path)
     path = path.format(torch=mine.unfold("@torch"), root=tmp_path)
     assert (precompiled.strangers(mine, {path}) == {path}) == is_stranger
@@ -92,5 +104,11 @@ def test_header_without_a_guard_ends_a_preamble_however_it_is_found(tmp_path, ho
 
 def test_background_process_does_not_make_a_removed_cache_anew(tmp_path):
     cache = tmp_path / "cache"
-    precompiled.make(request(tmp_path), str(cache), "#include <torch/headeronly/version.h>\n", "", dict(os.environ))
+    precompiled.make(
+        request(tmp_path),
+        str(cache),
+        "#include <torch/headeronly/version.h>\n",
+        "",
+        dict(os.environ),
+    )
     assert not cache.exists()

@@ -1,4 +1,5 @@
-"""A source that is edited again does not parse PyTorch's headers each time, and is never built from outdated ones."""
+"""A source that is edited again does not parse PyTorch's headers each time, and is never built from
+outdated ones."""
 
 import json
 import os
@@ -15,13 +16,25 @@ TORCH = "#include <torch/library.h>\n"
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ("#include <torch/library.h>\n#include <vector>\nint x;\n#include <string>\n", TORCH + "#include <vector>\n"),
-        ("// what it is\n\n/* and\n   why */\n  #  include <torch/library.h>  // for this\n", TORCH),
+        (
+            "#include <torch/library.h>\n#include <vector>\nint x;\n#include <string>\n",
+            TORCH + "#include <vector>\n",
+        ),
+        (
+            "// what it is\n\n/* and\n   why */\n  #  include <torch/library.h>  // for this\n",
+            TORCH,
+        ),
         ('#include <torch/library.h>\n#include "mine.h"\n#include <vector>\n', TORCH),
         ("#include <torch/library.h>\n#define NDEBUG\n#include <cassert>\n", TORCH),
         ("#include <torch/library.h>\n#ifdef X\n#include <vector>\n#endif\n", TORCH),
         ("#include <torch/library.h>\n#include <mine.h>\n#include <vector>\n", TORCH),
-        ("// #include <map>\n/* #include <set>\n#include <list>\n*/\n#include <torch/library.h>\n", TORCH),
+        (
+            (
+                "// #include <map>\n/* #include <set>\n#include <list>\n*/\n"
+                "#include <torch/library.h>\n"
+            ),
+            TORCH,
+        ),
         ("#include <torch/library.h>\n// a path \\\n#include <vector>\n", TORCH),
         ("#include <torch/library.h>\n// a path \\ \n#include <vector>\n#include <map>\n", TORCH),
         ('#include "mine.h"\n#include <torch/library.h>\n', ""),
@@ -52,7 +65,8 @@ print(json.dumps(sorted(cache.read_manifest(generation).closure.entries())))
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout whose operator includes a header of PyTorch's, as its name says, which is quick to compile."""
+    """A checkout whose operator includes a header of PyTorch's, as its name says, which is quick to
+    compile."""
     checkout = Checkout(the_zygote(), tmp_path)
     checkout.others = tmp_path / "others"
     (checkout.others / "torch").mkdir(parents=True)
@@ -60,7 +74,9 @@ def checkout(tmp_path):
     (checkout.others / "deep.h").write_text("#pragma once\n#define FACTOR 10\n")
     checkout.edit = lambda number: checkout.write("ops/tiny/tiny.cpp", SOURCE.format(number))
     # The compiler's own folder, as PyTorch's are too large for these tests.
-    checkout.compiler.write_text(checkout.compiler.read_text().replace('"$@"', f'-isystem {checkout.others} "$@"'))
+    checkout.compiler.write_text(
+        checkout.compiler.read_text().replace('"$@"', f'-isystem {checkout.others} "$@"')
+    )
     checkout.ask = checkout.answer
     checkout.edit(0)
     assert checkout.ask() == 10 and not headers(checkout)
@@ -86,7 +102,9 @@ def test_the_second_edit_uses_what_the_first_one_made_and_reads_the_same_files(c
     checkout.edit(2)
     assert checkout.ask() == 12 and used(checkout) and len(headers(checkout)) == 1
     with_it = json.loads(checkout.run(CLOSURE).out)
-    assert any(path.endswith("/deep.h") for path in with_it) and not any(".gch" in path for path in with_it)
+    assert any(path.endswith("/deep.h") for path in with_it) and not any(
+        ".gch" in path for path in with_it
+    )
     for header in headers(checkout):
         spoil(header, "empty")
     checkout.edit(3)
@@ -102,11 +120,14 @@ def test_a_first_build_and_one_that_keeps_every_processor_busy_make_none(checkou
     assert [header.stat().st_size for header in headers(checkout)] == [0]
 
 
-@pytest.mark.parametrize("change", ["a header behind it", "a header that newly matches", "other flags"])
+@pytest.mark.parametrize(
+    "change", ["a header behind it", "a header that newly matches", "other flags"]
+)
 def test_it_is_not_used_after_a_change_of(checkout, change):
     if change == "a header that newly matches":
         (checkout.others / "deep.h").write_text(
-            "#pragma once\n#if __has_include(<new.h>)\n#include <new.h>\n#else\n#define FACTOR 10\n#endif\n"
+            "#pragma once\n#if __has_include(<new.h>)\n#include <new.h>\n#else\n"
+            "#define FACTOR 10\n#endif\n"
         )
         checkout.edit(2)
         assert checkout.ask() == 12
@@ -158,7 +179,9 @@ def test_what_one_library_made_serves_the_first_build_of_another(checkout):
 def test_there_are_two_at_most(checkout):
     seen = set(headers(checkout))
     for name in ("<vector>", "<map>"):
-        checkout.write("ops/tiny/tiny.cpp", SOURCE.format(2).replace("tiny.h>", f"tiny.h>\n#include {name}"))
+        checkout.write(
+            "ops/tiny/tiny.cpp", SOURCE.format(2).replace("tiny.h>", f"tiny.h>\n#include {name}")
+        )
         assert checkout.ask() == 12
         wait_for(lambda seen=seen: set(headers(checkout)) - seen)
         seen = seen | set(headers(checkout))
@@ -167,11 +190,15 @@ def test_there_are_two_at_most(checkout):
 
 
 def test_one_that_was_killed_leaves_nothing_and_is_made_again(checkout):
-    checkout.write("ops/tiny/tiny.cpp", SOURCE.format(2).replace("tiny.h>", "tiny.h>\n#include <algorithm>"))
+    checkout.write(
+        "ops/tiny/tiny.cpp", SOURCE.format(2).replace("tiny.h>", "tiny.h>\n#include <algorithm>")
+    )
     assert checkout.ask() == 12
     wait_for(lambda: in_cache(checkout, "unit-preamble"))
     os.killpg(os.getpgid(in_cache(checkout, "unit-preamble")[0]), signal.SIGKILL)
-    checkout.write("ops/tiny/tiny.cpp", SOURCE.format(3).replace("tiny.h>", "tiny.h>\n#include <algorithm>"))
+    checkout.write(
+        "ops/tiny/tiny.cpp", SOURCE.format(3).replace("tiny.h>", "tiny.h>\n#include <algorithm>")
+    )
     assert checkout.ask() == 13
     wait_for(lambda: len(headers(checkout)) == 2)
     wait_for(lambda: not [*checkout.cache.glob("*/stage.*"), *in_cache(checkout)])
@@ -181,7 +208,8 @@ def test_a_cache_that_goes_with_its_process_gets_none(checkout, tmp_path):
     (tmp_path / f"calcops-{os.getuid()}").touch()
     edited = SOURCE.format(2).replace("\n", "\\n").replace("{", "{{").replace("}", "}}").format()
     script = (
-        f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\nimport calcops_jit, time\nfrom pathlib import Path\n"
+        f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
+        "import calcops_jit, time\nfrom pathlib import Path\n"
         f"Path({str(checkout.path / 'ops/tiny/tiny.cpp')!r}).write_text('''{edited}''')\n"
         "print(calcops_jit.reload()); time.sleep(6)\n"
         "import atexit; atexit._run_exitfuncs()"

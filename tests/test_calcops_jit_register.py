@@ -1,4 +1,5 @@
-"""What libraries register: side by side, under one another's names, with classes, and when it goes wrong."""
+"""What libraries register: side by side, under one another's names, with classes, and when it goes
+wrong."""
 # ruff: noqa: F811 - pytest's fixtures are imported and then named as arguments
 
 import pytest
@@ -58,7 +59,9 @@ def output(checkout, script: str, folder, **options) -> list[str]:
     return child.out.splitlines()
 
 
-def test_a_class_is_loaded_and_reloaded_with_its_objects_and_one_with_other_methods_is_refused(checkout, tmp_path):
+def test_a_class_is_loaded_and_reloaded_with_its_objects_and_one_with_other_methods_is_refused(
+    checkout, tmp_path
+):
     (tmp_path / "counting.cpp").write_text(CLASS)
     script = """
 source = Path("counting.cpp")
@@ -103,12 +106,19 @@ Path("model").write_bytes(pickle.dumps(module))
 """
     printed = output(checkout, script, tmp_path)
     assert printed == ["True True ['advance', 'path']", *["True True True"] * 3, "True"]
-    script = "module = pickle.loads(Path('model').read_bytes()); print(module.handle(4), module.library.path(4))"
+    script = (
+        "module = pickle.loads(Path('model').read_bytes()); print(module.handle(4), "
+        "module.library.path(4))"
+    )
     assert output(checkout, script, tmp_path) == ["8 8"]
 
 
 def test_two_packages_may_use_one_name_but_not_one_operator(checkout, tmp_path):
-    for folder, text in {"a": ONE.format("a", 1), "b": ONE.format("b", 2), "c": ONE.format("a", 3)}.items():
+    for folder, text in {
+        "a": ONE.format("a", 1),
+        "b": ONE.format("b", 2),
+        "c": ONE.format("a", 3),
+    }.items():
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "ops.cpp").write_text(text)
     script = """
@@ -145,7 +155,8 @@ TORCH_LIBRARY_FRAGMENT(half, m) {
 
 
 def test_a_library_that_pytorch_refuses_leaves_nothing_registered(checkout, tmp_path):
-    """The kernel does not fit its schema, which PyTorch notices when the first operator is registered already."""
+    """The kernel does not fit its schema, which PyTorch notices when the first operator is
+    registered already."""
     (tmp_path / "half.cpp").write_text(HALF)
     script = """
 print(refused(lambda: load("half", "half.cpp")).splitlines()[0], hasattr(torch.ops.half, "one"))
@@ -158,13 +169,21 @@ print(half.one(), half.two(2))
     assert refusal.startswith("cannot ") and refusal.endswith(" False") and right == "1 2"
 
 
-def test_what_was_loaded_by_torch_itself_is_taken_as_it_is_and_another_copy_of_it_is_refused(checkout, tmp_path):
+def test_what_was_loaded_by_torch_itself_is_taken_as_it_is_and_another_copy_of_it_is_refused(
+    checkout, tmp_path
+):
     (tmp_path / "ops.cpp").write_text(ONE.format("a", 1))
     script = "a = load('ops', 'ops.cpp'); print(os.fspath(a))"
     (path,) = output(checkout, script, tmp_path)
-    plain = f"torch.ops.load_library({path!r})\na = load('ops', 'ops.cpp')\nprint(torch.ops.a.one(), a.one())"
+    plain = (
+        f"torch.ops.load_library({path!r})\na = load('ops', 'ops.cpp')\n"
+        "print(torch.ops.a.one(), a.one())"
+    )
     assert output(checkout, plain, tmp_path) == ["1 1"]
-    after = f"a = load('ops', 'ops.cpp')\ntorch.ops.load_library({path!r})\nprint(torch.ops.a.one(), a.one())"
+    after = (
+        f"a = load('ops', 'ops.cpp')\ntorch.ops.load_library({path!r})\n"
+        "print(torch.ops.a.one(), a.one())"
+    )
     assert output(checkout, after, tmp_path) == ["1 1"]
     copied = f"import shutil; shutil.copy({path!r}, 'copy.so'); torch.ops.load_library('copy.so')\n"
     copied += "print(refused(lambda: load('ops', 'ops.cpp')).splitlines()[0], torch.ops.a.one())"
@@ -172,11 +191,16 @@ def test_what_was_loaded_by_torch_itself_is_taken_as_it_is_and_another_copy_of_i
 
 
 @pytest.mark.parametrize(
-    "statement, end", [("throw 1", "by SIGABRT"), ("*(volatile int*)0 = 1", "by SIGSEGV"), ("exit(3)", "(3)")]
+    "statement, end",
+    [("throw 1", "by SIGABRT"), ("*(volatile int*)0 = 1", "by SIGSEGV"), ("exit(3)", "(3)")],
 )
-def test_an_initialiser_that_ends_the_process_is_refused_and_what_was_live_goes_on(checkout, tmp_path, statement, end):
+def test_an_initialiser_that_ends_the_process_is_refused_and_what_was_live_goes_on(
+    checkout, tmp_path, statement, end
+):
     source = tmp_path / "tiny.cpp"
-    source.write_text('extern "C" __attribute__((visibility("default"))) int answer() { return 1; }\n')
+    source.write_text(
+        'extern "C" __attribute__((visibility("default"))) int answer() { return 1; }\n'
+    )
     wrong = f"#include <cstdlib>\nstruct Wrong {{ Wrong() {{ {statement}; }} }} wrong;\n"
     script = f"""
 tiny = load("tiny", "tiny.cpp")
@@ -204,7 +228,9 @@ def name(path):
 """
 
 
-def test_with_every_descriptor_closed_and_with_none_left_it_is_never_another_librarys_code(checkout, tmp_path):
+def test_with_every_descriptor_closed_and_with_none_left_it_is_never_another_librarys_code(
+    checkout, tmp_path
+):
     script = f"""{TWO}
 from _calcops_jit import loading
 from _calcops_jit.request import Request
@@ -229,7 +255,12 @@ except OSError:
     [os.close(fd) for fd in taken]
 print(error.splitlines()[0], "Too many open files" in error, "fix: ulimit -n" in error)
 """
-    assert output(checkout, script, tmp_path) == ["first second", "first", "second", "cannot load first True True"]
+    assert output(checkout, script, tmp_path) == [
+        "first second",
+        "first",
+        "second",
+        "cannot load first True True",
+    ]
 
 
 STABLE = """
@@ -240,7 +271,9 @@ STABLE_TORCH_LIBRARY_IMPL(stable, CompositeExplicitAutograd, m) { m.impl("same",
 """
 
 
-def test_a_library_of_the_stable_interface_is_loaded_and_its_reload_is_refused_with_a_word(checkout, tmp_path):
+def test_a_library_of_the_stable_interface_is_loaded_and_its_reload_is_refused_with_a_word(
+    checkout, tmp_path
+):
     (tmp_path / "stable.cpp").write_text(STABLE)
     script = """
 library = load("stable", "stable.cpp")
@@ -249,17 +282,24 @@ Path("stable.cpp").write_text(Path("stable.cpp").read_text() + "int more;")
 print(refused(calcops_jit.reload), library.same(torch.ones(1)).item())
 """
     first, *refusal, last = output(checkout, script, tmp_path)
-    assert first == "1.0" and refusal[0] == "cannot reload stable" and "STABLE_TORCH_LIBRARY" in refusal[1]
+    assert (
+        first == "1.0"
+        and refusal[0] == "cannot reload stable"
+        and "STABLE_TORCH_LIBRARY" in refusal[1]
+    )
     assert last == "  fix: restart Python 1.0"
 
 
-def test_the_runtime_is_compiled_once_for_all_libraries_also_where_a_macro_hides_that_it_is_needed(checkout, tmp_path):
+def test_the_runtime_is_compiled_once_for_all_libraries_also_where_a_macro_hides_that_it_is_needed(
+    checkout, tmp_path
+):
     macro = "#include <torch/library.h>\n#define OPERATORS(ns) TORCH_LIBRARY_FRAGMENT(ns, m)\n"
     (tmp_path / "system").mkdir()
     (tmp_path / "system/operators.h").write_text(macro)
     for name in ("first", "second"):
         text = (
-            f'#include <operators.h>\nOPERATORS({name}) {{ m.def("one() -> int", []() -> int64_t {{ return 1; }}); }}\n'
+            f'#include <operators.h>\nOPERATORS({name}) {{ m.def("one() -> int", []() '
+            f"-> int64_t {{ return 1; }}); }}\n"
         )
         (tmp_path / f"{name}.cpp").write_text(text)
     checkout.log.unlink(missing_ok=True)
@@ -271,10 +311,13 @@ third = library.obtain(recipes.own(os.path.abspath("ops"), "third"))
 print([load(name, f"{name}.cpp").one() for name in ("first", "second")], third.one())
 """
     empty = tmp_path / "cache"
-    assert output(checkout, script, tmp_path, CPATH=tmp_path / "system", CALCOPS_CACHE=empty) == ["[1, 1] 3"]
+    assert output(checkout, script, tmp_path, CPATH=tmp_path / "system", CALCOPS_CACHE=empty) == [
+        "[1, 1] 3"
+    ]
     compiled = [line for line in checkout.log.read_text().splitlines() if " -c " in line]
     counts = {
-        name: sum(f"/{name}.cpp " in line for line in compiled) for name in ("first", "second", "third", "registry")
+        name: sum(f"/{name}.cpp " in line for line in compiled)
+        for name in ("first", "second", "third", "registry")
     }
     assert set(counts.values()) == {1}, counts
     assert len(list(empty.glob("unit-registry.cpp-*"))) == 1
@@ -291,8 +334,13 @@ def test_a_header_that_appears_in_one_project_counts_for_the_runtime_of_another(
     def registries_compiled(name):
         checkout.log.unlink(missing_ok=True)
         script = f'print(load("{name}", "{tmp_path}/{name}/{name}.cpp").one())'
-        assert output(checkout, script, tmp_path, CPATH=headers, CALCOPS_CACHE=tmp_path / "cache") == ["1"]
-        return sum(" -c " in line and "/registry.cpp " in line for line in checkout.log.read_text().splitlines())
+        assert output(
+            checkout, script, tmp_path, CPATH=headers, CALCOPS_CACHE=tmp_path / "cache"
+        ) == ["1"]
+        return sum(
+            " -c " in line and "/registry.cpp " in line
+            for line in checkout.log.read_text().splitlines()
+        )
 
     assert registries_compiled("one") == 1
     (headers / "torch/library.h").write_text("#include_next <torch/library.h>\n")

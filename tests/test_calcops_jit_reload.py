@@ -1,4 +1,5 @@
-"""Live reload: a library is exchanged for a newer one in a running process, under every handle to it."""
+"""Live reload: a library is exchanged for a newer one in a running process, under every handle to
+it."""
 
 import re
 import shutil
@@ -7,7 +8,8 @@ import subprocess
 import pytest
 from checkout import HERE, Checkout, the_zygote, wait_for
 
-# Registration and arithmetic are units of their own: the one takes seconds to compile, the other a moment.
+# Registration and arithmetic are units of their own: the one takes seconds to compile, the other a
+# moment.
 REGISTRATION = """
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -102,7 +104,10 @@ edit(3)
 print(calcops_jit.reload(), call())
 """
     source = reloading.path / "ops/scaled/factor.cpp"
-    assert output(reloading, script) == [f"cannot build calcops: error at {source}:1:26 1.0", "['calcops'] 3.0"]
+    assert output(reloading, script) == [
+        f"cannot build calcops: error at {source}:1:26 1.0",
+        "['calcops'] 3.0",
+    ]
 
 
 def test_changed_schemas_and_signatures_are_refused_and_nothing_is_exchanged(reloading):
@@ -141,7 +146,11 @@ try:
 except NotImplementedError:
     print("no Meta kernel")
 """
-    assert output(reloading, script) == ["torch.Size([2]) False", "['calcops'] 2.0 7", "no Meta kernel"]
+    assert output(reloading, script) == [
+        "torch.Size([2]) False",
+        "['calcops'] 2.0 7",
+        "no Meta kernel",
+    ]
 
 
 def test_what_load_loaded_is_reloaded_too(reloading, tmp_path):
@@ -235,7 +244,9 @@ def test_200_generations_while_four_threads_call_and_memory_grows_by_the_librari
     assert beyond < 64 * 1024  # the records of a registration; the library is 224 KiB
 
 
-def test_a_plain_dlopen_registers_at_once_and_a_second_library_of_the_namespace_does_no_harm(reloading):
+def test_a_plain_dlopen_registers_at_once_and_a_second_library_of_the_namespace_does_no_harm(
+    reloading,
+):
     script = r"""
 first = calcops_jit.library_path()
 edit(2)
@@ -249,7 +260,9 @@ print(first, calcops_jit.library_path(), sep="\n")
     )
     child = reloading.run(plain.replace("PATHS", repr(paths)))
     assert (child.code, child.out) == (0, "1.0\n2.0\n"), child.err
-    exported = subprocess.run(["nm", "-DC", "--defined-only", paths[0]], capture_output=True, text=True).stdout
+    exported = subprocess.run(
+        ["nm", "-DC", "--defined-only", paths[0]], capture_output=True, text=True
+    ).stdout
     assert "calcops_jit_commit" in exported and "torch::Library::_" not in exported
 
 

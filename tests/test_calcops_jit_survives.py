@@ -1,4 +1,5 @@
-"""What other processes do at once, and how processes end: the cache stays whole, and nothing is left behind."""
+"""What other processes do at once, and how processes end: the cache stays whole, and nothing is
+left behind."""
 
 import fcntl
 import os
@@ -17,20 +18,33 @@ MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter
 ANSWER = f"import calcops_jit; {LOADED}; print(loaded.answer())\n"
 
 
-# ---- folders of one process ---------------------------------------------------------------------------------------
+# ---- folders of one process ----------------------------------------------------------------------
 
 
 def test_only_what_a_build_started_in_its_folder_is_ended_with_it(tmp_path):
     folder = staging.make(str(tmp_path), "stage")
-    variables = {"a compiler": {staging.MARK: folder}, "a user": {}, "another build": {staging.MARK: f"{folder}0"}}
-    running = {
-        who: subprocess.Popen(["sleep", "60"], cwd=folder, env=os.environ | marked) for who, marked in variables.items()
+    variables = {
+        "a compiler": {staging.MARK: folder},
+        "a user": {},
+        "another build": {staging.MARK: f"{folder}0"},
     }
-    elsewhere = subprocess.Popen(["sleep", "60"], cwd=tmp_path, env=os.environ | {staging.MARK: folder})
-    wait_for(lambda: all(b"sleep" in Path(f"/proc/{p.pid}/cmdline").read_bytes() for p in running.values()))
+    running = {
+        who: subprocess.Popen(["sleep", "60"], cwd=folder, env=os.environ | marked)
+        for who, marked in variables.items()
+    }
+    elsewhere = subprocess.Popen(
+        ["sleep", "60"], cwd=tmp_path, env=os.environ | {staging.MARK: folder}
+    )
+    wait_for(
+        lambda: all(
+            b"sleep" in Path(f"/proc/{p.pid}/cmdline").read_bytes() for p in running.values()
+        )
+    )
     staging.remove(folder)
     assert running["a compiler"].wait(30) == -9
-    assert [running["a user"].poll(), running["another build"].poll(), elsewhere.poll()] == [None] * 3
+    assert [running["a user"].poll(), running["another build"].poll(), elsewhere.poll()] == [
+        None
+    ] * 3
     assert not os.path.exists(folder)
     for process in (*running.values(), elsewhere):
         process.kill()
@@ -42,7 +56,9 @@ def test_what_a_build_starts_while_its_folder_is_removed_is_ended_too(tmp_path, 
     folder, late = staging.make(str(tmp_path), "stage"), []
 
     def start_and_remove(path, **options):
-        late.append(subprocess.Popen(["sleep", "60"], cwd=path, env=os.environ | {staging.MARK: path}))
+        late.append(
+            subprocess.Popen(["sleep", "60"], cwd=path, env=os.environ | {staging.MARK: path})
+        )
         rmtree(path, **options)
 
     rmtree = shutil.rmtree
@@ -65,8 +81,13 @@ def test_what_a_build_starts_while_its_folder_is_removed_is_ended_too(tmp_path, 
     ],
 )
 def test_a_folder_of_one_process_goes_with_it_or_with_the_next(tmp_path, end, left):
-    script = f"import os, sys\nfrom _calcops_jit import staging\nfolder = staging.make({str(tmp_path)!r}, 'x')\n{end}"
-    subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=Path(__file__).parent.parent)
+    script = (
+        "import os, sys\nfrom _calcops_jit import staging\n"
+        f"folder = staging.make({str(tmp_path)!r}, 'x')\n{end}"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, cwd=Path(__file__).parent.parent
+    )
     assert len(list(tmp_path.iterdir())) == left
     mine = staging.make(str(tmp_path), "x")
     assert [str(path) for path in tmp_path.iterdir()] == [mine]
@@ -80,7 +101,9 @@ def test_a_folder_goes_although_a_child_of_its_dead_owner_lives(tmp_path):
         "os.closerange(0, 3), time.sleep(60)"
     )
     command = [sys.executable, "-c", script, tmp_path]
-    child = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True).stdout
+    child = subprocess.run(
+        command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True
+    ).stdout
     assert len(list(tmp_path.iterdir())) == 1
     staging.sweep(str(tmp_path), "x")
     os.kill(int(child), 9)
@@ -100,9 +123,14 @@ def test_a_folder_whose_owner_lives_in_another_container_stays(tmp_path):
     assert not folder.exists()
 
 
-def test_where_no_cache_can_be_written_nothing_is_left_and_nothing_is_built_twice(checkout, tmp_path):
+def test_where_no_cache_can_be_written_nothing_is_left_and_nothing_is_built_twice(
+    checkout, tmp_path
+):
     (tmp_path / f"calcops-{os.getuid()}").touch()
-    script = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n{ANSWER}print(calcops_jit.reload())\n"
+    script = (
+        f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
+        f"{ANSWER}print(calcops_jit.reload())\n"
+    )
     script += "import atexit; atexit._run_exitfuncs()"  # a child of the zygote exits without them
     for built in (1, 1):
         child = checkout.run(script, CALCOPS_CACHE="/dev/null/cache", TMPDIR=tmp_path)
@@ -111,7 +139,9 @@ def test_where_no_cache_can_be_written_nothing_is_left_and_nothing_is_built_twic
     assert not list(tmp_path.glob("calcops-*.*"))
 
 
-@pytest.mark.parametrize("moment", ["--version", " -c "], ids=["before ninja starts", "while a compiler runs"])
+@pytest.mark.parametrize(
+    "moment", ["--version", " -c "], ids=["before ninja starts", "while a compiler runs"]
+)
 def test_an_interpreter_that_ends_while_a_thread_builds_takes_the_build_along(checkout, moment):
     assert checkout.answer() == 1
     checkout.compiled()
@@ -120,17 +150,22 @@ def test_an_interpreter_that_ends_while_a_thread_builds_takes_the_build_along(ch
         "import calcops_jit, time\nfrom pathlib import Path\nend = calcops_jit.watch(0.05)\n"
         f"Path({str(checkout.path / 'ops/tiny/tiny.h')!r}).write_text('#define ANSWER 2')\n"
         f"log = Path({str(checkout.log)!r})\n"
-        f"while not (log.exists() and {moment!r} in log.read_text()): time.sleep(0.01)\nprint('over')\n"
+        f"while not (log.exists() and {moment!r} in log.read_text()): "
+        "time.sleep(0.01)\nprint('over')\n"
     )
     command = [sys.executable, "-c", script]  # the zygote's children skip the end
     environment = os.environ | {"CALCOPS_CACHE": str(checkout.cache), "CXX": str(checkout.compiler)}
-    child = subprocess.run(command, cwd=checkout.path, env=environment, capture_output=True, text=True, timeout=120)
-    assert (child.returncode, child.stdout, "Error" in child.stderr) == (0, "over\n", False), child.stderr
+    child = subprocess.run(
+        command, cwd=checkout.path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (child.returncode, child.stdout, "Error" in child.stderr) == (0, "over\n", False), (
+        child.stderr
+    )
     assert "cannot build" not in child.stderr
     assert stages(checkout) == [] and in_cache(checkout) == []
 
 
-# ---- cleaning up while others work --------------------------------------------------------------------------------
+# ---- cleaning up while others work ---------------------------------------------------------------
 
 
 def test_clean_leaves_what_is_built_and_what_is_in_use(checkout):
@@ -151,7 +186,9 @@ def test_clean_leaves_what_is_built_and_what_is_in_use(checkout):
     assert checkout.libraries() == [used]
     user.kill()
     user.wait()
-    assert checkout.run(MAIN, arguments=["clean"]).err.endswith(f"removed the libraries in {checkout.cache}\n")
+    assert checkout.run(MAIN, arguments=["clean"]).err.endswith(
+        f"removed the libraries in {checkout.cache}\n"
+    )
     assert [path.name for path in checkout.cache.iterdir()] == []
 
 
@@ -166,26 +203,34 @@ def test_clean_removes_nothing_but_what_is_the_caches(checkout):
 
 def test_imports_and_cleaners_and_pruners_at_once_do_not_disturb_each_other(checkout):
     cleaning = (
-        "from _calcops_jit import cache_size\nfor _ in range(200):\n  cache_size.prune(0)\n  list(cache_size.clean())\n"
+        "from _calcops_jit import cache_size\nfor _ in range(200):\n"
+        "  cache_size.prune(0)\n  list(cache_size.clean())\n"
     )
     cleaners = [checkout.start(cleaning) for _ in range(2)]
     children = []
     for _ in range(4):
         children += [checkout.start(ANSWER) for _ in range(3)]
         time.sleep(0.3)
-    assert [(child.wait().code, child.out) for child in children] == [(0, "1\n")] * 12, [c.err for c in children]
+    assert [(child.wait().code, child.out) for child in children] == [(0, "1\n")] * 12, [
+        c.err for c in children
+    ]
     assert [cleaner.wait().err for cleaner in cleaners] == ["", ""]
     assert not [child.err for child in children if "cannot" in child.err]
 
 
-# ---- one folder ---------------------------------------------------------------------------------------------------
+# ---- one folder ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("named", ["here", "~/here"])
 def test_a_relative_cache_and_one_in_the_home_folder_are_one_folder(checkout, tmp_path, named):
     (tmp_path / "home").mkdir()
-    script = "import calcops_jit, os\nos.chdir('/')\nprint(calcops_jit.reload())\nfrom _calcops_jit import places\n"
-    script += "print(places.folders()[0], calcops_jit.library_path().startswith(places.folders()[0]))"
+    script = (
+        "import calcops_jit, os\nos.chdir('/')\nprint(calcops_jit.reload())\n"
+        "from _calcops_jit import places\n"
+    )
+    script += (
+        "print(places.folders()[0], calcops_jit.library_path().startswith(places.folders()[0]))"
+    )
     child = checkout.run(script, CALCOPS_CACHE=named, HOME=tmp_path / "home")
     folder = tmp_path / named.replace("~", "home")
     assert (child.code, child.out) == (0, f"[]\n{folder} True\n"), child.err

@@ -1,4 +1,5 @@
-"""A wheel with built operators: it needs no compiler, loads what suits the processor, and never what is stale."""
+"""A wheel with built operators: it needs no compiler, loads what suits the processor, and never
+what is stale."""
 
 import os
 import re
@@ -37,7 +38,9 @@ def built(source: Path, folder: Path, **variables) -> Path:
     """The wheel of a checkout's operators."""
     variables["PYTHONPATH"] = str(source)
     command = [sys.executable, "-m", "_calcops_jit.wheel", folder]
-    done = subprocess.run(command, cwd=source, env=os.environ | variables, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=source, env=os.environ | variables, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.strip())
 
@@ -56,7 +59,10 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def wheel(source, tmp_path_factory):
     return built(
-        source, tmp_path_factory.mktemp("wheel"), CALCOPS_CUDA="0", CALCOPS_CACHE=str(tmp_path_factory.mktemp("cache"))
+        source,
+        tmp_path_factory.mktemp("wheel"),
+        CALCOPS_CUDA="0",
+        CALCOPS_CACHE=str(tmp_path_factory.mktemp("cache")),
     )
 
 
@@ -70,11 +76,14 @@ class Installed:
         return Child(the_zygote(), self, script, **variables).wait()
 
     def refusal(self, script: str = CALL, **variables) -> str:
-        """Why what the wheel brought does not fit: the one line that it says where there is no compiler."""
+        """Why what the wheel brought does not fit: the one line that it says where there is no
+        compiler."""
         child = self.run(script, **(BARE | variables))
         assert child.code == 1, child.out
         assert "calcops_jit: cannot build calcops: no C++ compiler\n" in child.err
-        said = re.findall("^calcops_jit: .* what the wheel brings does not fit: (.*)$", child.err, re.MULTILINE)
+        said = re.findall(
+            "^calcops_jit: .* what the wheel brings does not fit: (.*)$", child.err, re.MULTILINE
+        )
         assert len(said) == 1, child.err
         return said[0]
 
@@ -86,15 +95,25 @@ def installed(wheel, tmp_path):
     return Installed(tmp_path / "site", tmp_path / "cache")
 
 
-def test_it_holds_a_library_for_each_level_and_else_what_any_wheel_of_the_project_does(source, wheel, tmp_path):
+def test_it_holds_a_library_for_each_level_and_else_what_any_wheel_of_the_project_does(
+    source, wheel, tmp_path
+):
     label = re.sub(r"[^0-9A-Za-z]+", ".", torch.__version__)
-    assert re.fullmatch(rf"calcops-[\d.]+\+torch{re.escape(label)}-py3-none-linux_x86_64\.whl", wheel.name)
+    assert re.fullmatch(
+        rf"calcops-[\d.]+\+torch{re.escape(label)}-py3-none-linux_x86_64\.whl", wheel.name
+    )
     found = contents(wheel)
     libraries = {name for name in found if "/built/" in name}
     files = ("calcops.so", "manifest")
-    assert libraries == {f"_calcops_jit/built/{level}/{file}" for level in prebuilt.LEVELS for file in files}
+    assert libraries == {
+        f"_calcops_jit/built/{level}/{file}" for level in prebuilt.LEVELS for file in files
+    }
     plain = contents(wheel_of(source, tmp_path))
-    ours = {name: data for name, data in found.items() if name not in libraries and ".dist-info/" not in name}
+    ours = {
+        name: data
+        for name, data in found.items()
+        if name not in libraries and ".dist-info/" not in name
+    }
     assert ours == {name: data for name, data in plain.items() if ".dist-info/" not in name}
     (about,) = (data.decode() for name, data in found.items() if name.endswith(".dist-info/WHEEL"))
     assert "Root-Is-Purelib: false\n" in about
@@ -114,7 +133,9 @@ def test_the_compiler_uses_no_instructions_beyond_those_that_a_level_is_chosen_b
     assert set(_instructions(recipes.own(isa=level))) <= always | set(here)
 
 
-def test_a_fresh_environment_without_a_compiler_calls_them_and_writes_and_starts_nothing(wheel, environment, tmp_path):
+def test_a_fresh_environment_without_a_compiler_calls_them_and_writes_and_starts_nothing(
+    wheel, environment, tmp_path
+):
     pip("install", wheel, python=environment)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     before = {path for path in site.rglob("*")}
@@ -122,7 +143,10 @@ def test_a_fresh_environment_without_a_compiler_calls_them_and_writes_and_starts
     variables = {"PATH": "/nowhere", "CALCOPS_CACHE": str(tmp_path / "cache"), "HOME": "/nowhere"}
     command = [environment, "-c", script]
     child = subprocess.run(command, cwd="/", env=variables, capture_output=True, text=True)
-    lacking = {level: set(words.split()) - set(request.isa().split()) for level, words in prebuilt.LEVELS.items()}
+    lacking = {
+        level: set(words.split()) - set(request.isa().split())
+        for level, words in prebuilt.LEVELS.items()
+    }
     number = [*map(bool, lacking.values()), True].index(True) + 1
     path = f"{site}/_calcops_jit/built/x86-64-v{number}/calcops.so"
     assert (child.stdout, child.stderr) == (f"{number}\n{path} []\n", "")
@@ -131,7 +155,14 @@ def test_a_fresh_environment_without_a_compiler_calls_them_and_writes_and_starts
 
 @pytest.mark.parametrize(
     "flags, level",
-    [(V2, 2), (V3, 3), (V4, 4), (V4.replace("avx512vl", ""), 3), (V4.replace("fma", ""), 2), (V2 + " avx512f", 2)],
+    [
+        (V2, 2),
+        (V3, 3),
+        (V4, 4),
+        (V4.replace("avx512vl", ""), 3),
+        (V4.replace("fma", ""), 2),
+        (V2 + " avx512f", 2),
+    ],
 )
 def test_the_library_is_the_best_that_the_processor_can_run(installed, flags, level):
     child = installed.run(PROCESSOR.format(flags) + CALL, **BARE)
@@ -161,12 +192,20 @@ UNLOADABLE = """
     [
         ("pass", {"reason": "no nvcc was found", "gpus": ["H100"]}, ""),
         ("pass", {"build": True, "gpus": ["H100"]}, "it is for CPUs, and nvcc is here"),
-        ("pass", {"fatal": True, "reason": "no nvcc was found"}, "it is for CPUs, and CUDA was asked for"),
+        (
+            "pass",
+            {"fatal": True, "reason": "no nvcc was found"},
+            "it is for CPUs, and CUDA was asked for",
+        ),
         (WITH_CUDA, {"reason": "no nvcc was found", "gpus": ["H100"]}, ""),
         (WITH_CUDA, {"reason": "no nvcc was found", "fatal": True}, ""),
         (WITH_CUDA, {"build": True, "gpus": ["H100"]}, ""),
         (WITH_CUDA, {"build": True, "arches": "8.0;9.0+PTX"}, ""),
-        (WITH_CUDA, {"build": True, "arches": "7.5"}, "its GPU architectures are 8.0;9.0+PTX, not 7.5"),
+        (
+            WITH_CUDA,
+            {"build": True, "arches": "7.5"},
+            "its GPU architectures are 8.0;9.0+PTX, not 7.5",
+        ),
         (WITH_CUDA, {"reason": "CALCOPS_CUDA=0 was set"}, "CALCOPS_CUDA=0 was set"),
     ],
 )
@@ -188,7 +227,9 @@ def test_without_building_it_is_still_found_and_the_commands_show_it(installed):
     assert installed.run(**BARE, CALCOPS_BUILD="0").err == ""
     main = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
     shown = installed.run(main, **BARE, arguments=["where"]).out
-    assert re.search("^library  .*/site/_calcops_jit/built/x86-64-v./calcops.so$", shown, re.MULTILINE)
+    assert re.search(
+        "^library  .*/site/_calcops_jit/built/x86-64-v./calcops.so$", shown, re.MULTILINE
+    )
     assert installed.run(main, **BARE, arguments=["why"]).out.startswith("nothing changed: ")
     (installed.path / "_calcops_jit/ops/tiny/tiny.h").unlink()
     assert installed.run(main, **BARE, arguments=["why"]).out.endswith("/ops/tiny/tiny.h is gone\n")
@@ -203,7 +244,9 @@ print(calcops_jit.reload(), "/built/" in calcops_jit.library_path())
 """
     child = installed.run(script, CALCOPS_CUDA="0")
     assert child.out.splitlines()[1:] == ["['calcops'] False"], child.err
-    lines = [line for line in child.err.splitlines() if "what the wheel brings does not fit: " in line]
+    lines = [
+        line for line in child.err.splitlines() if "what the wheel brings does not fit: " in line
+    ]
     assert len(lines) == 1 and lines[0].endswith("/ops/tiny/tiny.h changed")
     again = installed.run(CALCOPS_CUDA="0")  # from the cache
     assert int(again.out) >= 200 and again.err == ""
@@ -214,10 +257,19 @@ print(calcops_jit.reload(), "/built/" in calcops_jit.library_path())
     [
         ("torch.__version__ = '2.14.0'", "PyTorch: -[version={torch}] +[version=2.14.0]"),
         ("torch.version.git_version = 'abc'", "PyTorch: -[commit={commit}] +[commit=abc]"),
-        ("torch.compiled_with_cxx11_abi = lambda: None", "PyTorch: -[C++11 ABI=True] +[C++11 ABI=None]"),
+        (
+            "torch.compiled_with_cxx11_abi = lambda: None",
+            "PyTorch: -[C++11 ABI=True] +[C++11 ABI=None]",
+        ),
         ("torch.__config__._cxx_flags = lambda: '-O0'", "PyTorch: -[flags="),
-        (PROCESSOR.format("sse4_1 popcnt"), "this processor has no cx16 lahf_lm sse4_2 ssse3, which x86-64-v2 asks"),
-        ("import os; os.environ['CALCOPS_CFLAGS'] = '-march=x86-64-v3'", "CALCOPS_CFLAGS=-march=x86-64-v3"),
+        (
+            PROCESSOR.format("sse4_1 popcnt"),
+            "this processor has no cx16 lahf_lm sse4_2 ssse3, which x86-64-v2 asks",
+        ),
+        (
+            "import os; os.environ['CALCOPS_CFLAGS'] = '-march=x86-64-v3'",
+            "CALCOPS_CFLAGS=-march=x86-64-v3",
+        ),
     ],
 )
 def test_another_pytorch_another_processor_and_other_flags_are_told(installed, change, why):
@@ -232,7 +284,8 @@ def test_another_pytorch_another_processor_and_other_flags_are_told(installed, c
         ("ops/tiny/tiny.h", "#define ANSWER 5\n", "{ops}/tiny/tiny.h changed"),
         ("ops/tiny/tiny.h", None, "{ops}/tiny/tiny.h is gone"),
         ("ops/tiny/more.cpp", "", "sources: +[@root/tiny/more.cpp]"),
-        ("ops/tiny/tiny/tiny.h", "", "{ops}/tiny/tiny is new"),  # where a quoted include looks first
+        # Where a quoted include looks first.
+        ("ops/tiny/tiny/tiny.h", "", "{ops}/tiny/tiny is new"),
         ("shadow/hidden.map", "", "{package}/shadow/hidden.map changed"),
         ("built/x86-64-v{level}/manifest", "{{", "manifest is damaged"),
         ("built/x86-64-v{level}/manifest", None, "[Errno 2] No such file or directory: "),
@@ -272,13 +325,25 @@ print(calcops_jit.library_path(), seconds)
 
 
 @pytest.mark.long
-def test_the_operators_compute_and_their_import_takes_what_a_warm_import_takes(environment, tmp_path):
+def test_the_operators_compute_and_their_import_takes_what_a_warm_import_takes(
+    environment, tmp_path
+):
     wheel = built(HERE, tmp_path / "dist")
     pip("install", wheel, python=environment)
-    variables = {k: v for k, v in os.environ.items() if not k.startswith(("CALCOPS_", "PYTHON", "CXX"))}
+    variables = {
+        k: v for k, v in os.environ.items() if not k.startswith(("CALCOPS_", "PYTHON", "CXX"))
+    }
     # With a flag of its own it does not take what the wheel brings.
-    cached = variables | {"CALCOPS_CACHE": str(tmp_path / "cache"), "CALCOPS_CFLAGS": "-DWARM", "CALCOPS_CUDA": "0"}
-    shipped = variables | {"CALCOPS_CACHE": str(tmp_path / "empty"), "PATH": "/nowhere", "CUDA_VISIBLE_DEVICES": ""}
+    cached = variables | {
+        "CALCOPS_CACHE": str(tmp_path / "cache"),
+        "CALCOPS_CFLAGS": "-DWARM",
+        "CALCOPS_CUDA": "0",
+    }
+    shipped = variables | {
+        "CALCOPS_CACHE": str(tmp_path / "empty"),
+        "PATH": "/nowhere",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
     def seconds(variables: dict[str, str], folder: str) -> float:
         command = [environment, "-c", MEASURED]
@@ -294,14 +359,21 @@ def test_the_operators_compute_and_their_import_takes_what_a_warm_import_takes(e
     times = [(seconds(cached, "cache"), seconds(shipped, "built")) for _ in range(7)]
     warm, from_wheel = map(min, zip(*times))
     print(
-        f"import beyond torch: {warm * 1e3:.1f} ms from the cache, {from_wheel * 1e3:.1f} ms from the wheel;", end=" "
+        (
+            f"import beyond torch: {warm * 1e3:.1f} ms from the cache, "
+            f"{from_wheel * 1e3:.1f} ms from the wheel;"
+        ),
+        end=" ",
     )
     print(f"the wheel has {wheel.stat().st_size / 1e6:.1f} MB")
     assert from_wheel < 2 * warm
 
 
 def test_a_wheel_for_another_kind_of_machine_is_refused(tmp_path):
-    script = f"from _calcops_jit import wheel\nwheel.MACHINE = 'aarch64'\nwheel.write({str(tmp_path / 'dist')!r})"
+    script = (
+        "from _calcops_jit import wheel\nwheel.MACHINE = 'aarch64'\n"
+        f"wheel.write({str(tmp_path / 'dist')!r})"
+    )
     done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True)
     assert "cannot make a wheel" in done.stderr and "this is aarch64" in done.stderr
     assert not list(tmp_path.iterdir())

@@ -15,7 +15,10 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) { m.def("twice(Tensor x) -> Tens
 HEADERS = {
     "at": (TWICE, "#include <ATen/ATen.h>"),
     "TORCH_LIBRARY": (FRAGMENT, "#include <torch/library.h>"),
-    "torch": ("torch::Tensor twice(const torch::Tensor& x) { return x + x; }\n", "#include <torch/types.h>"),
+    "torch": (
+        "torch::Tensor twice(const torch::Tensor& x) { return x + x; }\n",
+        "#include <torch/types.h>",
+    ),
     "calcops": ("calcops::View<float, 1> view;\n", "#include <calcops/operator.h>"),
 }
 
@@ -60,7 +63,10 @@ def test_a_missing_header_of_pytorch_is_named(folder, what, compiler):
     folder.put("mine.cpp", source)
     text = refused(folder, CXX=compiler)
     assert "not included" in text and f"fix: begin the source with: {include}\n" in text
-    command = f"{compiler} -std=c++20 -fsyntax-only -DTORCH_EXTENSION_NAME=mine -I{folder.path}/_calcops_jit/shadow"
+    command = (
+        f"{compiler} -std=c++20 -fsyntax-only -DTORCH_EXTENSION_NAME=mine "
+        f"-I{folder.path}/_calcops_jit/shadow"
+    )
     import torch.utils.cpp_extension
 
     for path in torch.utils.cpp_extension.include_paths():
@@ -69,7 +75,9 @@ def test_a_missing_header_of_pytorch_is_named(folder, what, compiler):
     assert os.system(f"{command} {folder.own}/mine.cpp") == 0
 
 
-@pytest.mark.parametrize("flags", [["-fsyntax-only"], ["-E"], ["-S"], ["-o", "mine.o"], ["-omine.o"]], ids=str)
+@pytest.mark.parametrize(
+    "flags", [["-fsyntax-only"], ["-E"], ["-S"], ["-o", "mine.o"], ["-omine.o"]], ids=str
+)
 def test_a_flag_that_asks_for_another_output_is_refused(folder, flags):
     folder.put("mine.cpp", SOURCE)
     text = refused(folder, extra_cflags=flags)
@@ -81,16 +89,24 @@ def test_a_flag_that_asks_for_another_output_is_refused(folder, flags):
 def test_what_offers_operators_and_registers_none_is_told(folder):
     folder.put("mine.cpp", "#include <calcops/operator.h>\n" + SOURCE)
     child = folder.load()
-    assert child.out == "1\n" and "calcops_jit: mine registers no operators: TORCH_LIBRARY_FRAGMENT(" in child.err
+    assert (
+        child.out == "1\n"
+        and "calcops_jit: mine registers no operators: TORCH_LIBRARY_FRAGMENT(" in child.err
+    )
     folder.put("mine.cpp", SOURCE)
     assert "registers no operators" not in folder.load().err
 
 
 def test_a_kernel_without_a_schema_is_told(folder):
     impl = 'TORCH_LIBRARY_IMPL(nobody, CPU, m) { m.impl("twice", TORCH_FN(twice)); }\n'
-    folder.put("mine.cpp", f"#include <ATen/ATen.h>\n#include <torch/library.h>\n{TWICE}{impl}{SOURCE}")
+    folder.put(
+        "mine.cpp", f"#include <ATen/ATen.h>\n#include <torch/library.h>\n{TWICE}{impl}{SOURCE}"
+    )
     child = folder.load()
-    line = 'calcops_jit: nobody::twice has a kernel in mine and no schema: m.def("twice(...) -> ...")\n'
+    line = (
+        "calcops_jit: nobody::twice has a kernel in mine and no schema: "
+        'm.def("twice(...) -> ...")\n'
+    )
     assert child.out == "1\n" and line in child.err
 
 

@@ -1,4 +1,5 @@
-"""ccache, sccache and flags about dependency files: an edit is compiled whatever answers for the compiler."""
+"""ccache, sccache and flags about dependency files: an edit is compiled whatever answers for the
+compiler."""
 
 import os
 import shutil
@@ -13,7 +14,8 @@ from _calcops_jit import plan
 from _calcops_jit.request import Request
 
 COMPILER = shutil.which("c++")
-# Prints the answer of the library as it is built first, and after an edit of a source and one of a header.
+# Prints the answer of the library as it is built first, and after an edit of a source and one of a
+# header.
 EDITS = """
 import ctypes, os, sys
 import calcops_jit
@@ -30,8 +32,12 @@ WAYS = {
     "on PATH": lambda folder, wrapper: {"CXX": None},
     "in CXX": lambda folder, wrapper: {"CXX": f"{wrapper} {COMPILER}"},
     "behind env in CXX": lambda folder, wrapper: {"CXX": f"env {folder}/{wrapper} g++"},
-    "behind the name c++": lambda folder, wrapper: (folder / "c++").symlink_to(folder / wrapper) or {"CXX": None},
-    "in a script": lambda folder, wrapper: script(folder / "g++", f'exec {wrapper} {COMPILER} "$@"'),
+    "behind the name c++": lambda folder, wrapper: (
+        (folder / "c++").symlink_to(folder / wrapper) or {"CXX": None}
+    ),
+    "in a script": lambda folder, wrapper: script(
+        folder / "g++", f'exec {wrapper} {COMPILER} "$@"'
+    ),
 }
 
 
@@ -44,7 +50,9 @@ def script(path: Path, text: str) -> dict[str, str]:
 @pytest.fixture(params=["ccache", "sccache"])
 def wrapper(request, tmp_path):
     """(its name, variables for it with a folder on PATH where it is)"""
-    path = shutil.which(request.param) or shutil.which(request.param, path=sysconfig.get_path("scripts"))
+    path = shutil.which(request.param) or shutil.which(
+        request.param, path=sysconfig.get_path("scripts")
+    )
     if path is None:
         pytest.skip(f"no {request.param} here; it is in the extra `test`")
     folder = tmp_path / "bin"
@@ -52,8 +60,14 @@ def wrapper(request, tmp_path):
     (folder / request.param).symlink_to(path)
     with socket.socket() as port:
         port.bind(("127.0.0.1", 0))
-        environment = {"SCCACHE_SERVER_PORT": str(port.getsockname()[1]), "SCCACHE_DIR": str(tmp_path / "theirs")}
-    environment |= {"CCACHE_DIR": str(tmp_path / "theirs"), "PATH": f"{folder}:{os.environ['PATH']}"}
+        environment = {
+            "SCCACHE_SERVER_PORT": str(port.getsockname()[1]),
+            "SCCACHE_DIR": str(tmp_path / "theirs"),
+        }
+    environment |= {
+        "CCACHE_DIR": str(tmp_path / "theirs"),
+        "PATH": f"{folder}:{os.environ['PATH']}",
+    }
     yield request.param, folder, dict(environment)
     if request.param == "sccache":  # a server outlives whoever started it
         subprocess.run([path, "--stop-server"], env=os.environ | environment, capture_output=True)
@@ -84,9 +98,14 @@ def test_a_system_header_is_tracked_with_flags(checkout, tmp_path, flags):
     checkout.write("include/value.h", "#define ANSWER 5\n")
     checkout.write(
         "ops/tiny/tiny.cpp",
-        '#include <value.h>\nextern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }\n',
+        (
+            '#include <value.h>\nextern "C" __attribute__((visibility("default"))) '
+            "int answer() { return ANSWER; }\n"
+        ),
     )
-    options = {"CALCOPS_CFLAGS": f"{FLAGS[flags].format(folder=tmp_path)} -isystem {checkout.path}/include"}
+    options = {
+        "CALCOPS_CFLAGS": f"{FLAGS[flags].format(folder=tmp_path)} -isystem {checkout.path}/include"
+    }
     assert (checkout.answer(**options), checkout.compiled()) == (5, 1)
     assert (checkout.answer(**options), checkout.compiled()) == (5, 0)
     checkout.write("include/value.h", "#define ANSWER 6\n")
@@ -109,7 +128,9 @@ def test_a_unit_whose_compiler_does_not_name_its_source_is_an_error(checkout):
     assert checkout.libraries() == [] and list(checkout.cache.glob("*/*/*.o")) == []
 
 
-@pytest.mark.parametrize("cc, host", [("ccache gcc", "gcc"), ("sccache /opt/gcc-14", "/opt/gcc-14"), ("gcc", "gcc")])
+@pytest.mark.parametrize(
+    "cc, host", [("ccache gcc", "gcc"), ("sccache /opt/gcc-14", "/opt/gcc-14"), ("gcc", "gcc")]
+)
 def test_nvcc_is_given_a_host_compiler_without_a_wrapper(monkeypatch, cc, host):
     """PyTorch passes what CC names to nvcc's -ccbin, which takes one word."""
     monkeypatch.setenv("CC", cc)

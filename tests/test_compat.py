@@ -1,4 +1,5 @@
-"""The names of existing programs: values, gradients, saved archives, and each fault of MatPL's originals."""
+"""The names of existing programs: values, gradients, saved archives, and each fault of MatPL's
+originals."""
 
 import io
 
@@ -14,12 +15,16 @@ NAMESPACES = ["CalcOps", "CalcOps_cuda", "CalcOps_cpu"]
 
 
 def center_term(list_neigh, dE, Ri_d):
-    return reference.force(list_neigh, dE, Ri_d) - reference.force(list_neigh, dE, Ri_d, center=False)
+    return reference.force(list_neigh, dE, Ri_d) - reference.force(
+        list_neigh, dE, Ri_d, center=False
+    )
 
 
 @pytest.mark.parametrize("nghost", [None, 0, 2])
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_calculate_force_adds_the_neighbours_part_to_the_callers_centre_term(device, namespace, nghost):
+def test_calculate_force_adds_the_neighbours_part_to_the_callers_centre_term(
+    device, namespace, nghost
+):
     rows = nghost or 0
     list_neigh, dE, Ri_d, Rij = pairs(nghost=rows, device=device)
     F = torch.randn(3, 5, 3, dtype=torch.float64, device=device)
@@ -43,7 +48,9 @@ def test_calculate_virial_gives_rows_of_nine(device, namespace):
 
 
 def test_every_input_of_both_has_derivatives_of_any_order(device):
-    list_neigh, *leaves = differentiable_pairs(frames=2, natoms=2, nghost=1, neighbors=3, device=device)
+    list_neigh, *leaves = differentiable_pairs(
+        frames=2, natoms=2, nghost=1, neighbors=3, device=device
+    )
     F = torch.randn(2, 2, 3, dtype=torch.float64, device=device, requires_grad=True)
     nghost = torch.tensor(1)
     for function, inputs in (
@@ -93,18 +100,27 @@ def test_vmap_equals_a_loop(device):
 
 
 class FourTensors(torch.nn.Module):
-    def forward(self, list_neigh: torch.Tensor, dE: torch.Tensor, Ri_d: torch.Tensor, F: torch.Tensor):
+    def forward(
+        self, list_neigh: torch.Tensor, dE: torch.Tensor, Ri_d: torch.Tensor, F: torch.Tensor
+    ):
         return torch.ops.CalcOps_cuda.calculateForce(list_neigh, dE, Ri_d, F)[0]
 
 
 class FiveTensors(torch.nn.Module):
     def forward(
-        self, list_neigh: torch.Tensor, dE: torch.Tensor, Ri_d: torch.Tensor, F: torch.Tensor, nghost: torch.Tensor
+        self,
+        list_neigh: torch.Tensor,
+        dE: torch.Tensor,
+        Ri_d: torch.Tensor,
+        F: torch.Tensor,
+        nghost: torch.Tensor,
     ):
         return torch.ops.CalcOps_cpu.calculateForce(list_neigh, dE, Ri_d, F, nghost)[0]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
+)
 @pytest.mark.parametrize("model, extra", [(FourTensors(), []), (FiveTensors(), [torch.tensor(2)])])
 def test_archives_with_four_and_with_five_tensors_load(model, extra):
     list_neigh, dE, Ri_d, _ = differentiable_pairs(nghost=2 if extra else 0)
@@ -125,7 +141,7 @@ def test_archives_with_four_and_with_five_tensors_load(model, extra):
         )
 
 
-# ---- each fault of MatPL's src/op --------------------------------------------------------------------
+# ---- each fault of MatPL's src/op ----------------------------------------------------------------
 
 
 def test_a_wrong_dtype_is_an_error_and_not_zeros():
@@ -139,7 +155,9 @@ def test_a_wrong_dtype_is_an_error_and_not_zeros():
 
 def test_the_cpu_version_returns_a_defined_tensor():
     list_neigh, dE, Ri_d, _ = pairs(nghost=0)
-    (force,) = torch.ops.CalcOps_cpu.calculateForce(list_neigh, dE, Ri_d, torch.zeros(3, 5, 3, dtype=torch.float64))
+    (force,) = torch.ops.CalcOps_cpu.calculateForce(
+        list_neigh, dE, Ri_d, torch.zeros(3, 5, 3, dtype=torch.float64)
+    )
     assert force.count_nonzero() > 0
 
 
@@ -158,7 +176,9 @@ def test_a_ghosts_gradient_goes_to_the_pairs_that_name_the_ghost():
     list_neigh = torch.tensor([[[1, 3]]] * 1).repeat(1, 3, 1)  # n = 3; atom 3 is a ghost
     dE = torch.ones(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
     Ri_d = torch.ones(1, 3, 8, 3, dtype=torch.float64)
-    force = calculateForce(list_neigh, dE, Ri_d, torch.zeros(1, 3, 3, dtype=torch.float64), torch.tensor(1))[0]
+    force = calculateForce(
+        list_neigh, dE, Ri_d, torch.zeros(1, 3, 3, dtype=torch.float64), torch.tensor(1)
+    )[0]
     (gradient,) = torch.autograd.grad(force[0, 3].sum(), dE)
     assert (gradient[:, :, 1] == 3).all() and (gradient[:, :, 0] == 0).all()
 
@@ -174,11 +194,11 @@ def test_no_gradient_is_dropped_without_a_word():
         assert gradient.count_nonzero() > 0
 
 
-# MatPL's limit of 65,535 atoms: test_force.py::test_more_atoms_than_16_bits_count. Its default stream:
-# test_force_cuda.py.
+# MatPL's limit of 65,535 atoms: test_force.py::test_more_atoms_than_16_bits_count. Its default
+# stream: test_force_cuda.py.
 
 
-# ---- errors ------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def test_a_ghost_tensor_without_a_readable_value_is_refused_with_the_way_out():

@@ -1,5 +1,6 @@
-"""Every CUDA kernel of the operators and the examples runs on the CPU (tests/cuda_on_cpu/README.md), and the emulation
-finds the faults that are put into them. Needs no GPU and no nvcc."""
+"""Every CUDA kernel of the operators and the examples runs on the CPU
+(tests/cuda_on_cpu/README.md), and the emulation finds the faults that are put into them. Needs no
+GPU and no nvcc."""
 
 import os
 import re
@@ -20,7 +21,8 @@ WARP = "ops/warp_perspective/warp_perspective.cu"
 EDGE = "ops/edge_force/edge_force.cu"
 # An example leaves members out that are then zero. More memory makes the compiler faster.
 FLAGS = "-O1 -Wextra -Wno-missing-field-initializers -Werror --param=ggc-min-heapsize=1048576"
-# What is done to which file, a test that shows it, and what is said. `FAULT` is true in one run each.
+# What is done to which file, a test that shows it, and what is said. `FAULT` is true in one run
+# each.
 FAULTS = {
     "a removed __syncwarp": (
         (FORCE, "  __syncwarp();\n  return list;", "  if (!FAULT) __syncwarp();\n  return list;"),
@@ -33,9 +35,16 @@ FAULTS = {
         "cuda_on_cpu: .*: work is queued on another stream than the current one",
     ),
     "a workspace that is one number short": (
-        (FORCE, "take(slots, unsorted * frame_slots);", "take(slots, unsorted * frame_slots - FAULT);"),
+        (
+            FORCE,
+            "take(slots, unsorted * frame_slots);",
+            "take(slots, unsorted * frame_slots - FAULT);",
+        ),
         "test_force_cuda_kernels.py::test_all_slots_name_one_atom",
-        "cuda_on_cpu: (fill_rows|sum_rows), block .*: (touches memory 0 bytes beyond|has written beside)",
+        (
+            "cuda_on_cpu: (fill_rows|sum_rows), block .*: (touches memory 0 bytes "
+            "beyond|has written beside)"
+        ),
     ),
     "a read beyond the end of an input": (
         (FORCE, "next = s + 8 < in.neighbors ?", "next = s + 8 < in.neighbors + FAULT ?"),
@@ -49,10 +58,17 @@ FAULTS = {
             "if (kVirial && (!FAULT || live)) sum_of_four_lanes(e);",
         ),
         "test_force_cuda_kernels.py::test_gradients",
-        "cuda_on_cpu: backward_rows, .*: (waits for ever at a barrier|meets the others at another kind of barrier)",
+        (
+            "cuda_on_cpu: backward_rows, .*: (waits for ever at a barrier|meets the "
+            "others at another kind of barrier)"
+        ),
     ),
     "a sum in the order of arrival": (
-        (FORCE, "if (!error) error = launch(sort_rows", "if (!error && !FAULT) error = launch(sort_rows"),
+        (
+            FORCE,
+            "if (!error) error = launch(sort_rows",
+            "if (!error && !FAULT) error = launch(sort_rows",
+        ),
         "test_force_cuda_kernels.py::test_all_slots_name_one_atom",
         "Tensor-likes are not equal",
     ),
@@ -84,12 +100,20 @@ FAULTS = {
         "Tensor-likes are not close",
     ),
     "a place for a tap of weight zero": (
-        (WARP, "return weight != 0 && index >= begin", "return (weight != 0 || FAULT) && index >= begin"),
+        (
+            WARP,
+            "return weight != 0 && index >= begin",
+            "return (weight != 0 || FAULT) && index >= begin",
+        ),
         "test_warp_perspective_cuda_kernels.py::test_a_tap_of_weight_zero_takes_no_part_in_the_gradient",
         "assert",
     ),
     "sum_of_block without its first barrier": (
-        (EDGE, "  x = sum_of_lanes(x);\n  __syncthreads();", "  x = sum_of_lanes(x);\n  if (!FAULT) __syncthreads();"),
+        (
+            EDGE,
+            "  x = sum_of_lanes(x);\n  __syncthreads();",
+            "  x = sum_of_lanes(x);\n  if (!FAULT) __syncthreads();",
+        ),
         "test_edge_force_cuda_kernels.py::test_forces_virials_and_gradients",
         "Tensor-likes are not (equal|close)",
     ),
@@ -103,7 +127,11 @@ FAULTS = {
         "Tensor-likes are not (equal|close)",
     ),
     "a write beyond the end of the result": (
-        (WARP, "v >= sizes.out_height) return;\n    if (!has", "v >= sizes.out_height + FAULT) return;\n    if (!has"),
+        (
+            WARP,
+            "v >= sizes.out_height) return;\n    if (!has",
+            "v >= sizes.out_height + FAULT) return;\n    if (!has",
+        ),
         "test_warp_perspective_cuda_kernels.py::test_images_matrices_and_borders_of_every_kind",
         "cuda_on_cpu: forward_kernel, block .*: (touches memory|has written beside a tensor)",
     ),
@@ -111,7 +139,8 @@ FAULTS = {
 
 
 def files():
-    """The tests that run in the emulation: those of kernels, and the own tests of an operator that has none such."""
+    """The tests that run in the emulation: those of kernels, and the own tests of an operator that
+    has none such."""
     found = sorted(TESTS.glob("test_*_cuda_kernels.py"))
     operators = {path.stem for path in rewrite.sources() if path.parent.parent.name == "ops"}
     for operator in sorted(operators):
@@ -121,7 +150,8 @@ def files():
 
 
 class Emulation:
-    """A checkout with emulated kernels, and processes that run tests in it, as many at once as there are processors."""
+    """A checkout with emulated kernels, and processes that run tests in it, as many at once as
+    there are processors."""
 
     def __init__(self, folder):
         self.folder, self.runs = folder, {}
@@ -131,13 +161,19 @@ class Emulation:
         assert built.returncode == 0, built.stdout
 
     def start(self, what, fault):
-        """The future of what tests() says of a file, or of one test, with a fault or with none, 0."""
+        """The future of what tests() says of a file, or of one test, with a fault or with none,
+        0."""
         if (what, fault) not in self.runs:
             self.runs[what, fault] = self.pool.submit(self.tests, what, fault)
         return self.runs[what, fault]
 
     def python(self, *arguments, **environment):
-        own = {"PYTHONPATH": str(self.folder), "CALCOPS_CUDA": "0", "CALCOPS_CFLAGS": FLAGS, "CUDA_VISIBLE_DEVICES": ""}
+        own = {
+            "PYTHONPATH": str(self.folder),
+            "CALCOPS_CUDA": "0",
+            "CALCOPS_CFLAGS": FLAGS,
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         command = [sys.executable, *map(str, arguments)]
         environment = os.environ | own | environment
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -185,8 +221,12 @@ def test_a_fault_is_found(emulation, run, says):
 
 
 def is_ordered_by_a_vote(path, line):
-    """A ballot follows, to which all lanes come: the barrier orders memory alone, which is always so here."""
-    return path.name == "force.cu" and "what the list held has been read" in path.read_text().splitlines()[line - 1]
+    """A ballot follows, to which all lanes come: the barrier orders memory alone, which is always
+    so here."""
+    return (
+        path.name == "force.cu"
+        and "what the list held has been read" in path.read_text().splitlines()[line - 1]
+    )
 
 
 @pytest.mark.long
@@ -205,6 +245,10 @@ def test_every_barrier_is_missed(emulation, run):
 
 
 def test_what_is_not_emulated_is_refused():
-    for text in ("extern __shared__ double x[];", 'asm("trap;");', "cooperative_groups::this_grid();"):
+    for text in (
+        "extern __shared__ double x[];",
+        'asm("trap;");',
+        "cooperative_groups::this_grid();",
+    ):
         with pytest.raises(ValueError, match="cuda_on_cpu: cannot emulate"):
             rewrite.emulated(f"#include <cstdint>\n{text}\n")

@@ -1,4 +1,5 @@
-"""edge_force and edge_force_virial against the same sums in plain torch: values, masks, wrong entries, derivatives."""
+"""edge_force and edge_force_virial against the same sums in plain torch: values, masks, wrong
+entries, derivatives."""
 
 import os
 import subprocess
@@ -6,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from reference import assert_equal_lists, graph, opcheck
+from reference import assert_equal_lists, graph
 from torch.autograd import gradcheck, gradgradcheck
 
 from calcops_jit import edge_force, edge_force_virial, edge_order
@@ -15,11 +16,14 @@ backward = torch.ops.calcops._edge_force_virial_backward
 
 
 def reference_force_virial(edge_index, edge_gradient, edge_vec, natoms, batch=None, nframes=1):
-    """From the formulas of ops/edge_force/edge_force.h; differentiable, slow, and for small graphs."""
+    """From the formulas of ops/edge_force/edge_force.h; differentiable, slow, and for small
+    graphs."""
     live = (edge_index >= 0).all(0)
     g = torch.where(live[:, None], edge_gradient, 0.0)
     w = -g[:, :, None] * torch.where(live[:, None], edge_vec, 0.0)[:, None]
-    centre, neighbour = torch.nn.functional.one_hot(torch.where(live, edge_index, 0).long(), natoms).to(g)
+    centre, neighbour = torch.nn.functional.one_hot(
+        torch.where(live, edge_index, 0).long(), natoms
+    ).to(g)
     force = centre.T @ g - neighbour.T @ g
     atom_virial = torch.einsum("ej,eab->jab", neighbour, w)
     frame = torch.zeros(natoms, dtype=torch.long) if batch is None else batch.long()
@@ -45,10 +49,16 @@ def test_results_equal_the_reference(device, dtype, index, edges):
     expected = reference_force_virial(
         *(x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given)
     )
-    tolerance = dict(rtol=1e-5, atol=2e-5) if dtype == torch.float32 else dict(rtol=1e-11, atol=1e-11)
+    tolerance = (
+        dict(rtol=1e-5, atol=2e-5) if dtype == torch.float32 else dict(rtol=1e-11, atol=1e-11)
+    )
     expected = [x.to(dtype) for x in expected]
     assert_equal_lists(edge_force_virial(*given), expected, **tolerance)
-    assert_equal_lists(edge_force_virial(*given[:4]), [expected[0], expected[1].sum(0, True), expected[2]], **tolerance)
+    assert_equal_lists(
+        edge_force_virial(*given[:4]),
+        [expected[0], expected[1].sum(0, True), expected[2]],
+        **tolerance,
+    )
     assert torch.equal(edge_force(*given[:2], given[3]), edge_force_virial(*given)[0])
 
 
@@ -66,7 +76,10 @@ def test_columns_that_are_contiguous_instead_of_rows_change_no_bit(device, dtype
     upstream = [torch.ones_like(x) for x in expected]
     ours, theirs = (
         torch.autograd.grad(edge_force_virial(edge_index, *leaves, *rest), leaves, upstream)
-        for leaves in ([x.requires_grad_() for x in columns], [gradient.requires_grad_(), vec.requires_grad_()])
+        for leaves in (
+            [x.requires_grad_() for x in columns],
+            [gradient.requires_grad_(), vec.requires_grad_()],
+        )
     )
     assert_equal_lists(ours, theirs, rtol=0, atol=0)
 
@@ -75,7 +88,9 @@ def test_signs_are_those_of_an_energy_of_the_positions(device):
     """Forces are -dE/dr and the virial is -dE/d(strain), by autograd through positions and cell."""
     positions = torch.randn(6, 3, dtype=torch.float64, device=device, requires_grad=True)
     strain = torch.zeros(3, 3, dtype=torch.float64, device=device, requires_grad=True)
-    edge_index = torch.tensor([[i, j] for i in range(6) for j in range(6) if i != j], device=device).T
+    edge_index = torch.tensor(
+        [[i, j] for i in range(6) for j in range(6) if i != j], device=device
+    ).T
     r = positions + positions @ strain
     vec = r[edge_index[1]] - r[edge_index[0]]
     energy = (vec.square().sum(1) * vec.norm(dim=1).cos()).sum()
@@ -96,7 +111,9 @@ def test_a_list_of_neighbours_and_its_edges_give_the_same(device):
     F, W, atom_W = force_virial(list_neigh, dE, Ri_d, Rij, 2)
     g = -torch.einsum("nkc,nkca->nka", dE[0], Ri_d[0].view(5, 7, 4, 3)).flatten(0, 1)
     centre = torch.arange(5, device=device).repeat_interleave(7)
-    ours = edge_force_virial(torch.stack([centre, list_neigh[0].flatten().long()]), g, Rij[0].flatten(0, 1), 7)
+    ours = edge_force_virial(
+        torch.stack([centre, list_neigh[0].flatten().long()]), g, Rij[0].flatten(0, 1), 7
+    )
     assert_equal_lists(ours, (F[0], W, atom_W[0]), rtol=1e-12, atol=1e-12)
 
 
@@ -122,7 +139,10 @@ def test_an_entry_that_names_no_atom_is_an_error_that_shows_it(entry, row):
     edge_index = edge_index.clamp(min=0)
     edge_index[row, 5] = entry
     shown = edge_index[:, 5].tolist()
-    message = rf"expected `edge_index` entries -1 or 0 <= i < natoms = 7, got \({shown[0]}, {shown[1]}\) at edge 5"
+    message = (
+        rf"expected `edge_index` entries -1 or 0 <= i < natoms = 7, got \({shown[0]}, "
+        rf"{shown[1]}\) at edge 5"
+    )
     for call in (
         lambda: edge_force(edge_index, gradient, 7),
         lambda: edge_force_virial(edge_index, gradient, vec, *rest),
@@ -138,7 +158,9 @@ def test_an_entry_that_names_no_atom_is_an_error_that_shows_it(entry, row):
 def test_a_frame_that_does_not_exist_is_an_error_that_shows_it(frame):
     *given, batch, frames = graph()
     batch[3] = frame
-    with pytest.raises(RuntimeError, match=f"`batch` entries 0 <= frame < nframes = 2, got {frame} at atom 3"):
+    with pytest.raises(
+        RuntimeError, match=f"`batch` entries 0 <= frame < nframes = 2, got {frame} at atom 3"
+    ):
         edge_force_virial(*given, batch, frames)
 
 
@@ -162,10 +184,15 @@ def test_an_error_names_the_argument_what_was_expected_and_what_came():
         ({"batch": batch[1:]}, "`batch` of shape [natoms] = [7], got [6]"),
         ({"edge_order": edge_order(edge_index, natoms).long()}, "`edge_order` int32, got Long"),
     ):
-        good = dict(edge_index=edge_index, edge_gradient=gradient, edge_vec=vec, natoms=natoms, batch=batch)
+        good = dict(
+            edge_index=edge_index, edge_gradient=gradient, edge_vec=vec, natoms=natoms, batch=batch
+        )
         with pytest.raises(RuntimeError) as error:
             edge_force_virial(**{**good, "nframes": frames, **bad})
-        assert str(error.value).split("\n")[0].removesuffix(".") == f"calcops::edge_force_virial: expected {message}"
+        assert (
+            str(error.value).split("\n")[0].removesuffix(".")
+            == f"calcops::edge_force_virial: expected {message}"
+        )
 
 
 @pytest.mark.parametrize("edges", [2**30, 2**32, 2**40])
@@ -195,39 +222,54 @@ def test_the_order_changes_nothing_and_one_of_another_graph_is_found(device, mon
     given = graph(device=device)
     order = edge_order(given[0], 7)
     monkeypatch.setenv("CALCOPS_CHECK", "1")
-    assert_equal_lists(edge_force_virial(*given, edge_order=order), edge_force_virial(*given), rtol=0, atol=0)
+    assert_equal_lists(
+        edge_force_virial(*given, edge_order=order), edge_force_virial(*given), rtol=0, atol=0
+    )
     with pytest.raises(RuntimeError, match="expected `edge_order` of this edge_index and natoms"):
         edge_force(given[0].roll(1, 1), given[1], 7, edge_order=order)
 
 
 def test_first_derivatives_in_every_mode(device):
     edge_index, *leaves, natoms, batch, frames = differentiable_graph(**SMALL, device=device)
-    assert gradcheck(lambda *x: edge_force_virial(edge_index, *x, natoms, batch, frames), leaves, **MODES)
+    assert gradcheck(
+        lambda *x: edge_force_virial(edge_index, *x, natoms, batch, frames), leaves, **MODES
+    )
     assert gradcheck(lambda g: edge_force(edge_index, g, natoms), leaves[:1], **MODES)
 
 
-@pytest.mark.parametrize("output", [0, 1, 2, slice(None)], ids=["force", "virial", "atom_virial", "all"])
+@pytest.mark.parametrize(
+    "output", [0, 1, 2, slice(None)], ids=["force", "virial", "atom_virial", "all"]
+)
 def test_second_derivatives_through_each_output(device, output):
     edge_index, g, v, *rest = differentiable_graph(**SMALL, device=device)
     leaves = (g, v) if output != 0 else (g, v.detach())
-    assert gradgradcheck(lambda *x: edge_force_virial(edge_index, *x, *rest)[output], leaves, **SECOND)
+    assert gradgradcheck(
+        lambda *x: edge_force_virial(edge_index, *x, *rest)[output], leaves, **SECOND
+    )
 
 
 def test_third_derivatives_equal_the_reference(device):
     edge_index, *leaves, natoms, batch, frames = differentiable_graph(device=device)
 
     def derivatives(function):
-        scalar, found = sum(x.sin().sum() for x in function(edge_index, *leaves, natoms, batch, frames)), []
+        scalar, found = (
+            sum(x.sin().sum() for x in function(edge_index, *leaves, natoms, batch, frames)),
+            [],
+        )
         for _ in range(3):
             gradient = torch.autograd.grad(scalar, leaves, create_graph=True)
             found += gradient
             scalar = sum((x * x.detach().cos()).sin().sum() for x in gradient)
         return found
 
-    assert_equal_lists(derivatives(edge_force_virial), derivatives(reference_force_virial), rtol=1e-9, atol=1e-9)
+    assert_equal_lists(
+        derivatives(edge_force_virial), derivatives(reference_force_virial), rtol=1e-9, atol=1e-9
+    )
 
 
-@pytest.mark.parametrize("transform", ["jacrev", "jacfwd", "hessian", "jacfwd jacfwd", "jacrev jacrev"])
+@pytest.mark.parametrize(
+    "transform", ["jacrev", "jacfwd", "hessian", "jacfwd jacfwd", "jacrev jacrev"]
+)
 def test_torch_func_transforms_equal_the_reference(device, transform):
     edge_index, *leaves, natoms, batch, frames = graph(**SMALL, device=device)
 
@@ -239,7 +281,9 @@ def test_torch_func_transforms_equal_the_reference(device, transform):
             scalar = getattr(torch.func, name)(scalar, argnums=(0, 1))
         return torch.utils._pytree.tree_leaves(scalar(*leaves))
 
-    assert_equal_lists(apply(edge_force_virial), apply(reference_force_virial), rtol=1e-9, atol=1e-9)
+    assert_equal_lists(
+        apply(edge_force_virial), apply(reference_force_virial), rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("size", [0, 1, 3])
@@ -248,14 +292,23 @@ def test_vmap_gives_what_a_loop_gives(device, mapped, size):
     torch._C._functorch._set_vmap_fallback_enabled(False)
     graphs = [graph(device=device, seed=seed) for seed in range(max(size, 1))]
     stacks = [torch.stack(x)[:size] for x in zip(*((e, g, v, b) for e, g, v, _, b, _ in graphs))]
-    flags = {"all": (1, 1, 1, 1), "graph": (1, 0, 0, 0), "values": (0, 1, 1, 0), "batch": (0, 0, 0, 1)}[mapped]
+    flags = {
+        "all": (1, 1, 1, 1),
+        "graph": (1, 0, 0, 0),
+        "values": (0, 1, 1, 0),
+        "batch": (0, 0, 0, 1),
+    }[mapped]
     first = [graphs[0][0], *graphs[0][1:3], graphs[0][4]]
     given = [stack if flag else one for stack, one, flag in zip(stacks, first, flags)]
 
     def function(edge_index, g, v, batch):
         results = edge_force_virial(edge_index, g, v, 7, batch, 2)
         with_index = edge_force(edge_index, g, 7)
-        return *results, with_index, *backward(*results, edge_index, g, v, 7, batch, 2, [True, False])
+        return (
+            *results,
+            with_index,
+            *backward(*results, edge_index, g, v, 7, batch, 2, [True, False]),
+        )
 
     ours = torch.vmap(function, tuple(0 if flag else None for flag in flags))(*given)
     loop = [function(*(x[k] if flag else x for x, flag in zip(given, flags))) for k in range(size)]
@@ -263,65 +316,6 @@ def test_vmap_gives_what_a_loop_gives(device, mapped, size):
         assert [x.shape for x in ours] == [(0, *x.shape) for x in function(*first)]
     for x, expected in zip(ours, zip(*loop)):
         torch.testing.assert_close(x, torch.stack(expected), rtol=0, atol=1e-13)
-
-
-def test_opcheck_passes(device):
-    given = differentiable_graph(**SMALL, device=device)
-    order = edge_order(given[0], 3)
-    opcheck(edge_order, (given[0], 3))
-    opcheck(edge_force, (*given[:2], 3), {"edge_order": order})
-    opcheck(edge_force_virial, given)
-    opcheck(edge_force_virial, given[:4])
-    upstream = [x.detach().requires_grad_() for x in edge_force_virial(*given)]
-    opcheck(backward, (*upstream, *given, [True, True]))
-    opcheck(backward, (upstream[0], None, None, *given[:2], None, 3, None, 1, [True, False]))
-
-
-def force_matching(edge_index, g, v, positions):
-    F, W, _ = torch.ops.calcops.edge_force_virial(edge_index, g.sin(), v, positions.shape[0])
-    return F + positions, W
-
-
-def test_compile_takes_it_in_one_graph_with_gradients_of_any_size(device):
-    torch._dynamo.reset()
-    compiled = torch.compile(force_matching, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for natoms, edges in ((7, 23), (9, 40), (11, 31)):
-            edge_index, g, v, *_ = differentiable_graph(natoms=natoms, edges=edges, device=device)
-            positions = torch.zeros(natoms, 3, dtype=torch.float64, device=device)
-            found = []
-            for function in (compiled, force_matching):
-                F, W = function(edge_index, g, v, positions)
-                found.append((F, W, *torch.autograd.grad(F.square().sum() + W.square().sum(), (g, v))))
-            assert_equal_lists(*found, rtol=1e-12, atol=1e-12)
-
-
-def test_the_number_of_edges_may_be_unknown_when_it_is_compiled():
-    torch._dynamo.reset()
-    edge_index, g, v, *_ = graph()
-    for x, dimension in ((edge_index, 1), (g, 0), (v, 0)):
-        torch._dynamo.decorators.mark_unbacked(x, dimension)
-    compiled = torch.compile(force_matching, fullgraph=True, backend="aot_eager")
-    positions = torch.zeros(7, 3, dtype=torch.float64)
-    expected = force_matching(edge_index, g, v, positions)
-    assert_equal_lists(compiled(edge_index, g, v, positions), expected, rtol=0, atol=0)
-
-
-def test_export_has_dynamic_sizes():
-    class Model(torch.nn.Module):
-        def forward(self, *inputs):
-            return force_matching(*inputs)
-
-    def example(natoms, edges):
-        edge_index, g, v, *_ = graph(natoms=natoms, edges=edges)
-        return edge_index, g, v, torch.zeros(natoms, 3, dtype=torch.float64)
-
-    edges, atoms = torch.export.Dim("edges", min=2), torch.export.Dim("atoms", min=2)
-    shapes = ((({1: edges}, {0: edges}, {0: edges}, {0: atoms})),)
-    program = torch.export.export(Model(), example(7, 23), dynamic_shapes=shapes)
-    for sizes in ((7, 23), (3, 90), (20, 5)):
-        inputs = example(*sizes)
-        assert_equal_lists(program.module()(*inputs), force_matching(*inputs), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -356,7 +350,9 @@ def test_every_element_is_written(device):
 def test_cuda_tensors_are_told_why_there_is_no_cuda_kernel():
     edge_index, gradient, *_ = graph()
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    with pytest.raises(RuntimeError, match="^calcops::edge_force: built without CUDA because .+; .+"):
+    with pytest.raises(
+        RuntimeError, match="^calcops::edge_force: built without CUDA because .+; .+"
+    ):
         torch.ops.calcops.edge_force.default.redispatch(keys, edge_index, gradient, 7)
 
 
@@ -369,7 +365,12 @@ def test_on_cuda_a_wrong_entry_makes_its_atoms_nan_and_is_an_error_when_checked(
     F, W, atom_W = edge_force_virial(edge_index, gradient, vec, *rest)
     assert F[edge_index[0, 5]].isnan().all() and W[rest[1][edge_index[0, 5]]].isnan().all()
     assert F.isnan().any(1).sum() == 1
-    script = "import test_edge_force as t; e, *x = t.graph(device='cuda'); e[0, 0] = 9; t.edge_force_virial(e, *x)"
+    script = (
+        "import test_edge_force as t; e, *x = t.graph(device='cuda'); e[0, 0] = 9; "
+        "t.edge_force_virial(e, *x)"
+    )
     environment = {**os.environ, "CALCOPS_CHECK": "1"}
-    child = subprocess.run([sys.executable, "-c", script], cwd=os.path.dirname(__file__), env=environment, stderr=-1)
+    child = subprocess.run(
+        [sys.executable, "-c", script], cwd=os.path.dirname(__file__), env=environment, stderr=-1
+    )
     assert b"expected `edge_index` entries" in child.stderr

@@ -1,4 +1,5 @@
-"""What edge_force and edge_force_virial do where few edges meet very many atoms or frames: numbers, order, memory."""
+"""What edge_force and edge_force_virial do where few edges meet very many atoms or frames: numbers,
+order, memory."""
 
 import os
 import subprocess
@@ -30,13 +31,17 @@ def test_few_edges_among_many_atoms_give_what_they_give_among_few(dtype, index, 
     assert_equal_lists(ours, (wide[0], virial, wide[1]), rtol=0, atol=0)
     assert torch.equal(edge_force(spread, gradient, MANY), wide[0])
     columns = [x.mT.contiguous().mT for x in (gradient, vec)]
-    assert_equal_lists(edge_force_virial(spread, *columns, MANY, many_batch, frames), ours, rtol=0, atol=0)
+    assert_equal_lists(
+        edge_force_virial(spread, *columns, MANY, many_batch, frames), ours, rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("entry", [-2, MANY, 2**62])
 def test_a_wrong_entry_among_many_atoms_is_an_error(entry):
     edge_index = torch.tensor([[0, 5, 7], [3, entry, 2]])
-    with pytest.raises(RuntimeError, match=rf"`edge_index` entries .* got \(5, {entry}\) at edge 1"):
+    with pytest.raises(
+        RuntimeError, match=rf"`edge_index` entries .* got \(5, {entry}\) at edge 1"
+    ):
         edge_force(edge_index, torch.ones(3, 3), MANY)
 
 
@@ -100,7 +105,9 @@ limit = pages * resource.getpagesize() + {int(1.25 * call[1])}
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 {call[0]}
 """
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
 
 
 def test_too_little_memory_is_an_error_that_names_the_size():
@@ -127,7 +134,11 @@ for call in (
         print(str(error).splitlines()[0])
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    lines = done.stdout.replace(": expected", "").replace(" for which memory suffices, got", "").splitlines()
+    lines = (
+        done.stdout.replace(": expected", "")
+        .replace(" for which memory suffices, got", "")
+        .splitlines()
+    )
     assert lines == [
         "calcops::edge_force `natoms` 1099511627776",
         "calcops::edge_force_virial `natoms` 8589934592",

@@ -1,4 +1,5 @@
-"""examples/aot_inductor_force: the package, run by the C++ host, is the eager model, and that is the physics."""
+"""examples/aot_inductor_force: the package, run by the C++ host, is the eager model, and that is
+the physics."""
 
 import os
 import platform
@@ -43,9 +44,15 @@ def ran(request, build):
 
 @pytest.fixture(scope="module")
 def results(ran, build):
-    """What the host saved for each size: three inputs, the package's five outputs, three of the core repulsion."""
+    """What the host saved for each size: three inputs, the package's five outputs, three of the
+    core repulsion."""
     sizes = torch.load(build / "results.pt")
-    assert len(sizes) == len({len(types) for types, *_ in sizes}) == len({x.shape[2] for _, x, *_ in sizes}) == 3
+    assert (
+        len(sizes)
+        == len({len(types) for types, *_ in sizes})
+        == len({x.shape[2] for _, x, *_ in sizes})
+        == 3
+    )
     return sizes
 
 
@@ -65,7 +72,9 @@ def assert_close(ours, expected, rtol=1e-12):
 def test_the_package_is_equal_to_eager_for_every_size(results, model):
     for types, list_neigh, Rij, *tensors in results:
         eager = model.to(Rij.device)
-        for ours, expected in zip(tensors[:5], eager(types, list_neigh, Rij, ghosts(types, list_neigh)), strict=True):
+        for ours, expected in zip(
+            tensors[:5], eager(types, list_neigh, Rij, ghosts(types, list_neigh)), strict=True
+        ):
             assert_close(ours, expected)
 
 
@@ -75,7 +84,8 @@ def test_the_package_in_python_is_equal_to_eager(ran):
 
 
 def by_autograd(energy, types, list_neigh, Rij):
-    """force, virial and atom_virial of an energy of the pair vectors: dE/dRij is minus the force of (i, j) on j."""
+    """force, virial and atom_virial of an energy of the pair vectors: dE/dRij is minus the force of
+    (i, j) on j."""
     (slope,) = torch.autograd.grad(energy, Rij)
     ones = torch.zeros(*Rij.shape[:3], 4, dtype=Rij.dtype, device=Rij.device)
     ones[..., 0] = 1
@@ -87,7 +97,11 @@ def test_force_and_virial_are_the_derivatives_of_the_energy(results, model):
     for types, list_neigh, Rij, energy, _, *forces in (tensors[:8] for tensors in results):
         leaf = Rij.clone().requires_grad_()
         far = leaf.where((list_neigh >= 0)[..., None], 2 * model.cutoff)
-        total = model.to(Rij.device).atom_energies(types, list_neigh, describe(far.permute(3, 0, 2, 1))).sum()
+        total = (
+            model.to(Rij.device)
+            .atom_energies(types, list_neigh, describe(far.permute(3, 0, 2, 1)))
+            .sum()
+        )
         assert_close(energy.sum(), total.detach())
         for ours, expected in zip(forces, by_autograd(total, types, list_neigh, leaf), strict=True):
             assert_close(ours, expected)
@@ -97,7 +111,9 @@ def test_the_hosts_own_interaction_is_the_derivative_of_its_energy(results):
     for types, list_neigh, Rij, *tensors in results:
         leaf = Rij.clone().requires_grad_()
         total = 0.5 * (900 / leaf.square().sum(-1) ** 6)[list_neigh >= 0].sum()
-        for ours, expected in zip(tensors[5:], by_autograd(total, types, list_neigh, leaf), strict=True):
+        for ours, expected in zip(
+            tensors[5:], by_autograd(total, types, list_neigh, leaf), strict=True
+        ):
             assert_close(ours, expected)
 
 
@@ -123,7 +139,9 @@ def test_what_the_host_prints_is_what_it_computed(ran, results):
 
 
 def test_the_readme_shows_what_is_printed(ran):
-    (shown,) = re.findall(r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(
+        r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     assert len(shown.splitlines()) == 6
     for line in shown.splitlines():
         assert re.sub(r"\S+ from eager", "", line) in ran.stdout
@@ -135,8 +153,12 @@ def test_nobody_warns_of_anything(ran):
 
 
 def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
-    needed = subprocess.run(["ldd", build / "host"], env=ENVIRONMENT, capture_output=True, text=True).stdout
-    assert "libtorch_cpu" in needed and not re.search(r"libpython|libtorch_python|not found", needed)
+    needed = subprocess.run(
+        ["ldd", build / "host"], env=ENVIRONMENT, capture_output=True, text=True
+    ).stdout
+    assert "libtorch_cpu" in needed and not re.search(
+        r"libpython|libtorch_python|not found", needed
+    )
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the portable package is for x86-64")
@@ -152,10 +174,14 @@ def test_the_portable_package_gives_the_same_without_an_instruction_beyond_avx2(
     def beyond(package):
         shutil.unpack_archive(package, f"{package}.d", "zip")
         (library,) = Path(f"{package}.d").rglob("*.so")
-        code = subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True).stdout
+        code = subprocess.run(
+            ["objdump", "-d", library], capture_output=True, text=True, check=True
+        ).stdout
         return re.findall(r"%zmm|%k[0-7]|[xy]mm(?:1[6-9]|2[0-9]|3[01])", code)
 
     assert atoms(make(build, "portable")) == atoms(ran) != []
     assert not beyond(build / "portable" / "potential_cpu.pt2")
     if "avx512vl" in Path("/proc/cpuinfo").read_text() and (build / "potential_cpu.pt2").exists():
-        assert beyond(build / "potential_cpu.pt2"), "the native package uses what this processor has"
+        assert beyond(build / "potential_cpu.pt2"), (
+            "the native package uses what this processor has"
+        )

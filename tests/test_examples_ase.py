@@ -1,4 +1,5 @@
-"""examples/ase: the calculator agrees with ASE's and with differences, keeps its list, has second derivatives."""
+"""examples/ase: the calculator agrees with ASE's and with differences, keeps its list, has second
+derivatives."""
 
 import os
 import re
@@ -39,7 +40,10 @@ def argon(cutoff=8.5, tail="shift"):
 
 def silicon(cells=2, rattle=0.1, shear=0.05):
     atoms = bulk("Si", "diamond", a=5.43, cubic=True).repeat(cells)
-    atoms.set_cell(atoms.cell.array @ (np.eye(3) + [[0, shear, 0], [0, 0, -shear], [0, 0, shear]]), scale_atoms=True)
+    atoms.set_cell(
+        atoms.cell.array @ (np.eye(3) + [[0, shear, 0], [0, 0, -shear], [0, 0, shear]]),
+        scale_atoms=True,
+    )
     atoms.rattle(rattle, seed=1)
     return atoms
 
@@ -49,19 +53,27 @@ def systems():
     crystal = bulk("Ar", a=5.3, cubic=True).repeat(2)
     crystal.rattle(0.2, seed=0)
     triclinic = crystal.copy()
-    triclinic.set_cell(crystal.cell.array @ [[1, 0.3, 0], [0, 1, -0.4], [0, 0, 0.9]], scale_atoms=True)
+    triclinic.set_cell(
+        crystal.cell.array @ [[1, 0.3, 0], [0, 1, -0.4], [0, 0, 0.9]], scale_atoms=True
+    )
     outside = triclinic.copy()
-    outside.positions += np.random.default_rng(0).integers(-2, 3, (len(triclinic), 3)) @ triclinic.cell.array
+    outside.positions += (
+        np.random.default_rng(0).integers(-2, 3, (len(triclinic), 3)) @ triclinic.cell.array
+    )
     slab = fcc111("Ar", (2, 2, 3), a=5.3, vacuum=6.0)
     slab.rattle(0.1, seed=0)
-    wire = Atoms("Ar3", [[0, 0, 0], [1, 3.5, 0.5], [2, -1, 3]], cell=[0, 0, 4.5], pbc=[False, False, True])
+    wire = Atoms(
+        "Ar3", [[0, 0, 0], [1, 3.5, 0.5], [2, -1, 3]], cell=[0, 0, 4.5], pbc=[False, False, True]
+    )
     cluster = Atoms("Ar13", molecule("C60").positions[:13] * 2.5)
     return {
         "crystal": crystal,
         "triclinic": triclinic,
         "outside the cell": outside,
         "one atom, five images deep": bulk("Ar", a=5.3),
-        "left-handed": Atoms("Ar2", [[0, 0, 0], [1, 1, 3.3]], cell=[[0, 5, 0], [5, 0, 0], [1, 0, 6]], pbc=True),
+        "left-handed": Atoms(
+            "Ar2", [[0, 0, 0], [1, 1, 3.3]], cell=[[0, 5, 0], [5, 0, 0], [1, 0, 6]], pbc=True
+        ),
         "slab": slab,
         "wire without other cell vectors": wire,
         "cluster": cluster,
@@ -80,7 +92,9 @@ def test_everything_agrees_with_ases_lennard_jones(name, device):
     for key in properties:
         expected = np.asarray(theirs.calc.get_property(key, theirs))
         scale = abs(theirs.get_forces()).max() + abs(theirs.get_potential_energies()).max()
-        np.testing.assert_allclose(ours.calc.get_property(key, ours), expected, rtol=1e-11, atol=1e-13 + 1e-13 * scale)
+        np.testing.assert_allclose(
+            ours.calc.get_property(key, ours), expected, rtol=1e-11, atol=1e-13 + 1e-13 * scale
+        )
     assert set(ours.calc.results) == set(properties)
     if name != "one atom alone":
         assert ours.get_potential_energy() != 0
@@ -95,13 +109,18 @@ def test_forces_and_stress_are_numerical_derivatives():
         np.testing.assert_allclose(atoms.get_stress(), stress, atol=1e-8)
         assert abs(stress).max() > 0.01
         np.testing.assert_allclose(atoms.get_stresses().sum(0), atoms.get_stress(), atol=1e-14)
-        assert atoms.get_potential_energies().sum() == pytest.approx(atoms.get_potential_energy(), rel=1e-14)
+        assert atoms.get_potential_energies().sum() == pytest.approx(
+            atoms.get_potential_energy(), rel=1e-14
+        )
 
 
 def test_what_is_not_periodic_has_no_stress():
     atoms = systems()["cluster"]
     atoms.calc = CalcOps(argon())
-    message = r"expected a periodic cell with a volume for the stress, got pbc=\[False, False, False\] and 0 cell"
+    message = (
+        r"expected a periodic cell with a volume for the stress, got pbc=\[False, "
+        r"False, False\] and 0 cell"
+    )
     for _ in range(2):  # the second time with the energy cached
         with pytest.raises(PropertyNotImplementedError, match=message):
             atoms.get_stress()
@@ -121,7 +140,9 @@ def test_what_the_model_is_not_for_is_refused():
     atoms = bulk("Si", cubic=True)
     atoms.positions[3] = atoms.positions[1]
     atoms.calc = CalcOps(StillingerWeber())
-    with pytest.raises(ValueError, match="expected atoms apart from one another, got atoms 1 and 3 in one place"):
+    with pytest.raises(
+        ValueError, match="expected atoms apart from one another, got atoms 1 and 3 in one place"
+    ):
         atoms.get_forces()
     with pytest.raises(ValueError, match='expected a model with units "metal" or "lj", got real'):
         CalcOps(LennardJones(units="real", type_names=("Ar",)))
@@ -170,13 +191,18 @@ def test_the_skin_holds_pairs_that_come_into_reach_from_both_sides():
     atoms.calc = CalcOps(argon(cutoff=8.5, tail="cut"), skin=0.4)
     assert atoms.get_potential_energy() == 0
     atoms.positions[:, 0] += [0.199, -0.199]  # 8.482 A
-    assert atoms.get_potential_energy() == pytest.approx(4 * 0.0104 * ((3.4 / 8.482) ** 12 - (3.4 / 8.482) ** 6))
+    assert atoms.get_potential_energy() == pytest.approx(
+        4 * 0.0104 * ((3.4 / 8.482) ** 12 - (3.4 / 8.482) ** 6)
+    )
     assert atoms.calc.neighbours.builds == 1
 
 
 def test_a_run_keeps_its_list_for_many_steps_and_conserves_energy():
     atoms = silicon(rattle=0.05, shear=0)
-    atoms.calc, others = (CalcOps(StillingerWeber()), [CalcOps(StillingerWeber(), skin=skin) for skin in (0, 2.0)])
+    atoms.calc, others = (
+        CalcOps(StillingerWeber()),
+        [CalcOps(StillingerWeber(), skin=skin) for skin in (0, 2.0)],
+    )
     dynamics, total, builds = VelocityVerlet(atoms, units.fs), [], []
     for _ in dynamics.irun(199):
         total.append(atoms.get_total_energy() / len(atoms))
@@ -209,7 +235,9 @@ def test_packaged_models_give_the_same(ending, tmp_path):
     for atoms in (silicon(), silicon(1), bulk("Si", "diamond", a=5.3), cluster, Atoms("Si")):
         for key in ("energy", "energies", "forces") + ("stress", "stresses") * int(atoms.pbc.all()):
             expected = plain.get_property(key, atoms)
-            np.testing.assert_allclose(calc.get_property(key, atoms), expected, rtol=1e-11, atol=1e-13)
+            np.testing.assert_allclose(
+                calc.get_property(key, atoms), expected, rtol=1e-11, atol=1e-13
+            )
 
 
 def test_the_hessian_is_that_of_differences_of_forces():
@@ -263,10 +291,14 @@ def test_phonons_do_not_depend_on_the_supercell_and_are_those_of_ase(tmp_path):
     ours = phonons(atoms, 4)(q)
     np.testing.assert_allclose(phonons(atoms, 5)(q)[1:], ours[1:], rtol=1e-10)
     assert abs(ours[0, :3]).max() < 1e-5 < 15 < ours[0, 3]
-    theirs = Phonons(atoms, atoms.calc, supercell=(5, 5, 5), delta=1e-3, name=str(tmp_path / "phonons"))
+    theirs = Phonons(
+        atoms, atoms.calc, supercell=(5, 5, 5), delta=1e-3, name=str(tmp_path / "phonons")
+    )
     theirs.run()
     theirs.read(acoustic=True)
-    expected = theirs.band_structure(scaled, verbose=False) / (2 * np.pi * units._hbar / units._e) / 1e12
+    expected = (
+        theirs.band_structure(scaled, verbose=False) / (2 * np.pi * units._hbar / units._e) / 1e12
+    )
     np.testing.assert_allclose(ours[1:], expected[1:], rtol=1e-5)
 
 
@@ -282,7 +314,9 @@ def printed(tmp_path_factory):
 
 
 def test_silicon_relaxes_to_the_known_crystal(printed):
-    a, energy, stress = re.search(r"a = (\S+) A, (\S+) eV/atom, stress up to (\S+) GPa", printed).groups()
+    a, energy, stress = re.search(
+        r"a = (\S+) A, (\S+) eV/atom, stress up to (\S+) GPa", printed
+    ).groups()
     assert float(a) == pytest.approx(5.43095, abs=2e-5)
     assert float(energy) == pytest.approx(-4.3366, abs=1e-6)
     assert float(stress) < 1e-4
@@ -297,7 +331,11 @@ def test_silicon_conserves_energy(printed):
 
 def test_silicon_has_the_published_elastic_constants(printed):
     rows = re.findall(r"^(C\d\d) +(\S+) +(\S+) +(\S+) +(\S+)$", printed, re.MULTILINE)
-    assert [row[:1] + row[2:3] for row in rows] == [("C11", "151.4"), ("C12", "76.4"), ("C44", "56.4")]
+    assert [row[:1] + row[2:3] for row in rows] == [
+        ("C11", "151.4"),
+        ("C12", "76.4"),
+        ("C44", "56.4"),
+    ]
     for _, ours, published, difference, sound in rows:
         assert float(ours) == pytest.approx(float(published), abs=0.1)
         assert float(difference) == pytest.approx(float(ours) - float(published), abs=0.006)
@@ -313,7 +351,9 @@ def test_silicon_draws_its_picture(printed):
 
 def test_the_readme_shows_what_is_printed(printed):
     """But for what depends on the number of steps, and the last digits."""
-    (shown,) = re.findall(r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(
+        r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     lines = shown.splitlines()
     assert len(lines) == len(printed.splitlines())
     for line in lines:

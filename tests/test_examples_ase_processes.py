@@ -1,4 +1,5 @@
-"""examples/ase: the calculator is copied, pickled, forked and shared as those who use ASE do it, and takes batches."""
+"""examples/ase: the calculator is copied, pickled, forked and shared as those who use ASE do it,
+and takes batches."""
 
 import copy
 import multiprocessing
@@ -66,7 +67,9 @@ def calculator(request, archive):
     return calculator
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
 def test_a_copy_of_the_calculator_gives_the_same(calculator, copied):
     again = copied(calculator)
     assert again.neighbours.builds == 1
@@ -77,13 +80,17 @@ def test_a_copy_of_the_calculator_gives_the_same(calculator, copied):
     assert np.isfinite(copied(copied_atoms).get_potential_energy())
 
 
-def test_a_pickled_package_is_opened_by_its_path_wherever_the_process_is(archive, tmp_path, monkeypatch):
+def test_a_pickled_package_is_opened_by_its_path_wherever_the_process_is(
+    archive, tmp_path, monkeypatch
+):
     monkeypatch.chdir(archive.parent)
     pickled = pickle.dumps(CalcOps(load(archive.name)))
     monkeypatch.chdir(tmp_path)
     calculator = pickle.loads(pickled)
     assert calculator.model.path == archive and calculator.model.type_names == ["Si"]
-    assert_same(everything(calculator, silicon()), everything(CalcOps(StillingerWeber()), silicon()))
+    assert_same(
+        everything(calculator, silicon()), everything(CalcOps(StillingerWeber()), silicon())
+    )
 
 
 def in_child(calculator, atoms):
@@ -116,8 +123,8 @@ def fork_after_threads(calculator):
 
 
 def test_a_forked_child_computes_after_its_parent_used_threads(calculator):
-    """Forks in a process of its own: autograd refuses to work in a child of one that used its threads for devices, as
-    other tests may have done here."""
+    """Forks in a process of its own: autograd refuses to work in a child of one that used its
+    threads for devices, as other tests may have done here."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         pool.submit(fork_after_threads, calculator).result()
 
@@ -135,13 +142,16 @@ def energy_and_forces(atoms):
 
 @pytest.mark.parametrize("backend", ["loky", "threading"])
 def test_joblib_computes_structures_that_carry_the_calculator(calculator, backend):
-    """Processes get copies of one calculator; threads, which would share its results, get one each over one model."""
+    """Processes get copies of one calculator; threads, which would share its results, get one each
+    over one model."""
     joblib = pytest.importorskip("joblib", reason="joblib (extra `test`) is not installed")
     atoms = [silicon(seed=seed) for seed in range(6)]
     expected = [everything(CalcOps(StillingerWeber()), one) for one in atoms]
     for one in atoms:
         one.calc = calculator if backend == "loky" else CalcOps(calculator.model)
-    found = joblib.Parallel(n_jobs=2, backend=backend)(joblib.delayed(energy_and_forces)(one) for one in atoms)
+    found = joblib.Parallel(n_jobs=2, backend=backend)(
+        joblib.delayed(energy_and_forces)(one) for one in atoms
+    )
     for (energy, forces), results in zip(found, expected, strict=True):
         np.testing.assert_allclose(energy, results["energy"], rtol=1e-11)
         np.testing.assert_allclose(forces, results["forces"], rtol=1e-11, atol=1e-12)
@@ -152,13 +162,17 @@ def test_another_dtype_leaves_the_callers_model_as_it_is():
     exact = everything(CalcOps(model), silicon())
     single = CalcOps(model, dtype=torch.float32)
     assert model.pairs.dtype == torch.float64 and single.model.pairs.dtype == torch.float32
-    assert CalcOps(model).model is model, "nothing to change, nothing to copy: it follows a model in training"
+    assert CalcOps(model).model is model, (
+        "nothing to change, nothing to copy: it follows a model in training"
+    )
     assert 1e-9 < abs(everything(single, silicon())["forces"] - exact["forces"]).max() < 1e-4
     assert CalcOps(model.float()).dtype == torch.float32, "a module's own"
 
 
 def test_a_package_has_its_own_dtype(archive):
-    with pytest.raises(ValueError, match=r"expected the package's own cpu, torch.float64, got .*float32"):
+    with pytest.raises(
+        ValueError, match=r"expected the package's own cpu, torch.float64, got .*float32"
+    ):
         CalcOps(load(archive), dtype=torch.float32)
 
 
@@ -168,13 +182,15 @@ def test_a_misspelt_option_is_refused():
 
 
 def test_a_moving_cell_keeps_its_list_and_every_pair_within_reach():
-    """A crystal that is compressed, sheared and shaken step by step, against lists without a skin."""
+    """A crystal that is compressed, sheared and shaken step by step, against lists without a
+    skin."""
     atoms, random = silicon(rattle=0.02), np.random.default_rng(0)
     atoms.calc = CalcOps(StillingerWeber(), skin=0.6)
     for _ in range(60):
         strain = np.eye(3) + [[-0.002, 0.001, 0], [0, -0.001, 0], [0, 0.0005, -0.0015]]
         atoms.set_cell(atoms.cell.array @ strain, scale_atoms=True)
-        atoms.positions += random.normal(0, 0.004, (len(atoms), 3)) + [0.3, 0, 0]  # all of them, too: no relative move
+        # All of them, too: no relative move.
+        atoms.positions += random.normal(0, 0.004, (len(atoms), 3)) + [0.3, 0, 0]
         fresh = everything(CalcOps(StillingerWeber(), skin=0.0), atoms)
         np.testing.assert_allclose(atoms.get_forces(), fresh["forces"], atol=1e-12)
     assert 1 < atoms.calc.neighbours.builds <= 6
@@ -256,11 +272,15 @@ def test_results_are_what_ase_calls_them():
     assert set(everything(atoms.calc, atoms)) == set(KEYS) == set(CalcOps.implemented_properties)
     assert isinstance(atoms.get_potential_energy(), float)
     assert atoms.get_potential_energy() == atoms.get_potential_energy(force_consistent=True)
-    assert atoms.get_potential_energies().shape == (8,) and atoms.get_potential_energies().sum() == pytest.approx(
+    assert atoms.get_potential_energies().shape == (
+        8,
+    ) and atoms.get_potential_energies().sum() == pytest.approx(
         atoms.get_potential_energy(), rel=1e-14
     )
     assert atoms.get_stress().shape == (6,) and atoms.get_stresses().shape == (8, 6)
-    assert atoms.get_stress(voigt=False).shape == (3, 3) and atoms.get_stresses(voigt=False).shape == (8, 3, 3)
+    assert atoms.get_stress(voigt=False).shape == (3, 3) and atoms.get_stresses(
+        voigt=False
+    ).shape == (8, 3, 3)
     np.testing.assert_allclose(atoms.get_stresses().sum(0), atoms.get_stress(), atol=1e-15)
 
 

@@ -1,4 +1,5 @@
-"""examples/deepmd: models that DeePMD-kit wrote give its own numbers; deepmd_reference.py made what is in deepmd/."""
+"""examples/deepmd: models that DeePMD-kit wrote give its own numbers; deepmd_reference.py made what
+is in deepmd/."""
 
 import copy
 import json
@@ -40,12 +41,15 @@ def atoms_of(structure, names):
 
 
 def largest_difference(model, structures):
-    """Between energies, forces and virials of the model and DeePMD-kit's, each relative to the largest of its kind."""
+    """Between energies, forces and virials of the model and DeePMD-kit's, each relative to the
+    largest of its kind."""
     worst = 0
     for structure in structures:
         atoms = atoms_of(structure, model.type_names)
         found = NeighbourList(atoms, model.cutoff, 0.5, "cpu")
-        Rij = found.pair_vectors(torch.from_numpy(atoms.positions), torch.from_numpy(atoms.cell.array))
+        Rij = found.pair_vectors(
+            torch.from_numpy(atoms.positions), torch.from_numpy(atoms.cell.array)
+        )
         ours = model(torch.tensor(structure["types"]), found.list_neigh, Rij)
         for key, values in zip(("energy", "atom_energy", "force", "virial", "atom_virial"), ours):
             expected = np.array(structure[key])
@@ -72,7 +76,11 @@ def test_the_same_model_is_in_every_format():
     first, second = (arrays(read(path_of(f"pairs{ending}"))) for ending in (".pth", ".dp"))
     assert first.keys() == second.keys()
     assert all(np.array_equal(first[key], second[key]) for key in first)
-    assert first["emb1_w1"].shape == (2, 3, 6) and "emb1_idt1" in first and first["emb1_act1"] == "tanh"
+    assert (
+        first["emb1_w1"].shape == (2, 3, 6)
+        and "emb1_idt1" in first
+        and first["emb1_act1"] == "tanh"
+    )
 
 
 @pytest.mark.parametrize("name", ["pairs.pth", "one_side.yaml"])
@@ -94,8 +102,15 @@ def test_an_archive_and_an_npz_of_it_give_the_same_in_ase(name, numbers, tmp_pat
 
 @pytest.mark.parametrize("output", ["water.pt", pytest.param("water.pt2", marks=pytest.mark.long)])
 def test_what_the_command_writes_gives_the_same_in_ase(output, numbers, tmp_path):
-    command = [sys.executable, ROOT / "examples/deepmd/import_deepmd.py", FILES / "pairs.pth", tmp_path / output]
-    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    command = [
+        sys.executable,
+        ROOT / "examples/deepmd/import_deepmd.py",
+        FILES / "pairs.pth",
+        tmp_path / output,
+    ]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
     assert result.returncode == 0, result.stderr
     assert "neighbours within 3 A: O up to 12, H up to 24" in result.stdout
     form = package.load(tmp_path / output)
@@ -108,7 +123,9 @@ def test_what_the_command_writes_gives_the_same_in_ase(output, numbers, tmp_path
 
 def test_the_readme_shows_what_is_printed(capsys, monkeypatch):
     readme = (ROOT / "examples/deepmd/README.md").read_text()
-    program, printed = re.search("```python\n(.*?)```\n\n```text\n(.*?)```", readme, re.DOTALL).groups()
+    program, printed = re.search(
+        "```python\n(.*?)```\n\n```text\n(.*?)```", readme, re.DOTALL
+    ).groups()
     monkeypatch.chdir(ROOT)
     exec(program, {})
     assert capsys.readouterr().out == printed
@@ -137,7 +154,10 @@ REFUSED = {
     "descriptor.env_protection": (1e-6, "the descriptor has env_protection"),
     "descriptor.compress": (True, "the descriptor has compress"),
     "descriptor.precision": ("bfloat16", "the descriptor is of precision bfloat16"),
-    "descriptor.env_mat": ({"rcut": 3.0, "use_exp_switch": True}, "the environment has use_exp_switch"),
+    "descriptor.env_mat": (
+        {"rcut": 3.0, "use_exp_switch": True},
+        "the environment has use_exp_switch",
+    ),
     "fitting.type": ("dipole", "a fitting of type ener, got dipole"),
     "fitting.numb_fparam": (2, "the fitting has numb_fparam"),
     "fitting.exclude_types": ([1], "the fitting has exclude_types"),
@@ -161,7 +181,9 @@ def test_what_else_differs_is_refused_too(serialised, tmp_path):
     with pytest.raises(ValueError, match="davg differs between slots"):
         arrays(model)
     model = copy.deepcopy(serialised)
-    model["descriptor"]["embeddings"]["networks"][0]["layers"][0]["activation_function"] = "silut:3.0"
+    model["descriptor"]["embeddings"]["networks"][0]["layers"][0]["activation_function"] = (
+        "silut:3.0"
+    )
     with pytest.raises(ValueError, match="activation function silut:3.0 is not supported"):
         arrays(model)
     model = copy.deepcopy(serialised)
@@ -171,20 +193,25 @@ def test_what_else_differs_is_refused_too(serialised, tmp_path):
     torch.save({"weights": torch.ones(2)}, tmp_path / "weights.pth")
     with pytest.raises(ValueError, match="weights.pth: expected a frozen model"):
         load(tmp_path / "weights.pth")
-    with pytest.raises(ValueError, match="graph.pb: expected .pth, .pt, .dp or .yaml; `dp convert-backend`"):
+    with pytest.raises(
+        ValueError, match="graph.pb: expected .pth, .pt, .dp or .yaml; `dp convert-backend`"
+    ):
         load(tmp_path / "graph.pb")
 
 
 @pytest.mark.long
 def test_models_that_deepmd_kit_makes_anew_give_its_numbers(tmp_path):
-    """In build/deepmd, an environment of its own with the PyTorch that deepmd-kit was built with: 5.5 GB."""
+    """In build/deepmd, an environment of its own with the PyTorch that deepmd-kit was built with:
+    5.5 GB."""
     folder = ROOT / "build" / "deepmd" / "environment"
     if not (folder / "ready").exists():
         venv.create(folder, clear=True, with_pip=True)
         pip = [folder / "bin/python", "-m", "pip", "install", "-q", "deepmd-kit[torch]==3.2.0"]
         subprocess.run(pip, check=True)
         (folder / "ready").touch()
-    subprocess.run([folder / "bin/python", ROOT / "tests/deepmd_reference.py", tmp_path], check=True)
+    subprocess.run(
+        [folder / "bin/python", ROOT / "tests/deepmd_reference.py", tmp_path], check=True
+    )
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     names = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".json")
     assert len(names) == 24 and numbers.pop("deepmd-kit")

@@ -1,4 +1,5 @@
-"""examples/graph_potential: forces from edges against autograd through positions and strain; SevenNet where it is."""
+"""examples/graph_potential: forces from edges against autograd through positions and strain;
+SevenNet where it is."""
 
 import os
 import re
@@ -18,7 +19,8 @@ from edge_forces import edge_forces  # noqa: E402
 
 
 class Potential(torch.nn.Module):
-    """Two rounds of messages along the edges: what an edge gives depends on its atoms' other edges."""
+    """Two rounds of messages along the edges: what an edge gives depends on its atoms' other
+    edges."""
 
     def __init__(self):
         super().__init__()
@@ -26,7 +28,9 @@ class Potential(torch.nn.Module):
         self.first, self.second = torch.nn.Linear(3, 8).double(), torch.nn.Linear(8, 1).double()
 
     def forward(self, edge_index, edge_vec, natoms):
-        message = torch.tanh(self.first(edge_vec)) * torch.exp(-edge_vec.square().sum(1, keepdim=True))
+        message = torch.tanh(self.first(edge_vec)) * torch.exp(
+            -edge_vec.square().sum(1, keepdim=True)
+        )
         for _ in range(2):
             atoms = message.new_zeros(natoms, 8).index_add(0, edge_index[1], message)
             message = message * atoms[edge_index[0]].cos()
@@ -34,7 +38,8 @@ class Potential(torch.nn.Module):
 
 
 def structures(count, natoms=5):
-    """Positions [count * natoms, 3], complete graphs of each structure, and which atom is of which."""
+    """Positions [count * natoms, 3], complete graphs of each structure, and which atom is of
+    which."""
     batch = torch.arange(count).repeat_interleave(natoms)
     near = (batch[:, None] == batch) & ~torch.eye(len(batch), dtype=torch.bool)
     return torch.randn(len(batch), 3, dtype=torch.float64), near.nonzero().T.contiguous(), batch
@@ -49,7 +54,9 @@ def test_forces_and_virials_of_a_batch_are_those_of_autograd_through_positions_a
     gradients = torch.autograd.grad(energy.sum(), (positions, strain))
 
     edge_vec = (positions[edge_index[1]] - positions[edge_index[0]]).detach().requires_grad_()
-    force, virial, atom_virial = edge_forces(model(edge_index, edge_vec, 15), edge_index, edge_vec, 15, batch, 3)
+    force, virial, atom_virial = edge_forces(
+        model(edge_index, edge_vec, 15), edge_index, edge_vec, 15, batch, 3
+    )
     torch.testing.assert_close(force, -gradients[0])
     torch.testing.assert_close(virial.mT, -gradients[1])
     torch.testing.assert_close(torch.zeros_like(virial).index_add(0, batch, atom_virial), virial)
@@ -63,7 +70,9 @@ def test_a_loss_of_forces_has_the_gradients_of_autograd():
     force = edge_forces(energy, edge_index, edge_vec, 5, create_graph=True)[0]
     expected = -torch.autograd.grad(energy.sum(), positions, create_graph=True)[0]
     weights = list(model.first.parameters())
-    ours, theirs = (torch.autograd.grad(x.square().sum(), weights, retain_graph=True) for x in (force, expected))
+    ours, theirs = (
+        torch.autograd.grad(x.square().sum(), weights, retain_graph=True) for x in (force, expected)
+    )
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b)
 
@@ -86,6 +95,8 @@ def test_sevennet_gives_its_own_numbers_through_the_operator():
     values = re.findall(r"^  (?:forces|stress|virials),.* (\S+) +(\S+) +(\S+)$", found.stdout, re.M)
     assert len(values) == 3, found.stdout
     for largest, apart, moved in values:
-        assert float(apart) < 1e-6 * float(largest) and float(moved) < 3e-6 * float(largest), found.stdout
+        assert float(apart) < 1e-6 * float(largest) and float(moved) < 3e-6 * float(largest), (
+            found.stdout
+        )
     assert float(re.search(r"weights: (\S+)", found.stdout)[1]) < 1e-5
     assert float(re.search(r"ends are (\S+) A", found.stdout)[1]) < 1e-6

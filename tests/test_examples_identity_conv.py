@@ -1,4 +1,5 @@
-"""examples/identity_conv: the operator and the class wherever PyTorch takes one, and the packages in Python and C++."""
+"""examples/identity_conv: the operator and the class wherever PyTorch takes one, and the packages
+in Python and C++."""
 
 import copy
 import os
@@ -17,7 +18,15 @@ from _calcops_jit import cuda
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "identity_conv"
-DTYPES = [torch.float, torch.double, torch.half, torch.bfloat16, torch.int8, torch.complex128, torch.bool]
+DTYPES = [
+    torch.float,
+    torch.double,
+    torch.half,
+    torch.bfloat16,
+    torch.int8,
+    torch.complex128,
+    torch.bool,
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +42,14 @@ def example():
 def packages(request, example, tmp_path_factory):
     """What export_compile.py prints, and the folder it leaves."""
     out = tmp_path_factory.mktemp("identity_conv")
-    command = [sys.executable, FOLDER / "export_compile.py", "--out", out, "--device", request.param]
+    command = [
+        sys.executable,
+        FOLDER / "export_compile.py",
+        "--out",
+        out,
+        "--device",
+        request.param,
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
@@ -44,7 +60,14 @@ def packages(request, example, tmp_path_factory):
 def layouts(dtype, device):
     """Contiguous, of no elements or dimensions, transposed, with gaps, expanded, channels last."""
     x = (10 * torch.randn(2, 3, 4, 5, device=device)).to(dtype)
-    yield from [x, x[:0], x[0, 0, 0, 0], x.transpose(1, 3), x[:, ::2, 1:, ::3], x[:, :1].expand(2, 7, 4, 5)]
+    yield from [
+        x,
+        x[:0],
+        x[0, 0, 0, 0],
+        x.transpose(1, 3),
+        x[:, ::2, 1:, ::3],
+        x[:, :1].expand(2, 7, 4, 5),
+    ]
     yield x.to(memory_format=torch.channels_last)
 
 
@@ -111,14 +134,21 @@ def test_an_operator_that_takes_the_object_exports_with_a_fake_in_python_and_not
 
     assert run("").stdout == 3 * "[[1.0, 2.0, 3.0]]\n"
     without = run("torch.library.register_fake = lambda name: lambda function: function")
-    assert without.returncode and "no kernel for Meta on my_ops::identity_conv_object" in without.stderr
+    assert (
+        without.returncode
+        and "no kernel for Meta on my_ops::identity_conv_object" in without.stderr
+    )
 
 
 @pytest.mark.skipif(not cuda.find_toolkit()[0], reason="no nvcc for this PyTorch")
 def test_the_cuda_source_builds_without_a_gpu():
-    script = f"import calcops_jit; print(calcops_jit.load('identity_cu', ['{FOLDER}/identity_conv.cu']).path)"
+    script = (
+        "import calcops_jit; print(calcops_jit.load('identity_cu', "
+        f"['{FOLDER}/identity_conv.cu']).path)"
+    )
     environment = {"PYTHONPATH": str(ROOT), "CALCOPS_CUDA": "0", "TORCH_CUDA_ARCH_LIST": "9.0"}
-    environment["CALCOPS_BUILD"] = "0"  # the project's own operators would be compiled anew for this architecture
+    # The project's own operators would be compiled anew for this architecture.
+    environment["CALCOPS_BUILD"] = "0"
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     assert result.returncode == 0, result.stderr
@@ -135,13 +165,19 @@ def test_the_object_keeps_its_channels_when_it_is_copied_saved_and_scripted(exam
 
 def test_the_exported_graph_has_the_calls_of_the_document(packages):
     graph = packages[0]
-    calls = re.findall(r"%(\w+) : .*call_function\[target=torch\.ops\.([\w.]+)\]\(args = \((.+)\), kwargs", graph)
+    calls = re.findall(
+        r"%(\w+) : .*call_function\[target=torch\.ops\.([\w.]+)\]\(args = \((.+)\), kwargs", graph
+    )
     conv = "[1, 1], [0, 0], [1, 1], 3"
     assert calls == [
         ("conv2d", "aten.conv2d.default", f"%x, %p_layer1_conv_weight, None, {conv}"),
         ("call_torchbind", "higher_order.call_torchbind", "%obj_layer2_obj, forward, %conv2d"),
         ("identity_conv_op", "my_ops.identity_conv_op.default", "%call_torchbind,"),
-        ("conv2d_1", "aten.conv2d.default", f"%identity_conv_op, %p_layer4_conv_weight, None, {conv}"),
+        (
+            "conv2d_1",
+            "aten.conv2d.default",
+            f"%identity_conv_op, %p_layer4_conv_weight, None, {conv}",
+        ),
     ]
 
 
@@ -158,8 +194,12 @@ def test_program_and_library_need_neither_python_nor_a_search_path(packages, exa
     _, out, _ = packages
     environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
     for file in (out / "run_inference", example.custom_ops.library):
-        needed = subprocess.run(["ldd", file], capture_output=True, text=True, env=environment).stdout
-        assert "libtorch_cpu.so" in needed and not re.search(r"libpython|libtorch_python|not found", needed)
+        needed = subprocess.run(
+            ["ldd", file], capture_output=True, text=True, env=environment
+        ).stdout
+        assert "libtorch_cpu.so" in needed and not re.search(
+            r"libpython|libtorch_python|not found", needed
+        )
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the portable package is for x86-64")
@@ -173,7 +213,10 @@ def test_the_portable_package_has_no_instruction_beyond_avx2(packages, example):
     def beyond(package):
         shutil.unpack_archive(out / package, out / f"{package}.d", "zip")
         (library,) = (out / f"{package}.d").rglob("*.so")
-        return re.findall("%zmm|%k[0-7]|[xy]mm(?:1[6-9]|2[0-9]|3[01])", subprocess.getoutput(f"objdump -d {library}"))
+        return re.findall(
+            "%zmm|%k[0-7]|[xy]mm(?:1[6-9]|2[0-9]|3[01])",
+            subprocess.getoutput(f"objdump -d {library}"),
+        )
 
     assert not beyond("portable.pt2")
     if "avx512vl" in Path("/proc/cpuinfo").read_text():

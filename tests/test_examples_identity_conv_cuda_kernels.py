@@ -22,10 +22,19 @@ def operator(kernels, monkeypatch):
     return torch.ops.my_ops.identity_conv_op
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.half, torch.float32, torch.int64, torch.complex128])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.half, torch.float32, torch.int64, torch.complex128]
+)
 def test_a_copy_of_any_layout_and_dtype(kernels, operator, dtype):
     x = (10 * torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))).to(dtype)
-    layouts = [x, x[:0], x[0, 0, 0, 0], x.transpose(1, 3), x[:, ::2, 1:, ::3], x[:, :1].expand(2, 7, 4, 5)]
+    layouts = [
+        x,
+        x[:0],
+        x[0, 0, 0, 0],
+        x.transpose(1, 3),
+        x[:, ::2, 1:, ::3],
+        x[:, :1].expand(2, 7, 4, 5),
+    ]
     layouts += [x.to(memory_format=torch.channels_last), x.repeat(1, 5, 3, 1)[:, 1:, 2:]]
     for layout in layouts:
         same_bits(kernels(operator, layout), [layout])

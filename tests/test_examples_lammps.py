@@ -1,4 +1,5 @@
-"""examples/lammps: models on the operators against LAMMPS's own pair styles, where `make lammps` put LAMMPS."""
+"""examples/lammps: models on the operators against LAMMPS's own pair styles, where `make lammps`
+put LAMMPS."""
 
 import functools
 import os
@@ -10,7 +11,19 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from lammps_plugin import FOLDER, HOME, MELT, SHAKE, SHARE, SILICON, SW, THERMO, Lammps, difference, tables
+from lammps_plugin import (
+    FOLDER,
+    HOME,
+    MELT,
+    SHAKE,
+    SHARE,
+    SILICON,
+    SW,
+    THERMO,
+    Lammps,
+    difference,
+    tables,
+)
 
 sys.path.insert(0, str(FOLDER.parent / "potentials"))
 from lennard_jones import LennardJones  # noqa: E402
@@ -22,7 +35,8 @@ ATOMS += "set group all type/fraction 2 0.4 4711\nmass * 1.0\n" + SHAKE
 TILTED = ATOMS.format("", "prism 0 4 0 5 0 4 0.9 -0.7 1.3")
 SMALL = ATOMS.format("", "block 0 2 0 2 0 2")  # 3.4 sigma, less than two cutoffs
 CORNER = ATOMS.format("processors * 1 1", "block 0 16 0 4 0 4")
-CORNER += "region rest block 4 INF INF INF INF INF\ndelete_atoms region rest\n"  # 3 ranks of 4 have none
+# 3 ranks of 4 have none.
+CORNER += "region rest block 4 INF INF INF INF INF\ndelete_atoms region rest\n"
 
 MIXED = "pair_style lj/cut 2.5\npair_coeff 1 1 1.0 1.0\npair_coeff 2 2 0.7 1.1\n"
 OWN = {  # LAMMPS's pair style, a system for it, and the model that is to be the same
@@ -64,7 +78,8 @@ def pair(name, ending):
 
 @pytest.fixture(scope="module")
 def zero(lammps, models):
-    """zero(ranks)[name, ending]: energy, six pressures, and rows of atoms of `run 0`, all from one start of LAMMPS."""
+    """zero(ranks)[name, ending]: energy, six pressures, and rows of atoms of `run 0`, all from one
+    start of LAMMPS."""
 
     @functools.cache
     def zero(ranks):
@@ -97,14 +112,22 @@ run 0
         tables = re.findall(r"^ +PotEng.*\n(.*)\n", lammps(script, ranks), re.MULTILINE)
         assert len(tables) == len(keys)
         return {
-            key: (np.array(table.split(), float), np.loadtxt(models / f"{key[0]}{key[1]}.{ranks}", skiprows=9)[:, 1:])
+            key: (
+                np.array(table.split(), float),
+                np.loadtxt(models / f"{key[0]}{key[1]}.{ranks}", skiprows=9)[:, 1:],
+            )
             for key, table in zip(keys, tables)
         }
 
     return zero
 
 
-CASES = [(name, ending) for name in OWN for ending in (".pt", ".pt2") if ending == ".pt" or name in ("cut", "sw")]
+CASES = [
+    (name, ending)
+    for name in OWN
+    for ending in (".pt", ".pt2")
+    if ending == ".pt" or name in ("cut", "sw")
+]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -131,17 +154,21 @@ def test_atoms_of_lennard_jones_have_the_energies_and_stresses_of_lammps(zero, n
 def test_atoms_of_silicon_sum_up_to_energy_and_pressure(zero, ending, ranks):
     total, atoms = zero(ranks)["sw", ending]
     moving = atoms[:, 22:]
-    kinetic = 28.06 * 1.0364269e-4 * 1.6021765e6 * moving.T @ moving  # m v v in LAMMPS's metal constants
+    # M v v in LAMMPS's metal constants.
+    kinetic = 28.06 * 1.0364269e-4 * 1.6021765e6 * moving.T @ moving
     sums = atoms.sum(0)
     assert sums[6] == pytest.approx(total[0], rel=1e-12)
     pressure = (kinetic[[0, 1, 2, 0, 0, 1], [0, 1, 2, 1, 2, 2]] - sums[7:13]) / total[7]
-    np.testing.assert_allclose(pressure, total[1:7], rtol=1e-6, atol=1e-6 * np.abs(total[1:7]).max())
+    np.testing.assert_allclose(
+        pressure, total[1:7], rtol=1e-6, atol=1e-6 * np.abs(total[1:7]).max()
+    )
     np.testing.assert_array_equal(atoms[:, 7:13], atoms[:, 13:19])
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_atoms_of_silicon_have_the_virial_and_the_heat_flux_of_the_definition(zero, ranks):
-    """Compares with autograd: g_ij = -dE/dRij acts on j; W_j = sum g_ij Rij; J = sum e_i v_i + sum Rij (g_ij . v_j)."""
+    """Compares with autograd: g_ij = -dE/dRij acts on j; W_j = sum g_ij Rij; J = sum e_i v_i + sum
+    Rij (g_ij . v_j)."""
     total, atoms = zero(ranks)["sw", ".pt2"]
     atoms = torch.from_numpy(atoms)
     x, energy, centroid, v = atoms[:, :3], atoms[:, 6], atoms[:, 13:22], atoms[:, 22:]
@@ -157,11 +184,13 @@ def test_atoms_of_silicon_have_the_virial_and_the_heat_flux_of_the_definition(ze
     Rij = Rij.detach()
     W = torch.einsum("ija,ijb->jab", g, Rij)
     nktv2p, mvv2e = 1.6021765e6, 1.0364269e-4  # LAMMPS's constants of `units metal`
-    order = [(0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)]  # vector, force
+    # vector, force.
+    order = [(0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)]
     expected = -nktv2p * torch.stack([W[:, b, a] for a, b in order], -1)
     assert difference(centroid.numpy(), expected.numpy()) <= 1e-12
     assert difference(energy.numpy(), energies.detach().numpy()) <= 1e-12
-    assert difference((W - W.mT).numpy(), W.numpy()) > 0.01  # or the order of the nine would not be seen
+    # Or the order of the nine would not be seen.
+    assert difference((W - W.mT).numpy(), W.numpy()) > 0.01
     flux = (energies.detach() + 0.5 * mvv2e * 28.06 * v.square().sum(-1)) @ v
     flux += torch.einsum("ija,ijb,jb->a", Rij, g, v)
     assert difference(total[8:11], flux.numpy()) <= 1e-10
@@ -171,7 +200,12 @@ def test_atoms_of_silicon_have_the_virial_and_the_heat_flux_of_the_definition(ze
 def test_500_steps_conserve_energy_as_well_as_lammps(lammps, name, ending, skin):
     def run(ending):
         script = f"{OWN[name][0]}{pair(name, ending)}neighbor {skin} bin\n"
-        return script + "neigh_modify delay 0 every 5\nfix nve all nve\n" + THERMO + "thermo 10\nrun 500\n"
+        return (
+            script
+            + "neigh_modify delay 0 every 5\nfix nve all nve\n"
+            + THERMO
+            + "thermo 10\nrun 500\n"
+        )
 
     own, ours = tables(lammps(run(None) + "clear\n" + run(ending), 2))
     assert len(own) == 51
@@ -179,20 +213,34 @@ def test_500_steps_conserve_energy_as_well_as_lammps(lammps, name, ending, skin)
     own_drift, our_drift = (np.polyfit(steps, x[:, 3], 1)[0] * 500 for x in (own, ours))
     assert np.ptp(energy) < 0.02 * kinetic
     assert abs(our_drift - own_drift) <= 1e-7 * kinetic
-    np.testing.assert_allclose(ours[:20], own[:20], rtol=1e-9)  # afterwards rounding grows into chaos
+    # Afterwards rounding grows into chaos.
+    np.testing.assert_allclose(ours[:20], own[:20], rtol=1e-9)
 
 
 def test_a_run_goes_on_from_a_restart_file(lammps):
     style = pair("cut", ".pt2")
-    script = MELT + style + THERMO + "fix nve all nve\nrun 20\nwrite_restart melt.restart\nrun 20\nclear\n"
-    script += f"plugin load {lammps.plugin}\nread_restart melt.restart\n" + style + THERMO + "fix nve all nve\nrun 20\n"
+    script = (
+        MELT
+        + style
+        + THERMO
+        + "fix nve all nve\nrun 20\nwrite_restart melt.restart\nrun 20\nclear\n"
+    )
+    script += (
+        f"plugin load {lammps.plugin}\nread_restart melt.restart\n"
+        + style
+        + THERMO
+        + "fix nve all nve\nrun 20\n"
+    )
     _, straight, restarted = tables(lammps(script, 2))
     np.testing.assert_allclose(restarted[-1], straight[-1], rtol=1e-10)
 
 
 def test_threads_are_as_many_as_asked_for_and_change_nothing(lammps):
-    """A second OpenMP library would bring a second pool; at::set_num_threads adds one thread that stays idle."""
-    script = SILICON + pair("sw", ".pt2") + THERMO + "run 1\nshell 'grep Threads: /proc/$PPID/status'\n"
+    """A second OpenMP library would bring a second pool; at::set_num_threads adds one thread that
+    stays idle."""
+    script = (
+        SILICON + pair("sw", ".pt2") + THERMO + "run 1\nshell 'grep Threads: /proc/$PPID/status'\n"
+    )
     printed = {threads: lammps(script, 1, threads) for threads in (1, 2, 3)}
     count = {n: int(re.search(r"Threads:\s+(\d+)", text)[1]) for n, text in printed.items()}
     assert 1 <= count[2] - count[1] == count[3] - count[2] <= 2
@@ -217,7 +265,10 @@ def test_single_precision_is_right_to_single_precision(lammps, models, zero):
 @pytest.mark.parametrize("ending", [".pt", ".pt2"])
 def test_a_gpu_gives_the_forces_of_lammps(lammps, models, zero, ending):
     save(LennardJones(), models / f"gpu{ending}", device="cuda")
-    dump = f"dump atoms all custom 1 gpu{ending}.1 id fx fy fz\ndump_modify atoms sort id format float %.17g\n"
+    dump = (
+        f"dump atoms all custom 1 gpu{ending}.1 id fx fy fz\n"
+        "dump_modify atoms sort id format float %.17g\n"
+    )
     lammps(MELT + f"pair_style calcops gpu{ending}\npair_coeff * * X\n" + dump + "run 0\n")
     ours = np.loadtxt(models / f"gpu{ending}.1", skiprows=9)[:, 1:]
     assert difference(ours, zero(1)["cut", None][1][:, 3:6]) <= 1e-12
@@ -231,10 +282,19 @@ class Limited(LennardJones):
     "script, message",
     [
         ("newton off\n" + MELT + pair("cut", ".pt"), "expected newton on"),
-        (MELT + "pair_style calcops limited.pt\npair_coeff * * X", r"at most 40 neighbours.*, got \d\d within"),
+        (
+            MELT + "pair_style calcops limited.pt\npair_coeff * * X",
+            r"at most 40 neighbours.*, got \d\d within",
+        ),
         (MELT.replace("lj", "metal", 1) + pair("cut", ".pt"), "expected units lj.*, got metal"),
-        (MELT + "pair_style calcops cut.pt\npair_coeff * * Ar", r"that the model has \(X\), got Ar"),
-        (MELT + "pair_style calcops cut.pt\npair_coeff * * X X", r"expected pair_coeff \* \* and 1 names"),
+        (
+            MELT + "pair_style calcops cut.pt\npair_coeff * * Ar",
+            r"that the model has \(X\), got Ar",
+        ),
+        (
+            MELT + "pair_style calcops cut.pt\npair_coeff * * X X",
+            r"expected pair_coeff \* \* and 1 names",
+        ),
         (MELT + "pair_style calcops absent.pt2", "absent.pt2: cannot be read"),
         (MELT + "pair_style calcops in.test", r"ends in .pt2 or .pt"),
         (MELT + "pair_style calcops strange.pt", "expected the metadata cutoff, got none"),
@@ -251,10 +311,16 @@ def test_what_cannot_be_run_is_refused_with_the_reason(lammps, models, script, m
     if "limited" in script:
         save(Limited(), models / "limited.pt")
     if "foreign" in script:
-        with zipfile.ZipFile(models / "cut.pt2") as source, zipfile.ZipFile(models / "foreign.pt2", "w") as copy:
+        with (
+            zipfile.ZipFile(models / "cut.pt2") as source,
+            zipfile.ZipFile(models / "foreign.pt2", "w") as copy,
+        ):
             for item in source.infolist():
                 copy.writestr(
-                    item, source.read(item).replace(b'"AOTI_DEVICE_KEY": "cpu"', b'"AOTI_DEVICE_KEY": "cuda"')
+                    item,
+                    source.read(item).replace(
+                        b'"AOTI_DEVICE_KEY": "cpu"', b'"AOTI_DEVICE_KEY": "cuda"'
+                    ),
                 )
     torch.jit.save(torch.jit.script(torch.nn.Identity()), models / "strange.pt")
     (models / "broken.pt2").write_bytes(b"PK")
@@ -263,13 +329,24 @@ def test_what_cannot_be_run_is_refused_with_the_reason(lammps, models, script, m
 
 
 def example(*arguments):
-    command = [HOME / "bin" / "mpiexec", "-n", "2", HOME / "bin" / "lmp", "-log", "none", "-in", FOLDER / "in.silicon"]
+    command = [
+        HOME / "bin" / "mpiexec",
+        "-n",
+        "2",
+        HOME / "bin" / "lmp",
+        "-log",
+        "none",
+        "-in",
+        FOLDER / "in.silicon",
+    ]
     environment = os.environ | {"LAMMPS_POTENTIALS": str(SHARE / "potentials")}
     return subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment)
 
 
 def test_the_example_prints_what_lammps_prints(lammps, models):
-    ours = tables(example("-var", "plugin", lammps.plugin, "-var", "model", models / "sw.pt2").stdout)[0]
+    ours = tables(
+        example("-var", "plugin", lammps.plugin, "-var", "model", models / "sw.pt2").stdout
+    )[0]
     np.testing.assert_array_equal(ours[:, :5], tables(example().stdout)[0])
     printed = re.search(r"```text\n(.*?)```", (FOLDER / "README.md").read_text(), re.DOTALL)[1]
     np.testing.assert_allclose(tables(printed)[0][:, :5], ours[:, :5], rtol=1e-6)

@@ -1,4 +1,5 @@
-"""examples/lammps: a committee of models moves atoms by its first and tells how far the others deviate."""
+"""examples/lammps: a committee of models moves atoms by its first and tells how far the others
+deviate."""
 
 import ast
 import importlib.util
@@ -16,7 +17,10 @@ from package import save  # noqa: E402
 
 MODELS = {"a": (1.0, 1.0), "b": (1.1, 1.0), "c": (0.95, 1.02)}  # epsilon and sigma
 ALONE = "pair_style calcops {}\npair_coeff * * X X\n"
-HYBRID = "pair_style hybrid calcops {} lj/cut 2.5\npair_coeff * * calcops X NULL\npair_coeff * 2 lj/cut 0.9 1.05\n"
+HYBRID = (
+    "pair_style hybrid calcops {} lj/cut 2.5\npair_coeff * * calcops X NULL\n"
+    "pair_coeff * 2 lj/cut 0.9 1.05\n"
+)
 COMMITTEE = ALONE.format("a.pt b.pt c.pt")
 SYSTEM = re.sub(r"(create_box +)1", r"\1 2", re.sub(r"(mass +)1", r"\1*", MELT))
 SYSTEM += "set group all type/fraction 2 0.3 4711\n"
@@ -36,7 +40,10 @@ def lammps(tmp_path_factory):
 
 
 def dump(name, columns):
-    return f"dump atoms all custom 1 {name} id {columns}\ndump_modify atoms sort id format float %.17g\n"
+    return (
+        f"dump atoms all custom 1 {name} id {columns}\n"
+        "dump_modify atoms sort id format float %.17g\n"
+    )
 
 
 def forces_and_virials(lammps, ranks=1, style=ALONE):
@@ -55,9 +62,12 @@ def forces_and_virials(lammps, ranks=1, style=ALONE):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("style", [ALONE, HYBRID], ids=["alone", "hybrid"])
 def test_the_deviations_are_those_of_the_definition(lammps, style, ranks):
-    """In a hybrid style the forces of the other style are in all that is compared, and deviate by nothing."""
+    """In a hybrid style the forces of the other style are in all that is compared, and deviate by
+    nothing."""
     forces, virials = forces_and_virials(lammps, ranks, style)
-    script = SYSTEM + style.format("a.pt b.pt c.pt") + DEVIATION + dump("devi", "type fx fy fz f_atoms")
+    script = (
+        SYSTEM + style.format("a.pt b.pt c.pt") + DEVIATION + dump("devi", "type fx fy fz f_atoms")
+    )
     found = tables(lammps(script + THERMO.format(COLUMNS) + "run 0\n", ranks))[0][0, 2:]
     type, *force, deviation = np.loadtxt(lammps.folder / "devi", skiprows=9)[:, 1:].T
     assert 0.2 < (type == 2).mean() < 0.4
@@ -69,7 +79,9 @@ def test_the_deviations_are_those_of_the_definition(lammps, style, ranks):
     assert difference(deviation[counted], of_atoms) <= 1e-12 and not deviation[~counted].any()
     expected = [of_virial.max(), of_virial.min(), np.linalg.norm(of_virial) / 3]
     np.testing.assert_allclose(found[:3], expected, rtol=1e-9)
-    np.testing.assert_allclose(found[3:], [of_atoms.max(), of_atoms.min(), of_atoms.mean()], rtol=1e-11)
+    np.testing.assert_allclose(
+        found[3:], [of_atoms.max(), of_atoms.min(), of_atoms.mean()], rtol=1e-11
+    )
 
 
 def test_they_are_deepmd_kits_numbers(lammps):
@@ -84,8 +96,13 @@ def test_they_are_deepmd_kits_numbers(lammps):
     exec(compile(tree, "model_devi.py", "exec"), model_devi)
     forces, virials = forces_and_virials(lammps)
     virials /= len(forces[0])
-    found = tables(lammps(SYSTEM + COMMITTEE + DEVIATION + THERMO.format(COLUMNS) + "run 0\n"))[0][0, 2:]
-    theirs = [*model_devi["calc_model_devi_v"](virials[:, None]), *model_devi["calc_model_devi_f"](forces[:, None])]
+    found = tables(lammps(SYSTEM + COMMITTEE + DEVIATION + THERMO.format(COLUMNS) + "run 0\n"))[0][
+        0, 2:
+    ]
+    theirs = [
+        *model_devi["calc_model_devi_v"](virials[:, None]),
+        *model_devi["calc_model_devi_f"](forces[:, None]),
+    ]
     np.testing.assert_allclose(found, np.concatenate(theirs), rtol=1e-9)
 
 
@@ -93,7 +110,14 @@ def test_they_are_deepmd_kits_numbers(lammps):
 def test_the_first_model_moves_the_atoms_and_a_fix_sees_every_step(lammps, ranks):
     run = "velocity all create 1.44 87287 loop geom\nfix nve all nve\nthermo 5\nrun 10\n"
     alone = tables(lammps(SYSTEM + ALONE.format("a.pt") + THERMO.format("etotal") + run, ranks))[0]
-    script = SYSTEM + COMMITTEE + DEVIATION + dump("devi", "f_atoms") + THERMO.format("etotal c_devi[9]") + run
+    script = (
+        SYSTEM
+        + COMMITTEE
+        + DEVIATION
+        + dump("devi", "f_atoms")
+        + THERMO.format("etotal c_devi[9]")
+        + run
+    )
     found = tables(lammps(script, ranks))[0]
     np.testing.assert_array_equal(found[:, :3], alone)
     written = re.findall(r"^\d+ (\S+) *$", (lammps.folder / "devi").read_text(), re.MULTILINE)
@@ -104,13 +128,18 @@ def test_the_first_model_moves_the_atoms_and_a_fix_sees_every_step(lammps, ranks
 
 def test_a_run_stops_where_they_deviate_too_far(lammps):
     script = SYSTEM + COMMITTEE + DEVIATION.partition("fix")[0] + "variable devi equal c_devi[9]\n"
-    script += "fix nve all nve\nvelocity all create 20 87287\nfix stop all halt 1 v_devi > LIMIT error soft\n"
+    script += (
+        "fix nve all nve\nvelocity all create 20 87287\n"
+        "fix stop all halt 1 v_devi > LIMIT error soft\n"
+    )
     script += THERMO.format("v_devi") + "run 100\n"
     start = tables(lammps(script.replace("LIMIT", "1e9")))[0]
     assert len(start) == 2 and start[0, 2] < start[1, 2]
     limit = (start[0, 2] + start[1, 2]) / 2
     printed = lammps(script.replace("LIMIT", str(limit)))
-    step, value = re.search(r"halt condition .* met on step (\d+) with value (\S+)", printed).groups()
+    step, value = re.search(
+        r"halt condition .* met on step (\d+) with value (\S+)", printed
+    ).groups()
     assert 0 < int(step) < 100 and float(value) > limit
 
 
@@ -123,7 +152,9 @@ def test_a_run_stops_where_they_deviate_too_far(lammps):
     ],
 )
 def test_models_that_do_not_belong_together_are_refused(lammps, files, message):
-    printed = lammps(SYSTEM + f"pair_style calcops {files}\npair_coeff * * X X\nrun 0\n", fails=True)
+    printed = lammps(
+        SYSTEM + f"pair_style calcops {files}\npair_coeff * * X X\nrun 0\n", fails=True
+    )
     assert f"Pair style calcops: {message}" in re.sub(r"\s+", " ", printed)
 
 

@@ -1,4 +1,5 @@
-"""examples/lammps: a model that passes messages is the same on any number of ranks as on the periodic graph."""
+"""examples/lammps: a model that passes messages is the same on any number of ranks as on the
+periodic graph."""
 
 import itertools
 import os
@@ -18,14 +19,24 @@ from package import save  # noqa: E402
 
 CUTOFF = 1.7
 ABOUT = {"cutoff": CUTOFF, "units": "lj", "type_names": ["A", "B"]}
-ATOMS = "units lj\natom_modify map array\n{}\nlattice fcc 0.8442\nregion box {}\ncreate_box 2 box\ncreate_atoms 1 box\n"
-ATOMS += "set group all type/fraction 2 0.4 4711\nmass * 1.0\nvelocity all create 1.44 87287 loop geom\n" + SHAKE
+ATOMS = (
+    "units lj\natom_modify map array\n{}\nlattice fcc 0.8442\nregion box {}\n"
+    "create_box 2 box\ncreate_atoms 1 box\n"
+)
+ATOMS += (
+    "set group all type/fraction 2 0.4 4711\nmass * 1.0\nvelocity all create 1.44 87287 loop geom\n"
+    + SHAKE
+)
 SYSTEMS = {
     "block": ATOMS.format("", "block 0 4 0 4 0 3"),
-    "small": ATOMS.format("", "block 0 1 0 2 0 1"),  # 1.7 sigma: an atom is a neighbour of its own images
+    # 1.7 sigma: an atom is a neighbour of its own images.
+    "small": ATOMS.format("", "block 0 1 0 2 0 1"),
     "tilted": ATOMS.format("", "prism 0 4 0 4 0 4 0.9 -0.7 0.4"),
-    "surface": ATOMS.format("boundary p p f", "block 0 3 0 3 0 8").replace("0.8442", "0.8442 origin 0 0 0.9")
-    + "region gas block INF INF INF INF 3.2 INF\ndelete_atoms region gas\n",  # of 4 ranks 2 have no atoms
+    "surface": ATOMS.format("boundary p p f", "block 0 3 0 3 0 8").replace(
+        "0.8442", "0.8442 origin 0 0 0.9"
+    )
+    # Of 4 ranks 2 have no atoms.
+    + "region gas block INF INF INF INF 3.2 INF\ndelete_atoms region gas\n",
 }
 for name in SYSTEMS:  # on any number of ranks the same
     SYSTEMS[name] += "reset_atoms id sort yes\n"
@@ -35,7 +46,10 @@ SKIN = 0.3
 
 def style(layers, ending=".pt", names="B A", cutoff=None):
     cutoff = layers * CUTOFF + SKIN if cutoff is None else cutoff
-    return f"comm_modify cutoff {cutoff}\npair_style calcops messages{layers}{ending}\npair_coeff * * {names}\n"
+    return (
+        f"comm_modify cutoff {cutoff}\npair_style calcops messages{layers}{ending}\n"
+        f"pair_coeff * * {names}\n"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,18 +72,21 @@ RUN = "neigh_modify delay 0 every 1\nfix nve all nve\n"
 DUMP = "dump atoms all custom 1000 {} id type xu yu zu fx fy fz c_e c_s[*] c_c[*]\n"
 DUMP += "dump_modify atoms sort id format float %.17g first yes\n"
 COMPUTES = (
-    "compute e all pe/atom\ncompute s all stress/atom NULL virial\ncompute c all centroid/stress/atom NULL virial\n"
+    "compute e all pe/atom\ncompute s all stress/atom NULL virial\n"
+    "compute c all centroid/stress/atom NULL virial\n"
 )
 CELL = "compute p all pressure NULL virial\nthermo_style custom step pe c_p[*] lx ly lz xy xz yz\n"
 CELL += "thermo_modify norm no format float %.17g\n"
 
 
 def expected(module, types, x, cell, periodic):
-    """Energy, six of the pressure's tensor, and of each atom: force, energy, six and nine of its virial, all from
-    autograd on the graph whose nodes are the atoms of the cell."""
+    """Energy, six of the pressure's tensor, and of each atom: force, energy, six and nine of its
+    virial, all from autograd on the graph whose nodes are the atoms of the cell."""
     x = torch.from_numpy(x)
     cell = torch.from_numpy(cell)
-    heights = cell.det().abs() / torch.stack([torch.linalg.cross(cell[i - 2], cell[i - 1]).norm() for i in range(3)])
+    heights = cell.det().abs() / torch.stack(
+        [torch.linalg.cross(cell[i - 2], cell[i - 1]).norm() for i in range(3)]
+    )
     images = [int(np.ceil(CUTOFF / h)) + 1 if p else 0 for h, p in zip(heights.tolist(), periodic)]
     edges, shifts = [], []
     for image in itertools.product(*(range(-n, n + 1) for n in images)):
@@ -79,7 +96,10 @@ def expected(module, types, x, cell, periodic):
         edges.append(found)
         shifts.append(shift.expand(found.shape[1], 3))
     edges, shifts = torch.cat(edges, 1), torch.cat(shifts)
-    leaf, strain = x.clone().requires_grad_(), torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
+    leaf, strain = (
+        x.clone().requires_grad_(),
+        torch.zeros(3, 3, dtype=torch.float64, requires_grad=True),
+    )
     vectors = leaf[edges[1]] - leaf[edges[0]] + shifts
     vectors = vectors + vectors @ strain
     energies = module(torch.from_numpy(types), edges, vectors, len(x))
@@ -112,7 +132,10 @@ def farthest(ours, theirs):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_all_numbers_are_those_of_the_periodic_graph(lammps, modules, ranks):
-    script, cases = "", [(name, layers, ".pt") for name in SYSTEMS for layers in modules] + [("tilted", 2, ".pt2")]
+    script, cases = (
+        "",
+        [(name, layers, ".pt") for name in SYSTEMS for layers in modules] + [("tilted", 2, ".pt2")],
+    )
     for name, layers, ending in cases:
         script += f"clear\n{SYSTEMS[name]}{style(layers, ending)}{COMPUTES}{CELL}"
         script += f"{DUMP.format(f'{name}{layers}{ending}.{ranks}')}run 0\n"
@@ -121,13 +144,27 @@ def test_all_numbers_are_those_of_the_periodic_graph(lammps, modules, ranks):
         compare(modules[layers], table[0], dumped, (1, 1, name != "surface"))
 
 
-@pytest.mark.parametrize("name, layers, ending", [("block", 2, ".pt2"), ("tilted", 3, ".pt"), ("surface", 3, ".pt")])
-def test_a_run_is_the_same_on_any_number_of_ranks_and_threads(lammps, modules, name, layers, ending):
-    """Atoms move into the skin, out of it and to other ranks. Rounding grows tenfold in as many steps as these."""
+@pytest.mark.parametrize(
+    "name, layers, ending", [("block", 2, ".pt2"), ("tilted", 3, ".pt"), ("surface", 3, ".pt")]
+)
+def test_a_run_is_the_same_on_any_number_of_ranks_and_threads(
+    lammps, modules, name, layers, ending
+):
+    """Atoms move into the skin, out of it and to other ranks. Rounding grows tenfold in as many
+    steps as these."""
 
     def run(ranks, threads=1, more=""):
         dump = DUMP.format("run").replace("1000", "40")
-        script = SYSTEMS[name] + style(layers, ending) + COMPUTES + CELL + dump + RUN + more + "thermo 10\nrun 40\n"
+        script = (
+            SYSTEMS[name]
+            + style(layers, ending)
+            + COMPUTES
+            + CELL
+            + dump
+            + RUN
+            + more
+            + "thermo 10\nrun 40\n"
+        )
         printed = lammps(script, ranks, threads)
         assert int(re.search(r"Neighbor list builds = (\d+)", printed)[1]) > 3
         assert "Dangerous builds = 0" in printed
@@ -149,12 +186,22 @@ def test_a_run_is_the_same_on_any_number_of_ranks_and_threads(lammps, modules, n
 @pytest.mark.parametrize("comm", ["", "comm_modify cutoff 3.5\n", "comm_modify cutoff 3.69999\n"])
 def test_too_few_ghosts_are_refused_with_the_line_that_is_missing(lammps, comm):
     got = comm.split()[-1] if comm else "2"
-    printed = lammps(SYSTEMS["block"] + style(2).partition("\n")[2] + comm + "run 0\n", 2, fails=True)
-    message = f"expected comm_modify cutoff 3.7 or more, 2 layers of cutoff 1.7 and the skin 0.3, got {got}"
+    printed = lammps(
+        SYSTEMS["block"] + style(2).partition("\n")[2] + comm + "run 0\n", 2, fails=True
+    )
+    message = (
+        "expected comm_modify cutoff 3.7 or more, 2 layers of cutoff 1.7 and the "
+        f"skin 0.3, got {got}"
+    )
     assert f"Pair style calcops: {message}" in re.sub(r"\s+", " ", printed)
     # A style with a longer cutoff brings the ghosts, too.
     hybrid = style(2).partition("\n")[2].replace("calcops", "hybrid/overlay zero 3.4 calcops")
-    lammps(SYSTEMS["block"] + hybrid.replace("coeff * *", "coeff * * calcops") + "pair_coeff * * zero\nrun 0\n", 2)
+    lammps(
+        SYSTEMS["block"]
+        + hybrid.replace("coeff * *", "coeff * * calcops")
+        + "pair_coeff * * zero\nrun 0\n",
+        2,
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,8 +212,14 @@ def test_too_few_ghosts_are_refused_with_the_line_that_is_missing(lammps, comm):
             "expected comm_modify mode single for a model that passes messages",
         ),
         ("newton off\n", "expected newton on"),
-        ("create_atoms 1 single 0.1 0.1 0.1\ncreate_atoms 1 single 0.1 0.1 0.1\n", "at the same place"),
-        ("pair_style calcops messages2.pt messages3.pt\n", "expected the layers of messages2.pt, got another"),
+        (
+            "create_atoms 1 single 0.1 0.1 0.1\ncreate_atoms 1 single 0.1 0.1 0.1\n",
+            "at the same place",
+        ),
+        (
+            "pair_style calcops messages2.pt messages3.pt\n",
+            "expected the layers of messages2.pt, got another",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused(lammps, script, message):
@@ -193,7 +246,9 @@ def test_a_committee_deviates_by_the_forces_of_each(lammps, ranks):
     for files in ("messages2.pt", "other.pt", "messages2.pt other.pt"):
         script = SYSTEMS["tilted"] + style(2).replace("messages2.pt", files) + COMPUTES
         script += "compute devi all pair calcops\n" * (" " in files) + DUMP.format("committee")
-        script += THERMO.replace("press", "press c_devi[9]" if " " in files else "press") + "run 0\n"
+        script += (
+            THERMO.replace("press", "press c_devi[9]" if " " in files else "press") + "run 0\n"
+        )
         table = tables(lammps(script, ranks))[0]
         found[files] = table, np.loadtxt(lammps.folder / "committee", skiprows=9)
     (_, first), (_, second), (table, both) = found.values()
@@ -205,10 +260,14 @@ def test_a_committee_deviates_by_the_forces_of_each(lammps, ranks):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bonded_atoms_count_fully_or_are_refused(lammps, ranks):
     bonded = re.sub(
-        "(create_box 2 box)", r"\1 bond/types 1 extra/bond/per/atom 12 extra/special/per/atom 99", SYSTEMS["block"]
+        "(create_box 2 box)",
+        r"\1 bond/types 1 extra/bond/per/atom 12 extra/special/per/atom 99",
+        SYSTEMS["block"],
     )
     bonded = bonded.replace("units lj\n", "units lj\natom_style bond\n")
-    bonded += "bond_style zero\nbond_coeff *\npair_style zero 1.7\npair_coeff * *\ncomm_modify cutoff 4\n"
+    bonded += (
+        "bond_style zero\nbond_coeff *\npair_style zero 1.7\npair_coeff * *\ncomm_modify cutoff 4\n"
+    )
     bonded += "create_bonds many all all 1 0.1 1.2\n" + style(2)
     full = tables(lammps(bonded + "special_bonds lj/coul 1 1 1\n" + THERMO + "run 0\n", ranks))[0]
     plain = tables(lammps(SYSTEMS["block"] + style(2) + THERMO + "run 0\n", ranks))[0]
@@ -219,7 +278,8 @@ def test_bonded_atoms_count_fully_or_are_refused(lammps, ranks):
 
 SEVENNET = FOLDER.parent / "graph_potential"
 PYTHON = FOLDER.parent.parent / "build" / "graph_potential" / "bin" / "python"
-# SevenNet's own graph, forces and stress; its one-hot code asks for float32 whatever the weights are.
+# SevenNet's own graph, forces and stress; its one-hot code asks for float32 whatever the weights
+# are.
 OWN_NUMBERS = """
 import sys, numpy, torch, sevenn._keys as KEY
 from ase import Atoms
@@ -249,18 +309,32 @@ def test_a_pretrained_sevennet_gives_its_own_numbers_on_any_number_of_ranks(lamm
 
     def python(*arguments):
         command = [PYTHON, "-W", "ignore", *arguments]
-        found = subprocess.run(command, cwd=lammps.folder, env=environment, capture_output=True, text=True)
+        found = subprocess.run(
+            command, cwd=lammps.folder, env=environment, capture_output=True, text=True
+        )
         assert found.returncode == 0, found.stderr
 
     python(SEVENNET / "package_sevennet.py", "7net-0", lammps.folder / "7net-0.pt")
-    script = "units metal\nboundary p f f\natom_modify map array\nregion box block 0 45.12 -20 20 -20 20\n"
+    script = (
+        "units metal\nboundary p f f\natom_modify map array\n"
+        "region box block 0 45.12 -20 20 -20 20\n"
+    )
     script += "create_box 2 box\nmass 1 22.99\nmass 2 35.45\n"
     for i in range(64):
         x, y, z = i // 4 % 16, i // 2 % 2, i % 2
-        script += f"create_atoms {1 + (x + y + z) % 2} single {2.82 * x + 0.1} {2.82 * y} {2.82 * z}\n"
-    script += SHAKE + "reset_atoms id sort yes\nvelocity all create 900 87287 loop geom\nneighbor 1.0 bin\n"
+        script += (
+            f"create_atoms {1 + (x + y + z) % 2} single {2.82 * x + 0.1} {2.82 * y} {2.82 * z}\n"
+        )
+    script += (
+        SHAKE
+        + "reset_atoms id sort yes\nvelocity all create 900 87287 loop geom\nneighbor 1.0 bin\n"
+    )
     script += "pair_style calcops 7net-0.pt\npair_coeff * * Na Cl\n" + COMPUTES + RUN
-    script += CELL.replace("lx ly lz xy xz yz", "vol") + DUMP.replace("1000", "10") + "thermo 10\nrun 10\n"
+    script += (
+        CELL.replace("lx ly lz xy xz yz", "vol")
+        + DUMP.replace("1000", "10")
+        + "thermo 10\nrun 10\n"
+    )
     refused = lammps(script.format("refused"), fails=True)
     assert "expected comm_modify cutoff 26 or more" in re.sub(r"\s+", " ", refused)
     alone = None
@@ -270,7 +344,10 @@ def test_a_pretrained_sevennet_gives_its_own_numbers_on_any_number_of_ranks(lamm
         for frame, row in zip((first, last), table):
             (lammps.folder / "frame").write_text("\n" + frame.lstrip("\n"))
             python("-c", OWN_NUMBERS, "frame", "45.12", "40", "40")
-            dumped, own = np.loadtxt(lammps.folder / "frame", skiprows=9), np.loadtxt(lammps.folder / "own")
+            dumped, own = (
+                np.loadtxt(lammps.folder / "frame", skiprows=9),
+                np.loadtxt(lammps.folder / "own"),
+            )
             assert farthest(dumped[:, 5:9], own) <= 1e-12
             assert row[1] == pytest.approx(own[:, 3].sum(), rel=1e-12)
             pressure = np.loadtxt(lammps.folder / "own.pressure")[[0, 1, 2, 3, 5, 4]] * 1.6021765e6

@@ -1,4 +1,5 @@
-"""examples/lammps: an option of LAMMPS does for a model what it does for LAMMPS's own styles, or it is refused."""
+"""examples/lammps: an option of LAMMPS does for a model what it does for LAMMPS's own styles, or it
+is refused."""
 
 import re
 import sys
@@ -28,9 +29,12 @@ def lammps(tmp_path_factory):
 
 
 def refusal(lammps, script, ranks=1):
-    # A rank that aborts takes the others down, and on a busy machine mpiexec may end before it has passed its words on.
+    # A rank that aborts takes the others down, and on a busy machine mpiexec may end before it has
+    # passed its words on.
     for _ in range(3):
-        if found := re.search(r"ERROR.*(Pair style calcops: .*)", lammps(script, ranks, fails=True)):
+        if found := re.search(
+            r"ERROR.*(Pair style calcops: .*)", lammps(script, ranks, fails=True)
+        ):
             return found[1]
     raise AssertionError("no word of the reason")
 
@@ -39,8 +43,13 @@ def refusal(lammps, script, ranks=1):
 def test_a_tail_or_a_shift_that_the_model_has_not_is_refused(lammps, option, changed):
     plain, with_option = tables(lammps(f"{MELT}{OWN}{ZERO}pair_modify {option} yes\n{ZERO}"))
     assert abs(with_option[0, changed] / plain[0, changed] - 1) > 0.02, "so it must not be ignored"
-    assert f"expected pair_modify {option} no" in refusal(lammps, f"{MELT}{OURS}pair_modify {option} yes\nrun 0\n")
-    hybrid = "pair_style hybrid/overlay calcops lj.pt zero 2.5\npair_coeff * * calcops X\npair_coeff * * zero\n"
+    assert f"expected pair_modify {option} no" in refusal(
+        lammps, f"{MELT}{OURS}pair_modify {option} yes\nrun 0\n"
+    )
+    hybrid = (
+        "pair_style hybrid/overlay calcops lj.pt zero 2.5\npair_coeff * * calcops X\n"
+        "pair_coeff * * zero\n"
+    )
     script = MELT + hybrid + f"pair_modify pair calcops {option} yes\nrun 0\n"
     assert f"expected pair_modify {option} no" in refusal(lammps, script)
     ours = tables(lammps(f"{MELT}{OURS}pair_modify {option} no\n{ZERO}"))[0]
@@ -66,7 +75,9 @@ def test_bonded_pairs_count_fully_or_are_refused(lammps, ranks):
     assert "expected special_bonds lj 1 1 1 for bonded atoms" in refusal(
         lammps, BONDED + BONDS + BOTH + "special_bonds lj/coul 0 0 0\nrun 0\n", ranks
     )
-    assert "got 1 0.5 1" in refusal(lammps, BONDED + BONDS + BOTH + "special_bonds lj/coul 1 0.5 1\nrun 0\n", ranks)
+    assert "got 1 0.5 1" in refusal(
+        lammps, BONDED + BONDS + BOTH + "special_bonds lj/coul 1 0.5 1\nrun 0\n", ranks
+    )
 
     weighted = f"special_bonds lj/coul 1 0.5 1\n{ZERO}special_bonds lj/coul 0 0 0\n{ZERO}"
     full = f"special_bonds lj 1 1 1 coul 0 0 0.5\n{ZERO}"
@@ -76,7 +87,10 @@ def test_bonded_pairs_count_fully_or_are_refused(lammps, ranks):
 
 
 def test_weights_of_bonds_that_do_not_exist_matter_to_nobody(lammps):
-    own, ours = (tables(lammps(f"{BONDED}{style}special_bonds lj/coul 0 0 0\n{ZERO}"))[0] for style in (OWN, BOTH))
+    own, ours = (
+        tables(lammps(f"{BONDED}{style}special_bonds lj/coul 0 0 0\n{ZERO}"))[0]
+        for style in (OWN, BOTH)
+    )
     assert difference(ours, own) <= 1e-12
 
 
@@ -84,23 +98,41 @@ def test_bonds_among_atoms_that_the_model_does_not_see_are_left_to_their_style(l
     weights = "special_bonds lj/coul 0 0.5 1\n"
     ours = "pair_style hybrid calcops lj.pt lj/cut 2.5\npair_coeff * * calcops X NULL\n"
     ours += "pair_coeff 1 2 lj/cut 1 1\npair_coeff 2 2 lj/cut 1 1\n"
-    tables_of = [tables(lammps(BONDED + BONDS + style + weights + ZERO))[0] for style in (OWN, ours)]
+    tables_of = [
+        tables(lammps(BONDED + BONDS + style + weights + ZERO))[0] for style in (OWN, ours)
+    ]
     assert difference(tables_of[1], tables_of[0]) <= 1e-12
 
 
 def test_a_hybrid_style_may_give_the_model_weights_of_its_own(lammps):
     """LAMMPS keeps pairs in the list whose weight is not 0 but nearly so."""
-    own = "pair_style hybrid/overlay lj/cut 2.5 lj/cut 2.5\npair_coeff * * lj/cut 1 1 1\npair_coeff * * lj/cut 2 1 1\n"
-    ours = "pair_style hybrid/overlay calcops lj.pt lj/cut 2.5\npair_coeff * * calcops X X\npair_coeff * * lj/cut 1 1\n"
+    own = (
+        "pair_style hybrid/overlay lj/cut 2.5 lj/cut 2.5\n"
+        "pair_coeff * * lj/cut 1 1 1\npair_coeff * * lj/cut 2 1 1\n"
+    )
+    ours = (
+        "pair_style hybrid/overlay calcops lj.pt lj/cut 2.5\n"
+        "pair_coeff * * calcops X X\npair_coeff * * lj/cut 1 1\n"
+    )
     weights, special = "special_bonds lj/coul 1e-50 1e-50 1\n", "special lj/coul 1 1 1\n"
-    expected = tables(lammps(f"{BONDED}{BONDS}{own}{weights}pair_modify pair lj/cut 1 {special}{ZERO}"))[0]
-    found = tables(lammps(f"{BONDED}{BONDS}{ours}{weights}pair_modify pair calcops {special}{ZERO}"))[0]
+    expected = tables(
+        lammps(f"{BONDED}{BONDS}{own}{weights}pair_modify pair lj/cut 1 {special}{ZERO}")
+    )[0]
+    found = tables(
+        lammps(f"{BONDED}{BONDS}{ours}{weights}pair_modify pair calcops {special}{ZERO}")
+    )[0]
     assert difference(found, expected) <= 1e-12
 
 
-TWO = "units metal\nlattice diamond 5.431\nregion box block 0 3 0 3 0 3\ncreate_box 2 box\ncreate_atoms 1 box\n"
+TWO = (
+    "units metal\nlattice diamond 5.431\nregion box block 0 3 0 3 0 3\n"
+    "create_box 2 box\ncreate_atoms 1 box\n"
+)
 TWO += "set group all type/fraction 2 0.3 4711\nmass * 28.0\n" + SHAKE
-SW_AND_LJ = "{ours}\npair_coeff * * {name} Si NULL\npair_coeff 1 2 lj/cut 0.01 2.2\npair_coeff 2 2 lj/cut 0.02 2.1\n"
+SW_AND_LJ = (
+    "{ours}\npair_coeff * * {name} Si NULL\npair_coeff 1 2 lj/cut 0.01 2.2\n"
+    "pair_coeff 2 2 lj/cut 0.02 2.1\n"
+)
 HYBRIDS = {  # the system; LAMMPS's own; ours
     "sw": (
         TWO,
@@ -109,8 +141,12 @@ HYBRIDS = {  # the system; LAMMPS's own; ours
     ),
     "two models": (
         BONDED,
-        "pair_style lj/cut 2.5\npair_coeff 1 1 1 1\npair_coeff 2 2 0.7 1.1\npair_coeff 1 2 0.9 1.05\n",
-        "pair_style hybrid calcops lj.pt calcops other.pt lj/cut 2.5\npair_coeff * * calcops 1 X NULL\n"
+        (
+            "pair_style lj/cut 2.5\npair_coeff 1 1 1 1\npair_coeff 2 2 0.7 1.1\n"
+            "pair_coeff 1 2 0.9 1.05\n"
+        ),
+        "pair_style hybrid calcops lj.pt calcops other.pt lj/cut 2.5\n"
+        "pair_coeff * * calcops 1 X NULL\n"
         "pair_coeff * * calcops 2 NULL X\npair_coeff 1 2 lj/cut 0.9 1.05\n",
     ),
 }
@@ -151,26 +187,40 @@ def test_atoms_at_the_same_place_are_named(lammps, model, ranks):
         save(LennardJones(), lammps.folder / model, edge_order=True)
     script = MELT.replace(SHAKE, "") + OURS.replace("lj.pt", model)
     script += "create_atoms 1 single 0 0 0\nrun 0\n"  # on the border of ranks, where atom 1 is
-    own = lammps(MELT.replace(SHAKE, "") + OWN + f"create_atoms 1 single 0 0 0\n{THERMO}run 0\n", ranks, fails=None)
+    own = lammps(
+        MELT.replace(SHAKE, "") + OWN + f"create_atoms 1 single 0 0 0\n{THERMO}run 0\n",
+        ranks,
+        fails=None,
+    )
     assert re.search("nan|inf|Non-numeric", own), "LAMMPS's own styles have no finite energy either"
     printed = refusal(lammps, script, ranks)
     if model == "indexed.pt2":
         assert re.search("expected a finite energy of the model, got -?(nan|inf)", printed)
     else:
-        assert re.search(r"atoms apart from each other, got (1 and 501|501 and 1) at the same place", printed)
+        assert re.search(
+            r"atoms apart from each other, got (1 and 501|501 and 1) at the same place", printed
+        )
 
 
 def test_lammps_own_libraries_do_not_serve_pytorch(lammps):
     """LAMMPS has the reference BLAS on board, ten times as slow as PyTorch's."""
     log = lammps.folder / "bindings"
     lammps(MELT + OURS + "run 0\n", LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(log))
-    (run,) = [text for path in lammps.folder.glob("bindings.*") if "libpair_calcops.so" in (text := path.read_text())]
+    (run,) = [
+        text
+        for path in lammps.folder.glob("bindings.*")
+        if "libpair_calcops.so" in (text := path.read_text())
+    ]
     found = re.findall(r"binding file (\S+) \[0\] to (\S+) \[0\]: normal symbol `(\S+)'", run)
     to_lammps = [(user, symbol) for user, provider, symbol in found if "/liblammps.so" in provider]
     assert any(user.endswith("libpair_calcops.so") for user, _ in to_lammps)
-    of_pytorch = [pair for pair in to_lammps if re.search(r"/torch/lib/|calcops/.*\.so|/model/", pair[0])]
+    of_pytorch = [
+        pair for pair in to_lammps if re.search(r"/torch/lib/|calcops/.*\.so|/model/", pair[0])
+    ]
     # Two constants of the C++ library, which have no content, are one in a process by their kind.
     assert not [pair for pair in of_pytorch if not re.match("_ZSt|_ZZNSt", pair[1])]
     assert any(
-        "libtorch_cpu.so" in user and "libtorch_cpu.so" in provider for user, provider, s in found if s == "dgemm_"
+        "libtorch_cpu.so" in user and "libtorch_cpu.so" in provider
+        for user, provider, s in found
+        if s == "dgemm_"
     )

@@ -1,4 +1,5 @@
-"""examples/mindspore_aot: the C interface as MindSpore calls it, and MindSpore itself where `make mindspore` put it."""
+"""examples/mindspore_aot: the C interface as MindSpore calls it, and MindSpore itself where `make
+mindspore` put it."""
 
 import ctypes
 import os
@@ -31,7 +32,8 @@ def libraries(tmp_path_factory):
 
 @pytest.fixture
 def call(libraries):
-    """call(symbol, *tensors): the inputs, then the outputs, which it fills; on the device of the first."""
+    """call(symbol, *tensors): the inputs, then the outputs, which it fills; on the device of the
+    first."""
 
     def call(symbol, *tensors, names=None, stream=None):
         kind = "force" if symbol.startswith("Force") else "leaky_relu"
@@ -78,11 +80,15 @@ def test_the_example_of_the_document(call):
 
 
 # MindSpore's attributes of the same name but for bool_, float8_e4m3fn and float8_e5m2.
-DTYPES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128"
+DTYPES = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 "
+    "float64 complex64 complex128"
+)
 
 
 def test_every_dtype_that_mindspore_names_is_read(libraries, call):
-    """Takes each as an attribute's dtype: 0.5 if it can be that, else 1. Its int, uint and float have 4 bytes."""
+    """Takes each as an attribute's dtype: 0.5 if it can be that, else 1. Its int, uint and float
+    have 4 bytes."""
     x = torch.tensor([-2.0])
     pairs = [(name, getattr(torch, name)) for name in DTYPES.split()]
     pairs += [("int", torch.int32), ("uint", torch.uint32), ("float", torch.float32)]
@@ -100,9 +106,15 @@ def test_force_is_calcops_force_with_its_gradients(call):
     Ri_d = torch.randn(1, 2, 12, 3, dtype=torch.double, requires_grad=True)
     force = calcops_jit.force(list_neigh, dE, Ri_d, 2)
     types = torch.zeros(2 + 2, dtype=torch.int32)
-    out = call("Force", list_neigh, dE.detach(), Ri_d.detach(), types, torch.empty_like(force).detach())
+    out = call(
+        "Force", list_neigh, dE.detach(), Ri_d.detach(), types, torch.empty_like(force).detach()
+    )
     assert torch.equal(out, force)
-    grad, of_dE, of_Ri_d = (torch.randn_like(force), torch.empty_like(dE).detach(), torch.empty_like(Ri_d).detach())
+    grad, of_dE, of_Ri_d = (
+        torch.randn_like(force),
+        torch.empty_like(dE).detach(),
+        torch.empty_like(Ri_d).detach(),
+    )
     call("ForceGrad", grad, list_neigh, dE.detach(), Ri_d.detach(), of_dE, of_Ri_d)
     assert all(map(torch.equal, (of_dE, of_Ri_d), torch.autograd.grad(force, (dE, Ri_d), grad)))
 
@@ -110,25 +122,41 @@ def test_force_is_calcops_force_with_its_gradients(call):
 @pytest.mark.parametrize(
     "dtypes, shapes, text",
     [
-        (["string", "float32"], [[2], [2]], "LeakyRelu: expected a dtype that PyTorch has, got string"),
+        (
+            ["string", "float32"],
+            [[2], [2]],
+            "LeakyRelu: expected a dtype that PyTorch has, got string",
+        ),
         (["int32", "int32"], [[2], [2]], "LeakyRelu: \"leaky_relu_cpu\" not implemented for 'Int'"),
         (["float32", "float32"], [[2], [3]], "expected `output` of Float [2], got Float [3]"),
         (["float32", "float64"], [[2], [2]], "expected `output` of Float [2], got Double [2]"),
-        (["float32", "float32", "float32"], [[2], [1], [2]], "expected `negative_slope` of no dimensions, got [1]"),
+        (
+            ["float32", "float32", "float32"],
+            [[2], [1], [2]],
+            "expected `negative_slope` of no dimensions, got [1]",
+        ),
         (["float32"], [[2]], "LeakyRelu: expected 2 or 3 inputs and outputs, got 1"),
         (["float32", "float32"], [[-1], [-1]], "expected known sizes for argument 0, got [-1]"),
     ],
 )
 def test_errors_are_exceptions_with_one_line_of_text(libraries, caller, dtypes, shapes, text):
     n = len(dtypes)
-    arguments = [libraries["leaky_relu_cpu.so"], *dtypes, *(" ".join(map(str, shape)) for shape in shapes)]
+    arguments = [
+        libraries["leaky_relu_cpu.so"],
+        *dtypes,
+        *(" ".join(map(str, shape)) for shape in shapes),
+    ]
     result = subprocess.run([caller, *arguments], capture_output=True, text=True)
-    assert result.returncode == 3 and text in result.stdout and result.stdout.count("\n") == 1, (n, result)
+    assert result.returncode == 3 and text in result.stdout and result.stdout.count("\n") == 1, (
+        n,
+        result,
+    )
 
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory):
-    """A program that catches std::exception, as MindSpore does: from ctypes it would end the process."""
+    """A program that catches std::exception, as MindSpore does: from ctypes it would end the
+    process."""
     folder = tmp_path_factory.mktemp("caller")
     (folder / "caller.cpp").write_text(r"""
         #include <dlfcn.h>
@@ -168,16 +196,22 @@ def caller(tmp_path_factory):
 def test_the_libraries_need_no_python_and_no_search_path(libraries):
     environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
     for library in libraries.values():
-        needed = subprocess.run(["ldd", library], capture_output=True, text=True, env=environment).stdout
+        needed = subprocess.run(
+            ["ldd", library], capture_output=True, text=True, env=environment
+        ).stdout
         assert "libtorch_cpu.so" in needed and "python" not in re.sub(r"=>.*", "", needed)
         assert "not found" not in needed
 
 
 @pytest.mark.skipif(not cuda.find_toolkit()[0], reason="no nvcc for this PyTorch")
 def test_the_cuda_source_builds_without_a_gpu():
-    script = f"import calcops_jit; print(calcops_jit.load('leaky_relu_gpu', ['{FOLDER}/leaky_relu.cu']).path)"
+    script = (
+        "import calcops_jit; print(calcops_jit.load('leaky_relu_gpu', "
+        f"['{FOLDER}/leaky_relu.cu']).path)"
+    )
     environment = {"PYTHONPATH": str(ROOT), "CALCOPS_CUDA": "0", "TORCH_CUDA_ARCH_LIST": "9.0"}
-    environment["CALCOPS_BUILD"] = "0"  # the project's own operators would be compiled anew for this architecture
+    # The project's own operators would be compiled anew for this architecture.
+    environment["CALCOPS_BUILD"] = "0"
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     assert result.returncode == 0, result.stderr
@@ -194,8 +228,12 @@ def mindspore():
         pytest.skip("MindSpore is not here: make mindspore")
 
     def run(*arguments):
-        environment = {k: v for k, v in os.environ.items() if k not in ("LD_LIBRARY_PATH", "PYTHONPATH")}
-        result = subprocess.run([MINDSPORE, *arguments], capture_output=True, text=True, env=environment)
+        environment = {
+            k: v for k, v in os.environ.items() if k not in ("LD_LIBRARY_PATH", "PYTHONPATH")
+        }
+        result = subprocess.run(
+            [MINDSPORE, *arguments], capture_output=True, text=True, env=environment
+        )
         assert result.returncode == 0, result.stderr
         return result.stdout
 
@@ -205,11 +243,15 @@ def mindspore():
 @pytest.mark.parametrize("place, name", enumerate(["run.py", "run_force.py"]))
 def test_mindspore_calls_them_in_both_modes_and_trains(libraries, mindspore, place, name):
     out = mindspore(FOLDER / name, Path(libraries["leaky_relu_cpu.so"]).parent)
-    graph = re.findall(r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL)[place]
+    graph = re.findall(
+        r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )[place]
     assert out == graph + graph.replace("from the call", "from asnumpy()")
 
 
-def test_mindspore_has_these_names_passes_empty_tensors_and_infers_outputs_once(libraries, mindspore):
+def test_mindspore_has_these_names_passes_empty_tensors_and_infers_outputs_once(
+    libraries, mindspore
+):
     script = f"""if True:
         import mindspore as ms
         library = "{libraries["leaky_relu_cpu.so"]}"
@@ -229,7 +271,16 @@ def test_mindspore_has_these_names_passes_empty_tensors_and_infers_outputs_once(
                 print(op(-ms.ops.ones(shape, ms.float32), half).asnumpy().tolist())
             other = custom(lambda x, slope: [2, *x], lambda x, slope: ms.float64)
             print(other(x, half).dtype, other(x, half).shape)"""
-    numbers = [f"{name} {-1.0 if 'oat' in name or 'complex' in name else -2.0}" for name in DTYPES.split()]
+    numbers = [
+        f"{name} {-1.0 if 'oat' in name or 'complex' in name else -2.0}" for name in DTYPES.split()
+    ]
     numbers[0] = "bool_ -2.0"
-    rest = ["float8_e4m3fn -1.0", "float8_e5m2 -1.0", "-0.5", "[]", "[[], []]", "[[-0.5, -0.5, -0.5]]"]
+    rest = [
+        "float8_e4m3fn -1.0",
+        "float8_e5m2 -1.0",
+        "-0.5",
+        "[]",
+        "[[], []]",
+        "[[-0.5, -0.5, -0.5]]",
+    ]
     assert mindspore("-c", script).splitlines() == 2 * [*numbers, *rest, "Float32 (1,)"]

@@ -1,4 +1,5 @@
-"""examples/potentials: energies are the published formulas, the rest their derivatives, in every form of a model."""
+"""examples/potentials: energies are the published formulas, the rest their derivatives, in every
+form of a model."""
 
 import itertools
 import math
@@ -19,22 +20,41 @@ from package import load, order_of, save  # noqa: E402
 from potential import Potential  # noqa: E402
 from stillinger_weber import StillingerWeber, read  # noqa: E402
 
-# A, B and C of numbers alone; entry (i, j, k) is that of (i, k, j). Some have a tol, some q = 0, two gamma < 1.
+# A, B and C of numbers alone; entry (i, j, k) is that of (i, k, j). Some have a tol, some q = 0,
+# two gamma < 1.
 NAMES = "ABC"
 
 
 def mixture():
-    numbers, entries = iter(torch.rand(1000, generator=torch.Generator().manual_seed(0)).tolist()), {}
+    numbers, entries = (
+        iter(torch.rand(1000, generator=torch.Generator().manual_seed(0)).tolist()),
+        {},
+    )
     for i, j, k in itertools.product(NAMES, repeat=3):
         u = lambda low, high: low + (high - low) * next(numbers)  # noqa: E731
-        row = [u(1, 2), u(1, 1.5), u(1.5, 1.9), u(1, 20), u(0.6, 1.4), u(-0.6, 0.2), u(5, 8), u(0.4, 0.9), 4.0]
-        entries[i, j, k] = entries.get((i, k, j), [*row, float(next(numbers) > 0.5), 1e-6 * (next(numbers) > 0.5)])
+        row = [
+            u(1, 2),
+            u(1, 1.5),
+            u(1.5, 1.9),
+            u(1, 20),
+            u(0.6, 1.4),
+            u(-0.6, 0.2),
+            u(5, 8),
+            u(0.4, 0.9),
+            4.0,
+        ]
+        entries[i, j, k] = entries.get(
+            (i, k, j), [*row, float(next(numbers) > 0.5), 1e-6 * (next(numbers) > 0.5)]
+        )
     return entries
 
 
 def file_of(entries):
     """Each entry on two lines with a comment after the first, as in LAMMPS's files."""
-    lines = [f"{' '.join(key)} {' '.join(map(repr, row[:5]))} # of {key[0]}" for key, row in entries.items()]
+    lines = [
+        f"{' '.join(key)} {' '.join(map(repr, row[:5]))} # of {key[0]}"
+        for key, row in entries.items()
+    ]
     return "# three elements\n\n" + "\n".join(
         f"{line}\n    {' '.join(map(repr, row[5:]))}" for line, row in zip(lines, entries.values())
     )
@@ -48,7 +68,8 @@ def sw_file(tmp_path_factory):
 
 
 def cluster(natoms, ntypes, length, seed=0):
-    """types [n], list_neigh [1,n,K], positions [n,3]: each atom names all others; slots are shuffled, some empty."""
+    """types [n], list_neigh [1,n,K], positions [n,3]: each atom names all others; slots are
+    shuffled, some empty."""
     generator = torch.Generator().manual_seed(seed)
     positions = torch.rand(natoms, 3, generator=generator, dtype=torch.float64) * length
     near = torch.cdist(positions, positions) + torch.eye(natoms)
@@ -71,7 +92,9 @@ def frames(B, natoms, slots, nghost, ntypes, device="cpu"):
     types = torch.randint(ntypes, (natoms + nghost,), generator=generator)
     list_neigh = torch.randint(-1, natoms + nghost, (B, natoms, slots), generator=generator)
     Rij = torch.randn(B, natoms, slots, 3, generator=generator, dtype=torch.float64)
-    Rij *= (0.9 + 4 * torch.rand(B, natoms, slots, generator=generator)).div(Rij.norm(dim=-1))[..., None]
+    Rij *= (0.9 + 4 * torch.rand(B, natoms, slots, generator=generator)).div(Rij.norm(dim=-1))[
+        ..., None
+    ]
     Rij[list_neigh < 0] = torch.nan
     return [x.to(device) for x in (types, list_neigh, Rij)]
 
@@ -91,7 +114,9 @@ class Soft(Potential):
 def test_a_soft_potential_has_no_nan_where_two_atoms_coincide():
     list_neigh = torch.tensor([[[1, 2], [0, -1], [0, -1]]])
     positions = torch.tensor([[0.0, 0, 0], [0, 0, 0], [0.5, 0, 0]], dtype=torch.float64)
-    energy, _, force, *_ = Soft(1.0, "metal", ["A"])(torch.zeros(3).long(), list_neigh, vectors(list_neigh, positions))
+    energy, _, force, *_ = Soft(1.0, "metal", ["A"])(
+        torch.zeros(3).long(), list_neigh, vectors(list_neigh, positions)
+    )
     assert energy.item() == 1 + 0.25 + 1 + 0.25
     assert force[0, :, 0].tolist() == [-2, 0, 2]
 
@@ -122,7 +147,9 @@ def test_lennard_jones_is_its_formula(tail, mix):
     assert beyond
     model = LennardJones(epsilon, sigma, cutoff, tail, type_names=("A", "B"), mix=mix)
     _, ours, *_ = model(types, list_neigh, vectors(list_neigh, positions))
-    torch.testing.assert_close(ours[0], torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=0)
+    torch.testing.assert_close(
+        ours[0], torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=0
+    )
     table = model.pairs[..., 0], model.pairs[..., 1]  # the same as tables
     again = LennardJones(*table, cutoff, tail, type_names=("A", "B"))
     torch.testing.assert_close(again.pairs, model.pairs, rtol=0, atol=0)
@@ -140,8 +167,11 @@ def test_stillinger_weber_is_its_formula_for_three_elements(sw_file):
     xyz = positions.tolist()
 
     def pair(i, j):
-        """eps, sigma, a, gamma, A, B, p, q, whether r is below LAMMPS's cutoff, r of the pair's own entry"""
-        eps, sigma, a, _, gamma, _, A, B, p, q, tol = entries[names[types[i]], names[types[j]], names[types[j]]]
+        """eps, sigma, a, gamma, A, B, p, q, whether r is below LAMMPS's cutoff, r of the pair's own
+        entry"""
+        eps, sigma, a, _, gamma, _, A, B, p, q, tol = entries[
+            names[types[i]], names[types[j]], names[types[j]]
+        ]
         cut = sigma * a + ((gamma if gamma < 1 else 1) * sigma / math.log(tol) if tol else 0)
         r = math.dist(xyz[i], xyz[j])
         return eps, sigma, a, gamma, A, B, p, q, r < cut, r
@@ -151,13 +181,21 @@ def test_stillinger_weber_is_its_formula_for_three_elements(sw_file):
         eps, sigma, a, gamma, A, B, p, q, near, r = pair(i, j)
         if not near:
             continue
-        expected[i] += A * eps * (B * (sigma / r) ** p - (sigma / r) ** q) * math.exp(sigma / (r - a * sigma)) / 2
+        expected[i] += (
+            A
+            * eps
+            * (B * (sigma / r) ** p - (sigma / r) ** q)
+            * math.exp(sigma / (r - a * sigma))
+            / 2
+        )
         for k in range(j + 1, 9):
             _, sigma_k, a_k, gamma_k, *_, near_k, r_k = pair(i, k)
             if k == i or not near_k:
                 continue
             entry = entries[names[types[i]], names[types[j]], names[types[k]]]
-            cosine = ((positions[j] - positions[i]) @ (positions[k] - positions[i])).item() / (r * r_k)
+            cosine = ((positions[j] - positions[i]) @ (positions[k] - positions[i])).item() / (
+                r * r_k
+            )
             decay = gamma * sigma / (r - a * sigma) + gamma_k * sigma_k / (r_k - a_k * sigma_k)
             expected[i] += entry[3] * entry[0] * (cosine - entry[5]) ** 2 * math.exp(decay)
             triples += 1
@@ -165,29 +203,46 @@ def test_stillinger_weber_is_its_formula_for_three_elements(sw_file):
     model = StillingerWeber(sw_file, type_names=names)
     assert model.type_names == list(names)
     _, ours, *_ = model(types, list_neigh, vectors(list_neigh, positions))
-    torch.testing.assert_close(ours[0], torch.tensor(expected, dtype=torch.float64), rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(
+        ours[0], torch.tensor(expected, dtype=torch.float64), rtol=1e-11, atol=1e-13
+    )
 
 
 def test_a_file_that_is_cut_off_is_refused():
-    with pytest.raises(ValueError, match=r"expected entries of 3 elements and 11 numbers, got 13 words"):
-        read("Si Si Si 2.1683 2.0951 1.80 21.0 1.20 -0.333333333333 7.049556277 0.6022245584 4.0 0.0 # tol")
+    with pytest.raises(
+        ValueError, match=r"expected entries of 3 elements and 11 numbers, got 13 words"
+    ):
+        read(
+            "Si Si Si 2.1683 2.0951 1.80 21.0 1.20 -0.333333333333 7.049556277 "
+            "0.6022245584 4.0 0.0 # tol"
+        )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_force_and_virials_are_derivatives_of_the_energy(sw_file, device):
     for model in models(sw_file):
         model = model.to(device)
-        types, list_neigh, positions = (x.to(device) for x in cluster(9, len(model.type_names), 5.0))
+        types, list_neigh, positions = (
+            x.to(device) for x in cluster(9, len(model.type_names), 5.0)
+        )
         leaf, strain = positions.requires_grad_(), torch.zeros(3, 3).to(positions).requires_grad_()
         Rij = vectors(list_neigh, leaf @ (torch.eye(3).to(strain) + strain))
         kept = model(types, list_neigh, Rij, create_graph=True)
         force, virial = torch.autograd.grad(kept[0].sum(), (leaf, strain))
         plain = model(types, list_neigh, Rij)
         assert not any(x.requires_grad for x in plain) and all(x.requires_grad for x in kept)
-        assert_equal_lists(plain, [x.detach() for x in kept], rtol=0, atol=1e-13 * force.abs().max().item())
-        torch.testing.assert_close(plain[2][0], -force, rtol=1e-11, atol=1e-12 * force.abs().max().item())
-        torch.testing.assert_close(plain[3][0], -virial, rtol=1e-11, atol=1e-12 * virial.abs().max().item())
-        torch.testing.assert_close(plain[4].sum(1), plain[3], rtol=1e-11, atol=1e-12 * virial.abs().max().item())
+        assert_equal_lists(
+            plain, [x.detach() for x in kept], rtol=0, atol=1e-13 * force.abs().max().item()
+        )
+        torch.testing.assert_close(
+            plain[2][0], -force, rtol=1e-11, atol=1e-12 * force.abs().max().item()
+        )
+        torch.testing.assert_close(
+            plain[3][0], -virial, rtol=1e-11, atol=1e-12 * virial.abs().max().item()
+        )
+        torch.testing.assert_close(
+            plain[4].sum(1), plain[3], rtol=1e-11, atol=1e-12 * virial.abs().max().item()
+        )
 
 
 def test_second_derivatives_are_right(sw_file):
@@ -197,7 +252,9 @@ def test_second_derivatives_are_right(sw_file):
         def outputs(positions, model=model, types=types, list_neigh=list_neigh):
             return model(types, list_neigh, vectors(list_neigh, positions), create_graph=True)[1:]
 
-        assert torch.autograd.gradcheck(outputs, positions.requires_grad_(), eps=1e-6, rtol=1e-5, atol=1e-4)
+        assert torch.autograd.gradcheck(
+            outputs, positions.requires_grad_(), eps=1e-6, rtol=1e-5, atol=1e-4
+        )
 
 
 def test_ghosts_and_frames_with_their_own_types_change_nothing(sw_file):
@@ -206,12 +263,22 @@ def test_ghosts_and_frames_with_their_own_types_change_nothing(sw_file):
     types, list_neigh, positions = cluster(9, 3, 3.2)
     Rij = vectors(list_neigh, positions)
     alone = model(types, list_neigh, Rij)
-    as_ghosts = list_neigh.where((list_neigh < 0) | (torch.arange(list_neigh.shape[2]) % 2 == 0), list_neigh + 9)
+    as_ghosts = list_neigh.where(
+        (list_neigh < 0) | (torch.arange(list_neigh.shape[2]) % 2 == 0), list_neigh + 9
+    )
     energy, atom_energy, force, virial, atom_virial = model(types.repeat(2), as_ghosts, Rij, 9)
-    folded = energy, atom_energy, force[:, :9] + force[:, 9:], virial, atom_virial[:, :9] + atom_virial[:, 9:]
+    folded = (
+        energy,
+        atom_energy,
+        force[:, :9] + force[:, 9:],
+        virial,
+        atom_virial[:, :9] + atom_virial[:, 9:],
+    )
     assert_equal_lists(folded, alone, rtol=1e-12, atol=1e-12)
     other = (types + 1) % 3
-    both = model(torch.stack([types, other]), list_neigh.expand(2, -1, -1).int(), Rij.expand(2, -1, -1, -1))
+    both = model(
+        torch.stack([types, other]), list_neigh.expand(2, -1, -1).int(), Rij.expand(2, -1, -1, -1)
+    )
     expected = [torch.cat(pair) for pair in zip(alone, model(other, list_neigh, Rij))]
     assert_equal_lists(both, expected, rtol=1e-12, atol=1e-12)
 
@@ -224,7 +291,9 @@ def test_a_slot_beyond_the_cutoff_counts_for_nothing(sw_file):
             Rij = torch.zeros(1, 2, 1, 3, dtype=torch.float64)
             Rij[0, :, 0, 0] = torch.tensor([1.0, -1.0]) * (model.cutoff + excess)
             assert not any(x.any() for x in model(types, list_neigh, Rij)), (model, excess)
-    for x in StillingerWeber()(types, list_neigh, Rij / Rij.norm() * 2**0.5 * (StillingerWeber().cutoff - 1e-4)):
+    for x in StillingerWeber()(
+        types, list_neigh, Rij / Rij.norm() * 2**0.5 * (StillingerWeber().cutoff - 1e-4)
+    ):
         assert torch.isfinite(x).all()
 
 
@@ -236,38 +305,61 @@ def test_an_archive_is_the_model_for_every_size(sw_file, device, tmp_path):
     for model in models(sw_file):
         save(model, tmp_path / "model.pt", device=device)
         archive = load(tmp_path / "model.pt", device)
-        assert (archive.cutoff, archive.units, archive.type_names) == (model.cutoff, model.units, model.type_names)
+        assert (archive.cutoff, archive.units, archive.type_names) == (
+            model.cutoff,
+            model.units,
+            model.type_names,
+        )
         for size in SIZES * 2:  # TorchScript specialises itself in the second call
             inputs = frames(*size, len(model.type_names), device)
-            assert_equal_lists(archive(*inputs, size[3]), model.to(device)(*inputs, size[3]), rtol=1e-12, atol=1e-12)
+            assert_equal_lists(
+                archive(*inputs, size[3]),
+                model.to(device)(*inputs, size[3]),
+                rtol=1e-12,
+                atol=1e-12,
+            )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_package_is_the_model_for_every_size(device, tmp_path):
-    """Tries a package of four inputs; three, and Stillinger-Weber, are in tests/test_examples_ase.py."""
+    """Tries a package of four inputs; three, and Stillinger-Weber, are in
+    tests/test_examples_ase.py."""
     model = LennardJones([1.0, 0.5], [1.0, 1.3], 2.7, "linear", type_names="AB").to(device)
     save(model, tmp_path / "model.pt2", device=device, edge_order=True)
     package = load(tmp_path / "model.pt2")
     about = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2")).loader.get_metadata()
     assert about["inputs"] == "types list_neigh Rij edge_order"
-    assert (float(about["cutoff"]), about["units"], about["dtype"]) == (model.cutoff, model.units, "float64")
+    assert (float(about["cutoff"]), about["units"], about["dtype"]) == (
+        model.cutoff,
+        model.units,
+        "float64",
+    )
     assert package.type_names == model.type_names
     for size in SIZES:
         inputs = frames(*size, len(model.type_names), device)
-        assert_equal_lists(package(*inputs, size[3]), model(*inputs, size[3]), rtol=1e-12, atol=1e-12)
+        assert_equal_lists(
+            package(*inputs, size[3]), model(*inputs, size[3]), rtol=1e-12, atol=1e-12
+        )
 
 
 def test_what_cannot_be_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"expected a path that ends in \.pt or \.pt2, got .*model\.onnx"):
+    with pytest.raises(
+        ValueError, match=r"expected a path that ends in \.pt or \.pt2, got .*model\.onnx"
+    ):
         save(LennardJones(), tmp_path / "model.onnx")
     with pytest.raises(ValueError, match='expected tail "cut", "shift" or "linear"'):
         LennardJones(tail="smooth")
     torch.save(LennardJones().state_dict(), tmp_path / "checkpoint.pt")
     with pytest.raises(
-        ValueError, match="expected a model that save.. wrote, got .*checkpoint.pt, perhaps a checkpoint"
+        ValueError,
+        match="expected a model that save.. wrote, got .*checkpoint.pt, perhaps a checkpoint",
     ):
         load(tmp_path / "checkpoint.pt")
-    uncut = type("Uncut", (LennardJones,), {"atom_energies": lambda self, types, list_neigh, Ri: Ri[..., 0].sum(-1)})
+    uncut = type(
+        "Uncut",
+        (LennardJones,),
+        {"atom_energies": lambda self, types, list_neigh, Ri: Ri[..., 0].sum(-1)},
+    )
     with pytest.raises(ValueError, match="got ones that an empty slot changes by"):
         save(uncut(), tmp_path / "model.pt")
 
@@ -275,7 +367,9 @@ def test_what_cannot_be_is_refused(tmp_path):
 def test_an_edge_order_changes_no_bit(sw_file):
     types, list_neigh, Rij = frames(3, 20, 9, 11, 3)
     model, order = StillingerWeber(sw_file), order_of(list_neigh, 11)
-    for a, b in zip(model(types, list_neigh, Rij, 11), model(types, list_neigh, Rij, 11, edge_order=order)):
+    for a, b in zip(
+        model(types, list_neigh, Rij, 11), model(types, list_neigh, Rij, 11, edge_order=order)
+    ):
         assert torch.equal(a, b)
 
 

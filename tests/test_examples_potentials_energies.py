@@ -1,4 +1,5 @@
-"""examples/potentials: a module that gives energies only becomes a potential, from a list or from a graph."""
+"""examples/potentials: a module that gives energies only becomes a potential, from a list or from a
+graph."""
 
 import sys
 from pathlib import Path
@@ -56,7 +57,9 @@ class TotalOfList(OfList):
 
 class OfGraph(OfList):
     def forward(self, types, edge_index, edge_vec, natoms: int):
-        pairs = pair_energy(torch.linalg.vector_norm(edge_vec, dim=-1), self.depth[types[edge_index[1]]])
+        pairs = pair_energy(
+            torch.linalg.vector_norm(edge_vec, dim=-1), self.depth[types[edge_index[1]]]
+        )
         return pairs.new_zeros(natoms).index_add(0, edge_index[0], pairs).tanh() + self.own[types]
 
 
@@ -87,12 +90,18 @@ def test_forces_and_virials_are_those_of_the_energy(module):
     ours = potential_of(module(), **ABOUT)
     for B, n, K, nghost in [(1, 20, 9, 11), (1, 6, 4, 0), (3, 5, 4, 2)]:
         if module is TotalOfGraph and B > 1:
-            with pytest.raises(ValueError, match="expected energies of atoms from a graph of several frames"):
+            with pytest.raises(
+                ValueError, match="expected energies of atoms from a graph of several frames"
+            ):
                 ours(*frames(B, n, K, nghost), nghost)
             continue
-        found, expected = (list(model(*frames(B, n, K, nghost), nghost)) for model in (ours, Expected()))
+        found, expected = (
+            list(model(*frames(B, n, K, nghost), nghost)) for model in (ours, Expected())
+        )
         if "Total" in module.__name__:
-            torch.testing.assert_close(found[1].sum(-1), expected[1].sum(-1), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                found[1].sum(-1), expected[1].sum(-1), rtol=1e-12, atol=1e-12
+            )
             found[1] = expected[1]
         assert_equal_lists(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -105,12 +114,15 @@ def test_one_line_packages_a_module(module, ending, tmp_path):
     assert (package.cutoff, package.units, package.type_names) == (3.0, "metal", ["A", "B"])
     for B, n, K, nghost in [(1, 20, 9, 11), (2, 7, 3, 0)]:
         inputs = frames(B, n, K, nghost)
-        assert_equal_lists(package(*inputs, nghost), Expected()(*inputs, nghost), rtol=1e-12, atol=1e-12)
+        assert_equal_lists(
+            package(*inputs, nghost), Expected()(*inputs, nghost), rtol=1e-12, atol=1e-12
+        )
     assert trained.own.requires_grad, "the caller's module stays as it is"
 
 
 def periodic(n=12, period=10.0):
-    """types, list_neigh, Rij of n atoms in a box as long as `period` in x, and their whole graph."""
+    """types, list_neigh, Rij of n atoms in a box as long as `period` in x, and their whole
+    graph."""
     x = torch.rand(n, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 2
     x[:, 0] = period * torch.arange(n) / n + x[:, 0] / 10
     d = x - x[:, None]
@@ -122,8 +134,8 @@ def periodic(n=12, period=10.0):
 
 @pytest.mark.parametrize("ending", ["pt", "pt2"])
 def test_parts_of_a_system_add_up_where_messages_pass(ending, tmp_path):
-    """As on three ranks: each has rows of its own atoms, then of those that messages to them have come through. Those
-    are ghosts, images of any atom, also of its own."""
+    """As on three ranks: each has rows of its own atoms, then of those that messages to them have
+    come through. Those are ghosts, images of any atom, also of its own."""
     layers, module = 2, Messages(2, 3.0, 2)
     save(module, tmp_path / f"own.{ending}", layers=layers, **ABOUT)
     model = load(tmp_path / f"own.{ending}")
@@ -135,7 +147,11 @@ def test_parts_of_a_system_add_up_where_messages_pass(ending, tmp_path):
     vectors = Rij[0][index[0], index[1]].requires_grad_()
     energies = module(types, torch.stack([centre, neighbour]), vectors, len(types))
     slope = torch.autograd.grad(energies.sum(), vectors)[0]
-    force = torch.zeros(len(types), 3, dtype=torch.float64).index_add(0, centre, slope).index_add(0, neighbour, -slope)
+    force = (
+        torch.zeros(len(types), 3, dtype=torch.float64)
+        .index_add(0, centre, slope)
+        .index_add(0, neighbour, -slope)
+    )
     torch.testing.assert_close(whole[1][0], energies.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(whole[2][0], force, rtol=1e-12, atol=1e-12)
 
@@ -153,7 +169,9 @@ def test_parts_of_a_system_add_up_where_messages_pass(ending, tmp_path):
         of_rows = torch.tensor(atoms[:end])
         inputs = types[atoms], torch.tensor(rows)[None], Rij[:, of_rows]
         owned = torch.arange(end) < 4
-        energy, atom_energy, force, virial, atom_virial = model(*inputs, len(atoms) - end, owned=owned)
+        energy, atom_energy, force, virial, atom_virial = model(
+            *inputs, len(atoms) - end, owned=owned
+        )
         assert not atom_energy[0, 4:].any()
         parts[0] += energy
         parts[1].index_add_(1, of_rows, atom_energy)
@@ -179,7 +197,11 @@ class Sum(Messages):
         (Messages(3, 3.0, 2), 2, "at most layers=2 messages"),
         (Messages(2, 3.0, 2), 1, "at most layers=1 messages"),
         (ToTheNeighbour(2, 3.0, 2), 2, "to the atom in row 0 of edge_index from that in row 1"),
-        (Sum(2, 3.0, 2), 2, "expected energies of atoms from a model that passes messages, got their sum"),
+        (
+            Sum(2, 3.0, 2),
+            2,
+            "expected energies of atoms from a model that passes messages, got their sum",
+        ),
         (Sum(2, 3.0, 2), 1, "at most layers=1 messages"),
     ],
 )
@@ -208,7 +230,11 @@ class WithoutEnvelope(OfList):
 
 @pytest.mark.parametrize(
     "form, what",
-    [("yukawa", "a pair just beyond"), ("step", "a pair just inside"), ("count", "an empty slot|a pair just")],
+    [
+        ("yukawa", "a pair just beyond"),
+        ("step", "a pair just inside"),
+        ("count", "an empty slot|a pair just"),
+    ],
 )
 def test_a_module_without_an_envelope_is_refused(form, what, tmp_path):
     for dtype in (torch.float64, torch.float32):
@@ -221,7 +247,9 @@ def test_what_is_no_module_that_gives_energies_is_refused(tmp_path):
         def forward(self, z, index, vectors, count):
             return vectors
 
-    with pytest.raises(ValueError, match=r"expected forward\(types, .*got forward\(z, index, vectors, count\)"):
+    with pytest.raises(
+        ValueError, match=r"expected forward\(types, .*got forward\(z, index, vectors, count\)"
+    ):
         save(OtherNames(), tmp_path / "own.pt", **ABOUT)
     with pytest.raises(TypeError, match="got OrderedDict: load a checkpoint into its module first"):
         save(OfList().state_dict(), tmp_path / "own.pt", **ABOUT)

@@ -1,4 +1,5 @@
-"""examples/quickstart.py: what it prints is the published crystal, to the digits that are claimed, and in 100 lines."""
+"""examples/quickstart.py: what it prints is the published crystal, to the digits that are claimed,
+and in 100 lines."""
 
 import os
 import re
@@ -45,7 +46,9 @@ def test_forces_and_pressure_are_derivatives_of_the_energy(ran):
 
 
 def test_its_first_lines_show_what_it_prints(ran):
-    shown = re.findall(r"^(?:cohesive|forces|pressure|bulk).*", QUICKSTART.read_text(), re.MULTILINE)
+    shown = re.findall(
+        r"^(?:cohesive|forces|pressure|bulk).*", QUICKSTART.read_text(), re.MULTILINE
+    )
     assert len(shown) == 4
     printed = ran.stdout.splitlines()
     for ours, line in zip(shown, printed, strict=False):

@@ -1,4 +1,5 @@
-"""examples/three_x_minus_y: both builds, all that it prints, and the operator wherever PyTorch takes one."""
+"""examples/three_x_minus_y: both builds, all that it prints, and the operator wherever PyTorch
+takes one."""
 
 import os
 import re
@@ -41,7 +42,9 @@ def numbers(*size, device="cpu", dtype=torch.double):
     return [torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(2)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float, torch.double, torch.half, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float, torch.double, torch.half, torch.bfloat16, torch.complex64]
+)
 def test_it_is_3x_minus_y_with_its_gradients(function, device, dtype):
     x, y = numbers(5, 7, device=device, dtype=dtype)
     z = function(x.t(), y.t())
@@ -52,7 +55,9 @@ def test_it_is_3x_minus_y_with_its_gradients(function, device, dtype):
     assert all(map(torch.equal, gradients, expected))
 
 
-@pytest.mark.filterwarnings("error:There is a performance drop", "ignore:.*torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings(
+    "error:There is a performance drop", "ignore:.*torch.jit.script. is deprecated"
+)
 def test_derivatives_of_any_order_and_mode_are_right(function, device):
     inputs = numbers(4, device=device)
     forward_mode = not isinstance(function, torch.nn.Module)
@@ -77,7 +82,10 @@ def test_sizes_that_differ_are_refused(function):
 def test_it_compiles_and_exports_with_a_dynamic_size(example):
     compiled = torch.compile(example.Test(), fullgraph=True, dynamic=True, backend="aot_eager")
     exported = torch.export.export(
-        example.Test(), (torch.ones(4), torch.ones(4)), strict=False, dynamic_shapes=[{0: torch.export.Dim("n")}] * 2
+        example.Test(),
+        (torch.ones(4), torch.ones(4)),
+        strict=False,
+        dynamic_shapes=[{0: torch.export.Dim("n")}] * 2,
     ).module()
     for size in (3, 8):
         x, y = numbers(size, dtype=torch.float)
@@ -91,15 +99,25 @@ def test_the_script_prints_what_its_first_lines_say():
     assert "cpu  Test()(x, y) = [2.0, 4.0]  gradients [3.0, 3.0] and [-1.0, -1.0]" in out
     rows = dict(re.findall(r"^(\S+) +((?:(?:pass|fail) *)+)$", out, re.MULTILINE))
     # The document's table: right in float64, and in float32 only while eps is large.
-    assert rows["Sigmoid.apply"].split() == rows["torch.sigmoid"].split() == "pass fail fail pass pass".split()
+    assert (
+        rows["Sigmoid.apply"].split()
+        == rows["torch.sigmoid"].split()
+        == "pass fail fail pass pass".split()
+    )
     assert rows["Test()"].split()[2:] == "fail pass pass".split()
     for name in ("python", "operator", "extension"):
-        times = re.search(rf"^{name} +Forward: +([\d.]+) \+- [\d.]+ us \| Backward: +([\d.]+) \+- ", out, re.MULTILINE)
+        times = re.search(
+            rf"^{name} +Forward: +([\d.]+) \+- [\d.]+ us \| Backward: +([\d.]+) \+- ",
+            out,
+            re.MULTILINE,
+        )
         assert all(float(time) > 0 for time in times.groups())
 
 
 def test_setuptools_makes_a_package_that_needs_no_calcops(tmp_path):
-    shutil.copytree(FOLDER, tmp_path / "source", ignore=shutil.ignore_patterns("__pycache__", "build"))
+    shutil.copytree(
+        FOLDER, tmp_path / "source", ignore=shutil.ignore_patterns("__pycache__", "build")
+    )
     pip = [
         "-m",
         "pip",
@@ -110,7 +128,9 @@ def test_setuptools_makes_a_package_that_needs_no_calcops(tmp_path):
         "--no-deps",
         "--no-index",
     ]
-    run(*pip, "--target", tmp_path / "site", tmp_path / "source", env=os.environ | {"MAX_JOBS": "2"})
+    run(
+        *pip, "--target", tmp_path / "site", tmp_path / "source", env=os.environ | {"MAX_JOBS": "2"}
+    )
     script = """if True:
         import sys, torch
         sys.modules["calcops_jit"] = None

@@ -1,4 +1,5 @@
-"""examples/torchscript_force: archives and hosts give what plain torch gives, built as its files say."""
+"""examples/torchscript_force: archives and hosts give what plain torch gives, built as its files
+say."""
 
 import io
 import os
@@ -70,7 +71,9 @@ def expected(archive):
     }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
+)
 @pytest.mark.parametrize("name", ARCHIVES)
 def test_python_and_cpp_give_energy_force_and_two_derivatives(ran, build, name):
     section = re.search(rf"^== {name}\.pt.*\n((?:(?!==).*\n)*)", ran.stdout, re.MULTILINE)[1]
@@ -97,12 +100,15 @@ def test_a_python_function_is_refused(ran):
 
 
 def test_nobody_warns_of_anything(ran):
-    """Neither the compiler nor Python nor PyTorch, not even of TorchScript's end or of a GPU that is not there."""
+    """Neither the compiler nor Python nor PyTorch, not even of TorchScript's end or of a GPU that
+    is not there."""
     assert not re.search("warning|No CUDA", ran.stderr, re.IGNORECASE), ran.stderr
 
 
 def test_the_readme_shows_what_is_printed(ran):
-    (shown,) = re.findall(r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(
+        r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     printed = (ran.stdout + ran.stderr).replace("on cuda,", "on cpu,")
     lines = [line for line in shown.splitlines() if line != "..."]
     assert len(lines) > 15 and not [line for line in lines if line not in printed]
@@ -110,19 +116,38 @@ def test_the_readme_shows_what_is_printed(ran):
 
 def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
     for host in ("host", "host_without"):
-        needed = subprocess.run(["ldd", build / host], env=ENVIRONMENT, capture_output=True, text=True).stdout
-        assert "libtorch_cpu" in needed and not re.search(r"libpython|libtorch_python|not found", needed)
+        needed = subprocess.run(
+            ["ldd", build / host], env=ENVIRONMENT, capture_output=True, text=True
+        ).stdout
+        assert "libtorch_cpu" in needed and not re.search(
+            r"libpython|libtorch_python|not found", needed
+        )
 
 
 def test_a_linker_that_drops_libraries_drops_the_operators_where_the_makefile_says(ran, build):
     """Links as Ubuntu's g++ does by default."""
-    command = ["make", "-C", FOLDER, f"PYTHON={sys.executable}", f"BUILD={build}", "--dry-run", "-W", build / "host.o"]
-    planned = subprocess.run([*command, build / "host"], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    command = [
+        "make",
+        "-C",
+        FOLDER,
+        f"PYTHON={sys.executable}",
+        f"BUILD={build}",
+        "--dry-run",
+        "-W",
+        build / "host.o",
+    ]
+    planned = subprocess.run(
+        [*command, build / "host"], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
     (line,) = (line for line in planned.stdout.splitlines() if f"-o {build}/host " in line)
     assert "-Wl,--no-as-needed" in line
-    line = line.replace("-Wl,--no-as-needed", "-Wl,--as-needed").replace(f"{build}/host ", f"{build}/dropped ")
+    line = line.replace("-Wl,--no-as-needed", "-Wl,--as-needed").replace(
+        f"{build}/host ", f"{build}/dropped "
+    )
     subprocess.run(["bash", "-c", line], cwd=FOLDER, env=ENVIRONMENT, check=True)
-    result = subprocess.run([build / "dropped", build / "scripted.pt"], capture_output=True, text=True)
+    result = subprocess.run(
+        [build / "dropped", build / "scripted.pt"], capture_output=True, text=True
+    )
     assert result.returncode == 1 and "Unknown builtin op" in result.stderr
 
 
@@ -130,14 +155,17 @@ def test_cmake_builds_the_same_and_asks_for_no_cuda_toolkit(ran, build):
     if not shutil.which("cmake"):
         pytest.skip("cmake is not installed")
     result = make(build, "cmake")
-    scripted = re.search(r"^== scripted.*?\n(.*?)^== traced", ran.stdout, re.MULTILINE | re.DOTALL)[1]
+    scripted = re.search(r"^== scripted.*?\n(.*?)^== traced", ran.stdout, re.MULTILINE | re.DOTALL)[
+        1
+    ]
     assert numbers(result.stdout)["force"].tolist() == numbers(scripted)["force"][:4].tolist()
     # What find_package(Torch) asks about a toolkit stays in the cache, whether it finds one or not.
     assert "CUDA_TOOLKIT_ROOT_DIR" not in (build / "cmake" / "CMakeCache.txt").read_text()
 
 
 def test_the_host_builds_from_an_exported_folder_with_pkg_config(ran, build):
-    """Preprocesses the host with pkg-config's include path, and links what was compiled with its libraries."""
+    """Preprocesses the host with pkg-config's include path, and links what was compiled with its
+    libraries."""
     if not shutil.which("pkg-config"):
         pytest.skip("pkg-config is not installed")
     export = [sys.executable, "-m", "calcops_jit", "export", build / "calcops"]

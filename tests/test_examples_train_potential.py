@@ -1,4 +1,5 @@
-"""examples/train_potential: the model is the published one, and its forces are derivatives of its energy."""
+"""examples/train_potential: the model is the published one, and its forces are derivatives of its
+energy."""
 
 import re
 import sys
@@ -17,10 +18,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def arrays(sel=(9, 7), seed=0, rcut=3.0):
-    """Weights for two types with every kind of layer: widths equal, doubled and otherwise, residual and not."""
+    """Weights for two types with every kind of layer: widths equal, doubled and otherwise, residual
+    and not."""
     random = np.random.default_rng(seed)
     result = initial(list(sel), rcut, 1.1, [5, 10, 10], 3, [8, 8, 16], seed)
-    result |= {key: random.normal(size=np.shape(w)) / 2 for key, w in result.items() if re.search("_[wb]", key)}
+    result |= {
+        key: random.normal(size=np.shape(w)) / 2
+        for key, w in result.items()
+        if re.search("_[wb]", key)
+    }
     result |= {"fit1_res1": 0, "emb1_res2": 0, "davg": random.normal(0, 0.2, (2, 2, 4))}
     result |= {"dstd": random.uniform(0.3, 1, (2, 2, 4)), "bias_atom_e": random.normal(size=2)}
     return result
@@ -58,7 +64,8 @@ def host_list(positions, slots, seed=2):
 
 
 def published_energies(w, types, positions):
-    """The definition once more, atom by atom, in NumPy: Zeng et al., J. Chem. Phys. 159, 054801 (2023), eqs. 4-12."""
+    """The definition once more, atom by atom, in NumPy: Zeng et al., J. Chem. Phys. 159, 054801
+    (2023), eqs. 4-12."""
 
     def s(r):
         q = (r - w["rcut_smth"]) / (w["rcut"] - w["rcut_smth"])
@@ -80,8 +87,12 @@ def published_energies(w, types, positions):
     for i, ti in enumerate(types):
         T = 0
         for t, sel in enumerate(w["sel"]):
-            vectors = [positions[j] - positions[i] for j in range(len(types)) if j != i and types[j] == t]
-            near = sorted((x for x in vectors if np.linalg.norm(x) < w["rcut"]), key=np.linalg.norm)[:sel]
+            vectors = [
+                positions[j] - positions[i] for j in range(len(types)) if j != i and types[j] == t
+            ]
+            near = sorted(
+                (x for x in vectors if np.linalg.norm(x) < w["rcut"]), key=np.linalg.norm
+            )[:sel]
             rows = [s(r) * np.array([1, *x / r]) for x in near for r in [np.linalg.norm(x)]]
             for row in rows + [np.zeros(4)] * (sel - len(rows)):
                 R = (row - w["davg"][ti, t]) / w["dstd"][ti, t]
@@ -110,10 +121,14 @@ def test_energies_are_those_of_the_published_definition(weights, tmp_path):
 
 def test_forces_and_virial_are_derivatives_of_the_published_energy(tmp_path):
     weights, (types, positions), h = arrays(), cluster(), 1e-5
-    _, _, force, virial, atom_virial = load(weights, tmp_path)(torch.from_numpy(types), *host_list(positions, 13))
+    _, _, force, virial, atom_virial = load(weights, tmp_path)(
+        torch.from_numpy(types), *host_list(positions, 13)
+    )
 
     def slope(move):
-        up, down = (published_energies(weights, types, move(positions.copy(), x)).sum() for x in (h, -h))
+        up, down = (
+            published_energies(weights, types, move(positions.copy(), x)).sum() for x in (h, -h)
+        )
         return (up - down) / (2 * h)
 
     def shifted(x, step):
@@ -147,19 +162,28 @@ def test_deepmd_kit_computes_the_same(weights, tmp_path):
         for t in range(2):
             for i, layer in enumerate(collection[(t,)].layers):
                 found = {"w": layer.w, "b": layer.b, "idt": layer.idt, "res": layer.resnet}
-                w |= {f"{kind}{t}_{key}{i}": value for key, value in found.items() if value is not None}
+                w |= {
+                    f"{kind}{t}_{key}{i}": value
+                    for key, value in found.items()
+                    if value is not None
+                }
     assert "fit0_idt1" in w and "emb1_res0" in w
     descriptor.davg, descriptor.dstd = (np.repeat(w[key], sel, axis=1) for key in ("davg", "dstd"))
     fitting.bias_atom_e = w["bias_atom_e"][:, None]
 
     types, positions = cluster()
     n = len(types)
-    # All of them, then the nearest of each type. (Its PyTorch part keeps sum(sel) of any type first, TensorFlow's not.)
-    everyone = build_neighbor_list(positions.reshape(1, -1), types[None], n, rcut, [n], distinguish_types=False)
+    # All of them, then the nearest of each type. (Its PyTorch part keeps sum(sel) of any type
+    # first, TensorFlow's not.)
+    everyone = build_neighbor_list(
+        positions.reshape(1, -1), types[None], n, rcut, [n], distinguish_types=False
+    )
     nlist = nlist_distinguish_types(everyone, types[None], sel)
     features = descriptor.call(positions.reshape(1, -1), types[None], nlist)[0]
     expected = fitting.call(features, types[None])["energy"][0, :, 0]
-    assert_close(load(w, tmp_path)(torch.from_numpy(types), *host_list(positions, 17))[1][0], expected)
+    assert_close(
+        load(w, tmp_path)(torch.from_numpy(types), *host_list(positions, 17))[1][0], expected
+    )
 
 
 def test_what_is_saved_is_what_was_loaded(weights, tmp_path):
@@ -173,12 +197,16 @@ def test_what_is_saved_is_what_was_loaded(weights, tmp_path):
     types, positions = cluster()
     inputs = torch.from_numpy(types), *host_list(positions, 12)
     again = load_npz(tmp_path / "again.npz")
-    assert again.type_names == ["A", "B"] and load_npz(tmp_path / "model.npz").type_names == ["X0", "X1"]
+    assert again.type_names == ["A", "B"] and load_npz(tmp_path / "model.npz").type_names == [
+        "X0",
+        "X1",
+    ]
     assert torch.equal(again(*inputs)[1], model(*inputs)[1])
 
 
 def test_ghosts_carry_the_forces_that_belong_to_them(tmp_path):
-    """Atoms 8 to 11 as ghosts: the local rows, and what they put on the ghosts, sum to the same derivative."""
+    """Atoms 8 to 11 as ghosts: the local rows, and what they put on the ghosts, sum to the same
+    derivative."""
     model, (types, positions) = load(arrays(), tmp_path), cluster()
     list_neigh, Rij = host_list(positions, 15)
     local = model(torch.from_numpy(types), list_neigh[:, :8], Rij[:, :8], 4)

@@ -1,4 +1,5 @@
-"""examples/train_potential: processes of torchrun share a batch, and do what a single one does with the whole of it."""
+"""examples/train_potential: processes of torchrun share a batch, and do what a single one does with
+the whole of it."""
 
 import os
 import subprocess
@@ -25,14 +26,27 @@ OPTIONS = "--steps", 60, "--batch", 4, "--every", 20
 @pytest.fixture(scope="module")
 def frames():
     few = dict(samples=3, cells_each_way=1, settle=20, every=10)
-    sets = [generate(kSystems["gallium-nitride"], n, seed=seed, **few) for seed, n in enumerate((4, 1, 1))]
+    sets = [
+        generate(kSystems["gallium-nitride"], n, seed=seed, **few)
+        for seed, n in enumerate((4, 1, 1))
+    ]
     return {"system": "gallium-nitride", "sets": sets}
 
 
 def start(folder, processes, *options):
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, "-m", *launcher, str(ROOT / "examples" / "train_potential" / "train.py"), str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        *launcher,
+        str(ROOT / "examples" / "train_potential" / "train.py"),
+        str(folder),
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command += ["--system", "gallium-nitride", *map(str, options)]
     return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
@@ -53,7 +67,9 @@ def trained(frames, tmp_path_factory):
         folders[processes] = tmp_path_factory.mktemp(f"by_{processes}")
         torch.save(frames, folders[processes] / "frames.pt")
         printed = finish(start(folders[processes], processes, *OPTIONS))
-        assert [int(line.split()[1][:-1]) for line in printed.splitlines()[:3]] == [20, 40, 60], "once each"
+        assert [int(line.split()[1][:-1]) for line in printed.splitlines()[:3]] == [20, 40, 60], (
+            "once each"
+        )
     return folders
 
 
@@ -63,7 +79,9 @@ def test_two_processes_have_the_losses_of_one_with_the_whole_batch(trained):
     np.testing.assert_allclose(two, one, rtol=1e-12)
 
 
-def test_two_processes_that_are_killed_and_started_again_end_as_if_they_had_not_been(trained, frames, tmp_path):
+def test_two_processes_that_are_killed_and_started_again_end_as_if_they_had_not_been(
+    trained, frames, tmp_path
+):
     torch.save(frames, tmp_path / "frames.pt")
     first = start(tmp_path, 2, *OPTIONS)
     assert "step     20" in first.stdout.readline()
@@ -88,5 +106,7 @@ def test_the_first_process_makes_the_frames_for_all(tmp_path):
 def test_a_batch_that_the_processes_cannot_share_is_refused(tmp_path):
     process = start(tmp_path / "new", 2, "--batch", 3)
     _, err = process.communicate(timeout=300)
-    assert process.returncode != 0 and "--batch: expected a multiple of the 2 processes, got 3" in err
+    assert (
+        process.returncode != 0 and "--batch: expected a multiple of the 2 processes, got 3" in err
+    )
     assert not (tmp_path / "new").exists()

@@ -1,4 +1,5 @@
-"""examples/train_potential: frames, the training and its gradients, the scripts, and what hosts run."""
+"""examples/train_potential: frames, the training and its gradients, the scripts, and what hosts
+run."""
 
 import os
 import re
@@ -69,9 +70,13 @@ def test_frames_are_reproducible_and_their_dynamics_conserve_energy(frames, syst
 
 def test_atoms_begin_at_rest_together_and_with_the_same_temperature_whatever_their_mass(system):
     atoms = system.cell.repeat(6)
-    _, velocities, _ = crystals(atoms, [300.0], torch.zeros(1, 3, 3), torch.Generator().manual_seed(0))
+    _, velocities, _ = crystals(
+        atoms, [300.0], torch.zeros(1, 3, 3), torch.Generator().manual_seed(0)
+    )
     masses = torch.from_numpy(atoms.get_masses())[:, None]
-    assert (masses * velocities[0]).sum(0).abs().max() <= 1e-9 * (masses * velocities[0]).abs().sum()
+    assert (masses * velocities[0]).sum(0).abs().max() <= 1e-9 * (
+        masses * velocities[0]
+    ).abs().sum()
     for mass in masses.unique():
         of_mass = velocities[0][masses[:, 0] == mass]
         assert (mass * of_mass.square()).mean() == pytest.approx(2 * units.kB * 300, rel=0.05)
@@ -99,8 +104,12 @@ def test_labels_are_derivatives_of_the_energy_that_they_come_with(frames, system
         list_neigh, shift = neighbours(x @ deform, cells @ deform, system.labels.cutoff)
         Rij = pair_vectors(x @ deform, list_neigh, shift)
         energies.append(system.labels(frames["types"][b:], list_neigh, Rij)[0][0])
-    assert (energies[1] - energies[0]) / (2 * h) == pytest.approx(frames["force"][b, 3, 2].item(), abs=1e-5)
-    assert (energies[3] - energies[2]) / (2 * h) == pytest.approx(frames["virial"][b, 0, 1].item(), abs=1e-4)
+    assert (energies[1] - energies[0]) / (2 * h) == pytest.approx(
+        frames["force"][b, 3, 2].item(), abs=1e-5
+    )
+    assert (energies[3] - energies[2]) / (2 * h) == pytest.approx(
+        frames["virial"][b, 0, 1].item(), abs=1e-4
+    )
 
 
 def test_what_the_nets_see_is_standardised_for_each_pair_of_elements(frames, system):
@@ -172,8 +181,12 @@ def test_each_process_takes_another_part_of_the_batch(frames, system, monkeypatc
         calls = {"is_initialized": True, "get_rank": rank, "get_world_size": 3}
         for name, value in calls.items():
             monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
-        parts.append(torch.arange(6)[Trainer(*beginner(frames, system), steps=1, seed=0, batch=6).share])
-    assert [len(part) for part in parts] == [2, 2, 2] and torch.equal(torch.cat(parts).sort()[0], torch.arange(6))
+        parts.append(
+            torch.arange(6)[Trainer(*beginner(frames, system), steps=1, seed=0, batch=6).share]
+        )
+    assert [len(part) for part in parts] == [2, 2, 2] and torch.equal(
+        torch.cat(parts).sort()[0], torch.arange(6)
+    )
 
 
 def test_a_batch_of_more_frames_than_there_are_is_refused(frames, system):
@@ -187,7 +200,8 @@ def test_a_compiled_step_has_the_same_gradients(frames, system):
     # The cutoff is in a shell of neighbours, so that frames differ in how many there are.
     model = {"silicon": dict(rcut=4.45), "gallium-nitride": dict(rcut=3.7)}[name]
     eager, compiled = (
-        Trainer(*beginner(frames, system, **model), steps=8, seed=0, compile=compile) for compile in (False, True)
+        Trainer(*beginner(frames, system, **model), steps=8, seed=0, compile=compile)
+        for compile in (False, True)
     )
     assert (eager.data.tensors[3] >= 0).sum((1, 2)).unique().numel() > 1
     for _ in range(8):
@@ -218,7 +232,9 @@ def test_the_script_goes_on_where_it_was_stopped(frames, system, tmp_path, monke
     (name,) = (key for key, value in kSystems.items() if value is system)
     torch.save({"system": name, "sets": [frames] * 3}, tmp_path / "frames.pt")
     for steps in (2, 3):
-        monkeypatch.setattr(sys, "argv", ["train.py", str(tmp_path), "--system", name, "--steps", str(steps)])
+        monkeypatch.setattr(
+            sys, "argv", ["train.py", str(tmp_path), "--system", name, "--steps", str(steps)]
+        )
         train.main()
         assert len(torch.load(tmp_path / "checkpoint.pt")["history"]) == steps
     on_held_out, on_test = re.findall(r"RMSE of .*", capsys.readouterr().out)[-2:]
@@ -232,7 +248,10 @@ def test_a_folder_of_another_system_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train.py", str(tmp_path), "--system", "gallium-nitride"])
     with pytest.raises(SystemExit):
         train.main()
-    assert f"expected a folder of gallium-nitride, got one of silicon: {tmp_path}" in capsys.readouterr().err
+    assert (
+        f"expected a folder of gallium-nitride, got one of silicon: {tmp_path}"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_three_sets_of_frames_are_different_ones_whatever_the_seed(tmp_path, monkeypatch):
@@ -240,7 +259,9 @@ def test_the_three_sets_of_frames_are_different_ones_whatever_the_seed(tmp_path,
     monkeypatch.setattr(train, "generate", lambda system, n, samples, seed: seeds.append(seed))
     monkeypatch.setattr(train, "DeepPotential", lambda *_: sys.exit())
     for seed in (0, 1):
-        monkeypatch.setattr(sys, "argv", ["train.py", str(tmp_path / str(seed)), "--seed", str(seed)])
+        monkeypatch.setattr(
+            sys, "argv", ["train.py", str(tmp_path / str(seed)), "--seed", str(seed)]
+        )
         with pytest.raises(SystemExit):
             train.main()
     assert len(set(seeds)) == 6

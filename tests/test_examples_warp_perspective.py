@@ -1,4 +1,5 @@
-"""examples/warp_perspective: the page is straight, and two views are registered to a small part of a pixel."""
+"""examples/warp_perspective: the page is straight, and two views are registered to a small part of
+a pixel."""
 
 import os
 import re
@@ -29,7 +30,8 @@ def test_the_ruled_lines_of_the_page_are_rows_of_the_result():
     """Between two ruled lines the photograph is paper and writing."""
     straight = straighten()[1].double()
     assert straight.shape == (344, 680)
-    # A horizontal line darkens its whole row: the rows of the frame are darker than those 12 pixels off on both sides.
+    # A horizontal line darkens its whole row: the rows of the frame are darker than those 12 pixels
+    # off on both sides.
     row = straight[:, 60:620].median(dim=1).values
     for line in (110, 210):
         assert row[line - 4 : line + 5].min() < min(row[line - 12], row[line + 12]) - 15
@@ -56,7 +58,9 @@ def test_two_views_are_registered_from_40_pixels_to_a_twentieth_as_the_readme_sh
     starts = [float(x) for x in re.findall(r"from +(\S+) pixels off", printed)]
     assert len(starts) == 5 and starts[0] >= 40
     assert float(re.search(r"registered: (\S+) pixels off", printed)[1]) < 0.05
-    (shown,) = re.findall(r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(
+        r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     for line in shown.splitlines():
         assert re.sub(r"[\d.]+ pixels off", "", line).rstrip() in printed
 

@@ -1,4 +1,5 @@
-"""calcops::force and calcops::force_virial: values, bits, errors and sizes; on the CPU and on a GPU, if any."""
+"""calcops::force and calcops::force_virial: values, bits, errors and sizes; on the CPU and on a
+GPU, if any."""
 
 import itertools
 
@@ -21,11 +22,15 @@ backward = torch.ops.calcops._force_virial_backward
 def test_values_equal_the_reference(device, dtype, index, nghost):
     list_neigh, dE, Ri_d, Rij = pairs(nghost=nghost, dtype=dtype, index=index, device=device)
     expected = reference.force_virial(list_neigh, *(x.double() for x in (dE, Ri_d, Rij)), nghost)
-    tolerance = dict(rtol=1e-12, atol=1e-12) if dtype == torch.float64 else dict(rtol=2e-7, atol=1e-6)
+    tolerance = (
+        dict(rtol=1e-12, atol=1e-12) if dtype == torch.float64 else dict(rtol=2e-7, atol=1e-6)
+    )
     ours = force_virial(list_neigh, dE, Ri_d, Rij, nghost)
     assert [x.dtype for x in ours] == [dtype] * 3
     assert_equal_lists([x.double() for x in ours], expected, **tolerance)
-    torch.testing.assert_close(force(list_neigh, dE, Ri_d, nghost).double(), expected[0], **tolerance)
+    torch.testing.assert_close(
+        force(list_neigh, dE, Ri_d, nghost).double(), expected[0], **tolerance
+    )
 
 
 def test_a_pair_by_hand():
@@ -55,15 +60,31 @@ def test_every_accepted_view_gives_the_same_bits(device):
 
 def test_strided_and_expanded_inputs_are_read_right(device):
     list_neigh, dE, Ri_d, Rij = pairs(device=device)
-    strided = [x.transpose(0, -1).contiguous().transpose(0, -1) for x in (list_neigh, dE, Ri_d, Rij)]
+    strided = [
+        x.transpose(0, -1).contiguous().transpose(0, -1) for x in (list_neigh, dE, Ri_d, Rij)
+    ]
     assert not any(x.is_contiguous() for x in strided)
-    assert_equal_lists(force_virial(*strided, 2), force_virial(list_neigh, dE, Ri_d, Rij, 2), rtol=0, atol=0)
+    assert_equal_lists(
+        force_virial(*strided, 2), force_virial(list_neigh, dE, Ri_d, Rij, 2), rtol=0, atol=0
+    )
     one = [x[:1].expand_as(x) for x in (list_neigh, dE, Ri_d, Rij)]
-    assert_equal_lists(force_virial(*one, 2), force_virial(*(x.contiguous() for x in one), 2), rtol=0, atol=0)
+    assert_equal_lists(
+        force_virial(*one, 2), force_virial(*(x.contiguous() for x in one), 2), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize(
-    "sizes", [(0, 5, 2, 7), (3, 0, 2, 7), (3, 0, 0, 7), (3, 5, 2, 0), (0, 0, 0, 0), (1, 1, 0, 1), (1, 1, 3, 1)], ids=str
+    "sizes",
+    [
+        (0, 5, 2, 7),
+        (3, 0, 2, 7),
+        (3, 0, 0, 7),
+        (3, 5, 2, 0),
+        (0, 0, 0, 0),
+        (1, 1, 0, 1),
+        (1, 1, 3, 1),
+    ],
+    ids=str,
 )
 def test_empty_sizes_give_zeros_of_the_right_shape(device, sizes):
     frames, natoms, nghost, neighbors = sizes
@@ -76,7 +97,11 @@ def test_empty_sizes_give_zeros_of_the_right_shape(device, sizes):
     ]
     outputs = force_virial(list_neigh, *leaves, nghost)
     rows = natoms + nghost
-    assert [tuple(x.shape) for x in outputs] == [(frames, rows, 3), (frames, 3, 3), (frames, rows, 3, 3)]
+    assert [tuple(x.shape) for x in outputs] == [
+        (frames, rows, 3),
+        (frames, 3, 3),
+        (frames, rows, 3, 3),
+    ]
     assert all(x.count_nonzero() == 0 for x in outputs)
     for gradient in torch.autograd.grad(sum(x.sum() for x in outputs), leaves):
         assert gradient.count_nonzero() == 0
@@ -99,7 +124,9 @@ def test_what_an_empty_slot_holds_never_matters(device):
             # ... nor does what comes from above for such a slot, one order higher.
             v = torch.randn_like(gradient)
             v[empty] = junk
-            for second in torch.autograd.grad(gradient, dirty, v, retain_graph=True, allow_unused=True):
+            for second in torch.autograd.grad(
+                gradient, dirty, v, retain_graph=True, allow_unused=True
+            ):
                 assert second is None or (second.isfinite().all() and (second[empty] == 0).all())
 
 
@@ -176,30 +203,36 @@ def test_every_output_is_written_in_deterministic_mode(device):
         torch.use_deterministic_algorithms(False)
 
 
-# ---- errors ----------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def test_errors_name_the_argument_what_was_expected_and_what_came():
     list_neigh, dE, Ri_d, Rij = pairs()
     wrong = {
         "`list_neigh` int32 or int64, got Float": (list_neigh.float(), dE, Ri_d, Rij),
-        "`list_neigh` of shape [B, n, K] or [B, n, T, M], got [5, 7]": (list_neigh[0], dE, Ri_d, Rij),
-        "`nghost` >= 0, got -1": (list_neigh, dE, Ri_d, Rij, -1),
-        "`dE` float32 or float64, got Half": (list_neigh, dE.half(), Ri_d, Rij),
-        "`dE` of shape [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K], [B, n, K] = [3, 5, 7], got [3, 5, 6, 4]": (
-            list_neigh,
-            dE[:, :, 1:],
+        "`list_neigh` of shape [B, n, K] or [B, n, T, M], got [5, 7]": (
+            list_neigh[0],
+            dE,
             Ri_d,
             Rij,
         ),
+        "`nghost` >= 0, got -1": (list_neigh, dE, Ri_d, Rij, -1),
+        "`dE` float32 or float64, got Half": (list_neigh, dE.half(), Ri_d, Rij),
+        (
+            "`dE` of shape [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K], [B, n, K] = "
+            "[3, 5, 7], got [3, 5, 6, 4]"
+        ): (list_neigh, dE[:, :, 1:], Ri_d, Rij),
         "`Ri_d` of dtype Double like `dE`, got Float": (list_neigh, dE, Ri_d.float(), Rij),
-        "`Ri_d` of shape [B, n, 4K, 3] or [B, n, K, 4, 3], [B, n, K] = [3, 5, 7], got [3, 5, 3, 28]": (
+        (
+            "`Ri_d` of shape [B, n, 4K, 3] or [B, n, K, 4, 3], [B, n, K] = [3, 5, "
+            "7], got [3, 5, 3, 28]"
+        ): (list_neigh, dE, Ri_d.transpose(2, 3), Rij),
+        "`Rij` of shape [B, n, K, 3] = [3, 5, 7, 3], got [3, 5, 7]": (
             list_neigh,
             dE,
-            Ri_d.transpose(2, 3),
-            Rij,
+            Ri_d,
+            Rij[..., 0],
         ),
-        "`Rij` of shape [B, n, K, 3] = [3, 5, 7, 3], got [3, 5, 7]": (list_neigh, dE, Ri_d, Rij[..., 0]),
         "`Rij` of dtype Double like `dE`, got Float": (list_neigh, dE, Ri_d, Rij.float()),
     }
     for text, arguments in wrong.items():
@@ -207,19 +240,27 @@ def test_errors_name_the_argument_what_was_expected_and_what_came():
             force_virial(*(arguments if len(arguments) == 5 else (*arguments, 2)))
         assert str(caught.value).splitlines()[0] == "calcops::force_virial: expected " + text
     for argument in range(4):
-        mixed = [x.to("meta") if i == argument else x for i, x in enumerate((list_neigh, dE, Ri_d, Rij))]
-        with pytest.raises(RuntimeError, match="expected `.*` on (cpu|meta) like `.*`, got (cpu|meta)"):
+        mixed = [
+            x.to("meta") if i == argument else x for i, x in enumerate((list_neigh, dE, Ri_d, Rij))
+        ]
+        with pytest.raises(
+            RuntimeError, match="expected `.*` on (cpu|meta) like `.*`, got (cpu|meta)"
+        ):
             force_virial(*mixed, 2)
 
 
-@pytest.mark.parametrize("entry", [-2, 7, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)])  # the last overflow if added to
+# The last overflow if added to.
+@pytest.mark.parametrize("entry", [-2, 7, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_a_wrong_entry_is_named_with_frame_atom_slot_and_value(entry, index):
     if not torch.iinfo(index).min <= entry <= torch.iinfo(index).max:
         pytest.skip("an int32 has no such value")
     list_neigh, dE, Ri_d, Rij = pairs(index=index)
     list_neigh[1, 2, 3] = list_neigh[2, 4, 6] = entry
-    text = f"expected `list_neigh` entries -1 or 0 <= j < n + nghost = 7, got {entry} at frame 1, atom 2, slot 3"
+    text = (
+        f"expected `list_neigh` entries -1 or 0 <= j < n + nghost = 7, got {entry} at "
+        "frame 1, atom 2, slot 3"
+    )
     with pytest.raises(RuntimeError) as caught:
         force(list_neigh, dE, Ri_d, 2)
     assert str(caught.value).splitlines()[0] == "calcops::force: " + text
@@ -237,9 +278,13 @@ def test_a_list_that_is_right_with_ghosts_is_wrong_without():
 @pytest.mark.parametrize("nghost", [2**63 - 1, 2**62, 2**40 + 1])
 def test_more_ghosts_than_can_be_counted_are_an_error_that_names_them(nghost):
     list_neigh, dE, Ri_d, _ = pairs()
-    with pytest.raises(RuntimeError, match=f"^calcops::force: expected `nghost` of at most 2.40, got {nghost}"):
+    with pytest.raises(
+        RuntimeError, match=f"^calcops::force: expected `nghost` of at most 2.40, got {nghost}"
+    ):
         force(list_neigh, dE, Ri_d, nghost)
-    with pytest.raises(RuntimeError, match="^calcops::neighbor_index: expected `nghost` of at most 2.40"):
+    with pytest.raises(
+        RuntimeError, match="^calcops::neighbor_index: expected `nghost` of at most 2.40"
+    ):
         torch.ops.calcops.neighbor_index(list_neigh, nghost)
 
 
@@ -249,10 +294,12 @@ def test_cuda_tensors_are_told_why_there_is_no_cuda_kernel(op):
     list_neigh, dE, Ri_d, _ = pairs()
     packet, rest = getattr(torch.ops.calcops, op).default, [2] if op == "force" else [None, 2, True]
     with pytest.raises(RuntimeError, match=f"^calcops::{op}: built without CUDA because .+; .+"):
-        packet.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), list_neigh, dE, Ri_d, *rest)
+        packet.redispatch(
+            torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), list_neigh, dE, Ri_d, *rest
+        )
 
 
-# ---- size -------------------------------------------------------------------------------------------
+# ---- size ----------------------------------------------------------------------------------------
 
 
 def test_more_atoms_than_16_bits_count(device):
@@ -263,12 +310,31 @@ def test_more_atoms_than_16_bits_count(device):
 
 
 # All residues of 2 to 32 slots, which is what a register, a block of the kernels and a warp hold.
-SLOTS = [*range(1, 68), 127, 128, 129, 255, 256, 257, 511, 512, 513, 1000, 4095, 4096, 4097, 8191, 8192]
+SLOTS = [
+    *range(1, 68),
+    127,
+    128,
+    129,
+    255,
+    256,
+    257,
+    511,
+    512,
+    513,
+    1000,
+    4095,
+    4096,
+    4097,
+    8191,
+    8192,
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_number_of_slots(device, dtype):
-    tolerance = dict(rtol=1e-12, atol=1e-11) if dtype == torch.float64 else dict(rtol=2e-7, atol=1e-6)
+    tolerance = (
+        dict(rtol=1e-12, atol=1e-11) if dtype == torch.float64 else dict(rtol=2e-7, atol=1e-6)
+    )
     for neighbors in SLOTS:
         inputs = pairs(2, 4, 1, neighbors, dtype, device=device, seed=neighbors)
         results = []

@@ -1,4 +1,5 @@
-"""How far the force operators are from the exact result, which extended precision tells: float32 and float64."""
+"""How far the force operators are from the exact result, which extended precision tells: float32
+and float64."""
 
 import numpy
 import pytest
@@ -9,7 +10,8 @@ from calcops_jit import force, force_virial
 
 
 def scatter(terms, list_neigh, rows, center):
-    """Sums over the slots [..., n, K, *width] that name an atom, and their absolute values' sums."""
+    """Sums over the slots [..., n, K, *width] that name an atom, and their absolute values'
+    sums."""
     frames = len(list_neigh)
     both = []
     for sign, values in ((-1, terms), (1, numpy.abs(terms))):
@@ -23,7 +25,8 @@ def scatter(terms, list_neigh, rows, center):
 
 
 def exact(list_neigh, dE, Ri_d, Rij, nghost, upstream):
-    """Every output and every gradient with the sum of its absolute terms, in 64 bits of mantissa and more."""
+    """Every output and every gradient with the sum of its absolute terms, in 64 bits of mantissa
+    and more."""
     list_neigh = list_neigh.numpy()
     live = list_neigh >= 0
     dE, Ri_d, Rij, gF, gV, gAV = (
@@ -52,13 +55,17 @@ def exact(list_neigh, dE, Ri_d, Rij, nghost, upstream):
         [x.sum(2) for x in scatter(virials, list_neigh, natoms + nghost, False)],
         summed([Ri_d[..., a] * part[..., None, a] for part in e for a in range(3)], slot),
         summed([dE[..., None] * part[..., None, :] for part in e], pair),
-        summed([terms[..., c, a, None] * u[..., a, :] for u in U for c in range(4) for a in range(3)], slot),
+        summed(
+            [terms[..., c, a, None] * u[..., a, :] for u in U for c in range(4) for a in range(3)],
+            slot,
+        ),
     ]
     return results
 
 
 def cancelling(inputs):
-    """The same inputs where big terms cancel: each even slot is repeated, with the opposite sign, in the next."""
+    """The same inputs where big terms cancel: each even slot is repeated, with the opposite sign,
+    in the next."""
     list_neigh, dE, Ri_d, Rij = inputs
     list_neigh[..., 1::2] = list_neigh[..., 0::2]
     dE[..., 1::2, :] = -dE[..., 0::2, :] * (1 + 1e-6 * torch.rand_like(dE[..., 0::2, :]))
@@ -75,7 +82,10 @@ def test_float32_is_within_one_ulp_of_the_exact_result(neighbors, change):
     upstream = [torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) for x in outputs]
     ours = *outputs, *torch.autograd.grad(outputs, leaves, upstream)
     for name, x, (value, absolute) in zip(
-        "force virial atom_virial dE Ri_d Rij".split(), ours, exact(*inputs, 3, upstream), strict=True
+        "force virial atom_virial dE Ri_d Rij".split(),
+        ours,
+        exact(*inputs, 3, upstream),
+        strict=True,
     ):
         value, absolute = value.reshape(x.shape), absolute.reshape(x.shape)
         ulp = numpy.spacing(numpy.abs(value).astype(numpy.float32)).astype(numpy.longdouble)

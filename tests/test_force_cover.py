@@ -55,9 +55,16 @@ def calls(case, device):
     for keywords in {}, reuse:
         yield force, (list_neigh, *leaves[:2], nghost), keywords
         yield force_virial, (list_neigh, *leaves, nghost), keywords
-        yield torch.ops.calcops._force_virial, (list_neigh, *leaves[:2], None, nghost, False), keywords
+        yield (
+            torch.ops.calcops._force_virial,
+            (list_neigh, *leaves[:2], None, nghost, False),
+            keywords,
+        )
     outputs = force_virial(list_neigh, *(x.detach() for x in leaves), nghost)
-    upstream = [laid_out(torch.randn_like(x), layout).requires_grad_(flag) for x, flag in zip(outputs, needs)]
+    upstream = [
+        laid_out(torch.randn_like(x), layout).requires_grad_(flag)
+        for x, flag in zip(outputs, needs)
+    ]
     yield backward, (*upstream, list_neigh, *leaves, nghost, True, [True] * 3), {}
     yield backward, (*upstream, list_neigh, *leaves, nghost, False, list(needs)), {}
 
@@ -70,7 +77,9 @@ def check_case(case, device):
 def test_no_operator_is_left_out():
     source = pathlib.Path(__file__).resolve().parent.parent / "ops" / "force" / "force.cpp"
     defined = re.findall(r"^(\w+)\(Tensor", source.read_text(), re.MULTILINE)
-    assert {op._qualified_op_name for op, *_ in calls(PRODUCT[0], "cpu")} == {f"calcops::{x}" for x in defined}
+    assert {op._qualified_op_name for op, *_ in calls(PRODUCT[0], "cpu")} == {
+        f"calcops::{x}" for x in defined
+    }
 
 
 def name(case):
@@ -100,16 +109,22 @@ def test_opcheck_over_the_full_product(case, device):
 
 @pytest.mark.long
 def test_offsets_beyond_31_bits():
-    # Ri_d has 2.17e9 elements; the list repeats every `period` atoms, so a small run says what comes out.
+    # Ri_d has 2.17e9 elements; the list repeats every `period` atoms, so a small run says what
+    # comes out.
     period, repeats, neighbors = 1000, 3840, 47
     natoms = period * repeats
-    free = int(next(s for s in open("/proc/meminfo") if s.startswith("MemAvailable")).split()[1]) * 1024
+    free = (
+        int(next(s for s in open("/proc/meminfo") if s.startswith("MemAvailable")).split()[1])
+        * 1024
+    )
     needed = 1.1 * natoms * (neighbors * (4 + 19 * 4) + 12 * 8 * 3)
     if free < needed:
         pytest.skip(f"needs {needed / 1e9:.0f} GB of memory, {free / 1e9:.0f} are free")
     small = pairs(1, period, 0, neighbors, torch.float32)
     blocks = [x.expand(repeats, *x.shape[1:]).reshape(1, natoms, *x.shape[2:]) for x in small]
-    offsets = torch.arange(repeats, dtype=torch.int32).repeat_interleave(period)[None, :, None] * period
+    offsets = (
+        torch.arange(repeats, dtype=torch.int32).repeat_interleave(period)[None, :, None] * period
+    )
     blocks[0] = torch.where(blocks[0] >= 0, blocks[0] + offsets, -1)
     assert blocks[2].numel() > 2**31
     F, W, atom_W = force_virial(*blocks)

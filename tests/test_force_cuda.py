@@ -1,28 +1,18 @@
-"""What only a GPU can show of the force operators; values and derivatives: test_force.py, which runs on both devices.
+"""What only a GPU can show of the force operators; values and derivatives: test_force.py, which
+runs on both devices.
 
 Where nvcc is, every CUDA source is compiled and linked, with or without a GPU.
 """
-
-import os
-import pathlib
-import re
-import shutil
-import subprocess
-import sys
 
 import pytest
 import reference
 import torch
 from kernels import launches
 from reference import assert_equal_lists, neighbor_force, pairs
-from torch.utils import cpp_extension
 
 from calcops_jit import force, force_virial
 
 backward = torch.ops.calcops._force_virial_backward
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-OPS = ROOT / "ops"
-NVCC = shutil.which("nvcc", path=f"{cpp_extension.CUDA_HOME}/bin") or shutil.which("nvcc")
 
 
 @pytest.fixture
@@ -32,41 +22,7 @@ def gpu():
     return "cuda"
 
 
-INTEGERS = {"unsigned", "unsigned int", "unsigned long long", "uint32_t", "uint64_t", "int", "int32_t"}
-
-
-@pytest.mark.parametrize("source", sorted(OPS.glob("*/*.cu")), ids=lambda path: path.name)
-def test_no_atomic_touches_a_float(source):
-    text = re.sub(r"//.*", "", source.read_text())
-    calls = re.findall(r"\batomic\w*\(([^,]*),", text) + re.findall(r"\batomic_ref\b.*|\bred\.\w+.*", text)
-    for call in calls:
-        target = re.findall(r"\w+", call.split("+")[0])[-1]
-        types = re.findall(rf"([\w ]+?)\s*\*\s*{target}\b", text)
-        assert types and {type.strip().removeprefix("const ") for type in types} <= INTEGERS, (call, types)
-
-
-@pytest.mark.skipif(NVCC is None, reason="no nvcc in torch's CUDA_HOME or on PATH")
-@pytest.mark.parametrize("source", sorted(OPS.glob("*/*.cu")), ids=lambda path: path.name)
-def test_the_compiler_makes_no_atomic_of_floats_and_warns_of_nothing(tmp_path, source):
-    """In the older standard: test_calcops_jit_build.py builds all for two architectures in the newer, and loads it."""
-    ptx = tmp_path / "out.ptx"
-    command = [NVCC, "-ptx", "-std=c++17", "-arch=compute_80", "-Werror", "all-warnings", "-I", str(OPS)]
-    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}  # not under a sanitizer
-    said = subprocess.run([*command, str(source), "-o", str(ptx)], capture_output=True, text=True, env=environment)
-    assert said.returncode == 0, said.stdout + said.stderr
-    atomics = re.findall(r"^\s*(?:@\S+\s+)?((?:atom|red)\.\S+)", ptx.read_text(), re.MULTILINE)
-    assert not [name for name in atomics if re.search(r"\.b?f(16|32|64)", name)], set(atomics)
-    assert bool(atomics) == ("atomic" in source.read_text())  # the pattern finds what there is
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_sanitizer_says_so_and_skips():
-    command = [sys.executable, ROOT / "tests" / "bench" / "gpu_check.py", "sanitize"]
-    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert run.returncode == 0 and run.stdout == "gpu_check: skipped, no GPU is visible to PyTorch\n"
-
-
-# ---- values ---------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 
 
 def on(device, tensors):
@@ -76,7 +32,10 @@ def on(device, tensors):
 def upstream_of(list_neigh, dE, nghost=2):
     """Gradients of a scalar for the three outputs; made beforehand where the host must not wait."""
     rows = (len(list_neigh), list_neigh.shape[1] + nghost)
-    return [torch.randn(*size, 3, device=dE.device, dtype=dE.dtype) for size in (rows, rows[:1] + (3,), rows + (3,))]
+    return [
+        torch.randn(*size, 3, device=dE.device, dtype=dE.dtype)
+        for size in (rows, rows[:1] + (3,), rows + (3,))
+    ]
 
 
 def gradients(upstream, list_neigh, *values, nghost=2):
@@ -91,10 +50,13 @@ def assert_equals_cpu(inputs, nghost):
     exact = inputs[1].dtype == torch.float64
     tolerance = dict(rtol=1e-12, atol=1e-11) if exact else dict(rtol=2e-7, atol=1e-6)
     expected = gradients(on("cpu", upstream), *on("cpu", inputs), nghost=nghost)
-    assert_equal_lists(on("cpu", gradients(upstream, *inputs, nghost=nghost)), expected, **tolerance)
+    assert_equal_lists(
+        on("cpu", gradients(upstream, *inputs, nghost=nghost)), expected, **tolerance
+    )
 
 
-# Lanes share pairs by fours and take eight pairs a step, a warp lists 512 slots, a block has 8 warps.
+# Lanes share pairs by fours and take eight pairs a step, a warp lists 512 slots, a block has 8
+# warps.
 @pytest.mark.parametrize("natoms", [1, 7, 8, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_number_of_slots_equals_the_cpu(gpu, natoms, dtype):
@@ -142,7 +104,9 @@ def test_more_than_2_to_the_31_elements(gpu):
     gradient = backward(*upstream, *inputs, 0, True, [True] * 3)
     for frame in range(frames):
         one, above = ([x[frame : frame + 1] for x in tensors] for tensors in (inputs, upstream))
-        assert_equal_lists([x[frame] for x in whole], [x[0] for x in force_virial(*one)], rtol=0, atol=0)
+        assert_equal_lists(
+            [x[frame] for x in whole], [x[0] for x in force_virial(*one)], rtol=0, atol=0
+        )
         alone = backward(*above, *one, 0, True, [True] * 3)
         assert_equal_lists([x[frame] for x in gradient], [x[0] for x in alone], rtol=0, atol=0)
 
@@ -177,9 +141,17 @@ def test_a_million_atoms_of_500_slots_equal_a_chunked_reference(gpu):
             torch.testing.assert_close(x[part].double(), value, rtol=2.0**-23, atol=1e-11)
 
 
-# ---- wrong entries ----------------------------------------------------------------------------------
+# ---- wrong entries -------------------------------------------------------------------------------
 
-WRONG = [-2, 7, torch.iinfo(torch.int32).max, torch.iinfo(torch.int32).min, 2**32, -(2**32), 2**63 - 1]
+WRONG = [
+    -2,
+    7,
+    torch.iinfo(torch.int32).max,
+    torch.iinfo(torch.int32).min,
+    2**32,
+    -(2**32),
+    2**63 - 1,
+]
 
 
 @pytest.mark.parametrize("center", [True, False])
@@ -201,7 +173,9 @@ def test_a_wrong_entry_makes_its_row_nan_and_no_other(gpu, entry, center):
         row = (frame,) if name == "W" else (frame, atom)
         assert a[row].isnan().all(), name
         a[row] = b[row]
-        torch.testing.assert_close(a, b, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            a, b, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_calcops_check_names_the_first_wrong_entry_and_the_device_goes_on(gpu, monkeypatch):
@@ -209,10 +183,23 @@ def test_calcops_check_names_the_first_wrong_entry_and_the_device_goes_on(gpu, m
     list_neigh[1, 2, 3], list_neigh[2, 0, 0] = 7, -2
     monkeypatch.setenv("CALCOPS_CHECK", "1")
     where = r"entries -1 or 0 <= j < n \+ nghost = 7, got 7 at frame 1, atom 2, slot 3"
-    with pytest.raises(RuntimeError, match=f"^calcops::force_virial: expected `list_neigh` {where}"):
+    with pytest.raises(
+        RuntimeError, match=f"^calcops::force_virial: expected `list_neigh` {where}"
+    ):
         force_virial(list_neigh, dE, Ri_d, Rij, 2)
     with pytest.raises(RuntimeError, match=where):
-        backward(dE.new_zeros(3, 7, 3), None, None, list_neigh, dE, Ri_d, None, 2, True, [True] * 2 + [False])
+        backward(
+            dE.new_zeros(3, 7, 3),
+            None,
+            None,
+            list_neigh,
+            dE,
+            Ri_d,
+            None,
+            2,
+            True,
+            [True] * 2 + [False],
+        )
     list_neigh.clamp_(-1, 6)
     assert force_virial(list_neigh, dE, Ri_d, Rij, 2)[0].isfinite().all()
 
@@ -233,7 +220,7 @@ def test_calcops_check_stays_away_from_a_captured_graph(gpu, monkeypatch):
     assert all(x.isfinite().all() for x in captured)
 
 
-# ---- streams, devices, graphs -----------------------------------------------------------------------
+# ---- streams, devices, graphs --------------------------------------------------------------------
 
 
 def test_the_current_stream_is_used(gpu):
@@ -269,7 +256,9 @@ def everything(upstream, list_neigh, *values):
     outputs = force_virial(list_neigh, *leaves, 2)
     first = torch.autograd.grad(outputs, leaves, upstream, create_graph=True)
     second = torch.autograd.grad(first, leaves, [x.detach() for x in leaves])
-    tangent = torch.func.jvp(lambda x: force(list_neigh, x, values[1], 2), (values[0],), (values[0],))[1]
+    tangent = torch.func.jvp(
+        lambda x: force(list_neigh, x, values[1], 2), (values[0],), (values[0],)
+    )[1]
     stacked = (x.expand(2, *x.shape) for x in (list_neigh, *values[:2]))
     batch = torch.vmap(lambda *x: neighbor_force(*x, 2))(*stacked)
     return *outputs, *first, *second, tangent, batch
@@ -312,10 +301,12 @@ def test_launches_are_few(gpu, natoms):
     upstream = upstream_of(*inputs[:2])
     assert len(names := launches(lambda: force_virial(*inputs, 2))) <= 6, names
     assert len(names := launches(lambda: force(*inputs[:3], 2))) <= 6, names
-    assert len(names := launches(lambda: backward(*upstream, *inputs, 2, True, [True] * 3))) <= 3, names
+    assert len(names := launches(lambda: backward(*upstream, *inputs, 2, True, [True] * 3))) <= 3, (
+        names
+    )
 
 
-# ---- bit for bit ------------------------------------------------------------------------------------
+# ---- bit for bit ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

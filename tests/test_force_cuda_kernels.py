@@ -1,6 +1,8 @@
-"""The force operators' CUDA kernels at every boundary of theirs, on a GPU or in the emulation (kernels.py).
+"""The force operators' CUDA kernels at every boundary of theirs, on a GPU or in the emulation
+(kernels.py).
 
-Lanes share pairs by fours and take eight pairs a step, a warp lists 512 slots, a block has 8 warps and 256 threads.
+Lanes share pairs by fours and take eight pairs a step, a warp lists 512 slots, a block has 8 warps
+and 256 threads.
 """
 
 import pytest
@@ -13,8 +15,24 @@ from calcops_jit import neighbor_index
 ops = torch.ops.calcops
 TYPES = [(torch.float32, torch.int32), (torch.float64, torch.int64)]
 SIZES = [
-    *[(0, 3, 2, 4), (2, 0, 0, 4), (2, 0, 3, 4), (2, 3, 0, 0), (2, 3, 2, 0), (1, 1, 0, 1), (3, 1, 0, 100)],
-    *[(1, 7, 1, 9), (5, 8, 8, 31), (5, 16, 1, 32), (5, 7, 2, 33), (2, 33, 5, 40), (2, 2, 300, 3), (1, 700, 0, 1)],
+    *[
+        (0, 3, 2, 4),
+        (2, 0, 0, 4),
+        (2, 0, 3, 4),
+        (2, 3, 0, 0),
+        (2, 3, 2, 0),
+        (1, 1, 0, 1),
+        (3, 1, 0, 100),
+    ],
+    *[
+        (1, 7, 1, 9),
+        (5, 8, 8, 31),
+        (5, 16, 1, 32),
+        (5, 7, 2, 33),
+        (2, 33, 5, 40),
+        (2, 2, 300, 3),
+        (1, 700, 0, 1),
+    ],
     *[(130, 1, 1, 2), (1, 255, 0, 2), (1, 257, 0, 2)],
 ]
 LONG_ROWS = [(1, 9, 0, 511), (1, 8, 0, 512), (1, 9, 1, 513), (2, 5, 0, 1025), (1, 1, 0, 5000)]
@@ -23,12 +41,15 @@ LONG_ROWS = [(1, 9, 0, 511), (1, 8, 0, 512), (1, 9, 1, 513), (2, 5, 0, 1025), (1
 def assert_close(ours, theirs):
     # Sums are in float64 on either device: a float32 may be rounded the other way.
     exact = theirs[0].dtype == torch.float64
-    assert_equal_lists(ours, theirs, **(dict(rtol=1e-12, atol=1e-11) if exact else dict(rtol=1.2e-7, atol=1e-12)))
+    assert_equal_lists(
+        ours, theirs, **(dict(rtol=1e-12, atol=1e-11) if exact else dict(rtol=1.2e-7, atol=1e-12))
+    )
 
 
 def upstream_of(outputs):
     return [
-        torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(k)) for k, x in enumerate(outputs)
+        torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(k))
+        for k, x in enumerate(outputs)
     ]
 
 
@@ -55,7 +76,9 @@ def test_gradients(kernels, size, dtype, index):
     upstream = upstream_of(ops.force_virial(list_neigh, *values, nghost))
     wanted = [(1, 1, 1)] if size in LONG_ROWS else [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
     for mask in wanted:
-        for given in [(1, 1, 1)] if mask != (1, 1, 1) else [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)]:
+        for given in (
+            [(1, 1, 1)] if mask != (1, 1, 1) else [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
+        ):
             above = [x if g else None for x, g in zip(upstream, given, strict=True)]
             arguments = *above, list_neigh, *values, nghost, True, [bool(m) for m in mask]
             backward = ops._force_virial_backward
@@ -100,14 +123,18 @@ def test_a_list_with_dead_slots_anywhere_and_nan_in_them(kernels):
     assert all(x.isfinite().all() for x in expected)
     assert_close(kernels(ops.force_virial, list_neigh, *values, 3), expected)
     arguments = *upstream_of(expected), list_neigh, *values, 3, True, [True] * 3
-    assert_close(kernels(ops._force_virial_backward, *arguments), ops._force_virial_backward(*arguments))
+    assert_close(
+        kernels(ops._force_virial_backward, *arguments), ops._force_virial_backward(*arguments)
+    )
 
 
 def test_an_index_of_garbage_reads_nothing_outside(kernels):
     list_neigh, *values = pairs(2, 9, 3, 17)
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
-        index = torch.randint(-(2**31), 2**31 - 1, (2, 12 + 9 * 17), generator=generator, dtype=torch.int32)
+        index = torch.randint(
+            -(2**31), 2**31 - 1, (2, 12 + 9 * 17), generator=generator, dtype=torch.int32
+        )
         kernels(ops.force_virial, list_neigh, *values, 3, neighbor_index=index)
         kernels(ops.force_virial, list_neigh, *values, 3, neighbor_index=index.abs() % (9 * 17 + 1))
 
@@ -115,7 +142,9 @@ def test_an_index_of_garbage_reads_nothing_outside(kernels):
 WRONG = [-2, 12, 2**31 - 1, -(2**31), 2**31, 2**32, -(2**32), 2**63 - 1, -(2**63)]
 
 
-@pytest.mark.parametrize(("entry", "neighbors"), [(entry, 17) for entry in WRONG] + [(-2, 600), (2**63 - 1, 600)])
+@pytest.mark.parametrize(
+    ("entry", "neighbors"), [(entry, 17) for entry in WRONG] + [(-2, 600), (2**63 - 1, 600)]
+)
 def test_a_wrong_entry_makes_its_row_nan_and_no_other(kernels, entry, neighbors):
     index = torch.int32 if -(2**31) <= entry < 2**31 else torch.int64
     list_neigh, *values = pairs(2, 9, 3, neighbors, index=index)
@@ -126,7 +155,9 @@ def test_a_wrong_entry_makes_its_row_nan_and_no_other(kernels, entry, neighbors)
 
     def everything():
         yield from kernels(ops.force_virial, list_neigh, *values, 3)
-        yield from kernels(ops._force_virial_backward, *above, list_neigh, *values, 3, True, [True] * 3)
+        yield from kernels(
+            ops._force_virial_backward, *above, list_neigh, *values, 3, True, [True] * 3
+        )
 
     expected = list(everything())
     list_neigh[frame, atom, slot] = entry

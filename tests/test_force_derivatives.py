@@ -5,7 +5,14 @@ import itertools
 import pytest
 import reference
 import torch
-from reference import SMALL, assert_equal_lists, differentiable_pairs, neighbor_force, pairs, scalar_of
+from reference import (
+    SMALL,
+    assert_equal_lists,
+    differentiable_pairs,
+    neighbor_force,
+    pairs,
+    scalar_of,
+)
 from torch.autograd import gradcheck, gradgradcheck
 
 from calcops_jit import force, force_virial
@@ -32,7 +39,9 @@ def test_first_derivatives_in_every_mode(device, nghost):
     assert gradcheck(lambda *x: force(list_neigh, *x, nghost), leaves[:2], **MODES)
 
 
-@pytest.mark.parametrize("output", [0, 1, 2, slice(None)], ids=["force", "virial", "atom_virial", "all"])
+@pytest.mark.parametrize(
+    "output", [0, 1, 2, slice(None)], ids=["force", "virial", "atom_virial", "all"]
+)
 def test_second_derivatives_through_each_output(device, output):
     list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
     assert gradgradcheck(
@@ -50,7 +59,9 @@ def test_second_derivatives_of_force(device):
 
 @pytest.mark.parametrize("center", [True, False])
 def test_third_derivatives(device, center):
-    list_neigh, *leaves = differentiable_pairs(frames=1, natoms=2, nghost=1, neighbors=2, device=device)
+    list_neigh, *leaves = differentiable_pairs(
+        frames=1, natoms=2, nghost=1, neighbors=2, device=device
+    )
     upstream = [torch.randn_like(x).requires_grad_() for x in force_virial(list_neigh, *leaves, 1)]
     function = lambda *x: backward(*x[:3], list_neigh, *x[3:], 1, center, [True] * 3)  # noqa: E731
     assert gradcheck(function, (*upstream, *leaves), **MODES)
@@ -60,20 +71,26 @@ def test_third_derivatives(device, center):
 @pytest.mark.parametrize("output", ["force", "virial", "atom_virial"])
 def test_third_derivatives_of_each_output_equal_the_reference(device, output):
     list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
-    weights = [torch.linspace(-1, 2, x.numel(), dtype=x.dtype, device=device).view_as(x) for x in leaves]
+    weights = [
+        torch.linspace(-1, 2, x.numel(), dtype=x.dtype, device=device).view_as(x) for x in leaves
+    ]
 
     def derivatives(function):
         result = function(list_neigh, *leaves, 1)[("force", "virial", "atom_virial").index(output)]
         scalar, found = result.sin().sum(), []
         for _ in range(3):
-            gradient = torch.autograd.grad(scalar, leaves, create_graph=True, materialize_grads=True)
+            gradient = torch.autograd.grad(
+                scalar, leaves, create_graph=True, materialize_grads=True
+            )
             found += gradient
             scalar = sum((g * w).sin().sum() for g, w in zip(gradient, weights))
         return found
 
     ours, theirs = derivatives(force_virial), derivatives(reference.force_virial)
     assert_equal_lists(ours, theirs, rtol=1e-10, atol=1e-10)
-    assert all(x.count_nonzero() > 0 for x in ours[6:] if output != "force" or x.shape != leaves[2].shape)
+    assert all(
+        x.count_nonzero() > 0 for x in ours[6:] if output != "force" or x.shape != leaves[2].shape
+    )
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([True, False], repeat=3))[1:-1], ids=str)
@@ -109,13 +126,17 @@ def test_derivatives_of_strided_and_expanded_inputs(device, layout):
     upstream = [torch.randn(1, 1, 1, dtype=x.dtype, device=device) for x in leaves]
     expand = [u.view([1] * x.dim()).expand_as(x) for u, x in zip(upstream, function(*leaves))]
     expected = torch.autograd.grad(function(*leaves), leaves, [x.contiguous() for x in expand])
-    assert_equal_lists(torch.autograd.grad(function(*leaves), leaves, expand), expected, rtol=0, atol=0)
+    assert_equal_lists(
+        torch.autograd.grad(function(*leaves), leaves, expand), expected, rtol=0, atol=0
+    )
 
 
 def test_gradients_have_the_shape_of_the_view_that_was_given(device):
     list_neigh, dE, Ri_d, Rij = pairs(neighbors=6, device=device)
     flat = dE.reshape(3, 5, 1, 24).requires_grad_(), Ri_d.view(3, 5, 6, 4, 3).requires_grad_()
-    gradient = torch.autograd.grad(force(list_neigh.view(3, 5, 2, 3), *flat, 2).square().sum(), flat)
+    gradient = torch.autograd.grad(
+        force(list_neigh.view(3, 5, 2, 3), *flat, 2).square().sum(), flat
+    )
     assert [x.shape for x in gradient] == [x.shape for x in flat]
 
 
@@ -126,13 +147,17 @@ def test_gradients_have_the_shape_of_the_view_that_was_given(device):
 )
 def test_torch_func_transforms_equal_the_reference(device, transform):
     list_neigh, *leaves = pairs(**SMALL, device=device)
-    ours, theirs = scalar_of(force_virial, list_neigh), scalar_of(reference.force_virial, list_neigh)
+    ours, theirs = (
+        scalar_of(force_virial, list_neigh),
+        scalar_of(reference.force_virial, list_neigh),
+    )
 
     def apply(function):
         if transform == "vjp":
             return torch.func.vjp(function, *leaves)[1](torch.ones_like(function(*leaves)))
         tangents = tuple(x.cos() for x in leaves)
-        if transform == "linearize" and function is ours:  # the reference's one_hot cannot be traced
+        # The reference's one_hot cannot be traced.
+        if transform == "linearize" and function is ours:
             value, linear = torch.func.linearize(function, *leaves)
             return value, linear(*tangents)
         if transform in ("jvp", "linearize"):

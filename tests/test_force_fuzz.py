@@ -1,8 +1,9 @@
 """Random calls of the force operators: the reference's numbers, or an error of the documented form.
 
-Each call begins as a right one, of any sizes, types, strides and device. Then most have one argument changed. A call
-that was not changed must succeed. One that succeeds must have the results of the reference, and one that fails must
-name one of the arguments: "calcops::op: expected `argument` ..., got ...".
+Each call begins as a right one, of any sizes, types, strides and device. Then most have one
+argument changed. A call that was not changed must succeed. One that succeeds must have the results
+of the reference, and one that fails must name one of the arguments: "calcops::op: expected
+`argument` ..., got ...".
 """
 
 import random
@@ -17,7 +18,16 @@ import calcops_jit
 
 DTYPES = [torch.float32, torch.float64]
 INDICES = [torch.int32, torch.int64]
-OTHER_DTYPES = [torch.float16, torch.bfloat16, torch.int16, torch.uint8, torch.bool, torch.complex64, *DTYPES, *INDICES]
+OTHER_DTYPES = [
+    torch.float16,
+    torch.bfloat16,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    *DTYPES,
+    *INDICES,
+]
 ENTRIES = [-1, 0, 1, -2, -(2**31), 2**31 - 1, 5, 6, 2**62]
 COUNTS = [-(2**63), -1, 0, 1, 2**41, 2**63 - 1]
 
@@ -39,22 +49,40 @@ def neighbour_list(draw, seed):
         draw.choice(sizes) for sizes in ([0, 1, 2], [0, 1, 3, 9], [0, 2], [0, 1, 4, 6])
     )
     list_neigh, dE, Ri_d, Rij = (
-        reference.pairs(frames, natoms, nghost, neighbors, draw.choice(DTYPES), draw.choice(INDICES), seed=seed)
+        reference.pairs(
+            frames, natoms, nghost, neighbors, draw.choice(DTYPES), draw.choice(INDICES), seed=seed
+        )
         if natoms + nghost
         else reference.pairs(frames, 0, 1, neighbors, seed=seed)
     )
     size = frames, natoms, neighbors
     if draw.random() < 0.3 and neighbors % 2 == 0:
         list_neigh = list_neigh.view(frames, natoms, 2, neighbors // 2)
-    dE = dE.reshape(draw.choice([(*size, 4), (frames, natoms, 1, 4 * neighbors), (frames, natoms, 4 * neighbors)]))
+    dE = dE.reshape(
+        draw.choice(
+            [(*size, 4), (frames, natoms, 1, 4 * neighbors), (frames, natoms, 4 * neighbors)]
+        )
+    )
     Ri_d = Ri_d.reshape(draw.choice([(frames, natoms, 4 * neighbors, 3), (*size, 4, 3)]))
     return dict(list_neigh=list_neigh, dE=dE, Ri_d=Ri_d, Rij=Rij, nghost=nghost)
 
 
 def edges(draw, seed):
-    natoms, count, frames = draw.choice([0, 1, 2, 7]), draw.choice([0, 1, 2, 30, 65]), draw.choice([1, 2, 9])
-    found = reference.graph(natoms, count, frames, draw.choice(DTYPES), draw.choice(INDICES), seed=seed)
-    return dict(zip(("edge_index", "edge_gradient", "edge_vec", "natoms", "batch", "nframes"), found, strict=True))
+    natoms, count, frames = (
+        draw.choice([0, 1, 2, 7]),
+        draw.choice([0, 1, 2, 30, 65]),
+        draw.choice([1, 2, 9]),
+    )
+    found = reference.graph(
+        natoms, count, frames, draw.choice(DTYPES), draw.choice(INDICES), seed=seed
+    )
+    return dict(
+        zip(
+            ("edge_index", "edge_gradient", "edge_vec", "natoms", "batch", "nframes"),
+            found,
+            strict=True,
+        )
+    )
 
 
 def index_reference(list_neigh, nghost=0):
@@ -73,11 +101,18 @@ def index_reference(list_neigh, nghost=0):
 def order_reference(edge_index, natoms):
     right = ((edge_index >= 0) & (edge_index < natoms)).all(0)
     ends = torch.where(right, edge_index.long(), -1).reshape(1, 1, -1)
-    return index_reference(ends, natoms - 1)[0] if natoms else torch.full((ends.numel(),), -1, dtype=torch.int32)
+    return (
+        index_reference(ends, natoms - 1)[0]
+        if natoms
+        else torch.full((ends.numel(),), -1, dtype=torch.int32)
+    )
 
 
 def doubled(values):
-    return {k: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for k, x in values.items()}
+    return {
+        k: x.double() if torch.is_tensor(x) and x.is_floating_point() else x
+        for k, x in values.items()
+    }
 
 
 def pairs_reference(list_neigh, dE, Ri_d, Rij=None, nghost=0, center=True, **_):
@@ -85,7 +120,11 @@ def pairs_reference(list_neigh, dE, Ri_d, Rij=None, nghost=0, center=True, **_):
     assert in_range.all(), "a wrong entry that no error names"
     frames, natoms = list_neigh.shape[:2]
     size = frames, natoms, list_neigh.shape[2:].numel()
-    given = list_neigh.reshape(size), dE.reshape(*size, 4), Ri_d.reshape(frames, natoms, 4 * size[2], 3)
+    given = (
+        list_neigh.reshape(size),
+        dE.reshape(*size, 4),
+        Ri_d.reshape(frames, natoms, 4 * size[2], 3),
+    )
     Rij = Ri_d.new_zeros(*size, 3) if Rij is None else Rij
     return reference.force_virial(*given, Rij, nghost, center)
 
@@ -94,7 +133,11 @@ def edges_reference(edge_index, edge_gradient, natoms, edge_vec=None, batch=None
     assert ((edge_index >= -1) & (edge_index < natoms)).all(), "a wrong entry that no error names"
     edge_vec = torch.zeros_like(edge_gradient) if edge_vec is None else edge_vec
     if natoms == 0:  # one_hot cannot count classes there
-        return edge_vec.new_zeros(0, 3), edge_vec.new_zeros(nframes, 3, 3), edge_vec.new_zeros(0, 3, 3)
+        return (
+            edge_vec.new_zeros(0, 3),
+            edge_vec.new_zeros(nframes, 3, 3),
+            edge_vec.new_zeros(0, 3, 3),
+        )
     return reference_force_virial(edge_index, edge_gradient, edge_vec, natoms, batch, nframes)
 
 
@@ -129,16 +172,22 @@ def right_arguments(name, draw, seed):
         frames, natoms = given["list_neigh"].shape[:2]
         given["F"] = torch.ones(frames, natoms, 3, dtype=given["dE"].dtype)
         nghost = torch.tensor(given["nghost"], dtype=draw.choice([torch.int32, torch.int64]))
-        given["nghost"] = None if nghost == 0 and draw.random() < 0.5 else nghost.reshape(draw.choice([(), (1,)]))
+        given["nghost"] = (
+            None if nghost == 0 and draw.random() < 0.5 else nghost.reshape(draw.choice([(), (1,)]))
+        )
     if name in ("force", "force_virial"):
         index = index_reference(given["list_neigh"], given["nghost"])
         given["neighbor_index"] = draw.choice([None, index])
     if name in ("edge_force", "edge_force_virial"):
-        given["edge_order"] = draw.choice([None, order_reference(given["edge_index"], given["natoms"])])
+        given["edge_order"] = draw.choice(
+            [None, order_reference(given["edge_index"], given["natoms"])]
+        )
     if draw.random() < 0.3 and "batch" in given:
         given |= dict(batch=None, nframes=1)
     names = [argument.name for argument in getattr(calcops_jit, name).default._schema.arguments]
-    return {k: strided(x, draw) if torch.is_tensor(x) else x for k, x in given.items() if k in names}
+    return {
+        k: strided(x, draw) if torch.is_tensor(x) else x for k, x in given.items() if k in names
+    }
 
 
 def change(given, draw):
@@ -156,7 +205,11 @@ def change(given, draw):
         value = value.to(draw.choice(OTHER_DTYPES))
     elif way == "shape" and value.dim():
         dimension = draw.randrange(value.dim())
-        value = value.repeat_interleave(2, dimension) if draw.random() < 0.5 else value.narrow(dimension, 0, 0)
+        value = (
+            value.repeat_interleave(2, dimension)
+            if draw.random() < 0.5
+            else value.narrow(dimension, 0, 0)
+        )
     elif way == "dimension":
         value = value.unsqueeze(0) if draw.random() < 0.5 or not value.dim() else value.flatten()
     elif way == "device":
@@ -184,10 +237,14 @@ def check(name, seed):
         results = tensors(getattr(calcops_jit, name)(**given))
         masked = ("list_neigh", "edge_index")
         real = {
-            k: torch.full_like(x, -1 if k in masked else 0, device="cpu") if torch.is_tensor(x) else x
+            k: torch.full_like(x, -1 if k in masked else 0, device="cpu")
+            if torch.is_tensor(x)
+            else x
             for k, x in given.items()
         }
-        assert [x.shape for x in results] == [x.shape for x in tensors(getattr(calcops_jit, name)(**real))]
+        assert [x.shape for x in results] == [
+            x.shape for x in tensors(getattr(calcops_jit, name)(**real))
+        ]
         return
     try:
         results = tensors(getattr(calcops_jit, name)(**given))
@@ -195,14 +252,18 @@ def check(name, seed):
         assert changed, error
         line = str(error).splitlines()[0]
         found = re.match(r"(?:calcops|CalcOps)::_?\w+: expected `(\w+)` .*, got ", line)
-        assert found and found[1] in given, f"{line}\n{ {k: getattr(x, 'shape', x) for k, x in given.items()} }"
+        assert found and found[1] in given, (
+            f"{line}\n{ {k: getattr(x, 'shape', x) for k, x in given.items()} }"
+        )
         return
     if any(x.is_meta for x in results):
         return
     expected = tensors(OPERATORS[name][1](**doubled(given)))
     for ours, theirs in zip(results, expected, strict=True):
         tolerance = 1e-5 if ours.dtype == torch.float32 else 1e-11
-        torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=tolerance, atol=tolerance, equal_nan=True)
+        torch.testing.assert_close(
+            ours, theirs.to(ours.dtype), rtol=tolerance, atol=tolerance, equal_nan=True
+        )
 
 
 def check_all(name, first, count):

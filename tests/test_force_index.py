@@ -1,4 +1,5 @@
-"""neighbor_index and the operators that take it: which slots name each atom, kept for as long as a list lives."""
+"""neighbor_index and the operators that take it: which slots name each atom, kept for as long as a
+list lives."""
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ def index_by_hand(list_neigh, nghost):
     """The same from nothing but Python."""
     found = []
     for frame in list_neigh.flatten(1).tolist():
-        rows = [[slot for slot, name in enumerate(frame) if name == j] for j in range(list_neigh.shape[1] + nghost)]
+        rows = [
+            [slot for slot, name in enumerate(frame) if name == j]
+            for j in range(list_neigh.shape[1] + nghost)
+        ]
         slots = [slot for row in rows for slot in row]
         ends = [sum(map(len, rows[: j + 1])) for j in range(len(rows))]
         found.append(ends + slots + [-1] * (len(frame) - len(slots)))
@@ -70,17 +74,29 @@ def test_a_strided_or_expanded_index_is_an_index(device):
 def test_an_index_of_another_shape_nghost_or_dtype_is_refused(device):
     list_neigh, *values = pairs(device=device)
     index = neighbor_index(list_neigh, 2)
-    expected = r"force(_virial)?: expected `neighbor_index` of shape .*neighbor_index\(list_neigh, nghost\)"
-    for wrong in (index[:2], index[:, 1:], neighbor_index(list_neigh, 3), neighbor_index(list_neigh)):
+    expected = (
+        r"force(_virial)?: expected `neighbor_index` of shape "
+        r".*neighbor_index\(list_neigh, nghost\)"
+    )
+    for wrong in (
+        index[:2],
+        index[:, 1:],
+        neighbor_index(list_neigh, 3),
+        neighbor_index(list_neigh),
+    ):
         with pytest.raises(RuntimeError, match=expected):
             force_virial(list_neigh, *values, 2, neighbor_index=wrong)
         with pytest.raises(RuntimeError, match=expected):
             force(list_neigh, *values[:2], 2, neighbor_index=wrong)
     with pytest.raises(RuntimeError, match="expected `neighbor_index` int32, got Long"):
         force(list_neigh, *values[:2], 2, neighbor_index=index.long())
-    with pytest.raises(RuntimeError, match="calcops::neighbor_index: expected `nghost` >= 0, got -1"):
+    with pytest.raises(
+        RuntimeError, match="calcops::neighbor_index: expected `nghost` >= 0, got -1"
+    ):
         neighbor_index(list_neigh, -1)
-    with pytest.raises(RuntimeError, match="calcops::neighbor_index: expected `list_neigh` int32 or int64"):
+    with pytest.raises(
+        RuntimeError, match="calcops::neighbor_index: expected `list_neigh` int32 or int64"
+    ):
         neighbor_index(list_neigh.float())
     with pytest.raises(RuntimeError, match="positional"):
         force_virial(list_neigh, *values, 2, index)
@@ -96,7 +112,9 @@ def test_calcops_check_finds_a_stale_index(device, monkeypatch):
     for call in (lambda: force_virial(stale, *values, 2, neighbor_index=index),) + (
         lambda: force(stale, *values[:2], 2, neighbor_index=index),
     ):
-        with pytest.raises(RuntimeError, match="expected `neighbor_index` of this list_neigh and nghost"):
+        with pytest.raises(
+            RuntimeError, match="expected `neighbor_index` of this list_neigh and nghost"
+        ):
             call()
     monkeypatch.setenv("CALCOPS_CHECK", "0")
     force_virial(stale, *values, 2, neighbor_index=index)
@@ -134,13 +152,17 @@ def test_forward_mode_and_vmap_take_the_index(device, no_vmap_fallback):
         return [x[0] for x in force_virial(list_neigh, dE, Ri_d, Rij, 2, neighbor_index=index)]
 
     whole = force_virial(list_neigh, dE, Ri_d, Rij, 2)
-    assert_equal_lists(torch.vmap(of_frame)(list_neigh, index, dE, Ri_d, Rij), whole, rtol=0, atol=0)
+    assert_equal_lists(
+        torch.vmap(of_frame)(list_neigh, index, dE, Ri_d, Rij), whole, rtol=0, atol=0
+    )
     assert torch.equal(torch.vmap(lambda x: neighbor_index(x[None], 2)[0])(list_neigh), index)
     gradient = torch.func.grad(lambda x: sum(y.sum() for y in of_dE(x, neighbor_index=index)))(dE)
     assert torch.equal(gradient, torch.func.grad(lambda x: sum(y.sum() for y in of_dE(x)))(dE))
     many = torch.stack([dE, tangent])  # one list and one index for all
     ours = torch.vmap(lambda x: of_dE(x, neighbor_index=index))(many)
-    assert_equal_lists(ours, [torch.stack(x) for x in zip(of_dE(dE), of_dE(tangent))], rtol=0, atol=0)
+    assert_equal_lists(
+        ours, [torch.stack(x) for x in zip(of_dE(dE), of_dE(tangent))], rtol=0, atol=0
+    )
 
 
 def test_opcheck_with_an_index(device):
@@ -177,7 +199,9 @@ def test_compiled_and_exported_programs_take_the_index(device):
 
 
 def test_an_exported_program_makes_and_takes_the_index():
-    frames, natoms, neighbors = (torch.export.Dim(x, min=2) for x in ("frames", "natoms", "neighbors"))
+    frames, natoms, neighbors = (
+        torch.export.Dim(x, min=2) for x in ("frames", "natoms", "neighbors")
+    )
     size = {0: frames, 1: natoms, 2: neighbors}
     shapes = (size, size, {0: frames, 1: natoms, 2: 4 * neighbors}, size)
     program = torch.export.export(Both(), pairs(3, 5, 2, 7), dynamic_shapes=shapes)
@@ -212,8 +236,17 @@ def test_every_derivative_reuses_the_index(device):
     index = neighbor_index(list_neigh, 2)
     with Calls() as calls:
         outputs = force_virial(list_neigh, dE, Ri_d, Rij, 2, neighbor_index=index)
-        first = torch.autograd.grad([x.square().sum() for x in outputs], (dE, Ri_d, Rij), create_graph=True)
+        first = torch.autograd.grad(
+            [x.square().sum() for x in outputs], (dE, Ri_d, Rij), create_graph=True
+        )
         torch.autograd.grad([x.square().sum() for x in first], (dE, Ri_d, Rij))
-        torch.func.jvp(lambda x: force(list_neigh, x, Ri_d.detach(), 2, neighbor_index=index), (dE,), (dE,))
-    assert {name for name, _ in calls.found} >= {"force_virial", "_force_virial", "_force_virial_backward", "force"}
+        torch.func.jvp(
+            lambda x: force(list_neigh, x, Ri_d.detach(), 2, neighbor_index=index), (dE,), (dE,)
+        )
+    assert {name for name, _ in calls.found} >= {
+        "force_virial",
+        "_force_virial",
+        "_force_virial_backward",
+        "force",
+    }
     assert [name for name, keywords in calls.found if keywords.get("neighbor_index") is None] == []

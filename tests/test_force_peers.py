@@ -27,7 +27,12 @@ def library():
 def call(library, symbol, outputs, *arguments):
     function = library[symbol]
     function.restype = None
-    function(*(ctypes.c_void_p(x.data_ptr()) if torch.is_tensor(x) else x for x in (*outputs, *arguments)))
+    function(
+        *(
+            ctypes.c_void_p(x.data_ptr()) if torch.is_tensor(x) else x
+            for x in (*outputs, *arguments)
+        )
+    )
     return outputs
 
 
@@ -57,12 +62,15 @@ def test_force_and_virials(library, case):
     symbol = "_ZN6deepmd17prod_virial_a_cpuIdEEvPT_S2_PKS1_S4_S4_PKiiii"
     for b in range(frames):  # one frame a call
         theirs = torch.empty(9, dtype=torch.float64), torch.empty(rows, 9, dtype=torch.float64)
-        call(library, symbol, theirs, dE[b], Ri_d[b], Rij[b], list_neigh[b], natoms, rows, neighbors)
+        call(
+            library, symbol, theirs, dE[b], Ri_d[b], Rij[b], list_neigh[b], natoms, rows, neighbors
+        )
         assert_close(W[b], theirs[0])
         assert_close(atom_W[b], theirs[1])
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[2] == 0], ids=str)  # it folds ghosts by j % n
+# It folds ghosts by j % n.
+@pytest.mark.parametrize("case", [case for case in CASES if case[2] == 0], ids=str)
 def test_gradients_of_force_and_virial(library, case):
     list_neigh, dE, Ri_d, Rij = inputs_of(*case)
     frames, natoms, _, neighbors, _ = case

@@ -31,7 +31,8 @@ def vectors(positions, list_neigh, shift):
 
 @st.composite
 def atoms(draw):
-    """positions [n, 3], list_neigh [1, n, K] with empty slots, self images and repeats, shift [1, n, K, 3]."""
+    """positions [n, 3], list_neigh [1, n, K] with empty slots, self images and repeats, shift [1,
+    n, K, 3]."""
     natoms, neighbors = draw(st.integers(1, 7)), draw(st.integers(1, 9))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     positions = 2 * torch.rand(natoms, 3, generator=generator, dtype=torch.float64)
@@ -81,7 +82,9 @@ def test_rotation_rotates_forces_and_virials(system, seed):
     generator = torch.Generator().manual_seed(seed)
     Q, _ = torch.linalg.qr(torch.randn(3, 3, generator=generator, dtype=torch.float64))
     F, W, atom_W = operators(list_neigh, Rij)
-    assert_equal_lists(operators(list_neigh, Rij @ Q.T), (F @ Q.T, Q @ W @ Q.T, Q @ atom_W @ Q.T), **CLOSE)
+    assert_equal_lists(
+        operators(list_neigh, Rij @ Q.T), (F @ Q.T, Q @ W @ Q.T, Q @ atom_W @ Q.T), **CLOSE
+    )
 
 
 @given(atoms(), st.randoms(use_true_random=False))
@@ -103,7 +106,9 @@ def test_the_order_of_the_slots_does_not_matter(system, random):
     Rij = vectors(positions, list_neigh, shift)
     order = list(range(list_neigh.shape[2]))
     random.shuffle(order)
-    assert_equal_lists(operators(list_neigh[:, :, order], Rij[:, :, order]), operators(list_neigh, Rij), **CLOSE)
+    assert_equal_lists(
+        operators(list_neigh[:, :, order], Rij[:, :, order]), operators(list_neigh, Rij), **CLOSE
+    )
 
 
 @given(atoms())
@@ -120,7 +125,9 @@ def test_ghosts_folded_back_equal_no_ghosts(system):
     F, W, atom_W = operators(with_ghosts, Rij, nghost)
     folded = [x[:, :natoms].index_add(1, owner, x[:, natoms:]) for x in (F, atom_W)]
     expected_F, expected_W, expected_atom_W = operators(list_neigh, Rij)
-    assert_equal_lists((folded[0], W, folded[1]), (expected_F, expected_W, expected_atom_W), **CLOSE)
+    assert_equal_lists(
+        (folded[0], W, folded[1]), (expected_F, expected_W, expected_atom_W), **CLOSE
+    )
 
 
 @given(
@@ -132,4 +139,6 @@ def test_ghosts_folded_back_equal_no_ghosts(system):
 )
 def test_random_lists_equal_the_reference(frames, natoms, nghost, neighbors, seed):
     inputs = pairs(frames, natoms, nghost, neighbors, seed=seed)
-    assert_equal_lists(force_virial(*inputs, nghost), reference.force_virial(*inputs, nghost), **CLOSE)
+    assert_equal_lists(
+        force_virial(*inputs, nghost), reference.force_virial(*inputs, nghost), **CLOSE
+    )

@@ -1,4 +1,5 @@
-"""The force operators in the rest of PyTorch: opcheck, compile, export, TorchScript, other processes."""
+"""The force operators in the rest of PyTorch: opcheck, compile, export, TorchScript, other
+processes."""
 
 import copy
 import io
@@ -16,7 +17,9 @@ backward = torch.ops.calcops._force_virial_backward
 
 def test_opcheck_where_upstreams_are_absent(device):
     list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
-    F, W, atom_W = (torch.randn_like(x).requires_grad_() for x in force_virial(list_neigh, *leaves, 1))
+    F, W, atom_W = (
+        torch.randn_like(x).requires_grad_() for x in force_virial(list_neigh, *leaves, 1)
+    )
     opcheck(backward, (F, None, None, list_neigh, *leaves[:2], None, 1, True, [True, True, False]))
     opcheck(backward, (None, W, None, list_neigh, *leaves, 1, True, [True] * 3))
     opcheck(backward, (None, None, atom_W, list_neigh, *leaves, 1, True, [False, False, True]))
@@ -30,7 +33,12 @@ class ForceModel(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 4, dtype=torch.float64))
 
     def forward(
-        self, list_neigh: torch.Tensor, Ri: torch.Tensor, Ri_d: torch.Tensor, Rij: torch.Tensor, nghost: int = 1
+        self,
+        list_neigh: torch.Tensor,
+        Ri: torch.Tensor,
+        Ri_d: torch.Tensor,
+        Rij: torch.Tensor,
+        nghost: int = 1,
     ):
         dE = self.weight * torch.cos(Ri * self.weight)
         return torch.ops.calcops.force_virial(list_neigh, dE, Ri_d, Rij, nghost)
@@ -48,9 +56,13 @@ def test_compiled_model_equals_eager_without_recompiling(device, backend, shapes
     model = ForceModel().to(device)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for case in range(shapes):  # no size equals another or 3 or 4, or PyTorch takes them for one
+        # No size equals another or 3 or 4, or PyTorch takes them for one.
+        for case in range(shapes):
             natoms, nghost = 20 + case, 9 + case % 5
-            inputs = *pairs(5 + case % 3, natoms, nghost, natoms + 31, device=device, seed=case), nghost
+            inputs = (
+                *pairs(5 + case % 3, natoms, nghost, natoms + 31, device=device, seed=case),
+                nghost,
+            )
             ours, expected = loss_gradient(compiled, *inputs), loss_gradient(model, *inputs)
             assert_equal_lists(ours, expected, rtol=1e-12, atol=1e-12)
 
@@ -59,7 +71,9 @@ def test_compiled_autograd_equals_eager(device):
     torch._dynamo.reset()
     list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
     expected = torch.autograd.grad(scalar_of(force_virial, list_neigh)(*leaves), leaves)
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+    with torch._dynamo.compiled_autograd._enable(
+        torch.compile(backend="aot_eager", fullgraph=True)
+    ):
         scalar_of(force_virial, list_neigh)(*leaves).backward()
     assert_equal_lists([x.grad for x in leaves], expected, rtol=1e-12, atol=1e-12)
 
@@ -75,13 +89,21 @@ def test_export_with_dynamic_frames_atoms_ghosts_and_neighbours(strict):
     def example(*sizes):
         return *pairs(*sizes), torch.zeros(sizes[0], sizes[1] + sizes[2], 3, dtype=torch.float64)
 
-    frames, natoms, neighbors = (torch.export.Dim(x, min=2) for x in ("frames", "natoms", "neighbors"))
+    frames, natoms, neighbors = (
+        torch.export.Dim(x, min=2) for x in ("frames", "natoms", "neighbors")
+    )
     size = {0: frames, 1: natoms, 2: neighbors}
     auto = torch.export.Dim.DYNAMIC
     program = torch.export.export(
         Operators(),
         example(2, 5, 4, 7),
-        dynamic_shapes=(size, size, {0: frames, 1: natoms, 2: 4 * neighbors}, size, {0: frames, 1: auto}),
+        dynamic_shapes=(
+            size,
+            size,
+            {0: frames, 1: natoms, 2: 4 * neighbors},
+            size,
+            {0: frames, 1: auto},
+        ),
         strict=strict,
     )
     for sizes in ((2, 5, 4, 7), (3, 4, 2, 9), (5, 11, 30, 2)):
@@ -111,7 +133,9 @@ def test_make_fx_of_a_force_matching_loss_equals_eager():
         assert_equal_lists(ours, expected, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
+)
 def test_scripted_model_saved_and_loaded_gives_the_same():
     model, inputs = ForceModel(), pairs(2, 4, 1, 6)
     file = io.BytesIO()
@@ -119,7 +143,9 @@ def test_scripted_model_saved_and_loaded_gives_the_same():
     file.seek(0)
     loaded = torch.jit.load(file)
     for _ in range(3):  # the profiling executor changes the graph on the way
-        assert_equal_lists(loss_gradient(loaded, *inputs), loss_gradient(model, *inputs), rtol=1e-13, atol=1e-13)
+        assert_equal_lists(
+            loss_gradient(loaded, *inputs), loss_gradient(model, *inputs), rtol=1e-13, atol=1e-13
+        )
 
 
 def test_models_are_copied_and_pickled():
@@ -153,7 +179,9 @@ def test_autocast_leaves_float32_and_float64_and_half_is_refused(device, dtype, 
     assert [x.dtype for x in outputs] == [dtype] * 3
     assert_equal_lists((*outputs, *gradients), expected, rtol=0, atol=0)
     if dtype == torch.float32:  # autocast makes a model's last layer half
-        with pytest.raises(RuntimeError, match="expected `dE` float32 or float64, got (BFloat16|Half)"):
+        with pytest.raises(
+            RuntimeError, match="expected `dE` float32 or float64, got (BFloat16|Half)"
+        ):
             force(list_neigh, product, leaves[1], 2)
 
 
@@ -181,13 +209,16 @@ def test_a_model_goes_to_other_processes(start):
 
 @pytest.mark.parametrize("wanted", [[0], [1], [2], [0, 1, 2]], ids=str)
 def test_compiled_autograd_of_a_second_derivative_equals_eager(device, wanted):
-    """The second derivative for what was wanted once already is absent, which a graph cannot say."""
+    """The second derivative for what was wanted once already is absent, which a graph cannot
+    say."""
     list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
 
     def loss():
         F, W, _ = force_virial(list_neigh, *leaves, 1)
         chosen = [leaves[i] for i in wanted]
-        gradients = torch.autograd.grad(F.square().sum() + W.square().sum(), chosen, create_graph=True)
+        gradients = torch.autograd.grad(
+            F.square().sum() + W.square().sum(), chosen, create_graph=True
+        )
         return sum(x.square().sum() for x in gradients)
 
     expected = torch.autograd.grad(loss(), leaves, materialize_grads=True)

@@ -1,4 +1,5 @@
-"""No derivative of the force operators is lost without a word: every way to lose one gives it, or an error."""
+"""No derivative of the force operators is lost without a word: every way to lose one gives it, or
+an error."""
 
 import itertools
 
@@ -6,7 +7,14 @@ import numpy
 import pytest
 import reference
 import torch
-from reference import SMALL, assert_equal_lists, differentiable_pairs, neighbor_force, pairs, scalar_of
+from reference import (
+    SMALL,
+    assert_equal_lists,
+    differentiable_pairs,
+    neighbor_force,
+    pairs,
+    scalar_of,
+)
 from torch.autograd import forward_ad, gradcheck
 
 from calcops_jit import force, force_virial
@@ -103,7 +111,9 @@ def test_a_graph_that_is_freed_says_so_and_a_kept_one_gives_the_same_again(small
     list_neigh, leaves, expected = small
     scalar = scalar_of(force_virial, list_neigh)(*leaves)
     for keep in (True, False):
-        assert_equal_lists(torch.autograd.grad(scalar, leaves, retain_graph=keep), expected, **CLOSE)
+        assert_equal_lists(
+            torch.autograd.grad(scalar, leaves, retain_graph=keep), expected, **CLOSE
+        )
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(scalar, leaves)
 
@@ -124,11 +134,13 @@ def test_anomaly_mode_names_the_operator(device):
     list_neigh, dE, Ri_d, _ = differentiable_pairs(**SMALL, device=device)
     with torch.autograd.detect_anomaly():
         result = force(list_neigh, dE, Ri_d, 1)
-        with pytest.raises(RuntimeError, match="ForceBackward.* returned nan values in its 1th output"):
+        with pytest.raises(
+            RuntimeError, match="ForceBackward.* returned nan values in its 1th output"
+        ):
             result.backward(torch.full_like(result, float("nan")))
 
 
-# ---- what is supported gives the derivative ----------------------------------------------------------
+# ---- what is supported gives the derivative ------------------------------------------------------
 
 
 def lazily_negative(x):
@@ -141,7 +153,9 @@ def lazily_negative(x):
 def test_tensors_whose_memory_is_not_their_value(device):
     list_neigh, *values = pairs(**SMALL, device=device)
     expected = force_virial(list_neigh, *values, 1)
-    assert_equal_lists(force_virial(list_neigh, *map(lazily_negative, values), 1), expected, rtol=0, atol=0)
+    assert_equal_lists(
+        force_virial(list_neigh, *map(lazily_negative, values), 1), expected, rtol=0, atol=0
+    )
     zero = torch._efficientzerotensor(values[0].shape, dtype=torch.float64, device=device)
     assert all(x.count_nonzero() == 0 for x in force_virial(list_neigh, zero, *values[1:], 1))
 
@@ -149,14 +163,20 @@ def test_tensors_whose_memory_is_not_their_value(device):
     outputs = force_virial(list_neigh, *leaves, 1)
     upstream = [torch.randn_like(x) for x in outputs]
     expected = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
-    ours = torch.autograd.grad(outputs, leaves, list(map(lazily_negative, upstream)), retain_graph=True)
+    ours = torch.autograd.grad(
+        outputs, leaves, list(map(lazily_negative, upstream)), retain_graph=True
+    )
     assert_equal_lists(ours, expected, rtol=0, atol=0)
     with forward_ad.dual_level():
         tangents = [lazily_negative(values[0].detach().cos()), zero.new_zeros(leaves[1].shape)]
-        tangents += [torch._efficientzerotensor(leaves[2].shape, dtype=torch.float64, device=device)]
+        tangents += [
+            torch._efficientzerotensor(leaves[2].shape, dtype=torch.float64, device=device)
+        ]
         duals = [forward_ad.make_dual(x.detach(), t) for x, t in zip(leaves, tangents)]
         ours = [forward_ad.unpack_dual(x).tangent for x in force_virial(list_neigh, *duals, 1)]
-    expected = force_virial(list_neigh, values[0].detach().cos(), *(x.detach() for x in values[1:]), 1)
+    expected = force_virial(
+        list_neigh, values[0].detach().cos(), *(x.detach() for x in values[1:]), 1
+    )
     assert_equal_lists(ours, expected, rtol=0, atol=0)
 
 
@@ -165,7 +185,9 @@ MASKS = [list(mask) for mask in itertools.product([True, False], repeat=3)][:-1]
 
 @pytest.mark.parametrize("center", [True, False])
 @pytest.mark.parametrize("given", MASKS, ids=str)
-def test_the_backward_operator_by_itself_has_its_derivatives_for_every_subset(device, given, center):
+def test_the_backward_operator_by_itself_has_its_derivatives_for_every_subset(
+    device, given, center
+):
     size = dict(frames=1, natoms=2, nghost=1, neighbors=2)
     list_neigh, *leaves = differentiable_pairs(**size, device=device)
     upstream = [torch.randn_like(x).requires_grad_() for x in force_virial(list_neigh, *leaves, 1)]
@@ -199,7 +221,9 @@ def test_backward_towards_some_of_the_inputs(small, wanted):
 
 def test_compiled_autograd_does_not_take_one_set_of_inputs_for_another(small):
     torch._dynamo.reset()
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+    with torch._dynamo.compiled_autograd._enable(
+        torch.compile(backend="aot_eager", fullgraph=True)
+    ):
         for wanted in ([True, False, False], [False, True, True], [True, False, False]):
             assert_backward_towards(wanted, small)
 
@@ -217,7 +241,8 @@ def test_checkpointing(small, reentrant):
 def test_hooks_on_saved_tensors(small):
     list_neigh, leaves, expected = small
     to_numpy = torch.autograd.graph.saved_tensors_hooks(
-        lambda x: (x.detach().cpu().numpy().copy(), x.device), lambda x: torch.from_numpy(x[0]).to(x[1])
+        lambda x: (x.detach().cpu().numpy().copy(), x.device),
+        lambda x: torch.from_numpy(x[0]).to(x[1]),
     )
     for context in (to_numpy, torch.autograd.graph.save_on_cpu()):
         with context:
@@ -243,12 +268,15 @@ def test_outputs_changed_in_place_keep_their_history(small):
         return (F**2).sum() + (W**3).sum() + (atom_W**2).sum()
 
     ours, theirs = (
-        torch.autograd.grad(scalar(function), leaves) for function in (force_virial, reference.force_virial)
+        torch.autograd.grad(scalar(function), leaves)
+        for function in (force_virial, reference.force_virial)
     )
     assert_equal_lists(ours, theirs, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["jacobian", "jacobian forward", "hessian", "vjp", "jvp", "vhp", "hvp"])
+@pytest.mark.parametrize(
+    "name", ["jacobian", "jacobian forward", "hessian", "vjp", "jvp", "vhp", "hvp"]
+)
 def test_torch_autograd_functional(small, name):
     list_neigh, leaves, _ = small
     inputs = tuple(x.detach() for x in leaves)
@@ -290,12 +318,17 @@ def test_forward_mode_alone_and_over_what_needs_a_gradient(small):
     assert_equal_lists(tangents(force_virial), tangents(reference.force_virial), **CLOSE)
     with torch.no_grad(), forward_ad.dual_level():  # which turns off the other mode only
         dual = forward_ad.make_dual(leaves[0], torch.ones_like(leaves[0]))
-        assert forward_ad.unpack_dual(force(list_neigh, dual, leaves[1], 1)).tangent.count_nonzero() > 0
+        assert (
+            forward_ad.unpack_dual(force(list_neigh, dual, leaves[1], 1)).tangent.count_nonzero()
+            > 0
+        )
 
 
 def test_only_what_was_asked_for_is_detached(small):
     list_neigh, (dE, Ri_d, Rij), _ = small
-    assert all(x.requires_grad for x in force_virial(list_neigh, dE.detach(), Ri_d.detach(), Rij, 1))
+    assert all(
+        x.requires_grad for x in force_virial(list_neigh, dE.detach(), Ri_d.detach(), Rij, 1)
+    )
     assert force(list_neigh, dE.detach(), Ri_d, 1).requires_grad
     assert not force(list_neigh, dE.detach(), Ri_d.detach(), 1).requires_grad
     with torch.no_grad():

@@ -59,7 +59,9 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 
 def test_as_many_threads_work_as_torch_was_told():
-    run = subprocess.run([sys.executable, "-c", COUNT_THREADS], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", COUNT_THREADS], capture_output=True, text=True, check=True
+    )
     assert int(run.stdout) == 2
 
 
@@ -134,10 +136,20 @@ int main() {
 """
 
 
-@pytest.mark.parametrize("flags", [["-fopenmp"], ["-Wno-unknown-pragmas"]], ids=["OpenMP", "without"])
+@pytest.mark.parametrize(
+    "flags", [["-fopenmp"], ["-Wno-unknown-pragmas"]], ids=["OpenMP", "without"]
+)
 def test_a_parallel_loop_does_each_number_once_and_passes_on_what_is_thrown(tmp_path, flags):
     (tmp_path / "loops.cpp").write_text(LOOPS)
-    options = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", *flags, f"-I{thread_sanitizer.OPS}"]
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        *flags,
+        f"-I{thread_sanitizer.OPS}",
+    ]
     environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
     command = [shutil.which("c++"), *options, "loops.cpp", "-o", "loops"]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)

@@ -1,4 +1,5 @@
-"""torch.vmap over the force operators: from the C++ registrations alone, for any subset of inputs and dimensions."""
+"""torch.vmap over the force operators: from the C++ registrations alone, for any subset of inputs
+and dimensions."""
 
 import itertools
 import random
@@ -23,16 +24,22 @@ def without_fallback():
 
 def stacked(device, size=4):
     """Inputs and upstreams, each with a leading dimension of `size`."""
-    stack = [torch.stack(x) for x in zip(*(pairs(**SMALL, device=device, seed=s) for s in range(size)))]
+    stack = [
+        torch.stack(x) for x in zip(*(pairs(**SMALL, device=device, seed=s) for s in range(size)))
+    ]
     upstream = [torch.randn(size, 3, *shape, 3).to(stack[1]) for shape in ((3,), (3,), (3, 3))]
     return stack, upstream
 
 
 def assert_vmap_equals_a_loop(op, inputs, batched, dims):
-    """inputs: each with a leading dimension; `batched` says which are mapped, at `dims`; the others: the first."""
+    """inputs: each with a leading dimension; `batched` says which are mapped, at `dims`; the
+    others: the first."""
     given = [x.movedim(0, dim) if flag else x[0] for x, flag, dim in zip(inputs, batched, dims)]
     ours = torch.vmap(op, tuple(dim if flag else None for flag, dim in zip(batched, dims)))(*given)
-    loop = [op(*(x[v] if flag else x[0] for x, flag in zip(inputs, batched))) for v in range(len(inputs[0]))]
+    loop = [
+        op(*(x[v] if flag else x[0] for x, flag in zip(inputs, batched)))
+        for v in range(len(inputs[0]))
+    ]
     if torch.is_tensor(ours):
         ours, loop = [ours], [[x] for x in loop]
     assert_equal_lists(ours, [torch.stack(x) for x in zip(*loop)], rtol=0, atol=0)
@@ -45,7 +52,9 @@ def operators():
     yield "_force_virial_backward", 7, lambda *x: backward(*x[4:], *x[:4], 1, True, [True] * 3)
 
 
-@pytest.mark.parametrize("name, arity, op", list(operators()), ids=[name for name, *_ in operators()])
+@pytest.mark.parametrize(
+    "name, arity, op", list(operators()), ids=[name for name, *_ in operators()]
+)
 def test_any_subset_of_inputs_and_any_dimension(device, name, arity, op):
     stack, upstream = stacked(device)
     inputs = [*stack, *upstream][:arity]
@@ -60,7 +69,9 @@ def test_gradients_of_any_subset_equal_the_reference(device, batched):
     (list_neigh, *leaves), _ = stacked(device)
     inputs = [x if dim == 0 else x[0] for x, dim in zip(leaves, batched)]
     ours, theirs = (
-        torch.vmap(torch.func.grad(scalar_of(function, list_neigh[0]), argnums=(0, 1, 2)), batched)(*inputs)
+        torch.vmap(torch.func.grad(scalar_of(function, list_neigh[0]), argnums=(0, 1, 2)), batched)(
+            *inputs
+        )
         for function in (force_virial, reference.force_virial)
     )
     assert_equal_lists(ours, theirs, rtol=1e-10, atol=1e-10)
@@ -92,7 +103,14 @@ def test_vmap_of_vmap_over_other_subsets_and_dimensions(device):
 def test_a_mapped_dimension_of_no_or_one_element(device, size):
     stack, upstream = stacked(device)
     results = torch.vmap(lambda *x: force_virial(*x, 1))(*(x[:size] for x in stack))
-    assert [tuple(x.shape) for x in results] == [(size, 3, 3, 3), (size, 3, 3, 3), (size, 3, 3, 3, 3)]
+    assert [tuple(x.shape) for x in results] == [
+        (size, 3, 3, 3),
+        (size, 3, 3, 3),
+        (size, 3, 3, 3, 3),
+    ]
     function = lambda *x: backward(*x[4:], *x[:4], 1, True, [True, False, True])  # noqa: E731
     results = torch.vmap(function)(*(x[:size] for x in (*stack, *upstream)))
-    assert results[0].shape == (size, *stack[1].shape[1:]) and results[2].shape == (size, *stack[3].shape[1:])
+    assert results[0].shape == (size, *stack[1].shape[1:]) and results[2].shape == (
+        size,
+        *stack[3].shape[1:],
+    )

@@ -1,4 +1,5 @@
-"""The house stands: an operator is a folder under ops/ and a test, and every file holds what its kind may hold."""
+"""The house stands: an operator is a folder under ops/ and a test, and every file holds what its
+kind may hold."""
 
 import os
 import re
@@ -30,7 +31,8 @@ def name(path):
 
 
 def kind(path):
-    """The row of the table in ops/README.md that a file belongs to; "torch" is what torch's headers may be in."""
+    """The row of the table in ops/README.md that a file belongs to; "torch" is what torch's headers
+    may be in."""
     if path.suffix == ".cpp":
         return "_cpu.cpp" if path.name.endswith("_cpu.cpp") else "torch"
     if path.suffix == ".h" and any(map(TORCH.match, includes(path))):
@@ -45,11 +47,18 @@ def includes(path):
 def code(path):
     """The text without comments and with empty strings, on the same lines."""
     pattern = r'R"\(.*?\)"|//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"'
-    return re.sub(pattern, lambda m: '""' if m[0][0] == '"' else "\n" * m[0].count("\n"), path.read_text(), flags=re.S)
+    return re.sub(
+        pattern,
+        lambda m: '""' if m[0][0] == '"' else "\n" * m[0].count("\n"),
+        path.read_text(),
+        flags=re.S,
+    )
 
 
 def lines_with(pattern, text):
-    return [f"{i}: {line}" for i, line in enumerate(text.splitlines(), 1) if re.search(pattern, line)]
+    return [
+        f"{i}: {line}" for i, line in enumerate(text.splitlines(), 1) if re.search(pattern, line)
+    ]
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -59,7 +68,9 @@ def test_an_operator_is_a_folder_of_its_files_and_a_test(operator):
     assert not [
         file
         for file in files
-        if not re.fullmatch(rf"{operator}(_(\w+_)?cpu)?\.cpp|{operator}\.cu|{operator}(_\w+)?\.h", file)
+        if not re.fullmatch(
+            rf"{operator}(_(\w+_)?cpu)?\.cpp|{operator}\.cu|{operator}(_\w+)?\.h", file
+        )
     ]
     assert f"{operator}.h" in files or files == {f"{operator}.cpp"}, "kernels have a contract"
     assert list((ROOT / "tests").glob(f"test_{operator}*.py"))
@@ -84,7 +95,9 @@ def test_nothing_else_lies_in_ops():
 
 def test_no_file_is_named_after_nothing():
     nothing = {"util", "utils", "common", "helper", "helpers", "misc", "tools"}
-    assert not [name(path) for path in [*SOURCES, *PYTHON] if nothing & set(re.split(r"[_.]", path.name))]
+    assert not [
+        name(path) for path in [*SOURCES, *PYTHON] if nothing & set(re.split(r"[_.]", path.name))
+    ]
 
 
 def test_files_are_short_enough_to_read():
@@ -106,12 +119,23 @@ def test_a_file_includes_only_what_its_kind_may(path):
     found = includes(path)
     operator = path.parent.name
     if path.name in (f"{operator}.h", f"{operator}_math.h") or kind(path) in (".cu", "_cpu.cpp"):
-        assert not [i for i in found if TORCH.match(i)], "kept out of torch's headers: 1 s to compile, not 6 to 20"
+        assert not [i for i in found if TORCH.match(i)], (
+            "kept out of torch's headers: 1 s to compile, not 6 to 20"
+        )
     if kind(path) == "torch":
-        heavy = {"torch/extension.h", "torch/torch.h", "torch/all.h", "torch/script.h", "torch/python.h", "ATen/ATen.h"}
+        heavy = {
+            "torch/extension.h",
+            "torch/torch.h",
+            "torch/all.h",
+            "torch/script.h",
+            "torch/python.h",
+            "ATen/ATen.h",
+        }
         heavy |= {"ATen/Functions.h", "ATen/NativeFunctions.h", "ATen/Operators.h", "Python.h"}
         assert not [i for i in found if i in heavy or i.startswith("pybind11")]
-        assert not [i for i in found if i.endswith("_math.h")], "editing a formula must not compile a torch unit"
+        assert not [i for i in found if i.endswith("_math.h")], (
+            "editing a formula must not compile a torch unit"
+        )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
@@ -122,7 +146,11 @@ def test_a_file_holds_nothing_that_must_not_exist(path):
     assert not lines_with(r"^\s*#\s*if\s+0\b", text)
     # A launch names its stream: <<<grid, block, shared, stream>>>.
     launches = re.findall(r"<<<(.*?)>>>", text, re.S)
-    assert not [launch for launch in launches if re.sub(r"\([^()]*\)|\{[^{}]*\}", "", launch).count(",") != 3]
+    assert not [
+        launch
+        for launch in launches
+        if re.sub(r"\([^()]*\)|\{[^{}]*\}", "", launch).count(",") != 3
+    ]
     assert not re.findall(r"TODO(?!\(#?\w+\))", path.read_text())
 
 
@@ -144,13 +172,16 @@ def types_of(header):
             namespaces.append(opened[1])
         elif re.match(r"\}  *$", line):
             namespaces.pop()
-        elif named := re.match(r"(?:struct|class|union|enum(?: class)?|using) (\w+)[^;]*(?:\{|=)", line):
+        elif named := re.match(
+            r"(?:struct|class|union|enum(?: class)?|using) (\w+)[^;]*(?:\{|=)", line
+        ):
             types.append("::".join([*namespaces, named[1]]))
     return set(types)
 
 
 def test_a_type_has_one_header():
-    """Headers of two operators meet in one program: two types of one name are undefined behaviour there."""
+    """Headers of two operators meet in one program: two types of one name are undefined behaviour
+    there."""
     homes = {}
     for header in (path for path in SOURCES if path.suffix == ".h"):
         for type_name in types_of(header):
@@ -160,7 +191,8 @@ def test_a_type_has_one_header():
 
 
 def test_every_unit_compiles_without_a_warning():
-    """test_cuda_on_cpu.py shows it of a build with CUDA. What has not changed since the last time is in the cache."""
+    """test_cuda_on_cpu.py shows it of a build with CUDA. What has not changed since the last time
+    is in the cache."""
     flags = "-O0 -Wextra -Werror --param=ggc-min-heapsize=1048576"
     environment = os.environ | {"CALCOPS_CUDA": "0", "CALCOPS_CFLAGS": flags}
     command = [sys.executable, "-m", "calcops_jit", "build"]
@@ -169,9 +201,12 @@ def test_every_unit_compiles_without_a_warning():
 
 
 @pytest.mark.skipif(
-    toolkit.find_toolkit()[0] != "", reason="nvcc is here: test_calcops_jit_build.py builds all for CUDA"
+    toolkit.find_toolkit()[0] != "",
+    reason="nvcc is here: test_calcops_jit_build.py builds all for CUDA",
 )
-@pytest.mark.parametrize("path", [p for p in SOURCES if p.suffix == ".cpp" and "_NO_CUDA" in code(p)], ids=name)
+@pytest.mark.parametrize(
+    "path", [p for p in SOURCES if p.suffix == ".cpp" and "_NO_CUDA" in code(p)], ids=name
+)
 def test_what_a_unit_does_with_cuda_compiles(path):
     """Torch's wheels bring the headers of the CUDA runtime, so no toolkit is needed."""
     site = Path(torch.__file__).parent.parent
@@ -180,10 +215,19 @@ def test_what_a_unit_does_with_cuda_compiles(path):
     if len(folders) == 3:
         pytest.skip("torch's wheels bring no cuda_runtime_api.h here")
     standard = "c++20" if torch.__version__ >= "2.13" else "c++17"
-    options = ["-fsyntax-only", f"-std={standard}", "-Wall", "-Wextra", "-Werror", "-DAT_PER_OPERATOR_HEADERS"]
+    options = [
+        "-fsyntax-only",
+        f"-std={standard}",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-DAT_PER_OPERATOR_HEADERS",
+    ]
     options += ["--param=ggc-min-heapsize=1048576", f"-I{folders[0]}"]
     options += [word for folder in folders[1:] for word in ("-isystem", str(folder))]
-    result = subprocess.run([os.environ.get("CXX", "g++"), *options, str(path)], capture_output=True, text=True)
+    result = subprocess.run(
+        [os.environ.get("CXX", "g++"), *options, str(path)], capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -225,9 +269,20 @@ except RuntimeError as error:
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.name.endswith("_math.h")], ids=name)
 @pytest.mark.parametrize("standard", ["c++17", "c++20"])
 def test_the_mathematics_is_valid_in_both_standards(path, standard):
-    options = ["-x", "c++", "-fsyntax-only", f"-std={standard}", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'ops'}"]
+    options = [
+        "-x",
+        "c++",
+        "-fsyntax-only",
+        f"-std={standard}",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-I{ROOT / 'ops'}",
+    ]
     options += ['-DCALCOPS_NO_CUDA="none"', "-include", str(path), "/dev/null"]
-    result = subprocess.run([os.environ.get("CXX", "g++"), *options], capture_output=True, text=True)
+    result = subprocess.run(
+        [os.environ.get("CXX", "g++"), *options], capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -237,13 +292,19 @@ def test_generated_documentation_is_up_to_date():
 
 def test_every_operator_is_documented():
     operators = [
-        o for o in map(calcops_jit.__dict__.get, calcops_jit.__all__) if isinstance(o, torch._ops.OpOverloadPacket)
+        o
+        for o in map(calcops_jit.__dict__.get, calcops_jit.__all__)
+        if isinstance(o, torch._ops.OpOverloadPacket)
     ]
     assert operators
     for operator in operators:
         schema, _, text = operator.__doc__.partition("\n\n")
         assert schema == str(operator.default._schema)
-        missing = [a.name for a in operator.default._schema.arguments if not re.search(rf"\b{a.name}\b", text)]
+        missing = [
+            a.name
+            for a in operator.default._schema.arguments
+            if not re.search(rf"\b{a.name}\b", text)
+        ]
         assert not missing, f"{operator} says nothing about {missing}"
 
 
@@ -254,7 +315,11 @@ def test_the_library_needs_no_python_and_finds_torch_by_itself():
     needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
     allowed = r"lib(torch|torch_cpu|torch_cuda|c10|c10_cuda|cudart|c|m|stdc\+\+|gcc_s|gomp|pthread|dl)\.so|ld-linux"
     assert needed and not [library for library in needed if not re.match(allowed, library)]
-    rpaths = [path for value in re.findall(r"\(R(?:UN)?PATH\).*\[(.+)\]", dynamic) for path in value.split(":")]
+    rpaths = [
+        path
+        for value in re.findall(r"\(R(?:UN)?PATH\).*\[(.+)\]", dynamic)
+        for path in value.split(":")
+    ]
     assert rpaths and all(os.path.isabs(path) for path in rpaths)
     assert any((Path(path) / "libc10.so").exists() for path in rpaths)
 
@@ -283,11 +348,37 @@ def test_a_cpp_host_calls_the_operators_through_the_generated_header(tmp_path):
                     << image.size(1) << ' ' << image[1][3].item<float>() << std::endl;
         }""")
     torch_folder = Path(torch.__file__).parent
-    command = [os.environ.get("CXX", "g++"), "-DAT_PER_OPERATOR_HEADERS", "-Wall", "-Wextra", "-Werror"]
-    command += ["-std=c++20" if torch.__version__ >= "2.13" else "-std=c++17", f"-I{ROOT / '_calcops_jit/include'}"]
-    command += ["-isystem", f"{torch_folder}/include", "host.cpp", "-o", "host", f"-L{torch_folder}/lib"]
+    command = [
+        os.environ.get("CXX", "g++"),
+        "-DAT_PER_OPERATOR_HEADERS",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+    ]
+    command += [
+        "-std=c++20" if torch.__version__ >= "2.13" else "-std=c++17",
+        f"-I{ROOT / '_calcops_jit/include'}",
+    ]
+    command += [
+        "-isystem",
+        f"{torch_folder}/include",
+        "host.cpp",
+        "-o",
+        "host",
+        f"-L{torch_folder}/lib",
+    ]
     command += [f"-Wl,-rpath,{torch_folder}/lib", "-ltorch_cpu", "-lc10", "-ldl"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    result = subprocess.run([tmp_path / "host", calcops_jit.library_path()], capture_output=True, text=True)
+    result = subprocess.run(
+        [tmp_path / "host", calcops_jit.library_path()], capture_output=True, text=True
+    )
     assert result.stdout.split() == ["0", "4", "2", "9", "5", "7"], result.stderr
+
+
+def test_every_mutation_has_its_place_in_the_code(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
+    import mutation_check
+
+    for mutation in mutation_check.mutations():
+        assert mutation_check.file_of(ROOT, mutation), mutation.what

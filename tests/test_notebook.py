@@ -1,4 +1,5 @@
-"""%%operator in real kernels, as a notebook's user meets it, and the example notebook, executed afresh."""
+"""%%operator in real kernels, as a notebook's user meets it, and the example notebook, executed
+afresh."""
 
 import os
 import re
@@ -31,7 +32,11 @@ class Kernel:
     def __init__(self, folder: Path, **environment):
         self.folder, self.notebook = folder, nbformat.v4.new_notebook()
         self.client = nbclient.NotebookClient(
-            self.notebook, timeout=900, allow_errors=True, kernel_name="python3", on_cell_executed=self._executed
+            self.notebook,
+            timeout=900,
+            allow_errors=True,
+            kernel_name="python3",
+            on_cell_executed=self._executed,
         )
         variables = {k: v for k, v in os.environ.items() if not k.startswith("CALCOPS_")}
         self.environment = variables | {"PYTHONPATH": str(ROOT), "CALCOPS_BUILD": "0"} | environment
@@ -76,12 +81,14 @@ def kernel(cache):
         yield kernel
 
 
-def test_a_cell_becomes_handles_under_the_operators_names_and_the_notebooks_folder_stays_as_it_was(kernel, cache):
+def test_a_cell_becomes_handles_under_the_operators_names_and_the_notebooks_folder_stays_as_it_was(
+    kernel, cache
+):
     assert kernel.first.outputs == []
     assert kernel.cell.out == "mine::scaled(Tensor x) -> Tensor\n", kernel.cell
-    assert kernel.run("held = scaled; print(scaled is torch.ops.mine.scaled, scaled(torch.ones(2)))").out == (
-        "True tensor([2., 2.])\n"
-    )
+    assert kernel.run(
+        "held = scaled; print(scaled is torch.ops.mine.scaled, scaled(torch.ones(2)))"
+    ).out == ("True tensor([2., 2.])\n")
     assert [path.name for path in cache.iterdir()] == ["cache"]
 
 
@@ -99,9 +106,13 @@ def test_help_shows_the_options(kernel):
         assert words in payload["data"]["text/plain"]
 
 
-def test_a_compile_error_points_at_the_cells_own_line_and_leaves_the_kernel_that_was_live(kernel, cache):
+def test_a_compile_error_points_at_the_cells_own_line_and_leaves_the_kernel_that_was_live(
+    kernel, cache
+):
     wrong = CELL.replace("x.mul(2)", "y.mul(2)")
-    assert wrong.splitlines()[1:][3] == "at::Tensor scaled(const at::Tensor& x) { return y.mul(2); }"
+    assert (
+        wrong.splitlines()[1:][3] == "at::Tensor scaled(const at::Tensor& x) { return y.mul(2); }"
+    )
     shown = kernel.run(wrong).error
     log = re.search(r"  log: (.*)$", shown)
     assert Path(log[1]).is_relative_to(cache)
@@ -127,7 +138,9 @@ def test_another_schema_is_refused_with_the_difference(kernel):
         "    + int times=1\n"
         "  fix: restart Python, or give the operator another name"
     )
-    assert kernel.run("print(scaled(torch.ones(1)), calcops_jit.reload())").out == "tensor([2.]) []\n"
+    assert (
+        kernel.run("print(scaled(torch.ones(1)), calcops_jit.reload())").out == "tensor([2.]) []\n"
+    )
 
 
 def test_a_wrong_magic_line_says_what_is_expected(kernel):
@@ -136,15 +149,24 @@ def test_a_wrong_magic_line_says_what_is_expected(kernel):
     assert "expected `name` of letters, digits and _ . -" in kernel.run("%%operator a/b\nint").error
 
 
-def test_an_edited_cell_is_called_through_every_handle_and_another_notebook_is_warm_and_undisturbed(kernel, cache):
+def test_an_edited_cell_is_called_through_every_handle_and_another_notebook_is_warm_and_undisturbed(
+    kernel, cache
+):
     with Kernel(cache, CALCOPS_CACHE=str(cache / "cache")) as other:
         other.run("%load_ext calcops_jit\nimport torch, calcops_jit")
         warm = other.run(CELL)
-        assert (warm.out, warm.err, warm.displayed) == ("mine::scaled(Tensor x) -> Tensor\n", "", [])
+        assert (warm.out, warm.err, warm.displayed) == (
+            "mine::scaled(Tensor x) -> Tensor\n",
+            "",
+            [],
+        )
         edited = kernel.run(CELL.replace("mul(2)", "mul(3)"))
         assert edited.error == "" and "built mine" in edited.displayed[0]["text/plain"]
         assert kernel.run("print(held(torch.ones(1)), held is scaled)").out == "tensor([3.]) True\n"
-        assert other.run("print(calcops_jit.reload(), scaled(torch.ones(1)))").out == "[] tensor([2.])\n"
+        assert (
+            other.run("print(calcops_jit.reload(), scaled(torch.ones(1)))").out
+            == "[] tensor([2.])\n"
+        )
         back = kernel.run(CELL)
         assert (back.out, back.displayed) == ("mine::scaled(Tensor x) -> Tensor\n", [])
         assert kernel.run("print(held(torch.ones(1)))").out == "tensor([2.])\n"
@@ -152,12 +174,16 @@ def test_an_edited_cell_is_called_through_every_handle_and_another_notebook_is_w
 
 def test_a_header_beside_the_notebook_is_found_and_one_that_is_nowhere_has_a_cells_option(kernel):
     kernel.run("open('beside.h', 'w').write('#define FACTOR 2\\n')")
-    cell = CELL.replace("%%operator mine\n", '%%operator mine\n#include "beside.h"\n').replace("2", "FACTOR", 1)
+    cell = CELL.replace("%%operator mine\n", '%%operator mine\n#include "beside.h"\n').replace(
+        "2", "FACTOR", 1
+    )
     assert kernel.run(cell).error == "" and "FACTOR" in cell
     assert kernel.run("print(scaled(torch.ones(1)))").out == "tensor([2.])\n"
     kernel.run("open('beside.h', 'w').write('#define FACTOR 5\\n'); calcops_jit.reload()")
     assert kernel.run("print(scaled(torch.ones(1)))").out == "tensor([5.])\n"
-    error = kernel.run(CELL.replace("%%operator mine\n", '%%operator mine\n#include "nowhere.h"\n')).error
+    error = kernel.run(
+        CELL.replace("%%operator mine\n", '%%operator mine\n#include "nowhere.h"\n')
+    ).error
     assert "belongs in --cflags=-I..." in error and "extra_include_paths" not in error
 
 
@@ -166,36 +192,51 @@ def test_the_options_are_those_of_load(monkeypatch):
 
     calls, pushed = [], []
     library = SimpleNamespace(operators={})
-    monkeypatch.setattr(notebook.recipes, "foreign", lambda *args, **options: calls.append((args, options)))
+    monkeypatch.setattr(
+        notebook.recipes, "foreign", lambda *args, **options: calls.append((args, options))
+    )
     monkeypatch.setattr(notebook.library, "obtain", lambda request: library)
     monkeypatch.setattr(notebook, "get_ipython", lambda: SimpleNamespace(push=pushed.append))
     notebook.operator("one --cflags='-O2 -DA=\"b c\"' --ldflags=-lm --verbose", "int a;\n")
     notebook.operator("two --cuda --cflags=-lineinfo", "int b;\n")
     (one, first), (two, second) = calls
-    assert one[0] == "one" and one[1].endswith("/cell.cpp") and Path(one[1]).read_text() == "int a;\n"
+    assert (
+        one[0] == "one" and one[1].endswith("/cell.cpp") and Path(one[1]).read_text() == "int a;\n"
+    )
     assert first == {
         "extra_cflags": ["-iquote", os.getcwd(), "-O2", "-DA=b c"],
         "extra_ldflags": ["-lm"],
         "verbose": True,
     }
-    assert two[0] == "two" and two[1].endswith("/cell.cu") and Path(two[1]).read_text() == "int b;\n"
-    assert second == {"extra_cuda_cflags": [f"-I{os.getcwd()}", "-lineinfo"], "extra_ldflags": [], "verbose": False}
+    assert (
+        two[0] == "two" and two[1].endswith("/cell.cu") and Path(two[1]).read_text() == "int b;\n"
+    )
+    assert second == {
+        "extra_cuda_cflags": [f"-I{os.getcwd()}", "-lineinfo"],
+        "extra_ldflags": [],
+        "verbose": False,
+    }
     assert pushed == [{}, {}]
 
 
 def test_the_cells_of_a_kernel_that_was_killed_go_with_the_next_one(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CALCOPS_BUILD": "0", "TMPDIR": str(tmp_path)}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "CALCOPS_BUILD": "0",
+        "TMPDIR": str(tmp_path),
+    }
     for end in ("os._exit(0)", "os._exit(0)", ""):
         command = [sys.executable, "-c", f"import os\nfrom _calcops_jit import notebook\n{end}"]
         subprocess.run(command, env=environment, check=True)
         assert len(list(tmp_path.glob("calcops-cells-*"))) == bool(end)
 
 
-# ---- the example ------------------------------------------------------------------------------------------------
+# ---- the example ---------------------------------------------------------------------------------
 
 
 def told(cell) -> list[str]:
-    """What must be the same whenever it is executed: not the times that builds take, not pictures."""
+    """What must be the same whenever it is executed: not the times that builds take, not
+    pictures."""
     if "timing" in cell.metadata.get("tags", []):
         return []
     return [o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stdout"] + [

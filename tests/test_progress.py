@@ -13,7 +13,7 @@ from checkout import wait_for
 from _calcops_jit import progress
 from _calcops_jit.progress import Progress
 
-# ---- one line ---------------------------------------------------------------------------------------------------
+# ---- one line ------------------------------------------------------------------------------------
 
 
 class Screen(io.StringIO):
@@ -36,7 +36,10 @@ def test_progress_redraws_one_line_on_a_terminal_and_leaves_it_empty(monkeypatch
     steps = iter([("[0/2]", 0.0), ("[1/2] " + 99 * "long", 0.5)])
     with Progress("building x", lambda seconds: next(steps, ("[2/2]", 0.9))):
         wait_for(lambda: last_line(screen) == "calcops_jit: building x [2/2]")
-    assert screen.getvalue().startswith("\rcalcops_jit: building x [0/2] ") and "longlong" in screen.getvalue()
+    assert (
+        screen.getvalue().startswith("\rcalcops_jit: building x [0/2] ")
+        and "longlong" in screen.getvalue()
+    )
     assert max(map(len, screen.getvalue().split("\r"))) < shutil.get_terminal_size().columns
     assert "\n" not in screen.getvalue() and last_line(screen) == ""
 
@@ -55,10 +58,15 @@ def test_the_outcome_stays_on_a_terminal_and_a_failure_leaves_nothing(monkeypatc
 
 def test_a_notebook_has_one_output_a_bar_and_then_the_outcome(monkeypatch):
     display = pytest.importorskip("IPython.display")
-    outputs, stream = [], type("Stream", (Screen,), {"__module__": "ipykernel.iostream"})(terminal=False)
+    outputs, stream = (
+        [],
+        type("Stream", (Screen,), {"__module__": "ipykernel.iostream"})(terminal=False),
+    )
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(
-        display, "display", lambda data, **_: SimpleNamespace(update=lambda data, raw: outputs.append(data))
+        display,
+        "display",
+        lambda data, **_: SimpleNamespace(update=lambda data, raw: outputs.append(data)),
     )
     with Progress("building x", lambda seconds: ("a<b.cpp", 0.25)) as shown:
         shown.outcome = "built x"
@@ -98,12 +106,14 @@ def test_a_closed_or_missing_stream_does_not_fail_a_build(monkeypatch):
 
 def test_a_warm_import_does_without_progress_and_a_build_without_ipython(checkout):
     modules = "'_calcops_jit.progress', 'IPython'"
-    script = f"import calcops_jit, sys; print([name for name in ({modules}) if name in sys.modules])"
+    script = (
+        f"import calcops_jit, sys; print([name for name in ({modules}) if name in sys.modules])"
+    )
     assert checkout.run(script).out == "['_calcops_jit.progress']\n"
     assert checkout.run(script).out == "[]\n"
 
 
-# ---- a build ----------------------------------------------------------------------------------------------------
+# ---- a build -------------------------------------------------------------------------------------
 
 
 _ON_A_TERMINAL = r"""
@@ -130,7 +140,9 @@ def test_a_real_build_on_a_terminal_names_the_unit_and_counts(checkout):
         checkout.write(f"ops/tiny/{unit}.cpp", f"int {unit}() {{ return 1; }}\n")
     child = checkout.run(_ON_A_TERMINAL, MAX_JOBS="1")
     lines = [line.split(" ", 2) for line in child.out.splitlines()]
-    assert child.code == 0 and all(int(length) <= 100 for _, length, _ in lines), child.out + child.err
+    assert child.code == 0 and all(int(length) <= 100 for _, length, _ in lines), (
+        child.out + child.err
+    )
     assert re.fullmatch(r"calcops_jit: built calcops in [\d.]+ s", lines.pop()[2].rstrip())
     shown = [re.sub(r" \d+ s$", "", line.rstrip()) for _, _, line in lines]
     states = ["[0/4] one.cpp", "[1/4] tiny.cpp", "[2/4] two.cpp", "[3/4] linking"]

@@ -28,7 +28,8 @@ def as_dtype(values, dtype):
 
 
 def tolerance(dtype, interpolation):
-    """Of images in [0, 1]: eight roundings of 2^-25, see _math.h, and more of a cubic sum; that to half precision."""
+    """Of images in [0, 1]: eight roundings of 2^-25, see _math.h, and more of a cubic sum; that to
+    half precision."""
     if dtype == torch.float64 or not dtype.is_floating_point:
         return 1e-12 if dtype == torch.float64 else 0
     last = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 0}[dtype]
@@ -39,17 +40,29 @@ def tolerance(dtype, interpolation):
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("border_mode", BORDERS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_are_those_of_the_exact_reference(dtype, border_mode, interpolation, inverse_map, device):
+def test_values_are_those_of_the_exact_reference(
+    dtype, border_mode, interpolation, inverse_map, device
+):
     image = random_image(3, 37, 29, dtype=dtype)
     border = [0.25, 0.5, 0.75] if dtype.is_floating_point else [7.0, 200.0, 33.0]
     for warp in (TILTED, SHRUNK, TURNED):
-        expected = reference(image, warp, (61, 150), interpolation, border_mode, border, inverse_map)
+        expected = reference(
+            image, warp, (61, 150), interpolation, border_mode, border, inverse_map
+        )
         result = warp_perspective(
-            image.to(device), warp.to(device), (61, 150), interpolation, border_mode, border, inverse_map
+            image.to(device),
+            warp.to(device),
+            (61, 150),
+            interpolation,
+            border_mode,
+            border,
+            inverse_map,
         )
         assert result.dtype == dtype
         atol = tolerance(dtype, interpolation)
-        torch.testing.assert_close(result.cpu().double(), as_dtype(expected, dtype).double(), rtol=0, atol=atol)
+        torch.testing.assert_close(
+            result.cpu().double(), as_dtype(expected, dtype).double(), rtol=0, atol=atol
+        )
 
 
 OPENCV_DTYPES = [dtype for dtype in DTYPES if dtype not in (torch.float16, torch.bfloat16)]
@@ -73,9 +86,12 @@ def opencv(image, warp, dsize, interpolation, border_mode, border, inverse_map):
 @pytest.mark.parametrize("inverse_map", [False, True])
 @pytest.mark.parametrize("border_mode", BORDERS)
 @pytest.mark.parametrize("dtype", OPENCV_DTYPES)
-def test_linear_agrees_with_opencv_within_the_error_of_its_coordinates(dtype, border_mode, inverse_map):
-    # OpenCV 5 takes the coordinates of most images in float32, those of int16 and float64 images in steps of
-    # 1/32 pixel. Pixels are at most 1 apart, so the two axes' errors add up to that many pixels' worth.
+def test_linear_agrees_with_opencv_within_the_error_of_its_coordinates(
+    dtype, border_mode, inverse_map
+):
+    # OpenCV 5 takes the coordinates of most images in float32, those of int16 and float64 images in
+    # steps of 1/32 pixel. Pixels are at most 1 apart, so the two axes' errors add up to that many
+    # pixels' worth.
     image = random_image(3, 37, 29, dtype=dtype)
     border = [0.25, 0.5, 0.75] if dtype.is_floating_point else [7.0, 200.0, 33.0]
     for warp in (TILTED, SHRUNK, TURNED):
@@ -95,8 +111,8 @@ def test_linear_agrees_with_opencv_within_the_error_of_its_coordinates(dtype, bo
 @pytest.mark.parametrize("border_mode", BORDERS)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int16, torch.float32])
 def test_cubic_agrees_with_opencv_within_the_error_of_its_coordinates(dtype, border_mode):
-    # Its coordinates are float32; where they are more than an image beyond the image, its pixels are others, which
-    # those of its cv::borderInterpolate are not.
+    # Its coordinates are float32; where they are more than an image beyond the image, its pixels
+    # are others, which those of its cv::borderInterpolate are not.
     image = random_image(3, 37, 29, dtype=dtype)
     border = [0.25, 0.5, 0.75] if dtype.is_floating_point else [7.0, 200.0, 33.0]
     largest = 1 if dtype.is_floating_point else torch.iinfo(dtype).max - torch.iinfo(dtype).min
@@ -105,7 +121,9 @@ def test_cubic_agrees_with_opencv_within_the_error_of_its_coordinates(dtype, bor
         difference = warp_perspective(image, warp, (61, 150), *options).double()
         difference -= opencv(image, warp, (61, 150), *options).double()
         v, u = torch.meshgrid(torch.arange(61.0), torch.arange(150.0), indexing="ij")
-        x, y, w = torch.einsum("ij,jvu->ivu", torch.linalg.inv(warp), torch.stack([u, v, u * 0 + 1]).double())
+        x, y, w = torch.einsum(
+            "ij,jvu->ivu", torch.linalg.inv(warp), torch.stack([u, v, u * 0 + 1]).double()
+        )
         near = (x / w > -29) & (x / w < 2 * 29 - 1) & (y / w > -37) & (y / w < 2 * 37 - 1)
         error = 3 * 2 * 8 * 500 * 2**-24 * largest + (0 if dtype.is_floating_point else 1)
         assert difference[:, near].abs().max() <= error and near.sum() > 300
@@ -124,22 +142,34 @@ def test_nearest_takes_the_pixels_that_opencv_takes(dtype, border_mode, inverse_
 
 def test_nearest_breaks_ties_to_even_as_opencv_does():
     image = torch.arange(12, dtype=torch.float32).expand(1, 5, 12).contiguous()
-    for warp in (torch.diag(torch.tensor([2.0, 1, 1])), torch.tensor([[1, 0, 0.5], [0, 1, 0], [0, 0, 1]])):
+    for warp in (
+        torch.diag(torch.tensor([2.0, 1, 1])),
+        torch.tensor([[1, 0, 0.5], [0, 1, 0], [0, 0, 1]]),
+    ):
         options = ("nearest", "reflect", [0.0], False)
         theirs = opencv(image.repeat(3, 1, 1), warp.double(), (5, 24), *options)[:1]
         assert torch.equal(warp_perspective(image, warp, (5, 24), *options), theirs)
 
 
 @pytest.mark.parametrize(
-    "dtype, least, largest", [(torch.uint8, 0, 255), (torch.uint16, 0, 65535), (torch.int16, -32768, 32767)]
+    "dtype, least, largest",
+    [(torch.uint8, 0, 255), (torch.uint16, 0, 65535), (torch.int16, -32768, 32767)],
 )
-def test_integers_are_rounded_half_to_even_and_border_values_are_saturated(dtype, least, largest, device):
+def test_integers_are_rounded_half_to_even_and_border_values_are_saturated(
+    dtype, least, largest, device
+):
     image = torch.tensor([[0, 1, 2, 3, 4]], dtype=dtype, device=device)
     half = torch.tensor([[1.0, 0, 0.5], [0, 1, 0], [0, 0, 1]], device=device)
     result = warp_perspective(image, half, (1, 4), inverse_map=True)
     assert result.tolist() == [[0, 2, 2, 4]]
     far = torch.tensor([[1.0, 0, 90], [0, 1, 0], [0, 0, 1]], device=device)
-    for given, expected in ((least - 3.0, least), (2.5, 2), (3.5, 4), (largest + 45.0, largest), (float("nan"), least)):
+    for given, expected in (
+        (least - 3.0, least),
+        (2.5, 2),
+        (3.5, 4),
+        (largest + 45.0, largest),
+        (float("nan"), least),
+    ):
         assert warp_perspective(image, far, (1, 1), border_value=[given]).item() == expected
 
 
@@ -164,7 +194,11 @@ def test_identity_keeps_every_bit_of_an_image(dtype, interpolation, border_mode,
     def check(warp, width):
         image = random_image(2, 9, width, dtype=dtype).to(device)
         image[0, 3, 3], image[1, 4, 4], image[0, 0, 0] = float("nan"), float("inf"), -float("inf")
-        image[1, 0, 3], image[1, 8, 6], image[0, 5, width - 1] = float("nan"), float("inf"), float("nan")
+        image[1, 0, 3], image[1, 8, 6], image[0, 5, width - 1] = (
+            float("nan"),
+            float("inf"),
+            float("nan"),
+        )
         for size in ((9, width), (8, width - 1)):  # with and without a tap outside of the image
             result = warp_perspective(image, warp.to(device), size, interpolation, border_mode)
             expected = image[:, : size[0], : size[1]]
@@ -179,7 +213,9 @@ def test_identity_keeps_every_bit_of_an_image(dtype, interpolation, border_mode,
 def test_a_coordinate_that_rounds_to_the_end_of_a_wrapped_image_is_its_beginning(device):
     """-1e-20 + width is width in float64, which names no pixel."""
     image = random_image(2, 9, 7).to(device)
-    shift = torch.tensor([[1, 0, -1e-20], [0, 1, -1e-20], [0, 0, 1]], dtype=torch.float64, device=device)
+    shift = torch.tensor(
+        [[1, 0, -1e-20], [0, 1, -1e-20], [0, 0, 1]], dtype=torch.float64, device=device
+    )
     result = warp_perspective(image, shift, (9, 7), "linear", "wrap", inverse_map=True)
     torch.testing.assert_close(result, image, rtol=0, atol=0)
 
@@ -194,7 +230,9 @@ def test_arguments_go_by_name_and_one_number_is_the_border_value_of_all_channels
     image = random_image(2, 20, 30).to(device)
     warp = SHRUNK.to(device)
     expected = warp_perspective(image, warp, (8, 9), border_value=[0.5, 0.5])
-    assert torch.equal(warp_perspective(image=image, warp=warp, dsize=(8, 9), border_value=0.5), expected)
+    assert torch.equal(
+        warp_perspective(image=image, warp=warp, dsize=(8, 9), border_value=0.5), expected
+    )
     assert not torch.equal(warp_perspective(image, warp, (8, 9)), expected)
 
 
@@ -210,9 +248,13 @@ def test_strided_images_and_matrices_need_no_copy_to_be_right(dtype, device):
     }
     strided_warp = warp.mT.contiguous().mT.repeat_interleave(2, 0)[::2]
     for border_mode in ("constant", "wrap"):
-        expected = warp_perspective(image, warp, (31, 17), border_mode=border_mode, inverse_map=True)
+        expected = warp_perspective(
+            image, warp, (31, 17), border_mode=border_mode, inverse_map=True
+        )
         for view in views.values():
-            result = warp_perspective(view, strided_warp, (31, 17), border_mode=border_mode, inverse_map=True)
+            result = warp_perspective(
+                view, strided_warp, (31, 17), border_mode=border_mode, inverse_map=True
+            )
             assert result.is_contiguous() and torch.equal(result, expected)
     expanded = image[:1, :1].expand(4, 3, 20, 30)
     one = warp_perspective(image[0, 0], warp, (9, 9))
@@ -243,20 +285,28 @@ def test_batches_broadcast_over_images_and_matrices(device):
 def test_float32_matrices_are_widened_not_the_image_narrowed(device):
     image = random_image(3, 20, 20).to(device)
     result = warp_perspective(image, TILTED.float().to(device), (20, 20))
-    assert torch.equal(result, warp_perspective(image, TILTED.float().double().to(device), (20, 20)))
+    assert torch.equal(
+        result, warp_perspective(image, TILTED.float().double().to(device), (20, 20))
+    )
     assert result.dtype == torch.float64
 
 
 @pytest.mark.parametrize("name", NOWHERE)
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("border_mode", BORDERS)
-def test_pixels_without_a_source_are_border_value_with_zero_gradients(border_mode, interpolation, name, device):
+def test_pixels_without_a_source_are_border_value_with_zero_gradients(
+    border_mode, interpolation, name, device
+):
     warp, inverse_map = NOWHERE[name]
     image = random_image(2, 5, 6).to(device).requires_grad_()
     warp = warp.to(device, copy=True).requires_grad_()
     for given, values in ((None, [0, 0]), ([0.25], [0.25, 0.25]), ([0.25, 0.75], [0.25, 0.75])):
-        result = warp_perspective(image, warp, (3, 4), interpolation, border_mode, given, inverse_map)
-        expected = torch.tensor(values, dtype=torch.float64, device=device)[:, None, None].expand(2, 3, 4)
+        result = warp_perspective(
+            image, warp, (3, 4), interpolation, border_mode, given, inverse_map
+        )
+        expected = torch.tensor(values, dtype=torch.float64, device=device)[:, None, None].expand(
+            2, 3, 4
+        )
         assert torch.equal(result, expected)
         upstream = torch.full_like(result, float("nan"))  # nothing of it may arrive
         for gradient in torch.autograd.grad(result, (image, warp), upstream):
@@ -270,7 +320,9 @@ def test_only_the_horizon_is_without_a_source(border_mode, device):
     image = random_image(1, 5, 6).to(device).requires_grad_()
     warp.requires_grad_()
     result = warp_perspective(image, warp, (4, 7), "linear", border_mode, [0.125], True)
-    expected = reference(image.detach().cpu(), warp.detach().cpu(), (4, 7), "linear", border_mode, 0.125, True)
+    expected = reference(
+        image.detach().cpu(), warp.detach().cpu(), (4, 7), "linear", border_mode, 0.125, True
+    )
     torch.testing.assert_close(result.cpu(), expected, rtol=0, atol=1e-12)
     assert (result[..., 3] == 0.125).all()
     upstream = torch.ones_like(result)
@@ -287,17 +339,25 @@ def test_huge_coordinates_are_folded_exactly(far, interpolation, border_mode, de
     warp = torch.tensor([[1.0, 0, far], [0, 1, 0], [0, 0, 1]], dtype=torch.float64)
     x = np.array([int(u + far) for u in range(2)], dtype=object)  # exact: these floats are integers
     columns = outside(x, 7, border_mode)
-    result = warp_perspective(image.to(device), warp.to(device), (3, 2), interpolation, border_mode, [0.5], True)
+    result = warp_perspective(
+        image.to(device), warp.to(device), (3, 2), interpolation, border_mode, [0.5], True
+    )
     for u, column in enumerate(columns):
-        expected = image[0, :, column] if column >= 0 else torch.full((3,), 0.5, dtype=torch.float64)
+        expected = (
+            image[0, :, column] if column >= 0 else torch.full((3,), 0.5, dtype=torch.float64)
+        )
         assert torch.equal(result[0, :, u].cpu(), expected)
 
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("border_mode", BORDERS)
 @pytest.mark.parametrize("size", [(1, 1), (1, 5), (5, 1), (2, 3), (3, 2)])
-def test_images_of_few_rows_or_columns_are_right_in_every_border_mode(size, border_mode, interpolation, device):
+def test_images_of_few_rows_or_columns_are_right_in_every_border_mode(
+    size, border_mode, interpolation, device
+):
     image = random_image(1, *size)
-    result = warp_perspective(image.to(device), TILTED.to(device), (9, 8), interpolation, border_mode, [0.5], True)
+    result = warp_perspective(
+        image.to(device), TILTED.to(device), (9, 8), interpolation, border_mode, [0.5], True
+    )
     expected = reference(image, TILTED, (9, 8), interpolation, border_mode, 0.5, True)
     torch.testing.assert_close(result.cpu(), expected, rtol=0, atol=1e-12)

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from reference_warp_perspective import BORDERS, DTYPES, INTERPOLATIONS, SHRUNK, TILTED, TURNED, random_image, reference
+from reference_warp_perspective import (
+    BORDERS,
+    DTYPES,
+    INTERPOLATIONS,
+    SHRUNK,
+    TILTED,
+    TURNED,
+    random_image,
+    reference,
+)
 
 from calcops_jit import warp_perspective
 
@@ -15,9 +24,13 @@ def test_without_dsize_the_result_has_the_images_size(device):
         assert torch.equal(result, warp_perspective(image, matrix, (5, 7)))
         tangents = torch.rand_like(image), torch.rand_like(matrix)
         _, tangent = torch.func.jvp(warp_perspective, (image, matrix), tangents)
-        _, expected = torch.func.jvp(lambda i, m: warp_perspective(i, m, (5, 7)), (image, matrix), tangents)
+        _, expected = torch.func.jvp(
+            lambda i, m: warp_perspective(i, m, (5, 7)), (image, matrix), tangents
+        )
         assert torch.equal(tangent, expected)
-        mapped = torch.vmap(warp_perspective, (None, 0))(image.detach(), torch.stack([matrix.detach()] * 2))
+        mapped = torch.vmap(warp_perspective, (None, 0))(
+            image.detach(), torch.stack([matrix.detach()] * 2)
+        )
         assert torch.equal(mapped[1], result)
     compiled = torch.compile(warp_perspective, fullgraph=True, dynamic=True, backend="eager")
     assert torch.equal(compiled(image, matrix), result)
@@ -27,11 +40,15 @@ def test_a_result_that_no_memory_holds_names_dsize():
     image = torch.rand(5, 7)
     for dsize in (2**31, 2**31), (2**62, 2), (2**40, 2**20):
         for device in "cpu", "meta":
-            with pytest.raises(RuntimeError, match="^calcops::warp_perspective: expected `dsize` for which memory"):
+            with pytest.raises(
+                RuntimeError, match="^calcops::warp_perspective: expected `dsize` for which memory"
+            ):
                 warp_perspective(image.to(device), TILTED.to(device), dsize)
             with pytest.raises(RuntimeError, match="expected `dsize` for which memory"):
                 warp_perspective(torch.rand(0, 5, 7, device=device), TILTED.to(device), dsize)
-    with pytest.raises(RuntimeError, match=r"expected `dsize` \(height, width\), both >= 0, got \[4\]"):
+    with pytest.raises(
+        RuntimeError, match=r"expected `dsize` \(height, width\), both >= 0, got \[4\]"
+    ):
         warp_perspective(image, TILTED, [4])
 
 
@@ -63,15 +80,21 @@ def test_empty_images_and_results_work(device):
 def test_an_image_without_pixels_is_all_border_value(size, border_mode, device):
     image = torch.rand(2, *size, device=device, requires_grad=True)
     warp = TILTED.to(device, copy=True).requires_grad_()
-    result = warp_perspective(image, warp, (3, 4), border_mode=border_mode, border_value=[0.25, 0.5])
-    assert torch.equal(result, torch.tensor([0.25, 0.5], device=device)[:, None, None].expand(2, 3, 4))
+    result = warp_perspective(
+        image, warp, (3, 4), border_mode=border_mode, border_value=[0.25, 0.5]
+    )
+    assert torch.equal(
+        result, torch.tensor([0.25, 0.5], device=device)[:, None, None].expand(2, 3, 4)
+    )
     _, gradient = torch.autograd.grad(result.sum(), (image, warp))
     assert torch.equal(gradient, torch.zeros_like(warp))
 
 
 def test_more_channels_than_a_launch_takes_are_right(device):
     image, border = random_image(300, 5, 6), torch.linspace(0, 1, 300, dtype=torch.float64)
-    result = warp_perspective(image.to(device), TILTED.to(device), (7, 9), border_value=border.tolist())
+    result = warp_perspective(
+        image.to(device), TILTED.to(device), (7, 9), border_value=border.tolist()
+    )
     expected = reference(image, TILTED, (7, 9), border=border.numpy())
     torch.testing.assert_close(result.cpu(), expected, rtol=0, atol=1e-12)
 
@@ -81,7 +104,10 @@ def test_more_channels_than_a_launch_takes_are_right(device):
 def test_images_of_more_than_two_to_the_31_pixels_are_right(shape):
     """Each pixel says which row and column it has; the map turns the image by a quarter."""
     channels, size, _ = shape
-    row, column = torch.arange(size, dtype=torch.int64)[:, None], torch.arange(size, dtype=torch.int64)
+    row, column = (
+        torch.arange(size, dtype=torch.int64)[:, None],
+        torch.arange(size, dtype=torch.int64),
+    )
     image = torch.empty(shape, dtype=torch.uint8)
     for c in range(channels):
         for part in torch.arange(size).split(1000):
@@ -99,8 +125,13 @@ def test_images_of_more_than_two_to_the_31_pixels_are_right(shape):
 @pytest.mark.parametrize("interpolation", ["linear", "cubic"])
 @pytest.mark.parametrize("border_mode", BORDERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_results_and_gradients_are_bitwise_equal_for_1_to_4_threads(dtype, border_mode, interpolation):
-    image, warps = random_image(2, 3, 211, 190, dtype=dtype).requires_grad_(), torch.stack([TILTED, SHRUNK])
+def test_results_and_gradients_are_bitwise_equal_for_1_to_4_threads(
+    dtype, border_mode, interpolation
+):
+    image, warps = (
+        random_image(2, 3, 211, 190, dtype=dtype).requires_grad_(),
+        torch.stack([TILTED, SHRUNK]),
+    )
     warps.requires_grad_()
     upstream = random_image(2, 3, 170, 230, dtype=dtype, seed=1)
 
@@ -124,7 +155,9 @@ def filled_with_nan():
 @pytest.mark.usefixtures("filled_with_nan")
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("border_mode", BORDERS)
-def test_every_element_is_written_where_empty_tensors_are_filled_with_nan(border_mode, interpolation, device):
+def test_every_element_is_written_where_empty_tensors_are_filled_with_nan(
+    border_mode, interpolation, device
+):
     assert torch.empty(1).isnan().all()
     image = random_image(2, 3, 50, 40).to(device).requires_grad_()
     warp = torch.stack([TILTED, torch.zeros(3, 3)]).to(device).requires_grad_()
@@ -151,7 +184,10 @@ GOOD = {"image": torch.zeros(2, 3, 5, 6), "warp": torch.eye(3), "dsize": (4, 4)}
         ({"warp": torch.eye(3).int()}, "`warp` of dtype float32 or float64, got Int"),
         ({"warp": torch.eye(4)}, "`warp` of shape [3, 3] or [N, 3, 3], got [4, 4]"),
         ({"warp": torch.eye(3)[0]}, "`warp` of shape [3, 3] or [N, 3, 3], got [3]"),
-        ({"warp": torch.zeros(1, 1, 3, 3)}, "`warp` of shape [3, 3] or [N, 3, 3], got [1, 1, 3, 3]"),
+        (
+            {"warp": torch.zeros(1, 1, 3, 3)},
+            "`warp` of shape [3, 3] or [N, 3, 3], got [1, 1, 3, 3]",
+        ),
         ({"warp": torch.zeros(3, 3, 3)}, "`warp` with N = 1 or that of `image`, 2, got [3, 3, 3]"),
         ({"warp": torch.eye(3, device="meta")}, "`warp` on cpu like `image`, got meta"),
         ({"dsize": (-1, 4)}, "`dsize` (height, width), both >= 0, got [-1, 4]"),
@@ -159,10 +195,19 @@ GOOD = {"image": torch.zeros(2, 3, 5, 6), "warp": torch.eye(3), "dsize": (4, 4)}
         ({"interpolation": "area"}, '`interpolation` "linear", "cubic" or "nearest", got "area"'),
         (
             {"border_mode": "mirror"},
-            '`border_mode` "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent", got "mirror"',
+            (
+                '`border_mode` "constant", "replicate", "reflect", "wrap", '
+                '"reflect_101" or "transparent", got "mirror"'
+            ),
         ),
-        ({"border_mode": "transparent"}, "`destination` a tensor with this `border_mode`, got none"),
-        ({"destination": torch.zeros(2, 3, 4, 4)}, "`destination` none with this `border_mode`, got a tensor"),
+        (
+            {"border_mode": "transparent"},
+            "`destination` a tensor with this `border_mode`, got none",
+        ),
+        (
+            {"destination": torch.zeros(2, 3, 4, 4)},
+            "`destination` none with this `border_mode`, got a tensor",
+        ),
         (
             {"border_mode": "transparent", "destination": torch.zeros(3, 4, 4)},
             "`destination` of the result's shape [2, 3, 4, 4], got [3, 4, 4]",
@@ -171,17 +216,27 @@ GOOD = {"image": torch.zeros(2, 3, 5, 6), "warp": torch.eye(3), "dsize": (4, 4)}
             {"border_mode": "transparent", "destination": torch.zeros(2, 3, 4, 4).double()},
             "`destination` of dtype Float like `image`, got Double",
         ),
-        ({"border_value": [1.0, 2.0]}, "`border_value` of one value or one for each of 3 channels, got 2 values"),
+        (
+            {"border_value": [1.0, 2.0]},
+            "`border_value` of one value or one for each of 3 channels, got 2 values",
+        ),
     ],
 )
 def test_an_error_names_the_argument_what_was_expected_and_what_came(bad, message):
     with pytest.raises(RuntimeError) as error:
         warp_perspective(**{**GOOD, **bad})
-    assert str(error.value).split("\n")[0].removesuffix(".") == f"calcops::warp_perspective: expected {message}"
+    assert (
+        str(error.value).split("\n")[0].removesuffix(".")
+        == f"calcops::warp_perspective: expected {message}"
+    )
 
 
-@pytest.mark.parametrize("dtype, name", [(torch.uint8, "Byte"), (torch.uint16, "UInt16"), (torch.int16, "Short")])
-def test_integers_with_a_matrix_that_requires_a_gradient_are_an_error_not_a_lost_gradient(dtype, name):
+@pytest.mark.parametrize(
+    "dtype, name", [(torch.uint8, "Byte"), (torch.uint16, "UInt16"), (torch.int16, "Short")]
+)
+def test_integers_with_a_matrix_that_requires_a_gradient_are_an_error_not_a_lost_gradient(
+    dtype, name
+):
     image, warp = torch.zeros(5, 6, dtype=dtype), torch.eye(3, requires_grad=True)
     message = f"expected `image` of a floating dtype where `warp` has a derivative, got {name}"
     with pytest.raises(RuntimeError, match=message):

@@ -1,6 +1,8 @@
-"""warp_perspective's CUDA kernels at every boundary of theirs, on a GPU or in the emulation (kernels.py).
+"""warp_perspective's CUDA kernels at every boundary of theirs, on a GPU or in the emulation
+(kernels.py).
 
-A tile has 32 x 8 pixels, a thread of the forward 16 channels, a block of the gradient 4, a launch 256.
+A tile has 32 x 8 pixels, a thread of the forward 16 channels, a block of the gradient 4, a launch
+256.
 """
 
 import itertools
@@ -14,7 +16,15 @@ import calcops_jit  # noqa: F401 - registers the operators
 
 ops = torch.ops.calcops
 BORDERS = ["constant", "replicate", "reflect", "wrap", "reflect_101", "transparent"]
-DTYPES = [torch.uint8, torch.uint16, torch.int16, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+DTYPES = [
+    torch.uint8,
+    torch.uint16,
+    torch.int16,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+]
 
 
 def matrices(kind, count):
@@ -82,26 +92,36 @@ TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1e-2, torch.float32: 1e-5, tor
 
 
 def check(kernels, image, matrix, out, *options):
-    """The forward has the CPU's bits; sums of the backward have another order, a tangent another division."""
+    """The forward has the CPU's bits; sums of the backward have another order, a tangent another
+    division."""
     destination = None
     if "transparent" in options:
-        destination = torch.full((max(len(image), len(matrix)), image.shape[1], *out), 77).to(image.dtype)
+        destination = torch.full((max(len(image), len(matrix)), image.shape[1], *out), 77).to(
+            image.dtype
+        )
     expected = ops.warp_perspective(image, matrix, out, *options, destination)
     same_bits(kernels(ops.warp_perspective, image, matrix, out, *options, destination), [expected])
     if not image.dtype.is_floating_point:
         return
-    tangent = torch.randn(matrix.shape, generator=torch.Generator().manual_seed(2), dtype=matrix.dtype) * matrix
+    tangent = (
+        torch.randn(matrix.shape, generator=torch.Generator().manual_seed(2), dtype=matrix.dtype)
+        * matrix
+    )
     arguments = tangent, image, matrix, out, *options
     moved = ops._warp_perspective_tangent(*arguments)
     if moved.numel():
         error = TOLERANCE[image.dtype] * max(1, moved.abs().nan_to_num().max().item())
         found = kernels(ops._warp_perspective_tangent, *arguments)[0]
         torch.testing.assert_close(found, moved, rtol=0, atol=error, equal_nan=True)
-    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=image.dtype)
+    grad = torch.randn(
+        expected.shape, generator=torch.Generator().manual_seed(1), dtype=image.dtype
+    )
     backward = ops._warp_perspective_backward
     for mask in ([True, True], [True, False], [False, True]):
         arguments = grad, image, matrix, *options, mask
-        for wanted, a, b in zip(mask, kernels(backward, *arguments), backward(*arguments), strict=True):
+        for wanted, a, b in zip(
+            mask, kernels(backward, *arguments), backward(*arguments), strict=True
+        ):
             if wanted and b.numel():
                 error = TOLERANCE[image.dtype] * max(1, b.abs().max().item())
                 torch.testing.assert_close(a, b, rtol=0, atol=error)
@@ -117,13 +137,16 @@ def test_images_matrices_and_borders_of_every_kind(kernels, first):
 @pytest.mark.parametrize("border", BORDERS)
 def test_an_image_folded_many_times_into_the_result(kernels, border, interpolation):
     image = torch.rand(1, 2, 9, 13, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    matrix = torch.tensor([[0.3, 0.1, 9.2], [-0.05, 0.4, 7.1], [1e-3, 2e-3, 1]], dtype=torch.float64)[None]
+    matrix = torch.tensor(
+        [[0.3, 0.1, 9.2], [-0.05, 0.4, 7.1], [1e-3, 2e-3, 1]], dtype=torch.float64
+    )[None]
     check(kernels, image, matrix, (40, 70), interpolation, border, None, False)
 
 
 @pytest.mark.parametrize("interpolation", ["linear", "cubic"])
 def test_a_tap_of_weight_zero_takes_no_part_in_the_gradient(kernels, interpolation):
-    """Zero times infinity would be NaN beside the one pixel of an identity map that has an infinite upstream."""
+    """Zero times infinity would be NaN beside the one pixel of an identity map that has an infinite
+    upstream."""
     image = torch.rand(1, 1, 6, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     grad = torch.ones_like(image)
     grad[0, 0, 2, 3] = float("inf")
@@ -136,7 +159,8 @@ def test_a_tap_of_weight_zero_takes_no_part_in_the_gradient(kernels, interpolati
 @pytest.mark.parametrize("mask", [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("one_matrix", [True, False])
 def test_a_block_takes_several_tiles_in_a_row(kernels, one_matrix, mask):
-    """Of several images, with one matrix or with their own: from 16,384 tiles on, in the emulation from 8 on.
+    """Of several images, with one matrix or with their own: from 16,384 tiles on, in the emulation
+    from 8 on.
 
     The last row of a result gives alone to a row of the image, which is in a tile of its own.
     """
@@ -144,12 +168,18 @@ def test_a_block_takes_several_tiles_in_a_row(kernels, one_matrix, mask):
     generator = torch.Generator().manual_seed(0)
     image = torch.rand(count, 1, 24, 72, generator=generator, dtype=torch.float64)
     matrix = torch.eye(3, dtype=torch.float64).repeat(1 if one_matrix else count, 1, 1)
-    matrix[:, :2, 2] = torch.rand(len(matrix), 2, generator=generator, dtype=torch.float64) * torch.tensor([8, 0.9])
+    matrix[:, :2, 2] = torch.rand(
+        len(matrix), 2, generator=generator, dtype=torch.float64
+    ) * torch.tensor([8, 0.9])
     arguments = image, matrix, "linear", "constant", None, True
     expected = ops.warp_perspective(image, matrix, (16, 64), *arguments[2:])
     same_bits(kernels(ops.warp_perspective, image, matrix, (16, 64), *arguments[2:]), [expected])
     backward = ops._warp_perspective_backward
-    given = torch.rand(expected.shape, generator=generator, dtype=torch.float64), *arguments, list(mask)
+    given = (
+        torch.rand(expected.shape, generator=generator, dtype=torch.float64),
+        *arguments,
+        list(mask),
+    )
     for ours, theirs in zip(kernels(backward, *given), backward(*given), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
 
@@ -162,7 +192,9 @@ def test_any_number_of_channels(kernels, channels):
 
 
 @pytest.mark.parametrize(
-    "size", [(0, 2, 4, 4, 3, 3), (1, 2, 0, 4, 3, 3), (1, 2, 4, 0, 3, 3), (2, 2, 4, 4, 0, 3)], ids=str
+    "size",
+    [(0, 2, 4, 4, 3, 3), (1, 2, 0, 4, 3, 3), (1, 2, 4, 0, 3, 3), (2, 2, 4, 4, 0, 3)],
+    ids=str,
 )
 def test_empty_sizes(kernels, size):
     count, channels, height, width, *out = size
@@ -175,6 +207,11 @@ def test_empty_sizes(kernels, size):
 def test_cells_are_those_of_the_cpu(kernels, kind, inverse_map):
     warp = matrices(kind, 3)
     sizes = [((5, 7), (3, 90)), ((1, 1), (4, 4)), ((0, 4), (2, 2)), ((5, 7), (0, 3))]
-    for border, (size, dsize), interpolation in itertools.product(BORDERS, sizes, ["linear", "cubic"]):
+    for border, (size, dsize), interpolation in itertools.product(
+        BORDERS, sizes, ["linear", "cubic"]
+    ):
         arguments = warp, size, dsize, interpolation, border, inverse_map
-        same_bits(kernels(ops._warp_perspective_cells, *arguments), ops._warp_perspective_cells(*arguments))
+        same_bits(
+            kernels(ops._warp_perspective_cells, *arguments),
+            ops._warp_perspective_cells(*arguments),
+        )

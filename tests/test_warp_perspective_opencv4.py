@@ -1,5 +1,5 @@
-"""warp_perspective with arithmetic="opencv4" gives OpenCV 4's bits. What those are was found out elsewhere
-(opencv4_reference.py), for OpenCV 4 and 5 cannot be in one environment."""
+"""warp_perspective with arithmetic="opencv4" gives OpenCV 4's bits. What those are was found out
+elsewhere (opencv4_reference.py), for OpenCV 4 and 5 cannot be in one environment."""
 
 import json
 import math
@@ -22,7 +22,9 @@ warp_perspective = torch.ops.calcops.warp_perspective
 def tensors(seed):
     """A call of opencv4_reference.py as arguments of the operator."""
     arguments = reference.case(seed)
-    image, destination, value = (arguments.pop(name) for name in ("image", "destination", "border_value"))
+    image, destination, value = (
+        arguments.pop(name) for name in ("image", "destination", "border_value")
+    )
     arguments["image"] = torch.from_numpy(image).permute(2, 0, 1)
     arguments["warp"] = torch.from_numpy(np.ascontiguousarray(arguments["warp"]))
     arguments["border_value"] = [value[channel % 4] for channel in range(image.shape[2])]
@@ -33,8 +35,15 @@ def tensors(seed):
 
 def wrong(checksums, seeds):
     """The calls whose result is another than OpenCV's."""
-    found = {seed: warp_perspective(**tensors(seed), arithmetic="opencv4").permute(1, 2, 0) for seed in seeds}
-    return [seed for seed in seeds if f"{reference.checksum(found[seed].numpy()):08x}" != checksums[seed]]
+    found = {
+        seed: warp_perspective(**tensors(seed), arithmetic="opencv4").permute(1, 2, 0)
+        for seed in seeds
+    }
+    return [
+        seed
+        for seed in seeds
+        if f"{reference.checksum(found[seed].numpy()):08x}" != checksums[seed]
+    ]
 
 
 @pytest.mark.parametrize("number", range(len(reference.DTYPES)), ids=reference.DTYPES)
@@ -69,17 +78,24 @@ def test_a_matrix_that_cannot_be_inverted_shows_the_first_pixel_everywhere():
 
 
 def test_where_w_is_zero_the_first_pixel_is_shown():
-    assert warped([[1, 0, 1], [0, 1, 1], [1, 0, -1]], border_value=[7.0], inverse_map=True) == [[7, 10, 7]]
+    assert warped([[1, 0, 1], [0, 1, 1], [1, 0, -1]], border_value=[7.0], inverse_map=True) == [
+        [7, 10, 7]
+    ]
 
 
 def test_nan_is_far_to_the_left_in_sixteen_pixels_at_once_and_far_to_the_right_in_what_is_left_over():
     options = dict(inverse_map=True, border_mode="replicate")
-    assert warped([[1, 0, math.nan], [0, 1, 0], [0, 0, 1]], (1, 18), **options) == [[10] * 16 + [30] * 2]
+    assert warped([[1, 0, math.nan], [0, 1, 0], [0, 0, 1]], (1, 18), **options) == [
+        [10] * 16 + [30] * 2
+    ]
 
 
 def test_a_border_value_that_no_int_holds_is_the_least_pixel():
     far = [[1, 0, 100], [0, 1, 0], [0, 0, 1]]
-    assert [warped(far, (1, 1), border_value=[v]) for v in (300.0, 3e9, -3e9, math.nan)] == [[[255]], *[[[0]]] * 3]
+    assert [warped(far, (1, 1), border_value=[v]) for v in (300.0, 3e9, -3e9, math.nan)] == [
+        [[255]],
+        *[[[0]]] * 3,
+    ]
 
 
 def test_a_tap_of_weight_zero_is_used():
@@ -92,21 +108,34 @@ def test_transparent_takes_the_last_row_and_column_from_the_taps_inside_and_lose
         return dict(border_mode="transparent", destination=torch.zeros(size).to(IMAGE.dtype))
 
     half_and_quarter = [[1, 0, -0.5], [0, 1, -0.25], [0, 0, 1]]
-    assert warped(half_and_quarter, (3, 4), **kept(3, 4)) == [[23, 33, 38, 0], [45, 55, 60, 0], [0, 0, 0, 0]]
+    assert warped(half_and_quarter, (3, 4), **kept(3, 4)) == [
+        [23, 33, 38, 0],
+        [45, 55, 60, 0],
+        [0, 0, 0, 0],
+    ]
     zeros = torch.full((2, 2), -0.0)
     options = dict(image=zeros, border_mode="transparent", destination=torch.ones(2, 2))
     assert str(warped(torch.eye(3).tolist(), (2, 2), **options)) == "[[-0.0, 0.0], [0.0, 0.0]]"
 
 
 def test_batches_strides_and_empty_images():
-    image = torch.randint(0, 256, (2, 3, 9, 11), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    warps = torch.tensor([[[1, 0.2, -1.3], [0.1, 1, 0.4], [0.01, 0, 1]], [[0, 1, 0], [1, 0, 0], [0, 0, 1]]])
+    image = torch.randint(0, 256, (2, 3, 9, 11), generator=torch.Generator().manual_seed(0)).to(
+        torch.uint8
+    )
+    warps = torch.tensor(
+        [[[1, 0.2, -1.3], [0.1, 1, 0.4], [0.01, 0, 1]], [[0, 1, 0], [1, 0, 0], [0, 0, 1]]]
+    )
     result = warp_perspective(image, warps, [12, 40], "linear", "wrap", arithmetic="opencv4")
     for i in range(2):
-        alone = warp_perspective(image[i], warps[i], [12, 40], "linear", "wrap", arithmetic="opencv4")
+        alone = warp_perspective(
+            image[i], warps[i], [12, 40], "linear", "wrap", arithmetic="opencv4"
+        )
         assert torch.equal(result[i], alone)
     for strided in (image.to(memory_format=torch.channels_last), image.mT.contiguous().mT):
-        assert torch.equal(result, warp_perspective(strided, warps, [12, 40], "linear", "wrap", arithmetic="opencv4"))
+        assert torch.equal(
+            result,
+            warp_perspective(strided, warps, [12, 40], "linear", "wrap", arithmetic="opencv4"),
+        )
     empty, warp = torch.empty(0, 4), torch.eye(3)
     for mode in ("constant", "reflect"):
         filled = warp_perspective(empty, warp, [2, 2], "linear", mode, [5.0], arithmetic="opencv4")
@@ -119,7 +148,9 @@ def test_batches_strides_and_empty_images():
 
 def test_the_operator_is_as_pytorch_wants_it():
     image, warp = torch.rand(2, 5, 7), torch.tensor([[1, 0.2, -1.3], [0.1, 1, 0.4], [0.01, 0, 1]])
-    torch.library.opcheck(warp_perspective.default, (image, warp, [4, 6]), {"arithmetic": "opencv4"})
+    torch.library.opcheck(
+        warp_perspective.default, (image, warp, [4, 6]), {"arithmetic": "opencv4"}
+    )
 
 
 WHERE = ' where `arithmetic` is "opencv4"'
@@ -129,19 +160,31 @@ WHERE = ' where `arithmetic` is "opencv4"'
     "options, says",
     [
         (dict(arithmetic="opencv5"), 'expected `arithmetic` "exact" or "opencv4", got "opencv5"'),
-        (dict(interpolation="cubic"), f'expected `interpolation` "linear" or "nearest"{WHERE}, got "cubic"'),
-        (dict(image=torch.ones(1, 32767)), f"expected `image` of height and width below 32767{WHERE}, got [1, 32767]"),
+        (
+            dict(interpolation="cubic"),
+            f'expected `interpolation` "linear" or "nearest"{WHERE}, got "cubic"',
+        ),
+        (
+            dict(image=torch.ones(1, 32767)),
+            f"expected `image` of height and width below 32767{WHERE}, got [1, 32767]",
+        ),
         *[
             (
                 dict(image=torch.ones(2, 2, dtype=dtype)),
-                f"expected `image` of dtype uint8, uint16, int16, float32 or float64{WHERE}, got {name}",
+                (
+                    "expected `image` of dtype uint8, uint16, int16, float32 or "
+                    f"float64{WHERE}, got {name}"
+                ),
             )
             for dtype, name in ((torch.float16, "Half"), (torch.bfloat16, "BFloat16"))
         ],
     ],
 )
 def test_what_opencv_does_not_have_is_refused(options, says):
-    arguments = dict(image=torch.ones(2, 2), warp=torch.eye(3), dsize=[2, 2], arithmetic="opencv4") | options
+    arguments = (
+        dict(image=torch.ones(2, 2), warp=torch.eye(3), dsize=[2, 2], arithmetic="opencv4")
+        | options
+    )
     with pytest.raises(RuntimeError) as error:
         warp_perspective(**arguments)
     assert f"calcops::warp_perspective: {says}" in str(error.value)
@@ -151,12 +194,17 @@ def test_what_opencv_does_not_have_is_refused(options, says):
 def test_derivatives_are_refused(name):
     arguments = dict(image=torch.ones(2, 2), warp=torch.eye(3), destination=torch.ones(2, 2))
     options = dict(dsize=[2, 2], border_mode="transparent", arithmetic="opencv4")
-    says = f'calcops::warp_perspective: expected `arithmetic` "exact" where `{name}` has a derivative, got "opencv4"'
+    says = (
+        f'calcops::warp_perspective: expected `arithmetic` "exact" where `{name}` has '
+        'a derivative, got "opencv4"'
+    )
     with pytest.raises(RuntimeError, match=re.escape(says)):
         warp_perspective(**arguments | {name: arguments[name].requires_grad_()}, **options)
     value = arguments[name].detach()
     with pytest.raises(RuntimeError, match=re.escape(says)):
-        torch.func.jvp(lambda x: warp_perspective(**arguments | {name: x}, **options), (value,), (value,))
+        torch.func.jvp(
+            lambda x: warp_perspective(**arguments | {name: x}, **options), (value,), (value,)
+        )
     with torch.no_grad():
         warp_perspective(**arguments, **options)
 
@@ -180,9 +228,16 @@ def test_10000_random_results_are_those_of_opencv_4(version):
     subprocess.run(["make", "-C", ROOT, f"build/opencv4/{version}/ready"], check=True)
     script = [folder / "bin/python", reference.__file__, "10000"]
     found = json.loads(subprocess.run(script, check=True, stdout=subprocess.PIPE, text=True).stdout)
-    print(f"\nOpenCV {found['opencv']}; kinds of calls that it computes in more than one way: calls, values, how far")
+    print(
+        f"\nOpenCV {found['opencv']}; kinds of calls that it computes in more "
+        "than one way: calls, values, how far"
+    )
     for kind, (calls, values, far) in found["differences"]:
         print(f"{' '.join(map(str, kind)):40} {calls:5} {values:9} {far:9.3g}")
     assert not wrong(found["checksums"], range(len(found["checksums"])))
     others = {tuple(kind) for kind, _ in found["differences"]}
-    assert not others if version.startswith("4.12") else others and all(left_to_others(*kind) for kind in others)
+    assert (
+        not others
+        if version.startswith("4.12")
+        else others and all(left_to_others(*kind) for kind in others)
+    )

@@ -1,5 +1,5 @@
-"""warp_perspective's CUDA kernel in the arithmetic of OpenCV 4 gives the CPU's bits, on a GPU or in the emulation
-(kernels.py)."""
+"""warp_perspective's CUDA kernel in the arithmetic of OpenCV 4 gives the CPU's bits, on a GPU or in
+the emulation (kernels.py)."""
 
 import pytest
 import torch
@@ -23,13 +23,23 @@ def test_images_matrices_and_borders_of_every_kind(kernels, first):
 @pytest.mark.parametrize("channels", [0, 255, 256, 257])
 def test_any_number_of_channels_images_and_matrices(kernels, channels):
     image = torch.rand(2, channels, 3, 5, generator=torch.Generator().manual_seed(0))
-    warps = torch.tensor([[[1, 0.2, -1.3], [0.1, 1, 0.4], [0.01, 0, 1]], [[0, 1, 0], [1, 0, 0], [0, 0, 1]]])
+    warps = torch.tensor(
+        [[[1, 0.2, -1.3], [0.1, 1, 0.4], [0.01, 0, 1]], [[0, 1, 0], [1, 0, 0], [0, 0, 1]]]
+    )
     border = [float(c) for c in range(channels)]
     for some_images, some_warps in ((image, warps), (image[:1], warps), (image, warps[:1])):
         check(kernels, image=some_images, warp=some_warps, dsize=[4, 33], border_value=border)
 
 
-@pytest.mark.parametrize("size", [(2, 0, 4, 3, 3), (2, 4, 0, 3, 3), (2, 4, 4, 0, 3), (2, 4, 4, 3, 0)], ids=str)
+@pytest.mark.parametrize(
+    "size", [(2, 0, 4, 3, 3), (2, 4, 0, 3, 3), (2, 4, 4, 0, 3), (2, 4, 4, 3, 0)], ids=str
+)
 def test_empty_sizes(kernels, size):
     channels, height, width, *out = size
-    check(kernels, image=torch.ones(channels, height, width), warp=torch.eye(3), dsize=out, border_mode="reflect")
+    check(
+        kernels,
+        image=torch.ones(channels, height, width),
+        warp=torch.eye(3),
+        dsize=out,
+        border_mode="reflect",
+    )

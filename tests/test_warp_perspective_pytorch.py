@@ -1,4 +1,5 @@
-"""calcops::warp_perspective wherever PyTorch runs: opcheck, compile, export, TorchScript, autocast, inference mode."""
+"""calcops::warp_perspective wherever PyTorch runs: opcheck, compile, export, TorchScript, autocast,
+inference mode."""
 
 import io
 
@@ -25,7 +26,12 @@ def test_opcheck_passes_for_the_operator(shape, dtype, device):
         image.requires_grad_(), warp.requires_grad_()
     for options in (
         {},
-        {"border_mode": "wrap", "interpolation": "nearest", "border_value": [3.0], "inverse_map": True},
+        {
+            "border_mode": "wrap",
+            "interpolation": "nearest",
+            "border_value": [3.0],
+            "inverse_map": True,
+        },
     ):
         opcheck(warp_perspective, (image, warp, (4, 5)), options)
 
@@ -47,7 +53,9 @@ def test_the_meta_kernel_knows_shape_and_dtype_without_data():
 
 def warped_twice(image, warp, height, width):
     once = warp_perspective(image, warp, (height, width), border_mode="reflect_101")
-    return warp_perspective(once.sin(), warp, (height + 1, width), border_value=[0.5], inverse_map=True)
+    return warp_perspective(
+        once.sin(), warp, (height + 1, width), border_value=[0.5], inverse_map=True
+    )
 
 
 def test_compile_takes_it_in_one_graph_with_dynamic_sizes_and_gradients(device):
@@ -65,11 +73,18 @@ def test_compile_takes_it_in_one_graph_with_dynamic_sizes_and_gradients(device):
     ):
         for size in (9, 14, 23):
             inputs = arguments(2, 3, size, size + 2, device=device)
-            ours, eager = compiled(*inputs, size - 3, size + 1), warped_twice(*inputs, size - 3, size + 1)
+            ours, eager = (
+                compiled(*inputs, size - 3, size + 1),
+                warped_twice(*inputs, size - 3, size + 1),
+            )
             torch.testing.assert_close(ours, eager)
-            upstream = torch.linspace(-1, 1, eager.numel(), dtype=torch.float64, device=device).view_as(eager)
+            upstream = torch.linspace(
+                -1, 1, eager.numel(), dtype=torch.float64, device=device
+            ).view_as(eager)
             for a, b in zip(
-                torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(eager, inputs, upstream), strict=True
+                torch.autograd.grad(ours, inputs, upstream),
+                torch.autograd.grad(eager, inputs, upstream),
+                strict=True,
             ):
                 torch.testing.assert_close(a, b)
     assert len(graphs) == 1
@@ -82,7 +97,9 @@ def test_compiled_autograd_takes_the_backward(device):
         inputs = arguments(3, 12, 13, device=device)
         result = warped_twice(*inputs, 8, 9).square().sum()
         if mode == "compiled":
-            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+            with torch._dynamo.compiled_autograd._enable(
+                torch.compile(backend="aot_eager", fullgraph=True)
+            ):
                 result.backward()
         else:
             result.backward()
@@ -99,7 +116,9 @@ class Warp(torch.nn.Module):
 def test_export_has_a_dynamic_size_and_runs_at_others():
     batch, height = torch.export.Dim("batch", min=2), torch.export.Dim("height", min=2)
     example = (random_image(3, 2, 9, 8), torch.stack([TILTED, SHRUNK, TILTED]))
-    program = torch.export.export(Warp(), example, dynamic_shapes=({0: batch, 2: height}, {0: batch}))
+    program = torch.export.export(
+        Warp(), example, dynamic_shapes=({0: batch, 2: height}, {0: batch})
+    )
     stored = io.BytesIO()
     torch.export.save(program, stored)
     stored.seek(0)
@@ -110,7 +129,9 @@ def test_export_has_a_dynamic_size_and_runs_at_others():
 
 @torch.jit.script
 def scripted(image: torch.Tensor, warp: torch.Tensor):
-    return torch.ops.calcops.warp_perspective(image, warp, [6, 5], "linear", "replicate", [0.5], inverse_map=True)
+    return torch.ops.calcops.warp_perspective(
+        image, warp, [6, 5], "linear", "replicate", [0.5], inverse_map=True
+    )
 
 
 def test_torchscript_saves_loads_and_differentiates_it(device):
@@ -146,7 +167,9 @@ def test_a_matrix_converges_by_gradient_descent_to_the_one_that_made_the_image()
     # What the gradient is for: registration of a smooth image, from a start a few pixels off.
     y, x = torch.meshgrid(*[torch.linspace(-3, 3, 40, dtype=torch.float64)] * 2, indexing="ij")
     image = torch.exp(-(x**2) - 0.5 * (y - 0.4 * x) ** 2)
-    wanted = torch.tensor([[1.02, 0.03, -1.5], [-0.02, 0.98, 1.2], [2e-4, -1e-4, 1]], dtype=torch.float64)
+    wanted = torch.tensor(
+        [[1.02, 0.03, -1.5], [-0.02, 0.98, 1.2], [2e-4, -1e-4, 1]], dtype=torch.float64
+    )
     target = warp_perspective(image, wanted, (40, 40))
     scale = torch.tensor([[1e-2, 1e-2, 1], [1e-2, 1e-2, 1], [1e-4, 1e-4, 0]], dtype=torch.float64)
     steps = torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
@@ -167,7 +190,11 @@ def test_a_matrix_converges_by_gradient_descent_to_the_one_that_made_the_image()
         p = warp @ corners
         return p[:2] / p[2]
 
-    assert (project(found) - project(wanted)).abs().max() < 0.05 < (corners[:2] - project(wanted)).abs().max()
+    assert (
+        (project(found) - project(wanted)).abs().max()
+        < 0.05
+        < (corners[:2] - project(wanted)).abs().max()
+    )
 
 
 @pytest.mark.parametrize("shape", [(3, 3), (1, 3, 3)])
@@ -175,5 +202,7 @@ def test_a_batch_of_unknown_size_needs_no_guard_where_there_is_one_matrix(shape)
     torch._dynamo.reset()
     image, warp = random_image(4, 2, 9, 8), TILTED.reshape(shape)
     torch._dynamo.decorators.mark_unbacked(image, 0)
-    compiled = torch.compile(lambda *x: warp_perspective(*x, (5, 7)), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda *x: warp_perspective(*x, (5, 7)), fullgraph=True, backend="aot_eager"
+    )
     assert torch.equal(compiled(image, warp), warp_perspective(image, warp, (5, 7)))

@@ -1,5 +1,5 @@
-"""Runs a CPU kernel under ThreadSanitizer, without PyTorch: its OpenMP is not instrumented and would drown
-real races in false ones. In place of ops/parallel.h there is std::thread."""
+"""Runs a CPU kernel under ThreadSanitizer, without PyTorch: its OpenMP is not instrumented and
+would drown real races in false ones. In place of ops/parallel.h there is std::thread."""
 
 import os
 import pathlib
@@ -47,7 +47,15 @@ def run(folder, program, *kernels):
     compiler = shutil.which("c++")
     (folder / "parallel.h").write_text(PARALLEL)
     (folder / "main.cpp").write_text(program)
-    flags = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", '-DCALCOPS_NO_CUDA=""', f"-I{folder}", f"-I{OPS}"]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-g",
+        "-fsanitize=thread",
+        '-DCALCOPS_NO_CUDA=""',
+        f"-I{folder}",
+        f"-I{OPS}",
+    ]
     command = [
         compiler,
         *flags,
@@ -63,6 +71,10 @@ def run(folder, program, *kernels):
     assert built.returncode == 0, built.stderr
     # Address randomisation of newer kernels is too wide for older sanitizers.
     ran = subprocess.run(
-        ["setarch", "-R", str(folder / "main")], capture_output=True, text=True, env=environment, check=False
+        ["setarch", "-R", str(folder / "main")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert ran.returncode == 0 and "ThreadSanitizer" not in ran.stderr, ran.stderr[:4000]

@@ -183,7 +183,7 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> edge_force_virial(
 }  // namespace calcops
 
 namespace calcops {
-/// Which edges meet at each atom: what edge_force can reuse for as long as a graph lives.
+/// Index of the edges at each atom, which edge_force can reuse while a graph lives.
 ///
 /// edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge;
 ///                E < 2^30 edges in edge_order. Row 0 the centre i, row 1 the neighbour j, 0-based;
@@ -206,7 +206,7 @@ inline at::Tensor edge_order(
 }  // namespace calcops
 
 namespace calcops {
-/// Which slots name each atom: what force and force_virial can reuse for as long as a list lives.
+/// Index of the slots that name each atom, which force and force_virial can reuse while a list lives.
 ///
 /// list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
 ///              entries -1 or 0 <= j < n + nghost at frame, atom, slot;

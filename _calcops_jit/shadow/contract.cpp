@@ -9,7 +9,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
@@ -674,9 +674,18 @@ void run_on_cpu(const Checked<int64_t>& call, const BoundKernel& kernel, const R
   run_kernel(call, kernel, results, none, nullptr);
 }
 
-// The device's cudaStream_t.
+// The device's current cudaStream_t, from PyTorch's C interface: this unit includes no CUDA, and
+// c10::Stream::native_handle() is younger than PyTorch 2.10.
 void* current_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+  using Function = int32_t (*)(int32_t device_index, void** stream);
+  static const Function get = [] {
+    void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    void* const found = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
+    return reinterpret_cast<Function>(found);
+  }();
+  void* stream = nullptr;
+  TORCH_CHECK(get && get(device.index(), &stream) == 0, "calcops: no current CUDA stream");
+  return stream;
 }
 
 void run_on_cuda(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results) {

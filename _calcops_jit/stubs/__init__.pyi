@@ -7,24 +7,28 @@ from _calcops_jit.operators import *
 from collections.abc import Callable, Sequence
 
 def load(name: str, sources: _Paths, extra_cflags: str | Sequence[str] | None=None, extra_cuda_cflags: str | Sequence[str] | None=None, extra_ldflags: str | Sequence[str] | None=None, extra_include_paths: _Paths | None=None, *, verbose: bool=False, with_cuda: bool | None=None, **torch_options) -> Library:
-    """Builds (once), caches and loads operator sources; the options are those of torch.utils.cpp_extension.load.
+    """Builds (once), caches and loads operator sources; the options are those of
+    torch.utils.cpp_extension.load.
 
-    The sources register their operators with TORCH_LIBRARY. The result has them as attributes and in `.operators`, the
-    file in `.path`. Flags come after -O3 -fvisibility=hidden -fno-gnu-unique; one string of them is split as a shell
-    does. BuildError says why it cannot be built. torch's other options: what cannot be had here is refused.
+    The sources register their operators with TORCH_LIBRARY. The result has them as attributes and
+    in `.operators`, the file in `.path`. Flags come after -O3 -fvisibility=hidden -fno-gnu-unique;
+    one string of them is split as a shell does. BuildError says why it cannot be built. torch's
+    other options: what cannot be had here is refused.
     """
 
 def reload() -> list[str]:
-    """Rebuilds the libraries of this process whose sources or headers changed, these operators' and those from `load`,
-    and exchanges them under every handle: torch.ops handles, compiled and scripted functions, graphs built before,
-    other threads. Gives their names.
+    """Rebuilds the libraries of this process whose sources or headers changed, these operators' and
+    those from `load`, and exchanges them under every handle: torch.ops handles, compiled and
+    scripted functions, graphs built before, other threads. Gives their names.
 
-    Every call that begins afterwards uses the new kernels. BuildError: a library could not be built, or a schema or C++
-    signature changed, and what was live before still is. Nothing of an older build is unloaded.
+    Every call that begins afterwards uses the new kernels. BuildError: a library could not be
+    built, or a schema or C++ signature changed, and what was live before still is. Nothing of an
+    older build is unloaded.
     """
 
 def watch(seconds: float=0.3) -> Callable[[], None]:
-    """Starts a thread that looks for changed files every so many seconds and reloads; gives the function that ends it.
+    """Starts a thread that looks for changed files every so many seconds and reloads; gives the
+    function that ends it.
 
     What cannot be built is reported on stderr, and what was live before still is."""
 
@@ -32,4 +36,5 @@ def load_ipython_extension(shell) -> None:
     """%load_ext calcops_jit: see %%operator? in the notebook."""
 
 def library_path() -> str:
-    """The shared library of the operators: C++ programs link it or dlopen it, TorchScript hosts load it."""
+    """The shared library of the operators: C++ programs link it or dlopen it, TorchScript hosts
+    load it."""

@@ -1,8 +1,9 @@
-"""A small Deep Potential whose forces and virial come from calcops, as a package for C++, beside the eager model.
+"""A small Deep Potential with forces and virial by calcops, as a model and as a package for C++.
 
-    python examples/aot_inductor_force/energy_model.py [FOLDER] [--device cuda]      # default: build/aot_inductor_force
+    python examples/aot_inductor_force/energy_model.py [FOLDER] [--device cuda]
 
-README.md beside this file shows what is printed and how host.cpp runs the package.
+FOLDER is build/aot_inductor_force if not given. README.md beside this file shows what the script
+prints and how host.cpp runs the package.
 """
 
 import argparse
@@ -26,13 +27,20 @@ class EnergyModel(Potential):
             count = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.float64)
             return torch.nn.Parameter(count.sin().view(shape))
 
-        self.kind, self.radial, self.W, self.w = weights(2, 4), weights(4), weights(16, 8), weights(8)
+        self.kind, self.radial, self.W, self.w = (
+            weights(2, 4),
+            weights(4),
+            weights(16, 8),
+            weights(8),
+        )
 
     def atom_energies(self, types, list_neigh, Ri):
         q = Ri[..., :1].square()
         # Goes to zero at the cutoff with its first derivative, and stays there.
         R = (1 - q / self.cutoff**2).clamp(min=0).square() / q * Ri
-        weight = torch.tanh(R[..., :1] * self.radial + self.kind[self.neighbour_types(types, list_neigh)])
+        weight = torch.tanh(
+            R[..., :1] * self.radial + self.kind[self.neighbour_types(types, list_neigh)]
+        )
         T = weight.mT @ R
         D = (T @ T.mT).flatten(2)  # the same in every frame of reference
         return torch.tanh(D @ self.W) @ self.w
@@ -52,7 +60,10 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    model, path = EnergyModel().to(options.device), options.folder / f"potential_{options.device}.pt2"
+    model, path = (
+        EnergyModel().to(options.device),
+        options.folder / f"potential_{options.device}.pt2",
+    )
     save(model, path, device=options.device, edge_order=False)  # which host.cpp does not make
     package = load(path)
     # Other sizes than those it was made with: a wrong package would be wrong without a word.
@@ -60,4 +71,7 @@ if __name__ == "__main__":
         inputs = random_frames(frames, natoms, slots, nghost, options.device)
         results = zip(package(*inputs, nghost), model(*inputs, nghost))
         worst = max((ours - eager).abs().max() / eager.abs().max() for ours, eager in results)
-        print(f"{frames} frames, {natoms} atoms, {slots} slots, {nghost} ghosts: {worst:.0e} from eager")
+        print(
+            f"{frames} frames, {natoms} atoms, {slots} slots, {nghost} ghosts: "
+            f"{worst:.0e} from eager"
+        )

@@ -1,6 +1,9 @@
-"""An ASE calculator over any model with the interface of ../potentials/potential.py, with neighbour lists that live.
+"""An ASE calculator over any model with the interface of ../potentials/potential.py.
 
-atoms.calc = CalcOps(StillingerWeber())                # or CalcOps(load("silicon.pt2")), of ../potentials/package.py
+It keeps its neighbour lists until atoms have moved too far for them.
+
+    atoms.calc = CalcOps(StillingerWeber())
+    atoms.calc = CalcOps(load("silicon.pt2"))       # load() of ../potentials/package.py
 """
 
 import copy
@@ -15,7 +18,8 @@ from ase.data import atomic_numbers
 from ase.stress import full_3x3_to_voigt_6_stress
 from torch.nn.functional import pad
 
-# The threads of GNU OpenMP do not survive a fork: the first parallel loop of a child would wait for them for ever.
+# The threads of GNU OpenMP do not survive a fork: the first parallel loop of a child would wait for
+# them for ever.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 kLists, kSlots = 16, 1 << 23  # most lists kept, and slots in them: 32 bytes each
@@ -24,7 +28,8 @@ kLists, kSlots = 16, 1 << 23  # most lists kept, and slots in them: 32 bytes eac
 class NeighbourList:
     """All pairs of `atoms` within cutoff + skin, in padded rows.
 
-    list_neigh [1,n,K]: int64, -1 in empty slots; shift [1,n,K,3]: the cells that lie between i and its neighbour."""
+    list_neigh [1,n,K]: int64, -1 in empty slots.
+    shift [1,n,K,3]: the cells that lie between i and its neighbour."""
 
     def __init__(self, atoms, cutoff, skin, device):
         finder = vesin.NeighborList(cutoff=cutoff + skin, full_list=True, sorted=True)
@@ -37,14 +42,18 @@ class NeighbourList:
         list_neigh[0, i, slot], shift[0, i, slot] = j, S
         self.list_neigh, self.shift = (torch.from_numpy(x).to(device) for x in (list_neigh, shift))
         self.cutoff, self.skin = cutoff, skin
-        self.positions, self.cell, self.pbc = atoms.positions.copy(), periodic_cell(atoms), atoms.pbc.copy()
+        self.positions, self.cell, self.pbc = (
+            atoms.positions.copy(),
+            periodic_cell(atoms),
+            atoms.pbc.copy(),
+        )
 
     def holds(self, atoms):
         """Whether the list still has every pair within the cutoff.
 
-        A pair that it lacks was farther apart than cutoff + skin. The deformation of the cell leaves at least its least
-        singular value times that, and the moves of the atoms beside it take off at most twice the farthest. A move that
-        all atoms share does not count."""
+        A pair that it lacks was farther apart than cutoff + skin. The deformation of the cell
+        leaves at least its least singular value times that, and the moves of the atoms beside it
+        take off at most twice the farthest. A move that all atoms share does not count."""
         if len(atoms) != len(self.positions) or (atoms.pbc != self.pbc).any() or len(atoms) == 0:
             return False
         deformation = np.linalg.solve(self.cell, periodic_cell(atoms))
@@ -54,20 +63,20 @@ class NeighbourList:
         return (self.cutoff + self.skin) * least - 2 * farthest >= self.cutoff
 
     def pair_vectors(self, positions, cell):
-        """Rij [1,n,K,3] for tensors positions [n,3] and cell [3,3], float64; differentiable in both."""
+        """Rij [1,n,K,3] for float64 positions [n,3] and cell [3,3]; differentiable in both."""
         return positions[self.list_neigh.clamp(min=0)] - positions[:, None] + self.shift @ cell
 
 
 def periodic_cell(atoms):
-    """The cell [3,3] with unit vectors, at right angles to the others, where the atoms are not periodic."""
+    """The cell [3,3]; a direction without period gets a unit vector normal to the others."""
     cell = atoms.cell.copy()
     cell[~atoms.pbc] = 0
     return cell.complete().array
 
 
 class NeighbourLists:
-    """The lists of the structures that were asked for last: a trajectory needs one, the images of a band one each.
-    `builds` counts how often a list was found anew."""
+    """The lists of the structures that were asked for last: a trajectory needs one, the images of a
+    band one each. `builds` counts how often a list was found anew."""
 
     def __init__(self, cutoff, skin, device):
         self.cutoff, self.skin, self.device = cutoff, skin, device
@@ -76,7 +85,10 @@ class NeighbourLists:
     def of(self, atoms):
         found = next((kept for kept in self.kept if kept.holds(atoms)), None)
         if found is None:
-            found, self.builds = NeighbourList(atoms, self.cutoff, self.skin, self.device), self.builds + 1
+            found, self.builds = (
+                NeighbourList(atoms, self.cutoff, self.skin, self.device),
+                self.builds + 1,
+            )
         others = [kept for kept in self.kept if kept is not found]
         self.kept = [found, *others][:kLists]
         while len(self.kept) > 1 and sum(kept.list_neigh.numel() for kept in self.kept) > kSlots:
@@ -85,13 +97,16 @@ class NeighbourLists:
 
 
 class CalcOps(Calculator):
-    """Energy, forces, stress and what each atom has of energy and stress (each sums to the whole), in the model's
-    units: eV and Angstrom where they are "metal". It can be copied, pickled, and used in forked processes.
+    """Energy, forces, stress, and the energy and stress of each atom, which add up to the whole.
 
-    model   called as model(types, list_neigh, Rij, nghost); has cutoff, units, type_names (chemical symbols)
+    The units are those of the model: eV and Angstrom where they are "metal". A calculator can be
+    copied and pickled, and works in forked processes.
+
+    model   called as model(types, list_neigh, Rij, nghost); it has cutoff, units and type_names
+            (chemical symbols)
     skin    a length: the lists reach so far beyond the cutoff
-    device, dtype   of a module; None: its own. A module that is elsewhere is copied, the caller's stays as it is.
-            What package.load() returns has its own
+    device, dtype   of a module; None: its own. A module that is elsewhere is copied; the caller's
+            stays as it is. What package.load() returns has its own
     """
 
     implemented_properties = ["energy", "free_energy", "energies", "forces", "stress", "stresses"]
@@ -100,22 +115,30 @@ class CalcOps(Calculator):
     def __init__(self, model, skin=0.5, device=None, dtype=None):
         super().__init__()
         if model.units not in ("metal", "lj"):
-            raise ValueError(f'CalcOps: expected a model with units "metal" or "lj", got {model.units}')
+            raise ValueError(
+                f'CalcOps: expected a model with units "metal" or "lj", got {model.units}'
+            )
         self.model, self.device, self.dtype = model, *place_of(model)
         wanted = torch.device(device or self.device), dtype or self.dtype
         if wanted != (self.device, self.dtype):
             if not isinstance(model, torch.nn.Module):
-                raise ValueError(f"CalcOps: expected the package's own {self.device}, {self.dtype}, got {wanted}")
+                raise ValueError(
+                    f"CalcOps: expected the package's own {self.device}, {self.dtype}, got {wanted}"
+                )
             self.model, (self.device, self.dtype) = copy.deepcopy(model).to(*wanted), wanted
         self.neighbours = NeighbourLists(model.cutoff, skin, self.device)
         self.type_of = np.full(len(atomic_numbers), -1)
-        self.type_of[[atomic_numbers[name] for name in model.type_names]] = range(len(model.type_names))
+        self.type_of[[atomic_numbers[name] for name in model.type_names]] = range(
+            len(model.type_names)
+        )
 
     def tensors(self, atoms):
-        """types [n], positions [n,3] and cell [3,3] of the atoms for this model, and their neighbour list."""
+        """types [n], positions [n,3], cell [3,3] and neighbour list of the atoms for this model."""
         types = self.type_of[atoms.numbers]
         if (types < 0).any():
-            raise ValueError(f"CalcOps: expected atoms of {self.model.type_names}, got {atoms.symbols}")
+            raise ValueError(
+                f"CalcOps: expected atoms of {self.model.type_names}, got {atoms.symbols}"
+            )
         arrays = types, atoms.positions, atoms.cell.array
         return *(torch.as_tensor(x, device=self.device) for x in arrays), self.neighbours.of(atoms)
 
@@ -123,14 +146,16 @@ class CalcOps(Calculator):
         super().calculate(atoms, properties, system_changes)
         if not has_stress(self.atoms) and {"stress", "stresses"}.intersection(properties):
             raise PropertyNotImplementedError(
-                f"CalcOps: expected a periodic cell with a volume for the stress, got pbc={self.atoms.pbc.tolist()} "
-                f"and {self.atoms.cell.rank} cell vectors"
+                "CalcOps: expected a periodic cell with a volume for the stress, "
+                f"got pbc={self.atoms.pbc.tolist()} and {self.atoms.cell.rank} cell vectors"
             )
         (self.results,) = self.calculate_batch([self.atoms])
 
     def calculate_batch(self, structures):
-        """The results of each structure, dicts like `results`, by one call of the model. It sees a single system whose
-        parts have no neighbours in common, so the structures may differ in everything."""
+        """The results of each structure, dicts like `results`, by one call of the model.
+
+        The model sees a single system whose parts have no neighbours in common. The structures may
+        therefore differ in everything."""
         if not structures:
             return []
         parts, first = [], 0
@@ -141,7 +166,10 @@ class CalcOps(Calculator):
             if ((list_neigh >= 0) & (vectors == 0).all(-1)).any():
                 _, i, slot = ((list_neigh >= 0) & (vectors == 0).all(-1)).nonzero()[0].tolist()
                 j = neighbours.list_neigh[0, i, slot].item()
-                raise ValueError(f"CalcOps: expected atoms apart from one another, got atoms {i} and {j} in one place")
+                raise ValueError(
+                    "CalcOps: expected atoms apart from one another, "
+                    f"got atoms {i} and {j} in one place"
+                )
             parts.append((types, list_neigh, vectors.to(self.dtype)))
             first += len(atoms)
         types, lists, vectors = zip(*parts)
@@ -150,13 +178,20 @@ class CalcOps(Calculator):
         Rij = torch.cat([pad(x, [0, 0, 0, slots - x.shape[2]]) for x in vectors], 1)
         _, *outputs = self.model(torch.cat(types), list_neigh, Rij, 0)
         ends = np.cumsum([len(atoms) for atoms in structures])[:-1]
-        energies, forces, _, virials = (np.split(x[0].double().cpu().numpy(), ends) for x in outputs)
+        energies, forces, _, virials = (
+            np.split(x[0].double().cpu().numpy(), ends) for x in outputs
+        )
         return [results(*of_one) for of_one in zip(structures, energies, forces, virials)]
 
 
 def results(atoms, energies, forces, atom_virials):
     """What ASE calls them; virials only become stresses in a periodic cell with a volume."""
-    found = {"energy": energies.sum(), "free_energy": energies.sum(), "energies": energies, "forces": forces}
+    found = {
+        "energy": energies.sum(),
+        "free_energy": energies.sum(),
+        "energies": energies,
+        "forces": forces,
+    }
     if has_stress(atoms):
         found["stresses"] = full_3x3_to_voigt_6_stress(-atom_virials / atoms.get_volume())
         found["stress"] = found["stresses"].sum(0)

@@ -1,7 +1,8 @@
-"""Elastic constants and phonons from derivatives of the operators' results: second derivatives of the energy.
+"""Elastic constants and phonons: second derivatives of the energy, from the operators' results.
 
-create_graph=True keeps the graph of force and virial, so torch.autograd.grad goes through calcops::force_virial once
-more. Nothing here is a finite difference, and nothing knows the potential.
+create_graph=True keeps the graph of force and virial, so torch.autograd.grad goes through
+calcops::force_virial once more. Nothing here is a finite difference, and nothing knows the
+potential.
 """
 
 import numpy as np
@@ -10,8 +11,10 @@ from ase import units
 
 
 def response(atoms):
-    """Jacobian of (stress [6], force [3n]) by (strain [6], displacement [3n]), in Voigt's order; atoms have a CalcOps
-    calculator and no forces. Displacements are those of the unstrained crystal."""
+    """Jacobian of (stress [6], force [3n]) by (strain [6], displacement [3n]), in Voigt's order.
+
+    The atoms have a CalcOps calculator and no forces. Displacements are those of the unstrained
+    crystal."""
     types, positions, cell, neighbours = atoms.calc.tensors(atoms)
     volume, eye = atoms.get_volume(), torch.eye(3).to(cell)
     full = torch.tensor([[0, 5, 4], [5, 1, 3], [4, 3, 2]])
@@ -19,7 +22,9 @@ def response(atoms):
     def stress_and_force(strain, u):
         deformation = eye + strain[full] * (1 + eye) / 2  # Voigt's shear is twice the tensor's
         Rij = neighbours.pair_vectors((positions + u.view(-1, 3)) @ deformation, cell @ deformation)
-        _, _, force, virial, _ = atoms.calc.model(types, neighbours.list_neigh, Rij, 0, create_graph=True)
+        _, _, force, virial, _ = atoms.calc.model(
+            types, neighbours.list_neigh, Rij, 0, create_graph=True
+        )
         stress = -virial[0] / (volume * torch.linalg.det(deformation))
         return stress[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]], force.flatten()
 
@@ -28,31 +33,42 @@ def response(atoms):
 
 
 def elastic_constants(atoms):
-    """C [6,6] in GPa with the atoms carried along by the strain, and with the atoms free to follow their forces."""
+    """C [6,6] in GPa twice: the atoms move with the strain; then they also follow their forces."""
     (stress_strain, stress_u), (force_strain, force_u) = response(atoms)
     held = stress_strain / units.GPa
-    u_strain = -torch.linalg.pinv(force_u, rtol=1e-9) @ force_strain  # which leaves the translations out
+    # The pseudo-inverse leaves the translations out.
+    u_strain = -torch.linalg.pinv(force_u, rtol=1e-9) @ force_strain
     return held, held + stress_u @ u_strain / units.GPa
 
 
 def phonons(primitive, cells=4):
-    """A function from wave vectors q [m,3], 1/A, to frequencies [m,3p] in THz; imaginary ones are negative.
+    """A function from wave vectors q [m,3], 1/A, to frequencies [m,3p] in THz; imaginary ones are
+    negative.
 
-    p: atoms of the cell. Each must feel less than half of the supercell of cells^3: only nearest images count."""
+    p: atoms of the cell. Each must feel less than half of the supercell of cells^3: only nearest
+    images count."""
     p, atoms = len(primitive), primitive.repeat(cells)
     atoms.calc = primitive.calc
     types, positions, cell, neighbours = atoms.calc.tensors(atoms)
     Rij = neighbours.pair_vectors(positions.requires_grad_(), cell)
     force = atoms.calc.model(types, neighbours.list_neigh, Rij, 0, create_graph=True)[2]
     rows = force[0, :p].flatten()  # the forces on the atoms of one cell: a row of the Hessian each
-    (hessian,) = torch.autograd.grad(rows, positions, -torch.eye(3 * p).to(rows), is_grads_batched=True)
+    (hessian,) = torch.autograd.grad(
+        rows, positions, -torch.eye(3 * p).to(rows), is_grads_batched=True
+    )
     root = np.sqrt(primitive.get_masses())
-    hessian = hessian.cpu().numpy().reshape(p, 3, -1, p, 3) / (root[:, None, None, None, None] * root[:, None])
-    away = np.array([atoms.get_distances(i, range(len(atoms)), mic=True, vector=True) for i in range(p)])
+    hessian = hessian.cpu().numpy().reshape(p, 3, -1, p, 3) / (
+        root[:, None, None, None, None] * root[:, None]
+    )
+    away = np.array(
+        [atoms.get_distances(i, range(len(atoms)), mic=True, vector=True) for i in range(p)]
+    )
 
     def frequencies(q):
         phase = np.exp(1j * np.einsum("ilkx,mx->milk", away.reshape(p, -1, p, 3), q))
-        squares = np.linalg.eigvalsh(np.einsum("ialkb,milk->miakb", hessian, phase).reshape(-1, 3 * p, 3 * p))
+        squares = np.linalg.eigvalsh(
+            np.einsum("ialkb,milk->miakb", hessian, phase).reshape(-1, 3 * p, 3 * p)
+        )
         return np.sign(squares) * np.sqrt(abs(squares)) / (2 * np.pi) * units.fs * 1e3
 
     return frequencies

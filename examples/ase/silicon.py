@@ -1,8 +1,8 @@
-"""Silicon under Stillinger-Weber in ASE: relaxation, molecular dynamics, elastic constants and phonons.
+"""Silicon under Stillinger-Weber in ASE: relaxation, dynamics, elastic constants and phonons.
 
     python examples/ase/silicon.py [--steps 2000] [--out build/ase]
 
-README.md beside this file shows what is printed.
+README.md beside this file shows what the script prints.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def relax(atoms):
 
 
 def simulate(atoms, steps):
-    """Velocity Verlet with steps of 1 fs -> time [ps], potential and kinetic energy [meV/atom] of each step."""
+    """Velocity Verlet by 1 fs -> time [ps], potential and kinetic energy [meV/atom] of a step."""
     dynamics, trace = VelocityVerlet(atoms, timestep=units.fs), []
     for _ in tqdm(dynamics.irun(steps), desc="NVE", total=steps + 1, unit="step", disable=None):
         trace.append((atoms.get_potential_energy(), atoms.get_kinetic_energy()))
@@ -44,9 +44,14 @@ def simulate(atoms, steps):
 
 
 def constants_of_sound(primitive, frequencies, q=1e-3):
-    """C11, C12 and C44 in GPa: density (omega / q)^2 of long waves is C44 (twice) and C11 along [100], and
-    (C11 + C12 + 2 C44) / 2 is the largest along [110]."""
-    omega = 2 * np.pi * frequencies(q * np.array([[1, 0, 0], [0.5**0.5, 0.5**0.5, 0]])) / (units.fs * 1e3)
+    """C11, C12 and C44 in GPa: density (omega / q)^2 of long waves is C44 (twice) and C11 along
+    [100], and (C11 + C12 + 2 C44) / 2 is the largest along [110]."""
+    omega = (
+        2
+        * np.pi
+        * frequencies(q * np.array([[1, 0, 0], [0.5**0.5, 0.5**0.5, 0]]))
+        / (units.fs * 1e3)
+    )
     density = primitive.get_masses().sum() / primitive.get_volume()
     (c44, _, c11), (*_, c110) = density * (omega[:, :3] / q) ** 2 / units.GPa
     return {"C11": c11, "C12": 2 * c110 - c11 - 2 * c44, "C44": c44}
@@ -54,7 +59,9 @@ def constants_of_sound(primitive, frequencies, q=1e-3):
 
 def plot(path, trace, ground, primitive, frequencies):
     figure = Figure(figsize=(12, 5), layout="constrained")
-    axes = figure.subplot_mosaic([["energies", "phonons"], ["total", "phonons"]], height_ratios=[3, 1])
+    axes = figure.subplot_mosaic(
+        [["energies", "phonons"], ["total", "phonons"]], height_ratios=[3, 1]
+    )
     time, potential, kinetic = trace
     total = potential + kinetic
     axes["energies"].plot(time, potential - ground, label="potential")
@@ -66,7 +73,9 @@ def plot(path, trace, ground, primitive, frequencies):
     path_in_q = primitive.cell.bandpath("GXWKGL", npoints=300)
     x, ticks, names = path_in_q.get_linear_kpoint_axis()
     axes["phonons"].plot(x, frequencies(2 * np.pi * path_in_q.cartesian_kpts()), color="tab:blue")
-    axes["phonons"].set(xlim=(x[0], x[-1]), ylim=(0, None), ylabel="frequency / THz", title="phonons")
+    axes["phonons"].set(
+        xlim=(x[0], x[-1]), ylim=(0, None), ylabel="frequency / THz", title="phonons"
+    )
     axes["phonons"].set_xticks(ticks, [name.replace("G", "Γ") for name in names])
     axes["phonons"].grid(axis="x")
     figure.savefig(path, dpi=120)
@@ -82,12 +91,17 @@ def main():
 
     atoms = bulk("Si", "diamond", a=5.6, cubic=True)
     atoms.rattle(0.1, seed=0)
-    atoms.set_cell(atoms.cell.array @ (np.eye(3) + [[0, 0.03, 0], [0, 0, 0], [0, 0, 0.02]]), scale_atoms=True)
+    atoms.set_cell(
+        atoms.cell.array @ (np.eye(3) + [[0, 0.03, 0], [0, 0, 0], [0, 0, 0.02]]), scale_atoms=True
+    )
     atoms.calc = calculator
     steps = relax(atoms)
     a, energy = atoms.cell.lengths().mean(), atoms.get_potential_energy() / len(atoms)
     stress = abs(atoms.get_stress()).max() / units.GPa
-    print(f"relaxed in {steps} steps: a = {a:.5f} A, {energy:.6f} eV/atom, stress up to {stress:.0e} GPa")
+    print(
+        f"relaxed in {steps} steps: a = {a:.5f} A, {energy:.6f} eV/atom, "
+        f"stress up to {stress:.0e} GPa"
+    )
 
     crystal = bulk("Si", "diamond", a=a, cubic=True).repeat(3)
     crystal.rattle(0.055, seed=0)  # some 300 K once half of it is kinetic
@@ -95,7 +109,11 @@ def main():
     time, potential, kinetic = trace = simulate(crystal, options.steps)
     total, builds = potential + kinetic, crystal.calc.neighbours.builds
     temperature = 2 / 3 * kinetic[len(kinetic) // 2 :].mean() / 1e3 / units.kB
-    print(f"NVE, {len(crystal)} atoms, {options.steps} fs at {temperature:.0f} K: total energy within", end=" ")
+    print(
+        f"NVE, {len(crystal)} atoms, {options.steps} fs at {temperature:.0f} K: "
+        "total energy within",
+        end=" ",
+    )
     print(f"{np.ptp(total):.4f} meV/atom, drift {np.polyfit(time, total, 1)[0]:+.4f} meV/atom/ps,")
     print(f"  neighbours found {builds} times in {options.steps + 1} steps")
 

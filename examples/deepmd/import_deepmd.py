@@ -1,12 +1,14 @@
-"""Reads a DeePMD-kit model of type se_e2_a as a DeepPotential of ../train_potential, without DeePMD-kit.
+"""Reads a DeePMD-kit model of type se_e2_a as a DeepPotential, without DeePMD-kit.
 
-    python examples/deepmd/import_deepmd.py frozen_model.pth water.pt2    # .pth .pt .dp .yaml -> .pt2 .pt .npz
+    python examples/deepmd/import_deepmd.py frozen_model.pth water.pt2
 
-    model = load("frozen_model.pth")                                      # in Python
+    model = load("frozen_model.pth")        # in Python
 
-What DeepPotential does not compute is refused by name. The formats were read in DeePMD-kit 3.2: .dp and .yaml in its
-deepmd/dpmodel/utils/serialization.py and in serialize() of the descriptor, the fitting and the networks; .pth and .pt
-in deepmd/pt/model/descriptor/se_a.py and deepmd/pt/model/task/fitting.py, whose tensors they hold.
+It reads .pth, .pt, .dp and .yaml, and writes .pt2, .pt and .npz. DeepPotential is that of
+../train_potential. What it does not compute is refused by name. The formats were read in DeePMD-kit
+3.2: .dp and .yaml in its deepmd/dpmodel/utils/serialization.py and in serialize() of the
+descriptor, the fitting and the networks; .pth and .pt in deepmd/pt/model/descriptor/se_a.py and
+deepmd/pt/model/task/fitting.py, whose tensors they hold.
 """
 
 import argparse
@@ -28,18 +30,25 @@ from deep_potential import DeepPotential  # noqa: E402
 from package import save  # noqa: E402
 from weights import kActivations, net, save_npz  # noqa: E402
 
-# Options that are used here, that the weights show anyway, or that matter in training only. All others have to be off.
+# Options that are used here, that the weights show anyway, or that matter in training only. All
+# others have to be off.
 kOptions = {
-    "model": """type type_map descriptor fitting fitting_net rcond preset_out_bias info resuming finetune_head
-        model_branch_alias data_stat_nbatch data_stat_protect data_bias_nsample srtab_add_bias bridging_r_inner
-        bridging_r_outer""",
-    "descriptor": """type type_map ntypes rcut rcut_smth sel neuron axis_neuron type_one_side resnet_dt precision
-        activation_function embeddings env_mat set_davg_zero trainable seed""",
+    "model": """type type_map descriptor fitting fitting_net rcond preset_out_bias info resuming
+        finetune_head model_branch_alias data_stat_nbatch data_stat_protect data_bias_nsample
+        srtab_add_bias bridging_r_inner bridging_r_outer""",
+    "descriptor": """type type_map ntypes rcut rcut_smth sel neuron axis_neuron type_one_side
+        resnet_dt precision activation_function embeddings env_mat set_davg_zero trainable seed""",
     "environment": "rcut rcut_smth",
-    "fitting": """type type_map ntypes var_name dim_out dim_descrpt embedding_width neuron resnet_dt precision
-        activation_function nets atom_ener default_fparam rcond layer_name trainable seed""",
+    "fitting": """type type_map ntypes var_name dim_out dim_descrpt embedding_width neuron resnet_dt
+        precision activation_function nets atom_ener default_fparam rcond layer_name trainable
+        seed""",
 }
-kTypes = {"model": ("standard",), "descriptor": ("se_e2_a", "se_a"), "environment": (None,), "fitting": ("ener",)}
+kTypes = {
+    "model": ("standard",),
+    "descriptor": ("se_e2_a", "se_a"),
+    "environment": (None,),
+    "fitting": ("ener",),
+}
 kVersions = {"model": 2, "descriptor": 3, "environment": 0, "fitting": 4}
 
 
@@ -52,7 +61,7 @@ def load(path):
 
 
 def read(path):
-    """The model as DeePMD-kit serialises it: dictionaries and lists, with arrays under "@variables"."""
+    """The model as DeePMD-kit serialises it: dicts and lists, with arrays under "@variables"."""
     if path.suffix == ".dp":
         import h5py
 
@@ -72,23 +81,34 @@ def read(path):
     if path.suffix == ".pt":
         state = torch.load(path, "cpu", weights_only=True)
         state = state.get("model", state)
-        own = {key.removeprefix("model.Default."): value for key, value in state.items() if key != "_extra_state"}
+        own = {
+            key.removeprefix("model.Default."): value
+            for key, value in state.items()
+            if key != "_extra_state"
+        }
         return serialised(state["_extra_state"]["model_params"], own)
-    raise ValueError("expected .pth, .pt, .dp or .yaml; `dp convert-backend` makes a .dp of the others, as of a .pb")
+    raise ValueError(
+        "expected .pth, .pt, .dp or .yaml; "
+        "`dp convert-backend` makes a .dp of the others, as of a .pb"
+    )
 
 
 def filled(node, array, variable=False):
     """A copy of `node` in which array(value) stands for each value under "@variables"."""
     if isinstance(node, dict) and not node.get("@is_variable"):
-        return {key: filled(value, array, variable or key == "@variables") for key, value in node.items()}
+        return {
+            key: filled(value, array, variable or key == "@variables")
+            for key, value in node.items()
+        }
     if isinstance(node, list):
         return [filled(value, array, variable) for value in node]
     return array(node) if variable and node is not None else node
 
 
 class Archive(pickle.Unpickler):
-    """Loads a TorchScript archive's modules as plain objects with their attributes. torch.jit.load would compile their
-    code, for which it needs DeePMD-kit's operators. Of what the archive names, only what is listed here is called."""
+    """Loads a TorchScript archive's modules as plain objects with their attributes. torch.jit.load
+    would compile their code, for which it needs DeePMD-kit's operators. Of what the archive names,
+    only what is listed here is called."""
 
     def __init__(self, path):
         self.zip = zipfile.ZipFile(path)
@@ -100,7 +120,9 @@ class Archive(pickle.Unpickler):
         if module.startswith("__torch__"):
             return SimpleNamespace
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, offset, size, stride, *_: torch.as_strided(storage, size, stride, offset).clone()
+            return lambda storage, offset, size, stride, *_: torch.as_strided(
+                storage, size, stride, offset
+            ).clone()
         if module == "torch.jit._pickle" or (module, name) == ("collections", "OrderedDict"):
             return super().find_class(module, name)
         if module == "torch" and name.endswith("Storage"):
@@ -123,28 +145,42 @@ def tensors(module, prefix=""):
 
 
 def serialised(definition, state):
-    """What DeePMD-kit's serialize() returns for a model with this definition and these tensors in PyTorch."""
-    state = {key.removeprefix("atomic_model."): value.double().numpy() for key, value in state.items()}
+    """What DeePMD-kit's serialize() returns for a model of this definition and these tensors."""
+    state = {
+        key.removeprefix("atomic_model."): value.double().numpy() for key, value in state.items()
+    }
 
     def networks(part, options, last):
         found = {}
         for key, value in state.items():
-            place = re.fullmatch(rf"{part}\.filter_layers\.networks\.(\d+)\.layers\.(\d+)\.(matrix|bias|idt)", key)
+            place = re.fullmatch(
+                rf"{part}\.filter_layers\.networks\.(\d+)\.layers\.(\d+)\.(matrix|bias|idt)", key
+            )
             if place:
                 name = {"matrix": "w", "bias": "b", "idt": "idt"}[place[3]]
                 found.setdefault(int(place[1]), {}).setdefault(int(place[2]), {})[name] = value
         hidden = {"resnet": True, "activation_function": options.get("activation_function", "tanh")}
         result = []
         for _, variables in sorted(found.items()):
-            result.append({"layers": [hidden | {"@variables": variables[i]} for i in sorted(variables)]})
+            result.append(
+                {"layers": [hidden | {"@variables": variables[i]} for i in sorted(variables)]}
+            )
             result[-1]["layers"][-1] |= last
         return {"networks": result}
 
     descriptor, fitting = definition.get("descriptor", {}), definition.get("fitting_net", {})
     linear = {"resnet": False, "activation_function": "none"}
-    statistics = {"davg": state.get("descriptor.sea.mean"), "dstd": state.get("descriptor.sea.stddev")}
-    descriptor = descriptor | {"embeddings": networks("descriptor.sea", descriptor, {}), "@variables": statistics}
-    descriptor["compress"] = any(value.size for key, value in state.items() if "compress_data" in key)
+    statistics = {
+        "davg": state.get("descriptor.sea.mean"),
+        "dstd": state.get("descriptor.sea.stddev"),
+    }
+    descriptor = descriptor | {
+        "embeddings": networks("descriptor.sea", descriptor, {}),
+        "@variables": statistics,
+    }
+    descriptor["compress"] = any(
+        value.size for key, value in state.items() if "compress_data" in key
+    )
     bias = {"bias_atom_e": state.get("fitting_net.bias_atom_e")}
     fitting = fitting | {"nets": networks("fitting_net", fitting, linear), "@variables": bias}
     out_bias = {"out_bias": state.get("out_bias")}
@@ -158,9 +194,19 @@ def check(part, options):
     if found not in expected:
         raise ValueError(f"expected a {part} of type {expected[0]}, got {found}")
     if options.get("@version", 0) > kVersions[part]:
-        raise ValueError(f"expected a {part} of version {kVersions[part]} at most, got {options['@version']}")
-    if options.get("precision", "default") not in ("default", "float64", "double", "float32", "single"):
-        raise ValueError(f"the {part} is of precision {options['precision']}; float64 and float32 are supported")
+        raise ValueError(
+            f"expected a {part} of version {kVersions[part]} at most, got {options['@version']}"
+        )
+    if options.get("precision", "default") not in (
+        "default",
+        "float64",
+        "double",
+        "float32",
+        "single",
+    ):
+        raise ValueError(
+            f"the {part} is of precision {options['precision']}; float64 and float32 are supported"
+        )
     for name in sorted(options.keys() - kOptions[part].split()):
         value = options[name]
         if name[0] not in "@_" and value and str(value).lower() != "none":  # "_comment" is one
@@ -175,13 +221,20 @@ def arrays(model):
     check("environment", descriptor.get("env_mat", {}))
     check("fitting", fitting)
     names, sel, axis_neuron = model["type_map"], descriptor["sel"], descriptor["axis_neuron"]
-    result = {"sel": sel, "axis_neuron": axis_neuron, "rcut": descriptor["rcut"], "rcut_smth": descriptor["rcut_smth"]}
+    result = {
+        "sel": sel,
+        "axis_neuron": axis_neuron,
+        "rcut": descriptor["rcut"],
+        "rcut_smth": descriptor["rcut_smth"],
+    }
     result |= {key: of_types(key, descriptor["@variables"][key], sel) for key in ("davg", "dstd")}
     result["type_names"] = names
 
     networks, T = descriptor["embeddings"]["networks"], len(names)
     if len(networks) not in (T, T * T) or None in networks:
-        raise ValueError(f"expected an embedding net for each of {T} types or of {T * T} pairs of types")
+        raise ValueError(
+            f"expected an embedding net for each of {T} types or of {T * T} pairs of types"
+        )
     embedding = [layers(network) for network in networks]
     for t in range(T):
         # Of nets for pairs, that of centre c and neighbour t has the number c + T t.
@@ -190,16 +243,21 @@ def arrays(model):
     for t, network in enumerate(fitting["nets"]["networks"]):
         result |= numbered(f"fit{t}", [layers(network)])
     if len(result["fit0_w0"]) != len(embedding[0][-1]["b"]) * axis_neuron:
-        raise ValueError("the fitting net has other inputs than the descriptor, which is not supported")
+        raise ValueError(
+            "the fitting net has other inputs than the descriptor, which is not supported"
+        )
 
     out_bias = model["@variables"].get("out_bias")
     bias = np.array(fitting["@variables"]["bias_atom_e"], np.float64).reshape(T)
     bias += 0 if out_bias is None else np.reshape(out_bias, T)
     atom_ener = fitting.get("atom_ener") or []
     if len(atom_ener) not in (0, T):
-        raise ValueError(f"the fitting has atom_ener for {len(atom_ener)} of {T} types, which is not supported")
+        raise ValueError(
+            f"the fitting has atom_ener for {len(atom_ener)} of {T} types, which is not supported"
+        )
     for t, energy in enumerate(atom_ener):
-        if energy is not None:  # it is in the bias already; DeePMD-kit subtracts what the net gives for D = 0
+        # It is in the bias already; DeePMD-kit subtracts what the net gives for D = 0.
+        if energy is not None:
             D = torch.zeros(len(result["fit0_w0"]), dtype=torch.float64)
             bias[t] -= net(result, f"fit{t}")(D, torch.tensor(t)).item()
     return result | {"bias_atom_e": bias}
@@ -209,8 +267,12 @@ def of_types(name, array, sel):
     """Takes [T,slots,4] to [T,T,4]: one row for all slots of a type of neighbour."""
     slots = np.split(array, np.cumsum(sel)[:-1], axis=1)
     if any(np.ptp(part, axis=1).any() for part in slots if part.size):
-        raise ValueError(f"{name} differs between slots for neighbours of one type, which is not supported")
-    return np.stack([part[:, 0] if part.size else np.ones((len(array), 4)) for part in slots], axis=1)
+        raise ValueError(
+            f"{name} differs between slots for neighbours of one type, which is not supported"
+        )
+    return np.stack(
+        [part[:, 0] if part.size else np.ones((len(array), 4)) for part in slots], axis=1
+    )
 
 
 def layers(network):
@@ -222,7 +284,15 @@ def layers(network):
         if activation not in kActivations:
             raise ValueError(f"the activation function {activation} is not supported")
         b = np.zeros(given["w"].shape[1]) if given.get("b") is None else given["b"]
-        result.append({"w": given["w"], "b": b, "idt": given.get("idt"), "res": layer["resnet"], "act": activation})
+        result.append(
+            {
+                "w": given["w"],
+                "b": b,
+                "idt": given.get("idt"),
+                "res": layer["resnet"],
+                "act": activation,
+            }
+        )
     return result
 
 
@@ -234,7 +304,9 @@ def numbered(name, nets):
             if key in ("res", "act"):
                 result[f"{name}_{key}{i}"] = first
             elif first is not None:
-                result[f"{name}_{key}{i}"] = first if len(nets) == 1 else np.stack([layer[key] for layer in same])
+                result[f"{name}_{key}{i}"] = (
+                    first if len(nets) == 1 else np.stack([layer[key] for layer in same])
+                )
     return result
 
 

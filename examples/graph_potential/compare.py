@@ -1,4 +1,4 @@
-"""SevenNet's forces and stress beside those of the operator: values, derivatives, times, and a run at constant energy.
+"""SevenNet's forces and stress beside the operator's: values, derivatives, times, and dynamics.
 
 build/graph_potential/bin/python -W ignore examples/graph_potential/compare.py
 """
@@ -21,13 +21,21 @@ from sevenn.train.dataload import unlabeled_atoms_to_graph
 from sevennet import EdgeForces, with_edge_forces
 from torch_geometric.data import Batch
 
-RESULTS = {"forces, eV/A": KEY.PRED_FORCE, "stress, eV/A^3": KEY.PRED_STRESS, "virials, eV": KEY.PRED_ATOMIC_VIRIAL}
+RESULTS = {
+    "forces, eV/A": KEY.PRED_FORCE,
+    "stress, eV/A^3": KEY.PRED_STRESS,
+    "virials, eV": KEY.PRED_ATOMIC_VIRIAL,
+}
 
 
 def structures():
     """Three of other sizes and elements, off their equilibria."""
     water = molecule("H2O", vacuum=4, pbc=True)
-    found = {"NaCl": bulk("NaCl", "rocksalt", 5.64, cubic=True), "Si": bulk("Si", cubic=True), "H2O": water}
+    found = {
+        "NaCl": bulk("NaCl", "rocksalt", 5.64, cubic=True),
+        "Si": bulk("Si", cubic=True),
+        "H2O": water,
+    }
     for seed, atoms in enumerate(found.values()):
         atoms.rattle(0.1, seed=seed)
     return found
@@ -57,23 +65,28 @@ def compare_values(theirs, ours):
 
 
 def compare_training(theirs, ours):
-    """A loss of forces and stresses: its gradient for the weights is a second derivative of the energy."""
+    """A loss of forces and stresses: its gradient is a second derivative of the energy."""
     gradients = []
     for model in (theirs, ours):
         model.train().set_is_batch_data(True)
         result = model(batch())
-        loss = result[KEY.PRED_FORCE].square().mean() + 100 * result[KEY.PRED_STRESS].square().mean()
+        loss = (
+            result[KEY.PRED_FORCE].square().mean() + 100 * result[KEY.PRED_STRESS].square().mean()
+        )
         weights = [w for w in model.parameters() if w.requires_grad]
         found = torch.autograd.grad(loss, weights, materialize_grads=True)
         gradients.append(torch.cat([x.flatten() for x in found]))
         model.eval().set_is_batch_data(False)
     a, b = gradients
     apart = (b - a).norm() / a.norm()
-    print(f"a loss of forces and stress, its gradient for {len(a):,} weights: {apart:.0e} of its length apart")
+    print(
+        "a loss of forces and stress, "
+        f"its gradient for {len(a):,} weights: {apart:.0e} of its length apart"
+    )
 
 
 def compare_times(seconds):
-    """The two modules on the edges of a crystal, where the energy's own gradient costs one multiplication."""
+    """The two modules on a crystal's edges, where the energy's own gradient costs one product."""
     data = graph(bulk("NaCl", "rocksalt", 5.64, cubic=True) * (12, 12, 12)).to_dict()
     data[KEY.EDGE_VEC].requires_grad_()
     data[KEY.ATOMIC_ENERGY] = torch.zeros(len(data[KEY.POS]))
@@ -105,12 +118,17 @@ def run_at_constant_energy(name, model, steps):
         energies.append(1e3 * atoms.get_total_energy() / len(atoms))
     drift = numpy.polyfit(0.002 * numpy.arange(steps), energies, 1)[0]
     spread, fastest = numpy.ptp(energies), min(times)
-    print(f"  {name:18} within {spread:.3f} meV/atom, drift {drift:+.3f} meV/atom/ps; fastest step {fastest:.0f} ms")
+    print(
+        f"  {name:18} within {spread:.3f} meV/atom, "
+        f"drift {drift:+.3f} meV/atom/ps; fastest step {fastest:.0f} ms"
+    )
     return atoms
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200, help="of 2 fs at constant energy")
     parser.add_argument("--seconds", type=float, default=3, help="of timing")
     args = parser.parse_args()
@@ -120,7 +138,10 @@ def main():
     compare_training(theirs, ours)
     compare_times(args.seconds)
     print(f"NaCl, 8 atoms, {args.steps} steps of 2 fs from 300 K, total energy:")
-    ends = [run_at_constant_energy(*one, args.steps) for one in (("SevenNet's", theirs), ("with the operator", ours))]
+    ends = [
+        run_at_constant_energy(*one, args.steps)
+        for one in (("SevenNet's", theirs), ("with the operator", ours))
+    ]
     apart = abs(ends[0].positions - ends[1].positions).max()
     print(f"  the two ends are {apart:.1e} A apart")
 

@@ -1,6 +1,9 @@
-"""Packages a SevenNet model, by its name or a checkpoint, for every host of ../potentials, as LAMMPS on many ranks.
+"""Packages a SevenNet model, by its name or a checkpoint, for every host of ../potentials.
 
-build/graph_potential/bin/python -W ignore examples/graph_potential/package_sevennet.py 7net-0 /tmp/7net-0.pt
+One of these hosts is LAMMPS on many ranks.
+
+build/graph_potential/bin/python -W ignore examples/graph_potential/package_sevennet.py 7net-0
+/tmp/7net-0.pt
 """
 
 import sys
@@ -46,8 +49,12 @@ class SevenNet(torch.nn.Module):
         model.replace_module("onehot_idx_to_onehot", OneHot(model.onehot_idx_to_onehot))
         model.eval_type_map, model.key_grad = False, None
         model.set_is_batch_data(False)
-        self.cutoff, self.layers = float(model.cutoff), sum(isinstance(x, IrrepsConvolution) for x in model)
-        self.type_names = [chemical_symbols[z] for z in model.type_map]  # in the order of their indices
+        self.cutoff, self.layers = (
+            float(model.cutoff),
+            sum(isinstance(x, IrrepsConvolution) for x in model),
+        )
+        # The types are in the order of their indices.
+        self.type_names = [chemical_symbols[z] for z in model.type_map]
         # Parts of it are traced in the default dtype, whose digits their constants then have.
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
@@ -68,4 +75,11 @@ class SevenNet(torch.nn.Module):
 
 if __name__ == "__main__":
     model = SevenNet(load_checkpoint(sys.argv[1]).build_model())
-    save(model, sys.argv[2], cutoff=model.cutoff, units="metal", type_names=model.type_names, layers=model.layers)
+    save(
+        model,
+        sys.argv[2],
+        cutoff=model.cutoff,
+        units="metal",
+        type_names=model.type_names,
+        layers=model.layers,
+    )

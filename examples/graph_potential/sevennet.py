@@ -6,7 +6,7 @@ from edge_forces import edge_forces
 
 
 class EdgeForces(torch.nn.Module):
-    """Takes the place of `force_output` in a SevenNet model, for one structure or a batch, in training or not."""
+    """Replaces `force_output` in a SevenNet model: one structure or a batch, training or not."""
 
     _is_batch_data = True  # set_is_batch_data of the model sets it
 
@@ -27,7 +27,9 @@ class EdgeForces(torch.nn.Module):
         data[KEY.PRED_FORCE] = force
         data[KEY.PRED_ATOMIC_VIRIAL] = six(atom_virial)
         # Of SevenNet's sign: its calculator changes it.
-        data[KEY.PRED_STRESS] = six(virial / volume.view(-1, 1, 1)).view(-1 if volume.dim() == 0 else (-1, 6))
+        data[KEY.PRED_STRESS] = six(virial / volume.view(-1, 1, 1)).view(
+            -1 if volume.dim() == 0 else (-1, 6)
+        )
         return data
 
 

@@ -1,5 +1,6 @@
-"""Builds and loads the operators' library, or loads that which IDENTITY_CONV_OPS_LIB names, and adds what only Python
-can: the class as torch.export sees it, and the operator's derivative."""
+"""Builds and loads the operators' library, or loads the one that IDENTITY_CONV_OPS_LIB names.
+
+It adds what only Python can: the class as torch.export sees it, and the operator's derivative."""
 
 import os
 from pathlib import Path
@@ -14,7 +15,9 @@ else:
     import calcops_jit
 
     sources = ["identity_conv.cpp", "identity_conv.cu"][: 1 + torch.cuda.is_available()]
-    library = calcops_jit.load("identity_conv_ops", [Path(__file__).parent / name for name in sources]).path
+    library = calcops_jit.load(
+        "identity_conv_ops", [Path(__file__).parent / name for name in sources]
+    ).path
 
 
 @register_fake_class("my_ops::IdentityConvClass")
@@ -22,7 +25,8 @@ class FakeIdentityConvClass:
     """Stands for an object while a model is traced."""
 
     def __init__(self, channels: int):
-        self.channels = channels  # the name that __obj_flatten__ gives it: torch.compile looks for it
+        # The name that __obj_flatten__ gives it: torch.compile looks for it.
+        self.channels = channels
 
     @classmethod
     def __obj_unflatten__(cls, flat):
@@ -35,8 +39,9 @@ class FakeIdentityConvClass:
         return self.channels
 
 
-# The Meta kernel in C++ is all that identity_conv_op needs. An operator that takes the object needs this: no kernel in
-# C++ can be given the class above. Without it torch.export and torch.compile find no kernel for Meta.
+# The Meta kernel in C++ is all that identity_conv_op needs. An operator that takes the object needs
+# this: no kernel in C++ can be given the class above. Without it torch.export and torch.compile
+# find no kernel for Meta.
 @torch.library.register_fake("my_ops::identity_conv_object")
 def _(obj, x):
     return torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""Four layers, each of which gives back its input: PyTorch's own, the class, the operator, PyTorch's own."""
+"""Four layers that give back their input: PyTorch's own, the class, the operator, PyTorch's own."""
 
 import torch
 from custom_ops import identity_conv_op

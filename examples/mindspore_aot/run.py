@@ -18,14 +18,19 @@ library = f"{sys.argv[1]}/leaky_relu_{device}.so"
 class LeakyRelu(nn.Cell):
     def __init__(self, negative_slope=0.01):
         super().__init__()
-        backward = ops.Custom(f"{library}:LeakyReluGrad", lambda g, x, s: x, lambda g, x, s: x, func_type="aot")
+        backward = ops.Custom(
+            f"{library}:LeakyReluGrad", lambda g, x, s: x, lambda g, x, s: x, func_type="aot"
+        )
 
         # Is given the inputs, the output and its gradient; gives one for each input.
         def bprop(x, slope, output, grad):
             return backward(grad, x, slope), ops.zeros_like(slope)
 
-        self.op = ops.Custom(f"{library}:LeakyRelu", lambda x, s: x, lambda x, s: x, func_type="aot", bprop=bprop)
-        self.slope = ms.Tensor(negative_slope, ms.float32)  # attributes are tensors of no dimensions
+        self.op = ops.Custom(
+            f"{library}:LeakyRelu", lambda x, s: x, lambda x, s: x, func_type="aot", bprop=bprop
+        )
+        # Attributes are tensors of no dimensions.
+        self.slope = ms.Tensor(negative_slope, ms.float32)
 
     def construct(self, x):
         return self.op(x, self.slope)
@@ -45,7 +50,9 @@ class Fit(nn.Cell):
 
 def main():
     x = ms.Tensor([[0.0, -0.1], [-0.2, 1.0]], ms.float32)
-    plain = ops.Custom(f"{library}:LeakyRelu", out_shape=lambda x: x, out_dtype=lambda x: x, func_type="aot")
+    plain = ops.Custom(
+        f"{library}:LeakyRelu", out_shape=lambda x: x, out_dtype=lambda x: x, func_type="aot"
+    )
     print(plain(x))
     print("gradient", *ms.grad(LeakyRelu())(x).asnumpy(), "with 0.5:", *LeakyRelu(0.5)(x).asnumpy())
 

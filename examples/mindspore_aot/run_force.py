@@ -14,8 +14,8 @@ library = f"{sys.argv[1]}/force_cpu.so"
 
 
 class Force(nn.Cell):
-    """list_neigh [B,n,K], dE [B,n,K,4], Ri_d [B,n,4K,3], types [n+nghost] -> force [B,n+nghost,3]; gradients of dE and
-    Ri_d. Of types only the length matters: see force.cpp."""
+    """list_neigh [B,n,K], dE [B,n,K,4], Ri_d [B,n,4K,3], types [n+nghost] -> force [B,n+nghost,3];
+    gradients of dE and Ri_d. Of types only the length matters: see force.cpp."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,8 @@ class Force(nn.Cell):
 
 
 def main():
-    list_neigh = ms.Tensor([[[1, -1], [0, 2]]], ms.int32)  # 0 and 1 are each other's neighbour, 2 is a ghost
+    # 0 and 1 are each other's neighbour, 2 is a ghost.
+    list_neigh = ms.Tensor([[[1, -1], [0, 2]]], ms.int32)
     types, dE = ops.zeros((3,), ms.int32), ops.ones((1, 2, 2, 4), ms.float32)
     Ri_d, force = ops.arange(48).reshape(1, 2, 8, 3).astype(ms.float32), Force()
 

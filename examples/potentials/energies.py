@@ -1,7 +1,11 @@
-"""Any module that gives energies, as a potential: forces, virial and per-atom virial are added to it.
+"""Any module that gives energies, as a potential with forces, virial and per-atom virial.
 
-save(module, "model.pt2", cutoff=5.0, units="metal", type_names=["Si"])         # of package.py, which asks here
-save(module, "model.pt2", cutoff=5.0, units="metal", type_names=["Si"], layers=3)       # it passes messages
+save() of package.py makes such a potential of a module. With layers=3 the module passes messages
+three times.
+
+    about = dict(cutoff=5.0, units="metal", type_names=["Si"])
+    save(module, "model.pt2", **about)
+    save(module, "model.pt2", **about, layers=3)
 """
 
 import inspect
@@ -11,29 +15,33 @@ from potential import Potential, edges
 
 
 def potential_of(module, cutoff, units, type_names, layers=1):
-    """module(types, list_neigh, Rij, nghost) or, of a graph, module(types, edge_index, edge_vec, natoms), which returns
-    energies of atoms or, with a single layer, their sum; as a Potential.
+    """module(types, list_neigh, Rij, nghost) or, of a graph, module(types, edge_index, edge_vec,
+    natoms), which returns energies of atoms or, with a single layer, their sum; as a Potential.
 
-    layers: how often messages pass along edges, to the atom in row 0 of edge_index from that in row 1, until they are
-    an energy; 1: from an atom's own neighbours only."""
+    layers: how often messages pass along edges, to the atom in row 0 of edge_index from that in row
+    1, until they are an energy; 1: from an atom's own neighbours only."""
     if not isinstance(module, torch.nn.Module):
         hint = ": load a checkpoint into its module first" * isinstance(module, dict)
         raise TypeError(f"expected a module that gives energies, got {type(module).__name__}{hint}")
     names = [*inspect.signature(module.forward).parameters]
-    kinds = {("list_neigh", "Rij", "nghost"): Energies, ("edge_index", "edge_vec", "natoms"): GraphEnergies}
+    kinds = {
+        ("list_neigh", "Rij", "nghost"): Energies,
+        ("edge_index", "edge_vec", "natoms"): GraphEnergies,
+    }
     kind = kinds.get(tuple(names[1:4]))
     if kind is None:
         raise ValueError(
-            "expected forward(types, list_neigh, Rij, nghost) or forward(types, edge_index, edge_vec, natoms), "
+            "expected forward(types, list_neigh, Rij, nghost) or "
+            "forward(types, edge_index, edge_vec, natoms), "
             f"got forward({', '.join(names)})"
         )
     return kind(module, float(cutoff), units, list(type_names), layers)
 
 
 def check_cutoff(model, device, is_smooth):
-    """Of a model in float64: ValueError where an energy depends on what lies beyond the cutoff, on empty slots or, if
-    is_smooth, on whether a pair at the cutoff is in the list. Then the result would depend on the list, which changes
-    with the skin and with the number of ranks."""
+    """Of a model in float64: ValueError where an energy depends on what lies beyond the cutoff, on
+    empty slots or, if is_smooth, on whether a pair at the cutoff is in the list. Then the result
+    would depend on the list, which changes with the skin and with the number of ranks."""
     n, generator = 5, torch.Generator().manual_seed(0)
     x = torch.rand(n, 3, generator=generator, dtype=torch.float64) * 0.6 * model.cutoff
     types = (torch.arange(n) % len(model.type_names)).to(device)
@@ -62,15 +70,17 @@ def check_cutoff(model, device, is_smooth):
         change = (found - without).abs().sum()
         if not change <= (1e-6 if "inside" in what else 1e-12) * size:
             raise ValueError(
-                f"expected energies that go to zero at the cutoff {model.cutoff:g}, got ones that {what} changes by "
-                f"{change.item():.1e}: multiply what a pair adds by an envelope such as torch.where(r < cutoff, "
-                "(1 - (r / cutoff) ** 2) ** 2, 0)"
+                f"expected energies that go to zero at the cutoff {model.cutoff:g}, "
+                f"got ones that {what} changes by {change.item():.1e}: "
+                "multiply what a pair adds by an envelope such as "
+                "torch.where(r < cutoff, (1 - (r / cutoff) ** 2) ** 2, 0)"
             )
 
 
 def check_layers(model, device):
-    """Of a model in float64: ValueError where a chain of atoms has another energy than its atoms have if each is on a
-    rank of its own, with the rows that LAMMPS hands over: of the atoms fewer than `layers` steps away."""
+    """Of a model in float64: ValueError where a chain of atoms has another energy than its atoms
+    have if each is on a rank of its own, with the rows that LAMMPS hands over: of the atoms fewer
+    than `layers` steps away."""
     n = 4 * model.layers + 4  # a step is two or three atoms long
     x = torch.rand(n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 10
     x[:, 0] += 0.45 * torch.arange(n)
@@ -94,15 +104,25 @@ def check_layers(model, device):
     apart = (whole.sum() - sum(parts)).abs()
     if not apart <= 1e-12 * whole.abs().sum():
         raise ValueError(
-            f"expected the energy of an atom to come by at most layers={model.layers} messages, each to the atom in "
-            f"row 0 of edge_index from that in row 1, got energies that atoms farther away change by {apart.item():.1e}"
+            f"expected the energy of an atom to come by at most layers={model.layers} messages, "
+            "each to the atom in row 0 of edge_index from that in row 1, "
+            f"got energies that atoms farther away change by {apart.item():.1e}"
         )
 
 
 class Energies(Potential):
-    """module(types [n+nghost] or [B,n+nghost], list_neigh [B,n,K], Rij [B,n,K,3], nghost) -> [B,n] or [B]."""
+    """module(types [n+nghost] or [B,n+nghost], list_neigh [B,n,K], Rij [B,n,K,3], nghost).
 
-    def __init__(self, module: torch.nn.Module, cutoff: float, units: str, type_names: list[str], layers: int = 1):
+    It returns [B,n] or [B]."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        cutoff: float,
+        units: str,
+        type_names: list[str],
+        layers: int = 1,
+    ):
         super().__init__(cutoff, units, type_names, layers)
         self.module = module
 
@@ -113,15 +133,18 @@ class Energies(Potential):
     def shared(self, energy, list_neigh):
         """Each of n atoms has the same part of its frame's energy."""
         if self.layers > 1:
-            raise ValueError("expected energies of atoms from a model that passes messages, got their sum")
+            raise ValueError(
+                "expected energies of atoms from a model that passes messages, got their sum"
+            )
         n = list_neigh.shape[1]
         return (energy / n).unsqueeze(-1).expand(energy.shape[0], n)
 
 
 class GraphEnergies(Energies):
-    """module(types [natoms], edge_index [2,E], edge_vec [E,3], natoms) -> [natoms], [natoms,1] or the sum of them.
+    """module(types [natoms], edge_index [2,E], edge_vec [E,3], natoms).
 
-    All frames and their ghosts are one graph. An empty slot is an edge from its atom to itself, three cutoffs long."""
+    It returns [natoms], [natoms,1] or the sum of them. All frames and their ghosts are one graph.
+    An empty slot is an edge from its atom to itself, three cutoffs long."""
 
     def energies(self, types, list_neigh, planes, nghost: int):
         B, n, _ = list_neigh.shape
@@ -134,7 +157,11 @@ class GraphEnergies(Energies):
             return found.view(B, natoms)[:, :n]
         # Of the sum, what ghosts have without a neighbour is not ours.
         if B != 1:
-            raise ValueError("expected energies of atoms from a graph of several frames, got a single one")
+            raise ValueError(
+                "expected energies of atoms from a graph of several frames, got a single one"
+            )
         itself, far = torch.zeros_like(index[:, :1]), torch.full_like(vec[:1], 2 * self.cutoff)
-        ghosts = self.module(of_atoms, itself, far, natoms) - self.module(of_atoms[:n], itself, far, n)
+        ghosts = self.module(of_atoms, itself, far, natoms) - self.module(
+            of_atoms[:n], itself, far, n
+        )
         return self.shared((found - ghosts).view(1), list_neigh)

@@ -9,15 +9,27 @@ class LennardJones(Potential):
 
     epsilon, sigma  a number, one for each type, or a table [T,T]
     tail            "cut": a step at the cutoff; "shift": the energy is lowered by its value there;
-                    "linear": energy and force go to zero there (Toxvaerd and Dyre, J. Chem. Phys. 134, 081102 (2011))
-    mix             of types: epsilon always geometric, sigma "geometric" (LAMMPS's default) or "arithmetic"
+                    "linear": energy and force go to zero there (Toxvaerd and Dyre, J. Chem. Phys.
+                    134, 081102 (2011))
+    mix             of types: epsilon always geometric, sigma "geometric" (LAMMPS's default) or
+                    "arithmetic"
     """
 
-    def __init__(self, epsilon=1.0, sigma=1.0, cutoff=2.5, tail="cut", units="lj", type_names=("X",), mix="geometric"):
+    def __init__(
+        self,
+        epsilon=1.0,
+        sigma=1.0,
+        cutoff=2.5,
+        tail="cut",
+        units="lj",
+        type_names=("X",),
+        mix="geometric",
+    ):
         super().__init__(float(cutoff), units, list(type_names))
         if tail not in ("cut", "shift", "linear") or mix not in ("geometric", "arithmetic"):
             raise ValueError(
-                f'expected tail "cut", "shift" or "linear" and mix "geometric" or "arithmetic", got {tail}, {mix}'
+                'expected tail "cut", "shift" or "linear" and '
+                f'mix "geometric" or "arithmetic", got {tail}, {mix}'
             )
         epsilon = self.table(epsilon, len(type_names), geometric=True)
         sigma = self.table(sigma, len(type_names), mix == "geometric")

@@ -1,16 +1,19 @@
-"""A potential in one file: an AOTInductor package (.pt2) or a TorchScript archive (.pt), for hosts in Python and C++.
+"""A potential in one file for hosts in Python and C++: a package (.pt2) or an archive (.pt).
 
     from package import load, save
     save(LennardJones(), "lj.pt2")
-    save(module, "own.pt2", cutoff=5.0, units="metal", type_names=["Si"])       # any module that gives energies;
-                                        # layers=3: one that passes messages, so often
-    model = load("lj.pt2")              # model(types, list_neigh, Rij, nghost); model.cutoff, .units, .type_names
+    save(module, "own.pt2", cutoff=5.0, units="metal", type_names=["Si"])
+    model = load("lj.pt2")
 
-Both hold strings: cutoff, units, type_names (with spaces between), layers (how many cutoffs away an atom may be that
-an energy depends on), neighbors (the most slots a row may have, where a model has such a limit), dtype, device, and
-inputs, the arguments in their order; a package as its metadata, an archive as extra files. A package takes tensors
-only, so the length of types [n+nghost] says how many ghosts there are. The operator library,
-calcops_jit.library_path(), is to be loaded before either.
+The third line takes any module that gives energies; layers=3 says that it passes messages three
+times. load() returns model(types, list_neigh, Rij, nghost) with cutoff, units and type_names.
+
+A package is AOTInductor's, an archive TorchScript's. Both hold strings: cutoff, units, type_names
+(with spaces between), layers (how many cutoffs away an atom may be that an energy depends on),
+neighbors (the most slots a row may have, where a model has such a limit), dtype, device, and
+inputs, the arguments in their order; a package as its metadata, an archive as extra files. A
+package takes tensors only, so the length of types [n+nghost] says how many ghosts there are. Load
+the operator library, calcops_jit.library_path(), before either.
 """
 
 import contextlib
@@ -30,14 +33,15 @@ import calcops_jit
 
 
 def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **about_energies):
-    """Writes model, any module with the interface of potential.py, as the ending of `path` says; `model` stays. With
-    cutoff, units and type_names, and layers where it passes messages: any module that gives energies, as energies.py
-    takes and checks it.
+    """Writes model, any module with the interface of potential.py, as the ending of `path` says;
+    `model` stays. With cutoff, units and type_names, and layers where it passes messages: any
+    module that gives energies, as energies.py takes and checks it.
 
-    The weights become constants: save again after training. A package is bound to dtype, device and the processor's
-    instructions (TORCHINDUCTOR_CPP_MARCH=x86-64-v3 in the environment makes one for others). edge_order: a fourth
-    input of a package, calcops_jit.edge_order of the list's edges; None: on CUDA, where there is a use for it. With
-    more than one layer a package takes `owned` of potential.py, too."""
+    The weights become constants: save again after training. A package is bound to dtype, device and
+    the processor's instructions (TORCHINDUCTOR_CPP_MARCH=x86-64-v3 in the environment makes one for
+    others). edge_order: a fourth input of a package, calcops_jit.edge_order of the list's edges;
+    None: on CUDA, where there is a use for it. With more than one layer a package takes `owned` of
+    potential.py, too."""
     path, device = Path(path), torch.device(device)
     if path.suffix not in (".pt", ".pt2"):
         raise ValueError(f"expected a path that ends in .pt or .pt2, got {path}")
@@ -46,7 +50,10 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
     if not is_ours:
         missing = needed - about_energies.keys()
         if missing:
-            raise TypeError(f"expected cutoff, units and type_names of a module, got no {', '.join(sorted(missing))}")
+            raise TypeError(
+                "expected cutoff, units and type_names of a module, "
+                f"got no {', '.join(sorted(missing))}"
+            )
         model = potential_of(model, **about_energies)
     model = copy.deepcopy(model).requires_grad_(False).eval()
     in_float64 = copy.deepcopy(model).to(device, torch.float64)
@@ -59,7 +66,9 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
     if path.suffix == ".pt2":
         if edge_order is None:
             edge_order = device.type == "cuda" and "edge_order" in arguments
-        arguments = ["types", "list_neigh", "Rij"] + ["edge_order"] * edge_order + ["owned"] * (layers > 1)
+        arguments = (
+            ["types", "list_neigh", "Rij"] + ["edge_order"] * edge_order + ["owned"] * (layers > 1)
+        )
     about = {"cutoff": model.cutoff, "units": model.units, "type_names": " ".join(model.type_names)}
     about |= {
         "layers": layers,
@@ -77,13 +86,16 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
         configs = {"aot_inductor.metadata": about, "cpp.dynamic_threads": True}
         program = export(model, dtype, device, arguments)
         with quietly():
-            torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=str(path), inductor_configs=configs
+            )
 
 
 @contextlib.contextmanager
 def quietly():
-    """Keeps PyTorch from warning that TorchScript is deprecated, which ../aot_inductor_force/README.md says, and that a
-    machine with a CUDA toolkit has no GPU, which a package for the CPU does not need."""
+    """Keeps PyTorch from warning that TorchScript is deprecated, which
+    ../aot_inductor_force/README.md says, and that a machine with a CUDA toolkit has no GPU, which a
+    package for the CPU does not need."""
     logger = logging.getLogger("torch.utils.cpp_extension")
 
     def needed(record):
@@ -103,7 +115,8 @@ def export(model, dtype, device, arguments):
         nghost = types.shape[0] - list_neigh.shape[1]
         return model(types, list_neigh, Rij, nghost, **dict(zip(arguments[3:], others)))
 
-    # Nothing but sizes. No two may be equal, nor equal to a fixed one as the 3 of x, y, z: they would be one symbol.
+    # These are sizes only. No two may be equal, and none may equal a fixed one such as the 3 of
+    # x, y, z: they would be one symbol.
     frames, natoms, nghost, slots = 2, 7, 11, 5
     list_neigh = torch.zeros(frames, natoms, slots, dtype=torch.int64, device=device)
     examples = {
@@ -114,12 +127,15 @@ def export(model, dtype, device, arguments):
         "owned": torch.ones(natoms, dtype=torch.bool, device=device),
     }
     example = tuple(examples[name] for name in arguments)
-    # torch.export refuses a module that calls autograd.grad; make_fx follows it down to plain operators.
+    # torch.export refuses a module that calls autograd.grad; make_fx follows it down to plain
+    # operators.
     graph = make_fx(from_tensors, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
     one, pairs = {0: Dim.DYNAMIC}, {0: Dim.DYNAMIC, 1: Dim.DYNAMIC, 2: Dim.DYNAMIC}
     order = {0: Dim.AUTO, 1: Dim.AUTO}
     dynamic = {"types": one, "list_neigh": pairs, "Rij": pairs, "edge_order": order, "owned": one}
-    return torch.export.export(graph, example, dynamic_shapes=tuple(dynamic[name] for name in arguments))
+    return torch.export.export(
+        graph, example, dynamic_shapes=tuple(dynamic[name] for name in arguments)
+    )
 
 
 def order_of(list_neigh, nghost):
@@ -134,8 +150,8 @@ def load(path, device="cpu"):
 
 
 class Package:
-    """A function of (types, list_neigh, Rij, nghost) with cutoff, units, type_names, dtype and device. A pickle or a
-    copy of it holds the path and opens the file again."""
+    """A function of (types, list_neigh, Rij, nghost) with cutoff, units, type_names, dtype and
+    device. A pickle or a copy of it holds the path and opens the file again."""
 
     def __init__(self, path, device):
         self.path = path
@@ -145,13 +161,19 @@ class Package:
             about = self.run.loader.get_metadata()
             self.device = about["device"]
         else:
-            about = dict.fromkeys(("cutoff", "units", "type_names", "layers", "dtype", "inputs"), "")
+            about = dict.fromkeys(
+                ("cutoff", "units", "type_names", "layers", "dtype", "inputs"), ""
+            )
             try:
                 with quietly():
-                    self.run, self.device = torch.jit.load(path, device, _extra_files=about), str(device)
+                    self.run, self.device = (
+                        torch.jit.load(path, device, _extra_files=about),
+                        str(device),
+                    )
             except RuntimeError as error:
                 raise ValueError(
-                    f"expected a model that save() wrote, got {path}, perhaps a checkpoint of torch.save"
+                    "expected a model that save() wrote, "
+                    f"got {path}, perhaps a checkpoint of torch.save"
                 ) from error
             about = {key: value.decode() for key, value in about.items()}
         self.cutoff, self.units = float(about["cutoff"]), about["units"]
@@ -166,7 +188,9 @@ class Package:
             options["edge_order"] = order_of(list_neigh, nghost)
         if "owned" in self.inputs:
             options.setdefault("owned", torch.ones_like(list_neigh[0, :, 0], dtype=torch.bool))
-        return self.run(types, list_neigh, Rij, *(options.pop(name) for name in self.inputs[3:]), **options)
+        return self.run(
+            types, list_neigh, Rij, *(options.pop(name) for name in self.inputs[3:]), **options
+        )
 
     def __reduce__(self):
         return load, (self.path, self.device)

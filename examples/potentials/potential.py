@@ -1,4 +1,6 @@
-"""The interface that every host of CalcOps calls a potential by. A subclass says what the energy of an atom is."""
+"""The interface by which every host of CalcOps calls a potential.
+
+A subclass says what the energy of an atom is."""
 
 import torch
 
@@ -9,14 +11,15 @@ def describe(planes):
     """Ri [B,n,K,4] = (r, x, y, z) of each pair; planes [3,B,K,n]: x, y and z."""
     x, y, z = planes.unbind(0)
     r2 = x * x + y * y + z * z
-    r = torch.where(r2 > 0, torch.where(r2 > 0, r2, 1.0).sqrt(), 0.0)  # where r = 0, its derivative is 0, not NaN
+    # Where r = 0, its derivative is 0, not NaN.
+    r = torch.where(r2 > 0, torch.where(r2 > 0, r2, 1.0).sqrt(), 0.0)
     return torch.stack([r, x, y, z]).permute(1, 3, 2, 0)
 
 
 def edges(list_neigh, natoms: int):
-    """edge_index [2,BKn] of all frames' slots, the first slots of a frame's atoms first; atom a of frame b is
-    b natoms + a; -1 as neighbour: empty slot. An entry that names no atom of its frame stays one that the operators
-    refuse."""
+    """edge_index [2,BKn] of all frames' slots, the first slots of a frame's atoms first; atom a of
+    frame b is b natoms + a; -1 as neighbour: empty slot. An entry that names no atom of its frame
+    stays one that the operators refuse."""
     B, n, K = list_neigh.shape
     first = torch.arange(B, device=list_neigh.device).view(B, 1, 1) * natoms
     centre = first + torch.arange(n, device=list_neigh.device)
@@ -27,17 +30,19 @@ def edges(list_neigh, natoms: int):
 
 
 class Potential(torch.nn.Module):
-    """cutoff: a length; units: LAMMPS's name, "metal" (eV, Angstrom) or "lj"; type_names: what types 0, 1, ... are;
-    layers: how many cutoffs away an atom may be that the energy of an atom depends on.
+    """cutoff: a length; units: LAMMPS's name, "metal" (eV, Angstrom) or "lj"; type_names: what
+    types 0, 1, ... are; layers: how many cutoffs away an atom may be that the energy of an atom
+    depends on.
 
-    It is also a class that torch.jit.script compiles, hence torch.ops in place of calcops_jit.edge_force_virial."""
+    It is also a class that torch.jit.script compiles, hence torch.ops in place of
+    calcops_jit.edge_force_virial."""
 
     def __init__(self, cutoff: float, units: str, type_names: list[str], layers: int = 1):
         super().__init__()
         self.cutoff, self.units, self.type_names, self.layers = cutoff, units, type_names, layers
 
     def atom_energies(self, types, list_neigh, Ri):
-        """[B,n] from Ri [B,n,K,4] = (r, x, y, z); a slot with r >= cutoff must add exactly 0, and no NaN."""
+        """[B,n] from Ri [B,n,K,4] = (r, x, y, z); a slot with r >= cutoff adds 0, not NaN."""
         raise NotImplementedError
 
     def energies(self, types, list_neigh, planes, nghost: int):
@@ -51,7 +56,7 @@ class Potential(torch.nn.Module):
         return found.where(list_neigh >= 0, 0)
 
     def of_pairs(self, table, types, list_neigh):
-        """Rows of table [T,T,p] for the types of each pair [B,n,K,p]; for a single type the only row there is."""
+        """Rows of table [T,T,p] for the types of each pair [B,n,K,p]; one type has a single row."""
         if table.shape[0] == 1:
             return table[0, 0]
         centre = types[..., : list_neigh.shape[1]].expand(list_neigh.shape[:2])
@@ -67,17 +72,19 @@ class Potential(torch.nn.Module):
         edge_order: torch.Tensor | None = None,
         owned: torch.Tensor | None = None,
     ):
-        """types [n+nghost] or [B,n+nghost], int64; list_neigh [B,n,K], -1: empty slot; Rij [B,n,K,3] = r_j - r_i
-        -> energy [B], atom_energy [B,n], force [B,n+nghost,3], virial [B,3,3], atom_virial [B,n+nghost,3,3]
+        """types [n+nghost] or [B,n+nghost], int64; list_neigh [B,n,K], -1: empty slot; Rij
+        [B,n,K,3] = r_j - r_i -> energy [B], atom_energy [B,n], force [B,n+nghost,3], virial
+        [B,3,3], atom_virial [B,n+nghost,3,3]
 
-        The list is full: each pair is in the rows of both its atoms. Pairs beyond the cutoff count for nothing.
-        create_graph keeps all of it differentiable, for Rij and parameters; otherwise the results are detached.
-        edge_order, what order_of in package.py makes of a list, saves CUDA time while it lives. owned [n], bool: of a
-        part of a system, whose energies count; the other rows are there for messages to pass, their energies are 0."""
+        The list is full: each pair is in the rows of both its atoms. Pairs beyond the cutoff count
+        for nothing. create_graph keeps all of it differentiable, for Rij and parameters; otherwise
+        the results are detached. edge_order, what order_of in package.py makes of a list, saves
+        CUDA time while it lives. owned [n], bool: of a part of a system, whose energies count; the
+        other rows are there for messages to pass, their energies are 0."""
         if not create_graph:
             Rij = Rij.detach()
-        # Atom after atom in memory, so that a compiler's vectors are full where rows are short. Empty slots may hold
-        # anything.
+        # Atom after atom in memory, so that a compiler's vectors are full where rows are short.
+        # Empty slots may hold anything.
         named = list_neigh.mT >= 0
         planes = torch.stack([torch.where(named, x.mT, 2 * self.cutoff) for x in Rij.unbind(-1)])
         if not planes.requires_grad:

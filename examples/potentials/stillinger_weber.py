@@ -1,31 +1,38 @@
-"""The Stillinger-Weber potential with parameters in the format of LAMMPS's Si.sw, any number of elements."""
+"""The Stillinger-Weber potential of any number of elements, with LAMMPS's format of parameters.
+
+Si.sw of LAMMPS is an example of the format."""
 
 from pathlib import Path
 
 import torch
 from potential import Potential
 
-# F. H. Stillinger and T. A. Weber, Phys. Rev. B 31, 5262 (1985): three elements, then epsilon (eV), sigma (A), a,
-# lambda, gamma, cos theta0, A, B, p, q and tol.
+# F. H. Stillinger and T. A. Weber, Phys. Rev. B 31, 5262 (1985): three elements, then epsilon (eV),
+# sigma (A), a, lambda, gamma, cos theta0, A, B, p, q and tol.
 kSilicon = """
 Si Si Si 2.1683 2.0951 1.80 21.0 1.20 -0.333333333333 7.049556277 0.6022245584 4.0 0.0 0.0
 """
 
 
 def read(text):
-    """{(i, j, k): its eleven numbers} of the elements of a .sw file; i is the centre of the three bodies."""
+    """{(i, j, k): its eleven numbers} of the elements of a .sw file; i is the centre of three."""
     words = " ".join(line.partition("#")[0] for line in text.splitlines()).split()
     if not words or len(words) % 14:
         raise ValueError(f"expected entries of 3 elements and 11 numbers, got {len(words)} words")
-    return {tuple(words[w : w + 3]): [float(x) for x in words[w + 3 : w + 14]] for w in range(0, len(words), 14)}
+    return {
+        tuple(words[w : w + 3]): [float(x) for x in words[w + 3 : w + 14]]
+        for w in range(0, len(words), 14)
+    }
 
 
 class StillingerWeber(Potential):
-    """Energies in eV. `path` is a .sw file, else silicon; type_names are elements of it, else all in its order.
+    """Energies in eV. `path` is a .sw file, else silicon; type_names are elements of it, else all
+    in its order.
 
-    The three-body sum needs no K x K tensors: with h_j = exp(gamma sigma / (r_j - a sigma)) and unit vectors u_j,
-    sum_jk h_j h_k (u_j.u_k - c)^2 = Q:Q - 2 c P.P + c^2 S S of the moments S = sum h, P = sum h u, Q = sum h u u, for
-    each pair of elements. Powers and matrix products that a few multiplications replace would take most of the time."""
+    The three-body sum needs no K x K tensors: with h_j = exp(gamma sigma / (r_j - a sigma)) and
+    unit vectors u_j, sum_jk h_j h_k (u_j.u_k - c)^2 = Q:Q - 2 c P.P + c^2 S S of the moments S =
+    sum h, P = sum h u, Q = sum h u u, for each pair of elements. Powers and matrix products that a
+    few multiplications replace would take most of the time."""
 
     def __init__(self, path=None, type_names=None):
         entries = read(Path(path).read_text() if path else kSilicon)
@@ -60,7 +67,11 @@ class StillingerWeber(Potential):
         x, y, z = x / r, y / r, z / r
         moments: list[list[torch.Tensor]] = []
         for kind in range(self.cosine.shape[0]):
-            hk = h if self.cosine.shape[0] == 1 else h.where(self.neighbour_types(types, list_neigh) == kind, 0.0)
+            hk = (
+                h
+                if self.cosine.shape[0] == 1
+                else h.where(self.neighbour_types(types, list_neigh) == kind, 0.0)
+            )
             hx, hy, hz = hk * x, hk * y, hk * z
             second = [hx * x, hy * y, hz * z, 2**0.5 * hx * y, 2**0.5 * hx * z, 2**0.5 * hy * z]
             moments.append([m.sum(-1) for m in [hk, hx, hy, hz] + second])
@@ -73,6 +84,13 @@ class StillingerWeber(Potential):
             for k, b in enumerate(moments):
                 c = cosine[..., j, k]
                 P = a[1] * b[1] + a[2] * b[2] + a[3] * b[3]
-                Q = a[4] * b[4] + a[5] * b[5] + a[6] * b[6] + a[7] * b[7] + a[8] * b[8] + a[9] * b[9]
+                Q = (
+                    a[4] * b[4]
+                    + a[5] * b[5]
+                    + a[6] * b[6]
+                    + a[7] * b[7]
+                    + a[8] * b[8]
+                    + a[9] * b[9]
+                )
                 energy = energy + strength[..., j, k] * (Q - 2 * c * P + c**2 * a[0] * b[0])
         return energy / 2

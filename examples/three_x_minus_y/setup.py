@@ -1,6 +1,9 @@
-"""The second recipe, a package that needs no CalcOps: pip install --no-build-isolation . ; then import test_cpp.
+"""The second recipe: a package that needs no CalcOps.
 
---no-build-isolation: the extension is for the PyTorch that is installed, not for one that pip fetches to build with."""
+    pip install --no-build-isolation .
+
+Then `import test_cpp`. With --no-build-isolation pip builds the extension for the PyTorch that is
+installed, not for one that it fetches to build with."""
 
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension

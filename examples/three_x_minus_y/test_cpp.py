@@ -1,6 +1,7 @@
-"""`import test_cpp`: forward(x, y) = 3x - y and backward(gradOutput), operators of any device and dtype.
+"""The operators forward(x, y) = 3x - y and backward(gradOutput), of any device and dtype.
 
-As `pip install .` built them (setup.py), else as calcops_jit builds them, once, from the file in this folder."""
+`import test_cpp` loads the library that `pip install .` built (setup.py). Without one calcops_jit
+builds it, once, from the file in this folder."""
 
 from pathlib import Path
 

@@ -16,7 +16,7 @@ import calcops_jit  # noqa: F401 - brings torch.ops.CalcOps
 
 
 class Potential(torch.nn.Module):
-    """Sum over the pairs of w . tanh(Ri W), and the forces that follow from it. Any float dtype, CPU and CUDA."""
+    """Sum over the pairs of w . tanh(Ri W), and its forces. Any float dtype, CPU and CUDA."""
 
     def __init__(self):
         super().__init__()
@@ -28,20 +28,23 @@ class Potential(torch.nn.Module):
         live = (list_neigh >= 0).flatten(2).unsqueeze(-1)
         hidden = torch.tanh(Ri @ self.W)
         energy = (hidden * self.w * live).sum((1, 2, 3))
-        # Written out: traced, torch.autograd.grad would write the sizes of the example into the archive.
+        # Written out: traced, torch.autograd.grad would write the sizes of the example into the
+        # archive.
         dE = (1 - hidden.square()) * self.w * live @ self.W.t()
         F = -(dE.flatten(2).unsqueeze(2) @ Ri_d).squeeze(2)
         return energy, dE, F
 
     def forward(self, list_neigh, Ri, Ri_d):
         energy, dE, F = self.pairs(list_neigh, Ri, Ri_d)
-        # A list of one new tensor, hence [0]. The original wrote into F instead, which autograd does not see.
+        # A list of one new tensor, hence [0]. The original wrote into F instead, which autograd
+        # does not see.
         return energy, dE, torch.ops.CalcOps.calculateForce(list_neigh, dE, Ri_d, F)[0]
 
 
 class WithGhosts(Potential):
-    """The same with the names of existing archives: MatPL's models hold CalcOps_cuda or CalcOps_cpu as they were
-    trained on the one or the other. Here both are every device's, so an archive is not bound to its name."""
+    """The same with the names of existing archives: MatPL's models hold CalcOps_cuda or CalcOps_cpu
+    as they were trained on the one or the other. Here both are every device's, so an archive is not
+    bound to its name."""
 
     def __init__(self, operators):
         super().__init__()
@@ -53,7 +56,7 @@ class WithGhosts(Potential):
 
 
 class CalculateForce(torch.autograd.Function):
-    """Before it was an operator: CalculateForce.apply(list_neigh, dE, Ri_d, F) is of Python, not for an archive."""
+    """As before it was an operator: a Function in Python, which no archive can hold."""
 
     @staticmethod
     def forward(ctx, list_neigh, dE, Ri_d, F):
@@ -76,7 +79,7 @@ def frame(nghost):
 
 
 def save(name, archive, *inputs):
-    """Saves `archive` with its inputs, which load.py and host.cpp read back, as one more file in it."""
+    """Saves `archive` and, in the same file, its inputs, which load.py and host.cpp read."""
     file = io.BytesIO()
     torch.save(list(inputs), file)
     torch.jit.save(archive, folder / f"{name}.pt", _extra_files={"frame": file.getvalue()})
@@ -93,6 +96,7 @@ for name in ("CalcOps_cuda", "CalcOps_cpu"):
     model = torch.jit.script(WithGhosts(getattr(torch.ops, name)))
     save(name, model, *ghosts, torch.tensor(2))
 try:
-    torch.jit.script(InPython()).save(folder / "in_python.pt")  # older PyTorch refuses not before it saves
+    # An older PyTorch refuses only when it saves.
+    torch.jit.script(InPython()).save(folder / "in_python.pt")
 except RuntimeError:
     print("refused: CalculateForce, a torch.autograd.Function in Python")

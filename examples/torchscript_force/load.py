@@ -26,7 +26,8 @@ inputs = [value.to(options.device) for value in torch.load(io.BytesIO(files["fra
 list_neigh, Ri_d = inputs[0], inputs[2]
 Ri = inputs[1].requires_grad_()
 
-for _ in range(3):  # TorchScript rewrites its graph during the first calls; the third is as all that follow
+# TorchScript rewrites its graph during the first calls; the third is as all that follow.
+for _ in range(3):
     energy, dE, force = model(*inputs)
     (first,) = torch.autograd.grad(force.square().sum(), Ri, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), Ri)

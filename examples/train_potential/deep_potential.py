@@ -1,11 +1,12 @@
-"""Deep Potential, se_e2_a: smooth environment matrix, embedding nets, fitting nets; forces and virial by calcops.
+"""Deep Potential, se_e2_a: environment matrix, embedding and fitting nets, forces by calcops.
 
     model = load_npz("model.npz")        # weights of any origin
     energy, atom_energy, force, virial, atom_virial = model(types, list_neigh, Rij, nghost)
 
-The published definition: Zhang et al., NeurIPS 31, 4436 (2018); Zeng et al., J. Chem. Phys. 159, 054801 (2023), II.B.1.
-DeePMD-kit computes the same numbers (tests/test_examples_train_potential.py compares). Its conventions, read in its
-deepmd/dpmodel (v3.2): an empty slot takes part as (0 - davg) / dstd; D is divided by the number of slots squared.
+The definition is published: Zhang et al., NeurIPS 31, 4436 (2018); Zeng et al., J. Chem. Phys. 159,
+054801 (2023), II.B.1. DeePMD-kit computes the same numbers (tests/test_examples_train_potential.py
+compares). Its conventions, read in its deepmd/dpmodel (v3.2): an empty slot takes part as (0 -
+davg) / dstd; D is divided by the number of slots squared.
 """
 
 import numpy as np
@@ -17,32 +18,41 @@ import calcops_jit  # noqa: F401 - brings torch.ops.calcops
 
 
 def load_npz(path, type_names=None, units="metal"):
-    """The model whose weights `path` holds, for T types of atoms; float64, energy and length in the data's units:
+    """The model whose weights `path` holds, for T types of atoms.
 
-    emb{t}_w{l} [in,out], emb{t}_b{l} [out]     layer l of the embedding net for neighbours of type t; [T,in,out] and
-                                                [T,out] if there is a net for each type of centre atom
-    fit{t}_w{l} [in,out], fit{t}_b{l} [out]     layer l of the fitting net for centre atoms of type t
-    emb{t}_idt{l}, fit{t}_idt{l} [out]          optional: what the layer's activation is multiplied by
-    emb{t}_res{l}, fit{t}_res{l}                1: the layer's input is added, twice where the width doubles
-    emb{t}_act{l}, fit{t}_act{l}                optional: the activation if not tanh, a name of kActivations
-    davg, dstd [centre type, neighbour type, 4];  bias_atom_e [T];  sel [T];  rcut, rcut_smth, axis_neuron
-    type_names [T]                              optional, what `type_names` is if not given"""
+    It computes in float64, with energy and length in the data's units. `type_names` is that of the
+    file if not given.
+
+    emb{t}_w{l} [in,out], emb{t}_b{l} [out]: layer l of the embedding net for neighbours of type t;
+        [T,in,out] and [T,out] if there is a net for each type of centre atom
+    fit{t}_w{l} [in,out], fit{t}_b{l} [out]: layer l of the fitting net for centre atoms of type t
+    emb{t}_idt{l}, fit{t}_idt{l} [out], optional: what the layer's activation is multiplied by
+    emb{t}_res{l}, fit{t}_res{l}: 1 where the layer's input is added, twice where the width doubles
+    emb{t}_act{l}, fit{t}_act{l}, optional: the activation if not tanh, a name of kActivations
+    davg, dstd [centre type, neighbour type, 4]; bias_atom_e [T]; sel [T]
+    rcut, rcut_smth, axis_neuron
+    type_names [T], optional"""
     with np.load(path) as arrays:
         return DeepPotential(dict(arrays), type_names, units)
 
 
 class DeepPotential(torch.nn.Module):
-    """The interface that hosts of CalcOps share, here and in torch.jit.script; `arrays`: what load_npz reads."""
+    """The interface of CalcOps's hosts, also in torch.jit.script; `arrays`: what load_npz reads."""
 
     def __init__(self, arrays, type_names=None, units="metal"):
         super().__init__()
         self.cutoff, self.rcut_smth = float(arrays["rcut"]), float(arrays["rcut_smth"])
-        self.axis_neuron, self.sel = int(arrays["axis_neuron"]), [int(count) for count in arrays["sel"]]
+        self.axis_neuron, self.sel = (
+            int(arrays["axis_neuron"]),
+            [int(count) for count in arrays["sel"]],
+        )
         if type_names is None:
             type_names = arrays.get("type_names", [f"X{t}" for t in range(len(self.sel))])
         self.type_names, self.units = [str(name) for name in type_names], units
         if len(self.type_names) != len(self.sel):
-            raise ValueError(f"expected a name for each of {len(self.sel)} types, got {self.type_names}")
+            raise ValueError(
+                f"expected a name for each of {len(self.sel)} types, got {self.type_names}"
+            )
         self.emb = torch.nn.ModuleList(net_of(arrays, f"emb{t}") for t in range(len(self.sel)))
         self.fit = torch.nn.ModuleList(net_of(arrays, f"fit{t}") for t in range(len(self.sel)))
         for key in ("davg", "dstd", "bias_atom_e"):
@@ -50,7 +60,8 @@ class DeepPotential(torch.nn.Module):
         self.width = self.emb[0][-1].b.shape[-1]
 
     def environment(self, types, list_neigh, Rij):
-        """What `evaluate` takes of a structure: the neighbours within the cutoff, their types, and R and R_d.
+        """What `evaluate` takes of a structure: neighbours within the cutoff, their types, R, R_d.
+
         None of it depends on the weights, so training needs it once a frame."""
         kind = self.select(types, list_neigh, Rij)
         live = kind >= 0
@@ -59,13 +70,14 @@ class DeepPotential(torch.nn.Module):
         return torch.where(live, list_neigh, -1), Rij, kind, R, R_d
 
     def select(self, types, list_neigh, Rij):
-        """The type of the neighbour in each slot [B,n,K]; -1 where there is none within the cutoff, or where `sel`
-        others of its type are nearer."""
+        """The type of the neighbour in each slot [B,n,K]; -1 where there is none within the cutoff,
+        or where `sel` others of its type are nearer."""
         kind = types.gather(1, list_neigh.clamp(min=0).long().flatten(1)).view_as(list_neigh)
         r2 = Rij.detach().square().sum(-1)
         kind = torch.where((list_neigh >= 0) & (r2 < self.cutoff**2), kind, -1).flatten(0, 1)
         for t, count in enumerate(self.sel):
-            crowded = ((kind == t).sum(-1) > count).nonzero().squeeze(-1)  # rows, hardly ever any: sorting takes long
+            # These rows are sorted, which takes long. There is hardly ever one.
+            crowded = ((kind == t).sum(-1) > count).nonzero().squeeze(-1)
             row = kind[crowded]
             distance = torch.where(row == t, r2.flatten(0, 1)[crowded], float("inf"))
             rank = distance.argsort(dim=-1, stable=True).argsort(dim=-1)
@@ -73,11 +85,11 @@ class DeepPotential(torch.nn.Module):
         return kind.view_as(list_neigh)
 
     def describe(self, types, kind, Rij):
-        """R [B,n,K,4] = (Ri - davg) / dstd and R_d [B,n,4K,3], its derivative for atom i, one of `types` [B,n]; 0 in
-        an empty slot.
+        """R [B,n,K,4] = (Ri - davg) / dstd and R_d [B,n,4K,3], its derivative for atom i, one of
+        `types` [B,n]; 0 in an empty slot.
 
-        Ri = s(r) (1, x/r, y/r, z/r), s = w(r)/r. w = 1 up to rcut_smth, 1 + q^3 (-6 q^2 + 15 q - 10) from there to the
-        cutoff, q from 0 to 1, and 0 beyond."""
+        Ri = s(r) (1, x/r, y/r, z/r), s = w(r)/r. w = 1 up to rcut_smth, 1 + q^3 (-6 q^2 + 15 q -
+        10) from there to the cutoff, q from 0 to 1, and 0 beyond."""
         r, width = torch.linalg.vector_norm(Rij, dim=-1, keepdim=True), self.cutoff - self.rcut_smth
         q = ((r - self.rcut_smth) / width).clamp(0, 1)
         w, dw = 1 + q**3 * (-6 * q**2 + 15 * q - 10), -30 * (q * (1 - q)).square() / width
@@ -92,10 +104,10 @@ class DeepPotential(torch.nn.Module):
         return R, -(Ri_d / dstd.unsqueeze(-1)).flatten(2, 3)  # Rij = r_j - r_i, hence the minus
 
     def atom_energies(self, types, kind, R):
-        """Energy [B,n] of local atoms of `types` [B,n], from R and the types `kind` of their neighbours.
+        """Energy [B,n] of atoms of `types` [B,n], from R and the types `kind` of their neighbours.
 
-        Only filled slots and, of the fitting nets, atoms of their type are computed. What an empty slot adds depends on
-        two types only."""
+        Only filled slots and, of the fitting nets, atoms of their type are computed. What an empty
+        slot adds depends on two types only."""
         ntypes, shape = len(self.sel), types.shape
         types, kind, R = types.flatten(), kind.flatten(0, 1), R.flatten(0, 1)
         centre, s = types.unsqueeze(-1).expand_as(kind), R[..., :1].flatten(0, 1)
@@ -112,12 +124,15 @@ class DeepPotential(torch.nn.Module):
                 missing.append((self.sel[t] - (kind == t).sum(-1)) * (types == c))
                 empty.append((R0.unsqueeze(-1) * net(R0[:1], c)).flatten())
         of_empty = torch.stack(missing, -1).to(R) @ torch.stack(empty)
-        T = (R.mT @ G.view(R.shape[0], R.shape[1], self.width) + of_empty.view(-1, 4, self.width)) / sum(self.sel)
+        T = (
+            R.mT @ G.view(R.shape[0], R.shape[1], self.width) + of_empty.view(-1, 4, self.width)
+        ) / sum(self.sel)
         energy = self.bias_atom_e[types]
         for c, net in enumerate(self.fit):
             atoms = (types == c).nonzero().squeeze(-1)
             own = T[atoms]
-            D = (own.mT @ own[..., : self.axis_neuron]).flatten(1)  # the same in every frame of reference
+            # The same in every frame of reference.
+            D = (own.mT @ own[..., : self.axis_neuron]).flatten(1)
             energy = energy.index_add(0, atoms, net(D, c).squeeze(-1))
         return energy.view(shape)
 
@@ -129,12 +144,17 @@ class DeepPotential(torch.nn.Module):
         assert dE is not None  # for torch.jit.script
         if not create_graph:
             atom_energy = atom_energy.detach()
-        force, virial, atom_virial = torch.ops.calcops.force_virial(list_neigh, dE, R_d, Rij, nghost)
+        force, virial, atom_virial = torch.ops.calcops.force_virial(
+            list_neigh, dE, R_d, Rij, nghost
+        )
         return atom_energy.sum(-1), atom_energy, force, virial, atom_virial
 
     def forward(self, types, list_neigh, Rij, nghost: int = 0, create_graph: bool = False):
-        """types [n+nghost] or [B,n+nghost], list_neigh [B,n,K], Rij [B,n,K,3], in any order, at any distance
-        -> energy [B], atom_energy [B,n], force [B,n+nghost,3], virial [B,3,3], atom_virial [B,n+nghost,3,3]"""
+        """types [n+nghost] or [B,n+nghost], list_neigh [B,n,K], Rij [B,n,K,3], in any order, at any
+        distance -> energy [B], atom_energy [B,n], force [B,n+nghost,3], virial [B,3,3], atom_virial
+        [B,n+nghost,3,3]"""
         types = types.expand(list_neigh.shape[0], types.shape[-1])
-        list_neigh, Rij, kind, R, R_d = self.environment(types, list_neigh, Rij if create_graph else Rij.detach())
+        list_neigh, Rij, kind, R, R_d = self.environment(
+            types, list_neigh, Rij if create_graph else Rij.detach()
+        )
         return self.evaluate(types, list_neigh, Rij, kind, R, R_d, nghost, create_graph)

@@ -1,8 +1,9 @@
-"""Frames of a crystal to learn from: molecular dynamics under Stillinger-Weber, all trajectories in one batch.
+"""Frames of a crystal to learn from: dynamics under Stillinger-Weber, all runs in one batch.
 
-    frames = generate(kSystems["silicon"], trajectories=24, samples=10, seed=0)     # F = 240 frames of n = 64 atoms
+    frames = generate(kSystems["silicon"], trajectories=24, samples=10, seed=0)
 
-Units: eV, Angstrom, amu and the unit of time that follows (1 fs = ase.units.fs).
+This gives F = 240 frames of n = 64 atoms. The units are eV, Angstrom, amu and the unit of time that
+follows (1 fs = ase.units.fs).
 """
 
 import numpy as np
@@ -40,10 +41,12 @@ def pair_vectors(positions, list_neigh, shift):
 
 
 def simulate(model, atoms, positions, velocities, cells, steps, every=1, desc="NVE"):
-    """Velocity Verlet of B crystals of `atoms` at constant energy; every `every` steps it yields a dict of types [B,n],
-    positions, force [B,n,3], cells, virial [B,3,3], energy, kinetic [B]."""
+    """Velocity Verlet of B crystals of `atoms` at constant energy; every `every` steps it yields a
+    dict of types [B,n], positions, force [B,n,3], cells, virial [B,3,3], energy, kinetic [B]."""
     masses = torch.from_numpy(atoms.get_masses())[:, None]
-    types = torch.tensor([model.type_names.index(symbol) for symbol in atoms.symbols]).repeat(len(cells), 1)
+    types = torch.tensor([model.type_names.index(symbol) for symbol in atoms.symbols]).repeat(
+        len(cells), 1
+    )
     positions, velocities, listed = positions.clone(), velocities.clone(), None
     for step in tqdm(range(steps + 1), desc=desc, unit="step", disable=None):
         if step:
@@ -58,31 +61,48 @@ def simulate(model, atoms, positions, velocities, cells, steps, every=1, desc="N
             velocities += half_kick
         if step % every == 0:
             kinetic = (masses / 2 * velocities.square()).sum((1, 2))
-            state = dict(types=types, positions=positions.clone(), cells=cells, energy=energy, kinetic=kinetic)
+            state = dict(
+                types=types,
+                positions=positions.clone(),
+                cells=cells,
+                energy=energy,
+                kinetic=kinetic,
+            )
             yield state | dict(force=force, virial=virial)
         velocities += half_kick
 
 
 def crystals(atoms, temperatures, strains, generator):
-    """Positions [B,n,3], velocities and cells [B,3,3] of a perfect crystal, deformed by strains [B,3,3]. They start
-    with twice the kinetic energy of their temperature: half of it goes into the springs."""
+    """Positions [B,n,3], velocities, cells [B,3,3] of a perfect crystal under strains [B,3,3].
+
+    The atoms start with twice the kinetic energy of their temperature: half of it goes into the
+    springs."""
     deform = torch.eye(3, dtype=torch.float64) + strains
-    positions, cells = torch.from_numpy(atoms.positions) @ deform, torch.from_numpy(atoms.cell.array) @ deform
+    positions, cells = (
+        torch.from_numpy(atoms.positions) @ deform,
+        torch.from_numpy(atoms.cell.array) @ deform,
+    )
     masses = torch.from_numpy(atoms.get_masses())[:, None]
     kT = units.kB * torch.as_tensor(temperatures, dtype=torch.float64)[:, None, None]
-    velocities = (2 * kT / masses).sqrt() * torch.randn(positions.shape, generator=generator, dtype=torch.float64)
+    velocities = (2 * kT / masses).sqrt() * torch.randn(
+        positions.shape, generator=generator, dtype=torch.float64
+    )
     return positions, velocities - (masses * velocities).sum(1, keepdim=True) / masses.sum(), cells
 
 
 def generate(system, trajectories, samples, seed, cells_each_way=2, settle=160, every=20):
-    """`samples` frames of each of `trajectories`, in this order: types [F,n], positions, force [F,n,3], cells, virial
-    [F,3,3], energy, kinetic [F]. The trajectories differ in temperature, strain and velocities; `settle` and `every`:
-    steps."""
+    """`samples` frames of each of `trajectories`, in this order: types [F,n], positions, force
+    [F,n,3], cells, virial [F,3,3], energy, kinetic [F]. The trajectories differ in temperature,
+    strain and velocities; `settle` and `every`: steps."""
     generator = torch.Generator().manual_seed(seed)
     temperatures = [kTemperatures[i % len(kTemperatures)] for i in range(trajectories)]
-    strains = kStrain * (2 * torch.rand(trajectories, 3, 3, generator=generator, dtype=torch.float64) - 1)
+    strains = kStrain * (
+        2 * torch.rand(trajectories, 3, 3, generator=generator, dtype=torch.float64) - 1
+    )
     atoms = system.cell.repeat(cells_each_way)
     start = crystals(atoms, temperatures, (strains + strains.mT) / 2, generator)
     steps = settle + every * (samples - 1)
     states = list(simulate(system.labels, atoms, *start, steps, every, "frames"))[-samples:]
-    return {key: torch.stack([state[key] for state in states], 1).flatten(0, 1) for key in states[0]}
+    return {
+        key: torch.stack([state[key] for state in states], 1).flatten(0, 1) for key in states[0]
+    }

@@ -8,14 +8,16 @@ kUnits = {"energy": "eV/atom", "force": "eV/Å", "virial": "eV/atom"}
 
 
 def plot_loss(path, history):
-    """history: the mean squares [3] of each step; drawn as RMSE, each point the mean of a hundredth of the steps."""
+    """history: the mean squares [3] of each step, drawn as RMSE of each hundredth of the steps."""
     squares = np.array(history)
     width = max(1, len(squares) // 100)
     blocks = squares[: len(squares) // width * width].reshape(-1, width, 3).mean(1) ** 0.5
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.semilogy(
-        width * (np.arange(len(blocks)) + 0.5), blocks, label=[f"{name}, {unit}" for name, unit in kUnits.items()]
+        width * (np.arange(len(blocks)) + 0.5),
+        blocks,
+        label=[f"{name}, {unit}" for name, unit in kUnits.items()],
     )
     axes.set(xlabel="step", ylabel="RMSE of the training batches")
     figure.legend(loc="outside upper center", ncols=3)  # where no curve is
@@ -29,7 +31,9 @@ def plot_parity(path, model, data):
     n = types.shape[1]
     pairs = (energy / n, ours[0] / n), (force, ours[2]), (virial / n, ours[3] / n)
     figure = Figure(figsize=(12, 4.3), layout="constrained")
-    for axes, (name, unit), (label, prediction) in zip(figure.subplots(1, 3), kUnits.items(), pairs):
+    for axes, (name, unit), (label, prediction) in zip(
+        figure.subplots(1, 3), kUnits.items(), pairs
+    ):
         rmse = (prediction - label).square().mean().sqrt()
         both = torch.cat([label.flatten(), prediction.flatten()])
         low, high = both.min().item(), both.max().item()

@@ -1,6 +1,7 @@
-"""The crystals that a model can be trained on: a cell, the potential that labels its frames, the settings of its model.
+"""The crystals that a model can be trained on: cell, labelling potential, settings of the model.
 
-A system more is a line more here: train.py, deploy.py and step_time.py take elements and masses from it.
+A system more is a line more here: train.py, deploy.py and step_time.py take elements and masses
+from it.
 """
 
 import sys

@@ -1,10 +1,12 @@
-"""Train a Deep Potential on energies, forces and virials of a crystal, the force operators inside the loss.
+"""Train a Deep Potential on a crystal's energies, forces and virials, by the force operators.
 
-    python examples/train_potential/train.py [FOLDER] [--system gallium-nitride] [--steps N] [--compile]
-    torchrun --nproc-per-node 2 examples/train_potential/train.py --batch 2     # processes share each batch
+    python examples/train_potential/train.py [FOLDER] [--system gallium-nitride] [--steps N]
+        [--compile]
+    torchrun --nproc-per-node 2 examples/train_potential/train.py --batch 2
 
-FOLDER, build/train_potential/SYSTEM if not given, gets frames.pt, checkpoint.pt (the same command goes on from it),
-model.npz, loss.png and parity.png. README.md beside this file shows what is printed.
+The processes of torchrun share each batch. FOLDER, build/train_potential/SYSTEM if not given, gets
+frames.pt, checkpoint.pt (the same command goes on from it), model.npz, loss.png and parity.png.
+README.md beside this file shows what the script prints.
 """
 
 import argparse
@@ -27,7 +29,10 @@ def errors(trainer, data):
     """The RMSE of a model on data, in words."""
     squares = trainer.mean_squares(*data[:], create_graph=False)
     energy, force, virial = squares.sqrt().tolist()
-    return f"RMSE of energy {1e3 * energy:.2f} meV/atom, force {force:.4f} eV/A, virial {1e3 * virial:.1f} meV/atom"
+    return (
+        f"RMSE of energy {1e3 * energy:.2f} meV/atom, force {force:.4f} eV/A, "
+        f"virial {1e3 * virial:.1f} meV/atom"
+    )
 
 
 def main():
@@ -35,17 +40,32 @@ def main():
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--system", choices=kSystems, default="silicon")
     parser.add_argument("--steps", type=int, default=40000)
-    parser.add_argument("--batch", type=int, default=1, help="frames a step, of all processes together")
-    parser.add_argument("--every", type=int, default=1000, help="steps from one checkpoint to the next")
-    parser.add_argument("--trajectories", type=int, nargs=3, default=(40, 8, 8), help="to learn from, held out, test")
+    parser.add_argument(
+        "--batch", type=int, default=1, help="frames a step, of all processes together"
+    )
+    parser.add_argument(
+        "--every", type=int, default=1000, help="steps from one checkpoint to the next"
+    )
+    parser.add_argument(
+        "--trajectories",
+        type=int,
+        nargs=3,
+        default=(40, 8, 8),
+        help="to learn from, held out, test",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="torch.compile the training step")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each process")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each process"
+    )
     options = parser.parse_args()
     folder = options.folder or Path("build/train_potential", options.system)
-    rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun sets them
+    # torchrun sets both.
+    rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if options.batch % processes:
-        parser.error(f"--batch: expected a multiple of the {processes} processes, got {options.batch}")
+        parser.error(
+            f"--batch: expected a multiple of the {processes} processes, got {options.batch}"
+        )
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if processes > 1:
@@ -53,7 +73,11 @@ def main():
     wall, cpu = time.perf_counter(), time.process_time()
 
     folder.mkdir(parents=True, exist_ok=True)
-    system, kept, checkpoint = kSystems[options.system], folder / "frames.pt", folder / "checkpoint.pt"
+    system, kept, checkpoint = (
+        kSystems[options.system],
+        folder / "frames.pt",
+        folder / "checkpoint.pt",
+    )
     if rank == 0 and not kept.exists():
         seeds = range(3 * options.seed, 3 * options.seed + 3)
         sets = [generate(system, n, 8, seed) for n, seed in zip(options.trajectories, seeds)]
@@ -62,8 +86,12 @@ def main():
         distributed.barrier()
     frames = torch.load(kept)
     if frames["system"] != options.system:
-        parser.error(f"expected a folder of {options.system}, got one of {frames['system']}: {folder}")
-    model = DeepPotential(initial(**system.model, seed=options.seed), system.labels.type_names).to(options.device)
+        parser.error(
+            f"expected a folder of {options.system}, got one of {frames['system']}: {folder}"
+        )
+    model = DeepPotential(initial(**system.model, seed=options.seed), system.labels.type_names).to(
+        options.device
+    )
     types, _, _, kind, R, _, energy, _, _ = Data(frames["sets"][0], model)[:]
     standardise(model, types, kind, R, energy)
     data, held_out, test = (Data(of_set, model) for of_set in frames["sets"])
@@ -81,7 +109,10 @@ def main():
     if rank > 0:
         return
     print(f"test frames, looked at only here: {errors(trainer, test)}")
-    print(f"{time.perf_counter() - wall:.0f} s, {time.process_time() - cpu:.0f} s of CPU, frames included")
+    print(
+        f"{time.perf_counter() - wall:.0f} s, "
+        f"{time.process_time() - cpu:.0f} s of CPU, frames included"
+    )
     save_npz(model, folder / "model.npz")
     plot_loss(folder / "loss.png", trainer.history)
     plot_parity(folder / "parity.png", model.cpu(), Data(frames["sets"][2], model))
@@ -89,5 +120,6 @@ def main():
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # 64 atoms are too few to share, and so the result does not depend on the number of cores
+    # 64 atoms are too few to share, and so the result does not depend on the number of cores.
+    torch.set_num_threads(1)
     main()

@@ -1,4 +1,6 @@
-"""The loss on energies, forces and virials, and a training, on one process or many, that resumes bit for bit."""
+"""The loss on energies, forces and virials, and a training that resumes bit for bit.
+
+The training runs on one process or on many."""
 
 import os
 from functools import partial
@@ -9,25 +11,28 @@ from torch import distributed
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-kLossWeights = 100.0, 1.0, 10.0  # of the mean squares of energy and virial per atom, eV, and of force, eV/A
+# These weigh the mean squares of energy and virial per atom, eV, and of force, eV/A.
+kLossWeights = 100.0, 1.0, 10.0
 kRates = 1e-2, 1e-4  # of Muon at the first and the last step, linear between; Adam has 0.3 of it
 
 
 def save_whole(state, path):
-    """torch.save, after which `path` is the new file or, if the run is killed here, what it was before."""
+    """torch.save that leaves in `path` the new file or, if it is killed, the one before."""
     torch.save(state, f"{path}.new")
     os.replace(f"{path}.new", path)
 
 
 class Data:
-    """Frames as a model takes them, on its device, with all that its weights do not change: [index] gives types [F,n],
-    what `model.environment` gives, and the labels: energy, force and virial."""
+    """Frames as a model takes them, on its device, with all that its weights do not change: [index]
+    gives types [F,n], what `model.environment` gives, and the labels: energy, force and virial."""
 
     def __init__(self, frames, model):
         list_neigh, shift = neighbours(frames["positions"], frames["cells"], model.cutoff)
         Rij = pair_vectors(frames["positions"], list_neigh, shift)
         keys = "types", "energy", "force", "virial"
-        types, *labels, list_neigh, Rij = (x.to(model.davg.device) for x in (*map(frames.get, keys), list_neigh, Rij))
+        types, *labels, list_neigh, Rij = (
+            x.to(model.davg.device) for x in (*map(frames.get, keys), list_neigh, Rij)
+        )
         self.tensors = [types, *model.environment(types, list_neigh, Rij), *labels]
 
     def __len__(self):
@@ -38,20 +43,25 @@ class Data:
 
 
 class MeanSquares(torch.nn.Module):
-    """Mean squares of a model's errors of energy per atom, force and virial per atom, [3], on frames of Data."""
+    """Mean squares [3] of a model's errors of energy/atom, force, virial/atom on frames of Data."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, types, list_neigh, Rij, kind, R, R_d, energy, force, virial, create_graph=True):
-        ours, n = self.model.evaluate(types, list_neigh, Rij, kind, R, R_d, 0, create_graph), types.shape[1]
+    def forward(
+        self, types, list_neigh, Rij, kind, R, R_d, energy, force, virial, create_graph=True
+    ):
+        ours, n = (
+            self.model.evaluate(types, list_neigh, Rij, kind, R, R_d, 0, create_graph),
+            types.shape[1],
+        )
         errors = (ours[0] - energy) / n, ours[2] - force, (ours[3] - virial) / n
         return torch.stack([error.square().mean() for error in errors])
 
 
 def differentiate(mean_squares, parameters, *batch):
-    """The mean squares, and the gradients of the loss: through the forces, so through the operators' backward."""
+    """The mean squares, and the gradients of the loss through the operators' backward."""
     return gradients_of_loss(functional_call(mean_squares, parameters, batch), parameters)
 
 
@@ -61,7 +71,7 @@ def gradients_of_loss(squares, parameters):
 
 
 def mean_of_processes(tensors):
-    """Of each tensor the mean over all processes, by a single message; what each has when there is no other."""
+    """The mean of each tensor over all processes, by a single message; alone, the tensor."""
     if not distributed.is_initialized():
         return tensors
     message = torch.cat([tensor.flatten() for tensor in tensors])
@@ -71,12 +81,15 @@ def mean_of_processes(tensors):
 
 
 class Trainer:
-    """Training on `batch` frames a step, which the processes of torch.distributed share, where there are several. All
-    draw the same frames and take the same step, so that their weights stay equal to the bit."""
+    """Training on `batch` frames a step, which the processes of torch.distributed share, where
+    there are several. All draw the same frames and take the same step, so that their weights stay
+    equal to the bit."""
 
     def __init__(self, model, data, steps, seed, batch=1, compile=False):
         if batch > len(data):
-            raise ValueError(f"expected a batch of at most the {len(data)} frames there are, got {batch}")
+            raise ValueError(
+                f"expected a batch of at most the {len(data)} frames there are, got {batch}"
+            )
         self.model, self.data, self.steps, self.batch = model, data, steps, batch
         self.share = slice(None)  # of the batch
         if distributed.is_initialized():
@@ -86,16 +99,20 @@ class Trainer:
         self.parameters = dict(self.mean_squares.named_parameters())
         matrices = [p for p in self.parameters.values() if p.dim() == 2 and min(p.shape) > 1]
         others = [p for p in self.parameters.values() if p.dim() != 2 or min(p.shape) == 1]
-        # The descriptor's components are nearly collinear, and Adam alone crawls: Muon steps along all of them alike.
+        # The descriptor's components are nearly collinear, and Adam alone crawls: Muon steps along
+        # all of them alike.
         self.optimizers = [
             torch.optim.Muon(matrices, weight_decay=0),
             torch.optim.Adam(others, betas=(0.9, 0.99), fused=True),
         ]
         self.history = []  # mean squares of each step
         self.differentiate = partial(differentiate, self.mean_squares)
-        if compile:  # torch.compile has no double backward; make_fx follows both down to plain operators
+        # torch.compile has no double backward; make_fx follows both down to plain operators.
+        if compile:
             # symbolic: frames differ in how many neighbours there are
-            trace = make_fx(self.differentiate, tracing_mode="symbolic", _allow_non_fake_inputs=True)
+            trace = make_fx(
+                self.differentiate, tracing_mode="symbolic", _allow_non_fake_inputs=True
+            )
             graph = trace(self.parameters, *data[torch.arange(batch)[self.share]])
             self.differentiate = torch.compile(graph)
 
@@ -116,7 +133,10 @@ class Trainer:
             optimizer.step()
 
     def save(self, path):
-        state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+        }
         save_whole(state | {"history": self.history, "generator": self.generator.get_state()}, path)
 
     def resume(self, path):

@@ -1,4 +1,4 @@
-"""Weights of a Deep Potential: the layers of a net, from and to the arrays of an npz, and random ones to begin with."""
+"""Weights of a Deep Potential: a net's layers, to and from arrays of an npz, and random ones."""
 
 import re
 from functools import partial
@@ -27,7 +27,7 @@ kActivations = {
 
 
 class Layer(torch.nn.Module):
-    """y = x W + b, then idt times its activation plus x. With weights [T,in,out], those of each centre's type."""
+    """y = x W + b, then idt times its activation, plus x; W [T,in,out]: one per type of centre."""
 
     def __init__(self, w, b, idt, residual, activation):
         super().__init__()
@@ -53,7 +53,7 @@ class Layer(torch.nn.Module):
 
 
 class Net(torch.nn.Sequential):
-    """Layers, one after the other, for x [...,in] of atoms of type `centre`, or of their neighbours."""
+    """Layers in sequence for x [...,in] of atoms of type `centre`, or of their neighbours."""
 
     def __init__(self, *layers):
         super().__init__(*layers)
@@ -74,7 +74,15 @@ def net(arrays, name):
     layers = []
     for i in range(depth):
         w, b, idt = (tensor(arrays, f"{name}_{key}{i}") for key in ("w", "b", "idt"))
-        layers.append(Layer(w, b, idt, arrays.get(f"{name}_res{i}", 0), str(arrays.get(f"{name}_act{i}", "tanh"))))
+        layers.append(
+            Layer(
+                w,
+                b,
+                idt,
+                arrays.get(f"{name}_res{i}", 0),
+                str(arrays.get(f"{name}_act{i}", "tanh")),
+            )
+        )
     layers[-1].linear = name.startswith("fit")
     return Net(*layers)
 
@@ -86,18 +94,22 @@ def save_npz(model, path):
     arrays = {named(key): value.cpu() for key, value in model.state_dict().items()}
     layers = {key: layer for key, layer in model.named_modules() if isinstance(layer, Layer)}
     arrays |= {named(f"{key}.res"): int(layer.repeats > 0) for key, layer in layers.items()}
-    others = {key: layer.activation_name for key, layer in layers.items() if layer.activation_name != "tanh"}
+    others = {
+        key: layer.activation_name
+        for key, layer in layers.items()
+        if layer.activation_name != "tanh"
+    }
     arrays |= {named(f"{key}.act"): name for key, name in others.items()}
     arrays |= {"sel": model.sel, "axis_neuron": model.axis_neuron, "rcut": model.cutoff}
     np.savez(path, **arrays, rcut_smth=model.rcut_smth, type_names=model.type_names)
 
 
 def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):
-    """Arrays for DeepPotential with random weights as DeePMD-kit draws them; `emb`, `fit`: widths of the hidden layers.
+    """Random arrays for DeepPotential as DeePMD-kit draws them; `emb`, `fit`: hidden widths.
 
-    Only the first embedding layer is less so: its tanh are steps all over the range of its input, -1 to 2.5 once
-    standardised, so that distances are told apart from the first training step on. Shuffled, since G_M2 has but the
-    first axis_neuron columns."""
+    Only the first embedding layer is less so: its tanh are steps all over the range of its input,
+    -1 to 2.5 once standardised, so that distances are told apart from the first training step on.
+    Shuffled, since G_M2 has but the first axis_neuron columns."""
     random, ntypes = np.random.default_rng(seed), len(sel)
     arrays = {"sel": sel, "rcut": rcut, "rcut_smth": rcut_smth, "axis_neuron": axis_neuron}
     arrays |= {"davg": np.zeros((ntypes, ntypes, 4)), "dstd": np.ones((ntypes, ntypes, 4))}
@@ -112,23 +124,31 @@ def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):
                     arrays[f"{name}{t}_idt{i}"] = random.normal(0.1, 0.001, b)
     for t in range(ntypes):
         steps, steepness = random.permutation(np.linspace(-1, 2.5, emb[0] + 2)[1:-1]), 0.2 * emb[0]
-        arrays[f"emb{t}_w0"], arrays[f"emb{t}_b0"] = np.full((1, emb[0]), steepness), -steepness * steps
+        arrays[f"emb{t}_w0"], arrays[f"emb{t}_b0"] = (
+            np.full((1, emb[0]), steepness),
+            -steepness * steps,
+        )
     return arrays
 
 
 @torch.no_grad()
 def standardise(model, types, kind, R, energy):
-    """Sets davg, dstd and bias_atom_e of a new model, whose R is not standardised yet, for frames; empty slots are
-    included as in DeePMD-kit. The biases come nearest to the frames' energies; of several answers, which a single
-    compound has, it is the least.
+    """Sets davg, dstd and bias_atom_e of a new model, whose R is not standardised yet, for frames;
+    empty slots are included as in DeePMD-kit. The biases come nearest to the frames' energies; of
+    several answers, which a single compound has, it is the least.
 
-    The directions get a tenth of their deviation: those of a crystal's bonds nearly cancel in the sum over the slots,
-    and what remains of them is to have the weight of the distances."""
+    The directions get a tenth of their deviation: those of a crystal's bonds nearly cancel in the
+    sum over the slots, and what remains of them is to have the weight of the distances."""
     for centre in range(len(model.sel)):
         for t, count in enumerate(model.sel):
             near = R[(types == centre).unsqueeze(-1) & (kind == t)]
-            slots = torch.cat([near, near.new_zeros((types == centre).sum() * count - len(near), 4)])
-            model.davg[centre, t, 0], model.dstd[centre, t, 0] = slots[..., 0].mean(), slots[..., 0].std()
+            slots = torch.cat(
+                [near, near.new_zeros((types == centre).sum() * count - len(near), 4)]
+            )
+            model.davg[centre, t, 0], model.dstd[centre, t, 0] = (
+                slots[..., 0].mean(),
+                slots[..., 0].std(),
+            )
             model.dstd[centre, t, 1:] = slots[..., 1:].square().mean().sqrt() / 10
     counts = torch.nn.functional.one_hot(types, len(model.sel)).sum(1).to(energy)
     model.bias_atom_e[:] = torch.linalg.pinv(counts) @ energy

@@ -1,9 +1,9 @@
-"""Register two views of a scene: the homography between them from derivatives of warp_perspective, coarse to fine.
+"""Register two views of a scene: the homography, coarse to fine, by warp_perspective's derivatives.
 
     python examples/warp_perspective/register.py [FOLDER]      # default: build/warp_perspective
 
-README.md beside this file shows what is printed and the picture. Where kornia is installed, its warp_perspective does
-the same, and both are timed.
+README.md beside this file shows what the script prints and the picture. Where kornia is installed,
+its warp_perspective does the same, and both are timed.
 """
 
 import sys
@@ -25,17 +25,20 @@ except ImportError:  # optional
 
 kSize, kMargin = 352, 80  # pixels: a view, and the photograph around it
 kCorners = (kSize - 1) * torch.tensor([[0, 0], [1, 0], [1, 1], [0, 1]], dtype=torch.float64)
-kMoved = torch.tensor([[32, 24], [-36, 17.5], [-20, -34.6], [24, 32]], dtype=torch.float64)  # 40 pixels each
+# Each corner moves by 40 pixels.
+kMoved = torch.tensor([[32, 24], [-36, 17.5], [-20, -34.6], [24, 32]], dtype=torch.float64)
 
 
 def views(moved=kMoved):
-    """Two views [kSize,kSize]: in the second the corners of the first are off by `moved`, it is darker, with noise."""
+    """Two views [kSize,kSize]; the second is darker, noisy, and its corners are off by `moved`."""
     photograph = torch.from_numpy(data.camera()).double() / 255
     cut = torch.eye(3, dtype=torch.float64)
     cut[:2, 2] = -kMargin
     matrices = torch.stack([cut, homography(kCorners, kCorners + moved) @ cut])
     first, second = calcops_jit.warp_perspective(photograph, matrices, (kSize, kSize))
-    return first, 0.8 * second + 0.02 * torch.randn(second.shape, generator=torch.Generator().manual_seed(0))
+    return first, 0.8 * second + 0.02 * torch.randn(
+        second.shape, generator=torch.Generator().manual_seed(0)
+    )
 
 
 def by_kornia(images, matrix, size):
@@ -43,9 +46,10 @@ def by_kornia(images, matrix, size):
 
 
 def residual(moved, first, second, factor, warp):
-    """What the first view, warped, leaves of the second where both have pixels, each brought to mean 0 and norm 1.
+    """The second view less the first one warped, each brought to mean 0 and norm 1.
 
-    Both views are in pixels `factor` times as large, whose centres lie between those of the small ones."""
+    Only pixels that both have count. Both views are in pixels `factor` times as large. The centres
+    of these lie between those of the small ones."""
     corners = (kCorners - (factor - 1) / 2) / factor
     matrix = homography(corners, corners + moved / factor)
     warped, covered = warp(torch.stack([first, torch.ones_like(first)]), matrix, first.shape)
@@ -59,7 +63,7 @@ def residual(moved, first, second, factor, warp):
 
 
 def register(first, second, warp=calcops_jit.warp_perspective):
-    """Gauss-Newton from no motion at all -> [(factor, moved [4,2]) of each step]; the last is the result."""
+    """Gauss-Newton from no motion -> [(factor, moved [4,2]) of each step], the result last."""
     moved, path = torch.zeros(4, 2, dtype=torch.float64), []
     for factor in (16, 8, 4, 2, 1):
         coarse = [avg_pool2d(view[None], factor)[0] for view in (first, second)]
@@ -67,7 +71,9 @@ def register(first, second, warp=calcops_jit.warp_perspective):
             path.append((factor, moved))
             # Eight columns by forward mode: one pass of the operator under vmap.
             slope = torch.func.jacfwd(residual)(moved, *coarse, factor, warp).flatten(1)
-            step = torch.linalg.lstsq(slope, -residual(moved, *coarse, factor, warp)[:, None]).solution.view(4, 2)
+            step = torch.linalg.lstsq(
+                slope, -residual(moved, *coarse, factor, warp)[:, None]
+            ).solution.view(4, 2)
             moved = moved + step
             if step.norm() < 0.01 * factor:
                 break
@@ -86,7 +92,10 @@ if __name__ == "__main__":
     path = register(first, second)
     for factor in (16, 8, 4, 2, 1):
         steps = [moved for level, moved in path[:-1] if level == factor]
-        print(f"at 1/{factor:<2} resolution: {len(steps):2} steps from {error(steps[0]):8.4f} pixels off")
+        print(
+            f"at 1/{factor:<2} resolution: "
+            f"{len(steps):2} steps from {error(steps[0]):8.4f} pixels off"
+        )
     print(f"registered: {error(path[-1][1]):.4f} pixels off")
     ways = {"calcops_jit": calcops_jit.warp_perspective, "kornia": by_kornia}
     for name in ways if kornia else []:
@@ -96,13 +105,17 @@ if __name__ == "__main__":
 
     figure, axes = plt.subplots(1, 3, figsize=(15, 5), layout="constrained")
     for axis, moved, title in zip(axes, (path[0][1], path[-1][1]), ("before", "after")):
-        warped = calcops_jit.warp_perspective(first, homography(kCorners, kCorners + moved), second.shape)
+        warped = calcops_jit.warp_perspective(
+            first, homography(kCorners, kCorners + moved), second.shape
+        )
         axis.imshow(torch.stack([0.8 * warped, second, second], -1).clamp(0, 1))
         axis.set(title=f"{title}: first view in red, second in cyan", xticks=[], yticks=[])
     for level in (16, 8, 4, 2, 1):
         steps = [k for k, (factor, _) in enumerate(path) if factor == level]
         resolution = f"1/{level}" if level > 1 else "full"
-        axes[2].semilogy(steps, [error(path[k][1]) for k in steps], "o-", label=f"at {resolution} resolution")
+        axes[2].semilogy(
+            steps, [error(path[k][1]) for k in steps], "o-", label=f"at {resolution} resolution"
+        )
     axes[2].axhline(0.05, color="gray", linestyle=":", label="0.05 pixels")
     axes[2].set(title="progress", xlabel="step", ylabel="worst corner off by / pixels")
     axes[2].legend()

@@ -1,4 +1,4 @@
-"""Straighten a photograph that was taken at a slant, by the perspective transformation of four points.
+"""Straighten a photograph taken at a slant, by the perspective transformation of four points.
 
     python examples/warp_perspective/straighten.py [FOLDER]      # default: build/warp_perspective
 
@@ -15,13 +15,14 @@ from skimage import data
 
 import calcops_jit
 
-# A stretch of one line of writing, (x, y) of its corners between two of the page's ruled lines, and where it belongs.
+# A stretch of one line of writing, (x, y) of its corners between two of the page's ruled lines, and
+# where it belongs.
 kSlanted = [(155, 15), (360, 95), (260, 130), (65, 40)]
 kUpright = [(40, 110), (640, 110), (640, 210), (40, 210)]
 
 
 def homography(source, target):
-    """The matrix [3,3] that takes four points (x, y), [4,2], of `source` to those of `target`; differentiable."""
+    """The matrix [3,3] that takes points (x, y) [4,2] of `source` to `target`; differentiable."""
     (x, y), (u, v), zero = source.T, target.T, torch.zeros_like(source[:, 0])
     rows_u = torch.stack([x, y, zero + 1, zero, zero, zero, -u * x, -u * y], 1)
     rows_v = torch.stack([zero, zero, zero, x, y, zero + 1, -v * x, -v * y], 1)
@@ -30,18 +31,24 @@ def homography(source, target):
 
 
 def straighten():
-    """The photograph, uint8 [172,448], and the page as seen from straight above, uint8 [344,680]."""
+    """The photograph, uint8 [172,448], and the page from straight above, uint8 [344,680]."""
     photograph = torch.from_numpy(data.text())
     matrix = homography(torch.tensor(kSlanted).double(), torch.tensor(kUpright).double())
-    return photograph, calcops_jit.warp_perspective(photograph, matrix, (344, 680), "cubic", border_value=255.0)
+    return photograph, calcops_jit.warp_perspective(
+        photograph, matrix, (344, 680), "cubic", border_value=255.0
+    )
 
 
 if __name__ == "__main__":
     folder = Path(*sys.argv[1:] or ["build/warp_perspective"])
     folder.mkdir(parents=True, exist_ok=True)
     images = straighten()
-    figure, axes = plt.subplots(1, 2, figsize=(11, 2.9), layout="constrained", width_ratios=[448 / 172, 680 / 344])
-    for axis, image, corners, title in zip(axes, images, (kSlanted, kUpright), ("as photographed", "straightened")):
+    figure, axes = plt.subplots(
+        1, 2, figsize=(11, 2.9), layout="constrained", width_ratios=[448 / 172, 680 / 344]
+    )
+    for axis, image, corners, title in zip(
+        axes, images, (kSlanted, kUpright), ("as photographed", "straightened")
+    ):
         axis.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation="bicubic")
         axis.add_patch(Polygon(corners, fill=False, edgecolor="tab:red"))
         axis.set(title=title, xticks=[], yticks=[])

@@ -1,5 +1,8 @@
-"""The second recipe: python setup.py build_ext --build-lib DIR makes DIR/warp_perspective.so, for
-torch.ops.load_library("DIR/warp_perspective.so")."""
+"""The second recipe: setuptools builds the operator's library.
+
+    python setup.py build_ext --build-lib DIR
+
+This makes DIR/warp_perspective.so for torch.ops.load_library("DIR/warp_perspective.so")."""
 
 import shlex
 import subprocess
@@ -7,7 +10,9 @@ import subprocess
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-flags = shlex.split(subprocess.check_output(["pkg-config", "--cflags-only-I", "opencv4"], text=True))
+flags = shlex.split(
+    subprocess.check_output(["pkg-config", "--cflags-only-I", "opencv4"], text=True)
+)
 
 setup(
     name="warp_perspective",

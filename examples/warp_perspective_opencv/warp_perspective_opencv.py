@@ -1,8 +1,9 @@
-"""An operator over a third-party library, OpenCV's: built, compared with our own, scripted, run by a C++ program.
+"""An operator over OpenCV: built, compared with our own, scripted, run by a C++ program.
 
-    python examples/warp_perspective_opencv/warp_perspective_opencv.py [--out build/warp_perspective_opencv]
+    python examples/warp_perspective_opencv/warp_perspective_opencv.py [--out
+    build/warp_perspective_opencv]
 
-README.md beside this file shows what is printed.
+README.md beside this file shows what the script prints.
 """
 
 import argparse
@@ -22,24 +23,45 @@ FOLDER, TORCH = Path(__file__).resolve().parent, torch.__path__[0]
 
 
 def load():
-    """How to link a third-party library: where its headers are, its name, and where it lies unless the system knows."""
+    """How to link a third-party library: its headers, its name, and its folder if not standard."""
     ask = ["pkg-config", "--cflags-only-I", "opencv4"]
     if not shutil.which("pkg-config") or subprocess.run(ask, capture_output=True).returncode:
-        sys.exit("skipped: no OpenCV headers; apt-get install --no-install-recommends libopencv-dev pkg-config")
+        sys.exit(
+            "skipped: no OpenCV headers; "
+            "apt-get install --no-install-recommends libopencv-dev pkg-config"
+        )
     include = subprocess.check_output(ask, text=True).replace("-I", "").split()
     return calcops_jit.load(
         "warp_perspective",
         [FOLDER / "ext_ops.cc"],
         extra_include_paths=include,
-        extra_ldflags=["-lopencv_imgproc", "-lopencv_core"],  # elsewhere: "-L/opt/lib", "-Wl,-rpath,/opt/lib", ...
+        # A library elsewhere needs "-L/opt/lib", "-Wl,-rpath,/opt/lib" too.
+        extra_ldflags=["-lopencv_imgproc", "-lopencv_core"],
     )
 
 
 def compile_host(library, out):
-    command = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++20", "-O2", FOLDER / "myops_add.cc"]
-    command += ["-o", out / "myops_add", f"-I{TORCH}/include", f"-I{TORCH}/include/torch/csrc/api/include"]
-    # The program names no symbol of the library, whose operators register themselves: the linker would leave it out.
-    command += ["-Wl,--no-as-needed", library, "-Wl,--as-needed", f"-L{TORCH}/lib", f"-Wl,-rpath,{TORCH}/lib"]
+    command = [
+        *shlex.split(os.environ.get("CXX", "g++")),
+        "-std=c++20",
+        "-O2",
+        FOLDER / "myops_add.cc",
+    ]
+    command += [
+        "-o",
+        out / "myops_add",
+        f"-I{TORCH}/include",
+        f"-I{TORCH}/include/torch/csrc/api/include",
+    ]
+    # The program names no symbol of the library, whose operators register themselves: the linker
+    # would leave it out.
+    command += [
+        "-Wl,--no-as-needed",
+        library,
+        "-Wl,--as-needed",
+        f"-L{TORCH}/lib",
+        f"-Wl,-rpath,{TORCH}/lib",
+    ]
     subprocess.run([*command, "-ltorch", "-ltorch_cpu", "-lc10"], check=True)
     return out / "myops_add"
 
@@ -61,7 +83,10 @@ if __name__ == "__main__":
 
     torch.manual_seed(0)
     image = torch.randn(32, 32)
-    print(f"my_ops.warp_perspective(image, warp): {list(torch.ops.my_ops.warp_perspective(image, torch.eye(3)).shape)}")
+    print(
+        "my_ops.warp_perspective(image, warp): "
+        f"{list(torch.ops.my_ops.warp_perspective(image, torch.eye(3)).shape)}"
+    )
     matrices = {"a shift by whole pixels": [[1.0, 0, -3], [0, 1, 2], [0, 0, 1]]}
     matrices["a perspective"] = [[0.9, 0.1, 2], [-0.1, 1.1, -1], [0.001, 0.002, 1]]
     for name, matrix in matrices.items():
@@ -75,4 +100,6 @@ if __name__ == "__main__":
     print(scripted.graph, flush=True)  # before what the program prints
     scripted.save(f"{out}/compute_scripted.pt")
     torch.jit.script(warp).save(f"{out}/warp_scripted.pt")
-    subprocess.run([compile_host(library, out), "compute_scripted.pt", "warp_scripted.pt"], cwd=out, check=True)
+    subprocess.run(
+        [compile_host(library, out), "compute_scripted.pt", "warp_scripted.pt"], cwd=out, check=True
+    )

@@ -15,7 +15,7 @@ int64_t read_nghost(const char* op, const Value& nghost) {
     refuse(op, "nghost", "with a value that can be read now",
            "a tensor without one (torch.compile, export, vmap); there call calcops::force or "
            "calcops::force_virial, whose nghost is an int");
-  if (Value::call("aten::numel", nghost).item() != 1)
+  if (Value::call("aten::sym_numel", nghost).item() != 1)
     refuse(op, "nghost", "of one element", nghost.shape());
   if (!nghost.is_integral()) refuse(op, "nghost", "of an integer dtype", nghost.dtype_name());
   return nghost.item();

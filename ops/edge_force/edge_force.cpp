@@ -63,7 +63,7 @@ edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor edge_vec, SymI
   and in forward mode. Masked edges, wrong entries and determinism: as for calcops::edge_force.
 
 edge_order(Tensor edge_index, SymInt natoms) -> Tensor
-  Which edges meet at each atom: what edge_force can reuse for as long as a graph lives.
+  Index of the edges at each atom, which edge_force can reuse while a graph lives.
 
   Returns int32 [natoms + 2E], E < 2^30 (for torch.export Dim("E", max=2**30 - 1)): first, for each atom, where its part of what follows ends;
   then the ends e (as the centre) and E + e (as the neighbour) of the edges that meet at atom 0,

@@ -57,7 +57,7 @@ force_virial(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor Rij, SymInt nghos
   forward mode. Empty slots, wrong entries and determinism: as for calcops::force.
 
 neighbor_index(Tensor list_neigh, SymInt nghost=0) -> Tensor
-  Which slots name each atom: what force and force_virial can reuse for as long as a list lives.
+  Index of the slots that name each atom, which force and force_virial can reuse while a list lives.
 
   Returns int32 [B, n + nghost + n*K], n*K < 2^31: first, for each atom j, where its part of what
   follows ends; then the slots i*K + s that name atom 0, those that name atom 1 and so on, each in

@@ -1,11 +1,13 @@
-"""A Deep Potential in DeePMD-kit and imported: time of energy, forces and virial on one thread, with the same weights.
+"""A Deep Potential in DeePMD-kit and imported: time of forces on one thread, same weights.
 
     python tests/bench/bench_deepmd.py
 
-DeePMD-kit is called in two ways: through its C library with a neighbour list, as LAMMPS does, and through its Python
-class, which finds the list in each call. Ours are the package and the model itself; they get the list of the C library,
-and the vectors between atoms are computed in each call. The list has a skin of 2 A, LAMMPS's default in metal units.
-Needs the environment that `python -m pytest -m long tests/test_examples_deepmd.py` makes in build/deepmd.
+A call computes energy, forces and virial. DeePMD-kit is called in two ways: through its C library
+with a neighbour list, as LAMMPS does, and through its Python class, which finds the list in each
+call. Ours are the package and the model itself; they get the list of the C library, and the vectors
+between atoms are computed in each call. The list has a skin of 2 A, LAMMPS's default in metal
+units. Needs the environment that `python -m pytest -m long tests/test_examples_deepmd.py` makes in
+build/deepmd.
 """
 
 import ctypes
@@ -18,7 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-os.environ |= {"OMP_NUM_THREADS": "1", "DP_INTRA_OP_PARALLELISM_THREADS": "1", "DP_INTER_OP_PARALLELISM_THREADS": "1"}
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "DP_INTRA_OP_PARALLELISM_THREADS": "1",
+    "DP_INTER_OP_PARALLELISM_THREADS": "1",
+}
 ROOT = Path(__file__).resolve().parent.parent.parent
 THEIRS = ROOT / "build/deepmd/environment/bin/python"
 NETS = {"rcut": 6.0, "rcut_smth": 2.0, "neuron": [25, 50, 100], "axis_neuron": 16, "seed": 1}
@@ -45,14 +51,16 @@ def make(folder):
     for name, (type_map, sel) in MODELS.items():
         descriptor = {"type": "se_e2_a", "sel": sel, "type_one_side": name != "water", **NETS}
         fitting = {"neuron": [240, 240, 240], "seed": 2}
-        model = get_model({"type_map": type_map, "descriptor": descriptor, "fitting_net": fitting}).eval()
+        model = get_model(
+            {"type_map": type_map, "descriptor": descriptor, "fitting_net": fitting}
+        ).eval()
         model.atomic_model.descriptor.sea.stddev[:] = 0.1
         torch.jit.save(torch.jit.script(model), folder / f"{name}.pth")
 
 
 def structure(name, natoms):
-    """Periodic silicon, its atoms displaced at random; or water in blocks of 192 atoms, the molecules on a grid
-    and turned at random."""
+    """Periodic silicon, its atoms displaced at random; or water in blocks of 192 atoms, the
+    molecules on a grid and turned at random."""
     from ase import Atoms
     from ase.build import bulk, molecule
 
@@ -78,7 +86,9 @@ def theirs(folder, name, natoms):
     system = np.load(folder / f"{name}{natoms}.npz")
     positions, types, cell = (system[key] for key in ("positions", "types", "cell"))
     python = DeepPot(str(folder / f"{name}.pth"))
-    by_python, (energy, force, _) = seconds(lambda: python.eval(positions.reshape(1, -1), cell.reshape(1, 9), types))
+    by_python, (energy, force, _) = seconds(
+        lambda: python.eval(positions.reshape(1, -1), cell.reshape(1, 9), types)
+    )
 
     library = ctypes.CDLL(str(Path(deepmd.__path__[0]) / "lib/libdeepmd_c.so"))
     library.DP_NewDeepPot.restype = library.DP_NewNlist.restype = ctypes.c_void_p
@@ -94,7 +104,9 @@ def theirs(folder, name, natoms):
     count = np.bincount(i, minlength=natoms).astype(np.int32)
     rows = neighbour.ctypes.data + 4 * (count.cumsum() - count).astype(np.int64)
     atoms = np.arange(natoms, dtype=np.int32)
-    nlist = pointer(library.DP_NewNlist(natoms, *(pointer(x.ctypes.data) for x in (atoms, count, rows))))
+    nlist = pointer(
+        library.DP_NewNlist(natoms, *(pointer(x.ctypes.data) for x in (atoms, count, rows)))
+    )
     energies, forces, virial = np.zeros(1), np.zeros_like(everyone), np.zeros(9)
     ago = 0
 
@@ -109,8 +121,12 @@ def theirs(folder, name, natoms):
 
     by_c, _ = seconds(compute)
     np.add.at(forces, images[:, 0], forces[natoms:])
-    np.savez(folder / "theirs.npz", python=by_python, c=by_c, energy=energies[0], force=forces[:natoms])
-    assert abs(forces[:natoms] - force[0]).max() < 1e-9 * abs(force).max(), "the C library and Python"
+    np.savez(
+        folder / "theirs.npz", python=by_python, c=by_c, energy=energies[0], force=forces[:natoms]
+    )
+    assert abs(forces[:natoms] - force[0]).max() < 1e-9 * abs(force).max(), (
+        "the C library and Python"
+    )
 
 
 def ours(folder, name, natoms):
@@ -129,7 +145,14 @@ def ours(folder, name, natoms):
     found = NeighbourList(atoms, model.cutoff, 2.0, "cpu")
     live = found.list_neigh[0] >= 0
     i, j, S = live.nonzero()[:, 0], found.list_neigh[0][live], found.shift[0][live].long()
-    system = {"i": i, "j": j, "S": S, "types": types, "positions": atoms.positions, "cell": atoms.cell.array}
+    system = {
+        "i": i,
+        "j": j,
+        "S": S,
+        "types": types,
+        "positions": atoms.positions,
+        "cell": atoms.cell.array,
+    }
     np.savez(folder / f"{name}{natoms}.npz", **system)
     run_theirs(folder, name, str(natoms))
     peer = np.load(folder / "theirs.npz")
@@ -147,7 +170,12 @@ def ours(folder, name, natoms):
 
 
 def run_theirs(*arguments):
-    subprocess.run([THEIRS, __file__, *arguments], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        [THEIRS, __file__, *arguments],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 if __name__ == "__main__":
@@ -156,12 +184,18 @@ if __name__ == "__main__":
     elif len(sys.argv) == 4:
         theirs(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
     elif not THEIRS.exists():
-        print("bench_deepmd: no DeePMD-kit in build/deepmd; python -m pytest -m long tests/test_examples_deepmd.py")
+        print(
+            "bench_deepmd: no DeePMD-kit in build/deepmd; "
+            "python -m pytest -m long tests/test_examples_deepmd.py"
+        )
     else:
         sys.path += [str(ROOT / "examples" / name) for name in ("deepmd", "ase", "potentials")]
         with tempfile.TemporaryDirectory() as folder:
             run_theirs(folder)
-            print("| atoms | deepmd-kit in C, ms | in Python, ms | package, ms | model, ms | C / package | apart |")
+            print(
+                "| atoms | deepmd-kit in C, ms | in Python, ms | package, ms | "
+                "model, ms | C / package | apart |"
+            )
             print("|---|---|---|---|---|---|---|")
             for system in SYSTEMS:
                 ours(Path(folder), *system)

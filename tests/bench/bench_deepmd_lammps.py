@@ -1,13 +1,14 @@
-"""A Deep Potential in LAMMPS by DeePMD-kit's pair style and by ours: the time of a step, with the same weights.
+"""A Deep Potential in LAMMPS by DeePMD-kit's pair style and by ours: time of a step, same weights.
 
-    python tests/bench/bench_deepmd_lammps.py [--systems water1536] [--ranks 1 2] [--times 3] [--steps 10]
-        [--lammps ENVIRONMENT]
+    python tests/bench/bench_deepmd_lammps.py [--systems water1536] [--ranks 1 2] [--times 3]
+        [--steps 10] [--lammps ENVIRONMENT]
 
-`pair_style deepmd` runs a model by PyTorch (.pth) or by TensorFlow (.pb), uncompressed, and `pair_style calcops` the
-package that examples/deepmd makes of the same .pth, with a thread a rank. All take turns, and the fastest of the
-`times` runs counts. `apart`: the largest difference from the .pth in forces, energy and pressure before the first step,
-each relative to the largest of its kind. Needs the environment of bench_deepmd.py, into which it installs DeePMD-kit's
-LAMMPS; ours is that of `make lammps`, or any other environment with lammps[mpi].
+`pair_style deepmd` runs a model by PyTorch (.pth) or by TensorFlow (.pb), uncompressed, and
+`pair_style calcops` the package that examples/deepmd makes of the same .pth, with a thread a rank.
+All take turns, and the fastest of the `times` runs counts. `apart`: the largest difference from the
+.pth in forces, energy and pressure before the first step, each relative to the largest of its kind.
+Needs the environment of bench_deepmd.py, into which it installs DeePMD-kit's LAMMPS; ours is that
+of `make lammps`, or any other environment with lammps[mpi].
 """
 
 import argparse
@@ -21,9 +22,14 @@ from pathlib import Path
 import numpy as np
 from bench_deepmd import MODELS, ROOT, THEIRS, run_theirs, structure
 
-# The last one: what the .pth backend of its wheel is linked against, which no extra brings without 2 GB of others.
+# The wheel's .pth backend is linked against the last one. The extra that brings it brings 2 GB of
+# others, too.
 kPackages = ["deepmd-kit[torch,cpu,lmp]==3.2.0", "nvidia-cuda-runtime-cu12"]
-kSystems = {"water1536": ("water", 1536), "silicon1000": ("silicon", 1000), "silicon8000": ("silicon", 8000)}
+kSystems = {
+    "water1536": ("water", 1536),
+    "silicon1000": ("silicon", 1000),
+    "silicon8000": ("silicon", 8000),
+}
 kScript = """
 units metal
 read_data {data}
@@ -47,15 +53,32 @@ def run(environment, ranks, plugin="", **script):
     """Seconds a step; energy, pressure and forces before the first."""
     with tempfile.TemporaryDirectory() as folder:
         path, forces = Path(folder) / "in.lammps", Path(folder) / "forces"
-        path.write_text(f"plugin load {plugin}\n" * bool(plugin) + kScript.format(forces=forces, **script))
-        program = [environment / "bin/mpiexec", "-n", str(ranks), environment / "bin/lmp", "-log", "none", "-in", path]
-        result = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        path.write_text(
+            f"plugin load {plugin}\n" * bool(plugin) + kScript.format(forces=forces, **script)
+        )
+        program = [
+            environment / "bin/mpiexec",
+            "-n",
+            str(ranks),
+            environment / "bin/lmp",
+            "-log",
+            "none",
+            "-in",
+            path,
+        ]
+        result = subprocess.run(
+            program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         if result.returncode or not forces.exists():
             raise SystemExit(result.stdout)
         energy, pressure = re.search(r"Press +\n +0 +(\S+) +(\S+)", result.stdout).groups()
         vectors = np.loadtxt(forces, skiprows=9)[:, 1:]
     last = re.findall(r"Loop time of (\S+)", result.stdout)[-1]
-    return float(last) / script["steps"], [np.array(float(energy)), np.array(float(pressure)), vectors]
+    return float(last) / script["steps"], [
+        np.array(float(energy)),
+        np.array(float(pressure)),
+        vectors,
+    ]
 
 
 def write_data(name, natoms, path):
@@ -63,7 +86,14 @@ def write_data(name, natoms, path):
 
     atoms = structure(name, natoms)
     assert len(atoms) == natoms
-    write(path, atoms, format="lammps-data", specorder=MODELS[name][0], masses=True, atom_style="atomic")
+    write(
+        path,
+        atoms,
+        format="lammps-data",
+        specorder=MODELS[name][0],
+        masses=True,
+        atom_style="atomic",
+    )
 
 
 def main():
@@ -86,11 +116,21 @@ def main():
         run_theirs(folder)
         for kind in MODELS:
             model = folder / f"{kind}.pth"
-            imported = [sys.executable, ROOT / "examples/deepmd/import_deepmd.py", model, model.with_suffix(".pt2")]
+            imported = [
+                sys.executable,
+                ROOT / "examples/deepmd/import_deepmd.py",
+                model,
+                model.with_suffix(".pt2"),
+            ]
             convert = [theirs / "bin/dp", "convert-backend", model, model.with_suffix(".pb")]
             for command in (imported, convert):
-                subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        print("| atoms | ranks | deepmd .pth, ms | deepmd .pb, ms | calcops, ms | .pth / ours | .pb / ours | apart |")
+                subprocess.run(
+                    command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
+        print(
+            "| atoms | ranks | deepmd .pth, ms | deepmd .pb, ms | calcops, ms "
+            "| .pth / ours | .pb / ours | apart |"
+        )
         print("|---|---|---|---|---|---|---|---|")
         for kind, natoms in map(kSystems.get, options.systems):
             data = folder / f"{kind}{natoms}.data"
@@ -99,19 +139,32 @@ def main():
             calls = [
                 dict(environment=theirs, style=f"deepmd {folder / kind}.pth"),
                 dict(environment=theirs, style=f"deepmd {folder / kind}.pb"),
-                dict(environment=options.lammps, style=f"calcops {folder / kind}.pt2", plugin=plugin),
+                dict(
+                    environment=options.lammps, style=f"calcops {folder / kind}.pt2", plugin=plugin
+                ),
             ]
             for ranks in options.ranks:
-                runs = [[run(ranks=ranks, **call, **script) for call in calls] for _ in range(options.times)]
+                runs = [
+                    [run(ranks=ranks, **call, **script) for call in calls]
+                    for _ in range(options.times)
+                ]
                 times = [min(seconds for seconds, _ in column) for column in zip(*runs)]
                 expected, ours = runs[0][0][1], runs[0][-1][1]
                 apart = max(abs(a - b).max() / abs(b).max() for a, b in zip(ours, expected))
-                cells = [f"{1e3 * value:.0f}" for value in times] + [f"{x / times[-1]:.1f}x" for x in times[:-1]]
-                print(f"| {natoms} of {kind} | {ranks} | {' | '.join(cells)} | {apart:.0e} |", flush=True)
+                cells = [f"{1e3 * value:.0f}" for value in times] + [
+                    f"{x / times[-1]:.1f}x" for x in times[:-1]
+                ]
+                print(
+                    f"| {natoms} of {kind} | {ranks} | {' | '.join(cells)} | {apart:.0e} |",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
     if THEIRS.exists():
         main()
     else:
-        print("bench_deepmd_lammps: no DeePMD-kit; python -m pytest -m long tests/test_examples_deepmd.py makes it")
+        print(
+            "bench_deepmd_lammps: no DeePMD-kit; "
+            "python -m pytest -m long tests/test_examples_deepmd.py makes it"
+        )

@@ -1,23 +1,29 @@
-"""edge_force_virial on the CPU against one contiguous read of its bytes and against three index_add_ of torch.
+"""edge_force_virial on the CPU beside one contiguous read of its bytes and torch's index_add_.
 
     python tests/bench/bench_edge_force.py [--seconds 1]
 
-A yardstick reads exactly the bytes that a call needs, with as many threads, in the same run; each figure is the minimum
-of many. The graph has 12,288 atoms with 92 neighbours within +-2,000 of their index, as a list from a cell grid has.
-No edge_order is given: the CPU has no use for one. Adding up an atom's edges from wherever they lie reads the edges in
-no order, and there are more bytes of them than of the atoms' sums.
+A yardstick reads exactly the bytes that a call needs, with as many threads, in the same run; each
+figure is the minimum of many. torch needs three index_add_. The graph has 12,288 atoms with 92
+neighbours within +-2,000 of their index, as a list from a cell grid has. No edge_order is given:
+the CPU has no use for one. Adding up an atom's edges from wherever they lie reads the edges in no
+order, and there are more bytes of them than of the atoms' sums.
 
-What was tried in the kernel and lost (GCC 12, AVX2, Zen 3, one thread of a machine under load; variants that are not
-kept, so no command prints this), as time over the kernel's with sorted and with shuffled edges:
-    scalar loops over the 3 x 4 products, as before        1.5 to 2.3, 1.2 to 1.6; GCC leaves them scalar
-    nothing prefetched                                     1.2 to 1.5, 1.1 to 1.2; centres alone not: 2 shuffled
-    sums of centres and of neighbours in arrays apart      1.0, 1.0 to 1.2: three cache lines an edge either way
-    setting a block of sums inlined into the loop          1.1 to 1.4 sorted
-    the centre's sum as three numbers                      1.3 to 1.4 shuffled
-    float32 converted four at a time (AVX or generic)      0.9 to 1.2, 1.0 to 1.5
-    small pages                                            1.05; with 100,000 atoms and 40 neighbours 1.5 and 2.2
-With a block a task, allocated by the thread that works on it, two threads took longer than one (27 ms to 16, sorted
-float64); with one block of the caller's and all of the above it is 4.3 against 7.1.
+These variants of the kernel lost (GCC 12, AVX2, Zen 3, one thread of a machine under load). They
+are not kept, so no command prints the figures: the time over the kernel's.
+
+    variant                                                 sorted edges    shuffled edges
+    scalar loops over the 3 x 4 products, as before         1.5 to 2.3      1.2 to 1.6
+    nothing prefetched                                      1.2 to 1.5      1.1 to 1.2
+    only the centres not prefetched                                         2
+    sums of centres and of neighbours in arrays apart       1.0             1.0 to 1.2
+    setting a block of sums inlined into the loop           1.1 to 1.4
+    the centre's sum as three numbers                                       1.3 to 1.4
+    float32 converted four at a time (AVX or generic)       0.9 to 1.2      1.0 to 1.5
+
+GCC leaves the scalar loops scalar. Either layout of the sums takes three cache lines an edge. Small
+pages take 1.05, and with 100,000 atoms and 40 neighbours 1.5 (sorted) and 2.2 (shuffled). With a
+block a task, allocated by the thread that works on it, two threads took longer than one (27 ms to
+16, sorted float64); with one block of the caller's and all of the above it is 4.3 against 7.1.
 """
 
 import argparse
@@ -36,7 +42,9 @@ def graph(natoms, neighbors, order, dtype):
     edge_index = torch.stack([centre, (centre + step) % natoms])
     if order == "shuffled":
         edge_index = edge_index[:, torch.randperm(len(centre), generator=generator)]
-    gradient, vec = (torch.randn(len(centre), 3, generator=generator, dtype=dtype) for _ in range(2))
+    gradient, vec = (
+        torch.randn(len(centre), 3, generator=generator, dtype=dtype) for _ in range(2)
+    )
     return edge_index.contiguous(), gradient, vec, natoms
 
 
@@ -44,7 +52,9 @@ def with_index_add(edge_index, gradient, vec, natoms):
     force, atom_virial = gradient.new_zeros(natoms, 3), gradient.new_zeros(natoms, 9)
     force.index_add_(0, edge_index[0], gradient)
     force.index_add_(0, edge_index[1], gradient, alpha=-1)
-    atom_virial.index_add_(0, edge_index[1], (gradient[:, :, None] * vec[:, None]).flatten(1), alpha=-1)
+    atom_virial.index_add_(
+        0, edge_index[1], (gradient[:, :, None] * vec[:, None]).flatten(1), alpha=-1
+    )
     return force, atom_virial.sum(0), atom_virial
 
 
@@ -60,10 +70,15 @@ def minimum_ms(functions, seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=1, help="for each row")
     seconds = parser.parse_args().seconds
-    print("| edges | type | threads | read, ms | edge_force_virial, ms | of read | index_add_, ms | times faster |")
+    print(
+        "| edges | type | threads | read, ms | edge_force_virial, ms "
+        "| of read | index_add_, ms | times faster |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for order in ("sorted", "shuffled"):
         for dtype in (torch.float64, torch.float32):
@@ -81,7 +96,8 @@ def main():
                     seconds,
                 )
                 print(
-                    f"| {order} | {str(dtype)[6:]} | {threads} | {read:.2f} | {ours:.2f} | {ours / read:.2f} "
+                    f"| {order} | {str(dtype)[6:]} | {threads} | {read:.2f} "
+                    f"| {ours:.2f} | {ours / read:.2f} "
                     f"| {torchs:.1f} | {torchs / ours:.0f} |"
                 )
 

@@ -1,29 +1,35 @@
-"""Force, virial and per-atom virial on the CPU against the memory, plain torch and deepmd-kit's own library.
+"""Force, virial and per-atom virial on the CPU beside memory, torch and deepmd-kit's library.
 
     python tests/bench/bench_force.py          (make bench)
 
-Prints the table of results/force.md; --write writes it there and draws its picture. Times are the least of many runs,
-interleaved. Whatever is compared comes from one run.
+Prints the table of results/force.md; --write writes it there and draws its picture. Times are the
+least of many runs, interleaved. Whatever is compared comes from one run.
 
-`read` is one contiguous sum of as many bytes as the list and the live slots hold, `read + write` also writes as many as
-the gradients hold (yardsticks.cpp). Where empty slots lie between live ones, a processor that reads ahead moves more.
-Outputs go to memory that is mapped already; "new" is memory that the system maps for the call. The peer is optional:
-`pip install --no-deps deepmd-kit` (LGPL) ships libdeepmd.so.
+`read` is one contiguous sum of as many bytes as the list and the live slots hold, `read + write`
+also writes as many as the gradients hold (yardsticks.cpp). Where empty slots lie between live ones,
+a processor that reads ahead moves more. Outputs go to memory that is mapped already; "new" is
+memory that the system maps for the call. The peer is optional: `pip install --no-deps deepmd-kit`
+(LGPL) ships libdeepmd.so.
 
-What was tried in the kernel and lost, as time over the kernel's (GCC 12, AVX-512, one thread, data in the L2 cache):
-    plain loops over g[a] and R4[b]                             1.4 float64, 1.9 float32; backward of all 0.9 and 1.3
-    __builtin_convertvector of four floats (GCC splits it)      2.5 float32
-    columns of a 4 x 3 matrix gathered one number at a time     backward of all 1.2 float64, 1.3 float32
-    an atom's sums as four rows of three, padded to four        1.0, 1.1 at 10^4 atoms: a third more memory
-    a buffer of calloc a task, mapped anew in every call        1.2 at 10^4 atoms
+These variants of the kernel lost. Their time over the kernel's (GCC 12, AVX-512, one thread, data
+in the L2 cache):
+    plain loops over g[a] and R4[b]                         1.4 float64, 1.9 float32
+        the same, backward of all                           0.9 float64, 1.3 float32
+    __builtin_convertvector of four floats (GCC splits it)  2.5 float32
+    columns of a 4 x 3 matrix gathered number by number,
+        backward of all                                     1.2 float64, 1.3 float32
+    an atom's sums as four rows of three, padded to four    1.0; at 10^4 atoms 1.1
+        (a third more memory)
+    a buffer of calloc a task, mapped anew in every call    1.2 at 10^4 atoms
 
-And with a row prefetched, 12,288 atoms x 138 slots, one thread of an AVX2 machine (Zen 3) under load:
-    no prefetch (the kernel before)                             lattice 1.07 float64, 1.29 float32; random 1.03 and 1.29
-    a list of a row's live slots, worked off in blocks of four  lattice 1.02 and 1.06, random 0.91 and 1.06;
-                                                                scattered -1: 1.34 float64, 0.90 float32
-On that machine the empty ends of rows cost what they hold: reading them too takes as long as leaving them out,
-whatever is prefetched, in which order and how far ahead (1.5 to 1.7 of `read`). Large pages for the inputs do not
-change that.
+And with a row prefetched, for float64 and float32 (12,288 atoms x 138 slots, one thread of an AVX2
+machine, Zen 3, under load):
+                                                    lattice       random        scattered -1
+    no prefetch (the kernel before)                 1.07, 1.29    1.03, 1.29
+    a list of a row's live slots, in blocks of four 1.02, 1.06    0.91, 1.06    1.34, 0.90
+There the empty ends of rows cost what they hold: reading them takes as long as leaving them out,
+whatever is prefetched, in which order and how far ahead (1.5 to 1.7 of `read`). Large pages for
+the inputs do not change that.
 """
 
 import argparse
@@ -49,7 +55,12 @@ PATTERNS = (("lattice", 1 / 3), ("lattice", 2 / 3), ("random", 1 / 3), ("scatter
 
 def box(natoms):
     """Three factors of natoms, as equal as they can be."""
-    factors = [(a, b, natoms // a // b) for a in range(1, 200) for b in range(a, 400) if natoms % (a * b) == 0]
+    factors = [
+        (a, b, natoms // a // b)
+        for a in range(1, 200)
+        for b in range(a, 400)
+        if natoms % (a * b) == 0
+    ]
     return min(factors, key=sum)
 
 
@@ -66,14 +77,18 @@ def lattice(natoms, neighbors, empty, dtype=torch.float64, device="cpu", pattern
     target = site[:, None] + torch.tensor(offsets[1 : live + 1], device=device)
     target %= torch.tensor(sizes, device=device)
     list_neigh = torch.full((1, natoms, neighbors), -1, dtype=torch.int32, device=device)
-    list_neigh[0, :, :live] = (target[..., 0] * sizes[1] + target[..., 1]) * sizes[2] + target[..., 2]
+    list_neigh[0, :, :live] = (target[..., 0] * sizes[1] + target[..., 1]) * sizes[2] + target[
+        ..., 2
+    ]
     del target
     generator = torch.Generator(device).manual_seed(0)
     size = (1, natoms, neighbors)
     if pattern == "random":
         list_neigh[0, :, :live].random_(natoms, generator=generator)
     if pattern == "scattered":
-        list_neigh = list_neigh.gather(2, torch.rand(size, generator=generator, device=device).argsort(-1))
+        list_neigh = list_neigh.gather(
+            2, torch.rand(size, generator=generator, device=device).argsort(-1)
+        )
     options = dict(generator=generator, dtype=dtype, device=device)
     values = [torch.randn(*size, c, **options) for c in (4, 12, 3)]
     for x in values:
@@ -86,7 +101,10 @@ def torch_force_virial(list_neigh, dE, Ri_d, Rij):
     """What one writes without custom operators: matmul, einsum, index_add_."""
     frames, natoms, neighbors = list_neigh.shape
     live = (list_neigh >= 0).unsqueeze(-1)
-    g = torch.matmul(dE.unsqueeze(-2), Ri_d.view(frames, natoms, neighbors, 4, 3)).squeeze(-2) * live
+    g = (
+        torch.matmul(dE.unsqueeze(-2), Ri_d.view(frames, natoms, neighbors, 4, 3)).squeeze(-2)
+        * live
+    )
     rows = (list_neigh.clamp(min=0) + natoms * torch.arange(frames)[:, None, None]).flatten().long()
     force = torch.zeros(frames * natoms, 3, dtype=dE.dtype).index_add_(0, rows, g.view(-1, 3))
     force = force.view(frames, natoms, 3) - g.sum(2)
@@ -113,13 +131,13 @@ class DeepMD:
         natoms, neighbors = list_neigh.shape[1:]
         out = [torch.empty(*shape, dtype=dE.dtype) for shape in ((natoms, 3), (9,), (natoms, 9))]
         pointer = lambda x: ctypes.c_void_p(x.data_ptr())  # noqa: E731
-        force(pointer(out[0]), pointer(dE), pointer(Ri_d), pointer(list_neigh), natoms, natoms, neighbors, 1)
+        force(*map(pointer, (out[0], dE, Ri_d, list_neigh)), natoms, natoms, neighbors, 1)
         virial(*map(pointer, (*out[1:], dE, Ri_d, Rij, list_neigh)), natoms, natoms, neighbors)
         return out[0][None], out[1].view(1, 3, 3), out[2].view(1, natoms, 3, 3)
 
 
 def minimum_ms(functions, seconds, least=2):
-    """The least time of each, called in turn for `seconds` and at least so many times, in milliseconds."""
+    """The least milliseconds of each, called in turn for `seconds`, `least` times at least."""
     best = [float("inf")] * len(functions)
     end = time.perf_counter() + seconds
     while least > 0 or time.perf_counter() < end:
@@ -132,7 +150,7 @@ def minimum_ms(functions, seconds, least=2):
 
 
 def keep_memory(keep):
-    """Lets malloc keep what is freed, so that outputs lie in mapped memory; otherwise it maps large arrays anew."""
+    """Lets malloc keep what is freed, so that outputs lie in mapped memory; else it maps anew."""
     libc = ctypes.CDLL(None)
     libc.mallopt(-4, 0 if keep else 65536)  # M_MMAP_MAX
     libc.mallopt(-1, 2**31 - 1 if keep else 128 << 10)  # M_TRIM_THRESHOLD
@@ -166,7 +184,7 @@ def kernels(inputs, live):
 
 
 def minimum_of_calls(calls, seconds):
-    """The least time of each; for those that write all gradients also "..., new", into memory mapped for the call."""
+    """The least time of each; "..., new": gradients written into memory mapped for the call."""
     keep_memory(True)
     found = dict(zip(calls, minimum_ms(list(calls.values()), seconds), strict=True))
     keep_memory(False)
@@ -180,7 +198,10 @@ def measure(natoms, neighbors, empty, pattern, dtype, deepmd, seconds):
     live = round(neighbors * (1 - empty))
     calls, nbytes = kernels(inputs, live)
     compiled = torch.compile(torch_force_virial, dynamic=False)
-    peers = {"torch": lambda: torch_force_virial(*inputs), "torch.compile": lambda: compiled(*inputs)}
+    peers = {
+        "torch": lambda: torch_force_virial(*inputs),
+        "torch.compile": lambda: compiled(*inputs),
+    }
     if deepmd:
         peers["deepmd-kit"] = lambda: deepmd(*inputs)
     ours = calcops_jit.force_virial(*inputs)
@@ -194,7 +215,14 @@ def measure(natoms, neighbors, empty, pattern, dtype, deepmd, seconds):
         torch.set_num_threads(threads)
         if deepmd:
             deepmd.set_threads(threads)
-        row = dict(natoms=natoms, neighbors=neighbors, empty=empty, pattern=pattern, dtype=dtype, threads=threads)
+        row = dict(
+            natoms=natoms,
+            neighbors=neighbors,
+            empty=empty,
+            pattern=pattern,
+            dtype=dtype,
+            threads=threads,
+        )
         row |= {"pairs": natoms * live, "bytes": nbytes}
         row |= minimum_of_calls(calls, seconds)
         row |= zip(peers, minimum_ms(list(peers.values()), 0, least=2), strict=True)
@@ -237,7 +265,9 @@ def as_markdown(row):
 def at_most(float64, float32, elsewhere=None):
     """A target for each type, and perhaps another where the list is no lattice's."""
     return lambda row: (
-        elsewhere if elsewhere and row["pattern"] != "lattice" else (float64, float32)[row["dtype"] == torch.float32]
+        elsewhere
+        if elsewhere and row["pattern"] != "lattice"
+        else (float64, float32)[row["dtype"] == torch.float32]
     )
 
 
@@ -248,12 +278,27 @@ def over(name):
 # Column, target, whether less is better.
 TARGETS = (
     ("force_virial / read", lambda r: r["force_virial"] / r["read"], at_most(1.3, 1.4, 1.6), True),
-    ("backward of dE / read + write", lambda r: r["backward of dE"] / r["read + write dE"], at_most(1.4, 1.4), True),
-    ("backward of all / read + write", lambda r: r["backward of all"] / r["read + write all"], at_most(1.4, 1.9), True),
+    (
+        "backward of dE / read + write",
+        lambda r: r["backward of dE"] / r["read + write dE"],
+        at_most(1.4, 1.4),
+        True,
+    ),
+    (
+        "backward of all / read + write",
+        lambda r: r["backward of all"] / r["read + write all"],
+        at_most(1.4, 1.9),
+        True,
+    ),
     ("over deepmd-kit", over("deepmd-kit"), lambda row: 25, False),
     ("over torch", over("torch"), lambda row: 15, False),
     ("over torch.compile", over("torch.compile"), lambda row: 4, False),
-    ("cost of determinism", lambda r: r["force_virial"] / r["private buffers"], lambda row: 1.25, True),
+    (
+        "cost of determinism",
+        lambda r: r["force_virial"] / r["private buffers"],
+        lambda row: 1.25,
+        True,
+    ),
 )
 
 
@@ -265,12 +310,13 @@ def print_targets(rows):
         reached = sum(value <= aim if less else value >= aim for value, aim in values)
         worst, aim = (max if less else min)(values, key=lambda pair: pair[0] / pair[1])
         print(
-            f"{name}: reached in {reached} of {len(values)}, worst {worst:.2f} (target {'<=' if less else '>='} {aim})"
+            f"{name}: reached in {reached} of {len(values)}, worst {worst:.2f} "
+            f"(target {'<=' if less else '>='} {aim})"
         )
 
 
 def overhead(seconds):
-    """Microseconds of a call on one atom with one slot, and what an operator that does nothing takes."""
+    """Microseconds of a call on one atom with one slot, and of an operator that does nothing."""
     torch.set_num_threads(1)
     inputs = lattice(1, 1, 0)
     inputs[0].zero_()
@@ -280,24 +326,30 @@ def overhead(seconds):
         lambda: [torch.ops.yardsticks.empty_force_virial(*inputs) for _ in range(100)],
         lambda: [calcops_jit.force_virial(*small) for _ in range(10)],
     )
-    ours, empty, small_us = (1e3 * ms / n for ms, n in zip(minimum_ms(functions, seconds), (100, 100, 10), strict=True))
+    ours, empty, small_us = (
+        1e3 * ms / n for ms, n in zip(minimum_ms(functions, seconds), (100, 100, 10), strict=True)
+    )
     print(
-        f"one atom, one slot: {ours:.1f} us, an empty operator {empty:.1f} us, overhead {ours - empty:.1f} us"
-        f" (target <= 5); 192 x 138: {small_us:.0f} us"
+        f"one atom, one slot: {ours:.1f} us, an empty operator {empty:.1f} us, "
+        f"overhead {ours - empty:.1f} us (target <= 5); 192 x 138: {small_us:.0f} us"
     )
 
 
 def machine():
-    cpu = re.search(r"(?:model name|CPU part)\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())[1]
+    processors = pathlib.Path("/proc/cpuinfo").read_text()
+    cpu = re.search(r"(?:model name|CPU part)\s*: (.*)", processors)[1]
     gcc = subprocess.run(["c++", "-dumpfullversion"], capture_output=True, text=True).stdout.strip()
     today = datetime.date.today()
-    return f"{cpu}, 2 threads at most, {platform.system()}, GCC {gcc}, torch {torch.__version__}, {today}"
+    system = f"{platform.system()}, GCC {gcc}, torch {torch.__version__}"
+    return f"{cpu}, 2 threads at most, {system}, {today}"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=6, help="for the kernels of each row")
-    parser.add_argument("--write", action="store_true", help="put the table and its picture into results/force.md")
+    parser.add_argument(
+        "--write", action="store_true", help="put the table and its picture into results/force.md"
+    )
     parser.add_argument("--atoms", type=int, help="instead of those of the table, to try it out")
     options = parser.parse_args()
     deepmd = DeepMD() if importlib.util.find_spec("deepmd") else None
@@ -315,7 +367,8 @@ def main():
     for natoms, neighbors in SIZES:
         for dtype in (torch.float64, torch.float32):
             for pattern, empty in PATTERNS:
-                found = measure(options.atoms or natoms, neighbors, empty, pattern, dtype, deepmd, options.seconds)
+                atoms = options.atoms or natoms
+                found = measure(atoms, neighbors, empty, pattern, dtype, deepmd, options.seconds)
                 print(*map(as_markdown, found), sep="\n", flush=True)
                 rows += found
     if options.write:

@@ -2,12 +2,14 @@
 
     python tests/bench/bench_force_cuda.py          (make bench; needs a GPU)
 
-`of copy` is the rate of the compulsory bytes (the list once, what live slots hold once, every output once) over the
-rate of a device-to-device copy that moves as many bytes. Calls are replayed from a CUDA graph that goes round enough
-sets of inputs to be several times the L2, so neither the host nor the cache flatters them. `shuffled` numbers the
-atoms at random: neighbours are far apart in memory then. `unfused` is matmul, scatter force, scatter virial, each with
-an atomic a component, `fused atomics` one kernel without a fixed order (yardsticks_cuda.cu). The rows are added to
-results.json ($OUT, else here), and force_growth_cuda.png is drawn beside it where matplotlib is installed.
+`of copy` is the rate of the compulsory bytes (the list once, what live slots hold once, every
+output once) over the rate of a device-to-device copy that moves as many bytes. Calls are replayed
+from a CUDA graph that goes round enough sets of inputs to be several times the L2, so neither the
+host nor the cache flatters them. `shuffled` numbers the atoms at random: neighbours are far apart
+in memory then. `unfused` is matmul, scatter force, scatter virial, each with an atomic a component,
+`fused atomics` one kernel without a fixed order (yardsticks_cuda.cu). The rows are added to
+results.json ($OUT, else here), and force_growth_cuda.png is drawn beside it where matplotlib is
+installed.
 """
 
 import importlib.util
@@ -34,7 +36,8 @@ def milliseconds(calls, repeats=20):
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = [call() for call in calls]  # noqa: F841  outputs apart from each other, as inputs are
+        # The outputs lie apart from each other, as the inputs do.
+        kept = [call() for call in calls]  # noqa: F841
     times = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -62,7 +65,8 @@ def shuffled(list_neigh, *values):
     natoms = list_neigh.shape[1]
     order = torch.randperm(natoms, generator=torch.Generator().manual_seed(0))
     name = torch.empty(natoms + 1, dtype=list_neigh.dtype)
-    name[order], name[-1] = torch.arange(natoms, dtype=name.dtype), -1  # the last one is what -1 indexes
+    # The last one is what -1 indexes.
+    name[order], name[-1] = torch.arange(natoms, dtype=name.dtype), -1
     return name[list_neigh.long()][:, order], *(x[:, order] for x in flat(*values))
 
 
@@ -71,7 +75,9 @@ def flat(dE, Ri_d, Rij):
 
 
 def relative_difference(ours, theirs):
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, theirs, strict=True))
+    return max(
+        ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def table(natoms, neighbors, empty, dtype, order):
@@ -91,7 +97,8 @@ def table(natoms, neighbors, empty, dtype, order):
         op = torch.ops.calcops._force_virial_backward
         return [lambda s=s: op(*upstream, *s, 0, True, mask) for s in sets]
 
-    dE_only = read + (1 - live) * values[0].nbytes  # dE is not read, its gradient is written in every slot
+    # dE is not read, its gradient is written in every slot.
+    dE_only = read + (1 - live) * values[0].nbytes
     rows = {
         "force_virial": (read, [lambda s=s: calcops_jit.force_virial(*s) for s in sets]),
         "force_virial, index given": (
@@ -109,22 +116,35 @@ def table(natoms, neighbors, empty, dtype, order):
         "backward of dE, Ri_d, Rij": (read + sum(x.nbytes for x in values), backward([True] * 3)),
         "fused atomics": (read, [lambda s=s: torch.ops.yardsticks.atomics(*s) for s in sets]),
         "unfused": (read, [lambda s=s: unfused(*s) for s in sets]),
-        "torch matmul + einsum + index_add_": (read, [lambda s=s: torch_force_virial(*s) for s in sets]),
+        "torch matmul + einsum + index_add_": (
+            read,
+            [lambda s=s: torch_force_virial(*s) for s in sets],
+        ),
     }
-    found = {"natoms": natoms, "neighbors": neighbors, "empty": 1 - live, "dtype": str(dtype), "order": order}
+    found = {
+        "natoms": natoms,
+        "neighbors": neighbors,
+        "empty": 1 - live,
+        "dtype": str(dtype),
+        "order": order,
+    }
     print(f"{natoms} atoms x {neighbors} slots, {1 - live:.0%} empty, {dtype}, {order}")
     with torch.device("cuda"):
         found["difference from torch"] = relative_difference(outputs, torch_force_virial(*inputs))
         for name, (nbytes, calls) in rows.items():
             time, copy = milliseconds(calls), copy_milliseconds(int(nbytes))
             found[name] = {"ms": time, "of copy": copy / time, "GB/s": nbytes / time / 1e6}
-            print(f"  {name:36}{time:9.4f} ms {nbytes / time / 1e6:7.0f} GB/s {copy / time:7.1%} of copy")
+            print(
+                f"  {name:36}{time:9.4f} ms "
+                f"{nbytes / time / 1e6:7.0f} GB/s {copy / time:7.1%} of copy"
+            )
     ours = found["force_virial"]["ms"]
     found["over torch"] = found["torch matmul + einsum + index_add_"]["ms"] / ours
     found["over unfused"] = found["unfused"]["ms"] / ours
     found["cost of determinism"] = ours / found["fused atomics"]["ms"]
     print(
-        f"  {found['over torch']:.1f}x over torch, {found['over unfused']:.1f}x over unfused, cost of determinism "
+        f"  {found['over torch']:.1f}x over torch, "
+        f"{found['over unfused']:.1f}x over unfused, cost of determinism "
         f"{found['cost of determinism']:.2f}x; difference {found['difference from torch']:.1e}\n"
     )
     assert found["difference from torch"] <= (1e-12 if dtype == torch.float64 else 1e-5)
@@ -132,7 +152,7 @@ def table(natoms, neighbors, empty, dtype, order):
 
 
 def small_system():
-    """192 atoms x 138 slots, where launches are what counts: alone in its graph, and one of twenty."""
+    """192 atoms x 138 slots, where launches count: a call alone in its graph, and one of twenty."""
     inputs = [x.cuda() for x in lattice(192, 138, 1 / 3)]
     call = lambda: calcops_jit.force_virial(*inputs)  # noqa: E731
     index = calcops_jit.neighbor_index(inputs[0])
@@ -168,7 +188,7 @@ def growth_row(side):
 
 
 def growth():
-    """Time and peak memory above inputs and outputs from 10^4 to 5x10^8 pairs, float32, a third empty."""
+    """Time and peak memory beyond inputs and outputs, 10^4 to 5x10^8 pairs, float32, 1/3 empty."""
     return [growth_row(side) for side in (5, 10, 22, 48, 103, 176)]
 
 
@@ -181,7 +201,9 @@ def draw_growth(rows, path):
     for name in ("force_virial", "backward of all"):
         points = [(row["pairs"], row[name]["ms"]) for row in rows if name in row]
         panel.plot(*zip(*points, strict=True), "o-", label=name)
-    panel.set(xscale="log", yscale="log", xlabel="pairs", ylabel="ms", title=torch.cuda.get_device_name())
+    panel.set(
+        xscale="log", yscale="log", xlabel="pairs", ylabel="ms", title=torch.cuda.get_device_name()
+    )
     panel.legend()
     figure.savefig(path, dpi=90)
 
@@ -190,8 +212,14 @@ def main():
     if not torch.cuda.is_available():
         print("bench_force_cuda: PyTorch sees no GPU, nothing to measure")
         return
-    calcops_jit.load("yardsticks_cuda", [pathlib.Path(__file__).parent / "yardsticks_cuda.cu"], with_cuda=True)
-    found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    calcops_jit.load(
+        "yardsticks_cuda", [pathlib.Path(__file__).parent / "yardsticks_cuda.cu"], with_cuda=True
+    )
+    found = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
     found["tables"] = [
         table(*size, empty, dtype, order)
         for size in SIZES
@@ -201,7 +229,9 @@ def main():
     ]
     found["192 x 138"] = small_system()
     found["growth"] = growth()
-    path = pathlib.Path(os.environ.get("OUT", pathlib.Path(__file__).resolve().parents[2]), "results.json")
+    path = pathlib.Path(
+        os.environ.get("OUT", pathlib.Path(__file__).resolve().parents[2]), "results.json"
+    )
     results = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(results | {"bench_force_cuda": found}, indent=2) + "\n")
     if importlib.util.find_spec("matplotlib"):

@@ -1,11 +1,13 @@
-"""The loader's numbers: builds, warm imports, and the time from an edit to a call. Run: make bench
+"""The loader's numbers: builds, warm imports, and the time from an edit to a call.
 
+    make bench
     python tests/bench/bench_loader.py                   this tree
     python tests/bench/bench_loader.py --before REV      and a commit, in turns: before, now, ratio
-    ... --before REV --same-operators                    both with that commit's ops/: the loaders alone
+    ... --before REV --same-operators                    both with that commit's ops/
 
-Every figure is the least, and in brackets the median, of some rounds. An edit adds a comment; it is timed beyond
-`import torch`, up to the return of the first call. Edits after the first of a source find its headers compiled ahead.
+--same-operators compares the loaders alone. Every figure is the least, and in brackets the median,
+of some rounds. An edit adds a comment; it is timed beyond `import torch`, up to the return of the
+first call. Edits after the first of a source find its headers compiled ahead.
 """
 
 import argparse
@@ -22,7 +24,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[2]
 PARTS = ("calcops_jit.py", "_calcops_jit", "ops")
-EDITED = ("force/force_cpu.cpp", "force/force_math.h", "force/force.cpp", "warp_perspective/warp_perspective.cpp")
+EDITED = (
+    "force/force_cpu.cpp",
+    "force/force_math.h",
+    "force/force.cpp",
+    "warp_perspective/warp_perspective.cpp",
+)
 
 FOREIGN = """\
 #include <torch/extension.h>
@@ -39,13 +46,14 @@ TORCH_LIBRARY_FRAGMENT(cell, m) { m.def("twice(Tensor x) -> Tensor", &twice); }
 # The seconds of a script beyond `import torch`.
 TIMED = "import time, torch\nstart = time.perf_counter()\n{}\nprint(time.perf_counter() - start)\n"
 CALL = (
-    "import calcops_jit\ncalcops_jit.force(torch.zeros(1, 2, 1, dtype=torch.int32), torch.ones(1, 2, 1, 4), "
+    "import calcops_jit\n"
+    "calcops_jit.force(torch.zeros(1, 2, 1, dtype=torch.int32), torch.ones(1, 2, 1, 4), "
     "torch.ones(1, 2, 4, 3))"
 )
 IMPORT = "import calcops_jit\nfor name in dir(calcops_jit): getattr(calcops_jit, name)"
 LOAD = "import calcops_jit\ncalcops_jit.load('{0}', ['{0}.cpp']).twice(torch.ones(1))"
-# Reloads in one process, after an edit that makes another library, and without one. ninja is a script that notes when
-# it began and ended.
+# Reloads in one process, after an edit that makes another library, and without one. ninja is a
+# script that notes when it began and ended.
 RELOADS = """
 import time, torch, calcops_jit
 from pathlib import Path
@@ -78,26 +86,35 @@ os.makedirs("plain", exist_ok=True)
 names = [f"plain{i}" for i in range(5)]
 for i, name in enumerate(names):
     block = 'TORCH_LIBRARY(plain, m)' if i == 0 else 'TORCH_LIBRARY_FRAGMENT(plain, m)'
-    text = f'#include <torch/extension.h>\\nstatic at::Tensor f(at::Tensor x) {{ return x.mul({i}); }}\\n'
-    open(f"plain/{name}.cpp", "w").write(text + f'{block} {{ m.def("f{i}(Tensor x) -> Tensor", &f); }}\\n')
-cpp_extension.load("plain", [f"plain/{name}.cpp" for name in names], build_directory="plain", is_python_module=False)
+    text = f'#include <torch/extension.h>\\n\
+static at::Tensor f(at::Tensor x) {{ return x.mul({i}); }}\\n'
+    open(f"plain/{name}.cpp", "w").write(\
+text + f'{block} {{ m.def("f{i}(Tensor x) -> Tensor", &f); }}\\n')
+cpp_extension.load("plain", [f"plain/{name}.cpp" for name in names], \
+build_directory="plain", is_python_module=False)
 """
 
 
 class Tree:
-    """A copy of the loader and the operators, each of a commit or, if that is "", of this tree; with its own cache."""
+    """A copy of the loader and the operators, with its own cache.
+
+    Each is of a commit or, if that is "", of this tree."""
 
     def __init__(self, folder: Path, revision: str, operators: str):
         self.folder, self.revision = folder, revision
         folder.mkdir()
         for part in PARTS:
             if of := operators if part == "ops" else revision:
-                archive = subprocess.run(["git", "archive", of, part], cwd=HERE, check=True, capture_output=True)
+                archive = subprocess.run(
+                    ["git", "archive", of, part], cwd=HERE, check=True, capture_output=True
+                )
                 subprocess.run(["tar", "x"], cwd=folder, input=archive.stdout, check=True)
             elif part.endswith(".py"):
                 shutil.copy(HERE / part, folder)
             else:
-                shutil.copytree(HERE / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    HERE / part, folder / part, ignore=shutil.ignore_patterns("__pycache__")
+                )
         (folder / "foreign.cpp").write_text(FOREIGN)
         (folder / "cell.cpp").write_text(CELL)
         (folder / "bin").mkdir()
@@ -108,10 +125,17 @@ class Tree:
 
     def run(self, script: str, **environment: str) -> list[list[float]]:
         """The numbers that a script prints, line by line."""
-        settings = {"CALCOPS_CACHE": f"{self.folder}/cache", "PYTHONPATH": str(self.folder)} | environment
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | settings
+        settings = {
+            "CALCOPS_CACHE": f"{self.folder}/cache",
+            "PYTHONPATH": str(self.folder),
+        } | environment
+        environment = {
+            k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"
+        } | settings
         command = [sys.executable, "-c", script]
-        said = subprocess.run(command, env=environment, cwd=self.folder, check=True, stdout=subprocess.PIPE, text=True)
+        said = subprocess.run(
+            command, env=environment, cwd=self.folder, check=True, stdout=subprocess.PIPE, text=True
+        )
         return [[float(word) for word in line.split()] for line in said.stdout.splitlines()]
 
     def timed(self, what: str, **environment: str) -> float:
@@ -127,7 +151,7 @@ class Tree:
 
 
 def measures(rounds: int) -> Iterator[tuple[str, str, int, callable]]:
-    """(name, unit, rounds, function of a Tree that gives seconds) in an order in which each finds what it needs."""
+    """(name, unit, rounds, function of a Tree that gives seconds), each after what it needs."""
 
     def cold(tree):
         shutil.rmtree(tree.folder / "cache", ignore_errors=True)
@@ -144,7 +168,10 @@ def measures(rounds: int) -> Iterator[tuple[str, str, int, callable]]:
         return f"{Path(file).name} edited to called", "s", rounds, measure
 
     yield from map(edited, EDITED)
-    for name, text, what in ("cell", CELL, "a cell's source"), ("foreign", FOREIGN, "torch/extension.h"):
+    for name, text, what in (
+        ("cell", CELL, "a cell's source"),
+        ("foreign", FOREIGN, "torch/extension.h"),
+    ):
         load = LOAD.format(name)
         yield f"{what}: first load", "s", 1, lambda tree, load=load: tree.timed(load)
         yield f"{what}: warm load", "ms", 5 * rounds, lambda tree, load=load: tree.timed(load)
@@ -170,19 +197,31 @@ def measures(rounds: int) -> Iterator[tuple[str, str, int, callable]]:
 
 
 def table(names: list[str], rows: list[tuple[str, str, list[list[float]]]]) -> None:
-    print(f"{'':44}" + "".join(f"{name:>20}" for name in names) + ("     ratio" if len(names) > 1 else ""))
+    print(
+        f"{'':44}"
+        + "".join(f"{name:>20}" for name in names)
+        + ("     ratio" if len(names) > 1 else "")
+    )
     for name, unit, columns in rows:
         scale = 1e3 if unit == "ms" else 1
-        cells = "".join(f"{min(c) * scale:10.2f} ({statistics.median(c) * scale:6.2f})" for c in columns)
+        cells = "".join(
+            f"{min(c) * scale:10.2f} ({statistics.median(c) * scale:6.2f})" for c in columns
+        )
         ratio = f"  {min(columns[-1]) / min(columns[0]):8.2f}" if len(columns) > 1 else ""
         print(f"{name + ', ' + unit:44}{cells}{ratio}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--before", default="", help="a commit to compare with")
-    parser.add_argument("--same-operators", action="store_true", help="both trees have the operators of --before")
-    parser.add_argument("--rounds", type=int, default=5, help="of each edit; five times as many warm imports")
+    parser.add_argument(
+        "--same-operators", action="store_true", help="both trees have the operators of --before"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="of each edit; five times as many warm imports"
+    )
     parser.add_argument("--only", default="", help="what the names of the measures must contain")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -192,7 +231,10 @@ def main() -> None:
             for rev in revisions
         ]
         names = [tree.revision or "now" for tree in trees]
-        print(f"{len(os.sched_getaffinity(0))} processors, load {os.getloadavg()[0]:.1f}; least (median)")
+        print(
+            f"{len(os.sched_getaffinity(0))} processors, "
+            f"load {os.getloadavg()[0]:.1f}; least (median)"
+        )
         plain = trees[-1].timed(PLAIN) if not options.only else 0.0
         rows = []
         for name, unit, rounds, measure in measures(options.rounds):
@@ -207,15 +249,26 @@ def main() -> None:
             rows.append((name, unit, columns))
             print(name, [min(column) for column in columns], file=sys.stderr, flush=True)
             if name == "cold build" and plain:
-                rows.append(("  over a plain load of five trivial units", "", [[c[0] / plain] for c in columns]))
+                rows.append(
+                    (
+                        "  over a plain load of five trivial units",
+                        "",
+                        [[c[0] / plain] for c in columns],
+                    )
+                )
         if options.only in "reload":
-            found = [tree.run(RELOADS, PATH=f"{tree.folder}/bin:{os.environ['PATH']}") for tree in trees]
+            found = [
+                tree.run(RELOADS, PATH=f"{tree.folder}/bin:{os.environ['PATH']}") for tree in trees
+            ]
             columns = [list(zip(*lines)) for lines in found]
             rows.append(("reload() of an edit", "s", [c[0] for c in columns]))
             rows.append(("  beyond compiler and linker", "ms", [c[1] for c in columns]))
             rows.append(("reload() without a change", "ms", [c[2] for c in columns]))
         table(names, rows)
-        print(f"peak memory of a compiler {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6:.2f} GB")
+        print(
+            "peak memory of a compiler "
+            f"{resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6:.2f} GB"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""calcops_jit.load beside torch.utils.cpp_extension.load: one source, the same situations. Run: make bench
+"""calcops_jit.load beside torch.utils.cpp_extension.load: one source, the same situations.
 
-Each row is what a user meets in a process of their own. `--readme` puts the table into README.md and draws
-results/loaders.png.
+    make bench
+
+Each row is what a user meets in a process of their own. `--readme` puts the table into README.md
+and draws results/loaders.png.
 """
 
 import argparse
@@ -41,24 +43,34 @@ const calcops::Kernel cpu("scaled", scaled);
 """
 
 LOAD = {
-    "plain": "from torch.utils import cpp_extension\n"
-    "load = lambda: cpp_extension.load('bench', ['op.cpp'], extra_cflags=FLAGS, is_python_module=False)\n",
-    "ours": "import calcops_jit\nload = lambda: calcops_jit.load('bench', ['op.cpp'], extra_cflags=FLAGS)\n",
+    "plain": (
+        "from torch.utils import cpp_extension\n"
+        "load = lambda: cpp_extension.load('bench', ['op.cpp'], extra_cflags=FLAGS, "
+        "is_python_module=False)\n"
+    ),
+    "ours": (
+        "import calcops_jit\n"
+        "load = lambda: calcops_jit.load('bench', ['op.cpp'], extra_cflags=FLAGS)\n"
+    ),
 }
 CALL = "print(int(torch.ops.bench.scaled(torch.tensor(1))))"
 # Seconds of `load` and of the module it comes from, and what the operator answers.
-ONCE = f"start = time.perf_counter()\n{{load}}\nload()\nprint(time.perf_counter() - start)\n{CALL}\n"
+ONCE = (
+    f"start = time.perf_counter()\n{{load}}\nload()\nprint(time.perf_counter() - start)\n{CALL}\n"
+)
 PLAIN_CELL = """
 from torch.utils.cpp_extension import load_inline
 start = time.perf_counter()
-load_inline("cell{i}", [CELL.replace("ANSWER", "{i}").replace("NAMESPACE", "cell{i}")], is_python_module=False)
+load_inline("cell{i}", [CELL.replace("ANSWER", "{i}").replace("NAMESPACE", "cell{i}")], \
+is_python_module=False)
 assert int(torch.ops.cell{i}.scaled(torch.tensor(1))) == {i}
 print(time.perf_counter() - start)
 """
 OUR_CELL = """
 shell.run_line_magic("load_ext", "calcops_jit")
 start = time.perf_counter()
-shell.run_cell_magic("operator", "cell", {cell}.replace("ANSWER", "{i}").replace("NAMESPACE", "cell"))
+shell.run_cell_magic("operator", "cell", \
+{cell}.replace("ANSWER", "{i}").replace("NAMESPACE", "cell"))
 assert int(torch.ops.cell.scaled(torch.tensor(1))) == {i}
 print("took", time.perf_counter() - start)
 """
@@ -92,10 +104,15 @@ class Side:
 
     def start(self, script: str) -> subprocess.Popen:
         flags = [f"-isystem{self.folder}/{name}" for name in ("early", "system")]
-        preamble = f"import time, torch\nFLAGS = {flags}\nCELL = {CELL!r}\nCONTRACT_CELL = {CONTRACT_CELL!r}\n"
+        preamble = (
+            f"import time, torch\nFLAGS = {flags}\nCELL = {CELL!r}\n"
+            f"CONTRACT_CELL = {CONTRACT_CELL!r}\n"
+        )
         command = [sys.executable, "-c", preamble + script.replace("{load}", LOAD[self.name])]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, cwd=self.folder, env=self.environment, start_new_session=True, **pipes)
+        return subprocess.Popen(
+            command, cwd=self.folder, env=self.environment, start_new_session=True, **pipes
+        )
 
     def run(self, script: str) -> list[str]:
         said, _ = self.start(script).communicate()
@@ -149,7 +166,8 @@ def edited_live(side: Side) -> str:
     again = "calcops_jit.reload()" if side.name == "ours" else "load()"
     child = side.start(
         "import pathlib\n{load}\nload()\nsource = pathlib.Path('op.cpp')\n"
-        "source.write_text(source.read_text().replace('ANSWER', '(ANSWER + 2)'))\nstart = time.perf_counter()\n"
+        "source.write_text(source.read_text().replace('ANSWER', '(ANSWER + 2)'))\n"
+        "start = time.perf_counter()\n"
         f"{again}\n{CALL}\nprint(time.perf_counter() - start)\n"
     )
     said = child.communicate()[0].splitlines()
@@ -157,7 +175,7 @@ def edited_live(side: Side) -> str:
     if child.returncode < 0:
         return f"**{signal.Signals(-child.returncode).name}**: the process dies"
     assert said[-2] == "3"
-    return f"{float(said[-1]):.1f} s, under every live handle"
+    return f"{float(said[-1]):.1f} s"
 
 
 def cell(side: Side) -> str:
@@ -165,13 +183,18 @@ def cell(side: Side) -> str:
     side.run("import torch.utils.cpp_extension")
     if side.name == "plain":
         said = side.run("".join(PLAIN_CELL.replace("{i}", str(i)) for i in range(3)))
-        return f"{float(said[-1]):.1f} s, under another name each time"
+        return f"{float(said[-1]):.1f} s, each time under a new name"
     return our_cell(side, "CELL", WAIT.replace("{count}", "2"))
 
 
 def our_cell(side: Side, source: str, wait: str = "") -> str:
-    shell = "from IPython.core.interactiveshell import InteractiveShell\nshell = InteractiveShell.instance()\n"
-    first, second, third = (OUR_CELL.replace("{i}", str(i)).replace("{cell}", source) for i in range(3))
+    shell = (
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "shell = InteractiveShell.instance()\n"
+    )
+    first, second, third = (
+        OUR_CELL.replace("{i}", str(i)).replace("{cell}", source) for i in range(3)
+    )
     said = side.run(shell + first + second + wait + third)
     return f"{float(said[-1].removeprefix('took ')):.1f} s"
 
@@ -187,7 +210,9 @@ def killed(side: Side) -> str:
     child = side.start(ONCE)
     while (
         "cc1plus"
-        not in subprocess.run(["ps", "-s", str(child.pid), "-o", "comm="], capture_output=True, text=True).stdout
+        not in subprocess.run(
+            ["ps", "-s", str(child.pid), "-o", "comm="], capture_output=True, text=True
+        ).stdout
     ):
         time.sleep(0.05)
     os.kill(child.pid, signal.SIGKILL)
@@ -223,18 +248,18 @@ ROWS = {
     "first build": cold,
     "`load` of what is built, beyond `import torch`": warm,
     "source edited, new process": edited,
-    "source edited again": edited_again,
+    "second edit of a source, new process": edited_again,
     "source edited, same process": edited_live,
     "notebook cell edited again": cell,
-    "the same cell as a contract": contract_cell,
+    "the same cell without PyTorch's headers": contract_cell,
     "build killed, next process": killed,
     "library truncated (disk was full)": damaged,
-    "header appears in an earlier `-isystem` folder": new_header,
+    "new header shadows the one that was used": new_header,
 }
 
 
 def draw(rows: list[tuple[str, list[str]]]) -> None:
-    """Draws the rows in which a loader takes seconds; a crash has its name in the place of a bar."""
+    """Draws the rows in which a loader takes seconds; for a crash its name instead of a bar."""
     from matplotlib import pyplot
 
     rows = [(row, cells) for row, cells in rows if re.match(r"[\d.]+ s", cells[1])]
@@ -246,7 +271,9 @@ def draw(rows: list[tuple[str, list[str]]]) -> None:
             crash = re.match(r"\*\*(\w+)\*\*", cells[side])
             at = height + 0.38 * (i - 0.5)
             if time_of:
-                bar = axes.barh(at, float(time_of[1]), 0.36, color=colour, label=label if height == 0 else None)
+                bar = axes.barh(
+                    at, float(time_of[1]), 0.36, color=colour, label=label if height == 0 else None
+                )
                 axes.bar_label(bar, [f"{time_of[1]} s"], padding=3)
             elif crash:
                 axes.text(0.05, at, f"the process dies ({crash[1]})", va="center", color="0.4")
@@ -274,7 +301,10 @@ def main() -> None:
                 rows.append((row, [measure(side) for side in sides]))
                 lines.append(f"| {row} | {' | '.join(rows[-1][1])} |")
                 print(lines[-1], flush=True)
-    about = f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, one source of five lines, {today}"
+    about = (
+        f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, "
+        f"one source of five lines, {today}"
+    )
     if options.readme:
         readme = ROOT / "README.md"
         before, _, rest = readme.read_text().partition("<!-- loaders -->")

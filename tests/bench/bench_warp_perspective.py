@@ -1,8 +1,11 @@
-"""calcops::warp_perspective against cv2.warpPerspective, forward, and against kornia, forward and backward.
+"""calcops::warp_perspective beside cv2.warpPerspective, forward, and kornia, forward and backward.
 
-Times are the least of many, the libraries taking turns, each returning a new result. Planar images here, interleaved
-ones for cv2: each library's own layout. `peers` prints the table of tests/README.md.
-Run: make bench, or with names of parts: peers speed borders gradients tangents small accuracy
+    make bench
+
+Times are the least of many, the libraries taking turns, each returning a new result. Planar images
+here, interleaved ones for cv2: each library's own layout. `peers` prints the table of
+tests/README.md. The script also takes names of parts: peers speed borders gradients tangents small
+accuracy
 """
 
 import subprocess
@@ -30,15 +33,23 @@ try:
 except ImportError:  # optional
     skimage_warp = None
 
-OPENCV4 = Path(__file__).parents[2] / "build/opencv4/4.12.0.88/bin/python"  # 4 and 5 cannot be in one environment
-SIZES = {"512 x 512 x 1": (512, 512, 1), "1080 x 1920 x 3": (1080, 1920, 3), "4096 x 4096 x 1": (4096, 4096, 1)}
+# OpenCV 4 and 5 cannot be in one environment.
+OPENCV4 = Path(__file__).parents[2] / "build/opencv4/4.12.0.88/bin/python"
+SIZES = {
+    "512 x 512 x 1": (512, 512, 1),
+    "1080 x 1920 x 3": (1080, 1920, 3),
+    "4096 x 4096 x 1": (4096, 4096, 1),
+}
 BORDERS = ["constant", "replicate", "reflect", "reflect_101", "wrap"]
 CUBIC = "cubic", "constant"
 
 
 def homographies(height, width):
     corners = np.float32([[0, 0], [width - 1, 0], [width - 1, height - 1], [0, height - 1]])
-    moved = corners + np.float32([[0.05, 0.03], [-0.04, 0.06], [-0.02, -0.05], [0.07, -0.04]]) * [width, height]
+    moved = corners + np.float32([[0.05, 0.03], [-0.04, 0.06], [-0.02, -0.05], [0.07, -0.04]]) * [
+        width,
+        height,
+    ]
     cosine, sine = 0.9 * np.cos(np.pi / 6), 0.9 * np.sin(np.pi / 6)
     turn = np.array([[cosine, -sine, 0], [sine, cosine, 0], [0.1 / width, 0.05 / height, 1]])
     centre, back = np.eye(3), np.eye(3)
@@ -53,7 +64,7 @@ def homographies(height, width):
 
 
 def best(functions, seconds):
-    """Milliseconds of each function; on one thread those of the processor, which others on the machine do not take."""
+    """Milliseconds of each function; on one thread those of the processor, without others' work."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     least = [float("inf")] * len(functions)
     for function in functions:
@@ -101,7 +112,10 @@ def speed(seconds):
             for dtype in ("float32", "uint8"):
                 pixels = random_pixels(*shape, dtype)
                 for name, matrix in homographies(*shape[:2]).items():
-                    row(f"{size}, {dtype}, {name}, {threads} thr.", *best(pair(pixels, matrix), seconds))
+                    row(
+                        f"{size}, {dtype}, {name}, {threads} thr.",
+                        *best(pair(pixels, matrix), seconds),
+                    )
 
 
 def borders(seconds):
@@ -111,7 +125,9 @@ def borders(seconds):
             pixels = random_pixels(*shape, dtype)
             for name, matrix in homographies(*shape[:2]).items():
                 for interpolation, border in (
-                    [("linear", b) for b in BORDERS[1:]] + [("nearest", b) for b in BORDERS] + [CUBIC]
+                    [("linear", b) for b in BORDERS[1:]]
+                    + [("nearest", b) for b in BORDERS]
+                    + [CUBIC]
                 ):
                     times = best(pair(pixels, matrix, interpolation, border), seconds)
                     row(f"{size}, {dtype}, {name}, {interpolation}, {border}", *times)
@@ -129,7 +145,9 @@ def gradients(seconds):
             warp = torch.from_numpy(matrix)[None].float().requires_grad_()
             upstream = torch.rand(1, channels, height, width)
             calls = [
-                lambda i, w, s=(height, width): kornia.geometry.warp_perspective(i, w, s, align_corners=True),
+                lambda i, w, s=(height, width): kornia.geometry.warp_perspective(
+                    i, w, s, align_corners=True
+                ),
                 lambda i, w, s=(height, width): calcops_jit.warp_perspective(i, w, s),
             ]
 
@@ -159,7 +177,10 @@ def tangents(seconds):
                 ]
                 forward, along, reverse = best(calls, seconds)
                 case = f"{size}, float32, {name}, {interpolation}"
-                print(f"{case:<52}{forward:>12.3f}{along / forward:>20.2f}{reverse / forward:>20.2f}", flush=True)
+                print(
+                    f"{case:<52}{forward:>12.3f}{along / forward:>20.2f}{reverse / forward:>20.2f}",
+                    flush=True,
+                )
 
 
 def small(_):
@@ -183,7 +204,10 @@ def accuracy(_):
             exact = pair(pixels.astype(np.float64), matrix)[1]()
             theirs, ours = (call() for call in pair(pixels, matrix))
             error = np.abs(np.moveaxis(theirs.reshape(shape), 2, 0) - exact.numpy()).max()
-            print(f"{size}, {name}: cv2 {error:.1e}, calcops {(ours - exact).abs().max().item():.1e}", flush=True)
+            print(
+                f"{size}, {name}: cv2 {error:.1e}, calcops {(ours - exact).abs().max().item():.1e}",
+                flush=True,
+            )
 
 
 def cv2_elsewhere(python, pixels, matrix):
@@ -192,16 +216,23 @@ def cv2_elsewhere(python, pixels, matrix):
         np.save(Path(folder, "image.npy"), pixels.squeeze())
         np.save(Path(folder, "matrix.npy"), matrix)
         script = Path(__file__).with_name("time_cv2.py")
-        printed = subprocess.run([python, script, folder], check=True, stdout=subprocess.PIPE, text=True).stdout
+        printed = subprocess.run(
+            [python, script, folder], check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
         version, milliseconds = printed.split()
-        return version, float(milliseconds), np.load(Path(folder, "result.npy")).reshape(pixels.shape)
+        return (
+            version,
+            float(milliseconds),
+            np.load(Path(folder, "result.npy")).reshape(pixels.shape),
+        )
 
 
 def libraries(pixels, matrix):
     """By name: a call with an image and a matrix as tensors, which gives planes."""
     height, width, _ = pixels.shape
     size = height, width
-    # torchvision counts from the corner of the first pixel, and takes the inverse without its last entry, a 1.
+    # torchvision counts from the corner of the first pixel, and takes the inverse without its last
+    # entry, a 1.
     half = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
     inverse = half @ np.linalg.inv(matrix) @ np.linalg.inv(half)
     coefficients = (inverse / inverse[2, 2]).flatten()[:8].tolist()
@@ -212,12 +243,18 @@ def libraries(pixels, matrix):
     def in_skimage(image, _):
         planes = image.numpy().astype(np.float32)
         inverse = np.linalg.inv(matrix)
-        return torch.from_numpy(np.stack([skimage_warp(p, inverse, preserve_range=True) for p in planes]))
+        return torch.from_numpy(
+            np.stack([skimage_warp(p, inverse, preserve_range=True) for p in planes])
+        )
 
     return {
         "calcops": lambda image, warp: calcops_jit.warp_perspective(image, warp, size),
         **({"kornia": in_kornia} if kornia else {}),
-        **({"torchvision": lambda i, _: perspective(i, None, None, coefficients=coefficients)} if perspective else {}),
+        **(
+            {"torchvision": lambda i, _: perspective(i, None, None, coefficients=coefficients)}
+            if perspective
+            else {}
+        ),
         **({"scikit-image": in_skimage} if skimage_warp else {}),
     }
 
@@ -230,7 +267,10 @@ def peers(seconds):
     for shape, dtype in (small, "float32"), (small, "uint8"), (large, "float32"):
         pixels, matrix = random_pixels(*shape, dtype), homographies(*shape[:2])["mild"]
         exact = pair(pixels.astype(np.float64), matrix)[1]().numpy()
-        image, warp = torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), torch.from_numpy(matrix)
+        image, warp = (
+            torch.from_numpy(pixels).permute(2, 0, 1).contiguous(),
+            torch.from_numpy(matrix),
+        )
 
         def add(name, milliseconds, planes, shape=shape, dtype=dtype, exact=exact):
             row = table.setdefault(name, {})
@@ -246,7 +286,9 @@ def peers(seconds):
                 version, milliseconds, result = cv2_elsewhere(python, pixels, matrix)
                 add(f"OpenCV {version}", milliseconds, np.moveaxis(result, 2, 0))
         for name, call in libraries(pixels, matrix).items():
-            (milliseconds,) = best([lambda call=call, image=image, warp=warp: call(image, warp)], seconds)
+            (milliseconds,) = best(
+                [lambda call=call, image=image, warp=warp: call(image, warp)], seconds
+            )
             add(name, milliseconds, call(image, warp).numpy())
             if name in ("calcops", "kornia") and shape == small and dtype == "float32":
                 inputs = image.clone().requires_grad_(), warp.float().requires_grad_()
@@ -255,11 +297,17 @@ def peers(seconds):
                     torch.autograd.grad(call(*inputs).sum(), inputs)
 
                 (table[name]["both"],) = best([both], seconds)
-    print("| | worst error, float32 | wrong pixels, uint8 | 512 x 512 | 1080 x 1920 x 3 | 512 x 512, both gradients |")
+    print(
+        "| | worst error, float32 | wrong pixels, uint8 | 512 x 512 "
+        "| 1080 x 1920 x 3 | 512 x 512, both gradients |"
+    )
     print("|---|---|---|---|---|---|")
     for name, row in table.items():
         both = f"{row['both']:.1f} ms" if "both" in row else "-"
-        print(f"| {name} | {row['error']} | {row['wrong']} | {row[small]:.2f} ms | {row[large]:.1f} ms | {both} |")
+        print(
+            f"| {name} | {row['error']} | {row['wrong']} | {row[small]:.2f} ms "
+            f"| {row[large]:.1f} ms | {both} |"
+        )
 
 
 PARTS = {
@@ -274,7 +322,9 @@ PARTS = {
 
 
 def main():
-    print(f"cv2 {cv2.__version__}, kornia {kornia and kornia.__version__}, torch {torch.__version__}")
+    print(
+        f"cv2 {cv2.__version__}, kornia {kornia and kornia.__version__}, torch {torch.__version__}"
+    )
     print(f"{'milliseconds':<52}{'theirs':>10}{'calcops':>10}{'ratio':>8}")
     for name in sys.argv[1:] or PARTS:
         part, seconds = PARTS[name]

@@ -1,4 +1,6 @@
-"""Draws the table of results/force.md: times over one read of memory. Run: python tests/bench/force_picture.py"""
+"""Draws the table of results/force.md: times over one read of memory.
+
+python tests/bench/force_picture.py"""
 
 from pathlib import Path
 
@@ -13,7 +15,9 @@ PANELS = {
 
 def table_rows():
     """Returns the rows of the table as dictionaries of text."""
-    lines = [line for line in (RESULTS / "force.md").read_text().splitlines() if line.startswith("|")]
+    lines = [
+        line for line in (RESULTS / "force.md").read_text().splitlines() if line.startswith("|")
+    ]
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [dict(zip(header, row, strict=True)) for row in rows]
 
@@ -24,18 +28,28 @@ def draw():
 
     rows = table_rows()
     groups = sorted({(row["type"], row["threads"]) for row in rows}, reverse=True)
-    figure, axes = pyplot.subplots(1, 3, figsize=(9, 2.6), sharex=True, sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(
+        1, 3, figsize=(9, 2.6), sharex=True, sharey=True, layout="constrained"
+    )
     for panel, (column, title) in zip(axes, PANELS.items(), strict=True):
         for height, group in enumerate(groups):
-            ratios = [float(row[column].rstrip("x")) for row in rows if (row["type"], row["threads"]) == group]
-            panel.plot(ratios, [height] * len(ratios), "o", color="#20639b", alpha=0.5, markeredgewidth=0)
+            ratios = [
+                float(row[column].rstrip("x"))
+                for row in rows
+                if (row["type"], row["threads"]) == group
+            ]
+            panel.plot(
+                ratios, [height] * len(ratios), "o", color="#20639b", alpha=0.5, markeredgewidth=0
+            )
         panel.axvline(1, color="0.6", linewidth=1)
         panel.set_title(title, fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
     axes[0].set_xlim(0, None)
     axes[0].set_ylim(-0.6, len(groups) - 0.4)
     plural = {"1": "1 thread", "2": "2 threads"}
-    axes[0].set_yticks(range(len(groups)), [f"{dtype}, {plural[threads]}" for dtype, threads in groups])
+    axes[0].set_yticks(
+        range(len(groups)), [f"{dtype}, {plural[threads]}" for dtype, threads in groups]
+    )
     figure.supxlabel("time / time of the memory traffic", fontsize=10)
     figure.savefig(RESULTS / "force.png", dpi=130)
 

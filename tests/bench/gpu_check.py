@@ -1,9 +1,11 @@
-"""All that a GPU must show, in one command and without installing anything: make gpu-check PYTHON=python3
+"""All that a GPU must show, in one command and without installing anything.
 
-Builds for the GPU that is here, runs the CUDA tests, compute-sanitizer over the tests of every CUDA kernel, and the
-benchmarks of tests/bench/bench_*_cuda.py; all add what they find to results.json ($OUT, else here). Needs PyTorch
-with CUDA, nvcc, ninja and pytest. With the argument `sanitize` (make sanitize-gpu) only compute-sanitizer, and nothing
-without a GPU.
+    make gpu-check PYTHON=python3
+
+Builds for the GPU that is here, runs the CUDA tests, compute-sanitizer over the tests of every CUDA
+kernel, and the benchmarks of tests/bench/bench_*_cuda.py; all add what they find to results.json
+($OUT, else here). Needs PyTorch with CUDA, nvcc, ninja and pytest. With the argument `sanitize`
+(make sanitize-gpu) only compute-sanitizer, and nothing without a GPU.
 """
 
 import json
@@ -20,12 +22,19 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 # The tests of every kernel at its boundaries, which the emulation of tests/cuda_on_cpu runs too.
-KERNELS = ["-q", "-p", "no:cacheprovider", *map(str, sorted((ROOT / "tests").glob("test_*_cuda_kernels.py")))]
+KERNELS = [
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    *map(str, sorted((ROOT / "tests").glob("test_*_cuda_kernels.py"))),
+]
 
 
 def run(*command, **options):
     print("+", *command[:6], flush=True)
-    result = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+    result = subprocess.run(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options
+    )
     print(result.stdout[-6000:], flush=True)
     return result
 
@@ -40,7 +49,9 @@ def never_run():
     names = {
         name
         for source in ROOT.glob("ops/*/*.cu")
-        for name in re.findall(r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)", source.read_text())
+        for name in re.findall(
+            r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)", source.read_text()
+        )
     }
     record = (
         "import pytest\nfrom torch.profiler import ProfilerActivity, profile\n"
@@ -53,23 +64,37 @@ def never_run():
 
 def sanitize():
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=f"{home}/bin")
+    tool = shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path=f"{home}/bin"
+    )
     if tool is None:
         return {"passed": False, "summary": "no compute-sanitizer on PATH or in CUDA_HOME/bin"}
     # PyTorch's caching allocator would hide accesses between two tensors of one segment.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CALCOPS_KERNEL_RUNS": "1"}
     missed = never_run()
-    found = {"coverage": {"passed": not missed, "summary": f"never run: {', '.join(missed) or 'none'}"}}
+    found = {
+        "coverage": {"passed": not missed, "summary": f"never run: {', '.join(missed) or 'none'}"}
+    }
 
     def watch(check):
-        options = ["--tool", check, "--target-processes", "application-only", "--error-exitcode", "9"]
+        options = [
+            "--tool",
+            check,
+            "--target-processes",
+            "application-only",
+            "--error-exitcode",
+            "9",
+        ]
         return run(tool, *options, sys.executable, "-m", "pytest", *KERNELS, env=environment)
 
     checks = ("memcheck", "racecheck", "initcheck", "synccheck")
     with ThreadPoolExecutor() as pool:
         for check, result in zip(checks, pool.map(watch, checks), strict=True):
             summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", result.stdout)
-            found[check] = {"passed": result.returncode == 0, "summary": summary[-1] if summary else "no summary"}
+            found[check] = {
+                "passed": result.returncode == 0,
+                "summary": summary[-1] if summary else "no summary",
+            }
     return {"passed": all(f["passed"] for f in found.values()), **found}
 
 
@@ -80,12 +105,16 @@ def main():
         sys.exit(print(f"gpu_check: skipped, {why}") if only_sanitize else f"gpu_check: {why}")
     build = run(sys.executable, "-m", "calcops_jit", "build")
     results = {"build": {"passed": build.returncode == 0}}
-    for part in ([sanitize] if only_sanitize else [tests, sanitize]) if build.returncode == 0 else ():
+    for part in (
+        ([sanitize] if only_sanitize else [tests, sanitize]) if build.returncode == 0 else ()
+    ):
         results[part.__name__] = part()
     path = Path(os.environ.get("OUT", ROOT)) / "results.json"
     path.write_text(json.dumps(results, indent=2) + "\n")
     failed = [part for part, found in results.items() if not found["passed"]]
-    for bench in sorted((ROOT / "tests" / "bench").glob("bench_*_cuda.py")) if not only_sanitize else ():
+    for bench in (
+        sorted((ROOT / "tests" / "bench").glob("bench_*_cuda.py")) if not only_sanitize else ()
+    ):
         if subprocess.run([sys.executable, bench], cwd=ROOT).returncode:
             failed.append(bench.name)
     print(path, f"failed: {', '.join(failed)}" if failed else "all passed", sep="\n")

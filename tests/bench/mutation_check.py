@@ -1,10 +1,12 @@
 """Whether the tests notice: breaks one place after another and runs the tests that ought to fail.
 
-python tests/bench/mutation_check.py [WORD ...]      only those that have one of the words, in a description or a path
+python tests/bench/mutation_check.py [WORD ...]
 
-mutations.txt says what is broken. It is a copy of the tree that is broken; it builds into a cache of its own, and takes
-from yours what is as it was. The table is Markdown; SURVIVED is a test that is missing. That the tree as it is passes
-its tests is taken for granted.
+With words it breaks only those places that have one of them in a description or a path.
+
+mutations.txt says what is broken. It is a copy of the tree that is broken; it builds into a cache
+of its own, and takes from yours what is as it was. The table is Markdown; SURVIVED is a test that
+is missing. That the tree as it is passes its tests is taken for granted.
 """
 
 import os
@@ -40,15 +42,23 @@ def mutations():
 def file_of(tree, mutation):
     """The file below `where` with the lines that are replaced."""
     where = tree / mutation.where
-    paths = [where] if where.is_file() else [path for path in where.rglob("*.*") if path.suffix != ".pyc"]
+    paths = (
+        [where]
+        if where.is_file()
+        else [path for path in where.rglob("*.*") if path.suffix != ".pyc"]
+    )
     counts = {path: path.read_text().count(mutation.old) for path in paths if path.is_file()}
-    assert sum(counts.values()) == 1, f"{mutation.where} has this {sum(counts.values())} times:\n{mutation.old}"
+    assert sum(counts.values()) == 1, (
+        f"{mutation.where} has this {sum(counts.values())} times:\n{mutation.old}"
+    )
     return next(path for path, count in counts.items() if count)
 
 
 def copy(folder):
     """The tracked files and those that git does not ignore, as they are."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True
+    )
     names = [name for name in os.fsdecode(listed.stdout).split("\0") if (ROOT / name).is_file()]
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +68,11 @@ def copy(folder):
 def found_by(tree, tests, cache):
     """The first test that fails, or how it ends the process; "": all pass."""
     yours = os.environ.get("CALCOPS_CACHE") or os.path.expanduser("~/.cache/calcops")
-    environment = os.environ | {"CALCOPS_CACHE": str(cache), "CALCOPS_CACHE_READONLY": yours, "PYTHONPATH": str(tree)}
+    environment = os.environ | {
+        "CALCOPS_CACHE": str(cache),
+        "CALCOPS_CACHE_READONLY": yours,
+        "PYTHONPATH": str(tree),
+    }
     options = shlex.split("-x -q --tb=line -p no:cacheprovider -m 'not long'")
     command = [sys.executable, "-m", "pytest", *options, *tests]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
@@ -73,7 +87,9 @@ def found_by(tree, tests, cache):
 
 
 def main():
-    chosen = [m for m in mutations() if not sys.argv[1:] or any(word in f"{m}" for word in sys.argv[1:])]
+    chosen = [
+        m for m in mutations() if not sys.argv[1:] or any(word in f"{m}" for word in sys.argv[1:])
+    ]
     for mutation in chosen:  # before anything is run
         file_of(ROOT, mutation)
     survived = 0

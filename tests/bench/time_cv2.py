@@ -1,6 +1,9 @@
-"""Time of cv2.warpPerspective in whatever environment runs this, for bench_warp_perspective.py:
+"""Time of cv2.warpPerspective in the environment that runs this, for bench_warp_perspective.py.
 
-python time_cv2.py FOLDER      image.npy and matrix.npy there; writes result.npy, prints the version and milliseconds
+python time_cv2.py FOLDER
+
+It reads image.npy and matrix.npy in FOLDER, writes result.npy there, and prints the version and
+milliseconds.
 """
 
 import sys

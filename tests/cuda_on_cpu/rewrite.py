@@ -1,6 +1,8 @@
 """A checkout whose CUDA sources are C++: README.md says how and what for.
 
-python tests/cuda_on_cpu/rewrite.py FOLDER      (then PYTHONPATH=FOLDER python -c "import calcops_jit")
+python tests/cuda_on_cpu/rewrite.py FOLDER
+
+Then PYTHONPATH=FOLDER python -c "import calcops_jit" builds it.
 """
 
 import itertools
@@ -24,7 +26,7 @@ def kernels(text):
 
 
 def barriers():
-    """(source, line) of every barrier, in the order of their fault numbers, which begin with FIRST_BARRIER."""
+    """(source, line) of every barrier in order of their fault numbers, from FIRST_BARRIER on."""
     for path in sources():
         text = path.read_text()
         for match in _BARRIER.finditer(text):
@@ -32,7 +34,8 @@ def barriers():
 
 
 FIRST_BARRIER = 1000
-# From 16,384 tiles on a block takes several in a row; in the emulation from 8 on, so that small images show it.
+# From 16,384 tiles on a block takes several in a row; in the emulation from 8 on, so that small
+# images show it.
 SMALLER = ("ops/warp_perspective/warp_perspective.cu", "tiles / 8192", "tiles / 4")
 _BARRIER = re.compile(r"__sync(?:threads|warp)\(\);")
 _KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(")
@@ -52,7 +55,9 @@ def _shared(declaration):
     """`__shared__ type a[n], b;` as memory of the block that runs."""
     kind, names = declaration.groups()
     variables = re.findall(r"(\w+)((?:\[\w+\])*)", names)
-    return " ".join(f"CUDA_ON_CPU_SHARED({kind}, {name}, {dimensions});" for name, dimensions in variables)
+    return " ".join(
+        f"CUDA_ON_CPU_SHARED({kind}, {name}, {dimensions});" for name, dimensions in variables
+    )
 
 
 def emulated(text):
@@ -79,41 +84,57 @@ def emulated(text):
 
 
 def host(text):
-    """A C++ source of an operator as in a build with CUDA, asking the emulation which device a tensor is on."""
+    """A C++ source of an operator as with CUDA; it asks the emulation for a tensor's device."""
     text = text.replace("CALCOPS_NO_CUDA", "CALCOPS_NEVER_DEFINED")
-    text = re.sub(r"((?:\b\w+(?:\(\))?\.)*\b\w+(?:\(\))?)\.is_(cpu|cuda)\(\)", r"cuda_on_cpu::is_\2(\1.is_cpu())", text)
+    text = re.sub(
+        r"((?:\b\w+(?:\(\))?\.)*\b\w+(?:\(\))?)\.is_(cpu|cuda)\(\)",
+        r"cuda_on_cpu::is_\2(\1.is_cpu())",
+        text,
+    )
     if "cuda_on_cpu::" in text:
         text = '#include "cuda_runtime_api.h"\n' + text
     return text
 
 
 def write_checkout(folder, faults=()):
-    """The project as it is, but for its CUDA sources; `faults` are (file, what it says, what it says instead), and
-    the instead may ask FAULT whether its own number, from 1, is the one to show. Each barrier is a fault too, which
-    leaves it out: see barriers()."""
+    """The project as it is, but for its CUDA sources; `faults` are (file, what it says, what it
+    says instead), and the instead may ask FAULT whether its own number, from 1, is the one to show.
+    Each barrier is a fault too, which leaves it out: see barriers()."""
     folder = Path(folder)
-    shutil.copytree(ROOT / "_calcops_jit", folder / "_calcops_jit", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "_calcops_jit", folder / "_calcops_jit", ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copy(ROOT / "calcops_jit.py", folder)
-    texts = {path: path.read_text() for path in [*ROOT.glob("ops/*/*"), *ROOT.glob("ops/*.*")] if path.is_file()}
+    texts = {
+        path: path.read_text()
+        for path in [*ROOT.glob("ops/*/*"), *ROOT.glob("ops/*.*")]
+        if path.is_file()
+    }
     texts |= {path: path.read_text() for path in sources()}
     for number, (name, before, after) in enumerate([SMALLER, *faults]):
         text = texts[ROOT / name]
         if text.count(before) != 1:
             raise ValueError(f"cuda_on_cpu: {name} has {before!r} {text.count(before)} times")
-        texts[ROOT / name] = text.replace(before, after.replace("FAULT", f"cuda_on_cpu::fault({number})"))
+        texts[ROOT / name] = text.replace(
+            before, after.replace("FAULT", f"cuda_on_cpu::fault({number})")
+        )
     number = itertools.count(FIRST_BARRIER)
     for path in sources():
-        texts[path] = _BARRIER.sub(lambda m: f"if (!cuda_on_cpu::fault({next(number)})) {m[0]}", texts[path])
+        texts[path] = _BARRIER.sub(
+            lambda m: f"if (!cuda_on_cpu::fault({next(number)})) {m[0]}", texts[path]
+        )
     shadow = folder / "_calcops_jit" / "shadow"
-    stream = "c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle()"
+    stream = "get && get(device.index(), &stream) == 0"
+    of_emulation = "(stream = cuda_on_cpu::current_stream(), true || get(device.index(), nullptr))"
     if (shadow / "contract.cpp").read_text().count(stream) != 1:
         raise ValueError(f"cuda_on_cpu: contract.cpp does not have {stream!r} once")
     for path in [*shadow.glob("*.cpp"), *shadow.glob("calcops/*.h")]:
-        text = path.read_text().replace(stream, "(static_cast<void>(device), cuda_on_cpu::current_stream())")
-        path.write_text(host(text))
+        path.write_text(host(path.read_text().replace(stream, of_emulation)))
     ops = folder / "ops"
     shutil.copytree(
-        HERE, ops / "cuda_on_cpu", ignore=shutil.ignore_patterns("*.py", "*.md", "*.h", "c10", "__pycache__")
+        HERE,
+        ops / "cuda_on_cpu",
+        ignore=shutil.ignore_patterns("*.py", "*.md", "*.h", "c10", "__pycache__"),
     )
     shutil.copytree(HERE / "c10", ops / "c10")
     for path in HERE.glob("*.h"):
