@@ -235,7 +235,7 @@ def writable_slot(request: Request) -> tuple[str, str]:
             for last in (False, False, True):
                 os.makedirs(slot, 0o755, exist_ok=True)  # others may read it if the umask lets them
                 try:
-                    probe = tempfile.TemporaryFile(dir=slot)
+                    probe = tempfile.TemporaryFile(dir=slot)  # noqa: SIM115 - closed below
                     break
                 except FileNotFoundError:  # another process tidied the empty slot away
                     if last:

@@ -157,70 +157,65 @@ def _words(request: Request) -> dict[str, str]:
 
 
 def foresee(request: Request, ninja: str | None) -> Iterator[Problem]:
-    """Finds, in milliseconds, what a build would fail with."""
-    compiler, path = request.compiler, request.environment.get("PATH")
-    if not path:
-        fix = "export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        yield Problem(
-            cause="PATH is not set", evidence="a compiler finds its parts by PATH", fix=fix
-        )
-    if shutil.which(compiler[-1] if len(compiler) == 1 else compiler[0], path=path) is None:
-        other = request.environment.get("CXX") and shutil.which("c++", path=path)
-        evidence = f"`{compiler[0]}` is not on PATH" + " (CXX names it), but c++ is" * bool(other)
-        yield Problem(
-            cause="no C++ compiler",
-            evidence=evidence,
-            fix="unset CXX" if other else "{install} {compiler}".format(**_words(request)),
-        )
-    elif not answer(request, *compiler, "--version"):
-        yield Problem(
-            cause="the C++ compiler does not run",
-            evidence=f"`{' '.join(compiler)} --version` fails",
-            fix="unset CXX",
-        )
+    """Find, in milliseconds, what a build would fail with."""
+    yield from _foresee_compiler(request)
     for source in request.sources:
-        if not os.path.isfile(source):
-            fix = f"restore {source}, or load without it in a new process"
-            yield Problem(
-                cause="a source is gone", evidence=f"the source {source} is gone", fix=fix
-            )
-        elif re.search(r"\.(?:l?o|obj|a|so[.\d]*)$", source):
-            fix = f"take it out of the sources, and pass extra_ldflags=[{source!r}]"
-            yield Problem(
-                cause="an object is no source", evidence=f"{source} is compiled already", fix=fix
-            )
+        yield from _foresee_source(source)
     yield from _foresee_outputs(request)
     if ninja is None:
         evidence = "ninja is neither on PATH nor beside this Python; it runs the compilers"
-        yield Problem(
-            cause="no ninja", evidence=evidence, fix=f"{sys.executable} -m pip install ninja"
-        )
-    if (
-        flag := f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch._C._GLIBCXX_USE_CXX11_ABI:d}"
-    ) in request.cflags:
+        fix = f"{sys.executable} -m pip install ninja"
+        yield Problem(cause="no ninja", evidence=evidence, fix=fix)
+    flag = f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch._C._GLIBCXX_USE_CXX11_ABI:d}"
+    if flag in request.cflags:
         evidence = f"{flag} is not what this PyTorch was built with"
-        yield Problem(
-            cause="the C++ ABI is not PyTorch's",
-            evidence=evidence,
-            fix=f"{_words(request)['drop']} {flag}",
-        )
-    texts = {
-        source: _code(text_of(source)) for source in request.sources if request.kind == "foreign"
-    }
-    for source, text in texts.items():
-        if "<torch/extension.h>" in text and not has_headers(request):
-            yield no_headers(
-                f"{source} includes torch/extension.h, which includes Python.h: No such file",
-                request,
-            )
-        if "PYBIND11_MODULE" in text and not any(
-            "TORCH_LIBRARY" in other for other in texts.values()
-        ):
-            fix = "load it with torch.utils.cpp_extension.load, or register with TORCH_LIBRARY"
-            evidence = f"{source} has PYBIND11_MODULE and no TORCH_LIBRARY"
-            yield Problem(cause="a Python module, not operators", evidence=evidence, fix=fix)
+        fix = f"{_words(request)['drop']} {flag}"
+        yield Problem(cause="the C++ ABI is not PyTorch's", evidence=evidence, fix=fix)
+    if request.kind == "foreign":
+        yield from _foresee_python(request)
     if request.cuda.build:
         yield from _foresee_cuda(request)
+
+
+def _foresee_compiler(request: Request) -> Iterator[Problem]:
+    compiler = request.compiler
+    path = request.environment.get("PATH")
+    if not path:
+        fix = "export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        evidence = "a compiler finds its parts by PATH"
+        yield Problem(cause="PATH is not set", evidence=evidence, fix=fix)
+    if shutil.which(compiler[-1] if len(compiler) == 1 else compiler[0], path=path) is None:
+        other = request.environment.get("CXX") and shutil.which("c++", path=path)
+        evidence = f"`{compiler[0]}` is not on PATH" + " (CXX names it), but c++ is" * bool(other)
+        fix = "unset CXX" if other else "{install} {compiler}".format(**_words(request))
+        yield Problem(cause="no C++ compiler", evidence=evidence, fix=fix)
+    elif not answer(request, *compiler, "--version"):
+        evidence = f"`{' '.join(compiler)} --version` fails"
+        yield Problem(cause="the C++ compiler does not run", evidence=evidence, fix="unset CXX")
+
+
+def _foresee_source(source: str) -> Iterator[Problem]:
+    if not os.path.isfile(source):
+        evidence = f"the source {source} is gone"
+        fix = f"restore {source}, or load without it in a new process"
+        yield Problem(cause="a source is gone", evidence=evidence, fix=fix)
+    elif re.search(r"\.(?:l?o|obj|a|so[.\d]*)$", source):
+        evidence = f"{source} is compiled already"
+        fix = f"take it out of the sources, and pass extra_ldflags=[{source!r}]"
+        yield Problem(cause="an object is no source", evidence=evidence, fix=fix)
+
+
+def _foresee_python(request: Request) -> Iterator[Problem]:
+    texts = {source: _code(text_of(source)) for source in request.sources}
+    registers = any("TORCH_LIBRARY" in text for text in texts.values())
+    for source, text in texts.items():
+        if "<torch/extension.h>" in text and not has_headers(request):
+            missing = f"{source} includes torch/extension.h, which includes Python.h: No such file"
+            yield no_headers(missing, request)
+        if "PYBIND11_MODULE" in text and not registers:
+            evidence = f"{source} has PYBIND11_MODULE and no TORCH_LIBRARY"
+            fix = "load it with torch.utils.cpp_extension.load, or register with TORCH_LIBRARY"
+            yield Problem(cause="a Python module, not operators", evidence=evidence, fix=fix)
 
 
 def _foresee_outputs(request: Request) -> Iterator[Problem]:

@@ -131,24 +131,8 @@ def obtain(request: Request, build: bool = True) -> Library | None:
     with _one_at_a_time:
         reasons: list[str] = []
         refusals: list[str] = []
-        try:
-            found, brought = cache.find(request, reasons), None
-            if not found:
-                from . import prebuilt
-
-                brought = prebuilt.find(request, refusals)
-        except OSError as error:
-            raise report(
-                f"cannot load {request.name}", [str(error)], "ulimit -n $(ulimit -H -n)"
-            ) from None
+        found, brought = _find(request, reasons, refusals)
         if found:
-            if not request.tools and request.environment.get("CXX"):
-                from .progress import say
-
-                say(
-                    f"CXX={request.environment['CXX']} is no compiler here: "
-                    f"{request.name} is what another one built"
-                )
             return _load(request, found)
         if brought:
             try:
@@ -171,6 +155,30 @@ def obtain(request: Request, build: bool = True) -> Library | None:
         except KeyboardInterrupt as stop:
             # Whoever pressed Ctrl-C does not ask where that was.
             raise stop.with_traceback(None) from None
+
+
+def _find(
+    request: Request, reasons: list[str], refusals: list[str]
+) -> tuple[cache.Generation | None, cache.Generation | None]:
+    """Return (what the cache has for a request, else what a wheel has for it).
+
+    reasons    gets why generations in the cache do not fit
+    refusals   gets why what the wheel brings does not fit"""
+    try:
+        found = cache.find(request, reasons)
+        if not found:
+            from . import prebuilt
+
+            return None, prebuilt.find(request, refusals)
+    except OSError as error:
+        fix = "ulimit -n $(ulimit -H -n)"
+        raise report(f"cannot load {request.name}", [str(error)], fix) from None
+    if not request.tools and request.environment.get("CXX"):
+        from .progress import say
+
+        named = f"CXX={request.environment['CXX']} is no compiler here"
+        say(f"{named}: {request.name} is what another one built")
+    return found, None
 
 
 def reload(again: Callable[[Request], Request]) -> list[str]:

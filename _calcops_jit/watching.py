@@ -11,25 +11,29 @@ from .closure import stamp_of
 from .progress import say
 
 
+def _reload_on_change(
+    stop: threading.Event, seconds: float, reload: Callable[[], list[str]]
+) -> None:
+    before = None  # so that what was saved before counts, too
+    while not stop.wait(seconds):
+        try:
+            now = {path: stamp_of(path) for path in library.project_files()}
+            if now == before:
+                continue
+            before = now  # also if it fails: the same files would fail again
+            if changed := reload():
+                say(f"reloaded {', '.join(changed)}")
+        except Exception as error:  # whatever it is, the next save may end it
+            if not stop.is_set():
+                say(str(error) or type(error).__name__)
+
+
 def start(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]:
     """Start a thread that calls `reload` when the libraries' files change. Return what ends it."""
     stop = threading.Event()
-
-    def run() -> None:
-        before = None  # so that what was saved before counts, too
-        while not stop.wait(seconds):
-            try:
-                now = {path: stamp_of(path) for path in library.project_files()}
-                if now == before:
-                    continue
-                before = now  # also if it fails: the same files would fail again
-                if changed := reload():
-                    say(f"reloaded {', '.join(changed)}")
-            except Exception as error:  # whatever it is, the next save may end it
-                if not stop.is_set():
-                    say(str(error) or type(error).__name__)
-
-    thread = threading.Thread(target=run, name="calcops watch", daemon=True)
+    thread = threading.Thread(
+        target=_reload_on_change, args=(stop, seconds, reload), name="calcops watch", daemon=True
+    )
     thread.start()
 
     def end() -> None:

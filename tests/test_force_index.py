@@ -140,11 +140,11 @@ def test_forward_mode_and_vmap_take_the_index(device, no_vmap_fallback):
     index = neighbor_index(list_neigh, 2)
     tangent = torch.randn_like(dE)
 
-    def of_dE(dE, **options):
+    def results(dE, **options):
         return force_virial(list_neigh, dE, Ri_d, Rij, 2, **options)
 
-    ours = torch.func.jvp(lambda x: of_dE(x, neighbor_index=index), (dE,), (tangent,))
-    expected = torch.func.jvp(of_dE, (dE,), (tangent,))
+    ours = torch.func.jvp(lambda x: results(x, neighbor_index=index), (dE,), (tangent,))
+    expected = torch.func.jvp(results, (dE,), (tangent,))
     assert_equal_lists(ours[1], expected[1], rtol=0, atol=0)
 
     def of_frame(list_neigh, index, dE, Ri_d, Rij):
@@ -156,12 +156,12 @@ def test_forward_mode_and_vmap_take_the_index(device, no_vmap_fallback):
         torch.vmap(of_frame)(list_neigh, index, dE, Ri_d, Rij), whole, rtol=0, atol=0
     )
     assert torch.equal(torch.vmap(lambda x: neighbor_index(x[None], 2)[0])(list_neigh), index)
-    gradient = torch.func.grad(lambda x: sum(y.sum() for y in of_dE(x, neighbor_index=index)))(dE)
-    assert torch.equal(gradient, torch.func.grad(lambda x: sum(y.sum() for y in of_dE(x)))(dE))
+    gradient = torch.func.grad(lambda x: sum(y.sum() for y in results(x, neighbor_index=index)))(dE)
+    assert torch.equal(gradient, torch.func.grad(lambda x: sum(y.sum() for y in results(x)))(dE))
     many = torch.stack([dE, tangent])  # one list and one index for all
-    ours = torch.vmap(lambda x: of_dE(x, neighbor_index=index))(many)
+    ours = torch.vmap(lambda x: results(x, neighbor_index=index))(many)
     assert_equal_lists(
-        ours, [torch.stack(x) for x in zip(of_dE(dE), of_dE(tangent))], rtol=0, atol=0
+        ours, [torch.stack(x) for x in zip(results(dE), results(tangent))], rtol=0, atol=0
     )
 
 

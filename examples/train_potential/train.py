@@ -35,7 +35,8 @@ def errors(trainer, data):
     )
 
 
-def main():
+def arguments():
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--system", choices=kSystems, default="silicon")
@@ -58,6 +59,33 @@ def main():
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each process"
     )
+    return parser
+
+
+def keep_frames(path, system, options):
+    """Writes the frames of a new folder: to learn from, held out, test."""
+    if path.exists():
+        return
+    seeds = range(3 * options.seed, 3 * options.seed + 3)
+    sets = [generate(system, n, 8, seed) for n, seed in zip(options.trajectories, seeds)]
+    save_whole({"system": options.system, "sets": sets}, path)
+
+
+def train(trainer, held_out, checkpoint, options, is_first):
+    """Trains from the checkpoint, if there is one; the first process saves and prints."""
+    if checkpoint.exists():
+        trainer.resume(checkpoint)
+    steps = range(len(trainer.history), options.steps)
+    progress = tqdm(steps, desc="training", unit="step", disable=None if is_first else True)
+    for step in progress:
+        trainer.step()
+        if is_first and ((step + 1) % options.every == 0 or step + 1 == options.steps):
+            trainer.save(checkpoint)
+            progress.write(f"step {step + 1:6}, held out: {errors(trainer, held_out)}")
+
+
+def main():
+    parser = arguments()
     options = parser.parse_args()
     folder = options.folder or Path("build/train_potential", options.system)
     # torchrun sets both.
@@ -73,15 +101,10 @@ def main():
     wall, cpu = time.perf_counter(), time.process_time()
 
     folder.mkdir(parents=True, exist_ok=True)
-    system, kept, checkpoint = (
-        kSystems[options.system],
-        folder / "frames.pt",
-        folder / "checkpoint.pt",
-    )
-    if rank == 0 and not kept.exists():
-        seeds = range(3 * options.seed, 3 * options.seed + 3)
-        sets = [generate(system, n, 8, seed) for n, seed in zip(options.trajectories, seeds)]
-        save_whole({"system": options.system, "sets": sets}, kept)
+    system = kSystems[options.system]
+    kept, checkpoint = folder / "frames.pt", folder / "checkpoint.pt"
+    if rank == 0:
+        keep_frames(kept, system, options)
     if processes > 1:
         distributed.barrier()
     frames = torch.load(kept)
@@ -96,14 +119,7 @@ def main():
     standardise(model, types, kind, R, energy)
     data, held_out, test = (Data(of_set, model) for of_set in frames["sets"])
     trainer = Trainer(model, data, options.steps, options.seed, options.batch, options.compile)
-    if checkpoint.exists():
-        trainer.resume(checkpoint)
-    steps, hidden = range(len(trainer.history), options.steps), None if rank == 0 else True
-    for step in (progress := tqdm(steps, desc="training", unit="step", disable=hidden)):
-        trainer.step()
-        if rank == 0 and ((step + 1) % options.every == 0 or step + 1 == options.steps):
-            trainer.save(checkpoint)
-            progress.write(f"step {step + 1:6}, held out: {errors(trainer, held_out)}")
+    train(trainer, held_out, checkpoint, options, is_first=rank == 0)
     if processes > 1:
         distributed.destroy_process_group()
     if rank > 0:

@@ -259,7 +259,7 @@ def libraries(pixels, matrix):
     }
 
 
-def peers(seconds):
+def peers(seconds):  # noqa: C901 - one table
     """Errors of float32 and uint8 images at 512 x 512, and milliseconds, on one thread."""
     set_threads(1)
     small, large = SIZES["512 x 512 x 1"], SIZES["1080 x 1920 x 3"]
@@ -297,6 +297,10 @@ def peers(seconds):
                     torch.autograd.grad(call(*inputs).sum(), inputs)
 
                 (table[name]["both"],) = best([both], seconds)
+    print_peers(table, small, large)
+
+
+def print_peers(table, small, large):
     print(
         "| | worst error, float32 | wrong pixels, uint8 | 512 x 512 "
         "| 1080 x 1920 x 3 | 512 x 512, both gradients |"
