@@ -172,23 +172,29 @@ GOOD = {"image": torch.zeros(2, 3, 5, 6), "warp": torch.eye(3), "dsize": (4, 4)}
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"image": torch.zeros(5)}, "`image` of shape [H, W], [C, H, W] or [N, C, H, W], got [5]"),
+        (
+            {"image": torch.zeros(5)},
+            "`image` of shape [N or 1, C, H, W], [C, H, W] or [H, W], got [5]",
+        ),
         (
             {"image": torch.zeros(1, 1, 1, 5, 6)},
-            "`image` of shape [H, W], [C, H, W] or [N, C, H, W], got [1, 1, 1, 5, 6]",
+            "`image` of shape [N or 1, C, H, W], [C, H, W] or [H, W], got [1, 1, 1, 5, 6]",
         ),
         (
             {"image": torch.zeros(5, 6).int()},
-            "`image` of dtype uint8, uint16, int16, float16, bfloat16, float32 or float64, got Int",
+            "`image` uint8, uint16, int16, float16, bfloat16, float32 or float64, got Int",
         ),
-        ({"warp": torch.eye(3).int()}, "`warp` of dtype float32 or float64, got Int"),
-        ({"warp": torch.eye(4)}, "`warp` of shape [3, 3] or [N, 3, 3], got [4, 4]"),
-        ({"warp": torch.eye(3)[0]}, "`warp` of shape [3, 3] or [N, 3, 3], got [3]"),
+        ({"warp": torch.eye(3).int()}, "`warp` float32 or float64, got Int"),
+        ({"warp": torch.eye(4)}, "`warp` of shape [N or 1, 3, 3] or [3, 3], [N] = [2], got [4, 4]"),
+        ({"warp": torch.eye(3)[0]}, "`warp` of shape [N or 1, 3, 3] or [3, 3], [N] = [2], got [3]"),
         (
             {"warp": torch.zeros(1, 1, 3, 3)},
-            "`warp` of shape [3, 3] or [N, 3, 3], got [1, 1, 3, 3]",
+            "`warp` of shape [N or 1, 3, 3] or [3, 3], [N] = [2], got [1, 1, 3, 3]",
         ),
-        ({"warp": torch.zeros(3, 3, 3)}, "`warp` with N = 1 or that of `image`, 2, got [3, 3, 3]"),
+        (
+            {"warp": torch.zeros(3, 3, 3)},
+            "`warp` of shape [N or 1, 3, 3] or [3, 3], [N] = [2], got [3, 3, 3]",
+        ),
         ({"warp": torch.eye(3, device="meta")}, "`warp` on cpu like `image`, got meta"),
         ({"dsize": (-1, 4)}, "`dsize` (height, width), both >= 0, got [-1, 4]"),
         ({"dsize": (4,)}, "`dsize` (height, width), both >= 0, got [4]"),
@@ -202,11 +208,11 @@ GOOD = {"image": torch.zeros(2, 3, 5, 6), "warp": torch.eye(3), "dsize": (4, 4)}
         ),
         (
             {"border_mode": "transparent"},
-            "`destination` a tensor with this `border_mode`, got none",
+            '`destination` a tensor where `border_mode` is "transparent", got none',
         ),
         (
             {"destination": torch.zeros(2, 3, 4, 4)},
-            "`destination` none with this `border_mode`, got a tensor",
+            '`destination` none where `border_mode` is not "transparent", got a tensor',
         ),
         (
             {"border_mode": "transparent", "destination": torch.zeros(3, 4, 4)},
@@ -216,10 +222,7 @@ GOOD = {"image": torch.zeros(2, 3, 5, 6), "warp": torch.eye(3), "dsize": (4, 4)}
             {"border_mode": "transparent", "destination": torch.zeros(2, 3, 4, 4).double()},
             "`destination` of dtype Float like `image`, got Double",
         ),
-        (
-            {"border_value": [1.0, 2.0]},
-            "`border_value` of one value or one for each of 3 channels, got 2 values",
-        ),
+        ({"border_value": [1.0, 2.0]}, "`border_value` of one value or C = 3, got 2 values"),
     ],
 )
 def test_an_error_names_the_argument_what_was_expected_and_what_came(bad, message):

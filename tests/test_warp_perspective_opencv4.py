@@ -166,13 +166,13 @@ WHERE = ' where `arithmetic` is "opencv4"'
         ),
         (
             dict(image=torch.ones(1, 32767)),
-            f"expected `image` of height and width below 32767{WHERE}, got [1, 32767]",
+            f"expected `image` of less than 32767 columns{WHERE}, got [1, 32767]",
         ),
         *[
             (
                 dict(image=torch.ones(2, 2, dtype=dtype)),
                 (
-                    "expected `image` of dtype uint8, uint16, int16, float32 or "
+                    "expected `image` uint8, uint16, int16, float32 or "
                     f"float64{WHERE}, got {name}"
                 ),
             )

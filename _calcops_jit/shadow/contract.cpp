@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
@@ -41,6 +42,7 @@ using contract::Shape;
 using contract::Sum;
 
 constexpr size_t kMost = 24;  // lines, sizes and parameters of one contract
+constexpr int64_t kMostBytes = int64_t(1) << 47;  // that an address space can hold
 using Results = std::array<Tensor, 6>;
 
 at::ScalarType scalar_type(Type type) {
@@ -131,8 +133,8 @@ struct Operator {
   std::array<int, kMost> gradient{};   // of each line: the position of its grad_ argument, or -1
   std::array<bool, kMost> optional{};  // of each line
   std::vector<int> lines{};            // of each argument; -1: output_mask, -2 - line: a gradient
-  std::vector<int> number_lines, tensor_lines, choice_lines, gradient_lines, limit_lines,
-      entry_lines;
+  std::vector<int> number_lines, tensor_lines, choice_lines, list_lines, gradient_lines,
+      shaped_lines, limit_lines, entry_lines, exclusion_lines;
   std::vector<std::vector<int>> needs;  // of each result: the lines without which it is not wanted
   std::vector<int> result_lines{};      // of each result; backward: the factor
   int count = 0, mask = -1;
@@ -175,11 +177,30 @@ auto sizes_in(const Tensor& x, int64_t) { return x.sizes(); }
 auto sizes_in(const Tensor& x, const SymInt&) { return x.sym_sizes(); }
 int64_t integer(const IValue& x, int64_t) { return x.toInt(); }
 SymInt integer(const IValue& x, const SymInt&) { return x.toSymInt(); }
+std::vector<int64_t> integers(const IValue& x, int64_t) { return x.toIntVector(); }
+std::vector<SymInt> integers(const IValue& x, const SymInt&) { return x.toSymIntVector(); }
+bool either(bool a, bool b) { return a || b; }
+c10::SymBool either(const c10::SymBool& a, const c10::SymBool& b) { return a.sym_or(b); }
 Tensor make(at::ArrayRef<int64_t> shape, const at::TensorOptions& options) {
   return at::empty(shape, options);
 }
 Tensor make(c10::SymIntArrayRef shape, const at::TensorOptions& options) {
   return at::empty_symint(shape, options);
+}
+
+// a, b or c
+std::string listed(const std::vector<std::string>& items) {
+  std::string list;
+  for (size_t i = 0; i < items.size(); ++i)
+    list += (i == 0 ? "" : i + 1 == items.size() ? " or " : ", ") + items[i];
+  return list;
+}
+
+std::string quoted(const std::string& text) { return '"' + text + '"'; }
+
+template <class Item>
+bool contains(const std::vector<Item>& list, const Item& item) {
+  return std::find(list.begin(), list.end(), item) != list.end();
 }
 
 const Tensor kNone;
@@ -200,6 +221,8 @@ struct Checked {
   const Line* first_line = nullptr;
   const Tensor* first = &kNone;
   uint32_t bound = 0;  // the sizes that are known, a bit each
+  uint32_t given = 0;  // those for which an argument has a dimension
+  std::array<const Shape*, kMost> shapes;  // of the tensors that have several
 
   Checked(const Operator& op, const IValue* stack) : op(op), text(op.family->text), stack(stack) {
     tensors.fill(&kNone);
@@ -207,6 +230,13 @@ struct Checked {
     for (const int i : op.number_lines) bind_number(text.lines[i], op.argument[i]);
     for (const int i : op.tensor_lines) check_argument(i, stack[op.argument[i]]);
     for (const int i : op.choice_lines) check_choice(text.lines[i], stack[op.argument[i]]);
+    for (const int i : op.list_lines) check_list(text.lines[i], stack[op.argument[i]]);
+    for (uint32_t gaps = text.gaps & ~bound; gaps; gaps &= gaps - 1)
+      sizes[__builtin_ctz(gaps)] = 1;
+    bound |= text.gaps;
+    for (const int i : op.tensor_lines)
+      if (tensors[i]->defined() && text.lines[i].shapes.size() > 1) check_gaps(i);
+    for (const int i : op.shaped_lines) check_argument(i, stack[op.argument[i]]);
     for (const int i : op.gradient_lines) {
       gradients[i] = &tensor_or_none(stack[op.gradient[i]]);
       if (gradients[i]->defined())
@@ -218,6 +248,24 @@ struct Checked {
     for (const int i : op.limit_lines)
       if (tensors[i]->defined())
         for (const contract::Limit& limit : text.lines[i].limits) check_limit(limit, i);
+    for (const int i : op.exclusion_lines)
+      for (const contract::Exclusion& exclusion : text.lines[i].exclusions)
+        if (is_met(exclusion.when)) check_exclusion(exclusion, i);
+  }
+
+  bool is_met(const contract::Condition& when) const {
+    if (!when.in.empty() && when.in != op.schema->name) {
+      const int argument = text.line(when.in);
+      if (argument < 0 || !tensors[argument]->defined()) return false;
+    }
+    if (when.argument.empty()) return true;
+    const int position = op.argument[text.line(when.argument)];
+    return position >= 0 && stack[position].toStringRef() == when.choice;
+  }
+
+  static std::string said(const contract::Condition& when) {
+    return when.argument.empty() ? ""
+                                 : " where `" + when.argument + "` is " + quoted(when.choice);
   }
 
   template <class Got>
@@ -249,7 +297,13 @@ struct Checked {
   void check_argument(int i, const IValue& value) {
     const Line& line = text.lines[i];
     tensors[i] = &tensor_or_none(value);
-    if (!tensors[i]->defined()) {
+    const bool is_none = !tensors[i]->defined();
+    if (!line.only.argument.empty() && is_none == is_met(line.only))
+      refuse(line.name,
+             is_none ? "a tensor" + said(line.only)
+                     : "none where `" + line.only.argument + "` is not " + quoted(line.only.choice),
+             is_none ? "none" : "a tensor");
+    if (is_none) {
       if (!op.optional[i]) refuse(line.name, "of shape " + line.shape_text, "none");
       return;
     }
@@ -263,13 +317,51 @@ struct Checked {
   void check_choice(const Line& line, const IValue& value) const {
     const std::string& got = value.toStringRef();
     if (std::find(line.choices.begin(), line.choices.end(), got) != line.choices.end()) return;
-    std::string what;
-    for (size_t i = 0; i < line.choices.size(); ++i)
-      what += (i == 0                         ? ""
-               : i + 1 == line.choices.size() ? " or "
-                                              : ", ") +
-              ('"' + line.choices[i] + '"');
-    refuse(line.name, what, '"' + got + '"');
+    std::vector<std::string> choices;
+    for (const std::string& choice : line.choices) choices.push_back(quoted(choice));
+    refuse(line.name, listed(choices), quoted(got));
+  }
+
+  void check_exclusion(const contract::Exclusion& exclusion, int i) const {
+    const Line& line = text.lines[i];
+    std::vector<std::string> others;
+    if (!exclusion.choices.empty()) {
+      const std::string& got = stack[op.argument[i]].toStringRef();
+      if (!contains(exclusion.choices, got)) return;
+      for (const std::string& choice : line.choices)
+        if (!contains(exclusion.choices, choice)) others.push_back(quoted(choice));
+      refuse(line.name, listed(others) + said(exclusion.when), quoted(got));
+    }
+    if (!tensors[i]->defined()) return;
+    const at::ScalarType got = tensors[i]->scalar_type();
+    bool is_excluded = false;
+    for (const Type type : exclusion.types) is_excluded |= got == scalar_type(type);
+    if (!is_excluded) return;
+    for (const std::string& name : contract::listed(line.type_text))
+      if (!contains(exclusion.types, contract::type_named(name))) others.push_back(name);
+    refuse(line.name, listed(others) + said(exclusion.when), got);
+  }
+
+  // Values of a list: sizes, or one for each of a size.
+  void check_list(const Line& line, const IValue& value) {
+    if (line.count_or_one >= 0) {
+      const Int count = value.isNone() ? 1 : int64_t(value.toDoubleVector().size());
+      if (!holds(either(below(count, Int(2)), equal(count, sizes[line.count_or_one]))))
+        refuse(line.name,
+               c10::str("of one value or ", text.sizes[line.count_or_one], " = ",
+                        sizes[line.count_or_one]),
+               c10::str(count, " values"));
+      return;
+    }
+    const auto list = integers(value, Int());
+    const bool is_empty = list.empty() && !line.if_empty.empty();
+    auto ok = equal(Int(is_empty ? line.items.size() : list.size()), Int(line.items.size()));
+    for (size_t k = 0; k < list.size(); ++k) ok = both(ok, below(Int(-1), list[k]));
+    if (!holds(ok)) refuse(line.name, line.items_text, at::ArrayRef<Int>(list));
+    for (size_t k = 0; k < line.items.size(); ++k) {
+      sizes[line.items[k]] = is_empty ? sizes[line.if_empty[k]] : list[k];
+      bound |= 1u << line.items[k];
+    }
   }
 
   void check_tensor(const Line& line, const std::string& name, const Tensor& x) {
@@ -298,10 +390,17 @@ struct Checked {
     const uint32_t before = bound;
     const auto shape = sizes_in(x, Int());
     const size_t rank = shape.size();
+    const size_t i = &line - text.lines.data();
+    const bool is_argument = op.argument[i] >= 0 && line.shape_of < 0;
+    if (line.shape_of >= 0 && tensors[line.shape_of]->defined())
+      return check_same_shape(line, name, x);
+    // A result has as many dimensions as the arguments give it.
+    const Shape* const only = is_argument || line.shapes.size() == 1 ? nullptr : &shape_of(line);
     int of_this_rank = 0;
     for (const Shape& each : line.shapes) of_this_rank += each.size() == rank;
     // Of several shapes of one rank, the dimensions that are numbers choose.
     const auto fits = [&](const Shape& want, bool guard) {
+      if (want.size() != rank || (only && only != &want)) return false;
       bool ok = true;
       for (size_t d = 0; d < rank && ok && of_this_rank > 1; ++d)
         if (want[d].size() == 1 && want[d][0].sizes.empty())
@@ -311,9 +410,52 @@ struct Checked {
     const Shape* chosen = nullptr;
     for (const bool guard : {false, true})
       for (const Shape& each : line.shapes)
-        if (!chosen && each.size() == rank && fits(each, guard)) chosen = &each;
-    if (chosen && matches(line, *chosen, shape)) return;
+        if (!chosen && fits(each, guard)) chosen = &each;
+    shapes[i] = chosen;
+    if (chosen && matches(line, *chosen, shape)) {
+      if (is_argument) given |= line.shape_sizes[chosen - line.shapes.data()];
+      return;
+    }
+    if (line.shape_of >= 0) {
+      const auto wanted = values(shape_of(line));
+      refuse(name, c10::str("of the result's shape ", at::ArrayRef<Int>(wanted)), shape);
+    }
     refuse(name, "of shape " + line.shape_text + known_sizes(line, before), shape);
+  }
+
+  // A dimension that an argument has and another lacks is an error, unless the latter may be 1.
+  void check_gaps(int i) {
+    const Line& line = text.lines[i];
+    const uint32_t lacks = line.lacks[shapes[i] - line.shapes.data()] & given & ~line.or_one;
+    if (lacks)
+      refuse(line.name,
+             "with the dimension " + text.sizes[__builtin_ctz(lacks)] + " that others have",
+             sizes_in(*tensors[i], Int()));
+  }
+
+  // Of the shapes of a result, the first one that has no size without an argument's dimension.
+  const Shape& shape_of(const Line& line) const {
+    for (size_t k = 0; k < line.shapes.size(); ++k)
+      if (!(line.shape_sizes[k] & line.some_sizes & ~given)) return line.shapes[k];
+    return line.shapes.back();
+  }
+
+  c10::SmallVector<Int, 5> values(const Shape& shape) const {
+    c10::SmallVector<Int, 5> values;
+    for (const Sum& dim : shape) values.push_back(value(dim));
+    return values;
+  }
+
+  void check_same_shape(const Line& line, const std::string& name, const Tensor& x) {
+    const Tensor& other = *tensors[line.shape_of];
+    const auto shape = sizes_in(x, Int()), wanted = sizes_in(other, Int());
+    shapes[&line - text.lines.data()] = shapes[line.shape_of];
+    auto ok = equal(Int(shape.size()), Int(wanted.size()));
+    for (size_t d = 0; d < std::min(shape.size(), wanted.size()); ++d)
+      ok = both(ok, equal(shape[d], wanted[d]));
+    if (!holds(ok))
+      refuse(name, c10::str("of the shape of `", text.lines[line.shape_of].name, "`, ", wanted),
+             shape);
   }
 
   // What the sizes in a shape are, as far as earlier arguments say: " = [23, 3]" of a single shape.
@@ -345,6 +487,10 @@ struct Checked {
   bool matches(const Line& line, const Shape& want, const Sizes& shape) {
     auto ok = equal(Int(0), Int(0));
     for (size_t d = 0; d < want.size(); ++d) {
+      if (const int size = contract::bare(want[d]); size >= 0 && line.or_one >> size & 1) {
+        ok = both(ok, matches_or_one(size, shape[d]));
+        continue;
+      }
       const int size = unknown(want[d]);
       if (size >= 0) {
         sizes[size] = 0;
@@ -362,18 +508,31 @@ struct Checked {
     return holds(ok);
   }
 
+  // A dimension N or 1: what is 1 serves all.
+  bool matches_or_one(int size, const Int& got) {
+    if (known(got) == 1) return true;
+    if (!(bound >> size & 1)) {
+      sizes[size] = got;
+      bound |= 1u << size;
+      return true;
+    }
+    const auto is_one = equal(sizes[size], Int(1));
+    if (!holds(either(either(is_one, equal(got, Int(1))), equal(got, sizes[size])))) return false;
+    // A symbol that was taken for N may turn out to be 1.
+    if (decided(is_one, /*guard=*/true)) sizes[size] = got;
+    return true;
+  }
+
   void check_limit(const contract::Limit& limit, int i) const {
     const Tensor& x = *tensors[i];
     if (limit.on_cuda && !x.is_cuda()) return;
-    if (!limit.only_in.empty() && limit.only_in != op.schema->name) {
-      const int argument = text.line(limit.only_in);
-      if (argument < 0 || !tensors[argument]->defined()) return;
-    }
+    if (!is_met(limit.when)) return;
     const Int sum = value(limit.sum);
     if (holds(below(sum, Int(limit.below)))) return;
     const bool is_dimension = contract::bare(limit.sum) >= 0;
     refuse(text.lines[i].name,
-           "of less than " + limit.number + ' ' + limit.unit + (limit.on_cuda ? " on CUDA" : ""),
+           "of less than " + limit.number + ' ' + limit.unit + said(limit.when) +
+               (limit.on_cuda ? " on CUDA" : ""),
            is_dimension ? c10::str(sizes_in(x, Int())) : c10::str(sum));
   }
 
@@ -422,13 +581,17 @@ struct Checked {
         made[i] = make(sizes_in(input, Int()), input.options());
         continue;
       }
-      c10::SmallVector<Int, 5> shape;
-      for (const Sum& dim : line.shapes[0]) {
-        shape.push_back(value(dim));
-        if (!holds(below(Int(-1), shape.back())))
+      const auto shape = values(shape_of(line));
+      int64_t bytes = 8;
+      bool fits = true;
+      for (const Int& size : shape) {
+        if (!holds(below(Int(-1), size)))
           refuse(first_line->name, "large enough for a result " + line.shape_text,
                  sizes_in(*first, Int()));
+        // The strides of an empty result have the other sizes.
+        fits &= !__builtin_mul_overflow(bytes, std::max<int64_t>(known(size), 1), &bytes);
       }
+      if (!fits || bytes >= kMostBytes) throw std::bad_alloc();
       made[i] = make(at::ArrayRef<Int>(shape), options_of(line));
     }
     return made;
@@ -543,135 +706,185 @@ void check_made(const Checked<int64_t>& call) {
 
 // What the slots of one call point into.
 struct Storage {
+  std::array<Slot, kMost> slots;
   std::list<Tensor> owned;
-  std::array<std::array<int64_t, 6>, kMost> shape;
+  std::array<std::array<int64_t, 6>, kMost> shape, stride;
   std::list<std::vector<int64_t>> integers;
   std::list<std::vector<double>> numbers;
+  std::list<std::pair<Tensor, Tensor>> narrowed;  // results, and what a kernel writes for them
 };
 
-bool has_type(const Tensor& x, Type type) {
-  return !x.defined() || x.scalar_type() == scalar_type(type);
+bool is_narrow(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
+
+// Whether a kernel takes a tensor; one of float32 takes float16 and bfloat16, widened.
+bool fits(const Tensor& x, Type type, const Line& line, bool widened) {
+  if (line.read_as != Type::kNone) return line.read_as == type;
+  return !x.defined() || x.scalar_type() == scalar_type(type) ||
+         (widened && type == Type::kFloat32 && is_narrow(x.scalar_type()));
+}
+
+const BoundKernel* kernel_for(const Checked<int64_t>& call, const Results& results,
+                              const Operator& with, bool on_cuda) {
+  const auto takes_all = [&](const BoundKernel& kernel, bool widened) {
+    for (size_t p = 0; p < kernel.sources.size(); ++p) {
+      const Parameter& parameter = kernel.entry.parameters[p];
+      if (parameter.kind != Parameter::kTensor) continue;
+      const auto [from, index] = kernel.sources[p];
+      const bool is_result = from == Source::kResult;
+      const int line = is_result   ? with.result_lines[index]
+                       : index < 0 ? -2 - index
+                                   : index;
+      const Tensor& x = is_result   ? results[index]
+                        : index < 0 ? *call.gradients[line]
+                                    : *call.tensors[line];
+      if (!fits(x, parameter.type, call.text.lines[line], widened)) return false;
+    }
+    return true;
+  };
+  for (const bool widened : {false, true})
+    for (const BoundKernel& kernel : with.kernels)
+      if (kernel.is_cuda == on_cuda && takes_all(kernel, widened)) return &kernel;
+  return nullptr;
 }
 
 // The tensor that a kernel gets for an argument: of the number type and the strides that it takes.
 const Tensor& as_taken(const Line& line, const Tensor& x, const Parameter& parameter,
                        std::list<Tensor>& made) {
   const Tensor* found = &x;
-  if (line.read_as != Type::kNone && x.scalar_type() != scalar_type(line.read_as))
-    found = &made.emplace_back(x.to(scalar_type(line.read_as)));
+  if (x.scalar_type() != scalar_type(parameter.type))
+    found = &made.emplace_back(x.to(scalar_type(parameter.type)));
   if (found->is_contiguous()) return *found;
   if (parameter.is_strided && (!line.in_columns || found->mT().is_contiguous())) return *found;
   return made.emplace_back(found->contiguous());
 }
 
-const BoundKernel* kernel_for(const Checked<int64_t>& call, const Results& results,
-                              const Operator& with, bool on_cuda) {
-  for (const BoundKernel& kernel : with.kernels) {
-    bool fits = kernel.is_cuda == on_cuda;
-    for (size_t p = 0; p < kernel.sources.size() && fits; ++p) {
-      const Parameter& parameter = kernel.entry.parameters[p];
-      if (parameter.kind != Parameter::kTensor) continue;
-      const int index = kernel.sources[p].index;
-      if (kernel.sources[p].from == Source::kResult) {
-        fits = has_type(results[index], parameter.type);
-      } else if (index < 0) {
-        fits = has_type(*call.gradients[-2 - index], parameter.type);
-      } else {
-        const Type read_as = call.text.lines[index].read_as;
-        fits = read_as != Type::kNone ? read_as == parameter.type
-                                      : has_type(*call.tensors[index], parameter.type);
-      }
-    }
-    if (fits) return &kernel;
+// Sizes and strides of a tensor in the first shape of its line, which a kernel sees.
+void lay_out(const Checked<int64_t>& call, const Line& line, const Shape* given, const Tensor& x,
+             int p, Storage& storage) {
+  Slot& slot = storage.slots[p];
+  const Shape& seen = line.shapes[0];
+  if (!given || given == &seen) {
+    slot.shape = x.sizes().data();
+    slot.stride = x.strides().data();
+    return;
   }
-  return nullptr;
+  auto &shape = storage.shape[p], &stride = storage.stride[p];
+  const std::vector<int> from = contract::dimensions_of(seen, *given);
+  int64_t count = 1;
+  for (size_t d = seen.size(); d-- > 0;) {
+    if (from.empty()) {  // the same elements in other dimensions: x is contiguous
+      shape[d] = call.value(seen[d]);
+      stride[d] = count;
+      count *= shape[d];
+    } else {
+      shape[d] = from[d] < 0 ? 1 : x.size(from[d]);
+      stride[d] = from[d] < 0 ? 0 : x.stride(from[d]);
+    }
+  }
+  slot.shape = shape.data();
+  slot.stride = stride.data();
 }
 
-void run_kernel(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results,
-                Workspace& workspace, void* stream) {
-  static char empty[64];
-  Storage storage;
-  std::array<Slot, kMost> slots;
-  const auto set_tensor = [&](size_t p, const Tensor& x, const Shape* canonical, void* data) {
-    Slot& slot = slots[p];
-    slot.data = data ? data : empty;  // a tensor without elements is there, too
-    if (canonical) {
-      for (size_t d = 0; d < canonical->size(); ++d)
-        storage.shape[p][d] = call.value((*canonical)[d]);
-      slot.shape = storage.shape[p].data();
-    } else {
-      slot.shape = x.sizes().data();
+void set_number(const Line& line, Parameter::Kind kind, const IValue& value, Slot& slot,
+                Storage& storage) {
+  const auto set_list = [&](const auto& list) {
+    slot.data = const_cast<void*>(static_cast<const void*>(list.data()));
+    slot.integer = int64_t(list.size());
+  };
+  switch (kind) {
+    case Parameter::kInt:
+      slot.integer = value.toInt();
+      break;
+    case Parameter::kFloat:
+      slot.real = value.toDouble();
+      break;
+    case Parameter::kBool:
+      slot.integer = value.toBool();
+      break;
+    case Parameter::kString:
+      slot.data = const_cast<char*>(value.toStringRef().c_str());
+      break;
+    case Parameter::kChoice: {
+      const auto& choices = line.choices;
+      slot.integer = std::find(choices.begin(), choices.end(), value.toStringRef()) - choices.begin();
+      break;
     }
-    slot.stride = x.strides().data();
+    case Parameter::kInts:
+      set_list(storage.integers.emplace_back(value.toIntVector()));
+      break;
+    default:
+      set_list(storage.numbers.emplace_back(value.isNone() ? std::vector<double>()
+                                                           : value.toDoubleVector()));
+  }
+}
+
+// What a kernel's parameters are in a call.
+void fill_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results,
+                void* stream, Storage& storage) {
+  static char empty[64];
+  const auto set_tensor = [&](int p, const Line& line, const Shape* given, const Tensor& x,
+                              void* data) {
+    storage.slots[p].data = data ? data : empty;  // a tensor without elements is there, too
+    lay_out(call, line, given, x, p, storage);
   };
   for (size_t p = 0; p < kernel.sources.size(); ++p) {
     const Parameter& parameter = kernel.entry.parameters[p];
     const Source source = kernel.sources[p];
-    Slot& slot = slots[p] = {};
-    if (source.from == Source::kWorkspace) {
-      slot.data = &workspace;
-    } else if (source.from == Source::kStream) {
+    Slot& slot = storage.slots[p] = {};
+    if (source.from == Source::kWorkspace) continue;
+    if (source.from == Source::kStream) {
       slot.data = stream;
     } else if (source.from == Source::kResult) {
-      const Tensor& x = results[source.index];
-      const Line& line = call.text.lines[call.op.result_lines[source.index]];
-      if (x.defined()) set_tensor(p, x, &line.shapes[0], x.mutable_data_ptr());
+      if (!results[source.index].defined()) continue;
+      const int index = call.op.result_lines[source.index];
+      const Line& line = call.text.lines[index];
+      const Tensor* x = &results[source.index];
+      if (x->scalar_type() != scalar_type(parameter.type)) {
+        const Tensor wide = at::empty_like(*x, x->options().dtype(scalar_type(parameter.type)));
+        x = &storage.narrowed.emplace_back(*x, wide).second;
+      }
+      const Shape* given = call.op.is_backward ? call.shapes[index] : &call.shape_of(line);
+      set_tensor(int(p), line, given, *x, x->mutable_data_ptr());
     } else if (parameter.kind == Parameter::kTensor) {
       const bool is_gradient = source.index < 0;
       const int index = is_gradient ? -2 - source.index : source.index;
       const Tensor& x = is_gradient ? *call.gradients[index] : *call.tensors[index];
       if (!x.defined()) continue;
       const Line& line = call.text.lines[index];
-      const Tensor& taken = as_taken(line, x, parameter, storage.owned);
-      const bool is_canonical = parameter.is_strided;
-      set_tensor(p, taken, is_canonical ? nullptr : &line.shapes[0],
-                 const_cast<void*>(taken.const_data_ptr()));
+      const Shape* given = is_gradient ? &call.shape_of(line) : call.shapes[index];
+      Parameter taken_as = parameter;
+      if (given && given != &line.shapes[0])
+        taken_as.is_strided &= !contract::dimensions_of(line.shapes[0], *given).empty();
+      const Tensor& taken = as_taken(line, x, taken_as, storage.owned);
+      set_tensor(int(p), line, given, taken, const_cast<void*>(taken.const_data_ptr()));
     } else {
       const Line& line = call.text.lines[source.index];
       const int position = call.op.argument[source.index];
-      if (position < 0) {
+      if (position < 0)
         slot.integer = line.absent;
-        continue;
-      }
-      const IValue& value = call.stack[position];
-      switch (parameter.kind) {
-        case Parameter::kInt:
-          slot.integer = value.toInt();
-          break;
-        case Parameter::kFloat:
-          slot.real = value.toDouble();
-          break;
-        case Parameter::kBool:
-          slot.integer = value.toBool();
-          break;
-        case Parameter::kString:
-          slot.data = const_cast<char*>(value.toStringRef().c_str());
-          break;
-        case Parameter::kInts: {
-          const auto& list = storage.integers.emplace_back(value.toIntVector());
-          slot.data = const_cast<void*>(static_cast<const void*>(list.data()));
-          slot.integer = int64_t(list.size());
-          break;
-        }
-        default: {
-          const auto& list = storage.numbers.emplace_back(value.isNone() ? std::vector<double>()
-                                                                         : value.toDoubleVector());
-          slot.data = const_cast<void*>(static_cast<const void*>(list.data()));
-          slot.integer = int64_t(list.size());
-        }
-      }
+      else
+        set_number(line, parameter.kind, call.stack[position], slot, storage);
     }
   }
-  const Outcome outcome = kernel.entry.run(kernel.entry.function, slots.data());
+}
+
+void run_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const Storage& storage) {
+  const Outcome outcome = kernel.entry.run(kernel.entry.function, storage.slots.data());
   TORCH_CHECK(!outcome.error, call.op.name, ": CUDA error: ", outcome.error);
   if (outcome.wrong >= 0) refuse_position(call, outcome.wrong);
+}
+
+void narrow_results(const Storage& storage) {
+  for (const auto& [result, written] : storage.narrowed) result.copy_(written);
 }
 
 void run_on_cpu(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results) {
   if (!kernel.entry.checks_entries) check_entries(call);
   if (wants_checks()) check_made(call);
-  Workspace none{};
-  run_kernel(call, kernel, results, none, nullptr);
+  Storage storage;
+  fill_slots(call, kernel, results, nullptr, storage);
+  run_slots(call, kernel, storage);
+  narrow_results(storage);
 }
 
 // The device's current cudaStream_t, from PyTorch's C interface: this unit includes no CUDA, and
@@ -696,14 +909,24 @@ void run_on_cuda(const Checked<int64_t>& call, const BoundKernel& kernel, const 
     check_entries(call);
     check_made(call);
   }
-  bool needs_workspace = false;
-  for (const Source& source : kernel.sources) needs_workspace |= source.from == Source::kWorkspace;
+  Storage storage;
+  fill_slots(call, kernel, results, stream, storage);
   Workspace workspace{nullptr, 0};
-  if (needs_workspace) run_kernel(call, kernel, results, workspace, stream);
-  const Tensor memory =
-      at::empty({std::max<int64_t>(workspace.bytes, 1)}, call.first->options().dtype(at::kByte));
-  workspace.data = memory.mutable_data_ptr();
-  run_kernel(call, kernel, results, workspace, stream);
+  bool needs_workspace = false;
+  for (size_t p = 0; p < kernel.sources.size(); ++p)
+    if (kernel.sources[p].from == Source::kWorkspace) {
+      storage.slots[p].data = &workspace;
+      needs_workspace = true;
+    }
+  Tensor memory;
+  if (needs_workspace) {
+    run_slots(call, kernel, storage);
+    memory =
+        at::empty({std::max<int64_t>(workspace.bytes, 1)}, call.first->options().dtype(at::kByte));
+    workspace.data = memory.mutable_data_ptr();
+  }
+  run_slots(call, kernel, storage);
+  narrow_results(storage);
 }
 
 void push_results(const Operator& op, Results& results, torch::jit::Stack* stack) {
@@ -733,15 +956,21 @@ const Operator& with_kernels(const Operator& op) {
   }
   const Line* largest = nullptr;
   int64_t most = -1;
-  for (const int i : op.number_lines) {
-    const int position = op.argument[i];
-    if (position < 0 || !stack[position].isInt() || stack[position].toInt() <= most) continue;
-    most = stack[position].toInt();
-    largest = &op.family->text.lines[i];
-  }
+  const auto look = [&](const Line& line, const SymInt& number) {
+    const int64_t size = known(number);
+    if (size <= most) return;
+    most = size;
+    largest = &line;
+  };
+  const auto& lines = op.family->text.lines;
+  for (const int i : op.number_lines)
+    if (op.argument[i] >= 0) look(lines[i], stack[op.argument[i]].toSymInt());
+  for (const int i : op.list_lines)
+    if (!lines[i].items.empty())
+      for (const SymInt& size : stack[op.argument[i]].toSymIntVector()) look(lines[i], size);
   TORCH_CHECK(largest, op.name, ": expected arguments for which memory suffices");
   TORCH_CHECK(false, op.name, ": expected `", largest->name, "` for which memory suffices, got ",
-              most);
+              stack[op.argument[largest - lines.data()]]);
 }
 
 template <bool on_cuda>
@@ -774,11 +1003,14 @@ void run_here(const Operator& op, torch::jit::Stack* stack) {
 
 void run_on_meta(const Operator& op, torch::jit::Stack* stack) {
   Results results;
-  {
-    const Checked<SymInt> call(op, stack->data() + stack->size() - op.count);
+  const IValue* const first = stack->data() + stack->size() - op.count;
+  try {
+    const Checked<SymInt> call(op, first);
     results = call.results();
     for (size_t i = 0; i < op.result_lines.size(); ++i)
       if (!results[i].defined()) results[i] = call.nothing();
+  } catch (...) {
+    refuse_memory(op, first);
   }
   push_results(op, results, stack);
 }
@@ -801,21 +1033,11 @@ void run_composition(const Operator& op, torch::jit::Stack* stack) {
 
 // ---- vmap ---------------------------------------------------------------------------------------
 
-bool contains(const std::vector<int>& list, int item) {
-  return std::find(list.begin(), list.end(), item) != list.end();
-}
-
 // The dimension of a shape that vmap joins; -1: none.
 int joined_dimension(const contract::Text& text, const Shape& shape) {
   for (size_t d = 0; d < shape.size(); ++d)
     if (contains(text.joined, contract::bare(shape[d]))) return int(d);
   return -1;
-}
-
-const Shape* shape_of_rank(const Line& line, int64_t rank) {
-  for (const Shape& shape : line.shapes)
-    if (int64_t(shape.size()) == rank) return &shape;
-  return &line.shapes[0];
 }
 
 // Names [items, ...] below `count` as names of the joined rows. What is wrong stays wrong.
@@ -825,69 +1047,6 @@ Tensor shifted(const Tensor& names, const SymInt& items, const SymInt& count) {
   while (step.dim() < wide.dim()) step = step.unsqueeze(-1);
   const Tensor outside = at::where(wide.eq(-1), -1, c10::Scalar(count * items));
   return at::where(wide.ge(0).logical_and(wide.lt(count)), wide.add(step), outside);
-}
-
-// One call for all items: what is joined lies side by side, as do the rows that entries name.
-tensor_list vmap_joined(const Operator& op, Call call, const SymInt& items) {
-  const contract::Text& text = op.family->text;
-  // Of one item. (Afterwards nothing tells, where there are no items.)
-  std::vector<SymInt> counts(text.sizes.size(), 0);
-  for (size_t i = 0; i < text.lines.size(); ++i) {
-    const Line& line = text.lines[i];
-    if (line.size >= 0 && !line.is_tensor())
-      counts[line.size] =
-          op.argument[i] < 0 ? SymInt(line.absent) : call.arguments[op.argument[i]].toSymInt();
-    const int position = op.argument[i] >= 0 ? op.argument[i] : op.gradient[i];
-    if (!line.is_tensor() || position < 0 || !call.arguments[position].isTensor()) continue;
-    const Tensor& x = call.arguments[position].toTensor();
-    const Shape& shape = *shape_of_rank(line, x.dim() - 1);
-    if (const int d = joined_dimension(text, shape); d >= 0)
-      counts[contract::bare(shape[d])] = x.sym_size(d + 1);
-  }
-  const auto join = [&](const Tensor& x, const Line& line) {
-    const Shape& shape = *shape_of_rank(line, x.dim() - 1);
-    const int d = joined_dimension(text, shape);
-    Tensor names = x;
-    if (line.has_entries)
-      if (const int size = contract::bare(line.entries.below); contains(text.joined, size))
-        names = shifted(x, items, counts[size]);
-    return names.movedim(0, d).flatten(d, d + 1);
-  };
-  for (size_t i = 0; i < text.lines.size(); ++i) {
-    const Line& line = text.lines[i];
-    if (op.gradient[i] >= 0)
-      if (IValue& argument = call.arguments[op.gradient[i]]; argument.isTensor())
-        argument = join(argument.toTensor(), line);
-    if (op.argument[i] < 0) continue;
-    IValue& argument = call.arguments[op.argument[i]];
-    if (!line.made_by.empty() && joined_dimension(text, line.shapes[0]) < 0) {
-      argument = IValue();  // one for all items is made where it is needed
-    } else if (argument.isTensor()) {
-      argument = join(argument.toTensor(), line);
-    } else if (line.is_tensor() && line.has_entries &&
-               contains(text.joined, contract::bare(line.entries.below))) {
-      // All entries are 0 where there are none, and differ from now on.
-      const SymInt& rows = counts[contract::bare(line.entries.below)];
-      TORCH_CHECK(rows.maybe_as_int() != 0 || counts[contract::bare(line.shapes[0][0])] == 0,
-                  op.name, ": expected `", text.sizes[contract::bare(line.entries.below)],
-                  "` >= 1 where `", line.name, "` is None, got ", rows);
-      c10::SymDimVector shape{items};
-      for (const Sum& dim : line.shapes[0]) shape.push_back(counts[contract::bare(dim)]);
-      argument = join(at::zeros_symint(shape, call.arguments[0].toTensor().options()), line);
-    } else if (line.size >= 0 && contains(text.joined, line.size)) {
-      argument = counts[line.size] * items;
-    }
-  }
-  tensor_list results = call.run();
-  for (size_t i = 0; i < results.size(); ++i) {
-    Tensor& result = results[i];
-    const Shape& shape = *shape_of_rank(text.lines[op.result_lines[i]], result.dim());
-    const bool is_nothing = shape.size() != size_t(result.dim());
-    const int d = is_nothing ? 0 : joined_dimension(text, shape);
-    const SymInt size = is_nothing ? SymInt(0) : counts[contract::bare(shape[d])];
-    result = result.unflatten_symint(d, {items, size}).movedim(d, 0);
-  }
-  return results;
 }
 
 // One call for each item.
@@ -908,6 +1067,162 @@ tensor_list vmap_one_by_one(Call call, const SymInt& items) {
   return results;
 }
 
+// A call under vmap: all tensors are [items, ...].
+struct Mapped {
+  const Operator& op;
+  const contract::Text& text;
+  Call call;
+  SymInt items;
+  std::array<const Shape*, kMost> shapes{};  // of one item's tensors, by line
+  std::vector<SymInt> counts;                // the sizes of one item that are joined
+  uint32_t given = 0;                        // those for which a tensor has a dimension
+  bool fits = true;                          // each tensor has one of its shapes
+
+  Mapped(const Operator& op, Call given_call, const SymInt& items)
+      : op(op),
+        text(op.family->text),
+        call(std::move(given_call)),
+        items(items),
+        counts(text.sizes.size(), 0) {
+    // Of one item: afterwards nothing tells, where there are no items.
+    for (size_t i = 0; i < text.lines.size(); ++i)
+      if (const Line& line = text.lines[i]; line.size >= 0 && !line.is_tensor())
+        counts[line.size] =
+            op.argument[i] < 0 ? SymInt(line.absent) : call.arguments[op.argument[i]].toSymInt();
+    for (uint32_t gaps = text.gaps; gaps; gaps &= gaps - 1) counts[__builtin_ctz(gaps)] = 1;
+    for (const bool of_others : {false, true})
+      for (size_t i = 0; i < text.lines.size(); ++i)
+        if (const Line& line = text.lines[i]; line.is_tensor())
+          for (const int position : {op.argument[i], op.gradient[i]})
+            if (position >= 0 && call.arguments[position].isTensor())
+              if (of_others == (position == op.gradient[i] || line.shape_of >= 0))
+                look_at(int(i), position, of_others);
+  }
+
+  void look_at(int i, int position, bool of_others) {
+    const Line& line = text.lines[i];
+    const Tensor& x = call.arguments[position].toTensor();
+    const Shape* shape = nullptr;
+    if (of_others && line.shapes.size() > 1) {
+      const int other = line.shape_of;
+      shape = other >= 0 && op.argument[other] >= 0 ? shapes[other] : &result_shape(line);
+    } else {
+      for (const Shape& each : line.shapes)
+        if (!shape && int64_t(each.size()) == x.dim() - 1) shape = &each;
+    }
+    fits &= shape && int64_t(shape->size()) == x.dim() - 1;
+    if (!fits) return;
+    shapes[i] = shape;
+    if (!of_others) given |= line.shape_sizes[shape - line.shapes.data()];
+    const int d = joined_dimension(text, *shape);
+    if (d < 0) return;
+    const int size = contract::bare((*shape)[d]);
+    const SymInt count = x.sym_size(d + 1);
+    if (!(line.or_one >> size & 1)) {
+      counts[size] = count;
+    } else if (count.maybe_as_int() != 1) {
+      const auto before = counts[size].maybe_as_int();
+      fits &= before == 1 || !before || !count.maybe_as_int() || before == count.maybe_as_int();
+      counts[size] = count;
+    }
+  }
+
+  const Shape& result_shape(const Line& line) const {
+    for (size_t k = 0; k < line.shapes.size(); ++k)
+      if (!(line.shape_sizes[k] & line.some_sizes & ~given)) return line.shapes[k];
+    return line.shapes.back();
+  }
+
+  // [items, ...] with a dimension of 1 for each one of the line's first shape that is not there.
+  static Tensor with_all_dimensions(Tensor x, const Shape& shape, const Line& line) {
+    const std::vector<int> from = contract::dimensions_of(line.shapes[0], shape);
+    for (size_t d = 0; d < from.size(); ++d)
+      if (from[d] < 0) x = x.unsqueeze(int64_t(d) + 1);
+    return x;
+  }
+
+  Tensor join(const Tensor& x, int i) const {
+    const Line& line = text.lines[i];
+    Tensor names = with_all_dimensions(x, *shapes[i], line);
+    const Shape& shape = names.dim() == x.dim() ? *shapes[i] : line.shapes[0];
+    const int d = joined_dimension(text, shape);
+    if (line.has_entries)
+      if (const int size = contract::bare(line.entries.below); contains(text.joined, size))
+        names = shifted(x, items, counts[size]);
+    if (const int size = contract::bare(shape[d]); line.or_one >> size & 1) {
+      c10::SymDimVector all(names.sym_sizes());
+      all[d + 1] = counts[size];
+      names = names.expand_symint(all);
+    }
+    return names.movedim(0, d).flatten(d, d + 1);
+  }
+
+  // The items of a result.
+  Tensor separate(const Tensor& result, size_t i) const {
+    const int index = op.result_lines[i];
+    const Line& line = text.lines[index];
+    const Shape *given_shape = op.is_backward ? shapes[index] : &result_shape(line), *shape = nullptr;
+    for (const Shape& each : line.shapes)
+      if (!shape && int64_t(each.size()) == result.dim()) shape = &each;
+    if (!shape)  // nobody wants it
+      return result.unflatten_symint(0, {items, 0});
+    const int d = joined_dimension(text, *shape), size = contract::bare((*shape)[d]);
+    Tensor each = result.unflatten_symint(d, {items, counts[size]}).movedim(d, 0);
+    const std::vector<int> from = given_shape ? contract::dimensions_of(line.shapes[0], *given_shape)
+                                              : std::vector<int>();
+    // An input that served all has the sum of their gradients.
+    if (op.is_backward && line.or_one >> size & 1) {
+      const Tensor& input = call.arguments[op.argument[index]].toTensor();
+      const int at = joined_dimension(text, *given_shape);
+      const SymInt count = at < 0 ? SymInt(1) : input.sym_size(at + 1);
+      if (count.sym_ne(counts[size]).guard_bool(__FILE__, __LINE__))
+        each = each.sum(d + 1, /*keepdim=*/true);
+    }
+    for (size_t k = from.size(); k-- > 0;)
+      if (from[k] < 0) each = each.squeeze(int64_t(k) + 1);
+    return each;
+  }
+};
+
+// One call for all items: what is joined lies side by side, as do the rows that entries name.
+tensor_list vmap_joined(const Operator& op, const Call& given, const SymInt& items) {
+  const Mapped mapped(op, given, items);
+  if (!mapped.fits) return vmap_one_by_one(given, items);  // which says what is wrong
+  const contract::Text& text = mapped.text;
+  const std::vector<SymInt>& counts = mapped.counts;
+  Call call = given;
+  for (size_t i = 0; i < text.lines.size(); ++i) {
+    const Line& line = text.lines[i];
+    if (op.gradient[i] >= 0)
+      if (IValue& argument = call.arguments[op.gradient[i]]; argument.isTensor())
+        argument = mapped.join(argument.toTensor(), int(i));
+    if (op.argument[i] < 0) continue;
+    IValue& argument = call.arguments[op.argument[i]];
+    if (!line.made_by.empty() && joined_dimension(text, line.shapes[0]) < 0) {
+      argument = IValue();  // one for all items is made where it is needed
+    } else if (argument.isTensor()) {
+      argument = mapped.join(argument.toTensor(), int(i));
+    } else if (line.is_tensor() && line.has_entries &&
+               contains(text.joined, contract::bare(line.entries.below))) {
+      // All entries are 0 where there are none, and differ from now on.
+      const SymInt& rows = counts[contract::bare(line.entries.below)];
+      TORCH_CHECK(rows.maybe_as_int() != 0 || counts[contract::bare(line.shapes[0][0])] == 0,
+                  op.name, ": expected `", text.sizes[contract::bare(line.entries.below)],
+                  "` >= 1 where `", line.name, "` is None, got ", rows);
+      c10::SymDimVector shape{items};
+      for (const Sum& dim : line.shapes[0]) shape.push_back(counts[contract::bare(dim)]);
+      const Tensor zeros = at::zeros_symint(shape, call.arguments[0].toTensor().options());
+      const int d = joined_dimension(text, line.shapes[0]);
+      argument = shifted(zeros, items, rows).movedim(0, d).flatten(d, d + 1);
+    } else if (line.size >= 0 && contains(text.joined, line.size)) {
+      argument = counts[line.size] * items;
+    }
+  }
+  tensor_list results = call.run();
+  for (size_t i = 0; i < results.size(); ++i) results[i] = mapped.separate(results[i], i);
+  return results;
+}
+
 // ---- registration -------------------------------------------------------------------------------
 
 struct Run final : c10::OperatorKernel {
@@ -923,17 +1238,48 @@ struct Run final : c10::OperatorKernel {
 // Derivatives by the formulas of a source, which knows Values.
 class Formulas final : public Derivatives {
  public:
-  explicit Formulas(const Derivative& formula) : formula_(formula) {}
+  Formulas(const Operator& op, const Derivative& formula) : op_(op), formula_(formula) {}
+
+  // What is not differentiable is refused: a gradient would be dropped without a word.
+  void check(const Call& call, const std::vector<bool>& differentiated) const override {
+    const auto& lines = op_.family->text.lines;
+    const auto first = std::find(differentiated.begin(), differentiated.end(), true);
+    const auto refuse = [&](const Line& line, const std::string& what, const auto& got) {
+      const size_t argument = first - differentiated.begin();
+      TORCH_CHECK(false, op_.name, ": expected `", line.name, "` ", what, " where `",
+                  call.op.schema().arguments()[argument].name(), "` has a derivative, got ", got);
+    };
+    for (const int i : op_.choice_lines) {
+      const std::string& got = call.arguments[op_.argument[i]].toStringRef();
+      std::vector<std::string> others;
+      for (const std::string& choice : lines[i].choices)
+        if (!contains(lines[i].without_derivative, choice)) others.push_back(quoted(choice));
+      if (contains(lines[i].without_derivative, got))
+        refuse(lines[i], listed(others), quoted(got));
+    }
+    for (const int result : op_.result_lines) {
+      const int like = lines[result].like;
+      if (like < 0 || op_.argument[like] < 0) continue;
+      const at::ScalarType type = tensor_or_none(call.arguments[op_.argument[like]]).scalar_type();
+      if (!c10::isFloatingType(type)) refuse(lines[like], "of a floating dtype", type);
+    }
+  }
+
+  bool depends_on(size_t argument) const override {
+    return !formula_.unused || op_.parsed.arguments()[argument].name() != formula_.unused;
+  }
 
   tensor_list vjp(const Call& call, const tensor_list& upstream,
                   const std::vector<bool>& wanted) const override {
     std::vector<Value> gradients(wanted.size());
+    for (size_t i = 0; i < wanted.size(); ++i)
+      if (!wanted[i]) gradients[i] = false;
     formula_.vjp(values_of(call.arguments).data(), values_of(upstream).data(), gradients.data());
     return tensors_of(gradients);
   }
 
   tensor_list jvp(const Call& call, const tensor_list& tangents) const override {
-    TORCH_CHECK_NOT_IMPLEMENTED(formula_.jvp, call.op.schema().name(),
+    TORCH_CHECK_NOT_IMPLEMENTED(formula_.jvp, op_.name,
                                 ": its derivative has no formula for forward mode");
     std::vector<Value> results(call.op.schema().returns().size());
     formula_.jvp(values_of(call.arguments).data(), values_of(tangents).data(), results.data());
@@ -954,6 +1300,7 @@ class Formulas final : public Derivatives {
     return tensors;
   }
 
+  const Operator& op_;
   const Derivative& formula_;
 };
 
@@ -973,7 +1320,7 @@ struct Vmap final : c10::OperatorKernel {
     vmap(
         [this](Call call, const SymInt& items) {
           return op->family->text.joined.empty() ? vmap_one_by_one(std::move(call), items)
-                                                 : vmap_joined(*op, std::move(call), items);
+                                                 : vmap_joined(*op, call, items);
         },
         handle, stack);
   }
@@ -992,7 +1339,7 @@ void read_operator(Family& family, const contract::Schema& schema, const Contrac
     if (name == entry.compositions[i].op) op.composition = entry.compositions[i].function;
   for (int i = 0; i < entry.derivative_count; ++i)
     if (name == entry.derivatives[i].op)
-      op.formulas = std::make_unique<Formulas>(entry.derivatives[i]);
+      op.formulas = std::make_unique<Formulas>(op, entry.derivatives[i]);
   op.argument.fill(-1);
   op.gradient.fill(-1);
   for (int i = 0; i < op.count; ++i) {
@@ -1059,8 +1406,12 @@ void read_order(Operator& op) {
     const Line& line = text.lines[i];
     const bool is_argument = op.argument[i] >= 0;
     if (line.size >= 0 && !line.is_tensor()) op.number_lines.push_back(int(i));
-    if (is_argument && line.is_tensor()) op.tensor_lines.push_back(int(i));
+    if (is_argument && line.is_tensor())
+      (line.shape_of < 0 ? op.tensor_lines : op.shaped_lines).push_back(int(i));
     if (is_argument && !line.choices.empty()) op.choice_lines.push_back(int(i));
+    if (is_argument && (!line.items.empty() || line.count_or_one >= 0))
+      op.list_lines.push_back(int(i));
+    if (is_argument && !line.exclusions.empty()) op.exclusion_lines.push_back(int(i));
     if (op.gradient[i] >= 0) op.gradient_lines.push_back(int(i));
     if (is_argument && !line.limits.empty()) op.limit_lines.push_back(int(i));
     if (is_argument && line.has_entries) op.entry_lines.push_back(int(i));
@@ -1080,6 +1431,8 @@ void check_sizes(const Family& family, const Operator& op) {
   for (size_t i = 0; i < text.lines.size(); ++i) {
     const Line& line = text.lines[i];
     if (line.size >= 0) is_known[line.size] = true;
+    if (op.argument[i] >= 0)
+      for (const int size : line.items) is_known[size] = true;
     if (op.argument[i] < 0 || !line.is_tensor()) continue;
     for (const Sum& dim : line.shapes[0])
       for (const contract::Product& product : dim)
@@ -1168,7 +1521,9 @@ void read_vmap(Family& family) {
   }
   for (const Line& line : text.lines)
     for (const Shape& shape : line.shapes)
-      if (joined_dimension(text, shape) < 0 && line.made_by.empty())
+      if (joined_dimension(text, shape) < 0 && line.made_by.empty() &&
+          (joined_dimension(text, line.shapes[0]) < 0 ||
+           contract::dimensions_of(line.shapes[0], shape).empty()))
         family.fail(line.number, "`" + line.name + "` has no dimension that vmap joins");
 }
 
@@ -1211,6 +1566,8 @@ BoundKernel bind(const Operator& op, const KernelEntry& kernel) {
       fail(is_result
                ? "expected a View of numbers that are not const for the result `" + line.name + "`"
                : "expected a View of const numbers for the argument `" + line.name + "`");
+    if (parameter.kind == Parameter::kChoice && line.choices.empty())
+      fail("expected the choices of `" + line.name + "`, such as \"a\" or \"b\"");
     bound.sources.push_back(source);
   }
   if (next != expected.size())
@@ -1270,8 +1627,11 @@ bool has_kernel(const Operator& op, const std::map<int, Type>& types) {
                  : source.index < 0             ? -2 - source.index
                                                 : source.index;
       while (lines[line].like >= 0) line = lines[line].like;
-      const Type read_as = lines[line].read_as;
-      fits = parameter.type == (read_as == Type::kNone ? types.at(line) : read_as);
+      const Type read_as = lines[line].read_as, type = types.at(line);
+      const bool is_widened =
+          parameter.type == Type::kFloat32 && (type == Type::kFloat16 || type == Type::kBFloat16);
+      fits = parameter.type == (read_as == Type::kNone ? type : read_as) ||
+             (read_as == Type::kNone && is_widened);
     }
     if (fits) return true;
   }
@@ -1285,6 +1645,11 @@ void check_kernels(const Operator& op, std::map<int, Type> types = {}, size_t fr
   for (size_t i = from; i < lines.size(); ++i) {
     if (lines[i].types.empty()) continue;
     for (const Type type : lines[i].types) {
+      bool is_excluded = false;
+      for (const contract::Exclusion& exclusion : lines[i].exclusions)
+        if (exclusion.when.in == op.schema->name)
+          for (const Type other : exclusion.types) is_excluded |= type == other;
+      if (is_excluded) continue;
       types[int(i)] = type;
       check_kernels(op, types, i + 1);
     }
@@ -1388,6 +1753,10 @@ bool Value::is_none() const {
   return value.isNone() || (value.isTensor() && !value.toTensor().defined());
 }
 
+bool Value::is_tensor() const { return ivalue_of(*this).isTensor(); }
+
+bool Value::is_wanted() const { return !ivalue_of(*this).isBool(); }
+
 bool Value::is_readable() const {
   const Tensor& x = ivalue_of(*this).toTensor();
   return !x.is_meta() && !x.key_set().has_any(c10::DispatchKeySet(
@@ -1397,8 +1766,17 @@ bool Value::is_readable() const {
 
 int64_t Value::item() const {
   const IValue& value = ivalue_of(*this);
+  if (value.isBool()) return value.toBool();
   return value.isTensor() ? value.toTensor().item().toLong() : value.toInt();
 }
+
+int Value::dim() const { return int(ivalue_of(*this).toTensor().dim()); }
+
+bool Value::equals(int64_t number) const {
+  return ivalue_of(*this).toSymInt().sym_eq(number).guard_bool(__FILE__, __LINE__);
+}
+
+bool Value::is(const char* text) const { return ivalue_of(*this).toStringRef() == text; }
 
 Value Value::shape() const {
   return value_of(IValue(ivalue_of(*this).toTensor().sym_sizes().vec()));
@@ -1422,7 +1800,15 @@ bool Value::is_integral() const {
 
 Value Value::device() const { return value_of(IValue(ivalue_of(*this).toTensor().device())); }
 
-Value Value::result(int i) const { return value_of(ivalue_of(*this).toTupleRef().elements()[i]); }
+Value Value::operator[](int i) const {
+  const IValue& value = ivalue_of(*this);
+  if (value.isTuple()) return value_of(value.toTupleRef().elements()[i]);
+  if (value.isBoolList()) return bool(value.toBoolList()[i]);
+  if (value.isDoubleList()) return value.toDoubleVector()[i];
+  return value_of(IValue(value.toSymIntVector()[i]));
+}
+
+int Value::length() const { return int(ivalue_of(*this).toListRef().size()); }
 
 Value Value::call_in(const char* name_space, const char* op, const Value* values, int count) {
   std::string name = op;
@@ -1444,6 +1830,11 @@ Value Value::list_of(const Value* values, int count) {
   if (count > 0 && ivalue_of(values[0]).isTensor()) {
     c10::List<Tensor> list;
     for (int i = 0; i < count; ++i) list.push_back(ivalue_of(values[i]).toTensor());
+    return value_of(IValue(std::move(list)));
+  }
+  if (count > 0 && ivalue_of(values[0]).isBool()) {
+    c10::List<bool> list;
+    for (int i = 0; i < count; ++i) list.push_back(ivalue_of(values[i]).toBool());
     return value_of(IValue(std::move(list)));
   }
   std::vector<SymInt> list;
@@ -1473,6 +1864,20 @@ Value operator*(const Value& a, const Value& b) {
   if (y.isTensor()) return b * a;
   if (x.isDouble() || y.isDouble()) return x.toScalar().toDouble() * y.toScalar().toDouble();
   return value_of(IValue(x.toSymInt() * y.toSymInt()));
+}
+
+Value operator-(const Value& a, const Value& b) {
+  const IValue &x = ivalue_of(a), &y = ivalue_of(b);
+  if (x.isTensor())
+    return Value::call(y.isTensor() ? "aten::sub.Tensor" : "aten::sub.Scalar", a, b);
+  if (y.isTensor()) return Value::call("aten::rsub.Scalar", b, a);
+  if (x.isDouble() || y.isDouble()) return x.toScalar().toDouble() - y.toScalar().toDouble();
+  return value_of(IValue(x.toSymInt() - y.toSymInt()));
+}
+
+Value operator/(const Value& a, const Value& b) {
+  const IValue& y = ivalue_of(b);
+  return Value::call(y.isTensor() ? "aten::div.Tensor" : "aten::div.Scalar", a, b);
 }
 
 void add_contract(const ContractEntry& contract) {

@@ -30,7 +30,7 @@ Value calculate_force(const Value* arguments) {
   const Value F = arguments[3];
   const Value center =
       nghost == 0 ? F : Value::call("aten::constant_pad_nd", F, Value::list(0, 0, 0, nghost));
-  return Value::list(Value::call("aten::add.Tensor", pairs.result(0), center));
+  return Value::list(Value::call("aten::add.Tensor", pairs[0], center));
 }
 
 // (list_neigh, dE, Rij, Ri_d, nghost)
@@ -38,8 +38,8 @@ Value calculate_virial(const Value* arguments) {
   const int64_t nghost = read_nghost("CalcOps::calculateVirial", arguments[4]);
   const Value found = Value::call("calcops::force_virial", arguments[0], arguments[1], arguments[3],
                                   arguments[2], nghost);
-  return Value::list(Value::call("aten::flatten.using_ints", found.result(1), 1),
-                     Value::call("aten::flatten.using_ints", found.result(2), 2));
+  return Value::list(Value::call("aten::flatten.using_ints", found[1], 1),
+                     Value::call("aten::flatten.using_ints", found[2], 2));
 }
 
 const Composition kCompositions[] = {

@@ -24,14 +24,14 @@ Value edge_order(const Value* arguments) {
   const Value atoms =
       Value::call("aten::add.Tensor", Value::call("aten::new_zeros", names, Value::list(1, 1)),
                   Value::call("aten::arange", natoms, names.dtype(), nullptr, names.device()));
-  const Value rows = Value::call("aten::unsqueeze", sorted.result(0), 0);
+  const Value rows = Value::call("aten::unsqueeze", sorted[0], 0);
   const Value last = Value::call("aten::squeeze.dim",
                                  Value::call("aten::searchsorted.Tensor", rows, atoms,
                                              /*out_int32=*/false, /*right=*/true),
                                  0);
   const Value ends =
       Value::call("aten::where.ScalarOther",
-                  Value::call("aten::lt.Scalar", sorted.result(0), natoms), sorted.result(1), -1);
+                  Value::call("aten::lt.Scalar", sorted[0], natoms), sorted[1], -1);
   return Value::call("aten::to.dtype", Value::call("aten::cat", Value::list(last, ends)),
                      Value::dtype_of(Type::kInt32));
 }

@@ -22,11 +22,11 @@ Value neighbor_index(const Value* arguments) {
   const Value all = Value::call(
       "aten::add.Tensor", Value::call("aten::new_zeros", names, Value::list(list_neigh.size(0), 1)),
       Value::call("aten::arange", rows, names.dtype(), nullptr, names.device()));
-  const Value ends = Value::call("aten::searchsorted.Tensor", sorted.result(0), all,
+  const Value ends = Value::call("aten::searchsorted.Tensor", sorted[0], all,
                                  /*out_int32=*/false, /*right=*/true);
   const Value slots =
-      Value::call("aten::where.ScalarOther", Value::call("aten::lt.Scalar", sorted.result(0), rows),
-                  sorted.result(1), -1);
+      Value::call("aten::where.ScalarOther", Value::call("aten::lt.Scalar", sorted[0], rows),
+                  sorted[1], -1);
   return Value::call("aten::to.dtype", Value::call("aten::cat", Value::list(ends, slots), 1),
                      Value::dtype_of(Type::kInt32));
 }

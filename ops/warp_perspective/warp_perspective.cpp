@@ -1,290 +1,258 @@
-// warp_perspective as PyTorch sees it: checks, devices, derivatives, registration.
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
-#include <optional>
-#include <string_view>
-#include <tuple>
-
-#include "calcops/autograd.h"
-#include "calcops/expect.h"
-#include "calcops/kernel.h"
-#include "float16.h"
+// warp_perspective: its contract, and the way from a call to the kernels.
 #include "warp_perspective/warp_perspective.h"
-#include "warp_perspective/warp_perspective_checks.h"
+
+#include <calcops/operator.h>
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "float16.h"
 #include "warp_perspective/warp_perspective_derivatives.h"
 
 namespace calcops {
+
+template <>
+struct TypeOf<Float16> {
+  static constexpr Type value = Type::kFloat16;
+};
+template <>
+struct TypeOf<BFloat16> {
+  static constexpr Type value = Type::kBFloat16;
+};
+
 namespace {
 
-using Doubles = std::optional<at::ArrayRef<double>>;
-using Two = std::tuple<Tensor, Tensor>;
+const Contract kContract(R"(
+warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolation="linear",
+                 str border_mode="constant", float[1]? border_value=None, bool inverse_map=False,
+                 Tensor? destination=None, str arithmetic="exact") -> Tensor
+  Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
-// ---- the kernels --------------------------------------------------------------------------------
+  Returns [h, w], [C, h, w] or [N, C, h, w] like image, with image's dtype. Integers are the exact
+  value rounded half to even; float32 is within 2.4e-7 of it for images in [0, 1], within 1e-6 if
+  cubic. N of image and of warp must be equal or one of them 1 or absent; an image without N under N
+  matrices gives [N, h, w] or [N, C, h, w].
 
-// One call's inputs as the kernels take them, and what they point into.
-struct Arguments {
-  Tensor image, warp;
-  WarpSizes sizes;
+  Where W is 0, a coordinate is not finite, warp is singular and has to be inverted, warp is zero or
+  not finite, or the image has no pixels, the result is border_value, or destination, and the
+  gradients are exactly 0. A tap of weight zero is not used: an identity map keeps NaN and infinity
+  in their pixels.
+
+  Differentiable to any order in a floating image, in warp and in destination, in reverse and in
+  forward mode; "nearest" is piecewise constant, its gradient to warp is 0. At a pixel centre, where
+  "linear" has a kink, the slope is the one for a growing x or y, whatever the border mode; with
+  "transparent", in the last column or row, the one for a falling x or y. Deterministic on the CPU
+  and on CUDA; derivatives beyond the first run through ATen and follow
+  torch.use_deterministic_algorithms. Autocast changes nothing.
+
+  "opencv4" gives what the wheels of OpenCV 4.9 to 4.12 for x86-64 give, on every processor: it
+  rounds a position to 1/32 pixel and sums in OpenCV's order, takes a pixel to (0, 0) where W is 0
+  or warp cannot be inverted, uses taps of weight zero, and makes the least pixel of a border_value
+  that no int32 holds. (Later versions round some calls otherwise: tests/opencv4_reference.py.)
+
+_warp_perspective_backward(Tensor grad_result, Tensor image, Tensor warp, str interpolation,
+                           str border_mode, float[1]? border_value, bool inverse_map,
+                           bool[2] output_mask) -> (Tensor image, Tensor warp)
+  Gradients of image and warp; one that is not wanted has no elements.
+
+_warp_perspective_tangent(Tensor tangent, Tensor image, Tensor warp, SymInt[2] dsize,
+                          str interpolation, str border_mode, float[]? border_value,
+                          bool inverse_map) -> Tensor result
+  How the result moves with warp along a tangent of it.
+
+_warp_perspective_cells(Tensor warp, SymInt[2] size, SymInt[2] dsize, SymInt taps,
+                        str interpolation, str border_mode, bool inverse_map) ->
+                        (Tensor cells, Tensor scale)
+  Where the pixels of the result come from, in the numbers that the kernels see (CellNumber), and
+  the factor by which they take each matrix, 0 for one that cannot be used.
+
+image          [N or 1, C, H, W], [C, H, W] or [H, W]; any strides;
+               uint8, uint16, int16, float16, bfloat16, float32 or float64;
+               not uint8, uint16 or int16 in _warp_perspective_backward;
+               not uint8, uint16 or int16 in _warp_perspective_tangent;
+               not float16 or bfloat16 where arithmetic is "opencv4";
+               H < 32767 rows where arithmetic is "opencv4";
+               W < 32767 columns where arithmetic is "opencv4".
+warp           [N or 1, 3, 3] or [3, 3]; float32 or float64 read as float64. Maps (x, y, 1) of the
+               source to the destination; only its ratios matter.
+size           (H, W), both >= 0. Of the image.
+dsize          (height, width), both >= 0, or empty for (H, W). Of the result - unlike cv2's, which
+               is (width, height).
+taps           2 to 4. Along an axis: 4 if cubic, else 2.
+interpolation  "linear", "cubic" or "nearest"; not "cubic" where arithmetic is "opencv4". "cubic" is
+               Keys' kernel with a = -0.75, "nearest" rounds half to even.
+border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". What lies
+               outside the image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
+               "reflect" b a|a b c d|d c, "wrap" c d|a b c d|a b, "reflect_101" c b|a b c d|c b,
+               "transparent": a pixel whose source is outside keeps its value in `destination`.
+border_value   one or C values. v: a float for all channels, or a list with one for each; None or []
+               is 0. It becomes image's dtype.
+inverse_map    warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
+destination    the shape of result; like image; only where border_mode is "transparent". It is
+               copied, not written to.
+arithmetic     "exact" or "opencv4"; "opencv4" without derivative. "opencv4" for the bits of
+               OpenCV 4.
+tangent        the shape of warp; like warp. Of warp.
+result         [N, C, height, width], [C, height, width], [N, height, width] or [height, width];
+               like image.
+cells          [N, 7 + 2*taps, height*width]; float64.
+scale          [N, 1, 1]; float64.
+vmap           joins N
+)",
+                         kDerivativesOfWarp);
+
+// ---- from views to the structs of warp_perspective.h --------------------------------------------
+
+template <class Pixel>
+using Image = Strided<const Pixel, 4>;
+using Matrices = View<const double, 3>;
+using Floats = List<double>;
+using Sizes = List<int64_t>;
+
+enum class Arithmetic { kExact, kOpencv4 };
+
+// The inputs of a kernel, and the values of the border that they point into.
+template <class Pixel>
+struct Inputs {
   std::vector<double> border_value;
+  WarpInputs<Pixel> in;
 
-  template <class Pixel>
-  WarpInputs<Pixel> inputs() const {
-    return {sizes,
-            static_cast<const Pixel*>(image.const_data_ptr()),
-            {image.stride(0), image.stride(1), image.stride(2), image.stride(3)},
-            warp.const_data_ptr<double>(),
-            border_value.data()};
+  Inputs(Image<Pixel> image, Matrices warp, Interpolation interpolation, Border border_mode,
+         Floats values, bool inverse_map, const int64_t* out_shape)
+      : border_value(image.shape[1], values.size == 1 ? values.data[0] : 0) {
+    if (values.size > 1) std::copy_n(values.data, values.size, border_value.begin());
+    const auto [image_batch, channels, height, width] = image.shape;
+    in.sizes = {out_shape[0], image_batch,  warp.shape[0], channels,      height,     width,
+                out_shape[2], out_shape[3], border_mode,   interpolation, inverse_map};
+    in.image = image.data;
+    std::copy_n(image.stride, 4, in.image_stride);
+    in.warp = warp.data;
+    in.border_value = border_value.data();
   }
 };
 
-// Checks what is left to check; nothing where there is nothing to compute.
-std::optional<Arguments> arguments_of(const char* op, const Tensor& image, const Tensor& warp,
-                                      const Shape& shape, const SymInt& out_height,
-                                      const SymInt& out_width, std::string_view interpolation,
-                                      std::string_view border_mode, const Doubles& border_value,
-                                      bool inverse_map) {
-  const Interpolation how = interpolation_of(op, interpolation);
-  const Border border = border_of(op, border_mode);
-  std::vector<double> values = border_value ? border_value->vec() : std::vector<double>();
-  const SymInt count = static_cast<int64_t>(values.size());
-  expect(op, "border_value", count.sym_le(1).sym_or(count.sym_eq(shape.channels)),
-         c10::str(count, " values"), "of one value or one for each of ", shape.channels,
-         " channels");
-  if (image.is_meta()) return std::nullopt;
-  values.resize(shape.channels.expect_int(), values.size() == 1 ? values[0] : 0);
-  return Arguments{
-      image_batch(image),
-      warp.to(at::kDouble).contiguous(),
-      {shape.batch.expect_int(), shape.image_batch.expect_int(), shape.warp_batch.expect_int(),
-       shape.channels.expect_int(), shape.height.expect_int(), shape.width.expect_int(),
-       out_height.expect_int(), out_width.expect_int(), border, how, inverse_map},
-      std::move(values)};
+int64_t bytes_of(const int64_t* shape, size_t each) {
+  return shape[0] * shape[1] * shape[2] * shape[3] * int64_t(each);
 }
 
-template <class Function>
-void with_pixel(at::ScalarType type, Function function) {
-  if (type == at::kByte) return function(uint8_t());
-  if (type == at::kUInt16) return function(uint16_t());
-  if (type == at::kShort) return function(int16_t());
-  if (type == at::kHalf) return function(Float16());
-  if (type == at::kBFloat16) return function(BFloat16());
-  type == at::kFloat ? function(float()) : function(double());
-}
-
-Tensor warp_perspective(const Tensor& image, const Tensor& warp, c10::SymIntArrayRef given_size,
-                        std::string_view interpolation, std::string_view border_mode,
-                        Doubles border_value, bool inverse_map,
-                        const std::optional<Tensor>& destination, std::string_view arithmetic) {
-  const Shape shape = check_inputs(kWarp, image, warp);
-  const auto dsize = size_of_result(kWarp, given_size, shape);
-  const auto from = arguments_of(kWarp, image, warp, shape, dsize[0], dsize[1], interpolation,
-                                 border_mode, border_value, inverse_map);
-  check_destination(kWarp, destination.value_or(Tensor()), image, shape, dsize,
-                    border_of(kWarp, border_mode));
-  const bool opencv4 = is_opencv4(kWarp, arithmetic);
-  if (opencv4) check_opencv4(kWarp, image, shape, interpolation);
-  Tensor out = destination ? destination->clone(at::MemoryFormat::Contiguous)
-                           : at::empty_symint(shape.out(dsize[0], dsize[1]), image.options());
-  if (!from) return out;
-  with_pixel(image.scalar_type(), [&](auto pixel) {
-    using Pixel = decltype(pixel);
-    const auto in = from->inputs<Pixel>();
-    Pixel* to = static_cast<Pixel*>(out.mutable_data_ptr());
-    if constexpr (std::is_arithmetic_v<Pixel>) {
-      if (opencv4 && image.is_cpu()) return warp_perspective_opencv4_cpu(in, to);
-    }
-    if (image.is_cpu()) return warp_perspective_cpu(in, to);
-#ifndef CALCOPS_NO_CUDA
-    launch(image, 0, [&](void*, cudaStream_t stream) {
-      if constexpr (std::is_arithmetic_v<Pixel>) {
-        if (opencv4) return warp_perspective_opencv4_cuda(in, to, stream);
-      }
-      return warp_perspective_cuda(in, to, stream);
-    });
-#endif
-  });
-  return out;
-}
-
-// Gradients of image and warp; one that is not wanted has no elements.
-Two warp_perspective_backward(const Tensor& grad, const Tensor& image, const Tensor& warp,
-                              std::string_view interpolation, std::string_view border_mode,
-                              Doubles border_value, bool inverse_map, Mask mask) {
-  const Shape shape = check_inputs(kBackward, image, warp);
-  const at::ScalarType type = image.scalar_type();
-  expect(kBackward, "image", c10::isFloatingType(type), type, "of a floating dtype");
-  expect_dtype_and_device({kBackward, "grad", grad}, {kBackward, "image", image});
-  expect(kBackward, "grad", grad.dim() >= 2, grad.sym_sizes(), "of the result's shape");
-  const SymInt height = grad.sym_size(-2), width = grad.sym_size(-1);
-  const c10::SymDimVector out_shape = shape.out(height, width);
-  expect(kBackward, "grad", same_shape(grad.sym_sizes(), out_shape), grad.sym_sizes(), "of shape ",
-         c10::SymIntArrayRef(out_shape));
-  // The kernels read float32 and float64; narrower images are widened for them.
-  const at::ScalarType wide = type == at::kDouble ? at::kDouble : at::kFloat;
-  const auto from = arguments_of(kBackward, image.to(wide), warp, shape, height, width,
-                                 interpolation, border_mode, border_value, inverse_map);
-  const auto make = [&](bool wanted, const Tensor& like, at::ScalarType type) {
-    return wanted ? at::empty_symint(like.sym_sizes(), like.options().dtype(type))
-                  : at::empty({0}, like.options().dtype(type));
-  };
-  const Tensor grad_image = make(mask[0], image, from ? wide : type);
-  const Tensor grad_warp = make(mask[1], warp, from ? at::kDouble : warp.scalar_type());
-  if (!from) return {grad_image, grad_warp};
-  const Tensor upstream = grad.to(wide).contiguous();
-  const auto run = [&](auto real) {
-    using Real = decltype(real);
-    const auto in = from->inputs<Real>();
-    const WarpGradients<Real> to{read<Real>(upstream), write<Real>(grad_image, mask[0]),
-                                 write<double>(grad_warp, mask[1])};
-    if (image.is_cpu()) return warp_perspective_backward_cpu(in, to);
-#ifndef CALCOPS_NO_CUDA
-    launch(image, warp_perspective_backward_cuda_workspace(in.sizes),
-           [&](void* workspace, cudaStream_t stream) {
-             return warp_perspective_backward_cuda(in, to, workspace, stream);
-           });
-#endif
-  };
-  wide == at::kFloat ? run(float()) : run(double());
-  return {grad_image.to(type), grad_warp.to(warp.scalar_type())};
-}
-
-// How the result moves with warp along a tangent of its shape and dtype.
-Tensor warp_perspective_tangent(const Tensor& tangent, const Tensor& image, const Tensor& warp,
-                                c10::SymIntArrayRef dsize, std::string_view interpolation,
-                                std::string_view border_mode, Doubles border_value,
-                                bool inverse_map) {
-  const Shape shape = check_inputs(kTangent, image, warp);
-  const at::ScalarType type = image.scalar_type();
-  expect(kTangent, "image", c10::isFloatingType(type), type, "of a floating dtype");
-  expect_dtype_and_device({kTangent, "tangent", tangent}, {kTangent, "warp", warp});
-  expect(kTangent, "tangent", same_shape(tangent.sym_sizes(), warp.sym_sizes()),
-         tangent.sym_sizes(), "of shape ", warp.sym_sizes());
-  check_dsize(kTangent, dsize);
-  const at::ScalarType wide = type == at::kDouble ? at::kDouble : at::kFloat;
-  const auto from = arguments_of(kTangent, image.to(wide), warp, shape, dsize[0], dsize[1],
-                                 interpolation, border_mode, border_value, inverse_map);
-  const Tensor out =
-      at::empty_symint(shape.out(dsize[0], dsize[1]), image.options().dtype(from ? wide : type));
-  if (!from) return out;
-  const Tensor matrices = tangent.to(at::kDouble).contiguous();
-  const auto run = [&](auto real) {
-    using Real = decltype(real);
-    const auto in = from->inputs<Real>();
-    const WarpTangent<Real> along{read<double>(matrices), write<Real>(out, true)};
-    if (image.is_cpu()) return warp_perspective_tangent_cpu(in, along);
-#ifndef CALCOPS_NO_CUDA
-    launch(image, 9 * in.sizes.warp_batch * int64_t(sizeof(double)),
-           [&](void* workspace, cudaStream_t stream) {
-             return warp_perspective_tangent_cuda(in, along, workspace, stream);
-           });
-#endif
-  };
-  wide == at::kFloat ? run(float()) : run(double());
-  return out.to(type);
-}
-
-// Where the pixels of the result come from, in the numbers that the kernels see (CellNumber), and
-// the factor by which they take each matrix, 0 for one that cannot be used.
-Two warp_perspective_cells(const Tensor& warp, c10::SymIntArrayRef size, c10::SymIntArrayRef dsize,
-                           std::string_view interpolation, std::string_view border_mode,
-                           bool inverse_map) {
-  check_matrix(kCells, warp);
-  expect(kCells, "warp", warp.dim() == 3, warp.sym_sizes(), "of shape [N, 3, 3]");
-  check_dsize(kCells, size);
-  check_dsize(kCells, dsize);
-  const Interpolation how = interpolation_of(kCells, interpolation);
-  const Border border = border_of(kCells, border_mode);
-  const SymInt batch = warp.sym_size(0), pixels = dsize[0] * dsize[1];
-  const auto options = warp.options().dtype(at::kDouble);
-  const Tensor cells = at::empty_symint({batch, cell_numbers(how), pixels}, options),
-               scale = at::empty_symint({batch, 1, 1}, options);
-  if (warp.is_meta()) return {cells, scale};
-  const int64_t count = batch.expect_int();
-  const WarpSizes sizes{count,
-                        1,
-                        count,
-                        1,
-                        size[0].expect_int(),
-                        size[1].expect_int(),
-                        dsize[0].expect_int(),
-                        dsize[1].expect_int(),
-                        border,
-                        how,
-                        inverse_map};
-  const Tensor matrices = warp.to(at::kDouble).contiguous();
-  const double* from = read<double>(matrices);
-  double *to = write<double>(cells, true), *to_scale = write<double>(scale, true);
-  if (warp.is_cpu()) {
-    warp_perspective_cells_cpu(sizes, from, to, to_scale);
-  } else {
-#ifndef CALCOPS_NO_CUDA
-    launch(warp, 0, [&](void*, cudaStream_t stream) {
-      return warp_perspective_cells_cuda(sizes, from, to, to_scale, stream);
-    });
-#endif
+template <class Pixel>
+void cpu(Image<Pixel> image, Matrices warp, Sizes, Interpolation interpolation, Border border_mode,
+         Floats border_value, bool inverse_map, View<const Pixel, 4> destination,
+         Arithmetic arithmetic, View<Pixel, 4> out) {
+  const Inputs<Pixel> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
+                             out.shape);
+  if (destination) std::memcpy(out.data, destination.data, bytes_of(out.shape, sizeof(Pixel)));
+  if constexpr (std::is_arithmetic_v<Pixel>) {
+    if (arithmetic == Arithmetic::kOpencv4)
+      return warp_perspective_opencv4_cpu(inputs.in, out.data);
   }
-  return {cells, scale};
+  warp_perspective_cpu(inputs.in, out.data);
 }
 
-// ---- vmap and registration ----------------------------------------------------------------------
+template <class Real>
+void backward_cpu(View<const Real, 4> grad, Image<Real> image, Matrices warp,
+                  Interpolation interpolation, Border border_mode, Floats border_value,
+                  bool inverse_map, View<Real, 4> grad_image, View<double, 3> grad_warp) {
+  const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
+                            grad.shape);
+  warp_perspective_backward_cpu<Real>(inputs.in, {grad.data, grad_image.data, grad_warp.data});
+}
 
-// vmap folds its dimension into N, which image and warp get both.
-void vmap_items(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  Call call{op, torch::jit::pop(*stack, op.schema().arguments().size())};
-  const bool backward = call.has("grad"), along = call.has("tangent");
-  const Tensor image = call.tensor("image"), warp = call.tensor("warp");
-  const Shape shape = check_inputs(backward ? kBackward : along ? kTangent : kWarp, image, warp);
-  if (!backward && !along) {
-    const auto dsize = size_of_result(kWarp, call["dsize"].toSymIntVector(), shape);
-    check_destination(kWarp, call.tensor("destination"), image, shape, dsize,
-                      border_of(kWarp, call["border_mode"].toStringView()));
+template <class Real>
+void tangent_cpu(Matrices tangent, Image<Real> image, Matrices warp, Sizes,
+                 Interpolation interpolation, Border border_mode, Floats border_value,
+                 bool inverse_map, View<Real, 4> out) {
+  const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
+                            out.shape);
+  warp_perspective_tangent_cpu<Real>(inputs.in, {tangent.data, out.data});
+}
+
+WarpSizes cell_sizes(Matrices warp, Sizes size, Sizes dsize, Interpolation interpolation,
+                     Border border_mode, bool inverse_map) {
+  const int64_t count = warp.shape[0];
+  return {count,         1,           count,         1, size.data[0], size.data[1], dsize.data[0],
+          dsize.data[1], border_mode, interpolation, inverse_map};
+}
+
+void cells_cpu(Matrices warp, Sizes size, Sizes dsize, int64_t, Interpolation interpolation,
+               Border border_mode, bool inverse_map, View<double, 3> cells, View<double, 3> scale) {
+  const WarpSizes sizes = cell_sizes(warp, size, dsize, interpolation, border_mode, inverse_map);
+  warp_perspective_cells_cpu(sizes, warp.data, cells.data, scale.data);
+}
+
+const Kernel kCpu("warp_perspective", cpu<uint8_t>, cpu<uint16_t>, cpu<int16_t>, cpu<Float16>,
+                  cpu<BFloat16>, cpu<float>, cpu<double>);
+const Kernel kBackwardCpu("_warp_perspective_backward", backward_cpu<float>, backward_cpu<double>);
+const Kernel kTangentCpu("_warp_perspective_tangent", tangent_cpu<float>, tangent_cpu<double>);
+const Kernel kCellsCpu("_warp_perspective_cells", cells_cpu);
+
+#ifndef CALCOPS_NO_CUDA
+template <class Pixel>
+cudaError_t cuda(Image<Pixel> image, Matrices warp, Sizes, Interpolation interpolation,
+                 Border border_mode, Floats border_value, bool inverse_map,
+                 View<const Pixel, 4> destination, Arithmetic arithmetic, View<Pixel, 4> out,
+                 cudaStream_t stream) {
+  const Inputs<Pixel> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
+                             out.shape);
+  if (destination) {
+    const cudaError_t error =
+        cudaMemcpyAsync(out.data, destination.data, bytes_of(out.shape, sizeof(Pixel)),
+                        cudaMemcpyDeviceToDevice, stream);
+    if (error != cudaSuccess) return error;
   }
-  const auto items = [&](const Tensor& tensor) {
-    c10::SymDimVector sizes(tensor.sym_sizes());
-    sizes[0] = shape.batch;
-    return tensor.expand_symint(sizes);
-  };
-  call["image"] = items(image_batch(image));
-  call["warp"] = items(warp_batch(warp));
-  if (along) call["tangent"] = items(warp_batch(call.tensor("tangent")));
-  const char* of_result = backward ? "grad" : "destination";
-  if (const Tensor tensor = along ? Tensor() : call.tensor(of_result); tensor.defined())
-    call[of_result] = tensor.reshape_symint(
-        {shape.batch, shape.channels, tensor.sym_size(-2), tensor.sym_size(-1)});
-  stack->insert(stack->end(), call.arguments.begin(), call.arguments.end());
-  vmap(vmap_folded, op, stack);
-  if (!backward) {
-    const Tensor out = torch::jit::pop(*stack).toTensor();
-    stack->push_back(out.reshape_symint(shape.out(out.sym_size(-2), out.sym_size(-1))));
-    return;
+  if constexpr (std::is_arithmetic_v<Pixel>) {
+    if (arithmetic == Arithmetic::kOpencv4)
+      return warp_perspective_opencv4_cuda(inputs.in, out.data, stream);
   }
-  const c10::List<bool> mask = call["output_mask"].toBoolList();
-  const auto found = torch::jit::pop(*stack, 2);
-  stack->push_back(mask[0] ? for_input(found[0].toTensor(), shape.image_batch, image) : found[0]);
-  stack->push_back(mask[1] ? for_input(found[1].toTensor(), shape.warp_batch, warp) : found[1]);
+  return warp_perspective_cuda(inputs.in, out.data, stream);
 }
 
-TORCH_LIBRARY_FRAGMENT(calcops, m) {
-  define<&warp_perspective, kOfWarp, vmap_items>(
-      m,
-      "warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str "
-      "interpolation=\"linear\", str border_mode=\"constant\", float[1]? border_value=None, "
-      "bool inverse_map=False, Tensor? destination=None, str arithmetic=\"exact\") -> Tensor");
-  define<&warp_perspective_backward, kOfBackward, vmap_items>(
-      m,
-      "_warp_perspective_backward(Tensor grad, Tensor image, Tensor warp, str interpolation, "
-      "str border_mode, float[1]? border_value, bool inverse_map, bool[2] output_mask) -> "
-      "(Tensor, Tensor)");
-  define<&warp_perspective_tangent, kOfTangent, vmap_items>(
-      m,
-      "_warp_perspective_tangent(Tensor tangent, Tensor image, Tensor warp, SymInt[2] dsize, "
-      "str interpolation, str border_mode, float[]? border_value, bool inverse_map) -> Tensor");
-  define<&warp_perspective_cells, kOfCells>(
-      m,
-      "_warp_perspective_cells(Tensor warp, SymInt[2] size, SymInt[2] dsize, str interpolation, "
-      "str border_mode, bool inverse_map) -> (Tensor, Tensor)");
+template <class Real>
+cudaError_t backward_cuda(View<const Real, 4> grad, Image<Real> image, Matrices warp,
+                          Interpolation interpolation, Border border_mode, Floats border_value,
+                          bool inverse_map, View<Real, 4> grad_image, View<double, 3> grad_warp,
+                          Workspace& workspace, cudaStream_t stream) {
+  const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
+                            grad.shape);
+  if (!workspace.data) {
+    workspace.bytes = warp_perspective_backward_cuda_workspace(inputs.in.sizes);
+    return cudaSuccess;
+  }
+  return warp_perspective_backward_cuda<Real>(
+      inputs.in, {grad.data, grad_image.data, grad_warp.data}, workspace.data, stream);
 }
+
+template <class Real>
+cudaError_t tangent_cuda(Matrices tangent, Image<Real> image, Matrices warp, Sizes,
+                         Interpolation interpolation, Border border_mode, Floats border_value,
+                         bool inverse_map, View<Real, 4> out, Workspace& workspace,
+                         cudaStream_t stream) {
+  if (!workspace.data) {
+    workspace.bytes = 9 * warp.shape[0] * int64_t(sizeof(double));
+    return cudaSuccess;
+  }
+  const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
+                            out.shape);
+  return warp_perspective_tangent_cuda<Real>(inputs.in, {tangent.data, out.data}, workspace.data,
+                                             stream);
+}
+
+cudaError_t cells_cuda(Matrices warp, Sizes size, Sizes dsize, int64_t,
+                       Interpolation interpolation, Border border_mode, bool inverse_map,
+                       View<double, 3> cells, View<double, 3> scale, cudaStream_t stream) {
+  const WarpSizes sizes = cell_sizes(warp, size, dsize, interpolation, border_mode, inverse_map);
+  return warp_perspective_cells_cuda(sizes, warp.data, cells.data, scale.data, stream);
+}
+
+const Kernel kCuda("warp_perspective", cuda<uint8_t>, cuda<uint16_t>, cuda<int16_t>, cuda<Float16>,
+                   cuda<BFloat16>, cuda<float>, cuda<double>);
+const Kernel kBackwardCuda("_warp_perspective_backward", backward_cuda<float>,
+                           backward_cuda<double>);
+const Kernel kTangentCuda("_warp_perspective_tangent", tangent_cuda<float>, tangent_cuda<double>);
+const Kernel kCellsCuda("_warp_perspective_cells", cells_cuda);
+#endif
 
 }  // namespace
 }  // namespace calcops

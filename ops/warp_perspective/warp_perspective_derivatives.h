@@ -1,463 +1,472 @@
-// The derivatives of warp_perspective and of its backward operator.
+// The derivatives of warp_perspective and of the operators behind it.
 //
-// The result is linear in the image, so the two operators give every derivative but those of a
+// The result is linear in the image, so the operators give every derivative but those of a
 // derivative along warp. These follow from the position (x, y) of every destination pixel, written
-// in ATen operators, which are differentiable to any order themselves.
+// in PyTorch's operators, which are differentiable to any order themselves.
 #pragma once
 
-#include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/eye.h>
-#include <ATen/ops/linalg_cross.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
+#include <calcops/operator.h>
 
-#include <array>
-#include <vector>
-
-#include "calcops/autograd.h"
 #include "warp_perspective/warp_perspective.h"
-#include "warp_perspective/warp_perspective_checks.h"
 
 namespace calcops {
+namespace warp_derivatives {
+
+inline Value call(const char* op, const Value& a) { return Value::call(op, a); }
+
+template <class... Values>
+Value call(const char* op, const Value& a, const Values&... others) {
+  return Value::call(op, a, others...);
+}
+
+inline Value to_float64(const Value& x) {
+  return call("aten::to.dtype", x, Value::dtype_of(Type::kFloat64));
+}
+
+inline Value where(const Value& condition, const Value& x, double otherwise) {
+  return call("aten::where.ScalarOther", condition, x, otherwise);
+}
+
+inline Value narrow(const Value& x, int64_t from, int64_t count) {
+  return call("aten::narrow", x, 1, from, count);
+}
+
+inline Value matmul(const Value& a, const Value& b) { return call("aten::matmul", a, b); }
+inline Value transposed(const Value& x) { return call("aten::transpose.int", x, -2, -1); }
+inline Value minus(const Value& x) { return call("aten::neg", x); }
+
+inline Value roll(const Value& x, int64_t shift, int64_t dimension) {
+  return call("aten::roll", x, Value::list(shift), Value::list(dimension));
+}
+
+// Along the last dimension.
+inline Value cross(const Value& a, const Value& b) { return call("aten::linalg_cross", a, b); }
+
+// Zeros without memory of their own.
+inline Value zeros(const Value& like, const Value& shape) {
+  return call("aten::expand", call("aten::new_zeros", like, Value::list(1)), shape);
+}
 
 // Row i is the sum of the cross products p_j x q_k and q_j x p_k, j, k = i+1, i+2: linear in p and
 // in q, and twice the cofactors where they are the same.
-inline Tensor cross_rows(const Tensor& p, const Tensor& q) {
-  return at::linalg_cross(p.roll(-1, 1), q.roll(-2, 1))
-      .add(at::linalg_cross(q.roll(-1, 1), p.roll(-2, 1)));
+inline Value cross_rows(const Value& p, const Value& q) {
+  return cross(roll(p, -1, 1), roll(q, -2, 1)) + cross(roll(q, -1, 1), roll(p, -2, 1));
 }
 
 // The kernel's number with the derivatives of the formula for it. Rounding differs between the two,
 // and at a pixel centre the difference decides which pixels are seen.
-inline Tensor with_derivatives(const Tensor& number, const Tensor& formula) {
-  return number.add(formula.sub(formula.detach()));
+inline Value with_derivatives(const Value& number, const Value& formula) {
+  return number + (formula - call("aten::detach", formula));
 }
 
 // The weights of an axis's taps and their derivatives with respect to the coordinate.
 struct Weights {
-  tensor_list weight, first, second;  // the second of a linear interpolation is zero, and left out
+  Value weight[4], first[4], second[4];  // the second of a linear interpolation is none
 
-  Weights() = default;
   // t: how far the position is from the tap before it; slope: of it in the coordinate.
-  Weights(const Tensor& t, const Tensor& slope, Interpolation interpolation) {
-    if (interpolation != Interpolation::kCubic) {
-      weight = {t.neg().add(1), t};
-      first = {slope.neg(), slope};
+  void set(const Value& t, const Value& slope, bool is_cubic) {
+    if (!is_cubic) {
+      weight[0] = minus(t) + 1;
+      weight[1] = t;
+      first[0] = minus(slope);
+      first[1] = slope;
       return;
     }
     // c[0] + c[1] t + c[2] t^2 + c[3] t^3, as in warp_perspective_math.h.
     constexpr double a = kKeys;
     constexpr double coefficients[4][4] = {
         {0, a, -2 * a, a}, {1, 0, -(a + 3), a + 2}, {0, -a, 2 * a + 3, -(a + 2)}, {0, 0, a, -a}};
-    for (const double (&c)[4] : coefficients) {
-      weight.push_back(t.mul(c[3]).add(c[2]).mul(t).add(c[1]).mul(t).add(c[0]));
-      first.push_back(t.mul(3 * c[3]).add(2 * c[2]).mul(t).add(c[1]).mul(slope));
-      second.push_back(t.mul(6 * c[3]).add(2 * c[2]).mul(slope.square()));
+    for (int k = 0; k < 4; ++k) {
+      const double* c = coefficients[k];
+      weight[k] = ((t * c[3] + c[2]) * t + c[1]) * t + c[0];
+      first[k] = ((t * (3 * c[3]) + 2 * c[2]) * t + c[1]) * slope;
+      second[k] = (t * (6 * c[3]) + 2 * c[2]) * (slope * slope);
     }
   }
 };
 
-inline void add(Tensor& sum, const Tensor& term) { sum = sum.defined() ? sum.add(term) : term; }
+// One call of any of the operators.
+struct Warping {
+  Value image, warp, interpolation, border_mode, border_value, inverse_map;
 
-// Of N images and matrices as tensors of float64: image [N or 1, C, H W], warp [N or 1, 3, 3],
-// border [C, 1], cells and scale as _warp_perspective_cells gives them, the result [N, C, h w].
+  // The arguments from `image` on; `size` is what an operator has between warp and interpolation.
+  Warping(const Value* arguments, int size)
+      : image(arguments[0]),
+        warp(arguments[1]),
+        interpolation(arguments[2 + size]),
+        border_mode(arguments[3 + size]),
+        border_value(arguments[4 + size]),
+        inverse_map(arguments[5 + size]) {}
+
+  Warping of(const Value& other_image) const {
+    Warping other = *this;
+    other.image = other_image;
+    other.border_value = nullptr;
+    return other;
+  }
+
+  // The result without the constant that border_value adds. `destination` has the result's shape;
+  // only a transparent border keeps any of it.
+  Value linear_part(const Value& destination) const {
+    const bool is_kept = border_mode.is("transparent");
+    return call("warp_perspective", image, warp,
+                Value::list(destination.size(-2), destination.size(-1)), interpolation, border_mode,
+                nullptr, inverse_map, is_kept ? destination : Value());
+  }
+
+  Value tangent(const Value& along, const Value& height, const Value& width) const {
+    return call("_warp_perspective_tangent", along, image, warp,
+                Value::list(height, width), interpolation, border_mode, border_value, inverse_map);
+  }
+
+  // [grad_image, grad_warp]
+  Value gradients(const Value& grad, bool of_image, bool of_warp) const {
+    return call("_warp_perspective_backward", grad, image, warp, interpolation,
+                border_mode, border_value, inverse_map, Value::list(of_image, of_warp));
+  }
+
+  Value warp_gradient(const Value& grad) const { return gradients(grad, false, true)[1]; }
+
+  // Nothing moves with warp.
+  bool is_flat() const {
+    return interpolation.is("nearest") || image.size(-2).equals(0) || image.size(-1).equals(0);
+  }
+
+  // [N, C, H, W] and [N, 3, 3] in float64, with 1 where N or C is absent.
+  Value images() const {
+    Value images = to_float64(image);
+    for (int dim = image.dim(); dim < 4; ++dim) images = call("aten::unsqueeze", images, 0);
+    return images;
+  }
+
+  static Value matrices(const Value& warp) {
+    return warp.dim() == 2 ? call("aten::unsqueeze", to_float64(warp), 0) : to_float64(warp);
+  }
+
+  Value result_shape(const Value& height, const Value& width) const {
+    Value sizes[4] = {height, width};
+    int count = 2;
+    const auto put_first = [&](const Value& size) {
+      for (int i = count++; i > 0; --i) sizes[i] = sizes[i - 1];
+      sizes[0] = size;
+    };
+    if (image.dim() >= 3) put_first(image.size(-3));
+    if (image.dim() == 4 || warp.dim() == 3) put_first(batch());
+    return Value::list_of(sizes, count);
+  }
+
+  // N, for which one image or one matrix may serve.
+  Value batch() const {
+    const bool is_of_warp = warp.dim() == 3 && !warp.size(0).equals(1);
+    return is_of_warp ? warp.size(0) : image.dim() == 4 ? image.size(0) : Value(1);
+  }
+
+  // border_value as [C, 1], or as one number.
+  Value border(const Value& like) const {
+    if (border_value.is_none() || border_value.length() == 0) return 0.0;
+    if (border_value.length() == 1) return border_value[0];
+    Value rows = call("aten::new_full", like, Value::list(1, 1), border_value[0]);
+    for (int c = 1; c < border_value.length(); ++c)
+      rows = call("aten::cat",
+                  Value::list(rows, call("aten::new_full", like, Value::list(1, 1),
+                                         border_value[c])));
+    return rows;
+  }
+
+  // The gradient of an input from those of the N items, which one input may serve together.
+  static Value for_input(const Value& items, const Value& input, int full_dim) {
+    const bool serves_all = input.dim() < full_dim || input.size(0).equals(1);
+    const Value sum = serves_all ? call("aten::sum.dim_IntList", items, Value::list(0)) : items;
+    return call("aten::to.dtype", call("aten::reshape", sum, input.shape()), input.dtype());
+  }
+};
+
+// How the result of a call, its tangent along `tangent` and the gradients of that move with warp.
 class Positions {
  public:
-  Positions(const Tensor& image, const SymInt& width, const Tensor& warp, const Tensor& border,
-            const SymInt& batch, const Tensor& cells, const Tensor& scale, const SymInt& out_height,
-            const SymInt& out_width, Interpolation interpolation, bool inverse_map)
-      : inverse_map_(inverse_map), taps_(taps_of(interpolation)) {
-    const auto number = [&](int64_t which, int64_t count = 1) {
-      return cells.narrow(1, which, count);
+  Positions(const Warping& given, const Value& tangent, const Value& height, const Value& width)
+      : given_(given),
+        is_inverse_(given.inverse_map.item() != 0),
+        taps_(given.interpolation.is("cubic") ? 4 : 2) {
+    const Value images = given.images(), warps = Warping::matrices(given.warp);
+    const Value rows = images.size(2), columns = images.size(3);
+    const Value batch = given.batch();
+    const Value found = call("_warp_perspective_cells", call("aten::detach", warps),
+                             Value::list(rows, columns), Value::list(height, width), taps_,
+                             given.interpolation, given.border_mode, given.inverse_map);
+    const Value cells = found[0], usable = call("aten::gt.Scalar", found[1], 0);
+    scale_ = where(usable, found[1], 1.0);
+    const Value identity =
+        call("aten::eye", 3, warps.dtype(), /*layout=*/nullptr, warps.device());
+    rows_ = call("aten::where.self", usable, warps, identity) * scale_;
+    tangent_ = Warping::matrices(tangent) * scale_;
+    const auto range = [&](const Value& count) {
+      return call("aten::arange", count, warps.dtype(), /*layout=*/nullptr, warps.device());
     };
-    const Tensor usable = scale.gt(0);
-    scale_ = at::where(usable, scale, 1.0);
-    rows_ = at::where(usable, warp, at::eye(3, warp.options())).mul(scale_);
-    const Tensor u = at::arange(out_width, warp.options());
-    const Tensor v = at::arange(out_height, warp.options()).unsqueeze(1);
-    grid_ = at::stack({u.add(v.mul(0)), v.add(u.mul(0)), u.add(v).mul(0).add(1)}).flatten(1);
+    const Value u = range(width), v = call("aten::unsqueeze", range(height), 1);
+    grid_ = call("aten::flatten.using_ints",
+                 call("aten::stack", Value::list(u + v * 0, v + u * 0, (u + v) * 0 + 1)), 1);
 
-    const Tensor m = inverse_map_ ? rows_ : cross_rows(rows_, rows_).div(2).mT();
-    const Tensor p = m.matmul(grid_);
-    valid_ = number(kW).ne(0);
-    w_ = with_derivatives(at::where(valid_, number(kW), 1.0),
-                          at::where(valid_, p.narrow(1, 2, 1), 1.0));
-    xy_ = with_derivatives(number(kX, 2), at::where(valid_, p.narrow(1, 0, 2), 0.0).div(w_));
-    const Tensor slopes = number(kSlopeX, 2);
-    const Tensor fractions = with_derivatives(number(kFractionX, 2), xy_.mul(slopes));
-    const auto along = [&](int64_t axis) {
-      return Weights(fractions.narrow(1, axis, 1), slopes.narrow(1, axis, 1), interpolation);
-    };
-    x_ = along(0);
-    y_ = along(1);
+    const auto number = [&](int64_t which, int64_t count) { return narrow(cells, which, count); };
+    const Value m = is_inverse_ ? rows_ : transposed(cross_rows(rows_, rows_) / 2);
+    const Value p = matmul(m, grid_);
+    valid_ = call("aten::ne.Scalar", number(kW, 1), 0);
+    w_ = with_derivatives(where(valid_, number(kW, 1), 1.0), where(valid_, narrow(p, 2, 1), 1.0));
+    xy_ = with_derivatives(number(kX, 2), where(valid_, narrow(p, 0, 2), 0.0) / w_);
+    const Value slopes = number(kSlopeX, 2);
+    const Value fractions = with_derivatives(number(kFractionX, 2), xy_ * slopes);
+    x_.set(narrow(fractions, 0, 1), narrow(slopes, 0, 1), taps_ == 4);
+    y_.set(narrow(fractions, 1, 1), narrow(slopes, 1, 1), taps_ == 4);
 
-    const SymInt channels = image.sym_size(1);
-    pixels_ = image.expand_symint({batch, channels, image.sym_size(2)});
+    const Value channels = images.size(1);
+    const Value border = given.border(warps);
+    out_shape_ = Value::list(batch, channels, height * width);
+    pixels_ = call("aten::expand", call("aten::flatten.using_ints", images, 2),
+                   Value::list(batch, channels, rows * columns));
     for (int k = 0; k < taps_ * taps_; ++k) {
-      const Tensor at_x = number(kTap + k % taps_).to(at::kLong),
-                   at_y = number(kTap + taps_ + k / taps_).to(at::kLong);
-      inside_.push_back(at_x.ge(0).logical_and(at_y.ge(0)));
-      index_.push_back(at::where(inside_[k], at_y.mul(width).add(at_x), 0)
-                           .expand_symint({batch, channels, grid_.sym_size(1)}));
-      tap_.push_back(at::where(inside_[k], pixels_.gather(2, index_[k]), border));
-      finite_.push_back(tap_[k].nan_to_num(0, 0, 0));
+      const auto tap = [&](int which) {
+        return call("aten::to.dtype", number(kTap + which, 1), Value::dtype_of(Type::kInt64));
+      };
+      const Value at_x = tap(k % taps_), at_y = tap(taps_ + k / taps_);
+      inside_[k] = call("aten::logical_and", call("aten::ge.Scalar", at_x, 0),
+                        call("aten::ge.Scalar", at_y, 0));
+      const Value index = call("aten::where.ScalarOther", inside_[k], at_y * columns + at_x, 0);
+      index_[k] = call("aten::expand", index, out_shape_);
+      const Value seen = call("aten::gather", pixels_, 2, index_[k]);
+      tap_[k] = call(border.is_tensor() ? "aten::where.self" : "aten::where.ScalarOther",
+                     inside_[k], seen, border);
+      finite_[k] = call("aten::nan_to_num", tap_[k], 0.0, 0.0, 0.0);
     }
   }
 
-  // How the tangent of the result along `tangent` [N or 1, 3, 3] moves with warp along `other`.
-  Tensor second(const Tensor& tangent, const Tensor& other) const {
-    const Motion move = motion(tangent), turn = motion(other);
-    const Tensor along_x = sum(x_.first, y_.weight), along_y = sum(x_.weight, y_.first);
-    const Tensor twist = sum(x_.first, y_.first);
-    Tensor of_x = twist.mul(turn.y), of_y = twist.mul(turn.x);
-    if (!x_.second.empty()) {
-      of_x = of_x.add(sum(x_.second, y_.weight).mul(turn.x));
-      of_y = of_y.add(sum(x_.weight, y_.second).mul(turn.y));
+  // How the result's tangent moves with warp along `other`.
+  Value second(const Value& other, const Value& like_shape) const {
+    const Value along = Warping::matrices(other) * scale_;
+    const Motion move = motion(tangent_), turn = motion(along);
+    const Value along_x = sum(x_.first, y_.weight), along_y = sum(x_.weight, y_.first);
+    const Value twist = sum(x_.first, y_.first);
+    Value of_x = twist * turn.y, of_y = twist * turn.x;
+    if (taps_ == 4) {
+      of_x = of_x + sum(x_.second, y_.weight) * turn.x;
+      of_y = of_y + sum(x_.weight, y_.second) * turn.y;
     }
     // move = (X' - x W', Y' - y W') / W, of which x, y and W move with `other`, and so do X', Y',
     // W' where m is an adjugate.
-    Tensor bend_x = turn.x.mul(move.w).add(move.x.mul(turn.w)).neg();
-    Tensor bend_y = turn.y.mul(move.w).add(move.y.mul(turn.w)).neg();
-    if (!inverse_map_) {
-      const Tensor p = cross_rows(tangent.mul(scale_), other.mul(scale_)).mT().matmul(grid_);
-      const Tensor bend = p.narrow(1, 0, 2).sub(xy_.mul(p.narrow(1, 2, 1)));
-      bend_x = bend_x.add(bend.narrow(1, 0, 1));
-      bend_y = bend_y.add(bend.narrow(1, 1, 1));
+    Value bend_x = minus(turn.x * move.w + move.x * turn.w);
+    Value bend_y = minus(turn.y * move.w + move.y * turn.w);
+    if (!is_inverse_) {
+      const Value p = matmul(transposed(cross_rows(tangent_, along)), grid_);
+      const Value bend = narrow(p, 0, 2) - xy_ * narrow(p, 2, 1);
+      bend_x = bend_x + narrow(bend, 0, 1);
+      bend_y = bend_y + narrow(bend, 1, 1);
     }
-    const Tensor moved = of_x.mul(move.x).add(of_y.mul(move.y));
-    const Tensor bent = along_x.mul(bend_x).add(along_y.mul(bend_y)).div(w_);
-    return at::where(valid_, moved.add(bent), 0.0);
+    const Value moved = of_x * move.x + of_y * move.y;
+    const Value bent = (along_x * bend_x + along_y * bend_y) / w_;
+    const Value out = call("aten::reshape", where(valid_, moved + bent, 0.0), like_shape);
+    return call("aten::to.dtype", out, given_.image.dtype());
   }
 
-  // The gradients of sum(grad * tangent of the result) for each of the N images and matrices.
-  Tensor image_gradient(const Tensor& grad, const Tensor& tangent) const {
-    const Motion move = motion(tangent);
-    const Tensor g = at::where(valid_, grad, 0.0);
-    Tensor sum = at::zeros_like(pixels_);
+  // The gradients of sum(grad * the result's tangent).
+  Value image_gradient(const Value& grad) const {
+    const Motion move = motion(tangent_);
+    const Value g = items(grad);
+    Value sum = call("aten::zeros_like", pixels_);
     for (int k = 0; k < taps_ * taps_; ++k) {
       const int x = k % taps_, y = k / taps_;
-      const Tensor weight =
-          x_.first[x].mul(y_.weight[y]).mul(move.x).add(x_.weight[x].mul(y_.first[y]).mul(move.y));
-      sum = sum.scatter_add(2, index_[k], at::where(inside_[k], g.mul(weight), 0.0));
+      const Value weight =
+          x_.first[x] * y_.weight[y] * move.x + x_.weight[x] * y_.first[y] * move.y;
+      sum = call("aten::scatter_add", sum, 2, index_[k], where(inside_[k], g * weight, 0.0));
     }
-    return sum;
+    return Warping::for_input(sum, given_.image, 4);
   }
 
-  Tensor warp_gradient(const Tensor& grad, const Tensor& tangent) const {
-    const Motion move = motion(tangent);
-    const Tensor g = at::where(valid_, grad, 0.0);
-    const auto over_channels = [&](const tensor_list& of_x, const tensor_list& of_y) {
-      return g.mul(sum(of_x, of_y)).sum(1, true);
+  Value warp_gradient(const Value& grad) const {
+    const Motion move = motion(tangent_);
+    const Value g = items(grad);
+    const auto over_channels = [&](const Value* of_x, const Value* of_y) {
+      return call("aten::sum.dim_IntList", g * sum(of_x, of_y), Value::list(1), /*keepdim=*/true);
     };
-    const Tensor gx = over_channels(x_.first, y_.weight), gy = over_channels(x_.weight, y_.first);
-    const Tensor twist = over_channels(x_.first, y_.first), spread = move.w.div(w_);
-    Tensor of_x = twist.mul(move.y), of_y = twist.mul(move.x);
-    if (!x_.second.empty()) {
-      of_x = of_x.add(over_channels(x_.second, y_.weight).mul(move.x));
-      of_y = of_y.add(over_channels(x_.weight, y_.second).mul(move.y));
+    const Value gx = over_channels(x_.first, y_.weight), gy = over_channels(x_.weight, y_.first);
+    const Value twist = over_channels(x_.first, y_.first), spread = move.w / w_;
+    Value of_x = twist * move.y, of_y = twist * move.x;
+    if (taps_ == 4) {
+      of_x = of_x + over_channels(x_.second, y_.weight) * move.x;
+      of_y = of_y + over_channels(x_.weight, y_.second) * move.y;
     }
     // What moves grad * jvp: (x, y), w at a fixed (x, y), and the tangent of m.
-    const Tensor of_m = m_gradient(of_x.sub(spread.mul(gx)), of_y.sub(spread.mul(gy)),
-                                   gx.mul(move.x).add(gy.mul(move.y)));
-    const Tensor of_tangent = m_gradient(gx, gy, at::zeros_like(gx));
-    Tensor out = of_m;
-    if (!inverse_map_)
-      out = rows_gradient(rows_, of_m).add(rows_gradient(tangent.mul(scale_), of_tangent));
-    return out.mul(scale_);
+    Value of_m =
+        m_gradient(of_x - spread * gx, of_y - spread * gy, gx * move.x + gy * move.y);
+    if (!is_inverse_)
+      of_m = rows_gradient(rows_, of_m) + rows_gradient(tangent_, m_gradient(gx, gy, gx * 0));
+    return Warping::for_input(of_m * scale_, given_.warp, 3);
   }
 
  private:
   struct Motion {
-    Tensor x, y, w;
+    Value x, y, w;
   };
 
-  // How (x, y) and w of every pixel move where warp moves along `tangent`.
-  Motion motion(const Tensor& tangent) const {
-    const Tensor rows = tangent.mul(scale_), m = inverse_map_ ? rows : cross_rows(rows_, rows).mT();
-    const Tensor p = m.matmul(grid_), w = p.narrow(1, 2, 1);
-    const Tensor xy = p.narrow(1, 0, 2).sub(xy_.mul(w)).div(w_);
-    return {xy.narrow(1, 0, 1), xy.narrow(1, 1, 1), w};
+  Value items(const Value& grad) const {
+    return where(valid_, call("aten::reshape", to_float64(grad), out_shape_), 0.0);
+  }
+
+  // How (x, y) and w of every pixel move where warp moves along `rows`.
+  Motion motion(const Value& rows) const {
+    const Value m = is_inverse_ ? rows : transposed(cross_rows(rows_, rows));
+    const Value p = matmul(m, grid_), w = narrow(p, 2, 1);
+    const Value xy = (narrow(p, 0, 2) - xy_ * w) / w_;
+    return {narrow(xy, 0, 1), narrow(xy, 1, 1), w};
   }
 
   // The gradient of m from those of x and y, less one of w; see project_backward.
-  Tensor m_gradient(const Tensor& gx, const Tensor& gy, const Tensor& less_w) const {
-    const Tensor gxy = at::cat({gx, gy}, 1), gw = gxy.mul(xy_).sum(1, true).add(less_w).neg();
-    return at::cat({gxy, gw}, 1).div(w_).matmul(grid_.t());
+  Value m_gradient(const Value& gx, const Value& gy, const Value& less_w) const {
+    const Value gxy = call("aten::cat", Value::list(gx, gy), 1);
+    const Value gw = minus(
+        call("aten::sum.dim_IntList", gxy * xy_, Value::list(1), /*keepdim=*/true) + less_w);
+    return matmul(call("aten::cat", Value::list(gxy, gw), 1) / w_, transposed(grid_));
   }
 
   // The gradient of sum(g * cross_rows(rows, q).mT) with respect to q.
-  static Tensor rows_gradient(const Tensor& rows, const Tensor& g) {
-    const Tensor columns = g.mT();
-    return at::linalg_cross(rows.roll(-2, 1), columns)
-        .roll(1, 1)
-        .add(at::linalg_cross(columns, rows.roll(-1, 1)).roll(2, 1));
+  static Value rows_gradient(const Value& rows, const Value& g) {
+    const Value columns = transposed(g);
+    return roll(cross(roll(rows, -2, 1), columns), 1, 1) +
+           roll(cross(columns, roll(rows, -1, 1)), 2, 1);
   }
 
   // Of the taps by weights of both axes. One of weight zero is not used, but its weight may have a
   // derivative.
-  Tensor sum(const tensor_list& of_x, const tensor_list& of_y) const {
-    Tensor total;
+  Value sum(const Value* of_x, const Value* of_y) const {
+    Value total;
     for (int k = 0; k < taps_ * taps_; ++k) {
-      const Tensor weight = of_x[k % taps_].mul(of_y[k / taps_]);
-      add(total, weight.mul(at::where(weight.ne(0), tap_[k], finite_[k])));
+      const Value weight = of_x[k % taps_] * of_y[k / taps_];
+      const Value is_used = call("aten::ne.Scalar", weight, 0);
+      const Value term = weight * call("aten::where.self", is_used, tap_[k], finite_[k]);
+      total = k == 0 ? term : total + term;
     }
     return total;
   }
 
-  bool inverse_map_;
+  Warping given_;
+  bool is_inverse_;
   int taps_;  // along an axis
-  Tensor valid_, scale_, rows_, grid_, w_, xy_, pixels_;
+  Value valid_, scale_, rows_, tangent_, grid_, w_, xy_, pixels_, out_shape_;
   Weights x_, y_;
-  tensor_list inside_, index_, tap_, finite_;  // of each tap, row by row
+  Value inside_[16], index_[16], tap_[16], finite_[16];  // of each tap, row by row
 };
 
-using Mask = std::array<bool, 2>;
+inline void add(Value& sum, const Value& term) { sum = sum.is_none() ? term : sum + term; }
 
-inline Tensor zeros(const Tensor& like, c10::SymIntArrayRef sizes) {
-  return at::zeros({}, like.options()).expand_symint(sizes);
+// Adds the gradients of sum(grad * the result's tangent) to those of image and warp that are
+// wanted.
+inline void add_gradients(const Warping& warping, const Value& tangent, const Value& grad,
+                          Value& of_image, Value& of_warp) {
+  if (!of_image.is_wanted() && !of_warp.is_wanted()) return;
+  if (warping.is_flat()) {
+    if (of_image.is_wanted()) add(of_image, call("aten::zeros_like", warping.image));
+    if (of_warp.is_wanted()) add(of_warp, call("aten::zeros_like", warping.warp));
+    return;
+  }
+  const Positions positions(warping, tangent, grad.size(-2), grad.size(-1));
+  if (of_image.is_wanted()) add(of_image, positions.image_gradient(grad));
+  if (of_warp.is_wanted()) add(of_warp, positions.warp_gradient(grad));
 }
 
-// warp_perspective without the constant that border_value adds. `destination` has the result's
-// shape; only a transparent border keeps any of it.
-inline Tensor linear_part(const Call& call, const Tensor& image, const Tensor& destination) {
-  const SymInt dsize[] = {destination.sym_size(-2), destination.sym_size(-1)};
-  const bool kept = call["border_mode"].toStringView() == "transparent";
-  return call.of(kWarp)
-      .with("image", image)
-      .with("dsize", c10::SymIntArrayRef(dsize))
-      .with("border_value", c10::IValue())
-      .with("destination", kept ? c10::IValue(destination) : c10::IValue())
-      .run()[0];
+// ---- warp_perspective(image, warp, dsize, interpolation, ..., destination, arithmetic) -----------
+
+constexpr int kDestination = 7;
+
+inline void vjp(const Value* arguments, const Value* upstream, Value* gradients) {
+  const Warping warping(arguments, 1);
+  const Value& image = arguments[0];
+  const bool of_image = gradients[0].is_wanted(), of_warp = gradients[1].is_wanted();
+  if (of_image || of_warp) {
+    const Value found = warping.gradients(upstream[0], of_image, of_warp);
+    if (of_image) gradients[0] = found[0];
+    if (of_warp) gradients[1] = found[1];
+  }
+  if (gradients[kDestination].is_wanted())
+    gradients[kDestination] = warping.of(zeros(image, image.shape())).linear_part(upstream[0]);
 }
 
-// The result's tangent along one of warp.
-inline Tensor tangent_of(const Call& call, const Tensor& tangent, const SymInt& height,
-                         const SymInt& width) {
-  const SymInt dsize[] = {height, width};
-  return call.of(kTangent)
-      .with("tangent", tangent)
-      .with("dsize", c10::SymIntArrayRef(dsize))
-      .run()[0];
+inline void jvp(const Value* arguments, const Value* tangents, Value* results) {
+  const Warping warping(arguments, 1);
+  const Value &image = tangents[0], &warp = tangents[1], &destination = tangents[kDestination];
+  const Value like = arguments[0];
+  const bool has_size = arguments[2].length() == 2;
+  const Value height = has_size ? arguments[2][0] : like.size(-2),
+              width = has_size ? arguments[2][1] : like.size(-1);
+  if (!warp.is_none()) results[0] = warping.tangent(warp, height, width);
+  if (image.is_none() && destination.is_none()) return;
+  // A border that is not transparent has no destination; its height and width are all that counts.
+  const Value& kept = arguments[kDestination];
+  const Value none = zeros(like, kept.is_none() ? Value::list(height, width) : kept.shape());
+  const Warping moved = warping.of(image.is_none() ? zeros(like, like.shape()) : image);
+  add(results[0], moved.linear_part(destination.is_none() ? none : destination));
 }
 
-// What moves the result's tangent along one of warp, for a call of any of the operators.
-struct AlongWarp {
-  const Call& call;
-  Tensor image, warp, tangent;
-  Shape shape;
-  SymInt height, width;
+// ---- _warp_perspective_backward(grad, image, warp, interpolation, ..., output_mask) --------------
 
-  AlongWarp(const Call& call, const Tensor& tangent, const SymInt& height, const SymInt& width)
-      : call(call),
-        image(call.tensor("image")),
-        warp(call.tensor("warp")),
-        tangent(warp_batch(tangent).to(at::kDouble)),
-        shape(check_inputs(kWarp, image, warp)),
-        height(height),
-        width(width) {}
-
-  // Nothing moves with warp.
-  bool is_flat() const {
-    return call["interpolation"].toStringView() == "nearest" ||
-           shape.height.sym_eq(0).sym_or(shape.width.sym_eq(0)).guard_bool(__FILE__, __LINE__);
+inline void backward_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
+  const Value &grad = arguments[0], &mask = arguments[7];
+  const Warping warping(arguments + 1, 0);
+  const bool of_grad = gradients[0].is_wanted();
+  if (mask[0].item() && !upstream[0].is_none()) {
+    const Warping moved = warping.of(upstream[0]);
+    if (of_grad) add(gradients[0], moved.linear_part(zeros(grad, grad.shape())));
+    if (gradients[2].is_wanted()) add(gradients[2], moved.warp_gradient(grad));
   }
-
-  Positions positions() const {
-    const Tensor matrices = warp_batch(warp).to(at::kDouble);
-    const SymInt size[] = {shape.height, shape.width}, dsize[] = {height, width};
-    const tensor_list cells = call.of(kCells)
-                                  .with("warp", matrices.detach())
-                                  .with("size", c10::SymIntArrayRef(size))
-                                  .with("dsize", c10::SymIntArrayRef(dsize))
-                                  .run();
-    Tensor border = at::zeros_symint({shape.channels, 1}, matrices.options());
-    if (const c10::IValue& value = call["border_value"]; !value.isNone()) {
-      const std::vector<double> values = value.toDoubleVector();
-      const SymInt each = values.size() == 1 ? shape.channels : SymInt(1);
-      for (size_t c = 0; c < values.size(); ++c) border.narrow_symint(0, c, each).fill_(values[c]);
-    }
-    return {image_batch(image).to(at::kDouble).flatten(2),
-            shape.width,
-            matrices,
-            border,
-            shape.batch,
-            cells[0],
-            cells[1],
-            height,
-            width,
-            interpolation_of(kWarp, call["interpolation"].toStringView()),
-            call["inverse_map"].toBool()};
-  }
-
-  Tensor items(const Tensor& grad) const {
-    return grad.to(at::kDouble).reshape_symint({shape.batch, shape.channels, height * width});
-  }
-
-  // How that tangent moves with warp along `other`.
-  Tensor second(const Tensor& other) const {
-    const c10::SymDimVector out = shape.out(height, width);
-    if (is_flat()) return at::zeros_symint(out, image.options());
-    const Tensor moved = positions().second(tangent, warp_batch(other).to(at::kDouble));
-    return moved.reshape_symint(out).to(image.scalar_type());
-  }
-
-  Tensor image_gradient(const Tensor& grad) const {
-    if (is_flat()) return at::zeros_like(image);
-    return for_input(positions().image_gradient(items(grad), tangent), shape.image_batch, image);
-  }
-
-  Tensor warp_gradient(const Tensor& grad) const {
-    if (is_flat()) return at::zeros_like(warp);
-    return for_input(positions().warp_gradient(items(grad), tangent), shape.warp_batch, warp);
-  }
-};
-
-// [grad_image, grad_warp], undefined where not wanted.
-inline tensor_list gradients(const Call& call, const Tensor& grad, Mask mask) {
-  tensor_list out = call.of(kBackward).with("grad", grad).with("output_mask", mask).run();
-  for (size_t i = 0; i < mask.size(); ++i)
-    if (!mask[i]) out[i] = Tensor();
-  return out;
+  if (!mask[1].item() || upstream[1].is_none()) return;
+  if (of_grad) add(gradients[0], warping.tangent(upstream[1], grad.size(-2), grad.size(-1)));
+  add_gradients(warping, upstream[1], grad, gradients[1], gradients[2]);
 }
 
-// Of warp_perspective(image, warp, dsize, ...).
-struct OfWarp final : Derivatives {
-  // What rounds to integers has no derivative, and must not drop it without a word.
-  void check(const Call& call, const std::vector<bool>& differentiated) const override {
-    const at::ScalarType type = call.tensor("image").scalar_type();
-    expect(kWarp, "image", c10::isFloatingType(type) || !differentiated[1], type,
-           "of a floating dtype where `warp` has a derivative");
-    const bool opencv4 = call["arithmetic"].toStringView() == "opencv4";
-    for (size_t i = 0; i < differentiated.size(); ++i)
-      expect(kWarp, "arithmetic", !opencv4 || !differentiated[i], "\"opencv4\"",
-             "\"exact\" where `", call.op.schema().arguments()[i].name(), "` has a derivative");
+inline void backward_jvp(const Value* arguments, const Value* tangents, Value* results) {
+  const Value &grad = arguments[0], &mask = arguments[7];
+  const Warping warping(arguments + 1, 0);
+  const bool of_image = mask[0].item(), of_warp = mask[1].item();
+  if (!tangents[0].is_none()) {
+    const Value found = warping.gradients(tangents[0], of_image, of_warp);
+    if (of_image) results[0] = found[0];
+    if (of_warp) results[1] = found[1];
   }
+  if (!tangents[1].is_none() && of_warp)
+    add(results[1], warping.of(tangents[1]).warp_gradient(grad));
+  if (!of_image) results[0] = false;
+  if (!of_warp) results[1] = false;
+  if (!tangents[2].is_none()) add_gradients(warping, tangents[2], grad, results[0], results[1]);
+}
 
-  // What is copied from the destination needs it no more.
-  bool depends_on(size_t argument) const override { return argument != kDestination; }
+// ---- _warp_perspective_tangent(tangent, image, warp, dsize, ...), linear in the first two ---------
 
-  tensor_list vjp(const Call& call, const tensor_list& upstream,
-                  const std::vector<bool>& wanted) const override {
-    const Tensor image = call.tensor("image");
-    tensor_list out;
-    if (wanted[0] || wanted[1]) out = gradients(call, upstream[0], {wanted[0], wanted[1]});
-    out.resize(wanted.size());
-    if (wanted[kDestination])
-      out[kDestination] = linear_part(call, zeros(image, image.sym_sizes()), upstream[0]);
-    return out;
-  }
+inline void tangent_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
+  const Warping warping(arguments + 1, 1);
+  if (gradients[0].is_wanted()) gradients[0] = warping.warp_gradient(upstream[0]);
+  add_gradients(warping, arguments[0], upstream[0], gradients[1], gradients[2]);
+}
 
-  tensor_list jvp(const Call& call, const tensor_list& tangents) const override {
-    const Tensor &image = tangents[0], &warp = tangents[1], &destination = tangents[kDestination];
-    const Tensor like = call.tensor("image");
-    const Shape shape = check_inputs(kWarp, like, call.tensor("warp"));
-    const auto dsize = size_of_result(kWarp, call["dsize"].toSymIntVector(), shape);
-    Tensor out;
-    if (image.defined() || destination.defined()) {
-      out = linear_part(
-          call, image.defined() ? image : zeros(like, like.sym_sizes()),
-          destination.defined() ? destination : zeros(like, shape.out(dsize[0], dsize[1])));
-    }
-    if (warp.defined()) add(out, tangent_of(call, warp, dsize[0], dsize[1]));
-    return {out};
-  }
+inline void tangent_jvp(const Value* arguments, const Value* tangents, Value* results) {
+  const Warping warping(arguments + 1, 1);
+  const Value height = arguments[3][0], width = arguments[3][1];
+  if (!tangents[0].is_none()) results[0] = warping.tangent(tangents[0], height, width);
+  if (!tangents[1].is_none())
+    add(results[0], warping.of(tangents[1]).tangent(arguments[0], height, width));
+  if (tangents[2].is_none() || warping.is_flat()) return;
+  const Positions positions(warping, arguments[0], height, width);
+  add(results[0], positions.second(tangents[2], warping.result_shape(height, width)));
+}
 
- private:
-  static constexpr size_t kDestination = 7;  // among the arguments
+// ---- _warp_perspective_cells: constants; what moves them is in Positions ------------------------
+
+inline void cells_vjp(const Value*, const Value*, Value*) {}
+inline void cells_jvp(const Value*, const Value*, Value*) {}
+
+}  // namespace warp_derivatives
+
+const Derivative kDerivativesOfWarp[] = {
+    {"warp_perspective", warp_derivatives::vjp, warp_derivatives::jvp, "destination"},
+    {"_warp_perspective_backward", warp_derivatives::backward_vjp, warp_derivatives::backward_jvp},
+    {"_warp_perspective_tangent", warp_derivatives::tangent_vjp, warp_derivatives::tangent_jvp},
+    {"_warp_perspective_cells", warp_derivatives::cells_vjp, warp_derivatives::cells_jvp},
 };
-
-// Of _warp_perspective_backward(grad, image, warp, ...).
-struct OfBackward final : Derivatives {
-  static AlongWarp along(const Call& call, const Tensor& tangent) {
-    const Tensor grad = call.tensor("grad");
-    return {call, tangent, grad.sym_size(-2), grad.sym_size(-1)};
-  }
-
-  tensor_list vjp(const Call& call, const tensor_list& upstream,
-                  const std::vector<bool>& wanted) const override {
-    const c10::List<bool> mask = call["output_mask"].toBoolList();
-    const Tensor grad = call.tensor("grad");
-    tensor_list out(wanted.size());
-    if (mask[0] && upstream[0].defined()) {
-      const Tensor& image = upstream[0];
-      if (wanted[0]) add(out[0], linear_part(call, image, zeros(grad, grad.sym_sizes())));
-      if (wanted[2])
-        add(out[2], gradients(without_border(call).with("image", image), grad, {false, true})[1]);
-    }
-    if (mask[1] && upstream[1].defined()) {
-      const AlongWarp moved = along(call, upstream[1]);
-      if (wanted[0])
-        add(out[0], tangent_of(call, upstream[1], grad.sym_size(-2), grad.sym_size(-1)));
-      if (wanted[1]) add(out[1], moved.image_gradient(grad));
-      if (wanted[2]) add(out[2], moved.warp_gradient(grad));
-    }
-    return out;
-  }
-
-  tensor_list jvp(const Call& call, const tensor_list& tangents) const override {
-    const c10::List<bool> list = call["output_mask"].toBoolList();
-    const Mask mask{list[0], list[1]};
-    const Tensor grad = call.tensor("grad");
-    tensor_list out(2);
-    if (tangents[0].defined()) out = gradients(call, tangents[0], mask);
-    if (tangents[1].defined() && mask[1])
-      add(out[1],
-          gradients(without_border(call).with("image", tangents[1]), grad, {false, true})[1]);
-    if (tangents[2].defined()) {
-      const AlongWarp moved = along(call, tangents[2]);
-      if (mask[0]) add(out[0], moved.image_gradient(grad));
-      if (mask[1]) add(out[1], moved.warp_gradient(grad));
-    }
-    return out;
-  }
-
- private:
-  static Call without_border(const Call& call) { return call.with("border_value", c10::IValue()); }
-};
-
-// Of _warp_perspective_tangent(tangent, image, warp, dsize, ...), linear in the first two.
-struct OfTangent final : Derivatives {
-  static AlongWarp along(const Call& call) {
-    const std::vector<SymInt> dsize = call["dsize"].toSymIntVector();
-    return {call, call.tensor("tangent"), dsize[0], dsize[1]};
-  }
-
-  tensor_list vjp(const Call& call, const tensor_list& upstream,
-                  const std::vector<bool>& wanted) const override {
-    const Tensor& grad = upstream[0];
-    tensor_list out(wanted.size());
-    if (wanted[0]) out[0] = gradients(call, grad, {false, true})[1];
-    if (!wanted[1] && !wanted[2]) return out;
-    const AlongWarp moved = along(call);
-    if (wanted[1]) out[1] = moved.image_gradient(grad);
-    if (wanted[2]) out[2] = moved.warp_gradient(grad);
-    return out;
-  }
-
-  tensor_list jvp(const Call& call, const tensor_list& tangents) const override {
-    Tensor out;
-    if (tangents[0].defined()) out = call.with("tangent", tangents[0]).run()[0];
-    if (tangents[1].defined())
-      add(out, call.with("image", tangents[1]).with("border_value", c10::IValue()).run()[0]);
-    if (tangents[2].defined()) add(out, along(call).second(tangents[2]));
-    return {out};
-  }
-};
-
-// The cells of a call are constants: what moves them is in Positions.
-struct OfCells final : Derivatives {
-  tensor_list vjp(const Call&, const tensor_list&, const std::vector<bool>& wanted) const override {
-    return tensor_list(wanted.size());
-  }
-  tensor_list jvp(const Call&, const tensor_list&) const override { return tensor_list(2); }
-};
-
-inline const OfWarp kOfWarp;
-inline const OfBackward kOfBackward;
-inline const OfTangent kOfTangent;
-inline const OfCells kOfCells;
 
 }  // namespace calcops

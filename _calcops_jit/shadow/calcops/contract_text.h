@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "calcops/operator.h"
@@ -28,13 +29,40 @@ inline int bare(const Sum& sum) {
   return is_bare ? sum[0].sizes[0] : -1;
 }
 
+inline bool operator==(const Product& a, const Product& b) {
+  return a.factor == b.factor && a.sizes == b.sizes;
+}
+
+// Which dimension of a shape is each of `seen`, such as 0, -1, 1 of [N, W] in [N, H, W]. Empty
+// where it has others.
+inline std::vector<int> dimensions_of(const Shape& seen, const Shape& given) {
+  std::vector<int> from;
+  size_t next = 0;
+  for (const Sum& dim : seen)
+    from.push_back(next < given.size() && given[next] == dim ? int(next++) : -1);
+  return next == given.size() ? from : std::vector<int>();
+}
+
+// in neighbor_index, or where arithmetic is "opencv4"
+struct Condition {
+  std::string in;  // this operator, and where this argument is given; "": everywhere
+  std::string argument, choice;  // where this argument has this value; "": whatever it has
+};
+
 // n*K < 2^32 slots a frame on CUDA, or n*K < 2^31 slots a frame in neighbor_index
 struct Limit {
   Sum sum;
   int64_t below;
   std::string number, unit;
   bool on_cuda;
-  std::string only_in;  // this operator, and where this argument is given; "": everywhere
+  Condition when;
+};
+
+// not float16 or bfloat16 where arithmetic is "opencv4"
+struct Exclusion {
+  std::vector<Type> types;
+  std::vector<std::string> choices;
+  Condition when;
 };
 
 // entries -1 or 0 <= j < n + nghost at frame, atom, slot
@@ -54,7 +82,12 @@ struct Line {
   // Tensors
   std::vector<Shape> shapes;
   std::string shape_text;
-  std::vector<int> names;  // sizes in the shapes, in order
+  std::vector<int> names;             // sizes in the shapes, in order
+  std::vector<uint32_t> shape_sizes;  // those of each shape, a bit each
+  std::vector<uint32_t> lacks;        // those that the first shape has and each one lacks
+  uint32_t some_sizes = 0;            // those that not every shape has
+  uint32_t or_one = 0;                // those of dimensions such as N or 1
+  int shape_of = -1;                  // the line that has the shapes
   int whole = -1;          // of `with K = T*M`: the size K, and what it is
   Sum parts;
   std::vector<Type> types;
@@ -64,19 +97,26 @@ struct Line {
   std::string made_by;         // the operator that makes it, and of which arguments
   std::vector<std::string> made_of;
   bool made_on_cuda = false;  // where it is absent
-  bool in_columns =
-      false;  // a transposed tensor need not be copied for a kernel that takes strides
+  bool in_columns = false;    // transposed, it is not copied for a kernel that takes strides
   bool has_entries = false;
   Entries entries;
   std::vector<Limit> limits;
 
-  // Numbers and strings
+  std::vector<Exclusion> exclusions;
+  Condition only;  // where the argument must be given, and nowhere else
+
+  // Numbers, strings and lists
   int size = -1;
   bool has_bounds = false;
   int64_t least = 0, most = 0;
   std::string most_text;
   std::vector<std::string> choices;
-  int64_t absent = 0;  // the value where an operator does not have the argument
+  std::vector<std::string> without_derivative;  // choices
+  int64_t absent = 0;       // the value where an operator does not have the argument
+  std::vector<int> items;   // of (h, w), both >= 0, or empty for (H, W): h and w, ...
+  std::vector<int> if_empty;  // ... H and W
+  std::string items_text;
+  int count_or_one = -1;  // of `one or C values`
 
   bool is_tensor() const { return !shapes.empty(); }
 };
@@ -100,6 +140,7 @@ struct Text {
   std::vector<Term> terms;
   std::vector<int> joined;  // sizes along which vmap puts its items side by side
   bool says_vmap = false;
+  uint32_t gaps = 0;  // sizes that are 1 where no argument has a dimension for them, a bit each
 
   int line(const std::string& name) const {
     for (size_t i = 0; i < lines.size(); ++i)
@@ -161,6 +202,21 @@ inline bool is_name(const std::string& text) {
   return true;
 }
 
+inline Type type_named(const std::string& name) {
+  struct Known {
+    const char* name;
+    Type type;
+  };
+  for (const Known& known :
+       {Known{"bool", Type::kBool}, Known{"uint8", Type::kUInt8}, Known{"uint16", Type::kUInt16},
+        Known{"int8", Type::kInt8}, Known{"int16", Type::kInt16}, Known{"int32", Type::kInt32},
+        Known{"int64", Type::kInt64}, Known{"float16", Type::kFloat16},
+        Known{"bfloat16", Type::kBFloat16}, Known{"float32", Type::kFloat32},
+        Known{"float64", Type::kFloat64}})
+    if (name == known.name) return known.type;
+  return Type::kNone;
+}
+
 // ---- the reader ---------------------------------------------------------------------------------
 
 class Reader {
@@ -185,6 +241,11 @@ class Reader {
     if (text_.schemas.empty()) fail("expected a schema, such as twice(Tensor x) -> Tensor");
     // Only now every size has a name.
     for (const Pending& pending : pending_) read_clauses(pending);
+    for (Line& line : text_.lines) complete(line);
+    for (const auto& [number, condition] : conditions_) {
+      number_ = number;
+      check_condition(condition);
+    }
     check_names();
     return std::move(text_);
   }
@@ -266,7 +327,9 @@ class Reader {
     pending_.push_back({text_.lines.size(), clauses});
     // The sizes that a shape names, and a number with bounds, exist from here on.
     if (begins(clauses, "[")) {
-      for (const std::string& dim : dims_of(clauses)) name_sizes(dim);
+      for (const std::string& dim : dims_of(clauses)) name_sizes(without_or_one(dim));
+    } else if (begins(clauses, "(")) {
+      for (const std::string& item : split(between(clauses, '(', ')'), ",")) name_sizes(item);
     } else if (!clauses.empty() &&
                (std::isdigit(static_cast<unsigned char>(clauses[0])) || begins(clauses, ">= "))) {
       name_sizes(name);
@@ -294,6 +357,13 @@ class Reader {
       for (const std::string& dim : split(inside, ",")) dims.push_back(dim);
     }
     return dims;
+  }
+
+  static constexpr const char* kOrOne = " or 1";
+
+  static std::string without_or_one(const std::string& dim) {
+    const size_t at = dim.size() < 5 ? std::string::npos : dim.size() - 5;
+    return at != std::string::npos && dim.substr(at) == kOrOne ? dim.substr(0, at) : dim;
   }
 
   // N - 1 as N +-1
@@ -344,21 +414,6 @@ class Reader {
     return sum;
   }
 
-  static Type type_named(const std::string& name) {
-    struct Known {
-      const char* name;
-      Type type;
-    };
-    for (const Known& known :
-         {Known{"bool", Type::kBool}, Known{"uint8", Type::kUInt8}, Known{"uint16", Type::kUInt16},
-          Known{"int8", Type::kInt8}, Known{"int16", Type::kInt16}, Known{"int32", Type::kInt32},
-          Known{"int64", Type::kInt64}, Known{"float16", Type::kFloat16},
-          Known{"bfloat16", Type::kBFloat16}, Known{"float32", Type::kFloat32},
-          Known{"float64", Type::kFloat64}})
-      if (name == known.name) return known.type;
-    return Type::kNone;
-  }
-
   void read_clauses(const Pending& pending) {
     Line& line = text_.lines[pending.line];
     number_ = line.number;
@@ -375,9 +430,24 @@ class Reader {
         read_entries(line, clause.substr(8));
       } else if (clause == "any strides") {
         continue;  // it is the kernel that takes them
+      } else if (begins(clause, "the shape of ")) {
+        line.shape_of = text_.line(clause.substr(13));
+        if (line.shape_of < 0) fail("no line for `" + clause.substr(13) + "` of `" + clause + "`");
+      } else if (begins(clause, "not ")) {
+        read_exclusion(line, clause.substr(4));
+      } else if (begins(clause, "only ")) {
+        std::string rest = clause;
+        line.only = take_condition(rest);
+      } else if (begins(clause, "(")) {
+        read_items(line, clause);
+      } else if (begins(clause, "one or ")) {
+        const auto words = split(clause, " ");
+        line.count_or_one = words.size() == 4 && words[3] == "values" ? text_.size(words[2]) : -1;
+        if (line.count_or_one < 0) fail("expected `one or N values`, got " + clause);
+      } else if (begins(clause, "\"") && clause.find(" without derivative") != std::string::npos) {
+        line.without_derivative = strings_in(clause);
       } else if (begins(clause, "\"")) {
-        for (const std::string& choice : listed(clause))
-          line.choices.push_back(between(choice, '"', '"'));
+        line.choices = strings_in(clause);
       } else if (clause.find(" where absent") != std::string::npos) {
         line.absent = begins(clause, "true")    ? 1
                       : begins(clause, "false") ? 0
@@ -390,8 +460,92 @@ class Reader {
         fail("`" + line.name + "`: cannot read `" + clause + "`");
       }
     }
+  }
+
+  // What a line takes from others, which may come later.
+  void complete(Line& line) {
+    number_ = line.number;
+    if (line.shape_of >= 0) {
+      const Line& other = text_.lines[line.shape_of];
+      line.shapes = other.shapes;
+      line.shape_text = other.shape_text;
+      line.names = other.names;
+      line.shape_sizes = other.shape_sizes;
+      line.lacks = other.lacks;
+      line.some_sizes = other.some_sizes;
+      line.or_one = other.or_one;
+    }
+    if (line.like >= 0) line.read_as = text_.lines[line.like].read_as;
     if (line.is_tensor() && line.types.empty() && line.like < 0)
       fail("`" + line.name + "`: expected its dtype, such as float32 or float64, or like x");
+  }
+
+  static std::vector<std::string> strings_in(const std::string& clause) {
+    std::vector<std::string> strings;
+    for (const std::string& each : listed(clause)) strings.push_back(between(each, '"', '"'));
+    return strings;
+  }
+
+  // Takes `in op` or `where argument is "choice"` off a clause's end.
+  Condition take_condition(std::string& clause) {
+    Condition condition;
+    if (const size_t where = clause.rfind("where "); where != std::string::npos) {
+      const std::string tail = clause.substr(where + 6);
+      condition.argument = tail.substr(0, tail.find(' '));
+      condition.choice = between(tail, '"', '"');
+      clause = strip(clause.substr(0, where));
+    } else if (const size_t in = clause.rfind(" in "); in != std::string::npos) {
+      condition.in = clause.substr(in + 4);
+      clause = clause.substr(0, in);
+    }
+    conditions_.push_back({number_, condition});
+    return condition;
+  }
+
+  // What a condition names may come in a later line.
+  void check_condition(const Condition& when) const {
+    if (!when.in.empty()) {
+      for (const Schema& schema : text_.schemas)
+        if (schema.name == when.in) return;
+      if (text_.line(when.in) < 0) fail("no operator or argument is named " + when.in);
+    }
+    if (when.argument.empty()) return;
+    const int line = text_.line(when.argument);
+    if (line < 0) fail("no line for `" + when.argument + "`");
+    for (const std::string& choice : text_.lines[line].choices)
+      if (choice == when.choice) return;
+    fail("`" + when.argument + "` is never \"" + when.choice + '"');
+  }
+
+  // float16 or bfloat16 where arithmetic is "opencv4"
+  void read_exclusion(Line& line, std::string clause) {
+    Exclusion exclusion;
+    exclusion.when = take_condition(clause);
+    if (begins(clause, "\"")) {
+      exclusion.choices = strings_in(clause);
+    } else {
+      for (const std::string& name : listed(clause)) {
+        exclusion.types.push_back(type_named(name));
+        if (exclusion.types.back() == Type::kNone)
+          fail("`" + line.name + "`: no dtype is named " + name);
+      }
+    }
+    line.exclusions.push_back(std::move(exclusion));
+  }
+
+  // (h, w), both >= 0, or empty for (H, W)
+  void read_items(Line& line, const std::string& clause) {
+    const size_t empty = clause.find(", or empty for ");
+    line.items_text = clause.substr(0, empty);
+    for (const std::string& name : split(between(clause, '(', ')'), ","))
+      line.items.push_back(text_.size(name));
+    if (empty == std::string::npos) return;
+    for (const std::string& name : split(between(clause.substr(empty), '(', ')'), ",")) {
+      line.if_empty.push_back(text_.size(name));
+      if (line.if_empty.back() < 0) fail("no tensor has the size " + name + " of " + clause);
+    }
+    if (line.if_empty.size() != line.items.size())
+      fail("`" + line.name + "`: expected as many sizes where it is empty, got " + clause);
   }
 
   // [B, n, K] or [B, n, T, M] with K = T*M
@@ -402,13 +556,34 @@ class Reader {
       at = clause.find(']', at);
       if (at == std::string::npos) fail("`" + line.name + "`: expected a ] in " + clause);
       Shape shape;
+      uint32_t sizes = 0;
       if (!strip(inside).empty())
-        for (const std::string& dim : split(inside, ",")) shape.push_back(sum_in(dim));
+        for (const std::string& dim : split(inside, ",")) {
+          shape.push_back(sum_in(without_or_one(dim)));
+          if (without_or_one(dim) == dim) continue;
+          if (bare(shape.back()) < 0) fail("expected a size before `or 1`, got " + dim);
+          line.or_one |= 1u << bare(shape.back());
+        }
       for (const Sum& dim : shape)
         for (const Product& product : dim)
-          for (const int size : product.sizes) add_name(line, size);
+          for (const int size : product.sizes) {
+            add_name(line, size);
+            sizes |= 1u << size;
+          }
       line.shapes.push_back(std::move(shape));
+      line.shape_sizes.push_back(sizes);
     }
+    uint32_t any = 0, every = ~0u;
+    for (const uint32_t sizes : line.shape_sizes) {
+      any |= sizes;
+      every &= sizes;
+    }
+    line.some_sizes = any & ~every;
+    for (size_t k = 0; k < line.shapes.size(); ++k) {
+      const bool is_part = !dimensions_of(line.shapes[0], line.shapes[k]).empty();
+      line.lacks.push_back(is_part ? line.shape_sizes[0] & ~line.shape_sizes[k] : 0);
+    }
+    text_.gaps |= line.some_sizes | line.or_one;
     const size_t last = clause.rfind(']') + 1;
     line.shape_text = clause.substr(0, last);
     std::string tail = strip(clause.substr(last));
@@ -474,10 +649,7 @@ class Reader {
     const size_t cuda = tail.rfind(" on CUDA");
     limit.on_cuda = cuda != std::string::npos;
     if (limit.on_cuda) tail = tail.substr(0, cuda);
-    if (const size_t in = tail.rfind(" in "); in != std::string::npos) {
-      limit.only_in = tail.substr(in + 4);
-      tail = tail.substr(0, in);
-    }
+    limit.when = take_condition(tail);
     limit.number = tail.substr(0, tail.find(' '));
     limit.below = number_in(limit.number);
     limit.unit = strip(tail.substr(limit.number.size()));
@@ -523,6 +695,7 @@ class Reader {
   Text text_;
   std::vector<Pending> pending_;
   std::string joined_;
+  std::vector<std::pair<int, Condition>> conditions_;  // and their lines
 };
 
 }  // namespace contract

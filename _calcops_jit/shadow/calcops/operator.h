@@ -111,7 +111,18 @@ enum class Type : int8_t {
 };
 
 struct Parameter {
-  enum Kind : int8_t { kTensor, kInt, kFloat, kBool, kString, kInts, kFloats, kWorkspace, kStream };
+  enum Kind : int8_t {
+    kTensor,
+    kInt,
+    kFloat,
+    kBool,
+    kString,
+    kChoice,
+    kInts,
+    kFloats,
+    kWorkspace,
+    kStream
+  };
   Kind kind;
   Type type = Type::kNone;
   int8_t rank = 0;
@@ -172,9 +183,15 @@ template <class T> struct IsConst { static constexpr bool value = false; };
 template <class T> struct IsConst<const T> { static constexpr bool value = true; };
 // clang-format on
 
-// How a parameter of type P is described, and made from its slot.
+// How a parameter of type P is described, and made from its slot. An enumeration is a string's
+// number among those that the contract allows.
 template <class P>
-struct Pass;
+struct Pass {
+  static_assert(__is_enum(P), "a kernel takes View, Strided, int64_t, double, bool, const char*, "
+                              "an enumeration, List, Workspace& and cudaStream_t");
+  static constexpr Parameter parameter{Parameter::kChoice};
+  static P from(const Slot& slot) { return P(slot.integer); }
+};
 
 template <class Number, int rank>
 struct Pass<View<Number, rank>> {
@@ -321,12 +338,15 @@ class Value {
     const Value list[] = {values...};
     return list_of(list, int(sizeof...(values)));
   }
+  static Value list_of(const Value* values, int count);
 
   bool is_none() const;
+  bool is_tensor() const;
+  bool is_wanted() const;  // of a gradient that a formula is to give
   // Of a tensor: whether its elements can be read now. Those of meta tensors, under tracing and
   // under vmap cannot.
   bool is_readable() const;
-  int64_t item() const;  // the element of a tensor that has one, or a number
+  int64_t item() const;  // the element of a tensor that has one, a number, or a flag as 0 or 1
   Value shape() const;
   Value size(int dimension) const;
   Value dtype() const;
@@ -334,16 +354,21 @@ class Value {
   static Value dtype_of(Type type);
   bool is_integral() const;
   Value device() const;
-  Value result(int i) const;  // of an operator that has several
+  int dim() const;                      // of a tensor
+  bool equals(int64_t number) const;    // of a size
+  bool is(const char* text) const;      // of a string
+  Value operator[](int i) const;        // a result of an operator that has several; of a list
+  int length() const;                   // of a list
 
   // Of tensors, numbers and sizes.
   friend Value operator+(const Value& a, const Value& b);
+  friend Value operator-(const Value& a, const Value& b);
   friend Value operator*(const Value& a, const Value& b);
+  friend Value operator/(const Value& a, const Value& b);  // of a tensor
 
  private:
   static constexpr const char* library_namespace();
   static Value call_in(const char* name_space, const char* op, const Value* values, int count);
-  static Value list_of(const Value* values, int count);
 
   void* value_;
 };
@@ -363,10 +388,13 @@ struct Composition {
 struct Derivative {
   const char* op;
   // Gives the gradients of the arguments from those of the results. What is none is zero, in both.
+  // A gradient for which is_wanted() is false may be given or not.
   void (*vjp)(const Value* arguments, const Value* upstream, Value* gradients);
   // Gives the tangents of the results from those of the arguments. nullptr: forward mode is an
   // error.
   void (*jvp)(const Value* arguments, const Value* tangents, Value* results) = nullptr;
+  // The argument of which no derivative needs what it held, so that it may be changed afterwards.
+  const char* unused = nullptr;
 };
 
 // ---- registration -------------------------------------------------------------------------------
