@@ -1,6 +1,6 @@
 // Boxed calls under autograd, compiled autograd, forward mode and vmap.
 // After the code that PyTorch generates for its own operators (torch/csrc/autograd/generated).
-#include "calcops/autograd.h"
+#include "autograd.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
@@ -69,12 +69,6 @@ const IValue& Call::operator[](const std::string& argument) const {
 }
 
 at::Tensor Call::tensor(const std::string& argument) const { return tensor_in((*this)[argument]); }
-
-Call Call::with(const std::string& argument, IValue value) const {
-  Call other = *this;
-  other[argument] = std::move(value);
-  return other;
-}
 
 tensor_list Call::run() const {
   torch::jit::Stack stack = arguments;
@@ -416,21 +410,6 @@ void vmap(const VmapRule& run, const c10::OperatorHandle& op, torch::jit::Stack*
   }
   for (const at::Tensor& result : run(std::move(call), batch))
     stack->push_back(at::functorch::makeBatched(result, 0, level));
-}
-
-tensor_list vmap_folded(Call call, const c10::SymInt& batch) {
-  c10::SymInt items = 0;
-  for (IValue& argument : call.arguments)
-    if (const at::Tensor tensor = tensor_in(argument); tensor.defined()) {
-      items = tensor.sym_size(1);
-      argument = tensor.flatten(0, 1);
-    }
-  tensor_list results = call.run();
-  for (at::Tensor& result : results) {
-    if (batch != 0) items = result.sym_size(0) / batch;  // a result nobody wants has none
-    result = result.unflatten_symint(0, {batch, items});
-  }
-  return results;
 }
 
 }  // namespace calcops

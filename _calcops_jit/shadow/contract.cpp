@@ -27,7 +27,7 @@
 #include <utility>
 #include <vector>
 
-#include "calcops/autograd.h"
+#include "autograd.h"
 #include "calcops/contract_text.h"
 #include "calcops/operator.h"
 
@@ -41,7 +41,7 @@ using contract::Line;
 using contract::Shape;
 using contract::Sum;
 
-constexpr size_t kMost = 24;  // lines, sizes and parameters of one contract
+constexpr size_t kMost = 24;                      // lines, sizes and parameters of one contract
 constexpr int64_t kMostBytes = int64_t(1) << 47;  // that an address space can hold
 using Results = std::array<Tensor, 6>;
 
@@ -220,8 +220,8 @@ struct Checked {
   std::array<Int, kMost> sizes;
   const Line* first_line = nullptr;
   const Tensor* first = &kNone;
-  uint32_t bound = 0;  // the sizes that are known, a bit each
-  uint32_t given = 0;  // those for which an argument has a dimension
+  uint32_t bound = 0;                      // the sizes that are known, a bit each
+  uint32_t given = 0;                      // those for which an argument has a dimension
   std::array<const Shape*, kMost> shapes;  // of the tensors that have several
 
   Checked(const Operator& op, const IValue* stack) : op(op), text(op.family->text), stack(stack) {
@@ -231,8 +231,7 @@ struct Checked {
     for (const int i : op.tensor_lines) check_argument(i, stack[op.argument[i]]);
     for (const int i : op.choice_lines) check_choice(text.lines[i], stack[op.argument[i]]);
     for (const int i : op.list_lines) check_list(text.lines[i], stack[op.argument[i]]);
-    for (uint32_t gaps = text.gaps & ~bound; gaps; gaps &= gaps - 1)
-      sizes[__builtin_ctz(gaps)] = 1;
+    for (uint32_t gaps = text.gaps & ~bound; gaps; gaps &= gaps - 1) sizes[__builtin_ctz(gaps)] = 1;
     bound |= text.gaps;
     for (const int i : op.tensor_lines)
       if (tensors[i]->defined() && text.lines[i].shapes.size() > 1) check_gaps(i);
@@ -264,8 +263,7 @@ struct Checked {
   }
 
   static std::string said(const contract::Condition& when) {
-    return when.argument.empty() ? ""
-                                 : " where `" + when.argument + "` is " + quoted(when.choice);
+    return when.argument.empty() ? "" : " where `" + when.argument + "` is " + quoted(when.choice);
   }
 
   template <class Got>
@@ -731,9 +729,7 @@ const BoundKernel* kernel_for(const Checked<int64_t>& call, const Results& resul
       if (parameter.kind != Parameter::kTensor) continue;
       const auto [from, index] = kernel.sources[p];
       const bool is_result = from == Source::kResult;
-      const int line = is_result   ? with.result_lines[index]
-                       : index < 0 ? -2 - index
-                                   : index;
+      const int line = is_result ? with.result_lines[index] : index < 0 ? -2 - index : index;
       const Tensor& x = is_result   ? results[index]
                         : index < 0 ? *call.gradients[line]
                                     : *call.tensors[line];
@@ -806,7 +802,8 @@ void set_number(const Line& line, Parameter::Kind kind, const IValue& value, Slo
       break;
     case Parameter::kChoice: {
       const auto& choices = line.choices;
-      slot.integer = std::find(choices.begin(), choices.end(), value.toStringRef()) - choices.begin();
+      slot.integer =
+          std::find(choices.begin(), choices.end(), value.toStringRef()) - choices.begin();
       break;
     }
     case Parameter::kInts:
@@ -1161,15 +1158,16 @@ struct Mapped {
   Tensor separate(const Tensor& result, size_t i) const {
     const int index = op.result_lines[i];
     const Line& line = text.lines[index];
-    const Shape *given_shape = op.is_backward ? shapes[index] : &result_shape(line), *shape = nullptr;
+    const Shape *given_shape = op.is_backward ? shapes[index] : &result_shape(line),
+                *shape = nullptr;
     for (const Shape& each : line.shapes)
       if (!shape && int64_t(each.size()) == result.dim()) shape = &each;
     if (!shape)  // nobody wants it
       return result.unflatten_symint(0, {items, 0});
     const int d = joined_dimension(text, *shape), size = contract::bare((*shape)[d]);
     Tensor each = result.unflatten_symint(d, {items, counts[size]}).movedim(d, 0);
-    const std::vector<int> from = given_shape ? contract::dimensions_of(line.shapes[0], *given_shape)
-                                              : std::vector<int>();
+    const std::vector<int> from =
+        given_shape ? contract::dimensions_of(line.shapes[0], *given_shape) : std::vector<int>();
     // An input that served all has the sum of their gradients.
     if (op.is_backward && line.or_one >> size & 1) {
       const Tensor& input = call.arguments[op.argument[index]].toTensor();
@@ -1254,8 +1252,7 @@ class Formulas final : public Derivatives {
       std::vector<std::string> others;
       for (const std::string& choice : lines[i].choices)
         if (!contains(lines[i].without_derivative, choice)) others.push_back(quoted(choice));
-      if (contains(lines[i].without_derivative, got))
-        refuse(lines[i], listed(others), quoted(got));
+      if (contains(lines[i].without_derivative, got)) refuse(lines[i], listed(others), quoted(got));
     }
     for (const int result : op_.result_lines) {
       const int like = lines[result].like;

@@ -29,9 +29,8 @@ Value edge_order(const Value* arguments) {
                                  Value::call("aten::searchsorted.Tensor", rows, atoms,
                                              /*out_int32=*/false, /*right=*/true),
                                  0);
-  const Value ends =
-      Value::call("aten::where.ScalarOther",
-                  Value::call("aten::lt.Scalar", sorted[0], natoms), sorted[1], -1);
+  const Value ends = Value::call("aten::where.ScalarOther",
+                                 Value::call("aten::lt.Scalar", sorted[0], natoms), sorted[1], -1);
   return Value::call("aten::to.dtype", Value::call("aten::cat", Value::list(last, ends)),
                      Value::dtype_of(Type::kInt32));
 }

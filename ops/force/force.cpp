@@ -24,9 +24,8 @@ Value neighbor_index(const Value* arguments) {
       Value::call("aten::arange", rows, names.dtype(), nullptr, names.device()));
   const Value ends = Value::call("aten::searchsorted.Tensor", sorted[0], all,
                                  /*out_int32=*/false, /*right=*/true);
-  const Value slots =
-      Value::call("aten::where.ScalarOther", Value::call("aten::lt.Scalar", sorted[0], rows),
-                  sorted[1], -1);
+  const Value slots = Value::call("aten::where.ScalarOther",
+                                  Value::call("aten::lt.Scalar", sorted[0], rows), sorted[1], -1);
   return Value::call("aten::to.dtype", Value::call("aten::cat", Value::list(ends, slots), 1),
                      Value::dtype_of(Type::kInt32));
 }

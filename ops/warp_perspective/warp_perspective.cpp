@@ -1,6 +1,4 @@
 // warp_perspective: its contract, and the way from a call to the kernels.
-#include "warp_perspective/warp_perspective.h"
-
 #include <calcops/operator.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include <vector>
 
 #include "float16.h"
+#include "warp_perspective/warp_perspective.h"
 #include "warp_perspective/warp_perspective_derivatives.h"
 
 namespace calcops {
@@ -172,8 +171,12 @@ void tangent_cpu(Matrices tangent, Image<Real> image, Matrices warp, Sizes,
 WarpSizes cell_sizes(Matrices warp, Sizes size, Sizes dsize, Interpolation interpolation,
                      Border border_mode, bool inverse_map) {
   const int64_t count = warp.shape[0];
-  return {count,         1,           count,         1, size.data[0], size.data[1], dsize.data[0],
-          dsize.data[1], border_mode, interpolation, inverse_map};
+  return {count,         1,
+          count,         1,
+          size.data[0],  size.data[1],
+          dsize.data[0], dsize.data[1],
+          border_mode,   interpolation,
+          inverse_map};
 }
 
 void cells_cpu(Matrices warp, Sizes size, Sizes dsize, int64_t, Interpolation interpolation,
@@ -239,9 +242,9 @@ cudaError_t tangent_cuda(Matrices tangent, Image<Real> image, Matrices warp, Siz
                                              stream);
 }
 
-cudaError_t cells_cuda(Matrices warp, Sizes size, Sizes dsize, int64_t,
-                       Interpolation interpolation, Border border_mode, bool inverse_map,
-                       View<double, 3> cells, View<double, 3> scale, cudaStream_t stream) {
+cudaError_t cells_cuda(Matrices warp, Sizes size, Sizes dsize, int64_t, Interpolation interpolation,
+                       Border border_mode, bool inverse_map, View<double, 3> cells,
+                       View<double, 3> scale, cudaStream_t stream) {
   const WarpSizes sizes = cell_sizes(warp, size, dsize, interpolation, border_mode, inverse_map);
   return warp_perspective_cells_cuda(sizes, warp.data, cells.data, scale.data, stream);
 }

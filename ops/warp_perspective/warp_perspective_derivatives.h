@@ -115,14 +115,14 @@ struct Warping {
   }
 
   Value tangent(const Value& along, const Value& height, const Value& width) const {
-    return call("_warp_perspective_tangent", along, image, warp,
-                Value::list(height, width), interpolation, border_mode, border_value, inverse_map);
+    return call("_warp_perspective_tangent", along, image, warp, Value::list(height, width),
+                interpolation, border_mode, border_value, inverse_map);
   }
 
   // [grad_image, grad_warp]
   Value gradients(const Value& grad, bool of_image, bool of_warp) const {
-    return call("_warp_perspective_backward", grad, image, warp, interpolation,
-                border_mode, border_value, inverse_map, Value::list(of_image, of_warp));
+    return call("_warp_perspective_backward", grad, image, warp, interpolation, border_mode,
+                border_value, inverse_map, Value::list(of_image, of_warp));
   }
 
   Value warp_gradient(const Value& grad) const { return gradients(grad, false, true)[1]; }
@@ -167,9 +167,9 @@ struct Warping {
     if (border_value.length() == 1) return border_value[0];
     Value rows = call("aten::new_full", like, Value::list(1, 1), border_value[0]);
     for (int c = 1; c < border_value.length(); ++c)
-      rows = call("aten::cat",
-                  Value::list(rows, call("aten::new_full", like, Value::list(1, 1),
-                                         border_value[c])));
+      rows =
+          call("aten::cat",
+               Value::list(rows, call("aten::new_full", like, Value::list(1, 1), border_value[c])));
     return rows;
   }
 
@@ -196,8 +196,7 @@ class Positions {
                              given.interpolation, given.border_mode, given.inverse_map);
     const Value cells = found[0], usable = call("aten::gt.Scalar", found[1], 0);
     scale_ = where(usable, found[1], 1.0);
-    const Value identity =
-        call("aten::eye", 3, warps.dtype(), /*layout=*/nullptr, warps.device());
+    const Value identity = call("aten::eye", 3, warps.dtype(), /*layout=*/nullptr, warps.device());
     rows_ = call("aten::where.self", usable, warps, identity) * scale_;
     tangent_ = Warping::matrices(tangent) * scale_;
     const auto range = [&](const Value& count) {
@@ -294,8 +293,7 @@ class Positions {
       of_y = of_y + over_channels(x_.weight, y_.second) * move.y;
     }
     // What moves grad * jvp: (x, y), w at a fixed (x, y), and the tangent of m.
-    Value of_m =
-        m_gradient(of_x - spread * gx, of_y - spread * gy, gx * move.x + gy * move.y);
+    Value of_m = m_gradient(of_x - spread * gx, of_y - spread * gy, gx * move.x + gy * move.y);
     if (!is_inverse_)
       of_m = rows_gradient(rows_, of_m) + rows_gradient(tangent_, m_gradient(gx, gy, gx * 0));
     return Warping::for_input(of_m * scale_, given_.warp, 3);
@@ -321,8 +319,8 @@ class Positions {
   // The gradient of m from those of x and y, less one of w; see project_backward.
   Value m_gradient(const Value& gx, const Value& gy, const Value& less_w) const {
     const Value gxy = call("aten::cat", Value::list(gx, gy), 1);
-    const Value gw = minus(
-        call("aten::sum.dim_IntList", gxy * xy_, Value::list(1), /*keepdim=*/true) + less_w);
+    const Value gw =
+        minus(call("aten::sum.dim_IntList", gxy * xy_, Value::list(1), /*keepdim=*/true) + less_w);
     return matmul(call("aten::cat", Value::list(gxy, gw), 1) / w_, transposed(grid_));
   }
 
@@ -371,7 +369,8 @@ inline void add_gradients(const Warping& warping, const Value& tangent, const Va
   if (of_warp.is_wanted()) add(of_warp, positions.warp_gradient(grad));
 }
 
-// ---- warp_perspective(image, warp, dsize, interpolation, ..., destination, arithmetic) -----------
+// ---- warp_perspective(image, warp, dsize, interpolation, ..., destination, arithmetic)
+// -----------
 
 constexpr int kDestination = 7;
 
@@ -404,7 +403,8 @@ inline void jvp(const Value* arguments, const Value* tangents, Value* results) {
   add(results[0], moved.linear_part(destination.is_none() ? none : destination));
 }
 
-// ---- _warp_perspective_backward(grad, image, warp, interpolation, ..., output_mask) --------------
+// ---- _warp_perspective_backward(grad, image, warp, interpolation, ..., output_mask)
+// --------------
 
 inline void backward_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
   const Value &grad = arguments[0], &mask = arguments[7];
@@ -436,7 +436,8 @@ inline void backward_jvp(const Value* arguments, const Value* tangents, Value* r
   if (!tangents[2].is_none()) add_gradients(warping, tangents[2], grad, results[0], results[1]);
 }
 
-// ---- _warp_perspective_tangent(tangent, image, warp, dsize, ...), linear in the first two ---------
+// ---- _warp_perspective_tangent(tangent, image, warp, dsize, ...), linear in the first two
+// ---------
 
 inline void tangent_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
   const Warping warping(arguments + 1, 1);

@@ -45,7 +45,7 @@ inline std::vector<int> dimensions_of(const Shape& seen, const Shape& given) {
 
 // in neighbor_index, or where arithmetic is "opencv4"
 struct Condition {
-  std::string in;  // this operator, and where this argument is given; "": everywhere
+  std::string in;                // this operator, and where this argument is given; "": everywhere
   std::string argument, choice;  // where this argument has this value; "": whatever it has
 };
 
@@ -88,7 +88,7 @@ struct Line {
   uint32_t some_sizes = 0;            // those that not every shape has
   uint32_t or_one = 0;                // those of dimensions such as N or 1
   int shape_of = -1;                  // the line that has the shapes
-  int whole = -1;          // of `with K = T*M`: the size K, and what it is
+  int whole = -1;                     // of `with K = T*M`: the size K, and what it is
   Sum parts;
   std::vector<Type> types;
   std::string type_text;
@@ -112,8 +112,8 @@ struct Line {
   std::string most_text;
   std::vector<std::string> choices;
   std::vector<std::string> without_derivative;  // choices
-  int64_t absent = 0;       // the value where an operator does not have the argument
-  std::vector<int> items;   // of (h, w), both >= 0, or empty for (H, W): h and w, ...
+  int64_t absent = 0;         // the value where an operator does not have the argument
+  std::vector<int> items;     // of (h, w), both >= 0, or empty for (H, W): h and w, ...
   std::vector<int> if_empty;  // ... H and W
   std::string items_text;
   int count_or_one = -1;  // of `one or C values`

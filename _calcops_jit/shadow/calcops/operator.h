@@ -187,8 +187,9 @@ template <class T> struct IsConst<const T> { static constexpr bool value = true;
 // number among those that the contract allows.
 template <class P>
 struct Pass {
-  static_assert(__is_enum(P), "a kernel takes View, Strided, int64_t, double, bool, const char*, "
-                              "an enumeration, List, Workspace& and cudaStream_t");
+  static_assert(__is_enum(P),
+                "a kernel takes View, Strided, int64_t, double, bool, const char*, "
+                "an enumeration, List, Workspace& and cudaStream_t");
   static constexpr Parameter parameter{Parameter::kChoice};
   static P from(const Slot& slot) { return P(slot.integer); }
 };
@@ -354,11 +355,11 @@ class Value {
   static Value dtype_of(Type type);
   bool is_integral() const;
   Value device() const;
-  int dim() const;                      // of a tensor
-  bool equals(int64_t number) const;    // of a size
-  bool is(const char* text) const;      // of a string
-  Value operator[](int i) const;        // a result of an operator that has several; of a list
-  int length() const;                   // of a list
+  int dim() const;                    // of a tensor
+  bool equals(int64_t number) const;  // of a size
+  bool is(const char* text) const;    // of a string
+  Value operator[](int i) const;      // a result of an operator that has several; of a list
+  int length() const;                 // of a list
 
   // Of tensors, numbers and sizes.
   friend Value operator+(const Value& a, const Value& b);

@@ -1,25 +1,17 @@
 // What makes an operator behave like a built-in one: autograd in both modes and to any order,
-// compiled autograd and vmap, from one description of its derivatives. An operator's .cpp says
-//
-//   define<&kernel, kDerivatives>(m, "name(Tensor x, ...) -> Tensor");
-//
-// and kDerivatives is a Multilinear, which needs no formula, or a Derivatives with formulas of its
-// own. The kernel is a function with the C++ signature of the schema; nothing else repeats that
-// signature, because everything around the kernel works on boxed calls: a list of arguments, whose
-// names are those of the schema. ops/README.md follows a call through all of this.
+// compiled autograd and vmap, from one description of its derivatives. contract.cpp has one for
+// each operator: a Multilinear, which needs no formula, or the formulas of its source. Everything
+// works on boxed calls: a list of arguments, whose names are those of the schema. ops/README.md
+// follows a call through all of this.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/library.h>
 
 #include <cstdint>
-#include <cstring>
 #include <functional>
 #include <string>
 #include <vector>
-
-#include "calcops/expect.h"
 
 namespace calcops {
 
@@ -38,7 +30,6 @@ struct Call {
   c10::IValue& operator[](const std::string& argument);
   const c10::IValue& operator[](const std::string& argument) const;
   at::Tensor tensor(const std::string& argument) const;
-  Call with(const std::string& argument, c10::IValue value) const;
   // Through the dispatcher: the result is differentiable in its turn, and a graph outlives a live
   // reload.
   tensor_list run() const;
@@ -101,55 +92,9 @@ class Multilinear final : public Derivatives {
 void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op,
                    c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
-template <const auto& derivatives>
-void differentiate_with(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                        torch::jit::Stack* stack) {
-  differentiate(derivatives, op, keys, stack);
-}
-
 // FuncTorchBatched: hands `run` the call with every tensor [mapped dimension, ...] and the size of
 // that dimension, and expects results of this form.
-using Boxed = void(const c10::OperatorHandle&, torch::jit::Stack*);
 using VmapRule = std::function<tensor_list(Call call, const c10::SymInt& batch)>;
 void vmap(const VmapRule& run, const c10::OperatorHandle& op, torch::jit::Stack* stack);
-
-template <tensor_list (*run)(Call call, const c10::SymInt& batch)>
-void vmap_with(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  vmap(run, op, stack);
-}
-
-// The rule where all tensors begin with a dimension of independent items: the mapped one is folded
-// into it.
-tensor_list vmap_folded(Call call, const c10::SymInt& batch);
-
-// An operator with a kernel of its own for all devices, derivatives and a rule for vmap.
-template <auto kernel, const auto& derivatives, Boxed rule = vmap_with<vmap_folded>>
-void define(torch::Library& m, const char* schema) {
-  using torch::CppFunction;
-  m.def(schema);
-  const std::string name(schema, std::strchr(schema, '('));
-  const auto impl = [&](c10::DispatchKey key, CppFunction&& function) {
-    m.impl(name.c_str(), torch::dispatch(key, std::move(function)));
-  };
-  impl(c10::DispatchKey::CPU, CppFunction(TORCH_FN(kernel)));
-  impl(c10::DispatchKey::Meta, CppFunction(TORCH_FN(kernel)));
-#ifdef CALCOPS_NO_CUDA
-  impl(c10::DispatchKey::CUDA, CppFunction::makeFromBoxedFunction<&built_without_cuda>());
-#else
-  impl(c10::DispatchKey::CUDA, CppFunction(TORCH_FN(kernel)));
-#endif
-  impl(c10::DispatchKey::Autograd,
-       CppFunction::makeFromBoxedFunction<&differentiate_with<derivatives>>());
-  impl(c10::DispatchKey::FuncTorchBatched, CppFunction::makeFromBoxedFunction<rule>());
-}
-
-// An operator composed of other operators, which have devices, derivatives and vmap already.
-template <auto composition>
-void define(torch::Library& m, const char* schema) {
-  m.def(schema, TORCH_FN(composition));
-  const std::string name(schema, std::strchr(schema, '('));
-  // vmap does not look for compositions, so it stands under that key too.
-  m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::FuncTorchBatched, TORCH_FN(composition)));
-}
 
 }  // namespace calcops
