@@ -233,47 +233,56 @@ inline at::Tensor neighbor_index(
 namespace calcops {
 /// Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 ///
-/// image          [H, W], [C, H, W] or [N, C, H, W]; uint8, uint16, int16, float16, bfloat16,
-///                float32 or float64; any strides.
-/// warp           [3, 3] or [N, 3, 3]; float32 or float64. Maps (x, y, 1) of the source to the
-///                destination; only its ratios matter.
-/// dsize          (height, width) of the result - unlike cv2's, which is (width, height). Left out:
-///                the image's, as cv2's.
-/// interpolation  "linear", "cubic" (Keys' kernel with a = -0.75) or "nearest" (half to even).
-/// border_mode    what lies outside the image a b c d:  "constant" v v|a b c d|v v,
-///                "replicate" a a|a b c d|d d,  "reflect" b a|a b c d|d c,
-///                "reflect_101" c b|a b c d|c b,  "wrap" c d|a b c d|a b,  "transparent": a pixel
-///                whose source is outside keeps the value it has in `destination`.
-/// border_value   v: a float for all channels, or a list with one for each; None or [] is 0. It
-///                becomes image's dtype.
+/// image          [N or 1, C, H, W], [C, H, W] or [H, W]; any strides;
+///                uint8, uint16, int16, float16, bfloat16, float32 or float64;
+///                not uint8, uint16 or int16 in _warp_perspective_backward;
+///                not uint8, uint16 or int16 in _warp_perspective_tangent;
+///                not float16 or bfloat16 where arithmetic is "opencv4";
+///                H < 32767 rows where arithmetic is "opencv4";
+///                W < 32767 columns where arithmetic is "opencv4".
+/// warp           [N or 1, 3, 3] or [3, 3]; float32 or float64 read as float64. Maps (x, y, 1) of the
+///                source to the destination; only its ratios matter.
+/// dsize          (height, width), both >= 0, or empty for (H, W). Of the result - unlike cv2's, which
+///                is (width, height).
+/// interpolation  "linear", "cubic" or "nearest"; not "cubic" where arithmetic is "opencv4". "cubic" is
+///                Keys' kernel with a = -0.75, "nearest" rounds half to even.
+/// border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". What lies
+///                outside the image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
+///                "reflect" b a|a b c d|d c, "wrap" c d|a b c d|a b, "reflect_101" c b|a b c d|c b,
+///                "transparent": a pixel whose source is outside keeps its value in `destination`.
+/// border_value   one or C values. v: a float for all channels, or a list with one for each; None or []
+///                is 0. It becomes image's dtype.
 /// inverse_map    warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
-/// destination    with "transparent", and only then: of the result's shape, image's dtype; it is
+/// destination    the shape of result; like image; only where border_mode is "transparent". It is
 ///                copied, not written to.
-/// arithmetic     "exact", or "opencv4" for the bits of OpenCV 4.
+/// arithmetic     "exact" or "opencv4"; "opencv4" without derivative. "opencv4" for the bits of
+///                OpenCV 4.
 ///
-/// Returns [h, w], [C, h, w] or [N, C, h, w] like image, with image's dtype. Integers are the
-/// exact value rounded half to even; float32 is within 2.4e-7 of it for images in [0, 1], within
-/// 1e-6 if cubic. N of image and of warp must be equal or one of them 1 or absent; an image without
-/// N under N matrices gives [N, h, w] or [N, C, h, w].
+/// Returns
+/// result         [N, C, height, width], [C, height, width], [N, height, width] or [height, width];
+///                like image.
 ///
-/// Where W is 0, a coordinate is not finite, warp is singular and has to be inverted, warp is zero
-/// or not finite, or the image has no pixels, the result is border_value, or destination, and the
-/// gradients are exactly 0. A tap of weight zero is not used: an identity map keeps NaN and
-/// infinity in their pixels.
+/// Returns [h, w], [C, h, w] or [N, C, h, w] like image, with image's dtype. Integers are the exact
+/// value rounded half to even; float32 is within 2.4e-7 of it for images in [0, 1], within 1e-6 if
+/// cubic. N of image and of warp must be equal or one of them 1 or absent; an image without N under N
+/// matrices gives [N, h, w] or [N, C, h, w].
+///
+/// Where W is 0, a coordinate is not finite, warp is singular and has to be inverted, warp is zero or
+/// not finite, or the image has no pixels, the result is border_value, or destination, and the
+/// gradients are exactly 0. A tap of weight zero is not used: an identity map keeps NaN and infinity
+/// in their pixels.
 ///
 /// Differentiable to any order in a floating image, in warp and in destination, in reverse and in
-/// forward mode; "nearest" is piecewise constant, its gradient to warp is 0. At a pixel centre,
-/// where "linear" has a kink, the slope is the one for a growing x or y, whatever the border mode;
-/// with "transparent", in the last column or row, the one for a falling x or y. Deterministic on
-/// the CPU and on CUDA; derivatives beyond the first run through ATen and follow
+/// forward mode; "nearest" is piecewise constant, its gradient to warp is 0. At a pixel centre, where
+/// "linear" has a kink, the slope is the one for a growing x or y, whatever the border mode; with
+/// "transparent", in the last column or row, the one for a falling x or y. Deterministic on the CPU
+/// and on CUDA; derivatives beyond the first run through ATen and follow
 /// torch.use_deterministic_algorithms. Autocast changes nothing.
 ///
 /// "opencv4" gives what the wheels of OpenCV 4.9 to 4.12 for x86-64 give, on every processor: it
 /// rounds a position to 1/32 pixel and sums in OpenCV's order, takes a pixel to (0, 0) where W is 0
-/// or warp cannot be inverted, uses taps of weight zero, and makes the least pixel of a
-/// border_value that no int32 holds. (Later versions round some calls otherwise:
-/// tests/opencv4_reference.py.) "linear" and "nearest" of any dtype but float16 and bfloat16,
-/// height and width below 32767; not differentiable: a derivative is refused.
+/// or warp cannot be inverted, uses taps of weight zero, and makes the least pixel of a border_value
+/// that no int32 holds. (Later versions round some calls otherwise: tests/opencv4_reference.py.)
 inline at::Tensor warp_perspective(
     const at::Tensor& image,
     const at::Tensor& warp,
