@@ -167,3 +167,50 @@ void diagonal_sum(Strided<const double, 2> x, const char* how, View<double, 0> v
   if (how[0] == 'm') value() /= double(x.shape[0]);
 }
 const Kernel kDiagonalCpu("diagonal_sum", diagonal_sum);
+
+// ---- dimensions that may be absent or 1, a list of sizes, conditions ----------------------------
+
+const Derivative kScaledDerivatives[] = {
+    {"scaled", [](const Value* arguments, const Value* upstream, Value* gradients) {
+       if (gradients[0].is_wanted())
+         gradients[0] = Value::call("scaled", upstream[0], arguments[1]);
+     }}};
+
+const Contract kScaled(R"(
+scaled(Tensor image, Tensor gain, SymInt[2] size=[], float[]? offset=None, str mode="plain",
+       Tensor? mask=None, Tensor? bias=None) -> Tensor
+  The upper left part of an image times the gain of its item.
+image   [N or 1, C, H, W], [C, H, W] or [H, W]; any strides; uint8, float16, float32 or float64;
+        not float16 or uint8 where mode is "masked"; W < 100 columns where mode is "masked".
+gain    [N or 1] or []; like image.
+size    (h, w), both >= 0, or empty for (H, W).
+offset  one or C values. Is added.
+mode    "plain", "rounded" or "masked"; "rounded" without derivative.
+mask    the shape of part; like image; only where mode is "masked".
+bias    [N, C] or [C]; like image. Is added.
+part    [N, C, h, w], [C, h, w], [N, h, w] or [h, w]; like image.
+vmap    joins N
+)",
+                       kScaledDerivatives);
+
+enum class Mode { kPlain, kRounded, kMasked };
+
+template <class Real>
+void scaled(Strided<const Real, 4> image, View<const Real, 1> gain, List<int64_t>,
+            List<double> offset, Mode mode, View<const Real, 4> mask, View<const Real, 2> bias,
+            View<Real, 4> part) {
+  const auto [items, channels, height, width] = part.shape;
+  for (int64_t n = 0; n < items; ++n)
+    for (int64_t c = 0; c < channels; ++c)
+      for (int64_t y = 0; y < height; ++y)
+        for (int64_t x = 0; x < width; ++x) {
+          double value = double(image(image.shape[0] == 1 ? 0 : n, c, y, x));
+          value *= double(gain(gain.shape[0] == 1 ? 0 : n));
+          if (offset.size > 0) value += offset.data[offset.size == 1 ? 0 : c];
+          if (bias) value += double(bias(n, c));
+          if (mode == Mode::kRounded) value = std::nearbyint(value);
+          if (mode == Mode::kMasked) value *= double(mask(n, c, y, x));
+          part(n, c, y, x) = Real(value);
+        }
+}
+const Kernel kScaledCpu("scaled", scaled<uint8_t>, scaled<float>, scaled<double>);
