@@ -207,10 +207,8 @@ def test_empty_sizes(kernels, size):
 def test_cells_are_those_of_the_cpu(kernels, kind, inverse_map):
     warp = matrices(kind, 3)
     sizes = [((5, 7), (3, 90)), ((1, 1), (4, 4)), ((0, 4), (2, 2)), ((5, 7), (0, 3))]
-    for border, (size, dsize), interpolation in itertools.product(
-        BORDERS, sizes, ["linear", "cubic"]
-    ):
-        arguments = warp, size, dsize, interpolation, border, inverse_map
+    for border, (size, dsize), taps in itertools.product(BORDERS, sizes, [2, 4]):
+        arguments = warp, size, dsize, taps, border, inverse_map
         same_bits(
             kernels(ops._warp_perspective_cells, *arguments),
             ops._warp_perspective_cells(*arguments),

@@ -220,9 +220,9 @@ struct Checked {
   std::array<Int, kMost> sizes;
   const Line* first_line = nullptr;
   const Tensor* first = &kNone;
-  uint32_t bound = 0;                      // the sizes that are known, a bit each
-  uint32_t given = 0;                      // those for which an argument has a dimension
-  std::array<const Shape*, kMost> shapes;  // of the tensors that have several
+  uint32_t bound = 0;                        // the sizes that are known, a bit each
+  uint32_t given = 0;                        // those for which an argument has a dimension
+  std::array<const Shape*, kMost> shapes{};  // that the tensors have; none: the first
 
   Checked(const Operator& op, const IValue* stack) : op(op), text(op.family->text), stack(stack) {
     tensors.fill(&kNone);
@@ -253,10 +253,12 @@ struct Checked {
   }
 
   bool is_met(const contract::Condition& when) const {
-    if (!when.in.empty() && when.in != op.schema->name) {
-      const int argument = text.line(when.in);
-      if (argument < 0 || !tensors[argument]->defined()) return false;
+    bool is_here = when.in.empty();
+    for (const std::string& name : when.in) {
+      const int argument = text.line(name);
+      is_here |= name == op.schema->name || (argument >= 0 && tensors[argument]->defined());
     }
+    if (!is_here) return false;
     if (when.argument.empty()) return true;
     const int position = op.argument[text.line(when.argument)];
     return position >= 0 && stack[position].toStringRef() == when.choice;
@@ -1644,7 +1646,7 @@ void check_kernels(const Operator& op, std::map<int, Type> types = {}, size_t fr
     for (const Type type : lines[i].types) {
       bool is_excluded = false;
       for (const contract::Exclusion& exclusion : lines[i].exclusions)
-        if (exclusion.when.in == op.schema->name)
+        if (contains(exclusion.when.in, op.schema->name))
           for (const Type other : exclusion.types) is_excluded |= type == other;
       if (is_excluded) continue;
       types[int(i)] = type;

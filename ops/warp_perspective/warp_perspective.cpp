@@ -29,10 +29,9 @@ warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolatio
                  Tensor? destination=None, str arithmetic="exact") -> Tensor
   Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
-  Returns [h, w], [C, h, w] or [N, C, h, w] like image, with image's dtype. Integers are the exact
-  value rounded half to even; float32 is within 2.4e-7 of it for images in [0, 1], within 1e-6 if
-  cubic. N of image and of warp must be equal or one of them 1 or absent; an image without N under N
-  matrices gives [N, h, w] or [N, C, h, w].
+  The result has the dimensions of image, and N if warp has it: one image may serve N matrices, and
+  one matrix N images. Integers are the exact value rounded half to even; float32 is within 2.4e-7
+  of it for images in [0, 1], within 1e-6 if cubic.
 
   Where W is 0, a coordinate is not finite, warp is singular and has to be inverted, warp is zero or
   not finite, or the image has no pixels, the result is border_value, or destination, and the
@@ -62,15 +61,13 @@ _warp_perspective_tangent(Tensor tangent, Tensor image, Tensor warp, SymInt[2] d
   How the result moves with warp along a tangent of it.
 
 _warp_perspective_cells(Tensor warp, SymInt[2] size, SymInt[2] dsize, SymInt taps,
-                        str interpolation, str border_mode, bool inverse_map) ->
-                        (Tensor cells, Tensor scale)
+                        str border_mode, bool inverse_map) -> (Tensor cells, Tensor scale)
   Where the pixels of the result come from, in the numbers that the kernels see (CellNumber), and
   the factor by which they take each matrix, 0 for one that cannot be used.
 
 image          [N or 1, C, H, W], [C, H, W] or [H, W]; any strides;
                uint8, uint16, int16, float16, bfloat16, float32 or float64;
-               not uint8, uint16 or int16 in _warp_perspective_backward;
-               not uint8, uint16 or int16 in _warp_perspective_tangent;
+               not uint8, uint16 or int16 in _warp_perspective_backward, _warp_perspective_tangent;
                not float16 or bfloat16 where arithmetic is "opencv4";
                H < 32767 rows where arithmetic is "opencv4";
                W < 32767 columns where arithmetic is "opencv4".
@@ -168,9 +165,10 @@ void tangent_cpu(Matrices tangent, Image<Real> image, Matrices warp, Sizes,
   warp_perspective_tangent_cpu<Real>(inputs.in, {tangent.data, out.data});
 }
 
-WarpSizes cell_sizes(Matrices warp, Sizes size, Sizes dsize, Interpolation interpolation,
-                     Border border_mode, bool inverse_map) {
+WarpSizes cell_sizes(Matrices warp, Sizes size, Sizes dsize, int64_t taps, Border border_mode,
+                     bool inverse_map) {
   const int64_t count = warp.shape[0];
+  const Interpolation interpolation = taps == 4 ? Interpolation::kCubic : Interpolation::kLinear;
   return {count,         1,
           count,         1,
           size.data[0],  size.data[1],
@@ -179,9 +177,9 @@ WarpSizes cell_sizes(Matrices warp, Sizes size, Sizes dsize, Interpolation inter
           inverse_map};
 }
 
-void cells_cpu(Matrices warp, Sizes size, Sizes dsize, int64_t, Interpolation interpolation,
-               Border border_mode, bool inverse_map, View<double, 3> cells, View<double, 3> scale) {
-  const WarpSizes sizes = cell_sizes(warp, size, dsize, interpolation, border_mode, inverse_map);
+void cells_cpu(Matrices warp, Sizes size, Sizes dsize, int64_t taps, Border border_mode,
+               bool inverse_map, View<double, 3> cells, View<double, 3> scale) {
+  const WarpSizes sizes = cell_sizes(warp, size, dsize, taps, border_mode, inverse_map);
   warp_perspective_cells_cpu(sizes, warp.data, cells.data, scale.data);
 }
 
@@ -242,10 +240,10 @@ cudaError_t tangent_cuda(Matrices tangent, Image<Real> image, Matrices warp, Siz
                                              stream);
 }
 
-cudaError_t cells_cuda(Matrices warp, Sizes size, Sizes dsize, int64_t, Interpolation interpolation,
-                       Border border_mode, bool inverse_map, View<double, 3> cells,
-                       View<double, 3> scale, cudaStream_t stream) {
-  const WarpSizes sizes = cell_sizes(warp, size, dsize, interpolation, border_mode, inverse_map);
+cudaError_t cells_cuda(Matrices warp, Sizes size, Sizes dsize, int64_t taps, Border border_mode,
+                       bool inverse_map, View<double, 3> cells, View<double, 3> scale,
+                       cudaStream_t stream) {
+  const WarpSizes sizes = cell_sizes(warp, size, dsize, taps, border_mode, inverse_map);
   return warp_perspective_cells_cuda(sizes, warp.data, cells.data, scale.data, stream);
 }
 

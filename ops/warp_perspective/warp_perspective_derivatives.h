@@ -191,9 +191,9 @@ class Positions {
     const Value images = given.images(), warps = Warping::matrices(given.warp);
     const Value rows = images.size(2), columns = images.size(3);
     const Value batch = given.batch();
-    const Value found = call("_warp_perspective_cells", call("aten::detach", warps),
-                             Value::list(rows, columns), Value::list(height, width), taps_,
-                             given.interpolation, given.border_mode, given.inverse_map);
+    const Value found =
+        call("_warp_perspective_cells", call("aten::detach", warps), Value::list(rows, columns),
+             Value::list(height, width), taps_, given.border_mode, given.inverse_map);
     const Value cells = found[0], usable = call("aten::gt.Scalar", found[1], 0);
     scale_ = where(usable, found[1], 1.0);
     const Value identity = call("aten::eye", 3, warps.dtype(), /*layout=*/nullptr, warps.device());

@@ -43,8 +43,6 @@ void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
 // What each kernel says first: rewrite.py puts it there.
 void enter(const char* kernel);
 
-void check_stream(cudaStream_t stream);
-
 // Whether the fault that a test puts into the source is the one of this run.
 bool fault(int number);
 

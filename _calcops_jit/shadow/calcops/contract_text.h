@@ -43,9 +43,9 @@ inline std::vector<int> dimensions_of(const Shape& seen, const Shape& given) {
   return next == given.size() ? from : std::vector<int>();
 }
 
-// in neighbor_index, or where arithmetic is "opencv4"
+// in force, force_virial, or where arithmetic is "opencv4"
 struct Condition {
-  std::string in;                // this operator, and where this argument is given; "": everywhere
+  std::vector<std::string> in;   // operators, and where arguments are given; empty: everywhere
   std::string argument, choice;  // where this argument has this value; "": whatever it has
 };
 
@@ -495,7 +495,7 @@ class Reader {
       condition.choice = between(tail, '"', '"');
       clause = strip(clause.substr(0, where));
     } else if (const size_t in = clause.rfind(" in "); in != std::string::npos) {
-      condition.in = clause.substr(in + 4);
+      condition.in = split(clause.substr(in + 4), ",");
       clause = clause.substr(0, in);
     }
     conditions_.push_back({number_, condition});
@@ -504,10 +504,10 @@ class Reader {
 
   // What a condition names may come in a later line.
   void check_condition(const Condition& when) const {
-    if (!when.in.empty()) {
-      for (const Schema& schema : text_.schemas)
-        if (schema.name == when.in) return;
-      if (text_.line(when.in) < 0) fail("no operator or argument is named " + when.in);
+    for (const std::string& name : when.in) {
+      bool is_known = text_.line(name) >= 0;
+      for (const Schema& schema : text_.schemas) is_known |= schema.name == name;
+      if (!is_known) fail("no operator or argument is named " + name);
     }
     if (when.argument.empty()) return;
     const int line = text_.line(when.argument);
