@@ -14,6 +14,12 @@ from checkout import CALL, in_cache, wait_for
 from _calcops_jit import trial
 
 
+def _with_default_signals():
+    """nohup ignores SIGHUP, and a shell's background job ignores SIGINT: the tests may be either."""
+    for number in signal.SIGHUP, signal.SIGINT:
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def builder(checkout):
     """A process that waits for a compiler, started as a user would: the zygote's children print
@@ -22,9 +28,9 @@ def builder(checkout):
     environment = os.environ | {"CALCOPS_CACHE": str(checkout.cache), "CXX": str(checkout.compiler)}
     command = [sys.executable, "-c", "import calcops_jit"]
     options = {"cwd": checkout.path, "env": environment, "stderr": subprocess.PIPE, "text": True}
-    # nohup, which the tests may run under, ignores SIGHUP.
-    default = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731
-    process = subprocess.Popen(command, **options, start_new_session=True, preexec_fn=default)
+    process = subprocess.Popen(
+        command, **options, start_new_session=True, preexec_fn=_with_default_signals
+    )
     wait_for(lambda: checkout.log.exists() and " -c " in checkout.log.read_text(), 60)
     yield process
     checkout.slow.unlink()

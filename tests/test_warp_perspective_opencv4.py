@@ -171,10 +171,7 @@ WHERE = ' where `arithmetic` is "opencv4"'
         *[
             (
                 dict(image=torch.ones(2, 2, dtype=dtype)),
-                (
-                    "expected `image` uint8, uint16, int16, float32 or "
-                    f"float64{WHERE}, got {name}"
-                ),
+                (f"expected `image` uint8, uint16, int16, float32 or float64{WHERE}, got {name}"),
             )
             for dtype, name in ((torch.float16, "Half"), (torch.bfloat16, "BFloat16"))
         ],

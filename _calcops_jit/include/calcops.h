@@ -235,8 +235,7 @@ namespace calcops {
 ///
 /// image          [N or 1, C, H, W], [C, H, W] or [H, W]; any strides;
 ///                uint8, uint16, int16, float16, bfloat16, float32 or float64;
-///                not uint8, uint16 or int16 in _warp_perspective_backward;
-///                not uint8, uint16 or int16 in _warp_perspective_tangent;
+///                not uint8, uint16 or int16 in _warp_perspective_backward, _warp_perspective_tangent;
 ///                not float16 or bfloat16 where arithmetic is "opencv4";
 ///                H < 32767 rows where arithmetic is "opencv4";
 ///                W < 32767 columns where arithmetic is "opencv4".
@@ -262,10 +261,9 @@ namespace calcops {
 /// result         [N, C, height, width], [C, height, width], [N, height, width] or [height, width];
 ///                like image.
 ///
-/// Returns [h, w], [C, h, w] or [N, C, h, w] like image, with image's dtype. Integers are the exact
-/// value rounded half to even; float32 is within 2.4e-7 of it for images in [0, 1], within 1e-6 if
-/// cubic. N of image and of warp must be equal or one of them 1 or absent; an image without N under N
-/// matrices gives [N, h, w] or [N, C, h, w].
+/// The result has the dimensions of image, and N if warp has it: one image may serve N matrices, and
+/// one matrix N images. Integers are the exact value rounded half to even; float32 is within 2.4e-7
+/// of it for images in [0, 1], within 1e-6 if cubic.
 ///
 /// Where W is 0, a coordinate is not finite, warp is singular and has to be inverted, warp is zero or
 /// not finite, or the image has no pixels, the result is border_value, or destination, and the
