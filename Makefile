@@ -50,8 +50,8 @@ venv: .venv/.base  # create .venv from pyproject.toml; re-used until that file c
 build: .venv/.base ## build the operators into the cache
 	$(python) -m calcops_jit build
 
-wheel: .venv/.base ## a wheel with the operators built, for machines without a compiler -> dist/
-	$(python) -m _calcops_jit.wheel dist
+wheel: .venv/.base $(torch:%=.venv-torch-%/.ready) ## a wheel with the operators built, for machines without a compiler -> dist/; torch="2.10 2.13": for these PyTorches, too
+	$(python) -m _calcops_jit.wheel dist $(torch:%=.venv-torch-%/bin/python)
 
 # The nvidia wheels have a toolkit's layout; torch.version.cuda says which release PyTorch was built with.
 cuda: .venv/.base ## build for CPU and CUDA; nvcc comes from PyPI where there is none
@@ -99,14 +99,20 @@ train: .venv/.examples  # train a Deep Potential on silicon (some ten minutes), 
 	$(python) examples/train_potential/step_time.py
 
 clean: ## delete .venv and what was built in this folder; the cache: python -m calcops_jit clean
-	rm -rf .venv .venv-oldest build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Debian without python3-venv leaves half an environment behind, hence the rm.
+define make_environment
+@for p in $(candidates); do \
+  if $$p -c $(supported) 2>/dev/null; then set -x; $$p -m venv $(@D:/bin=) && exit; rm -rf $(@D:/bin=); exit 1; fi; \
+done; echo 'CalcOps needs Python 3.11 to 3.14: install one or name it, make $(or $(MAKECMDGOALS),venv) PYTHON=/path/to/python3'; exit 1
+endef
 .venv/bin/pip .venv-oldest/bin/pip:
-	@for p in $(candidates); do \
-	  if $$p -c $(supported) 2>/dev/null; then set -x; $$p -m venv $(@D:/bin=) && exit; rm -rf $(@D:/bin=); exit 1; fi; \
-	done; echo 'CalcOps needs Python 3.11 to 3.14: install one or name it, make $(or $(MAKECMDGOALS),venv) PYTHON=/path/to/python3'; exit 1
+	$(make_environment)
+.PRECIOUS: .venv-torch-%/bin/pip  # make takes it for a file in between
+.venv-torch-%/bin/pip:
+	$(make_environment)
 
 .venv/.%: pyproject.toml | .venv/bin/pip
 	@echo "installing what pyproject.toml asks for into .venv (PyTorch with CUDA: some 3 GB, once)"
@@ -115,6 +121,10 @@ clean: ## delete .venv and what was built in this folder; the cache: python -m c
 
 .venv-oldest/.test: pyproject.toml | .venv-oldest/bin/pip
 	.venv-oldest/bin/python -m pip install --disable-pip-version-check -q 'torch==$(oldest).*' -e '.[test]'
+	@touch $@
+
+.venv-torch-%/.ready: pyproject.toml | .venv-torch-%/bin/pip
+	$(@D)/bin/python -m pip install --disable-pip-version-check -q 'torch==$*.*' -e .
 	@touch $@
 
 graph-potential: .venv/.base build/graph_potential/.installed  # SevenNet's forces from the operator; SevenNet in an environment of its own

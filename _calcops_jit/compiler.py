@@ -57,7 +57,8 @@ def build(
     for problem in diagnosis.foresee(request, ninja):
         raise problem.error(f"cannot build {request.name}")
     texts = compiler_reads.foreseen(request)
-    runtime = _foreseen_runtime(texts.values())
+    # Objects of a wheel have contracts.
+    runtime = _foreseen_runtime(texts.values()) if request.sources else [RUNTIME]
     try:
         return _build(
             request, [*runtime, *request.sources], set(texts), slot, staging, ninja, alone

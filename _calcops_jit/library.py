@@ -143,6 +143,8 @@ def obtain(request: Request, build: bool = True) -> Library | None:
                 refusals = [" ".join(map(str.strip, str(error).splitlines()[:2]))]
         if not build:
             return None
+        if refusals and (library := _with_objects(request)):
+            return library
         for why in refusals:
             from .progress import say
 
@@ -155,6 +157,17 @@ def obtain(request: Request, build: bool = True) -> Library | None:
         except KeyboardInterrupt as stop:
             # Whoever pressed Ctrl-C does not ask where that was.
             raise stop.with_traceback(None) from None
+
+
+def _with_objects(request: Request) -> Library | None:
+    """Load a library of the objects that a wheel brings, and of what depends on this PyTorch."""
+    from . import prebuilt
+
+    mixed = prebuilt.with_objects(request)
+    try:
+        return mixed and obtain(mixed)
+    except BuildError:  # a linker that is too old for them
+        return None
 
 
 def _find(

@@ -1,7 +1,11 @@
 """Operators that a wheel brings, built for several kinds of processor: the library for this one, if
 it fits.
 
-    built/<level of x86-64>/calcops.so, manifest      a generation that is only read
+    built/<PyTorch>/<level of x86-64>/calcops.so, manifest      a generation that is only read
+    built/objects/<level of x86-64>/unit.o, manifest            what in it knows no PyTorch
+
+For a PyTorch that the wheel has no library for, the objects are linked with the one unit that knows
+PyTorch, which is compiled here.
 
 There may be no compiler here, so neither compilers nor headers of the system are compared. What is:
 the bytes of the operators' sources and of the loader's own, every flag, and that PyTorch is the
@@ -11,6 +15,7 @@ very build that was there.
 from __future__ import annotations
 
 import os
+import re
 
 import torch
 
@@ -20,6 +25,7 @@ from .errors import NO_DESCRIPTOR
 from .request import Request, isa
 
 FOLDER = os.path.join(os.path.dirname(os.path.realpath(__file__)), "built")
+OBJECTS = "objects"  # its folder of what knows no PyTorch
 # What each level adds, by the x86-64 psABI, in the words of /proc/cpuinfo (as far as request.isa()
 # has them).
 LEVELS = {
@@ -28,7 +34,7 @@ LEVELS = {
     "x86-64-v4": "avx512bw avx512cd avx512dq avx512f avx512vl",
 }
 # From a level's folder to the one that torch is installed in, beside this package.
-_ORIGIN = "../../.."
+ORIGIN = "../../../.."
 NO_CUDA = cuda.Choice(
     reason="the wheel is for CPUs", fix="CALCOPS_CUDA=1 python -m calcops_jit build"
 )
@@ -36,7 +42,7 @@ NO_CUDA = cuda.Choice(
 
 def request(level: str, choice: cuda.Choice) -> Request:
     """The Request for a wheel's library."""
-    return recipes.own(isa=level, choice=choice).but(origin=_ORIGIN)
+    return recipes.own(isa=level, choice=choice).but(origin=ORIGIN)
 
 
 def facts(wanted: Request) -> dict:
@@ -68,33 +74,75 @@ def find(asked: Request, reasons: list[str]) -> cache.Generation | None:
 
 
 def _fitting(asked: Request) -> cache.Generation:
+    brought = [name for name in sorted(os.listdir(FOLDER)) if name != OBJECTS]
+    if label() not in brought:
+        raise Changed(f"it is for PyTorch {' and '.join(brought)}, not {label()}")
+    folder = f"{FOLDER}/{label()}/{_level(f'{FOLDER}/{label()}')}"
+    manifest, wanted = _checked(folder, asked.cuda)
+    if differences := cache.differences(manifest.request, facts(wanted)):
+        raise Changed(differences[0])
+    return cache.verified(f"{folder}/{wanted.output}", manifest)
+
+
+def label() -> str:
+    """This PyTorch in a folder's name."""
+    return re.sub(r"[^0-9A-Za-z]+", ".", torch.__version__)
+
+
+def with_objects(asked: Request) -> Request | None:
+    """Return the Request for the library of a wheel's objects and what in it knows PyTorch.
+
+    None: the wheel has none, or they do not fit."""
+    objects = f"{FOLDER}/{OBJECTS}"
+    if not asked.prebuilt or not os.path.isdir(objects):
+        return None
+    try:
+        return of_objects(f"{objects}/{_level(objects)}", asked.cuda)
+    except cache.UNFIT:
+        return None
+
+
+def of_objects(folder: str, asked: cuda.Choice) -> Request:
+    """The same for one level. UNFIT: they do not fit."""
+    manifest, wanted = _checked(folder, asked)
+    found = cache.verified(f"{folder}/unit.o", manifest)
+    os.close(found.fd)
+    there = manifest.request | {"PyTorch": None}
+    if differences := cache.differences(there, facts(wanted) | {"PyTorch": None}):
+        raise Changed(differences[0])
+    others = tuple(source for source in wanted.sources if wanted.fold(source) in manifest.asked)
+    return wanted.but(
+        sources=others, ldflags=(*wanted.ldflags, found.path), prebuilt=False, origin=""
+    )
+
+
+def _checked(folder: str, asked: cuda.Choice) -> tuple[cache.Manifest, Request]:
+    """Return (the manifest in a folder of a level, its Request) where the wheel's own files are
+    what they were. UNFIT: they are not, or CUDA or flags differ."""
     if flags := os.environ.get("CALCOPS_CFLAGS"):
         raise Changed(f"CALCOPS_CFLAGS={flags}")
-    level = _level()
-    manifest = cache.read_manifest(f"{FOLDER}/{level}")
+    manifest = cache.read_manifest(folder)
     choice = NO_CUDA
     if "CUDA" in manifest.request:
         arches = manifest.request["GPU architectures"]
         choice = cuda.Choice(build=True, version=manifest.request["CUDA"], arches=arches)
-    if problem := _other_cuda(asked.cuda, choice):
+    if problem := _other_cuda(asked, choice):
         raise Changed(problem)
-    wanted = request(level, choice)
+    wanted = request(os.path.basename(folder), choice)
     wanted.tools = []  # the compiler that was there need not be here
-    if differences := cache.differences(manifest.request, facts(wanted)):
-        raise Changed(differences[0])
     manifest.closure.check(wanted)
-    return cache.verified(f"{FOLDER}/{level}/{wanted.output}", manifest)
+    return manifest, wanted
 
 
-def _level() -> str:
-    """The highest level that this processor has and the wheel brings."""
+def _level(folder: str) -> str:
+    """The highest level that this processor has and the wheel brings in a folder."""
     found, here = "", isa().split()
     for level, words in LEVELS.items():
         if lacking := [word for word in words.split() if word not in here]:
             if not found:
                 raise Changed(f"this processor has no {' '.join(lacking)}, which {level} asks for")
             break
-        found = level if os.path.isdir(f"{FOLDER}/{level}") else found
+        found = level if os.path.isdir(f"{folder}/{level}") else found
     return found
 
 

@@ -94,7 +94,7 @@ class Request(SimpleNamespace):
         for_nvcc = self.cuda.build and source.endswith(CUDA_SUFFIXES)
         changes |= {"cflags" if for_nvcc else "cuda_cflags": ()}
         if source in RUNTIMES:  # one object serves every library
-            cflags = ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")
+            cflags = ("-Og", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")
             changes |= {"kind": "own", "cflags": cflags, "include_paths": (SHADOW,)}
         unit = self.but(**changes)
         for found in ("environment", "compiler", "tools", "roots"):

@@ -1,7 +1,7 @@
-"""make wheel: a wheel with the operators, built for several kinds of processor and for the PyTorch
-that is here.
+"""make wheel: a wheel with the operators, built for several kinds of processor, and for the PyTorch
+that is here and those of other environments.
 
-    python -m _calcops_jit.wheel [FOLDER]     in a checkout; default: dist
+    python -m _calcops_jit.wheel [FOLDER [PYTHON ...]]     in a checkout; default: dist
 
 It holds the sources, too, and is otherwise what `pip wheel .` makes. `prebuilt` finds the libraries
 in it.
@@ -12,18 +12,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import warnings
 from pathlib import Path
 
-import torch
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 from . import cache, cuda, library, prebuilt
-from .closure import Closure, file_digest, young
+from .closure import Closure, file_digest, merged, young
 from .errors import BuildError, report
 from .progress import say
 from .request import MACHINE, Request
@@ -33,8 +33,10 @@ _ROOT = os.path.dirname(os.path.dirname(prebuilt.FOLDER))  # of the checkout
 _NO_STAMP = young(bytes(32))
 
 
-def write(folder: str) -> str:
+def write(folder: str, *pythons: str) -> str:
     """Write the wheel into a folder and return its path.
+
+    pythons   those of environments with other PyTorches, which need setuptools and ninja
 
     Raises BuildError if the operators cannot be built."""
     if flags := os.environ.get("CALCOPS_CFLAGS"):
@@ -54,9 +56,16 @@ def write(folder: str) -> str:
     library.obtain(oldest)
     operators = cache.find(oldest).manifest.operators
     with tempfile.TemporaryDirectory() as made:
+        built = f"{made}/built"
         for level, request in requests.items():
-            _add(f"{made}/built/{level}", request, operators)
-        say(f"the libraries need {_oldest_system(f'{made}/built')}")
+            _add(f"{built}/{prebuilt.label()}/{level}", request, prebuilt.facts(request), operators)
+            _add_objects(f"{built}/{prebuilt.OBJECTS}/{level}", request)
+        for python in pythons:
+            command = [os.path.abspath(python), "-m", "_calcops_jit.wheel", "--beside", built]
+            if subprocess.run(command, cwd=_ROOT).returncode:
+                evidence = "it has said why"
+                raise report(f"cannot build the operators with {python}", [evidence], python)
+        say(f"the libraries need {_oldest_system(built)}")
         return _pack(made, os.path.abspath(folder))
 
 
@@ -73,23 +82,58 @@ def _choice() -> cuda.Choice:
     return choice
 
 
-def _add(folder: str, request: Request, operators: dict[str, str]) -> None:
-    """Makes a folder with the library and its manifest."""
+def add_beside(folder: str) -> None:
+    """Add libraries for this PyTorch to a folder with objects and with those of another one."""
+    (other,) = [name for name in os.listdir(folder) if name != prebuilt.OBJECTS][:1]
+    for level in prebuilt.LEVELS:
+        there = cache.read_manifest(f"{folder}/{other}/{level}")
+        objects = f"{folder}/{prebuilt.OBJECTS}/{level}"
+        request = prebuilt.of_objects(objects, _choice()).but(origin=prebuilt.ORIGIN)
+        facts = prebuilt.facts(prebuilt.request(level, request.cuda))
+        target = f"{folder}/{prebuilt.label()}/{level}"
+        _add(target, request, facts, there.operators, cache.read_manifest(objects).closure)
+
+
+def _add(
+    folder: str, request: Request, facts: dict, operators: dict[str, str], *closures: Closure
+) -> None:
+    """Makes a folder with the library and its manifest.
+
+    closures   of what it is linked with"""
 
     def publish(request: Request, slot: str, stage: str, built: str, closure: Closure) -> None:
-        os.makedirs(folder)
-        target = shutil.copy(built, f"{folder}/{request.output}")
-        about = {
-            "request": prebuilt.facts(request),
-            "operators": operators,
-            "closure": _portable(closure),
-        }
-        manifest = cache.Manifest(size=os.path.getsize(target), digest=file_digest(target), **about)
-        cache.write_whole(f"{folder}/manifest", manifest.dump())
+        whole = merged([_portable(closure), *closures])
+        _write(folder, request.output, built, request=facts, operators=operators, closure=whole)
 
     library.compile_and(
         publish, request, cache.writable_slot(request)[0], [os.path.basename(folder)]
     )
+
+
+def _add_objects(folder: str, request: Request) -> None:
+    """Makes a folder with the objects of all units that include nothing of PyTorch's, as one."""
+    units = {source: cache.find(request.unit(source)) for source in request.sources}
+    free = {}
+    for source, unit in units.items():
+        read = unit.manifest.closure.entries()
+        if not any(path.startswith(("@torch", "@python")) for path in read):
+            free[source] = unit
+    closure = merged([_portable(unit.manifest.closure) for unit in free.values()])
+    with tempfile.TemporaryDirectory() as made:
+        command = [*request.compiler, "-r", "-nostdlib", "-o", f"{made}/unit.o"]
+        subprocess.run([*command, *(unit.path for unit in free.values())], check=True)
+        left = [request.fold(source) for source in request.sources if source not in free]
+        facts = prebuilt.facts(request)
+        about = {"request": facts, "asked": left, "operators": {}, "closure": closure}
+        _write(folder, "unit.o", f"{made}/unit.o", **about)
+
+
+def _write(folder: str, name: str, file: str, **about) -> None:
+    """Puts a file and its manifest into a new folder."""
+    os.makedirs(folder)
+    target = shutil.copy(file, f"{folder}/{name}")
+    manifest = cache.Manifest(size=os.path.getsize(target), digest=file_digest(target), **about)
+    cache.write_whole(f"{folder}/manifest", manifest.dump())
 
 
 def _portable(closure: Closure) -> Closure:
@@ -110,7 +154,7 @@ def _portable(closure: Closure) -> Closure:
 
 def _oldest_system(folder: str) -> str:
     """The newest versions of the system's libraries that the operators ask for."""
-    data = b"".join(path.read_bytes() for path in Path(folder).glob("*/*.so"))
+    data = b"".join(path.read_bytes() for path in Path(folder).glob("*/*/*.so"))
     found = []
     for name in ("GLIBC", "GLIBCXX"):
         versions = re.findall(rf"\0{name}_([\d.]+)(?=\0)".encode(), data)
@@ -133,7 +177,7 @@ def _pack(made: str, folder: str) -> str:
         def get_tag(self) -> tuple[str, str, str]:  # any Python 3: the libraries do not call it
             return "py3", "none", "linux_x86_64"
 
-    label = re.sub(r"[^0-9A-Za-z]+", ".", torch.__version__)
+    label = ".".join(sorted(set(os.listdir(f"{made}/built")) - {prebuilt.OBJECTS}))
     # Nothing is left in build/, from which a later `pip wheel .` would take it.
     commands = [
         "egg_info",
@@ -159,6 +203,9 @@ def _pack(made: str, folder: str) -> str:
 
 if __name__ == "__main__":
     try:
-        print(write(*(sys.argv[1:] or ["dist"])))
+        if sys.argv[1:2] == ["--beside"]:
+            add_beside(sys.argv[2])
+        else:
+            print(write(*(sys.argv[1:] or ["dist"])))
     except BuildError as error:
         sys.exit(str(error))

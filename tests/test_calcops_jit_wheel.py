@@ -14,7 +14,8 @@ import pytest
 import torch
 from checkout import CALL, EVENTS, HERE, Child, contents, copy, pip, spoil, the_zygote, wheel_of
 
-from _calcops_jit import prebuilt, recipes, request
+from _calcops_jit import cache, prebuilt, recipes, request
+from _calcops_jit.closure import file_digest
 from _calcops_jit.export import _instructions
 
 BARE = {"PATH": "/nowhere", "HOME": "/nowhere", "CXX": None}
@@ -98,15 +99,17 @@ def installed(wheel, tmp_path):
 def test_it_holds_a_library_for_each_level_and_else_what_any_wheel_of_the_project_does(
     source, wheel, tmp_path
 ):
-    label = re.sub(r"[^0-9A-Za-z]+", ".", torch.__version__)
+    label = prebuilt.label()
     assert re.fullmatch(
         rf"calcops-[\d.]+\+torch{re.escape(label)}-py3-none-linux_x86_64\.whl", wheel.name
     )
     found = contents(wheel)
     libraries = {name for name in found if "/built/" in name}
-    files = ("calcops.so", "manifest")
     assert libraries == {
-        f"_calcops_jit/built/{level}/{file}" for level in prebuilt.LEVELS for file in files
+        f"_calcops_jit/built/{folder}/{level}/{file}"
+        for folder, built in ((label, "calcops.so"), ("objects", "unit.o"))
+        for level in prebuilt.LEVELS
+        for file in (built, "manifest")
     }
     plain = contents(wheel_of(source, tmp_path))
     ours = {
@@ -121,7 +124,7 @@ def test_it_holds_a_library_for_each_level_and_else_what_any_wheel_of_the_projec
 
 def test_its_libraries_find_pytorch_beside_themselves_and_need_no_python(wheel):
     libraries = [data for name, data in contents(wheel).items() if name.endswith(".so")]
-    assert libraries and all(b"\0$ORIGIN/../../../torch/lib\0" in data for data in libraries)
+    assert libraries and all(b"\0$ORIGIN/../../../../torch/lib\0" in data for data in libraries)
     assert not [data for data in libraries if b"libpython" in data or b"libtorch_python" in data]
 
 
@@ -148,7 +151,7 @@ def test_a_fresh_environment_without_a_compiler_calls_them_and_writes_and_starts
         for level, words in prebuilt.LEVELS.items()
     }
     number = [*map(bool, lacking.values()), True].index(True) + 1
-    path = f"{site}/_calcops_jit/built/x86-64-v{number}/calcops.so"
+    path = f"{site}/_calcops_jit/built/{prebuilt.label()}/x86-64-v{number}/calcops.so"
     assert (child.stdout, child.stderr) == (f"{number}\n{path} []\n", "")
     assert {path for path in site.rglob("*")} == before and not (tmp_path / "cache").exists()
 
@@ -172,7 +175,7 @@ def test_the_library_is_the_best_that_the_processor_can_run(installed, flags, le
 REWRITE = """
 from _calcops_jit import cache, closure, cuda, prebuilt
 for level in prebuilt.LEVELS:
-    folder = f"{{prebuilt.FOLDER}}/{{level}}"
+    folder = f"{{prebuilt.FOLDER}}/{{prebuilt.label()}}/{{level}}"
     manifest = cache.read_manifest(folder)
     {}
     cache.write_whole(f"{{folder}}/manifest", manifest.dump())
@@ -228,7 +231,7 @@ def test_without_building_it_is_still_found_and_the_commands_show_it(installed):
     main = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
     shown = installed.run(main, **BARE, arguments=["where"]).out
     assert re.search(
-        "^library  .*/site/_calcops_jit/built/x86-64-v./calcops.so$", shown, re.MULTILINE
+        "^library  .*/site/_calcops_jit/built/[^/]+/x86-64-v./calcops.so$", shown, re.MULTILINE
     )
     assert installed.run(main, **BARE, arguments=["why"]).out.startswith("nothing changed: ")
     (installed.path / "_calcops_jit/ops/tiny/tiny.h").unlink()
@@ -255,7 +258,7 @@ print(calcops_jit.reload(), "/built/" in calcops_jit.library_path())
 @pytest.mark.parametrize(
     "change, why",
     [
-        ("torch.__version__ = '2.14.0'", "PyTorch: -[version={torch}] +[version=2.14.0]"),
+        ("torch.__version__ = '2.14.0'", "it is for PyTorch {label}, not 2.14.0"),
         ("torch.version.git_version = 'abc'", "PyTorch: -[commit={commit}] +[commit=abc]"),
         (
             "torch.compiled_with_cxx11_abi = lambda: None",
@@ -273,8 +276,30 @@ print(calcops_jit.reload(), "/built/" in calcops_jit.library_path())
     ],
 )
 def test_another_pytorch_another_processor_and_other_flags_are_told(installed, change, why):
-    words = {"torch": torch.__version__, "commit": torch.version.git_version}
+    words = {"label": prebuilt.label(), "commit": torch.version.git_version}
     assert installed.refusal(f"import torch\n{change}\n{CALL}").startswith(why.format(**words))
+
+
+def test_for_another_pytorch_only_what_knows_it_is_compiled(installed):
+    other = f"import torch\ntorch.__version__ = '2.14.0'\n{CALL}"
+    child = installed.run(other, CALCOPS_CUDA="0")
+    assert int(child.out) in (2, 3, 4) and "does not fit" not in child.err, child.err
+    slots = sorted(path.name.rpartition("-")[0] for path in installed.cache.iterdir())
+    assert slots == ["calcops", "unit-runtime.cpp"]
+    again = installed.run(other, CALCOPS_CUDA="0")  # from the cache
+    assert (again.out, again.err) == (child.out, "")
+
+
+def test_objects_that_a_linker_cannot_take_are_no_obstacle(installed):
+    """The operators are built from their sources then."""
+    for objects in installed.path.glob("_calcops_jit/built/objects/*"):
+        manifest = cache.read_manifest(str(objects))
+        (objects / "unit.o").write_bytes(b"of another kind")
+        manifest.size, manifest.digest = 15, file_digest(str(objects / "unit.o"))
+        cache.write_whole(f"{objects}/manifest", manifest.dump())
+    other = f"import torch\ntorch.__version__ = '2.14.0'\n{CALL}"
+    child = installed.run(other, CALCOPS_CUDA="0")
+    assert child.code == 0 and "does not fit: it is for PyTorch" in child.err
 
 
 @pytest.mark.parametrize(
@@ -287,14 +312,14 @@ def test_another_pytorch_another_processor_and_other_flags_are_told(installed, c
         # Where a quoted include looks first.
         ("ops/tiny/tiny/tiny.h", "", "{ops}/tiny/tiny is new"),
         ("shadow/hidden.map", "", "{package}/shadow/hidden.map changed"),
-        ("built/x86-64-v{level}/manifest", "{{", "manifest is damaged"),
-        ("built/x86-64-v{level}/manifest", None, "[Errno 2] No such file or directory: "),
+        ("built/{label}/x86-64-v{level}/manifest", "{{", "manifest is damaged"),
+        ("built/{label}/x86-64-v{level}/manifest", None, "[Errno 2] No such file or directory: "),
     ],
 )
 def test_an_edited_file_is_told_and_never_run(installed, file, text, why):
     package = installed.path / "_calcops_jit"
     child = installed.run(**BARE)
-    path = package / file.format(level=int(child.out))
+    path = package / file.format(level=int(child.out), label=prebuilt.label())
     if text is None:
         path.unlink()
     else:
@@ -305,7 +330,7 @@ def test_an_edited_file_is_told_and_never_run(installed, file, text, why):
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "one byte", "folder", "fifo"])
 def test_a_damaged_library_is_told_and_never_loaded(installed, damage):
-    for library in installed.path.glob("_calcops_jit/built/*/calcops.so"):
+    for library in installed.path.glob("_calcops_jit/built/*/*/calcops.so"):
         spoil(library, damage)
     assert re.search("is damaged|not a regular file", installed.refusal())
 
