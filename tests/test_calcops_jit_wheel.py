@@ -35,10 +35,10 @@ V2, V3, V4 = (" ".join(list(prebuilt.LEVELS.values())[:count]) for count in (1, 
 PROCESSOR = "from _calcops_jit import request\nrequest.isa = lambda: {!r}\n"
 
 
-def built(source: Path, folder: Path, **variables) -> Path:
+def built(source: Path, folder: Path, *pythons: str, **variables) -> Path:
     """The wheel of a checkout's operators."""
     variables["PYTHONPATH"] = str(source)
-    command = [sys.executable, "-m", "_calcops_jit.wheel", folder]
+    command = [sys.executable, "-m", "_calcops_jit.wheel", folder, *pythons]
     done = subprocess.run(
         command, cwd=source, env=os.environ | variables, capture_output=True, text=True
     )
@@ -402,3 +402,31 @@ def test_a_wheel_for_another_kind_of_machine_is_refused(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True)
     assert "cannot make a wheel" in done.stderr and "this is aarch64" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_one_wheel_serves_two_versions_of_pytorch(tmp_path):
+    other = HERE / ".venv-oldest/bin/python"
+    if not other.exists():
+        pytest.skip("make test-oldest makes the other environment")
+    wheel = built(HERE, tmp_path / "dist", str(other), CALCOPS_CUDA="0")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    cache = tmp_path / "cache"
+
+    def loaded(python, **variables) -> str:
+        variables |= {"PYTHONPATH": str(tmp_path / "site"), "CALCOPS_CACHE": str(cache)}
+        command = [python, "-W", "ignore", "-c", MEASURED]
+        child = subprocess.run(command, cwd="/", env=variables, capture_output=True, text=True)
+        assert child.returncode == 0, child.stderr
+        return child.stdout.split()[0]
+
+    for python in sys.executable, other:
+        assert "/site/_calcops_jit/built/" in loaded(python, PATH="/nowhere", HOME="/nowhere")
+    (beside,) = {*(tmp_path / "site/_calcops_jit/built").iterdir()} - {
+        tmp_path / "site/_calcops_jit/built" / name for name in ("objects", prebuilt.label())
+    }
+    shutil.rmtree(beside)
+    assert str(cache) in loaded(other, PATH=os.environ["PATH"], CALCOPS_CUDA="0")
+    slots = sorted(path.name.rpartition("-")[0] for path in cache.iterdir())
+    assert slots == ["calcops", "unit-runtime.cpp"]
