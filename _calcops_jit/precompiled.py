@@ -71,8 +71,9 @@ def _shorter(text: str) -> str:
 
 
 def strangers(request: Request, read: set[str]) -> set[str]:
-    """The headers that are neither PyTorch's nor the compiler's and the distribution's. They may
-    have no include guard, and two checkouts may have different ones of one name."""
+    """The headers that are neither PyTorch's nor the loader's, the compiler's and the
+    distribution's. They may have no include guard, and two checkouts may have different ones of
+    one name."""
     path = request.environment.get("PATH", os.defpath)
     word = [word for word in request.compiler if not word.startswith("-")][-1]
     compiler = shutil.which(word, path=path)
@@ -81,12 +82,13 @@ def strangers(request: Request, read: set[str]) -> set[str]:
     folders = [f"{request.unfold('@torch')}/include", request.unfold("@python")]
     folders += _compilers_folders(compiler, path)
     allowed = tuple(f"{os.path.realpath(folder)}/" for folder in folders)
-    own = f"{request.root}/"
+    own, loaders = f"{request.root}/", f"{SHADOW}/"  # which a project may lie around
     real = {header: os.path.realpath(header) for header in read}
     return {
         header
         for header in read
-        if real[header].startswith(own) or not real[header].startswith(allowed)
+        if not real[header].startswith(loaders)
+        and (real[header].startswith(own) or not real[header].startswith(allowed))
     }
 
 

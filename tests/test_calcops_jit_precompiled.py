@@ -4,11 +4,14 @@ outdated ones."""
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from checkout import CALL, Checkout, in_cache, spoil, the_zygote, wait_for
 
-from _calcops_jit.precompiled import preamble
+from _calcops_jit import recipes
+from _calcops_jit.precompiled import preamble, strangers
+from _calcops_jit.request import SHADOW
 
 TORCH = "#include <torch/library.h>\n"
 
@@ -46,6 +49,15 @@ TORCH = "#include <torch/library.h>\n"
 def test_the_preamble_is_what_comes_first_of_others_headers(tmp_path, text, expected):
     (tmp_path / "mine.h").touch()
     assert preamble(text.encode(), [str(tmp_path)]) == expected
+
+
+def test_the_loaders_own_header_of_torch_library_is_no_stranger(tmp_path):
+    """Nor where the project's folder is the checkout."""
+    (tmp_path / "cell.cpp").touch()
+    ours, theirs = f"{SHADOW}/torch/library.h", str(tmp_path / "cell.h")
+    for source in tmp_path / "cell.cpp", Path(SHADOW).parents[1] / "calcops_jit.py":
+        request = recipes.foreign("cell", [source])
+        assert strangers(request, {ours, theirs}) == {theirs}
 
 
 SOURCE = """\

@@ -1,7 +1,10 @@
 // Lies before PyTorch's torch/library.h in what calcops_jit builds, so that a library can be
 // exchanged for a newer one in a running process. A source registers as ever; its blocks go to
 // ../registry.cpp, which is linked into the library.
-#pragma once
+//
+// A guard and no #pragma once: a precompiled header may have another checkout's copy of this file.
+#ifndef CALCOPS_JIT_TORCH_LIBRARY_H
+#define CALCOPS_JIT_TORCH_LIBRARY_H
 #include_next <torch/library.h>
 
 #include <optional>
@@ -35,3 +38,4 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
   static const ::calcops_jit::Initializer C10_CONCATENATE(name, _initializer)(    \
       {torch::Library::kind, &name, C10_STRINGIZE(ns), key, __FILE__, __LINE__}); \
   void name(torch::Library& m)
+#endif
