@@ -59,6 +59,8 @@ def build(
     texts = compiler_reads.foreseen(request)
     # Objects of a wheel have contracts.
     runtime = _foreseen_runtime(texts.values()) if request.sources else [RUNTIME]
+    if runtime == [REGISTRY] and _is_kept(request, RUNTIME) and not _is_kept(request, REGISTRY):
+        runtime = [RUNTIME]  # which serves TORCH_LIBRARY, too
     try:
         return _build(
             request, [*runtime, *request.sources], set(texts), slot, staging, ninja, alone
@@ -75,6 +77,14 @@ def _foreseen_runtime(texts: Iterable[bytes]) -> list[str]:
     if re.search(rb"#[ \t]*include[ \t]*[<\"]calcops/", text):
         return [RUNTIME]
     return [REGISTRY] if re.search(rb"TORCH_LIBRARY|\bclass_\s*<", text) else []
+
+
+def _is_kept(request: Request, source: str) -> bool:
+    """Return True if the cache has the object of a source."""
+    found = cache.find(request.unit(source))
+    if found:
+        os.close(found.fd)
+    return found is not None
 
 
 class _NeedsRuntime(Exception):

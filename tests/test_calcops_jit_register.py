@@ -324,6 +324,27 @@ print([load(name, f"{name}.cpp").one() for name in ("first", "second")], third.o
     assert not any("/runtime.cpp " in line for line in compiled), "only contracts need it"
 
 
+def test_where_the_runtime_of_contracts_is_kept_it_serves_torch_library_too(checkout, tmp_path):
+    contract = (
+        "#include <calcops/operator.h>\n"
+        'const calcops::Contract contract(R"(\ntwice(Tensor x) -> Tensor\nx [N]; float64.\n'
+        'y [N]; like x.\n)");\n'
+        "void twice(calcops::View<const double, 1> x, calcops::View<double, 1> y) {\n"
+        "  for (int64_t i = 0; i < x.shape[0]; ++i) y(i) = 2 * x(i);\n}\n"
+        'const calcops::Kernel cpu("twice", twice);\n'
+    )
+    (tmp_path / "first.cpp").write_text(contract)
+    (tmp_path / "second.cpp").write_text(ONE.format("second", 2))
+    checkout.log.unlink(missing_ok=True)
+    script = """
+x = torch.ones(1, dtype=torch.float64)
+print(load("first", "first.cpp").twice(x).item(), load("second", "second.cpp").one())
+"""
+    empty = tmp_path / "cache"
+    assert output(checkout, script, tmp_path, CALCOPS_CACHE=empty) == ["2.0 2"]
+    assert list(empty.glob("unit-runtime.cpp-*")) and not list(empty.glob("unit-registry.cpp-*"))
+
+
 def test_a_header_that_appears_in_one_project_counts_for_the_runtime_of_another(checkout, tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
