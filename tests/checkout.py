@@ -268,6 +268,17 @@ def wheel_of(source: Path, folder: Path) -> Path:
     return wheel
 
 
+def built_wheel(source: Path, folder: Path, *pythons: str, **variables) -> Path:
+    """The wheel that `make wheel` makes of a checkout."""
+    variables["PYTHONPATH"] = str(source)
+    command = [sys.executable, "-m", "_calcops_jit.wheel", folder, *pythons]
+    done = subprocess.run(
+        command, cwd=source, env=os.environ | variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
 def contents(wheel: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}

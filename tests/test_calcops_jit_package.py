@@ -51,7 +51,16 @@ def answer(python: Path, folder: Path) -> list[str]:
 def test_a_wheel_carries_the_sources_and_puts_nothing_else_beside_the_module(wheel):
     names = contents(wheel).keys()
     top = {re.sub(r"-[\d.]+\.dist-info$", ".dist-info", name.partition("/")[0]) for name in names}
-    assert top == {"calcops_jit.py", "_calcops_jit", "calcops_jit-stubs", "calcops.dist-info"}
+    assert top == {"calcops", "calcops_jit.py", "_calcops_jit", "calcops_jit-stubs"} | {
+        "calcops.dist-info"
+    }
+    folders = {"ase": "ase_calculator", "train": "train_potential"}
+    assert {name for name in names if name.startswith("calcops/")} == {
+        f"calcops/{package}/{path.name}"
+        for package in ("ase", "deepmd", "potentials", "train")
+        for path in (HERE / "examples" / folders.get(package, package)).iterdir()
+        if path.suffix in (".py", ".sw")
+    }
     sources = {
         str(p.relative_to(HERE))
         for p in (HERE / "ops").rglob("*")
@@ -113,6 +122,25 @@ def test_an_editable_installation_follows_the_checkout(environment, tmp_path):
     assert answer(environment, tmp_path) == [f"{source}/calcops_jit.py", "1"]
     tiny(source / "ops", 2)
     assert answer(environment, tmp_path) == [f"{source}/calcops_jit.py", "2"]
+
+
+def test_the_potentials_and_their_hosts_are_installed(wheel, environment, tmp_path):
+    pip("install", wheel, python=environment)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    script = """
+import os
+os.environ["CALCOPS_BUILD"] = "0"
+from calcops.potentials import LennardJones, Potential, StillingerWeber, load, save
+from calcops.train.weights import initial
+print(Potential.__module__, load.__code__.co_filename, StillingerWeber().cutoff)
+"""
+    done = subprocess.run(
+        [environment, "-c", script], cwd="/", capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split()[:2] == [
+        "calcops.potentials.potential",
+        f"{site}/calcops/potentials/package.py",
+    ]
 
 
 def test_type_checkers_know_the_handles_and_the_modules_own_functions(wheel, environment, tmp_path):

@@ -1,18 +1,28 @@
 """A wheel with built operators: it needs no compiler, loads what suits the processor, and never
 what is stale."""
 
-import os
 import re
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from checkout import CALL, EVENTS, HERE, Child, contents, copy, pip, spoil, the_zygote, wheel_of
+from checkout import (
+    CALL,
+    EVENTS,
+    HERE,
+    Child,
+    built_wheel,
+    contents,
+    copy,
+    pip,
+    spoil,
+    the_zygote,
+    wheel_of,
+)
 
 from _calcops_jit import cache, prebuilt, recipes, request
 from _calcops_jit.closure import file_digest
@@ -35,17 +45,6 @@ V2, V3, V4 = (" ".join(list(prebuilt.LEVELS.values())[:count]) for count in (1, 
 PROCESSOR = "from _calcops_jit import request\nrequest.isa = lambda: {!r}\n"
 
 
-def built(source: Path, folder: Path, *pythons: str, **variables) -> Path:
-    """The wheel of a checkout's operators."""
-    variables["PYTHONPATH"] = str(source)
-    command = [sys.executable, "-m", "_calcops_jit.wheel", folder, *pythons]
-    done = subprocess.run(
-        command, cwd=source, env=os.environ | variables, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return Path(done.stdout.strip())
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """A checkout with one operator, which tells for which processors it was compiled."""
@@ -59,7 +58,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(source, tmp_path_factory):
-    return built(
+    return built_wheel(
         source,
         tmp_path_factory.mktemp("wheel"),
         CALCOPS_CUDA="0",
@@ -335,65 +334,6 @@ def test_a_damaged_library_is_told_and_never_loaded(installed, damage):
     assert re.search("is damaged|not a regular file", installed.refusal())
 
 
-MEASURED = """
-import time, torch
-start = time.perf_counter()
-import calcops_jit
-seconds = time.perf_counter() - start
-list_neigh = torch.tensor([[[1, -1], [0, -1]]])
-dE, Ri_d = torch.ones(1, 2, 2, 4, requires_grad=True), torch.arange(48.0).reshape(1, 2, 8, 3)
-force = calcops_jit.force(list_neigh, dE, Ri_d)
-force.square().sum().backward()
-assert (force[0, 0, 0].item(), dE.grad[0, 0, 0, 3].item()) == (96.0, -11520.0)
-print(calcops_jit.library_path(), seconds)
-"""
-
-
-@pytest.mark.long
-def test_the_operators_compute_and_their_import_takes_what_a_warm_import_takes(
-    environment, tmp_path
-):
-    wheel = built(HERE, tmp_path / "dist")
-    pip("install", wheel, python=environment)
-    variables = {
-        k: v for k, v in os.environ.items() if not k.startswith(("CALCOPS_", "PYTHON", "CXX"))
-    }
-    # With a flag of its own it does not take what the wheel brings.
-    cached = variables | {
-        "CALCOPS_CACHE": str(tmp_path / "cache"),
-        "CALCOPS_CFLAGS": "-DWARM",
-        "CALCOPS_CUDA": "0",
-    }
-    shipped = variables | {
-        "CALCOPS_CACHE": str(tmp_path / "empty"),
-        "PATH": "/nowhere",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-
-    def seconds(variables: dict[str, str], folder: str) -> float:
-        command = [environment, "-c", MEASURED]
-        child = subprocess.run(command, cwd="/", env=variables, capture_output=True, text=True)
-        assert child.returncode == 0, child.stderr
-        path, seconds = child.stdout.split()
-        assert f"/{folder}/" in path
-        return float(seconds)
-
-    seconds(cached, "cache")  # builds
-    time.sleep(3)
-    seconds(cached, "cache")  # writes down stamps that are old enough to be trusted
-    times = [(seconds(cached, "cache"), seconds(shipped, "built")) for _ in range(7)]
-    warm, from_wheel = map(min, zip(*times))
-    print(
-        (
-            f"import beyond torch: {warm * 1e3:.1f} ms from the cache, "
-            f"{from_wheel * 1e3:.1f} ms from the wheel;"
-        ),
-        end=" ",
-    )
-    print(f"the wheel has {wheel.stat().st_size / 1e6:.1f} MB")
-    assert from_wheel < 2 * warm
-
-
 def test_a_wheel_for_another_kind_of_machine_is_refused(tmp_path):
     script = (
         "from _calcops_jit import wheel\nwheel.MACHINE = 'aarch64'\n"
@@ -402,31 +342,3 @@ def test_a_wheel_for_another_kind_of_machine_is_refused(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True)
     assert "cannot make a wheel" in done.stderr and "this is aarch64" in done.stderr
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.long
-def test_one_wheel_serves_two_versions_of_pytorch(tmp_path):
-    other = HERE / ".venv-oldest/bin/python"
-    if not other.exists():
-        pytest.skip("make test-oldest makes the other environment")
-    wheel = built(HERE, tmp_path / "dist", str(other), CALCOPS_CUDA="0")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
-    cache = tmp_path / "cache"
-
-    def loaded(python, **variables) -> str:
-        variables |= {"PYTHONPATH": str(tmp_path / "site"), "CALCOPS_CACHE": str(cache)}
-        command = [python, "-W", "ignore", "-c", MEASURED]
-        child = subprocess.run(command, cwd="/", env=variables, capture_output=True, text=True)
-        assert child.returncode == 0, child.stderr
-        return child.stdout.split()[0]
-
-    for python in sys.executable, other:
-        assert "/site/_calcops_jit/built/" in loaded(python, PATH="/nowhere", HOME="/nowhere")
-    (beside,) = {*(tmp_path / "site/_calcops_jit/built").iterdir()} - {
-        tmp_path / "site/_calcops_jit/built" / name for name in ("objects", prebuilt.label())
-    }
-    shutil.rmtree(beside)
-    assert str(cache) in loaded(other, PATH=os.environ["PATH"], CALCOPS_CUDA="0")
-    slots = sorted(path.name.rpartition("-")[0] for path in cache.iterdir())
-    assert slots == ["calcops", "unit-runtime.cpp"]

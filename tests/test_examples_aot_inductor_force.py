@@ -16,9 +16,9 @@ from torch._inductor import config
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "aot_inductor_force"
-sys.path += [str(FOLDER), str(ROOT / "examples" / "potentials")]
+sys.path.append(str(FOLDER))
+from calcops.potentials.potential import describe  # noqa: E402
 from energy_model import EnergyModel  # noqa: E402
-from potential import describe  # noqa: E402
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"} | {
     "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"

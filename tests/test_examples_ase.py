@@ -1,4 +1,4 @@
-"""examples/ase: the calculator agrees with ASE's and with differences, keeps its list, has second
+"""The ASE calculator agrees with ASE's and with differences, keeps its list, has second
 derivatives."""
 
 import os
@@ -23,13 +23,12 @@ from ase.calculators.lj import LennardJones as AseLennardJones  # noqa: E402
 from ase.md.verlet import VelocityVerlet  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "examples" / "ase"
-sys.path += [str(FOLDER), str(ROOT / "examples" / "potentials")]
-from calculator import CalcOps  # noqa: E402
-from lennard_jones import LennardJones  # noqa: E402
-from package import load, save  # noqa: E402
-from second_derivatives import elastic_constants, phonons, response  # noqa: E402
-from stillinger_weber import StillingerWeber  # noqa: E402
+FOLDER = ROOT / "examples" / "ase_calculator"
+from calcops.ase.calculator import CalcOps  # noqa: E402
+from calcops.ase.second_derivatives import elastic_constants, phonons, response  # noqa: E402
+from calcops.potentials.lennard_jones import LennardJones  # noqa: E402
+from calcops.potentials.package import load, save  # noqa: E402
+from calcops.potentials.stillinger_weber import StillingerWeber  # noqa: E402
 
 ARGON = {"epsilon": 0.0104, "sigma": 3.4}
 

@@ -1,4 +1,4 @@
-"""examples/ase: the calculator is copied, pickled, forked and shared as those who use ASE do it,
+"""The ASE calculator is copied, pickled, forked and shared as those who use ASE do it,
 and takes batches."""
 
 import copy
@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import traceback
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -25,10 +24,9 @@ from ase.mep import NEB  # noqa: E402
 from ase.optimize import FIRE  # noqa: E402
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-sys.path += [str(EXAMPLES / "ase"), str(EXAMPLES / "potentials")]
-from calculator import CalcOps  # noqa: E402
-from package import load, save  # noqa: E402
-from stillinger_weber import StillingerWeber  # noqa: E402
+from calcops.ase.calculator import CalcOps  # noqa: E402
+from calcops.potentials.package import load, save  # noqa: E402
+from calcops.potentials.stillinger_weber import StillingerWeber  # noqa: E402
 
 KEYS = "energy", "free_energy", "energies", "forces", "stress", "stresses"
 
@@ -242,7 +240,7 @@ def test_images_of_a_band_that_share_a_calculator_keep_a_list_each():
 
 def test_lists_of_large_structures_do_not_pile_up(monkeypatch):
     calculator = CalcOps(StillingerWeber())
-    monkeypatch.setattr("calculator.kSlots", 3000)
+    monkeypatch.setattr("calcops.ase.calculator.kSlots", 3000)
     for seed in range(4):
         everything(calculator, silicon(rattle=0.5, seed=seed))  # 64 atoms in some 30 slots
     assert 1 <= len(calculator.neighbours.kept) < 3

@@ -20,12 +20,11 @@ NAMES = sorted(path.name for path in FILES.iterdir() if path.suffix != ".json")
 for module in ("ase", "vesin"):
     pytest.importorskip(module)
 
-sys.path += [str(ROOT / "examples" / name) for name in ("deepmd", "ase", "potentials")]
-import package  # noqa: E402
 from ase import Atoms  # noqa: E402
-from calculator import CalcOps, NeighbourList  # noqa: E402
-from import_deepmd import DeepPotential, arrays, load, read, save_npz  # noqa: E402
-from trainer import Trainer  # noqa: E402
+from calcops.ase.calculator import CalcOps, NeighbourList  # noqa: E402
+from calcops.deepmd.import_deepmd import DeepPotential, arrays, load, read, save_npz  # noqa: E402
+from calcops.potentials import package  # noqa: E402
+from calcops.train.trainer import Trainer  # noqa: E402
 
 
 def path_of(name, folder=FILES):

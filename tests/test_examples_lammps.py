@@ -5,12 +5,14 @@ import functools
 import os
 import re
 import subprocess
-import sys
 import zipfile
 
 import numpy as np
 import pytest
 import torch
+from calcops.potentials.lennard_jones import LennardJones
+from calcops.potentials.package import save
+from calcops.potentials.stillinger_weber import StillingerWeber
 from lammps_plugin import (
     FOLDER,
     HOME,
@@ -24,11 +26,6 @@ from lammps_plugin import (
     difference,
     tables,
 )
-
-sys.path.insert(0, str(FOLDER.parent / "potentials"))
-from lennard_jones import LennardJones  # noqa: E402
-from package import save  # noqa: E402
-from stillinger_weber import StillingerWeber  # noqa: E402
 
 ATOMS = "units lj\n{}\nlattice fcc 0.8442\nregion box {}\ncreate_box 2 box\ncreate_atoms 1 box\n"
 ATOMS += "set group all type/fraction 2 0.4 4711\nmass * 1.0\n" + SHAKE

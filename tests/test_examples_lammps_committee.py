@@ -4,16 +4,13 @@ deviate."""
 import ast
 import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from lammps_plugin import FOLDER, MELT, Lammps, difference, tables
-
-sys.path.insert(0, str(FOLDER.parent / "potentials"))
-from lennard_jones import LennardJones  # noqa: E402
-from package import save  # noqa: E402
+from calcops.potentials.lennard_jones import LennardJones
+from calcops.potentials.package import save
+from lammps_plugin import MELT, Lammps, difference, tables
 
 MODELS = {"a": (1.0, 1.0), "b": (1.1, 1.0), "c": (0.95, 1.02)}  # epsilon and sigma
 ALONE = "pair_style calcops {}\npair_coeff * * X X\n"

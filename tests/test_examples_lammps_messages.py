@@ -13,9 +13,8 @@ import torch
 from lammps_plugin import FOLDER, SHAKE, THERMO, Lammps, difference, tables
 
 sys.path.insert(0, str(FOLDER))
-sys.path.insert(0, str(FOLDER.parent / "potentials"))
+from calcops.potentials.package import save
 from models import Messages  # noqa: E402
-from package import save  # noqa: E402
 
 CUTOFF = 1.7
 ABOUT = {"cutoff": CUTOFF, "units": "lj", "type_names": ["A", "B"]}

@@ -2,17 +2,14 @@
 is refused."""
 
 import re
-import sys
 
 import numpy as np
 import pytest
 import torch
-from lammps_plugin import FOLDER, MELT, SHAKE, SW, THERMO, Lammps, difference, tables
-
-sys.path.insert(0, str(FOLDER.parent / "potentials"))
-from lennard_jones import LennardJones  # noqa: E402
-from package import save  # noqa: E402
-from stillinger_weber import StillingerWeber  # noqa: E402
+from calcops.potentials.lennard_jones import LennardJones
+from calcops.potentials.package import save
+from calcops.potentials.stillinger_weber import StillingerWeber
+from lammps_plugin import MELT, SHAKE, SW, THERMO, Lammps, difference, tables
 
 OWN = "pair_style lj/cut 2.5\npair_coeff * * 1 1\n"
 OURS = "pair_style calcops lj.pt\npair_coeff * * X\n"

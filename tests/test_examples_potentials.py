@@ -14,11 +14,10 @@ import torch
 from reference import DEVICES, assert_equal_lists
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "potentials"
-sys.path.append(str(FOLDER))
-from lennard_jones import LennardJones  # noqa: E402
-from package import load, order_of, save  # noqa: E402
-from potential import Potential  # noqa: E402
-from stillinger_weber import StillingerWeber, read  # noqa: E402
+from calcops.potentials.lennard_jones import LennardJones  # noqa: E402
+from calcops.potentials.package import load, order_of, save  # noqa: E402
+from calcops.potentials.potential import Potential  # noqa: E402
+from calcops.potentials.stillinger_weber import StillingerWeber, read  # noqa: E402
 
 # A, B and C of numbers alone; entry (i, j, k) is that of (i, k, j). Some have a tol, some q = 0,
 # two gamma < 1.

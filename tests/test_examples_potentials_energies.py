@@ -9,11 +9,11 @@ import torch
 from reference import assert_equal_lists
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-sys.path += [str(EXAMPLES / "potentials"), str(EXAMPLES / "lammps")]
-from energies import potential_of  # noqa: E402
+sys.path.append(str(EXAMPLES / "lammps"))
+from calcops.potentials.energies import potential_of  # noqa: E402
+from calcops.potentials.package import load, save  # noqa: E402
+from calcops.potentials.potential import Potential  # noqa: E402
 from models import Messages  # noqa: E402
-from package import load, save  # noqa: E402
-from potential import Potential  # noqa: E402
 
 ABOUT = {"cutoff": 3.0, "units": "metal", "type_names": ["A", "B"]}
 

@@ -2,7 +2,6 @@
 energy."""
 
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +9,8 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-sys.path += [str(EXAMPLES / name) for name in ("train_potential", "potentials")]
-from deep_potential import load_npz  # noqa: E402
-from weights import initial, save_npz  # noqa: E402
+from calcops.train.deep_potential import load_npz  # noqa: E402
+from calcops.train.weights import initial, save_npz  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

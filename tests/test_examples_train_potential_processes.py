@@ -16,9 +16,8 @@ for name in ("ase", "vesin", "matplotlib", "tqdm"):
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
 
-sys.path.append(str(ROOT / "examples" / "train_potential"))
-from frames import generate  # noqa: E402
-from systems import kSystems  # noqa: E402
+from calcops.train.frames import generate  # noqa: E402
+from calcops.train.systems import kSystems  # noqa: E402
 
 OPTIONS = "--steps", 60, "--batch", 4, "--every", 20
 

@@ -16,17 +16,16 @@ EXAMPLES = ROOT / "examples"
 for name in ("ase", "vesin", "matplotlib", "tqdm"):
     pytest.importorskip(name)
 
-sys.path += [str(EXAMPLES / name) for name in ("train_potential", "potentials", "ase")]
-import package  # noqa: E402
-import train  # noqa: E402
 from ase import units  # noqa: E402
-from calculator import CalcOps  # noqa: E402
-from deep_potential import DeepPotential  # noqa: E402
-from frames import crystals, generate, neighbours, pair_vectors  # noqa: E402
-from step_time import differentiate_plainly  # noqa: E402
-from systems import kSystems  # noqa: E402
-from trainer import Data, MeanSquares, Trainer, differentiate, kLossWeights  # noqa: E402
-from weights import initial, standardise  # noqa: E402
+from calcops.ase.calculator import CalcOps  # noqa: E402
+from calcops.potentials import package  # noqa: E402
+from calcops.train import train  # noqa: E402
+from calcops.train.deep_potential import DeepPotential  # noqa: E402
+from calcops.train.frames import crystals, generate, neighbours, pair_vectors  # noqa: E402
+from calcops.train.step_time import differentiate_plainly  # noqa: E402
+from calcops.train.systems import kSystems  # noqa: E402
+from calcops.train.trainer import Data, MeanSquares, Trainer, differentiate, kLossWeights  # noqa: E402
+from calcops.train.weights import initial, standardise  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = dict(trajectories=2, samples=3, cells_each_way=1, settle=20, every=10)

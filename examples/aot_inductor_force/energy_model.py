@@ -7,14 +7,11 @@ prints and how host.cpp runs the package.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "potentials"))
-from package import load, save  # noqa: E402
-from potential import Potential  # noqa: E402
+from calcops.potentials.package import load, save
+from calcops.potentials.potential import Potential
 
 
 class EnergyModel(Potential):

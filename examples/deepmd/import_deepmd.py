@@ -16,19 +16,15 @@ import io
 import json
 import pickle
 import re
-import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-
-for folder in ("train_potential", "potentials"):
-    sys.path.append(str(Path(__file__).resolve().parent.parent / folder))
-from deep_potential import DeepPotential  # noqa: E402
-from package import save  # noqa: E402
-from weights import kActivations, net, save_npz  # noqa: E402
+from calcops.potentials.package import save
+from calcops.train.deep_potential import DeepPotential
+from calcops.train.weights import kActivations, net, save_npz
 
 # Options that are used here, that the weights show anyway, or that matter in training only. All
 # others have to be off.

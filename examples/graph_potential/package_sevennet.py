@@ -7,16 +7,13 @@ build/graph_potential/bin/python -W ignore examples/graph_potential/package_seve
 """
 
 import sys
-from pathlib import Path
 
 import e3nn.util.jit
 import torch
 from ase.data import chemical_symbols
+from calcops.potentials.package import save
 from sevenn.nn.convolution import IrrepsConvolution
 from sevenn.util import load_checkpoint
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "potentials"))
-from package import save
 
 
 class OneHot(torch.nn.Module):

@@ -11,11 +11,9 @@ import sys
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "potentials"))
-from lennard_jones import LennardJones
-from package import save
-from stillinger_weber import StillingerWeber
+from calcops.potentials.lennard_jones import LennardJones
+from calcops.potentials.package import save
+from calcops.potentials.stillinger_weber import StillingerWeber
 
 # The defaults are LAMMPS's Si.sw and lj/cut 2.5.
 kModels = {"silicon": StillingerWeber, "lj": LennardJones}

@@ -11,7 +11,7 @@ three times.
 import inspect
 
 import torch
-from potential import Potential, edges
+from calcops.potentials.potential import Potential, edges
 
 
 def potential_of(module, cutoff, units, type_names, layers=1):

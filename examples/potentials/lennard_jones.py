@@ -1,7 +1,7 @@
 """Lennard-Jones, as LAMMPS's lj/cut, lj/cut with `pair_modify shift yes` and lj/smooth/linear."""
 
 import torch
-from potential import Potential
+from calcops.potentials.potential import Potential
 
 
 class LennardJones(Potential):

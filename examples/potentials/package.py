@@ -1,6 +1,6 @@
 """A potential in one file for hosts in Python and C++: a package (.pt2) or an archive (.pt).
 
-    from package import load, save
+    from calcops.potentials.package import load, save
     save(LennardJones(), "lj.pt2")
     save(module, "own.pt2", cutoff=5.0, units="metal", type_names=["Si"])
     model = load("lj.pt2")
@@ -24,8 +24,8 @@ import warnings
 from pathlib import Path
 
 import torch
-from energies import check_cutoff, check_layers, potential_of
-from potential import edges
+from calcops.potentials.energies import check_cutoff, check_layers, potential_of
+from calcops.potentials.potential import edges
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -5,7 +5,7 @@ Si.sw of LAMMPS is an example of the format."""
 from pathlib import Path
 
 import torch
-from potential import Potential
+from calcops.potentials.potential import Potential
 
 # F. H. Stillinger and T. A. Weber, Phys. Rev. B 31, 5262 (1985): three elements, then epsilon (eV),
 # sigma (A), a, lambda, gamma, cos theta0, A, B, p, q and tol.

@@ -11,8 +11,8 @@ davg) / dstd; D is divided by the number of slots squared.
 
 import numpy as np
 import torch
-from weights import net as net_of
-from weights import tensor
+from calcops.train.weights import net as net_of
+from calcops.train.weights import tensor
 
 import calcops_jit  # noqa: F401 - brings torch.ops.calcops
 

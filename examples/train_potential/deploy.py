@@ -7,20 +7,16 @@ LAMMPS.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
 from ase import units
-from deep_potential import load_npz
-from plots import plot_nve
-from systems import kSystems
-
-for folder in ("ase", "potentials"):
-    sys.path.append(str(Path(__file__).resolve().parent.parent / folder))
-from calculator import CalcOps  # noqa: E402
-from package import load, save  # noqa: E402
-from silicon import simulate  # noqa: E402
+from calcops.ase.calculator import CalcOps
+from calcops.ase.silicon import simulate
+from calcops.potentials.package import load, save
+from calcops.train.deep_potential import load_npz
+from calcops.train.plots import plot_nve
+from calcops.train.systems import kSystems
 
 
 def main():

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from deep_potential import load_npz
+from calcops.train.deep_potential import load_npz
+from calcops.train.trainer import Data, Trainer, differentiate, gradients_of_loss
 from torch.fx.experimental.proxy_tensor import make_fx
-from trainer import Data, Trainer, differentiate, gradients_of_loss
 
 
 def differentiate_plainly(

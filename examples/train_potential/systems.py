@@ -4,16 +4,13 @@ A system more is a line more here: train.py, deploy.py and step_time.py take ele
 from it.
 """
 
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 from ase import Atoms
 from ase.build import bulk
-
-kPotentials = Path(__file__).resolve().parent.parent / "potentials"
-sys.path.append(str(kPotentials))
-from stillinger_weber import StillingerWeber  # noqa: E402
+from calcops.potentials import stillinger_weber
+from calcops.potentials.stillinger_weber import StillingerWeber
 
 
 class System(NamedTuple):
@@ -31,7 +28,7 @@ kSystems = {
     # In 4.3 A lie 16 atoms of the other element and 12 of the same one.
     "gallium-nitride": System(
         bulk("GaN", "zincblende", a=4.512, cubic=True),
-        StillingerWeber(kPotentials / "gallium_nitride.sw"),
+        StillingerWeber(Path(stillinger_weber.__file__).with_name("gallium_nitride.sw")),
         dict(sel=[18, 18], rcut=4.2, rcut_smth=3.0, emb=[24, 24], axis_neuron=12, fit=[48, 48]),
     ),
 }

@@ -15,14 +15,14 @@ import time
 from pathlib import Path
 
 import torch
-from deep_potential import DeepPotential
-from frames import generate
-from plots import plot_loss, plot_parity
-from systems import kSystems
+from calcops.train.deep_potential import DeepPotential
+from calcops.train.frames import generate
+from calcops.train.plots import plot_loss, plot_parity
+from calcops.train.systems import kSystems
+from calcops.train.trainer import Data, Trainer, save_whole
+from calcops.train.weights import initial, save_npz, standardise
 from torch import distributed
 from tqdm import tqdm
-from trainer import Data, Trainer, save_whole
-from weights import initial, save_npz, standardise
 
 
 def errors(trainer, data):

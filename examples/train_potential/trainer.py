@@ -6,7 +6,7 @@ import os
 from functools import partial
 
 import torch
-from frames import neighbours, pair_vectors
+from calcops.train.frames import neighbours, pair_vectors
 from torch import distributed
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -130,10 +130,10 @@ def theirs(folder, name, natoms):
 
 
 def ours(folder, name, natoms):
-    import package
     import torch
-    from calculator import NeighbourList
-    from import_deepmd import load
+    from calcops.ase.calculator import NeighbourList
+    from calcops.deepmd.import_deepmd import load
+    from calcops.potentials import package
 
     torch.set_num_threads(1)
     model = load(folder / f"{name}.pth")
@@ -189,7 +189,6 @@ if __name__ == "__main__":
             "python -m pytest -m long tests/test_examples_deepmd.py"
         )
     else:
-        sys.path += [str(ROOT / "examples" / name) for name in ("deepmd", "ase", "potentials")]
         with tempfile.TemporaryDirectory() as folder:
             run_theirs(folder)
             print(

@@ -1,12 +1,11 @@
 """Silicon under Stillinger-Weber in ASE: relaxation, dynamics, elastic constants and phonons.
 
-    python examples/ase/silicon.py [--steps 2000] [--out build/ase]
+    python examples/ase_calculator/silicon.py [--steps 2000] [--out build/ase]
 
 README.md beside this file shows what the script prints.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +14,11 @@ from ase.build import bulk
 from ase.filters import FrechetCellFilter
 from ase.md.verlet import VelocityVerlet
 from ase.optimize import BFGS
-from calculator import CalcOps
+from calcops.ase.calculator import CalcOps
+from calcops.ase.second_derivatives import elastic_constants, phonons
+from calcops.potentials.stillinger_weber import StillingerWeber
 from matplotlib.figure import Figure
-from second_derivatives import elastic_constants, phonons
 from tqdm import tqdm
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "potentials"))
-from stillinger_weber import StillingerWeber  # noqa: E402
 
 # GPa: E. R. Cowley, Phys. Rev. Lett. 60, 2379 (1988).
 kPublished = {"C11": 151.4, "C12": 76.4, "C44": 56.4}

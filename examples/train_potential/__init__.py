@@ -1,0 +1,1 @@
+"""A Deep Potential, trained on frames and packaged."""
