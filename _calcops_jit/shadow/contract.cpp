@@ -133,15 +133,17 @@ struct Operator {
   std::array<int, kMost> gradient{};   // of each line: the position of its grad_ argument, or -1
   std::array<bool, kMost> optional{};  // of each line
   std::vector<int> lines{};            // of each argument; -1: output_mask, -2 - line: a gradient
-  std::vector<int> number_lines, tensor_lines, choice_lines, list_lines, gradient_lines,
-      shaped_lines, limit_lines, entry_lines, exclusion_lines;
-  std::vector<std::vector<int>> needs;  // of each result: the lines without which it is not wanted
-  std::vector<int> result_lines{};      // of each result; backward: the factor
+  // What a call has to look at.
+  std::vector<int> number_lines{}, tensor_lines{}, choice_lines{}, list_lines{}, gradient_lines{},
+      shaped_lines{}, limit_lines{}, entry_lines{}, exclusion_lines{};
+  std::vector<std::vector<int>>
+      needs{};                      // of each result: the lines without which it is not wanted
+  std::vector<int> result_lines{};  // of each result; backward: the factor
   int count = 0, mask = -1;
   bool is_backward = false;
   Value (*composition)(const Value*) = nullptr;
-  std::unique_ptr<Derivatives> formulas;
-  std::vector<BoundKernel> kernels;
+  std::unique_ptr<Derivatives> formulas{};
+  std::vector<BoundKernel> kernels{};
 };
 
 std::deque<Family>& families() {
