@@ -5,7 +5,7 @@ supported = 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14)
 candidates = $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
 python = .venv/bin/python
 pip = $(python) -m pip install --disable-pip-version-check -q
-sources = $(wildcard _calcops_jit/shadow/*.cpp _calcops_jit/shadow/*.h _calcops_jit/shadow/torch/*.h _calcops_jit/shadow/calcops/*.h ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu \
+sources = $(wildcard _calcops_jit/runtime/*.cpp _calcops_jit/runtime/*.h _calcops_jit/shadow/torch/*.h _calcops_jit/shadow/calcops/*.h ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu \
   tests/bench/*.cpp tests/bench/*.cu tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cpp tests/arm/*.h tests/arm/*.cpp)
 
 oldest = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)

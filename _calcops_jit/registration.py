@@ -1,10 +1,10 @@
 """What a library registers with PyTorch: collected, compared with what is there, and committed as a
 whole or not at all.
 
-The other half is in shadow/: a torch/library.h that every source is compiled with, and
-registry.cpp, to which the blocks of TORCH_LIBRARY go. Because of this, a newer generation of a
-library can replace an older one in a running process, and one library cannot replace operators of
-another.
+The other half is shadow/torch/library.h, with which every source is compiled, and
+runtime/registry.cpp, to which the blocks of TORCH_LIBRARY go. Because of this, a newer generation
+of a library can replace an older one in a running process, and one library cannot replace
+operators of another.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ SHADOW = os.path.join(os.path.dirname(os.path.realpath(__file__)), "shadow")
 # A library that registers operators is linked with one of these units, which include PyTorch's
 # headers. The first one serves TORCH_LIBRARY, and compiles in 40 % of the time of the second. The
 # second one also serves contracts and derivatives.
-REGISTRY, RUNTIME = f"{SHADOW}/registry.cpp", f"{SHADOW}/runtime.cpp"
+_RUNTIME = os.path.join(os.path.dirname(SHADOW), "runtime")
+REGISTRY, RUNTIME = f"{_RUNTIME}/registry.cpp", f"{_RUNTIME}/runtime.cpp"
 RUNTIMES = (REGISTRY, RUNTIME)
 # Hidden and not "gnu unique", so that two builds of one operator can be in one process without
 # sharing variables.

@@ -203,11 +203,11 @@ def test_every_unit_compiles_without_a_warning():
 def test_the_unit_that_knows_pytorch_compiles_without_a_warning():
     """Flags of the environment are not for it: its object serves every library."""
     torch_headers = Path(torch.__file__).parent / "include"
-    shadow = ROOT / "_calcops_jit" / "shadow"
+    shadow, runtime = (ROOT / "_calcops_jit" / name for name in ("shadow", "runtime"))
     options = ["-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-DAT_PER_OPERATOR_HEADERS"]
     options += [f"-std={'c++20' if torch.__version__ >= '2.13' else 'c++17'}", f"-I{shadow}"]
     options += ["-isystem", torch_headers, "-isystem", torch_headers / "torch/csrc/api/include"]
-    command = [os.environ.get("CXX", "g++"), *options, shadow / "runtime.cpp"]
+    command = [os.environ.get("CXX", "g++"), *options, runtime / "runtime.cpp"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 

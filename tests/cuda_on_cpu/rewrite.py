@@ -123,12 +123,12 @@ def write_checkout(folder, faults=()):
         texts[path] = _BARRIER.sub(
             lambda m: f"if (!cuda_on_cpu::fault({next(number)})) {m[0]}", texts[path]
         )
-    shadow = folder / "_calcops_jit" / "shadow"
+    runtime, shadow = (folder / "_calcops_jit" / name for name in ("runtime", "shadow"))
     stream = "get && get(device.index(), &stream) == 0"
     of_emulation = "(stream = cuda_on_cpu::current_stream(), true || get(device.index(), nullptr))"
-    if (shadow / "contract.cpp").read_text().count(stream) != 1:
-        raise ValueError(f"cuda_on_cpu: contract.cpp does not have {stream!r} once")
-    for path in [*shadow.glob("*.cpp"), *shadow.glob("calcops/*.h")]:
+    if (runtime / "kernels.h").read_text().count(stream) != 1:
+        raise ValueError(f"cuda_on_cpu: kernels.h does not have {stream!r} once")
+    for path in [*runtime.iterdir(), *shadow.glob("calcops/*.h")]:
         path.write_text(host(path.read_text().replace(stream, of_emulation)))
     ops = folder / "ops"
     shutil.copytree(

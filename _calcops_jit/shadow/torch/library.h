@@ -1,6 +1,6 @@
 // Lies before PyTorch's torch/library.h in what calcops_jit builds, so that a library can be
 // exchanged for a newer one in a running process. A source registers as ever; its blocks go to
-// ../registry.cpp, which is linked into the library.
+// ../../runtime/registry.cpp, which is linked into the library.
 //
 // A guard and no #pragma once: a precompiled header may have another checkout's copy of this file.
 #ifndef CALCOPS_JIT_TORCH_LIBRARY_H

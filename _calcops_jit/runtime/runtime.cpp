@@ -6,3 +6,5 @@
 #include "autograd.cpp"
 //
 #include "contract.cpp"
+//
+#include "value.cpp"

@@ -1,0 +1,206 @@
+// Calls under torch.vmap: one call for all items, where the contract joins a size, or one for each.
+#pragma once
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include "operators.h"
+
+namespace calcops {
+namespace {
+
+// The dimension of a shape that vmap joins; -1: none.
+int joined_dimension(const contract::Text& text, const Shape& shape) {
+  for (size_t d = 0; d < shape.size(); ++d)
+    if (contains(text.joined, contract::bare(shape[d]))) return int(d);
+  return -1;
+}
+
+// Names [items, ...] below `count` as names of the joined rows. What is wrong stays wrong.
+Tensor shifted(const Tensor& names, const SymInt& items, const SymInt& count) {
+  const Tensor wide = names.to(at::kLong);
+  Tensor step = at::arange(items, wide.options()).mul(c10::Scalar(count));
+  while (step.dim() < wide.dim()) step = step.unsqueeze(-1);
+  const Tensor outside = at::where(wide.eq(-1), -1, c10::Scalar(count * items));
+  return at::where(wide.ge(0).logical_and(wide.lt(count)), wide.add(step), outside);
+}
+
+// One call for each item.
+tensor_list vmap_one_by_one(Call call, const SymInt& items) {
+  const int64_t count = items.guard_int(__FILE__, __LINE__);
+  TORCH_CHECK(count > 0, call.op.schema().name(), ": expected vmap over a dimension with items");
+  std::vector<tensor_list> found;
+  for (int64_t item = 0; item < count; ++item) {
+    Call one = call;
+    for (IValue& argument : one.arguments)
+      if (argument.isTensor()) argument = argument.toTensor().select(0, item);
+    const tensor_list results = one.run();
+    found.resize(results.size());
+    for (size_t i = 0; i < results.size(); ++i) found[i].push_back(results[i]);
+  }
+  tensor_list results;
+  for (const tensor_list& items_ : found) results.push_back(at::stack(items_));
+  return results;
+}
+
+// A call under vmap: all tensors are [items, ...].
+struct Mapped {
+  const Operator& op;
+  const contract::Text& text;
+  Call call;
+  SymInt items;
+  std::array<const Shape*, kMost> shapes{};  // of one item's tensors, by line
+  std::vector<SymInt> counts;                // the sizes of one item that are joined
+  uint32_t given = 0;                        // those for which a tensor has a dimension
+  bool fits = true;                          // each tensor has one of its shapes
+
+  Mapped(const Operator& op, Call given_call, const SymInt& items)
+      : op(op),
+        text(op.family->text),
+        call(std::move(given_call)),
+        items(items),
+        counts(text.sizes.size(), 0) {
+    // Of one item: afterwards nothing tells, where there are no items.
+    for (size_t i = 0; i < text.lines.size(); ++i)
+      if (const Line& line = text.lines[i]; line.size >= 0 && !line.is_tensor())
+        counts[line.size] =
+            op.argument[i] < 0 ? SymInt(line.absent) : call.arguments[op.argument[i]].toSymInt();
+    for (uint32_t gaps = text.gaps; gaps; gaps &= gaps - 1) counts[__builtin_ctz(gaps)] = 1;
+    for (const bool of_others : {false, true})
+      for (size_t i = 0; i < text.lines.size(); ++i)
+        if (const Line& line = text.lines[i]; line.is_tensor())
+          for (const int position : {op.argument[i], op.gradient[i]})
+            if (position >= 0 && call.arguments[position].isTensor())
+              if (of_others == (position == op.gradient[i] || line.shape_of >= 0))
+                look_at(int(i), position, of_others);
+  }
+
+  void look_at(int i, int position, bool of_others) {
+    const Line& line = text.lines[i];
+    const Tensor& x = call.arguments[position].toTensor();
+    const Shape* shape = nullptr;
+    if (of_others && line.shapes.size() > 1) {
+      const int other = line.shape_of;
+      shape = other >= 0 && op.argument[other] >= 0 ? shapes[other] : &result_shape(line);
+    } else {
+      for (const Shape& each : line.shapes)
+        if (!shape && int64_t(each.size()) == x.dim() - 1) shape = &each;
+    }
+    fits &= shape && int64_t(shape->size()) == x.dim() - 1;
+    if (!fits) return;
+    shapes[i] = shape;
+    if (!of_others) given |= line.shape_sizes[shape - line.shapes.data()];
+    const int d = joined_dimension(text, *shape);
+    if (d < 0) return;
+    const int size = contract::bare((*shape)[d]);
+    const SymInt count = x.sym_size(d + 1);
+    if (!(line.or_one >> size & 1)) {
+      counts[size] = count;
+    } else if (count.maybe_as_int() != 1) {
+      const auto before = counts[size].maybe_as_int();
+      fits &= before == 1 || !before || !count.maybe_as_int() || before == count.maybe_as_int();
+      counts[size] = count;
+    }
+  }
+
+  const Shape& result_shape(const Line& line) const {
+    for (size_t k = 0; k < line.shapes.size(); ++k)
+      if (!(line.shape_sizes[k] & line.some_sizes & ~given)) return line.shapes[k];
+    return line.shapes.back();
+  }
+
+  // [items, ...] with a dimension of 1 for each one of the line's first shape that is not there.
+  static Tensor with_all_dimensions(Tensor x, const Shape& shape, const Line& line) {
+    const std::vector<int> from = contract::dimensions_of(line.shapes[0], shape);
+    for (size_t d = 0; d < from.size(); ++d)
+      if (from[d] < 0) x = x.unsqueeze(int64_t(d) + 1);
+    return x;
+  }
+
+  Tensor join(const Tensor& x, int i) const {
+    const Line& line = text.lines[i];
+    Tensor names = with_all_dimensions(x, *shapes[i], line);
+    const Shape& shape = names.dim() == x.dim() ? *shapes[i] : line.shapes[0];
+    const int d = joined_dimension(text, shape);
+    if (line.has_entries)
+      if (const int size = contract::bare(line.entries.below); contains(text.joined, size))
+        names = shifted(x, items, counts[size]);
+    if (const int size = contract::bare(shape[d]); line.or_one >> size & 1) {
+      c10::SymDimVector all(names.sym_sizes());
+      all[d + 1] = counts[size];
+      names = names.expand_symint(all);
+    }
+    return names.movedim(0, d).flatten(d, d + 1);
+  }
+
+  // The items of a result.
+  Tensor separate(const Tensor& result, size_t i) const {
+    const int index = op.result_lines[i];
+    const Line& line = text.lines[index];
+    const Shape *given_shape = op.is_backward ? shapes[index] : &result_shape(line),
+                *shape = nullptr;
+    for (const Shape& each : line.shapes)
+      if (!shape && int64_t(each.size()) == result.dim()) shape = &each;
+    if (!shape)  // nobody wants it
+      return result.unflatten_symint(0, {items, 0});
+    const int d = joined_dimension(text, *shape), size = contract::bare((*shape)[d]);
+    Tensor each = result.unflatten_symint(d, {items, counts[size]}).movedim(d, 0);
+    const std::vector<int> from =
+        given_shape ? contract::dimensions_of(line.shapes[0], *given_shape) : std::vector<int>();
+    // An input that served all has the sum of their gradients.
+    if (op.is_backward && line.or_one >> size & 1) {
+      const Tensor& input = call.arguments[op.argument[index]].toTensor();
+      const int at = joined_dimension(text, *given_shape);
+      const SymInt count = at < 0 ? SymInt(1) : input.sym_size(at + 1);
+      if (count.sym_ne(counts[size]).guard_bool(__FILE__, __LINE__))
+        each = each.sum(d + 1, /*keepdim=*/true);
+    }
+    for (size_t k = from.size(); k-- > 0;)
+      if (from[k] < 0) each = each.squeeze(int64_t(k) + 1);
+    return each;
+  }
+};
+
+// One call for all items: what is joined lies side by side, as do the rows that entries name.
+tensor_list vmap_joined(const Operator& op, const Call& given, const SymInt& items) {
+  const Mapped mapped(op, given, items);
+  if (!mapped.fits) return vmap_one_by_one(given, items);  // which says what is wrong
+  const contract::Text& text = mapped.text;
+  const std::vector<SymInt>& counts = mapped.counts;
+  Call call = given;
+  for (size_t i = 0; i < text.lines.size(); ++i) {
+    const Line& line = text.lines[i];
+    if (op.gradient[i] >= 0)
+      if (IValue& argument = call.arguments[op.gradient[i]]; argument.isTensor())
+        argument = mapped.join(argument.toTensor(), int(i));
+    if (op.argument[i] < 0) continue;
+    IValue& argument = call.arguments[op.argument[i]];
+    if (!line.made_by.empty() && joined_dimension(text, line.shapes[0]) < 0) {
+      argument = IValue();  // one for all items is made where it is needed
+    } else if (argument.isTensor()) {
+      argument = mapped.join(argument.toTensor(), int(i));
+    } else if (line.is_tensor() && line.has_entries &&
+               contains(text.joined, contract::bare(line.entries.below))) {
+      // All entries are 0 where there are none, and differ from now on.
+      const SymInt& rows = counts[contract::bare(line.entries.below)];
+      TORCH_CHECK(rows.maybe_as_int() != 0 || counts[contract::bare(line.shapes[0][0])] == 0,
+                  op.name, ": expected `", text.sizes[contract::bare(line.entries.below)],
+                  "` >= 1 where `", line.name, "` is None, got ", rows);
+      c10::SymDimVector shape{items};
+      for (const Sum& dim : line.shapes[0]) shape.push_back(counts[contract::bare(dim)]);
+      const Tensor zeros = at::zeros_symint(shape, call.arguments[0].toTensor().options());
+      const int d = joined_dimension(text, line.shapes[0]);
+      argument = shifted(zeros, items, rows).movedim(0, d).flatten(d, d + 1);
+    } else if (line.size >= 0 && contains(text.joined, line.size)) {
+      argument = counts[line.size] * items;
+    }
+  }
+  tensor_list results = call.run();
+  for (size_t i = 0; i < results.size(); ++i) results[i] = mapped.separate(results[i], i);
+  return results;
+}
+
+}  // namespace
+}  // namespace calcops
