@@ -166,10 +166,10 @@ def edge_order(
                    edges in any order. -1 in either row: no edge.
     natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
 
-    Returns int32 [natoms + 2E], E < 2^30 (for torch.export Dim("E", max=2**30 - 1)): first, for each atom, where its part of what follows ends;
-    then the ends e (as the centre) and E + e (as the neighbour) of the edges that meet at atom 0,
-    those at atom 1 and so on, each in rising order, and -1 for every end of an edge that is masked or
-    wrong.
+    Returns int32 [natoms + 2E], E < 2^30 (for torch.export Dim("E", max=2**30 - 1)): first, for each
+    atom, where its part of what follows ends; then the ends e (as the centre) and E + e (as the
+    neighbour) of the edges that meet at atom 0, those at atom 1 and so on, each in rising order, and
+    -1 for every end of an edge that is masked or wrong.
     """
 
 def neighbor_index(

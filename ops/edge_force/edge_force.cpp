@@ -64,10 +64,10 @@ edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor edge_vec, SymI
 edge_order(Tensor edge_index, SymInt natoms) -> Tensor
   Index of the edges at each atom, which edge_force can reuse while a graph lives.
 
-  Returns int32 [natoms + 2E], E < 2^30 (for torch.export Dim("E", max=2**30 - 1)): first, for each atom, where its part of what follows ends;
-  then the ends e (as the centre) and E + e (as the neighbour) of the edges that meet at atom 0,
-  those at atom 1 and so on, each in rising order, and -1 for every end of an edge that is masked or
-  wrong.
+  Returns int32 [natoms + 2E], E < 2^30 (for torch.export Dim("E", max=2**30 - 1)): first, for each
+  atom, where its part of what follows ends; then the ends e (as the centre) and E + e (as the
+  neighbour) of the edges that meet at atom 0, those at atom 1 and so on, each in rising order, and
+  -1 for every end of an edge that is masked or wrong.
 
 _edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor? edge_vec, SymInt natoms,
                    Tensor? batch=None, SymInt nframes=1, *,
@@ -107,8 +107,7 @@ vmap           joins E, natoms, nframes
 )",
                          kCompositions);
 
-// ---- from views to the structs of edge_force.h
-// ---------------------------------------------------
+// ---- from views to the structs of edge_force.h --------------------------------------------------
 
 template <class Number, int rank>
 using In = View<const Number, rank>;

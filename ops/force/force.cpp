@@ -96,8 +96,7 @@ vmap         joins B
 )",
                          kCompositions);
 
-// ---- from views to the structs of force.h
-// --------------------------------------------------------
+// ---- from views to the structs of force.h -------------------------------------------------------
 
 template <class Number, int rank>
 using In = View<const Number, rank>;

@@ -369,8 +369,7 @@ inline void add_gradients(const Warping& warping, const Value& tangent, const Va
   if (of_warp.is_wanted()) add(of_warp, positions.warp_gradient(grad));
 }
 
-// ---- warp_perspective(image, warp, dsize, interpolation, ..., destination, arithmetic)
-// -----------
+// ---- warp_perspective(image, warp, dsize, interpolation, ..., destination, arithmetic) ----------
 
 constexpr int kDestination = 7;
 
@@ -403,8 +402,7 @@ inline void jvp(const Value* arguments, const Value* tangents, Value* results) {
   add(results[0], moved.linear_part(destination.is_none() ? none : destination));
 }
 
-// ---- _warp_perspective_backward(grad, image, warp, interpolation, ..., output_mask)
-// --------------
+// ---- _warp_perspective_backward(grad, image, warp, interpolation, ..., output_mask) -------------
 
 inline void backward_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
   const Value &grad = arguments[0], &mask = arguments[7];
@@ -436,8 +434,7 @@ inline void backward_jvp(const Value* arguments, const Value* tangents, Value* r
   if (!tangents[2].is_none()) add_gradients(warping, tangents[2], grad, results[0], results[1]);
 }
 
-// ---- _warp_perspective_tangent(tangent, image, warp, dsize, ...), linear in the first two
-// ---------
+// ---- _warp_perspective_tangent(tangent, image, warp, dsize, ...), linear in the first two -------
 
 inline void tangent_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
   const Warping warping(arguments + 1, 1);

@@ -13,8 +13,7 @@ using calcops::Strided;
 using calcops::Value;
 using calcops::View;
 
-// ---- a pair potential, with derivatives by a formula
-// ---------------------------------------------
+// ---- a pair potential, with derivatives by a formula --------------------------------------------
 
 // The derivative of a derivative is one of the next order.
 Value slope(const Value* arguments) {
@@ -86,8 +85,7 @@ const Kernel kGatherBackwardCpu("_gather_rows_backward", gather_backward<float, 
                                 gather_backward<float, int64_t>, gather_backward<double, int32_t>,
                                 gather_backward<double, int64_t>);
 
-// ---- a stencil, a reduction with two results, an optional tensor and a list
-// ----------------------
+// ---- a stencil, a reduction with two results, an optional tensor and a list ---------------------
 
 const Contract kSums(R"(
 differences(Tensor x) -> Tensor step

@@ -1,5 +1,5 @@
-// The language of contracts, read into structs. It knows no framework: contract.cpp makes PyTorch's
-// operators of these, and somebody else's code could make another framework's.
+// The language of contracts, read into structs. It knows no framework: ../../runtime makes
+// PyTorch's operators of these, and somebody else's code could make another framework's.
 // ops/README.md, "Contracts", describes the language.
 #pragma once
 

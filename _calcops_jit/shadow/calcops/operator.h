@@ -21,7 +21,7 @@
 //   }
 //   const calcops::Kernel cpu("weighted_sum", weighted_sum<float>, weighted_sum<double>);
 //
-// The contract is text: contract.cpp reads it once, checks every call against it, makes the
+// The contract is text: the runtime reads it once, checks every call against it, makes the
 // results, and registers the operator for all devices, derivatives and vmap. A kernel is a function
 // of the arguments of the schema, then the results. Of several kernels, the one runs whose number
 // types the call has. This header includes nothing of PyTorch, and neither does a kernel.
@@ -93,7 +93,7 @@ struct Workspace {
   int64_t bytes;
 };
 
-// ---- what passes between kernels and contract.cpp -----------------------------------------------
+// ---- what passes between kernels and the runtime ------------------------------------------------
 
 enum class Type : int8_t {
   kNone,
