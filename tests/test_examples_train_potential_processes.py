@@ -4,6 +4,7 @@ the whole of it."""
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ if not torch.distributed.is_available():
 from calcops.train.frames import generate  # noqa: E402
 from calcops.train.systems import kSystems  # noqa: E402
 
-OPTIONS = "--steps", 60, "--batch", 4, "--every", 20
+# Some two seconds pass from the line of step 20, at which a test kills the processes, to the last.
+OPTIONS = "--steps", 240, "--batch", 4, "--every", 20
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,10 @@ def frames():
 
 
 def start(folder, processes, *options):
+    """torchrun, which starts all processes again if one dies. Gloo aborts a process whose peer is
+    gone at the wrong moment (https://github.com/pytorch/gloo/issues/514)."""
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launcher += ["--max-restarts", "1"]
     command = [
         sys.executable,
         "-m",
@@ -45,6 +50,7 @@ def start(folder, processes, *options):
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
     }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command += ["--system", "gallium-nitride", *map(str, options)]
@@ -52,9 +58,12 @@ def start(folder, processes, *options):
 
 
 def finish(process):
-    """What it printed."""
+    """What it printed; a warning tells of a process that died and was started again."""
     out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
+    first, last = err[:8000], err[-2000:]
+    assert process.returncode == 0, f"{first}\n[...]\n{last}"
+    if "exitcode" in err:
+        warnings.warn(f"torchrun started the processes again:\n{first}", stacklevel=2)
     return out
 
 
@@ -66,16 +75,16 @@ def trained(frames, tmp_path_factory):
         folders[processes] = tmp_path_factory.mktemp(f"by_{processes}")
         torch.save(frames, folders[processes] / "frames.pt")
         printed = finish(start(folders[processes], processes, *OPTIONS))
-        assert [int(line.split()[1][:-1]) for line in printed.splitlines()[:3]] == [20, 40, 60], (
-            "once each"
-        )
+        steps = [int(line.split()[1][:-1]) for line in printed.splitlines() if "held out" in line]
+        assert steps == [*range(20, 241, 20)], "once each"
     return folders
 
 
 def test_two_processes_have_the_losses_of_one_with_the_whole_batch(trained):
     one, two = (np.array(torch.load(trained[n] / "checkpoint.pt")["history"]) for n in (1, 2))
-    assert one.shape == (60, 3) and (one[0] != one[-1]).all()
-    np.testing.assert_allclose(two, one, rtol=1e-12)
+    assert one.shape == (240, 3) and (one[0] != one[-1]).all()
+    # Sums in another order differ by rounding, which grows from step to step.
+    np.testing.assert_allclose(two[:60], one[:60], rtol=1e-12)
 
 
 def test_two_processes_that_are_killed_and_started_again_end_as_if_they_had_not_been(
@@ -86,7 +95,7 @@ def test_two_processes_that_are_killed_and_started_again_end_as_if_they_had_not_
     assert "step     20" in first.stdout.readline()
     first.terminate()  # which torchrun passes on
     first.communicate()
-    assert len(torch.load(tmp_path / "checkpoint.pt")["history"]) < 60
+    assert len(torch.load(tmp_path / "checkpoint.pt")["history"]) < 240
     finish(start(tmp_path, 2, *OPTIONS))
     ours, expected = (torch.load(folder / "checkpoint.pt") for folder in (tmp_path, trained[2]))
     assert ours["history"] == expected["history"]
