@@ -60,8 +60,8 @@ class Registration:
 
     @cached_property
     def defs(self) -> dict[str, str]:
-        """{operator with overload: schema and tags; class: its methods}"""
-        found = {name: schema for kind, name, schema, *_ in self._steps if kind == "class"}
+        """{operator with overload: schema and tags}"""
+        found = {}
         for kind, name, schema, *tags in self._steps:
             if kind == "def":
                 found[name] = f"{schema} tags {tags[0]}" if tags[0] else schema
@@ -93,13 +93,13 @@ class Registration:
         return self.defs.keys() | self.impls.keys()
 
     def refusal(self, earlier: list[Registration]) -> BuildError | None:
-        """Return why this cannot replace `earlier`, whose schemas, classes and C++ signatures have
+        """Return why this cannot replace `earlier`, whose schemas and C++ signatures have
         callers."""
         changes: dict[str, tuple[str, str]] = {}
         for old in earlier:
             for name, schema in old.defs.items():
                 if self.defs.get(name, schema) != schema:
-                    changes[name.removeprefix("__torch__.torch.")] = schema, self.defs[name]
+                    changes[name] = schema, self.defs[name]
             live = {_operator(impl, how): how for impl, how in old.impls.items() if how}
             for impl, how in self.impls.items():
                 if how and live.get(_operator(impl, how), how) != how:
@@ -108,8 +108,7 @@ class Registration:
             return None
         lines = [line for name, change in changes.items() for line in [name, *_difference(*change)]]
         what = f"cannot reload {self.name}: a signature changed, so nothing was exchanged"
-        kind = "class" if next(iter(changes)).startswith("classes.") else "operator"
-        return report(what, lines, f"restart Python, or give the {kind} another name")
+        return report(what, lines, "restart Python, or give the operator another name")
 
     def take(self, earlier: list[Registration]) -> None:
         """Register everything. Every later call reaches the new kernels.
@@ -169,7 +168,7 @@ class Registration:
         evidence = [f"{owner.name} of {owner.place} has it"] if owner else []
         evidence += [where] if where else []
         evidence.append(f"{self.name} of {self.place} would take its place")
-        what = f"cannot load {self.name}: {name.removeprefix('__torch__.torch.')} is there already"
+        what = f"cannot load {self.name}: {name} is there already"
         return report(what, evidence, "load only one of the two, or give one another namespace")
 
     def _is(self, other: Registration) -> bool:
@@ -181,6 +180,9 @@ class Registration:
         if answer.startswith("error\t"):
             lines = answer.removeprefix("error\t").strip().splitlines()
             what = f"cannot register {self.name}, nothing was exchanged"
+            if "Custom class with name" in lines[0]:
+                what = f"cannot register {self.name}: a TorchBind class cannot be exchanged"
+                raise report(what, [lines[0].partition(" Ensure")[0]], "restart Python")
             raise report(what, lines, "correct the registration, or restart Python")
         return answer
 

@@ -8,13 +8,12 @@
 //
 // What was registered stays so until the process ends or a newer library no longer has it; the
 // newest kernel of an operator is the one called.
-#include <ATen/core/builtin_function.h>
+//
+// A class of TorchBind is not collected: libtorch registers it while its block runs, and refuses
+// that of a newer library.
 #include <dlfcn.h>
-#include <torch/custom_class_detail.h>
 #include <torch/library.h>
 
-#include <atomic>
-#include <functional>
 #include <list>
 #include <memory>
 #include <set>
@@ -27,16 +26,6 @@
 extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start[], _end[];
 
 namespace calcops_jit __attribute__((visibility("hidden"))) {
-
-  // A function of libtorch's that is redefined below.
-  template <class Function>
-  Function* libtorchs(const char* symbol) {
-    Dl_info torch;
-    dladdr(reinterpret_cast<void*>(&c10::Dispatcher::realSingleton), &torch);
-    void* found = dlsym(dlopen(torch.dli_fname, RTLD_LAZY | RTLD_NOLOAD), symbol);
-    TORCH_CHECK(found, "this PyTorch has no ", symbol);
-    return reinterpret_cast<Function*>(found);
-  }
 
   // A def has a schema; what has none and no operator either is a fallback for its key.
   struct Step {
@@ -88,91 +77,11 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
     }
   };
 
-  // A class's method. It runs the code of the library that made the object, which knows its
-  // members; without an object yet, the newest.
-  struct Method : torch::jit::BuiltinOpFunction {
-    struct Version {
-      const char *begin, *end;  // of a library
-      torch::jit::Function* code;
-      const Version* older;
-    };
-    using Versions = std::atomic<const Version*>;
-
-    Method(const torch::jit::Function& code, bool is_static, std::shared_ptr<Versions> versions)
-        : BuiltinOpFunction(code.qualname(), code.getSchema(),
-                            [versions, inputs = is_static ? 0 : code.num_inputs()](auto& stack) {
-                              run(*versions, stack, inputs);
-                            }),
-          newest(std::move(versions)) {}
-
-    static void run(const Version* version, torch::jit::Stack& stack, size_t inputs) {
-      const char* made = inputs > 0 ? maker(torch::jit::peek(stack, 0, inputs)) : nullptr;
-      const Version* its = made ? version : nullptr;
-      while (its && (made < its->begin || its->end <= made)) its = its->older;
-      (its ? its : version)->code->run(stack);
-    }
-
-    // An address in the library that made the object: that of the object's virtual table.
-    static const char* maker(const c10::IValue& self) {
-      const auto object = self.isObject() ? self.toObject() : nullptr;
-      if (!object || object->slots().empty() || !object->getSlot(0).isCapsule()) return nullptr;
-      const auto holder = object->getSlot(0).toCapsule();
-      return holder ? *reinterpret_cast<const char* const*>(holder.get()) : nullptr;
-    }
-
-    std::shared_ptr<Versions> newest;
-  };
-
-  // `collected` has what this library says of a class, `live` is the class of the process. That is
-  // there as soon as it is named, since the schemas that follow name it; its methods come last.
-  struct Class {
-    at::ClassTypePtr collected, live;
-    bool is_new;
-    std::vector<std::unique_ptr<torch::jit::Function>> methods;
-
-    std::string name() const { return live->name()->qualifiedName(); }
-
-    bool is_static(const torch::jit::Function& method) const {
-      return collected->findStaticMethod(method.name());
-    }
-
-    // A line for the loader: "class", name, methods and properties.
-    std::string describe() const {
-      std::ostringstream line;
-      line << "class\t" << name() << '\t';
-      for (const auto& method : methods)
-        line << (is_static(*method) ? "static " : "") << method->getSchema() << ", ";
-      for (const auto& property : collected->properties())
-        line << (property.setter ? "property " : "constant ") << property.name << ", ";
-      return line.str();
-    }
-
-    void commit() const {
-      for (const auto& code : methods) {
-        auto* there = is_static(*code) ? live->findStaticMethod(code->name())
-                                       : live->findMethod(code->name());
-        auto* method = dynamic_cast<Method*>(there);
-        if (!there) {
-          method = new Method(*code, is_static(*code), std::make_shared<Method::Versions>());
-          is_static(*code) ? live->addStaticMethod(method) : live->addMethod(method);
-        }
-        *method->newest = new Method::Version{__ehdr_start, _end, code.get(), *method->newest};
-      }
-      for (const auto& [name, getter, setter] : collected->properties())
-        if (!live->getProperty(name))
-          live->addProperty(name, live->findMethod(getter->name()),
-                            setter ? live->findMethod(setter->name()) : nullptr);
-    }
-  };
-
   // Each library has its own of these. They are never destroyed: kernels are called until the
   // process ends.
   struct Registry {
     std::vector<Block> blocks;
     std::vector<Step> steps;
-    std::list<Class> classes;
-    std::vector<std::pair<std::type_index, at::ClassTypePtr>> types;  // of the classes
-    std::vector<std::unique_ptr<torch::jit::Function>> methods;  // of classes that were not held
     std::list<std::pair<std::string, c10::RegistrationHandleRAII>> live;  // by a step's name
     const bool held = is_held();
     bool committed = !held;
@@ -218,8 +127,6 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
       for (const Step& step : steps)
         if (const auto where = known.count(step.name()) ? "" : step.registered(); !where.empty())
           found += step.name() + '\t' + where + '\n';
-      for (const Class& each : classes)
-        if (!each.is_new && !known.count(each.name())) found += each.name() + "\ta class\n";
       return found;
     }
 
@@ -352,50 +259,7 @@ Library& Library::_fallback(CppFunction&& f) & {
   return *this;
 }
 
-// A class that is new is made by libtorch's own constructor; that of one that is live would throw.
-detail::class_base::class_base(const std::string& ns, const std::string& name,
-                               std::string doc_string, const std::type_info& pointer,
-                               const std::type_info& capsule)
-    : qualClassName("__torch__.torch.classes." + ns + '.' + name) {
-  auto& registry = calcops_jit::Registry::here();
-  auto live = registry.held ? getCustomClass(qualClassName) : nullptr;
-  const bool is_new = !live;
-  if (is_new) {
-    using Constructor = void(class_base*, const std::string&, const std::string&, std::string,
-                             const std::type_info&, const std::type_info&);
-    static auto* const construct = calcops_jit::libtorchs<Constructor>(
-        "_ZN5torch6detail10class_baseC2ERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEES9_"
-        "S7_"
-        "RKSt9type_infoSC_");
-    alignas(class_base) char made[sizeof(class_base)];
-    construct(reinterpret_cast<class_base*>(made), ns, name, doc_string, pointer, capsule);
-    live = reinterpret_cast<class_base*>(made)->classTypePtr;
-    reinterpret_cast<class_base*>(made)->~class_base();
-  }
-  classTypePtr = live;
-  if (!registry.held) return;
-  classTypePtr = at::ClassType::create(c10::QualifiedName(qualClassName), {}, false, doc_string);
-  registry.classes.push_back({classTypePtr, live, is_new, {}});
-  for (auto* type : {&pointer, &capsule}) registry.types.emplace_back(*type, live);
-}
-
-void registerCustomClassMethod(std::unique_ptr<jit::Function> method) {
-  auto& registry = calcops_jit::Registry::here();
-  auto* owner = &registry.methods;
-  for (auto& each : registry.classes)
-    if (each.name() == method->qualname().prefix()) owner = &each.methods;
-  owner->push_back(std::move(method));
-}
 }  // namespace torch
-
-// A newer library's C++ types are those of the live classes.
-c10::ClassTypePtr c10::getCustomClassTypeImpl(const std::type_index& type) {
-  for (const auto& [known, live] : calcops_jit::Registry::here().types)
-    if (known == type) return live;
-  static auto* const find = calcops_jit::libtorchs<c10::ClassTypePtr(const std::type_index&)>(
-      "_ZN3c1022getCustomClassTypeImplERKSt10type_index");
-  return find(type);
-}
 
 // What the loader calls; "error\t..." where something throws.
 #define CALCOPS_EXPORT extern "C" __attribute__((visibility("default"), used))
@@ -406,7 +270,6 @@ CALCOPS_EXPORT const char* calcops_jit_steps() {
     registry.collect();
     std::string lines;
     for (const auto& step : registry.steps) lines += step.describe() + '\n';
-    for (const auto& each : registry.classes) lines += each.describe() + '\n';
     registry.answer = std::move(lines);
   });
 }
@@ -424,7 +287,6 @@ CALCOPS_EXPORT const char* calcops_jit_commit(const char* mine) {
       return;
     }
     registry.commit();
-    for (const auto& each : registry.classes) each.commit();
   });
 }
 // Ends what this library has registered under a name: a newer one has nothing there.
