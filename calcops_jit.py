@@ -19,7 +19,7 @@ take it.
     python -m calcops_jit why               # names what changed since the last build
     python -m calcops_jit doctor            # judges the environment
     python -m calcops_jit build mine        # the same for what `load` has built; also `why mine`
-    python -m calcops_jit export DIR        # the built operators, for machines without a compiler
+    python -m calcops_jit export DIR        # the built operators, for C++ programs
     python -m calcops_jit cache             # lists what is kept; the cache bounds itself
     python -m calcops_jit clean             # empties the cache
 

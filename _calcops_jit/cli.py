@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     doctor.add_argument("--json", action="store_true", help="for programs")
     export = commands.add_parser(
-        "export", help="write a folder with the built operators, for hosts without a compiler"
+        "export", help="write a folder with the built operators, for C++ programs"
     )
     export.add_argument("folder")
     export.add_argument(

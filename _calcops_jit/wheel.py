@@ -44,7 +44,7 @@ def write(folder: str, *pythons: str) -> str:
         raise report("cannot make a wheel", [evidence], "unset CALCOPS_CFLAGS")
     if MACHINE != "x86_64":
         evidence = f"its libraries are for the levels of x86-64; this is {MACHINE}"
-        raise report("cannot make a wheel", [evidence], "python -m calcops_jit export <folder>")
+        raise report("cannot make a wheel", [evidence], "pip install .")
     if not os.path.exists(f"{_ROOT}/pyproject.toml"):
         raise report(
             "cannot make a wheel", [f"{_ROOT} has no pyproject.toml"], "make wheel in a checkout"

@@ -3,15 +3,11 @@ under emulation."""
 
 import builtins
 import io
-import json
-import os
-import shutil
 
 import pytest
 import torch
-from checkout import HERE
 
-from _calcops_jit import cuda, doctor, export, plan, recipes, request
+from _calcops_jit import cuda, doctor, plan, recipes, request
 
 # The first processors of a Grace, and of a chip with processors of two kinds.
 FEATURES = (
@@ -88,41 +84,6 @@ def test_doctor_names_the_flag_and_says_where_the_processor_is_not_told(arm):
     arm("processor\t: 0\n")
     finding = doctor._processor()
     assert finding.verdict == "note" and finding.fix == "export CALCOPS_CFLAGS=-mcpu=<its name>"
-
-
-@pytest.mark.skipif(
-    shutil.which(CROSS_COMPILER) is None, reason="no compiler for ARM: g++-aarch64-linux-gnu"
-)
-@pytest.mark.parametrize(
-    "isa, needed, others",
-    [
-        ("armv8-a", {"asimd"}, {"atomics", "sve"}),
-        (
-            "neoverse-n1",
-            {"asimd", "atomics", "asimddp", "asimdrdm", "fphp", "asimdhp", "crc32"},
-            {"sve", "bf16"},
-        ),
-        ("armv9-a", {"asimd", "atomics", "sve", "sve2"}, set()),
-    ],
-)
-def test_an_export_for_arm_names_what_its_compiler_may_use_in_the_kernels_words(
-    arm, monkeypatch, isa, needed, others
-):
-    arm()
-    monkeypatch.setenv("CXX", CROSS_COMPILER)
-    instructions = set(export._instructions(recipes.own(isa=isa)))
-    assert instructions >= needed and not instructions & others
-
-
-def test_an_exported_folder_of_another_machine_is_refused(tmp_path, monkeypatch):
-    shutil.copy(HERE / "_calcops_jit/host/calcops_jit.py", tmp_path)
-    (tmp_path / "calcops.json").write_text(json.dumps({"machine": ["riscv64", "rv64gc"]}))
-    monkeypatch.syspath_prepend(tmp_path)
-    path = tmp_path / "calcops_jit.py"
-    with pytest.raises(
-        ImportError, match=f"built for riscv64, this is {os.uname().machine}\n  fix: "
-    ):
-        exec(compile(path.read_text(), path, "exec"), {"__file__": str(path)})
 
 
 @pytest.mark.parametrize("target, version", [("x86_64-linux", "13.2"), ("sbsa-linux", "13.1")])
