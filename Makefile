@@ -51,7 +51,7 @@ build: .venv/.base ## build the operators into the cache
 	$(python) -m calcops_jit build
 
 wheel: .venv/.base $(torch:%=.venv-torch-%/.ready) ## a wheel with the operators built, for machines without a compiler -> dist/; torch="2.10 2.13": for these PyTorches, too
-	$(python) -m _calcops_jit.wheel dist $(torch:%=.venv-torch-%/bin/python)
+	$(python) -m _calcops_jit.ship.wheel dist $(torch:%=.venv-torch-%/bin/python)
 
 # The nvidia wheels have a toolkit's layout; torch.version.cuda says which release PyTorch was built with.
 cuda: .venv/.base ## build for CPU and CUDA; nvcc comes from PyPI where there is none

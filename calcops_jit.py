@@ -61,9 +61,10 @@ if not os.path.exists(__file__):
         f"calcops_jit: expected files, which a compiler can read, got {__file__}: unpack it"
     )
 
-from _calcops_jit import __version__, library, recipes
+from _calcops_jit import __version__, requests
 from _calcops_jit.errors import BuildError
-from _calcops_jit.library import Library
+from _calcops_jit.live import library
+from _calcops_jit.live.library import Library
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -96,7 +97,7 @@ def load(
     one string of them is split as a shell does. BuildError says why it cannot be built. torch's
     other options: what cannot be had here is refused.
     """
-    return library.obtain(recipes.foreign(**locals()))
+    return library.obtain(requests.foreign(**locals()))
 
 
 def reload() -> list[str]:
@@ -108,7 +109,7 @@ def reload() -> list[str]:
     built, or a schema or C++ signature changed, and what was live before still is. Nothing of an
     older build is unloaded.
     """
-    changed = library.reload(recipes.again)
+    changed = library.reload(requests.again)
     if _own is None:
         _import_operators()  # the import failed to
         return changed + ["calcops"] * (_own is not None)
@@ -121,14 +122,14 @@ def watch(seconds: float = 0.3) -> Callable[[], None]:
     function that ends it.
 
     What cannot be built is reported on stderr, and what was live before still is."""
-    from _calcops_jit import watching
+    from _calcops_jit.live import watching
 
     return watching.start(seconds, reload)
 
 
 def load_ipython_extension(shell) -> None:
     """%load_ext calcops_jit: see %%operator? in the notebook."""
-    from _calcops_jit import notebook
+    from _calcops_jit.live import notebook
 
     shell.register_magic_function(notebook.operator, "cell")
 
@@ -147,7 +148,7 @@ def _import_operators() -> None:
     _problem = BuildError(
         "calcops_jit: not built, because CALCOPS_BUILD=0; python -m calcops_jit build"
     )
-    if _own := library.obtain(recipes.own(), build=os.environ.get("CALCOPS_BUILD", "1") != "0"):
+    if _own := library.obtain(requests.own(), build=os.environ.get("CALCOPS_BUILD", "1") != "0"):
         _problem = None
         _expose()
 

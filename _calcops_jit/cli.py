@@ -9,11 +9,14 @@ import os
 import sys
 import time
 
-from . import cache, library, places, prebuilt, recipes
-from .closure import digest, file_digest
+from . import requests
+from .cache import folders, store
+from .cache.closure import digest, file_digest
 from .errors import BuildError, report
+from .live import library
 from .progress import say
 from .request import SHADOW, Request
+from .ship import prebuilt
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,20 +78,16 @@ def _request(options: argparse.Namespace) -> Request:
     """Return the Request of the operators, or the last one that `load` made for a library of this
     name."""
     if options.name in (None, "calcops"):
-        return recipes.own()
-    for manifest in cache.newest(options.name):
+        return requests.own()
+    for manifest in store.newest(options.name):
         if manifest.asked:
-            return recipes.foreign(*manifest.asked)
+            return requests.foreign(*manifest.asked)
     there = sorted(
-        {
-            os.path.basename(slot)[:-17]
-            for folder in places.folders()
-            for slot in places.slots(folder)
-        }
+        {os.path.basename(slot)[:-17] for folder in folders.own() for slot in folders.slots(folder)}
     )
     names = [name for name in there if name != "calcops" and not name.startswith("unit-")]
     what, evidence = (
-        f"no library `{options.name}` in {places.folders()[0]}",
+        f"no library `{options.name}` in {folders.own()[0]}",
         f"there are: {', '.join(names) or 'none'}",
     )
     raise report(what, [evidence], f"calcops_jit.load({options.name!r}, ...) first")
@@ -106,14 +105,14 @@ def _key(request: Request) -> str:
 
 
 def _where(options: argparse.Namespace) -> None:
-    request = recipes.own()
+    request = requests.own()
     if options.key:
         print(_key(request))
     elif options.cache:
-        print(places.folders()[0])
+        print(folders.own()[0])
     else:
-        found, cuda = cache.find(request) or prebuilt.find(request, []), request.cuda
-        print(f"cache    {places.folders()[0]}")
+        found, cuda = store.find(request) or prebuilt.find(request, []), request.cuda
+        print(f"cache    {folders.own()[0]}")
         print(f"library  {found.path if found else 'not built yet: python -m calcops_jit build'}")
         print(
             f"CUDA     {'built with ' + cuda.home if cuda.build else f'{cuda.reason}; {cuda.fix}'}"
@@ -123,15 +122,15 @@ def _where(options: argparse.Namespace) -> None:
 
 def _why(options: argparse.Namespace) -> int:
     request, reasons = _request(options), []
-    if found := cache.find(request, reasons) or prebuilt.find(request, reasons):
+    if found := store.find(request, reasons) or prebuilt.find(request, reasons):
         print(f"nothing changed: {found.path}")
         return 0
-    print("\n".join(reasons[:1] or cache.other_facts(request) or ["it was never built"]))
+    print("\n".join(reasons[:1] or store.other_facts(request) or ["it was never built"]))
     return 1
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from . import doctor
+    from .compile import doctor
 
     findings = list(doctor.examine())
     if options.json:
@@ -145,7 +144,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from . import export
+    from .ship import export
 
     if options.arch:
         os.environ |= {"CALCOPS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": options.arch}
@@ -154,22 +153,22 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _cache(options: argparse.Namespace) -> None:
-    from . import cache_size
+    from .cache import bounds
 
-    for folder in filter(os.path.isdir, [*places.folders(), *places.shared_folders()]):
-        found = cache_size.entries(folder)
+    for folder in filter(os.path.isdir, [*folders.own(), *folders.shared()]):
+        found = bounds.entries(folder)
         for entry in found:
             used = time.strftime("%Y-%m-%d", time.localtime(entry.used))
-            state = "in use" if cache.in_use(entry.path) else ""
+            state = "in use" if store.in_use(entry.path) else ""
             print(f"{entry.size / 1e6:9.2f} MB  {used}  {state:6}  {entry.path}")
         size = sum(entry.size for entry in found) / 1e6
         print(f"{size:9.2f} MB in {len(found)} libraries and objects in {folder}")
 
 
 def _clean(options: argparse.Namespace) -> None:
-    from . import cache_size
+    from .cache import bounds
 
-    for folder, left in cache_size.clean():
+    for folder, left in bounds.clean():
         say(
             f"removed the libraries in {folder}"
             + f", but {len(left)} that a process has or builds" * bool(left)

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 
 import torch
 
-from . import closure, cuda
+from . import cuda
+from .cache import closure
 
 FORMAT = 5  # of what the cache holds
 # Headers that come before PyTorch's.
@@ -72,7 +73,7 @@ class Request(SimpleNamespace):
     # Of a library in a wheel: the way from its folder to the one that torch lies in.
     origin: str = ""
     verbose: bool = False
-    asked: tuple = ()  # the arguments of recipes.foreign
+    asked: tuple = ()  # the arguments of requests.foreign
     given: tuple[tuple[str, ...], tuple[str, ...]] | None = None  # the arguments of located()
 
     def but(self, **changes) -> Request:

@@ -271,7 +271,7 @@ def wheel_of(source: Path, folder: Path) -> Path:
 def built_wheel(source: Path, folder: Path, *pythons: str, **variables) -> Path:
     """The wheel that `make wheel` makes of a checkout."""
     variables["PYTHONPATH"] = str(source)
-    command = [sys.executable, "-m", "_calcops_jit.wheel", folder, *pythons]
+    command = [sys.executable, "-m", "_calcops_jit.ship.wheel", folder, *pythons]
     done = subprocess.run(
         command, cwd=source, env=os.environ | variables, capture_output=True, text=True
     )

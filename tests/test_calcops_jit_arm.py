@@ -7,7 +7,8 @@ import io
 import pytest
 import torch
 
-from _calcops_jit import cuda, doctor, plan, recipes, request
+from _calcops_jit import cuda, request, requests
+from _calcops_jit.compile import doctor, plan
 
 # The first processors of a Grace, and of a chip with processors of two kinds.
 FEATURES = (
@@ -62,14 +63,14 @@ def test_processors_of_two_kinds_and_other_models_and_features_have_other_slots(
     slots = []
     for cpuinfo in (GRACE, TWO_KINDS, GRACE.replace("0xd4f", "0xd40"), GRACE.replace(" bf16", "")):
         arm(cpuinfo)
-        slots.append(recipes.own().slot)
+        slots.append(requests.own().slot)
     arm(GRACE.replace("evtstrm", "paca"))
-    assert len({*slots, recipes.own().slot}) == 5
+    assert len({*slots, requests.own().slot}) == 5
 
 
 def test_it_compiles_for_this_processor_by_mcpu_and_for_an_architecture_by_march(arm):
     arm()
-    flags = [recipes.own(isa=isa).cflags for isa in ("native", "neoverse-v2", "armv8.2-a+sve")]
+    flags = [requests.own(isa=isa).cflags for isa in ("native", "neoverse-v2", "armv8.2-a+sve")]
     chosen = [[flag for flag in each if flag.startswith("-m")] for each in flags]
     assert chosen == [["-mcpu=native"], ["-mcpu=neoverse-v2"], ["-march=armv8.2-a+sve"]]
 
@@ -102,6 +103,6 @@ def test_a_toolkit_whose_headers_lie_in_its_targets_folder_serves_this_kind_of_m
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert cuda.find_toolkit() == (str(tmp_path), version)
     choice = cuda.Choice(build=True, home=str(tmp_path), version=version, arches="9.0")
-    flags = plan.Plan.of(recipes.own().but(cuda=choice), str(tmp_path), [], [], jobs=1).flags
+    flags = plan.Plan.of(requests.own().but(cuda=choice), str(tmp_path), [], [], jobs=1).flags
     for kind in ("cflags", "cuda_cflags"):
         assert f"-isystem {tmp_path}/targets/{target}/include " in flags[kind] + " "

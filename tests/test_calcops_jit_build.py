@@ -11,7 +11,8 @@ import pytest
 import torch
 from checkout import HERE
 
-from _calcops_jit import cuda, handles, recipes
+from _calcops_jit import cuda, requests
+from _calcops_jit.live import handles
 
 OPERATOR = """
 #include <ATen/core/Tensor.h>
@@ -296,6 +297,6 @@ def test_the_cuda_operators_compile_and_link_for_sm_80_and_sm_90():
 
 
 def test_every_unit_under_ops_is_built():
-    units = {Path(s).relative_to(HERE / "ops").as_posix() for s in recipes.own().sources}
+    units = {Path(s).relative_to(HERE / "ops").as_posix() for s in requests.own().sources}
     there = {p.relative_to(HERE / "ops").as_posix() for p in (HERE / "ops").rglob("*.cpp")}
     assert there <= units and not {u for u in units - there if not u.endswith(".cu")}

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from checkout import spoil
 
-from _calcops_jit import cache, closure, recording, staging
+from _calcops_jit.cache import closure, locks, store
+from _calcops_jit.compile import recording
 from _calcops_jit.request import Request
 
 
@@ -77,27 +78,27 @@ def test_no_truncation_and_no_flipped_byte_is_ever_loaded(tmp_path, monkeypatch)
     source.touch()
     request = Request(name="x", root=str(tmp_path), sources=(str(source),), cflags=())
     content = random.Random(0).randbytes(100_000)
-    slot, _ = cache.writable_slot(request)
-    with staging.stage(slot) as folder:
+    slot, _ = store.writable_slot(request)
+    with locks.stage(slot) as folder:
         Path(folder, "built").write_bytes(content)
         recorder = recording.Recorder(request, [], recording.Before(str(tmp_path), set()))
         made_from = recorder.closure({str(source)}, set(request.tools))
-        generation = cache.place(slot, folder, f"{folder}/built", request, made_from)
-        cache.complete(generation, {})
+        generation = store.place(slot, folder, f"{folder}/built", request, made_from)
+        store.complete(generation, {})
     library = Path(generation.path)
-    assert cache.find(request)
+    assert store.find(request)
     for size in range(0, len(content), 4096):
         library.write_bytes(content[:size])
-        assert cache.find(request) is None
+        assert store.find(request) is None
     for at in random.Random(1).sample(range(len(content)), 50):
         library.write_bytes(content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
-        assert cache.find(request) is None
+        assert store.find(request) is None
     library.write_bytes(content)
-    assert cache.find(request)
+    assert store.find(request)
 
 
 def test_the_cache_is_found_by_xdg_and_by_home(checkout, tmp_path):
-    where = "from _calcops_jit import places; print(places.folders()[0])"
+    where = "from _calcops_jit.cache import folders; print(folders.own()[0])"
     path = lambda **env: checkout.run(where, CALCOPS_CACHE=None, **env).out.strip()  # noqa: E731
     assert path(XDG_CACHE_HOME=tmp_path / "x") == f"{tmp_path}/x/calcops"
     assert path(HOME=tmp_path, XDG_CACHE_HOME=None) == f"{tmp_path}/.cache/calcops"
@@ -108,12 +109,12 @@ def test_the_cache_is_found_by_xdg_and_by_home(checkout, tmp_path):
 )
 def test_a_manifest_of_another_version_is_no_manifest_of_ours(body):
     with pytest.raises(ValueError, match="another version"):
-        cache.Manifest.parse(closure.digest(body).encode() + b"\n" + body)
+        store.Manifest.parse(closure.digest(body).encode() + b"\n" + body)
 
 
 def test_a_manifest_of_which_a_byte_changed_is_damaged():
     body = b'{"request": {}}'
     with pytest.raises(ValueError, match="damaged"):
-        cache.Manifest.parse(
+        store.Manifest.parse(
             closure.digest(body).encode() + b"\n" + body.replace(b"request", b"requesT")
         )

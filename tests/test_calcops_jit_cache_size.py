@@ -6,7 +6,7 @@ import time
 import pytest
 from checkout import Checkout, wait_for
 
-from _calcops_jit import cache_size
+from _calcops_jit.cache import bounds
 
 MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
 KEEP = "import calcops_jit, time; print('here', flush=True); time.sleep(60)"
@@ -21,9 +21,7 @@ def prune(checkout: Checkout, size: int) -> int:
     """Does what a build does with the cache, and returns the number of libraries and objects that
     it removes."""
     return int(
-        checkout.run(
-            f"from _calcops_jit import cache_size; print(len(cache_size.prune({size})))"
-        ).out
+        checkout.run(f"from _calcops_jit.cache import bounds; print(len(bounds.prune({size})))").out
     )
 
 
@@ -62,14 +60,14 @@ def test_a_build_removes_what_was_not_used_for_longest_and_never_what_a_process_
     wait_for(lambda: child.out, 120.0)
     os.utime(held, (time.time() - 30 * DAY,) * 2)
     old, recent = build(checkout, 2, 20), build(checkout, 3, 10)
-    size = sum(entry.size for entry in cache_size.entries(str(checkout.cache)))
+    size = sum(entry.size for entry in bounds.entries(str(checkout.cache)))
     # One library and one object too many.
     newest = build(checkout, 4, 0, CALCOPS_CACHE_SIZE=str(size))
     assert held.exists() and not old.exists() and recent.exists() and newest.exists()
     child.kill()
     child.wait()
     assert prune(checkout, 0) > 0
-    assert cache_size.entries(str(checkout.cache)) == []
+    assert bounds.entries(str(checkout.cache)) == []
     assert checkout.answer() == 4
 
 
@@ -129,7 +127,7 @@ def test_a_library_that_was_exchanged_for_another_is_held_too(checkout):
 def test_a_warm_import_does_not_look_after_the_cache(checkout):
     assert checkout.answer() == 1
     child = checkout.run(
-        "import sys, calcops_jit; print('_calcops_jit.cache_size' in sys.modules)",
+        "import sys, calcops_jit; print('_calcops_jit.cache.bounds' in sys.modules)",
         CALCOPS_CACHE_SIZE="0",
     )
     assert child.out == "False\n"
@@ -150,7 +148,7 @@ def test_a_warm_import_does_not_look_after_the_cache(checkout):
 )
 def test_the_bound_is_a_number_of_bytes_or_k_m_g(monkeypatch, text, size):
     monkeypatch.setenv("CALCOPS_CACHE_SIZE", text)
-    assert cache_size.bound() == size
+    assert bounds.bound() == size
 
 
 def test_a_wrong_bound_is_refused_before_anything_is_built(checkout):

@@ -84,7 +84,7 @@ def test_a_header_that_came_before_another_while_that_was_compiled_is_seen(check
 # Whether less or more time passed between two looks than a clock takes to tick, however busy this
 # machine is.
 SOON, LATER = (
-    f"import _calcops_jit.closure as c; c.is_long_ago = lambda _: {long}\n"
+    f"import _calcops_jit.cache.closure as c; c.is_long_ago = lambda _: {long}\n"
     for long in (False, True)
 )
 

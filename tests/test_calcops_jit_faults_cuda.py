@@ -8,7 +8,8 @@ import pytest
 import torch
 from test_calcops_jit_faults import NVCC_13
 
-from _calcops_jit import cuda, diagnosis
+from _calcops_jit import cuda
+from _calcops_jit.compile import diagnosis
 from _calcops_jit.request import Request
 
 

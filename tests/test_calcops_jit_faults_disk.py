@@ -215,7 +215,7 @@ def as_anybody(checkout, script: str = ANSWER, **options) -> tuple[str, str]:
     """Imports as a user without a passwd entry; what a build imports comes first, while root can
     read it."""
     imports = (
-        "import os, sysconfig, _calcops_jit.compiler, _calcops_jit.progress\n"
+        "import os, sysconfig, _calcops_jit.compile.compiler, _calcops_jit.progress\n"
         "sysconfig.get_config_vars()\n"
         # Python's headers may be where only root can read.
         "sysconfig.get_path = lambda *_, **__: '/nowhere'\n"

@@ -3,7 +3,7 @@ them."""
 
 import pytest
 
-from _calcops_jit import diagnosis
+from _calcops_jit.compile import diagnosis
 from _calcops_jit.request import Request
 
 # What other compilers say of an error in a header, with the line of the project that they lead to.

@@ -81,7 +81,7 @@ class Built(Checkout):
         # Uses what is compiled ahead, and compiles no more of it.
         options.setdefault("MAX_JOBS", "1")
         preamble = (
-            "import _calcops_jit.recipes as r\nown = r.own\n"
+            "import _calcops_jit.requests as r\nown = r.own\n"
             "def with_archive(*a):\n"
             f"    return own(*a).but(ldflags=('{self.path}/archived/libarchived.a',))\n"
             "r.own = with_archive\n"

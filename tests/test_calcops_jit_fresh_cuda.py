@@ -10,8 +10,9 @@ import pytest
 import torch
 from checkout import BUILDING, CALL, Checkout, the_zygote
 
-from _calcops_jit import cuda, recording
-from _calcops_jit.closure import Changed, file_digest
+from _calcops_jit import cuda
+from _calcops_jit.cache.closure import Changed, file_digest
+from _calcops_jit.compile import recording
 from _calcops_jit.request import Request
 
 NVCC = """#!{python}

@@ -21,7 +21,7 @@ from test_calcops_jit_inputs import LOAD, Folder
 
 # Stamps settle after this time instead of two seconds, so that edits also meet stamps that the
 # loader trusts.
-SHORT_TICK = "import _calcops_jit.closure\n_calcops_jit.closure._TICK_NS = 20_000_000\n"
+SHORT_TICK = "import _calcops_jit.cache.closure\n_calcops_jit.cache.closure._TICK_NS = 20_000_000\n"
 PLAIN_ANSWER = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).answer())"
 
 

@@ -291,7 +291,7 @@ def test_sources_without_a_common_folder_are_watched_and_reloaded(folder):
         assert folder.loaded(**options) == 1
         reload = LOAD.format(options=options) + (
             f"open('{elsewhere}/value.cpp', 'w').write('int value() {{ return 2; }}')\n"
-            "from _calcops_jit.library import project_files\n"
+            "from _calcops_jit.live.library import project_files\n"
             "print(calcops_jit.reload(), ctypes.CDLL(library.path).answer())\n"
             f"print('{elsewhere}/value.cpp' in project_files(), '/' in project_files())\n"
         )

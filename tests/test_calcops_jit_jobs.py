@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from _calcops_jit import jobs
+from _calcops_jit.compile import jobs
 
 MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from checkout import CALL, in_cache, wait_for
 
-from _calcops_jit import trial
+from _calcops_jit.live import trial
 
 
 def _with_default_signals():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from checkout import BUILDING, Checkout, the_zygote
 
-from _calcops_jit import recipes
+from _calcops_jit import requests
 
 MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
 SOURCE = """#include "answer.h"
@@ -29,7 +29,7 @@ NOTHING = dict.fromkeys(
 
 
 def request(sources, name="mine", torch_options=(), **options):
-    return recipes.foreign(name, sources, torch_options=dict(torch_options), **NOTHING | options)
+    return requests.foreign(name, sources, torch_options=dict(torch_options), **NOTHING | options)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_a_variable_that_is_no_shells_words_is_named(monkeypatch):
     monkeypatch.setenv("CALCOPS_CFLAGS", "-DA='b")
     told = """calcops_jit: expected CALCOPS_CFLAGS as a shell's words, got "-DA='b": No closing quotation"""
     with pytest.raises(ValueError, match="^" + re.escape(told) + "$"):
-        recipes.own()
+        requests.own()
 
 
 def test_an_option_that_nobody_has_is_refused(source):

@@ -170,7 +170,7 @@ def test_type_checkers_know_the_handles_and_the_modules_own_functions(wheel, env
     force = f"({tensors}, nghost: int =, *, neighbor_index: torch.Tensor | None =) -> torch.Tensor"
     assert re.search(rf'user.py:2: note: Revealed type is "def {re.escape(force)}"', says), says
     assert re.search(
-        r'user.py:3: note: .*name: .*str.*sources: .*-> _calcops_jit.library.Library"', says
+        r'user.py:3: note: .*name: .*str.*sources: .*-> _calcops_jit.live.library.Library"', says
     ), says
     assert re.search(r'user.py:4: note: Revealed type is ".*str"', says), says
     assert "user.py:5: error: Missing positional arguments" in says

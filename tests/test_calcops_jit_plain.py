@@ -7,7 +7,7 @@ import shutil
 import pytest
 from test_calcops_jit_inputs import ANSWER, Folder
 
-from _calcops_jit import precompiled
+from _calcops_jit.compile import precompiled
 from _calcops_jit.request import Request
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from checkout import CALL, Checkout, in_cache, spoil, the_zygote, wait_for
 
-from _calcops_jit import recipes
-from _calcops_jit.precompiled import preamble, strangers
+from _calcops_jit import requests
+from _calcops_jit.compile.precompiled import preamble, strangers
 from _calcops_jit.request import SHADOW
 
 TORCH = "#include <torch/library.h>\n"
@@ -56,7 +56,7 @@ def test_the_loaders_own_header_of_torch_library_is_no_stranger(tmp_path):
     (tmp_path / "cell.cpp").touch()
     ours, theirs = f"{SHADOW}/torch/library.h", str(tmp_path / "cell.h")
     for source in tmp_path / "cell.cpp", Path(SHADOW).parents[1] / "calcops_jit.py":
-        request = recipes.foreign("cell", [source])
+        request = requests.foreign("cell", [source])
         assert strangers(request, {ours, theirs}) == {theirs}
 
 
@@ -69,9 +69,9 @@ extern "C" __attribute__((visibility("default"))) int answer() {{ return ANSWER 
 """
 CLOSURE = """
 import calcops_jit, json
-from _calcops_jit import cache
+from _calcops_jit.cache import store
 generation = calcops_jit.library_path().rpartition("/")[0]
-print(json.dumps(sorted(cache.read_manifest(generation).closure.entries())))
+print(json.dumps(sorted(store.read_manifest(generation).closure.entries())))
 """
 
 

@@ -224,7 +224,7 @@ def test_with_every_descriptor_closed_and_with_none_left_it_is_never_another_lib
     checkout, tmp_path
 ):
     script = f"""{TWO}
-from _calcops_jit import loading
+from _calcops_jit.live import loading
 from _calcops_jit.request import Request
 first = load("first", "first.cpp")
 os.closerange(3, 256)  # as a daemon does
@@ -298,8 +298,8 @@ def test_the_runtime_is_compiled_once_for_all_libraries_also_where_a_macro_hides
     (tmp_path / "ops/third").mkdir(parents=True)
     (tmp_path / "ops/third/third.cpp").write_text(ONE.format("third", 3))
     script = """
-from _calcops_jit import library, recipes
-third = library.obtain(recipes.own(os.path.abspath("ops"), "third"))
+from _calcops_jit import requests; from _calcops_jit.live import library
+third = library.obtain(requests.own(os.path.abspath("ops"), "third"))
 print([load(name, f"{name}.cpp").one() for name in ("first", "second")], third.one())
 """
     empty = tmp_path / "cache"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from checkout import LOADED, in_cache, stages, wait_for
 
-from _calcops_jit import staging
+from _calcops_jit.cache import locks
 
 MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
 ANSWER = f"import calcops_jit; {LOADED}; print(loaded.answer())\n"
@@ -22,25 +22,25 @@ ANSWER = f"import calcops_jit; {LOADED}; print(loaded.answer())\n"
 
 
 def test_only_what_a_build_started_in_its_folder_is_ended_with_it(tmp_path):
-    folder = staging.make(str(tmp_path), "stage")
+    folder = locks.make(str(tmp_path), "stage")
     variables = {
-        "a compiler": {staging.MARK: folder},
+        "a compiler": {locks.MARK: folder},
         "a user": {},
-        "another build": {staging.MARK: f"{folder}0"},
+        "another build": {locks.MARK: f"{folder}0"},
     }
     running = {
         who: subprocess.Popen(["sleep", "60"], cwd=folder, env=os.environ | marked)
         for who, marked in variables.items()
     }
     elsewhere = subprocess.Popen(
-        ["sleep", "60"], cwd=tmp_path, env=os.environ | {staging.MARK: folder}
+        ["sleep", "60"], cwd=tmp_path, env=os.environ | {locks.MARK: folder}
     )
     wait_for(
         lambda: all(
             b"sleep" in Path(f"/proc/{p.pid}/cmdline").read_bytes() for p in running.values()
         )
     )
-    staging.remove(folder)
+    locks.remove(folder)
     assert running["a compiler"].wait(30) == -9
     assert [running["a user"].poll(), running["another build"].poll(), elsewhere.poll()] == [
         None
@@ -53,17 +53,17 @@ def test_only_what_a_build_started_in_its_folder_is_ended_with_it(tmp_path):
 
 def test_what_a_build_starts_while_its_folder_is_removed_is_ended_too(tmp_path, monkeypatch):
     """Starts a process during the removal, as a build may while its interpreter ends."""
-    folder, late = staging.make(str(tmp_path), "stage"), []
+    folder, late = locks.make(str(tmp_path), "stage"), []
 
     def start_and_remove(path, **options):
         late.append(
-            subprocess.Popen(["sleep", "60"], cwd=path, env=os.environ | {staging.MARK: path})
+            subprocess.Popen(["sleep", "60"], cwd=path, env=os.environ | {locks.MARK: path})
         )
         rmtree(path, **options)
 
     rmtree = shutil.rmtree
     monkeypatch.setattr(shutil, "rmtree", start_and_remove)
-    staging.remove(folder)
+    locks.remove(folder)
     assert [process.wait(30) for process in late] == [-9]
     assert not os.path.exists(folder)
 
@@ -82,21 +82,21 @@ def test_what_a_build_starts_while_its_folder_is_removed_is_ended_too(tmp_path, 
 )
 def test_a_folder_of_one_process_goes_with_it_or_with_the_next(tmp_path, end, left):
     script = (
-        "import os, sys\nfrom _calcops_jit import staging\n"
-        f"folder = staging.make({str(tmp_path)!r}, 'x')\n{end}"
+        "import os, sys\nfrom _calcops_jit.cache import locks\n"
+        f"folder = locks.make({str(tmp_path)!r}, 'x')\n{end}"
     )
     subprocess.run(
         [sys.executable, "-c", script], capture_output=True, cwd=Path(__file__).parent.parent
     )
     assert len(list(tmp_path.iterdir())) == left
-    mine = staging.make(str(tmp_path), "x")
+    mine = locks.make(str(tmp_path), "x")
     assert [str(path) for path in tmp_path.iterdir()] == [mine]
-    staging.remove(mine)
+    locks.remove(mine)
 
 
 def test_a_folder_goes_although_a_child_of_its_dead_owner_lives(tmp_path):
     script = (
-        "import os, sys, time\nfrom _calcops_jit import staging\nstaging.make(sys.argv[1], 'x')\n"
+        "import os, sys, time\nfrom _calcops_jit.cache import locks\nlocks.make(sys.argv[1], 'x')\n"
         "if child := os.fork(): print(child, flush=True), os._exit(0)\n"
         "os.closerange(0, 3), time.sleep(60)"
     )
@@ -105,7 +105,7 @@ def test_a_folder_goes_although_a_child_of_its_dead_owner_lives(tmp_path):
         command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True
     ).stdout
     assert len(list(tmp_path.iterdir())) == 1
-    staging.sweep(str(tmp_path), "x")
+    locks.sweep(str(tmp_path), "x")
     os.kill(int(child), 9)
     assert not list(tmp_path.iterdir())
 
@@ -116,10 +116,10 @@ def test_a_folder_whose_owner_lives_in_another_container_stays(tmp_path):
     folder.mkdir()
     fd = os.open(folder, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    staging.sweep(str(tmp_path), "x")
+    locks.sweep(str(tmp_path), "x")
     assert folder.exists()
     os.close(fd)
-    staging.sweep(str(tmp_path), "x")
+    locks.sweep(str(tmp_path), "x")
     assert not folder.exists()
 
 
@@ -203,8 +203,8 @@ def test_clean_removes_nothing_but_what_is_the_caches(checkout):
 
 def test_imports_and_cleaners_and_pruners_at_once_do_not_disturb_each_other(checkout):
     cleaning = (
-        "from _calcops_jit import cache_size\nfor _ in range(200):\n"
-        "  cache_size.prune(0)\n  list(cache_size.clean())\n"
+        "from _calcops_jit.cache import bounds\nfor _ in range(200):\n"
+        "  bounds.prune(0)\n  list(bounds.clean())\n"
     )
     cleaners = [checkout.start(cleaning) for _ in range(2)]
     children = []
@@ -226,11 +226,9 @@ def test_a_relative_cache_and_one_in_the_home_folder_are_one_folder(checkout, tm
     (tmp_path / "home").mkdir()
     script = (
         "import calcops_jit, os\nos.chdir('/')\nprint(calcops_jit.reload())\n"
-        "from _calcops_jit import places\n"
+        "from _calcops_jit.cache import folders\n"
     )
-    script += (
-        "print(places.folders()[0], calcops_jit.library_path().startswith(places.folders()[0]))"
-    )
+    script += "print(folders.own()[0], calcops_jit.library_path().startswith(folders.own()[0]))"
     child = checkout.run(script, CALCOPS_CACHE=named, HOME=tmp_path / "home")
     folder = tmp_path / named.replace("~", "home")
     assert (child.code, child.out) == (0, f"[]\n{folder} True\n"), child.err
@@ -238,6 +236,6 @@ def test_a_relative_cache_and_one_in_the_home_folder_are_one_folder(checkout, tm
 
 
 def test_a_relative_xdg_folder_does_not_count(checkout, tmp_path):
-    script = "from _calcops_jit import places; print(places.folders()[0])"
+    script = "from _calcops_jit.cache import folders; print(folders.own()[0])"
     child = checkout.run(script, CALCOPS_CACHE=None, XDG_CACHE_HOME="relative", HOME=tmp_path)
     assert child.out == f"{tmp_path}/.cache/calcops\n"

@@ -25,8 +25,10 @@ from checkout import (
     wheel_of,
 )
 
-from _calcops_jit import cache, prebuilt, request
-from _calcops_jit.closure import file_digest
+from _calcops_jit import request
+from _calcops_jit.cache import store
+from _calcops_jit.cache.closure import file_digest
+from _calcops_jit.ship import prebuilt
 
 BARE = {"PATH": "/nowhere", "HOME": "/nowhere", "CXX": None}
 LEVEL = """
@@ -180,19 +182,19 @@ def test_the_library_is_the_best_that_the_processor_can_run(installed, flags, le
 
 
 REWRITE = """
-from _calcops_jit import cache, closure, cuda, prebuilt
+from _calcops_jit import cuda; from _calcops_jit.cache import closure, store; from _calcops_jit.ship import prebuilt
 for level in prebuilt.LEVELS:
     folder = f"{{prebuilt.FOLDER}}/{{prebuilt.label()}}/{{level}}"
-    manifest = cache.read_manifest(folder)
+    manifest = store.read_manifest(folder)
     {}
-    cache.write_whole(f"{{folder}}/manifest", manifest.dump())
+    store.write_whole(f"{{folder}}/manifest", manifest.dump())
 """
 WITH_CUDA = """
     choice = cuda.Choice(build=True, version="13.2", arches="8.0;9.0+PTX")
     manifest.request = prebuilt.facts(prebuilt.request(level, choice))
 """
 UNLOADABLE = """
-    cache.write_whole(f"{folder}/calcops.so", b"of a newer system")
+    store.write_whole(f"{folder}/calcops.so", b"of a newer system")
     manifest.size, manifest.digest = 17, closure.file_digest(f"{folder}/calcops.so")
 """
 
@@ -300,10 +302,10 @@ def test_for_another_pytorch_only_what_knows_it_is_compiled(installed):
 def test_objects_that_a_linker_cannot_take_are_no_obstacle(installed):
     """The operators are built from their sources then."""
     for objects in installed.path.glob("_calcops_jit/built/objects/*"):
-        manifest = cache.read_manifest(str(objects))
+        manifest = store.read_manifest(str(objects))
         (objects / "unit.o").write_bytes(b"of another kind")
         manifest.size, manifest.digest = 15, file_digest(str(objects / "unit.o"))
-        cache.write_whole(f"{objects}/manifest", manifest.dump())
+        store.write_whole(f"{objects}/manifest", manifest.dump())
     other = f"import torch\ntorch.__version__ = '2.14.0'\n{CALL}"
     child = installed.run(other, CALCOPS_CUDA="0")
     assert child.code == 0 and "does not fit: it is for PyTorch" in child.err
@@ -344,7 +346,7 @@ def test_a_damaged_library_is_told_and_never_loaded(installed, damage):
 
 def test_a_wheel_for_another_kind_of_machine_is_refused(tmp_path):
     script = (
-        "from _calcops_jit import wheel\nwheel.MACHINE = 'aarch64'\n"
+        "from _calcops_jit.ship import wheel\nwheel.MACHINE = 'aarch64'\n"
         f"wheel.write({str(tmp_path / 'dist')!r})"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True)

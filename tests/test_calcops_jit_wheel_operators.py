@@ -11,7 +11,7 @@ import zipfile
 import pytest
 from checkout import HERE, built_wheel, pip
 
-from _calcops_jit import prebuilt
+from _calcops_jit.ship import prebuilt
 
 MEASURED = """
 import time, torch

@@ -161,7 +161,7 @@ def test_without_a_descriptor_each_step_says_so(folder, step):
 def test_where_nothing_may_be_executed_the_cause_is_told(folder):
     folder.put("mine.cpp", SOURCE)
     script = """
-from _calcops_jit import loading
+from _calcops_jit.live import loading
 def refuse(name, fd): raise OSError(f"{name}: failed to map segment from shared object")
 loading._open = refuse
 import calcops_jit

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from _calcops_jit import plan
+from _calcops_jit.compile import plan
 from _calcops_jit.request import Request
 
 COMPILER = shutil.which("c++")

@@ -188,12 +188,12 @@ def test_a_header_beside_the_notebook_is_found_and_one_that_is_nowhere_has_a_cel
 
 
 def test_the_options_are_those_of_load(monkeypatch):
-    from _calcops_jit import notebook
+    from _calcops_jit.live import notebook
 
     calls, pushed = [], []
     library = SimpleNamespace(operators={})
     monkeypatch.setattr(
-        notebook.recipes, "foreign", lambda *args, **options: calls.append((args, options))
+        notebook.requests, "foreign", lambda *args, **options: calls.append((args, options))
     )
     monkeypatch.setattr(notebook.library, "obtain", lambda request: library)
     monkeypatch.setattr(notebook, "get_ipython", lambda: SimpleNamespace(push=pushed.append))
@@ -226,7 +226,11 @@ def test_the_cells_of_a_kernel_that_was_killed_go_with_the_next_one(tmp_path):
         "TMPDIR": str(tmp_path),
     }
     for end in ("os._exit(0)", "os._exit(0)", ""):
-        command = [sys.executable, "-c", f"import os\nfrom _calcops_jit import notebook\n{end}"]
+        command = [
+            sys.executable,
+            "-c",
+            f"import os\nfrom _calcops_jit.live import notebook\n{end}",
+        ]
         subprocess.run(command, env=environment, check=True)
         assert len(list(tmp_path.glob("calcops-cells-*"))) == bool(end)
 

@@ -129,24 +129,29 @@ def test_every_variable_is_one_that_the_code_reads(name):
 
 
 def test_the_map_of_the_loader_names_every_module_and_what_it_imports():
+    """A row for each module, `folder/name`; the names of modules in a row are without folders."""
+    package = ROOT / "_calcops_jit"
     rows = re.findall(
-        r"^\| \[(\w+)\]\(\S+\) \| .+ \| ?(.*) \|$", TEXTS["_calcops_jit/README.md"], re.MULTILINE
+        r"^\| \[([\w/]+)\]\(\S+\) \| .+ \| ?(.*) \|$", TEXTS["_calcops_jit/README.md"], re.MULTILINE
     )
-    modules = {"calcops_jit": ROOT / "calcops_jit.py"} | {
-        p.stem: p for p in (ROOT / "_calcops_jit").glob("[!_]*.py")
-    }
+    modules = {"calcops_jit": ROOT / "calcops_jit.py"}
+    for path in [*package.glob("[!_]*.py"), *package.glob("[!_]*/[!_]*.py")]:
+        modules[str(path.relative_to(package).with_suffix(""))] = path
+    assert dict(rows).keys() == modules.keys()
     imported = {}
     for module, path in modules.items():
+        # `from ..cache.closure import Changed`, or `from ..cache import closure, store`.
         found = re.findall(
-            r"^\s*from (?:_calcops_jit)?(?:\.(\w+)| *\.?) import (\([^)]+\)|.+)$",
+            r"^\s*from (?:_calcops_jit|\.)([\w.]*) import (\([^)]+\)|.+)$",
             path.read_text(),
             re.MULTILINE,
         )
-        names = {
-            name
-            for one, several in found
-            for name in ([one] if one else re.findall(r"\w+", several))
-        }
-        imported[module] = sorted(names & modules.keys())
+        names = set()
+        for place, several in found:
+            names |= {place.rpartition(".")[2], *re.findall(r"\w+", several)}
+        short = {other.rpartition("/")[2]: other for other in modules}
+        assert len(short) == len(modules), "each module has a name of its own"
+        imported[module] = sorted(names & short.keys() - {module.rpartition("/")[2]})
     assert dict(rows) == {module: ", ".join(names) for module, names in imported.items()}
+    imported = {module: [short[name] for name in names] for module, names in imported.items()}
     list(graphlib.TopologicalSorter(imported).static_order())  # CycleError

@@ -2,7 +2,7 @@
 // def and impl in them becomes a step; commit() registers all steps or none.
 //
 // Who calls commit()? For everybody but calcops_jit, such as a C++ host that links or dlopens the
-// library, its initialisers do. The loader (loading.py) says beforehand that it will, by an
+// library, its initialisers do. The loader (live/loading.py) says beforehand that it will, by an
 // operator calcops_jit::holds in the dispatcher with the library's path as its overload: it
 // compares first.
 //

@@ -9,13 +9,15 @@ import tempfile
 from IPython import get_ipython
 from IPython.core.magic_arguments import argument, magic_arguments
 
-from . import cache, library, recipes, staging
-from .closure import digest
-from .errors import BuildError
+from .. import requests
+from ..cache import locks, store
+from ..cache.closure import digest
+from ..errors import BuildError
+from . import library
 
 # A folder of this process, as two notebooks may use the same name. The cache's keys name no folder,
 # so the cell is found there after a restart.
-_folder = staging.make(os.path.realpath(tempfile.gettempdir()), f"calcops-cells-{os.getuid()}")
+_folder = locks.make(os.path.realpath(tempfile.gettempdir()), f"calcops-cells-{os.getuid()}")
 _OPTIONS = {  # of load, and what a cell has instead
     "extra_include_paths": "--cflags=-I...",
     "extra_cuda_cflags": "--cflags",
@@ -48,7 +50,7 @@ def operator(line: str, cell: str) -> None:
     folder = f"{_folder}/{digest(options.name.encode())}"
     os.makedirs(folder, exist_ok=True)
     source = f"{folder}/cell.{'cu' if options.cuda else 'cpp'}"
-    cache.write_whole(source, cell.encode())
+    store.write_whole(source, cell.encode())
     # Headers beside the notebook are found. (nvcc knows no -iquote.)
     beside = [f"-I{os.getcwd()}"] if options.cuda else ["-iquote", os.getcwd()]
     flags = {
@@ -59,10 +61,10 @@ def operator(line: str, cell: str) -> None:
     }
     flags |= {"extra_ldflags": shlex.split(options.ldflags), "verbose": options.verbose}
     try:
-        built = library.obtain(recipes.foreign(options.name, source, **flags))
+        built = library.obtain(requests.foreign(options.name, source, **flags))
     except BaseException as error:
         if source in _live:  # reload() is not to find the cell that failed
-            cache.write_whole(source, _live[source].encode())
+            store.write_whole(source, _live[source].encode())
         if isinstance(error, BuildError):
             text = str(error).replace(source, "cell")
             for option, of_cell in _OPTIONS.items():

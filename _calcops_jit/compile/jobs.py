@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from .closure import text_of
+from ..cache.closure import text_of
 
 _MEMORY = 2e9  # bytes that one compiler may need, with torch/extension.h
 

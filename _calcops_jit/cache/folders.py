@@ -12,7 +12,7 @@ _of_this_process: list[str] = []  # for when nothing else can be written
 os.register_at_fork(after_in_child=_of_this_process.clear)
 
 
-def folders() -> list[str]:
+def own() -> list[str]:
     """Folders in which libraries are looked for and, in the first that can be written, built: the
     user's, then fallbacks."""
     found = []
@@ -31,9 +31,9 @@ def folders() -> list[str]:
 
 def last_resort() -> str:
     """Makes a folder for this process alone. FileNotFoundError: nothing at all can be written."""
-    from . import staging
+    from . import locks
 
-    _of_this_process[:] = [staging.make(tempfile.gettempdir(), f"calcops-{os.getuid()}")]
+    _of_this_process[:] = [locks.make(tempfile.gettempdir(), f"calcops-{os.getuid()}")]
     return _of_this_process[0]
 
 
@@ -47,7 +47,7 @@ def fallback() -> str:
     return os.path.join(_place(os.environ.get("TMPDIR") or "/tmp"), f"calcops-{os.getuid()}")
 
 
-def shared_folders() -> list[str]:
+def shared() -> list[str]:
     """Return the read-only caches, such as an administrator's. They are searched last."""
     return [_place(f) for f in os.environ.get("CALCOPS_CACHE_READONLY", "").split(":") if f]
 
@@ -73,7 +73,7 @@ def slots(folder: str) -> list[str]:
 def unreadable() -> list[str]:
     """Why folders in CALCOPS_CACHE_READONLY cannot be read."""
     problems = []
-    for folder in shared_folders():
+    for folder in shared():
         try:
             os.listdir(folder)
             for slot in slots(folder):

@@ -18,7 +18,7 @@ from functools import cached_property
 
 import torch
 
-from .errors import BuildError, report
+from ..errors import BuildError, report
 
 _taken: list[Registration] = []  # all that ever registered something, the newest last
 
@@ -157,7 +157,7 @@ class Registration:
             if known:
                 continue  # it is left from an older generation
             if name in self.impls and name.partition(" ")[0] not in ["", *self.defs]:
-                from .progress import say
+                from ..progress import say
 
                 say(f"{self.name} takes the place of {name}, {where}")
                 continue

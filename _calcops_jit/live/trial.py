@@ -17,8 +17,8 @@ from typing import NoReturn
 
 import torch
 
+from ..errors import BuildError, report
 from . import handles
-from .errors import BuildError, report
 from .registration import Registration
 
 _LIMIT_S = 60.0

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .errors import report
+from ..errors import report
 
 _BLOCK = r"(?m)^[ \t]*/// (\w+::\w+)[ \t]*\n((?:[ \t]*///.*\n)*)"
 

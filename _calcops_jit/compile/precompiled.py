@@ -19,10 +19,11 @@ import sys
 
 import torch
 
-from . import cache, cache_size, closure, compiler_reads, places, recording, staging, toolchain
-from .closure import Changed
-from .errors import BuildError
-from .request import CUDA_SUFFIXES, RUNTIMES, SHADOW, Request
+from ..cache import bounds, closure, folders, locks, store
+from ..cache.closure import Changed
+from ..errors import BuildError
+from ..request import CUDA_SUFFIXES, RUNTIMES, SHADOW, Request
+from . import compiler_reads, recording, toolchain
 
 _ROOM = 2 << 30  # bytes that must be free on the disk for another one
 _COMMENT = rb"//[^\n]*|/\*.*?\*/"
@@ -37,7 +38,7 @@ import os, pickle, sys
 if os.fork(): os._exit(0)
 os.setsid()
 sys.path[:0] = sys.argv[1:]
-import _calcops_jit.precompiled as precompiled
+from _calcops_jit.compile import precompiled
 precompiled.make(*pickle.load(sys.stdin.buffer))
 """
 
@@ -147,7 +148,7 @@ class Preambles:
         unit = _unit(request, text)
         name = unit.sources[0]
         if name not in self.used.values():  # finding it means hashing some hundreds of MB
-            found = cache.find(unit)
+            found = store.find(unit)
             if not found:
                 return False
             self._held.append(found.fd)
@@ -167,14 +168,12 @@ class Preambles:
         if not self._missing or jobs < 2 or shutil.disk_usage(slot).free < _ROOM:
             return
         program = os.path.basename(os.path.realpath(sys.executable or ""))
-        if not program.startswith("python") or places.is_last_resort(os.path.dirname(slot)):
+        if not program.startswith("python") or folders.is_last_resort(os.path.dirname(slot)):
             # A program that embeds Python would be started; a private folder goes with this
             # process.
             return
-        paths = [
-            os.path.dirname(os.path.dirname(os.path.abspath(file)))
-            for file in (__file__, torch.__file__)
-        ]
+        package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        paths = [os.path.dirname(package), os.path.dirname(os.path.dirname(torch.__file__))]
         options = {"cwd": "/", "env": environment, "stdin": subprocess.PIPE}
         options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         with (
@@ -206,17 +205,17 @@ def _make(
 ) -> bool:
     """Precompiles a preamble. True: it has a header of the project."""
     unit = _unit(request, text)
-    slot = cache.slot_path(folder, unit)
+    slot = store.slot_path(folder, unit)
     try:
         os.mkdir(slot, 0o755)
     except FileExistsError:
         pass
     except FileNotFoundError:
         return False
-    with staging.locked_if_free(slot) as free, contextlib.suppress(Changed, BuildError):
-        if not free or cache.find(unit):
+    with locks.locked_if_free(slot) as free, contextlib.suppress(Changed, BuildError):
+        if not free or store.find(unit):
             return False
-        with staging.stage(slot) as stage:
+        with locks.stage(slot) as stage:
             name = unit.sources[0]
             _write(f"{stage}/{name}", text)
             named = compiler_reads.named(request, cflags)
@@ -224,7 +223,7 @@ def _make(
             flags = re.sub(r"(?<!\S)-DTORCH_EXTENSION_NAME=\S+", "", cflags).replace("$$", "$")
             options = {
                 "cwd": stage,
-                "env": environment | {staging.MARK: stage},
+                "env": environment | {locks.MARK: stage},
                 "stdin": subprocess.DEVNULL,
             }
             # The headers are known before they are compiled, which takes much longer.
@@ -243,11 +242,11 @@ def _make(
             recorder = recording.Recorder(unit, toolchain.search(unit, cflags), before)
             others = named | toolchain.tools(request, cflags, "cc1plus", "as")
             unrun = toolchain.unrun(request, cflags, "cc1plus", "as")
-            cache.publish(
+            store.publish(
                 slot, stage, f"{stage}/{name}.o", unit, recorder.closure(read, others, told, unrun)
             )
     if os.path.isdir(folder):
-        cache_size.prune_preambles(cache_size.entries(folder))
+        bounds.prune_preambles(bounds.entries(folder))
     return False
 
 

@@ -9,8 +9,8 @@ import shlex
 import shutil
 import subprocess
 
-from . import closure
-from .request import Request
+from ..cache import closure
+from ..request import Request
 
 _ABOUT_LINKERS = re.compile(r"-fuse-ld|--ld-path|-B|-specs|-T|-Wl,|-Xlinker|-z|-flto|@")
 # What the user's flags for linking may be where a quick linker links.

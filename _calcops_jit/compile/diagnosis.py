@@ -19,10 +19,10 @@ from types import SimpleNamespace
 
 import torch
 
-from . import cuda
-from .closure import text_of
-from .errors import NO_DESCRIPTOR, BuildError, report
-from .request import Request, compiler_words
+from .. import cuda
+from ..cache.closure import text_of
+from ..errors import NO_DESCRIPTOR, BuildError, report
+from ..request import Request, compiler_words
 
 # CUDA's release notes: the oldest driver for any release of this major version.
 _DRIVERS = {12: 525, 13: 580}

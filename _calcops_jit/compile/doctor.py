@@ -11,8 +11,11 @@ from types import SimpleNamespace
 
 import torch
 
-from . import cache, compiler, cuda, diagnosis, jobs, places, prebuilt, recipes
-from .request import MACHINE, isa, processor_flag
+from .. import cuda, requests
+from ..cache import folders, store
+from ..request import MACHINE, isa, processor_flag
+from ..ship import prebuilt
+from . import compiler, diagnosis, jobs
 
 
 class Finding(SimpleNamespace):
@@ -29,7 +32,7 @@ def examine() -> Iterator[Finding]:
     yield _supported("PyTorch", torch.__version__, (2, 10), (2, 15))
     yield _processor()
     try:
-        request = recipes.own()
+        request = requests.own()
     except ValueError as error:
         yield Finding(what="CUDA", verdict="fail", evidence=str(error), fix="unset CALCOPS_CUDA")
         return
@@ -60,7 +63,7 @@ def examine() -> Iterator[Finding]:
             what="CUDA", verdict=verdict, evidence=request.cuda.reason, fix=request.cuda.fix
         )
     yield _cache()
-    for problem in places.unreadable():
+    for problem in folders.unreadable():
         yield Finding(
             what="shared cache",
             verdict="note",
@@ -73,7 +76,7 @@ def examine() -> Iterator[Finding]:
         evidence=os.environ.get("MAX_JOBS") or str(jobs.number()),
     )
     reasons: list[str] = []
-    if library := cache.find(request, reasons) or prebuilt.find(request, reasons):
+    if library := store.find(request, reasons) or prebuilt.find(request, reasons):
         yield Finding(what="operators", verdict="ok", evidence=library.path)
     else:
         yield Finding(
@@ -107,7 +110,7 @@ def _processor() -> Finding:
 
 
 def _cache() -> Finding:
-    folder = places.folders()[0]
+    folder = folders.own()[0]
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
@@ -126,5 +129,5 @@ def _cache() -> Finding:
         )
     free = shutil.disk_usage(folder).free
     fix = "export CALCOPS_CACHE=<a folder with space>" if free < 500e6 else ""
-    evidence = f"{places.folders()[0]}, {free / 1e9:.1f} GB free"
+    evidence = f"{folders.own()[0]}, {free / 1e9:.1f} GB free"
     return Finding(what="cache", verdict="note" if fix else "ok", evidence=evidence, fix=fix)

@@ -9,9 +9,9 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 
-from . import closure
+from ..cache import closure
+from ..request import Request
 from .compiler_reads import untold
-from .request import Request
 
 _ASKS = rb"__has_(?:include(?:_next)?|embed)\b(?:\s*\(\s*(?:<([^>\n]+)>|\"([^\"\n]+)\"))?"
 # Names that the paths of what is read do not show: of a folder above, with its whole path, or a

@@ -25,10 +25,10 @@ import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
-from . import places
+from ..errors import NO_DESCRIPTOR, report
+from ..request import FORMAT, Request
+from . import folders
 from .closure import Changed, Closure, digest, file_digest
-from .errors import NO_DESCRIPTOR, report
-from .request import FORMAT, Request
 
 _KEEP = 8  # generations in a slot
 # What a generation that cannot be used raises.
@@ -42,7 +42,7 @@ class Manifest(SimpleNamespace):
     closure's stamps."""
 
     request: dict  # the facts of its Request
-    asked: list = []  # the arguments of recipes.foreign
+    asked: list = []  # the arguments of requests.foreign
     size: int
     digest: str
     operators: dict[str, str]
@@ -88,7 +88,7 @@ def open_regular(path: str, ours: bool = False) -> int:
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", path)
-    if ours and not places.is_ours(status):
+    if ours and not folders.is_ours(status):
         os.close(fd)
         raise OSError(errno.EPERM, "somebody else may have written it", path)
     return fd
@@ -102,8 +102,8 @@ def read_manifest(generation: str, ours: bool = False) -> Manifest:
 def find(request: Request, reasons: list[str] | None = None) -> Generation | None:
     """Finds a complete build for the request whose inputs are still what they were; tells `reasons`
     why others do not fit."""
-    own = places.folders()
-    for folder in [*own, *places.shared_folders()]:
+    own = folders.own()
+    for folder in [*own, *folders.shared()]:
         slot = slot_path(folder, request)
         for i, (used, path) in enumerate(_generations(slot, ours=folder in own)):
             try:
@@ -171,8 +171,8 @@ def newest(name: str) -> Iterator[Manifest]:
     """Manifests of what was built under a name, the last one built or used first."""
     named = (
         slot
-        for f in places.folders()
-        for slot in places.slots(f)
+        for f in folders.own()
+        for slot in folders.slots(f)
         if os.path.basename(slot)[:-17] == name
     )
     for _, path in sorted((g for slot in named for g in _generations(slot)), reverse=True):
@@ -197,9 +197,9 @@ def _generations(slot: str, ours: bool = False) -> list[tuple[float, str]]:
             entries = list(scanned)
         found = [(e.stat().st_mtime, e.path) for e in entries if "." not in e.name and e.is_dir()]
         if ours and any(e.name.startswith("stage.") for e in entries):
-            from . import staging
+            from . import locks
 
-            staging.sweep(slot, "stage")  # a builder may have been killed after it published
+            locks.sweep(slot, "stage")  # a builder may have been killed after it published
     except OSError as problem:
         if problem.errno in NO_DESCRIPTOR:
             raise
@@ -228,10 +228,10 @@ def write_whole(path: str, data: bytes) -> None:
 def writable_slot(request: Request) -> tuple[str, str]:
     """(a slot's folder that can be written, why it is not the first choice or "")"""
     problem = ""
-    for folder in places.folders():
+    for folder in folders.own():
         slot = slot_path(folder, request)
         try:
-            os.makedirs(folder, 0o700 if folder == places.fallback() else 0o755, exist_ok=True)
+            os.makedirs(folder, 0o700 if folder == folders.fallback() else 0o755, exist_ok=True)
             for last in (False, False, True):
                 os.makedirs(slot, 0o755, exist_ok=True)  # others may read it if the umask lets them
                 try:
@@ -242,13 +242,13 @@ def writable_slot(request: Request) -> tuple[str, str]:
                         raise
             with probe:
                 os.posix_fallocate(probe.fileno(), 0, 4 << 20)  # any build needs that much
-                if not places.is_ours(os.fstat(probe.fileno())):  # find() would refuse them
+                if not folders.is_ours(os.fstat(probe.fileno())):  # find() would refuse them
                     raise OSError(errno.EPERM, "files there belong to others")
         except OSError as error:
             problem = problem or f"{folder}: {error.strerror}"
             continue
         return slot, problem
-    slot = slot_path(places.last_resort(), request)
+    slot = slot_path(folders.last_resort(), request)
     os.mkdir(slot)
     return slot, problem
 
@@ -260,13 +260,13 @@ def tidy(slot: str, everything: bool = False) -> bool:
     everything   removes generations, too, except those in use.
 
     While somebody builds there, nothing is removed."""
-    from . import staging
+    from . import locks
 
     with contextlib.suppress(OSError):
-        staging.sweep(slot, "stage")
+        locks.sweep(slot, "stage")
         if not (everything or set(os.listdir(slot)) <= _LEFTOVERS):
             return False
-        with staging.locked_if_free(slot) as free:
+        with locks.locked_if_free(slot) as free:
             if not free:
                 return False
             for _, generation in _generations(slot) if everything else ():

@@ -13,10 +13,12 @@ import shlex
 import types
 from types import SimpleNamespace
 
-from . import compiler_reads, cuda, staging, toolchain
-from .closure import text_of
-from .errors import report
-from .request import CUDA_SUFFIXES, RUNTIMES, SHADOW, Request, compiler_words
+from .. import cuda
+from ..cache import locks
+from ..cache.closure import text_of
+from ..errors import report
+from ..request import CUDA_SUFFIXES, RUNTIMES, SHADOW, Request, compiler_words
+from . import compiler_reads, toolchain
 
 _RULES = """\
 rule compile
@@ -119,7 +121,7 @@ def _environment(request: Request, folder: str) -> dict[str, str]:
         # What this process runs under, such as a sanitizer, is not for the compilers.
         "LD_PRELOAD": "",
         "LC_ALL": "C.UTF-8",  # messages are read by diagnosis.py
-        staging.MARK: folder,
+        locks.MARK: folder,
     }
     if "CC" in request.environment:  # torch has nvcc take it for the host's compiler: one word
         changes["CC"] = compiler_words(request.environment, "CC", "gcc")[0]

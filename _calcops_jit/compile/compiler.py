@@ -13,19 +13,11 @@ import sysconfig
 import threading
 from collections.abc import Iterable
 
-from . import (
-    cache,
-    closure,
-    compiler_reads,
-    diagnosis,
-    errors,
-    jobs,
-    precompiled,
-    recording,
-    toolchain,
-)
+from .. import errors
+from ..cache import closure, store
+from ..request import REGISTRY, RUNTIME, RUNTIMES, Request
+from . import compiler_reads, diagnosis, jobs, precompiled, recording, toolchain
 from .plan import Plan
-from .request import REGISTRY, RUNTIME, RUNTIMES, Request
 
 # Runs ninja, and ends it and its compilers when this process ends in any way: only then does the
 # pipe that is its standard input end. A signal handler would be a second one in somebody else's
@@ -81,7 +73,7 @@ def _foreseen_runtime(texts: Iterable[bytes]) -> list[str]:
 
 def _is_kept(request: Request, source: str) -> bool:
     """Return True if the cache has the object of a source."""
-    found = cache.find(request.unit(source))
+    found = store.find(request.unit(source))
     if found:
         os.close(found.fd)
     return found is not None
@@ -93,7 +85,7 @@ class _NeedsRuntime(Exception):
 
 def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str, closure.Closure]:
     reasons: dict[str, list[str]] = {source: [] for source in sources}
-    found = {source: cache.find(request.unit(source), reasons[source]) for source in sources}
+    found = {source: store.find(request.unit(source), reasons[source]) for source in sources}
     kept = {
         _copy(generation, staging): generation.manifest.closure
         for generation in found.values()
@@ -233,8 +225,8 @@ def _keep(
             changed = error
         else:
             unit = request.unit(source)
-            place = cache.slot_path(os.path.dirname(slot), unit)
-            cache.publish(place, staging, f"{staging}/{target}", unit, closures[-1])
+            place = store.slot_path(os.path.dirname(slot), unit)
+            store.publish(place, staging, f"{staging}/{target}", unit, closures[-1])
     return closures, changed
 
 
@@ -254,7 +246,7 @@ def _judge(request: Request, slot: str, said: str, alone: bool, sources: list[st
     return diagnosis.explain(f"cannot build {request.name}", said, request, log)
 
 
-def _copy(found: cache.Generation, staging: str) -> str:
+def _copy(found: store.Generation, staging: str) -> str:
     """Copies a kept object into the private folder, under a name that needs no quotes."""
     name = f"kept.{found.fd}.o"
     with open(found.fd, "rb") as source, open(f"{staging}/{name}", "wb") as target:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, cache, library, recipes
+from .. import __version__, requests
+from ..cache import store
+from ..live import library
 
-_HERE = Path(__file__).resolve().parent
 _TEXTS = {  # {file in the folder: template in this package}
-    "include/calcops.h": "include/calcops.h",
-    "lib/pkgconfig/calcops.pc": "host/calcops.pc",
-    "lib/cmake/calcops/calcops-config.cmake": "host/calcops-config.cmake",
+    "include/calcops.h": "../include/calcops.h",
+    "lib/pkgconfig/calcops.pc": "templates/calcops.pc",
+    "lib/cmake/calcops/calcops-config.cmake": "templates/calcops-config.cmake",
 }
 
 
@@ -22,7 +23,7 @@ def write(folder: str, isa: str) -> None:
     """Write the folder, after a build for `isa`, which request.processor_flag() takes.
 
     Raises BuildError if there is no such build, or if its library cannot be loaded here."""
-    wanted = recipes.own(isa=isa)
+    wanted = requests.own(isa=isa)
     built = library.obtain(wanted)
     release = torch.__version__.partition("+")[0]
     is_new = tuple(map(int, release.split(".")[:2])) >= (2, 13)
@@ -35,8 +36,8 @@ def write(folder: str, isa: str) -> None:
     }
     files = {"lib/libcalcops.so": Path(built.path).read_bytes()}
     for target, template in _TEXTS.items():
-        text = (_HERE / template).read_text()
+        text = (Path(__file__).parent / template).read_text()
         files[target] = re.sub("@(\\w+)@", lambda match: words[match[1]], text).encode()
     for name, content in files.items():
         os.makedirs(os.path.dirname(f"{folder}/{name}"), exist_ok=True)
-        cache.write_whole(f"{folder}/{name}", content)
+        store.write_whole(f"{folder}/{name}", content)

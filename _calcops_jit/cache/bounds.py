@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-from . import cache, places
-from .errors import report
+from ..errors import report
+from . import folders, store
 
 _PREAMBLES = 2  # each is some hundreds of MB
 _MONTH_S = 30 * 24 * 3600.0
@@ -33,7 +33,7 @@ class Entry(SimpleNamespace):
 def entries(folder: str) -> list[Entry]:
     """All that a cache folder holds, the least recently used first."""
     found = []
-    for slot in places.slots(folder):
+    for slot in folders.slots(folder):
         for path in map(os.path.dirname, glob.glob(f"{glob.escape(slot)}/*/manifest")):
             with contextlib.suppress(OSError):  # somebody removed it meanwhile
                 size = sum(entry.stat().st_size for entry in os.scandir(path))
@@ -54,17 +54,17 @@ def prune(size: int) -> list[Entry]:
     """Removes what was not used for longest from a cache folder that holds more than `size`, but
     never a library in use. Precompiled headers do not count; see prune_preambles()."""
     removed = []
-    for folder in filter(os.path.isdir, places.folders()):
+    for folder in filter(os.path.isdir, folders.own()):
         found = entries(folder)
         removed += prune_preambles(found)
         found = [entry for entry in found if not entry.is_preamble]
         excess = sum(entry.size for entry in found) - size
         for entry in found:
-            if excess > 0 and cache.discard(entry.path):
+            if excess > 0 and store.discard(entry.path):
                 excess -= entry.size
                 removed.append(entry)
-        for slot in places.slots(folder):
-            cache.tidy(slot)
+        for slot in folders.slots(folder):
+            store.tidy(slot)
     return removed
 
 
@@ -75,14 +75,14 @@ def prune_preambles(found: list[Entry]) -> list[Entry]:
     outdated = [
         e for i, e in enumerate(last_first) if i >= _PREAMBLES or time.time() - e.used > _MONTH_S
     ]
-    return [entry for entry in outdated if cache.discard(entry.path)]
+    return [entry for entry in outdated if store.discard(entry.path)]
 
 
 def clean() -> Iterator[tuple[str, list[str]]]:
     """Removes everything but libraries in use and slots in which somebody builds: (cache folder,
     slots that are left)."""
-    for folder in filter(os.path.isdir, places.folders()):
+    for folder in filter(os.path.isdir, folders.own()):
         yield (
             folder,
-            [slot for slot in places.slots(folder) if not cache.tidy(slot, everything=True)],
+            [slot for slot in folders.slots(folder) if not store.tidy(slot, everything=True)],
         )

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from . import cache, handles, loading, places
-from .closure import Changed, Closure, text_of
-from .errors import BuildError, report
+from ..cache import folders, store
+from ..cache.closure import Changed, Closure, text_of
+from ..errors import BuildError, report
+from ..request import Request
+from . import handles, loading
 from .registration import Registration
-from .request import Request
 
 
 class Library:
@@ -63,9 +64,9 @@ class Library:
 
 def _load_again(request: Request) -> Library:
     """Unpickles a Library."""
-    from . import recipes
+    from .. import requests
 
-    return obtain(recipes.again(request))
+    return obtain(requests.again(request))
 
 
 class Live:
@@ -90,7 +91,7 @@ class Live:
     def knows(self, digest: str) -> bool:
         return digest in self._generations
 
-    def link(self, request: Request, generation: cache.Generation) -> Registration:
+    def link(self, request: Request, generation: store.Generation) -> Registration:
         """Loads a generation into the process, where nothing calls it yet. BuildError: it cannot
         replace the present one."""
         if registration := self._generations.get(generation.manifest.digest):
@@ -106,7 +107,7 @@ class Live:
             raise refusal
         return registration
 
-    def exchange(self, request: Request, generation: cache.Generation, new: Registration) -> None:
+    def exchange(self, request: Request, generation: store.Generation, new: Registration) -> None:
         """Makes a generation the one that is called. BuildError: nothing has changed."""
         if generation.manifest.digest != self.digest:
             new.take([old for old in self._generations.values() if old is not new])
@@ -146,7 +147,7 @@ def obtain(request: Request, build: bool = True) -> Library | None:
         if refusals and (library := _with_objects(request)):
             return library
         for why in refusals:
-            from .progress import say
+            from ..progress import say
 
             say(
                 f"building {request.name} from its sources; "
@@ -161,7 +162,7 @@ def obtain(request: Request, build: bool = True) -> Library | None:
 
 def _with_objects(request: Request) -> Library | None:
     """Load a library of the objects that a wheel brings, and of what depends on this PyTorch."""
-    from . import prebuilt
+    from ..ship import prebuilt
 
     mixed = prebuilt.with_objects(request)
     try:
@@ -172,22 +173,22 @@ def _with_objects(request: Request) -> Library | None:
 
 def _find(
     request: Request, reasons: list[str], refusals: list[str]
-) -> tuple[cache.Generation | None, cache.Generation | None]:
+) -> tuple[store.Generation | None, store.Generation | None]:
     """Return (what the cache has for a request, else what a wheel has for it).
 
     reasons    gets why generations in the cache do not fit
     refusals   gets why what the wheel brings does not fit"""
     try:
-        found = cache.find(request, reasons)
+        found = store.find(request, reasons)
         if not found:
-            from . import prebuilt
+            from ..ship import prebuilt
 
             return None, prebuilt.find(request, refusals)
     except OSError as error:
         fix = "ulimit -n $(ulimit -H -n)"
         raise report(f"cannot load {request.name}", [str(error)], fix) from None
     if not request.tools and request.environment.get("CXX"):
-        from .progress import say
+        from ..progress import say
 
         named = f"CXX={request.environment['CXX']} is no compiler here"
         say(f"{named}: {request.name} is what another one built")
@@ -242,7 +243,7 @@ def _origin(request: Request) -> set[str]:
     return {request.root, *request.sources, *(request.given[0] if request.given else ())}
 
 
-def _load(request: Request, generation: cache.Generation) -> Library:
+def _load(request: Request, generation: store.Generation) -> Library:
     live = _live(request)
     return _exchange(live, request, generation, live.link(request, generation))
 
@@ -255,18 +256,18 @@ def _exchange(live, request, generation, registration) -> Library:
 
 
 def _build(request: Request, reasons: list[str]) -> Library:
-    from . import staging
-    from .diagnosis import explain, old_driver
-    from .progress import Progress, say
+    from ..cache import locks
+    from ..compile.diagnosis import explain, old_driver
+    from ..progress import Progress, say
 
     if request.cuda.fatal:
         raise report(
             f"cannot build {request.name} for CUDA", [request.cuda.reason], request.cuda.fix
         )
-    for problem in places.unreadable():
+    for problem in folders.unreadable():
         say(problem)
     try:
-        slot, problem = cache.writable_slot(request)
+        slot, problem = store.writable_slot(request)
     except OSError as error:
         raise explain(
             f"cannot build {request.name}", f"no folder can be written: {error}", request
@@ -279,8 +280,8 @@ def _build(request: Request, reasons: list[str]) -> Library:
         return Progress("waiting for", lambda _: (text.format(*holder()), 0.0))
 
     try:
-        with staging.locked(slot, waiting):
-            if found := cache.find(request, reasons):  # somebody built it meanwhile
+        with locks.locked(slot, waiting):
+            if found := store.find(request, reasons):  # somebody built it meanwhile
                 return _load(request, found)
             if request.cuda.gpus and not request.cuda.build:
                 reason = f"{request.cuda.reason}: {request.cuda.fix}"
@@ -295,16 +296,17 @@ def _build(request: Request, reasons: list[str]) -> Library:
 def compile_and(publish: Callable, request: Request, slot: str, reasons: Sequence[str] = ()):
     """Compiles a library in a private folder of its slot; gives what publish(request, slot, folder,
     built, closure) gives."""
-    from . import cache_size, compiler, staging
-    from .progress import Progress, say
+    from ..cache import bounds, locks
+    from ..compile import compiler
+    from ..progress import Progress, say
 
-    limit = cache_size.bound()  # a wrong one is refused before the build
+    limit = bounds.bound()  # a wrong one is refused before the build
     title = f"building {request.name}"
-    if why := reasons or cache.other_facts(request):  # why what was built before does not fit
+    if why := reasons or store.other_facts(request):  # why what was built before does not fit
         title += f" ({why[0].rpartition('/')[2] if reasons else why[0].partition(':')[0]})"
     alone = False
     for _ in range(3):
-        with staging.stage(slot) as folder:
+        with locks.stage(slot) as folder:
             with Progress(title, lambda seconds: compiler.progress(folder, seconds)) as progress:
                 try:
                     built, closure = compiler.build(request, slot, folder, alone)
@@ -321,7 +323,7 @@ def compile_and(publish: Callable, request: Request, slot: str, reasons: Sequenc
                 published = publish(request, slot, folder, built, closure)
                 progress.outcome = f"built {request.name} in {progress.seconds():.1f} s"
             if first:  # a reload is not to wait for it
-                cache_size.prune(limit)
+                bounds.prune(limit)
             return published
     evidence = "its sources changed while they were compiled, three times"
     raise report(f"cannot build {request.name}", [evidence], "wait until nothing writes to them")
@@ -333,7 +335,7 @@ def _publish(request: Request, slot: str, folder: str, built: str, closure: Clos
     from . import trial
 
     live = _live(request)
-    generation = cache.place(slot, folder, built, request, closure)
+    generation = store.place(slot, folder, built, request, closure)
     try:
         at_once = live.at_once
         if not live.knows(generation.manifest.digest):
@@ -341,7 +343,7 @@ def _publish(request: Request, slot: str, folder: str, built: str, closure: Clos
         registration = live.link(request, generation)
         schemas = registration.schemas | {name: handles.live_schemas(name) for name in at_once}
         texts = handles.documentation(request.root) | registration.documentation()
-        cache.complete(generation, handles.describe(schemas, texts))
+        store.complete(generation, handles.describe(schemas, texts))
         exchanged = _exchange(live, request, generation, registration)
     except BaseException:
         shutil.rmtree(os.path.dirname(generation.path), ignore_errors=True)
@@ -352,7 +354,7 @@ def _publish(request: Request, slot: str, folder: str, built: str, closure: Clos
 
 def _tell_what_is_missing(request: Request, registration: Registration, at_once: set[str]) -> None:
     """Prints a line where nobody can call what the sources seem to offer."""
-    from .progress import say
+    from ..progress import say
 
     operators = {name.partition(" ")[0].partition(".")[0] for name in registration.impls}
     for name in sorted(operators - {""}):

@@ -19,7 +19,7 @@ import struct
 import time
 from types import SimpleNamespace
 
-from .errors import BuildError, report
+from ..errors import BuildError, report
 
 _STAMP = struct.Struct("<qqQQ")
 _SIZE = 32  # bytes of a stamp, and characters of a digest

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 
-from . import closure, toolchain
-from .errors import BuildError, report
-from .request import Request
+from ..cache import closure
+from ..errors import BuildError, report
+from ..request import Request
+from . import toolchain
 
 # Flags for dependency files, such as a Makefile's. A compiler writes only one such file, and we
 # need it.

@@ -6,9 +6,10 @@ import atexit
 import threading
 from collections.abc import Callable
 
-from . import library, staging
-from .closure import stamp_of
-from .progress import say
+from ..cache import locks
+from ..cache.closure import stamp_of
+from ..progress import say
+from . import library
 
 
 def _reload_on_change(
@@ -47,7 +48,7 @@ def start(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]
         compiler."""
         stop.set()
         for _ in range(100):
-            staging.remove_all()
+            locks.remove_all()
             thread.join(0.1)
             if not thread.is_alive():
                 break

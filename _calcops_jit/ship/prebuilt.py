@@ -19,12 +19,13 @@ import re
 
 import torch
 
-from . import cache, cuda, recipes
-from .closure import Changed, digest
-from .errors import NO_DESCRIPTOR
-from .request import Request, isa
+from .. import cuda, requests
+from ..cache import store
+from ..cache.closure import Changed, digest
+from ..errors import NO_DESCRIPTOR
+from ..request import SHADOW, Request, isa
 
-FOLDER = os.path.join(os.path.dirname(os.path.realpath(__file__)), "built")
+FOLDER = os.path.join(os.path.dirname(SHADOW), "built")
 OBJECTS = "objects"  # its folder of what knows no PyTorch
 # What each level adds, by the x86-64 psABI, in the words of /proc/cpuinfo (as far as request.isa()
 # has them).
@@ -42,7 +43,7 @@ NO_CUDA = cuda.Choice(
 
 def request(level: str, choice: cuda.Choice) -> Request:
     """The Request for a wheel's library."""
-    return recipes.own(isa=level, choice=choice).but(origin=ORIGIN)
+    return requests.own(isa=level, choice=choice).but(origin=ORIGIN)
 
 
 def facts(wanted: Request) -> dict:
@@ -60,28 +61,28 @@ def facts(wanted: Request) -> dict:
     }
 
 
-def find(asked: Request, reasons: list[str]) -> cache.Generation | None:
+def find(asked: Request, reasons: list[str]) -> store.Generation | None:
     """Find the wheel's library for this processor. Add to `reasons` why another did not fit."""
     if not asked.prebuilt or not os.path.isdir(FOLDER):
         return None
     try:
         return _fitting(asked)
-    except cache.UNFIT as problem:
+    except store.UNFIT as problem:
         if getattr(problem, "errno", 0) in NO_DESCRIPTOR:
             raise
         reasons.append(str(problem))
     return None
 
 
-def _fitting(asked: Request) -> cache.Generation:
+def _fitting(asked: Request) -> store.Generation:
     brought = [name for name in sorted(os.listdir(FOLDER)) if name != OBJECTS]
     if label() not in brought:
         raise Changed(f"it is for PyTorch {' and '.join(brought)}, not {label()}")
     folder = f"{FOLDER}/{label()}/{_level(f'{FOLDER}/{label()}')}"
     manifest, wanted = _checked(folder, asked.cuda)
-    if differences := cache.differences(manifest.request, facts(wanted)):
+    if differences := store.differences(manifest.request, facts(wanted)):
         raise Changed(differences[0])
-    return cache.verified(f"{folder}/{wanted.output}", manifest)
+    return store.verified(f"{folder}/{wanted.output}", manifest)
 
 
 def label() -> str:
@@ -98,17 +99,17 @@ def with_objects(asked: Request) -> Request | None:
         return None
     try:
         return of_objects(f"{objects}/{_level(objects)}", asked.cuda)
-    except cache.UNFIT:
+    except store.UNFIT:
         return None
 
 
 def of_objects(folder: str, asked: cuda.Choice) -> Request:
     """The same for one level. UNFIT: they do not fit."""
     manifest, wanted = _checked(folder, asked)
-    found = cache.verified(f"{folder}/unit.o", manifest)
+    found = store.verified(f"{folder}/unit.o", manifest)
     os.close(found.fd)
     there = manifest.request | {"PyTorch": None}
-    if differences := cache.differences(there, facts(wanted) | {"PyTorch": None}):
+    if differences := store.differences(there, facts(wanted) | {"PyTorch": None}):
         raise Changed(differences[0])
     others = tuple(source for source in wanted.sources if wanted.fold(source) in manifest.asked)
     return wanted.but(
@@ -116,12 +117,12 @@ def of_objects(folder: str, asked: cuda.Choice) -> Request:
     )
 
 
-def _checked(folder: str, asked: cuda.Choice) -> tuple[cache.Manifest, Request]:
+def _checked(folder: str, asked: cuda.Choice) -> tuple[store.Manifest, Request]:
     """Return (the manifest in a folder of a level, its Request) where the wheel's own files are
     what they were. UNFIT: they are not, or CUDA or flags differ."""
     if flags := os.environ.get("CALCOPS_CFLAGS"):
         raise Changed(f"CALCOPS_CFLAGS={flags}")
-    manifest = cache.read_manifest(folder)
+    manifest = store.read_manifest(folder)
     choice = NO_CUDA
     if "CUDA" in manifest.request:
         arches = manifest.request["GPU architectures"]

@@ -22,11 +22,14 @@ from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-from . import cache, cuda, library, prebuilt
-from .closure import Closure, file_digest, merged, young
-from .errors import BuildError, report
-from .progress import say
-from .request import MACHINE, Request
+from .. import cuda
+from ..cache import store
+from ..cache.closure import Closure, file_digest, merged, young
+from ..errors import BuildError, report
+from ..live import library
+from ..progress import say
+from ..request import MACHINE, Request
+from . import prebuilt
 
 _ROOT = os.path.dirname(os.path.dirname(prebuilt.FOLDER))  # of the checkout
 # No file has it, so contents are compared wherever the wheel is installed.
@@ -54,7 +57,7 @@ def write(folder: str, *pythons: str) -> str:
     oldest = next(iter(requests.values()))
     # Tells the operators of all: this processor need not be able to load the others.
     library.obtain(oldest)
-    operators = cache.find(oldest).manifest.operators
+    operators = store.find(oldest).manifest.operators
     with tempfile.TemporaryDirectory() as made:
         built = f"{made}/built"
         for level, request in requests.items():
@@ -86,12 +89,12 @@ def add_beside(folder: str) -> None:
     """Add libraries for this PyTorch to a folder with objects and with those of another one."""
     (other,) = [name for name in os.listdir(folder) if name != prebuilt.OBJECTS][:1]
     for level in prebuilt.LEVELS:
-        there = cache.read_manifest(f"{folder}/{other}/{level}")
+        there = store.read_manifest(f"{folder}/{other}/{level}")
         objects = f"{folder}/{prebuilt.OBJECTS}/{level}"
         request = prebuilt.of_objects(objects, _choice()).but(origin=prebuilt.ORIGIN)
         facts = prebuilt.facts(prebuilt.request(level, request.cuda))
         target = f"{folder}/{prebuilt.label()}/{level}"
-        _add(target, request, facts, there.operators, cache.read_manifest(objects).closure)
+        _add(target, request, facts, there.operators, store.read_manifest(objects).closure)
 
 
 def _add(
@@ -106,13 +109,13 @@ def _add(
         _write(folder, request.output, built, request=facts, operators=operators, closure=whole)
 
     library.compile_and(
-        publish, request, cache.writable_slot(request)[0], [os.path.basename(folder)]
+        publish, request, store.writable_slot(request)[0], [os.path.basename(folder)]
     )
 
 
 def _add_objects(folder: str, request: Request) -> None:
     """Makes a folder with the objects of all units that include nothing of PyTorch's, as one."""
-    units = {source: cache.find(request.unit(source)) for source in request.sources}
+    units = {source: store.find(request.unit(source)) for source in request.sources}
     free = {}
     for source, unit in units.items():
         read = unit.manifest.closure.entries()
@@ -132,8 +135,8 @@ def _write(folder: str, name: str, file: str, **about) -> None:
     """Puts a file and its manifest into a new folder."""
     os.makedirs(folder)
     target = shutil.copy(file, f"{folder}/{name}")
-    manifest = cache.Manifest(size=os.path.getsize(target), digest=file_digest(target), **about)
-    cache.write_whole(f"{folder}/manifest", manifest.dump())
+    manifest = store.Manifest(size=os.path.getsize(target), digest=file_digest(target), **about)
+    store.write_whole(f"{folder}/manifest", manifest.dump())
 
 
 def _portable(closure: Closure) -> Closure:

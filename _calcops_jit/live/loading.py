@@ -8,8 +8,8 @@ import fcntl
 import os
 import re
 
+from ..request import Request
 from .registration import held
-from .request import Request
 
 
 def link_in(path: str, fd: int, request: Request) -> ctypes.CDLL:
@@ -27,7 +27,7 @@ def link_in(path: str, fd: int, request: Request) -> ctypes.CDLL:
     except OSError as error:
         message = re.sub(r"^/.*?(\.so|/fd/\d+): ", "", str(error))
     os.close(fd)  # it may be the last one that this process can have, and the import needs one
-    from .diagnosis import explain
+    from ..compile.diagnosis import explain
 
     raise explain(f"cannot load {request.name}.so", message, request)
 
