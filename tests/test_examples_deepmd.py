@@ -144,14 +144,17 @@ def serialised():
 REFUSED = {
     "type": ("zbl", "a model of type standard, got zbl"),
     "pair_exclude_types": ([[0, 1]], "the model has pair_exclude_types"),
-    "spin": ({"use_spin": [True]}, "the model has spin"),
+    "spin": ({"use_spin": [True]}, "the model has spin, which is not supported: DeePMD-kit's own"),
     "use_srtab": ("table.txt", "the model has use_srtab"),
     "something_new": (1, "the model has something_new"),
     "@version": (3, "a model of version 2 at most, got 3"),
     "descriptor.type": ("dpa1", "a descriptor of type se_e2_a, got dpa1"),
     "descriptor.exclude_types": ([[0, 1]], "the descriptor has exclude_types"),
     "descriptor.env_protection": (1e-6, "the descriptor has env_protection"),
-    "descriptor.compress": (True, "the descriptor has compress"),
+    "descriptor.compress": (
+        True,
+        "the descriptor has compress, .*: take the model that `dp compress` was",
+    ),
     "descriptor.precision": ("bfloat16", "the descriptor is of precision bfloat16"),
     "descriptor.env_mat": (
         {"rcut": 3.0, "use_exp_switch": True},
@@ -189,6 +192,17 @@ def test_what_else_differs_is_refused_too(serialised, tmp_path):
     model["descriptor"]["embeddings"]["networks"][2] = None
     with pytest.raises(ValueError, match="an embedding net for each of 2 types or of 4 pairs"):
         arrays(model)
+    options = {"descriptor": {"type": "se_e2_a"}, "spin": {"use_spin": [True]}}
+    state = {
+        "_extra_state": {"model_params": options},
+        "model.Default.backbone_model.x": torch.ones(2),
+    }
+    torch.save({"model": state}, tmp_path / "spin.pt")
+    with pytest.raises(ValueError, match="spin.pt: the model has spin, which is not supported"):
+        load(tmp_path / "spin.pt")
+    torch.save({"model": {"_extra_state": {"model_params": {}}}}, tmp_path / "empty.pt")
+    with pytest.raises(ValueError, match="empty.pt: expected a model of type se_e2_a, got one"):
+        load(tmp_path / "empty.pt")
     torch.save({"weights": torch.ones(2)}, tmp_path / "weights.pth")
     with pytest.raises(ValueError, match="weights.pth: expected a frozen model"):
         load(tmp_path / "weights.pth")

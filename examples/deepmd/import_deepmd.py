@@ -45,6 +45,11 @@ kTypes = {
     "environment": (None,),
     "fitting": ("ener",),
 }
+# What to do instead.
+kAdvice = {
+    "compress": "take the model that `dp compress` was given, whose nets its tables stand for",
+    "spin": "DeePMD-kit's own interfaces run it",
+}
 kVersions = {"model": 2, "descriptor": 3, "environment": 0, "fitting": 4}
 
 
@@ -54,6 +59,10 @@ def load(path):
         return DeepPotential(arrays(read(Path(path))))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    except KeyError as error:
+        raise ValueError(
+            f"{path}: expected a model of type se_e2_a, got one without {error}"
+        ) from None
 
 
 def read(path):
@@ -206,7 +215,8 @@ def check(part, options):
     for name in sorted(options.keys() - kOptions[part].split()):
         value = options[name]
         if name[0] not in "@_" and value and str(value).lower() != "none":  # "_comment" is one
-            raise ValueError(f"the {part} has {name}, which is not supported")
+            advice = f": {kAdvice[name]}" if name in kAdvice else ""
+            raise ValueError(f"the {part} has {name}, which is not supported{advice}")
 
 
 def arrays(model):
