@@ -6,10 +6,10 @@ candidates = $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
 python = .venv/bin/python
 pip = $(python) -m pip install --disable-pip-version-check -q
 sources = $(wildcard _calcops_jit/runtime/*.cpp _calcops_jit/runtime/*.h _calcops_jit/shadow/torch/*.h _calcops_jit/shadow/calcops/*.h ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu \
-  tests/bench/*.cpp tests/bench/*.cu tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cpp tests/arm/*.h tests/arm/*.cpp)
+  tests/bench/*.cpp tests/bench/*.cu tests/operators/cuda_on_cpu/*.h tests/operators/cuda_on_cpu/*.cpp tests/operators/arm/*.h tests/operators/arm/*.cpp)
 
 oldest = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
-operator_tests = $(foreach folder,$(notdir $(wildcard ops/*)),$(wildcard tests/test_$(folder)*.py))
+operator_tests = $(foreach folder,$(notdir $(wildcard ops/*)),$(wildcard tests/operators/test_$(folder)*.py))
 # Without libstdc++ beside it the sanitizer does not find __cxa_throw.
 preload = LD_PRELOAD=$$(c++ -print-file-name=lib$(config).so):$$(c++ -print-file-name=libstdc++.so)
 environment_asan = $(preload) ASAN_OPTIONS=detect_leaks=0 CALCOPS_CFLAGS='-fsanitize=address -fno-omit-frame-pointer -g'
@@ -30,7 +30,7 @@ demo: .venv/.examples ## build the operators; run two examples
 	$(python) examples/warp_perspective/straighten.py
 
 check: lint .venv/.test ### after an edit: lint and the quick tests; only=force: of the files with that name
-	$(python) $(pytest) -m "not long and not slow" $(if $(only),$(wildcard tests/test_*$(only)*.py))
+	$(python) $(pytest) -m "not long and not slow" $(if $(only),$(wildcard tests/test_*$(only)*.py tests/*/test_*$(only)*.py))
 
 test: .venv/.test ### every test but the long ones; config=asan|ubsan|x86-64|avx2|neon: the operators' tests, built that way
 	$(environment_$(config)) $(python) $(pytest) -m "not long" $(if $(config),$(operator_tests))
@@ -39,11 +39,11 @@ test-long: .venv/.test  # the long products of tests
 	$(python) -m pytest -m long
 
 test-arm: .venv/.test  # the CPU kernels on ARM, under emulation; needs g++-aarch64-linux-gnu and qemu-user-static
-	$(python) -m pytest -s tests/test_arm.py
+	$(python) -m pytest -s tests/operators/test_arm.py
 
 # An environment of its own, and every library compiled anew: some 5 GB and many minutes.
 test-oldest: .venv-oldest/.test  # the loader's and the operators' tests on the oldest PyTorch that is supported
-	.venv-oldest/bin/python $(pytest) -m "not long" tests/test_calcops_jit*.py $(operator_tests)
+	.venv-oldest/bin/python $(pytest) -m "not long" tests/loader $(operator_tests)
 
 venv: .venv/.base  # create .venv from pyproject.toml; re-used until that file changes
 
@@ -83,7 +83,7 @@ sanitize-gpu: $(if $(PYTHON),,.venv/.base)  # compute-sanitizer over every CUDA 
 	PYTHONPATH=. $(or $(PYTHON),$(python)) tests/bench/gpu_check.py sanitize
 
 examples: .venv/.test  # run every example, but for the long tests, and check what it prints
-	$(python) $(pytest) -m "not long" --durations=20 tests/test_examples*.py
+	$(python) $(pytest) -m "not long" --durations=20 tests/examples
 
 mindspore: .venv/.base build/mindspore/.installed  # call the operators from MindSpore, in an environment of its own
 	$(python) examples/mindspore_aot/build.py

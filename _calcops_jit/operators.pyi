@@ -251,7 +251,7 @@ def warp_perspective(
     "opencv4" gives what the wheels of OpenCV 4.9 to 4.12 for x86-64 give, on every processor: it
     rounds a position to 1/32 pixel and sums in OpenCV's order, takes a pixel to (0, 0) where W is 0
     or warp cannot be inverted, uses taps of weight zero, and makes the least pixel of a border_value
-    that no int32 holds. (Later versions round some calls otherwise: tests/opencv4_reference.py.)
+    that no int32 holds. (Later versions round some calls otherwise: tests/operators/opencv4_reference.py.)
     """
 
 def calculateForce(

@@ -1,7 +1,7 @@
 """What runs CUDA kernels in a test: `kernels(operator, *arguments)` takes and gives CPU tensors.
 
 On a GPU (also under compute-sanitizer: tests/bench/gpu_check.py), or in the emulation of
-tests/cuda_on_cpu, in which blocks and threads come in random order and every tensor lies between
+tests/operators/cuda_on_cpu, in which blocks and threads come in random order and every tensor lies between
 pages that must not be touched. Every call is made twice (CALCOPS_KERNEL_RUNS), and has to give the
 same bits.
 """

@@ -4,9 +4,9 @@
     energy, atom_energy, force, virial, atom_virial = model(types, list_neigh, Rij, nghost)
 
 The definition is published: Zhang et al., NeurIPS 31, 4436 (2018); Zeng et al., J. Chem. Phys. 159,
-054801 (2023), II.B.1. DeePMD-kit computes the same numbers (tests/test_examples_train_potential.py
-compares). Its conventions, read in its deepmd/dpmodel (v3.2): an empty slot takes part as (0 -
-davg) / dstd; D is divided by the number of slots squared.
+054801 (2023), II.B.1. DeePMD-kit computes the same numbers, as
+tests/examples/test_examples_train_potential.py shows. Its conventions, read in its deepmd/dpmodel
+(v3.2): an empty slot takes part as (0 - davg) / dstd; D is divided by the number of slots squared.
 """
 
 import numpy as np

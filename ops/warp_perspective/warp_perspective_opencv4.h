@@ -6,7 +6,7 @@
 // uint16, int16 and float32 are summed in float32 and float64 in float64, from the first tap to the
 // last. Every product is rounded before it is added.
 // Source: modules/imgproc/src/imgwarp.cpp of OpenCV 4.12, warpPerspective and remap;
-// modules/core/src/lapack.cpp, invert. tests/opencv4_reference.py says which versions and
+// modules/core/src/lapack.cpp, invert. tests/operators/opencv4_reference.py says which versions and
 // processors compute otherwise.
 #pragma once
 

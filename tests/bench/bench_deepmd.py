@@ -6,7 +6,7 @@ A call computes energy, forces and virial. DeePMD-kit is called in two ways: thr
 with a neighbour list, as LAMMPS does, and through its Python class, which finds the list in each
 call. Ours are the package and the model itself; they get the list of the C library, and the vectors
 between atoms are computed in each call. The list has a skin of 2 A, LAMMPS's default in metal
-units. Needs the environment that `python -m pytest -m long tests/test_examples_deepmd.py` makes in
+units. Needs the environment that `python -m pytest -m long tests/examples/test_examples_deepmd.py` makes in
 build/deepmd.
 """
 
@@ -186,7 +186,7 @@ if __name__ == "__main__":
     elif not THEIRS.exists():
         print(
             "bench_deepmd: no DeePMD-kit in build/deepmd; "
-            "python -m pytest -m long tests/test_examples_deepmd.py"
+            "python -m pytest -m long tests/examples/test_examples_deepmd.py"
         )
     else:
         with tempfile.TemporaryDirectory() as folder:

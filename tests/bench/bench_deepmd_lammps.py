@@ -166,5 +166,5 @@ if __name__ == "__main__":
     else:
         print(
             "bench_deepmd_lammps: no DeePMD-kit; "
-            "python -m pytest -m long tests/test_examples_deepmd.py makes it"
+            "python -m pytest -m long tests/examples/test_examples_deepmd.py makes it"
         )

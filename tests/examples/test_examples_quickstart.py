@@ -1,0 +1,70 @@
+"""examples/quickstart.py: what it prints is the published crystal, to the digits that are claimed,
+and in 100 lines."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart.py"
+for package in ("ase", "vesin", "matplotlib"):
+    pytest.importorskip(package)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """Runs the example as `make demo` does, in a folder of its own."""
+    environment = os.environ | {"PYTHONPATH": str(QUICKSTART.parent.parent)}
+    result = subprocess.run(
+        [sys.executable, QUICKSTART],
+        cwd=tmp_path_factory.mktemp("quickstart"),
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def number(ran, pattern):
+    return float(re.search(pattern, ran.stdout)[1])
+
+
+def test_the_crystal_has_its_published_energy_and_bulk_modulus(ran):
+    """(C11 + 2 C12) / 3 of E. R. Cowley, Phys. Rev. Lett. 60, 2379 (1988): 101.4 GPa."""
+    assert number(ran, r"cohesive energy +(\S+) eV/atom") == pytest.approx(-4.3366, abs=1e-5)
+    assert number(ran, r"bulk modulus +(\S+) GPa") == pytest.approx(101.4, abs=0.1)
+
+
+def test_forces_and_pressure_are_derivatives_of_the_energy(ran):
+    assert number(ran, r"forces .* by (\S+) of") <= 1e-13
+    assert number(ran, r"of up to (\S+) eV/A") > 1
+    assert number(ran, r"pressure .* by (\S+) of") <= 1e-12
+
+
+def test_its_first_lines_show_what_it_prints(ran):
+    shown = re.findall(
+        r"^(?:cohesive|forces|pressure|bulk).*", QUICKSTART.read_text(), re.MULTILINE
+    )
+    assert len(shown) == 4
+    printed = ran.stdout.splitlines()
+    for ours, line in zip(shown, printed, strict=False):
+        assert re.sub(r"\de-\d\d", "", ours) == re.sub(r"\de-\d\d", "", line)
+
+
+def test_it_draws_one_picture_and_says_nothing_else(ran):
+    import matplotlib.image
+
+    *rows, path = ran.stdout.splitlines()
+    assert len(rows) == 4
+    picture = matplotlib.image.imread(path)[..., :3]
+    assert picture.shape[0] >= 500 and picture.shape[1] >= 800 and picture.std() > 0.1
+    noise = [line for line in ran.stderr.splitlines() if not line.startswith("calcops_jit: ")]
+    assert noise == []
+
+
+def test_it_is_a_tutorial_of_at_most_100_lines():
+    assert len(QUICKSTART.read_text().splitlines()) <= 100

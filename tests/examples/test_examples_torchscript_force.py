@@ -1,0 +1,183 @@
+"""examples/torchscript_force: archives and hosts give what plain torch gives, built as its files
+say."""
+
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+
+import calcops_jit  # noqa: F401 - the archives need its operators
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "torchscript_force"
+ARCHIVES = ["scripted", "traced", "CalcOps_cuda", "CalcOps_cpu"]
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"} | {
+    "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+}
+
+
+def make(build, *words):
+    command = ["make", "-C", FOLDER, f"PYTHON={sys.executable}", f"BUILD={build}", *words]
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    return tmp_path_factory.mktemp("torchscript_force")
+
+
+@pytest.fixture(scope="module", params=reference.DEVICES)
+def ran(request, build):
+    return make(build, f"DEVICE={request.param}")
+
+
+def numbers(lines):
+    """{first word of the line: its rows} of what a host prints."""
+    table = {}
+    for line in filter(None, lines.splitlines()):
+        name, *values = line.split()
+        if name in ("energy", "force", "first", "second", "direct"):
+            table.setdefault(name, []).append([float(value) for value in values])
+    return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in table.items()}
+
+
+def expected(archive):
+    """The same in plain torch: energy and derivatives by autograd, the force from the reference."""
+    files = {"frame": ""}
+    parameters = dict(torch.jit.load(archive, _extra_files=files).named_parameters())
+    list_neigh, Ri, Ri_d, *nghost = torch.load(io.BytesIO(files["frame"]))
+    Ri.requires_grad_()
+    live = (list_neigh >= 0).flatten(2)[..., None]
+    energy = (torch.tanh(Ri @ parameters["W"]) * parameters["w"] * live).sum((1, 2, 3))
+    (dE,) = torch.autograd.grad(energy.sum(), Ri, create_graph=True)
+    force = reference.force(list_neigh.flatten(2), dE, Ri_d, int(nghost[0]) if nghost else 0)
+    (first,) = torch.autograd.grad(force.square().sum(), Ri, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), Ri)
+    return {
+        "energy": energy[None],
+        "force": force[0],
+        "first": torch.stack([first.sum(), first.norm()])[None],
+        "second": torch.stack([second.sum(), second.norm()])[None],
+        "direct": force[0, :1],
+    }
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
+)
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_python_and_cpp_give_energy_force_and_two_derivatives(ran, build, name):
+    section = re.search(rf"^== {name}\.pt.*\n((?:(?!==).*\n)*)", ran.stdout, re.MULTILINE)[1]
+    in_python, in_cpp = section.split("energy")[1:]
+    for host in ("energy" + in_python, "energy" + in_cpp):
+        found, right = numbers(host), expected(build / f"{name}.pt")
+        assert found.keys() == right.keys()
+        for key in right:
+            torch.testing.assert_close(found[key], right[key].detach(), rtol=1e-10, atol=1e-10)
+
+
+def test_the_library_may_be_opened_instead_of_linked_and_must_be_there(ran, build):
+    scripted, opened, neither = re.search(
+        r"^== scripted.*?\n(.*?)^== traced.*?^== the library opened.*?\n(.*?)^== neither\n(.*)",
+        ran.stdout,
+        re.MULTILINE | re.DOTALL,
+    ).groups()
+    assert numbers(opened)["force"].tolist() == numbers(scripted)["force"][:4].tolist()
+    assert "host: " not in neither and "Unknown builtin op: CalcOps::calculateForce" in ran.stderr
+
+
+def test_a_python_function_is_refused(ran):
+    assert "refused: CalculateForce" in ran.stdout
+
+
+def test_nobody_warns_of_anything(ran):
+    """Neither the compiler nor Python nor PyTorch, not even of TorchScript's end or of a GPU that
+    is not there."""
+    assert not re.search("warning|No CUDA", ran.stderr, re.IGNORECASE), ran.stderr
+
+
+def test_the_readme_shows_what_is_printed(ran):
+    (shown,) = re.findall(
+        r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    printed = (ran.stdout + ran.stderr).replace("on cuda,", "on cpu,")
+    lines = [line for line in shown.splitlines() if line != "..."]
+    assert len(lines) > 15 and not [line for line in lines if line not in printed]
+
+
+def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
+    for host in ("host", "host_without"):
+        needed = subprocess.run(
+            ["ldd", build / host], env=ENVIRONMENT, capture_output=True, text=True
+        ).stdout
+        assert "libtorch_cpu" in needed and not re.search(
+            r"libpython|libtorch_python|not found", needed
+        )
+
+
+def test_a_linker_that_drops_libraries_drops_the_operators_where_the_makefile_says(ran, build):
+    """Links as Ubuntu's g++ does by default."""
+    command = [
+        "make",
+        "-C",
+        FOLDER,
+        f"PYTHON={sys.executable}",
+        f"BUILD={build}",
+        "--dry-run",
+        "-W",
+        build / "host.o",
+    ]
+    planned = subprocess.run(
+        [*command, build / "host"], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    (line,) = (line for line in planned.stdout.splitlines() if f"-o {build}/host " in line)
+    assert "-Wl,--no-as-needed" in line
+    line = line.replace("-Wl,--no-as-needed", "-Wl,--as-needed").replace(
+        f"{build}/host ", f"{build}/dropped "
+    )
+    subprocess.run(["bash", "-c", line], cwd=FOLDER, env=ENVIRONMENT, check=True)
+    result = subprocess.run(
+        [build / "dropped", build / "scripted.pt"], capture_output=True, text=True
+    )
+    assert result.returncode == 1 and "Unknown builtin op" in result.stderr
+
+
+def test_cmake_builds_the_same_and_asks_for_no_cuda_toolkit(ran, build):
+    if not shutil.which("cmake"):
+        pytest.skip("cmake is not installed")
+    result = make(build, "cmake")
+    scripted = re.search(r"^== scripted.*?\n(.*?)^== traced", ran.stdout, re.MULTILINE | re.DOTALL)[
+        1
+    ]
+    assert numbers(result.stdout)["force"].tolist() == numbers(scripted)["force"][:4].tolist()
+    # What find_package(Torch) asks about a toolkit stays in the cache, whether it finds one or not.
+    assert "CUDA_TOOLKIT_ROOT_DIR" not in (build / "cmake" / "CMakeCache.txt").read_text()
+
+
+def test_the_host_builds_from_an_exported_folder_with_pkg_config(ran, build):
+    """Preprocesses the host with pkg-config's include path, and links what was compiled with its
+    libraries."""
+    if not shutil.which("pkg-config"):
+        pytest.skip("pkg-config is not installed")
+    export = [sys.executable, "-m", "calcops_jit", "export", build / "calcops"]
+    subprocess.run(export, env=ENVIRONMENT, check=True, capture_output=True)
+    cxx = os.environ.get("CXX", "g++")
+    command = f"""
+        {cxx} -std=c++20 -M host.cpp $(pkg-config --cflags calcops) | grep -q {build}/calcops/.*/calcops.h &&
+        {cxx} {build}/host.o -o {build}/exported $(pkg-config --libs calcops)"""
+    environment = ENVIRONMENT | {"PKG_CONFIG_PATH": f"{build}/calcops/lib/pkgconfig"}
+    subprocess.run(command, shell=True, cwd=FOLDER, env=environment, check=True)
+    result = subprocess.run(
+        [build / "exported", build / "scripted.pt"], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert numbers(result.stdout)["force"].tolist() == numbers(ran.stdout)["force"][:4].tolist()

@@ -1,0 +1,73 @@
+"""examples/warp_perspective: the page is straight, and two views are registered to a small part of
+a pixel."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+for package in ("matplotlib", "skimage"):
+    pytest.importorskip(package)
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "warp_perspective"
+sys.path.append(str(FOLDER))
+from register import error, register, views  # noqa: E402
+from straighten import homography, straighten  # noqa: E402
+
+
+def test_a_homography_takes_four_points_to_four_points():
+    source, target = torch.rand(2, 4, 2, generator=torch.Generator().manual_seed(0)).double()
+    mapped = torch.cat([source, torch.ones(4, 1)], 1) @ homography(source, target).T
+    torch.testing.assert_close(mapped[:, :2] / mapped[:, 2:], target, rtol=0, atol=1e-12)
+
+
+def test_the_ruled_lines_of_the_page_are_rows_of_the_result():
+    """Between two ruled lines the photograph is paper and writing."""
+    straight = straighten()[1].double()
+    assert straight.shape == (344, 680)
+    # A horizontal line darkens its whole row: the rows of the frame are darker than those 12 pixels
+    # off on both sides.
+    row = straight[:, 60:620].median(dim=1).values
+    for line in (110, 210):
+        assert row[line - 4 : line + 5].min() < min(row[line - 12], row[line + 12]) - 15
+
+
+def run(script, folder):
+    command = [sys.executable, FOLDER / script, folder]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    import matplotlib.image
+
+    picture = matplotlib.image.imread(result.stdout.splitlines()[-1])[..., :3]
+    assert picture.shape[0] >= 200 and picture.shape[1] >= 900 and picture.std() > 0.1
+    return result.stdout
+
+
+def test_the_photograph_is_drawn_before_and_after(tmp_path):
+    run("straighten.py", tmp_path)
+
+
+def test_two_views_are_registered_from_40_pixels_to_a_twentieth_as_the_readme_shows(tmp_path):
+    printed = run("register.py", tmp_path)
+    starts = [float(x) for x in re.findall(r"from +(\S+) pixels off", printed)]
+    assert len(starts) == 5 and starts[0] >= 40
+    assert float(re.search(r"registered: (\S+) pixels off", printed)[1]) < 0.05
+    (shown,) = re.findall(
+        r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    for line in shown.splitlines():
+        assert re.sub(r"[\d.]+ pixels off", "", line).rstrip() in printed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(10))
+def test_views_moved_in_any_direction_are_registered(seed):
+    angle = 2 * torch.pi * torch.rand(4, generator=torch.Generator().manual_seed(seed)).double()
+    moved = 40 * torch.stack([angle.cos(), angle.sin()], 1)
+    assert error(register(*views(moved))[-1][1], moved) < 0.05

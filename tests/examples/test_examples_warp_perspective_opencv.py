@@ -1,0 +1,185 @@
+"""examples/warp_perspective_opencv: the three builds, the checks, and the result beside our own
+warp_perspective."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import calcops_jit
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "warp_perspective_opencv"
+
+
+def run(*command, **environment):
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert result.returncode == 0, result.stderr or result.stdout
+    return result
+
+
+@pytest.fixture(scope="module")
+def library():
+    sys.path.insert(0, str(FOLDER))
+    import warp_perspective_opencv
+
+    sys.path.remove(str(FOLDER))
+    try:
+        return warp_perspective_opencv.load()
+    except SystemExit as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def printed(library, tmp_path_factory):
+    out = tmp_path_factory.mktemp("opencv")
+    result = run(
+        sys.executable, FOLDER / "warp_perspective_opencv.py", "--out", out, PYTHONPATH=str(ROOT)
+    )
+    assert "Warning" not in result.stderr
+    return result.stdout, out
+
+
+# What the archives give, worked out by hand: the sums, and the pixels 5 6 9 10 of a 4 x 4 image
+# counted from 0.
+HOST = "myops::add: 4 6\nmy_ops::warp_perspective: 5 6 9 10\n"
+
+
+def test_both_namespaces_have_both_operators(library):
+    image, warp = torch.randn(32, 32), torch.rand(3, 3)
+    result = torch.ops.my_ops.warp_perspective(image, warp)
+    assert result.shape == (8, 8) and torch.equal(
+        result, torch.ops.myops.warp_perspective(image, warp)
+    )
+    for namespace in (torch.ops.my_ops, torch.ops.myops):
+        assert namespace.add(torch.ones(2), torch.ones(2)).tolist() == [2, 2]
+
+
+def test_the_result_is_that_of_our_own_up_to_opencv_rounding(library):
+    torch.manual_seed(0)
+    image = torch.rand(40, 50)
+    for _ in range(20):
+        warp = torch.eye(3) + torch.randn(3, 3) * torch.tensor([[0.1], [0.1], [0.001]])
+        warp[:2, 2] += 3 * torch.randn(2)
+        warp[2, 2] = 1
+        theirs, ours = (
+            w(image, warp, [30, 20])
+            for w in (library.warp_perspective, calcops_jit.warp_perspective)
+        )
+        # Half of 1/32 of a pixel in x and in y, where neighbours differ by at most 1.
+        assert (theirs - ours).abs().max() <= 2 / 64 + 1e-3
+
+
+@pytest.mark.parametrize(
+    "change", [lambda t: t.t().contiguous().t(), lambda t: torch.stack([t, -t], 2)[:, :, 0]]
+)
+def test_layout_does_not_matter(library, change):
+    image, warp = torch.randn(9, 12), torch.tensor([[1.1, 0.2, 1], [0, 0.9, -1], [0.001, 0, 1]])
+    assert not change(image).is_contiguous()
+    expected = library.warp_perspective(image, warp)
+    assert torch.equal(library.warp_perspective(change(image), change(warp)), expected)
+
+
+@pytest.mark.parametrize(
+    "image, warp, dsize, text",
+    [
+        (
+            torch.ones(4, 4).double(),
+            torch.eye(3),
+            [8, 8],
+            "expected `image` of dtype Float, got Double",
+        ),
+        (torch.ones(4, 4), torch.eye(3).int(), [8, 8], "expected `warp` of dtype Float, got Int"),
+        (
+            torch.ones(4, 4, 3),
+            torch.eye(3),
+            [8, 8],
+            r"expected `image` of two dimensions, got \[4, 4, 3\]",
+        ),
+        (
+            torch.ones(4, 4),
+            torch.eye(4),
+            [8, 8],
+            r"expected `warp` of shape \[3, 3\], got \[4, 4\]",
+        ),
+        (torch.ones(0, 4), torch.eye(3), [8, 8], r"expected `image` with pixels, got \[0, 4\]"),
+        (
+            torch.ones(4, 4),
+            torch.eye(3),
+            [8, 0],
+            r"expected `dsize` of positive numbers, got \[8, 0\]",
+        ),
+    ],
+)
+def test_what_opencv_would_misread_is_refused(library, image, warp, dsize, text):
+    with pytest.raises(RuntimeError, match=text):
+        library.warp_perspective(image, warp, dsize)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_cuda_tensor_is_refused(library):
+    with pytest.raises(NotImplementedError, match="CUDA"):
+        library.warp_perspective(torch.ones(4, 4, device="cuda"), torch.eye(3, device="cuda"))
+
+
+def test_the_script_compares_scripts_and_runs_the_program(printed):
+    out = printed[0]
+    shift, perspective = map(
+        float, re.findall(r"largest difference .* ([\d.]+)$", out, re.MULTILINE)
+    )
+    assert shift == 0 and 0 < perspective < 0.2  # randn: neighbours differ by up to some 6
+    assert "myops::add(%" in out and "my_ops.warp_perspective(image, warp): [8, 8]\n" in out
+    assert out.endswith(HOST)
+
+
+def test_without_opencv_one_line_says_so_and_what_to_install():
+    command = [sys.executable, FOLDER / "warp_perspective_opencv.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": "/nowhere"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 1 and result.stdout == ""
+    assert re.fullmatch(
+        r"skipped: no OpenCV headers; apt-get install .*libopencv-dev.*\n", result.stderr
+    )
+
+
+def test_setuptools_makes_a_library(printed, tmp_path):
+    shutil.copytree(
+        FOLDER, tmp_path / "source", ignore=shutil.ignore_patterns("__pycache__", "build")
+    )
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path]
+    result = subprocess.run(build, cwd=tmp_path / "source", capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    loads(tmp_path / "warp_perspective.so")
+
+
+def test_cmake_makes_a_library_for_python_and_the_program(printed, tmp_path):
+    if not shutil.which("cmake"):
+        pytest.skip("no cmake")
+    run(
+        "cmake",
+        "-S",
+        FOLDER,
+        "-B",
+        tmp_path,
+        f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}",
+    )
+    # What find_package(Torch) asks about a CUDA toolkit stays in the cache, whether it finds one or
+    # not.
+    assert "CUDA_TOOLKIT_ROOT_DIR" not in (tmp_path / "CMakeCache.txt").read_text()
+    run("cmake", "--build", tmp_path, "-j2")
+    archives = [printed[1] / name for name in ("compute_scripted.pt", "warp_scripted.pt")]
+    assert run(tmp_path / "myops_add", *archives).stdout == HOST
+    loads(tmp_path / "libwarp_perspective.so")
+
+
+def loads(library):
+    script = f"""import torch
+torch.ops.load_library("{library}")
+print(torch.ops.my_ops.warp_perspective(torch.arange(16.0).view(4, 4), torch.eye(3), [1, 3]).tolist())
+print(torch.ops.myops.add(torch.ones(1), torch.ones(1)).item())"""
+    assert run(sys.executable, "-c", script).stdout == "[[0.0, 1.0, 2.0]]\n2.0\n"

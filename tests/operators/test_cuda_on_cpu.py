@@ -1,0 +1,263 @@
+"""Every CUDA kernel of the operators and the examples runs on the CPU
+(tests/operators/cuda_on_cpu/README.md), and the emulation finds the faults that are put into them. Needs no
+GPU and no nvcc."""
+
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS / "cuda_on_cpu"))
+
+import rewrite  # noqa: E402
+
+FORCE = "ops/force/force.cu"
+WARP = "ops/warp_perspective/warp_perspective.cu"
+EDGE = "ops/edge_force/edge_force.cu"
+# An example leaves members out that are then zero. More memory makes the compiler faster.
+FLAGS = "-O1 -Wextra -Wno-missing-field-initializers -Werror --param=ggc-min-heapsize=1048576"
+# What is done to which file, a test that shows it, and what is said. `FAULT` is true in one run
+# each.
+FAULTS = {
+    "a removed __syncwarp": (
+        (FORCE, "  __syncwarp();\n  return list;", "  if (!FAULT) __syncwarp();\n  return list;"),
+        "test_force_cuda_kernels.py::test_forces_and_virials",
+        "Tensor-likes are not equal|Tensor-likes are not close",
+    ),
+    "a launch on the default stream": (
+        (FORCE, "  config.stream = stream;", "  if (!FAULT) config.stream = stream;"),
+        "test_force_cuda_kernels.py::test_forces_and_virials",
+        "cuda_on_cpu: .*: work is queued on another stream than the current one",
+    ),
+    "a workspace that is one number short": (
+        (
+            FORCE,
+            "take(slots, unsorted * frame_slots);",
+            "take(slots, unsorted * frame_slots - FAULT);",
+        ),
+        "test_force_cuda_kernels.py::test_all_slots_name_one_atom",
+        (
+            "cuda_on_cpu: (fill_rows|sum_rows), block .*: (touches memory 0 bytes "
+            "beyond|has written beside)"
+        ),
+    ),
+    "a read beyond the end of an input": (
+        (FORCE, "next = s + 8 < in.neighbors ?", "next = s + 8 < in.neighbors + FAULT ?"),
+        "test_force_cuda_kernels.py::test_gradients",
+        r"cuda_on_cpu: backward_rows, block \d+, thread \d+: (touches memory|has)",
+    ),
+    "a shuffle that some lanes do not come to": (
+        (
+            FORCE,
+            "if constexpr (kVirial) sum_of_four_lanes(e);",
+            "if (kVirial && (!FAULT || live)) sum_of_four_lanes(e);",
+        ),
+        "test_force_cuda_kernels.py::test_gradients",
+        (
+            "cuda_on_cpu: backward_rows, .*: (waits for ever at a barrier|meets the "
+            "others at another kind of barrier)"
+        ),
+    ),
+    "a sum in the order of arrival": (
+        (
+            FORCE,
+            "if (!error) error = launch(sort_rows",
+            "if (!error && !FAULT) error = launch(sort_rows",
+        ),
+        "test_force_cuda_kernels.py::test_all_slots_name_one_atom",
+        "Tensor-likes are not equal",
+    ),
+    "a virial that is summed after it was rounded": (
+        (
+            EDGE,
+            "exact[9 * atom + 3 * a + b] = sum[a][b];",
+            "exact[9 * atom + 3 * a + b] = FAULT ? double(Real(sum[a][b])) : sum[a][b];",
+        ),
+        "test_edge_force_cuda_kernels.py::test_virials_that_cancel_are_summed_before_they_are_rounded",
+        "Tensor-likes are not close",
+    ),
+    "an edge with two wrong ends that stays finite": (
+        (
+            EDGE,
+            "const int64_t atom = named ? names[k] : 0;",
+            "if (FAULT && !named) continue;\n      const int64_t atom = named ? names[k] : 0;",
+        ),
+        "test_edge_force_cuda_kernels.py::test_an_edge_with_two_wrong_ends_makes_the_first_atom_nan",
+        "assert ",
+    ),
+    "a frame that counts where nothing depends on it": (
+        (
+            EDGE,
+            "const bool lost = live && upstream.virial &&",
+            "const bool lost = live && (FAULT || upstream.virial) &&",
+        ),
+        "test_edge_force_cuda_kernels.py::test_the_frame_of_an_atom_counts_only_where_the_virial_has_a_gradient",
+        "Tensor-likes are not close",
+    ),
+    "a place for a tap of weight zero": (
+        (
+            WARP,
+            "return weight != 0 && index >= begin",
+            "return (weight != 0 || FAULT) && index >= begin",
+        ),
+        "test_warp_perspective_cuda_kernels.py::test_a_tap_of_weight_zero_takes_no_part_in_the_gradient",
+        "assert",
+    ),
+    "sum_of_block without its first barrier": (
+        (
+            EDGE,
+            "  x = sum_of_lanes(x);\n  __syncthreads();",
+            "  x = sum_of_lanes(x);\n  if (!FAULT) __syncthreads();",
+        ),
+        "test_edge_force_cuda_kernels.py::test_forces_virials_and_gradients",
+        "Tensor-likes are not (equal|close)",
+    ),
+    "sum_virial without the barrier before the ticket": (
+        (
+            FORCE,
+            "  }\n  __syncthreads();\n  if (thread == 0) {\n    __threadfence();",
+            "  }\n  if (!FAULT) __syncthreads();\n  if (thread == 0) {\n    __threadfence();",
+        ),
+        "test_force_cuda_kernels.py::test_the_virial_of_several_blocks_has_the_same_bits_in_any_order_of_them",
+        "Tensor-likes are not (equal|close)",
+    ),
+    "a write beyond the end of the result": (
+        (
+            WARP,
+            "v >= sizes.out_height) return;\n    if (!has",
+            "v >= sizes.out_height + FAULT) return;\n    if (!has",
+        ),
+        "test_warp_perspective_cuda_kernels.py::test_images_matrices_and_borders_of_every_kind",
+        "cuda_on_cpu: forward_kernel, block .*: (touches memory|has written beside a tensor)",
+    ),
+}
+
+
+def files():
+    """The tests that run in the emulation: those of kernels, and the own tests of an operator that
+    has none such."""
+    found = sorted(TESTS.parent.rglob("test_*_cuda_kernels.py"))
+    operators = {path.stem for path in rewrite.sources() if path.parent.parent.name == "ops"}
+    for operator in sorted(operators):
+        if not list(TESTS.glob(f"test_{operator}*_cuda_kernels.py")):
+            found += sorted(TESTS.glob(f"test_{operator}*.py"))
+    return found
+
+
+def in_its_folder(test):
+    """The path of `file.py` or `file.py::test`."""
+    (file,) = TESTS.parent.rglob(test.partition("::")[0])
+    return file.parent / test
+
+
+class Emulation:
+    """A checkout with emulated kernels, and processes that run tests in it, as many at once as
+    there are processors."""
+
+    def __init__(self, folder):
+        self.folder, self.runs = folder, {}
+        self.pool = ThreadPoolExecutor(os.cpu_count())
+        rewrite.write_checkout(folder, [fault for fault, _, _ in FAULTS.values()])
+        built = self.python("-c", "import calcops_jit; calcops_jit.library_path()")
+        assert built.returncode == 0, built.stdout
+
+    def start(self, what, fault):
+        """The future of what tests() says of a file, or of one test, with a fault or with none,
+        0."""
+        if (what, fault) not in self.runs:
+            self.runs[what, fault] = self.pool.submit(self.tests, what, fault)
+        return self.runs[what, fault]
+
+    def python(self, *arguments, **environment):
+        own = {
+            "PYTHONPATH": str(self.folder),
+            "CALCOPS_CUDA": "0",
+            "CALCOPS_CFLAGS": FLAGS,
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        command = [sys.executable, *map(str, arguments)]
+        environment = os.environ | own | environment
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.run(command, cwd=self.folder, env=environment, **pipes)
+
+    def tests(self, what, fault):
+        """What pytest says, and the names of the kernels that ran."""
+        kernels = self.folder / f"{Path(what).name}.{fault}"
+        options = ["-q", "-s", "-p", "no:cacheprovider", *["-x"] * bool(fault)]
+        emulated = {"CALCOPS_EMULATED": str(kernels), "CALCOPS_EMULATED_FAULT": str(fault)}
+        result = self.python("-m", "pytest", *options, what, **emulated)
+        return result, kernels.read_text().split() if kernels.exists() else []
+
+
+@pytest.fixture(scope="module")
+def emulation(request, tmp_path_factory):
+    emulation = Emulation(tmp_path_factory.mktemp("cuda_on_cpu"))
+    for item in request.session.items:  # all that was asked for begins now
+        if item.module is request.module and "callspec" in vars(item):
+            emulation.start(*item.callspec.params["run"])
+    yield emulation
+    emulation.pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("run", [(path, 0) for path in files()], ids=lambda run: run[0].stem)
+def test_the_kernels_pass_their_tests_in_any_order_of_blocks_and_threads(emulation, run):
+    result, _ = emulation.start(*run).result()
+    assert result.returncode == 0, result.stdout[-5000:]
+
+
+def test_every_kernel_runs(emulation):
+    ran = {name for path in files() for name in emulation.start(path, 0).result()[1]}
+    all_of_them = {name for path in rewrite.sources() for name in rewrite.kernels(path.read_text())}
+    assert not all_of_them - ran, "a test in test_<operator>_cuda_kernels.py has to run these"
+
+
+@pytest.mark.parametrize(
+    "run, says",
+    [
+        ((in_its_folder(test), number), says)
+        for number, (_, test, says) in enumerate(FAULTS.values(), 1)
+    ],
+    ids=FAULTS,
+)
+def test_a_fault_is_found(emulation, run, says):
+    result, _ = emulation.start(*run).result()
+    assert result.returncode != 0 and re.search(says, result.stdout), result.stdout[-5000:]
+
+
+def is_ordered_by_a_vote(path, line):
+    """A ballot follows, to which all lanes come: the barrier orders memory alone, which is always
+    so here."""
+    return (
+        path.name == "force.cu"
+        and "what the list held has been read" in path.read_text().splitlines()[line - 1]
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "run",
+    [
+        (in_its_folder(f"test_{path.stem}_cuda_kernels.py"), number)
+        for number, (path, line) in enumerate(rewrite.barriers(), rewrite.FIRST_BARRIER)
+        if not is_ordered_by_a_vote(path, line)
+    ],
+    ids=lambda run: f"{run[0].stem} {run[1]}",
+)
+def test_every_barrier_is_missed(emulation, run):
+    result, _ = emulation.start(*run).result()
+    assert result.returncode == 1 and "Tensor-likes are not" in result.stdout, result.stdout[-5000:]
+
+
+def test_what_is_not_emulated_is_refused():
+    for text in (
+        "extern __shared__ double x[];",
+        'asm("trap;");',
+        "cooperative_groups::this_grid();",
+    ):
+        with pytest.raises(ValueError, match="cuda_on_cpu: cannot emulate"):
+            rewrite.emulated(f"#include <cstdint>\n{text}\n")

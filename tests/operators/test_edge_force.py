@@ -1,0 +1,376 @@
+"""edge_force and edge_force_virial against the same sums in plain torch: values, masks, wrong
+entries, derivatives."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from reference import assert_equal_lists, graph
+from torch.autograd import gradcheck, gradgradcheck
+
+from calcops_jit import edge_force, edge_force_virial, edge_order
+
+backward = torch.ops.calcops._edge_force_virial_backward
+
+
+def reference_force_virial(edge_index, edge_gradient, edge_vec, natoms, batch=None, nframes=1):
+    """From the formulas of ops/edge_force/edge_force.h; differentiable, slow, and for small
+    graphs."""
+    live = (edge_index >= 0).all(0)
+    g = torch.where(live[:, None], edge_gradient, 0.0)
+    w = -g[:, :, None] * torch.where(live[:, None], edge_vec, 0.0)[:, None]
+    centre, neighbour = torch.nn.functional.one_hot(
+        torch.where(live, edge_index, 0).long(), natoms
+    ).to(g)
+    force = centre.T @ g - neighbour.T @ g
+    atom_virial = torch.einsum("ej,eab->jab", neighbour, w)
+    frame = torch.zeros(natoms, dtype=torch.long) if batch is None else batch.long()
+    frames = torch.nn.functional.one_hot(frame.to(g.device), nframes).to(g)
+    return force, torch.einsum("jf,jab->fab", frames, atom_virial), atom_virial
+
+
+def differentiable_graph(**options):
+    edge_index, gradient, vec, *rest = graph(**options)
+    return edge_index, gradient.requires_grad_(), vec.requires_grad_(), *rest
+
+
+SMALL = dict(natoms=3, edges=5)
+MODES = dict(check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
+SECOND = dict(check_fwd_over_rev=True, check_batched_grad=True)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("edges", [0, 1, 23, 20_000])
+def test_results_equal_the_reference(device, dtype, index, edges):
+    given = graph(edges=edges, dtype=dtype, index=index, device=device)
+    expected = reference_force_virial(
+        *(x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given)
+    )
+    tolerance = (
+        dict(rtol=1e-5, atol=2e-5) if dtype == torch.float32 else dict(rtol=1e-11, atol=1e-11)
+    )
+    expected = [x.to(dtype) for x in expected]
+    assert_equal_lists(edge_force_virial(*given), expected, **tolerance)
+    assert_equal_lists(
+        edge_force_virial(*given[:4]),
+        [expected[0], expected[1].sum(0, True), expected[2]],
+        **tolerance,
+    )
+    assert torch.equal(edge_force(*given[:2], given[3]), edge_force_virial(*given)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("edges", [2, 64, 65, 20_000])
+def test_columns_that_are_contiguous_instead_of_rows_change_no_bit(device, dtype, edges):
+    edge_index, gradient, vec, *rest = graph(edges=edges, dtype=dtype, device=device)
+    expected = edge_force_virial(edge_index, gradient, vec, *rest)
+    columns = [x.mT.contiguous().mT for x in (gradient, vec)]
+    assert not columns[0].is_contiguous()
+    every_second = [x.repeat_interleave(2, 1)[:, ::2] for x in (gradient, vec)]
+    for g, v in ((columns[0], columns[1]), (columns[0], vec), (gradient, columns[1]), every_second):
+        assert_equal_lists(edge_force_virial(edge_index, g, v, *rest), expected, rtol=0, atol=0)
+        assert torch.equal(edge_force(edge_index, g, rest[0]), expected[0])
+    upstream = [torch.ones_like(x) for x in expected]
+    ours, theirs = (
+        torch.autograd.grad(edge_force_virial(edge_index, *leaves, *rest), leaves, upstream)
+        for leaves in (
+            [x.requires_grad_() for x in columns],
+            [gradient.requires_grad_(), vec.requires_grad_()],
+        )
+    )
+    assert_equal_lists(ours, theirs, rtol=0, atol=0)
+
+
+def test_signs_are_those_of_an_energy_of_the_positions(device):
+    """Forces are -dE/dr and the virial is -dE/d(strain), by autograd through positions and cell."""
+    positions = torch.randn(6, 3, dtype=torch.float64, device=device, requires_grad=True)
+    strain = torch.zeros(3, 3, dtype=torch.float64, device=device, requires_grad=True)
+    edge_index = torch.tensor(
+        [[i, j] for i in range(6) for j in range(6) if i != j], device=device
+    ).T
+    r = positions + positions @ strain
+    vec = r[edge_index[1]] - r[edge_index[0]]
+    energy = (vec.square().sum(1) * vec.norm(dim=1).cos()).sum()
+    gradient, dE_dr, dE_dstrain = torch.autograd.grad(energy, (vec, positions, strain))
+    F, W, atom_W = edge_force_virial(edge_index, gradient, vec.detach(), 6)
+    torch.testing.assert_close(F, -dE_dr)
+    # d(vec[b])/d(strain[c][b]) is the vector's c-th component.
+    torch.testing.assert_close(W[0].mT, -dE_dstrain)
+    torch.testing.assert_close(atom_W.sum(0), W[0])
+
+
+def test_a_list_of_neighbours_and_its_edges_give_the_same(device):
+    from reference import pairs
+
+    from calcops_jit import force_virial
+
+    list_neigh, dE, Ri_d, Rij = pairs(1, 5, 2, 7, device=device)
+    F, W, atom_W = force_virial(list_neigh, dE, Ri_d, Rij, 2)
+    g = -torch.einsum("nkc,nkca->nka", dE[0], Ri_d[0].view(5, 7, 4, 3)).flatten(0, 1)
+    centre = torch.arange(5, device=device).repeat_interleave(7)
+    ours = edge_force_virial(
+        torch.stack([centre, list_neigh[0].flatten().long()]), g, Rij[0].flatten(0, 1), 7
+    )
+    assert_equal_lists(ours, (F[0], W, atom_W[0]), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_masked_edge_is_never_read_and_its_derivatives_are_zero(device, row):
+    edge_index, gradient, vec, *rest = graph(device=device)
+    edge_index = edge_index.clamp(min=0)
+    edge_index[row, 4] = -1
+    keep = torch.arange(23, device=device) != 4
+    expected = edge_force_virial(edge_index[:, keep], gradient[keep], vec[keep], *rest)
+    gradient[4], vec[4] = float("nan"), float("inf")
+    leaves = gradient.requires_grad_(), vec.requires_grad_()
+    ours = edge_force_virial(edge_index, *leaves, *rest)
+    assert_equal_lists(ours, expected, rtol=0, atol=1e-14)
+    for x in torch.autograd.grad([x.sum() for x in ours], leaves):
+        assert x[4].count_nonzero() == 0 and x.isfinite().all()
+
+
+@pytest.mark.parametrize("entry", [-2, 7, 8, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("row", [0, 1])
+def test_an_entry_that_names_no_atom_is_an_error_that_shows_it(entry, row):
+    edge_index, gradient, vec, *rest = graph()
+    edge_index = edge_index.clamp(min=0)
+    edge_index[row, 5] = entry
+    shown = edge_index[:, 5].tolist()
+    message = (
+        rf"expected `edge_index` entries -1 or 0 <= i < natoms = 7, got \({shown[0]}, "
+        rf"{shown[1]}\) at edge 5"
+    )
+    for call in (
+        lambda: edge_force(edge_index, gradient, 7),
+        lambda: edge_force_virial(edge_index, gradient, vec, *rest),
+        lambda: backward(torch.ones(7, 3).double(), None, None, edge_index, gradient, vec, *rest),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+    with pytest.raises(RuntimeError, match="expected `edge_index` entries"):
+        torch.vmap(lambda g: edge_force(edge_index, g, 7))(torch.stack([gradient] * 2))
+
+
+@pytest.mark.parametrize("frame", [-1, 2, 2**62])
+def test_a_frame_that_does_not_exist_is_an_error_that_shows_it(frame):
+    *given, batch, frames = graph()
+    batch[3] = frame
+    with pytest.raises(
+        RuntimeError, match=f"`batch` entries 0 <= frame < nframes = 2, got {frame} at atom 3"
+    ):
+        edge_force_virial(*given, batch, frames)
+
+
+def test_an_error_names_the_argument_what_was_expected_and_what_came():
+    edge_index, gradient, vec, natoms, batch, frames = graph()
+    for bad, message in (
+        ({"edge_index": edge_index.short()}, "`edge_index` int32 or int64, got Short"),
+        ({"edge_index": edge_index.T}, "`edge_index` of shape [2, E], got [23, 2]"),
+        ({"edge_gradient": gradient.half()}, "`edge_gradient` float32 or float64, got Half"),
+        ({"edge_gradient": gradient[1:]}, "`edge_gradient` of shape [E, 3] = [23, 3], got [22, 3]"),
+        ({"edge_vec": vec.float()}, "`edge_vec` of dtype Double like `edge_gradient`, got Float"),
+        ({"edge_vec": vec[:, :2]}, "`edge_vec` of shape [E, 3] = [23, 3], got [23, 2]"),
+        ({"edge_vec": None}, "`edge_vec` of shape [E, 3], got none"),
+        ({"edge_index": None}, "`edge_index` of shape [2, E], got none"),
+        ({"edge_gradient": None}, "`edge_gradient` of shape [E, 3], got none"),
+        ({"batch": None, "nframes": 0}, "`nframes` >= 1 where `batch` is None, got 0"),
+        ({"natoms": -1}, "`natoms` >= 0, got -1"),
+        ({"natoms": 2**63 - 1}, "`natoms` of at most 2^40, got 9223372036854775807"),
+        ({"nframes": -1}, "`nframes` >= 0, got -1"),
+        ({"batch": batch.float()}, "`batch` int32 or int64, got Float"),
+        ({"batch": batch[1:]}, "`batch` of shape [natoms] = [7], got [6]"),
+        ({"edge_order": edge_order(edge_index, natoms).long()}, "`edge_order` int32, got Long"),
+    ):
+        good = dict(
+            edge_index=edge_index, edge_gradient=gradient, edge_vec=vec, natoms=natoms, batch=batch
+        )
+        with pytest.raises(RuntimeError) as error:
+            edge_force_virial(**{**good, "nframes": frames, **bad})
+        assert (
+            str(error.value).split("\n")[0].removesuffix(".")
+            == f"calcops::edge_force_virial: expected {message}"
+        )
+
+
+@pytest.mark.parametrize("edges", [2**30, 2**32, 2**40])
+def test_more_edges_than_an_order_can_count_are_refused(edges):
+    """Before anything of that size is allocated: the tensor is one number, shown many times."""
+    edge_index = torch.zeros(2, 1, dtype=torch.int64).expand(2, edges)
+    message = rf"expected `edge_index` of less than 2\^30 edges, got \[2, {edges}\]"
+    with pytest.raises(RuntimeError, match="calcops::edge_order: " + message):
+        edge_order(edge_index, 7)
+    order = torch.zeros(1, dtype=torch.int32).expand(7 + 2 * edges)
+    with pytest.raises(RuntimeError, match="calcops::edge_force: " + message):
+        edge_force(edge_index, torch.zeros(1, 3).expand(edges, 3), 7, edge_order=order)
+
+
+def test_the_order_lists_the_ends_of_each_atom(device):
+    edge_index = graph(device=device)[0]
+    order, ends = edge_order(edge_index, 7).tolist(), []
+    live = (edge_index >= 0).all(0).tolist()
+    for atom in range(7):
+        for row, names in enumerate(edge_index.tolist()):
+            ends += [23 * row + e for e, name in enumerate(names) if live[e] and name == atom]
+        assert order[atom] == len(ends)
+    assert order[7:] == ends + [-1] * (46 - len(ends))
+
+
+def test_the_order_changes_nothing_and_one_of_another_graph_is_found(device, monkeypatch):
+    given = graph(device=device)
+    order = edge_order(given[0], 7)
+    monkeypatch.setenv("CALCOPS_CHECK", "1")
+    assert_equal_lists(
+        edge_force_virial(*given, edge_order=order), edge_force_virial(*given), rtol=0, atol=0
+    )
+    with pytest.raises(RuntimeError, match="expected `edge_order` of this edge_index and natoms"):
+        edge_force(given[0].roll(1, 1), given[1], 7, edge_order=order)
+
+
+def test_first_derivatives_in_every_mode(device):
+    edge_index, *leaves, natoms, batch, frames = differentiable_graph(**SMALL, device=device)
+    assert gradcheck(
+        lambda *x: edge_force_virial(edge_index, *x, natoms, batch, frames), leaves, **MODES
+    )
+    assert gradcheck(lambda g: edge_force(edge_index, g, natoms), leaves[:1], **MODES)
+
+
+@pytest.mark.parametrize(
+    "output", [0, 1, 2, slice(None)], ids=["force", "virial", "atom_virial", "all"]
+)
+def test_second_derivatives_through_each_output(device, output):
+    edge_index, g, v, *rest = differentiable_graph(**SMALL, device=device)
+    leaves = (g, v) if output != 0 else (g, v.detach())
+    assert gradgradcheck(
+        lambda *x: edge_force_virial(edge_index, *x, *rest)[output], leaves, **SECOND
+    )
+
+
+def test_third_derivatives_equal_the_reference(device):
+    edge_index, *leaves, natoms, batch, frames = differentiable_graph(device=device)
+
+    def derivatives(function):
+        scalar, found = (
+            sum(x.sin().sum() for x in function(edge_index, *leaves, natoms, batch, frames)),
+            [],
+        )
+        for _ in range(3):
+            gradient = torch.autograd.grad(scalar, leaves, create_graph=True)
+            found += gradient
+            scalar = sum((x * x.detach().cos()).sin().sum() for x in gradient)
+        return found
+
+    assert_equal_lists(
+        derivatives(edge_force_virial), derivatives(reference_force_virial), rtol=1e-9, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    "transform", ["jacrev", "jacfwd", "hessian", "jacfwd jacfwd", "jacrev jacrev"]
+)
+def test_torch_func_transforms_equal_the_reference(device, transform):
+    edge_index, *leaves, natoms, batch, frames = graph(**SMALL, device=device)
+
+    def apply(function):
+        def scalar(*x):
+            return sum((y**3).sum() for y in function(edge_index, *x, natoms, batch, frames))
+
+        for name in reversed(transform.split()):
+            scalar = getattr(torch.func, name)(scalar, argnums=(0, 1))
+        return torch.utils._pytree.tree_leaves(scalar(*leaves))
+
+    assert_equal_lists(
+        apply(edge_force_virial), apply(reference_force_virial), rtol=1e-9, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+@pytest.mark.parametrize("mapped", ["all", "graph", "values", "batch"])
+def test_vmap_gives_what_a_loop_gives(device, mapped, size):
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    graphs = [graph(device=device, seed=seed) for seed in range(max(size, 1))]
+    stacks = [torch.stack(x)[:size] for x in zip(*((e, g, v, b) for e, g, v, _, b, _ in graphs))]
+    flags = {
+        "all": (1, 1, 1, 1),
+        "graph": (1, 0, 0, 0),
+        "values": (0, 1, 1, 0),
+        "batch": (0, 0, 0, 1),
+    }[mapped]
+    first = [graphs[0][0], *graphs[0][1:3], graphs[0][4]]
+    given = [stack if flag else one for stack, one, flag in zip(stacks, first, flags)]
+
+    def function(edge_index, g, v, batch):
+        results = edge_force_virial(edge_index, g, v, 7, batch, 2)
+        with_index = edge_force(edge_index, g, 7)
+        return (
+            *results,
+            with_index,
+            *backward(*results, edge_index, g, v, 7, batch, 2, [True, False]),
+        )
+
+    ours = torch.vmap(function, tuple(0 if flag else None for flag in flags))(*given)
+    loop = [function(*(x[k] if flag else x for x, flag in zip(given, flags))) for k in range(size)]
+    if size == 0:
+        assert [x.shape for x in ours] == [(0, *x.shape) for x in function(*first)]
+    for x, expected in zip(ours, zip(*loop)):
+        torch.testing.assert_close(x, torch.stack(expected), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results_are_bitwise_the_same_for_any_number_of_threads(dtype):
+    given = graph(natoms=500, edges=60_000, dtype=dtype)
+    leaves = [x.requires_grad_() for x in given[1:3]]
+    upstream, before, found = None, torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 4):
+            torch.set_num_threads(threads)
+            outputs = edge_force_virial(given[0], *leaves, *given[3:])
+            upstream = upstream or [torch.randn_like(x) for x in outputs]
+            found.append((*outputs, *torch.autograd.grad(outputs, leaves, upstream)))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert_equal_lists(other, found[0], rtol=0, atol=0)
+
+
+def test_every_element_is_written(device):
+    torch.use_deterministic_algorithms(True)
+    try:
+        given = differentiable_graph(natoms=40, device=device)
+        outputs = edge_force_virial(*given)
+        for x in (*outputs, *torch.autograd.grad([x.sum() for x in outputs], given[1:3])):
+            assert x.isfinite().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="built with CUDA where a GPU is")
+def test_cuda_tensors_are_told_why_there_is_no_cuda_kernel():
+    edge_index, gradient, *_ = graph()
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    with pytest.raises(
+        RuntimeError, match="^calcops::edge_force: built without CUDA because .+; .+"
+    ):
+        torch.ops.calcops.edge_force.default.redispatch(keys, edge_index, gradient, 7)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("entry", [-2, 7, 2**62])
+def test_on_cuda_a_wrong_entry_makes_its_atoms_nan_and_is_an_error_when_checked(entry):
+    edge_index, gradient, vec, *rest = graph(device="cuda")
+    edge_index = edge_index.clamp(min=0)
+    edge_index[1, 5] = entry
+    F, W, atom_W = edge_force_virial(edge_index, gradient, vec, *rest)
+    assert F[edge_index[0, 5]].isnan().all() and W[rest[1][edge_index[0, 5]]].isnan().all()
+    assert F.isnan().any(1).sum() == 1
+    script = (
+        "import test_edge_force as t; e, *x = t.graph(device='cuda'); e[0, 0] = 9; "
+        "t.edge_force_virial(e, *x)"
+    )
+    environment = {**os.environ, "CALCOPS_CHECK": "1", "PYTHONPATH": ":".join(sys.path)}
+    child = subprocess.run(
+        [sys.executable, "-c", script], cwd=os.path.dirname(__file__), env=environment, stderr=-1
+    )
+    assert b"expected `edge_index` entries" in child.stderr

@@ -1,0 +1,80 @@
+"""Runs a CPU kernel under ThreadSanitizer, without PyTorch: its OpenMP is not instrumented and
+would drown real races in false ones. In place of ops/parallel.h there is std::thread."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+
+OPS = pathlib.Path(__file__).resolve().parents[2] / "ops"
+PARALLEL = """
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+namespace calcops {
+constexpr int64_t kThreads = 4, kNone = -1;
+inline int64_t first_of(int64_t a, int64_t b) { return int64_t(std::min(uint64_t(a), uint64_t(b))); }
+template <class F>
+void parallel_for(int64_t count, int64_t, const F& f) {
+  const int64_t share = (count + kThreads - 1) / kThreads;
+  std::vector<std::thread> threads;
+  for (int64_t begin = 0; begin < count; begin += share)
+    threads.emplace_back([=, &f] { f(begin, std::min(count, begin + share)); });
+  for (std::thread& thread : threads) thread.join();
+}
+template <class F>
+int64_t parallel_first(int64_t count, int64_t grain, const F& f) {
+  std::mutex one_at_a_time;
+  int64_t first = kNone;
+  parallel_for(count, grain, [&](int64_t begin, int64_t end) {
+    const int64_t found = f(begin, end);
+    const std::lock_guard lock(one_at_a_time);
+    first = first_of(first, found);
+  });
+  return first;
+}
+}  // namespace calcops
+"""
+
+
+def run(folder, program, *kernels):
+    """Builds `program` with kernel files under ops/ and runs it; a data race fails."""
+    compiler = shutil.which("c++")
+    (folder / "parallel.h").write_text(PARALLEL)
+    (folder / "main.cpp").write_text(program)
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-g",
+        "-fsanitize=thread",
+        '-DCALCOPS_NO_CUDA=""',
+        f"-I{folder}",
+        f"-I{OPS}",
+    ]
+    command = [
+        compiler,
+        *flags,
+        str(folder / "main.cpp"),
+        *(str(OPS / kernel) for kernel in kernels),
+        "-o",
+        str(folder / "main"),
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+    built = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if "cannot find" in built.stderr and "tsan" in built.stderr:
+        pytest.skip("the compiler has no ThreadSanitizer")
+    assert built.returncode == 0, built.stderr
+    # Address randomisation of newer kernels is too wide for older sanitizers.
+    ran = subprocess.run(
+        ["setarch", "-R", str(folder / "main")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert ran.returncode == 0 and "ThreadSanitizer" not in ran.stderr, ran.stderr[:4000]
