@@ -4,7 +4,7 @@
 // PyTorch derives their gradients.
 #include <calcops/operator.h>
 
-namespace calcops {
+namespace calcops::ops::compat {
 namespace {
 
 // The only host read of a tensor in the library: these schemas have the number of ghosts as a
@@ -88,4 +88,4 @@ nghost      None or an integer tensor of one element, which is read on the host;
                          kCompositions);
 
 }  // namespace
-}  // namespace calcops
+}  // namespace calcops::ops::compat

@@ -3,7 +3,7 @@
 
 #include "edge_force/edge_force.h"
 
-namespace calcops {
+namespace calcops::ops::edge_force {
 namespace {
 
 // Composed of PyTorch's operators: it is made once for many calls, and they know every device and
@@ -194,4 +194,4 @@ const Kernel kBackwardCuda("_edge_force_virial_backward", backward_cuda<float, i
 #endif
 
 }  // namespace
-}  // namespace calcops
+}  // namespace calcops::ops::edge_force

@@ -8,7 +8,7 @@
 #include "edge_force/edge_force.h"
 #include "edge_force/edge_force_math.h"
 
-namespace calcops {
+namespace calcops::ops::edge_force {
 namespace {
 
 constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
@@ -277,4 +277,4 @@ INSTANTIATE(double, int32_t)
 INSTANTIATE(double, int64_t)
 #undef INSTANTIATE
 
-}  // namespace calcops
+}  // namespace calcops::ops::edge_force

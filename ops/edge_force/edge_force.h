@@ -20,7 +20,7 @@
 #include <cuda_runtime_api.h>
 #endif
 
-namespace calcops {
+namespace calcops::ops::edge_force {
 
 template <class Real, class Index>
 struct EdgeInputs {
@@ -78,4 +78,4 @@ cudaError_t edge_force_backward_cuda(const EdgeInputs<Real, Index>& in,
                                      const EdgeGradients<Real>& out, cudaStream_t stream);
 #endif
 
-}  // namespace calcops
+}  // namespace calcops::ops::edge_force

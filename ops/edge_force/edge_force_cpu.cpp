@@ -8,7 +8,7 @@
 #include "memory.h"
 #include "parallel.h"
 
-namespace calcops {
+namespace calcops::ops::edge_force {
 namespace {
 
 // Whether an atom's index is neither -1 nor that of an atom.
@@ -310,4 +310,4 @@ INSTANTIATE(double, int32_t)
 INSTANTIATE(double, int64_t)
 #undef INSTANTIATE
 
-}  // namespace calcops
+}  // namespace calcops::ops::edge_force

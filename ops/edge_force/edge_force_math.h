@@ -10,7 +10,7 @@
 
 #include "numbers.h"
 
-namespace calcops {
+namespace calcops::ops::edge_force {
 
 template <class Real>
 CALCOPS_HD_INLINED inline Row row_of(const Real* x, double last) {
@@ -89,4 +89,4 @@ CALCOPS_HD_INLINED inline void edge_backward(const Inputs& in, const Upstream& u
   if (out.edge_vec) edge_vec_backward(gV, gAV, in.edge_gradient + 3 * e, out.edge_vec + 3 * e);
 }
 
-}  // namespace calcops
+}  // namespace calcops::ops::edge_force

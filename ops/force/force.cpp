@@ -3,7 +3,7 @@
 
 #include "force/force.h"
 
-namespace calcops {
+namespace calcops::ops::force {
 namespace {
 
 // Composed of PyTorch's operators: it is made once for many calls, and they know every device and
@@ -168,4 +168,4 @@ const Kernel kBackwardCuda("_force_virial_backward", backward_cuda<float, int32_
 #endif
 
 }  // namespace
-}  // namespace calcops
+}  // namespace calcops::ops::force

@@ -17,7 +17,7 @@
 #include "force/force.h"
 #include "force/force_math.h"
 
-namespace calcops {
+namespace calcops::ops::force {
 namespace {
 
 constexpr unsigned kThreads = 256, kWarps = kThreads / 32;
@@ -507,4 +507,4 @@ INSTANTIATE(double, int32_t)
 INSTANTIATE(double, int64_t)
 #undef INSTANTIATE
 
-}  // namespace calcops
+}  // namespace calcops::ops::force

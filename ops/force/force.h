@@ -22,7 +22,7 @@
 #include <cuda_runtime_api.h>
 #endif
 
-namespace calcops {
+namespace calcops::ops::force {
 
 template <class Real, class Index>
 struct ForceInputs {
@@ -79,4 +79,4 @@ cudaError_t force_backward_cuda(const ForceInputs<Real, Index>& in,
                                 const ForceGradients<Real>& out, cudaStream_t stream);
 #endif
 
-}  // namespace calcops
+}  // namespace calcops::ops::force

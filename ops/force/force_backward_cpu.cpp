@@ -7,7 +7,7 @@
 #include "memory.h"
 #include "parallel.h"
 
-namespace calcops {
+namespace calcops::ops::force {
 namespace {
 
 // U of every row of every frame: gF alone without a virial's gradient, and a number to fill it up.
@@ -122,4 +122,4 @@ INSTANTIATE(double, int32_t)
 INSTANTIATE(double, int64_t)
 #undef INSTANTIATE
 
-}  // namespace calcops
+}  // namespace calcops::ops::force

@@ -11,7 +11,7 @@
 #include "memory.h"
 #include "parallel.h"
 
-namespace calcops {
+namespace calcops::ops::force {
 namespace {
 
 void subtract_force(Row& sum, double force) { sum[3] -= force; }
@@ -181,4 +181,4 @@ INSTANTIATE(double, int32_t)
 INSTANTIATE(double, int64_t)
 #undef INSTANTIATE
 
-}  // namespace calcops
+}  // namespace calcops::ops::force

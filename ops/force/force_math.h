@@ -17,7 +17,7 @@
 
 #include "numbers.h"
 
-namespace calcops {
+namespace calcops::ops::force {
 
 #ifdef __CUDACC__
 using Triple = Numbers<3>;
@@ -126,4 +126,4 @@ CALCOPS_HD_INLINED inline void add_pair(const Triple& g, const R4& r4, R4* sum) 
   for (int a = 0; a < 3; ++a) sum[a] = sum[a] + g[a] * r4;
 }
 
-}  // namespace calcops
+}  // namespace calcops::ops::force

@@ -6,7 +6,7 @@
 
 #include "force/force_math.h"
 
-namespace calcops {
+namespace calcops::ops::force {
 
 // Empty slots come in runs, which are passed over eight at a time.
 template <class Index>
@@ -39,4 +39,4 @@ void load_r4(const Real*, double& r4) {
   r4 = 1;
 }
 
-}  // namespace calcops
+}  // namespace calcops::ops::force

@@ -10,17 +10,16 @@
 #include "warp_perspective/warp_perspective.h"
 #include "warp_perspective/warp_perspective_derivatives.h"
 
-namespace calcops {
-
 template <>
-struct TypeOf<Float16> {
+struct calcops::TypeOf<calcops::Float16> {
   static constexpr Type value = Type::kFloat16;
 };
 template <>
-struct TypeOf<BFloat16> {
+struct calcops::TypeOf<calcops::BFloat16> {
   static constexpr Type value = Type::kBFloat16;
 };
 
+namespace calcops::ops::warp_perspective {
 namespace {
 
 const Contract kContract(R"(
@@ -256,4 +255,4 @@ const Kernel kCellsCuda("_warp_perspective_cells", cells_cuda);
 #endif
 
 }  // namespace
-}  // namespace calcops
+}  // namespace calcops::ops::warp_perspective

@@ -15,7 +15,7 @@
 #include "warp_perspective/warp_perspective_math.h"
 #include "warp_perspective/warp_perspective_opencv4.h"
 
-namespace calcops {
+namespace calcops::ops::warp_perspective {
 namespace {
 
 constexpr int kTileWidth = 32, kTileHeight = 8, kThreads = kTileWidth * kTileHeight;
@@ -695,4 +695,4 @@ template cudaError_t warp_perspective_tangent_cuda(const WarpInputs<float>&,
 template cudaError_t warp_perspective_tangent_cuda(const WarpInputs<double>&,
                                                    const WarpTangent<double>&, void*, cudaStream_t);
 
-}  // namespace calcops
+}  // namespace calcops::ops::warp_perspective

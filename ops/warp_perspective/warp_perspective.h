@@ -20,7 +20,7 @@
 #include <cuda_runtime_api.h>
 #endif
 
-namespace calcops {
+namespace calcops::ops::warp_perspective {
 
 // The parameter a of the cubic kernel: Keys, IEEE Trans. Acoust. Speech Signal Process. 29, 1153
 // (1981), with OpenCV's number.
@@ -110,4 +110,4 @@ cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,
                                            cudaStream_t stream);
 #endif
 
-}  // namespace calcops
+}  // namespace calcops::ops::warp_perspective

@@ -9,7 +9,7 @@
 
 #include "warp_perspective/warp_perspective_math.h"
 
-namespace calcops {
+namespace calcops::ops::warp_perspective {
 
 // As project(), for eight pixels (u, v), (u + 1, v), ...
 //
@@ -92,4 +92,4 @@ inline void interpolate_by_gathers(const float* above, const float* below, const
   }
 }
 
-}  // namespace calcops
+}  // namespace calcops::ops::warp_perspective

@@ -9,7 +9,7 @@
 #include "memory.h"
 #include "warp_perspective/warp_perspective_rows.h"
 
-namespace calcops {
+namespace calcops::ops::warp_perspective {
 namespace {
 
 // ---- the matrix ---------------------------------------------------------------------------------
@@ -655,4 +655,4 @@ template void warp_perspective_backward_cpu(const WarpInputs<double>&,
 template void warp_perspective_tangent_cpu(const WarpInputs<float>&, const WarpTangent<float>&);
 template void warp_perspective_tangent_cpu(const WarpInputs<double>&, const WarpTangent<double>&);
 
-}  // namespace calcops
+}  // namespace calcops::ops::warp_perspective

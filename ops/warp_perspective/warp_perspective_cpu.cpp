@@ -2,7 +2,7 @@
 #include "memory.h"
 #include "warp_perspective/warp_perspective_rows.h"
 
-namespace calcops {
+namespace calcops::ops::warp_perspective {
 namespace {
 
 // The destination is computed in tiles: a map that turns the image finds its source lines in the
@@ -367,4 +367,4 @@ template void warp_perspective_cpu(const WarpInputs<BFloat16>&, BFloat16*);
 template void warp_perspective_cpu(const WarpInputs<float>&, float*);
 template void warp_perspective_cpu(const WarpInputs<double>&, double*);
 
-}  // namespace calcops
+}  // namespace calcops::ops::warp_perspective

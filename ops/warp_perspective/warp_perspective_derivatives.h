@@ -9,7 +9,7 @@
 
 #include "warp_perspective/warp_perspective.h"
 
-namespace calcops {
+namespace calcops::ops::warp_perspective {
 namespace warp_derivatives {
 
 inline Value call(const char* op, const Value& a) { return Value::call(op, a); }
@@ -467,4 +467,4 @@ const Derivative kDerivativesOfWarp[] = {
     {"_warp_perspective_cells", warp_derivatives::cells_vjp, warp_derivatives::cells_jvp},
 };
 
-}  // namespace calcops
+}  // namespace calcops::ops::warp_perspective

@@ -14,7 +14,7 @@
 #include "float16.h"
 #include "warp_perspective/warp_perspective.h"
 
-namespace calcops {
+namespace calcops::ops::warp_perspective {
 
 // What an image is sampled in. The weights are computed in float64 and rounded to this: for a
 // linear interpolation in float32, eight roundings of 2^-25 at most lie between the result and the
@@ -482,4 +482,4 @@ CALCOPS_HD inline void project_backward(const Source& s, double u, double v, dou
   }
 }
 
-}  // namespace calcops
+}  // namespace calcops::ops::warp_perspective

@@ -14,7 +14,7 @@
 
 #include "warp_perspective/warp_perspective_math.h"
 
-namespace calcops {
+namespace calcops::ops::warp_perspective {
 namespace opencv4 {
 
 // The product, rounded. Written as a * b, a compiler may make one fma of it and the sum it goes
@@ -121,7 +121,7 @@ CALCOPS_HD inline Pixel border_pixel(double value) {
 template <class Pixel>
 CALCOPS_HD inline Plane<Pixel> make_plane(const WarpInputs<Pixel>& in, int64_t n, int64_t c,
                                           double border) {
-  Plane<Pixel> plane = calcops::make_plane(in, n, c, border);
+  Plane<Pixel> plane = warp_perspective::make_plane(in, n, c, border);
   plane.border = border_pixel<Pixel>(border);
   return plane;
 }
@@ -222,4 +222,4 @@ CALCOPS_HD inline bool sample(const Plane<Pixel>& plane, Border border, const Po
 }
 
 }  // namespace opencv4
-}  // namespace calcops
+}  // namespace calcops::ops::warp_perspective

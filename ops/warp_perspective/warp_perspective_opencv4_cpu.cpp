@@ -5,7 +5,7 @@
 // After the pragma of the rows: functions with other options are not inlined.
 #include "warp_perspective/warp_perspective_opencv4.h"
 
-namespace calcops {
+namespace calcops::ops::warp_perspective {
 namespace {
 
 // A run of pixels of one block of a row, kTileWidth at most: from where they come, and which have
@@ -109,4 +109,4 @@ template void warp_perspective_opencv4_cpu(const WarpInputs<int16_t>&, int16_t*)
 template void warp_perspective_opencv4_cpu(const WarpInputs<float>&, float*);
 template void warp_perspective_opencv4_cpu(const WarpInputs<double>&, double*);
 
-}  // namespace calcops
+}  // namespace calcops::ops::warp_perspective

@@ -22,7 +22,7 @@
 #include "warp_perspective/warp_perspective_avx512.h"
 #endif
 
-namespace calcops {
+namespace calcops::ops::warp_perspective {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -409,4 +409,4 @@ struct FoldedTaps {
   }
 };
 
-}  // namespace calcops
+}  // namespace calcops::ops::warp_perspective

@@ -74,7 +74,7 @@ std::vector<Tensor> read_write(at::TensorList in, at::TensorList out_like) {
 template <class Real>
 Three private_buffers_of(const Tensor& list, const Tensor& dE, const Tensor& Ri_d,
                          const Tensor& Rij) {
-  using calcops::Row;
+  using calcops::ops::force::Row;
   const int64_t natoms = list.size(1), neighbors = list.size(2);
   const int threads = at::get_num_threads();
   const Tensor buffers = at::empty({threads, natoms, 3, 4}, dE.options().dtype(at::kDouble));
@@ -88,14 +88,14 @@ Three private_buffers_of(const Tensor& list, const Tensor& dE, const Tensor& Ri_
       Row* const sums = all + t * natoms * 3;
       std::fill_n(sums, natoms * 3, Row{});
       for (int64_t i = natoms * t / threads; i < natoms * (t + 1) / threads; ++i) {
-        calcops::Triple center{};
+        calcops::ops::force::Triple center{};
         for (int64_t s = i * neighbors; s < (i + 1) * neighbors; ++s) {
           const int64_t j = names[s];
           if (j < 0) continue;
-          const auto g = calcops::row_times_matrix<4>(e + 4 * s, d + 12 * s);
+          const auto g = calcops::ops::force::row_times_matrix<4>(e + 4 * s, d + 12 * s);
           const Row r4{double(r[3 * s]), double(r[3 * s + 1]), double(r[3 * s + 2]), 1.0};
           center += g;
-          calcops::add_pair(g, r4, sums + 3 * j);
+          calcops::ops::force::add_pair(g, r4, sums + 3 * j);
         }
         for (int a = 0; a < 3; ++a) sums[3 * i + a][3] -= center[a];
       }

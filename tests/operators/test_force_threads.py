@@ -13,6 +13,7 @@ PROGRAM = """
 #include <vector>
 #include "force/force.h"
 using namespace calcops;
+using namespace calcops::ops::force;
 
 template <class Real>
 void check() {

@@ -6,6 +6,7 @@ PROGRAM = """
 #include <vector>
 #include "warp_perspective/warp_perspective.h"
 using namespace calcops;
+using namespace calcops::ops::warp_perspective;
 
 int main() {
   const int64_t N = 2, C = 3, H = 61, W = 83;

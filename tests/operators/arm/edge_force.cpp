@@ -6,6 +6,8 @@
 #include "driver.h"
 
 namespace calcops {
+using namespace ops::edge_force;
+
 namespace {
 
 struct Size {

@@ -4,6 +4,8 @@
 #include "driver.h"
 
 namespace calcops {
+using namespace ops::force;
+
 namespace {
 
 struct Size {

@@ -6,6 +6,8 @@
 #include "driver.h"
 
 namespace calcops {
+using namespace ops::warp_perspective;
+
 namespace {
 
 // What maps a destination to its source: turned and tilted, enlarged, by whole pixels, far outside,

@@ -1,0 +1,214 @@
+"""The operators' library as a whole: it compiles without a warning and as C++ programs and new
+operators need it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import generate_docs
+import pytest
+import torch
+from test_layout import ROOT, SOURCES, code, name
+
+import calcops_jit
+from _calcops_jit import cuda as toolkit
+
+
+def test_every_unit_compiles_without_a_warning():
+    """test_cuda_on_cpu.py shows it of a build with CUDA. What has not changed since the last time
+    is in the cache."""
+    flags = "-O0 -Wextra -Werror --param=ggc-min-heapsize=1048576"
+    environment = os.environ | {"CALCOPS_CUDA": "0", "CALCOPS_CFLAGS": flags}
+    command = [sys.executable, "-m", "calcops_jit", "build"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_unit_that_knows_pytorch_compiles_without_a_warning():
+    """Flags of the environment are not for it: its object serves every library."""
+    torch_headers = Path(torch.__file__).parent / "include"
+    shadow, runtime = (ROOT / "_calcops_jit" / name for name in ("shadow", "runtime"))
+    options = ["-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-DAT_PER_OPERATOR_HEADERS"]
+    options += [f"-std={'c++20' if torch.__version__ >= '2.13' else 'c++17'}", f"-I{shadow}"]
+    options += ["-isystem", torch_headers, "-isystem", torch_headers / "torch/csrc/api/include"]
+    command = [os.environ.get("CXX", "g++"), *options, runtime / "runtime.cpp"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(
+    toolkit.find_toolkit()[0] != "",
+    reason="nvcc is here: test_calcops_jit_build.py builds all for CUDA",
+)
+@pytest.mark.parametrize(
+    "path", [p for p in SOURCES if p.suffix == ".cpp" and "_NO_CUDA" in code(p)], ids=name
+)
+def test_what_a_unit_does_with_cuda_compiles(path):
+    """Torch's wheels bring the headers of the CUDA runtime, so no toolkit is needed."""
+    site = Path(torch.__file__).parent.parent
+    folders = [ROOT / "ops", site / "torch/include", site / "torch/include/torch/csrc/api/include"]
+    folders += [p.parent for p in site.glob("nvidia/*/include/cuda_runtime_api.h")]
+    if len(folders) == 3:
+        pytest.skip("torch's wheels bring no cuda_runtime_api.h here")
+    standard = "c++20" if torch.__version__ >= "2.13" else "c++17"
+    options = [
+        "-fsyntax-only",
+        f"-std={standard}",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-DAT_PER_OPERATOR_HEADERS",
+    ]
+    options += ["--param=ggc-min-heapsize=1048576", f"-I{folders[0]}"]
+    options += [word for folder in folders[1:] for word in ("-isystem", str(folder))]
+    result = subprocess.run(
+        [os.environ.get("CXX", "g++"), *options, str(path)], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_operator_of_the_readme_builds_and_has_every_derivative(tmp_path):
+    readme = (ROOT / "ops" / "README.md").read_text()
+    (tmp_path / "weighted_sum").mkdir()
+    source = re.search(r"```cpp\n(.+?)```", readme, re.S)[1]
+    (tmp_path / "weighted_sum" / "weighted_sum.cpp").write_text(source)
+    assert len(source.splitlines()) <= 80
+    if toolkit.find_toolkit()[0]:
+        kernels = re.search(r"```cuda\n(.+?)```", readme, re.S)[1]
+        (tmp_path / "weighted_sum" / "weighted_sum.cu").write_text(kernels)
+    script = """
+import sys, torch
+from torch.autograd import gradcheck, gradgradcheck
+from _calcops_jit import requests; from _calcops_jit.live import library
+library.obtain(requests.own(sys.argv[1], "weighted"))
+weighted_sum = torch.ops.calcops.weighted_sum
+x, weights = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+assert torch.equal(weighted_sum(x, weights), (x * weights).sum(1))
+assert gradcheck(weighted_sum, (x, weights), check_forward_ad=True, check_batched_grad=True)
+assert gradgradcheck(weighted_sum, (x, weights), check_fwd_over_rev=True)
+assert set(torch.library.opcheck(weighted_sum, (x, weights)).values()) == {"SUCCESS"}
+mapped = torch.vmap(weighted_sum, (None, 0))(x, torch.stack([weights, 2 * weights]))
+assert torch.equal(mapped, torch.stack([weighted_sum(x, weights), 2 * weighted_sum(x, weights)]))
+try:
+    weighted_sum(x, weights[1:])
+except RuntimeError as error:
+    print(str(error).splitlines()[0])
+"""
+    environment = os.environ | {"CALCOPS_CUDA": "1" if toolkit.find_toolkit()[0] else "0"}
+    command = [sys.executable, "-c", script, tmp_path]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    expected = "calcops::weighted_sum: expected `weights` of shape [N, K] = [3, 4], got [2, 4]"
+    assert done.stdout.splitlines()[-1] == expected
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.name.endswith("_math.h")], ids=name)
+@pytest.mark.parametrize("standard", ["c++17", "c++20"])
+def test_the_mathematics_is_valid_in_both_standards(path, standard):
+    options = [
+        "-x",
+        "c++",
+        "-fsyntax-only",
+        f"-std={standard}",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-I{ROOT / 'ops'}",
+    ]
+    options += ['-DCALCOPS_NO_CUDA="none"', "-include", str(path), "/dev/null"]
+    result = subprocess.run(
+        [os.environ.get("CXX", "g++"), *options], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_generated_documentation_is_up_to_date():
+    assert [name(path) for path in generate_docs.stale()] == [], "make docs"
+
+
+def test_every_operator_is_documented():
+    operators = [
+        o
+        for o in map(calcops_jit.__dict__.get, calcops_jit.__all__)
+        if isinstance(o, torch._ops.OpOverloadPacket)
+    ]
+    assert operators
+    for operator in operators:
+        schema, _, text = operator.__doc__.partition("\n\n")
+        assert schema == str(operator.default._schema)
+        missing = [
+            a.name
+            for a in operator.default._schema.arguments
+            if not re.search(rf"\b{a.name}\b", text)
+        ]
+        assert not missing, f"{operator} says nothing about {missing}"
+
+
+def test_the_library_needs_no_python_and_finds_torch_by_itself():
+    dynamic = subprocess.run(
+        ["readelf", "-d", calcops_jit.library_path()], capture_output=True, text=True, check=True
+    ).stdout
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
+    allowed = r"lib(torch|torch_cpu|torch_cuda|c10|c10_cuda|cudart|c|m|stdc\+\+|gcc_s|gomp|pthread|dl)\.so|ld-linux"
+    assert needed and not [library for library in needed if not re.match(allowed, library)]
+    rpaths = [
+        path
+        for value in re.findall(r"\(R(?:UN)?PATH\).*\[(.+)\]", dynamic)
+        for path in value.split(":")
+    ]
+    assert rpaths and all(os.path.isabs(path) for path in rpaths)
+    assert any((Path(path) / "libc10.so").exists() for path in rpaths)
+
+
+def test_a_cpp_host_calls_the_operators_through_the_generated_header(tmp_path):
+    (tmp_path / "host.cpp").write_text("""
+        #include <calcops.h>
+        #include <dlfcn.h>
+
+        #include <ATen/ops/arange.h>
+        #include <ATen/ops/eye.h>
+        #include <ATen/ops/full.h>
+        #include <ATen/ops/ones.h>
+        #include <iostream>
+
+        int main(int, char** argv) {
+          if (!dlopen(argv[1], RTLD_NOW)) return 1;
+          // Two atoms that name each other; g = sum_c 1 * 0.5 = 2 along each axis.
+          auto list_neigh = at::arange(1, -1, -1).view({1, 2, 1});
+          auto dE = at::ones({1, 2, 1, 4}), Ri_d = at::full({1, 2, 4, 3}, 0.5), Rij = at::ones({1, 2, 1, 3});
+          auto [force, virial, atom_virial] = calcops::force_virial(list_neigh, dE, Ri_d, Rij);
+          auto neighbours = CalcOps::calculateForce(list_neigh, dE, Ri_d, at::full({1, 2, 3}, 7.0f));
+          auto image = calcops::warp_perspective(at::arange(12).view({3, 4}).to(at::kFloat), at::eye(3), {2, 5});
+          std::cout << force.abs().max().item<float>() << ' ' << virial[0][0][1].item<float>() << ' '
+                    << atom_virial.size(1) << ' ' << neighbours[0][0][0][0].item<float>() << ' '
+                    << image.size(1) << ' ' << image[1][3].item<float>() << std::endl;
+        }""")
+    torch_folder = Path(torch.__file__).parent
+    command = [
+        os.environ.get("CXX", "g++"),
+        "-DAT_PER_OPERATOR_HEADERS",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+    ]
+    command += [
+        "-std=c++20" if torch.__version__ >= "2.13" else "-std=c++17",
+        f"-I{ROOT / '_calcops_jit/include'}",
+    ]
+    command += [
+        "-isystem",
+        f"{torch_folder}/include",
+        "host.cpp",
+        "-o",
+        "host",
+        f"-L{torch_folder}/lib",
+    ]
+    command += [f"-Wl,-rpath,{torch_folder}/lib", "-ltorch_cpu", "-lc10", "-ldl"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    result = subprocess.run(
+        [tmp_path / "host", calcops_jit.library_path()], capture_output=True, text=True
+    )
+    assert result.stdout.split() == ["0", "4", "2", "9", "5", "7"], result.stderr
