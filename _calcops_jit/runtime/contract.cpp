@@ -291,6 +291,12 @@ void read_derivatives(Family& family) {
                                                      kept(family, family.backward), terms);
 }
 
+bool is_result(const Family& family, size_t line) {
+  for (const Operator& op : family.operators)
+    if (contains(op.result_lines, int(line))) return true;
+  return false;
+}
+
 // Where no line says what vmap joins, it is the first size of all tensors, if they share one that
 // has no other part in the contract.
 void read_vmap(Family& family) {
@@ -312,12 +318,18 @@ void read_vmap(Family& family) {
     if (common >= 0) text.joined = {common};
     return;
   }
-  for (const Line& line : text.lines)
+  for (size_t i = 0; i < text.lines.size(); ++i) {
+    const Line& line = text.lines[i];
+    const auto is_joined = [&](const Shape& shape) { return joined_dimension(text, shape) >= 0; };
+    // An argument without that dimension serves all items.
+    if (std::none_of(line.shapes.begin(), line.shapes.end(), is_joined) && !is_result(family, i))
+      continue;
     for (const Shape& shape : line.shapes)
-      if (joined_dimension(text, shape) < 0 && line.made_by.empty() &&
+      if (!is_joined(shape) && line.made_by.empty() &&
           (joined_dimension(text, line.shapes[0]) < 0 ||
            contract::dimensions_of(line.shapes[0], shape).empty()))
         family.fail(line.number, "`" + line.name + "` has no dimension that vmap joins");
+  }
 }
 
 // Matches a kernel's parameters with the arguments and results of its operator.

@@ -93,7 +93,12 @@ struct Mapped {
     shapes[i] = shape;
     if (!of_others) given |= line.shape_sizes[shape - line.shapes.data()];
     const int d = joined_dimension(text, *shape);
-    if (d < 0) return;
+    if (d < 0) {
+      // One that is not mapped was expanded, and serves all items.
+      fits &=
+          !line.made_by.empty() || items.maybe_as_int() == 1 || x.sym_stride(0).maybe_as_int() == 0;
+      return;
+    }
     const int size = contract::bare((*shape)[d]);
     const SymInt count = x.sym_size(d + 1);
     if (!(line.or_one >> size & 1)) {
@@ -124,6 +129,7 @@ struct Mapped {
     Tensor names = with_all_dimensions(x, *shapes[i], line);
     const Shape& shape = names.dim() == x.dim() ? *shapes[i] : line.shapes[0];
     const int d = joined_dimension(text, shape);
+    if (d < 0) return x.select(0, 0);
     if (line.has_entries)
       if (const int size = contract::bare(line.entries.below); contains(text.joined, size))
         names = shifted(x, items, counts[size]);

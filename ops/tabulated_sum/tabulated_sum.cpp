@@ -1,0 +1,196 @@
+// tabulated_sum: its contract, its derivatives, and the way from a call to the kernels.
+#include <calcops/operator.h>
+
+#include "tabulated_sum/tabulated_sum.h"
+
+namespace calcops::ops::tabulated_sum {
+namespace {
+
+// ---- derivatives --------------------------------------------------------------------------------
+//
+// T(order; x, R) is linear in R, and its derivative along x is T(order + 1; x, R dx). So the
+// operator and its gradient, of two orders, give every derivative of both.
+
+enum Argument { kX, kR, kKind, kTable, kGrid, kOrder };
+
+// The operator, or its gradient, with other numbers in the place of x's order and of R.
+class Sum {
+ public:
+  explicit Sum(const Value* arguments) : arguments_(arguments), order_(arguments[kOrder]) {}
+
+  Sum next() const {
+    Sum sum(*this);
+    sum.order_ = order_ + 1;
+    return sum;
+  }
+
+  Value of(const Value& R) const {
+    return Value::call("tabulated_sum", arguments_[kX], R, arguments_[kKind], arguments_[kTable],
+                       arguments_[kGrid], order_);
+  }
+
+  // The gradients for x and R.
+  Value gradients(const Value& grad, const Value& R, bool of_x = true, bool of_R = true) const {
+    return Value::call("_tabulated_sum_backward", grad, arguments_[kX], R, arguments_[kKind],
+                       arguments_[kTable], arguments_[kGrid], order_, Value::list(of_x, of_R));
+  }
+
+  // Rows that are scaled by a number each, and zeros in empty slots, whatever these hold.
+  Value scaled(const Value& rows, const Value& numbers) const {
+    const Value is_empty = Value::call("aten::lt.Scalar", arguments_[kKind], 0);
+    const Value product = rows * Value::call("aten::unsqueeze", numbers, -1);
+    return Value::call("aten::masked_fill.Scalar", product,
+                       Value::call("aten::unsqueeze", is_empty, -1), 0);
+  }
+  Value product(const Value& a, const Value& b) const {
+    const Value is_empty = Value::call("aten::lt.Scalar", arguments_[kKind], 0);
+    return Value::call("aten::masked_fill.Scalar", a * b, is_empty, 0);
+  }
+
+ private:
+  const Value* arguments_;
+  Value order_;
+};
+
+void add(Value& sum, const Value& term) { sum = sum.is_tensor() ? sum + term : term; }
+
+void refuse_table(const char* op, const Value* arguments, const Value* gradients) {
+  if (gradients[kTable].is_wanted())
+    refuse(op, "table", "that requires no gradient", arguments[kTable]);
+  if (gradients[kGrid].is_wanted())
+    refuse(op, "grid", "that requires no gradient", arguments[kGrid]);
+}
+
+void vjp(const Value* arguments, const Value* upstream, Value* gradients) {
+  refuse_table("calcops::tabulated_sum", arguments, gradients);
+  const bool of_x = gradients[kX].is_wanted(), of_R = gradients[kR].is_wanted();
+  if (!of_x && !of_R) return;
+  const Value found = Sum(arguments).gradients(upstream[0], arguments[kR], of_x, of_R);
+  if (of_x) gradients[kX] = found[0];
+  if (of_R) gradients[kR] = found[1];
+}
+
+void jvp(const Value* arguments, const Value* tangents, Value* results) {
+  const Sum sum(arguments);
+  if (!tangents[kR].is_none()) results[0] = sum.of(tangents[kR]);
+  if (!tangents[kX].is_none())
+    add(results[0], sum.next().of(sum.scaled(arguments[kR], tangents[kX])));
+}
+
+// _tabulated_sum_backward(grad, x, R, ...): the gradients of <grad, T(x, R)>. With upstream
+// gradients u_x and u_R, <grad, T(order; x, u_R) + T(order + 1; x, R u_x)> is differentiated.
+void backward_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
+  const Value& grad = arguments[0];
+  const Value* inner = arguments + 1;
+  Value* of_inner = gradients + 1;
+  refuse_table("calcops::tabulated_sum", inner, of_inner);
+  const bool of_grad = gradients[0].is_wanted(), of_x = of_inner[kX].is_wanted(),
+             of_R = of_inner[kR].is_wanted();
+  const Sum sum(inner);
+  if (!upstream[1].is_none()) {
+    if (of_grad) add(gradients[0], sum.of(upstream[1]));
+    if (of_x) add(of_inner[kX], sum.gradients(grad, upstream[1], true, false)[0]);
+  }
+  if (upstream[0].is_none()) return;
+  const Value R = sum.scaled(inner[kR], upstream[0]);
+  if (of_grad) add(gradients[0], sum.next().of(R));
+  if (!of_x && !of_R) return;
+  const Value found = sum.next().gradients(grad, R, of_x, of_R);
+  if (of_x) add(of_inner[kX], found[0]);
+  if (of_R) add(of_inner[kR], sum.scaled(found[1], upstream[0]));
+}
+
+void backward_jvp(const Value* arguments, const Value* tangents, Value* results) {
+  const Value &grad = arguments[0], &mask = arguments[7];
+  const Value* inner = arguments + 1;
+  const bool of_x = mask[0].item(), of_R = mask[1].item();
+  const Sum sum(inner);
+  if (!tangents[0].is_none()) {
+    const Value found = sum.gradients(tangents[0], inner[kR], of_x, of_R);
+    if (of_x) add(results[0], found[0]);
+    if (of_R) add(results[1], found[1]);
+  }
+  if (!tangents[1 + kR].is_none() && of_x)
+    add(results[0], sum.gradients(grad, tangents[1 + kR], true, false)[0]);
+  if (!tangents[1 + kX].is_none()) {
+    const Value found = sum.next().gradients(grad, inner[kR], of_x, of_R);
+    if (of_x) add(results[0], sum.product(found[0], tangents[1 + kX]));
+    if (of_R) add(results[1], sum.scaled(found[1], tangents[1 + kX]));
+  }
+  if (!of_x) results[0] = false;
+  if (!of_R) results[1] = false;
+}
+
+const Derivative kDerivatives[] = {{"tabulated_sum", vjp, jvp},
+                                   {"_tabulated_sum_backward", backward_vjp, backward_jvp}};
+
+// ---- the contract -------------------------------------------------------------------------------
+
+const Contract kContract(R"(
+tabulated_sum(Tensor x, Tensor R, Tensor kind, Tensor table, Tensor grid, SymInt order=0) -> Tensor
+  Sums over neighbours of tabulated functions, T[i][a][m] = sum_s R[i][s][a] g_m(x[i][s]).
+
+  The functions g_m of a kind of neighbour are piecewise polynomials of degree 5, as those of
+  embedding nets that DeePMD-kit has compressed. Outside the grid they go on as straight lines.
+  Nothing of the size n*K*M is stored.
+
+  Differentiable to any order in x and R, in reverse and in forward mode; not in table and grid. An
+  empty slot adds exactly nothing, whatever it holds, and has gradients that are exactly 0.
+  Deterministic: slots are summed in their order, 16 at a time, and these sums in float64. A kind
+  that does not exist is an error on the CPU; on CUDA the sums of its atom become NaN, and with
+  CALCOPS_CHECK=1 in the environment (which synchronises) it is an error too.
+
+_tabulated_sum_backward(Tensor grad_result, Tensor x, Tensor R, Tensor kind, Tensor table,
+                        Tensor grid, SymInt order, bool[2] output_mask) -> (Tensor x, Tensor R)
+  The gradients for x and R; one that is not wanted has no elements.
+
+x       [n, K]; float32 or float64. What the functions are of, as the smoothed inverse distance of
+        each neighbour.
+R       [n, K, 4]; like x. The rows that are summed, as those of the environment matrix.
+kind    [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
+        neighbour; -1: an empty slot, anywhere.
+table   [kinds, cells, 6, M]; like x. In a cell g_m(x) = sum_k table[kind][cell][k][m] t^k, with t the
+        distance from the cell's begin.
+grid    [kinds, 5]; float64. For each kind the begin of the first part of its cells, their width,
+        their end, and the width and the end of the second part. The parts are whole numbers of
+        cells. Where both ends are one there is no second part.
+order   0 to 2^40. The derivative of g of this order takes its place.
+result  [n, 4, M]; like x.
+vmap    joins n
+)",
+                         kDerivatives);
+
+// ---- from views to the structs of tabulated_sum.h -----------------------------------------------
+
+template <class Number, int rank>
+using In = View<const Number, rank>;
+
+template <class Real, class Index>
+SumInputs<Real, Index> inputs(In<Real, 2> x, In<Real, 3> R, In<Index, 2> kind, In<Real, 4> table,
+                              In<double, 2> grid, int64_t order) {
+  return {x.shape[0], x.shape[1], table.shape[0], table.shape[1], table.shape[3], order,
+          x.data,     R.data,     kind.data,      table.data,     grid.data};
+}
+
+template <class Real, class Index>
+int64_t cpu(In<Real, 2> x, In<Real, 3> R, In<Index, 2> kind, In<Real, 4> table, In<double, 2> grid,
+            int64_t order, View<Real, 3> T) {
+  return tabulated_sum_cpu(inputs(x, R, kind, table, grid, order), T.data);
+}
+
+template <class Real, class Index>
+int64_t backward_cpu(In<Real, 3> grad, In<Real, 2> x, In<Real, 3> R, In<Index, 2> kind,
+                     In<Real, 4> table, In<double, 2> grid, int64_t order, View<Real, 2> grad_x,
+                     View<Real, 3> grad_R) {
+  return tabulated_sum_backward_cpu(inputs(x, R, kind, table, grid, order), grad.data,
+                                    SumGradients<Real>{grad_x.data, grad_R.data});
+}
+
+const Kernel kCpu("tabulated_sum", cpu<float, int32_t>, cpu<float, int64_t>, cpu<double, int32_t>,
+                  cpu<double, int64_t>);
+const Kernel kBackwardCpu("_tabulated_sum_backward", backward_cpu<float, int32_t>,
+                          backward_cpu<float, int64_t>, backward_cpu<double, int32_t>,
+                          backward_cpu<double, int64_t>);
+
+}  // namespace
+}  // namespace calcops::ops::tabulated_sum

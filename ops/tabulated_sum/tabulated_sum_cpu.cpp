@@ -1,0 +1,193 @@
+// CPU kernels of tabulated_sum: the pairs of an atom first, then blocks of functions, whose sums
+// stay in registers.
+#include <algorithm>
+#include <cstring>
+
+#include "memory.h"
+#include "parallel.h"
+#include "tabulated_sum/tabulated_sum.h"
+#include "tabulated_sum/tabulated_sum_math.h"
+
+namespace calcops::ops::tabulated_sum {
+namespace {
+
+constexpr int64_t kAtomsPerThread = 8;
+
+// A block of functions.
+template <class Real>
+struct Block {
+  typedef Real type __attribute__((vector_size(64), aligned(sizeof(Real))));
+  static constexpr int kSize = 64 / sizeof(Real);
+};
+template <class Real>
+using Vector = typename Block<Real>::type;
+
+// `count` numbers, and zeros behind them.
+template <class Real>
+inline __attribute__((always_inline)) Vector<Real> load(const Real* from, int64_t count) {
+  Vector<Real> block{};
+  if (__builtin_expect(count >= Block<Real>::kSize, true))
+    std::memcpy(&block, from, sizeof block);
+  else
+    std::memcpy(&block, from, count * sizeof(Real));
+  return block;
+}
+
+// A filled slot: its coefficients in the table, and the weights of their powers.
+template <class Real>
+struct alignas(64) Pair {
+  Real w[kPowers], next[kPowers], R[4];
+  const Real* coefficients;
+  int64_t slot;
+};
+
+// Writes the pairs of an atom; their number. `wrong` gets the first slot whose kind does not exist.
+template <class Real, class Index>
+int64_t find_pairs(const SumInputs<Real, Index>& in, int64_t atom, bool gradient, Pair<Real>* pairs,
+                   int64_t& wrong) {
+  int64_t count = 0;
+  const int64_t begin = atom * in.slots;
+  for (int64_t slot = begin; slot < begin + in.slots; ++slot) {
+    const int64_t kind = in.kind[slot];
+    if (uint64_t(kind) >= uint64_t(in.kinds)) {
+      if (kind != -1 && wrong == kNone) wrong = slot;
+      continue;
+    }
+    Pair<Real>& pair = pairs[count++];
+    double w[kPowers], next[kPowers];
+    const int64_t cell = weights(in.grid + 5 * kind, in.cells, double(in.x[slot]), in.order, w,
+                                 gradient ? next : nullptr);
+    for (int k = 0; k < kPowers; ++k) {
+      pair.w[k] = Real(w[k]);
+      if (gradient) pair.next[k] = Real(next[k]);
+    }
+    for (int a = 0; a < 4; ++a) pair.R[a] = in.R[4 * slot + a];
+    pair.coefficients = in.table + (kind * in.cells + cell) * kPowers * in.functions;
+    pair.slot = slot;
+  }
+  return count;
+}
+
+// T [4, M] of the functions m, m + 1, ... of a block.
+template <class Real>
+void sum_block(const Pair<Real>* pairs, int64_t count, int64_t M, int64_t m, Real* T) {
+  constexpr int kSize = Block<Real>::kSize;
+  const int64_t size = std::min<int64_t>(kSize, M - m);
+  double total[4][kSize] = {};
+  for (int64_t first = 0; first < count; first += kPart) {
+    Vector<Real> sum[4] = {};
+    for (int64_t j = first; j < std::min(first + kPart, count); ++j) {
+      const Pair<Real>& pair = pairs[j];
+      const Real* c = pair.coefficients + m;
+      Vector<Real> g = pair.w[0] * load(c, size);
+#pragma GCC unroll 5
+      for (int k = 1; k < kPowers; ++k) g += pair.w[k] * load(c + k * M, size);
+#pragma GCC unroll 4
+      for (int a = 0; a < 4; ++a) sum[a] += pair.R[a] * g;
+    }
+    for (int a = 0; a < 4; ++a)
+      for (int l = 0; l < kSize; ++l) total[a][l] += sum[a][l];
+  }
+  for (int a = 0; a < 4; ++a)
+    for (int l = 0; l < size; ++l) T[a * M + m + l] = Real(total[a][l]);
+}
+
+// The begin of a block: the last one ends with the functions, and repeats some of the block before.
+template <class Real>
+int64_t begin_of(int64_t m, int64_t M) {
+  return std::max<int64_t>(std::min<int64_t>(m, M - Block<Real>::kSize), 0);
+}
+
+template <class Real>
+double sum_of(const Vector<Real>& block) {
+  double sum = 0;
+  for (int l = 0; l < Block<Real>::kSize; ++l) sum += block[l];
+  return sum;
+}
+
+// The upstream gradient [4, M] of an atom by blocks, with zeros where a block repeats functions.
+template <class Real>
+void copy_by_blocks(const Real* grad, int64_t M, Vector<Real>* blocks) {
+  constexpr int kSize = Block<Real>::kSize;
+  for (int64_t m = 0; m < M; m += kSize) {
+    const int64_t begin = begin_of<Real>(m, M);
+    for (int a = 0; a < 4; ++a, ++blocks)
+      for (int l = 0; l < kSize; ++l)
+        (*blocks)[l] = begin + l < m || begin + l >= M ? Real(0) : grad[a * M + begin + l];
+  }
+}
+
+template <class Real>
+void differentiate(const Pair<Real>& pair, int64_t M, const Vector<Real>* grad,
+                   const SumGradients<Real>& out) {
+  constexpr int kSize = Block<Real>::kSize;
+  Vector<Real> of_x{}, of_R[4] = {};
+  for (int64_t m = 0; m < M; m += kSize, grad += 4) {
+    const int64_t begin = begin_of<Real>(m, M), size = std::min<int64_t>(kSize, M);
+    Vector<Real> g{}, slope{};
+#pragma GCC unroll 6
+    for (int k = 0; k < kPowers; ++k) {
+      const Vector<Real> c = load(pair.coefficients + k * M + begin, size);
+      g += pair.w[k] * c;
+      slope += pair.next[k] * c;
+    }
+    Vector<Real> along{};
+#pragma GCC unroll 4
+    for (int a = 0; a < 4; ++a) {
+      of_R[a] += grad[a] * g;
+      along += pair.R[a] * grad[a];
+    }
+    of_x += along * slope;
+  }
+  if (out.x) out.x[pair.slot] = Real(sum_of<Real>(of_x));
+  for (int a = 0; a < 4 && out.R; ++a) out.R[4 * pair.slot + a] = Real(sum_of<Real>(of_R[a]));
+}
+
+}  // namespace
+
+template <class Real, class Index>
+int64_t tabulated_sum_cpu(const SumInputs<Real, Index>& in, Real* T) {
+  const int64_t M = in.functions;
+  return parallel_first(in.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
+    const Scratch<Pair<Real>> pairs(in.slots);
+    int64_t wrong = kNone;
+    for (int64_t atom = begin; atom < end; ++atom) {
+      const int64_t count = find_pairs(in, atom, /*gradient=*/false, pairs.get(), wrong);
+      for (int64_t m = 0; m < M; m += Block<Real>::kSize)
+        sum_block(pairs.get(), count, M, begin_of<Real>(m, M), T + 4 * atom * M);
+    }
+    return wrong;
+  });
+}
+
+template <class Real, class Index>
+int64_t tabulated_sum_backward_cpu(const SumInputs<Real, Index>& in, const Real* grad,
+                                   const SumGradients<Real>& out) {
+  const int64_t M = in.functions, size = Block<Real>::kSize;
+  return parallel_first(in.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
+    const Scratch<Pair<Real>> pairs(in.slots);
+    const Scratch<Vector<Real>> blocks(4 * ((M + size - 1) / size));
+    int64_t wrong = kNone;
+    for (int64_t atom = begin; atom < end; ++atom) {
+      const int64_t first = atom * in.slots;
+      if (out.x) std::fill_n(out.x + first, in.slots, Real(0));
+      if (out.R) std::fill_n(out.R + 4 * first, 4 * in.slots, Real(0));
+      const int64_t count = find_pairs(in, atom, /*gradient=*/true, pairs.get(), wrong);
+      copy_by_blocks(grad + 4 * atom * M, M, blocks.get());
+      for (int64_t j = 0; j < count; ++j) differentiate(pairs.get()[j], M, blocks.get(), out);
+    }
+    return wrong;
+  });
+}
+
+#define INSTANTIATE(Real, Index)                                                          \
+  template int64_t tabulated_sum_cpu(const SumInputs<Real, Index>&, Real*);               \
+  template int64_t tabulated_sum_backward_cpu(const SumInputs<Real, Index>&, const Real*, \
+                                              const SumGradients<Real>&);
+INSTANTIATE(float, int32_t)
+INSTANTIATE(float, int64_t)
+INSTANTIATE(double, int32_t)
+INSTANTIATE(double, int64_t)
+#undef INSTANTIATE
+
+}  // namespace calcops::ops::tabulated_sum

@@ -1,0 +1,64 @@
+// The place of a number in a table, for CPU and CUDA.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "numbers.h"
+
+namespace calcops::ops::tabulated_sum {
+
+constexpr int kPowers = 6;  // of a polynomial of degree 5
+
+// w[k] = (d/dt)^order t^k
+CALCOPS_HD inline void differentiated_powers(double t, int64_t order, double* w) {
+  double power = 1;
+  for (int k = 0; k < kPowers; ++k) {
+    w[k] = 0;
+    if (k < order) continue;
+    double factor = 1;
+    for (int i = 0; i < order; ++i) factor *= k - i;
+    w[k] = factor * power;
+    power *= t;
+  }
+}
+
+// A part of a grid: cells of one width.
+struct GridPart {
+  double begin, end, width;
+
+  CALCOPS_HD double cells() const { return std::floor((end - begin) / width + 0.5); }
+};
+
+// The cell that x is in, and the weights with which its coefficients give the derivative of an
+// order at x and, unless `next` is nullptr, that of the order above: sum_k w[k] c[k].
+//
+// grid   begin of the first part, its cells' width, its end, the width of the second part's cells,
+//        whose end. Outside, g goes on as a straight line. NaN gives weights that are NaN.
+CALCOPS_HD inline int64_t weights(const double* grid, int64_t cells, double x, int64_t order,
+                                  double* w, double* next) {
+  const GridPart fine{grid[0], grid[2], grid[1]}, coarse{grid[2], grid[4], grid[3]};
+  const double inside = x < fine.begin ? fine.begin : x > coarse.end ? coarse.end : x;
+  const bool is_coarse = inside >= coarse.begin && coarse.begin < coarse.end;
+  const GridPart& part = is_coarse ? coarse : fine;
+  const double last = part.cells() - 1;
+  double cell = std::floor((inside - part.begin) / part.width);
+  cell = cell > last ? last : cell;
+  const double t = inside - (part.begin + cell * part.width);
+  const double row = is_coarse ? fine.cells() + cell : cell;
+
+  differentiated_powers(t, order, w);
+  if (next) differentiated_powers(t, order + 1, next);
+  if (!(inside == x)) {
+    double slope[kPowers];
+    differentiated_powers(t, 1, slope);
+    for (int k = 0; k < kPowers; ++k) {
+      w[k] = order == 0 ? w[k] + (x - inside) * slope[k] : order == 1 ? w[k] : 0 * x;
+      if (next) next[k] = order == 0 ? next[k] : 0 * x;
+    }
+  }
+  // Whatever the grid holds, the cell is one of the table.
+  return row > 0 ? (row < double(cells) ? int64_t(row) : cells - 1) : 0;
+}
+
+}  // namespace calcops::ops::tabulated_sum
