@@ -231,6 +231,48 @@ inline at::Tensor neighbor_index(
 }  // namespace calcops
 
 namespace calcops {
+/// Sums over neighbours of tabulated functions, such as compressed embedding nets.
+///
+/// x       [n, K]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA. What the functions are of, as the smoothed inverse distance of
+///         each neighbour.
+/// R       [n, K, 4]; like x. The rows that are summed, as those of the environment matrix.
+/// kind    [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
+///         neighbour; -1: an empty slot, anywhere.
+/// table   [kinds, cells, 6, M]; like x. In a cell g_m(x) = sum_k table[kind][cell][k][m] t^k, with t the
+///         distance from the cell's begin.
+/// grid    [kinds, 5]; float64. For each kind the begin of the first part of its cells, their width,
+///         their end, and the width and the end of the second part. The parts are whole numbers of
+///         cells. Where both ends are one there is no second part.
+/// order   0 to 2^40. The derivative of g of this order takes its place.
+///
+/// Returns
+/// result  [n, 4, M]; like x.
+///
+/// T[i][a][m] = sum_s R[i][s][a] g_m(x[i][s]). The M functions g_m of each kind of neighbour are
+/// piecewise polynomials of degree 5. Outside the grid they go on as straight lines. Nothing of the
+/// size n*K*M is stored.
+///
+/// Differentiable to any order in x and R, in reverse and in forward mode; not in table and grid. An
+/// empty slot adds exactly nothing, whatever it holds, and has gradients that are exactly 0.
+/// Deterministic: slots are summed in their order, some at a time, and these sums in float64. A kind
+/// that does not exist is an error on the CPU; on CUDA the sums of its atom become NaN, and with
+/// CALCOPS_CHECK=1 in the environment (which synchronises) it is an error too.
+inline at::Tensor tabulated_sum(
+    const at::Tensor& x,
+    const at::Tensor& R,
+    const at::Tensor& kind,
+    const at::Tensor& table,
+    const at::Tensor& grid,
+    c10::SymInt order = 0) {
+  static const auto op = c10::Dispatcher::singleton()
+      .findSchemaOrThrow("calcops::tabulated_sum", "")
+      .typed<at::Tensor(
+          const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt)>();
+  return op.call(x, R, kind, table, grid, order);
+}
+}  // namespace calcops
+
+namespace calcops {
 /// Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 ///
 /// image          [N or 1, C, H, W], [C, H, W] or [H, W]; any strides;

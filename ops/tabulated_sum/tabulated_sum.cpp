@@ -128,15 +128,15 @@ const Derivative kDerivatives[] = {{"tabulated_sum", vjp, jvp},
 
 const Contract kContract(R"(
 tabulated_sum(Tensor x, Tensor R, Tensor kind, Tensor table, Tensor grid, SymInt order=0) -> Tensor
-  Sums over neighbours of tabulated functions, T[i][a][m] = sum_s R[i][s][a] g_m(x[i][s]).
+  Sums over neighbours of tabulated functions, such as compressed embedding nets.
 
-  The functions g_m of a kind of neighbour are piecewise polynomials of degree 5, as those of
-  embedding nets that DeePMD-kit has compressed. Outside the grid they go on as straight lines.
-  Nothing of the size n*K*M is stored.
+  T[i][a][m] = sum_s R[i][s][a] g_m(x[i][s]). The M functions g_m of each kind of neighbour are
+  piecewise polynomials of degree 5. Outside the grid they go on as straight lines. Nothing of the
+  size n*K*M is stored.
 
   Differentiable to any order in x and R, in reverse and in forward mode; not in table and grid. An
   empty slot adds exactly nothing, whatever it holds, and has gradients that are exactly 0.
-  Deterministic: slots are summed in their order, 16 at a time, and these sums in float64. A kind
+  Deterministic: slots are summed in their order, some at a time, and these sums in float64. A kind
   that does not exist is an error on the CPU; on CUDA the sums of its atom become NaN, and with
   CALCOPS_CHECK=1 in the environment (which synchronises) it is an error too.
 
@@ -144,7 +144,7 @@ _tabulated_sum_backward(Tensor grad_result, Tensor x, Tensor R, Tensor kind, Ten
                         Tensor grid, SymInt order, bool[2] output_mask) -> (Tensor x, Tensor R)
   The gradients for x and R; one that is not wanted has no elements.
 
-x       [n, K]; float32 or float64. What the functions are of, as the smoothed inverse distance of
+x       [n, K]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA. What the functions are of, as the smoothed inverse distance of
         each neighbour.
 R       [n, K, 4]; like x. The rows that are summed, as those of the environment matrix.
 kind    [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
@@ -191,6 +191,28 @@ const Kernel kCpu("tabulated_sum", cpu<float, int32_t>, cpu<float, int64_t>, cpu
 const Kernel kBackwardCpu("_tabulated_sum_backward", backward_cpu<float, int32_t>,
                           backward_cpu<float, int64_t>, backward_cpu<double, int32_t>,
                           backward_cpu<double, int64_t>);
+
+#ifndef CALCOPS_NO_CUDA
+template <class Real, class Index>
+cudaError_t cuda(In<Real, 2> x, In<Real, 3> R, In<Index, 2> kind, In<Real, 4> table,
+                 In<double, 2> grid, int64_t order, View<Real, 3> T, cudaStream_t stream) {
+  return tabulated_sum_cuda(inputs(x, R, kind, table, grid, order), T.data, stream);
+}
+
+template <class Real, class Index>
+cudaError_t backward_cuda(In<Real, 3> grad, In<Real, 2> x, In<Real, 3> R, In<Index, 2> kind,
+                          In<Real, 4> table, In<double, 2> grid, int64_t order,
+                          View<Real, 2> grad_x, View<Real, 3> grad_R, cudaStream_t stream) {
+  return tabulated_sum_backward_cuda(inputs(x, R, kind, table, grid, order), grad.data,
+                                     SumGradients<Real>{grad_x.data, grad_R.data}, stream);
+}
+
+const Kernel kCuda("tabulated_sum", cuda<float, int32_t>, cuda<float, int64_t>,
+                   cuda<double, int32_t>, cuda<double, int64_t>);
+const Kernel kBackwardCuda("_tabulated_sum_backward", backward_cuda<float, int32_t>,
+                           backward_cuda<float, int64_t>, backward_cuda<double, int32_t>,
+                           backward_cuda<double, int64_t>);
+#endif
 
 }  // namespace
 }  // namespace calcops::ops::tabulated_sum

@@ -12,7 +12,8 @@
 // distance, R a row of the environment matrix, g the embedding net. Source: Lu et al., J. Chem.
 // Theory Comput. 18, 5559 (2022), doi 10.1021/acs.jctc.2c00102; the planes are our own.
 //
-// A sum over s is taken in the order of the slots, in parts of kPart, which are summed in float64.
+// A sum over s is taken in the order of the slots, in parts of kPart filled ones on the CPU and of
+// 32 slots on CUDA, which are summed in float64.
 #pragma once
 
 #include <cstdint>

@@ -22,15 +22,16 @@ struct Block {
 template <class Real>
 using Vector = typename Block<Real>::type;
 
-// `count` numbers, and zeros behind them.
-template <class Real>
+// Numbers of a block; of the `count` that there are, where M is less than a block.
+template <bool kIsWhole, class Real>
 inline __attribute__((always_inline)) Vector<Real> load(const Real* from, int64_t count) {
-  Vector<Real> block{};
-  if (__builtin_expect(count >= Block<Real>::kSize, true))
-    std::memcpy(&block, from, sizeof block);
-  else
+  if constexpr (kIsWhole) {
+    return *reinterpret_cast<const Vector<Real>*>(from);
+  } else {
+    Vector<Real> block{};
     std::memcpy(&block, from, count * sizeof(Real));
-  return block;
+    return block;
+  }
 }
 
 // A filled slot: its coefficients in the table, and the weights of their powers.
@@ -69,19 +70,19 @@ int64_t find_pairs(const SumInputs<Real, Index>& in, int64_t atom, bool gradient
 }
 
 // T [4, M] of the functions m, m + 1, ... of a block.
-template <class Real>
+template <bool kIsWhole, class Real>
 void sum_block(const Pair<Real>* pairs, int64_t count, int64_t M, int64_t m, Real* T) {
   constexpr int kSize = Block<Real>::kSize;
-  const int64_t size = std::min<int64_t>(kSize, M - m);
+  const int64_t size = kIsWhole ? kSize : M;
   double total[4][kSize] = {};
   for (int64_t first = 0; first < count; first += kPart) {
     Vector<Real> sum[4] = {};
     for (int64_t j = first; j < std::min(first + kPart, count); ++j) {
       const Pair<Real>& pair = pairs[j];
       const Real* c = pair.coefficients + m;
-      Vector<Real> g = pair.w[0] * load(c, size);
+      Vector<Real> g = pair.w[0] * load<kIsWhole>(c, size);
 #pragma GCC unroll 5
-      for (int k = 1; k < kPowers; ++k) g += pair.w[k] * load(c + k * M, size);
+      for (int k = 1; k < kPowers; ++k) g += pair.w[k] * load<kIsWhole>(c + k * M, size);
 #pragma GCC unroll 4
       for (int a = 0; a < 4; ++a) sum[a] += pair.R[a] * g;
     }
@@ -105,37 +106,45 @@ double sum_of(const Vector<Real>& block) {
   return sum;
 }
 
-// The upstream gradient [4, M] of an atom by blocks, with zeros where a block repeats functions.
+// The upstream gradient of a block.
 template <class Real>
-void copy_by_blocks(const Real* grad, int64_t M, Vector<Real>* blocks) {
+struct Upstream {
+  Vector<Real> row[4];
+};
+
+// That [4, M] of an atom by blocks, with zeros where a block repeats functions.
+template <class Real>
+void copy_by_blocks(const Real* grad, int64_t M, Upstream<Real>* blocks) {
   constexpr int kSize = Block<Real>::kSize;
-  for (int64_t m = 0; m < M; m += kSize) {
+  for (int64_t m = 0; m < M; m += kSize, ++blocks) {
     const int64_t begin = begin_of<Real>(m, M);
-    for (int a = 0; a < 4; ++a, ++blocks)
+    for (int a = 0; a < 4; ++a)
       for (int l = 0; l < kSize; ++l)
-        (*blocks)[l] = begin + l < m || begin + l >= M ? Real(0) : grad[a * M + begin + l];
+        blocks->row[a][l] = begin + l < m || begin + l >= M ? Real(0) : grad[a * M + begin + l];
   }
 }
 
-template <class Real>
-void differentiate(const Pair<Real>& pair, int64_t M, const Vector<Real>* grad,
-                   const SumGradients<Real>& out) {
+// The table is larger than the cache: what the next pair needs of it is fetched ahead.
+template <bool kIsWhole, class Real>
+void differentiate(const Pair<Real>& pair, const Pair<Real>& next_pair, int64_t M,
+                   const Upstream<Real>* upstream, const SumGradients<Real>& out) {
   constexpr int kSize = Block<Real>::kSize;
   Vector<Real> of_x{}, of_R[4] = {};
-  for (int64_t m = 0; m < M; m += kSize, grad += 4) {
-    const int64_t begin = begin_of<Real>(m, M), size = std::min<int64_t>(kSize, M);
+  for (int64_t m = 0; m < M; m += kSize, ++upstream) {
+    const int64_t begin = begin_of<Real>(m, M), size = kIsWhole ? kSize : M;
     Vector<Real> g{}, slope{};
 #pragma GCC unroll 6
     for (int k = 0; k < kPowers; ++k) {
-      const Vector<Real> c = load(pair.coefficients + k * M + begin, size);
+      const Vector<Real> c = load<kIsWhole>(pair.coefficients + k * M + begin, size);
+      __builtin_prefetch(next_pair.coefficients + k * M + begin);
       g += pair.w[k] * c;
       slope += pair.next[k] * c;
     }
     Vector<Real> along{};
 #pragma GCC unroll 4
     for (int a = 0; a < 4; ++a) {
-      of_R[a] += grad[a] * g;
-      along += pair.R[a] * grad[a];
+      of_R[a] += upstream->row[a] * g;
+      along += pair.R[a] * upstream->row[a];
     }
     of_x += along * slope;
   }
@@ -148,13 +157,14 @@ void differentiate(const Pair<Real>& pair, int64_t M, const Vector<Real>* grad,
 template <class Real, class Index>
 int64_t tabulated_sum_cpu(const SumInputs<Real, Index>& in, Real* T) {
   const int64_t M = in.functions;
+  const auto sum = M < Block<Real>::kSize ? sum_block<false, Real> : sum_block<true, Real>;
   return parallel_first(in.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
     const Scratch<Pair<Real>> pairs(in.slots);
     int64_t wrong = kNone;
     for (int64_t atom = begin; atom < end; ++atom) {
       const int64_t count = find_pairs(in, atom, /*gradient=*/false, pairs.get(), wrong);
       for (int64_t m = 0; m < M; m += Block<Real>::kSize)
-        sum_block(pairs.get(), count, M, begin_of<Real>(m, M), T + 4 * atom * M);
+        sum(pairs.get(), count, M, begin_of<Real>(m, M), T + 4 * atom * M);
     }
     return wrong;
   });
@@ -164,9 +174,10 @@ template <class Real, class Index>
 int64_t tabulated_sum_backward_cpu(const SumInputs<Real, Index>& in, const Real* grad,
                                    const SumGradients<Real>& out) {
   const int64_t M = in.functions, size = Block<Real>::kSize;
+  const auto pass_back = M < size ? differentiate<false, Real> : differentiate<true, Real>;
   return parallel_first(in.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
     const Scratch<Pair<Real>> pairs(in.slots);
-    const Scratch<Vector<Real>> blocks(4 * ((M + size - 1) / size));
+    const Scratch<Upstream<Real>> blocks((M + size - 1) / size);
     int64_t wrong = kNone;
     for (int64_t atom = begin; atom < end; ++atom) {
       const int64_t first = atom * in.slots;
@@ -174,7 +185,8 @@ int64_t tabulated_sum_backward_cpu(const SumInputs<Real, Index>& in, const Real*
       if (out.R) std::fill_n(out.R + 4 * first, 4 * in.slots, Real(0));
       const int64_t count = find_pairs(in, atom, /*gradient=*/true, pairs.get(), wrong);
       copy_by_blocks(grad + 4 * atom * M, M, blocks.get());
-      for (int64_t j = 0; j < count; ++j) differentiate(pairs.get()[j], M, blocks.get(), out);
+      for (int64_t j = 0; j < count; ++j)
+        pass_back(pairs.get()[j], pairs.get()[std::min(j + 1, count - 1)], M, blocks.get(), out);
     }
     return wrong;
   });

@@ -273,10 +273,7 @@ def changed(**changes):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (
-            {"x": torch.zeros(5, 9, dtype=torch.int64)},
-            "expected `x` float32 or float64, got Long",
-        ),
+        ({"x": torch.zeros(5, 9, dtype=torch.int64)}, "expected `x` float32 or float64, got Long"),
         ({"R": torch.zeros(5, 9, 3, dtype=torch.float64)}, "expected `R` of shape [n, K, 4]"),
         ({"R": torch.zeros(5, 9, 4)}, "expected `R`"),
         ({"kind": torch.zeros(5, 8, dtype=torch.int64)}, "expected `kind` of shape [n, K]"),

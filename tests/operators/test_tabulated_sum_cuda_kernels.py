@@ -1,0 +1,63 @@
+"""The CUDA kernels of tabulated_sum at every boundary of theirs, on a GPU or in the emulation
+(kernels.py).
+
+A block has an atom, 128 threads a function each, and takes 32 slots at a time; in the backward a warp
+has a slot, and a block four.
+"""
+
+import pytest
+import torch
+from kernels import same_bits
+from reference import assert_equal_lists
+from test_tabulated_sum import inputs
+
+ops = torch.ops.calcops
+SIZES = [
+    (0, 3, 5),
+    (3, 0, 5),
+    (3, 4, 0),
+    (1, 1, 1),
+    (2, 31, 31),
+    (1, 32, 32),
+    (3, 33, 127),
+    (2, 3, 128),
+]
+SIZES += [(1, 65, 129), (5, 5, 260)]
+
+
+def close(ours, theirs):
+    exact = theirs[0].dtype == torch.float64
+    tolerance = dict(rtol=1e-12, atol=1e-10) if exact else dict(rtol=1e-4, atol=2e-2)
+    assert_equal_lists(ours, theirs, **tolerance)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("order", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "index"), [(torch.float32, torch.int32), (torch.float64, torch.int64)]
+)
+def test_sums_and_gradients(kernels, size, order, dtype, index):
+    n, K, M = size
+    given = inputs(n, K, M, dtype, index=index)
+    expected = ops.tabulated_sum(*given, order)
+    ours = kernels(ops.tabulated_sum, *given, order)
+    close(ours, [expected])
+    same_bits(kernels(ops.tabulated_sum, *given, order), ours)
+    upstream = torch.randn(n, 4, M, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for mask in ([True, True], [True, False], [False, True]):
+        arguments = upstream, *given, order, mask
+        expected = ops._tabulated_sum_backward(*arguments)
+        close(kernels(ops._tabulated_sum_backward, *arguments), expected)
+
+
+def test_a_wrong_kind_makes_its_atom_nan(kernels):
+    x, R, kind, table, grid = inputs()
+    right = ops.tabulated_sum(x, R, kind, table, grid)
+    kind[2, 4] = 7
+    (T,) = kernels(ops.tabulated_sum, x, R, kind, table, grid)
+    assert T[2].isnan().all()
+    others = [0, 1, 3, 4]
+    assert T[others].isfinite().all() and torch.allclose(T[others].cpu(), right[others])
+    arguments = torch.ones_like(right), x, R, kind, table, grid, 0, [True, True]
+    of_x, of_R = kernels(ops._tabulated_sum_backward, *arguments)
+    assert of_x[2, 4].isnan() and of_R[2, 4].isnan().all() and of_x.isnan().sum() == 1
