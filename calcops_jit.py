@@ -121,7 +121,8 @@ def watch(seconds: float = 0.3) -> Callable[[], None]:
     """Starts a thread that looks for changed files every so many seconds and reloads; gives the
     function that ends it.
 
-    What cannot be built is reported on stderr, and what was live before still is."""
+    What cannot be built is reported on stderr, and what was live before still is.
+    """
     from _calcops_jit.live import watching
 
     return watching.start(seconds, reload)
@@ -136,7 +137,8 @@ def load_ipython_extension(shell) -> None:
 
 def library_path() -> str:
     """The shared library of the operators: C++ programs link it or dlopen it, TorchScript hosts
-    load it."""
+    load it.
+    """
     if _own is None:
         raise _problem
     return _own.path

@@ -76,7 +76,8 @@ def _build(options: argparse.Namespace) -> None:
 
 def _request(options: argparse.Namespace) -> Request:
     """Return the Request of the operators, or the last one that `load` made for a library of this
-    name."""
+    name.
+    """
     if options.name in (None, "calcops"):
         return requests.own()
     for manifest in store.newest(options.name):

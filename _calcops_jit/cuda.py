@@ -20,7 +20,8 @@ TARGET = {"aarch64": "sbsa-linux"}.get(os.uname().machine, "x86_64-linux")
 
 class Choice(SimpleNamespace):
     """Whether to build for CUDA. If not, `reason` says why, and `fix` is the command that changes
-    it."""
+    it.
+    """
 
     build: bool = False
     reason: str = ""
@@ -36,7 +37,8 @@ def choose(needed: bool = False) -> Choice:
     """Obeys CALCOPS_CUDA; if that is not set, a visible GPU or an explicit TORCH_CUDA_ARCH_LIST
     asks for CUDA.
 
-    needed   there are .cu sources that cannot be left out"""
+    needed   there are .cu sources that cannot be left out
+    """
     switch = os.environ.get("CALCOPS_CUDA", "")
     if switch not in ("", "0", "1"):
         raise ValueError(f"calcops_jit: expected CALCOPS_CUDA 0 or 1, got {switch!r}")
@@ -72,7 +74,8 @@ def choose(needed: bool = False) -> Choice:
 
 def find_toolkit() -> tuple[str, str]:
     """Finds the first toolkit of torch's major version: (folder, version); if there is none, ("",
-    another version or "")."""
+    another version or "").
+    """
     if torch.version.cuda is None:
         return "", ""
     nvcc = shutil.which("nvcc")
@@ -97,7 +100,8 @@ def find_toolkit() -> tuple[str, str]:
 
 def headers(home: str) -> str:
     """The folder of a toolkit's headers: include, which NVIDIA's packages link to that of the
-    target; conda's have the target's alone."""
+    target; conda's have the target's alone.
+    """
     of_target = os.path.join(home, "targets", TARGET, "include")
     plain = os.path.join(home, "include")
     return (
@@ -141,6 +145,7 @@ def gpu_capabilities() -> list[str]:
 
 def arch_list(choice: Choice) -> str:
     """Return TORCH_CUDA_ARCH_LIST for the build: the given one, else every GPU here, the newest
-    also as PTX."""
+    also as PTX.
+    """
     here = "" if choice.arches else ";".join(gpu_capabilities())
     return choice.arches or (here + "+PTX" if here else DEFAULT_ARCHES)

@@ -18,7 +18,8 @@ class Progress:
     """`with Progress(title, state) as progress:` shows the title and a state until the block is
     left, and then `progress.outcome` instead.
 
-    state   state(seconds) gives a text and the part that is done, 0 to 1"""
+    state   state(seconds) gives a text and the part that is done, 0 to 1
+    """
 
     outcome = ""
 

@@ -55,7 +55,8 @@ _ARM_KERNEL = {"evtstrm", "cpuid"}
 
 class Request(SimpleNamespace):
     """One library to build, or one unit of it. Sources and include paths are absolute; `root` is
-    the folder that may move."""
+    the folder that may move.
+    """
 
     name: str
     root: str
@@ -245,7 +246,8 @@ def located(sources: tuple[str, ...], include_paths: tuple[str, ...]) -> dict:
 
 def processor_flag(isa: str = "native") -> str:
     """The compiler's flag for a kind of processor: all that it has, and tuned for it. On ARM a
-    model is an -mcpu, an architecture such as armv8.2-a+sve an -march."""
+    model is an -mcpu, an architecture such as armv8.2-a+sve an -march.
+    """
     return f"-{'mcpu' if MACHINE == 'aarch64' and not isa.startswith('armv') else 'march'}={isa}"
 
 

@@ -27,7 +27,8 @@ def own(
     .cu if CUDA is built.
 
     isa      the processors, as processor_flag() takes them; default: this one or a wheel's
-    choice   default: what cuda.choose() says"""
+    choice   default: what cuda.choose() says
+    """
     root = root or operators_root()
     choice = choice or cuda.choose()
     extra = words_of("CALCOPS_CFLAGS")
@@ -66,7 +67,8 @@ def own(
 def _sources(root: str) -> Iterator[str]:
     """Paths of the files in a folder and, unless these begin with an underscore, in its folders;
     hidden ones are left out. (glob compiles three regular expressions for that, which takes longer
-    than the rest of a Request.)"""
+    than the rest of a Request.)
+    """
     with os.scandir(root) as entries:
         for entry in entries:
             if entry.name.startswith("."):
@@ -108,7 +110,8 @@ def foreign(
     torch_options=(),
 ) -> Request:
     """The Request for somebody's own sources; the options mean what they mean to
-    torch.utils.cpp_extension.load."""
+    torch.utils.cpp_extension.load.
+    """
     for option, value in dict(torch_options).items():
         if option not in _TORCH_OPTIONS:
             raise TypeError(f"calcops_jit.load: got an unknown argument `{option}`")

@@ -52,7 +52,8 @@ def bound() -> int:
 
 def prune(size: int) -> list[Entry]:
     """Removes what was not used for longest from a cache folder that holds more than `size`, but
-    never a library in use. Precompiled headers do not count; see prune_preambles()."""
+    never a library in use. Precompiled headers do not count; see prune_preambles().
+    """
     removed = []
     for folder in filter(os.path.isdir, folders.own()):
         found = entries(folder)
@@ -70,7 +71,8 @@ def prune(size: int) -> list[Entry]:
 
 def prune_preambles(found: list[Entry]) -> list[Entry]:
     """Remove the precompiled headers of a folder. The last two stay if they were used within a
-    month."""
+    month.
+    """
     last_first = [entry for entry in reversed(found) if entry.is_preamble]
     outdated = [
         e for i, e in enumerate(last_first) if i >= _PREAMBLES or time.time() - e.used > _MONTH_S
@@ -80,7 +82,8 @@ def prune_preambles(found: list[Entry]) -> list[Entry]:
 
 def clean() -> Iterator[tuple[str, list[str]]]:
     """Removes everything but libraries in use and slots in which somebody builds: (cache folder,
-    slots that are left)."""
+    slots that are left).
+    """
     for folder in filter(os.path.isdir, folders.own()):
         yield (
             folder,

@@ -93,14 +93,16 @@ def text_of(path: str) -> str:
 
 def real_path(path: str) -> str:
     """Resolves the links and each ".." in a path's folder, but not the file itself: a compiler
-    searches beside the name it was given."""
+    searches beside the name it was given.
+    """
     folder, name = os.path.split(os.path.join(os.getcwd(), path))
     return os.path.join(os.path.realpath(folder), name) if name != ".." else os.path.realpath(path)
 
 
 def spellings(path: str) -> list[str]:
     """Return a path without "..". The path itself comes first if a link gives its ".." another
-    meaning."""
+    meaning.
+    """
     if "/.." not in path:
         return [path]
     real = real_path(path)
@@ -118,7 +120,8 @@ def is_theirs(folded: str) -> bool:
 def stamp_of(path: str, folder: int | None = None) -> bytes:
     """Packs what stat says of a file: when it and its inode changed, its size, its inode.
 
-    folder   a descriptor from which a relative path starts; that is quicker than a long path"""
+    folder   a descriptor from which a relative path starts; that is quicker than a long path
+    """
     try:
         s = os.stat(path, dir_fd=folder)
     except OSError:
@@ -132,20 +135,23 @@ def changed_ns(stamp: bytes) -> int:
 
 def young(stamp: bytes) -> bytes:
     """Marks a stamp of a file that may still change without leaving another: as no file has such a
-    stamp, the next check compares contents."""
+    stamp, the next check compares contents.
+    """
     return bytes(255 - byte for byte in stamp)
 
 
 def is_long_ago(time_ns: int) -> bool:
     """Return True if more than a tick of any clock has passed since `time_ns`.
 
-    A file that was the same then and now will show its next change."""
+    A file that was the same then and now will show its next change.
+    """
     return time.time_ns() - time_ns > _TICK_NS
 
 
 def is_old(stamp: bytes, now_ns: int) -> bool:
     """Return True if a file last changed more than a tick ago, provided that its disk's clock is
-    right."""
+    right.
+    """
     return max(_STAMP.unpack(stamp)[:2]) < now_ns - _TICK_NS
 
 
@@ -186,7 +192,8 @@ def listing(folder: str) -> str:
 
 class Closure(SimpleNamespace):
     """The inputs of a build, in a few long strings, because these are parsed faster than many
-    objects."""
+    objects.
+    """
 
     files: dict[str, str]  # {folder: lines of names}
     digests: str  # the files' digests, in this order
@@ -229,7 +236,8 @@ class Closure(SimpleNamespace):
         one that differs.
 
         True: files have other stamps, but the same contents. The new stamps are in the closure,
-        worth writing down."""
+        worth writing down.
+        """
         look = _Look(self, request)
         look.compare_tools()
         look.compare_files()
@@ -337,7 +345,8 @@ class _Look:
 def merged(closures: list[Closure]) -> Closure:
     """Merge the closures of a library's units.
 
-    Raises Changed if two units read different contents of one file."""
+    Raises Changed if two units read different contents of one file.
+    """
     entries, absent = {}, {}
     for closure in closures:
         for path, (stamp, content) in closure.entries().items():

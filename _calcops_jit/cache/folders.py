@@ -14,7 +14,8 @@ os.register_at_fork(after_in_child=_of_this_process.clear)
 
 def own() -> list[str]:
     """Folders in which libraries are looked for and, in the first that can be written, built: the
-    user's, then fallbacks."""
+    user's, then fallbacks.
+    """
     found = []
     if named := os.environ.get("CALCOPS_CACHE"):
         found.append(_place(named))

@@ -48,7 +48,8 @@ def make(parent: str, kind: str) -> str:
 
 def remove(path: str) -> None:
     """Removes a folder that make() gave and ends the processes that a build left in it. A child
-    that was forked leaves its parent's alone."""
+    that was forked leaves its parent's alone.
+    """
     if path.rsplit(".", 3)[1] == str(os.getpid()):
         _destroy(path)
         if (fd := _ours.pop(path, None)) is not None:
@@ -112,7 +113,8 @@ def _is_free(fd: int) -> bool:
 
 def _start_time(pid: int) -> str:
     """When a process started, in ticks since boot: with the pid, a name that is never used again.
-    "" if it is dead or a zombie."""
+    "" if it is dead or a zombie.
+    """
     fields = closure.text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[19] if fields and fields[0] not in "ZX" else ""
 
@@ -134,7 +136,8 @@ def _destroy(path: str) -> None:
 
 def _ended(pid: int, folder: str) -> bool:
     """Kills a process if a build in `folder` started it, and not, say, a user's shell that is
-    there. Whether it did."""
+    there. Whether it did.
+    """
     with contextlib.suppress(OSError):  # it has ended, or belongs to somebody else
         if os.readlink(f"/proc/{pid}/cwd").removesuffix(" (deleted)") == os.path.realpath(folder):
             with open(f"/proc/{pid}/environ", "rb") as file:
@@ -154,7 +157,8 @@ def _ended(pid: int, folder: str) -> bool:
 @contextlib.contextmanager
 def locked(slot: str, waiting: Callable[..., contextlib.AbstractContextManager]) -> Iterator[None]:
     """Holds a slot's lock. While another process has it, the context `waiting(holder)` is entered;
-    holder() gives who has it and for how many seconds."""
+    holder() gives who has it and for how many seconds.
+    """
     fd = _open_lock(slot)
     try:
         with contextlib.ExitStack() as stack:

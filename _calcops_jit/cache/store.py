@@ -39,7 +39,8 @@ _USED_S = 24 * 3600.0  # the time of last use is as precise as that
 
 class Manifest(SimpleNamespace):
     """The record of a generation. Its file holds a digest of the rest, a line of JSON, and the
-    closure's stamps."""
+    closure's stamps.
+    """
 
     request: dict  # the facts of its Request
     asked: list = []  # the arguments of requests.foreign
@@ -79,7 +80,8 @@ def open_regular(path: str, ours: bool = False) -> int:
     """Opens a regular file. OSError: it is something else, or, with `ours`, somebody else may have
     written it.
 
-    Never blocks, and never gives the descriptor of a standard stream."""
+    Never blocks, and never gives the descriptor of a standard stream.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if fd <= 2:  # a daemon has closed its standard streams, but others will write to them
         low, fd = fd, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
@@ -101,7 +103,8 @@ def read_manifest(generation: str, ours: bool = False) -> Manifest:
 
 def find(request: Request, reasons: list[str] | None = None) -> Generation | None:
     """Finds a complete build for the request whose inputs are still what they were; tells `reasons`
-    why others do not fit."""
+    why others do not fit.
+    """
     own = folders.own()
     for folder in [*own, *folders.shared()]:
         slot = slot_path(folder, request)
@@ -143,7 +146,8 @@ def verified(path: str, manifest: Manifest, ours: bool = False) -> Generation:
 
 def _share(fd: int) -> None:
     """Mark a library as in use by a shared lock. A process that removes libraries holds the lock
-    for an instant only."""
+    for an instant only.
+    """
     for _ in range(100):
         try:
             return fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -259,7 +263,8 @@ def tidy(slot: str, everything: bool = False) -> bool:
 
     everything   removes generations, too, except those in use.
 
-    While somebody builds there, nothing is removed."""
+    While somebody builds there, nothing is removed.
+    """
     from . import locks
 
     with contextlib.suppress(OSError):
@@ -286,7 +291,8 @@ def output(generation: str) -> str:
 
 def in_use(generation: str) -> bool:
     """Return True if a process may have loaded the library. Without locks, every generation may be
-    in use."""
+    in use.
+    """
     return not _unless_in_use(generation, lambda: None)
 
 
@@ -316,7 +322,8 @@ def publish(slot: str, folder: str, file: str, request: Request, closure: Closur
 
 def place(slot: str, folder: str, file: str, request: Request, closure: Closure) -> Generation:
     """Puts `file` where it will stay, by one rename. Nobody finds it before complete(); a damaged
-    one makes room for it."""
+    one makes room for it.
+    """
     made = f"{folder}/complete.{os.urandom(4).hex()}"
     os.mkdir(made, 0o755)
     os.chmod(file, 0o755)

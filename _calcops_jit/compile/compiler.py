@@ -44,7 +44,8 @@ def build(
 
     BuildError: it cannot be built. closure.Changed: a source was saved meanwhile. OutOfMemory: it
     may work `alone`. Whatever happens, each object that was compiled is kept, and not compiled
-    again."""
+    again.
+    """
     ninja = find_ninja()
     for problem in diagnosis.foresee(request, ninja):
         raise problem.error(f"cannot build {request.name}")
@@ -204,7 +205,8 @@ def _keep(
     one whose input was saved meanwhile).
 
     recorders   for each source
-    flagged     files that the flags name"""
+    flagged     files that the flags name
+    """
     if not plan.units:
         return [], None
     tools = toolchain.tools(request, plan.flags["cflags"], "cc1plus", "as") | toolchain.cuda_tools(

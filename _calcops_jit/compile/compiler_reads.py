@@ -23,7 +23,8 @@ _INCLUDE = rb"^[ \t]*#[ \t]*(?:include(?:_next)?|import|embed)[ \t]*[<\"]([^>\"\
 def of_unit(request: Request, staging: str, source: str, target: str) -> tuple[set[str], bool]:
     """(the files that a compiler read for an object, whether it also tells what .incbin reads)
 
-    BuildError: it does not even name the source."""
+    BuildError: it does not even name the source.
+    """
     paths = _files(request, staging, _names(f"{staging}/{target}.d"))
     if source not in paths:
         raise untold(
@@ -111,7 +112,8 @@ def _files(request: Request, staging: str, names: list[str]) -> set[str]:
 
 def _spellings(request: Request, path: str) -> list[str]:
     """Return a path as the closure holds it. If a link leads elsewhere tomorrow, so does a path
-    with ".."."""
+    with "..".
+    """
     found = closure.spellings(path)
     return found[-1:] if closure.is_theirs(request.fold(found[-1])) else found
 
@@ -130,7 +132,8 @@ def untold(request: Request, evidence: str) -> BuildError:
 
 def named(request: Request, flags: str) -> set[str]:
     """Return the files that flags name: response files and their contents, linker scripts, plugins,
-    specs."""
+    specs.
+    """
     found: set[str] = set()
     for word in toolchain.words_of_flags(flags):
         pieces = [word, *re.split("[=,]", word)]
@@ -151,7 +154,8 @@ def named(request: Request, flags: str) -> set[str]:
 
 def foreseen(request: Request) -> dict[str, bytes]:
     """Return {file: text} of the project's files that the compilers will read, by their `#include`
-    lines."""
+    lines.
+    """
     found, todo, folders = (
         {},
         list(filter(os.path.isfile, request.sources)),
@@ -187,7 +191,8 @@ def project_folders(request: Request) -> list[str]:
 
 def is_plain_link(staging: str, objects: list[str]) -> bool:
     """Whether only plain objects of ours and shared libraries were linked. Of archives that define
-    a name twice, and of objects for link-time optimisation, linkers make different libraries."""
+    a name twice, and of objects for link-time optimisation, linkers make different libraries.
+    """
     for name in objects:
         with open(f"{staging}/{name}", "rb") as file:
             text = file.read()

@@ -1,7 +1,8 @@
 """Why something failed: the cause, a line that shows it, and one command that fixes it.
 
 `foresee` finds what can be known before a compiler is started; `judge` knows tools' own words, by
-causes.txt."""
+causes.txt.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def explain(what: str, output: str, request: Request, log: str = "") -> BuildErr
 
 def _point_at(what: str, output: str, error: re.Match, request: Request, log: str) -> BuildError:
     """The BuildError for a compiler's error: at its line if that is the project's, else at the
-    project's line that led to it."""
+    project's line that led to it.
+    """
     at, evidence = error["at"], error[0].splitlines()
     file = re.split(r"[:(]\d", at)[0]
     if _is_own(file, request):
@@ -108,7 +110,8 @@ def _point_at(what: str, output: str, error: re.Match, request: Request, log: st
 
 def _is_own(file: str, request: Request) -> bool:
     """Return True if a file is the project's. The folder of its sources may lie above PyTorch's or
-    below /usr."""
+    below /usr.
+    """
     path, root = os.path.abspath(file), f"{request.root.rstrip('/')}/"
     others = [
         request.unfold("@torch"),
@@ -311,7 +314,8 @@ def no_headers(evidence: str, request: Request) -> Problem:
 def answer(request: Request, *command: str) -> str:
     """Return what a command prints in the environment of a request; "" if it fails.
 
-    Raises OSError if no descriptor is left."""
+    Raises OSError if no descriptor is left.
+    """
     options = {
         "stdin": subprocess.DEVNULL,
         "capture_output": True,

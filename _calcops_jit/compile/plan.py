@@ -177,7 +177,8 @@ def _torch_flags(request: Request, environment: dict[str, str], folder: str) -> 
 def _cpp_extension() -> types.ModuleType:
     """An instance of torch.utils.cpp_extension for us alone, with an environment of its own, that
     only chooses flags. Other threads would see changes to the instance that everybody imports, or
-    to os.environ."""
+    to os.environ.
+    """
     private_os = types.ModuleType("os")
     vars(private_os).update(vars(os))
     # With a toolkit it would ask whether there is a GPU, which initialises CUDA.
@@ -203,7 +204,8 @@ def _cpp_extension() -> types.ModuleType:
 
 def _linking(request: Request, folder: str) -> list[str]:
     """Flags for the linker: with rpaths, so that C++ hosts need no LD_LIBRARY_PATH, and with
-    torch's own CUDA runtime."""
+    torch's own CUDA runtime.
+    """
     flags = ["-Wl,--as-needed", *request.ldflags]
     flags += [
         f"-Wl,--version-script={_word(SHADOW)}/hidden.map",

@@ -45,7 +45,8 @@ precompiled.make(*pickle.load(sys.stdin.buffer))
 
 def preamble(text: bytes, folders: list[str]) -> str:
     """The lines `#include <...>` with which a source begins, up to the first header in `folders`,
-    the project's, which may have no include guard. "" if none is PyTorch's."""
+    the project's, which may have no include guard. "" if none is PyTorch's.
+    """
     names: list[str] = []
     first, *continued = re.split(_CONTINUED, text, maxsplit=1)
     if continued:
@@ -74,7 +75,8 @@ def _shorter(text: str) -> str:
 def strangers(request: Request, read: set[str]) -> set[str]:
     """The headers that are neither PyTorch's nor the loader's, the compiler's and the
     distribution's. They may have no include guard, and two checkouts may have different ones of
-    one name."""
+    one name.
+    """
     path = request.environment.get("PATH", os.defpath)
     word = [word for word in request.compiler if not word.startswith("-")][-1]
     compiler = shutil.which(word, path=path)
@@ -124,7 +126,8 @@ class Preambles:
     def __init__(self, request: Request, folder: str, sources: dict[str, bool]):
         """Puts them into the private folder of a build.
 
-        sources   {source to compile: whether it was compiled before and then edited}"""
+        sources   {source to compile: whether it was compiled before and then edited}
+        """
         self.used: dict[str, str] = {}  # {source: header}
         self._missing = ""
         self._held: list[int] = []
@@ -164,7 +167,8 @@ class Preambles:
         on the disk.
 
         slot   of the library
-        cflags   of its units"""
+        cflags   of its units
+        """
         if not self._missing or jobs < 2 or shutil.disk_usage(slot).free < _ROOM:
             return
         program = os.path.basename(os.path.realpath(sys.executable or ""))
@@ -194,7 +198,8 @@ def make(
     request: Request, folder: str, text: str, cflags: str, environment: dict[str, str]
 ) -> None:
     """Precompiles the part of a preamble that has no header of the project into the cache `folder`,
-    unless another process is doing so, or somebody removed the folder."""
+    unless another process is doing so, or somebody removed the folder.
+    """
     os.nice(19)
     while text and _make(request, folder, text, cflags, environment):
         text = _shorter(text)

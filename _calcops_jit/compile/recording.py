@@ -32,7 +32,8 @@ class Before:
 
     Contents are compared, not times: the clock of another machine's disk may be ahead or behind. A
     clock judges only files that nobody expected, and only if it is this machine's or nobody edits
-    them."""
+    them.
+    """
 
     def __init__(self, staging: str, paths: set[str]):
         paths |= {path for path in _surprises if os.path.isfile(path)}
@@ -78,7 +79,8 @@ class _Absent:
 class Recorder:
     """Makes closures of what compilers read, and looks once at the files that these share.
 
-    search   the folders in which compilers look for headers, in order"""
+    search   the folders in which compilers look for headers, in order
+    """
 
     def __init__(self, request: Request, search: list[str], before: Before):
         self._request, self._search, self._before = request, search, before
@@ -97,7 +99,8 @@ class Recorder:
         others   files that flags name, libraries, tools
         unused   (folder, name) of files that would be linked or run if they were there
 
-        closure.Changed: a file is not what the compiler has read."""
+        closure.Changed: a file is not what the compiler has read.
+        """
         files, asked = self._files(sorted(read | others), told)
         theirs = {path for path in read if self._is_theirs(path)}
         # Folders of the project come first, since a quoted include looks there first.
@@ -155,7 +158,8 @@ class Recorder:
     ) -> None:
         """Note that the project's headers must not appear in any other folder.
 
-        Which of the project's folders comes first depends on who includes, and how."""
+        Which of the project's folders comes first depends on who includes, and how.
+        """
         for name in (names | asked) - {ANY_NAME}:
             for folder in [""] if name.startswith("/") else folders:
                 path = f"{folder}/{name}" if folder else name
@@ -224,7 +228,8 @@ class Recorder:
 
     def _first_missing(self, folder: str, name: str) -> tuple[str, str] | None:
         """Return (existing folder, name) that must appear before folder/name can; None if it
-        exists."""
+        exists.
+        """
         name = name.lstrip("/")
         while self._names(folder) is None:
             folder, _, above = folder.rpartition("/")
@@ -257,7 +262,8 @@ def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
     The names are those in __has_include and those with "..", which the paths of what is read do not
     show. Among them is ANY_NAME if it asks for one that a macro holds.
 
-    closure.Changed: the file has another stamp by now."""
+    closure.Changed: the file has another stamp by now.
+    """
     with open(path, "rb", opener=closure.regular) as file:
         text = file.read()
     if closure.stamp_of(path) != stamp:
@@ -281,7 +287,8 @@ def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
 
 def read_ahead(request: Request, closures: Iterable[closure.Closure]) -> None:
     """Read PyTorch's and the system's files of other units while compilers run. Most are needed
-    again."""
+    again.
+    """
     for folded in filter(
         closure.is_theirs, {path for found in closures for path in found.entries()}
     ):

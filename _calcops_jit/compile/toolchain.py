@@ -30,7 +30,8 @@ def search(request: Request, flags: str) -> list[str]:
     """Returns the folders in which headers are looked for, in order, after those that are ignored.
 
     A compiler ignores folders that do not exist yet and other names of a folder. It does not say
-    where these would come, so they may be before all others."""
+    where these would come, so they may be before all others.
+    """
     words = words_of_flags(flags)
     asked = [word for word in words if not word.startswith("-save-temps")]
     said = ask(request, *asked, "-E", "-v", "-x", "c++", os.devnull)
@@ -49,7 +50,8 @@ def search(request: Request, flags: str) -> list[str]:
 
 def tools(request: Request, flags: str, *parts: str) -> set[str]:
     """Return the compilers, the programs that they name if they are scripts, and these parts of
-    them."""
+    them.
+    """
     found = set(request.tools)
     for part in parts:
         program = ask(request, *_choice(flags), f"-print-prog-name={part}").strip()
@@ -98,7 +100,8 @@ def unlinked(request: Request, flags: str, linked: set[str]) -> list[tuple[str, 
     One that appears may take the place of the one that was found. For -lfoo that is libfoo.so
     before libfoo.a.
 
-    linked   the files that are linked; scripts among them name others"""
+    linked   the files that are linked; scripts among them name others
+    """
     words = _words_of_tools([*request.compiler[1:], *words_of_flags(flags)])
     folders = request.environment.get("LIBRARY_PATH", "").split(":")
     folders += _searched(request, flags, "libraries")
@@ -143,7 +146,8 @@ def _choice(flags: str) -> list[str]:
 
 def _words_of_tools(words: list[str]) -> list[str]:
     """Puts what a response file has in the place of @file, and words for the linker or the
-    assembler in the place of -Wl,word and -Wa,word."""
+    assembler in the place of -Wl,word and -Wa,word.
+    """
     found = []
     for word in words:
         if word.startswith(("-Wl,", "-Wa,")):
@@ -183,7 +187,8 @@ def is_gnu(request: Request) -> bool:
 
 def ask(request: Request, *question: str) -> str:
     """The compiler's answer to a question about itself. A process that reloads asks once, and again
-    after a change of it."""
+    after a change of it.
+    """
     # A sanitizer is for this process.
     environment = request.environment | {"LC_ALL": "C.UTF-8", "LD_PRELOAD": ""}
     path = shutil.which(request.compiler[0], path=environment.get("PATH"))

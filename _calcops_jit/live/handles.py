@@ -24,7 +24,8 @@ def registered() -> set[str]:
 
 def documentation(root: str) -> dict[str, str]:
     """{operator: text} from the `///` blocks in root/*/*.h and *.cpp: a first line `///
-    namespace::name`, then the text."""
+    namespace::name`, then the text.
+    """
     texts = {}
     for source in sorted([*glob.glob(f"{root}/*/*.h"), *glob.glob(f"{root}/*/*.cpp")]):
         if not os.path.isfile(source):  # a folder, or a link to nothing
@@ -66,7 +67,8 @@ def handles(described: dict[str, str], home) -> dict[str, torch._ops.OpOverloadP
     """{name: torch.ops handle} of the operators without a leading underscore. Of two with one name,
     the first one's.
 
-    home   the Library whose attributes they are when pickled; None: the module calcops_jit"""
+    home   the Library whose attributes they are when pickled; None: the module calcops_jit
+    """
     found = {}
     for name, text in described.items():
         short = name.rpartition("::")[2]

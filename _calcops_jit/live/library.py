@@ -24,7 +24,8 @@ class Library:
     `operators` take precedence as attributes.)
 
     reload() changes it in place: the handles stay, and call the new kernels. A copy is the same
-    object; unpickling one loads its sources."""
+    object; unpickling one loads its sources.
+    """
 
     path: str
     operators: dict[str, torch._ops.OpOverloadPacket]
@@ -93,7 +94,8 @@ class Live:
 
     def link(self, request: Request, generation: store.Generation) -> Registration:
         """Loads a generation into the process, where nothing calls it yet. BuildError: it cannot
-        replace the present one."""
+        replace the present one.
+        """
         if registration := self._generations.get(generation.manifest.digest):
             os.close(generation.fd)
             return registration
@@ -128,7 +130,8 @@ os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)
 
 def obtain(request: Request, build: bool = True) -> Library | None:
     """Load the library for a request, building it if need be; None if not built and `build` is
-    False."""
+    False.
+    """
     with _one_at_a_time:
         reasons: list[str] = []
         refusals: list[str] = []
@@ -177,7 +180,8 @@ def _find(
     """Return (what the cache has for a request, else what a wheel has for it).
 
     reasons    gets why generations in the cache do not fit
-    refusals   gets why what the wheel brings does not fit"""
+    refusals   gets why what the wheel brings does not fit
+    """
     try:
         found = store.find(request, reasons)
         if not found:
@@ -201,7 +205,8 @@ def reload(again: Callable[[Request], Request]) -> list[str]:
     again   gives a request in the present environment
 
     BuildError, or another error such as that of a CXX without its closing quotation mark: the first
-    of those that failed; the others are exchanged."""
+    of those that failed; the others are exchanged.
+    """
     with _one_at_a_time:
         before = [(live, live.digest) for live in _loaded]
         failure = None
@@ -230,7 +235,8 @@ def project_files() -> set[str]:
 
 def _live(request: Request) -> Live:
     """Return the loaded library of a request, or a new one. Name and place of the sources identify
-    it."""
+    it.
+    """
     for live in _loaded:
         if live.request.name == request.name and _origin(live.request) & _origin(request):
             return live
@@ -239,7 +245,8 @@ def _live(request: Request) -> Live:
 
 def _origin(request: Request) -> set[str]:
     """Return what identifies a library: its folder and sources, also by given names, which may be
-    links."""
+    links.
+    """
     return {request.root, *request.sources, *(request.given[0] if request.given else ())}
 
 
@@ -295,7 +302,8 @@ def _build(request: Request, reasons: list[str]) -> Library:
 
 def compile_and(publish: Callable, request: Request, slot: str, reasons: Sequence[str] = ()):
     """Compiles a library in a private folder of its slot; gives what publish(request, slot, folder,
-    built, closure) gives."""
+    built, closure) gives.
+    """
     from ..cache import bounds, locks
     from ..compile import compiler
     from ..progress import Progress, say

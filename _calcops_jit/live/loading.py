@@ -17,7 +17,8 @@ def link_in(path: str, fd: int, request: Request) -> ctypes.CDLL:
     still there, because debuggers and profilers open what is mapped by its name.
 
     The descriptor stays open: its lock says that the file is in use. BuildError: the library cannot
-    be loaded."""
+    be loaded.
+    """
     try:
         if "$" not in path and _lies_at(path, fd):  # dlopen would expand $ORIGIN
             library = _open(path, fd)

@@ -26,7 +26,8 @@ _taken: list[Registration] = []  # all that ever registered something, the newes
 @contextlib.contextmanager
 def held(path: str) -> Iterator[None]:
     """Tells a library that is loaded from `path` meanwhile to leave its registration to us, by an
-    operator in the dispatcher, which it can look up."""
+    operator in the dispatcher, which it can look up.
+    """
     mark = torch._C._dispatch_library("FRAGMENT", "calcops_jit", "")
     mark.define(f"holds.p{os.fsencode(path).hex()}() -> ()")
     try:
@@ -37,7 +38,8 @@ def held(path: str) -> Iterator[None]:
 
 class Registration:
     """What one generation of a library registers. The library is asked only if there is something
-    to compare that with."""
+    to compare that with.
+    """
 
     live = False
 
@@ -94,7 +96,8 @@ class Registration:
 
     def refusal(self, earlier: list[Registration]) -> BuildError | None:
         """Return why this cannot replace `earlier`, whose schemas and C++ signatures have
-        callers."""
+        callers.
+        """
         changes: dict[str, tuple[str, str]] = {}
         for old in earlier:
             for name, schema in old.defs.items():
@@ -113,7 +116,8 @@ class Registration:
     def take(self, earlier: list[Registration]) -> None:
         """Register everything. Every later call reaches the new kernels.
 
-        Raises BuildError and changes nothing if that is refused."""
+        Raises BuildError and changes nothing if that is refused.
+        """
         if self._registers:
             if twin := next(
                 (

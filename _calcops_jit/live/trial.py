@@ -29,7 +29,8 @@ def registered_at_once(name: str, load: Callable[[], Registration]) -> set[str]:
     be loaded.
 
     The child is a fork of this process, since an initialiser may need whatever is loaded here.
-    Other threads are not in it, so that nobody else registers anything."""
+    Other threads are not in it, so that nobody else registers anything.
+    """
     with tempfile.TemporaryFile() as said:
         try:
             answer, status = _in_child(lambda: _look(load), said.fileno())

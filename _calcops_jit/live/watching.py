@@ -45,7 +45,8 @@ def start(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]
     @atexit.register
     def abandon() -> None:
         """End the build and the thread, so that an exiting interpreter does not wait for a
-        compiler."""
+        compiler.
+        """
         stop.set()
         for _ in range(100):
             locks.remove_all()

@@ -22,7 +22,8 @@ _TEXTS = {  # {file in the folder: template in this package}
 def write(folder: str, isa: str) -> None:
     """Write the folder, after a build for `isa`, which request.processor_flag() takes.
 
-    Raises BuildError if there is no such build, or if its library cannot be loaded here."""
+    Raises BuildError if there is no such build, or if its library cannot be loaded here.
+    """
     wanted = requests.own(isa=isa)
     built = library.obtain(wanted)
     release = torch.__version__.partition("+")[0]

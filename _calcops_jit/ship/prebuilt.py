@@ -93,7 +93,8 @@ def label() -> str:
 def with_objects(asked: Request) -> Request | None:
     """Return the Request for the library of a wheel's objects and what in it knows PyTorch.
 
-    None: the wheel has none, or they do not fit."""
+    None: the wheel has none, or they do not fit.
+    """
     objects = f"{FOLDER}/{OBJECTS}"
     if not asked.prebuilt or not os.path.isdir(objects):
         return None
@@ -119,7 +120,8 @@ def of_objects(folder: str, asked: cuda.Choice) -> Request:
 
 def _checked(folder: str, asked: cuda.Choice) -> tuple[store.Manifest, Request]:
     """Return (the manifest in a folder of a level, its Request) where the wheel's own files are
-    what they were. UNFIT: they are not, or CUDA or flags differ."""
+    what they were. UNFIT: they are not, or CUDA or flags differ.
+    """
     if flags := os.environ.get("CALCOPS_CFLAGS"):
         raise Changed(f"CALCOPS_CFLAGS={flags}")
     manifest = store.read_manifest(folder)
@@ -149,7 +151,8 @@ def _level(folder: str) -> str:
 
 def _other_cuda(here: cuda.Choice, there: cuda.Choice) -> str:
     """Why a library that was built with the choice `there` will not do where a build makes the
-    choice `here`, or ""."""
+    choice `here`, or "".
+    """
     if there.build and os.environ.get("CALCOPS_CUDA") == "0":
         return here.reason
     if there.build and here.build and here.arches not in ("", there.arches):

@@ -41,7 +41,8 @@ def write(folder: str, *pythons: str) -> str:
 
     pythons   those of environments with other PyTorches, which need setuptools and ninja
 
-    Raises BuildError if the operators cannot be built."""
+    Raises BuildError if the operators cannot be built.
+    """
     if flags := os.environ.get("CALCOPS_CFLAGS"):
         evidence = f"CALCOPS_CFLAGS={flags}: what is built with it fits only where it is set, too"
         raise report("cannot make a wheel", [evidence], "unset CALCOPS_CFLAGS")
@@ -102,7 +103,8 @@ def _add(
 ) -> None:
     """Makes a folder with the library and its manifest.
 
-    closures   of what it is linked with"""
+    closures   of what it is linked with
+    """
 
     def publish(request: Request, slot: str, stage: str, built: str, closure: Closure) -> None:
         whole = merged([_portable(closure), *closures])

@@ -29,7 +29,8 @@ class NeighbourList:
     """All pairs of `atoms` within cutoff + skin, in padded rows.
 
     list_neigh [1,n,K]: int64, -1 in empty slots.
-    shift [1,n,K,3]: the cells that lie between i and its neighbour."""
+    shift [1,n,K,3]: the cells that lie between i and its neighbour.
+    """
 
     def __init__(self, atoms, cutoff, skin, device):
         finder = vesin.NeighborList(cutoff=cutoff + skin, full_list=True, sorted=True)
@@ -53,7 +54,8 @@ class NeighbourList:
 
         A pair that it lacks was farther apart than cutoff + skin. The deformation of the cell
         leaves at least its least singular value times that, and the moves of the atoms beside it
-        take off at most twice the farthest. A move that all atoms share does not count."""
+        take off at most twice the farthest. A move that all atoms share does not count.
+        """
         if len(atoms) != len(self.positions) or (atoms.pbc != self.pbc).any() or len(atoms) == 0:
             return False
         deformation = np.linalg.solve(self.cell, periodic_cell(atoms))
@@ -76,13 +78,15 @@ def periodic_cell(atoms):
 
 class NeighbourLists:
     """The lists of the structures that were asked for last: a trajectory needs one, the images of a
-    band one each. `builds` counts how often a list was found anew."""
+    band one each. `builds` counts how often a list was found anew.
+    """
 
     def __init__(self, cutoff, skin, device):
         self.cutoff, self.skin, self.device = cutoff, skin, device
         self.kept, self.builds = [], 0
 
     def of(self, atoms):
+        """The list of `atoms`, which is built anew if none that is kept holds."""
         found = next((kept for kept in self.kept if kept.holds(atoms)), None)
         if found is None:
             found, self.builds = (
@@ -143,6 +147,7 @@ class CalcOps(Calculator):
         return *(torch.as_tensor(x, device=self.device) for x in arrays), self.neighbours.of(atoms)
 
     def calculate(self, atoms=None, properties=("energy",), system_changes=all_changes):
+        """Compute all properties at once: energies in eV, forces in eV/A, stresses in eV/A^3."""
         super().calculate(atoms, properties, system_changes)
         if not has_stress(self.atoms) and {"stress", "stresses"}.intersection(properties):
             raise PropertyNotImplementedError(
@@ -155,7 +160,8 @@ class CalcOps(Calculator):
         """The results of each structure, dicts like `results`, by one call of the model.
 
         The model sees a single system whose parts have no neighbours in common. The structures may
-        therefore differ in everything."""
+        therefore differ in everything.
+        """
         if not structures:
             return []
         parts, first = [], 0
@@ -199,6 +205,7 @@ def results(atoms, energies, forces, atom_virials):
 
 
 def has_stress(atoms):
+    """Return True if `atoms` are periodic and have a volume."""
     return atoms.pbc.any() and atoms.cell.rank == 3
 
 

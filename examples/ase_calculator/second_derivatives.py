@@ -14,7 +14,8 @@ def response(atoms):
     """Jacobian of (stress [6], force [3n]) by (strain [6], displacement [3n]), in Voigt's order.
 
     The atoms have a CalcOps calculator and no forces. Displacements are those of the unstrained
-    crystal."""
+    crystal.
+    """
     types, positions, cell, neighbours = atoms.calc.tensors(atoms)
     volume, eye = atoms.get_volume(), torch.eye(3).to(cell)
     full = torch.tensor([[0, 5, 4], [5, 1, 3], [4, 3, 2]])
@@ -46,7 +47,8 @@ def phonons(primitive, cells=4):
     negative.
 
     p: atoms of the cell. Each must feel less than half of the supercell of cells^3: only nearest
-    images count."""
+    images count.
+    """
     p, atoms = len(primitive), primitive.repeat(cells)
     atoms.calc = primitive.calc
     types, positions, cell, neighbours = atoms.calc.tensors(atoms)

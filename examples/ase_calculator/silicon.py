@@ -42,7 +42,8 @@ def simulate(atoms, steps):
 
 def constants_of_sound(primitive, frequencies, q=1e-3):
     """C11, C12 and C44 in GPa: density (omega / q)^2 of long waves is C44 (twice) and C11 along
-    [100], and (C11 + C12 + 2 C44) / 2 is the largest along [110]."""
+    [100], and (C11 + C12 + 2 C44) / 2 is the largest along [110].
+    """
     omega = (
         2
         * np.pi

@@ -113,7 +113,8 @@ def filled(node, array, variable=False):
 class Archive(pickle.Unpickler):
     """Loads a TorchScript archive's modules as plain objects with their attributes. torch.jit.load
     would compile their code, for which it needs DeePMD-kit's operators. Of what the archive names,
-    only what is listed here is called."""
+    only what is listed here is called.
+    """
 
     def __init__(self, path):
         self.zip = zipfile.ZipFile(path)
@@ -122,6 +123,7 @@ class Archive(pickle.Unpickler):
         super().__init__(io.BytesIO(self.zip.read(name)))
 
     def find_class(self, module, name):
+        """Return what stands for a class or function of the archive; ValueError: it is unknown."""
         if module.startswith("__torch__"):
             return SimpleNamespace
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -135,6 +137,7 @@ class Archive(pickle.Unpickler):
         raise ValueError(f"its data.pkl asks for {module}.{name}, which a frozen model does not")
 
     def persistent_load(self, saved):
+        """Return the numbers of a storage, which is a file of the archive."""
         _, dtype, key, _, count = saved
         data = bytearray(self.zip.read(f"{self.folder}data/{key}"))
         return torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)

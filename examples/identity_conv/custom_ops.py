@@ -1,6 +1,7 @@
 """Builds and loads the operators' library, or loads the one that IDENTITY_CONV_OPS_LIB names.
 
-It adds what only Python can: the class as torch.export sees it, and the operator's derivative."""
+It adds what only Python can: the class as torch.export sees it, and the operator's derivative.
+"""
 
 import os
 from pathlib import Path

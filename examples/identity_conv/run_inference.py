@@ -3,7 +3,8 @@
     python run_inference.py model.pt2 identity_conv_ops.so
 
 It prints, on cpu or cuda:
-model.pt2 on cpu: [1, 3, 224, 224] identical, [2, 3, 224, 224] identical, ..."""
+model.pt2 on cpu: [1, 3, 224, 224] identical, [2, 3, 224, 224] identical, ...
+"""
 
 import logging
 import sys

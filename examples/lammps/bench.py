@@ -112,7 +112,8 @@ def run(system, ranks, ours):
 def print_scale(seconds, memory):
     """What a step of silicon on many ranks comes to, by arithmetic.
 
-    seconds, memory  of an atom, as measured on one rank"""
+    seconds, memory  of an atom, as measured on one rank
+    """
     density, reach = 8 / 5.43**3, 3.77 + 2.0  # atoms in a cubic Angstrom; cutoff and skin
     latency, bandwidth = 2e-6, 1e9  # of a message, and of a rank in bytes a second: assumed
     print(

@@ -22,7 +22,8 @@ kModels = {"silicon": StillingerWeber, "lj": LennardJones}
 class Messages(torch.nn.Module):
     """Features of an atom that change `layers` times by those of its neighbours and their vectors.
 
-    The weights are random. Atoms repel each other, so that they stay apart."""
+    The weights are random. Atoms repel each other, so that they stay apart.
+    """
 
     def __init__(self, layers, cutoff, ntypes=1, width=8, seed=0):
         super().__init__()

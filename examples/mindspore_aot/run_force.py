@@ -15,7 +15,8 @@ library = f"{sys.argv[1]}/force_cpu.so"
 
 class Force(nn.Cell):
     """list_neigh [B,n,K], dE [B,n,K,4], Ri_d [B,n,4K,3], types [n+nghost] -> force [B,n+nghost,3];
-    gradients of dE and Ri_d. Of types only the length matters: see force.cpp."""
+    gradients of dE and Ri_d. Of types only the length matters: see force.cpp.
+    """
 
     def __init__(self):
         super().__init__()

@@ -19,7 +19,8 @@ def potential_of(module, cutoff, units, type_names, layers=1):
     natoms), which returns energies of atoms or, with a single layer, their sum; as a Potential.
 
     layers: how often messages pass along edges, to the atom in row 0 of edge_index from that in row
-    1, until they are an energy; 1: from an atom's own neighbours only."""
+    1, until they are an energy; 1: from an atom's own neighbours only.
+    """
     if not isinstance(module, torch.nn.Module):
         hint = ": load a checkpoint into its module first" * isinstance(module, dict)
         raise TypeError(f"expected a module that gives energies, got {type(module).__name__}{hint}")
@@ -41,7 +42,8 @@ def potential_of(module, cutoff, units, type_names, layers=1):
 def check_cutoff(model, device, is_smooth):
     """Of a model in float64: ValueError where an energy depends on what lies beyond the cutoff, on
     empty slots or, if is_smooth, on whether a pair at the cutoff is in the list. Then the result
-    would depend on the list, which changes with the skin and with the number of ranks."""
+    would depend on the list, which changes with the skin and with the number of ranks.
+    """
     n, generator = 5, torch.Generator().manual_seed(0)
     x = torch.rand(n, 3, generator=generator, dtype=torch.float64) * 0.6 * model.cutoff
     types = (torch.arange(n) % len(model.type_names)).to(device)
@@ -80,7 +82,8 @@ def check_cutoff(model, device, is_smooth):
 def check_layers(model, device):
     """Of a model in float64: ValueError where a chain of atoms has another energy than its atoms
     have if each is on a rank of its own, with the rows that LAMMPS hands over: of the atoms fewer
-    than `layers` steps away."""
+    than `layers` steps away.
+    """
     n = 4 * model.layers + 4  # a step is two or three atoms long
     x = torch.rand(n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 10
     x[:, 0] += 0.45 * torch.arange(n)
@@ -113,7 +116,8 @@ def check_layers(model, device):
 class Energies(Potential):
     """module(types [n+nghost] or [B,n+nghost], list_neigh [B,n,K], Rij [B,n,K,3], nghost).
 
-    It returns [B,n] or [B]."""
+    It returns [B,n] or [B].
+    """
 
     def __init__(
         self,
@@ -127,6 +131,7 @@ class Energies(Potential):
         self.module = module
 
     def energies(self, types, list_neigh, planes, nghost: int):
+        """Energies [B, n] of the atoms, for pair vectors planes [3, B, K, n]."""
         found = self.module(types, list_neigh, planes.permute(1, 3, 2, 0).contiguous(), nghost)
         return found if found.dim() == 2 else self.shared(found, list_neigh)
 
@@ -144,9 +149,11 @@ class GraphEnergies(Energies):
     """module(types [natoms], edge_index [2,E], edge_vec [E,3], natoms).
 
     It returns [natoms], [natoms,1] or the sum of them. All frames and their ghosts are one graph.
-    An empty slot is an edge from its atom to itself, three cutoffs long."""
+    An empty slot is an edge from its atom to itself, three cutoffs long.
+    """
 
     def energies(self, types, list_neigh, planes, nghost: int):
+        """Energies [B, n] of the atoms, for pair vectors planes [3, B, K, n]."""
         B, n, _ = list_neigh.shape
         natoms = n + nghost
         of_atoms = types.expand(B, natoms).flatten()

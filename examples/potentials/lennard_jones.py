@@ -40,6 +40,7 @@ class LennardJones(Potential):
 
     @staticmethod
     def table(values, ntypes, geometric):
+        """Spread a number, a list for each type, or a table to [ntypes, ntypes], by mixing."""
         values = torch.as_tensor(values, dtype=torch.float64)
         if values.dim() < 2:
             a, b = values.expand(ntypes), values.expand(ntypes)[:, None]
@@ -47,6 +48,7 @@ class LennardJones(Potential):
         return values.expand(ntypes, ntypes)
 
     def atom_energies(self, types, list_neigh, Ri):
+        """Energies [B, n] of the atoms, half of each pair's; Ri [B, n, K, 4] is (r, x, y, z)."""
         epsilon, sigma, height, slope = self.of_pairs(self.pairs, types, list_neigh).unbind(-1)
         r = Ri[..., 0]
         s2 = (sigma / r).square()

@@ -41,7 +41,8 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
     the processor's instructions (TORCHINDUCTOR_CPP_MARCH=x86-64-v3 in the environment makes one for
     others). edge_order: a fourth input of a package, calcops_jit.edge_order of the list's edges;
     None: on CUDA, where there is a use for it. With more than one layer a package takes `owned` of
-    potential.py, too."""
+    potential.py, too.
+    """
     path, device = Path(path), torch.device(device)
     if path.suffix not in (".pt", ".pt2"):
         raise ValueError(f"expected a path that ends in .pt or .pt2, got {path}")
@@ -95,7 +96,8 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
 def quietly():
     """Keeps PyTorch from warning that TorchScript is deprecated, which
     ../aot_inductor_force/README.md says, and that a machine with a CUDA toolkit has no GPU, which a
-    package for the CPU does not need."""
+    package for the CPU does not need.
+    """
     logger = logging.getLogger("torch.utils.cpp_extension")
 
     def needed(record):
@@ -111,6 +113,8 @@ def quietly():
 
 
 def export(model, dtype, device, arguments):
+    """Export a model whose frames, atoms, ghosts and slots may be any number."""
+
     def from_tensors(types, list_neigh, Rij, *others):
         nghost = types.shape[0] - list_neigh.shape[1]
         return model(types, list_neigh, Rij, nghost, **dict(zip(arguments[3:], others)))
@@ -151,7 +155,8 @@ def load(path, device="cpu"):
 
 class Package:
     """A function of (types, list_neigh, Rij, nghost) with cutoff, units, type_names, dtype and
-    device. A pickle or a copy of it holds the path and opens the file again."""
+    device. A pickle or a copy of it holds the path and opens the file again.
+    """
 
     def __init__(self, path, device):
         self.path = path

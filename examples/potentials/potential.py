@@ -1,6 +1,7 @@
 """The interface by which every host of CalcOps calls a potential.
 
-A subclass says what the energy of an atom is."""
+A subclass says what the energy of an atom is.
+"""
 
 import torch
 
@@ -19,7 +20,8 @@ def describe(planes):
 def edges(list_neigh, natoms: int):
     """edge_index [2,BKn] of all frames' slots, the first slots of a frame's atoms first; atom a of
     frame b is b natoms + a; -1 as neighbour: empty slot. An entry that names no atom of its frame
-    stays one that the operators refuse."""
+    stays one that the operators refuse.
+    """
     B, n, K = list_neigh.shape
     first = torch.arange(B, device=list_neigh.device).view(B, 1, 1) * natoms
     centre = first + torch.arange(n, device=list_neigh.device)
@@ -35,7 +37,8 @@ class Potential(torch.nn.Module):
     depends on.
 
     It is also a class that torch.jit.script compiles, hence torch.ops in place of
-    calcops_jit.edge_force_virial."""
+    calcops_jit.edge_force_virial.
+    """
 
     def __init__(self, cutoff: float, units: str, type_names: list[str], layers: int = 1):
         super().__init__()
@@ -80,7 +83,8 @@ class Potential(torch.nn.Module):
         for nothing. create_graph keeps all of it differentiable, for Rij and parameters; otherwise
         the results are detached. edge_order, what order_of in package.py makes of a list, saves
         CUDA time while it lives. owned [n], bool: of a part of a system, whose energies count; the
-        other rows are there for messages to pass, their energies are 0."""
+        other rows are there for messages to pass, their energies are 0.
+        """
         if not create_graph:
             Rij = Rij.detach()
         # Atom after atom in memory, so that a compiler's vectors are full where rows are short.

@@ -1,6 +1,7 @@
 """The Stillinger-Weber potential of any number of elements, with LAMMPS's format of parameters.
 
-Si.sw of LAMMPS is an example of the format."""
+Si.sw of LAMMPS is an example of the format.
+"""
 
 from pathlib import Path
 
@@ -32,7 +33,8 @@ class StillingerWeber(Potential):
     The three-body sum needs no K x K tensors: with h_j = exp(gamma sigma / (r_j - a sigma)) and
     unit vectors u_j, sum_jk h_j h_k (u_j.u_k - c)^2 = Q:Q - 2 c P.P + c^2 S S of the moments S =
     sum h, P = sum h u, Q = sum h u u, for each pair of elements. Powers and matrix products that a
-    few multiplications replace would take most of the time."""
+    few multiplications replace would take most of the time.
+    """
 
     def __init__(self, path=None, type_names=None):
         entries = read(Path(path).read_text() if path else kSilicon)
@@ -52,6 +54,7 @@ class StillingerWeber(Potential):
         self.usual_powers = bool((pairs[..., 8] == 4).all() and (pairs[..., 9] == 0).all())
 
     def atom_energies(self, types, list_neigh, Ri):
+        """Energies [B, n] of the atoms; Ri [B, n, K, 4] is (r, x, y, z), in A."""
         epsilon, sigma, reach, lamda, gamma, cosine, A, B, p, q, _, cut = self.of_pairs(
             self.pairs, types, list_neigh
         ).unbind(-1)

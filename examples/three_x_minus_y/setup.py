@@ -3,7 +3,8 @@
     pip install --no-build-isolation .
 
 Then `import test_cpp`. With --no-build-isolation pip builds the extension for the PyTorch that is
-installed, not for one that it fetches to build with."""
+installed, not for one that it fetches to build with.
+"""
 
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension

@@ -1,7 +1,8 @@
 """The operators forward(x, y) = 3x - y and backward(gradOutput), of any device and dtype.
 
 `import test_cpp` loads the library that `pip install .` built (setup.py). Without one calcops_jit
-builds it, once, from the file in this folder."""
+builds it, once, from the file in this folder.
+"""
 
 from pathlib import Path
 

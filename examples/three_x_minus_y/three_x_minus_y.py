@@ -21,7 +21,8 @@ from torch.utils.benchmark import Timer  # noqa: E402
 
 class _TestFunction(torch.autograd.Function):
     """The derivative by hand, as an operator with kernels of its own needs it. test_cpp.forward has
-    its own; forward mode is only there, because torch.compile takes no Function with a `jvp`."""
+    its own; forward mode is only there, because torch.compile takes no Function with a `jvp`.
+    """
 
     generate_vmap_rule = True
 
@@ -77,7 +78,8 @@ def gradcheck_table(device):
 
 def time_table(device, size):
     """Timer warms up, synchronises the GPU and runs blocks of calls; median and interquartile range
-    of a call."""
+    of a call.
+    """
     x, y = (torch.randn(size, device=device, requires_grad=True) for _ in range(2))
     for name, function in {
         "python": lambda x, y: 3 * x - y,

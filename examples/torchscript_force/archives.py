@@ -44,7 +44,8 @@ class Potential(torch.nn.Module):
 class WithGhosts(Potential):
     """The same with the names of existing archives: MatPL's models hold CalcOps_cuda or CalcOps_cpu
     as they were trained on the one or the other. Here both are every device's, so an archive is not
-    bound to its name."""
+    bound to its name.
+    """
 
     def __init__(self, operators):
         super().__init__()

@@ -31,7 +31,8 @@ def load_npz(path, type_names=None, units="metal"):
     emb{t}_act{l}, fit{t}_act{l}, optional: the activation if not tanh, a name of kActivations
     davg, dstd [centre type, neighbour type, 4]; bias_atom_e [T]; sel [T]
     rcut, rcut_smth, axis_neuron
-    type_names [T], optional"""
+    type_names [T], optional
+    """
     with np.load(path) as arrays:
         return DeepPotential(dict(arrays), type_names, units)
 
@@ -62,7 +63,8 @@ class DeepPotential(torch.nn.Module):
     def environment(self, types, list_neigh, Rij):
         """What `evaluate` takes of a structure: neighbours within the cutoff, their types, R, R_d.
 
-        None of it depends on the weights, so training needs it once a frame."""
+        None of it depends on the weights, so training needs it once a frame.
+        """
         kind = self.select(types, list_neigh, Rij)
         live = kind >= 0
         Rij = torch.where(live.unsqueeze(-1), Rij, 2 * self.cutoff)
@@ -71,7 +73,8 @@ class DeepPotential(torch.nn.Module):
 
     def select(self, types, list_neigh, Rij):
         """The type of the neighbour in each slot [B,n,K]; -1 where there is none within the cutoff,
-        or where `sel` others of its type are nearer."""
+        or where `sel` others of its type are nearer.
+        """
         kind = types.gather(1, list_neigh.clamp(min=0).long().flatten(1)).view_as(list_neigh)
         r2 = Rij.detach().square().sum(-1)
         kind = torch.where((list_neigh >= 0) & (r2 < self.cutoff**2), kind, -1).flatten(0, 1)
@@ -89,7 +92,8 @@ class DeepPotential(torch.nn.Module):
         `types` [B,n]; 0 in an empty slot.
 
         Ri = s(r) (1, x/r, y/r, z/r), s = w(r)/r. w = 1 up to rcut_smth, 1 + q^3 (-6 q^2 + 15 q -
-        10) from there to the cutoff, q from 0 to 1, and 0 beyond."""
+        10) from there to the cutoff, q from 0 to 1, and 0 beyond.
+        """
         r, width = torch.linalg.vector_norm(Rij, dim=-1, keepdim=True), self.cutoff - self.rcut_smth
         q = ((r - self.rcut_smth) / width).clamp(0, 1)
         w, dw = 1 + q**3 * (-6 * q**2 + 15 * q - 10), -30 * (q * (1 - q)).square() / width
@@ -107,7 +111,8 @@ class DeepPotential(torch.nn.Module):
         """Energy [B,n] of atoms of `types` [B,n], from R and the types `kind` of their neighbours.
 
         Only filled slots and, of the fitting nets, atoms of their type are computed. What an empty
-        slot adds depends on two types only."""
+        slot adds depends on two types only.
+        """
         ntypes, shape = len(self.sel), types.shape
         types, kind, R = types.flatten(), kind.flatten(0, 1), R.flatten(0, 1)
         centre, s = types.unsqueeze(-1).expand_as(kind), R[..., :1].flatten(0, 1)
@@ -152,7 +157,8 @@ class DeepPotential(torch.nn.Module):
     def forward(self, types, list_neigh, Rij, nghost: int = 0, create_graph: bool = False):
         """types [n+nghost] or [B,n+nghost], list_neigh [B,n,K], Rij [B,n,K,3], in any order, at any
         distance -> energy [B], atom_energy [B,n], force [B,n+nghost,3], virial [B,3,3], atom_virial
-        [B,n+nghost,3,3]"""
+        [B,n+nghost,3,3]
+        """
         types = types.expand(list_neigh.shape[0], types.shape[-1])
         list_neigh, Rij, kind, R, R_d = self.environment(
             types, list_neigh, Rij if create_graph else Rij.detach()

@@ -42,7 +42,8 @@ def pair_vectors(positions, list_neigh, shift):
 
 def simulate(model, atoms, positions, velocities, cells, steps, every=1, desc="NVE"):
     """Velocity Verlet of B crystals of `atoms` at constant energy; every `every` steps it yields a
-    dict of types [B,n], positions, force [B,n,3], cells, virial [B,3,3], energy, kinetic [B]."""
+    dict of types [B,n], positions, force [B,n,3], cells, virial [B,3,3], energy, kinetic [B].
+    """
     masses = torch.from_numpy(atoms.get_masses())[:, None]
     types = torch.tensor([model.type_names.index(symbol) for symbol in atoms.symbols]).repeat(
         len(cells), 1
@@ -76,7 +77,8 @@ def crystals(atoms, temperatures, strains, generator):
     """Positions [B,n,3], velocities, cells [B,3,3] of a perfect crystal under strains [B,3,3].
 
     The atoms start with twice the kinetic energy of their temperature: half of it goes into the
-    springs."""
+    springs.
+    """
     deform = torch.eye(3, dtype=torch.float64) + strains
     positions, cells = (
         torch.from_numpy(atoms.positions) @ deform,
@@ -93,7 +95,8 @@ def crystals(atoms, temperatures, strains, generator):
 def generate(system, trajectories, samples, seed, cells_each_way=2, settle=160, every=20):
     """`samples` frames of each of `trajectories`, in this order: types [F,n], positions, force
     [F,n,3], cells, virial [F,3,3], energy, kinetic [F]. The trajectories differ in temperature,
-    strain and velocities; `settle` and `every`: steps."""
+    strain and velocities; `settle` and `every`: steps.
+    """
     generator = torch.Generator().manual_seed(seed)
     temperatures = [kTemperatures[i % len(kTemperatures)] for i in range(trajectories)]
     strains = kStrain * (

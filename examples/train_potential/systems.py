@@ -14,6 +14,8 @@ from calcops.potentials.stillinger_weber import StillingerWeber
 
 
 class System(NamedTuple):
+    """A crystal to learn, the potential that labels its frames, and the shape of the model."""
+
     cell: Atoms
     labels: StillingerWeber  # its type_names are those of the model
     model: dict  # arguments of weights.initial

@@ -1,6 +1,7 @@
 """The loss on energies, forces and virials, and a training that resumes bit for bit.
 
-The training runs on one process or on many."""
+The training runs on one process or on many.
+"""
 
 import os
 from functools import partial
@@ -24,7 +25,8 @@ def save_whole(state, path):
 
 class Data:
     """Frames as a model takes them, on its device, with all that its weights do not change: [index]
-    gives types [F,n], what `model.environment` gives, and the labels: energy, force and virial."""
+    gives types [F,n], what `model.environment` gives, and the labels: energy, force and virial.
+    """
 
     def __init__(self, frames, model):
         list_neigh, shift = neighbours(frames["positions"], frames["cells"], model.cutoff)
@@ -52,6 +54,7 @@ class MeanSquares(torch.nn.Module):
     def forward(
         self, types, list_neigh, Rij, kind, R, R_d, energy, force, virial, create_graph=True
     ):
+        """Mean squares [3]; the arguments are those of Data, a frame in each row."""
         ours, n = (
             self.model.evaluate(types, list_neigh, Rij, kind, R, R_d, 0, create_graph),
             types.shape[1],
@@ -66,6 +69,7 @@ def differentiate(mean_squares, parameters, *batch):
 
 
 def gradients_of_loss(squares, parameters):
+    """The mean squares, and the gradients of their weighted sum for each parameter."""
     loss = squares @ squares.new_tensor(kLossWeights)
     return squares.detach(), torch.autograd.grad(loss, list(parameters.values()))
 
@@ -83,7 +87,8 @@ def mean_of_processes(tensors):
 class Trainer:
     """Training on `batch` frames a step, which the processes of torch.distributed share, where
     there are several. All draw the same frames and take the same step, so that their weights stay
-    equal to the bit."""
+    equal to the bit.
+    """
 
     def __init__(self, model, data, steps, seed, batch=1, compile=False):
         if batch > len(data):
@@ -117,6 +122,7 @@ class Trainer:
             self.differentiate = torch.compile(graph)
 
     def step(self):
+        """Draw a batch, and take one step of both optimizers along the mean of all processes."""
         first, last = kRates
         rate = first + (last - first) * len(self.history) / self.steps
         index = torch.randperm(len(self.data), generator=self.generator)[: self.batch]
@@ -128,11 +134,13 @@ class Trainer:
         self.history.append(squares.tolist())
 
     def update(self, rate):
+        """Take the step, with the gradients that the parameters have."""
         for optimizer, share in zip(self.optimizers, (1, 0.3)):
             optimizer.param_groups[0]["lr"] = share * rate
             optimizer.step()
 
     def save(self, path):
+        """Write a checkpoint: the model, the optimizers, the history and the random numbers."""
         state = {
             "model": self.model.state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
@@ -140,6 +148,7 @@ class Trainer:
         save_whole(state | {"history": self.history, "generator": self.generator.get_state()}, path)
 
     def resume(self, path):
+        """Go on where a checkpoint was written."""
         state = torch.load(path, map_location="cpu")
         self.model.load_state_dict(state["model"])
         for optimizer, old in zip(self.optimizers, state["optimizers"]):

@@ -11,6 +11,7 @@ class Tanh(torch.nn.Module):
     """By the exponential, whose vectors are faster than those of tanh; equal to 1e-16."""
 
     def forward(self, x):
+        """The hyperbolic tangent of x, of any shape."""
         return 2 * torch.sigmoid(2 * x) - 1
 
 
@@ -39,6 +40,7 @@ class Layer(torch.nn.Module):
         self.repeats = int(ratio) if residual and ratio in (1, 2) else 0
 
     def forward(self, x, centre: int):
+        """The layer's output [..., out] for x [..., in]."""
         w, b, idt = self.w, self.b, self.idt
         if w.dim() == 3:
             w, b = w[centre], b[centre]
@@ -60,16 +62,19 @@ class Net(torch.nn.Sequential):
         self.of_pairs = layers[0].w.dim() == 3
 
     def forward(self, x, centre: int):
+        """The net's output [..., out] for x [..., in]."""
         for layer in self:
             x = layer(x, centre)
         return x
 
 
 def tensor(arrays, key):
+    """The array of a name in float64, or None."""
     return torch.tensor(np.asarray(arrays[key]), dtype=torch.float64) if key in arrays else None
 
 
 def net(arrays, name):
+    """The net whose layers are the arrays `name`_w0, `name`_b0, and so on."""
     depth = sum(key.startswith(f"{name}_w") for key in arrays)
     layers = []
     for i in range(depth):
@@ -88,6 +93,8 @@ def net(arrays, name):
 
 
 def save_npz(model, path):
+    """Write a model as the arrays that load_npz reads."""
+
     def named(key):
         return re.sub(r"(emb|fit)\.(\d+)\.(\d+)\.(\w+)", r"\1\2_\4\3", key)
 
@@ -109,7 +116,8 @@ def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):
 
     Only the first embedding layer is less so: its tanh are steps all over the range of its input,
     -1 to 2.5 once standardised, so that distances are told apart from the first training step on.
-    Shuffled, since G_M2 has but the first axis_neuron columns."""
+    Shuffled, since G_M2 has but the first axis_neuron columns.
+    """
     random, ntypes = np.random.default_rng(seed), len(sel)
     arrays = {"sel": sel, "rcut": rcut, "rcut_smth": rcut_smth, "axis_neuron": axis_neuron}
     arrays |= {"davg": np.zeros((ntypes, ntypes, 4)), "dstd": np.ones((ntypes, ntypes, 4))}
@@ -138,7 +146,8 @@ def standardise(model, types, kind, R, energy):
     several answers, which a single compound has, it is the least.
 
     The directions get a tenth of their deviation: those of a crystal's bonds nearly cancel in the
-    sum over the slots, and what remains of them is to have the weight of the distances."""
+    sum over the slots, and what remains of them is to have the weight of the distances.
+    """
     for centre in range(len(model.sel)):
         for t, count in enumerate(model.sel):
             near = R[(types == centre).unsqueeze(-1) & (kind == t)]

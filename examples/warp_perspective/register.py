@@ -49,7 +49,8 @@ def residual(moved, first, second, factor, warp):
     """The second view less the first one warped, each brought to mean 0 and norm 1.
 
     Only pixels that both have count. Both views are in pixels `factor` times as large. The centres
-    of these lie between those of the small ones."""
+    of these lie between those of the small ones.
+    """
     corners = (kCorners - (factor - 1) / 2) / factor
     matrix = homography(corners, corners + moved / factor)
     warped, covered = warp(torch.stack([first, torch.ones_like(first)]), matrix, first.shape)

@@ -2,7 +2,8 @@
 
     python setup.py build_ext --build-lib DIR
 
-This makes DIR/warp_perspective.so for torch.ops.load_library("DIR/warp_perspective.so")."""
+This makes DIR/warp_perspective.so for torch.ops.load_library("DIR/warp_perspective.so").
+"""
 
 import shlex
 import subprocess
