@@ -231,6 +231,25 @@ def test_vmap_over_atoms_with_one_table_and_with_a_table_each(chunk):
     assert torch.equal(found, expected)
 
 
+def test_vmap_of_vmap_with_a_table_of_the_outer_one():
+    x, R, kind, table, grid = inputs(n=12)
+    x, R, kind = (t.view(2, 3, 2, *t.shape[1:]) for t in (x, R, kind))
+    tables = torch.stack([table, 3 * table])
+    inner = torch.vmap(tabulated_sum, (0, 0, 0, None, None))
+    expected = [inner(*each, grid) for each in zip(x, R, kind, tables)]
+    found = torch.vmap(inner, (0, 0, 0, 0, None))(x, R, kind, tables, grid)
+    assert torch.equal(found, torch.stack(expected))
+
+
+def test_jacobians_of_both_modes_agree():
+    x, R, kind, table, grid = inputs(n=1, M=6)
+
+    def of(x):
+        return tabulated_sum(x, R, kind, table, grid)
+
+    torch.testing.assert_close(torch.func.jacrev(of)(x), torch.func.jacfwd(of)(x))
+
+
 def test_opcheck_compile_and_export_with_dynamic_sizes():
     x, R, kind, table, grid = inputs(K=4, M=6)
     leaves = x.requires_grad_(), R.requires_grad_()
