@@ -92,7 +92,9 @@ class Side:
         (self.folder / "early").mkdir()
         self.edit("op.cpp", SOURCE)
         self.edit("system/answer.h", "#define ANSWER 1\n")
-        self.environment = os.environ | {
+        # With it, neither loader's modules would be kept compiled.
+        usual = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        self.environment = usual | {
             "PYTHONPATH": str(ROOT),
             "CALCOPS_BUILD": "0",  # the project's own operators
             "CALCOPS_CACHE": str(self.folder / "cache"),
