@@ -30,11 +30,13 @@ def watch(seconds: float=0.3) -> Callable[[], None]:
     """Starts a thread that looks for changed files every so many seconds and reloads; gives the
     function that ends it.
 
-    What cannot be built is reported on stderr, and what was live before still is."""
+    What cannot be built is reported on stderr, and what was live before still is.
+    """
 
 def load_ipython_extension(shell) -> None:
     """%load_ext calcops_jit: see %%operator? in the notebook."""
 
 def library_path() -> str:
     """The shared library of the operators: C++ programs link it or dlopen it, TorchScript hosts
-    load it."""
+    load it.
+    """
