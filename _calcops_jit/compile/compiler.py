@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from .. import errors
 from ..cache import closure, store
 from ..request import REGISTRY, RUNTIME, RUNTIMES, Request
-from . import compiler_reads, diagnosis, jobs, precompiled, recording, toolchain
+from . import dependency_files, diagnosis, expected_inputs, jobs, precompiled, recording, toolchain
 from .plan import Plan
 
 # Runs ninja, and ends it and its compilers when this process ends in any way: only then does the
@@ -37,138 +37,240 @@ class OutOfMemory(Exception):
 def build(
     request: Request, slot: str, staging: str, alone: bool = False
 ) -> tuple[str, closure.Closure]:
-    """Compiles what changed and links it, in the folder `staging`: (the library, what it was made
-    from).
+    """Compile what changed and link it, in the folder `staging`.
 
-    alone   one compiler at a time
+    Args:
+        request: what to build.
+        slot: the library's folder in the cache.
+        staging: the private folder of this build.
+        alone: run one compiler at a time.
 
-    BuildError: it cannot be built. closure.Changed: a source was saved meanwhile. OutOfMemory: it
-    may work `alone`. Whatever happens, each object that was compiled is kept, and not compiled
-    again.
+    Returns:
+        The library's path and its closure. Every object that was compiled is kept, also if the
+        build fails.
+
+    Raises:
+        BuildError: it cannot be built.
+        closure.Changed: a source was saved meanwhile.
+        OutOfMemory: it may work `alone`.
     """
     ninja = find_ninja()
     for problem in diagnosis.foresee(request, ninja):
         raise problem.error(f"cannot build {request.name}")
-    texts = compiler_reads.foreseen(request)
-    # Objects of a wheel have contracts.
-    runtime = _foreseen_runtime(texts.values()) if request.sources else [RUNTIME]
-    if runtime == [REGISTRY] and _is_kept(request, RUNTIME) and not _is_kept(request, REGISTRY):
-        runtime = [RUNTIME]  # which serves TORCH_LIBRARY, too
+    contents = expected_inputs.by_include_lines(request)
+    runtime = _runtime_for(request, contents.values())
+    expected = set(contents)
     try:
-        return _build(
-            request, [*runtime, *request.sources], set(texts), slot, staging, ninja, alone
-        )
+        return _Build(request, slot, staging, runtime, expected, alone).run(ninja)
     except _NeedsRuntime as needed:  # a macro in somebody's headers registers operators
-        return _build(
-            request, [str(needed), *request.sources], set(texts), slot, staging, ninja, alone
-        )
+        return _Build(request, slot, staging, [str(needed)], expected, alone).run(ninja)
 
 
-def _foreseen_runtime(texts: Iterable[bytes]) -> list[str]:
-    """Return the runtime that the sources need, as far as their texts show it."""
+def _runtime_for(request: Request, texts: Iterable[bytes]) -> list[str]:
+    """Return the units of RUNTIMES that the sources need, as far as their texts show it."""
+    if not request.sources:  # objects of a wheel have contracts
+        return [RUNTIME]
     text = b"\n".join(texts)
     if re.search(rb"#[ \t]*include[ \t]*[<\"]calcops/", text):
         return [RUNTIME]
-    return [REGISTRY] if re.search(rb"TORCH_LIBRARY|\bclass_\s*<", text) else []
+    if not re.search(rb"TORCH_LIBRARY|\bclass_\s*<", text):
+        return []
+    # RUNTIME serves TORCH_LIBRARY, too.
+    if _is_kept(request, RUNTIME) and not _is_kept(request, REGISTRY):
+        return [RUNTIME]
+    return [REGISTRY]
 
 
 def _is_kept(request: Request, source: str) -> bool:
     """Return True if the cache has the object of a source."""
-    found = store.find(request.unit(source))
-    if found:
-        os.close(found.fd)
-    return found is not None
+    generation = store.find(request.unit(source))
+    if generation:
+        os.close(generation.fd)
+    return generation is not None
 
 
 class _NeedsRuntime(Exception):
     """Objects refer to a unit of RUNTIMES that was not linked. The message is its path."""
 
 
-def _build(request, sources, foreseen, slot, staging, ninja, alone) -> tuple[str, closure.Closure]:
-    reasons: dict[str, list[str]] = {source: [] for source in sources}
-    found = {source: store.find(request.unit(source), reasons[source]) for source in sources}
-    kept = {
-        _copy(generation, staging): generation.manifest.closure
-        for generation in found.values()
-        if generation
-    }
-    fresh = [source for source in sources if not found[source]]
-    plan = _plan(
-        request, staging, fresh, list(kept), 1 if alone else jobs.number(request.environment)
-    )
-    ldflags, quick = plan.flags["ldflags"], toolchain.quick_linker(request)
-    plan.flags["ldflags"] += f" {quick}"
-    # CXX='g++ @flags', for one.
-    of_compiler = compiler_reads.named(request, shlex.join(request.compiler))
-    named = {
-        kind: compiler_reads.named(request, text) | of_compiler for kind, text in plan.flags.items()
-    }
-    before = recording.Before(staging, foreseen.union(*named.values()))
-    # After `before`, so that no header can change unseen between the look at it and the end of the
-    # build.
-    edited = {source: bool(reasons[source]) for source in fresh}
-    with contextlib.closing(precompiled.Preambles(request, staging, edited)) as preambles:
-        plan.preambles = preambles.used
-        ahead = threading.Thread(
-            target=recording.read_ahead, args=(request, kept.values()), daemon=True
+class _Build:
+    """One build in the private folder `staging`."""
+
+    def __init__(
+        self,
+        request: Request,
+        slot: str,
+        staging: str,
+        runtime: list[str],
+        expected: set[str],
+        alone: bool,
+    ):
+        """Take objects from the cache, plan the rest, and look at the inputs.
+
+        `runtime` are the units of RUNTIMES that are linked, and `expected` the files that the
+        compilers will probably read. The others are those of `build`.
+        """
+        self._request = request
+        self._slot = slot
+        self._staging = staging
+        self._alone = alone
+        self._sources = [*runtime, *request.sources]
+        self._kept: dict[str, closure.Closure] = {}  # {object from the cache: its closure}
+        self._fresh: dict[str, bool] = {}  # {source to compile: whether it was edited}
+        for source in self._sources:
+            reasons: list[str] = []
+            generation = store.find(request.unit(source), reasons)
+            if generation:
+                self._kept[_copy(generation, staging)] = generation.manifest.closure
+            else:
+                self._fresh[source] = bool(reasons)
+
+        self._plan = self._planned()
+        self._objects = [*self._kept, *self._plan.units.values()]
+        self._quick_linker = toolchain.quick_linker(request)
+        self._flag_files = self._files_in_flags()
+        self._before = recording.Before(staging, expected.union(*self._flag_files.values()))
+
+    def _planned(self) -> Plan:
+        number = 1 if self._alone else jobs.number(self._request.environment)
+        try:
+            return Plan.of(
+                self._request, self._staging, list(self._fresh), list(self._kept), number
+            )
+        except errors.BuildError:
+            raise
+        except Exception as error:  # torch's own, about a GPU architecture for one
+            what = f"cannot build {self._request.name}"
+            raise diagnosis.explain(what, str(error), self._request) from None
+
+    def run(self, ninja: str) -> tuple[str, closure.Closure]:
+        """Build the library. Return its path and its closure."""
+        plan = self._plan
+        # After `_before`, so that no header changes unseen between that look at it and the end of
+        # the build.
+        preambles = precompiled.Preambles(self._request, self._staging, self._fresh)
+        with contextlib.closing(preambles):
+            plan.preambles = preambles.used
+            failure = self._compile_and_link(ninja)
+
+        recorder = self._recorder(self._request, plan.flags["cflags"])
+        closures, changed = self._keep_objects(recorder)
+        if failure:
+            raise self._error(failure)
+        if changed:
+            raise changed
+        preambles.start(
+            self._request, self._slot, plan.flags["cflags"], plan.environment, plan.jobs
         )
-        ahead.start()
-        said = _run(ninja, plan, request, staging)
-        if (
-            said
-            and quick
-            and all(os.path.exists(f"{staging}/{target}") for target in plan.units.values())
-        ):
-            plan.flags["ldflags"] = ldflags
-            # By GNU ld, whose messages diagnosis.py knows.
-            said = _run(ninja, plan, request, staging)
-        elif (
-            not said
-            and quick
-            and not compiler_reads.is_plain_link(staging, [*kept, *plan.units.values()])
-        ):
-            plan.flags["ldflags"] = ldflags
-            said = _run(ninja, plan, request, staging)
-    ahead.join()
-    recorder = recording.Recorder(request, toolchain.search(request, plan.flags["cflags"]), before)
-    recorders = {source: recorder for source in plan.units}
-    for runtime in set(RUNTIMES).intersection(plan.units):
-        search = toolchain.search(request, plan.runtime_cflags)
-        recorders[runtime] = recording.Recorder(request.unit(runtime), search, before)
-    closures, changed = _keep(
-        request, slot, staging, plan, recorders, named["cflags"] | named["cuda_cflags"]
-    )
-    if said:
-        raise _judge(request, slot, said, alone, sources)
-    if changed:
-        raise changed
-    preambles.start(request, slot, plan.flags["cflags"], plan.environment, plan.jobs)
-    linked = (
-        compiler_reads.of_link(request, staging, [*kept, *plan.units.values()]) | named["ldflags"]
-    )
-    linker = toolchain.linker(plan.flags["ldflags"])
-    linked |= toolchain.tools(request, plan.flags["ldflags"], linker)
-    library = f"{staging}/{os.path.basename(staging)}"
-    unused = toolchain.unlinked(request, plan.flags["ldflags"], linked)
-    unused += toolchain.unrun(request, plan.flags["ldflags"], "collect2", linker)
-    of_link = recorder.closure(set(), linked, unused=unused)
-    return library, closure.merged([*kept.values(), *closures, of_link])
+        closures.append(self._closure_of_link(recorder))
+        library = f"{self._staging}/{os.path.basename(self._staging)}"
+        return library, closure.merged([*self._kept.values(), *closures])
 
+    def _recorder(self, request: Request, cflags: str) -> recording.Recorder:
+        return recording.Recorder(request, toolchain.search(request, cflags), self._before)
 
-def _plan(request: Request, staging: str, fresh: list[str], kept: list[str], number: int) -> Plan:
-    try:
-        return Plan.of(request, staging, fresh, kept, number)
-    except errors.BuildError:
-        raise
-    except Exception as error:  # torch's own, about a GPU architecture for one
-        raise diagnosis.explain(f"cannot build {request.name}", str(error), request) from None
+    def _files_in_flags(self) -> dict[str, set[str]]:
+        """Return {kind of flags: the files that these flags and the compiler command name}."""
+        # CXX='g++ @flags', for one.
+        of_command = expected_inputs.in_flags(self._request, shlex.join(self._request.compiler))
+        return {
+            kind: expected_inputs.in_flags(self._request, text) | of_command
+            for kind, text in self._plan.flags.items()
+        }
+
+    def _compile_and_link(self, ninja: str) -> str:
+        """Run ninja, with the quick linker where there is one. Return its output if it fails."""
+        reading = threading.Thread(
+            target=recording.read_ahead, args=(self._request, self._kept.values()), daemon=True
+        )
+        reading.start()
+        plan = self._plan
+        ldflags = plan.flags["ldflags"]
+        plan.flags["ldflags"] = f"{ldflags} {self._quick_linker}"
+        failure = _run(ninja, plan, self._request, self._staging)
+        # diagnosis.py knows the messages of GNU ld, and only plain links are alike by both.
+        if self._quick_linker and not self._is_final(failure):
+            plan.flags["ldflags"] = ldflags
+            failure = _run(ninja, plan, self._request, self._staging)
+        reading.join()
+        return failure
+
+    def _is_final(self, failure: str) -> bool:
+        """Return True if GNU ld would say or make the same as the quick linker."""
+        if failure:
+            targets = self._plan.units.values()
+            return not all(os.path.exists(f"{self._staging}/{target}") for target in targets)
+        return dependency_files.is_plain_link(self._staging, self._objects)
+
+    def _keep_objects(
+        self, recorder: recording.Recorder
+    ) -> tuple[list[closure.Closure], closure.Changed | None]:
+        """Keep every object that was compiled, even if others failed.
+
+        Returns:
+            Their closures, and the Changed of an object whose input was saved meanwhile.
+        """
+        request, plan = self._request, self._plan
+        if not plan.units:
+            return [], None
+        flags = plan.flags["cflags"]
+        tools = toolchain.tools(request, flags, "cc1plus", "as") | toolchain.cuda_tools(request)
+        unrun = toolchain.unrun(request, flags, "cc1plus", "as")
+        log = closure.text_of(f"{self._staging}/.ninja_log")
+        finished = set(re.findall(r"\t([^\t]+)\t\w+$", log, re.MULTILINE))
+        others = tools | self._flag_files["cflags"] | self._flag_files["cuda_cflags"]
+        closures: list[closure.Closure] = []
+        changed = None
+        for source, target in plan.units.items():
+            if target not in finished:
+                continue
+            unit = request.unit(source)
+            read, is_complete = dependency_files.of_unit(request, self._staging, source, target)
+            try:
+                if source in RUNTIMES:
+                    of_runtime = self._recorder(unit, plan.runtime_cflags)
+                    closures.append(of_runtime.closure(read, tools, is_complete, unrun))
+                else:
+                    closures.append(recorder.closure(read, others, is_complete, unrun))
+            except closure.Changed as error:
+                changed = error
+                continue
+            place = store.slot_path(os.path.dirname(self._slot), unit)
+            store.publish(place, self._staging, f"{self._staging}/{target}", unit, closures[-1])
+        return closures, changed
+
+    def _closure_of_link(self, recorder: recording.Recorder) -> closure.Closure:
+        request = self._request
+        flags = self._plan.flags["ldflags"]
+        linker = toolchain.linker(flags)
+        linked = dependency_files.of_link(request, self._staging, self._objects)
+        linked |= self._flag_files["ldflags"] | toolchain.tools(request, flags, linker)
+        unused = toolchain.unlinked(request, flags, linked)
+        unused += toolchain.unrun(request, flags, "collect2", linker)
+        return recorder.closure(set(), linked, unused=unused)
+
+    def _error(self, output: str) -> Exception:
+        """Return what to raise for a failed build. Its output is written to a log."""
+        undefined = "\n".join(re.findall(r"undefined (?:reference|symbol).*", output))
+        if "calcops::" in undefined and RUNTIME not in self._sources:
+            return _NeedsRuntime(RUNTIME)
+        if "calcops_jit::" in undefined and not set(RUNTIMES).intersection(self._sources):
+            return _NeedsRuntime(REGISTRY)
+        problem = diagnosis.judge(output, self._request)
+        if problem and problem.cause.startswith(diagnosis.KILLED) and not self._alone:
+            return OutOfMemory()
+        log = f"{self._slot}/failed.log"
+        with contextlib.suppress(OSError), open(log, "w", encoding="utf-8") as file:
+            file.write(output)
+        what = f"cannot build {self._request.name}"
+        return diagnosis.explain(what, output, self._request, log)
 
 
 def _run(ninja: str, plan: Plan, request: Request, staging: str) -> str:
-    """Runs ninja: what it and the compilers say if they fail, else ""."""
+    """Run ninja. Return what it and the compilers print if they fail, else ""."""
     plan.write(request, staging)
     command = ["/bin/sh", "-c", _SUPERVISED, "sh", ninja, "-v", "-j", str(plan.jobs)]
-    said = []
+    output = []
     with subprocess.Popen(
         command,
         cwd=staging,
@@ -182,7 +284,7 @@ def _run(ninja: str, plan: Plan, request: Request, staging: str) -> str:
     ) as process:
         try:
             for line in process.stdout:
-                said.append(line)
+                output.append(line)
                 if request.verbose:
                     # A closed stream must not fail a build.
                     with contextlib.suppress(OSError, ValueError):
@@ -190,62 +292,9 @@ def _run(ninja: str, plan: Plan, request: Request, staging: str) -> str:
         except BaseException:
             process.kill()  # the compilers are ended with the private folder
             raise
-    return "".join(said) or f"ninja ended with {process.returncode}" if process.returncode else ""
-
-
-def _keep(
-    request: Request,
-    slot: str,
-    staging: str,
-    plan: Plan,
-    recorders: dict[str, recording.Recorder],
-    flagged: set[str],
-) -> tuple[list[closure.Closure], closure.Changed | None]:
-    """Keeps every object that was compiled, even if others failed: (their closures, the Changed of
-    one whose input was saved meanwhile).
-
-    recorders   for each source
-    flagged     files that the flags name
-    """
-    if not plan.units:
-        return [], None
-    tools = toolchain.tools(request, plan.flags["cflags"], "cc1plus", "as") | toolchain.cuda_tools(
-        request
-    )
-    unrun = toolchain.unrun(request, plan.flags["cflags"], "cc1plus", "as")
-    log = closure.text_of(f"{staging}/.ninja_log")
-    finished = set(re.findall(r"\t([^\t]+)\t\w+$", log, re.MULTILINE))
-    closures, changed = [], None
-    for source, target in plan.units.items():
-        if target not in finished:
-            continue
-        read, told = compiler_reads.of_unit(request, staging, source, target)
-        try:
-            others = tools | (set() if source in RUNTIMES else flagged)
-            closures.append(recorders[source].closure(read, others, told, unrun))
-        except closure.Changed as error:
-            changed = error
-        else:
-            unit = request.unit(source)
-            place = store.slot_path(os.path.dirname(slot), unit)
-            store.publish(place, staging, f"{staging}/{target}", unit, closures[-1])
-    return closures, changed
-
-
-def _judge(request: Request, slot: str, said: str, alone: bool, sources: list[str]) -> Exception:
-    """What to raise for a failed build, whose output is written to a log."""
-    undefined = "\n".join(re.findall(r"undefined (?:reference|symbol).*", said))
-    if "calcops::" in undefined and RUNTIME not in sources:
-        return _NeedsRuntime(RUNTIME)
-    if "calcops_jit::" in undefined and not set(RUNTIMES).intersection(sources):
-        return _NeedsRuntime(REGISTRY)
-    problem = diagnosis.judge(said, request)
-    if problem and problem.cause.startswith(diagnosis.KILLED) and not alone:
-        return OutOfMemory()
-    log = f"{slot}/failed.log"
-    with contextlib.suppress(OSError), open(log, "w", encoding="utf-8") as file:
-        file.write(said)
-    return diagnosis.explain(f"cannot build {request.name}", said, request, log)
+    if process.returncode == 0:
+        return ""
+    return "".join(output) or f"ninja ended with {process.returncode}"
 
 
 def _copy(found: store.Generation, staging: str) -> str:

@@ -18,7 +18,7 @@ from ..cache import locks
 from ..cache.closure import text_of
 from ..errors import report
 from ..request import CUDA_SUFFIXES, RUNTIMES, SHADOW, Request, compiler_words
-from . import compiler_reads, toolchain
+from . import dependency_files, toolchain
 
 _RULES = """\
 rule compile
@@ -92,7 +92,9 @@ class Plan(SimpleNamespace):
         assembler, collector = ("-Wa,--MD,$out.as.d ", _NO_COLLECTOR) if gnu else ("", "")
         lines = [f"{name} = {value}" for name, value in flags.items()]
         lines.append(
-            _RULES.format(assembler=assembler, collector=collector, linked=compiler_reads.LINKED)
+            _RULES.format(
+                assembler=assembler, collector=collector, linked=dependency_files.LINKER_FLAG
+            )
         )
         for source, target in self.units.items():
             rule = (
@@ -166,7 +168,7 @@ def _torch_flags(request: Request, environment: dict[str, str], folder: str) -> 
         is_standalone=True,
     )
     kinds = ("cflags", "cuda_cflags", "ldflags")
-    unwanted = compiler_reads.MAKE_FLAGS + r"|-Wl,-rpath,/\S+" * bool(request.origin)
+    unwanted = dependency_files.FLAGS + r"|-Wl,-rpath,/\S+" * bool(request.origin)
     return {
         kind: re.sub(unwanted, "", " ".join(f.strip() for f in written[kind] or ()))
         for kind in kinds

@@ -23,7 +23,7 @@ from ..cache import bounds, closure, folders, locks, store
 from ..cache.closure import Changed
 from ..errors import BuildError
 from ..request import CUDA_SUFFIXES, RUNTIMES, SHADOW, Request
-from . import compiler_reads, recording, toolchain
+from . import dependency_files, expected_inputs, recording, toolchain
 
 _ROOM = 2 << 30  # bytes that must be free on the disk for another one
 _COMMENT = rb"//[^\n]*|/\*.*?\*/"
@@ -133,7 +133,7 @@ class Preambles:
         self._held: list[int] = []
         if _UNFIT.search(" ".join(request.cflags)) or not toolchain.is_gnu(request):
             return
-        folders = [path for path in compiler_reads.project_folders(request) if path != SHADOW]
+        folders = [path for path in expected_inputs.project_folders(request) if path != SHADOW]
         for source, edited in sources.items():
             if source in RUNTIMES or source.endswith(CUDA_SUFFIXES):
                 continue
@@ -223,7 +223,7 @@ def _make(
         with locks.stage(slot) as stage:
             name = unit.sources[0]
             _write(f"{stage}/{name}", text)
-            named = compiler_reads.named(request, cflags)
+            named = expected_inputs.in_flags(request, cflags)
             before = recording.Before(stage, set(named))
             flags = re.sub(r"(?<!\S)-DTORCH_EXTENSION_NAME=\S+", "", cflags).replace("$$", "$")
             options = {
@@ -241,7 +241,7 @@ def _make(
                     ["sh", "-c", command, "sh", *request.compiler], **options
                 ).returncode:
                     return False
-                read, told = compiler_reads.of_unit(unit, stage, f"{stage}/{name}", f"{name}.o")
+                read, told = dependency_files.of_unit(unit, stage, f"{stage}/{name}", f"{name}.o")
                 if strangers(request, read):
                     return True
             recorder = recording.Recorder(unit, toolchain.search(unit, cflags), before)

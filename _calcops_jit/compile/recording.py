@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from ..cache import closure
 from ..request import Request
-from .compiler_reads import untold
+from .dependency_files import undetermined
 
 _ASKS = rb"__has_(?:include(?:_next)?|embed)\b(?:\s*\(\s*(?:<([^>\n]+)>|\"([^\"\n]+)\"))?"
 # Names that the paths of what is read do not show: of a folder above, with its whole path, or a
@@ -138,7 +138,7 @@ class Recorder:
             digest, names, embeds = (content if stamp == now else content.__wrapped__)(path, now)
             if embeds and not told:
                 why = f"{path} has .incbin; only GNU as tells what that reads, and not with -flto"
-                raise untold(self._request, why)
+                raise undetermined(self._request, why)
             same = before.is_same(path, now, digest, theirs)
             if same is False:
                 raise closure.Changed(path)
