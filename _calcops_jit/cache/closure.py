@@ -1,11 +1,11 @@
 """What a build read, and whether all of it is still the same.
 
 A `Closure` lists every file that the compilers and the linker read, as they report it, and the
-names that would have been found first had they existed. It is kept with the library and compared
-again at every import: a file's stamp, which is what stat says, and its content only where the stamp
-differs.
+absent names that they would have found first. It is kept with the library. Every import compares
+it with the disk: first a file's stamp, which is what stat returns, and then, if the stamp differs,
+the file's content.
 
-Files are written down by folded paths, whose roots are tokens (see Request.fold): a checkout, a
+The closure has folded paths, whose roots are tokens (see Request.fold), because a checkout, a
 virtual environment or a cache may move.
 """
 
@@ -48,18 +48,17 @@ def digest(data: bytes) -> str:
 
 def file_digest(file: int | str) -> str:
     """Digest a file, or the rest of an open one, in pieces that fit a processor's cache."""
-    found = hashlib.sha256()
+    total = hashlib.sha256()
     is_path = isinstance(file, str)
-    with open(
-        file, "rb", buffering=0, closefd=is_path, opener=regular if is_path else None
-    ) as opened:
+    opener = regular if is_path else None
+    with open(file, "rb", buffering=0, closefd=is_path, opener=opener) as opened:
         while piece := opened.read(65536):
-            found.update(piece)
-    return found.hexdigest()[:_SIZE]
+            total.update(piece)
+    return total.hexdigest()[:_SIZE]
 
 
 def regular(path: str, flags: int) -> int:
-    """Opens a file, but not a FIFO or a device, which might never end. BuildError: it is one."""
+    """Open a file, but not a FIFO or a device, which might never end. BuildError: it is one."""
     fd = os.open(path, flags | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
@@ -85,14 +84,14 @@ def state_of(path: str, request) -> str:
 
 
 def text_of(path: str) -> str:
-    """Reads a text file; "" if it cannot be read."""
+    """Read a text file; "" if it cannot be read."""
     with contextlib.suppress(OSError), open(path, errors="replace") as file:
         return file.read()
     return ""
 
 
 def real_path(path: str) -> str:
-    """Resolves the links and each ".." in a path's folder, but not the file itself: a compiler
+    """Resolve the links and each ".." in a path's folder, but not the file itself: a compiler
     searches beside the name it was given.
     """
     folder, name = os.path.split(os.path.join(os.getcwd(), path))
@@ -110,7 +109,7 @@ def spellings(path: str) -> list[str]:
 
 
 def is_theirs(folded: str) -> bool:
-    """Whether a file is PyTorch's or the system's."""
+    """Return True if a file is PyTorch's or the system's."""
     return folded.startswith(_THEIRS)
 
 
@@ -118,7 +117,7 @@ def is_theirs(folded: str) -> bool:
 
 
 def stamp_of(path: str, folder: int | None = None) -> bytes:
-    """Packs what stat says of a file: when it and its inode changed, its size, its inode.
+    """Pack what stat returns for a file: when it and its inode changed, its size, its inode.
 
     folder   a descriptor from which a relative path starts; that is quicker than a long path
     """
@@ -134,8 +133,9 @@ def changed_ns(stamp: bytes) -> int:
 
 
 def young(stamp: bytes) -> bytes:
-    """Marks a stamp of a file that may still change without leaving another: as no file has such a
-    stamp, the next check compares contents.
+    """Return a stamp that no file has, so that the next check compares contents.
+
+    It stands for the stamp of a file that may still change without leaving another.
     """
     return bytes(255 - byte for byte in stamp)
 
@@ -149,9 +149,7 @@ def is_long_ago(time_ns: int) -> bool:
 
 
 def is_old(stamp: bytes, now_ns: int) -> bool:
-    """Return True if a file last changed more than a tick ago, provided that its disk's clock is
-    right.
-    """
+    """Return True if a file last changed more than a tick ago, by its disk's clock."""
     return max(_STAMP.unpack(stamp)[:2]) < now_ns - _TICK_NS
 
 
@@ -179,7 +177,7 @@ def _their_stamps_in(folder: str, names: list[str], now_ns: int) -> list[bytes]:
 
 
 def listing(folder: str) -> str:
-    """Returns a name that no file has and that stands for all names in a folder."""
+    """Return a name that no file has and that stands for all names in a folder."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:
@@ -211,32 +209,38 @@ class Closure(SimpleNamespace):
             entries, key=lambda path: (not path.startswith("@root"), path.rpartition("/"))
         )
         files: dict[str, str] = {}
-        for folder, _, name in (path.rpartition("/") for path in paths):
+        for path in paths:
+            folder, _, name = path.rpartition("/")
             files[folder] = f"{files[folder]}\n{name}" if folder in files else name
-        stamps, digests = (
-            b"".join(entries[p][0] for p in paths),
-            "".join(entries[p][1] for p in paths),
-        )
         return Closure(
-            files=files, digests=digests, stamps=stamps, tools=tools, absent=absent, looked=looked
+            files=files,
+            digests="".join(entries[path][1] for path in paths),
+            stamps=b"".join(entries[path][0] for path in paths),
+            tools=tools,
+            absent=absent,
+            looked=looked,
         )
 
     def entries(self) -> dict[str, tuple[bytes, str]]:
-        """{file: (stamp, digest)}"""
-        paths = [
-            f"{folder}/{name}" for folder, names in self.files.items() for name in names.split("\n")
-        ]
-        at = range(0, _SIZE * len(paths), _SIZE)
-        return {
-            p: (self.stamps[i : i + _SIZE], self.digests[i : i + _SIZE]) for p, i in zip(paths, at)
-        }
+        """Return {file: (stamp, digest)}."""
+        entries = {}
+        start = 0
+        for folder, names in self.files.items():
+            for name in names.split("\n"):
+                end = start + _SIZE
+                entries[f"{folder}/{name}"] = self.stamps[start:end], self.digests[start:end]
+                start = end
+        return entries
 
     def check(self, request) -> bool:
-        """Compares every input of a build for `request` with what is there now. Changed: the first
-        one that differs.
+        """Compare every input of a build for `request` with the disk.
 
-        True: files have other stamps, but the same contents. The new stamps are in the closure,
-        worth writing down.
+        Returns:
+            True if files have other stamps, but the same contents. The new stamps are in the
+            closure, worth writing down.
+
+        Raises:
+            Changed: names the first input that differs.
         """
         look = _Look(self, request)
         look.compare_tools()
@@ -257,45 +261,52 @@ class _Look:
     """One comparison of a closure with the disk."""
 
     def __init__(self, closure: Closure, request):
-        self._closure, self._request, self._now = closure, request, time.time_ns()
-        # Then the clock was set back.
-        self._restamped, self._unsettled = False, closure.looked > self._now
+        self._closure = closure
+        self._request = request
+        self._now = time.time_ns()
+        self._restamped = False  # a stamp in the closure is new
+        # A stamp is young, or the clock was set back.
+        self._unsettled = closure.looked > self._now
 
     def compare_tools(self) -> None:
-        request, before = self._request, self._closure.tools
-        for old, new in zip(before, map(request.fold, request.tools), strict=False):
-            if old != new and self._closure.entries()[old][1] != file_digest(request.unfold(new)):
+        request = self._request
+        tools = self._closure.tools
+        for old, path in zip(tools, request.tools, strict=False):
+            new = request.fold(path)
+            if old != new and self._closure.entries()[old][1] != file_digest(path):
                 raise Changed(f"compiler {new} is not {old}")
-        if request.tools and len(request.tools) != len(before):
+        if request.tools and len(request.tools) != len(tools):
             raise Changed("the compiler command changed")
 
     def compare_files(self) -> None:
-        closure, end = self._closure, 0
-        for folded, lines in closure.files.items():
+        end = 0
+        for folded, lines in self._closure.files.items():
             names = lines.split("\n")
             start, end = end, end + _SIZE * len(names)
-            folder, theirs = self._request.unfold(folded), is_theirs(folded)
-            stamps = (
-                _their_stamps_in(folder, names, self._now) if theirs else _stamps_in(folder, names)
-            )
-            if b"".join(stamps) == closure.stamps[start:end]:
+            folder = self._request.unfold(folded)
+            if is_theirs(folded):
+                stamps = _their_stamps_in(folder, names, self._now)
+            else:
+                stamps = _stamps_in(folder, names)
+            if b"".join(stamps) == self._closure.stamps[start:end]:
                 continue  # nearly always
-            for at, name, stamp in zip(range(start, end, _SIZE), names, stamps):
-                before = closure.stamps[at : at + _SIZE]
-                if (
-                    stamp == before
-                    or stamp == _GONE
-                    and self._is_of_missing_compiler(f"{folded}/{name}")
-                ):
-                    continue
-                path = f"{folder}/{name}"
-                if state_of(path, self._request) != closure.digests[at : at + _SIZE]:
-                    raise Changed(f"{path} {'is gone' if stamp == _GONE else 'changed'}")
-                closure.stamps = (
-                    closure.stamps[:at]
-                    + self._fresher(stamp, before, theirs)
-                    + closure.stamps[at + _SIZE :]
-                )
+            for position, name, stamp in zip(range(start, end, _SIZE), names, stamps):
+                self._compare_file(f"{folded}/{name}", f"{folder}/{name}", position, stamp)
+
+    def _compare_file(self, folded: str, path: str, start: int, stamp: bytes) -> None:
+        """Compare the contents of a file if its stamp is new, and put the stamp into the closure.
+
+        `start` is the place of the file's stamp and digest in the closure's.
+        """
+        closure = self._closure
+        end = start + _SIZE
+        before = closure.stamps[start:end]
+        if stamp == before or stamp == _GONE and self._is_of_missing_compiler(folded):
+            return
+        if state_of(path, self._request) != closure.digests[start:end]:
+            raise Changed(f"{path} {'is gone' if stamp == _GONE else 'changed'}")
+        fresher = self._fresher(stamp, before, is_theirs(folded))
+        closure.stamps = closure.stamps[:start] + fresher + closure.stamps[end:]
 
     def _is_of_missing_compiler(self, folded: str) -> bool:
         """Return True if a file belongs to a compiler that is not installed here."""
@@ -304,34 +315,39 @@ class _Look:
         tools = self._closure.tools
         if is_theirs(folded) or folded in tools:
             return True
-        prefixes = [self._request.unfold(os.path.dirname(os.path.dirname(tool))) for tool in tools]
         path = self._request.unfold(folded)
-        return any(
-            path.startswith(prefix + "/") and not os.path.isdir(prefix) for prefix in prefixes
-        )
+        for tool in tools:
+            prefix = self._request.unfold(os.path.dirname(os.path.dirname(tool)))
+            if path.startswith(prefix + "/") and not os.path.isdir(prefix):
+                return True
+        return False
 
     def compare_absent(self) -> None:
         for folded, entry in self._closure.absent.items():
             folder = self._request.unfold(folded)
-            stamp, before = stamp_of(folder), bytes.fromhex(entry[0])
+            stamp = stamp_of(folder)
+            before = bytes.fromhex(entry[0])
             if stamp in (before, _GONE):
                 continue
             names = entry[1].split("\n")
             try:
-                there = set(os.listdir(folder))  # sooner than asking for some hundred names
+                existing = set(os.listdir(folder))  # quicker than to ask for some hundred names
             except OSError:  # another user's, perhaps, which compilers cannot look into either
-                there = {name for name in names if os.path.lexists(f"{folder}/{name}")}
-            if new := next((name for name in names if name in there), ""):
-                raise Changed(f"{folder}/{new} is new")
+                existing = {name for name in names if os.path.lexists(f"{folder}/{name}")}
+            for name in names:
+                if name in existing:
+                    raise Changed(f"{folder}/{name} is new")
             if any(name.startswith("/") and name != listing(folder) for name in names):
                 raise Changed(f"{folder} has other files")
             entry[0] = self._fresher(stamp, before, is_theirs(folded)).hex()
 
     def _fresher(self, stamp: bytes, before: bytes, theirs: bool) -> bytes:
-        """The stamp to write down: a young one, unless the next change is sure to leave another."""
-        # A file of the project has to be seen twice, as its disk's clock may be wrong.
-        seen_twice = before == young(stamp) and is_long_ago(self._closure.looked)
-        written = stamp if (is_old(stamp, self._now) if theirs else seen_twice) else young(stamp)
+        """Return the stamp to write down: young, if the next change may leave the same."""
+        if theirs:
+            is_settled = is_old(stamp, self._now)
+        else:  # seen twice, as the clock of a project's disk may be wrong
+            is_settled = before == young(stamp) and is_long_ago(self._closure.looked)
+        written = stamp if is_settled else young(stamp)
         self._restamped |= written != before
         self._unsettled |= stamp != written != before
         return written
@@ -347,15 +363,15 @@ def merged(closures: list[Closure]) -> Closure:
 
     Raises Changed if two units read different contents of one file.
     """
-    entries, absent = {}, {}
+    entries: dict[str, tuple[bytes, str]] = {}
+    absent: dict[str, list[str]] = {}
     for closure in closures:
         for path, (stamp, content) in closure.entries().items():
             if entries.setdefault(path, (stamp, content))[1] != content:
                 raise Changed(path)
         for folder, (stamp, names) in closure.absent.items():
-            before = absent.get(folder, [stamp, names])
-            both = set(before[1].split("\n")) | set(names.split("\n"))
-            absent[folder] = [stamp if stamp == before[0] else "", "\n".join(sorted(both))]
-    return Closure.of(
-        entries, closures[0].tools, absent, max(closure.looked for closure in closures)
-    )
+            other_stamp, other_names = absent.get(folder, [stamp, names])
+            both = sorted({*names.split("\n"), *other_names.split("\n")})
+            absent[folder] = [stamp if stamp == other_stamp else "", "\n".join(both)]
+    looked = max(closure.looked for closure in closures)
+    return Closure.of(entries, closures[0].tools, absent, looked)

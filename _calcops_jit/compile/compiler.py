@@ -121,7 +121,9 @@ class _Build:
             reasons: list[str] = []
             generation = store.find(request.unit(source), reasons)
             if generation:
-                self._kept[_copy(generation, staging)] = generation.manifest.closure
+                name = f"kept.{len(self._kept)}.o"
+                _copy(generation, f"{staging}/{name}")
+                self._kept[name] = generation.manifest.closure
             else:
                 self._fresh[source] = bool(reasons)
 
@@ -297,13 +299,11 @@ def _run(ninja: str, plan: Plan, request: Request, staging: str) -> str:
     return "".join(output) or f"ninja ended with {process.returncode}"
 
 
-def _copy(found: store.Generation, staging: str) -> str:
-    """Copies a kept object into the private folder, under a name that needs no quotes."""
-    name = f"kept.{found.fd}.o"
-    with open(found.fd, "rb") as source, open(f"{staging}/{name}", "wb") as target:
+def _copy(generation: store.Generation, path: str) -> None:
+    """Copy an object from the cache, and close it."""
+    with open(generation.fd, "rb") as source, open(path, "wb") as target:
         source.seek(0)
         shutil.copyfileobj(source, target)
-    return name
 
 
 def progress(staging: str, seconds: float) -> tuple[str, float]:

@@ -54,9 +54,11 @@ def preamble(text: bytes, folders: list[str]) -> str:
     for line in re.sub(_COMMENT, b" ", first, flags=re.DOTALL).splitlines():
         if not line.strip():
             continue
-        found = re.match(_INCLUDE, line)
-        name = os.fsdecode(found[1]) if found else ""
-        if not found or any(os.path.isfile(f"{folder}/{name}") for folder in folders):
+        include = re.match(_INCLUDE, line)
+        if not include:
+            break
+        name = os.fsdecode(include[1])
+        if any(os.path.isfile(f"{folder}/{name}") for folder in folders):
             break
         names.append(name)
     return _worthwhile("".join(f"#include <{name}>\n" for name in names))
@@ -85,14 +87,14 @@ def strangers(request: Request, read: set[str]) -> set[str]:
     folders = [f"{request.unfold('@torch')}/include", request.unfold("@python")]
     folders += _compilers_folders(compiler, path)
     allowed = tuple(f"{os.path.realpath(folder)}/" for folder in folders)
-    own, loaders = f"{request.root}/", f"{SHADOW}/"  # which a project may lie around
-    real = {header: os.path.realpath(header) for header in read}
-    return {
-        header
-        for header in read
-        if not real[header].startswith(loaders)
-        and (real[header].startswith(own) or not real[header].startswith(allowed))
-    }
+    headers = set()
+    for header in read:
+        path = os.path.realpath(header)
+        if path.startswith(f"{SHADOW}/"):  # a project may lie around it
+            continue
+        if path.startswith(f"{request.root}/") or not path.startswith(allowed):
+            headers.add(header)
+    return headers
 
 
 @functools.cache
@@ -100,15 +102,10 @@ def _compilers_folders(compiler: str, path: str) -> list[str]:
     """The folders that a compiler searches by itself: without anybody's flags and variables."""
     options = {"cwd": "/", "env": {"PATH": path, "LC_ALL": "C.UTF-8"}, "stdin": subprocess.DEVNULL}
     command = [compiler, "-E", "-v", "-x", "c++", os.devnull]
-    said = subprocess.run(command, capture_output=True, **options).stderr
-    listed = re.search(r"search starts here:\n(.*)End of search list", os.fsdecode(said), re.DOTALL)
-    found = (
-        [os.path.realpath(line.strip()) for line in listed[1].splitlines() if line[:1] == " "]
-        if listed
-        else []
-    )
-    # Whose headers are anybody's.
-    return [folder for folder in found if folder != "/usr/local/include"]
+    output = os.fsdecode(subprocess.run(command, capture_output=True, **options).stderr)
+    folders = [os.path.realpath(folder) for folder in toolchain.searched_folders(output)]
+    # Anybody's headers are in that one.
+    return [folder for folder in folders if folder != "/usr/local/include"]
 
 
 def _unit(request: Request, text: str) -> Request:
@@ -124,9 +121,9 @@ class Preambles:
     """The precompiled headers that one build uses, and the one that it misses."""
 
     def __init__(self, request: Request, folder: str, sources: dict[str, bool]):
-        """Puts them into the private folder of a build.
+        """Put them into the private folder of a build.
 
-        sources   {source to compile: whether it was compiled before and then edited}
+        `sources` are {source to compile: whether it was compiled before and then edited}.
         """
         self.used: dict[str, str] = {}  # {source: header}
         self._missing = ""
@@ -147,34 +144,33 @@ class Preambles:
                 self._use(request, folder, source, text)
 
     def _use(self, request: Request, folder: str, source: str, text: str) -> bool:
-        """Has a source use a precompiled preamble. False: there is none."""
+        """Make a source use a precompiled preamble. Return False if there is none."""
         unit = _unit(request, text)
         name = unit.sources[0]
         if name not in self.used.values():  # finding it means hashing some hundreds of MB
-            found = store.find(unit)
-            if not found:
+            generation = store.find(unit)
+            if not generation:
                 return False
-            self._held.append(found.fd)
+            self._held.append(generation.fd)
             _write(f"{folder}/{name}", text)
-            os.symlink(found.path, f"{folder}/{name}.gch")
+            os.symlink(generation.path, f"{folder}/{name}.gch")
         self.used[source] = name
         return True
 
     def start(
         self, request: Request, slot: str, cflags: str, environment: dict[str, str], jobs: int
     ) -> None:
-        """Starts the background process for the missing header, given a second processor and room
+        """Start the background process for the missing header, given a second processor and room
         on the disk.
 
-        slot   of the library
-        cflags   of its units
+        `slot` is the library's; `cflags`, `environment` and `jobs` are those of its units.
         """
         if not self._missing or jobs < 2 or shutil.disk_usage(slot).free < _ROOM:
             return
         program = os.path.basename(os.path.realpath(sys.executable or ""))
-        if not program.startswith("python") or folders.is_last_resort(os.path.dirname(slot)):
-            # A program that embeds Python would be started; a private folder goes with this
-            # process.
+        if not program.startswith("python"):  # a program that embeds Python would be started
+            return
+        if folders.is_last_resort(os.path.dirname(slot)):  # which goes with this process
             return
         package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         paths = [os.path.dirname(package), os.path.dirname(os.path.dirname(torch.__file__))]
@@ -197,7 +193,7 @@ class Preambles:
 def make(
     request: Request, folder: str, text: str, cflags: str, environment: dict[str, str]
 ) -> None:
-    """Precompiles the part of a preamble that has no header of the project into the cache `folder`,
+    """Precompile the part of a preamble that has no header of the project into the cache `folder`,
     unless another process is doing so, or somebody removed the folder.
     """
     os.nice(19)
@@ -208,7 +204,7 @@ def make(
 def _make(
     request: Request, folder: str, text: str, cflags: str, environment: dict[str, str]
 ) -> bool:
-    """Precompiles a preamble. True: it has a header of the project."""
+    """Precompile a preamble. Return True if it has a header of the project."""
     unit = _unit(request, text)
     slot = store.slot_path(folder, unit)
     try:
@@ -223,8 +219,8 @@ def _make(
         with locks.stage(slot) as stage:
             name = unit.sources[0]
             _write(f"{stage}/{name}", text)
-            named = expected_inputs.in_flags(request, cflags)
-            before = recording.Before(stage, set(named))
+            flag_files = expected_inputs.in_flags(request, cflags)
+            before = recording.Before(stage, set(flag_files))
             flags = re.sub(r"(?<!\S)-DTORCH_EXTENSION_NAME=\S+", "", cflags).replace("$$", "$")
             options = {
                 "cwd": stage,
@@ -237,19 +233,19 @@ def _make(
                 f"-MD -MF {name}.o.d -o {name}.o",
             ):
                 command = f'"$@" {flags} -x c++-header {name} {step}'
-                if subprocess.run(
-                    ["sh", "-c", command, "sh", *request.compiler], **options
-                ).returncode:
+                shell = ["sh", "-c", command, "sh", *request.compiler]
+                if subprocess.run(shell, **options).returncode:
                     return False
-                read, told = dependency_files.of_unit(unit, stage, f"{stage}/{name}", f"{name}.o")
+                read, is_complete = dependency_files.of_unit(
+                    unit, stage, f"{stage}/{name}", f"{name}.o"
+                )
                 if strangers(request, read):
                     return True
             recorder = recording.Recorder(unit, toolchain.search(unit, cflags), before)
-            others = named | toolchain.tools(request, cflags, "cc1plus", "as")
+            others = flag_files | toolchain.tools(request, cflags, "cc1plus", "as")
             unrun = toolchain.unrun(request, cflags, "cc1plus", "as")
-            store.publish(
-                slot, stage, f"{stage}/{name}.o", unit, recorder.closure(read, others, told, unrun)
-            )
+            inputs = recorder.closure(read, others, is_complete, unrun)
+            store.publish(slot, stage, f"{stage}/{name}.o", unit, inputs)
     if os.path.isdir(folder):
         bounds.prune_preambles(bounds.entries(folder))
     return False

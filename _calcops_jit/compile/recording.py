@@ -14,54 +14,55 @@ from ..request import Request
 from .dependency_files import undetermined
 
 _ASKS = rb"__has_(?:include(?:_next)?|embed)\b(?:\s*\(\s*(?:<([^>\n]+)>|\"([^\"\n]+)\"))?"
-# Names that the paths of what is read do not show: of a folder above, with its whole path, or a
+# Names that the paths of the read files do not show: of a folder above, with its whole path, or a
 # macro's in two folders.
 _UPWARDS = rb"[<\"]([^<>\"\n]*\.\./[^<>\"\n]*)[>\"]"
 _BY_MACRO = rb"#\s*define\s+\w+\s+[<\"]([^<>\"\n]+/[^<>\"\n]+/[^<>\"\n]+)[>\"]"
 _COMMENT = rb"/\*.*?\*/|//[^\n]*"
-# What stands for a name that cannot be read from the text: then all names in the folders that are
-# searched count.
+# A name that the text does not show. Then every name in the searched folders counts.
 ANY_NAME = "*"
-# Files that compilers read although nobody expected it. If only a clock could tell whether one
-# changed meanwhile, the build is run again, and then the file is expected.
+# Files that compilers read unexpectedly. If only a clock could show whether one changed during the
+# build, the build runs again, and then the file is expected.
 _surprises: set[str] = set()
 
 
 class Before:
-    """The inputs of a build before a compiler is started, to compare with those when it has ended.
+    """The inputs of a build before the compilers run, to compare with those after they ran.
 
-    Contents are compared, not times: the clock of another machine's disk may be ahead or behind. A
-    clock judges only files that nobody expected, and only if it is this machine's or nobody edits
-    them.
+    Contents are compared, not times, because the clock of another machine's disk may be ahead or
+    behind. A clock decides only for unexpected files, and only if it is this machine's or nobody
+    edits the files.
     """
 
     def __init__(self, staging: str, paths: set[str]):
         paths |= {path for path in _surprises if os.path.isfile(path)}
         status = os.stat(staging)
-        self._started, self._device = status.st_mtime_ns, status.st_dev
-        self._files = {
-            path: (stamp := closure.stamp_of(path), content.__wrapped__(path, stamp)[0])
-            for path in paths
-        }
-        self._folders = {
-            folder: names_in(folder) for folder in {os.path.dirname(path) for path in paths}
-        }
+        self._started = status.st_mtime_ns
+        self._device = status.st_dev
+        self._files: dict[str, tuple[bytes, str]] = {}  # {path: (stamp, digest)}
+        self._folders: dict[str, set[str] | None] = {}  # {folder: the names in it}
+        for path in paths:
+            stamp = closure.stamp_of(path)
+            self._files[path] = stamp, content.__wrapped__(path, stamp)[0]
+            folder = os.path.dirname(path)
+            if folder not in self._folders:
+                self._folders[folder] = names_in(folder)
         self.looked = time.time_ns()
 
     def is_same(self, path: str, stamp: bytes, digest: str, theirs: bool) -> bool | None:
-        """Whether a file is what it was. None: nobody knows."""
+        """Return True if a file is what it was, False if not, None if that is not known."""
         if path in self._files:
             return self._files[path] == (stamp, digest)
-        known_clock = theirs or os.stat(path).st_dev == self._device
-        return True if known_clock and closure.changed_ns(stamp) <= self._started else None
+        is_known_clock = theirs or os.stat(path).st_dev == self._device
+        return True if is_known_clock and closure.changed_ns(stamp) <= self._started else None
 
     def is_new(self, folder: str, name: str) -> bool:
-        """Whether something came into a folder of the project while the compilers ran."""
-        there = self._folders.get(folder)
-        return there is not None and name.partition("/")[0] not in there
+        """Return True if a name came into a folder of the project while the compilers ran."""
+        names = self._folders.get(folder)
+        return names is not None and name.partition("/")[0] not in names
 
     def judged(self, path: str, stamp: bytes, theirs: bool) -> bytes:
-        """The stamp to write down: a young one, unless the next change is sure to leave another."""
+        """Return the stamp to write down: young, if the next change may leave the same."""
         if theirs:
             return stamp if closure.is_old(stamp, time.time_ns()) else closure.young(stamp)
         seen_twice = self._files.get(path, (b"",))[0] == stamp and closure.is_long_ago(self.looked)
@@ -69,7 +70,7 @@ class Before:
 
 
 class _Absent:
-    """What would have been found first, had it existed."""
+    """The absent names that compilers would have found first."""
 
     def __init__(self):
         self.names: dict[str, set[str]] = {}  # {existing folder: names that must not appear in it}
@@ -77,38 +78,40 @@ class _Absent:
 
 
 class Recorder:
-    """Makes closures of what compilers read, and looks once at the files that these share.
-
-    search   the folders in which compilers look for headers, in order
-    """
+    """Makes the closures of units and of a link, and lists each folder that these share once."""
 
     def __init__(self, request: Request, search: list[str], before: Before):
-        self._request, self._search, self._before = request, search, before
+        self._request = request
+        self._search = search
+        self._before = before
         self._listed: dict[str, set[str] | None] = {}
 
     def closure(
         self,
         read: set[str],
         others: set[str],
-        told: bool = True,
+        is_complete: bool = True,
         unused: Sequence[tuple[str, str]] = (),
     ) -> closure.Closure:
-        """Makes the closure of one unit, or of the link.
+        """Make the closure of one unit, or of the link.
 
-        read     sources, headers and, if `told`, what .incbin reads
-        others   files that flags name, libraries, tools
-        unused   (folder, name) of files that would be linked or run if they were there
+        Args:
+            read: sources, headers and, if `is_complete`, the files of .incbin.
+            others: files that flags name, libraries, tools.
+            is_complete: whether `read` has the files of .incbin.
+            unused: (folder, name) of files that would be linked or run if they existed.
 
-        closure.Changed: a file is not what the compiler has read.
+        Raises:
+            closure.Changed: a file is not what the compiler has read.
         """
-        files, asked = self._files(sorted(read | others), told)
+        files, conditional = self._files(sorted(read | others), is_complete)
         theirs = {path for path in read if self._is_theirs(path)}
         # Folders of the project come first, since a quoted include looks there first.
         own = [os.path.dirname(path) for path in sorted(read - theirs)]
         folders = list(dict.fromkeys([*own, *self._search]))
         absent = _Absent()
-        self._expect_own(absent, read, self._names_of(read - theirs, folders), asked, folders)
-        if ANY_NAME in asked:
+        self._expect_own(absent, read, self._names_of(read - theirs, folders), conditional, folders)
+        if ANY_NAME in conditional:
             self._expect_nothing_new(absent, folders)
         self._expect_theirs(absent, read, self._names_of(theirs, folders), folders)
         for folder, name in unused:
@@ -125,18 +128,21 @@ class Recorder:
     def _is_theirs(self, path: str) -> bool:
         return closure.is_theirs(self._request.fold(path))
 
-    def _files(self, paths: list[str], told: bool) -> tuple[dict[str, tuple[bytes, str]], set[str]]:
-        """Return ({folded path: (stamp, digest)}, the names that the files ask for)."""
+    def _files(
+        self, paths: list[str], is_complete: bool
+    ) -> tuple[dict[str, tuple[bytes, str]], set[str]]:
+        """Return ({folded path: (stamp, digest)}, the names that the files may ask for)."""
         before = self._before
         entries: dict[str, tuple[bytes, str]] = {}
-        asked: set[str] = set()
+        conditional: set[str] = set()
         unforeseen = []
         for path in paths:
             now = closure.stamp_of(path)
             theirs = self._is_theirs(path)
             stamp = before.judged(path, now, theirs)
-            digest, names, embeds = (content if stamp == now else content.__wrapped__)(path, now)
-            if embeds and not told:
+            read = content if stamp == now else content.__wrapped__
+            digest, names, has_incbin = read(path, now)
+            if has_incbin and not is_complete:
                 why = f"{path} has .incbin; only GNU as tells what that reads, and not with -flto"
                 raise undetermined(self._request, why)
             same = before.is_same(path, now, digest, theirs)
@@ -145,29 +151,35 @@ class Recorder:
             if not same:
                 unforeseen.append(path)
             entries[self._request.fold(path)] = stamp, digest
-            asked |= names
+            conditional |= names
         if unforeseen:
             _surprises.update(unforeseen)
             raise closure.Changed(unforeseen[0])
-        if ANY_NAME in asked:  # -DNAME='<name.h>'
-            asked.update(re.findall(r"[<\"]([^<>\"]+)[>\"]", " ".join(self._request.cflags)))
-        return entries, asked
+        if ANY_NAME in conditional:  # -DNAME='<name.h>'
+            flags = " ".join(self._request.cflags)
+            conditional.update(re.findall(r"[<\"]([^<>\"]+)[>\"]", flags))
+        return entries, conditional
 
     def _expect_own(
-        self, absent: _Absent, read: set[str], names: set[str], asked: set[str], folders: list[str]
+        self,
+        absent: _Absent,
+        read: set[str],
+        names: set[str],
+        conditional: set[str],
+        folders: list[str],
     ) -> None:
         """Note that the project's headers must not appear in any other folder.
 
         Which of the project's folders comes first depends on who includes, and how.
         """
-        for name in (names | asked) - {ANY_NAME}:
+        for name in (names | conditional) - {ANY_NAME}:
             for folder in [""] if name.startswith("/") else folders:
                 path = f"{folder}/{name}" if folder else name
                 if path in read or self._expect(absent, folder, name):
                     continue
                 if self._before.is_new(folder, name):
                     raise closure.Changed(path)
-                if name in asked or not os.path.isfile(path):
+                if name in conditional or not os.path.isfile(path):
                     absent.unread.append(path)
 
     def _expect_theirs(
@@ -211,19 +223,17 @@ class Recorder:
 
     def _young(self, path: str) -> tuple[str, tuple[bytes, str]]:
         """Return the entry of a path that was not read: a folder, a link to nothing."""
-        return self._request.fold(path), (
-            closure.young(closure.stamp_of(path)),
-            closure.state_of(path, self._request),
-        )
+        stamp = closure.young(closure.stamp_of(path))
+        return self._request.fold(path), (stamp, closure.state_of(path, self._request))
 
     @staticmethod
     def _names_of(paths: set[str], folders: list[str]) -> set[str]:
         """Returns the names by which an include may have found the paths in the folders."""
         names: set[str] = set()
         for path in paths:
-            names.update(
-                path[len(folder) + 1 :] for folder in folders if path.startswith(folder + "/")
-            )
+            for folder in folders:
+                if path.startswith(folder + "/"):
+                    names.add(path[len(folder) + 1 :])
         return names
 
     def _first_missing(self, folder: str, name: str) -> tuple[str, str] | None:
@@ -248,7 +258,7 @@ class Recorder:
 
 
 def names_in(folder: str) -> set[str] | None:
-    """The names in a folder; None: there is no such folder."""
+    """Return the names in a folder; None if it does not exist."""
     try:
         return {".", "..", *os.listdir(folder or "/")}
     except OSError:
@@ -257,10 +267,10 @@ def names_in(folder: str) -> set[str] | None:
 
 @functools.cache  # for a process that reloads
 def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
-    """(a file's digest, the names that it may ask for, whether it embeds others with .incbin)
+    """Return (a file's digest, the names that it may ask for, whether it has .incbin).
 
-    The names are those in __has_include and those with "..", which the paths of what is read do not
-    show. Among them is ANY_NAME if it asks for one that a macro holds.
+    The names are those in __has_include and those with "..", which the paths of the read files do
+    not show. ANY_NAME is among them if the file asks for a name that a macro holds.
 
     closure.Changed: the file has another stamp by now.
     """
@@ -275,11 +285,8 @@ def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
         whole_lines = re.sub(_COMMENT, b" ", text.replace(b"\\\n", b""), flags=re.DOTALL)
         # `#ifdef __has_include` and `defined(__has_include)` ask for no name.
         asking = re.sub(rb"(?:#\s*(?:if|un|elif)n?def\s+|\bdefined\s*\(?\s*)\w+", b"", whole_lines)
-        found = re.findall(_ASKS, asking)
-        names = {
-            os.fsdecode(angled or quoted) if angled or quoted else ANY_NAME
-            for angled, quoted in found
-        }
+        for angled, quoted in re.findall(_ASKS, asking):
+            names.add(os.fsdecode(angled or quoted) or ANY_NAME)
     hidden = re.findall(_UPWARDS, text) if b"../" in text else []
     names.update(map(os.fsdecode, [*hidden, *re.findall(_BY_MACRO, text)]))
     return closure.digest(text), names, b".incbin" in text
@@ -289,9 +296,8 @@ def read_ahead(request: Request, closures: Iterable[closure.Closure]) -> None:
     """Read PyTorch's and the system's files of other units while compilers run. Most are needed
     again.
     """
-    for folded in filter(
-        closure.is_theirs, {path for found in closures for path in found.entries()}
-    ):
+    paths = set().union(*(unit.entries() for unit in closures))
+    for folded in filter(closure.is_theirs, paths):
         path = request.unfold(folded)
         stamp = closure.stamp_of(path)
         with contextlib.suppress(closure.Changed, OSError):
