@@ -89,25 +89,48 @@ def load(
     with_cuda: bool | None = None,
     **torch_options,
 ) -> Library:
-    """Builds (once), caches and loads operator sources; the options are those of
-    torch.utils.cpp_extension.load.
+    """Build (once), cache and load operator sources.
 
-    The sources register their operators with TORCH_LIBRARY. The result has them as attributes and
-    in `.operators`, the file in `.path`. Flags come after -O3 -fvisibility=hidden -fno-gnu-unique;
-    one string of them is split as a shell does. BuildError says why it cannot be built. torch's
-    other options: what cannot be had here is refused.
+    The sources register their operators with a contract or TORCH_LIBRARY. Edited sources are built
+    again by the next call, or exchanged in the running process by reload().
+
+    Args:
+        name: of the library; also the macro TORCH_EXTENSION_NAME.
+        sources: paths of .cpp and .cu files.
+        extra_cflags: flags for C++, after -O3 -fvisibility=hidden -fno-gnu-unique. A string is
+            split as a shell does.
+        extra_cuda_cflags: flags for nvcc, after -O3.
+        extra_ldflags: flags for the linker.
+        extra_include_paths: folders of headers.
+        verbose: print what ninja prints.
+        with_cuda: build for CUDA; default: if there is a .cu source.
+        **torch_options: the other options of torch.utils.cpp_extension.load. Values that have no
+            meaning here are refused.
+
+    Returns:
+        The operators as attributes and in `.operators`, and the file in `.path`.
+
+    Raises:
+        BuildError: the library cannot be built or loaded. The message has cause and fix.
+        FileNotFoundError: a source does not exist.
+        TypeError, ValueError: an option has a wrong value.
     """
     return library.obtain(requests.foreign(**locals()))
 
 
 def reload() -> list[str]:
-    """Rebuilds the libraries of this process whose sources or headers changed, these operators' and
-    those from `load`, and exchanges them under every handle: torch.ops handles, compiled and
-    scripted functions, graphs built before, other threads. Gives their names.
+    """Rebuild the libraries of this process whose sources or headers changed.
 
-    Every call that begins afterwards uses the new kernels. BuildError: a library could not be
-    built, or a schema or C++ signature changed, and what was live before still is. Nothing of an
-    older build is unloaded.
+    Every call that begins afterwards uses the new kernels, also one through a torch.ops handle, a
+    compiled or scripted function, a graph built before, or another thread. Older builds stay in
+    memory.
+
+    Returns:
+        The names of the libraries that changed: "calcops" and those from load().
+
+    Raises:
+        BuildError: a library could not be built, or a schema or C++ signature changed. Its old
+            kernels are still called.
     """
     changed = library.reload(requests.again)
     if _own is None:
@@ -118,10 +141,15 @@ def reload() -> list[str]:
 
 
 def watch(seconds: float = 0.3) -> Callable[[], None]:
-    """Starts a thread that looks for changed files every so many seconds and reloads; gives the
-    function that ends it.
+    """Start a thread that reloads when a source or a header changes.
 
-    What cannot be built is reported on stderr, and what was live before still is.
+    Errors are printed on stderr, and the old kernels are still called.
+
+    Args:
+        seconds: between two looks at the files.
+
+    Returns:
+        The function that ends the thread.
     """
     from _calcops_jit.live import watching
 
@@ -136,8 +164,9 @@ def load_ipython_extension(shell) -> None:
 
 
 def library_path() -> str:
-    """The shared library of the operators: C++ programs link it or dlopen it, TorchScript hosts
-    load it.
+    """Return the path of the operators' shared library.
+
+    C++ programs link it or dlopen it; TorchScript hosts load it.
     """
     if _own is None:
         raise _problem
@@ -145,12 +174,13 @@ def library_path() -> str:
 
 
 def _import_operators() -> None:
-    """Makes every operator a name of this module, or keeps the reason why there are none."""
+    """Make every operator a name of this module, or keep the reason why there are none."""
     global _own, _problem
     _problem = BuildError(
         "calcops_jit: not built, because CALCOPS_BUILD=0; python -m calcops_jit build"
     )
-    if _own := library.obtain(requests.own(), build=os.environ.get("CALCOPS_BUILD", "1") != "0"):
+    _own = library.obtain(requests.own(), build=os.environ.get("CALCOPS_BUILD", "1") != "0")
+    if _own:
         _problem = None
         _expose()
 

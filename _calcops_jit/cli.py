@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
             help="a library that calcops_jit.load has built, instead of the operators",
         )
     doctor = commands.add_parser(
-        "doctor", help="judge what a build would find here; 1 if it would fail"
+        "doctor", help="check whether a build would succeed here; 1 if it would fail"
     )
     doctor.add_argument("--json", action="store_true", help="for programs")
     export = commands.add_parser(
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="the processors, as the compiler's -march, on ARM -mcpu; default: this one",
     )
     shelf = commands.add_parser(
-        "cache", help="list what the cache holds: sizes, last use, what a process has"
+        "cache", help="list the libraries in the cache: size, last use, whether a process uses it"
     )
     shelf.add_argument("action", nargs="?", choices=["list"])
     commands.add_parser("clean", help="remove every library from the cache")
@@ -83,14 +83,14 @@ def _request(options: argparse.Namespace) -> Request:
     for manifest in store.newest(options.name):
         if manifest.asked:
             return requests.foreign(*manifest.asked)
-    there = sorted(
-        {os.path.basename(slot)[:-17] for folder in folders.own() for slot in folders.slots(folder)}
-    )
-    names = [name for name in there if name != "calcops" and not name.startswith("unit-")]
-    what, evidence = (
-        f"no library `{options.name}` in {folders.own()[0]}",
-        f"there are: {', '.join(names) or 'none'}",
-    )
+    names = set()
+    for folder in folders.own():
+        for slot in folders.slots(folder):
+            name = os.path.basename(slot)[:-17]
+            if name != "calcops" and not name.startswith("unit-"):
+                names.add(name)
+    what = f"no library `{options.name}` in {folders.own()[0]}"
+    evidence = f"there are: {', '.join(sorted(names)) or 'none'}"
     raise report(what, [evidence], f"calcops_jit.load({options.name!r}, ...) first")
 
 
@@ -112,19 +112,22 @@ def _where(options: argparse.Namespace) -> None:
     elif options.cache:
         print(folders.own()[0])
     else:
-        found, cuda = store.find(request) or prebuilt.find(request, []), request.cuda
+        built = store.find(request) or prebuilt.find(request, [])
+        cuda = request.cuda
         print(f"cache    {folders.own()[0]}")
-        print(f"library  {found.path if found else 'not built yet: python -m calcops_jit build'}")
+        print(f"library  {built.path if built else 'not built yet: python -m calcops_jit build'}")
         print(
-            f"CUDA     {'built with ' + cuda.home if cuda.build else f'{cuda.reason}; {cuda.fix}'}"
+            f"CUDA     {f'built with {cuda.home}' if cuda.build else f'{cuda.reason}; {cuda.fix}'}"
         )
         print(f"key      {_key(request)}")
 
 
 def _why(options: argparse.Namespace) -> int:
-    request, reasons = _request(options), []
-    if found := store.find(request, reasons) or prebuilt.find(request, reasons):
-        print(f"nothing changed: {found.path}")
+    request = _request(options)
+    reasons: list[str] = []
+    built = store.find(request, reasons) or prebuilt.find(request, reasons)
+    if built:
+        print(f"nothing changed: {built.path}")
         return 0
     print("\n".join(reasons[:1] or store.other_facts(request) or ["it was never built"]))
     return 1
@@ -157,20 +160,18 @@ def _cache(options: argparse.Namespace) -> None:
     from .cache import bounds
 
     for folder in filter(os.path.isdir, [*folders.own(), *folders.shared()]):
-        found = bounds.entries(folder)
-        for entry in found:
+        entries = bounds.entries(folder)
+        for entry in entries:
             used = time.strftime("%Y-%m-%d", time.localtime(entry.used))
             state = "in use" if store.in_use(entry.path) else ""
             print(f"{entry.size / 1e6:9.2f} MB  {used}  {state:6}  {entry.path}")
-        size = sum(entry.size for entry in found) / 1e6
-        print(f"{size:9.2f} MB in {len(found)} libraries and objects in {folder}")
+        size = sum(entry.size for entry in entries) / 1e6
+        print(f"{size:9.2f} MB in {len(entries)} libraries and objects in {folder}")
 
 
 def _clean(options: argparse.Namespace) -> None:
     from .cache import bounds
 
     for folder, left in bounds.clean():
-        say(
-            f"removed the libraries in {folder}"
-            + f", but {len(left)} that a process has or builds" * bool(left)
-        )
+        exception = f", but {len(left)} that a process has or builds" if left else ""
+        say(f"removed the libraries in {folder}{exception}")

@@ -12,21 +12,19 @@ from types import SimpleNamespace
 
 import torch
 
-# If nobody says for which GPU: code for A100 and H100, and PTX for anything newer.
+# If no GPU is named: code for A100 and H100, and PTX for anything newer.
 DEFAULT_ARCHES = "8.0;9.0+PTX"
 # NVIDIA's name for this kind of machine.
 TARGET = {"aarch64": "sbsa-linux"}.get(os.uname().machine, "x86_64-linux")
 
 
 class Choice(SimpleNamespace):
-    """Whether to build for CUDA. If not, `reason` says why, and `fix` is the command that changes
-    it.
-    """
+    """Whether to build for CUDA. If not, `reason` says why, and the command `fix` changes it."""
 
     build: bool = False
     reason: str = ""
     fix: str = ""
-    fatal: bool = False  # CUDA was asked for, and cannot be built
+    fatal: bool = False  # CUDA is required, and cannot be built
     home: str = ""  # the toolkit's folder
     version: str = ""  # the toolkit's
     arches: str = ""  # as in TORCH_CUDA_ARCH_LIST; empty: those of `gpus`
@@ -34,59 +32,55 @@ class Choice(SimpleNamespace):
 
 
 def choose(needed: bool = False) -> Choice:
-    """Obeys CALCOPS_CUDA; if that is not set, a visible GPU or an explicit TORCH_CUDA_ARCH_LIST
-    asks for CUDA.
+    """Choose by CALCOPS_CUDA; if that is not set, by a visible GPU or TORCH_CUDA_ARCH_LIST.
 
-    needed   there are .cu sources that cannot be left out
+    With `needed`, there are .cu sources that cannot be left out.
     """
     switch = os.environ.get("CALCOPS_CUDA", "")
     if switch not in ("", "0", "1"):
         raise ValueError(f"calcops_jit: expected CALCOPS_CUDA 0 or 1, got {switch!r}")
-    asked = needed or switch == "1"
+    required = needed or switch == "1"
     if switch == "0" and not needed:
         return Choice(reason="CALCOPS_CUDA=0 was set", fix="unset CALCOPS_CUDA")
     if torch.version.cuda is None:
         return Choice(
             reason="this PyTorch is a CPU build",
             fix="pip install --force-reinstall torch",
-            fatal=asked,
+            fatal=required,
         )
     arches = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("native", "")
     gpus = visible_gpus()
-    if not (asked or gpus or arches):
+    if not (required or gpus or arches):
         return Choice(reason="no GPU was visible", fix="CALCOPS_CUDA=1 python -m calcops_jit build")
     home, version = find_toolkit()
     if not home:
-        have = (
-            f"nvcc is CUDA {version}, torch is CUDA {torch.version.cuda}"
-            if version
-            else "no nvcc was found"
-        )
-        checkout = os.path.exists(os.path.join(os.path.dirname(__file__), "..", "Makefile"))
-        fix = (
-            "make cuda" if checkout else f"pip install 'cuda-toolkit[nvcc]=={torch.version.cuda}.*'"
-        )
-        return Choice(reason=have, fix=fix, fatal=asked, gpus=gpus)
+        reason = "no nvcc was found"
+        if version:
+            reason = f"nvcc is CUDA {version}, torch is CUDA {torch.version.cuda}"
+        fix = f"pip install 'cuda-toolkit[nvcc]=={torch.version.cuda}.*'"
+        if os.path.exists(os.path.join(os.path.dirname(__file__), "..", "Makefile")):
+            fix = "make cuda"
+        return Choice(reason=reason, fix=fix, fatal=required, gpus=gpus)
     if not (arches or gpus):
         arches = DEFAULT_ARCHES
     return Choice(build=True, home=home, version=version, arches=arches, gpus=gpus)
 
 
 def find_toolkit() -> tuple[str, str]:
-    """Finds the first toolkit of torch's major version: (folder, version); if there is none, ("",
-    another version or "").
+    """Return (folder, version) of the first toolkit of PyTorch's major version.
+
+    If there is none, return ("", the version of another toolkit or "").
     """
     if torch.version.cuda is None:
         return "", ""
     nvcc = shutil.which("nvcc")
-    wheels = os.path.join(
-        os.path.dirname(os.path.dirname(torch.__file__)), "nvidia", "*", "bin", "nvcc"
-    )
+    site = os.path.dirname(os.path.dirname(torch.__file__))
+    wheels = glob.glob(os.path.join(site, "nvidia", "*", "bin", "nvcc"))
     candidates = [
         os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"),
         nvcc and os.path.dirname(os.path.dirname(os.path.realpath(nvcc))),
         "/usr/local/cuda",
-        *(os.path.dirname(os.path.dirname(w)) for w in sorted(glob.glob(wheels), reverse=True)),
+        *(os.path.dirname(os.path.dirname(path)) for path in sorted(wheels, reverse=True)),
     ]
     other = ""
     for home in filter(None, candidates):
@@ -99,31 +93,30 @@ def find_toolkit() -> tuple[str, str]:
 
 
 def headers(home: str) -> str:
-    """The folder of a toolkit's headers: include, which NVIDIA's packages link to that of the
-    target; conda's have the target's alone.
+    """Return the folder of a toolkit's headers.
+
+    NVIDIA's packages have include, a link to the target's folder. conda's have only the latter.
     """
     of_target = os.path.join(home, "targets", TARGET, "include")
     plain = os.path.join(home, "include")
-    return (
-        of_target
-        if os.path.isdir(of_target) and not os.path.exists(f"{plain}/cuda_runtime_api.h")
-        else plain
-    )
+    if os.path.exists(f"{plain}/cuda_runtime_api.h") or not os.path.isdir(of_target):
+        return plain
+    return of_target
 
 
 def _toolkit_version(home: str) -> str:
     for header in ("cuda_runtime_api.h", "cuda.h"):
-        with (
-            contextlib.suppress(OSError),
-            open(os.path.join(headers(home), header), encoding="latin-1") as file,
-        ):
-            if found := re.search(r"#define CUDA(?:RT)?_VERSION\s+(\d+)", file.read(32768)):
-                return f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}"
+        path = os.path.join(headers(home), header)
+        with contextlib.suppress(OSError), open(path, encoding="latin-1") as file:
+            match = re.search(r"#define CUDA(?:RT)?_VERSION\s+(\d+)", file.read(32768))
+            if match:
+                number = int(match[1])
+                return f"{number // 1000}.{number % 1000 // 10}"
     return ""
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Names of the kinds of GPU in this machine; none if CUDA_VISIBLE_DEVICES hides them all."""
+    """Return the names of this machine's GPUs; none if CUDA_VISIBLE_DEVICES hides them all."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return ()
     names = set()
@@ -135,17 +128,20 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def gpu_capabilities() -> list[str]:
-    """Asks the driver, in a process of its own, for compute capabilities such as ["8.0", "9.0"]."""
+    """Return the GPUs' compute capabilities, such as ["8.0", "9.0"], by nvidia-smi."""
     with contextlib.suppress(OSError):
-        asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        said = subprocess.run(asked, capture_output=True, text=True).stdout
-        return sorted(set(re.findall(r"^\d+\.\d$", said, re.MULTILINE)), key=float)
+        command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        output = subprocess.run(command, capture_output=True, text=True).stdout
+        return sorted(set(re.findall(r"^\d+\.\d$", output, re.MULTILINE)), key=float)
     return []
 
 
 def arch_list(choice: Choice) -> str:
-    """Return TORCH_CUDA_ARCH_LIST for the build: the given one, else every GPU here, the newest
-    also as PTX.
+    """Return TORCH_CUDA_ARCH_LIST for the build: the chosen one, else every GPU of this machine.
+
+    The newest GPU's is also compiled to PTX.
     """
-    here = "" if choice.arches else ";".join(gpu_capabilities())
-    return choice.arches or (here + "+PTX" if here else DEFAULT_ARCHES)
+    if choice.arches:
+        return choice.arches
+    capabilities = gpu_capabilities()
+    return ";".join(capabilities) + "+PTX" if capabilities else DEFAULT_ARCHES

@@ -15,29 +15,31 @@ _LOG_S = 10.0
 
 
 class Progress:
-    """`with Progress(title, state) as progress:` shows the title and a state until the block is
-    left, and then `progress.outcome` instead.
+    """`with Progress(title, state) as progress:` shows the title and a state during the block, and
+    `progress.outcome` after it.
 
-    state   state(seconds) gives a text and the part that is done, 0 to 1
+    state(seconds) returns a text and the finished fraction, 0 to 1.
     """
 
     outcome = ""
 
     def __init__(self, title: str, state: Callable[[float], tuple[str, float]]):
-        self._title, self._state = title, state
+        self._title = title
+        self._state = state
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="calcops progress", daemon=True)
 
     def __enter__(self) -> Progress:
         self.start = time.monotonic()
-        self._terminal, self._output = False, None
+        self._terminal = False
+        self._output = None  # a cell's
         with contextlib.suppress(OSError, ValueError):  # a closed stream must not fail a build
             self._terminal = sys.stderr is not None and sys.stderr.isatty()
             if type(sys.stderr).__module__.startswith("ipykernel"):
                 from IPython.display import display
 
                 self._output = display({"text/plain": ""}, raw=True, display_id=True)
-        self._tell()
+        self._update()
         self._thread.start()
         return self
 
@@ -51,31 +53,34 @@ class Progress:
 
     def _run(self) -> None:
         while not self._stop.wait(_REDRAW_S if self._terminal or self._output else _LOG_S):
-            self._tell()
+            self._update()
 
-    def _tell(self) -> None:
-        text, part = self._state(self.seconds())
-        self._show(f"{self._title} {text}", part)
+    def _update(self) -> None:
+        text, fraction = self._state(self.seconds())
+        self._show(f"{self._title} {text}", fraction)
 
-    def _show(self, text: str, part: float | None) -> None:
+    def _show(self, text: str, fraction: float | None) -> None:
         with contextlib.suppress(OSError, ValueError):
             # Not a widget, which needs ipywidgets and is lost when the notebook is read later.
             if self._output:
-                bar = f"<progress value='{part or 0:.3f}'></progress> {html.escape(text)}"
-                self._output.update(
-                    {"text/plain": text} | ({} if part is None else {"text/html": bar}), raw=True
-                )
+                shown = {"text/plain": text}
+                if fraction is not None:
+                    bar = f"<progress value='{fraction:.3f}'></progress> {html.escape(text)}"
+                    shown["text/html"] = bar
+                self._output.update(shown, raw=True)
             elif self._terminal:
                 width = shutil.get_terminal_size().columns - 1
                 line = text and f"calcops_jit: {text}"[:width]
-                end = "" if part is not None else "\n" if text else "\r"
+                end = ""
+                if fraction is None:
+                    end = "\n" if text else "\r"
                 print("\r" + line.ljust(width), end=end, file=sys.stderr, flush=True)
             elif text:
                 say(text)
 
 
 def say(text: str) -> None:
-    """Prints one line that stays."""
+    """Print one line that stays."""
     if sys.stderr is not None:  # print() would take None for sys.stdout
         with contextlib.suppress(OSError, ValueError):  # a closed stream must not fail a build
             print(f"calcops_jit: {text}", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.machinery import EXTENSION_SUFFIXES
 from types import SimpleNamespace
@@ -26,7 +26,8 @@ SHADOW = os.path.join(os.path.dirname(os.path.realpath(__file__)), "shadow")
 # headers. The first one serves TORCH_LIBRARY, and compiles in 40 % of the time of the second. The
 # second one also serves contracts and derivatives.
 _RUNTIME = os.path.join(os.path.dirname(SHADOW), "runtime")
-REGISTRY, RUNTIME = f"{_RUNTIME}/registry.cpp", f"{_RUNTIME}/runtime.cpp"
+REGISTRY = f"{_RUNTIME}/registry.cpp"
+RUNTIME = f"{_RUNTIME}/runtime.cpp"
 RUNTIMES = (REGISTRY, RUNTIME)
 # Hidden and not "gnu unique", so that two builds of one operator can be in one process without
 # sharing variables.
@@ -36,8 +37,7 @@ COMPILER_VARIABLES = (
     "CC CCC_OVERRIDE_OPTIONS COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH GCC_EXEC_PREFIX"
     " LIBRARY_PATH LD_RUN_PATH NVCC_APPEND_FLAGS NVCC_CCBIN NVCC_PREPEND_FLAGS SOURCE_DATE_EPOCH"
 ).split()
-# Compiler wrappers find objects by rules of their own, and what they keep is kept in our cache
-# anyway.
+# Compiler wrappers find objects by rules of their own. Our cache has these objects anyway.
 _WRAPPERS = ("ccache", "sccache")
 MACHINE = os.uname().machine
 # How the names of the extensions that -march=native turns on begin; other words in /proc/cpuinfo
@@ -47,8 +47,8 @@ _ISA = tuple(
     " xsave rdrnd rdseed prefetchw 3dnowprefetch clflushopt clwb movdir enqcmd serialize waitpkg"
     " sm3 sm4 apx".split()
 )
-# What -mcpu=native on ARM goes by: the compiler tunes for the model, too. Two of the features are
-# the kernel's own.
+# The lines that decide -mcpu=native on ARM, where the compiler tunes for the model, too. Two of the
+# features are the kernel's own.
 _ARM_KEYS = ("Features", "CPU implementer", "CPU variant", "CPU part")
 _ARM_KERNEL = {"evtstrm", "cpuid"}
 
@@ -66,19 +66,19 @@ class Request(SimpleNamespace):
     ldflags: tuple[str, ...] = ()
     include_paths: tuple[str, ...] = ()
     cuda: cuda.Choice = cuda.Choice()
-    # This project's operators; "foreign": what `load` was asked for, which may call Python.
+    # "own": this project's operators. "foreign": a library of `load`, which may call Python.
     kind: str = "own"
     is_unit: bool = False  # one source of a library, whose object is kept
-    # What a wheel brings will do, though it was built for more than this processor.
+    # A wheel's library serves, though it was built for more than this processor.
     prebuilt: bool = False
-    # Of a library in a wheel: the way from its folder to the one that torch lies in.
+    # Of a library in a wheel: the relative path from its folder to the one that has torch.
     origin: str = ""
     verbose: bool = False
     asked: tuple = ()  # the arguments of requests.foreign
     given: tuple[tuple[str, ...], tuple[str, ...]] | None = None  # the arguments of located()
 
     def but(self, **changes) -> Request:
-        """A Request with other values, and with nothing found out yet."""
+        """Return a Request with other values. Its cached properties are computed anew."""
         # (A dataclass has this, but takes longer to define than all of this module.)
         return Request(**{name: getattr(self, name) for name in Request.__annotations__} | changes)
 
@@ -87,7 +87,7 @@ class Request(SimpleNamespace):
         return self.but(**(located(*self.given) if self.given else {}))
 
     def unit(self, source: str) -> Request:
-        """The Request for the object of one source, which is kept like a library."""
+        """Return the Request for the object of one source, which is kept like a library."""
         changes = {
             "name": f"unit-{os.path.basename(source)}",
             "sources": (source,),
@@ -100,8 +100,8 @@ class Request(SimpleNamespace):
             cflags = ("-Og", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")
             changes |= {"kind": "own", "cflags": cflags, "include_paths": (SHADOW,)}
         unit = self.but(**changes)
-        for found in ("environment", "compiler", "tools", "roots"):
-            setattr(unit, found, getattr(self, found))
+        for computed in ("environment", "compiler", "tools", "roots"):
+            setattr(unit, computed, getattr(self, computed))
         if source in RUNTIMES:  # a path in a project means the same to every other project
             unit.roots = [(token, folder) for token, folder in self.roots if token != "@root"]
         return unit
@@ -112,17 +112,20 @@ class Request(SimpleNamespace):
 
     @cached_property
     def environment(self) -> dict[str, str]:
-        """The environment of the compilers, without variables that keep them from reporting."""
-        # Another thread may remove a variable meanwhile: os.environ.copy() would raise KeyError.
-        now = {
-            name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None
-        }
+        """Return the environment of the compilers."""
+        variables = {}
+        for name in list(os.environ):
+            # Another thread may remove a variable meanwhile: os.environ.copy() would raise
+            # KeyError.
+            value = os.environ.get(name)
+            if value is not None:
+                variables[name] = value
         # With these, a compiler ignores -MD.
         for name in ("DEPENDENCIES_OUTPUT", "SUNPRO_DEPENDENCIES"):
-            now.pop(name, None)
+            variables.pop(name, None)
         # For a c++ that is a script which calls a wrapper, and for an nvcc that finds one under
         # another name.
-        return now | {"CCACHE_DISABLE": "1", "SCCACHE_RECACHE": "1"}
+        return variables | {"CCACHE_DISABLE": "1", "SCCACHE_RECACHE": "1"}
 
     @cached_property
     def compiler(self) -> list[str]:
@@ -140,7 +143,7 @@ class Request(SimpleNamespace):
         pairs.append(("@loader", os.path.dirname(SHADOW)))
         if self.cuda.home:
             pairs += [("@cuda", os.path.realpath(self.cuda.home)), ("@cuda", self.cuda.home)]
-        # What sysconfig.get_path("include", "posix_prefix") says after reading a file.
+        # It is sysconfig.get_path("include", "posix_prefix"), which reads a file.
         python = f"python{sys.version_info[0]}.{sys.version_info[1]}{sys.abiflags}"
         pairs.append(("@python", os.path.join(sys.base_prefix, "include", python)))
         return pairs
@@ -154,14 +157,14 @@ class Request(SimpleNamespace):
         return sorted(self.roots, key=lambda pair: -len(pair[1]))
 
     def fold(self, path: str) -> str:
-        """Replaces the folder that a path begins with by its token."""
+        """Replace the folder that a path begins with by its token."""
         for token, folder in self._innermost_first:
             if path == folder or path.startswith(folder + "/"):
                 return token + path[len(folder) :]
         return path
 
     def unfold(self, path: str) -> str:
-        """Undoes fold()."""
+        """Undo fold()."""
         if path.startswith("@"):
             token, slash, rest = path.partition("/")
             return self._folders[token] + slash + rest
@@ -169,24 +172,24 @@ class Request(SimpleNamespace):
 
     @cached_property
     def facts(self) -> dict:
-        """Everything that a build depends on besides the contents of files."""
+        """Return everything that a build depends on besides the contents of files."""
         flags = [*self.cflags, *self.cuda_cflags, *self.ldflags, *self.compiler[1:]]
-        fold_flags = lambda flags: [flag.replace(self.root + "/", "@root/") for flag in flags]  # noqa: E731
+        arguments = [word for word in self.compiler[1:] if not self._is_program(word)]
         facts = {
             "format": FORMAT,
             "name": self.name,
-            "sources": [self.fold(s) for s in self.sources],
-            "include paths": [self.fold(i) for i in self.include_paths],
-            "C++ flags": fold_flags(self.cflags),
-            "CUDA flags": fold_flags(self.cuda_cflags),
-            "linker flags": fold_flags(self.ldflags),
+            "sources": [self.fold(path) for path in self.sources],
+            "include paths": [self.fold(path) for path in self.include_paths],
+            "C++ flags": self._fold_flags(self.cflags),
+            "CUDA flags": self._fold_flags(self.cuda_cflags),
+            "linker flags": self._fold_flags(self.ldflags),
             "torch version": [torch.__version__, torch.version.git_version, torch.version.debug],
             "torch folder": self.origin or self._folders["@torch"],  # the library's rpath names it
-            "compiler arguments": fold_flags(
-                [w for w in self.compiler[1:] if not self._is_program(w)]
-            ),
+            "compiler arguments": self._fold_flags(arguments),
             "environment": {
-                k: self.environment[k] for k in COMPILER_VARIABLES if self.environment.get(k)
+                name: self.environment[name]
+                for name in COMPILER_VARIABLES
+                if self.environment.get(name)
             },
         }
         if self.cuda.build:
@@ -201,29 +204,31 @@ class Request(SimpleNamespace):
             facts["Python"] = EXTENSION_SUFFIXES[0]
         return facts
 
+    def _fold_flags(self, flags: Sequence[str]) -> list[str]:
+        return [flag.replace(self.root + "/", "@root/") for flag in flags]
+
     @cached_property
     def slot(self) -> str:
         return closure.digest(json.dumps(self.facts, sort_keys=True).encode())[:16]
 
     @cached_property
     def tools(self) -> list[str]:
-        """The real paths of the programs that a build runs; empty if there is no compiler."""
+        """Return the real paths of the programs that a build runs; [] if there is no compiler."""
         programs = [word for word in self.compiler if self._is_program(word)]
         if programs[:1] != self.compiler[:1]:
             return []
-        programs += ["as", "ld"]  # which GCC looks for on PATH
+        programs += ["as", "ld"]  # GCC looks for them on PATH
         if self.cuda.build:
             programs += [os.path.join(self.cuda.home, "bin", "nvcc"), self.host_compiler]
-        found = [shutil.which(program, path=self.environment.get("PATH")) for program in programs]
-        return [os.path.realpath(path) for path in found if path]
+        paths = [shutil.which(program, path=self.environment.get("PATH")) for program in programs]
+        return [os.path.realpath(path) for path in paths if path]
 
     @property
     def host_compiler(self) -> str:
-        """The compiler that nvcc runs: it looks for gcc on PATH, whatever CXX says."""
-        named = (
-            self.environment.get("NVCC_CCBIN") or compiler_words(self.environment, "CC", "gcc")[0]
-        )
-        return os.path.join(named, "gcc") if os.path.isdir(named) else named
+        """Return the compiler that nvcc runs: NVCC_CCBIN, CC, or gcc on PATH, but never CXX."""
+        words = compiler_words(self.environment, "CC", "gcc")
+        compiler = self.environment.get("NVCC_CCBIN") or words[0]
+        return os.path.join(compiler, "gcc") if os.path.isdir(compiler) else compiler
 
     def _is_program(self, word: str) -> bool:
         """Return True if a word of CXX is a program, as g++ in `env CPATH=include g++`."""
@@ -233,43 +238,44 @@ class Request(SimpleNamespace):
 
 def located(sources: tuple[str, ...], include_paths: tuple[str, ...]) -> dict:
     """Return a Request's paths, from absolute paths that may contain links."""
-    found = tuple(map(closure.real_path, sources))
-    root = os.path.commonpath([os.path.dirname(path) for path in found])
+    paths = tuple(map(closure.real_path, sources))
+    root = os.path.commonpath([os.path.dirname(path) for path in paths])
     return {
         "given": (sources, include_paths),
         # A folder that can move, not the whole disk.
-        "root": root if root != "/" else os.path.dirname(found[0]),
-        "sources": found,
+        "root": root if root != "/" else os.path.dirname(paths[0]),
+        "sources": paths,
         "include_paths": tuple(map(os.path.realpath, include_paths)),
     }
 
 
 def processor_flag(isa: str = "native") -> str:
-    """The compiler's flag for a kind of processor: all that it has, and tuned for it. On ARM a
-    model is an -mcpu, an architecture such as armv8.2-a+sve an -march.
+    """Return the compiler's flag for a kind of processor.
+
+    On ARM a model is an -mcpu, and an architecture such as armv8.2-a+sve is an -march.
     """
-    return f"-{'mcpu' if MACHINE == 'aarch64' and not isa.startswith('armv') else 'march'}={isa}"
+    is_model = MACHINE == "aarch64" and not isa.startswith("armv")
+    return f"-mcpu={isa}" if is_model else f"-march={isa}"
 
 
 def isa() -> str:
-    """The processor's instruction-set extensions; on ARM also its maker and model, by numbers."""
+    """Return the processor's instruction-set extensions; on ARM also numbers of maker and model."""
     # The first processor is enough, and 300 of them take long to print.
     with open("/proc/cpuinfo", "rb") as file:
         first = file.read(8192).decode(errors="replace")
     if MACHINE == "aarch64":  # but a chip may have processors of two kinds
-        rows = (
-            line.partition(":") for line in first.splitlines(keepends=True) if line.endswith("\n")
-        )
-        words = {
-            word for key, _, value in rows if key.strip() in _ARM_KEYS for word in value.split()
-        }
+        words = set()
+        for line in first.splitlines(keepends=True):
+            key, _, value = line.partition(":")
+            if line.endswith("\n") and key.strip() in _ARM_KEYS:
+                words.update(value.split())
         return " ".join(sorted(words - _ARM_KERNEL))
     flags = first.partition("\nflags")[2].partition("\n")[0]
-    return " ".join(sorted(w for w in flags.split() if w.startswith(_ISA)))
+    return " ".join(sorted(word for word in flags.split() if word.startswith(_ISA)))
 
 
 def words_of(variable: str, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Splits an environment variable into words, as a shell would."""
+    """Split an environment variable into words, as a shell would."""
     text = environment.get(variable, "")
     if not any(mark in text for mark in "'\"\\"):
         return text.split()
@@ -286,20 +292,22 @@ def words_of(variable: str, environment: Mapping[str, str] = os.environ) -> list
 def compiler_words(
     environment: Mapping[str, str] = os.environ, variable: str = "CXX", otherwise: str = "c++"
 ) -> list[str]:
-    """The command of a compiler, CXX or c++, without a wrapper that keeps objects of its own."""
+    """Return the command of a compiler without a wrapper that keeps objects of its own.
+
+    The command is that of the environment variable, else `otherwise`.
+    """
     words: list[str] = []
-    wrapped = False
+    is_wrappers = False
     for word in words_of(variable, environment):
         # `ccache KEY=VALUE g++`.
-        wrapped = os.path.basename(word) in _WRAPPERS or wrapped and "=" in word
-        words += [] if wrapped else [word]
+        is_wrappers = os.path.basename(word) in _WRAPPERS or is_wrappers and "=" in word
+        if not is_wrappers:
+            words.append(word)
     words = words or words_of(variable, environment) or [otherwise]
+    if not _is_wrapper(words[0], environment):
+        return words
     # A c++ that is a link to a wrapper stands for the next c++ on PATH.
-    for folder in (
-        environment.get("PATH", os.defpath).split(os.pathsep)
-        if _is_wrapper(words[0], environment)
-        else ()
-    ):
+    for folder in environment.get("PATH", os.defpath).split(os.pathsep):
         candidate = os.path.join(folder, os.path.basename(words[0]))
         if os.access(candidate, os.X_OK) and not _is_wrapper(candidate, environment):
             return [candidate, *words[1:]]
@@ -307,5 +315,5 @@ def compiler_words(
 
 
 def _is_wrapper(command: str, environment: Mapping[str, str]) -> bool:
-    found = shutil.which(command, path=environment.get("PATH"))
-    return found is not None and os.path.basename(os.path.realpath(found)) in _WRAPPERS
+    path = shutil.which(command, path=environment.get("PATH"))
+    return path is not None and os.path.basename(os.path.realpath(path)) in _WRAPPERS

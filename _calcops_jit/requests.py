@@ -14,26 +14,28 @@ _CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
 
 
 def operators_root() -> str:
-    """Path of ops/: beside calcops_jit.py in a checkout, in this package when installed."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    installed = os.path.join(here, "ops")
-    return os.path.realpath(installed if os.path.isdir(installed) else f"{here}/../ops")
+    """Return the path of ops/: beside calcops_jit.py in a checkout, else in this package."""
+    package = os.path.dirname(os.path.abspath(__file__))
+    installed = os.path.join(package, "ops")
+    return os.path.realpath(installed if os.path.isdir(installed) else f"{package}/../ops")
 
 
 def own(
     root: str | None = None, name: str = "calcops", isa: str = "", choice: cuda.Choice | None = None
 ) -> Request:
-    """The Request for everything under ops/: each .cpp there or in an operator's folder, and each
-    .cu if CUDA is built.
+    """Return the Request for ops/: every .cpp in it and its folders, and every .cu for CUDA.
 
-    isa      the processors, as processor_flag() takes them; default: this one or a wheel's
-    choice   default: what cuda.choose() says
+    Args:
+        root: the folder; default: operators_root().
+        name: of the library.
+        isa: the processors, as processor_flag() takes them; default: this one or a wheel's.
+        choice: of CUDA; default: cuda.choose().
     """
     root = root or operators_root()
     choice = choice or cuda.choose()
     extra = words_of("CALCOPS_CFLAGS")
     try:
-        found = sorted(_sources(root))
+        files = sorted(_files(root))
     except OSError as error:
         if error.errno not in NO_DESCRIPTOR:
             raise
@@ -49,12 +51,13 @@ def own(
         *extra,
     ]
     if not choice.build:
-        why = f"{choice.reason}; {choice.fix}"  # neither has a quote or a $
-        cflags.append(f"-DCALCOPS_NO_CUDA='\"{why}\"'")  # a shell's word
+        reason = f"{choice.reason}; {choice.fix}"  # neither has a quote or a $
+        cflags.append(f"-DCALCOPS_NO_CUDA='\"{reason}\"'")  # a shell's word
+    suffixes = (".cpp", ".cu") if choice.build else (".cpp",)
     return Request(
         name=name,
         root=root,
-        sources=tuple(f for f in found if f.endswith(".cpp") or choice.build and f.endswith(".cu")),
+        sources=tuple(file for file in files if file.endswith(suffixes)),
         cflags=tuple(cflags),
         cuda_cflags=_CUDA_BASE,
         ldflags=("-fopenmp", *extra),
@@ -64,11 +67,12 @@ def own(
     )
 
 
-def _sources(root: str) -> Iterator[str]:
-    """Paths of the files in a folder and, unless these begin with an underscore, in its folders;
-    hidden ones are left out. (glob compiles three regular expressions for that, which takes longer
-    than the rest of a Request.)
+def _files(root: str) -> Iterator[str]:
+    """Yield the files in a folder and in its folders.
+
+    Names that begin with a dot and folders that begin with an underscore are left out.
     """
+    # glob compiles three regular expressions, which takes longer than the rest of a Request.
     with os.scandir(root) as entries:
         for entry in entries:
             if entry.name.startswith("."):
@@ -76,15 +80,12 @@ def _sources(root: str) -> Iterator[str]:
             if not entry.is_dir():
                 yield entry.path
             elif not entry.name.startswith("_"):
-                yield from (
-                    f"{entry.path}/{name}"
-                    for name in os.listdir(entry.path)
-                    if not name.startswith(".")
-                )
+                names = [name for name in os.listdir(entry.path) if not name.startswith(".")]
+                yield from (f"{entry.path}/{name}" for name in names)
 
 
-# Options of torch.utils.cpp_extension.load: the values that change nothing here, and what there is
-# instead of others.
+# Options of torch.utils.cpp_extension.load: the values that change nothing here, and what serves
+# instead of the others.
 _TORCH_OPTIONS = {
     "build_directory": (
         (None,),
@@ -109,9 +110,7 @@ def foreign(
     with_cuda=None,
     torch_options=(),
 ) -> Request:
-    """The Request for somebody's own sources; the options mean what they mean to
-    torch.utils.cpp_extension.load.
-    """
+    """Return the Request for somebody's own sources, from the options of calcops_jit.load."""
     for option, value in dict(torch_options).items():
         if option not in _TORCH_OPTIONS:
             raise TypeError(f"calcops_jit.load: got an unknown argument `{option}`")
@@ -119,11 +118,10 @@ def foreign(
         if value not in harmless:
             raise ValueError(f"calcops_jit.load: expected no `{option}`, got {value!r}; {instead}")
     # calcops is this project's own library; names of objects in the cache begin with unit-.
-    if not isinstance(name, str) or not re.fullmatch(
-        r"(?!calcops$|unit-)[A-Za-z_][\w.-]{,199}", name
-    ):
-        what = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'unit-...'"
-        raise ValueError(f"calcops_jit.load: expected `name` {what}, got {name!r}")
+    allowed = r"(?!calcops$|unit-)[A-Za-z_][\w.-]{,199}"
+    if not isinstance(name, str) or not re.fullmatch(allowed, name):
+        words = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'unit-...'"
+        raise ValueError(f"calcops_jit.load: expected `name` {words}, got {name!r}")
     # os.path.abspath would take a ".." after a link for the folder in which the link lies.
     paths = [os.path.join(os.getcwd(), path) for path in _strings("sources", sources)]
     if not paths:
@@ -134,15 +132,11 @@ def foreign(
     if with_cuda is None:
         with_cuda = any(path.endswith(CUDA_SUFFIXES) for path in paths)
     define = f"-DTORCH_EXTENSION_NAME={name}"
-    cflags, cuda_cflags = (
-        _flags("extra_cflags", extra_cflags),
-        _flags("extra_cuda_cflags", extra_cuda_cflags),
-    )
+    cflags = _flags("extra_cflags", extra_cflags)
+    cuda_cflags = _flags("extra_cuda_cflags", extra_cuda_cflags)
     ldflags = _flags("extra_ldflags", extra_ldflags)
-    folders = [
-        os.path.join(os.getcwd(), folder)
-        for folder in _strings("extra_include_paths", extra_include_paths)
-    ]
+    names = _strings("extra_include_paths", extra_include_paths)
+    folders = [os.path.join(os.getcwd(), folder) for folder in names]
     return Request(
         name=name,
         **located(tuple(paths), (SHADOW, *folders)),
@@ -157,19 +151,19 @@ def foreign(
 
 
 def _strings(argument: str, value) -> list[str]:
-    """A list of strings from a path, a string, or a sequence of these."""
+    """Return a list of strings from a path, a string, or a sequence of these."""
     try:
-        found = [value] if isinstance(value, (str, os.PathLike)) else list(value or ())
-        found = [os.fspath(item) for item in found]
-        if all(isinstance(item, str) for item in found):
-            return found
+        items = [value] if isinstance(value, (str, os.PathLike)) else list(value or ())
+        strings = [os.fspath(item) for item in items]
+        if all(isinstance(item, str) for item in strings):
+            return strings
     except TypeError:
         pass
     raise TypeError(f"calcops_jit.load: expected `{argument}` as strings or paths, got {value!r}")
 
 
 def _flags(argument: str, value) -> list[str]:
-    """A list of flags from a sequence, or from a string as a shell would split it."""
+    """Return a list of flags from a sequence, or from a string as a shell would split it."""
     if isinstance(value, str):
         import shlex  # importing it takes longer than making a Request
 

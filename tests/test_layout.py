@@ -201,3 +201,9 @@ def test_every_mutation_has_its_place_in_the_code(monkeypatch):
 
     for mutation in mutation_check.mutations():
         assert mutation_check.file_of(ROOT, mutation), mutation.what
+
+
+@pytest.mark.parametrize("path", [*PYTHON, ROOT / "Makefile"], ids=name)
+def test_modules_that_are_run_exist(path):
+    for module in re.findall(r"-m\W+(_calcops_jit[.\w]*)", path.read_text()):
+        assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module

@@ -26,41 +26,43 @@ class Entry(SimpleNamespace):
 
     @property
     def is_preamble(self) -> bool:
-        """Whether it is a precompiled header."""
+        """Return True for a precompiled header."""
         return "/unit-preamble." in self.path
 
 
 def entries(folder: str) -> list[Entry]:
-    """All that a cache folder holds, the least recently used first."""
-    found = []
+    """Return the entries of a cache folder, the least recently used first."""
+    entries = []
     for slot in folders.slots(folder):
         for path in map(os.path.dirname, glob.glob(f"{glob.escape(slot)}/*/manifest")):
             with contextlib.suppress(OSError):  # somebody removed it meanwhile
-                size = sum(entry.stat().st_size for entry in os.scandir(path))
-                found.append(Entry(used=os.stat(path).st_mtime, path=path, size=size))
-    return sorted(found, key=lambda entry: entry.used)
+                size = sum(file.stat().st_size for file in os.scandir(path))
+                entries.append(Entry(used=os.stat(path).st_mtime, path=path, size=size))
+    return sorted(entries, key=lambda entry: entry.used)
 
 
 def bound() -> int:
-    """CALCOPS_CACHE_SIZE in bytes. BuildError: it is no size."""
+    """Return CALCOPS_CACHE_SIZE in bytes. BuildError: it is no size."""
     text = os.environ.get("CALCOPS_CACHE_SIZE") or "2G"
-    if not (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?\s*", text.upper())):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?\s*", text.upper())
+    if not match:
         evidence = f"expected such as 500M or 2G, got {text!r}"
         raise report("CALCOPS_CACHE_SIZE is no size", [evidence], "export CALCOPS_CACHE_SIZE=2G")
     return int(float(match[1]) * 1024 ** ["", "K", "M", "G", "T"].index(match[2]))
 
 
 def prune(size: int) -> list[Entry]:
-    """Removes what was not used for longest from a cache folder that holds more than `size`, but
-    never a library in use. Precompiled headers do not count; see prune_preambles().
+    """Remove the least recently used entries of cache folders that hold more than `size` bytes.
+
+    A library in use stays. Precompiled headers do not count; see prune_preambles().
     """
     removed = []
     for folder in filter(os.path.isdir, folders.own()):
-        found = entries(folder)
-        removed += prune_preambles(found)
-        found = [entry for entry in found if not entry.is_preamble]
-        excess = sum(entry.size for entry in found) - size
-        for entry in found:
+        held = entries(folder)
+        removed += prune_preambles(held)
+        counted = [entry for entry in held if not entry.is_preamble]
+        excess = sum(entry.size for entry in counted) - size
+        for entry in counted:
             if excess > 0 and store.discard(entry.path):
                 excess -= entry.size
                 removed.append(entry)
@@ -69,23 +71,24 @@ def prune(size: int) -> list[Entry]:
     return removed
 
 
-def prune_preambles(found: list[Entry]) -> list[Entry]:
+def prune_preambles(held: list[Entry]) -> list[Entry]:
     """Remove the precompiled headers of a folder. The last two stay if they were used within a
     month.
     """
-    last_first = [entry for entry in reversed(found) if entry.is_preamble]
-    outdated = [
-        e for i, e in enumerate(last_first) if i >= _PREAMBLES or time.time() - e.used > _MONTH_S
-    ]
-    return [entry for entry in outdated if store.discard(entry.path)]
+    last_first = [entry for entry in reversed(held) if entry.is_preamble]
+    removed = []
+    for i, entry in enumerate(last_first):
+        is_outdated = i >= _PREAMBLES or time.time() - entry.used > _MONTH_S
+        if is_outdated and store.discard(entry.path):
+            removed.append(entry)
+    return removed
 
 
 def clean() -> Iterator[tuple[str, list[str]]]:
-    """Removes everything but libraries in use and slots in which somebody builds: (cache folder,
-    slots that are left).
+    """Remove everything but libraries in use and slots in which somebody builds.
+
+    Yield (cache folder, slots that are left).
     """
     for folder in filter(os.path.isdir, folders.own()):
-        yield (
-            folder,
-            [slot for slot in folders.slots(folder) if not store.tidy(slot, everything=True)],
-        )
+        slots = folders.slots(folder)
+        yield folder, [slot for slot in slots if not store.tidy(slot, everything=True)]

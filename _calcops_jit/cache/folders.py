@@ -13,25 +13,27 @@ os.register_at_fork(after_in_child=_of_this_process.clear)
 
 
 def own() -> list[str]:
-    """Folders in which libraries are looked for and, in the first that can be written, built: the
-    user's, then fallbacks.
+    """Return the user's cache folders: the chosen one, then fallbacks.
+
+    All are searched. Libraries are built in the first that can be written.
     """
-    found = []
-    if named := os.environ.get("CALCOPS_CACHE"):
-        found.append(_place(named))
+    caches = []
+    chosen = os.environ.get("CALCOPS_CACHE")
+    if chosen:
+        caches.append(_absolute(chosen))
     else:
         base = os.environ.get("XDG_CACHE_HOME", "")
         base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
         if os.path.isabs(base):  # "~" is not expanded without HOME and a passwd entry
-            found.append(os.path.join(base, "calcops"))
+            caches.append(os.path.join(base, "calcops"))
     # Anybody may have made it in /tmp.
     if not os.path.lexists(fallback()) or is_ours(os.lstat(fallback())):
-        found.append(fallback())
-    return found + _of_this_process
+        caches.append(fallback())
+    return caches + _of_this_process
 
 
 def last_resort() -> str:
-    """Makes a folder for this process alone. FileNotFoundError: nothing at all can be written."""
+    """Make a folder for this process alone. FileNotFoundError: nothing at all can be written."""
     from . import locks
 
     _of_this_process[:] = [locks.make(tempfile.gettempdir(), f"calcops-{os.getuid()}")]
@@ -43,36 +45,37 @@ def is_last_resort(folder: str) -> bool:
 
 
 def fallback() -> str:
-    """A temporary folder of this user, which nobody else may read."""
+    """Return a temporary folder of this user, which nobody else may read."""
     # tempfile.gettempdir() would write a file to see whether it can.
-    return os.path.join(_place(os.environ.get("TMPDIR") or "/tmp"), f"calcops-{os.getuid()}")
+    return os.path.join(_absolute(os.environ.get("TMPDIR") or "/tmp"), f"calcops-{os.getuid()}")
 
 
 def shared() -> list[str]:
     """Return the read-only caches, such as an administrator's. They are searched last."""
-    return [_place(f) for f in os.environ.get("CALCOPS_CACHE_READONLY", "").split(":") if f]
+    variable = os.environ.get("CALCOPS_CACHE_READONLY", "")
+    return [_absolute(folder) for folder in variable.split(":") if folder]
 
 
 @functools.cache
-def _place(path: str) -> str:
-    """The folder that a variable means, also after a chdir."""
+def _absolute(path: str) -> str:
+    """Return the folder that a variable means, also after a chdir."""
     return os.path.abspath(os.path.expanduser(path))
 
 
 def is_ours(status: os.stat_result) -> bool:
-    """Whether nobody but this user and root can have written a file."""
+    """Return True if only this user and root can have written a file."""
     return status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
 
 
 def slots(folder: str) -> list[str]:
-    """The slots in a cache folder. Nothing else there may be removed."""
+    """Return the slots in a cache folder. Nothing else in it may be removed."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         return [e.path for e in entries if e.is_dir() and re.search("-[0-9a-f]{16}$", e.name)]
     return []
 
 
 def unreadable() -> list[str]:
-    """Why folders in CALCOPS_CACHE_READONLY cannot be read."""
+    """Return why folders in CALCOPS_CACHE_READONLY cannot be read."""
     problems = []
     for folder in shared():
         try:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from . import closure
 
 DAY_S = 24 * 3600.0
-# names, in the environment of every process that a build starts, the build's private folder.
+# This variable names a build's private folder to every process that the build starts.
 MARK = "CALCOPS_STAGING"
 
 _ours: dict[str, int] = {}  # {private folder: the descriptor that holds its lock}
@@ -35,24 +35,27 @@ _held: set[int] = set()  # descriptors of slots' locks
 
 
 def make(parent: str, kind: str) -> str:
-    """Makes a private folder in `parent`, after removing those of dead processes."""
+    """Make a private folder in `parent`, after removing those of dead processes."""
     sweep(parent, kind)
-    host, pid = socket.gethostname(), os.getpid()
-    path = f"{parent}/{kind}.{host}.{pid}.{_start_time(pid)}.{os.urandom(4).hex()}"
+    pid = os.getpid()
+    path = f"{parent}/{kind}.{socket.gethostname()}.{pid}.{_start_time(pid)}.{os.urandom(4).hex()}"
     os.mkdir(path, 0o700)
-    _ours[path] = fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    _ours[path] = fd
     with contextlib.suppress(OSError):  # without locks, the name has to do
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return path
 
 
 def remove(path: str) -> None:
-    """Removes a folder that make() gave and ends the processes that a build left in it. A child
-    that was forked leaves its parent's alone.
+    """Remove a folder that make() returned, and end the processes that a build left in it.
+
+    A forked child does not remove its parent's.
     """
     if path.rsplit(".", 3)[1] == str(os.getpid()):
         _destroy(path)
-        if (fd := _ours.pop(path, None)) is not None:
+        fd = _ours.pop(path, None)
+        if fd is not None:
             os.close(fd)
 
 
@@ -65,7 +68,7 @@ def remove_all() -> None:
 
 @contextlib.contextmanager
 def stage(slot: str) -> Iterator[str]:
-    """Makes a private folder for one build, and removes it at the end."""
+    """Make a private folder for one build, and remove it at the end."""
     path = make(slot, "stage")
     try:
         yield path
@@ -76,12 +79,13 @@ def stage(slot: str) -> Iterator[str]:
 def sweep(parent: str, kind: str) -> None:
     """Remove the private folders of dead processes, and end the compilers that they left."""
     for entry in os.listdir(parent):
-        if entry.startswith(f"{kind}.") and _is_orphan(path := f"{parent}/{entry}", kind):
+        path = f"{parent}/{entry}"
+        if entry.startswith(f"{kind}.") and _is_orphan(path, kind):
             _destroy(path)
 
 
 def is_alive(path: str, kind: str) -> bool:
-    """Whether a path is a private folder whose owner may still work in it."""
+    """Return True if a path is a private folder whose owner may still work in it."""
     return os.path.basename(path).startswith(f"{kind}.") and not _is_orphan(path, kind)
 
 
@@ -112,8 +116,9 @@ def _is_free(fd: int) -> bool:
 
 
 def _start_time(pid: int) -> str:
-    """When a process started, in ticks since boot: with the pid, a name that is never used again.
-    "" if it is dead or a zombie.
+    """Return when a process started, in ticks since boot; "" if it is dead or a zombie.
+
+    No other process ever has the same pid and start.
     """
     fields = closure.text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[19] if fields and fields[0] not in "ZX" else ""
@@ -121,30 +126,29 @@ def _start_time(pid: int) -> str:
 
 def _destroy(path: str) -> None:
     for _ in range(100):
-        # Nothing more can start in it, but something may just have done so.
-        gone = not os.path.lexists(path)
-        if (
-            not [pid for pid in os.listdir("/proc") if pid.isdigit() and _ended(int(pid), path)]
-            and gone
-        ):
+        # Nothing more can start in a folder that is gone, but something may just have done so.
+        is_gone = not os.path.lexists(path)
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        killed = [pid for pid in pids if _kill(pid, path)]
+        if is_gone and not killed:
             break
-        if gone:
+        if is_gone:
             time.sleep(0.01)
         else:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _ended(pid: int, folder: str) -> bool:
-    """Kills a process if a build in `folder` started it, and not, say, a user's shell that is
-    there. Whether it did.
-    """
+def _kill(pid: int, folder: str) -> bool:
+    """Kill a process if a build in `folder` started it. Return True if it was killed."""
     with contextlib.suppress(OSError):  # it has ended, or belongs to somebody else
-        if os.readlink(f"/proc/{pid}/cwd").removesuffix(" (deleted)") == os.path.realpath(folder):
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                variables = file.read().decode(errors="surrogateescape").split("\0")
-            if any(
-                v.startswith(f"{MARK}=") and v.endswith(f"/{os.path.basename(folder)}")
-                for v in variables
+        directory = os.readlink(f"/proc/{pid}/cwd").removesuffix(" (deleted)")
+        if directory != os.path.realpath(folder):
+            return False
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = file.read().decode(errors="surrogateescape").split("\0")
+        for variable in variables:  # a user's shell in the folder has none
+            if variable.startswith(f"{MARK}=") and variable.endswith(
+                f"/{os.path.basename(folder)}"
             ):
                 os.kill(pid, signal.SIGKILL)
                 return True
@@ -156,21 +160,26 @@ def _ended(pid: int, folder: str) -> bool:
 
 @contextlib.contextmanager
 def locked(slot: str, waiting: Callable[..., contextlib.AbstractContextManager]) -> Iterator[None]:
-    """Holds a slot's lock. While another process has it, the context `waiting(holder)` is entered;
-    holder() gives who has it and for how many seconds.
+    """Hold a slot's lock.
+
+    While another process has it, the context `waiting(holder)` is entered. holder() returns which
+    process has it, and for how many seconds.
     """
     fd = _open_lock(slot)
     try:
         with contextlib.ExitStack() as stack:
-            told = False
-            while not (locked := _try_lock(fd)) or not _is_there(fd, slot):
-                if locked:
+            is_shown = False
+            while True:
+                is_locked = _try_lock(fd)
+                if is_locked and _is_current(fd, slot):
+                    break
+                if is_locked:
                     _close_lock(fd)
                     fd = _open_lock(slot)
                     continue
-                if not told:
+                if not is_shown:
                     stack.enter_context(waiting(lambda: _holder(slot)))
-                    told = True
+                    is_shown = True
                 time.sleep(0.05)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()} {socket.gethostname()} {time.time():.0f}".encode(), 0)
@@ -181,7 +190,7 @@ def locked(slot: str, waiting: Callable[..., contextlib.AbstractContextManager])
 
 @contextlib.contextmanager
 def locked_if_free(slot: str) -> Iterator[bool]:
-    """Holds a slot's lock unless somebody has it, or builds there. Whether it does."""
+    """Hold a slot's lock unless somebody has it, or builds there. Yield True if it is held."""
     fd = _open_lock(slot)
     try:
         yield _try_lock(fd) and not any(is_alive(entry.path, "stage") for entry in os.scandir(slot))
@@ -201,7 +210,7 @@ def _close_lock(fd: int) -> None:
     os.close(fd)
 
 
-def _is_there(fd: int, slot: str) -> bool:
+def _is_current(fd: int, slot: str) -> bool:
     """Return True if an open file is still the slot's lock. An empty slot may have been removed."""
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(fd), os.stat(f"{slot}/lock"))
@@ -220,7 +229,7 @@ def _try_lock(fd: int) -> bool:
 
 
 def _holder(slot: str) -> tuple[str, float]:
-    """(who builds in a slot, for how many seconds)"""
+    """Return (the process that builds in a slot, for how many seconds)."""
     words = closure.text_of(f"{slot}/lock").split()
     if len(words) != 3:
         return "another process", 0.0
@@ -228,7 +237,7 @@ def _holder(slot: str) -> tuple[str, float]:
 
 
 def _forget() -> None:
-    """Closes what a forked child has of its parent: locks would outlive the parent in it."""
+    """Close the parent's descriptors in a forked child, which would keep the locks."""
     for fd in (*_ours.values(), *_held):
         os.close(fd)
     _ours.clear()

@@ -5,8 +5,8 @@
             <name>.so, or unit.o            loaded from here, never written to again
             manifest                        makes the generation complete; stamps may be renewed
         stage.<host>.<pid>.<start>.<x>/     the private folder of one build
-        lock                                held (flock) by the process that builds, and says which
-        failed.log                          what the compilers said in the last build that failed
+        lock                                held (flock) by the process that builds; its id is in it
+        failed.log                          the compilers' output in the last build that failed
 
 A process holds a shared flock on every library that it has loaded, so that nobody removes it.
 """
@@ -76,71 +76,76 @@ class Generation(SimpleNamespace):
     fd: int
 
 
-def open_regular(path: str, ours: bool = False) -> int:
-    """Opens a regular file. OSError: it is something else, or, with `ours`, somebody else may have
-    written it.
+def open_regular(path: str, is_own: bool = False) -> int:
+    """Open a regular file without waiting. The descriptor is never that of a standard stream.
 
-    Never blocks, and never gives the descriptor of a standard stream.
+    OSError: it is something else, or, with `is_own`, somebody else may have written it.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if fd <= 2:  # a daemon has closed its standard streams, but others will write to them
-        low, fd = fd, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
-        os.close(low)
+        standard = fd
+        fd = fcntl.fcntl(standard, fcntl.F_DUPFD_CLOEXEC, 3)
+        os.close(standard)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", path)
-    if ours and not folders.is_ours(status):
+    if is_own and not folders.is_ours(status):
         os.close(fd)
         raise OSError(errno.EPERM, "somebody else may have written it", path)
     return fd
 
 
-def read_manifest(generation: str, ours: bool = False) -> Manifest:
-    with open(open_regular(f"{generation}/manifest", ours), "rb") as file:
+def read_manifest(generation: str, is_own: bool = False) -> Manifest:
+    with open(open_regular(f"{generation}/manifest", is_own), "rb") as file:
         return Manifest.parse(file.read())
 
 
 def find(request: Request, reasons: list[str] | None = None) -> Generation | None:
-    """Finds a complete build for the request whose inputs are still what they were; tells `reasons`
-    why others do not fit.
+    """Find a complete build for the request whose inputs are still what they were.
+
+    Args:
+        request: what to find.
+        reasons: gets why other builds do not fit.
     """
     own = folders.own()
     for folder in [*own, *folders.shared()]:
+        is_own = folder in own
         slot = slot_path(folder, request)
-        for i, (used, path) in enumerate(_generations(slot, ours=folder in own)):
+        for i, (used, path) in enumerate(_generations(slot, is_own)):
             try:
-                manifest = read_manifest(path, ours=folder in own)
+                manifest = read_manifest(path, is_own)
                 fresher = manifest.closure.check(request)
-                found = verified(f"{path}/{request.output}", manifest, ours=folder in own)
+                generation = verified(f"{path}/{request.output}", manifest, is_own)
             except UNFIT as problem:
                 if getattr(problem, "errno", 0) in NO_DESCRIPTOR:
                     raise
                 if reasons is not None:
                     reasons.append(str(problem))
                 continue
-            if folder in own:
+            if is_own:
                 with contextlib.suppress(OSError):
                     if fresher:
                         write_whole(f"{path}/manifest", manifest.dump())
                     if i > 0 or time.time() - used > _USED_S:
                         os.utime(path)
-            return found
+            return generation
     return None
 
 
-def verified(path: str, manifest: Manifest, ours: bool = False) -> Generation:
-    """Opens a library, or an object. ValueError: its bytes are not those that were built."""
-    fd = open_regular(path, ours)
+def verified(path: str, manifest: Manifest, is_own: bool = False) -> Generation:
+    """Open a library, or an object. ValueError: its bytes are not those that were built."""
+    fd = open_regular(path, is_own)
     _share(fd)
     status = os.fstat(fd)
-    if (
-        status.st_nlink == 0
-        or status.st_size != manifest.size
-        or file_digest(fd) != manifest.digest
-    ):
+    problem = ""
+    if status.st_nlink == 0:
+        problem = "was just removed"
+    elif status.st_size != manifest.size or file_digest(fd) != manifest.digest:
+        problem = "is damaged"
+    if problem:
         os.close(fd)
-        raise ValueError(f"{path} {'is damaged' if status.st_nlink else 'was just removed'}")
+        raise ValueError(f"{path} {problem}")
     return Generation(path=path, manifest=manifest, fd=fd)
 
 
@@ -165,7 +170,7 @@ def other_facts(request: Request) -> list[str]:
 
 
 def differences(old: dict, facts: dict) -> list[str]:
-    """Says in what facts differ from those of a manifest."""
+    """Return a line for each fact that is not a manifest's."""
     new = json.loads(json.dumps(facts))
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     return [f"{key}: {_difference(old.get(key, []), new.get(key, []))}" for key in changed]
@@ -173,34 +178,34 @@ def differences(old: dict, facts: dict) -> list[str]:
 
 def newest(name: str) -> Iterator[Manifest]:
     """Manifests of what was built under a name, the last one built or used first."""
-    named = (
-        slot
-        for f in folders.own()
-        for slot in folders.slots(f)
-        if os.path.basename(slot)[:-17] == name
-    )
-    for _, path in sorted((g for slot in named for g in _generations(slot)), reverse=True):
+    generations: list[tuple[float, str]] = []
+    for folder in folders.own():
+        for slot in folders.slots(folder):
+            if os.path.basename(slot)[:-17] == name:
+                generations += _generations(slot)
+    for _, path in sorted(generations, reverse=True):
         with contextlib.suppress(OSError, ValueError):
-            yield read_manifest(path, ours=True)
+            yield read_manifest(path, is_own=True)
 
 
 def _difference(old, new) -> str:
     if isinstance(old, dict) or isinstance(new, dict):
         old, new = ([f"{k}={v}" for k, v in dict(d).items()] for d in (old, new))
     if isinstance(old, list) and isinstance(new, list) and set(old) != set(new):
-        return " ".join(
-            [*(f"-[{w}]" for w in old if w not in new), *(f"+[{w}]" for w in new if w not in old)]
-        )
+        removed = [f"-[{word}]" for word in old if word not in new]
+        added = [f"+[{word}]" for word in new if word not in old]
+        return " ".join(removed + added)
     return f"{old} -> {new}"
 
 
-def _generations(slot: str, ours: bool = False) -> list[tuple[float, str]]:
+def _generations(slot: str, is_own: bool = False) -> list[tuple[float, str]]:
     """Return (time of last use, folder) of each generation, the last used first."""
     try:
         with os.scandir(slot) as scanned:
             entries = list(scanned)
-        found = [(e.stat().st_mtime, e.path) for e in entries if "." not in e.name and e.is_dir()]
-        if ours and any(e.name.startswith("stage.") for e in entries):
+        subfolders = [entry for entry in entries if "." not in entry.name and entry.is_dir()]
+        generations = [(entry.stat().st_mtime, entry.path) for entry in subfolders]
+        if is_own and any(e.name.startswith("stage.") for e in entries):
             from . import locks
 
             locks.sweep(slot, "stage")  # a builder may have been killed after it published
@@ -208,7 +213,7 @@ def _generations(slot: str, ours: bool = False) -> list[tuple[float, str]]:
         if problem.errno in NO_DESCRIPTOR:
             raise
         return []
-    return sorted(found, reverse=True)
+    return sorted(generations, reverse=True)
 
 
 def slot_path(folder: str, request: Request) -> str:
@@ -216,7 +221,7 @@ def slot_path(folder: str, request: Request) -> str:
 
 
 def write_whole(path: str, data: bytes) -> None:
-    """Replaces a file by one rename."""
+    """Replace a file by one rename."""
     beside = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
     try:
         with open(beside, "wb") as file:
@@ -230,7 +235,7 @@ def write_whole(path: str, data: bytes) -> None:
 
 
 def writable_slot(request: Request) -> tuple[str, str]:
-    """(a slot's folder that can be written, why it is not the first choice or "")"""
+    """Return (a slot's folder that can be written, why it is not the first choice or "")."""
     problem = ""
     for folder in folders.own():
         slot = slot_path(folder, request)
@@ -258,12 +263,16 @@ def writable_slot(request: Request) -> tuple[str, str]:
 
 
 def tidy(slot: str, everything: bool = False) -> bool:
-    """Removes what dead builders left in a slot and, if nothing else is in it, the slot. Whether it
-    is gone.
-
-    everything   removes generations, too, except those in use.
+    """Remove what dead builders left in a slot and, if nothing else is in it, the slot.
 
     While somebody builds there, nothing is removed.
+
+    Args:
+        slot: its folder.
+        everything: remove generations, too, except those in use.
+
+    Returns:
+        True if the slot is gone.
     """
     from . import locks
 
@@ -275,8 +284,8 @@ def tidy(slot: str, everything: bool = False) -> bool:
             if not free:
                 return False
             for _, generation in _generations(slot) if everything else ():
-                # Else it is not ours.
-                if any(map(os.path.lexists, (f"{generation}/manifest", output(generation)))):
+                files = (f"{generation}/manifest", output(generation))
+                if any(map(os.path.lexists, files)):  # else it is somebody's folder
                     discard(generation)
             if set(os.listdir(slot)) <= _LEFTOVERS:
                 shutil.rmtree(slot)
@@ -284,7 +293,7 @@ def tidy(slot: str, everything: bool = False) -> bool:
 
 
 def output(generation: str) -> str:
-    """Path of the library, or the object, in a generation's folder."""
+    """Return the path of the library, or the object, in a generation's folder."""
     name = os.path.basename(os.path.dirname(generation)).rpartition("-")[0]
     return f"{generation}/unit.o" if name.startswith("unit-") else f"{generation}/{name}.so"
 
@@ -297,7 +306,7 @@ def in_use(generation: str) -> bool:
 
 
 def discard(generation: str) -> bool:
-    """Removes a generation unless it is in use. Whether it did."""
+    """Remove a generation unless it is in use. Return True if it was removed."""
     return _unless_in_use(generation, lambda: shutil.rmtree(generation, ignore_errors=True))
 
 
@@ -314,15 +323,16 @@ def _unless_in_use(generation: str, act: Callable[[], None]) -> bool:
 
 
 def publish(slot: str, folder: str, file: str, request: Request, closure: Closure) -> None:
-    """Makes `file`, in the private folder, a generation of the slot."""
+    """Make `file`, in the private folder, a generation of the slot."""
     generation = place(slot, folder, file, request, closure)
     complete(generation, {})
     os.close(generation.fd)
 
 
 def place(slot: str, folder: str, file: str, request: Request, closure: Closure) -> Generation:
-    """Puts `file` where it will stay, by one rename. Nobody finds it before complete(); a damaged
-    one makes room for it.
+    """Put `file` where it will stay, by one rename. Nobody finds it before complete().
+
+    A damaged generation in its place is moved away.
     """
     made = f"{folder}/complete.{os.urandom(4).hex()}"
     os.mkdir(made, 0o755)
@@ -330,11 +340,17 @@ def place(slot: str, folder: str, file: str, request: Request, closure: Closure)
     os.rename(file, f"{made}/{request.output}")
     fd = open_regular(f"{made}/{request.output}")
     _share(fd)
-    said = {"request": request.facts, "asked": request.asked, "operators": {}, "closure": closure}
-    manifest = Manifest(size=os.fstat(fd).st_size, digest=file_digest(fd), **said)
+    manifest = Manifest(
+        request=request.facts,
+        asked=request.asked,
+        size=os.fstat(fd).st_size,
+        digest=file_digest(fd),
+        operators={},
+        closure=closure,
+    )
     # Its name depends on contents only, not on times and the places of tools.
-    made_of = sorted(content for _, content in closure.entries().values())
-    target = f"{slot}/{digest(f'{manifest.digest} {made_of}'.encode())[:16]}"
+    contents = sorted(content for _, content in closure.entries().values())
+    target = f"{slot}/{digest(f'{manifest.digest} {contents}'.encode())[:16]}"
     for _ in range(20):
         os.makedirs(slot, 0o755, exist_ok=True)  # somebody may tidy the empty slot of a unit away
         try:
@@ -357,14 +373,13 @@ def place(slot: str, folder: str, file: str, request: Request, closure: Closure)
 
 
 def complete(generation: Generation, about: dict[str, str]) -> None:
-    """Lets it be found. `about` is {operator: schemas and documentation}."""
+    """Let find() find it. `about` is {operator: schemas and documentation}."""
     generation.manifest.operators = about
+    path = f"{os.path.dirname(generation.path)}/manifest"
     for last in (*[False] * 100, True):
         try:
-            return write_whole(
-                f"{os.path.dirname(generation.path)}/manifest", generation.manifest.dump()
-            )
-        # Without locks, another process may be about to put the same there.
+            return write_whole(path, generation.manifest.dump())
+        # Without locks, another process may be about to put the same generation there.
         except FileNotFoundError:
             if last:
                 raise

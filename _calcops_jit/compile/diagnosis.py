@@ -1,6 +1,6 @@
 """Why something failed: the cause, a line that shows it, and one command that fixes it.
 
-`foresee` finds what can be known before a compiler is started; `judge` knows tools' own words, by
+`foresee` looks for causes before a compiler runs. `judge` looks for them in a tool's output, by
 causes.txt.
 """
 
@@ -34,8 +34,8 @@ _COMPILER_ERROR = (
     r"^(?P<at>[^\s:(][^:(\n]*(?::\d+(?::\d+)?|\(\d+\)))\s*: (?:fatal )?error\s*(?:#[\w-]+)?: .+"
     r"(?:\n *\d* \| .*){0,4}"
 )
-# What leads from a source to an error in a header: g++'s words before the error, those of g++,
-# clang and nvcc after it, and the includes. The nearest comes first in each.
+# How compilers name the lines of a source that lead to an error in a header: g++ before the error;
+# g++, clang and nvcc after it; and the includes. The nearest comes first in each.
 _LED_BEFORE = (
     r"^(?P<file>\S.*?):(?P<line>\d+)(?::\d+)?: +"
     r"(?:recursively required|required|in .constexpr. expansion)"
@@ -58,15 +58,17 @@ class Problem(SimpleNamespace):
     fix: str
 
     def error(self, what: str, log: str = "") -> BuildError:
-        """The BuildError for `what`, which failed because of this."""
+        """Return the BuildError for `what`, which failed because of this."""
         return report(f"{what}: {self.cause}", [self.evidence], self.fix, log)
 
 
 def explain(what: str, output: str, request: Request, log: str = "") -> BuildError:
-    """The BuildError for `what`, which failed with a tool's output."""
-    if known := judge(output, request):
-        return known.error(what, log)
-    if error := re.search(_COMPILER_ERROR, output, re.MULTILINE):
+    """Return the BuildError for `what`, which failed with a tool's output."""
+    problem = judge(output, request)
+    if problem:
+        return problem.error(what, log)
+    error = re.search(_COMPILER_ERROR, output, re.MULTILINE)
+    if error:
         return _point_at(what, output, error, request, log)
     noise = (
         # Lines of ninja, which prints the commands, and of torch.
@@ -77,42 +79,52 @@ def explain(what: str, output: str, request: Request, log: str = "") -> BuildErr
 
 
 def _point_at(what: str, output: str, error: re.Match, request: Request, log: str) -> BuildError:
-    """The BuildError for a compiler's error: at its line if that is the project's, else at the
-    project's line that led to it.
+    """Return the BuildError for a compiler's error.
+
+    It names the error's line if that is the project's, else the project's line that led to it.
     """
-    at, evidence = error["at"], error[0].splitlines()
-    file = re.split(r"[:(]\d", at)[0]
+    place = error["at"]
+    evidence = error[0].splitlines()
+    file = re.split(r"[:(]\d", place)[0]
     if _is_own(file, request):
-        fix = f"correct {at}"
+        fix = f"correct {place}"
         if file.endswith(".c"):
             fix += f", for it is compiled as C++; or cc -fPIC -c {file}, "
             fix += "and pass extra_ldflags=['<the .o>']"
-        return report(f"{what}: error at {at}", evidence, fix, log)
-    # The path might leave no room for the words.
-    told = re.sub(r"^\S.*/include/(?:c\+\+/[\d.]+/)?", "", evidence[0])
-    # Up to the diagnosis before it, down to the error after it.
-    before = re.split(
-        r"^.*: (?:error|warning|note): .*$", output[: error.start()], flags=re.MULTILINE
-    )[-1]
+        return report(f"{what}: error at {place}", evidence, fix, log)
+    cause = _own_line(output, error, request)
+    if cause is None:
+        return report(f"{what}: error at {place}", evidence, f"less {log}", log)
+    file, line = cause
+    source = [*text_of(file).splitlines(), *[""] * line][line - 1]
+    # Without the header's path, which might leave no room for the message.
+    message = re.sub(r"^\S.*/include/(?:c\+\+/[\d.]+/)?", "", evidence[0])
+    evidence = [message, f"{file}:{line}: led to it", f"  {line} | {source}"]
+    return report(f"{what}: error at {file}:{line}", evidence, f"correct {file}:{line}", log)
+
+
+def _own_line(output: str, error: re.Match, request: Request) -> tuple[str, int] | None:
+    """Return (file, line) of the project's code that led to an error in a header."""
+    # From the diagnosis before the error, up to the error after it.
+    diagnoses = r"^.*: (?:error|warning|note): .*$"
+    before = re.split(diagnoses, output[: error.start()], flags=re.MULTILINE)[-1]
     after = re.split(r"^.*\berror\b.*: ", output[error.end() :], maxsplit=1, flags=re.MULTILINE)[0]
     for pattern, text in ((_LED_BEFORE, before), (_LED_AFTER, after), (_INCLUDED, before)):
-        for found in re.finditer(pattern, text, re.MULTILINE):
-            words = found.groupdict()
-            file, line = words.get("unit") or words["file"], words.get("row") or words["line"]
+        for match in re.finditer(pattern, text, re.MULTILINE):
+            groups = match.groupdict()
+            file = groups.get("unit") or groups["file"]
             if _is_own(file, request):
-                source = [*text_of(file).splitlines(), *[""] * int(line)][int(line) - 1]
-                evidence = [told, f"{file}:{line}: led to it", f"  {line} | {source}"]
-                return report(
-                    f"{what}: error at {file}:{line}", evidence, f"correct {file}:{line}", log
-                )
-    return report(f"{what}: error at {at}", evidence, f"less {log}", log)
+                return file, int(groups.get("row") or groups["line"])
+    return None
 
 
 def _is_own(file: str, request: Request) -> bool:
-    """Return True if a file is the project's. The folder of its sources may lie above PyTorch's or
-    below /usr.
+    """Return True if a file is the project's.
+
+    The project's folder may be above PyTorch's or below /usr.
     """
-    path, root = os.path.abspath(file), f"{request.root.rstrip('/')}/"
+    path = os.path.abspath(file)
+    root = f"{request.root.rstrip('/')}/"
     others = [
         request.unfold("@torch"),
         request.unfold("@loader"),
@@ -126,16 +138,16 @@ def _is_own(file: str, request: Request) -> bool:
 
 
 def judge(output: str, request: Request) -> Problem | None:
-    """The first of the known problems that a tool's output shows."""
+    """Return the first problem of causes.txt that a tool's output shows."""
     rows = Path(__file__).with_name("causes.txt").read_text("utf-8").splitlines()[3:]
     for pattern, judgement in zip(rows[::2], rows[1::2]):
-        if match := re.search(pattern, output, re.MULTILINE):
+        match = re.search(pattern, output, re.MULTILINE)
+        if match:
             start = output.rfind("\n", 0, match.start()) + 1
             line = output[start:].partition("\n")[0].strip()
             cause, _, fix = judgement.strip().partition(" -> ")
-            return Problem(
-                cause=cause, evidence=line, fix=fix.format(*match.groups(""), **_words(request))
-            )
+            fix = fix.format(*match.groups(""), **_words(request))
+            return Problem(cause=cause, evidence=line, fix=fix)
     return None
 
 
@@ -160,7 +172,7 @@ def _words(request: Request) -> dict[str, str]:
 
 
 def foresee(request: Request, ninja: str | None) -> Iterator[Problem]:
-    """Find, in milliseconds, what a build would fail with."""
+    """Yield the problems that a build would have, in milliseconds."""
     yield from _foresee_compiler(request)
     for source in request.sources:
         yield from _foresee_source(source)
@@ -230,58 +242,52 @@ def _foresee_outputs(request: Request) -> Iterator[Problem]:
     for option, flags in options.items():
         for flag in filter(_OUTPUT.match, flags):
             if option == "extra_ldflags" and flag.startswith("-o"):
-                continue  # the last one counts, which is ours
-            evidence = f"{flag}: which files are compiled and linked, and into what, "
-            evidence += "is the loader's to say"
+                continue  # the last one counts, and that is ours
+            evidence = f"{flag}: the loader chooses which files are compiled and linked, "
+            evidence += "and into what"
             fix = f"{_words(request)['drop']} {flag}".replace("extra_cflags", option)
             yield Problem(cause="a flag asks for another output", evidence=evidence, fix=fix)
 
 
 def _code(text: str) -> str:
-    """A C++ source without its comments."""
-    return re.sub(
-        r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")',
-        lambda match: match[1] or " ",
-        text,
-        flags=re.DOTALL,
-    )
+    """Return a C++ source without its comments."""
+    comment_or_string = r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")'
+    return re.sub(comment_or_string, lambda match: match[1] or " ", text, flags=re.DOTALL)
 
 
 def _foresee_cuda(request: Request) -> Iterator[Problem]:
     nvcc = f"{request.cuda.home}/bin/nvcc"
-    known = [
-        int(number) / 10
-        for number in re.findall(r"compute_(\d+)", answer(request, nvcc, "--list-gpu-arch"))
-    ]
+    numbers = re.findall(r"compute_(\d+)", answer(request, nvcc, "--list-gpu-arch"))
+    supported = [int(number) / 10 for number in numbers]
     for arch in map(float, re.findall(r"\d+\.\d", cuda.arch_list(request.cuda))):
-        if known and arch not in known:
-            nearest = max((k for k in known if k < arch), default=min(known))
-            has = f"it has {min(known)} to {max(known)}; take {nearest}"
-            evidence = f"{nvcc}: unsupported gpu architecture {arch}, {has}"
-            fix = f"export TORCH_CUDA_ARCH_LIST={nearest}+PTX"
+        if supported and arch not in supported:
+            nearest = max((other for other in supported if other < arch), default=min(supported))
+            evidence = f"{nvcc}: unsupported gpu architecture {arch}, "
+            evidence += f"it has {min(supported)} to {max(supported)}; take {nearest}"
             yield Problem(
-                cause="this nvcc does not know the GPU architecture", evidence=evidence, fix=fix
+                cause="this nvcc does not know the GPU architecture",
+                evidence=evidence,
+                fix=f"export TORCH_CUDA_ARCH_LIST={nearest}+PTX",
             )
-    host = compiler_words(request.environment, "CC", "gcc")[
-        0
-    ]  # torch gives nvcc what CC names; by itself nvcc takes gcc
-    have = re.search(
-        r"__GNUC__ (\d+)", macros := answer(request, host, "-dM", "-E", "-x", "c++", os.devnull)
-    )
-    limit = re.search(
-        r"__GNUC__ > (\d+)", text_of(f"{cuda.headers(request.cuda.home)}/crt/host_config.h")
-    )
-    if limit and have and int(have[1]) > int(limit[1]) and "__clang__" not in macros:
-        evidence = (
-            f"{nvcc}: gcc versions later than {limit[1]} are not supported; {host} is {have[1]}"
-        )
+    # PyTorch passes CC to nvcc. By itself nvcc runs gcc.
+    host = compiler_words(request.environment, "CC", "gcc")[0]
+    macros = answer(request, host, "-dM", "-E", "-x", "c++", os.devnull)
+    limits = text_of(f"{cuda.headers(request.cuda.home)}/crt/host_config.h")
+    version = re.search(r"__GNUC__ (\d+)", macros)
+    limit = re.search(r"__GNUC__ > (\d+)", limits)
+    if not (limit and version) or "__clang__" in macros:
+        return
+    if int(version[1]) > int(limit[1]):
+        evidence = f"{nvcc}: gcc versions later than {limit[1]} are not supported; "
+        evidence += f"{host} is {version[1]}"
         fix = f"export CC=gcc-{limit[1]} CXX=g++-{limit[1]}"
         yield Problem(cause="the C++ compiler is too new for this nvcc", evidence=evidence, fix=fix)
 
 
 def old_driver(request: Request) -> Problem | None:
-    """The driver, if it is too old for this PyTorch's CUDA. Initialises nothing."""
-    version, needed = ctypes.c_int(), int((torch.version.cuda or "0").partition(".")[0])
+    """Return a problem if the driver is too old for this PyTorch's CUDA. Initialises nothing."""
+    version = ctypes.c_int()
+    needed = int((torch.version.cuda or "0").partition(".")[0])
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     if version.value == 0 or version.value // 1000 >= needed:
@@ -295,12 +301,13 @@ def old_driver(request: Request) -> Problem | None:
 
 
 def has_headers(request: Request) -> bool:
-    """Whether the compiler finds Python.h."""
-    named = [*request.environment.get("CPATH", "").split(":"), *request.include_paths]
-    return any(
-        os.path.exists(f"{f}/Python.h")
-        for f in [sysconfig.get_path("include", "posix_prefix"), *named]
-    )
+    """Return True if the compiler finds Python.h."""
+    folders = [
+        sysconfig.get_path("include", "posix_prefix"),
+        *request.environment.get("CPATH", "").split(":"),
+        *request.include_paths,
+    ]
+    return any(os.path.exists(f"{folder}/Python.h") for folder in folders)
 
 
 def no_headers(evidence: str, request: Request) -> Problem:

@@ -1,4 +1,4 @@
-"""What a build would meet on this machine: python -m calcops_jit doctor."""
+"""python -m calcops_jit doctor: whether a build would succeed on this machine."""
 
 from __future__ import annotations
 
@@ -53,10 +53,9 @@ def examine() -> Iterator[Finding]:
         yield Finding(what="C++ compiler", verdict="ok", evidence=version.partition("\n")[0])
         yield Finding(what="ninja", verdict="ok", evidence=ninja)
     if request.cuda.build:
-        found = (
-            f"{request.cuda.home}, CUDA {request.cuda.version}, for {cuda.arch_list(request.cuda)}"
-        )
-        yield Finding(what="CUDA", verdict="ok", evidence=found)
+        evidence = f"{request.cuda.home}, CUDA {request.cuda.version}, "
+        evidence += f"for {cuda.arch_list(request.cuda)}"
+        yield Finding(what="CUDA", verdict="ok", evidence=evidence)
     else:
         verdict = "fail" if request.cuda.fatal else "note"
         yield Finding(
@@ -76,7 +75,8 @@ def examine() -> Iterator[Finding]:
         evidence=os.environ.get("MAX_JOBS") or str(jobs.number()),
     )
     reasons: list[str] = []
-    if library := store.find(request, reasons) or prebuilt.find(request, reasons):
+    library = store.find(request, reasons) or prebuilt.find(request, reasons)
+    if library:
         yield Finding(what="operators", verdict="ok", evidence=library.path)
     else:
         yield Finding(

@@ -14,10 +14,12 @@ _MEMORY = 2e9  # bytes that one compiler may need, with torch/extension.h
 
 def number(environment: Mapping[str, str] = os.environ) -> int:
     """Return how many compilers may run: MAX_JOBS, or what processors and memory allow."""
-    if (asked := environment.get("MAX_JOBS", "")).isdigit() and int(asked) > 0:
-        return int(asked)
+    maximum = environment.get("MAX_JOBS", "")
+    if maximum.isdigit() and int(maximum) > 0:
+        return int(maximum)
     processors, free = cgroup_limits()
-    if available := re.search(r"MemAvailable:\s+(\d+)", text_of("/proc/meminfo")):
+    available = re.search(r"MemAvailable:\s+(\d+)", text_of("/proc/meminfo"))
+    if available:
         free = min(free, int(available[1]) * 1024)
     return max(1, int(min(len(os.sched_getaffinity(0)), processors, free / _MEMORY, 1024)))
 
@@ -33,7 +35,8 @@ def cgroup_limits(
         # Every group above limits, too; a container sees only some of them.
         for depth in range(len(parts) + 1):
             folder = "/".join([mounted, *parts[:depth]])
-            if quota := _numbers(f"{folder}/cpu.max"):
+            quota = _numbers(f"{folder}/cpu.max")
+            if quota:
                 processors = min(processors, quota[0] / quota[1])
             limit = _numbers(f"{folder}/memory.max")
             used = _numbers(f"{folder}/memory.current")
@@ -44,7 +47,7 @@ def cgroup_limits(
 
 
 def _numbers(path: str) -> list[int]:
-    """The numbers in a control group's file; none if it says "max" or does not exist."""
+    """Return the numbers in a control group's file; none if it has "max" or does not exist."""
     with contextlib.suppress(ValueError):
         return [int(word) for word in text_of(path).split()]
     return []

@@ -30,8 +30,7 @@ rule link
 """
 
 
-# GCC collects garbage to keep its heap small, which takes a good part of its time on PyTorch's
-# headers.
+# GCC's garbage collection takes a good part of its time on PyTorch's headers.
 _NO_COLLECTOR = "--param=ggc-min-heapsize=1048576 "
 
 
@@ -49,62 +48,52 @@ class Plan(SimpleNamespace):
 
     @staticmethod
     def of(request: Request, folder: str, sources: list[str], kept: list[str], jobs: int) -> Plan:
-        """Plans to compile `sources` and to link them with the objects `kept`."""
-        for text in (
-            *sources,
-            *request.include_paths,
-            *request.cflags,
-            *request.cuda_cflags,
-            *request.ldflags,
-        ):
+        """Plan to compile `sources` and to link them with the objects `kept`."""
+        flags = [*request.cflags, *request.cuda_cflags, *request.ldflags]
+        for text in [*sources, *request.include_paths, *flags]:
             if "\n" in text.strip():
-                raise report(
-                    f"cannot build {request.name}: a line break in a name",
-                    [repr(text)],
-                    "rename it",
-                )
+                what = f"cannot build {request.name}: a line break in a name"
+                raise report(what, [repr(text)], "rename it")
         environment = _environment(request, folder)
-        taken, units = set(), {}
+        units: dict[str, str] = {}
         for i, source in enumerate(sources):
-            name = re.sub(r"[^\w.+-]", "_", os.path.basename(source))
-            units[source] = f"{i}.{name}.o" if name in taken else f"{name}.o"
-            taken.add(name)
-        flags = _torch_flags(request, environment, folder)
-        runtime = {"cflags": ""}
+            name = re.sub(r"[^\w.+-]", "_", os.path.basename(source)) + ".o"
+            units[source] = f"{i}.{name}" if name in units.values() else name
+        runtime_cflags = ""
         for source in set(sources).intersection(RUNTIMES):
-            runtime = _torch_flags(request.unit(source), environment, folder)
-        said = {
-            "flags": flags,
-            "runtime_cflags": runtime["cflags"],
-            "environment": environment,
-            "jobs": jobs,
-        }
-        return Plan(units=units, kept=kept, **said)
+            runtime_cflags = _torch_flags(request.unit(source), environment, folder)["cflags"]
+        return Plan(
+            units=units,
+            kept=kept,
+            flags=_torch_flags(request, environment, folder),
+            runtime_cflags=runtime_cflags,
+            environment=environment,
+            jobs=jobs,
+        )
 
     def write(self, request: Request, folder: str) -> None:
-        """Writes build.ninja. Sources are no inputs in it, since ninja cannot quote every name."""
-        flags = {
+        """Write build.ninja. Sources are no inputs in it, since ninja cannot quote every name."""
+        variables = {
             "cxx": " ".join(map(_word, request.compiler)),
             "nvcc": _word(f"{request.cuda.home}/bin/nvcc"),
+            "jobs": str(self.jobs),
+            **self.flags,
         }
-        flags |= {"jobs": str(self.jobs), **self.flags}
-        gnu = toolchain.is_gnu(request)
-        assembler, collector = ("-Wa,--MD,$out.as.d ", _NO_COLLECTOR) if gnu else ("", "")
-        lines = [f"{name} = {value}" for name, value in flags.items()]
-        lines.append(
-            _RULES.format(
-                assembler=assembler, collector=collector, linked=dependency_files.LINKER_FLAG
-            )
+        lines = [f"{name} = {value}" for name, value in variables.items()]
+        is_gnu = toolchain.is_gnu(request)
+        rules = _RULES.format(
+            assembler="-Wa,--MD,$out.as.d " if is_gnu else "",
+            collector=_NO_COLLECTOR if is_gnu else "",
+            linked=dependency_files.LINKER_FLAG,
         )
+        lines.append(rules)
         for source, target in self.units.items():
-            rule = (
-                "cuda_compile"
-                if request.cuda.build and source.endswith(CUDA_SUFFIXES)
-                else "compile"
-            )
+            is_for_nvcc = request.cuda.build and source.endswith(CUDA_SUFFIXES)
+            rule = "cuda_compile" if is_for_nvcc else "compile"
             lines += [f"build {target}: {rule}", f"  source = {_word(source)}"]
-            lines += [f"  cflags = {self.runtime_cflags}"] * (source in RUNTIMES)
-            # Without -fpch-deps, the headers behind it would not be told.
+            if source in RUNTIMES:
+                lines.append(f"  cflags = {self.runtime_cflags}")
+            # Without -fpch-deps, the dependency file has no headers of the preamble.
             if source in self.preambles:
                 lines += [f"  preamble = -include {self.preambles[source]} -fpch-deps"]
         objects = " ".join([*self.kept, *self.units.values()])
@@ -114,13 +103,13 @@ class Plan(SimpleNamespace):
 
 
 def _word(text: str) -> str:
-    """Quotes a word for ninja, which gives it to a shell."""
+    """Quote a word for ninja, which gives it to a shell."""
     return shlex.quote(text).replace("$", "$$")
 
 
 def _environment(request: Request, folder: str) -> dict[str, str]:
     changes = {
-        # What this process runs under, such as a sanitizer, is not for the compilers.
+        # A sanitizer of this process is not for the compilers.
         "LD_PRELOAD": "",
         "LC_ALL": "C.UTF-8",  # messages are read by diagnosis.py
         locks.MARK: folder,
@@ -132,17 +121,16 @@ def _environment(request: Request, folder: str) -> dict[str, str]:
             "CUDA_HOME": request.cuda.home,
             "TORCH_CUDA_ARCH_LIST": cuda.arch_list(request.cuda),
         }
-        if (headers := cuda.headers(request.cuda.home)) != os.path.join(
-            request.cuda.home, "include"
-        ):
+        headers = cuda.headers(request.cuda.home)
+        if headers != os.path.join(request.cuda.home, "include"):
             changes["CUDA_INC_PATH"] = headers  # torch adds it to CUDA_HOME/include
     return request.environment | changes
 
 
 def _torch_flags(request: Request, environment: dict[str, str], folder: str) -> dict[str, str]:
-    """The flags that torch.utils.cpp_extension.load writes into its ninja file for this request."""
+    """Return the flags that torch.utils.cpp_extension.load would write into its ninja file."""
     torch = _cpp_extension()
-    # That takes two more processes.
+    # The check takes two more processes.
     torch.os.environ = environment | {"TORCH_DONT_CHECK_COMPILER_ABI": "1"}
     torch.CUDA_HOME = request.cuda.home or None
     torch.logger.disabled = not request.verbose
@@ -150,12 +138,13 @@ def _torch_flags(request: Request, environment: dict[str, str], folder: str) -> 
     torch.JIT_EXTENSION_VERSIONER.entries.clear()
     written = {}
     torch._write_ninja_file = lambda **options: written.update(options)
+    cflags = list(request.cflags)
+    if not toolchain.is_gnu(request) and "-fno-gnu-unique" in cflags:
+        cflags.remove("-fno-gnu-unique")
     torch.load(
         os.path.basename(folder),
         list(request.sources),
-        extra_cflags=[
-            f for f in request.cflags if f != "-fno-gnu-unique" or toolchain.is_gnu(request)
-        ],
+        extra_cflags=cflags,
         extra_cuda_cflags=list(request.cuda_cflags),
         extra_ldflags=["-shared", *_linking(request, folder)],
         extra_include_paths=[path.replace("$", "$$") for path in request.include_paths],
@@ -167,19 +156,22 @@ def _torch_flags(request: Request, environment: dict[str, str], folder: str) -> 
         is_python_module=False,
         is_standalone=True,
     )
-    kinds = ("cflags", "cuda_cflags", "ldflags")
-    unwanted = dependency_files.FLAGS + r"|-Wl,-rpath,/\S+" * bool(request.origin)
-    return {
-        kind: re.sub(unwanted, "", " ".join(f.strip() for f in written[kind] or ()))
-        for kind in kinds
-    }
+    unwanted = dependency_files.FLAGS
+    if request.origin:
+        unwanted += r"|-Wl,-rpath,/\S+"
+    flags = {}
+    for kind in ("cflags", "cuda_cflags", "ldflags"):
+        text = " ".join(flag.strip() for flag in written[kind] or ())
+        flags[kind] = re.sub(unwanted, "", text)
+    return flags
 
 
 @functools.cache
 def _cpp_extension() -> types.ModuleType:
-    """An instance of torch.utils.cpp_extension for us alone, with an environment of its own, that
-    only chooses flags. Other threads would see changes to the instance that everybody imports, or
-    to os.environ.
+    """Return a private instance of torch.utils.cpp_extension, which only chooses flags.
+
+    It has an environment of its own. Other threads would see changes of the shared instance and of
+    os.environ.
     """
     private_os = types.ModuleType("os")
     vars(private_os).update(vars(os))
@@ -189,10 +181,14 @@ def _cpp_extension() -> types.ModuleType:
 
     # Slow to import, and only setup.py needs it.
     setuptools = SimpleNamespace(Command=object, build_ext=object)
-    ours = {"os": private_os, "setuptools": setuptools, "setuptools.command.build_ext": setuptools}
+    replaced = {
+        "os": private_os,
+        "setuptools": setuptools,
+        "setuptools.command.build_ext": setuptools,
+    }
 
     def import_(name, globals=None, locals=None, fromlist=(), level=0):
-        return ours.get(name) or __import__(name, globals, locals, fromlist, level)
+        return replaced.get(name) or __import__(name, globals, locals, fromlist, level)
 
     spec = importlib.util.find_spec("torch.utils.cpp_extension")
     module = importlib.util.module_from_spec(spec)
@@ -205,14 +201,14 @@ def _cpp_extension() -> types.ModuleType:
 
 
 def _linking(request: Request, folder: str) -> list[str]:
-    """Flags for the linker: with rpaths, so that C++ hosts need no LD_LIBRARY_PATH, and with
-    torch's own CUDA runtime.
+    """Return flags for the linker, with PyTorch's CUDA runtime.
+
+    The rpaths save C++ hosts an LD_LIBRARY_PATH.
     """
     flags = ["-Wl,--as-needed", *request.ldflags]
-    flags += [
-        f"-Wl,--version-script={_word(SHADOW)}/hidden.map",
-        *["-ltorch_python"] * (request.kind == "foreign"),
-    ]
+    flags.append(f"-Wl,--version-script={_word(SHADOW)}/hidden.map")
+    if request.kind == "foreign":
+        flags.append("-ltorch_python")
     rpaths = [os.path.join(request.unfold("@torch"), "lib")]
     runtime = re.search(r"(/\S.*)/libcudart\.so[.\d]*$", text_of("/proc/self/maps"), re.MULTILINE)
     if request.cuda.build and runtime:

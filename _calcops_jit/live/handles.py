@@ -18,13 +18,14 @@ _BLOCK = r"(?m)^[ \t]*/// (\w+::\w+)[ \t]*\n((?:[ \t]*///.*\n)*)"
 
 
 def registered() -> set[str]:
-    """The names of all operators of this process, `namespace::name[.overload]`."""
+    """Return the names of all operators of this process, `namespace::name[.overload]`."""
     return set(torch._C._dispatch_get_all_op_names())
 
 
 def documentation(root: str) -> dict[str, str]:
-    """{operator: text} from the `///` blocks in root/*/*.h and *.cpp: a first line `///
-    namespace::name`, then the text.
+    """Return {operator: text} from the `///` blocks in root/*/*.h and *.cpp.
+
+    The first line of a block is `/// namespace::name`; the text follows.
     """
     texts = {}
     for source in sorted([*glob.glob(f"{root}/*/*.h"), *glob.glob(f"{root}/*/*.cpp")]):
@@ -43,11 +44,12 @@ def live_schemas(name: str) -> list[str]:
 
 
 def describe(schemas: dict[str, list[str]], texts: dict[str, str]) -> dict[str, str]:
-    """{operator: schemas and documentation}"""
-    return {
-        name: "\n".join([*lines, "", texts[name]] if texts.get(name) else lines)
-        for name, lines in sorted(schemas.items())
-    }
+    """Return {operator: schemas and documentation}."""
+    described = {}
+    for name, lines in sorted(schemas.items()):
+        text = texts.get(name)
+        described[name] = "\n".join([*lines, "", text] if text else lines)
+    return described
 
 
 def packet(name: str):
@@ -55,29 +57,32 @@ def packet(name: str):
     return getattr(getattr(torch.ops, namespace), operator)
 
 
-def missing(what: str, there: Iterable[str]) -> AttributeError:
-    """The error for an operator that does not exist; it says which do."""
-    evidence = "there are: " + ", ".join(sorted(name for name in there if not name.startswith("_")))
-    return AttributeError(
-        str(report(what, [evidence], "call one of these, or register it with TORCH_LIBRARY"))
-    )
+def missing(what: str, names: Iterable[str]) -> AttributeError:
+    """Return the error for an operator that does not exist. It lists the operators that do."""
+    public = sorted(name for name in names if not name.startswith("_"))
+    fix = "call one of these, or register it with TORCH_LIBRARY"
+    return AttributeError(str(report(what, ["there are: " + ", ".join(public)], fix)))
 
 
 def handles(described: dict[str, str], home) -> dict[str, torch._ops.OpOverloadPacket]:
-    """{name: torch.ops handle} of the operators without a leading underscore. Of two with one name,
-    the first one's.
+    """Return {name: torch.ops handle} of the operators without a leading underscore.
 
-    home   the Library whose attributes they are when pickled; None: the module calcops_jit
+    Of two operators with one name in two namespaces, the first has the name.
+
+    Args:
+        described: {operator: schemas and documentation}.
+        home: the Library whose attributes they are when pickled; None: the module calcops_jit.
     """
-    found = {}
+    packets = {}
     for name, text in described.items():
         short = name.rpartition("::")[2]
-        if not short.startswith("_") and short not in found:
-            found[short] = packet(name)
-            found[short].__doc__ = text
-            found[short].__signature__ = _signature(found[short])
-            _homes[name] = home or _Package(), short
-    return found
+        if short.startswith("_") or short in packets:
+            continue
+        packets[short] = packet(name)
+        packets[short].__doc__ = text
+        packets[short].__signature__ = _signature(packets[short])
+        _homes[name] = home or _Package(), short
+    return packets
 
 
 def _signature(handle: torch._ops.OpOverloadPacket) -> inspect.Signature | None:
@@ -87,14 +92,12 @@ def _signature(handle: torch._ops.OpOverloadPacket) -> inspect.Signature | None:
         return None
     parameters = []
     for argument in getattr(handle, overloads[0])._schema.arguments:
-        kind = (
-            inspect.Parameter.KEYWORD_ONLY
-            if argument.kwarg_only
-            else inspect.Parameter.POSITIONAL_OR_KEYWORD
-        )
-        default = (
-            argument.default_value if argument.has_default_value() else inspect.Parameter.empty
-        )
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if argument.kwarg_only:
+            kind = inspect.Parameter.KEYWORD_ONLY
+        default = inspect.Parameter.empty
+        if argument.has_default_value():
+            default = argument.default_value
         parameters.append(inspect.Parameter(argument.name, kind, default=default))
     return inspect.Signature(parameters)
 
@@ -103,7 +106,7 @@ _homes: dict[str, tuple[object, str]] = {}
 
 
 class _Package:
-    """The module calcops_jit in a pickle, to be imported from wherever it is there."""
+    """The module calcops_jit in a pickle. Unpickling imports it."""
 
     def __getattr__(self, name: str):  # copy.copy() takes the handle from here
         return getattr(importlib.import_module("calcops_jit"), name)

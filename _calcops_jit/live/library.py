@@ -36,7 +36,8 @@ class Library:
     def _show(self, path: str, operators: dict[str, torch._ops.OpOverloadPacket]) -> None:
         for name in [name for name in vars(self) if not name.startswith("_")]:
             delattr(self, name)
-        self._path, self._operators = path, operators
+        self._path = path
+        self._operators = operators
         vars(self).update({"path": path, "operators": operators} | operators)
 
     def __fspath__(self) -> str:
@@ -76,31 +77,31 @@ class Live:
     digest = ""
 
     def __init__(self, request: Request):
-        self.request, self.library = request, Library(request)
+        self.request = request
+        self.library = Library(request)
         self._generations: dict[str, Registration] = {}  # {digest: each that was ever called}
         self._described: dict[str, str] = {}
 
     @property
     def at_once(self) -> set[str]:
         """Operators that the library registered while it was loaded. They cannot be exchanged."""
-        return (
-            self._described.keys() - self._generations[self.digest].schemas
-            if self.digest
-            else set()
-        )
+        if not self.digest:
+            return set()
+        return self._described.keys() - self._generations[self.digest].schemas
 
     def knows(self, digest: str) -> bool:
         return digest in self._generations
 
     def link(self, request: Request, generation: store.Generation) -> Registration:
-        """Loads a generation into the process, where nothing calls it yet. BuildError: it cannot
-        replace the present one.
+        """Load a generation into the process, where nothing calls it yet.
+
+        BuildError: it cannot replace the present one.
         """
         if registration := self._generations.get(generation.manifest.digest):
             os.close(generation.fd)
             return registration
-        if at_once := self.at_once:
-            evidence = f"{sorted(at_once)[0]} was registered without torch/library.h, "
+        if self.at_once:
+            evidence = f"{min(self.at_once)} was registered without torch/library.h, "
             evidence += "by STABLE_TORCH_LIBRARY perhaps"
             raise report(f"cannot reload {request.name}", [evidence], "restart Python")
         library = loading.link_in(generation.path, generation.fd, request)
@@ -110,11 +111,14 @@ class Live:
         return registration
 
     def exchange(self, request: Request, generation: store.Generation, new: Registration) -> None:
-        """Makes a generation the one that is called. BuildError: nothing has changed."""
-        if generation.manifest.digest != self.digest:
+        """Make a generation the one that is called. BuildError: nothing has changed."""
+        manifest = generation.manifest
+        if manifest.digest != self.digest:
             new.take([old for old in self._generations.values() if old is not new])
-        self.request, self.digest = request, generation.manifest.digest
-        self.closure, self._described = generation.manifest.closure, generation.manifest.operators
+        self.request = request
+        self.digest = manifest.digest
+        self.closure = manifest.closure
+        self._described = manifest.operators
         self._generations[self.digest] = new
         self.library._request = request
         home = self.library if request.kind == "foreign" else None
@@ -135,12 +139,12 @@ def obtain(request: Request, build: bool = True) -> Library | None:
     with _one_at_a_time:
         reasons: list[str] = []
         refusals: list[str] = []
-        found, brought = _find(request, reasons, refusals)
-        if found:
-            return _load(request, found)
-        if brought:
+        cached, prebuilt = _find(request, reasons, refusals)
+        if cached:
+            return _load(request, cached)
+        if prebuilt:
             try:
-                return _load(request, brought)
+                return _load(request, prebuilt)
             except BuildError as error:  # the C library here may be too old for it
                 if not build or _live(request) in _loaded:
                     raise
@@ -159,7 +163,7 @@ def obtain(request: Request, build: bool = True) -> Library | None:
         try:
             return _build(request, reasons)
         except KeyboardInterrupt as stop:
-            # Whoever pressed Ctrl-C does not ask where that was.
+            # Who pressed Ctrl-C needs no traceback.
             raise stop.with_traceback(None) from None
 
 
@@ -177,14 +181,16 @@ def _with_objects(request: Request) -> Library | None:
 def _find(
     request: Request, reasons: list[str], refusals: list[str]
 ) -> tuple[store.Generation | None, store.Generation | None]:
-    """Return (what the cache has for a request, else what a wheel has for it).
+    """Return (the cache's generation for a request or None, else a wheel's or None).
 
-    reasons    gets why generations in the cache do not fit
-    refusals   gets why what the wheel brings does not fit
+    Args:
+        request: what to find.
+        reasons: gets why generations in the cache do not fit.
+        refusals: gets why the wheel's does not fit.
     """
     try:
-        found = store.find(request, reasons)
-        if not found:
+        cached = store.find(request, reasons)
+        if not cached:
             from ..ship import prebuilt
 
             return None, prebuilt.find(request, refusals)
@@ -194,18 +200,18 @@ def _find(
     if not request.tools and request.environment.get("CXX"):
         from ..progress import say
 
-        named = f"CXX={request.environment['CXX']} is no compiler here"
-        say(f"{named}: {request.name} is what another one built")
-    return found, None
+        problem = f"CXX={request.environment['CXX']} is no compiler here"
+        say(f"{problem}: {request.name} is what another one built")
+    return cached, None
 
 
 def reload(again: Callable[[Request], Request]) -> list[str]:
-    """Exchanges every loaded library whose inputs changed, and gives their names.
+    """Exchange every loaded library whose inputs changed. Return their names.
 
-    again   gives a request in the present environment
+    `again` returns a request in the present environment.
 
-    BuildError, or another error such as that of a CXX without its closing quotation mark: the first
-    of those that failed; the others are exchanged.
+    If some fail, the others are exchanged, and the first error is raised: a BuildError, or another
+    one, such as that of a CXX without its closing quotation mark.
     """
     with _one_at_a_time:
         before = [(live, live.digest) for live in _loaded]
@@ -222,15 +228,13 @@ def reload(again: Callable[[Request], Request]) -> list[str]:
 
 def project_files() -> set[str]:
     """The loaded libraries' own files, and the folders in which new ones would be found."""
-    found = set()
+    paths = set()
     for live in list(_loaded):
         request = live.request
-        found |= {
-            request.root,
-            *map(os.path.dirname, request.sources),
-            *live.closure.own_files(request),
-        }
-    return found
+        paths.add(request.root)
+        paths.update(map(os.path.dirname, request.sources))
+        paths.update(live.closure.own_files(request))
+    return paths
 
 
 def _live(request: Request) -> Live:
@@ -288,8 +292,8 @@ def _build(request: Request, reasons: list[str]) -> Library:
 
     try:
         with locks.locked(slot, waiting):
-            if found := store.find(request, reasons):  # somebody built it meanwhile
-                return _load(request, found)
+            if generation := store.find(request, reasons):  # somebody built it meanwhile
+                return _load(request, generation)
             if request.cuda.gpus and not request.cuda.build:
                 reason = f"{request.cuda.reason}: {request.cuda.fix}"
                 say(f"{request.cuda.gpus[0]} is here, but {reason}; building for the CPU")
@@ -301,8 +305,9 @@ def _build(request: Request, reasons: list[str]) -> Library:
 
 
 def compile_and(publish: Callable, request: Request, slot: str, reasons: Sequence[str] = ()):
-    """Compiles a library in a private folder of its slot; gives what publish(request, slot, folder,
-    built, closure) gives.
+    """Compile a library in a private folder of its slot.
+
+    Return the result of publish(request, slot, folder, built, closure).
     """
     from ..cache import bounds, locks
     from ..compile import compiler
@@ -310,8 +315,10 @@ def compile_and(publish: Callable, request: Request, slot: str, reasons: Sequenc
 
     limit = bounds.bound()  # a wrong one is refused before the build
     title = f"building {request.name}"
-    if why := reasons or store.other_facts(request):  # why what was built before does not fit
-        title += f" ({why[0].rpartition('/')[2] if reasons else why[0].partition(':')[0]})"
+    if reasons:  # why the last build does not fit
+        title += f" ({reasons[0].rpartition('/')[2]})"
+    elif other_facts := store.other_facts(request):
+        title += f" ({other_facts[0].partition(':')[0]})"
     alone = False
     for _ in range(3):
         with locks.stage(slot) as folder:
@@ -338,8 +345,8 @@ def compile_and(publish: Callable, request: Request, slot: str, reasons: Sequenc
 
 
 def _publish(request: Request, slot: str, folder: str, built: str, closure: Closure) -> Library:
-    # It is loaded from where it will stay, before anybody else finds it: what cannot be loaded is
-    # not kept, and only a loaded library tells which operators it registers.
+    # It is loaded from where it will stay, before anybody else finds it: a library that cannot be
+    # loaded is not kept, and only a loaded one shows which operators it registers.
     from . import trial
 
     live = _live(request)
@@ -356,12 +363,12 @@ def _publish(request: Request, slot: str, folder: str, built: str, closure: Clos
     except BaseException:
         shutil.rmtree(os.path.dirname(generation.path), ignore_errors=True)
         raise
-    _tell_what_is_missing(request, registration, at_once)
+    _warn_of_missing(request, registration, at_once)
     return exchanged
 
 
-def _tell_what_is_missing(request: Request, registration: Registration, at_once: set[str]) -> None:
-    """Prints a line where nobody can call what the sources seem to offer."""
+def _warn_of_missing(request: Request, registration: Registration, at_once: set[str]) -> None:
+    """Print a line for each operator that the sources seem to offer and nobody can call."""
     from ..progress import say
 
     operators = {name.partition(" ")[0].partition(".")[0] for name in registration.impls}
@@ -375,9 +382,7 @@ def _tell_what_is_missing(request: Request, registration: Registration, at_once:
             )
     if registration.names() or at_once:
         return
-    if any(
-        re.search(r"#\s*include\s*<(?:torch|ATen|calcops)/", text_of(source))
-        for source in request.sources
-    ):
+    include = re.compile(r"#\s*include\s*<(?:torch|ATen|calcops)/")
+    if any(include.search(text_of(source)) for source in request.sources):
         how = "TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) does, or a calcops::Contract"
         say(f"{request.name} registers no operators: {how}")

@@ -39,12 +39,11 @@ _live: dict[str, str] = {}  # {source: the text of the cell whose operators are 
 @argument("--ldflags", default="", help="more flags for the linker")
 @argument("--verbose", action="store_true", help="show what ninja runs")
 def operator(line: str, cell: str) -> None:
-    """Builds the cell as calcops_jit.load does a file, and gives the notebook the operators that it
-    registers.
+    """Build the cell as calcops_jit.load does a file, and define its operators in the notebook.
 
-    Edit it and run it again: whatever calls its operators calls the new ones from then on. A cell
-    that cannot be built and a changed schema leave everything as it was. Errors count the lines
-    from the one below %%operator.
+    Edit the cell and run it again: every caller of its operators then calls the new ones. If the
+    cell cannot be built, or its schema changed, the old operators stay. Line 1 of an error is the
+    line below %%operator.
     """
     options = operator.parser.parse_args(shlex.split(line))
     folder = f"{_folder}/{digest(options.name.encode())}"
@@ -53,17 +52,16 @@ def operator(line: str, cell: str) -> None:
     store.write_whole(source, cell.encode())
     # Headers beside the notebook are found. (nvcc knows no -iquote.)
     beside = [f"-I{os.getcwd()}"] if options.cuda else ["-iquote", os.getcwd()]
-    flags = {
-        "extra_cuda_cflags" if options.cuda else "extra_cflags": [
-            *beside,
-            *shlex.split(options.cflags),
-        ]
+    cflags = [*beside, *shlex.split(options.cflags)]
+    settings = {
+        "extra_cuda_cflags" if options.cuda else "extra_cflags": cflags,
+        "extra_ldflags": shlex.split(options.ldflags),
+        "verbose": options.verbose,
     }
-    flags |= {"extra_ldflags": shlex.split(options.ldflags), "verbose": options.verbose}
     try:
-        built = library.obtain(requests.foreign(options.name, source, **flags))
+        built = library.obtain(requests.foreign(options.name, source, **settings))
     except BaseException as error:
-        if source in _live:  # reload() is not to find the cell that failed
+        if source in _live:  # reload() must not find the cell that failed
             store.write_whole(source, _live[source].encode())
         if isinstance(error, BuildError):
             text = str(error).replace(source, "cell")

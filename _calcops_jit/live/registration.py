@@ -1,5 +1,5 @@
-"""What a library registers with PyTorch: collected, compared with what is there, and committed as a
-whole or not at all.
+"""What a library registers with PyTorch: collected, compared with the operators of other libraries,
+and committed as a whole or not at all.
 
 The other half is shadow/torch/library.h, with which every source is compiled, and
 runtime/registry.cpp, to which the blocks of TORCH_LIBRARY go. Because of this, a newer generation
@@ -25,8 +25,9 @@ _taken: list[Registration] = []  # all that ever registered something, the newes
 
 @contextlib.contextmanager
 def held(path: str) -> Iterator[None]:
-    """Tells a library that is loaded from `path` meanwhile to leave its registration to us, by an
-    operator in the dispatcher, which it can look up.
+    """Keep a library that is loaded from `path` meanwhile from registering its operators itself.
+
+    The mark is an operator in the dispatcher, which the library can look up.
     """
     mark = torch._C._dispatch_library("FRAGMENT", "calcops_jit", "")
     mark.define(f"holds.p{os.fsencode(path).hex()}() -> ()")
@@ -37,59 +38,61 @@ def held(path: str) -> Iterator[None]:
 
 
 class Registration:
-    """What one generation of a library registers. The library is asked only if there is something
-    to compare that with.
+    """What one generation of a library registers.
+
+    The library lists its registrations only when something compares them.
     """
 
     live = False
 
     def __init__(self, name: str, place: str, library: ctypes.CDLL):
-        self.name, self.place, self._library = name, place, library
+        self.name = name
+        self.place = place
+        self._library = library
         self._registers = hasattr(library, "calcops_jit_steps")  # it is linked with registry.cpp
         self._has_contracts = hasattr(library, "calcops_jit_documentation")  # and with contract.cpp
-        for function in ["steps", "commit"] * self._registers + [
-            "documentation"
-        ] * self._has_contracts:
-            getattr(library, f"calcops_jit_{function}").restype = ctypes.c_char_p
+        for function in ("steps", "commit", "documentation"):
+            if hasattr(library, f"calcops_jit_{function}"):
+                getattr(library, f"calcops_jit_{function}").restype = ctypes.c_char_p
 
     @cached_property
     def _steps(self) -> list[list[str]]:
-        return (
-            [line.split("\t") for line in self._ask("steps").splitlines()]
-            if self._registers
-            else []
-        )
+        if not self._registers:
+            return []
+        return [line.split("\t") for line in self._call("steps").splitlines()]
 
     @cached_property
     def defs(self) -> dict[str, str]:
-        """{operator with overload: schema and tags}"""
-        found = {}
+        """Return {operator with overload: schema and tags}."""
+        definitions = {}
         for kind, name, schema, *tags in self._steps:
             if kind == "def":
-                found[name] = f"{schema} tags {tags[0]}" if tags[0] else schema
-        return found
+                definitions[name] = f"{schema} tags {tags[0]}" if tags[0] else schema
+        return definitions
 
     @cached_property
     def impls(self) -> dict[str, str]:
-        """{"operator key": C++ signature}; a fallback is " key"."""
-        return {name: how for kind, name, how, *_ in self._steps if kind == "impl"}
+        """Return {"operator key": C++ signature}. A fallback is " key"."""
+        return {name: signature for kind, name, signature, *_ in self._steps if kind == "impl"}
 
     def documentation(self) -> dict[str, str]:
-        """Returns {operator: text} of the operators that have a contract."""
+        """Return {operator: text} of the operators that have a contract."""
+        if not self._has_contracts:
+            return {}
         texts = {}
-        for entry in self._ask("documentation").split("\x1e")[:-1] if self._has_contracts else ():
+        for entry in self._call("documentation").split("\x1e")[:-1]:
             name, _, text = entry.partition("\n")
             texts[name] = text.strip()
         return texts
 
     @property
     def schemas(self) -> dict[str, list[str]]:
-        """{operator: its schemas}"""
-        found: dict[str, list[str]] = {}
+        """Return {operator: its schemas}."""
+        schemas: dict[str, list[str]] = {}
         for kind, name, schema, *_ in self._steps:
             if kind == "def":
-                found.setdefault(name.partition(".")[0], []).append(schema)
-        return found
+                schemas.setdefault(name.partition(".")[0], []).append(schema)
+        return schemas
 
     def names(self) -> set[str]:
         return self.defs.keys() | self.impls.keys()
@@ -103,13 +106,16 @@ class Registration:
             for name, schema in old.defs.items():
                 if self.defs.get(name, schema) != schema:
                     changes[name] = schema, self.defs[name]
-            live = {_operator(impl, how): how for impl, how in old.impls.items() if how}
-            for impl, how in self.impls.items():
-                if how and live.get(_operator(impl, how), how) != how:
-                    changes[f"{impl.partition(' ')[0]} in C++"] = live[_operator(impl, how)], how
+            before = {_operator(impl, text): text for impl, text in old.impls.items() if text}
+            for impl, signature in self.impls.items():
+                old_signature = before.get(_operator(impl, signature), signature)
+                if signature and old_signature != signature:
+                    changes[f"{impl.partition(' ')[0]} in C++"] = old_signature, signature
         if not changes:
             return None
-        lines = [line for name, change in changes.items() for line in [name, *_difference(*change)]]
+        lines = []
+        for name, (old_text, new_text) in changes.items():
+            lines += [name, *_difference(old_text, new_text)]
         what = f"cannot reload {self.name}: a signature changed, so nothing was exchanged"
         return report(what, lines, "restart Python, or give the operator another name")
 
@@ -119,76 +125,81 @@ class Registration:
         Raises BuildError and changes nothing if that is refused.
         """
         if self._registers:
-            if twin := next(
-                (
-                    other
-                    for other in _taken
-                    if other.live and other._is(self) and other not in earlier
-                ),
-                None,
-            ):
-                raise self._owned_by(twin, min(self.names(), default="it"))
-            again = [self] if self in _taken else []
-            mine = {name for old in [*earlier, *again] for name in old.names()}
-            for fallback in (
-                [impl for impl in mine & self.impls.keys() if impl[0] == " "] if mine else ()
-            ):
-                _retire(fallback, earlier)  # PyTorch takes only one at a time
-            if there := self._commit(mine):
-                self._commit(mine | self._free(there))
-            for impl in (
-                {impl for old in earlier for impl in old.impls} - self.impls.keys()
-                if earlier
-                else ()
-            ):
-                _retire(impl, earlier)
+            self._register(earlier)
         for old in earlier:
             old.live = False
         self.live = True
         _taken[:] = [*(other for other in _taken if other is not self), self]
 
-    def _commit(self, mine: set[str]) -> dict[str, str]:
-        """Register everything, unless names are not in `mine`: {such a name: its origin}."""
-        answer = self._ask("commit", "\n".join(sorted(mine)).encode())
+    def _register(self, earlier: list[Registration]) -> None:
+        for other in _taken:
+            if other.live and other._is(self) and other not in earlier:
+                raise self._owned_by(other, min(self.names(), default="it"))
+        own_names: set[str] = set()
+        for old in [*earlier, self] if self in _taken else earlier:
+            own_names |= old.names()
+        for impl in own_names.intersection(self.impls) if own_names else ():
+            if impl[0] == " ":  # PyTorch takes only one fallback at a time
+                _retire(impl, earlier)
+        strangers = self._commit(own_names)
+        if strangers:
+            self._commit(own_names | self._free(strangers))
+        for impl in {impl for old in earlier for impl in old.impls}:
+            if impl not in self.impls:
+                _retire(impl, earlier)
+
+    def _commit(self, own_names: set[str]) -> dict[str, str]:
+        """Register everything, or nothing if others registered names that are not in `own_names`.
+
+        Returns:
+            {such a name: where it was registered}.
+        """
+        answer = self._call("commit", "\n".join(sorted(own_names)).encode())
         return dict(line.split("\t") for line in answer.splitlines()[1:])
 
-    def _free(self, there: dict[str, str]) -> set[str]:
-        """Return the names in `there`. Raises BuildError if another library has one of them."""
-        for name, where in sorted(there.items()):
-            known = [other for other in reversed(_taken) if name in other.names()]
-            if owner := next((other for other in known if other.live), None):
-                raise self._owned_by(owner, name, where)
-            if known:
+    def _free(self, registered: dict[str, str]) -> set[str]:
+        """Return the names in `registered`, which is {name: where it was registered}.
+
+        BuildError: another library has one of them.
+        """
+        for name, origin in sorted(registered.items()):
+            owners = [other for other in reversed(_taken) if name in other.names()]
+            for owner in owners:
+                if owner.live:
+                    raise self._owned_by(owner, name, origin)
+            if owners:
                 continue  # it is left from an older generation
             if name in self.impls and name.partition(" ")[0] not in ["", *self.defs]:
                 from ..progress import say
 
-                say(f"{self.name} takes the place of {name}, {where}")
+                say(f"{self.name} takes the place of {name}, {origin}")
                 continue
-            raise self._owned_by(None, name, where)
-        return set(there)
+            raise self._owned_by(None, name, origin)
+        return set(registered)
 
-    def _owned_by(self, owner: Registration | None, name: str, where: str = "") -> BuildError:
+    def _owned_by(self, owner: Registration | None, name: str, origin: str = "") -> BuildError:
         evidence = [f"{owner.name} of {owner.place} has it"] if owner else []
-        evidence += [where] if where else []
+        evidence += [origin] if origin else []
         evidence.append(f"{self.name} of {self.place} would take its place")
         what = f"cannot load {self.name}: {name} is there already"
         return report(what, evidence, "load only one of the two, or give one another namespace")
 
     def _is(self, other: Registration) -> bool:
-        """Whether both are one file, which glibc maps only once."""
+        """Return True if both are one file, which glibc maps only once."""
         return other is not self and other._library._handle == self._library._handle
 
-    def _ask(self, what: str, *arguments: bytes) -> str:
-        answer = getattr(self._library, f"calcops_jit_{what}")(*arguments).decode(errors="replace")
-        if answer.startswith("error\t"):
-            lines = answer.removeprefix("error\t").strip().splitlines()
-            what = f"cannot register {self.name}, nothing was exchanged"
-            if "Custom class with name" in lines[0]:
-                what = f"cannot register {self.name}: a TorchBind class cannot be exchanged"
-                raise report(what, [lines[0].partition(" Ensure")[0]], "restart Python")
-            raise report(what, lines, "correct the registration, or restart Python")
-        return answer
+    def _call(self, function: str, *arguments: bytes) -> str:
+        """Call a function of runtime/registry.cpp or contract.cpp. BuildError: it failed."""
+        call = getattr(self._library, f"calcops_jit_{function}")
+        answer = call(*arguments).decode(errors="replace")
+        if not answer.startswith("error\t"):
+            return answer
+        lines = answer.removeprefix("error\t").strip().splitlines()
+        if "Custom class with name" in lines[0]:
+            what = f"cannot register {self.name}: a TorchBind class cannot be exchanged"
+            raise report(what, [lines[0].partition(" Ensure")[0]], "restart Python")
+        what = f"cannot register {self.name}, nothing was exchanged"
+        raise report(what, lines, "correct the registration, or restart Python")
 
 
 def _retire(impl: str, registrations: list[Registration]) -> None:
@@ -197,9 +208,9 @@ def _retire(impl: str, registrations: list[Registration]) -> None:
             old._library.calcops_jit_retire(impl.encode())
 
 
-def _operator(impl: str, how: str) -> tuple[str, bool]:
+def _operator(impl: str, signature: str) -> tuple[str, bool]:
     """Return what has one C++ signature: an operator, once with SymInt and once without."""
-    return impl.partition(" ")[0], how.startswith("SymInt ")
+    return impl.partition(" ")[0], signature.startswith("SymInt ")
 
 
 def _difference(old: str, new: str) -> list[str]:

@@ -25,19 +25,21 @@ _LIMIT_S = 60.0
 
 
 def registered_at_once(name: str, load: Callable[[], Registration]) -> set[str]:
-    """Loads a library in a child: the operators that it registers by itself. BuildError: it cannot
-    be loaded.
+    """Load a library in a child. Return the operators that it registers by itself.
 
     The child is a fork of this process, since an initialiser may need whatever is loaded here.
-    Other threads are not in it, so that nobody else registers anything.
+    Other threads are not in the child, so only the library registers operators.
+
+    BuildError: it cannot be loaded.
     """
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         try:
-            answer, status = _in_child(lambda: _look(load), said.fileno())
+            answer, status = _in_child(lambda: _look(load), output.fileno())
         except OSError:  # no memory, or no process, is left for a child
-            answer, status = _look(load), 0
-        said.seek(0)
-        lines = said.read().decode(errors="replace").strip().splitlines()
+            answer = _look(load)
+            status = 0
+        output.seek(0)
+        lines = output.read().decode(errors="replace").strip().splitlines()
     if not answer and torch.cuda.is_initialized() and any("CUDA" in line for line in lines):
         answer = _look(load)  # a child cannot use its parent's CUDA
     if not answer:
@@ -51,23 +53,21 @@ def registered_at_once(name: str, load: Callable[[], Registration]) -> set[str]:
 def _look(load: Callable[[], Registration]) -> dict:
     before = handles.registered()
     registration = load()
-    found = handles.registered() - before
+    new = handles.registered() - before
     registration.names()  # runs its blocks
-    return {"operators": sorted({name.partition(".")[0] for name in found})}
+    return {"operators": sorted({name.partition(".")[0] for name in new})}
 
 
 def _end(status: int | None) -> str:
     if status is None:
         return f"does not end within {_LIMIT_S:.0f} s"
-    return (
-        f"ends the process by {signal.Signals(-status).name}"
-        if status < 0
-        else f"ends the process ({status})"
-    )
+    if status < 0:
+        return f"ends the process by {signal.Signals(-status).name}"
+    return f"ends the process ({status})"
 
 
 def _in_child(function: Callable[[], dict], output: int) -> tuple[dict, int | None]:
-    """(what the function returns, or {}; the exit status, or None if the child had to be killed)"""
+    """Return (the function's result or {}, the exit status or None if the child was killed)."""
     reading, writing = map(open, os.pipe(), ("rb", "wb"), (0, 0))
     with reading, writing:
         with warnings.catch_warnings():
@@ -76,7 +76,8 @@ def _in_child(function: Callable[[], dict], output: int) -> tuple[dict, int | No
         if child == 0:
             _answer(function, output, writing)
         writing.close()
-        answer, ended = b"", False
+        answer = b""
+        ended = False
         watched = [reading]
         # Of an old kernel; then the end of the pipe is the end of the child.
         with contextlib.suppress(OSError):
@@ -86,7 +87,8 @@ def _in_child(function: Callable[[], dict], output: int) -> tuple[dict, int | No
             # child's end counts, too.
             while not ended and (ready := select.select(watched, [], [], _LIMIT_S)[0]):
                 piece = reading.read(65536) if reading in ready else b""
-                answer, ended = answer + piece, not piece
+                answer += piece
+                ended = not piece
         finally:
             for fd in watched[1:]:
                 os.close(fd)

@@ -15,14 +15,15 @@ from . import library
 def _reload_on_change(
     stop: threading.Event, seconds: float, reload: Callable[[], list[str]]
 ) -> None:
-    before = None  # so that what was saved before counts, too
+    before = None  # so that files that were saved earlier count, too
     while not stop.wait(seconds):
         try:
             now = {path: stamp_of(path) for path in library.project_files()}
             if now == before:
                 continue
             before = now  # also if it fails: the same files would fail again
-            if changed := reload():
+            changed = reload()
+            if changed:
                 say(f"reloaded {', '.join(changed)}")
         except Exception as error:  # whatever it is, the next save may end it
             if not stop.is_set():

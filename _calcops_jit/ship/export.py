@@ -24,8 +24,8 @@ def write(folder: str, isa: str) -> None:
 
     Raises BuildError if there is no such build, or if its library cannot be loaded here.
     """
-    wanted = requests.own(isa=isa)
-    built = library.obtain(wanted)
+    request = requests.own(isa=isa)
+    built = library.obtain(request)
     release = torch.__version__.partition("+")[0]
     is_new = tuple(map(int, release.split(".")[:2])) >= (2, 13)
     words = {
@@ -33,7 +33,9 @@ def write(folder: str, isa: str) -> None:
         "release": release,
         "torch": os.path.dirname(torch.__file__),
         "standard": "20" if is_new else "17",
-        "libraries": "-ltorch_cuda -ltorch_cpu -lc10" if wanted.cuda.build else "-ltorch_cpu -lc10",
+        "libraries": "-ltorch_cuda -ltorch_cpu -lc10"
+        if request.cuda.build
+        else "-ltorch_cpu -lc10",
     }
     files = {"lib/libcalcops.so": Path(built.path).read_bytes()}
     for target, template in _TEXTS.items():

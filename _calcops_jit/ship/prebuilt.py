@@ -7,9 +7,8 @@ it fits.
 For a PyTorch that the wheel has no library for, the objects are linked with the one unit that knows
 PyTorch, which is compiled here.
 
-There may be no compiler here, so neither compilers nor headers of the system are compared. What is:
-the bytes of the operators' sources and of the loader's own, every flag, and that PyTorch is the
-very build that was there.
+There may be no compiler here, so neither compilers nor the system's headers are compared. Compared
+are the bytes of the operators' sources and of the loader's, every flag, and the build of PyTorch.
 """
 
 from __future__ import annotations
@@ -42,12 +41,15 @@ NO_CUDA = cuda.Choice(
 
 
 def request(level: str, choice: cuda.Choice) -> Request:
-    """The Request for a wheel's library."""
+    """Return the Request for a wheel's library."""
     return requests.own(isa=level, choice=choice).but(origin=ORIGIN)
 
 
-def facts(wanted: Request) -> dict:
-    """What a wheel's library depends on besides the contents of files, wherever it is installed."""
+def facts(request: Request) -> dict:
+    """Return what a wheel's library depends on besides the contents of files.
+
+    These facts are the same wherever the wheel is installed.
+    """
     build = {
         "version": torch.__version__,
         "commit": torch.version.git_version,
@@ -55,18 +57,18 @@ def facts(wanted: Request) -> dict:
         "C++11 ABI": torch.compiled_with_cxx11_abi(),
         "flags": digest(torch.__config__._cxx_flags().encode()),
     }
-    there = ("compiler arguments", "environment", "torch version")  # only where it is built
-    return {key: value for key, value in wanted.facts.items() if key not in there} | {
+    local = ("compiler arguments", "environment", "torch version")  # only where it is built
+    return {key: value for key, value in request.facts.items() if key not in local} | {
         "PyTorch": build
     }
 
 
-def find(asked: Request, reasons: list[str]) -> store.Generation | None:
+def find(wanted: Request, reasons: list[str]) -> store.Generation | None:
     """Find the wheel's library for this processor. Add to `reasons` why another did not fit."""
-    if not asked.prebuilt or not os.path.isdir(FOLDER):
+    if not wanted.prebuilt or not os.path.isdir(FOLDER):
         return None
     try:
-        return _fitting(asked)
+        return _fitting(wanted)
     except store.UNFIT as problem:
         if getattr(problem, "errno", 0) in NO_DESCRIPTOR:
             raise
@@ -74,53 +76,56 @@ def find(asked: Request, reasons: list[str]) -> store.Generation | None:
     return None
 
 
-def _fitting(asked: Request) -> store.Generation:
-    brought = [name for name in sorted(os.listdir(FOLDER)) if name != OBJECTS]
-    if label() not in brought:
-        raise Changed(f"it is for PyTorch {' and '.join(brought)}, not {label()}")
+def _fitting(wanted: Request) -> store.Generation:
+    labels = [name for name in sorted(os.listdir(FOLDER)) if name != OBJECTS]
+    if label() not in labels:
+        raise Changed(f"it is for PyTorch {' and '.join(labels)}, not {label()}")
     folder = f"{FOLDER}/{label()}/{_level(f'{FOLDER}/{label()}')}"
-    manifest, wanted = _checked(folder, asked.cuda)
-    if differences := store.differences(manifest.request, facts(wanted)):
+    manifest, brought = _checked(folder, wanted.cuda)
+    differences = store.differences(manifest.request, facts(brought))
+    if differences:
         raise Changed(differences[0])
-    return store.verified(f"{folder}/{wanted.output}", manifest)
+    return store.verified(f"{folder}/{brought.output}", manifest)
 
 
 def label() -> str:
-    """This PyTorch in a folder's name."""
+    """Return the folder's name for this PyTorch."""
     return re.sub(r"[^0-9A-Za-z]+", ".", torch.__version__)
 
 
-def with_objects(asked: Request) -> Request | None:
+def with_objects(wanted: Request) -> Request | None:
     """Return the Request for the library of a wheel's objects and what in it knows PyTorch.
 
     None: the wheel has none, or they do not fit.
     """
     objects = f"{FOLDER}/{OBJECTS}"
-    if not asked.prebuilt or not os.path.isdir(objects):
+    if not wanted.prebuilt or not os.path.isdir(objects):
         return None
     try:
-        return of_objects(f"{objects}/{_level(objects)}", asked.cuda)
+        return of_objects(f"{objects}/{_level(objects)}", wanted.cuda)
     except store.UNFIT:
         return None
 
 
-def of_objects(folder: str, asked: cuda.Choice) -> Request:
-    """The same for one level. UNFIT: they do not fit."""
-    manifest, wanted = _checked(folder, asked)
-    found = store.verified(f"{folder}/unit.o", manifest)
-    os.close(found.fd)
-    there = manifest.request | {"PyTorch": None}
-    if differences := store.differences(there, facts(wanted) | {"PyTorch": None}):
-        raise Changed(differences[0])
-    others = tuple(source for source in wanted.sources if wanted.fold(source) in manifest.asked)
-    return wanted.but(
-        sources=others, ldflags=(*wanted.ldflags, found.path), prebuilt=False, origin=""
+def of_objects(folder: str, choice: cuda.Choice) -> Request:
+    """Return the Request for the library of one level's objects. UNFIT: they do not fit."""
+    manifest, brought = _checked(folder, choice)
+    objects = store.verified(f"{folder}/unit.o", manifest)
+    os.close(objects.fd)
+    differences = store.differences(
+        manifest.request | {"PyTorch": None}, facts(brought) | {"PyTorch": None}
     )
+    if differences:
+        raise Changed(differences[0])
+    others = tuple(path for path in brought.sources if brought.fold(path) in manifest.asked)
+    ldflags = (*brought.ldflags, objects.path)
+    return brought.but(sources=others, ldflags=ldflags, prebuilt=False, origin="")
 
 
-def _checked(folder: str, asked: cuda.Choice) -> tuple[store.Manifest, Request]:
-    """Return (the manifest in a folder of a level, its Request) where the wheel's own files are
-    what they were. UNFIT: they are not, or CUDA or flags differ.
+def _checked(folder: str, wanted: cuda.Choice) -> tuple[store.Manifest, Request]:
+    """Return (the manifest in a folder of a level, its Request).
+
+    UNFIT: the wheel's own files are not what they were, or CUDA or flags differ.
     """
     if flags := os.environ.get("CALCOPS_CFLAGS"):
         raise Changed(f"CALCOPS_CFLAGS={flags}")
@@ -129,34 +134,35 @@ def _checked(folder: str, asked: cuda.Choice) -> tuple[store.Manifest, Request]:
     if "CUDA" in manifest.request:
         arches = manifest.request["GPU architectures"]
         choice = cuda.Choice(build=True, version=manifest.request["CUDA"], arches=arches)
-    if problem := _other_cuda(asked, choice):
+    if problem := _other_cuda(wanted, choice):
         raise Changed(problem)
-    wanted = request(os.path.basename(folder), choice)
-    wanted.tools = []  # the compiler that was there need not be here
-    manifest.closure.check(wanted)
-    return manifest, wanted
+    brought = request(os.path.basename(folder), choice)
+    brought.tools = []  # the compiler that built it need not be here
+    manifest.closure.check(brought)
+    return manifest, brought
 
 
 def _level(folder: str) -> str:
     """The highest level that this processor has and the wheel brings in a folder."""
-    found, here = "", isa().split()
+    highest = ""
+    extensions = isa().split()
     for level, words in LEVELS.items():
-        if lacking := [word for word in words.split() if word not in here]:
-            if not found:
-                raise Changed(f"this processor has no {' '.join(lacking)}, which {level} asks for")
+        lacking = [word for word in words.split() if word not in extensions]
+        if lacking and not highest:
+            raise Changed(f"this processor has no {' '.join(lacking)}, which {level} asks for")
+        if lacking:
             break
-        found = level if os.path.isdir(f"{folder}/{level}") else found
-    return found
+        if os.path.isdir(f"{folder}/{level}"):
+            highest = level
+    return highest
 
 
-def _other_cuda(here: cuda.Choice, there: cuda.Choice) -> str:
-    """Why a library that was built with the choice `there` will not do where a build makes the
-    choice `here`, or "".
-    """
-    if there.build and os.environ.get("CALCOPS_CUDA") == "0":
-        return here.reason
-    if there.build and here.build and here.arches not in ("", there.arches):
-        return f"its GPU architectures are {there.arches}, not {here.arches}"
-    if not there.build and (here.build or here.fatal):
-        return f"it is for CPUs, and {'CUDA was asked for' if here.fatal else 'nvcc is here'}"
+def _other_cuda(wanted: cuda.Choice, built: cuda.Choice) -> str:
+    """Return why a library with the choice `built` does not fit the choice `wanted`, or ""."""
+    if built.build and os.environ.get("CALCOPS_CUDA") == "0":
+        return wanted.reason
+    if built.build and wanted.build and wanted.arches not in ("", built.arches):
+        return f"its GPU architectures are {built.arches}, not {wanted.arches}"
+    if not built.build and (wanted.build or wanted.fatal):
+        return f"it is for CPUs, and {'CUDA was asked for' if wanted.fatal else 'nvcc is here'}"
     return ""

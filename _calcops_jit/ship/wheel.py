@@ -1,9 +1,9 @@
 """make wheel: a wheel with the operators, built for several kinds of processor, and for the PyTorch
 that is here and those of other environments.
 
-    python -m _calcops_jit.wheel [FOLDER [PYTHON ...]]     in a checkout; default: dist
+    python -m _calcops_jit.ship.wheel [FOLDER [PYTHON ...]]     in a checkout; default: dist
 
-It holds the sources, too, and is otherwise what `pip wheel .` makes. `prebuilt` finds the libraries
+It has the sources, too, and is otherwise the wheel of `pip wheel .`. `prebuilt` finds the libraries
 in it.
 """
 
@@ -39,9 +39,12 @@ _NO_STAMP = young(bytes(32))
 def write(folder: str, *pythons: str) -> str:
     """Write the wheel into a folder and return its path.
 
-    pythons   those of environments with other PyTorches, which need setuptools and ninja
+    Args:
+        folder: where the wheel goes.
+        pythons: those of environments with other PyTorches, which need setuptools and ninja.
 
-    Raises BuildError if the operators cannot be built.
+    Raises:
+        BuildError: the operators cannot be built.
     """
     if flags := os.environ.get("CALCOPS_CFLAGS"):
         evidence = f"CALCOPS_CFLAGS={flags}: what is built with it fits only where it is set, too"
@@ -56,7 +59,7 @@ def write(folder: str, *pythons: str) -> str:
     choice = _choice()
     requests = {level: prebuilt.request(level, choice) for level in prebuilt.LEVELS}
     oldest = next(iter(requests.values()))
-    # Tells the operators of all: this processor need not be able to load the others.
+    # Every level has the same operators. This processor may be unable to load the other levels.
     library.obtain(oldest)
     operators = store.find(oldest).manifest.operators
     with tempfile.TemporaryDirectory() as made:
@@ -65,7 +68,7 @@ def write(folder: str, *pythons: str) -> str:
             _add(f"{built}/{prebuilt.label()}/{level}", request, prebuilt.facts(request), operators)
             _add_objects(f"{built}/{prebuilt.OBJECTS}/{level}", request)
         for python in pythons:
-            command = [os.path.abspath(python), "-m", "_calcops_jit.wheel", "--beside", built]
+            command = [os.path.abspath(python), "-m", __spec__.name, "--beside", built]
             if subprocess.run(command, cwd=_ROOT).returncode:
                 evidence = "it has said why"
                 raise report(f"cannot build the operators with {python}", [evidence], python)
@@ -90,20 +93,20 @@ def add_beside(folder: str) -> None:
     """Add libraries for this PyTorch to a folder with objects and with those of another one."""
     (other,) = [name for name in os.listdir(folder) if name != prebuilt.OBJECTS][:1]
     for level in prebuilt.LEVELS:
-        there = store.read_manifest(f"{folder}/{other}/{level}")
+        operators = store.read_manifest(f"{folder}/{other}/{level}").operators
         objects = f"{folder}/{prebuilt.OBJECTS}/{level}"
         request = prebuilt.of_objects(objects, _choice()).but(origin=prebuilt.ORIGIN)
         facts = prebuilt.facts(prebuilt.request(level, request.cuda))
         target = f"{folder}/{prebuilt.label()}/{level}"
-        _add(target, request, facts, there.operators, store.read_manifest(objects).closure)
+        _add(target, request, facts, operators, store.read_manifest(objects).closure)
 
 
 def _add(
     folder: str, request: Request, facts: dict, operators: dict[str, str], *closures: Closure
 ) -> None:
-    """Makes a folder with the library and its manifest.
+    """Make a folder with the library and its manifest.
 
-    closures   of what it is linked with
+    `closures` are those of the objects that the library is linked with.
     """
 
     def publish(request: Request, slot: str, stage: str, built: str, closure: Closure) -> None:
@@ -116,7 +119,7 @@ def _add(
 
 
 def _add_objects(folder: str, request: Request) -> None:
-    """Makes a folder with the objects of all units that include nothing of PyTorch's, as one."""
+    """Make a folder with the objects of all units that do not include PyTorch, as one object."""
     units = {source: store.find(request.unit(source)) for source in request.sources}
     free = {}
     for source, unit in units.items():
@@ -134,7 +137,7 @@ def _add_objects(folder: str, request: Request) -> None:
 
 
 def _write(folder: str, name: str, file: str, **about) -> None:
-    """Puts a file and its manifest into a new folder."""
+    """Put a file and its manifest into a new folder."""
     os.makedirs(folder)
     target = shutil.copy(file, f"{folder}/{name}")
     manifest = store.Manifest(size=os.path.getsize(target), digest=file_digest(target), **about)
@@ -142,36 +145,33 @@ def _write(folder: str, name: str, file: str, **about) -> None:
 
 
 def _portable(closure: Closure) -> Closure:
-    """What can be compared on another machine: the wheel's own files, by their contents."""
-    ours = ("@root", "@loader")
-    entries = {
-        path: (_NO_STAMP, content)
-        for path, (_, content) in closure.entries().items()
-        if path.startswith(ours)
-    }
-    absent = {
-        folder: ["", names]
-        for folder, (_, names) in closure.absent.items()
-        if folder.startswith(ours)
-    }
+    """Return what another machine can compare: the wheel's own files, by their contents."""
+    roots = ("@root", "@loader")
+    entries = {}
+    for path, (_, content) in closure.entries().items():
+        if path.startswith(roots):
+            entries[path] = _NO_STAMP, content
+    absent = {}
+    for folder, (_, names) in closure.absent.items():
+        if folder.startswith(roots):
+            absent[folder] = ["", names]
     return Closure.of(entries, [], absent, 0)
 
 
 def _oldest_system(folder: str) -> str:
-    """The newest versions of the system's libraries that the operators ask for."""
+    """Return the versions of glibc and libstdc++ that the operators need."""
     data = b"".join(path.read_bytes() for path in Path(folder).glob("*/*/*.so"))
-    found = []
+    needed = []
     for name in ("GLIBC", "GLIBCXX"):
         versions = re.findall(rf"\0{name}_([\d.]+)(?=\0)".encode(), data)
-        newest = max(
-            versions, key=lambda version: tuple(map(int, version.split(b"."))), default=b""
-        )
-        found += [f"{name} {newest.decode()}"] * bool(newest)
-    return " and ".join(found) + ", or later"
+        numbers = [tuple(map(int, version.split(b"."))) for version in versions]
+        if numbers:
+            needed.append(f"{name} {'.'.join(map(str, max(numbers)))}")
+    return " and ".join(needed) + ", or later"
 
 
 def _pack(made: str, folder: str) -> str:
-    """Packs the project and the libraries into a wheel, whose version names PyTorch's."""
+    """Pack the project and the libraries into a wheel, whose version names PyTorch's."""
 
     class WithLibraries(build_py):
         def run(self) -> None:

@@ -102,7 +102,7 @@ def test_help_shows_the_options(kernel):
     kernel.run("%%operator?")
     (payload,) = kernel.payload
     usage = "%operator [--cuda] [--cflags CFLAGS] [--ldflags LDFLAGS] [--verbose]"
-    for words in (usage, "\n  name ", "Builds the cell as calcops_jit.load"):
+    for words in (usage, "\n  name ", "Build the cell as calcops_jit.load"):
         assert words in payload["data"]["text/plain"]
 
 
