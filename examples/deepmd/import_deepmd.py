@@ -4,11 +4,12 @@
 
     model = load("frozen_model.pth")        # in Python
 
-It reads .pth, .pt, .dp and .yaml, and writes .pt2, .pt and .npz. DeepPotential is that of
-../train_potential. What it does not compute is refused by name. The formats were read in DeePMD-kit
-3.2: .dp and .yaml in its deepmd/dpmodel/utils/serialization.py and in serialize() of the
-descriptor, the fitting and the networks; .pth and .pt in deepmd/pt/model/descriptor/se_a.py and
-deepmd/pt/model/task/fitting.py, whose tensors they hold.
+It reads .pth, .pt, .dp and .yaml, also compressed ones, and writes .pt2, .pt and .npz.
+DeepPotential is that of ../train_potential. What it does not compute is refused by name.
+
+The formats were read in DeePMD-kit 3.2: .dp and .yaml in its deepmd/dpmodel/utils/serialization.py
+and in serialize() of the descriptor, the fitting and the networks; .pth and .pt in
+deepmd/pt/model/descriptor/se_a.py and deepmd/pt/model/task/fitting.py, whose tensors they hold.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import io
 import json
 import pickle
 import re
+import warnings
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +35,8 @@ kOptions = {
         finetune_head model_branch_alias data_stat_nbatch data_stat_protect data_bias_nsample
         srtab_add_bias bridging_r_inner bridging_r_outer""",
     "descriptor": """type type_map ntypes rcut rcut_smth sel neuron axis_neuron type_one_side
-        resnet_dt precision activation_function embeddings env_mat set_davg_zero trainable seed""",
+        resnet_dt precision activation_function embeddings env_mat set_davg_zero trainable seed
+        compress""",
     "environment": "rcut rcut_smth",
     "fitting": """type type_map ntypes var_name dim_out dim_descrpt embedding_width neuron resnet_dt
         precision activation_function nets atom_ener default_fparam rcond layer_name trainable
@@ -46,23 +49,28 @@ kTypes = {
     "fitting": ("ener",),
 }
 # What to do instead.
-kAdvice = {
-    "compress": "take the model that `dp compress` was given, whose nets its tables stand for",
-    "spin": "DeePMD-kit's own interfaces run it",
-}
+kAdvice = {"spin": "DeePMD-kit's own interfaces run it"}
 kVersions = {"model": 2, "descriptor": 3, "environment": 0, "fitting": 4}
 
 
 def load(path):
     """The model in a file of DeePMD-kit; float64 whatever its precision, eV and A."""
     try:
-        return DeepPotential(arrays(read(Path(path))))
+        model = DeepPotential(arrays(read(Path(path))))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     except KeyError as error:
         raise ValueError(
             f"{path}: expected a model of type se_e2_a, got one without {error}"
         ) from None
+    error = 0.0 if model.table is None else model.table_error()
+    if error > 1e-4:
+        warnings.warn(
+            f"{path}: its tables differ from its nets by {error:.0%}, as `dp compress` 3.2 makes "
+            "them of nets with resnet_dt; the energies are those of the tables",
+            stacklevel=2,
+        )
+    return model
 
 
 def read(path):
@@ -186,9 +194,12 @@ def serialised(definition, state):
         "embeddings": networks("descriptor.sea", descriptor, {}),
         "@variables": statistics,
     }
-    descriptor["compress"] = any(
-        value.size for key, value in state.items() if "compress_data" in key
-    )
+    numbers = range(len(descriptor["embeddings"]["networks"]))
+    data = [state.get(f"descriptor.sea.compress_data.{i}") for i in numbers]
+    if any(array is not None and array.size for array in data):
+        info = [state[f"descriptor.sea.compress_info.{i}"] for i in numbers]
+        tables = {"compress_data": data, "compress_info": info}
+        descriptor["compress"] = {"@variables": tables}
     bias = {"bias_atom_e": state.get("fitting_net.bias_atom_e")}
     fitting = fitting | {"nets": networks("fitting_net", fitting, linear), "@variables": bias}
     out_bias = {"out_bias": state.get("out_bias")}
@@ -249,6 +260,8 @@ def arrays(model):
         # Of nets for pairs, that of centre c and neighbour t has the number c + T t.
         nets = embedding[t : t + 1] if len(embedding) == T else embedding[T * t : T * (t + 1)]
         result |= numbered(f"emb{t}", nets)
+    if descriptor.get("compress"):
+        result |= tables_of(descriptor["compress"]["@variables"])
     for t, network in enumerate(fitting["nets"]["networks"]):
         result |= numbered(f"fit{t}", [layers(network)])
     if len(result["fit0_w0"]) != len(embedding[0][-1]["b"]) * axis_neuron:
@@ -282,6 +295,24 @@ def of_types(name, array, sel):
     return np.stack(
         [part[:, 0] if part.size else np.ones((len(array), 4)) for part in slots], axis=1
     )
+
+
+def tables_of(variables):
+    """Return the arrays `table` and `grid` of a compressed descriptor.
+
+    Its rows [cells, 6 M] have the six coefficients of a function side by side. Its info is begin,
+    end of the first part, end of the second, both widths, and a number that is not needed here.
+    """
+    tables = [np.asarray(data, np.float64) for data in variables["compress_data"]]
+    tables = [data.reshape(len(data), -1, 6).transpose(0, 2, 1) for data in tables]
+    table = np.zeros((len(tables), max(map(len, tables)), *tables[0].shape[1:]))
+    grid = np.zeros((len(tables), 5))
+    for i, info in enumerate(variables["compress_info"]):
+        table[i, : len(tables[i])] = tables[i]
+        # Numbers such as 0.01, which float32 only approximates.
+        begin, end, coarse_end, width, coarse_width = np.float32(info[:5]).astype(str).astype(float)
+        grid[i] = begin, width, end, coarse_width, coarse_end
+    return {"table": table, "grid": grid}
 
 
 def layers(network):
@@ -323,8 +354,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="what DeePMD-kit wrote: .pth, .pt, .dp or .yaml")
     parser.add_argument("output", type=Path, help=".pt2, .pt or .npz")
+    parser.add_argument(
+        "--tabulated", action="store_true", help="tables in the place of embedding nets: quicker"
+    )
     options = parser.parse_args()
     model = load(options.model)
+    if options.tabulated and model.table is None:
+        model = model.tabulated()
     (save_npz if options.output.suffix == ".npz" else save)(model, options.output)
     kinds = ", ".join(f"{name} up to {count}" for name, count in zip(model.type_names, model.sel))
     print(f"{options.output}: neighbours within {model.cutoff:g} A: {kinds}")

@@ -9,8 +9,12 @@ tests/examples/test_examples_train_potential.py shows. Its conventions, read in 
 (v3.2): an empty slot takes part as (0 - davg) / dstd; D is divided by the number of slots squared.
 """
 
+import copy
+import functools
+
 import numpy as np
 import torch
+from calcops.train.tables import nodes_of, tabulate
 from calcops.train.weights import net as net_of
 from calcops.train.weights import tensor
 
@@ -29,6 +33,8 @@ def load_npz(path, type_names=None, units="metal"):
     emb{t}_idt{l}, fit{t}_idt{l} [out], optional: what the layer's activation is multiplied by
     emb{t}_res{l}, fit{t}_res{l}: 1 where the layer's input is added, twice where the width doubles
     emb{t}_act{l}, fit{t}_act{l}, optional: the activation if not tanh, a name of kActivations
+    table, grid, optional: of torch.ops.calcops.tabulated_sum, in the place of the embedding nets. A
+        neighbour of type t has the kind t or, if there are T^2 kinds, T t + type of the centre
     davg, dstd [centre type, neighbour type, 4]; bias_atom_e [T]; sel [T]
     rcut, rcut_smth, axis_neuron
     type_names [T], optional
@@ -42,23 +48,75 @@ class DeepPotential(torch.nn.Module):
 
     def __init__(self, arrays, type_names=None, units="metal"):
         super().__init__()
-        self.cutoff, self.rcut_smth = float(arrays["rcut"]), float(arrays["rcut_smth"])
-        self.axis_neuron, self.sel = (
-            int(arrays["axis_neuron"]),
-            [int(count) for count in arrays["sel"]],
-        )
+        self.cutoff = float(arrays["rcut"])
+        self.rcut_smth = float(arrays["rcut_smth"])
+        self.axis_neuron = int(arrays["axis_neuron"])
+        self.sel = [int(count) for count in arrays["sel"]]
+        ntypes = len(self.sel)
         if type_names is None:
-            type_names = arrays.get("type_names", [f"X{t}" for t in range(len(self.sel))])
-        self.type_names, self.units = [str(name) for name in type_names], units
-        if len(self.type_names) != len(self.sel):
-            raise ValueError(
-                f"expected a name for each of {len(self.sel)} types, got {self.type_names}"
-            )
-        self.emb = torch.nn.ModuleList(net_of(arrays, f"emb{t}") for t in range(len(self.sel)))
-        self.fit = torch.nn.ModuleList(net_of(arrays, f"fit{t}") for t in range(len(self.sel)))
+            type_names = arrays.get("type_names", [f"X{t}" for t in range(ntypes)])
+        self.type_names = [str(name) for name in type_names]
+        self.units = units
+        if len(self.type_names) != ntypes:
+            raise ValueError(f"expected a name for each of {ntypes} types, got {self.type_names}")
+        self.emb = torch.nn.ModuleList(net_of(arrays, f"emb{t}") for t in range(ntypes))
+        self.fit = torch.nn.ModuleList(net_of(arrays, f"fit{t}") for t in range(ntypes))
         for key in ("davg", "dstd", "bias_atom_e"):
             self.register_buffer(key, tensor(arrays, key))
         self.width = self.emb[0][-1].b.shape[-1]
+        self.set_tables(tensor(arrays, "table"), tensor(arrays, "grid"))
+
+    def set_tables(self, table, grid):
+        """Take tables in the place of the embedding nets; None: the nets."""
+        self.register_buffer("table", table)
+        self.register_buffer("grid", grid)
+
+    def tabulated(self, tolerance=1e-9, shortest=0.5):
+        """Return a model with tables in the place of its embedding nets, for production.
+
+        Its forces have the same derivatives with respect to positions. Its tables cannot be
+        trained. A line on stdout says which tables were made.
+
+        Args:
+            tolerance: the largest error of the nets' values and slopes, relative to the largest.
+            shortest: the distance down to which the tables are that precise. Up to five times the
+                inverse, cells are wider; beyond that the functions are straight lines.
+
+        Raises:
+            ValueError: no table of bounded size is precise enough, as for an activation with kinks.
+        """
+        exact = copy.deepcopy(self).to("cpu", torch.float64).requires_grad_(False)
+        ntypes = len(self.sel)
+        nets = [(net, c) for net in exact.emb for c in range(ntypes if net.of_pairs else 1)]
+        functions, ends = [], []
+        for number, (net, c) in enumerate(nets):
+            t = number * ntypes // len(nets)
+            centres = [c] if net.of_pairs else list(range(ntypes))
+            s = torch.tensor([0, 1 / shortest, 5 / shortest], dtype=torch.float64)
+            x = (s - exact.davg[centres, t, :1]) / exact.dstd[centres, t, :1]
+            ends.append((x[:, 0].min().item(), *x[:, 1:].amax(0).tolist()))
+            functions.append(functools.partial(net, centre=c))
+        table, grid, error = tabulate(functions, ends, tolerance)
+        print(
+            f"tabulated: {len(nets)} embedding nets in cells of {grid[0, 1]:g}, "
+            f"{table.nbytes / 1e6:.1f} MB, error {error:.0e}"
+        )
+        model = copy.deepcopy(self)
+        model.set_tables(table.to(self.davg), grid.to(self.davg))
+        return model
+
+    @torch.no_grad()
+    def table_error(self):
+        """The largest difference between tables and embedding nets at the begins of cells, relative
+        to the nets' largest value.
+        """
+        nets = [(net, c) for net in self.emb for c in range(len(net[0].w) if net.of_pairs else 1)]
+        errors = []
+        for (net, c), table, row in zip(nets, self.table, self.grid):
+            x = nodes_of(row)[:-1].to(row)
+            values = net(x.unsqueeze(-1), c)
+            errors.append((table[: len(x), 0] - values).abs().max() / values.abs().max())
+        return torch.stack(errors).max().item()
 
     def environment(self, types, list_neigh, Rij):
         """What `evaluate` takes of a structure: neighbours within the cutoff, their types, R, R_d.
@@ -94,14 +152,18 @@ class DeepPotential(torch.nn.Module):
         Ri = s(r) (1, x/r, y/r, z/r), s = w(r)/r. w = 1 up to rcut_smth, 1 + q^3 (-6 q^2 + 15 q -
         10) from there to the cutoff, q from 0 to 1, and 0 beyond.
         """
-        r, width = torch.linalg.vector_norm(Rij, dim=-1, keepdim=True), self.cutoff - self.rcut_smth
+        width = self.cutoff - self.rcut_smth
+        r = torch.linalg.vector_norm(Rij, dim=-1, keepdim=True)
         q = ((r - self.rcut_smth) / width).clamp(0, 1)
-        w, dw = 1 + q**3 * (-6 * q**2 + 15 * q - 10), -30 * (q * (1 - q)).square() / width
-        s, u = w / r, w / r**2
-        ds, du = (dw - s) / r, (dw - 2 * s) / r**2
-        unit, eye = Rij / r, torch.eye(3, dtype=Rij.dtype, device=Rij.device)
+        w = 1 + q**3 * (-6 * q**2 + 15 * q - 10)
+        dw = -30 * (q * (1 - q)).square() / width
+        s, ds = w / r, (dw - w / r) / r
+        u, du = w / r**2, (dw - 2 * (w / r)) / r**2
+        unit = Rij / r
+        eye = torch.eye(3, dtype=Rij.dtype, device=Rij.device)
         outer = (du * Rij).unsqueeze(-1) * unit.unsqueeze(-2) + u.unsqueeze(-1) * eye
-        Ri, Ri_d = torch.cat([s, u * Rij], -1), torch.cat([(ds * unit).unsqueeze(-2), outer], -2)
+        Ri = torch.cat([s, u * Rij], -1)
+        Ri_d = torch.cat([(ds * unit).unsqueeze(-2), outer], -2)
         centre, other = types.unsqueeze(-1), kind.clamp(min=0)
         davg, dstd = self.davg[centre, other], self.dstd[centre, other]
         R = torch.where((kind >= 0).unsqueeze(-1), (Ri - davg) / dstd, 0.0)
@@ -110,28 +172,16 @@ class DeepPotential(torch.nn.Module):
     def atom_energies(self, types, kind, R):
         """Energy [B,n] of atoms of `types` [B,n], from R and the types `kind` of their neighbours.
 
-        Only filled slots and, of the fitting nets, atoms of their type are computed. What an empty
-        slot adds depends on two types only.
+        Only filled slots and, of the fitting nets, atoms of their type are computed.
         """
-        ntypes, shape = len(self.sel), types.shape
+        shape = types.shape
         types, kind, R = types.flatten(), kind.flatten(0, 1), R.flatten(0, 1)
-        centre, s = types.unsqueeze(-1).expand_as(kind), R[..., :1].flatten(0, 1)
-        G = R.new_zeros(s.shape[0], self.width)
-        missing: list[torch.Tensor] = []
-        empty: list[torch.Tensor] = []
-        for t, net in enumerate(self.emb):
-            for c in range(ntypes if net.of_pairs else 1):
-                filled = (kind == t) & (centre == c) if net.of_pairs else kind == t
-                slots = filled.flatten().nonzero().squeeze(-1)
-                G = G.index_copy(0, slots, net(s[slots], c))
-            for c in range(ntypes):
-                R0 = -self.davg[c, t] / self.dstd[c, t]
-                missing.append((self.sel[t] - (kind == t).sum(-1)) * (types == c))
-                empty.append((R0.unsqueeze(-1) * net(R0[:1], c)).flatten())
-        of_empty = torch.stack(missing, -1).to(R) @ torch.stack(empty)
-        T = (
-            R.mT @ G.view(R.shape[0], R.shape[1], self.width) + of_empty.view(-1, 4, self.width)
-        ) / sum(self.sel)
+        table, grid = self.table, self.grid
+        if table is None or grid is None:
+            sums = self.sums_of_nets(types, kind, R)
+        else:
+            sums = self.sums_of_tables(types, kind, R, table, grid)
+        T = sums / sum(self.sel)
         energy = self.bias_atom_e[types]
         for c, net in enumerate(self.fit):
             atoms = (types == c).nonzero().squeeze(-1)
@@ -140,6 +190,49 @@ class DeepPotential(torch.nn.Module):
             D = (own.mT @ own[..., : self.axis_neuron]).flatten(1)
             energy = energy.index_add(0, atoms, net(D, c).squeeze(-1))
         return energy.view(shape)
+
+    def sums_of_nets(self, types, kind, R):
+        """The sums over slots of R times the embedding net of s [n,4,M]."""
+        ntypes = len(self.sel)
+        centre, s = types.unsqueeze(-1).expand_as(kind), R[..., :1].flatten(0, 1)
+        G = R.new_zeros(s.shape[0], self.width)
+        empty: list[torch.Tensor] = []
+        for t, net in enumerate(self.emb):
+            for c in range(ntypes if net.of_pairs else 1):
+                filled = (kind == t) & (centre == c) if net.of_pairs else kind == t
+                slots = filled.flatten().nonzero().squeeze(-1)
+                G = G.index_copy(0, slots, net(s[slots], c))
+            for c in range(ntypes):
+                R0 = -self.davg[c, t] / self.dstd[c, t]
+                empty.append((R0.unsqueeze(-1) * net(R0[:1], c)).flatten())
+        of_filled = R.mT @ G.view(R.shape[0], R.shape[1], self.width)
+        return of_filled + self.sums_of_empty(types, kind, torch.stack(empty))
+
+    def sums_of_tables(self, types, kind, R, table: torch.Tensor, grid: torch.Tensor):
+        """The same by tables. Nothing of the size of the slots times M is stored."""
+        ntypes = len(self.sel)
+        grid = grid.double()
+        of_pairs = table.shape[0] > ntypes
+        rows = (
+            torch.where(kind < 0, kind, ntypes * kind + types.unsqueeze(-1)) if of_pairs else kind
+        )
+        of_filled = torch.ops.calcops.tabulated_sum(R[..., 0], R, rows, table, grid)
+        # An empty slot's row for each pair of types, the neighbour's first.
+        R0 = -(self.davg / self.dstd).transpose(0, 1).reshape(-1, 1, 4)
+        pairs = torch.arange(ntypes * ntypes, device=kind.device).unsqueeze(-1)
+        R0_rows = pairs if of_pairs else pairs // ntypes
+        empty = torch.ops.calcops.tabulated_sum(R0[..., 0], R0, R0_rows, table, grid)
+        return of_filled + self.sums_of_empty(types, kind, empty.flatten(1))
+
+    def sums_of_empty(self, types, kind, empty):
+        """What the empty slots add [n,4,M]; one of them adds empty[T t + c] [T^2,4M], for centre c
+        and type t.
+        """
+        missing: list[torch.Tensor] = []
+        for t in range(len(self.sel)):
+            for c in range(len(self.sel)):
+                missing.append((self.sel[t] - (kind == t).sum(-1)) * (types == c))
+        return (torch.stack(missing, -1).to(empty) @ empty).view(-1, 4, self.width)
 
     def evaluate(self, types, list_neigh, Rij, kind, R, R_d, nghost: int, create_graph: bool):
         """The results of `forward` for an `environment`."""
