@@ -28,6 +28,7 @@ os.environ |= {
 ROOT = Path(__file__).resolve().parent.parent.parent
 THEIRS = ROOT / "build/deepmd/environment/bin/python"
 NETS = {"rcut": 6.0, "rcut_smth": 2.0, "neuron": [25, 50, 100], "axis_neuron": 16, "seed": 1}
+NEAREST = {"water": 0.7, "silicon": 2.0}  # A
 MODELS = {"water": (["O", "H"], [46, 92]), "silicon": (["Si"], [60])}
 SYSTEMS = [("water", 192), ("silicon", 1000), ("silicon", 8000)]
 
@@ -55,6 +56,7 @@ def make(folder):
             {"type_map": type_map, "descriptor": descriptor, "fitting_net": fitting}
         ).eval()
         model.atomic_model.descriptor.sea.stddev[:] = 0.1
+        model.min_nbor_dist.fill_(NEAREST[name])  # `dp compress` tabulates from there
         torch.jit.save(torch.jit.script(model), folder / f"{name}.pth")
 
 
