@@ -45,7 +45,13 @@ class Layer(torch.nn.Module):
         if w.dim() == 3:
             w, b = w[centre], b[centre]
             idt = None if idt is None else idt[centre]
-        y = (x * w if w.shape[0] == 1 else x @ w) + b
+        if w.shape[0] == 1:
+            y = x * w
+        elif w.shape[1] == 1:
+            y = (x * w.squeeze(-1)).sum(-1, keepdim=True)
+        else:
+            y = x @ w
+        y = y + b
         if self.linear:
             return y
         y = self.activation(y)
