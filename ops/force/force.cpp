@@ -37,7 +37,7 @@ force(Tensor list_neigh, Tensor dE, Tensor Ri_d, SymInt nghost=0, *,
       Tensor? neighbor_index=None) -> Tensor
   Force on every atom from a neighbour list, dE/dRi and dRi/dr.
 
-  F_j = +sum g over the slots that name j and F_i = -sum g over i's own slots, with
+  F_a = sum g over the slots that name atom a, minus sum g over a's own slots, with
   g = sum_c dE[c] Ri_d[c, :]. Rows of ghosts are to be added to the atoms they are images of.
 
   Differentiable to any order in dE and Ri_d, in reverse and in forward mode. What an empty slot
@@ -56,7 +56,7 @@ force_virial(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor Rij, SymInt nghos
   forward mode. Empty slots, wrong entries and determinism: as for calcops::force.
 
 neighbor_index(Tensor list_neigh, SymInt nghost=0) -> Tensor
-  Index of the slots that name each atom, which force and force_virial can reuse while a list lives.
+  Slots sorted by the atom that they name. Saves force and force_virial work on CUDA.
 
   Returns int32 [B, n + nghost + n*K], n*K < 2^31: first, for each atom j, where its part of what
   follows ends; then the slots i*K + s that name atom 0, those that name atom 1 and so on, each in

@@ -185,7 +185,7 @@ def cell(side: Side) -> str:
     side.run("import torch.utils.cpp_extension")
     if side.name == "plain":
         said = side.run("".join(PLAIN_CELL.replace("{i}", str(i)) for i in range(3)))
-        return f"{float(said[-1]):.1f} s, each time under a new name"
+        return f"{float(said[-1]):.1f} s, and needs a new name"
     return our_cell(side, "CELL", WAIT.replace("{count}", "2"))
 
 
@@ -248,15 +248,15 @@ def damaged(side: Side) -> str:
 
 ROWS = {
     "first build": cold,
-    "`load` of what is built, beyond `import torch`": warm,
+    "`load` of a built library, without `import torch`": warm,
     "source edited, new process": edited,
-    "second edit of a source, new process": edited_again,
+    "second edit of a source, new process (headers precompiled)": edited_again,
     "source edited, same process": edited_live,
     "notebook cell edited again": cell,
-    "the same cell without PyTorch's headers": contract_cell,
+    "that cell without PyTorch's headers, edited again": contract_cell,
     "build killed, next process": killed,
     "library truncated (disk was full)": damaged,
-    "new header shadows the one that was used": new_header,
+    "new header in an earlier folder of the include path": new_header,
 }
 
 
