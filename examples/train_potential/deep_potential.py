@@ -164,7 +164,7 @@ class DeepPotential(torch.nn.Module):
         outer = (du * Rij).unsqueeze(-1) * unit.unsqueeze(-2) + u.unsqueeze(-1) * eye
         Ri = torch.cat([s, u * Rij], -1)
         Ri_d = torch.cat([(ds * unit).unsqueeze(-2), outer], -2)
-        centre, other = types.unsqueeze(-1), kind.clamp(min=0)
+        centre, other = types.clamp(min=0).unsqueeze(-1), kind.clamp(min=0)
         davg, dstd = self.davg[centre, other], self.dstd[centre, other]
         R = torch.where((kind >= 0).unsqueeze(-1), (Ri - davg) / dstd, 0.0)
         return R, -(Ri_d / dstd.unsqueeze(-1)).flatten(2, 3)  # Rij = r_j - r_i, hence the minus
@@ -182,7 +182,8 @@ class DeepPotential(torch.nn.Module):
         else:
             sums = self.sums_of_tables(types, kind, R, table, grid)
         T = sums / sum(self.sel)
-        energy = self.bias_atom_e[types]
+        # A type of -1 is no atom: frames of other sizes are padded.
+        energy = torch.where(types >= 0, self.bias_atom_e[types.clamp(min=0)], 0.0)
         for c, net in enumerate(self.fit):
             atoms = (types == c).nonzero().squeeze(-1)
             own = T[atoms]
@@ -250,7 +251,7 @@ class DeepPotential(torch.nn.Module):
     def forward(self, types, list_neigh, Rij, nghost: int = 0, create_graph: bool = False):
         """types [n+nghost] or [B,n+nghost], list_neigh [B,n,K], Rij [B,n,K,3], in any order, at any
         distance -> energy [B], atom_energy [B,n], force [B,n+nghost,3], virial [B,3,3], atom_virial
-        [B,n+nghost,3,3]
+        [B,n+nghost,3,3]. A type of -1 is no atom.
         """
         types = types.expand(list_neigh.shape[0], types.shape[-1])
         list_neigh, Rij, kind, R, R_d = self.environment(

@@ -18,16 +18,25 @@ kSkin = 0.5  # A beyond the cutoff: a neighbour list holds until an atom has mov
 kTimestep = 2 * units.fs
 
 
-def neighbours(positions, cells, cutoff):
-    """list_neigh [B,n,K], -1: empty slot, and shift [B,n,K,3], what to add to r_j - r_i."""
+def neighbours(positions, cells, cutoff, types=None, pbc=None):
+    """list_neigh [B,n,K], -1: empty slot, and shift [B,n,K,3], what to add to r_j - r_i.
+
+    types [B,n]: -1 where there is no atom; None: there are n. pbc [B,3]; None: periodic.
+    """
     B, n, _ = positions.shape
-    finder, rows = vesin.NeighborList(cutoff=cutoff, full_list=True), []
-    for points, cell in zip(positions.numpy(), cells.numpy()):
-        i, j, S = finder.compute(points=points, box=cell, periodic=True, quantities="ijS")
+    finder = vesin.NeighborList(cutoff=cutoff, full_list=True)
+    rows = []
+    for b, (points, cell) in enumerate(zip(positions.numpy(), cells.numpy())):
+        count = n if types is None else int((types[b] >= 0).sum())
+        periodic = True if pbc is None else pbc[b].numpy()
+        i, j, S = finder.compute(
+            points=points[:count], box=cell, periodic=periodic, quantities="ijS"
+        )
         order = np.argsort(i, kind="stable")
         rows.append((i[order].astype(np.int64), j[order].astype(np.int64), S[order] @ cell))
     counts = np.stack([np.bincount(i, minlength=n) for i, _, _ in rows])
-    list_neigh, shift = np.full((B, n, counts.max()), -1), np.zeros((B, n, counts.max(), 3))
+    slots = max(1, counts.max())
+    list_neigh, shift = np.full((B, n, slots), -1), np.zeros((B, n, slots, 3))
     for b, (i, j, S) in enumerate(rows):
         slot = np.arange(len(i)) - (counts[b].cumsum() - counts[b])[i]
         list_neigh[b, i, slot], shift[b, i, slot] = j, S

@@ -24,16 +24,19 @@ def plot_loss(path, history):
     figure.savefig(path, dpi=120)
 
 
-def plot_parity(path, model, data):
-    """Ours over the labels of every frame of data."""
+def plot_parity(path, model, data, source="Stillinger-Weber"):
+    """Ours over the labels, which `source` made, of every frame of data."""
     types, *environment, energy, force, virial = data[:]
     ours = model.evaluate(types, *environment, 0, False)
-    n = types.shape[1]
-    pairs = (energy / n, ours[0] / n), (force, ours[2]), (virial / n, ours[3] / n)
+    n = (types >= 0).sum(-1)
+    real, labelled = types >= 0, ~virial.isnan()
+    pairs = [(energy / n, ours[0] / n), (force[real], ours[2][real])]
+    if labelled.any():
+        per_atom = [each / n.view(-1, 1, 1) for each in (virial, ours[3])]
+        pairs.append(tuple(each[labelled] for each in per_atom))
     figure = Figure(figsize=(12, 4.3), layout="constrained")
-    for axes, (name, unit), (label, prediction) in zip(
-        figure.subplots(1, 3), kUnits.items(), pairs
-    ):
+    columns = figure.subplots(1, len(pairs))
+    for axes, (name, unit), (label, prediction) in zip(columns, kUnits.items(), pairs):
         rmse = (prediction - label).square().mean().sqrt()
         both = torch.cat([label.flatten(), prediction.flatten()])
         low, high = both.min().item(), both.max().item()
@@ -41,7 +44,7 @@ def plot_parity(path, model, data):
         axes.axline((low, low), slope=1, color="gray", linewidth=0.8)
         axes.plot(label.flatten(), prediction.flatten(), ".", markersize=2, alpha=0.5)
         axes.set(xlim=limits, ylim=limits, box_aspect=1, title=f"{name}: RMSE {rmse:#.2g} {unit}")
-        axes.set(xlabel=f"Stillinger-Weber / ({unit})", ylabel=f"Deep Potential / ({unit})")
+        axes.set(xlabel=f"{source} / ({unit})", ylabel=f"Deep Potential / ({unit})")
     figure.savefig(path, dpi=120)
 
 

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 # These weigh the mean squares of energy and virial per atom, eV, and of force, eV/A.
 kLossWeights = 100.0, 1.0, 10.0
+kKeptBytes = 2e9  # of environments of frames
 kRates = 1e-2, 1e-4  # of Muon at the first and the last step, linear between; Adam has 0.3 of it
 
 
@@ -26,22 +27,39 @@ def save_whole(state, path):
 class Data:
     """Frames as a model takes them, on its device, with all that its weights do not change: [index]
     gives types [F,n], what `model.environment` gives, and the labels: energy, force and virial.
+
+    The environments of few frames are kept, those of many are computed when they are asked for.
     """
 
     def __init__(self, frames, model):
-        list_neigh, shift = neighbours(frames["positions"], frames["cells"], model.cutoff)
-        Rij = pair_vectors(frames["positions"], list_neigh, shift)
-        keys = "types", "energy", "force", "virial"
-        types, *labels, list_neigh, Rij = (
-            x.to(model.davg.device) for x in (*map(frames.get, keys), list_neigh, Rij)
-        )
-        self.tensors = [types, *model.environment(types, list_neigh, Rij), *labels]
+        self.frames, self.model = frames, model
+        self.tensors = None
+        # R_d is the largest tensor of an environment: 12 numbers a slot, of 16 or so.
+        slots = frames["types"].numel() * sum(model.sel)
+        if 8 * 20 * slots < kKeptBytes:
+            self.tensors = self.environment(frames)
 
     def __len__(self):
-        return len(self.tensors[0])
+        return len(self.frames["types"])
 
     def __getitem__(self, index):
-        return [tensor[index] for tensor in self.tensors]
+        if self.tensors is not None:
+            return [tensor[index] for tensor in self.tensors]
+        return self.environment({key: value[index] for key, value in self.frames.items()})
+
+    def environment(self, frames):
+        """The tensors of some frames."""
+        positions, types = frames["positions"], frames["types"]
+        list_neigh, shift = neighbours(
+            positions, frames["cells"], self.model.cutoff, types, frames.get("pbc")
+        )
+        Rij = pair_vectors(positions, list_neigh, shift)
+        labels = [frames[key] for key in ("energy", "force", "virial")]
+        device = self.model.davg.device
+        types, list_neigh, Rij, *labels = (
+            tensor.to(device) for tensor in (types, list_neigh, Rij, *labels)
+        )
+        return [types, *self.model.environment(types, list_neigh, Rij), *labels]
 
 
 class MeanSquares(torch.nn.Module):
@@ -54,23 +72,26 @@ class MeanSquares(torch.nn.Module):
     def forward(
         self, types, list_neigh, Rij, kind, R, R_d, energy, force, virial, create_graph=True
     ):
-        """Mean squares [3]; the arguments are those of Data, a frame in each row."""
-        ours, n = (
-            self.model.evaluate(types, list_neigh, Rij, kind, R, R_d, 0, create_graph),
-            types.shape[1],
-        )
-        errors = (ours[0] - energy) / n, ours[2] - force, (ours[3] - virial) / n
-        return torch.stack([error.square().mean() for error in errors])
+        """Mean squares [3]; the arguments are those of Data, a frame in each row.
+
+        A frame whose virial is NaN has none, and counts as one without an error of it.
+        """
+        ours = self.model.evaluate(types, list_neigh, Rij, kind, R, R_d, 0, create_graph)
+        n = (types >= 0).sum(-1)
+        of_energy = ((ours[0] - energy) / n).square()
+        of_force = (ours[2] - force).square().sum((1, 2)) / (3 * n)
+        error = torch.where(virial.isnan(), 0.0, ours[3] - virial) / n.view(-1, 1, 1)
+        return torch.stack([of_energy.mean(), of_force.mean(), error.square().mean()])
 
 
-def differentiate(mean_squares, parameters, *batch):
+def differentiate(mean_squares, parameters, *batch, weights=kLossWeights):
     """The mean squares, and the gradients of the loss through the operators' backward."""
-    return gradients_of_loss(functional_call(mean_squares, parameters, batch), parameters)
+    return gradients_of_loss(functional_call(mean_squares, parameters, batch), parameters, weights)
 
 
-def gradients_of_loss(squares, parameters):
+def gradients_of_loss(squares, parameters, weights=kLossWeights):
     """The mean squares, and the gradients of their weighted sum for each parameter."""
-    loss = squares @ squares.new_tensor(kLossWeights)
+    loss = squares @ squares.new_tensor(weights)
     return squares.detach(), torch.autograd.grad(loss, list(parameters.values()))
 
 
@@ -90,12 +111,15 @@ class Trainer:
     equal to the bit.
     """
 
-    def __init__(self, model, data, steps, seed, batch=1, compile=False):
+    def __init__(
+        self, model, data, steps, seed, batch=1, compile=False, rates=kRates, weights=kLossWeights
+    ):
         if batch > len(data):
             raise ValueError(
                 f"expected a batch of at most the {len(data)} frames there are, got {batch}"
             )
         self.model, self.data, self.steps, self.batch = model, data, steps, batch
+        self.rates = rates
         self.share = slice(None)  # of the batch
         if distributed.is_initialized():
             self.share = slice(distributed.get_rank(), None, distributed.get_world_size())
@@ -111,7 +135,7 @@ class Trainer:
             torch.optim.Adam(others, betas=(0.9, 0.99), fused=True),
         ]
         self.history = []  # mean squares of each step
-        self.differentiate = partial(differentiate, self.mean_squares)
+        self.differentiate = partial(differentiate, self.mean_squares, weights=weights)
         # torch.compile has no double backward; make_fx follows both down to plain operators.
         if compile:
             # symbolic: frames differ in how many neighbours there are
@@ -123,7 +147,7 @@ class Trainer:
 
     def step(self):
         """Draw a batch, and take one step of both optimizers along the mean of all processes."""
-        first, last = kRates
+        first, last = self.rates
         rate = first + (last - first) * len(self.history) / self.steps
         index = torch.randperm(len(self.data), generator=self.generator)[: self.batch]
         squares, gradients = self.differentiate(self.parameters, *self.data[index[self.share]])

@@ -6,6 +6,8 @@ from functools import partial
 import numpy as np
 import torch
 
+kLeast = 1e-2  # 1/A: a deviation from which no number is divided by less
+
 
 class Tanh(torch.nn.Module):
     """By the exponential, whose vectors are faster than those of tanh; equal to 1e-16."""
@@ -148,8 +150,8 @@ def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):
 @torch.no_grad()
 def standardise(model, types, kind, R, energy):
     """Sets davg, dstd and bias_atom_e of a new model, whose R is not standardised yet, for frames;
-    empty slots are included as in DeePMD-kit. The biases come nearest to the frames' energies; of
-    several answers, which a single compound has, it is the least.
+    empty slots are included as in DeePMD-kit. The biases are the least_energies; of several
+    answers, which a single compound has, it is the least.
 
     The directions get a tenth of their deviation: those of a crystal's bonds nearly cancel in the
     sum over the slots, and what remains of them is to have the weight of the distances.
@@ -157,13 +159,19 @@ def standardise(model, types, kind, R, energy):
     for centre in range(len(model.sel)):
         for t, count in enumerate(model.sel):
             near = R[(types == centre).unsqueeze(-1) & (kind == t)]
-            slots = torch.cat(
-                [near, near.new_zeros((types == centre).sum() * count - len(near), 4)]
-            )
-            model.davg[centre, t, 0], model.dstd[centre, t, 0] = (
-                slots[..., 0].mean(),
-                slots[..., 0].std(),
-            )
-            model.dstd[centre, t, 1:] = slots[..., 1:].square().mean().sqrt() / 10
-    counts = torch.nn.functional.one_hot(types, len(model.sel)).sum(1).to(energy)
-    model.bias_atom_e[:] = torch.linalg.pinv(counts) @ energy
+            if len(near) == 0:  # such a pair may come in other frames
+                continue
+            missing = max(0, (types == centre).sum() * count - len(near))
+            slots = torch.cat([near, near.new_zeros(missing, 4)])
+            model.davg[centre, t, 0] = slots[..., 0].mean()
+            model.dstd[centre, t, 0] = slots[..., 0].std().clamp(min=kLeast)
+            model.dstd[centre, t, 1:] = slots[..., 1:].square().mean().sqrt().clamp(min=kLeast) / 10
+    model.bias_atom_e[:] = least_energies(types, energy, len(model.sel))
+
+
+def least_energies(types, energy, ntypes):
+    """The energies [T] of types that come nearest to frames' energies [F]; types [F,n], -1: no
+    atom.
+    """
+    counts = torch.stack([(types == t).sum(-1) for t in range(ntypes)], -1)
+    return torch.linalg.pinv(counts.to(energy)) @ energy

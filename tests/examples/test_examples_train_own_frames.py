@@ -1,0 +1,260 @@
+"""python -m calcops.train: frames of other sizes and elements, files of DeePMD-kit, settings, an
+interrupted run, fine-tuning, and what is wrong in a sentence."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+for name in ("ase", "vesin", "matplotlib", "tqdm"):
+    pytest.importorskip(name)
+
+from ase.build import bulk  # noqa: E402
+from ase.calculators.emt import EMT  # noqa: E402
+from ase.calculators.singlepoint import SinglePointCalculator  # noqa: E402
+from ase.io import write  # noqa: E402
+from calcops.train import __main__ as command  # noqa: E402
+from calcops.train.datasets import elements_of, frames_of, read  # noqa: E402
+from calcops.train.deep_potential import load_npz  # noqa: E402
+from calcops.train.trainer import Data, MeanSquares  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = "--steps 20 --every 10 --cutoff 3.5 --embedding 4 8 --axis 2 --fitting 6 6".split()
+
+
+def image(number, copies=(1, 1, 1), stress=True):
+    """Copper and gold under EMT."""
+    random = np.random.default_rng(number)
+    atoms = bulk("Cu", "fcc", a=3.8, cubic=True).repeat(copies)
+    atoms.symbols[1] = "Au"
+    atoms.rattle(0.1, rng=random)
+    atoms.calc = EMT()
+    labels = {"energy": atoms.get_potential_energy(), "forces": atoms.get_forces()}
+    if stress:
+        labels["stress"] = atoms.get_stress()
+    atoms.calc = SinglePointCalculator(atoms, **labels)
+    return atoms
+
+
+@pytest.fixture(scope="module")
+def images():
+    sizes = [(1, 1, 1), (2, 1, 1), (1, 1, 1), (2, 2, 1)]
+    return [image(i, sizes[i % 4], stress=i % 3 > 0) for i in range(12)]
+
+
+@pytest.fixture
+def frames(images, tmp_path):
+    write(tmp_path / "frames.extxyz", images)
+    return tmp_path / "frames.extxyz"
+
+
+@pytest.fixture(autouse=True)
+def without_package(request, monkeypatch):
+    """A package takes ten seconds; one test makes it."""
+    if "packaged" not in request.keywords:
+        monkeypatch.setattr(command, "save", lambda model, path: None)
+
+
+def run(*words):
+    command.main([str(word) for word in words])
+
+
+def test_padded_frames_have_the_errors_that_they_have_alone(images, tmp_path):
+    options = command.parse(["frames", *SMALL])
+    model = command.begun(read_back(images, tmp_path), options)
+    frames = frames_of(images, model.type_names)
+    assert frames["types"].shape == (12, 16) and (frames["types"] < 0).any()
+    squares = MeanSquares(model)
+    together = squares(*Data(frames, model)[:])
+    alone = [squares(*Data(frames_of([one], model.type_names), model)[:]) for one in images]
+    torch.testing.assert_close(together, torch.stack(alone).mean(0), rtol=1e-10, atol=0)
+    assert frames["virial"].isnan().any() and together.isfinite().all()
+
+
+def read_back(images, folder):
+    write(folder / "back.extxyz", images)
+    return read([folder / "back.extxyz"])
+
+
+def test_environments_that_are_not_kept_are_the_same(images, tmp_path, monkeypatch):
+    model = command.begun(read_back(images, tmp_path), command.parse(["frames", *SMALL]))
+    frames = frames_of(images, model.type_names)
+    kept = MeanSquares(model)(*Data(frames, model)[3:7])
+    monkeypatch.setattr("calcops.train.trainer.kKeptBytes", 0)
+    data = Data(frames, model)
+    assert data.tensors is None
+    torch.testing.assert_close(MeanSquares(model)(*data[3:7]), kept, rtol=1e-12, atol=0)
+
+
+def test_a_training_writes_what_it_says_and_goes_on_bit_for_bit(frames, tmp_path, capsys):
+    run(frames, "--folder", tmp_path / "whole", *SMALL)
+    out = capsys.readouterr().out
+    assert "11 frames to train on, 1 held out; neighbours within 3.5 A: Cu up to" in out
+    assert "pair_coeff * * Cu Au" in out
+    names = {path.name for path in (tmp_path / "whole").iterdir()}
+    assert names == {"checkpoint.pt", "log.csv", "model.npz", "loss.png", "parity.png"}
+    run(frames, "--folder", tmp_path / "parts", *SMALL, "--steps", 10)
+    first = (tmp_path / "parts/log.csv").read_text()
+    run(frames, "--folder", tmp_path / "parts", *SMALL, "--steps", 20)
+    assert (tmp_path / "parts/log.csv").read_text().startswith(first)
+    again = tmp_path / "stopped"
+
+    class Stop:
+        steps = 0
+
+        def __call__(self, trainer, step=command.Trainer.step):
+            self.steps += 1
+            if self.steps == 8:
+                raise KeyboardInterrupt
+            step(trainer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        stop = Stop()
+        patch.setattr(command.Trainer, "step", lambda trainer: stop(trainer))
+        with pytest.raises(SystemExit, match="stopped after 7 of 20 steps; the same command goes"):
+            run(frames, "--folder", again, *SMALL)
+    run(frames, "--folder", again, *SMALL)
+    states = [torch.load(tmp_path / name / "checkpoint.pt") for name in ("whole", "stopped")]
+    assert states[0]["history"] == states[1]["history"]
+
+
+def test_fine_tuning_begins_with_the_model_and_the_energies_of_the_frames(frames, tmp_path):
+    run(frames, "--folder", tmp_path / "first", *SMALL)
+    shifted = [image(i) for i in range(6)]
+    for atoms in shifted:
+        atoms.calc.results["energy"] += 3.0 * len(atoms)
+    write(tmp_path / "shifted.extxyz", shifted)
+    options = command.parse(["frames", *SMALL, "--start", str(tmp_path / "first/model.npz")])
+    found = read([tmp_path / "shifted.extxyz"])
+    model, before = command.begun(found, options), load_npz(tmp_path / "first/model.npz")
+    assert torch.equal(model.fit[0][0].w, before.fit[0][0].w)
+
+    def residual(model):
+        types, *environment, energy, _, _ = Data(frames_of(found, model.type_names), model)[:]
+        return (energy - model.evaluate(types, *environment, 0, False)[0]).mean()
+
+    assert residual(before) > 4.0
+    assert residual(model) == pytest.approx(0, abs=1e-9)
+
+
+def test_folders_of_deepmd_kit_have_the_same_frames(images, tmp_path):
+    some = [one for one in images if len(one) == 4 and "stress" in one.calc.results]
+    part = tmp_path / "data/set.000"
+    part.mkdir(parents=True)
+    names = ["Au", "Cu"]
+    types = [names.index(symbol) for symbol in some[0].symbols]
+    (tmp_path / "data/type.raw").write_text("\n".join(map(str, types)))
+    (tmp_path / "data/type_map.raw").write_text("\n".join(names))
+    virials = [-one.get_volume() * one.get_stress(voigt=False) for one in some]
+    np.save(part / "coord.npy", [one.positions.ravel() for one in some])
+    np.save(part / "box.npy", [one.cell.array.ravel() for one in some])
+    np.save(part / "energy.npy", [one.get_potential_energy() for one in some])
+    np.save(part / "force.npy", [one.get_forces().ravel() for one in some])
+    np.save(part / "virial.npy", [virial.ravel() for virial in virials])
+    found = read([tmp_path / "data"])
+    assert elements_of(found) == ["Cu", "Au"]
+    ours, expected = (frames_of(each, ["Cu", "Au"]) for each in (found, some))
+    for key, value in expected.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-12, atol=1e-12)
+
+
+def test_settings_are_defaults_of_the_options(tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_text("steps = 5\nembedding = [4, 8]\naxis = 2\nheld_out = 0.25\n")
+    options = command.parse(["frames", "--settings", str(path), "--steps", "7"])
+    assert (options.steps, options.embedding, options.held_out) == (7, [4, 8], 0.25)
+    path.write_text("stepps = 5\n")
+    with pytest.raises(ValueError, match="settings.toml: expected options, got stepps"):
+        command.parse(["frames", "--settings", str(path)])
+
+
+def broken(change):
+    atoms = image(0)
+    change(atoms)
+    return [atoms, *(image(i) for i in range(1, 4))]
+
+
+WRONG = {
+    "no_forces": (
+        broken(lambda atoms: atoms.calc.results.pop("forces")),
+        "got none of forces in .*frame 0",
+    ),
+    "nan": (
+        broken(lambda atoms: atoms.calc.results.update(energy=float("nan"))),
+        "expected numbers, got NaN or infinity in .*frame 0",
+    ),
+    "alone": (
+        broken(lambda atoms: atoms.set_cell(30 * atoms.cell, scale_atoms=True)),
+        "expected neighbours within --cutoff 3.5 A of every atom, got none of atom 0 in .*frame 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_frames_are_a_sentence(name, tmp_path):
+    frames, message = WRONG[name]
+    write(tmp_path / "wrong.extxyz", frames)
+    # The seed holds another frame out.
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "wrong.extxyz", "--folder", tmp_path / "out", *SMALL, "--held-out", 0.25)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    {
+        "--every 0": "expected --every > 0, got 0",
+        "--batch 12": "expected a batch of at most the 11 frames there are, got 12",
+        "--smooth 4": "expected --smooth < 3.5, got 4",
+        "--axis 9": "expected --axis of at most the 8 of --embedding, got 9",
+        "--held-out 0.001": "expected frames to train on and to hold out, got 12",
+        "--sel 9": r"expected --sel for each of Cu Au, got \[9\]",
+        "--start none.npz": "expected a model, got none.npz",
+        "--settings none.toml": "cannot read none.toml",
+    }.items(),
+)
+def test_wrong_options_are_a_sentence(words, message, frames, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run(frames, "--folder", tmp_path / "out", *SMALL, *words.split())
+
+
+def test_wrong_files_are_a_sentence(frames, tmp_path):
+    with pytest.raises(ValueError, match="expected a file or a folder of frames, got none.xyz"):
+        run("none.xyz", *SMALL)
+    (tmp_path / "text.extxyz").write_text("hello\n")
+    with pytest.raises(ValueError, match="cannot read .*text.extxyz: "):
+        run(tmp_path / "text.extxyz", *SMALL)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/checkpoint.pt").write_bytes(b"PK truncated")
+    with pytest.raises(ValueError, match="cannot go on from .*checkpoint.pt: .*another --folder"):
+        run(frames, "--folder", tmp_path / "out", *SMALL)
+    run(frames, "--folder", tmp_path / "other", *SMALL)
+    with pytest.raises(
+        ValueError, match="cannot go on from .*checkpoint.pt: .*size mismatch|Error"
+    ):
+        run(frames, "--folder", tmp_path / "other", *SMALL, "--fitting", 7, 7)
+
+
+@pytest.mark.packaged
+def test_the_command_trains_and_its_package_runs_in_ase(frames, images, tmp_path):
+    words = [sys.executable, "-W", "ignore", "-m", "calcops.train", frames, "--tabulated", *SMALL]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*words, "--folder", tmp_path / "out"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    from calcops.ase import CalcOps
+    from calcops.potentials import load
+
+    atoms = images[1].copy()
+    atoms.calc = CalcOps(load(tmp_path / "out/model.pt2"))
+    packaged = atoms.get_forces()
+    atoms.calc = CalcOps(load_npz(tmp_path / "out/model.npz"))
+    np.testing.assert_allclose(packaged, atoms.get_forces(), atol=1e-8)
+    wrong = subprocess.run(
+        [*words, "--every", "0"], capture_output=True, text=True, env=environment
+    )
+    assert wrong.returncode == 1
+    assert wrong.stderr == "calcops.train: expected --every > 0, got 0\n"
