@@ -1,0 +1,103 @@
+"""environment_spline beside the embedding net that its splines stand for, in ns a pair on one thread.
+
+    python tests/bench/bench_environment_spline.py [--atoms 2048] [--seconds 2]
+
+Water as in ../../examples/deepmd: 84 neighbours within 6 A in 138 slots, two kinds of neighbour,
+quintic splines of 59 cells, 100 functions; the net has layers of 25, 50 and 100. Each is timed in turns
+with the others, and the least time counts. `forward` goes from pair vectors to T [n, 4, 100], `gradient`
+from dE/dT to dE/dd; both with the product of matrices, whose share has a row of its own.
+"""
+
+import argparse
+import time
+from functools import partial
+
+import torch
+from bench_tabulated_sum import KINDS, NEIGHBOURS, SLOTS, M, Net, timed
+
+import calcops_jit
+
+RCUT_SMTH, RCUT, FUNCTIONS = 0.5, 6.0, 64
+
+
+def inputs(atoms, dtype):
+    """Neighbours at the density of water's atoms: r^3 is uniform, from 0.96 A on."""
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(atoms, SLOTS, 3, generator=generator, dtype=torch.float64)
+    share = torch.rand(atoms, SLOTS, 1, generator=generator, dtype=torch.float64)
+    r = (0.96**3 + share * (RCUT**3 - 0.96**3)) ** (1 / 3)
+    d = direction / torch.linalg.vector_norm(direction, dim=-1, keepdim=True) * r
+    kind = torch.randint(KINDS, (atoms, SLOTS), generator=generator, dtype=torch.int32)
+    empty = torch.rand(atoms, SLOTS, generator=generator).argsort(1) >= NEIGHBOURS
+    davg = torch.zeros(KINDS, 4, dtype=torch.float64)
+    dstd = torch.tensor([[0.1, 0.05, 0.05, 0.05]] * KINDS, dtype=torch.float64)
+    grid = torch.tensor([[0.0, 13.0]] * KINDS, dtype=torch.float64)
+    d = d.to(dtype).requires_grad_()
+    return d, kind.masked_fill(empty, -1), davg, dstd, grid, FUNCTIONS, RCUT_SMTH, RCUT
+
+
+def environment(d, rcut_smth, rcut, dstd):
+    """R [n, K, 4] in plain PyTorch."""
+    r = torch.linalg.vector_norm(d, dim=-1, keepdim=True)
+    u = ((r - rcut_smth) / (rcut - rcut_smth)).clamp(0, 1)
+    w = 1 + u**3 * (u * (15 - 6 * u) - 10)
+    return torch.cat([w / r, w * d / r**2], -1) / dstd
+
+
+class PlainNet(torch.nn.Module):
+    """Environment and net, in blocks that fit the cache."""
+
+    def __init__(self, dtype, dstd):
+        super().__init__()
+        self.net, self.dstd = Net(dtype), dstd.to(dtype)
+
+    def forward(self, d):
+        blocks = []
+        for few in d.split(4096 // NEIGHBOURS):
+            R = environment(few, RCUT_SMTH, RCUT, self.dstd)
+            blocks.append(self.net(R[..., 0], R))
+        return torch.cat(blocks)
+
+
+def compare(atoms, dtype, seconds):
+    d, kind, davg, dstd, grid, *rest = inputs(atoms, dtype)
+    C = torch.randn(KINDS * FUNCTIONS, M, dtype=dtype)
+    P = torch.randn(atoms, 4, KINDS * FUNCTIONS, dtype=dtype, requires_grad=True)
+    few = d[:, :NEIGHBOURS].detach().contiguous().requires_grad_()
+    net = PlainNet(dtype, dstd[0])
+    of_P = torch.randn(atoms, 4, KINDS, FUNCTIONS, dtype=dtype)
+    of_T = torch.randn(atoms, 4, M, dtype=dtype)
+
+    def sums():
+        return calcops_jit.environment_spline(d, kind, davg, dstd, grid, *rest)
+
+    rows = {
+        "environment_spline and the product": (lambda: sums().flatten(2) @ C, d, of_T),
+        "environment_spline alone": (sums, d, of_P),
+        "the product alone": (lambda: P @ C, P, of_T),
+        "environment and net in PyTorch": (lambda: net(few), few, of_T),
+    }
+    times = {name: ([], []) for name in rows}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times["the product alone"][0]) < 3:
+        for name, (forward, leaf, upstream) in rows.items():
+            result = timed(forward, times[name][0])
+            timed(partial(torch.autograd.grad, result, leaf, upstream), times[name][1])
+    for name, found in times.items():
+        forward, gradient = (1e9 * min(each) / (atoms * NEIGHBOURS) for each in found)
+        print(f"| {name}, {str(dtype).removeprefix('torch.')} | {forward:.1f} | {gradient:.1f} |")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--atoms", type=int, default=2048)
+    parser.add_argument("--seconds", type=float, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| ns a pair | forward | gradient |\n|---|---|---|")
+    for dtype in (torch.float64, torch.float32):
+        compare(options.atoms, dtype, options.seconds)
+
+
+if __name__ == "__main__":
+    main()
