@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kAtomsPerThread = 8;
 constexpr int kSize = 8;  // of a vector of pairs
-typedef double Vector __attribute__((vector_size(8 * kSize), aligned(64)));
+typedef double Vector __attribute__((vector_size(8 * kSize)));
 
 // The pairs of an atom within the cutoff; arrays by pair, which end with a whole vector.
 class Pairs {
@@ -92,18 +92,24 @@ struct Call {
   void find(int64_t atom, Pairs& pairs, int64_t& wrong) const {
     double *x = pairs.x(), *y = pairs.y(), *z = pairs.z(), *square = pairs.square();
     int64_t *slots = pairs.slots(), *kinds = pairs.kinds(), count = 0;
-    const int64_t end = (atom + 1) * in.slots;
-    for (int64_t slot = end - in.slots; slot < end; ++slot) {
-      const int64_t kind = in.kind[slot];
-      const Real* d = in.d + 3 * slot;
-      const bool exists = uint64_t(kind) < uint64_t(in.kinds);
-      if (!exists && kind != -1 && wrong == kNone) wrong = slot;
-      x[count] = d[0], y[count] = d[1], z[count] = d[2];
-      square[count] = x[count] * x[count] + y[count] * y[count] + z[count] * z[count];
-      slots[count] = slot;
-      kinds[count] = kind;
-      // Without a branch, which could not be foreseen.
-      count += exists & !cutoff.ends_before(square[count]);
+    const int64_t begin = atom * in.slots;
+    const Index* kind = in.kind + begin;
+    const Index kinds_end = Index(in.kinds);
+    int any_wrong = 0;
+    for (int64_t s = 0; s < in.slots; ++s) any_wrong |= (kind[s] < -1) | (kind[s] >= kinds_end);
+    for (int64_t s = 0; any_wrong && wrong == kNone; ++s)
+      if (kind[s] < -1 || kind[s] >= kinds_end) wrong = begin + s;
+
+    // Without branches, which could not be foreseen: what is not wanted is written over.
+    const Cutoff limit = cutoff;
+    for (int64_t s = 0; s < in.slots; ++s) {
+      const Real* d = in.d + 3 * (begin + s);
+      const double dx = d[0], dy = d[1], dz = d[2], r2 = dx * dx + dy * dy + dz * dz;
+      x[count] = dx, y[count] = dy, z[count] = dz;
+      square[count] = r2;
+      slots[count] = begin + s;
+      kinds[count] = kind[s];
+      count += (kind[s] >= 0) & (kind[s] < kinds_end) & !limit.ends_before(r2);
     }
     pairs.count = count;
   }
