@@ -14,59 +14,69 @@ namespace {
 constexpr int64_t kAtomsPerThread = 8;
 constexpr int kSize = 8;  // of a vector of pairs
 typedef double Vector __attribute__((vector_size(8 * kSize)));
+typedef int64_t Bits __attribute__((vector_size(8 * kSize)));
+
+// What is known of a pair of an atom, and computed of it.
+enum Array {
+  kX,
+  kY,
+  kZ,
+  kSquare,        // r^2
+  kInverse,       // 1/r
+  kS,             // w/r
+  kOver,          // w/r^2
+  kOverX,         // times x
+  kOverY,
+  kOverZ,
+  kSlopeOfS,      // along r, over r
+  kSlopeOfOver,
+  kPerS,          // the position in the grid is s times this
+  kAtZero,        // and this
+  kInCell,        // the position within its cell
+  kWeights,       // of the B-splines
+  kSlopes = kWeights + 6,
+  kArrays = kSlopes + 6
+};
 
 // The pairs of an atom within the cutoff; arrays by pair, which end with a whole vector.
 class Pairs {
  public:
-  static constexpr int kArrays = 10, kWeights = 12;
-
   explicit Pairs(int64_t slots)
       : size_((slots + kSize - 1) / kSize * kSize),
         arrays_(kArrays * size_),
-        rows_(4 * size_),
-        weights_(kWeights * size_),
         places_(size_),
         slots_(size_),
         kinds_(size_) {
     std::fill_n(arrays_.get(), kArrays * size_, 1.0);
+    std::fill_n(places_.get(), size_, int64_t(0));
   }
 
   int64_t count = 0;
 
-  double* x() { return array(0); }
-  double* y() { return array(1); }
-  double* z() { return array(2); }
-  double* square() { return array(3); }
-  double* inverse() { return array(4); }
-  double* s() { return array(5); }
-  double* over() { return array(6); }
-  double* slope_of_s() { return array(7); }
-  double* slope_of_over() { return array(8); }
-  double* position() { return array(9); }  // within the cell
-  double* row(int64_t j) { return rows_.get() + 4 * j; }
-  double* weights(int b) { return weights_.get() + b * size_; }
-  double* slopes(int b) { return weights(b + kWeights / 2); }
+  double* operator[](int array) { return arrays_.get() + array * size_; }
+  Vector& vector(int array, int64_t j) {
+    return *reinterpret_cast<Vector*>(arrays_.get() + array * size_ + j);
+  }
   // The first row of P that a pair adds to, its slot and kind.
   int64_t* places() { return places_.get(); }
   int64_t* slots() { return slots_.get(); }
   int64_t* kinds() { return kinds_.get(); }
 
  private:
-  double* array(int i) { return arrays_.get() + i * size_; }
-
   int64_t size_;
-  Scratch<double> arrays_, rows_, weights_;
+  Scratch<double> arrays_;
   Scratch<int64_t> places_, slots_, kinds_;
 };
 
-Vector& vector_at(double* array, int64_t j) { return *reinterpret_cast<Vector*>(array + j); }
-
-// Of vectors, which std::sqrt is not for while it has to set errno.
-#ifndef __clang__
-__attribute__((optimize("no-math-errno")))
-#endif
-void take_inverse_roots(const double* __restrict x, int64_t count, double* __restrict root) {
-  for (int64_t j = 0; j < count; ++j) root[j] = 1 / std::sqrt(x[j]);
+// x^(-1/2) to 1e-15 of it, by Newton's method from an estimate of the bits: GCC makes no vectors of
+// std::sqrt, which has to set errno.
+inline __attribute__((always_inline)) Vector inverse_root(const Vector& x) {
+  const Bits estimate = 0x5FE6EB50C7B537A9 - (reinterpret_cast<const Bits&>(x) >> 1);
+  Vector y = reinterpret_cast<const Vector&>(estimate);
+  const Vector half = 0.5 * x;
+  for (int step = 0; step < 4; ++step) y *= 1.5 - half * y * y;
+  constexpr double kLeast = 1e-280;  // atoms in one place
+  return x < Vector{} + kLeast ? Vector{} + INFINITY : y;
 }
 
 // What a call computes with.
@@ -90,7 +100,7 @@ struct Call {
   // The filled slots of an atom within the cutoff. `wrong` gets the first slot whose kind does not
   // exist.
   void find(int64_t atom, Pairs& pairs, int64_t& wrong) const {
-    double *x = pairs.x(), *y = pairs.y(), *z = pairs.z(), *square = pairs.square();
+    double *x = pairs[kX], *y = pairs[kY], *z = pairs[kZ], *square = pairs[kSquare];
     int64_t *slots = pairs.slots(), *kinds = pairs.kinds(), count = 0;
     const int64_t begin = atom * in.slots;
     const Index* kind = in.kind + begin;
@@ -116,74 +126,100 @@ struct Call {
 };
 
 // w/r and w/r^2 of all pairs, and their slopes along r.
-template <bool kSlopes>
+template <bool kWithSlopes>
 void find_radial(const Cutoff& cutoff, Pairs& pairs) {
-  take_inverse_roots(pairs.square(), pairs.count, pairs.inverse());
   for (int64_t j = 0; j < pairs.count; j += kSize) {
-    const Vector inverse = vector_at(pairs.inverse(), j), r = vector_at(pairs.square(), j) * inverse;
-    if constexpr (kSlopes) {
-      const Series<Vector, 2> along{{r, Vector{} + 1}}, one_over{{inverse, -inverse * inverse}};
-      const auto f = radial(along, one_over, cutoff.rcut_smth, cutoff.rcut);
-      vector_at(pairs.s(), j) = f.s.c[0];
-      vector_at(pairs.over(), j) = f.over.c[0];
-      vector_at(pairs.slope_of_s(), j) = f.s.c[1];
-      vector_at(pairs.slope_of_over(), j) = f.over.c[1];
-    } else {
-      const auto f = radial(Series<Vector, 1>{{r}}, Series<Vector, 1>{{inverse}},
-                            cutoff.rcut_smth, cutoff.rcut);
-      vector_at(pairs.s(), j) = f.s.c[0];
-      vector_at(pairs.over(), j) = f.over.c[0];
+    const Vector square = pairs.vector(kSquare, j), inverse = inverse_root(square),
+                 r = square * inverse;
+    constexpr int kLength = kWithSlopes ? 2 : 1;
+    Series<Vector, kLength> distance{{r}}, one_over{{inverse}};
+    if constexpr (kWithSlopes) {
+      distance.c[1] = Vector{} + 1;
+      one_over.c[1] = -inverse * inverse;
+    }
+    const auto f = radial(distance, one_over, cutoff.rcut_smth, cutoff.rcut);
+    pairs.vector(kInverse, j) = inverse;
+    pairs.vector(kS, j) = f.s.c[0];
+    pairs.vector(kOver, j) = f.over.c[0];
+    for (int c = 0; c < 3; ++c)
+      pairs.vector(kOverX + c, j) = f.over.c[0] * pairs.vector(kX + c, j);
+    if constexpr (kWithSlopes) {
+      pairs.vector(kSlopeOfS, j) = f.s.c[1] * inverse;
+      pairs.vector(kSlopeOfOver, j) = f.over.c[1] * inverse;
     }
   }
 }
 
-// Rows of the environment matrix, and weights of the B-splines at their first numbers.
-template <int kDegree, bool kSlopes, class Real, class Index>
-void find_rows_and_weights(const Call<Real, Index>& call, Pairs& pairs) {
+// Weights of the B-splines at the first numbers of the rows.
+template <int kDegree, bool kWithSlopes, class Real, class Index>
+void find_weights(const Call<Real, Index>& call, Pairs& pairs) {
   const double cells = double(call.cells);
-  bool is_outside = false;
   for (int64_t j = 0; j < pairs.count; ++j) {
     const Kind& kind = call.kinds.get()[pairs.kinds()[j]];
-    double* R = pairs.row(j);
-    R[0] = pairs.s()[j] * kind.slope[0] - kind.shift[0];
-    R[1] = pairs.over()[j] * pairs.x()[j] * kind.slope[1] - kind.shift[1];
-    R[2] = pairs.over()[j] * pairs.y()[j] * kind.slope[2] - kind.shift[2];
-    R[3] = pairs.over()[j] * pairs.z()[j] * kind.slope[3] - kind.shift[3];
-    const double position = (R[0] - kind.begin) * kind.per_width;
-    const double inside = position < 0 ? 0 : position > cells ? cells : position;
-    const double cell = cell_of(inside, cells);
-    is_outside |= inside < position || inside > position;
-    pairs.position()[j] = inside - cell;
-    pairs.places()[j] = pairs.kinds()[j] * call.in.functions + int64_t(cell);
+    pairs[kPerS][j] = kind.slope[0] * kind.per_width;
+    pairs[kAtZero][j] = -(kind.shift[0] + kind.begin) * kind.per_width;
+    pairs.places()[j] = pairs.kinds()[j] * call.in.functions;
   }
+  Bits are_outside{};
   for (int64_t j = 0; j < pairs.count; j += kSize) {
+    const Vector position =
+        pairs.vector(kS, j) * pairs.vector(kPerS, j) + pairs.vector(kAtZero, j);
+    const Vector inside = clamped(Series<Vector, 1>{{position}}, 0, cells).c[0];
+    are_outside |= inside != position;
+    const Vector number = inside == inside ? inside : Vector{};
+    Bits cell = __builtin_convertvector(number, Bits);
+    cell = cell < call.cells - 1 ? cell : Bits{} + (call.cells - 1);
+    *reinterpret_cast<Bits*>(pairs.places() + j) += cell;
+
     Vector w[kDegree + 1], slopes[kDegree + 1];
-    basis<kDegree>(vector_at(pairs.position(), j), w, kSlopes ? slopes : nullptr);
+    basis<kDegree>(inside - __builtin_convertvector(cell, Vector), w,
+                   kWithSlopes ? slopes : nullptr);
+    pairs.vector(kInCell, j) = inside - __builtin_convertvector(cell, Vector);
     for (int b = 0; b <= kDegree; ++b) {
-      vector_at(pairs.weights(b), j) = w[b];
-      if (kSlopes) vector_at(pairs.slopes(b), j) = slopes[b];
+      pairs.vector(kWeights + b, j) = w[b];
+      if (kWithSlopes) pairs.vector(kSlopes + b, j) = slopes[b];
     }
   }
-  if (!is_outside) return;
-  for (int64_t j = 0; j < pairs.count; ++j) {
-    const Kind& kind = call.kinds.get()[pairs.kinds()[j]];
-    const double position = (pairs.row(j)[0] - kind.begin) * kind.per_width;
+
+  int64_t any_outside = 0;
+  for (int l = 0; l < kSize; ++l) any_outside |= are_outside[l];
+  for (int64_t j = 0; any_outside && j < pairs.count; ++j) {
+    const double position = pairs[kS][j] * pairs[kPerS][j] + pairs[kAtZero][j];
     const double beyond = position < 0 ? position : position > cells ? position - cells : 0;
+    if (beyond == 0) continue;
     double w[kDegree + 1], slopes[kDegree + 1];
-    basis<kDegree>(pairs.position()[j], w, slopes);
-    for (int b = 0; b <= kDegree; ++b) pairs.weights(b)[j] += beyond * slopes[b];
+    basis<kDegree>(pairs[kInCell][j], w, slopes);
+    for (int b = 0; b <= kDegree; ++b) pairs[kWeights + b][j] += beyond * slopes[b];
   }
+}
+
+inline Row row_of(const double* four) { return *reinterpret_cast<const Row*>(four); }
+
+// A row of the environment matrix.
+inline __attribute__((always_inline)) Row environment_row(const Kind& kind, Pairs& pairs,
+                                                          int64_t j) {
+  const Row row{pairs[kS][j], pairs[kOverX][j], pairs[kOverY][j], pairs[kOverZ][j]};
+  return row * row_of(kind.slope) - row_of(kind.shift);
 }
 
 // ---- P -------------------------------------------------------------------------------------------
 
 template <int kDegree>
-void add_pairs(Pairs& pairs, Row* P) {
+void add_pairs(const Kind* kinds, Pairs& pairs, Row* P) {
   for (int64_t j = 0; j < pairs.count; ++j) {
-    const Row R = *reinterpret_cast<const Row*>(pairs.row(j));
+    const Row R = environment_row(kinds[pairs.kinds()[j]], pairs, j);
     Row* to = P + pairs.places()[j];
 #pragma GCC unroll 6
-    for (int b = 0; b <= kDegree; ++b) to[b] += pairs.weights(b)[j] * R;
+    for (int b = 0; b <= kDegree; ++b) to[b] += pairs[kWeights + b][j] * R;
+  }
+}
+
+// Makes four columns of rows, and the rows zero.
+template <class Real>
+void move_columns(Row* rows, int64_t count, Real* columns) {
+  for (int64_t row = 0; row < count; ++row) {
+    for (int a = 0; a < 4; ++a) columns[a * count + row] = Real(rows[row][a]);
+    rows[row] = Row{};
   }
 }
 
@@ -194,7 +230,7 @@ void add_derivatives(const Call<Real, Index>& call, Pairs& pairs, Row* P) {
   double directions[kMostDirections][3];
   Row p[kDegree + 1];
   for (int64_t j = 0; j < pairs.count; ++j) {
-    const double d[3] = {pairs.x()[j], pairs.y()[j], pairs.z()[j]};
+    const double d[3] = {pairs[kX][j], pairs[kY][j], pairs[kZ][j]};
     std::copy_n(call.in.along + 3 * count * pairs.slots()[j], 3 * count, directions[0]);
     const int64_t kind = pairs.kinds()[j];
     const int64_t cell =
@@ -209,26 +245,30 @@ int64_t sum(const Call<Real, Index>& call, Real* P) {
   return parallel_first(call.in.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
     Pairs pairs(call.in.slots);
     const Scratch<Row> rows(call.rows);
+    std::fill_n(rows.get(), call.rows, Row{});
     int64_t wrong = kNone;
     for (int64_t atom = begin; atom < end; ++atom) {
-      std::fill_n(rows.get(), call.rows, Row{});
       call.find(atom, pairs, wrong);
       if (call.in.directions > 0) {
         add_derivatives<kDegree>(call, pairs, rows.get());
       } else {
         find_radial<false>(call.cutoff, pairs);
-        find_rows_and_weights<kDegree, false>(call, pairs);
-        add_pairs<kDegree>(pairs, rows.get());
+        find_weights<kDegree, false>(call, pairs);
+        add_pairs<kDegree>(call.kinds.get(), pairs, rows.get());
       }
-      Real* to = P + 4 * atom * call.rows;
-      for (int64_t row = 0; row < call.rows; ++row)
-        for (int a = 0; a < 4; ++a) to[a * call.rows + row] = Real(rows.get()[row][a]);
+      move_columns(rows.get(), call.rows, P + 4 * atom * call.rows);
     }
     return wrong;
   });
 }
 
 // ---- its gradient --------------------------------------------------------------------------------
+
+template <class Real>
+void copy_columns(const Real* columns, int64_t count, Row* rows) {
+  for (int64_t row = 0; row < count; ++row)
+    for (int a = 0; a < 4; ++a) rows[row][a] = columns[a * count + row];
+}
 
 inline double sum_of(Row v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 
@@ -240,17 +280,17 @@ void differentiate_pairs(const Call<Real, Index>& call, Pairs& pairs, const Row*
     Row of_R{}, of_weights{};
 #pragma GCC unroll 6
     for (int b = 0; b <= kDegree; ++b) {
-      of_R += pairs.weights(b)[j] * from[b];
-      of_weights += pairs.slopes(b)[j] * from[b];
+      of_R += pairs[kWeights + b][j] * from[b];
+      of_weights += pairs[kSlopes + b][j] * from[b];
     }
     const Kind& kind = call.kinds.get()[pairs.kinds()[j]];
-    const Row R = *reinterpret_cast<const Row*>(pairs.row(j));
+    const Row R = environment_row(kind, pairs, j);
     of_R[0] += sum_of(of_weights * R) * kind.per_width;
-    of_R *= *reinterpret_cast<const Row*>(kind.slope);
-    const Row d{0, pairs.x()[j], pairs.y()[j], pairs.z()[j]};
+    of_R *= row_of(kind.slope);
+    const Row d{0, pairs[kX][j], pairs[kY][j], pairs[kZ][j]};
     const double of_r =
-        of_R[0] * pairs.slope_of_s()[j] + sum_of(of_R * d) * pairs.slope_of_over()[j];
-    const Row of_d = of_r * pairs.inverse()[j] * d + pairs.over()[j] * of_R;
+        of_R[0] * pairs[kSlopeOfS][j] + sum_of(of_R * d) * pairs[kSlopeOfOver][j];
+    const Row of_d = of_r * d + pairs[kOver][j] * of_R;
     for (int c = 0; c < 3; ++c) grad_d[3 * pairs.slots()[j] + c] = Real(of_d[c + 1]);
   }
 }
@@ -263,7 +303,7 @@ void differentiate_derivatives(const Call<Real, Index>& call, Pairs& pairs, cons
   double directions[kMostDirections][3];
   Row p[kDegree + 1];
   for (int64_t j = 0; j < pairs.count; ++j) {
-    const double d[3] = {pairs.x()[j], pairs.y()[j], pairs.z()[j]};
+    const double d[3] = {pairs[kX][j], pairs[kY][j], pairs[kZ][j]};
     std::copy_n(call.in.along + 3 * count * pairs.slots()[j], 3 * count, directions[0]);
     const int64_t kind = pairs.kinds()[j];
     for (int c = 0; c < 3; ++c) {
@@ -286,9 +326,7 @@ int64_t differentiate(const Call<Real, Index>& call, const Real* grad, Real* gra
     const Scratch<Row> rows(call.rows);
     int64_t wrong = kNone;
     for (int64_t atom = begin; atom < end; ++atom) {
-      const Real* from = grad + 4 * atom * call.rows;
-      for (int64_t row = 0; row < call.rows; ++row)
-        for (int a = 0; a < 4; ++a) rows.get()[row][a] = from[a * call.rows + row];
+      copy_columns(grad + 4 * atom * call.rows, call.rows, rows.get());
       std::fill_n(grad_d + 3 * atom * call.in.slots, 3 * call.in.slots, Real(0));
       call.find(atom, pairs, wrong);
       if (call.in.directions > 0) {
@@ -296,7 +334,7 @@ int64_t differentiate(const Call<Real, Index>& call, const Real* grad, Real* gra
         continue;
       }
       find_radial<true>(call.cutoff, pairs);
-      find_rows_and_weights<kDegree, true>(call, pairs);
+      find_weights<kDegree, true>(call, pairs);
       differentiate_pairs<kDegree>(call, pairs, rows.get(), grad_d);
     }
     return wrong;

@@ -83,28 +83,43 @@ CALCOPS_SERIES Radial<S> radial(const S& r, const S& inverse, double rcut_smth, 
   return {s, s * inverse};
 }
 
-// The B-splines of a cell at t, from 0 to 1 within it, and unless `slopes` is nullptr their
-// derivatives. They follow from those of the degree below.
+// The B-splines of a cell at t, from 0 to 1 within it, times the degree's factorial. They follow from
+// those of the degree below.
+template <int kDegree, class N>
+CALCOPS_SERIES void unscaled_basis(const N& t, N* w) {
+  if constexpr (kDegree == 0) {
+    w[0] = t * 0.0 + 1.0;
+  } else {
+    unscaled_basis<kDegree - 1>(t, w);
+    w[kDegree] = t * w[kDegree - 1];
+    for (int b = kDegree - 1; b > 0; --b)
+      w[b] = (t + double(kDegree - b)) * w[b - 1] + (double(b + 1) - t) * w[b];
+    w[0] = (1.0 - t) * w[0];
+  }
+}
+
+constexpr double factorial(int n) { return n > 1 ? n * factorial(n - 1) : 1; }
+
+// The B-splines and, unless `slopes` is nullptr, their derivatives.
 template <int kDegree, class N>
 CALCOPS_SERIES void basis(const N& t, N* w, N* slopes) {
-  const N zero = t - t;  // NaN stays one
-  w[0] = zero + 1.0;
-  for (int degree = 1; degree <= kDegree; ++degree) {
-    N before = zero;
-    for (int b = 0; b <= degree; ++b) {
-      const N at = b < degree ? w[b] : zero;
-      w[b] = ((t + double(degree - b)) * before + (double(b + 1) - t) * at) * (1.0 / degree);
-      if (slopes && degree == kDegree) slopes[b] = before - at;
-      before = at;
-    }
+  if (slopes) {
+    N below[kDegree];
+    unscaled_basis<kDegree - 1>(t, below);
+    constexpr double kScale = 1 / factorial(kDegree - 1);
+    slopes[0] = below[0] * -kScale;
+    for (int b = 1; b < kDegree; ++b) slopes[b] = (below[b - 1] - below[b]) * kScale;
+    slopes[kDegree] = below[kDegree - 1] * kScale;
   }
+  unscaled_basis<kDegree>(t, w);
+  for (int b = 0; b <= kDegree; ++b) w[b] = w[b] * (1 / factorial(kDegree));
 }
 
 // What the kinds of pairs differ in.
 struct Kind {
   double begin, per_width;  // of the cells
   alignas(32) double slope[4];
-  double shift[4];
+  alignas(32) double shift[4];
 
   CALCOPS_HD Kind() {}
   CALCOPS_HD Kind(const double* davg, const double* dstd, const double* grid, int64_t cells)
