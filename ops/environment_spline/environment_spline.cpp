@@ -91,8 +91,7 @@ void refuse_constants(const Value* arguments, const Value* gradients) {
 
 void vjp(const Value* arguments, const Value* upstream, Value* gradients) {
   refuse_constants(arguments, gradients);
-  if (gradients[kD].is_wanted())
-    gradients[kD] = Sums(arguments).gradient(upstream[0], Value());
+  if (gradients[kD].is_wanted()) gradients[kD] = Sums(arguments).gradient(upstream[0], Value());
 }
 
 void jvp(const Value* arguments, const Value* tangents, Value* results) {
@@ -139,8 +138,7 @@ void backward_jvp(const Value* arguments, const Value* tangents, Value* results)
   const Sums sums(inner);
   const Directions v(inner[kAlong]);
   if (!tangents[0].is_none()) add(results[0], sums.gradient(tangents[0], v.all()));
-  if (!of_inner[kD].is_none())
-    add(results[0], sums.gradient(grad, v.and_also(of_inner[kD])));
+  if (!of_inner[kD].is_none()) add(results[0], sums.gradient(grad, v.and_also(of_inner[kD])));
   for (int i = 0; i < v.count() && !of_inner[kAlong].is_none(); ++i)
     add(results[0], sums.gradient(grad, v.replaced(i, of_inner[kAlong])));
 }
@@ -215,9 +213,9 @@ SplineInputs<Real, Index> inputs(In<Real, 3> d, In<Index, 2> kind, In<double, 2>
     throw std::invalid_argument(
         "calcops::environment_spline: expected `rcut` > `rcut_smth` >= 0, got " +
         std::to_string(rcut) + " and " + std::to_string(rcut_smth));
-  return {d.shape[0],  d.shape[1], davg.shape[0], functions, along ? along.shape[2] : 0,
-          d.data,      kind.data,  along.data,    davg.data, dstd.data,
-          grid.data,   rcut_smth,  rcut,          spline};
+  return {d.shape[0], d.shape[1], davg.shape[0], functions, along ? along.shape[2] : 0,
+          d.data,     kind.data,  along.data,    davg.data, dstd.data,
+          grid.data,  rcut_smth,  rcut,          spline};
 }
 
 template <class Real, class Index>

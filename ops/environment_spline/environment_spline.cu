@@ -1,6 +1,6 @@
-// CUDA kernels of environment_spline. A block has an atom: its threads compute 32 slots together, and
-// then each sums one B-spline. For the gradient a thread has a slot. Every result has one writer, so
-// the bits are the same in each run.
+// CUDA kernels of environment_spline. A block has an atom: its threads compute 32 slots together,
+// and then each sums one B-spline. For the gradient a thread has a slot. Every result has one
+// writer, so the bits are the same in each run.
 #include <cmath>
 
 #include "environment_spline/environment_spline.h"
@@ -60,17 +60,14 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(SplineInputs<Real, Index>
       if (int(threadIdx.x) < count) {
         Pair<kDegree>& pair = pairs[threadIdx.x];
         double d[3], directions[kMostDirections][3];
-        pair.place =
-            look_up<kDegree>(in, atom * in.slots + first + threadIdx.x, d, directions);
+        pair.place = look_up<kDegree>(in, atom * in.slots + first + threadIdx.x, d, directions);
         if (pair.place >= 0)
-          pair.place =
-              differentiate<kDegree>(in, pair.place, d, directions, in.directions, pair.p);
+          pair.place = differentiate<kDegree>(in, pair.place, d, directions, in.directions, pair.p);
       }
       __syncthreads();
       for (int j = 0; j < count; ++j) {
         const Pair<kDegree>& pair = pairs[j];
-        if (pair.place == Pair<kDegree>::kWrong)
-          total[0] = total[1] = total[2] = total[3] = NAN;
+        if (pair.place == Pair<kDegree>::kWrong) total[0] = total[1] = total[2] = total[3] = NAN;
         const int64_t b = row - pair.place;
         if (pair.place < 0 || b < 0 || b > kDegree) continue;
         for (int a = 0; a < 4; ++a) total[a] += pair.p[4 * b + a];
@@ -94,11 +91,9 @@ __global__ void __launch_bounds__(kThreads)
     double total = kind == Pair<kDegree>::kWrong ? NAN : 0;
     if (kind >= 0) {
       for (int other = 0; other < 3; ++other) directions[in.directions][other] = other == c;
-      const int64_t place =
-          differentiate<kDegree>(in, kind, d, directions, in.directions + 1, p);
+      const int64_t place = differentiate<kDegree>(in, kind, d, directions, in.directions + 1, p);
       for (int b = 0; b <= kDegree; ++b)
-        for (int a = 0; a < 4; ++a)
-          total += p[4 * b + a] * double(upstream[a * rows + place + b]);
+        for (int a = 0; a < 4; ++a) total += p[4 * b + a] * double(upstream[a * rows + place + b]);
     }
     grad_d[3 * slot + c] = Real(total);
   }
@@ -132,10 +127,10 @@ cudaError_t environment_spline_backward_cuda(const SplineInputs<Real, Index>& in
   return cudaGetLastError();
 }
 
-#define INSTANTIATE(Real, Index)                                                            \
-  template cudaError_t environment_spline_cuda(const SplineInputs<Real, Index>&, Real*,     \
-                                               cudaStream_t);                               \
-  template cudaError_t environment_spline_backward_cuda(const SplineInputs<Real, Index>&,   \
+#define INSTANTIATE(Real, Index)                                                          \
+  template cudaError_t environment_spline_cuda(const SplineInputs<Real, Index>&, Real*,   \
+                                               cudaStream_t);                             \
+  template cudaError_t environment_spline_backward_cuda(const SplineInputs<Real, Index>&, \
                                                         const Real*, Real*, cudaStream_t);
 INSTANTIATE(float, int32_t)
 INSTANTIATE(float, int64_t)

@@ -1,16 +1,17 @@
 // Sums over neighbours of B-splines times rows of the environment matrix. The contract is in
 // environment_spline.cpp, the mathematics in environment_spline_math.h.
 //
-// n atoms with K slots for neighbours; slot s of atom i has a pair vector d and a kind. With r = |d|
+// n atoms with K slots for neighbours; slot s of atom i has a pair vector d and a kind. With r =
+// |d|
 //
 //   w(r)  1 up to rcut_smth, (1 - u)^3 (1 + 3u + 6u^2) from there to rcut, u from 0 to 1; then 0
 //   R     (w/r (1, d/r) - davg[kind]) / dstd[kind], a row of the environment matrix
 //   P[i][a][kind][b] = sum_s R[i][s][a] B_b(R[i][s][0])
 //
-// where B_b are the uniform B-splines of the kind's grid. A spline of coefficients C[kind][b][m] has
-// the sums sum_s R[a] g_m(R[0]) = sum_b P[a][b] C[b][m]: the work for a pair does not depend on the
-// number of functions g_m. Source of R: Zeng et al., J. Chem. Phys. 159, 054801 (2023), II.B.1. That
-// the sum over neighbours and the spline commute is our own.
+// where B_b are the uniform B-splines of the kind's grid. A spline of coefficients C[kind][b][m]
+// has the sums sum_s R[a] g_m(R[0]) = sum_b P[a][b] C[b][m]: the work for a pair does not depend on
+// the number of functions g_m. Source of R: Zeng et al., J. Chem. Phys. 159, 054801 (2023), II.B.1.
+// That the sum over neighbours and the spline commute is our own.
 //
 // With D directions v in each slot, the derivative d^D/dt_1...dt_D at 0 of what
 // d + t_1 v_1 + ... + t_D v_D gives takes the place of R[a] B_b.

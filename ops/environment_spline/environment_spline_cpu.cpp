@@ -1,5 +1,5 @@
-// CPU kernels of environment_spline: the pairs of an atom first, some steps for vectors of them, then
-// one after the other.
+// CPU kernels of environment_spline: the pairs of an atom first, some steps for vectors of them,
+// then one after the other.
 #include <algorithm>
 #include <cstring>
 
@@ -21,51 +21,61 @@ enum Array {
   kX,
   kY,
   kZ,
-  kSquare,        // r^2
-  kInverse,       // 1/r
-  kS,             // w/r
-  kOver,          // w/r^2
-  kOverX,         // times x
+  kSquare,  // r^2
+  kS,       // w/r
+  kOver,    // w/r^2
+  kOverX,   // times x
   kOverY,
   kOverZ,
-  kSlopeOfS,      // along r, over r
+  kSlopeOfS,  // along r, over r
   kSlopeOfOver,
-  kPerS,          // the position in the grid is s times this
-  kAtZero,        // and this
-  kInCell,        // the position within its cell
-  kWeights,       // of the B-splines
+  kPerS,     // the position in the grid is s times this
+  kAtZero,   // and this
+  kInCell,   // the position within its cell
+  kWeights,  // of the B-splines
   kSlopes = kWeights + 6,
   kArrays = kSlopes + 6
 };
 
-// The pairs of an atom within the cutoff; arrays by pair, which end with a whole vector.
+// As many pairs as a vector has, and what is computed of them.
+struct alignas(64) Block {
+  double numbers[kArrays][kSize];
+  // The first row of P that a pair adds to, its slot and kind.
+  int64_t place[kSize], slot[kSize], kind[kSize];
+
+  Vector& operator[](int array) { return *reinterpret_cast<Vector*>(numbers[array]); }
+};
+
+// One of them.
+struct Pair {
+  Block& block;
+  int lane;
+
+  double& operator[](int array) const { return block.numbers[array][lane]; }
+  int64_t& place() const { return block.place[lane]; }
+  int64_t& slot() const { return block.slot[lane]; }
+  int64_t& kind() const { return block.kind[lane]; }
+};
+
+// The pairs of an atom within the cutoff.
 class Pairs {
  public:
-  explicit Pairs(int64_t slots)
-      : size_((slots + kSize - 1) / kSize * kSize),
-        arrays_(kArrays * size_),
-        places_(size_),
-        slots_(size_),
-        kinds_(size_) {
-    std::fill_n(arrays_.get(), kArrays * size_, 1.0);
-    std::fill_n(places_.get(), size_, int64_t(0));
+  explicit Pairs(int64_t slots) : size_((slots + kSize - 1) / kSize), all_(size_) {
+    for (int64_t b = 0; b < size_; ++b) {
+      std::fill_n(all_.get()[b].numbers[0], kArrays * kSize, 1.0);
+      std::fill_n(all_.get()[b].kind, kSize, int64_t(0));
+    }
   }
 
-  int64_t count = 0;
+  uint64_t count = 0;
 
-  double* operator[](int array) { return arrays_.get() + array * size_; }
-  Vector& vector(int array, int64_t j) {
-    return *reinterpret_cast<Vector*>(arrays_.get() + array * size_ + j);
-  }
-  // The first row of P that a pair adds to, its slot and kind.
-  int64_t* places() { return places_.get(); }
-  int64_t* slots() { return slots_.get(); }
-  int64_t* kinds() { return kinds_.get(); }
+  Pair operator[](uint64_t j) const { return {all_.get()[j / kSize], int(j % kSize)}; }
+  Block* begin() const { return all_.get(); }
+  Block* end() const { return all_.get() + (count + kSize - 1) / kSize; }
 
  private:
   int64_t size_;
-  Scratch<double> arrays_;
-  Scratch<int64_t> places_, slots_, kinds_;
+  Scratch<Block> all_;
 };
 
 // x^(-1/2) to 1e-15 of it, by Newton's method from an estimate of the bits: GCC makes no vectors of
@@ -100,8 +110,6 @@ struct Call {
   // The filled slots of an atom within the cutoff. `wrong` gets the first slot whose kind does not
   // exist.
   void find(int64_t atom, Pairs& pairs, int64_t& wrong) const {
-    double *x = pairs[kX], *y = pairs[kY], *z = pairs[kZ], *square = pairs[kSquare];
-    int64_t *slots = pairs.slots(), *kinds = pairs.kinds(), count = 0;
     const int64_t begin = atom * in.slots;
     const Index* kind = in.kind + begin;
     const Index kinds_end = Index(in.kinds);
@@ -112,25 +120,26 @@ struct Call {
 
     // Without branches, which could not be foreseen: what is not wanted is written over.
     const Cutoff limit = cutoff;
+    uint64_t count = 0;
     for (int64_t s = 0; s < in.slots; ++s) {
       const Real* d = in.d + 3 * (begin + s);
-      const double dx = d[0], dy = d[1], dz = d[2], r2 = dx * dx + dy * dy + dz * dz;
-      x[count] = dx, y[count] = dy, z[count] = dz;
-      square[count] = r2;
-      slots[count] = begin + s;
-      kinds[count] = kind[s];
-      count += (kind[s] >= 0) & (kind[s] < kinds_end) & !limit.ends_before(r2);
+      const double x = d[0], y = d[1], z = d[2], square = x * x + y * y + z * z;
+      const Pair pair = pairs[count];
+      pair[kX] = x, pair[kY] = y, pair[kZ] = z;
+      pair[kSquare] = square;
+      pair.slot() = begin + s;
+      pair.kind() = kind[s];
+      count += (kind[s] >= 0) & (kind[s] < kinds_end) & !limit.ends_before(square);
     }
     pairs.count = count;
   }
 };
 
-// w/r and w/r^2 of all pairs, and their slopes along r.
+// w/r and w/r^2 of pairs, and their slopes along r.
 template <bool kWithSlopes>
-void find_radial(const Cutoff& cutoff, Pairs& pairs) {
-  for (int64_t j = 0; j < pairs.count; j += kSize) {
-    const Vector square = pairs.vector(kSquare, j), inverse = inverse_root(square),
-                 r = square * inverse;
+void find_radial(const Cutoff& cutoff, const Pairs& pairs) {
+  for (Block& block : pairs) {
+    const Vector square = block[kSquare], inverse = inverse_root(square), r = square * inverse;
     constexpr int kLength = kWithSlopes ? 2 : 1;
     Series<Vector, kLength> distance{{r}}, one_over{{inverse}};
     if constexpr (kWithSlopes) {
@@ -138,86 +147,106 @@ void find_radial(const Cutoff& cutoff, Pairs& pairs) {
       one_over.c[1] = -inverse * inverse;
     }
     const auto f = radial(distance, one_over, cutoff.rcut_smth, cutoff.rcut);
-    pairs.vector(kInverse, j) = inverse;
-    pairs.vector(kS, j) = f.s.c[0];
-    pairs.vector(kOver, j) = f.over.c[0];
-    for (int c = 0; c < 3; ++c)
-      pairs.vector(kOverX + c, j) = f.over.c[0] * pairs.vector(kX + c, j);
+    block[kS] = f.s.c[0];
+    block[kOver] = f.over.c[0];
+    for (int c = 0; c < 3; ++c) block[kOverX + c] = f.over.c[0] * block[kX + c];
     if constexpr (kWithSlopes) {
-      pairs.vector(kSlopeOfS, j) = f.s.c[1] * inverse;
-      pairs.vector(kSlopeOfOver, j) = f.over.c[1] * inverse;
+      block[kSlopeOfS] = f.s.c[1] * inverse;
+      block[kSlopeOfOver] = f.over.c[1] * inverse;
     }
   }
 }
 
 // Weights of the B-splines at the first numbers of the rows.
 template <int kDegree, bool kWithSlopes, class Real, class Index>
-void find_weights(const Call<Real, Index>& call, Pairs& pairs) {
-  const double cells = double(call.cells);
-  for (int64_t j = 0; j < pairs.count; ++j) {
-    const Kind& kind = call.kinds.get()[pairs.kinds()[j]];
-    pairs[kPerS][j] = kind.slope[0] * kind.per_width;
-    pairs[kAtZero][j] = -(kind.shift[0] + kind.begin) * kind.per_width;
-    pairs.places()[j] = pairs.kinds()[j] * call.in.functions;
+void find_weights(const Call<Real, Index>& call, const Pairs& pairs) {
+  for (uint64_t j = 0; j < pairs.count; ++j) {
+    const Pair pair = pairs[j];
+    const Kind& kind = call.kinds.get()[pair.kind()];
+    pair[kPerS] = kind.slope[0] * kind.per_width;
+    pair[kAtZero] = -(kind.shift[0] + kind.begin) * kind.per_width;
+    pair.place() = pair.kind() * call.in.functions;
   }
+  const double cells = double(call.cells);
   Bits are_outside{};
-  for (int64_t j = 0; j < pairs.count; j += kSize) {
-    const Vector position =
-        pairs.vector(kS, j) * pairs.vector(kPerS, j) + pairs.vector(kAtZero, j);
+  for (Block& block : pairs) {
+    const Vector position = block[kS] * block[kPerS] + block[kAtZero];
     const Vector inside = clamped(Series<Vector, 1>{{position}}, 0, cells).c[0];
     are_outside |= inside != position;
     const Vector number = inside == inside ? inside : Vector{};
     Bits cell = __builtin_convertvector(number, Bits);
     cell = cell < call.cells - 1 ? cell : Bits{} + (call.cells - 1);
-    *reinterpret_cast<Bits*>(pairs.places() + j) += cell;
+    reinterpret_cast<Bits&>(block.place) += cell;
 
     Vector w[kDegree + 1], slopes[kDegree + 1];
-    basis<kDegree>(inside - __builtin_convertvector(cell, Vector), w,
-                   kWithSlopes ? slopes : nullptr);
-    pairs.vector(kInCell, j) = inside - __builtin_convertvector(cell, Vector);
+    block[kInCell] = inside - __builtin_convertvector(cell, Vector);
+    basis<kDegree>(block[kInCell], w, kWithSlopes ? slopes : nullptr);
     for (int b = 0; b <= kDegree; ++b) {
-      pairs.vector(kWeights + b, j) = w[b];
-      if (kWithSlopes) pairs.vector(kSlopes + b, j) = slopes[b];
+      block[kWeights + b] = w[b];
+      if (kWithSlopes) block[kSlopes + b] = slopes[b];
     }
   }
 
   int64_t any_outside = 0;
-  for (int l = 0; l < kSize; ++l) any_outside |= are_outside[l];
-  for (int64_t j = 0; any_outside && j < pairs.count; ++j) {
-    const double position = pairs[kS][j] * pairs[kPerS][j] + pairs[kAtZero][j];
+  for (int lane = 0; lane < kSize; ++lane) any_outside |= are_outside[lane];
+  for (uint64_t j = 0; any_outside && j < pairs.count; ++j) {
+    const Pair pair = pairs[j];
+    const double position = pair[kS] * pair[kPerS] + pair[kAtZero];
     const double beyond = position < 0 ? position : position > cells ? position - cells : 0;
     if (beyond == 0) continue;
     double w[kDegree + 1], slopes[kDegree + 1];
-    basis<kDegree>(pairs[kInCell][j], w, slopes);
-    for (int b = 0; b <= kDegree; ++b) pairs[kWeights + b][j] += beyond * slopes[b];
+    basis<kDegree>(pair[kInCell], w, slopes);
+    for (int b = 0; b <= kDegree; ++b) pair[kWeights + b] += beyond * slopes[b];
   }
 }
 
 inline Row row_of(const double* four) { return *reinterpret_cast<const Row*>(four); }
 
 // A row of the environment matrix.
-inline __attribute__((always_inline)) Row environment_row(const Kind& kind, Pairs& pairs,
-                                                          int64_t j) {
-  const Row row{pairs[kS][j], pairs[kOverX][j], pairs[kOverY][j], pairs[kOverZ][j]};
+inline __attribute__((always_inline)) Row environment_row(const Kind& kind, const Pair& pair) {
+  const Row row{pair[kS], pair[kOverX], pair[kOverY], pair[kOverZ]};
   return row * row_of(kind.slope) - row_of(kind.shift);
 }
 
-// ---- P -------------------------------------------------------------------------------------------
+// A matrix of four rows, transposed.
+inline __attribute__((always_inline)) void transpose(Row* rows) {
+  typedef int64_t Places __attribute__((vector_size(32)));
+  const Row a = __builtin_shuffle(rows[0], rows[1], Places{0, 4, 2, 6});
+  const Row b = __builtin_shuffle(rows[0], rows[1], Places{1, 5, 3, 7});
+  const Row c = __builtin_shuffle(rows[2], rows[3], Places{0, 4, 2, 6});
+  const Row d = __builtin_shuffle(rows[2], rows[3], Places{1, 5, 3, 7});
+  rows[0] = __builtin_shuffle(a, c, Places{0, 1, 4, 5});
+  rows[1] = __builtin_shuffle(b, d, Places{0, 1, 4, 5});
+  rows[2] = __builtin_shuffle(a, c, Places{2, 3, 6, 7});
+  rows[3] = __builtin_shuffle(b, d, Places{2, 3, 6, 7});
+}
+
+// ---- P
+// -------------------------------------------------------------------------------------------
 
 template <int kDegree>
-void add_pairs(const Kind* kinds, Pairs& pairs, Row* P) {
-  for (int64_t j = 0; j < pairs.count; ++j) {
-    const Row R = environment_row(kinds[pairs.kinds()[j]], pairs, j);
-    Row* to = P + pairs.places()[j];
+void add_pairs(const Kind* kinds, const Pairs& pairs, Row* P) {
+  for (uint64_t j = 0; j < pairs.count; ++j) {
+    const Pair pair = pairs[j];
+    const Row R = environment_row(kinds[pair.kind()], pair);
+    Row* to = P + pair.place();
 #pragma GCC unroll 6
-    for (int b = 0; b <= kDegree; ++b) to[b] += pairs[kWeights + b][j] * R;
+    for (int b = 0; b <= kDegree; ++b) to[b] += pair[kWeights + b] * R;
   }
 }
 
 // Makes four columns of rows, and the rows zero.
 template <class Real>
 void move_columns(Row* rows, int64_t count, Real* columns) {
-  for (int64_t row = 0; row < count; ++row) {
+  int64_t row = 0;
+  for (; row + 4 <= count; row += 4) {
+    Row four[4] = {rows[row], rows[row + 1], rows[row + 2], rows[row + 3]};
+    transpose(four);
+    for (int a = 0; a < 4; ++a)
+      for (int l = 0; l < 4; ++l) columns[a * count + row + l] = Real(four[a][l]);
+    for (int l = 0; l < 4; ++l) rows[row + l] = Row{};
+  }
+  for (; row < count; ++row) {
     for (int a = 0; a < 4; ++a) columns[a * count + row] = Real(rows[row][a]);
     rows[row] = Row{};
   }
@@ -225,17 +254,17 @@ void move_columns(Row* rows, int64_t count, Real* columns) {
 
 // Along the directions of each slot.
 template <int kDegree, class Real, class Index>
-void add_derivatives(const Call<Real, Index>& call, Pairs& pairs, Row* P) {
+void add_derivatives(const Call<Real, Index>& call, const Pairs& pairs, Row* P) {
   const int64_t count = call.in.directions;
   double directions[kMostDirections][3];
   Row p[kDegree + 1];
-  for (int64_t j = 0; j < pairs.count; ++j) {
-    const double d[3] = {pairs[kX][j], pairs[kY][j], pairs[kZ][j]};
-    std::copy_n(call.in.along + 3 * count * pairs.slots()[j], 3 * count, directions[0]);
-    const int64_t kind = pairs.kinds()[j];
-    const int64_t cell =
-        derivative<kDegree>(call.kinds.get()[kind], call.cutoff, call.cells, d, directions,
-                            int(count), reinterpret_cast<double*>(p));
+  for (uint64_t j = 0; j < pairs.count; ++j) {
+    const Pair pair = pairs[j];
+    const double d[3] = {pair[kX], pair[kY], pair[kZ]};
+    std::copy_n(call.in.along + 3 * count * pair.slot(), 3 * count, directions[0]);
+    const int64_t kind = pair.kind();
+    const int64_t cell = derivative<kDegree>(call.kinds.get()[kind], call.cutoff, call.cells, d,
+                                             directions, int(count), reinterpret_cast<double*>(p));
     for (int b = 0; b <= kDegree; ++b) P[kind * call.in.functions + cell + b] += p[b];
   }
 }
@@ -262,59 +291,67 @@ int64_t sum(const Call<Real, Index>& call, Real* P) {
   });
 }
 
-// ---- its gradient --------------------------------------------------------------------------------
+// ---- its gradient
+// --------------------------------------------------------------------------------
 
 template <class Real>
 void copy_columns(const Real* columns, int64_t count, Row* rows) {
-  for (int64_t row = 0; row < count; ++row)
+  int64_t row = 0;
+  for (; row + 4 <= count; row += 4) {
+    Row four[4];
+    for (int a = 0; a < 4; ++a)
+      for (int l = 0; l < 4; ++l) four[a][l] = columns[a * count + row + l];
+    transpose(four);
+    for (int l = 0; l < 4; ++l) rows[row + l] = four[l];
+  }
+  for (; row < count; ++row)
     for (int a = 0; a < 4; ++a) rows[row][a] = columns[a * count + row];
 }
 
 inline double sum_of(Row v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 
 template <int kDegree, class Real, class Index>
-void differentiate_pairs(const Call<Real, Index>& call, Pairs& pairs, const Row* grad,
+void differentiate_pairs(const Call<Real, Index>& call, const Pairs& pairs, const Row* grad,
                          Real* grad_d) {
-  for (int64_t j = 0; j < pairs.count; ++j) {
-    const Row* from = grad + pairs.places()[j];
+  for (uint64_t j = 0; j < pairs.count; ++j) {
+    const Pair pair = pairs[j];
+    const Row* from = grad + pair.place();
     Row of_R{}, of_weights{};
 #pragma GCC unroll 6
     for (int b = 0; b <= kDegree; ++b) {
-      of_R += pairs[kWeights + b][j] * from[b];
-      of_weights += pairs[kSlopes + b][j] * from[b];
+      of_R += pair[kWeights + b] * from[b];
+      of_weights += pair[kSlopes + b] * from[b];
     }
-    const Kind& kind = call.kinds.get()[pairs.kinds()[j]];
-    const Row R = environment_row(kind, pairs, j);
-    of_R[0] += sum_of(of_weights * R) * kind.per_width;
+    const Kind& kind = call.kinds.get()[pair.kind()];
+    of_R[0] += sum_of(of_weights * environment_row(kind, pair)) * kind.per_width;
     of_R *= row_of(kind.slope);
-    const Row d{0, pairs[kX][j], pairs[kY][j], pairs[kZ][j]};
-    const double of_r =
-        of_R[0] * pairs[kSlopeOfS][j] + sum_of(of_R * d) * pairs[kSlopeOfOver][j];
-    const Row of_d = of_r * d + pairs[kOver][j] * of_R;
-    for (int c = 0; c < 3; ++c) grad_d[3 * pairs.slots()[j] + c] = Real(of_d[c + 1]);
+    const Row d{0, pair[kX], pair[kY], pair[kZ]};
+    const double of_r = of_R[0] * pair[kSlopeOfS] + sum_of(of_R * d) * pair[kSlopeOfOver];
+    const Row of_d = of_r * d + pair[kOver] * of_R;
+    for (int c = 0; c < 3; ++c) grad_d[3 * pair.slot() + c] = Real(of_d[c + 1]);
   }
 }
 
 // The component c is the derivative along it.
 template <int kDegree, class Real, class Index>
-void differentiate_derivatives(const Call<Real, Index>& call, Pairs& pairs, const Row* grad,
+void differentiate_derivatives(const Call<Real, Index>& call, const Pairs& pairs, const Row* grad,
                                Real* grad_d) {
   const int64_t count = call.in.directions;
   double directions[kMostDirections][3];
   Row p[kDegree + 1];
-  for (int64_t j = 0; j < pairs.count; ++j) {
-    const double d[3] = {pairs[kX][j], pairs[kY][j], pairs[kZ][j]};
-    std::copy_n(call.in.along + 3 * count * pairs.slots()[j], 3 * count, directions[0]);
-    const int64_t kind = pairs.kinds()[j];
+  for (uint64_t j = 0; j < pairs.count; ++j) {
+    const Pair pair = pairs[j];
+    const double d[3] = {pair[kX], pair[kY], pair[kZ]};
+    std::copy_n(call.in.along + 3 * count * pair.slot(), 3 * count, directions[0]);
+    const int64_t kind = pair.kind();
     for (int c = 0; c < 3; ++c) {
       for (int other = 0; other < 3; ++other) directions[count][other] = other == c;
       const int64_t cell =
           derivative<kDegree>(call.kinds.get()[kind], call.cutoff, call.cells, d, directions,
                               int(count + 1), reinterpret_cast<double*>(p));
       Row total{};
-      for (int b = 0; b <= kDegree; ++b)
-        total += p[b] * grad[kind * call.in.functions + cell + b];
-      grad_d[3 * pairs.slots()[j] + c] = Real(sum_of(total));
+      for (int b = 0; b <= kDegree; ++b) total += p[b] * grad[kind * call.in.functions + cell + b];
+      grad_d[3 * pair.slot() + c] = Real(sum_of(total));
     }
   }
 }
@@ -357,10 +394,10 @@ int64_t environment_spline_backward_cpu(const SplineInputs<Real, Index>& in, con
                                        : differentiate<3>(call, grad, grad_d);
 }
 
-#define INSTANTIATE(Real, Index)                                                              \
-  template int64_t environment_spline_cpu(const SplineInputs<Real, Index>&, Real*);           \
-  template int64_t environment_spline_backward_cpu(const SplineInputs<Real, Index>&,          \
-                                                   const Real*, Real*);
+#define INSTANTIATE(Real, Index)                                                                  \
+  template int64_t environment_spline_cpu(const SplineInputs<Real, Index>&, Real*);               \
+  template int64_t environment_spline_backward_cpu(const SplineInputs<Real, Index>&, const Real*, \
+                                                   Real*);
 INSTANTIATE(float, int32_t)
 INSTANTIATE(float, int64_t)
 INSTANTIATE(double, int32_t)

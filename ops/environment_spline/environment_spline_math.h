@@ -83,8 +83,8 @@ CALCOPS_SERIES Radial<S> radial(const S& r, const S& inverse, double rcut_smth, 
   return {s, s * inverse};
 }
 
-// The B-splines of a cell at t, from 0 to 1 within it, times the degree's factorial. They follow from
-// those of the degree below.
+// The B-splines of a cell at t, from 0 to 1 within it, times the degree's factorial. They follow
+// from those of the degree below.
 template <int kDegree, class N>
 CALCOPS_SERIES void unscaled_basis(const N& t, N* w) {
   if constexpr (kDegree == 0) {
@@ -131,7 +131,8 @@ struct Kind {
   }
 };
 
-// The cell that a position in a grid of `cells` cells of width 1 is in; whatever it is, one of them.
+// The cell that a position in a grid of `cells` cells of width 1 is in; whatever it is, one of
+// them.
 CALCOPS_HD inline double cell_of(double position, double cells) {
   if (!(position > 0)) return 0;
   return position < cells ? std::floor(position) : cells - 1;
@@ -231,14 +232,10 @@ template <int kDegree>
 CALCOPS_HD int64_t derivative(const Kind& kind, const Cutoff& cutoff, int64_t cells,
                               const double* d, const double (*directions)[3], int count,
                               double* p) {
-  if (count == 0)
-    return derivative_of<kDegree, 1>(kind, cutoff, cells, d, directions, count, p);
-  if (count == 1)
-    return derivative_of<kDegree, 2>(kind, cutoff, cells, d, directions, count, p);
-  if (count == 2)
-    return derivative_of<kDegree, 3>(kind, cutoff, cells, d, directions, count, p);
-  if (count <= 4)
-    return derivative_of<kDegree, 5>(kind, cutoff, cells, d, directions, count, p);
+  if (count == 0) return derivative_of<kDegree, 1>(kind, cutoff, cells, d, directions, count, p);
+  if (count == 1) return derivative_of<kDegree, 2>(kind, cutoff, cells, d, directions, count, p);
+  if (count == 2) return derivative_of<kDegree, 3>(kind, cutoff, cells, d, directions, count, p);
+  if (count <= 4) return derivative_of<kDegree, 5>(kind, cutoff, cells, d, directions, count, p);
   return derivative_of<kDegree, kMostDirections + 1>(kind, cutoff, cells, d, directions, count, p);
 }
 
