@@ -36,18 +36,35 @@ __device__ int64_t look_up(const SplineInputs<Real, Index>& in, int64_t slot, do
   return kind;
 }
 
-// Sets p to the derivative of a pair of a kind along `count` directions; the first row of P for it.
-template <int kDegree, class Real, class Index>
+// Out of line, so that it is compiled once, and that the memory for many directions is no part of
+// the kernels without any.
+template <int kDegree>
+__device__ __attribute__((noinline)) int64_t derivative_along(const Kind& kind,
+                                                              const Cutoff& cutoff, int64_t cells,
+                                                              const double* d,
+                                                              const double (*directions)[3],
+                                                              int64_t count, double* p) {
+  return derivative<kDegree>(kind, cutoff, cells, d, directions, int(count), p);
+}
+
+// Sets p to the derivative of a pair along `count` directions, where there are kMost, which are at
+// most one, or any number if that is more; the first row of P for it.
+template <int kDegree, int kMost, class Real, class Index>
 __device__ int64_t differentiate(const SplineInputs<Real, Index>& in, int64_t kind, const double* d,
                                  const double (*directions)[3], int64_t count, double* p) {
   const int64_t cells = in.functions - kDegree;
   const Kind constants(in.davg + 4 * kind, in.dstd + 4 * kind, in.grid + 2 * kind, cells);
   const Cutoff cutoff{in.rcut_smth, in.rcut};
-  return kind * in.functions +
-         derivative<kDegree>(constants, cutoff, cells, d, directions, int(count), p);
+  const int64_t first = kind * in.functions;
+  if constexpr (kMost < 2)
+    return first +
+           derivative_of<kDegree, kMost + 1>(constants, cutoff, cells, d, directions, kMost, p);
+  else
+    return first + derivative_along<kDegree>(constants, cutoff, cells, d, directions, count, p);
 }
 
-template <int kDegree, class Real, class Index>
+// kMost: of directions, 0 or kMostDirections.
+template <int kDegree, int kMost, class Real, class Index>
 __global__ void __launch_bounds__(kThreads) sum_kernel(SplineInputs<Real, Index> in, Real* P) {
   __shared__ Pair<kDegree> pairs[kSlots];
   const int64_t atom = blockIdx.x, rows = in.kinds * in.functions;
@@ -59,10 +76,11 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(SplineInputs<Real, Index>
       __syncthreads();
       if (int(threadIdx.x) < count) {
         Pair<kDegree>& pair = pairs[threadIdx.x];
-        double d[3], directions[kMostDirections][3];
+        double d[3], directions[kMost + 1][3];
         pair.place = look_up<kDegree>(in, atom * in.slots + first + threadIdx.x, d, directions);
         if (pair.place >= 0)
-          pair.place = differentiate<kDegree>(in, pair.place, d, directions, in.directions, pair.p);
+          pair.place =
+              differentiate<kDegree, kMost>(in, pair.place, d, directions, in.directions, pair.p);
       }
       __syncthreads();
       for (int j = 0; j < count; ++j) {
@@ -78,12 +96,13 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(SplineInputs<Real, Index>
   }
 }
 
-template <int kDegree, class Real, class Index>
+// kMost: of directions with the one that is added here, 1 or kMostDirections.
+template <int kDegree, int kMost, class Real, class Index>
 __global__ void __launch_bounds__(kThreads)
     backward_kernel(SplineInputs<Real, Index> in, const Real* grad, Real* grad_d) {
   const int64_t slot = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (slot >= in.atoms * in.slots) return;
-  double d[3], directions[kMostDirections][3], p[4 * (kDegree + 1)];
+  double d[3], directions[kMost][3], p[4 * (kDegree + 1)];
   const int64_t kind = look_up<kDegree>(in, slot, d, directions);
   const int64_t rows = in.kinds * in.functions;
   const Real* upstream = grad + slot / in.slots * 4 * rows;
@@ -91,7 +110,8 @@ __global__ void __launch_bounds__(kThreads)
     double total = kind == Pair<kDegree>::kWrong ? NAN : 0;
     if (kind >= 0) {
       for (int other = 0; other < 3; ++other) directions[in.directions][other] = other == c;
-      const int64_t place = differentiate<kDegree>(in, kind, d, directions, in.directions + 1, p);
+      const int64_t place =
+          differentiate<kDegree, kMost>(in, kind, d, directions, in.directions + 1, p);
       for (int b = 0; b <= kDegree; ++b)
         for (int a = 0; a < 4; ++a) total += p[4 * b + a] * double(upstream[a * rows + place + b]);
     }
@@ -104,13 +124,12 @@ __global__ void __launch_bounds__(kThreads)
 template <class Real, class Index>
 cudaError_t environment_spline_cuda(const SplineInputs<Real, Index>& in, Real* P,
                                     cudaStream_t stream) {
-  const unsigned blocks = unsigned(in.atoms);
-  if (blocks > 0 && in.kinds > 0) {
-    if (in.spline == Spline::kQuintic)
-      sum_kernel<5><<<blocks, kThreads, 0, stream>>>(in, P);
-    else
-      sum_kernel<3><<<blocks, kThreads, 0, stream>>>(in, P);
-  }
+  const bool is_quintic = in.spline == Spline::kQuintic;
+  auto kernel = is_quintic ? sum_kernel<5, 0, Real, Index> : sum_kernel<3, 0, Real, Index>;
+  if (in.directions > 0)
+    kernel = is_quintic ? sum_kernel<5, kMostDirections, Real, Index>
+                        : sum_kernel<3, kMostDirections, Real, Index>;
+  if (in.atoms > 0) kernel<<<unsigned(in.atoms), kThreads, 0, stream>>>(in, P);
   return cudaGetLastError();
 }
 
@@ -118,12 +137,13 @@ template <class Real, class Index>
 cudaError_t environment_spline_backward_cuda(const SplineInputs<Real, Index>& in, const Real* grad,
                                              Real* grad_d, cudaStream_t stream) {
   const unsigned blocks = unsigned((in.atoms * in.slots + kThreads - 1) / kThreads);
-  if (blocks > 0) {
-    if (in.spline == Spline::kQuintic)
-      backward_kernel<5><<<blocks, kThreads, 0, stream>>>(in, grad, grad_d);
-    else
-      backward_kernel<3><<<blocks, kThreads, 0, stream>>>(in, grad, grad_d);
-  }
+  const bool is_quintic = in.spline == Spline::kQuintic;
+  auto kernel =
+      is_quintic ? backward_kernel<5, 1, Real, Index> : backward_kernel<3, 1, Real, Index>;
+  if (in.directions > 0)
+    kernel = is_quintic ? backward_kernel<5, kMostDirections, Real, Index>
+                        : backward_kernel<3, kMostDirections, Real, Index>;
+  if (blocks > 0) kernel<<<blocks, kThreads, 0, stream>>>(in, grad, grad_d);
   return cudaGetLastError();
 }
 

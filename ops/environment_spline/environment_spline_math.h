@@ -98,7 +98,7 @@ CALCOPS_SERIES void unscaled_basis(const N& t, N* w) {
   }
 }
 
-constexpr double factorial(int n) { return n > 1 ? n * factorial(n - 1) : 1; }
+CALCOPS_HD constexpr double factorial(int n) { return n > 1 ? n * factorial(n - 1) : 1; }
 
 // The B-splines and, unless `slopes` is nullptr, their derivatives.
 template <int kDegree, class N>

@@ -32,7 +32,9 @@ def splines(degree, position, functions):
     # The last cell holds its end.
     t = inside.unsqueeze(-1) - offset
     at_end = (inside.detach() >= cells).unsqueeze(-1)
-    value = torch.where(at_end, cardinal(degree, degree + 1 - (cells - offset)), cardinal(degree, t))
+    value = torch.where(
+        at_end, cardinal(degree, degree + 1 - (cells - offset)), cardinal(degree, t)
+    )
 
     def slope(t):
         return cardinal(degree - 1, t) - cardinal(degree - 1, t - 1)
@@ -65,7 +67,9 @@ def reference(d, kind, davg, dstd, grid, functions, rcut_smth, rcut, spline="qui
     return torch.einsum("isa,isk,isb->iakb", R, kinds, B)
 
 
-def inputs(n=5, K=9, functions=16, spline="quintic", dtype=torch.float64, index=torch.int64, seed=0):
+def inputs(
+    n=5, K=9, functions=16, spline="quintic", dtype=torch.float64, index=torch.int64, seed=0
+):
     """Three kinds; distances from 0.7 to beyond the cutoff, R[0] beyond both ends of its grid."""
     generator = torch.Generator().manual_seed(seed)
     direction = torch.randn(n, K, 3, dtype=torch.float64, generator=generator)
@@ -359,9 +363,7 @@ def test_opcheck_compile_and_export_with_dynamic_sizes():
     d.requires_grad_()
     opcheck(torch.ops.calcops.environment_spline.default, (d, kind, *rest))
     directions = torch.randn(5, 4, 2, 3, dtype=torch.float64, requires_grad=True)
-    opcheck(
-        torch.ops.calcops._environment_spline_along.default, (d, kind, *rest, directions)
-    )
+    opcheck(torch.ops.calcops._environment_spline_along.default, (d, kind, *rest, directions))
     upstream = torch.randn(5, 4, 3, 16, dtype=torch.float64, requires_grad=True)
     for along in (None, directions):
         opcheck(
@@ -381,9 +383,7 @@ def test_opcheck_compile_and_export_with_dynamic_sizes():
 
     n, K = torch.export.Dim("n"), torch.export.Dim("K")
     sizes = {"d": {0: n, 1: K}, "kind": {0: n, 1: K}, "davg": None, "dstd": None, "grid": None}
-    program = torch.export.export(
-        Module(), (d.detach(), kind, *rest[:3]), dynamic_shapes=sizes
-    )
+    program = torch.export.export(Module(), (d.detach(), kind, *rest[:3]), dynamic_shapes=sizes)
     other = inputs(n=8, K=3, seed=5)
     assert torch.equal(program.module()(*other[:5]), environment_spline(*other))
 
@@ -395,7 +395,10 @@ def changed(**changes):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"d": torch.zeros(5, 9, 3, dtype=torch.int64)}, "expected `d` float32 or float64, got Long"),
+        (
+            {"d": torch.zeros(5, 9, 3, dtype=torch.int64)},
+            "expected `d` float32 or float64, got Long",
+        ),
         ({"d": torch.zeros(5, 9, 4)}, "expected `d` of shape [n, K, 3]"),
         ({"kind": torch.zeros(5, 8, dtype=torch.int64)}, "expected `kind` of shape [n, K]"),
         ({"kind": torch.zeros(5, 9)}, "expected `kind` int32 or int64, got"),
