@@ -81,8 +81,8 @@ class Pairs {
 // x^(-1/2) to 1e-15 of it, by Newton's method from an estimate of the bits: GCC makes no vectors of
 // std::sqrt, which has to set errno.
 inline __attribute__((always_inline)) Vector inverse_root(const Vector& x) {
-  const Bits estimate = 0x5FE6EB50C7B537A9 - (reinterpret_cast<const Bits&>(x) >> 1);
-  Vector y = reinterpret_cast<const Vector&>(estimate);
+  const Bits estimate = 0x5FE6EB50C7B537A9 - (reinterpret_cast<Bits>(x) >> 1);
+  Vector y = reinterpret_cast<Vector>(estimate);
   const Vector half = 0.5 * x;
   for (int step = 0; step < 4; ++step) y *= 1.5 - half * y * y;
   constexpr double kLeast = 1e-280;  // atoms in one place
@@ -208,21 +208,30 @@ inline __attribute__((always_inline)) Row environment_row(const Kind& kind, cons
   return row * row_of(kind.slope) - row_of(kind.shift);
 }
 
-// A matrix of four rows, transposed.
-inline __attribute__((always_inline)) void transpose(Row* rows) {
+// The numbers of two rows at four places.
+template <int i, int j, int k, int l>
+inline __attribute__((always_inline)) Row shuffled(const Row& a, const Row& b) {
+#if __has_builtin(__builtin_shufflevector)  // GCC 12 and clang
+  return __builtin_shufflevector(a, b, i, j, k, l);
+#else
   typedef int64_t Places __attribute__((vector_size(32)));
-  const Row a = __builtin_shuffle(rows[0], rows[1], Places{0, 4, 2, 6});
-  const Row b = __builtin_shuffle(rows[0], rows[1], Places{1, 5, 3, 7});
-  const Row c = __builtin_shuffle(rows[2], rows[3], Places{0, 4, 2, 6});
-  const Row d = __builtin_shuffle(rows[2], rows[3], Places{1, 5, 3, 7});
-  rows[0] = __builtin_shuffle(a, c, Places{0, 1, 4, 5});
-  rows[1] = __builtin_shuffle(b, d, Places{0, 1, 4, 5});
-  rows[2] = __builtin_shuffle(a, c, Places{2, 3, 6, 7});
-  rows[3] = __builtin_shuffle(b, d, Places{2, 3, 6, 7});
+  return __builtin_shuffle(a, b, Places{i, j, k, l});
+#endif
 }
 
-// ---- P
-// -------------------------------------------------------------------------------------------
+// Transposes a matrix of four rows.
+inline __attribute__((always_inline)) void transpose(Row* rows) {
+  const Row even = shuffled<0, 4, 2, 6>(rows[0], rows[1]);
+  const Row odd = shuffled<1, 5, 3, 7>(rows[0], rows[1]);
+  const Row lower_even = shuffled<0, 4, 2, 6>(rows[2], rows[3]);
+  const Row lower_odd = shuffled<1, 5, 3, 7>(rows[2], rows[3]);
+  rows[0] = shuffled<0, 1, 4, 5>(even, lower_even);
+  rows[1] = shuffled<0, 1, 4, 5>(odd, lower_odd);
+  rows[2] = shuffled<2, 3, 6, 7>(even, lower_even);
+  rows[3] = shuffled<2, 3, 6, 7>(odd, lower_odd);
+}
+
+// ---- P -----------------------------------------------------------------------------------------
 
 template <int kDegree>
 void add_pairs(const Kind* kinds, const Pairs& pairs, Row* P) {
@@ -291,16 +300,17 @@ int64_t sum(const Call<Real, Index>& call, Real* P) {
   });
 }
 
-// ---- its gradient
-// --------------------------------------------------------------------------------
+// ---- its gradient ------------------------------------------------------------------------------
 
 template <class Real>
 void copy_columns(const Real* columns, int64_t count, Row* rows) {
   int64_t row = 0;
   for (; row + 4 <= count; row += 4) {
     Row four[4];
-    for (int a = 0; a < 4; ++a)
-      for (int l = 0; l < 4; ++l) four[a][l] = columns[a * count + row + l];
+    for (int a = 0; a < 4; ++a) {
+      const Real* column = columns + a * count + row;
+      four[a] = Row{double(column[0]), double(column[1]), double(column[2]), double(column[3])};
+    }
     transpose(four);
     for (int l = 0; l < 4; ++l) rows[row + l] = four[l];
   }
@@ -308,7 +318,9 @@ void copy_columns(const Real* columns, int64_t count, Row* rows) {
     for (int a = 0; a < 4; ++a) rows[row][a] = columns[a * count + row];
 }
 
-inline double sum_of(Row v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+inline __attribute__((always_inline)) double sum_of(const Row& v) {
+  return (v[0] + v[2]) + (v[1] + v[3]);
+}
 
 template <int kDegree, class Real, class Index>
 void differentiate_pairs(const Call<Real, Index>& call, const Pairs& pairs, const Row* grad,

@@ -47,27 +47,33 @@ CALCOPS_SERIES Series<N, k> operator*(const Series<N, k>& a, const Series<N, k>&
   return product;
 }
 template <class N, int k>
-CALCOPS_SERIES Series<N, k> operator+(Series<N, k> a, double b) { a.c[0] += b; return a; }
-template <class N, int k>
-CALCOPS_SERIES Series<N, k> operator-(Series<N, k> a, double b) { a.c[0] -= b; return a; }
-template <class N, int k>
-CALCOPS_SERIES Series<N, k> operator*(Series<N, k> a, double b) {
-  for (int i = 0; i < k; ++i) a.c[i] *= b;
-  return a;
+CALCOPS_SERIES Series<N, k> operator*(const Series<N, k>& a, double b) {
+  Series<N, k> product;
+  for (int i = 0; i < k; ++i) product.c[i] = a.c[i] * b;
+  return product;
 }
+template <class N, int k>
+CALCOPS_SERIES Series<N, k> operator+(const Series<N, k>& a, double b) {
+  Series<N, k> sum = a;
+  sum.c[0] += b;
+  return sum;
+}
+template <class N, int k>
+CALCOPS_SERIES Series<N, k> operator-(const Series<N, k>& a, double b) { return a + -b; }
 template <class N, int k>
 CALCOPS_SERIES Series<N, k> operator-(double a, const Series<N, k>& b) { return b * -1.0 + a; }
 // clang-format on
 
 // x, or the bound that it is beyond; NaN stays.
 template <class N, int k>
-CALCOPS_SERIES Series<N, k> clamped(Series<N, k> x, double lower, double upper) {
+CALCOPS_SERIES Series<N, k> clamped(const Series<N, k>& x, double lower, double upper) {
   const N zero{}, low = zero + lower, high = zero + upper;
-  for (int i = k - 1; i >= 0; --i) {
-    x.c[i] = x.c[0] < low ? (i ? zero : low) : x.c[i];
-    x.c[i] = x.c[0] > high ? (i ? zero : high) : x.c[i];
+  Series<N, k> result;
+  for (int i = 0; i < k; ++i) {
+    result.c[i] = x.c[0] < low ? (i ? zero : low) : x.c[i];
+    result.c[i] = x.c[0] > high ? (i ? zero : high) : result.c[i];
   }
-  return x;
+  return result;
 }
 
 // w/r and w/r^2
