@@ -152,7 +152,7 @@ const Derivative kDerivatives[] = {{"environment_spline", vjp, jvp},
 const Contract kContract(R"(
 environment_spline(Tensor d, Tensor kind, Tensor davg, Tensor dstd, Tensor grid, SymInt functions,
                    float rcut_smth, float rcut, str spline="quintic") -> Tensor
-  Sums over neighbours from which a Deep Potential with splines for embedding nets is one product.
+  Sums over neighbours of B-splines times environment rows, for embedding nets that are splines.
 
   With r = |d|, s = w(r)/r, w = 1 up to rcut_smth, (1 - u)^3 (1 + 3u + 6u^2) from there to rcut with u
   from 0 to 1, and R = (s (1, d/r) - davg) / dstd, as in DeePMD-kit's se_e2_a:
