@@ -12,12 +12,6 @@
 
 namespace calcops::ops::environment_spline {
 
-#ifdef __CUDACC__
-#define CALCOPS_SERIES CALCOPS_HD inline
-#else
-#define CALCOPS_SERIES inline __attribute__((always_inline))
-#endif
-
 // c[0] + c[1] t + c[2] t^2 + ..., the higher terms left out.
 template <class Number, int kLength>
 struct Series {
@@ -26,19 +20,19 @@ struct Series {
 
 // clang-format off
 template <class N, int k>
-CALCOPS_SERIES Series<N, k> operator+(const Series<N, k>& a, const Series<N, k>& b) {
+CALCOPS_HD_INLINED inline Series<N, k> operator+(const Series<N, k>& a, const Series<N, k>& b) {
   Series<N, k> sum;
   for (int i = 0; i < k; ++i) sum.c[i] = a.c[i] + b.c[i];
   return sum;
 }
 template <class N, int k>
-CALCOPS_SERIES Series<N, k> operator-(const Series<N, k>& a, const Series<N, k>& b) {
+CALCOPS_HD_INLINED inline Series<N, k> operator-(const Series<N, k>& a, const Series<N, k>& b) {
   Series<N, k> difference;
   for (int i = 0; i < k; ++i) difference.c[i] = a.c[i] - b.c[i];
   return difference;
 }
 template <class N, int k>
-CALCOPS_SERIES Series<N, k> operator*(const Series<N, k>& a, const Series<N, k>& b) {
+CALCOPS_HD_INLINED inline Series<N, k> operator*(const Series<N, k>& a, const Series<N, k>& b) {
   Series<N, k> product;
   for (int i = 0; i < k; ++i) {
     product.c[i] = a.c[0] * b.c[i];
@@ -47,26 +41,26 @@ CALCOPS_SERIES Series<N, k> operator*(const Series<N, k>& a, const Series<N, k>&
   return product;
 }
 template <class N, int k>
-CALCOPS_SERIES Series<N, k> operator*(const Series<N, k>& a, double b) {
+CALCOPS_HD_INLINED inline Series<N, k> operator*(const Series<N, k>& a, double b) {
   Series<N, k> product;
   for (int i = 0; i < k; ++i) product.c[i] = a.c[i] * b;
   return product;
 }
 template <class N, int k>
-CALCOPS_SERIES Series<N, k> operator+(const Series<N, k>& a, double b) {
+CALCOPS_HD_INLINED inline Series<N, k> operator+(const Series<N, k>& a, double b) {
   Series<N, k> sum = a;
   sum.c[0] += b;
   return sum;
 }
 template <class N, int k>
-CALCOPS_SERIES Series<N, k> operator-(const Series<N, k>& a, double b) { return a + -b; }
+CALCOPS_HD_INLINED inline Series<N, k> operator-(const Series<N, k>& a, double b) { return a + -b; }
 template <class N, int k>
-CALCOPS_SERIES Series<N, k> operator-(double a, const Series<N, k>& b) { return b * -1.0 + a; }
+CALCOPS_HD_INLINED inline Series<N, k> operator-(double a, const Series<N, k>& b) { return b * -1.0 + a; }
 // clang-format on
 
 // x, or the bound that it is beyond; NaN stays.
 template <class N, int k>
-CALCOPS_SERIES Series<N, k> clamped(const Series<N, k>& x, double lower, double upper) {
+CALCOPS_HD_INLINED inline Series<N, k> clamped(const Series<N, k>& x, double lower, double upper) {
   const N zero{}, low = zero + lower, high = zero + upper;
   Series<N, k> result;
   for (int i = 0; i < k; ++i) {
@@ -83,7 +77,8 @@ struct Radial {
 };
 
 template <class S>
-CALCOPS_SERIES Radial<S> radial(const S& r, const S& inverse, double rcut_smth, double rcut) {
+CALCOPS_HD_INLINED inline Radial<S> radial(const S& r, const S& inverse, double rcut_smth,
+                                           double rcut) {
   const S u = clamped((r - rcut_smth) * (1 / (rcut - rcut_smth)), 0, 1), rest = 1.0 - u;
   const S w = rest * rest * rest * (u * (u * 6.0 + 3.0) + 1.0), s = w * inverse;
   return {s, s * inverse};
@@ -92,7 +87,7 @@ CALCOPS_SERIES Radial<S> radial(const S& r, const S& inverse, double rcut_smth, 
 // The B-splines of a cell at t, from 0 to 1 within it, times the degree's factorial. They follow
 // from those of the degree below.
 template <int kDegree, class N>
-CALCOPS_SERIES void unscaled_basis(const N& t, N* w) {
+CALCOPS_HD_INLINED inline void unscaled_basis(const N& t, N* w) {
   if constexpr (kDegree == 0) {
     w[0] = t * 0.0 + 1.0;
   } else {
@@ -108,7 +103,7 @@ CALCOPS_HD constexpr double factorial(int n) { return n > 1 ? n * factorial(n - 
 
 // The B-splines and, unless `slopes` is nullptr, their derivatives.
 template <int kDegree, class N>
-CALCOPS_SERIES void basis(const N& t, N* w, N* slopes) {
+CALCOPS_HD_INLINED inline void basis(const N& t, N* w, N* slopes) {
   if (slopes) {
     N below[kDegree];
     unscaled_basis<kDegree - 1>(t, below);
