@@ -219,6 +219,23 @@ def environment_spline(
     synchronises) it is an error too.
     """
 
+def matrix_product(
+    x: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """Product of a matrix of many rows by a small one, x @ weights, as in the layers of nets.
+
+    x        [N, K]; float32 or float64; N*M < 2^40 results on CUDA. The rows.
+    weights  [K, M]; like x. Small enough for the processor's cache.
+
+    Returns
+    result   [N, M]; like x.
+
+    Differentiable to any order in both, in reverse and in forward mode. Each number is summed in the
+    dtype of x and in the order of K: its bits depend neither on the other rows nor on threads. The
+    gradient for the weights, a sum over all rows, is computed by torch.mm. On CUDA torch.mm is quicker.
+    """
+
 def neighbor_index(
     list_neigh: Tensor,
     nghost: int = 0,

@@ -259,6 +259,29 @@ inline at::Tensor environment_spline(
 }  // namespace calcops
 
 namespace calcops {
+/// Product of a matrix of many rows by a small one, x @ weights, as in the layers of nets.
+///
+/// x        [N, K]; float32 or float64; N*M < 2^40 results on CUDA. The rows.
+/// weights  [K, M]; like x. Small enough for the processor's cache.
+///
+/// Returns
+/// result   [N, M]; like x.
+///
+/// Differentiable to any order in both, in reverse and in forward mode. Each number is summed in the
+/// dtype of x and in the order of K: its bits depend neither on the other rows nor on threads. The
+/// gradient for the weights, a sum over all rows, is computed by torch.mm. On CUDA torch.mm is quicker.
+inline at::Tensor matrix_product(
+    const at::Tensor& x,
+    const at::Tensor& weights) {
+  static const auto op = c10::Dispatcher::singleton()
+      .findSchemaOrThrow("calcops::matrix_product", "")
+      .typed<at::Tensor(
+          const at::Tensor&, const at::Tensor&)>();
+  return op.call(x, weights);
+}
+}  // namespace calcops
+
+namespace calcops {
 /// Index of the slots that name each atom, which force and force_virial can reuse while a list lives.
 ///
 /// list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
