@@ -1,14 +1,17 @@
 """environment_spline beside the embedding net that its splines stand for, in ns a pair on one thread.
 
-    python tests/bench/bench_environment_spline.py [--atoms 2048] [--seconds 2]
+    python tests/bench/bench_environment_spline.py [--atoms 2048] [--seconds 2] [--deepmd lib/libdeepmd.so]
 
 Water as in ../../examples/deepmd: 84 neighbours within 6 A in 138 slots, two kinds of neighbour,
 quintic splines of 59 cells, 100 functions; the net has layers of 25, 50 and 100. Each is timed in turns
 with the others, and the least time counts. `forward` goes from pair vectors to T [n, 4, 100], `gradient`
-from dE/dT to dE/dd; both with the product of matrices, which has rows of its own.
+from dE/dT to dE/dd; both with the product of matrices, which has rows of its own. `--deepmd` names the
+library of DeePMD-kit 3.2.0, whose kernels of compressed models start from the environment matrix and
+end with its gradient, and read a table with cells of 0.01.
 """
 
 import argparse
+import ctypes
 import time
 from functools import partial
 
@@ -59,7 +62,49 @@ class PlainNet(torch.nn.Module):
         return torch.cat(blocks)
 
 
-def compare(atoms, dtype, seconds):
+class DeepmdKernels:
+    """DeePMD-kit's `tabulate_fusion_se_a`, forward and gradient, on the pairs of an atom in its order:
+    filled slots first."""
+
+    def __init__(self, path, d, kind, dstd):
+        library, dtype = ctypes.CDLL(path), d.dtype
+        letter = {torch.float64: "d", torch.float32: "f"}[dtype]
+        self.kernels = []
+        for name, types in (
+            ("tabulate_fusion_se_a_cpu", "T_PKS1_S4_S4_S4_S4_iiibi"),
+            ("tabulate_fusion_se_a_grad_cpu", "T_S2_S2_PKS1_S4_S4_S4_S4_S4_iiibi"),
+        ):
+            self.kernels.append(
+                getattr(library, f"_ZN6deepmd{len(name)}{name}I{letter}EEvP{types}")
+            )
+        order = (kind < 0).int().argsort(dim=1, stable=True)[..., None]
+        is_live = (kind >= 0)[..., None].take_along_dim(order, 1)
+        R = environment(d.detach(), RCUT_SMTH, RCUT, dstd.to(dtype)).take_along_dim(order, 1)
+        self.R = torch.where(is_live, R, 0).contiguous()
+        self.x = self.R[..., 0].contiguous()
+        generator = torch.Generator().manual_seed(0)
+        self.table = torch.randn(1300 + 530, M, 6, generator=generator, dtype=torch.float64).to(
+            dtype
+        )
+        self.info = torch.tensor([0, 13, 65, 0.01, 0.1, 100], dtype=dtype)
+        n, K = self.x.shape
+        self.T = self.x.new_empty(n, 4, M)
+        self.of_x, self.of_R = torch.empty_like(self.x), torch.empty_like(self.R)
+        self.sizes = [*map(ctypes.c_int, (n, K, M)), ctypes.c_bool(True), ctypes.c_int(4)]
+
+    def call(self, kernel, *arguments):
+        pointers = [ctypes.c_void_p(t.data_ptr() if t is not None else None) for t in arguments]
+        kernel(*pointers, *self.sizes)
+
+    def forward(self):
+        self.call(self.kernels[0], self.T, self.table, self.info, self.x, self.R, None)
+
+    def gradient(self, of_T):
+        inputs = self.table, self.info, self.x, self.R, None, of_T
+        self.call(self.kernels[1], self.of_x, self.of_R, None, *inputs)
+
+
+def compare(atoms, dtype, seconds, deepmd=None):
     d, kind, davg, dstd, grid, *rest = inputs(atoms, dtype)
     C = torch.randn(KINDS * FUNCTIONS, M, dtype=dtype)
     P = torch.randn(atoms, 4, KINDS * FUNCTIONS, dtype=dtype, requires_grad=True)
@@ -82,11 +127,18 @@ def compare(atoms, dtype, seconds):
         "environment and net in PyTorch": (lambda: net(few), few, of_T),
     }
     times = {name: ([], []) for name in rows}
+    if deepmd:
+        theirs = DeepmdKernels(deepmd, d, kind, dstd[0])
+        times["DeePMD-kit, from R and to its gradient"] = [], []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times["environment_spline alone"][0]) < 3:
         for name, (forward, leaf, upstream) in rows.items():
             result = timed(forward, times[name][0])
             timed(partial(torch.autograd.grad, result, leaf, upstream), times[name][1])
+        if deepmd:
+            timed(theirs.forward, times["DeePMD-kit, from R and to its gradient"][0])
+            gradient = partial(theirs.gradient, of_T)
+            timed(gradient, times["DeePMD-kit, from R and to its gradient"][1])
     for name, found in times.items():
         forward, gradient = (1e9 * min(each) / (atoms * NEIGHBOURS) for each in found)
         print(f"| {name}, {str(dtype).removeprefix('torch.')} | {forward:.1f} | {gradient:.1f} |")
@@ -96,11 +148,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--atoms", type=int, default=2048)
     parser.add_argument("--seconds", type=float, default=2)
+    parser.add_argument("--deepmd", help="DeePMD-kit's libdeepmd.so")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("| ns a pair | forward | gradient |\n|---|---|---|")
     for dtype in (torch.float64, torch.float32):
-        compare(options.atoms, dtype, options.seconds)
+        compare(options.atoms, dtype, options.seconds, options.deepmd)
 
 
 if __name__ == "__main__":
