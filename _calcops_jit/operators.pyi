@@ -208,11 +208,12 @@ def environment_spline(
 
     B_b are uniform B-splines. For coefficients C [kinds*functions, M] of M functions of R[0],
     P.flatten(2) @ C [n, 4, M] are the sums of R[a] times these functions: nothing of the size n*K*M is
-    stored. Outside the grid, B-splines go on as straight lines.
+    stored. matrix_product(P.view(-1, len(C)), C).view(n, 4, M) computes them, too, on a CPU often
+    sooner. Outside the grid, B-splines go on as straight lines.
 
     An empty slot and a pair at rcut or beyond add exactly nothing, whatever the slot holds, and have
-    gradients that are exactly 0. (DeePMD-kit adds -davg/dstd for them: that is left to the caller.) Two
-    atoms in one place make the sums of their kind NaN or infinite. Differentiable to any order up to
+    gradients that are exactly 0. (In DeePMD-kit an empty slot takes part with R = -davg/dstd; the caller
+    adds that.) Two atoms in one place make the sums of their kind NaN or infinite. Differentiable to any order up to
     15 in d, in reverse and in forward mode; not in davg, dstd and grid. Computed and summed in float64,
     in the order of the slots: deterministic. A kind that does not exist is an error on the CPU; on
     CUDA the sums of its atom become NaN, and with CALCOPS_CHECK=1 in the environment (which

@@ -1,7 +1,7 @@
 // CPU kernels of environment_spline: the pairs of an atom first, some steps for vectors of them,
 // then one after the other.
 #include <algorithm>
-#include <cstring>
+#include <limits>
 
 #include "environment_spline/environment_spline.h"
 #include "environment_spline/environment_spline_math.h"
@@ -112,11 +112,12 @@ struct Call {
   void find(int64_t atom, Pairs& pairs, int64_t& wrong) const {
     const int64_t begin = atom * in.slots;
     const Index* kind = in.kind + begin;
-    const Index kinds_end = Index(in.kinds);
+    // As an Index: of wider numbers fewer are compared at once.
+    const Index kinds = Index(std::min<int64_t>(in.kinds, std::numeric_limits<Index>::max()));
     int any_wrong = 0;
-    for (int64_t s = 0; s < in.slots; ++s) any_wrong |= (kind[s] < -1) | (kind[s] >= kinds_end);
+    for (int64_t s = 0; s < in.slots; ++s) any_wrong |= (kind[s] < -1) | (kind[s] >= kinds);
     for (int64_t s = 0; any_wrong && wrong == kNone; ++s)
-      if (kind[s] < -1 || kind[s] >= kinds_end) wrong = begin + s;
+      if (kind[s] < -1 || kind[s] >= kinds) wrong = begin + s;
 
     // Without branches, which could not be foreseen: what is not wanted is written over.
     const Cutoff limit = cutoff;
@@ -129,7 +130,7 @@ struct Call {
       pair[kSquare] = square;
       pair.slot() = begin + s;
       pair.kind() = kind[s];
-      count += (kind[s] >= 0) & (kind[s] < kinds_end) & !limit.ends_before(square);
+      count += (kind[s] >= 0) & (kind[s] < kinds) & !limit.ends_before(square);
     }
     pairs.count = count;
   }
