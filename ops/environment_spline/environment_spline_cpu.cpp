@@ -63,7 +63,7 @@ class Pairs {
   explicit Pairs(int64_t slots) : size_((slots + kSize - 1) / kSize), all_(size_) {
     for (int64_t b = 0; b < size_; ++b) {
       std::fill_n(all_.get()[b].numbers[0], kArrays * kSize, 1.0);
-      std::fill_n(all_.get()[b].kind, kSize, int64_t(0));
+      std::fill_n(all_.get()[b].place, kSize, int64_t(0));
     }
   }
 
