@@ -171,6 +171,71 @@ def edge_order(
     -1 for every end of an edge that is masked or wrong.
     """
 
+def environment_spline(
+    d: Tensor,
+    kind: Tensor,
+    davg: Tensor,
+    dstd: Tensor,
+    grid: Tensor,
+    functions: int,
+    rcut_smth: float,
+    rcut: float,
+    spline: str = 'quintic',
+) -> Tensor:
+    """Sums over neighbours of B-splines times environment rows, for embedding nets that are splines.
+
+    d           [n, K, 3]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA. From
+                each atom to its neighbours, in any order.
+    kind        [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
+                pair, such as the neighbour's type; -1: an empty slot, anywhere.
+    davg        [kinds, 4]; float32 or float64 read as float64. What the rows are less.
+    dstd        [kinds, 4]; float32 or float64 read as float64. What they are divided by.
+    grid        [kinds, 2]; float32 or float64 read as float64. For each kind, where the B-splines' cells
+                begin and end. There are functions - 5 cells of one width; of "cubic" functions - 3.
+    functions   6 to 2^20. The number of B-splines of each kind.
+    rcut_smth   Where the switch w begins.
+    rcut        Where it ends: the cutoff, > rcut_smth >= 0.
+    spline      "quintic" or "cubic". The B-splines' degree: four or two continuous derivatives.
+
+    Returns
+    result      [n, 4, kinds, functions]; like d.
+
+    With r = |d|, s = w(r)/r, w = 1 up to rcut_smth, (1 - u)^3 (1 + 3u + 6u^2) from there to rcut with u
+    from 0 to 1, and R = (s (1, d/r) - davg) / dstd, as in DeePMD-kit's se_e2_a:
+
+      P[i][a][kind][b] = sum over the slots of this kind of R[a] B_b(R[0])
+
+    B_b are uniform B-splines. For coefficients C [kinds*functions, M] of M functions of R[0],
+    P.flatten(2) @ C [n, 4, M] are the sums of R[a] times these functions: nothing of the size n*K*M is
+    stored. matrix_product(P.view(-1, len(C)), C).view(n, 4, M) computes them, too, on a CPU often
+    sooner. Outside the grid, B-splines go on as straight lines.
+
+    An empty slot and a pair at rcut or beyond add exactly nothing, whatever the slot holds, and have
+    gradients that are exactly 0. (In DeePMD-kit an empty slot takes part with R = -davg/dstd; the caller
+    adds that.) Two atoms in one place make the sums of their kind NaN or infinite. Differentiable to any order up to
+    15 in d, in reverse and in forward mode; not in davg, dstd and grid. Computed and summed in float64,
+    in the order of the slots: deterministic. A kind that does not exist is an error on the CPU; on
+    CUDA the sums of its atom become NaN, and with CALCOPS_CHECK=1 in the environment (which
+    synchronises) it is an error too.
+    """
+
+def matrix_product(
+    x: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """Product of a matrix of many rows by a small one, x @ weights, as in the layers of nets.
+
+    x        [N, K]; float32 or float64; N*M < 2^40 results on CUDA. The rows.
+    weights  [K, M]; like x. Small enough for the processor's cache.
+
+    Returns
+    result   [N, M]; like x.
+
+    Differentiable to any order in both, in reverse and in forward mode. Each number is summed in the
+    dtype of x and in the order of K: its bits depend neither on the other rows nor on threads. The
+    gradient for the weights, a sum over all rows, is computed by torch.mm. On CUDA torch.mm is quicker.
+    """
+
 def neighbor_index(
     list_neigh: Tensor,
     nghost: int = 0,

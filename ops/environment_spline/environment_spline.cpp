@@ -1,0 +1,296 @@
+// environment_spline: its contract, its derivatives, and the way from a call to the kernels.
+#include <calcops/operator.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "environment_spline/environment_spline.h"
+
+namespace calcops::ops::environment_spline {
+namespace {
+
+// ---- derivatives --------------------------------------------------------------------------------
+//
+// P(d; v_1 ... v_D) is the D-th derivative along the directions v, so its derivative along one more
+// is P(d; v_1 ... v_D, v). It is linear in each direction. The gradient operator gives the gradient
+// for d of <grad, P>, which is that for a direction of <grad, P with one more>. So these two give
+// every derivative.
+
+enum Argument { kD, kKind, kDavg, kDstd, kGrid, kFunctions, kRcutSmth, kRcut, kSpline, kAlong };
+
+// The directions [n, K, D, 3] of a call, or none.
+class Directions {
+ public:
+  explicit Directions(const Value& all) : all_(all) {
+    if (!all.is_none())
+      while (!all.size(2).equals(count_)) ++count_;
+  }
+
+  int count() const { return count_; }
+
+  Value and_also(const Value& direction) const {
+    const Value one = Value::call("aten::unsqueeze", direction, 2);
+    return count_ > 0 ? Value::call("aten::cat", Value::list(all_, one), 2) : one;
+  }
+  Directions without(int i) const {
+    if (count_ == 1) return Directions(Value());
+    const Value before = Value::call("aten::narrow", all_, 2, 0, i);
+    const Value after = Value::call("aten::narrow", all_, 2, i + 1, count_ - 1 - i);
+    return Directions(Value::call("aten::cat", Value::list(before, after), 2));
+  }
+  Value replaced(int i, const Value& tangents) const {
+    return without(i).and_also(Value::call("aten::select.int", tangents, 2, i));
+  }
+  const Value& all() const { return all_; }
+
+ private:
+  Value all_;
+  int count_ = 0;
+};
+
+// P and its gradient for the arguments of a call, along other directions.
+class Sums {
+ public:
+  explicit Sums(const Value* arguments) : a_(arguments) {}
+
+  Value along(const Value& directions) const {
+    return Value::call("_environment_spline_along", a_[kD], a_[kKind], a_[kDavg], a_[kDstd],
+                       a_[kGrid], a_[kFunctions], a_[kRcutSmth], a_[kRcut], a_[kSpline],
+                       directions);
+  }
+  Value gradient(const Value& grad, const Value& directions) const {
+    return Value::call("_environment_spline_backward", grad, a_[kD], a_[kKind], a_[kDavg],
+                       a_[kDstd], a_[kGrid], a_[kFunctions], a_[kRcutSmth], a_[kRcut], a_[kSpline],
+                       directions);
+  }
+
+ private:
+  const Value* a_;
+};
+
+void add(Value& sum, const Value& term) { sum = sum.is_tensor() ? sum + term : term; }
+
+// Gradients of all directions, from one for each.
+template <class Gradient>
+Value of_each(const Directions& directions, const Gradient& gradient) {
+  Value all;
+  for (int i = 0; i < directions.count(); ++i) {
+    const Value one = Value::call("aten::unsqueeze", gradient(i), 2);
+    all = all.is_tensor() ? Value::call("aten::cat", Value::list(all, one), 2) : one;
+  }
+  return all;
+}
+
+void refuse_constants(const Value* arguments, const Value* gradients) {
+  const char* names[] = {"davg", "dstd", "grid"};
+  for (int i = kDavg; i <= kGrid; ++i)
+    if (gradients[i].is_wanted())
+      refuse("calcops::environment_spline", names[i - kDavg], "that requires no gradient",
+             arguments[i]);
+}
+
+void vjp(const Value* arguments, const Value* upstream, Value* gradients) {
+  refuse_constants(arguments, gradients);
+  if (gradients[kD].is_wanted()) gradients[kD] = Sums(arguments).gradient(upstream[0], Value());
+}
+
+void jvp(const Value* arguments, const Value* tangents, Value* results) {
+  if (tangents[kD].is_none()) return;
+  results[0] = Sums(arguments).along(Directions(Value()).and_also(tangents[kD]));
+}
+
+void along_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
+  refuse_constants(arguments, gradients);
+  const Sums sums(arguments);
+  const Directions v(arguments[kAlong]);
+  if (gradients[kD].is_wanted()) gradients[kD] = sums.gradient(upstream[0], v.all());
+  if (gradients[kAlong].is_wanted())
+    gradients[kAlong] =
+        of_each(v, [&](int i) { return sums.gradient(upstream[0], v.without(i).all()); });
+}
+
+void along_jvp(const Value* arguments, const Value* tangents, Value* results) {
+  const Sums sums(arguments);
+  const Directions v(arguments[kAlong]);
+  if (!tangents[kD].is_none()) add(results[0], sums.along(v.and_also(tangents[kD])));
+  for (int i = 0; i < v.count() && !tangents[kAlong].is_none(); ++i)
+    add(results[0], sums.along(v.replaced(i, tangents[kAlong])));
+}
+
+// The gradient of <grad, P(d; v)> for d, times an upstream gradient u, is <grad, P(d; v, u)>.
+void backward_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
+  const Value &grad = arguments[0], &u = upstream[0];
+  const Value* inner = arguments + 1;
+  Value* of_inner = gradients + 1;
+  refuse_constants(inner, of_inner);
+  const Sums sums(inner);
+  const Directions v(inner[kAlong]);
+  if (gradients[0].is_wanted()) gradients[0] = sums.along(v.and_also(u));
+  if (of_inner[kD].is_wanted()) of_inner[kD] = sums.gradient(grad, v.and_also(u));
+  if (v.count() > 0 && of_inner[kAlong].is_wanted())
+    of_inner[kAlong] =
+        of_each(v, [&](int i) { return sums.gradient(grad, v.without(i).and_also(u)); });
+}
+
+void backward_jvp(const Value* arguments, const Value* tangents, Value* results) {
+  const Value& grad = arguments[0];
+  const Value *inner = arguments + 1, *of_inner = tangents + 1;
+  const Sums sums(inner);
+  const Directions v(inner[kAlong]);
+  if (!tangents[0].is_none()) add(results[0], sums.gradient(tangents[0], v.all()));
+  if (!of_inner[kD].is_none()) add(results[0], sums.gradient(grad, v.and_also(of_inner[kD])));
+  for (int i = 0; i < v.count() && !of_inner[kAlong].is_none(); ++i)
+    add(results[0], sums.gradient(grad, v.replaced(i, of_inner[kAlong])));
+}
+
+const Derivative kDerivatives[] = {{"environment_spline", vjp, jvp},
+                                   {"_environment_spline_along", along_vjp, along_jvp},
+                                   {"_environment_spline_backward", backward_vjp, backward_jvp}};
+
+// ---- the contract -------------------------------------------------------------------------------
+
+const Contract kContract(R"(
+environment_spline(Tensor d, Tensor kind, Tensor davg, Tensor dstd, Tensor grid, SymInt functions,
+                   float rcut_smth, float rcut, str spline="quintic") -> Tensor
+  Sums over neighbours of B-splines times environment rows, for embedding nets that are splines.
+
+  With r = |d|, s = w(r)/r, w = 1 up to rcut_smth, (1 - u)^3 (1 + 3u + 6u^2) from there to rcut with u
+  from 0 to 1, and R = (s (1, d/r) - davg) / dstd, as in DeePMD-kit's se_e2_a:
+
+    P[i][a][kind][b] = sum over the slots of this kind of R[a] B_b(R[0])
+
+  B_b are uniform B-splines. For coefficients C [kinds*functions, M] of M functions of R[0],
+  P.flatten(2) @ C [n, 4, M] are the sums of R[a] times these functions: nothing of the size n*K*M is
+  stored. matrix_product(P.view(-1, len(C)), C).view(n, 4, M) computes them, too, on a CPU often
+  sooner. Outside the grid, B-splines go on as straight lines.
+
+  An empty slot and a pair at rcut or beyond add exactly nothing, whatever the slot holds, and have
+  gradients that are exactly 0. (In DeePMD-kit an empty slot takes part with R = -davg/dstd; the caller
+  adds that.) Two atoms in one place make the sums of their kind NaN or infinite. Differentiable to any order up to
+  15 in d, in reverse and in forward mode; not in davg, dstd and grid. Computed and summed in float64,
+  in the order of the slots: deterministic. A kind that does not exist is an error on the CPU; on
+  CUDA the sums of its atom become NaN, and with CALCOPS_CHECK=1 in the environment (which
+  synchronises) it is an error too.
+
+_environment_spline_along(Tensor d, Tensor kind, Tensor davg, Tensor dstd, Tensor grid,
+                          SymInt functions, float rcut_smth, float rcut, str spline,
+                          Tensor directions) -> Tensor
+  The derivative of the sums along all directions, of which each slot has its own.
+
+_environment_spline_backward(Tensor grad_result, Tensor d, Tensor kind, Tensor davg, Tensor dstd,
+                             Tensor grid, SymInt functions, float rcut_smth, float rcut, str spline,
+                             Tensor? directions=None) -> Tensor d
+  The gradient for d of these sums: what edge_force takes.
+
+d           [n, K, 3]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA. From
+            each atom to its neighbours, in any order.
+kind        [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
+            pair, such as the neighbour's type; -1: an empty slot, anywhere.
+davg        [kinds, 4]; float32 or float64 read as float64. What the rows are less.
+dstd        [kinds, 4]; float32 or float64 read as float64. What they are divided by.
+grid        [kinds, 2]; float32 or float64 read as float64. For each kind, where the B-splines' cells
+            begin and end. There are functions - 5 cells of one width; of "cubic" functions - 3.
+functions   6 to 2^20. The number of B-splines of each kind.
+rcut_smth   Where the switch w begins.
+rcut        Where it ends: the cutoff, > rcut_smth >= 0.
+spline      "quintic" or "cubic". The B-splines' degree: four or two continuous derivatives.
+directions  [n, K, D, 3]; like d; D < 16 directions. Of the derivative.
+result      [n, 4, kinds, functions]; like d.
+vmap        joins n
+)",
+                         kDerivatives);
+
+// ---- from views to the structs of environment_spline.h ------------------------------------------
+
+template <class Number, int rank>
+using In = View<const Number, rank>;
+
+template <class Real, class Index>
+SplineInputs<Real, Index> inputs(In<Real, 3> d, In<Index, 2> kind, In<double, 2> davg,
+                                 In<double, 2> dstd, In<double, 2> grid, int64_t functions,
+                                 double rcut_smth, double rcut, Spline spline,
+                                 In<Real, 4> along = {}) {
+  if (!(rcut > rcut_smth && rcut_smth >= 0))
+    throw std::invalid_argument(
+        "calcops::environment_spline: expected `rcut` > `rcut_smth` >= 0, got " +
+        std::to_string(rcut) + " and " + std::to_string(rcut_smth));
+  return {d.shape[0], d.shape[1], davg.shape[0], functions, along ? along.shape[2] : 0,
+          d.data,     kind.data,  along.data,    davg.data, dstd.data,
+          grid.data,  rcut_smth,  rcut,          spline};
+}
+
+template <class Real, class Index>
+int64_t cpu(In<Real, 3> d, In<Index, 2> kind, In<double, 2> davg, In<double, 2> dstd,
+            In<double, 2> grid, int64_t functions, double rcut_smth, double rcut, Spline spline,
+            View<Real, 4> P) {
+  return environment_spline_cpu(
+      inputs(d, kind, davg, dstd, grid, functions, rcut_smth, rcut, spline), P.data);
+}
+
+template <class Real, class Index>
+int64_t along_cpu(In<Real, 3> d, In<Index, 2> kind, In<double, 2> davg, In<double, 2> dstd,
+                  In<double, 2> grid, int64_t functions, double rcut_smth, double rcut,
+                  Spline spline, In<Real, 4> directions, View<Real, 4> P) {
+  return environment_spline_cpu(
+      inputs(d, kind, davg, dstd, grid, functions, rcut_smth, rcut, spline, directions), P.data);
+}
+
+template <class Real, class Index>
+int64_t backward_cpu(In<Real, 4> grad, In<Real, 3> d, In<Index, 2> kind, In<double, 2> davg,
+                     In<double, 2> dstd, In<double, 2> grid, int64_t functions, double rcut_smth,
+                     double rcut, Spline spline, In<Real, 4> directions, View<Real, 3> grad_d) {
+  return environment_spline_backward_cpu(
+      inputs(d, kind, davg, dstd, grid, functions, rcut_smth, rcut, spline, directions), grad.data,
+      grad_d.data);
+}
+
+const Kernel kCpu("environment_spline", cpu<float, int32_t>, cpu<float, int64_t>,
+                  cpu<double, int32_t>, cpu<double, int64_t>);
+const Kernel kAlongCpu("_environment_spline_along", along_cpu<float, int32_t>,
+                       along_cpu<float, int64_t>, along_cpu<double, int32_t>,
+                       along_cpu<double, int64_t>);
+const Kernel kBackwardCpu("_environment_spline_backward", backward_cpu<float, int32_t>,
+                          backward_cpu<float, int64_t>, backward_cpu<double, int32_t>,
+                          backward_cpu<double, int64_t>);
+
+#ifndef CALCOPS_NO_CUDA
+template <class Real, class Index>
+cudaError_t cuda(In<Real, 3> d, In<Index, 2> kind, In<double, 2> davg, In<double, 2> dstd,
+                 In<double, 2> grid, int64_t functions, double rcut_smth, double rcut,
+                 Spline spline, View<Real, 4> P, cudaStream_t stream) {
+  return environment_spline_cuda(
+      inputs(d, kind, davg, dstd, grid, functions, rcut_smth, rcut, spline), P.data, stream);
+}
+
+template <class Real, class Index>
+cudaError_t along_cuda(In<Real, 3> d, In<Index, 2> kind, In<double, 2> davg, In<double, 2> dstd,
+                       In<double, 2> grid, int64_t functions, double rcut_smth, double rcut,
+                       Spline spline, In<Real, 4> directions, View<Real, 4> P,
+                       cudaStream_t stream) {
+  return environment_spline_cuda(
+      inputs(d, kind, davg, dstd, grid, functions, rcut_smth, rcut, spline, directions), P.data,
+      stream);
+}
+
+template <class Real, class Index>
+cudaError_t backward_cuda(In<Real, 4> grad, In<Real, 3> d, In<Index, 2> kind, In<double, 2> davg,
+                          In<double, 2> dstd, In<double, 2> grid, int64_t functions,
+                          double rcut_smth, double rcut, Spline spline, In<Real, 4> directions,
+                          View<Real, 3> grad_d, cudaStream_t stream) {
+  return environment_spline_backward_cuda(
+      inputs(d, kind, davg, dstd, grid, functions, rcut_smth, rcut, spline, directions), grad.data,
+      grad_d.data, stream);
+}
+
+const Kernel kCuda("environment_spline", cuda<float, int32_t>, cuda<float, int64_t>,
+                   cuda<double, int32_t>, cuda<double, int64_t>);
+const Kernel kAlongCuda("_environment_spline_along", along_cuda<float, int32_t>,
+                        along_cuda<float, int64_t>, along_cuda<double, int32_t>,
+                        along_cuda<double, int64_t>);
+const Kernel kBackwardCuda("_environment_spline_backward", backward_cuda<float, int32_t>,
+                           backward_cuda<float, int64_t>, backward_cuda<double, int32_t>,
+                           backward_cuda<double, int64_t>);
+#endif
+
+}  // namespace
+}  // namespace calcops::ops::environment_spline

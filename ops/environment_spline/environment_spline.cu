@@ -1,0 +1,161 @@
+// CUDA kernels of environment_spline. A block has an atom: its threads compute 32 slots together,
+// and then each sums one B-spline. For the gradient a thread has a slot. Every result has one
+// writer, so the bits are the same in each run.
+#include <cmath>
+
+#include "environment_spline/environment_spline.h"
+#include "environment_spline/environment_spline_math.h"
+
+namespace calcops::ops::environment_spline {
+namespace {
+
+constexpr int kSlots = 32, kThreads = 128;
+
+template <int kDegree>
+struct Pair {
+  static constexpr int64_t kEmpty = -1, kWrong = -2;
+  int64_t place;  // the first row of P that it adds to, or one of these
+  double p[4 * (kDegree + 1)];
+};
+
+// The slot's kind, or kEmpty or kWrong.
+template <int kDegree, class Real, class Index>
+__device__ int64_t look_up(const SplineInputs<Real, Index>& in, int64_t slot, double* d,
+                           double (*directions)[3]) {
+  const int64_t kind = in.kind[slot];
+  if (kind == -1) return Pair<kDegree>::kEmpty;
+  if (kind < 0 || kind >= in.kinds) return Pair<kDegree>::kWrong;
+  double square = 0;
+  for (int c = 0; c < 3; ++c) {
+    d[c] = in.d[3 * slot + c];
+    square += d[c] * d[c];
+  }
+  if (Cutoff{in.rcut_smth, in.rcut}.ends_before(square)) return Pair<kDegree>::kEmpty;
+  for (int64_t i = 0; i < in.directions; ++i)
+    for (int c = 0; c < 3; ++c) directions[i][c] = in.along[3 * (in.directions * slot + i) + c];
+  return kind;
+}
+
+// Out of line, so that it is compiled once, and that the memory for many directions is no part of
+// the kernels without any.
+template <int kDegree>
+__device__ __attribute__((noinline)) int64_t derivative_along(const Kind& kind,
+                                                              const Cutoff& cutoff, int64_t cells,
+                                                              const double* d,
+                                                              const double (*directions)[3],
+                                                              int64_t count, double* p) {
+  return derivative<kDegree>(kind, cutoff, cells, d, directions, int(count), p);
+}
+
+// Sets p to the derivative of a pair along `count` directions, where there are kMost, which are at
+// most one, or any number if that is more; the first row of P for it.
+template <int kDegree, int kMost, class Real, class Index>
+__device__ int64_t differentiate(const SplineInputs<Real, Index>& in, int64_t kind, const double* d,
+                                 const double (*directions)[3], int64_t count, double* p) {
+  const int64_t cells = in.functions - kDegree;
+  const Kind constants(in.davg + 4 * kind, in.dstd + 4 * kind, in.grid + 2 * kind, cells);
+  const Cutoff cutoff{in.rcut_smth, in.rcut};
+  const int64_t first = kind * in.functions;
+  if constexpr (kMost < 2)
+    return first +
+           derivative_of<kDegree, kMost + 1>(constants, cutoff, cells, d, directions, kMost, p);
+  else
+    return first + derivative_along<kDegree>(constants, cutoff, cells, d, directions, count, p);
+}
+
+// kMost: of directions, 0 or kMostDirections.
+template <int kDegree, int kMost, class Real, class Index>
+__global__ void __launch_bounds__(kThreads) sum_kernel(SplineInputs<Real, Index> in, Real* P) {
+  __shared__ Pair<kDegree> pairs[kSlots];
+  const int64_t atom = blockIdx.x, rows = in.kinds * in.functions;
+  for (int64_t first_row = 0; first_row < rows; first_row += kThreads) {
+    const int64_t row = first_row + threadIdx.x;
+    double total[4] = {};
+    for (int64_t first = 0; first < in.slots; first += kSlots) {
+      const int count = int(in.slots - first < kSlots ? in.slots - first : kSlots);
+      __syncthreads();
+      if (int(threadIdx.x) < count) {
+        Pair<kDegree>& pair = pairs[threadIdx.x];
+        double d[3], directions[kMost + 1][3];
+        pair.place = look_up<kDegree>(in, atom * in.slots + first + threadIdx.x, d, directions);
+        if (pair.place >= 0)
+          pair.place =
+              differentiate<kDegree, kMost>(in, pair.place, d, directions, in.directions, pair.p);
+      }
+      __syncthreads();
+      for (int j = 0; j < count; ++j) {
+        const Pair<kDegree>& pair = pairs[j];
+        if (pair.place == Pair<kDegree>::kWrong) total[0] = total[1] = total[2] = total[3] = NAN;
+        const int64_t b = row - pair.place;
+        if (pair.place < 0 || b < 0 || b > kDegree) continue;
+        for (int a = 0; a < 4; ++a) total[a] += pair.p[4 * b + a];
+      }
+    }
+    if (row < rows)
+      for (int a = 0; a < 4; ++a) P[(4 * atom + a) * rows + row] = Real(total[a]);
+  }
+}
+
+// kMost: of directions with the one that is added here, 1 or kMostDirections.
+template <int kDegree, int kMost, class Real, class Index>
+__global__ void __launch_bounds__(kThreads)
+    backward_kernel(SplineInputs<Real, Index> in, const Real* grad, Real* grad_d) {
+  const int64_t slot = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (slot >= in.atoms * in.slots) return;
+  double d[3], directions[kMost][3], p[4 * (kDegree + 1)];
+  const int64_t kind = look_up<kDegree>(in, slot, d, directions);
+  const int64_t rows = in.kinds * in.functions;
+  const Real* upstream = grad + slot / in.slots * 4 * rows;
+  for (int c = 0; c < 3; ++c) {
+    double total = kind == Pair<kDegree>::kWrong ? NAN : 0;
+    if (kind >= 0) {
+      for (int other = 0; other < 3; ++other) directions[in.directions][other] = other == c;
+      const int64_t place =
+          differentiate<kDegree, kMost>(in, kind, d, directions, in.directions + 1, p);
+      for (int b = 0; b <= kDegree; ++b)
+        for (int a = 0; a < 4; ++a) total += p[4 * b + a] * double(upstream[a * rows + place + b]);
+    }
+    grad_d[3 * slot + c] = Real(total);
+  }
+}
+
+}  // namespace
+
+template <class Real, class Index>
+cudaError_t environment_spline_cuda(const SplineInputs<Real, Index>& in, Real* P,
+                                    cudaStream_t stream) {
+  const bool is_quintic = in.spline == Spline::kQuintic;
+  auto kernel = is_quintic ? sum_kernel<5, 0, Real, Index> : sum_kernel<3, 0, Real, Index>;
+  if (in.directions > 0)
+    kernel = is_quintic ? sum_kernel<5, kMostDirections, Real, Index>
+                        : sum_kernel<3, kMostDirections, Real, Index>;
+  if (in.atoms > 0) kernel<<<unsigned(in.atoms), kThreads, 0, stream>>>(in, P);
+  return cudaGetLastError();
+}
+
+template <class Real, class Index>
+cudaError_t environment_spline_backward_cuda(const SplineInputs<Real, Index>& in, const Real* grad,
+                                             Real* grad_d, cudaStream_t stream) {
+  const unsigned blocks = unsigned((in.atoms * in.slots + kThreads - 1) / kThreads);
+  const bool is_quintic = in.spline == Spline::kQuintic;
+  auto kernel =
+      is_quintic ? backward_kernel<5, 1, Real, Index> : backward_kernel<3, 1, Real, Index>;
+  if (in.directions > 0)
+    kernel = is_quintic ? backward_kernel<5, kMostDirections, Real, Index>
+                        : backward_kernel<3, kMostDirections, Real, Index>;
+  if (blocks > 0) kernel<<<blocks, kThreads, 0, stream>>>(in, grad, grad_d);
+  return cudaGetLastError();
+}
+
+#define INSTANTIATE(Real, Index)                                                          \
+  template cudaError_t environment_spline_cuda(const SplineInputs<Real, Index>&, Real*,   \
+                                               cudaStream_t);                             \
+  template cudaError_t environment_spline_backward_cuda(const SplineInputs<Real, Index>&, \
+                                                        const Real*, Real*, cudaStream_t);
+INSTANTIATE(float, int32_t)
+INSTANTIATE(float, int64_t)
+INSTANTIATE(double, int32_t)
+INSTANTIATE(double, int64_t)
+#undef INSTANTIATE
+
+}  // namespace calcops::ops::environment_spline

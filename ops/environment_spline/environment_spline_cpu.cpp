@@ -1,0 +1,420 @@
+// CPU kernels of environment_spline: the pairs of an atom first, some steps for vectors of them,
+// then one after the other.
+#include <algorithm>
+#include <limits>
+
+#include "environment_spline/environment_spline.h"
+#include "environment_spline/environment_spline_math.h"
+#include "memory.h"
+#include "parallel.h"
+
+namespace calcops::ops::environment_spline {
+namespace {
+
+constexpr int64_t kAtomsPerThread = 8;
+constexpr int kSize = 8;  // of a vector of pairs
+typedef double Vector __attribute__((vector_size(8 * kSize)));
+typedef int64_t Bits __attribute__((vector_size(8 * kSize)));
+
+// What is known of a pair of an atom, and computed of it.
+enum Array {
+  kX,
+  kY,
+  kZ,
+  kSquare,  // r^2
+  kS,       // w/r
+  kOver,    // w/r^2
+  kOverX,   // times x
+  kOverY,
+  kOverZ,
+  kSlopeOfS,  // along r, over r
+  kSlopeOfOver,
+  kPerS,     // the position in the grid is s times this
+  kAtZero,   // and this
+  kInCell,   // the position within its cell
+  kWeights,  // of the B-splines
+  kSlopes = kWeights + 6,
+  kArrays = kSlopes + 6
+};
+
+// As many pairs as a vector has, and what is computed of them.
+struct alignas(64) Block {
+  double numbers[kArrays][kSize];
+  // The first row of P that a pair adds to, its slot and kind.
+  int64_t place[kSize], slot[kSize], kind[kSize];
+
+  Vector& operator[](int array) { return *reinterpret_cast<Vector*>(numbers[array]); }
+};
+
+// One of them.
+struct Pair {
+  Block& block;
+  int lane;
+
+  double& operator[](int array) const { return block.numbers[array][lane]; }
+  int64_t& place() const { return block.place[lane]; }
+  int64_t& slot() const { return block.slot[lane]; }
+  int64_t& kind() const { return block.kind[lane]; }
+};
+
+// The pairs of an atom within the cutoff.
+class Pairs {
+ public:
+  explicit Pairs(int64_t slots) : size_((slots + kSize - 1) / kSize), all_(size_) {
+    for (int64_t b = 0; b < size_; ++b) {
+      std::fill_n(all_.get()[b].numbers[0], kArrays * kSize, 1.0);
+      std::fill_n(all_.get()[b].place, kSize, int64_t(0));
+    }
+  }
+
+  uint64_t count = 0;
+
+  Pair operator[](uint64_t j) const { return {all_.get()[j / kSize], int(j % kSize)}; }
+  Block* begin() const { return all_.get(); }
+  Block* end() const { return all_.get() + (count + kSize - 1) / kSize; }
+
+ private:
+  int64_t size_;
+  Scratch<Block> all_;
+};
+
+// x^(-1/2) to 1e-15 of it, by Newton's method from an estimate of the bits: GCC makes no vectors of
+// std::sqrt, which has to set errno.
+inline __attribute__((always_inline)) Vector inverse_root(const Vector& x) {
+  const Bits estimate = 0x5FE6EB50C7B537A9 - (reinterpret_cast<Bits>(x) >> 1);
+  Vector y = reinterpret_cast<Vector>(estimate);
+  const Vector half = 0.5 * x;
+  for (int step = 0; step < 4; ++step) y *= 1.5 - half * y * y;
+  constexpr double kLeast = 1e-280;  // atoms in one place
+  return x < Vector{} + kLeast ? Vector{} + INFINITY : y;
+}
+
+// What a call computes with.
+template <class Real, class Index>
+struct Call {
+  const SplineInputs<Real, Index>& in;
+  Cutoff cutoff;
+  int64_t cells, rows;  // rows of P: kinds*functions
+  Scratch<Kind> kinds;
+
+  explicit Call(const SplineInputs<Real, Index>& given)
+      : in(given),
+        cutoff{in.rcut_smth, in.rcut},
+        cells(in.functions - (in.spline == Spline::kQuintic ? 5 : 3)),
+        rows(in.kinds * in.functions),
+        kinds(in.kinds) {
+    for (int64_t k = 0; k < in.kinds; ++k)
+      kinds.get()[k] = Kind(in.davg + 4 * k, in.dstd + 4 * k, in.grid + 2 * k, cells);
+  }
+
+  // The filled slots of an atom within the cutoff. `wrong` gets the first slot whose kind does not
+  // exist.
+  void find(int64_t atom, Pairs& pairs, int64_t& wrong) const {
+    const int64_t begin = atom * in.slots;
+    const Index* kind = in.kind + begin;
+    // As an Index: of wider numbers fewer are compared at once.
+    const Index kinds = Index(std::min<int64_t>(in.kinds, std::numeric_limits<Index>::max()));
+    int any_wrong = 0;
+    for (int64_t s = 0; s < in.slots; ++s) any_wrong |= (kind[s] < -1) | (kind[s] >= kinds);
+    for (int64_t s = 0; any_wrong && wrong == kNone; ++s)
+      if (kind[s] < -1 || kind[s] >= kinds) wrong = begin + s;
+
+    // Without branches, which could not be foreseen: what is not wanted is written over.
+    const Cutoff limit = cutoff;
+    uint64_t count = 0;
+    for (int64_t s = 0; s < in.slots; ++s) {
+      const Real* d = in.d + 3 * (begin + s);
+      const double x = d[0], y = d[1], z = d[2], square = x * x + y * y + z * z;
+      const Pair pair = pairs[count];
+      pair[kX] = x, pair[kY] = y, pair[kZ] = z;
+      pair[kSquare] = square;
+      pair.slot() = begin + s;
+      pair.kind() = kind[s];
+      count += (kind[s] >= 0) & (kind[s] < kinds) & !limit.ends_before(square);
+    }
+    pairs.count = count;
+  }
+};
+
+// w/r and w/r^2 of pairs, and their slopes along r.
+template <bool kWithSlopes>
+void find_radial(const Cutoff& cutoff, const Pairs& pairs) {
+  for (Block& block : pairs) {
+    const Vector square = block[kSquare], inverse = inverse_root(square), r = square * inverse;
+    constexpr int kLength = kWithSlopes ? 2 : 1;
+    Series<Vector, kLength> distance{{r}}, one_over{{inverse}};
+    if constexpr (kWithSlopes) {
+      distance.c[1] = Vector{} + 1;
+      one_over.c[1] = -inverse * inverse;
+    }
+    const auto f = radial(distance, one_over, cutoff.rcut_smth, cutoff.rcut);
+    block[kS] = f.s.c[0];
+    block[kOver] = f.over.c[0];
+    for (int c = 0; c < 3; ++c) block[kOverX + c] = f.over.c[0] * block[kX + c];
+    if constexpr (kWithSlopes) {
+      block[kSlopeOfS] = f.s.c[1] * inverse;
+      block[kSlopeOfOver] = f.over.c[1] * inverse;
+    }
+  }
+}
+
+// Weights of the B-splines at the first numbers of the rows.
+template <int kDegree, bool kWithSlopes, class Real, class Index>
+void find_weights(const Call<Real, Index>& call, const Pairs& pairs) {
+  for (uint64_t j = 0; j < pairs.count; ++j) {
+    const Pair pair = pairs[j];
+    const Kind& kind = call.kinds.get()[pair.kind()];
+    pair[kPerS] = kind.slope[0] * kind.per_width;
+    pair[kAtZero] = -(kind.shift[0] + kind.begin) * kind.per_width;
+    pair.place() = pair.kind() * call.in.functions;
+  }
+  const double cells = double(call.cells);
+  Bits are_outside{};
+  for (Block& block : pairs) {
+    const Vector position = block[kS] * block[kPerS] + block[kAtZero];
+    const Vector inside = clamped(Series<Vector, 1>{{position}}, 0, cells).c[0];
+    are_outside |= inside != position;
+    const Vector number = inside == inside ? inside : Vector{};
+    Bits cell = __builtin_convertvector(number, Bits);
+    cell = cell < call.cells - 1 ? cell : Bits{} + (call.cells - 1);
+    reinterpret_cast<Bits&>(block.place) += cell;
+
+    Vector w[kDegree + 1], slopes[kDegree + 1];
+    block[kInCell] = inside - __builtin_convertvector(cell, Vector);
+    basis<kDegree>(block[kInCell], w, kWithSlopes ? slopes : nullptr);
+    for (int b = 0; b <= kDegree; ++b) {
+      block[kWeights + b] = w[b];
+      if (kWithSlopes) block[kSlopes + b] = slopes[b];
+    }
+  }
+
+  int64_t any_outside = 0;
+  for (int lane = 0; lane < kSize; ++lane) any_outside |= are_outside[lane];
+  for (uint64_t j = 0; any_outside && j < pairs.count; ++j) {
+    const Pair pair = pairs[j];
+    const double position = pair[kS] * pair[kPerS] + pair[kAtZero];
+    const double beyond = position < 0 ? position : position > cells ? position - cells : 0;
+    if (beyond == 0) continue;
+    double w[kDegree + 1], slopes[kDegree + 1];
+    basis<kDegree>(pair[kInCell], w, slopes);
+    for (int b = 0; b <= kDegree; ++b) pair[kWeights + b] += beyond * slopes[b];
+  }
+}
+
+inline Row row_of(const double* four) { return *reinterpret_cast<const Row*>(four); }
+
+// A row of the environment matrix.
+inline __attribute__((always_inline)) Row environment_row(const Kind& kind, const Pair& pair) {
+  const Row row{pair[kS], pair[kOverX], pair[kOverY], pair[kOverZ]};
+  return row * row_of(kind.slope) - row_of(kind.shift);
+}
+
+// The numbers of two rows at four places.
+template <int i, int j, int k, int l>
+inline __attribute__((always_inline)) Row shuffled(const Row& a, const Row& b) {
+#if __has_builtin(__builtin_shufflevector)  // GCC 12 and clang
+  return __builtin_shufflevector(a, b, i, j, k, l);
+#else
+  typedef int64_t Places __attribute__((vector_size(32)));
+  return __builtin_shuffle(a, b, Places{i, j, k, l});
+#endif
+}
+
+// Transposes a matrix of four rows.
+inline __attribute__((always_inline)) void transpose(Row* rows) {
+  const Row even = shuffled<0, 4, 2, 6>(rows[0], rows[1]);
+  const Row odd = shuffled<1, 5, 3, 7>(rows[0], rows[1]);
+  const Row lower_even = shuffled<0, 4, 2, 6>(rows[2], rows[3]);
+  const Row lower_odd = shuffled<1, 5, 3, 7>(rows[2], rows[3]);
+  rows[0] = shuffled<0, 1, 4, 5>(even, lower_even);
+  rows[1] = shuffled<0, 1, 4, 5>(odd, lower_odd);
+  rows[2] = shuffled<2, 3, 6, 7>(even, lower_even);
+  rows[3] = shuffled<2, 3, 6, 7>(odd, lower_odd);
+}
+
+// ---- P -----------------------------------------------------------------------------------------
+
+template <int kDegree>
+void add_pairs(const Kind* kinds, const Pairs& pairs, Row* P) {
+  for (uint64_t j = 0; j < pairs.count; ++j) {
+    const Pair pair = pairs[j];
+    const Row R = environment_row(kinds[pair.kind()], pair);
+    Row* to = P + pair.place();
+#pragma GCC unroll 6
+    for (int b = 0; b <= kDegree; ++b) to[b] += pair[kWeights + b] * R;
+  }
+}
+
+// Makes four columns of rows, and the rows zero.
+template <class Real>
+void move_columns(Row* rows, int64_t count, Real* columns) {
+  int64_t row = 0;
+  for (; row + 4 <= count; row += 4) {
+    Row four[4] = {rows[row], rows[row + 1], rows[row + 2], rows[row + 3]};
+    transpose(four);
+    for (int a = 0; a < 4; ++a)
+      for (int l = 0; l < 4; ++l) columns[a * count + row + l] = Real(four[a][l]);
+    for (int l = 0; l < 4; ++l) rows[row + l] = Row{};
+  }
+  for (; row < count; ++row) {
+    for (int a = 0; a < 4; ++a) columns[a * count + row] = Real(rows[row][a]);
+    rows[row] = Row{};
+  }
+}
+
+// Along the directions of each slot.
+template <int kDegree, class Real, class Index>
+void add_derivatives(const Call<Real, Index>& call, const Pairs& pairs, Row* P) {
+  const int64_t count = call.in.directions;
+  double directions[kMostDirections][3];
+  Row p[kDegree + 1];
+  for (uint64_t j = 0; j < pairs.count; ++j) {
+    const Pair pair = pairs[j];
+    const double d[3] = {pair[kX], pair[kY], pair[kZ]};
+    std::copy_n(call.in.along + 3 * count * pair.slot(), 3 * count, directions[0]);
+    const int64_t kind = pair.kind();
+    const int64_t cell = derivative<kDegree>(call.kinds.get()[kind], call.cutoff, call.cells, d,
+                                             directions, int(count), reinterpret_cast<double*>(p));
+    for (int b = 0; b <= kDegree; ++b) P[kind * call.in.functions + cell + b] += p[b];
+  }
+}
+
+template <int kDegree, class Real, class Index>
+int64_t sum(const Call<Real, Index>& call, Real* P) {
+  return parallel_first(call.in.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
+    Pairs pairs(call.in.slots);
+    const Scratch<Row> rows(call.rows);
+    std::fill_n(rows.get(), call.rows, Row{});
+    int64_t wrong = kNone;
+    for (int64_t atom = begin; atom < end; ++atom) {
+      call.find(atom, pairs, wrong);
+      if (call.in.directions > 0) {
+        add_derivatives<kDegree>(call, pairs, rows.get());
+      } else {
+        find_radial<false>(call.cutoff, pairs);
+        find_weights<kDegree, false>(call, pairs);
+        add_pairs<kDegree>(call.kinds.get(), pairs, rows.get());
+      }
+      move_columns(rows.get(), call.rows, P + 4 * atom * call.rows);
+    }
+    return wrong;
+  });
+}
+
+// ---- its gradient ------------------------------------------------------------------------------
+
+template <class Real>
+void copy_columns(const Real* columns, int64_t count, Row* rows) {
+  int64_t row = 0;
+  for (; row + 4 <= count; row += 4) {
+    Row four[4];
+    for (int a = 0; a < 4; ++a) {
+      const Real* column = columns + a * count + row;
+      four[a] = Row{double(column[0]), double(column[1]), double(column[2]), double(column[3])};
+    }
+    transpose(four);
+    for (int l = 0; l < 4; ++l) rows[row + l] = four[l];
+  }
+  for (; row < count; ++row)
+    for (int a = 0; a < 4; ++a) rows[row][a] = columns[a * count + row];
+}
+
+inline __attribute__((always_inline)) double sum_of(const Row& v) {
+  return (v[0] + v[2]) + (v[1] + v[3]);
+}
+
+template <int kDegree, class Real, class Index>
+void differentiate_pairs(const Call<Real, Index>& call, const Pairs& pairs, const Row* grad,
+                         Real* grad_d) {
+  for (uint64_t j = 0; j < pairs.count; ++j) {
+    const Pair pair = pairs[j];
+    const Row* from = grad + pair.place();
+    Row of_R{}, of_weights{};
+#pragma GCC unroll 6
+    for (int b = 0; b <= kDegree; ++b) {
+      of_R += pair[kWeights + b] * from[b];
+      of_weights += pair[kSlopes + b] * from[b];
+    }
+    const Kind& kind = call.kinds.get()[pair.kind()];
+    of_R[0] += sum_of(of_weights * environment_row(kind, pair)) * kind.per_width;
+    of_R *= row_of(kind.slope);
+    const Row d{0, pair[kX], pair[kY], pair[kZ]};
+    const double of_r = of_R[0] * pair[kSlopeOfS] + sum_of(of_R * d) * pair[kSlopeOfOver];
+    const Row of_d = of_r * d + pair[kOver] * of_R;
+    for (int c = 0; c < 3; ++c) grad_d[3 * pair.slot() + c] = Real(of_d[c + 1]);
+  }
+}
+
+// The component c is the derivative along it.
+template <int kDegree, class Real, class Index>
+void differentiate_derivatives(const Call<Real, Index>& call, const Pairs& pairs, const Row* grad,
+                               Real* grad_d) {
+  const int64_t count = call.in.directions;
+  double directions[kMostDirections][3];
+  Row p[kDegree + 1];
+  for (uint64_t j = 0; j < pairs.count; ++j) {
+    const Pair pair = pairs[j];
+    const double d[3] = {pair[kX], pair[kY], pair[kZ]};
+    std::copy_n(call.in.along + 3 * count * pair.slot(), 3 * count, directions[0]);
+    const int64_t kind = pair.kind();
+    for (int c = 0; c < 3; ++c) {
+      for (int other = 0; other < 3; ++other) directions[count][other] = other == c;
+      const int64_t cell =
+          derivative<kDegree>(call.kinds.get()[kind], call.cutoff, call.cells, d, directions,
+                              int(count + 1), reinterpret_cast<double*>(p));
+      Row total{};
+      for (int b = 0; b <= kDegree; ++b) total += p[b] * grad[kind * call.in.functions + cell + b];
+      grad_d[3 * pair.slot() + c] = Real(sum_of(total));
+    }
+  }
+}
+
+template <int kDegree, class Real, class Index>
+int64_t differentiate(const Call<Real, Index>& call, const Real* grad, Real* grad_d) {
+  return parallel_first(call.in.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
+    Pairs pairs(call.in.slots);
+    const Scratch<Row> rows(call.rows);
+    int64_t wrong = kNone;
+    for (int64_t atom = begin; atom < end; ++atom) {
+      copy_columns(grad + 4 * atom * call.rows, call.rows, rows.get());
+      std::fill_n(grad_d + 3 * atom * call.in.slots, 3 * call.in.slots, Real(0));
+      call.find(atom, pairs, wrong);
+      if (call.in.directions > 0) {
+        differentiate_derivatives<kDegree>(call, pairs, rows.get(), grad_d);
+        continue;
+      }
+      find_radial<true>(call.cutoff, pairs);
+      find_weights<kDegree, true>(call, pairs);
+      differentiate_pairs<kDegree>(call, pairs, rows.get(), grad_d);
+    }
+    return wrong;
+  });
+}
+
+}  // namespace
+
+template <class Real, class Index>
+int64_t environment_spline_cpu(const SplineInputs<Real, Index>& in, Real* P) {
+  const Call<Real, Index> call(in);
+  return in.spline == Spline::kQuintic ? sum<5>(call, P) : sum<3>(call, P);
+}
+
+template <class Real, class Index>
+int64_t environment_spline_backward_cpu(const SplineInputs<Real, Index>& in, const Real* grad,
+                                        Real* grad_d) {
+  const Call<Real, Index> call(in);
+  return in.spline == Spline::kQuintic ? differentiate<5>(call, grad, grad_d)
+                                       : differentiate<3>(call, grad, grad_d);
+}
+
+#define INSTANTIATE(Real, Index)                                                                  \
+  template int64_t environment_spline_cpu(const SplineInputs<Real, Index>&, Real*);               \
+  template int64_t environment_spline_backward_cpu(const SplineInputs<Real, Index>&, const Real*, \
+                                                   Real*);
+INSTANTIATE(float, int32_t)
+INSTANTIATE(float, int64_t)
+INSTANTIATE(double, int32_t)
+INSTANTIATE(double, int64_t)
+#undef INSTANTIATE
+
+}  // namespace calcops::ops::environment_spline

@@ -1,0 +1,63 @@
+// matrix_product: its contract, its derivatives, and the way from a call to the kernels.
+#include <calcops/operator.h>
+
+#include "matrix_product/matrix_product.h"
+
+namespace calcops::ops::matrix_product {
+namespace {
+
+// The sum over all rows, for the weights, is PyTorch's: its result is the small one.
+void vjp(const Value* arguments, const Value* upstream, Value* gradients) {
+  const Value transposed = Value::call("aten::t", arguments[1]);
+  if (gradients[0].is_wanted())
+    gradients[0] = Value::call("matrix_product", upstream[0], transposed);
+  if (gradients[1].is_wanted())
+    gradients[1] = Value::call("aten::mm", Value::call("aten::t", arguments[0]), upstream[0]);
+}
+
+void jvp(const Value* arguments, const Value* tangents, Value* results) {
+  if (!tangents[0].is_none()) results[0] = Value::call("matrix_product", tangents[0], arguments[1]);
+  if (tangents[1].is_none()) return;
+  const Value along = Value::call("matrix_product", arguments[0], tangents[1]);
+  results[0] = results[0].is_tensor() ? results[0] + along : along;
+}
+
+const Derivative kDerivatives[] = {{"matrix_product", vjp, jvp}};
+
+const Contract kContract(R"(
+matrix_product(Tensor x, Tensor weights) -> Tensor
+  Product of a matrix of many rows by a small one, x @ weights, as in the layers of nets.
+
+  Differentiable to any order in both, in reverse and in forward mode. Each number is summed in the
+  dtype of x and in the order of K: its bits depend neither on the other rows nor on threads. The
+  gradient for the weights, a sum over all rows, is computed by torch.mm. On CUDA torch.mm is quicker.
+
+x        [N, K]; float32 or float64; N*M < 2^40 results on CUDA. The rows.
+weights  [K, M]; like x. Small enough for the processor's cache.
+result   [N, M]; like x.
+vmap     joins N
+)",
+                         kDerivatives);
+
+template <class Real>
+void cpu(View<const Real, 2> x, View<const Real, 2> weights, View<Real, 2> y) {
+  matrix_product_cpu(Factors<Real>{x.shape[0], x.shape[1], weights.shape[1], x.data, weights.data},
+                     y.data);
+}
+
+const Kernel kCpu("matrix_product", cpu<float>, cpu<double>);
+
+#ifndef CALCOPS_NO_CUDA
+template <class Real>
+cudaError_t cuda(View<const Real, 2> x, View<const Real, 2> weights, View<Real, 2> y,
+                 cudaStream_t stream) {
+  return matrix_product_cuda(
+      Factors<Real>{x.shape[0], x.shape[1], weights.shape[1], x.data, weights.data}, y.data,
+      stream);
+}
+
+const Kernel kCuda("matrix_product", cuda<float>, cuda<double>);
+#endif
+
+}  // namespace
+}  // namespace calcops::ops::matrix_product

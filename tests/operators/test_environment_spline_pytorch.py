@@ -1,0 +1,124 @@
+"""calcops::environment_spline under vmap, torch.compile and torch.export, and its errors."""
+
+import math
+
+import pytest
+import torch
+from reference import assert_equal_lists, opcheck
+from test_environment_spline import inputs, smooth_inputs
+
+import calcops_jit
+
+environment_spline = calcops_jit.environment_spline
+NAMES = "d", "kind", "davg", "dstd", "grid", "functions", "rcut_smth", "rcut", "spline"
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_vmap_over_atoms_with_one_grid_and_with_a_grid_each(chunk):
+    d, kind, davg, dstd, grid, *rest = inputs(n=6)
+    d, kind = d.view(3, 2, 9, 3), kind.view(3, 2, 9)
+
+    def of(d, kind, grid):
+        return environment_spline(d, kind, davg, dstd, grid, *rest)
+
+    expected = torch.stack([of(*item, grid) for item in zip(d, kind)])
+    found = torch.vmap(of, (0, 0, None), chunk_size=chunk)(d, kind, grid)
+    assert torch.equal(found, expected)
+    grids = torch.stack([grid, 2 * grid, 3 * grid])
+    expected = torch.stack([of(*item) for item in zip(d, kind, grids)])
+    assert torch.equal(torch.vmap(of)(d, kind, grids), expected)
+
+
+def test_hessians_under_vmap():
+    d, kind, *rest = smooth_inputs()
+    d = d.detach()
+
+    def energy(d, kind):
+        return environment_spline(d[None], kind[None], *rest).square().sum()
+
+    hessians = torch.vmap(torch.func.hessian(energy))(d, kind)
+    expected = torch.stack([torch.func.hessian(energy)(*item) for item in zip(d, kind)])
+    torch.testing.assert_close(hessians, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_opcheck_compile_and_export_with_dynamic_sizes():
+    d, kind, *rest = inputs(K=4)
+    d.requires_grad_()
+    opcheck(torch.ops.calcops.environment_spline.default, (d, kind, *rest))
+    directions = torch.randn(5, 4, 2, 3, dtype=torch.float64, requires_grad=True)
+    opcheck(torch.ops.calcops._environment_spline_along.default, (d, kind, *rest, directions))
+    upstream = torch.randn(5, 4, 3, 16, dtype=torch.float64, requires_grad=True)
+    for along in (None, directions):
+        opcheck(
+            torch.ops.calcops._environment_spline_backward.default,
+            (upstream, d, kind, *rest, along),
+        )
+    compiled = torch.compile(environment_spline, fullgraph=True, dynamic=True)
+    grads = [
+        torch.autograd.grad(f(d, kind, *rest).square().sum(), d)
+        for f in (compiled, environment_spline)
+    ]
+    assert_equal_lists(*grads)
+
+    class Module(torch.nn.Module):
+        def forward(self, d, kind, davg, dstd, grid):
+            return environment_spline(d, kind, davg, dstd, grid, *rest[3:])
+
+    n, K = torch.export.Dim("n"), torch.export.Dim("K")
+    sizes = {"d": {0: n, 1: K}, "kind": {0: n, 1: K}, "davg": None, "dstd": None, "grid": None}
+    program = torch.export.export(Module(), (d.detach(), kind, *rest[:3]), dynamic_shapes=sizes)
+    other = inputs(n=8, K=3, seed=5)
+    assert torch.equal(program.module()(*other[:5]), environment_spline(*other))
+
+
+def changed(**changes):
+    return dict(zip(NAMES, inputs())) | changes
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            {"d": torch.zeros(5, 9, 3, dtype=torch.int64)},
+            "expected `d` float32 or float64, got Long",
+        ),
+        ({"d": torch.zeros(5, 9, 4)}, "expected `d` of shape [n, K, 3]"),
+        ({"kind": torch.zeros(5, 8, dtype=torch.int64)}, "expected `kind` of shape [n, K]"),
+        ({"kind": torch.zeros(5, 9)}, "expected `kind` int32 or int64, got"),
+        ({"kind": torch.full((5, 9), 3)}, "expected `kind` entries -1 or 0 <= kind < kinds"),
+        ({"kind": torch.full((5, 9), -2)}, "expected `kind` entries -1 or 0 <= kind < kinds"),
+        ({"davg": torch.zeros(3, 3)}, "expected `davg` of shape [kinds, 4]"),
+        ({"davg": torch.zeros(3, 4, dtype=torch.int64)}, "expected `davg` float32 or float64"),
+        ({"dstd": torch.zeros(2, 4)}, "expected `dstd` of shape [kinds, 4]"),
+        ({"grid": torch.zeros(3, 5)}, "expected `grid` of shape [kinds, 2]"),
+        ({"functions": 5}, "expected `functions`"),
+        ({"rcut": 1.0}, "expected `rcut` > `rcut_smth` >= 0, got 1.0"),
+        ({"rcut": math.nan}, "expected `rcut` > `rcut_smth` >= 0, got nan"),
+        ({"rcut_smth": -1.0}, "expected `rcut` > `rcut_smth` >= 0, got"),
+        ({"spline": "linear"}, "expected `spline`"),
+    ],
+)
+def test_wrong_input_is_an_error_that_names_it(changes, words):
+    with pytest.raises(RuntimeError) as error:
+        environment_spline(**changed(**changes))
+    assert "calcops::environment_spline: " in str(error.value), error.value
+    assert words in str(error.value), error.value
+
+
+@pytest.mark.parametrize("name", ["davg", "dstd", "grid"])
+def test_a_gradient_of_what_has_none_is_an_error(name):
+    arguments = changed()
+    arguments[name].requires_grad_()
+    P = environment_spline(**arguments)
+    with pytest.raises(RuntimeError, match=f"expected `{name}` that requires no gradient"):
+        P.sum().backward()
+
+
+def test_whatever_the_constants_hold_no_other_memory_is_read():
+    d, kind, davg, dstd, grid, *rest = inputs()
+    for value in (0.0, math.nan, math.inf, -1e300):
+        for i in range(3):
+            constants = [davg, dstd, grid]
+            constants[i] = torch.full_like(constants[i], value)
+            leaf = d.clone().requires_grad_()
+            environment_spline(leaf, kind, *constants, *rest).sum().backward()

@@ -1,0 +1,109 @@
+"""calcops::matrix_product against torch.mm: values, derivatives, sizes at every boundary of the tiles,
+transforms, errors."""
+
+import pytest
+import torch
+from reference import assert_equal_lists, opcheck
+
+import calcops_jit
+
+matrix_product = calcops_jit.matrix_product
+ROWS = 0, 1, 5, 6, 7, 47, 48, 49, 100
+COLUMNS = 0, 1, 7, 8, 9, 31, 32, 33, 64, 65, 100
+
+
+def inputs(N=20, K=16, M=12, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, K, dtype=torch.float64, generator=generator)
+    weights = torch.randn(K, M, dtype=torch.float64, generator=generator)
+    return x.to(dtype), weights.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("K", [0, 1, 33])
+def test_products_of_every_size_are_those_of_torch(K, dtype):
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-5
+    for N in ROWS:
+        for M in COLUMNS:
+            x, weights = inputs(N, K, M, dtype)
+            torch.testing.assert_close(
+                matrix_product(x, weights), x @ weights, rtol=tolerance, atol=20 * tolerance
+            )
+
+
+def test_derivatives_of_first_and_second_order_in_both_modes():
+    leaves = [t.requires_grad_() for t in inputs(5, 4, 3)]
+    assert torch.autograd.gradcheck(matrix_product, leaves, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(matrix_product, leaves, check_fwd_over_rev=True)
+
+
+def test_other_rows_and_threads_change_no_bit():
+    x, weights = inputs(500, 100, 77)
+    expected = matrix_product(x, weights)
+    for begin, end in ((0, 1), (3, 10), (47, 401)):
+        assert torch.equal(matrix_product(x[begin:end], weights), expected[begin:end])
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(matrix_product(x, weights), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_strides_change_no_bit():
+    x, weights = inputs()
+    apart = x.T.contiguous().T, weights.T.contiguous().T
+    assert torch.equal(matrix_product(*apart), matrix_product(x, weights))
+
+
+def test_not_a_number_stays_in_its_row_and_column():
+    x, weights = inputs()
+    x[3, 2], weights[1, 5] = torch.nan, torch.inf
+    result = matrix_product(x, weights)
+    assert torch.equal(result.isfinite(), (x @ weights).isfinite())
+
+
+def test_vmap_over_rows_and_over_weights():
+    x, weights = inputs(12)
+    x = x.view(3, 4, 16)
+    expected = torch.stack([matrix_product(each, weights) for each in x])
+    assert torch.equal(torch.vmap(matrix_product, (0, None))(x, weights), expected)
+    many = torch.stack([weights, 2 * weights, 3 * weights])
+    expected = torch.stack([matrix_product(*each) for each in zip(x, many)])
+    assert torch.equal(torch.vmap(matrix_product)(x, many), expected)
+
+
+def test_opcheck_compile_and_export_with_dynamic_sizes():
+    leaves = [t.requires_grad_() for t in inputs()]
+    opcheck(torch.ops.calcops.matrix_product.default, leaves)
+    compiled = torch.compile(matrix_product, fullgraph=True, dynamic=True)
+    grads = [
+        torch.autograd.grad(f(*leaves).square().sum(), leaves) for f in (compiled, matrix_product)
+    ]
+    assert_equal_lists(*grads)
+
+    class Module(torch.nn.Module):
+        def forward(self, x, weights):
+            return matrix_product(x, weights)
+
+    sizes = {"x": {0: torch.export.Dim("N")}, "weights": None}
+    arguments = tuple(t.detach() for t in leaves)
+    program = torch.export.export(Module(), arguments, dynamic_shapes=sizes)
+    other = inputs(31, seed=1)
+    assert torch.equal(program.module()(*other), matrix_product(*other))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"x": torch.zeros(20, 16, dtype=torch.int64)}, "expected `x` float32 or float64, got"),
+        ({"x": torch.zeros(2, 20, 16, dtype=torch.float64)}, "expected `x` of shape [N, K]"),
+        ({"weights": torch.zeros(15, 12, dtype=torch.float64)}, "expected `weights` of shape"),
+        ({"weights": torch.zeros(16, 12)}, "expected `weights`"),
+    ],
+)
+def test_wrong_input_is_an_error_that_names_it(changes, words):
+    with pytest.raises(RuntimeError) as error:
+        matrix_product(**dict(zip(("x", "weights"), inputs())) | changes)
+    assert "calcops::matrix_product: " in str(error.value) and words in str(error.value)
