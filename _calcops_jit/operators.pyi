@@ -233,7 +233,8 @@ def matrix_product(
 
     Differentiable to any order in both, in reverse and in forward mode. Each number is summed in the
     dtype of x and in the order of K: its bits depend neither on the other rows nor on threads. The
-    gradient for the weights, a sum over all rows, is computed by torch.mm. On CUDA torch.mm is quicker.
+    gradient for the weights, a sum over all rows, is computed by torch.mm. Made for CPUs; on CUDA it
+    is a plain tiled kernel.
     """
 
 def neighbor_index(

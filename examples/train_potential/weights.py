@@ -51,8 +51,11 @@ class Layer(torch.nn.Module):
             y = x * w
         elif w.shape[1] == 1:
             y = (x * w.squeeze(-1)).sum(-1, keepdim=True)
-        else:
+        elif w.requires_grad or w.is_cuda:
             y = x @ w
+        else:  # a model that is not trained; twice as quick as PyTorch's on some CPUs
+            rows = torch.ops.calcops.matrix_product(x.reshape(-1, w.shape[0]), w)
+            y = rows.view(x.shape[:-1] + w.shape[1:])
         y = y + b
         if self.linear:
             return y

@@ -30,7 +30,8 @@ matrix_product(Tensor x, Tensor weights) -> Tensor
 
   Differentiable to any order in both, in reverse and in forward mode. Each number is summed in the
   dtype of x and in the order of K: its bits depend neither on the other rows nor on threads. The
-  gradient for the weights, a sum over all rows, is computed by torch.mm. On CUDA torch.mm is quicker.
+  gradient for the weights, a sum over all rows, is computed by torch.mm. Made for CPUs; on CUDA it
+  is a plain tiled kernel.
 
 x        [N, K]; float32 or float64; N*M < 2^40 results on CUDA. The rows.
 weights  [K, M]; like x. Small enough for the processor's cache.
