@@ -6,6 +6,7 @@ It keeps its neighbour lists until atoms have moved too far for them.
     atoms.calc = CalcOps(load("silicon.pt2"))       # load() of ../potentials/package.py
 """
 
+import contextlib
 import copy
 import os
 from functools import partial
@@ -22,6 +23,7 @@ from torch.nn.functional import pad
 # them for ever.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
+kAtomsAThread = 100
 kLists, kSlots = 16, 1 << 23  # most lists kept, and slots in them: 32 bytes each
 
 
@@ -176,18 +178,55 @@ class CalcOps(Calculator):
                     "CalcOps: expected atoms apart from one another, "
                     f"got atoms {i} and {j} in one place"
                 )
+            list_neigh, vectors = near_pairs(list_neigh, vectors, self.model.cutoff)
             parts.append((types, list_neigh, vectors.to(self.dtype)))
             first += len(atoms)
         types, lists, vectors = zip(*parts)
         slots = max(x.shape[2] for x in lists)
         list_neigh = torch.cat([pad(x, [0, slots - x.shape[2]], value=-1) for x in lists], 1)
         Rij = torch.cat([pad(x, [0, 0, 0, slots - x.shape[2]]) for x in vectors], 1)
-        _, *outputs = self.model(torch.cat(types), list_neigh, Rij, 0)
+        with threads_for(list_neigh.shape[1]):
+            _, *outputs = self.model(torch.cat(types), list_neigh, Rij, 0)
         ends = np.cumsum([len(atoms) for atoms in structures])[:-1]
         energies, forces, _, virials = (
             np.split(x[0].double().cpu().numpy(), ends) for x in outputs
         )
         return [results(*of_one) for of_one in zip(structures, energies, forces, virials)]
+
+
+def near_pairs(list_neigh, Rij, cutoff):
+    """The list [1,n,K'] and Rij of the pairs within the cutoff, in rows without gaps.
+
+    A list with a skin has twice as many pairs, and a model looks at each slot.
+    """
+    is_near = (list_neigh >= 0) & (Rij.square().sum(-1) < cutoff**2)
+    place = is_near.cumsum(-1)
+    slots = max(1, int(place[..., -1].max())) if place.numel() else 1
+    rows = is_near.nonzero()[:, 1]
+    slot = place[is_near] - 1
+    near_list = torch.full_like(list_neigh[..., :1], -1).repeat(1, 1, slots)
+    near_Rij = Rij.new_zeros(*near_list.shape, 3)
+    near_list[0, rows, slot] = list_neigh[is_near]
+    near_Rij[0, rows, slot] = Rij[is_near]
+    return near_list, near_Rij
+
+
+@contextlib.contextmanager
+def threads_for(natoms):
+    """At most one of PyTorch's threads for each kAtomsAThread atoms.
+
+    Threads that wait for one another take longer than few atoms, and much longer on a machine with
+    other work.
+    """
+    threads = torch.get_num_threads()
+    enough = max(1, min(threads, natoms // kAtomsAThread))
+    if enough < threads:
+        torch.set_num_threads(enough)
+    try:
+        yield
+    finally:
+        if enough < threads:
+            torch.set_num_threads(threads)
 
 
 def results(atoms, energies, forces, atom_virials):

@@ -196,6 +196,45 @@ def test_the_skin_holds_pairs_that_come_into_reach_from_both_sides():
     assert atoms.calc.neighbours.builds == 1
 
 
+class Watched:
+    """Silicon that notes what it was called with."""
+
+    def __init__(self):
+        self.model = StillingerWeber()
+        self.cutoff, self.units = self.model.cutoff, self.model.units
+        self.type_names = self.model.type_names
+        self.device, self.dtype = "cpu", torch.float64
+
+    def __call__(self, types, list_neigh, Rij, nghost):
+        self.list_neigh, self.Rij, self.threads = list_neigh, Rij, torch.get_num_threads()
+        return self.model(types, list_neigh, Rij, nghost)
+
+
+def test_a_model_gets_the_pairs_within_its_cutoff_and_no_others():
+    watched, atoms = Watched(), silicon()
+    expected = CalcOps(StillingerWeber(), skin=0.0)
+    atoms.calc = CalcOps(watched, skin=2.0)
+    forces = atoms.get_forces()
+    far = torch.linalg.vector_norm(watched.Rij, dim=-1) >= watched.cutoff
+    assert not ((watched.list_neigh >= 0) & far).any()
+    assert (watched.list_neigh >= 0).sum(-1).max() == watched.list_neigh.shape[2]
+    atoms.calc = expected
+    np.testing.assert_allclose(forces, atoms.get_forces(), atol=1e-13)
+
+
+def test_few_atoms_get_few_threads():
+    watched, before = Watched(), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for cells, threads in ((1, 1), (4, 2)):
+            atoms = silicon(cells)
+            atoms.calc = CalcOps(watched)
+            atoms.get_forces()
+            assert (watched.threads, torch.get_num_threads()) == (threads, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_run_keeps_its_list_for_many_steps_and_conserves_energy():
     atoms = silicon(rattle=0.05, shear=0)
     atoms.calc, others = (
