@@ -209,14 +209,21 @@ def shift_energies(model, data):
 
 
 def rmse(trainer, data):
-    """Return the errors of energy/atom, force and virial/atom on all frames of data."""
-    squares, stresses = torch.zeros(3, dtype=torch.float64), 0
+    """Return the errors of energy/atom, force and virial/atom on all frames of data.
+
+    Each frame counts once for energy and virial, and each atom once for the force.
+    """
+    squares = torch.zeros(3, dtype=torch.float64)
+    counts = torch.zeros(3, dtype=torch.float64)
     for b in range(len(data)):
         frame = data[b : b + 1]
-        squares += trainer.mean_squares(*frame, create_graph=False).double().cpu()
-        stresses += int(not frame[-1].isnan().any())
-    counts = torch.tensor([len(data), len(data), max(1, stresses)])
-    return (squares / counts).sqrt().tolist()
+        atoms = (frame[0] >= 0).sum().item()
+        has_virial = not frame[-1].isnan().any()
+        shares = torch.tensor([1.0, atoms, has_virial], dtype=torch.float64)
+        of_frame = trainer.mean_squares(*frame, create_graph=False).double().cpu()
+        squares += shares * of_frame
+        counts += shares
+    return (squares / counts.clamp(min=1)).sqrt().tolist()
 
 
 def in_words(errors):

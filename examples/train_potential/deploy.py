@@ -1,6 +1,6 @@
 """Package the trained model, run it in ASE as a host does, and see whether it conserves energy.
 
-    python examples/train_potential/deploy.py [FOLDER] [--steps 2000]
+    python examples/train_potential/deploy.py [FOLDER] [--steps 2000] [--tabulated]
 
 FOLDER is that of train.py; it gets model.pt, model.pt2 and nve.png. README.md has the command for
 LAMMPS.
@@ -25,6 +25,9 @@ def main():
         "folder", type=Path, nargs="?", default=Path("build/train_potential/silicon")
     )
     parser.add_argument("--steps", type=int, default=2000, help="of molecular dynamics, 1 fs each")
+    parser.add_argument(
+        "--tabulated", action="store_true", help="package tables of the embedding nets: quicker"
+    )
     options = parser.parse_args()
     model = load_npz(options.folder / "model.npz")
     (cell,) = (
@@ -39,8 +42,9 @@ def main():
         f"{'as trained':12}{crystal.get_potential_energy():18.9f} eV, "
         f"a perfect crystal of {len(crystal)} atoms"
     )
+    packaged = model.tabulated() if options.tabulated else model
     for name in ("model.pt", "model.pt2"):
-        save(model, options.folder / name)
+        save(packaged, options.folder / name)
         moved.calc = crystal.calc = CalcOps(load(options.folder / name))
         apart = abs(moved.get_forces() - forces).max()
         print(
