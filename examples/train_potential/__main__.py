@@ -309,6 +309,8 @@ def train(run, is_first):
 def finish(run):
     """Write the package of the best model and the pictures, and print how to use them."""
     folder, options = run.folder, run.options
+    if not (folder / "model.npz").exists():
+        raise ValueError(f"expected errors that are numbers, got {folder}/log.csv: smaller --rates")
     model = load_npz(folder / "model.npz")
     plot_loss(folder / "loss.png", run.trainer.history)
     held_out = Data(run.held_out.frames, model)

@@ -105,6 +105,12 @@ def mean_of_processes(tensors):
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors)]
 
 
+def about(model):
+    """What the weights of a model do not show."""
+    names = ("type_names", "sel", "cutoff", "rcut_smth", "axis_neuron")
+    return {name: getattr(model, name) for name in names}
+
+
 class Trainer:
     """Training on `batch` frames a step, which the processes of torch.distributed share, where
     there are several. All draw the same frames and take the same step, so that their weights stay
@@ -169,11 +175,16 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
         }
-        save_whole(state | {"history": self.history, "generator": self.generator.get_state()}, path)
+        state |= {"history": self.history, "generator": self.generator.get_state()}
+        save_whole(state | {"about": about(self.model)}, path)
 
     def resume(self, path):
-        """Go on where a checkpoint was written."""
+        """Go on where a checkpoint was written. Raises ValueError if it is another model's."""
         state = torch.load(path, map_location="cpu")
+        for name, value in about(self.model).items():
+            saved = state.get("about", {}).get(name, value)
+            if saved != value:
+                raise ValueError(f"its {name} is {saved}, not {value}")
         self.model.load_state_dict(state["model"])
         for optimizer, old in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(old)

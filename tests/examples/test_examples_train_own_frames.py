@@ -235,6 +235,10 @@ def test_wrong_files_are_a_sentence(frames, tmp_path):
         ValueError, match="cannot go on from .*checkpoint.pt: .*size mismatch|Error"
     ):
         run(frames, "--folder", tmp_path / "other", *SMALL, "--fitting", 7, 7)
+    with pytest.raises(ValueError, match="cannot go on from .*: its cutoff is 3.5, not 3.4; take"):
+        run(frames, "--folder", tmp_path / "other", *SMALL, "--cutoff", 3.4)
+    with pytest.raises(ValueError, match="expected errors that are numbers, got .*smaller --rates"):
+        run(frames, "--folder", tmp_path / "far", *SMALL, "--rates", 1e200, 1e200)
 
 
 @pytest.mark.packaged
