@@ -178,7 +178,7 @@ class CalcOps(Calculator):
                     "CalcOps: expected atoms apart from one another, "
                     f"got atoms {i} and {j} in one place"
                 )
-            list_neigh, vectors = near_pairs(list_neigh, vectors, self.model.cutoff)
+            list_neigh, vectors = near_pairs(list_neigh, vectors, self.neighbours.cutoff)
             parts.append((types, list_neigh, vectors.to(self.dtype)))
             first += len(atoms)
         types, lists, vectors = zip(*parts)

@@ -32,7 +32,7 @@ def test_every_example_is_in_the_table_and_each_module_has_a_name_of_its_own():
     table = (EXAMPLES / "README.md").read_text()
     for path in [*FOLDERS, *EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")]:
         assert f"({path.name}" in table, path
-    others = {"setup", "__init__"}  # names that setuptools and Python ask for
+    others = {"setup", "__init__", "__main__"}  # names that setuptools and Python ask for
     names = collections.Counter(
         path.stem for path in EXAMPLES.rglob("*.py") if path.stem not in others
     )
