@@ -94,7 +94,8 @@ lammps: .venv/.base  # a model as a pair style of LAMMPS, on two ranks; LAMMPS i
 	$(MAKE) -C examples/lammps
 
 train: .venv/.examples  # train a Deep Potential on silicon (some ten minutes), package it, run it in ASE, time a step
-	$(python) examples/train_potential/train.py
+	$(python) examples/train_potential/make_frames.py silicon
+	$(python) -m calcops.train --settings examples/train_potential/silicon.toml
 	$(python) examples/train_potential/deploy.py
 	$(python) examples/train_potential/step_time.py
 

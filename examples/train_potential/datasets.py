@@ -1,10 +1,10 @@
 """Labelled frames from files: what ASE reads, and DeePMD-kit's folders of .npy.
 
-    images = read(["water.extxyz", "deepmd/data"])
+    images = read(["water.extxyz", "deepmd/data"], {"energy": "REF_energy"})
     frames = frames_of(images, ["H", "O"])
 
-Units are ASE's: eV, A, and for stress eV/A^3, positive under tension. DeePMD-kit's virial is in eV,
-and virial = -stress * volume.
+Units are ASE's: eV, A, and for stress eV/A^3, positive under tension. A virial is in eV, and equals
+-stress * volume.
 """
 
 from pathlib import Path
@@ -17,33 +17,69 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.data import atomic_numbers
 from ase.stress import full_3x3_to_voigt_6_stress, voigt_6_to_full_3x3_stress
 
+kLabels = "energy", "forces", "stress"
 
-def read(paths):
-    """Return the frames [Atoms] of files and of folders of DeePMD-kit, in their order.
 
-    Raises ValueError if there are none, or if a file cannot be read.
+def read(paths, keys=None):
+    """Return the frames [Atoms] of files and folders, in their order.
+
+    Args:
+        paths: files that ASE reads, and folders of DeePMD-kit.
+        keys: the names in the files of the labels energy, forces, stress and virial, where they are
+            not those of ASE.
+
+    Raises:
+        ValueError: a path does not exist, cannot be read or has no frames.
     """
-    images = []
+    all_images = []
     for path in map(Path, paths):
         if not path.exists():
             raise ValueError(f"expected a file or a folder of frames, got {path}")
-        folders = sorted(file.parent for file in path.rglob("type.raw")) if path.is_dir() else []
         try:
-            if path.is_dir():
-                found = [image for folder in folders for image in read_deepmd(folder)]
-            else:
-                found = ase.io.read(path, ":")
+            images = read_folder(path) if path.is_dir() else ase.io.read(path, ":")
+            if keys:
+                for image in images:
+                    relabel(image, keys)
         except Exception as error:  # of ASE's many formats
             raise ValueError(f"cannot read {path}: {error or type(error).__name__}") from None
-        if not found:
+        if not images:
             raise ValueError(f"expected frames, got none in {path}")
-        for number, image in enumerate(found):
+        for number, image in enumerate(images):
             image.info["source"] = f"{path}, frame {number}"
-        images += found
+        all_images += images
+    return all_images
+
+
+def relabel(image, keys):
+    """Replace the labels of a frame by those of other names: {"forces": "REF_forces"}.
+
+    A frame without such a name has no such label.
+    """
+    labels = {}
+    if image.calc:
+        labels = {name: image.calc.results[name] for name in kLabels if name in image.calc.results}
+    stored = labels | image.info | image.arrays
+    if "virial" in keys:
+        labels.pop("stress", None)
+    for label, name in keys.items():
+        labels.pop(label, None)
+        if name in stored:
+            labels[label] = np.asarray(stored[name], float)
+    if "virial" in labels:
+        virial = labels.pop("virial")
+        labels["stress"] = -virial / image.get_volume()
+    image.calc = SinglePointCalculator(image, **labels)
+
+
+def read_folder(path):
+    """Return the frames of all systems of DeePMD-kit in a folder."""
+    images = []
+    for file in sorted(path.rglob("type.raw")):
+        images += read_system(file.parent)
     return images
 
 
-def read_deepmd(folder):
+def read_system(folder):
     """Yield the frames of one system of DeePMD-kit: type.raw, type_map.raw, set.*/*.npy."""
     types = np.loadtxt(folder / "type.raw", dtype=int, ndmin=1)
     names = (folder / "type_map.raw").read_text().split()
@@ -68,36 +104,60 @@ def read_deepmd(folder):
 
 def elements_of(images):
     """Return the chemical symbols in the frames, by atomic number."""
-    return sorted(set().union(*(image.symbols for image in images)), key=atomic_numbers.get)
+    symbols = set()
+    for image in images:
+        symbols.update(image.symbols)
+    return sorted(symbols, key=atomic_numbers.get)
 
 
 def labels_of(image):
-    """Return energy, forces [n,3] and virial [3,3] of a frame; NaN for an absent stress.
+    """Return energy, forces [n, 3] and virial [3, 3] of a frame; NaN for an absent stress.
 
-    Raises ValueError if energy or forces are absent, or if a label is no number.
+    Raises:
+        ValueError: energy or forces are absent, or a label is not a number.
     """
     results = image.calc.results if image.calc else {}
     source = image.info.get("source", "a frame")
     for name in ("energy", "forces"):
         if name not in results:
-            raise ValueError(f"expected energies and forces, got none of {name} in {source}")
+            raise ValueError(
+                f"expected energies and forces, got none of {name} in {source}{other_names(image)}"
+            )
+    energy = float(results["energy"])
     forces = np.asarray(results["forces"], float)
+    if forces.shape != (len(image), 3):
+        raise ValueError(f"expected forces [{len(image)}, 3], got {list(forces.shape)} in {source}")
     virial = np.full((3, 3), np.nan)
-    if "stress" in results:
+    has_stress = "stress" in results
+    if has_stress:
         stress = np.asarray(results["stress"], float)
-        full = stress if stress.shape == (3, 3) else voigt_6_to_full_3x3_stress(stress)
+        if stress.size not in (6, 9):
+            raise ValueError(f"expected a stress of 6 or 9 numbers, got {stress.size} in {source}")
+        full = voigt_6_to_full_3x3_stress(stress) if stress.size == 6 else stress.reshape(3, 3)
         virial = -full * image.get_volume()
-    labels = [results["energy"], forces, virial if "stress" in results else 0.0, image.positions]
-    if not all(np.isfinite(label).all() for label in labels):
-        raise ValueError(f"expected numbers, got NaN or infinity in {source}")
-    return float(results["energy"]), forces, virial
+    for label in (energy, forces, virial if has_stress else 0.0, image.positions):
+        if not np.isfinite(label).all():
+            raise ValueError(f"expected numbers, got NaN or infinity in {source}")
+    return energy, forces, virial
+
+
+def other_names(image):
+    """Return the end of a sentence that lists what else a frame has: names for --energy-key."""
+    usual = {"source", "numbers", "positions"}
+    names = sorted({*image.info, *image.arrays} - usual)
+    if not names:
+        return ""
+    return f", which has {', '.join(names)}; --energy-key and --forces-key name the labels"
 
 
 def frames_of(images, type_names):
     """Return the dict of frames that trainer.Data takes, padded to the largest one.
 
-    types [F,n] int64, -1 where there is no atom; positions, force [F,n,3]; cells, virial [F,3,3];
-    pbc [F,3]; energy [F]. The virial of a frame without stress is NaN.
+    types [F, n] int64, -1 where there is no atom; positions and force [F, n, 3]; cells and virial
+    [F, 3, 3]; pbc [F, 3]; energy [F]. The virial of a frame without stress is NaN.
+
+    Raises:
+        ValueError: an element is not one of `type_names`, or a label is wrong.
     """
     n = max(map(len, images))
     frames = {

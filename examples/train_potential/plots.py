@@ -1,4 +1,4 @@
-"""What the examples here draw: the loss, predictions over labels, and the energies of a run."""
+"""Pictures: the loss, predictions over labels, and the energies of a run."""
 
 import numpy as np
 import torch
@@ -8,44 +8,66 @@ kUnits = {"energy": "eV/atom", "force": "eV/Å", "virial": "eV/atom"}
 
 
 def plot_loss(path, history):
-    """history: the mean squares [3] of each step, drawn as RMSE of each hundredth of the steps."""
+    """Draw the errors of the training batches.
+
+    Args:
+        path: of the picture.
+        history: the mean squares [3] of each step. Each hundredth of the steps is a point.
+    """
     squares = np.array(history)
     width = max(1, len(squares) // 100)
-    blocks = squares[: len(squares) // width * width].reshape(-1, width, 3).mean(1) ** 0.5
+    blocks = squares[: len(squares) // width * width].reshape(-1, width, 3)
+    errors = blocks.mean(1) ** 0.5
+    steps = width * (np.arange(len(errors)) + 0.5)
+    names = [f"{name}, {unit}" for name, unit in kUnits.items()]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.semilogy(
-        width * (np.arange(len(blocks)) + 0.5),
-        blocks,
-        label=[f"{name}, {unit}" for name, unit in kUnits.items()],
-    )
+    axes.semilogy(steps, errors, label=names)
     axes.set(xlabel="step", ylabel="RMSE of the training batches")
     figure.legend(loc="outside upper center", ncols=3)  # where no curve is
     figure.savefig(path, dpi=120)
 
 
-def plot_parity(path, model, data, source="Stillinger-Weber"):
-    """Ours over the labels, which `source` made, of every frame of data."""
+def plot_parity(path, model, data):
+    """Draw predictions over labels of energy, force and, where there are labels, virial.
+
+    Args:
+        path: of the picture.
+        model: a DeepPotential.
+        data: the frames, a trainer.Data.
+    """
     types, *environment, energy, force, virial = data[:]
-    ours = model.evaluate(types, *environment, 0, False)
-    n = (types >= 0).sum(-1)
-    real, labelled = types >= 0, ~virial.isnan()
-    pairs = [(energy / n, ours[0] / n), (force[real], ours[2][real])]
-    if labelled.any():
-        per_atom = [each / n.view(-1, 1, 1) for each in (virial, ours[3])]
-        pairs.append(tuple(each[labelled] for each in per_atom))
+    predicted = model.evaluate(types, *environment, 0, False)
+    predicted_energy, _, predicted_force, predicted_virial, _ = predicted
+    is_atom = types >= 0
+    natoms = is_atom.sum(-1)
+    pairs = [
+        (energy / natoms, predicted_energy / natoms),
+        (force[is_atom], predicted_force[is_atom]),
+    ]
+    has_virial = ~virial.isnan()
+    if has_virial.any():
+        per_atom = virial / natoms.view(-1, 1, 1)
+        predicted_per_atom = predicted_virial / natoms.view(-1, 1, 1)
+        pairs.append((per_atom[has_virial], predicted_per_atom[has_virial]))
     figure = Figure(figsize=(12, 4.3), layout="constrained")
     columns = figure.subplots(1, len(pairs))
     for axes, (name, unit), (label, prediction) in zip(columns, kUnits.items(), pairs):
         rmse = (prediction - label).square().mean().sqrt()
-        both = torch.cat([label.flatten(), prediction.flatten()])
-        low, high = both.min().item(), both.max().item()
-        limits = low - 0.05 * (high - low), high + 0.05 * (high - low)
+        low, high = limits_of(torch.cat([label.flatten(), prediction.flatten()]))
         axes.axline((low, low), slope=1, color="gray", linewidth=0.8)
         axes.plot(label.flatten(), prediction.flatten(), ".", markersize=2, alpha=0.5)
-        axes.set(xlim=limits, ylim=limits, box_aspect=1, title=f"{name}: RMSE {rmse:#.2g} {unit}")
-        axes.set(xlabel=f"{source} / ({unit})", ylabel=f"Deep Potential / ({unit})")
+        axes.set(xlim=(low, high), ylim=(low, high), box_aspect=1)
+        axes.set(title=f"{name}: RMSE {rmse:#.2g} {unit}")
+        axes.set(xlabel=f"label / ({unit})", ylabel=f"Deep Potential / ({unit})")
     figure.savefig(path, dpi=120)
+
+
+def limits_of(values):
+    """Return the ends of an axis that shows all values."""
+    low, high = values.min().item(), values.max().item()
+    margin = 0.05 * (high - low)
+    return low - margin, high + margin
 
 
 def plot_nve(path, time, potential, kinetic):

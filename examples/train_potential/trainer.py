@@ -7,32 +7,38 @@ import os
 from functools import partial
 
 import torch
-from calcops.train.frames import neighbours, pair_vectors
+from calcops.train.neighbours import neighbours, pair_vectors
 from torch import distributed
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-# These weigh the mean squares of energy and virial per atom, eV, and of force, eV/A.
+# Of the mean squares of energy per atom (eV), force (eV/A) and virial per atom (eV).
 kLossWeights = 100.0, 1.0, 10.0
+kRates = 1e-2, 1e-4  # of Muon at the first and the last step, linear between
+kShareOfAdam = 0.3  # of Muon's rate
 kKeptBytes = 2e9  # of environments of frames
-kRates = 1e-2, 1e-4  # of Muon at the first and the last step, linear between; Adam has 0.3 of it
 
 
 def save_whole(state, path):
-    """torch.save that leaves in `path` the new file or, if it is killed, the one before."""
+    """Save `state` by torch.save; a process that is killed leaves the file that was there."""
     torch.save(state, f"{path}.new")
     os.replace(f"{path}.new", path)
 
 
 class Data:
-    """Frames as a model takes them, on its device, with all that its weights do not change: [index]
-    gives types [F,n], what `model.environment` gives, and the labels: energy, force and virial.
+    """Frames as a model takes them, on its device, with all that its weights do not change.
 
-    The environments of few frames are kept, those of many are computed when they are asked for.
+    data[index] gives types [F, n], what `model.environment` gives, and the labels: energy, force
+    and virial. The environments of few frames are kept. Those of many are computed at each use.
+
+    Args:
+        frames: a dict of datasets.frames_of.
+        model: a DeepPotential.
     """
 
     def __init__(self, frames, model):
-        self.frames, self.model = frames, model
+        self.frames = frames
+        self.model = model
         self.tensors = None
         # R_d is the largest tensor of an environment: 12 numbers a slot, of 16 or so.
         slots = frames["types"].numel() * sum(model.sel)
@@ -48,22 +54,21 @@ class Data:
         return self.environment({key: value[index] for key, value in self.frames.items()})
 
     def environment(self, frames):
-        """The tensors of some frames."""
-        positions, types = frames["positions"], frames["types"]
+        """Return the tensors of data[index] for frames."""
+        positions = frames["positions"]
+        types = frames["types"]
         list_neigh, shift = neighbours(
             positions, frames["cells"], self.model.cutoff, types, frames.get("pbc")
         )
         Rij = pair_vectors(positions, list_neigh, shift)
-        labels = [frames[key] for key in ("energy", "force", "virial")]
         device = self.model.davg.device
-        types, list_neigh, Rij, *labels = (
-            tensor.to(device) for tensor in (types, list_neigh, Rij, *labels)
-        )
+        types, list_neigh, Rij = (tensor.to(device) for tensor in (types, list_neigh, Rij))
+        labels = [frames[key].to(device) for key in ("energy", "force", "virial")]
         return [types, *self.model.environment(types, list_neigh, Rij), *labels]
 
 
 class MeanSquares(torch.nn.Module):
-    """Mean squares [3] of a model's errors of energy/atom, force, virial/atom on frames of Data."""
+    """Mean squares [3] of a model's errors of energy/atom, force and virial/atom."""
 
     def __init__(self, model):
         super().__init__()
@@ -72,31 +77,35 @@ class MeanSquares(torch.nn.Module):
     def forward(
         self, types, list_neigh, Rij, kind, R, R_d, energy, force, virial, create_graph=True
     ):
-        """Mean squares [3]; the arguments are those of Data, a frame in each row.
+        """Return the mean squares [3] for the tensors of Data, a frame in each row.
 
         A frame whose virial is NaN has none, and counts as one without an error of it.
         """
-        ours = self.model.evaluate(types, list_neigh, Rij, kind, R, R_d, 0, create_graph)
-        n = (types >= 0).sum(-1)
-        of_energy = ((ours[0] - energy) / n).square()
-        of_force = (ours[2] - force).square().sum((1, 2)) / (3 * n)
-        error = torch.where(virial.isnan(), 0.0, ours[3] - virial) / n.view(-1, 1, 1)
-        return torch.stack([of_energy.mean(), of_force.mean(), error.square().mean()])
+        predicted = self.model.evaluate(types, list_neigh, Rij, kind, R, R_d, 0, create_graph)
+        predicted_energy, _, predicted_force, predicted_virial, _ = predicted
+        natoms = (types >= 0).sum(-1)
+        energy_error = (predicted_energy - energy) / natoms
+        force_squares = (predicted_force - force).square().sum((1, 2)) / (3 * natoms)
+        virial_error = torch.where(virial.isnan(), 0.0, predicted_virial - virial)
+        virial_error = virial_error / natoms.view(-1, 1, 1)
+        return torch.stack(
+            [energy_error.square().mean(), force_squares.mean(), virial_error.square().mean()]
+        )
 
 
 def differentiate(mean_squares, parameters, *batch, weights=kLossWeights):
-    """The mean squares, and the gradients of the loss through the operators' backward."""
+    """Return the mean squares, and the gradients of the loss through the operators' backward."""
     return gradients_of_loss(functional_call(mean_squares, parameters, batch), parameters, weights)
 
 
 def gradients_of_loss(squares, parameters, weights=kLossWeights):
-    """The mean squares, and the gradients of their weighted sum for each parameter."""
+    """Return the mean squares, and the gradients of their weighted sum for each parameter."""
     loss = squares @ squares.new_tensor(weights)
     return squares.detach(), torch.autograd.grad(loss, list(parameters.values()))
 
 
 def mean_of_processes(tensors):
-    """The mean of each tensor over all processes, by a single message; alone, the tensor."""
+    """Return the mean of each tensor over all processes, by a single message."""
     if not distributed.is_initialized():
         return tensors
     message = torch.cat([tensor.flatten() for tensor in tensors])
@@ -105,16 +114,30 @@ def mean_of_processes(tensors):
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors)]
 
 
-def about(model):
-    """What the weights of a model do not show."""
+def settings_of(model):
+    """Return what the weights of a model do not show."""
     names = ("type_names", "sel", "cutoff", "rcut_smth", "axis_neuron")
     return {name: getattr(model, name) for name in names}
 
 
 class Trainer:
-    """Training on `batch` frames a step, which the processes of torch.distributed share, where
-    there are several. All draw the same frames and take the same step, so that their weights stay
-    equal to the bit.
+    """Training on `batch` frames a step.
+
+    The processes of torch.distributed, where there are several, share a batch. All draw the same
+    frames and take the same step, so that their weights stay equal to the bit.
+
+    Args:
+        model: a DeepPotential.
+        data: its Data.
+        steps: the number of steps, over which the rate falls.
+        seed: of the order of the frames.
+        batch: frames a step, of all processes together.
+        compile: True to compile the step by torch.compile.
+        rates: of Muon, at the first and the last step.
+        weights: of the mean squares of energy, force and virial.
+
+    Raises:
+        ValueError: the batch has more frames than there are.
     """
 
     def __init__(
@@ -124,22 +147,18 @@ class Trainer:
             raise ValueError(
                 f"expected a batch of at most the {len(data)} frames there are, got {batch}"
             )
-        self.model, self.data, self.steps, self.batch = model, data, steps, batch
+        self.model = model
+        self.data = data
+        self.steps = steps
+        self.batch = batch
         self.rates = rates
-        self.share = slice(None)  # of the batch
+        self.share = slice(None)  # this process's frames of a batch
         if distributed.is_initialized():
             self.share = slice(distributed.get_rank(), None, distributed.get_world_size())
         self.generator = torch.Generator().manual_seed(seed)
         self.mean_squares = MeanSquares(model)
         self.parameters = dict(self.mean_squares.named_parameters())
-        matrices = [p for p in self.parameters.values() if p.dim() == 2 and min(p.shape) > 1]
-        others = [p for p in self.parameters.values() if p.dim() != 2 or min(p.shape) == 1]
-        # The descriptor's components are nearly collinear, and Adam alone crawls: Muon steps along
-        # all of them alike.
-        self.optimizers = [
-            torch.optim.Muon(matrices, weight_decay=0),
-            torch.optim.Adam(others, betas=(0.9, 0.99), fused=True),
-        ]
+        self.optimizers = optimizers_of(self.parameters.values())
         self.history = []  # mean squares of each step
         self.differentiate = partial(differentiate, self.mean_squares, weights=weights)
         # torch.compile has no double backward; make_fx follows both down to plain operators.
@@ -151,42 +170,70 @@ class Trainer:
             graph = trace(self.parameters, *data[torch.arange(batch)[self.share]])
             self.differentiate = torch.compile(graph)
 
+    def rate(self, step):
+        """Return Muon's rate at a step."""
+        first, last = self.rates
+        return first + (last - first) * step / self.steps
+
     def step(self):
         """Draw a batch, and take one step of both optimizers along the mean of all processes."""
-        first, last = self.rates
-        rate = first + (last - first) * len(self.history) / self.steps
         index = torch.randperm(len(self.data), generator=self.generator)[: self.batch]
         squares, gradients = self.differentiate(self.parameters, *self.data[index[self.share]])
         squares, *gradients = mean_of_processes([squares, *gradients])
         for parameter, gradient in zip(self.parameters.values(), gradients):
             parameter.grad = gradient
-        self.update(rate)
+        self.update(self.rate(len(self.history)))
         self.history.append(squares.tolist())
 
     def update(self, rate):
         """Take the step, with the gradients that the parameters have."""
-        for optimizer, share in zip(self.optimizers, (1, 0.3)):
-            optimizer.param_groups[0]["lr"] = share * rate
+        muon, adam = self.optimizers
+        muon.param_groups[0]["lr"] = rate
+        adam.param_groups[0]["lr"] = kShareOfAdam * rate
+        for optimizer in self.optimizers:
             optimizer.step()
 
     def save(self, path):
         """Write a checkpoint: the model, the optimizers, the history and the random numbers."""
         state = {
             "model": self.model.state_dict(),
-            "optimizers": [o.state_dict() for o in self.optimizers],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "history": self.history,
+            "generator": self.generator.get_state(),
+            "settings": settings_of(self.model),
         }
-        state |= {"history": self.history, "generator": self.generator.get_state()}
-        save_whole(state | {"about": about(self.model)}, path)
+        save_whole(state, path)
 
     def resume(self, path):
-        """Go on where a checkpoint was written. Raises ValueError if it is another model's."""
+        """Continue from a checkpoint.
+
+        Raises:
+            ValueError: the checkpoint is of another model.
+        """
         state = torch.load(path, map_location="cpu")
-        for name, value in about(self.model).items():
-            saved = state.get("about", {}).get(name, value)
-            if saved != value:
-                raise ValueError(f"its {name} is {saved}, not {value}")
+        saved = state["settings"]
+        for name, value in settings_of(self.model).items():
+            if saved[name] != value:
+                raise ValueError(f"its {name} is {saved[name]}, not {value}")
         self.model.load_state_dict(state["model"])
-        for optimizer, old in zip(self.optimizers, state["optimizers"]):
-            optimizer.load_state_dict(old)
+        for optimizer, saved_state in zip(self.optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved_state)
         self.history = state["history"]
         self.generator.set_state(state["generator"])
+
+
+def optimizers_of(parameters):
+    """Return the optimizers of parameters: Muon for matrices, Adam for the others.
+
+    The descriptor's components are nearly collinear, and Adam alone crawls: Muon steps along all of
+    them alike.
+    """
+    matrices = []
+    others = []
+    for parameter in parameters:
+        is_matrix = parameter.dim() == 2 and min(parameter.shape) > 1
+        (matrices if is_matrix else others).append(parameter)
+    return [
+        torch.optim.Muon(matrices, weight_decay=0),
+        torch.optim.Adam(others, betas=(0.9, 0.99), fused=True),
+    ]

@@ -16,10 +16,13 @@ from ase.build import bulk  # noqa: E402
 from ase.calculators.emt import EMT  # noqa: E402
 from ase.calculators.singlepoint import SinglePointCalculator  # noqa: E402
 from ase.io import write  # noqa: E402
+from ase.stress import voigt_6_to_full_3x3_stress  # noqa: E402
 from calcops.train import __main__ as command  # noqa: E402
+from calcops.train import run as runs  # noqa: E402
 from calcops.train.datasets import elements_of, frames_of, read  # noqa: E402
 from calcops.train.deep_potential import load_npz  # noqa: E402
-from calcops.train.trainer import Data, MeanSquares  # noqa: E402
+from calcops.train.first_model import first_model  # noqa: E402
+from calcops.train.trainer import Data, MeanSquares, Trainer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = "--steps 20 --every 10 --cutoff 3.5 --embedding 4 8 --axis 2 --fitting 6 6".split()
@@ -55,7 +58,7 @@ def frames(images, tmp_path):
 def without_package(request, monkeypatch):
     """A package takes ten seconds; one test makes it."""
     if "packaged" not in request.keywords:
-        monkeypatch.setattr(command, "save", lambda model, path: None)
+        monkeypatch.setattr(runs, "save", lambda model, path: None)
 
 
 def run(*words):
@@ -64,7 +67,7 @@ def run(*words):
 
 def test_padded_frames_have_the_errors_that_they_have_alone(images, tmp_path):
     options = command.parse(["frames", *SMALL])
-    model = command.begun(read_back(images, tmp_path), options)
+    model = first_model(read_back(images, tmp_path), options)
     frames = frames_of(images, model.type_names)
     assert frames["types"].shape == (12, 16) and (frames["types"] < 0).any()
     squares = MeanSquares(model)
@@ -80,7 +83,7 @@ def read_back(images, folder):
 
 
 def test_environments_that_are_not_kept_are_the_same(images, tmp_path, monkeypatch):
-    model = command.begun(read_back(images, tmp_path), command.parse(["frames", *SMALL]))
+    model = first_model(read_back(images, tmp_path), command.parse(["frames", *SMALL]))
     frames = frames_of(images, model.type_names)
     kept = MeanSquares(model)(*Data(frames, model)[3:7])
     monkeypatch.setattr("calcops.train.trainer.kKeptBytes", 0)
@@ -105,7 +108,7 @@ def test_a_training_writes_what_it_says_and_goes_on_bit_for_bit(frames, tmp_path
     class Stop:
         steps = 0
 
-        def __call__(self, trainer, step=command.Trainer.step):
+        def __call__(self, trainer, step=Trainer.step):
             self.steps += 1
             if self.steps == 8:
                 raise KeyboardInterrupt
@@ -113,7 +116,7 @@ def test_a_training_writes_what_it_says_and_goes_on_bit_for_bit(frames, tmp_path
 
     with pytest.MonkeyPatch.context() as patch:
         stop = Stop()
-        patch.setattr(command.Trainer, "step", lambda trainer: stop(trainer))
+        patch.setattr(Trainer, "step", lambda trainer: stop(trainer))
         with pytest.raises(SystemExit, match="stopped after 7 of 20 steps; the same command goes"):
             run(frames, "--folder", again, *SMALL)
     run(frames, "--folder", again, *SMALL)
@@ -129,7 +132,7 @@ def test_fine_tuning_begins_with_the_model_and_the_energies_of_the_frames(frames
     write(tmp_path / "shifted.extxyz", shifted)
     options = command.parse(["frames", *SMALL, "--start", str(tmp_path / "first/model.npz")])
     found = read([tmp_path / "shifted.extxyz"])
-    model, before = command.begun(found, options), load_npz(tmp_path / "first/model.npz")
+    model, before = first_model(found, options), load_npz(tmp_path / "first/model.npz")
     assert torch.equal(model.fit[0][0].w, before.fit[0][0].w)
 
     def residual(model):
@@ -159,6 +162,64 @@ def test_folders_of_deepmd_kit_have_the_same_frames(images, tmp_path):
     ours, expected = (frames_of(each, ["Cu", "Au"]) for each in (found, some))
     for key, value in expected.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-12, atol=1e-12)
+
+
+def with_other_names(atoms, label):
+    """The labels of a frame as arrays of other names; `label` is stress or virial."""
+    results = atoms.calc.results
+    atoms = atoms.copy()
+    atoms.info["REF_energy"] = results["energy"]
+    atoms.arrays["REF_forces"] = results["forces"]
+    full = voigt_6_to_full_3x3_stress(results["stress"])
+    atoms.info[f"REF_{label}"] = full if label == "stress" else -full * atoms.get_volume()
+    return atoms
+
+
+@pytest.mark.parametrize("label", ["stress", "virial"])
+def test_labels_may_have_other_names(label, tmp_path):
+    images = [image(number) for number in range(4)]
+    others = [with_other_names(atoms, label) for atoms in images]
+    # Wrong labels under ASE's own names, which are not used.
+    others[0].calc = SinglePointCalculator(others[0], energy=1.0, stress=np.ones(6))
+    write(tmp_path / "frames.extxyz", others)
+    names = f"--energy-key REF_energy --forces-key REF_forces --{label}-key REF_{label}".split()
+    options = command.parse([str(tmp_path / "frames.extxyz"), "--held-out", "0.5", *names])
+    train, held_out, _ = command.read_sets(options)
+    order = [int(atoms.info["source"].rsplit(" ", 1)[1]) for atoms in (*train, *held_out)]
+    frames = frames_of([*train, *held_out], ["Cu", "Au"])
+    expected = frames_of([images[number] for number in order], ["Cu", "Au"])
+    for key, value in expected.items():
+        torch.testing.assert_close(frames[key], value, rtol=0, atol=1e-7)
+
+
+def test_an_absent_label_is_an_error_that_lists_the_names_of_the_frame(tmp_path):
+    write(tmp_path / "frames.extxyz", [with_other_names(image(0), "stress")])
+    frames = read([tmp_path / "frames.extxyz"])
+    with pytest.raises(ValueError, match="none of energy in .*frame 0, which has REF_energy, REF_"):
+        frames_of(frames, ["Cu", "Au"])
+    frames = read([tmp_path / "frames.extxyz"], {"energy": "REF_energy", "forces": "forces"})
+    with pytest.raises(ValueError, match="got none of forces in .*--energy-key and --forces-key"):
+        frames_of(frames, ["Cu", "Au"])
+    keys = {"energy": "REF_energy", "forces": "REF_forces", "stress": "REF_energy"}
+    frames = read([tmp_path / "frames.extxyz"], keys)
+    with pytest.raises(ValueError, match="expected a stress of 6 or 9 numbers, got 1 in .*frame 0"):
+        frames_of(frames, ["Cu", "Au"])
+
+
+def test_frames_to_hold_out_and_to_test_may_be_files_of_their_own(frames, tmp_path, capsys):
+    write(tmp_path / "others.extxyz", [image(number) for number in range(20, 23)])
+    write(tmp_path / "test.extxyz", [image(23)])
+    words = ["--validate", tmp_path / "others.extxyz", "--test", tmp_path / "test.extxyz"]
+    run(frames, "--folder", tmp_path / "out", *SMALL, *words)
+    printed = capsys.readouterr().out
+    assert "12 frames to train on, 3 held out" in printed
+    assert printed.count("test frames: energy") == 1
+    # The same frames twice have the same errors.
+    words[1] = words[3]
+    run(frames, "--folder", tmp_path / "same", *SMALL, *words)
+    lines = capsys.readouterr().out.splitlines()
+    errors = {line.partition(": ")[2] for line in lines if line.startswith("step")}
+    assert next(line for line in lines if "test frames" in line).partition(": ")[2] in errors
 
 
 def test_settings_are_defaults_of_the_options(tmp_path):
@@ -212,6 +273,7 @@ def test_wrong_frames_are_a_sentence(name, tmp_path):
         "--held-out 0.001": "expected frames to train on and to hold out, got 12",
         "--sel 9": r"expected --sel for each of Cu Au, got \[9\]",
         "--start none.npz": "expected a model, got none.npz",
+        "--stress-key a --virial-key b": "expected --stress-key or --virial-key, got both",
         "--settings none.toml": "cannot read none.toml",
     }.items(),
 )
@@ -223,6 +285,8 @@ def test_wrong_options_are_a_sentence(words, message, frames, tmp_path):
 def test_wrong_files_are_a_sentence(frames, tmp_path):
     with pytest.raises(ValueError, match="expected a file or a folder of frames, got none.xyz"):
         run("none.xyz", *SMALL)
+    with pytest.raises(ValueError, match="expected frames: files that ASE reads, or folders"):
+        run(*SMALL)
     (tmp_path / "text.extxyz").write_text("hello\n")
     with pytest.raises(ValueError, match="cannot read .*text.extxyz: "):
         run(tmp_path / "text.extxyz", *SMALL)

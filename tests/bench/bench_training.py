@@ -1,0 +1,202 @@
+"""Training by DeePMD-kit and by calcops.train: the same frames, nets, steps, and one thread each.
+
+    python tests/bench/bench_training.py [--folder build/train_potential/silicon] [--steps 40000]
+        [--embedding 24 24] [--axis 12] [--fitting 48 48] [--backends pt tf]
+
+FOLDER has train.extxyz, held_out.extxyz and test.extxyz, which
+`python examples/train_potential/make_frames.py silicon` writes. All train on the first, a frame a
+step, and are judged on the last, each by its own code. DeePMD-kit gets the learning rates and the
+weights of the loss that its documentation recommends, over as many steps. calcops.train keeps its
+own; held_out.extxyz chooses its best model. The time of a step is that which each prints. Needs the
+environment of bench_deepmd_lammps.py in build/deepmd.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from bench_deepmd import ROOT, THEIRS
+from calcops.train.datasets import elements_of, frames_of, read
+
+kThreads = {
+    "OMP_NUM_THREADS": "1",
+    "DP_INTRA_OP_PARALLELISM_THREADS": "1",
+    "DP_INTER_OP_PARALLELISM_THREADS": "1",
+}
+# Evaluates a model of DeePMD-kit in its own environment.
+kPredict = """
+import sys
+import numpy as np
+from deepmd.infer import DeepPot
+model, frames, output = sys.argv[1:]
+arrays = dict(np.load(frames))
+count = len(arrays["positions"])
+energy, force, virial = DeepPot(model).eval(
+    arrays["positions"].reshape(count, -1), arrays["cells"].reshape(count, -1), arrays["types"]
+)
+np.savez(output, energy=energy, force=force, virial=virial)
+"""
+
+
+def run(command, folder):
+    """Run a command on one thread, and return what it printed.
+
+    Raises:
+        SystemExit: it failed; the message is the end of what it printed.
+    """
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=folder,
+        env=os.environ | kThreads,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode != 0:
+        sys.exit(f"bench_training: {command} failed:\n{done.stdout[-3000:]}")
+    return done.stdout
+
+
+def write_system(folder, frames, type_names):
+    """Write frames, a dict of frames_of, as a system of DeePMD-kit."""
+    part = folder / "set.000"
+    part.mkdir(parents=True)
+    count = len(frames["types"])
+    np.savetxt(folder / "type.raw", frames["types"][0].numpy(), fmt="%d")
+    (folder / "type_map.raw").write_text("\n".join(type_names) + "\n")
+    names = {
+        "coord": "positions",
+        "box": "cells",
+        "energy": "energy",
+        "force": "force",
+        "virial": "virial",
+    }
+    for name, key in names.items():
+        np.save(part / f"{name}.npy", frames[key].reshape(count, -1).numpy())
+
+
+def settings_of(options, type_names):
+    """Return DeePMD-kit's settings: those of its water example, over as many steps."""
+    return {
+        "model": {
+            "type_map": type_names,
+            "descriptor": {
+                "type": "se_e2_a",
+                "sel": options.sel,
+                "rcut": options.cutoff,
+                "rcut_smth": options.smooth,
+                "neuron": options.embedding,
+                "axis_neuron": options.axis,
+                "resnet_dt": False,
+                "seed": 1,
+            },
+            "fitting_net": {"neuron": options.fitting, "resnet_dt": True, "seed": 1},
+        },
+        "learning_rate": {
+            "type": "exp",
+            "start_lr": 1e-3,
+            "stop_lr": 3.51e-8,
+            "decay_steps": max(1, options.steps // 200),
+        },
+        "loss": {
+            "type": "ener",
+            "start_pref_e": 0.02,
+            "limit_pref_e": 1,
+            "start_pref_f": 1000,
+            "limit_pref_f": 1,
+            "start_pref_v": 0.02,
+            "limit_pref_v": 1,
+        },
+        "training": {
+            "training_data": {"systems": ["train"], "batch_size": 1},
+            "numb_steps": options.steps,
+            "seed": 1,
+            "disp_freq": options.steps // 4,
+            "save_freq": options.steps,
+        },
+    }
+
+
+def errors(labels, energy, force, virial):
+    """Return RMSE of energy [meV/atom], force [meV/A] and virial [meV/atom]."""
+    natoms = labels["positions"].shape[1]
+    differences = (
+        (energy.reshape(-1) - labels["energy"]) / natoms,
+        force.reshape(labels["force"].shape) - labels["force"],
+        (virial.reshape(labels["virial"].shape) - labels["virial"]) / natoms,
+    )
+    return [1e3 * np.sqrt(np.square(difference).mean()) for difference in differences]
+
+
+def train_deepmd(backend, labels, folder):
+    """Return ms a step and errors of DeePMD-kit's training in a folder with input.json."""
+    dp = THEIRS.with_name("dp")
+    printed = run([dp, f"--{backend}", "train", "input.json"], folder)
+    seconds = float(re.findall(r"average training time: ([\d.]+) s/batch", printed)[-1])
+    model = folder / ("model.pth" if backend == "pt" else "model.pb")
+    run([dp, f"--{backend}", "freeze", "-o", model], folder)
+    run([THEIRS, "-c", kPredict, model, folder / "test.npz", folder / "predicted.npz"], folder)
+    predicted = np.load(folder / "predicted.npz")
+    return 1e3 * seconds, errors(labels, **predicted)
+
+
+def train_calcops(options, folder):
+    """Return ms a step and errors of calcops.train."""
+    words = [options.folder / "train.extxyz", "--validate", options.folder / "held_out.extxyz"]
+    words += ["--test", options.folder / "test.extxyz", "--folder", folder / "trained"]
+    words += ["--cutoff", options.cutoff, "--smooth", options.smooth, "--sel", *options.sel]
+    words += ["--embedding", *options.embedding, "--axis", options.axis]
+    words += ["--fitting", *options.fitting, "--steps", options.steps]
+    printed = run([sys.executable, "-W", "ignore", "-m", "calcops.train", *words], ROOT)
+    milliseconds = float(re.search(r"([\d.]+) ms a step", printed)[1])
+    line = re.search(r"test frames: energy (\S+) \S+ force (\S+) \S+ virial (\S+)", printed)
+    return milliseconds, [float(number) for number in line.groups()]
+
+
+def main():
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=ROOT / "build/train_potential/silicon")
+    parser.add_argument("--steps", type=int, default=40000)
+    parser.add_argument("--cutoff", type=float, default=5.0)
+    parser.add_argument("--smooth", type=float, default=3.6)
+    parser.add_argument("--sel", type=int, nargs="+", default=[34])
+    parser.add_argument("--embedding", type=int, nargs="+", default=[24, 24])
+    parser.add_argument("--axis", type=int, default=12)
+    parser.add_argument("--fitting", type=int, nargs="+", default=[48, 48])
+    parser.add_argument("--backends", nargs="*", choices=("pt", "tf"), default=["pt", "tf"])
+    options = parser.parse_args()
+    options.folder = options.folder.absolute()
+    if not THEIRS.exists():
+        sys.exit("bench_training: no DeePMD-kit in build/deepmd; see bench_deepmd_lammps.py")
+
+    train_images = read([options.folder / "train.extxyz"])
+    type_names = elements_of(train_images)
+    test = frames_of(read([options.folder / "test.extxyz"]), type_names)
+    labels = {key: value.numpy() for key, value in test.items()}
+    rows = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        rows["calcops.train"] = train_calcops(options, Path(temporary))
+        for backend in options.backends:
+            folder = Path(temporary, backend)
+            write_system(folder / "train", frames_of(train_images, type_names), type_names)
+            (folder / "input.json").write_text(json.dumps(settings_of(options, type_names)))
+            np.savez(folder / "test.npz", **labels | {"types": labels["types"][0]})
+            name = {"pt": "PyTorch", "tf": "TensorFlow"}[backend]
+            rows[f"DeePMD-kit 3.2.0, {name}"] = train_deepmd(backend, labels, folder)
+
+    print(f"{options.steps} steps, nets {options.embedding} and {options.fitting}")
+    print("| | ms a step | energy, meV/atom | force, meV/A | virial, meV/atom |")
+    print("|---|---|---|---|---|")
+    for name, (milliseconds, (energy, force, virial)) in rows.items():
+        print(f"| {name} | {milliseconds:.2f} | {energy:.2f} | {force:.1f} | {virial:.1f} |")
+
+
+if __name__ == "__main__":
+    main()
