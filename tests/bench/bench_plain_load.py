@@ -248,13 +248,13 @@ def damaged(side: Side) -> str:
 
 ROWS = {
     "first build": cold,
-    "`load` of a built library, without `import torch`": warm,
+    "`load` of a built library, not counting `import torch`": warm,
     "source edited, new process": edited,
     "second edit of a source, new process (headers precompiled)": edited_again,
     "source edited, same process": edited_live,
     "notebook cell edited again": cell,
     "that cell without PyTorch's headers, edited again": contract_cell,
-    "build killed, next process": killed,
+    "next process after a build was killed": killed,
     "library truncated (disk was full)": damaged,
     "new header in an earlier folder of the include path": new_header,
 }
