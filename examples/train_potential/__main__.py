@@ -73,7 +73,8 @@ def arguments():
     add("--seed", type=int, default=0)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each process")
     add("--compile", action="store_true", help="torch.compile the step")
-    add("--tabulated", action="store_true", help="package tables of the embedding nets: quicker")
+    add("--tabulated", action="store_true", help="package splines or tables of embedding nets")
+    add("--float32-nets", action="store_true", help="package nets that compute in float32")
     return parser
 
 

@@ -10,11 +10,11 @@ tests/examples/test_examples_train_potential.py shows. Its conventions, read in 
 """
 
 import copy
-import functools
 
 import numpy as np
 import torch
-from calcops.train.tables import nodes_of, tabulate
+from calcops.train import splines, tables
+from calcops.train.differences import differences
 from calcops.train.weights import net as net_of
 from calcops.train.weights import tensor
 
@@ -35,12 +35,25 @@ def load_npz(path, type_names=None, units="metal"):
     emb{t}_act{l}, fit{t}_act{l}, optional: the activation if not tanh, a name of kActivations
     table, grid, optional: of torch.ops.calcops.tabulated_sum, in the place of the embedding nets. A
         neighbour of type t has the kind t or, if there are T^2 kinds, T t + type of the centre
+    spline [T,T*functions,M], spline_grid [T,T,2], spline_empty [T*T,4M], optional: coefficients and
+        grid of torch.ops.calcops.environment_spline for each type of centre, in the place of the
+        embedding nets, and what an empty slot adds for neighbours of type t and centre c: T t + c
     davg, dstd [centre type, neighbour type, 4]; bias_atom_e [T]; sel [T]
     rcut, rcut_smth, axis_neuron
     type_names [T], optional
+    float32_nets, optional: true if the nets compute in float32
     """
     with np.load(path) as arrays:
         return DeepPotential(dict(arrays), type_names, units)
+
+
+def quick_form(model, options):
+    """Return the model to package, for a command with --tabulated and --float32-nets."""
+    if options.tabulated and model.has_nets:
+        model = model.tabulated()
+    if options.float32_nets:
+        model = model.with_float32_nets()
+    return model
 
 
 class DeepPotential(torch.nn.Module):
@@ -65,44 +78,75 @@ class DeepPotential(torch.nn.Module):
             self.register_buffer(key, tensor(arrays, key))
         self.width = self.emb[0][-1].b.shape[-1]
         self.set_tables(tensor(arrays, "table"), tensor(arrays, "grid"))
+        if "spline" in arrays:
+            self.set_spline(*(tensor(arrays, f"spline{end}") for end in ("", "_grid", "_empty")))
+        self.set_float32_nets(bool(arrays.get("float32_nets", False)))
 
-    def set_tables(self, table, grid):
-        """Take tables in the place of the embedding nets; None: the nets."""
+    def set_tables(self, table=None, grid=None):
+        """Use tables in the place of the embedding nets; None: use the nets."""
         self.register_buffer("table", table)
         self.register_buffer("grid", grid)
+        self.set_spline(None, None, None)
+
+    def set_spline(self, spline, grid, empty):
+        """Use splines in the place of the embedding nets; None: use nets or tables."""
+        self.register_buffer("spline", spline)
+        self.register_buffer("spline_grid", grid)
+        self.register_buffer("spline_empty", empty)
+
+    def set_float32_nets(self, in_float32):
+        """Compute the nets in float32, or in the type of the model's other numbers."""
+        self.has_float32_nets = in_float32
+        for net in [*self.emb, *self.fit]:
+            net.in_float32 = in_float32
+
+    def with_float32_nets(self):
+        """Return a model whose nets compute in float32, which takes less time.
+
+        The environment matrix, the sums over neighbours and the forces stay as they are. A line on
+        stdout says by how much forces and energies differ on a disturbed lattice.
+        """
+        model = copy.deepcopy(self)
+        model.set_float32_nets(True)
+        energy, force = differences(self, model)
+        print(
+            f"float32 nets: energies of a disturbed lattice differ by {energy:.0e} of the energy "
+            f"of an atom, forces by {force:.0e} of the largest"
+        )
+        return model
+
+    @property
+    def has_nets(self):
+        """True if the embedding nets are used, not tables or a spline of them."""
+        return self.table is None and self.spline is None
 
     def tabulated(self, tolerance=1e-9, shortest=0.5):
-        """Return a model with tables in the place of its embedding nets, for production.
+        """Return a model with splines or tables in the place of its embedding nets.
 
-        Its forces have the same derivatives with respect to positions. Its tables cannot be
-        trained. A line on stdout says which tables were made.
+        A spline takes less time. It serves nets that are smooth. Tables serve nets that are steep.
+        Both have forces that are exact derivatives of their energy. Neither can be trained. A line
+        on stdout says which was chosen.
 
         Args:
             tolerance: the largest error of the nets' values and slopes, relative to the largest.
-            shortest: the distance down to which the tables are that precise. Up to five times the
-                inverse, cells are wider; beyond that the functions are straight lines.
+            shortest: the distance down to which they are that precise. Nearer, a spline is a
+                straight line, and a table has wider cells down to a fifth of this distance.
 
         Raises:
             ValueError: no table of bounded size is precise enough, as for an activation with kinks.
         """
         exact = copy.deepcopy(self).to("cpu", torch.float64).requires_grad_(False)
-        ntypes = len(self.sel)
-        nets = [(net, c) for net in exact.emb for c in range(ntypes if net.of_pairs else 1)]
-        functions, ends = [], []
-        for number, (net, c) in enumerate(nets):
-            t = number * ntypes // len(nets)
-            centres = [c] if net.of_pairs else list(range(ntypes))
-            s = torch.tensor([0, 1 / shortest, 5 / shortest], dtype=torch.float64)
-            x = (s - exact.davg[centres, t, :1]) / exact.dstd[centres, t, :1]
-            ends.append((x[:, 0].min().item(), *x[:, 1:].amax(0).tolist()))
-            functions.append(functools.partial(net, centre=c))
-        table, grid, error = tabulate(functions, ends, tolerance)
-        print(
-            f"tabulated: {len(nets)} embedding nets in cells of {grid[0, 1]:g}, "
-            f"{table.nbytes / 1e6:.1f} MB, error {error:.0e}"
-        )
+        exact.set_float32_nets(False)
         model = copy.deepcopy(self)
-        model.set_tables(table.to(self.davg), grid.to(self.davg))
+        model.set_tables()
+        spline, message = splines.of_model(exact, tolerance, shortest)
+        if spline is not None:
+            model.set_spline(*(array.to(self.davg) for array in spline))
+        else:
+            table, table_message = tables.of_model(exact, tolerance, shortest)
+            model.set_tables(*(array.to(self.davg) for array in table))
+            message = f"{message}; {table_message}"
+        print(f"tabulated: {message}")
         return model
 
     @torch.no_grad()
@@ -113,7 +157,7 @@ class DeepPotential(torch.nn.Module):
         nets = [(net, c) for net in self.emb for c in range(len(net[0].w) if net.of_pairs else 1)]
         errors = []
         for (net, c), table, row in zip(nets, self.table, self.grid):
-            x = nodes_of(row)[:-1].to(row)
+            x = tables.nodes_of(row)[:-1].to(row)
             values = net(x.unsqueeze(-1), c)
             errors.append((table[: len(x), 0] - values).abs().max() / values.abs().max())
         return torch.stack(errors).max().item()
@@ -181,6 +225,10 @@ class DeepPotential(torch.nn.Module):
             sums = self.sums_of_nets(types, kind, R)
         else:
             sums = self.sums_of_tables(types, kind, R, table, grid)
+        return self.energies_of_sums(types, sums).view(shape)
+
+    def energies_of_sums(self, types, sums):
+        """Energy [n] of atoms of `types` [n], from their sums over neighbours [n,4,M]."""
         T = sums / sum(self.sel)
         # A type of -1 is no atom: frames of other sizes are padded.
         energy = torch.where(types >= 0, self.bias_atom_e[types.clamp(min=0)], 0.0)
@@ -190,7 +238,7 @@ class DeepPotential(torch.nn.Module):
             # The same in every frame of reference.
             D = (own.mT @ own[..., : self.axis_neuron]).flatten(1)
             energy = energy.index_add(0, atoms, net(D, c).squeeze(-1))
-        return energy.view(shape)
+        return energy
 
     def sums_of_nets(self, types, kind, R):
         """The sums over slots of R times the embedding net of s [n,4,M]."""
@@ -225,6 +273,27 @@ class DeepPotential(torch.nn.Module):
         empty = torch.ops.calcops.tabulated_sum(R0[..., 0], R0, R0_rows, table, grid)
         return of_filled + self.sums_of_empty(types, kind, empty.flatten(1))
 
+    def sums_of_spline(self, types, kind, d, spline: torch.Tensor, grid: torch.Tensor):
+        """The same by a spline, from the pair vectors d [n,K,3]."""
+        ntypes = len(self.sel)
+        functions = spline.shape[1] // ntypes
+        sums = d.new_zeros(d.shape[0], 4, self.width)
+        for c in range(ntypes):
+            atoms = (types == c).nonzero().squeeze(-1)
+            P = torch.ops.calcops.environment_spline(
+                d.index_select(0, atoms),
+                kind.index_select(0, atoms),
+                self.davg[c],
+                self.dstd[c],
+                grid[c],
+                functions,
+                self.rcut_smth,
+                self.cutoff,
+            )
+            rows = torch.ops.calcops.matrix_product(P.reshape(-1, spline.shape[1]), spline[c])
+            sums = sums.index_copy(0, atoms, rows.view(-1, 4, self.width))
+        return sums
+
     def sums_of_empty(self, types, kind, empty):
         """What the empty slots add [n,4,M]; one of them adds empty[T t + c] [T^2,4M], for centre c
         and type t.
@@ -248,13 +317,62 @@ class DeepPotential(torch.nn.Module):
         )
         return atom_energy.sum(-1), atom_energy, force, virial, atom_virial
 
+    def evaluate_spline(
+        self,
+        types,
+        list_neigh,
+        Rij,
+        nghost: int,
+        create_graph: bool,
+        spline: torch.Tensor,
+        grid: torch.Tensor,
+        empty: torch.Tensor,
+    ):
+        """The results of `forward` by a spline."""
+        B, n, K = list_neigh.shape
+        kind = self.select(types, list_neigh, Rij)
+        types = types[:, :n].flatten()
+        d = Rij.flatten(0, 1)
+        d = d.view_as(d).requires_grad_()  # the caller's stays as it is
+        of_slots = kind.flatten(0, 1)
+        sums = self.sums_of_spline(types, of_slots, d, spline, grid)
+        sums = sums + self.sums_of_empty(types, of_slots, empty)
+        atom_energy = self.energies_of_sums(types, sums).view(B, n)
+        dE = torch.autograd.grad([atom_energy.sum()], [d], create_graph=create_graph)[0]
+        assert dE is not None  # for torch.jit.script
+        if not create_graph:
+            atom_energy = atom_energy.detach()
+
+        natoms = n + nghost
+        frame = torch.arange(B, device=Rij.device)
+        first = (frame * natoms).view(B, 1, 1)
+        centre = first + torch.arange(n, device=Rij.device).unsqueeze(-1)
+        neighbour = torch.where(kind >= 0, list_neigh + first, -1)
+        edge_index = torch.stack([centre.expand(B, n, K), neighbour]).flatten(1)
+        force, virial, atom_virial = torch.ops.calcops.edge_force_virial(
+            edge_index,
+            dE.flatten(0, 1),
+            Rij.flatten(0, 2),
+            B * natoms,
+            batch=frame.unsqueeze(1).expand(B, natoms).flatten(),
+            nframes=B,
+        )
+        force = force.view(B, natoms, 3)
+        atom_virial = atom_virial.view(B, natoms, 3, 3)
+        return atom_energy.sum(-1), atom_energy, force, virial, atom_virial
+
     def forward(self, types, list_neigh, Rij, nghost: int = 0, create_graph: bool = False):
         """types [n+nghost] or [B,n+nghost], list_neigh [B,n,K], Rij [B,n,K,3], in any order, at any
         distance -> energy [B], atom_energy [B,n], force [B,n+nghost,3], virial [B,3,3], atom_virial
         [B,n+nghost,3,3]. A type of -1 is no atom.
         """
         types = types.expand(list_neigh.shape[0], types.shape[-1])
-        list_neigh, Rij, kind, R, R_d = self.environment(
-            types, list_neigh, Rij if create_graph else Rij.detach()
-        )
+        if not create_graph:
+            Rij = Rij.detach()
+        spline, grid, empty = self.spline, self.spline_grid, self.spline_empty
+        if spline is not None and grid is not None and empty is not None:
+            return self.evaluate_spline(
+                types, list_neigh, Rij, nghost, create_graph, spline, grid, empty
+            )
+        list_neigh, Rij, kind, R, R_d = self.environment(types, list_neigh, Rij)
         return self.evaluate(types, list_neigh, Rij, kind, R, R_d, nghost, create_graph)

@@ -1,6 +1,7 @@
 """Package the trained model, run it in ASE as a host does, and measure how it conserves energy.
 
     python examples/train_potential/deploy.py [FOLDER] [--steps 2000] [--tabulated]
+        [--float32-nets]
 
 FOLDER is that of the training on silicon or gallium nitride. It gets model.pt, model.pt2 and
 nve.png. README.md has the command for LAMMPS.
@@ -14,7 +15,7 @@ from ase import units
 from calcops.ase.calculator import CalcOps
 from calcops.ase.silicon import simulate
 from calcops.potentials.package import load, save
-from calcops.train.deep_potential import load_npz
+from calcops.train.deep_potential import load_npz, quick_form
 from calcops.train.make_frames import kCrystals
 from calcops.train.plots import plot_nve
 
@@ -35,8 +36,9 @@ def main():
     )
     parser.add_argument("--steps", type=int, default=2000, help="of molecular dynamics, 1 fs each")
     parser.add_argument(
-        "--tabulated", action="store_true", help="package tables of the embedding nets: quicker"
+        "--tabulated", action="store_true", help="splines or tables in the place of embedding nets"
     )
+    parser.add_argument("--float32-nets", action="store_true", help="nets compute in float32")
     options = parser.parse_args()
     model = load_npz(options.folder / "model.npz")
     cell = cell_of(model.type_names)
@@ -50,7 +52,7 @@ def main():
     energy = crystal.get_potential_energy()
     print(f"{'as trained':12}{energy:18.9f} eV, a perfect crystal of {len(crystal)} atoms")
 
-    packaged = model.tabulated() if options.tabulated else model
+    packaged = quick_form(model, options)
     for name in ("model.pt", "model.pt2"):
         save(packaged, options.folder / name)
         package = load(options.folder / name)

@@ -92,7 +92,7 @@ def load_start(path):
     from calcops.deepmd.import_deepmd import load
 
     model = load(path)
-    model.set_tables(None, None)  # tables cannot be trained
+    model.set_tables()  # those of a file cannot be trained
     return model
 
 

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import torch
 from calcops.potentials.package import save
-from calcops.train.deep_potential import load_npz
+from calcops.train.deep_potential import load_npz, quick_form
 from calcops.train.plots import plot_loss, plot_parity
 from calcops.train.trainer import Data, MeanSquares
 from calcops.train.weights import save_npz
@@ -165,7 +165,7 @@ class Run:
         if test:
             print(f"test frames: {in_words(rmse(MeanSquares(model), data))}")
         path = folder / "model.pt2"
-        save(model.tabulated() if self.options.tabulated else model, path)
+        save(quick_form(model, self.options), path)
         print(
             f"""{path} is the best model. In ASE:
     from calcops.ase import CalcOps

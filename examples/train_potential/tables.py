@@ -1,10 +1,12 @@
 """Tables of embedding nets, for torch.ops.calcops.tabulated_sum.
 
-    table, grid, error = tabulate(functions, ends, tolerance)
+    (table, grid), message = of_model(model, tolerance, shortest)
 
 A cell holds the polynomial of degree 5 that has a net's value, slope and curvature at both of its
 ends. Source: Lu et al., J. Chem. Theory Comput. 18, 5559 (2022), doi 10.1021/acs.jctc.2c00102.
 """
+
+import functools
 
 import torch
 
@@ -12,6 +14,39 @@ import torch
 kWidths = [2.0**-power for power in range(3, 13)]
 kCoarse = 8  # times as wide are the cells of the second part
 kSamples = 7  # in a cell, for the error
+
+
+def of_model(model, tolerance, shortest):
+    """Return tables of a model's embedding nets, and a phrase that describes them.
+
+    Args:
+        model: a DeepPotential in float64.
+        tolerance: the largest error of a value or a slope, relative to the largest.
+        shortest: the distance of two atoms where the fine cells end, in the model's unit.
+
+    Returns:
+        (table [kinds, cells, 6, M], grid [kinds, 5]), as DeepPotential.set_tables takes them; the
+        phrase.
+
+    Raises:
+        ValueError: no table of bounded size is precise enough.
+    """
+    ntypes = len(model.sel)
+    functions = []
+    ends = []
+    for t, net in enumerate(model.emb):
+        for c in range(ntypes if net.of_pairs else 1):
+            centres = [c] if net.of_pairs else list(range(ntypes))
+            s = torch.tensor([0, 1 / shortest, 5 / shortest], dtype=torch.float64)
+            x = (s - model.davg[centres, t, :1]) / model.dstd[centres, t, :1]
+            ends.append((x[:, 0].min().item(), *x[:, 1:].amax(0).tolist()))
+            functions.append(functools.partial(net, centre=c))
+    table, grid, error = tabulate(functions, ends, tolerance)
+    phrase = (
+        f"{len(functions)} tables in cells of {grid[0, 1]:g}, {table.nbytes / 1e6:.1f} MB, "
+        f"error {error:.0e}"
+    )
+    return (table, grid), phrase
 
 
 def tabulate(functions, ends, tolerance):
@@ -108,9 +143,11 @@ def error_of(function, table, row):
     )
     c = table[:cells, :, None]
     t = t.unsqueeze(-1)
-    found, found_slope = torch.zeros_like(value), torch.zeros_like(value)
-    for k in reversed(range(6)):  # Horner's scheme, and its derivative
-        found_slope = found_slope * t + found
-        found = found * t + c[:, k]
-    pairs = ((found, value), (found_slope, slope))
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+    polynomial = torch.zeros_like(value)
+    derivative = torch.zeros_like(value)
+    for k in reversed(range(6)):  # Horner's scheme
+        derivative = derivative * t + polynomial
+        polynomial = polynomial * t + c[:, k]
+    value_error = (polynomial - value).abs().max() / value.abs().max()
+    slope_error = (derivative - slope).abs().max() / slope.abs().max()
+    return max(value_error.item(), slope_error.item())

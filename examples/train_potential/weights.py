@@ -43,9 +43,14 @@ class Layer(torch.nn.Module):
 
     def forward(self, x, centre: int):
         """The layer's output [..., out] for x [..., in]."""
-        w, b, idt = self.w, self.b, self.idt
+        w = self.w.to(x.dtype)
+        b = self.b.to(x.dtype)
+        idt = self.idt
+        if idt is not None:
+            idt = idt.to(x.dtype)
         if w.dim() == 3:
-            w, b = w[centre], b[centre]
+            w = w[centre]
+            b = b[centre]
             idt = None if idt is None else idt[centre]
         if w.shape[0] == 1:
             y = x * w
@@ -66,17 +71,22 @@ class Layer(torch.nn.Module):
 
 
 class Net(torch.nn.Sequential):
-    """Layers in sequence for x [...,in] of atoms of type `centre`, or of their neighbours."""
+    """Layers in sequence for x [...,in] of atoms of type `centre`, or of their neighbours.
+
+    With `in_float32` the layers compute in float32, whatever the type of x.
+    """
 
     def __init__(self, *layers):
         super().__init__(*layers)
         self.of_pairs = layers[0].w.dim() == 3
+        self.in_float32 = False
 
     def forward(self, x, centre: int):
-        """The net's output [..., out] for x [..., in]."""
+        """Return the net's output [..., out], of the type of x, for x [..., in]."""
+        y = x.float() if self.in_float32 else x
         for layer in self:
-            x = layer(x, centre)
-        return x
+            y = layer(y, centre)
+        return y.to(x.dtype)
 
 
 def tensor(arrays, key):
@@ -119,7 +129,8 @@ def save_npz(model, path):
     }
     arrays |= {named(f"{key}.act"): name for key, name in others.items()}
     arrays |= {"sel": model.sel, "axis_neuron": model.axis_neuron, "rcut": model.cutoff}
-    np.savez(path, **arrays, rcut_smth=model.rcut_smth, type_names=model.type_names)
+    arrays |= {"rcut_smth": model.rcut_smth, "type_names": model.type_names}
+    np.savez(path, **arrays, float32_nets=model.has_float32_nets)
 
 
 def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):

@@ -1,7 +1,7 @@
 """Training by DeePMD-kit and by calcops.train: the same frames, nets, steps, and one thread each.
 
     python tests/bench/bench_training.py [--folder build/train_potential/silicon] [--steps 40000]
-        [--embedding 24 24] [--axis 12] [--fitting 48 48] [--backends pt tf]
+        [--embedding 24 24] [--axis 12] [--fitting 48 48] [--backends pt tf] [--keep NEW]
 
 FOLDER has train.extxyz, held_out.extxyz and test.extxyz, which
 `python examples/train_potential/make_frames.py silicon` writes. All train on the first, a frame a
@@ -149,7 +149,7 @@ def train_deepmd(backend, labels, folder):
 def train_calcops(options, folder):
     """Return ms a step and errors of calcops.train."""
     words = [options.folder / "train.extxyz", "--validate", options.folder / "held_out.extxyz"]
-    words += ["--test", options.folder / "test.extxyz", "--folder", folder / "trained"]
+    words += ["--test", options.folder / "test.extxyz", "--folder", folder]
     words += ["--cutoff", options.cutoff, "--smooth", options.smooth, "--sel", *options.sel]
     words += ["--embedding", *options.embedding, "--axis", options.axis]
     words += ["--fitting", *options.fitting, "--steps", options.steps]
@@ -170,6 +170,7 @@ def main():
     parser.add_argument("--embedding", type=int, nargs="+", default=[24, 24])
     parser.add_argument("--axis", type=int, default=12)
     parser.add_argument("--fitting", type=int, nargs="+", default=[48, 48])
+    parser.add_argument("--keep", type=Path, help="a new folder for the trained models")
     parser.add_argument("--backends", nargs="*", choices=("pt", "tf"), default=["pt", "tf"])
     options = parser.parse_args()
     options.folder = options.folder.absolute()
@@ -182,9 +183,10 @@ def main():
     labels = {key: value.numpy() for key, value in test.items()}
     rows = {}
     with tempfile.TemporaryDirectory() as temporary:
-        rows["calcops.train"] = train_calcops(options, Path(temporary))
+        work = options.keep.absolute() if options.keep else Path(temporary)
+        rows["calcops.train"] = train_calcops(options, work / "calcops")
         for backend in options.backends:
-            folder = Path(temporary, backend)
+            folder = work / backend
             write_system(folder / "train", frames_of(train_images, type_names), type_names)
             (folder / "input.json").write_text(json.dumps(settings_of(options, type_names)))
             np.savez(folder / "test.npz", **labels | {"types": labels["types"][0]})

@@ -189,7 +189,7 @@ def test_what_is_saved_is_what_was_loaded(weights, tmp_path):
     save_npz(model, tmp_path / "again.npz")
     saved = np.load(tmp_path / "again.npz")
     res = {key for key in weights if "_res" in key}
-    assert set(saved) == set(weights) | {"type_names"}
+    assert set(saved) == set(weights) | {"type_names", "float32_nets"}
     for key in set(weights) - res:
         assert np.array_equal(saved[key], weights[key]), key
     types, positions = cluster()
