@@ -17,6 +17,7 @@ import vesin
 from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
 from ase.data import atomic_numbers
 from ase.stress import full_3x3_to_voigt_6_stress
+from calcops.potentials.blocks import near_pairs
 from torch.nn.functional import pad
 
 # The threads of GNU OpenMP do not survive a fork: the first parallel loop of a child would wait for
@@ -42,8 +43,11 @@ class NeighbourList:
         slot = np.arange(len(i)) - (count.cumsum() - count)[i]
         shape = 1, len(atoms), max(1, count.max(initial=0))
         list_neigh, shift = np.full(shape, -1), np.zeros((*shape, 3))
-        list_neigh[0, i, slot], shift[0, i, slot] = j, S
-        self.list_neigh, self.shift = (torch.from_numpy(x).to(device) for x in (list_neigh, shift))
+        list_neigh[0, i, slot] = j
+        shift[0, i, slot] = S
+        self.list_neigh = torch.from_numpy(list_neigh).to(device)
+        self.shift = torch.from_numpy(shift).to(device)
+        self.neighbours = self.list_neigh.clamp(min=0).flatten()
         self.cutoff, self.skin = cutoff, skin
         self.positions, self.cell, self.pbc = (
             atoms.positions.copy(),
@@ -68,7 +72,8 @@ class NeighbourList:
 
     def pair_vectors(self, positions, cell):
         """Rij [1,n,K,3] for float64 positions [n,3] and cell [3,3]; differentiable in both."""
-        return positions[self.list_neigh.clamp(min=0)] - positions[:, None] + self.shift @ cell
+        neighbours = positions.index_select(0, self.neighbours).view(self.shift.shape)
+        return neighbours - positions[:, None] + self.shift @ cell
 
 
 def periodic_cell(atoms):
@@ -178,7 +183,8 @@ class CalcOps(Calculator):
                     "CalcOps: expected atoms apart from one another, "
                     f"got atoms {i} and {j} in one place"
                 )
-            list_neigh, vectors = near_pairs(list_neigh, vectors, self.neighbours.cutoff)
+            if isinstance(self.model, torch.nn.Module):  # a package leaves them out itself
+                list_neigh, vectors = near_pairs(list_neigh, vectors, self.neighbours.cutoff)
             parts.append((types, list_neigh, vectors.to(self.dtype)))
             first += len(atoms)
         types, lists, vectors = zip(*parts)
@@ -192,23 +198,6 @@ class CalcOps(Calculator):
             np.split(x[0].double().cpu().numpy(), ends) for x in outputs
         )
         return [results(*of_one) for of_one in zip(structures, energies, forces, virials)]
-
-
-def near_pairs(list_neigh, Rij, cutoff):
-    """The list [1,n,K'] and Rij of the pairs within the cutoff, in rows without gaps.
-
-    A list with a skin has twice as many pairs, and a model looks at each slot.
-    """
-    is_near = (list_neigh >= 0) & (Rij.square().sum(-1) < cutoff**2)
-    place = is_near.cumsum(-1)
-    slots = max(1, int(place[..., -1].max())) if place.numel() else 1
-    rows = is_near.nonzero()[:, 1]
-    slot = place[is_near] - 1
-    near_list = torch.full_like(list_neigh[..., :1], -1).repeat(1, 1, slots)
-    near_Rij = Rij.new_zeros(*near_list.shape, 3)
-    near_list[0, rows, slot] = list_neigh[is_near]
-    near_Rij[0, rows, slot] = Rij[is_near]
-    return near_list, near_Rij
 
 
 @contextlib.contextmanager

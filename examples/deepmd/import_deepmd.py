@@ -25,7 +25,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from calcops.potentials.package import save
-from calcops.train.deep_potential import DeepPotential
+from calcops.train.deep_potential import DeepPotential, quick_form
 from calcops.train.weights import kActivations, net, save_npz
 
 # Options that are used here, that the weights show anyway, or that matter in training only. All
@@ -355,12 +355,11 @@ def main():
     parser.add_argument("model", type=Path, help="what DeePMD-kit wrote: .pth, .pt, .dp or .yaml")
     parser.add_argument("output", type=Path, help=".pt2, .pt or .npz")
     parser.add_argument(
-        "--tabulated", action="store_true", help="tables in the place of embedding nets: quicker"
+        "--tabulated", action="store_true", help="splines or tables in the place of embedding nets"
     )
+    parser.add_argument("--float32-nets", action="store_true", help="nets compute in float32")
     options = parser.parse_args()
-    model = load(options.model)
-    if options.tabulated and model.table is None:
-        model = model.tabulated()
+    model = quick_form(load(options.model), options)
     (save_npz if options.output.suffix == ".npz" else save)(model, options.output)
     kinds = ", ".join(f"{name} up to {count}" for name, count in zip(model.type_names, model.sel))
     print(f"{options.output}: neighbours within {model.cutoff:g} A: {kinds}")

@@ -40,6 +40,9 @@ Model::Model(const std::string& file, at::Device gpu, size_t threads) {
   for (std::string name; names >> name;) type_names.push_back(name);
   dtype = about["dtype"] == "float32" ? at::kFloat : at::kDouble;
   if (!about["neighbors"].empty()) neighbors = std::stoll(about["neighbors"]);
+  if (!about["block_slots"].empty()) block_slots = std::stoll(about["block_slots"]);
+  if (block_slots <= 0)
+    throw std::invalid_argument("expected positive block_slots, got " + about["block_slots"]);
 }
 
 Model::Metadata Model::load_package(const std::string& file, at::Device gpu, size_t threads) {
@@ -65,7 +68,7 @@ Model::Metadata Model::load_package(const std::string& file, at::Device gpu, siz
 Model::Metadata Model::load_archive(const std::string& file, at::Device gpu) {
   Metadata about;
   for (const char* key :
-       {"cutoff", "units", "type_names", "dtype", "inputs", "neighbors", "layers"})
+       {"cutoff", "units", "type_names", "dtype", "inputs", "neighbors", "layers", "block_slots"})
     about[key] = "";
   device = gpu;
   const auto archive = torch::jit::load(file, device, about);

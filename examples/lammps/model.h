@@ -27,7 +27,8 @@ class Model {
   double cutoff = 0;
   std::string units;
   std::vector<std::string> type_names;
-  int64_t neighbors = 0;     // the most slots of a row that it takes; 0: any number
+  int64_t neighbors = 0;          // the most slots of a row that it takes; 0: any number
+  int64_t block_slots = 1 << 14;  // pairs of a call whose intermediate results fit the cache
   int layers = 1;            // cutoffs that an energy depends on; owned is used if there are more
   bool takes_order = false;  // edge_order is used
 

@@ -33,8 +33,8 @@ using namespace LAMMPS_NS;
 
 namespace {
 
-// Slots within cutoff and skin for one call of the model.
-constexpr int64_t kBlockSlots = 1 << 15;
+// With LAMMPS's usual skin, a list has some two slots for each pair within the cutoff.
+constexpr int64_t kSlotsPerPair = 2;
 
 // What `compute ID all pair calcops` gives: seconds of this run, the mean of a rank's threads,
 // summed over the ranks. The operators are a part of the model.
@@ -298,7 +298,9 @@ void PairCalcOps::build_blocks() {
   int64_t count = std::min<int64_t>(n, 1);
   if (!takes_all_slots()) {  // the threads get as many each
     const int64_t threads = at::get_num_threads();
-    count = std::min(n, (slots / kBlockSlots / threads + 1) * threads);
+    int64_t block_slots = models_[0].block_slots;
+    for (const Model& model : models_) block_slots = std::min(block_slots, model.block_slots);
+    count = std::min(n, (slots / (kSlotsPerPair * block_slots) / threads + 1) * threads);
   }
   blocks_.clear();
   if (passes_messages()) {

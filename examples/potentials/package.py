@@ -10,7 +10,8 @@ times. load() returns model(types, list_neigh, Rij, nghost) with cutoff, units a
 
 A package is AOTInductor's, an archive TorchScript's. Both hold strings: cutoff, units, type_names
 (with spaces between), layers (how many cutoffs away an atom may be that an energy depends on),
-neighbors (the most slots a row may have, where a model has such a limit), dtype, device, and
+neighbors (the most slots a row may have, where a model has such a limit), block_slots (the pairs of
+a call that fit the cache), dtype, device, and
 inputs, the arguments in their order; a package as its metadata, an archive as extra files. A
 package takes tensors only, so the length of types [n+nghost] says how many ghosts there are. Load
 the operator library, calcops_jit.library_path(), before either.
@@ -24,6 +25,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from calcops.potentials.blocks import call_in_blocks, kBlockSlots
 from calcops.potentials.energies import check_cutoff, check_layers, potential_of
 from calcops.potentials.potential import edges
 from torch.export import Dim
@@ -78,6 +80,7 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
         "inputs": " ".join(arguments),
     }
     about |= {"neighbors": model.neighbors} if hasattr(model, "neighbors") else {}
+    about |= {"block_slots": getattr(model, "block_slots", kBlockSlots)}
     about = {key: str(value) for key, value in about.items()}
     if path.suffix == ".pt":
         with quietly():
@@ -167,7 +170,7 @@ class Package:
             self.device = about["device"]
         else:
             about = dict.fromkeys(
-                ("cutoff", "units", "type_names", "layers", "dtype", "inputs"), ""
+                ("cutoff", "units", "type_names", "layers", "block_slots", "dtype", "inputs"), ""
             )
             try:
                 with quietly():
@@ -184,18 +187,32 @@ class Package:
         self.cutoff, self.units = float(about["cutoff"]), about["units"]
         self.type_names, self.dtype = about["type_names"].split(), getattr(torch, about["dtype"])
         self.layers, self.inputs = int(about.get("layers") or 1), about["inputs"].split()
+        self.block_slots = int(about.get("block_slots") or kBlockSlots)
 
     def __call__(self, types, list_neigh, Rij, nghost=0, **options):
-        """options: those of potential.py, of a package `owned` where it has layers."""
+        """Return the results of potential.py's `forward`, whose arguments these are.
+
+        On a CPU, large systems are computed in blocks of atoms that fit the cache, and pairs beyond
+        the cutoff are left out. A package with layers takes the option `owned`.
+        """
+        takes_order = self.path.suffix == ".pt2" and "edge_order" in self.inputs
+        is_local = self.layers == 1 and not takes_order and list_neigh.device.type == "cpu"
+        if is_local and not options:
+            return call_in_blocks(
+                self.call, self.cutoff, types, list_neigh, Rij, nghost, self.block_slots
+            )
+        return self.call(types, list_neigh, Rij, nghost, **options)
+
+    def call(self, types, list_neigh, Rij, nghost, **options):
+        """Return the results of a single call."""
         if self.path.suffix == ".pt":
             return self.run(types, list_neigh, Rij, nghost, **options)
         if "edge_order" in self.inputs:
             options["edge_order"] = order_of(list_neigh, nghost)
         if "owned" in self.inputs:
             options.setdefault("owned", torch.ones_like(list_neigh[0, :, 0], dtype=torch.bool))
-        return self.run(
-            types, list_neigh, Rij, *(options.pop(name) for name in self.inputs[3:]), **options
-        )
+        others = [options.pop(name) for name in self.inputs[3:]]
+        return self.run(types, list_neigh, Rij, *others, **options)
 
     def __reduce__(self):
         return load, (self.path, self.device)

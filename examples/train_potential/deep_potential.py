@@ -120,6 +120,14 @@ class DeepPotential(torch.nn.Module):
         """True if the embedding nets are used, not tables or a spline of them."""
         return self.table is None and self.spline is None
 
+    @property
+    def block_slots(self):
+        """The pairs of a call that fit the cache; see blocks.py.
+
+        Nets have numbers of size M for each pair, splines and tables for each atom.
+        """
+        return 1 << 14 if self.has_nets else 1 << 17
+
     def tabulated(self, tolerance=1e-9, shortest=0.5):
         """Return a model with splines or tables in the place of its embedding nets.
 
