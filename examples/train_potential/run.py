@@ -104,16 +104,18 @@ class Run:
         """
         trainer = self.trainer
         last = self.options.steps
-        begin = len(trainer.history)
-        seconds = 0.0
+        seconds = []
         progress = tqdm(
-            range(begin, last), desc="training", unit="step", disable=None if is_first else True
+            range(len(trainer.history), last),
+            desc="training",
+            unit="step",
+            disable=None if is_first else True,
         )
         try:
             for step in progress:
                 start = time.perf_counter()
                 trainer.step()
-                seconds += time.perf_counter() - start
+                seconds.append(time.perf_counter() - start)
                 is_recorded = (step + 1) % self.options.every == 0 or step + 1 == last
                 if is_first and is_recorded:
                     errors = self.record(step + 1)
@@ -126,8 +128,10 @@ class Run:
                 f"stopped after {len(trainer.history)} of {last} steps; "
                 f"the same command goes on from {self.checkpoint}"
             ) from None
-        if is_first and last > begin:
-            print(f"{seconds:.0f} s, {1e3 * seconds / (last - begin):.2f} ms a step")
+        if is_first and len(seconds) > 1:
+            # The first step compiles, where --compile is given.
+            mean = 1e3 * sum(seconds[1:]) / (len(seconds) - 1)
+            print(f"{sum(seconds):.0f} s, {mean:.2f} ms a step")
 
     def record(self, step):
         """Write checkpoint, log and, if it is the best one, the model. Return its errors."""

@@ -7,6 +7,7 @@ import os
 from functools import partial
 
 import torch
+from calcops.train.muon import Muon
 from calcops.train.neighbours import neighbours, pair_vectors
 from torch import distributed
 from torch.func import functional_call
@@ -233,7 +234,4 @@ def optimizers_of(parameters):
     for parameter in parameters:
         is_matrix = parameter.dim() == 2 and min(parameter.shape) > 1
         (matrices if is_matrix else others).append(parameter)
-    return [
-        torch.optim.Muon(matrices, weight_decay=0),
-        torch.optim.Adam(others, betas=(0.9, 0.99), fused=True),
-    ]
+    return [Muon(matrices), torch.optim.Adam(others, betas=(0.9, 0.99), fused=True)]

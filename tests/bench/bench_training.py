@@ -1,6 +1,6 @@
 """Training by DeePMD-kit and by calcops.train: the same frames, nets, steps, and one thread each.
 
-    python tests/bench/bench_training.py [--folder build/train_potential/silicon] [--steps 40000]
+    python tests/bench/bench_training.py [--folder build/train_potential/silicon] [--steps 20000]
         [--embedding 24 24] [--axis 12] [--fitting 48 48] [--backends pt tf] [--keep NEW]
 
 FOLDER has train.extxyz, held_out.extxyz and test.extxyz, which
@@ -146,9 +146,10 @@ def train_deepmd(backend, labels, folder):
     return 1e3 * seconds, errors(labels, **predicted)
 
 
-def train_calcops(options, folder):
-    """Return ms a step and errors of calcops.train."""
-    words = [options.folder / "train.extxyz", "--validate", options.folder / "held_out.extxyz"]
+def train_calcops(options, folder, *words):
+    """Return ms a step and errors of calcops.train with these options."""
+    words = [*words, options.folder / "train.extxyz"]
+    words += ["--validate", options.folder / "held_out.extxyz"]
     words += ["--test", options.folder / "test.extxyz", "--folder", folder]
     words += ["--cutoff", options.cutoff, "--smooth", options.smooth, "--sel", *options.sel]
     words += ["--embedding", *options.embedding, "--axis", options.axis]
@@ -163,7 +164,7 @@ def main():
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "build/train_potential/silicon")
-    parser.add_argument("--steps", type=int, default=40000)
+    parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--cutoff", type=float, default=5.0)
     parser.add_argument("--smooth", type=float, default=3.6)
     parser.add_argument("--sel", type=int, nargs="+", default=[34])
@@ -185,6 +186,7 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         work = options.keep.absolute() if options.keep else Path(temporary)
         rows["calcops.train"] = train_calcops(options, work / "calcops")
+        rows["calcops.train --compile"] = train_calcops(options, work / "compiled", "--compile")
         for backend in options.backends:
             folder = work / backend
             write_system(folder / "train", frames_of(train_images, type_names), type_names)

