@@ -4,12 +4,11 @@
         [--steps 10] [--pth] [--lammps ENVIRONMENT]
 
 `pair_style deepmd` runs a model by TensorFlow, as it is (.pb) and after `dp compress` (compressed
-.pb). `pair_style calcops` runs the packages that examples/deepmd makes of the same .pth, as it is
-and with --tabulated. Each has a thread a rank. All take turns, and the fastest of the `times` runs
-counts. `apart` is the largest difference of the tabulated package from the .pb in forces, energy and
-pressure before the first step, each relative to the largest of its kind. With --pth, DeePMD-kit
-runs the .pth by PyTorch, too.
-Needs the environment of bench_deepmd.py, into which it installs DeePMD-kit's LAMMPS; ours is that
+.pb). `pair_style calcops` runs the packages that examples/deepmd makes of the same .pth, as it is,
+with --tabulated, and with --float32-nets, too. Each has a thread a rank. All take turns, and the
+fastest of the `times` runs counts. `apart` is the largest difference of the tabulated package from
+the .pb in forces, energy and pressure before the first step, each relative to the largest of its
+kind. With --pth, DeePMD-kit runs the .pth by PyTorch, too. Needs the environment of bench_deepmd.py, into which it installs DeePMD-kit's LAMMPS; ours is that
 of `make lammps`, or any other environment with lammps[mpi].
 """
 
@@ -115,7 +114,7 @@ def write_data(name, natoms, path):
 
 
 def convert(model, theirs):
-    """Makes .pb, compressed .pb, .pt2 and tabulated .pt2 of a .pth."""
+    """Make .pb, compressed .pb, and the .pt2 of a .pth: as it is, tabulated, with float32 nets."""
     frozen = model.with_suffix(".pb")
     importer = [sys.executable, ROOT / "examples/deepmd/import_deepmd.py", model]
     commands = [
@@ -123,6 +122,7 @@ def convert(model, theirs):
         [THEIRS, "-c", kCompress, frozen, model.with_name(f"{model.stem}_compressed.pb")],
         [*importer, model.with_suffix(".pt2")],
         [*importer, "--tabulated", model.with_name(f"{model.stem}_tabulated.pt2")],
+        [*importer, "--tabulated", "--float32-nets", model.with_name(f"{model.stem}_float32.pt2")],
     ]
     for command in commands:
         done = subprocess.run(
@@ -155,9 +155,10 @@ def main():
             convert(folder / f"{kind}.pth", theirs)
         print(
             "| atoms | ranks | .pb, ms | compressed .pb, ms | calcops, ms | tabulated, ms "
-            "| calcops / tabulated | compressed .pb / tabulated | apart |"
+            "| float32 nets, ms | calcops / tabulated | compressed .pb / tabulated | apart "
+            "| float32 nets apart |"
         )
-        print("|---|---|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|---|---|---|---|")
         for kind, natoms in map(kSystems.get, options.systems):
             data = folder / f"{kind}{natoms}.data"
             write_data(kind, natoms, data)
@@ -165,7 +166,8 @@ def main():
             files = [f"{kind}.pth"] if options.pth else []
             files += [f"{kind}.pb", f"{kind}_compressed.pb"]
             calls = [dict(environment=theirs, style=f"deepmd {folder / file}") for file in files]
-            for file in (f"{kind}.pt2", f"{kind}_tabulated.pt2"):
+            for form in ("", "_tabulated", "_float32"):
+                file = f"{kind}{form}.pt2"
                 style = f"calcops {folder / file}"
                 calls.append(dict(environment=options.lammps, style=style, plugin=plugin))
             for ranks in options.ranks:
@@ -174,11 +176,15 @@ def main():
                     for _ in range(options.times)
                 ]
                 times = [min(seconds for seconds, _ in column) for column in zip(*runs)]
-                expected, ours = runs[0][0][1], runs[0][-1][1]
-                apart = max(abs(a - b).max() / abs(b).max() for a, b in zip(ours, expected))
-                cells = [f"{1e3 * value:.0f}" for value in times[-4:]]
-                cells += [f"{times[i] / times[-1]:.1f}x" for i in (-2, -3)]
-                row = f"| {natoms} of {kind} | {ranks} | {' | '.join(cells)} | {apart:.0e} |"
+                expected = runs[0][0][1]
+                cells = [f"{1e3 * value:.0f}" for value in times[-5:]]
+                cells += [f"{times[i] / times[-2]:.1f}x" for i in (-3, -4)]
+                for _, results in runs[0][-2:]:
+                    differences = [
+                        abs(a - b).max() / abs(b).max() for a, b in zip(results, expected)
+                    ]
+                    cells.append(f"{max(differences):.0e}")
+                row = f"| {natoms} of {kind} | {ranks} | {' | '.join(cells)} |"
                 if options.pth:
                     row += f" .pth {1e3 * times[0]:.0f} ms"
                 print(row, flush=True)
