@@ -161,6 +161,8 @@ class Package:
     device. A pickle or a copy of it holds the path and opens the file again.
     """
 
+    skips_far_pairs = True  # beyond the cutoff, so that callers need not
+
     def __init__(self, path, device):
         self.path = path
         if path.suffix == ".pt2":
