@@ -25,14 +25,16 @@ from torch.nn.functional import pad
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 kAtomsAThread = 100
-kLists, kSlots = 16, 1 << 23  # most lists kept, and slots in them: 32 bytes each
+kLists = 16  # kept at most
+kSlots = 1 << 23  # kept at most, of all lists: 32 bytes each
 
 
 class NeighbourList:
     """All pairs of `atoms` within cutoff + skin, in padded rows.
 
-    list_neigh [1,n,K]: int64, -1 in empty slots.
-    shift [1,n,K,3]: the cells that lie between i and its neighbour.
+    Attributes:
+        list_neigh: [1, n, K], int64, -1 in empty slots.
+        shift: [1, n, K, 3], the number of cells between an atom and its neighbour.
     """
 
     def __init__(self, atoms, cutoff, skin, device):
@@ -40,27 +42,29 @@ class NeighbourList:
         i, j, S = finder.compute(atoms.positions, atoms.cell.array, atoms.pbc, "ijS")
         i = i.astype(np.int64)
         count = np.bincount(i, minlength=len(atoms))
-        slot = np.arange(len(i)) - (count.cumsum() - count)[i]
+        first_pair = count.cumsum() - count
+        slot = np.arange(len(i)) - first_pair[i]
         shape = 1, len(atoms), max(1, count.max(initial=0))
-        list_neigh, shift = np.full(shape, -1), np.zeros((*shape, 3))
+        list_neigh = np.full(shape, -1)
+        shift = np.zeros((*shape, 3))
         list_neigh[0, i, slot] = j
         shift[0, i, slot] = S
         self.list_neigh = torch.from_numpy(list_neigh).to(device)
         self.shift = torch.from_numpy(shift).to(device)
         self.neighbours = self.list_neigh.clamp(min=0).flatten()
-        self.cutoff, self.skin = cutoff, skin
-        self.positions, self.cell, self.pbc = (
-            atoms.positions.copy(),
-            periodic_cell(atoms),
-            atoms.pbc.copy(),
-        )
+        self.cutoff = cutoff
+        self.skin = skin
+        self.positions = atoms.positions.copy()
+        self.cell = periodic_cell(atoms)
+        self.pbc = atoms.pbc.copy()
 
     def holds(self, atoms):
-        """Whether the list still has every pair within the cutoff.
+        """Return True if the list still has every pair of `atoms` within the cutoff.
 
-        A pair that it lacks was farther apart than cutoff + skin. The deformation of the cell
-        leaves at least its least singular value times that, and the moves of the atoms beside it
-        take off at most twice the farthest. A move that all atoms share does not count.
+        A pair that is not in the list was farther apart than cutoff + skin. A deformation of the
+        cell shortens a distance at most by its smallest singular value. The moves of two atoms
+        relative to the cell shorten it at most by twice the longest move. A move that all atoms
+        share does not count.
         """
         if len(atoms) != len(self.positions) or (atoms.pbc != self.pbc).any() or len(atoms) == 0:
             return False
@@ -71,40 +75,45 @@ class NeighbourList:
         return (self.cutoff + self.skin) * least - 2 * farthest >= self.cutoff
 
     def pair_vectors(self, positions, cell):
-        """Rij [1,n,K,3] for float64 positions [n,3] and cell [3,3]; differentiable in both."""
+        """Return Rij [1, n, K, 3] for positions [n, 3] and cell [3, 3], differentiable in both."""
         neighbours = positions.index_select(0, self.neighbours).view(self.shift.shape)
         return neighbours - positions[:, None] + self.shift @ cell
 
 
 def periodic_cell(atoms):
-    """The cell [3,3]; a direction without period gets a unit vector normal to the others."""
+    """Return the cell [3, 3], with a unit vector normal to the others for each open direction."""
     cell = atoms.cell.copy()
     cell[~atoms.pbc] = 0
     return cell.complete().array
 
 
 class NeighbourLists:
-    """The lists of the structures that were asked for last: a trajectory needs one, the images of a
-    band one each. `builds` counts how often a list was found anew.
+    """The neighbour lists of the last structures.
+
+    A trajectory needs one list, the images of a band one each. `builds` counts the lists that were
+    built.
     """
 
     def __init__(self, cutoff, skin, device):
-        self.cutoff, self.skin, self.device = cutoff, skin, device
-        self.kept, self.builds = [], 0
+        self.cutoff = cutoff
+        self.skin = skin
+        self.device = device
+        self.kept = []
+        self.builds = 0
 
     def of(self, atoms):
-        """The list of `atoms`, which is built anew if none that is kept holds."""
-        found = next((kept for kept in self.kept if kept.holds(atoms)), None)
-        if found is None:
-            found, self.builds = (
-                NeighbourList(atoms, self.cutoff, self.skin, self.device),
-                self.builds + 1,
-            )
-        others = [kept for kept in self.kept if kept is not found]
-        self.kept = [found, *others][:kLists]
+        """Return a list that holds for `atoms`: one that was kept, or a new one."""
+        for neighbours in self.kept:
+            if neighbours.holds(atoms):
+                self.kept.remove(neighbours)
+                break
+        else:
+            neighbours = NeighbourList(atoms, self.cutoff, self.skin, self.device)
+            self.builds += 1
+        self.kept = [neighbours, *self.kept][:kLists]
         while len(self.kept) > 1 and sum(kept.list_neigh.numel() for kept in self.kept) > kSlots:
             self.kept.pop()
-        return found
+        return neighbours
 
 
 class CalcOps(Calculator):
@@ -113,11 +122,16 @@ class CalcOps(Calculator):
     The units are those of the model: eV and Angstrom where they are "metal". A calculator can be
     copied and pickled, and works in forked processes.
 
-    model   called as model(types, list_neigh, Rij, nghost); it has cutoff, units and type_names
-            (chemical symbols)
-    skin    a length: the lists reach so far beyond the cutoff
-    device, dtype   of a module; None: its own. A module that is elsewhere is copied; the caller's
-            stays as it is. What package.load() returns has its own
+    Args:
+        model: called as model(types, list_neigh, Rij, nghost). It has cutoff, units and type_names
+            (chemical symbols).
+        skin: a length. The lists reach so far beyond the cutoff.
+        device: of a module; None: its own. A module on another device is copied; the caller's stays
+            as it is. What package.load() returns has its own device.
+        dtype: of a module; None: its own.
+
+    Raises:
+        ValueError: the model has other units, or a package another device or dtype.
     """
 
     implemented_properties = ["energy", "free_energy", "energies", "forces", "stress", "stresses"]
@@ -129,29 +143,35 @@ class CalcOps(Calculator):
             raise ValueError(
                 f'CalcOps: expected a model with units "metal" or "lj", got {model.units}'
             )
-        self.model, self.device, self.dtype = model, *place_of(model)
-        wanted = torch.device(device or self.device), dtype or self.dtype
-        if wanted != (self.device, self.dtype):
+        own_device, own_dtype = place_of(model)
+        self.model = model
+        self.device = torch.device(device or own_device)
+        self.dtype = dtype or own_dtype
+        if (self.device, self.dtype) != (own_device, own_dtype):
             if not isinstance(model, torch.nn.Module):
                 raise ValueError(
-                    f"CalcOps: expected the package's own {self.device}, {self.dtype}, got {wanted}"
+                    f"CalcOps: expected the package's own {own_device}, {own_dtype}, "
+                    f"got {self.device}, {self.dtype}"
                 )
-            self.model, (self.device, self.dtype) = copy.deepcopy(model).to(*wanted), wanted
+            self.model = copy.deepcopy(model).to(self.device, self.dtype)
         self.neighbours = NeighbourLists(model.cutoff, skin, self.device)
         self.type_of = np.full(len(atomic_numbers), -1)
-        self.type_of[[atomic_numbers[name] for name in model.type_names]] = range(
-            len(model.type_names)
-        )
+        for number, name in enumerate(model.type_names):
+            self.type_of[atomic_numbers[name]] = number
 
     def tensors(self, atoms):
-        """types [n], positions [n,3], cell [3,3] and neighbour list of the atoms for this model."""
+        """Return types [n], positions [n, 3], cell [3, 3] and the NeighbourList of atoms."""
         types = self.type_of[atoms.numbers]
         if (types < 0).any():
             raise ValueError(
                 f"CalcOps: expected atoms of {self.model.type_names}, got {atoms.symbols}"
             )
-        arrays = types, atoms.positions, atoms.cell.array
-        return *(torch.as_tensor(x, device=self.device) for x in arrays), self.neighbours.of(atoms)
+        return (
+            torch.as_tensor(types, device=self.device),
+            torch.as_tensor(atoms.positions, device=self.device),
+            torch.as_tensor(atoms.cell.array, device=self.device),
+            self.neighbours.of(atoms),
+        )
 
     def calculate(self, atoms=None, properties=("energy",), system_changes=all_changes):
         """Compute all properties at once: energies in eV, forces in eV/A, stresses in eV/A^3."""
@@ -164,48 +184,63 @@ class CalcOps(Calculator):
         (self.results,) = self.calculate_batch([self.atoms])
 
     def calculate_batch(self, structures):
-        """The results of each structure, dicts like `results`, by one call of the model.
+        """Return the results of each structure, dicts like `results`, by one call of the model.
 
-        The model sees a single system whose parts have no neighbours in common. The structures may
-        therefore differ in everything.
+        The model sees a single system whose parts have no neighbours in common. So the structures
+        may differ in everything.
         """
         if not structures:
             return []
-        parts, first = [], 0
+        types = []
+        lists = []
+        vectors = []
+        first = 0
         for atoms in structures:
-            types, positions, cell, neighbours = self.tensors(atoms)
-            list_neigh = torch.where(neighbours.list_neigh < 0, -1, neighbours.list_neigh + first)
-            vectors = neighbours.pair_vectors(positions, cell)
-            if ((list_neigh >= 0) & (vectors == 0).all(-1)).any():
-                _, i, slot = ((list_neigh >= 0) & (vectors == 0).all(-1)).nonzero()[0].tolist()
-                j = neighbours.list_neigh[0, i, slot].item()
-                raise ValueError(
-                    "CalcOps: expected atoms apart from one another, "
-                    f"got atoms {i} and {j} in one place"
-                )
-            if not getattr(self.model, "skips_far_pairs", False):
-                list_neigh, vectors = near_pairs(list_neigh, vectors, self.neighbours.cutoff)
-            parts.append((types, list_neigh, vectors.to(self.dtype)))
+            part_types, list_neigh, Rij = self.part(atoms)
+            types.append(part_types)
+            lists.append(torch.where(list_neigh < 0, -1, list_neigh + first))
+            vectors.append(Rij)
             first += len(atoms)
-        types, lists, vectors = zip(*parts)
         slots = max(x.shape[2] for x in lists)
         list_neigh = torch.cat([pad(x, [0, slots - x.shape[2]], value=-1) for x in lists], 1)
         Rij = torch.cat([pad(x, [0, 0, 0, slots - x.shape[2]]) for x in vectors], 1)
         with threads_for(list_neigh.shape[1]):
             _, *outputs = self.model(torch.cat(types), list_neigh, Rij, 0)
+
         ends = np.cumsum([len(atoms) for atoms in structures])[:-1]
         energies, forces, _, virials = (
             np.split(x[0].double().cpu().numpy(), ends) for x in outputs
         )
         return [results(*of_one) for of_one in zip(structures, energies, forces, virials)]
 
+    def part(self, atoms):
+        """Return types [n], list_neigh [1, n, K] and Rij [1, n, K, 3] of one structure.
+
+        Raises:
+            ValueError: two atoms are in one place.
+        """
+        types, positions, cell, neighbours = self.tensors(atoms)
+        list_neigh = neighbours.list_neigh
+        Rij = neighbours.pair_vectors(positions, cell)
+        is_zero = (list_neigh >= 0) & (Rij == 0).all(-1)
+        if is_zero.any():
+            _, i, slot = is_zero.nonzero()[0].tolist()
+            j = list_neigh[0, i, slot].item()
+            raise ValueError(
+                "CalcOps: expected atoms apart from one another, "
+                f"got atoms {i} and {j} in one place"
+            )
+        if not getattr(self.model, "skips_far_pairs", False):
+            list_neigh, Rij = near_pairs(list_neigh, Rij, self.neighbours.cutoff)
+        return types, list_neigh, Rij.to(self.dtype)
+
 
 @contextlib.contextmanager
 def threads_for(natoms):
-    """At most one of PyTorch's threads for each kAtomsAThread atoms.
+    """Give PyTorch at most one thread for each kAtomsAThread atoms.
 
-    Threads that wait for one another take longer than few atoms, and much longer on a machine with
-    other work.
+    For fewer atoms, threads wait for one another longer than they compute, above all on a busy
+    machine.
     """
     threads = torch.get_num_threads()
     enough = max(1, min(threads, natoms // kAtomsAThread))
@@ -219,17 +254,18 @@ def threads_for(natoms):
 
 
 def results(atoms, energies, forces, atom_virials):
-    """What ASE calls them; virials only become stresses in a periodic cell with a volume."""
-    found = {
+    """Return a dict of ASE's properties. Only a periodic cell with a volume has stresses."""
+    properties = {
         "energy": energies.sum(),
         "free_energy": energies.sum(),
         "energies": energies,
         "forces": forces,
     }
     if has_stress(atoms):
-        found["stresses"] = full_3x3_to_voigt_6_stress(-atom_virials / atoms.get_volume())
-        found["stress"] = found["stresses"].sum(0)
-    return found
+        stresses = full_3x3_to_voigt_6_stress(-atom_virials / atoms.get_volume())
+        properties["stresses"] = stresses
+        properties["stress"] = stresses.sum(0)
+    return properties
 
 
 def has_stress(atoms):
@@ -238,7 +274,7 @@ def has_stress(atoms):
 
 
 def place_of(model):
-    """device and dtype of a module's numbers, or of a package."""
+    """Return device and dtype of a module's numbers, or of a package."""
     if not isinstance(model, torch.nn.Module):
         return torch.device(model.device), model.dtype
     numbers = (x for x in (*model.parameters(), *model.buffers()) if x.is_floating_point())

@@ -15,11 +15,22 @@ from calcops.potentials.potential import Potential, edges
 
 
 def potential_of(module, cutoff, units, type_names, layers=1):
-    """module(types, list_neigh, Rij, nghost) or, of a graph, module(types, edge_index, edge_vec,
-    natoms), which returns energies of atoms or, with a single layer, their sum; as a Potential.
+    """Return a Potential whose energies a module gives.
 
-    layers: how often messages pass along edges, to the atom in row 0 of edge_index from that in row
-    1, until they are an energy; 1: from an atom's own neighbours only.
+    Args:
+        module: called as module(types, list_neigh, Rij, nghost) or, for a graph, as module(types,
+            edge_index, edge_vec, natoms). It returns energies of atoms. With a single layer it may
+            return their sum.
+        cutoff: a length.
+        units: LAMMPS's name of the units.
+        type_names: the names of the types.
+        layers: the number of times that messages pass along edges, to the atom in row 0 of
+            edge_index from that in row 1, before they are an energy. 1: an energy depends on an
+            atom's own neighbours alone.
+
+    Raises:
+        TypeError: the module is not a module.
+        ValueError: its forward has other arguments.
     """
     if not isinstance(module, torch.nn.Module):
         hint = ": load a checkpoint into its module first" * isinstance(module, dict)
@@ -40,26 +51,37 @@ def potential_of(module, cutoff, units, type_names, layers=1):
 
 
 def check_cutoff(model, device, is_smooth):
-    """Of a model in float64: ValueError where an energy depends on what lies beyond the cutoff, on
-    empty slots or, if is_smooth, on whether a pair at the cutoff is in the list. Then the result
-    would depend on the list, which changes with the skin and with the number of ranks.
+    """Raise ValueError if an energy depends on pairs beyond the cutoff or on empty slots.
+
+    Such a result would depend on the list, which changes with the skin and the number of ranks.
+
+    Args:
+        model: a Potential in float64.
+        device: of the model.
+        is_smooth: True to check that a pair just inside the cutoff changes nothing, either.
     """
-    n, generator = 5, torch.Generator().manual_seed(0)
+    n = 5
+    generator = torch.Generator().manual_seed(0)
     x = torch.rand(n, 3, generator=generator, dtype=torch.float64) * 0.6 * model.cutoff
     types = (torch.arange(n) % len(model.type_names)).to(device)
     neighbours = torch.stack([(torch.arange(n - 1) + i + 1) % n for i in range(n)])
     direction = torch.tensor([0.48, 0.6, 0.64], dtype=torch.float64)
 
     def energies(distance=None):
-        """With one more slot for every atom, empty or, of the first, with a pair this far apart."""
+        """Return energies with one more slot for every atom.
+
+        The slot is empty, or holds a pair of the first atom at this distance, in cutoffs.
+        """
         slots = torch.full((n, 1), -1)
         vectors = torch.full((n, 1, 3), 1e3 * model.cutoff, dtype=torch.float64)
         if distance is not None:
-            slots[0, 0], vectors[0, 0] = 1, distance * model.cutoff * direction
+            slots[0, 0] = 1
+            vectors[0, 0] = distance * model.cutoff * direction
         list_neigh = torch.cat([neighbours, slots], 1)[None]
         Rij = torch.cat([x[neighbours] - x[:, None], vectors], 1)[None]
-        if distance == 0:
-            list_neigh, Rij = list_neigh[..., :-1], Rij[:, :, :-1]
+        if distance == 0:  # no more slot
+            list_neigh = list_neigh[..., :-1]
+            Rij = Rij[:, :, :-1]
         return model(types, list_neigh.to(device), Rij.to(device), 0)[1]
 
     without = energies(0)
@@ -68,9 +90,10 @@ def check_cutoff(model, device, is_smooth):
     cases |= {"a pair far beyond the cutoff": energies(1.7)}
     if is_smooth:
         cases["a pair just inside the cutoff"] = energies(1 - 1e-9)
-    for what, found in cases.items():
-        change = (found - without).abs().sum()
-        if not change <= (1e-6 if "inside" in what else 1e-12) * size:
+    for what, changed in cases.items():
+        change = (changed - without).abs().sum()
+        tolerance = 1e-6 if "inside" in what else 1e-12
+        if not change <= tolerance * size:  # or NaN
             raise ValueError(
                 f"expected energies that go to zero at the cutoff {model.cutoff:g}, "
                 f"got ones that {what} changes by {change.item():.1e}: "
@@ -80,43 +103,54 @@ def check_cutoff(model, device, is_smooth):
 
 
 def check_layers(model, device):
-    """Of a model in float64: ValueError where a chain of atoms has another energy than its atoms
-    have if each is on a rank of its own, with the rows that LAMMPS hands over: of the atoms fewer
-    than `layers` steps away.
+    """Raise ValueError if an energy depends on atoms farther away than model.layers messages.
+
+    The energy of a chain of atoms has to be the sum of its parts: each atom alone on a rank, with
+    the rows that LAMMPS gives to it, those of atoms fewer than `layers` steps away.
+
+    Args:
+        model: a Potential in float64.
+        device: of the model.
     """
     n = 4 * model.layers + 4  # a step is two or three atoms long
     x = torch.rand(n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 10
     x[:, 0] += 0.45 * torch.arange(n)
     types = torch.arange(n) % len(model.type_names)
-    near = (torch.cdist(x, x) < 1).double()  # or the atom itself
-    steps = sum((torch.linalg.matrix_power(near, k) == 0).long() for k in range(model.layers))
-    list_neigh = torch.arange(n).where((near > 0) & ~torch.eye(n, dtype=torch.bool), -1)
+    is_near = torch.cdist(x, x) < 1  # also for the atom itself
+    # Atoms k steps apart are connected by power k of the matrix, and not by lower ones.
+    steps = torch.zeros(n, n, dtype=torch.int64)
+    for k in range(model.layers):
+        steps += torch.linalg.matrix_power(is_near.double(), k) == 0
+    list_neigh = torch.arange(n).where(is_near & ~torch.eye(n, dtype=torch.bool), -1)
     Rij = model.cutoff * (x - x[:, None])
 
     def atom_energies(types, list_neigh, Rij, owned=None):
         inputs = types.to(device), list_neigh[None].to(device), Rij[None].to(device)
         return model(*inputs, len(types) - len(list_neigh), owned=owned)[1]
 
-    whole, parts = atom_energies(types, list_neigh, Rij), []
-    for away in steps:
-        order = away.argsort(stable=True)
-        rows = order[: (away < model.layers).sum()]
-        named = order.argsort()[list_neigh[rows]].where(list_neigh[rows] >= 0, -1)
+    whole = atom_energies(types, list_neigh, Rij)
+    sum_of_parts = torch.zeros((), dtype=torch.float64, device=device)
+    for steps_away in steps:
+        order = steps_away.argsort(stable=True)  # the atom itself comes first
+        rows = order[: (steps_away < model.layers).sum()]
+        number = order.argsort()
+        part_list = number[list_neigh[rows]].where(list_neigh[rows] >= 0, -1)
         owned = (torch.arange(len(rows)) == 0).to(device)
-        parts.append(atom_energies(types[order], named, Rij[rows], owned).sum())
-    apart = (whole.sum() - sum(parts)).abs()
-    if not apart <= 1e-12 * whole.abs().sum():
+        sum_of_parts += atom_energies(types[order], part_list, Rij[rows], owned).sum()
+    difference = (whole.sum() - sum_of_parts).abs()
+    if not difference <= 1e-12 * whole.abs().sum():  # or NaN
         raise ValueError(
             f"expected the energy of an atom to come by at most layers={model.layers} messages, "
             "each to the atom in row 0 of edge_index from that in row 1, "
-            f"got energies that atoms farther away change by {apart.item():.1e}"
+            f"got energies that atoms farther away change by {difference.item():.1e}"
         )
 
 
 class Energies(Potential):
-    """module(types [n+nghost] or [B,n+nghost], list_neigh [B,n,K], Rij [B,n,K,3], nghost).
+    """The potential of a module for neighbour lists.
 
-    It returns [B,n] or [B].
+    The module gets types [n + nghost] or [B, n + nghost], list_neigh [B, n, K], Rij [B, n, K, 3]
+    and nghost. It returns energies [B, n] of atoms, or [B] of frames.
     """
 
     def __init__(
@@ -131,12 +165,13 @@ class Energies(Potential):
         self.module = module
 
     def energies(self, types, list_neigh, planes, nghost: int):
-        """Energies [B, n] of the atoms, for pair vectors planes [3, B, K, n]."""
-        found = self.module(types, list_neigh, planes.permute(1, 3, 2, 0).contiguous(), nghost)
-        return found if found.dim() == 2 else self.shared(found, list_neigh)
+        """Return the energies [B, n] of atoms, for pair vectors planes [3, B, K, n]."""
+        Rij = planes.permute(1, 3, 2, 0).contiguous()
+        energies = self.module(types, list_neigh, Rij, nghost)
+        return energies if energies.dim() == 2 else self.shared(energies, list_neigh)
 
     def shared(self, energy, list_neigh):
-        """Each of n atoms has the same part of its frame's energy."""
+        """Return the energy [B] of frames, shared equally among their n atoms: [B, n]."""
         if self.layers > 1:
             raise ValueError(
                 "expected energies of atoms from a model that passes messages, got their sum"
@@ -146,29 +181,31 @@ class Energies(Potential):
 
 
 class GraphEnergies(Energies):
-    """module(types [natoms], edge_index [2,E], edge_vec [E,3], natoms).
+    """The potential of a module for graphs.
 
-    It returns [natoms], [natoms,1] or the sum of them. All frames and their ghosts are one graph.
-    An empty slot is an edge from its atom to itself, three cutoffs long.
+    The module gets types [natoms], edge_index [2, E], edge_vec [E, 3] and natoms. It returns
+    [natoms], [natoms, 1] or the sum of them. All frames and their ghosts are one graph. An empty
+    slot is an edge from its atom to itself, more than three cutoffs long.
     """
 
     def energies(self, types, list_neigh, planes, nghost: int):
-        """Energies [B, n] of the atoms, for pair vectors planes [3, B, K, n]."""
+        """Return the energies [B, n] of atoms, for pair vectors planes [3, B, K, n]."""
         B, n, _ = list_neigh.shape
         natoms = n + nghost
-        of_atoms = types.expand(B, natoms).flatten()
-        index, vec = edges(list_neigh, natoms), planes.flatten(1).mT.contiguous()
+        graph_types = types.expand(B, natoms).flatten()
+        index = edges(list_neigh, natoms)
         index = torch.where(index < 0, index[:1], index)
-        found = self.module(of_atoms, index, vec, B * natoms)
-        if found.numel() == B * natoms and found.dim() > 0:
-            return found.view(B, natoms)[:, :n]
-        # Of the sum, what ghosts have without a neighbour is not ours.
+        vec = planes.flatten(1).mT.contiguous()
+        energies = self.module(graph_types, index, vec, B * natoms)
+        if energies.numel() == B * natoms and energies.dim() > 0:
+            return energies.view(B, natoms)[:, :n]
+        # The sum contains the energies that ghosts have without a neighbour.
         if B != 1:
             raise ValueError(
                 "expected energies of atoms from a graph of several frames, got a single one"
             )
-        itself, far = torch.zeros_like(index[:, :1]), torch.full_like(vec[:1], 2 * self.cutoff)
-        ghosts = self.module(of_atoms, itself, far, natoms) - self.module(
-            of_atoms[:n], itself, far, n
-        )
-        return self.shared((found - ghosts).view(1), list_neigh)
+        loop = torch.zeros_like(index[:, :1])  # an edge from atom 0 to itself
+        far = torch.full_like(vec[:1], 2 * self.cutoff)
+        of_all = self.module(graph_types, loop, far, natoms)
+        of_ghosts = of_all - self.module(graph_types[:n], loop, far, n)
+        return self.shared((energies - of_ghosts).view(1), list_neigh)

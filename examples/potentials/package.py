@@ -5,16 +5,21 @@
     save(module, "own.pt2", cutoff=5.0, units="metal", type_names=["Si"])
     model = load("lj.pt2")
 
-The third line takes any module that gives energies; layers=3 says that it passes messages three
-times. load() returns model(types, list_neigh, Rij, nghost) with cutoff, units and type_names.
+The third line takes any module that gives energies. With layers=3 it passes messages three times.
+load() returns model(types, list_neigh, Rij, nghost) with cutoff, units and type_names.
 
-A package is AOTInductor's, an archive TorchScript's. Both hold strings: cutoff, units, type_names
-(with spaces between), layers (how many cutoffs away an atom may be that an energy depends on),
-neighbors (the most slots a row may have, where a model has such a limit), block_slots (the pairs of
-a call that fit the cache), dtype, device, and
-inputs, the arguments in their order; a package as its metadata, an archive as extra files. A
-package takes tensors only, so the length of types [n+nghost] says how many ghosts there are. Load
-the operator library, calcops_jit.library_path(), before either.
+A package is AOTInductor's, an archive TorchScript's. A program has to load the operator library,
+calcops_jit.library_path(), before either. Both hold these strings, a package as its metadata, an
+archive as extra files:
+
+    cutoff, units, dtype, device
+    type_names    with spaces between
+    layers        the distance, in cutoffs, of the farthest atoms on which an energy depends
+    neighbors     the most slots that a row may have, where a model has such a limit
+    block_slots   the number of pairs in a call whose intermediate results fit the cache
+    inputs        the arguments, in their order
+
+A package takes tensors only. The length of types [n + nghost] gives the number of ghosts.
 """
 
 import contextlib
@@ -35,23 +40,35 @@ import calcops_jit
 
 
 def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **about_energies):
-    """Writes model, any module with the interface of potential.py, as the ending of `path` says;
-    `model` stays. With cutoff, units and type_names, and layers where it passes messages: any
-    module that gives energies, as energies.py takes and checks it.
+    """Write a model to a file, which hosts in Python and C++ load.
 
     The weights become constants: save again after training. A package is bound to dtype, device and
-    the processor's instructions (TORCHINDUCTOR_CPP_MARCH=x86-64-v3 in the environment makes one for
-    others). edge_order: a fourth input of a package, calcops_jit.edge_order of the list's edges;
-    None: on CUDA, where there is a use for it. With more than one layer a package takes `owned` of
-    potential.py, too.
+    the processor's instructions. TORCHINDUCTOR_CPP_MARCH=x86-64-v3 in the environment makes one for
+    other processors. The model itself stays as it is.
+
+    Args:
+        model: a module with the interface of potential.py. With `about_energies`, any module that
+            gives energies as energies.py takes and checks them.
+        path: ends in .pt2 for a package, in .pt for an archive.
+        dtype: of the numbers.
+        device: of the numbers.
+        edge_order: True gives a package a fourth input, calcops_jit.edge_order of the list's edges.
+            None: on CUDA, if the model uses it.
+        about_energies: cutoff, units and type_names of such a module, and layers if it passes
+            messages. With more than one layer a package takes `owned` of potential.py, too.
+
+    Raises:
+        TypeError: cutoff, units or type_names are missing.
+        ValueError: the path has another end, or the energies depend on more than the cutoff allows.
     """
-    path, device = Path(path), torch.device(device)
+    path = Path(path)
+    device = torch.device(device)
     if path.suffix not in (".pt", ".pt2"):
         raise ValueError(f"expected a path that ends in .pt or .pt2, got {path}")
-    needed = {"cutoff", "units", "type_names"}
-    is_ours = not about_energies and all(hasattr(model, name) for name in needed)
-    if not is_ours:
-        missing = needed - about_energies.keys()
+    names = {"cutoff", "units", "type_names"}
+    is_potential = not about_energies and all(hasattr(model, name) for name in names)
+    if not is_potential:
+        missing = names - about_energies.keys()
         if missing:
             raise TypeError(
                 "expected cutoff, units and type_names of a module, "
@@ -60,8 +77,8 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
         model = potential_of(model, **about_energies)
     model = copy.deepcopy(model).requires_grad_(False).eval()
     in_float64 = copy.deepcopy(model).to(device, torch.float64)
-    check_cutoff(in_float64, device, is_smooth=not is_ours)
-    if not is_ours:
+    check_cutoff(in_float64, device, is_smooth=not is_potential)
+    if not is_potential:
         check_layers(in_float64, device)
     model = model.to(device, dtype)
     layers = getattr(model, "layers", 1)
@@ -69,24 +86,15 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
     if path.suffix == ".pt2":
         if edge_order is None:
             edge_order = device.type == "cuda" and "edge_order" in arguments
-        arguments = (
-            ["types", "list_neigh", "Rij"] + ["edge_order"] * edge_order + ["owned"] * (layers > 1)
-        )
-    about = {"cutoff": model.cutoff, "units": model.units, "type_names": " ".join(model.type_names)}
-    about |= {
-        "layers": layers,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": device,
-        "inputs": " ".join(arguments),
-    }
-    about |= {"neighbors": model.neighbors} if hasattr(model, "neighbors") else {}
-    about |= {"block_slots": getattr(model, "block_slots", kBlockSlots)}
-    about = {key: str(value) for key, value in about.items()}
+        order = ["edge_order"] if edge_order else []
+        owned = ["owned"] if layers > 1 else []
+        arguments = ["types", "list_neigh", "Rij", *order, *owned]
+    about = metadata_of(model, dtype, device, arguments)
     if path.suffix == ".pt":
         with quietly():
             torch.jit.save(torch.jit.script(model), path, _extra_files=about)
-    elif path.suffix == ".pt2":
-        # Threads: as many as where it runs, not as where it was made.
+    else:
+        # The number of threads is that of the host, not of the machine that made the package.
         configs = {"aot_inductor.metadata": about, "cpp.dynamic_threads": True}
         program = export(model, dtype, device, arguments)
         with quietly():
@@ -95,36 +103,57 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
             )
 
 
+def metadata_of(model, dtype, device, arguments):
+    """Return the strings that a file holds beside its model."""
+    about = {
+        "cutoff": model.cutoff,
+        "units": model.units,
+        "type_names": " ".join(model.type_names),
+        "layers": getattr(model, "layers", 1),
+        "block_slots": getattr(model, "block_slots", kBlockSlots),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device,
+        "inputs": " ".join(arguments),
+    }
+    if hasattr(model, "neighbors"):
+        about["neighbors"] = model.neighbors
+    return {key: str(value) for key, value in about.items()}
+
+
 @contextlib.contextmanager
 def quietly():
-    """Keeps PyTorch from warning that TorchScript is deprecated, which
-    ../aot_inductor_force/README.md says, and that a machine with a CUDA toolkit has no GPU, which a
-    package for the CPU does not need.
+    """Suppress two warnings of PyTorch.
+
+    One says that TorchScript is deprecated, as ../aot_inductor_force/README.md does. The other says
+    that a machine with a CUDA toolkit has no GPU, which a package for the CPU does not need.
     """
     logger = logging.getLogger("torch.utils.cpp_extension")
 
-    def needed(record):
+    def is_needed(record):
         return "No CUDA runtime" not in record.getMessage()
 
-    logger.addFilter(needed)
+    logger.addFilter(is_needed)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated")
             yield
     finally:
-        logger.removeFilter(needed)
+        logger.removeFilter(is_needed)
 
 
 def export(model, dtype, device, arguments):
-    """Export a model whose frames, atoms, ghosts and slots may be any number."""
+    """Return the exported program of a model, for any number of frames, atoms, ghosts and slots."""
 
     def from_tensors(types, list_neigh, Rij, *others):
         nghost = types.shape[0] - list_neigh.shape[1]
-        return model(types, list_neigh, Rij, nghost, **dict(zip(arguments[3:], others)))
+        options = dict(zip(arguments[3:], others))
+        return model(types, list_neigh, Rij, nghost, **options)
 
-    # These are sizes only. No two may be equal, and none may equal a fixed one such as the 3 of
-    # x, y, z: they would be one symbol.
-    frames, natoms, nghost, slots = 2, 7, 11, 5
+    # Equal sizes would be one symbol. So no two are equal, and none equals the 3 of x, y, z.
+    frames = 2
+    natoms = 7
+    nghost = 11
+    slots = 5
     list_neigh = torch.zeros(frames, natoms, slots, dtype=torch.int64, device=device)
     examples = {
         "types": torch.zeros(natoms + nghost, dtype=torch.int64, device=device),
@@ -134,31 +163,44 @@ def export(model, dtype, device, arguments):
         "owned": torch.ones(natoms, dtype=torch.bool, device=device),
     }
     example = tuple(examples[name] for name in arguments)
-    # torch.export refuses a module that calls autograd.grad; make_fx follows it down to plain
-    # operators.
+    # torch.export refuses a module that calls autograd.grad. make_fx writes it as plain operators.
     graph = make_fx(from_tensors, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
-    one, pairs = {0: Dim.DYNAMIC}, {0: Dim.DYNAMIC, 1: Dim.DYNAMIC, 2: Dim.DYNAMIC}
-    order = {0: Dim.AUTO, 1: Dim.AUTO}
-    dynamic = {"types": one, "list_neigh": pairs, "Rij": pairs, "edge_order": order, "owned": one}
-    return torch.export.export(
-        graph, example, dynamic_shapes=tuple(dynamic[name] for name in arguments)
-    )
+    pairs = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC, 2: Dim.DYNAMIC}
+    dynamic = {
+        "types": {0: Dim.DYNAMIC},
+        "list_neigh": pairs,
+        "Rij": pairs,
+        "edge_order": {0: Dim.AUTO, 1: Dim.AUTO},
+        "owned": {0: Dim.DYNAMIC},
+    }
+    shapes = tuple(dynamic[name] for name in arguments)
+    return torch.export.export(graph, example, dynamic_shapes=shapes)
 
 
 def order_of(list_neigh, nghost):
-    """The edge_order of potential.py for a list."""
+    """Return the edge_order of potential.py for a list [B, n, K]."""
     natoms = list_neigh.shape[1] + nghost
     return calcops_jit.edge_order(edges(list_neigh, natoms), list_neigh.shape[0] * natoms)
 
 
 def load(path, device="cpu"):
-    """What save() wrote; an archive goes to `device`, a package is bound to its own."""
+    """Return the Package that save() wrote to a file.
+
+    Args:
+        path: of the file.
+        device: of an archive. A package is bound to its own.
+
+    Raises:
+        ValueError: save() did not write the file.
+    """
     return Package(Path(path).absolute(), device)
 
 
 class Package:
-    """A function of (types, list_neigh, Rij, nghost) with cutoff, units, type_names, dtype and
-    device. A pickle or a copy of it holds the path and opens the file again.
+    """A saved model: a function of (types, list_neigh, Rij, nghost).
+
+    Its attributes are cutoff, units, type_names, dtype and device. A pickle or a copy of it holds
+    the path, and opens the file again.
     """
 
     skips_far_pairs = True  # beyond the cutoff, so that callers need not
@@ -171,25 +213,25 @@ class Package:
             about = self.run.loader.get_metadata()
             self.device = about["device"]
         else:
-            about = dict.fromkeys(
-                ("cutoff", "units", "type_names", "layers", "block_slots", "dtype", "inputs"), ""
-            )
+            names = ["cutoff", "units", "type_names", "layers", "block_slots", "dtype", "inputs"]
+            about = dict.fromkeys(names, "")  # torch.jit.load fills it
             try:
                 with quietly():
-                    self.run, self.device = (
-                        torch.jit.load(path, device, _extra_files=about),
-                        str(device),
-                    )
+                    self.run = torch.jit.load(path, device, _extra_files=about)
             except RuntimeError as error:
                 raise ValueError(
                     "expected a model that save() wrote, "
                     f"got {path}, perhaps a checkpoint of torch.save"
                 ) from error
+            self.device = str(device)
             about = {key: value.decode() for key, value in about.items()}
-        self.cutoff, self.units = float(about["cutoff"]), about["units"]
-        self.type_names, self.dtype = about["type_names"].split(), getattr(torch, about["dtype"])
-        self.layers, self.inputs = int(about.get("layers") or 1), about["inputs"].split()
+        self.cutoff = float(about["cutoff"])
+        self.units = about["units"]
+        self.type_names = about["type_names"].split()
+        self.dtype = getattr(torch, about["dtype"])
+        self.layers = int(about.get("layers") or 1)
         self.block_slots = int(about.get("block_slots") or kBlockSlots)
+        self.inputs = about["inputs"].split()
 
     def __call__(self, types, list_neigh, Rij, nghost=0, **options):
         """Return the results of potential.py's `forward`, whose arguments these are.

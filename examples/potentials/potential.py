@@ -1,6 +1,6 @@
 """The interface by which every host of CalcOps calls a potential.
 
-A subclass says what the energy of an atom is.
+A subclass defines the energy of an atom. Lengths and energies have the units of the potential.
 """
 
 import torch
@@ -9,7 +9,7 @@ import calcops_jit  # noqa: F401 - brings torch.ops.calcops
 
 
 def describe(planes):
-    """Ri [B,n,K,4] = (r, x, y, z) of each pair; planes [3,B,K,n]: x, y and z."""
+    """Return Ri [B, n, K, 4] = (r, x, y, z) of each pair, from planes [3, B, K, n] of x, y, z."""
     x, y, z = planes.unbind(0)
     r2 = x * x + y * y + z * z
     # Where r = 0, its derivative is 0, not NaN.
@@ -18,48 +18,63 @@ def describe(planes):
 
 
 def edges(list_neigh, natoms: int):
-    """edge_index [2,BKn] of all frames' slots, the first slots of a frame's atoms first; atom a of
-    frame b is b natoms + a; -1 as neighbour: empty slot. An entry that names no atom of its frame
-    stays one that the operators refuse.
+    """Return edge_index [2, B K n], an edge for each slot of a list [B, n, K].
+
+    The first slots of a frame's atoms come first. Atom a of frame b has the number b natoms + a. An
+    empty slot has the neighbour -1. An entry that names no atom of its frame becomes one that the
+    operators refuse.
     """
     B, n, K = list_neigh.shape
     first = torch.arange(B, device=list_neigh.device).view(B, 1, 1) * natoms
     centre = first + torch.arange(n, device=list_neigh.device)
-    named = list_neigh.mT
-    neighbour = torch.where((named >= 0) & (named < natoms), named + first, named)
-    neighbour = torch.where(named >= natoms, B * natoms, neighbour)
+    entry = list_neigh.mT
+    neighbour = torch.where((entry >= 0) & (entry < natoms), entry + first, entry)
+    neighbour = torch.where(entry >= natoms, B * natoms, neighbour)
     return torch.stack([centre.expand(B, K, n), neighbour]).flatten(1)
 
 
 class Potential(torch.nn.Module):
-    """cutoff: a length; units: LAMMPS's name, "metal" (eV, Angstrom) or "lj"; type_names: what
-    types 0, 1, ... are; layers: how many cutoffs away an atom may be that the energy of an atom
-    depends on.
+    """Energies of atoms, with forces, virial and per-atom virial by edge_force_virial.
 
-    It is also a class that torch.jit.script compiles, hence torch.ops in place of
-    calcops_jit.edge_force_virial.
+    torch.jit.script compiles this class, too, hence torch.ops in place of calcops_jit.
+
+    Args:
+        cutoff: a length.
+        units: LAMMPS's name of the units, "metal" (eV, Angstrom) or "lj".
+        type_names: the names of the types 0, 1, ..., such as chemical symbols.
+        layers: the distance, in cutoffs, of the farthest atoms on which an atom's energy depends.
     """
 
     def __init__(self, cutoff: float, units: str, type_names: list[str], layers: int = 1):
         super().__init__()
-        self.cutoff, self.units, self.type_names, self.layers = cutoff, units, type_names, layers
+        self.cutoff = cutoff
+        self.units = units
+        self.type_names = type_names
+        self.layers = layers
 
     def atom_energies(self, types, list_neigh, Ri):
-        """[B,n] from Ri [B,n,K,4] = (r, x, y, z); a slot with r >= cutoff adds 0, not NaN."""
+        """Return the energies [B, n] of atoms from Ri [B, n, K, 4] = (r, x, y, z).
+
+        A slot with r >= cutoff adds 0, not NaN.
+        """
         raise NotImplementedError
 
     def energies(self, types, list_neigh, planes, nghost: int):
-        """What forward differentiates: atom_energies."""
+        """Return the energies [B, n] that forward differentiates: atom_energies."""
         return self.atom_energies(types, list_neigh, describe(planes))
 
     def neighbour_types(self, types, list_neigh):
-        """[B,n,K]; 0 in an empty slot."""
-        rows = types.expand(list_neigh.shape[0], types.shape[-1])
-        found = rows.gather(1, list_neigh.long().clamp(min=0).flatten(1)).view_as(list_neigh)
-        return found.where(list_neigh >= 0, 0)
+        """Return the type of the neighbour in each slot [B, n, K]; 0 in an empty slot."""
+        types_of_frames = types.expand(list_neigh.shape[0], types.shape[-1])
+        neighbours = list_neigh.long().clamp(min=0)
+        types_of_slots = types_of_frames.gather(1, neighbours.flatten(1)).view_as(list_neigh)
+        return types_of_slots.where(list_neigh >= 0, 0)
 
     def of_pairs(self, table, types, list_neigh):
-        """Rows of table [T,T,p] for the types of each pair [B,n,K,p]; one type has a single row."""
+        """Return the row of a table [T, T, p] for the types of each pair: [B, n, K, p], or [p].
+
+        With one type, all pairs have the single row.
+        """
         if table.shape[0] == 1:
             return table[0, 0]
         centre = types[..., : list_neigh.shape[1]].expand(list_neigh.shape[:2])
@@ -75,22 +90,32 @@ class Potential(torch.nn.Module):
         edge_order: torch.Tensor | None = None,
         owned: torch.Tensor | None = None,
     ):
-        """types [n+nghost] or [B,n+nghost], int64; list_neigh [B,n,K], -1: empty slot; Rij
-        [B,n,K,3] = r_j - r_i -> energy [B], atom_energy [B,n], force [B,n+nghost,3], virial
-        [B,3,3], atom_virial [B,n+nghost,3,3]
+        """Compute energies, forces and virials.
 
-        The list is full: each pair is in the rows of both its atoms. Pairs beyond the cutoff count
-        for nothing. create_graph keeps all of it differentiable, for Rij and parameters; otherwise
-        the results are detached. edge_order, what order_of in package.py makes of a list, saves
-        CUDA time while it lives. owned [n], bool: of a part of a system, whose energies count; the
-        other rows are there for messages to pass, their energies are 0.
+        Args:
+            types: [n + nghost] or [B, n + nghost], int64.
+            list_neigh: [B, n, K], -1 in empty slots. The list is full: each pair is in the rows of
+                both its atoms. Pairs beyond the cutoff count for nothing.
+            Rij: [B, n, K, 3], r_j - r_i. Empty slots may hold anything.
+            nghost: the number of ghosts, which have no rows.
+            create_graph: True keeps the results differentiable, with respect to Rij and parameters.
+                Otherwise they are detached.
+            edge_order: calcops_jit.edge_order of edges(list_neigh, n + nghost). It saves CUDA time
+                as long as the list stays the same.
+            owned: [n], bool: the atoms whose energies count, of a part of a system. The energies of
+                the others are 0. Their rows let messages pass.
+
+        Returns:
+            energy [B], atom_energy [B, n], force [B, n + nghost, 3], virial [B, 3, 3], atom_virial
+            [B, n + nghost, 3, 3].
         """
         if not create_graph:
             Rij = Rij.detach()
-        # Atom after atom in memory, so that a compiler's vectors are full where rows are short.
-        # Empty slots may hold anything.
-        named = list_neigh.mT >= 0
-        planes = torch.stack([torch.where(named, x.mT, 2 * self.cutoff) for x in Rij.unbind(-1)])
+        # Atoms follow one another in memory: a compiler's vectors are full even if rows are short.
+        is_filled = list_neigh.mT >= 0
+        planes = torch.stack(
+            [torch.where(is_filled, x.mT, 2 * self.cutoff) for x in Rij.unbind(-1)]
+        )
         if not planes.requires_grad:
             planes.requires_grad_()
         atom_energy = self.energies(types, list_neigh, planes, nghost)
@@ -99,8 +124,10 @@ class Potential(torch.nn.Module):
         gradient = torch.autograd.grad([atom_energy.sum()], [planes], create_graph=create_graph)[0]
         assert gradient is not None  # for torch.jit.script
         if not create_graph:
-            atom_energy, planes = atom_energy.detach(), planes.detach()
-        B, natoms = list_neigh.shape[0], list_neigh.shape[1] + nghost
+            atom_energy = atom_energy.detach()
+            planes = planes.detach()
+        B = list_neigh.shape[0]
+        natoms = list_neigh.shape[1] + nghost
         frame = torch.arange(B, device=Rij.device).unsqueeze(1).expand(B, natoms).flatten()
         force, virial, atom_virial = torch.ops.calcops.edge_force_virial(
             edges(list_neigh, natoms),
@@ -111,5 +138,6 @@ class Potential(torch.nn.Module):
             nframes=B,
             edge_order=edge_order,
         )
-        force, atom_virial = force.view(B, natoms, 3), atom_virial.view(B, natoms, 3, 3)
+        force = force.view(B, natoms, 3)
+        atom_virial = atom_virial.view(B, natoms, 3, 3)
         return atom_energy.sum(-1), atom_energy, force, virial, atom_virial
