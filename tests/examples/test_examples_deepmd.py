@@ -23,7 +23,8 @@ for module in ("ase", "vesin"):
 
 from ase import Atoms  # noqa: E402
 from calcops.ase.calculator import CalcOps, NeighbourList  # noqa: E402
-from calcops.deepmd.import_deepmd import DeepPotential, arrays, load, read, save_npz  # noqa: E402
+from calcops.deepmd.formats import read  # noqa: E402
+from calcops.deepmd.import_deepmd import DeepPotential, arrays, load, save_npz  # noqa: E402
 from calcops.potentials import package  # noqa: E402
 from calcops.train.trainer import Trainer  # noqa: E402
 
