@@ -84,7 +84,8 @@ def test_doctor_names_the_flag_and_says_where_the_processor_is_not_told(arm):
     }
     arm("processor\t: 0\n")
     finding = doctor._processor()
-    assert finding.verdict == "note" and finding.fix == "export CALCOPS_CFLAGS=-mcpu=<its name>"
+    assert finding.verdict == "note"
+    assert finding.fix == "export CALCOPS_CFLAGS=-mcpu=<its name>"
 
 
 @pytest.mark.parametrize("target, version", [("x86_64-linux", "13.2"), ("sbsa-linux", "13.1")])

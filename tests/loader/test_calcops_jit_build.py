@@ -48,19 +48,17 @@ def test_an_operator_is_its_torch_ops_handle_with_its_header_as_documentation(ch
     shutil.rmtree(checkout.path / "ops")
     checkout.write("ops/twice/twice.cpp", OPERATOR)
     header = checkout.write("ops/twice/twice.h", HEADER)
-    script = (
-        "import calcops_jit, torch, pydoc, ctypes\n"
-        "print(calcops_jit.twice is torch.ops.calcops.twice, "
-        "calcops_jit.twice(torch.ones(2)).tolist())\n"
-        "print([n for n in dir(calcops_jit) if not n.startswith('__')])\n"
-        "print(calcops_jit.twice.__doc__)\n"
-        "assert 'Twice its argument.' in pydoc.render_doc(calcops_jit.twice)\n"
-        "assert 'twice' in pydoc.render_doc(calcops_jit)\n"
-        "reason = ctypes.CDLL(calcops_jit.library_path()).reason; reason.restype "
-        "= ctypes.c_char_p\n"
-        "print(reason().decode())\n"
-        "calcops_jit.thrice"
-    )
+    script = """
+import calcops_jit, torch, pydoc, ctypes
+print(calcops_jit.twice is torch.ops.calcops.twice, calcops_jit.twice(torch.ones(2)).tolist())
+print([n for n in dir(calcops_jit) if not n.startswith('__')])
+print(calcops_jit.twice.__doc__)
+assert 'Twice its argument.' in pydoc.render_doc(calcops_jit.twice)
+assert 'twice' in pydoc.render_doc(calcops_jit)
+reason = ctypes.CDLL(calcops_jit.library_path()).reason; reason.restype = ctypes.c_char_p
+print(reason().decode())
+calcops_jit.thrice
+"""
     expected = (
         "True [2.0, 2.0]\n"
         "['BuildError', 'Library', 'library_path', 'load', 'reload', 'twice', 'watch']\n"
@@ -74,7 +72,8 @@ def test_an_operator_is_its_torch_ops_handle_with_its_header_as_documentation(ch
     )
     header.unlink()  # no unit includes it: the text comes from the manifest
     warm = checkout.run(script, CALCOPS_CUDA="0")
-    assert warm.out == expected and "building" not in warm.err
+    assert warm.out == expected
+    assert "building" not in warm.err
 
 
 def test_load_gives_the_operators_of_any_source_and_takes_torchs_options(checkout, tmp_path):
@@ -85,19 +84,19 @@ def test_load_gives_the_operators_of_any_source_and_takes_torchs_options(checkou
         "int64_t scaled(int64_t x) { return x * VALUE * FACTOR; }\n"
         'TORCH_LIBRARY(TORCH_EXTENSION_NAME, m) { m.def("scaled", &scaled); }\n'
     )
-    script = (
-        "import calcops_jit, torch\n"
-        f"options = dict(extra_cflags=['-DFACTOR=5'], extra_include_paths=[{str(include)!r}])\n"
-        "mine = calcops_jit.load('mine', ['mine.cpp'], **options)\n"
-        "assert calcops_jit.load('mine', 'mine.cpp', **options) is mine\n"
-        "print(mine.scaled(3), torch.ops.mine.scaled(4), list(mine.operators), "
-        "mine.path.endswith('/mine.so'))\n"
-    )
+    script = f"""
+import calcops_jit, torch
+options = dict(extra_cflags=['-DFACTOR=5'], extra_include_paths=[{str(include)!r}])
+mine = calcops_jit.load('mine', ['mine.cpp'], **options)
+assert calcops_jit.load('mine', 'mine.cpp', **options) is mine
+print(mine.scaled(3), torch.ops.mine.scaled(4), list(mine.operators), mine.path.endswith('/mine.so'))
+"""
     child = checkout.run(script, cwd=tmp_path, CALCOPS_BUILD="0")
     assert (child.code, child.out) == (0, "30 40 ['scaled'] True\n"), child.err
     checkout.compiled()
     again = checkout.run(script, cwd=tmp_path, CALCOPS_BUILD="0")
-    assert (again.out, again.err, checkout.compiled()) == (child.out, "", 0)
+    assert (again.out, again.err) == (child.out, "")
+    assert checkout.compiled() == 0
 
 
 def test_sources_of_one_basename_do_not_overwrite_each_others_object(checkout):
@@ -129,11 +128,14 @@ def test_ninja_is_found_when_only_python_is_called(checkout):
 @pytest.mark.parametrize("words", ["env {}", "{} -m64", "env '{}' -DQUOTED='a b'"])
 def test_cxx_may_have_several_words(checkout, words):
     words = words.format(checkout.compiler)
-    assert (checkout.answer(CXX=words), checkout.compiled()) == (1, 1)
-    assert (checkout.answer(CXX=words), checkout.compiled()) == (1, 0)
+    assert checkout.answer(CXX=words) == 1
+    assert checkout.compiled() == 1
+    assert checkout.answer(CXX=words) == 1
+    assert checkout.compiled() == 0
     with open(checkout.compiler, "a") as script:
         script.write("# a new release\n")
-    assert (checkout.answer(CXX=words), checkout.compiled()) == (1, 1)
+    assert checkout.answer(CXX=words) == 1
+    assert checkout.compiled() == 1
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -142,15 +144,19 @@ def test_cxx_may_have_several_words(checkout, words):
 def failure(checkout, **environment) -> list[str]:
     child = checkout.run(
         (
-            "import calcops_jit\ntry: calcops_jit.anything\n"
-            "except calcops_jit.BuildError as error: print(error)\n"
+            """
+import calcops_jit
+try: calcops_jit.anything
+except calcops_jit.BuildError as error: print(error)
+"""
         ),
         **environment,
     )
     assert child.code == 0, child.err
     lines = child.out.splitlines()
     assert child.err.endswith(child.out)  # said once at the import, too
-    assert 2 <= len(lines) <= 12 and lines[0].startswith("cannot build calcops")
+    assert 2 <= len(lines) <= 12
+    assert lines[0].startswith("cannot build calcops")
     if lines[-1].startswith("  log: "):
         assert Path(lines.pop().removeprefix("  log: ")).read_text()
     return lines
@@ -160,7 +166,8 @@ def test_a_compile_error_names_file_line_and_remedy(checkout):
     source = checkout.write("ops/tiny/tiny.cpp", "int f() {\n  return undeclared;\n}\n")
     lines = failure(checkout)
     assert lines[0] == f"cannot build calcops: error at {source}:2:10"
-    assert lines[1].startswith(f"  {source}:2:10: error: ") and "undeclared" in lines[1]
+    assert lines[1].startswith(f"  {source}:2:10: error: ")
+    assert "undeclared" in lines[1]
     assert "return undeclared;" in lines[2]
     assert lines[-1] == f"  fix: correct {source}:2:10"
 
@@ -203,8 +210,10 @@ def test_load_works_although_the_own_operators_cannot_be_built(checkout, tmp_pat
         'extern "C" __attribute__((visibility("default"))) int answer() { return 6; }\n'
     )
     child = checkout.run(
-        "import calcops_jit, ctypes\nprint(ctypes.CDLL(calcops_jit.load('other', "
-        f"{str(source)!r}).path).answer())\n"
+        f"""
+import calcops_jit, ctypes
+print(ctypes.CDLL(calcops_jit.load('other', {str(source)!r}).path).answer())
+"""
     )
     assert (child.code, child.out) == (0, "6\n")
     assert "error: #error broken" in child.err
@@ -253,7 +262,9 @@ def test_a_cpu_build_of_torch_never_builds_cuda(monkeypatch):
     monkeypatch.setenv("CALCOPS_CUDA", "1")
     monkeypatch.setattr(torch.version, "cuda", None)
     choice = cuda.choose()
-    assert not choice.build and choice.fatal and choice.fix.startswith("pip install")
+    assert not choice.build
+    assert choice.fatal
+    assert choice.fix.startswith("pip install")
 
 
 def test_hidden_gpus_are_not_visible(monkeypatch):
@@ -299,4 +310,5 @@ def test_the_cuda_operators_compile_and_link_for_sm_80_and_sm_90():
 def test_every_unit_under_ops_is_built():
     units = {Path(s).relative_to(HERE / "ops").as_posix() for s in requests.own().sources}
     there = {p.relative_to(HERE / "ops").as_posix() for p in (HERE / "ops").rglob("*.cpp")}
-    assert there <= units and not {u for u in units - there if not u.endswith(".cu")}
+    assert there <= units
+    assert not {u for u in units - there if not u.endswith(".cu")}

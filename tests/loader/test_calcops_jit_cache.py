@@ -16,12 +16,15 @@ from _calcops_jit.request import Request
     "damage", ["truncated", "empty", "one byte", "folder", "fifo", "loop", "gone", "foreign"]
 )
 def test_a_damaged_library_is_rebuilt_and_never_loaded(checkout, damage):
-    assert (checkout.answer(), checkout.compiled()) == (1, 1)
+    assert checkout.answer() == 1
+    assert checkout.compiled() == 1
     (library,) = checkout.libraries()
     spoil(library, damage)
-    assert checkout.answer() == 1 and checkout.run().err == ""
+    assert checkout.answer() == 1
+    assert checkout.run().err == ""
     checkout.compiled()
-    assert (checkout.answer(), checkout.compiled()) == (1, 0)
+    assert checkout.answer() == 1
+    assert checkout.compiled() == 0
 
 
 @pytest.mark.parametrize("part", ["manifest", "unit.o"])
@@ -38,7 +41,8 @@ def test_a_damaged_manifest_or_object_is_made_again(checkout, part, damage):
     for library in checkout.libraries():
         library.unlink()
     checkout.compiled()
-    assert (checkout.answer(), checkout.compiled()) == (1, 1)
+    assert checkout.answer() == 1
+    assert checkout.compiled() == 1
     assert checkout.run().err == ""
 
 
@@ -54,7 +58,8 @@ def test_where_the_cache_cannot_be_written_a_private_folder_serves_with_one_warn
     )
     assert folder.stat().st_mode & 0o777 == 0o700
     again = checkout.run(**environment)
-    assert (again.code, again.out, again.err, checkout.compiled()) == (0, "1\n", "", 1)
+    assert (again.code, again.out, again.err) == (0, "1\n", "")
+    assert checkout.compiled() == 1
 
 
 def test_a_read_only_cache_is_a_second_level_and_is_not_written_to(checkout, tmp_path):
@@ -63,10 +68,12 @@ def test_a_read_only_cache_is_a_second_level_and_is_not_written_to(checkout, tmp
     before = {path: path.stat().st_mtime_ns for path in shared.rglob("*")}
     checkout.compiled()
     readonly = f"/nowhere:{shared}"
-    assert (checkout.answer(CALCOPS_CACHE_READONLY=readonly), checkout.compiled()) == (1, 0)
+    assert checkout.answer(CALCOPS_CACHE_READONLY=readonly) == 1
+    assert checkout.compiled() == 0
     assert not checkout.cache.exists()
     checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
-    assert (checkout.answer(CALCOPS_CACHE_READONLY=readonly), checkout.compiled()) == (2, 1)
+    assert checkout.answer(CALCOPS_CACHE_READONLY=readonly) == 2
+    assert checkout.compiled() == 1
     assert len(checkout.libraries()) == 1
     assert {path for path in shared.rglob("*")} == before.keys()
 

@@ -63,7 +63,10 @@ def test_a_build_removes_what_was_not_used_for_longest_and_never_what_a_process_
     size = sum(entry.size for entry in bounds.entries(str(checkout.cache)))
     # One library and one object too many.
     newest = build(checkout, 4, 0, CALCOPS_CACHE_SIZE=str(size))
-    assert held.exists() and not old.exists() and recent.exists() and newest.exists()
+    assert held.exists()
+    assert not old.exists()
+    assert recent.exists()
+    assert newest.exists()
     child.kill()
     child.wait()
     assert prune(checkout, 0) > 0
@@ -107,17 +110,19 @@ def test_a_library_that_was_exchanged_for_another_is_held_too(checkout):
     first = build(checkout, 1, 3)
     header = checkout.path / "ops/tiny/tiny.h"
     child = checkout.start(
-        "import calcops_jit, time\nfrom pathlib import Path\n"
-        f"Path({str(header)!r}).write_text('#define ANSWER 2')\n"
-        "print(calcops_jit.reload(), flush=True)\ntime.sleep(60)"
+        f"""
+import calcops_jit, time
+from pathlib import Path
+Path({str(header)!r}).write_text('#define ANSWER 2')
+print(calcops_jit.reload(), flush=True)
+time.sleep(60)
+"""
     )
     wait_for(lambda: child.out, 120.0)
     assert child.out == "['calcops']\n", child.err
     prune(checkout, 0)
-    assert (
-        first in {library.parent for library in checkout.libraries()}
-        and len(checkout.libraries()) == 2
-    )
+    assert first in {library.parent for library in checkout.libraries()}
+    assert len(checkout.libraries()) == 2
     child.kill()
     child.wait()
     prune(checkout, 0)
@@ -131,7 +136,8 @@ def test_a_warm_import_does_not_look_after_the_cache(checkout):
         CALCOPS_CACHE_SIZE="0",
     )
     assert child.out == "False\n"
-    assert checkout.answer() == 1 and checkout.compiled() == 1
+    assert checkout.answer() == 1
+    assert checkout.compiled() == 1
 
 
 @pytest.mark.parametrize(
@@ -159,4 +165,5 @@ def test_a_wrong_bound_is_refused_before_anything_is_built(checkout):
         "  expected such as 500M or 2G, got 'two'\n"
         "  fix: export CALCOPS_CACHE_SIZE=2G\n",
     )
-    assert checkout.compiled() == 0 and checkout.libraries() == []
+    assert checkout.compiled() == 0
+    assert checkout.libraries() == []

@@ -37,7 +37,8 @@ def compiling(checkout) -> bool:
 
 def test_sources_on_a_disk_whose_clock_is_ahead_are_built_once(checkout):
     child = checkout.run(AHEAD + CALL)
-    assert (child.code, child.out, checkout.compiled()) == (0, "1\n", 1), child.err
+    assert (child.code, child.out) == (0, "1\n"), child.err
+    assert checkout.compiled() == 1, child.err
     child = checkout.run(AHEAD + CALL)
     assert (child.code, child.out, child.err) == (0, "1\n", "")
 
@@ -54,7 +55,8 @@ def test_what_was_saved_during_its_compile_is_compiled_again_whatever_its_clock_
     checkout.write("ops/tiny/tiny.h", "#define ANSWER 5\n")
     checkout.slow.unlink()
     child.wait()
-    assert (child.code, child.out, checkout.compiled()) == (0, "5\n", 2), child.err
+    assert (child.code, child.out) == (0, "5\n"), child.err
+    assert checkout.compiled() == 2, child.err
 
 
 def test_a_header_that_nobody_foresaw_is_compiled_again_where_only_its_clock_could_tell(checkout):
@@ -66,7 +68,8 @@ def test_a_header_that_nobody_foresaw_is_compiled_again_where_only_its_clock_cou
     checkout.write("ops/tiny/tiny.h", "#define ANSWER 5\n")
     checkout.slow.unlink()
     child.wait()
-    assert (child.code, child.out, checkout.compiled()) == (0, "5\n", 2), child.err
+    assert (child.code, child.out) == (0, "5\n"), child.err
+    assert checkout.compiled() == 2, child.err
 
 
 def test_a_header_that_came_before_another_while_that_was_compiled_is_seen(checkout):
@@ -78,7 +81,8 @@ def test_a_header_that_came_before_another_while_that_was_compiled_is_seen(check
     then = f'{real.removeprefix("exec ")} || exit; case "$*" in *" -c "*) {make};; esac'
     checkout.compiler.write_text(text.replace(real, then))
     child = checkout.run()
-    assert (child.code, child.out, checkout.compiled()) == (0, "7\n", 2), child.err
+    assert (child.code, child.out) == (0, "7\n"), child.err
+    assert checkout.compiled() == 2, child.err
 
 
 # Whether less or more time passed between two looks than a clock takes to tick, however busy this
@@ -100,38 +104,41 @@ def test_a_stat_counts_once_it_was_seen_twice_with_time_between(checkout):
     assert checkout.run(BEHIND + SOON + CALL).out == "1\n"
     manifest = next(path for path in checkout.cache.glob("calcops-*/*/manifest"))
     young = manifest.read_bytes()
-    assert checkout.run(BEHIND + SOON + CALL).out == "1\n" and manifest.read_bytes() == young
-    assert checkout.run(BEHIND + LATER + CALL).out == "1\n" and manifest.read_bytes() != young
+    assert checkout.run(BEHIND + SOON + CALL).out == "1\n"
+    assert manifest.read_bytes() == young
+    assert checkout.run(BEHIND + LATER + CALL).out == "1\n"
+    assert manifest.read_bytes() != young
     settled = manifest.read_bytes()
-    assert checkout.run(BEHIND + LATER + CALL).out == "1\n" and manifest.read_bytes() == settled
+    assert checkout.run(BEHIND + LATER + CALL).out == "1\n"
+    assert manifest.read_bytes() == settled
 
 
 # ---- the process that asks -----------------------------------------------------------------------
 
 
 def test_a_build_leaves_the_environment_alone_and_bears_that_others_change_it(checkout):
-    script = (
-        "import os, sys, threading\n"
-        "before, done, seen = dict(os.environ), threading.Event(), []\n"
-        "def others():\n"
-        "    while not done.is_set():\n"
-        "        for i in range(50): os.environ[f'OTHER_{i}'] = '1'\n"
-        "        for i in range(50): os.environ.pop(f'OTHER_{i}')\n"
-        "def watch():\n"
-        "    while not done.is_set():\n"
-        "        names = [name for name in list(os.environ) if not name.startswith('OTHER_')]\n"
-        "        now = {name: os.environ.get(name) for name in names}\n"
-        "        if now != before: seen.append(now)\n"
-        "threads = [threading.Thread(target=f) for f in (others, watch)]\n"
-        "sys.setswitchinterval(1e-4)\n"
-        "for thread in threads: thread.start()\n"
-        "try:\n"
-        f"    {CALL}\n"
-        "finally:\n"
-        "    done.set()\n"
-        "for thread in threads: thread.join()\n"
-        "print(seen[:1])\n"
-    )
+    script = f"""
+import os, sys, threading
+before, done, seen = dict(os.environ), threading.Event(), []
+def others():
+    while not done.is_set():
+        for i in range(50): os.environ[f'OTHER_{{i}}'] = '1'
+        for i in range(50): os.environ.pop(f'OTHER_{{i}}')
+def watch():
+    while not done.is_set():
+        names = [name for name in list(os.environ) if not name.startswith('OTHER_')]
+        now = {{name: os.environ.get(name) for name in names}}
+        if now != before: seen.append(now)
+threads = [threading.Thread(target=f) for f in (others, watch)]
+sys.setswitchinterval(1e-4)
+for thread in threads: thread.start()
+try:
+    {CALL}
+finally:
+    done.set()
+for thread in threads: thread.join()
+print(seen[:1])
+"""
     child = checkout.run(script)
     assert (child.code, child.out) == (0, "1\n[]\n"), child.err
 
@@ -143,12 +150,15 @@ def test_compilers_get_no_input_and_no_descriptors(checkout):
         text.replace("#!/bin/sh\n", f"#!/bin/sh\nls -l /proc/self/fd >> {found}\n")
     )
     kept = checkout.write("kept", "")
-    script = (
-        f"import os\nos.dup2(os.open({str(kept)!r}, os.O_RDWR), 0)\n"
-        f"os.set_inheritable(os.dup(0), True)\n{CALL}"
-    )
+    script = f"""
+import os
+os.dup2(os.open({str(kept)!r}, os.O_RDWR), 0)
+os.set_inheritable(os.dup(0), True)
+{CALL}
+"""
     assert checkout.run(script).out == "1\n"
-    assert str(kept) not in found.read_text() and "0 -> /dev/null" in found.read_text()
+    assert str(kept) not in found.read_text()
+    assert "0 -> /dev/null" in found.read_text()
 
 
 def test_every_process_of_a_build_names_its_staging_folder(checkout):
@@ -160,7 +170,8 @@ def test_every_process_of_a_build_names_its_staging_folder(checkout):
     assert checkout.answer() == 1
     marked = [line.split(" ") for line in found.read_text().splitlines() if line.startswith("/")]
     # A compile and a link.
-    assert len(marked) == 2 and all(folder == working for folder, working in marked)
+    assert len(marked) == 2
+    assert all(folder == working for folder, working in marked)
 
 
 def test_interrupting_a_build_ends_its_compilers(checkout):

@@ -116,7 +116,8 @@ def test_a_first_dimension_that_all_tensors_share_is_joined(mine, monkeypatch):
         torch.vmap(lambda r: mine.pair_energy(r, 1.0))
     )(r)
     calls = [node for node in graph.graph.nodes if "pair_energy" in str(node.target)]
-    assert len(calls) == 1 and torch.equal(graph(r), mine.pair_energy(r.flatten(), 1.0).view(5, 7))
+    assert len(calls) == 1
+    assert torch.equal(graph(r), mine.pair_energy(r.flatten(), 1.0).view(5, 7))
 
 
 def test_results_have_the_shapes_of_their_lines(mine):

@@ -32,7 +32,8 @@ def test_a_result_has_the_dimensions_that_the_arguments_have(mine, shape, gain_s
         expected = expected.squeeze(0)
     for given in (image, image.mT.contiguous().mT, image.to("meta")):
         found = mine.scaled(given, gain.to(given.device))
-        assert found.shape == expected.shape and found.is_contiguous()
+        assert found.shape == expected.shape
+        assert found.is_contiguous()
         assert given.is_meta or torch.equal(found, expected)
     assert torch.equal(mine.scaled(image, gain, [2, 4]), expected[..., :2, :4])
     opcheck(mine.scaled, (image, gain, [2, 4]), {})

@@ -71,7 +71,8 @@ def test_gdb_stops_in_a_kernel_and_shows_its_line_and_arguments(checkout):
     assert re.search(r"kernel \(atoms=21\) at \S*slow\.cpp:3", told.stdout), (
         told.stdout + told.stderr
     )
-    assert "atoms = 21" in told.stdout and "int pairs = 2 * atoms;" in told.stdout
+    assert "atoms = 21" in told.stdout
+    assert "int pairs = 2 * atoms;" in told.stdout
 
 
 def test_a_backtrace_names_the_file_and_the_function(checkout):

@@ -147,10 +147,10 @@ NO_HEADERS = "import sysconfig; sysconfig.get_path = lambda *a, real=sysconfig.g
 NO_HEADERS += "    '/nowhere' if a[0] == 'include' else real(*a, **k))\n"
 NO_NINJA = "import shutil; shutil.which = lambda name, *a, real=shutil.which, **k: (\n"
 NO_NINJA += "    None if name == 'ninja' else real(name, *a, **k))\n"
-NO_MEMORY = (
-    "import ctypes\ndef refuse(path, *_): raise OSError(f'{path}: failed to map "
-    "segment from shared object')\n"
-)
+NO_MEMORY = """
+import ctypes
+def refuse(path, *_): raise OSError(f'{path}: failed to map segment from shared object')
+"""
 NO_MEMORY += "ctypes.CDLL = refuse\n"
 
 # What is known before a compiler is started.
@@ -303,7 +303,8 @@ def test_every_message_is_short_and_every_golden_text_is_tested():
     assert GOLDEN.keys() == FORESEEN.keys() | MET.keys() | {"an old driver", "no such operator"}
     for message in GOLDEN.values():
         lines = message.splitlines()
-        assert 3 <= len(lines) <= 12 and any(line.startswith("  fix: ") for line in lines)
+        assert 3 <= len(lines) <= 12
+        assert any(line.startswith("  fix: ") for line in lines)
 
 
 # ---- what is no failure of a build ---------------------------------------------------------------
@@ -315,13 +316,13 @@ TORCH_LIBRARY(mine, m) { m.def("twice", &twice); m.def("thrice", &twice); }
 
 
 def test_an_operator_that_is_not_there_is_answered_with_those_that_are(faulty):
-    script = (
-        "import calcops_jit, torch\n"
-        "mine = calcops_jit.load('mine', 'mine.cpp')\n"
-        "assert mine.twice(2) == 4 and not hasattr(mine, 'nosuch')\n"
-        "try: mine.nosuch\n"
-        "except AttributeError as error: print(error)\n"
-    )
+    script = """
+import calcops_jit, torch
+mine = calcops_jit.load('mine', 'mine.cpp')
+assert mine.twice(2) == 4 and not hasattr(mine, 'nosuch')
+try: mine.nosuch
+except AttributeError as error: print(error)
+"""
     faulty.write("mine.cpp", OPERATOR)
     child = faulty.run(script, cwd=faulty.path, CALCOPS_BUILD="0")
     assert child.code == 0, child.err

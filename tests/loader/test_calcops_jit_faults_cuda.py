@@ -66,4 +66,5 @@ def test_nvcc_of_the_wheel_counts_as_an_nvcc(tmp_path, monkeypatch):
 def test_a_library_that_the_process_cannot_give_has_a_command(words):
     request = Request(name="mine", root="/r", sources=("/r/mine.cpp",), cflags=())
     message = str(diagnosis.explain("cannot load mine.so", words, request))
-    assert "  fix: export LD_" in message and words in message
+    assert "  fix: export LD_" in message
+    assert words in message

@@ -53,7 +53,8 @@ def answer(checkout, script: str = ANSWER, **options) -> str:
     """What the importer prints: it ends by itself, and without a traceback."""
     options.setdefault("TMPDIR", checkout.path.parent / "aside")
     child = checkout.run(script, **options)
-    assert child.code == 0 and "Traceback" not in child.err, child.err
+    assert child.code == 0, child.err
+    assert "Traceback" not in child.err, child.err
     return child.out
 
 
@@ -88,7 +89,8 @@ def test_a_full_disk_at_any_write_of_the_loader_is_survived(checkout):
         assert answer(checkout) == "1\n"
         shutil.rmtree(checkout.cache, ignore_errors=True)
         shutil.rmtree(checkout.path.parent / "aside" / f"calcops-{os.getuid()}", ignore_errors=True)
-    assert number >= 10 and results == {True, "the disk is full"}
+    assert number >= 10
+    assert results == {True, "the disk is full"}
 
 
 @as_root
@@ -129,10 +131,12 @@ def test_a_cache_that_is_mounted_noexec_is_told_and_one_that_is_read_only_serves
     assert answer(mounted) == "1\n"
     remount("ro")
     mounted.compiled()
-    assert (answer(mounted), mounted.compiled()) == ("1\n", 0)
+    assert answer(mounted) == "1\n"
+    assert mounted.compiled() == 0
     mounted.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
     child = mounted.run(ANSWER, TMPDIR=mounted.path.parent / "aside")
-    assert child.out == "2\n" and "Read-only file system; using " in child.err
+    assert child.out == "2\n"
+    assert "Read-only file system; using " in child.err
 
 
 @pytest.mark.parametrize(
@@ -183,32 +187,40 @@ def remove(path: Path) -> None:
 
 
 def test_what_a_group_may_write_is_not_loaded_but_built_anew(checkout):
-    assert (answer(checkout), checkout.compiled()) == ("1\n", 1)
+    assert answer(checkout) == "1\n"
+    assert checkout.compiled() == 1
     for path in [checkout.cache, *checkout.cache.rglob("*")]:
         path.chmod(path.stat().st_mode | 0o020)
-    assert (answer(checkout), checkout.compiled()) == ("1\n", 1)
-    assert (answer(checkout), checkout.compiled()) == ("1\n", 0)
+    assert answer(checkout) == "1\n"
+    assert checkout.compiled() == 1
+    assert answer(checkout) == "1\n"
+    assert checkout.compiled() == 0
 
 
 def test_a_umask_that_lets_the_group_write_does_no_harm(checkout):
     script = "import os; os.umask(0o002)\n" + ANSWER
-    assert (answer(checkout, script), checkout.compiled()) == ("1\n", 1)
-    assert (answer(checkout, script), checkout.compiled()) == ("1\n", 0)
+    assert answer(checkout, script) == "1\n"
+    assert checkout.compiled() == 1
+    assert answer(checkout, script) == "1\n"
+    assert checkout.compiled() == 0
 
 
 @as_root
 def test_what_belongs_to_somebody_else_is_not_loaded(checkout):
-    assert (answer(checkout), checkout.compiled()) == ("1\n", 1)
+    assert answer(checkout) == "1\n"
+    assert checkout.compiled() == 1
     for path in [checkout.cache, *checkout.cache.rglob("*")]:
         os.chown(path, ANYBODY, ANYBODY)
-    assert (answer(checkout), checkout.compiled()) == ("1\n", 1)
+    assert answer(checkout) == "1\n"
+    assert checkout.compiled() == 1
     for path in checkout.cache.glob("calcops-*/*/*"):
         os.chown(path, ANYBODY, ANYBODY)
     shared = {
         "CALCOPS_CACHE": checkout.path.parent / "other",
         "CALCOPS_CACHE_READONLY": checkout.cache,
     }
-    assert (answer(checkout, **shared), checkout.compiled()) == ("1\n", 0)  # it was named
+    assert answer(checkout, **shared) == "1\n"
+    assert checkout.compiled() == 0  # it was named
 
 
 def as_anybody(checkout, script: str = ANSWER, **options) -> tuple[str, str]:
@@ -225,7 +237,8 @@ def as_anybody(checkout, script: str = ANSWER, **options) -> tuple[str, str]:
     child = checkout.run(
         imports + become + script, TMPDIR=checkout.path.parent / "aside", **options
     )
-    assert child.code == 0 and "Traceback" not in child.err, child.err
+    assert child.code == 0, child.err
+    assert "Traceback" not in child.err, child.err
     return child.out, child.err
 
 
@@ -250,9 +263,8 @@ def test_a_cache_is_for_all_users_as_it_is_built_and_an_unreadable_one_is_named(
         slot.chmod(0o700)
     shutil.rmtree(checkout.path.parent / "aside" / "own")
     out, err = as_anybody(checkout, CXX=shutil.which("c++"), **shared)
-    assert out == "1\n" and re.match(
-        rf"calcops_jit: cannot read {checkout.cache}/\S+: Permission denied", err
-    )
+    assert out == "1\n"
+    assert re.match(rf"calcops_jit: cannot read {checkout.cache}/\S+: Permission denied", err)
     assert {path: path.stat().st_mtime_ns for path in checkout.cache.rglob("*")} == before
 
 
@@ -277,9 +289,9 @@ def test_without_home_and_passwd_entry_it_is_built_in_a_private_folder(checkout)
     }
     out, err = as_anybody(checkout, **options)
     folder = checkout.path.parent / "aside" / f"calcops-{ANYBODY}"
-    assert (
-        out == "1\n" and folder.stat().st_uid == ANYBODY and folder.stat().st_mode & 0o777 == 0o700
-    )
+    assert out == "1\n"
+    assert folder.stat().st_uid == ANYBODY
+    assert folder.stat().st_mode & 0o777 == 0o700
     assert as_anybody(checkout, **options) == ("1\n", "")
 
 
@@ -287,7 +299,8 @@ def test_without_home_and_passwd_entry_it_is_built_in_a_private_folder(checkout)
 def test_a_cache_of_somebody_else_is_left_alone_and_a_line_says_so(checkout):
     assert answer(checkout) == "1\n"
     out, err = as_anybody(checkout, CALCOPS_CACHE=checkout.cache, CXX=shutil.which("c++"))
-    assert out == "1\n" and f"cannot write {checkout.cache}: Permission denied; using " in err
+    assert out == "1\n"
+    assert f"cannot write {checkout.cache}: Permission denied; using " in err
 
 
 @as_root
@@ -297,4 +310,5 @@ def test_a_source_that_may_not_be_read_is_named(checkout):
     out, err = as_anybody(
         checkout, CALCOPS_CACHE=checkout.path.parent / "aside" / "c", CXX=shutil.which("c++")
     )
-    assert is_one_screen(out) and f"fix: chmod u+rX {source}" in out
+    assert is_one_screen(out)
+    assert f"fix: chmod u+rX {source}" in out

@@ -65,7 +65,8 @@ def built(tmp_path):
     if torch.version.cuda is None:
         pytest.skip("this PyTorch is a CPU build")
     built = CudaCheckout(tmp_path)
-    assert (built.answer(), built.compiled()) == (1, 2)
+    assert built.answer() == 1
+    assert built.compiled() == 2
     return built
 
 
@@ -96,8 +97,10 @@ def test_it_rebuilds_after_a_change_of(built, change):
     do, answer, units = CHANGES[change]
     done = do(built)
     options = done if isinstance(done, dict) else {}
-    assert (built.answer(**options), built.compiled()) == (answer, units)
-    assert (built.answer(**options), built.compiled()) == (answer, 0)
+    assert built.answer(**options) == answer
+    assert built.compiled() == units
+    assert built.answer(**options) == answer
+    assert built.compiled() == 0
 
 
 @pytest.mark.parametrize("change", NO_CHANGES)
@@ -121,7 +124,8 @@ def test_nvccs_host_compiler_is_an_input(built):
         built.compiled()
         assert (built.answer(**named), built.log.exists()) == (1, False)
         gcc.write_text(script + "# another version\n")
-        assert (built.answer(**named), built.compiled() > 0) == (1, True)
+        assert built.compiled() > 0 == True
+        assert built.answer(**named) == 1
 
 
 @pytest.mark.parametrize("named", ["PATH", "NVCC_CCBIN"])
@@ -133,7 +137,8 @@ def test_another_host_compiler_builds_anew(built, named):
     environment = (
         {"PATH": f"{gcc.parent}:{os.environ['PATH']}"} if named == "PATH" else {"NVCC_CCBIN": gcc}
     )
-    assert (built.answer(**environment), built.compiled()) == (1, 2)
+    assert built.answer(**environment) == 1
+    assert built.compiled() == 2
 
 
 # ---- without an nvcc: what is in the key, and the toolkit's files --------------------------------

@@ -96,7 +96,8 @@ def test_the_sdists_wheel_is_the_checkouts_and_it_has_the_tests(wheel, tmp_path)
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
-    assert (unpacked / "tests/reference.py").exists() and (unpacked / "Makefile").exists()
+    assert (unpacked / "tests/reference.py").exists()
+    assert (unpacked / "Makefile").exists()
     assert contents(wheel_of(unpacked, tmp_path)) == contents(wheel)
 
 
@@ -153,8 +154,14 @@ def test_type_checkers_know_the_handles_and_the_modules_own_functions(wheel, env
         (site / "torch").mkdir(exist_ok=True)
         (site / "torch" / name).write_text(text)
     (tmp_path / "user.py").write_text(
-        "import calcops_jit\nreveal_type(calcops_jit.force)\nreveal_type(calcops_jit.load)\n"
-        "reveal_type(calcops_jit.__version__)\ncalcops_jit.force('list')\ncalcops_jit.no_operator\n"
+        """
+import calcops_jit
+reveal_type(calcops_jit.force)
+reveal_type(calcops_jit.load)
+reveal_type(calcops_jit.__version__)
+calcops_jit.force('list')
+calcops_jit.no_operator
+"""
     )
     options = [
         "--python-executable",

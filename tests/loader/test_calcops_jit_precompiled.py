@@ -91,7 +91,8 @@ def checkout(tmp_path):
     )
     checkout.ask = checkout.answer
     checkout.edit(0)
-    assert checkout.ask() == 10 and not headers(checkout)
+    assert checkout.ask() == 10
+    assert not headers(checkout)
     checkout.edit(1)
     assert checkout.ask() == 11
     wait_for(lambda: headers(checkout))
@@ -112,15 +113,17 @@ def used(checkout):
 def test_the_second_edit_uses_what_the_first_one_made_and_reads_the_same_files(checkout):
     assert not used(checkout)
     checkout.edit(2)
-    assert checkout.ask() == 12 and used(checkout) and len(headers(checkout)) == 1
+    assert checkout.ask() == 12
+    assert used(checkout)
+    assert len(headers(checkout)) == 1
     with_it = json.loads(checkout.run(CLOSURE).out)
-    assert any(path.endswith("/deep.h") for path in with_it) and not any(
-        ".gch" in path for path in with_it
-    )
+    assert any(path.endswith("/deep.h") for path in with_it)
+    assert not any(".gch" in path for path in with_it)
     for header in headers(checkout):
         spoil(header, "empty")
     checkout.edit(3)
-    assert checkout.ask() == 13 and not used(checkout)
+    assert checkout.ask() == 13
+    assert not used(checkout)
     assert json.loads(checkout.run(CLOSURE).out) == with_it
 
 
@@ -145,7 +148,8 @@ def test_it_is_not_used_after_a_change_of(checkout, change):
         assert checkout.ask() == 12
         wait_for(lambda: len(headers(checkout)) == 2)
         checkout.edit(3)
-        assert checkout.ask() == 13 and used(checkout)
+        assert checkout.ask() == 13
+        assert used(checkout)
         (checkout.others / "new.h").write_text("#define FACTOR 20\n")
         assert checkout.ask() == 23
     elif change == "a header behind it":
@@ -162,13 +166,16 @@ def test_a_damaged_one_is_not_used(checkout, damage):
     for header in headers(checkout):
         spoil(header, damage)
     checkout.edit(2)
-    assert checkout.ask() == 12 and not used(checkout)
+    assert checkout.ask() == 12
+    assert not used(checkout)
 
 
 def test_a_mistake_is_told_as_without_it(checkout):
     checkout.write("ops/tiny/tiny.cpp", SOURCE.format("mistake"))
     child = checkout.run(CALL)
-    assert child.code and "tiny.cpp" in child.err and "mistake" in child.err, child.err
+    assert child.code, child.err
+    assert "tiny.cpp" in child.err, child.err
+    assert "mistake" in child.err, child.err
     checkout.edit(7)
     assert checkout.ask() == 17
 
@@ -183,9 +190,11 @@ def test_what_one_library_made_serves_the_first_build_of_another(checkout):
         return used(checkout)
 
     seen = len(headers(checkout))
-    assert not load("one", 1) and not load("one", 2)
+    assert not load("one", 1)
+    assert not load("one", 2)
     wait_for(lambda: len(headers(checkout)) > seen)
-    assert load("two", 3) and load("one", 4)
+    assert load("two", 3)
+    assert load("one", 4)
 
 
 def test_there_are_two_at_most(checkout):
@@ -219,13 +228,14 @@ def test_one_that_was_killed_leaves_nothing_and_is_made_again(checkout):
 def test_a_cache_that_goes_with_its_process_gets_none(checkout, tmp_path):
     (tmp_path / f"calcops-{os.getuid()}").touch()
     edited = SOURCE.format(2).replace("\n", "\\n").replace("{", "{{").replace("}", "}}").format()
-    script = (
-        f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
-        "import calcops_jit, time\nfrom pathlib import Path\n"
-        f"Path({str(checkout.path / 'ops/tiny/tiny.cpp')!r}).write_text('''{edited}''')\n"
-        "print(calcops_jit.reload()); time.sleep(6)\n"
-        "import atexit; atexit._run_exitfuncs()"
-    )
+    script = f"""
+import tempfile; tempfile.tempdir = {str(tmp_path)!r}
+import calcops_jit, time
+from pathlib import Path
+Path({str(checkout.path / "ops/tiny/tiny.cpp")!r}).write_text('''{edited}''')
+print(calcops_jit.reload()); time.sleep(6)
+import atexit; atexit._run_exitfuncs()
+"""
     child = checkout.run(script, CALCOPS_CACHE="/dev/null/cache", TMPDIR=tmp_path)
     assert child.out == "['calcops']\n", child.err
     assert not list(tmp_path.glob("calcops-*.*"))

@@ -158,7 +158,9 @@ half = load("half", "half.cpp")
 print(half.one(), half.two(2))
 """
     refusal, right = output(checkout, script, tmp_path)
-    assert refusal.startswith("cannot ") and refusal.endswith(" False") and right == "1 2"
+    assert refusal.startswith("cannot ")
+    assert refusal.endswith(" False")
+    assert right == "1 2"
 
 
 def test_what_was_loaded_by_torch_itself_is_taken_as_it_is_and_another_copy_of_it_is_refused(
@@ -167,15 +169,17 @@ def test_what_was_loaded_by_torch_itself_is_taken_as_it_is_and_another_copy_of_i
     (tmp_path / "ops.cpp").write_text(ONE.format("a", 1))
     script = "a = load('ops', 'ops.cpp'); print(os.fspath(a))"
     (path,) = output(checkout, script, tmp_path)
-    plain = (
-        f"torch.ops.load_library({path!r})\na = load('ops', 'ops.cpp')\n"
-        "print(torch.ops.a.one(), a.one())"
-    )
+    plain = f"""
+torch.ops.load_library({path!r})
+a = load('ops', 'ops.cpp')
+print(torch.ops.a.one(), a.one())
+"""
     assert output(checkout, plain, tmp_path) == ["1 1"]
-    after = (
-        f"a = load('ops', 'ops.cpp')\ntorch.ops.load_library({path!r})\n"
-        "print(torch.ops.a.one(), a.one())"
-    )
+    after = f"""
+a = load('ops', 'ops.cpp')
+torch.ops.load_library({path!r})
+print(torch.ops.a.one(), a.one())
+"""
     assert output(checkout, after, tmp_path) == ["1 1"]
     copied = f"import shutil; shutil.copy({path!r}, 'copy.so'); torch.ops.load_library('copy.so')\n"
     copied += "print(refused(lambda: load('ops', 'ops.cpp')).splitlines()[0], torch.ops.a.one())"
@@ -274,11 +278,9 @@ Path("stable.cpp").write_text(Path("stable.cpp").read_text() + "int more;")
 print(refused(calcops_jit.reload), library.same(torch.ones(1)).item())
 """
     first, *refusal, last = output(checkout, script, tmp_path)
-    assert (
-        first == "1.0"
-        and refusal[0] == "cannot reload stable"
-        and "STABLE_TORCH_LIBRARY" in refusal[1]
-    )
+    assert first == "1.0"
+    assert refusal[0] == "cannot reload stable"
+    assert "STABLE_TORCH_LIBRARY" in refusal[1]
     assert last == "  fix: restart Python 1.0"
 
 
@@ -334,7 +336,8 @@ print(load("first", "first.cpp").twice(x).item(), load("second", "second.cpp").o
 """
     empty = tmp_path / "cache"
     assert output(checkout, script, tmp_path, CALCOPS_CACHE=empty) == ["2.0 2"]
-    assert list(empty.glob("unit-runtime.cpp-*")) and not list(empty.glob("unit-registry.cpp-*"))
+    assert list(empty.glob("unit-runtime.cpp-*"))
+    assert not list(empty.glob("unit-registry.cpp-*"))
 
 
 def test_a_header_that_appears_in_one_project_counts_for_the_runtime_of_another(checkout, tmp_path):

@@ -81,10 +81,12 @@ def test_what_a_build_starts_while_its_folder_is_removed_is_ended_too(tmp_path, 
     ],
 )
 def test_a_folder_of_one_process_goes_with_it_or_with_the_next(tmp_path, end, left):
-    script = (
-        "import os, sys\nfrom _calcops_jit.cache import locks\n"
-        f"folder = locks.make({str(tmp_path)!r}, 'x')\n{end}"
-    )
+    script = f"""
+import os, sys
+from _calcops_jit.cache import locks
+folder = locks.make({str(tmp_path)!r}, 'x')
+{end}
+"""
     subprocess.run(
         [sys.executable, "-c", script], capture_output=True, cwd=Path(__file__).parents[2]
     )
@@ -95,11 +97,13 @@ def test_a_folder_of_one_process_goes_with_it_or_with_the_next(tmp_path, end, le
 
 
 def test_a_folder_goes_although_a_child_of_its_dead_owner_lives(tmp_path):
-    script = (
-        "import os, sys, time\nfrom _calcops_jit.cache import locks\nlocks.make(sys.argv[1], 'x')\n"
-        "if child := os.fork(): print(child, flush=True), os._exit(0)\n"
-        "os.closerange(0, 3), time.sleep(60)"
-    )
+    script = """
+import os, sys, time
+from _calcops_jit.cache import locks
+locks.make(sys.argv[1], 'x')
+if child := os.fork(): print(child, flush=True), os._exit(0)
+os.closerange(0, 3), time.sleep(60)
+"""
     command = [sys.executable, "-c", script, tmp_path]
     child = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
@@ -127,10 +131,10 @@ def test_where_no_cache_can_be_written_nothing_is_left_and_nothing_is_built_twic
     checkout, tmp_path
 ):
     (tmp_path / f"calcops-{os.getuid()}").touch()
-    script = (
-        f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
-        f"{ANSWER}print(calcops_jit.reload())\n"
-    )
+    script = f"""
+import tempfile; tempfile.tempdir = {str(tmp_path)!r}
+{ANSWER}print(calcops_jit.reload())
+"""
     script += "import atexit; atexit._run_exitfuncs()"  # a child of the zygote exits without them
     for built in (1, 1):
         child = checkout.run(script, CALCOPS_CACHE="/dev/null/cache", TMPDIR=tmp_path)
@@ -146,13 +150,15 @@ def test_an_interpreter_that_ends_while_a_thread_builds_takes_the_build_along(ch
     assert checkout.answer() == 1
     checkout.compiled()
     checkout.slow.touch()
-    script = (
-        "import calcops_jit, time\nfrom pathlib import Path\nend = calcops_jit.watch(0.05)\n"
-        f"Path({str(checkout.path / 'ops/tiny/tiny.h')!r}).write_text('#define ANSWER 2')\n"
-        f"log = Path({str(checkout.log)!r})\n"
-        f"while not (log.exists() and {moment!r} in log.read_text()): "
-        "time.sleep(0.01)\nprint('over')\n"
-    )
+    script = f"""
+import calcops_jit, time
+from pathlib import Path
+end = calcops_jit.watch(0.05)
+Path({str(checkout.path / "ops/tiny/tiny.h")!r}).write_text('#define ANSWER 2')
+log = Path({str(checkout.log)!r})
+while not (log.exists() and {moment!r} in log.read_text()): time.sleep(0.01)
+print('over')
+"""
     command = [sys.executable, "-c", script]  # the zygote's children skip the end
     environment = os.environ | {"CALCOPS_CACHE": str(checkout.cache), "CXX": str(checkout.compiler)}
     child = subprocess.run(
@@ -162,7 +168,8 @@ def test_an_interpreter_that_ends_while_a_thread_builds_takes_the_build_along(ch
         child.stderr
     )
     assert "cannot build" not in child.stderr
-    assert stages(checkout) == [] and in_cache(checkout) == []
+    assert stages(checkout) == []
+    assert in_cache(checkout) == []
 
 
 # ---- cleaning up while others work ---------------------------------------------------------------
@@ -178,10 +185,13 @@ def test_clean_leaves_what_is_built_and_what_is_in_use(checkout):
     builder = checkout.start()
     wait_for(lambda: checkout.log.exists() and " -c " in checkout.log.read_text())
     clean = checkout.run(MAIN, arguments=["clean"])
-    assert clean.code == 0 and "but 1 that a process has or builds" in clean.err
+    assert clean.code == 0
+    assert "but 1 that a process has or builds" in clean.err
     checkout.slow.unlink()
-    assert builder.wait().out == "2\n" and builder.code == 0
-    assert used.exists() and len(checkout.libraries()) == 2
+    assert builder.wait().out == "2\n"
+    assert builder.code == 0
+    assert used.exists()
+    assert len(checkout.libraries()) == 2
     clean = checkout.run(MAIN, arguments=["clean"])
     assert checkout.libraries() == [used]
     user.kill()
@@ -202,10 +212,12 @@ def test_clean_removes_nothing_but_what_is_the_caches(checkout):
 
 
 def test_imports_and_cleaners_and_pruners_at_once_do_not_disturb_each_other(checkout):
-    cleaning = (
-        "from _calcops_jit.cache import bounds\nfor _ in range(200):\n"
-        "  bounds.prune(0)\n  list(bounds.clean())\n"
-    )
+    cleaning = """
+from _calcops_jit.cache import bounds
+for _ in range(200):
+  bounds.prune(0)
+  list(bounds.clean())
+"""
     cleaners = [checkout.start(cleaning) for _ in range(2)]
     children = []
     for _ in range(4):
@@ -224,10 +236,12 @@ def test_imports_and_cleaners_and_pruners_at_once_do_not_disturb_each_other(chec
 @pytest.mark.parametrize("named", ["here", "~/here"])
 def test_a_relative_cache_and_one_in_the_home_folder_are_one_folder(checkout, tmp_path, named):
     (tmp_path / "home").mkdir()
-    script = (
-        "import calcops_jit, os\nos.chdir('/')\nprint(calcops_jit.reload())\n"
-        "from _calcops_jit.cache import folders\n"
-    )
+    script = """
+import calcops_jit, os
+os.chdir('/')
+print(calcops_jit.reload())
+from _calcops_jit.cache import folders
+"""
     script += "print(folders.own()[0], calcops_jit.library_path().startswith(folders.own()[0]))"
     child = checkout.run(script, CALCOPS_CACHE=named, HOME=tmp_path / "home")
     folder = tmp_path / named.replace("~", "home")

@@ -125,7 +125,8 @@ def test_it_holds_a_library_for_each_level_and_else_what_any_wheel_of_the_projec
 
 def test_its_libraries_find_pytorch_beside_themselves_and_need_no_python(wheel):
     libraries = [data for name, data in contents(wheel).items() if name.endswith(".so")]
-    assert libraries and all(b"\0$ORIGIN/../../../../torch/lib\0" in data for data in libraries)
+    assert libraries
+    assert all(b"\0$ORIGIN/../../../../torch/lib\0" in data for data in libraries)
     assert not [data for data in libraries if b"libpython" in data or b"libtorch_python" in data]
 
 
@@ -142,7 +143,8 @@ def test_the_compiler_uses_no_instructions_beyond_those_that_a_level_is_chosen_b
     )
     kernels_names = {"bmi": "bmi1", "lzcnt": "abm"}
     used = {name.lower() for name in re.findall(extensions, macros)}
-    assert used and {kernels_names.get(name, name) for name in used} <= always | set(here)
+    assert used
+    assert {kernels_names.get(name, name) for name in used} <= always | set(here)
 
 
 def test_a_fresh_environment_without_a_compiler_calls_them_and_writes_and_starts_nothing(
@@ -162,7 +164,8 @@ def test_a_fresh_environment_without_a_compiler_calls_them_and_writes_and_starts
     number = [*map(bool, lacking.values()), True].index(True) + 1
     path = f"{site}/_calcops_jit/built/{prebuilt.label()}/x86-64-v{number}/calcops.so"
     assert (child.stdout, child.stderr) == (f"{number}\n{path} []\n", "")
-    assert {path for path in site.rglob("*")} == before and not (tmp_path / "cache").exists()
+    assert {path for path in site.rglob("*")} == before
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize(
@@ -259,9 +262,11 @@ print(calcops_jit.reload(), "/built/" in calcops_jit.library_path())
     lines = [
         line for line in child.err.splitlines() if "what the wheel brings does not fit: " in line
     ]
-    assert len(lines) == 1 and lines[0].endswith("/ops/tiny/tiny.h changed")
+    assert len(lines) == 1
+    assert lines[0].endswith("/ops/tiny/tiny.h changed")
     again = installed.run(CALCOPS_CUDA="0")  # from the cache
-    assert int(again.out) >= 200 and again.err == ""
+    assert int(again.out) >= 200
+    assert again.err == ""
 
 
 @pytest.mark.parametrize(
@@ -292,7 +297,8 @@ def test_another_pytorch_another_processor_and_other_flags_are_told(installed, c
 def test_for_another_pytorch_only_what_knows_it_is_compiled(installed):
     other = f"import torch\ntorch.__version__ = '2.14.0'\n{CALL}"
     child = installed.run(other, CALCOPS_CUDA="0")
-    assert int(child.out) in (2, 3, 4) and "does not fit" not in child.err, child.err
+    assert int(child.out) in (2, 3, 4), child.err
+    assert "does not fit" not in child.err, child.err
     slots = sorted(path.name.rpartition("-")[0] for path in installed.cache.iterdir())
     assert slots == ["calcops", "unit-runtime.cpp"]
     again = installed.run(other, CALCOPS_CUDA="0")  # from the cache
@@ -308,7 +314,8 @@ def test_objects_that_a_linker_cannot_take_are_no_obstacle(installed):
         store.write_whole(f"{objects}/manifest", manifest.dump())
     other = f"import torch\ntorch.__version__ = '2.14.0'\n{CALL}"
     child = installed.run(other, CALCOPS_CUDA="0")
-    assert child.code == 0 and "does not fit: it is for PyTorch" in child.err
+    assert child.code == 0
+    assert "does not fit: it is for PyTorch" in child.err
 
 
 @pytest.mark.parametrize(
@@ -345,10 +352,12 @@ def test_a_damaged_library_is_told_and_never_loaded(installed, damage):
 
 
 def test_a_wheel_for_another_kind_of_machine_is_refused(tmp_path):
-    script = (
-        "from _calcops_jit.ship import wheel\nwheel.MACHINE = 'aarch64'\n"
-        f"wheel.write({str(tmp_path / 'dist')!r})"
-    )
+    script = f"""
+from _calcops_jit.ship import wheel
+wheel.MACHINE = 'aarch64'
+wheel.write({str(tmp_path / "dist")!r})
+"""
     done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True)
-    assert "cannot make a wheel" in done.stderr and "this is aarch64" in done.stderr
+    assert "cannot make a wheel" in done.stderr
+    assert "this is aarch64" in done.stderr
     assert not list(tmp_path.iterdir())

@@ -31,7 +31,8 @@ def folder(tmp_path):
 def refused(folder, **options) -> str:
     """The BuildError's text."""
     child = folder.load(**options)
-    assert child.code != 0 and "BuildError: " in child.err, child.err
+    assert child.code != 0, child.err
+    assert "BuildError: " in child.err, child.err
     return child.err.partition("BuildError: ")[2]
 
 
@@ -41,7 +42,8 @@ def test_an_object_among_the_sources_belongs_to_the_linkers_flags(folder, kind):
     folder.archive(7)
     path = folder.own / {"o": "value.cpp.o", "a": "libvalue.a"}[kind]
     text = refused(folder, sources=["mine.cpp", path.name])
-    assert "an object is no source" in text and f"extra_ldflags=['{path}']" in text
+    assert "an object is no source" in text
+    assert f"extra_ldflags=['{path}']" in text
     assert folder.loaded(extra_ldflags=[str(path)]) == 7
 
 
@@ -49,7 +51,8 @@ def test_c_is_compiled_as_cpp_and_an_error_says_so(folder):
     folder.put("mine.cpp", 'extern "C" int value();\n' + ANSWER.format("return value();"))
     source = folder.put("value.c", "int value(void) { int *p = (void *)0; return p ? 1 : 7; }\n")
     text = refused(folder, sources=["mine.cpp", "value.c"])
-    assert "invalid conversion" in text and f"compiled as C++; or cc -fPIC -c {source}" in text
+    assert "invalid conversion" in text
+    assert f"compiled as C++; or cc -fPIC -c {source}" in text
     assert os.system(f"cd {folder.own} && cc -fPIC -c {source}") == 0
     assert folder.loaded(extra_ldflags=[f"{folder.own}/value.o"]) == 7
 
@@ -62,7 +65,8 @@ def test_a_missing_header_of_pytorch_is_named(folder, what, compiler):
     source, include = HEADERS[what]
     folder.put("mine.cpp", source)
     text = refused(folder, CXX=compiler)
-    assert "not included" in text and f"fix: begin the source with: {include}\n" in text
+    assert "not included" in text
+    assert f"fix: begin the source with: {include}\n" in text
     command = (
         f"{compiler} -std=c++20 -fsyntax-only -DTORCH_EXTENSION_NAME=mine "
         f"-I{folder.path}/_calcops_jit/shadow"
@@ -89,10 +93,8 @@ def test_a_flag_that_asks_for_another_output_is_refused(folder, flags):
 def test_what_offers_operators_and_registers_none_is_told(folder):
     folder.put("mine.cpp", "#include <calcops/operator.h>\n" + SOURCE)
     child = folder.load()
-    assert (
-        child.out == "1\n"
-        and "calcops_jit: mine registers no operators: TORCH_LIBRARY_FRAGMENT(" in child.err
-    )
+    assert child.out == "1\n"
+    assert "calcops_jit: mine registers no operators: TORCH_LIBRARY_FRAGMENT(" in child.err
     folder.put("mine.cpp", SOURCE)
     assert "registers no operators" not in folder.load().err
 
@@ -107,13 +109,15 @@ def test_a_kernel_without_a_schema_is_told(folder):
         "calcops_jit: nobody::twice has a kernel in mine and no schema: "
         'm.def("twice(...) -> ...")\n'
     )
-    assert child.out == "1\n" and line in child.err
+    assert child.out == "1\n"
+    assert line in child.err
 
 
 def test_without_path_it_is_path_that_is_missing(folder):
     folder.put("mine.cpp", SOURCE)
     text = refused(folder, PATH=None)
-    assert "PATH is not set" in text and "fix: export PATH=/usr/local/sbin:/usr/local/bin:" in text
+    assert "PATH is not set" in text
+    assert "fix: export PATH=/usr/local/sbin:/usr/local/bin:" in text
     assert folder.loaded(PATH="/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin") == 1
 
 
@@ -154,7 +158,8 @@ def test_without_a_descriptor_each_step_says_so(folder, step):
         child = folder.run(script, cwd=folder.own, CALCOPS_BUILD="0" if step != "import" else None)
         if child.code == 0:
             break
-        assert "fix: ulimit -n $(ulimit -H -n)" in child.err and "c++" not in child.err, child.err
+        assert "fix: ulimit -n $(ulimit -H -n)" in child.err, child.err
+        assert "c++" not in child.err, child.err
     assert left > 1
 
 

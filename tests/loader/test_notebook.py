@@ -93,7 +93,8 @@ def test_a_cell_becomes_handles_under_the_operators_names_and_the_notebooks_fold
 
 
 def test_progress_is_one_output_that_ends_as_one_line(kernel):
-    assert len(kernel.cell.displayed) == 1 and kernel.cell.err == ""
+    assert len(kernel.cell.displayed) == 1
+    assert kernel.cell.err == ""
     assert list(kernel.cell.displayed[0]) == ["text/plain"]
     assert re.fullmatch(r"built mine in [\d.]+ s", kernel.cell.displayed[0]["text/plain"])
 
@@ -161,7 +162,8 @@ def test_an_edited_cell_is_called_through_every_handle_and_another_notebook_is_w
             [],
         )
         edited = kernel.run(CELL.replace("mul(2)", "mul(3)"))
-        assert edited.error == "" and "built mine" in edited.displayed[0]["text/plain"]
+        assert edited.error == ""
+        assert "built mine" in edited.displayed[0]["text/plain"]
         assert kernel.run("print(held(torch.ones(1)), held is scaled)").out == "tensor([3.]) True\n"
         assert (
             other.run("print(calcops_jit.reload(), scaled(torch.ones(1)))").out
@@ -177,14 +179,16 @@ def test_a_header_beside_the_notebook_is_found_and_one_that_is_nowhere_has_a_cel
     cell = CELL.replace("%%operator mine\n", '%%operator mine\n#include "beside.h"\n').replace(
         "2", "FACTOR", 1
     )
-    assert kernel.run(cell).error == "" and "FACTOR" in cell
+    assert kernel.run(cell).error == ""
+    assert "FACTOR" in cell
     assert kernel.run("print(scaled(torch.ones(1)))").out == "tensor([2.])\n"
     kernel.run("open('beside.h', 'w').write('#define FACTOR 5\\n'); calcops_jit.reload()")
     assert kernel.run("print(scaled(torch.ones(1)))").out == "tensor([5.])\n"
     error = kernel.run(
         CELL.replace("%%operator mine\n", '%%operator mine\n#include "nowhere.h"\n')
     ).error
-    assert "belongs in --cflags=-I..." in error and "extra_include_paths" not in error
+    assert "belongs in --cflags=-I..." in error
+    assert "extra_include_paths" not in error
 
 
 def test_the_options_are_those_of_load(monkeypatch):
@@ -200,17 +204,17 @@ def test_the_options_are_those_of_load(monkeypatch):
     notebook.operator("one --cflags='-O2 -DA=\"b c\"' --ldflags=-lm --verbose", "int a;\n")
     notebook.operator("two --cuda --cflags=-lineinfo", "int b;\n")
     (one, first), (two, second) = calls
-    assert (
-        one[0] == "one" and one[1].endswith("/cell.cpp") and Path(one[1]).read_text() == "int a;\n"
-    )
+    assert one[0] == "one"
+    assert one[1].endswith("/cell.cpp")
+    assert Path(one[1]).read_text() == "int a;\n"
     assert first == {
         "extra_cflags": ["-iquote", os.getcwd(), "-O2", "-DA=b c"],
         "extra_ldflags": ["-lm"],
         "verbose": True,
     }
-    assert (
-        two[0] == "two" and two[1].endswith("/cell.cu") and Path(two[1]).read_text() == "int b;\n"
-    )
+    assert two[0] == "two"
+    assert two[1].endswith("/cell.cu")
+    assert Path(two[1]).read_text() == "int b;\n"
     assert second == {
         "extra_cuda_cflags": [f"-I{os.getcwd()}", "-lineinfo"],
         "extra_ldflags": [],
@@ -274,6 +278,9 @@ def test_the_example_gives_what_it_was_committed_with(tmp_path):
             client.execute_cell(cell, i)
     for before, after in zip(committed.cells, fresh.cells):
         if before.cell_type == "code":
-            assert told(after) == told(before) and len(pictures(after)) == len(pictures(before))
+            assert told(after) == told(before)
+            assert len(pictures(after)) == len(pictures(before))
             for old, new in zip(pictures(before), pictures(after)):
-                assert old.shape == new.shape and abs(old - new).mean() < 0.02 and new.std() > 0.1
+                assert old.shape == new.shape
+                assert abs(old - new).mean() < 0.02
+                assert new.std() > 0.1

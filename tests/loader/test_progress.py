@@ -36,12 +36,11 @@ def test_progress_redraws_one_line_on_a_terminal_and_leaves_it_empty(monkeypatch
     steps = iter([("[0/2]", 0.0), ("[1/2] " + 99 * "long", 0.5)])
     with Progress("building x", lambda seconds: next(steps, ("[2/2]", 0.9))):
         wait_for(lambda: last_line(screen) == "calcops_jit: building x [2/2]")
-    assert (
-        screen.getvalue().startswith("\rcalcops_jit: building x [0/2] ")
-        and "longlong" in screen.getvalue()
-    )
+    assert screen.getvalue().startswith("\rcalcops_jit: building x [0/2] ")
+    assert "longlong" in screen.getvalue()
     assert max(map(len, screen.getvalue().split("\r"))) < shutil.get_terminal_size().columns
-    assert "\n" not in screen.getvalue() and last_line(screen) == ""
+    assert "\n" not in screen.getvalue()
+    assert last_line(screen) == ""
 
 
 def test_the_outcome_stays_on_a_terminal_and_a_failure_leaves_nothing(monkeypatch):
@@ -49,7 +48,8 @@ def test_the_outcome_stays_on_a_terminal_and_a_failure_leaves_nothing(monkeypatc
     monkeypatch.setattr(sys, "stderr", screen)
     with Progress("building x", lambda seconds: ("", 0.5)) as shown:
         shown.outcome = "built x"
-    assert screen.getvalue().endswith("\n") and screen.getvalue().count("\n") == 1
+    assert screen.getvalue().endswith("\n")
+    assert screen.getvalue().count("\n") == 1
     assert screen.getvalue().rstrip().rpartition("\r")[2] == "calcops_jit: built x"
     with pytest.raises(ZeroDivisionError), Progress("building y", lambda seconds: ("", 0.5)):
         1 / 0  # noqa: B018
@@ -74,7 +74,8 @@ def test_a_notebook_has_one_output_a_bar_and_then_the_outcome(monkeypatch):
         "text/plain": "building x a<b.cpp",
         "text/html": "<progress value='0.250'></progress> building x a&lt;b.cpp",
     }
-    assert outputs[-1] == {"text/plain": "built x"} and stream.getvalue() == ""
+    assert outputs[-1] == {"text/plain": "built x"}
+    assert stream.getvalue() == ""
 
 
 def test_progress_in_a_log_is_lines_now_and_then(monkeypatch):
@@ -140,9 +141,8 @@ def test_a_real_build_on_a_terminal_names_the_unit_and_counts(checkout):
         checkout.write(f"ops/tiny/{unit}.cpp", f"int {unit}() {{ return 1; }}\n")
     child = checkout.run(_ON_A_TERMINAL, MAX_JOBS="1")
     lines = [line.split(" ", 2) for line in child.out.splitlines()]
-    assert child.code == 0 and all(int(length) <= 100 for _, length, _ in lines), (
-        child.out + child.err
-    )
+    assert child.code == 0, child.out + child.err
+    assert all(int(length) <= 100 for _, length, _ in lines), child.out + child.err
     assert re.fullmatch(r"calcops_jit: built calcops in [\d.]+ s", lines.pop()[2].rstrip())
     shown = [re.sub(r" \d+ s$", "", line.rstrip()) for _, _, line in lines]
     states = ["[0/4] one.cpp", "[1/4] tiny.cpp", "[2/4] two.cpp", "[3/4] linking"]
