@@ -29,21 +29,27 @@ class Comparison:
     """What the loader gives for a project, and what the compiler gives."""
 
     def __init__(self, folder: Folder, seed: int):
-        self.folder, self.own, self.project = folder, folder.own, Project(folder.own, seed)
+        self.folder, self.project, self.project = (
+            folder,
+            folder.project,
+            Project(folder.project, seed),
+        )
         self.built, self.error = True, ""
 
     def loaded(self, **environment) -> str:
         """Returns the answer of a new process that loads the project; "" if it cannot be built."""
         options, variables = self.project.options()
         script = SHORT_TICK * self.project.settles + LOAD.format(options=options)
-        child = self.folder.run(script, cwd=self.own, CALCOPS_BUILD="0", **variables | environment)
+        child = self.folder.run(
+            script, cwd=self.project, CALCOPS_BUILD="0", **variables | environment
+        )
         self.error = f"code {child.code}: {child.err}"
         return child.out.strip()
 
     def plain(self) -> str:
         """Returns the answer of a library that the compiler's command makes; "" if that fails."""
         options, variables = self.project.options()
-        build = self.own.parent / "plain"
+        build = self.project.parent / "plain"
         shutil.rmtree(build, ignore_errors=True)
         build.mkdir()
         compiler, log = variables["CXX"], self.folder.log
@@ -65,8 +71,8 @@ class Comparison:
         self.built = bool(expected)
         if answer != expected:
             error = self.error
-            clean = self.loaded(CALCOPS_CACHE=self.own.parent / "clean")
-            shutil.rmtree(self.own.parent / "clean", ignore_errors=True)
+            clean = self.loaded(CALCOPS_CACHE=self.project.parent / "clean")
+            shutil.rmtree(self.project.parent / "clean", ignore_errors=True)
             what = (
                 f"the compiler gives {expected!r}, the kept cache {answer!r}, a clean "
                 f"one {clean!r}: {error}"
@@ -83,7 +89,7 @@ class Comparison:
 
     def report(self, what: str) -> str:
         listed = []
-        for path in sorted(self.own.rglob("*")):
+        for path in sorted(self.project.rglob("*")):
             if path.is_symlink():
                 listed.append(f"{path} -> {os.readlink(path)}")
             elif (
@@ -112,11 +118,11 @@ class Comparison:
 
 def check_project(folder: Folder, seed: int, steps: int) -> str:
     """Makes the project of a seed and edits it: a description of the first fault, or ""."""
-    shutil.rmtree(folder.own)
+    shutil.rmtree(folder.project)
     shutil.rmtree(folder.cache, ignore_errors=True)
-    folder.own.mkdir()
+    folder.project.mkdir()
     for name in ("g++", "clang++"):
-        wrapper = folder.own.parent / name
+        wrapper = folder.project.parent / name
         wrapper.write_text(
             f'#!/bin/sh\necho "$@" >> {folder.log}\nexec {shutil.which(name) or "c++"} "$@"\n'
         )

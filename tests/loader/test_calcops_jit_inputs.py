@@ -26,11 +26,11 @@ class Folder(Checkout):
 
     def __init__(self, folder: Path):
         super().__init__(the_zygote(), folder)
-        self.own = folder / "own"
-        self.own.mkdir()
+        self.project = folder / "own"
+        self.project.mkdir()
 
     def put(self, name: str, text: str) -> Path:
-        path = self.own / name
+        path = self.project / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         return path
@@ -38,7 +38,7 @@ class Folder(Checkout):
     def load(self, **options):
         environment = {name: options.pop(name) for name in list(options) if name.isupper()}
         return self.run(
-            LOAD.format(options=options), cwd=self.own, CALCOPS_BUILD="0", **environment
+            LOAD.format(options=options), cwd=self.project, CALCOPS_BUILD="0", **environment
         )
 
     def loaded(self, **options) -> int:
@@ -96,22 +96,24 @@ def test_a_quicker_linker_is_used_where_there_is_one_and_it_works(folder, linker
     """Where the compiler looks first, it finds this one of the two, and the other does not
     answer."""
     link = (
-        f'echo "$@" >> {folder.own}/linked; exec {shutil.which("ld")} "$@"' if works else "exit 1"
+        f'echo "$@" >> {folder.project}/linked; exec {shutil.which("ld")} "$@"'
+        if works
+        else "exit 1"
     )
     for name in NAMES:
         folder.put(f"bin/ld.{name}", "#!/bin/sh\nexit 1\n").chmod(0o755)
     answer = f'case " $* " in *" --version "*) echo "{NAMES[linker]}"; exit;; esac'
     folder.put(f"bin/ld.{linker}", f"#!/bin/sh\n{answer}\n{link}\n")
     source = folder.put("mine.cpp", ANSWER.format("return 1;"))
-    path = {"COMPILER_PATH": folder.own / "bin"}
+    path = {"COMPILER_PATH": folder.project / "bin"}
     assert folder.loaded(**path) == 1
-    assert (folder.own / "linked").exists() == works
+    assert (folder.project / "linked").exists() == works
     source.write_text("int absent();\n" + ANSWER.format("return absent();"))
     # What flags say comes first.
     for flags in ["-fuse-ld=bfd", "-Wl,-z,defs"], ["-lm -fuse-ld=bfd -Wl,-z,defs"]:
         child = folder.load(extra_ldflags=flags, **path)
         assert "undefined reference" in child.err or "undefined symbol" in child.err
-    linked = (folder.own / "linked").read_text() if works else ""
+    linked = (folder.project / "linked").read_text() if works else ""
     assert "-z defs" not in linked
 
 
@@ -190,7 +192,7 @@ def linked_script(f, value):
     f.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
     for i in (1, 2):
         f.archive(i, f"libvalue{i}.a")
-    script = f.put("libscript.so", f"INPUT({f.own}/libvalue{value}.a)\n")
+    script = f.put("libscript.so", f"INPUT({f.project}/libvalue{value}.a)\n")
     return {"extra_ldflags": [f"-L{script.parent}", "-lscript"]}
 
 
@@ -236,7 +238,7 @@ def test_a_library_is_built_again_after_a_change_of(folder, case):
 def test_a_makefiles_flags_in_a_response_file_do_not_hide_a_system_header(folder):
     folder.put("include/value.h", "#define VALUE 1\n")
     folder.put("mine.cpp", "#include <value.h>\n" + VALUE)
-    flags = folder.put("flags.rsp", f"-MMD -isystem {folder.own}/include\n")
+    flags = folder.put("flags.rsp", f"-MMD -isystem {folder.project}/include\n")
     child = folder.load(extra_cflags=[f"@{flags}"])
     assert f"{flags} has -MMD" in child.err
 
@@ -277,7 +279,7 @@ def test_a_folder_may_have_any_name(folder, name, compiler):
 def test_a_name_with_a_line_break_is_refused(folder):
     folder.put("a\nb/value.h", "#define VALUE 1\n")
     folder.put("mine.cpp", "#include <value.h>\n" + VALUE)
-    child = folder.load(extra_include_paths=[f"{folder.own}/a\nb"])
+    child = folder.load(extra_include_paths=[f"{folder.project}/a\nb"])
     assert "cannot build mine: a line break in a name" in child.err
 
 
@@ -289,7 +291,7 @@ def test_sources_without_a_common_folder_are_watched_and_reloaded(folder):
     elsewhere.mkdir()
     try:
         (elsewhere / "value.cpp").write_text("int value() { return 1; }\n")
-        options = {"sources": [str(folder.own / "mine.cpp"), str(elsewhere / "value.cpp")]}
+        options = {"sources": [str(folder.project / "mine.cpp"), str(elsewhere / "value.cpp")]}
         assert folder.loaded(**options) == 1
         reload = LOAD.format(options=options) + (
             f"""
@@ -299,7 +301,7 @@ print(calcops_jit.reload(), ctypes.CDLL(library.path).answer())
 print('{elsewhere}/value.cpp' in project_files(), '/' in project_files())
 """
         )
-        child = folder.run(reload, cwd=folder.own, CALCOPS_BUILD="0")
+        child = folder.run(reload, cwd=folder.project, CALCOPS_BUILD="0")
         assert child.out == "1\n['mine'] 2\nTrue False\n", child.err
     finally:
         shutil.rmtree(elsewhere)
@@ -309,7 +311,7 @@ def test_a_folder_behind_a_link_that_is_flipped_is_reloaded(folder):
     for value in (1, 2):
         folder.put(f"release{value}/value.h", f"#define VALUE {value}\n")
         folder.put(f"release{value}/mine.cpp", '#include "value.h"\n' + VALUE)
-    (folder.own / "current").symlink_to("release1")
+    (folder.project / "current").symlink_to("release1")
     script = LOAD.format(options={"sources": ["current/mine.cpp"]}) + (
         """
 import os
@@ -317,25 +319,25 @@ os.symlink('release2', 'new'); os.rename('new', 'current')
 print(calcops_jit.reload(), ctypes.CDLL(library.path).answer())
 """
     )
-    child = folder.run(script, cwd=folder.own, CALCOPS_BUILD="0")
+    child = folder.run(script, cwd=folder.project, CALCOPS_BUILD="0")
     assert child.out == "1\n['mine'] 2\n", child.err
 
 
 def test_a_header_that_is_a_folder_or_a_link_to_nothing_is_left_alone(folder):
     folder.put("mine.cpp", ANSWER.format("return 1;"))
-    (folder.own / "in/folder.h").mkdir(parents=True)
-    (folder.own / "in/link.h").symlink_to("nothing")
+    (folder.project / "in/folder.h").mkdir(parents=True)
+    (folder.project / "in/link.h").symlink_to("nothing")
     assert folder.loaded() == 1
 
 
 ABOVE = {
-    "-I": {"extra_cflags": ["-I{own}/current/../include"]},
-    "extra_include_paths": {"extra_include_paths": ["{own}/current/../include"]},
-    "-L": {"extra_ldflags": ["-L{own}/current/../lib", "-lvalue"]},
-    "an archive": {"extra_ldflags": ["{own}/current/../lib/libvalue.a"]},
+    "-I": {"extra_cflags": ["-I{dir}/current/../include"]},
+    "extra_include_paths": {"extra_include_paths": ["{dir}/current/../include"]},
+    "-L": {"extra_ldflags": ["-L{dir}/current/../lib", "-lvalue"]},
+    "an archive": {"extra_ldflags": ["{dir}/current/../lib/libvalue.a"]},
     "a source": {
         "sources": ["current/../src/mine.cpp"],
-        "extra_cflags": ["-I{own}/releases/1/include"],
+        "extra_cflags": ["-I{dir}/releases/1/include"],
     },
     ".incbin": {},
 }
@@ -345,7 +347,7 @@ ABOVE = {
 def test_a_folder_above_a_link_is_the_one_above_where_the_link_leads(folder, searched):
     """The folder above the link has files of these names, too."""
     call = "int value();\n" + ANSWER.format("return value();")
-    embedded = INCBIN.format(f"{folder.own}/current/../include/value.h") + ANSWER.format(
+    embedded = INCBIN.format(f"{folder.project}/current/../include/value.h") + ANSWER.format(
         "return value[14] - 48;"
     )
     text = {"-L": call, "an archive": call, ".incbin": embedded}.get(
@@ -358,10 +360,10 @@ def test_a_folder_above_a_link_is_the_one_above_where_the_link_leads(folder, sea
         folder.put(f"{place}/bin/empty", "")
     folder.put("mine.cpp", text)
     options = {
-        name: [word.format(own=folder.own) for word in words]
+        name: [word.format(dir=folder.project) for word in words]
         for name, words in ABOVE[searched].items()
     }
     for value in (1, 2):
-        (folder.own / "current").unlink(missing_ok=True)
-        (folder.own / "current").symlink_to(f"releases/{value}/bin")
+        (folder.project / "current").unlink(missing_ok=True)
+        (folder.project / "current").symlink_to(f"releases/{value}/bin")
         assert folder.loaded(**options) == value

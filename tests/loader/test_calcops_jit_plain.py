@@ -19,7 +19,7 @@ def folder(tmp_path):
 def test_two_archives_that_define_one_symbol_are_linked_as_by_the_compiler_alone(folder):
     """GNU ld takes `value` from the archive after the one that asks for it, lld from the first that
     has it."""
-    os.makedirs(folder.own / "parts")
+    os.makedirs(folder.project / "parts")
     parts = {
         "other": "int value() { return 1; } int other() { return value(); }",
         "late": "int value() { return 2; }",
@@ -29,19 +29,19 @@ def test_two_archives_that_define_one_symbol_are_linked_as_by_the_compiler_alone
         source = folder.put(f"parts/{name}.cpp", text)
         assert (
             os.system(
-                f"c++ -fPIC -c {source} -o {source}.o && ar rc {folder.own}/lib{name}.a {source}.o"
+                f"c++ -fPIC -c {source} -o {source}.o && ar rc {folder.project}/lib{name}.a {source}.o"
             )
             == 0
         )
     folder.put("mine.cpp", "int ask();\n" + ANSWER.format("return ask();"))
-    flags = [f"{folder.own}/lib{name}.a" for name in ("other", "ask", "late")]
-    plain = f"c++ -shared -fPIC {folder.own}/mine.cpp {' '.join(flags)} -o {folder.own}/plain.so"
+    flags = [f"{folder.project}/lib{name}.a" for name in ("other", "ask", "late")]
+    plain = f"c++ -shared -fPIC {folder.project}/mine.cpp {' '.join(flags)} -o {folder.project}/plain.so"
     assert os.system(plain) == 0
     import ctypes
 
-    expected = ctypes.CDLL(f"{folder.own}/plain.so").answer()
+    expected = ctypes.CDLL(f"{folder.project}/plain.so").answer()
     assert folder.loaded(extra_ldflags=flags) == expected
-    libraries = [f"-L{folder.own}", *(f"-l{name}" for name in ("other", "ask", "late"))]
+    libraries = [f"-L{folder.project}", *(f"-l{name}" for name in ("other", "ask", "late"))]
     assert folder.loaded(extra_ldflags=libraries) == expected
 
 
@@ -68,7 +68,7 @@ def request(tmp_path, **options) -> Request:
         ("/usr/include/stdio.h", False),
         ("/usr/src/app/mine.h", True),
         ("/usr/local/include/mine.h", True),
-        ("{root}/mine.h", True),
+        ("{dir}/mine.h", True),
         ("/home/somebody/mine.h", True),
     ],
 )

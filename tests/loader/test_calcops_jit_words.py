@@ -40,7 +40,7 @@ def refused(folder, **options) -> str:
 def test_an_object_among_the_sources_belongs_to_the_linkers_flags(folder, kind):
     folder.put("mine.cpp", NEEDS)
     folder.archive(7)
-    path = folder.own / {"o": "value.cpp.o", "a": "libvalue.a"}[kind]
+    path = folder.project / {"o": "value.cpp.o", "a": "libvalue.a"}[kind]
     text = refused(folder, sources=["mine.cpp", path.name])
     assert "an object is no source" in text
     assert f"extra_ldflags=['{path}']" in text
@@ -53,8 +53,8 @@ def test_c_is_compiled_as_cpp_and_an_error_says_so(folder):
     text = refused(folder, sources=["mine.cpp", "value.c"])
     assert "invalid conversion" in text
     assert f"compiled as C++; or cc -fPIC -c {source}" in text
-    assert os.system(f"cd {folder.own} && cc -fPIC -c {source}") == 0
-    assert folder.loaded(extra_ldflags=[f"{folder.own}/value.o"]) == 7
+    assert os.system(f"cd {folder.project} && cc -fPIC -c {source}") == 0
+    assert folder.loaded(extra_ldflags=[f"{folder.project}/value.o"]) == 7
 
 
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
@@ -76,7 +76,7 @@ def test_a_missing_header_of_pytorch_is_named(folder, what, compiler):
     for path in torch.utils.cpp_extension.include_paths():
         command += f" -isystem {path}"
     folder.put("mine.cpp", f"{include}\n{source}")
-    assert os.system(f"{command} {folder.own}/mine.cpp") == 0
+    assert os.system(f"{command} {folder.project}/mine.cpp") == 0
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,9 @@ def test_without_a_descriptor_each_step_says_so(folder, step):
             script += "import calcops_jit\ncalcops_jit.force"
         else:
             script = f"import calcops_jit\n{script}{call}"
-        child = folder.run(script, cwd=folder.own, CALCOPS_BUILD="0" if step != "import" else None)
+        child = folder.run(
+            script, cwd=folder.project, CALCOPS_BUILD="0" if step != "import" else None
+        )
         if child.code == 0:
             break
         assert "fix: ulimit -n $(ulimit -H -n)" in child.err, child.err
@@ -172,6 +174,6 @@ loading._open = refuse
 import calcops_jit
 calcops_jit.load("mine", ["mine.cpp"])
 """
-    child = folder.run(script, cwd=folder.own, CALCOPS_BUILD="0")
+    child = folder.run(script, cwd=folder.project, CALCOPS_BUILD="0")
     assert "BuildError: cannot load mine.so: its folder may not be executed (noexec)" in child.err
     assert "fix: export CALCOPS_CACHE=<a folder that is not noexec>" in child.err
