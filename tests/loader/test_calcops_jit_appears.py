@@ -190,9 +190,8 @@ def test_a_header_that_appears_at_the_target_of_a_dangling_link_is_used(folder):
     (folder.project / "first").symlink_to("nowhere")
     (folder.project / "second").mkdir()
     (folder.project / "second/value.h").symlink_to("../elsewhere.h")
-    options = {
-        "extra_cflags": [f"-I{folder.project}/{name}" for name in ("first", "second", "late")]
-    }
+    flags = [f"-I{folder.project}/{name}" for name in ("first", "second", "late")]
+    options = {"extra_cflags": flags}
     assert folder.loaded(**options) == 1
     folder.put("elsewhere.h", "#define VALUE 2\n")
     assert folder.loaded(**options) == 2
@@ -312,9 +311,8 @@ COMMANDS = {
 
 def write_values(folder):
     """Write a source that returns VALUE. VALUE is 1 with the files of `one`, and 2 with `two`."""
-    folder.put(
-        "mine.cpp", "#ifndef VALUE\n#include <value.h>\n#endif\n" + ANSWER.format("return VALUE;")
-    )
+    source = "#ifndef VALUE\n#include <value.h>\n#endif\n" + ANSWER.format("return VALUE;")
+    folder.put("mine.cpp", source)
     for value, name in (1, "one"), (2, "two"):
         folder.put(f"{name}/value.h", f"#define VALUE {value}\n")
         folder.put(f"{name}/flags", f"-DVALUE={value}\n")
@@ -373,9 +371,7 @@ def test_an_assembler_that_appears_or_changes_is_used(folder, searched):
     "options",
     [{"CXX": "g++ -march=native"}, {"CXX": "g++ @{dir}/flags"}, {"cflags": ("@{dir}/flags",)}],
 )
-def test_the_processor_is_part_of_the_key_wherever_march_native_may_stand(
-    folder, monkeypatch, options
-):
+def test_march_native_anywhere_puts_the_processor_into_the_key(folder, monkeypatch, options):
     folder.put("flags", "-march=native\n")
     monkeypatch.setenv("CXX", options.get("CXX", "g++").format(dir=folder.project))
     flags = tuple(flag.format(dir=folder.project) for flag in options.get("cflags", ()))
@@ -385,9 +381,7 @@ def test_the_processor_is_part_of_the_key_wherever_march_native_may_stand(
     assert request.facts["CPU instruction set"]
 
 
-@pytest.mark.parametrize(
-    "environment", [{"PATH": "/nowhere"}, {"CXX": "g++-99"}], ids=["PATH", "CXX"]
-)
+@pytest.mark.parametrize("environment", [{"PATH": "/nowhere"}, {"CXX": "g++-99"}], ids=str)
 def test_without_a_compiler_an_edited_header_is_an_error(folder, tmp_path, environment):
     header = tmp_path / "elsewhere" / "value.h"
     header.parent.mkdir()
