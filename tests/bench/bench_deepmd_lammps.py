@@ -125,11 +125,11 @@ def convert(model, theirs):
         [*importer, "--tabulated", model.with_name(f"{model.stem}_tabulated.pt2")],
     ]
     for command in commands:
-        done = subprocess.run(
+        result = subprocess.run(
             command, cwd=model.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        if done.returncode:
-            raise SystemExit(done.stdout)
+        if result.returncode:
+            raise SystemExit(result.stdout)
 
 
 def main():

@@ -75,14 +75,14 @@ def found_by(tree, tests, cache):
     }
     options = shlex.split("-x -q --tb=line -p no:cacheprovider -m 'not long'")
     command = [sys.executable, "-m", "pytest", *options, *tests]
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-    if done.returncode == 0:
+    result = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    if result.returncode == 0:
         return ""
-    if done.returncode < 0:
-        return f"{tests[0]} ends by {signal.Signals(-done.returncode).name}"
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    if result.returncode < 0:
+        return f"{tests[0]} ends by {signal.Signals(-result.returncode).name}"
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", result.stdout, re.MULTILINE)
     if not failed:  # the mutation itself is wrong
-        print(done.stdout[-3000:], done.stderr[-3000:], file=sys.stderr)
+        print(result.stdout[-3000:], result.stderr[-3000:], file=sys.stderr)
     return failed[1] if failed else ""
 
 

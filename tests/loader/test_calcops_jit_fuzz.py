@@ -61,9 +61,9 @@ class Comparison:
         lines.append(f"{compiler} mine.o other.o -shared -Wl,--as-needed {ldflags} -o mine.so")
         lines.append(f"'{sys.executable}' -I -S -c '{PLAIN_ANSWER}' ./mine.so")
         run = {"cwd": build, "env": os.environ | variables, "capture_output": True, "text": True}
-        done = subprocess.run(" && ".join(lines), shell=True, **run)
+        result = subprocess.run(" && ".join(lines), shell=True, **run)
         log.unlink(missing_ok=True)
-        return done.stdout.strip()
+        return result.stdout.strip()
 
     def check(self) -> str:
         """Compares the loader with the compiler: a description of the difference, or ""."""

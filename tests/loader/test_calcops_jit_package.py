@@ -41,11 +41,11 @@ def tiny(ops: Path, answer: int = 1) -> None:
 def answer(python: Path, folder: Path) -> list[str]:
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("CALCOPS_", "PYTHON"))}
     variables |= {"CALCOPS_CACHE": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
+    result = subprocess.run(
         [python, "-c", CALL], cwd="/", env=variables, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split()
 
 
 def test_a_wheel_carries_the_sources_and_puts_nothing_else_beside_the_module(wheel):
@@ -88,10 +88,10 @@ def test_the_sdists_wheel_is_the_checkouts_and_it_has_the_tests(wheel, tmp_path)
     build = (
         "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", build, tmp_path], cwd=source, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -135,10 +135,10 @@ from calcops.potentials import LennardJones, Potential, StillingerWeber, load, s
 from calcops.train.weights import initial
 print(Potential.__module__, load.__code__.co_filename, StillingerWeber().cutoff)
 """
-    done = subprocess.run(
+    result = subprocess.run(
         [environment, "-c", script], cwd="/", capture_output=True, text=True, check=True
     )
-    assert done.stdout.split()[:2] == [
+    assert result.stdout.split()[:2] == [
         "calcops.potentials.potential",
         f"{site}/calcops/potentials/package.py",
     ]

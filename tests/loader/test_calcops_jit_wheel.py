@@ -357,7 +357,9 @@ from _calcops_jit.ship import wheel
 wheel.MACHINE = 'aarch64'
 wheel.write({str(tmp_path / "dist")!r})
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True)
-    assert "cannot make a wheel" in done.stderr
-    assert "this is aarch64" in done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True
+    )
+    assert "cannot make a wheel" in result.stderr
+    assert "this is aarch64" in result.stderr
     assert not list(tmp_path.iterdir())
