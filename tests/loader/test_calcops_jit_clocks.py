@@ -8,7 +8,7 @@ import signal
 import pytest
 from checkout import CALL, in_cache, wait_for
 
-# Changes os.stat for the operators' files: `{shifted}` is their time, and `{device}` is added to the
+# Changes os.stat for the operators' files: `{shifted}` is their time. `{device}` is added to the
 # number of their file system, so that they seem to lie on another one.
 CLOCK = """
 import os
