@@ -1,5 +1,5 @@
-"""The operator `scaled` of contracts/operators.cpp. Its contract has optional dimensions, lists that
-give sizes, and conditions between arguments."""
+"""The operator `scaled` of contracts/operators.cpp: its contract has optional dimensions, lists for
+sizes, and conditions between arguments."""
 
 from pathlib import Path
 
