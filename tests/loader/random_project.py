@@ -48,8 +48,8 @@ def edit(weight):
 
 
 class Project:
-    """A project in a folder, with the flags and variables to load it. Wrappers of the compilers, which
-    keep a log, lie beside the folder."""
+    """A project in a folder, with the flags and variables to load it. Wrappers of the compilers,
+    which keep a log, lie beside the folder."""
 
     def __init__(self, folder: Path, seed: int):
         self.folder = folder

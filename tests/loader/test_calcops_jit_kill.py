@@ -25,8 +25,8 @@ FAULTS = (
 
 
 def log_finished_compiles(checkout, seconds: float) -> Path:
-    """Make the compiler `seconds` slower, and let it write its working folder into a log at its end.
-    Return the log."""
+    """Make the compiler `seconds` slower, and let it write its working folder into a log at its
+    end. Return the log."""
     log = checkout.path.parent / "finished.log"
     compiler = shutil.which("c++")
     checkout.compiler.write_text(
