@@ -128,7 +128,8 @@ def append_comment(path: Path) -> None:
 
 # For each change: a function that makes it and may return variables, the answer afterwards, the
 # number of units that are compiled, and the words with which `why` names the input. The cache keeps
-# eight objects of a unit, so the cases that must find an object come before the many cases of headers.
+# eight objects of a unit, so the cases that must find an object come before the
+# many cases of headers.
 REBUILDS = {
     "a library that is linked": (lambda c: c.archive(2), 210111, 0, "libarchived.a"),
     "a source": (

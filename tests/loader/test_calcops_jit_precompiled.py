@@ -1,5 +1,5 @@
-"""Precompiled headers: a source that is edited again does not parse PyTorch's headers each time, and
-is never built from outdated ones."""
+"""Precompiled headers: a source that is edited again does not parse PyTorch's headers each time,
+and is never built from outdated ones."""
 
 import json
 import os

@@ -153,7 +153,8 @@ TORCH_LIBRARY_FRAGMENT(half, m) {
 
 
 def test_a_library_that_pytorch_refuses_leaves_nothing_registered(checkout, tmp_path):
-    """A kernel does not fit its schema. PyTorch notices it after it registered the first operator."""
+    """A kernel does not fit its schema. PyTorch notices it when it has registered the first
+    operator."""
     (tmp_path / "half.cpp").write_text(HALF)
     script = """
 print(error_of(lambda: load("half", "half.cpp")).splitlines()[0], hasattr(torch.ops.half, "one"))
