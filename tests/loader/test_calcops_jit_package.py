@@ -149,7 +149,7 @@ def test_mypy_knows_the_operators_and_the_functions_of_the_module(wheel, environ
     (site / "torch/__init__.pyi").write_text("class Tensor: ...\n")
     (site / "torch/py.typed").touch()
     (tmp_path / "user.py").write_text(
-        """
+        """\
 import calcops_jit
 reveal_type(calcops_jit.force)
 reveal_type(calcops_jit.load)
