@@ -58,7 +58,7 @@ def test_a_wheel_holds_the_sources_and_installs_no_other_names(wheel):
     examples = set()
     for package in ("ase", "deepmd", "potentials", "train"):
         for path in (HERE / "examples" / folders.get(package, package)).iterdir():
-            if path.suffix in (".py", ".sw"):
+            if path.suffix in (".py", ".sw", ".toml"):
                 examples.add(f"calcops/{package}/{path.name}")
     assert {name for name in names if name.startswith("calcops/")} == examples
 
