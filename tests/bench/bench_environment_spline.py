@@ -1,13 +1,15 @@
-"""environment_spline beside the embedding net that its splines stand for, in ns a pair on one thread.
+"""environment_spline and the embedding net that its splines replace, in ns a pair on one thread.
 
-    python tests/bench/bench_environment_spline.py [--atoms 2048] [--seconds 2] [--deepmd lib/libdeepmd.so]
+    python tests/bench/bench_environment_spline.py [--atoms 2048] [--seconds 2]
+        [--deepmd lib/libdeepmd.so]
 
-Water as in ../../examples/deepmd: 84 neighbours within 6 A in 138 slots, two kinds of neighbour,
-quintic splines of 59 cells, 100 functions; the net has layers of 25, 50 and 100. They take turns of
-five calls, and the least time counts. `forward` goes from pair vectors to T [n, 4, 100], `gradient`
-from dE/dT to dE/dd; both with the product of matrices, which has rows of its own. `--deepmd` names the
-library of DeePMD-kit 3.2.0, whose kernels of compressed models start from the environment matrix and
-end with its gradient, and read a table with cells of 0.01.
+The sizes are those of water in ../../examples/deepmd: 84 neighbours within 6 A in 138 slots, two
+kinds of neighbour, quintic splines of 59 cells, and 100 functions. The net has layers of 25, 50 and
+100. They take turns of five calls, and the least time counts. `forward` goes from pair vectors to T
+[n, 4, 100], and `gradient` from dE/dT to dE/dd. Both include the product of matrices, which has
+rows of its own. `--deepmd` names the library of DeePMD-kit 3.2.0. Its kernels of compressed models
+start from the environment matrix, end with the gradient of that matrix, and read a table with cells
+of 0.01.
 """
 
 import argparse
@@ -21,11 +23,11 @@ from bench_tabulated_sum import KINDS, NEIGHBOURS, SLOTS, M, Net, timed
 import calcops_jit
 
 RCUT_SMTH, RCUT, FUNCTIONS = 0.5, 6.0, 64
-CALLS_OF_A_TURN = 5  # the first of them find other data in the cache
+CALLS_OF_A_TURN = 5  # the first calls find the data of the previous function in the cache
 
 
 def inputs(atoms, dtype):
-    """Neighbours at the density of water's atoms: r^3 is uniform, from 0.96 A on."""
+    """Return random neighbours with a uniform r^3 from 0.96 A on, as at a constant density."""
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(atoms, SLOTS, 3, generator=generator, dtype=torch.float64)
     share = torch.rand(atoms, SLOTS, 1, generator=generator, dtype=torch.float64)
@@ -41,7 +43,7 @@ def inputs(atoms, dtype):
 
 
 def environment(d, rcut_smth, rcut, dstd):
-    """R [n, K, 4] in plain PyTorch."""
+    """Return the environment matrix R [n, K, 4], computed in plain PyTorch."""
     r = torch.linalg.vector_norm(d, dim=-1, keepdim=True)
     u = ((r - rcut_smth) / (rcut - rcut_smth)).clamp(0, 1)
     w = 1 + u**3 * (u * (15 - 6 * u) - 10)
@@ -53,7 +55,8 @@ class PlainNet(torch.nn.Module):
 
     def __init__(self, dtype, dstd):
         super().__init__()
-        self.net, self.dstd = Net(dtype), dstd.to(dtype)
+        self.net = Net(dtype)
+        self.dstd = dstd.to(dtype)
 
     def forward(self, d):
         blocks = []
@@ -64,33 +67,33 @@ class PlainNet(torch.nn.Module):
 
 
 class DeepmdKernels:
-    """DeePMD-kit's `tabulate_fusion_se_a`, forward and gradient, on the pairs of an atom in its order:
-    filled slots first."""
+    """`tabulate_fusion_se_a` of DeePMD-kit, forward and gradient. The filled slots of an atom come
+    first, as DeePMD-kit orders them."""
 
     def __init__(self, path, d, kind, dstd):
-        library, dtype = ctypes.CDLL(path), d.dtype
+        library = ctypes.CDLL(path)
+        dtype = d.dtype
         letter = {torch.float64: "d", torch.float32: "f"}[dtype]
         self.kernels = []
         for name, types in (
             ("tabulate_fusion_se_a_cpu", "T_PKS1_S4_S4_S4_S4_iiibi"),
             ("tabulate_fusion_se_a_grad_cpu", "T_S2_S2_PKS1_S4_S4_S4_S4_S4_iiibi"),
         ):
-            self.kernels.append(
-                getattr(library, f"_ZN6deepmd{len(name)}{name}I{letter}EEvP{types}")
-            )
+            symbol = f"_ZN6deepmd{len(name)}{name}I{letter}EEvP{types}"
+            self.kernels.append(getattr(library, symbol))
         order = (kind < 0).int().argsort(dim=1, stable=True)[..., None]
         is_live = (kind >= 0)[..., None].take_along_dim(order, 1)
         R = environment(d.detach(), RCUT_SMTH, RCUT, dstd.to(dtype)).take_along_dim(order, 1)
         self.R = torch.where(is_live, R, 0).contiguous()
         self.x = self.R[..., 0].contiguous()
         generator = torch.Generator().manual_seed(0)
-        self.table = torch.randn(1300 + 530, M, 6, generator=generator, dtype=torch.float64).to(
-            dtype
-        )
+        table = torch.randn(1300 + 530, M, 6, generator=generator, dtype=torch.float64)
+        self.table = table.to(dtype)
         self.info = torch.tensor([0, 13, 65, 0.01, 0.1, 100], dtype=dtype)
         n, K = self.x.shape
         self.T = self.x.new_empty(n, 4, M)
-        self.of_x, self.of_R = torch.empty_like(self.x), torch.empty_like(self.R)
+        self.of_x = torch.empty_like(self.x)  # of_y is the gradient of y, here and below
+        self.of_R = torch.empty_like(self.R)
         self.sizes = [*map(ctypes.c_int, (n, K, M)), ctypes.c_bool(True), ctypes.c_int(4)]
 
     def call(self, kernel, *arguments):
@@ -138,16 +141,16 @@ def compare(atoms, dtype, seconds, deepmd=None):
     }
     steps = {name: partial(autograd_steps, *row) for name, row in rows.items()}
     if deepmd:
-        theirs = DeepmdKernels(deepmd, d, kind, dstd[0])
-        steps["DeePMD-kit, from R and to its gradient"] = partial(theirs.steps, of_T)
+        kernels = DeepmdKernels(deepmd, d, kind, dstd[0])
+        steps["DeePMD-kit, from R and to its gradient"] = partial(kernels.steps, of_T)
     times = {name: ([], []) for name in steps}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         for name, step in steps.items():
             for _ in range(CALLS_OF_A_TURN):
                 step(*times[name])
-    for name, found in times.items():
-        forward, gradient = (1e9 * min(each) / (atoms * NEIGHBOURS) for each in found)
+    for name, seconds_of_calls in times.items():
+        forward, gradient = (1e9 * min(each) / (atoms * NEIGHBOURS) for each in seconds_of_calls)
         print(f"| {name}, {str(dtype).removeprefix('torch.')} | {forward:.1f} | {gradient:.1f} |")
 
 

@@ -1,18 +1,19 @@
-"""Force, virial and per-atom virial on the CPU beside memory, torch and deepmd-kit's library.
+"""Times of force_virial on the CPU, and of memory traffic, PyTorch and deepmd-kit's library.
 
     python tests/bench/bench_force.py          (make bench)
 
-Prints the table of results/force.md; --write writes it there and draws its picture. Times are the
-least of many runs, interleaved. Whatever is compared comes from one run.
+Prints the table of results/force.md. --write also writes it there and draws its picture. Each time
+is the least of many runs. The functions take turns, so that compared times come from the same
+minutes.
 
-`read` is one contiguous sum of as many bytes as the list and the live slots hold, `read + write`
-also writes as many as the gradients hold (yardsticks.cpp). Where empty slots lie between live ones,
-a processor that reads ahead moves more. Outputs go to memory that is mapped already; "new" is
-memory that the system maps for the call. The peer is optional: `pip install --no-deps deepmd-kit`
-(LGPL) ships libdeepmd.so.
+`read` is a contiguous sum over as many bytes as the list and the live slots have. `read + write`
+also writes as many bytes as the gradients have (yardsticks.cpp). If empty slots lie between live
+ones, a processor that prefetches moves more bytes. The outputs go to memory that is mapped already.
+"new" outputs go to memory that the system maps during the call. deepmd-kit (LGPL) is optional.
+`pip install --no-deps deepmd-kit` installs libdeepmd.so.
 
-These variants of the kernel lost. Their time over the kernel's (GCC 12, AVX-512, one thread, data
-in the L2 cache):
+These variants of the kernel were slower. The figures are their times divided by that of the kernel
+(GCC 12, AVX-512, one thread, data in the L2 cache):
     plain loops over g[a] and R4[b]                         1.4 float64, 1.9 float32
         the same, backward of all                           0.9 float64, 1.3 float32
     __builtin_convertvector of four floats (GCC splits it)  2.5 float32
@@ -22,14 +23,13 @@ in the L2 cache):
         (a third more memory)
     a buffer of calloc a task, mapped anew in every call    1.2 at 10^4 atoms
 
-And with a row prefetched, for float64 and float32 (12,288 atoms x 138 slots, one thread of an AVX2
-machine, Zen 3, under load):
+These variants change how rows are prefetched. The figures are for float64 and float32 (12,288 atoms
+x 138 slots, one thread of an AVX2 machine, Zen 3, under load):
                                                     lattice       random        scattered -1
     no prefetch (the kernel before)                 1.07, 1.29    1.03, 1.29
     a list of a row's live slots, in blocks of four 1.02, 1.06    0.91, 1.06    1.34, 0.90
-There the empty ends of rows cost what they hold: reading them takes as long as leaving them out,
-whatever is prefetched, in which order and how far ahead (1.5 to 1.7 of `read`). Large pages for
-the inputs do not change that.
+On that machine the empty ends of rows cost as much as if they were read (1.5 to 1.7 of `read`). No
+order or distance of prefetching changes that, and neither do large pages for the inputs.
 """
 
 import argparse
@@ -54,41 +54,41 @@ PATTERNS = (("lattice", 1 / 3), ("lattice", 2 / 3), ("random", 1 / 3), ("scatter
 
 
 def box(natoms):
-    """Three factors of natoms, as equal as they can be."""
-    factors = [
-        (a, b, natoms // a // b)
-        for a in range(1, 200)
-        for b in range(a, 400)
-        if natoms % (a * b) == 0
-    ]
+    """Return three factors of natoms that are as equal as possible."""
+    factors = []
+    for a in range(1, 200):
+        for b in range(a, 400):
+            if natoms % (a * b) == 0:
+                factors.append((a, b, natoms // a // b))
     return min(factors, key=sum)
 
 
 def lattice(natoms, neighbors, empty, dtype=torch.float64, device="cpu", pattern="lattice"):
-    """A simple cubic crystal's list, the nearest sites first, the last `empty` part of each row -1.
+    """Return list_neigh, dE, Ri_d and Rij of a simple cubic crystal. The nearest sites come first
+    in a
+    row, and the last part of the row is -1, as large as `empty`.
 
-    "random": any atoms instead of near ones; "scattered": the -1 anywhere in a row.
+    The pattern "random" has any atoms instead of near ones, and "scattered" has the -1 anywhere.
     """
     sizes = box(natoms)
     reach = range(-5, 6)
-    offsets = sorted(itertools.product(reach, reach, reach), key=lambda o: sum(x * x for x in o))
+    offsets = itertools.product(reach, reach, reach)
+    offsets = sorted(offsets, key=lambda offset: sum(x * x for x in offset))
     live = round(neighbors * (1 - empty))
     site = torch.stack(torch.unravel_index(torch.arange(natoms, device=device), sizes), -1)
     target = site[:, None] + torch.tensor(offsets[1 : live + 1], device=device)
     target %= torch.tensor(sizes, device=device)
     list_neigh = torch.full((1, natoms, neighbors), -1, dtype=torch.int32, device=device)
-    list_neigh[0, :, :live] = (target[..., 0] * sizes[1] + target[..., 1]) * sizes[2] + target[
-        ..., 2
-    ]
-    del target
+    x, y, z = target.unbind(-1)
+    list_neigh[0, :, :live] = (x * sizes[1] + y) * sizes[2] + z
+    del target, x, y, z
     generator = torch.Generator(device).manual_seed(0)
     size = (1, natoms, neighbors)
     if pattern == "random":
         list_neigh[0, :, :live].random_(natoms, generator=generator)
     if pattern == "scattered":
-        list_neigh = list_neigh.gather(
-            2, torch.rand(size, generator=generator, device=device).argsort(-1)
-        )
+        order = torch.rand(size, generator=generator, device=device).argsort(-1)
+        list_neigh = list_neigh.gather(2, order)
     options = dict(generator=generator, dtype=dtype, device=device)
     values = [torch.randn(*size, c, **options) for c in (4, 12, 3)]
     for x in values:
@@ -98,14 +98,13 @@ def lattice(natoms, neighbors, empty, dtype=torch.float64, device="cpu", pattern
 
 
 def torch_force_virial(list_neigh, dE, Ri_d, Rij):
-    """What one writes without custom operators: matmul, einsum, index_add_."""
+    """Return the results of force_virial, computed with matmul, einsum and index_add_."""
     frames, natoms, neighbors = list_neigh.shape
     live = (list_neigh >= 0).unsqueeze(-1)
-    g = (
-        torch.matmul(dE.unsqueeze(-2), Ri_d.view(frames, natoms, neighbors, 4, 3)).squeeze(-2)
-        * live
-    )
-    rows = (list_neigh.clamp(min=0) + natoms * torch.arange(frames)[:, None, None]).flatten().long()
+    derivatives = Ri_d.view(frames, natoms, neighbors, 4, 3)
+    g = torch.matmul(dE.unsqueeze(-2), derivatives).squeeze(-2) * live
+    rows = list_neigh.clamp(min=0) + natoms * torch.arange(frames)[:, None, None]
+    rows = rows.flatten().long()
     force = torch.zeros(frames * natoms, 3, dtype=dE.dtype).index_add_(0, rows, g.view(-1, 3))
     force = force.view(frames, natoms, 3) - g.sum(2)
     w = torch.einsum("bnka,bnkc->bnkac", g, Rij)
@@ -115,7 +114,7 @@ def torch_force_virial(list_neigh, dE, Ri_d, Rij):
 
 
 class DeepMD:
-    """prod_force_a_cpu and prod_virial_a_cpu of libdeepmd.so; one frame, int32."""
+    """prod_force_a_cpu and prod_virial_a_cpu of libdeepmd.so, for one frame and int32."""
 
     def __init__(self):
         folder = pathlib.Path(importlib.util.find_spec("deepmd").submodule_search_locations[0])
@@ -129,19 +128,25 @@ class DeepMD:
         force = self.library[f"_ZN6deepmd16prod_force_a_cpuI{real}EEvPT_PKS1_S4_PKiiiii"]
         virial = self.library[f"_ZN6deepmd17prod_virial_a_cpuI{real}EEvPT_S2_PKS1_S4_S4_PKiiii"]
         natoms, neighbors = list_neigh.shape[1:]
-        out = [torch.empty(*shape, dtype=dE.dtype) for shape in ((natoms, 3), (9,), (natoms, 9))]
-        pointer = lambda x: ctypes.c_void_p(x.data_ptr())  # noqa: E731
-        force(*map(pointer, (out[0], dE, Ri_d, list_neigh)), natoms, natoms, neighbors, 1)
-        virial(*map(pointer, (*out[1:], dE, Ri_d, Rij, list_neigh)), natoms, natoms, neighbors)
-        return out[0][None], out[1].view(1, 3, 3), out[2].view(1, natoms, 3, 3)
+        shapes = (natoms, 3), (9,), (natoms, 9)
+        f, v, av = (torch.empty(*shape, dtype=dE.dtype) for shape in shapes)
+
+        def pointers(*tensors):
+            return [ctypes.c_void_p(x.data_ptr()) for x in tensors]
+
+        force(*pointers(f, dE, Ri_d, list_neigh), natoms, natoms, neighbors, 1)
+        virial(*pointers(v, av, dE, Ri_d, Rij, list_neigh), natoms, natoms, neighbors)
+        return f[None], v.view(1, 3, 3), av.view(1, natoms, 3, 3)
 
 
 def minimum_ms(functions, seconds, least=2):
-    """The least milliseconds of each, called in turn for `seconds`, `least` times at least."""
+    """Return the least milliseconds of each function. They take turns for `seconds`, and at least
+    `least` times."""
     best = [float("inf")] * len(functions)
     end = time.perf_counter() + seconds
-    while least > 0 or time.perf_counter() < end:
-        least -= 1
+    turns = 0
+    while turns < least or time.perf_counter() < end:
+        turns += 1
         for i, function in enumerate(functions):
             start = time.perf_counter()
             function()
@@ -150,7 +155,8 @@ def minimum_ms(functions, seconds, least=2):
 
 
 def keep_memory(keep):
-    """Lets malloc keep what is freed, so that outputs lie in mapped memory; else it maps anew."""
+    """Let malloc keep freed memory, so that outputs go to mapped memory. If `keep` is false, the
+    system maps new memory for each output."""
     libc = ctypes.CDLL(None)
     libc.mallopt(-4, 0 if keep else 65536)  # M_MMAP_MAX
     libc.mallopt(-1, 2**31 - 1 if keep else 128 << 10)  # M_TRIM_THRESHOLD
@@ -158,11 +164,13 @@ def keep_memory(keep):
 
 
 def kernels(inputs, live):
-    """What is measured and what it is measured against, and the bytes that each must move."""
+    """Return the calls of kernels and of yardsticks by name, and the bytes that each kernel must
+    move."""
     list_neigh, dE, Ri_d, Rij = inputs
     natoms, neighbors = list_neigh.shape[1:]
     upstream = [torch.randn_like(x) for x in calcops_jit.force_virial(*inputs)]
-    backward, yardstick = torch.ops.calcops._force_virial_backward, torch.ops.yardsticks
+    backward = torch.ops.calcops._force_virial_backward
+    yardstick = torch.ops.yardsticks
     exact = [x.flatten()[: x.numel() // neighbors * live] for x in (dE, Ri_d, Rij)]
     read = sum(x.nbytes for x in (list_neigh, *exact))
     small = sum(x.nbytes for x in upstream)
@@ -184,13 +192,15 @@ def kernels(inputs, live):
 
 
 def minimum_of_calls(calls, seconds):
-    """The least time of each; "..., new": gradients written into memory mapped for the call."""
+    """Return the least milliseconds of each call. Names with ", new" are calls whose gradients go
+    to
+    new memory."""
     keep_memory(True)
-    found = dict(zip(calls, minimum_ms(list(calls.values()), seconds), strict=True))
+    times = dict(zip(calls, minimum_ms(list(calls.values()), seconds), strict=True))
     keep_memory(False)
-    fresh = ("read + write all", "backward of all")
-    times = minimum_ms([calls[name] for name in fresh], seconds / 4)
-    return found | {f"{name}, new": ms for name, ms in zip(fresh, times, strict=True)}
+    names = ("read + write all", "backward of all")
+    new_times = minimum_ms([calls[name] for name in names], seconds / 4)
+    return times | {f"{name}, new": ms for name, ms in zip(names, new_times, strict=True)}
 
 
 def measure(natoms, neighbors, empty, pattern, dtype, deepmd, seconds):
@@ -204,30 +214,25 @@ def measure(natoms, neighbors, empty, pattern, dtype, deepmd, seconds):
     }
     if deepmd:
         peers["deepmd-kit"] = lambda: deepmd(*inputs)
-    ours = calcops_jit.force_virial(*inputs)
+    results = calcops_jit.force_virial(*inputs)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-4
     for name, peer in (*peers.items(), ("private buffers", calls["private buffers"])):
-        for a, b in zip(ours, peer(), strict=True):
-            difference = ((a - b).abs().max() / b.abs().max()).item()
+        for result, expected in zip(results, peer(), strict=True):
+            difference = ((result - expected).abs().max() / expected.abs().max()).item()
             assert difference <= tolerance, (name, difference)
-    found = []
+
+    rows = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
         if deepmd:
             deepmd.set_threads(threads)
-        row = dict(
-            natoms=natoms,
-            neighbors=neighbors,
-            empty=empty,
-            pattern=pattern,
-            dtype=dtype,
-            threads=threads,
-        )
+        row = {"natoms": natoms, "neighbors": neighbors, "empty": empty, "pattern": pattern}
+        row |= {"dtype": dtype, "threads": threads}
         row |= {"pairs": natoms * live, "bytes": nbytes}
         row |= minimum_of_calls(calls, seconds)
         row |= zip(peers, minimum_ms(list(peers.values()), 0, least=2), strict=True)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 TABLE = """| atoms x slots, empty | type | threads | read, ms | force_virial, ms | of read \
@@ -239,84 +244,85 @@ def as_markdown(row):
     def times(a, b, digits=2):
         return f"{row[a] / row[b]:.{digits}f}x" if a in row else "-"
 
-    return (
-        "| "
-        + " | ".join(
-            (
-                f"{row['natoms']} x {row['neighbors']}, {row['pattern']}, {row['empty']:.0%}",
-                str(row["dtype"])[6:],
-                str(row["threads"]),
-                f"{row['read']:.1f}",
-                f"{row['force_virial']:.1f}",
-                times("force_virial", "read"),
-                times("backward of dE", "read + write dE"),
-                times("backward of all", "read + write all"),
-                times("backward of all, new", "read + write all, new"),
-                times("deepmd-kit", "force_virial", 0),
-                times("torch", "force_virial", 0),
-                times("torch.compile", "force_virial", 0),
-                times("force_virial", "private buffers"),
-            )
-        )
-        + " |"
+    cells = (
+        f"{row['natoms']} x {row['neighbors']}, {row['pattern']}, {row['empty']:.0%}",
+        str(row["dtype"])[6:],
+        str(row["threads"]),
+        f"{row['read']:.1f}",
+        f"{row['force_virial']:.1f}",
+        times("force_virial", "read"),
+        times("backward of dE", "read + write dE"),
+        times("backward of all", "read + write all"),
+        times("backward of all, new", "read + write all, new"),
+        times("deepmd-kit", "force_virial", 0),
+        times("torch", "force_virial", 0),
+        times("torch.compile", "force_virial", 0),
+        times("force_virial", "private buffers"),
     )
+    return f"| {' | '.join(cells)} |"
 
 
-def at_most(float64, float32, elsewhere=None):
-    """A target for each type, and perhaps another where the list is no lattice's."""
-    return lambda row: (
-        elsewhere
-        if elsewhere and row["pattern"] != "lattice"
-        else (float64, float32)[row["dtype"] == torch.float32]
-    )
+def target_for(float64, float32, other_pattern=None):
+    """Return a function of a row that returns the target: one for each type, and perhaps another
+    one
+    for patterns other than "lattice"."""
+
+    def target(row):
+        if other_pattern and row["pattern"] != "lattice":
+            return other_pattern
+        return float32 if row["dtype"] == torch.float32 else float64
+
+    return target
 
 
-def over(name):
-    return lambda row: row[name] / row["force_virial"] if name in row else None
-
-
-# Column, target, whether less is better.
+# Name, numerator and denominator of a ratio, its target, and whether less is better.
 TARGETS = (
-    ("force_virial / read", lambda r: r["force_virial"] / r["read"], at_most(1.3, 1.4, 1.6), True),
+    ("force_virial / read", "force_virial", "read", target_for(1.3, 1.4, 1.6), True),
     (
         "backward of dE / read + write",
-        lambda r: r["backward of dE"] / r["read + write dE"],
-        at_most(1.4, 1.4),
+        "backward of dE",
+        "read + write dE",
+        target_for(1.4, 1.4),
         True,
     ),
     (
         "backward of all / read + write",
-        lambda r: r["backward of all"] / r["read + write all"],
-        at_most(1.4, 1.9),
+        "backward of all",
+        "read + write all",
+        target_for(1.4, 1.9),
         True,
     ),
-    ("over deepmd-kit", over("deepmd-kit"), lambda row: 25, False),
-    ("over torch", over("torch"), lambda row: 15, False),
-    ("over torch.compile", over("torch.compile"), lambda row: 4, False),
-    (
-        "cost of determinism",
-        lambda r: r["force_virial"] / r["private buffers"],
-        lambda row: 1.25,
-        True,
-    ),
+    ("over deepmd-kit", "deepmd-kit", "force_virial", target_for(25, 25), False),
+    ("over torch", "torch", "force_virial", target_for(15, 15), False),
+    ("over torch.compile", "torch.compile", "force_virial", target_for(4, 4), False),
+    ("cost of determinism", "force_virial", "private buffers", target_for(1.25, 1.25), True),
 )
 
 
 def print_targets(rows):
-    for name, ratio, target, less in TARGETS:
-        values = [(value, target(row)) for row in rows if (value := ratio(row)) is not None]
+    for name, numerator, denominator, target_of, less_is_better in TARGETS:
+        values = []
+        for row in rows:
+            if numerator in row:
+                values.append((row[numerator] / row[denominator], target_of(row)))
         if not values:
             continue
-        reached = sum(value <= aim if less else value >= aim for value, aim in values)
-        worst, aim = (max if less else min)(values, key=lambda pair: pair[0] / pair[1])
+        if less_is_better:
+            reached = sum(value <= target for value, target in values)
+            worst, target = max(values, key=lambda pair: pair[0] / pair[1])
+        else:
+            reached = sum(value >= target for value, target in values)
+            worst, target = min(values, key=lambda pair: pair[0] / pair[1])
+        sign = "<=" if less_is_better else ">="
         print(
             f"{name}: reached in {reached} of {len(values)}, worst {worst:.2f} "
-            f"(target {'<=' if less else '>='} {aim})"
+            f"(target {sign} {target})"
         )
 
 
-def overhead(seconds):
-    """Microseconds of a call on one atom with one slot, and of an operator that does nothing."""
+def print_overhead(seconds):
+    """Print the microseconds of a call on one atom with one slot, and of an operator that does
+    nothing."""
     torch.set_num_threads(1)
     inputs = lattice(1, 1, 0)
     inputs[0].zero_()
@@ -326,12 +332,11 @@ def overhead(seconds):
         lambda: [torch.ops.yardsticks.empty_force_virial(*inputs) for _ in range(100)],
         lambda: [calcops_jit.force_virial(*small) for _ in range(10)],
     )
-    ours, empty, small_us = (
-        1e3 * ms / n for ms, n in zip(minimum_ms(functions, seconds), (100, 100, 10), strict=True)
-    )
+    one_ms, empty_ms, small_ms = minimum_ms(functions, seconds)
+    one_us, empty_us, small_us = 10 * one_ms, 10 * empty_ms, 100 * small_ms
     print(
-        f"one atom, one slot: {ours:.1f} us, an empty operator {empty:.1f} us, "
-        f"overhead {ours - empty:.1f} us (target <= 5); 192 x 138: {small_us:.0f} us"
+        f"one atom, one slot: {one_us:.1f} us, an empty operator {empty_us:.1f} us, "
+        f"overhead {one_us - empty_us:.1f} us (target <= 5); 192 x 138: {small_us:.0f} us"
     )
 
 
@@ -350,7 +355,7 @@ def main():
     parser.add_argument(
         "--write", action="store_true", help="put the table and its picture into results/force.md"
     )
-    parser.add_argument("--atoms", type=int, help="instead of those of the table, to try it out")
+    parser.add_argument("--atoms", type=int, help="instead of those of the table, for a short run")
     options = parser.parse_args()
     deepmd = DeepMD() if importlib.util.find_spec("deepmd") else None
     if deepmd is None:
@@ -368,9 +373,9 @@ def main():
         for dtype in (torch.float64, torch.float32):
             for pattern, empty in PATTERNS:
                 atoms = options.atoms or natoms
-                found = measure(atoms, neighbors, empty, pattern, dtype, deepmd, options.seconds)
-                print(*map(as_markdown, found), sep="\n", flush=True)
-                rows += found
+                new = measure(atoms, neighbors, empty, pattern, dtype, deepmd, options.seconds)
+                print(*map(as_markdown, new), sep="\n", flush=True)
+                rows += new
     if options.write:
         page = HERE / "results" / "force.md"
         before, _, rest = page.read_text().partition("<!-- results -->")
@@ -379,7 +384,7 @@ def main():
         force_picture.draw()
     print()
     print_targets(rows)
-    overhead(min(options.seconds, 2))
+    print_overhead(min(options.seconds, 2))
 
 
 if __name__ == "__main__":

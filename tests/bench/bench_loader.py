@@ -1,13 +1,13 @@
-"""The loader's numbers: builds, warm imports, and the time from an edit to a call.
+"""Times of the loader: builds, warm imports, and from an edit to a call.
 
     make bench
     python tests/bench/bench_loader.py                   this tree
-    python tests/bench/bench_loader.py --before REV      and a commit, in turns: before, now, ratio
-    ... --before REV --same-operators                    both with that commit's ops/
+    python tests/bench/bench_loader.py --before REV      this tree and a commit, in turns
+    ... --before REV --same-operators                    both with the ops/ of that commit
 
---same-operators compares the loaders alone. Every figure is the least, and in brackets the median,
-of some rounds. An edit adds a comment; it is timed beyond `import torch`, up to the return of the
-first call. Edits after the first of a source find its headers compiled ahead.
+--same-operators compares the loaders alone. Every figure is the least of some rounds, with the
+median in brackets. An edit adds a comment. Its time goes from the end of `import torch` to the
+return of the first call. After the first edit of a source, a precompiled header exists.
 """
 
 import argparse
@@ -43,7 +43,7 @@ at::Tensor twice(const at::Tensor& x) { return x.mul(2); }
 TORCH_LIBRARY_FRAGMENT(cell, m) { m.def("twice(Tensor x) -> Tensor", &twice); }
 """
 
-# The seconds of a script beyond `import torch`.
+# Prints the seconds of a script after `import torch`.
 TIMED = "import time, torch\nstart = time.perf_counter()\n{}\nprint(time.perf_counter() - start)\n"
 CALL = (
     "import calcops_jit\n"
@@ -52,15 +52,15 @@ CALL = (
 )
 IMPORT = "import calcops_jit\nfor name in dir(calcops_jit): getattr(calcops_jit, name)"
 LOAD = "import calcops_jit\ncalcops_jit.load('{0}', ['{0}.cpp']).twice(torch.ones(1))"
-# Reloads in one process, after an edit that makes another library, and without one. ninja is a
-# script that notes when it began and ended.
+# Prints for each of three edits the seconds of reload(), those without ninja, and those of a
+# reload() without an edit. ninja is a script that logs when it began and ended.
 RELOADS = """
 import time, torch, calcops_jit
 from pathlib import Path
 kernel = Path("ops/force/force_cpu.cpp")
 text = kernel.read_text()
 for i in range(3):
-    kernel.write_text(text + f'extern "C" int edited_{i}() {{ return {i}; }}\\n')  # another library
+    kernel.write_text(text + f'extern "C" int edited_{i}() {{ return {i}; }}\\n')
     Path("ninja.log").write_text("")
     start = time.perf_counter()
     assert calcops_jit.reload() == ["calcops"]
@@ -76,9 +76,13 @@ for i in range(3):
     print(wall, wall - inner, min(idle))
 """
 NINJA = """#!/bin/sh
-begin=$(date +%s.%N); "{ninja}" "$@"; code=$?; echo $begin $(date +%s.%N) >> "{log}"; exit $code
+begin=$(date +%s.%N)
+"{ninja}" "$@"
+code=$?
+echo $begin $(date +%s.%N) >> "{log}"
+exit $code
 """
-# The usual way: torch/extension.h in every source, default flags, all in one load.
+# A load of PyTorch as its documentation shows it: torch/extension.h in every source, default flags.
 PLAIN = """
 import os
 from torch.utils import cpp_extension
@@ -86,27 +90,32 @@ os.makedirs("plain", exist_ok=True)
 names = [f"plain{i}" for i in range(5)]
 for i, name in enumerate(names):
     block = 'TORCH_LIBRARY(plain, m)' if i == 0 else 'TORCH_LIBRARY_FRAGMENT(plain, m)'
-    text = f'#include <torch/extension.h>\\n\
-static at::Tensor f(at::Tensor x) {{ return x.mul({i}); }}\\n'
-    open(f"plain/{name}.cpp", "w").write(\
-text + f'{block} {{ m.def("f{i}(Tensor x) -> Tensor", &f); }}\\n')
-cpp_extension.load("plain", [f"plain/{name}.cpp" for name in names], \
-build_directory="plain", is_python_module=False)
+    lines = [
+        "#include <torch/extension.h>",
+        f"static at::Tensor f(at::Tensor x) {{ return x.mul({i}); }}",
+        f'{block} {{ m.def("f{i}(Tensor x) -> Tensor", &f); }}',
+    ]
+    open(f"plain/{name}.cpp", "w").write("\\n".join(lines) + "\\n")
+sources = [f"plain/{name}.cpp" for name in names]
+cpp_extension.load("plain", sources, build_directory="plain", is_python_module=False)
 """
 
 
 class Tree:
-    """A copy of the loader and the operators, with its own cache.
+    """A copy of the loader of `revision` and of the operators of `operators`, with its own cache.
 
-    Each is of a commit or, if that is "", of this tree."""
+    An empty name of a commit stands for this tree.
+    """
 
     def __init__(self, folder: Path, revision: str, operators: str):
-        self.folder, self.revision = folder, revision
+        self.folder = folder
+        self.revision = revision
         folder.mkdir()
         for part in PARTS:
-            if of := operators if part == "ops" else revision:
+            commit = operators if part == "ops" else revision
+            if commit:
                 archive = subprocess.run(
-                    ["git", "archive", of, part], cwd=HERE, check=True, capture_output=True
+                    ["git", "archive", commit, part], cwd=HERE, check=True, capture_output=True
                 )
                 subprocess.run(["tar", "x"], cwd=folder, input=archive.stdout, check=True)
             elif part.endswith(".py"):
@@ -118,32 +127,29 @@ class Tree:
         (folder / "foreign.cpp").write_text(FOREIGN)
         (folder / "cell.cpp").write_text(CELL)
         (folder / "bin").mkdir()
-        ninja = folder / "bin/ninja"
-        found = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-        ninja.write_text(NINJA.format(ninja=found, log=folder / "ninja.log"))
-        ninja.chmod(0o755)
+        ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        wrapper = folder / "bin/ninja"
+        wrapper.write_text(NINJA.format(ninja=ninja, log=folder / "ninja.log"))
+        wrapper.chmod(0o755)
 
     def run(self, script: str, **environment: str) -> list[list[float]]:
-        """The numbers that a script prints, line by line."""
-        settings = {
-            "CALCOPS_CACHE": f"{self.folder}/cache",
-            "PYTHONPATH": str(self.folder),
-        } | environment
-        environment = {
-            k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"
-        } | settings
+        """Return the numbers of each line that a script prints."""
+        settings = {"CALCOPS_CACHE": f"{self.folder}/cache", "PYTHONPATH": str(self.folder)}
+        environment = os.environ | settings | environment
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, "-c", script]
-        said = subprocess.run(
+        result = subprocess.run(
             command, env=environment, cwd=self.folder, check=True, stdout=subprocess.PIPE, text=True
         )
-        return [[float(word) for word in line.split()] for line in said.stdout.splitlines()]
+        return [[float(word) for word in line.split()] for line in result.stdout.splitlines()]
 
-    def timed(self, what: str, **environment: str) -> float:
-        return self.run(TIMED.format(what), **environment)[-1][0]
+    def timed(self, script: str, **environment: str) -> float:
+        """Return the seconds of a script after `import torch`."""
+        return self.run(TIMED.format(script), **environment)[-1][0]
 
     def edit(self, file: str) -> None:
-        """Edits a file when nothing is compiled in the background any more."""
-        time.sleep(8.0)  # until that is under way
+        """Edit a file as soon as no precompiled header is made in the background."""
+        time.sleep(8.0)  # the background process starts meanwhile
         while list(self.folder.glob("cache/unit-preamble.*/stage.*")):
             time.sleep(0.2)
         path = self.folder / file
@@ -151,7 +157,9 @@ class Tree:
 
 
 def measures(rounds: int) -> Iterator[tuple[str, str, int, callable]]:
-    """(name, unit, rounds, function of a Tree that gives seconds), each after what it needs."""
+    """Yield the name, the unit, the rounds, and a function of a Tree that returns seconds. A
+    measure
+    comes after those that it needs."""
 
     def cold(tree):
         shutil.rmtree(tree.folder / "cache", ignore_errors=True)
@@ -168,26 +176,24 @@ def measures(rounds: int) -> Iterator[tuple[str, str, int, callable]]:
         return f"{Path(file).name} edited to called", "s", rounds, measure
 
     yield from map(edited, EDITED)
-    for name, text, what in (
-        ("cell", CELL, "a cell's source"),
-        ("foreign", FOREIGN, "torch/extension.h"),
-    ):
+    sources = (("cell", CELL, "a cell's source"), ("foreign", FOREIGN, "torch/extension.h"))
+    for name, text, title in sources:
         load = LOAD.format(name)
-        yield f"{what}: first load", "s", 1, lambda tree, load=load: tree.timed(load)
-        yield f"{what}: warm load", "ms", 5 * rounds, lambda tree, load=load: tree.timed(load)
+        yield f"{title}: first load", "s", 1, lambda tree, load=load: tree.timed(load)
+        yield f"{title}: warm load", "ms", 5 * rounds, lambda tree, load=load: tree.timed(load)
 
         def again(tree, name=name, load=load):
             tree.edit(f"{name}.cpp")
             return tree.timed(load)
 
-        yield f"{what}: edited to called", "s", rounds, again
+        yield f"{title}: edited to called", "s", rounds, again
 
         def another(tree, name=name, text=text):
             new = f"{name}_{time.time_ns()}"
             (tree.folder / f"{new}.cpp").write_text(text.replace(name, new))
             return tree.timed(LOAD.format(new))
 
-        yield f"{what}: first load of another", "s", rounds, another
+        yield f"{title}: first load of another", "s", rounds, another
 
     if shutil.which("nvcc"):
         one = {"CALCOPS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0"}
@@ -197,16 +203,13 @@ def measures(rounds: int) -> Iterator[tuple[str, str, int, callable]]:
 
 
 def table(names: list[str], rows: list[tuple[str, str, list[list[float]]]]) -> None:
-    print(
-        f"{'':44}"
-        + "".join(f"{name:>20}" for name in names)
-        + ("     ratio" if len(names) > 1 else "")
-    )
+    header = "".join(f"{name:>20}" for name in names)
+    print(f"{'':44}{header}" + ("     ratio" if len(names) > 1 else ""))
     for name, unit, columns in rows:
         scale = 1e3 if unit == "ms" else 1
-        cells = "".join(
-            f"{min(c) * scale:10.2f} ({statistics.median(c) * scale:6.2f})" for c in columns
-        )
+        cells = ""
+        for column in columns:
+            cells += f"{min(column) * scale:10.2f} ({statistics.median(column) * scale:6.2f})"
         ratio = f"  {min(columns[-1]) / min(columns[0]):8.2f}" if len(columns) > 1 else ""
         print(f"{name + ', ' + unit:44}{cells}{ratio}", flush=True)
 
@@ -226,10 +229,10 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         revisions = [options.before, ""] if options.before else [""]
-        trees = [
-            Tree(Path(folder, rev or "now"), rev, options.before if options.same_operators else rev)
-            for rev in revisions
-        ]
+        trees = []
+        for revision in revisions:
+            operators = options.before if options.same_operators else revision
+            trees.append(Tree(Path(folder, revision or "now"), revision, operators))
         names = [tree.revision or "now" for tree in trees]
         print(
             f"{len(os.sched_getaffinity(0))} processors, "
@@ -238,29 +241,27 @@ def main() -> None:
         plain = trees[-1].timed(PLAIN) if not options.only else 0.0
         rows = []
         for name, unit, rounds, measure in measures(options.rounds):
-            needed = name == "cold build" or name.endswith("first load")
-            if not needed and options.only not in name:
+            is_needed = name == "cold build" or name.endswith("first load")
+            if not is_needed and options.only not in name:
                 continue
-            if rounds > options.rounds:  # files that were just written are looked into, not only at
+            if rounds > options.rounds:
+                # The loader reads files again that were written less than two seconds ago.
                 for _ in range(2):
                     time.sleep(2.5)
-                    [measure(tree) for tree in trees]
-            columns = list(zip(*([measure(tree) for tree in trees] for _ in range(rounds))))
+                    for tree in trees:
+                        measure(tree)
+            turns = [[measure(tree) for tree in trees] for _ in range(rounds)]
+            columns = list(zip(*turns))
             rows.append((name, unit, columns))
             print(name, [min(column) for column in columns], file=sys.stderr, flush=True)
             if name == "cold build" and plain:
-                rows.append(
-                    (
-                        "  over a plain load of five trivial units",
-                        "",
-                        [[c[0] / plain] for c in columns],
-                    )
-                )
+                ratios = [[column[0] / plain] for column in columns]
+                rows.append(("  over a plain load of five trivial units", "", ratios))
         if options.only in "reload":
-            found = [
-                tree.run(RELOADS, PATH=f"{tree.folder}/bin:{os.environ['PATH']}") for tree in trees
-            ]
-            columns = [list(zip(*lines)) for lines in found]
+            columns = []
+            for tree in trees:
+                lines = tree.run(RELOADS, PATH=f"{tree.folder}/bin:{os.environ['PATH']}")
+                columns.append(list(zip(*lines)))
             rows.append(("reload() of an edit", "s", [c[0] for c in columns]))
             rows.append(("  beyond compiler and linker", "ms", [c[1] for c in columns]))
             rows.append(("reload() without a change", "ms", [c[2] for c in columns]))

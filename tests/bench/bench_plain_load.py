@@ -1,9 +1,9 @@
-"""calcops_jit.load beside torch.utils.cpp_extension.load: one source, the same situations.
+"""calcops_jit.load and torch.utils.cpp_extension.load, with one source in the same situations.
 
     make bench
 
-Each row is what a user meets in a process of their own. `--readme` puts the table into README.md
-and draws results/loaders.png.
+Each row is a situation of a user, measured in a new process. `--readme` puts the table into
+README.md and draws results/loaders.png.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 60.0  # how long a process may wait for one that was killed
+TIMEOUT_S = 60.0  # how long a process may wait for one that was killed
 
 SOURCE = """\
 #include <ATen/core/Tensor.h>
@@ -54,27 +54,31 @@ LOAD = {
     ),
 }
 CALL = "print(int(torch.ops.bench.scaled(torch.tensor(1))))"
-# Seconds of `load` and of the module it comes from, and what the operator answers.
-ONCE = (
-    f"start = time.perf_counter()\n{{load}}\nload()\nprint(time.perf_counter() - start)\n{CALL}\n"
-)
+# Prints the seconds of `load` with the import of its module, and the answer of the operator.
+ONCE = f"""
+start = time.perf_counter()
+{{load}}
+load()
+print(time.perf_counter() - start)
+{CALL}
+"""
 PLAIN_CELL = """
 from torch.utils.cpp_extension import load_inline
 start = time.perf_counter()
-load_inline("cell{i}", [CELL.replace("ANSWER", "{i}").replace("NAMESPACE", "cell{i}")], \
-is_python_module=False)
+source = CELL.replace("ANSWER", "{i}").replace("NAMESPACE", "cell{i}")
+load_inline("cell{i}", [source], is_python_module=False)
 assert int(torch.ops.cell{i}.scaled(torch.tensor(1))) == {i}
 print(time.perf_counter() - start)
 """
 OUR_CELL = """
 shell.run_line_magic("load_ext", "calcops_jit")
 start = time.perf_counter()
-shell.run_cell_magic("operator", "cell", \
-{cell}.replace("ANSWER", "{i}").replace("NAMESPACE", "cell"))
+source = {cell}.replace("ANSWER", "{i}").replace("NAMESPACE", "cell")
+shell.run_cell_magic("operator", "cell", source)
 assert int(torch.ops.cell.scaled(torch.tensor(1))) == {i}
 print("took", time.perf_counter() - start)
 """
-# Waits until so many preambles have been compiled in the background.
+# Waits until {count} precompiled headers have been made in the background.
 WAIT = """
 import glob, time
 end = time.time() + 60
@@ -87,29 +91,32 @@ class Side:
     """One of the two loaders, with a folder for its source and its builds."""
 
     def __init__(self, name: str, folder: Path):
-        self.name, self.folder = name, folder / name
+        self.name = name
+        self.folder = folder / name
         (self.folder / "system").mkdir(parents=True)
         (self.folder / "early").mkdir()
         self.edit("op.cpp", SOURCE)
         self.edit("system/answer.h", "#define ANSWER 1\n")
-        # With it, neither loader's modules would be kept compiled.
-        usual = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-        self.environment = usual | {
+        self.environment = os.environ | {
             "PYTHONPATH": str(ROOT),
-            "CALCOPS_BUILD": "0",  # the project's own operators
+            "CALCOPS_BUILD": "0",  # CalcOps' own operators are not built
             "CALCOPS_CACHE": str(self.folder / "cache"),
             "TORCH_EXTENSIONS_DIR": str(self.folder / "cache"),
         }
+        # With this variable the modules of both loaders would be compiled at each import.
+        self.environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
     def edit(self, file: str, text: str) -> None:
         (self.folder / file).write_text(text)
 
     def start(self, script: str) -> subprocess.Popen:
         flags = [f"-isystem{self.folder}/{name}" for name in ("early", "system")]
-        preamble = (
-            f"import time, torch\nFLAGS = {flags}\nCELL = {CELL!r}\n"
-            f"CONTRACT_CELL = {CONTRACT_CELL!r}\n"
-        )
+        preamble = f"""
+import time, torch
+FLAGS = {flags}
+CELL = {CELL!r}
+CONTRACT_CELL = {CONTRACT_CELL!r}
+"""
         command = [sys.executable, "-c", preamble + script.replace("{load}", LOAD[self.name])]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(
@@ -117,11 +124,12 @@ class Side:
         )
 
     def run(self, script: str) -> list[str]:
-        said, _ = self.start(script).communicate()
-        return said.splitlines()
+        """Return the lines that a new process prints."""
+        output, _ = self.start(script).communicate()
+        return output.splitlines()
 
     def once(self) -> tuple[float, int]:
-        """(seconds, what the operator answers)"""
+        """Return the seconds of a load in a new process, and the answer of the operator."""
         *_, seconds, answer = self.run(ONCE)
         return float(seconds), int(answer)
 
@@ -134,7 +142,7 @@ def cold(side: Side) -> str:
 
 def warm(side: Side) -> str:
     side.once()
-    time.sleep(2.5)  # a file that was just written is looked into, not only at
+    time.sleep(2.5)  # calcops_jit reads files again that were written less than two seconds ago
     side.once()
     return f"{statistics.median(side.once()[0] for _ in range(9)) * 1e3:.0f} ms"
 
@@ -149,7 +157,7 @@ def edited(side: Side, added: int = 1) -> str:
 
 
 def edited_again(side: Side) -> str:
-    """An edit for which the headers have been compiled ahead."""
+    """An edit after which calcops_jit uses a precompiled header."""
     if side.name == "ours":
         side.run(WAIT.replace("{count}", "1"))
     return edited(side, 3)
@@ -164,41 +172,48 @@ def new_header(side: Side) -> str:
 
 
 def edited_live(side: Side) -> str:
-    """An edit while the process goes on: the loader is simply asked again."""
-    again = "calcops_jit.reload()" if side.name == "ours" else "load()"
-    child = side.start(
-        "import pathlib\n{load}\nload()\nsource = pathlib.Path('op.cpp')\n"
-        "source.write_text(source.read_text().replace('ANSWER', '(ANSWER + 2)'))\n"
-        "start = time.perf_counter()\n"
-        f"{again}\n{CALL}\nprint(time.perf_counter() - start)\n"
-    )
-    said = child.communicate()[0].splitlines()
+    """An edit and a second load in the same process."""
+    second_load = "calcops_jit.reload()" if side.name == "ours" else "load()"
+    script = f"""
+import pathlib
+{{load}}
+load()
+source = pathlib.Path('op.cpp')
+source.write_text(source.read_text().replace('ANSWER', '(ANSWER + 2)'))
+start = time.perf_counter()
+{second_load}
+{CALL}
+print(time.perf_counter() - start)
+"""
+    child = side.start(script)
+    lines = child.communicate()[0].splitlines()
     side.edit("op.cpp", SOURCE)
     if child.returncode < 0:
         return f"**{signal.Signals(-child.returncode).name}**: the process dies"
-    assert said[-2] == "3"
-    return f"{float(said[-1]):.1f} s"
+    assert lines[-2] == "3"
+    return f"{float(lines[-1]):.1f} s"
 
 
 def cell(side: Side) -> str:
-    """A notebook cell with one operator: run, edited and run again, and edited once more."""
+    """A notebook cell with one operator is edited twice and run each time. Return the time of the
+    last
+    run."""
     side.run("import torch.utils.cpp_extension")
     if side.name == "plain":
-        said = side.run("".join(PLAIN_CELL.replace("{i}", str(i)) for i in range(3)))
-        return f"{float(said[-1]):.1f} s, and needs a new name"
+        lines = side.run("".join(PLAIN_CELL.replace("{i}", str(i)) for i in range(3)))
+        return f"{float(lines[-1]):.1f} s, and needs a new name"
     return our_cell(side, "CELL", WAIT.replace("{count}", "2"))
 
 
 def our_cell(side: Side, source: str, wait: str = "") -> str:
-    shell = (
-        "from IPython.core.interactiveshell import InteractiveShell\n"
-        "shell = InteractiveShell.instance()\n"
-    )
-    first, second, third = (
-        OUR_CELL.replace("{i}", str(i)).replace("{cell}", source) for i in range(3)
-    )
-    said = side.run(shell + first + second + wait + third)
-    return f"{float(said[-1].removeprefix('took ')):.1f} s"
+    shell = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+"""
+    cell = OUR_CELL.replace("{cell}", source)
+    first, second, third = (cell.replace("{i}", str(i)) for i in range(3))
+    lines = side.run(shell + first + second + wait + third)
+    return f"{float(lines[-1].removeprefix('took ')):.1f} s"
 
 
 def contract_cell(side: Side) -> str:
@@ -207,28 +222,25 @@ def contract_cell(side: Side) -> str:
 
 
 def killed(side: Side) -> str:
-    """The builder is killed while the compiler runs, and another process wants the library."""
+    """A builder is killed while the compiler runs. Return the time of the next process."""
     side.edit("op.cpp", SOURCE + "// for a killed build\n")
     child = side.start(ONCE)
-    while (
-        "cc1plus"
-        not in subprocess.run(
-            ["ps", "-s", str(child.pid), "-o", "comm="], capture_output=True, text=True
-        ).stdout
-    ):
+    processes = ["ps", "-s", str(child.pid), "-o", "comm="]
+    while b"cc1plus" not in subprocess.run(processes, capture_output=True).stdout:
         time.sleep(0.05)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
-    start, child = time.perf_counter(), side.start(ONCE)
+    start = time.perf_counter()
+    child = side.start(ONCE)
     try:
-        child.communicate(timeout=PATIENCE_S)
+        child.communicate(timeout=TIMEOUT_S)
         return f"{time.perf_counter() - start:.1f} s"
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
         for lock in side.folder.rglob("lock"):
             lock.unlink()
-        return f"**waits**, still after {PATIENCE_S:.0f} s"
+        return f"**waits**, still after {TIMEOUT_S:.0f} s"
     finally:
         side.edit("op.cpp", SOURCE)
         side.once()
@@ -239,11 +251,11 @@ def damaged(side: Side) -> str:
     (library,) = [path for path in side.folder.rglob("bench.so") if path.stat().st_size > 0][-1:]
     os.truncate(library, library.stat().st_size // 2)
     child = side.start(ONCE)
-    said = child.communicate()[0].splitlines()
+    lines = child.communicate()[0].splitlines()
     if child.returncode < 0:
         library.unlink()
         return f"**{signal.Signals(-child.returncode).name}**: the process dies"
-    return "built again" if child.returncode == 0 else f"`{said[-1][:80]}`"
+    return "built again" if child.returncode == 0 else f"`{lines[-1][:80]}`"
 
 
 ROWS = {
@@ -261,7 +273,7 @@ ROWS = {
 
 
 def draw(rows: list[tuple[str, list[str]]]) -> None:
-    """Draws the rows in which a loader takes seconds; for a crash its name instead of a bar."""
+    """Draw the rows in which calcops_jit takes seconds. A crash has its name instead of a bar."""
     from matplotlib import pyplot
 
     rows = [(row, cells) for row, cells in rows if re.match(r"[\d.]+ s", cells[1])]
@@ -269,16 +281,15 @@ def draw(rows: list[tuple[str, list[str]]]) -> None:
     sides = ((1, "calcops_jit.load", "#20639b"), (0, "torch.utils.cpp_extension.load", "#b0b7c3"))
     for i, (side, label, colour) in enumerate(sides):
         for height, (_, cells) in enumerate(rows):
-            time_of = re.match(r"([\d.]+) s", cells[side])
+            seconds = re.match(r"([\d.]+) s", cells[side])
             crash = re.match(r"\*\*(\w+)\*\*", cells[side])
-            at = height + 0.38 * (i - 0.5)
-            if time_of:
-                bar = axes.barh(
-                    at, float(time_of[1]), 0.36, color=colour, label=label if height == 0 else None
-                )
-                axes.bar_label(bar, [f"{time_of[1]} s"], padding=3)
+            y = height + 0.38 * (i - 0.5)
+            if seconds:
+                label_once = label if height == 0 else None
+                bar = axes.barh(y, float(seconds[1]), 0.36, color=colour, label=label_once)
+                axes.bar_label(bar, [f"{seconds[1]} s"], padding=3)
             elif crash:
-                axes.text(0.05, at, f"the process dies ({crash[1]})", va="center", color="0.4")
+                axes.text(0.05, y, f"the process dies ({crash[1]})", va="center", color="0.4")
     axes.set_yticks(range(len(rows)), [row.replace("`", "") for row, _ in rows])
     axes.invert_yaxis()
     axes.margins(x=0.12)

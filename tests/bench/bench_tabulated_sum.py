@@ -1,10 +1,11 @@
-"""tabulated_sum beside the embedding net that its table stands for, in ns a pair on one thread.
+"""tabulated_sum and the embedding net that its table replaces, in ns a pair on one thread.
 
     python tests/bench/bench_tabulated_sum.py [--atoms 2048] [--seconds 2]
 
-Water as in ../../examples/deepmd: 84 neighbours in 138 slots, two kinds of neighbour, x from 0 to 13
-in cells of 0.01, 100 functions; the net has layers of 25, 50 and 100. Each is timed in turns with the
-others, and the least time counts. `gradient` is what x and R need when the sums are there.
+The sizes are those of water in ../../examples/deepmd: 84 neighbours in 138 slots, two kinds of
+neighbour, x from 0 to 13 in cells of 0.01, and 100 functions. The net has layers of 25, 50 and 100.
+The two take turns, and the least time counts. `gradient` is the time of the gradients of x and R
+after the forward.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def inputs(atoms, dtype):
 
 
 class Net(torch.nn.Module):
-    """The sum with the net itself, 4,096 pairs at a time: more do not fit the cache."""
+    """The sum with the net itself, in blocks of 4,096 pairs, which fit the cache."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -54,6 +55,7 @@ class Net(torch.nn.Module):
 
 
 def timed(function, times):
+    """Return the result of the function, and append its seconds to `times`."""
     begin = time.process_time()
     result = function()
     times.append(time.process_time() - begin)
@@ -76,8 +78,8 @@ def compare(atoms, dtype, seconds):
             T = timed(forward, times[name][0])
             gradient = partial(torch.autograd.grad, T, leaves, upstream)
             timed(gradient, times[name][1])
-    for name, found in times.items():
-        forward, gradient = (1e9 * min(each) / (atoms * NEIGHBOURS) for each in found)
+    for name, seconds_of_calls in times.items():
+        forward, gradient = (1e9 * min(each) / (atoms * NEIGHBOURS) for each in seconds_of_calls)
         print(f"| {name}, {str(dtype).removeprefix('torch.')} | {forward:.0f} | {gradient:.0f} |")
 
 

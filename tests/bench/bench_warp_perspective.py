@@ -1,17 +1,18 @@
-"""calcops::warp_perspective beside cv2.warpPerspective, forward, and kornia, forward and backward.
+"""Times of warp_perspective, of cv2.warpPerspective, and of kornia with its backward.
 
     make bench
 
-Times are the least of many, the libraries taking turns, each returning a new result. Planar images
-here, interleaved ones for cv2: each library's own layout. `peers` prints the table of
-tests/README.md. The script also takes names of parts: peers speed borders gradients tangents small
-accuracy
+Each time is the least of many. The libraries take turns, and each call returns a new result.
+CalcOps gets planar images, and cv2 interleaved ones. The arguments of the script are the names of
+the parts to run: peers speed borders gradients tangents small accuracy. `peers` prints the table of
+results/warp_perspective.md.
 """
 
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -33,7 +34,7 @@ try:
 except ImportError:  # optional
     skimage_warp = None
 
-# OpenCV 4 and 5 cannot be in one environment.
+# OpenCV 4 cannot be installed beside OpenCV 5.
 OPENCV4 = Path(__file__).parents[2] / "build/opencv4/4.12.0.88/bin/python"
 SIZES = {
     "512 x 512 x 1": (512, 512, 1),
@@ -46,30 +47,31 @@ CUBIC = "cubic", "constant"
 
 def homographies(height, width):
     corners = np.float32([[0, 0], [width - 1, 0], [width - 1, height - 1], [0, height - 1]])
-    moved = corners + np.float32([[0.05, 0.03], [-0.04, 0.06], [-0.02, -0.05], [0.07, -0.04]]) * [
-        width,
-        height,
-    ]
+    shifts = np.float32([[0.05, 0.03], [-0.04, 0.06], [-0.02, -0.05], [0.07, -0.04]])
+    moved = corners + shifts * [width, height]
     cosine, sine = 0.9 * np.cos(np.pi / 6), 0.9 * np.sin(np.pi / 6)
     turn = np.array([[cosine, -sine, 0], [sine, cosine, 0], [0.1 / width, 0.05 / height, 1]])
-    centre, back = np.eye(3), np.eye(3)
-    centre[:2, 2] = width / 2, height / 2
-    back[:2, 2] = -width / 2, -height / 2
+    to_centre = np.eye(3)
+    to_centre[:2, 2] = width / 2, height / 2
+    to_corner = np.eye(3)
+    to_corner[:2, 2] = -width / 2, -height / 2
     trapezium = np.float32([[0.35, 0.3], [0.65, 0.3], [1, 1], [0, 1]]) * np.float32([width, height])
     return {
         "mild": cv2.getPerspectiveTransform(corners, np.float32(moved)),
-        "30 degrees": centre @ turn @ back,
+        "30 degrees": to_centre @ turn @ to_corner,
         "strong": cv2.getPerspectiveTransform(trapezium, corners),
     }
 
 
 def best(functions, seconds):
-    """Milliseconds of each function; on one thread those of the processor, without others' work."""
+    """Return the least milliseconds of each function. On one thread it is CPU time, which does not
+    include other processes."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     least = [float("inf")] * len(functions)
     for function in functions:
         function()
-    end, rounds = time.perf_counter() + seconds, 0
+    end = time.perf_counter() + seconds
+    rounds = 0
     while rounds < 3 or time.perf_counter() < end:
         rounds += 1
         for i, function in enumerate(functions):
@@ -90,9 +92,10 @@ def random_pixels(height, width, channels, dtype):
 
 
 def pair(pixels, matrix, interpolation="linear", border="constant"):
-    """The call of cv2, and ours on the same image."""
+    """Return a call of cv2, and one of calcops_jit on the same image."""
     height, width, _ = pixels.shape
-    image, warp = torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), torch.from_numpy(matrix)
+    image = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+    warp = torch.from_numpy(matrix)
     flags = getattr(cv2, f"INTER_{interpolation.upper()}")
     mode = getattr(cv2, f"BORDER_{border.upper()}")
     return (
@@ -101,8 +104,8 @@ def pair(pixels, matrix, interpolation="linear", border="constant"):
     )
 
 
-def row(name, theirs, ours):
-    print(f"{name:<52}{theirs:>10.3f}{ours:>10.3f}{ours / theirs:>8.2f}", flush=True)
+def row(name, peer, calcops):
+    print(f"{name:<52}{peer:>10.3f}{calcops:>10.3f}{calcops / peer:>8.2f}", flush=True)
 
 
 def speed(seconds):
@@ -112,29 +115,26 @@ def speed(seconds):
             for dtype in ("float32", "uint8"):
                 pixels = random_pixels(*shape, dtype)
                 for name, matrix in homographies(*shape[:2]).items():
-                    row(
-                        f"{size}, {dtype}, {name}, {threads} thr.",
-                        *best(pair(pixels, matrix), seconds),
-                    )
+                    times = best(pair(pixels, matrix), seconds)
+                    row(f"{size}, {dtype}, {name}, {threads} thr.", *times)
 
 
 def borders(seconds):
     set_threads(1)
+    modes = [("linear", border) for border in BORDERS[1:]]
+    modes += [("nearest", border) for border in BORDERS]
+    modes += [CUBIC]
     for size, shape in list(SIZES.items())[:2]:
         for dtype in ("float32", "uint8"):
             pixels = random_pixels(*shape, dtype)
             for name, matrix in homographies(*shape[:2]).items():
-                for interpolation, border in (
-                    [("linear", b) for b in BORDERS[1:]]
-                    + [("nearest", b) for b in BORDERS]
-                    + [CUBIC]
-                ):
+                for interpolation, border in modes:
                     times = best(pair(pixels, matrix, interpolation, border), seconds)
                     row(f"{size}, {dtype}, {name}, {interpolation}, {border}", *times)
 
 
 def gradients(seconds):
-    """Forward and backward to image and matrix."""
+    """Print the times of the forward with the gradients of image and matrix."""
     if kornia is None:
         print("kornia is not installed")
         return
@@ -159,7 +159,8 @@ def gradients(seconds):
 
 
 def tangents(seconds):
-    """Forward mode and the gradient, both along the matrix, in times of the forward."""
+    """Print the times of forward mode and of the gradient of the matrix, divided by that of the
+    forward."""
     set_threads(1)
     tangent = torch.ops.calcops._warp_perspective_tangent
     backward = torch.ops.calcops._warp_perspective_backward
@@ -168,23 +169,23 @@ def tangents(seconds):
         for name, matrix in homographies(height, width).items():
             for interpolation in "linear", "cubic":
                 image, warp = torch.rand(channels, height, width), torch.from_numpy(matrix)
-                options = interpolation, "constant", None, False
+                options = (interpolation, "constant", None, False)
+                target = (height, width)
                 upstream = torch.rand(channels, height, width)
                 calls = [
-                    lambda: calcops_jit.warp_perspective(image, warp, (height, width), *options),  # noqa: B023
-                    lambda: tangent(warp, image, warp, (height, width), *options),  # noqa: B023
+                    lambda: calcops_jit.warp_perspective(image, warp, target, *options),  # noqa: B023
+                    lambda: tangent(warp, image, warp, target, *options),  # noqa: B023
                     lambda: backward(upstream, image, warp, *options, (False, True)),  # noqa: B023
                 ]
-                forward, along, reverse = best(calls, seconds)
+                forward, tangent_ms, gradient_ms = best(calls, seconds)
+                ratios = f"{tangent_ms / forward:>20.2f}{gradient_ms / forward:>20.2f}"
                 case = f"{size}, float32, {name}, {interpolation}"
-                print(
-                    f"{case:<52}{forward:>12.3f}{along / forward:>20.2f}{reverse / forward:>20.2f}",
-                    flush=True,
-                )
+                print(f"{case:<52}{forward:>12.3f}{ratios}", flush=True)
 
 
 def small(_):
-    """A call for 8 x 8 pixels, and for none: what is left is the kernel."""
+    """Print the time of a call for 8 x 8 pixels and for none. The difference is that of the
+    kernel."""
     set_threads(1)
     image, warp = torch.rand(64, 64), torch.from_numpy(homographies(64, 64)["mild"])
 
@@ -197,80 +198,77 @@ def small(_):
 
 
 def accuracy(_):
-    """The largest errors against float64 images of the same values, full scale 1."""
+    """Print the largest errors of float32 images, relative to float64 images with the same values.
+    The
+    values are from 0 to 1."""
     for size, shape in list(SIZES.items())[:2]:
         pixels = random_pixels(*shape, "float32")
         for name, matrix in homographies(*shape[:2]).items():
             exact = pair(pixels.astype(np.float64), matrix)[1]()
-            theirs, ours = (call() for call in pair(pixels, matrix))
-            error = np.abs(np.moveaxis(theirs.reshape(shape), 2, 0) - exact.numpy()).max()
-            print(
-                f"{size}, {name}: cv2 {error:.1e}, calcops {(ours - exact).abs().max().item():.1e}",
-                flush=True,
-            )
+            of_cv2, of_calcops = (call() for call in pair(pixels, matrix))
+            cv2_error = np.abs(np.moveaxis(of_cv2.reshape(shape), 2, 0) - exact.numpy()).max()
+            error = (of_calcops - exact).abs().max().item()
+            print(f"{size}, {name}: cv2 {cv2_error:.1e}, calcops {error:.1e}", flush=True)
 
 
-def cv2_elsewhere(python, pixels, matrix):
-    """Version, milliseconds and result of a cv2 that a process of its own imports."""
+def run_cv2(python, pixels, matrix):
+    """Return version, milliseconds and result of the cv2 of another Python."""
     with tempfile.TemporaryDirectory() as folder:
         np.save(Path(folder, "image.npy"), pixels.squeeze())
         np.save(Path(folder, "matrix.npy"), matrix)
         script = Path(__file__).with_name("time_cv2.py")
-        printed = subprocess.run(
-            [python, script, folder], check=True, stdout=subprocess.PIPE, text=True
-        ).stdout
-        version, milliseconds = printed.split()
-        return (
-            version,
-            float(milliseconds),
-            np.load(Path(folder, "result.npy")).reshape(pixels.shape),
-        )
+        command = [python, script, folder]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        version, milliseconds = output.split()
+        result = np.load(Path(folder, "result.npy")).reshape(pixels.shape)
+        return version, float(milliseconds), result
 
 
 def libraries(pixels, matrix):
-    """By name: a call with an image and a matrix as tensors, which gives planes."""
+    """Return for each library a function of an image and a matrix, both tensors, that returns
+    planes."""
     height, width, _ = pixels.shape
     size = height, width
-    # torchvision counts from the corner of the first pixel, and takes the inverse without its last
-    # entry, a 1.
+    # torchvision counts from the corner of the first pixel, and expects the inverse matrix without
+    # its last entry, which is 1.
     half = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
     inverse = half @ np.linalg.inv(matrix) @ np.linalg.inv(half)
     coefficients = (inverse / inverse[2, 2]).flatten()[:8].tolist()
 
-    def in_kornia(image, warp):  # which takes images of float32 and float64, and one dtype
+    def in_kornia(image, warp):
+        # kornia accepts float32 and float64, with one dtype for image and matrix.
         return kornia.geometry.warp_perspective(image[None].float(), warp[None].float(), size)[0]
 
     def in_skimage(image, _):
         planes = image.numpy().astype(np.float32)
         inverse = np.linalg.inv(matrix)
-        return torch.from_numpy(
-            np.stack([skimage_warp(p, inverse, preserve_range=True) for p in planes])
-        )
+        warped = [skimage_warp(plane, inverse, preserve_range=True) for plane in planes]
+        return torch.from_numpy(np.stack(warped))
 
-    return {
-        "calcops": lambda image, warp: calcops_jit.warp_perspective(image, warp, size),
-        **({"kornia": in_kornia} if kornia else {}),
-        **(
-            {"torchvision": lambda i, _: perspective(i, None, None, coefficients=coefficients)}
-            if perspective
-            else {}
-        ),
-        **({"scikit-image": in_skimage} if skimage_warp else {}),
-    }
+    calls = {"calcops": lambda image, warp: calcops_jit.warp_perspective(image, warp, size)}
+    if kornia:
+        calls["kornia"] = in_kornia
+    if perspective:
+        calls["torchvision"] = lambda image, _: perspective(
+            image, None, None, coefficients=coefficients
+        )
+    if skimage_warp:
+        calls["scikit-image"] = in_skimage
+    return calls
 
 
 def peers(seconds):  # noqa: C901 - one table
-    """Errors of float32 and uint8 images at 512 x 512, and milliseconds, on one thread."""
+    """Print the errors of float32 and uint8 images of 512 x 512 pixels, and the milliseconds on one
+    thread."""
     set_threads(1)
     small, large = SIZES["512 x 512 x 1"], SIZES["1080 x 1920 x 3"]
     table = {}
     for shape, dtype in (small, "float32"), (small, "uint8"), (large, "float32"):
-        pixels, matrix = random_pixels(*shape, dtype), homographies(*shape[:2])["mild"]
+        pixels = random_pixels(*shape, dtype)
+        matrix = homographies(*shape[:2])["mild"]
         exact = pair(pixels.astype(np.float64), matrix)[1]().numpy()
-        image, warp = (
-            torch.from_numpy(pixels).permute(2, 0, 1).contiguous(),
-            torch.from_numpy(matrix),
-        )
+        image = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+        warp = torch.from_numpy(matrix)
 
         def add(name, milliseconds, planes, shape=shape, dtype=dtype, exact=exact):
             row = table.setdefault(name, {})
@@ -283,12 +281,10 @@ def peers(seconds):  # noqa: C901 - one table
 
         for python in (OPENCV4, sys.executable):
             if Path(python).exists():
-                version, milliseconds, result = cv2_elsewhere(python, pixels, matrix)
+                version, milliseconds, result = run_cv2(python, pixels, matrix)
                 add(f"OpenCV {version}", milliseconds, np.moveaxis(result, 2, 0))
         for name, call in libraries(pixels, matrix).items():
-            (milliseconds,) = best(
-                [lambda call=call, image=image, warp=warp: call(image, warp)], seconds
-            )
+            (milliseconds,) = best([partial(call, image, warp)], seconds)
             add(name, milliseconds, call(image, warp).numpy())
             if name in ("calcops", "kornia") and shape == small and dtype == "float32":
                 inputs = image.clone().requires_grad_(), warp.float().requires_grad_()

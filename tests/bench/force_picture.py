@@ -1,11 +1,12 @@
-"""Draws the table of results/force.md: times over one read of memory.
+"""Draw the table of results/force.md: the times divided by that of one read of the memory.
 
-python tests/bench/force_picture.py"""
+python tests/bench/force_picture.py
+"""
 
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# Columns of the table, and what the panels say of them.
+# Columns of the table, and the titles of their panels.
 PANELS = {
     "of read": "force_virial\nover reading its inputs",
     "backward of dE": "backward of dE\nover reading and writing",
@@ -14,16 +15,15 @@ PANELS = {
 
 
 def table_rows():
-    """Returns the rows of the table as dictionaries of text."""
-    lines = [
-        line for line in (RESULTS / "force.md").read_text().splitlines() if line.startswith("|")
-    ]
+    """Return the rows of the table as dictionaries of text."""
+    text = (RESULTS / "force.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("|")]
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
 def draw():
-    """Writes results/force.png: a dot for each row of the table."""
+    """Write results/force.png with a dot for each row of the table."""
     from matplotlib import pyplot
 
     rows = table_rows()
@@ -33,11 +33,8 @@ def draw():
     )
     for panel, (column, title) in zip(axes, PANELS.items(), strict=True):
         for height, group in enumerate(groups):
-            ratios = [
-                float(row[column].rstrip("x"))
-                for row in rows
-                if (row["type"], row["threads"]) == group
-            ]
+            members = [row for row in rows if (row["type"], row["threads"]) == group]
+            ratios = [float(row[column].rstrip("x")) for row in members]
             panel.plot(
                 ratios, [height] * len(ratios), "o", color="#20639b", alpha=0.5, markeredgewidth=0
             )
@@ -46,10 +43,9 @@ def draw():
         panel.spines[["top", "right"]].set_visible(False)
     axes[0].set_xlim(0, None)
     axes[0].set_ylim(-0.6, len(groups) - 0.4)
-    plural = {"1": "1 thread", "2": "2 threads"}
-    axes[0].set_yticks(
-        range(len(groups)), [f"{dtype}, {plural[threads]}" for dtype, threads in groups]
-    )
+    words = {"1": "1 thread", "2": "2 threads"}
+    labels = [f"{dtype}, {words[threads]}" for dtype, threads in groups]
+    axes[0].set_yticks(range(len(groups)), labels)
     figure.supxlabel("time / time of the memory traffic", fontsize=10)
     figure.savefig(RESULTS / "force.png", dpi=130)
 

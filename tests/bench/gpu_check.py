@@ -1,11 +1,11 @@
-"""All that a GPU must show, in one command and without installing anything.
+"""All checks on a GPU by one command, without installing anything.
 
     make gpu-check PYTHON=python3
 
-Builds for the GPU that is here, runs the CUDA tests, compute-sanitizer over the tests of every CUDA
-kernel, and the benchmarks of tests/bench/bench_*_cuda.py; all add what they find to results.json
-($OUT, else here). Needs PyTorch with CUDA, nvcc, ninja and pytest. With the argument `sanitize`
-(make sanitize-gpu) only compute-sanitizer, and nothing without a GPU.
+Builds for the GPU of this machine, runs the CUDA tests, compute-sanitizer over the tests of every
+CUDA kernel, and the benchmarks tests/bench/bench_*_cuda.py. All write their results into
+results.json in $OUT or in this repository. Needs PyTorch with CUDA, nvcc, ninja and pytest. The
+argument `sanitize` (make sanitize-gpu) runs only compute-sanitizer, and nothing without a GPU.
 """
 
 import json
@@ -21,7 +21,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# The tests of every kernel at its boundaries, which the emulation of tests/operators/cuda_on_cpu runs too.
+# The tests of every kernel at its boundaries. The emulation of tests/operators/cuda_on_cpu runs
+# them, too.
 KERNELS = [
     "-q",
     "-p",
@@ -45,78 +46,72 @@ def tests():
 
 
 def never_run():
-    """Kernels of ops/ that the tests which the sanitizer watches do not run."""
-    names = {
-        name
-        for source in ROOT.glob("ops/*/*.cu")
-        for name in re.findall(
-            r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)", source.read_text()
-        )
-    }
-    record = (
-        "import pytest\nfrom torch.profiler import ProfilerActivity, profile\n"
-        f"with profile(activities=[ProfilerActivity.CUDA]) as record: pytest.main({KERNELS!r})\n"
-        "print(*{event.name for event in record.events()}, sep='\\n')"
-    )
-    seen = run(sys.executable, "-c", record).stdout
-    return sorted(name for name in names if not re.search(rf"\b{name}\b", seen))
+    """Return the kernels of ops/ that the tests of compute-sanitizer do not run."""
+    kernel = r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)"
+    names = set()
+    for source in ROOT.glob("ops/*/*.cu"):
+        names |= set(re.findall(kernel, source.read_text()))
+    script = f"""
+import pytest
+from torch.profiler import ProfilerActivity, profile
+with profile(activities=[ProfilerActivity.CUDA]) as record:
+    pytest.main({KERNELS!r})
+print(*{{event.name for event in record.events()}}, sep="\\n")
+"""
+    events = run(sys.executable, "-c", script).stdout
+    return sorted(name for name in names if not re.search(rf"\b{name}\b", events))
 
 
 def sanitize():
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    tool = shutil.which("compute-sanitizer") or shutil.which(
-        "compute-sanitizer", path=f"{home}/bin"
-    )
+    tool = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:{home}/bin")
     if tool is None:
         return {"passed": False, "summary": "no compute-sanitizer on PATH or in CUDA_HOME/bin"}
-    # PyTorch's caching allocator would hide accesses between two tensors of one segment.
+    # PyTorch's caching allocator puts tensors side by side, so an access beyond the end of one of
+    # them would not be found.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CALCOPS_KERNEL_RUNS": "1"}
     missed = never_run()
-    found = {
+    results = {
         "coverage": {"passed": not missed, "summary": f"never run: {', '.join(missed) or 'none'}"}
     }
 
     def watch(check):
-        options = [
-            "--tool",
-            check,
-            "--target-processes",
-            "application-only",
-            "--error-exitcode",
-            "9",
-        ]
+        options = ["--tool", check, "--target-processes", "application-only"]
+        options += ["--error-exitcode", "9"]
         return run(tool, *options, sys.executable, "-m", "pytest", *KERNELS, env=environment)
 
     checks = ("memcheck", "racecheck", "initcheck", "synccheck")
     with ThreadPoolExecutor() as pool:
         for check, result in zip(checks, pool.map(watch, checks), strict=True):
-            summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", result.stdout)
-            found[check] = {
+            summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", result.stdout)
+            results[check] = {
                 "passed": result.returncode == 0,
-                "summary": summary[-1] if summary else "no summary",
+                "summary": summaries[-1] if summaries else "no summary",
             }
-    return {"passed": all(f["passed"] for f in found.values()), **found}
+    return {"passed": all(result["passed"] for result in results.values()), **results}
 
 
 def main():
     only_sanitize = sys.argv[1:] == ["sanitize"]
     if not torch.cuda.is_available():
-        why = "no GPU is visible to PyTorch"
-        sys.exit(print(f"gpu_check: skipped, {why}") if only_sanitize else f"gpu_check: {why}")
+        reason = "no GPU is visible to PyTorch"
+        if only_sanitize:
+            print(f"gpu_check: skipped, {reason}")
+            sys.exit()
+        sys.exit(f"gpu_check: {reason}")
     build = run(sys.executable, "-m", "calcops_jit", "build")
     results = {"build": {"passed": build.returncode == 0}}
-    for part in (
-        ([sanitize] if only_sanitize else [tests, sanitize]) if build.returncode == 0 else ()
-    ):
-        results[part.__name__] = part()
+    parts = [sanitize] if only_sanitize else [tests, sanitize]
+    if build.returncode == 0:
+        for part in parts:
+            results[part.__name__] = part()
     path = Path(os.environ.get("OUT", ROOT)) / "results.json"
     path.write_text(json.dumps(results, indent=2) + "\n")
-    failed = [part for part, found in results.items() if not found["passed"]]
-    for bench in (
-        sorted((ROOT / "tests" / "bench").glob("bench_*_cuda.py")) if not only_sanitize else ()
-    ):
-        if subprocess.run([sys.executable, bench], cwd=ROOT).returncode:
-            failed.append(bench.name)
+    failed = [part for part, result in results.items() if not result["passed"]]
+    if not only_sanitize:
+        for bench in sorted((ROOT / "tests" / "bench").glob("bench_*_cuda.py")):
+            if subprocess.run([sys.executable, bench], cwd=ROOT).returncode:
+                failed.append(bench.name)
     print(path, f"failed: {', '.join(failed)}" if failed else "all passed", sep="\n")
     return 1 if failed else 0
 

@@ -1,12 +1,13 @@
-"""Whether the tests notice: breaks one place after another and runs the tests that ought to fail.
+"""Make one deliberate fault after another in the code, and run the tests that must fail.
 
-python tests/bench/mutation_check.py [WORD ...]
+    python tests/bench/mutation_check.py [WORD ...]
 
-With words it breaks only those places that have one of them in a description or a path.
+With words, only the mutations with one of them in their description or path are run.
 
-mutations.txt says what is broken. It is a copy of the tree that is broken; it builds into a cache
-of its own, and takes from yours what is as it was. The table is Markdown; SURVIVED is a test that
-is missing. That the tree as it is passes its tests is taken for granted.
+mutations.txt lists the faults. They are made in a copy of the tree with a cache of its own.
+Libraries and objects that a fault does not change come from the user's cache. The printed table is
+Markdown. A mutation that SURVIVED needs a test. The tests of the unchanged tree must pass; this is
+not checked.
 """
 
 import os
@@ -25,8 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 class Mutation(NamedTuple):
     what: str
-    tests: list[str]
-    where: str
+    tests: list[str]  # arguments of pytest
+    where: str  # a folder or a file
     old: str
     new: str
 
@@ -40,13 +41,12 @@ def mutations():
 
 
 def file_of(tree, mutation):
-    """The file below `where` with the lines that are replaced."""
+    """Return the file below `where` that has the lines to replace."""
     where = tree / mutation.where
-    paths = (
-        [where]
-        if where.is_file()
-        else [path for path in where.rglob("*.*") if path.suffix != ".pyc"]
-    )
+    if where.is_file():
+        paths = [where]
+    else:
+        paths = [path for path in where.rglob("*.*") if path.suffix != ".pyc"]
     counts = {path: path.read_text().count(mutation.old) for path in paths if path.is_file()}
     assert sum(counts.values()) == 1, (
         f"{mutation.where} has this {sum(counts.values())} times:\n{mutation.old}"
@@ -55,43 +55,42 @@ def file_of(tree, mutation):
 
 
 def copy(folder):
-    """The tracked files and those that git does not ignore, as they are."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True
-    )
-    names = [name for name in os.fsdecode(listed.stdout).split("\0") if (ROOT / name).is_file()]
-    for name in names:
+    """Copy the tracked files, and the new files that git does not ignore."""
+    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+    files = subprocess.run(command, cwd=ROOT, capture_output=True).stdout
+    for name in os.fsdecode(files).split("\0"):
+        if not (ROOT / name).is_file():
+            continue
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((ROOT / name).read_bytes())
 
 
-def found_by(tree, tests, cache):
-    """The first test that fails, or how it ends the process; "": all pass."""
-    yours = os.environ.get("CALCOPS_CACHE") or os.path.expanduser("~/.cache/calcops")
+def failing_test(tree, tests, cache):
+    """Return the first test that fails or the signal that ends the tests, or "" if all pass."""
+    user_cache = os.environ.get("CALCOPS_CACHE") or os.path.expanduser("~/.cache/calcops")
     environment = os.environ | {
         "CALCOPS_CACHE": str(cache),
-        "CALCOPS_CACHE_READONLY": yours,
+        "CALCOPS_CACHE_READONLY": user_cache,
         "PYTHONPATH": str(tree),
     }
     options = shlex.split("-x -q --tb=line -p no:cacheprovider -m 'not long'")
     command = [sys.executable, "-m", "pytest", *options, *tests]
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-    if done.returncode == 0:
+    result = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    if result.returncode == 0:
         return ""
-    if done.returncode < 0:
-        return f"{tests[0]} ends by {signal.Signals(-done.returncode).name}"
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    if not failed:  # the mutation itself is wrong
-        print(done.stdout[-3000:], done.stderr[-3000:], file=sys.stderr)
+    if result.returncode < 0:
+        return f"{tests[0]} ends by {signal.Signals(-result.returncode).name}"
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", result.stdout, re.MULTILINE)
+    if not failed:  # pytest itself failed, because the mutation or its arguments are wrong
+        print(result.stdout[-3000:], result.stderr[-3000:], file=sys.stderr)
     return failed[1] if failed else ""
 
 
 def main():
-    chosen = [
-        m for m in mutations() if not sys.argv[1:] or any(word in f"{m}" for word in sys.argv[1:])
-    ]
-    for mutation in chosen:  # before anything is run
-        file_of(ROOT, mutation)
+    words = sys.argv[1:] or [""]
+    chosen = [m for m in mutations() if any(word in f"{m}" for word in words)]
+    for mutation in chosen:
+        file_of(ROOT, mutation)  # fails before a test is run if a place is not unique
     survived = 0
     print("| what is wrong | found by | seconds |\n|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +101,7 @@ def main():
             text = path.read_text()
             path.write_text(text.replace(mutation.old, mutation.new))
             start = time.monotonic()
-            test = found_by(tree, mutation.tests, Path(folder, "cache"))
+            test = failing_test(tree, mutation.tests, Path(folder, "cache"))
             path.write_text(text)
             survived += not test
             name = f"`{test.removeprefix('tests/')}`" if test else "**SURVIVED**"

@@ -1,8 +1,8 @@
-"""Time of cv2.warpPerspective in the environment that runs this, for bench_warp_perspective.py.
+"""Time cv2.warpPerspective of the environment that runs this script, for bench_warp_perspective.py.
 
-python time_cv2.py FOLDER
+    python time_cv2.py FOLDER
 
-It reads image.npy and matrix.npy in FOLDER, writes result.npy there, and prints the version and
+Reads image.npy and matrix.npy in FOLDER, writes result.npy there, and prints the version and the
 milliseconds.
 """
 
@@ -14,9 +14,11 @@ import cv2
 import numpy as np
 
 folder = Path(sys.argv[1])
-image, matrix = np.load(folder / "image.npy"), np.load(folder / "matrix.npy")
+image = np.load(folder / "image.npy")
+matrix = np.load(folder / "matrix.npy")
 cv2.setNumThreads(1)
-least, end = float("inf"), time.perf_counter() + 1
+least = float("inf")
+end = time.perf_counter() + 1
 while time.perf_counter() < end:
     start = time.thread_time()
     result = cv2.warpPerspective(image, matrix, image.shape[1::-1])

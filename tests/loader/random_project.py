@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 HEADERS = ["h0.h", "h1.h", "h2.h", "in/h3.h", "in/h4.h", "h5.h"]
-# Folders of headers; `base` has all of them and comes last.
-SEARCHED = ["a", "b", "p/c", "q/c", "d", "e", "base"]
-LIBRARIES = ["l0", "l1", "p/l2"]
+# `base` has all headers and is searched last.
+HEADER_FOLDERS = ["a", "b", "p/c", "q/c", "d", "e", "base"]
+LIBRARY_FOLDERS = ["l0", "l1", "p/l2"]
 FLAGGED = [
     "-I{}",
     "-I {}",
@@ -20,6 +20,8 @@ FLAGGED = [
     "-Wp,-I,{}",
     "-I{}/../base",
 ]
+# How a folder of headers is searched: by a flag with its path, by the option extra_include_paths,
+# by a variable, by a response file (@), by a word of the compiler's command, or not at all.
 WAYS = [*FLAGGED, *FLAGGED, "paths", "CPATH", "CPLUS_INCLUDE_PATH", "@", "CXX", "absent"]
 LINKING = ["-L{}", "-L {}", "-Wl,-L,{}", "-L{}/../l1", "LIBRARY_PATH", "@", "CXX", "absent"]
 VALUE = ["-lv", "-l v", "-l:libv.a", "-Wl,-lv"]
@@ -46,66 +48,63 @@ def edit(weight):
 
 
 class Project:
-    """A project in a folder, with the flags and variables to load it. The compilers' logging
-    wrappers lie beside it."""
+    """A project in a folder, with the flags and variables to load it. Wrappers of the compilers,
+    which keep a log, lie beside the folder."""
 
     def __init__(self, folder: Path, seed: int):
-        self.own, self.seed = folder, seed
-        self.draw = draw = random.Random(seed)
+        self.folder = folder
+        self.seed = seed
+        draw = self.draw = random.Random(seed)
         self.earlier: list[tuple[Path, str]] = []  # contents of files before edits
-        self.done: list[str] = []
-        self.count = 0
+        self.history: list[str] = []
+        self.count = 0  # makes the names of macros unique
 
         self.command = draw.choice(["g++", "g++", "g++", "clang++"])
         self.settles = draw.random() < 0.8
-        self.order = draw.sample(SEARCHED[:-1], len(SEARCHED) - 1) + ["base"]
-        self.ways = {name: draw.choice(WAYS) for name in SEARCHED} | {"base": "-idirafter {}"}
-        self.linking = {name: draw.choice(LINKING) for name in LIBRARIES} | {"p/l2": "-L{}"}
-        self.by_name, self.defined, self.forced = (
-            draw.choice(VALUE),
-            draw.choice(DEFINED),
-            draw.choice(FORCED),
-        )
-        self.embedded = draw.choice(["", "", "data.bin", f"{self.own}/base/data.bin"])
-        if self.command == "clang++":  # the loader refuses .incbin there
+        self.order = draw.sample(HEADER_FOLDERS[:-1], len(HEADER_FOLDERS) - 1) + ["base"]
+        self.ways = {name: draw.choice(WAYS) for name in HEADER_FOLDERS} | {"base": "-idirafter {}"}
+        self.linking = {name: draw.choice(LINKING) for name in LIBRARY_FOLDERS} | {"p/l2": "-L{}"}
+        self.by_name = draw.choice(VALUE)
+        self.defined = draw.choice(DEFINED)
+        self.forced = draw.choice(FORCED)
+        self.embedded = draw.choice(["", "", "data.bin", f"{self.folder}/base/data.bin"])
+        if self.command == "clang++":  # the loader refuses .incbin with clang++
             self.embedded = ""
 
         self.repair()
         for _ in range(draw.randrange(8)):
             self.new_header()
         self.put("forced.h", self.header("h5.h"))
-        self.put(
-            "src/mine.cpp",
-            self.source("answer", 'extern "C" __attribute__((visibility("default"))) '),
-        )
+        visible = 'extern "C" __attribute__((visibility("default"))) '
+        self.put("src/mine.cpp", self.source("answer", visible))
         self.put("src/inner/other.cpp", self.source("other"))
 
-    # ---- what it consists of ---------------------------------------------------------------------
+    # ---- files -----------------------------------------------------------------------------------
 
     def put(self, name: str | Path, text: str) -> None:
-        path = self.own / name
+        path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file():
             self.earlier.append((path, path.read_text()))
         path.write_text(text)
 
     def header(self, name: str) -> str:
-        """Returns the text of a header that defines its own value and may include those after
-        it."""
+        """Return the text of a header that defines a value. It may include headers that come
+        later in HEADERS."""
         self.count += 1
-        number, at = self.count, HEADERS.index(name)
-        lines = [f"#ifndef GUARD{number}", f"#define GUARD{number}", f"#undef V{at}"]
-        lines.append(f"#define V{at} {self.draw.randrange(10000)}")
-        for other in self.draw.sample(HEADERS[at + 1 :], min(2, len(HEADERS) - at - 1)):
+        number, index = self.count, HEADERS.index(name)
+        lines = [f"#ifndef GUARD{number}", f"#define GUARD{number}", f"#undef V{index}"]
+        lines.append(f"#define V{index} {self.draw.randrange(10000)}")
+        for other in self.draw.sample(HEADERS[index + 1 :], min(2, len(HEADERS) - index - 1)):
             lines += self.directive(other)
         if self.draw.random() < 0.2:
             lines += [f"#if __has_include_next(<{name}>)", f"#include_next <{name}>", "#endif"]
         return "\n".join([*lines, "#endif", ""])
 
     def directive(self, name: str) -> list[str]:
-        """Returns lines that include a header or ask whether it exists."""
+        """Return lines that include a header or test whether it exists."""
         self.count += 1
-        number, letter = self.count, self.draw.choice(SEARCHED)
+        number, letter = self.count, self.draw.choice(HEADER_FOLDERS)
         quoted, angled = f'"{name}"', f"<{name}>"
         spelled = self.draw.choice([quoted, angled])
         choices = [
@@ -155,10 +154,9 @@ class Project:
         return "\n".join(lines) + FUNCTION.format(before, function, "".join(terms), calls)
 
     def library(self, stem: Path, function: str, kind: str = "") -> None:
-        """Makes the library `stem`.a or `stem`.so, which defines a function."""
-        kind = kind or self.draw.choice(
-            ["static", "static", "thin", "shared", "script", "named script"]
-        )
+        """Make the library `stem`.a or `stem`.so, which defines a function."""
+        kinds = ["static", "static", "thin", "shared", "script", "named script"]
+        kind = kind or self.draw.choice(kinds)
         folder = stem.parent
         folder.mkdir(parents=True, exist_ok=True)
         target = Path(f"{stem}.{'a' if kind in ('static', 'thin') else 'so'}")
@@ -174,24 +172,21 @@ class Project:
         else:
             inner = "-linner" if kind == "named script" else f"{folder}/libinner.a"
             target.write_text(f"INPUT({inner})\n")
-            command = (
-                f"{shell} -c -o {folder}/inner.o && ar rc {folder}/libinner.a {folder}/inner.o"
-            )
+            archive = f"ar rc {folder}/libinner.a {folder}/inner.o"
+            command = f"{shell} -c -o {folder}/inner.o && {archive}"
         subprocess.run(command, shell=True, check=True)
 
     def options(self) -> tuple[dict, dict[str, str]]:
-        """Returns the options of load, and the environment."""
-        paths, cflags, ldflags = (
-            [],
-            [self.defined],
-            [f"-Wl,-rpath,{self.own}/{name}" for name in LIBRARIES],
-        )
-        words = {"CXX": [str(self.own.parent / self.command)], "@-I": [], "@-L": []}
+        """Return the options of load, and the environment."""
+        paths = []
+        cflags = [self.defined]
+        ldflags = [f"-Wl,-rpath,{self.folder}/{name}" for name in LIBRARY_FOLDERS]
+        words = {"CXX": [str(self.folder.parent / self.command)], "@-I": [], "@-L": []}
         variables: dict[str, list[str]] = {}
         searched = [(name, self.ways[name], "-I", cflags) for name in self.order]
-        searched += [(name, self.linking[name], "-L", ldflags) for name in LIBRARIES]
+        searched += [(name, self.linking[name], "-L", ldflags) for name in LIBRARY_FOLDERS]
         for name, way, option, flags in searched:
-            path = f"{self.own}/{name}"
+            path = f"{self.folder}/{name}"
             if way == "paths":
                 paths.append(path)
             elif way in ("@", "CXX"):
@@ -201,44 +196,42 @@ class Project:
             elif way != "absent":
                 flags.append(way.format(path))
         for option, flags in ("-I", cflags), ("-L", ldflags):
-            path, text = self.own / f"flags{option}.rsp", "\n".join(words[f"@{option}"])
+            path = self.folder / f"flags{option}.rsp"
+            text = "\n".join(words[f"@{option}"])
             if not path.is_file() or path.read_text() != text:
                 path.write_text(text)
             flags.append(f"@{path}")
-        cflags.append(self.forced.format(self.own))
-        ldflags += [self.by_name, f"{self.own}/w/libw.a"]
-        sources = [f"{self.own}/src/mine.cpp", f"{self.own}/src/inner/other.cpp"]
-        options = dict(
-            sources=sources, extra_include_paths=paths, extra_cflags=cflags, extra_ldflags=ldflags
-        )
+        cflags.append(self.forced.format(self.folder))
+        ldflags += [self.by_name, f"{self.folder}/w/libw.a"]
+        sources = [f"{self.folder}/src/mine.cpp", f"{self.folder}/src/inner/other.cpp"]
+        options = {"sources": sources, "extra_include_paths": paths}
+        options |= {"extra_cflags": cflags, "extra_ldflags": ldflags}
         environment = {name: ":".join(folders) for name, folders in variables.items()}
         return options, environment | {"CXX": " ".join(words["CXX"])}
 
     def repair(self) -> None:
-        """Puts back what every build needs."""
-        self.done.append("repair")
+        """Write again the files that every build needs."""
+        self.history.append("repair")
         for name in HEADERS:
-            self.clear(self.own / "base" / name)
+            self.clear(self.folder / "base" / name)
             self.put(f"base/{name}", self.header(name))
         self.put("base/data.bin", "b")
-        self.clear(self.own / "p/l2")
-        self.library(self.own / "p/l2/libv", "value", "static")
-        self.library(self.own / "w/libw", "weight", "static")
+        self.clear(self.folder / "p/l2")
+        self.library(self.folder / "p/l2/libv", "value", "static")
+        self.library(self.folder / "w/libw", "weight", "static")
 
     # ---- edits -----------------------------------------------------------------------------------
 
     def files(self, pattern: str = "*.h") -> list[Path]:
-        return sorted(path for path in self.own.rglob(pattern) if path.is_file())
+        return sorted(path for path in self.folder.rglob(pattern) if path.is_file())
 
     def place(self) -> Path:
-        """Returns a path where a header may be."""
-        return (
-            self.own
-            / self.draw.choice([*SEARCHED, "src", "src/inner", "a/in"])
-            / self.draw.choice(HEADERS)
-        )
+        """Return a path where a header may be."""
+        folder = self.draw.choice([*HEADER_FOLDERS, "src", "src/inner", "a/in"])
+        return self.folder / folder / self.draw.choice(HEADERS)
 
     def clear(self, path: Path) -> None:
+        """Remove what is at the path, and make its parents folders."""
         if path.is_symlink() or path.is_file():
             path.unlink()
         elif path.is_dir():
@@ -252,8 +245,9 @@ class Project:
     def new_value(self):
         path = self.draw.choice(self.files())
         lines = path.read_text().split("\n")
-        at = next((i for i, line in enumerate(lines) if line.startswith("#define V")), 0)
-        lines[at] = f"{lines[at].rpartition(' ')[0]} {self.draw.randrange(10000)}"
+        values = [i for i, line in enumerate(lines) if line.startswith("#define V")]
+        index = values[0] if values else 0
+        lines[index] = f"{lines[index].rpartition(' ')[0]} {self.draw.randrange(10000)}"
         status = path.stat()
         self.put(path, "\n".join(lines))
         if self.draw.random() < 0.4:
@@ -286,10 +280,9 @@ class Project:
 
     @edit(7)
     def link(self):
-        folders = self.draw.sample(self.draw.choice([SEARCHED[:-1], LIBRARIES]), 2)
-        path, target = self.draw.choice(
-            [(self.place(), self.place()), [self.own / name for name in folders]]
-        )
+        folders = self.draw.sample(self.draw.choice([HEADER_FOLDERS[:-1], LIBRARY_FOLDERS]), 2)
+        headers = [self.place(), self.place()]
+        path, target = self.draw.choice([headers, [self.folder / name for name in folders]])
         if path != target:
             self.clear(path)
             path.symlink_to(target)
@@ -297,9 +290,8 @@ class Project:
 
     @edit(3)
     def rename_folder(self):
-        old, new = (
-            self.own / name for name in self.draw.sample([*SEARCHED[:-1], "a/in", "b/in"], 2)
-        )
+        names = self.draw.sample([*HEADER_FOLDERS[:-1], "a/in", "b/in"], 2)
+        old, new = (self.folder / name for name in names)
         if old.exists() and old not in new.parents and new not in old.parents:
             self.clear(new)
             if os.path.lexists(old):
@@ -308,7 +300,7 @@ class Project:
 
     @edit(4)
     def empty_folder(self):
-        folder = self.own / self.draw.choice([*SEARCHED[:-1], "a/in", "b/in", "p", "q"])
+        folder = self.folder / self.draw.choice([*HEADER_FOLDERS[:-1], "a/in", "b/in", "p", "q"])
         path = self.draw.choice([folder, self.place()])
         self.clear(path)
         path.mkdir()
@@ -322,7 +314,7 @@ class Project:
 
     @edit(3)
     def edit_back(self):
-        path, text = self.draw.choice(self.earlier or [(self.own / "forced.h", "")])
+        path, text = self.draw.choice(self.earlier or [(self.folder / "forced.h", "")])
         if path.is_file():
             self.put(path, text)
         return path
@@ -331,10 +323,12 @@ class Project:
     def new_library(self):
         name = self.draw.choice(["libv", "libv", "libv", "libinner", "libw"])
         if name == "libw":
-            self.library(self.own / "w/libw", "weight", self.draw.choice(["static", "thin"]))
+            self.library(self.folder / "w/libw", "weight", self.draw.choice(["static", "thin"]))
         else:
             kind = "static" if name == "libinner" else ""
-            self.library(self.own / self.draw.choice([*LIBRARIES, "w"]) / name, "value", kind)
+            self.library(
+                self.folder / self.draw.choice([*LIBRARY_FOLDERS, "w"]) / name, "value", kind
+            )
         return name
 
     @edit(2)
@@ -347,9 +341,8 @@ class Project:
 
     @edit(1)
     def new_data(self):
-        self.put(
-            self.own / self.draw.choice(SEARCHED) / "data.bin", chr(self.draw.randrange(1, 127))
-        )
+        path = self.folder / self.draw.choice(HEADER_FOLDERS) / "data.bin"
+        self.put(path, chr(self.draw.randrange(1, 127)))
 
     @edit(2)
     def new_source(self):
@@ -357,31 +350,28 @@ class Project:
 
     @edit(2)
     def new_flag(self):
-        what = self.draw.choice(["defined", "forced", "by_name", "ways", "linking", "order"])
-        if what == "ways":
-            self.ways[self.draw.choice(SEARCHED[:-1])] = self.draw.choice(WAYS)
-        elif what == "linking":
-            self.linking[self.draw.choice(LIBRARIES[:-1])] = self.draw.choice(LINKING)
-        elif what == "order":
-            self.order = self.draw.sample(SEARCHED[:-1], len(SEARCHED) - 1) + ["base"]
+        attribute = self.draw.choice(["defined", "forced", "by_name", "ways", "linking", "order"])
+        choices = {"defined": DEFINED, "forced": FORCED, "by_name": VALUE}
+        if attribute == "ways":
+            self.ways[self.draw.choice(HEADER_FOLDERS[:-1])] = self.draw.choice(WAYS)
+        elif attribute == "linking":
+            self.linking[self.draw.choice(LIBRARY_FOLDERS[:-1])] = self.draw.choice(LINKING)
+        elif attribute == "order":
+            self.order = self.draw.sample(HEADER_FOLDERS[:-1], len(HEADER_FOLDERS) - 1) + ["base"]
         else:
-            setattr(
-                self,
-                what,
-                self.draw.choice({"defined": DEFINED, "forced": FORCED, "by_name": VALUE}[what]),
-            )
-        return what
+            setattr(self, attribute, self.draw.choice(choices[attribute]))
+        return attribute
 
-    def step(self, built: bool) -> None:
-        """Edits the project, up to three times. What could not be built is repaired first, mostly.
+    def step(self, is_built: bool) -> None:
+        """Make one to three edits. If the last build failed, mostly repair the project first.
 
-        An edit that the disk refuses, such as a file behind a link to nothing, ends early."""
-        if not built and self.draw.random() < 0.8:
+        An edit that the disk refuses ends early, for example a file behind a dangling link.
+        """
+        if not is_built and self.draw.random() < 0.8:
             self.repair()
-        for name in self.draw.choices(
-            list(EDITS), EDITS.values(), k=self.draw.choice([1, 1, 2, 3])
-        ):
+        count = self.draw.choice([1, 1, 2, 3])
+        for name in self.draw.choices(list(EDITS), EDITS.values(), k=count):
             try:
-                self.done.append(f"{name} {getattr(self, name)() or ''}")
+                self.history.append(f"{name} {getattr(self, name)() or ''}")
             except OSError as error:
-                self.done.append(f"{name}: {error}")
+                self.history.append(f"{name}: {error}")

@@ -1,4 +1,4 @@
-"""What would be linked, included or run first if it appeared is an input of a build."""
+"""A file that appears and would be linked, included or run instead of another causes a rebuild."""
 
 import os
 
@@ -13,86 +13,89 @@ def folder(tmp_path):
     return Folder(tmp_path)
 
 
-# ---- what is linked ------------------------------------------------------------------------------
+CALLS_VALUE = "int value();\n" + ANSWER.format("return value();")
+INCLUDES_VALUE = "#include <value.h>\n" + ANSWER.format("return VALUE;")
 
+# ---- libraries and archives ----------------------------------------------------------------------
+
+# Options of load, and variables, that search the folder early before the folder late.
 EARLIER = {
-    "-L": lambda own: {"extra_ldflags": [f"-L{own}/early", f"-L{own}/late", "-lvalue"]},
-    "-L in two words": lambda own: {
-        "extra_ldflags": ["-L", f"{own}/early", "-L", f"{own}/late", "-lvalue"]
+    "-L": lambda dir: {"extra_ldflags": [f"-L{dir}/early", f"-L{dir}/late", "-lvalue"]},
+    "-L in two words": lambda dir: {
+        "extra_ldflags": ["-L", f"{dir}/early", "-L", f"{dir}/late", "-lvalue"]
     },
-    "LIBRARY_PATH": lambda own: {
+    "LIBRARY_PATH": lambda dir: {
         "extra_ldflags": ["-lvalue"],
-        "LIBRARY_PATH": f"{own}/early:{own}/late",
+        "LIBRARY_PATH": f"{dir}/early:{dir}/late",
     },
-    "a file's name": lambda own: {
-        "extra_ldflags": [f"-L{own}/early", f"-L{own}/late", "-l:libvalue.a"]
+    "a file's name": lambda dir: {
+        "extra_ldflags": [f"-L{dir}/early", f"-L{dir}/late", "-l:libvalue.a"]
     },
-    "-l in two words": lambda own: {"extra_ldflags": [f"-L{own}/early -L{own}/late -l value"]},
-    "the linker's": lambda own: {"extra_ldflags": [f"-Wl,-L,{own}/early,-L{own}/late,-lvalue"]},
-    "-Xlinker": lambda own: {
-        "extra_ldflags": [f"-Xlinker -L{own}/early -Xlinker -L{own}/late -Xlinker -lvalue"]
+    "-l in two words": lambda dir: {"extra_ldflags": [f"-L{dir}/early -L{dir}/late -l value"]},
+    "-Wl": lambda dir: {"extra_ldflags": [f"-Wl,-L,{dir}/early,-L{dir}/late,-lvalue"]},
+    "-Xlinker": lambda dir: {
+        "extra_ldflags": [f"-Xlinker -L{dir}/early -Xlinker -L{dir}/late -Xlinker -lvalue"]
     },
-    "long options": lambda own: {
+    "long options": lambda dir: {
         "extra_ldflags": [
-            f"-Wl,--library-path={own}/early,--library-path,{own}/late,--library=value"
+            f"-Wl,--library-path={dir}/early,--library-path,{dir}/late,--library=value"
         ]
     },
-    "the compiler's command": lambda own: {
-        "CXX": f"g++ -L{own}/early",
-        "extra_ldflags": [f"-L{own}/late", "-lvalue"],
+    "the compiler's command": lambda dir: {
+        "CXX": f"g++ -L{dir}/early",
+        "extra_ldflags": [f"-L{dir}/late", "-lvalue"],
     },
-    "-B": lambda own: {
-        "extra_ldflags": [f"-B{own}/early", "-lvalue"],
-        "LIBRARY_PATH": f"{own}/late",
+    "-B": lambda dir: {
+        "extra_ldflags": [f"-B{dir}/early", "-lvalue"],
+        "LIBRARY_PATH": f"{dir}/late",
     },
-    "a response file": lambda own: {"extra_ldflags": [f"@{own}/link"]},
-    "the linker's response file": lambda own: {"extra_ldflags": [f"-Wl,@{own}/link"]},
-    "a script": lambda own: {"extra_ldflags": [f"-L{own}/early", f"-L{own}/late", f"{own}/script"]},
-    "a script's folders": lambda own: {"extra_ldflags": [f"-fuse-ld=bfd {own}/folders"]},
+    "a response file": lambda dir: {"extra_ldflags": [f"@{dir}/link"]},
+    "the linker's response file": lambda dir: {"extra_ldflags": [f"-Wl,@{dir}/link"]},
+    "a linker script": lambda dir: {
+        "extra_ldflags": [f"-L{dir}/early", f"-L{dir}/late", f"{dir}/script"]
+    },
+    "SEARCH_DIR of a linker script": lambda dir: {"extra_ldflags": [f"-fuse-ld=bfd {dir}/folders"]},
 }
-
-
-HELD = ["not there", "a folder in its place", "a link to it"]
+EARLY_STATES = ["no folder", "a folder of that name", "a dangling link"]
 
 
 @pytest.mark.parametrize(
-    "searched, early", [*((name, "empty") for name in EARLIER), *(("-L", held) for held in HELD)]
+    "searched, early",
+    [*((name, "empty") for name in EARLIER), *(("-L", state) for state in EARLY_STATES)],
 )
-def test_an_archive_that_appears_in_a_folder_that_is_searched_earlier_is_linked(
-    folder, searched, early
-):
-    folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
-    folder.put("link", f"-L{folder.own}/early -L{folder.own}/late -lvalue\n")
+def test_an_archive_that_appears_in_an_earlier_search_folder_is_linked(folder, searched, early):
+    folder.put("mine.cpp", CALLS_VALUE)
+    folder.put("link", f"-L{folder.project}/early -L{folder.project}/late -lvalue\n")
     folder.put("script", "INPUT(-lvalue)\n")
-    folder.put(
-        "folders", f"SEARCH_DIR({folder.own}/early) SEARCH_DIR({folder.own}/late) INPUT(-lvalue)\n"
-    )
+    directories = f"SEARCH_DIR({folder.project}/early) SEARCH_DIR({folder.project}/late)"
+    folder.put("folders", f"{directories} INPUT(-lvalue)\n")
     folder.archive(1, "late/libvalue.a")
-    path = folder.own / "early/libvalue.a"
-    if early != "not there":
+    path = folder.project / "early/libvalue.a"
+    if early != "no folder":
         path.parent.mkdir()
-    if early == "a folder in its place":
+    if early == "a folder of that name":
         path.mkdir()
-    if early == "a link to it":
+    if early == "a dangling link":
         path.symlink_to("elsewhere.a")
-    options = EARLIER[searched](folder.own)
-    assert folder.loaded(**dict(options)) == 1
+    options = EARLIER[searched](folder.project)
+    assert folder.loaded(**options) == 1
     folder.compiled()
-    assert (folder.loaded(**dict(options)), folder.compiled()) == (1, 0)
-    if early == "a folder in its place":
+    assert folder.loaded(**options) == 1
+    assert folder.compiled() == 0
+    if early == "a folder of that name":
         path.rmdir()
     folder.archive(2, "early/elsewhere.a" if path.is_symlink() else "early/libvalue.a")
-    assert folder.loaded(**dict(options)) == 2
+    assert folder.loaded(**options) == 2
 
 
 def test_a_shared_library_that_appears_beside_an_archive_is_linked(folder):
-    folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
+    folder.put("mine.cpp", CALLS_VALUE)
     folder.archive(1)
-    options = {"extra_ldflags": [f"-L{folder.own}", "-lvalue", f"-Wl,-rpath,{folder.own}"]}
-    assert folder.loaded(**dict(options)) == 1
+    options = {"extra_ldflags": [f"-L{folder.project}", "-lvalue", f"-Wl,-rpath,{folder.project}"]}
+    assert folder.loaded(**options) == 1
     source = folder.put("shared.cpp", "int value() { return 2; }\n")
-    assert os.system(f"c++ -fPIC -shared {source} -o {folder.own}/libvalue.so") == 0
-    assert folder.loaded(**dict(options)) == 2
+    assert os.system(f"c++ -fPIC -shared {source} -o {folder.project}/libvalue.so") == 0
+    assert folder.loaded(**options) == 2
 
 
 THIN = {
@@ -105,91 +108,90 @@ THIN = {
 
 
 @pytest.mark.parametrize("member", THIN)
-def test_what_is_behind_a_thin_archive_is_an_input(folder, member):
-    folder.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
+def test_the_members_of_a_thin_archive_are_inputs(folder, member):
+    folder.put("mine.cpp", CALLS_VALUE)
 
     def compile_value(value):
         source = folder.put("inner/value.cpp", f"int value() {{ return {value}; }}\n")
         assert os.system(f"c++ -fPIC -c {source} -o {source}.o") == 0
 
     compile_value(1)
-    assert os.system(f"cd {folder.own} && {THIN[member]}") == 0
-    options = {"extra_ldflags": [f"{folder.own}/libthin.a"]}
-    assert folder.loaded(**dict(options)) == 1
+    assert os.system(f"cd {folder.project} && {THIN[member]}") == 0
+    options = {"extra_ldflags": [f"{folder.project}/libthin.a"]}
+    assert folder.loaded(**options) == 1
     compile_value(2)
     if member == "an archive":
-        assert os.system(f"cd {folder.own} && ar rc inner/libvalue.a inner/value.cpp.o") == 0
-    assert folder.loaded(**dict(options)) == 2
+        assert os.system(f"cd {folder.project} && ar rc inner/libvalue.a inner/value.cpp.o") == 0
+    assert folder.loaded(**options) == 2
 
 
 @pytest.mark.parametrize("flags", ["-I{}/early -I{}/late", "-Wa,-I{}/early,-I,{}/late"])
-def test_a_file_that_the_assembler_would_find_earlier_is_seen(folder, flags):
+def test_an_assembler_include_that_appears_in_an_earlier_folder_is_used(folder, flags):
     text = 'asm(".include \\"value.s\\"");\nextern "C" const char value;\n'
     folder.put("mine.cpp", text + ANSWER.format("return value;"))
-    (folder.own / "early").mkdir()
-    options = {"extra_cflags": [flags.format(folder.own, folder.own)]}
+    (folder.project / "early").mkdir()
+    options = {"extra_cflags": [flags.format(folder.project, folder.project)]}
     for value, name in (1, "late"), (2, "early"):
         folder.put(f"{name}/value.s", f".section .rodata\nvalue: .byte {value}\n.previous\n")
         assert folder.loaded(**options) == value
 
 
-# ---- where headers are looked for ----------------------------------------------------------------
+# ---- headers -------------------------------------------------------------------------------------
 
-EARLY, LATE = "early", "late"
 SEARCHED = {
-    "include_paths": lambda own: {"extra_include_paths": [f"{own}/early", f"{own}/late"]},
-    "-I": lambda own: {"extra_cflags": [f"-I{own}/early", f"-I{own}/late"]},
-    "-I in two words": lambda own: {"extra_cflags": ["-I", f"{own}/early", "-I", f"{own}/late"]},
-    "-isystem": lambda own: {
-        "extra_cflags": ["-isystem", f"{own}/early", "-isystem", f"{own}/late"]
+    "include_paths": lambda dir: {"extra_include_paths": [f"{dir}/early", f"{dir}/late"]},
+    "-I": lambda dir: {"extra_cflags": [f"-I{dir}/early", f"-I{dir}/late"]},
+    "-I in two words": lambda dir: {"extra_cflags": ["-I", f"{dir}/early", "-I", f"{dir}/late"]},
+    "-isystem": lambda dir: {
+        "extra_cflags": ["-isystem", f"{dir}/early", "-isystem", f"{dir}/late"]
     },
-    "-isystem in one word": lambda own: {
-        "extra_cflags": [f"-isystem{own}/early", f"-isystem{own}/late"]
+    "-isystem in one word": lambda dir: {
+        "extra_cflags": [f"-isystem{dir}/early", f"-isystem{dir}/late"]
     },
-    "-idirafter": lambda own: {"extra_cflags": [f"-idirafter{own}/early", f"-idirafter{own}/late"]},
-    "-I before -isystem": lambda own: {
-        "extra_cflags": ["-isystem", f"{own}/late", f"-I{own}/early"]
+    "-idirafter": lambda dir: {"extra_cflags": [f"-idirafter{dir}/early", f"-idirafter{dir}/late"]},
+    "-I before -isystem": lambda dir: {
+        "extra_cflags": ["-isystem", f"{dir}/late", f"-I{dir}/early"]
     },
-    "CPATH": lambda own: {"CPATH": f"{own}/early:{own}/late"},
-    "-I before CPATH": lambda own: {"extra_cflags": [f"-I{own}/early"], "CPATH": f"{own}/late"},
-    "a response file": lambda own: {"extra_cflags": [f"@{own}/flags"]},
+    "CPATH": lambda dir: {"CPATH": f"{dir}/early:{dir}/late"},
+    "-I before CPATH": lambda dir: {"extra_cflags": [f"-I{dir}/early"], "CPATH": f"{dir}/late"},
+    "a response file": lambda dir: {"extra_cflags": [f"@{dir}/flags"]},
 }
 
 
 @pytest.mark.parametrize(
-    "early", ["empty", "not there", "with a folder of the header's", "with another header"]
+    "early", ["empty", "no folder", "with a folder of the header's", "with another header"]
 )
 @pytest.mark.parametrize("searched", SEARCHED)
-def test_a_header_that_appears_in_a_folder_that_is_searched_earlier_is_seen(
-    folder, searched, early
-):
+def test_a_header_that_appears_in_an_earlier_search_folder_is_used(folder, searched, early):
     header = "inner/value.h" if early.startswith("with a folder") else "value.h"
     folder.put("mine.cpp", f"#include <{header}>\n" + ANSWER.format("return VALUE;"))
     folder.put(f"late/{header}", "#define VALUE 1\n")
-    folder.put("flags", f"-I{folder.own}/early -I{folder.own}/late\n")
-    if early != "not there":
-        (folder.own / "early").mkdir()
+    folder.put("flags", f"-I{folder.project}/early -I{folder.project}/late\n")
+    if early != "no folder":
+        (folder.project / "early").mkdir()
     if early.startswith("with a folder"):
-        (folder.own / "early/inner").mkdir()
+        (folder.project / "early/inner").mkdir()
     if early == "with another header":
         folder.put("early/other.h", "")
-    options = SEARCHED[searched](folder.own)
-    assert folder.loaded(**dict(options)) == 1
+    options = SEARCHED[searched](folder.project)
+    assert folder.loaded(**options) == 1
     folder.compiled()
-    assert (folder.loaded(**dict(options)), folder.compiled()) == (1, 0)
+    assert folder.loaded(**options) == 1
+    assert folder.compiled() == 0
     folder.put(f"early/{header}", "#define VALUE 2\n")
-    assert folder.loaded(**dict(options)) == 2
-    (folder.own / "early" / header).unlink()
-    assert folder.loaded(**dict(options)) == 1
+    assert folder.loaded(**options) == 2
+    (folder.project / "early" / header).unlink()
+    assert folder.loaded(**options) == 1
 
 
-def test_a_header_that_appears_behind_a_link_to_nothing_is_seen(folder):
-    folder.put("mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;"))
+def test_a_header_that_appears_at_the_target_of_a_dangling_link_is_used(folder):
+    folder.put("mine.cpp", INCLUDES_VALUE)
     folder.put("late/value.h", "#define VALUE 1\n")
-    (folder.own / "first").symlink_to("nowhere")
-    (folder.own / "second").mkdir()
-    (folder.own / "second/value.h").symlink_to("../elsewhere.h")
-    options = {"extra_cflags": [f"-I{folder.own}/{name}" for name in ("first", "second", "late")]}
+    (folder.project / "first").symlink_to("nowhere")
+    (folder.project / "second").mkdir()
+    (folder.project / "second/value.h").symlink_to("../elsewhere.h")
+    flags = [f"-I{folder.project}/{name}" for name in ("first", "second", "late")]
+    options = {"extra_cflags": flags}
     assert folder.loaded(**options) == 1
     folder.put("elsewhere.h", "#define VALUE 2\n")
     assert folder.loaded(**options) == 2
@@ -198,17 +200,20 @@ def test_a_header_that_appears_behind_a_link_to_nothing_is_seen(folder):
 
 
 @pytest.mark.parametrize("header", ["value.h", "inner/value.h"])
-def test_a_folder_and_a_header_take_the_place_of_each_other(folder, header):
+def test_a_folder_replaced_by_a_header_and_back_causes_rebuilds(folder, header):
     folder.put("mine.cpp", f"#include <{header}>\n" + ANSWER.format("return VALUE;"))
     folder.put(f"late/{header}", "#define VALUE 1\n")
-    path = folder.own / "early" / header
+    path = folder.project / "early" / header
     if header == "value.h":
         path.mkdir(parents=True)
     else:
         folder.put("early/inner", "")
-    options = {"extra_cflags": [f"-I{folder.own}/early", f"-I{folder.own}/late"]}
+    options = {"extra_cflags": [f"-I{folder.project}/early", f"-I{folder.project}/late"]}
     assert folder.loaded(**options) == 1
-    path.rmdir() if path.is_dir() else path.parent.unlink()
+    if path.is_dir():
+        path.rmdir()
+    else:
+        path.parent.unlink()
     folder.put(f"early/{header}", "#define VALUE 2\n")
     assert folder.loaded(**options) == 2
     path.unlink()
@@ -217,78 +222,76 @@ def test_a_folder_and_a_header_take_the_place_of_each_other(folder, header):
 
 
 @pytest.mark.parametrize(
-    "named", ["#include <../b/value.h>", "#define NAME <../b/value.h>\n#include NAME"]
+    "include", ["#include <../b/value.h>", "#define NAME <../b/value.h>\n#include NAME"]
 )
-def test_a_header_above_a_folder_that_is_searched_earlier_is_seen(folder, named):
-    folder.put("mine.cpp", f"{named}\n" + ANSWER.format("return VALUE;"))
+def test_a_header_that_appears_beside_an_earlier_search_folder_is_used(folder, include):
+    folder.put("mine.cpp", f"{include}\n" + ANSWER.format("return VALUE;"))
     folder.put("late/b/value.h", "#define VALUE 1\n")
-    (folder.own / "late/a").mkdir()
-    (folder.own / "early/a").mkdir(parents=True)
-    options = {"extra_cflags": [f"-I{folder.own}/early/a", f"-I{folder.own}/late/a"]}
+    (folder.project / "late/a").mkdir()
+    (folder.project / "early/a").mkdir(parents=True)
+    options = {"extra_cflags": [f"-I{folder.project}/early/a", f"-I{folder.project}/late/a"]}
     assert folder.loaded(**options) == 1
     folder.put("early/b/value.h", "#define VALUE 2\n")
     assert folder.loaded(**options) == 2
 
 
-def test_a_folder_that_is_searched_by_two_names_is_seen_to_become_two(folder):
-    """A compiler ignores the -I for a folder that is also the system's."""
-    folder.put("mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;"))
+def test_a_link_to_a_search_folder_that_becomes_a_folder_causes_a_rebuild(folder):
+    """A compiler ignores -I for a folder that -isystem names, too."""
+    folder.put("mine.cpp", INCLUDES_VALUE)
     folder.put("one/value.h", "#define VALUE 1\n")
     folder.put("two/value.h", "#define VALUE 2\n")
-    (folder.own / "link").symlink_to("one")
-    options = {
-        "extra_cflags": [f"-I{folder.own}/one", f"-I{folder.own}/two", f"-isystem{folder.own}/link"]
-    }
+    (folder.project / "link").symlink_to("one")
+    dir = folder.project
+    options = {"extra_cflags": [f"-I{dir}/one", f"-I{dir}/two", f"-isystem{dir}/link"]}
     assert folder.loaded(**options) == 2
-    (folder.own / "link").unlink()
-    (folder.own / "link").mkdir()
+    (folder.project / "link").unlink()
+    (folder.project / "link").mkdir()
     assert folder.loaded(**options) == 1
 
 
-ASKED = {
-    "plainly": "#if __has_include(<maybe.h>)\n",
-    "with a comment inside": "#if __has_include( /* why */ <maybe.h>)\n",
-    "over two lines": "#if __has_include(\\\n<may\\\nbe.h>)\n",
-    "by a macro that has the call": "#define HAS __has_include(<maybe.h>)\n#if HAS\n",
-    (
-        "by a macro that has the name"
-    ): "#define NAME <maybe.h>\n#if defined(__has_include) && __has_include(NAME)\n",
-    "by a macro with a folder": "#define NAME <inner/maybe.h>\n#if __has_include(NAME)\n",
+PROBES = {
+    "a name": "#if __has_include(<maybe.h>)\n",
+    "a comment": "#if __has_include( /* why */ <maybe.h>)\n",
+    "two lines": "#if __has_include(\\\n<may\\\nbe.h>)\n",
+    "a macro with the call": "#define HAS __has_include(<maybe.h>)\n#if HAS\n",
+    "a macro with the name": (
+        "#define NAME <maybe.h>\n#if defined(__has_include) && __has_include(NAME)\n"
+    ),
+    "a macro with a folder": "#define NAME <inner/maybe.h>\n#if __has_include(NAME)\n",
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_a_header_that_is_asked_for_but_not_read_is_seen_to_come_and_go(folder, asked):
-    text = ASKED[asked] + "#define VALUE 2\n#else\n#define VALUE 1\n#endif\n"
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_header_tested_by_has_include_causes_a_rebuild_when_it_appears_or_goes(folder, probe):
+    text = PROBES[probe] + "#define VALUE 2\n#else\n#define VALUE 1\n#endif\n"
     folder.put("mine.cpp", text + ANSWER.format("return VALUE;"))
-    header = folder.put("late/inner/maybe.h" if "folder" in asked else "late/maybe.h", "")
-    options = {"extra_include_paths": [f"{folder.own}/late"]}
-    assert folder.loaded(**dict(options)) == 2
+    header = folder.put("late/inner/maybe.h" if "folder" in probe else "late/maybe.h", "")
+    options = {"extra_include_paths": [f"{folder.project}/late"]}
+    assert folder.loaded(**options) == 2
     header.unlink()
-    assert folder.loaded(**dict(options)) == 1
+    assert folder.loaded(**options) == 1
     folder.compiled()
-    assert (folder.loaded(**dict(options)), folder.compiled()) == (1, 0)
+    assert folder.loaded(**options) == 1
+    assert folder.compiled() == 0
     header.touch()
-    assert folder.loaded(**dict(options)) == 2
+    assert folder.loaded(**options) == 2
 
 
-HIDDEN = {
-    "by a macro with two folders": ("#define NAME <in/side/maybe.h>\n", []),
-    "by a flag's macro with two folders": ("", ["'-DNAME=<in/side/maybe.h>'"]),
-    "by its whole path": ('#define NAME "{own}/late/in/side/maybe.h"\n', []),
+NESTED_PROBES = {
+    "a macro with two folders": ("#define NAME <in/side/maybe.h>\n", []),
+    "a macro of a flag with two folders": ("", ["'-DNAME=<in/side/maybe.h>'"]),
+    "an absolute path": ('#define NAME "{dir}/late/in/side/maybe.h"\n', []),
 }
 
 
-@pytest.mark.parametrize("asked", HIDDEN)
-def test_a_header_that_is_asked_for_in_a_folder_of_a_folder_is_seen_to_come(folder, asked):
-    text, flags = HIDDEN[asked]
-    text = (
-        text.replace("{own}", str(folder.own))
-        + "#if __has_include(NAME)\n#define VALUE 2\n#else\n#define VALUE 1\n#endif\n"
-    )
+@pytest.mark.parametrize("probe", NESTED_PROBES)
+def test_a_nested_header_tested_by_has_include_causes_a_rebuild_when_it_appears(folder, probe):
+    text, flags = NESTED_PROBES[probe]
+    text = text.replace("{dir}", str(folder.project))
+    text += "#if __has_include(NAME)\n#define VALUE 2\n#else\n#define VALUE 1\n#endif\n"
     folder.put("mine.cpp", text + ANSWER.format("return VALUE;"))
-    (folder.own / "late/in/side").mkdir(parents=True)
-    options = {"extra_cflags": [f"-I{folder.own}/late", *flags]}
+    (folder.project / "late/in/side").mkdir(parents=True)
+    options = {"extra_cflags": [f"-I{folder.project}/late", *flags]}
     assert folder.loaded(**options) == 1
     folder.put("late/in/side/maybe.h", "")
     assert folder.loaded(**options) == 2
@@ -299,43 +302,43 @@ def test_a_header_that_is_asked_for_in_a_folder_of_a_folder_is_seen_to_come(fold
 COMMANDS = {
     "a macro in two words": ("g++ -D VALUE=1", "g++ -D VALUE=2"),
     "a macro in one word": ("g++ -DVALUE=1", "g++ -DVALUE=2"),
-    "a folder in two words": ("g++ -I {own}/one", "g++ -I {own}/two"),
-    "a folder of the environment": ("env CPATH={own}/one g++", "env CPATH={own}/two g++"),
-    "a response file": ("g++ @{own}/one/flags", "g++ @{own}/two/flags"),
-    "an included file": ("g++ -include {own}/one/value.h", "g++ -include {own}/two/value.h"),
+    "a folder in two words": ("g++ -I {dir}/one", "g++ -I {dir}/two"),
+    "a folder in a variable": ("env CPATH={dir}/one g++", "env CPATH={dir}/two g++"),
+    "a response file": ("g++ @{dir}/one/flags", "g++ @{dir}/two/flags"),
+    "an included file": ("g++ -include {dir}/one/value.h", "g++ -include {dir}/two/value.h"),
 }
 
 
-def valued(folder):
-    folder.put(
-        "mine.cpp", "#ifndef VALUE\n#include <value.h>\n#endif\n" + ANSWER.format("return VALUE;")
-    )
+def write_values(folder):
+    """Write a source that returns VALUE. VALUE is 1 with the files of `one`, and 2 with `two`."""
+    source = "#ifndef VALUE\n#include <value.h>\n#endif\n" + ANSWER.format("return VALUE;")
+    folder.put("mine.cpp", source)
     for value, name in (1, "one"), (2, "two"):
         folder.put(f"{name}/value.h", f"#define VALUE {value}\n")
         folder.put(f"{name}/flags", f"-DVALUE={value}\n")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_word_of_the_compilers_command_counts(folder, command):
-    valued(folder)
-    first, second = (words.format(own=folder.own) for words in COMMANDS[command])
+def test_every_word_of_the_compiler_command_is_an_input(folder, command):
+    write_values(folder)
+    first, second = (words.format(dir=folder.project) for words in COMMANDS[command])
     assert [folder.loaded(CXX=words) for words in (first, second, first)] == [1, 2, 1]
-    assert folder.compiled() == 0  # the compiler that writes a log is another one
+    assert folder.compiled() == 0  # these commands do not use the compiler that writes a log
 
 
 @pytest.mark.parametrize(
     "command, file",
     [
-        ("g++ -I {own}/one", "value.h"),
-        ("env CPATH={own}/one g++", "value.h"),
-        ("g++ @{own}/one/flags", "flags"),
+        ("g++ -I {dir}/one", "value.h"),
+        ("env CPATH={dir}/one g++", "value.h"),
+        ("g++ @{dir}/one/flags", "flags"),
     ],
 )
-def test_a_file_that_the_compilers_command_leads_to_is_an_input(folder, command, file):
-    valued(folder)
-    command = command.format(own=folder.own)
+def test_a_file_read_because_of_the_compiler_command_is_an_input(folder, command, file):
+    write_values(folder)
+    command = command.format(dir=folder.project)
     assert folder.loaded(CXX=command) == 1
-    path = folder.own / "one" / file
+    path = folder.project / "one" / file
     path.write_text(path.read_text().replace("1", "3"))
     assert folder.loaded(CXX=command) == 3
 
@@ -345,56 +348,53 @@ for word; do case "$word" in *.s) sed -i 's/movl\t$1, %eax/movl\t$VALUE, %eax/' 
 exec /usr/bin/as "$@"
 """
 ASSEMBLERS = {
-    "PATH": lambda own: {"PATH": f"{own}/bin:{os.environ['PATH']}"},
-    "COMPILER_PATH": lambda own: {"COMPILER_PATH": f"{own}/bin"},
-    "-B": lambda own: {"extra_cflags": [f"-B{own}/bin"]},
-    "-B in two words": lambda own: {"extra_cflags": [f"-B {own}/bin"]},
+    "PATH": lambda dir: {"PATH": f"{dir}/bin:{os.environ['PATH']}"},
+    "COMPILER_PATH": lambda dir: {"COMPILER_PATH": f"{dir}/bin"},
+    "-B": lambda dir: {"extra_cflags": [f"-B{dir}/bin"]},
+    "-B in two words": lambda dir: {"extra_cflags": [f"-B {dir}/bin"]},
 }
 
 
 @pytest.mark.parametrize("searched", ASSEMBLERS)
-def test_another_assembler_that_appears_and_changes_assembles(folder, searched):
-    """It makes every 1 that is returned another number."""
+def test_an_assembler_that_appears_or_changes_is_used(folder, searched):
+    """The new assembler replaces each 1 that a function returns by another number."""
     folder.put("mine.cpp", ANSWER.format("return 1;"))
-    (folder.own / "bin").mkdir()
-    options = ASSEMBLERS[searched](folder.own)
-    assert folder.loaded(**dict(options)) == 1
+    (folder.project / "bin").mkdir()
+    options = ASSEMBLERS[searched](folder.project)
+    assert folder.loaded(**options) == 1
     for value in ("2", "3"):
         folder.put("bin/as", ASSEMBLER.replace("VALUE", value)).chmod(0o755)
-        assert folder.loaded(**dict(options)) == int(value)
+        assert folder.loaded(**options) == int(value)
 
 
 @pytest.mark.parametrize(
-    "words",
-    [{"CXX": "g++ -march=native"}, {"CXX": "g++ @{own}/flags"}, {"cflags": ("@{own}/flags",)}],
+    "options",
+    [{"CXX": "g++ -march=native"}, {"CXX": "g++ @{dir}/flags"}, {"cflags": ("@{dir}/flags",)}],
 )
-def test_the_processor_counts_wherever_its_instructions_may_be_asked_for(
-    folder, monkeypatch, words
-):
+def test_march_native_anywhere_puts_the_processor_into_the_key(folder, monkeypatch, options):
     folder.put("flags", "-march=native\n")
-    monkeypatch.setenv("CXX", words.get("CXX", "g++").format(own=folder.own))
-    flags = tuple(flag.format(own=folder.own) for flag in words.get("cflags", ()))
+    monkeypatch.setenv("CXX", options.get("CXX", "g++").format(dir=folder.project))
+    flags = tuple(flag.format(dir=folder.project) for flag in options.get("cflags", ()))
     request = Request(
-        name="mine", root=str(folder.own), sources=(f"{folder.own}/mine.cpp",), cflags=flags
+        name="mine", root=str(folder.project), sources=(f"{folder.project}/mine.cpp",), cflags=flags
     )
     assert request.facts["CPU instruction set"]
 
 
-@pytest.mark.parametrize(
-    "environment", [{"PATH": "/nowhere"}, {"CXX": "g++-99"}], ids=["PATH", "CXX"]
-)
-def test_without_a_compiler_an_edited_header_is_never_ignored(folder, tmp_path, environment):
+@pytest.mark.parametrize("environment", [{"PATH": "/nowhere"}, {"CXX": "g++-99"}], ids=str)
+def test_without_a_compiler_an_edited_header_is_an_error(folder, tmp_path, environment):
     header = tmp_path / "elsewhere" / "value.h"
     header.parent.mkdir()
     header.write_text("#define VALUE 1\n")
-    folder.put("mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;"))
+    folder.put("mine.cpp", INCLUDES_VALUE)
     options = {"extra_include_paths": [str(header.parent)], "CXX": "c++"}
-    assert folder.loaded(**dict(options)) == 1
+    assert folder.loaded(**options) == 1
     child = folder.load(**options | environment)
-    assert child.out == "1\n" and ("CXX=g++-99 is no compiler here" in child.err) == (
-        "CXX" in environment
-    )
+    assert child.out == "1\n"
+    assert ("CXX=g++-99 is no compiler here" in child.err) == ("CXX" in environment)
     header.write_text("#define VALUE 2\n")
     child = folder.load(**options | environment)
-    assert child.code != 0 and "compiler" in child.err and "fix: " in child.err
+    assert child.code != 0
+    assert "compiler" in child.err
+    assert "fix: " in child.err
     assert folder.loaded(**options) == 2

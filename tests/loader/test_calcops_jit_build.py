@@ -1,5 +1,4 @@
-"""The loader's builds: operators as a user sees them, `load`, errors, the choice for CUDA, the real
-library."""
+"""Builds: operators in Python, load, errors, the choice of CUDA, and CalcOps' own library."""
 
 import os
 import shutil
@@ -41,43 +40,50 @@ constexpr int kTwo = 2;
 """
 
 
-# ---- operators as a user sees them ---------------------------------------------------------------
+# ---- operators in Python -------------------------------------------------------------------------
 
 
-def test_an_operator_is_its_torch_ops_handle_with_its_header_as_documentation(checkout):
+def test_an_operator_is_the_torch_ops_handle_documented_by_its_header(checkout):
     shutil.rmtree(checkout.path / "ops")
     checkout.write("ops/twice/twice.cpp", OPERATOR)
     header = checkout.write("ops/twice/twice.h", HEADER)
-    script = (
-        "import calcops_jit, torch, pydoc, ctypes\n"
-        "print(calcops_jit.twice is torch.ops.calcops.twice, "
-        "calcops_jit.twice(torch.ones(2)).tolist())\n"
-        "print([n for n in dir(calcops_jit) if not n.startswith('__')])\n"
-        "print(calcops_jit.twice.__doc__)\n"
-        "assert 'Twice its argument.' in pydoc.render_doc(calcops_jit.twice)\n"
-        "assert 'twice' in pydoc.render_doc(calcops_jit)\n"
-        "reason = ctypes.CDLL(calcops_jit.library_path()).reason; reason.restype "
-        "= ctypes.c_char_p\n"
-        "print(reason().decode())\n"
-        "calcops_jit.thrice"
-    )
+    script = """
+import calcops_jit, torch, pydoc, ctypes
+print(calcops_jit.twice is torch.ops.calcops.twice)
+print(calcops_jit.twice(torch.ones(2)).tolist())
+print([name for name in dir(calcops_jit) if not name.startswith('__')])
+print(calcops_jit.twice.__doc__)
+assert 'Twice its argument.' in pydoc.render_doc(calcops_jit.twice)
+assert 'twice' in pydoc.render_doc(calcops_jit)
+reason = ctypes.CDLL(calcops_jit.library_path()).reason
+reason.restype = ctypes.c_char_p
+print(reason().decode())
+calcops_jit.thrice
+"""
     expected = (
-        "True [2.0, 2.0]\n"
+        "True\n"
+        "[2.0, 2.0]\n"
         "['BuildError', 'Library', 'library_path', 'load', 'reload', 'twice', 'watch']\n"
-        "calcops::twice(Tensor x) -> Tensor\n\nTwice its argument.\n\n    x  any shape\n"
+        "calcops::twice(Tensor x) -> Tensor\n"
+        "\n"
+        "Twice its argument.\n"
+        "\n"
+        "    x  any shape\n"
         "CALCOPS_CUDA=0 was set; unset CALCOPS_CUDA\n"
     )
     cold = checkout.run(script, CALCOPS_CUDA="0")
     assert cold.out == expected, cold.err
-    assert (
-        "AttributeError: module 'calcops_jit' has no attribute 'thrice'\n  there are: " in cold.err
-    )
-    header.unlink()  # no unit includes it: the text comes from the manifest
+    error = "AttributeError: module 'calcops_jit' has no attribute 'thrice'\n  there are: "
+    assert error in cold.err
+
+    # No unit includes the header, so nothing is compiled. The text comes from the manifest.
+    header.unlink()
     warm = checkout.run(script, CALCOPS_CUDA="0")
-    assert warm.out == expected and "building" not in warm.err
+    assert warm.out == expected
+    assert "building" not in warm.err
 
 
-def test_load_gives_the_operators_of_any_source_and_takes_torchs_options(checkout, tmp_path):
+def test_load_returns_the_operators_of_a_source_and_accepts_torchs_options(checkout, tmp_path):
     include = checkout.write("include/value.h", "#define VALUE 2\n").parent
     source = tmp_path / "mine.cpp"
     source.write_text(
@@ -85,19 +91,20 @@ def test_load_gives_the_operators_of_any_source_and_takes_torchs_options(checkou
         "int64_t scaled(int64_t x) { return x * VALUE * FACTOR; }\n"
         'TORCH_LIBRARY(TORCH_EXTENSION_NAME, m) { m.def("scaled", &scaled); }\n'
     )
-    script = (
-        "import calcops_jit, torch\n"
-        f"options = dict(extra_cflags=['-DFACTOR=5'], extra_include_paths=[{str(include)!r}])\n"
-        "mine = calcops_jit.load('mine', ['mine.cpp'], **options)\n"
-        "assert calcops_jit.load('mine', 'mine.cpp', **options) is mine\n"
-        "print(mine.scaled(3), torch.ops.mine.scaled(4), list(mine.operators), "
-        "mine.path.endswith('/mine.so'))\n"
-    )
+    script = f"""
+import calcops_jit, torch
+options = dict(extra_cflags=['-DFACTOR=5'], extra_include_paths=[{str(include)!r}])
+mine = calcops_jit.load('mine', ['mine.cpp'], **options)
+assert calcops_jit.load('mine', 'mine.cpp', **options) is mine
+print(mine.scaled(3), torch.ops.mine.scaled(4))
+print(list(mine.operators), mine.path.endswith('/mine.so'))
+"""
     child = checkout.run(script, cwd=tmp_path, CALCOPS_BUILD="0")
-    assert (child.code, child.out) == (0, "30 40 ['scaled'] True\n"), child.err
+    assert (child.code, child.out) == (0, "30 40\n['scaled'] True\n"), child.err
     checkout.compiled()
     again = checkout.run(script, cwd=tmp_path, CALCOPS_BUILD="0")
-    assert (again.out, again.err, checkout.compiled()) == (child.out, "", 0)
+    assert (again.out, again.err) == (child.out, "")
+    assert checkout.compiled() == 0
 
 
 def test_sources_of_one_basename_do_not_overwrite_each_others_object(checkout):
@@ -106,51 +113,58 @@ def test_sources_of_one_basename_do_not_overwrite_each_others_object(checkout):
     checkout.write("ops/other/same.cpp", '#include "other.h"\nint second() { return SECOND; }\n')
     checkout.write(
         "ops/tiny/tiny.cpp",
-        "int first(); int second();\n"
-        'extern "C" __attribute__((visibility("default"))) int answer() { return '
-        "first() + second(); }\n",
+        "int first();\n"
+        "int second();\n"
+        'extern "C" __attribute__((visibility("default")))\n'
+        "int answer() { return first() + second(); }\n",
     )
     assert checkout.answer() == 30
     checkout.write("ops/other/other.h", "#define SECOND 21\n")
     assert checkout.answer() == 31
 
 
-def test_ninja_is_found_when_only_python_is_called(checkout):
-    compiler = Path(shutil.which("c++")).parent
-    path = compiler if not (compiler / "ninja").exists() else None
-    if path is None:  # where ninja is installed beside the compiler, show the compiler alone
-        path = checkout.path.parent / "bin"
-        path.mkdir()
+def test_ninja_beside_python_is_found_without_path(checkout):
+    folder = Path(shutil.which("c++")).parent
+    if (folder / "ninja").exists():
+        # PATH must have a compiler and no ninja.
+        folder = checkout.path.parent / "bin"
+        folder.mkdir()
         for tool in ("c++", "sh", "ld", "as", "sleep"):
-            (path / tool).symlink_to(shutil.which(tool))
-    assert checkout.answer(PATH=path, CXX="c++") == 1
+            (folder / tool).symlink_to(shutil.which(tool))
+    assert checkout.answer(PATH=folder, CXX="c++") == 1
 
 
 @pytest.mark.parametrize("words", ["env {}", "{} -m64", "env '{}' -DQUOTED='a b'"])
 def test_cxx_may_have_several_words(checkout, words):
     words = words.format(checkout.compiler)
-    assert (checkout.answer(CXX=words), checkout.compiled()) == (1, 1)
-    assert (checkout.answer(CXX=words), checkout.compiled()) == (1, 0)
+    assert checkout.answer(CXX=words) == 1
+    assert checkout.compiled() == 1
+    assert checkout.answer(CXX=words) == 1
+    assert checkout.compiled() == 0
     with open(checkout.compiler, "a") as script:
         script.write("# a new release\n")
-    assert (checkout.answer(CXX=words), checkout.compiled()) == (1, 1)
+    assert checkout.answer(CXX=words) == 1
+    assert checkout.compiled() == 1
 
 
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def failure(checkout, **environment) -> list[str]:
-    child = checkout.run(
-        (
-            "import calcops_jit\ntry: calcops_jit.anything\n"
-            "except calcops_jit.BuildError as error: print(error)\n"
-        ),
-        **environment,
-    )
+def error_lines(checkout, **environment) -> list[str]:
+    """Return the lines of the BuildError, without the one that names the log."""
+    script = """
+import calcops_jit
+try:
+    calcops_jit.anything
+except calcops_jit.BuildError as error:
+    print(error)
+"""
+    child = checkout.run(script, **environment)
     assert child.code == 0, child.err
     lines = child.out.splitlines()
-    assert child.err.endswith(child.out)  # said once at the import, too
-    assert 2 <= len(lines) <= 12 and lines[0].startswith("cannot build calcops")
+    assert child.err.endswith(child.out)  # the import prints the message, too
+    assert 2 <= len(lines) <= 12
+    assert lines[0].startswith("cannot build calcops")
     if lines[-1].startswith("  log: "):
         assert Path(lines.pop().removeprefix("  log: ")).read_text()
     return lines
@@ -158,19 +172,20 @@ def failure(checkout, **environment) -> list[str]:
 
 def test_a_compile_error_names_file_line_and_remedy(checkout):
     source = checkout.write("ops/tiny/tiny.cpp", "int f() {\n  return undeclared;\n}\n")
-    lines = failure(checkout)
+    lines = error_lines(checkout)
     assert lines[0] == f"cannot build calcops: error at {source}:2:10"
-    assert lines[1].startswith(f"  {source}:2:10: error: ") and "undeclared" in lines[1]
+    assert lines[1].startswith(f"  {source}:2:10: error: ")
+    assert "undeclared" in lines[1]
     assert "return undeclared;" in lines[2]
     assert lines[-1] == f"  fix: correct {source}:2:10"
 
 
-def test_an_undefined_function_is_found_before_the_library_is_kept(checkout):
+def test_an_undefined_function_is_reported_before_the_library_is_kept(checkout):
     checkout.write(
         "ops/tiny/tiny.cpp",
         "int missing_one();\n"
-        'extern "C" __attribute__((visibility("default"))) int answer() { return '
-        "missing_one(); }\n",
+        'extern "C" __attribute__((visibility("default")))\n'
+        "int answer() { return missing_one(); }\n",
     )
     child = checkout.run("import calcops_jit")
     assert child.err.splitlines()[-3:] == [
@@ -181,36 +196,40 @@ def test_an_undefined_function_is_found_before_the_library_is_kept(checkout):
     assert checkout.libraries() == []
 
 
-def test_nvcc_that_was_asked_for_and_is_missing_is_an_error(checkout):
+def test_a_missing_nvcc_is_an_error_if_calcops_cuda_is_1(checkout):
     if torch.version.cuda is None:
         pytest.skip("this PyTorch is a CPU build")
-    script = (
-        "import _calcops_jit.cuda as cuda; cuda.find_toolkit = lambda: ('', '')\nimport calcops_jit"
-    )
+    script = """
+import _calcops_jit.cuda as cuda
+cuda.find_toolkit = lambda: ('', '')
+import calcops_jit
+"""
     child = checkout.run(script, CALCOPS_CUDA="1")
-    # What `make cuda` does where there is a Makefile.
-    fix = f"pip install 'cuda-toolkit[nvcc]=={torch.version.cuda}.*'"
-    assert (
-        child.err
-        == f"calcops_jit: cannot build calcops for CUDA\n  no nvcc was found\n  fix: {fix}\n"
+    # The checkout of the test has no Makefile. With one, the fix is `make cuda`.
+    assert child.err == (
+        "calcops_jit: cannot build calcops for CUDA\n"
+        "  no nvcc was found\n"
+        f"  fix: pip install 'cuda-toolkit[nvcc]=={torch.version.cuda}.*'\n"
     )
 
 
-def test_load_works_although_the_own_operators_cannot_be_built(checkout, tmp_path):
+def test_load_works_although_the_operators_of_calcops_fail_to_build(checkout, tmp_path):
     checkout.write("ops/tiny/tiny.cpp", "#error broken\n")
     source = tmp_path / "other.cpp"
     source.write_text(
         'extern "C" __attribute__((visibility("default"))) int answer() { return 6; }\n'
     )
-    child = checkout.run(
-        "import calcops_jit, ctypes\nprint(ctypes.CDLL(calcops_jit.load('other', "
-        f"{str(source)!r}).path).answer())\n"
-    )
+    script = f"""
+import calcops_jit, ctypes
+other = calcops_jit.load('other', {str(source)!r})
+print(ctypes.CDLL(other.path).answer())
+"""
+    child = checkout.run(script)
     assert (child.code, child.out) == (0, "6\n")
     assert "error: #error broken" in child.err
 
 
-# ---- the choice for CUDA -------------------------------------------------------------------------
+# ---- the choice of CUDA --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -232,7 +251,9 @@ def test_load_works_although_the_own_operators_cannot_be_built(checkout, tmp_pat
         (("H200",), "11.8", {}, "nvcc is CUDA 11.8, torch is CUDA 13.2; make cuda"),
     ],
 )
-def test_cuda_is_built_for_a_gpu_or_when_asked(monkeypatch, gpus, toolkit, environment, expected):
+def test_cuda_is_built_for_a_visible_gpu_or_on_request(
+    monkeypatch, gpus, toolkit, environment, expected
+):
     for name in ("CALCOPS_CUDA", "TORCH_CUDA_ARCH_LIST"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -240,35 +261,37 @@ def test_cuda_is_built_for_a_gpu_or_when_asked(monkeypatch, gpus, toolkit, envir
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(cuda, "visible_gpus", lambda: gpus)
     monkeypatch.setattr(cuda, "gpu_capabilities", lambda: ["8.0", "9.0"])
-    monkeypatch.setattr(
-        cuda, "find_toolkit", lambda: ("/cuda", toolkit) if toolkit == "13.0" else ("", toolkit)
-    )
+    home = "/cuda" if toolkit == "13.0" else ""
+    monkeypatch.setattr(cuda, "find_toolkit", lambda: (home, toolkit))
     choice = cuda.choose()
-    assert (
-        cuda.arch_list(choice) if choice.build else f"{choice.reason}; {choice.fix}"
-    ) == expected
+    if choice.build:
+        assert cuda.arch_list(choice) == expected
+    else:
+        assert f"{choice.reason}; {choice.fix}" == expected
 
 
 def test_a_cpu_build_of_torch_never_builds_cuda(monkeypatch):
     monkeypatch.setenv("CALCOPS_CUDA", "1")
     monkeypatch.setattr(torch.version, "cuda", None)
     choice = cuda.choose()
-    assert not choice.build and choice.fatal and choice.fix.startswith("pip install")
+    assert not choice.build
+    assert choice.fatal
+    assert choice.fix.startswith("pip install")
 
 
 def test_hidden_gpus_are_not_visible(monkeypatch):
-    for hidden in ("", "-1"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    for devices in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
         assert cuda.visible_gpus() == ()
 
 
-def test_a_wrong_switch_is_refused(monkeypatch):
+def test_a_value_of_calcops_cuda_other_than_0_or_1_is_refused(monkeypatch):
     monkeypatch.setenv("CALCOPS_CUDA", "yes")
     with pytest.raises(ValueError, match="^calcops_jit: expected CALCOPS_CUDA 0 or 1, got 'yes'$"):
         cuda.choose()
 
 
-# ---- the parts -----------------------------------------------------------------------------------
+# ---- documentation -------------------------------------------------------------------------------
 
 
 def test_documentation_is_the_block_that_starts_with_the_operators_name(tmp_path):
@@ -280,23 +303,21 @@ def test_documentation_is_the_block_that_starts_with_the_operators_name(tmp_path
     }
 
 
-# ---- the real library ----------------------------------------------------------------------------
+# ---- CalcOps' own library ------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(cuda.find_toolkit()[0] == "", reason="no nvcc for this PyTorch")
 def test_the_cuda_operators_compile_and_link_for_sm_80_and_sm_90():
-    environment = {k: v for k, v in os.environ.items() if k != "TORCH_CUDA_ARCH_LIST"} | {
-        "CALCOPS_CUDA": "1"
-    }
+    environment = os.environ | {"CALCOPS_CUDA": "1"}
+    environment.pop("TORCH_CUDA_ARCH_LIST", None)
     command = [sys.executable, "-m", "calcops_jit", "build"]
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    image = Path(done.stdout.strip()).read_bytes()
+    result = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    image = Path(result.stdout.strip()).read_bytes()
     for architecture in (b"sm_80", b"sm_90"):
         assert architecture in image
 
 
 def test_every_unit_under_ops_is_built():
-    units = {Path(s).relative_to(HERE / "ops").as_posix() for s in requests.own().sources}
-    there = {p.relative_to(HERE / "ops").as_posix() for p in (HERE / "ops").rglob("*.cpp")}
-    assert there <= units and not {u for u in units - there if not u.endswith(".cu")}
+    units = {Path(source) for source in requests.own().sources}
+    assert {unit for unit in units if unit.suffix != ".cu"} == set((HERE / "ops").rglob("*.cpp"))

@@ -1,4 +1,4 @@
-"""The cache on disk: damaged artefacts, folders that cannot be written."""
+"""The cache on disk: damaged files, folders that cannot be written."""
 
 import os
 import random
@@ -16,35 +16,42 @@ from _calcops_jit.request import Request
     "damage", ["truncated", "empty", "one byte", "folder", "fifo", "loop", "gone", "foreign"]
 )
 def test_a_damaged_library_is_rebuilt_and_never_loaded(checkout, damage):
-    assert (checkout.answer(), checkout.compiled()) == (1, 1)
+    assert checkout.answer() == 1
+    assert checkout.compiled() == 1
     (library,) = checkout.libraries()
     spoil(library, damage)
-    assert checkout.answer() == 1 and checkout.run().err == ""
+    assert checkout.answer() == 1
+    assert checkout.run().err == ""
     checkout.compiled()
-    assert (checkout.answer(), checkout.compiled()) == (1, 0)
+    assert checkout.answer() == 1
+    assert checkout.compiled() == 0
 
 
 @pytest.mark.parametrize("part", ["manifest", "unit.o"])
 @pytest.mark.parametrize("damage", ["empty", "truncated", "one byte"])
-def test_a_damaged_manifest_or_object_is_made_again(checkout, part, damage):
+def test_a_damaged_manifest_or_object_is_rebuilt(checkout, part, damage):
     assert checkout.answer() == 1
     damaged = list(checkout.cache.glob(f"*/*/{part}"))
     assert len(damaged) == {"manifest": 2, "unit.o": 1}[part]
     for path in damaged:
-        content = path.read_bytes()
+        content = bytearray(path.read_bytes())
         middle = len(content) // 2
-        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-        path.write_bytes({"empty": b"", "truncated": content[:middle], "one byte": flipped}[damage])
+        if damage == "empty":
+            content.clear()
+        elif damage == "truncated":
+            del content[middle:]
+        else:
+            content[middle] ^= 1
+        path.write_bytes(content)
     for library in checkout.libraries():
         library.unlink()
     checkout.compiled()
-    assert (checkout.answer(), checkout.compiled()) == (1, 1)
+    assert checkout.answer() == 1
+    assert checkout.compiled() == 1
     assert checkout.run().err == ""
 
 
-def test_where_the_cache_cannot_be_written_a_private_folder_serves_with_one_warning(
-    checkout, tmp_path
-):
+def test_an_unwritable_cache_is_replaced_by_a_private_folder_with_one_warning(checkout, tmp_path):
     environment = {"CALCOPS_CACHE": "/dev/null/cache", "TMPDIR": tmp_path}
     child = checkout.run(**environment)
     folder = tmp_path / f"calcops-{os.getuid()}"
@@ -54,24 +61,27 @@ def test_where_the_cache_cannot_be_written_a_private_folder_serves_with_one_warn
     )
     assert folder.stat().st_mode & 0o777 == 0o700
     again = checkout.run(**environment)
-    assert (again.code, again.out, again.err, checkout.compiled()) == (0, "1\n", "", 1)
+    assert (again.code, again.out, again.err) == (0, "1\n", "")
+    assert checkout.compiled() == 1
 
 
-def test_a_read_only_cache_is_a_second_level_and_is_not_written_to(checkout, tmp_path):
+def test_a_read_only_cache_is_read_second_and_never_written(checkout, tmp_path):
     assert checkout.answer() == 1
     shared = checkout.cache.rename(tmp_path / "shared")
-    before = {path: path.stat().st_mtime_ns for path in shared.rglob("*")}
+    before = set(shared.rglob("*"))
     checkout.compiled()
     readonly = f"/nowhere:{shared}"
-    assert (checkout.answer(CALCOPS_CACHE_READONLY=readonly), checkout.compiled()) == (1, 0)
+    assert checkout.answer(CALCOPS_CACHE_READONLY=readonly) == 1
+    assert checkout.compiled() == 0
     assert not checkout.cache.exists()
     checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
-    assert (checkout.answer(CALCOPS_CACHE_READONLY=readonly), checkout.compiled()) == (2, 1)
+    assert checkout.answer(CALCOPS_CACHE_READONLY=readonly) == 2
+    assert checkout.compiled() == 1
     assert len(checkout.libraries()) == 1
-    assert {path for path in shared.rglob("*")} == before.keys()
+    assert set(shared.rglob("*")) == before
 
 
-def test_no_truncation_and_no_flipped_byte_is_ever_loaded(tmp_path, monkeypatch):
+def test_a_truncated_library_or_one_with_a_flipped_bit_is_never_loaded(tmp_path, monkeypatch):
     monkeypatch.setenv("CALCOPS_CACHE", str(tmp_path))
     monkeypatch.setenv("TMPDIR", "/nowhere")
     source = tmp_path / "a.cpp"
@@ -82,24 +92,28 @@ def test_no_truncation_and_no_flipped_byte_is_ever_loaded(tmp_path, monkeypatch)
     with locks.stage(slot) as folder:
         Path(folder, "built").write_bytes(content)
         recorder = recording.Recorder(request, [], recording.Before(str(tmp_path), set()))
-        made_from = recorder.closure({str(source)}, set(request.tools))
-        generation = store.place(slot, folder, f"{folder}/built", request, made_from)
+        inputs = recorder.closure({str(source)}, set(request.tools))
+        generation = store.place(slot, folder, f"{folder}/built", request, inputs)
         store.complete(generation, {})
     library = Path(generation.path)
     assert store.find(request)
     for size in range(0, len(content), 4096):
         library.write_bytes(content[:size])
         assert store.find(request) is None
-    for at in random.Random(1).sample(range(len(content)), 50):
-        library.write_bytes(content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
+    for position in random.Random(1).sample(range(len(content)), 50):
+        damaged = bytearray(content)
+        damaged[position] ^= 16
+        library.write_bytes(damaged)
         assert store.find(request) is None
     library.write_bytes(content)
     assert store.find(request)
 
 
-def test_the_cache_is_found_by_xdg_and_by_home(checkout, tmp_path):
-    where = "from _calcops_jit.cache import folders; print(folders.own()[0])"
-    path = lambda **env: checkout.run(where, CALCOPS_CACHE=None, **env).out.strip()  # noqa: E731
+def test_the_cache_folder_follows_xdg_cache_home_and_home(checkout, tmp_path):
+    def path(**variables):
+        script = "from _calcops_jit.cache import folders; print(folders.own()[0])"
+        return checkout.run(script, CALCOPS_CACHE=None, **variables).out.strip()
+
     assert path(XDG_CACHE_HOME=tmp_path / "x") == f"{tmp_path}/x/calcops"
     assert path(HOME=tmp_path, XDG_CACHE_HOME=None) == f"{tmp_path}/.cache/calcops"
 
@@ -107,14 +121,13 @@ def test_the_cache_is_found_by_xdg_and_by_home(checkout, tmp_path):
 @pytest.mark.parametrize(
     "body", [b'{"closure": {}, "seconds": 1}', b"{}", b'{"closure": {"unknown": 1}}']
 )
-def test_a_manifest_of_another_version_is_no_manifest_of_ours(body):
+def test_a_manifest_of_another_version_is_refused(body):
     with pytest.raises(ValueError, match="another version"):
         store.Manifest.parse(closure.digest(body).encode() + b"\n" + body)
 
 
-def test_a_manifest_of_which_a_byte_changed_is_damaged():
+def test_a_manifest_with_a_changed_byte_is_refused():
     body = b'{"request": {}}'
+    checksum = closure.digest(body).encode()
     with pytest.raises(ValueError, match="damaged"):
-        store.Manifest.parse(
-            closure.digest(body).encode() + b"\n" + body.replace(b"request", b"requesT")
-        )
+        store.Manifest.parse(checksum + b"\n" + body.replace(b"request", b"requesT"))

@@ -1,5 +1,5 @@
-"""Inputs that change while they are compiled, on file systems whose clock is ahead, behind or
-coarse; and what a build leaves alone in the process that asks for it."""
+"""Inputs that change during their compile, on file systems whose clock is ahead, behind or coarse.
+A build changes nothing else in its process."""
 
 import os
 import shutil
@@ -8,11 +8,11 @@ import signal
 import pytest
 from checkout import CALL, in_cache, wait_for
 
-# What os.stat says of the operators' files, as if another machine had them, `{ahead}` seconds ahead
-# of this one.
+# Changes os.stat for the operators' files: `{shifted}` is their time. `{device}` is added to the
+# number of their file system, so that they seem to lie on another one.
 CLOCK = """
 import os
-class Elsewhere:
+class ShiftedStat:
     def __init__(self, status): self.status = status
     def __getattr__(self, name):
         value = getattr(self.status, name)
@@ -21,7 +21,7 @@ class Elsewhere:
 def stat(path, *a, dir_fd=None, real=os.stat, **k):
     status = real(path, *a, dir_fd=dir_fd, **k)
     folder = "" if dir_fd is None else os.readlink(f"/proc/self/fd/{{dir_fd}}")
-    return Elsewhere(status) if "/checkout/ops" in f"{{folder}}/{{path}}" else status
+    return ShiftedStat(status) if "/checkout/ops" in f"{{folder}}/{{path}}" else status
 os.stat = stat
 """
 AHEAD = CLOCK.format(device=1, shifted="value + 3600 * 10**9")
@@ -37,7 +37,8 @@ def compiling(checkout) -> bool:
 
 def test_sources_on_a_disk_whose_clock_is_ahead_are_built_once(checkout):
     child = checkout.run(AHEAD + CALL)
-    assert (child.code, child.out, checkout.compiled()) == (0, "1\n", 1), child.err
+    assert (child.code, child.out) == (0, "1\n"), child.err
+    assert checkout.compiled() == 1, child.err
     child = checkout.run(AHEAD + CALL)
     assert (child.code, child.out, child.err) == (0, "1\n", "")
 
@@ -45,19 +46,18 @@ def test_sources_on_a_disk_whose_clock_is_ahead_are_built_once(checkout):
 @pytest.mark.parametrize(
     "clock", [AHEAD, BEHIND, BEHIND_HERE, COARSE], ids=["ahead", "behind", "behind here", "coarse"]
 )
-def test_what_was_saved_during_its_compile_is_compiled_again_whatever_its_clock_says(
-    checkout, clock
-):
+def test_a_header_saved_during_its_compile_is_compiled_again_with_any_clock(checkout, clock):
     checkout.slow.touch()
     child = checkout.start(clock + CALL)
     wait_for(lambda: compiling(checkout))
     checkout.write("ops/tiny/tiny.h", "#define ANSWER 5\n")
     checkout.slow.unlink()
     child.wait()
-    assert (child.code, child.out, checkout.compiled()) == (0, "5\n", 2), child.err
+    assert (child.code, child.out) == (0, "5\n"), child.err
+    assert checkout.compiled() == 2, child.err
 
 
-def test_a_header_that_nobody_foresaw_is_compiled_again_where_only_its_clock_could_tell(checkout):
+def test_a_header_behind_a_macro_saved_during_its_compile_is_compiled_again(checkout):
     source = checkout.path / "ops/tiny/tiny.cpp"
     source.write_text(MACRO + source.read_text().partition("\n")[2])
     checkout.slow.touch()
@@ -66,107 +66,122 @@ def test_a_header_that_nobody_foresaw_is_compiled_again_where_only_its_clock_cou
     checkout.write("ops/tiny/tiny.h", "#define ANSWER 5\n")
     checkout.slow.unlink()
     child.wait()
-    assert (child.code, child.out, checkout.compiled()) == (0, "5\n", 2), child.err
+    assert (child.code, child.out) == (0, "5\n"), child.err
+    assert checkout.compiled() == 2, child.err
 
 
-def test_a_header_that_came_before_another_while_that_was_compiled_is_seen(checkout):
+def test_a_header_that_appears_before_another_during_a_compile_is_used(checkout):
     # The header appears after the compiler has looked for it and before the compiler ends.
     late = checkout.path / "ops/tiny/tiny/tiny.h"
     make = f"[ -e {late} ] || {{ mkdir -p {late.parent}; echo '#define ANSWER 7' > {late}; }}"
     real = f'exec {shutil.which("c++")} "$@"'
     text = checkout.compiler.read_text()
-    then = f'{real.removeprefix("exec ")} || exit; case "$*" in *" -c "*) {make};; esac'
-    checkout.compiler.write_text(text.replace(real, then))
+    compile_then_make = (
+        f'{real.removeprefix("exec ")} || exit; case "$*" in *" -c "*) {make};; esac'
+    )
+    checkout.compiler.write_text(text.replace(real, compile_then_make))
     child = checkout.run()
-    assert (child.code, child.out, checkout.compiled()) == (0, "7\n", 2), child.err
+    assert (child.code, child.out) == (0, "7\n"), child.err
+    assert checkout.compiled() == 2, child.err
 
 
-# Whether less or more time passed between two looks than a clock takes to tick, however busy this
-# machine is.
-SOON, LATER = (
-    f"import _calcops_jit.cache.closure as c; c.is_long_ago = lambda _: {long}\n"
-    for long in (False, True)
-)
+# The loader trusts the time of a file that it saw twice with more than a tick of the clock between.
+# These scripts decide whether that was so, because a busy machine could take either time.
+IS_LONG_AGO = "import _calcops_jit.cache.closure as c; c.is_long_ago = lambda _: {}\n"
+SOON = IS_LONG_AGO.format(False)
+LATER = IS_LONG_AGO.format(True)
 
 
-def test_a_change_within_a_tick_of_a_clock_that_is_behind_is_seen(checkout):
+def test_a_change_within_one_tick_of_a_coarse_clock_is_noticed(checkout):
     assert checkout.run(COARSE + SOON + CALL).out == "1\n"
-    # In place, so that it leaves the same stat.
+    # Writing in place keeps the inode, and the coarse clock shows the same time.
     checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
     assert checkout.run(COARSE + SOON + CALL).out == "2\n"
 
 
-def test_a_stat_counts_once_it_was_seen_twice_with_time_between(checkout):
+def test_the_time_of_a_file_is_trusted_if_seen_twice_with_a_pause_between(checkout):
     assert checkout.run(BEHIND + SOON + CALL).out == "1\n"
     manifest = next(path for path in checkout.cache.glob("calcops-*/*/manifest"))
     young = manifest.read_bytes()
-    assert checkout.run(BEHIND + SOON + CALL).out == "1\n" and manifest.read_bytes() == young
-    assert checkout.run(BEHIND + LATER + CALL).out == "1\n" and manifest.read_bytes() != young
+    assert checkout.run(BEHIND + SOON + CALL).out == "1\n"
+    assert manifest.read_bytes() == young
+    assert checkout.run(BEHIND + LATER + CALL).out == "1\n"
+    assert manifest.read_bytes() != young
     settled = manifest.read_bytes()
-    assert checkout.run(BEHIND + LATER + CALL).out == "1\n" and manifest.read_bytes() == settled
+    assert checkout.run(BEHIND + LATER + CALL).out == "1\n"
+    assert manifest.read_bytes() == settled
 
 
-# ---- the process that asks -----------------------------------------------------------------------
+# ---- the process of a build ----------------------------------------------------------------------
 
 
-def test_a_build_leaves_the_environment_alone_and_bears_that_others_change_it(checkout):
-    script = (
-        "import os, sys, threading\n"
-        "before, done, seen = dict(os.environ), threading.Event(), []\n"
-        "def others():\n"
-        "    while not done.is_set():\n"
-        "        for i in range(50): os.environ[f'OTHER_{i}'] = '1'\n"
-        "        for i in range(50): os.environ.pop(f'OTHER_{i}')\n"
-        "def watch():\n"
-        "    while not done.is_set():\n"
-        "        names = [name for name in list(os.environ) if not name.startswith('OTHER_')]\n"
-        "        now = {name: os.environ.get(name) for name in names}\n"
-        "        if now != before: seen.append(now)\n"
-        "threads = [threading.Thread(target=f) for f in (others, watch)]\n"
-        "sys.setswitchinterval(1e-4)\n"
-        "for thread in threads: thread.start()\n"
-        "try:\n"
-        f"    {CALL}\n"
-        "finally:\n"
-        "    done.set()\n"
-        "for thread in threads: thread.join()\n"
-        "print(seen[:1])\n"
-    )
+def test_a_build_keeps_the_environment_while_other_threads_change_it(checkout):
+    script = f"""
+import os, sys, threading
+before = dict(os.environ)
+changes = []
+end = threading.Event()
+def change_other_variables():
+    while not end.is_set():
+        for i in range(50):
+            os.environ[f'OTHER_{{i}}'] = '1'
+        for i in range(50):
+            os.environ.pop(f'OTHER_{{i}}')
+def watch():
+    while not end.is_set():
+        names = [name for name in list(os.environ) if not name.startswith('OTHER_')]
+        now = {{name: os.environ.get(name) for name in names}}
+        if now != before:
+            changes.append(now)
+threads = [threading.Thread(target=change_other_variables), threading.Thread(target=watch)]
+sys.setswitchinterval(1e-4)
+for thread in threads:
+    thread.start()
+try:
+    {CALL}
+finally:
+    end.set()
+for thread in threads:
+    thread.join()
+print(changes[:1])
+"""
     child = checkout.run(script)
     assert (child.code, child.out) == (0, "1\n[]\n"), child.err
 
 
 def test_compilers_get_no_input_and_no_descriptors(checkout):
-    found = checkout.path.parent / "descriptors"
+    descriptors = checkout.path.parent / "descriptors"
     text = checkout.compiler.read_text()
     checkout.compiler.write_text(
-        text.replace("#!/bin/sh\n", f"#!/bin/sh\nls -l /proc/self/fd >> {found}\n")
+        text.replace("#!/bin/sh\n", f"#!/bin/sh\nls -l /proc/self/fd >> {descriptors}\n")
     )
-    kept = checkout.write("kept", "")
-    script = (
-        f"import os\nos.dup2(os.open({str(kept)!r}, os.O_RDWR), 0)\n"
-        f"os.set_inheritable(os.dup(0), True)\n{CALL}"
-    )
+    file = checkout.write("file", "")
+    script = f"""
+import os
+os.dup2(os.open({str(file)!r}, os.O_RDWR), 0)
+os.set_inheritable(os.dup(0), True)
+{CALL}
+"""
     assert checkout.run(script).out == "1\n"
-    assert str(kept) not in found.read_text() and "0 -> /dev/null" in found.read_text()
+    assert str(file) not in descriptors.read_text()
+    assert "0 -> /dev/null" in descriptors.read_text()
 
 
-def test_every_process_of_a_build_names_its_staging_folder(checkout):
-    found = checkout.path.parent / "marked"
+def test_the_environment_of_every_compiler_names_its_staging_folder(checkout):
+    log = checkout.path.parent / "folders"
     text = checkout.compiler.read_text()
     checkout.compiler.write_text(
-        text.replace("#!/bin/sh\n", f'#!/bin/sh\necho "$CALCOPS_STAGING $PWD" >> {found}\n')
+        text.replace("#!/bin/sh\n", f'#!/bin/sh\necho "$CALCOPS_STAGING $PWD" >> {log}\n')
     )
     assert checkout.answer() == 1
-    marked = [line.split(" ") for line in found.read_text().splitlines() if line.startswith("/")]
-    # A compile and a link.
-    assert len(marked) == 2 and all(folder == working for folder, working in marked)
+    folders = [line.split(" ") for line in log.read_text().splitlines() if line.startswith("/")]
+    assert len(folders) == 2  # of a compile and of a link
+    assert all(staging == working for staging, working in folders)
 
 
 def test_interrupting_a_build_ends_its_compilers(checkout):
     checkout.slow.touch()
-    # A shell starts what it puts into the background with the signal ignored, and Python then
-    # leaves it so.
+    # A shell ignores SIGINT in a background process, and Python then leaves the signal ignored.
     child = checkout.start(
         f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{CALL}"
     )

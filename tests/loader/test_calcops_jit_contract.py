@@ -1,6 +1,5 @@
-"""Operators that are a contract in text and plain functions: what users write
-(contracts/operators.cpp) behaves like a built-in operator, and a contract that is wrong is an error
-that names the place."""
+"""Operators that users write as a contract in text and plain functions (contracts/operators.cpp).
+They behave like built-in operators, and a wrong contract is an error that names the line."""
 
 import re
 from pathlib import Path
@@ -20,12 +19,12 @@ def mine():
     return calcops_jit.load("contracts", [SOURCE])
 
 
-def test_a_source_with_a_contract_includes_nothing_of_pytorch(mine):
+def test_a_source_with_a_contract_needs_no_header_of_pytorch(mine):
     assert not re.search(r"(torch|ATen|c10)/", SOURCE.read_text())
     assert torch.ops.contracts.gather_rows is mine.gather_rows
 
 
-def test_numbers_reach_the_kernel_of_their_type(mine):
+def test_each_dtype_calls_the_kernel_of_its_type(mine):
     r = torch.tensor([1.0, 2 ** (1 / 6)], **float64)
     for dtype in torch.float64, torch.float32:
         energy = mine.pair_energy(r.to(dtype), 2.0)
@@ -43,14 +42,17 @@ def test_numbers_reach_the_kernel_of_their_type(mine):
 def test_a_linear_operator_has_derivatives_of_every_order(mine, dtype):
     x = torch.randn(4, 3, requires_grad=True, **float64)
     index = torch.tensor([1, 1, 3], dtype=dtype)
-    gather = lambda x: mine.gather_rows(x, index)  # noqa: E731
+
+    def gather(x):
+        return mine.gather_rows(x, index)
+
     assert torch.equal(gather(x), x[index])
     assert torch.autograd.gradcheck(gather, x, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: gather(x) ** 2, x, check_fwd_over_rev=True)
     opcheck(mine.gather_rows, (x, index), {})
 
 
-def test_an_operator_without_derivatives_says_so(mine):
+def test_the_backward_of_an_operator_without_derivatives_is_refused(mine):
     step = mine.differences(torch.ones(2, requires_grad=True, **float64))
     with pytest.raises(
         RuntimeError, match="derivative for contracts::differences is not implemented"
@@ -60,47 +62,51 @@ def test_an_operator_without_derivatives_says_so(mine):
 
 def test_a_formula_gives_derivatives_of_every_order(mine):
     r = (torch.rand(6, **float64) + 1).requires_grad_()
-    energy = lambda r: mine.pair_energy(r, 0.7, 1.1)  # noqa: E731
+
+    def energy(r):
+        return mine.pair_energy(r, 0.7, 1.1)
+
     assert torch.autograd.gradcheck(energy, r, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(energy, r, check_fwd_over_rev=True)
     opcheck(mine.pair_energy, (r, 0.7), {})
-    reference = lambda r: 4 * 0.7 * ((1.1 / r) ** 12 - (1.1 / r) ** 6)  # noqa: E731
-    ours, theirs = energy, reference
+
+    def reference(r):
+        return 4 * 0.7 * ((1.1 / r) ** 12 - (1.1 / r) ** 6)
+
+    def derivative(function):
+        return torch.func.grad(lambda r: function(r).sum())
+
+    actual, expected = energy, reference
     for _ in range(3):
-        ours, theirs = (
-            lambda r, f=f: torch.func.grad(lambda r: f(r).sum())(r) for f in (ours, theirs)
-        )
-        torch.testing.assert_close(ours(r), theirs(r))
-    mapped = torch.vmap(torch.func.grad(lambda r: energy(r).sum()))(torch.stack([r, r + 1]))
-    torch.testing.assert_close(mapped[1], torch.func.grad(lambda r: reference(r).sum())(r + 1))
+        actual, expected = derivative(actual), derivative(expected)
+        torch.testing.assert_close(actual(r), expected(r))
+    mapped = torch.vmap(derivative(energy))(torch.stack([r, r + 1]))
+    torch.testing.assert_close(mapped[1], derivative(reference)(r + 1))
 
 
-def test_the_formula_of_the_readme_is_a_derivative_and_forward_mode_may_be_left_out(tmp_path):
+def test_the_formula_of_the_readme_works_also_without_forward_mode(tmp_path):
     readme = (SOURCE.parents[3] / "ops" / "README.md").read_text()
-    text = next(
-        block for block in re.findall(r"```c\+\+\n(.+?)```", readme, re.S) if '"square"' in block
-    )
+    blocks = re.findall(r"```c\+\+\n(.+?)```", readme, re.S)
+    text = next(block for block in blocks if '"square"' in block)
     source = tmp_path / "square.cpp"
     source.write_text(text)
     square = calcops_jit.load("of_the_formula", [source]).square
     x = torch.randn(5, requires_grad=True, **float64)
     assert torch.autograd.gradcheck(square, x, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(square, x, check_fwd_over_rev=True)
-    begin, end = (
-        text.index(",\n     [](const Value* arguments, const Value* tangents"),
-        text.index("}};"),
-    )
+
+    # Without the second function of the derivative, that of forward mode.
+    begin = text.index(",\n     [](const Value* arguments, const Value* tangents")
+    end = text.index("}};")
     source.write_text(text[:begin] + text[end:])
     square = calcops_jit.load("of_half_a_formula", [source]).square
     assert torch.autograd.gradgradcheck(square, x)
-    with pytest.raises(
-        NotImplementedError,
-        match="of_half_a_formula::square: its derivative has no formula for forward",
-    ):
+    message = "of_half_a_formula::square: its derivative has no formula for forward"
+    with pytest.raises(NotImplementedError, match=message):
         torch.func.jvp(square, (x.detach(),), (x.detach(),))
 
 
-def test_vmap_calls_an_operator_for_each_item_where_nothing_can_be_joined(mine):
+def test_vmap_equals_calls_for_each_item_also_where_items_cannot_be_joined(mine):
     x, index = torch.randn(5, 4, 3), torch.tensor([1, 3])
     assert torch.equal(torch.vmap(lambda x: mine.gather_rows(x, index))(x), x[:, index])
     assert torch.equal(
@@ -109,17 +115,18 @@ def test_vmap_calls_an_operator_for_each_item_where_nothing_can_be_joined(mine):
     )
 
 
-def test_a_first_dimension_that_all_tensors_share_is_joined(mine, monkeypatch):
-    """One call for all items: the kernel of a single item would be called five times."""
+def test_vmap_joins_items_with_a_shared_first_dimension_into_one_call(mine):
+    """The graph has one call for all items. One call for each item would be five."""
     r = torch.rand(5, 7) + 1
     graph = torch.fx.experimental.proxy_tensor.make_fx(
         torch.vmap(lambda r: mine.pair_energy(r, 1.0))
     )(r)
     calls = [node for node in graph.graph.nodes if "pair_energy" in str(node.target)]
-    assert len(calls) == 1 and torch.equal(graph(r), mine.pair_energy(r.flatten(), 1.0).view(5, 7))
+    assert len(calls) == 1
+    assert torch.equal(graph(r), mine.pair_energy(r.flatten(), 1.0).view(5, 7))
 
 
-def test_results_have_the_shapes_of_their_lines(mine):
+def test_results_have_the_shapes_that_the_contract_states(mine):
     x = torch.arange(5.0, **float64) ** 2
     assert torch.equal(mine.differences(x), x.diff())
     mean, variance = mine.moments(x)
@@ -133,7 +140,7 @@ def test_results_have_the_shapes_of_their_lines(mine):
     opcheck(mine.moments, (x,), {})
 
 
-def test_absent_tensors_and_lists(mine):
+def test_optional_tensors_and_lists_may_be_absent(mine):
     x = torch.arange(5.0, **float64)
     assert mine.weighted_total(x) == 10
     assert mine.weighted_total(x, weight=x, powers=[1, 2]) == 90
@@ -141,7 +148,7 @@ def test_absent_tensors_and_lists(mine):
         mine.weighted_total(x, weight=x[1:])
 
 
-def test_entries_are_checked_before_a_kernel_that_returns_nothing(mine):
+def test_entries_are_checked_before_the_kernel_runs(mine):
     with pytest.raises(
         RuntimeError, match="expected `index` entries 0 <= i < N = 4, got 7 at row 1$"
     ):
@@ -156,7 +163,7 @@ def test_entries_are_checked_before_a_kernel_that_returns_nothing(mine):
     assert mine.order(torch.tensor([3, 1, 2])).tolist() == [1, 2, 0]
 
 
-def test_strides_and_strings(mine):
+def test_a_kernel_receives_strides_and_strings(mine):
     x = torch.randn(3, 3, **float64)
     assert mine.diagonal_sum(x.T) == mine.diagonal_sum(x) == x.diagonal().sum()
     torch.testing.assert_close(mine.diagonal_sum(x, how="mean"), x.diagonal().mean())
@@ -178,17 +185,17 @@ def test_help_shows_the_contract(mine):
     expected = """\
 contracts::gather_rows(Tensor x, Tensor index) -> Tensor
 
-
 x       [N, C]; float32 or float64.
 index   [M]; int32 or int64; entries 0 <= i < N at row.
 
 Returns
 rows    [M, C]; like x."""
-    assert mine.gather_rows.__doc__.replace("\n\n\n", "\n\n") == expected.replace("\n\n\n", "\n\n")
+    assert mine.gather_rows.__doc__.replace("\n\n\n", "\n\n") == expected
 
 
+# The text of operators.cpp, the mistake that replaces it, and the message.
 MISTAKES = {
-    "a condition on a value that is never there": (
+    "a condition on a value that the argument never has": (
         'not float16 or uint8 where mode is "masked"',
         'not float16 or uint8 where mode is "mask"',
         'line 5: `mode` is never "mask"',
@@ -198,12 +205,12 @@ MISTAKES = {
         "not float16 or uint8 in scale",
         "line 5: no operator or argument is named scale",
     ),
-    "a sum that may be one": (
+    "a sum of sizes before `or 1`": (
         "gain    [N or 1] or []",
         "gain    [N + C or 1] or []",
         "line 7: expected a size before `or 1`, got N + C or 1",
     ),
-    "the shape of nothing": (
+    "the shape of an unknown argument": (
         "mask    the shape of part",
         "mask    the shape of parts",
         "line 11: no line for `parts` of `the shape of parts`",
@@ -213,27 +220,23 @@ MISTAKES = {
         "one or D values",
         "line 9: expected `one or N values`, got one or D values",
     ),
-    "a factor that is not there": (
+    "an unknown factor": (
         "linear  rows(x)",
         "linear  rows(y)",
         "line 8: no line for the factor `y` of rows",
     ),
-    "a size that nobody has": (
+    "a size of no argument": (
         "step      [N - 1]",
         "step      [M]",
         "no argument of differences has the size M",
     ),
-    "a bracket that is not closed": (
-        "count  [bins]",
-        "count  [bins",
-        "line 5: `count`: expected a ] in [bins",
-    ),
-    "a dtype that does not exist": (
+    "an open bracket": ("count  [bins]", "count  [bins", "line 5: `count`: expected a ] in [bins"),
+    "an unknown dtype": (
         "[M]; int32 or",
         "[M]; int33 or",
         "line 6: `index`: cannot read `int33 or int64`",
     ),
-    "an unknown size of entries": (
+    "an unknown limit of entries": (
         "< bins at",
         "< bin at",
         "line 3: no tensor has the size bin of bin",
@@ -250,7 +253,7 @@ MISTAKES = {
         "order has `key`, which no line describes",
     ),
     "a result without a line": ("place  [N]; int64.\n", "", "no line describes result 1 of order"),
-    "an argument that is changed": (
+    "an argument that the schema changes": (
         "order(Tensor key",
         "order(Tensor(a!) key",
         "order would change `key`",
@@ -265,12 +268,12 @@ MISTAKES = {
         "order(Tensor key)",
         "expected `-> ` and the results",
     ),
-    "a second line": (
+    "two lines for an argument": (
         "place  [N]; int64.",
         "place  [N]; int64.\nkey [N]; int64.",
         "line 5: a second line for key",
     ),
-    "a derivative of nothing": (
+    "a derivative of an unknown operator": (
         'kPairDerivatives[] = {\n    {"pair_energy",',
         'kPairDerivatives[] = {\n    {"pair_energies",',
         "a derivative of pair_energies, which no schema names",
@@ -280,7 +283,7 @@ MISTAKES = {
         "View<const Key, 1> key, View<int64_t, 2> place) {",
         "expected 1 dimensions for `place`, got 2",
     ),
-    "an argument that could be written": (
+    "an argument without const": (
         "View<const Key, 1> key, View<int64_t",
         "View<Key, 1> key, View<int64_t",
         "expected a View of const numbers for the argument `key`",
@@ -294,18 +297,18 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_wrong_contract_is_refused_and_the_place_is_named(mistake, tmp_path):
-    right, wrong, message = MISTAKES[mistake]
+def test_a_wrong_contract_is_refused_and_its_line_is_named(mistake, tmp_path):
+    correct, wrong, message = MISTAKES[mistake]
     text = SOURCE.read_text()
-    assert text.count(right) == 1
+    assert text.count(correct) == 1
     source = tmp_path / "wrong.cpp"
-    source.write_text(text.replace(right, wrong))
-    with pytest.raises(calcops_jit.BuildError) as caught:
+    source.write_text(text.replace(correct, wrong))
+    with pytest.raises(calcops_jit.BuildError) as error:
         calcops_jit.load("wrong", [source])
-    assert message in str(caught.value)
+    assert message in str(error.value)
 
 
-def test_the_cell_of_the_loaders_readme(tmp_path):
+def test_the_notebook_cell_of_the_loaders_readme_builds_and_computes(tmp_path):
     readme = (Path(calcops_jit.__file__).parent / "_calcops_jit" / "README.md").read_text()
     cell = re.search(r"```c\+\+\n%%operator mine\n(.+?)```", readme, re.S)[1]
     source = tmp_path / "cell.cpp"

@@ -1,5 +1,5 @@
-"""An exported folder: what it is built for, and C++ programs that find it by CMake. The README's
-program, by pkg-config, is in test_readme.py."""
+"""An exported folder: its files, the processors and GPUs that it is built for, and a C++ program
+that finds it by CMake. test_readme.py has the README's program, which uses pkg-config."""
 
 import os
 import shutil
@@ -17,26 +17,28 @@ HOST = """
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <cstdio>
-int main() {  // an atom and its ghost; g = sum_c 1 * 0.5 = 2 along each axis
+int main() {  // an atom and its ghost: the force is +-2 along each axis, a sum of 4 times 1 * 0.5
   const at::Tensor list_neigh = at::ones({1, 1, 1}, at::kLong);
-  const at::Tensor force = calcops::force(list_neigh, at::ones({1, 1, 1, 4}), at::full({1, 1, 4, 3}, 0.5), 1);
+  const at::Tensor dE = at::ones({1, 1, 1, 4});
+  const at::Tensor Ri_d = at::full({1, 1, 4, 3}, 0.5);
+  const at::Tensor force = calcops::force(list_neigh, dE, Ri_d, 1);
   std::printf("%g %g\\n", force.min().item<float>(), force.max().item<float>());
 }
 """
-# A kind of processor that is nearly everywhere.
-USUAL = {"x86_64": "x86-64-v3", "aarch64": "armv8-a"}[request.MACHINE]
+# Nearly every processor has these instructions.
+COMMON_ISA = {"x86_64": "x86-64-v3", "aarch64": "armv8-a"}[request.MACHINE]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An exported folder that was moved."""
-    made = tmp_path_factory.mktemp("export") / "here"
-    command = [sys.executable, "-m", "calcops_jit", "export", made]
+    """Return an exported folder. It was moved after the export."""
+    exported = tmp_path_factory.mktemp("export") / "exported"
+    command = [sys.executable, "-m", "calcops_jit", "export", exported]
     subprocess.run(command, cwd=HERE, check=True, stdout=subprocess.PIPE)
-    return made.rename(made.parent / "there")
+    return exported.rename(exported.parent / "moved")
 
 
-def test_it_holds_the_library_its_header_and_what_cmake_and_pkg_config_read(folder):
+def test_export_writes_library_header_and_files_for_cmake_and_pkg_config(folder):
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert files == {
         "include/calcops.h",
@@ -46,53 +48,61 @@ def test_it_holds_the_library_its_header_and_what_cmake_and_pkg_config_read(fold
     }
 
 
-def test_python_takes_the_library_without_the_loader_and_without_a_compiler(folder):
-    script = (
-        "import torch; torch.ops.load_library('lib/libcalcops.so')\n"
-        "print(torch.ops.calcops.force(torch.ones(1, 1, 1, dtype=int), torch.ones(1, 1, 1, 4), "
-        "torch.full((1, 1, 4, 3), 0.5), 1).tolist())"
-    )
-    bare = {"PATH": "/nowhere", "HOME": "/nowhere"}
-    child = subprocess.run(
-        [sys.executable, "-c", script], cwd=folder, env=bare, capture_output=True, text=True
-    )
+def test_torch_loads_the_exported_library_without_the_loader_and_a_compiler(folder):
+    script = """
+import torch
+torch.ops.load_library('lib/libcalcops.so')
+list_neigh = torch.ones(1, 1, 1, dtype=int)
+dE = torch.ones(1, 1, 1, 4)
+Ri_d = torch.full((1, 1, 4, 3), 0.5)
+print(torch.ops.calcops.force(list_neigh, dE, Ri_d, 1).tolist())
+"""
+    command = [sys.executable, "-c", script]
+    environment = {"PATH": "/nowhere", "HOME": "/nowhere"}
+    child = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert child.stdout == "[[[-2.0, -2.0, -2.0], [2.0, 2.0, 2.0]]]\n", child.stderr
 
 
-# ---- what is built -------------------------------------------------------------------------------
+# ---- processors and GPUs -------------------------------------------------------------------------
 
 
-def test_isa_takes_the_place_of_native_and_a_wrong_one_is_refused(checkout, tmp_path):
+def test_isa_replaces_native_and_an_unknown_one_is_refused(checkout, tmp_path):
     out = str(tmp_path / "out")
-    child = checkout.run(MAIN, arguments=["export", out, "--isa", USUAL])
+    child = checkout.run(MAIN, arguments=["export", out, "--isa", COMMON_ISA])
     assert (child.code, child.out) == (0, f"{out}\n"), child.err
-    compiled = [line for line in checkout.log.read_text().splitlines() if " -c " in line]
-    assert compiled and all(f"-march={USUAL}" in line and "native" not in line for line in compiled)
+    commands = [line for line in checkout.log.read_text().splitlines() if " -c " in line]
+    assert commands
+    for command in commands:
+        assert f"-march={COMMON_ISA}" in command
+        assert "=native" not in command
+
     child = checkout.run(MAIN, arguments=["export", out, "--isa", "i999"])
-    assert child.code == 1 and "i999" in child.err and "fix: " in child.err
+    assert child.code == 1
+    assert "i999" in child.err
+    assert "fix: " in child.err
 
 
-def test_arch_asks_for_cuda_and_is_refused_without_nvcc(checkout, tmp_path):
-    none = "from _calcops_jit import cuda; cuda.find_toolkit = lambda: ('', '')\n"
-    child = checkout.run(
-        none + MAIN, arguments=["export", str(tmp_path / "out"), "--arch", "8.0;9.0+PTX"]
-    )
-    assert (
-        child.code == 1
-        and "cannot build calcops for CUDA" in child.err
-        and not (tmp_path / "out").exists()
-    )
+def test_arch_requests_cuda_and_is_refused_without_nvcc(checkout, tmp_path):
+    no_toolkit = "from _calcops_jit import cuda; cuda.find_toolkit = lambda: ('', '')\n"
+    arguments = ["export", str(tmp_path / "out"), "--arch", "8.0;9.0+PTX"]
+    child = checkout.run(no_toolkit + MAIN, arguments=arguments)
+    assert child.code == 1
+    assert "cannot build calcops for CUDA" in child.err
+    assert not (tmp_path / "out").exists()
 
 
 # ---- a C++ program -------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
-def test_a_cpp_host_is_built_by_cmake_without_torchs_own_package(folder, tmp_path):
+def test_cmake_builds_a_cpp_host_without_the_cmake_package_of_torch(folder, tmp_path):
     (tmp_path / "host.cpp").write_text(HOST)
     (tmp_path / "CMakeLists.txt").write_text(
-        "cmake_minimum_required(VERSION 3.18)\nproject(host CXX)\nfind_package(calcops REQUIRED)\n"
-        "add_executable(host host.cpp)\ntarget_link_libraries(host PRIVATE calcops::calcops)\n"
+        "cmake_minimum_required(VERSION 3.18)\n"
+        "project(host CXX)\n"
+        "find_package(calcops REQUIRED)\n"
+        "add_executable(host host.cpp)\n"
+        "target_link_libraries(host PRIVATE calcops::calcops)\n"
     )
     configure = ["cmake", "-S", ".", "-B", "build", f"-DCMAKE_PREFIX_PATH={folder}"]
     subprocess.run(configure, cwd=tmp_path, check=True, capture_output=True)
@@ -102,8 +112,11 @@ def test_a_cpp_host_is_built_by_cmake_without_torchs_own_package(folder, tmp_pat
         [tmp_path / "build/host"], env=environment, capture_output=True, text=True
     )
     assert host.stdout == "-2 2\n", host.stderr
+
+    # CMake refuses a PyTorch of another version.
     (tmp_path / "version.py").write_text("__version__ = '2.9.1+cpu'\n")
     configure = ["cmake", "-S", ".", "-B", "other", *configure[5:], f"-Dcalcops_TORCH={tmp_path}"]
     refused = subprocess.run(configure, cwd=tmp_path, capture_output=True, text=True)
     assert refused.returncode != 0
-    assert "built for PyTorch" in refused.stderr and "2.9.1+cpu" in refused.stderr
+    assert "built for PyTorch" in refused.stderr
+    assert "2.9.1+cpu" in refused.stderr

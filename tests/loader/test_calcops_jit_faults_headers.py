@@ -1,13 +1,13 @@
-"""Errors in headers of PyTorch, the standard library and others are told where the project led to
-them."""
+"""A compile error inside a header of PyTorch, the standard library or another package is reported
+at the line of the project that caused it."""
 
 import pytest
 
 from _calcops_jit.compile import diagnosis
 from _calcops_jit.request import Request
 
-# What other compilers say of an error in a header, with the line of the project that they lead to.
-LED = {
+# For each compiler its output, the line of the project that caused the error, and the error.
+OUTPUTS = {
     "g++ and torch": (
         """In file included from /torch/include/torch/library.h:62,
                  from {root}/mine.cpp:1:
@@ -71,26 +71,28 @@ constructor for initialization of 'Grid'
 }
 
 
-@pytest.mark.parametrize("compiler", LED)
-def test_an_error_in_somebody_elses_header_is_told_at_the_line_of_the_project_that_led_to_it(
+@pytest.mark.parametrize("compiler", OUTPUTS)
+def test_an_error_in_a_foreign_header_is_reported_at_the_causing_line_of_the_project(
     tmp_path, compiler
 ):
     source = tmp_path / "mine.cpp"
     source.write_text("".join(f"line {number}\n" for number in range(1, 10)))
     request = Request(name="mine", root=str(tmp_path), sources=(str(source),), cflags=())
-    output, line, told = LED[compiler]
-    message = str(
-        diagnosis.explain("cannot build mine", output.format(root=tmp_path), request, "/log")
-    )
+    output, line, error = OUTPUTS[compiler]
+    output = output.format(root=tmp_path)
+    message = str(diagnosis.explain("cannot build mine", output, request, "/log"))
     assert message == (
-        f"cannot build mine: error at {source}:{line}\n  {told}\n  {source}:{line}: led to it\n"
-        f"    {line} | line {line}\n  fix: correct {source}:{line}\n  log: /log"
+        f"cannot build mine: error at {source}:{line}\n"
+        f"  {error}\n"
+        f"  {source}:{line}: led to it\n"
+        f"    {line} | line {line}\n"
+        f"  fix: correct {source}:{line}\n"
+        "  log: /log"
     )
 
 
-def test_an_error_that_nothing_of_the_project_led_to_is_not_for_the_user_to_correct(tmp_path):
+def test_the_fix_of_an_error_without_a_line_of_the_project_is_to_read_the_log(tmp_path):
     request = Request(name="mine", root=str(tmp_path), sources=(), cflags=())
-    message = str(
-        diagnosis.explain("cannot build mine", "/usr/include/a.h:1:2: error: b\n", request, "/log")
-    )
+    output = "/usr/include/a.h:1:2: error: b\n"
+    message = str(diagnosis.explain("cannot build mine", output, request, "/log"))
     assert message.endswith("  fix: less /log\n  log: /log")

@@ -1,5 +1,5 @@
-"""Never stale, never spurious, for CUDA: a stand-in for nvcc compiles .cu files as C++ and keeps a
-log."""
+"""Changes that must cause a rebuild of CUDA sources and changes that must not. A script in place of
+nvcc compiles .cu files as C++ and keeps a log."""
 
 import os
 import shutil
@@ -17,17 +17,21 @@ from _calcops_jit.request import Request
 
 NVCC = """#!{python}
 import subprocess, sys
-words = [w for w in sys.argv[1:] if not w.startswith(("-gencode", "--expt", "-D__CUDA", "-arch"))]
+unknown = ("-gencode", "--expt", "-D__CUDA", "-arch")
+words = [word for word in sys.argv[1:] if not word.startswith(unknown)]
 if "--list-gpu-arch" in words:
     sys.exit(print("compute_80\\ncompute_90"))
 with open({log!r}, "a") as log:
     print(*words, file=log)
-kept = [w for w in words if w.startswith(("-I", "-D", "-O", "-std")) and w != "-D"]
-system = [part for i, w in enumerate(words) if w == "-isystem" for part in ("-isystem", words[i + 1])]
-source, target = words[words.index("-c") + 1], words[words.index("-o") + 1]
+flags = [w for w in words if w.startswith(("-I", "-D", "-O", "-std")) and w != "-D"]
+for i, word in enumerate(words):
+    if word == "-isystem":
+        flags += ["-isystem", words[i + 1]]
+source = words[words.index("-c") + 1]
+target = words[words.index("-o") + 1]
 depend = words[words.index("-MF" if "-MF" in words else "--dependency-output") + 1]
-sys.exit(subprocess.call(["{compiler}", "-x", "c++", "-fPIC", "-MD", "-MF", depend, "-MT", target, *kept, *system,
-                          "-c", source, "-o", target]))
+command = ["{compiler}", "-x", "c++", "-fPIC", "-MD", "-MF", depend, "-MT", target, *flags]
+sys.exit(subprocess.call([*command, "-c", source, "-o", target]))
 """
 SOURCE = """
 #include <value.h>
@@ -41,14 +45,14 @@ class CudaCheckout(Checkout):
         self.home = folder / "toolkit"
         self.nvcc = self.home / "bin/nvcc"
         self.value = self.home / "include/value.h"
-        for path, text in {
-            self.nvcc: NVCC.format(
-                python=sys.executable, log=str(self.log), compiler=shutil.which("c++")
-            ),
+        compiler = shutil.which("c++")
+        major = torch.version.cuda.partition(".")[0]
+        files = {
+            self.nvcc: NVCC.format(python=sys.executable, log=str(self.log), compiler=compiler),
             self.value: "#define VALUE 1\n",
-            self.home
-            / "include/cuda.h": f"#define CUDA_VERSION {torch.version.cuda.partition('.')[0]}000\n",
-        }.items():
+            self.home / "include/cuda.h": f"#define CUDA_VERSION {major}000\n",
+        }
+        for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         self.nvcc.chmod(0o755)
@@ -65,10 +69,13 @@ def built(tmp_path):
     if torch.version.cuda is None:
         pytest.skip("this PyTorch is a CPU build")
     built = CudaCheckout(tmp_path)
-    assert (built.answer(), built.compiled()) == (1, 2)
+    assert built.answer() == 1
+    assert built.compiled() == 2
     return built
 
 
+# For each change: a function that makes it and may return variables, the answer afterwards, and the
+# number of units that are compiled.
 CHANGES = {
     "a .cu file": (
         lambda b: b.write("ops/tiny/tiny.cu", SOURCE.replace("VALUE;", "VALUE + 1;")),
@@ -76,7 +83,11 @@ CHANGES = {
         1,
     ),
     "a header of CUDA": (lambda b: b.value.write_text("#define VALUE 3\n"), 3, 1),
-    "nvcc behind its path": (lambda b: b.nvcc.write_text(b.nvcc.read_text() + "# 13.9\n"), 1, 2),
+    "another nvcc at the same path": (
+        lambda b: b.nvcc.write_text(b.nvcc.read_text() + "# 13.9\n"),
+        1,
+        2,
+    ),
     "the architectures": (lambda b: {"TORCH_CUDA_ARCH_LIST": "8.0;9.0"}, 1, 2),
     "NVCC_APPEND_FLAGS": (lambda b: {"NVCC_APPEND_FLAGS": "-lineinfo"}, 1, 2),
     "NVCC_PREPEND_FLAGS": (lambda b: {"NVCC_PREPEND_FLAGS": "-lineinfo"}, 1, 2),
@@ -84,59 +95,64 @@ CHANGES = {
     "the host compiler": (lambda b: {"CC": shutil.which("gcc")}, 1, 2),
 }
 NO_CHANGES = {
-    "nvcc touched": lambda b: b.nvcc.touch(),
-    "its header written anew": lambda b: b.value.write_text(b.value.read_text()),
-    "the toolkit moved": lambda b: {"CUDA_HOME": b.home.rename(b.home.with_name("moved"))},
+    "the time of nvcc": lambda b: b.nvcc.touch(),
+    "a header of CUDA, written again": lambda b: b.value.write_text(b.value.read_text()),
+    "the folder of the toolkit": lambda b: {"CUDA_HOME": b.home.rename(b.home.with_name("moved"))},
     "a new file of the toolkit": lambda b: (b.home / "include/lonely.h").touch(),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_it_rebuilds_after_a_change_of(built, change):
-    do, answer, units = CHANGES[change]
-    done = do(built)
-    options = done if isinstance(done, dict) else {}
-    assert (built.answer(**options), built.compiled()) == (answer, units)
-    assert (built.answer(**options), built.compiled()) == (answer, 0)
+def test_a_changed_input_of_cuda_causes_a_rebuild(built, change):
+    make_change, answer, units = CHANGES[change]
+    result = make_change(built)
+    options = result if isinstance(result, dict) else {}
+    assert built.answer(**options) == answer
+    assert built.compiled() == units
+    assert built.answer(**options) == answer
+    assert built.compiled() == 0
 
 
 @pytest.mark.parametrize("change", NO_CHANGES)
-def test_no_compiler_is_started_after(built, change):
-    done = NO_CHANGES[change](built)
-    options = done if isinstance(done, dict) else {}
-    assert (built.answer(**options), built.log.exists()) == (1, False)
+def test_no_compiler_starts_after_a_change_of_the_toolkit_that_is_no_input(built, change):
+    result = NO_CHANGES[change](built)
+    options = result if isinstance(result, dict) else {}
+    assert built.answer(**options) == 1
+    assert not built.log.exists()
 
 
-def test_nvccs_host_compiler_is_an_input(built):
-    """nvcc runs the gcc that is first on PATH, or NVCC_CCBIN, whatever CXX is."""
+def test_the_host_compiler_of_nvcc_is_an_input(built):
+    """nvcc ignores CXX. It runs NVCC_CCBIN or the first gcc of PATH."""
     gcc = built.path / "bin" / "gcc"
     gcc.parent.mkdir()
     script = f'#!/bin/sh\nexec {shutil.which("gcc")} "$@"\n'
     gcc.write_text(script)
     gcc.chmod(0o755)
-    first = {"PATH": f"{gcc.parent}:{os.environ['PATH']}"}
-    for named in first, {"NVCC_CCBIN": gcc}, {"NVCC_CCBIN": gcc.parent}:
+    path = f"{gcc.parent}:{os.environ['PATH']}"
+    for environment in {"PATH": path}, {"NVCC_CCBIN": gcc}, {"NVCC_CCBIN": gcc.parent}:
         gcc.write_text(script)
-        built.answer(**named)
+        built.answer(**environment)
         built.compiled()
-        assert (built.answer(**named), built.log.exists()) == (1, False)
+        assert built.answer(**environment) == 1
+        assert not built.log.exists()
         gcc.write_text(script + "# another version\n")
-        assert (built.answer(**named), built.compiled() > 0) == (1, True)
+        assert built.answer(**environment) == 1
+        assert built.compiled() > 0
 
 
-@pytest.mark.parametrize("named", ["PATH", "NVCC_CCBIN"])
-def test_another_host_compiler_builds_anew(built, named):
+@pytest.mark.parametrize("variable", ["PATH", "NVCC_CCBIN"])
+def test_another_host_compiler_causes_a_rebuild(built, variable):
     gcc = built.path / "bin" / "gcc"
     gcc.parent.mkdir()
     gcc.write_text(f'#!/bin/sh\nexec {shutil.which("gcc")} "$@"\n')
     gcc.chmod(0o755)
-    environment = (
-        {"PATH": f"{gcc.parent}:{os.environ['PATH']}"} if named == "PATH" else {"NVCC_CCBIN": gcc}
-    )
-    assert (built.answer(**environment), built.compiled()) == (1, 2)
+    values = {"PATH": f"{gcc.parent}:{os.environ['PATH']}", "NVCC_CCBIN": gcc}
+    environment = {variable: values[variable]}
+    assert built.answer(**environment) == 1
+    assert built.compiled() == 2
 
 
-# ---- without an nvcc: what is in the key, and the toolkit's files --------------------------------
+# ---- without an nvcc: the key, and the files of the toolkit --------------------------------------
 
 REQUEST = Request(
     name="x",
@@ -162,22 +178,21 @@ def test_each_list_of_flags_is_in_the_key(field):
         {"version": "13.1"},
     ],
 )
-def test_another_gpu_set_architecture_or_toolkit_is_another_key(change):
+def test_other_gpus_architectures_or_toolkits_have_other_keys(change):
     other = REQUEST.but(cuda=cuda.Choice(**vars(REQUEST.cuda) | change))
     assert other.slot != REQUEST.slot
 
 
-def test_an_nvcc_or_a_header_of_cuda_that_was_swapped_behind_its_path_is_seen(tmp_path):
+def test_another_nvcc_or_cuda_header_at_the_same_path_is_noticed(tmp_path):
     for name in ("bin/nvcc", "include/cuda.h"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("one")
         (tmp_path / name).chmod(0o755)
     request = REQUEST.but(cuda=cuda.Choice(**vars(REQUEST.cuda) | {"home": str(tmp_path)}))
-    read = {*request.tools, str(tmp_path / "include/cuda.h")}
+    inputs = {*request.tools, str(tmp_path / "include/cuda.h")}
     for name in ("bin/nvcc", "include/cuda.h"):
-        closure = recording.Recorder(request, [], recording.Before(str(tmp_path), read)).closure(
-            set(), read
-        )
+        before = recording.Before(str(tmp_path), inputs)
+        closure = recording.Recorder(request, [], before).closure(set(), inputs)
         closure.check(request)
         (tmp_path / name).write_text("two")
         with pytest.raises(Changed, match=f"{name} changed"):
@@ -186,10 +201,9 @@ def test_an_nvcc_or_a_header_of_cuda_that_was_swapped_behind_its_path_is_seen(tm
 
 def test_a_header_of_torch_is_in_the_closure(tmp_path):
     header = Path(torch.__file__).parent / "include/torch/library.h"
-    read = {str(header), *REQUEST.tools}
-    closure = recording.Recorder(REQUEST, [], recording.Before(str(tmp_path), read)).closure(
-        set(), read
-    )
+    inputs = {str(header), *REQUEST.tools}
+    before = recording.Before(str(tmp_path), inputs)
+    closure = recording.Recorder(REQUEST, [], before).closure(set(), inputs)
     digest = file_digest(str(header))
     closure.digests = closure.digests.replace(digest, "0" * len(digest))
     closure.stamps = bytearray(len(closure.stamps))

@@ -1,4 +1,4 @@
-"""How many compilers run at once, and what the environment allows: jobs, control groups, doctor."""
+"""The number of compilers that run at once, the limits of control groups, and doctor."""
 
 import json
 import os
@@ -40,24 +40,26 @@ def test_jobs_stay_within_the_processors_of_this_process():
         ({}, "0::/", (None, None)),
     ],
 )
-def test_what_control_groups_leave_is_found(tmp_path, files, group, expected):
+def test_the_limits_of_control_groups_are_found(tmp_path, files, group, expected):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     (tmp_path / "own").write_text(group + "\n")
-    unlimited = float("inf")
-    assert jobs.cgroup_limits(str(tmp_path), str(tmp_path / "own")) == tuple(
-        unlimited if limit is None else limit for limit in expected
-    )
+    limits = jobs.cgroup_limits(str(tmp_path), str(tmp_path / "own"))
+    assert limits == tuple(float("inf") if limit is None else limit for limit in expected)
 
 
-def test_a_compiler_that_was_killed_for_memory_is_tried_again_alone(checkout):
+def test_a_compile_that_was_killed_for_memory_is_tried_again_alone(checkout):
     checkout.write("ops/second/second.cpp", "int second() { return 2; }\n")
+    # The compiler fails if another one is running: only one can make this folder.
     running = checkout.path.parent / "running"
     checkout.compiler.write_text(f"""#!/bin/sh
 case "$*" in *" -c "*)
   echo "$@" >> {checkout.log}
-  mkdir {running} || {{ echo "c++: fatal error: Killed signal terminated program cc1plus" >&2; exit 1; }}
+  if ! mkdir {running}; then
+    echo "c++: fatal error: Killed signal terminated program cc1plus" >&2
+    exit 1
+  fi
   sleep 0.5
 esac
 {shutil.which("c++")} "$@"; code=$?
@@ -67,10 +69,10 @@ exit $code
     child = checkout.run()
     assert (child.code, child.out) == (0, "1\n"), child.err
     assert "trying again with one at a time" in child.err
-    assert checkout.compiled() == 3  # one was killed, and the other is not compiled again
+    assert checkout.compiled() == 3  # two units, one of them twice
 
 
-def test_doctor_finds_nothing_wrong_where_a_build_works_and_says_so_to_programs(checkout):
+def test_doctor_reports_no_failure_if_a_build_works_also_as_json(checkout):
     for arguments in (["doctor"], ["doctor", "--json"]):
         child = checkout.run(MAIN, arguments=arguments, CALCOPS_CUDA="0")
         assert child.code == 0, child.out + child.err
@@ -88,7 +90,7 @@ def test_doctor_finds_nothing_wrong_where_a_build_works_and_says_so_to_programs(
 
 
 @pytest.mark.parametrize(
-    ("environment", "words"),
+    ("environment", "messages"),
     [
         (
             {"CXX": "no-such-g++"},
@@ -101,8 +103,8 @@ def test_doctor_finds_nothing_wrong_where_a_build_works_and_says_so_to_programs(
         ),
     ],
 )
-def test_doctor_names_what_would_fail(checkout, environment, words):
+def test_doctor_names_the_cause_of_a_build_that_would_fail(checkout, environment, messages):
     child = checkout.run(MAIN, arguments=["doctor"], **environment)
     assert (child.code, child.err) == (1, "")
-    for word in words:
-        assert word in child.out
+    for message in messages:
+        assert message in child.out

@@ -1,5 +1,5 @@
-"""Kill-proof: many processes import at once, some or all are killed at a random moment, others come
-later."""
+"""Many processes import at once, some or all of them are killed at a random moment, and others
+import afterwards."""
 
 import random
 import re
@@ -12,8 +12,8 @@ import pytest
 from checkout import BUILDING, CALL, Checkout, in_cache, stages, the_zygote, wait_for
 
 PROCESSES = 16
-LATER = 3
-HANGS_S = 120.0  # far more than a build takes on a machine that is busy with other things
+LATER_PROCESSES = 3
+TIMEOUT_S = 120.0  # far more than a build takes on a busy machine
 FAULTS = (
     "hangs",
     "torn loads",
@@ -24,9 +24,9 @@ FAULTS = (
 )
 
 
-def keep_a_log_of_finished_compiles(checkout, seconds: float) -> Path:
-    """A compiler that takes so much longer than the real one; a finished one leaves its builder's
-    folder in the log."""
+def log_finished_compiles(checkout, seconds: float) -> Path:
+    """Make the compiler `seconds` slower, and let it write its working folder into a log at its
+    end. Return the log."""
     log = checkout.path.parent / "finished.log"
     compiler = shutil.which("c++")
     checkout.compiler.write_text(
@@ -37,49 +37,46 @@ def keep_a_log_of_finished_compiles(checkout, seconds: float) -> Path:
     return log
 
 
-def ended(child) -> bool:
-    """It is a zombie until its parent is asked to wait for it."""
+def is_ended(child) -> bool:
+    """Return True if the process is a zombie, as it is from its end until Child.wait()."""
     return Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def one_round(checkout, log: Path, number: int, chance: random.Random, moment: float) -> Counter:
-    """A new key; nobody hangs, nobody loads anything but the new library, and one compile of it
-    succeeds."""
+    """Kill some importers of a new library. Return the number of faults of each kind: processes
+    that hang, load another library, compile twice, or leave something behind."""
     faults = Counter()
     checkout.write("ops/tiny/tiny.h", f"#define ANSWER {number}\n")
     log.unlink(missing_ok=True)
     before = set(checkout.libraries())
     children = [checkout.start() for _ in range(PROCESSES)]
     time.sleep(chance.uniform(0, moment))
-    victims = (
-        children
-        if chance.random() < 0.3
-        else chance.sample(children, chance.randint(1, PROCESSES - 1))
-    )
+    if chance.random() < 0.3:
+        victims = children
+    else:
+        victims = chance.sample(children, chance.randint(1, PROCESSES - 1))
     for victim in victims:
-        victim.kill()  # safe even if it has ended: its pid stays its own until it is reaped
-    children = [*children, *(checkout.start() for _ in range(LATER))]
-    end = time.monotonic() + HANGS_S
+        victim.kill()  # the pid of an ended child stays its own until wait()
+    children = [*children, *(checkout.start() for _ in range(LATER_PROCESSES))]
+    end = time.monotonic() + TIMEOUT_S
     for child in children:
-        while not ended(child) and time.monotonic() < end:
+        while not is_ended(child) and time.monotonic() < end:
             time.sleep(0.01)
-        if not ended(child):
+        if not is_ended(child):
             faults["hangs"] += 1
             child.kill()
         child.wait()
-        right = (child.code, child.out) == (0, f"{number}\n")
-        killed = child in victims and (child.code, child.out) in ((-9, ""), (-9, f"{number}\n"))
-        faults["torn loads"] += not (right or killed)
-        if not (right or killed):
+        is_correct = (child.code, child.out) == (0, f"{number}\n")
+        is_killed = child in victims and child.code == -9 and child.out in ("", f"{number}\n")
+        if not (is_correct or is_killed):
+            faults["torn loads"] += 1
             print(child.code, child.out, child.err)
-    # A compile was in vain only where its builder was killed before it had published the library.
-    finished = re.findall(
-        r"/stage\.[^/]*\.(\d+)\.\d+\.[0-9a-f]+$",
-        log.read_text() if log.exists() else "",
-        re.MULTILINE,
-    )
+
+    # Only a builder that was killed before it published the library may have compiled in vain.
+    folders = log.read_text() if log.exists() else ""
+    builders = re.findall(r"/stage\.[^/]*\.(\d+)\.\d+\.[0-9a-f]+$", folders, re.MULTILINE)
     killed = {str(child.pid) for child in victims if "built calcops" not in child.err}
-    faults["double compiles"] += sum(builder not in killed for builder in finished[:-1])
+    faults["double compiles"] += sum(builder not in killed for builder in builders[:-1])
     faults["not one library"] += len(set(checkout.libraries()) - before) != 1
     faults["orphaned folders"] += len(stages(checkout))
     try:
@@ -90,9 +87,11 @@ def one_round(checkout, log: Path, number: int, chance: random.Random, moment: f
 
 
 def rounds(checkout, count: int, seconds: float, moment: float) -> None:
-    log = keep_a_log_of_finished_compiles(checkout, seconds)
+    log = log_finished_compiles(checkout, seconds)
     seed = time.time_ns()
-    chance, faults, start = random.Random(seed), Counter(), time.monotonic()
+    chance = random.Random(seed)
+    faults = Counter()
+    start = time.monotonic()
     for number in range(1, count + 1):
         faults += one_round(checkout, log, number, chance, moment)
         if number % 50 == 0 or number == count:
@@ -102,34 +101,35 @@ def rounds(checkout, count: int, seconds: float, moment: float) -> None:
     assert not faults
 
 
-def test_one_round_of_killing_importers_with_the_real_compiler(checkout):
+def test_killed_importers_leave_nothing_behind_with_the_real_compiler(checkout):
     source = checkout.path / "ops/tiny/tiny.cpp"
     source.write_text("#include <ATen/core/Tensor.h>\n" + source.read_text())
     rounds(checkout, 1, seconds=0, moment=5)
 
 
 @pytest.mark.long
-def test_500_rounds_of_killing_importers(tmp_path):
-    # The importers have what torch's builds import as well, so they are killed in a build and not
-    # while importing.
+def test_killed_importers_leave_nothing_behind_in_500_rounds(tmp_path):
+    # The modules of a build are imported before the fork, so the processes are killed during a
+    # build and not while they import.
     zygote = the_zygote(BUILDING)
     rounds(Checkout(zygote, tmp_path), 500, seconds=1, moment=2)
 
 
-def test_where_flock_does_not_exclude_a_double_build_is_harmless(checkout):
-    log = keep_a_log_of_finished_compiles(checkout, seconds=1)
+def test_two_builds_at_once_are_harmless_if_flock_does_not_exclude(checkout):
+    log = log_finished_compiles(checkout, seconds=1)
     script = f"import fcntl; fcntl.flock = lambda *_: None\n{CALL}"
     children = [checkout.start(script) for _ in range(6)]
     wait_for(lambda: len(stages(checkout)) >= 2)
     children[0].kill()
     for child in children:
         child.wait()
-    assert [(child.code, child.out, "Error" in child.err) for child in children[1:]] == [
-        (0, "1\n", False)
-    ] * 5
-    assert len(log.read_text().splitlines()) >= 2  # they did build at the same time
+    for child in children[1:]:
+        assert (child.code, child.out) == (0, "1\n")
+        assert "Error" not in child.err
+    assert len(log.read_text().splitlines()) >= 2  # at least two processes did build
     log.unlink()
-    assert checkout.answer() == 1 and not log.exists()
+    assert checkout.answer() == 1
+    assert not log.exists()
     checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
     assert checkout.answer() == 2
-    assert stages(checkout) == []  # the killed one's, too
+    assert stages(checkout) == []  # the folder of the killed process is removed, too

@@ -1,5 +1,5 @@
-"""What stops a process or a build from outside: signals, FIFOs, daemons, errors of any kind.
-Nothing hangs or stays."""
+"""Signals, FIFOs, daemons and errors that stop a process or a build. No process hangs, and none is
+left behind."""
 
 import os
 import signal
@@ -15,14 +15,15 @@ from _calcops_jit.live import trial
 
 
 def _with_default_signals():
-    """nohup ignores SIGHUP, and a shell's background job ignores SIGINT: the tests may be either."""
+    """Restore the default signals. Under nohup the tests would ignore SIGHUP, and as a background
+    job SIGINT."""
     for number in signal.SIGHUP, signal.SIGINT:
         signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture
 def builder(checkout):
-    """A process that waits for a compiler, started as a user would: the zygote's children print
+    """A process that waits for a compiler. It is not a child of the zygote, whose children print
     tracebacks."""
     checkout.slow.touch()
     environment = os.environ | {"CALCOPS_CACHE": str(checkout.cache), "CXX": str(checkout.compiler)}
@@ -39,16 +40,16 @@ def builder(checkout):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL, signal.SIGINT])
-def test_compilers_end_with_a_process_that_a_signal_ends(checkout, builder, number):
+def test_a_signal_that_ends_a_build_ends_its_compilers(checkout, builder, number):
     assert in_cache(checkout)
     builder.send_signal(number)
-    said = builder.communicate(timeout=60)[1]
+    errors = builder.communicate(timeout=60)[1]
     wait_for(lambda: not in_cache(checkout), 10)
-    assert len(said.splitlines()) <= 14, said
-    assert ("KeyboardInterrupt" in said) == (number == signal.SIGINT)
+    assert len(errors.splitlines()) <= 14, errors
+    assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
 
 
-def test_header_that_became_a_fifo_is_named_and_nothing_waits_for_it(checkout):
+def test_a_header_that_became_a_fifo_is_named_without_waiting(checkout):
     assert checkout.answer() == 1
     header = checkout.path / "ops/tiny/tiny.h"
     header.unlink()
@@ -63,7 +64,7 @@ def test_header_that_became_a_fifo_is_named_and_nothing_waits_for_it(checkout):
         assert f"fix: rm {header}" in child.err
 
 
-def test_trial_ends_with_its_child_although_a_daemon_holds_the_pipe():
+def test_a_trial_ends_with_its_child_although_a_daemon_holds_the_pipe():
     def daemon_and_answer() -> dict:
         if os.fork() == 0:
             time.sleep(20)
@@ -72,10 +73,9 @@ def test_trial_ends_with_its_child_although_a_daemon_holds_the_pipe():
 
     with open(os.devnull, "w") as output:
         start = time.monotonic()
-        assert trial._in_child(daemon_and_answer, output.fileno()) == (
-            {"operators": ["mine::answer"]},
-            0,
-        )
+        result, code = trial._in_child(daemon_and_answer, output.fileno())
+    assert result == {"operators": ["mine::answer"]}
+    assert code == 0
     assert time.monotonic() - start < 15
 
 
@@ -84,7 +84,8 @@ def test_watch_reports_an_error_of_any_kind_and_goes_on(checkout):
     script = f"""
 import calcops_jit, ctypes, os, time
 from pathlib import Path
-header, compiler = Path({str(header)!r}), os.environ["CXX"]
+header = Path({str(header)!r})
+compiler = os.environ["CXX"]
 stop = calcops_jit.watch(0.05)
 os.environ["CXX"] = "g++ '"
 header.write_text("#define ANSWER 2\\n")

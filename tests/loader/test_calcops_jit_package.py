@@ -1,5 +1,5 @@
-"""What pip installs: an sdist and a wheel with the sources, which build where nothing but the cache
-can be written."""
+"""What pip installs: an sdist and a wheel with the sources. The installed sources build where only
+the cache can be written."""
 
 import ast
 import os
@@ -24,13 +24,12 @@ pytest.importorskip("pip", reason="it installs")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    return wheel_of(
-        copy(tmp_path_factory.mktemp("source") / "calcops"), tmp_path_factory.mktemp("wheel")
-    )
+    source = copy(tmp_path_factory.mktemp("source") / "calcops")
+    return wheel_of(source, tmp_path_factory.mktemp("wheel"))
 
 
-def tiny(ops: Path, answer: int = 1) -> None:
-    """Replaces the operators by one that compiles in a moment."""
+def replace_operators(ops: Path, answer: int = 1) -> None:
+    """Replace the operators by a function that compiles in a moment."""
     shutil.rmtree(ops, ignore_errors=True)
     (ops / "tiny").mkdir(parents=True)
     (ops / "tiny/tiny.cpp").write_text(
@@ -38,65 +37,62 @@ def tiny(ops: Path, answer: int = 1) -> None:
     )
 
 
-def answer(python: Path, folder: Path) -> list[str]:
+def call(python: Path, folder: Path) -> list[str]:
+    """Return the path of the imported module, and the answer of its operator."""
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("CALCOPS_", "PYTHON"))}
     variables |= {"CALCOPS_CACHE": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
+    result = subprocess.run(
         [python, "-c", CALL], cwd="/", env=variables, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split()
 
 
-def test_a_wheel_carries_the_sources_and_puts_nothing_else_beside_the_module(wheel):
+def test_a_wheel_holds_the_sources_and_installs_no_other_names(wheel):
     names = contents(wheel).keys()
     top = {re.sub(r"-[\d.]+\.dist-info$", ".dist-info", name.partition("/")[0]) for name in names}
-    assert top == {"calcops", "calcops_jit.py", "_calcops_jit", "calcops_jit-stubs"} | {
-        "calcops.dist-info"
-    }
+    modules = {"calcops", "calcops_jit.py", "_calcops_jit", "calcops_jit-stubs"}
+    assert top == modules | {"calcops.dist-info"}
+
     folders = {"ase": "ase_calculator", "train": "train_potential"}
-    assert {name for name in names if name.startswith("calcops/")} == {
-        f"calcops/{package}/{path.name}"
-        for package in ("ase", "deepmd", "potentials", "train")
-        for path in (HERE / "examples" / folders.get(package, package)).iterdir()
-        if path.suffix in (".py", ".sw")
-    }
+    examples = set()
+    for package in ("ase", "deepmd", "potentials", "train"):
+        for path in (HERE / "examples" / folders.get(package, package)).iterdir():
+            if path.suffix in (".py", ".sw", ".toml"):
+                examples.add(f"calcops/{package}/{path.name}")
+    assert {name for name in names if name.startswith("calcops/")} == examples
+
     sources = {
-        str(p.relative_to(HERE))
-        for p in (HERE / "ops").rglob("*")
-        if p.suffix in (".h", ".cpp", ".cu")
+        f"_calcops_jit/{path.relative_to(HERE)}"
+        for path in (HERE / "ops").rglob("*")
+        if path.suffix in (".h", ".cpp", ".cu")
     }
-    assert {name for name in names if "/ops/" in name} == {
-        f"_calcops_jit/{source}" for source in sources
-    }
-    package = [
-        p
-        for p in (HERE / "_calcops_jit").rglob("*")
-        if p.is_file() and "__pycache__" not in p.parts
-    ]
-    expected = {
-        str(path.relative_to(HERE))
-        for path in package
-        if path.parent.name != "stubs" and path.suffix != ".md"
-    }
+    assert {name for name in names if "/ops/" in name} == sources
+
+    expected = set()
+    for path in (HERE / "_calcops_jit").rglob("*"):
+        is_installed = path.suffix != ".md" and path.parent.name != "stubs"
+        if path.is_file() and "__pycache__" not in path.parts and is_installed:
+            expected.add(str(path.relative_to(HERE)))
     assert expected <= names
     assert "_calcops_jit/py.typed" in expected
 
 
-def test_the_sdists_wheel_is_the_checkouts_and_it_has_the_tests(wheel, tmp_path):
+def test_an_sdist_has_the_tests_and_builds_the_wheel_of_the_checkout(wheel, tmp_path):
     source = copy(tmp_path / "calcops")
     build = (
         "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", build, tmp_path], cwd=source, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
-    assert (unpacked / "tests/reference.py").exists() and (unpacked / "Makefile").exists()
+    assert (unpacked / "tests/reference.py").exists()
+    assert (unpacked / "Makefile").exists()
     assert contents(wheel_of(unpacked, tmp_path)) == contents(wheel)
 
 
@@ -105,26 +101,26 @@ def test_the_installed_module_builds_from_any_folder_and_writes_only_into_the_ca
 ):
     pip("install", wheel, python=environment)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    tiny(site / "_calcops_jit/ops")
+    replace_operators(site / "_calcops_jit/ops")
     before = {path: path.stat().st_mtime_ns for path in site.rglob("*")}
     for path in before:
         path.chmod(path.stat().st_mode & ~0o222)
-    assert answer(environment, tmp_path) == [f"{site}/calcops_jit.py", "1"]
+    assert call(environment, tmp_path) == [f"{site}/calcops_jit.py", "1"]
     assert {path: path.stat().st_mtime_ns for path in site.rglob("*")} == before
     for path in before:
         path.chmod(path.stat().st_mode | 0o200)
 
 
-def test_an_editable_installation_follows_the_checkout(environment, tmp_path):
+def test_an_editable_installation_follows_edits_of_the_checkout(environment, tmp_path):
     source = copy(tmp_path / "calcops")
     pip("install", "--no-build-isolation", "-e", source, python=environment)
-    tiny(source / "ops")
-    assert answer(environment, tmp_path) == [f"{source}/calcops_jit.py", "1"]
-    tiny(source / "ops", 2)
-    assert answer(environment, tmp_path) == [f"{source}/calcops_jit.py", "2"]
+    replace_operators(source / "ops")
+    assert call(environment, tmp_path) == [f"{source}/calcops_jit.py", "1"]
+    replace_operators(source / "ops", 2)
+    assert call(environment, tmp_path) == [f"{source}/calcops_jit.py", "2"]
 
 
-def test_the_potentials_and_their_hosts_are_installed(wheel, environment, tmp_path):
+def test_the_potentials_and_the_training_are_installed(wheel, environment, tmp_path):
     pip("install", wheel, python=environment)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     script = """
@@ -134,27 +130,33 @@ from calcops.potentials import LennardJones, Potential, StillingerWeber, load, s
 from calcops.train.weights import initial
 print(Potential.__module__, load.__code__.co_filename, StillingerWeber().cutoff)
 """
-    done = subprocess.run(
+    result = subprocess.run(
         [environment, "-c", script], cwd="/", capture_output=True, text=True, check=True
     )
-    assert done.stdout.split()[:2] == [
+    assert result.stdout.split()[:2] == [
         "calcops.potentials.potential",
         f"{site}/calcops/potentials/package.py",
     ]
 
 
-def test_type_checkers_know_the_handles_and_the_modules_own_functions(wheel, environment, tmp_path):
+def test_mypy_knows_the_operators_and_the_functions_of_the_module(wheel, environment, tmp_path):
     pytest.importorskip("mypy", reason="the type checker")
     pip("install", wheel, python=environment)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    # PyTorch's own annotations take a minute to read; a tensor's name will do.
+    # mypy takes a minute to read PyTorch's annotations. This test needs only the name Tensor.
     (site / "torch.pth").unlink()
-    for name, text in {"__init__.pyi": "class Tensor: ...\n", "py.typed": ""}.items():
-        (site / "torch").mkdir(exist_ok=True)
-        (site / "torch" / name).write_text(text)
+    (site / "torch").mkdir()
+    (site / "torch/__init__.pyi").write_text("class Tensor: ...\n")
+    (site / "torch/py.typed").touch()
     (tmp_path / "user.py").write_text(
-        "import calcops_jit\nreveal_type(calcops_jit.force)\nreveal_type(calcops_jit.load)\n"
-        "reveal_type(calcops_jit.__version__)\ncalcops_jit.force('list')\ncalcops_jit.no_operator\n"
+        """\
+import calcops_jit
+reveal_type(calcops_jit.force)
+reveal_type(calcops_jit.load)
+reveal_type(calcops_jit.__version__)
+calcops_jit.force('list')
+calcops_jit.no_operator
+"""
     )
     options = [
         "--python-executable",
@@ -165,27 +167,30 @@ def test_type_checkers_know_the_handles_and_the_modules_own_functions(wheel, env
         "silent",
     ]
     command = [sys.executable, "-m", "mypy", *options, "user.py"]
-    says = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
     tensors = "list_neigh: torch.Tensor, dE: torch.Tensor, Ri_d: torch.Tensor"
     force = f"({tensors}, nghost: int =, *, neighbor_index: torch.Tensor | None =) -> torch.Tensor"
-    assert re.search(rf'user.py:2: note: Revealed type is "def {re.escape(force)}"', says), says
-    assert re.search(
-        r'user.py:3: note: .*name: .*str.*sources: .*-> _calcops_jit.live.library.Library"', says
-    ), says
-    assert re.search(r'user.py:4: note: Revealed type is ".*str"', says), says
-    assert "user.py:5: error: Missing positional arguments" in says
-    assert 'user.py:6: error: Module has no attribute "no_operator"' in says
+    assert re.search(rf'user.py:2: note: Revealed type is "def {re.escape(force)}"', output), output
+    load = r'user.py:3: note: .*name: .*str.*sources: .*-> _calcops_jit.live.library.Library"'
+    assert re.search(load, output), output
+    assert re.search(r'user.py:4: note: Revealed type is ".*str"', output), output
+    assert "user.py:5: error: Missing positional arguments" in output
+    assert 'user.py:6: error: Module has no attribute "no_operator"' in output
 
 
-def test_the_stub_names_everything_public(wheel):
-    """What dir(calcops_jit) shows besides the operators, the stub declares."""
-    stub = contents(wheel)["calcops_jit-stubs/__init__.pyi"].decode()
-    declared = {n.name for n in ast.parse(stub).body if isinstance(n, ast.FunctionDef)}
-    declared |= {
-        a.asname for n in ast.parse(stub).body if isinstance(n, ast.ImportFrom) for a in n.names
-    }
-    tree = ast.parse((HERE / "calcops_jit.py").read_text())
-    (public,) = (
-        n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__"
-    )
+def test_the_stub_declares_every_public_name(wheel):
+    """The public names are those of dir(calcops_jit) without the operators."""
+    declared = set()
+    for node in ast.parse(contents(wheel)["calcops_jit-stubs/__init__.pyi"]).body:
+        if isinstance(node, ast.FunctionDef):
+            declared.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            declared |= {alias.asname for alias in node.names}
+
+    assignments = [
+        node
+        for node in ast.parse((HERE / "calcops_jit.py").read_text()).body
+        if isinstance(node, ast.Assign)
+    ]
+    (public,) = [node.value for node in assignments if node.targets[0].id == "__all__"]
     assert set(ast.literal_eval(public)) <= declared

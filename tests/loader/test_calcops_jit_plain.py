@@ -1,6 +1,6 @@
-"""Shortcuts of a build give what the compiler alone would: of quick linkers and of headers compiled
-ahead."""
+"""Quick linkers and precompiled headers give the result of the plain compiler's command."""
 
+import ctypes
 import os
 import shutil
 
@@ -16,42 +16,36 @@ def folder(tmp_path):
     return Folder(tmp_path)
 
 
-def test_two_archives_that_define_one_symbol_are_linked_as_by_the_compiler_alone(folder):
-    """GNU ld takes `value` from the archive after the one that asks for it, lld from the first that
-    has it."""
-    os.makedirs(folder.own / "parts")
+def test_of_two_archives_with_one_symbol_the_choice_of_the_compiler_is_linked(folder):
+    """The archive `caller` needs value(). GNU ld takes it from the archive after `caller`, and lld
+    from the first archive that has it."""
     parts = {
         "other": "int value() { return 1; } int other() { return value(); }",
         "late": "int value() { return 2; }",
+        "caller": "int value(); int call() { return value(); }",
     }
-    parts["ask"] = "int value(); int ask() { return value(); }"
     for name, text in parts.items():
         source = folder.put(f"parts/{name}.cpp", text)
-        assert (
-            os.system(
-                f"c++ -fPIC -c {source} -o {source}.o && ar rc {folder.own}/lib{name}.a {source}.o"
-            )
-            == 0
-        )
-    folder.put("mine.cpp", "int ask();\n" + ANSWER.format("return ask();"))
-    flags = [f"{folder.own}/lib{name}.a" for name in ("other", "ask", "late")]
-    plain = f"c++ -shared -fPIC {folder.own}/mine.cpp {' '.join(flags)} -o {folder.own}/plain.so"
+        assert os.system(f"c++ -fPIC -c {source} -o {source}.o") == 0
+        assert os.system(f"ar rc {folder.project}/lib{name}.a {source}.o") == 0
+    source = folder.put("mine.cpp", "int call();\n" + ANSWER.format("return call();"))
+    flags = [f"{folder.project}/lib{name}.a" for name in ("other", "caller", "late")]
+    plain = f"c++ -shared -fPIC {source} {' '.join(flags)} -o {folder.project}/plain.so"
     assert os.system(plain) == 0
-    import ctypes
 
-    expected = ctypes.CDLL(f"{folder.own}/plain.so").answer()
+    expected = ctypes.CDLL(f"{folder.project}/plain.so").answer()
     assert folder.loaded(extra_ldflags=flags) == expected
-    libraries = [f"-L{folder.own}", *(f"-l{name}" for name in ("other", "ask", "late"))]
+    libraries = [f"-L{folder.project}", *(f"-l{name}" for name in ("other", "caller", "late"))]
     assert folder.loaded(extra_ldflags=libraries) == expected
 
 
-@pytest.mark.parametrize("how", ["a flag", "the command", "a wrapper"])
-def test_objects_for_link_time_optimisation_are_not_linked_empty(folder, how):
+@pytest.mark.parametrize("place", ["a flag", "the command", "a wrapper"])
+def test_objects_for_link_time_optimisation_are_not_linked_empty(folder, place):
     folder.put("mine.cpp", ANSWER.format("return 7;"))
     wrapper = folder.put("g++-lto", f'#!/bin/sh\nexec {shutil.which("g++")} -flto "$@"\n')
     wrapper.chmod(0o755)
-    command = {"a flag": "g++", "the command": "g++ -flto", "a wrapper": str(wrapper)}[how]
-    options = {"extra_cflags": ["-flto"]} if how == "a flag" else {}
+    command = {"a flag": "g++", "the command": "g++ -flto", "a wrapper": str(wrapper)}[place]
+    options = {"extra_cflags": ["-flto"]} if place == "a flag" else {}
     assert folder.loaded(CXX=command, **options) == 7
 
 
@@ -72,7 +66,7 @@ def request(tmp_path, **options) -> Request:
         ("/home/somebody/mine.h", True),
     ],
 )
-def test_preamble_holds_headers_of_pytorch_the_compiler_and_the_distribution(
+def test_a_preamble_holds_only_headers_of_pytorch_the_compiler_and_the_distribution(
     tmp_path, path, is_stranger
 ):
     mine = request(tmp_path)
@@ -80,35 +74,34 @@ def test_preamble_holds_headers_of_pytorch_the_compiler_and_the_distribution(
     assert (precompiled.strangers(mine, {path}) == {path}) == is_stranger
 
 
-@pytest.mark.parametrize("how", ["CPATH", "-isystem{}", "-idirafter{}", "--include-directory={}"])
-def test_header_without_a_guard_ends_a_preamble_however_it_is_found(tmp_path, how):
+@pytest.mark.parametrize(
+    "search", ["CPATH", "-isystem{}", "-idirafter{}", "--include-directory={}"]
+)
+def test_a_header_without_a_guard_is_not_precompiled_however_it_is_found(tmp_path, search):
     cache = tmp_path / "cache"
     cache.mkdir()
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    (theirs / "unguarded.h").write_text("static int once;\n")
+    headers = tmp_path / "headers"
+    headers.mkdir()
+    (headers / "unguarded.h").write_text("static int once;\n")
     environment = dict(os.environ)
-    flags = how.format(theirs) if how != "CPATH" else ""
-    if how == "CPATH":
-        environment["CPATH"] = str(theirs)
+    if search == "CPATH":
+        flags = ""
+        environment["CPATH"] = str(headers)
+    else:
+        flags = search.format(headers)
     mine = request(tmp_path)
-    vars(mine)["environment"] = environment
-    torch_headers = f"-I{mine.unfold('@torch')}/include"
+    vars(mine)["environment"] = environment  # a Request is frozen
+    flags += f" -I{mine.unfold('@torch')}/include"
     text = "#include <torch/headeronly/version.h>\n"
     both = f"{text}#include <unguarded.h>\n"
-    assert precompiled._make(mine, str(cache), both, f"{flags} {torch_headers}", environment)
+    assert precompiled._make(mine, str(cache), both, flags, environment)
     assert not list(cache.glob("*/*/unit.o"))
-    assert not precompiled._make(mine, str(cache), text, f"{flags} {torch_headers}", environment)
+    assert not precompiled._make(mine, str(cache), text, flags, environment)
     assert len(list(cache.glob("*/*/unit.o"))) == 1
 
 
-def test_background_process_does_not_make_a_removed_cache_anew(tmp_path):
+def test_the_background_process_does_not_recreate_a_removed_cache(tmp_path):
     cache = tmp_path / "cache"
-    precompiled.make(
-        request(tmp_path),
-        str(cache),
-        "#include <torch/headeronly/version.h>\n",
-        "",
-        dict(os.environ),
-    )
+    text = "#include <torch/headeronly/version.h>\n"
+    precompiled.make(request(tmp_path), str(cache), text, "", dict(os.environ))
     assert not cache.exists()

@@ -1,5 +1,5 @@
-"""A source that is edited again does not parse PyTorch's headers each time, and is never built from
-outdated ones."""
+"""Precompiled headers: a source that is edited again does not parse PyTorch's headers each time,
+and is never built from outdated ones."""
 
 import json
 import os
@@ -46,26 +46,29 @@ TORCH = "#include <torch/library.h>\n"
         ("", ""),
     ],
 )
-def test_the_preamble_is_what_comes_first_of_others_headers(tmp_path, text, expected):
+def test_the_preamble_is_the_leading_includes_of_foreign_headers(tmp_path, text, expected):
     (tmp_path / "mine.h").touch()
     assert preamble(text.encode(), [str(tmp_path)]) == expected
 
 
-def test_the_loaders_own_header_of_torch_library_is_no_stranger(tmp_path):
-    """Nor where the project's folder is the checkout."""
+def test_the_loaders_own_torch_library_h_may_be_precompiled(tmp_path):
+    """The second source lies in the folder above that header."""
     (tmp_path / "cell.cpp").touch()
-    ours, theirs = f"{SHADOW}/torch/library.h", str(tmp_path / "cell.h")
+    shadow_header = f"{SHADOW}/torch/library.h"
+    own_header = str(tmp_path / "cell.h")
     for source in tmp_path / "cell.cpp", Path(SHADOW).parents[1] / "calcops_jit.py":
         request = requests.foreign("cell", [source])
-        assert strangers(request, {ours, theirs}) == {theirs}
+        assert strangers(request, {shadow_header, own_header}) == {own_header}
 
 
 SOURCE = """\
 // tiny
 #include <torch/tiny.h>
-
+{includes}
 #include "tiny/tiny.h"
-extern "C" __attribute__((visibility("default"))) int answer() {{ return ANSWER * FACTOR + {}; }}
+extern "C" __attribute__((visibility("default"))) int answer() {{
+  return ANSWER * FACTOR + {number};
+}}
 """
 CLOSURE = """
 import calcops_jit, json
@@ -77,23 +80,28 @@ print(json.dumps(sorted(store.read_manifest(generation).closure.entries())))
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout whose operator includes a header of PyTorch's, as its name says, which is quick to
-    compile."""
+    """A checkout that was edited once, so it has a precompiled header. Its source includes a header
+    that looks like one of PyTorch's by its name and compiles in a moment."""
     checkout = Checkout(the_zygote(), tmp_path)
-    checkout.others = tmp_path / "others"
-    (checkout.others / "torch").mkdir(parents=True)
-    (checkout.others / "torch/tiny.h").write_text("#pragma once\n#include <deep.h>\n")
-    (checkout.others / "deep.h").write_text("#pragma once\n#define FACTOR 10\n")
-    checkout.edit = lambda number: checkout.write("ops/tiny/tiny.cpp", SOURCE.format(number))
-    # The compiler's own folder, as PyTorch's are too large for these tests.
+    checkout.package = tmp_path / "others"
+    (checkout.package / "torch").mkdir(parents=True)
+    (checkout.package / "torch/tiny.h").write_text("#pragma once\n#include <deep.h>\n")
+    (checkout.package / "deep.h").write_text("#pragma once\n#define FACTOR 10\n")
+
+    def edit(number, includes=""):
+        text = SOURCE.format(number=number, includes=includes)
+        return checkout.write("ops/tiny/tiny.cpp", text)
+
+    checkout.edit = edit
+    # The compiler itself names the folder of the package, as if it were a folder of the system.
     checkout.compiler.write_text(
-        checkout.compiler.read_text().replace('"$@"', f'-isystem {checkout.others} "$@"')
+        checkout.compiler.read_text().replace('"$@"', f'-isystem {checkout.package} "$@"')
     )
-    checkout.ask = checkout.answer
     checkout.edit(0)
-    assert checkout.ask() == 10 and not headers(checkout)
+    assert checkout.answer() == 10
+    assert not headers(checkout)
     checkout.edit(1)
-    assert checkout.ask() == 11
+    assert checkout.answer() == 11
     wait_for(lambda: headers(checkout))
     return checkout
 
@@ -102,130 +110,141 @@ def headers(checkout):
     return sorted(checkout.cache.glob("unit-preamble.*/*/unit.o"))
 
 
-def used(checkout):
-    """Whether the last build used a precompiled header."""
+def used_precompiled_header(checkout):
+    """Return True if a build since the last call used a precompiled header."""
     lines = checkout.log.read_text().splitlines()
     checkout.log.unlink()
     return any(" -include preamble." in line for line in lines)
 
 
-def test_the_second_edit_uses_what_the_first_one_made_and_reads_the_same_files(checkout):
-    assert not used(checkout)
+def test_the_second_edit_uses_the_precompiled_header_and_has_the_same_inputs(checkout):
+    assert not used_precompiled_header(checkout)
     checkout.edit(2)
-    assert checkout.ask() == 12 and used(checkout) and len(headers(checkout)) == 1
-    with_it = json.loads(checkout.run(CLOSURE).out)
-    assert any(path.endswith("/deep.h") for path in with_it) and not any(
-        ".gch" in path for path in with_it
-    )
+    assert checkout.answer() == 12
+    assert used_precompiled_header(checkout)
+    assert len(headers(checkout)) == 1
+    inputs = json.loads(checkout.run(CLOSURE).out)
+    assert any(path.endswith("/deep.h") for path in inputs)
+    assert not any(".gch" in path for path in inputs)
+
+    # The same inputs without a precompiled header.
     for header in headers(checkout):
         spoil(header, "empty")
     checkout.edit(3)
-    assert checkout.ask() == 13 and not used(checkout)
-    assert json.loads(checkout.run(CLOSURE).out) == with_it
+    assert checkout.answer() == 13
+    assert not used_precompiled_header(checkout)
+    assert json.loads(checkout.run(CLOSURE).out) == inputs
 
 
-def test_a_first_build_and_one_that_keeps_every_processor_busy_make_none(checkout):
+def test_a_build_that_uses_all_its_jobs_makes_no_precompiled_header(checkout):
     for header in headers(checkout):
         spoil(header, "empty")
     checkout.edit(2)
-    assert checkout.ask(MAX_JOBS="1") == 12
+    assert checkout.answer(MAX_JOBS="1") == 12
     assert [header.stat().st_size for header in headers(checkout)] == [0]
 
 
 @pytest.mark.parametrize(
-    "change", ["a header behind it", "a header that newly matches", "other flags"]
+    "change", ["a header behind it", "a new header of __has_include", "other flags"]
 )
-def test_it_is_not_used_after_a_change_of(checkout, change):
-    if change == "a header that newly matches":
-        (checkout.others / "deep.h").write_text(
+def test_a_precompiled_header_is_not_used_after_a_change(checkout, change):
+    if change == "a new header of __has_include":
+        (checkout.package / "deep.h").write_text(
             "#pragma once\n#if __has_include(<new.h>)\n#include <new.h>\n#else\n"
             "#define FACTOR 10\n#endif\n"
         )
         checkout.edit(2)
-        assert checkout.ask() == 12
+        assert checkout.answer() == 12
         wait_for(lambda: len(headers(checkout)) == 2)
         checkout.edit(3)
-        assert checkout.ask() == 13 and used(checkout)
-        (checkout.others / "new.h").write_text("#define FACTOR 20\n")
-        assert checkout.ask() == 23
+        assert checkout.answer() == 13
+        assert used_precompiled_header(checkout)
+        (checkout.package / "new.h").write_text("#define FACTOR 20\n")
+        assert checkout.answer() == 23
     elif change == "a header behind it":
-        (checkout.others / "deep.h").write_text("#pragma once\n#define FACTOR 20\n")
-        assert checkout.ask() == 21
-    else:  # which GCC would not notice
-        assert checkout.ask(CALCOPS_CFLAGS="-g -fvisibility=default") == 11
-    assert not used(checkout)
+        (checkout.package / "deep.h").write_text("#pragma once\n#define FACTOR 20\n")
+        assert checkout.answer() == 21
+    else:  # GCC does not notice other flags by itself
+        assert checkout.answer(CALCOPS_CFLAGS="-g -fvisibility=default") == 11
+    assert not used_precompiled_header(checkout)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "one byte"])
-def test_a_damaged_one_is_not_used(checkout, damage):
-    used(checkout)
+def test_a_damaged_precompiled_header_is_not_used(checkout, damage):
+    used_precompiled_header(checkout)
     for header in headers(checkout):
         spoil(header, damage)
     checkout.edit(2)
-    assert checkout.ask() == 12 and not used(checkout)
+    assert checkout.answer() == 12
+    assert not used_precompiled_header(checkout)
 
 
-def test_a_mistake_is_told_as_without_it(checkout):
-    checkout.write("ops/tiny/tiny.cpp", SOURCE.format("mistake"))
+def test_a_compile_error_with_a_precompiled_header_names_the_source(checkout):
+    checkout.edit("mistake")
     child = checkout.run(CALL)
-    assert child.code and "tiny.cpp" in child.err and "mistake" in child.err, child.err
+    assert child.code, child.err
+    assert "tiny.cpp" in child.err, child.err
+    assert "mistake" in child.err, child.err
     checkout.edit(7)
-    assert checkout.ask() == 17
+    assert checkout.answer() == 17
 
 
-def test_what_one_library_made_serves_the_first_build_of_another(checkout):
+def test_a_precompiled_header_serves_the_first_build_of_another_library(checkout):
     def load(name, number):
         source = checkout.path / f"{name}.cpp"
-        source.write_text(SOURCE.format(number).replace("tiny/tiny.h", "ops/tiny/tiny.h"))
+        text = SOURCE.format(number=number, includes="")
+        source.write_text(text.replace("tiny/tiny.h", "ops/tiny/tiny.h"))
         script = f"import calcops_jit\ncalcops_jit.load({name!r}, [{str(source)!r}])"
         child = checkout.run(script)
         assert child.code == 0, child.err
-        return used(checkout)
+        return used_precompiled_header(checkout)
 
-    seen = len(headers(checkout))
-    assert not load("one", 1) and not load("one", 2)
-    wait_for(lambda: len(headers(checkout)) > seen)
-    assert load("two", 3) and load("one", 4)
+    before = len(headers(checkout))
+    assert not load("one", 1)
+    assert not load("one", 2)
+    wait_for(lambda: len(headers(checkout)) > before)
+    assert load("two", 3)
+    assert load("one", 4)
 
 
-def test_there_are_two_at_most(checkout):
+def test_the_cache_keeps_two_precompiled_headers_at_most(checkout):
     seen = set(headers(checkout))
     for name in ("<vector>", "<map>"):
-        checkout.write(
-            "ops/tiny/tiny.cpp", SOURCE.format(2).replace("tiny.h>", f"tiny.h>\n#include {name}")
-        )
-        assert checkout.ask() == 12
+        checkout.edit(2, f"#include {name}\n")
+        assert checkout.answer() == 12
         wait_for(lambda seen=seen: set(headers(checkout)) - seen)
         seen = seen | set(headers(checkout))
     wait_for(lambda: len(headers(checkout)) == 2)
     assert len(seen) == 3
 
 
-def test_one_that_was_killed_leaves_nothing_and_is_made_again(checkout):
-    checkout.write(
-        "ops/tiny/tiny.cpp", SOURCE.format(2).replace("tiny.h>", "tiny.h>\n#include <algorithm>")
-    )
-    assert checkout.ask() == 12
+def test_a_killed_build_of_a_precompiled_header_leaves_nothing_and_is_repeated(checkout):
+    checkout.edit(2, "#include <algorithm>\n")
+    assert checkout.answer() == 12
     wait_for(lambda: in_cache(checkout, "unit-preamble"))
     os.killpg(os.getpgid(in_cache(checkout, "unit-preamble")[0]), signal.SIGKILL)
-    checkout.write(
-        "ops/tiny/tiny.cpp", SOURCE.format(3).replace("tiny.h>", "tiny.h>\n#include <algorithm>")
-    )
-    assert checkout.ask() == 13
+    checkout.edit(3, "#include <algorithm>\n")
+    assert checkout.answer() == 13
     wait_for(lambda: len(headers(checkout)) == 2)
     wait_for(lambda: not [*checkout.cache.glob("*/stage.*"), *in_cache(checkout)])
 
 
-def test_a_cache_that_goes_with_its_process_gets_none(checkout, tmp_path):
+def test_a_temporary_cache_gets_no_precompiled_header(checkout, tmp_path):
+    # This file keeps the loader from its folder for builds without a cache.
     (tmp_path / f"calcops-{os.getuid()}").touch()
-    edited = SOURCE.format(2).replace("\n", "\\n").replace("{", "{{").replace("}", "}}").format()
-    script = (
-        f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
-        "import calcops_jit, time\nfrom pathlib import Path\n"
-        f"Path({str(checkout.path / 'ops/tiny/tiny.cpp')!r}).write_text('''{edited}''')\n"
-        "print(calcops_jit.reload()); time.sleep(6)\n"
-        "import atexit; atexit._run_exitfuncs()"
-    )
+    source = checkout.path / "ops/tiny/tiny.cpp"
+    text = SOURCE.format(number=2, includes="")
+    script = f"""
+import tempfile
+tempfile.tempdir = {str(tmp_path)!r}
+import calcops_jit, time
+from pathlib import Path
+Path({str(source)!r}).write_text({text!r})
+print(calcops_jit.reload())
+time.sleep(6)
+import atexit
+atexit._run_exitfuncs()
+"""
     child = checkout.run(script, CALCOPS_CACHE="/dev/null/cache", TMPDIR=tmp_path)
     assert child.out == "['calcops']\n", child.err
     assert not list(tmp_path.glob("calcops-*.*"))

@@ -1,5 +1,5 @@
-"""A wheel with built operators: it needs no compiler, loads what suits the processor, and never
-what is stale."""
+"""A wheel with built libraries. It needs no compiler, loads the library that suits the processor,
+and never an outdated one."""
 
 import os
 import re
@@ -30,7 +30,8 @@ from _calcops_jit.cache import store
 from _calcops_jit.cache.closure import file_digest
 from _calcops_jit.ship import prebuilt
 
-BARE = {"PATH": "/nowhere", "HOME": "/nowhere", "CXX": None}
+NO_COMPILER = {"PATH": "/nowhere", "HOME": "/nowhere", "CXX": None}
+# The answer tells for which level of x86-64 the source was compiled: 2, 3 or 4.
 LEVEL = """
 #include "tiny/tiny.h"
 extern "C" __attribute__((visibility("default"))) int answer() {
@@ -43,13 +44,14 @@ extern "C" __attribute__((visibility("default"))) int answer() {
 #endif
 }
 """
+# The flags of processors that can run the first levels.
 V2, V3, V4 = (" ".join(list(prebuilt.LEVELS.values())[:count]) for count in (1, 2, 3))
 PROCESSOR = "from _calcops_jit import request\nrequest.isa = lambda: {!r}\n"
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A checkout with one operator, which tells for which processors it was compiled."""
+    """A checkout with one operator, which tells the level that it was compiled for."""
     source = copy(tmp_path_factory.mktemp("source") / "calcops")
     shutil.rmtree(source / "ops")
     (source / "ops/tiny").mkdir(parents=True)
@@ -69,25 +71,25 @@ def wheel(source, tmp_path_factory):
 
 
 class Installed:
-    """The folder that a wheel is installed in; what Child wants of a checkout."""
+    """The folder in which a wheel is installed. Child needs its path and its cache."""
 
     def __init__(self, path: Path, cache: Path):
-        self.path, self.cache = path, cache
+        self.path = path
+        self.cache = cache
 
     def run(self, script: str = CALL, **variables) -> Child:
         return Child(the_zygote(), self, script, **variables).wait()
 
     def refusal(self, script: str = CALL, **variables) -> str:
-        """Why what the wheel brought does not fit: the one line that it says where there is no
-        compiler."""
-        child = self.run(script, **(BARE | variables))
+        """Return why the library of the wheel is not loaded. Without a compiler the import then
+        fails."""
+        child = self.run(script, **(NO_COMPILER | variables))
         assert child.code == 1, child.out
         assert "calcops_jit: cannot build calcops: no C++ compiler\n" in child.err
-        said = re.findall(
-            "^calcops_jit: .* what the wheel brings does not fit: (.*)$", child.err, re.MULTILINE
-        )
-        assert len(said) == 1, child.err
-        return said[0]
+        pattern = "^calcops_jit: .* what the wheel brings does not fit: (.*)$"
+        reasons = re.findall(pattern, child.err, re.MULTILINE)
+        assert len(reasons) == 1, child.err
+        return reasons[0]
 
 
 @pytest.fixture
@@ -97,72 +99,72 @@ def installed(wheel, tmp_path):
     return Installed(tmp_path / "site", tmp_path / "cache")
 
 
-def test_it_holds_a_library_for_each_level_and_else_what_any_wheel_of_the_project_does(
-    source, wheel, tmp_path
-):
+def test_a_built_wheel_is_a_plain_wheel_with_a_library_for_each_level(source, wheel, tmp_path):
     label = prebuilt.label()
-    assert re.fullmatch(
-        rf"calcops-[\d.]+\+torch{re.escape(label)}-py3-none-linux_x86_64\.whl", wheel.name
-    )
-    found = contents(wheel)
-    libraries = {name for name in found if "/built/" in name}
-    assert libraries == {
-        f"_calcops_jit/built/{folder}/{level}/{file}"
-        for folder, built in ((label, "calcops.so"), ("objects", "unit.o"))
-        for level in prebuilt.LEVELS
-        for file in (built, "manifest")
-    }
-    plain = contents(wheel_of(source, tmp_path))
-    ours = {
-        name: data
-        for name, data in found.items()
-        if name not in libraries and ".dist-info/" not in name
-    }
-    assert ours == {name: data for name, data in plain.items() if ".dist-info/" not in name}
-    (about,) = (data.decode() for name, data in found.items() if name.endswith(".dist-info/WHEEL"))
+    name = rf"calcops-[\d.]+\+torch{re.escape(label)}-py3-none-linux_x86_64\.whl"
+    assert re.fullmatch(name, wheel.name)
+
+    files = contents(wheel)
+    expected = set()
+    for level in prebuilt.LEVELS:
+        for file in (f"{label}/{level}/calcops.so", f"objects/{level}/unit.o"):
+            expected |= {file, str(Path(file).with_name("manifest"))}
+    built_files = {name for name in files if "/built/" in name}
+    assert built_files == {f"_calcops_jit/built/{file}" for file in expected}
+
+    def without(files, unwanted):
+        return {name: data for name, data in files.items() if unwanted not in name}
+
+    plain_files = contents(wheel_of(source, tmp_path))
+    assert without(without(files, "/built/"), ".dist-info/") == without(plain_files, ".dist-info/")
+    (about,) = [data.decode() for name, data in files.items() if name.endswith(".dist-info/WHEEL")]
     assert "Root-Is-Purelib: false\n" in about
 
 
-def test_its_libraries_find_pytorch_beside_themselves_and_need_no_python(wheel):
+def test_libraries_of_a_wheel_find_pytorch_beside_themselves_and_need_no_libpython(wheel):
     libraries = [data for name, data in contents(wheel).items() if name.endswith(".so")]
-    assert libraries and all(b"\0$ORIGIN/../../../../torch/lib\0" in data for data in libraries)
+    assert libraries
+    assert all(b"\0$ORIGIN/../../../../torch/lib\0" in data for data in libraries)
     assert not [data for data in libraries if b"libpython" in data or b"libtorch_python" in data]
 
 
 @pytest.mark.parametrize("level", prebuilt.LEVELS)
-def test_the_compiler_uses_no_instructions_beyond_those_that_a_level_is_chosen_by(level):
+def test_the_compiler_uses_only_instructions_of_the_flags_of_a_level(level):
     levels = list(prebuilt.LEVELS)
-    here = " ".join(prebuilt.LEVELS[lower] for lower in levels[: levels.index(level) + 1]).split()
-    always = {"fxsr", "mmx", "sse", "sse2"}  # of x86-64
-    asked = [*request.compiler_words(), f"-march={level}", "-dM", "-E", "-x", "c++", os.devnull]
-    macros = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
-    # SSE3, for the kernel "pni", comes with SSSE3 or AVX.
+    flags = {"fxsr", "mmx", "sse", "sse2"}  # every x86-64 processor has these
+    for lower_level in levels[: levels.index(level) + 1]:
+        flags |= set(prebuilt.LEVELS[lower_level].split())
+    command = [*request.compiler_words(), f"-march={level}", "-dM", "-E", "-x", "c++", os.devnull]
+    macros = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # SSE3, which Linux names "pni", comes with SSSE3 or AVX.
     extensions = (
         r"#define __((?:SSE(?!3)|SSSE|AVX|FMA|BMI|F16C|LZCNT|MOVBE|POPCNT)\w*?)(?<!_MATH)__ 1"
     )
-    kernels_names = {"bmi": "bmi1", "lzcnt": "abm"}
+    names_in_linux = {"bmi": "bmi1", "lzcnt": "abm"}
     used = {name.lower() for name in re.findall(extensions, macros)}
-    assert used and {kernels_names.get(name, name) for name in used} <= always | set(here)
+    assert used
+    assert {names_in_linux.get(name, name) for name in used} <= flags
 
 
-def test_a_fresh_environment_without_a_compiler_calls_them_and_writes_and_starts_nothing(
+def test_an_installed_wheel_needs_no_compiler_writes_nothing_and_starts_no_process(
     wheel, environment, tmp_path
 ):
     pip("install", wheel, python=environment)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    before = {path for path in site.rglob("*")}
+    before = set(site.rglob("*"))
     script = f"import torch\n{EVENTS}\n{CALL}\nprint(calcops_jit.library_path(), events)"
     variables = {"PATH": "/nowhere", "CALCOPS_CACHE": str(tmp_path / "cache"), "HOME": "/nowhere"}
     command = [environment, "-c", script]
     child = subprocess.run(command, cwd="/", env=variables, capture_output=True, text=True)
-    lacking = {
-        level: set(words.split()) - set(request.isa().split())
-        for level, words in prebuilt.LEVELS.items()
-    }
-    number = [*map(bool, lacking.values()), True].index(True) + 1
+    number = 1
+    for words in prebuilt.LEVELS.values():
+        if not set(words.split()) <= set(request.isa().split()):
+            break
+        number += 1
     path = f"{site}/_calcops_jit/built/{prebuilt.label()}/x86-64-v{number}/calcops.so"
     assert (child.stdout, child.stderr) == (f"{number}\n{path} []\n", "")
-    assert {path for path in site.rglob("*")} == before and not (tmp_path / "cache").exists()
+    assert set(site.rglob("*")) == before
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize(
@@ -176,13 +178,16 @@ def test_a_fresh_environment_without_a_compiler_calls_them_and_writes_and_starts
         (V2 + " avx512f", 2),
     ],
 )
-def test_the_library_is_the_best_that_the_processor_can_run(installed, flags, level):
-    child = installed.run(PROCESSOR.format(flags) + CALL, **BARE)
+def test_a_wheel_loads_the_best_library_that_the_processor_can_run(installed, flags, level):
+    child = installed.run(PROCESSOR.format(flags) + CALL, **NO_COMPILER)
     assert (child.out, child.err) == (f"{level}\n", "")
 
 
+# Changes each manifest of the wheel by the statement in {}.
 REWRITE = """
-from _calcops_jit import cuda; from _calcops_jit.cache import closure, store; from _calcops_jit.ship import prebuilt
+from _calcops_jit import cuda
+from _calcops_jit.cache import closure, store
+from _calcops_jit.ship import prebuilt
 for level in prebuilt.LEVELS:
     folder = f"{{prebuilt.FOLDER}}/{{prebuilt.label()}}/{{level}}"
     manifest = store.read_manifest(folder)
@@ -195,12 +200,13 @@ WITH_CUDA = """
 """
 UNLOADABLE = """
     store.write_whole(f"{folder}/calcops.so", b"of a newer system")
-    manifest.size, manifest.digest = 17, closure.file_digest(f"{folder}/calcops.so")
+    manifest.size = 17
+    manifest.digest = closure.file_digest(f"{folder}/calcops.so")
 """
 
 
 @pytest.mark.parametrize(
-    "wheels, here, why",
+    "change, choice, reason",
     [
         ("pass", {"reason": "no nvcc was found", "gpus": ["H100"]}, ""),
         ("pass", {"build": True, "gpus": ["H100"]}, "it is for CPUs, and nvcc is here"),
@@ -221,33 +227,38 @@ UNLOADABLE = """
         (WITH_CUDA, {"reason": "CALCOPS_CUDA=0 was set"}, "CALCOPS_CUDA=0 was set"),
     ],
 )
-def test_whether_cuda_is_in_it_must_suit_what_is_asked_for(installed, wheels, here, why):
-    script = REWRITE.format(wheels.strip()) + f"cuda.choose = lambda: cuda.Choice(**{here})\n{CALL}"
-    child = installed.run(script, **BARE, CALCOPS_CUDA="0" if "was set" in why else None)
-    if why:
-        assert f"what the wheel brings does not fit: {why}\n" in child.err
+def test_a_library_of_a_wheel_is_refused_if_its_cuda_support_does_not_suit(
+    installed, change, choice, reason
+):
+    script = REWRITE.format(change.strip())
+    script += f"cuda.choose = lambda: cuda.Choice(**{choice})\n{CALL}"
+    switch = "0" if "was set" in reason else None
+    child = installed.run(script, **NO_COMPILER, CALCOPS_CUDA=switch)
+    if reason:
+        assert f"what the wheel brings does not fit: {reason}\n" in child.err
     else:
         assert (child.code, child.err) == (0, "")
 
 
-def test_a_library_that_this_system_cannot_load_is_told(installed):
+def test_a_library_of_a_wheel_that_cannot_be_loaded_is_reported(installed):
     script = REWRITE.format(UNLOADABLE.strip()) + CALL
     assert installed.refusal(script).startswith("cannot load calcops.so ")
 
 
-def test_without_building_it_is_still_found_and_the_commands_show_it(installed):
-    assert installed.run(**BARE, CALCOPS_BUILD="0").err == ""
+def test_a_library_of_a_wheel_is_found_without_building_and_by_the_commands(installed):
+    assert installed.run(**NO_COMPILER, CALCOPS_BUILD="0").err == ""
     main = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
-    shown = installed.run(main, **BARE, arguments=["where"]).out
-    assert re.search(
-        "^library  .*/site/_calcops_jit/built/[^/]+/x86-64-v./calcops.so$", shown, re.MULTILINE
-    )
-    assert installed.run(main, **BARE, arguments=["why"]).out.startswith("nothing changed: ")
+    where = installed.run(main, **NO_COMPILER, arguments=["where"]).out
+    library = "^library  .*/site/_calcops_jit/built/[^/]+/x86-64-v./calcops.so$"
+    assert re.search(library, where, re.MULTILINE)
+    assert installed.run(main, **NO_COMPILER, arguments=["why"]).out.startswith("nothing changed: ")
     (installed.path / "_calcops_jit/ops/tiny/tiny.h").unlink()
-    assert installed.run(main, **BARE, arguments=["why"]).out.endswith("/ops/tiny/tiny.h is gone\n")
+    assert installed.run(main, **NO_COMPILER, arguments=["why"]).out.endswith(
+        "/ops/tiny/tiny.h is gone\n"
+    )
 
 
-def test_what_fits_not_is_built_once_from_the_sources_and_reload_follows_an_edit(installed):
+def test_an_unsuitable_library_of_a_wheel_is_rebuilt_once_and_follows_edits(installed):
     script = f"""
 {CALL}
 from pathlib import Path
@@ -256,16 +267,17 @@ print(calcops_jit.reload(), "/built/" in calcops_jit.library_path())
 """
     child = installed.run(script, CALCOPS_CUDA="0")
     assert child.out.splitlines()[1:] == ["['calcops'] False"], child.err
-    lines = [
-        line for line in child.err.splitlines() if "what the wheel brings does not fit: " in line
-    ]
-    assert len(lines) == 1 and lines[0].endswith("/ops/tiny/tiny.h changed")
+    message = "what the wheel brings does not fit: "
+    (line,) = [line for line in child.err.splitlines() if message in line]
+    assert line.endswith("/ops/tiny/tiny.h changed")
+
     again = installed.run(CALCOPS_CUDA="0")  # from the cache
-    assert int(again.out) >= 200 and again.err == ""
+    assert int(again.out) >= 200
+    assert again.err == ""
 
 
 @pytest.mark.parametrize(
-    "change, why",
+    "change, reason",
     [
         ("torch.__version__ = '2.14.0'", "it is for PyTorch {label}, not 2.14.0"),
         ("torch.version.git_version = 'abc'", "PyTorch: -[commit={commit}] +[commit=abc]"),
@@ -284,71 +296,81 @@ print(calcops_jit.reload(), "/built/" in calcops_jit.library_path())
         ),
     ],
 )
-def test_another_pytorch_another_processor_and_other_flags_are_told(installed, change, why):
-    words = {"label": prebuilt.label(), "commit": torch.version.git_version}
-    assert installed.refusal(f"import torch\n{change}\n{CALL}").startswith(why.format(**words))
+def test_a_library_of_a_wheel_is_refused_for_another_pytorch_processor_or_flag(
+    installed, change, reason
+):
+    reason = reason.format(label=prebuilt.label(), commit=torch.version.git_version)
+    assert installed.refusal(f"import torch\n{change}\n{CALL}").startswith(reason)
 
 
-def test_for_another_pytorch_only_what_knows_it_is_compiled(installed):
+def test_another_pytorch_compiles_only_the_runtime_and_links_the_wheels_objects(installed):
     other = f"import torch\ntorch.__version__ = '2.14.0'\n{CALL}"
     child = installed.run(other, CALCOPS_CUDA="0")
-    assert int(child.out) in (2, 3, 4) and "does not fit" not in child.err, child.err
+    assert int(child.out) in (2, 3, 4), child.err
+    assert "does not fit" not in child.err, child.err
     slots = sorted(path.name.rpartition("-")[0] for path in installed.cache.iterdir())
     assert slots == ["calcops", "unit-runtime.cpp"]
     again = installed.run(other, CALCOPS_CUDA="0")  # from the cache
     assert (again.out, again.err) == (child.out, "")
 
 
-def test_objects_that_a_linker_cannot_take_are_no_obstacle(installed):
-    """The operators are built from their sources then."""
+def test_objects_of_a_wheel_that_cannot_be_linked_are_compiled_again(installed):
+    """The operators are then built from their sources."""
     for objects in installed.path.glob("_calcops_jit/built/objects/*"):
         manifest = store.read_manifest(str(objects))
         (objects / "unit.o").write_bytes(b"of another kind")
-        manifest.size, manifest.digest = 15, file_digest(str(objects / "unit.o"))
+        manifest.size = 15
+        manifest.digest = file_digest(str(objects / "unit.o"))
         store.write_whole(f"{objects}/manifest", manifest.dump())
     other = f"import torch\ntorch.__version__ = '2.14.0'\n{CALL}"
     child = installed.run(other, CALCOPS_CUDA="0")
-    assert child.code == 0 and "does not fit: it is for PyTorch" in child.err
+    assert child.code == 0
+    assert "does not fit: it is for PyTorch" in child.err
 
 
 @pytest.mark.parametrize(
-    "file, text, why",
+    "file, text, reason",
     [
         ("ops/tiny/tiny.cpp", "int answer;\n", "{ops}/tiny/tiny.cpp changed"),
         ("ops/tiny/tiny.h", "#define ANSWER 5\n", "{ops}/tiny/tiny.h changed"),
         ("ops/tiny/tiny.h", None, "{ops}/tiny/tiny.h is gone"),
         ("ops/tiny/more.cpp", "", "sources: +[@root/tiny/more.cpp]"),
-        # Where a quoted include looks first.
+        # A quoted include searches the folder of the source first.
         ("ops/tiny/tiny/tiny.h", "", "{ops}/tiny/tiny is new"),
         ("shadow/hidden.map", "", "{package}/shadow/hidden.map changed"),
         ("built/{label}/x86-64-v{level}/manifest", "{{", "manifest is damaged"),
         ("built/{label}/x86-64-v{level}/manifest", None, "[Errno 2] No such file or directory: "),
     ],
 )
-def test_an_edited_file_is_told_and_never_run(installed, file, text, why):
+def test_a_wheel_with_an_edited_file_is_refused_with_its_name(installed, file, text, reason):
     package = installed.path / "_calcops_jit"
-    child = installed.run(**BARE)
+    child = installed.run(**NO_COMPILER)
     path = package / file.format(level=int(child.out), label=prebuilt.label())
     if text is None:
         path.unlink()
     else:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    assert installed.refusal().startswith(why.format(ops=package / "ops", package=package))
+    reason = reason.format(ops=package / "ops", package=package)
+    assert installed.refusal().startswith(reason)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "one byte", "folder", "fifo"])
-def test_a_damaged_library_is_told_and_never_loaded(installed, damage):
+def test_a_damaged_library_of_a_wheel_is_reported_and_never_loaded(installed, damage):
     for library in installed.path.glob("_calcops_jit/built/*/*/calcops.so"):
         spoil(library, damage)
     assert re.search("is damaged|not a regular file", installed.refusal())
 
 
-def test_a_wheel_for_another_kind_of_machine_is_refused(tmp_path):
-    script = (
-        "from _calcops_jit.ship import wheel\nwheel.MACHINE = 'aarch64'\n"
-        f"wheel.write({str(tmp_path / 'dist')!r})"
+def test_a_wheel_for_another_architecture_is_not_built(tmp_path):
+    script = f"""
+from _calcops_jit.ship import wheel
+wheel.MACHINE = 'aarch64'
+wheel.write({str(tmp_path / "dist")!r})
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True)
-    assert "cannot make a wheel" in done.stderr and "this is aarch64" in done.stderr
+    assert "cannot make a wheel" in result.stderr
+    assert "this is aarch64" in result.stderr
     assert not list(tmp_path.iterdir())

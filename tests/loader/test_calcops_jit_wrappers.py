@@ -1,4 +1,4 @@
-"""ccache, sccache and flags about dependency files: an edit is compiled whatever answers for the
+"""ccache, sccache and flags of dependency files: every edit is compiled, even if a wrapper runs the
 compiler."""
 
 import os
@@ -14,34 +14,43 @@ from _calcops_jit.compile import plan
 from _calcops_jit.request import Request
 
 COMPILER = shutil.which("c++")
-# Prints the answer of the library as it is built first, and after an edit of a source and one of a
-# header.
+# Prints the answer of the library after its first build, after an edit of a source, and after an
+# edit of a header.
 EDITS = """
 import ctypes, os, sys
 import calcops_jit
-def say(): print(ctypes.CDLL(calcops_jit.library_path()).answer(), flush=True)
+from pathlib import Path
+def print_answer():
+    print(ctypes.CDLL(calcops_jit.library_path()).answer(), flush=True)
 def edit(file, old, new):
-    with open(f"{sys.path[0]}/ops/tiny/{file}") as opened: text = opened.read()
-    with open(f"{sys.path[0]}/ops/tiny/{file}", "w") as opened: opened.write(text.replace(old, new))
+    path = Path(sys.path[0], "ops/tiny", file)
+    path.write_text(path.read_text().replace(old, new))
     calcops_jit.reload()
-say()
-edit("tiny.cpp", "ANSWER;", "10 * ANSWER;"), say()
-edit("tiny.h", "ANSWER 1", "ANSWER 2"), say()
+print_answer()
+edit("tiny.cpp", "ANSWER;", "10 * ANSWER;")
+print_answer()
+edit("tiny.h", "ANSWER 1", "ANSWER 2")
+print_answer()
 """
+# How the wrapper takes the place of the compiler. Each function returns variables.
 WAYS = {
     "on PATH": lambda folder, wrapper: {"CXX": None},
     "in CXX": lambda folder, wrapper: {"CXX": f"{wrapper} {COMPILER}"},
     "behind env in CXX": lambda folder, wrapper: {"CXX": f"env {folder}/{wrapper} g++"},
-    "behind the name c++": lambda folder, wrapper: (
-        (folder / "c++").symlink_to(folder / wrapper) or {"CXX": None}
-    ),
+    "behind the name c++": lambda folder, wrapper: link_as_cxx(folder, wrapper),
     "in a script": lambda folder, wrapper: script(
         folder / "g++", f'exec {wrapper} {COMPILER} "$@"'
     ),
 }
 
 
+def link_as_cxx(folder: Path, wrapper: str) -> dict[str, str | None]:
+    (folder / "c++").symlink_to(folder / wrapper)
+    return {"CXX": None}
+
+
 def script(path: Path, text: str) -> dict[str, str]:
+    """Write a shell script. Return the variable that makes it the compiler."""
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return {"CXX": str(path)}
@@ -49,38 +58,36 @@ def script(path: Path, text: str) -> dict[str, str]:
 
 @pytest.fixture(params=["ccache", "sccache"])
 def wrapper(request, tmp_path):
-    """(its name, variables for it with a folder on PATH where it is)"""
-    path = shutil.which(request.param) or shutil.which(
-        request.param, path=sysconfig.get_path("scripts")
-    )
+    """Return the name of the wrapper, its folder, and variables with that folder in PATH."""
+    scripts = sysconfig.get_path("scripts")
+    path = shutil.which(request.param) or shutil.which(request.param, path=scripts)
     if path is None:
         pytest.skip(f"no {request.param} here; it is in the extra `test`")
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / request.param).symlink_to(path)
-    with socket.socket() as port:
-        port.bind(("127.0.0.1", 0))
-        environment = {
-            "SCCACHE_SERVER_PORT": str(port.getsockname()[1]),
-            "SCCACHE_DIR": str(tmp_path / "theirs"),
-        }
-    environment |= {
-        "CCACHE_DIR": str(tmp_path / "theirs"),
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    environment = {
+        "SCCACHE_SERVER_PORT": str(port),
+        "SCCACHE_DIR": str(tmp_path / "wrapper-cache"),
+        "CCACHE_DIR": str(tmp_path / "wrapper-cache"),
         "PATH": f"{folder}:{os.environ['PATH']}",
     }
     yield request.param, folder, dict(environment)
-    if request.param == "sccache":  # a server outlives whoever started it
+    if request.param == "sccache":  # its server goes on after the compile that started it
         subprocess.run([path, "--stop-server"], env=os.environ | environment, capture_output=True)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_edit_is_compiled_with_a_wrapper(checkout, wrapper, way):
+def test_every_edit_is_compiled_behind_a_compiler_cache(checkout, wrapper, way):
     name, folder, environment = wrapper
     environment |= WAYS[way](folder, name)
     child = checkout.run(EDITS, **environment)
     assert (child.code, child.out) == (0, "1\n10\n20\n"), child.err
     assert checkout.answer(**environment) == 20
-    shutil.rmtree(checkout.cache)  # now the wrapper's cache is all there is
+    shutil.rmtree(checkout.cache)  # only the wrapper has a cache now
     checkout.write("ops/tiny/tiny.h", "#define ANSWER 3\n")
     assert checkout.answer(**environment) == 30
 
@@ -93,46 +100,48 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("flags", FLAGS)
-def test_a_system_header_is_tracked_with_flags(checkout, tmp_path, flags):
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_system_header_is_an_input_despite_flags_of_dependency_files(checkout, tmp_path, name):
     checkout.write("include/value.h", "#define ANSWER 5\n")
     checkout.write(
         "ops/tiny/tiny.cpp",
-        (
-            '#include <value.h>\nextern "C" __attribute__((visibility("default"))) '
-            "int answer() { return ANSWER; }\n"
-        ),
+        "#include <value.h>\n"
+        'extern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }\n',
     )
-    options = {
-        "CALCOPS_CFLAGS": f"{FLAGS[flags].format(folder=tmp_path)} -isystem {checkout.path}/include"
-    }
-    assert (checkout.answer(**options), checkout.compiled()) == (5, 1)
-    assert (checkout.answer(**options), checkout.compiled()) == (5, 0)
+    flags = FLAGS[name].format(folder=tmp_path)
+    options = {"CALCOPS_CFLAGS": f"{flags} -isystem {checkout.path}/include"}
+    assert checkout.answer(**options) == 5
+    assert checkout.compiled() == 1
+    assert checkout.answer(**options) == 5
+    assert checkout.compiled() == 0
     checkout.write("include/value.h", "#define ANSWER 6\n")
-    assert (checkout.answer(**options), checkout.compiled()) == (6, 1)
+    assert checkout.answer(**options) == 6
+    assert checkout.compiled() == 1
 
 
 @pytest.mark.parametrize("variable", ["DEPENDENCIES_OUTPUT", "SUNPRO_DEPENDENCIES"])
-def test_a_variable_about_dependency_files_does_not_hide_a_header(checkout, tmp_path, variable):
+def test_a_header_is_an_input_despite_variables_of_dependency_files(checkout, tmp_path, variable):
     options = {variable: f"{tmp_path}/dependencies tiny.o"}
     assert checkout.answer(**options) == 1
     checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
     assert checkout.answer(**options) == 2
 
 
-def test_a_unit_whose_compiler_does_not_name_its_source_is_an_error(checkout):
-    lying = 'for word; do case $last in -MF) echo "tiny.o: $0" > $word;; esac; last=$word; done'
-    options = script(checkout.path.parent / "lying-g++", f'{COMPILER} "$@" || exit; {lying}')
+def test_a_dependency_file_without_the_source_is_an_error(checkout):
+    # After the compile, the dependency file (-MF) names only the compiler.
+    rewrite = 'for word; do case $last in -MF) echo "tiny.o: $0" > $word;; esac; last=$word; done'
+    options = script(checkout.path.parent / "wrong-g++", f'{COMPILER} "$@" || exit; {rewrite}')
     child = checkout.run("import calcops_jit", **options)
     assert f"it read 1 files, but not {checkout.path}/ops/tiny/tiny.cpp" in child.err
-    assert checkout.libraries() == [] and list(checkout.cache.glob("*/*/*.o")) == []
+    assert checkout.libraries() == []
+    assert list(checkout.cache.glob("*/*/*.o")) == []
 
 
 @pytest.mark.parametrize(
     "cc, host", [("ccache gcc", "gcc"), ("sccache /opt/gcc-14", "/opt/gcc-14"), ("gcc", "gcc")]
 )
-def test_nvcc_is_given_a_host_compiler_without_a_wrapper(monkeypatch, cc, host):
-    """PyTorch passes what CC names to nvcc's -ccbin, which takes one word."""
+def test_nvcc_gets_the_host_compiler_without_its_wrapper(monkeypatch, cc, host):
+    """PyTorch passes CC to -ccbin of nvcc, which takes one word."""
     monkeypatch.setenv("CC", cc)
     request = Request(name="x", root="/", sources=(), cflags=())
     assert plan._environment(request, "/stage")["CC"] == host

@@ -1,6 +1,7 @@
-"""%%operator in real kernels, as a notebook's user meets it, and the example notebook, executed
-afresh."""
+"""The magic %%operator in running notebooks, and the example notebook, executed again."""
 
+import base64
+import io
 import os
 import re
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+import calcops_jit
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
@@ -27,10 +30,11 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) { m.def("scaled(Tensor x) -> Ten
 
 
 class Kernel:
-    """A notebook that is being worked in."""
+    """A running notebook."""
 
     def __init__(self, folder: Path, **environment):
-        self.folder, self.notebook = folder, nbformat.v4.new_notebook()
+        self.folder = folder
+        self.notebook = nbformat.v4.new_notebook()
         self.client = nbclient.NotebookClient(
             self.notebook,
             timeout=900,
@@ -53,16 +57,19 @@ class Kernel:
         self.payload = execute_reply["content"]["payload"]
 
     def run(self, source: str) -> SimpleNamespace:
-        """What a cell prints and displays, and its error as it is shown."""
+        """Execute a cell. Return what it prints and displays, and its error as the user sees it."""
         cell = nbformat.v4.new_code_cell(source)
         self.notebook.cells.append(cell)
         self.client.execute_cell(cell, len(self.notebook.cells) - 1)
-        of = lambda kind: [output for output in cell.outputs if output.output_type == kind]  # noqa: E731
+
+        def outputs(kind):
+            return [output for output in cell.outputs if output.output_type == kind]
+
         return SimpleNamespace(
-            out="".join(o.text for o in of("stream") if o.name == "stdout"),
-            err="".join(o.text for o in of("stream") if o.name == "stderr"),
-            displayed=[output.data for output in of("display_data")],
-            error="\n".join("\n".join(o.traceback) for o in of("error")),
+            out="".join(o.text for o in outputs("stream") if o.name == "stdout"),
+            err="".join(o.text for o in outputs("stream") if o.name == "stderr"),
+            displayed=[output.data for output in outputs("display_data")],
+            error="\n".join("\n".join(o.traceback) for o in outputs("error")),
             outputs=cell.outputs,
         )
 
@@ -81,24 +88,24 @@ def kernel(cache):
         yield kernel
 
 
-def test_a_cell_becomes_handles_under_the_operators_names_and_the_notebooks_folder_stays_as_it_was(
-    kernel, cache
-):
+def test_a_cell_defines_its_operators_and_writes_nothing_beside_the_notebook(kernel, cache):
     assert kernel.first.outputs == []
     assert kernel.cell.out == "mine::scaled(Tensor x) -> Tensor\n", kernel.cell
-    assert kernel.run(
-        "held = scaled; print(scaled is torch.ops.mine.scaled, scaled(torch.ones(2)))"
-    ).out == ("True tensor([2., 2.])\n")
+    result = kernel.run(
+        "handle = scaled; print(scaled is torch.ops.mine.scaled, scaled(torch.ones(2)))"
+    )
+    assert result.out == "True tensor([2., 2.])\n"
     assert [path.name for path in cache.iterdir()] == ["cache"]
 
 
-def test_progress_is_one_output_that_ends_as_one_line(kernel):
-    assert len(kernel.cell.displayed) == 1 and kernel.cell.err == ""
+def test_the_progress_of_a_cell_is_one_output_that_ends_as_one_line(kernel):
+    assert len(kernel.cell.displayed) == 1
+    assert kernel.cell.err == ""
     assert list(kernel.cell.displayed[0]) == ["text/plain"]
     assert re.fullmatch(r"built mine in [\d.]+ s", kernel.cell.displayed[0]["text/plain"])
 
 
-def test_help_shows_the_options(kernel):
+def test_the_help_of_the_magic_shows_its_options(kernel):
     kernel.run("%%operator?")
     (payload,) = kernel.payload
     usage = "%operator [--cuda] [--cflags CFLAGS] [--ldflags LDFLAGS] [--verbose]"
@@ -106,18 +113,13 @@ def test_help_shows_the_options(kernel):
         assert words in payload["data"]["text/plain"]
 
 
-def test_a_compile_error_points_at_the_cells_own_line_and_leaves_the_kernel_that_was_live(
-    kernel, cache
-):
+def test_a_compile_error_names_the_line_of_the_cell_and_keeps_the_loaded_kernel(kernel, cache):
     wrong = CELL.replace("x.mul(2)", "y.mul(2)")
-    assert (
-        wrong.splitlines()[1:][3] == "at::Tensor scaled(const at::Tensor& x) { return y.mul(2); }"
-    )
-    shown = kernel.run(wrong).error
-    log = re.search(r"  log: (.*)$", shown)
+    error = kernel.run(wrong).error
+    log = re.search(r"  log: (.*)$", error)
     assert Path(log[1]).is_relative_to(cache)
     caret = " " * len("at::Tensor scaled(const at::Tensor& x) { return ") + "^"
-    assert shown == (
+    assert error == (
         "BuildError: cannot build mine: error at cell:4:49\n"
         "  cell:4:49: error: ‘y’ was not declared in this scope\n"
         "      4 | at::Tensor scaled(const at::Tensor& x) { return y.mul(2); }\n"
@@ -125,155 +127,154 @@ def test_a_compile_error_points_at_the_cells_own_line_and_leaves_the_kernel_that
         "  fix: correct cell:4:49\n"
         f"  log: {log[1]}"
     )
-    # The cell that failed is forgotten: what is live is what reload() looks at.
-    assert kernel.run("print(held(torch.ones(1)), calcops_jit.reload())").out == "tensor([2.]) []\n"
+    # reload() compares with the loaded library and not with the cell that failed.
+    assert (
+        kernel.run("print(handle(torch.ones(1)), calcops_jit.reload())").out == "tensor([2.]) []\n"
+    )
 
 
 def test_another_schema_is_refused_with_the_difference(kernel):
-    shown = kernel.run(CELL.replace("(Tensor x)", "(Tensor x, *, int times=1)")).error
-    assert shown == (
+    error = kernel.run(CELL.replace("(Tensor x)", "(Tensor x, *, int times=1)")).error
+    assert error == (
         "BuildError: cannot reload mine: a signature changed, so nothing was exchanged\n"
         "  mine::scaled\n"
         "    + *\n"
         "    + int times=1\n"
         "  fix: restart Python, or give the operator another name"
     )
-    assert (
-        kernel.run("print(scaled(torch.ones(1)), calcops_jit.reload())").out == "tensor([2.]) []\n"
-    )
+    result = kernel.run("print(scaled(torch.ones(1)), calcops_jit.reload())")
+    assert result.out == "tensor([2.]) []\n"
 
 
-def test_a_wrong_magic_line_says_what_is_expected(kernel):
+def test_the_error_of_a_wrong_magic_line_says_what_is_expected(kernel):
     assert "the following arguments are required: name" in kernel.run("%%operator\nint").err
     assert "unrecognized arguments: --fast" in kernel.run("%%operator mine --fast\nint").err
     assert "expected `name` of letters, digits and _ . -" in kernel.run("%%operator a/b\nint").error
 
 
-def test_an_edited_cell_is_called_through_every_handle_and_another_notebook_is_warm_and_undisturbed(
-    kernel, cache
-):
+def test_an_edited_cell_reaches_every_handle_and_no_other_notebook(kernel, cache):
     with Kernel(cache, CALCOPS_CACHE=str(cache / "cache")) as other:
         other.run("%load_ext calcops_jit\nimport torch, calcops_jit")
         warm = other.run(CELL)
-        assert (warm.out, warm.err, warm.displayed) == (
-            "mine::scaled(Tensor x) -> Tensor\n",
-            "",
-            [],
-        )
+        assert warm.out == "mine::scaled(Tensor x) -> Tensor\n"
+        assert (warm.err, warm.displayed) == ("", [])
+
         edited = kernel.run(CELL.replace("mul(2)", "mul(3)"))
-        assert edited.error == "" and "built mine" in edited.displayed[0]["text/plain"]
-        assert kernel.run("print(held(torch.ones(1)), held is scaled)").out == "tensor([3.]) True\n"
-        assert (
-            other.run("print(calcops_jit.reload(), scaled(torch.ones(1)))").out
-            == "[] tensor([2.])\n"
-        )
+        assert edited.error == ""
+        assert "built mine" in edited.displayed[0]["text/plain"]
+        result = kernel.run("print(handle(torch.ones(1)), handle is scaled)")
+        assert result.out == "tensor([3.]) True\n"
+        result = other.run("print(calcops_jit.reload(), scaled(torch.ones(1)))")
+        assert result.out == "[] tensor([2.])\n"
+
         back = kernel.run(CELL)
         assert (back.out, back.displayed) == ("mine::scaled(Tensor x) -> Tensor\n", [])
-        assert kernel.run("print(held(torch.ones(1)))").out == "tensor([2.])\n"
+        assert kernel.run("print(handle(torch.ones(1)))").out == "tensor([2.])\n"
 
 
-def test_a_header_beside_the_notebook_is_found_and_one_that_is_nowhere_has_a_cells_option(kernel):
+def test_a_header_beside_the_notebook_is_found_and_a_missing_one_names_cflags(kernel):
     kernel.run("open('beside.h', 'w').write('#define FACTOR 2\\n')")
-    cell = CELL.replace("%%operator mine\n", '%%operator mine\n#include "beside.h"\n').replace(
-        "2", "FACTOR", 1
-    )
-    assert kernel.run(cell).error == "" and "FACTOR" in cell
+    cell = CELL.replace("%%operator mine\n", '%%operator mine\n#include "beside.h"\n')
+    cell = cell.replace("mul(2)", "mul(FACTOR)")
+    assert kernel.run(cell).error == ""
     assert kernel.run("print(scaled(torch.ones(1)))").out == "tensor([2.])\n"
     kernel.run("open('beside.h', 'w').write('#define FACTOR 5\\n'); calcops_jit.reload()")
     assert kernel.run("print(scaled(torch.ones(1)))").out == "tensor([5.])\n"
-    error = kernel.run(
-        CELL.replace("%%operator mine\n", '%%operator mine\n#include "nowhere.h"\n')
-    ).error
-    assert "belongs in --cflags=-I..." in error and "extra_include_paths" not in error
+    cell = CELL.replace("%%operator mine\n", '%%operator mine\n#include "nowhere.h"\n')
+    error = kernel.run(cell).error
+    assert "belongs in --cflags=-I..." in error
+    assert "extra_include_paths" not in error
 
 
-def test_the_options_are_those_of_load(monkeypatch):
+def test_options_of_the_magic_become_options_of_load(monkeypatch):
     from _calcops_jit.live import notebook
 
-    calls, pushed = [], []
+    calls = []
+    variables = []
+
+    def foreign(*arguments, **options):
+        calls.append((arguments, options))
+
     library = SimpleNamespace(operators={})
-    monkeypatch.setattr(
-        notebook.requests, "foreign", lambda *args, **options: calls.append((args, options))
-    )
+    monkeypatch.setattr(notebook.requests, "foreign", foreign)
     monkeypatch.setattr(notebook.library, "obtain", lambda request: library)
-    monkeypatch.setattr(notebook, "get_ipython", lambda: SimpleNamespace(push=pushed.append))
+    monkeypatch.setattr(notebook, "get_ipython", lambda: SimpleNamespace(push=variables.append))
     notebook.operator("one --cflags='-O2 -DA=\"b c\"' --ldflags=-lm --verbose", "int a;\n")
     notebook.operator("two --cuda --cflags=-lineinfo", "int b;\n")
-    (one, first), (two, second) = calls
-    assert (
-        one[0] == "one" and one[1].endswith("/cell.cpp") and Path(one[1]).read_text() == "int a;\n"
-    )
-    assert first == {
+
+    (name, source), options = calls[0]
+    assert name == "one"
+    assert source.endswith("/cell.cpp")
+    assert Path(source).read_text() == "int a;\n"
+    assert options == {
         "extra_cflags": ["-iquote", os.getcwd(), "-O2", "-DA=b c"],
         "extra_ldflags": ["-lm"],
         "verbose": True,
     }
-    assert (
-        two[0] == "two" and two[1].endswith("/cell.cu") and Path(two[1]).read_text() == "int b;\n"
-    )
-    assert second == {
+
+    (name, source), options = calls[1]
+    assert name == "two"
+    assert source.endswith("/cell.cu")
+    assert Path(source).read_text() == "int b;\n"
+    assert options == {
         "extra_cuda_cflags": [f"-I{os.getcwd()}", "-lineinfo"],
         "extra_ldflags": [],
         "verbose": False,
     }
-    assert pushed == [{}, {}]
+    assert variables == [{}, {}]
 
 
-def test_the_cells_of_a_kernel_that_was_killed_go_with_the_next_one(tmp_path):
+def test_the_next_notebook_removes_the_cells_of_a_killed_one(tmp_path):
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "CALCOPS_BUILD": "0",
         "TMPDIR": str(tmp_path),
     }
     for end in ("os._exit(0)", "os._exit(0)", ""):
-        command = [
-            sys.executable,
-            "-c",
-            f"import os\nfrom _calcops_jit.live import notebook\n{end}",
-        ]
-        subprocess.run(command, env=environment, check=True)
+        script = f"import os\nfrom _calcops_jit.live import notebook\n{end}"
+        subprocess.run([sys.executable, "-c", script], env=environment, check=True)
         assert len(list(tmp_path.glob("calcops-cells-*"))) == bool(end)
 
 
 # ---- the example ---------------------------------------------------------------------------------
 
 
-def told(cell) -> list[str]:
-    """What must be the same whenever it is executed: not the times that builds take, not
-    pictures."""
+def texts(cell) -> list[str]:
+    """Return the texts that are the same at each execution: no times, and no pictures."""
     if "timing" in cell.metadata.get("tags", []):
         return []
-    return [o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stdout"] + [
-        o.data["text/plain"] for o in cell.outputs if o.output_type == "execute_result"
-    ]
+    streams = [output for output in cell.outputs if output.output_type == "stream"]
+    results = [output for output in cell.outputs if output.output_type == "execute_result"]
+    printed = [output.text for output in streams if output.name == "stdout"]
+    return printed + [output.data["text/plain"] for output in results]
 
 
 def pictures(cell):
-    import base64
-    import io
-
+    """Return the pictures of a cell as arrays with three colours."""
     from matplotlib import image
 
     data = [o.data["image/png"] for o in cell.outputs if "image/png" in o.get("data", {})]
     return [image.imread(io.BytesIO(base64.b64decode(png)))[..., :3] for png in data]
 
 
-def test_the_example_gives_what_it_was_committed_with(tmp_path):
+def test_the_example_notebook_gives_its_committed_outputs(tmp_path):
     pytest.importorskip("matplotlib")
-    committed, fresh = nbformat.read(EXAMPLE, as_version=4), nbformat.read(EXAMPLE, as_version=4)
-    for cell in fresh.cells:
+    committed = nbformat.read(EXAMPLE, as_version=4)
+    executed = nbformat.read(EXAMPLE, as_version=4)
+    for cell in executed.cells:
         cell.outputs = [] if cell.cell_type == "code" else None
-    # The cells are compiled afresh; the operators of the library are where this process has them.
-    import calcops_jit
-
+    # The cells are compiled again. CalcOps' own operators come from the cache of this process.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CALCOPS_CACHE": str(tmp_path / "cache")}
     environment["CALCOPS_CACHE_READONLY"] = str(Path(calcops_jit.library_path()).parents[2])
-    client = nbclient.NotebookClient(fresh, timeout=900, kernel_name="python3")
+    client = nbclient.NotebookClient(executed, timeout=900, kernel_name="python3")
     with client.setup_kernel(env=environment, cwd=str(tmp_path)):
-        for i, cell in enumerate(fresh.cells):
+        for i, cell in enumerate(executed.cells):
             client.execute_cell(cell, i)
-    for before, after in zip(committed.cells, fresh.cells):
+    for before, after in zip(committed.cells, executed.cells):
         if before.cell_type == "code":
-            assert told(after) == told(before) and len(pictures(after)) == len(pictures(before))
+            assert texts(after) == texts(before)
+            assert len(pictures(after)) == len(pictures(before))
             for old, new in zip(pictures(before), pictures(after)):
-                assert old.shape == new.shape and abs(old - new).mean() < 0.02 and new.std() > 0.1
+                assert old.shape == new.shape
+                assert abs(old - new).mean() < 0.02
+                assert new.std() > 0.1
