@@ -1,6 +1,8 @@
-"""A copy of the loader with operators of its own, and processes that import it. Each is forked from
-one that has imported torch already; the operators are C functions without torch headers, which
-compile in a moment."""
+"""Copies of the loader that a test may edit, and processes that import them.
+
+A process that has imported torch already, the zygote, forks each of them: so none waits for the
+import. A copy's operators are C functions without torch headers, which compile in a moment.
+"""
 
 import functools
 import json
@@ -16,10 +18,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
 CALL = "import calcops_jit, ctypes; print(ctypes.CDLL(calcops_jit.library_path()).answer())"
-# The library that is loaded; the file of that name may have been replaced since.
+# Script that sets `loaded` to the loaded library; its file may have been replaced since.
 LOADED = "[live] = calcops_jit.library._loaded; loaded = live._generations[live.digest]._library"
 
-# What a process writes and starts from here on: `events`.
+# Script after which `events` collects the files that the process writes and the processes that it
+# starts.
 EVENTS = """
 import sys
 events = []
@@ -31,9 +34,10 @@ def audit(event, arguments):
 sys.dont_write_bytecode = True
 sys.addaudithook(audit)
 """
-# What a build imports and a warm import does not.
+# Modules that a build imports and a warm import does not.
 BUILDING = "import torch.utils.cpp_extension, setuptools, resource"
-# Reads jobs, forks a child for each, answers with its pid; "wait" answers with its exit status.
+# The zygote reads jobs, one JSON object a line. It forks a child for a script and answers with its
+# pid. It answers {"wait": pid} with the exit status of that child.
 _ZYGOTE = """
 import json, os, sys, traceback
 import torch
@@ -91,22 +95,26 @@ class Child:
         self.zygote = zygote
         stem = checkout.path.parent / f"child.{time.monotonic_ns()}"
         self._out, self._err = Path(f"{stem}.out"), Path(f"{stem}.err")
-        self._out.touch(), self._err.touch()
+        self._out.touch()
+        self._err.touch()
         environment = {
-            k: v for k, v in os.environ.items() if not k.startswith(("CALCOPS_", "TORCH_"))
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("CALCOPS_", "TORCH_"))
         }
-        # The fallback of a cache that cannot be written lies below TMPDIR: everybody's, were it
-        # /tmp.
         environment |= {
             "CALCOPS_CACHE": str(checkout.cache),
+            # If the cache cannot be written, the loader builds below TMPDIR. In /tmp, tests would
+            # share that folder.
             "TMPDIR": str(checkout.path.parent),
             "MAX_JOBS": "2",
-        } | env
+        }
+        environment |= env
         self.pid = zygote.ask(
             script=script,
             tree=str(checkout.path),
             cwd=str(cwd or checkout.path.parent),
-            env={k: str(v) for k, v in environment.items() if v is not None},
+            env={name: str(value) for name, value in environment.items() if value is not None},
             out=str(self._out),
             err=str(self._err),
             arguments=arguments,
@@ -124,11 +132,15 @@ class Child:
 
 
 class Checkout:
-    """A copy of the loader with operators of its own, a cache of its own and a compiler that keeps
-    a log."""
+    """A copy of the loader with its own operators, its own cache and a compiler that keeps a log.
+
+    The compiler waits before it compiles a unit as long as the file `slow` exists.
+    """
 
     def __init__(self, zygote: Zygote, folder: Path):
-        self.zygote, self.path, self.cache = zygote, folder / "checkout", folder / "cache"
+        self.zygote = zygote
+        self.path = folder / "checkout"
+        self.cache = folder / "cache"
         shutil.copytree(
             HERE / "_calcops_jit", self.path / "_calcops_jit", ignore=shutil.ignore_patterns("ops")
         )
@@ -139,7 +151,8 @@ class Checkout:
             '#include "tiny/tiny.h"\n'
             'extern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }\n',
         )
-        self.slow, self.log = folder / "slow", folder / "compiler.log"
+        self.slow = folder / "slow"
+        self.log = folder / "compiler.log"
         self.compiler = folder / "logging-g++"
         self.compiler.write_text(
             f'#!/bin/sh\necho "$@" >> {self.log}\n'
@@ -167,7 +180,10 @@ class Checkout:
         return int(child.out)
 
     def compiled(self) -> int:
-        """Counts the units of the project that were compiled since the last call."""
+        """Return how many units of the project were compiled since the last call.
+
+        The loader's own units, registry.cpp and runtime.cpp, do not count.
+        """
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
         return sum(
@@ -179,7 +195,7 @@ class Checkout:
 
 
 def spoil(library: Path, damage: str) -> None:
-    """Damages a file in one of eight ways."""
+    """Damage or replace a file. Any `damage` that is not one of these removes it."""
     content = library.read_bytes()
     library.unlink()
     if damage == "truncated":
@@ -198,22 +214,22 @@ def spoil(library: Path, damage: str) -> None:
         library.write_bytes(Path("/bin/sh").read_bytes())
 
 
-@functools.cache  # all test modules share one of each kind; it ends with its standard input
+@functools.cache  # test modules share one per preamble; it ends when its standard input closes
 def the_zygote(preamble: str = "") -> Zygote:
     return Zygote(preamble)
 
 
 def in_cache(checkout: Checkout, whose: str = "") -> list[int]:
-    """Processes that work in a staging folder."""
-    found = []
+    """Return the pids of processes that work in a folder of the cache whose path has `whose`."""
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             folder = os.readlink(process / "cwd")
             if folder.startswith(str(checkout.cache)) and whose in folder:
-                found.append(int(process.name))
+                pids.append(int(process.name))
         except OSError:
-            pass
-    return found
+            pass  # the process has ended, or belongs to another user
+    return pids
 
 
 def stages(checkout: Checkout) -> list[Path]:
@@ -242,7 +258,7 @@ PARTS += ["calcops_jit.py", "_calcops_jit", "ops", "tests", "examples"]
 
 
 def copy(folder: Path) -> Path:
-    """Copies what an sdist holds."""
+    """Copy the files of an sdist into a new folder."""
     folder.mkdir()
     for part in PARTS:
         if (HERE / part).is_dir():
@@ -255,7 +271,7 @@ def copy(folder: Path) -> Path:
 
 
 def pip(*arguments, python: Path | str = sys.executable) -> None:
-    """Runs pip for an interpreter, without downloading anything."""
+    """Run pip for an interpreter, without downloads."""
     options = ["--disable-pip-version-check", "--no-input", "--python", python]
     command = [sys.executable, "-m", "pip", *options, *arguments, "--no-deps", "--no-index"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -269,7 +285,7 @@ def wheel_of(source: Path, folder: Path) -> Path:
 
 
 def built_wheel(source: Path, folder: Path, *pythons: str, **variables) -> Path:
-    """The wheel that `make wheel` makes of a checkout."""
+    """Build a wheel of a checkout as `make wheel` does, and return its path."""
     variables["PYTHONPATH"] = str(source)
     command = [sys.executable, "-m", "_calcops_jit.ship.wheel", folder, *pythons]
     done = subprocess.run(

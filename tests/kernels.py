@@ -1,9 +1,9 @@
-"""What runs CUDA kernels in a test: `kernels(operator, *arguments)` takes and gives CPU tensors.
+"""Run CUDA kernels in a test: `kernels(operator, *arguments)` takes and returns CPU tensors.
 
-On a GPU (also under compute-sanitizer: tests/bench/gpu_check.py), or in the emulation of
-tests/operators/cuda_on_cpu, in which blocks and threads come in random order and every tensor lies between
-pages that must not be touched. Every call is made twice (CALCOPS_KERNEL_RUNS), and has to give the
-same bits.
+The kernels run on a GPU (with tests/bench/gpu_check.py also under compute-sanitizer), or on the CPU
+in the emulation of tests/operators/cuda_on_cpu. The emulation runs blocks and threads in random
+order, and puts every tensor between two pages that must not be touched. Each call is repeated
+(CALCOPS_KERNEL_RUNS, by default two runs), and all runs must give the same bits.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 RUNS = int(os.environ.get("CALCOPS_KERNEL_RUNS", "2"))
 
 
-def same_bits(ours, theirs):
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+def same_bits(results, others):
+    for result, other in zip(results, others, strict=True):
+        torch.testing.assert_close(result, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _as_tuple(results):
@@ -49,7 +49,7 @@ class OnGpu:
 
 class Emulated:
     emulated = True
-    seed = 0  # another one for each call
+    seed = 0  # of the order of blocks and threads; grows with each call
 
     def __call__(self, operator, *arguments, **options):
         return _repeated(lambda: self._once(operator.default, arguments, options))
@@ -65,6 +65,7 @@ class Emulated:
     @classmethod
     @contextlib.contextmanager
     def on(cls):
+        """Let operators on CPU tensors run their CUDA kernels."""
         emulation = torch.ops.cuda_on_cpu
         cls.seed += 1
         emulation.seed(cls.seed)
@@ -77,8 +78,8 @@ class Emulated:
 
 
 def launches(function):
-    """Kernels, memsets and copies that the device runs for one call."""
-    function()
+    """Return the names of the kernels, memsets and copies that the GPU runs for one call."""
+    function()  # warm-up
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         function()

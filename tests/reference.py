@@ -1,8 +1,8 @@
-"""What the operators must compute, in plain torch, written from the formulas of ops/*/*.h; and
+"""Reference results of the force operators in plain PyTorch, from the formulas of ops/*/*.h, and
 random inputs.
 
-Every function is differentiable by autograd to any order and works under torch.func, so it is the
-reference for derivatives too. Slow and memory-hungry on purpose: clarity first.
+`force` and `force_virial` are differentiable to any order and work under torch.func, so they are
+the reference for derivatives too. They are simple, and therefore slow and need much memory.
 """
 
 import torch
@@ -12,45 +12,52 @@ DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
 def force_virial(list_neigh, dE, Ri_d, Rij, nghost=0, center=True):
-    """force [B, n+m, 3], virial [B, 3, 3], atom_virial [B, n+m, 3, 3]; arguments as in
-    ops/force/force.h."""
+    """Return force [B, n+m, 3], virial [B, 3, 3] and atom_virial [B, n+m, 3, 3].
+
+    The arguments are those of ops/force/force.h.
+    """
     frames, natoms = list_neigh.shape[:2]
     rows = natoms + nghost
-    neighbors = list_neigh[0, 0].numel() if frames * natoms else list_neigh.shape[2:].numel()
+    neighbors = list_neigh.shape[2:].numel()
     list_neigh = list_neigh.reshape(frames, natoms, neighbors).long()
     live = list_neigh >= 0
-    # torch.where, not a product: NaN in an empty slot must not survive, nor its gradient.
+    # torch.where and no product: NaN times 0 is NaN, in values and in gradients of empty slots.
     dE = torch.where(live[..., None], dE.reshape(frames, natoms, neighbors, 4), 0.0)
     Ri_d = torch.where(live[..., None, None], Ri_d.reshape(frames, natoms, neighbors, 4, 3), 0.0)
     Rij = torch.where(live[..., None], Rij, 0.0)
 
-    g = torch.einsum("bnkc,bnkca->bnka", dE, Ri_d)
-    w = torch.einsum("bnka,bnkc->bnkac", g, Rij)
+    pair_force = torch.einsum("bnkc,bnkca->bnka", dE, Ri_d)
+    pair_virial = torch.einsum("bnka,bnkc->bnkac", pair_force, Rij)
+    # is_neighbor[b, n, k, j] is 1 if slot k of atom n holds atom j.
     target = torch.where(live, list_neigh, 0)
-    names = (
-        torch.nn.functional.one_hot(target, rows).to(g) if rows else g.new_zeros(*target.shape, 0)
-    )
-    names = names * live[..., None]
-    force = torch.einsum("bnkj,bnka->bja", names, g)
+    if rows:
+        is_neighbor = torch.nn.functional.one_hot(target, rows).to(pair_force)
+    else:
+        is_neighbor = pair_force.new_zeros(*target.shape, 0)
+    is_neighbor = is_neighbor * live[..., None]
+    force = torch.einsum("bnkj,bnka->bja", is_neighbor, pair_force)
     if center:
-        own = -g.sum(2)
-        force = force + torch.cat([own, own.new_zeros(frames, nghost, 3)], 1)
-    return force, w.sum((1, 2)), torch.einsum("bnkj,bnkac->bjac", names, w)
+        on_center = -pair_force.sum(2)
+        force = force + torch.cat([on_center, on_center.new_zeros(frames, nghost, 3)], 1)
+    atom_virial = torch.einsum("bnkj,bnkac->bjac", is_neighbor, pair_virial)
+    return force, pair_virial.sum((1, 2)), atom_virial
 
 
 def force(list_neigh, dE, Ri_d, nghost=0, center=True):
     frames, natoms = list_neigh.shape[:2]
-    neighbors = list_neigh.shape[2:].numel()
-    return force_virial(
-        list_neigh, dE, Ri_d, dE.new_zeros(frames, natoms, neighbors, 3), nghost, center
-    )[0]
+    Rij = dE.new_zeros(frames, natoms, list_neigh.shape[2:].numel(), 3)  # of no effect on the force
+    return force_virial(list_neigh, dE, Ri_d, Rij, nghost, center)[0]
 
 
 def chunked_force_virial(list_neigh, dE, Ri_d, Rij, nghost=0, chunk=4096):
-    """force_virial for any size, in float64: index_add_ over `chunk` atoms at a time; not
-    differentiable."""
-    frames, natoms, neighbors = list_neigh.shape
-    totals = [dE.new_zeros(frames, natoms + nghost, width, dtype=torch.float64) for width in (3, 9)]
+    """Return the results of force_virial in float64, for large inputs. Not differentiable.
+
+    It adds up `chunk` atoms at a time with index_add_.
+    """
+    frames, natoms, _ = list_neigh.shape
+    force, atom_virial = (
+        dE.new_zeros(frames, natoms + nghost, width, dtype=torch.float64) for width in (3, 9)
+    )
     for frame in range(frames):
         for first in range(0, natoms, chunk):
             part = (frame, slice(first, first + chunk))
@@ -61,12 +68,13 @@ def chunked_force_virial(list_neigh, dE, Ri_d, Rij, nghost=0, chunk=4096):
                 x[part].reshape(*target.shape, *shape)[live].double()
                 for x, shape in ((dE, (4, 1)), (Ri_d, (4, 3)), (Rij, (1, 3)))
             )
-            g = (dE_part * Ri_d_part).sum(-2)
-            totals[0][frame].index_add_(0, rows, g)
-            totals[1][frame].index_add_(0, rows, (g[:, :, None] * Rij_part).flatten(1))
+            pair_force = (dE_part * Ri_d_part).sum(-2)
+            pair_virial = (pair_force[:, :, None] * Rij_part).flatten(1)
             centre = first + torch.arange(len(target), device=rows.device)
-            totals[0][frame].index_add_(0, centre[:, None].expand_as(live)[live], -g)
-    force, atom_virial = totals[0], totals[1].unflatten(2, (3, 3))
+            force[frame].index_add_(0, rows, pair_force)
+            force[frame].index_add_(0, centre[:, None].expand_as(live)[live], -pair_force)
+            atom_virial[frame].index_add_(0, rows, pair_virial)
+    atom_virial = atom_virial.unflatten(2, (3, 3))
     return force, atom_virial.sum(1), atom_virial
 
 
@@ -80,7 +88,10 @@ def pairs(
     device="cpu",
     seed=0,
 ):
-    """A random list with empty slots anywhere, repeats and self images, and its dE, Ri_d, Rij."""
+    """Return a random neighbour list and its dE, Ri_d, Rij.
+
+    Any slot of the list may be empty, name an atom a second time, or name the centre atom itself.
+    """
     generator = torch.Generator().manual_seed(seed)
     size = (frames, natoms, neighbors)
     list_neigh = torch.randint(-1, natoms + nghost, size, generator=generator).to(index)
@@ -93,7 +104,7 @@ def pairs(
 
 
 def describe(Rij):
-    """Ri = s (1, Rij) with s = exp(-r^2/4), and Ri_d = dRi/dr_i = -dRi/dRij."""
+    """Return Ri = s (1, Rij) with s = exp(-r^2/4), and Ri_d = dRi/dr_i = -dRi/dRij."""
     s = torch.exp(-Rij.square().sum(-1, keepdim=True) / 4)
     dRi_dRij = torch.cat(
         [
@@ -107,12 +118,13 @@ def describe(Rij):
 
 
 def energy_of(Ri, live):
-    """A many-body energy that does not change under rotation and permutation."""
+    """Return a many-body energy that does not change under rotation and permutation."""
     D = (Ri * live[..., None]).sum(2)
     return (D[..., 0] ** 3 + D[..., 1:].square().sum(-1)).sum()
 
 
-# Of these, with their seed, a list has all that one may have: test_force_derivatives.py.
+# The list of this size and of seed 0 has an empty slot, a ghost, an atom twice and a self image, as
+# test_force_derivatives.py checks.
 SMALL = dict(frames=3, natoms=2, nghost=1, neighbors=3)
 
 
@@ -122,11 +134,13 @@ def differentiable_pairs(**options):
 
 
 def neighbor_force(list_neigh, dE, Ri_d, nghost=0):
-    """What the pairs do to the neighbours: the force without the centre atoms' part."""
+    """Return the force of the pairs on the neighbours alone, without that on the centre atoms."""
     return torch.ops.calcops._force_virial(list_neigh, dE, Ri_d, None, nghost, False)[0]
 
 
 def scalar_of(function, list_neigh):
+    """Return a nonlinear scalar function of all results of `function`, with one ghost."""
+
     def scalar(*x):
         F, W, atom_W = function(list_neigh, *x, 1)
         return (F**3).sum() + (W**2).sum() + (F[..., None] * atom_W**2).sum()
@@ -134,27 +148,32 @@ def scalar_of(function, list_neigh):
     return scalar
 
 
-def assert_equal_lists(ours, theirs, **tolerance):
-    for a, b in zip(ours, theirs, strict=True):
+def assert_equal_lists(actual, expected, **tolerance):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, **tolerance)
 
 
 def graph(
     natoms=7, edges=23, frames=2, dtype=torch.float64, index=torch.int64, device="cpu", seed=0
 ):
-    """Edges in no order, some masked in one row or in both, some to the atom itself; atoms of
-    frames in no order."""
+    """Return the arguments of edge_force_virial for a random graph.
+
+    Edges and the frames of atoms are in no order. Some edges are masked, in one row or in both, and
+    some join an atom with itself.
+    """
     generator = torch.Generator().manual_seed(seed)
+
+    def random_vectors():
+        return torch.randn(edges, 3, generator=generator, dtype=torch.float64).to(device, dtype)
+
     edge_index = torch.randint(-1, natoms, (2, edges), generator=generator).to(device, index)
-    gradient, vec = (
-        torch.randn(edges, 3, generator=generator, dtype=torch.float64).to(device, dtype)
-        for _ in "gv"
-    )
+    gradient = random_vectors()
+    vec = random_vectors()
     batch = torch.randint(0, frames, (natoms,), generator=generator).to(device, index)
     return edge_index, gradient, vec, natoms, batch, frames
 
 
 def opcheck(op, args, kwargs=None):
-    """Every check that PyTorch has for an operator; opcheck's default leaves static shapes out."""
+    """Run every check that PyTorch has for an operator. By default opcheck skips static shapes."""
     results = torch.library.opcheck(op, args, kwargs, test_utils=tuple(ALL_TEST_UTILS))
     assert results == dict.fromkeys(ALL_TEST_UTILS, "SUCCESS")

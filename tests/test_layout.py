@@ -1,5 +1,5 @@
-"""The house stands: an operator is a folder under ops/ and a test, and every file holds what its
-kind may hold."""
+"""Rules for the files: an operator is a folder under ops/ and a test, and a file of each kind holds
+only what that kind may hold."""
 
 import re
 from pathlib import Path
@@ -23,8 +23,10 @@ def name(path):
 
 
 def kind(path):
-    """The row of the table in ops/README.md that a file belongs to; "torch" is what torch's headers
-    may be in."""
+    """Return a file's kind: its ending, or "torch" for files that may include torch's headers.
+
+    ops/README.md has a row for each kind.
+    """
     if path.suffix == ".cpp":
         return "_cpu.cpp" if path.name.endswith("_cpu.cpp") else "torch"
     if path.suffix == ".h" and any(map(TORCH.match, includes(path))):
@@ -37,39 +39,34 @@ def includes(path):
 
 
 def code(path):
-    """The text without comments and with empty strings, on the same lines."""
+    """Return the text without comments and with empty strings. Line numbers stay the same."""
     pattern = r'R"\(.*?\)"|//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"'
-    return re.sub(
-        pattern,
-        lambda m: '""' if m[0][0] == '"' else "\n" * m[0].count("\n"),
-        path.read_text(),
-        flags=re.S,
-    )
+
+    def emptied(match):
+        if match[0].startswith('"'):
+            return '""'
+        return "\n" * match[0].count("\n")
+
+    return re.sub(pattern, emptied, path.read_text(), flags=re.DOTALL)
 
 
 def lines_with(pattern, text):
-    return [
-        f"{i}: {line}" for i, line in enumerate(text.splitlines(), 1) if re.search(pattern, line)
-    ]
+    lines = enumerate(text.splitlines(), 1)
+    return [f"{number}: {line}" for number, line in lines if re.search(pattern, line)]
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_an_operator_is_a_folder_of_its_files_and_a_test(operator):
     files = {path.name for path in (ROOT / "ops" / operator).iterdir()}
+    own = rf"{operator}(_(\w+_)?cpu)?\.cpp|{operator}\.cu|{operator}(_\w+)?\.h"
     assert f"{operator}.cpp" in files
-    assert not [
-        file
-        for file in files
-        if not re.fullmatch(
-            rf"{operator}(_(\w+_)?cpu)?\.cpp|{operator}\.cu|{operator}(_\w+)?\.h", file
-        )
-    ]
+    assert not [file for file in files if not re.fullmatch(own, file)]
     assert f"{operator}.h" in files or files == {f"{operator}.cpp"}, "kernels have a contract"
     assert list((ROOT / "tests" / "operators").glob(f"test_{operator}*.py"))
 
 
 def test_no_folder_of_tests_hides_a_package_that_a_test_looks_for():
-    """A folder without __init__.py is found like a package, where its parent is on the path."""
+    """Python imports a folder without __init__.py as a package if its parent is on sys.path."""
     tests = ROOT / "tests"
     wanted = {
         name
@@ -80,16 +77,15 @@ def test_no_folder_of_tests_hides_a_package_that_a_test_looks_for():
     assert not wanted & {path.name for path in tests.rglob("*") if path.is_dir()}
 
 
-def test_nothing_else_lies_in_ops():
+def test_ops_holds_only_operators_and_the_shared_files():
     assert {path.name for path in (ROOT / "ops").iterdir() if path.is_file()} == SHARED
     assert all(path.parent.parent in (ROOT, ROOT / "ops") for path in SOURCES)
 
 
-def test_no_file_is_named_after_nothing():
-    nothing = {"util", "utils", "common", "helper", "helpers", "misc", "tools"}
-    assert not [
-        name(path) for path in [*SOURCES, *PYTHON] if nothing & set(re.split(r"[_.]", path.name))
-    ]
+def test_every_file_name_says_what_the_file_holds():
+    empty_words = {"util", "utils", "common", "helper", "helpers", "misc", "tools"}
+    for path in [*SOURCES, *PYTHON]:
+        assert not empty_words & set(re.split(r"[_.]", path.name)), name(path)
 
 
 def test_files_are_short_enough_to_read():
@@ -109,11 +105,11 @@ def test_the_list_of_slow_tests_names_tests():
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_a_file_includes_only_what_its_kind_may(path):
-    found = includes(path)
+    headers = includes(path)
     operator = path.parent.name
     if path.name in (f"{operator}.h", f"{operator}_math.h") or kind(path) in (".cu", "_cpu.cpp"):
-        assert not [i for i in found if TORCH.match(i)], (
-            "kept out of torch's headers: 1 s to compile, not 6 to 20"
+        assert not [header for header in headers if TORCH.match(header)], (
+            "without torch's headers a unit compiles in 1 s, with them in 6 to 20 s"
         )
     if kind(path) == "torch":
         heavy = {
@@ -125,29 +121,27 @@ def test_a_file_includes_only_what_its_kind_may(path):
             "ATen/ATen.h",
         }
         heavy |= {"ATen/Functions.h", "ATen/NativeFunctions.h", "ATen/Operators.h", "Python.h"}
-        assert not [i for i in found if i in heavy or i.startswith("pybind11")]
-        assert not [i for i in found if i.endswith("_math.h")], (
-            "editing a formula must not compile a torch unit"
+        assert not heavy & set(headers)
+        assert not [header for header in headers if header.startswith("pybind11")]
+        assert not [header for header in headers if header.endswith("_math.h")], (
+            "an edited formula must not recompile a unit with torch's headers"
         )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_a_file_holds_nothing_that_must_not_exist(path):
+def test_a_file_neither_prints_nor_aborts_nor_sets_or_blocks_the_device(path):
     text = code(path)
     assert not lines_with(r"\b(printf|fprintf|puts|abort|exit|assert)\s*\(|std::c(out|err)\b", text)
     assert not lines_with(r"\bcuda(SetDevice|DeviceSynchronize|StreamSynchronize)\b", text)
     assert not lines_with(r"^\s*#\s*if\s+0\b", text)
     # A launch names its stream: <<<grid, block, shared, stream>>>.
-    launches = re.findall(r"<<<(.*?)>>>", text, re.S)
-    assert not [
-        launch
-        for launch in launches
-        if re.sub(r"\([^()]*\)|\{[^{}]*\}", "", launch).count(",") != 3
-    ]
+    for launch in re.findall(r"<<<(.*?)>>>", text, re.DOTALL):
+        without_brackets = re.sub(r"\([^()]*\)|\{[^{}]*\}", "", launch)
+        assert without_brackets.count(",") == 3, launch
     assert not re.findall(r"TODO(?!\(#?\w+\))", path.read_text())
 
 
-def test_macros_are_at_most_three():
+def test_no_macro_but_three_is_used_or_stays_defined():
     used = {macro for path in SOURCES for macro in re.findall(r"\bCALCOPS_\w+", code(path))}
     shared = {"CALCOPS_HD", "CALCOPS_HD_INLINED"}
     assert used <= {"CALCOPS_NO_CUDA", *shared}
@@ -161,15 +155,16 @@ def test_macros_are_at_most_three():
     "path", [path for path in SOURCES if path.parent.name in OPERATORS], ids=name
 )
 def test_an_operators_code_has_a_namespace_of_its_own(path):
-    """Functions of two operators may have one name: all meet in one library."""
+    """One library holds all operators: functions of one name need different namespaces."""
     outermost = re.findall(r"^namespace [\w:]+", code(path), re.MULTILINE)
     assert outermost[:1] == [f"namespace calcops::ops::{path.parent.name}"]
     assert set(outermost[1:]) <= {"namespace warp_derivatives", "namespace opencv4"}
 
 
 def types_of(header):
-    """Qualified names of the types that a header defines outside of other types."""
-    types, namespaces = [], []
+    """Return the qualified names of the types that a header defines outside other types."""
+    types = set()
+    namespaces = []
     for line in code(header).splitlines():
         if opened := re.match(r"namespace ([\w:]*)\s*\{", line):
             namespaces.append(opened[1])
@@ -178,24 +173,24 @@ def types_of(header):
         elif named := re.match(
             r"(?:struct|class|union|enum(?: class)?|using) (\w+)[^;]*(?:\{|=)", line
         ):
-            types.append("::".join([*namespaces, named[1]]))
-    return set(types)
+            types.add("::".join([*namespaces, named[1]]))
+    return types
 
 
-def test_a_type_has_one_header():
-    """Headers of two operators meet in one program: two types of one name are undefined behaviour
-    there."""
-    homes = {}
+def test_a_type_is_defined_in_one_header():
+    """Two types of one name in one program are undefined behaviour."""
+    headers_of = {}
     for header in (path for path in SOURCES if path.suffix == ".h"):
         for type_name in types_of(header):
-            homes.setdefault(type_name, []).append(name(header))
-    assert homes["calcops::ops::warp_perspective::WarpInputs"] == [
+            headers_of.setdefault(type_name, []).append(name(header))
+    # A known type, so that the test fails if types_of misses types.
+    assert headers_of["calcops::ops::warp_perspective::WarpInputs"] == [
         "ops/warp_perspective/warp_perspective.h"
     ]
-    assert not {type_name: headers for type_name, headers in homes.items() if len(headers) > 1}
+    assert not {type_: headers for type_, headers in headers_of.items() if len(headers) > 1}
 
 
-def test_every_mutation_has_its_place_in_the_code(monkeypatch):
+def test_every_mutation_names_one_place_in_the_code(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
     import mutation_check
 

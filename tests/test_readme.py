@@ -1,5 +1,4 @@
-"""The READMEs: what they show is run as a new user would type it, and their links lead
-somewhere."""
+"""The READMEs: their commands and programs run as printed, and their links and file names exist."""
 
 import doctest
 import graphlib
@@ -13,56 +12,50 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted(
-    [
-        *ROOT.glob("*.md"),
-        *(
-            p
-            for f in ("_calcops_jit", "ops", "examples", "tests")
-            for p in ROOT.glob(f"{f}/**/*.md")
-        ),
-    ]
-)
-TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
+PAGES = [*ROOT.glob("*.md")]
+for folder in ("_calcops_jit", "ops", "examples", "tests"):
+    PAGES += ROOT.glob(f"{folder}/**/*.md")
+TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in sorted(PAGES)}
 
 
 def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", TEXTS[page], re.MULTILINE | re.DOTALL)
 
 
+def without_code(text):
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
 def anchors(text):
-    """The fragments under which GitHub shows a page's headings."""
-    headings = re.findall(
-        r"^#+ +(.+)$",
-        re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL),
-        re.MULTILINE,
-    )
-    return {
-        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
-    }
+    """Return the fragments that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ +(.+)$", without_code(text), re.MULTILINE)
+    words = [re.sub(r"[^\w\- ]", "", heading.lower()).strip() for heading in headings]
+    return {heading.replace(" ", "-") for heading in words}
 
 
-def test_the_front_page_is_read_in_a_minute():
+def test_the_front_page_has_at_most_110_lines():
     assert len(TEXTS["README.md"].splitlines()) <= 110
 
 
-def test_the_lines_of_use_give_what_is_shown():
+def test_the_examples_of_the_front_page_give_the_results_shown():
     result = doctest.testfile(str(ROOT / "README.md"), module_relative=False, encoding="utf-8")
-    assert result.attempted >= 6 and result.failed == 0
+    assert result.attempted >= 6
+    assert result.failed == 0
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_every_link_leads_somewhere(page):
-    text = re.sub(r"^```.*?^```$", "", TEXTS[page], flags=re.MULTILINE | re.DOTALL)
-    links = re.findall(r"\]\(([^)\s]+)\)", text)
+def test_every_link_to_a_file_or_heading_has_its_target(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", without_code(TEXTS[page]))
     for link in (link for link in links if not re.match(r"https?://", link)):
         path, _, fragment = link.partition("#")
         target = ((ROOT / page).parent / path).resolve() if path else ROOT / page
-        target = target / "README.md" if fragment and target.is_dir() else target
+        if fragment and target.is_dir():
+            target = target / "README.md"
         assert target.exists(), f"{page} links to {link}"
-        assert not fragment or fragment in anchors(target.read_text(encoding="utf-8")), (
-            f"{page} links to {link}"
-        )
+        if fragment:
+            assert fragment in anchors(target.read_text(encoding="utf-8")), (
+                f"{page} links to {link}"
+            )
 
 
 @pytest.mark.skipif(shutil.which("pkg-config") is None, reason="no pkg-config")
@@ -87,49 +80,43 @@ def test_the_program_in_cpp_builds_as_shown_and_prints_what_is_shown(tmp_path):
 
 
 def test_the_headline_ratios_are_those_of_the_table():
-    header, _, *rows = [
-        line for line in TEXTS["tests/bench/results/force.md"].splitlines() if line.startswith("|")
-    ]
-    names = [name.strip() for name in header.split("|")]
+    lines = TEXTS["tests/bench/results/force.md"].splitlines()
+    header, _, *rows = [line for line in lines if line.startswith("|")]
+    columns = [name.strip() for name in header.split("|")]
     patterns = {
         "torch": r"is \[(\d+) to (\d+) times\]",
         "torch.compile": r"and (\d+) to (\d+) times as fast as `torch",
     }
     for name, pattern in patterns.items():
-        ratios = [int(row.split("|")[names.index(name)].strip(" x")) for row in rows]
-        assert re.search(pattern, TEXTS["README.md"]).groups() == (
-            str(min(ratios)),
-            str(max(ratios)),
-        )
+        ratios = [int(row.split("|")[columns.index(name)].strip(" x")) for row in rows]
+        least, largest = re.search(pattern, TEXTS["README.md"]).groups()
+        assert (int(least), int(largest)) == (min(ratios), max(ratios))
 
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_files_in_backticks_exist(page):
-    """Names with a known ending, unless a reader makes the file."""
-    written = "mine|my_op|host|op|cell|own|weighted_sum"
+    """Names with a known ending, unless the reader is to write the file."""
+    readers_files = "mine|my_op|host|op|cell|own|weighted_sum"
     for name in re.findall(r"`([\w./-]+\.(?:py|cpp|cu|h|md|sh|txt|ipynb|toml))`", TEXTS[page]):
-        if re.match(rf"(?:.*/)?(?:{written})[\w.]*$", name):
+        if re.match(rf"(?:.*/)?(?:{readers_files})[\w.]*$", name):
             continue
         exists = (ROOT / name).exists() or ((ROOT / page).parent / name).exists()
         assert exists or list(ROOT.glob(f"[!.b]*/**/{name}")), f"{page} names {name}"
 
 
 @pytest.mark.parametrize(
-    "name",
-    sorted({name for text in TEXTS.values() for name in re.findall(r"\bCALCOPS_[A-Z]+\b", text)}),
+    "name", sorted(set(re.findall(r"\bCALCOPS_[A-Z]+\b", "\n".join(TEXTS.values()))))
 )
-def test_every_variable_is_one_that_the_code_reads(name):
-    sources = [
-        ROOT / "calcops_jit.py",
-        *(ROOT / "_calcops_jit").rglob("*.py"),
-        *(ROOT / "ops").rglob("*.*"),
-    ]
+def test_the_code_reads_every_environment_variable_of_the_readmes(name):
+    sources = [ROOT / "calcops_jit.py"]
+    sources += (ROOT / "_calcops_jit").rglob("*.py")
+    sources += (ROOT / "ops").rglob("*.*")
     sources += (ROOT / "_calcops_jit" / "runtime").iterdir()
     assert any(f'"{name}"' in path.read_text(encoding="utf-8") for path in sources)
 
 
 def test_the_map_of_the_loader_names_every_module_and_what_it_imports():
-    """A row for each module, `folder/name`; the names of modules in a row are without folders."""
+    """A row begins with the module as `folder/name`, and ends with its imports without folders."""
     package = ROOT / "_calcops_jit"
     rows = re.findall(
         r"^\| \[([\w/]+)\]\(\S+\) \| .+ \| ?(.*) \|$", TEXTS["_calcops_jit/README.md"], re.MULTILINE
@@ -138,20 +125,20 @@ def test_the_map_of_the_loader_names_every_module_and_what_it_imports():
     for path in [*package.glob("[!_]*.py"), *package.glob("[!_]*/[!_]*.py")]:
         modules[str(path.relative_to(package).with_suffix(""))] = path
     assert dict(rows).keys() == modules.keys()
-    imported = {}
+    module_of = {module.rpartition("/")[2]: module for module in modules}
+    assert len(module_of) == len(modules), "two modules have the same name"
+    imports = {}
     for module, path in modules.items():
         # `from ..cache.closure import Changed`, or `from ..cache import closure, store`.
-        found = re.findall(
+        statements = re.findall(
             r"^\s*from (?:_calcops_jit|\.)([\w.]*) import (\([^)]+\)|.+)$",
             path.read_text(),
             re.MULTILINE,
         )
-        names = set()
-        for place, several in found:
-            names |= {place.rpartition(".")[2], *re.findall(r"\w+", several)}
-        short = {other.rpartition("/")[2]: other for other in modules}
-        assert len(short) == len(modules), "each module has a name of its own"
-        imported[module] = sorted(names & short.keys() - {module.rpartition("/")[2]})
-    assert dict(rows) == {module: ", ".join(names) for module, names in imported.items()}
-    imported = {module: [short[name] for name in names] for module, names in imported.items()}
-    list(graphlib.TopologicalSorter(imported).static_order())  # CycleError
+        words = set()
+        for package_or_module, names in statements:
+            words |= {package_or_module.rpartition(".")[2], *re.findall(r"\w+", names)}
+        imports[module] = sorted(words & module_of.keys() - {module.rpartition("/")[2]})
+    assert dict(rows) == {module: ", ".join(names) for module, names in imports.items()}
+    graph = {module: [module_of[name] for name in names] for module, names in imports.items()}
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError for circular imports

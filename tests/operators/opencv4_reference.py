@@ -1,20 +1,23 @@
-"""Random calls of warp_perspective, and what OpenCV 4 makes of them. OpenCV 4 and 5 cannot be in
-one environment, so
+"""Random calls of warp_perspective and OpenCV 4's results for them.
+
+OpenCV 4 and 5 cannot be installed in one environment. Therefore
 
     python tests/operators/opencv4_reference.py 600 > tests/operators/opencv4_reference.json
 
-runs where opencv-python-headless 4.12.0.88 is installed, and needs NumPy besides. For each of the
-first 600 calls it prints the CRC-32 of the result, and for each kind of call that is computed in
-another way, how that differs.
+is run in an environment with opencv-python-headless 4.12.0.88 and NumPy. It prints the CRC-32 of
+the result of each of the first 600 calls. Some versions compute some kinds of calls in a second
+way: for each of these kinds it prints how far the two results differ.
 
-OpenCV 4.9 to 4.12 computes every call in one way on every x86-64. (4.5 left the pixels of the last
-row and column alone under "transparent".) From 4.13 on, the wheels leave some kinds to Intel's IPP
-(hal/ipp/src/warp_ipp.cpp), which does not round positions to 1/32 pixel; in 4.14,
-cv2.ipp.setUseIPP(False) ends that. From 4.14 on, "linear" of one channel of uint16, int16 or
-float32 is summed from the last tap to the first, by fma where there is AVX2, 4, 8 or 16 pixels at
-once; what is left over is summed as before (imgwarp.simd.hpp). OPENCV_CPU_DISABLE=AVX512-SKX and
-=AVX512-SKX,AVX2 show three results on one processor. Neither happens to an image with other numbers
-of channels, so `_plain` adds some.
+- OpenCV 4.9 to 4.12 computes every call in one way on every x86-64. (With "transparent", 4.5 does
+  not write the pixels of the last row and column.)
+- From 4.13 on, the wheels leave some kinds to Intel's IPP (hal/ipp/src/warp_ipp.cpp), which does
+  not round positions to 1/32 pixel. In 4.14, cv2.ipp.setUseIPP(False) switches IPP off.
+- From 4.14 on, "linear" of one channel of uint16, int16 or float32 adds the taps from the last to
+  the first, with fma if there is AVX2, for 4, 8 or 16 pixels at once. The remaining pixels are
+  summed as before (imgwarp.simd.hpp). OPENCV_CPU_DISABLE=AVX512-SKX and =AVX512-SKX,AVX2 show three
+  different results on one processor.
+
+Images with other numbers of channels are computed in the first way, so `_plain` adds channels.
 """
 
 import json
@@ -30,8 +33,7 @@ INTERPOLATIONS = ["linear", "linear", "nearest"]
 
 
 def _matrix(draw, size, out):
-    """A map from an image to a result of these sizes, or from there to here, of any of these
-    kinds."""
+    """Return a random matrix between an image and a result of these sizes, of one of ten kinds."""
     kind = draw.randint(18)
     matrix = np.eye(3)
     if kind == 0:
@@ -39,7 +41,7 @@ def _matrix(draw, size, out):
     elif kind == 1:
         matrix[[0, 1], [0, 1]] = draw.choice([-1, 1e-3, 0.5, 1, 2, 3, 1e3], 2)
     elif kind == 2:
-        # singular; by rounding, perhaps.
+        # Singular, with a factor of 0.1 perhaps only nearly so, by rounding.
         matrix = np.array([[1, 2, 3], [2, 4, 6], [0, 0, 1]]) * draw.choice([0.1, 1])
     elif kind == 3:
         matrix = draw.randint(-1, 2, (3, 3)) * draw.choice([0.0, 1.0])
@@ -63,7 +65,7 @@ def _matrix(draw, size, out):
 
 
 def case(seed):
-    """Arguments of a call, as NumPy's: the image is [H, W, C]."""
+    """Return the arguments of a random call as NumPy's arrays; the image is [H, W, C]."""
     draw = np.random.RandomState(seed)
     dtype = np.dtype(DTYPES[seed % len(DTYPES)])
     lengths = [2, 30, 300, 300, 300]
@@ -78,24 +80,29 @@ def case(seed):
         return draw.randint(np.iinfo(dtype).min, np.iinfo(dtype).max + 1, shape)
 
     scale = draw.choice([1, 255, 1e30])
-    image, destination = pixels(*size, channels).astype(dtype), pixels(*out, channels).astype(dtype)
+    image = pixels(*size, channels).astype(dtype)
+    destination = pixels(*out, channels).astype(dtype)
     if dtype.kind == "f" and draw.randint(6) == 0:
         image[draw.uniform(size=image.shape) < 0.05] = draw.choice([np.nan, np.inf, -0.0])
+    # Of channels 0 to 3; OpenCV takes for channel 4 the value of channel 0.
     value = draw.choice([0, 1, 100.5, -7, 300.25, 7e4, 1e10, -1e10, np.nan], 4) * draw.randint(2)
+    warp = _matrix(draw, size, out)
+    interpolation = INTERPOLATIONS[draw.randint(len(INTERPOLATIONS))]
+    border_mode = BORDERS[draw.randint(len(BORDERS))]
     return {
         "image": image,
-        "warp": _matrix(draw, size, out),
+        "warp": warp,
         "dsize": out,
-        "interpolation": INTERPOLATIONS[draw.randint(len(INTERPOLATIONS))],
-        "border_mode": (border := BORDERS[draw.randint(len(BORDERS))]),
-        "border_value": value,  # of channels 0 to 3; OpenCV gives channel 4 that of channel 0
+        "interpolation": interpolation,
+        "border_mode": border_mode,
+        "border_value": value,
         "inverse_map": bool(draw.randint(2)),
-        "destination": destination if border == "transparent" else None,
+        "destination": destination if border_mode == "transparent" else None,
     }
 
 
 def checksum(result):
-    """Of a result [h, w, C]; any NaN is as good as another."""
+    """Return the CRC-32 of a result [h, w, C], in which all NaN count as equal."""
     if result.dtype.kind == "f":
         result = np.where(np.isnan(result), result.dtype.type(np.nan), result)
     return zlib.crc32(np.ascontiguousarray(result).tobytes())
@@ -104,6 +111,7 @@ def checksum(result):
 def _direct(
     cv2, image, warp, dsize, interpolation, border_mode, border_value, inverse_map, destination
 ):
+    """Return OpenCV's result for the image as it is."""
     flags = {"linear": cv2.INTER_LINEAR, "nearest": cv2.INTER_NEAREST}[interpolation]
     if destination is not None and image.shape[2] == 1:
         destination = destination[..., 0]
@@ -121,15 +129,21 @@ def _direct(
 
 
 def _plain(cv2, image, destination, **arguments):
+    """Return OpenCV's result for the image with repeated channels: two, or five, see above."""
     channels = image.shape[2]
-    wanted = np.arange(2 if channels <= 2 else 5) % channels
-    image, destination = (x if x is None else np.take(x, wanted, 2) for x in (image, destination))
+    repeated = np.arange(2 if channels <= 2 else 5) % channels
+    image = np.take(image, repeated, 2)
+    if destination is not None:
+        destination = np.take(destination, repeated, 2)
     return _direct(cv2, image=image, destination=destination, **arguments)[..., :channels]
 
 
 def _distance(a, b, image):
-    """Where results differ, and how far: of floating images in units of their largest pixel."""
-    same = (a == b) & (np.signbit(a) == np.signbit(b)) | (a != a) & (b != b)
+    """Return how many values differ, and by how much at most.
+
+    The unit is 1 for integers, and for floating-point images their largest pixel.
+    """
+    same = (a == b) & (np.signbit(a) == np.signbit(b)) | np.isnan(a) & np.isnan(b)
     if same.all():
         return 0, 0.0
     unit = np.abs(image[np.isfinite(image)]).max(initial=0) if image.dtype.kind == "f" else 1
@@ -141,13 +155,15 @@ def _distance(a, b, image):
 def _main(count):
     import cv2
 
-    checksums, differences = [], {}
+    checksums = []
+    differences = {}  # {kind of call: (calls, values that differ, largest distance)}
     for seed in range(count):
         arguments = case(seed)
-        image, destination = arguments["image"], arguments["destination"]
-        kept = None if destination is None else destination.copy()
+        image = arguments["image"]
         plain = _plain(cv2, **arguments)
-        values, far = _distance(_direct(cv2, **arguments | {"destination": kept}), plain, image)
+        if arguments["destination"] is not None:
+            arguments["destination"] = arguments["destination"].copy()  # OpenCV writes to it
+        values, far = _distance(_direct(cv2, **arguments), plain, image)
         checksums.append(f"{checksum(plain):08x}")
         if values:
             kind = (
@@ -156,14 +172,14 @@ def _main(count):
                 image.shape[2],
                 arguments["border_mode"],
             )
-            calls, before, farthest = differences.get(kind, (0, 0, 0.0))
-            differences[kind] = calls + 1, before + values, max(farthest, far)
-    found = {
+            calls, all_values, farthest = differences.get(kind, (0, 0, 0.0))
+            differences[kind] = calls + 1, all_values + values, max(farthest, far)
+    report = {
         "opencv": cv2.__version__,
         "differences": sorted(differences.items()),
         "checksums": checksums,
     }
-    print(textwrap.fill(json.dumps(found), 120))
+    print(textwrap.fill(json.dumps(report), 120))
 
 
 if __name__ == "__main__":

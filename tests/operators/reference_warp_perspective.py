@@ -1,5 +1,5 @@
-"""What calcops::warp_perspective must compute, in numpy, written from the formulas of its header;
-and its inputs."""
+"""Reference results of calcops::warp_perspective in NumPy, from the formulas of its header, and
+inputs."""
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ DTYPES = [
     torch.float64,
 ]
 IDENTITY = torch.eye(3, dtype=torch.float64)
-# Irrational enough that no coordinate is halfway between pixels; their horizons lie outside the
-# results.
+# With these matrices, no source lies halfway between two pixels, and no pixel of a result lies on
+# the horizon, where w = 0.
 TILTED = torch.tensor(
     [[1.0531, 0.1237, -3.117], [-0.0823, 0.9311, 2.339], [7.13e-4, -9.17e-4, 1.0]]
 )
@@ -37,21 +37,26 @@ def random_image(*shape, dtype=torch.float64, seed=0):
 
 
 def outside(index, size, border_mode):
-    """cv::borderInterpolate for integers of any size; -1 is border_value."""
+    """Return the pixels of indices outside the image, as cv::borderInterpolate; -1 is border_value.
+
+    The indices may be NumPy's or Python's integers of any size.
+    """
     if border_mode == "constant":
         return np.where((index >= 0) & (index < size), index, -1)
     if border_mode == "replicate":
         return np.clip(index, 0, size - 1)
     if border_mode == "wrap":
         return np.mod(index, size)
-    edge = 0 if border_mode == "reflect" else 1  # transparent: the taps of a pixel inside the image
+    # reflect_101 does not repeat the edge pixel. Nor does transparent, whose taps outside the image
+    # belong to a source inside it.
+    edge = 0 if border_mode == "reflect" else 1
     period = max(2 * (size - edge), 1)
     folded = np.mod(index, period)
     return np.where(folded < size, folded, period - 1 + edge - folded)
 
 
 def tap_weights(t, interpolation):
-    """Where the taps of an axis are, from that before the position, and their weights."""
+    """Return (offset, weight) of each tap along one axis, for a position `t` after tap 0."""
     if interpolation != "cubic":
         return (0, 1 - t), (1, t)
     a = -0.75  # Keys' kernel, for distances up to 1 and up to 2
@@ -75,8 +80,10 @@ def reference(
     inverse_map=False,
     destination=None,
 ):
-    """[C, H, W] by [3, 3] in float64: each tap's index goes through the border on its own, as
-    OpenCV's do."""
+    """Return image [C, H, W] warped by a matrix [3, 3], in float64.
+
+    As in OpenCV, the border mode applies to the index of each tap.
+    """
     image, warp = image.double().numpy(), warp.double().numpy()
     channels, height, width = image.shape
     border = np.broadcast_to(np.asarray(border, dtype=np.float64), (channels,))[:, None, None]
@@ -85,12 +92,12 @@ def reference(
     x, y, w = np.einsum("ij,jvu->ivu", m, np.stack([u, v, np.ones_like(u)]))
     with np.errstate(all="ignore"):
         x, y = x / w, y / w
-    known = np.isfinite(x) & np.isfinite(y)
-    x, y = np.where(known, x, 0), np.where(known, y, 0)
+    has_source = np.isfinite(x) & np.isfinite(y)
+    x, y = np.where(has_source, x, 0), np.where(has_source, y, 0)
     if interpolation == "nearest":
         x, y = np.rint(x), np.rint(y)
     if border_mode == "transparent":
-        known &= (x >= 0) & (x <= width - 1) & (y >= 0) & (y <= height - 1)
+        has_source &= (x >= 0) & (x <= width - 1) & (y >= 0) & (y <= height - 1)
         border = destination.double().numpy()
     x0, y0 = np.floor(x), np.floor(y)
     result = np.zeros((channels, *dsize))
@@ -100,10 +107,11 @@ def reference(
             column = outside(x0.astype(np.int64) + dx, width, border_mode)
             tap = np.where((row >= 0) & (column >= 0), image[:, row, column], border)
             result += weight_y * weight_x * tap
-    return torch.from_numpy(np.where(known, result, border))
+    return torch.from_numpy(np.where(has_source, result, border))
 
 
-NOWHERE = {  # matrices by which no pixel has a source, with inverse_map
+# {name: (matrix, inverse_map)}: with these, no pixel of a result has a source.
+NOWHERE = {
     "zero": (torch.zeros(3, 3), False),
     "zero, not inverted": (torch.zeros(3, 3), True),
     "ones": (torch.ones(3, 3), False),

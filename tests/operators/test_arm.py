@@ -1,5 +1,7 @@
-"""The CPU kernels on ARM: compiled for it, run under QEMU and compared with what this machine's
-build gives. `make test-arm`; on ARM itself the operators' own tests do more."""
+"""The CPU kernels compiled for ARM give under QEMU what they give on this machine.
+
+`make test-arm` runs this. On an ARM machine, the operators' own tests run, and test more.
+"""
 
 import shutil
 import subprocess
@@ -10,7 +12,7 @@ import pytest
 from _calcops_jit.request import BASE, MACHINE
 
 HERE = Path(__file__).resolve().parent
-OPS = HERE.parent / "ops"
+OPS = HERE.parents[1] / "ops"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 FLAGS = [
     *BASE,
@@ -23,12 +25,13 @@ FLAGS = [
     f"-I{HERE / 'arm'}",
 ]
 OPERATORS = sorted({kernel.parent.name for kernel in OPS.glob("*/*_cpu.cpp")})
-# The models that a compiler may know, newest compiler first, and the emulated processors.
+# {build: (names of its processor for -mcpu, of which the first that the compiler knows is taken;
+# processors that QEMU emulates)}
 BUILDS = {
     "NEON": (["generic"], ["cortex-a57"]),
     # SVE code runs on vectors of any length: Neoverse V2's 128 bits, V1's 256, A64FX's 512.
     "SVE2": (
-        ["neoverse-v2", "demeter"],  # GCC 12 has Neoverse V2 under its working name
+        ["neoverse-v2", "demeter"],  # "demeter" was the name of Neoverse V2 in GCC 12
         [f"max,sve-default-vector-length={size}" for size in (16, 32, 64)],
     ),
 }
@@ -47,10 +50,11 @@ pytestmark = [
 
 
 def compiled(compiler: list[str], operator: str, program: Path) -> Path:
-    """The program that calls an operator's kernels."""
+    """Build and return the program that calls an operator's kernels."""
     driver = HERE / "arm" / f"{operator}.cpp"
     assert driver.exists(), (
-        f"ops/{operator} has a CPU kernel that nothing runs on ARM: write tests/operators/arm/{operator}.cpp"
+        f"ops/{operator} has a CPU kernel that nothing runs on ARM: "
+        f"write tests/operators/arm/{operator}.cpp"
     )
     kernels = sorted((OPS / operator).glob("*_cpu.cpp"))
     subprocess.run([*compiler, *FLAGS, driver, *kernels, "-o", program], check=True)
@@ -59,32 +63,29 @@ def compiled(compiler: list[str], operator: str, program: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """expected(operator) is the file of what this machine's build gives."""
-    folder, files = tmp_path_factory.mktemp("here"), {}
+    """Return a function: expected(operator) is the file of the results of this machine's build."""
+    folder = tmp_path_factory.mktemp("here")
+    files = {}
 
-    def of(operator):
+    def file_of(operator):
         if operator not in files:
             program = compiled(["c++", "-march=native"], operator, folder / operator)
             subprocess.run([program, "write", folder / f"{operator}.bin"], check=True)
             files[operator] = folder / f"{operator}.bin"
         return files[operator]
 
-    return of
+    return file_of
 
 
 def knows(model: str) -> bool:
-    """Whether the compiler for ARM knows a model."""
-    return (
-        subprocess.run(
-            [COMPILER, f"-mcpu={model}", "-E", "-x", "c++", "/dev/null"], capture_output=True
-        ).returncode
-        == 0
-    )
+    """Return True if the compiler for ARM knows a processor."""
+    command = [COMPILER, f"-mcpu={model}", "-E", "-x", "c++", "/dev/null"]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_the_kernels_give_on_arm_what_they_give_here(expected, operator, build, tmp_path):
+def test_the_kernels_give_the_same_on_arm_as_on_this_machine(expected, operator, build, tmp_path):
     models, processors = BUILDS[build]
     model = next(filter(knows, models), None)
     if model is None:
@@ -92,6 +93,6 @@ def test_the_kernels_give_on_arm_what_they_give_here(expected, operator, build, 
     program = compiled([COMPILER, "-static", f"-mcpu={model}"], operator, tmp_path / operator)
     for processor in processors:
         command = [EMULATOR, "-cpu", processor, program, "compare", expected(operator)]
-        answer = subprocess.run(command, capture_output=True, text=True)
-        print(f"{operator}, {build} on {processor}: {answer.stdout}", end="")
-        assert answer.returncode == 0, answer.stdout + answer.stderr
+        run = subprocess.run(command, capture_output=True, text=True)
+        print(f"{operator}, {build} on {processor}: {run.stdout}", end="")
+        assert run.returncode == 0, run.stdout + run.stderr

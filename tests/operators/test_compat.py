@@ -1,5 +1,5 @@
-"""The names of existing programs: values, gradients, saved archives, and each fault of MatPL's
-originals."""
+"""calculateForce and calculateVirial, the names that programs of MatPL call: values, gradients,
+saved archives, and the faults that MatPL's own operators have."""
 
 import io
 
@@ -15,9 +15,8 @@ NAMESPACES = ["CalcOps", "CalcOps_cuda", "CalcOps_cpu"]
 
 
 def center_term(list_neigh, dE, Ri_d):
-    return reference.force(list_neigh, dE, Ri_d) - reference.force(
-        list_neigh, dE, Ri_d, center=False
-    )
+    on_neighbors = reference.force(list_neigh, dE, Ri_d, center=False)
+    return reference.force(list_neigh, dE, Ri_d) - on_neighbors
 
 
 @pytest.mark.parametrize("nghost", [None, 0, 2])
@@ -28,17 +27,18 @@ def test_calculate_force_adds_the_neighbours_part_to_the_callers_centre_term(
     rows = nghost or 0
     list_neigh, dE, Ri_d, Rij = pairs(nghost=rows, device=device)
     F = torch.randn(3, 5, 3, dtype=torch.float64, device=device)
-    before = F.clone()
+    F_copy = F.clone()
     ghosts = None if nghost is None else torch.tensor(nghost)
     (force,) = getattr(torch.ops, namespace).calculateForce(list_neigh, dE, Ri_d, F, ghosts)
     expected = reference.force(list_neigh, dE, Ri_d, rows, center=False)
     expected[:, :5] += F
     torch.testing.assert_close(force, expected, rtol=1e-13, atol=1e-13)
-    assert torch.equal(F, before) and force.data_ptr() != F.data_ptr()
+    assert torch.equal(F, F_copy)
+    assert force.data_ptr() != F.data_ptr()
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_calculate_virial_gives_rows_of_nine(device, namespace):
+def test_calculate_virial_gives_each_virial_as_a_row_of_nine(device, namespace):
     list_neigh, dE, Ri_d, Rij = pairs(device=device)
     op = getattr(torch.ops, namespace).calculateVirial
     virial, atom_virial = op(list_neigh, dE, Rij, Ri_d, torch.tensor([2], dtype=torch.int32))
@@ -47,7 +47,7 @@ def test_calculate_virial_gives_rows_of_nine(device, namespace):
     torch.testing.assert_close(atom_virial, atom_expected.reshape(3, 7, 9), rtol=1e-12, atol=1e-12)
 
 
-def test_every_input_of_both_has_derivatives_of_any_order(device):
+def test_first_and_second_derivatives_of_both_are_right_for_every_input(device):
     list_neigh, *leaves = differentiable_pairs(
         frames=2, natoms=2, nghost=1, neighbors=3, device=device
     )
@@ -63,19 +63,19 @@ def test_every_input_of_both_has_derivatives_of_any_order(device):
 
 @pytest.mark.parametrize("attached", [True, False])
 def test_the_gradient_of_the_centre_term_is_the_identity(attached):
-    # MatPL adds the centre term's gradient inside dE's and gives F none: the same total where F is
-    # attached, as here, and different where it is detached.
+    # MatPL's operator adds the gradient of F to that of dE, and gives F none. The total is the same
+    # if F is attached to dE, and wrong if F is detached.
     list_neigh, dE, Ri_d, _ = differentiable_pairs(nghost=0)
     F = center_term(list_neigh, dE, Ri_d)
     (force,) = calculateForce(list_neigh, dE, Ri_d, F if attached else F.detach())
     upstream = torch.randn_like(force)
-    expected = reference.force(list_neigh, dE, Ri_d, center=attached)
-    torch.testing.assert_close(
-        torch.autograd.grad(force, dE, upstream)[0], torch.autograd.grad(expected, dE, upstream)[0]
-    )
+    (gradient,) = torch.autograd.grad(force, dE, upstream)
+    reference_force = reference.force(list_neigh, dE, Ri_d, center=attached)
+    (expected,) = torch.autograd.grad(reference_force, dE, upstream)
+    torch.testing.assert_close(gradient, expected)
 
 
-def test_opcheck_and_export_without_a_ghost_tensor(device):
+def test_opcheck_and_export_pass_without_a_ghost_tensor(device):
     list_neigh, *leaves = differentiable_pairs(nghost=0, device=device)
     F = torch.randn(3, 5, 3, dtype=torch.float64, device=device, requires_grad=True)
     opcheck(calculateForce, (list_neigh, *leaves[:2], F))
@@ -94,9 +94,9 @@ def test_vmap_equals_a_loop(device):
     stack = [pairs(nghost=0, device=device, seed=seed) for seed in range(3)]
     list_neigh, dE, Ri_d, _ = (torch.stack(x) for x in zip(*stack, strict=True))
     F = torch.randn(3, 3, 5, 3, dtype=torch.float64, device=device)
-    ours = torch.vmap(lambda *x: calculateForce(*x)[0])(list_neigh, dE, Ri_d, F)
+    results = torch.vmap(lambda *x: calculateForce(*x)[0])(list_neigh, dE, Ri_d, F)
     expected = [calculateForce(*x)[0] for x in zip(list_neigh, dE, Ri_d, F, strict=True)]
-    torch.testing.assert_close(ours, torch.stack(expected), rtol=0, atol=0)
+    torch.testing.assert_close(results, torch.stack(expected), rtol=0, atol=0)
 
 
 class FourTensors(torch.nn.Module):
@@ -129,19 +129,17 @@ def test_archives_with_four_and_with_five_tensors_load(model, extra):
     torch.jit.save(torch.jit.script(model), file)
     file.seek(0)
     loaded = torch.jit.load(file)
-    for _ in range(3):  # the profiling executor changes the graph on the way
-        ours, expected = (m(list_neigh, dE, Ri_d, F, *extra) for m in (loaded, model))
+    for _ in range(3):  # TorchScript optimises the graph after the first runs
+        result, expected = (m(list_neigh, dE, Ri_d, F, *extra) for m in (loaded, model))
+        assert torch.equal(result, expected)
         upstream = torch.randn_like(expected)
-        assert torch.equal(ours, expected)
-        assert_equal_lists(
-            torch.autograd.grad(ours, (dE, Ri_d), upstream),
-            torch.autograd.grad(expected, (dE, Ri_d), upstream),
-            rtol=0,
-            atol=0,
+        gradients, expected_gradients = (
+            torch.autograd.grad(x, (dE, Ri_d), upstream) for x in (result, expected)
         )
+        assert_equal_lists(gradients, expected_gradients, rtol=0, atol=0)
 
 
-# ---- each fault of MatPL's src/op ----------------------------------------------------------------
+# ---- faults of MatPL's src/op --------------------------------------------------------------------
 
 
 def test_a_wrong_dtype_is_an_error_and_not_zeros():
@@ -155,9 +153,8 @@ def test_a_wrong_dtype_is_an_error_and_not_zeros():
 
 def test_the_cpu_version_returns_a_defined_tensor():
     list_neigh, dE, Ri_d, _ = pairs(nghost=0)
-    (force,) = torch.ops.CalcOps_cpu.calculateForce(
-        list_neigh, dE, Ri_d, torch.zeros(3, 5, 3, dtype=torch.float64)
-    )
+    F = torch.zeros(3, 5, 3, dtype=torch.float64)
+    (force,) = torch.ops.CalcOps_cpu.calculateForce(list_neigh, dE, Ri_d, F)
     assert force.count_nonzero() > 0
 
 
@@ -172,18 +169,18 @@ def test_each_frame_of_a_batch_with_ghosts_is_right_by_itself(device):
 
 
 def test_a_ghosts_gradient_goes_to_the_pairs_that_name_the_ghost():
-    # MatPL folds it by j % natoms onto a local atom.
-    list_neigh = torch.tensor([[[1, 3]]] * 1).repeat(1, 3, 1)  # n = 3; atom 3 is a ghost
+    # MatPL adds it to the local atom j % natoms.
+    list_neigh = torch.tensor([[[1, 3]]]).repeat(1, 3, 1)  # n = 3, so atom 3 is a ghost
     dE = torch.ones(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
     Ri_d = torch.ones(1, 3, 8, 3, dtype=torch.float64)
-    force = calculateForce(
-        list_neigh, dE, Ri_d, torch.zeros(1, 3, 3, dtype=torch.float64), torch.tensor(1)
-    )[0]
+    F = torch.zeros(1, 3, 3, dtype=torch.float64)
+    (force,) = calculateForce(list_neigh, dE, Ri_d, F, torch.tensor(1))
     (gradient,) = torch.autograd.grad(force[0, 3].sum(), dE)
-    assert (gradient[:, :, 1] == 3).all() and (gradient[:, :, 0] == 0).all()
+    assert (gradient[:, :, 1] == 3).all()
+    assert (gradient[:, :, 0] == 0).all()
 
 
-def test_no_gradient_is_dropped_without_a_word():
+def test_every_input_has_a_gradient_that_is_not_zero():
     list_neigh, dE, Ri_d, Rij = differentiable_pairs(nghost=0)
     F = torch.zeros(3, 5, 3, dtype=torch.float64, requires_grad=True)
     (force,) = calculateForce(list_neigh, dE, Ri_d, F)
@@ -194,26 +191,27 @@ def test_no_gradient_is_dropped_without_a_word():
         assert gradient.count_nonzero() > 0
 
 
-# MatPL's limit of 65,535 atoms: test_force.py::test_more_atoms_than_16_bits_count. Its default
-# stream: test_force_cuda.py.
+# Two more faults have their tests elsewhere: the limit of 65,535 atoms in test_force.py, and the use
+# of the default stream in test_force_cuda.py.
 
 
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def test_a_ghost_tensor_without_a_readable_value_is_refused_with_the_way_out():
+def test_a_ghost_tensor_without_a_readable_value_is_an_error_that_names_calcops_force():
     list_neigh, dE, Ri_d, _ = pairs(nghost=2)
-    F, nghost = torch.zeros(3, 5, 3, dtype=torch.float64), torch.tensor(2)
-    way_out = "expected `nghost` with a value that can be read now.*call calcops::force"
+    F = torch.zeros(3, 5, 3, dtype=torch.float64)
+    nghost = torch.tensor(2)
+    message = "expected `nghost` with a value that can be read now.*call calcops::force"
 
     def function(nghost):
         return calculateForce(list_neigh, dE, Ri_d, F, nghost)[0]
 
-    with pytest.raises(RuntimeError, match=way_out):
+    with pytest.raises(RuntimeError, match=message):
         torch.vmap(function)(torch.tensor([2, 2]))
-    with pytest.raises(Exception, match=way_out):
+    with pytest.raises(Exception, match=message):
         torch.compile(function, fullgraph=True, backend="eager")(nghost)
-    with pytest.raises(RuntimeError, match=way_out):
+    with pytest.raises(RuntimeError, match=message):
         function(nghost.to("meta"))
 
 
@@ -227,15 +225,15 @@ def test_a_ghost_tensor_without_a_readable_value_is_refused_with_the_way_out():
 )
 def test_a_wrong_ghost_tensor_is_named(nghost, text):
     list_neigh, dE, Ri_d, _ = pairs(nghost=0)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError) as error:
         calculateForce(list_neigh, dE, Ri_d, torch.zeros(3, 5, 3, dtype=torch.float64), nghost)
-    assert text in str(caught.value)
+    assert text in str(error.value)
 
 
 def test_a_centre_term_of_the_wrong_shape_is_named():
     list_neigh, dE, Ri_d, _ = pairs(nghost=2)
     F = torch.zeros(3, 7, 3, dtype=torch.float64)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError) as error:
         calculateForce(list_neigh, dE, Ri_d, F, torch.tensor(2))
     expected = "CalcOps::calculateForce: expected `F` of shape [B, n, 3] = [3, 5, 3], got [3, 7, 3]"
-    assert str(caught.value).splitlines()[0] == expected
+    assert str(error.value).splitlines()[0] == expected

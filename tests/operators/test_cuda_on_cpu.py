@@ -1,6 +1,8 @@
-"""Every CUDA kernel of the operators and the examples runs on the CPU
-(tests/operators/cuda_on_cpu/README.md), and the emulation finds the faults that are put into them. Needs no
-GPU and no nvcc."""
+"""Run every CUDA kernel of the operators and the examples in an emulation on the CPU, and check that
+the emulation finds faults that are put into the kernels.
+
+This needs neither a GPU nor nvcc; see tests/operators/cuda_on_cpu/README.md.
+"""
 
 import os
 import re
@@ -19,19 +21,20 @@ import rewrite  # noqa: E402
 FORCE = "ops/force/force.cu"
 WARP = "ops/warp_perspective/warp_perspective.cu"
 EDGE = "ops/edge_force/edge_force.cu"
-# An example leaves members out that are then zero. More memory makes the compiler faster.
+# An example omits initialisers of members that are zero. With a larger heap, GCC collects garbage less
+# often and compiles faster.
 FLAGS = "-O1 -Wextra -Wno-missing-field-initializers -Werror --param=ggc-min-heapsize=1048576"
-# What is done to which file, a test that shows it, and what is said. `FAULT` is true in one run
-# each.
+# {fault: ((file, code, code with the fault), test that must fail, its output)}. FAULT is 1 in the
+# run for this fault, and 0 in all others.
 FAULTS = {
     "a removed __syncwarp": (
         (FORCE, "  __syncwarp();\n  return list;", "  if (!FAULT) __syncwarp();\n  return list;"),
-        "test_force_cuda_kernels.py::test_forces_and_virials",
+        "test_force_cuda_kernels.py::test_forces_and_virials_are_those_of_the_cpu",
         "Tensor-likes are not equal|Tensor-likes are not close",
     ),
     "a launch on the default stream": (
         (FORCE, "  config.stream = stream;", "  if (!FAULT) config.stream = stream;"),
-        "test_force_cuda_kernels.py::test_forces_and_virials",
+        "test_force_cuda_kernels.py::test_forces_and_virials_are_those_of_the_cpu",
         "cuda_on_cpu: .*: work is queued on another stream than the current one",
     ),
     "a workspace that is one number short": (
@@ -40,7 +43,7 @@ FAULTS = {
             "take(slots, unsorted * frame_slots);",
             "take(slots, unsorted * frame_slots - FAULT);",
         ),
-        "test_force_cuda_kernels.py::test_all_slots_name_one_atom",
+        "test_force_cuda_kernels.py::test_results_are_those_of_the_cpu_if_all_slots_name_one_atom",
         (
             "cuda_on_cpu: (fill_rows|sum_rows), block .*: (touches memory 0 bytes "
             "beyond|has written beside)"
@@ -48,7 +51,7 @@ FAULTS = {
     ),
     "a read beyond the end of an input": (
         (FORCE, "next = s + 8 < in.neighbors ?", "next = s + 8 < in.neighbors + FAULT ?"),
-        "test_force_cuda_kernels.py::test_gradients",
+        "test_force_cuda_kernels.py::test_gradients_are_those_of_the_cpu",
         r"cuda_on_cpu: backward_rows, block \d+, thread \d+: (touches memory|has)",
     ),
     "a shuffle that some lanes do not come to": (
@@ -57,7 +60,7 @@ FAULTS = {
             "if constexpr (kVirial) sum_of_four_lanes(e);",
             "if (kVirial && (!FAULT || live)) sum_of_four_lanes(e);",
         ),
-        "test_force_cuda_kernels.py::test_gradients",
+        "test_force_cuda_kernels.py::test_gradients_are_those_of_the_cpu",
         (
             "cuda_on_cpu: backward_rows, .*: (waits for ever at a barrier|meets the "
             "others at another kind of barrier)"
@@ -69,7 +72,7 @@ FAULTS = {
             "if (!error) error = launch(sort_rows",
             "if (!error && !FAULT) error = launch(sort_rows",
         ),
-        "test_force_cuda_kernels.py::test_all_slots_name_one_atom",
+        "test_force_cuda_kernels.py::test_results_are_those_of_the_cpu_if_all_slots_name_one_atom",
         "Tensor-likes are not equal",
     ),
     "a virial that is summed after it was rounded": (
@@ -114,7 +117,7 @@ FAULTS = {
             "  x = sum_of_lanes(x);\n  __syncthreads();",
             "  x = sum_of_lanes(x);\n  if (!FAULT) __syncthreads();",
         ),
-        "test_edge_force_cuda_kernels.py::test_forces_virials_and_gradients",
+        "test_edge_force_cuda_kernels.py::test_forces_virials_and_gradients_are_those_of_the_cpu",
         "Tensor-likes are not (equal|close)",
     ),
     "sum_virial without the barrier before the ticket": (
@@ -132,72 +135,78 @@ FAULTS = {
             "v >= sizes.out_height) return;\n    if (!has",
             "v >= sizes.out_height + FAULT) return;\n    if (!has",
         ),
-        "test_warp_perspective_cuda_kernels.py::test_images_matrices_and_borders_of_every_kind",
+        "test_warp_perspective_cuda_kernels.py::test_kernels_agree_with_the_cpu_in_random_calls",
         "cuda_on_cpu: forward_kernel, block .*: (touches memory|has written beside a tensor)",
     ),
 }
 
 
 def files():
-    """The tests that run in the emulation: those of kernels, and the own tests of an operator that
-    has none such."""
-    found = sorted(TESTS.parent.rglob("test_*_cuda_kernels.py"))
+    """Return the test files that run in the emulation.
+
+    They are the tests of kernels. An operator without such tests has all its tests run.
+    """
+    paths = sorted(TESTS.parent.rglob("test_*_cuda_kernels.py"))
     operators = {path.stem for path in rewrite.sources() if path.parent.parent.name == "ops"}
     for operator in sorted(operators):
         if not list(TESTS.glob(f"test_{operator}*_cuda_kernels.py")):
-            found += sorted(TESTS.glob(f"test_{operator}*.py"))
-    return found
+            paths += sorted(TESTS.glob(f"test_{operator}*.py"))
+    return paths
 
 
 def in_its_folder(test):
-    """The path of `file.py` or `file.py::test`."""
+    """Return the path of `file.py` or `file.py::test`."""
     (file,) = TESTS.parent.rglob(test.partition("::")[0])
     return file.parent / test
 
 
 class Emulation:
-    """A checkout with emulated kernels, and processes that run tests in it, as many at once as
-    there are processors."""
+    """A checkout with emulated kernels, in which as many processes run tests as there are CPUs."""
 
     def __init__(self, folder):
-        self.folder, self.runs = folder, {}
+        self.folder = folder
+        self.runs = {}
         self.pool = ThreadPoolExecutor(os.cpu_count())
         rewrite.write_checkout(folder, [fault for fault, _, _ in FAULTS.values()])
         built = self.python("-c", "import calcops_jit; calcops_jit.library_path()")
         assert built.returncode == 0, built.stdout
 
-    def start(self, what, fault):
-        """The future of what tests() says of a file, or of one test, with a fault or with none,
-        0."""
-        if (what, fault) not in self.runs:
-            self.runs[what, fault] = self.pool.submit(self.tests, what, fault)
-        return self.runs[what, fault]
+    def start(self, test, fault):
+        """Return the future of run(test, fault), which is started once.
+
+        `test` is a file or one test of it. `fault` is the number of a fault, or 0 for none.
+        """
+        if (test, fault) not in self.runs:
+            self.runs[test, fault] = self.pool.submit(self.run, test, fault)
+        return self.runs[test, fault]
 
     def python(self, *arguments, **environment):
-        own = {
+        emulation = {
             "PYTHONPATH": str(self.folder),
             "CALCOPS_CUDA": "0",
             "CALCOPS_CFLAGS": FLAGS,
             "CUDA_VISIBLE_DEVICES": "",
         }
         command = [sys.executable, *map(str, arguments)]
-        environment = os.environ | own | environment
+        environment = os.environ | emulation | environment
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         return subprocess.run(command, cwd=self.folder, env=environment, **pipes)
 
-    def tests(self, what, fault):
-        """What pytest says, and the names of the kernels that ran."""
-        kernels = self.folder / f"{Path(what).name}.{fault}"
-        options = ["-q", "-s", "-p", "no:cacheprovider", *["-x"] * bool(fault)]
+    def run(self, test, fault):
+        """Return the finished process of pytest, and the names of the kernels that ran."""
+        kernels = self.folder / f"{Path(test).name}.{fault}"
+        options = ["-q", "-s", "-p", "no:cacheprovider"]
+        if fault:
+            options.append("-x")  # one failed test shows the fault
         emulated = {"CALCOPS_EMULATED": str(kernels), "CALCOPS_EMULATED_FAULT": str(fault)}
-        result = self.python("-m", "pytest", *options, what, **emulated)
-        return result, kernels.read_text().split() if kernels.exists() else []
+        process = self.python("-m", "pytest", *options, test, **emulated)
+        return process, kernels.read_text().split() if kernels.exists() else []
 
 
 @pytest.fixture(scope="module")
 def emulation(request, tmp_path_factory):
     emulation = Emulation(tmp_path_factory.mktemp("cuda_on_cpu"))
-    for item in request.session.items:  # all that was asked for begins now
+    for item in request.session.items:  # start all selected runs at once
         if item.module is request.module and "callspec" in vars(item):
             emulation.start(*item.callspec.params["run"])
     yield emulation
@@ -206,36 +215,43 @@ def emulation(request, tmp_path_factory):
 
 @pytest.mark.parametrize("run", [(path, 0) for path in files()], ids=lambda run: run[0].stem)
 def test_the_kernels_pass_their_tests_in_any_order_of_blocks_and_threads(emulation, run):
-    result, _ = emulation.start(*run).result()
-    assert result.returncode == 0, result.stdout[-5000:]
+    process, _ = emulation.start(*run).result()
+    assert process.returncode == 0, process.stdout[-5000:]
 
 
 def test_every_kernel_runs(emulation):
-    ran = {name for path in files() for name in emulation.start(path, 0).result()[1]}
-    all_of_them = {name for path in rewrite.sources() for name in rewrite.kernels(path.read_text())}
-    assert not all_of_them - ran, "a test in test_<operator>_cuda_kernels.py has to run these"
+    kernels = set()
+    for path in rewrite.sources():
+        kernels |= set(rewrite.kernels(path.read_text()))
+    for path in files():
+        _, kernels_that_ran = emulation.start(path, 0).result()
+        kernels -= set(kernels_that_ran)
+    assert not kernels, "a test in test_<operator>_cuda_kernels.py has to run these"
 
 
 @pytest.mark.parametrize(
-    "run, says",
+    "run, output",
     [
-        ((in_its_folder(test), number), says)
-        for number, (_, test, says) in enumerate(FAULTS.values(), 1)
+        ((in_its_folder(test), number), output)
+        for number, (_, test, output) in enumerate(FAULTS.values(), 1)
     ],
     ids=FAULTS,
 )
-def test_a_fault_is_found(emulation, run, says):
-    result, _ = emulation.start(*run).result()
-    assert result.returncode != 0 and re.search(says, result.stdout), result.stdout[-5000:]
+def test_a_fault_is_found(emulation, run, output):
+    process, _ = emulation.start(*run).result()
+    assert process.returncode != 0
+    assert re.search(output, process.stdout), process.stdout[-5000:]
 
 
 def is_ordered_by_a_vote(path, line):
-    """A ballot follows, to which all lanes come: the barrier orders memory alone, which is always
-    so here."""
-    return (
-        path.name == "force.cu"
-        and "what the list held has been read" in path.read_text().splitlines()[line - 1]
-    )
+    """Return True for the one barrier that the emulation can do without.
+
+    All lanes meet in the ballot after it. The barrier only orders accesses to memory, which are
+    always in order on the CPU.
+    """
+    if path.name != "force.cu":
+        return False
+    return "what the list held has been read" in path.read_text().splitlines()[line - 1]
 
 
 @pytest.mark.long
@@ -248,12 +264,13 @@ def is_ordered_by_a_vote(path, line):
     ],
     ids=lambda run: f"{run[0].stem} {run[1]}",
 )
-def test_every_barrier_is_missed(emulation, run):
-    result, _ = emulation.start(*run).result()
-    assert result.returncode == 1 and "Tensor-likes are not" in result.stdout, result.stdout[-5000:]
+def test_results_differ_without_any_one_of_the_barriers(emulation, run):
+    process, _ = emulation.start(*run).result()
+    assert process.returncode == 1, process.stdout[-5000:]
+    assert "Tensor-likes are not" in process.stdout, process.stdout[-5000:]
 
 
-def test_what_is_not_emulated_is_refused():
+def test_source_text_that_cannot_be_emulated_is_refused():
     for text in (
         "extern __shared__ double x[];",
         'asm("trap;");',

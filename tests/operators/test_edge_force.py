@@ -1,6 +1,7 @@
-"""edge_force and edge_force_virial against the same sums in plain torch: values, masks, wrong
-entries, derivatives."""
+"""edge_force and edge_force_virial against the same sums in plain PyTorch: values, masked edges,
+wrong entries, derivatives."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -16,14 +17,15 @@ backward = torch.ops.calcops._edge_force_virial_backward
 
 
 def reference_force_virial(edge_index, edge_gradient, edge_vec, natoms, batch=None, nframes=1):
-    """From the formulas of ops/edge_force/edge_force.h; differentiable, slow, and for small
-    graphs."""
+    """Return the results by the formulas of ops/edge_force/edge_force.h, with one-hot matrices.
+
+    It is differentiable, and for small graphs.
+    """
     live = (edge_index >= 0).all(0)
     g = torch.where(live[:, None], edge_gradient, 0.0)
     w = -g[:, :, None] * torch.where(live[:, None], edge_vec, 0.0)[:, None]
-    centre, neighbour = torch.nn.functional.one_hot(
-        torch.where(live, edge_index, 0).long(), natoms
-    ).to(g)
+    atoms = torch.where(live, edge_index, 0).long()
+    centre, neighbour = torch.nn.functional.one_hot(atoms, natoms).to(g)
     force = centre.T @ g - neighbour.T @ g
     atom_virial = torch.einsum("ej,eab->jab", neighbour, w)
     frame = torch.zeros(natoms, dtype=torch.long) if batch is None else batch.long()
@@ -45,26 +47,26 @@ SECOND = dict(check_fwd_over_rev=True, check_batched_grad=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("edges", [0, 1, 23, 20_000])
 def test_results_equal_the_reference(device, dtype, index, edges):
-    given = graph(edges=edges, dtype=dtype, index=index, device=device)
+    edge_index, gradient, vec, natoms, batch, frames = graph(
+        edges=edges, dtype=dtype, index=index, device=device
+    )
     expected = reference_force_virial(
-        *(x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given)
+        edge_index, gradient.double(), vec.double(), natoms, batch, frames
     )
-    tolerance = (
-        dict(rtol=1e-5, atol=2e-5) if dtype == torch.float32 else dict(rtol=1e-11, atol=1e-11)
-    )
-    expected = [x.to(dtype) for x in expected]
-    assert_equal_lists(edge_force_virial(*given), expected, **tolerance)
-    assert_equal_lists(
-        edge_force_virial(*given[:4]),
-        [expected[0], expected[1].sum(0, True), expected[2]],
-        **tolerance,
-    )
-    assert torch.equal(edge_force(*given[:2], given[3]), edge_force_virial(*given)[0])
+    tolerance = dict(rtol=1e-11, atol=1e-11)
+    if dtype == torch.float32:
+        tolerance = dict(rtol=1e-5, atol=2e-5)
+    F, W, atom_W = (x.to(dtype) for x in expected)
+    results = edge_force_virial(edge_index, gradient, vec, natoms, batch, frames)
+    assert_equal_lists(results, [F, W, atom_W], **tolerance)
+    one_frame = edge_force_virial(edge_index, gradient, vec, natoms)
+    assert_equal_lists(one_frame, [F, W.sum(0, True), atom_W], **tolerance)
+    assert torch.equal(edge_force(edge_index, gradient, natoms), results[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("edges", [2, 64, 65, 20_000])
-def test_columns_that_are_contiguous_instead_of_rows_change_no_bit(device, dtype, edges):
+def test_inputs_with_contiguous_columns_give_the_bits_of_contiguous_rows(device, dtype, edges):
     edge_index, gradient, vec, *rest = graph(edges=edges, dtype=dtype, device=device)
     expected = edge_force_virial(edge_index, gradient, vec, *rest)
     columns = [x.mT.contiguous().mT for x in (gradient, vec)]
@@ -74,35 +76,31 @@ def test_columns_that_are_contiguous_instead_of_rows_change_no_bit(device, dtype
         assert_equal_lists(edge_force_virial(edge_index, g, v, *rest), expected, rtol=0, atol=0)
         assert torch.equal(edge_force(edge_index, g, rest[0]), expected[0])
     upstream = [torch.ones_like(x) for x in expected]
-    ours, theirs = (
-        torch.autograd.grad(edge_force_virial(edge_index, *leaves, *rest), leaves, upstream)
-        for leaves in (
-            [x.requires_grad_() for x in columns],
-            [gradient.requires_grad_(), vec.requires_grad_()],
-        )
-    )
-    assert_equal_lists(ours, theirs, rtol=0, atol=0)
+
+    def gradients(*leaves):
+        leaves = [x.requires_grad_() for x in leaves]
+        return torch.autograd.grad(edge_force_virial(edge_index, *leaves, *rest), leaves, upstream)
+
+    assert_equal_lists(gradients(*columns), gradients(gradient, vec), rtol=0, atol=0)
 
 
-def test_signs_are_those_of_an_energy_of_the_positions(device):
-    """Forces are -dE/dr and the virial is -dE/d(strain), by autograd through positions and cell."""
+def test_forces_and_virial_have_the_signs_of_minus_the_gradient_of_an_energy(device):
+    """The forces are -dE/dr and the virial is -dE/d(strain), by autograd."""
     positions = torch.randn(6, 3, dtype=torch.float64, device=device, requires_grad=True)
     strain = torch.zeros(3, 3, dtype=torch.float64, device=device, requires_grad=True)
-    edge_index = torch.tensor(
-        [[i, j] for i in range(6) for j in range(6) if i != j], device=device
-    ).T
+    edge_index = torch.tensor(list(itertools.permutations(range(6), 2)), device=device).T
     r = positions + positions @ strain
     vec = r[edge_index[1]] - r[edge_index[0]]
     energy = (vec.square().sum(1) * vec.norm(dim=1).cos()).sum()
     gradient, dE_dr, dE_dstrain = torch.autograd.grad(energy, (vec, positions, strain))
     F, W, atom_W = edge_force_virial(edge_index, gradient, vec.detach(), 6)
     torch.testing.assert_close(F, -dE_dr)
-    # d(vec[b])/d(strain[c][b]) is the vector's c-th component.
+    # d(vec[b])/d(strain[c][b]) is vec[c].
     torch.testing.assert_close(W[0].mT, -dE_dstrain)
     torch.testing.assert_close(atom_W.sum(0), W[0])
 
 
-def test_a_list_of_neighbours_and_its_edges_give_the_same(device):
+def test_the_edges_of_a_neighbour_list_give_the_results_of_force_virial(device):
     from reference import pairs
 
     from calcops_jit import force_virial
@@ -111,37 +109,38 @@ def test_a_list_of_neighbours_and_its_edges_give_the_same(device):
     F, W, atom_W = force_virial(list_neigh, dE, Ri_d, Rij, 2)
     g = -torch.einsum("nkc,nkca->nka", dE[0], Ri_d[0].view(5, 7, 4, 3)).flatten(0, 1)
     centre = torch.arange(5, device=device).repeat_interleave(7)
-    ours = edge_force_virial(
-        torch.stack([centre, list_neigh[0].flatten().long()]), g, Rij[0].flatten(0, 1), 7
-    )
-    assert_equal_lists(ours, (F[0], W, atom_W[0]), rtol=1e-12, atol=1e-12)
+    edge_index = torch.stack([centre, list_neigh[0].flatten().long()])
+    results = edge_force_virial(edge_index, g, Rij[0].flatten(0, 1), 7)
+    assert_equal_lists(results, (F[0], W, atom_W[0]), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("row", [0, 1])
-def test_a_masked_edge_is_never_read_and_its_derivatives_are_zero(device, row):
+def test_values_of_a_masked_edge_never_matter_and_its_derivatives_are_zero(device, row):
     edge_index, gradient, vec, *rest = graph(device=device)
     edge_index = edge_index.clamp(min=0)
     edge_index[row, 4] = -1
     keep = torch.arange(23, device=device) != 4
     expected = edge_force_virial(edge_index[:, keep], gradient[keep], vec[keep], *rest)
-    gradient[4], vec[4] = float("nan"), float("inf")
+    gradient[4] = float("nan")
+    vec[4] = float("inf")
     leaves = gradient.requires_grad_(), vec.requires_grad_()
-    ours = edge_force_virial(edge_index, *leaves, *rest)
-    assert_equal_lists(ours, expected, rtol=0, atol=1e-14)
-    for x in torch.autograd.grad([x.sum() for x in ours], leaves):
-        assert x[4].count_nonzero() == 0 and x.isfinite().all()
+    results = edge_force_virial(edge_index, *leaves, *rest)
+    assert_equal_lists(results, expected, rtol=0, atol=1e-14)
+    for x in torch.autograd.grad([x.sum() for x in results], leaves):
+        assert x[4].count_nonzero() == 0
+        assert x.isfinite().all()
 
 
 @pytest.mark.parametrize("entry", [-2, 7, 8, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)])
 @pytest.mark.parametrize("row", [0, 1])
-def test_an_entry_that_names_no_atom_is_an_error_that_shows_it(entry, row):
+def test_an_entry_that_names_no_atom_is_an_error_that_shows_the_edge(entry, row):
     edge_index, gradient, vec, *rest = graph()
     edge_index = edge_index.clamp(min=0)
     edge_index[row, 5] = entry
-    shown = edge_index[:, 5].tolist()
+    first, second = edge_index[:, 5].tolist()
     message = (
-        rf"expected `edge_index` entries -1 or 0 <= i < natoms = 7, got \({shown[0]}, "
-        rf"{shown[1]}\) at edge 5"
+        r"expected `edge_index` entries -1 or 0 <= i < natoms = 7, "
+        rf"got \({first}, {second}\) at edge 5"
     )
     for call in (
         lambda: edge_force(edge_index, gradient, 7),
@@ -155,16 +154,16 @@ def test_an_entry_that_names_no_atom_is_an_error_that_shows_it(entry, row):
 
 
 @pytest.mark.parametrize("frame", [-1, 2, 2**62])
-def test_a_frame_that_does_not_exist_is_an_error_that_shows_it(frame):
-    *given, batch, frames = graph()
+def test_a_frame_that_does_not_exist_is_an_error_that_shows_its_atom(frame):
+    *edges, batch, frames = graph()
     batch[3] = frame
     with pytest.raises(
         RuntimeError, match=f"`batch` entries 0 <= frame < nframes = 2, got {frame} at atom 3"
     ):
-        edge_force_virial(*given, batch, frames)
+        edge_force_virial(*edges, batch, frames)
 
 
-def test_an_error_names_the_argument_what_was_expected_and_what_came():
+def test_an_error_names_the_argument_its_rule_and_its_value():
     edge_index, gradient, vec, natoms, batch, frames = graph()
     for bad, message in (
         ({"edge_index": edge_index.short()}, "`edge_index` int32 or int64, got Short"),
@@ -184,20 +183,17 @@ def test_an_error_names_the_argument_what_was_expected_and_what_came():
         ({"batch": batch[1:]}, "`batch` of shape [natoms] = [7], got [6]"),
         ({"edge_order": edge_order(edge_index, natoms).long()}, "`edge_order` int32, got Long"),
     ):
-        good = dict(
-            edge_index=edge_index, edge_gradient=gradient, edge_vec=vec, natoms=natoms, batch=batch
-        )
+        names = ("edge_index", "edge_gradient", "edge_vec", "natoms", "batch", "nframes")
+        good = dict(zip(names, (edge_index, gradient, vec, natoms, batch, frames), strict=True))
         with pytest.raises(RuntimeError) as error:
-            edge_force_virial(**{**good, "nframes": frames, **bad})
-        assert (
-            str(error.value).split("\n")[0].removesuffix(".")
-            == f"calcops::edge_force_virial: expected {message}"
-        )
+            edge_force_virial(**{**good, **bad})
+        first_line = str(error.value).split("\n")[0]
+        assert first_line.removesuffix(".") == f"calcops::edge_force_virial: expected {message}"
 
 
 @pytest.mark.parametrize("edges", [2**30, 2**32, 2**40])
 def test_more_edges_than_an_order_can_count_are_refused(edges):
-    """Before anything of that size is allocated: the tensor is one number, shown many times."""
+    """The error comes before any allocation. The tensor here is one number, expanded."""
     edge_index = torch.zeros(2, 1, dtype=torch.int64).expand(2, edges)
     message = rf"expected `edge_index` of less than 2\^30 edges, got \[2, {edges}\]"
     with pytest.raises(RuntimeError, match="calcops::edge_order: " + message):
@@ -209,27 +205,30 @@ def test_more_edges_than_an_order_can_count_are_refused(edges):
 
 def test_the_order_lists_the_ends_of_each_atom(device):
     edge_index = graph(device=device)[0]
-    order, ends = edge_order(edge_index, 7).tolist(), []
-    live = (edge_index >= 0).all(0).tolist()
+    order = edge_order(edge_index, 7).tolist()
+    edges = edge_index.shape[1]
+    masked = (edge_index < 0).any(0)
+    # The ends of edges in one row: the centres, then the neighbours. -1 for those of masked edges.
+    atoms = edge_index.masked_fill(masked, -1).flatten().tolist()
+    ends = []
     for atom in range(7):
-        for row, names in enumerate(edge_index.tolist()):
-            ends += [23 * row + e for e, name in enumerate(names) if live[e] and name == atom]
+        ends += [end for end, name in enumerate(atoms) if name == atom]
         assert order[atom] == len(ends)
-    assert order[7:] == ends + [-1] * (46 - len(ends))
+    assert order[7:] == ends + [-1] * (2 * edges - len(ends))
 
 
-def test_the_order_changes_nothing_and_one_of_another_graph_is_found(device, monkeypatch):
-    given = graph(device=device)
-    order = edge_order(given[0], 7)
+def test_an_order_changes_no_bit_and_calcops_check_finds_that_of_another_graph(device, monkeypatch):
+    inputs = graph(device=device)
+    edge_index, gradient, *_ = inputs
+    order = edge_order(edge_index, 7)
     monkeypatch.setenv("CALCOPS_CHECK", "1")
-    assert_equal_lists(
-        edge_force_virial(*given, edge_order=order), edge_force_virial(*given), rtol=0, atol=0
-    )
+    results = edge_force_virial(*inputs, edge_order=order)
+    assert_equal_lists(results, edge_force_virial(*inputs), rtol=0, atol=0)
     with pytest.raises(RuntimeError, match="expected `edge_order` of this edge_index and natoms"):
-        edge_force(given[0].roll(1, 1), given[1], 7, edge_order=order)
+        edge_force(edge_index.roll(1, 1), gradient, 7, edge_order=order)
 
 
-def test_first_derivatives_in_every_mode(device):
+def test_first_derivatives_are_right_in_every_mode(device):
     edge_index, *leaves, natoms, batch, frames = differentiable_graph(**SMALL, device=device)
     assert gradcheck(
         lambda *x: edge_force_virial(edge_index, *x, natoms, batch, frames), leaves, **MODES
@@ -240,9 +239,9 @@ def test_first_derivatives_in_every_mode(device):
 @pytest.mark.parametrize(
     "output", [0, 1, 2, slice(None)], ids=["force", "virial", "atom_virial", "all"]
 )
-def test_second_derivatives_through_each_output(device, output):
+def test_second_derivatives_through_each_output_are_right(device, output):
     edge_index, g, v, *rest = differentiable_graph(**SMALL, device=device)
-    leaves = (g, v) if output != 0 else (g, v.detach())
+    leaves = (g, v) if output != 0 else (g, v.detach())  # the force does not depend on v
     assert gradgradcheck(
         lambda *x: edge_force_virial(edge_index, *x, *rest)[output], leaves, **SECOND
     )
@@ -252,15 +251,14 @@ def test_third_derivatives_equal_the_reference(device):
     edge_index, *leaves, natoms, batch, frames = differentiable_graph(device=device)
 
     def derivatives(function):
-        scalar, found = (
-            sum(x.sin().sum() for x in function(edge_index, *leaves, natoms, batch, frames)),
-            [],
-        )
+        results = function(edge_index, *leaves, natoms, batch, frames)
+        scalar = sum(x.sin().sum() for x in results)
+        gradients = []
         for _ in range(3):
             gradient = torch.autograd.grad(scalar, leaves, create_graph=True)
-            found += gradient
+            gradients += gradient
             scalar = sum((x * x.detach().cos()).sin().sum() for x in gradient)
-        return found
+        return gradients
 
     assert_equal_lists(
         derivatives(edge_force_virial), derivatives(reference_force_virial), rtol=1e-9, atol=1e-9
@@ -291,63 +289,64 @@ def test_torch_func_transforms_equal_the_reference(device, transform):
 def test_vmap_gives_what_a_loop_gives(device, mapped, size):
     torch._C._functorch._set_vmap_fallback_enabled(False)
     graphs = [graph(device=device, seed=seed) for seed in range(max(size, 1))]
-    stacks = [torch.stack(x)[:size] for x in zip(*((e, g, v, b) for e, g, v, _, b, _ in graphs))]
+    tensors = [(edge_index, g, v, batch) for edge_index, g, v, _, batch, _ in graphs]
+    stacks = [torch.stack(x)[:size] for x in zip(*tensors)]
     flags = {
         "all": (1, 1, 1, 1),
         "graph": (1, 0, 0, 0),
         "values": (0, 1, 1, 0),
         "batch": (0, 0, 0, 1),
     }[mapped]
-    first = [graphs[0][0], *graphs[0][1:3], graphs[0][4]]
-    given = [stack if flag else one for stack, one, flag in zip(stacks, first, flags)]
+    first = tensors[0]
+    inputs = [stack if flag else one for stack, one, flag in zip(stacks, first, flags)]
 
     def function(edge_index, g, v, batch):
         results = edge_force_virial(edge_index, g, v, 7, batch, 2)
-        with_index = edge_force(edge_index, g, 7)
-        return (
-            *results,
-            with_index,
-            *backward(*results, edge_index, g, v, 7, batch, 2, [True, False]),
-        )
+        gradients = backward(*results, edge_index, g, v, 7, batch, 2, [True, False])
+        return *results, edge_force(edge_index, g, 7), *gradients
 
-    ours = torch.vmap(function, tuple(0 if flag else None for flag in flags))(*given)
-    loop = [function(*(x[k] if flag else x for x, flag in zip(given, flags))) for k in range(size)]
+    results = torch.vmap(function, tuple(0 if flag else None for flag in flags))(*inputs)
+    loop = [function(*(x[k] if flag else x for x, flag in zip(inputs, flags))) for k in range(size)]
     if size == 0:
-        assert [x.shape for x in ours] == [(0, *x.shape) for x in function(*first)]
-    for x, expected in zip(ours, zip(*loop)):
-        torch.testing.assert_close(x, torch.stack(expected), rtol=0, atol=1e-13)
+        assert [x.shape for x in results] == [(0, *x.shape) for x in function(*first)]
+    for result, expected in zip(results, zip(*loop)):
+        torch.testing.assert_close(result, torch.stack(expected), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_results_are_bitwise_the_same_for_any_number_of_threads(dtype):
-    given = graph(natoms=500, edges=60_000, dtype=dtype)
-    leaves = [x.requires_grad_() for x in given[1:3]]
-    upstream, before, found = None, torch.get_num_threads(), []
+    edge_index, *leaves, natoms, batch, frames = graph(natoms=500, edges=60_000, dtype=dtype)
+    leaves = [x.requires_grad_() for x in leaves]
+    upstream = None
+    results = []
+    threads_of_torch = torch.get_num_threads()
     try:
         for threads in (1, 2, 3, 4):
             torch.set_num_threads(threads)
-            outputs = edge_force_virial(given[0], *leaves, *given[3:])
+            outputs = edge_force_virial(edge_index, *leaves, natoms, batch, frames)
             upstream = upstream or [torch.randn_like(x) for x in outputs]
-            found.append((*outputs, *torch.autograd.grad(outputs, leaves, upstream)))
+            results.append((*outputs, *torch.autograd.grad(outputs, leaves, upstream)))
     finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert_equal_lists(other, found[0], rtol=0, atol=0)
+        torch.set_num_threads(threads_of_torch)
+    for other in results[1:]:
+        assert_equal_lists(other, results[0], rtol=0, atol=0)
 
 
-def test_every_element_is_written(device):
+def test_every_element_of_results_and_gradients_is_written(device):
+    # In this mode, torch.empty fills new tensors with NaN.
     torch.use_deterministic_algorithms(True)
     try:
-        given = differentiable_graph(natoms=40, device=device)
-        outputs = edge_force_virial(*given)
-        for x in (*outputs, *torch.autograd.grad([x.sum() for x in outputs], given[1:3])):
+        edge_index, *leaves, natoms, batch, frames = differentiable_graph(natoms=40, device=device)
+        outputs = edge_force_virial(edge_index, *leaves, natoms, batch, frames)
+        gradients = torch.autograd.grad([x.sum() for x in outputs], leaves)
+        for x in (*outputs, *gradients):
             assert x.isfinite().all()
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="built with CUDA where a GPU is")
-def test_cuda_tensors_are_told_why_there_is_no_cuda_kernel():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the library has CUDA kernels")
+def test_without_cuda_kernels_an_error_says_why_the_library_has_none():
     edge_index, gradient, *_ = graph()
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     with pytest.raises(
@@ -363,14 +362,18 @@ def test_on_cuda_a_wrong_entry_makes_its_atoms_nan_and_is_an_error_when_checked(
     edge_index = edge_index.clamp(min=0)
     edge_index[1, 5] = entry
     F, W, atom_W = edge_force_virial(edge_index, gradient, vec, *rest)
-    assert F[edge_index[0, 5]].isnan().all() and W[rest[1][edge_index[0, 5]]].isnan().all()
+    natoms, batch, frames = rest
+    centre = edge_index[0, 5]
+    assert F[centre].isnan().all()
+    assert W[batch[centre]].isnan().all()
     assert F.isnan().any(1).sum() == 1
     script = (
         "import test_edge_force as t; e, *x = t.graph(device='cuda'); e[0, 0] = 9; "
         "t.edge_force_virial(e, *x)"
     )
     environment = {**os.environ, "CALCOPS_CHECK": "1", "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-c", script]
     child = subprocess.run(
-        [sys.executable, "-c", script], cwd=os.path.dirname(__file__), env=environment, stderr=-1
+        command, cwd=os.path.dirname(__file__), env=environment, stderr=subprocess.PIPE
     )
     assert b"expected `edge_index` entries" in child.stderr

@@ -1,5 +1,5 @@
-"""What edge_force and edge_force_virial do where few edges meet very many atoms or frames: numbers,
-order, memory."""
+"""edge_force and edge_force_virial for few edges among very many atoms or frames: results, order of
+sums, memory."""
 
 import os
 import subprocess
@@ -17,23 +17,24 @@ MANY = 100_000
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("edges", [0, 1, 50])
-def test_few_edges_among_many_atoms_give_what_they_give_among_few(dtype, index, edges):
+def test_few_edges_give_the_same_bits_among_many_atoms_as_among_few(dtype, index, edges):
     edge_index, gradient, vec, natoms, batch, frames = graph(9, edges, 3, dtype, index)
     names = torch.randperm(MANY, generator=torch.Generator().manual_seed(1))[:natoms].sort().values
     spread = torch.where(edge_index < 0, -1, names[edge_index.long()]).to(index)
     many_batch = torch.zeros(MANY, dtype=index)
     many_batch[names] = batch
     force, virial, atom_virial = edge_force_virial(edge_index, gradient, vec, natoms, batch, frames)
-    wide = [torch.zeros(MANY, *x.shape[1:], dtype=dtype) for x in (force, atom_virial)]
-    for to, rows in zip(wide, (force, atom_virial), strict=True):
-        to[names] = rows
-    ours = edge_force_virial(spread, gradient, vec, MANY, many_batch, frames)
-    assert_equal_lists(ours, (wide[0], virial, wide[1]), rtol=0, atol=0)
-    assert torch.equal(edge_force(spread, gradient, MANY), wide[0])
+    wide_force = torch.zeros(MANY, 3, dtype=dtype)
+    wide_force[names] = force
+    wide_atom_virial = torch.zeros(MANY, 3, 3, dtype=dtype)
+    wide_atom_virial[names] = atom_virial
+    expected = wide_force, virial, wide_atom_virial
+    results = edge_force_virial(spread, gradient, vec, MANY, many_batch, frames)
+    assert_equal_lists(results, expected, rtol=0, atol=0)
+    assert torch.equal(edge_force(spread, gradient, MANY), wide_force)
     columns = [x.mT.contiguous().mT for x in (gradient, vec)]
-    assert_equal_lists(
-        edge_force_virial(spread, *columns, MANY, many_batch, frames), ours, rtol=0, atol=0
-    )
+    results = edge_force_virial(spread, *columns, MANY, many_batch, frames)
+    assert_equal_lists(results, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("entry", [-2, MANY, 2**62])
@@ -46,7 +47,7 @@ def test_a_wrong_entry_among_many_atoms_is_an_error(entry):
 
 
 @pytest.mark.parametrize("order", ["rising", "falling", "any"])
-def test_frames_of_one_atom_each_in_any_order(order):
+def test_frames_of_one_atom_have_its_virial_in_any_order_of_frames(order):
     natoms = 2000
     edge_index, gradient, vec, *_ = graph(natoms, 30_000)
     batch = torch.arange(natoms)
@@ -57,11 +58,11 @@ def test_frames_of_one_atom_each_in_any_order(order):
 
 @pytest.mark.parametrize("edges", [5_000, 40_000, 70_000])
 @pytest.mark.parametrize("natoms", [700, 2_000, 5_000])
-def test_the_order_of_sums_depends_on_no_type_and_not_on_what_is_wanted(natoms, edges):
+def test_the_order_of_sums_is_the_same_for_all_dtypes_and_for_both_operators(natoms, edges):
     edge_index, gradient, vec, _, batch, frames = graph(natoms, edges, 3, torch.float32)
     expected = edge_force_virial(edge_index, gradient, vec, natoms, batch, frames)
-    ours = edge_force_virial(edge_index.int(), gradient, vec, natoms, batch.int(), frames)
-    assert_equal_lists(ours, expected, rtol=0, atol=0)
+    results = edge_force_virial(edge_index.int(), gradient, vec, natoms, batch.int(), frames)
+    assert_equal_lists(results, expected, rtol=0, atol=0)
     doubles = edge_force_virial(edge_index, gradient.double(), vec.double(), natoms, batch, frames)
     assert_equal_lists([x.float() for x in doubles], expected, rtol=0, atol=0)
     for index in (torch.int32, torch.int64):
@@ -69,7 +70,7 @@ def test_the_order_of_sums_depends_on_no_type_and_not_on_what_is_wanted(natoms, 
 
 
 @pytest.mark.parametrize(("natoms", "neighbors"), [(700, 8), (2_000, 16), (1_000, 40)])
-def test_the_order_of_sums_over_a_list_depends_on_no_type(natoms, neighbors):
+def test_the_order_of_sums_over_a_list_is_the_same_for_all_dtypes(natoms, neighbors):
     from reference import pairs
 
     from calcops_jit import force_virial
@@ -82,7 +83,7 @@ def test_the_order_of_sums_over_a_list_depends_on_no_type(natoms, neighbors):
     assert torch.equal(force(list_neigh, *values[:2], 3), expected[0].float())
 
 
-# What is asked for, and the bytes of its results.
+# {name: (call, bytes of its results)}
 LARGE = {
     "forces": ("edge_force(index, edges, 20_000_000)", 240e6),
     "virials": ("edge_force_virial(index, edges, edges, 4_000_000)", 192e6),
@@ -91,8 +92,8 @@ LARGE = {
 
 
 @pytest.mark.parametrize("call", LARGE.values(), ids=LARGE)
-def test_memory_grows_with_the_results_alone(call):
-    """A process that may have a quarter more than the results take."""
+def test_a_call_needs_at_most_a_quarter_more_memory_than_its_results(call):
+    """The address space of a process is limited to that."""
     code = f"""
 import resource, torch
 from calcops_jit import edge_force, edge_force_virial
@@ -133,30 +134,30 @@ for call in (
     except RuntimeError as error:
         print(str(error).splitlines()[0])
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    lines = (
-        done.stdout.replace(": expected", "")
-        .replace(" for which memory suffices, got", "")
-        .splitlines()
-    )
-    assert lines == [
-        "calcops::edge_force `natoms` 1099511627776",
-        "calcops::edge_force_virial `natoms` 8589934592",
-        "calcops::edge_force_virial `nframes` 8589934592",
-        "calcops::edge_order `natoms` 8589934592",
-        "calcops::edge_order `natoms` 1099511627776",
-        "calcops::force `nghost` 8589934592",
-        "calcops::force `nghost` 600000000",
-        "calcops::force_virial `nghost` 1099511627776",
-        "calcops::neighbor_index `nghost` 8589934592",
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    sizes = [
+        ("edge_force", "natoms", 2**40),
+        ("edge_force_virial", "natoms", 2**33),
+        ("edge_force_virial", "nframes", 2**33),
+        ("edge_order", "natoms", 2**33),
+        ("edge_order", "natoms", 2**40),
+        ("force", "nghost", 2**33),
+        ("force", "nghost", 600_000_000),
+        ("force_virial", "nghost", 2**40),
+        ("neighbor_index", "nghost", 2**33),
+    ]
+    assert run.stdout.splitlines() == [
+        f"calcops::{operator}: expected `{argument}` for which memory suffices, got {size}"
+        for operator, argument, size in sizes
     ]
 
 
 @pytest.mark.filterwarnings("error")
-def test_vmap_of_what_may_be_kept_warns_of_nothing():
+def test_vmap_of_edge_order_and_neighbor_index_equals_a_loop_without_a_warning():
     torch._C._functorch._set_vmap_fallback_enabled(False)
-    given = torch.randint(-1, 7, (3, 2, 4, 5))
+    lists = torch.randint(-1, 7, (3, 2, 4, 5))
     for function in (lambda x: edge_order(x.flatten(1), 7), lambda x: neighbor_index(x, 3)):
+        expected = torch.stack([function(x) for x in lists])
         for dimension in (0, 1):
-            ours = torch.vmap(function, dimension)(given.transpose(0, dimension))
-            assert torch.equal(ours, torch.stack([function(x) for x in given]))
+            results = torch.vmap(function, dimension)(lists.transpose(0, dimension))
+            assert torch.equal(results, expected)

@@ -1,5 +1,5 @@
-"""calcops::environment_spline against plain PyTorch: values, derivatives of every order, empty slots,
-pairs beyond the cutoff, numbers outside the grid."""
+"""calcops::environment_spline against plain PyTorch: values, derivatives of every order, empty
+slots, pairs beyond the cutoff, R[0] outside the grid."""
 
 import math
 
@@ -14,7 +14,7 @@ DEGREES = {"quintic": 5, "cubic": 3}
 
 
 def cardinal(degree, t):
-    """The B-spline of knots 0, 1 ... degree + 1 at t, by its recursion."""
+    """Return the B-spline of knots 0, 1 ... degree + 1 at t, by its recursion."""
     if degree == 0:
         return ((t >= 0) & (t < 1)).to(t)
     left = t * cardinal(degree - 1, t)
@@ -23,29 +23,30 @@ def cardinal(degree, t):
 
 
 def splines(degree, position, functions):
-    """All B-splines [..., functions] at positions in cells of width 1, straight lines outside."""
+    """Return all B-splines [..., functions] at positions in cells of width 1.
+
+    Outside the cells, a B-spline goes on as a straight line.
+    """
     cells = functions - degree
     inside = position.clamp(0, cells)
     offset = torch.arange(functions, dtype=position.dtype) - degree
-    # The last cell holds its end.
+    # The right end of the cells belongs to the last cell. There a B-spline is computed by its
+    # symmetry about (degree + 1) / 2, under which its slope changes sign.
     t = inside.unsqueeze(-1) - offset
     at_end = (inside.detach() >= cells).unsqueeze(-1)
-    value = torch.where(
-        at_end, cardinal(degree, degree + 1 - (cells - offset)), cardinal(degree, t)
-    )
+    mirrored_end = degree + 1 - (cells - offset)
+    value = torch.where(at_end, cardinal(degree, mirrored_end), cardinal(degree, t))
 
     def slope(t):
         return cardinal(degree - 1, t) - cardinal(degree - 1, t - 1)
 
     beyond = (position - inside).unsqueeze(-1)
-    # A B-spline is symmetric about (degree + 1) / 2, its slope antisymmetric.
-    edge = torch.where(
-        at_end, -slope(degree + 1 - (cells - offset)), slope(-offset).expand_as(value)
-    )
-    return torch.where(beyond != 0, value.detach() + beyond * edge, value)
+    slope_at_edge = torch.where(at_end, -slope(mirrored_end), slope(-offset).expand_as(value))
+    return torch.where(beyond != 0, value.detach() + beyond * slope_at_edge, value)
 
 
 def rows(d, davg, dstd, rcut_smth=RCUT_SMTH, rcut=RCUT):
+    """Return the normalised rows R [..., 4] of Deep Potential's environment matrix."""
     r = torch.linalg.vector_norm(d, dim=-1, keepdim=True)
     u = ((r - rcut_smth) / (rcut - rcut_smth)).clamp(0, 1)
     w = u**3 * (-6 * u**2 + 15 * u - 10) + 1
@@ -55,20 +56,23 @@ def rows(d, davg, dstd, rcut_smth=RCUT_SMTH, rcut=RCUT):
 def reference(d, kind, davg, dstd, grid, functions, rcut_smth, rcut, spline="quintic"):
     live = (kind >= 0) & ~(d.detach().square().sum(-1) >= rcut**2)
     d = torch.where(live.unsqueeze(-1), d, 1.0)
-    each = kind.clamp(min=0).long()
-    R = rows(d, davg[each], dstd[each], rcut_smth, rcut)
+    kind = kind.clamp(min=0).long()
+    R = rows(d, davg[kind], dstd[kind], rcut_smth, rcut)
     degree = DEGREES[spline]
-    begin, end = grid[each].unbind(-1)
+    begin, end = grid[kind].unbind(-1)
     position = (R[..., 0] - begin) * (functions - degree) / (end - begin)
     B = splines(degree, position, functions)
-    kinds = torch.nn.functional.one_hot(each, len(davg)).to(d) * live.unsqueeze(-1)
+    kinds = torch.nn.functional.one_hot(kind, len(davg)).to(d) * live.unsqueeze(-1)
     return torch.einsum("isa,isk,isb->iakb", R, kinds, B)
 
 
 def inputs(
     n=5, K=9, functions=16, spline="quintic", dtype=torch.float64, index=torch.int64, seed=0
 ):
-    """Three kinds; distances from 0.7 to beyond the cutoff, R[0] beyond both ends of its grid."""
+    """Return random arguments with three kinds.
+
+    Distances are from 0.7 to beyond the cutoff, and R[0] is beyond both ends of the grid.
+    """
     generator = torch.Generator().manual_seed(seed)
     direction = torch.randn(n, K, 3, dtype=torch.float64, generator=generator)
     r = 0.7 + 6 * torch.rand(n, K, 1, dtype=torch.float64, generator=generator)
@@ -82,11 +86,13 @@ def inputs(
 
 
 def smooth_inputs(spline="quintic"):
-    """Inside one cell of each kind, where every derivative exists."""
+    """Return arguments whose R[0] lie inside cells, where every derivative exists."""
     d, kind, davg, dstd, _, functions, *rest = inputs(n=2, K=4, spline=spline)
     r = torch.linalg.vector_norm(d, dim=-1, keepdim=True)
     d = d / r * (1.5 + r / 2)
-    kind[0, 0], kind[0, 1], kind[1, 0] = 0, 1, -1
+    kind[0, 0] = 0
+    kind[0, 1] = 1
+    kind[1, 0] = -1
     cells = functions - DEGREES[spline]
     grid = torch.tensor([[-3.0, 100.0], [-3, 20], [-3, 50]], dtype=torch.float64)
     grid[:, 1] = grid[:, 0] + 8.0 * cells  # cells of width 8
@@ -108,11 +114,11 @@ def test_sums_are_those_of_plain_pytorch(spline, functions, index):
 def test_gradients_are_those_of_autograd(spline, functions):
     d, *rest = inputs(n=7, K=30, functions=functions, spline=spline)
     upstream = torch.randn(7, 4, 3, functions, dtype=torch.float64)
-    ours, theirs = (
-        torch.autograd.grad(f(leaf, *rest), leaf, upstream)[0]
-        for f, leaf in ((environment_spline, d.requires_grad_()), (reference, d))
-    )
-    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11 * float(theirs.abs().max()))
+    d.requires_grad_()
+    (gradient,) = torch.autograd.grad(environment_spline(d, *rest), d, upstream)
+    (expected,) = torch.autograd.grad(reference(d, *rest), d, upstream)
+    atol = 1e-11 * float(expected.abs().max())
+    torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=atol)
 
 
 @pytest.mark.parametrize("spline", DEGREES)
@@ -122,34 +128,36 @@ def test_second_derivatives_are_those_of_autograd(spline):
     tangent = torch.randn_like(d)
 
     def second(f):
-        leaf, weight = d.clone().requires_grad_(), upstream.clone().requires_grad_()
+        leaf = d.clone().requires_grad_()
+        weight = upstream.clone().requires_grad_()
         (slope,) = torch.autograd.grad(f(leaf, *rest), leaf, weight, create_graph=True)
         return torch.autograd.grad((slope * tangent).sum(), (leaf, weight))
 
-    for ours, theirs in zip(second(environment_spline), second(reference)):
-        scale = float(theirs.abs().max())
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11 * scale)
+    for gradient, expected in zip(second(environment_spline), second(reference)):
+        atol = 1e-11 * float(expected.abs().max())
+        torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=atol)
 
 
 @pytest.mark.parametrize("spline", DEGREES)
-def test_derivatives_of_first_to_third_order_in_both_modes(spline):
+def test_derivatives_of_first_to_third_order_are_right_in_both_modes(spline):
     d, *rest = smooth_inputs(spline)
 
-    def of(d):
+    def sums(d):
         return environment_spline(d, *rest)
 
-    assert torch.autograd.gradcheck(of, d, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(of, d, check_fwd_over_rev=True)
+    assert torch.autograd.gradcheck(sums, d, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(sums, d, check_fwd_over_rev=True)
 
     def slope(d):
-        return torch.autograd.grad((of(d) ** 2).sum(), d, create_graph=True)[0]
+        return torch.autograd.grad((sums(d) ** 2).sum(), d, create_graph=True)[0]
 
     assert torch.autograd.gradgradcheck(slope, d)
 
 
-def test_the_fifth_derivative_along_a_line_is_that_of_plain_pytorch():
+def test_the_first_five_derivatives_along_a_line_are_those_of_plain_pytorch():
     d, *rest = smooth_inputs()
-    d, tangent = d.detach(), torch.randn(d.shape, dtype=d.dtype)
+    d = d.detach()
+    tangent = torch.randn(d.shape, dtype=d.dtype)
 
     def along(f, order):
         if order == 0:
@@ -159,13 +167,10 @@ def test_the_fifth_derivative_along_a_line_is_that_of_plain_pytorch():
 
     zero = torch.zeros((), dtype=torch.float64)
     for order in range(1, 6):
-        theirs = along(reference, order)(zero)
-        torch.testing.assert_close(
-            along(environment_spline, order)(zero),
-            theirs,
-            rtol=1e-9,
-            atol=1e-10 * float(theirs.abs().max()),
-        )
+        result = along(environment_spline, order)(zero)
+        expected = along(reference, order)(zero)
+        atol = 1e-10 * float(expected.abs().max())
+        torch.testing.assert_close(result, expected, rtol=1e-9, atol=atol)
 
 
 def test_forward_and_reverse_mode_agree_in_every_mixture():
@@ -174,78 +179,85 @@ def test_forward_and_reverse_mode_agree_in_every_mixture():
     rest[0] = rest[0][:1, :2]
     weights = torch.randn(1, 4, 3, 16, dtype=torch.float64)
 
-    def of(d):
+    def scalar(d):
         return (environment_spline(d, *rest) * weights).sum()
 
-    jacrev, jacfwd = torch.func.jacrev, torch.func.jacfwd
-    expected = jacrev(jacrev(jacrev(of)))(d)
-    for outer, middle, inner in ((jacfwd, jacrev, jacrev), (jacrev, jacfwd, jacrev),
-                                 (jacrev, jacrev, jacfwd), (jacfwd, jacfwd, jacfwd)):  # fmt: skip
-        torch.testing.assert_close(outer(middle(inner(of)))(d), expected, rtol=1e-9, atol=1e-9)
+    rev, fwd = torch.func.jacrev, torch.func.jacfwd
+    expected = rev(rev(rev(scalar)))(d)
+    for outer, middle, inner in (
+        (fwd, rev, rev),
+        (rev, fwd, rev),
+        (rev, rev, fwd),
+        (fwd, fwd, fwd),
+    ):
+        result = outer(middle(inner(scalar)))(d)
+        torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_empty_slots_and_pairs_beyond_the_cutoff_add_exactly_nothing():
     d, kind, *rest = inputs(K=40)
     r = torch.linalg.vector_norm(d, dim=-1)
-    out = (kind < 0) | (r >= RCUT)
+    is_left_out = (kind < 0) | (r >= RCUT)
     assert (r[kind >= 0] >= RCUT).any()
-    P = environment_spline(d, torch.where(out, -1, kind), *rest)
+    P = environment_spline(d, torch.where(is_left_out, -1, kind), *rest)
     assert torch.equal(environment_spline(d, kind, *rest), P)
 
     dirty = d.masked_fill((kind < 0).unsqueeze(-1), math.nan).requires_grad_()
     dirty_P = environment_spline(dirty, kind, *rest)
     assert torch.equal(dirty_P, P)
     (grad,) = torch.autograd.grad(dirty_P.square().sum(), dirty, create_graph=True)
-    assert (grad[out] == 0).all() and grad.isfinite().all()
+    assert (grad[is_left_out] == 0).all()
+    assert grad.isfinite().all()
     (second,) = torch.autograd.grad(grad.square().sum(), dirty)
-    assert (second[out] == 0).all() and second.isfinite().all()
-    tangent = torch.ones_like(d).masked_fill(out.unsqueeze(-1), math.nan)
+    assert (second[is_left_out] == 0).all()
+    assert second.isfinite().all()
+    tangent = torch.ones_like(d).masked_fill(is_left_out.unsqueeze(-1), math.nan)
     _, along = torch.func.jvp(lambda d: environment_spline(d, kind, *rest), (dirty,), (tangent,))
     assert along.isfinite().all()
 
 
-def test_the_cutoff_itself_is_beyond():
+def test_a_pair_at_exactly_the_cutoff_adds_nothing():
     d, kind, *rest = inputs(n=1, K=2)
     kind[:] = 0
-    d[0, 0], d[0, 1] = torch.tensor([[RCUT, 0, 0], [0, RCUT * (1 + 1e-15), 0]]).double()
+    d[0] = torch.tensor([[RCUT, 0, 0], [0, RCUT * (1 + 1e-15), 0]]).double()
     assert not environment_spline(d, kind, *rest).any()
-    d[0, 0, 0] = RCUT * (1 - 1e-9)  # -davg/dstd of one neighbour
+    d[0, 0, 0] = RCUT * (1 - 1e-9)  # just inside, a pair adds B-splines of -davg / dstd
     assert environment_spline(d, kind, *rest).any()
 
 
-def test_the_order_of_empty_slots_changes_no_bit_and_that_of_pairs_only_rounding():
+def test_the_order_of_empty_slots_changes_no_bit_and_the_order_of_pairs_only_rounding():
     d, kind, *rest = inputs(K=40)
     order = torch.argsort((kind < 0).int(), dim=1, stable=True)
     moved = d.gather(1, order[..., None].expand_as(d)), kind.gather(1, order)
     P = environment_spline(d, kind, *rest)
     assert torch.equal(environment_spline(*moved, *rest), P)
-    torch.testing.assert_close(
-        environment_spline(d.flip(1), kind.flip(1), *rest), P, rtol=1e-13, atol=1e-13
-    )
+    flipped = environment_spline(d.flip(1), kind.flip(1), *rest)
+    torch.testing.assert_close(flipped, P, rtol=1e-13, atol=1e-13)
 
 
 def test_outside_its_grid_a_b_spline_is_a_straight_line():
-    davg, dstd = torch.zeros(1, 4, dtype=torch.float64), torch.ones(1, 4, dtype=torch.float64)
+    davg = torch.zeros(1, 4, dtype=torch.float64)
+    dstd = torch.ones(1, 4, dtype=torch.float64)
     grid = torch.tensor([[0.3, 0.5]], dtype=torch.float64)
     coefficients = torch.randn(16, dtype=torch.float64)
     kind = torch.zeros(1, 1, dtype=torch.int64)
 
     def g(s):
-        """The spline at s, by a pair at a distance of 1/s."""
+        """Return the spline at s, from the sums of one pair at distance 1/s."""
         d = torch.tensor([[[1 / s, 0.0, 0.0]]], dtype=torch.float64)
         P = environment_spline(d, kind, davg, dstd, grid, 16, 20.0, 30.0)
         return float(P[0, 0, 0] @ coefficients / s)
 
     for end, outwards in ((0.3, -0.01), (0.5, 0.01)):
-        inside = (g(end) - g(end - 1e-3 * outwards)) / (1e-3 * outwards)
-        one, two, ten = (g(end + i * outwards) for i in (1, 2, 10))
-        assert math.isclose(two - one, one - g(end), rel_tol=1e-9)
-        assert math.isclose(ten - two, 8 * (one - g(end)), rel_tol=1e-9)
-        assert math.isclose((one - g(end)) / outwards, inside, rel_tol=1e-2)
+        slope_inside = (g(end) - g(end - 1e-3 * outwards)) / (1e-3 * outwards)
+        zero, one, two, ten = (g(end + steps * outwards) for steps in (0, 1, 2, 10))
+        assert math.isclose(two - one, one - zero, rel_tol=1e-9)
+        assert math.isclose(ten - two, 8 * (one - zero), rel_tol=1e-9)
+        assert math.isclose((one - zero) / outwards, slope_inside, rel_tol=1e-2)
 
 
-def test_splines_with_coefficients_of_a_polynomial_are_that_polynomial():
-    """The sums with the product are those of functions of R[0], so the layout is as documented."""
+def test_splines_with_coefficients_of_a_polynomial_give_its_sums():
+    """This also shows that the last two dimensions have the documented order."""
     d, kind, davg, dstd, _, functions, *rest = inputs(K=30)
     grid = torch.tensor([[-3.0, 20.0]] * 3, dtype=torch.float64)
     cells = functions - 5
@@ -260,7 +272,7 @@ def test_splines_with_coefficients_of_a_polynomial_are_that_polynomial():
     torch.testing.assert_close(T, torch.einsum("isa,ism->iam", R, powers), rtol=1e-9, atol=1e-8)
 
 
-def test_the_gradient_is_what_edge_force_takes():
+def test_edge_force_takes_the_gradient_of_the_sums():
     d, kind, *rest = inputs()
     upstream = torch.randn(5, 4, 3, 16, dtype=torch.float64)
     (grad,) = torch.autograd.grad(environment_spline(d.requires_grad_(), kind, *rest), d, upstream)
@@ -283,30 +295,34 @@ def test_float32_is_computed_in_float64():
         assert torch.equal(single, double.float())
 
 
-def test_two_atoms_in_one_place_are_not_finite():
+def test_two_atoms_in_one_place_give_values_that_are_not_finite():
     d, kind, *rest = inputs(n=2, K=3)
     kind[:] = 1
     d[0, 1] = 0
     d.requires_grad_()
     P = environment_spline(d, kind, *rest)
-    assert not P[0, :, 1].isfinite().all() and P[1].isfinite().all() and not P[:, :, 0].any()
+    assert not P[0, :, 1].isfinite().all()
+    assert P[1].isfinite().all()
+    assert not P[:, :, 0].any()
     (grad,) = torch.autograd.grad(P.sum(), d)
     assert not grad[0, 1].isfinite().any()
 
 
-def test_not_a_number_stays_one():
+def test_nan_in_a_vector_makes_the_sums_of_its_atom_and_kind_nan():
     d, kind, *rest = inputs(n=2, K=3)
     kind[:] = 1
     d[0, 1, 2] = math.nan
     P = environment_spline(d, kind, *rest)
-    assert P[0, :, 1].isnan().any(-1).all() and P[1].isfinite().all()
+    assert P[0, :, 1].isnan().any(-1).all()
+    assert P[1].isfinite().all()
 
 
-def test_sizes_of_zero():
+def test_empty_sizes_give_zeros_of_the_right_shape():
     for n, K in ((0, 3), (3, 0)):
         d, *rest = inputs(n=n, K=K)
         P = environment_spline(d.requires_grad_(), *rest)
-        assert P.shape == (n, 4, 3, 16) and not P.any()
+        assert P.shape == (n, 4, 3, 16)
+        assert not P.any()
         assert not torch.autograd.grad(P.sum(), d)[0].any()
     d, kind, davg, dstd, grid, *rest = inputs()
     P = environment_spline(d, torch.full_like(kind, -1), davg[:0], dstd[:0], grid[:0], *rest)
@@ -316,9 +332,9 @@ def test_sizes_of_zero():
 def test_strides_and_threads_change_no_bit():
     d, kind, *rest = inputs(n=200)
     expected = environment_spline(d, kind, *rest)
-    apart = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (d, kind)]
-    assert not apart[0].is_contiguous()
-    assert torch.equal(environment_spline(*apart, *rest), expected)
+    strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (d, kind)]
+    assert not strided[0].is_contiguous()
+    assert torch.equal(environment_spline(*strided, *rest), expected)
     threads = torch.get_num_threads()
     try:
         for count in (1, 3):

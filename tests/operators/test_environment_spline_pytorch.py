@@ -14,22 +14,23 @@ NAMES = "d", "kind", "davg", "dstd", "grid", "functions", "rcut_smth", "rcut", "
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_vmap_over_atoms_with_one_grid_and_with_a_grid_each(chunk):
+def test_vmap_over_atoms_with_one_grid_and_with_a_grid_each_equals_a_loop(chunk):
     d, kind, davg, dstd, grid, *rest = inputs(n=6)
-    d, kind = d.view(3, 2, 9, 3), kind.view(3, 2, 9)
+    d = d.view(3, 2, 9, 3)
+    kind = kind.view(3, 2, 9)
 
-    def of(d, kind, grid):
+    def sums(d, kind, grid):
         return environment_spline(d, kind, davg, dstd, grid, *rest)
 
-    expected = torch.stack([of(*item, grid) for item in zip(d, kind)])
-    found = torch.vmap(of, (0, 0, None), chunk_size=chunk)(d, kind, grid)
-    assert torch.equal(found, expected)
+    expected = torch.stack([sums(*item, grid) for item in zip(d, kind)])
+    result = torch.vmap(sums, (0, 0, None), chunk_size=chunk)(d, kind, grid)
+    assert torch.equal(result, expected)
     grids = torch.stack([grid, 2 * grid, 3 * grid])
-    expected = torch.stack([of(*item) for item in zip(d, kind, grids)])
-    assert torch.equal(torch.vmap(of)(d, kind, grids), expected)
+    expected = torch.stack([sums(*item) for item in zip(d, kind, grids)])
+    assert torch.equal(torch.vmap(sums)(d, kind, grids), expected)
 
 
-def test_hessians_under_vmap():
+def test_hessians_under_vmap_equal_a_loop():
     d, kind, *rest = smooth_inputs()
     d = d.detach()
 
@@ -41,18 +42,16 @@ def test_hessians_under_vmap():
     torch.testing.assert_close(hessians, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_opcheck_compile_and_export_with_dynamic_sizes():
+def test_opcheck_compile_and_export_pass_with_dynamic_sizes():
     d, kind, *rest = inputs(K=4)
     d.requires_grad_()
     opcheck(torch.ops.calcops.environment_spline.default, (d, kind, *rest))
     directions = torch.randn(5, 4, 2, 3, dtype=torch.float64, requires_grad=True)
     opcheck(torch.ops.calcops._environment_spline_along.default, (d, kind, *rest, directions))
     upstream = torch.randn(5, 4, 3, 16, dtype=torch.float64, requires_grad=True)
-    for along in (None, directions):
-        opcheck(
-            torch.ops.calcops._environment_spline_backward.default,
-            (upstream, d, kind, *rest, along),
-        )
+    backward = torch.ops.calcops._environment_spline_backward.default
+    opcheck(backward, (upstream, d, kind, *rest, None))
+    opcheck(backward, (upstream, d, kind, *rest, directions))
     compiled = torch.compile(environment_spline, fullgraph=True, dynamic=True)
     grads = [
         torch.autograd.grad(f(d, kind, *rest).square().sum(), d)
@@ -64,19 +63,20 @@ def test_opcheck_compile_and_export_with_dynamic_sizes():
         def forward(self, d, kind, davg, dstd, grid):
             return environment_spline(d, kind, davg, dstd, grid, *rest[3:])
 
-    n, K = torch.export.Dim("n"), torch.export.Dim("K")
+    n = torch.export.Dim("n")
+    K = torch.export.Dim("K")
     sizes = {"d": {0: n, 1: K}, "kind": {0: n, 1: K}, "davg": None, "dstd": None, "grid": None}
     program = torch.export.export(Module(), (d.detach(), kind, *rest[:3]), dynamic_shapes=sizes)
     other = inputs(n=8, K=3, seed=5)
     assert torch.equal(program.module()(*other[:5]), environment_spline(*other))
 
 
-def changed(**changes):
+def arguments_with(**changes):
     return dict(zip(NAMES, inputs())) | changes
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, message",
     [
         (
             {"d": torch.zeros(5, 9, 3, dtype=torch.int64)},
@@ -98,23 +98,23 @@ def changed(**changes):
         ({"spline": "linear"}, "expected `spline`"),
     ],
 )
-def test_wrong_input_is_an_error_that_names_it(changes, words):
+def test_a_wrong_argument_is_an_error_that_names_it(changes, message):
     with pytest.raises(RuntimeError) as error:
-        environment_spline(**changed(**changes))
+        environment_spline(**arguments_with(**changes))
     assert "calcops::environment_spline: " in str(error.value), error.value
-    assert words in str(error.value), error.value
+    assert message in str(error.value), error.value
 
 
 @pytest.mark.parametrize("name", ["davg", "dstd", "grid"])
-def test_a_gradient_of_what_has_none_is_an_error(name):
-    arguments = changed()
+def test_a_gradient_of_a_constant_is_an_error(name):
+    arguments = arguments_with()
     arguments[name].requires_grad_()
     P = environment_spline(**arguments)
     with pytest.raises(RuntimeError, match=f"expected `{name}` that requires no gradient"):
         P.sum().backward()
 
 
-def test_whatever_the_constants_hold_no_other_memory_is_read():
+def test_constants_of_any_value_read_no_memory_out_of_bounds():
     d, kind, davg, dstd, grid, *rest = inputs()
     for value in (0.0, math.nan, math.inf, -1e300):
         for i in range(3):

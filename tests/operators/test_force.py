@@ -1,5 +1,5 @@
-"""calcops::force and calcops::force_virial: values, bits, errors and sizes; on the CPU and on a
-GPU, if any."""
+"""calcops::force and calcops::force_virial: values, bits, errors and sizes, on the CPU and on a GPU
+if there is one."""
 
 import itertools
 
@@ -13,6 +13,13 @@ from calcops_jit import force, force_virial
 backward = torch.ops.calcops._force_virial_backward
 
 
+def tolerance_of(dtype, float64_atol=1e-12):
+    """Return tolerances for sums of terms of size 1, against the reference in float64."""
+    if dtype == torch.float64:
+        return dict(rtol=1e-12, atol=float64_atol)
+    return dict(rtol=2e-7, atol=1e-6)
+
+
 # ---- values -------------------------------------------------------------------------------------
 
 
@@ -22,28 +29,26 @@ backward = torch.ops.calcops._force_virial_backward
 def test_values_equal_the_reference(device, dtype, index, nghost):
     list_neigh, dE, Ri_d, Rij = pairs(nghost=nghost, dtype=dtype, index=index, device=device)
     expected = reference.force_virial(list_neigh, *(x.double() for x in (dE, Ri_d, Rij)), nghost)
-    tolerance = (
-        dict(rtol=1e-12, atol=1e-12) if dtype == torch.float64 else dict(rtol=2e-7, atol=1e-6)
-    )
-    ours = force_virial(list_neigh, dE, Ri_d, Rij, nghost)
-    assert [x.dtype for x in ours] == [dtype] * 3
-    assert_equal_lists([x.double() for x in ours], expected, **tolerance)
-    torch.testing.assert_close(
-        force(list_neigh, dE, Ri_d, nghost).double(), expected[0], **tolerance
-    )
+    results = force_virial(list_neigh, dE, Ri_d, Rij, nghost)
+    assert [x.dtype for x in results] == [dtype] * 3
+    assert_equal_lists([x.double() for x in results], expected, **tolerance_of(dtype))
+    F = force(list_neigh, dE, Ri_d, nghost)
+    torch.testing.assert_close(F.double(), expected[0], **tolerance_of(dtype))
 
 
-def test_a_pair_by_hand():
-    # g = dE @ Ri_d = (1, 2, 3) acts on atom 1; atom 0 gets the opposite.
+def test_a_pair_has_the_force_and_virial_computed_by_hand():
+    # The force dE @ Ri_d = (1, 2, 3) acts on atom 1, the opposite one on atom 0.
     list_neigh = torch.tensor([[[1, -1], [-1, -1]]])
     dE = torch.tensor([[[[1.0, 1, 1, 0], [9, 9, 9, 9]], [[9] * 4] * 2]], dtype=torch.float64)
     Ri_d = torch.full((1, 2, 2, 4, 3), 7.0, dtype=torch.float64)
     Ri_d[0, 0, 0] = torch.tensor([[1, 0, 0], [0, 2, 0], [0, 0, 3], [5, 5, 5]])
     Rij = torch.tensor([10.0, 20, 30], dtype=torch.float64).expand(1, 2, 2, 3)
     F, W, atom_W = force_virial(list_neigh, dE, Ri_d, Rij)
-    assert F.tolist() == force(list_neigh, dE, Ri_d).tolist() == [[[-1, -2, -3], [1, 2, 3]]]
+    assert F.tolist() == [[[-1, -2, -3], [1, 2, 3]]]
+    assert force(list_neigh, dE, Ri_d).tolist() == F.tolist()
     assert W.tolist() == [[[10, 20, 30], [20, 40, 60], [30, 60, 90]]]
-    assert atom_W[0, 0].abs().sum() == 0 and atom_W[0, 1].tolist() == W[0].tolist()
+    assert atom_W[0, 0].abs().sum() == 0
+    assert atom_W[0, 1].tolist() == W[0].tolist()
 
 
 def test_every_accepted_view_gives_the_same_bits(device):
@@ -58,19 +63,14 @@ def test_every_accepted_view_gives_the_same_bits(device):
         torch.testing.assert_close(force(*view, 2), expected[0], rtol=0, atol=0)
 
 
-def test_strided_and_expanded_inputs_are_read_right(device):
-    list_neigh, dE, Ri_d, Rij = pairs(device=device)
-    strided = [
-        x.transpose(0, -1).contiguous().transpose(0, -1) for x in (list_neigh, dE, Ri_d, Rij)
-    ]
+def test_strided_and_expanded_inputs_give_the_bits_of_contiguous_ones(device):
+    inputs = pairs(device=device)
+    strided = [x.transpose(0, -1).contiguous().transpose(0, -1) for x in inputs]
     assert not any(x.is_contiguous() for x in strided)
-    assert_equal_lists(
-        force_virial(*strided, 2), force_virial(list_neigh, dE, Ri_d, Rij, 2), rtol=0, atol=0
-    )
-    one = [x[:1].expand_as(x) for x in (list_neigh, dE, Ri_d, Rij)]
-    assert_equal_lists(
-        force_virial(*one, 2), force_virial(*(x.contiguous() for x in one), 2), rtol=0, atol=0
-    )
+    assert_equal_lists(force_virial(*strided, 2), force_virial(*inputs, 2), rtol=0, atol=0)
+    expanded = [x[:1].expand_as(x) for x in inputs]
+    expected = force_virial(*(x.contiguous() for x in expanded), 2)
+    assert_equal_lists(force_virial(*expanded, 2), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_empty_sizes_give_zeros_of_the_right_shape(device, sizes):
         assert gradient.count_nonzero() == 0
 
 
-def test_what_an_empty_slot_holds_never_matters(device):
+def test_values_in_an_empty_slot_never_matter(device):
     list_neigh, dE, Ri_d, Rij = pairs(device=device)
     empty = list_neigh < 0
     expected = force_virial(list_neigh, dE, Ri_d, Rij, 2)
@@ -120,44 +120,52 @@ def test_what_an_empty_slot_holds_never_matters(device):
         assert_equal_lists(outputs, expected, rtol=0, atol=0)
         upstream = [torch.randn_like(x) for x in outputs]
         for gradient in torch.autograd.grad(outputs, dirty, upstream, create_graph=True):
-            assert gradient.isfinite().all() and (gradient[empty] == 0).all()
-            # ... nor does what comes from above for such a slot, one order higher.
+            assert gradient.isfinite().all()
+            assert (gradient[empty] == 0).all()
+            # Nor does the upstream of such a slot matter in the second derivatives.
             v = torch.randn_like(gradient)
             v[empty] = junk
-            for second in torch.autograd.grad(
-                gradient, dirty, v, retain_graph=True, allow_unused=True
-            ):
-                assert second is None or (second.isfinite().all() and (second[empty] == 0).all())
+            seconds = torch.autograd.grad(gradient, dirty, v, retain_graph=True, allow_unused=True)
+            for second in seconds:
+                if second is not None:
+                    assert second.isfinite().all()
+                    assert (second[empty] == 0).all()
 
 
-def test_nan_in_a_live_slot_goes_where_it_belongs(device):
+def test_nan_in_a_live_slot_reaches_only_its_atoms_and_its_frame(device):
     list_neigh, dE, Ri_d, Rij = pairs(device=device)
     list_neigh[0, 0, 0] = 3
     dE[0, 0, 0] = float("nan")
     F, W, atom_W = force_virial(list_neigh, dE, Ri_d, Rij, 2)
-    wrong = F.isnan().any(-1)
-    assert wrong[0].nonzero().flatten().tolist() == [0, 3] and not wrong[1:].any()
-    assert W[0].isnan().all() and not W[1:].isnan().any()
-    assert atom_W.isnan().any(-1).any(-1)[0].nonzero().flatten().tolist() == [3]
+    assert F[0].isnan().any(-1).nonzero().flatten().tolist() == [0, 3]
+    assert not F[1:].isnan().any()
+    assert W[0].isnan().all()
+    assert not W[1:].isnan().any()
+    assert atom_W[0].isnan().any(-1).any(-1).nonzero().flatten().tolist() == [3]
 
 
 def test_pair_vectors_take_no_part_in_the_gradient_of_a_force(device):
     list_neigh, dE, Ri_d, Rij = pairs(device=device)
     upstream = torch.randn(3, 7, 3, dtype=dE.dtype, device=device)
-    wanted = [True] * 3
-    expected = backward(upstream, None, None, list_neigh, dE, Ri_d, Rij, 2, True, wanted)
-    ours = backward(upstream, None, None, list_neigh, dE, Ri_d, Rij * float("nan"), 2, True, wanted)
-    assert_equal_lists(ours, expected, rtol=0, atol=0)
-    assert ours[2].count_nonzero() == 0
+
+    def gradients_with(Rij):
+        return backward(upstream, None, None, list_neigh, dE, Ri_d, Rij, 2, True, [True] * 3)
+
+    results = gradients_with(Rij * float("nan"))
+    assert_equal_lists(results, gradients_with(Rij), rtol=0, atol=0)
+    assert results[2].count_nonzero() == 0
 
 
 # ---- bit for bit ---------------------------------------------------------------------------------
 
 
 def gradients(list_neigh, *leaves, nghost=2, second=False):
-    """Outputs and gradients, and the gradients of those."""
+    """Return the outputs and their gradients, with `second` also the gradients of these."""
     leaves = [x.detach().requires_grad_() for x in leaves]
-    weights = lambda x: torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x).to(x)  # noqa: E731
+
+    def weights(x):
+        return torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x).to(x)
+
     outputs = force_virial(list_neigh, *leaves, nghost)
     first = torch.autograd.grad(outputs, leaves, [weights(x) for x in outputs], create_graph=second)
     if not second:
@@ -168,7 +176,7 @@ def gradients(list_neigh, *leaves, nghost=2, second=False):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_same_bits_in_100_repeats_for_any_number_of_threads(dtype):
     inputs = pairs(frames=2, natoms=900, nghost=100, neighbors=60, dtype=dtype)
-    before = torch.get_num_threads()
+    threads_of_torch = torch.get_num_threads()
     expected = gradients(*inputs, nghost=100, second=True)
     try:
         for threads in (1, 2, 3, 4, 8):
@@ -177,7 +185,7 @@ def test_the_same_bits_in_100_repeats_for_any_number_of_threads(dtype):
                 results = gradients(*inputs, nghost=100, second=repeat == 0)
                 assert all(map(torch.equal, results, expected)), threads
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_of_torch)
 
 
 def test_permuted_frames_permute_the_result_bitwise(device):
@@ -193,8 +201,8 @@ def test_permuted_frames_permute_the_result_bitwise(device):
     assert_equal_lists(permuted, [x[order] for x in expected], rtol=0, atol=0)
 
 
-def test_every_output_is_written_in_deterministic_mode(device):
-    # torch.empty is filled with NaN then.
+def test_every_output_and_gradient_is_written(device):
+    # In this mode, torch.empty fills new tensors with NaN.
     torch.use_deterministic_algorithms(True)
     try:
         for result in gradients(*pairs(device=device)):
@@ -206,7 +214,7 @@ def test_every_output_is_written_in_deterministic_mode(device):
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def test_errors_name_the_argument_what_was_expected_and_what_came():
+def test_an_error_names_the_argument_its_rule_and_its_value():
     list_neigh, dE, Ri_d, Rij = pairs()
     wrong = {
         "`list_neigh` int32 or int64, got Float": (list_neigh.float(), dE, Ri_d, Rij),
@@ -240,16 +248,15 @@ def test_errors_name_the_argument_what_was_expected_and_what_came():
             force_virial(*(arguments if len(arguments) == 5 else (*arguments, 2)))
         assert str(caught.value).splitlines()[0] == "calcops::force_virial: expected " + text
     for argument in range(4):
-        mixed = [
-            x.to("meta") if i == argument else x for i, x in enumerate((list_neigh, dE, Ri_d, Rij))
-        ]
+        mixed = [list_neigh, dE, Ri_d, Rij]
+        mixed[argument] = mixed[argument].to("meta")
         with pytest.raises(
             RuntimeError, match="expected `.*` on (cpu|meta) like `.*`, got (cpu|meta)"
         ):
             force_virial(*mixed, 2)
 
 
-# The last overflow if added to.
+# With the last two, adding a number overflows.
 @pytest.mark.parametrize("entry", [-2, 7, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_a_wrong_entry_is_named_with_frame_atom_slot_and_value(entry, index):
@@ -269,14 +276,14 @@ def test_a_wrong_entry_is_named_with_frame_atom_slot_and_value(entry, index):
         backward(upstream, None, None, list_neigh, dE, Ri_d, None, 2, True, [True, False, False])
 
 
-def test_a_list_that_is_right_with_ghosts_is_wrong_without():
+def test_ghosts_in_the_list_without_nghost_are_an_error():
     list_neigh, dE, Ri_d, _ = pairs()
     with pytest.raises(RuntimeError, match=r"0 <= j < n \+ nghost = 5, got [56] at frame 0"):
         force(list_neigh, dE, Ri_d)
 
 
 @pytest.mark.parametrize("nghost", [2**63 - 1, 2**62, 2**40 + 1])
-def test_more_ghosts_than_can_be_counted_are_an_error_that_names_them(nghost):
+def test_more_than_2_to_the_40_ghosts_are_an_error_that_names_their_number(nghost):
     list_neigh, dE, Ri_d, _ = pairs()
     with pytest.raises(
         RuntimeError, match=f"^calcops::force: expected `nghost` of at most 2.40, got {nghost}"
@@ -288,28 +295,29 @@ def test_more_ghosts_than_can_be_counted_are_an_error_that_names_them(nghost):
         torch.ops.calcops.neighbor_index(list_neigh, nghost)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="built with CUDA where a GPU is")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the library has CUDA kernels")
 @pytest.mark.parametrize("op", ["force", "_force_virial"])
-def test_cuda_tensors_are_told_why_there_is_no_cuda_kernel(op):
+def test_without_cuda_kernels_an_error_says_why_the_library_has_none(op):
     list_neigh, dE, Ri_d, _ = pairs()
-    packet, rest = getattr(torch.ops.calcops, op).default, [2] if op == "force" else [None, 2, True]
+    overload = getattr(torch.ops.calcops, op).default
+    options = [2] if op == "force" else [None, 2, True]
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     with pytest.raises(RuntimeError, match=f"^calcops::{op}: built without CUDA because .+; .+"):
-        packet.redispatch(
-            torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), list_neigh, dE, Ri_d, *rest
-        )
+        overload.redispatch(cuda, list_neigh, dE, Ri_d, *options)
 
 
 # ---- size ----------------------------------------------------------------------------------------
 
 
-def test_more_atoms_than_16_bits_count(device):
+def test_more_atoms_than_16_bits_hold_give_the_references_results(device):
     inputs = pairs(1, 70_001, 3, 6, device=device)
     expected = reference.chunked_force_virial(*inputs, 3)
     assert_equal_lists(force_virial(*inputs, 3), expected, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(force(*inputs[:3], 3), expected[0], rtol=1e-11, atol=1e-11)
 
 
-# All residues of 2 to 32 slots, which is what a register, a block of the kernels and a warp hold.
+# A register, a block of the CPU kernels and a warp of a GPU hold 2 to 32 slots. All remainders of
+# a division by these sizes are among the numbers.
 SLOTS = [
     *range(1, 68),
     127,
@@ -331,17 +339,17 @@ SLOTS = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_number_of_slots(device, dtype):
-    tolerance = (
-        dict(rtol=1e-12, atol=1e-11) if dtype == torch.float64 else dict(rtol=2e-7, atol=1e-6)
-    )
+def test_every_number_of_slots_gives_the_references_results(device, dtype):
     for neighbors in SLOTS:
         inputs = pairs(2, 4, 1, neighbors, dtype, device=device, seed=neighbors)
-        results = []
-        for function, type in ((force_virial, dtype), (reference.force_virial, torch.float64)):
-            leaves = [x.detach().to(type).requires_grad_() for x in inputs[1:]]
+
+        def results_of(function, dtype, inputs=inputs):
+            leaves = [x.detach().to(dtype).requires_grad_() for x in inputs[1:]]
             outputs = function(inputs[0], *leaves, 1)
             upstream = [torch.linspace(-1, 1, x.numel()).view_as(x).to(x) for x in outputs]
-            results.append((*outputs, *torch.autograd.grad(outputs, leaves, upstream)))
-        ours, expected = results
-        assert_equal_lists([x.double() for x in ours], expected, **tolerance)
+            return *outputs, *torch.autograd.grad(outputs, leaves, upstream)
+
+        results = results_of(force_virial, dtype)
+        expected = results_of(reference.force_virial, torch.float64)
+        tolerance = tolerance_of(dtype, float64_atol=1e-11)  # up to 8192 slots are summed
+        assert_equal_lists([x.double() for x in results], expected, **tolerance)

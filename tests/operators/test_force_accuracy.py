@@ -1,5 +1,4 @@
-"""How far the force operators are from the exact result, which extended precision tells: float32
-and float64."""
+"""Errors of the force operators in float32 and float64, against NumPy's extended precision."""
 
 import numpy
 import pytest
@@ -10,8 +9,11 @@ from calcops_jit import force, force_virial
 
 
 def scatter(terms, list_neigh, rows, center):
-    """Sums over the slots [..., n, K, *width] that name an atom, and their absolute values'
-    sums."""
+    """Return for each atom the sum of the terms [B, n, K, ...] of the slots that name it, and the
+    sum of their absolute values.
+
+    With `center`, an atom's own terms are subtracted from the first sum and added to the second.
+    """
     frames = len(list_neigh)
     both = []
     for sign, values in ((-1, terms), (1, numpy.abs(terms))):
@@ -25,8 +27,12 @@ def scatter(terms, list_neigh, rows, center):
 
 
 def exact(list_neigh, dE, Ri_d, Rij, nghost, upstream):
-    """Every output and every gradient with the sum of its absolute terms, in 64 bits of mantissa
-    and more."""
+    """Return each output and gradient with the sum of its absolute terms, in long double: 64 bits
+    of mantissa on x86.
+
+    The letters are those of ops/force/force.h: g is the force of a pair, and U and e are factors of
+    its gradient.
+    """
     list_neigh = list_neigh.numpy()
     live = list_neigh >= 0
     dE, Ri_d, Rij, gF, gV, gAV = (
@@ -34,9 +40,9 @@ def exact(list_neigh, dE, Ri_d, Rij, nghost, upstream):
     )
     frames, natoms, neighbors = list_neigh.shape
     Ri_d = Ri_d.reshape(frames, natoms, neighbors, 4, 3)
-    terms = dE[..., None] * Ri_d * live[..., None, None]  # of g, over c
+    terms = dE[..., None] * Ri_d * live[..., None, None]  # their sum over c is g
     virials = terms[..., None] * Rij[..., None, None, :]
-    # U's terms for each slot, and e's: e[a] = gF_j[a] - gF_i[a] + sum_b (gV + gAV_j)[a][b] Rij[b]
+    # For each slot, the terms of U = gV + gAV_j and of e = gF_j - gF_i + U Rij.
     frame = numpy.arange(frames)[:, None, None]
     target = numpy.where(live, list_neigh, 0)
     shape = (*list_neigh.shape, 3, 3)
@@ -64,8 +70,8 @@ def exact(list_neigh, dE, Ri_d, Rij, nghost, upstream):
 
 
 def cancelling(inputs):
-    """The same inputs where big terms cancel: each even slot is repeated, with the opposite sign,
-    in the next."""
+    """Return inputs whose large terms cancel: each odd slot repeats the even slot before it with the
+    opposite sign, up to 1e-6."""
     list_neigh, dE, Ri_d, Rij = inputs
     list_neigh[..., 1::2] = list_neigh[..., 0::2]
     dE[..., 1::2, :] = -dE[..., 0::2, :] * (1 + 1e-6 * torch.rand_like(dE[..., 0::2, :]))
@@ -80,18 +86,15 @@ def test_float32_is_within_one_ulp_of_the_exact_result(neighbors, change):
     leaves = [x.detach().requires_grad_() for x in inputs[1:]]
     outputs = force_virial(inputs[0], *leaves, 3)
     upstream = [torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) for x in outputs]
-    ours = *outputs, *torch.autograd.grad(outputs, leaves, upstream)
-    for name, x, (value, absolute) in zip(
-        "force virial atom_virial dE Ri_d Rij".split(),
-        ours,
-        exact(*inputs, 3, upstream),
-        strict=True,
-    ):
-        value, absolute = value.reshape(x.shape), absolute.reshape(x.shape)
+    results = *outputs, *torch.autograd.grad(outputs, leaves, upstream)
+    names = ("force", "virial", "atom_virial", "dE", "Ri_d", "Rij")
+    for name, result, sums in zip(names, results, exact(*inputs, 3, upstream), strict=True):
+        value, absolute = (x.reshape(result.shape) for x in sums)
         ulp = numpy.spacing(numpy.abs(value).astype(numpy.float32)).astype(numpy.longdouble)
-        excess = numpy.abs(x.detach().numpy() - value) - (ulp + 1e-14 * absolute)
+        error_of_sum = 1e-14 * absolute  # the kernels sum in float64
+        excess = numpy.abs(result.detach().numpy() - value) - (ulp + error_of_sum)
         assert excess.max() <= 0, (name, excess.max())
-    torch.testing.assert_close(force(*inputs[:3], 3), ours[0], rtol=2.0**-23, atol=0)
+    torch.testing.assert_close(force(*inputs[:3], 3), results[0], rtol=2.0**-23, atol=0)
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.float64, 1e-13)])
@@ -102,7 +105,7 @@ def test_the_forces_of_a_frame_sum_to_zero(dtype, bound):
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.float64, 1e-12)])
-def test_the_virial_of_an_energy_that_does_not_turn_is_symmetric(dtype, bound):
+def test_the_virial_of_a_rotation_invariant_energy_is_symmetric(dtype, bound):
     list_neigh, _, _, Rij = pairs(3, 100, 0, 60)
     Rij = torch.where(list_neigh[..., None] >= 0, Rij, 0.0)
     Ri, Ri_d = describe(Rij)

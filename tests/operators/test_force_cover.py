@@ -1,6 +1,7 @@
-"""opcheck and gradients of every force operator over dtype x index x requires_grad x layout x size.
+"""opcheck of every force operator for combinations of dtype, index, requires_grad, layout and size.
 
-A pairwise cover in every run, the full product in `make test-long`; and sizes beyond 32 bits.
+Every run checks a pairwise cover: a few combinations that hold each pair of values. `make test-long`
+checks all combinations, and sizes beyond 31 bits.
 """
 
 import itertools
@@ -40,26 +41,25 @@ def pairwise_cover():
 def laid_out(x, layout):
     if layout == "strided":
         return x.transpose(0, -1).contiguous().transpose(0, -1)
-    return x[:1].expand_as(x) if layout == "expanded" else x
+    if layout == "expanded":
+        return x[:1].expand_as(x)
+    return x
 
 
 def calls(case, device):
-    """Every operator that ops/force registers, with arguments, positional and keyword."""
+    """Yield calls of every operator that ops/force registers, with their arguments."""
     dtype, index, needs, layout, sizes = case
     nghost = sizes[2]
     list_neigh, *leaves = (laid_out(x, layout) for x in pairs(*sizes, dtype, index, device))
     for leaf, flag in zip(leaves, needs, strict=True):
         leaf.requires_grad_(flag)
     yield neighbor_index, (list_neigh, nghost), {}
-    reuse = {"neighbor_index": laid_out(neighbor_index(list_neigh, nghost), layout)}
-    for keywords in {}, reuse:
+    with_index = {"neighbor_index": laid_out(neighbor_index(list_neigh, nghost), layout)}
+    without_center = (list_neigh, *leaves[:2], None, nghost, False)
+    for keywords in {}, with_index:
         yield force, (list_neigh, *leaves[:2], nghost), keywords
         yield force_virial, (list_neigh, *leaves, nghost), keywords
-        yield (
-            torch.ops.calcops._force_virial,
-            (list_neigh, *leaves[:2], None, nghost, False),
-            keywords,
-        )
+        yield torch.ops.calcops._force_virial, without_center, keywords
     outputs = force_virial(list_neigh, *(x.detach() for x in leaves), nghost)
     upstream = [
         laid_out(torch.randn_like(x), layout).requires_grad_(flag)
@@ -74,12 +74,11 @@ def check_case(case, device):
         opcheck(op, arguments, keywords)
 
 
-def test_no_operator_is_left_out():
+def test_the_calls_have_every_operator_of_ops_force():
     source = pathlib.Path(__file__).resolve().parents[2] / "ops" / "force" / "force.cpp"
     defined = re.findall(r"^(\w+)\(Tensor", source.read_text(), re.MULTILINE)
-    assert {op._qualified_op_name for op, *_ in calls(PRODUCT[0], "cpu")} == {
-        f"calcops::{x}" for x in defined
-    }
+    called = {op._qualified_op_name for op, *_ in calls(PRODUCT[0], "cpu")}
+    assert called == {f"calcops::{name}" for name in defined}
 
 
 def name(case):
@@ -90,11 +89,11 @@ def name(case):
 
 @pytest.mark.parametrize("case", list(pairwise_cover()), ids=name)
 @pytest.mark.parametrize("device", DEVICES)
-def test_opcheck_over_a_pairwise_cover(case, device):
+def test_opcheck_passes_for_a_pairwise_cover(case, device):
     check_case(case, device)
 
 
-def test_the_cover_is_pairwise_and_small():
+def test_the_cover_has_all_pairs_in_at_most_40_combinations():
     cover = list(pairwise_cover())
     assert set().union(*map(pairs_of, cover)) == set().union(*map(pairs_of, PRODUCT))
     assert len(cover) <= 40
@@ -103,18 +102,19 @@ def test_the_cover_is_pairwise_and_small():
 @pytest.mark.long
 @pytest.mark.parametrize("case", PRODUCT, ids=name)
 @pytest.mark.parametrize("device", DEVICES)
-def test_opcheck_over_the_full_product(case, device):
+def test_opcheck_passes_for_all_combinations(case, device):
     check_case(case, device)
 
 
 @pytest.mark.long
-def test_offsets_beyond_31_bits():
-    # Ri_d has 2.17e9 elements; the list repeats every `period` atoms, so a small run says what
-    # comes out.
+def test_inputs_of_more_than_2_to_the_31_elements_are_right():
+    # Ri_d has 2.17e9 elements. The list repeats every `period` atoms, so the results repeat those
+    # of a small list.
     period, repeats, neighbors = 1000, 3840, 47
     natoms = period * repeats
     meminfo = pathlib.Path("/proc/meminfo").read_text()
     free = 1024 * int(re.search(r"MemAvailable:\s*(\d+)", meminfo)[1])
+    # A slot has an int32 and 19 float32. An atom has 12 results, in three arrays of 8 bytes.
     needed = 1.1 * natoms * (neighbors * (4 + 19 * 4) + 12 * 8 * 3)
     if free < needed:
         pytest.skip(f"needs {needed / 1e9:.0f} GB of memory, {free / 1e9:.0f} are free")
@@ -127,7 +127,7 @@ def test_offsets_beyond_31_bits():
     assert blocks[2].numel() > 2**31
     F, W, atom_W = force_virial(*blocks)
     expected_F, expected_W, expected_atom_W = force_virial(*small)
-    for ours, expected in ((F, expected_F), (atom_W, expected_atom_W)):
-        ours = ours.view(repeats, *expected.shape[1:])
-        torch.testing.assert_close(ours, expected.expand_as(ours), rtol=1e-5, atol=1e-5)
+    for result, expected in ((F, expected_F), (atom_W, expected_atom_W)):
+        result = result.view(repeats, *expected.shape[1:])
+        torch.testing.assert_close(result, expected.expand_as(result), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(W, expected_W * repeats, rtol=1e-4, atol=1e-2)

@@ -1,7 +1,6 @@
-"""What only a GPU can show of the force operators; values and derivatives: test_force.py, which
-runs on both devices.
+"""The force operators on a GPU: large sizes, wrong entries, streams, graphs, launches and memory.
 
-Where nvcc is, every CUDA source is compiled and linked, with or without a GPU.
+test_force.py tests values and derivatives, on both devices.
 """
 
 import pytest
@@ -30,7 +29,7 @@ def on(device, tensors):
 
 
 def upstream_of(list_neigh, dE, nghost=2):
-    """Gradients of a scalar for the three outputs; made beforehand where the host must not wait."""
+    """Return random upstream gradients of the three outputs, made from the inputs' sizes alone."""
     rows = (len(list_neigh), list_neigh.shape[1] + nghost)
     return [
         torch.randn(*size, 3, device=dE.device, dtype=dE.dtype)
@@ -39,7 +38,7 @@ def upstream_of(list_neigh, dE, nghost=2):
 
 
 def gradients(upstream, list_neigh, *values, nghost=2):
-    """All outputs and the gradients of dE, Ri_d and Rij."""
+    """Return all outputs and the gradients of dE, Ri_d and Rij."""
     leaves = [x.detach().requires_grad_() for x in values]
     outputs = force_virial(list_neigh, *leaves, nghost)
     return *outputs, *torch.autograd.grad(outputs, leaves, upstream)
@@ -50,13 +49,12 @@ def assert_equals_cpu(inputs, nghost):
     exact = inputs[1].dtype == torch.float64
     tolerance = dict(rtol=1e-12, atol=1e-11) if exact else dict(rtol=2e-7, atol=1e-6)
     expected = gradients(on("cpu", upstream), *on("cpu", inputs), nghost=nghost)
-    assert_equal_lists(
-        on("cpu", gradients(upstream, *inputs, nghost=nghost)), expected, **tolerance
-    )
+    results = gradients(upstream, *inputs, nghost=nghost)
+    assert_equal_lists(on("cpu", results), expected, **tolerance)
 
 
-# Lanes share pairs by fours and take eight pairs a step, a warp lists 512 slots, a block has 8
-# warps.
+# Four lanes share a pair, so that a warp takes eight pairs a step. A warp lists 512 slots, and a
+# block has 8 warps.
 @pytest.mark.parametrize("natoms", [1, 7, 8, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_number_of_slots_equals_the_cpu(gpu, natoms, dtype):
@@ -66,9 +64,9 @@ def test_every_number_of_slots_equals_the_cpu(gpu, natoms, dtype):
 
 
 @pytest.mark.parametrize("length", [511, 512, 513, 20_000])
-def test_a_row_of_any_length_equals_the_cpu(gpu, length):
+def test_many_slots_that_name_one_atom_equal_the_cpu(gpu, length):
     list_neigh, *values = pairs(1, length // 16 + 1, 0, 16, device=gpu)
-    list_neigh.fill_(-1).view(-1)[:length] = 0  # they all name atom 0
+    list_neigh.fill_(-1).view(-1)[:length] = 0  # these slots all name atom 0
     assert_equals_cpu([list_neigh, *values], 0)
 
 
@@ -78,10 +76,11 @@ def test_many_atoms_equal_the_cpu(gpu, dtype):
     assert_equals_cpu(pairs(70_000, 1, 1, 2, dtype, device=gpu), 1)
 
 
-def test_inputs_need_no_alignment_beyond_their_own(gpu):
+def test_inputs_may_be_aligned_to_4_bytes_only(gpu):
     inputs = pairs(dtype=torch.float32, device=gpu)
     shifted = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x) for x in inputs]
-    assert all(x.is_contiguous() and x.data_ptr() % 16 for x in shifted)
+    assert all(x.is_contiguous() for x in shifted)
+    assert all(x.data_ptr() % 16 for x in shifted)
     upstream = upstream_of(*inputs[:2])
     assert_equal_lists(gradients(upstream, *shifted), gradients(upstream, *inputs), rtol=0, atol=0)
 
@@ -91,7 +90,7 @@ def expect_free_memory(gigabytes):
         pytest.skip(f"needs {gigabytes} GiB of free GPU memory")
 
 
-def test_more_than_2_to_the_31_elements(gpu):
+def test_frames_of_more_than_2_to_the_31_elements_have_the_bits_of_single_frames(gpu):
     expect_free_memory(60)
     frames, natoms, neighbors = 2, 180_000, 512
     size = (frames, natoms, neighbors)
@@ -103,12 +102,13 @@ def test_more_than_2_to_the_31_elements(gpu):
     upstream = [torch.randn_like(x) for x in whole]
     gradient = backward(*upstream, *inputs, 0, True, [True] * 3)
     for frame in range(frames):
-        one, above = ([x[frame : frame + 1] for x in tensors] for tensors in (inputs, upstream))
-        assert_equal_lists(
-            [x[frame] for x in whole], [x[0] for x in force_virial(*one)], rtol=0, atol=0
-        )
-        alone = backward(*above, *one, 0, True, [True] * 3)
-        assert_equal_lists([x[frame] for x in gradient], [x[0] for x in alone], rtol=0, atol=0)
+        part = slice(frame, frame + 1)
+        inputs_of_frame = [x[part] for x in inputs]
+        upstream_of_frame = [x[part] for x in upstream]
+        alone = force_virial(*inputs_of_frame)
+        assert_equal_lists([x[part] for x in whole], alone, rtol=0, atol=0)
+        alone = backward(*upstream_of_frame, *inputs_of_frame, 0, True, [True] * 3)
+        assert_equal_lists([x[part] for x in gradient], alone, rtol=0, atol=0)
 
 
 def test_a_million_atoms_of_500_slots_equal_a_chunked_reference(gpu):
@@ -118,8 +118,10 @@ def test_a_million_atoms_of_500_slots_equal_a_chunked_reference(gpu):
     inputs += [torch.randn(*size, *shape, device=gpu) for shape in ((4,), (4, 3), (3,))]
     results = force_virial(*inputs)
     expected = reference.chunked_force_virial(*inputs)
-    for x, value, terms in zip(results, expected, (1e3, 1e9, 1e3), strict=True):
-        torch.testing.assert_close(x.double(), value, rtol=2.0**-23, atol=1e-14 * terms)
+    # About so many terms are summed for a force, for the virial and for an atom's virial.
+    terms = (1e3, 1e9, 1e3)
+    for result, value, count in zip(results, expected, terms, strict=True):
+        torch.testing.assert_close(result.double(), value, rtol=2.0**-23, atol=1e-14 * count)
     torch.testing.assert_close(force(*inputs[:3]), results[0], rtol=2.0**-23, atol=0)
 
     upstream = [torch.randn_like(x) for x in results]
@@ -127,8 +129,11 @@ def test_a_million_atoms_of_500_slots_equal_a_chunked_reference(gpu):
     gradient = backward(*upstream, *inputs, 0, True, [True] * 3)
     for first in range(0, size[1], size[1] // 10):
         part = (0, slice(first, first + 1000))
-        list_neigh, (dE, Ri_d, Rij) = inputs[0][part].long(), (x[part].double() for x in inputs[1:])
-        live, j = list_neigh >= 0, list_neigh.clamp(min=0)
+        list_neigh = inputs[0][part].long()
+        dE, Ri_d, Rij = (x[part].double() for x in inputs[1:])
+        live = list_neigh >= 0
+        j = list_neigh.clamp(min=0)
+        # The gradient by its formula in ops/force/force.h.
         U = gV + gAV[j]
         e = gF[j] - gF[part[1], None] + torch.einsum("nkab,nkb->nka", U, Rij)
         expected = [
@@ -136,9 +141,9 @@ def test_a_million_atoms_of_500_slots_equal_a_chunked_reference(gpu):
             torch.einsum("nkc,nka->nkca", dE, e),
             torch.einsum("nkab,nkc,nkca->nkb", U, dE, Ri_d),
         ]
-        for x, value in zip(gradient, expected, strict=True):
+        for result, value in zip(gradient, expected, strict=True):
             value *= live.view(*live.shape, *[1] * (value.dim() - 2))
-            torch.testing.assert_close(x[part].double(), value, rtol=2.0**-23, atol=1e-11)
+            torch.testing.assert_close(result[part].double(), value, rtol=2.0**-23, atol=1e-11)
 
 
 # ---- wrong entries -------------------------------------------------------------------------------
@@ -162,49 +167,39 @@ def test_a_wrong_entry_makes_its_row_nan_and_no_other(gpu, entry, center):
     frame, atom, slot = 1, 2, 3
     list_neigh[frame, atom, slot] = -1
     op = force if center else neighbor_force
-    expected = *force_virial(list_neigh, *values, 2), op(list_neigh, *values[:2], 2)
-    upstream = [torch.randn_like(x) for x in expected[:3]]
-    expected += tuple(backward(*upstream, list_neigh, *values, 2, center, [True] * 3))
-    list_neigh[frame, atom, slot] = entry
-    ours = *force_virial(list_neigh, *values, 2), op(list_neigh, *values[:2], 2)
-    ours += tuple(backward(*upstream, list_neigh, *values, 2, center, [True] * 3))
+    upstream = [torch.randn_like(x) for x in force_virial(list_neigh, *values, 2)]
 
-    for name, a, b in zip("F W atom_W op dE Ri_d Rij".split(), ours, expected, strict=True):
+    def results_of(list_neigh):
+        yield from force_virial(list_neigh, *values, 2)
+        yield op(list_neigh, *values[:2], 2)
+        yield from backward(*upstream, list_neigh, *values, 2, center, [True] * 3)
+
+    expected = list(results_of(list_neigh))
+    list_neigh[frame, atom, slot] = entry
+    names = ("F", "W", "atom_W", "op", "dE", "Ri_d", "Rij")
+    for name, result, right in zip(names, results_of(list_neigh), expected, strict=True):
         row = (frame,) if name == "W" else (frame, atom)
-        assert a[row].isnan().all(), name
-        a[row] = b[row]
-        torch.testing.assert_close(
-            a, b, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        assert result[row].isnan().all(), name
+        result[row] = right[row]
+        assert torch.equal(result, right), name
 
 
 def test_calcops_check_names_the_first_wrong_entry_and_the_device_goes_on(gpu, monkeypatch):
     list_neigh, dE, Ri_d, Rij = pairs(device=gpu)
-    list_neigh[1, 2, 3], list_neigh[2, 0, 0] = 7, -2
+    list_neigh[1, 2, 3] = 7
+    list_neigh[2, 0, 0] = -2
     monkeypatch.setenv("CALCOPS_CHECK", "1")
-    where = r"entries -1 or 0 <= j < n \+ nghost = 7, got 7 at frame 1, atom 2, slot 3"
-    with pytest.raises(
-        RuntimeError, match=f"^calcops::force_virial: expected `list_neigh` {where}"
-    ):
+    rule = r"entries -1 or 0 <= j < n \+ nghost = 7, got 7 at frame 1, atom 2, slot 3"
+    with pytest.raises(RuntimeError, match=f"^calcops::force_virial: expected `list_neigh` {rule}"):
         force_virial(list_neigh, dE, Ri_d, Rij, 2)
-    with pytest.raises(RuntimeError, match=where):
-        backward(
-            dE.new_zeros(3, 7, 3),
-            None,
-            None,
-            list_neigh,
-            dE,
-            Ri_d,
-            None,
-            2,
-            True,
-            [True] * 2 + [False],
-        )
+    upstream = [dE.new_zeros(3, 7, 3), None, None]
+    with pytest.raises(RuntimeError, match=rule):
+        backward(*upstream, list_neigh, dE, Ri_d, None, 2, True, [True, True, False])
     list_neigh.clamp_(-1, 6)
     assert force_virial(list_neigh, dE, Ri_d, Rij, 2)[0].isfinite().all()
 
 
-def test_calcops_check_stays_away_from_a_captured_graph(gpu, monkeypatch):
+def test_calcops_check_checks_nothing_in_a_captured_graph(gpu, monkeypatch):
     inputs = pairs(device=gpu)
     upstream = upstream_of(*inputs[:2])
     gradients(upstream, *inputs)  # warm up on this stream
@@ -214,7 +209,8 @@ def test_calcops_check_stays_away_from_a_captured_graph(gpu, monkeypatch):
         captured = gradients(upstream, *inputs)
     inputs[0][1, 2, 3] = 7
     graph.replay()
-    assert captured[0][1, 2].isnan().all() and captured[3][1, 2].isnan().all()
+    assert captured[0][1, 2].isnan().all()
+    assert captured[3][1, 2].isnan().all()
     inputs[0][1, 2, 3] = -1
     graph.replay()
     assert all(x.isfinite().all() for x in captured)
@@ -223,7 +219,7 @@ def test_calcops_check_stays_away_from_a_captured_graph(gpu, monkeypatch):
 # ---- streams, devices, graphs --------------------------------------------------------------------
 
 
-def test_the_current_stream_is_used(gpu):
+def test_kernels_run_on_the_current_stream(gpu):
     late = pairs(natoms=50, neighbors=40, device=gpu)
     upstream = upstream_of(*late[:2])
     expected = gradients(upstream, *late)
@@ -239,7 +235,7 @@ def test_the_current_stream_is_used(gpu):
     assert_equal_lists(results, expected, rtol=0, atol=0)
 
 
-def test_the_device_of_the_inputs_is_used(gpu):
+def test_kernels_run_on_the_device_of_the_inputs(gpu):
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU only")
     inputs = pairs()
@@ -251,14 +247,13 @@ def test_the_device_of_the_inputs_is_used(gpu):
 
 
 def everything(upstream, list_neigh, *values):
-    """Every operator, its derivatives of first and second order, forward mode and vmap."""
+    """Return outputs, first and second derivatives, a tangent of forward mode and a result of vmap."""
     leaves = [x.detach().requires_grad_() for x in values]
     outputs = force_virial(list_neigh, *leaves, 2)
     first = torch.autograd.grad(outputs, leaves, upstream, create_graph=True)
     second = torch.autograd.grad(first, leaves, [x.detach() for x in leaves])
-    tangent = torch.func.jvp(
-        lambda x: force(list_neigh, x, values[1], 2), (values[0],), (values[0],)
-    )[1]
+    dE, Ri_d, _ = values
+    _, tangent = torch.func.jvp(lambda x: force(list_neigh, x, Ri_d, 2), (dE,), (dE,))
     stacked = (x.expand(2, *x.shape) for x in (list_neigh, *values[:2]))
     batch = torch.vmap(lambda *x: neighbor_force(*x, 2))(*stacked)
     return *outputs, *first, *second, tangent, batch
@@ -296,14 +291,15 @@ def test_a_captured_graph_follows_changed_inputs(gpu):
 
 
 @pytest.mark.parametrize("natoms", [3, 3000])
-def test_launches_are_few(gpu, natoms):
+def test_a_call_launches_at_most_six_kernels_and_its_backward_three(gpu, natoms):
     inputs = pairs(natoms=natoms, neighbors=50, device=gpu)
     upstream = upstream_of(*inputs[:2])
-    assert len(names := launches(lambda: force_virial(*inputs, 2))) <= 6, names
-    assert len(names := launches(lambda: force(*inputs[:3], 2))) <= 6, names
-    assert len(names := launches(lambda: backward(*upstream, *inputs, 2, True, [True] * 3))) <= 3, (
-        names
-    )
+    names = launches(lambda: force_virial(*inputs, 2))
+    assert len(names) <= 6, names
+    names = launches(lambda: force(*inputs[:3], 2))
+    assert len(names) <= 6, names
+    names = launches(lambda: backward(*upstream, *inputs, 2, True, [True] * 3))
+    assert len(names) <= 3, names
 
 
 # ---- bit for bit ---------------------------------------------------------------------------------
@@ -314,14 +310,15 @@ def test_the_same_bits_in_100_repeats_beside_other_work(gpu, dtype):
     inputs = pairs(2, 3000, 100, 90, dtype, device=gpu)
     upstream = upstream_of(*inputs[:2], 100)
     expected = gradients(upstream, *inputs, nghost=100)
-    noise, streams = torch.randn(1 << 20, device=gpu), [torch.cuda.Stream() for _ in range(4)]
+    noise = torch.randn(1 << 20, device=gpu)
+    streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
     results = []
     for repeat in range(100):
         with torch.cuda.stream(streams[repeat % 4]):
             result = gradients(upstream, *inputs, nghost=100)
         results.append(result if repeat % 10 == 0 else result[:3])
-        noise.sort()  # takes multiprocessors away, so that blocks come in another order
+        noise.sort()  # occupies multiprocessors, so that blocks run in another order
     torch.cuda.synchronize()
     for result in results:
         assert_equal_lists(result, expected[: len(result)], rtol=0, atol=0)
@@ -331,8 +328,9 @@ def test_the_same_bits_in_100_repeats_beside_other_work(gpu, dtype):
 def test_the_workspace_is_below_a_quarter_of_the_inputs(gpu, dtype):
     inputs = pairs(1, 12288, 0, 138, dtype, device=gpu)
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     outputs = force_virial(*inputs)
-    extra = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in outputs)
-    assert 0 < extra <= sum(x.nbytes for x in inputs) / 4
+    peak = torch.cuda.max_memory_allocated() - allocated
+    workspace = peak - sum(x.nbytes for x in outputs)
+    assert 0 < workspace <= sum(x.nbytes for x in inputs) / 4

@@ -1,4 +1,4 @@
-"""The CUDA sources without a GPU: no atomics of floats, no warnings of nvcc."""
+"""The CUDA sources, without a GPU: they have no atomics of floats, and nvcc gives no warnings."""
 
 import os
 import pathlib
@@ -12,14 +12,8 @@ import torch
 from torch.utils import cpp_extension
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
 OPS = ROOT / "ops"
-
-
 NVCC = shutil.which("nvcc", path=f"{cpp_extension.CUDA_HOME}/bin") or shutil.which("nvcc")
-
-
 INTEGERS = {
     "unsigned",
     "unsigned int",
@@ -34,23 +28,19 @@ INTEGERS = {
 @pytest.mark.parametrize("source", sorted(OPS.glob("*/*.cu")), ids=lambda path: path.name)
 def test_no_atomic_touches_a_float(source):
     text = re.sub(r"//.*", "", source.read_text())
-    calls = re.findall(r"\batomic\w*\(([^,]*),", text) + re.findall(
-        r"\batomic_ref\b.*|\bred\.\w+.*", text
-    )
+    calls = re.findall(r"\batomic\w*\(([^,]*),", text)
+    calls += re.findall(r"\batomic_ref\b.*|\bred\.\w+.*", text)
     for call in calls:
         target = re.findall(r"\w+", call.split("+")[0])[-1]
         types = re.findall(rf"([\w ]+?)\s*\*\s*{target}\b", text)
-        assert types and {type.strip().removeprefix("const ") for type in types} <= INTEGERS, (
-            call,
-            types,
-        )
+        assert types, call
+        assert {type.strip().removeprefix("const ") for type in types} <= INTEGERS, (call, types)
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc in torch's CUDA_HOME or on PATH")
 @pytest.mark.parametrize("source", sorted(OPS.glob("*/*.cu")), ids=lambda path: path.name)
-def test_the_compiler_makes_no_atomic_of_floats_and_warns_of_nothing(tmp_path, source):
-    """In the older standard: test_calcops_jit_build.py builds all for two architectures in the
-    newer, and loads it."""
+def test_nvcc_makes_no_atomic_of_floats_and_gives_no_warning(tmp_path, source):
+    """Compiled in C++17, the oldest standard. test_calcops_jit_build.py compiles in PyTorch's."""
     ptx = tmp_path / "out.ptx"
     command = [
         NVCC,
@@ -62,15 +52,16 @@ def test_the_compiler_makes_no_atomic_of_floats_and_warns_of_nothing(tmp_path, s
         "-I",
         str(OPS),
     ]
-    # Not under a sanitizer.
-    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
-    said = subprocess.run(
+    # LD_PRELOAD holds a sanitizer in some runs of the tests; nvcc runs without it.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    run = subprocess.run(
         [*command, str(source), "-o", str(ptx)], capture_output=True, text=True, env=environment
     )
-    assert said.returncode == 0, said.stdout + said.stderr
+    assert run.returncode == 0, run.stdout + run.stderr
     atomics = re.findall(r"^\s*(?:@\S+\s+)?((?:atom|red)\.\S+)", ptx.read_text(), re.MULTILINE)
     assert not [name for name in atomics if re.search(r"\.b?f(16|32|64)", name)], set(atomics)
-    assert bool(atomics) == ("atomic" in source.read_text())  # the pattern finds what there is
+    # Shows that the pattern matches: a source with atomics has some in its PTX.
+    assert bool(atomics) == ("atomic" in source.read_text())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -79,6 +70,5 @@ def test_without_a_gpu_the_sanitizer_says_so_and_skips():
     run = subprocess.run(
         command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
-    assert (
-        run.returncode == 0 and run.stdout == "gpu_check: skipped, no GPU is visible to PyTorch\n"
-    )
+    assert run.returncode == 0
+    assert run.stdout == "gpu_check: skipped, no GPU is visible to PyTorch\n"

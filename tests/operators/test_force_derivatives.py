@@ -1,4 +1,4 @@
-"""The force operators under autograd and torch.func, to third order, in every mode."""
+"""Derivatives of the force operators by autograd and torch.func, in every mode, to third order."""
 
 import itertools
 
@@ -19,21 +19,23 @@ from calcops_jit import force, force_virial
 
 backward = torch.ops.calcops._force_virial_backward
 
-
+# Options of gradcheck for first derivatives, and of gradgradcheck for second ones.
 MODES = dict(check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
 SECOND = dict(check_fwd_over_rev=True, check_batched_grad=True)
 
 
-def test_the_list_of_these_tests_has_all_that_a_list_may_have():
+def test_the_list_of_these_tests_has_an_empty_slot_a_ghost_a_self_image_and_a_repeat():
     list_neigh = pairs(**SMALL)[0]
+    empty, ghost = -1, 2
     centre = torch.arange(2)[:, None]
-    assert (list_neigh == -1).any() and (list_neigh == 2).any() and (list_neigh == centre).any()
+    for entry in (empty, ghost, centre):
+        assert (list_neigh == entry).any()
     rows = [row[row >= 0] for row in list_neigh.flatten(0, 1)]
     assert any(len(row) > len(row.unique()) for row in rows)
 
 
 @pytest.mark.parametrize("nghost", [0, 1])
-def test_first_derivatives_in_every_mode(device, nghost):
+def test_first_derivatives_are_right_in_every_mode(device, nghost):
     list_neigh, *leaves = differentiable_pairs(**{**SMALL, "nghost": nghost}, device=device)
     assert gradcheck(lambda *x: force_virial(list_neigh, *x, nghost), leaves, **MODES)
     assert gradcheck(lambda *x: force(list_neigh, *x, nghost), leaves[:2], **MODES)
@@ -42,28 +44,29 @@ def test_first_derivatives_in_every_mode(device, nghost):
 @pytest.mark.parametrize(
     "output", [0, 1, 2, slice(None)], ids=["force", "virial", "atom_virial", "all"]
 )
-def test_second_derivatives_through_each_output(device, output):
+def test_second_derivatives_through_each_output_are_right(device, output):
     list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
-    assert gradgradcheck(
-        lambda *x: force_virial(list_neigh, *x, 1)[output],
-        leaves if output != 0 else leaves[:2] + [leaves[2].detach()],
-        **SECOND,
-    )
+    if output == 0:
+        leaves[2] = leaves[2].detach()  # the force does not depend on Rij
+    assert gradgradcheck(lambda *x: force_virial(list_neigh, *x, 1)[output], leaves, **SECOND)
 
 
-def test_second_derivatives_of_force(device):
+def test_second_derivatives_of_force_are_right(device):
     list_neigh, dE, Ri_d, _ = differentiable_pairs(**SMALL, device=device)
     for op in (force, neighbor_force):
         assert gradgradcheck(lambda *x, op=op: op(list_neigh, *x, 1), (dE, Ri_d), **SECOND)
 
 
 @pytest.mark.parametrize("center", [True, False])
-def test_third_derivatives(device, center):
+def test_third_derivatives_are_right(device, center):
     list_neigh, *leaves = differentiable_pairs(
         frames=1, natoms=2, nghost=1, neighbors=2, device=device
     )
     upstream = [torch.randn_like(x).requires_grad_() for x in force_virial(list_neigh, *leaves, 1)]
-    function = lambda *x: backward(*x[:3], list_neigh, *x[3:], 1, center, [True] * 3)  # noqa: E731
+
+    def function(*x):
+        return backward(*x[:3], list_neigh, *x[3:], 1, center, [True] * 3)
+
     assert gradcheck(function, (*upstream, *leaves), **MODES)
     assert gradgradcheck(function, (*upstream, *leaves), **SECOND)
 
@@ -77,35 +80,42 @@ def test_third_derivatives_of_each_output_equal_the_reference(device, output):
 
     def derivatives(function):
         result = function(list_neigh, *leaves, 1)[("force", "virial", "atom_virial").index(output)]
-        scalar, found = result.sin().sum(), []
+        scalar = result.sin().sum()
+        orders = []
         for _ in range(3):
             gradient = torch.autograd.grad(
                 scalar, leaves, create_graph=True, materialize_grads=True
             )
-            found += gradient
+            orders.append(gradient)
             scalar = sum((g * w).sin().sum() for g, w in zip(gradient, weights))
-        return found
+        return orders
 
-    ours, theirs = derivatives(force_virial), derivatives(reference.force_virial)
-    assert_equal_lists(ours, theirs, rtol=1e-10, atol=1e-10)
-    assert all(
-        x.count_nonzero() > 0 for x in ours[6:] if output != "force" or x.shape != leaves[2].shape
-    )
+    orders = derivatives(force_virial)
+    for gradient, expected in zip(orders, derivatives(reference.force_virial), strict=True):
+        assert_equal_lists(gradient, expected, rtol=1e-10, atol=1e-10)
+    third = dict(zip(("dE", "Ri_d", "Rij"), orders[2], strict=True))
+    if output == "force":
+        third.pop("Rij")  # the force does not depend on it
+    assert all(x.count_nonzero() > 0 for x in third.values())
 
 
-@pytest.mark.parametrize("wanted", list(itertools.product([True, False], repeat=3))[1:-1], ids=str)
-def test_any_subset_of_inputs_may_require_grad(device, wanted):
+@pytest.mark.parametrize("flags", list(itertools.product([True, False], repeat=3))[1:-1], ids=str)
+def test_any_subset_of_inputs_may_require_grad(device, flags):
     list_neigh, *leaves = pairs(**SMALL, device=device)
-    for leaf, flag in zip(leaves, wanted):
+    for leaf, flag in zip(leaves, flags):
         leaf.requires_grad_(flag)
-    function = lambda *x: force_virial(list_neigh, *x, 1)  # noqa: E731
-    assert gradcheck(function, leaves, **MODES) and gradgradcheck(function, leaves, **SECOND)
+
+    def function(*x):
+        return force_virial(list_neigh, *x, 1)
+
+    assert gradcheck(function, leaves, **MODES)
+    assert gradgradcheck(function, leaves, **SECOND)
     for result in function(*leaves):
         assert result.requires_grad
 
 
 @pytest.mark.parametrize("layout", ["strided", "expanded"])
-def test_derivatives_of_strided_and_expanded_inputs(device, layout):
+def test_derivatives_of_strided_and_expanded_inputs_are_right(device, layout):
     list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
     if layout == "expanded":  # one row of slots for all atoms, one frame for all frames
         leaves = [x[:1, :1].detach().requires_grad_() for x in leaves]
@@ -119,25 +129,24 @@ def test_derivatives_of_strided_and_expanded_inputs(device, layout):
         inputs = laid_out(dE, (3, 4)), laid_out(Ri_d, (12, 3)), laid_out(Rij, (3, 3))
         assert not any(x.is_contiguous() for x in inputs)
         results = force_virial(list_neigh, *inputs, 1)
-        # What comes from above is as the inputs are: gradcheck's own is contiguous.
+        # gradcheck's upstream gradients are contiguous: laid_out makes strided ones of them.
         return [laid_out(x, x.shape[2:]) if layout == "strided" else x for x in results]
 
-    assert gradcheck(function, leaves, **MODES) and gradgradcheck(function, leaves, **SECOND)
+    assert gradcheck(function, leaves, **MODES)
+    assert gradgradcheck(function, leaves, **SECOND)
     upstream = [torch.randn(1, 1, 1, dtype=x.dtype, device=device) for x in leaves]
-    expand = [u.view([1] * x.dim()).expand_as(x) for u, x in zip(upstream, function(*leaves))]
-    expected = torch.autograd.grad(function(*leaves), leaves, [x.contiguous() for x in expand])
-    assert_equal_lists(
-        torch.autograd.grad(function(*leaves), leaves, expand), expected, rtol=0, atol=0
-    )
+    expanded = [u.view([1] * x.dim()).expand_as(x) for u, x in zip(upstream, function(*leaves))]
+    gradients = torch.autograd.grad(function(*leaves), leaves, expanded)
+    expected = torch.autograd.grad(function(*leaves), leaves, [x.contiguous() for x in expanded])
+    assert_equal_lists(gradients, expected, rtol=0, atol=0)
 
 
-def test_gradients_have_the_shape_of_the_view_that_was_given(device):
-    list_neigh, dE, Ri_d, Rij = pairs(neighbors=6, device=device)
-    flat = dE.reshape(3, 5, 1, 24).requires_grad_(), Ri_d.view(3, 5, 6, 4, 3).requires_grad_()
-    gradient = torch.autograd.grad(
-        force(list_neigh.view(3, 5, 2, 3), *flat, 2).square().sum(), flat
-    )
-    assert [x.shape for x in gradient] == [x.shape for x in flat]
+def test_a_gradient_has_the_shape_of_its_input_in_every_accepted_view(device):
+    list_neigh, dE, Ri_d, _ = pairs(neighbors=6, device=device)
+    views = [dE.reshape(3, 5, 1, 24).requires_grad_(), Ri_d.view(3, 5, 6, 4, 3).requires_grad_()]
+    F = force(list_neigh.view(3, 5, 2, 3), *views, 2)
+    gradients = torch.autograd.grad(F.square().sum(), views)
+    assert [x.shape for x in gradients] == [x.shape for x in views]
 
 
 @pytest.mark.parametrize(
@@ -147,17 +156,14 @@ def test_gradients_have_the_shape_of_the_view_that_was_given(device):
 )
 def test_torch_func_transforms_equal_the_reference(device, transform):
     list_neigh, *leaves = pairs(**SMALL, device=device)
-    ours, theirs = (
-        scalar_of(force_virial, list_neigh),
-        scalar_of(reference.force_virial, list_neigh),
-    )
 
-    def apply(function):
+    def apply(operator):
+        function = scalar_of(operator, list_neigh)
         if transform == "vjp":
             return torch.func.vjp(function, *leaves)[1](torch.ones_like(function(*leaves)))
         tangents = tuple(x.cos() for x in leaves)
-        # The reference's one_hot cannot be traced.
-        if transform == "linearize" and function is ours:
+        # linearize cannot trace the reference's one_hot; jvp gives the same.
+        if transform == "linearize" and operator is force_virial:
             value, linear = torch.func.linearize(function, *leaves)
             return value, linear(*tangents)
         if transform in ("jvp", "linearize"):
@@ -168,4 +174,5 @@ def test_torch_func_transforms_equal_the_reference(device, transform):
             function = getattr(torch.func, name)(function, argnums=(0, 1, 2))
         return torch.utils._pytree.tree_leaves(function(*leaves))
 
-    assert_equal_lists(apply(ours), apply(theirs), rtol=1e-10, atol=1e-10)
+    expected = apply(reference.force_virial)
+    assert_equal_lists(apply(force_virial), expected, rtol=1e-10, atol=1e-10)

@@ -1,9 +1,9 @@
-"""Random calls of the force operators: the reference's numbers, or an error of the documented form.
+"""Random calls of the force operators give the reference's results or a documented error.
 
-Each call begins as a right one, of any sizes, types, strides and device. Then most have one
-argument changed. A call that was not changed must succeed. One that succeeds must have the results
-of the reference, and one that fails must name one of the arguments: "calcops::op: expected
-`argument` ..., got ...".
+A call begins as a valid one, with random sizes, dtypes, strides and device. In most calls one
+argument is then changed. An unchanged call must succeed. A call that succeeds must have the
+reference's results. One that fails must name an argument: "calcops::op: expected `argument` ...,
+got ...".
 """
 
 import random
@@ -33,7 +33,7 @@ COUNTS = [-(2**63), -1, 0, 1, 2**41, 2**63 - 1]
 
 
 def strided(x, draw):
-    """The same tensor, laid out in memory in any way."""
+    """Return the same values with random strides or a random offset in memory."""
     way = draw.choice(["rows", "rows", "columns", "every second", "with an offset"])
     if way == "columns" and x.dim() > 1:
         return x.mT.contiguous().mT
@@ -45,119 +45,108 @@ def strided(x, draw):
 
 
 def neighbour_list(draw, seed):
-    frames, natoms, nghost, neighbors = (
-        draw.choice(sizes) for sizes in ([0, 1, 2], [0, 1, 3, 9], [0, 2], [0, 1, 4, 6])
-    )
-    list_neigh, dE, Ri_d, Rij = (
-        reference.pairs(
-            frames, natoms, nghost, neighbors, draw.choice(DTYPES), draw.choice(INDICES), seed=seed
+    frames = draw.choice([0, 1, 2])
+    natoms = draw.choice([0, 1, 3, 9])
+    nghost = draw.choice([0, 2])
+    neighbors = draw.choice([0, 1, 4, 6])
+    if natoms + nghost:
+        dtype = draw.choice(DTYPES)
+        inputs = reference.pairs(
+            frames, natoms, nghost, neighbors, dtype, draw.choice(INDICES), seed=seed
         )
-        if natoms + nghost
-        else reference.pairs(frames, 0, 1, neighbors, seed=seed)
-    )
-    size = frames, natoms, neighbors
+    else:  # randint needs an atom to choose
+        inputs = reference.pairs(frames, 0, 1, neighbors, seed=seed)
+    list_neigh, dE, Ri_d, Rij = inputs
+    size = frames, natoms
     if draw.random() < 0.3 and neighbors % 2 == 0:
-        list_neigh = list_neigh.view(frames, natoms, 2, neighbors // 2)
-    dE = dE.reshape(
-        draw.choice(
-            [(*size, 4), (frames, natoms, 1, 4 * neighbors), (frames, natoms, 4 * neighbors)]
-        )
-    )
-    Ri_d = Ri_d.reshape(draw.choice([(frames, natoms, 4 * neighbors, 3), (*size, 4, 3)]))
+        list_neigh = list_neigh.view(*size, 2, neighbors // 2)
+    dE_shapes = [(*size, neighbors, 4), (*size, 1, 4 * neighbors), (*size, 4 * neighbors)]
+    Ri_d_shapes = [(*size, 4 * neighbors, 3), (*size, neighbors, 4, 3)]
+    dE = dE.reshape(draw.choice(dE_shapes))
+    Ri_d = Ri_d.reshape(draw.choice(Ri_d_shapes))
     return dict(list_neigh=list_neigh, dE=dE, Ri_d=Ri_d, Rij=Rij, nghost=nghost)
 
 
 def edges(draw, seed):
-    natoms, count, frames = (
-        draw.choice([0, 1, 2, 7]),
-        draw.choice([0, 1, 2, 30, 65]),
-        draw.choice([1, 2, 9]),
-    )
-    found = reference.graph(
-        natoms, count, frames, draw.choice(DTYPES), draw.choice(INDICES), seed=seed
-    )
-    return dict(
-        zip(
-            ("edge_index", "edge_gradient", "edge_vec", "natoms", "batch", "nframes"),
-            found,
-            strict=True,
-        )
-    )
+    natoms = draw.choice([0, 1, 2, 7])
+    count = draw.choice([0, 1, 2, 30, 65])
+    frames = draw.choice([1, 2, 9])
+    dtype = draw.choice(DTYPES)
+    values = reference.graph(natoms, count, frames, dtype, draw.choice(INDICES), seed=seed)
+    names = ("edge_index", "edge_gradient", "edge_vec", "natoms", "batch", "nframes")
+    return dict(zip(names, values, strict=True))
 
 
 def index_reference(list_neigh, nghost=0):
-    """neighbor_index by counting."""
+    """Return neighbor_index in plain Python: where the slots of each atom end, then the slots."""
     frames, rows = len(list_neigh), list_neigh.shape[1] + nghost
     results = []
     for frame in list_neigh.flatten(1).tolist():
-        slots = [[s for s, j in enumerate(frame) if j == row] for row in range(rows)]
-        ends = [sum(map(len, slots[: row + 1])) for row in range(rows)]
-        named = sum(slots, [])
-        results.append(ends + named + [-1] * (len(frame) - len(named)))
+        ends = []
+        slots = []
+        for row in range(rows):
+            slots += [slot for slot, j in enumerate(frame) if j == row]
+            ends.append(len(slots))
+        results.append(ends + slots + [-1] * (len(frame) - len(slots)))
     width = rows + list_neigh.shape[1:].numel()
     return torch.tensor(results, dtype=torch.int32).reshape(frames, width)
 
 
 def order_reference(edge_index, natoms):
-    right = ((edge_index >= 0) & (edge_index < natoms)).all(0)
-    ends = torch.where(right, edge_index.long(), -1).reshape(1, 1, -1)
-    return (
-        index_reference(ends, natoms - 1)[0]
-        if natoms
-        else torch.full((ends.numel(),), -1, dtype=torch.int32)
-    )
+    """Return edge_order, which is the neighbor_index of both rows of valid edges as one list."""
+    is_valid = ((edge_index >= 0) & (edge_index < natoms)).all(0)
+    ends = torch.where(is_valid, edge_index.long(), -1).reshape(1, 1, -1)
+    if natoms == 0:
+        return torch.full((ends.numel(),), -1, dtype=torch.int32)
+    return index_reference(ends, natoms - 1)[0]  # one atom, the others are ghosts
 
 
 def doubled(values):
-    return {
-        k: x.double() if torch.is_tensor(x) and x.is_floating_point() else x
-        for k, x in values.items()
-    }
+    def widened(x):
+        return x.double() if torch.is_tensor(x) and x.is_floating_point() else x
+
+    return {name: widened(value) for name, value in values.items()}
 
 
 def pairs_reference(list_neigh, dE, Ri_d, Rij=None, nghost=0, center=True, **_):
     in_range = (list_neigh >= -1) & (list_neigh < list_neigh.shape[1] + nghost)
     assert in_range.all(), "a wrong entry that no error names"
     frames, natoms = list_neigh.shape[:2]
-    size = frames, natoms, list_neigh.shape[2:].numel()
-    given = (
-        list_neigh.reshape(size),
-        dE.reshape(*size, 4),
-        Ri_d.reshape(frames, natoms, 4 * size[2], 3),
-    )
-    Rij = Ri_d.new_zeros(*size, 3) if Rij is None else Rij
-    return reference.force_virial(*given, Rij, nghost, center)
+    neighbors = list_neigh.shape[2:].numel()
+    list_neigh = list_neigh.reshape(frames, natoms, neighbors)
+    dE = dE.reshape(frames, natoms, neighbors, 4)
+    Ri_d = Ri_d.reshape(frames, natoms, 4 * neighbors, 3)
+    Rij = Ri_d.new_zeros(frames, natoms, neighbors, 3) if Rij is None else Rij
+    return reference.force_virial(list_neigh, dE, Ri_d, Rij, nghost, center)
 
 
 def edges_reference(edge_index, edge_gradient, natoms, edge_vec=None, batch=None, nframes=1, **_):
     assert ((edge_index >= -1) & (edge_index < natoms)).all(), "a wrong entry that no error names"
     edge_vec = torch.zeros_like(edge_gradient) if edge_vec is None else edge_vec
-    if natoms == 0:  # one_hot cannot count classes there
-        return (
-            edge_vec.new_zeros(0, 3),
-            edge_vec.new_zeros(nframes, 3, 3),
-            edge_vec.new_zeros(0, 3, 3),
-        )
+    if natoms == 0:  # one_hot of the reference needs an atom
+        shapes = (0, 3), (nframes, 3, 3), (0, 3, 3)
+        return tuple(edge_vec.new_zeros(shape) for shape in shapes)
     return reference_force_virial(edge_index, edge_gradient, edge_vec, natoms, batch, nframes)
 
 
-def compat_force(F, nghost=None, **given):
+def compat_force(F, nghost=None, **arguments):
     ghosts = 0 if nghost is None else int(nghost)
-    force = pairs_reference(**given, nghost=ghosts, center=False)[0]
+    force = pairs_reference(**arguments, nghost=ghosts, center=False)[0]
     return force + torch.nn.functional.pad(F, (0, 0, 0, ghosts))
 
 
-def compat_virial(nghost=None, **given):
-    _, virial, atom_virial = pairs_reference(**given, nghost=0 if nghost is None else int(nghost))
+def compat_virial(nghost=None, **arguments):
+    ghosts = 0 if nghost is None else int(nghost)
+    _, virial, atom_virial = pairs_reference(**arguments, nghost=ghosts)
     return virial.flatten(1), atom_virial.flatten(2)
 
 
-# What draws the arguments, and what computes the results from them.
+# {operator: (function that draws its arguments, reference)}
 OPERATORS = {
-    "force": (neighbour_list, lambda **given: pairs_reference(**given)[0]),
+    "force": (neighbour_list, lambda **arguments: pairs_reference(**arguments)[0]),
     "force_virial": (neighbour_list, pairs_reference),
     "neighbor_index": (neighbour_list, index_reference),
-    "edge_force": (edges, lambda **given: edges_reference(**given)[0]),
+    "edge_force": (edges, lambda **arguments: edges_reference(**arguments)[0]),
     "edge_force_virial": (edges, edges_reference),
     "edge_order": (edges, order_reference),
     "calculateForce": (neighbour_list, compat_force),
@@ -165,38 +154,40 @@ OPERATORS = {
 }
 
 
-def right_arguments(name, draw, seed):
-    """Those of the schema, and now and then one that may be left out."""
-    given = OPERATORS[name][0](draw, seed)
+def valid_arguments(name, draw, seed):
+    """Return valid arguments of the operator's schema, of which optional ones may be None."""
+    arguments = OPERATORS[name][0](draw, seed)
     if name.startswith("calculate"):
-        frames, natoms = given["list_neigh"].shape[:2]
-        given["F"] = torch.ones(frames, natoms, 3, dtype=given["dE"].dtype)
-        nghost = torch.tensor(given["nghost"], dtype=draw.choice([torch.int32, torch.int64]))
-        given["nghost"] = (
-            None if nghost == 0 and draw.random() < 0.5 else nghost.reshape(draw.choice([(), (1,)]))
-        )
+        frames, natoms = arguments["list_neigh"].shape[:2]
+        arguments["F"] = torch.ones(frames, natoms, 3, dtype=arguments["dE"].dtype)
+        nghost = torch.tensor(arguments["nghost"], dtype=draw.choice([torch.int32, torch.int64]))
+        if nghost == 0 and draw.random() < 0.5:
+            arguments["nghost"] = None
+        else:
+            arguments["nghost"] = nghost.reshape(draw.choice([(), (1,)]))
     if name in ("force", "force_virial"):
-        index = index_reference(given["list_neigh"], given["nghost"])
-        given["neighbor_index"] = draw.choice([None, index])
+        index = index_reference(arguments["list_neigh"], arguments["nghost"])
+        arguments["neighbor_index"] = draw.choice([None, index])
     if name in ("edge_force", "edge_force_virial"):
-        given["edge_order"] = draw.choice(
-            [None, order_reference(given["edge_index"], given["natoms"])]
-        )
-    if draw.random() < 0.3 and "batch" in given:
-        given |= dict(batch=None, nframes=1)
+        order = order_reference(arguments["edge_index"], arguments["natoms"])
+        arguments["edge_order"] = draw.choice([None, order])
+    if draw.random() < 0.3 and "batch" in arguments:
+        arguments |= dict(batch=None, nframes=1)
     names = [argument.name for argument in getattr(calcops_jit, name).default._schema.arguments]
     return {
-        k: strided(x, draw) if torch.is_tensor(x) else x for k, x in given.items() if k in names
+        key: strided(value, draw) if torch.is_tensor(value) else value
+        for key, value in arguments.items()
+        if key in names
     }
 
 
-def change(given, draw):
-    """Changes one argument, perhaps to one that is as right."""
-    name = draw.choice(sorted(given))
-    value = given[name]
+def change(arguments, draw):
+    """Change one argument. The call may stay valid."""
+    name = draw.choice(sorted(arguments))
+    value = arguments[name]
     if not torch.is_tensor(value):
         if value is not None:
-            given[name] = draw.choice(COUNTS)
+            arguments[name] = draw.choice(COUNTS)
         return
     way = draw.choice(["none", "dtype", "shape", "dimension", "device", "entry", "entry"])
     if way == "none":
@@ -205,11 +196,8 @@ def change(given, draw):
         value = value.to(draw.choice(OTHER_DTYPES))
     elif way == "shape" and value.dim():
         dimension = draw.randrange(value.dim())
-        value = (
-            value.repeat_interleave(2, dimension)
-            if draw.random() < 0.5
-            else value.narrow(dimension, 0, 0)
-        )
+        doubled = value.repeat_interleave(2, dimension)
+        value = doubled if draw.random() < 0.5 else value.narrow(dimension, 0, 0)
     elif way == "dimension":
         value = value.unsqueeze(0) if draw.random() < 0.5 or not value.dim() else value.flatten()
     elif way == "device":
@@ -219,50 +207,54 @@ def change(given, draw):
         entry = draw.choice(ENTRIES)
         if value.dtype == torch.int64 or -(2**31) <= entry < 2**31:
             value.view(-1)[draw.randrange(value.numel())] = entry
-    given[name] = value
+    arguments[name] = value
 
 
 def tensors(results):
     return [results] if torch.is_tensor(results) else list(results)
 
 
+def check_meta(operator, arguments):
+    """Compare the shapes of the results for meta tensors with those for zeros and empty lists."""
+    on_meta = {}
+    on_cpu = {}
+    for name, value in arguments.items():
+        on_meta[name] = on_cpu[name] = value
+        if torch.is_tensor(value):
+            fill = -1 if name in ("list_neigh", "edge_index") else 0
+            on_meta[name] = value.to("meta")
+            on_cpu[name] = torch.full_like(value, fill)
+    shapes = [x.shape for x in tensors(operator(**on_meta))]
+    assert shapes == [x.shape for x in tensors(operator(**on_cpu))]
+
+
 def check(name, seed):
+    operator = getattr(calcops_jit, name)
     draw = random.Random(f"{name} {seed}")
-    given = right_arguments(name, draw, seed)
-    changed = draw.random() < 0.6
-    if changed:
-        change(given, draw)
+    arguments = valid_arguments(name, draw, seed)
+    is_changed = draw.random() < 0.6
+    if is_changed:
+        change(arguments, draw)
     elif draw.random() < 0.2 and not name.startswith("calculate"):
-        given = {k: x.to("meta") if torch.is_tensor(x) else x for k, x in given.items()}
-        results = tensors(getattr(calcops_jit, name)(**given))
-        masked = ("list_neigh", "edge_index")
-        real = {
-            k: torch.full_like(x, -1 if k in masked else 0, device="cpu")
-            if torch.is_tensor(x)
-            else x
-            for k, x in given.items()
-        }
-        assert [x.shape for x in results] == [
-            x.shape for x in tensors(getattr(calcops_jit, name)(**real))
-        ]
+        check_meta(operator, arguments)
         return
     try:
-        results = tensors(getattr(calcops_jit, name)(**given))
+        results = tensors(operator(**arguments))
     except RuntimeError as error:
-        assert changed, error
+        assert is_changed, error
         line = str(error).splitlines()[0]
-        found = re.match(r"(?:calcops|CalcOps)::_?\w+: expected `(\w+)` .*, got ", line)
-        assert found and found[1] in given, (
-            f"{line}\n{ {k: getattr(x, 'shape', x) for k, x in given.items()} }"
-        )
+        argument = re.match(r"(?:calcops|CalcOps)::_?\w+: expected `(\w+)` .*, got ", line)
+        shapes = {key: getattr(value, "shape", value) for key, value in arguments.items()}
+        assert argument, f"{line}\n{shapes}"
+        assert argument[1] in arguments, f"{line}\n{shapes}"
         return
     if any(x.is_meta for x in results):
         return
-    expected = tensors(OPERATORS[name][1](**doubled(given)))
-    for ours, theirs in zip(results, expected, strict=True):
-        tolerance = 1e-5 if ours.dtype == torch.float32 else 1e-11
+    expected = tensors(OPERATORS[name][1](**doubled(arguments)))
+    for result, value in zip(results, expected, strict=True):
+        tolerance = 1e-5 if result.dtype == torch.float32 else 1e-11
         torch.testing.assert_close(
-            ours, theirs.to(ours.dtype), rtol=tolerance, atol=tolerance, equal_nan=True
+            result, value.to(result.dtype), rtol=tolerance, atol=tolerance, equal_nan=True
         )
 
 
@@ -275,11 +267,11 @@ def check_all(name, first, count):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_any_call_gives_the_references_numbers_or_names_an_argument(name, one_thread):
+def test_any_call_gives_the_references_results_or_names_an_argument(name, one_thread):
     check_all(name, 0, 500)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", OPERATORS)
-def test_many_calls_give_the_references_numbers_or_name_an_argument(name, one_thread):
+def test_many_calls_give_the_references_results_or_name_an_argument(name, one_thread):
     check_all(name, 500, 50_000)

@@ -1,5 +1,4 @@
-"""neighbor_index and the operators that take it: which slots name each atom, kept for as long as a
-list lives."""
+"""neighbor_index, which lists the slots that name each atom, and the operators that reuse it."""
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from calcops_jit import force, force_virial, neighbor_index
 
 
 def index_by_hand(list_neigh, nghost):
-    """The same from nothing but Python."""
-    found = []
+    """Return neighbor_index in plain Python."""
+    results = []
     for frame in list_neigh.flatten(1).tolist():
         rows = [
             [slot for slot, name in enumerate(frame) if name == j]
@@ -21,18 +20,18 @@ def index_by_hand(list_neigh, nghost):
         ]
         slots = [slot for row in rows for slot in row]
         ends = [sum(map(len, rows[: j + 1])) for j in range(len(rows))]
-        found.append(ends + slots + [-1] * (len(frame) - len(slots)))
-    return torch.tensor(found, dtype=torch.int32)
+        results.append(ends + slots + [-1] * (len(frame) - len(slots)))
+    return torch.tensor(results, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("nghost", [0, 2])
-def test_rows_are_where_the_list_names_them(device, index, nghost):
+def test_an_index_lists_the_slots_that_name_each_atom(device, index, nghost):
     list_neigh = pairs(nghost=nghost, index=index, device=device)[0]
-    found = neighbor_index(list_neigh, nghost)
-    assert torch.equal(found.cpu(), index_by_hand(list_neigh, nghost))
-    assert torch.equal(neighbor_index(list_neigh.reshape(3, 5, 7, 1), nghost), found)
-    assert torch.equal(neighbor_index(list_neigh.mT.contiguous().mT, nghost), found)
+    result = neighbor_index(list_neigh, nghost)
+    assert torch.equal(result.cpu(), index_by_hand(list_neigh, nghost))
+    assert torch.equal(neighbor_index(list_neigh.reshape(3, 5, 7, 1), nghost), result)
+    assert torch.equal(neighbor_index(list_neigh.mT.contiguous().mT, nghost), result)
 
 
 def test_lists_without_pairs_atoms_or_frames_have_an_index(device):
@@ -45,7 +44,7 @@ def test_lists_without_pairs_atoms_or_frames_have_an_index(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [{}, {"frames": 2, "natoms": 300, "nghost": 50, "neighbors": 90}])
-def test_results_and_derivatives_have_the_same_bits_with_and_without(device, dtype, size):
+def test_results_and_derivatives_have_the_same_bits_with_and_without_an_index(device, dtype, size):
     list_neigh, *leaves = differentiable_pairs(dtype=dtype, device=device, **size)
     nghost = size.get("nghost", 2)
     index = neighbor_index(list_neigh, nghost)
@@ -60,21 +59,22 @@ def test_results_and_derivatives_have_the_same_bits_with_and_without(device, dty
     assert_equal_lists(everything(neighbor_index=index), everything(), rtol=0, atol=0)
 
 
-def test_a_strided_or_expanded_index_is_an_index(device):
+def test_a_strided_or_expanded_index_gives_the_same_bits(device):
     list_neigh, *values = pairs(frames=1, device=device)
     list_neigh = list_neigh.expand(3, -1, -1)
     values = [x.expand(3, *x.shape[1:]) for x in values]
     index = neighbor_index(list_neigh[:1], 2)
     expected = force_virial(list_neigh, *values, 2)
-    for form in (index.expand(3, -1), index.expand(3, -1).mT.contiguous().mT):
-        ours = force_virial(list_neigh, *values, 2, neighbor_index=form)
-        assert_equal_lists(ours, expected, rtol=0, atol=0)
+    expanded = index.expand(3, -1)
+    for view in (expanded, expanded.mT.contiguous().mT):
+        results = force_virial(list_neigh, *values, 2, neighbor_index=view)
+        assert_equal_lists(results, expected, rtol=0, atol=0)
 
 
 def test_an_index_of_another_shape_nghost_or_dtype_is_refused(device):
     list_neigh, *values = pairs(device=device)
     index = neighbor_index(list_neigh, 2)
-    expected = (
+    message = (
         r"force(_virial)?: expected `neighbor_index` of shape "
         r".*neighbor_index\(list_neigh, nghost\)"
     )
@@ -84,9 +84,9 @@ def test_an_index_of_another_shape_nghost_or_dtype_is_refused(device):
         neighbor_index(list_neigh, 3),
         neighbor_index(list_neigh),
     ):
-        with pytest.raises(RuntimeError, match=expected):
+        with pytest.raises(RuntimeError, match=message):
             force_virial(list_neigh, *values, 2, neighbor_index=wrong)
-        with pytest.raises(RuntimeError, match=expected):
+        with pytest.raises(RuntimeError, match=message):
             force(list_neigh, *values[:2], 2, neighbor_index=wrong)
     with pytest.raises(RuntimeError, match="expected `neighbor_index` int32, got Long"):
         force(list_neigh, *values[:2], 2, neighbor_index=index.long())
@@ -109,18 +109,16 @@ def test_calcops_check_finds_a_stale_index(device, monkeypatch):
     stale[1, 2, 3] = 0 if stale[1, 2, 3] else 1
     monkeypatch.setenv("CALCOPS_CHECK", "1")
     force_virial(list_neigh, *values, 2, neighbor_index=index)
-    for call in (lambda: force_virial(stale, *values, 2, neighbor_index=index),) + (
-        lambda: force(stale, *values[:2], 2, neighbor_index=index),
-    ):
-        with pytest.raises(
-            RuntimeError, match="expected `neighbor_index` of this list_neigh and nghost"
-        ):
-            call()
+    message = "expected `neighbor_index` of this list_neigh and nghost"
+    with pytest.raises(RuntimeError, match=message):
+        force_virial(stale, *values, 2, neighbor_index=index)
+    with pytest.raises(RuntimeError, match=message):
+        force(stale, *values[:2], 2, neighbor_index=index)
     monkeypatch.setenv("CALCOPS_CHECK", "0")
     force_virial(stale, *values, 2, neighbor_index=index)
 
 
-def test_a_stale_index_is_never_read_out_of_bounds(device):
+def test_an_index_of_wrong_values_never_reads_out_of_bounds(device):
     list_neigh, *values = pairs(device=device)
     for value in (-(2**31), -1, 7, 2**31 - 1):
         index = torch.full_like(neighbor_index(list_neigh, 2), value)
@@ -143,29 +141,29 @@ def test_forward_mode_and_vmap_take_the_index(device, no_vmap_fallback):
     def results(dE, **options):
         return force_virial(list_neigh, dE, Ri_d, Rij, 2, **options)
 
-    ours = torch.func.jvp(lambda x: results(x, neighbor_index=index), (dE,), (tangent,))
-    expected = torch.func.jvp(results, (dE,), (tangent,))
-    assert_equal_lists(ours[1], expected[1], rtol=0, atol=0)
+    def results_with_index(dE):
+        return results(dE, neighbor_index=index)
+
+    _, tangents = torch.func.jvp(results_with_index, (dE,), (tangent,))
+    _, expected = torch.func.jvp(results, (dE,), (tangent,))
+    assert_equal_lists(tangents, expected, rtol=0, atol=0)
 
     def of_frame(list_neigh, index, dE, Ri_d, Rij):
         list_neigh, index, dE, Ri_d, Rij = (x[None] for x in (list_neigh, index, dE, Ri_d, Rij))
         return [x[0] for x in force_virial(list_neigh, dE, Ri_d, Rij, 2, neighbor_index=index)]
 
-    whole = force_virial(list_neigh, dE, Ri_d, Rij, 2)
-    assert_equal_lists(
-        torch.vmap(of_frame)(list_neigh, index, dE, Ri_d, Rij), whole, rtol=0, atol=0
-    )
+    mapped = torch.vmap(of_frame)(list_neigh, index, dE, Ri_d, Rij)
+    assert_equal_lists(mapped, results(dE), rtol=0, atol=0)
     assert torch.equal(torch.vmap(lambda x: neighbor_index(x[None], 2)[0])(list_neigh), index)
-    gradient = torch.func.grad(lambda x: sum(y.sum() for y in results(x, neighbor_index=index)))(dE)
+    gradient = torch.func.grad(lambda x: sum(y.sum() for y in results_with_index(x)))(dE)
     assert torch.equal(gradient, torch.func.grad(lambda x: sum(y.sum() for y in results(x)))(dE))
-    many = torch.stack([dE, tangent])  # one list and one index for all
-    ours = torch.vmap(lambda x: results(x, neighbor_index=index))(many)
-    assert_equal_lists(
-        ours, [torch.stack(x) for x in zip(results(dE), results(tangent))], rtol=0, atol=0
-    )
+    # vmap over dE alone: one list and one index for all.
+    mapped = torch.vmap(results_with_index)(torch.stack([dE, tangent]))
+    expected = [torch.stack(x) for x in zip(results(dE), results(tangent))]
+    assert_equal_lists(mapped, expected, rtol=0, atol=0)
 
 
-def test_opcheck_with_an_index(device):
+def test_opcheck_passes_with_an_index(device):
     list_neigh, *leaves = differentiable_pairs(device=device)
     index = neighbor_index(list_neigh, 2)
     opcheck(neighbor_index, (list_neigh, 2))
@@ -184,7 +182,7 @@ class Both(torch.nn.Module):
         return torch.ops.calcops.force_virial(list_neigh, dE, Ri_d, Rij, 2, neighbor_index=index)
 
 
-def test_compiled_and_exported_programs_take_the_index(device):
+def test_compiled_and_traced_programs_take_the_index(device):
     torch._dynamo.reset()
     compiled = torch.compile(Step(), fullgraph=True, dynamic=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -209,7 +207,7 @@ def test_an_exported_program_makes_and_takes_the_index():
     assert_equal_lists(program.module()(*other), force_virial(*other, 2), rtol=0, atol=0)
 
 
-def test_with_an_index_two_launches_are_left():
+def test_with_an_index_a_call_launches_at_most_two_kernels():
     if not torch.cuda.is_available():
         pytest.skip("PyTorch sees no GPU")
     inputs = pairs(natoms=3000, neighbors=50, device="cuda")
@@ -219,22 +217,22 @@ def test_with_an_index_two_launches_are_left():
 
 
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    """Keeps the keyword arguments of the force operators that are called below autograd."""
+    """Collects name and keyword arguments of the operators that are called below autograd."""
 
     def __init__(self):
         super().__init__()
-        self.found = []
+        self.calls = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "calcops":
-            self.found.append((function._opname, kwargs or {}))
+            self.calls.append((function._opname, kwargs or {}))
         return function(*args, **(kwargs or {}))
 
 
 def test_every_derivative_reuses_the_index(device):
     list_neigh, dE, Ri_d, Rij = differentiable_pairs(device=device)
     index = neighbor_index(list_neigh, 2)
-    with Calls() as calls:
+    with Calls() as mode:
         outputs = force_virial(list_neigh, dE, Ri_d, Rij, 2, neighbor_index=index)
         first = torch.autograd.grad(
             [x.square().sum() for x in outputs], (dE, Ri_d, Rij), create_graph=True
@@ -243,10 +241,7 @@ def test_every_derivative_reuses_the_index(device):
         torch.func.jvp(
             lambda x: force(list_neigh, x, Ri_d.detach(), 2, neighbor_index=index), (dE,), (dE,)
         )
-    assert {name for name, _ in calls.found} >= {
-        "force_virial",
-        "_force_virial",
-        "_force_virial_backward",
-        "force",
-    }
-    assert [name for name, keywords in calls.found if keywords.get("neighbor_index") is None] == []
+    names = {name for name, _ in mode.calls}
+    assert names >= {"force_virial", "_force_virial", "_force_virial_backward", "force"}
+    for name, keywords in mode.calls:
+        assert keywords.get("neighbor_index") is not None, name

@@ -1,4 +1,4 @@
-"""What physics demands of forces and virials, for random atoms and lists (hypothesis)."""
+"""Physical properties of forces and virials, for random atoms and neighbour lists (hypothesis)."""
 
 import pytest
 import reference
@@ -17,6 +17,7 @@ settings.load_profile("calcops")
 
 
 def operators(list_neigh, Rij, nghost=0):
+    """Return force, virial and atom_virial of reference.energy_of."""
     live = list_neigh >= 0
     Rij = torch.where(live[..., None], Rij, 0.0).detach()
     Ri, Ri_d = describe(Rij)
@@ -31,8 +32,10 @@ def vectors(positions, list_neigh, shift):
 
 @st.composite
 def atoms(draw):
-    """positions [n, 3], list_neigh [1, n, K] with empty slots, self images and repeats, shift [1,
-    n, K, 3]."""
+    """Draw positions [n, 3], list_neigh [1, n, K] and the periodic shift [1, n, K, 3] of each slot.
+
+    The list has empty slots, self images and repeats.
+    """
     natoms, neighbors = draw(st.integers(1, 7)), draw(st.integers(1, 9))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     positions = 2 * torch.rand(natoms, 3, generator=generator, dtype=torch.float64)
@@ -61,7 +64,8 @@ def test_virial_is_minus_the_strain_derivative_of_the_energy(system):
     _, W, atom_W = operators(list_neigh, Rij)
     torch.testing.assert_close(W[0], -gradient, **CLOSE)
     torch.testing.assert_close(atom_W.sum(1), W, **CLOSE)
-    assert (W - W.mT).abs().max() <= 1e-12 * max(1e-300, W.abs().max())  # the energy does not turn
+    # The energy does not change under rotation, so the virial is symmetric.
+    assert (W - W.mT).abs().max() <= 1e-12 * max(1e-300, W.abs().max())
 
 
 @given(atoms())
@@ -93,11 +97,11 @@ def test_renaming_atoms_renames_the_result(system, random):
     order = list(range(len(positions)))
     random.shuffle(order)
     order = torch.tensor(order)
-    rename = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
-    renamed = torch.where(list_neigh >= 0, rename[list_neigh.clamp(min=0)], -1)[:, order]
+    new_name = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
+    renamed = torch.where(list_neigh >= 0, new_name[list_neigh.clamp(min=0)], -1)[:, order]
     F, W, atom_W = operators(list_neigh, vectors(positions, list_neigh, shift))
-    ours = operators(renamed, vectors(positions[order], renamed, shift[:, order]))
-    assert_equal_lists(ours, (F[:, order], W, atom_W[:, order]), **CLOSE)
+    results = operators(renamed, vectors(positions[order], renamed, shift[:, order]))
+    assert_equal_lists(results, (F[:, order], W, atom_W[:, order]), **CLOSE)
 
 
 @given(atoms(), st.randoms(use_true_random=False))
@@ -116,18 +120,15 @@ def test_ghosts_folded_back_equal_no_ghosts(system):
     positions, list_neigh, shift = system
     natoms = len(positions)
     Rij = vectors(positions, list_neigh, shift)
-    # Every pair that crosses the boundary names a ghost of its own.
+    # Each pair across the boundary gets its own ghost.
     crosses = (list_neigh >= 0) & (shift != 0).any(-1)
     nghost = int(crosses.sum())
     owner = list_neigh[crosses]
     with_ghosts = list_neigh.clone()
     with_ghosts[crosses] = natoms + torch.arange(nghost)
     F, W, atom_W = operators(with_ghosts, Rij, nghost)
-    folded = [x[:, :natoms].index_add(1, owner, x[:, natoms:]) for x in (F, atom_W)]
-    expected_F, expected_W, expected_atom_W = operators(list_neigh, Rij)
-    assert_equal_lists(
-        (folded[0], W, folded[1]), (expected_F, expected_W, expected_atom_W), **CLOSE
-    )
+    F, atom_W = (x[:, :natoms].index_add(1, owner, x[:, natoms:]) for x in (F, atom_W))
+    assert_equal_lists((F, W, atom_W), operators(list_neigh, Rij), **CLOSE)
 
 
 @given(

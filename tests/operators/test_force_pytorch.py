@@ -1,4 +1,4 @@
-"""The force operators in the rest of PyTorch: opcheck, compile, export, TorchScript, other
+"""The force operators in PyTorch's other modes: opcheck, compile, export, TorchScript, other
 processes."""
 
 import copy
@@ -15,7 +15,7 @@ from calcops_jit import force, force_virial
 backward = torch.ops.calcops._force_virial_backward
 
 
-def test_opcheck_where_upstreams_are_absent(device):
+def test_opcheck_passes_where_upstreams_are_absent(device):
     list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
     F, W, atom_W = (
         torch.randn_like(x).requires_grad_() for x in force_virial(list_neigh, *leaves, 1)
@@ -26,7 +26,7 @@ def test_opcheck_where_upstreams_are_absent(device):
 
 
 class ForceModel(torch.nn.Module):
-    """The smallest model with forces: a per-pair energy, its derivative and the operators."""
+    """The smallest model with forces: the derivative of an energy of pairs, and the operator."""
 
     def __init__(self):
         super().__init__()
@@ -56,15 +56,16 @@ def test_compiled_model_equals_eager_without_recompiling(device, backend, shapes
     model = ForceModel().to(device)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        # No size equals another or 3 or 4, or PyTorch takes them for one.
+        # No size equals another one, 3 or 4: PyTorch would take equal sizes for one symbol.
         for case in range(shapes):
-            natoms, nghost = 20 + case, 9 + case % 5
-            inputs = (
-                *pairs(5 + case % 3, natoms, nghost, natoms + 31, device=device, seed=case),
-                nghost,
-            )
-            ours, expected = loss_gradient(compiled, *inputs), loss_gradient(model, *inputs)
-            assert_equal_lists(ours, expected, rtol=1e-12, atol=1e-12)
+            frames = 5 + case % 3
+            natoms = 20 + case
+            nghost = 9 + case % 5
+            neighbors = natoms + 31
+            tensors = pairs(frames, natoms, nghost, neighbors, device=device, seed=case)
+            result = loss_gradient(compiled, *tensors, nghost)
+            expected = loss_gradient(model, *tensors, nghost)
+            assert_equal_lists(result, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_compiled_autograd_equals_eager(device):
@@ -79,7 +80,7 @@ def test_compiled_autograd_equals_eager(device):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_export_with_dynamic_frames_atoms_ghosts_and_neighbours(strict):
+def test_an_exported_program_runs_for_other_numbers_of_frames_atoms_ghosts_and_neighbours(strict):
     class Operators(torch.nn.Module):
         def forward(self, list_neigh, dE, Ri_d, Rij, positions):
             nghost = positions.shape[1] - list_neigh.shape[1]
@@ -109,8 +110,8 @@ def test_export_with_dynamic_frames_atoms_ghosts_and_neighbours(strict):
     for sizes in ((2, 5, 4, 7), (3, 4, 2, 9), (5, 11, 30, 2)):
         *inputs, positions = example(*sizes)
         expected = force_virial(*inputs, sizes[2])
-        ours = program.module()(*inputs, positions)
-        assert_equal_lists(ours, (*expected, expected[0]), rtol=0, atol=0)
+        results = program.module()(*inputs, positions)
+        assert_equal_lists(results, (*expected, expected[0]), rtol=0, atol=0)
 
 
 def test_make_fx_of_a_force_matching_loss_equals_eager():
@@ -129,27 +130,28 @@ def test_make_fx_of_a_force_matching_loss_equals_eager():
     traced = make_fx(loss_gradients, tracing_mode="symbolic")(parameters, *inputs)
     for sizes in ((2, 5, 1, 7), (4, 8, 1, 5)):
         inputs = pairs(*sizes)
-        ours, expected = traced(parameters, *inputs), loss_gradients(parameters, *inputs)
-        assert_equal_lists(ours, expected, rtol=1e-13, atol=1e-13)
+        expected = loss_gradients(parameters, *inputs)
+        assert_equal_lists(traced(parameters, *inputs), expected, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
 )
-def test_scripted_model_saved_and_loaded_gives_the_same():
-    model, inputs = ForceModel(), pairs(2, 4, 1, 6)
+def test_a_scripted_model_gives_the_same_results_after_saving_and_loading():
+    model = ForceModel()
+    inputs = pairs(2, 4, 1, 6)
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(model), file)
     file.seek(0)
     loaded = torch.jit.load(file)
-    for _ in range(3):  # the profiling executor changes the graph on the way
-        assert_equal_lists(
-            loss_gradient(loaded, *inputs), loss_gradient(model, *inputs), rtol=1e-13, atol=1e-13
-        )
+    expected = loss_gradient(model, *inputs)
+    for _ in range(3):  # TorchScript optimises the graph after the first runs
+        assert_equal_lists(loss_gradient(loaded, *inputs), expected, rtol=1e-13, atol=1e-13)
 
 
-def test_models_are_copied_and_pickled():
-    model, inputs = ForceModel(), pairs(2, 4, 1, 6)
+def test_copied_and_pickled_models_give_the_same_results():
+    model = ForceModel()
+    inputs = pairs(2, 4, 1, 6)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert_equal_lists(twin(*inputs), model(*inputs), rtol=0, atol=0)
 
@@ -158,27 +160,30 @@ def test_inference_mode_changes_nothing(device):
     inputs = pairs(device=device)
     expected = force_virial(*inputs, 2)
     with torch.inference_mode():
-        ours = force_virial(*inputs, 2)
-        twin = force_virial(*(x.clone() for x in inputs), 2)
-    assert all(x.is_inference() for x in ours)
-    assert_equal_lists(ours, expected, rtol=0, atol=0)
-    assert_equal_lists(twin, expected, rtol=0, atol=0)
+        results = force_virial(*inputs, 2)
+        results_of_inference_tensors = force_virial(*(x.clone() for x in inputs), 2)
+    assert all(x.is_inference() for x in results)
+    assert_equal_lists(results, expected, rtol=0, atol=0)
+    assert_equal_lists(results_of_inference_tensors, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_autocast_leaves_float32_and_float64_and_half_is_refused(device, dtype, half):
+def test_autocast_changes_nothing_and_half_precision_is_refused(device, dtype, half):
     list_neigh, *leaves = differentiable_pairs(dtype=dtype, device=device)
-    expected = gradients = None
-    for enabled in (False, True):
+
+    def results(enabled):
         with torch.autocast(device, dtype=half, enabled=enabled):
             outputs = force_virial(list_neigh, *leaves, 2)
-            product = leaves[0] @ torch.eye(4, dtype=dtype, device=device)
         gradients = torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
-        expected = expected or (*outputs, *gradients)
-    assert [x.dtype for x in outputs] == [dtype] * 3
-    assert_equal_lists((*outputs, *gradients), expected, rtol=0, atol=0)
-    if dtype == torch.float32:  # autocast makes a model's last layer half
+        return *outputs, *gradients
+
+    with_autocast = results(True)
+    assert [x.dtype for x in with_autocast[:3]] == [dtype] * 3
+    assert_equal_lists(with_autocast, results(False), rtol=0, atol=0)
+    if dtype == torch.float32:  # autocast makes the result of a model's last layer half precision
+        with torch.autocast(device, dtype=half):
+            product = leaves[0] @ torch.eye(4, dtype=dtype, device=device)
         with pytest.raises(
             RuntimeError, match="expected `dE` float32 or float64, got (BFloat16|Half)"
         ):
@@ -187,7 +192,8 @@ def test_autocast_leaves_float32_and_float64_and_half_is_refused(device, dtype, 
 
 class Dataset(torch.utils.data.Dataset):
     def __init__(self, model, inputs):
-        self.model, self.inputs = model, inputs
+        self.model = model
+        self.inputs = inputs
 
     def __len__(self):
         return 2
@@ -197,8 +203,9 @@ class Dataset(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_a_model_goes_to_other_processes(start):
-    model, inputs = ForceModel(), pairs(2, 40, 1, 60)
+def test_a_model_runs_in_forked_and_spawned_processes(start):
+    model = ForceModel()
+    inputs = pairs(2, 40, 1, 60)
     expected = [x.detach() for x in model(*inputs)]
     loader = torch.utils.data.DataLoader(
         Dataset(model, inputs), batch_size=None, num_workers=1, multiprocessing_context=start
@@ -207,18 +214,15 @@ def test_a_model_goes_to_other_processes(start):
         assert_equal_lists(result, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("wanted", [[0], [1], [2], [0, 1, 2]], ids=str)
-def test_compiled_autograd_of_a_second_derivative_equals_eager(device, wanted):
-    """The second derivative for what was wanted once already is absent, which a graph cannot
-    say."""
+@pytest.mark.parametrize("chosen", [[0], [1], [2], [0, 1, 2]], ids=str)
+def test_compiled_autograd_of_a_second_derivative_equals_eager(device, chosen):
+    """The operator returns no tensor for a second derivative that is always zero. A graph has to."""
     list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
 
     def loss():
         F, W, _ = force_virial(list_neigh, *leaves, 1)
-        chosen = [leaves[i] for i in wanted]
-        gradients = torch.autograd.grad(
-            F.square().sum() + W.square().sum(), chosen, create_graph=True
-        )
+        scalar = F.square().sum() + W.square().sum()
+        gradients = torch.autograd.grad(scalar, [leaves[i] for i in chosen], create_graph=True)
         return sum(x.square().sum() for x in gradients)
 
     expected = torch.autograd.grad(loss(), leaves, materialize_grads=True)
@@ -228,7 +232,8 @@ def test_compiled_autograd_of_a_second_derivative_equals_eager(device, wanted):
     assert_equal_lists([x.grad for x in leaves], expected, rtol=1e-12, atol=1e-12)
 
 
-def test_tensors_that_are_shared_until_written_stay_shared(device):
+def test_copy_on_write_tensors_stay_shared(device):
+    """The operators only read their inputs, and so cause no copy."""
     list_neigh, *values = pairs(**SMALL, device=device)
     upstream = [torch.ones_like(x) for x in force_virial(list_neigh, *values, 1)]
     lazy = [torch._lazy_clone(x) for x in (*upstream, list_neigh, *values)]

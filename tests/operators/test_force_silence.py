@@ -1,5 +1,5 @@
-"""No derivative of the force operators is lost without a word: every way to lose one gives it, or
-an error."""
+"""No derivative of the force operators is lost silently: where one might be lost, the result is
+right or there is an error."""
 
 import itertools
 
@@ -28,6 +28,7 @@ def gradients_of(function, list_neigh, leaves):
 
 @pytest.fixture
 def small(device):
+    """Return a small list, its values, and the expected gradients of scalar_of."""
     list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
     return list_neigh, leaves, gradients_of(reference.force_virial, list_neigh, leaves)
 
@@ -35,7 +36,7 @@ def small(device):
 CLOSE = dict(rtol=1e-10, atol=1e-10)
 
 
-# ---- what is not supported raises ----------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def unsupported(list_neigh, dE, Ri_d):
@@ -55,7 +56,7 @@ def unsupported(list_neigh, dE, Ri_d):
 
 
 @pytest.mark.filterwarnings("ignore")  # some of these are experimental in PyTorch
-def test_what_is_not_supported_raises():
+def test_unsupported_arguments_raise():
     list_neigh, dE, Ri_d, _ = pairs(**SMALL)
     for kind, arguments in unsupported(list_neigh, dE, Ri_d.requires_grad_()).items():
         with pytest.raises((RuntimeError, TypeError)):
@@ -63,7 +64,8 @@ def test_what_is_not_supported_raises():
             pytest.fail(f"{kind} was taken")
 
 
-def test_there_is_no_output_to_write_to_that_would_have_no_history(small):
+def test_the_operators_have_no_out_argument(small):
+    """A tensor that `out` wrote to would have no autograd history."""
     list_neigh, (dE, Ri_d, _), _ = small
     with pytest.raises(RuntimeError, match="Unknown keyword argument 'out'"):
         force(list_neigh, dE, Ri_d, 1, out=torch.empty(3, 3, 3, dtype=torch.float64))
@@ -73,7 +75,7 @@ def test_there_is_no_output_to_write_to_that_would_have_no_history(small):
 def test_none_for_a_tensor_is_an_error(device, needs_grad):
     list_neigh, *leaves = (differentiable_pairs if needs_grad else pairs)(**SMALL, device=device)
     W = torch.ones(3, 3, 3, dtype=torch.float64, device=device)
-    for op, inputs, above in (
+    for op, inputs, upstream in (
         (force, [list_neigh, *leaves[:2]], []),
         (neighbor_force, [list_neigh, *leaves[:2]], []),
         (force_virial, [list_neigh, *leaves], []),
@@ -81,13 +83,13 @@ def test_none_for_a_tensor_is_an_error(device, needs_grad):
     ):
         rest = [1, True, [True] * 3] if op is backward else [1]
         for i, name in enumerate(("list_neigh", "dE", "Ri_d", "Rij")[: len(inputs)]):
-            given = [None if k == i else x for k, x in enumerate(inputs)]
+            without_one = [None if k == i else x for k, x in enumerate(inputs)]
             with pytest.raises(RuntimeError, match=f"expected `{name}` "):
-                op(*above, *given, *rest)
+                op(*upstream, *without_one, *rest)
 
 
 @pytest.mark.parametrize("argument", range(4))
-def test_inputs_changed_in_place_before_backward_are_noticed(device, argument):
+def test_inputs_changed_in_place_before_backward_are_an_error(device, argument):
     list_neigh, *leaves = differentiable_pairs(device=device)
     values = [list_neigh, *(x.clone() for x in leaves)]
     result = scalar_of(lambda *x: force_virial(*x[:-1], 2), values[0])(*values[1:])
@@ -97,7 +99,7 @@ def test_inputs_changed_in_place_before_backward_are_noticed(device, argument):
 
 
 @pytest.mark.parametrize("argument", range(3))
-def test_upstreams_changed_in_place_before_the_second_backward_are_noticed(device, argument):
+def test_upstreams_changed_in_place_before_the_second_backward_are_an_error(device, argument):
     list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
     outputs = force_virial(list_neigh, *leaves, 1)
     upstream = [torch.ones_like(x).requires_grad_() * 2 for x in outputs]
@@ -107,26 +109,24 @@ def test_upstreams_changed_in_place_before_the_second_backward_are_noticed(devic
         sum(x.sum() for x in gradient).backward()
 
 
-def test_a_graph_that_is_freed_says_so_and_a_kept_one_gives_the_same_again(small):
+def test_a_second_backward_gives_the_same_with_retain_graph_and_an_error_without(small):
     list_neigh, leaves, expected = small
     scalar = scalar_of(force_virial, list_neigh)(*leaves)
-    for keep in (True, False):
-        assert_equal_lists(
-            torch.autograd.grad(scalar, leaves, retain_graph=keep), expected, **CLOSE
-        )
+    for retain in (True, False):
+        gradients = torch.autograd.grad(scalar, leaves, retain_graph=retain)
+        assert_equal_lists(gradients, expected, **CLOSE)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(scalar, leaves)
 
 
 @pytest.mark.parametrize("argument", range(3))
-def test_inference_tensors_cannot_be_saved_and_say_so(argument):
-    inputs = pairs(**SMALL)[:3]
+def test_inference_tensors_as_inputs_of_a_derivative_are_an_error(argument):
+    inputs = list(pairs(**SMALL)[:3])
     with torch.inference_mode():
-        made = inputs[argument].clone()
-    given = [made if i == argument else x for i, x in enumerate(inputs)]
-    given[2 if argument != 2 else 1].requires_grad_()
+        inputs[argument] = inputs[argument].clone()
+    inputs[2 if argument != 2 else 1].requires_grad_()
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-        force(*given, 1)
+        force(*inputs, 1)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -140,22 +140,22 @@ def test_anomaly_mode_names_the_operator(device):
             result.backward(torch.full_like(result, float("nan")))
 
 
-# ---- what is supported gives the derivative ------------------------------------------------------
+# ---- derivatives ---------------------------------------------------------------------------------
 
 
 def lazily_negative(x):
-    """The same numbers behind a bit that a kernel which reads memory would miss."""
+    """Return `x` as a tensor whose memory holds -x, with PyTorch's negative bit."""
     negative = torch.complex(torch.zeros_like(x), -x).conj().imag
-    assert negative.is_neg() and torch.equal(negative, x)
+    assert negative.is_neg()
+    assert torch.equal(negative, x)
     return negative
 
 
-def test_tensors_whose_memory_is_not_their_value(device):
+def test_tensors_with_a_negative_bit_and_zero_tensors_without_memory_count_by_value(device):
     list_neigh, *values = pairs(**SMALL, device=device)
     expected = force_virial(list_neigh, *values, 1)
-    assert_equal_lists(
-        force_virial(list_neigh, *map(lazily_negative, values), 1), expected, rtol=0, atol=0
-    )
+    results = force_virial(list_neigh, *map(lazily_negative, values), 1)
+    assert_equal_lists(results, expected, rtol=0, atol=0)
     zero = torch._efficientzerotensor(values[0].shape, dtype=torch.float64, device=device)
     assert all(x.count_nonzero() == 0 for x in force_virial(list_neigh, zero, *values[1:], 1))
 
@@ -163,30 +163,31 @@ def test_tensors_whose_memory_is_not_their_value(device):
     outputs = force_virial(list_neigh, *leaves, 1)
     upstream = [torch.randn_like(x) for x in outputs]
     expected = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
-    ours = torch.autograd.grad(
-        outputs, leaves, list(map(lazily_negative, upstream)), retain_graph=True
-    )
-    assert_equal_lists(ours, expected, rtol=0, atol=0)
+    upstream = [lazily_negative(x) for x in upstream]
+    gradients = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
+    assert_equal_lists(gradients, expected, rtol=0, atol=0)
+
+    dE, Ri_d, Rij = (x.detach() for x in values)
     with forward_ad.dual_level():
-        tangents = [lazily_negative(values[0].detach().cos()), zero.new_zeros(leaves[1].shape)]
-        tangents += [
-            torch._efficientzerotensor(leaves[2].shape, dtype=torch.float64, device=device)
+        duals = [
+            forward_ad.make_dual(dE, lazily_negative(dE.cos())),
+            forward_ad.make_dual(Ri_d, zero.new_zeros(Ri_d.shape)),
+            forward_ad.make_dual(
+                Rij, torch._efficientzerotensor(Rij.shape, dtype=torch.float64, device=device)
+            ),
         ]
-        duals = [forward_ad.make_dual(x.detach(), t) for x, t in zip(leaves, tangents)]
-        ours = [forward_ad.unpack_dual(x).tangent for x in force_virial(list_neigh, *duals, 1)]
-    expected = force_virial(
-        list_neigh, values[0].detach().cos(), *(x.detach() for x in values[1:]), 1
-    )
-    assert_equal_lists(ours, expected, rtol=0, atol=0)
+        tangents = [forward_ad.unpack_dual(x).tangent for x in force_virial(list_neigh, *duals, 1)]
+    expected = force_virial(list_neigh, dE.cos(), Ri_d, Rij, 1)
+    assert_equal_lists(tangents, expected, rtol=0, atol=0)
 
 
 MASKS = [list(mask) for mask in itertools.product([True, False], repeat=3)][:-1]
 
 
 @pytest.mark.parametrize("center", [True, False])
-@pytest.mark.parametrize("given", MASKS, ids=str)
-def test_the_backward_operator_by_itself_has_its_derivatives_for_every_subset(
-    device, given, center
+@pytest.mark.parametrize("flags", MASKS, ids=str)
+def test_derivatives_of_the_backward_operator_are_right_for_any_upstreams_and_output_mask(
+    device, flags, center
 ):
     size = dict(frames=1, natoms=2, nghost=1, neighbors=2)
     list_neigh, *leaves = differentiable_pairs(**size, device=device)
@@ -195,50 +196,52 @@ def test_the_backward_operator_by_itself_has_its_derivatives_for_every_subset(
 
         def function(*inputs, mask=mask):
             rest = iter(inputs)
-            above = [next(rest) if flag else None for flag in given]
-            results = backward(*above, list_neigh, *rest, 1, center, mask)
+            upstreams = [next(rest) if flag else None for flag in flags]
+            results = backward(*upstreams, list_neigh, *rest, 1, center, mask)
             return [result for result, flag in zip(results, mask) if flag]
 
-        assert gradcheck(function, [x for x, flag in zip(upstream, given) if flag] + leaves)
+        assert gradcheck(function, [x for x, flag in zip(upstream, flags) if flag] + leaves)
 
 
-def assert_backward_towards(wanted, small):
+def assert_backward_towards(flags, small):
+    """Check that backward(inputs=...) sets the right gradients for the chosen inputs alone."""
     list_neigh, leaves, expected = small
     for x in leaves:
         x.grad = None
-    chosen = [x for x, flag in zip(leaves, wanted) if flag]
+    chosen = [x for x, flag in zip(leaves, flags) if flag]
     scalar_of(force_virial, list_neigh)(*leaves).backward(inputs=chosen)
-    for x, flag, value in zip(leaves, wanted, expected):
+    for x, flag, value in zip(leaves, flags, expected):
         assert (x.grad is not None) == flag
         if flag:
             torch.testing.assert_close(x.grad, value, **CLOSE)
 
 
-@pytest.mark.parametrize("wanted", MASKS, ids=str)
-def test_backward_towards_some_of_the_inputs(small, wanted):
-    assert_backward_towards(wanted, small)
+@pytest.mark.parametrize("flags", MASKS, ids=str)
+def test_backward_towards_some_inputs_gives_their_gradients_alone(small, flags):
+    assert_backward_towards(flags, small)
 
 
-def test_compiled_autograd_does_not_take_one_set_of_inputs_for_another(small):
+def test_compiled_autograd_compiles_anew_for_another_set_of_inputs(small):
     torch._dynamo.reset()
     with torch._dynamo.compiled_autograd._enable(
         torch.compile(backend="aot_eager", fullgraph=True)
     ):
-        for wanted in ([True, False, False], [False, True, True], [True, False, False]):
-            assert_backward_towards(wanted, small)
+        for flags in ([True, False, False], [False, True, True], [True, False, False]):
+            assert_backward_towards(flags, small)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing(small, reentrant):
+def test_checkpointing_gives_the_same_gradients(small, reentrant):
     list_neigh, leaves, expected = small
-    function = lambda *x: torch.utils.checkpoint.checkpoint(  # noqa: E731
-        force_virial, *x, use_reentrant=reentrant
-    )
+
+    def function(*x):
+        return torch.utils.checkpoint.checkpoint(force_virial, *x, use_reentrant=reentrant)
+
     scalar_of(function, list_neigh)(*leaves).backward()
     assert_equal_lists([x.grad for x in leaves], expected, **CLOSE)
 
 
-def test_hooks_on_saved_tensors(small):
+def test_saved_tensors_go_through_hooks_and_mutations(small):
     list_neigh, leaves, expected = small
     to_numpy = torch.autograd.graph.saved_tensors_hooks(
         lambda x: (x.detach().cpu().numpy().copy(), x.device),
@@ -256,28 +259,28 @@ def test_hooks_on_saved_tensors(small):
         assert_equal_lists(torch.autograd.grad(scalar, leaves), expected, **CLOSE)
 
 
-def test_outputs_changed_in_place_keep_their_history(small):
+def test_gradients_are_right_after_outputs_were_changed_in_place(small):
     list_neigh, leaves, _ = small
 
     def scalar(function):
-        F, W, atom_W = function(list_neigh, *leaves, 1)
-        F, W, atom_W = (x if function is force_virial else x.clone() for x in (F, W, atom_W))
+        results = function(list_neigh, *leaves, 1)
+        if function is reference.force_virial:  # expected values: changes of copies
+            results = [x.clone() for x in results]
+        F, W, atom_W = results
         F[0].mul_(2)
         W.transpose_(1, 2)
         atom_W[:, 1].add_(F[..., None].sum())
         return (F**2).sum() + (W**3).sum() + (atom_W**2).sum()
 
-    ours, theirs = (
-        torch.autograd.grad(scalar(function), leaves)
-        for function in (force_virial, reference.force_virial)
-    )
-    assert_equal_lists(ours, theirs, **CLOSE)
+    gradients = torch.autograd.grad(scalar(force_virial), leaves)
+    expected = torch.autograd.grad(scalar(reference.force_virial), leaves)
+    assert_equal_lists(gradients, expected, **CLOSE)
 
 
 @pytest.mark.parametrize(
     "name", ["jacobian", "jacobian forward", "hessian", "vjp", "jvp", "vhp", "hvp"]
 )
-def test_torch_autograd_functional(small, name):
+def test_transforms_of_torch_autograd_functional_equal_the_reference(small, name):
     list_neigh, leaves, _ = small
     inputs = tuple(x.detach() for x in leaves)
     tangents = tuple(x.cos() for x in inputs)
@@ -293,20 +296,22 @@ def test_torch_autograd_functional(small, name):
     assert_equal_lists(apply(force_virial), apply(reference.force_virial), **CLOSE)
 
 
-def test_hooks_and_gradients_kept_on_the_way(small):
+def test_hooks_and_retain_grad_see_the_gradients_of_outputs(small):
     list_neigh, leaves, expected = small
     values = [x * 1 for x in leaves]
     F, W, atom_W = force_virial(list_neigh, *values, 1)
-    seen = []
-    F.grad_fn.register_hook(lambda grad_inputs, grad_outputs: seen.append(len(grad_inputs)))
+    hook_calls = []
+    F.grad_fn.register_hook(lambda grad_inputs, grad_outputs: hook_calls.append(grad_inputs))
     for x in (*values, F):
         x.retain_grad()
     ((F**3).sum() + (W**2).sum() + (F[..., None] * atom_W**2).sum()).backward()
     assert_equal_lists([x.grad for x in values], expected, **CLOSE)
-    assert len(seen) == 1 and F.grad.shape == F.shape and F.grad_fn.name() == "ForceVirialBackward"
+    assert len(hook_calls) == 1
+    assert F.grad.shape == F.shape
+    assert F.grad_fn.name() == "ForceVirialBackward"
 
 
-def test_forward_mode_alone_and_over_what_needs_a_gradient(small):
+def test_forward_mode_is_right_under_reverse_mode_and_under_no_grad(small):
     list_neigh, leaves, _ = small
 
     def tangents(function):
@@ -316,19 +321,16 @@ def test_forward_mode_alone_and_over_what_needs_a_gradient(small):
             return *tangents, *torch.autograd.grad(sum((x**3).sum() for x in tangents), leaves)
 
     assert_equal_lists(tangents(force_virial), tangents(reference.force_virial), **CLOSE)
-    with torch.no_grad(), forward_ad.dual_level():  # which turns off the other mode only
+    with torch.no_grad(), forward_ad.dual_level():  # no_grad turns off reverse mode only
         dual = forward_ad.make_dual(leaves[0], torch.ones_like(leaves[0]))
-        assert (
-            forward_ad.unpack_dual(force(list_neigh, dual, leaves[1], 1)).tangent.count_nonzero()
-            > 0
-        )
+        result = forward_ad.unpack_dual(force(list_neigh, dual, leaves[1], 1))
+        assert result.tangent.count_nonzero() > 0
 
 
-def test_only_what_was_asked_for_is_detached(small):
+def test_results_require_grad_unless_all_inputs_are_detached_or_grad_is_off(small):
     list_neigh, (dE, Ri_d, Rij), _ = small
-    assert all(
-        x.requires_grad for x in force_virial(list_neigh, dE.detach(), Ri_d.detach(), Rij, 1)
-    )
+    results = force_virial(list_neigh, dE.detach(), Ri_d.detach(), Rij, 1)
+    assert all(x.requires_grad for x in results)
     assert force(list_neigh, dE.detach(), Ri_d, 1).requires_grad
     assert not force(list_neigh, dE.detach(), Ri_d.detach(), 1).requires_grad
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Threads of the CPU kernels: how the work is shared, and that there is no data race."""
+"""Threads of the CPU kernels: their number, how they share the work, and no data race."""
 
 import os
 import shutil
@@ -46,31 +46,32 @@ int main() {
 """
 
 
+# Prints by how many the threads of the process grow from one thread to three.
 COUNT_THREADS = """
 import os, torch, calcops_jit
 torch.set_num_threads(1)
 list_neigh = torch.zeros(1, 4000, 60, dtype=torch.int32)
 dE, Ri_d = torch.ones(1, 4000, 60, 4), torch.ones(1, 4000, 240, 3)
 calcops_jit.force(list_neigh, dE, Ri_d)
-before = len(os.listdir("/proc/self/task"))
+threads = len(os.listdir("/proc/self/task"))
 torch.set_num_threads(3)
 calcops_jit.force(list_neigh, dE, Ri_d)
-print(len(os.listdir("/proc/self/task")) - before)
+print(len(os.listdir("/proc/self/task")) - threads)
 """
 
 
-def test_as_many_threads_work_as_torch_was_told():
+def test_kernels_use_torchs_number_of_threads():
     run = subprocess.run(
         [sys.executable, "-c", COUNT_THREADS], capture_output=True, text=True, check=True
     )
     assert int(run.stdout) == 2
 
 
-def test_no_two_threads_meet_in_one_number(tmp_path):
+def test_the_kernels_have_no_data_race(tmp_path):
     thread_sanitizer.run(tmp_path, PROGRAM, "force/force_cpu.cpp", "force/force_backward_cpu.cpp")
 
 
-def test_a_race_would_be_seen(tmp_path):
+def test_the_thread_sanitizer_finds_a_race_that_is_there(tmp_path):
     with pytest.raises(AssertionError, match="data race"):
         thread_sanitizer.run(tmp_path, RACE)
 
@@ -140,7 +141,7 @@ int main() {
 @pytest.mark.parametrize(
     "flags", [["-fopenmp"], ["-Wno-unknown-pragmas"]], ids=["OpenMP", "without"]
 )
-def test_a_parallel_loop_does_each_number_once_and_passes_on_what_is_thrown(tmp_path, flags):
+def test_a_parallel_loop_visits_each_number_once_and_rethrows_exceptions(tmp_path, flags):
     (tmp_path / "loops.cpp").write_text(LOOPS)
     options = [
         "-std=c++17",
@@ -151,7 +152,7 @@ def test_a_parallel_loop_does_each_number_once_and_passes_on_what_is_thrown(tmp_
         *flags,
         f"-I{thread_sanitizer.OPS}",
     ]
-    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     command = [shutil.which("c++"), *options, "loops.cpp", "-o", "loops"]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)
     subprocess.run([tmp_path / "loops"], env=environment, check=True)

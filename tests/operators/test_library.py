@@ -1,5 +1,4 @@
-"""The operators' library as a whole: it compiles without a warning and as C++ programs and new
-operators need it."""
+"""The operators' library as a whole: warnings, documentation, C++ programs and a new operator."""
 
 import os
 import re
@@ -17,8 +16,10 @@ from _calcops_jit import cuda as toolkit
 
 
 def test_every_unit_compiles_without_a_warning():
-    """test_cuda_on_cpu.py shows it of a build with CUDA. What has not changed since the last time
-    is in the cache."""
+    """Only units that changed since the last run are compiled; the cache has the others.
+
+    test_cuda_on_cpu.py compiles with warnings what a build with CUDA has.
+    """
     flags = "-O0 -Wextra -Werror --param=ggc-min-heapsize=1048576"
     environment = os.environ | {"CALCOPS_CUDA": "0", "CALCOPS_CFLAGS": flags}
     command = [sys.executable, "-m", "calcops_jit", "build"]
@@ -26,10 +27,11 @@ def test_every_unit_compiles_without_a_warning():
     assert result.returncode == 0, result.stderr
 
 
-def test_the_unit_that_knows_pytorch_compiles_without_a_warning():
-    """Flags of the environment are not for it: its object serves every library."""
+def test_the_runtime_compiles_without_a_warning():
+    """CALCOPS_CFLAGS does not reach this unit, since all libraries share its object file."""
     torch_headers = Path(torch.__file__).parent / "include"
-    shadow, runtime = (ROOT / "_calcops_jit" / name for name in ("shadow", "runtime"))
+    shadow = ROOT / "_calcops_jit" / "shadow"
+    runtime = ROOT / "_calcops_jit" / "runtime"
     options = ["-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-DAT_PER_OPERATOR_HEADERS"]
     options += [f"-std={'c++20' if torch.__version__ >= '2.13' else 'c++17'}", f"-I{shadow}"]
     options += ["-isystem", torch_headers, "-isystem", torch_headers / "torch/csrc/api/include"]
@@ -40,18 +42,18 @@ def test_the_unit_that_knows_pytorch_compiles_without_a_warning():
 
 @pytest.mark.skipif(
     toolkit.find_toolkit()[0] != "",
-    reason="nvcc is here: test_calcops_jit_build.py builds all for CUDA",
+    reason="with nvcc, test_calcops_jit_build.py builds all for CUDA",
 )
 @pytest.mark.parametrize(
     "path", [p for p in SOURCES if p.suffix == ".cpp" and "_NO_CUDA" in code(p)], ids=name
 )
-def test_what_a_unit_does_with_cuda_compiles(path):
-    """Torch's wheels bring the headers of the CUDA runtime, so no toolkit is needed."""
+def test_the_cuda_part_of_a_unit_compiles_without_a_toolkit(path):
+    """The headers of the CUDA runtime come with PyTorch's wheels."""
     site = Path(torch.__file__).parent.parent
     folders = [ROOT / "ops", site / "torch/include", site / "torch/include/torch/csrc/api/include"]
     folders += [p.parent for p in site.glob("nvidia/*/include/cuda_runtime_api.h")]
     if len(folders) == 3:
-        pytest.skip("torch's wheels bring no cuda_runtime_api.h here")
+        pytest.skip("this PyTorch came without cuda_runtime_api.h")
     standard = "c++20" if torch.__version__ >= "2.13" else "c++17"
     options = [
         "-fsyntax-only",
@@ -62,7 +64,8 @@ def test_what_a_unit_does_with_cuda_compiles(path):
         "-DAT_PER_OPERATOR_HEADERS",
     ]
     options += ["--param=ggc-min-heapsize=1048576", f"-I{folders[0]}"]
-    options += [word for folder in folders[1:] for word in ("-isystem", str(folder))]
+    for folder in folders[1:]:
+        options += ["-isystem", str(folder)]
     result = subprocess.run(
         [os.environ.get("CXX", "g++"), *options, str(path)], capture_output=True, text=True
     )
@@ -98,15 +101,15 @@ except RuntimeError as error:
 """
     environment = os.environ | {"CALCOPS_CUDA": "1" if toolkit.find_toolkit()[0] else "0"}
     command = [sys.executable, "-c", script, tmp_path]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
     expected = "calcops::weighted_sum: expected `weights` of shape [N, K] = [3, 4], got [2, 4]"
-    assert done.stdout.splitlines()[-1] == expected
+    assert run.stdout.splitlines()[-1] == expected
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.name.endswith("_math.h")], ids=name)
 @pytest.mark.parametrize("standard", ["c++17", "c++20"])
-def test_the_mathematics_is_valid_in_both_standards(path, standard):
+def test_headers_of_formulas_are_valid_in_cpp17_and_cpp20(path, standard):
     options = [
         "-x",
         "c++",
@@ -129,36 +132,32 @@ def test_generated_documentation_is_up_to_date():
 
 
 def test_every_operator_is_documented():
-    operators = [
-        o
-        for o in map(calcops_jit.__dict__.get, calcops_jit.__all__)
-        if isinstance(o, torch._ops.OpOverloadPacket)
-    ]
+    public = [getattr(calcops_jit, name) for name in calcops_jit.__all__]
+    operators = [x for x in public if isinstance(x, torch._ops.OpOverloadPacket)]
     assert operators
     for operator in operators:
         schema, _, text = operator.__doc__.partition("\n\n")
         assert schema == str(operator.default._schema)
-        missing = [
-            a.name
-            for a in operator.default._schema.arguments
-            if not re.search(rf"\b{a.name}\b", text)
-        ]
+        names = [argument.name for argument in operator.default._schema.arguments]
+        missing = [name for name in names if not re.search(rf"\b{name}\b", text)]
         assert not missing, f"{operator} says nothing about {missing}"
 
 
-def test_the_library_needs_no_python_and_finds_torch_by_itself():
+def test_the_library_needs_no_python_and_finds_torch_by_its_rpath():
     dynamic = subprocess.run(
         ["readelf", "-d", calcops_jit.library_path()], capture_output=True, text=True, check=True
     ).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
-    allowed = r"lib(torch|torch_cpu|torch_cuda|c10|c10_cuda|cudart|c|m|stdc\+\+|gcc_s|gomp|pthread|dl)\.so|ld-linux"
-    assert needed and not [library for library in needed if not re.match(allowed, library)]
-    rpaths = [
-        path
-        for value in re.findall(r"\(R(?:UN)?PATH\).*\[(.+)\]", dynamic)
-        for path in value.split(":")
-    ]
-    assert rpaths and all(os.path.isabs(path) for path in rpaths)
+    allowed = (
+        r"lib(torch|torch_cpu|torch_cuda|c10|c10_cuda|cudart"
+        r"|c|m|stdc\+\+|gcc_s|gomp|pthread|dl)\.so|ld-linux"
+    )
+    assert needed
+    assert not [library for library in needed if not re.match(allowed, library)]
+    rpaths = []
+    for value in re.findall(r"\(R(?:UN)?PATH\).*\[(.+)\]", dynamic):
+        rpaths += value.split(":")
+    assert all(os.path.isabs(path) for path in rpaths)
     assert any((Path(path) / "libc10.so").exists() for path in rpaths)
 
 
@@ -175,7 +174,7 @@ def test_a_cpp_host_calls_the_operators_through_the_generated_header(tmp_path):
 
         int main(int, char** argv) {
           if (!dlopen(argv[1], RTLD_NOW)) return 1;
-          // Two atoms that name each other; g = sum_c 1 * 0.5 = 2 along each axis.
+          // Two atoms, each the other's neighbour. A pair's force is 4 * 1 * 0.5 = 2 along each axis.
           auto list_neigh = at::arange(1, -1, -1).view({1, 2, 1});
           auto dE = at::ones({1, 2, 1, 4}), Ri_d = at::full({1, 2, 4, 3}, 0.5), Rij = at::ones({1, 2, 1, 3});
           auto [force, virial, atom_virial] = calcops::force_virial(list_neigh, dE, Ri_d, Rij);
@@ -186,25 +185,11 @@ def test_a_cpp_host_calls_the_operators_through_the_generated_header(tmp_path):
                     << image.size(1) << ' ' << image[1][3].item<float>() << std::endl;
         }""")
     torch_folder = Path(torch.__file__).parent
-    command = [
-        os.environ.get("CXX", "g++"),
-        "-DAT_PER_OPERATOR_HEADERS",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-    ]
-    command += [
-        "-std=c++20" if torch.__version__ >= "2.13" else "-std=c++17",
-        f"-I{ROOT / '_calcops_jit/include'}",
-    ]
-    command += [
-        "-isystem",
-        f"{torch_folder}/include",
-        "host.cpp",
-        "-o",
-        "host",
-        f"-L{torch_folder}/lib",
-    ]
+    standard = "c++20" if torch.__version__ >= "2.13" else "c++17"
+    command = [os.environ.get("CXX", "g++"), f"-std={standard}", "-DAT_PER_OPERATOR_HEADERS"]
+    command += ["-Wall", "-Wextra", "-Werror"]
+    command += [f"-I{ROOT / '_calcops_jit/include'}", "-isystem", f"{torch_folder}/include"]
+    command += ["host.cpp", "-o", "host", f"-L{torch_folder}/lib"]
     command += [f"-Wl,-rpath,{torch_folder}/lib", "-ltorch_cpu", "-lc10", "-ldl"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""calcops::matrix_product against torch.mm: values, derivatives, sizes at every boundary of the tiles,
+"""calcops::matrix_product against torch.mm: values, derivatives, sizes around those of the tiles,
 transforms, errors."""
 
 import pytest
@@ -8,6 +8,7 @@ from reference import assert_equal_lists, opcheck
 import calcops_jit
 
 matrix_product = calcops_jit.matrix_product
+# Around multiples of the CPU kernel's tile.
 ROWS = 0, 1, 5, 6, 7, 47, 48, 49, 100
 COLUMNS = 0, 1, 7, 8, 9, 31, 32, 33, 64, 65, 100
 
@@ -26,12 +27,11 @@ def test_products_of_every_size_are_those_of_torch(K, dtype):
     for N in ROWS:
         for M in COLUMNS:
             x, weights = inputs(N, K, M, dtype)
-            torch.testing.assert_close(
-                matrix_product(x, weights), x @ weights, rtol=tolerance, atol=20 * tolerance
-            )
+            result = matrix_product(x, weights)
+            torch.testing.assert_close(result, x @ weights, rtol=tolerance, atol=20 * tolerance)
 
 
-def test_derivatives_of_first_and_second_order_in_both_modes():
+def test_first_and_second_derivatives_are_right_in_both_modes():
     leaves = [t.requires_grad_() for t in inputs(5, 4, 3)]
     assert torch.autograd.gradcheck(matrix_product, leaves, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(matrix_product, leaves, check_fwd_over_rev=True)
@@ -53,28 +53,29 @@ def test_other_rows_and_threads_change_no_bit():
 
 def test_strides_change_no_bit():
     x, weights = inputs()
-    apart = x.T.contiguous().T, weights.T.contiguous().T
-    assert torch.equal(matrix_product(*apart), matrix_product(x, weights))
+    strided = x.T.contiguous().T, weights.T.contiguous().T
+    assert torch.equal(matrix_product(*strided), matrix_product(x, weights))
 
 
-def test_not_a_number_stays_in_its_row_and_column():
+def test_nan_and_infinity_reach_only_their_row_and_column():
     x, weights = inputs()
-    x[3, 2], weights[1, 5] = torch.nan, torch.inf
+    x[3, 2] = torch.nan
+    weights[1, 5] = torch.inf
     result = matrix_product(x, weights)
     assert torch.equal(result.isfinite(), (x @ weights).isfinite())
 
 
-def test_vmap_over_rows_and_over_weights():
+def test_vmap_over_rows_and_over_weights_equals_a_loop():
     x, weights = inputs(12)
     x = x.view(3, 4, 16)
-    expected = torch.stack([matrix_product(each, weights) for each in x])
+    expected = torch.stack([matrix_product(item, weights) for item in x])
     assert torch.equal(torch.vmap(matrix_product, (0, None))(x, weights), expected)
-    many = torch.stack([weights, 2 * weights, 3 * weights])
-    expected = torch.stack([matrix_product(*each) for each in zip(x, many)])
-    assert torch.equal(torch.vmap(matrix_product)(x, many), expected)
+    stacked = torch.stack([weights, 2 * weights, 3 * weights])
+    expected = torch.stack([matrix_product(*item) for item in zip(x, stacked)])
+    assert torch.equal(torch.vmap(matrix_product)(x, stacked), expected)
 
 
-def test_opcheck_compile_and_export_with_dynamic_sizes():
+def test_opcheck_compile_and_export_pass_with_dynamic_sizes():
     leaves = [t.requires_grad_() for t in inputs()]
     opcheck(torch.ops.calcops.matrix_product.default, leaves)
     compiled = torch.compile(matrix_product, fullgraph=True, dynamic=True)
@@ -95,7 +96,7 @@ def test_opcheck_compile_and_export_with_dynamic_sizes():
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, message",
     [
         ({"x": torch.zeros(20, 16, dtype=torch.int64)}, "expected `x` float32 or float64, got"),
         ({"x": torch.zeros(2, 20, 16, dtype=torch.float64)}, "expected `x` of shape [N, K]"),
@@ -103,7 +104,8 @@ def test_opcheck_compile_and_export_with_dynamic_sizes():
         ({"weights": torch.zeros(16, 12)}, "expected `weights`"),
     ],
 )
-def test_wrong_input_is_an_error_that_names_it(changes, words):
+def test_a_wrong_argument_is_an_error_that_names_it(changes, message):
     with pytest.raises(RuntimeError) as error:
         matrix_product(**dict(zip(("x", "weights"), inputs())) | changes)
-    assert "calcops::matrix_product: " in str(error.value) and words in str(error.value)
+    assert "calcops::matrix_product: " in str(error.value)
+    assert message in str(error.value)

@@ -1,5 +1,5 @@
-"""calcops::tabulated_sum against plain PyTorch: values, derivatives of every order, empty slots,
-numbers outside the grid, transforms, errors."""
+"""calcops::tabulated_sum against plain PyTorch: values, derivatives of every order, empty slots, x
+outside the grid, transforms, errors."""
 
 import math
 
@@ -10,21 +10,24 @@ from reference import assert_equal_lists, opcheck
 import calcops_jit
 
 tabulated_sum = calcops_jit.tabulated_sum
-# For two kinds: cells of 0.5 from 0 to 2, and of 1 to 5; cells of 0.25 from -1 to 0.5, and no other.
+# Kind 0 has cells of width 0.5 from 0 to 2, and of width 1 from there to 5. Kind 1 has cells of
+# width 0.25 from -1 to 0.5 alone.
 GRID = torch.tensor([[0.0, 0.5, 2.0, 1.0, 5.0], [-1.0, 0.25, 0.5, 1.0, 0.5]], dtype=torch.float64)
 CELLS = [7, 6]
 ENDS = [(0.0, 5.0), (-1.0, 0.5)]
-M_OF_BLOCKS = 1, 7, 8, 9, 16, 33, 100  # parts of a block of functions, whole ones, and both
+# A kernel takes blocks of functions: part of a block, whole blocks, and whole ones with a part.
+M_OF_BLOCKS = 1, 7, 8, 9, 16, 33, 100
 
 
 def begins_of(kind):
+    """Return where the cells of a kind begin."""
     lower, width, upper, wide, end = GRID[kind].tolist()
     fine = [lower + i * width for i in range(round((upper - lower) / width))]
     return fine + [upper + i * wide for i in range(round((end - upper) / wide))]
 
 
 def functions(kind, x, table, order=0):
-    """g [..., M] and its derivatives by autograd, in plain PyTorch: a Horner scheme."""
+    """Return the tabulated functions g [..., M] of one kind, or their derivative of an order."""
     begins = torch.tensor(begins_of(kind), dtype=x.dtype)
     lower, upper = ENDS[kind]
     inside = x.clamp(lower, upper)
@@ -33,9 +36,8 @@ def functions(kind, x, table, order=0):
     t = (inside.detach() - begins[cell])[..., None]
 
     def polynomial(order):
-        terms = range(order, 6)
-        factors = [math.perm(k, order) for k in terms]
-        return sum(f * c[..., k, :] * t ** (k - order) for f, k in zip(factors, terms))
+        terms = [math.perm(k, order) * c[..., k, :] * t ** (k - order) for k in range(order, 6)]
+        return sum(terms)
 
     beyond = (x - inside)[..., None]
     is_inside = (x == inside)[..., None]
@@ -60,15 +62,17 @@ def inputs(n=5, K=9, M=33, dtype=torch.float64, seed=0, index=torch.int64):
     for k, cells in enumerate(CELLS):
         table[k, :cells] = torch.randn(cells, 6, M, dtype=torch.float64, generator=generator)
     kind = torch.randint(-1, 2, (n, K), generator=generator).to(index)
-    # Beyond both ends, too.
+    # From below the grids to above them.
     x = 8 * torch.rand(n, K, dtype=torch.float64, generator=generator) - 2
     R = torch.randn(n, K, 4, dtype=torch.float64, generator=generator)
     return x.to(dtype), R.to(dtype), kind, table.to(dtype), GRID
 
 
 def smooth_inputs(n=3, K=4, M=5):
-    """One kind whose cells are all parts of one polynomial, so that finite differences may cross
-    from cell to cell; inside the grid."""
+    """Return arguments with one kind, whose cells all hold the same polynomial.
+
+    So finite differences may cross from one cell to the next. All x lie inside the grid.
+    """
     generator = torch.Generator().manual_seed(1)
     polynomial = torch.randn(6, M, dtype=torch.float64, generator=generator) / 5
     grid = torch.tensor([[-1.0, 0.5, 1.0, 1.0, 3.0]], dtype=torch.float64)
@@ -87,10 +91,9 @@ def smooth_inputs(n=3, K=4, M=5):
 @pytest.mark.parametrize("order", range(8))
 def test_values_of_every_order_are_those_of_the_polynomials(M, order):
     x, R, kind, table, grid = inputs(M=M)
+    result = tabulated_sum(x, R, kind, table, grid, order)
     expected = reference(x, R, kind, table, order)
-    torch.testing.assert_close(
-        tabulated_sum(x, R, kind, table, grid, order), expected, rtol=1e-12, atol=1e-11
-    )
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-11)
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
@@ -99,11 +102,13 @@ def test_gradients_are_those_of_autograd(M, index):
     x, R, kind, table, grid = inputs(M=M, index=index)
     upstream = torch.randn(5, 4, M, dtype=torch.float64)
     leaves = [x.clone().requires_grad_(), R.clone().requires_grad_()]
-    ours = torch.autograd.grad(tabulated_sum(*leaves, kind, table, grid), leaves, upstream)
-    (of_R,) = torch.autograd.grad(reference(x, leaves[1], kind, table), leaves[1:], upstream)
-    of_x = torch.einsum("ism,isa,iam->is", slopes(x, kind, table), R, upstream)
-    torch.testing.assert_close(ours[1], of_R, rtol=1e-12, atol=1e-11)
-    torch.testing.assert_close(ours[0], of_x, rtol=1e-11, atol=1e-10)
+    of_x, of_R = torch.autograd.grad(tabulated_sum(*leaves, kind, table, grid), leaves, upstream)
+    (expected_of_R,) = torch.autograd.grad(
+        reference(x, leaves[1], kind, table), leaves[1:], upstream
+    )
+    expected_of_x = torch.einsum("ism,isa,iam->is", slopes(x, kind, table), R, upstream)
+    torch.testing.assert_close(of_R, expected_of_R, rtol=1e-12, atol=1e-11)
+    torch.testing.assert_close(of_x, expected_of_x, rtol=1e-11, atol=1e-10)
 
 
 def slopes(x, kind, table):
@@ -113,24 +118,24 @@ def slopes(x, kind, table):
     return g
 
 
-def test_derivatives_of_first_and_second_order_in_both_modes_and_of_the_third():
+def test_derivatives_of_first_to_third_order_are_right():
     x, R, kind, table, grid = smooth_inputs()
 
-    def of(x, R):
+    def sums(x, R):
         return tabulated_sum(x, R, kind, table, grid)
 
-    assert torch.autograd.gradcheck(of, (x, R), check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(of, (x, R), check_fwd_over_rev=True)
+    assert torch.autograd.gradcheck(sums, (x, R), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(sums, (x, R), check_fwd_over_rev=True)
 
     def slope(x, R):
         upstream = torch.linspace(-1, 1, 4 * 5, dtype=torch.float64).view(4, 5)
-        value = (of(x, R) * upstream).sum()
+        value = (sums(x, R) * upstream).sum()
         return torch.autograd.grad(value, (x, R), create_graph=True)
 
     assert torch.autograd.gradgradcheck(slope, (x, R))
 
 
-def test_an_empty_slot_adds_nothing_whatever_it_holds():
+def test_values_in_an_empty_slot_never_matter():
     x, R, kind, table, grid = inputs()
     empty = kind < 0
     leaves = [t.clone().requires_grad_() for t in (x, R)]
@@ -139,47 +144,40 @@ def test_an_empty_slot_adds_nothing_whatever_it_holds():
     dirty = [t.clone() for t in (x, R)]
     for t in dirty:
         t[empty] = math.nan
-    dirty = [t.requires_grad_() for t in dirty]
+        t.requires_grad_()
     T_dirty = tabulated_sum(*dirty, kind, table, grid)
     assert torch.equal(T, T_dirty)
     grads = torch.autograd.grad(T_dirty.square().sum(), dirty, create_graph=True)
     assert_equal_lists(grads, clean)
     assert all((grad[empty] == 0).all() for grad in grads)
     second = torch.autograd.grad(sum(grad.square().sum() for grad in grads), dirty)
-    assert all((grad[empty] == 0).all() and grad.isfinite().all() for grad in second)
-    tangents = [
-        torch.ones_like(t).masked_fill(empty.view(5, 9, *[1] * (t.dim() - 2)), math.nan)
-        for t in dirty
-    ]
-    _, along = torch.func.jvp(
+    assert all((grad[empty] == 0).all() for grad in second)
+    assert all(grad.isfinite().all() for grad in second)
+    tangents = [torch.ones_like(t) for t in dirty]
+    for tangent in tangents:
+        tangent[empty] = math.nan
+    _, slope = torch.func.jvp(
         lambda *t: tabulated_sum(*t, kind, table, grid), tuple(dirty), tuple(tangents)
     )
-    assert along.isfinite().all()
+    assert slope.isfinite().all()
 
 
 def test_the_order_of_empty_slots_changes_no_bit():
     x, R, kind, table, grid = inputs(K=40)
     order = torch.argsort((kind < 0).int(), dim=1, stable=True)
-    moved = [
-        torch.gather(x, 1, order),
-        R.gather(1, order[..., None].expand(-1, -1, 4)),
-        kind.gather(1, order),
-    ]
+    moved = [x.gather(1, order), R.gather(1, order[..., None].expand_as(R)), kind.gather(1, order)]
     assert torch.equal(tabulated_sum(*moved, table, grid), tabulated_sum(x, R, kind, table, grid))
 
 
-def test_float32_sums_in_float64():
-    x, R, kind, table, grid = inputs(n=3, K=400, M=20)
-    exact = tabulated_sum(x, R, kind, table, grid)
-    single = tabulated_sum(x.float(), R.float(), kind, table.float(), grid)
-    assert single.dtype == torch.float32
-    rounded = tabulated_sum(
-        x.float().double(), R.float().double(), kind, table.float().double(), grid
-    )
-    assert (single - rounded).abs().max() < 2e-6 * exact.abs().max()
+def test_float32_sums_of_many_slots_are_as_accurate_as_in_float64():
+    x, R, kind, table, grid = inputs(n=3, K=400, M=20, dtype=torch.float32)
+    result = tabulated_sum(x, R, kind, table, grid)
+    assert result.dtype == torch.float32
+    expected = tabulated_sum(x.double(), R.double(), kind, table.double(), grid)
+    assert (result - expected).abs().max() < 2e-6 * expected.abs().max()
 
 
-def test_not_a_number_stays_one_and_the_ends_are_inside():
+def test_nan_stays_nan_and_the_ends_of_the_grid_are_inside():
     x, R, kind, table, grid = inputs(n=1, K=2)
     kind[:] = 0
     x[0] = torch.tensor([math.nan, 1.0])
@@ -192,21 +190,22 @@ def test_not_a_number_stays_one_and_the_ends_are_inside():
         torch.testing.assert_close(tabulated_sum(x, R, kind, table, grid)[0], expected)
 
 
-def test_sizes_of_zero():
+def test_empty_sizes_give_zeros_of_the_right_shape():
     for n, K, M in ((0, 3, 5), (3, 0, 5), (3, 4, 0)):
         x, R, kind, table, grid = inputs(n=n, K=K, M=M)
         leaves = [x.requires_grad_(), R.requires_grad_()]
         T = tabulated_sum(*leaves, kind, table, grid)
-        assert T.shape == (n, 4, M) and not T.any()
+        assert T.shape == (n, 4, M)
+        assert not T.any()
         assert not any(g.any() for g in torch.autograd.grad(T.sum(), leaves))
 
 
 def test_strides_and_threads_change_no_bit():
     x, R, kind, table, grid = inputs(n=200)
     expected = tabulated_sum(x, R, kind, table, grid)
-    apart = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, R, kind)]
-    assert not apart[0].is_contiguous()
-    assert torch.equal(tabulated_sum(*apart, table, grid), expected)
+    strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, R, kind)]
+    assert not strided[0].is_contiguous()
+    assert torch.equal(tabulated_sum(*strided, table, grid), expected)
     threads = torch.get_num_threads()
     try:
         for count in (1, 3):
@@ -217,48 +216,44 @@ def test_strides_and_threads_change_no_bit():
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_vmap_over_atoms_with_one_table_and_with_a_table_each(chunk):
+def test_vmap_over_atoms_with_one_table_and_with_a_table_each_equals_a_loop(chunk):
     x, R, kind, table, grid = inputs(n=6)
     x, R, kind = (t.view(3, 2, *t.shape[1:]) for t in (x, R, kind))
     expected = torch.stack([tabulated_sum(*item, table, grid) for item in zip(x, R, kind)])
-    found = torch.vmap(tabulated_sum, (0, 0, 0, None, None), chunk_size=chunk)(
-        x, R, kind, table, grid
-    )
-    assert torch.equal(found, expected)
+    mapped = torch.vmap(tabulated_sum, (0, 0, 0, None, None), chunk_size=chunk)
+    assert torch.equal(mapped(x, R, kind, table, grid), expected)
     tables = torch.stack([table, 2 * table, 3 * table])
     expected = torch.stack([tabulated_sum(*item, grid) for item in zip(x, R, kind, tables)])
-    found = torch.vmap(tabulated_sum, (0, 0, 0, 0, None))(x, R, kind, tables, grid)
-    assert torch.equal(found, expected)
+    mapped = torch.vmap(tabulated_sum, (0, 0, 0, 0, None))
+    assert torch.equal(mapped(x, R, kind, tables, grid), expected)
 
 
-def test_vmap_of_vmap_with_a_table_of_the_outer_one():
+def test_vmap_of_vmap_with_a_table_for_each_outer_item_equals_a_loop():
     x, R, kind, table, grid = inputs(n=12)
     x, R, kind = (t.view(2, 3, 2, *t.shape[1:]) for t in (x, R, kind))
     tables = torch.stack([table, 3 * table])
     inner = torch.vmap(tabulated_sum, (0, 0, 0, None, None))
-    expected = [inner(*each, grid) for each in zip(x, R, kind, tables)]
-    found = torch.vmap(inner, (0, 0, 0, 0, None))(x, R, kind, tables, grid)
-    assert torch.equal(found, torch.stack(expected))
+    expected = torch.stack([inner(*item, grid) for item in zip(x, R, kind, tables)])
+    outer = torch.vmap(inner, (0, 0, 0, 0, None))
+    assert torch.equal(outer(x, R, kind, tables, grid), expected)
 
 
 def test_jacobians_of_both_modes_agree():
     x, R, kind, table, grid = inputs(n=1, M=6)
 
-    def of(x):
+    def sums(x):
         return tabulated_sum(x, R, kind, table, grid)
 
-    torch.testing.assert_close(torch.func.jacrev(of)(x), torch.func.jacfwd(of)(x))
+    torch.testing.assert_close(torch.func.jacrev(sums)(x), torch.func.jacfwd(sums)(x))
 
 
-def test_opcheck_compile_and_export_with_dynamic_sizes():
+def test_opcheck_compile_and_export_pass_with_dynamic_sizes():
     x, R, kind, table, grid = inputs(K=4, M=6)
     leaves = x.requires_grad_(), R.requires_grad_()
     opcheck(torch.ops.calcops.tabulated_sum.default, (*leaves, kind, table, grid))
     upstream = torch.randn(5, 4, 6, dtype=torch.float64)
-    opcheck(
-        torch.ops.calcops._tabulated_sum_backward.default,
-        (upstream, *leaves, kind, table, grid, 0, [True, True]),
-    )
+    backward = torch.ops.calcops._tabulated_sum_backward.default
+    opcheck(backward, (upstream, *leaves, kind, table, grid, 0, [True, True]))
     compiled = torch.compile(tabulated_sum, fullgraph=True, dynamic=True)
     grads = [
         torch.autograd.grad(f(*leaves, kind, table, grid).square().sum(), leaves)
@@ -270,27 +265,21 @@ def test_opcheck_compile_and_export_with_dynamic_sizes():
         def forward(self, x, R, kind, table, grid):
             return tabulated_sum(x, R, kind, table, grid)
 
-    n, K = torch.export.Dim("n"), torch.export.Dim("K")
-    sizes = {
-        "x": {0: n, 1: K},
-        "R": {0: n, 1: K},
-        "kind": {0: n, 1: K},
-        "table": None,
-        "grid": None,
-    }
+    slots = {0: torch.export.Dim("n"), 1: torch.export.Dim("K")}
+    sizes = {"x": slots, "R": slots, "kind": slots, "table": None, "grid": None}
     arguments = x.detach(), R.detach(), kind, table, grid
     program = torch.export.export(Module(), arguments, dynamic_shapes=sizes)
     other = inputs(n=8, K=3, M=6, seed=5)
     assert torch.equal(program.module()(*other), tabulated_sum(*other))
 
 
-def changed(**changes):
+def arguments_with(**changes):
     arguments = dict(zip(("x", "R", "kind", "table", "grid"), inputs()))
     return arguments | changes
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, message",
     [
         ({"x": torch.zeros(5, 9, dtype=torch.int64)}, "expected `x` float32 or float64, got Long"),
         ({"R": torch.zeros(5, 9, 3, dtype=torch.float64)}, "expected `R` of shape [n, K, 4]"),
@@ -305,22 +294,23 @@ def changed(**changes):
         ({"kind": torch.full((5, 9), -2)}, "expected `kind` entries -1 or 0 <= kind < kinds"),
     ],
 )
-def test_wrong_input_is_an_error_that_names_it(changes, words):
+def test_a_wrong_argument_is_an_error_that_names_it(changes, message):
     with pytest.raises(RuntimeError) as error:
-        tabulated_sum(**changed(**changes))
-    assert "calcops::tabulated_sum: " in str(error.value) and words in str(error.value), error.value
+        tabulated_sum(**arguments_with(**changes))
+    assert "calcops::tabulated_sum: " in str(error.value), error.value
+    assert message in str(error.value), error.value
 
 
 @pytest.mark.parametrize("name", ["table", "grid"])
-def test_a_gradient_of_what_has_none_is_an_error(name):
-    arguments = changed()
+def test_a_gradient_of_a_constant_is_an_error(name):
+    arguments = arguments_with()
     arguments[name].requires_grad_()
     T = tabulated_sum(**arguments)
     with pytest.raises(RuntimeError, match=f"expected `{name}` that requires no gradient"):
         T.sum().backward()
 
 
-def test_whatever_the_grid_holds_no_other_memory_is_read():
+def test_a_grid_of_any_value_reads_no_memory_out_of_bounds():
     x, R, kind, table, _ = inputs()
     for value in (0.0, math.nan, math.inf, -1e300):
         grid = torch.full((2, 5), value, dtype=torch.float64)

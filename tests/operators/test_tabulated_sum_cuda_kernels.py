@@ -1,8 +1,8 @@
-"""The CUDA kernels of tabulated_sum at every boundary of theirs, on a GPU or in the emulation
-(kernels.py).
+"""The CUDA kernels of tabulated_sum on a GPU or in the emulation (kernels.py), at the sizes at which
+they branch.
 
-A block has an atom, 128 threads a function each, and takes 32 slots at a time; in the backward a warp
-has a slot, and a block four.
+A block has one atom and takes 32 slots at a time. Each of its 128 threads has a function. In the
+backward kernel a warp has a slot, and a block has four.
 """
 
 import pytest
@@ -12,6 +12,7 @@ from reference import assert_equal_lists
 from test_tabulated_sum import inputs
 
 ops = torch.ops.calcops
+# (n, K, M)
 SIZES = [
     (0, 3, 5),
     (3, 0, 5),
@@ -21,14 +22,15 @@ SIZES = [
     (1, 32, 32),
     (3, 33, 127),
     (2, 3, 128),
+    (1, 65, 129),
+    (5, 5, 260),
 ]
-SIZES += [(1, 65, 129), (5, 5, 260)]
 
 
-def close(ours, theirs):
-    exact = theirs[0].dtype == torch.float64
+def assert_close(results, expected):
+    exact = expected[0].dtype == torch.float64
     tolerance = dict(rtol=1e-12, atol=1e-10) if exact else dict(rtol=1e-4, atol=2e-2)
-    assert_equal_lists(ours, theirs, **tolerance)
+    assert_equal_lists(results, expected, **tolerance)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -36,28 +38,30 @@ def close(ours, theirs):
 @pytest.mark.parametrize(
     ("dtype", "index"), [(torch.float32, torch.int32), (torch.float64, torch.int64)]
 )
-def test_sums_and_gradients(kernels, size, order, dtype, index):
+def test_sums_and_gradients_are_those_of_the_cpu(kernels, size, order, dtype, index):
     n, K, M = size
-    given = inputs(n, K, M, dtype, index=index)
-    expected = ops.tabulated_sum(*given, order)
-    ours = kernels(ops.tabulated_sum, *given, order)
-    close(ours, [expected])
-    same_bits(kernels(ops.tabulated_sum, *given, order), ours)
+    arguments = *inputs(n, K, M, dtype, index=index), order
+    results = kernels(ops.tabulated_sum, *arguments)
+    assert_close(results, [ops.tabulated_sum(*arguments)])
+    same_bits(kernels(ops.tabulated_sum, *arguments), results)
     upstream = torch.randn(n, 4, M, generator=torch.Generator().manual_seed(0)).to(dtype)
     for mask in ([True, True], [True, False], [False, True]):
-        arguments = upstream, *given, order, mask
-        expected = ops._tabulated_sum_backward(*arguments)
-        close(kernels(ops._tabulated_sum_backward, *arguments), expected)
+        expected = ops._tabulated_sum_backward(upstream, *arguments, mask)
+        gradients = kernels(ops._tabulated_sum_backward, upstream, *arguments, mask)
+        assert_close(gradients, expected)
 
 
 def test_a_wrong_kind_makes_its_atom_nan(kernels):
     x, R, kind, table, grid = inputs()
-    right = ops.tabulated_sum(x, R, kind, table, grid)
+    expected = ops.tabulated_sum(x, R, kind, table, grid)
     kind[2, 4] = 7
     (T,) = kernels(ops.tabulated_sum, x, R, kind, table, grid)
     assert T[2].isnan().all()
     others = [0, 1, 3, 4]
-    assert T[others].isfinite().all() and torch.allclose(T[others].cpu(), right[others])
-    arguments = torch.ones_like(right), x, R, kind, table, grid, 0, [True, True]
+    assert T[others].isfinite().all()
+    assert torch.allclose(T[others].cpu(), expected[others])
+    arguments = torch.ones_like(expected), x, R, kind, table, grid, 0, [True, True]
     of_x, of_R = kernels(ops._tabulated_sum_backward, *arguments)
-    assert of_x[2, 4].isnan() and of_R[2, 4].isnan().all() and of_x.isnan().sum() == 1
+    assert of_x[2, 4].isnan()
+    assert of_R[2, 4].isnan().all()
+    assert of_x.isnan().sum() == 1

@@ -21,19 +21,23 @@ from calcops_jit import warp_perspective
 
 
 def as_dtype(values, dtype):
-    """What an exact result may be compared with: rounded, where it is an integer."""
+    """Return exact results as images of `dtype` hold them: rounded and clamped for integers."""
     if dtype.is_floating_point:
         return values
     return values.round().clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max).to(dtype)
 
 
 def tolerance(dtype, interpolation):
-    """Of images in [0, 1]: eight roundings of 2^-25, see _math.h, and more of a cubic sum; that to
-    half precision."""
-    if dtype == torch.float64 or not dtype.is_floating_point:
-        return 1e-12 if dtype == torch.float64 else 0
-    last = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 0}[dtype]
-    return last + (1e-6 if interpolation == "cubic" else 2.4e-7)
+    """Return how far a result may be from the exact one. Floating-point images are in [0, 1]."""
+    if not dtype.is_floating_point:
+        return 0
+    if dtype == torch.float64:
+        return 1e-12
+    # In float32: 8 * 2^-25 for linear, see warp_perspective_math.h; a cubic sum has more roundings.
+    of_sum = 1e-6 if interpolation == "cubic" else 2.4e-7
+    # Half an ulp of 1, for the final rounding to half precision.
+    of_result = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 0}[dtype]
+    return of_sum + of_result
 
 
 @pytest.mark.parametrize("inverse_map", [False, True])
@@ -66,9 +70,16 @@ def test_values_are_those_of_the_exact_reference(
 
 
 OPENCV_DTYPES = [dtype for dtype in DTYPES if dtype not in (torch.float16, torch.bfloat16)]
+# OpenCV 5 computes the coordinates of most images in float32, and those of int16 and float64 images
+# in steps of 1/32 pixel.
+LARGEST_COORDINATE = 500  # pixels; the inverse of SHRUNK gives x up to 489
+ROUNDINGS = 8  # of 2^-24 each, in a matrix, its product with a pixel and the division
+FLOAT32_COORDINATE_ERROR = ROUNDINGS * LARGEST_COORDINATE * 2**-24  # pixels
+STEP_COORDINATE_ERROR = 1 / 64  # pixels; half a step
 
 
 def opencv(image, warp, dsize, interpolation, border_mode, border, inverse_map):
+    """Return what OpenCV gives for the arguments of warp_perspective. It needs two channels."""
     cv2 = pytest.importorskip("cv2")
     flags = getattr(cv2, f"INTER_{interpolation.upper()}")
     pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())
@@ -89,33 +100,42 @@ def opencv(image, warp, dsize, interpolation, border_mode, border, inverse_map):
 def test_linear_agrees_with_opencv_within_the_error_of_its_coordinates(
     dtype, border_mode, inverse_map
 ):
-    # OpenCV 5 takes the coordinates of most images in float32, those of int16 and float64 images in
-    # steps of 1/32 pixel. Pixels are at most 1 apart, so the two axes' errors add up to that many
-    # pixels' worth.
+    # Neighbouring pixels differ by at most 1 (in integer images by the range), so an interpolated
+    # value changes by at most 1 per pixel along each axis.
+    axes = 2
+    in_steps = dtype in (torch.int16, torch.float64)
+    error = axes * (STEP_COORDINATE_ERROR if in_steps else FLOAT32_COORDINATE_ERROR)
     image = random_image(3, 37, 29, dtype=dtype)
     border = [0.25, 0.5, 0.75] if dtype.is_floating_point else [7.0, 200.0, 33.0]
     for warp in (TILTED, SHRUNK, TURNED):
         options = ("linear", border_mode, border, inverse_map)
-        ours = warp_perspective(image, warp, (61, 150), *options)
-        theirs = opencv(image, warp, (61, 150), *options)
-        coordinates = 500  # the largest of the three matrices, see SHRUNK
-        error = 2 / 64 if dtype in (torch.int16, torch.float64) else 2 * 8 * coordinates * 2**-24
-        difference = (ours.double() - theirs.double()).abs()
+        result = warp_perspective(image, warp, (61, 150), *options)
+        expected = opencv(image, warp, (61, 150), *options)
+        difference = (result.double() - expected.double()).abs()
         if dtype == torch.uint8:
-            # a sum that the error carries over a half is rounded the other way
-            assert difference.max() <= 1 and difference.mean() <= 2 * 255 * error
+            # Only a value within 255 * error of a half rounds to another integer.
+            assert difference.max() <= 1
+            assert difference.mean() <= 2 * 255 * error
+        elif dtype.is_floating_point:
+            assert difference.max() <= error
         else:
-            assert difference.max() <= (error if dtype.is_floating_point else 65535 * error + 1)
+            assert difference.max() <= 65535 * error + 1  # 1: both results are rounded
 
 
 @pytest.mark.parametrize("border_mode", BORDERS)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int16, torch.float32])
 def test_cubic_agrees_with_opencv_within_the_error_of_its_coordinates(dtype, border_mode):
-    # Its coordinates are float32; where they are more than an image beyond the image, its pixels
-    # are others, which those of its cv::borderInterpolate are not.
-    image = random_image(3, 37, 29, dtype=dtype)
+    # OpenCV's coordinates are float32 here. For sources farther from the image than its own size,
+    # OpenCV takes other pixels than its cv::borderInterpolate names: these are not compared.
+    height, width = 37, 29
+    image = random_image(3, height, width, dtype=dtype)
     border = [0.25, 0.5, 0.75] if dtype.is_floating_point else [7.0, 200.0, 33.0]
-    largest = 1 if dtype.is_floating_point else torch.iinfo(dtype).max - torch.iinfo(dtype).min
+    pixel_range = 1 if dtype.is_floating_point else torch.iinfo(dtype).max - torch.iinfo(dtype).min
+    axes = 2
+    slope = 3  # bound of a cubic's change per pixel along an axis, in units of the pixels' range
+    error = axes * slope * FLOAT32_COORDINATE_ERROR * pixel_range
+    if not dtype.is_floating_point:
+        error += 1  # both results are rounded
     for warp in (TILTED, SHRUNK, TURNED):
         options = ("cubic", border_mode, border, False)
         difference = warp_perspective(image, warp, (61, 150), *options).double()
@@ -124,9 +144,10 @@ def test_cubic_agrees_with_opencv_within_the_error_of_its_coordinates(dtype, bor
         x, y, w = torch.einsum(
             "ij,jvu->ivu", torch.linalg.inv(warp), torch.stack([u, v, u * 0 + 1]).double()
         )
-        near = (x / w > -29) & (x / w < 2 * 29 - 1) & (y / w > -37) & (y / w < 2 * 37 - 1)
-        error = 3 * 2 * 8 * 500 * 2**-24 * largest + (0 if dtype.is_floating_point else 1)
-        assert difference[:, near].abs().max() <= error and near.sum() > 300
+        x, y = x / w, y / w
+        is_near = (x > -width) & (x < 2 * width - 1) & (y > -height) & (y < 2 * height - 1)
+        assert is_near.sum() > 300
+        assert difference[:, is_near].abs().max() <= error
 
 
 @pytest.mark.parametrize("inverse_map", [False, True])
@@ -136,8 +157,8 @@ def test_nearest_takes_the_pixels_that_opencv_takes(dtype, border_mode, inverse_
     image = random_image(3, 37, 29, dtype=dtype)
     for warp in (TILTED, SHRUNK, TURNED):
         options = ("nearest", border_mode, [7.0, 9.0, 33.0], inverse_map)
-        ours = warp_perspective(image, warp, (61, 150), *options)
-        assert torch.equal(ours.double(), opencv(image, warp, (61, 150), *options).double())
+        result = warp_perspective(image, warp, (61, 150), *options)
+        assert torch.equal(result.double(), opencv(image, warp, (61, 150), *options).double())
 
 
 def test_nearest_breaks_ties_to_even_as_opencv_does():
@@ -147,8 +168,8 @@ def test_nearest_breaks_ties_to_even_as_opencv_does():
         torch.tensor([[1, 0, 0.5], [0, 1, 0], [0, 0, 1]]),
     ):
         options = ("nearest", "reflect", [0.0], False)
-        theirs = opencv(image.repeat(3, 1, 1), warp.double(), (5, 24), *options)[:1]
-        assert torch.equal(warp_perspective(image, warp, (5, 24), *options), theirs)
+        expected = opencv(image.repeat(3, 1, 1), warp.double(), (5, 24), *options)[:1]
+        assert torch.equal(warp_perspective(image, warp, (5, 24), *options), expected)
 
 
 @pytest.mark.parametrize(
@@ -163,19 +184,20 @@ def test_integers_are_rounded_half_to_even_and_border_values_are_saturated(
     result = warp_perspective(image, half, (1, 4), inverse_map=True)
     assert result.tolist() == [[0, 2, 2, 4]]
     far = torch.tensor([[1.0, 0, 90], [0, 1, 0], [0, 0, 1]], device=device)
-    for given, expected in (
+    for border_value, expected in (
         (least - 3.0, least),
         (2.5, 2),
         (3.5, 4),
         (largest + 45.0, largest),
         (float("nan"), least),
     ):
-        assert warp_perspective(image, far, (1, 1), border_value=[given]).item() == expected
+        result = warp_perspective(image, far, (1, 1), border_value=[border_value])
+        assert result.item() == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_half_precision_number_is_read_and_rounded_as_pytorch_does_it(dtype, device):
-    """All 65,536 of them through an identity map, and their means with a neighbour."""
+def test_every_half_precision_number_is_read_and_rounded_as_in_pytorch(dtype, device):
+    """All 65,536 numbers are warped by the identity, and by a shift that averages neighbours."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(256, 256)
     image = bits.view(dtype).to(device)
     same = warp_perspective(image, IDENTITY.to(device), (256, 256))
@@ -193,25 +215,26 @@ def test_every_half_precision_number_is_read_and_rounded_as_pytorch_does_it(dtyp
 def test_identity_keeps_every_bit_of_an_image(dtype, interpolation, border_mode, device):
     def check(warp, width):
         image = random_image(2, 9, width, dtype=dtype).to(device)
-        image[0, 3, 3], image[1, 4, 4], image[0, 0, 0] = float("nan"), float("inf"), -float("inf")
-        image[1, 0, 3], image[1, 8, 6], image[0, 5, width - 1] = (
-            float("nan"),
-            float("inf"),
-            float("nan"),
-        )
-        for size in ((9, width), (8, width - 1)):  # with and without a tap outside of the image
+        for place in ((0, 3, 3), (1, 0, 3), (0, 5, width - 1)):
+            image[place] = float("nan")
+        for place in ((1, 4, 4), (1, 8, 6)):
+            image[place] = float("inf")
+        image[0, 0, 0] = -float("inf")
+        for size in ((9, width), (8, width - 1)):  # with and without a tap outside the image
             result = warp_perspective(image, warp.to(device), size, interpolation, border_mode)
             expected = image[:, : size[0], : size[1]]
             torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
     for scale in (1, 7.3, -1e-200, 1e200):
         check(scale * IDENTITY, 7)
-    for scale in (1, 8, -(2.0**-600)):  # 11 * 7.3 / 7.3 is not 11
+    # The inverse of scale * IDENTITY is taken as scale^2 * IDENTITY. For 7.3, column 11 of a wider
+    # image is inexact: 11 * m / m is not 11 for m = 7.3^2. Powers of two keep every column.
+    for scale in (1, 8, -(2.0**-600)):
         check(scale * IDENTITY, 19)
 
 
-def test_a_coordinate_that_rounds_to_the_end_of_a_wrapped_image_is_its_beginning(device):
-    """-1e-20 + width is width in float64, which names no pixel."""
+def test_a_coordinate_that_rounds_up_to_the_width_wraps_to_the_first_column(device):
+    """In float64, -1e-20 + width rounds to width, and no pixel has that index."""
     image = random_image(2, 9, 7).to(device)
     shift = torch.tensor(
         [[1, 0, -1e-20], [0, 1, -1e-20], [0, 0, 1]], dtype=torch.float64, device=device
@@ -237,7 +260,7 @@ def test_arguments_go_by_name_and_one_number_is_the_border_value_of_all_channels
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_images_and_matrices_need_no_copy_to_be_right(dtype, device):
+def test_strided_images_and_matrices_give_the_results_of_contiguous_copies(dtype, device):
     warp = SHRUNK.to(device)
     image = random_image(2, 3, 20, 30, dtype=dtype).to(device)
     views = {
@@ -255,14 +278,16 @@ def test_strided_images_and_matrices_need_no_copy_to_be_right(dtype, device):
             result = warp_perspective(
                 view, strided_warp, (31, 17), border_mode=border_mode, inverse_map=True
             )
-            assert result.is_contiguous() and torch.equal(result, expected)
+            assert result.is_contiguous()
+            assert torch.equal(result, expected)
     expanded = image[:1, :1].expand(4, 3, 20, 30)
-    one = warp_perspective(image[0, 0], warp, (9, 9))
-    assert torch.equal(warp_perspective(expanded, warp, (9, 9)), one.expand(4, 3, 9, 9))
+    expected = warp_perspective(image[0, 0], warp, (9, 9)).expand(4, 3, 9, 9)
+    assert torch.equal(warp_perspective(expanded, warp, (9, 9)), expected)
 
 
 def test_batches_broadcast_over_images_and_matrices(device):
-    images, warps = random_image(2, 3, 9, 11).to(device), torch.stack([TILTED, SHRUNK]).to(device)
+    images = random_image(2, 3, 9, 11).to(device)
+    warps = torch.stack([TILTED, SHRUNK]).to(device)
 
     def one(n, m):
         return warp_perspective(images[n], warps[m], (6, 7))
@@ -279,10 +304,10 @@ def test_batches_broadcast_over_images_and_matrices(device):
     }
     for name, (image, warp, expected) in cases.items():
         result = warp_perspective(image, warp, (6, 7))
-        assert result.shape == expected.shape and torch.equal(result, expected), name
+        assert torch.equal(result, expected), name
 
 
-def test_float32_matrices_are_widened_not_the_image_narrowed(device):
+def test_a_float32_matrix_is_widened_and_leaves_a_float64_image_in_float64(device):
     image = random_image(3, 20, 20).to(device)
     result = warp_perspective(image, TILTED.float().to(device), (20, 20))
     assert torch.equal(
@@ -300,15 +325,14 @@ def test_pixels_without_a_source_are_border_value_with_zero_gradients(
     warp, inverse_map = NOWHERE[name]
     image = random_image(2, 5, 6).to(device).requires_grad_()
     warp = warp.to(device, copy=True).requires_grad_()
-    for given, values in ((None, [0, 0]), ([0.25], [0.25, 0.25]), ([0.25, 0.75], [0.25, 0.75])):
+    channels_of = {None: [0, 0], (0.25,): [0.25, 0.25], (0.25, 0.75): [0.25, 0.75]}
+    for border_value, channels in channels_of.items():
         result = warp_perspective(
-            image, warp, (3, 4), interpolation, border_mode, given, inverse_map
+            image, warp, (3, 4), interpolation, border_mode, border_value, inverse_map
         )
-        expected = torch.tensor(values, dtype=torch.float64, device=device)[:, None, None].expand(
-            2, 3, 4
-        )
-        assert torch.equal(result, expected)
-        upstream = torch.full_like(result, float("nan"))  # nothing of it may arrive
+        expected = torch.tensor(channels, dtype=torch.float64, device=device)[:, None, None]
+        assert torch.equal(result, expected.expand(2, 3, 4))
+        upstream = torch.full_like(result, float("nan"))  # shows up if any of it is used
         for gradient in torch.autograd.grad(result, (image, warp), upstream):
             assert torch.equal(gradient, torch.zeros_like(gradient))
 
@@ -337,15 +361,15 @@ def test_only_the_horizon_is_without_a_source(border_mode, device):
 def test_huge_coordinates_are_folded_exactly(far, interpolation, border_mode, device):
     image = random_image(1, 3, 7)
     warp = torch.tensor([[1.0, 0, far], [0, 1, 0], [0, 0, 1]], dtype=torch.float64)
-    x = np.array([int(u + far) for u in range(2)], dtype=object)  # exact: these floats are integers
+    # u + far is an integer, and exact as a Python integer of any size.
+    x = np.array([int(u + far) for u in range(2)], dtype=object)
     columns = outside(x, 7, border_mode)
     result = warp_perspective(
         image.to(device), warp.to(device), (3, 2), interpolation, border_mode, [0.5], True
     )
     for u, column in enumerate(columns):
-        expected = (
-            image[0, :, column] if column >= 0 else torch.full((3,), 0.5, dtype=torch.float64)
-        )
+        border = torch.full((3,), 0.5, dtype=torch.float64)
+        expected = image[0, :, column] if column >= 0 else border
         assert torch.equal(result[0, :, u].cpu(), expected)
 
 

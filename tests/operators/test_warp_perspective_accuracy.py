@@ -1,4 +1,4 @@
-"""calcops::warp_perspective: how exact it promises to be, with a search for the worst case."""
+"""calcops::warp_perspective: the promised accuracy, with a search for the worst case."""
 
 import numpy as np
 import pytest
@@ -18,12 +18,12 @@ from calcops_jit import warp_perspective
 
 def shift(x, y):
     matrix = IDENTITY.clone()
-    matrix[0, 2], matrix[1, 2] = x, y
+    matrix[:2, 2] = torch.tensor([x, y], dtype=torch.float64)
     return matrix
 
 
 def stretched(height, width):
-    """Maps 97 x 101 pixels to all of an image, tilted."""
+    """Return a tilted matrix that samples all of an image on 97 x 101 pixels, and that size."""
     warp = torch.tensor(
         [[width / 101, 0.013, 0.31], [0.017, height / 97, 0.23], [1e-5, 2e-5, 1]],
         dtype=torch.float64,
@@ -34,20 +34,17 @@ def stretched(height, width):
 @pytest.mark.parametrize("interpolation, bound", [("linear", 2.4e-7), ("cubic", 1e-6)])
 @pytest.mark.parametrize("border_mode", BORDERS)
 def test_float32_is_as_near_to_float64_as_promised(border_mode, interpolation, bound):
-    cases = [
-        (random_image(2, 61, 83, dtype=torch.float32), m, (90, 130))
-        for m in (TILTED, SHRUNK, TURNED)
-    ]
+    image = random_image(2, 61, 83, dtype=torch.float32)
+    cases = [(image, warp, (90, 130)) for warp in (TILTED, SHRUNK, TURNED)]
     checks = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).repeat(40, 40)[None]  # steep everywhere
     cases += [
         (checks, TILTED, (90, 130)),
         (1 - checks, shift(-0.3, 0.7), (80, 80)),
-        (checks * 0 + 1, TURNED, (99, 99)),
+        (torch.ones_like(checks), TURNED, (99, 99)),
     ]
     for height, width in ((32768, 3), (3, 32768), (700, 900)):
-        cases.append(
-            (random_image(1, height, width, dtype=torch.float32), *stretched(height, width))
-        )
+        image = random_image(1, height, width, dtype=torch.float32)
+        cases.append((image, *stretched(height, width)))
     for image, warp, dsize in cases:
         exact = warp_perspective(
             image.double(), warp, dsize, interpolation, border_mode, [0.7], True
@@ -59,10 +56,10 @@ def test_float32_is_as_near_to_float64_as_promised(border_mode, interpolation, b
 @pytest.mark.parametrize("interpolation", ["linear", "cubic"])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int16])
 @pytest.mark.parametrize("border_mode", BORDERS)
-def test_every_pixel_of_an_integer_image_is_rounded_as_its_exact_value(
+def test_every_pixel_of_an_integer_image_is_its_exact_value_rounded(
     border_mode, dtype, interpolation
 ):
-    """Half-way values and values next to them, which float32 cannot tell from them."""
+    """Among them are halves, and values so near to a half that float32 does not tell them apart."""
     image = random_image(1, 60, 70, dtype=dtype)
     warps = [TILTED, SHRUNK, TURNED]
     for tiny in (0, 1e-12, -1e-12, 1e-9, -1e-9, 1e-8, -1e-8, 1e-7, -1e-7):
@@ -77,48 +74,55 @@ def test_every_pixel_of_an_integer_image_is_rounded_as_its_exact_value(
             image.double(), warp, (70, 90), interpolation, border_mode, [7.0], True
         )
         result = warp_perspective(image, warp, (70, 90), interpolation, border_mode, [7.0], True)
-        least, largest = torch.iinfo(dtype).min, torch.iinfo(dtype).max  # a cubic overshoots
+        # A cubic overshoots the range of the pixels.
+        least, largest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
         assert torch.equal(result.double(), exact.round().clamp(least, largest))
 
 
-def test_the_bound_of_the_float32_sum_of_an_integer_image_holds_where_it_is_worst():
-    """As blend_quickly in warp_perspective_cpu.cpp: 5 * 2^-17 by its comment, 6 * 2^-17 by its
-    constant."""
-    draw = np.random.default_rng(0)
+def test_the_error_of_the_float32_sum_of_uint8_pixels_stays_below_its_bound_in_a_search():
+    """The comment at blend_quickly in warp_perspective_cpu.cpp derives the bound: 5 * 2^-17."""
+    generator = np.random.default_rng(0)
 
     def fma(a, b, c):  # the product of two float32 is exact in float64
         return (a.astype(np.float64) * b + c).astype(np.float32)
 
-    def error(taps, weights):
-        (a, b, c, d), (x, y) = taps.astype(np.float32), weights.astype(np.float32)
-        top, bottom = fma(x, b - a, a), fma(x, d - c, c)
-        quick = fma(y, bottom - top, top).astype(np.float64)
-        (a, b, c, d), (x, y) = taps.astype(np.float64), weights
-        return np.abs(quick - ((1 - y) * ((1 - x) * a + x * b) + y * ((1 - x) * c + x * d)))
+    def errors(taps, weights):
+        a, b, c, d = taps.astype(np.float32)
+        x, y = weights.astype(np.float32)
+        top = fma(x, b - a, a)
+        bottom = fma(x, d - c, c)
+        in_float32 = fma(y, bottom - top, top).astype(np.float64)
+        a, b, c, d = taps.astype(np.float64)
+        x, y = weights
+        return np.abs(in_float32 - ((1 - y) * ((1 - x) * a + x * b) + y * ((1 - x) * c + x * d)))
 
-    count, worst = 200_000, 0
-    taps, weights = draw.integers(0, 256, (4, count)), draw.random((2, count))
-    for _ in range(12):  # keeps the worst and tries their neighbours
-        found = error(taps, weights)
-        worst = max(worst, found.max())
-        best = np.argsort(found)[-2000:].repeat(count // 2000)
-        taps = np.clip(taps[:, best] + draw.integers(-3, 4, (4, count)), 0, 255)
-        weights = np.clip(
-            weights[:, best] + draw.normal(0, 1e-3, (2, count)), 0, np.nextafter(1, 0)
-        )
-    assert 2 * 2**-17 < worst < 5 * 2**-17
+    count = 200_000
+    kept = 2000  # each round keeps the calls with the largest errors and varies them
+    worst = 0
+    taps = generator.integers(0, 256, (4, count))
+    weights = generator.random((2, count))
+    for _ in range(12):
+        error = errors(taps, weights)
+        worst = max(worst, error.max())
+        largest = np.argsort(error)[-kept:].repeat(count // kept)
+        taps = np.clip(taps[:, largest] + generator.integers(-3, 4, (4, count)), 0, 255)
+        weights = weights[:, largest] + generator.normal(0, 1e-3, (2, count))
+        weights = np.clip(weights, 0, np.nextafter(1, 0))
+    assert worst < 5 * 2**-17
+    assert worst > 2 * 2**-17, "the search found no bad case"
 
 
 @pytest.mark.parametrize("border_mode", BORDERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [(40, 50), (1, 50), (40, 1)], ids=str)
-def test_nothing_beyond_the_image_is_read_where_rounding_decides(size, dtype, border_mode):
-    """Rows and columns that lie on the border but for a few roundings; NaN is all around the
-    image."""
+def test_no_memory_beyond_the_image_is_read_for_sources_within_rounding_of_its_border(
+    size, dtype, border_mode
+):
+    """The image lies in a tensor of NaN, and sources lie on its first and last rows and columns."""
     height, width = size
     image = torch.full((height + 10, width + 10), float("nan"), dtype=dtype)[5:-5, 5:-5]
     image.copy_(random_image(*size, dtype=dtype))
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for error in (0, 1e-17, 1e-16, 1e-15, 1e-14):
         for base in (
             IDENTITY,
@@ -127,14 +131,15 @@ def test_nothing_beyond_the_image_is_read_where_rounding_decides(size, dtype, bo
             shift(-1, -1),
             shift(0.5, 0),
         ):
-            warp = base + error * torch.randn(3, 3, generator=draw, dtype=torch.float64)
+            warp = base + error * torch.randn(3, 3, generator=generator, dtype=torch.float64)
             warp.requires_grad_()
             for interpolation in INTERPOLATIONS:
                 result = warp_perspective(
                     image, warp, (40, 50), interpolation, border_mode, [0.5], True
                 )
                 (gradient,) = torch.autograd.grad(result.sum(), warp)
-                assert result.isfinite().all() and gradient.isfinite().all()
+                assert result.isfinite().all()
+                assert gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("interpolation, rows", [("linear", [20, 21]), ("cubic", [19, 20, 21, 22])])

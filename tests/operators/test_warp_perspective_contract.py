@@ -1,4 +1,4 @@
-"""calcops::warp_perspective at its edges: empty sizes, threads, unwritten memory, error texts."""
+"""calcops::warp_perspective: default and empty sizes, threads, unwritten memory, error texts."""
 
 import pytest
 import torch
@@ -28,15 +28,14 @@ def test_without_dsize_the_result_has_the_images_size(device):
             lambda i, m: warp_perspective(i, m, (5, 7)), (image, matrix), tangents
         )
         assert torch.equal(tangent, expected)
-        mapped = torch.vmap(warp_perspective, (None, 0))(
-            image.detach(), torch.stack([matrix.detach()] * 2)
-        )
+        matrices = torch.stack([matrix.detach()] * 2)
+        mapped = torch.vmap(warp_perspective, (None, 0))(image.detach(), matrices)
         assert torch.equal(mapped[1], result)
     compiled = torch.compile(warp_perspective, fullgraph=True, dynamic=True, backend="eager")
     assert torch.equal(compiled(image, matrix), result)
 
 
-def test_a_result_that_no_memory_holds_names_dsize():
+def test_an_error_names_dsize_if_the_result_is_too_large_for_any_memory():
     image = torch.rand(5, 7)
     for dsize in (2**31, 2**31), (2**62, 2), (2**40, 2**20):
         for device in "cpu", "meta":
@@ -91,7 +90,8 @@ def test_an_image_without_pixels_is_all_border_value(size, border_mode, device):
 
 
 def test_more_channels_than_a_launch_takes_are_right(device):
-    image, border = random_image(300, 5, 6), torch.linspace(0, 1, 300, dtype=torch.float64)
+    image = random_image(300, 5, 6)  # a launch takes 256 channels
+    border = torch.linspace(0, 1, 300, dtype=torch.float64)
     result = warp_perspective(
         image.to(device), TILTED.to(device), (7, 9), border_value=border.tolist()
     )
@@ -102,12 +102,10 @@ def test_more_channels_than_a_launch_takes_are_right(device):
 @pytest.mark.long  # 12 GB
 @pytest.mark.parametrize("shape", [(1, 50000, 50000), (3, 30000, 30000)], ids=str)
 def test_images_of_more_than_two_to_the_31_pixels_are_right(shape):
-    """Each pixel says which row and column it has; the map turns the image by a quarter."""
+    """The value of a pixel is a function of its row and column. The map is a quarter turn."""
     channels, size, _ = shape
-    row, column = (
-        torch.arange(size, dtype=torch.int64)[:, None],
-        torch.arange(size, dtype=torch.int64),
-    )
+    column = torch.arange(size, dtype=torch.int64)
+    row = column[:, None]
     image = torch.empty(shape, dtype=torch.uint8)
     for c in range(channels):
         for part in torch.arange(size).split(1000):
@@ -128,11 +126,8 @@ def test_images_of_more_than_two_to_the_31_pixels_are_right(shape):
 def test_results_and_gradients_are_bitwise_equal_for_1_to_4_threads(
     dtype, border_mode, interpolation
 ):
-    image, warps = (
-        random_image(2, 3, 211, 190, dtype=dtype).requires_grad_(),
-        torch.stack([TILTED, SHRUNK]),
-    )
-    warps.requires_grad_()
+    image = random_image(2, 3, 211, 190, dtype=dtype).requires_grad_()
+    warps = torch.stack([TILTED, SHRUNK]).requires_grad_()
     upstream = random_image(2, 3, 170, 230, dtype=dtype, seed=1)
 
     def run(threads):
@@ -140,13 +135,15 @@ def test_results_and_gradients_are_bitwise_equal_for_1_to_4_threads(
         result = warp_perspective(image, warps, (170, 230), interpolation, border_mode)
         return result, *torch.autograd.grad(result, (image, warps), upstream)
 
-    first = run(1)
+    with_one_thread = run(1)
     for threads in (2, 3, 4):
-        assert all(torch.equal(a, b) for a, b in zip(first, run(threads), strict=True)), threads
+        for result, expected in zip(run(threads), with_one_thread, strict=True):
+            assert torch.equal(result, expected), threads
 
 
 @pytest.fixture
 def filled_with_nan():
+    """Let torch.empty fill new tensors with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -155,9 +152,7 @@ def filled_with_nan():
 @pytest.mark.usefixtures("filled_with_nan")
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("border_mode", BORDERS)
-def test_every_element_is_written_where_empty_tensors_are_filled_with_nan(
-    border_mode, interpolation, device
-):
+def test_every_element_of_results_and_gradients_is_written(border_mode, interpolation, device):
     assert torch.empty(1).isnan().all()
     image = random_image(2, 3, 50, 40).to(device).requires_grad_()
     warp = torch.stack([TILTED, torch.zeros(3, 3)]).to(device).requires_grad_()
@@ -225,22 +220,19 @@ GOOD = {"image": torch.zeros(2, 3, 5, 6), "warp": torch.eye(3), "dsize": (4, 4)}
         ({"border_value": [1.0, 2.0]}, "`border_value` of one value or C = 3, got 2 values"),
     ],
 )
-def test_an_error_names_the_argument_what_was_expected_and_what_came(bad, message):
+def test_an_error_names_the_argument_its_rule_and_its_value(bad, message):
     with pytest.raises(RuntimeError) as error:
         warp_perspective(**{**GOOD, **bad})
-    assert (
-        str(error.value).split("\n")[0].removesuffix(".")
-        == f"calcops::warp_perspective: expected {message}"
-    )
+    first_line = str(error.value).split("\n")[0]
+    assert first_line.removesuffix(".") == f"calcops::warp_perspective: expected {message}"
 
 
 @pytest.mark.parametrize(
     "dtype, name", [(torch.uint8, "Byte"), (torch.uint16, "UInt16"), (torch.int16, "Short")]
 )
-def test_integers_with_a_matrix_that_requires_a_gradient_are_an_error_not_a_lost_gradient(
-    dtype, name
-):
-    image, warp = torch.zeros(5, 6, dtype=dtype), torch.eye(3, requires_grad=True)
+def test_an_integer_image_with_a_matrix_that_requires_a_gradient_is_an_error(dtype, name):
+    image = torch.zeros(5, 6, dtype=dtype)
+    warp = torch.eye(3, requires_grad=True)
     message = f"expected `image` of a floating dtype where `warp` has a derivative, got {name}"
     with pytest.raises(RuntimeError, match=message):
         warp_perspective(image, warp)
@@ -250,18 +242,19 @@ def test_integers_with_a_matrix_that_requires_a_gradient_are_an_error_not_a_lost
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 class TestOnAGpu:
-    def test_the_forward_is_the_cpu_kernel_bit_for_bit(self):
+    def test_results_are_those_of_the_cpu_bit_for_bit(self):
         for dtype in DTYPES:
             for border_mode in BORDERS:
                 image = random_image(2, 3, 111, 90, dtype=dtype)
                 warp = torch.stack([TILTED, TURNED])
                 for interpolation in INTERPOLATIONS:
                     options = (200, 123), interpolation, border_mode
-                    ours = warp_perspective(image.cuda(), warp.cuda(), *options)
-                    assert torch.equal(ours.cpu(), warp_perspective(image, warp, *options))
+                    result = warp_perspective(image.cuda(), warp.cuda(), *options)
+                    assert torch.equal(result.cpu(), warp_perspective(image, warp, *options))
 
     def test_gradients_are_the_same_in_every_run_and_those_of_the_cpu(self):
-        image, warp = random_image(2, 3, 111, 90), torch.stack([TILTED, TURNED])
+        image = random_image(2, 3, 111, 90)
+        warp = torch.stack([TILTED, TURNED])
         upstream = random_image(2, 3, 200, 123, seed=1)
 
         def gradients(device):
@@ -269,19 +262,20 @@ class TestOnAGpu:
             result = warp_perspective(*inputs, (200, 123), border_mode="reflect")
             return torch.autograd.grad(result, inputs, upstream.to(device))
 
-        first, again = gradients("cuda"), gradients("cuda")
-        for a, b, cpu in zip(first, again, gradients("cpu"), strict=True):
-            assert torch.equal(a, b)
-            torch.testing.assert_close(a.cpu(), cpu, rtol=1e-11, atol=1e-11)
+        runs = gradients("cuda"), gradients("cuda"), gradients("cpu")
+        for first, second, cpu in zip(*runs, strict=True):
+            assert torch.equal(first, second)
+            torch.testing.assert_close(first.cpu(), cpu, rtol=1e-11, atol=1e-11)
 
-    def test_it_runs_on_the_current_stream_and_in_a_graph(self):
-        image, warp = random_image(3, 500, 400).cuda(), TILTED.cuda()
+    def test_kernels_run_on_the_current_stream_and_in_a_cuda_graph(self):
+        image = random_image(3, 500, 400).cuda()
+        warp = TILTED.cuda()
         expected = warp_perspective(image, warp, (300, 300))
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             late = torch.zeros_like(image)
             torch.cuda._sleep(10**8)
-            late.copy_(image)
+            late.copy_(image)  # a kernel on another stream would read the zeros
             result = warp_perspective(late, warp, (300, 300))
         stream.synchronize()
         assert torch.equal(result, expected)

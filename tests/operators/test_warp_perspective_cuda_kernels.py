@@ -1,8 +1,8 @@
-"""warp_perspective's CUDA kernels at every boundary of theirs, on a GPU or in the emulation
-(kernels.py).
+"""warp_perspective's CUDA kernels on a GPU or in the emulation (kernels.py), at the sizes at which
+they branch.
 
-A tile has 32 x 8 pixels, a thread of the forward 16 channels, a block of the gradient 4, a launch
-256.
+A tile has 32 x 8 pixels. Of the channels, a thread of the forward kernel takes 16, a block of the
+gradient kernel 4, and a launch 256.
 """
 
 import itertools
@@ -28,7 +28,7 @@ DTYPES = [
 
 
 def matrices(kind, count):
-    """Maps near the identity, and others: `kind` says which."""
+    """Return `count` matrices of a kind; "tilted" and "tiny" ones are random."""
     generator = torch.Generator().manual_seed(count)
     spread = torch.tensor([[1, 1, 30], [1, 1, 30], [0.05, 0.05, 1.0]], dtype=torch.float64)
     tilted = torch.randn(count, 3, 3, generator=generator, dtype=torch.float64) * spread / 10
@@ -66,7 +66,8 @@ KINDS = [
 def case(seed):
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    count, channels = draw.choice([1, 1, 2, 3]), draw.choice([1, 2, 3, 4, 5, 16, 17, 33])
+    count = draw.choice([1, 1, 2, 3])
+    channels = draw.choice([1, 2, 3, 4, 5, 16, 17, 33])
     size = draw.choice([1, 2, 7, 8, 9, 31, 33]), draw.choice([1, 2, 5, 31, 32, 33, 65])
     out = draw.choice([0, 1, 7, 8, 9, 20]), draw.choice([1, 3, 31, 32, 33, 50])
     image = torch.rand(draw.choice([1, count]), channels, *size, generator=generator) * 255
@@ -92,50 +93,49 @@ TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1e-2, torch.float32: 1e-5, tor
 
 
 def check(kernels, image, matrix, out, *options):
-    """The forward has the CPU's bits; sums of the backward have another order, a tangent another
-    division."""
+    """Compare the kernels with the CPU's, the forward kernel bit for bit.
+
+    The backward kernel adds in another order, and the tangent kernel divides in another way.
+    """
     destination = None
     if "transparent" in options:
-        destination = torch.full((max(len(image), len(matrix)), image.shape[1], *out), 77).to(
-            image.dtype
-        )
+        count = max(len(image), len(matrix))
+        destination = torch.full((count, image.shape[1], *out), 77).to(image.dtype)
     expected = ops.warp_perspective(image, matrix, out, *options, destination)
     same_bits(kernels(ops.warp_perspective, image, matrix, out, *options, destination), [expected])
     if not image.dtype.is_floating_point:
         return
-    tangent = (
-        torch.randn(matrix.shape, generator=torch.Generator().manual_seed(2), dtype=matrix.dtype)
-        * matrix
-    )
-    arguments = tangent, image, matrix, out, *options
-    moved = ops._warp_perspective_tangent(*arguments)
-    if moved.numel():
-        error = TOLERANCE[image.dtype] * max(1, moved.abs().nan_to_num().max().item())
-        found = kernels(ops._warp_perspective_tangent, *arguments)[0]
-        torch.testing.assert_close(found, moved, rtol=0, atol=error, equal_nan=True)
-    grad = torch.randn(
-        expected.shape, generator=torch.Generator().manual_seed(1), dtype=image.dtype
-    )
+    generator = torch.Generator().manual_seed(2)
+    matrix_tangent = torch.randn(matrix.shape, generator=generator, dtype=matrix.dtype) * matrix
+    arguments = matrix_tangent, image, matrix, out, *options
+    expected_tangent = ops._warp_perspective_tangent(*arguments)
+    if expected_tangent.numel():
+        atol = TOLERANCE[image.dtype] * max(1, expected_tangent.abs().nan_to_num().max().item())
+        tangent = kernels(ops._warp_perspective_tangent, *arguments)[0]
+        torch.testing.assert_close(tangent, expected_tangent, rtol=0, atol=atol, equal_nan=True)
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(expected.shape, generator=generator, dtype=image.dtype)
     backward = ops._warp_perspective_backward
     for mask in ([True, True], [True, False], [False, True]):
         arguments = grad, image, matrix, *options, mask
-        for wanted, a, b in zip(
-            mask, kernels(backward, *arguments), backward(*arguments), strict=True
-        ):
-            if wanted and b.numel():
-                error = TOLERANCE[image.dtype] * max(1, b.abs().max().item())
-                torch.testing.assert_close(a, b, rtol=0, atol=error)
+        results = zip(mask, kernels(backward, *arguments), backward(*arguments), strict=True)
+        for is_computed, gradient, expected_gradient in results:
+            if is_computed and expected_gradient.numel():
+                atol = TOLERANCE[image.dtype] * max(1, expected_gradient.abs().max().item())
+                torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("first", range(0, 120, 12))
-def test_images_matrices_and_borders_of_every_kind(kernels, first):
+def test_kernels_agree_with_the_cpu_in_random_calls(kernels, first):
     for seed in range(first, first + 12):
         check(kernels, *case(seed))
 
 
 @pytest.mark.parametrize("interpolation", ["linear", "cubic"])
 @pytest.mark.parametrize("border", BORDERS)
-def test_an_image_folded_many_times_into_the_result(kernels, border, interpolation):
+def test_kernels_agree_with_the_cpu_for_an_image_repeated_many_times(
+    kernels, border, interpolation
+):
     image = torch.rand(1, 2, 9, 13, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     matrix = torch.tensor(
         [[0.3, 0.1, 9.2], [-0.05, 0.4, 7.1], [1e-3, 2e-3, 1]], dtype=torch.float64
@@ -145,47 +145,44 @@ def test_an_image_folded_many_times_into_the_result(kernels, border, interpolati
 
 @pytest.mark.parametrize("interpolation", ["linear", "cubic"])
 def test_a_tap_of_weight_zero_takes_no_part_in_the_gradient(kernels, interpolation):
-    """Zero times infinity would be NaN beside the one pixel of an identity map that has an infinite
-    upstream."""
+    """One pixel of an identity map has an infinite upstream gradient. Its neighbours are taps of
+    weight zero, and zero times infinity would be NaN."""
     image = torch.rand(1, 1, 6, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     grad = torch.ones_like(image)
     grad[0, 0, 2, 3] = float("inf")
     identity = torch.eye(3, dtype=torch.float64)[None]
     options = interpolation, "reflect_101", None, False, [True, False]
-    found = kernels(ops._warp_perspective_backward, grad, image, identity, *options)[0]
-    assert torch.equal(found, grad), "a weight of zero times an infinite upstream"
+    gradient = kernels(ops._warp_perspective_backward, grad, image, identity, *options)[0]
+    assert torch.equal(gradient, grad)
 
 
 @pytest.mark.parametrize("mask", [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("one_matrix", [True, False])
-def test_a_block_takes_several_tiles_in_a_row(kernels, one_matrix, mask):
-    """Of several images, with one matrix or with their own: from 16,384 tiles on, in the emulation
-    from 8 on.
+def test_results_are_those_of_the_cpu_where_a_block_takes_several_tiles(kernels, one_matrix, mask):
+    """A block takes several tiles from 16,384 tiles on, in the emulation from 8 on.
 
-    The last row of a result gives alone to a row of the image, which is in a tile of its own.
+    The tiles belong to several images, with one matrix for all or one for each. Row 16 of an image
+    gets its gradient from the last row of the result alone, and lies in another tile than row 15.
     """
     count = 20 if kernels.emulated else 4096
     generator = torch.Generator().manual_seed(0)
     image = torch.rand(count, 1, 24, 72, generator=generator, dtype=torch.float64)
     matrix = torch.eye(3, dtype=torch.float64).repeat(1 if one_matrix else count, 1, 1)
-    matrix[:, :2, 2] = torch.rand(
-        len(matrix), 2, generator=generator, dtype=torch.float64
-    ) * torch.tensor([8, 0.9])
+    shift = torch.rand(len(matrix), 2, generator=generator, dtype=torch.float64)
+    matrix[:, :2, 2] = shift * torch.tensor([8, 0.9])
     arguments = image, matrix, "linear", "constant", None, True
     expected = ops.warp_perspective(image, matrix, (16, 64), *arguments[2:])
     same_bits(kernels(ops.warp_perspective, image, matrix, (16, 64), *arguments[2:]), [expected])
     backward = ops._warp_perspective_backward
-    given = (
-        torch.rand(expected.shape, generator=generator, dtype=torch.float64),
-        *arguments,
-        list(mask),
-    )
-    for ours, theirs in zip(kernels(backward, *given), backward(*given), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+    grad = torch.rand(expected.shape, generator=generator, dtype=torch.float64)
+    arguments = grad, *arguments, list(mask)
+    gradients = kernels(backward, *arguments), backward(*arguments)
+    for gradient, expected_gradient in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("channels", [0, 1, 255, 256, 257, 513])
-def test_any_number_of_channels(kernels, channels):
+def test_kernels_agree_with_the_cpu_for_any_number_of_channels(kernels, channels):
     image = torch.rand(1, channels, 3, 5, generator=torch.Generator().manual_seed(0))
     border = [float(c) for c in range(channels)]
     check(kernels, image, matrices("tilted", 1), (4, 33), "linear", "constant", border, False)
@@ -196,7 +193,7 @@ def test_any_number_of_channels(kernels, channels):
     [(0, 2, 4, 4, 3, 3), (1, 2, 0, 4, 3, 3), (1, 2, 4, 0, 3, 3), (2, 2, 4, 4, 0, 3)],
     ids=str,
 )
-def test_empty_sizes(kernels, size):
+def test_kernels_agree_with_the_cpu_for_empty_sizes(kernels, size):
     count, channels, height, width, *out = size
     image = torch.ones(count, channels, height, width)
     check(kernels, image, matrices("shift", max(count, 1)), out, "linear", "reflect", None, False)

@@ -31,15 +31,13 @@ SHAPES = {
 
 
 def arguments(image_shape, warp_shape, device="cpu", dtype=torch.float64):
-    """An image and matrices whose coordinates stay away from pixel centres, where linear has its
-    kinks."""
+    """Return an image and matrices without a source at a pixel centre, where "linear" has kinks."""
     image = random_image(*image_shape).to(device, dtype)
     near = torch.tensor(
         [[0.93, 0.11, 0.417], [-0.07, 1.04, -0.339], [0.011, -0.007, 1.0]], dtype=torch.float64
     )
-    step = torch.linspace(
-        0, 0.031, warp_shape[0] if len(warp_shape) == 3 else 1, dtype=torch.float64
-    )
+    count = warp_shape[0] if len(warp_shape) == 3 else 1
+    step = torch.linspace(0, 0.031, count, dtype=torch.float64)
     warp = (near + step[:, None, None]).reshape(warp_shape).to(device, dtype)
     return image.requires_grad_(), warp.requires_grad_()
 
@@ -68,8 +66,7 @@ def test_first_and_second_derivatives_are_right_for_every_pairing_of_shapes(
 def test_first_and_second_derivatives_are_right_in_every_border_mode(
     border_mode, interpolation, device
 ):
-    # The image is shrunk to a third, so that most of the result lies outside of it, folded several
-    # times.
+    # The image is shrunk to a third: most of the result shows what the border mode puts outside it.
     warp = torch.tensor(
         [[0.331, 0.041, 1.27], [-0.029, 0.347, 1.913], [0.0031, 0.0047, 1.0]], dtype=torch.float64
     )
@@ -94,9 +91,8 @@ def test_where_no_pixel_has_a_source_second_derivatives_and_tangents_are_zero(na
 
     upstream = torch.ones(2, 3, 4, dtype=torch.float64, device=device, requires_grad=True)
     first = torch.autograd.grad(warped(image, warp), (image, warp), upstream, create_graph=True)
-    for gradient in torch.autograd.grad(
-        first, (image, warp, upstream), [torch.ones_like(g) for g in first]
-    ):
+    ones = [torch.ones_like(gradient) for gradient in first]
+    for gradient in torch.autograd.grad(first, (image, warp, upstream), ones):
         assert torch.equal(gradient, torch.zeros_like(gradient))
     _, tangent = jvp(warped, (image, warp), (torch.ones_like(image), torch.ones_like(warp)))
     assert torch.equal(tangent, torch.zeros_like(tangent))
@@ -114,7 +110,7 @@ def test_third_derivatives_are_right(interpolation, device):
 
 
 @pytest.mark.parametrize("border_mode", BORDERS)
-def test_nearest_moves_the_gradient_to_the_pixels_it_took_and_has_none_for_the_matrix(
+def test_nearest_has_a_gradient_for_the_pixels_it_takes_and_none_for_the_matrix(
     border_mode, device
 ):
     image, warp = arguments((2, 7, 6), (3, 3), device)
@@ -136,7 +132,8 @@ def test_nearest_moves_the_gradient_to_the_pixels_it_took_and_has_none_for_the_m
 def test_the_image_gradient_is_the_adjoint_of_the_map_on_large_images(
     warp, border_mode, interpolation, device
 ):
-    # Hundreds of pixels of the result fall on one of the image, and many tiles on each other.
+    # With the last matrix, hundreds of pixels of the result have one source pixel, and many tiles
+    # have the same.
     image = random_image(5, 130, 170).to(device).requires_grad_()
     upstream = random_image(5, 150, 140, seed=1).to(device)
     result = warp_perspective(image, warp.to(device), (150, 140), interpolation, border_mode)
@@ -149,10 +146,8 @@ def test_the_image_gradient_is_the_adjoint_of_the_map_on_large_images(
 @pytest.mark.parametrize("interpolation", ["linear", "cubic"])
 @pytest.mark.parametrize("border_mode", BORDERS)
 def test_float32_gradients_are_those_of_float64_to_rounding(border_mode, interpolation, device):
-    image, upstream = (
-        random_image(3, 60, 50).float().double(),
-        random_image(3, 70, 45, seed=1).float().double(),
-    )
+    image = random_image(3, 60, 50).float().double()  # float32 holds the values
+    upstream = random_image(3, 70, 45, seed=1).float().double()
 
     def gradients(dtype):
         inputs = [t.to(device, dtype).requires_grad_() for t in (image, TILTED.float())]
@@ -166,14 +161,12 @@ def test_float32_gradients_are_those_of_float64_to_rounding(border_mode, interpo
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_gradients_are_those_of_float32_rounded(dtype, interpolation, device):
-    image, upstream = (
-        random_image(2, 20, 30, dtype=dtype).to(device),
-        random_image(2, 25, 33, dtype=dtype).to(device),
-    )
+    image = random_image(2, 20, 30, dtype=dtype).to(device)
+    upstream = random_image(2, 25, 33, dtype=dtype).to(device)
     destination = random_image(2, 25, 33, dtype=dtype, seed=1).to(device)
 
     def gradients(dtype):
-        inputs = [x.to(dtype) for x in (image, destination)] + [TILTED.to(device, copy=True)]
+        inputs = [image.to(dtype), destination.to(dtype), TILTED.to(device, copy=True)]
         for tensor in inputs:
             tensor.requires_grad_()
         options = {"border_mode": "transparent", "destination": inputs[1]}
@@ -184,7 +177,7 @@ def test_half_precision_gradients_are_those_of_float32_rounded(dtype, interpolat
         assert torch.equal(narrow, wide.to(narrow.dtype))
 
 
-def test_a_gradient_that_is_expanded_or_strided_is_right(device):
+def test_an_expanded_or_strided_upstream_gradient_acts_like_a_dense_one(device):
     image, warp = arguments((2, 7, 6), (3, 3), device)
     result = warp_perspective(image, warp, (6, 6))
     dense = torch.autograd.grad(result, (image, warp), torch.ones_like(result), retain_graph=True)
@@ -193,23 +186,22 @@ def test_a_gradient_that_is_expanded_or_strided_is_right(device):
     assert_all_equal(torch.autograd.grad(result, (image, warp), strided), dense)
 
 
-def assert_all_equal(ours, theirs):
-    for a, b in zip(ours, theirs, strict=True):
+def assert_all_equal(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
 
 
-def test_an_output_that_is_not_asked_for_has_no_elements(device):
+def test_a_gradient_outside_the_output_mask_has_no_elements(device):
     image, warp = (tensor.detach() for tensor in arguments((2, 7, 6), (3, 3), device))
     grad = torch.ones(2, 4, 4, dtype=torch.float64, device=device)
-    both = backward(grad, image, warp, "linear", "wrap", None, False, [True, True])
-    for wanted in ([True, False], [False, True], [False, False]):
-        for each, one, full in zip(
-            wanted,
-            backward(grad, image, warp, "linear", "wrap", None, False, wanted),
-            both,
-            strict=True,
-        ):
-            assert torch.equal(one, full) if each else one.shape == (0,)
+    options = (grad, image, warp, "linear", "wrap", None, False)
+    both = backward(*options, [True, True])
+    for mask in ([True, False], [False, True], [False, False]):
+        for is_computed, gradient, full in zip(mask, backward(*options, mask), both, strict=True):
+            if is_computed:
+                assert torch.equal(gradient, full)
+            else:
+                assert gradient.shape == (0,)
 
 
 @pytest.mark.parametrize("shapes", SHAPES)
@@ -221,35 +213,39 @@ def test_torch_func_transforms_give_what_autograd_gives(shapes):
 
     first = torch.autograd.grad(loss(image, warp), (image, warp))
     image, warp = image.detach(), warp.detach()
-    for ours, theirs in zip(grad(loss, (0, 1))(image, warp), first, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for gradient, expected in zip(grad(loss, (0, 1))(image, warp), first, strict=True):
+        torch.testing.assert_close(gradient, expected)
     second = torch.autograd.functional.hessian(loss, (image, warp))
     for transform in (
         hessian,
         lambda f, n: jacfwd(jacrev(f, n), n),
         lambda f, n: jacrev(jacrev(f, n), n),
     ):
-        ours = transform(loss, (0, 1))(image, warp)
+        result = transform(loss, (0, 1))(image, warp)
         for i in range(2):
             for j in range(2):
-                torch.testing.assert_close(ours[i][j], second[i][j], rtol=1e-9, atol=1e-10)
-    _, tangent = jvp(loss, (image, warp), (image.cos(), warp.cos()))
-    torch.testing.assert_close(
-        tangent, sum((g * t.cos()).sum() for g, t in zip(first, (image, warp), strict=True))
-    )
+                torch.testing.assert_close(result[i][j], second[i][j], rtol=1e-9, atol=1e-10)
+    tangents = (image.cos(), warp.cos())
+    _, slope = jvp(loss, (image, warp), tangents)
+    expected = (first[0] * tangents[0]).sum() + (first[1] * tangents[1]).sum()
+    torch.testing.assert_close(slope, expected)
 
 
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0), (1, 2)])
 def test_vmap_gives_what_a_loop_gives(shapes, in_dims):
     image, warp = (tensor.detach() for tensor in arguments(*SHAPES[shapes]))
-    # Three of each where vmap maps, moved to the dimension it maps over.
-    stacked = [
-        tensor
-        if dim is None
-        else torch.stack([tensor, tensor * 1.01, tensor * 0.98]).movedim(0, dim)
-        for tensor, dim in zip((image, warp), in_dims, strict=True)
-    ]
+
+    def stacked(tensor, dim):
+        if dim is None:
+            return tensor
+        return torch.stack([tensor, tensor * 1.01, tensor * 0.98]).movedim(0, dim)
+
+    def item(tensor, dim, i):
+        return tensor if dim is None else tensor.select(dim, i)
+
+    images = stacked(image, in_dims[0])
+    warps = stacked(warp, in_dims[1])
 
     def gradients(image, warp):
         def loss(image, warp):
@@ -257,22 +253,15 @@ def test_vmap_gives_what_a_loop_gives(shapes, in_dims):
 
         return warp_perspective(image, warp, (5, 4)), *grad(loss, (0, 1))(image, warp)
 
-    ours = vmap(gradients, in_dims)(*stacked)
-    loop = [
-        gradients(
-            *(
-                t if dim is None else t.select(dim, i)
-                for t, dim in zip(stacked, in_dims, strict=True)
-            )
-        )
-        for i in range(3)
-    ]
-    for one, expected in zip(ours, zip(*loop, strict=True), strict=True):
-        torch.testing.assert_close(one, torch.stack(expected), rtol=1e-12, atol=1e-12)
+    loop = [gradients(item(images, in_dims[0], i), item(warps, in_dims[1], i)) for i in range(3)]
+    results = vmap(gradients, in_dims)(images, warps)
+    for result, expected in zip(results, zip(*loop, strict=True), strict=True):
+        torch.testing.assert_close(result, torch.stack(expected), rtol=1e-12, atol=1e-12)
 
 
 def test_vmap_inside_vmap_is_right():
-    images, warps = random_image(2, 6, 7), torch.stack([TILTED, SHRUNK, SHRUNK + 0.1])
+    images = random_image(2, 6, 7)
+    warps = torch.stack([TILTED, SHRUNK, SHRUNK + 0.1])
     inner = vmap(lambda image, warp: warp_perspective(image, warp, (4, 4)), (None, 0))
     result = vmap(inner, (0, None))(images, warps)
     for i in range(2):
@@ -283,7 +272,9 @@ def test_vmap_inside_vmap_is_right():
 def test_vmap_of_a_size_without_two_entries_is_an_error():
     images = random_image(3, 2, 6, 7)
     for size in ((4,), (4, 5, 6)):
+
+        def warped(image, size=size):
+            return torch.ops.calcops.warp_perspective(image, TILTED, size)
+
         with pytest.raises(RuntimeError, match=r"expected `dsize` \(height, width\), both >= 0"):
-            vmap(lambda image, size=size: torch.ops.calcops.warp_perspective(image, TILTED, size))(
-                images
-            )
+            vmap(warped)(images)

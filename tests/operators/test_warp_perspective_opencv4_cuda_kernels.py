@@ -1,5 +1,5 @@
-"""warp_perspective's CUDA kernel in the arithmetic of OpenCV 4 gives the CPU's bits, on a GPU or in
-the emulation (kernels.py)."""
+"""warp_perspective's CUDA kernel for arithmetic="opencv4" gives the CPU's bits, on a GPU or in the
+emulation (kernels.py)."""
 
 import pytest
 import torch
@@ -15,13 +15,15 @@ def check(kernels, **arguments):
 
 
 @pytest.mark.parametrize("first", range(0, 150, 15))
-def test_images_matrices_and_borders_of_every_kind(kernels, first):
+def test_the_kernel_gives_the_bits_of_the_cpu_in_random_calls(kernels, first):
     for seed in range(first, first + 15):
         check(kernels, **tensors(seed))
 
 
 @pytest.mark.parametrize("channels", [0, 255, 256, 257])
-def test_any_number_of_channels_images_and_matrices(kernels, channels):
+def test_the_kernel_gives_the_bits_of_the_cpu_for_many_channels_images_and_matrices(
+    kernels, channels
+):
     image = torch.rand(2, channels, 3, 5, generator=torch.Generator().manual_seed(0))
     warps = torch.tensor(
         [[[1, 0.2, -1.3], [0.1, 1, 0.4], [0.01, 0, 1]], [[0, 1, 0], [1, 0, 0], [0, 0, 1]]]
@@ -34,12 +36,7 @@ def test_any_number_of_channels_images_and_matrices(kernels, channels):
 @pytest.mark.parametrize(
     "size", [(2, 0, 4, 3, 3), (2, 4, 0, 3, 3), (2, 4, 4, 0, 3), (2, 4, 4, 3, 0)], ids=str
 )
-def test_empty_sizes(kernels, size):
-    channels, height, width, *out = size
-    check(
-        kernels,
-        image=torch.ones(channels, height, width),
-        warp=torch.eye(3),
-        dsize=out,
-        border_mode="reflect",
-    )
+def test_the_kernel_gives_the_bits_of_the_cpu_for_empty_sizes(kernels, size):
+    channels, height, width, *dsize = size
+    image = torch.ones(channels, height, width)
+    check(kernels, image=image, warp=torch.eye(3), dsize=dsize, border_mode="reflect")

@@ -1,4 +1,5 @@
-"""The slopes of warp_perspective: both modes agree, at pixel centres too."""
+"""Slopes of warp_perspective: forward and reverse mode agree, also at pixel centres, where the
+slopes to the left and to the right differ."""
 
 import pytest
 import torch
@@ -8,9 +9,7 @@ from torch.func import jacrev, jvp, vjp
 from calcops_jit import warp_perspective
 
 QUARTER_TURN = torch.tensor([[0.0, -1, 5], [1, 0, 0], [0, 0, 1]], dtype=torch.float64)
-
-
-# Dividing by 3 rounds.
+# Shifts by 1/3 and 2/3 of a pixel. Only the division by the last 3 makes them, and it rounds.
 THIRDS = torch.tensor([[3.0, 0, 1], [0, 3, 2], [0, 0, 3]], dtype=torch.float64)
 
 
@@ -21,32 +20,26 @@ THIRDS = torch.tensor([[3.0, 0, 1], [0, 3, 2], [0, 0, 3]], dtype=torch.float64)
 def test_both_modes_have_the_same_slope_at_pixel_centres_and_for_matrices_of_any_size(
     border_mode, inverse_map, interpolation, scale, device
 ):
-    """Left and right of a centre the slopes differ: both modes must see the coordinate on the same
-    side."""
+    """Both modes must take the slope of the same side, and so must round a coordinate alike."""
     image = random_image(2, 9, 8).to(device)
-    upstream, towards = (
-        random_image(2, *s, seed=s[0]).to(device) * 2.0**-40 for s in ((7, 6), (9, 8))
-    )
+    # The gradient of a tiny matrix is huge: without 2^-40 it would overflow float64.
+    upstream = random_image(2, 7, 6, seed=7).to(device) * 2.0**-40
+    image_tangent = random_image(2, 9, 8, seed=9).to(device) * 2.0**-40
     for matrix in (torch.eye(3, dtype=torch.float64), QUARTER_TURN, THIRDS, TILTED):
         warp = (matrix * scale).to(device)
-        tangent = (
-            torch.linspace(-1, 1, 9, dtype=torch.float64, device=device).view(3, 3)
-            * warp.abs().max()
-        )
+        size = warp.abs().max()
+        direction = torch.linspace(-1, 1, 9, dtype=torch.float64, device=device).view(3, 3)
 
         def warped(image, warp):
             return warp_perspective(
                 image, warp, (7, 6), interpolation, border_mode, inverse_map=inverse_map
             )
 
-        _, forward = jvp(warped, (image, warp), (towards, tangent))
-        _, vjp = torch.func.vjp(warped, image, warp)
-        to_image, to_warp = vjp(upstream)
-        # The gradient of a tiny matrix is huge, and larger than float64 without the 2^-40 of the
-        # upstream.
-        reverse = (to_image * towards).sum() + (
-            (to_warp * warp.abs().max()) * (tangent / warp.abs().max())
-        ).sum()
+        _, forward = jvp(warped, (image, warp), (image_tangent, size * direction))
+        _, pull_back = vjp(warped, image, warp)
+        image_gradient, warp_gradient = pull_back(upstream)
+        reverse = (image_gradient * image_tangent).sum()
+        reverse = reverse + ((warp_gradient * size) * direction).sum()
         torch.testing.assert_close((forward * upstream).sum(), reverse, rtol=1e-9, atol=0)
 
 
@@ -57,7 +50,7 @@ def test_both_modes_have_the_same_slope_at_pixel_centres_and_for_matrices_of_any
 def test_at_pixel_centres_the_slope_is_the_one_from_the_right(
     border_mode, interpolation, axis, size, device
 ):
-    """Pixel u of the result shows the image at u - 3 size; what is compared is exact in binary."""
+    """Pixel u of the result shows the image at u - 3 size. "linear" is exact in binary here."""
     image = torch.tensor([3.0, -5, 1, 14, 8, -9], dtype=torch.float64, device=device)[:size]
     image = image.reshape((1, size) if axis == 0 else (size, 1))
     count = 6 * size + 1
@@ -65,25 +58,26 @@ def test_at_pixel_centres_the_slope_is_the_one_from_the_right(
     place = (0, 2) if axis == 0 else (1, 2)
     step = 2.0**-20 if interpolation == "linear" else 2.0**-26
 
-    def line(shift):
+    def matrix(shift):
         warp = torch.eye(3, dtype=torch.float64, device=device)
         warp[place] = shift - 3 * size
+        return warp
+
+    def warped(warp):
         destination = image.new_zeros(dsize) if border_mode == "transparent" else None
         options = {"border_mode": border_mode, "inverse_map": True, "destination": destination}
-        return lambda matrix: warp_perspective(
-            image, matrix, dsize, interpolation, **options
-        ).flatten(), warp
+        return warp_perspective(image, warp, dsize, interpolation, **options).flatten()
 
-    warped, warp = line(0)
-    at, beside = warped(warp), line(step)[0](line(step)[1])
-    expected = (beside - at) / step
-    if border_mode == "transparent":  # the image ends with its last pixel
-        expected[:] = 0
-        inside = slice(3 * size, 4 * size)
-        expected[inside] = ((beside - at) / step)[inside]
-        expected[4 * size - 1] = (
-            ((at - line(-step)[0](line(-step)[1])) / step)[4 * size - 1] if size > 1 else 0
-        )
+    warp = matrix(0)
+    slope_to_the_right = (warped(matrix(step)) - warped(warp)) / step
+    expected = slope_to_the_right
+    if border_mode == "transparent":
+        # Only the image's own pixels have a slope, and the last one that to the left, if any.
+        first, last = 3 * size, 4 * size - 1
+        slope_to_the_left = (warped(warp) - warped(matrix(-step))) / step
+        expected = torch.zeros_like(slope_to_the_right)
+        expected[first:last] = slope_to_the_right[first:last]
+        expected[last] = slope_to_the_left[last] if size > 1 else 0
     tangent = torch.zeros_like(warp)
     tangent[place] = 1
     _, forward = jvp(warped, (warp,), (tangent,))
@@ -97,8 +91,8 @@ def test_at_pixel_centres_the_slope_is_the_one_from_the_right(
 @pytest.mark.parametrize("border_mode", BORDERS)
 @pytest.mark.parametrize("inverse_map", [False, True])
 def test_both_modes_agree_on_a_thousand_random_maps(border_mode, inverse_map, interpolation):
-    """<v, J u> = <J^T v, u>, to rounding: on pixel centres, beside the horizon and across it, at
-    any scale."""
+    """Up to rounding, <v, J u> = <J^T v, u>. The maps have sources at pixel centres, horizons
+    beside and across the result, and matrices of any scale."""
     generator = torch.Generator().manual_seed(BORDERS.index(border_mode))
 
     def normal(*shape):
@@ -114,7 +108,8 @@ def test_both_modes_agree_on_a_thousand_random_maps(border_mode, inverse_map, in
     across[:, 2] = normal(n, 3) * 0.3  # W changes its sign within the picture
     scaled = near * 10.0 ** torch.randint(-300, 300, (n, 1, 1), generator=generator).double()
     warp = torch.cat([near, shifted, across, scaled])
-    image, towards = normal(4 * n, 2, 7, 6), normal(4 * n, 2, 7, 6)
+    image = normal(4 * n, 2, 7, 6)
+    image_tangent = normal(4 * n, 2, 7, 6)
     tangent = normal(4 * n, 3, 3) * warp.abs().amax((1, 2), keepdim=True)
 
     def warped(image, warp):
@@ -122,13 +117,15 @@ def test_both_modes_agree_on_a_thousand_random_maps(border_mode, inverse_map, in
             image, warp, (5, 8), interpolation, border_mode, inverse_map=inverse_map
         )
 
-    out, forward = jvp(warped, (image, warp), (towards, tangent))
-    upstream = normal(*out.shape)
-    to_image, to_warp = vjp(warped, image, warp)[1](upstream)
-    products = [(upstream * forward), (to_image * towards), (to_warp * tangent)]
+    result, forward = jvp(warped, (image, warp), (image_tangent, tangent))
+    upstream = normal(*result.shape)
+    _, pull_back = vjp(warped, image, warp)
+    image_gradient, warp_gradient = pull_back(upstream)
+    products = [upstream * forward, image_gradient * image_tangent, warp_gradient * tangent]
     by_forward, by_image, by_warp = (x.flatten(1).sum(1) for x in products)
     magnitude = sum(x.abs().flatten(1).sum(1) for x in products)
     assert torch.isfinite(magnitude).all()
-    assert (magnitude > 0.1).double().mean() > 0.8  # the others show nothing of the image
+    # Some maps show nothing of the image; most do.
+    assert (magnitude > 0.1).double().mean() > 0.8
     error = (by_forward - by_image - by_warp).abs()
     assert (error <= 1e-12 * magnitude).all(), warp[(error / magnitude).nan_to_num().argmax()]

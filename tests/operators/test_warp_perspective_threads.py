@@ -1,4 +1,4 @@
-"""The CPU kernels of warp_perspective have no data race."""
+"""The CPU kernels of warp_perspective under ThreadSanitizer."""
 
 import thread_sanitizer
 
@@ -25,7 +25,7 @@ int main() {
 """
 
 
-def test_no_two_threads_meet_in_one_number(tmp_path):
+def test_the_kernels_have_no_data_race(tmp_path):
     thread_sanitizer.run(
         tmp_path,
         PROGRAM,

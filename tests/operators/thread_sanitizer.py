@@ -1,5 +1,8 @@
-"""Runs a CPU kernel under ThreadSanitizer, without PyTorch: its OpenMP is not instrumented and
-would drown real races in false ones. In place of ops/parallel.h there is std::thread."""
+"""Run a CPU kernel under ThreadSanitizer.
+
+The program has no PyTorch, whose OpenMP is not instrumented and gives many false reports: a
+replacement of ops/parallel.h starts threads with std::thread.
+"""
 
 import os
 import pathlib
@@ -43,8 +46,7 @@ int64_t parallel_first(int64_t count, int64_t grain, const F& f) {
 
 
 def run(folder, program, *kernels):
-    """Builds `program` with kernel files under ops/ and runs it; a data race fails."""
-    compiler = shutil.which("c++")
+    """Build and run `program` with kernel files under ops/. Fail if there is a data race."""
     (folder / "parallel.h").write_text(PARALLEL)
     (folder / "main.cpp").write_text(program)
     flags = [
@@ -56,20 +58,15 @@ def run(folder, program, *kernels):
         f"-I{folder}",
         f"-I{OPS}",
     ]
-    command = [
-        compiler,
-        *flags,
-        str(folder / "main.cpp"),
-        *(str(OPS / kernel) for kernel in kernels),
-        "-o",
-        str(folder / "main"),
-    ]
-    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+    sources = [str(folder / "main.cpp"), *(str(OPS / kernel) for kernel in kernels)]
+    command = [shutil.which("c++"), *flags, *sources, "-o", str(folder / "main")]
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     built = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if "cannot find" in built.stderr and "tsan" in built.stderr:
         pytest.skip("the compiler has no ThreadSanitizer")
     assert built.returncode == 0, built.stderr
-    # Address randomisation of newer kernels is too wide for older sanitizers.
+    # setarch -R: newer Linux kernels randomise addresses in a wider range than older sanitizers
+    # support.
     ran = subprocess.run(
         ["setarch", "-R", str(folder / "main")],
         capture_output=True,
@@ -77,4 +74,5 @@ def run(folder, program, *kernels):
         env=environment,
         check=False,
     )
-    assert ran.returncode == 0 and "ThreadSanitizer" not in ran.stderr, ran.stderr[:4000]
+    assert ran.returncode == 0, ran.stderr[:4000]
+    assert "ThreadSanitizer" not in ran.stderr, ran.stderr[:4000]

@@ -1,4 +1,4 @@
-"""A checkout whose CUDA sources are C++: README.md says how and what for.
+"""Write a checkout whose CUDA sources are rewritten as C++; see README.md.
 
 python tests/operators/cuda_on_cpu/rewrite.py FOLDER
 
@@ -16,9 +16,9 @@ ROOT = HERE.parents[2]
 
 
 def sources():
-    """Every CUDA source with a kernel in it, of the operators and of the examples."""
-    found = sorted([*ROOT.glob("ops/*/*.cu"), *ROOT.glob("examples/*/*.cu")])
-    return [path for path in found if kernels(path.read_text())]
+    """Return the CUDA sources of the operators and the examples that have a kernel."""
+    paths = sorted([*ROOT.glob("ops/*/*.cu"), *ROOT.glob("examples/*/*.cu")])
+    return [path for path in paths if kernels(path.read_text())]
 
 
 def kernels(text):
@@ -26,23 +26,23 @@ def kernels(text):
 
 
 def barriers():
-    """(source, line) of every barrier in order of their fault numbers, from FIRST_BARRIER on."""
+    """Yield (source, line) of each barrier, in the order of their fault numbers."""
     for path in sources():
         text = path.read_text()
         for match in _BARRIER.finditer(text):
             yield path, text.count("\n", 0, match.start()) + 1
 
 
-FIRST_BARRIER = 1000
-# From 16,384 tiles on a block takes several in a row; in the emulation from 8 on, so that small
-# images show it.
+FIRST_BARRIER = 1000  # number of the fault that leaves out the first barrier
+# On a GPU a block takes several tiles from 16,384 tiles on. In the emulation it does from 8 on, so
+# that a small image has such blocks.
 SMALLER = ("ops/warp_perspective/warp_perspective.cu", "tiles / 8192", "tiles / 4")
 _BARRIER = re.compile(r"__sync(?:threads|warp)\(\);")
 _KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(")
 
 
 def _closing(text, start):
-    """Position at which the bracket that is open at `start` closes."""
+    """Return the position of the bracket that closes the one before `start`."""
     depth = 1
     for i in range(start, len(text)):
         depth += (text[i] in "([{") - (text[i] in ")]}")
@@ -52,7 +52,7 @@ def _closing(text, start):
 
 
 def _shared(declaration):
-    """`__shared__ type a[n], b;` as memory of the block that runs."""
+    """Return the declaration `__shared__ type a[n], b;` as memory of the running block."""
     kind, names = declaration.groups()
     variables = re.findall(r"(\w+)((?:\[\w+\])*)", names)
     return " ".join(
@@ -61,7 +61,7 @@ def _shared(declaration):
 
 
 def emulated(text):
-    """A CUDA source as C++: launches are calls, and every kernel says its name."""
+    """Return a CUDA source as C++. Launches become calls, and each kernel reports its name."""
     text = re.sub(
         r"((?:\w+::)*\w+(?:<[^<>;{}]*>)?)\s*<<<(.*?)>>>\s*\(",
         lambda m: f"CUDA_ON_CPU_LAUNCH(({m[1]}), {m[2]})(",
@@ -72,19 +72,21 @@ def emulated(text):
     text = re.sub(r"(?<!extern )__shared__\s+(\w+(?:<\w+>)?)\s+([^;]+);", _shared, text)
     for match in reversed(list(_KERNEL.finditer(text))):
         end = _closing(text, match.end())
-        if opens := re.match(r"\)\s*\{", text[end:]):  # else a declaration
-            at = end + opens.end()
+        opening = re.match(r"\)\s*\{", text[end:])
+        if opening:  # a definition, not a declaration
+            at = end + opening.end()
             text = f'{text[:at]} cuda_on_cpu::enter("{match[1]}");{text[at:]}'
-    if left := re.findall(r".*(?:<<<|>>>|__shared__|\basm\b|\bcooperative_groups\b).*", text):
-        raise ValueError(f"cuda_on_cpu: cannot emulate {left[0].strip()!r}")
-    # PyTorch's headers must not take this for nvcc; the operator's own must.
+    unknown = re.findall(r".*(?:<<<|>>>|__shared__|\basm\b|\bcooperative_groups\b).*", text)
+    if unknown:
+        raise ValueError(f"cuda_on_cpu: cannot emulate {unknown[0].strip()!r}")
+    # cuda_language.h defines __CUDACC__: after PyTorch's headers, and before the operator's own.
     own = re.search(r'^#include "', text, re.M)
     at = own.start() if own else [*re.finditer(r"^#include .*\n", text, re.M)][-1].end()
     return f'{text[:at]}#include "cuda_language.h"\n{text[at:]}'
 
 
 def host(text):
-    """A C++ source of an operator as with CUDA; it asks the emulation for a tensor's device."""
+    """Return a C++ source as built with CUDA, in which the emulation decides a tensor's device."""
     text = text.replace("CALCOPS_NO_CUDA", "CALCOPS_NEVER_DEFINED")
     text = re.sub(
         r"((?:\b\w+(?:\(\))?\.)*\b\w+(?:\(\))?)\.is_(cpu|cuda)\(\)",
@@ -97,33 +99,32 @@ def host(text):
 
 
 def write_checkout(folder, faults=()):
-    """The project as it is, but for its CUDA sources; `faults` are (file, what it says, what it
-    says instead), and the instead may ask FAULT whether its own number, from 1, is the one to show.
-    Each barrier is a fault too, which leaves it out: see barriers()."""
+    """Copy the project into `folder`, with its CUDA sources rewritten.
+
+    `faults` are (file, code, code with the fault). FAULT in the new code is true in a run for the
+    fault of this number, counted from 1. Each barrier has a fault too, which leaves it out: see
+    barriers().
+    """
     folder = Path(folder)
     shutil.copytree(
         ROOT / "_calcops_jit", folder / "_calcops_jit", ignore=shutil.ignore_patterns("__pycache__")
     )
     shutil.copy(ROOT / "calcops_jit.py", folder)
-    texts = {
-        path: path.read_text()
-        for path in [*ROOT.glob("ops/*/*"), *ROOT.glob("ops/*.*")]
-        if path.is_file()
-    }
-    texts |= {path: path.read_text() for path in sources()}
-    for number, (name, before, after) in enumerate([SMALLER, *faults]):
+    paths = [*ROOT.glob("ops/*/*"), *ROOT.glob("ops/*.*"), *sources()]
+    texts = {path: path.read_text() for path in paths if path.is_file()}
+    for number, (name, code, faulty) in enumerate([SMALLER, *faults]):
         text = texts[ROOT / name]
-        if text.count(before) != 1:
-            raise ValueError(f"cuda_on_cpu: {name} has {before!r} {text.count(before)} times")
-        texts[ROOT / name] = text.replace(
-            before, after.replace("FAULT", f"cuda_on_cpu::fault({number})")
-        )
+        if text.count(code) != 1:
+            raise ValueError(f"cuda_on_cpu: {name} has {code!r} {text.count(code)} times")
+        faulty = faulty.replace("FAULT", f"cuda_on_cpu::fault({number})")
+        texts[ROOT / name] = text.replace(code, faulty)
     number = itertools.count(FIRST_BARRIER)
     for path in sources():
         texts[path] = _BARRIER.sub(
             lambda m: f"if (!cuda_on_cpu::fault({next(number)})) {m[0]}", texts[path]
         )
-    runtime, shadow = (folder / "_calcops_jit" / name for name in ("runtime", "shadow"))
+    runtime = folder / "_calcops_jit" / "runtime"
+    shadow = folder / "_calcops_jit" / "shadow"
     stream = "get && get(device.index(), &stream) == 0"
     of_emulation = "(stream = cuda_on_cpu::current_stream(), true || get(device.index(), nullptr))"
     if (runtime / "kernels.h").read_text().count(stream) != 1:
@@ -141,12 +142,12 @@ def write_checkout(folder, faults=()):
         shutil.copy(path, ops)
         shutil.copy(path, shadow)
     for path, text in texts.items():
-        cuda = path.suffix == ".cu"
-        parent = ops / path.relative_to(ROOT).parent.name if path.parent != ROOT / "ops" else ops
+        parent = ops if path.parent == ROOT / "ops" else ops / path.parent.name
         parent.mkdir(exist_ok=True)
-        name = f"{path.stem}_cuda.cpp" if cuda else path.name
-        if path.suffix != ".cu" or path in sources():
-            (parent / name).write_text(emulated(text) if cuda else host(text))
+        if path.suffix != ".cu":
+            (parent / path.name).write_text(host(text))
+        elif path in sources():
+            (parent / f"{path.stem}_cuda.cpp").write_text(emulated(text))
 
 
 if __name__ == "__main__":
