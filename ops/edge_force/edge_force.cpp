@@ -75,8 +75,7 @@ edge_order(Tensor edge_index, SymInt natoms) -> Tensor
   Returns int32 [natoms + 2E], E < 2^30 (for torch.export Dim("E", max=2**30 - 1)), in two parts.
   The second part [2E] has the ends in groups: those at atom 0, those at atom 1 and so on, each
   group in rising order. -1 stands at its close for both ends of every edge that is masked or wrong.
-  The first part [natoms] has, for each atom, the position in the second part at which its group
-  stops.
+  The first part [natoms] has, for each atom, the position in the second part just behind its group.
 
 _edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor? edge_vec, SymInt natoms,
                    Tensor? batch=None, SymInt nframes=1, *,

@@ -69,7 +69,7 @@ neighbor_index(Tensor list_neigh, SymInt nghost=0) -> Tensor
   Returns int32 [B, n + nghost + n*K], n*K < 2^31, in two parts. The second part [B, n*K] has the
   slots i*K + s in groups: those that name atom 0, those that name atom 1 and so on, each group in
   rising order. -1 stands at its end for every slot that names no atom. The first part
-  [B, n + nghost] has, for each atom, the position in the second part at which its group stops.
+  [B, n + nghost] has, for each atom, the position in the second part just behind its group.
 
 _force_virial(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor? Rij, SymInt nghost, bool center, *,
               Tensor? neighbor_index=None) -> (Tensor, Tensor, Tensor)
