@@ -112,7 +112,7 @@ using Sizes = List<int64_t>;
 
 enum class Arithmetic { kExact, kOpencv4 };
 
-// The inputs of a kernel, and the values of the border that they point into.
+// The inputs of a kernel, and the border values to which they point.
 template <class Pixel>
 struct Inputs {
   std::vector<double> border_value;
