@@ -204,8 +204,7 @@ namespace calcops {
 /// Returns int32 [natoms + 2E], E < 2^30 (for torch.export Dim("E", max=2**30 - 1)), in two parts.
 /// The second part [2E] has the ends in groups: those at atom 0, those at atom 1 and so on, each
 /// group in rising order. -1 stands at its close for both ends of every edge that is masked or wrong.
-/// The first part [natoms] has, for each atom, the position in the second part at which its group
-/// stops.
+/// The first part [natoms] has, for each atom, the position in the second part just behind its group.
 inline at::Tensor edge_order(
     const at::Tensor& edge_index,
     c10::SymInt natoms) {
@@ -316,7 +315,7 @@ namespace calcops {
 /// Returns int32 [B, n + nghost + n*K], n*K < 2^31, in two parts. The second part [B, n*K] has the
 /// slots i*K + s in groups: those that name atom 0, those that name atom 1 and so on, each group in
 /// rising order. -1 stands at its end for every slot that names no atom. The first part
-/// [B, n + nghost] has, for each atom, the position in the second part at which its group stops.
+/// [B, n + nghost] has, for each atom, the position in the second part just behind its group.
 inline at::Tensor neighbor_index(
     const at::Tensor& list_neigh,
     c10::SymInt nghost = 0) {
