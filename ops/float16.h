@@ -1,5 +1,5 @@
-// float16 and bfloat16 for kernels: neither GCC 11 nor a CPU kernel without PyTorch's headers has
-// types for them. Conversions have no branches, so that a loop over them is vectorised.
+// float16 and bfloat16 for kernels. GCC 11 has no types for them, and CPU kernels do not include
+// PyTorch's. Conversions have no branches, so that a loop over them is vectorised.
 #pragma once
 
 #include <cstdint>
@@ -31,9 +31,9 @@ struct Float16 {
   CALCOPS_HD explicit Float16(float value) {
     constexpr uint32_t kInfinity = 0x7f800000, kTooLarge = 0x47800000, kNormal = 0x38800000;
     const uint32_t all = bits_of_float(value), magnitude = all & 0x7fffffff;
-    // A normal number: the exponent's bias goes from 127 to 15, and 13 bits of the fraction.
+    // A normal number: the exponent's bias changes from 127 to 15, and 13 bits of the fraction go.
     const uint32_t normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
-    // A smaller one: the addition of 1/2 rounds it to a multiple of 2^-24.
+    // A smaller number: adding 1/2 rounds it to a multiple of 2^-24.
     const uint32_t small = bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000;
     uint32_t rounded = magnitude < kNormal ? small : normal;
     rounded = magnitude >= kTooLarge ? 0x7c00 : rounded;

@@ -8,9 +8,9 @@
 
 namespace calcops {
 
-// Uninitialised memory of one call. The C library keeps such a block from call to call (to 32 MiB),
-// and of a larger one maps what is touched. (std::unique_ptr would do, but <memory> is slow to
-// compile.)
+// Uninitialised memory for the time of one call. The C library keeps a block of up to 32 MiB from
+// call to call. Of a larger block, only the touched pages are mapped. (std::unique_ptr would do as
+// well, but <memory> is slow to compile.)
 template <class Item>
 class Scratch {
  public:
@@ -26,15 +26,17 @@ class Scratch {
   Item* items_;
 };
 
-// Asks for large pages where a new array is about to be written: mapping it 4 KiB at a time takes
-// longer than computing what goes there. It is advice; where the system has no such pages, or the
-// pages are there already, nothing happens. The C library keeps smaller arrays from call to call;
-// there is nothing to win with them, and a virtual machine that has handed free pages back may take
-// milliseconds for each.
+// Ask the system for large pages for an array that is about to be written. To map it in pages of
+// 4 KiB takes longer than to compute its numbers. This is advice: it has no effect if the system
+// has no large pages or the array is mapped already.
+//
+// Arrays of less than 32 MiB are left out. The C library keeps them from call to call, so nothing
+// is gained. A virtual machine that has returned free pages may need milliseconds for each page.
 template <class Item>
 void prefer_large_pages(Item* array, int64_t count) {
   if (!array) return;
-  constexpr uintptr_t kPage = 2 << 20, kLeast = 32 << 20;
+  constexpr uintptr_t kPage = 2 << 20;
+  constexpr uintptr_t kLeast = 32 << 20;
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(array) + kPage - 1) & ~(kPage - 1);
   const uintptr_t end = reinterpret_cast<uintptr_t>(array + count) & ~(kPage - 1);
   if (begin + kLeast <= end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);

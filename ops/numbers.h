@@ -1,5 +1,5 @@
-// What the kernels for the CPU and for CUDA have in common: the mark of a function of both, and
-// four numbers as one value.
+// Definitions that CPU and CUDA kernels share: the macros that mark a function of both, and Row, a
+// value of four numbers.
 #pragma once
 
 #ifdef __CUDACC__
@@ -7,9 +7,9 @@
 #define CALCOPS_HD_INLINED CALCOPS_HD
 #else
 #define CALCOPS_HD
-// Without AVX a function that returns a Row would have an ABI of its own.
+// The ABI of a function that takes or returns a Row depends on AVX. Inlined, it has none.
 #define CALCOPS_HD_INLINED __attribute__((always_inline))
-#pragma GCC diagnostic ignored "-Wpsabi"  // whatever takes or returns a vector is inlined
+#pragma GCC diagnostic ignored "-Wpsabi"
 #endif
 
 namespace calcops {

@@ -1,5 +1,5 @@
-// Loops over PyTorch's threads, for the CPU kernels. ATen/Parallel.h has the same, but is slow to
-// compile.
+// Parallel loops on PyTorch's threads, for the CPU kernels. ATen/Parallel.h has them too, but is
+// slow to compile.
 #pragma once
 
 #ifdef _OPENMP
@@ -11,26 +11,26 @@
 #include <exception>
 
 namespace at {
-int get_num_threads();  // as declared in ATen/Parallel.h: what torch.set_num_threads has set
+int get_num_threads();  // as in ATen/Parallel.h: the number set by torch.set_num_threads
 }
 
 namespace calcops {
 
-// Out of line, so that the two calls below are compiled once.
+// Not inlined, so that the loop is compiled once for the two calls below.
 template <class F>
 [[gnu::noinline]] void run_part(const F& f, int64_t begin, int64_t end) {
   f(begin, end);
 }
 
-// f(begin, end) for parts of 0, 1, ... count - 1, one a thread and none shorter than `grain`.
-// Within another parallel loop there is one part. An exception reaches the caller when all parts
-// are done.
+// Divide 0, 1, ... count - 1 into parts and call f(begin, end) for each part in a thread of its
+// own. There are at most count / grain parts, rounded up. Within another parallel loop there is
+// one. An exception is thrown again when all parts are done.
 template <class F>
 void parallel_for(int64_t count, [[maybe_unused]] int64_t grain, const F& f) {
 #ifdef _OPENMP
   if (count > grain && !omp_in_parallel() && at::get_num_threads() > 1) {
     std::exception_ptr problem;
-// Without a num_threads clause, which makes libgomp start its threads anew (pytorch issue 32008).
+// A num_threads clause would make libgomp start its threads anew (pytorch issue 32008).
 #pragma omp parallel
     {
       const int64_t parts = std::min<int64_t>(omp_get_num_threads(), (count + grain - 1) / grain);
@@ -51,22 +51,22 @@ void parallel_for(int64_t count, [[maybe_unused]] int64_t grain, const F& f) {
   if (count > 0) run_part(f, 0, count);
 }
 
-// A place in a list, or kNone.
+// A position in a list that does not exist.
 constexpr int64_t kNone = -1;
 
-// The first of two places. As an unsigned number kNone is the largest.
+// Return the first of two positions. kNone is the largest unsigned number, so it comes last.
 inline int64_t first_of(int64_t a, int64_t b) {
   return int64_t(std::min(uint64_t(a), uint64_t(b)));
 }
 
-// The first place of those that f(begin, end) gives for each part.
+// Return the first of the positions that f(begin, end) returns for the parts, or kNone.
 template <class F>
 int64_t parallel_first(int64_t count, int64_t grain, const F& f) {
   int64_t first = kNone;
   parallel_for(count, grain, [&](int64_t begin, int64_t end) {
-    const int64_t found = f(begin, end);
+    const int64_t first_in_part = f(begin, end);
 #pragma omp critical(calcops)
-    first = first_of(first, found);
+    first = first_of(first, first_in_part);
   });
   return first;
 }

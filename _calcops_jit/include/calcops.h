@@ -18,26 +18,31 @@ namespace calcops {
 ///              n*K < 2^31 slots a frame in neighbor_index;
 ///              n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
 ///              0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
-///              in a row. An atom may be named more than once, and may name itself (a periodic image).
+///              in a row. A row may name an atom several times, and also its own atom (a periodic
+///              image).
 /// dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
 /// Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, the derivative for the centre
 ///              atom, 1/length.
 /// nghost       0 to 2^40. Number of ghost atoms.
-/// neighbor_index  [B, n + nghost + n*K] from neighbor_index(list_neigh, nghost); int32. Or None. Saves
-///              CUDA the work of finding out who names whom; the CPU has no use for it. Results are the
-///              same bit for bit. One of another list gives wrong forces on CUDA; with CALCOPS_CHECK=1
-///              it is an error on either device.
+/// neighbor_index  [B, n + nghost + n*K] from neighbor_index(list_neigh, nghost); int32. Or None. It
+///              saves CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
+///              Results are the same bit for bit. The index of another list gives wrong forces on
+///              CUDA; with CALCOPS_CHECK=1 it is an error on either device.
 ///
 /// Returns
 /// force        [B, n + nghost, 3]; like dE. Energy/length.
 ///
-/// F_a = sum g over the slots that name atom a, minus sum g over a's own slots, with
-/// g = sum_c dE[c] Ri_d[c, :]. Rows of ghosts are to be added to the atoms they are images of.
+/// Each filled slot is a pair of the row's atom and the atom that the slot names. The pair puts the
+/// force g = sum_c dE[c] Ri_d[c, :] on the named atom, and -g on the row's atom. F_a is the sum of g
+/// over the slots that name atom a, minus the sum of g over the slots in row a. Add the rows of
+/// ghosts to the atoms that they are images of.
 ///
-/// Differentiable to any order in dE and Ri_d, in reverse and in forward mode. What an empty slot
-/// holds in dE and Ri_d is never used, and every derivative there is exactly 0. Deterministic. An
-/// entry < -1 or >= n + nghost is an error on the CPU; on CUDA the row of its centre atom becomes
-/// NaN, and with CALCOPS_CHECK=1 in the environment (which synchronises) it is an error too.
+/// Differentiable to any order in dE and Ri_d, in reverse and in forward mode. The values of dE and
+/// Ri_d in an empty slot are never used, and every derivative there is exactly 0. Deterministic.
+///
+/// A list entry < -1 or >= n + nghost is an error on the CPU. On CUDA the force on the row's atom
+/// becomes NaN. With CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call
+/// then waits for the GPU.
 inline at::Tensor force(
     const at::Tensor& list_neigh,
     const at::Tensor& dE,
@@ -60,24 +65,26 @@ namespace calcops {
 ///              n*K < 2^31 slots a frame in neighbor_index;
 ///              n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
 ///              0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
-///              in a row. An atom may be named more than once, and may name itself (a periodic image).
+///              in a row. A row may name an atom several times, and also its own atom (a periodic
+///              image).
 /// dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
 /// Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, the derivative for the centre
 ///              atom, 1/length.
 /// Rij          [B, n, K, 3]; like dE. r_j - r_i, length.
 /// nghost       0 to 2^40. Number of ghost atoms.
-/// neighbor_index  [B, n + nghost + n*K] from neighbor_index(list_neigh, nghost); int32. Or None. Saves
-///              CUDA the work of finding out who names whom; the CPU has no use for it. Results are the
-///              same bit for bit. One of another list gives wrong forces on CUDA; with CALCOPS_CHECK=1
-///              it is an error on either device.
+/// neighbor_index  [B, n + nghost + n*K] from neighbor_index(list_neigh, nghost); int32. Or None. It
+///              saves CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
+///              Results are the same bit for bit. The index of another list gives wrong forces on
+///              CUDA; with CALCOPS_CHECK=1 it is an error on either device.
 ///
 /// Returns
 /// force        [B, n + nghost, 3]; like dE. Energy/length.
 /// virial       [B, 3, 3]; like dE. Energy.
 /// atom_virial  [B, n + nghost, 3, 3]; like dE. Energy.
 ///
-/// virial[a][b] = sum g[a] Rij[b] over all pairs; atom_virial gives each pair's term to the neighbour
-/// j. Stress = -virial / volume.
+/// g is the force of a pair, as for calcops::force. virial[a][b] is the sum of g[a] Rij[b] over all
+/// pairs of a frame. atom_virial gives each pair's term to the neighbour j. Stress is
+/// -virial / volume.
 ///
 /// Differentiable to any order in dE, Ri_d and Rij through all three outputs, in reverse and in
 /// forward mode. Empty slots, wrong entries and determinism: as for calcops::force.
@@ -101,26 +108,29 @@ namespace calcops {
 ///
 /// edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge;
 ///                E < 2^30 edges in edge_order. Row 0 the centre i, row 1 the neighbour j, 0-based;
-///                edges in any order. -1 in either row: no edge.
+///                edges in any order. -1 in either row masks the edge.
 /// edge_gradient  [E, 3] in rows or columns; float32 or float64. dE/d(edge_vec), energy/length, with
 ///                edge_vec = r_j - r_i (plus the shift of a periodic image). A contiguous [3, E],
 ///                transposed, is not copied on the CPU.
 /// natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
 /// edge_order     [natoms + 2E] from edge_order(edge_index, natoms), made where absent on CUDA; int32.
-///                Or None. Saves CUDA the work of sorting the edges; the CPU has no use for it. One of
-///                another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it is an error on
-///                either device. E < 2^30 with it: torch.export needs a dynamic E as
+///                Or None: then each call on CUDA sorts the edges itself. CPU kernels ignore it. The
+///                order of another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it is an
+///                error on either device. It needs E < 2^30: torch.export needs a dynamic E as
 ///                Dim("E", max=2**30 - 1).
 ///
 /// Returns
 /// force          [natoms, 3]; like edge_gradient. Energy/length.
 ///
-/// F_a = sum g over the edges with centre a, minus sum g over the edges with neighbour a.
+/// With g = edge_gradient of an edge, F_a is the sum of g over the edges with centre a, minus the sum
+/// of g over the edges with neighbour a.
 ///
-/// Differentiable to any order in edge_gradient, in reverse and in forward mode. What a masked edge
-/// holds is never used, and every derivative there is exactly 0. Deterministic. An entry < -1 or
-/// >= natoms is an error on the CPU; on CUDA the rows of the edge's atoms become NaN, and with
-/// CALCOPS_CHECK=1 in the environment (which synchronises) it is an error too.
+/// Differentiable to any order in edge_gradient, in reverse and in forward mode. The values of a
+/// masked edge are never used, and every derivative there is exactly 0. Deterministic.
+///
+/// An entry < -1 or >= natoms is an error on the CPU. On CUDA the forces on the edge's atoms become
+/// NaN. With CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call then waits
+/// for the GPU.
 inline at::Tensor edge_force(
     const at::Tensor& edge_index,
     const at::Tensor& edge_gradient,
@@ -139,20 +149,20 @@ namespace calcops {
 ///
 /// edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge;
 ///                E < 2^30 edges in edge_order. Row 0 the centre i, row 1 the neighbour j, 0-based;
-///                edges in any order. -1 in either row: no edge.
+///                edges in any order. -1 in either row masks the edge.
 /// edge_gradient  [E, 3] in rows or columns; float32 or float64. dE/d(edge_vec), energy/length, with
 ///                edge_vec = r_j - r_i (plus the shift of a periodic image). A contiguous [3, E],
 ///                transposed, is not copied on the CPU.
 /// edge_vec       [E, 3] in rows or columns; like edge_gradient. r_j - r_i (plus the shift), length.
 /// natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
 /// batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nframes at atom. The
-///                frame of each atom, in any order; None: all atoms are of frame 0.
+///                frame of each atom, in any order. None: all atoms are in frame 0.
 /// nframes        0 to 2^40; 1 where absent. Number of frames, at least 1 where batch is None and there
 ///                are atoms.
 /// edge_order     [natoms + 2E] from edge_order(edge_index, natoms), made where absent on CUDA; int32.
-///                Or None. Saves CUDA the work of sorting the edges; the CPU has no use for it. One of
-///                another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it is an error on
-///                either device. E < 2^30 with it: torch.export needs a dynamic E as
+///                Or None: then each call on CUDA sorts the edges itself. CPU kernels ignore it. The
+///                order of another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it is an
+///                error on either device. It needs E < 2^30: torch.export needs a dynamic E as
 ///                Dim("E", max=2**30 - 1).
 ///
 /// Returns
@@ -160,8 +170,8 @@ namespace calcops {
 /// virial         [nframes, 3, 3]; like edge_gradient. Energy.
 /// atom_virial    [natoms, 3, 3]; like edge_gradient. Energy.
 ///
-/// virial[a][b] = -sum g[a] edge_vec[b] over the edges of a frame; atom_virial gives each edge's term
-/// to the neighbour j. Stress = -virial / volume.
+/// With g = edge_gradient of an edge, virial[a][b] is the sum of -g[a] edge_vec[b] over the edges of
+/// a frame. atom_virial gives each edge's term to the neighbour j. Stress is -virial / volume.
 ///
 /// Differentiable to any order in edge_gradient and edge_vec through all three outputs, in reverse
 /// and in forward mode. Masked edges, wrong entries and determinism: as for calcops::edge_force.
@@ -186,13 +196,15 @@ namespace calcops {
 ///
 /// edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge;
 ///                E < 2^30 edges in edge_order. Row 0 the centre i, row 1 the neighbour j, 0-based;
-///                edges in any order. -1 in either row: no edge.
+///                edges in any order. -1 in either row masks the edge.
 /// natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
 ///
-/// Returns int32 [natoms + 2E], E < 2^30 (for torch.export Dim("E", max=2**30 - 1)): first, for each
-/// atom, where its part of what follows ends; then the ends e (as the centre) and E + e (as the
-/// neighbour) of the edges that meet at atom 0, those at atom 1 and so on, each in rising order, and
-/// -1 for every end of an edge that is masked or wrong.
+/// Edge e has two ends: number e at its centre, number E + e at its neighbour.
+///
+/// Returns int32 [natoms + 2E], E < 2^30 (for torch.export Dim("E", max=2**30 - 1)), in two parts.
+/// The second part [2E] has the ends in groups: those at atom 0, those at atom 1 and so on, each
+/// group in rising order. -1 stands at its close for both ends of every edge that is masked or wrong.
+/// The first part [natoms] has, for each atom, the position in the second part just behind its group.
 inline at::Tensor edge_order(
     const at::Tensor& edge_index,
     c10::SymInt natoms) {
@@ -207,39 +219,45 @@ inline at::Tensor edge_order(
 namespace calcops {
 /// Sums over neighbours of B-splines times environment rows, for embedding nets that are splines.
 ///
-/// d           [n, K, 3]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA. From
-///             each atom to its neighbours, in any order.
+/// d           [n, K, 3]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA.
+///             Vectors from each atom to its neighbours, in any order.
 /// kind        [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
 ///             pair, such as the neighbour's type; -1: an empty slot, anywhere.
-/// davg        [kinds, 4]; float32 or float64 read as float64. What the rows are less.
-/// dstd        [kinds, 4]; float32 or float64 read as float64. What they are divided by.
-/// grid        [kinds, 2]; float32 or float64 read as float64. For each kind, where the B-splines' cells
-///             begin and end. There are functions - 5 cells of one width; of "cubic" functions - 3.
-/// functions   6 to 2^20. The number of B-splines of each kind.
-/// rcut_smth   Where the switch w begins.
-/// rcut        Where it ends: the cutoff, > rcut_smth >= 0.
-/// spline      "quintic" or "cubic". The B-splines' degree: four or two continuous derivatives.
+/// davg        [kinds, 4]; float32 or float64 read as float64. Is subtracted from the rows.
+/// dstd        [kinds, 4]; float32 or float64 read as float64. Divides the difference.
+/// grid        [kinds, 2]; float32 or float64 read as float64. First and last value of R[0] that the
+///             B-splines' cells cover, for each kind. There are (functions - 5) cells of equal width,
+///             for "cubic" (functions - 3).
+/// functions   6 to 2^20. Number of B-splines of each kind.
+/// rcut_smth   Distance at which the switch w begins to fall.
+/// rcut        Cutoff distance, at which w is 0; rcut > rcut_smth >= 0.
+/// spline      "quintic" or "cubic". The B-splines have four or two continuous derivatives.
 ///
 /// Returns
 /// result      [n, 4, kinds, functions]; like d.
 ///
-/// With r = |d|, s = w(r)/r, w = 1 up to rcut_smth, (1 - u)^3 (1 + 3u + 6u^2) from there to rcut with u
-/// from 0 to 1, and R = (s (1, d/r) - davg) / dstd, as in DeePMD-kit's se_e2_a:
+/// The switch w(r) is 1 up to rcut_smth. From there to rcut it is (1 - u)^3 (1 + 3u + 6u^2) with
+/// u = (r - rcut_smth) / (rcut - rcut_smth). With r = |d| and s = w(r)/r, each slot has the row
+/// R = (s (1, d/r) - davg) / dstd, as in DeePMD-kit's se_e2_a. The result is
 ///
-///   P[i][a][kind][b] = sum over the slots of this kind of R[a] B_b(R[0])
+///   P[i][a][kind][b] = sum of R[a] B_b(R[0]) over the slots of atom i that have this kind
 ///
-/// B_b are uniform B-splines. For coefficients C [kinds*functions, M] of M functions of R[0],
-/// P.flatten(2) @ C [n, 4, M] are the sums of R[a] times these functions: nothing of the size n*K*M is
-/// stored. matrix_product(P.view(-1, len(C)), C).view(n, 4, M) computes them, too, on a CPU often
-/// sooner. Outside the grid, B-splines go on as straight lines.
+/// B_b are uniform B-splines. Outside the grid they continue as straight lines.
 ///
-/// An empty slot and a pair at rcut or beyond add exactly nothing, whatever the slot holds, and have
-/// gradients that are exactly 0. (In DeePMD-kit an empty slot takes part with R = -davg/dstd; the caller
-/// adds that.) Two atoms in one place make the sums of their kind NaN or infinite. Differentiable to any order up to
-/// 15 in d, in reverse and in forward mode; not in davg, dstd and grid. Computed and summed in float64,
-/// in the order of the slots: deterministic. A kind that does not exist is an error on the CPU; on
-/// CUDA the sums of its atom become NaN, and with CALCOPS_CHECK=1 in the environment (which
-/// synchronises) it is an error too.
+/// Take M functions of R[0] that are splines with the coefficients C [kinds*functions, M]. Then
+/// P.flatten(2) @ C [n, 4, M] are the sums of R[a] times these functions, and nothing of the size
+/// n*K*M is stored. On a CPU, matrix_product(P.view(-1, len(C)), C).view(n, 4, M) is often faster.
+///
+/// An empty slot and a pair at rcut or beyond add exactly nothing, whatever values they have, and
+/// their gradients are exactly 0. (In DeePMD-kit an empty slot adds R = -davg/dstd; here the caller
+/// adds it.) Two atoms in one place make the sums of their kind NaN or infinite.
+///
+/// Differentiable up to order 15 in d, in reverse and in forward mode; not in davg, dstd and grid.
+/// Deterministic: computed in float64 and summed in the order of the slots.
+///
+/// A kind that does not exist is an error on the CPU. On CUDA the sums of its atom become NaN. With
+/// CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call then waits for the
+/// GPU.
 inline at::Tensor environment_spline(
     const at::Tensor& d,
     const at::Tensor& kind,
@@ -261,16 +279,16 @@ inline at::Tensor environment_spline(
 namespace calcops {
 /// Product of a matrix of many rows by a small one, x @ weights, as in the layers of nets.
 ///
-/// x        [N, K]; float32 or float64; N*M < 2^40 results on CUDA. The rows.
-/// weights  [K, M]; like x. Small enough for the processor's cache.
+/// x        [N, K]; float32 or float64; N*M < 2^40 results on CUDA. The matrix of many rows.
+/// weights  [K, M]; like x. The small matrix. It should fit into the processor's cache.
 ///
 /// Returns
 /// result   [N, M]; like x.
 ///
-/// Differentiable to any order in both, in reverse and in forward mode. Each number is summed in the
-/// dtype of x and in the order of K: its bits depend neither on the other rows nor on threads. The
-/// gradient for the weights, a sum over all rows, is computed by torch.mm. Made for CPUs; on CUDA it
-/// is a plain tiled kernel.
+/// Differentiable to any order in both, in reverse and in forward mode. Each result is summed in the
+/// dtype of x and in the order of K: its bits depend neither on the other rows nor on the number of
+/// threads. The gradient for the weights, a sum over all rows, is computed by torch.mm. Made for
+/// CPUs; the CUDA kernel is a plain tiled one.
 inline at::Tensor matrix_product(
     const at::Tensor& x,
     const at::Tensor& weights) {
@@ -290,12 +308,14 @@ namespace calcops {
 ///              n*K < 2^31 slots a frame in neighbor_index;
 ///              n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
 ///              0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
-///              in a row. An atom may be named more than once, and may name itself (a periodic image).
+///              in a row. A row may name an atom several times, and also its own atom (a periodic
+///              image).
 /// nghost       0 to 2^40. Number of ghost atoms.
 ///
-/// Returns int32 [B, n + nghost + n*K], n*K < 2^31: first, for each atom j, where its part of what
-/// follows ends; then the slots i*K + s that name atom 0, those that name atom 1 and so on, each in
-/// rising order, and -1 for every slot that names none.
+/// Returns int32 [B, n + nghost + n*K], n*K < 2^31, in two parts. The second part [B, n*K] has the
+/// slots i*K + s in groups: those that name atom 0, those that name atom 1 and so on, each group in
+/// rising order. -1 stands at its end for every slot that names no atom. The first part
+/// [B, n + nghost] has, for each atom, the position in the second part just behind its group.
 inline at::Tensor neighbor_index(
     const at::Tensor& list_neigh,
     c10::SymInt nghost = 0) {
@@ -310,30 +330,34 @@ inline at::Tensor neighbor_index(
 namespace calcops {
 /// Sums over neighbours of tabulated functions, such as compressed embedding nets.
 ///
-/// x       [n, K]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA. What the functions are of, as the smoothed inverse distance of
-///         each neighbour.
-/// R       [n, K, 4]; like x. The rows that are summed, as those of the environment matrix.
+/// x       [n, K]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA. Argument of
+///         the functions, such as the smoothed inverse distance of each neighbour.
+/// R       [n, K, 4]; like x. The rows that are summed, such as those of the environment matrix.
 /// kind    [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
 ///         neighbour; -1: an empty slot, anywhere.
-/// table   [kinds, cells, 6, M]; like x. In a cell g_m(x) = sum_k table[kind][cell][k][m] t^k, with t the
-///         distance from the cell's begin.
-/// grid    [kinds, 5]; float64. For each kind the begin of the first part of its cells, their width,
-///         their end, and the width and the end of the second part. The parts are whole numbers of
-///         cells. Where both ends are one there is no second part.
-/// order   0 to 2^40. The derivative of g of this order takes its place.
+/// table   [kinds, cells, 6, M]; like x. In a cell g_m(x) = sum_k table[kind][cell][k][m] t^k, where t
+///         is the distance of x from the cell's beginning.
+/// grid    [kinds, 5]; float64. Each kind's cells are in two parts, each of equal cells. The five
+///         numbers are the first part's beginning, cell width and end, and the second part's cell
+///         width and end. Each part holds a whole number of cells. If both ends are equal, there is
+///         no second part.
+/// order   0 to 2^40. The sums are over the derivative of g_m of this order.
 ///
 /// Returns
 /// result  [n, 4, M]; like x.
 ///
-/// T[i][a][m] = sum_s R[i][s][a] g_m(x[i][s]). The M functions g_m of each kind of neighbour are
-/// piecewise polynomials of degree 5. Outside the grid they go on as straight lines. Nothing of the
-/// size n*K*M is stored.
+/// Each kind of neighbour has M functions g_m, which are piecewise polynomials of degree 5. Outside
+/// the grid they continue as straight lines. The result is
+/// T[i][a][m] = sum_s R[i][s][a] g_m(x[i][s]). Nothing of the size n*K*M is stored.
 ///
 /// Differentiable to any order in x and R, in reverse and in forward mode; not in table and grid. An
-/// empty slot adds exactly nothing, whatever it holds, and has gradients that are exactly 0.
-/// Deterministic: slots are summed in their order, some at a time, and these sums in float64. A kind
-/// that does not exist is an error on the CPU; on CUDA the sums of its atom become NaN, and with
-/// CALCOPS_CHECK=1 in the environment (which synchronises) it is an error too.
+/// empty slot adds exactly nothing, whatever its values, and its gradients are exactly 0.
+/// Deterministic: blocks of slots are summed in the order of the slots, and the blocks' sums are
+/// added in float64.
+///
+/// A kind that does not exist is an error on the CPU. On CUDA the sums of its atom become NaN. With
+/// CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call then waits for the
+/// GPU.
 inline at::Tensor tabulated_sum(
     const at::Tensor& x,
     const at::Tensor& R,
@@ -359,47 +383,51 @@ namespace calcops {
 ///                H < 32767 rows where arithmetic is "opencv4";
 ///                W < 32767 columns where arithmetic is "opencv4".
 /// warp           [N or 1, 3, 3] or [3, 3]; float32 or float64 read as float64. Maps (x, y, 1) of the
-///                source to the destination; only its ratios matter.
-/// dsize          (height, width), both >= 0, or empty for (H, W). Of the result - unlike cv2's, which
-///                is (width, height).
+///                source to the destination. A common factor of its entries has no effect.
+/// dsize          (height, width), both >= 0, or empty for (H, W). Size of the result. cv2's dsize is
+///                (width, height).
 /// interpolation  "linear", "cubic" or "nearest"; not "cubic" where arithmetic is "opencv4". "cubic" is
-///                Keys' kernel with a = -0.75, "nearest" rounds half to even.
-/// border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". What lies
-///                outside the image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
+///                Keys' kernel with a = -0.75. "nearest" rounds the position half to even.
+/// border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". Pixels
+///                around an image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
 ///                "reflect" b a|a b c d|d c, "wrap" c d|a b c d|a b, "reflect_101" c b|a b c d|c b,
 ///                "transparent": a pixel whose source is outside keeps its value in `destination`.
-/// border_value   one or C values. v: a float for all channels, or a list with one for each; None or []
-///                is 0. It becomes image's dtype.
+/// border_value   one or C values. The v above: a float for all channels, or a list with one for each.
+///                None or [] is 0. It is converted to image's dtype.
 /// inverse_map    warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
 /// destination    the shape of result; like image; only where border_mode is "transparent". It is
 ///                copied, not written to.
-/// arithmetic     "exact" or "opencv4"; "opencv4" without derivative. "opencv4" for the bits of
-///                OpenCV 4.
+/// arithmetic     "exact" or "opencv4"; "opencv4" without derivative. "opencv4" rounds as OpenCV 4.
 ///
 /// Returns
 /// result         [N, C, height, width], [C, height, width], [N, height, width] or [height, width];
 ///                like image.
 ///
 /// The result has the dimensions of image, and N if warp has it: one image may serve N matrices, and
-/// one matrix N images. Integers are the exact value rounded half to even; float32 is within 2.4e-7
+/// one matrix N images. Integers are the exact value rounded half to even. float32 is within 2.4e-7
 /// of it for images in [0, 1], within 1e-6 if cubic.
 ///
-/// Where W is 0, a coordinate is not finite, warp is singular and has to be inverted, warp is zero or
-/// not finite, or the image has no pixels, the result is border_value, or destination, and the
-/// gradients are exactly 0. A tap of weight zero is not used: an identity map keeps NaN and infinity
-/// in their pixels.
+/// A pixel of the result has no source if a coordinate of its source is not finite or its homogeneous
+/// coordinate is 0. No pixel has a source if warp is zero or not finite, if warp is singular and must
+/// be inverted, or if the image has no pixels. The result is then border_value, or the value in
+/// destination, and the gradients are exactly 0.
+///
+/// The taps of a pixel are the image's pixels that are weighted and summed. A tap of weight zero is
+/// not used: an identity map keeps NaN and infinity in their pixels.
 ///
 /// Differentiable to any order in a floating image, in warp and in destination, in reverse and in
-/// forward mode; "nearest" is piecewise constant, its gradient to warp is 0. At a pixel centre, where
-/// "linear" has a kink, the slope is the one for a growing x or y, whatever the border mode; with
-/// "transparent", in the last column or row, the one for a falling x or y. Deterministic on the CPU
-/// and on CUDA; derivatives beyond the first run through ATen and follow
+/// forward mode. "nearest" is piecewise constant: its gradient for warp is 0. "linear" has a kink at
+/// each pixel centre. Its derivative there is that towards larger x and y, in every border mode. With
+/// "transparent", it is that towards smaller x in the last column and smaller y in the last row.
+///
+/// Deterministic on the CPU and on CUDA. Derivatives beyond the first run through ATen and follow
 /// torch.use_deterministic_algorithms. Autocast changes nothing.
 ///
-/// "opencv4" gives what the wheels of OpenCV 4.9 to 4.12 for x86-64 give, on every processor: it
-/// rounds a position to 1/32 pixel and sums in OpenCV's order, takes a pixel to (0, 0) where W is 0
-/// or warp cannot be inverted, uses taps of weight zero, and makes the least pixel of a border_value
-/// that no int32 holds. (Later versions round some calls otherwise: tests/operators/opencv4_reference.py.)
+/// "opencv4" reproduces the wheels of OpenCV 4.9 to 4.12 for x86-64 bit for bit, on every processor.
+/// It rounds a position to 1/32 pixel, sums in OpenCV's order and uses taps of weight zero. The
+/// source of a pixel is (0, 0) if its homogeneous coordinate is 0 or warp cannot be inverted. In an
+/// integer image, a border_value that no int32 holds becomes the dtype's smallest value. (Later
+/// versions round some calls otherwise: tests/operators/opencv4_reference.py.)
 inline at::Tensor warp_perspective(
     const at::Tensor& image,
     const at::Tensor& warp,
@@ -419,18 +447,20 @@ inline at::Tensor warp_perspective(
 }  // namespace calcops
 
 namespace CalcOps {
-/// The caller's centre term plus the force of the pairs on the neighbours; [0] of the list is new.
+/// The caller's centre term plus the force of the pairs on the neighbours, as a list of one tensor.
 ///
 /// list_neigh  [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64. As for calcops::force.
 /// dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
 /// Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, 1/length.
 /// F           [B, n, 3]; like dE. The centre term, usually -(dE @ Ri_d) summed over the slots. It is
 ///             not changed; its gradient is the identity.
-/// nghost      None or an integer tensor of one element, which is read on the host; under
-///             torch.compile, export and vmap use calcops::force, whose nghost is an int.
+/// nghost      None or an integer tensor of one element, which is read on the host. Under
+///             torch.compile, export and vmap call calcops::force instead, whose nghost is an int.
 ///
-/// Returns a list of one tensor [B, n + nghost, 3], energy/length: F (0 for ghosts) + sum g over
-/// the slots that name the atom. CalcOps_cuda and CalcOps_cpu hold the same operator.
+/// Returns [force [B, n + nghost, 3]], energy/length. The force on an atom is F (0 for ghosts) plus
+/// the sum of g over the slots that name the atom, where g is the force of a pair as in
+/// calcops::force. The tensor shares no memory with F. CalcOps_cuda and CalcOps_cpu hold the same
+/// operator.
 inline std::vector<at::Tensor> calculateForce(
     const at::Tensor& list_neigh,
     const at::Tensor& dE,
@@ -446,17 +476,17 @@ inline std::vector<at::Tensor> calculateForce(
 }  // namespace CalcOps
 
 namespace CalcOps {
-/// Virial and per-atom virial as rows of nine; mind the order of the arguments.
+/// Virial and per-atom virial as rows of nine. Rij comes before Ri_d, unlike in force_virial.
 ///
 /// list_neigh  [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64. As for calcops::force.
 /// dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
 /// Rij         [B, n, K, 3]; like dE. r_j - r_i, length.
 /// Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, 1/length.
-/// nghost      None or an integer tensor of one element, which is read on the host; under
-///             torch.compile, export and vmap use calcops::force, whose nghost is an int.
+/// nghost      None or an integer tensor of one element, which is read on the host. Under
+///             torch.compile, export and vmap call calcops::force instead, whose nghost is an int.
 ///
-/// Returns the list [virial [B, 9], atom_virial [B, n + nghost, 9]], energy, W[a][b] at 3a + b.
-/// CalcOps_cuda and CalcOps_cpu hold the same operator.
+/// Returns the list [virial [B, 9], atom_virial [B, n + nghost, 9]], energy. Element [a][b] is at
+/// 3a + b. CalcOps_cuda and CalcOps_cpu hold the same operator.
 inline std::vector<at::Tensor> calculateVirial(
     const at::Tensor& list_neigh,
     const at::Tensor& dE,

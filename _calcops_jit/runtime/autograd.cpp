@@ -1,5 +1,5 @@
-// Boxed calls under autograd, compiled autograd, forward mode and vmap.
-// After the code that PyTorch generates for its own operators (torch/csrc/autograd/generated).
+// Boxed calls under autograd, compiled autograd, forward mode and vmap. Modelled on the code that
+// PyTorch generates for its own operators (torch/csrc/autograd/generated).
 #include "autograd.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -87,36 +87,44 @@ Multilinear::Multilinear(const char* forward, const char* backward, const std::v
   for (size_t t = 0; t < terms.size(); ++t) {
     terms_.push_back(Set(1) << t);
     for (auto input = terms[t].begin() + 1; input != terms[t].end(); ++input) {
-      auto found = std::find(factors_.begin() + terms.size(), factors_.end(), *input);
-      if (found == factors_.end()) found = factors_.insert(found, *input);
-      terms_[t] |= Set(1) << (found - factors_.begin());
+      auto factor = std::find(factors_.begin() + terms.size(), factors_.end(), *input);
+      if (factor == factors_.end()) factor = factors_.insert(factor, *input);
+      terms_[t] |= Set(1) << (factor - factors_.begin());
     }
   }
 }
 
-// Which factor each argument is, and to which each result is the gradient; -1: none.
+// Return the factor that each argument is; -1: none.
 std::vector<int> Multilinear::factors_of_arguments(const Call& call) const {
-  std::vector<int> found;
+  std::vector<int> factors;
   for (const c10::Argument& argument : call.op.schema().arguments()) {
     const auto factor = std::find(factors_.begin(), factors_.end(), argument.name());
-    found.push_back(factor == factors_.end() ? -1 : int(factor - factors_.begin()));
+    factors.push_back(factor == factors_.end() ? -1 : int(factor - factors_.begin()));
   }
-  return found;
+  return factors;
 }
 
+// Return the factor for which each result is the gradient; -1: none.
 std::vector<int> Multilinear::factors_of_results(const Call& call) const {
-  const bool forward = call.op.operator_name().name != backward_;
-  std::vector<int> found;
+  const bool is_forward = call.op.operator_name().name != backward_;
+  std::vector<int> factors;
   for (size_t i = 0; i < call.op.schema().returns().size(); ++i) {
-    const bool given = forward || !call.has("output_mask") || call["output_mask"].toBoolList()[i];
-    found.push_back(given ? int(forward ? i : terms_.size() + i) : -1);
+    const bool is_wanted =
+        is_forward || !call.has("output_mask") || call["output_mask"].toBoolList()[i];
+    factors.push_back(is_wanted ? int(is_forward ? i : terms_.size() + i) : -1);
   }
-  return found;
+  return factors;
 }
 
-// Adds dL/dx for every wanted factor x, where L has only the terms with a factor of `moved`.
+// Add to `sums` the gradient of L for every wanted factor, where L has only the terms with a factor
+// of `moved`. `point` is a call of `backward` and has the values of all factors.
+//
+// The gradients for upstream gradients (`results`) are a call of `forward`, and those for inputs a
+// call of `backward`. Each of the two calls gets only the factors of the terms that it needs.
 void Multilinear::add_gradients(const Call& point, Set moved, Set wanted, tensor_list& sums) const {
-  Set given = 0, results = 0, results_need = 0, inputs = 0, inputs_need = 0;
+  Set given = 0;
+  Set results = 0, results_need = 0;
+  Set inputs = 0, inputs_need = 0;
   for (size_t f = 0; f < factors_.size(); ++f)
     if (point.tensor(factors_[f]).defined()) given |= Set(1) << f;
   for (const Set term : terms_) {
@@ -134,10 +142,10 @@ void Multilinear::add_gradients(const Call& point, Set moved, Set wanted, tensor
   const auto run = [&](Call call, Set need, Set gives, size_t first) {
     for (size_t f = 0; f < factors_.size(); ++f)
       if (!(need >> f & 1) && call.has(factors_[f])) call[factors_[f]] = IValue();
-    const tensor_list found = call.run();
-    for (size_t i = 0; i < found.size(); ++i) {
+    const tensor_list gradients = call.run();
+    for (size_t i = 0; i < gradients.size(); ++i) {
       at::Tensor& sum = sums[first + i];
-      if (gives >> (first + i) & 1) sum = sum.defined() ? sum.add(found[i]) : found[i];
+      if (gives >> (first + i) & 1) sum = sum.defined() ? sum.add(gradients[i]) : gradients[i];
     }
   };
   if (results) run(point.of(forward_), results_need, results, 0);
@@ -152,29 +160,30 @@ void Multilinear::add_gradients(const Call& point, Set moved, Set wanted, tensor
   }
 }
 
-// The gradients of L for `wanted`, differentiated along the factors that `moved` has a tensor for.
-// The upstreams move together, since no term has two of them.
+// Return the gradients of L for the factors `wanted`, differentiated along the directions `moved`,
+// of which there may be one for each factor. The upstream gradients share one call, because no term
+// has two of them.
 tensor_list Multilinear::along(const Call& call, const tensor_list& moved, Set wanted) const {
   const Call point = call.of(backward_);
   tensor_list sums(factors_.size());
   std::vector<Set> groups{upstreams_};
   for (size_t f = terms_.size(); f < factors_.size(); ++f) groups.push_back(Set(1) << f);
   for (const Set group : groups) {
-    Call there = point;
-    bool moves = false;
+    Call replaced = point;
+    bool has_direction = false;
     for (size_t f = 0; f < factors_.size(); ++f) {
       if (!(group >> f & 1)) continue;
-      there[factors_[f]] = none_if_undefined(moved[f]);
-      moves |= moved[f].defined();
+      replaced[factors_[f]] = none_if_undefined(moved[f]);
+      has_direction |= moved[f].defined();
     }
-    if (moves) add_gradients(there, group, wanted & ~group, sums);
+    if (has_direction) add_gradients(replaced, group, wanted & ~group, sums);
   }
   return sums;
 }
 
 namespace {
 
-// A list by factor as a list by argument or by result.
+// Return a list by factor as a list by argument or by result.
 tensor_list renumbered(const tensor_list& list, const std::vector<int>& to) {
   tensor_list out;
   for (const int factor : to) out.push_back(factor < 0 ? at::Tensor() : list[factor]);
@@ -189,10 +198,10 @@ tensor_list Multilinear::vjp(const Call& call, const tensor_list& upstream,
   tensor_list moved(factors_.size());
   for (size_t i = 0; i < results.size(); ++i)
     if (results[i] >= 0) moved[results[i]] = upstream[i];
-  Set set = 0;
+  Set wanted_factors = 0;
   for (size_t i = 0; i < arguments.size(); ++i)
-    if (arguments[i] >= 0 && wanted[i]) set |= Set(1) << arguments[i];
-  return renumbered(along(call, moved, set), arguments);
+    if (arguments[i] >= 0 && wanted[i]) wanted_factors |= Set(1) << arguments[i];
+  return renumbered(along(call, moved, wanted_factors), arguments);
 }
 
 tensor_list Multilinear::jvp(const Call& call, const tensor_list& tangents) const {
@@ -200,17 +209,17 @@ tensor_list Multilinear::jvp(const Call& call, const tensor_list& tangents) cons
   tensor_list moved(factors_.size());
   for (size_t i = 0; i < arguments.size(); ++i)
     if (arguments[i] >= 0) moved[arguments[i]] = tangents[i];
-  Set set = 0;
+  Set wanted_factors = 0;
   for (const int factor : results)
-    if (factor >= 0) set |= Set(1) << factor;
-  return renumbered(along(call, moved, set), results);
+    if (factor >= 0) wanted_factors |= Set(1) << factor;
+  return renumbered(along(call, moved, wanted_factors), results);
 }
 
 // ---- autograd -----------------------------------------------------------------------------------
 
 namespace {
 
-// From 2.13 on a Node counts its own references; before that std::shared_ptr holds it.
+// From PyTorch 2.13 on, a Node counts its own references. Before, std::shared_ptr does.
 template <class Node>
 auto make_node() {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
@@ -224,21 +233,21 @@ bool any_defined(const tensor_list& list) {
   return std::any_of(list.begin(), list.end(), [](const at::Tensor& x) { return x.defined(); });
 }
 
-// The gradients of a call. All lists but the upstream have an entry for each argument.
+// The graph node of a call. All lists except `upstream` have an entry for each argument.
 struct CallNode final : torch::autograd::Node {
   const Derivatives* derivatives = nullptr;
   std::optional<c10::OperatorHandle> op;
   std::vector<IValue> plain;                          // the arguments that are no tensors
-  std::vector<torch::autograd::SavedVariable> saved;  // and those that are
+  std::vector<torch::autograd::SavedVariable> saved;  // the arguments that are tensors
 
-  // calcops::force_virial gives ForceVirialBackward.
+  // Return the node's name: ForceVirialBackward for calcops::force_virial.
   std::string name() const override {
     std::string name;
-    const std::string& of = op->operator_name().name;
-    bool begins = true;
-    for (const char letter : of.substr(of.rfind(':') + 1)) {
-      if (letter != '_') name += begins ? char(std::toupper(letter)) : letter;
-      begins = letter == '_';
+    const std::string& op_name = op->operator_name().name;
+    bool begins_word = true;
+    for (const char letter : op_name.substr(op_name.rfind(':') + 1)) {
+      if (letter != '_') name += begins_word ? char(std::toupper(letter)) : letter;
+      begins_word = letter == '_';
     }
     return name + "Backward";
   }
@@ -254,14 +263,15 @@ struct CallNode final : torch::autograd::Node {
     for (auto& variable : saved) variable.reset_data();
   }
 
-  // Compiled autograd: what its cache key and its graph depend on ...
+  // Collect the values on which compiled autograd's cache key and graph depend.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(op->operator_name().name);
     args.collect(saved, /*is_output=*/false);
     for (const IValue& argument : plain) args.collect(argument);
   }
 
-  // ... and the call that it records, with everything packed into what an FX graph can hold.
+  // Record the call of replay() in compiled autograd's graph, with its arguments packed into types
+  // that an FX graph can hold.
   tensor_list apply_with_saved(const tensor_list& upstream,
                                torch::dynamo::autograd::SwapSavedVariables& swap) override {
     swap.before(saved);
@@ -305,13 +315,14 @@ struct CallNode final : torch::autograd::Node {
     return wanted;
   }
 
+  // Compute the gradients when compiled autograd runs its graph.
   static tensor_list replay(const Derivatives& derivatives, const c10::OperatorHandle& op,
                             const tensor_list& upstream, const std::vector<IValue>& packed) {
     const auto wanted = packed[0].to<std::vector<bool>>();
     const Call call{op, {packed.begin() + 1, packed.end()}};
     tensor_list gradients(wanted.size());
     if (any_defined(upstream)) gradients = derivatives.vjp(call, upstream, wanted);
-    // A graph has no absent gradient: there it is zero.
+    // In a graph no gradient may be absent, so it is zero.
     for (size_t i = 0; i < wanted.size(); ++i)
       if (wanted[i] && !gradients[i].defined())
         gradients[i] = at::zeros_like(call.arguments[i].toTensor());
@@ -333,8 +344,8 @@ void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op
   std::vector<bool> differentiated(count);
   for (size_t i = 0; i < count; ++i) {
     const at::Tensor tensor = tensor_in(arguments[i]);
-    const bool reverse = torch::autograd::compute_requires_grad(tensor),
-               forward = torch::autograd::isFwGradDefined(tensor);
+    const bool reverse = torch::autograd::compute_requires_grad(tensor);
+    const bool forward = torch::autograd::isFwGradDefined(tensor);
     reverse_mode = reverse_mode || reverse;
     forward_mode = forward_mode || forward;
     differentiated[i] = reverse || forward;
@@ -383,12 +394,13 @@ void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op
 
 void vmap(const VmapRule& run, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call{op, torch::jit::pop(*stack, op.schema().arguments().size())};
-  int64_t level = -1;
+  int64_t level = -1;  // of the innermost vmap
   for (const IValue& argument : call.arguments)
     if (const at::Tensor tensor = tensor_in(argument); tensor.defined())
       if (const auto* batched = at::functorch::maybeGetBatchedImpl(tensor))
         level = std::max(level, batched->level());
-  const auto batched_here = [&](const at::Tensor& tensor) {
+  // Return a tensor's batch at this level, or nullptr.
+  const auto batch_of = [&](const at::Tensor& tensor) {
     const auto* batched = tensor.defined() ? at::functorch::maybeGetBatchedImpl(tensor) : nullptr;
     return batched && batched->level() == level ? batched : nullptr;
   };
@@ -396,11 +408,11 @@ void vmap(const VmapRule& run, const c10::OperatorHandle& op, torch::jit::Stack*
   c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
   c10::SymInt batch = 1;
   for (const IValue& argument : call.arguments)
-    if (const auto* batched = batched_here(tensor_in(argument)))
+    if (const auto* batched = batch_of(tensor_in(argument)))
       batch = batched->value().sym_size(batched->bdim());
   for (IValue& argument : call.arguments) {
     const at::Tensor tensor = tensor_in(argument);
-    if (const auto* batched = batched_here(tensor)) {
+    if (const auto* batched = batch_of(tensor)) {
       argument = batched->value().movedim(batched->bdim(), 0);
     } else if (tensor.defined()) {
       c10::SymDimVector shape(tensor.sym_sizes());

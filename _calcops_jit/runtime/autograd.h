@@ -1,8 +1,8 @@
-// What makes an operator behave like a built-in one: autograd in both modes and to any order,
-// compiled autograd and vmap, from one description of its derivatives. contract.cpp has one for
-// each operator: a Multilinear, which needs no formula, or the formulas of its source. Everything
-// works on boxed calls: a list of arguments, whose names are those of the schema. ops/README.md
-// follows a call through all of this.
+// Autograd in both modes and to any order, compiled autograd and vmap for an operator. They need
+// only its Derivatives: a Multilinear, which needs no formula, or the formulas of its source.
+// contract.cpp makes one of these for each operator. All functions work on boxed calls: a list of
+// arguments with the names of the schema. ops/README.md describes the path of a call through this
+// file.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@
 
 namespace calcops {
 
-// An absent tensor is undefined; so is a derivative that is zero.
+// Absent tensors and derivatives that are zero are undefined.
 using tensor_list = std::vector<at::Tensor>;
 
 // One call of an operator.
@@ -23,46 +23,51 @@ struct Call {
   c10::OperatorHandle op;
   std::vector<c10::IValue> arguments;  // as many as the schema has
 
-  // A call of `name` that takes the arguments of the same name from this one; the others have their
-  // default, or none.
+  // Return a call of the operator `name`. It takes the arguments of the same names from this call.
+  // The others are their default or none.
   Call of(const char* name) const;
   bool has(const std::string& argument) const;
   c10::IValue& operator[](const std::string& argument);
   const c10::IValue& operator[](const std::string& argument) const;
   at::Tensor tensor(const std::string& argument) const;
-  // Through the dispatcher: the result is differentiable in its turn, and a graph outlives a live
-  // reload.
+  // Run the call through the dispatcher. So the results are differentiable, and a graph from before
+  // a live reload calls the new kernel.
   tensor_list run() const;
 };
 
-// The derivatives of an operator, in calls of operators.
+// The derivatives of an operator, computed by calls of operators.
 class Derivatives {
  public:
   virtual ~Derivatives() = default;
-  // Called before a call of which some arguments are differentiated, in either mode.
+  // Raise an error if a call is not differentiable. It is called if some arguments of the call are
+  // differentiated, in either mode.
   virtual void check(const Call&, const std::vector<bool>& /*differentiated*/) const {}
-  // Whether a gradient needs what a tensor held. One that nothing needs may be changed afterwards.
+  // Return whether a gradient needs the values of an argument. The caller may change an argument in
+  // place if it is not needed.
   virtual bool depends_on(size_t /*argument*/) const { return true; }
-  // Gradients of the arguments, one for each, from those of the results. What is not wanted may be
-  // given or not.
+  // Return the gradients for the arguments from those for the results. Unwanted ones may be
+  // undefined.
   virtual tensor_list vjp(const Call& call, const tensor_list& upstream,
                           const std::vector<bool>& wanted) const = 0;
-  // Tangents of the results from those of the arguments.
+  // Return the tangents of the results from those of the arguments.
   virtual tensor_list jvp(const Call& call, const tensor_list& tangents) const = 0;
 };
 
-// A pair of operators that are the gradients of one number: the sum of terms, each of them a result
-// of `forward` times its upstream gradient and linear in each of the inputs that the term names,
+// The derivatives of a pair of operators that compute the gradients of one number L, such as
 //
 //   L = grad_a a(x, y) + grad_b b(x, y, z)      {{"grad_a", "x", "y"}, {"grad_b", "x", "y", "z"}}
 //
-// `forward` gives dL/d(upstream), that is its results in the order of the terms; `backward` gives
-// dL/d(input) in the order in which the terms name the inputs, those that its output_mask wants, if
-// it has one. Its arguments are all that L depends on: the upstream gradients and whatever
-// `forward` takes, under the same names. An input that no wanted term names is passed as none. The
-// derivative of L along an argument is L with that argument replaced, less the terms without it. So
-// both operators have derivatives to any order, and so has any other operator whose results are the
-// first terms.
+// L is a sum of terms. The factors of a term are the upstream gradient of a result and inputs, and
+// the term is linear in each of them.
+//
+// `forward` returns the gradients of L for the upstream gradients: its results, in the order of the
+// terms. `backward` returns the gradients for the inputs, in the order in which the terms name
+// them; output_mask, if there is one, selects some. It takes the upstream gradients and all
+// arguments of `forward`, under the same names. An input that no wanted term has is passed as none.
+//
+// The derivative of L along a direction of a factor is L without the terms that lack the factor,
+// and with the direction in the factor's place. So both operators have derivatives to any order. So
+// has any other operator whose results are those of the first terms.
 class Multilinear final : public Derivatives {
  public:
   using Term = std::vector<std::string>;
@@ -73,7 +78,8 @@ class Multilinear final : public Derivatives {
   tensor_list jvp(const Call& call, const tensor_list& tangents) const override;
 
  private:
-  using Set = uint64_t;  // of factors, a bit each: the upstreams, one a term, then the inputs
+  // A set of factors, a bit each: the upstream gradients, one for each term, then the inputs.
+  using Set = uint64_t;
 
   std::vector<int> factors_of_arguments(const Call& call) const;
   std::vector<int> factors_of_results(const Call& call) const;
@@ -86,14 +92,14 @@ class Multilinear final : public Derivatives {
   Set upstreams_;
 };
 
-// ---- what the dispatcher's keys hold ------------------------------------------------------------
+// ---- kernels of dispatch keys -------------------------------------------------------------------
 
 // Autograd: calls the operator below autograd and attaches its derivatives.
 void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op,
                    c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
-// FuncTorchBatched: hands `run` the call with every tensor [mapped dimension, ...] and the size of
-// that dimension, and expects results of this form.
+// FuncTorchBatched: calls `run` with the batch dimension first in every tensor, and with its size.
+// The results of `run` have the batch dimension first, too.
 using VmapRule = std::function<tensor_list(Call call, const c10::SymInt& batch)>;
 void vmap(const VmapRule& run, const c10::OperatorHandle& op, torch::jit::Stack* stack);
 

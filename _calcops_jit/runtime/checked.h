@@ -1,4 +1,5 @@
-// One call of an operator, checked against its contract: the sizes, and the results to be filled.
+// Checks one call of an operator against its contract, collects the sizes and allocates the
+// results.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -11,30 +12,36 @@
 namespace calcops {
 namespace {
 
-// Without symbols a call is checked in int64_t, else in SymInt.
+// Sizes are int64_t. Under torch.compile and torch.export they are SymInt, which may be symbols.
+// The functions below exist for both, so that a check is written once.
+
+// Return whether a condition holds. A condition of symbols becomes an assertion of the graph.
 bool holds(bool ok) { return ok; }
 bool holds(const c10::SymBool& ok) { return ok.expect_true(__FILE__, __LINE__); }
-// Without a guard, which an unbacked symbol could not have, if that will do.
-bool decided(bool ok, bool /*guard*/) { return ok; }
-bool decided(const c10::SymBool& ok, bool guard) {
-  return guard ? ok.guard_bool(__FILE__, __LINE__) : ok.maybe_as_bool().value_or(false);
+// Return whether a condition is known to hold. If `may_guard`, a condition of symbols becomes a
+// guard of the graph, which unbacked symbols cannot have. Otherwise an unknown condition is false.
+bool is_known_true(bool ok, bool /*may_guard*/) { return ok; }
+bool is_known_true(const c10::SymBool& ok, bool may_guard) {
+  return may_guard ? ok.guard_bool(__FILE__, __LINE__) : ok.maybe_as_bool().value_or(false);
 }
 bool equal(int64_t a, int64_t b) { return a == b; }
 c10::SymBool equal(const SymInt& a, const SymInt& b) { return a.sym_eq(b); }
 bool both(bool a, bool b) { return a && b; }
 c10::SymBool both(const c10::SymBool& a, const c10::SymBool& b) { return a.sym_and(b); }
+bool either(bool a, bool b) { return a || b; }
+c10::SymBool either(const c10::SymBool& a, const c10::SymBool& b) { return a.sym_or(b); }
 bool below(int64_t a, int64_t b) { return a < b; }
 c10::SymBool below(const SymInt& a, const SymInt& b) { return a.sym_lt(b); }
-int64_t known(int64_t a) { return a; }
-int64_t known(const SymInt& a) { return a.maybe_as_int().value_or(0); }
+// Return a size, or 0 if it is a symbol without a value.
+int64_t value_or_zero(int64_t a) { return a; }
+int64_t value_or_zero(const SymInt& a) { return a.maybe_as_int().value_or(0); }
+// The second argument of these selects the type of the result.
 auto sizes_in(const Tensor& x, int64_t) { return x.sizes(); }
 auto sizes_in(const Tensor& x, const SymInt&) { return x.sym_sizes(); }
 int64_t integer(const IValue& x, int64_t) { return x.toInt(); }
 SymInt integer(const IValue& x, const SymInt&) { return x.toSymInt(); }
 std::vector<int64_t> integers(const IValue& x, int64_t) { return x.toIntVector(); }
 std::vector<SymInt> integers(const IValue& x, const SymInt&) { return x.toSymIntVector(); }
-bool either(bool a, bool b) { return a || b; }
-c10::SymBool either(const c10::SymBool& a, const c10::SymBool& b) { return a.sym_or(b); }
 Tensor make(at::ArrayRef<int64_t> shape, const at::TensorOptions& options) {
   return at::empty(shape, options);
 }
@@ -42,11 +49,14 @@ Tensor make(c10::SymIntArrayRef shape, const at::TensorOptions& options) {
   return at::empty_symint(shape, options);
 }
 
-// a, b or c
-std::string listed(const std::vector<std::string>& items) {
+// Return "a, b or c".
+std::string joined_by_or(const std::vector<std::string>& items) {
   std::string list;
-  for (size_t i = 0; i < items.size(); ++i)
-    list += (i == 0 ? "" : i + 1 == items.size() ? " or " : ", ") + items[i];
+  for (size_t i = 0; i < items.size(); ++i) {
+    const bool is_last = i + 1 == items.size();
+    if (i > 0) list += is_last ? " or " : ", ";
+    list += items[i];
+  }
   return list;
 }
 
@@ -63,30 +73,32 @@ const Tensor& tensor_or_none(const IValue& value) {
   return value.isTensor() ? value.toTensor() : kNone;
 }
 
-// One call, checked. Int is int64_t, or SymInt where sizes may be symbols.
+// One call. The constructor checks it. Int is int64_t, or SymInt if sizes may be symbols.
 template <class Int>
 struct Checked {
   const Operator& op;
   const contract::Text& text;
-  const IValue* stack;
-  std::array<const Tensor*, kMost> tensors;    // by line
-  std::array<const Tensor*, kMost> gradients;  // by the line of the result
-  std::array<Int, kMost> sizes;
-  const Line* first_line = nullptr;
-  const Tensor* first = &kNone;
-  uint32_t bound = 0;                        // the sizes that are known, a bit each
-  uint32_t given = 0;                        // those for which an argument has a dimension
-  std::array<const Shape*, kMost> shapes{};  // that the tensors have; none: the first
+  const IValue* stack;                         // the arguments
+  std::array<const Tensor*, kMost> tensors;    // the arguments by their line in the contract
+  std::array<const Tensor*, kMost> gradients;  // the upstream gradients by the line of the result
+  std::array<Int, kMost> sizes;                // the values of the contract's sizes
+  const Line* first_line = nullptr;            // of the first tensor that is given
+  const Tensor* first_tensor = &kNone;
+  uint32_t has_value = 0;      // sizes that have a value, a bit each
+  uint32_t has_dimension = 0;  // sizes that are a dimension of an argument, a bit each
+  std::array<const Shape*, kMost> shapes{};  // that each line's tensor has; nullptr: the first
 
   Checked(const Operator& op, const IValue* stack) : op(op), text(op.family->text), stack(stack) {
     tensors.fill(&kNone);
     gradients.fill(&kNone);
-    for (const int i : op.number_lines) bind_number(text.lines[i], op.argument[i]);
+    for (const int i : op.number_lines) read_number(text.lines[i], op.argument[i]);
     for (const int i : op.tensor_lines) check_argument(i, stack[op.argument[i]]);
     for (const int i : op.choice_lines) check_choice(text.lines[i], stack[op.argument[i]]);
     for (const int i : op.list_lines) check_list(text.lines[i], stack[op.argument[i]]);
-    for (uint32_t gaps = text.gaps & ~bound; gaps; gaps &= gaps - 1) sizes[__builtin_ctz(gaps)] = 1;
-    bound |= text.gaps;
+    // A dimension that is missing in all arguments has size 1. `gaps &= gaps - 1` clears a bit.
+    for (uint32_t gaps = text.gaps & ~has_value; gaps; gaps &= gaps - 1)
+      sizes[__builtin_ctz(gaps)] = 1;
+    has_value |= text.gaps;
     for (const int i : op.tensor_lines)
       if (tensors[i]->defined() && text.lines[i].shapes.size() > 1) check_gaps(i);
     for (const int i : op.shaped_lines) check_argument(i, stack[op.argument[i]]);
@@ -107,63 +119,68 @@ struct Checked {
   }
 
   bool is_met(const contract::Condition& when) const {
-    bool is_here = when.in.empty();
+    bool is_in = when.in.empty();
     for (const std::string& name : when.in) {
       const int argument = text.line(name);
-      is_here |= name == op.schema->name || (argument >= 0 && tensors[argument]->defined());
+      is_in |= name == op.schema->name || (argument >= 0 && tensors[argument]->defined());
     }
-    if (!is_here) return false;
+    if (!is_in) return false;
     if (when.argument.empty()) return true;
     const int position = op.argument[text.line(when.argument)];
     return position >= 0 && stack[position].toStringRef() == when.choice;
   }
 
-  static std::string said(const contract::Condition& when) {
+  static std::string condition_text(const contract::Condition& when) {
     return when.argument.empty() ? "" : " where `" + when.argument + "` is " + quoted(when.choice);
   }
 
+  // Throw "op: expected `name` what, got ...".
   template <class Got>
   [[noreturn]] void refuse(const std::string& name, const std::string& what, const Got& got) const {
     TORCH_CHECK(false, op.name, ": expected `", name, "` ", what, ", got ", got);
   }
 
+  // Return the value of a sum of products of sizes.
   Int value(const Sum& sum) const {
     Int total = 0;
     for (const contract::Product& product : sum) {
-      Int each = product.factor;
-      for (const int size : product.sizes) each = each * sizes[size];
-      total = total + each;
+      Int term = product.factor;
+      for (const int size : product.sizes) term = term * sizes[size];
+      total = total + term;
     }
     return total;
   }
 
-  void bind_number(const Line& line, int position) {
+  void read_number(const Line& line, int position) {
     sizes[line.size] = position < 0 ? Int(line.absent) : integer(stack[position], Int());
-    bound |= 1u << line.size;
+    has_value |= 1u << line.size;
     if (position < 0 || !line.has_bounds) return;
     const Int& size = sizes[line.size];
     if (!holds(below(Int(line.least - 1), size)))
       refuse(line.name, c10::str(">= ", line.least), size);
-    // A symbol gets no guard for what cannot be.
-    if (known(size) > line.most) refuse(line.name, "of at most " + line.most_text, size);
+    // A symbol is not guarded: no tensor could be that large.
+    if (value_or_zero(size) > line.most) refuse(line.name, "of at most " + line.most_text, size);
   }
 
   void check_argument(int i, const IValue& value) {
     const Line& line = text.lines[i];
     tensors[i] = &tensor_or_none(value);
     const bool is_none = !tensors[i]->defined();
-    if (!line.only.argument.empty() && is_none == is_met(line.only))
-      refuse(line.name,
-             is_none ? "a tensor" + said(line.only)
-                     : "none where `" + line.only.argument + "` is not " + quoted(line.only.choice),
-             is_none ? "none" : "a tensor");
+    if (!line.only.argument.empty()) {
+      const bool is_required = is_met(line.only);
+      if (is_none && is_required) refuse(line.name, "a tensor" + condition_text(line.only), "none");
+      if (!is_none && !is_required)
+        refuse(line.name,
+               "none where `" + line.only.argument + "` is not " + quoted(line.only.choice),
+               "a tensor");
+    }
     if (is_none) {
       if (!op.optional[i]) refuse(line.name, "of shape " + line.shape_text, "none");
       return;
     }
     check_tensor(line, line.name, *tensors[i]);
-    if (!first->defined()) {
-      first = tensors[i];
+    if (!first_tensor->defined()) {
+      first_tensor = tensors[i];
       first_line = &line;
     }
   }
@@ -173,7 +190,7 @@ struct Checked {
     if (std::find(line.choices.begin(), line.choices.end(), got) != line.choices.end()) return;
     std::vector<std::string> choices;
     for (const std::string& choice : line.choices) choices.push_back(quoted(choice));
-    refuse(line.name, listed(choices), quoted(got));
+    refuse(line.name, joined_by_or(choices), quoted(got));
   }
 
   void check_exclusion(const contract::Exclusion& exclusion, int i) const {
@@ -184,19 +201,19 @@ struct Checked {
       if (!contains(exclusion.choices, got)) return;
       for (const std::string& choice : line.choices)
         if (!contains(exclusion.choices, choice)) others.push_back(quoted(choice));
-      refuse(line.name, listed(others) + said(exclusion.when), quoted(got));
+      refuse(line.name, joined_by_or(others) + condition_text(exclusion.when), quoted(got));
     }
     if (!tensors[i]->defined()) return;
     const at::ScalarType got = tensors[i]->scalar_type();
     bool is_excluded = false;
     for (const Type type : exclusion.types) is_excluded |= got == scalar_type(type);
     if (!is_excluded) return;
-    for (const std::string& name : contract::listed(line.type_text))
+    for (const std::string& name : contract::split_list(line.type_text))
       if (!contains(exclusion.types, contract::type_named(name))) others.push_back(name);
-    refuse(line.name, listed(others) + said(exclusion.when), got);
+    refuse(line.name, joined_by_or(others) + condition_text(exclusion.when), got);
   }
 
-  // Values of a list: sizes, or one for each of a size.
+  // Check a list: of sizes, which get their values, or of one value or one for each of a size.
   void check_list(const Line& line, const IValue& value) {
     if (line.count_or_one >= 0) {
       const Int count = value.isNone() ? 1 : int64_t(value.toDoubleVector().size());
@@ -214,7 +231,7 @@ struct Checked {
     if (!holds(ok)) refuse(line.name, line.items_text, at::ArrayRef<Int>(list));
     for (size_t k = 0; k < line.items.size(); ++k) {
       sizes[line.items[k]] = is_empty ? sizes[line.if_empty[k]] : list[k];
-      bound |= 1u << line.items[k];
+      has_value |= 1u << line.items[k];
     }
   }
 
@@ -231,66 +248,69 @@ struct Checked {
       for (const Type type : line.types) ok |= x.scalar_type() == scalar_type(type);
       if (!ok) refuse(name, line.type_text, x.scalar_type());
     }
-    const Tensor& beside = like.defined() ? like : *first;
-    if (beside.defined() && x.device() != beside.device())
+    const Tensor& same_device = like.defined() ? like : *first_tensor;
+    if (same_device.defined() && x.device() != same_device.device())
       refuse(name,
-             c10::str("on ", beside.device(), " like `",
+             c10::str("on ", same_device.device(), " like `",
                       like.defined() ? text.lines[line.like].name : first_line->name, "`"),
              x.device());
     check_shape(line, name, x);
   }
 
   void check_shape(const Line& line, const std::string& name, const Tensor& x) {
-    const uint32_t before = bound;
+    const uint32_t had_value = has_value;
     const auto shape = sizes_in(x, Int());
     const size_t rank = shape.size();
     const size_t i = &line - text.lines.data();
     const bool is_argument = op.argument[i] >= 0 && line.shape_of < 0;
     if (line.shape_of >= 0 && tensors[line.shape_of]->defined())
       return check_same_shape(line, name, x);
-    // A result has as many dimensions as the arguments give it.
+    // The arguments determine which of a result's shapes its gradient must have.
     const Shape* const only = is_argument || line.shapes.size() == 1 ? nullptr : &shape_of(line);
-    int of_this_rank = 0;
-    for (const Shape& each : line.shapes) of_this_rank += each.size() == rank;
-    // Of several shapes of one rank, the dimensions that are numbers choose.
-    const auto fits = [&](const Shape& want, bool guard) {
+    int shapes_of_rank = 0;
+    for (const Shape& each : line.shapes)
+      if (each.size() == rank) ++shapes_of_rank;
+    // If several shapes have the tensor's rank, select one by its dimensions that are numbers.
+    const auto fits = [&](const Shape& want, bool may_guard) {
       if (want.size() != rank || (only && only != &want)) return false;
       bool ok = true;
-      for (size_t d = 0; d < rank && ok && of_this_rank > 1; ++d)
+      for (size_t d = 0; d < rank && ok && shapes_of_rank > 1; ++d)
         if (want[d].size() == 1 && want[d][0].sizes.empty())
-          ok = decided(equal(shape[d], Int(want[d][0].factor)), guard);
+          ok = is_known_true(equal(shape[d], Int(want[d][0].factor)), may_guard);
       return ok;
     };
     const Shape* chosen = nullptr;
-    for (const bool guard : {false, true})
+    for (const bool may_guard : {false, true})
       for (const Shape& each : line.shapes)
-        if (!chosen && fits(each, guard)) chosen = &each;
+        if (!chosen && fits(each, may_guard)) chosen = &each;
     shapes[i] = chosen;
     if (chosen && matches(line, *chosen, shape)) {
-      if (is_argument) given |= line.shape_sizes[chosen - line.shapes.data()];
+      if (is_argument) has_dimension |= line.shape_sizes[chosen - line.shapes.data()];
       return;
     }
     if (line.shape_of >= 0) {
       const auto wanted = values(shape_of(line));
       refuse(name, c10::str("of the result's shape ", at::ArrayRef<Int>(wanted)), shape);
     }
-    refuse(name, "of shape " + line.shape_text + known_sizes(line, before), shape);
+    refuse(name, "of shape " + line.shape_text + sizes_text(line, had_value), shape);
   }
 
-  // A dimension that an argument has and another lacks is an error, unless the latter may be 1.
+  // Refuse an argument that lacks a dimension which another one has, unless that may be 1.
   void check_gaps(int i) {
     const Line& line = text.lines[i];
-    const uint32_t lacks = line.lacks[shapes[i] - line.shapes.data()] & given & ~line.or_one;
+    const uint32_t lacks =
+        line.lacks[shapes[i] - line.shapes.data()] & has_dimension & ~line.or_one;
     if (lacks)
       refuse(line.name,
              "with the dimension " + text.sizes[__builtin_ctz(lacks)] + " that others have",
              sizes_in(*tensors[i], Int()));
   }
 
-  // Of the shapes of a result, the first one that has no size without an argument's dimension.
+  // Return the first shape of a result whose sizes are all dimensions of arguments. Sizes that
+  // every shape has do not count.
   const Shape& shape_of(const Line& line) const {
     for (size_t k = 0; k < line.shapes.size(); ++k)
-      if (!(line.shape_sizes[k] & line.some_sizes & ~given)) return line.shapes[k];
+      if (!(line.shape_sizes[k] & line.some_sizes & ~has_dimension)) return line.shapes[k];
     return line.shapes.back();
   }
 
@@ -312,11 +332,12 @@ struct Checked {
              shape);
   }
 
-  // What the sizes in a shape are, as far as earlier arguments say: " = [23, 3]" of a single shape.
-  std::string known_sizes(const Line& line, uint32_t before) const {
+  // Return the values of a shape's sizes for an error message, as far as earlier arguments
+  // determine them (had_value): " = [23, 3]" if they determine all of a single shape.
+  std::string sizes_text(const Line& line, uint32_t had_value) const {
     std::vector<std::string> names, numbers, dimensions;
     for (const int size : line.names)
-      if (before >> size & 1) {
+      if (had_value >> size & 1) {
         names.push_back(text.sizes[size]);
         numbers.push_back(c10::str(sizes[size]));
       }
@@ -328,15 +349,16 @@ struct Checked {
     return ", [" + c10::Join(", ", names) + "] = [" + c10::Join(", ", numbers) + "]";
   }
 
-  // The size without a value that a dimension such as N or N + 1 gives one; -1: there is none.
-  int unknown(const Sum& sum) const {
+  // Return the size that gets its value from a dimension such as N or N + 1: one that has no value
+  // yet. -1: there is none.
+  int size_to_set(const Sum& sum) const {
     for (const contract::Product& product : sum)
-      if (product.factor == 1 && product.sizes.size() == 1 && !(bound >> product.sizes[0] & 1))
+      if (product.factor == 1 && product.sizes.size() == 1 && !(has_value >> product.sizes[0] & 1))
         return product.sizes[0];
     return -1;
   }
 
-  // Whether a shape is the wanted one. Sizes without a value get theirs.
+  // Return whether a shape is the wanted one. Set the sizes that have no value yet.
   template <class Sizes>
   bool matches(const Line& line, const Shape& want, const Sizes& shape) {
     auto ok = equal(Int(0), Int(0));
@@ -345,35 +367,35 @@ struct Checked {
         ok = both(ok, matches_or_one(size, shape[d]));
         continue;
       }
-      const int size = unknown(want[d]);
+      const int size = size_to_set(want[d]);
       if (size >= 0) {
         sizes[size] = 0;
         sizes[size] = shape[d] - value(want[d]);
-        bound |= 1u << size;
+        has_value |= 1u << size;
         if (want[d].size() > 1) ok = both(ok, below(Int(-1), sizes[size]));
       } else {
         ok = both(ok, equal(shape[d], value(want[d])));
       }
     }
-    if (line.whole >= 0 && !(bound >> line.whole & 1)) {
+    if (line.whole >= 0 && !(has_value >> line.whole & 1)) {
       sizes[line.whole] = value(line.parts);
-      bound |= 1u << line.whole;
+      has_value |= 1u << line.whole;
     }
     return holds(ok);
   }
 
-  // A dimension N or 1: what is 1 serves all.
+  // Return whether a dimension `N or 1` has the size N or 1. A dimension of 1 serves all N.
   bool matches_or_one(int size, const Int& got) {
-    if (known(got) == 1) return true;
-    if (!(bound >> size & 1)) {
+    if (value_or_zero(got) == 1) return true;
+    if (!(has_value >> size & 1)) {
       sizes[size] = got;
-      bound |= 1u << size;
+      has_value |= 1u << size;
       return true;
     }
     const auto is_one = equal(sizes[size], Int(1));
     if (!holds(either(either(is_one, equal(got, Int(1))), equal(got, sizes[size])))) return false;
-    // A symbol that was taken for N may turn out to be 1.
-    if (decided(is_one, /*guard=*/true)) sizes[size] = got;
+    // N was set from a symbol. If that is 1, this dimension is N.
+    if (is_known_true(is_one, /*may_guard=*/true)) sizes[size] = got;
     return true;
   }
 
@@ -385,21 +407,25 @@ struct Checked {
     if (holds(below(sum, Int(limit.below)))) return;
     const bool is_dimension = contract::bare(limit.sum) >= 0;
     refuse(text.lines[i].name,
-           "of less than " + limit.number + ' ' + limit.unit + said(limit.when) +
+           "of less than " + limit.number + ' ' + limit.unit + condition_text(limit.when) +
                (limit.on_cuda ? " on CUDA" : ""),
            is_dimension ? c10::str(sizes_in(x, Int())) : c10::str(sum));
   }
 
-  // Without an index of rows, all of its entries are 0, the first row.
+  // Check an optional index tensor that is absent. Its entries are then all 0, the first row. So
+  // there must be a row, unless there are no entries.
   void check_absent_entries(const Line& line) const {
-    const int bound = contract::bare(line.entries.below);
-    if (bound < 0 || known(sizes[bound] + 1) != 1) return;
+    const int rows = contract::bare(line.entries.below);
+    // The +1 tells 0 rows from a symbol without a value.
+    if (rows < 0 || value_or_zero(sizes[rows] + 1) != 1) return;
     Int count = 1;
     for (const Sum& dim : line.shapes[0]) count = count * value(dim);
     if (!holds(equal(count, Int(0))))
-      refuse(text.sizes[bound], ">= 1 where `" + line.name + "` is None", sizes[bound]);
+      refuse(text.sizes[rows], ">= 1 where `" + line.name + "` is None", sizes[rows]);
   }
 
+  // Return whether a result is computed. A gradient is if output_mask says so, another result if
+  // all of its factors are given.
   bool is_wanted(size_t result) const {
     if (op.is_backward) return op.mask < 0 || stack[op.mask].toBoolList()[result];
     for (const int line : op.needs[result])
@@ -407,32 +433,32 @@ struct Checked {
     return true;
   }
 
-  // A term whose result has a gradient needs all of its factors, and so does a wanted gradient.
+  // Refuse an absent factor (of a line `linear`) of a result that has an upstream gradient, and one
+  // whose own gradient is wanted.
   void check_terms() const {
     const Family& family = *op.family;
     for (size_t i = 0; i < family.input_lines.size(); ++i) {
       const int line = family.input_lines[i];
       if (tensors[line]->defined()) continue;
-      bool needed = is_wanted(i);
+      bool is_needed = is_wanted(i);
       for (size_t t = 0; t < family.term_lines.size(); ++t) {
-        const auto& factors = family.term_lines[t];
-        needed |= gradients[text.line(text.terms[t].result)]->defined() &&
-                  std::count(factors.begin(), factors.end(), line);
+        const bool has_gradient = gradients[text.line(text.terms[t].result)]->defined();
+        is_needed |= has_gradient && contains(family.term_lines[t], line);
       }
       const std::string& name = text.lines[line].name;
-      if (needed) refuse(name, "where it or a result of it has a gradient", "none");
+      if (is_needed) refuse(name, "where it or a result of it has a gradient", "none");
     }
   }
 
-  // The results, those that are not wanted undefined.
+  // Allocate the results. Those that are not wanted stay undefined.
   Results results() const {
-    Results made;
+    Results allocated;
     for (size_t i = 0; i < op.result_lines.size(); ++i) {
       if (!is_wanted(i)) continue;
       const Line& line = text.lines[op.result_lines[i]];
       const Tensor& input = *tensors[op.result_lines[i]];
       if (op.is_backward) {
-        made[i] = make(sizes_in(input, Int()), input.options());
+        allocated[i] = make(sizes_in(input, Int()), input.options());
         continue;
       }
       const auto shape = values(shape_of(line));
@@ -441,27 +467,27 @@ struct Checked {
       for (const Int& size : shape) {
         if (!holds(below(Int(-1), size)))
           refuse(first_line->name, "large enough for a result " + line.shape_text,
-                 sizes_in(*first, Int()));
-        // The strides of an empty result have the other sizes.
-        fits &= !__builtin_mul_overflow(bytes, std::max<int64_t>(known(size), 1), &bytes);
+                 sizes_in(*first_tensor, Int()));
+        // A size of 0 counts as 1: the strides of an empty result are products of the other sizes.
+        fits &= !__builtin_mul_overflow(bytes, std::max<int64_t>(value_or_zero(size), 1), &bytes);
       }
       if (!fits || bytes >= kMostBytes) throw std::bad_alloc();
-      made[i] = make(at::ArrayRef<Int>(shape), options_of(line));
+      allocated[i] = make(at::ArrayRef<Int>(shape), options_of(line));
     }
-    return made;
+    return allocated;
   }
 
   at::TensorOptions options_of(const Line& line) const {
     const Tensor& like = line.like < 0 ? kNone : *tensors[line.like];
     if (like.defined()) return like.options();
-    at::TensorOptions options = first->options();
+    at::TensorOptions options = first_tensor->options();
     return line.types.empty() ? options : options.dtype(scalar_type(line.types[0]));
   }
 
-  // What stands for a result that is not wanted.
+  // Return the empty tensor that an unwanted result is.
   Tensor nothing() const {
     const auto& inputs = op.family->input_lines;
-    return at::empty({0}, inputs.empty() ? first->options() : tensors[inputs[0]]->options());
+    return at::empty({0}, inputs.empty() ? first_tensor->options() : tensors[inputs[0]]->options());
   }
 };
 

@@ -1,6 +1,6 @@
-// Registers PyTorch's operators of contracts: checks, results, devices, derivatives and vmap of a
-// call, all from the text. It is included by runtime.cpp, whose object serves every library of the
-// cache.
+// Registers the operators of contracts with PyTorch. A call's checks, results, devices, derivatives
+// and vmap all follow from the contract's text. runtime.cpp includes this file; its object serves
+// every library of the cache.
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
@@ -19,6 +19,7 @@
 namespace calcops {
 namespace {
 
+// A kernel of the dispatcher that runs `function` for an operator.
 struct Run final : c10::OperatorKernel {
   using Function = void (*)(const Operator&, torch::jit::Stack*);
   Run(const Operator* op, Function function) : op(op), function(function) {}
@@ -29,12 +30,12 @@ struct Run final : c10::OperatorKernel {
   Function function;
 };
 
-// Derivatives by the formulas of a source, which knows Values.
+// Derivatives by the formulas of a source, which are functions of Values.
 class Formulas final : public Derivatives {
  public:
   Formulas(const Operator& op, const Derivative& formula) : op_(op), formula_(formula) {}
 
-  // What is not differentiable is refused: a gradient would be dropped without a word.
+  // Refuse a call that has no derivative. PyTorch would silently drop its gradient.
   void check(const Call& call, const std::vector<bool>& differentiated) const override {
     const auto& lines = op_.family->text.lines;
     const auto first = std::find(differentiated.begin(), differentiated.end(), true);
@@ -45,10 +46,12 @@ class Formulas final : public Derivatives {
     };
     for (const int i : op_.choice_lines) {
       const std::string& got = call.arguments[op_.argument[i]].toStringRef();
+      if (!contains(lines[i].without_derivative, got)) continue;
       std::vector<std::string> others;
       for (const std::string& choice : lines[i].choices)
         if (!contains(lines[i].without_derivative, choice)) others.push_back(quoted(choice));
-      if (contains(lines[i].without_derivative, got)) refuse(lines[i], listed(others), quoted(got));
+      if (contains(lines[i].without_derivative, got))
+        refuse(lines[i], joined_by_or(others), quoted(got));
     }
     for (const int result : op_.result_lines) {
       const int like = lines[result].like;
@@ -120,6 +123,7 @@ struct Vmap final : c10::OperatorKernel {
   const Operator* op;
 };
 
+// Add the operator of a schema to its family, and find the line of each argument.
 void read_operator(Family& family, const contract::Schema& schema, const ContractEntry& entry) {
   const contract::Text& text = family.text;
   Operator& op = family.operators.emplace_back(
@@ -137,34 +141,39 @@ void read_operator(Family& family, const contract::Schema& schema, const Contrac
   op.gradient.fill(-1);
   for (int i = 0; i < op.count; ++i) {
     const c10::Argument& argument = op.parsed.arguments()[i];
-    const std::string& called = argument.name();
+    const std::string& argument_name = argument.name();
     if (argument.alias_info())
-      family.fail(schema.number, name + " would change `" + called + "`; return a result instead");
-    if (called == "output_mask") {
+      family.fail(schema.number,
+                  name + " would change `" + argument_name + "`; return a result instead");
+    if (argument_name == "output_mask") {
       op.mask = i;
       op.lines.push_back(-1);
       continue;
     }
-    int line = text.line(called);
-    if (line < 0 && op.is_backward && contract::begins(called, "grad_"))
-      if (line = text.line(called.substr(5)); line >= 0) {
+    int line = text.line(argument_name);
+    if (line < 0 && op.is_backward && contract::begins(argument_name, "grad_")) {
+      line = text.line(argument_name.substr(5));
+      if (line >= 0) {
         op.gradient[line] = i;
         op.lines.push_back(-2 - line);
         continue;
       }
+    }
     const std::string type = argument.type()->annotation_str();
     const bool is_tensor = type.find("Tensor") != std::string::npos;
     if (line < 0)
-      family.fail(schema.number, name + " has `" + called + "`, which no line describes");
+      family.fail(schema.number, name + " has `" + argument_name + "`, which no line describes");
     if (is_tensor && !text.lines[line].is_tensor() && !op.composition)
-      family.fail(text.lines[line].number, "`" + called + "`: expected its shape, such as [N, 3]");
+      family.fail(text.lines[line].number,
+                  "`" + argument_name + "`: expected its shape, such as [N, 3]");
     op.argument[line] = i;
     op.optional[line] = argument.type()->kind() == c10::TypeKind::OptionalType;
     op.lines.push_back(line);
   }
 }
 
-// Results are the lines that are nobody's arguments, in order, unless the schema names them.
+// Find the line of each result: the one that the schema names. Unnamed results are the lines that
+// no operator has as an argument, in order; those of a backward operator are the factors.
 void read_results(Family& family) {
   const contract::Text& text = family.text;
   std::vector<int> results;
@@ -192,8 +201,8 @@ void read_results(Family& family) {
   }
 }
 
-// The lines that a call has to look at.
-void read_order(Operator& op) {
+// Sort the lines by what a call checks of them.
+void sort_lines(Operator& op) {
   const contract::Text& text = op.family->text;
   for (size_t i = 0; i < text.lines.size(); ++i) {
     const Line& line = text.lines[i];
@@ -217,7 +226,7 @@ void read_order(Operator& op) {
   }
 }
 
-// Every size of a result must be known from the arguments.
+// Raise an error if a result has a size that no argument determines.
 void check_sizes(const Family& family, const Operator& op) {
   const contract::Text& text = family.text;
   std::vector<bool> is_known(text.sizes.size());
@@ -240,12 +249,13 @@ void check_sizes(const Family& family, const Operator& op) {
                         " of the result `" + text.lines[result].name + "`");
 }
 
+// Return a text as a C string that lives as long as its family.
 const char* kept(Family& family, std::string text) {
   family.names.push_back(std::move(text));
   return family.names.back().c_str();
 }
 
-// A composition or a derivative of no operator would never be called.
+// Raise an error if a composition or a derivative names no operator: it would never be called.
 void check_names_of(const Family& family, const ContractEntry& entry) {
   const auto check = [&](const char* name, const char* what) {
     for (const Operator& op : family.operators)
@@ -256,6 +266,7 @@ void check_names_of(const Family& family, const ContractEntry& entry) {
   for (int i = 0; i < entry.derivative_count; ++i) check(entry.derivatives[i].op, "derivative");
 }
 
+// Make the derivatives of the line `linear`.
 void read_derivatives(Family& family) {
   contract::Text& text = family.text;
   if (text.terms.empty()) return;
@@ -297,13 +308,14 @@ bool is_result(const Family& family, size_t line) {
   return false;
 }
 
-// Where no line says what vmap joins, it is the first size of all tensors, if they share one that
-// has no other part in the contract.
+// Check the sizes that vmap joins. Without a line `vmap`, it joins the first size of all tensors,
+// if they share one that the contract uses nowhere else.
 void read_vmap(Family& family) {
   contract::Text& text = family.text;
   if (!text.says_vmap) {
-    int common = -2;
-    const auto agree = [&](int size) { common = common == -2 || common == size ? size : -1; };
+    constexpr int kUnset = -2;
+    int common = kUnset;  // the size that all tensors share; -1: none
+    const auto agree = [&](int size) { common = common == kUnset || common == size ? size : -1; };
     for (const Line& line : text.lines) {
       for (const Shape& shape : line.shapes) {
         agree(shape.empty() ? -1 : contract::bare(shape[0]));
@@ -332,7 +344,7 @@ void read_vmap(Family& family) {
   }
 }
 
-// Matches a kernel's parameters with the arguments and results of its operator.
+// Match a kernel's parameters with the arguments and results of its operator.
 BoundKernel bind(const Operator& op, const KernelEntry& kernel) {
   const Family& family = *op.family;
   BoundKernel bound{kernel, {}, false};
@@ -356,10 +368,7 @@ BoundKernel bind(const Operator& op, const KernelEntry& kernel) {
     if (next == expected.size()) fail("there are no more arguments and results");
     const Source source = expected[next++];
     const bool is_result = source.from == Source::kResult;
-    const int index = is_result          ? op.result_lines[source.index]
-                      : source.index < 0 ? -2 - source.index
-                                         : source.index;
-    const Line& line = family.text.lines[index];
+    const Line& line = family.text.lines[line_of(op, source)];
     const bool is_tensor = parameter.kind == Parameter::kTensor;
     if (is_tensor != line.is_tensor())
       fail(std::string("expected ") + (line.is_tensor() ? "a View" : "a number or string") +
@@ -403,13 +412,13 @@ void define(torch::Library& m, Operator& op) {
     return CppFunction::makeFromBoxedFunctor(std::make_unique<Run>(&op, function));
   };
   if (op.composition) {
-    // vmap does not look for compositions, so it stands under that key too.
+    // vmap does not find CompositeImplicitAutograd, so the composition is registered for vmap too.
     impl(c10::DispatchKey::CompositeImplicitAutograd, running(&run_composition));
     impl(c10::DispatchKey::FuncTorchBatched, running(&run_composition));
     return;
   }
-  impl(c10::DispatchKey::CPU, running(&run_here<false>));
-  impl(c10::DispatchKey::CUDA, running(&run_here<true>));
+  impl(c10::DispatchKey::CPU, running(&run_on_device<false>));
+  impl(c10::DispatchKey::CUDA, running(&run_on_device<true>));
   impl(c10::DispatchKey::Meta, running(&run_on_meta));
   const Derivatives* derivatives = op.formulas ? op.formulas.get() : family.derivatives.get();
   impl(c10::DispatchKey::Autograd,
@@ -419,7 +428,8 @@ void define(torch::Library& m, Operator& op) {
        CppFunction::makeFromBoxedFunctor(std::make_unique<Vmap>(&op)));
 }
 
-// Whether an operator has a kernel for some number types, a type for each line that names its own.
+// Return whether an operator has a CPU kernel for number types. `types` has one for each line that
+// names dtypes.
 bool has_kernel(const Operator& op, const std::map<int, Type>& types) {
   const auto& lines = op.family->text.lines;
   for (const BoundKernel& kernel : op.kernels) {
@@ -428,9 +438,7 @@ bool has_kernel(const Operator& op, const std::map<int, Type>& types) {
       const Parameter& parameter = kernel.entry.parameters[p];
       const Source source = kernel.sources[p];
       if (parameter.kind != Parameter::kTensor) continue;
-      int line = source.from == Source::kResult ? op.result_lines[source.index]
-                 : source.index < 0             ? -2 - source.index
-                                                : source.index;
+      int line = line_of(op, source);
       while (lines[line].like >= 0) line = lines[line].like;
       const Type read_as = lines[line].read_as, type = types.at(line);
       const bool is_widened =
@@ -443,7 +451,9 @@ bool has_kernel(const Operator& op, const std::map<int, Type>& types) {
   return false;
 }
 
-// Every combination of number types that the contract allows has a kernel on the CPU.
+// Raise an error if a combination of number types that the contract allows has no CPU kernel.
+// `types` are those of the lines before `from`; the function calls itself for each type of the next
+// line.
 void check_kernels(const Operator& op, std::map<int, Type> types = {}, size_t from = 0) {
   const Family& family = *op.family;
   const auto& lines = family.text.lines;
@@ -469,7 +479,8 @@ void check_kernels(const Operator& op, std::map<int, Type> types = {}, size_t fr
   family.fail(op.schema->number, "no kernel of " + op.parsed.name() + which);
 }
 
-// A loaded library has all its kernels; only then what is missing is known.
+// Raise an error if a kernel is missing. Called when a library is loaded and all its kernels are
+// registered.
 void check_all_kernels() {
   for (const auto& [op, kernels] : kernels_waiting())
     TORCH_CHECK(false, "a kernel of ", op, ", which no contract names");
@@ -487,6 +498,7 @@ std::deque<ContractEntry>& contracts_waiting() {
   return *waiting;
 }
 
+// Register the operators of all contracts that wait.
 void define_waiting(torch::Library&) {
   if (contracts_waiting().empty()) return;
 
@@ -511,7 +523,7 @@ void define_waiting(torch::Library&) {
     read_results(family);
     read_vmap(family);
     for (Operator& op : family.operators) {
-      read_order(op);
+      sort_lines(op);
       check_sizes(family, op);
     }
     take_kernels(family);
@@ -524,7 +536,7 @@ void define_waiting(torch::Library&) {
   if (calcops_jit::Registry::here().held) check_all_kernels();
 }
 
-// What help() shows below the schema.
+// Return the text that help() shows below the schema.
 std::string documentation(const Operator& op) {
   std::string text = op.schema->summary + '\n';
   const auto add = [&](const char* title, const std::vector<int>& lines) {
@@ -556,7 +568,7 @@ void add_kernel(const KernelEntry& kernel) {
 
 }  // namespace calcops
 
-// What the loader asks: the name and the documentation of every operator with a contract.
+// Return the name and the documentation of every operator with a contract. The loader calls it.
 extern "C" __attribute__((visibility("default"), used)) const char* calcops_jit_documentation() {
   static auto* text = new std::string;
   text->clear();

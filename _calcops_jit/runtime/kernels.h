@@ -1,5 +1,5 @@
-// A checked call on the CPU, on CUDA or on Meta: its kernel, what the kernel's parameters are, and
-// the errors that a kernel or the lack of memory brings.
+// Runs a checked call on the CPU, on CUDA or on Meta: selects the kernel, fills its parameters, and
+// raises the errors of wrong entries and of too little memory.
 #pragma once
 
 #include <ATen/ops/arange.h>
@@ -21,7 +21,8 @@ namespace {
 
 // ---- entries ------------------------------------------------------------------------------------
 
-// Where the positions of a line's entries begin to repeat: edges [2, E] have one position an edge.
+// Return the number of positions of a line's entries. It is less than their number if the last
+// dimensions alone have names: the entries [2, E] of edges have E positions.
 int64_t positions_of(const Checked<int64_t>& call, int i) {
   const Line& line = call.text.lines[i];
   const Shape& shape = line.shapes[0];
@@ -31,17 +32,17 @@ int64_t positions_of(const Checked<int64_t>& call, int i) {
   return count;
 }
 
-Tensor is_wrong(const Tensor& names, const Line& line, int64_t bound) {
-  return names.lt(line.entries.may_be_none ? -1 : 0).logical_or(names.ge(bound));
+Tensor is_wrong(const Tensor& entries, const Line& line, int64_t bound) {
+  return entries.lt(line.entries.may_be_none ? -1 : 0).logical_or(entries.ge(bound));
 }
 
 [[noreturn]] void refuse_entry(const Checked<int64_t>& call, int i, int64_t position) {
   const Line& line = call.text.lines[i];
   const auto& positions = line.entries.positions;
   const int64_t count = positions_of(call, i);
-  const Tensor& names = *call.tensors[i];
+  const Tensor& entries = *call.tensors[i];
   const Tensor rows =
-      names.defined() ? names.reshape({-1, count}) : at::zeros({1, count}, at::kLong);
+      entries.defined() ? entries.reshape({-1, count}) : at::zeros({1, count}, at::kLong);
   std::string got, where;
   for (int64_t row = 0; row < rows.size(0); ++row)
     got += (row == 0 ? "" : ", ") + std::to_string(rows[row][position].item<int64_t>());
@@ -59,7 +60,8 @@ Tensor is_wrong(const Tensor& names, const Line& line, int64_t bound) {
               got + (where.empty() ? "" : " at ") + where);
 }
 
-// A kernel's position counts those of all lines with entries, one line after the other.
+// Raise the error for a position that a kernel returned. It counts the positions of all lines with
+// entries, one line after the other.
 [[noreturn]] void refuse_position(const Checked<int64_t>& call, int64_t position) {
   for (size_t i = 0; i < call.text.lines.size(); ++i) {
     if (!call.text.lines[i].has_entries || call.op.argument[i] < 0) continue;
@@ -71,15 +73,15 @@ Tensor is_wrong(const Tensor& names, const Line& line, int64_t bound) {
               ", where its contract has none");
 }
 
-// Looks at every entry; on CUDA it waits for the answer.
+// Raise an error if an entry is wrong. On CUDA this waits for the GPU.
 void check_entries(const Checked<int64_t>& call) {
   for (size_t i = 0; i < call.text.lines.size(); ++i) {
     const Line& line = call.text.lines[i];
-    const Tensor& names = *call.tensors[i];
-    if (!line.has_entries || !names.defined() || names.numel() == 0) continue;
-    const Tensor wrong = is_wrong(names, line, call.value(line.entries.below));
-    const Tensor found = wrong.reshape({-1, positions_of(call, int(i))}).any(0).nonzero();
-    if (found.numel() > 0) refuse_entry(call, int(i), found[0].item<int64_t>());
+    const Tensor& entries = *call.tensors[i];
+    if (!line.has_entries || !entries.defined() || entries.numel() == 0) continue;
+    const Tensor wrong = is_wrong(entries, line, call.value(line.entries.below));
+    const Tensor positions = wrong.reshape({-1, positions_of(call, int(i))}).any(0).nonzero();
+    if (positions.numel() > 0) refuse_entry(call, int(i), positions[0].item<int64_t>());
   }
 }
 
@@ -88,7 +90,7 @@ bool wants_checks() {
   return wanted && std::strcmp(wanted, "1") == 0;
 }
 
-// What an argument is made of, made anew.
+// Return an argument such as neighbor_index, computed by the operator that makes it.
 Tensor made_for(const Checked<int64_t>& call, const Line& line) {
   const std::string op = call.op.family->name_space + "::" + line.made_by;
   torch::jit::Stack stack;
@@ -98,52 +100,58 @@ Tensor made_for(const Checked<int64_t>& call, const Line& line) {
   return stack[0].toTensor();
 }
 
+// Raise an error if an argument such as neighbor_index was made from other arguments.
 void check_made(const Checked<int64_t>& call) {
   for (size_t i = 0; i < call.text.lines.size(); ++i) {
     const Line& line = call.text.lines[i];
     if (line.made_by.empty() || !call.tensors[i]->defined()) continue;
-    std::string of;
-    for (size_t k = 0; k < line.made_of.size(); ++k)
-      of += (k == 0 ? "" : k + 1 == line.made_of.size() ? " and " : ", ") + line.made_of[k];
+    std::string sources;
+    for (size_t k = 0; k < line.made_of.size(); ++k) {
+      const bool is_last = k + 1 == line.made_of.size();
+      if (k > 0) sources += is_last ? " and " : ", ";
+      sources += line.made_of[k];
+    }
     TORCH_CHECK(at::equal(*call.tensors[i], made_for(call, line)), call.op.name, ": expected `",
-                line.name, "` of this ", of, ", got that of others");
+                line.name, "` of this ", sources, ", got that of others");
   }
 }
 
 // ---- kernels ------------------------------------------------------------------------------------
 
-// What the slots of one call point into.
+// The slots of one call (one for each parameter of its kernel), and the memory to which they point.
 struct Storage {
   std::array<Slot, kMost> slots;
   std::list<Tensor> owned;
   std::array<std::array<int64_t, 6>, kMost> shape, stride;
   std::list<std::vector<int64_t>> integers;
   std::list<std::vector<double>> numbers;
-  std::list<std::pair<Tensor, Tensor>> narrowed;  // results, and what a kernel writes for them
+  // Results of float16 or bfloat16, and the float32 tensors that the kernel writes for them.
+  std::list<std::pair<Tensor, Tensor>> narrowed;
 };
 
 bool is_narrow(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
-// Whether a kernel takes a tensor; one of float32 takes float16 and bfloat16, widened.
+// Return whether a kernel's parameter of a type takes a tensor. If `widened`, one of float32 also
+// takes float16 and bfloat16.
 bool fits(const Tensor& x, Type type, const Line& line, bool widened) {
   if (line.read_as != Type::kNone) return line.read_as == type;
   return !x.defined() || x.scalar_type() == scalar_type(type) ||
          (widened && type == Type::kFloat32 && is_narrow(x.scalar_type()));
 }
 
+// Return the kernel of `with` for the call's number types, or nullptr. One that takes them as they
+// are comes before one that takes them widened.
 const BoundKernel* kernel_for(const Checked<int64_t>& call, const Results& results,
                               const Operator& with, bool on_cuda) {
   const auto takes_all = [&](const BoundKernel& kernel, bool widened) {
     for (size_t p = 0; p < kernel.sources.size(); ++p) {
       const Parameter& parameter = kernel.entry.parameters[p];
       if (parameter.kind != Parameter::kTensor) continue;
-      const auto [from, index] = kernel.sources[p];
-      const bool is_result = from == Source::kResult;
-      const int line = is_result ? with.result_lines[index] : index < 0 ? -2 - index : index;
-      const Tensor& x = is_result   ? results[index]
-                        : index < 0 ? *call.gradients[line]
-                                    : *call.tensors[line];
-      if (!fits(x, parameter.type, call.text.lines[line], widened)) return false;
+      const Source source = kernel.sources[p];
+      const int line = line_of(with, source);
+      const Tensor* x = source.index < 0 ? call.gradients[line] : call.tensors[line];
+      if (source.from == Source::kResult) x = &results[source.index];
+      if (!fits(*x, parameter.type, call.text.lines[line], widened)) return false;
     }
     return true;
   };
@@ -153,18 +161,21 @@ const BoundKernel* kernel_for(const Checked<int64_t>& call, const Results& resul
   return nullptr;
 }
 
-// The tensor that a kernel gets for an argument: of the number type and the strides that it takes.
+// Return an argument with the number type and the strides that a kernel's parameter takes. A copy
+// is kept in `made`.
 const Tensor& as_taken(const Line& line, const Tensor& x, const Parameter& parameter,
                        std::list<Tensor>& made) {
-  const Tensor* found = &x;
+  const Tensor* converted = &x;
   if (x.scalar_type() != scalar_type(parameter.type))
-    found = &made.emplace_back(x.to(scalar_type(parameter.type)));
-  if (found->is_contiguous()) return *found;
-  if (parameter.is_strided && (!line.in_columns || found->mT().is_contiguous())) return *found;
-  return made.emplace_back(found->contiguous());
+    converted = &made.emplace_back(x.to(scalar_type(parameter.type)));
+  if (converted->is_contiguous()) return *converted;
+  const bool takes_strides =
+      parameter.is_strided && (!line.in_columns || converted->mT().is_contiguous());
+  return takes_strides ? *converted : made.emplace_back(converted->contiguous());
 }
 
-// Sizes and strides of a tensor in the first shape of its line, which a kernel sees.
+// Set the sizes and strides of slot p. A kernel sees a tensor in the first shape of its line; x has
+// the shape `given`.
 void lay_out(const Checked<int64_t>& call, const Line& line, const Shape* given, const Tensor& x,
              int p, Storage& storage) {
   Slot& slot = storage.slots[p];
@@ -178,7 +189,7 @@ void lay_out(const Checked<int64_t>& call, const Line& line, const Shape* given,
   const std::vector<int> from = contract::dimensions_of(seen, *given);
   int64_t count = 1;
   for (size_t d = seen.size(); d-- > 0;) {
-    if (from.empty()) {  // the same elements in other dimensions: x is contiguous
+    if (from.empty()) {  // other dimensions, such as 4K for K, 4; x is contiguous
       shape[d] = call.value(seen[d]);
       stride[d] = count;
       count *= shape[d];
@@ -225,13 +236,13 @@ void set_number(const Line& line, Parameter::Kind kind, const IValue& value, Slo
   }
 }
 
-// What a kernel's parameters are in a call.
+// Fill a slot for each of the kernel's parameters.
 void fill_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results,
                 void* stream, Storage& storage) {
   static char empty[64];
   const auto set_tensor = [&](int p, const Line& line, const Shape* given, const Tensor& x,
                               void* data) {
-    storage.slots[p].data = data ? data : empty;  // a tensor without elements is there, too
+    storage.slots[p].data = data ? data : empty;  // not nullptr, which would be an absent tensor
     lay_out(call, line, given, x, p, storage);
   };
   for (size_t p = 0; p < kernel.sources.size(); ++p) {
@@ -254,7 +265,7 @@ void fill_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const R
       set_tensor(int(p), line, given, *x, x->mutable_data_ptr());
     } else if (parameter.kind == Parameter::kTensor) {
       const bool is_gradient = source.index < 0;
-      const int index = is_gradient ? -2 - source.index : source.index;
+      const int index = line_of(call.op, source);
       const Tensor& x = is_gradient ? *call.gradients[index] : *call.tensors[index];
       if (!x.defined()) continue;
       const Line& line = call.text.lines[index];
@@ -294,14 +305,14 @@ void run_on_cpu(const Checked<int64_t>& call, const BoundKernel& kernel, const R
   narrow_results(storage);
 }
 
-// The device's current cudaStream_t, from PyTorch's C interface: this unit includes no CUDA, and
-// c10::Stream::native_handle() is younger than PyTorch 2.10.
+// Return the device's current cudaStream_t. It comes from PyTorch's C interface, because this unit
+// includes no CUDA headers, and PyTorch 2.10 lacks c10::Stream::native_handle().
 void* current_stream(c10::Device device) {
   using Function = int32_t (*)(int32_t device_index, void** stream);
   static const Function get = [] {
     void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-    void* const found = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
-    return reinterpret_cast<Function>(found);
+    void* const symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
+    return reinterpret_cast<Function>(symbol);
   }();
   void* stream = nullptr;
   TORCH_CHECK(get && get(device.index(), &stream) == 0, "calcops: no current CUDA stream");
@@ -309,9 +320,9 @@ void* current_stream(c10::Device device) {
 }
 
 void run_on_cuda(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results) {
-  const c10::DeviceGuard guard(call.first->device());
-  void* stream = current_stream(call.first->device());
-  // A graph that is being captured cannot wait for the answer.
+  const c10::DeviceGuard guard(call.first_tensor->device());
+  void* stream = current_stream(call.first_tensor->device());
+  // While a CUDA graph is captured, the host cannot wait for the GPU.
   if (wants_checks() && !(kernel.entry.is_capturing && kernel.entry.is_capturing(stream))) {
     check_entries(call);
     check_made(call);
@@ -327,9 +338,9 @@ void run_on_cuda(const Checked<int64_t>& call, const BoundKernel& kernel, const 
     }
   Tensor memory;
   if (needs_workspace) {
-    run_slots(call, kernel, storage);
-    memory =
-        at::empty({std::max<int64_t>(workspace.bytes, 1)}, call.first->options().dtype(at::kByte));
+    run_slots(call, kernel, storage);  // sets workspace.bytes
+    memory = at::empty({std::max<int64_t>(workspace.bytes, 1)},
+                       call.first_tensor->options().dtype(at::kByte));
     workspace.data = memory.mutable_data_ptr();
   }
   run_slots(call, kernel, storage);
@@ -341,7 +352,8 @@ void push_results(const Operator& op, Results& results, torch::jit::Stack* stack
   for (size_t i = 0; i < op.result_lines.size(); ++i) stack->push_back(std::move(results[i]));
 }
 
-// An operator without kernels uses those of the one in its contract that takes all it takes.
+// Return the operator whose kernels an operator uses: itself or, if it has none, another one of its
+// contract whose results begin with its own.
 const Operator& with_kernels(const Operator& op) {
   if (!op.kernels.empty()) return op;
   for (const Operator& other : op.family->operators)
@@ -352,8 +364,8 @@ const Operator& with_kernels(const Operator& op) {
   return op;
 }
 
-// An error that names what asks for so much, where the CPU has too little memory: the largest
-// number among the arguments. Otherwise the exception that is being handled.
+// Throw the current exception again. If it is a lack of memory on the CPU, throw an error that
+// names the argument with the largest number instead.
 [[noreturn]] void refuse_memory(const Operator& op, const IValue* stack) {
   try {
     throw;
@@ -363,25 +375,26 @@ const Operator& with_kernels(const Operator& op) {
   }
   const Line* largest = nullptr;
   int64_t most = -1;
-  const auto look = [&](const Line& line, const SymInt& number) {
-    const int64_t size = known(number);
+  const auto compare = [&](const Line& line, const SymInt& number) {
+    const int64_t size = value_or_zero(number);
     if (size <= most) return;
     most = size;
     largest = &line;
   };
   const auto& lines = op.family->text.lines;
   for (const int i : op.number_lines)
-    if (op.argument[i] >= 0) look(lines[i], stack[op.argument[i]].toSymInt());
+    if (op.argument[i] >= 0) compare(lines[i], stack[op.argument[i]].toSymInt());
   for (const int i : op.list_lines)
     if (!lines[i].items.empty())
-      for (const SymInt& size : stack[op.argument[i]].toSymIntVector()) look(lines[i], size);
+      for (const SymInt& size : stack[op.argument[i]].toSymIntVector()) compare(lines[i], size);
   TORCH_CHECK(largest, op.name, ": expected arguments for which memory suffices");
   TORCH_CHECK(false, op.name, ": expected `", largest->name, "` for which memory suffices, got ",
               stack[op.argument[largest - lines.data()]]);
 }
 
+// The kernel of the dispatch key CPU or CUDA, for all operators.
 template <bool on_cuda>
-void run_here(const Operator& op, torch::jit::Stack* stack) {
+void run_on_device(const Operator& op, torch::jit::Stack* stack) {
   Results results;
   const IValue* const first = stack->data() + stack->size() - op.count;
   try {
@@ -393,7 +406,10 @@ void run_here(const Operator& op, torch::jit::Stack* stack) {
       }
     results = call.results();
     if (const BoundKernel* kernel = kernel_for(call, results, with_kernels(op), on_cuda)) {
-      on_cuda ? run_on_cuda(call, *kernel, results) : run_on_cpu(call, *kernel, results);
+      if (on_cuda)
+        run_on_cuda(call, *kernel, results);
+      else
+        run_on_cpu(call, *kernel, results);
     } else {
       TORCH_CHECK(!on_cuda || !op.family->without_cuda, op.name, ": built without CUDA because ",
                   op.family->without_cuda);
@@ -408,6 +424,7 @@ void run_here(const Operator& op, torch::jit::Stack* stack) {
   push_results(op, results, stack);
 }
 
+// The kernel of the dispatch key Meta: allocates the results.
 void run_on_meta(const Operator& op, torch::jit::Stack* stack) {
   Results results;
   const IValue* const first = stack->data() + stack->size() - op.count;
@@ -422,7 +439,7 @@ void run_on_meta(const Operator& op, torch::jit::Stack* stack) {
   push_results(op, results, stack);
 }
 
-// A composition's arguments are checked as a kernel's.
+// Checks the arguments of a composition and calls it.
 void run_composition(const Operator& op, torch::jit::Stack* stack) {
   const IValue* const first = stack->data() + stack->size() - op.count;
   Value result;

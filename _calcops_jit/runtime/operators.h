@@ -1,4 +1,4 @@
-// The operators of the contracts that are loaded, and the value in a calcops::Value.
+// The operators of the loaded contracts, and access to the value in a calcops::Value.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,8 +26,8 @@ using contract::Line;
 using contract::Shape;
 using contract::Sum;
 
-constexpr size_t kMost = 24;                      // lines, sizes and parameters of one contract
-constexpr int64_t kMostBytes = int64_t(1) << 47;  // that an address space can hold
+constexpr size_t kMost = 24;  // most lines, sizes and parameters of one contract
+constexpr int64_t kMostBytes = int64_t(1) << 47;  // the size of an address space
 using Results = std::array<Tensor, 6>;
 
 at::ScalarType scalar_type(Type type) {
@@ -61,7 +61,9 @@ at::ScalarType scalar_type(Type type) {
 
 // ---- values -------------------------------------------------------------------------------------
 
-struct Hidden {  // gives this unit the IValue in a Value
+// A Value is one pointer, to an IValue. Its header does not know that type, so this unit reads the
+// pointer from the Value's memory.
+struct Hidden {
   static void*& of(Value& value) { return *reinterpret_cast<void**>(&value); }
   static void* of(const Value& value) { return *reinterpret_cast<void* const*>(&value); }
 };
@@ -79,9 +81,11 @@ Value value_of(IValue ivalue) {
 
 struct Operator;
 
-// Where a kernel's parameter comes from: an argument, by its line, or a result.
+// Where a kernel's parameter comes from.
 struct Source {
   enum { kArgument, kResult, kWorkspace, kStream } from;
+  // Of an argument: its line in the contract, or -2 - line for the upstream gradient of the result
+  // with that line. Of a result: its number.
   int index;
 };
 
@@ -91,18 +95,20 @@ struct BoundKernel {
   bool is_cuda;
 };
 
-// All operators of one text.
+// All operators of one contract.
 struct Family {
   contract::Text text;
   std::string name_space, file;
-  int line = 0;
-  const char* without_cuda = nullptr;
+  int line = 0;                        // of the contract in the file
+  const char* without_cuda = nullptr;  // why the build has no CUDA
   std::deque<Operator> operators;
+  // From the line `linear`: the derivatives, the names of their two operators, the lines of all
+  // factors in order, and the lines of each term's factors.
   std::unique_ptr<Multilinear> derivatives;
-  std::string forward, backward;  // of the derivatives
-  std::vector<int> input_lines;   // their factors, in order
+  std::string forward, backward;
+  std::vector<int> input_lines;
   std::vector<std::vector<int>> term_lines;
-  std::vector<std::string> names;  // that C strings point into
+  std::vector<std::string> names;  // storage of C strings
 
   [[noreturn]] void fail(int number, const std::string& what) const {
     TORCH_CHECK(false, file, ":", line, ": contract, ", contract::Mistake(number, what).what());
@@ -114,29 +120,37 @@ struct Operator {
   const contract::Schema* schema;
   std::string name;  // qualified
   c10::FunctionSchema parsed;
-  std::array<int, kMost> argument{};   // of each line: its position in the schema, or -1
-  std::array<int, kMost> gradient{};   // of each line: the position of its grad_ argument, or -1
-  std::array<bool, kMost> optional{};  // of each line
-  std::vector<int> lines{};            // of each argument; -1: output_mask, -2 - line: a gradient
-  // What a call has to look at.
+  // For each line of the contract: the position of its argument in the schema, or -1; that of its
+  // grad_ argument, or -1; and whether its argument is optional.
+  std::array<int, kMost> argument{};
+  std::array<int, kMost> gradient{};
+  std::array<bool, kMost> optional{};
+  std::vector<int> lines{};  // of each argument: its line; -1: output_mask; -2 - line: a gradient
+  // The lines of a kind that a call checks. shaped_lines: tensors with `the shape of another`.
   std::vector<int> number_lines{}, tensor_lines{}, choice_lines{}, list_lines{}, gradient_lines{},
       shaped_lines{}, limit_lines{}, entry_lines{}, exclusion_lines{};
-  std::vector<std::vector<int>>
-      needs{};                      // of each result: the lines without which it is not wanted
-  std::vector<int> result_lines{};  // of each result; backward: the factor
-  int count = 0, mask = -1;
+  std::vector<std::vector<int>> needs{};  // of each result: the lines of its factors
+  std::vector<int> result_lines{};        // of each result: its line; backward: the factor's
+  int count = 0;                          // of arguments
+  int mask = -1;                          // the position of output_mask, or -1
   bool is_backward = false;
   Value (*composition)(const Value*) = nullptr;
   std::unique_ptr<Derivatives> formulas{};
   std::vector<BoundKernel> kernels{};
 };
 
+// Return the contract's line of a kernel's parameter.
+int line_of(const Operator& op, const Source& source) {
+  if (source.from == Source::kResult) return op.result_lines[source.index];
+  return source.index < 0 ? -2 - source.index : source.index;
+}
+
 std::deque<Family>& families() {
   static auto* all = new std::deque<Family>;
   return *all;
 }
 
-// Kernels by the operator's qualified name. They are known before or after their contract.
+// Kernels whose contract is not registered yet, by the operator's qualified name.
 std::map<std::string, std::vector<KernelEntry>>& kernels_waiting() {
   static auto* waiting = new std::map<std::string, std::vector<KernelEntry>>;
   return *waiting;

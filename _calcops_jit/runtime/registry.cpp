@@ -1,16 +1,15 @@
-// What a library registers: its blocks (torch/library.h beside this file) are run once, and each
-// def and impl in them becomes a step; commit() registers all steps or none.
+// Registers a library's operators. The blocks of TORCH_LIBRARY in it (../shadow/torch/library.h)
+// are run once. Each def and impl in them becomes a step. commit() registers all steps or none.
 //
-// Who calls commit()? For everybody but calcops_jit, such as a C++ host that links or dlopens the
-// library, its initialisers do. The loader (live/loading.py) says beforehand that it will, by an
-// operator calcops_jit::holds in the dispatcher with the library's path as its overload: it
-// compares first.
+// In a C++ host that links or dlopens the library, its initialisers call commit(). calcops_jit's
+// loader (live/loading.py) compares the steps first and then calls it. To announce this to the
+// initialisers, it registers an operator calcops_jit::holds whose overload is the library's path.
 //
-// What was registered stays so until the process ends or a newer library no longer has it; the
-// newest kernel of an operator is the one called.
+// A registration remains until the process ends, or until a newer library no longer has it. The
+// newest kernel of an operator is called.
 //
-// A class of TorchBind is not collected: libtorch registers it while its block runs, and refuses
-// that of a newer library.
+// Classes of TorchBind are no steps. libtorch registers a class while its block runs, and refuses
+// the class of a newer library.
 #include <dlfcn.h>
 #include <torch/library.h>
 
@@ -22,12 +21,12 @@
 #include <utility>
 #include <vector>
 
-// The linker's names for where this library begins and ends.
+// The linker's symbols at the beginning and the end of this library.
 extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start[], _end[];
 
 namespace calcops_jit __attribute__((visibility("hidden"))) {
 
-  // A def has a schema; what has none and no operator either is a fallback for its key.
+  // A def has a schema, a kernel has an operator but no schema, and a fallback has neither.
   struct Step {
     std::optional<c10::OperatorName> op;
     std::optional<c10::DispatchKey> key;
@@ -49,7 +48,8 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
       return schema ? operation : operation + ' ' + c10::toString(runtime_key());
     }
 
-    // A line for the loader: "def", name, schema, tags or "impl", name, C++ signature.
+    // Return a line for the loader: "def", name, schema and tags, or "impl", name and C++
+    // signature.
     std::string describe() const {
       std::ostringstream line;
       if (schema) {
@@ -62,7 +62,7 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
       return line.str();
     }
 
-    // Where the dispatcher has this name from; "" if it has not.
+    // Return where the step's name was registered in the dispatcher; "" if it was not.
     std::string registered() const {
       auto& dispatcher = c10::Dispatcher::singleton();
       if (!op) return dispatcher.hasBackendFallbackForDispatchKey(*key) ? "a fallback" : "";
@@ -103,7 +103,7 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
           .has_value();
     }
 
-    // Each block is run once; one that throws would do so again.
+    // Run the blocks that have not run yet. A block that throws stays, and throws again next time.
     void collect() {
       for (; !blocks.empty(); blocks.erase(blocks.begin())) {
         const Block block = blocks.front();
@@ -115,21 +115,25 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
 
     void add(Step step) {
       steps.push_back(std::move(step));
-      if (committed) commit(steps.size() - 1);  // a torch::Library that is no block
+      if (committed) commit(steps.size() - 1);  // from a torch::Library outside a block
     }
 
-    // What is there already and is not among the lines of `mine`: "name\twhere\n" of each.
+    // Return "name\twhere\n" of each step whose name is registered already, except for the names in
+    // the lines of `mine`.
     std::string taken(const std::string& mine) const {
-      std::set<std::string> known;
+      std::set<std::string> own_names;
       std::istringstream lines(mine);
-      for (std::string name; std::getline(lines, name);) known.insert(name);
-      std::string found;
-      for (const Step& step : steps)
-        if (const auto where = known.count(step.name()) ? "" : step.registered(); !where.empty())
-          found += step.name() + '\t' + where + '\n';
-      return found;
+      for (std::string name; std::getline(lines, name);) own_names.insert(name);
+      std::string taken_names;
+      for (const Step& step : steps) {
+        if (own_names.count(step.name())) continue;
+        const std::string where = step.registered();
+        if (!where.empty()) taken_names += step.name() + '\t' + where + '\n';
+      }
+      return taken_names;
     }
 
+    // Register the steps from `first` on, all or none.
     void commit(size_t first = 0) {
       auto& dispatcher = c10::Dispatcher::singleton();
       std::list<std::pair<std::string, c10::RegistrationHandleRAII>> done;  // undone if one throws
@@ -158,6 +162,7 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
       committed = true;
     }
 
+    // Return the answer that `function` sets; if it throws, "error\t" and the message.
     template <class Function>
     const char* attempt(Function function) {
       answer.clear();
@@ -177,13 +182,13 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
     registry.blocks.push_back(block);
     if (registry.held) return;
     const size_t first = registry.steps.size();
-    registry.committed = false;  // until the whole block is
+    registry.committed = false;  // until all steps of the block are collected
     registry.collect();
     registry.commit(first);
   }
 
-  // PyTorch says once per process that a kernel is overridden. The loader says it where it is news.
-  struct Unsurprised final : c10::WarningHandler {
+  // Hides PyTorch's warning that a kernel is overridden, which is expected after a reload.
+  struct OverrideFilter final : c10::WarningHandler {
     c10::WarningHandler* other = c10::WarningUtils::get_warning_handler();
     void process(const c10::Warning& warning) override {
       if (warning.msg().find("verriding a previously registered kernel") == std::string::npos)
@@ -193,9 +198,9 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
 
 }  // namespace calcops_jit
 
-// What torch/library.h declares and libtorch defines for itself. The blocks' code calls these, its
-// own helpers that take a torch::Library& too, and being members they may see what a CppFunction
-// holds. hidden.map keeps them inside the library.
+// These functions of torch/library.h replace libtorch's definitions within this library: hidden.map
+// hides them from others. The blocks call them, and so do helpers that take a torch::Library&. As
+// members they can read the private parts of a CppFunction.
 namespace torch {
 
 Library& Library::_def(c10::FunctionSchema&& schema, c10::OperatorName* out_name,
@@ -261,9 +266,9 @@ Library& Library::_fallback(CppFunction&& f) & {
 
 }  // namespace torch
 
-// What the loader calls; "error\t..." where something throws.
+// The loader calls these functions. They return "error\t..." if something throws.
 #define CALCOPS_EXPORT extern "C" __attribute__((visibility("default"), used))
-// What the blocks hold, a line each.
+// Return the steps of the blocks, a line for each.
 CALCOPS_EXPORT const char* calcops_jit_steps() {
   auto& registry = calcops_jit::Registry::here();
   return registry.attempt([&] {
@@ -273,12 +278,13 @@ CALCOPS_EXPORT const char* calcops_jit_steps() {
     registry.answer = std::move(lines);
   });
 }
-// Registers everything, and answers "". Or nothing: "taken\n", then "name\twhere" of what is there
-// and is not in `mine`. With "" for `mine`, a library that is registered already is left as it is.
+// Register all steps and return "". If a name is registered already and is not in `mine`, register
+// nothing and return "taken\n" and lines "name\twhere". If `mine` is "" and the library is
+// registered already, do nothing.
 CALCOPS_EXPORT const char* calcops_jit_commit(const char* mine) {
   auto& registry = calcops_jit::Registry::here();
-  calcops_jit::Unsurprised unsurprised;
-  c10::WarningUtils::WarningHandlerGuard guard(&unsurprised);
+  calcops_jit::OverrideFilter override_filter;
+  c10::WarningUtils::WarningHandlerGuard guard(&override_filter);
   return registry.attempt([&] {
     registry.collect();
     if (registry.committed && !*mine) return;
@@ -289,7 +295,7 @@ CALCOPS_EXPORT const char* calcops_jit_commit(const char* mine) {
     registry.commit();
   });
 }
-// Ends what this library has registered under a name: a newer one has nothing there.
+// End this library's registrations of a name that a newer library no longer has.
 CALCOPS_EXPORT void calcops_jit_retire(const char* name) {
   calcops_jit::Registry::here().live.remove_if(
       [&](const auto& step) { return step.first == name; });

@@ -1,4 +1,4 @@
-// The functions of calcops::Value, in which sources write compositions and derivatives.
+// The functions of calcops::Value, with which sources write compositions and derivatives.
 #include <string>
 #include <utility>
 #include <vector>

@@ -1,14 +1,14 @@
-// The names that existing programs and saved TorchScript archives call (LonxunQuantum/MatPL,
-// src/op), as thin shims over the force operators. CalcOps, CalcOps_cuda and CalcOps_cpu hold the
-// same two operators, each for every device. They are compositions of differentiable operators, so
-// PyTorch derives their gradients.
+// Operators under the names that existing programs and saved TorchScript archives call
+// (LonxunQuantum/MatPL, src/op). They are thin shims over the force operators. The namespaces
+// CalcOps, CalcOps_cuda and CalcOps_cpu hold the same two operators, each for every device. They
+// are compositions of differentiable operators, so PyTorch derives their gradients.
 #include <calcops/operator.h>
 
 namespace calcops::ops::compat {
 namespace {
 
-// The only host read of a tensor in the library: these schemas have the number of ghosts as a
-// tensor.
+// Return the number of ghosts, which these schemas take as a tensor. No other function of the
+// library reads a tensor on the host.
 int64_t read_nghost(const char* op, const Value& nghost) {
   if (nghost.is_none()) return 0;
   if (!nghost.is_readable())
@@ -36,10 +36,10 @@ Value calculate_force(const Value* arguments) {
 // (list_neigh, dE, Rij, Ri_d, nghost)
 Value calculate_virial(const Value* arguments) {
   const int64_t nghost = read_nghost("CalcOps::calculateVirial", arguments[4]);
-  const Value found = Value::call("calcops::force_virial", arguments[0], arguments[1], arguments[3],
-                                  arguments[2], nghost);
-  return Value::list(Value::call("aten::flatten.using_ints", found[1], 1),
-                     Value::call("aten::flatten.using_ints", found[2], 2));
+  const Value results = Value::call("calcops::force_virial", arguments[0], arguments[1],
+                                    arguments[3], arguments[2], nghost);
+  return Value::list(Value::call("aten::flatten.using_ints", results[1], 1),
+                     Value::call("aten::flatten.using_ints", results[2], 2));
 }
 
 const Composition kCompositions[] = {
@@ -54,10 +54,12 @@ const Composition kCompositions[] = {
 const Contract kContract(R"(
 CalcOps::calculateForce(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor F,
                         Tensor? nghost=None) -> Tensor[]
-  The caller's centre term plus the force of the pairs on the neighbours; [0] of the list is new.
+  The caller's centre term plus the force of the pairs on the neighbours, as a list of one tensor.
 
-  Returns a list of one tensor [B, n + nghost, 3], energy/length: F (0 for ghosts) + sum g over
-  the slots that name the atom. CalcOps_cuda and CalcOps_cpu hold the same operator.
+  Returns [force [B, n + nghost, 3]], energy/length. The force on an atom is F (0 for ghosts) plus
+  the sum of g over the slots that name the atom, where g is the force of a pair as in
+  calcops::force. The tensor shares no memory with F. CalcOps_cuda and CalcOps_cpu hold the same
+  operator.
 
 CalcOps_cuda::calculateForce(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor F,
                              Tensor? nghost=None) -> Tensor[]
@@ -66,10 +68,10 @@ CalcOps_cpu::calculateForce(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor F,
 
 CalcOps::calculateVirial(Tensor list_neigh, Tensor dE, Tensor Rij, Tensor Ri_d,
                          Tensor? nghost=None) -> Tensor[]
-  Virial and per-atom virial as rows of nine; mind the order of the arguments.
+  Virial and per-atom virial as rows of nine. Rij comes before Ri_d, unlike in force_virial.
 
-  Returns the list [virial [B, 9], atom_virial [B, n + nghost, 9]], energy, W[a][b] at 3a + b.
-  CalcOps_cuda and CalcOps_cpu hold the same operator.
+  Returns the list [virial [B, 9], atom_virial [B, n + nghost, 9]], energy. Element [a][b] is at
+  3a + b. CalcOps_cuda and CalcOps_cpu hold the same operator.
 
 CalcOps_cuda::calculateVirial(Tensor list_neigh, Tensor dE, Tensor Rij, Tensor Ri_d,
                               Tensor? nghost=None) -> Tensor[]
@@ -82,8 +84,8 @@ Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, 1/length.
 Rij         [B, n, K, 3]; like dE. r_j - r_i, length.
 F           [B, n, 3]; like dE. The centre term, usually -(dE @ Ri_d) summed over the slots. It is
             not changed; its gradient is the identity.
-nghost      None or an integer tensor of one element, which is read on the host; under
-            torch.compile, export and vmap use calcops::force, whose nghost is an int.
+nghost      None or an integer tensor of one element, which is read on the host. Under
+            torch.compile, export and vmap call calcops::force instead, whose nghost is an int.
 )",
                          kCompositions);
 

@@ -1,4 +1,5 @@
-// The edge force operators: their contract, and the way from a call to the kernels.
+// The edge force operators: their contract, and the conversion of a call's views to the kernels'
+// structs.
 #include <calcops/operator.h>
 
 #include "edge_force/edge_force.h"
@@ -6,8 +7,10 @@
 namespace calcops::ops::edge_force {
 namespace {
 
-// Composed of PyTorch's operators: it is made once for many calls, and they know every device and
-// transform. The stable sort keeps the ends of an atom in order.
+// Return the ends of edges sorted by the atom at which they are (contract below).
+//
+// It calls PyTorch's operators, which support every device and transform. Their speed is enough:
+// one order serves many calls. The stable sort keeps the ends of a group in rising order.
 Value edge_order(const Value* arguments) {
   const Value edge_index =
       Value::call("aten::to.dtype", arguments[0], Value::dtype_of(Type::kInt64));
@@ -20,18 +23,19 @@ Value edge_order(const Value* arguments) {
       Value::call("aten::flatten.using_ints",
                   Value::call("aten::where.ScalarOther", is_edge, edge_index, natoms));
   const Value sorted = Value::call("aten::sort.stable", names, /*stable=*/true, /*dim=*/0);
-  // A row of zeros like `names`: under vmap searchsorted wants all of its tensors mapped, and rows.
+  // The zeros derive from `names`: under vmap all tensors of searchsorted must be batched. There it
+  // also needs rows, hence the dimension of 1.
   const Value atoms =
       Value::call("aten::add.Tensor", Value::call("aten::new_zeros", names, Value::list(1, 1)),
                   Value::call("aten::arange", natoms, names.dtype(), nullptr, names.device()));
   const Value rows = Value::call("aten::unsqueeze", sorted[0], 0);
-  const Value last = Value::call("aten::squeeze.dim",
-                                 Value::call("aten::searchsorted.Tensor", rows, atoms,
-                                             /*out_int32=*/false, /*right=*/true),
-                                 0);
+  const Value group_stops = Value::call("aten::squeeze.dim",
+                                        Value::call("aten::searchsorted.Tensor", rows, atoms,
+                                                    /*out_int32=*/false, /*right=*/true),
+                                        0);
   const Value ends = Value::call("aten::where.ScalarOther",
                                  Value::call("aten::lt.Scalar", sorted[0], natoms), sorted[1], -1);
-  return Value::call("aten::to.dtype", Value::call("aten::cat", Value::list(last, ends)),
+  return Value::call("aten::to.dtype", Value::call("aten::cat", Value::list(group_stops, ends)),
                      Value::dtype_of(Type::kInt32));
 }
 
@@ -42,20 +46,23 @@ edge_force(Tensor edge_index, Tensor edge_gradient, SymInt natoms, *,
            Tensor? edge_order=None) -> Tensor
   Force on every atom from the gradients of the energy along the edges of a graph.
 
-  F_a = sum g over the edges with centre a, minus sum g over the edges with neighbour a.
+  With g = edge_gradient of an edge, F_a is the sum of g over the edges with centre a, minus the sum
+  of g over the edges with neighbour a.
 
-  Differentiable to any order in edge_gradient, in reverse and in forward mode. What a masked edge
-  holds is never used, and every derivative there is exactly 0. Deterministic. An entry < -1 or
-  >= natoms is an error on the CPU; on CUDA the rows of the edge's atoms become NaN, and with
-  CALCOPS_CHECK=1 in the environment (which synchronises) it is an error too.
+  Differentiable to any order in edge_gradient, in reverse and in forward mode. The values of a
+  masked edge are never used, and every derivative there is exactly 0. Deterministic.
+
+  An entry < -1 or >= natoms is an error on the CPU. On CUDA the forces on the edge's atoms become
+  NaN. With CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call then waits
+  for the GPU.
 
 edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor edge_vec, SymInt natoms,
                   Tensor? batch=None, SymInt nframes=1, *,
                   Tensor? edge_order=None) -> (Tensor force, Tensor virial, Tensor atom_virial)
   Force, virial and per-atom virial from the gradients of the energy along the edges of a graph.
 
-  virial[a][b] = -sum g[a] edge_vec[b] over the edges of a frame; atom_virial gives each edge's term
-  to the neighbour j. Stress = -virial / volume.
+  With g = edge_gradient of an edge, virial[a][b] is the sum of -g[a] edge_vec[b] over the edges of
+  a frame. atom_virial gives each edge's term to the neighbour j. Stress is -virial / volume.
 
   Differentiable to any order in edge_gradient and edge_vec through all three outputs, in reverse
   and in forward mode. Masked edges, wrong entries and determinism: as for calcops::edge_force.
@@ -63,39 +70,41 @@ edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor edge_vec, SymI
 edge_order(Tensor edge_index, SymInt natoms) -> Tensor
   Edges sorted by atom. Saves edge_force and edge_force_virial work on CUDA.
 
-  Returns int32 [natoms + 2E], E < 2^30 (for torch.export Dim("E", max=2**30 - 1)): first, for each
-  atom, where its part of what follows ends; then the ends e (as the centre) and E + e (as the
-  neighbour) of the edges that meet at atom 0, those at atom 1 and so on, each in rising order, and
-  -1 for every end of an edge that is masked or wrong.
+  Edge e has two ends: number e at its centre, number E + e at its neighbour.
+
+  Returns int32 [natoms + 2E], E < 2^30 (for torch.export Dim("E", max=2**30 - 1)), in two parts.
+  The second part [2E] has the ends in groups: those at atom 0, those at atom 1 and so on, each
+  group in rising order. -1 stands at its close for both ends of every edge that is masked or wrong.
+  The first part [natoms] has, for each atom, the position in the second part just behind its group.
 
 _edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor? edge_vec, SymInt natoms,
                    Tensor? batch=None, SymInt nframes=1, *,
                    Tensor? edge_order=None) -> (Tensor, Tensor, Tensor)
-  Both; without edge_vec the force alone.
+  Force, virial and per-atom virial; without edge_vec the force alone.
 
 _edge_force_virial_backward(Tensor? grad_force, Tensor? grad_virial, Tensor? grad_atom_virial,
                             Tensor edge_index, Tensor edge_gradient, Tensor? edge_vec,
                             SymInt natoms, Tensor? batch=None, SymInt nframes=1,
                             bool[2] output_mask=[True, True], *,
                             Tensor? edge_order=None) -> (Tensor, Tensor)
-  Their gradients for edge_gradient and edge_vec.
+  Gradients for edge_gradient and edge_vec, from those for force, virial and atom_virial.
 
 edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge;
                E < 2^30 edges in edge_order. Row 0 the centre i, row 1 the neighbour j, 0-based;
-               edges in any order. -1 in either row: no edge.
+               edges in any order. -1 in either row masks the edge.
 edge_gradient  [E, 3] in rows or columns; float32 or float64. dE/d(edge_vec), energy/length, with
                edge_vec = r_j - r_i (plus the shift of a periodic image). A contiguous [3, E],
                transposed, is not copied on the CPU.
 edge_vec       [E, 3] in rows or columns; like edge_gradient. r_j - r_i (plus the shift), length.
 natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
 batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nframes at atom. The
-               frame of each atom, in any order; None: all atoms are of frame 0.
+               frame of each atom, in any order. None: all atoms are in frame 0.
 nframes        0 to 2^40; 1 where absent. Number of frames, at least 1 where batch is None and there
                are atoms.
 edge_order     [natoms + 2E] from edge_order(edge_index, natoms), made where absent on CUDA; int32.
-               Or None. Saves CUDA the work of sorting the edges; the CPU has no use for it. One of
-               another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it is an error on
-               either device. E < 2^30 with it: torch.export needs a dynamic E as
+               Or None: then each call on CUDA sorts the edges itself. CPU kernels ignore it. The
+               order of another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it is an
+               error on either device. It needs E < 2^30: torch.export needs a dynamic E as
                Dim("E", max=2**30 - 1).
 force          [natoms, 3]; like edge_gradient. Energy/length.
 virial         [nframes, 3, 3]; like edge_gradient. Energy.
@@ -113,7 +122,7 @@ using In = View<const Number, rank>;
 template <class Real>
 using Vectors = Strided<const Real, 2>;
 
-// Whether vectors lie as a contiguous [3, E].
+// Return whether vectors [E, 3] are the transpose of a contiguous [3, E].
 template <class Real>
 bool is_transposed(Vectors<Real> vectors) {
   return vectors && vectors.stride[1] != 1 && vectors.stride[0] == 1;

@@ -1,8 +1,8 @@
 // CUDA kernels of the edge force operators.
 //
-// A warp has an atom: its lanes take the ends that edge_order lists for it, and their sums are
-// added in a fixed tree, so that the bits do not depend on the order of warps. No sum of a wrong
-// entry is silent: what it may have belonged to becomes NaN afterwards.
+// A warp computes an atom. Its lanes add the ends that edge_order lists for the atom. The lanes'
+// sums are added in a fixed tree, so that the bits do not depend on the order of warps. A wrong
+// entry is left out of all sums; afterwards the results to which it may have belonged become NaN.
 #include <cstdint>
 
 #include "edge_force/edge_force.h"
@@ -15,22 +15,23 @@ constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
 constexpr int kAhead = 4;  // ends that a lane loads before it adds the first
 constexpr int64_t kNone = -1;
 
-// What the kernels take: an edge_index of either width, told apart as it is read. Kernels for each
-// width would have as many instructions, and take nvcc longer to compile.
+// The inputs with an edge_index of int32 or int64, which is decided when an entry is read. Separate
+// kernels for both would not be faster, and would take nvcc longer to compile.
 template <class Real>
 struct Inputs : EdgeInputs<Real, void> {
-  bool wide;
+  bool is_int64;
 
   template <class Index>
   explicit Inputs(const EdgeInputs<Real, Index>& in)
       : EdgeInputs<Real, void>{in.atoms,    in.edges,      in.frames,
                                in.virial,   in.edge_index, in.edge_gradient,
                                in.edge_vec, in.batch,      in.edge_order},
-        wide(sizeof(Index) == sizeof(int64_t)) {}
+        is_int64(sizeof(Index) == sizeof(int64_t)) {}
 
-  __device__ int64_t name(int64_t end) const {
-    return wide ? static_cast<const int64_t*>(this->edge_index)[end]
-                : static_cast<const int32_t*>(this->edge_index)[end];
+  // Return the atom at an end of an edge.
+  __device__ int64_t atom_at(int64_t end) const {
+    return is_int64 ? static_cast<const int64_t*>(this->edge_index)[end]
+                    : static_cast<const int32_t*>(this->edge_index)[end];
   }
 };
 
@@ -54,7 +55,7 @@ __device__ inline double sum_of_block(double x, double* shared) {
   return sum;
 }
 
-// exact: the atoms' virials [N, 3, 3] before they are rounded, or nullptr.
+// Write the atoms' results. exact: memory for their unrounded virials [N, 3, 3], or nullptr.
 template <bool kVirial, class Real>
 __global__ void __launch_bounds__(kThreads)
     atom_kernel(Inputs<Real> in, EdgeOutputs<Real> out, double* exact) {
@@ -63,25 +64,25 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t step = int64_t(gridDim.x) * kWarps, all = 2 * in.edges;
   for (int64_t atom = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp; atom < in.atoms;
        atom += step) {
-    // An order of another graph must not lead out of bounds.
+    // The order of another graph must not lead out of bounds.
     const int64_t end = min(max(int64_t(in.edge_order[atom]), int64_t(0)), all);
     const int64_t begin =
         atom == 0 ? 0 : min(max(int64_t(in.edge_order[atom - 1]), int64_t(0)), all);
     R sum[3] = {};
     for (int64_t k = begin + lane; k < end; k += kAhead * kWarp) {
-      int64_t listed[kAhead];
+      int64_t ends[kAhead];
       Real g[kAhead][3], v[kAhead][3];
 #pragma unroll
       for (int n = 0; n < kAhead; ++n) {
         const int64_t next = k + n * kWarp;
-        listed[n] = next < end ? in.edge_order[in.atoms + next] : kNone;
+        ends[n] = next < end ? in.edge_order[in.atoms + next] : kNone;
       }
-      // What is not there loads the first edge, so that no load waits for a branch.
+      // Where there is no end, the first edge is loaded, so that no load waits for a branch.
 #pragma unroll
       for (int n = 0; n < kAhead; ++n) {
-        if (listed[n] < 0 || listed[n] >= all) listed[n] = kNone;
-        const int64_t edge = listed[n] < in.edges ? listed[n] : listed[n] - in.edges;
-        const int64_t first = listed[n] == kNone ? 0 : 3 * edge;
+        if (ends[n] < 0 || ends[n] >= all) ends[n] = kNone;
+        const int64_t edge = ends[n] < in.edges ? ends[n] : ends[n] - in.edges;
+        const int64_t first = ends[n] == kNone ? 0 : 3 * edge;
 #pragma unroll
         for (int a = 0; a < 3; ++a) {
           g[n][a] = in.edge_gradient[first + a];
@@ -90,8 +91,8 @@ __global__ void __launch_bounds__(kThreads)
       }
 #pragma unroll
       for (int n = 0; n < kAhead; ++n) {
-        if (listed[n] == kNone) continue;
-        if (listed[n] < in.edges)
+        if (ends[n] == kNone) continue;
+        if (ends[n] < in.edges)
           add_to_center(g[n], sum);
         else
           add_to_neighbor(g[n], columns_of<R>(v[n]), sum);
@@ -110,8 +111,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Blocks that share the atoms of each frame, as a few frames have to keep a GPU busy. Sizes alone
-// say how many, because the bits depend on it.
+// Return the number of blocks among which the atoms of each frame are divided, so that a few frames
+// keep a GPU busy. It depends on the sizes alone, because the bits depend on it.
 template <class Real>
 int64_t count_shares(const Inputs<Real>& in) {
   constexpr int64_t kBlocks = 512, kAtoms = 4 * kThreads;
@@ -120,7 +121,8 @@ int64_t count_shares(const Inputs<Real>& in) {
   return shares > 1 ? shares : 1;
 }
 
-// A block sums a share of a frame's atoms; which atoms are of the frame says only `batch`.
+// Write the shares of the frames' virials. A block looks for its frame's atoms among its share of
+// all atoms, because `batch` has no order.
 template <class Real>
 __global__ void __launch_bounds__(kThreads)
     share_kernel(Inputs<Real> in, const double* exact, int64_t shares, double* sums) {
@@ -139,6 +141,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Write the frames' virials: the sums of the shares.
 template <class Real>
 __global__ void __launch_bounds__(kThreads)
     frame_kernel(Inputs<Real> in, EdgeOutputs<Real> out, int64_t shares, const double* sums) {
@@ -151,6 +154,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Set numbers to NaN.
 template <class Real>
 __device__ inline void poison(Real* row, int count) {
   for (int k = 0; k < count; ++k) row[k] = Real(NAN);
@@ -158,18 +162,18 @@ __device__ inline void poison(Real* row, int count) {
 
 __device__ inline bool is_wrong(int64_t atom, int64_t atoms) { return atom < -1 || atom >= atoms; }
 
-// NaN where an edge has a wrong entry: both of its atoms and their frames, or the first atom's
-// where neither names one. All writers write the same.
+// Set results to NaN where an edge has a wrong entry: those of the edge's atoms and of their
+// frames, or, if neither entry names an atom, those of atom 0. All threads write the same value.
 template <bool kVirial, class Real>
 __global__ void __launch_bounds__(kThreads) poison_kernel(Inputs<Real> in, EdgeOutputs<Real> out) {
   const int64_t step = int64_t(gridDim.x) * kThreads;
   for (int64_t e = int64_t(blockIdx.x) * kThreads + threadIdx.x; e < in.edges; e += step) {
-    const int64_t names[2] = {in.name(e), in.name(in.edges + e)};
-    if (!is_wrong(names[0], in.atoms) && !is_wrong(names[1], in.atoms)) continue;
+    const int64_t entries[2] = {in.atom_at(e), in.atom_at(in.edges + e)};
+    if (!is_wrong(entries[0], in.atoms) && !is_wrong(entries[1], in.atoms)) continue;
     for (int k = 0; k < 2; ++k) {
-      const bool named = names[k] >= 0 && names[k] < in.atoms;
-      if (!named && names[1 - k] >= 0 && names[1 - k] < in.atoms) continue;
-      const int64_t atom = named ? names[k] : 0;
+      const bool names_atom = entries[k] >= 0 && entries[k] < in.atoms;
+      if (!names_atom && entries[1 - k] >= 0 && entries[1 - k] < in.atoms) continue;
+      const int64_t atom = names_atom ? entries[k] : 0;
       if (atom >= in.atoms) continue;
       poison(out.force + 3 * atom, 3);
       if (!kVirial) continue;
@@ -178,7 +182,7 @@ __global__ void __launch_bounds__(kThreads) poison_kernel(Inputs<Real> in, EdgeO
       if (frame >= 0 && frame < in.frames) poison(out.virial + 9 * frame, 9);
     }
   }
-  // An atom of no frame: no frame can be trusted to have all of its own.
+  // An atom's frame does not exist: any frame may lack this atom.
   const int64_t batched = kVirial && in.batch ? in.atoms : 0;
   for (int64_t atom = int64_t(blockIdx.x) * kThreads + threadIdx.x; atom < batched; atom += step)
     if (in.batch[atom] < 0 || in.batch[atom] >= in.frames)
@@ -190,15 +194,15 @@ __global__ void __launch_bounds__(kThreads)
     backward_kernel(Inputs<Real> in, EdgeUpstream<Real> upstream, EdgeGradients<Real> out) {
   const int64_t step = int64_t(gridDim.x) * kThreads;
   for (int64_t e = int64_t(blockIdx.x) * kThreads + threadIdx.x; e < in.edges; e += step) {
-    const int64_t i = in.name(e), j = in.name(in.edges + e);
-    const bool live = i >= 0 && i < in.atoms && j >= 0 && j < in.atoms;
-    const int64_t frame = live && in.batch ? in.batch[j] : 0;
-    const bool lost = live && upstream.virial && (frame < 0 || frame >= in.frames);
-    if (!live || lost) {
-      const bool wrong = lost || is_wrong(i, in.atoms) || is_wrong(j, in.atoms);
+    const int64_t i = in.atom_at(e), j = in.atom_at(in.edges + e);
+    const bool is_live = i >= 0 && i < in.atoms && j >= 0 && j < in.atoms;
+    const int64_t frame = is_live && in.batch ? in.batch[j] : 0;
+    const bool lacks_frame = is_live && upstream.virial && (frame < 0 || frame >= in.frames);
+    if (!is_live || lacks_frame) {
+      const bool is_bad = lacks_frame || is_wrong(i, in.atoms) || is_wrong(j, in.atoms);
       for (int a = 0; a < 3; ++a) {
-        if (out.edge_gradient) out.edge_gradient[3 * e + a] = Real(wrong ? NAN : 0);
-        if (out.edge_vec) out.edge_vec[3 * e + a] = Real(wrong ? NAN : 0);
+        if (out.edge_gradient) out.edge_gradient[3 * e + a] = Real(is_bad ? NAN : 0);
+        if (out.edge_vec) out.edge_vec[3 * e + a] = Real(is_bad ? NAN : 0);
       }
       continue;
     }
@@ -206,7 +210,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Kernels stride over what is beyond their grid.
+// Return the blocks of a launch. If items remain beyond the grid, the kernels stride over them.
 unsigned blocks_for(int64_t items, int64_t per_block) {
   constexpr int64_t kMost = 1 << 20;
   const int64_t blocks = items / per_block + (items % per_block != 0);
@@ -218,7 +222,8 @@ cudaError_t launch_force(const Inputs<Real>& in, const EdgeOutputs<Real>& out, v
                          cudaStream_t stream) {
   double* const sums = static_cast<double*>(workspace);
   const int64_t shares = count_shares(in);
-  // The virial is the sum of what the atoms have in float64: in float32 they cancel to nothing.
+  // The virial is summed from unrounded numbers of the atoms: these cancel, so that the rounding
+  // errors of float32 could be as large as their sum.
   double* const unrounded =
       kVirial && sizeof(Real) < sizeof(double) ? sums + 9 * in.frames * shares : nullptr;
   if (in.atoms > 0)

@@ -1,17 +1,21 @@
 // Forces and virial from the edges of a graph. The contract is in edge_force.cpp, the mathematics
 // in edge_force_math.h.
 //
-// N atoms in F frames, E edges; edge e has the centre i, the neighbour j and v = r_j - r_i (plus
-// the shift of a periodic image). With the gradient g = dE/dv of the energy:
+// A graph has N atoms in F frames and E edges. Edge e has the centre i, the neighbour j and the
+// vector v = r_j - r_i (plus the shift of a periodic image). With the gradient g of the energy for
+// v:
 //
 //   F[i] += g,  F[j] -= g
 //   W[a][b] -= g[a] v[b]      the virial; stress = -W / volume
 //
-// so that -g is the force that the pair puts on j: the signs of calcops::force_virial. Sums are
-// taken in float64. On the CPU their order depends on E, N, edge_index and batch alone, on CUDA on
-// F too: not on the number of threads, the types, or which of the results are wanted. So results
-// are the same bit for bit. Source: -dE/dr by the chain rule; conventions of NequIP, MACE, vesin
-// and ASE.
+// The pair puts the force -g on j, as in calcops::force_virial.
+//
+// Sums are in float64. On the CPU their order depends on E, N, edge_index and batch alone, on CUDA
+// on F too. So results are the same bit for bit, whatever the number of threads, the types and the
+// wanted results.
+//
+// Source: the force is minus the derivative of the energy, by the chain rule. Conventions are those
+// of NequIP, MACE, vesin and ASE.
 #pragma once
 
 #include <cstdint>
@@ -25,13 +29,13 @@ namespace calcops::ops::edge_force {
 template <class Real, class Index>
 struct EdgeInputs {
   int64_t atoms, edges, frames;  // N, E, F
-  bool virial;                   // otherwise edge_vec and two of the outputs are unused
+  bool virial;                   // false: the force alone; edge_vec is unused
   const Index* edge_index;       // [2, E]
   const Real* edge_gradient;     // [E, 3]
   const Real* edge_vec;          // [E, 3]
   const int64_t* batch;          // [N]; nullptr: all in frame 0
   const int32_t* edge_order;     // [N + 2E]; CUDA needs it
-  // For edge_force_cpu: [3, E] instead, as code that is vectorised over edges has it.
+  // True if these are [3, E], which code that is vectorised over edges writes. edge_force_cpu only.
   bool gradient_is_transposed = false, vec_is_transposed = false;
 };
 
@@ -50,15 +54,15 @@ struct EdgeUpstream {
   const Real* atom_virial;
 };
 
-// Its gradients for the inputs; nullptr: not wanted.
+// Gradients of that scalar for the inputs; nullptr: not wanted.
 template <class Real>
 struct EdgeGradients {
   Real* edge_gradient;
   Real* edge_vec;
 };
 
-// Both return the first edge with an entry that names no atom, E + the first atom whose frame does
-// not exist, or -1 if all are right.
+// Both return the first edge with a wrong entry, or E plus the first atom whose frame does not
+// exist, or -1.
 template <class Real, class Index>
 int64_t edge_force_cpu(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out);
 template <class Real, class Index>
@@ -66,7 +70,7 @@ int64_t edge_force_backward_cpu(const EdgeInputs<Real, Index>& in,
                                 const EdgeUpstream<Real>& upstream, const EdgeGradients<Real>& out);
 
 #ifndef CALCOPS_NO_CUDA
-// Bytes of device memory that edge_force_cuda works in; any content, 8-byte aligned.
+// Return the bytes of `workspace` that edge_force_cuda needs: uninitialised, 8-byte aligned.
 template <class Real, class Index>
 int64_t edge_force_cuda_workspace(const EdgeInputs<Real, Index>& in);
 template <class Real, class Index>

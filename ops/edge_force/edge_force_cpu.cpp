@@ -11,10 +11,10 @@
 namespace calcops::ops::edge_force {
 namespace {
 
-// Whether an atom's index is neither -1 nor that of an atom.
+// Return whether an index is neither -1 nor that of an atom.
 bool is_wrong(int64_t atom, int64_t atoms) { return atom < -1 || atom >= atoms; }
 
-// Prefetches the cache lines of row `row`, which need not exist.
+// Prefetch the cache lines of row `row`, which need not exist.
 template <class Item>
 inline void prefetch(const Item* rows, int64_t row) {
   const uintptr_t first = uintptr_t(rows) + uint64_t(row) * sizeof(Item);
@@ -22,34 +22,38 @@ inline void prefetch(const Item* rows, int64_t row) {
     __builtin_prefetch(reinterpret_cast<const void*>(first + byte), /*write=*/1);
 }
 
-// An atom's force as a centre and what it has as a neighbour, summed apart, in whole cache lines.
+// An atom's sums over the edges of which it is the centre, and over those of which it is the
+// neighbour. They fill whole cache lines.
 template <class R>
 struct alignas(64) AtomSums {
   Row center;
   R neighbor[3];
 };
 
-// One task's share of the edges, summed into rows of the task's own. They are added in the order of
-// the tasks, so the bits do not depend on the threads.
+constexpr int64_t kBlock = 64;  // atoms
+
+// One task's part of the edges. Each task sums its edges into rows of its own. These are then added
+// in the order of the tasks, so the bits do not depend on the threads.
 template <class R>
 struct Part {
-  AtomSums<R>* sums;  // [N], set in the blocks of atoms that the task's edges name
-  bool* is_set;       // [blocks]
-  int64_t bad = kNone;
+  AtomSums<R>* sums;    // [N], set in the blocks of atoms that the task's edges name
+  bool* is_set;         // [blocks]
+  int64_t bad = kNone;  // the first edge with a wrong entry
 };
-constexpr int64_t kBlock = 64;
 
-// More tasks share the work better and cost more memory and additions. The number says in which
-// order sums are taken, so it depends on the sizes alone, not on types or on what is wanted. With
-// kEdgesPerAtom they take at most half of the inputs' memory.
+// Return the number of tasks. More tasks balance the work better but cost memory and additions. The
+// number determines the order of sums, so it depends on the sizes alone, not on types or on the
+// wanted results. With kEdgesPerAtom the tasks' rows take at most half of the inputs' memory.
 int64_t count_tasks(int64_t atoms, int64_t edges) {
   constexpr int64_t kEdgesPerTask = 1 << 12, kEdgesPerAtom = 8;
   const int64_t most =
       std::min(edges / kEdgesPerTask, edges / (kEdgesPerAtom * std::max<int64_t>(atoms, 1)));
-  return most >= 8 ? 8 : most >= 4 ? 4 : most >= 2 ? 2 : 1;
+  if (most >= 8) return 8;
+  if (most >= 4) return 4;
+  return most >= 2 ? 2 : 1;
 }
 
-// Not inlined: it is rare, and the loop over edges has better use for its registers.
+// Not inlined: it runs rarely, and the loop over edges needs the registers.
 template <class R>
 __attribute__((noinline)) void set_block(Part<R>& part, int64_t block, int64_t atoms) {
   const int64_t begin = block * kBlock, end = std::min(begin + kBlock, atoms);
@@ -57,7 +61,7 @@ __attribute__((noinline)) void set_block(Part<R>& part, int64_t block, int64_t a
   part.is_set[block] = true;
 }
 
-// The rows [begin, end) of x [E, 3], in `buffer` where x is transposed.
+// Return the rows [begin, end) of x [E, 3]. If x is transposed, they are copied to `buffer`.
 template <class Real>
 const Real* rows_of(const Real* x, bool is_transposed, int64_t edges, int64_t begin, int64_t end,
                     Real* buffer) {
@@ -67,13 +71,15 @@ const Real* rows_of(const Real* x, bool is_transposed, int64_t edges, int64_t be
   return buffer;
 }
 
+// Sum the edges begin <= e < end into `part`.
 template <class R, class Real, class Index>
 void sum_edges(const EdgeInputs<Real, Index>& in, int64_t begin, int64_t end, Part<R>& part) {
   const int64_t atoms = in.atoms;
   const Index *centers = in.edge_index, *neighbors = in.edge_index + in.edges;
   AtomSums<R>* const sums = part.sums;
   const bool* const is_set = part.is_set;
-  // Edges often come by their centre: its sum is kept until another one comes.
+  // Edges are often sorted by their centre. So its sum is added to memory only when the next edge
+  // has another centre.
   int64_t current = kNone;
   Row center{};
   const auto flush = [&] {
@@ -88,7 +94,7 @@ void sum_edges(const EdgeInputs<Real, Index>& in, int64_t begin, int64_t end, Pa
         rows_of(in.edge_gradient, in.gradient_is_transposed, in.edges, first, last, gradient_rows);
     const Real* v = rows_of(in.edge_vec, in.vec_is_transposed, in.edges, first, last, vec_rows);
     for (int64_t e = first; e < last; ++e, g += 3, v += 3) {
-      constexpr int64_t kAhead = 32;  // edges that come by no order name atoms beyond the cache
+      constexpr int64_t kAhead = 32;  // edges in no order name atoms that are not in the cache
       const int64_t next = std::min(e + kAhead, end - 1);
       prefetch(sums, centers[next]);
       prefetch(sums, neighbors[next]);
@@ -111,13 +117,14 @@ void sum_edges(const EdgeInputs<Real, Index>& in, int64_t begin, int64_t end, Pa
   flush();
 }
 
-// What the atoms that follow one another give to one frame.
+// The sum of the virials of a run of atoms of one frame.
 struct FrameShare {
   int64_t frame;
   Row virial[3];
 };
 
-// Writes the atoms begin <= atom < end. One that no edge names gives its frame nothing.
+// Write the results of the atoms begin <= atom < end. Return the shares of their frames' virials.
+// Atoms that no edge names are left out, so that they need no share.
 template <class R, class Real, class Index>
 std::vector<FrameShare> add_parts(const EdgeInputs<Real, Index>& in,
                                   const std::vector<Part<R>>& parts, int64_t begin, int64_t end,
@@ -145,8 +152,8 @@ std::vector<FrameShare> add_parts(const EdgeInputs<Real, Index>& in,
   return shares;
 }
 
-// Writes each frame's sum, in the order of the shares. What it needs grows with them and not with
-// the number of frames.
+// Write each frame's virial: the sum of its shares, in their order. The memory that this needs
+// grows with the number of shares, not with that of frames.
 template <class Real>
 void add_shares(const std::vector<std::vector<FrameShare>>& pieces, int64_t frames, Real* virial) {
   std::vector<const FrameShare*> shares;
@@ -168,6 +175,7 @@ void add_shares(const std::vector<std::vector<FrameShare>>& pieces, int64_t fram
   }
 }
 
+// Write all results. Return the first edge with a wrong entry, or kNone.
 template <class R, class Real, class Index>
 int64_t force_of(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out) {
   const int64_t tasks = count_tasks(in.atoms, in.edges);
@@ -200,8 +208,8 @@ int64_t force_of(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out
   return kNone;
 }
 
-// Few edges among very many atoms: the atoms that they name are numbered anew, so that the sums
-// take memory for those alone.
+// The same as force_of, for few edges among very many atoms. The atoms that the edges name are
+// numbered anew, so that only these need memory for sums.
 template <class R, class Real, class Index>
 int64_t sparse_force_of(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out) {
   std::vector<int64_t> named;  // in rising order, each once
@@ -228,19 +236,19 @@ int64_t sparse_force_of(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Rea
   const int64_t count = named.size();
   if (in.batch)
     for (const int64_t atom : named) batch.push_back(in.batch[atom]);
-  const EdgeInputs<Real, int64_t> few{count,
-                                      in.edges,
-                                      in.frames,
-                                      in.virial,
-                                      edge_index.data(),
-                                      in.edge_gradient,
-                                      in.edge_vec,
-                                      in.batch ? batch.data() : nullptr,
-                                      nullptr,
-                                      in.gradient_is_transposed,
-                                      in.vec_is_transposed};
+  const EdgeInputs<Real, int64_t> renumbered{count,
+                                             in.edges,
+                                             in.frames,
+                                             in.virial,
+                                             edge_index.data(),
+                                             in.edge_gradient,
+                                             in.edge_vec,
+                                             in.batch ? batch.data() : nullptr,
+                                             nullptr,
+                                             in.gradient_is_transposed,
+                                             in.vec_is_transposed};
   std::vector<Real> force(3 * count), atom_virial(in.virial ? 9 * count : 0);
-  force_of<R>(few, EdgeOutputs<Real>{force.data(), out.virial, atom_virial.data()});
+  force_of<R>(renumbered, EdgeOutputs<Real>{force.data(), out.virial, atom_virial.data()});
 
   const auto spread = [&](const std::vector<Real>& rows, int64_t width, Real* to) {
     std::fill_n(to, width * in.atoms, Real(0));
@@ -255,13 +263,13 @@ int64_t sparse_force_of(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Rea
 template <class R, class Real, class Index>
 int64_t sum_forces(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out) {
   constexpr int64_t kFew = 1 << 16, kAtomsPerEdge = 8;
-  const bool few = in.atoms > kFew && in.atoms / kAtomsPerEdge > in.edges;
-  return few ? sparse_force_of<R>(in, out) : force_of<R>(in, out);
+  const bool is_sparse = in.atoms > kFew && in.atoms / kAtomsPerEdge > in.edges;
+  return is_sparse ? sparse_force_of<R>(in, out) : force_of<R>(in, out);
 }
 
-// The first atom whose frame does not exist, counted from E.
+// Return E plus the first atom whose frame does not exist, or kNone.
 template <class Real, class Index>
-int64_t find_lost_atom(const EdgeInputs<Real, Index>& in) {
+int64_t find_wrong_frame(const EdgeInputs<Real, Index>& in) {
   if (!in.batch) return kNone;
   for (int64_t atom = 0; atom < in.atoms; ++atom)
     if (in.batch[atom] < 0 || in.batch[atom] >= in.frames) return in.edges + atom;
@@ -273,7 +281,7 @@ int64_t find_lost_atom(const EdgeInputs<Real, Index>& in) {
 template <class Real, class Index>
 int64_t edge_force_cpu(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out) {
   if (!in.virial) return sum_forces<double>(in, out);
-  if (const int64_t lost = find_lost_atom(in); lost != kNone) return lost;
+  if (const int64_t wrong = find_wrong_frame(in); wrong != kNone) return wrong;
   return sum_forces<Row>(in, out);
 }
 
@@ -282,7 +290,7 @@ int64_t edge_force_backward_cpu(const EdgeInputs<Real, Index>& in,
                                 const EdgeUpstream<Real>& upstream,
                                 const EdgeGradients<Real>& out) {
   if (upstream.virial)
-    if (const int64_t lost = find_lost_atom(in); lost != kNone) return lost;
+    if (const int64_t wrong = find_wrong_frame(in); wrong != kNone) return wrong;
   const Index *centers = in.edge_index, *neighbors = in.edge_index + in.edges;
   return parallel_first(in.edges, 1 << 12, [&](int64_t begin, int64_t end) {
     int64_t bad = kNone;

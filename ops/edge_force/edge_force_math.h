@@ -1,8 +1,8 @@
-// The mathematics of one edge, for the CPU and the CUDA kernel alike (formulas: edge_force.h).
+// The mathematics of one edge, shared by the CPU and the CUDA kernels (formulas: edge_force.h).
 //
-// With p = -g, the force that the edge puts on its neighbour, and V = (v, 1) the product p (x) V
-// holds the edge's virial in its first three columns and its force in the last: three rows of four
-// numbers an atom carry both. Where only the force is wanted V is 1 and a row is one number.
+// p = -g is the force that the edge puts on its neighbour. With V = (v, 1), the outer product
+// p (x) V has the edge's virial in its first three columns and its force in the last. So three rows
+// of four numbers for each atom hold both. For the force alone, V is 1 and a row is one number.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ CALCOPS_HD_INLINED inline Row row_of(const Real* x, double last) {
   return Row{double(x[0]), double(x[1]), double(x[2]), last};
 }
 
-// V: a Row, or a number where only the force is wanted.
+// Return V: a Row, or the number 1 for the force alone.
 template <class R, class Real>
 CALCOPS_HD_INLINED inline R columns_of(const Real* v) {
   if constexpr (std::is_same_v<R, Row>)
@@ -26,6 +26,7 @@ CALCOPS_HD_INLINED inline R columns_of(const Real* v) {
     return 1;
 }
 
+// Return the last number of a row: the force.
 CALCOPS_HD_INLINED inline double& last_column(double& row) { return row; }
 #ifdef __CUDACC__
 CALCOPS_HD_INLINED inline double& last_column(Row& row) { return row[3]; }
@@ -33,24 +34,27 @@ CALCOPS_HD_INLINED inline double& last_column(Row& row) { return row[3]; }
 CALCOPS_HD_INLINED inline double last_column(const Row& row) { return row[3]; }
 #endif
 
-// What an edge does to an atom: to its neighbour p (x) V, to its centre -p.
+// Add p (x) V to the sums of an edge's neighbour.
 template <class R, class Real>
 CALCOPS_HD_INLINED inline void add_to_neighbor(const Real* g, const R& V, R* sum) {
   for (int a = 0; a < 3; ++a) sum[a] -= double(g[a]) * V;
 }
 
+// Add the force -p to the sums of an edge's centre.
 template <class R, class Real>
 CALCOPS_HD_INLINED inline void add_to_center(const Real* g, R* sum) {
   for (int a = 0; a < 3; ++a) last_column(sum[a]) += double(g[a]);
 }
 
-// The gradient of the frame's and the atom's virial together, U = gV + gAV, at [a][b].
+// Return element k = 3a + b of U = gV + gAV: the sum of the upstream gradients for the virial of
+// the frame and that of the atom. Either may be nullptr.
 template <class Real>
 CALCOPS_HD_INLINED inline double upstream_at(const Real* gV, const Real* gAV, int k) {
   return (gV ? double(gV[k]) : 0) + (gAV ? double(gAV[k]) : 0);
 }
 
-// The gradient of g: gF_i - gF_j - U v. gF, gV and gAV may be absent; v where U is not.
+// Write the gradient for g: gF_i - gF_j - U v. The upstream gradients gF_i and gF_j, gV and gAV may
+// be nullptr. Without gV and gAV, so may v.
 template <class Real>
 CALCOPS_HD_INLINED inline void edge_gradient_backward(const Real* gF_i, const Real* gF_j,
                                                       const Real* gV, const Real* gAV,
@@ -63,7 +67,7 @@ CALCOPS_HD_INLINED inline void edge_gradient_backward(const Real* gF_i, const Re
   }
 }
 
-// The gradient of v: -U^T g.
+// Write the gradient for v: -U^T g.
 template <class Real>
 CALCOPS_HD_INLINED inline void edge_vec_backward(const Real* gV, const Real* gAV, const Real* g,
                                                  Real* out) {
@@ -74,8 +78,8 @@ CALCOPS_HD_INLINED inline void edge_vec_backward(const Real* gV, const Real* gAV
   }
 }
 
-// The wanted gradients of edge e from i to j, a neighbour in `frame`, which counts only where the
-// virial has a gradient.
+// Write the wanted gradients of edge e from i to j. `frame` is that of j; it is used only if
+// upstream.virial is given.
 template <class Inputs, class Upstream, class Gradients>
 CALCOPS_HD_INLINED inline void edge_backward(const Inputs& in, const Upstream& upstream,
                                              const Gradients& out, int64_t e, int64_t i, int64_t j,

@@ -1,4 +1,5 @@
-// environment_spline: its contract, its derivatives, and the way from a call to the kernels.
+// environment_spline: its contract, its derivatives, and the conversion of a call's views to the
+// kernels' structs.
 #include <calcops/operator.h>
 
 #include <stdexcept>
@@ -11,14 +12,16 @@ namespace {
 
 // ---- derivatives --------------------------------------------------------------------------------
 //
-// P(d; v_1 ... v_D) is the D-th derivative along the directions v, so its derivative along one more
-// is P(d; v_1 ... v_D, v). It is linear in each direction. The gradient operator gives the gradient
-// for d of <grad, P>, which is that for a direction of <grad, P with one more>. So these two give
-// every derivative.
+// P(d; v_1 ... v_D) is the D-th derivative of the sums P(d) along the directions v_1 ... v_D. Two
+// facts express every derivative by P(d; ...) and the gradient operator, grad_d <grad, P(d; ...)>:
+//
+// - The derivative of P(d; v_1 ... v_D) along v is P(d; v_1 ... v_D, v).
+// - P(d; v_1 ... v_D) is linear in each direction. So <grad, P(d; v_1 ... v_D)> has the gradient
+//   grad_d <grad, P(d; the other directions)> for one of its directions.
 
 enum Argument { kD, kKind, kDavg, kDstd, kGrid, kFunctions, kRcutSmth, kRcut, kSpline, kAlong };
 
-// The directions [n, K, D, 3] of a call, or none.
+// The directions [n, K, D, 3] of a call; D = 0 where the call has none.
 class Directions {
  public:
   explicit Directions(const Value& all) : all_(all) {
@@ -28,7 +31,7 @@ class Directions {
 
   int count() const { return count_; }
 
-  Value and_also(const Value& direction) const {
+  Value with(const Value& direction) const {
     const Value one = Value::call("aten::unsqueeze", direction, 2);
     return count_ > 0 ? Value::call("aten::cat", Value::list(all_, one), 2) : one;
   }
@@ -39,7 +42,7 @@ class Directions {
     return Directions(Value::call("aten::cat", Value::list(before, after), 2));
   }
   Value replaced(int i, const Value& tangents) const {
-    return without(i).and_also(Value::call("aten::select.int", tangents, 2, i));
+    return without(i).with(Value::call("aten::select.int", tangents, 2, i));
   }
   const Value& all() const { return all_; }
 
@@ -48,7 +51,7 @@ class Directions {
   int count_ = 0;
 };
 
-// P and its gradient for the arguments of a call, along other directions.
+// Calls P and its gradient with the arguments of a call, but with other directions.
 class Sums {
  public:
   explicit Sums(const Value* arguments) : a_(arguments) {}
@@ -70,7 +73,7 @@ class Sums {
 
 void add(Value& sum, const Value& term) { sum = sum.is_tensor() ? sum + term : term; }
 
-// Gradients of all directions, from one for each.
+// Return gradient(0), gradient(1) ... of all directions, joined to [n, K, D, 3].
 template <class Gradient>
 Value of_each(const Directions& directions, const Gradient& gradient) {
   Value all;
@@ -96,7 +99,7 @@ void vjp(const Value* arguments, const Value* upstream, Value* gradients) {
 
 void jvp(const Value* arguments, const Value* tangents, Value* results) {
   if (tangents[kD].is_none()) return;
-  results[0] = Sums(arguments).along(Directions(Value()).and_also(tangents[kD]));
+  results[0] = Sums(arguments).along(Directions(Value()).with(tangents[kD]));
 }
 
 void along_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
@@ -112,12 +115,13 @@ void along_vjp(const Value* arguments, const Value* upstream, Value* gradients) 
 void along_jvp(const Value* arguments, const Value* tangents, Value* results) {
   const Sums sums(arguments);
   const Directions v(arguments[kAlong]);
-  if (!tangents[kD].is_none()) add(results[0], sums.along(v.and_also(tangents[kD])));
+  if (!tangents[kD].is_none()) add(results[0], sums.along(v.with(tangents[kD])));
   for (int i = 0; i < v.count() && !tangents[kAlong].is_none(); ++i)
     add(results[0], sums.along(v.replaced(i, tangents[kAlong])));
 }
 
-// The gradient of <grad, P(d; v)> for d, times an upstream gradient u, is <grad, P(d; v, u)>.
+// The inner product of u with the gradient of <grad, P(d; v)> for d is <grad, P(d; v, u)>. For an
+// upstream gradient u, it is that number which is differentiated here.
 void backward_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
   const Value &grad = arguments[0], &u = upstream[0];
   const Value* inner = arguments + 1;
@@ -125,11 +129,11 @@ void backward_vjp(const Value* arguments, const Value* upstream, Value* gradient
   refuse_constants(inner, of_inner);
   const Sums sums(inner);
   const Directions v(inner[kAlong]);
-  if (gradients[0].is_wanted()) gradients[0] = sums.along(v.and_also(u));
-  if (of_inner[kD].is_wanted()) of_inner[kD] = sums.gradient(grad, v.and_also(u));
+  if (gradients[0].is_wanted()) gradients[0] = sums.along(v.with(u));
+  if (of_inner[kD].is_wanted()) of_inner[kD] = sums.gradient(grad, v.with(u));
   if (v.count() > 0 && of_inner[kAlong].is_wanted())
     of_inner[kAlong] =
-        of_each(v, [&](int i) { return sums.gradient(grad, v.without(i).and_also(u)); });
+        of_each(v, [&](int i) { return sums.gradient(grad, v.without(i).with(u)); });
 }
 
 void backward_jvp(const Value* arguments, const Value* tangents, Value* results) {
@@ -138,7 +142,7 @@ void backward_jvp(const Value* arguments, const Value* tangents, Value* results)
   const Sums sums(inner);
   const Directions v(inner[kAlong]);
   if (!tangents[0].is_none()) add(results[0], sums.gradient(tangents[0], v.all()));
-  if (!of_inner[kD].is_none()) add(results[0], sums.gradient(grad, v.and_also(of_inner[kD])));
+  if (!of_inner[kD].is_none()) add(results[0], sums.gradient(grad, v.with(of_inner[kD])));
   for (int i = 0; i < v.count() && !of_inner[kAlong].is_none(); ++i)
     add(results[0], sums.gradient(grad, v.replaced(i, of_inner[kAlong])));
 }
@@ -154,47 +158,54 @@ environment_spline(Tensor d, Tensor kind, Tensor davg, Tensor dstd, Tensor grid,
                    float rcut_smth, float rcut, str spline="quintic") -> Tensor
   Sums over neighbours of B-splines times environment rows, for embedding nets that are splines.
 
-  With r = |d|, s = w(r)/r, w = 1 up to rcut_smth, (1 - u)^3 (1 + 3u + 6u^2) from there to rcut with u
-  from 0 to 1, and R = (s (1, d/r) - davg) / dstd, as in DeePMD-kit's se_e2_a:
+  The switch w(r) is 1 up to rcut_smth. From there to rcut it is (1 - u)^3 (1 + 3u + 6u^2) with
+  u = (r - rcut_smth) / (rcut - rcut_smth). With r = |d| and s = w(r)/r, each slot has the row
+  R = (s (1, d/r) - davg) / dstd, as in DeePMD-kit's se_e2_a. The result is
 
-    P[i][a][kind][b] = sum over the slots of this kind of R[a] B_b(R[0])
+    P[i][a][kind][b] = sum of R[a] B_b(R[0]) over the slots of atom i that have this kind
 
-  B_b are uniform B-splines. For coefficients C [kinds*functions, M] of M functions of R[0],
-  P.flatten(2) @ C [n, 4, M] are the sums of R[a] times these functions: nothing of the size n*K*M is
-  stored. matrix_product(P.view(-1, len(C)), C).view(n, 4, M) computes them, too, on a CPU often
-  sooner. Outside the grid, B-splines go on as straight lines.
+  B_b are uniform B-splines. Outside the grid they continue as straight lines.
 
-  An empty slot and a pair at rcut or beyond add exactly nothing, whatever the slot holds, and have
-  gradients that are exactly 0. (In DeePMD-kit an empty slot takes part with R = -davg/dstd; the caller
-  adds that.) Two atoms in one place make the sums of their kind NaN or infinite. Differentiable to any order up to
-  15 in d, in reverse and in forward mode; not in davg, dstd and grid. Computed and summed in float64,
-  in the order of the slots: deterministic. A kind that does not exist is an error on the CPU; on
-  CUDA the sums of its atom become NaN, and with CALCOPS_CHECK=1 in the environment (which
-  synchronises) it is an error too.
+  Take M functions of R[0] that are splines with the coefficients C [kinds*functions, M]. Then
+  P.flatten(2) @ C [n, 4, M] are the sums of R[a] times these functions, and nothing of the size
+  n*K*M is stored. On a CPU, matrix_product(P.view(-1, len(C)), C).view(n, 4, M) is often faster.
+
+  An empty slot and a pair at rcut or beyond add exactly nothing, whatever values they have, and
+  their gradients are exactly 0. (In DeePMD-kit an empty slot adds R = -davg/dstd; here the caller
+  adds it.) Two atoms in one place make the sums of their kind NaN or infinite.
+
+  Differentiable up to order 15 in d, in reverse and in forward mode; not in davg, dstd and grid.
+  Deterministic: computed in float64 and summed in the order of the slots.
+
+  A kind that does not exist is an error on the CPU. On CUDA the sums of its atom become NaN. With
+  CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call then waits for the
+  GPU.
 
 _environment_spline_along(Tensor d, Tensor kind, Tensor davg, Tensor dstd, Tensor grid,
                           SymInt functions, float rcut_smth, float rcut, str spline,
                           Tensor directions) -> Tensor
-  The derivative of the sums along all directions, of which each slot has its own.
+  The D-th derivative of the sums along D directions. Each slot has directions of its own.
 
 _environment_spline_backward(Tensor grad_result, Tensor d, Tensor kind, Tensor davg, Tensor dstd,
                              Tensor grid, SymInt functions, float rcut_smth, float rcut, str spline,
                              Tensor? directions=None) -> Tensor d
-  The gradient for d of these sums: what edge_force takes.
+  Gradient for d, from that for the sums or for their derivative along `directions`. Without
+  `directions` it is the edge_gradient of edge_force.
 
-d           [n, K, 3]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA. From
-            each atom to its neighbours, in any order.
+d           [n, K, 3]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA.
+            Vectors from each atom to its neighbours, in any order.
 kind        [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
             pair, such as the neighbour's type; -1: an empty slot, anywhere.
-davg        [kinds, 4]; float32 or float64 read as float64. What the rows are less.
-dstd        [kinds, 4]; float32 or float64 read as float64. What they are divided by.
-grid        [kinds, 2]; float32 or float64 read as float64. For each kind, where the B-splines' cells
-            begin and end. There are functions - 5 cells of one width; of "cubic" functions - 3.
-functions   6 to 2^20. The number of B-splines of each kind.
-rcut_smth   Where the switch w begins.
-rcut        Where it ends: the cutoff, > rcut_smth >= 0.
-spline      "quintic" or "cubic". The B-splines' degree: four or two continuous derivatives.
-directions  [n, K, D, 3]; like d; D < 16 directions. Of the derivative.
+davg        [kinds, 4]; float32 or float64 read as float64. Is subtracted from the rows.
+dstd        [kinds, 4]; float32 or float64 read as float64. Divides the difference.
+grid        [kinds, 2]; float32 or float64 read as float64. First and last value of R[0] that the
+            B-splines' cells cover, for each kind. There are (functions - 5) cells of equal width,
+            for "cubic" (functions - 3).
+functions   6 to 2^20. Number of B-splines of each kind.
+rcut_smth   Distance at which the switch w begins to fall.
+rcut        Cutoff distance, at which w is 0; rcut > rcut_smth >= 0.
+spline      "quintic" or "cubic". The B-splines have four or two continuous derivatives.
+directions  [n, K, D, 3]; like d; D < 16 directions. Directions of the derivative.
 result      [n, 4, kinds, functions]; like d.
 vmap        joins n
 )",

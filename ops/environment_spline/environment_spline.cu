@@ -1,6 +1,6 @@
-// CUDA kernels of environment_spline. A block has an atom: its threads compute 32 slots together,
-// and then each sums one B-spline. For the gradient a thread has a slot. Every result has one
-// writer, so the bits are the same in each run.
+// CUDA kernels of environment_spline. In the sums, a block computes one atom: its threads compute
+// 32 slots together, then each thread sums one B-spline. In the gradient, a thread computes one
+// slot. Every result has one writer, so the bits are the same in each run.
 #include <cmath>
 
 #include "environment_spline/environment_spline.h"
@@ -14,11 +14,11 @@ constexpr int kSlots = 32, kThreads = 128;
 template <int kDegree>
 struct Pair {
   static constexpr int64_t kEmpty = -1, kWrong = -2;
-  int64_t place;  // the first row of P that it adds to, or one of these
+  int64_t place;  // the first row of P to which it adds, or kEmpty or kWrong
   double p[4 * (kDegree + 1)];
 };
 
-// The slot's kind, or kEmpty or kWrong.
+// Return the slot's kind, or kEmpty or kWrong. Write its vector and its directions.
 template <int kDegree, class Real, class Index>
 __device__ int64_t look_up(const SplineInputs<Real, Index>& in, int64_t slot, double* d,
                            double (*directions)[3]) {
@@ -30,14 +30,13 @@ __device__ int64_t look_up(const SplineInputs<Real, Index>& in, int64_t slot, do
     d[c] = in.d[3 * slot + c];
     square += d[c] * d[c];
   }
-  if (Cutoff{in.rcut_smth, in.rcut}.ends_before(square)) return Pair<kDegree>::kEmpty;
+  if (Cutoff{in.rcut_smth, in.rcut}.is_at_or_beyond(square)) return Pair<kDegree>::kEmpty;
   for (int64_t i = 0; i < in.directions; ++i)
     for (int c = 0; c < 3; ++c) directions[i][c] = in.along[3 * (in.directions * slot + i) + c];
   return kind;
 }
 
-// Out of line, so that it is compiled once, and that the memory for many directions is no part of
-// the kernels without any.
+// Not inlined: it is compiled once, and kernels without directions need no memory for many.
 template <int kDegree>
 __device__ __attribute__((noinline)) int64_t derivative_along(const Kind& kind,
                                                               const Cutoff& cutoff, int64_t cells,
@@ -47,8 +46,8 @@ __device__ __attribute__((noinline)) int64_t derivative_along(const Kind& kind,
   return derivative<kDegree>(kind, cutoff, cells, d, directions, int(count), p);
 }
 
-// Sets p to the derivative of a pair along `count` directions, where there are kMost, which are at
-// most one, or any number if that is more; the first row of P for it.
+// Write to p the derivative of a pair along its directions, and return the first row of P to which
+// it adds. There are kMost directions if kMost < 2, otherwise `count`.
 template <int kDegree, int kMost, class Real, class Index>
 __device__ int64_t differentiate(const SplineInputs<Real, Index>& in, int64_t kind, const double* d,
                                  const double (*directions)[3], int64_t count, double* p) {
@@ -63,7 +62,7 @@ __device__ int64_t differentiate(const SplineInputs<Real, Index>& in, int64_t ki
     return first + derivative_along<kDegree>(constants, cutoff, cells, d, directions, count, p);
 }
 
-// kMost: of directions, 0 or kMostDirections.
+// kMost: the number of directions is 0 if kMost is 0, otherwise at most kMostDirections.
 template <int kDegree, int kMost, class Real, class Index>
 __global__ void __launch_bounds__(kThreads) sum_kernel(SplineInputs<Real, Index> in, Real* P) {
   __shared__ Pair<kDegree> pairs[kSlots];
@@ -96,7 +95,8 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(SplineInputs<Real, Index>
   }
 }
 
-// kMost: of directions with the one that is added here, 1 or kMostDirections.
+// kMost: with the direction that is added here, their number is 1 if kMost is 1, otherwise at most
+// kMostDirections.
 template <int kDegree, int kMost, class Real, class Index>
 __global__ void __launch_bounds__(kThreads)
     backward_kernel(SplineInputs<Real, Index> in, const Real* grad, Real* grad_d) {

@@ -1,22 +1,28 @@
 // Sums over neighbours of B-splines times rows of the environment matrix. The contract is in
 // environment_spline.cpp, the mathematics in environment_spline_math.h.
 //
-// n atoms with K slots for neighbours; slot s of atom i has a pair vector d and a kind. With r =
-// |d|
+// There are n atoms with K slots for neighbours. Slot s of atom i has a vector d to the neighbour
+// and a kind. With r = |d|, it has
 //
-//   w(r)  1 up to rcut_smth, (1 - u)^3 (1 + 3u + 6u^2) from there to rcut, u from 0 to 1; then 0
-//   R     (w/r (1, d/r) - davg[kind]) / dstd[kind], a row of the environment matrix
+//   w = 1                               a switch, up to rcut_smth
+//   w = (1 - u)^3 (1 + 3u + 6u^2)       from there to rcut, u = (r - rcut_smth)/(rcut - rcut_smth)
+//   w = 0                               beyond rcut
+//   R = (w/r (1, d/r) - davg[kind]) / dstd[kind]      a row of the environment matrix
+//
+// B_b are the uniform B-splines of the kind's grid. The result is the sum over the slots s of a
+// kind
+//
 //   P[i][a][kind][b] = sum_s R[i][s][a] B_b(R[i][s][0])
 //
-// where B_b are the uniform B-splines of the kind's grid. A spline of coefficients C[kind][b][m]
-// has the sums sum_s R[a] g_m(R[0]) = sum_b P[a][b] C[b][m]: the work for a pair does not depend on
-// the number of functions g_m. Source of R: Zeng et al., J. Chem. Phys. 159, 054801 (2023), II.B.1.
-// That the sum over neighbours and the spline commute is our own.
+// Let functions g_m = sum_b C[kind][b][m] B_b be splines. Their sums over neighbours follow from P:
+// sum_s R[a] g_m(R[0]) = sum_kind,b P[a][kind][b] C[kind][b][m]. So the work for a pair does not
+// depend on the number of functions g_m. Source of R: Zeng et al., J. Chem. Phys. 159, 054801
+// (2023), II.B.1. Exchanging the two sums is our own idea.
 //
-// With D directions v in each slot, the derivative d^D/dt_1...dt_D at 0 of what
-// d + t_1 v_1 + ... + t_D v_D gives takes the place of R[a] B_b.
+// If each slot has D directions v_1 ... v_D, the mixed derivative of R[a] B_b(R[0]) along them is
+// summed instead: d^D/(dt_1 ... dt_D) at d + t_1 v_1 + ... + t_D v_D, where all t are 0.
 //
-// Everything is computed in float64, and summed in the order of the slots.
+// All numbers are computed in float64 and summed in the order of the slots.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +50,7 @@ struct SplineInputs {
 // Both return the first slot whose kind does not exist, or -1.
 template <class Real, class Index>
 int64_t environment_spline_cpu(const SplineInputs<Real, Index>& in, Real* P);
-// The gradient for d of <grad, P>.
+// Writes the gradient of the inner product <grad, P> for d.
 template <class Real, class Index>
 int64_t environment_spline_backward_cpu(const SplineInputs<Real, Index>& in, const Real* grad,
                                         Real* grad_d);

@@ -1,5 +1,5 @@
-// CPU kernels of environment_spline: the pairs of an atom first, some steps for vectors of them,
-// then one after the other.
+// CPU kernels of environment_spline. They collect the pairs of an atom, compute their numbers for
+// vectors of pairs, and then add one pair after the other.
 #include <algorithm>
 #include <limits>
 
@@ -12,41 +12,42 @@ namespace calcops::ops::environment_spline {
 namespace {
 
 constexpr int64_t kAtomsPerThread = 8;
-constexpr int kSize = 8;  // of a vector of pairs
+constexpr int kSize = 8;  // pairs in a vector
 typedef double Vector __attribute__((vector_size(8 * kSize)));
 typedef int64_t Bits __attribute__((vector_size(8 * kSize)));
 
-// What is known of a pair of an atom, and computed of it.
+// The numbers of a pair.
 enum Array {
   kX,
   kY,
   kZ,
-  kSquare,  // r^2
-  kS,       // w/r
-  kOver,    // w/r^2
-  kOverX,   // times x
-  kOverY,
-  kOverZ,
-  kSlopeOfS,  // along r, over r
-  kSlopeOfOver,
-  kPerS,     // the position in the grid is s times this
-  kAtZero,   // and this
-  kInCell,   // the position within its cell
-  kWeights,  // of the B-splines
-  kSlopes = kWeights + 6,
+  kSquare,   // r^2
+  kS,        // s = w/r
+  kSOverR,   // s/r
+  kSOverRX,  // s/r times x, y and z
+  kSOverRY,
+  kSOverRZ,
+  kSlopeOfS,       // (ds/dr)/r
+  kSlopeOfSOverR,  // (d(s/r)/dr)/r
+  kGridScale,      // the position in the grid is s * kGridScale + kGridShift
+  kGridShift,
+  kInCell,                 // the position within its cell, 0 to 1
+  kWeights,                // the values of the cell's B-splines
+  kSlopes = kWeights + 6,  // their derivatives
   kArrays = kSlopes + 6
 };
 
-// As many pairs as a vector has, and what is computed of them.
+// The numbers of as many pairs as a vector has.
 struct alignas(64) Block {
   double numbers[kArrays][kSize];
-  // The first row of P that a pair adds to, its slot and kind.
-  int64_t place[kSize], slot[kSize], kind[kSize];
+  int64_t place[kSize];  // the first row of P to which the pair adds
+  int64_t slot[kSize];
+  int64_t kind[kSize];
 
   Vector& operator[](int array) { return *reinterpret_cast<Vector*>(numbers[array]); }
 };
 
-// One of them.
+// One pair of a block.
 struct Pair {
   Block& block;
   int lane;
@@ -78,8 +79,8 @@ class Pairs {
   Scratch<Block> all_;
 };
 
-// x^(-1/2) to 1e-15 of it, by Newton's method from an estimate of the bits: GCC makes no vectors of
-// std::sqrt, which has to set errno.
+// Return x^(-1/2) with a relative error of 1e-15, by Newton's method from an estimate of its bits.
+// GCC does not vectorise std::sqrt, which must set errno.
 inline __attribute__((always_inline)) Vector inverse_root(const Vector& x) {
   const Bits estimate = 0x5FE6EB50C7B537A9 - (reinterpret_cast<Bits>(x) >> 1);
   Vector y = reinterpret_cast<Vector>(estimate);
@@ -89,7 +90,7 @@ inline __attribute__((always_inline)) Vector inverse_root(const Vector& x) {
   return x < Vector{} + kLeast ? Vector{} + INFINITY : y;
 }
 
-// What a call computes with.
+// The inputs of a call and the constants that follow from them.
 template <class Real, class Index>
 struct Call {
   const SplineInputs<Real, Index>& in;
@@ -97,8 +98,8 @@ struct Call {
   int64_t cells, rows;  // rows of P: kinds*functions
   Scratch<Kind> kinds;
 
-  explicit Call(const SplineInputs<Real, Index>& given)
-      : in(given),
+  explicit Call(const SplineInputs<Real, Index>& inputs)
+      : in(inputs),
         cutoff{in.rcut_smth, in.rcut},
         cells(in.functions - (in.spline == Spline::kQuintic ? 5 : 3)),
         rows(in.kinds * in.functions),
@@ -107,19 +108,20 @@ struct Call {
       kinds.get()[k] = Kind(in.davg + 4 * k, in.dstd + 4 * k, in.grid + 2 * k, cells);
   }
 
-  // The filled slots of an atom within the cutoff. `wrong` gets the first slot whose kind does not
-  // exist.
+  // Set `pairs` to the filled slots of an atom within the cutoff. Set `wrong` to the first slot
+  // whose kind does not exist, unless an earlier atom has set it.
   void find(int64_t atom, Pairs& pairs, int64_t& wrong) const {
     const int64_t begin = atom * in.slots;
     const Index* kind = in.kind + begin;
-    // As an Index: of wider numbers fewer are compared at once.
+    // An Index, not an int64_t: a vector register compares more of the narrower numbers.
     const Index kinds = Index(std::min<int64_t>(in.kinds, std::numeric_limits<Index>::max()));
     int any_wrong = 0;
     for (int64_t s = 0; s < in.slots; ++s) any_wrong |= (kind[s] < -1) | (kind[s] >= kinds);
     for (int64_t s = 0; any_wrong && wrong == kNone; ++s)
       if (kind[s] < -1 || kind[s] >= kinds) wrong = begin + s;
 
-    // Without branches, which could not be foreseen: what is not wanted is written over.
+    // Without branches, which the processor could not predict. Every slot is written to the next
+    // pair, but only a filled one within the cutoff advances `count`.
     const Cutoff limit = cutoff;
     uint64_t count = 0;
     for (int64_t s = 0; s < in.slots; ++s) {
@@ -130,13 +132,13 @@ struct Call {
       pair[kSquare] = square;
       pair.slot() = begin + s;
       pair.kind() = kind[s];
-      count += (kind[s] >= 0) & (kind[s] < kinds) & !limit.ends_before(square);
+      count += (kind[s] >= 0) & (kind[s] < kinds) & !limit.is_at_or_beyond(square);
     }
     pairs.count = count;
   }
 };
 
-// w/r and w/r^2 of pairs, and their slopes along r.
+// Compute s = w/r and s/r of all pairs and, if kWithSlopes, their derivatives.
 template <bool kWithSlopes>
 void find_radial(const Cutoff& cutoff, const Pairs& pairs) {
   for (Block& block : pairs) {
@@ -149,33 +151,34 @@ void find_radial(const Cutoff& cutoff, const Pairs& pairs) {
     }
     const auto f = radial(distance, one_over, cutoff.rcut_smth, cutoff.rcut);
     block[kS] = f.s.c[0];
-    block[kOver] = f.over.c[0];
-    for (int c = 0; c < 3; ++c) block[kOverX + c] = f.over.c[0] * block[kX + c];
+    block[kSOverR] = f.s_over_r.c[0];
+    for (int c = 0; c < 3; ++c) block[kSOverRX + c] = f.s_over_r.c[0] * block[kX + c];
     if constexpr (kWithSlopes) {
       block[kSlopeOfS] = f.s.c[1] * inverse;
-      block[kSlopeOfOver] = f.over.c[1] * inverse;
+      block[kSlopeOfSOverR] = f.s_over_r.c[1] * inverse;
     }
   }
 }
 
-// Weights of the B-splines at the first numbers of the rows.
+// Compute the place of each pair in P, and the B-splines at R[0] with, if kWithSlopes, their
+// derivatives.
 template <int kDegree, bool kWithSlopes, class Real, class Index>
 void find_weights(const Call<Real, Index>& call, const Pairs& pairs) {
   for (uint64_t j = 0; j < pairs.count; ++j) {
     const Pair pair = pairs[j];
     const Kind& kind = call.kinds.get()[pair.kind()];
-    pair[kPerS] = kind.slope[0] * kind.per_width;
-    pair[kAtZero] = -(kind.shift[0] + kind.begin) * kind.per_width;
+    pair[kGridScale] = kind.scale[0] * kind.cells_per_unit;
+    pair[kGridShift] = -(kind.shift[0] + kind.begin) * kind.cells_per_unit;
     pair.place() = pair.kind() * call.in.functions;
   }
   const double cells = double(call.cells);
   Bits are_outside{};
   for (Block& block : pairs) {
-    const Vector position = block[kS] * block[kPerS] + block[kAtZero];
+    const Vector position = block[kS] * block[kGridScale] + block[kGridShift];
     const Vector inside = clamped(Series<Vector, 1>{{position}}, 0, cells).c[0];
     are_outside |= inside != position;
-    const Vector number = inside == inside ? inside : Vector{};
-    Bits cell = __builtin_convertvector(number, Bits);
+    const Vector not_nan = inside == inside ? inside : Vector{};
+    Bits cell = __builtin_convertvector(not_nan, Bits);
     cell = cell < call.cells - 1 ? cell : Bits{} + (call.cells - 1);
     reinterpret_cast<Bits&>(block.place) += cell;
 
@@ -188,12 +191,15 @@ void find_weights(const Call<Real, Index>& call, const Pairs& pairs) {
     }
   }
 
+  // Outside the grid, the B-splines continue as straight lines.
   int64_t any_outside = 0;
   for (int lane = 0; lane < kSize; ++lane) any_outside |= are_outside[lane];
   for (uint64_t j = 0; any_outside && j < pairs.count; ++j) {
     const Pair pair = pairs[j];
-    const double position = pair[kS] * pair[kPerS] + pair[kAtZero];
-    const double beyond = position < 0 ? position : position > cells ? position - cells : 0;
+    const double position = pair[kS] * pair[kGridScale] + pair[kGridShift];
+    double beyond = 0;
+    if (position < 0) beyond = position;
+    if (position > cells) beyond = position - cells;
     if (beyond == 0) continue;
     double w[kDegree + 1], slopes[kDegree + 1];
     basis<kDegree>(pair[kInCell], w, slopes);
@@ -203,13 +209,13 @@ void find_weights(const Call<Real, Index>& call, const Pairs& pairs) {
 
 inline Row row_of(const double* four) { return *reinterpret_cast<const Row*>(four); }
 
-// A row of the environment matrix.
+// Return the pair's row of the environment matrix.
 inline __attribute__((always_inline)) Row environment_row(const Kind& kind, const Pair& pair) {
-  const Row row{pair[kS], pair[kOverX], pair[kOverY], pair[kOverZ]};
-  return row * row_of(kind.slope) - row_of(kind.shift);
+  const Row row{pair[kS], pair[kSOverRX], pair[kSOverRY], pair[kSOverRZ]};
+  return row * row_of(kind.scale) - row_of(kind.shift);
 }
 
-// The numbers of two rows at four places.
+// Return the numbers i, j, k and l of the eight in two rows.
 template <int i, int j, int k, int l>
 inline __attribute__((always_inline)) Row shuffled(const Row& a, const Row& b) {
 #if __has_builtin(__builtin_shufflevector)  // GCC 12 and clang
@@ -220,7 +226,7 @@ inline __attribute__((always_inline)) Row shuffled(const Row& a, const Row& b) {
 #endif
 }
 
-// Transposes a matrix of four rows.
+// Transpose a matrix of four rows.
 inline __attribute__((always_inline)) void transpose(Row* rows) {
   const Row even = shuffled<0, 4, 2, 6>(rows[0], rows[1]);
   const Row odd = shuffled<1, 5, 3, 7>(rows[0], rows[1]);
@@ -245,7 +251,7 @@ void add_pairs(const Kind* kinds, const Pairs& pairs, Row* P) {
   }
 }
 
-// Makes four columns of rows, and the rows zero.
+// Write `count` rows as four columns, and set the rows to zero.
 template <class Real>
 void move_columns(Row* rows, int64_t count, Real* columns) {
   int64_t row = 0;
@@ -262,7 +268,7 @@ void move_columns(Row* rows, int64_t count, Real* columns) {
   }
 }
 
-// Along the directions of each slot.
+// Add the derivatives along the directions of each slot.
 template <int kDegree, class Real, class Index>
 void add_derivatives(const Call<Real, Index>& call, const Pairs& pairs, Row* P) {
   const int64_t count = call.in.directions;
@@ -301,8 +307,9 @@ int64_t sum(const Call<Real, Index>& call, Real* P) {
   });
 }
 
-// ---- its gradient ------------------------------------------------------------------------------
+// ---- the gradient of <grad, P> -----------------------------------------------------------------
 
+// Write four columns as `count` rows.
 template <class Real>
 void copy_columns(const Real* columns, int64_t count, Row* rows) {
   int64_t row = 0;
@@ -336,16 +343,17 @@ void differentiate_pairs(const Call<Real, Index>& call, const Pairs& pairs, cons
       of_weights += pair[kSlopes + b] * from[b];
     }
     const Kind& kind = call.kinds.get()[pair.kind()];
-    of_R[0] += sum_of(of_weights * environment_row(kind, pair)) * kind.per_width;
-    of_R *= row_of(kind.slope);
+    of_R[0] += sum_of(of_weights * environment_row(kind, pair)) * kind.cells_per_unit;
+    of_R *= row_of(kind.scale);
     const Row d{0, pair[kX], pair[kY], pair[kZ]};
-    const double of_r = of_R[0] * pair[kSlopeOfS] + sum_of(of_R * d) * pair[kSlopeOfOver];
-    const Row of_d = of_r * d + pair[kOver] * of_R;
+    const double of_r = of_R[0] * pair[kSlopeOfS] + sum_of(of_R * d) * pair[kSlopeOfSOverR];
+    const Row of_d = of_r * d + pair[kSOverR] * of_R;
     for (int c = 0; c < 3; ++c) grad_d[3 * pair.slot() + c] = Real(of_d[c + 1]);
   }
 }
 
-// The component c is the derivative along it.
+// Write the gradient of the derivatives. Its component c is the derivative along one more
+// direction, the unit vector c.
 template <int kDegree, class Real, class Index>
 void differentiate_derivatives(const Call<Real, Index>& call, const Pairs& pairs, const Row* grad,
                                Real* grad_d) {

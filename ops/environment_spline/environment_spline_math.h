@@ -1,8 +1,8 @@
-// One pair of atoms: its row of the environment matrix, its B-splines, and their derivatives along
-// lines; for CPU and CUDA.
+// The mathematics of one pair of atoms, shared by the CPU and the CUDA kernels: its row of the
+// environment matrix, its B-splines, and their derivatives along lines.
 //
-// A formula is written once, for any kind of number: a double, a vector of doubles, or a Series of
-// one of these, which carries derivatives.
+// Each formula is a template over the type of its numbers: double, a vector of doubles (several
+// pairs), or a Series of one of these, which gives the formula's derivatives.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,8 @@
 
 namespace calcops::ops::environment_spline {
 
-// c[0] + c[1] t + c[2] t^2 + ..., the higher terms left out.
+// A function of t by its first Taylor coefficients: c[0] + c[1] t + c[2] t^2 + ... The operators
+// below compute with such functions and drop all terms from t^kLength on.
 template <class Number, int kLength>
 struct Series {
   Number c[kLength];
@@ -55,37 +56,45 @@ CALCOPS_HD_INLINED inline Series<N, k> operator+(const Series<N, k>& a, double b
 template <class N, int k>
 CALCOPS_HD_INLINED inline Series<N, k> operator-(const Series<N, k>& a, double b) { return a + -b; }
 template <class N, int k>
-CALCOPS_HD_INLINED inline Series<N, k> operator-(double a, const Series<N, k>& b) { return b * -1.0 + a; }
+CALCOPS_HD_INLINED inline Series<N, k> operator-(double a, const Series<N, k>& b) {
+  return b * -1.0 + a;
+}
 // clang-format on
 
-// x, or the bound that it is beyond; NaN stays.
+// Return x between its bounds. Beyond one, return the bound, whose derivatives are 0. NaN stays.
 template <class N, int k>
 CALCOPS_HD_INLINED inline Series<N, k> clamped(const Series<N, k>& x, double lower, double upper) {
-  const N zero{}, low = zero + lower, high = zero + upper;
+  const N zero{};
+  const N low = zero + lower;
+  const N high = zero + upper;
   Series<N, k> result;
   for (int i = 0; i < k; ++i) {
-    result.c[i] = x.c[0] < low ? (i ? zero : low) : x.c[i];
-    result.c[i] = x.c[0] > high ? (i ? zero : high) : result.c[i];
+    result.c[i] = x.c[0] < low ? (i == 0 ? low : zero) : x.c[i];
+    result.c[i] = x.c[0] > high ? (i == 0 ? high : zero) : result.c[i];
   }
   return result;
 }
 
-// w/r and w/r^2
+// The factors of the environment row: R = (s, s_over_r d) before it is normalised.
 template <class S>
 struct Radial {
-  S s, over;
+  S s;         // w/r
+  S s_over_r;  // w/r^2
 };
 
 template <class S>
 CALCOPS_HD_INLINED inline Radial<S> radial(const S& r, const S& inverse, double rcut_smth,
                                            double rcut) {
-  const S u = clamped((r - rcut_smth) * (1 / (rcut - rcut_smth)), 0, 1), rest = 1.0 - u;
-  const S w = rest * rest * rest * (u * (u * 6.0 + 3.0) + 1.0), s = w * inverse;
+  const S u = clamped((r - rcut_smth) * (1 / (rcut - rcut_smth)), 0, 1);
+  const S rest = 1.0 - u;
+  const S w = rest * rest * rest * (u * (u * 6.0 + 3.0) + 1.0);
+  const S s = w * inverse;
   return {s, s * inverse};
 }
 
-// The B-splines of a cell at t, from 0 to 1 within it, times the degree's factorial. They follow
-// from those of the degree below.
+// Write to w[0..kDegree] the B-splines that are not 0 in a cell, times kDegree!, at the position t
+// from 0 to 1 in the cell. By de Boor's recursion each is a weighted sum of two of the degree
+// below.
 template <int kDegree, class N>
 CALCOPS_HD_INLINED inline void unscaled_basis(const N& t, N* w) {
   if constexpr (kDegree == 0) {
@@ -101,7 +110,7 @@ CALCOPS_HD_INLINED inline void unscaled_basis(const N& t, N* w) {
 
 CALCOPS_HD constexpr double factorial(int n) { return n > 1 ? n * factorial(n - 1) : 1; }
 
-// The B-splines and, unless `slopes` is nullptr, their derivatives.
+// Write to w the B-splines of a cell at t and, unless `slopes` is nullptr, their derivatives.
 template <int kDegree, class N>
 CALCOPS_HD_INLINED inline void basis(const N& t, N* w, N* slopes) {
   if (slopes) {
@@ -116,24 +125,26 @@ CALCOPS_HD_INLINED inline void basis(const N& t, N* w, N* slopes) {
   for (int b = 0; b <= kDegree; ++b) w[b] = w[b] * (1 / factorial(kDegree));
 }
 
-// What the kinds of pairs differ in.
+// The constants of a kind of pairs. A row is normalised as R[a] * scale[a] - shift[a]. Its position
+// in the grid is (R[0] - begin) * cells_per_unit, measured in cells.
 struct Kind {
-  double begin, per_width;  // of the cells
-  alignas(32) double slope[4];
+  double begin;
+  double cells_per_unit;
+  alignas(32) double scale[4];
   alignas(32) double shift[4];
 
   CALCOPS_HD Kind() {}
   CALCOPS_HD Kind(const double* davg, const double* dstd, const double* grid, int64_t cells)
-      : begin(grid[0]), per_width(double(cells) / (grid[1] - grid[0])) {
+      : begin(grid[0]), cells_per_unit(double(cells) / (grid[1] - grid[0])) {
     for (int a = 0; a < 4; ++a) {
-      slope[a] = 1 / dstd[a];
+      scale[a] = 1 / dstd[a];
       shift[a] = davg[a] / dstd[a];
     }
   }
 };
 
-// The cell that a position in a grid of `cells` cells of width 1 is in; whatever it is, one of
-// them.
+// Return the cell, 0 to cells - 1, that holds a position measured in cells. A position outside the
+// grid has the nearest cell, NaN the first.
 CALCOPS_HD inline double cell_of(double position, double cells) {
   if (!(position > 0)) return 0;
   return position < cells ? std::floor(position) : cells - 1;
@@ -142,13 +153,15 @@ CALCOPS_HD inline double cell_of(double position, double cells) {
 struct Cutoff {
   double rcut_smth, rcut;
 
-  // NaN is no distance beyond it.
-  CALCOPS_HD bool ends_before(double r2) const { return r2 >= rcut * rcut; }
+  // Return whether a pair of the squared distance r2 adds nothing. One of NaN takes part, so that
+  // the sums become NaN.
+  CALCOPS_HD bool is_at_or_beyond(double r2) const { return r2 >= rcut * rcut; }
 };
 
 // ---- a pair that moves along a line -------------------------------------------------------------
 
-// x^(-1/2), term by term from the derivative of x^(-1/2) x = x^(1/2).
+// Return y = x^(-1/2). From x y' = -1/2 x' y, the coefficients of t^(i-1) on both sides give y.c[i]
+// in terms of y.c[0] ... y.c[i-1].
 template <int k>
 CALCOPS_HD inline Series<double, k> inverse_root(const Series<double, k>& x) {
   Series<double, k> y;
@@ -161,26 +174,28 @@ CALCOPS_HD inline Series<double, k> inverse_root(const Series<double, k>& x) {
   return y;
 }
 
-// Adds to p[b][a] the factor times the term of t^order in R[a] B_b at d + t line, b in the cell
-// that d is in, and returns that cell.
+// Expand R[a] B_b at d + t line in powers of t, for the B-splines b of the cell that d is in. Add
+// `factor` times the coefficient of t^order to p[b][a], and return the cell.
 template <int kDegree, int kLength>
 CALCOPS_HD int64_t add_along(const Kind& kind, const Cutoff& cutoff, int64_t cells, const double* d,
                              const double* line, int order, double factor, double* p) {
   using S = Series<double, kLength>;
-  S at[3], square{};
+  S point[3], square{};
   for (int c = 0; c < 3; ++c) {
-    at[c] = S{};
-    at[c].c[0] = d[c];
-    if (kLength > 1) at[c].c[1 % kLength] = line[c];
-    square = square + at[c] * at[c];
+    point[c] = S{};
+    point[c].c[0] = d[c];
+    // 1 % kLength is 1. Where kLength is 1, a plain 1 would be beyond the array.
+    if (kLength > 1) point[c].c[1 % kLength] = line[c];
+    square = square + point[c] * point[c];
   }
   const S inverse = inverse_root(square);
   const Radial<S> f = radial(square * inverse, inverse, cutoff.rcut_smth, cutoff.rcut);
   S R[4];
-  R[0] = f.s * kind.slope[0] - kind.shift[0];
-  for (int c = 0; c < 3; ++c) R[c + 1] = f.over * at[c] * kind.slope[c + 1] - kind.shift[c + 1];
+  R[0] = f.s * kind.scale[0] - kind.shift[0];
+  for (int c = 0; c < 3; ++c)
+    R[c + 1] = f.s_over_r * point[c] * kind.scale[c + 1] - kind.shift[c + 1];
 
-  const S position = (R[0] - kind.begin) * kind.per_width;
+  const S position = (R[0] - kind.begin) * kind.cells_per_unit;
   const S inside = clamped(position, 0, double(cells));
   const double cell = cell_of(inside.c[0], double(cells));
   S w[kDegree + 1], slopes[kDegree + 1];
@@ -199,16 +214,22 @@ CALCOPS_HD int64_t add_along(const Kind& kind, const Cutoff& cutoff, int64_t cel
 
 constexpr int kMostDirections = 16;
 
-// p[b][a]: the derivative of R[a] B_b at d along all directions [count][3]; returns the cell.
+// Write to p[b][a] the mixed derivative of f = R[a] B_b at d along all of directions [count][3],
+// for the B-splines b of the cell that d is in. Return the cell.
 //
-// It is the sum over the signs of 2..count of their product times the term of t^count along
-// direction 1 +- direction 2 ..., over 2^(count - 1). The directions are made unit vectors first:
-// rounding is relative to the largest derivative along such ones.
+// The mixed derivative follows from derivatives along single lines (polarization). With k = count
+// and c_k(v) the coefficient of t^k in f(d + t v), it is
+//
+//   2^(1-k)  sum of  s_1 ... s_(k-1) c_k(s_1 v_1 + ... + s_(k-1) v_(k-1) + v_k)
+//
+// over the signs s_i = +1 and -1 of all directions but the last. The directions are made unit
+// vectors first, so that rounding is relative to the largest derivative along unit vectors.
 template <int kDegree, int kLength>
 CALCOPS_HD int64_t derivative_of(const Kind& kind, const Cutoff& cutoff, int64_t cells,
                                  const double* d, const double (*directions)[3], int count,
                                  double* p) {
-  double unit[kMostDirections][3], scale = 1;
+  double unit[kMostDirections][3];
+  double scale = 1;  // the product of the lengths, times 2^(1-k)
   for (int i = 0; i < count; ++i) {
     const double* v = directions[i];
     const double length = std::sqrt(v[0] * v[0] + v[1] * v[1] + v[2] * v[2]);
@@ -217,10 +238,12 @@ CALCOPS_HD int64_t derivative_of(const Kind& kind, const Cutoff& cutoff, int64_t
   }
   for (int i = 0; i < 4 * (kDegree + 1); ++i) p[i] = 0;
   int64_t cell = 0;
-  for (int64_t signs = 0; signs < (count > 1 ? int64_t(1) << (count - 1) : 1); ++signs) {
-    double line[3] = {0, 0, 0}, factor = scale;
+  const int64_t sign_choices = count > 1 ? int64_t(1) << (count - 1) : 1;
+  for (int64_t signs = 0; signs < sign_choices; ++signs) {
+    double line[3] = {0, 0, 0};
+    double factor = scale;
     for (int i = 0; i < count; ++i) {
-      const double sign = signs >> i & 1 ? -1 : 1;
+      const double sign = signs >> i & 1 ? -1 : 1;  // bit i: s_i is -1
       factor *= sign;
       for (int c = 0; c < 3; ++c) line[c] += sign * unit[i][c];
     }
@@ -229,6 +252,8 @@ CALCOPS_HD int64_t derivative_of(const Kind& kind, const Cutoff& cutoff, int64_t
   return cell;
 }
 
+// The same for any count up to kMostDirections. A series may be longer than needed, so five lengths
+// are compiled.
 template <int kDegree>
 CALCOPS_HD int64_t derivative(const Kind& kind, const Cutoff& cutoff, int64_t cells,
                               const double* d, const double (*directions)[3], int count,

@@ -1,4 +1,5 @@
-// The force operators: their contract, and the way from a call to the kernels.
+// The force operators: their contract, and the conversion of a call's views to the kernels'
+// structs.
 #include <calcops/operator.h>
 
 #include "force/force.h"
@@ -6,8 +7,10 @@
 namespace calcops::ops::force {
 namespace {
 
-// Composed of PyTorch's operators: it is made once for many calls, and they know every device and
-// transform. The stable sort keeps the slots of a row in order.
+// Return the slots sorted by the atom that they name (contract below).
+//
+// It calls PyTorch's operators, which support every device and transform. Their speed is enough:
+// one index serves many calls. The stable sort keeps the slots of a group in rising order.
 Value neighbor_index(const Value* arguments) {
   const Value& list_neigh = arguments[0];
   const Value rows = list_neigh.size(1) + arguments[1];  // n + nghost
@@ -18,11 +21,11 @@ Value neighbor_index(const Value* arguments) {
                                      Value::call("aten::lt.Scalar", list, rows));
   const Value names = Value::call("aten::where.ScalarOther", is_named, list, rows);
   const Value sorted = Value::call("aten::sort.stable", names, /*stable=*/true, /*dim=*/1);
-  // Rows of zeros like `names`: under vmap searchsorted wants all of its tensors mapped.
-  const Value all = Value::call(
+  // The zeros derive from `names`: under vmap all tensors of searchsorted must be batched.
+  const Value atoms = Value::call(
       "aten::add.Tensor", Value::call("aten::new_zeros", names, Value::list(list_neigh.size(0), 1)),
       Value::call("aten::arange", rows, names.dtype(), nullptr, names.device()));
-  const Value ends = Value::call("aten::searchsorted.Tensor", sorted[0], all,
+  const Value ends = Value::call("aten::searchsorted.Tensor", sorted[0], atoms,
                                  /*out_int32=*/false, /*right=*/true);
   const Value slots = Value::call("aten::where.ScalarOther",
                                   Value::call("aten::lt.Scalar", sorted[0], rows), sorted[1], -1);
@@ -37,20 +40,25 @@ force(Tensor list_neigh, Tensor dE, Tensor Ri_d, SymInt nghost=0, *,
       Tensor? neighbor_index=None) -> Tensor
   Force on every atom from a neighbour list, dE/dRi and dRi/dr.
 
-  F_a = sum g over the slots that name atom a, minus sum g over a's own slots, with
-  g = sum_c dE[c] Ri_d[c, :]. Rows of ghosts are to be added to the atoms they are images of.
+  Each filled slot is a pair of the row's atom and the atom that the slot names. The pair puts the
+  force g = sum_c dE[c] Ri_d[c, :] on the named atom, and -g on the row's atom. F_a is the sum of g
+  over the slots that name atom a, minus the sum of g over the slots in row a. Add the rows of
+  ghosts to the atoms that they are images of.
 
-  Differentiable to any order in dE and Ri_d, in reverse and in forward mode. What an empty slot
-  holds in dE and Ri_d is never used, and every derivative there is exactly 0. Deterministic. An
-  entry < -1 or >= n + nghost is an error on the CPU; on CUDA the row of its centre atom becomes
-  NaN, and with CALCOPS_CHECK=1 in the environment (which synchronises) it is an error too.
+  Differentiable to any order in dE and Ri_d, in reverse and in forward mode. The values of dE and
+  Ri_d in an empty slot are never used, and every derivative there is exactly 0. Deterministic.
+
+  A list entry < -1 or >= n + nghost is an error on the CPU. On CUDA the force on the row's atom
+  becomes NaN. With CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call
+  then waits for the GPU.
 
 force_virial(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor Rij, SymInt nghost=0, *,
              Tensor? neighbor_index=None) -> (Tensor force, Tensor virial, Tensor atom_virial)
   Force, virial and per-atom virial from a neighbour list, dE/dRi, dRi/dr and pair vectors.
 
-  virial[a][b] = sum g[a] Rij[b] over all pairs; atom_virial gives each pair's term to the neighbour
-  j. Stress = -virial / volume.
+  g is the force of a pair, as for calcops::force. virial[a][b] is the sum of g[a] Rij[b] over all
+  pairs of a frame. atom_virial gives each pair's term to the neighbour j. Stress is
+  -virial / volume.
 
   Differentiable to any order in dE, Ri_d and Rij through all three outputs, in reverse and in
   forward mode. Empty slots, wrong entries and determinism: as for calcops::force.
@@ -58,35 +66,37 @@ force_virial(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor Rij, SymInt nghos
 neighbor_index(Tensor list_neigh, SymInt nghost=0) -> Tensor
   Slots sorted by the atom that they name. Saves force and force_virial work on CUDA.
 
-  Returns int32 [B, n + nghost + n*K], n*K < 2^31: first, for each atom j, where its part of what
-  follows ends; then the slots i*K + s that name atom 0, those that name atom 1 and so on, each in
-  rising order, and -1 for every slot that names none.
+  Returns int32 [B, n + nghost + n*K], n*K < 2^31, in two parts. The second part [B, n*K] has the
+  slots i*K + s in groups: those that name atom 0, those that name atom 1 and so on, each group in
+  rising order. -1 stands at its end for every slot that names no atom. The first part
+  [B, n + nghost] has, for each atom, the position in the second part just behind its group.
 
 _force_virial(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor? Rij, SymInt nghost, bool center, *,
               Tensor? neighbor_index=None) -> (Tensor, Tensor, Tensor)
-  Both; without `center` what the pairs do to the neighbours alone.
+  Force, virial and per-atom virial. Without `center`, atoms receive no force from their own rows.
 
 _force_virial_backward(Tensor? grad_force, Tensor? grad_virial, Tensor? grad_atom_virial,
                        Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor? Rij, SymInt nghost,
                        bool center=True, bool[3] output_mask=[True, True, True], *,
                        Tensor? neighbor_index=None) -> (Tensor, Tensor, Tensor)
-  Their gradients for dE, Ri_d and Rij.
+  Gradients for dE, Ri_d and Rij, from those for force, virial and atom_virial.
 
 list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
              entries -1 or 0 <= j < n + nghost at frame, atom, slot;
              n*K < 2^31 slots a frame in neighbor_index;
              n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
              0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
-             in a row. An atom may be named more than once, and may name itself (a periodic image).
+             in a row. A row may name an atom several times, and also its own atom (a periodic
+             image).
 dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
 Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, the derivative for the centre
              atom, 1/length.
 Rij          [B, n, K, 3]; like dE. r_j - r_i, length.
 nghost       0 to 2^40. Number of ghost atoms.
-neighbor_index  [B, n + nghost + n*K] from neighbor_index(list_neigh, nghost); int32. Or None. Saves
-             CUDA the work of finding out who names whom; the CPU has no use for it. Results are the
-             same bit for bit. One of another list gives wrong forces on CUDA; with CALCOPS_CHECK=1
-             it is an error on either device.
+neighbor_index  [B, n + nghost + n*K] from neighbor_index(list_neigh, nghost); int32. Or None. It
+             saves CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
+             Results are the same bit for bit. The index of another list gives wrong forces on
+             CUDA; with CALCOPS_CHECK=1 it is an error on either device.
 center       true where absent.
 force        [B, n + nghost, 3]; like dE. Energy/length.
 virial       [B, 3, 3]; like dE. Energy.

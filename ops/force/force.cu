@@ -1,15 +1,16 @@
 // CUDA kernels of the force operators.
 //
-// Forward: the pairs that name one atom form its row. Integer atomics count the rows and collect
-// their slots; that order differs from run to run, so a warp sorts each row before it is summed:
-// the bits do not depend on the order of blocks. Each pair is read twice, with its neighbour's row
-// and with its centre's, and at about the same time where the list keeps near atoms together, so
-// that one of the two comes from L2. (Writing g per slot and gathering it moves as many bytes by
-// count: what is gathered is 24 bytes, but memory hands out sectors of 32.) A neighbor_index has
-// the rows sorted already, and summing them is all that is left.
+// Forward: the slots that name one atom form its row. Integer atomics count the slots of each row
+// and collect them. Their order differs from run to run, so a warp sorts each row before it is
+// summed: the bits do not depend on the order of blocks. A neighbor_index has the rows sorted.
 //
-// Four lanes share a pair: lane c holds dE[c] and Ri_d[c], in the backward also column c of U. So a
-// warp reads whole sectors of eight pairs and nothing has to be aligned beyond its own type.
+// Each pair is read twice, for its neighbour's row and for its centre's. If the list keeps near
+// atoms together, these reads are close in time and one of them comes from L2. (To write g for each
+// slot and gather it would move as many bytes: g has 24 bytes, but memory is read in sectors of
+// 32.)
+//
+// Four lanes share a pair: lane c holds dE[c] and Ri_d[c], in the backward also row c of U. So a
+// warp reads whole sectors of eight pairs, and no array needs more than its type's alignment.
 #include <algorithm>
 #include <limits>
 #include <type_traits>
@@ -22,27 +23,26 @@ namespace {
 
 constexpr unsigned kThreads = 256, kWarps = kThreads / 32;
 constexpr unsigned kAllLanes = 0xffffffff;
-// Slots that a warp can list in shared memory; a longer row is read where it lies.
+// Slots that fit into a warp's list in shared memory. A longer row is read from device memory.
 constexpr unsigned kListed = 512;
 constexpr uint32_t kNoSlot = 0xffffffff;
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 struct Workspace {
   double* virials;           // [frames][row_tiles][9], each block's share
-  unsigned long long* ends;  // [frames][n+m], of the row in `slots`
-  unsigned long long* used;  // length of `slots` so far; zero at first, as the next two
-  uint32_t* counts;          // [frames][n+m], pairs in the row
-  uint32_t* tickets;         // [frames], blocks that have added their share
-  uint32_t* slots;           // rows in any order; a slot counts from the start of its frame
+  unsigned long long* ends;  // [frames][n+m], the end of each row in `slots`
+  unsigned long long* used;  // length of `slots` so far; zero at first, like the next two
+  uint32_t* counts;          // [frames][n+m], pairs in each row
+  uint32_t* tickets;         // [frames], blocks that have written their share
+  uint32_t* slots;           // the rows in any order; slots are numbered within their frame
   int64_t bytes = 0;
-  // A block takes kWarps rows or kThreads slots of one frame; the virial wants a block in any case.
-  int64_t row_tiles, slot_tiles;
+  int64_t row_tiles;   // blocks of kWarps rows in a frame; at least one, which writes the virial
+  int64_t slot_tiles;  // blocks of kThreads slots in a frame
 
   template <class Real, class Index>
   Workspace(void* memory, const ForceInputs<Real, Index>& in) {
     const int64_t rows = in.natoms + in.nghost, frame_slots = in.natoms * in.neighbors;
-    const int64_t unsorted =
-        in.neighbor_index ? 0 : in.frames;  // frames whose rows are to be found
+    const int64_t unsorted = in.neighbor_index ? 0 : in.frames;  // frames to be sorted
     row_tiles = std::max<int64_t>((rows + kWarps - 1) / kWarps, 1);
     slot_tiles = (frame_slots + kThreads - 1) / kThreads;
     const auto take = [&](auto*& array, int64_t count) {
@@ -67,12 +67,12 @@ struct Workspace {
 __device__ inline bool names_atom(int64_t entry, int64_t rows) {
   return uint64_t(entry) < uint64_t(rows);
 }
-// Neither that nor -1.
+// Return whether an entry is neither an atom nor -1. As an unsigned number, -1 + 1 is 0.
 __device__ inline bool is_wrong(int64_t entry, int64_t rows) {
   return uint64_t(entry) + 1 > uint64_t(rows);
 }
 
-// visit(row, slot) for every pair of this block's slots, one a thread.
+// Call visit(row, slot) for the pairs among this block's slots. Each thread has one slot.
 template <class Real, class Index, class Visit>
 __device__ inline void visit_pairs(const ForceInputs<Real, Index>& in, const Workspace& work,
                                    Visit visit) {
@@ -90,7 +90,8 @@ __global__ void count_rows(ForceInputs<Real, Index> in, Workspace work) {
   visit_pairs(in, work, [&](int64_t row, uint32_t) { atomicAdd(work.counts + row, 1u); });
 }
 
-// Where each row begins: a warp's rows in turn, the warps in the order of their arrival.
+// Set where each row begins in `slots`. The rows of a warp follow each other; the warps are in the
+// order in which they run.
 __global__ void place_rows(Workspace work, int64_t rows) {
   const int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   const unsigned lane = threadIdx.x % 32;
@@ -102,7 +103,8 @@ __global__ void place_rows(Workspace work, int64_t rows) {
   }
   unsigned long long begin = lane == 31 ? atomicAdd(work.used, end) : 0;
   begin = __shfl_sync(kAllLanes, begin, 31);
-  if (row < rows) work.ends[row] = begin + end - count;  // fill_rows moves it to the end
+  // The beginning; fill_rows increments it to the end.
+  if (row < rows) work.ends[row] = begin + end - count;
 }
 
 template <class Real, class Index>
@@ -113,10 +115,10 @@ __global__ void fill_rows(ForceInputs<Real, Index> in, Workspace work) {
 }
 
 // Bitonic sorts by one warp. Every comparison puts the smaller value first (Knuth, The Art of
-// Computer Programming 3, 5.3.4), so the places from length to the next power of two would only
-// ever hold infinities.
+// Computer Programming 3, 5.3.4). So places from `length` to the next power of two may be taken for
+// infinities, which never move.
 //
-// In registers: value 32 q + lane is v[q] of that lane.
+// Sort in registers. Value 32 q + lane is v[q] of that lane.
 template <int kEach>
 __device__ inline void sort_in_registers(uint32_t* slots, uint32_t length, unsigned lane) {
   uint32_t v[kEach], others[kEach];
@@ -144,7 +146,7 @@ __device__ inline void sort_in_registers(uint32_t* slots, uint32_t length, unsig
     if (32 * q + lane < length) slots[32 * q + lane] = v[q];
 }
 
-// Where it lies: pairs that reach beyond the end are left alone.
+// Sort in device memory. A comparison with a place beyond the end is skipped.
 __device__ inline void sort_in_memory(uint32_t* slots, uint32_t length, unsigned lane) {
   const int levels = 32 - __clz(int(length - 1));
   for (int level = 0; level < levels; ++level) {
@@ -189,8 +191,8 @@ __device__ inline void load_r4(const Real*, Numbers<1>& r4) {
   r4[0] = 1;
 }
 
-// Adds this lane's terms of g (x) R4 of kPairs pairs, lane / 4 + 0, 8, ... from `slots` on. All are
-// loaded before the first is used, and nothing branches in between.
+// Add this lane's terms of g (x) R4 for kPairs pairs: those at slots[lane / 4], and every 8 further
+// on. All are loaded before the first is used, without a branch in between.
 template <int kPairs, int kColumns, class Real, class Index>
 __device__ inline void add_pairs(const ForceInputs<Real, Index>& in, int64_t frame_slots,
                                  const uint32_t* slots, unsigned lane, Numbers<kColumns>* sum) {
@@ -213,7 +215,7 @@ __device__ inline void add_pairs(const ForceInputs<Real, Index>& in, int64_t fra
   }
 }
 
-// The same over the pairs at slots[0..count).
+// The same for all pairs at slots[0..count).
 template <int kColumns, class Real, class Index>
 __device__ inline void sum_pairs(const ForceInputs<Real, Index>& in, int64_t frame_slots,
                                  const uint32_t* slots, uint32_t count, unsigned lane,
@@ -223,7 +225,8 @@ __device__ inline void sum_pairs(const ForceInputs<Real, Index>& in, int64_t fra
   for (; k + lane / 4 < count; k += 8) add_pairs<1>(in, frame_slots, slots + k, lane, sum);
 }
 
-// The slots that name atom j, in rising order; in the warp's list where they fit.
+// Return the slots that name atom j, in rising order, and their number. If they fit, they are
+// copied to the warp's list.
 template <class Real, class Index>
 __device__ inline const uint32_t* row_of(const ForceInputs<Real, Index>& in, const Workspace& work,
                                          int64_t frame, int64_t j, uint32_t* list,
@@ -231,7 +234,7 @@ __device__ inline const uint32_t* row_of(const ForceInputs<Real, Index>& in, con
   const int64_t rows = in.natoms + in.nghost, frame_slots = in.natoms * in.neighbors;
   const uint32_t* slots;
   if (in.neighbor_index) {
-    // Whatever an index of another list holds, nothing outside the inputs is read.
+    // The index of another list must not lead out of bounds.
     const int32_t* ends = in.neighbor_index + frame * (rows + frame_slots);
     const int64_t end = min(max(int64_t(ends[j]), int64_t(0)), frame_slots);
     const int64_t begin = j > 0 ? min(max(int64_t(ends[j - 1]), int64_t(0)), end) : 0;
@@ -247,7 +250,7 @@ __device__ inline const uint32_t* row_of(const ForceInputs<Real, Index>& in, con
   return list;
 }
 
-// The row of atom j by one warp, sum the same in every lane; list is room for kListed slots.
+// Sum the row of atom j by one warp. Every lane gets the sum. `list` has room for kListed slots.
 template <int kColumns, class Real, class Index>
 __device__ inline void sum_row(const ForceInputs<Real, Index>& in, const Workspace& work,
                                int64_t frame, int64_t j, uint32_t* list, Numbers<kColumns>* sum) {
@@ -263,19 +266,19 @@ __device__ inline void sum_row(const ForceInputs<Real, Index>& in, const Workspa
   const int64_t own_slots = j < in.natoms ? in.neighbors : 0;
   const Index* own = in.list_neigh + frame_slots + j * in.neighbors;
   for (int64_t begin = 0; begin < own_slots; begin += kListed) {
-    __syncwarp();  // what the list held has been read
+    __syncwarp();  // all lanes have read the list
     const int64_t end = min(begin + kListed, own_slots);
-    uint32_t live = 0;
-    constexpr int kLoads = 4;  // in flight
+    uint32_t live = 0;         // filled slots in the list
+    constexpr int kLoads = 4;  // at once
     for (int64_t s = begin; s < end; s += 32 * kLoads) {
       int64_t entries[kLoads];
       for (int k = 0; k < kLoads; ++k)
         entries[k] = s + 32 * k + lane < end ? int64_t(own[s + 32 * k + lane]) : -1;
       for (int k = 0; k < kLoads; ++k) {
-        const bool named = names_atom(entries[k], rows);
+        const bool is_filled = names_atom(entries[k], rows);
         bad |= is_wrong(entries[k], rows);
-        const unsigned lanes = __ballot_sync(kAllLanes, named);
-        if (named)
+        const unsigned lanes = __ballot_sync(kAllLanes, is_filled);
+        if (is_filled)
           list[live + __popc(lanes & ((1u << lane) - 1))] =
               uint32_t(j * in.neighbors + s + 32 * k + lane);
         live += __popc(lanes);
@@ -295,8 +298,8 @@ __device__ inline void sum_row(const ForceInputs<Real, Index>& in, const Workspa
   }
 }
 
-// A frame's virial is the sum of its atoms'. The last block of a frame to come here adds the shares
-// of all, in their order. sum is the row of the thread's warp.
+// Write a frame's virial: the sum of its atoms' virials. The last block of a frame to come here
+// adds the shares of all blocks, in their order. `sum` is the row of the thread's warp.
 template <class Real>
 __device__ inline void sum_virial(const Workspace& work, int64_t frame, const Row* sum,
                                   Real* virial) {
@@ -335,7 +338,8 @@ __device__ inline void sum_virial(const Workspace& work, int64_t frame, const Ro
   virial[frame * 9 + thread] = Real(total);
 }
 
-// Three blocks a multiprocessor leave 80 registers, room for the loads of four pairs in flight.
+// Write the results of all atoms, a warp for each. With three blocks on a multiprocessor, a thread
+// has 80 registers, enough to load four pairs at once.
 template <int kColumns, class Real, class Index>
 __global__ void __launch_bounds__(kThreads, 3)
     sum_rows(ForceInputs<Real, Index> in, ForceOutputs<Real> out, Workspace work) {
@@ -363,7 +367,7 @@ __device__ inline void sum_of_four_lanes(Triple& values) {
       values[a] += __shfl_xor_sync(kAllLanes, values[a], lanes);
 }
 
-// A warp per centre atom.
+// Write the gradients, a warp for each centre atom.
 template <bool kVirial, class Real, class Index>
 __global__ void __launch_bounds__(kThreads)
     backward_rows(ForceInputs<Real, Index> in, ForceUpstream<Real> upstream,
@@ -382,12 +386,13 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t s = lane; s < in.neighbors; s += 32) bad |= is_wrong(list[s], rows);
   bad = __any_sync(kAllLanes, bad);
 
-  // This lane's column of U: 0 to 2 the virial's, 3 the force's, which is all without a virial.
-  const unsigned column = kVirial ? c : 3;
+  // This lane's row of U (force_math.h): 0 to 2 are the virial's, 3 is the force's. Without a
+  // virial there is only the last.
+  const unsigned u_row = kVirial ? c : 3;
   Triple center = {}, gV = {};
   for (int a = 0; a < 3; ++a) {
-    if (column == 3 && gF && in.center) center[a] = gF[3 * i + a];
-    if (column < 3 && upstream.virial) gV[a] = upstream.virial[9 * frame + 3 * a + column];
+    if (u_row == 3 && gF && in.center) center[a] = gF[3 * i + a];
+    if (u_row < 3 && upstream.virial) gV[a] = upstream.virial[9 * frame + 3 * a + u_row];
   }
   const bool wants_Rij = kVirial && out.Rij;
   const double otherwise = bad ? kNaN : 0;
@@ -395,25 +400,24 @@ __global__ void __launch_bounds__(kThreads)
   Index next = lane / 4 < in.neighbors ? list[lane / 4] : Index(-1);
 
   for (int64_t begin = 0; begin < in.neighbors; begin += 8) {
-    const int64_t at = first + begin, s = begin + lane / 4;  // four lanes a slot
-    const bool inside = s < in.neighbors;
+    const int64_t at = first + begin, s = begin + lane / 4;  // four lanes for each slot
+    const bool is_inside = s < in.neighbors;
     const int64_t j = next;
     next = s + 8 < in.neighbors ? list[s + 8] : Index(-1);
-    const bool live = !bad && j != -1;
+    const bool is_live = !bad && j != -1;
     double grad_dE = otherwise, grad_Rij = otherwise;
     double grad_Ri_d[3] = {otherwise, otherwise, otherwise};
-    if (__any_sync(kAllLanes, live)) {
+    if (__any_sync(kAllLanes, is_live)) {
       Triple u = {}, e = {};
       double dE = 0, Ri_d[3] = {};
-      if (live) {
+      if (is_live) {
         double r = 1;
         if (out.Ri_d || wants_Rij) dE = in.dE[4 * at + lane];
         if (out.dE || wants_Rij)
           for (int a = 0; a < 3; ++a) Ri_d[a] = in.Ri_d[12 * at + 3 * lane + a];
-        if (column < 3) {
-          r = in.Rij[3 * (at + lane / 4) + column];
-          for (int a = 0; a < 3; ++a)
-            u[a] = gV[a] + (gAV ? double(gAV[9 * j + 3 * a + column]) : 0);
+        if (u_row < 3) {
+          r = in.Rij[3 * (at + lane / 4) + u_row];
+          for (int a = 0; a < 3; ++a) u[a] = gV[a] + (gAV ? double(gAV[9 * j + 3 * a + u_row]) : 0);
         } else if (gF) {
           for (int a = 0; a < 3; ++a) u[a] = gF[3 * j + a];
         }
@@ -425,15 +429,15 @@ __global__ void __launch_bounds__(kThreads)
         g = row_times_matrix<1>(&dE, Ri_d);
         sum_of_four_lanes(g);
       }
-      if (live) {
+      if (is_live) {
         matrix_times_column<1>(Ri_d, e, &grad_dE);
         outer_product<1>(&dE, e, grad_Ri_d);
         matrix_times_column<1>(u.x, g, &grad_Rij);
       }
     }
-    if (out.dE && inside) out.dE[4 * at + lane] = Real(grad_dE);
+    if (out.dE && is_inside) out.dE[4 * at + lane] = Real(grad_dE);
     if (out.Ri_d) {
-      // Through shared memory, so that neighbouring lanes write neighbouring numbers.
+      // By way of shared memory, so that neighbouring lanes write neighbouring numbers.
       for (int a = 0; a < 3; ++a) staging[warp][3 * lane + a] = Real(grad_Ri_d[a]);
       __syncwarp();
       const unsigned numbers = unsigned(min(int64_t(96), 12 * (in.neighbors - begin)));
@@ -441,7 +445,7 @@ __global__ void __launch_bounds__(kThreads)
         if (k + lane < numbers) out.Ri_d[12 * at + k + lane] = staging[warp][k + lane];
       __syncwarp();
     }
-    if (out.Rij && inside && c < 3) out.Rij[3 * (at + lane / 4) + c] = Real(grad_Rij);
+    if (out.Rij && is_inside && c < 3) out.Rij[3 * (at + lane / 4) + c] = Real(grad_Rij);
   }
 }
 

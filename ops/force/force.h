@@ -1,19 +1,20 @@
 // Forces and virial from a neighbour list. The contract is in force.cpp, the mathematics in
 // force_math.h.
 //
-// B frames, n local atoms, m = nghost ghost atoms, K neighbour slots an atom (K = T*M where a list
-// has T types with M slots each). For the pair of centre i and slot s that names atom j:
+// A list has B frames, n local atoms, m = nghost ghost atoms, and K neighbour slots for each local
+// atom (K = T*M for T types with M slots each). For the pair of centre i and slot s that names j:
 //
 //   g[a] = sum_c dE[i,s,c] Ri_d[i,s,c,a]      the force that the pair puts on j
 //   F[j] += g,  F[i] -= g
 //   W[a][b] += g[a] Rij[i,s,b]                the virial; stress = -W / volume
 //
-// Sums are taken in float64 and in an order that depends on the sizes and on list_neigh alone: not
-// on the number of threads, the types, or which of the results are wanted. So results are the same
-// bit for bit. float32 results differ from the exact ones by
-// at most one ulp and 1e-14 of the sum of the terms' magnitudes (where terms cancel that is more
-// than an ulp). Source: Wang, Zhang, Han, E, Comput. Phys. Commun. 228, 178 (2018), eqs. 5-7, with
-// j's share of the virial as in deepmd-kit's prod_virial.
+// Sums are in float64. Their order depends on the sizes and on list_neigh alone. So results are the
+// same bit for bit, whatever the number of threads, the types and the wanted results. float32
+// results differ from the exact ones by at most one ulp plus 1e-14 of the sum of the terms'
+// magnitudes. Where terms cancel, the second part is more than an ulp.
+//
+// Source: Wang, Zhang, Han, E, Comput. Phys. Commun. 228, 178 (2018), eqs. 5-7. As in deepmd-kit's
+// prod_virial, a pair's virial belongs to j.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +28,8 @@ namespace calcops::ops::force {
 template <class Real, class Index>
 struct ForceInputs {
   int64_t frames, natoms, nghost, neighbors;  // B, n, m, K
-  bool center;                                // F[i] -= g; otherwise the caller has it already
-  bool virial;                                // otherwise Rij and two of the outputs are unused
+  bool center;                                // false: F[i] -= g is left out
+  bool virial;                                // false: the force alone; Rij is unused
   const Index* list_neigh;                    // [B, n, K]
   const Real* dE;                             // [B, n, K, 4]
   const Real* Ri_d;                           // [B, n, K, 4, 3]
@@ -51,7 +52,7 @@ struct ForceUpstream {
   const Real* atom_virial;
 };
 
-// Its gradients for the inputs; nullptr: not wanted.
+// Gradients of that scalar for the inputs; nullptr: not wanted.
 template <class Real>
 struct ForceGradients {
   Real* dE;
@@ -59,7 +60,7 @@ struct ForceGradients {
   Real* Rij;
 };
 
-// Both return the first position in list_neigh that names no atom, or -1 if every entry is right.
+// Both return the position of the first wrong entry in list_neigh, or -1.
 template <class Real, class Index>
 int64_t force_cpu(const ForceInputs<Real, Index>& in, const ForceOutputs<Real>& out);
 template <class Real, class Index>
@@ -67,7 +68,7 @@ int64_t force_backward_cpu(const ForceInputs<Real, Index>& in, const ForceUpstre
                            const ForceGradients<Real>& out);
 
 #ifndef CALCOPS_NO_CUDA
-// Bytes of device memory that force_cuda works in; any content, 256-byte aligned.
+// Return the bytes of `workspace` that force_cuda needs: uninitialised, 256-byte aligned.
 template <class Real, class Index>
 int64_t force_cuda_workspace(const ForceInputs<Real, Index>& in);
 template <class Real, class Index>

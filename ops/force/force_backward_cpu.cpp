@@ -10,10 +10,12 @@
 namespace calcops::ops::force {
 namespace {
 
-// U of every row of every frame: gF alone without a virial's gradient, and a number to fill it up.
+// Numbers of U (force_math.h) for one atom. Without a virial's gradient these are gF and a fourth
+// number, which fills the register.
 template <bool kVirial>
 constexpr int64_t kUpstream = kVirial ? 12 : 4;
 
+// Write U of every atom of every frame.
 template <bool kVirial, class Real, class Index>
 void pack_upstream(const ForceInputs<Real, Index>& in, const ForceUpstream<Real>& upstream,
                    double* packed) {
@@ -35,7 +37,7 @@ void pack_upstream(const ForceInputs<Real, Index>& in, const ForceUpstream<Real>
   });
 }
 
-// The gradients of one centre atom's slots.
+// Write the gradients of one centre atom's slots. Return the first slot with a wrong entry.
 template <bool kVirial, class Real, class Index>
 int64_t backward_atom(const ForceInputs<Real, Index>& in, const double* packed, int64_t atom,
                       const ForceGradients<Real>& out) {

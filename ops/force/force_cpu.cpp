@@ -17,18 +17,19 @@ namespace {
 void subtract_force(Row& sum, double force) { sum[3] -= force; }
 void subtract_force(double& sum, double force) { sum -= force; }
 
-// One task's share of a frame: a run of centre atoms, whose pairs are summed into rows of the
-// task's own. They are added in the order of the tasks, so the bits do not depend on the threads.
+// One task's part of a frame: a run of centre atoms. Each task sums its pairs into rows of its own.
+// These are then added in the order of the tasks, so the bits do not depend on the threads.
 template <class R4>
 struct Part {
-  R4* sums;             // [n+m][3], of which the task has set
-  int64_t first, last;  // first <= j < last
-  int64_t bad;          // position of the first entry that names no atom; then there are no sums
+  R4* sums;  // [n+m][3]; only the rows first <= j < last are set
+  int64_t first, last;
+  int64_t bad;  // position of the first wrong entry, or kNone; if there is one, no sums
 };
 
-// More tasks share the work better and cost more memory and additions. The number says in which
-// order sums are taken, so it depends on the sizes alone, not on types or on what is wanted.
-// Together they take an eighth of float64 inputs at most, a quarter of float32 ones.
+// Return into how many tasks a frame is divided. More tasks balance the work better but cost memory
+// and additions. The number determines the order of sums, so it depends on the sizes alone, not on
+// types or on the wanted results. The tasks' rows take at most an eighth of the memory of float64
+// inputs, or a quarter of that of float32 ones.
 int64_t tasks_per_frame(int64_t natoms, int64_t rows, int64_t neighbors) {
   constexpr int64_t kSlotsPerTask = 1 << 12, kMaxTasks = 8;
   constexpr int64_t kSlotBytes = 19 * sizeof(double), kRowBytes = 3 * sizeof(Row);
@@ -37,8 +38,9 @@ int64_t tasks_per_frame(int64_t natoms, int64_t rows, int64_t neighbors) {
   return std::clamp<int64_t>(std::min(slots / kSlotsPerTask, fit), 1, kMaxTasks);
 }
 
-// Sets the least range of rows that has all those in the list, or the position of its first bad
-// entry. As unsigned numbers -1 is the largest and its successor 0, so nothing can overflow.
+// Set part.first and part.last to the smallest range that has all atoms in the list, or part.bad to
+// the position of the first wrong entry. An unsigned -1 is the largest number and -1 + 1 is 0, so
+// that empty slots change neither the minimum nor the maximum, and nothing overflows.
 template <class R4, class Index>
 void find_rows(const Index* list, int64_t slots, int64_t rows, Part<R4>& part) {
   using Unsigned = std::make_unsigned_t<Index>;
@@ -55,6 +57,7 @@ void find_rows(const Index* list, int64_t slots, int64_t rows, Part<R4>& part) {
   for (part.bad = 0; Unsigned(Unsigned(list[part.bad]) + 1) <= limit;) ++part.bad;
 }
 
+// Sum the pairs of the centre atoms begin <= i < end of a frame into `part`.
 template <class R4, class Real, class Index>
 void sum_pairs(const ForceInputs<Real, Index>& in, int64_t frame, int64_t begin, int64_t end,
                Part<R4>& part) {
@@ -109,7 +112,7 @@ void write_row(const double* sum, int64_t row, const ForceOutputs<Real>& out) {
   for (int a = 0; a < 3; ++a) out.force[3 * row + a] = Real(sum[a]);
 }
 
-// Writes the rows begin <= j < end of a frame and returns their sum.
+// Write the results of the atoms begin <= j < end of a frame. Return the sum of their rows.
 template <class R4, class Real>
 std::array<R4, 3> add_parts(const Part<R4>* parts, int64_t tasks, int64_t begin, int64_t end,
                             int64_t frame_row, const ForceOutputs<Real>& out) {
@@ -126,6 +129,7 @@ std::array<R4, 3> add_parts(const Part<R4>* parts, int64_t tasks, int64_t begin,
   return total;
 }
 
+// Write all results. Return the position of the first wrong entry, or kNone.
 template <class R4, class Real, class Index>
 int64_t force_of(const ForceInputs<Real, Index>& in, const ForceOutputs<Real>& out) {
   const int64_t rows = in.natoms + in.nghost;

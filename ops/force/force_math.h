@@ -1,14 +1,18 @@
-// The mathematics of one pair, for the CPU and the CUDA kernel alike (formulas: force.h).
+// The mathematics of one pair, shared by the CPU and the CUDA kernels (formulas: force.h). (x) is
+// the outer product.
 //
-// With R4 = (Rij, 1) the product g (x) R4 holds the pair's virial in its first three columns and
-// its force in the last: one accumulator carries both. With the upstream gradients in the same
-// order, U = (gV + gAV_j, gF_j) as four rows of three, the backward is made of the same products:
+// With R4 = (Rij, 1), the product g (x) R4 has the pair's virial in its first three columns and its
+// force in the last. So one accumulator holds both.
 //
-//   g = dE Ri_d        e = R4 U - gF_i        dE' = Ri_d e        Ri_d' = dE (x) e        Rij' = U
-//   g
+// The backward has the upstream gradients gF, gV and gAV of force, virial and atom_virial. U holds
+// those of the neighbour j as four rows of three: U[b][a] = gV[a][b] + gAV_j[a][b] for b < 3, and
+// U[3] = gF_j. e is the gradient for g, and a prime marks the gradient for an input:
 //
-// e is what a change of g is worth. The CPU has all rows of a matrix at once. A CUDA lane has one
-// of them (kRows = 1); what it gets for g and e is its share of a sum over four lanes.
+//   g = dE Ri_d                  e = R4 U - gF_i
+//   dE' = Ri_d e                 Ri_d' = dE (x) e                 Rij' = (U g)[0..2]
+//
+// The CPU has all rows of a matrix at once. A CUDA lane has one row (kRows = 1); its g and e are
+// terms of a sum over four lanes.
 #pragma once
 
 #include <cstdint>
@@ -27,11 +31,11 @@ CALCOPS_HD_INLINED inline Triple matrix_row(const Real* m, int c) {
 }
 template <int kCount, class Real>
 CALCOPS_HD_INLINED inline void store(double number, Real* out) {
-  static_assert(kCount == 1, "a lane has one number of four");
+  static_assert(kCount == 1, "each of four lanes has one number");
   *out = Real(number);
 }
 #else
-// A register holds four: the last may have any value.
+// A register holds four numbers. The fourth of a Triple has no meaning.
 using Triple = Row;
 
 typedef float Floats __attribute__((vector_size(16)));
@@ -42,7 +46,7 @@ CALCOPS_HD_INLINED inline Row load_row(const double* x) {
   return row;
 }
 CALCOPS_HD_INLINED inline Row load_row(const float* x) {
-// GCC 12 makes two or four conversions of the general form; immintrin.h is slow to compile.
+// One instruction instead of GCC 12's two to four. immintrin.h would be slow to compile.
 #if defined(__AVX__) && !defined(__clang__)
   Floats row;
   std::memcpy(&row, x, sizeof(row));
@@ -62,7 +66,8 @@ CALCOPS_HD_INLINED inline Row shuffle(const Row& x, const Row& y) {
 #endif
 }
 
-// Row c of a 4 x 3 matrix, without a step beyond its end.
+// Return row c of a 4 x 3 matrix. The last row is loaded from one number before it, so that nothing
+// is read beyond the matrix.
 template <class Real>
 CALCOPS_HD_INLINED inline Triple matrix_row(const Real* m, int c) {
   if (c < 3) return load_row(m + 3 * c);
@@ -84,7 +89,7 @@ CALCOPS_HD_INLINED inline void store(const Row& row, Real* out) {
 }
 #endif
 
-// x m: g from dE and Ri_d, e from R4 and U
+// Return x m: g from dE and Ri_d, or e (without gF_i) from R4 and U.
 template <int kRows, class X, class Real>
 CALCOPS_HD_INLINED inline Triple row_times_matrix(const X& x, const Real* m) {
   Triple v = double(x[0]) * matrix_row(m, 0);
@@ -92,7 +97,7 @@ CALCOPS_HD_INLINED inline Triple row_times_matrix(const X& x, const Real* m) {
   return v;
 }
 
-// m v: the gradient of dE from Ri_d and e, of Rij from U and g (kRows = 3)
+// Write m v: dE' from Ri_d and e, or Rij' from U and g (kRows = 3).
 template <int kRows, class M, class Real>
 CALCOPS_HD_INLINED inline void matrix_times_column(const M* m, const Triple& v, Real* out) {
 #ifdef __CUDACC__
@@ -101,13 +106,14 @@ CALCOPS_HD_INLINED inline void matrix_times_column(const M* m, const Triple& v, 
   const Row x = load_row(m) * shuffle<0, 1, 2, 0>(v, v);
   const Row y = load_row(m + 4) * shuffle<1, 2, 0, 1>(v, v);
   const Row z = load_row(m + 8) * shuffle<2, 0, 1, 2>(v, v);
+  // x, y and z hold the twelve products row by row. These shuffles add each row's three.
   const Row xy = shuffle<0, 1, 6, 7>(x, y), yz = shuffle<0, 1, 6, 7>(y, z);
   store<kRows>(
       shuffle<0, 4, 2, 6>(xy, yz) + shuffle<1, 5, 3, 7>(xy, yz) + shuffle<2, 3, 4, 5>(x, z), out);
 #endif
 }
 
-// x (x) v: the gradient of Ri_d from dE and e
+// Write x (x) v: Ri_d' from dE and e.
 template <int kRows, class X, class Real>
 CALCOPS_HD_INLINED inline void outer_product(const X* x, const Triple& v, Real* out) {
 #ifdef __CUDACC__
@@ -120,7 +126,7 @@ CALCOPS_HD_INLINED inline void outer_product(const X* x, const Triple& v, Real* 
 #endif
 }
 
-// sum[a] += g[a] R4; without the virial R4 is the number 1
+// Add g (x) R4 to the three rows of `sum`. Without the virial, R4 is the number 1.
 template <class R4>
 CALCOPS_HD_INLINED inline void add_pair(const Triple& g, const R4& r4, R4* sum) {
   for (int a = 0; a < 3; ++a) sum[a] = sum[a] + g[a] * r4;

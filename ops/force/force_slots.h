@@ -1,4 +1,4 @@
-// How the CPU kernels go through a row of slots.
+// How the CPU kernels walk through a row of slots.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,8 @@
 
 namespace calcops::ops::force {
 
-// Empty slots come in runs, which are passed over eight at a time.
+// Return a later slot than the empty one at `slot`, such that all slots between are empty. Empty
+// slots come in runs, which are skipped eight at a time.
 template <class Index>
 int64_t next_slot(const Index* list, int64_t slot, int64_t end) {
   for (++slot; slot + 8 <= end; slot += 8) {
@@ -19,17 +20,19 @@ int64_t next_slot(const Index* list, int64_t slot, int64_t end) {
   return slot;
 }
 
-// Prefetches a slot's numbers. Every row ends in empty slots, after which the hardware has to find
-// out anew what is being read, so each slot prefetches the one that many slots further on: its
-// counterpart in the next row, unless that is too far ahead to stay in the L2 cache.
+// Prefetch the numbers of one slot.
 template <int kNumbers, class Real>
 void prefetch(const Real* x) {
   for (int byte = 0; byte < kNumbers * int(sizeof(Real)); byte += 64)
     __builtin_prefetch(reinterpret_cast<const char*>(x) + byte);
 }
+
+// Return how many slots further on a slot's prefetch is. Rows end in empty slots, after which the
+// hardware's own prefetching starts anew. So each slot prefetches its counterpart in the next row,
+// or a nearer slot if that one is too far ahead to stay in the L2 cache.
 inline int64_t slots_ahead(int64_t neighbors) { return std::min<int64_t>(neighbors, 1024); }
 
-// R4 is a Row where the virial is wanted, a number where only the force is.
+// Load R4: a Row if the virial is wanted, or the number 1 for the force alone.
 template <class Real>
 void load_r4(const Real* Rij, Row& r4) {
   r4 = Row{double(Rij[0]), double(Rij[1]), double(Rij[2]), 1.0};

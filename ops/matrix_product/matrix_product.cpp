@@ -1,4 +1,5 @@
-// matrix_product: its contract, its derivatives, and the way from a call to the kernels.
+// matrix_product: its contract, its derivatives, and the conversion of a call's views to the
+// kernels' structs.
 #include <calcops/operator.h>
 
 #include "matrix_product/matrix_product.h"
@@ -6,7 +7,8 @@
 namespace calcops::ops::matrix_product {
 namespace {
 
-// The sum over all rows, for the weights, is PyTorch's: its result is the small one.
+// The gradient for the weights is a small matrix, summed over all rows. torch.mm is fast at that;
+// the kernels here are for many rows of results.
 void vjp(const Value* arguments, const Value* upstream, Value* gradients) {
   const Value transposed = Value::call("aten::t", arguments[1]);
   if (gradients[0].is_wanted())
@@ -28,13 +30,13 @@ const Contract kContract(R"(
 matrix_product(Tensor x, Tensor weights) -> Tensor
   Product of a matrix of many rows by a small one, x @ weights, as in the layers of nets.
 
-  Differentiable to any order in both, in reverse and in forward mode. Each number is summed in the
-  dtype of x and in the order of K: its bits depend neither on the other rows nor on threads. The
-  gradient for the weights, a sum over all rows, is computed by torch.mm. Made for CPUs; on CUDA it
-  is a plain tiled kernel.
+  Differentiable to any order in both, in reverse and in forward mode. Each result is summed in the
+  dtype of x and in the order of K: its bits depend neither on the other rows nor on the number of
+  threads. The gradient for the weights, a sum over all rows, is computed by torch.mm. Made for
+  CPUs; the CUDA kernel is a plain tiled one.
 
-x        [N, K]; float32 or float64; N*M < 2^40 results on CUDA. The rows.
-weights  [K, M]; like x. Small enough for the processor's cache.
+x        [N, K]; float32 or float64; N*M < 2^40 results on CUDA. The matrix of many rows.
+weights  [K, M]; like x. The small matrix. It should fit into the processor's cache.
 result   [N, M]; like x.
 vmap     joins N
 )",

@@ -1,11 +1,11 @@
-// CUDA kernel of matrix_product: a block has a tile of the result.
+// CUDA kernel of matrix_product: a block computes a tile of the result.
 #include "matrix_product/matrix_product.h"
 
 namespace calcops::ops::matrix_product {
 namespace {
 
 constexpr int kTile = 32, kRowsAtOnce = 8, kThreads = kTile * kRowsAtOnce;
-constexpr int kPitch = kTile + 1;  // so that the numbers of a column lie in different banks
+constexpr int kPitch = kTile + 1;  // the numbers of a column are in different memory banks
 constexpr int kNumbers = kTile * kPitch;
 
 template <class Real>

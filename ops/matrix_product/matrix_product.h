@@ -2,8 +2,9 @@
 //
 //   y[n][m] = sum_k x[n][k] weights[k][m]
 //
-// It is for the layers of nets, whose weights stay in the processor's cache. Each result is summed
-// in the order of k, so that its bits depend neither on the number of rows nor on threads.
+// It is made for the layers of neural nets, whose weights fit into the processor's cache. Each
+// result is summed in the order of k, so that its bits depend neither on the number of rows nor on
+// threads.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// CPU kernel of matrix_product: tiles of the result, whose sums stay in registers.
+// CPU kernel of matrix_product. It computes tiles of the result, whose sums stay in registers.
 #include <algorithm>
 #include <cstring>
 
@@ -9,7 +9,8 @@
 namespace calcops::ops::matrix_product {
 namespace {
 
-// A tile has as many vectors as leave registers for one row of weights and a number.
+// A tile has kRows rows of kVectors vectors of kBytes bytes. These leave just enough registers for
+// one row of weights and one number of x.
 #if defined(__AVX512F__)
 constexpr int kBytes = 64, kRows = 6, kVectors = 4;
 #elif defined(__AVX__)
@@ -19,7 +20,7 @@ constexpr int kBytes = 16, kRows = 6, kVectors = 4;
 #else
 constexpr int kBytes = 16, kRows = 4, kVectors = 3;
 #endif
-constexpr int64_t kRowsOfBlock = 8 * kRows;  // of x, which stay in the cache
+constexpr int64_t kRowsOfBlock = 8 * kRows;  // so many rows of x stay in the cache
 
 template <class Real>
 struct Lanes {
@@ -29,7 +30,8 @@ struct Lanes {
 template <class Real>
 using Vector = typename Lanes<Real>::type;
 
-// The weights by panels of kPanel columns, which lie side by side; zeros beyond the last column.
+// Copy the weights to panels of kPanel columns, one panel after the other, so that a tile reads
+// contiguous memory. Columns beyond the last are zeros.
 template <class Real>
 void pack(const Factors<Real>& in, Real* panels) {
   constexpr int kPanel = Lanes<Real>::kPanel;
@@ -41,7 +43,7 @@ void pack(const Factors<Real>& in, Real* panels) {
     }
 }
 
-// kHigh rows of the result, and `columns` columns in kWide vectors.
+// Write a tile: kHigh rows and `columns` columns, which take kWide vectors.
 template <int kHigh, int kWide, class Real>
 void fill_tile(const Factors<Real>& in, const Real* x, const Real* panel, int64_t columns,
                Real* y) {

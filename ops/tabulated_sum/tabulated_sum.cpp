@@ -1,4 +1,5 @@
-// tabulated_sum: its contract, its derivatives, and the way from a call to the kernels.
+// tabulated_sum: its contract, its derivatives, and the conversion of a call's views to the
+// kernels' structs.
 #include <calcops/operator.h>
 
 #include "tabulated_sum/tabulated_sum.h"
@@ -8,17 +9,18 @@ namespace {
 
 // ---- derivatives --------------------------------------------------------------------------------
 //
-// T(order; x, R) is linear in R, and its derivative along x is T(order + 1; x, R dx). So the
-// operator and its gradient, of two orders, give every derivative of both.
+// T(order; x, R) is the operator's result. It is linear in R, and its derivative along dx is
+// T(order + 1; x, R dx). So the derivatives of the operator and of its gradient operator are calls
+// of these two, with `order` or `order + 1`.
 
 enum Argument { kX, kR, kKind, kTable, kGrid, kOrder };
 
-// The operator, or its gradient, with other numbers in the place of x's order and of R.
+// Calls the operator and its gradient with the arguments of a call, but with another R or order.
 class Sum {
  public:
   explicit Sum(const Value* arguments) : arguments_(arguments), order_(arguments[kOrder]) {}
 
-  Sum next() const {
+  Sum of_next_order() const {
     Sum sum(*this);
     sum.order_ = order_ + 1;
     return sum;
@@ -35,13 +37,14 @@ class Sum {
                        arguments_[kTable], arguments_[kGrid], order_, Value::list(of_x, of_R));
   }
 
-  // Rows that are scaled by a number each, and zeros in empty slots, whatever these hold.
+  // Return `rows`, each times its number. Empty slots give 0, even where their values are NaN.
   Value scaled(const Value& rows, const Value& numbers) const {
     const Value is_empty = Value::call("aten::lt.Scalar", arguments_[kKind], 0);
     const Value product = rows * Value::call("aten::unsqueeze", numbers, -1);
     return Value::call("aten::masked_fill.Scalar", product,
                        Value::call("aten::unsqueeze", is_empty, -1), 0);
   }
+  // Return a * b, with 0 in empty slots.
   Value product(const Value& a, const Value& b) const {
     const Value is_empty = Value::call("aten::lt.Scalar", arguments_[kKind], 0);
     return Value::call("aten::masked_fill.Scalar", a * b, is_empty, 0);
@@ -65,20 +68,21 @@ void vjp(const Value* arguments, const Value* upstream, Value* gradients) {
   refuse_table("calcops::tabulated_sum", arguments, gradients);
   const bool of_x = gradients[kX].is_wanted(), of_R = gradients[kR].is_wanted();
   if (!of_x && !of_R) return;
-  const Value found = Sum(arguments).gradients(upstream[0], arguments[kR], of_x, of_R);
-  if (of_x) gradients[kX] = found[0];
-  if (of_R) gradients[kR] = found[1];
+  const Value of_both = Sum(arguments).gradients(upstream[0], arguments[kR], of_x, of_R);
+  if (of_x) gradients[kX] = of_both[0];
+  if (of_R) gradients[kR] = of_both[1];
 }
 
 void jvp(const Value* arguments, const Value* tangents, Value* results) {
   const Sum sum(arguments);
   if (!tangents[kR].is_none()) results[0] = sum.of(tangents[kR]);
   if (!tangents[kX].is_none())
-    add(results[0], sum.next().of(sum.scaled(arguments[kR], tangents[kX])));
+    add(results[0], sum.of_next_order().of(sum.scaled(arguments[kR], tangents[kX])));
 }
 
-// _tabulated_sum_backward(grad, x, R, ...): the gradients of <grad, T(x, R)>. With upstream
-// gradients u_x and u_R, <grad, T(order; x, u_R) + T(order + 1; x, R u_x)> is differentiated.
+// The operator _tabulated_sum_backward(grad, x, R, ...) gives the gradients of
+// <grad, T(order; x, R)> for x and R. Their inner product with upstream gradients u_x and u_R is
+// <grad, T(order; x, u_R) + T(order + 1; x, R u_x)>, which is differentiated here.
 void backward_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
   const Value& grad = arguments[0];
   const Value* inner = arguments + 1;
@@ -93,11 +97,11 @@ void backward_vjp(const Value* arguments, const Value* upstream, Value* gradient
   }
   if (upstream[0].is_none()) return;
   const Value R = sum.scaled(inner[kR], upstream[0]);
-  if (of_grad) add(gradients[0], sum.next().of(R));
+  if (of_grad) add(gradients[0], sum.of_next_order().of(R));
   if (!of_x && !of_R) return;
-  const Value found = sum.next().gradients(grad, R, of_x, of_R);
-  if (of_x) add(of_inner[kX], found[0]);
-  if (of_R) add(of_inner[kR], sum.scaled(found[1], upstream[0]));
+  const Value of_both = sum.of_next_order().gradients(grad, R, of_x, of_R);
+  if (of_x) add(of_inner[kX], of_both[0]);
+  if (of_R) add(of_inner[kR], sum.scaled(of_both[1], upstream[0]));
 }
 
 void backward_jvp(const Value* arguments, const Value* tangents, Value* results) {
@@ -106,16 +110,16 @@ void backward_jvp(const Value* arguments, const Value* tangents, Value* results)
   const bool of_x = mask[0].item(), of_R = mask[1].item();
   const Sum sum(inner);
   if (!tangents[0].is_none()) {
-    const Value found = sum.gradients(tangents[0], inner[kR], of_x, of_R);
-    if (of_x) add(results[0], found[0]);
-    if (of_R) add(results[1], found[1]);
+    const Value of_both = sum.gradients(tangents[0], inner[kR], of_x, of_R);
+    if (of_x) add(results[0], of_both[0]);
+    if (of_R) add(results[1], of_both[1]);
   }
   if (!tangents[1 + kR].is_none() && of_x)
     add(results[0], sum.gradients(grad, tangents[1 + kR], true, false)[0]);
   if (!tangents[1 + kX].is_none()) {
-    const Value found = sum.next().gradients(grad, inner[kR], of_x, of_R);
-    if (of_x) add(results[0], sum.product(found[0], tangents[1 + kX]));
-    if (of_R) add(results[1], sum.scaled(found[1], tangents[1 + kX]));
+    const Value of_both = sum.of_next_order().gradients(grad, inner[kR], of_x, of_R);
+    if (of_x) add(results[0], sum.product(of_both[0], tangents[1 + kX]));
+    if (of_R) add(results[1], sum.scaled(of_both[1], tangents[1 + kX]));
   }
   if (!of_x) results[0] = false;
   if (!of_R) results[1] = false;
@@ -130,31 +134,35 @@ const Contract kContract(R"(
 tabulated_sum(Tensor x, Tensor R, Tensor kind, Tensor table, Tensor grid, SymInt order=0) -> Tensor
   Sums over neighbours of tabulated functions, such as compressed embedding nets.
 
-  T[i][a][m] = sum_s R[i][s][a] g_m(x[i][s]). The M functions g_m of each kind of neighbour are
-  piecewise polynomials of degree 5. Outside the grid they go on as straight lines. Nothing of the
-  size n*K*M is stored.
+  Each kind of neighbour has M functions g_m, which are piecewise polynomials of degree 5. Outside
+  the grid they continue as straight lines. The result is
+  T[i][a][m] = sum_s R[i][s][a] g_m(x[i][s]). Nothing of the size n*K*M is stored.
 
   Differentiable to any order in x and R, in reverse and in forward mode; not in table and grid. An
-  empty slot adds exactly nothing, whatever it holds, and has gradients that are exactly 0.
-  Deterministic: slots are summed in their order, some at a time, and these sums in float64. A kind
-  that does not exist is an error on the CPU; on CUDA the sums of its atom become NaN, and with
-  CALCOPS_CHECK=1 in the environment (which synchronises) it is an error too.
+  empty slot adds exactly nothing, whatever its values, and its gradients are exactly 0.
+  Deterministic: blocks of slots are summed in the order of the slots, and the blocks' sums are
+  added in float64.
+
+  A kind that does not exist is an error on the CPU. On CUDA the sums of its atom become NaN. With
+  CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call then waits for the
+  GPU.
 
 _tabulated_sum_backward(Tensor grad_result, Tensor x, Tensor R, Tensor kind, Tensor table,
                         Tensor grid, SymInt order, bool[2] output_mask) -> (Tensor x, Tensor R)
-  The gradients for x and R; one that is not wanted has no elements.
+  Gradients for x and R, from that for the result. An unwanted one has no elements.
 
-x       [n, K]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA. What the functions are of, as the smoothed inverse distance of
-        each neighbour.
-R       [n, K, 4]; like x. The rows that are summed, as those of the environment matrix.
+x       [n, K]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA. Argument of
+        the functions, such as the smoothed inverse distance of each neighbour.
+R       [n, K, 4]; like x. The rows that are summed, such as those of the environment matrix.
 kind    [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
         neighbour; -1: an empty slot, anywhere.
-table   [kinds, cells, 6, M]; like x. In a cell g_m(x) = sum_k table[kind][cell][k][m] t^k, with t the
-        distance from the cell's begin.
-grid    [kinds, 5]; float64. For each kind the begin of the first part of its cells, their width,
-        their end, and the width and the end of the second part. The parts are whole numbers of
-        cells. Where both ends are one there is no second part.
-order   0 to 2^40. The derivative of g of this order takes its place.
+table   [kinds, cells, 6, M]; like x. In a cell g_m(x) = sum_k table[kind][cell][k][m] t^k, where t
+        is the distance of x from the cell's beginning.
+grid    [kinds, 5]; float64. Each kind's cells are in two parts, each of equal cells. The five
+        numbers are the first part's beginning, cell width and end, and the second part's cell
+        width and end. Each part holds a whole number of cells. If both ends are equal, there is
+        no second part.
+order   0 to 2^40. The sums are over the derivative of g_m of this order.
 result  [n, 4, M]; like x.
 vmap    joins n
 )",

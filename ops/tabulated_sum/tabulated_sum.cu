@@ -1,6 +1,6 @@
-// CUDA kernels of tabulated_sum. A block has an atom: its threads look up 32 slots together, and
-// then each sums one function. For the gradient a warp has a slot. Every result has one writer, so
-// the bits are the same in each run.
+// CUDA kernels of tabulated_sum. In the sums, a block computes one atom: its threads look up 32
+// slots together, then each thread sums one function. In the gradient, a warp computes one slot.
+// Every result has one writer, so the bits are the same in each run.
 #include <cmath>
 
 #include "tabulated_sum/tabulated_sum.h"
@@ -11,11 +11,12 @@ namespace {
 
 constexpr int kWarp = 32, kThreads = 128, kWarps = kThreads / kWarp;
 
-// A slot: where its coefficients begin in the table, and the weights of their powers.
+// A slot: its coefficients in the table, and their weights for the derivatives of g of `order` and
+// of the next one.
 template <class Real>
 struct Pair {
   static constexpr int64_t kEmpty = -1, kWrong = -2;
-  int64_t coefficients;  // or one of these
+  int64_t coefficients;  // their position in the table, or kEmpty or kWrong
   Real w[kPowers], next[kPowers], R[4];
 };
 

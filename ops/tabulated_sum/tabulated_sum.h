@@ -1,19 +1,21 @@
 // Sums over neighbours of tabulated functions. The contract is in tabulated_sum.cpp, the
 // mathematics in tabulated_sum_math.h.
 //
-// n atoms with K slots for neighbours; slot s of atom i has a number x, a row R[4] and a kind,
-// which names M functions g of x:
+// There are n atoms with K slots for neighbours. Slot s of atom i has a number x, a row R[4] and a
+// kind. Each kind has M functions g_m of x. The result is
 //
 //   T[i][a][m] = sum_s R[i][s][a] g_m(x[i][s])
 //
-// with g's derivative of the given order in its place. g is a piecewise polynomial of degree 5,
-// whose coefficients lie in planes: table[kind][cell][k][m] is that of t^k, t = x - start of the
-// cell. A compressed Deep Potential computes its descriptor in this way: x is the smoothed inverse
-// distance, R a row of the environment matrix, g the embedding net. Source: Lu et al., J. Chem.
-// Theory Comput. 18, 5559 (2022), doi 10.1021/acs.jctc.2c00102; the planes are our own.
+// or the same sum over the derivatives of g_m of a given order. g_m is a piecewise polynomial of
+// degree 5. table[kind][cell][k][m] is its coefficient of t^k, where t is the distance of x from
+// the cell's beginning. So the coefficients of all functions for one k are contiguous.
 //
-// A sum over s is taken in the order of the slots, in parts of kPart filled ones on the CPU and of
-// 32 slots on CUDA, which are summed in float64.
+// A compressed Deep Potential computes its descriptor in this way: x is the smoothed inverse
+// distance, R a row of the environment matrix, g the embedding net. Source: Lu et al., J. Chem.
+// Theory Comput. 18, 5559 (2022), doi 10.1021/acs.jctc.2c00102. The order of the table is our own.
+//
+// Slots are summed in their order, in blocks of kPart filled slots on the CPU and of 32 slots on
+// CUDA. The blocks' sums are added in float64.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// CPU kernels of tabulated_sum: the pairs of an atom first, then blocks of functions, whose sums
-// stay in registers.
+// CPU kernels of tabulated_sum. They collect the pairs of an atom, then sum blocks of functions,
+// whose sums stay in registers.
 #include <algorithm>
 #include <cstring>
 
@@ -22,7 +22,7 @@ struct Block {
 template <class Real>
 using Vector = typename Block<Real>::type;
 
-// Numbers of a block; of the `count` that there are, where M is less than a block.
+// Load a block of numbers. If M is less than a block, load `count` numbers, followed by zeros.
 template <bool kIsWhole, class Real>
 inline __attribute__((always_inline)) Vector<Real> load(const Real* from, int64_t count) {
   if constexpr (kIsWhole) {
@@ -34,7 +34,8 @@ inline __attribute__((always_inline)) Vector<Real> load(const Real* from, int64_
   }
 }
 
-// A filled slot: its coefficients in the table, and the weights of their powers.
+// A filled slot: its coefficients in the table, and their weights for the derivatives of g of
+// `order` and of the next one.
 template <class Real>
 struct alignas(64) Pair {
   Real w[kPowers], next[kPowers], R[4];
@@ -42,7 +43,8 @@ struct alignas(64) Pair {
   int64_t slot;
 };
 
-// Writes the pairs of an atom; their number. `wrong` gets the first slot whose kind does not exist.
+// Write the pairs of an atom and return their number. Set `wrong` to the first slot whose kind does
+// not exist, unless an earlier atom has set it.
 template <class Real, class Index>
 int64_t find_pairs(const SumInputs<Real, Index>& in, int64_t atom, bool gradient, Pair<Real>* pairs,
                    int64_t& wrong) {
@@ -69,7 +71,7 @@ int64_t find_pairs(const SumInputs<Real, Index>& in, int64_t atom, bool gradient
   return count;
 }
 
-// T [4, M] of the functions m, m + 1, ... of a block.
+// Write T [4, M] for the functions m, m + 1, ... of a block.
 template <bool kIsWhole, class Real>
 void sum_block(const Pair<Real>* pairs, int64_t count, int64_t M, int64_t m, Real* T) {
   constexpr int kSize = Block<Real>::kSize;
@@ -93,7 +95,8 @@ void sum_block(const Pair<Real>* pairs, int64_t count, int64_t M, int64_t m, Rea
     for (int l = 0; l < size; ++l) T[a * M + m + l] = Real(total[a][l]);
 }
 
-// The begin of a block: the last one ends with the functions, and repeats some of the block before.
+// Return the first function of the block from m on. The last block ends with the last function, so
+// it repeats some functions of the block before.
 template <class Real>
 int64_t begin_of(int64_t m, int64_t M) {
   return std::max<int64_t>(std::min<int64_t>(m, M - Block<Real>::kSize), 0);
@@ -106,25 +109,29 @@ double sum_of(const Vector<Real>& block) {
   return sum;
 }
 
-// The upstream gradient of a block.
+// The upstream gradient of a block of functions.
 template <class Real>
 struct Upstream {
   Vector<Real> row[4];
 };
 
-// That [4, M] of an atom by blocks, with zeros where a block repeats functions.
+// Copy an atom's upstream gradient [4, M] block by block. Functions that a block repeats get 0, so
+// that they count once.
 template <class Real>
 void copy_by_blocks(const Real* grad, int64_t M, Upstream<Real>* blocks) {
   constexpr int kSize = Block<Real>::kSize;
   for (int64_t m = 0; m < M; m += kSize, ++blocks) {
     const int64_t begin = begin_of<Real>(m, M);
     for (int a = 0; a < 4; ++a)
-      for (int l = 0; l < kSize; ++l)
-        blocks->row[a][l] = begin + l < m || begin + l >= M ? Real(0) : grad[a * M + begin + l];
+      for (int l = 0; l < kSize; ++l) {
+        const bool is_repeated = begin + l < m;
+        blocks->row[a][l] = is_repeated || begin + l >= M ? Real(0) : grad[a * M + begin + l];
+      }
   }
 }
 
-// The table is larger than the cache: what the next pair needs of it is fetched ahead.
+// Write the gradients of one pair. The table is larger than the cache, so the next pair's
+// coefficients are prefetched.
 template <bool kIsWhole, class Real>
 void differentiate(const Pair<Real>& pair, const Pair<Real>& next_pair, int64_t M,
                    const Upstream<Real>* upstream, const SumGradients<Real>& out) {

@@ -1,4 +1,5 @@
-// The place of a number in a table, for CPU and CUDA.
+// The cell of a number in a table and the weights of the cell's coefficients, shared by the CPU and
+// the CUDA kernels.
 #pragma once
 
 #include <cmath>
@@ -10,7 +11,7 @@ namespace calcops::ops::tabulated_sum {
 
 constexpr int kPowers = 6;  // of a polynomial of degree 5
 
-// w[k] = (d/dt)^order t^k
+// Write w[k] = (d/dt)^order t^k.
 CALCOPS_HD inline void differentiated_powers(double t, int64_t order, double* w) {
   double power = 1;
   for (int k = 0; k < kPowers; ++k) {
@@ -30,15 +31,18 @@ struct GridPart {
   CALCOPS_HD double cells() const { return std::floor((end - begin) / width + 0.5); }
 };
 
-// The cell that x is in, and the weights with which its coefficients give the derivative of an
-// order at x and, unless `next` is nullptr, that of the order above: sum_k w[k] c[k].
+// Return the cell that x is in. Write to w the weights of its coefficients c: the derivative of g
+// of `order` at x is sum_k w[k] c[k]. Unless `next` is nullptr, write to it those of the next
+// order.
 //
-// grid   begin of the first part, its cells' width, its end, the width of the second part's cells,
-//        whose end. Outside, g goes on as a straight line. NaN gives weights that are NaN.
+// grid has the first part's beginning, cell width and end, and the second part's cell width and
+// end. Outside the grid, g continues as a straight line. NaN gives weights that are NaN.
 CALCOPS_HD inline int64_t weights(const double* grid, int64_t cells, double x, int64_t order,
                                   double* w, double* next) {
-  const GridPart fine{grid[0], grid[2], grid[1]}, coarse{grid[2], grid[4], grid[3]};
-  const double inside = x < fine.begin ? fine.begin : x > coarse.end ? coarse.end : x;
+  const GridPart fine{grid[0], grid[2], grid[1]};
+  const GridPart coarse{grid[2], grid[4], grid[3]};
+  const double below_end = x > coarse.end ? coarse.end : x;
+  const double inside = x < fine.begin ? fine.begin : below_end;
   const bool is_coarse = inside >= coarse.begin && coarse.begin < coarse.end;
   const GridPart& part = is_coarse ? coarse : fine;
   const double last = part.cells() - 1;
@@ -49,16 +53,19 @@ CALCOPS_HD inline int64_t weights(const double* grid, int64_t cells, double x, i
 
   differentiated_powers(t, order, w);
   if (next) differentiated_powers(t, order + 1, next);
-  if (!(inside == x)) {
+  if (!(inside == x)) {  // outside, or NaN
     double slope[kPowers];
     differentiated_powers(t, 1, slope);
     for (int k = 0; k < kPowers; ++k) {
-      w[k] = order == 0 ? w[k] + (x - inside) * slope[k] : order == 1 ? w[k] : 0 * x;
-      if (next) next[k] = order == 0 ? next[k] : 0 * x;
+      if (order == 0) w[k] = w[k] + (x - inside) * slope[k];
+      // A straight line has no second derivative: 0, or NaN where x is NaN.
+      if (order > 1) w[k] = 0 * x;
+      if (next && order > 0) next[k] = 0 * x;
     }
   }
-  // Whatever the grid holds, the cell is one of the table.
-  return row > 0 ? (row < double(cells) ? int64_t(row) : cells - 1) : 0;
+  // Also if the grid is wrong, the cell is one of the table's.
+  if (!(row > 0)) return 0;
+  return row < double(cells) ? int64_t(row) : cells - 1;
 }
 
 }  // namespace calcops::ops::tabulated_sum

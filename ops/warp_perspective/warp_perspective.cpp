@@ -1,4 +1,4 @@
-// warp_perspective: its contract, and the way from a call to the kernels.
+// warp_perspective: its contract, and the conversion of a call's views to the kernels' structs.
 #include <calcops/operator.h>
 
 #include <algorithm>
@@ -29,40 +29,45 @@ warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolatio
   Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
   The result has the dimensions of image, and N if warp has it: one image may serve N matrices, and
-  one matrix N images. Integers are the exact value rounded half to even; float32 is within 2.4e-7
+  one matrix N images. Integers are the exact value rounded half to even. float32 is within 2.4e-7
   of it for images in [0, 1], within 1e-6 if cubic.
 
-  Where W is 0, a coordinate is not finite, warp is singular and has to be inverted, warp is zero or
-  not finite, or the image has no pixels, the result is border_value, or destination, and the
-  gradients are exactly 0. A tap of weight zero is not used: an identity map keeps NaN and infinity
-  in their pixels.
+  A pixel of the result has no source if a coordinate of its source is not finite or its homogeneous
+  coordinate is 0. No pixel has a source if warp is zero or not finite, if warp is singular and must
+  be inverted, or if the image has no pixels. The result is then border_value, or the value in
+  destination, and the gradients are exactly 0.
+
+  The taps of a pixel are the image's pixels that are weighted and summed. A tap of weight zero is
+  not used: an identity map keeps NaN and infinity in their pixels.
 
   Differentiable to any order in a floating image, in warp and in destination, in reverse and in
-  forward mode; "nearest" is piecewise constant, its gradient to warp is 0. At a pixel centre, where
-  "linear" has a kink, the slope is the one for a growing x or y, whatever the border mode; with
-  "transparent", in the last column or row, the one for a falling x or y. Deterministic on the CPU
-  and on CUDA; derivatives beyond the first run through ATen and follow
+  forward mode. "nearest" is piecewise constant: its gradient for warp is 0. "linear" has a kink at
+  each pixel centre. Its derivative there is that towards larger x and y, in every border mode. With
+  "transparent", it is that towards smaller x in the last column and smaller y in the last row.
+
+  Deterministic on the CPU and on CUDA. Derivatives beyond the first run through ATen and follow
   torch.use_deterministic_algorithms. Autocast changes nothing.
 
-  "opencv4" gives what the wheels of OpenCV 4.9 to 4.12 for x86-64 give, on every processor: it
-  rounds a position to 1/32 pixel and sums in OpenCV's order, takes a pixel to (0, 0) where W is 0
-  or warp cannot be inverted, uses taps of weight zero, and makes the least pixel of a border_value
-  that no int32 holds. (Later versions round some calls otherwise: tests/operators/opencv4_reference.py.)
+  "opencv4" reproduces the wheels of OpenCV 4.9 to 4.12 for x86-64 bit for bit, on every processor.
+  It rounds a position to 1/32 pixel, sums in OpenCV's order and uses taps of weight zero. The
+  source of a pixel is (0, 0) if its homogeneous coordinate is 0 or warp cannot be inverted. In an
+  integer image, a border_value that no int32 holds becomes the dtype's smallest value. (Later
+  versions round some calls otherwise: tests/operators/opencv4_reference.py.)
 
 _warp_perspective_backward(Tensor grad_result, Tensor image, Tensor warp, str interpolation,
                            str border_mode, float[1]? border_value, bool inverse_map,
                            bool[2] output_mask) -> (Tensor image, Tensor warp)
-  Gradients of image and warp; one that is not wanted has no elements.
+  Gradients for image and warp, from that for the result. An unwanted one has no elements.
 
 _warp_perspective_tangent(Tensor tangent, Tensor image, Tensor warp, SymInt[2] dsize,
                           str interpolation, str border_mode, float[]? border_value,
                           bool inverse_map) -> Tensor result
-  How the result moves with warp along a tangent of it.
+  Derivative of the result along a tangent of warp.
 
 _warp_perspective_cells(Tensor warp, SymInt[2] size, SymInt[2] dsize, SymInt taps,
                         str border_mode, bool inverse_map) -> (Tensor cells, Tensor scale)
-  Where the pixels of the result come from, in the numbers that the kernels see (CellNumber), and
-  the factor by which they take each matrix, 0 for one that cannot be used.
+  The source of each pixel of the result, as the numbers of CellNumber in warp_perspective.h. Then,
+  for each matrix, the factor by which the kernels scale it: 0 if no pixel has a source.
 
 image          [N or 1, C, H, W], [C, H, W] or [H, W]; any strides;
                uint8, uint16, int16, float16, bfloat16, float32 or float64;
@@ -71,25 +76,24 @@ image          [N or 1, C, H, W], [C, H, W] or [H, W]; any strides;
                H < 32767 rows where arithmetic is "opencv4";
                W < 32767 columns where arithmetic is "opencv4".
 warp           [N or 1, 3, 3] or [3, 3]; float32 or float64 read as float64. Maps (x, y, 1) of the
-               source to the destination; only its ratios matter.
-size           (H, W), both >= 0. Of the image.
-dsize          (height, width), both >= 0, or empty for (H, W). Of the result - unlike cv2's, which
-               is (width, height).
-taps           2 to 4. Along an axis: 4 if cubic, else 2.
+               source to the destination. A common factor of its entries has no effect.
+size           (H, W), both >= 0. Size of the image.
+dsize          (height, width), both >= 0, or empty for (H, W). Size of the result. cv2's dsize is
+               (width, height).
+taps           2 to 4. Number of taps along an axis: 4 if cubic, else 2.
 interpolation  "linear", "cubic" or "nearest"; not "cubic" where arithmetic is "opencv4". "cubic" is
-               Keys' kernel with a = -0.75, "nearest" rounds half to even.
-border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". What lies
-               outside the image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
+               Keys' kernel with a = -0.75. "nearest" rounds the position half to even.
+border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". Pixels
+               around an image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
                "reflect" b a|a b c d|d c, "wrap" c d|a b c d|a b, "reflect_101" c b|a b c d|c b,
                "transparent": a pixel whose source is outside keeps its value in `destination`.
-border_value   one or C values. v: a float for all channels, or a list with one for each; None or []
-               is 0. It becomes image's dtype.
+border_value   one or C values. The v above: a float for all channels, or a list with one for each.
+               None or [] is 0. It is converted to image's dtype.
 inverse_map    warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
 destination    the shape of result; like image; only where border_mode is "transparent". It is
                copied, not written to.
-arithmetic     "exact" or "opencv4"; "opencv4" without derivative. "opencv4" for the bits of
-               OpenCV 4.
-tangent        the shape of warp; like warp. Of warp.
+arithmetic     "exact" or "opencv4"; "opencv4" without derivative. "opencv4" rounds as OpenCV 4.
+tangent        the shape of warp; like warp. Direction in which warp moves.
 result         [N, C, height, width], [C, height, width], [N, height, width] or [height, width];
                like image.
 cells          [N, 7 + 2*taps, height*width]; float64.
@@ -108,7 +112,7 @@ using Sizes = List<int64_t>;
 
 enum class Arithmetic { kExact, kOpencv4 };
 
-// The inputs of a kernel, and the values of the border that they point into.
+// The inputs of a kernel, and the border values to which they point.
 template <class Pixel>
 struct Inputs {
   std::vector<double> border_value;

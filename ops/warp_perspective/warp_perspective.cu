@@ -1,13 +1,12 @@
 // CUDA kernels of warp_perspective.
 //
-// Forward: a thread a destination pixel, for up to 16 channels.
-// Gradient of the image: nothing is scattered, so there is nothing to order. A block owns a tile of
-// the image and goes through the tiles of the destination that touch it, in a fixed order; each
-// thread adds what falls on its own pixel, in the order of the destination's pixels. Boxes say what
-// a tile touches, larger boxes what 32 of them touch and so on, so that a tile looks at some dozens
-// of boxes whatever the map and the border mode are. Where everything falls into one tile, it has
-// the whole destination to add. Gradient of warp: sums of tiles by a tree, then of all tiles by a
-// tree.
+// Result: a thread computes a destination pixel, for up to 16 channels.
+// Gradient for the image: a block owns a tile of the image and visits the tiles of the destination
+// that touch it, in a fixed order. Each thread adds to its own pixel, in the order of the
+// destination's pixels, so no atomics are needed. A box around the taps of each destination tile,
+// larger boxes around 32 of them and so on lead a block to its tiles after some dozens of boxes. If
+// all taps are in one tile, its block adds the whole destination.
+// Gradient for warp: a tree sums each tile's pixels, then another one all tiles.
 #include <algorithm>
 #include <limits>
 
@@ -24,7 +23,7 @@ constexpr unsigned kAllLanes = 0xffffffff;
 
 __host__ __device__ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// An image or a result cut into tiles of a block's size.
+// The tiles of an image or a result. A tile has one pixel for each thread of a block.
 struct Tiles {
   int64_t across, down, count;
 
@@ -34,7 +33,8 @@ struct Tiles {
         count(across * down) {}
 };
 
-// A block takes several tiles in a row where there are many: it needs a homography an image.
+// If there are many tiles, a block computes a run of them, so that it seldom needs a new
+// homography.
 struct Runs {
   int64_t tiles, each, blocks;
 
@@ -44,7 +44,7 @@ struct Runs {
         blocks(divide_up(tiles, each)) {}
 };
 
-// visit(n, x, y) for the tiles of one run, (x, y) in tiles.
+// Call visit(n, x, y) for the tiles of a run; x and y count tiles.
 template <class Visit>
 __device__ inline void visit_run(const Runs& runs, int64_t run, const Tiles& tiles, Visit visit) {
   const int64_t first = run * runs.each;
@@ -62,7 +62,7 @@ __device__ inline void visit_run(const Runs& runs, int64_t run, const Tiles& til
 __device__ inline int64_t thread_x() { return threadIdx.x % kTileWidth; }
 __device__ inline int64_t thread_y() { return threadIdx.x / kTileWidth; }
 
-// The channels of one launch, with their border values, which kernel arguments have room for.
+// The channels of one launch with their border values, as many as fit into kernel arguments.
 struct Channels {
   static constexpr int kMost = 256;
   int64_t first, count;
@@ -76,7 +76,7 @@ Channels channels_from(const WarpInputs<Pixel>& in, int64_t first) {
   return channels;
 }
 
-// Out of line: what it needs of registers, for one thread, is not taken from the kernels.
+// Not inlined, so that the kernels do not need its registers, which only one thread uses.
 __device__ __attribute__((noinline)) void prepare(const double* warp, bool inverse_map,
                                                   Homography* map) {
   *map = make_homography(warp, inverse_map);
@@ -103,7 +103,7 @@ class SharedHomography {
   int64_t loaded_ = -1;
 };
 
-// `border` is that of `sizes`, or a constant which says the same.
+// Write a pixel's source and taps. `border` is sizes.border, or the same as a constant.
 template <int kTaps>
 __device__ inline bool find_cell(const WarpSizes& sizes, Border border, const Homography& map,
                                  int64_t u, int64_t v, Source& source, Cell<kTaps>& cell) {
@@ -115,7 +115,7 @@ __device__ inline bool find_cell(const WarpSizes& sizes, Border border, const Ho
 
 constexpr int64_t kChannelsPerThread = 16;
 
-// One for constant, one for replicate, and one, which goes by the name of kReflect, for all others.
+// kBorder is kConstant, kReplicate, or kReflect, which stands for all other border modes.
 template <Border kBorder, int kTaps, class Pixel>
 __global__ void __launch_bounds__(kThreads, kTaps == 2 ? 4 : 2)
     forward_kernel(WarpInputs<Pixel> in, Pixel* out, Channels channels, Runs runs) {
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, kTaps == 2 ? 4 : 2)
 
 // ---- the backward -------------------------------------------------------------------------------
 
-// The pixels of the image that something touches; none where last < first.
+// A box of the image's pixels; empty if last < first.
 struct Box {
   int64_t first_x, last_x, first_y, last_y;
 
@@ -166,7 +166,7 @@ __device__ inline Box around(const Box& a, const Box& b) {
           most(a.last_y, b.last_y)};
 }
 
-// The box around those of all lanes of a warp.
+// Return the box around the boxes of all lanes of a warp.
 __device__ inline Box around_warp(Box box) {
   for (int lanes = 16; lanes > 0; lanes /= 2)
     box = around(box, {__shfl_xor_sync(kAllLanes, box.first_x, lanes),
@@ -176,8 +176,8 @@ __device__ inline Box around_warp(Box box) {
   return box;
 }
 
-// The boxes of one image of the batch: level 0 has a box a tile of the destination, and each
-// further level a box for 4 x 8 of the level below.
+// The boxes of one image of the batch. Level 0 has a box for each tile of the destination, and each
+// further level a box for 4 x 8 boxes of the level below.
 struct Pyramid {
   static constexpr int kLevels = 3, kAcross = 4, kDown = 8;
   int64_t across[kLevels], down[kLevels], begin[kLevels], count;
@@ -192,12 +192,12 @@ struct Pyramid {
     }
   }
 
-  // The box at (x, y) of a level; an empty one outside.
+  // Return the box at (x, y) of a level; outside, an empty one.
   __device__ Box at(const Box* boxes, int level, int64_t x, int64_t y) const {
     if (x >= across[level] || y >= down[level]) return {kNone, -kNone, kNone, -kNone};
     return boxes[begin[level] + y * across[level] + x];
   }
-  // This lane's among the 32 below the box at (x, y) of a level.
+  // Return this lane's of the 32 boxes below the box at (x, y) of a level.
   __device__ Box below(const Box* boxes, int level, int64_t x, int64_t y) const {
     const unsigned lane = threadIdx.x % 32;
     return at(boxes, level - 1, x * kAcross + lane % kAcross, y * kDown + lane / kAcross);
@@ -207,7 +207,7 @@ struct Pyramid {
 // Device memory of the backward.
 struct Workspace {
   Box* boxes;         // [batch][pyramid's count]
-  double (*sums)[9];  // [batch][tiles], each tile's share of the gradient of m
+  double (*sums)[9];  // [batch][tiles], each tile's share of the gradient for m
   int64_t bytes;
 
   Workspace(void* memory, const WarpSizes& sizes) {
@@ -220,12 +220,12 @@ struct Workspace {
   }
 };
 
-// The sums of nine numbers over a block, by a tree: thread k < 9 has that of number k.
+// Sum nine numbers over a block by a tree. Return the sum of number k to thread k < 9.
 __device__ inline double sum_block(double (&numbers)[9], double (*parts)[9]) {
   for (int k = 0; k < 9; ++k)
     for (int lanes = 16; lanes > 0; lanes /= 2)
       numbers[k] += __shfl_xor_sync(kAllLanes, numbers[k], lanes);
-  __syncthreads();  // what `parts` held has been read
+  __syncthreads();  // all threads have read `parts`
   if (threadIdx.x % 32 == 0)
     for (int k = 0; k < 9; ++k) parts[threadIdx.x / 32][k] = numbers[k];
   __syncthreads();
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const bool has_source = find_cell(sizes, sizes.border, map, u, v, source, cell);
     if (channels.first == 0 && to.grad_image) {
       const Box box = around_warp(has_source ? box_of(cell) : Box{kNone, -kNone, kNone, -kNone});
-      __syncthreads();  // what `boxes` held has been read
+      __syncthreads();  // all threads have read `boxes`
       if (threadIdx.x % 32 == 0) boxes[threadIdx.x / 32] = box;
       __syncthreads();
       if (threadIdx.x == 0) {
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   });
 }
 
-// The boxes of a level from those of the level below; a warp a box.
+// Write the boxes of a level from those of the level below, a warp for each box.
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(WarpSizes sizes, int level, Workspace work) {
   const Pyramid pyramid(sizes.out_height, sizes.out_width);
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ double parts[kWarps][9], sums[9];
   const WarpSizes& sizes = in.sizes;
   const int64_t tiles = Tiles(sizes.out_height, sizes.out_width).count, i = blockIdx.x;
-  // All of N where one matrix serves it.
+  // The tiles of one image, or of all if one matrix serves all.
   const int64_t count = (sizes.warp_batch == 1 ? sizes.batch : 1) * tiles;
   double grad_m[9] = {};
   for (int64_t k = threadIdx.x; k < count; k += kThreads)
@@ -327,7 +327,7 @@ __global__ void __launch_bounds__(kThreads)
 constexpr int kChannelsPerBlock = 4;
 constexpr int kNowhere = -1;
 
-// A tap's place within a tile that begins at `begin`, kNowhere outside of it or without weight.
+// Return a tap's place in the tile from `begin` on. Outside, or without weight, it is kNowhere.
 __device__ inline int place(int64_t index, double weight, int64_t begin, int extent) {
   return weight != 0 && index >= begin && index < begin + extent ? static_cast<int>(index - begin)
                                                                  : kNowhere;
@@ -338,7 +338,7 @@ struct alignas(16) Places {
   int x[kTaps], y[kTaps];
 };
 
-// The lowest bit of a mask, which is taken off.
+// Remove the lowest bit of a mask, and return its number.
 __device__ inline int take_lowest(unsigned& mask) {
   const int bit = __ffs(int(mask)) - 1;
   mask &= mask - 1;
@@ -351,7 +351,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   __shared__ Homography room;
   __shared__ Places<kTaps> places[kThreads];
   __shared__ double fraction_x[kThreads], fraction_y[kThreads], grads[kThreads][kChannelsPerBlock];
-  __shared__ unsigned hits[kWarps][kThreads];  // bit k % 32 of [k / 32][p]: pixel k touches p
+  // Bit k % 32 of hits[k / 32][p]: pixel k of the destination's tile has a tap at pixel p of this
+  // tile.
+  __shared__ unsigned hits[kWarps][kThreads];
   SharedHomography shared(room);
   const WarpSizes& sizes = in.sizes;
   const Tiles tiles(sizes.height, sizes.width);
@@ -369,7 +371,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   double sums[kChannelsPerBlock] = {};
   for (int warp = 0; warp < kWarps; ++warp) hits[warp][thread] = 0;
 
-  // Adds what the tile at (tile_x, tile_y) of the destination gives.
+  // Add the tile at (tile_x, tile_y) of the destination.
   const auto add_tile = [&](int64_t n, int64_t tile_x, int64_t tile_y) {
     const int64_t u = tile_x * kTileWidth + x, v = tile_y * kTileHeight + y;
     const Homography& map = shared.of(in, n);
@@ -389,7 +391,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       in_columns = in_columns || mine.x[k] != kNowhere;
       in_rows = in_rows || mine.y[k] != kNowhere;
     }
-    __syncthreads();  // what the tile before left here has been read
+    __syncthreads();  // all threads have read the shared memory of the tile before
     if (in_columns && in_rows) {
       for (int k = 0; k < kTaps * kTaps; ++k) {
         const int at_x = mine.x[k % kTaps], at_y = mine.y[k / kTaps];
@@ -428,7 +430,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   };
 
-  // Every warp comes to the same masks, so that no barrier is needed to share them.
+  // Every warp computes the same masks, so no barrier is needed to share them.
   for (int64_t n = image; n < sizes.batch; n += sizes.image_batch) {
     const Box* boxes = work.boxes + n * pyramid.count;
     const int64_t across = pyramid.across[2], count = across * pyramid.down[2];
@@ -464,7 +466,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- forward mode -------------------------------------------------------------------------------
 
-// How each map moves: moved [warp_batch, 3, 3].
+// Write the tangent of each m: moved [warp_batch, 3, 3].
 template <class Real>
 __global__ void __launch_bounds__(kThreads)
     moved_kernel(WarpInputs<Real> in, const double* tangent, double* moved) {
@@ -507,7 +509,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   });
 }
 
-// Blocks of a launch, 0 where there are more than a grid may have.
+// Return the blocks of a launch, or 0, an error, if there are more than a grid may have.
 unsigned grid_of(int64_t blocks) {
   return blocks <= std::numeric_limits<int32_t>::max() ? static_cast<unsigned>(blocks) : 0;
 }
@@ -521,7 +523,7 @@ void launch_forward(const WarpInputs<Pixel>& in, Pixel* out, int64_t first_chann
   forward_kernel<kBorder, kTaps><<<blocks, kThreads, 0, stream>>>(in, out, channels, runs);
 }
 
-// A thread has a pixel of all channels, in the arithmetic of OpenCV 4.
+// Write the result in the arithmetic of OpenCV 4. A thread computes a pixel of all channels.
 template <bool kNearest, class Pixel>
 __global__ void __launch_bounds__(kThreads)
     opencv4_kernel(WarpInputs<Pixel> in, Pixel* out, Channels channels) {
@@ -542,7 +544,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A thread has a pixel, or after the last of them the scale, of one matrix.
+// Write cells and scale. For each matrix, a thread computes one pixel, and one more the scale.
 template <int kTaps>
 __global__ void __launch_bounds__(kThreads)
     cells_kernel(WarpSizes sizes, const double* warp, double* cells, double* scale) {

@@ -1,17 +1,19 @@
-// Perspective transformation of images. The contract; the mathematics is in
+// Perspective transformation of images. The contract is in warp_perspective.cpp, the mathematics in
 // warp_perspective_math.h.
 //
-// With m = warp, or its inverse where warp maps source to destination, destination pixel (u, v)
-// shows
+// The matrix m is warp if inverse_map, otherwise the inverse of warp. The pixel (u, v) of the
+// destination (the result) has its source at the position (x, y) of the image:
 //
 //   (X, Y, W) = m (u, v, 1),   out[v, u] = image at (x, y) = (X / W, Y / W)
 //
-// Pixel centres are at integers: (0, 0) is the centre of the first pixel. Coordinates are float64,
-// and so is the sum over the taps, but for images of float32 and less, where it is float32. The
+// The taps are the pixels of the image near the source, whose weighted sum is the result. Pixel
+// centres are at integers: (0, 0) is the centre of the first pixel. Coordinates are float64. The
+// sum over the taps is float32 for images of float32, float16 and bfloat16, otherwise float64. The
 // order of every sum depends on sizes and matrices alone, so that the result is the same bit for
 // bit, whatever the number of threads.
-// Source: OpenCV's cv::warpPerspective, whose coordinates are float32 or, in older versions,
-// multiples of 1/32 pixel; these are not rounded, unless `arithmetic` asks for it.
+//
+// Source: OpenCV's cv::warpPerspective. Its coordinates are float32 or, in older versions,
+// multiples of 1/32 pixel. Here they are rounded to these only if `arithmetic` is "opencv4".
 #pragma once
 
 #include <cstdint>
@@ -30,7 +32,8 @@ constexpr double kKeys = -0.75;
 enum class Interpolation { kLinear, kCubic, kNearest };
 enum class Border { kConstant, kReplicate, kReflect, kWrap, kReflect101, kTransparent };
 
-// What a call samples, and how. N = batch; an image_batch or warp_batch of 1 serves all of N.
+// The sizes and options of a call. N = batch; image_batch and warp_batch are N, or 1 if one image
+// or one matrix serves all.
 struct WarpSizes {
   int64_t batch, image_batch, warp_batch, channels;
   int64_t height, width, out_height, out_width;
@@ -58,15 +61,16 @@ struct WarpGradients {
 template <class Real>
 struct WarpTangent {
   const double* warp;  // [warp_batch, 3, 3], the tangent of the matrices
-  Real* out;           // [N, C, h, w], that of the result
+  Real* out;           // [N, C, h, w], the tangent of the result
 };
 
-// What the derivatives of a derivative have to know of a destination pixel: its source, how far
-// that is from the tap before it and the slope along both axes, and the columns, then the rows, of
-// its taps, -1 outside. All are 0 where there is no source.
+// The numbers of a destination pixel from which second derivatives are computed: its source (X and
+// Y here are x and y), then the fractions and slopes of both axes (Axis in
+// warp_perspective_math.h). From kTap on follow the columns of its taps, then their rows, -1 for
+// those outside the image. If the pixel has no source, all numbers are 0.
 enum CellNumber { kX, kY, kW, kFractionX, kFractionY, kSlopeX, kSlopeY, kTap };
 
-// The taps along an axis.
+// Return the number of taps along an axis.
 constexpr int taps_of(Interpolation interpolation) {
   return interpolation == Interpolation::kCubic ? 4 : 2;
 }
@@ -74,18 +78,19 @@ constexpr int cell_numbers(Interpolation interpolation) {
   return kTap + 2 * taps_of(interpolation);
 }
 
-// With Border::kTransparent, `out` holds the destination.
+// With Border::kTransparent, `out` has the values of `destination` before the call.
 template <class Pixel>
 void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out);
-// In the arithmetic of OpenCV 4: linear and nearest, of every type that OpenCV has.
+// The same in the arithmetic of OpenCV 4: linear and nearest, for every type that OpenCV has.
 template <class Pixel>
 void warp_perspective_opencv4_cpu(const WarpInputs<Pixel>& in, Pixel* out);
 template <class Real>
 void warp_perspective_backward_cpu(const WarpInputs<Real>& in, const WarpGradients<Real>& to);
-// How the result moves with the matrices.
+// Writes the derivative of the result along a tangent of the matrices.
 template <class Real>
 void warp_perspective_tangent_cpu(const WarpInputs<Real>& in, const WarpTangent<Real>& tangent);
-// cells [warp_batch, cell_numbers, h * w]; scale [warp_batch], 0 of a matrix that has no source.
+// Writes cells [warp_batch, cell_numbers, h * w] (CellNumber), and for each matrix its scale
+// [warp_batch] (Homography), 0 if no pixel has a source.
 void warp_perspective_cells_cpu(const WarpSizes& sizes, const double* warp, double* cells,
                                 double* scale);
 
@@ -97,12 +102,12 @@ cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaS
 template <class Pixel>
 cudaError_t warp_perspective_opencv4_cuda(const WarpInputs<Pixel>& in, Pixel* out,
                                           cudaStream_t stream);
-// workspace: [warp_batch, 3, 3] doubles, any content.
+// workspace: uninitialised memory for [warp_batch, 3, 3] doubles.
 template <class Real>
 cudaError_t warp_perspective_tangent_cuda(const WarpInputs<Real>& in,
                                           const WarpTangent<Real>& tangent, void* workspace,
                                           cudaStream_t stream);
-// Bytes of device memory that the backward works in; any content, 8-byte aligned.
+// Return the bytes of `workspace` that the backward needs: uninitialised, 8-byte aligned.
 int64_t warp_perspective_backward_cuda_workspace(const WarpSizes& sizes);
 template <class Real>
 cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,

@@ -1,5 +1,5 @@
-// Two loops of the CPU kernels in the instructions of AVX-512, for which no compiler finds them:
-// a reciprocal without a division, and gathers of pairs of pixels.
+// Two loops of the CPU kernels in AVX-512 instructions that compilers do not choose: a reciprocal
+// without a division, and gathers of pairs of pixels.
 #pragma once
 
 #include <immintrin.h>
@@ -11,10 +11,10 @@
 
 namespace calcops::ops::warp_perspective {
 
-// As project(), for eight pixels (u, v), (u + 1, v), ...
+// The same as project(), for eight pixels (u, v), (u + 1, v), ...
 //
-// The reciprocal starts with 14 bits, and each step of Newton's doubles them. The correction of the
-// quotients makes up for its last bit, as in divide().
+// The reciprocal starts with 14 correct bits, and each step of Newton's method doubles them. The
+// correction of the quotients makes up for its last bit, as in divide().
 class Projection8 {
  public:
   Projection8(const double* m, const RowStart& row, double u)
@@ -22,7 +22,7 @@ class Projection8 {
         row_{all(row.x), all(row.y), all(row.w)},
         u_(_mm512_add_pd(all(u), _mm512_setr_pd(0, 1, 2, 3, 4, 5, 6, 7))) {}
 
-  // (x, y) and the reciprocal of W of these eight pixels; goes on to the next.
+  // Write (x, y) and 1 / W of the current eight pixels, and advance to the next eight.
   void next(__m512d& x, __m512d& y, __m512d& reciprocal) {
     const __m512d w = _mm512_fmadd_pd(m_[2], u_, row_[2]);
     reciprocal = _mm512_maskz_rcp14_pd(0xff, w);
@@ -43,7 +43,7 @@ class Projection8 {
   __m512d m_[3], row_[3], u_;
 };
 
-// The first `count` lanes, of which there are eight or sixteen.
+// Return the mask of the first `count` of eight or sixteen lanes.
 template <class Mask>
 Mask first_lanes(int64_t count) {
   constexpr int kLanes = 8 * sizeof(Mask);
@@ -59,8 +59,8 @@ inline void store(double* to, __mmask8 kept, __m512d numbers) {
   _mm512_mask_storeu_pd(to, kept, numbers);
 }
 
-// The sum over the taps a b / c d of `count` pixels: a b of each at above[offset], c d at
-// below[offset]. As interpolate(), without taps of weight zero.
+// Interpolate `count` pixels. The taps a b of each are at above[offset], c d at below[offset]. The
+// same as interpolate(); taps of weight zero are not used.
 inline void interpolate_by_gathers(const float* above, const float* below, const int64_t* offset,
                                    const float* weight_x, const float* weight_y, int64_t count,
                                    float* out) {

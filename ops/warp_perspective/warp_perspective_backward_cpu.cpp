@@ -1,9 +1,9 @@
 // CPU kernels of warp_perspective: the derivatives.
 //
-// Those along the matrix walk the destination as the forward does: its gradient is a sum over the
-// pixels, and forward mode gives a number of each. The gradient of the image is computed tile by
-// tile of the image: what of each row of the destination falls on a tile is cut out and added in
-// float64, in an order that depends on sizes and matrices alone.
+// The derivatives for the matrix walk through the destination as the result does. The gradient is a
+// sum over the pixels; forward mode gives a number for each pixel. The gradient for the image is
+// computed tile by tile of the image. The pixels of each row of the destination whose taps are in a
+// tile are added to it in float64, in an order that depends on sizes and matrices alone.
 #include <limits>
 
 #include "memory.h"
@@ -14,7 +14,7 @@ namespace {
 
 // ---- the matrix ---------------------------------------------------------------------------------
 
-// Sums in eight lanes, an order that can be vectorised.
+// A sum in eight lanes, so that it can be vectorised.
 class Sum {
  public:
   void add(const double* values, int64_t count) {
@@ -34,10 +34,10 @@ class Sum {
   double lanes_[kLanes] = {};
 };
 
-// A run of pixels whose taps are all inside: where they come from.
+// The sources of a run of pixels that are inside.
 struct Positions {
   Taps<double> taps;
-  double x[kTileWidth], y[kTileWidth], reciprocal[kTileWidth];  // the last of W
+  double x[kTileWidth], y[kTileWidth], reciprocal[kTileWidth];  // x, y and 1 / W
 
   [[gnu::noinline]] void locate(const double* m, const RowStart& row, const int64_t* stride,
                                 int64_t u, int64_t count) {
@@ -65,7 +65,8 @@ struct Positions {
 #endif
   }
 
-  // As slope_of_taps() of 4 x 4 taps, in the same order; the four columns of a pixel are a vector.
+  // The same as slope_of_taps() of 4 x 4 taps, in the same order. The four columns of a pixel are a
+  // vector.
   template <class Real>
   [[gnu::noinline]] void cubic_slopes(const Plane<Real>& plane, int64_t count, double* along_x,
                                       double* along_y) const {
@@ -113,10 +114,10 @@ struct Positions {
     across(of_x[0], down[1], along_y);
   }
 
-  // visit(i, slope) for the slope of the plane at each of them.
+  // Call visit(i, slope) with the slope of the plane at each pixel.
   template <class Real, class Visit>
-  void slopes(const Plane<Real>& plane, bool cubic, int64_t count, const Visit& visit) const {
-    if (cubic) {
+  void slopes(const Plane<Real>& plane, bool is_cubic, int64_t count, const Visit& visit) const {
+    if (is_cubic) {
       double along_x[kTileWidth], along_y[kTileWidth];
       cubic_slopes(plane, count, along_x, along_y);
       for (int64_t i = 0; i < count; ++i) visit(i, Slope{along_x[i], along_y[i]});
@@ -130,7 +131,7 @@ struct Positions {
   }
 };
 
-// The share of some rows in the gradient of m.
+// The share of a strip of rows in the gradient for m.
 template <class Real>
 struct MatrixGradient {
   const WarpInputs<Real>& in;
@@ -194,8 +195,8 @@ struct MatrixGradient {
   }
 };
 
-// Calls strip.add_inside(row, v, begin, end) and strip.add_edge<taps>(...) for the pixels of a
-// strip of rows, from `top` on, that may have a source.
+// Call strip.add_inside(row, v, begin, end) and strip.add_edge<taps>(...) for the pixels of a strip
+// of rows, from `top` on, that may have a source.
 template <class Strip>
 void visit_strip(Strip& strip, const WarpSizes& sizes, int64_t top) {
   const int64_t bottom = std::min(top + kTileHeight, sizes.out_height);
@@ -243,8 +244,8 @@ void matrix_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
   }
 }
 
-// The tangent of some rows of the result, where m moves along `moved`. What has no source is 0
-// already.
+// The tangent of a strip of rows of the result. `moved` is the tangent of m. The caller has set the
+// rows to 0, which remains in pixels without a source.
 template <class Real>
 struct ResultTangent {
   const WarpInputs<Real>& in;
@@ -306,9 +307,8 @@ struct ResultTangent {
 
 // ---- the image ----------------------------------------------------------------------------------
 
-// Where the sources of some pixels lie; nowhere if right < left.
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr Box kNowhere{kInfinity, -kInfinity, kInfinity, -kInfinity};
+constexpr Box kNowhere{kInfinity, -kInfinity, kInfinity, -kInfinity};  // an empty box
 
 bool meet(const Box& a, const Box& b) {
   return a.left <= b.right && a.right >= b.left && a.top <= b.bottom && a.bottom >= b.top;
@@ -333,15 +333,16 @@ inline void add_two(const double* values, double* sums) {
   std::memcpy(sums, &b, sizeof b);
 }
 
-// A tile of one image's gradient, for some of its channels.
+// A tile of the gradient for one image, for some of its channels. It has a margin of rows and
+// columns that belong to other tiles, so that pixels near its edge need no test.
 template <class Real>
 struct ImageTile {
   static constexpr int64_t kChannels = 4;
   const WarpInputs<Real>& in;
   const WarpGradients<Real>& to;
   int64_t top, left, height, width, channel, channels;
-  int64_t margin, pitch, plane;  // rows and columns more on each side, for what others own
-  std::vector<double> sums;      // [channels, height + 2 margin, width + 2 margin]
+  int64_t margin, pitch, plane;
+  std::vector<double> sums;  // [channels, height + 2 margin, width + 2 margin]
   Taps<double> taps;
 
   double* sum_at(int64_t c, int64_t y, int64_t x) {
@@ -365,21 +366,23 @@ struct ImageTile {
     }
   }
 
-  // Pixels one by one: those whose source is plain, or those whose source is not.
+  // Add pixels one by one: only those whose source is in plain_box(), or only the others.
   [[gnu::noinline]] void add_edge(const Homography& map, const RowStart& row, const Real* grad,
-                                  Interval pixels, bool plain) {
-    in.sizes.interpolation == Interpolation::kCubic ? add_cells<4>(map, row, grad, pixels, plain)
-                                                    : add_cells<2>(map, row, grad, pixels, plain);
+                                  Interval pixels, bool is_plain) {
+    if (in.sizes.interpolation == Interpolation::kCubic)
+      add_cells<4>(map, row, grad, pixels, is_plain);
+    else
+      add_cells<2>(map, row, grad, pixels, is_plain);
   }
 
   template <int kTaps>
   void add_cells(const Homography& map, const RowStart& row, const Real* grad, Interval pixels,
-                 bool plain) {
+                 bool is_plain) {
     const Box box = plain_box(in.sizes);
     for (int64_t u = pixels.begin; u < pixels.end; ++u) {
       Source source;
       Cell<kTaps> cell{};
-      if (find_cell(map, row, u, in.sizes, source, cell) && is_in(box, source) == plain)
+      if (find_cell(map, row, u, in.sizes, source, cell) && is_in(box, source) == is_plain)
         add_cell(cell, grad + u);
     }
   }
@@ -397,21 +400,21 @@ struct ImageTile {
     }
   }
 
-  // Pixels whose taps all lie in the tile or in the rows and columns beside it.
+  // Add pixels whose taps are all in the tile or its margin.
   void add_inside(const Homography& map, const RowStart& row, const Real* grad, Interval pixels) {
-    const bool nearest = in.sizes.interpolation == Interpolation::kNearest;
+    const bool is_nearest = in.sizes.interpolation == Interpolation::kNearest;
     double above[2 * kTileWidth], below[2 * kTileWidth];
     const Strides strides(pitch, 1, (top - margin) * pitch + left - margin);
     for (int64_t u = pixels.begin; u < pixels.end; u += kTileWidth) {
       const int64_t count = std::min(kTileWidth, pixels.end - u);
-      if (nearest)
+      if (is_nearest)
         taps.template locate<true>(map.m, row, strides, u, 0, count);
       else
         taps.template locate<false>(map.m, row, strides, u, 0, count);
       for (int64_t channel = 0; channel < channels; ++channel) {
         const Real* g = grad + channel * in.sizes.out_height * in.sizes.out_width + u;
         double* to = sums.data() + channel * plane;
-        if (nearest) {
+        if (is_nearest) {
           for (int64_t i = 0; i < count; ++i) to[taps.offset[i]] += g[i];
           continue;
         }
@@ -419,7 +422,7 @@ struct ImageTile {
           add_cubic(g, count, to);
           continue;
         }
-        // A tap of weight zero receives nothing, not even of NaN.
+        // A tap of weight zero receives nothing, even if the gradient is NaN.
         for (int64_t i = 0; i < count; ++i) {
           const double x = taps.weight_x[i], y = taps.weight_y[i], value = g[i];
           const double upper = value * (1 - y), lower = y > 0 ? value * y : 0;
@@ -428,7 +431,8 @@ struct ImageTile {
           below[2 * i] = lower * (1 - x);
           below[2 * i + 1] = x > 0 ? lower * x : 0;
         }
-        // Neighbours often share a tap, and a sum waits for the one before it.
+        // Neighbours often share a tap, and each addition to it waits for the one before. So pixels
+        // that follow each other here are kStep apart.
         constexpr int64_t kStep = 16;
         for (int64_t first = 0; first < std::min(kStep, count); ++first)
           for (int64_t i = first; i < count; i += kStep) {
@@ -440,7 +444,7 @@ struct ImageTile {
     }
   }
 
-  // What a row shows of the image: its pixels whose source is in the box.
+  // Add the pixels of a row whose source is in the box.
   [[gnu::noinline]] void add_row(const Homography& map, int64_t v, const Box& box,
                                  const Real* grad) {
     const RowStart row = row_of(map.m, static_cast<double>(v));
@@ -460,7 +464,7 @@ struct ImageTile {
     }
   }
 
-  // What a row shows by way of a border mode that repeats the image.
+  // Add the pixels of a row that a border mode maps back into the image.
   void add_folded(const Homography& map, int64_t v, const std::vector<Box>& tiles, int64_t strip,
                   const Box& own, const Real* grad) {
     const RowStart row = row_of(map.m, static_cast<double>(v));
@@ -487,13 +491,14 @@ struct ImageTile {
   }
 };
 
-// What the rows of the destination touch of the image, so that a tile of it finds its own: the
-// plain sources of each row and of each strip of rows, and the taps of all others of each tile of
-// the destination and of each strip.
+// The boxes of the image that parts of the destination touch. By them a tile of the image selects
+// the rows that it must add. `rows` and `row_strips` (of kTileHeight rows) are around the sources
+// in plain_box(). `tiles` and `tile_strips` are around the taps of all other sources.
 struct Touches {
   std::vector<Box> rows, row_strips, tiles, tile_strips;
 };
 
+// Return a box around the taps of a row's sources in plain_box().
 Box plain_sources(const WarpSizes& sizes, const Homography& map, const RowStart& row) {
   const RowCutter cutter(map.m, row, sizes.out_width);
   Box box = kNowhere;
@@ -501,7 +506,8 @@ Box plain_sources(const WarpSizes& sizes, const Homography& map, const RowStart&
   for (int side = 0; side < cutter.sides(); ++side) {
     const Interval all = cutter.in_box(plain_box(sizes), side, Doubt::kPossible);
     const Interval sure = cutter.side(side, Doubt::kSure);
-    // Where W surely keeps its sign, x and y rise or fall all along a row.
+    // Where W surely keeps its sign, x and y only rise or only fall along a row. There the first
+    // and the last pixel are enough.
     const int64_t begin = std::max(all.begin, sure.begin), last = std::min(all.end, sure.end) - 1;
     for (int64_t u = all.begin; u < all.end; u = begin <= u && u < last ? last : u + 1) {
       const Source source = project(map.m, row, static_cast<double>(u));
@@ -512,6 +518,7 @@ Box plain_sources(const WarpSizes& sizes, const Homography& map, const RowStart&
   return box;
 }
 
+// Return a box around the taps of the row's other sources, for the pixels left <= u < right.
 template <int kTaps>
 Box folded_taps(const WarpSizes& sizes, const Homography& map, const RowStart& row, const Cut& cut,
                 int64_t left, int64_t right) {
@@ -600,22 +607,22 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
     const double left_end = static_cast<double>(left), top_end = static_cast<double>(top);
     const double right_end = static_cast<double>(left + tile.width);
     const double bottom_end = static_cast<double>(top + tile.height);
-    // The sources of which a tap is in the tile, or beside it for a nearest pixel.
+    // The sources that have a tap in the tile. For kNearest, the taps may also be beside it.
     const Box box{
         std::max(left_end - reach, plain.left), std::min(right_end - 1 + reach, plain.right),
         std::max(top_end - reach, plain.top), std::min(bottom_end - 1 + reach, plain.bottom)};
     const Box own{left_end, right_end - 1, top_end, bottom_end - 1};
     for (int64_t n = image; n < sizes.batch; n += sizes.image_batch)
       for (int64_t strip = 0; strip < strips; ++strip) {
-        const bool shows = meet(touches.row_strips[n * strips + strip], box);
-        const bool folds = meet(touches.tile_strips[n * strips + strip], own);
-        if (!shows && !folds) continue;
+        const bool has_plain = meet(touches.row_strips[n * strips + strip], box);
+        const bool has_folded = meet(touches.tile_strips[n * strips + strip], own);
+        if (!has_plain && !has_folded) continue;
         const int64_t end = std::min((strip + 1) * kTileHeight, sizes.out_height);
         for (int64_t v = strip * kTileHeight; v < end; ++v) {
           const Real* grad = to.grad + output_offset(sizes, n, channel, v);
-          if (shows && meet(touches.rows[n * sizes.out_height + v], box))
+          if (has_plain && meet(touches.rows[n * sizes.out_height + v], box))
             tile.add_row(map_of(maps, n), v, box, grad);
-          if (folds)
+          if (has_folded)
             tile.add_folded(map_of(maps, n), v, touches.tiles, (n * strips + strip), own, grad);
         }
       }

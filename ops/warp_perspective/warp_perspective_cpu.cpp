@@ -5,14 +5,15 @@
 namespace calcops::ops::warp_perspective {
 namespace {
 
-// The destination is computed in tiles: a map that turns the image finds its source lines in the
-// cache again, and what the first channel learns serves them all.
+// A tile of the destination. If the map rotates the image, the rows of a tile read the same lines
+// of the image, which are then in the cache. The taps are located once for all channels.
 template <class Pixel>
 struct Tile {
   const WarpInputs<Pixel>& in;
   const Homography& map;
-  int64_t n, top, bottom;  // of the image, and its rows
-  Pixel* out;              // that of [n, 0, 0, 0]
+  int64_t n;            // which image of the batch
+  int64_t top, bottom;  // its rows
+  Pixel* out;           // the result at [n, 0, 0, 0]
   RowStart rows[kTileHeight];
   Cut cuts[kTileHeight];
 
@@ -24,15 +25,15 @@ struct Tile {
 template <class Pixel>
 [[gnu::noinline]] void copy_pixels(const Pixel* from, const int64_t* offset, int64_t count,
                                    Pixel* out) {
-  // Where few pixels make a line of the cache, they go by way of the stack: a processor has room
-  // for few stores that wait for a line of the result, so they should be wide.
+  // Large pixels are first copied to the stack, so that the stores to the result are wide. A
+  // processor can queue only a few stores that wait for a cache line.
   constexpr bool kWide = sizeof(Pixel) >= 4;
   Pixel pixels[kTileWidth], *to = kWide ? pixels : out;
   for (int64_t i = 0; i < count; ++i) to[i] = from[offset[i]];
   if (kWide) std::memcpy(out, pixels, count * sizeof(Pixel));
 }
 
-// Pixels which a border mode maps back into the image.
+// Compute pixels which a border mode maps back into the image.
 template <class Pixel>
 [[gnu::noinline]] void sample_folded(const Tile<Pixel>& tile, const FoldedTaps& taps, int64_t v,
                                      int64_t begin, int64_t end) {
@@ -57,7 +58,7 @@ template <class Pixel>
   }
 }
 
-// Pixels at the border, or beyond it.
+// Compute pixels at the border or beyond it.
 template <int kTaps, class Pixel>
 [[gnu::noinline]] void sample_edge(const Tile<Pixel>& tile, int64_t v, int64_t begin, int64_t end) {
   const WarpSizes& sizes = tile.in.sizes;
@@ -72,15 +73,17 @@ template <int kTaps, class Pixel>
   for (int64_t u = begin; u < end; ++u) {
     Source source;
     Cell<kTaps> cell{};
-    const bool found = find_cell(tile.map, row, u, sizes, source, cell);
-    if (!found && sizes.border == Border::kTransparent) continue;
+    const bool has_source = find_cell(tile.map, row, u, sizes, source, cell);
+    if (!has_source && sizes.border == Border::kTransparent) continue;
     for (int64_t c = 0; c < sizes.channels; ++c) {
       const Plane<Pixel> plane = make_plane(tile.in, tile.n, c, tile.in.border_value[c]);
-      tile.out[output_offset(sizes, 0, c, v) + u] = found ? sample(plane, cell) : plane.border;
+      Pixel& out = tile.out[output_offset(sizes, 0, c, v) + u];
+      out = has_source ? sample(plane, cell) : plane.border;
     }
   }
 }
 
+// Compute pixels that are inside.
 template <class Pixel, class Real>
 [[gnu::noinline]] void blend(const Pairs<Pixel>& pairs, const Real* weight_x, const Real* weight_y,
                              int64_t count, Pixel* out) {
@@ -93,13 +96,13 @@ template <class Pixel, class Real>
   }
 }
 
-#if !defined(__AVX512F__) && __has_builtin(__builtin_shufflevector)  // GCC 12 and clang; without it
-                                                                     // Pairs and blend do it all
+// Older compilers than GCC 12 and clang lack the shuffles; there Pairs and blend() do the work.
+#if !defined(__AVX512F__) && __has_builtin(__builtin_shufflevector)
 typedef double Doubles2 __attribute__((vector_size(16)));
 typedef float Floats4 __attribute__((vector_size(16)));
 typedef float Floats8 __attribute__((vector_size(32)));
 
-// Two pairs of neighbours.
+// Load two pairs of neighbouring pixels.
 inline Floats4 two_pairs(const float* p, const float* q) {
   double a, b;
   std::memcpy(&a, p, sizeof a);
@@ -114,7 +117,7 @@ Vector load(const float* from) {
   return to;
 }
 
-// What Pairs and blend do, for eight pixels whose taps do not leave the registers.
+// The same as Pairs and blend(), for eight pixels whose taps stay in registers.
 inline void blend_eight(const float* above, const float* below, const int64_t* offset,
                         const float* weight_x, const float* weight_y, float* out) {
   struct Two {
@@ -140,6 +143,7 @@ inline void blend_eight(const float* above, const float* below, const int64_t* o
 }
 #endif
 
+// Read the four taps of each pixel into the bytes of a word.
 void read_words(const Plane<uint8_t>& plane, const int64_t* offset, int64_t count,
                 uint32_t* words) {
   const auto read = [&](const auto& pair) {
@@ -159,10 +163,12 @@ void read_words(const Plane<uint8_t>& plane, const int64_t* offset, int64_t coun
     read([&](const uint8_t* from) -> uint16_t { return from[0] | from[plane.stride_x] << 8; });
 }
 
-// In float32. False if that may have decided how a pixel is rounded. With values up to 255 a
-// weight, wrong by 2^-25, makes an error of 2^-17, and every operation one of 2^-17 at most: the
-// upper and the lower pair are within 2^-16; their difference, its weight and the last sum add
-// 2^-17 each. That is 5 * 2^-17 together.
+// Compute uint8 pixels in float32. Return false if the rounding of float32 may have changed a
+// pixel.
+//
+// Values are at most 255. So an error of 2^-25 in a weight makes an error of 2^-17, and each
+// operation one of at most 2^-17. The sums of the upper and the lower pair are within 2^-16. Their
+// difference, its weight and the last sum add 2^-17 each: 5 * 2^-17 together.
 bool blend_quickly(const uint32_t* taps, const float* weight_x, const float* weight_y,
                    int64_t count, uint8_t* out) {
   constexpr float kSure = 0.5f - 6 * 0x1p-17f;
@@ -180,7 +186,7 @@ bool blend_quickly(const uint32_t* taps, const float* weight_x, const float* wei
   return doubts == 0;
 }
 
-// As sample() of a Cell<4>, in the same order; the four columns of a pixel are a vector.
+// The same as sample() of a Cell<4>, in the same order. The four columns of a pixel are a vector.
 template <class Pixel, class Fraction>
 [[gnu::noinline]] void blend_cubic(const Plane<Pixel>& plane, const int64_t* offset,
                                    const Fraction* fraction_x, const Fraction* fraction_y,
@@ -216,6 +222,7 @@ template <class Pixel, class Fraction>
   }
 }
 
+// Interpolate the `count` pixels from `begin` on, which are inside. Their taps begin at index `at`.
 template <class Pixel, class Weight>
 [[gnu::noinline]] void sample_linear(const Tile<Pixel>& tile, const Taps<Weight>& taps,
                                      const Plane<Pixel>& plane, int64_t v, int64_t begin,
@@ -257,7 +264,8 @@ template <class Pixel, class Weight>
   }
 }
 
-// The interpolation is no template argument: it is chosen once a run of pixels.
+// Compute a tile. The interpolation is no template argument, because it is chosen only once for
+// each run of pixels.
 template <class Weight, class Pixel>
 void forward_rows(Tile<Pixel>&& tile) {
   Taps<Weight> taps_of_rows[kTileHeight];
@@ -300,7 +308,7 @@ void forward_rows(Tile<Pixel>&& tile) {
           const int64_t at = begin - left, count = end - begin;
           const Taps<Weight>& taps = taps_of_rows[v - tile.top];
           if (c + 1 < sizes.channels) taps.prefetch(plane.data + stride[1], at, at + count);
-          // A cubic sum over uint8 has weights of float64, a linear one those of float32.
+          // uint8 has weights of float64 for a cubic sum, and of float32 for a linear one.
           constexpr bool kByte = std::is_same_v<Pixel, uint8_t>;
           constexpr bool kQuick = kByte && std::is_same_v<Weight, float>;
           if (is_nearest) {
@@ -332,7 +340,8 @@ void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out) {
   for_each(count, divide_up(1 << 14, strip_pixels), [&](int64_t i) {
     const int64_t n = i / strips, top = i % strips * kTileHeight;
     const int64_t bottom = std::min(top + kTileHeight, sizes.out_height);
-    // A linear sum over uint8 is in float32, and again in float64 where that leaves a doubt.
+    // A linear sum over uint8 is computed in float32, and again in float64 where that is not exact
+    // enough.
     using Real = Number<Pixel>;
     using Quick = std::conditional_t<std::is_same_v<Pixel, uint8_t>, float, Real>;
     const Homography& map = map_of(maps, n);

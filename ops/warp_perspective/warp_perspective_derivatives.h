@@ -1,8 +1,10 @@
 // The derivatives of warp_perspective and of the operators behind it.
 //
-// The result is linear in the image, so the operators give every derivative but those of a
-// derivative along warp. These follow from the position (x, y) of every destination pixel, written
-// in PyTorch's operators, which are differentiable to any order themselves.
+// The result is linear in the image. So calls of the operators give every derivative, except the
+// derivatives of a derivative along warp. Those are computed by PyTorch's operators from the source
+// (x, y) of every destination pixel, and so are differentiable to any order.
+//
+// "The tangent" of a result is its derivative along a tangent of warp.
 #pragma once
 
 #include <calcops/operator.h>
@@ -39,31 +41,32 @@ inline Value roll(const Value& x, int64_t shift, int64_t dimension) {
   return call("aten::roll", x, Value::list(shift), Value::list(dimension));
 }
 
-// Along the last dimension.
+// Cross products along the last dimension.
 inline Value cross(const Value& a, const Value& b) { return call("aten::linalg_cross", a, b); }
 
-// Zeros without memory of their own.
+// Return zeros of a shape that take the memory of one number.
 inline Value zeros(const Value& like, const Value& shape) {
   return call("aten::expand", call("aten::new_zeros", like, Value::list(1)), shape);
 }
 
-// Row i is the sum of the cross products p_j x q_k and q_j x p_k, j, k = i+1, i+2: linear in p and
-// in q, and twice the cofactors where they are the same.
+// Return the matrix whose row i is p_j x q_k + q_j x p_k, where j = i + 1 and k = i + 2 (modulo 3)
+// and p_j is row j of p. It is linear in p and in q. With p = q it is twice the matrix of
+// cofactors.
 inline Value cross_rows(const Value& p, const Value& q) {
   return cross(roll(p, -1, 1), roll(q, -2, 1)) + cross(roll(q, -1, 1), roll(p, -2, 1));
 }
 
-// The kernel's number with the derivatives of the formula for it. Rounding differs between the two,
-// and at a pixel centre the difference decides which pixels are seen.
+// Return the kernel's number with the derivatives of the formula for it. The two round differently,
+// and near a pixel centre that would change the taps.
 inline Value with_derivatives(const Value& number, const Value& formula) {
   return number + (formula - call("aten::detach", formula));
 }
 
-// The weights of an axis's taps and their derivatives with respect to the coordinate.
+// The weights of an axis's taps, and their first and second derivatives for the coordinate.
 struct Weights {
-  Value weight[4], first[4], second[4];  // the second of a linear interpolation is none
+  Value weight[4], first[4], second[4];  // a linear interpolation has no second
 
-  // t: how far the position is from the tap before it; slope: of it in the coordinate.
+  // t and slope are the fraction and the slope of Axis (warp_perspective_math.h).
   void set(const Value& t, const Value& slope, bool is_cubic) {
     if (!is_cubic) {
       weight[0] = minus(t) + 1;
@@ -85,18 +88,18 @@ struct Weights {
   }
 };
 
-// One call of any of the operators.
+// The arguments of one call of any of the operators.
 struct Warping {
   Value image, warp, interpolation, border_mode, border_value, inverse_map;
 
-  // The arguments from `image` on; `size` is what an operator has between warp and interpolation.
-  Warping(const Value* arguments, int size)
+  // `arguments` begin with `image`. There are `skipped` arguments between warp and interpolation.
+  Warping(const Value* arguments, int skipped)
       : image(arguments[0]),
         warp(arguments[1]),
-        interpolation(arguments[2 + size]),
-        border_mode(arguments[3 + size]),
-        border_value(arguments[4 + size]),
-        inverse_map(arguments[5 + size]) {}
+        interpolation(arguments[2 + skipped]),
+        border_mode(arguments[3 + skipped]),
+        border_value(arguments[4 + skipped]),
+        inverse_map(arguments[5 + skipped]) {}
 
   Warping of(const Value& other_image) const {
     Warping other = *this;
@@ -105,8 +108,8 @@ struct Warping {
     return other;
   }
 
-  // The result without the constant that border_value adds. `destination` has the result's shape;
-  // only a transparent border keeps any of it.
+  // Return the result without the constant that border_value adds. `destination` has the result's
+  // shape. Its values are used only for a transparent border.
   Value linear_part(const Value& destination) const {
     const bool is_kept = border_mode.is("transparent");
     return call("warp_perspective", image, warp,
@@ -119,7 +122,7 @@ struct Warping {
                 interpolation, border_mode, border_value, inverse_map);
   }
 
-  // [grad_image, grad_warp]
+  // Return [grad_image, grad_warp].
   Value gradients(const Value& grad, bool of_image, bool of_warp) const {
     return call("_warp_perspective_backward", grad, image, warp, interpolation, border_mode,
                 border_value, inverse_map, Value::list(of_image, of_warp));
@@ -127,18 +130,19 @@ struct Warping {
 
   Value warp_gradient(const Value& grad) const { return gradients(grad, false, true)[1]; }
 
-  // Nothing moves with warp.
+  // Return whether the result's derivative for warp is 0.
   bool is_flat() const {
     return interpolation.is("nearest") || image.size(-2).equals(0) || image.size(-1).equals(0);
   }
 
-  // [N, C, H, W] and [N, 3, 3] in float64, with 1 where N or C is absent.
+  // Return the images [N, C, H, W] in float64. N and C are 1 if the argument lacks them.
   Value images() const {
     Value images = to_float64(image);
     for (int dim = image.dim(); dim < 4; ++dim) images = call("aten::unsqueeze", images, 0);
     return images;
   }
 
+  // Return the matrices [N, 3, 3] in float64.
   static Value matrices(const Value& warp) {
     return warp.dim() == 2 ? call("aten::unsqueeze", to_float64(warp), 0) : to_float64(warp);
   }
@@ -155,13 +159,13 @@ struct Warping {
     return Value::list_of(sizes, count);
   }
 
-  // N, for which one image or one matrix may serve.
+  // Return N. One image or one matrix may serve all N.
   Value batch() const {
     const bool is_of_warp = warp.dim() == 3 && !warp.size(0).equals(1);
     return is_of_warp ? warp.size(0) : image.dim() == 4 ? image.size(0) : Value(1);
   }
 
-  // border_value as [C, 1], or as one number.
+  // Return border_value as [C, 1] or as one number.
   Value border(const Value& like) const {
     if (border_value.is_none() || border_value.length() == 0) return 0.0;
     if (border_value.length() == 1) return border_value[0];
@@ -173,7 +177,8 @@ struct Warping {
     return rows;
   }
 
-  // The gradient of an input from those of the N items, which one input may serve together.
+  // Return the gradient for an input from those of the N items. If one input serves all items, it
+  // is their sum.
   static Value for_input(const Value& items, const Value& input, int full_dim) {
     const bool serves_all = input.dim() < full_dim || input.size(0).equals(1);
     const Value sum = serves_all ? call("aten::sum.dim_IntList", items, Value::list(0)) : items;
@@ -181,21 +186,24 @@ struct Warping {
   }
 };
 
-// How the result of a call, its tangent along `tangent` and the gradients of that move with warp.
+// The sources of a call's pixels as differentiable functions of warp. They give the derivatives of
+// the tangent of the result along `tangent`.
 class Positions {
  public:
-  Positions(const Warping& given, const Value& tangent, const Value& height, const Value& width)
-      : given_(given),
-        is_inverse_(given.inverse_map.item() != 0),
-        taps_(given.interpolation.is("cubic") ? 4 : 2) {
-    const Value images = given.images(), warps = Warping::matrices(given.warp);
+  Positions(const Warping& warping, const Value& tangent, const Value& height, const Value& width)
+      : warping_(warping),
+        is_inverse_(warping.inverse_map.item() != 0),
+        taps_(warping.interpolation.is("cubic") ? 4 : 2) {
+    const Value images = warping.images(), warps = Warping::matrices(warping.warp);
     const Value rows = images.size(2), columns = images.size(3);
-    const Value batch = given.batch();
-    const Value found =
+    const Value batch = warping.batch();
+    const Value cells_and_scale =
         call("_warp_perspective_cells", call("aten::detach", warps), Value::list(rows, columns),
-             Value::list(height, width), taps_, given.border_mode, given.inverse_map);
-    const Value cells = found[0], usable = call("aten::gt.Scalar", found[1], 0);
-    scale_ = where(usable, found[1], 1.0);
+             Value::list(height, width), taps_, warping.border_mode, warping.inverse_map);
+    const Value cells = cells_and_scale[0];
+    const Value kernel_scale = cells_and_scale[1];
+    const Value usable = call("aten::gt.Scalar", kernel_scale, 0);
+    scale_ = where(usable, kernel_scale, 1.0);
     const Value identity = call("aten::eye", 3, warps.dtype(), /*layout=*/nullptr, warps.device());
     rows_ = call("aten::where.self", usable, warps, identity) * scale_;
     tangent_ = Warping::matrices(tangent) * scale_;
@@ -218,7 +226,7 @@ class Positions {
     y_.set(narrow(fractions, 1, 1), narrow(slopes, 1, 1), taps_ == 4);
 
     const Value channels = images.size(1);
-    const Value border = given.border(warps);
+    const Value border = warping.border(warps);
     out_shape_ = Value::list(batch, channels, height * width);
     pixels_ = call("aten::expand", call("aten::flatten.using_ints", images, 2),
                    Value::list(batch, channels, rows * columns));
@@ -231,14 +239,14 @@ class Positions {
                         call("aten::ge.Scalar", at_y, 0));
       const Value index = call("aten::where.ScalarOther", inside_[k], at_y * columns + at_x, 0);
       index_[k] = call("aten::expand", index, out_shape_);
-      const Value seen = call("aten::gather", pixels_, 2, index_[k]);
+      const Value values = call("aten::gather", pixels_, 2, index_[k]);
       tap_[k] = call(border.is_tensor() ? "aten::where.self" : "aten::where.ScalarOther",
-                     inside_[k], seen, border);
+                     inside_[k], values, border);
       finite_[k] = call("aten::nan_to_num", tap_[k], 0.0, 0.0, 0.0);
     }
   }
 
-  // How the result's tangent moves with warp along `other`.
+  // Return the derivative of the result's tangent where warp moves along `other`.
   Value second(const Value& other, const Value& like_shape) const {
     const Value along = Warping::matrices(other) * scale_;
     const Motion move = motion(tangent_), turn = motion(along);
@@ -249,8 +257,8 @@ class Positions {
       of_x = of_x + sum(x_.second, y_.weight) * turn.x;
       of_y = of_y + sum(x_.weight, y_.second) * turn.y;
     }
-    // move = (X' - x W', Y' - y W') / W, of which x, y and W move with `other`, and so do X', Y',
-    // W' where m is an adjugate.
+    // move = (X' - x W', Y' - y W') / W. The direction `other` changes x, y and W. It also changes
+    // X', Y' and W' if m is an adjugate, which is not linear in warp.
     Value bend_x = minus(turn.x * move.w + move.x * turn.w);
     Value bend_y = minus(turn.y * move.w + move.y * turn.w);
     if (!is_inverse_) {
@@ -262,10 +270,10 @@ class Positions {
     const Value moved = of_x * move.x + of_y * move.y;
     const Value bent = (along_x * bend_x + along_y * bend_y) / w_;
     const Value out = call("aten::reshape", where(valid_, moved + bent, 0.0), like_shape);
-    return call("aten::to.dtype", out, given_.image.dtype());
+    return call("aten::to.dtype", out, warping_.image.dtype());
   }
 
-  // The gradients of sum(grad * the result's tangent).
+  // Return the gradient of sum(grad * the result's tangent) for the image.
   Value image_gradient(const Value& grad) const {
     const Motion move = motion(tangent_);
     const Value g = items(grad);
@@ -276,9 +284,10 @@ class Positions {
           x_.first[x] * y_.weight[y] * move.x + x_.weight[x] * y_.first[y] * move.y;
       sum = call("aten::scatter_add", sum, 2, index_[k], where(inside_[k], g * weight, 0.0));
     }
-    return Warping::for_input(sum, given_.image, 4);
+    return Warping::for_input(sum, warping_.image, 4);
   }
 
+  // Return the gradient of sum(grad * the result's tangent) for warp.
   Value warp_gradient(const Value& grad) const {
     const Motion move = motion(tangent_);
     const Value g = items(grad);
@@ -292,11 +301,11 @@ class Positions {
       of_x = of_x + over_channels(x_.second, y_.weight) * move.x;
       of_y = of_y + over_channels(x_.weight, y_.second) * move.y;
     }
-    // What moves grad * jvp: (x, y), w at a fixed (x, y), and the tangent of m.
+    // grad * tangent depends on warp by (x, y), by w at a fixed (x, y), and by the tangent of m.
     Value of_m = m_gradient(of_x - spread * gx, of_y - spread * gy, gx * move.x + gy * move.y);
     if (!is_inverse_)
       of_m = rows_gradient(rows_, of_m) + rows_gradient(tangent_, m_gradient(gx, gy, gx * 0));
-    return Warping::for_input(of_m * scale_, given_.warp, 3);
+    return Warping::for_input(of_m * scale_, warping_.warp, 3);
   }
 
  private:
@@ -308,7 +317,7 @@ class Positions {
     return where(valid_, call("aten::reshape", to_float64(grad), out_shape_), 0.0);
   }
 
-  // How (x, y) and w of every pixel move where warp moves along `rows`.
+  // Return the tangents of (x, y) and w of every pixel where warp moves along `rows`.
   Motion motion(const Value& rows) const {
     const Value m = is_inverse_ ? rows : transposed(cross_rows(rows_, rows));
     const Value p = matmul(m, grid_), w = narrow(p, 2, 1);
@@ -316,7 +325,8 @@ class Positions {
     return {narrow(xy, 0, 1), narrow(xy, 1, 1), w};
   }
 
-  // The gradient of m from those of x and y, less one of w; see project_backward.
+  // Return the gradient for m from those for x and y; `less_w` is subtracted from that for w. See
+  // project_backward.
   Value m_gradient(const Value& gx, const Value& gy, const Value& less_w) const {
     const Value gxy = call("aten::cat", Value::list(gx, gy), 1);
     const Value gw =
@@ -324,15 +334,16 @@ class Positions {
     return matmul(call("aten::cat", Value::list(gxy, gw), 1) / w_, transposed(grid_));
   }
 
-  // The gradient of sum(g * cross_rows(rows, q).mT) with respect to q.
+  // Return the gradient of sum(g * cross_rows(rows, q).mT) for q.
   static Value rows_gradient(const Value& rows, const Value& g) {
     const Value columns = transposed(g);
     return roll(cross(roll(rows, -2, 1), columns), 1, 1) +
            roll(cross(columns, roll(rows, -1, 1)), 2, 1);
   }
 
-  // Of the taps by weights of both axes. One of weight zero is not used, but its weight may have a
-  // derivative.
+  // Return the sum of the taps, weighted by both axes. A tap of weight zero adds nothing, even if
+  // it is NaN or infinite. Its weight may still have a derivative, for which such a tap counts as
+  // 0.
   Value sum(const Value* of_x, const Value* of_y) const {
     Value total;
     for (int k = 0; k < taps_ * taps_; ++k) {
@@ -344,7 +355,7 @@ class Positions {
     return total;
   }
 
-  Warping given_;
+  Warping warping_;
   bool is_inverse_;
   int taps_;  // along an axis
   Value valid_, scale_, rows_, tangent_, grid_, w_, xy_, pixels_, out_shape_;
@@ -354,8 +365,7 @@ class Positions {
 
 inline void add(Value& sum, const Value& term) { sum = sum.is_none() ? term : sum + term; }
 
-// Adds the gradients of sum(grad * the result's tangent) to those of image and warp that are
-// wanted.
+// Add the gradients of sum(grad * the result's tangent) to the wanted ones of image and warp.
 inline void add_gradients(const Warping& warping, const Value& tangent, const Value& grad,
                           Value& of_image, Value& of_warp) {
   if (!of_image.is_wanted() && !of_warp.is_wanted()) return;
@@ -378,9 +388,9 @@ inline void vjp(const Value* arguments, const Value* upstream, Value* gradients)
   const Value& image = arguments[0];
   const bool of_image = gradients[0].is_wanted(), of_warp = gradients[1].is_wanted();
   if (of_image || of_warp) {
-    const Value found = warping.gradients(upstream[0], of_image, of_warp);
-    if (of_image) gradients[0] = found[0];
-    if (of_warp) gradients[1] = found[1];
+    const Value of_both = warping.gradients(upstream[0], of_image, of_warp);
+    if (of_image) gradients[0] = of_both[0];
+    if (of_warp) gradients[1] = of_both[1];
   }
   if (gradients[kDestination].is_wanted())
     gradients[kDestination] = warping.of(zeros(image, image.shape())).linear_part(upstream[0]);
@@ -391,15 +401,15 @@ inline void jvp(const Value* arguments, const Value* tangents, Value* results) {
   const Value &image = tangents[0], &warp = tangents[1], &destination = tangents[kDestination];
   const Value like = arguments[0];
   const bool has_size = arguments[2].length() == 2;
-  const Value height = has_size ? arguments[2][0] : like.size(-2),
-              width = has_size ? arguments[2][1] : like.size(-1);
+  const Value height = has_size ? arguments[2][0] : like.size(-2);
+  const Value width = has_size ? arguments[2][1] : like.size(-1);
   if (!warp.is_none()) results[0] = warping.tangent(warp, height, width);
   if (image.is_none() && destination.is_none()) return;
-  // A border that is not transparent has no destination; its height and width are all that counts.
+  // Without a transparent border there is no destination. Then only height and width are used.
   const Value& kept = arguments[kDestination];
-  const Value none = zeros(like, kept.is_none() ? Value::list(height, width) : kept.shape());
+  const Value zero = zeros(like, kept.is_none() ? Value::list(height, width) : kept.shape());
   const Warping moved = warping.of(image.is_none() ? zeros(like, like.shape()) : image);
-  add(results[0], moved.linear_part(destination.is_none() ? none : destination));
+  add(results[0], moved.linear_part(destination.is_none() ? zero : destination));
 }
 
 // ---- _warp_perspective_backward(grad, image, warp, interpolation, ..., output_mask) -------------
@@ -423,9 +433,9 @@ inline void backward_jvp(const Value* arguments, const Value* tangents, Value* r
   const Warping warping(arguments + 1, 0);
   const bool of_image = mask[0].item(), of_warp = mask[1].item();
   if (!tangents[0].is_none()) {
-    const Value found = warping.gradients(tangents[0], of_image, of_warp);
-    if (of_image) results[0] = found[0];
-    if (of_warp) results[1] = found[1];
+    const Value of_both = warping.gradients(tangents[0], of_image, of_warp);
+    if (of_image) results[0] = of_both[0];
+    if (of_warp) results[1] = of_both[1];
   }
   if (!tangents[1].is_none() && of_warp)
     add(results[1], warping.of(tangents[1]).warp_gradient(grad));
@@ -453,7 +463,7 @@ inline void tangent_jvp(const Value* arguments, const Value* tangents, Value* re
   add(results[0], positions.second(tangents[2], warping.result_shape(height, width)));
 }
 
-// ---- _warp_perspective_cells: constants; what moves them is in Positions ------------------------
+// ---- _warp_perspective_cells: without derivatives, which Positions computes ---------------------
 
 inline void cells_vjp(const Value*, const Value*, Value*) {}
 inline void cells_jvp(const Value*, const Value*, Value*) {}

@@ -1,8 +1,7 @@
-// The mathematics of one pixel, for the CPU and the CUDA kernel alike (contract:
-// warp_perspective.h).
+// The mathematics of one pixel, shared by the CPU and the CUDA kernels (terms: warp_perspective.h).
 //
-// Every sum of products is an explicit fma, so that no compiler may contract an expression in its
-// own way: both kernels see the same coordinates bit for bit.
+// Every sum of products is an explicit fma. Otherwise each compiler would choose which products to
+// fuse, and the kernels would compute different coordinates.
 #pragma once
 
 #include <math.h>  // unlike <cmath>, has fma of float32 in the global namespace
@@ -16,20 +15,21 @@
 
 namespace calcops::ops::warp_perspective {
 
-// What an image is sampled in. The weights are computed in float64 and rounded to this: for a
-// linear interpolation in float32, eight roundings of 2^-25 at most lie between the result and the
-// exact one, where the image is in [0, 1].
+// The type in which the taps are summed. Their weights are computed in float64 and rounded to it.
+// A linear interpolation in float32 of an image in [0, 1] has at most eight roundings of 2^-25.
 template <class Pixel>
 using Number =
     std::conditional_t<std::is_integral_v<Pixel> || std::is_same_v<Pixel, double>, double, float>;
 
-// cv::saturate_cast from double: for an integer half to even, clamped; NaN gives the least one.
+// Return a number as a pixel, as cv::saturate_cast does. An integer is rounded half to even and
+// clamped; NaN becomes the smallest one.
 template <class Pixel>
 CALCOPS_HD inline Pixel to_pixel(Number<Pixel> value) {
   if constexpr (std::is_integral_v<Pixel>) {
-    // std::numeric_limits has functions for the host alone.
+    // Not std::numeric_limits, whose functions are for the host only.
     constexpr int range = 1 << 8 * sizeof(Pixel);
-    constexpr double least = std::is_signed_v<Pixel> ? -range / 2 : 0, largest = least + range - 1;
+    constexpr double least = std::is_signed_v<Pixel> ? -range / 2 : 0;
+    constexpr double largest = least + range - 1;
     value = value > least ? value : least;
     value = value < largest ? value : largest;
     return static_cast<Pixel>(static_cast<int>(rint(value)));
@@ -38,32 +38,33 @@ CALCOPS_HD inline Pixel to_pixel(Number<Pixel> value) {
   }
 }
 
+// Write the cross product a x b to out[0], out[stride] and out[2 * stride].
 CALCOPS_HD inline void cross(const double* a, const double* b, double* out, int stride) {
   out[0] = fma(a[1], b[2], -(a[2] * b[1]));
   out[stride] = fma(a[2], b[0], -(a[0] * b[2]));
   out[2 * stride] = fma(a[0], b[1], -(a[1] * b[0]));
 }
 
-// The map from destination to source: (x, y) = (X / W, Y / W), (X, Y, W) = m (u, v, 1).
+// The map m from destination to source.
 struct Homography {
   double m[9];
-  double scaled[9];  // the caller's matrix times `scale`, a power of two that makes its largest
-                     // entry 1..2
-  double scale;
-  bool valid;  // false where no pixel has a source: singular, all zero or not finite
+  double scaled[9];  // the caller's matrix times `scale`
+  double scale;      // the power of two that makes the matrix's largest entry 1..2
+  bool valid;        // false if no pixel has a source: m is singular, all zero or not finite
 };
 
 CALCOPS_HD inline Homography make_homography(const double* warp, bool inverse_map) {
   Homography h;
   double largest = 0;
-  bool finite = true;
+  bool is_finite = true;
   for (int i = 0; i < 9; ++i) {
-    finite = finite && fabs(warp[i]) <= DBL_MAX;
+    is_finite = is_finite && fabs(warp[i]) <= DBL_MAX;
     largest = fmax(largest, fabs(warp[i]));
   }
-  h.valid = finite && largest > 0;
+  h.valid = is_finite && largest > 0;
   if (!h.valid) return h;
-  // A homography has no scale of its own; without one, products neither overflow nor vanish.
+  // A common factor of all entries has no effect on the map. With this one, products neither
+  // overflow nor vanish.
   const int exponent = -ilogb(largest);
   h.scale = ldexp(1.0, exponent < 1023 ? exponent : 1023);
   for (int i = 0; i < 9; ++i) h.scaled[i] = warp[i] * h.scale;
@@ -71,7 +72,7 @@ CALCOPS_HD inline Homography make_homography(const double* warp, bool inverse_ma
     for (int i = 0; i < 9; ++i) h.m[i] = h.scaled[i];
     return h;
   }
-  // The adjugate is the inverse up to scale, without the rounding of a division by the determinant.
+  // The adjugate is the inverse up to a factor. It saves the roundings of a division.
   const double* r = h.scaled;
   cross(r + 3, r + 6, h.m, 3);
   cross(r + 6, r, h.m + 1, 3);
@@ -92,13 +93,13 @@ CALCOPS_HD inline Homography homography_of(const WarpInputs<Pixel>& in, int64_t 
   return h;
 }
 
-// The gradient of the caller's matrix from that of `m`.
+// Write the gradient for the caller's matrix from that for m.
 CALCOPS_HD inline void homography_backward(const Homography& h, const double* grad_m,
                                            bool inverse_map, double* grad_warp) {
   for (int i = 0; i < 9; ++i) grad_warp[i] = h.valid && inverse_map ? grad_m[i] * h.scale : 0;
   if (!h.valid || inverse_map) return;
-  // Column i of m is the cross product of the rows j, k = i+1, i+2: for its gradient g, row j
-  // receives row_k x g and row k receives g x row_j.
+  // Column i of m is the cross product of the rows j = i + 1 and k = i + 2 (modulo 3). Its gradient
+  // g adds row_k x g to that for row j, and g x row_j to that for row k.
   for (int i = 0; i < 3; ++i) {
     const int j = (i + 1) % 3, k = (i + 2) % 3;
     const double g[3] = {grad_m[i], grad_m[3 + i], grad_m[6 + i]};
@@ -112,7 +113,7 @@ CALCOPS_HD inline void homography_backward(const Homography& h, const double* gr
   }
 }
 
-// How `m` moves where the caller's matrix moves along `tangent`.
+// Write the tangent of m from that of the caller's matrix.
 CALCOPS_HD inline void homography_tangent(const Homography& h, const double* tangent,
                                           bool inverse_map, double* to) {
   double moved[9];
@@ -128,7 +129,7 @@ CALCOPS_HD inline void homography_tangent(const Homography& h, const double* tan
   }
 }
 
-// (X, Y, W) of the first pixel of a row of the destination.
+// (X, Y, W) of the first pixel of a row of the destination, u = 0.
 struct RowStart {
   double x, y, w;
 };
@@ -137,20 +138,21 @@ CALCOPS_HD inline RowStart row_of(const double* m, double v) {
   return {fma(m[1], v, m[2]), fma(m[4], v, m[5]), fma(m[7], v, m[8])};
 }
 
-// Where a destination pixel comes from. Neither coordinate is finite where w is 0.
+// The source of a destination pixel. Neither x nor y is finite if w is 0.
 struct Source {
   double x, y, w;
 };
 
-// One reciprocal serves both quotients. One correction takes them to within an ulp, and to the
-// exact quotient where that is a float64: pixel centres stay pixel centres.
+// Return a / w, given 1 / w, which serves both coordinates. One correction makes the quotient right
+// to an ulp, and exact if a float64 can hold it. So pixel centres remain pixel centres.
 CALCOPS_HD inline double divide(double a, double w, double reciprocal) {
   const double quotient = a * reciprocal;
   return fma(fma(-quotient, w, a), reciprocal, quotient);
 }
 
 CALCOPS_HD inline Source project(const double* m, const RowStart& row, double u) {
-  const double w = fma(m[6], u, row.w), reciprocal = 1 / w;
+  const double w = fma(m[6], u, row.w);
+  const double reciprocal = 1 / w;
   return {divide(fma(m[0], u, row.x), w, reciprocal), divide(fma(m[3], u, row.y), w, reciprocal),
           w};
 }
@@ -159,18 +161,19 @@ CALCOPS_HD inline Source project(const double* m, double u, double v) {
   return project(m, row_of(m, v), u);
 }
 
-// One axis of a source position: its taps, one of them at the position or before it, and how far
-// behind that the position is; the derivative of the position in the image with respect to the
-// coordinate. A tap outside of [0, size) is border_value. Of two taps, the second one has no weight
-// where the position is a pixel centre: there it is the one which comes next as the coordinate
-// grows, so that slope * (second - first) is the derivative from the right.
+// The taps along one axis of a source, after the border mode has mapped it into the image.
+//
+// If there are two taps and the source is at a pixel centre, the second tap has weight 0. It is
+// then the pixel that follows as the coordinate grows, so that slope * (second - first) is the
+// derivative from the right.
 template <int kTaps>
 struct Axis {
-  int64_t tap[kTaps];
-  double fraction, slope;
+  int64_t tap[kTaps];  // columns or rows; one outside [0, size) stands for border_value
+  double fraction;     // distance of the position from the last tap at or before it
+  double slope;        // derivative of the position in the image for the coordinate: 1, -1 or 0
 };
 
-// x modulo period, with the sign of x, as fmod, which is slow: exact as well, where x / period is
+// Return x modulo period with the sign of x, like fmod, but faster. It is exact if x / period is
 // below 2^51.
 CALCOPS_HD inline double near_remainder(double x, double period) {
   const double rest = fma(-trunc(x / period), period, x);
@@ -180,8 +183,9 @@ CALCOPS_HD inline double near_remainder(double x, double period) {
 
 constexpr double kFar = 0x1p51;
 
-// A finite coordinate outside of [0, n - 1] as a border mode other than constant maps it there, for
-// wrap to [0, n); `slope` becomes the derivative. kNear: x is below kFar.
+// Return the position in [0, n - 1], for kWrap in [0, n), to which a border mode maps a finite
+// coordinate x. Multiply `slope` by the derivative. The mode is none of kConstant and kTransparent.
+// kNear: |x| is below kFar.
 template <bool kNear>
 CALCOPS_HD inline double fold(double x, double n, Border border, double& slope) {
   const auto modulo = [&](double period) {
@@ -194,42 +198,47 @@ CALCOPS_HD inline double fold(double x, double n, Border border, double& slope) 
     return x;
   }
   if (border != Border::kReplicate) {
-    // reflect is even about -1/2 and has period 2n, reflect_101 is even about 0 with period 2n - 2
+    // kReflect mirrors at -1/2 and has the period 2n. kReflect101 mirrors at 0, with 2n - 2.
     const double edge = border == Border::kReflect ? 1 : 0;
     const double period = 2 * (n - 1 + edge);
     x = period > 0 ? modulo(period) : 0;
     slope = x < 0 ? -slope : slope;
     x = x < 0 ? -edge - x : x;
-    const bool far_half = x > n - 1 + edge / 2;
-    slope = far_half ? -slope : slope;
-    x = far_half ? period - edge - x : x;
+    const bool is_mirrored = x > n - 1 + edge / 2;
+    slope = is_mirrored ? -slope : slope;
+    x = is_mirrored ? period - edge - x : x;
   }
   slope = x >= 0 && x <= n - 1 ? slope : 0;
   x = x < 0 ? 0 : x;
   return x > n - 1 ? n - 1 : x;
 }
 
-// cv::borderInterpolate folds the index of each tap; folding the coordinate gives the same function
-// for coordinates of any size, where there are two taps. False where there is no source.
-CALCOPS_HD inline bool locate(double x, int64_t size, Border border, bool nearest, Axis<2>& axis) {
+// Write the two taps at the coordinate x. Return false if there is no source.
+//
+// cv::borderInterpolate folds the index of each tap. For two taps, folding the coordinate gives the
+// same function, and for coordinates of any size.
+CALCOPS_HD inline bool locate(double x, int64_t size, Border border, bool is_nearest,
+                              Axis<2>& axis) {
   const double n = static_cast<double>(size);
-  axis.slope = nearest ? 0 : 1;
-  if (nearest) x = rint(x);
-  const bool inside = x >= 0 && (border == Border::kWrap ? x < n : x <= n - 1);
+  axis.slope = is_nearest ? 0 : 1;
+  if (is_nearest) x = rint(x);
+  const bool is_inside = x >= 0 && (border == Border::kWrap ? x < n : x <= n - 1);
   if (border == Border::kConstant) {
     if (!(x >= -1 && x < n)) return false;
-  } else if (!inside) {
+  } else if (!is_inside) {
     if (border == Border::kTransparent || !(fabs(x) <= DBL_MAX)) return false;
     x = fold<false>(x, n, border, axis.slope);
   }
   const double floor_x = floor(x);
   axis.tap[0] = static_cast<int64_t>(floor_x);
   axis.fraction = x - floor_x;
-  const bool is_last = axis.tap[0] + 1 == size, ends = border == Border::kTransparent;
+  const bool is_last = axis.tap[0] + 1 == size;
+  const bool is_transparent = border == Border::kTransparent;
   const bool is_mirrored = axis.fraction == 0 && axis.slope < 0;
-  if (is_mirrored || (is_last && (border == Border::kReflect101 || ends))) {
+  if (is_mirrored || (is_last && (border == Border::kReflect101 || is_transparent))) {
     axis.tap[1] = axis.tap[0] > 0 ? axis.tap[0] - 1 : 0;
-    axis.slope = ends ? -axis.slope : fabs(axis.slope);  // nothing is on the right of the end
+    // A transparent image ends here, so the derivative is that from the left.
+    axis.slope = is_transparent ? -axis.slope : fabs(axis.slope);
   } else {
     axis.tap[1] = axis.tap[0] + 1;
     if (is_last && border != Border::kConstant)
@@ -238,19 +247,21 @@ CALCOPS_HD inline bool locate(double x, int64_t size, Border border, bool neares
   return true;
 }
 
-// cv::borderInterpolate.
+// Return the index of the pixel that a border mode shows at index i, as cv::borderInterpolate.
 CALCOPS_HD inline int64_t fold_index(int64_t i, int64_t size, Border border) {
   if ((i >= 0 && i < size) || border == Border::kConstant) return i;
   if (border == Border::kReplicate) return i < 0 ? 0 : size - 1;
-  const bool wraps = border == Border::kWrap, repeats_edge = wraps || border == Border::kReflect;
   if (size == 1) return 0;
-  const int64_t period = wraps ? size : repeats_edge ? 2 * size : 2 * size - 2;
+  const int64_t edge = border == Border::kReflect ? 1 : 0;
+  const int64_t period = border == Border::kWrap ? size : 2 * (size - 1 + edge);
   const int64_t rest = (i % period + period) % period;
-  return rest < size ? rest : period - repeats_edge - rest;
+  return rest < size ? rest : period - edge - rest;
 }
 
-// A cubic has taps beyond those that border the position, so each is folded; before that, the
-// coordinate is brought near to the image.
+// Write the four taps at the coordinate x. Return false if there is no source.
+//
+// A cubic also has taps beyond the two that enclose the position. So each tap's index is folded,
+// after the coordinate is brought near to the image.
 CALCOPS_HD inline bool locate(double x, int64_t size, Border border, bool, Axis<4>& axis) {
   const double n = static_cast<double>(size);
   axis.slope = 1;
@@ -262,9 +273,8 @@ CALCOPS_HD inline bool locate(double x, int64_t size, Border border, bool, Axis<
       if (!(x > -2 && x < n + 1)) axis.slope = 0;
       x = x < -2 ? -2 : x > n + 1 ? n + 1 : x;
     } else {
-      const double period = border == Border::kWrap      ? n
-                            : border == Border::kReflect ? 2 * n
-                                                         : 2 * n - 2;
+      const double edge = border == Border::kReflect ? 1 : 0;
+      const double period = border == Border::kWrap ? n : 2 * (n - 1 + edge);
       if (period == 0) axis.slope = 0;
       x = period == 0 ? 0 : fabs(x) < kFar ? near_remainder(x, period) : fmod(x, period);
     }
@@ -281,21 +291,22 @@ struct Cell {
   Axis<kTaps> x, y;
 };
 
+// Write the taps of a source. Return false if there is no source.
 template <int kTaps>
 CALCOPS_HD inline bool locate(const Source& source, const WarpSizes& sizes, Border border,
                               Cell<kTaps>& cell) {
-  const bool nearest = sizes.interpolation == Interpolation::kNearest;
-  return locate(source.x, sizes.width, border, nearest, cell.x) &&
-         locate(source.y, sizes.height, border, nearest, cell.y);
+  const bool is_nearest = sizes.interpolation == Interpolation::kNearest;
+  return locate(source.x, sizes.width, border, is_nearest, cell.x) &&
+         locate(source.y, sizes.height, border, is_nearest, cell.y);
 }
 
-// The weights of an axis's taps.
+// Write the weights of an axis's taps at the fraction t.
 CALCOPS_HD inline void weights_of(double t, double (&weight)[2]) {
   weight[0] = 1 - t;
   weight[1] = t;
 }
 
-// Where t is 0, so are all but one of them, exactly.
+// The same for Keys' cubic kernel. At t = 0, all weights but one are exactly 0.
 CALCOPS_HD inline void weights_of(double t, double (&weight)[4]) {
   constexpr double a = kKeys;
   weight[0] = fma(fma(a, t, -2 * a), t, a) * t;
@@ -304,7 +315,7 @@ CALCOPS_HD inline void weights_of(double t, double (&weight)[4]) {
   weight[3] = fma(-a, t, a) * t * t;
 }
 
-// Their derivatives along the axis.
+// Write the derivatives of these weights for t.
 CALCOPS_HD inline void slopes_of(double t, double (&slope)[4]) {
   constexpr double a = kKeys;
   slope[0] = fma(fma(3 * a, t, -4 * a), t, a);
@@ -313,24 +324,25 @@ CALCOPS_HD inline void slopes_of(double t, double (&slope)[4]) {
   slope[3] = fma(-3 * a, t, 2 * a) * t;
 }
 
-// The numbers of a cell, each at out[number * stride].
+// Write the numbers of pixel (u, v) (CellNumber), each to out[number * stride].
 template <int kTaps>
 CALCOPS_HD inline void store_cell(const Homography& map, const WarpSizes& sizes, int64_t u,
                                   int64_t v, int64_t stride, double* out) {
   Cell<kTaps> cell{};
   Source source{};
-  bool found = map.valid && sizes.height > 0 && sizes.width > 0;
-  if (found) {
+  bool has_source = map.valid && sizes.height > 0 && sizes.width > 0;
+  if (has_source) {
     source = project(map.m, static_cast<double>(u), static_cast<double>(v));
-    found = locate(source, sizes, sizes.border, cell);
+    has_source = locate(source, sizes, sizes.border, cell);
   }
   const double numbers[kTap] = {source.x,        source.y,     source.w,    cell.x.fraction,
                                 cell.y.fraction, cell.x.slope, cell.y.slope};
-  for (int k = 0; k < kTap; ++k) out[k * stride] = found ? numbers[k] : 0;
+  for (int k = 0; k < kTap; ++k) out[k * stride] = has_source ? numbers[k] : 0;
   const auto store = [&](int first, const Axis<kTaps>& axis, int64_t size) {
     for (int k = 0; k < kTaps; ++k) {
-      const bool inside = axis.tap[k] >= 0 && axis.tap[k] < size;
-      out[(first + k) * stride] = !found ? 0 : inside ? static_cast<double>(axis.tap[k]) : -1;
+      const bool is_inside = axis.tap[k] >= 0 && axis.tap[k] < size;
+      const double tap = is_inside ? static_cast<double>(axis.tap[k]) : -1;
+      out[(first + k) * stride] = has_source ? tap : 0;
     }
   };
   store(kTap, cell.x, sizes.width);
@@ -346,8 +358,8 @@ struct Plane {
 
   template <class As = double>
   CALCOPS_HD As at(int64_t y, int64_t x) const {
-    const bool inside = y >= 0 && y < height && x >= 0 && x < width;
-    return static_cast<As>(inside ? data[y * stride_y + x * stride_x] : border);
+    const bool is_inside = y >= 0 && y < height && x >= 0 && x < width;
+    return static_cast<As>(is_inside ? data[y * stride_y + x * stride_x] : border);
   }
 };
 
@@ -363,7 +375,7 @@ CALCOPS_HD inline Plane<Pixel> make_plane(const WarpInputs<Pixel>& in, int64_t n
           to_pixel<Pixel>(static_cast<Number<Pixel>>(border))};
 }
 
-// Weighted sum of the taps a b / c d.
+// Return the weighted sum of four taps: a and b in the upper row, c and d in the lower one.
 template <class Real>
 CALCOPS_HD inline Real interpolate(Real a, Real b, Real c, Real d, Real weight_x, Real weight_y) {
   const Real top = fma(weight_x, b, (1 - weight_x) * a);
@@ -371,35 +383,42 @@ CALCOPS_HD inline Real interpolate(Real a, Real b, Real c, Real d, Real weight_x
   return fma(weight_y, bottom, (1 - weight_y) * top);
 }
 
-// A tap of weight zero is not read: an identity map keeps NaN and infinity in their pixels.
+// Return the pixel of the result. A tap of weight zero is not read, so that an identity map keeps
+// NaN and infinity in their pixels.
 template <class Pixel>
 CALCOPS_HD inline Pixel sample(const Plane<Pixel>& plane, const Cell<2>& cell) {
   using Real = Number<Pixel>;
-  const Axis<2>&x = cell.x, &y = cell.y;
-  const Real weight_x = static_cast<Real>(x.fraction), weight_y = static_cast<Real>(y.fraction);
-  const bool right = weight_x > 0, below = weight_y > 0;
-  const auto tap = [&](bool used, int64_t row, int64_t column) {
-    return used ? plane.template at<Real>(row, column) : 0;
+  const Axis<2>& x = cell.x;
+  const Axis<2>& y = cell.y;
+  const Real weight_x = static_cast<Real>(x.fraction);
+  const Real weight_y = static_cast<Real>(y.fraction);
+  const bool uses_right = weight_x > 0;
+  const bool uses_lower = weight_y > 0;
+  const auto tap = [&](bool is_used, int64_t row, int64_t column) {
+    return is_used ? plane.template at<Real>(row, column) : 0;
   };
-  return to_pixel<Pixel>(interpolate(plane.template at<Real>(y.tap[0], x.tap[0]),
-                                     tap(right, y.tap[0], x.tap[1]), tap(below, y.tap[1], x.tap[0]),
-                                     tap(right && below, y.tap[1], x.tap[1]), weight_x, weight_y));
+  const Real a = plane.template at<Real>(y.tap[0], x.tap[0]);
+  const Real b = tap(uses_right, y.tap[0], x.tap[1]);
+  const Real c = tap(uses_lower, y.tap[1], x.tap[0]);
+  const Real d = tap(uses_right && uses_lower, y.tap[1], x.tap[1]);
+  return to_pixel<Pixel>(interpolate(a, b, c, d, weight_x, weight_y));
 }
 
-// The sum over 4 x 4 taps with these weights, and without those of weight zero.
+// Return the weighted sum of 4 x 4 taps. Taps of weight zero are not used.
 template <class Real>
 CALCOPS_HD inline Real sum_taps(const Real (&tap)[4][4], const Real (&weight_x)[4],
                                 const Real (&weight_y)[4]) {
   Real down[4] = {}, sum = 0;
   for (int y = 0; y < 4; ++y)
     for (int x = 0; x < 4; ++x) {
-      const bool used = (weight_x[x] != 0) & (weight_y[y] != 0);
-      down[x] = fma(weight_y[y], used ? tap[y][x] : 0, down[x]);
+      const bool is_used = (weight_x[x] != 0) & (weight_y[y] != 0);
+      down[x] = fma(weight_y[y], is_used ? tap[y][x] : 0, down[x]);
     }
   for (int x = 0; x < 4; ++x) sum = fma(weight_x[x], down[x], sum);
   return sum;
 }
 
+// Write the weights of an axis's taps, computed in float64 and rounded to Real.
 template <class Real>
 CALCOPS_HD inline void round_weights(double t, Real (&weight)[4]) {
   double exact[4];
@@ -424,12 +443,13 @@ CALCOPS_HD inline Pixel sample(const Plane<Pixel>& plane, const Cell<4>& cell) {
   return to_pixel<Pixel>(sum_taps(tap, weight_x, weight_y));
 }
 
-// The derivatives with respect to the position.
+// The derivatives of an interpolated value for the position (x, y), or the tangent of a position.
 struct Slope {
   double x, y;
 };
 
-// Of the taps a b / c d, at these fractions of an axis.
+// Return the derivatives for four taps, a b above c d, at the fractions x and y. Taps of weight
+// zero are not used.
 CALCOPS_HD inline Slope slope_of_taps(double a, double b, double c, double d, double x, double y) {
   const double bottom = y > 0 ? d - c : 0, right = x > 0 ? d - b : 0;
   return {fma(y, bottom, (1 - y) * (b - a)), fma(x, right, (1 - x) * (c - a))};
@@ -444,7 +464,7 @@ CALCOPS_HD inline Slope sample_slope(const Plane<Pixel>& plane, const Cell<2>& c
   return {cell.x.slope * slope.x, cell.y.slope * slope.y};
 }
 
-// Of 4 x 4 taps, at these fractions of an axis.
+// The same for 4 x 4 taps.
 CALCOPS_HD inline Slope slope_of_taps(const double (&tap)[4][4], double x, double y) {
   double weight_x[4], weight_y[4], slope_x[4], slope_y[4];
   weights_of(x, weight_x);
@@ -462,8 +482,8 @@ CALCOPS_HD inline Slope sample_slope(const Plane<Pixel>& plane, const Cell<4>& c
   return {cell.x.slope * slope.x, cell.y.slope * slope.y};
 }
 
-// How the position of a destination pixel moves where m moves along a tangent, of whose row u is a
-// pixel; reciprocal = 1 / W.
+// Return the tangent of the source (x, y) of a pixel where m moves along `tangent`. `row` is
+// row_of(tangent, v) for the pixel (u, v), and reciprocal is 1 / W.
 CALCOPS_HD inline Slope motion_of(const double* tangent, const RowStart& row, double x, double y,
                                   double reciprocal, double u) {
   const double w = fma(tangent[6], u, row.w);
@@ -471,7 +491,7 @@ CALCOPS_HD inline Slope motion_of(const double* tangent, const RowStart& row, do
           fma(-y, w, fma(tangent[3], u, row.y)) * reciprocal};
 }
 
-// Adds to grad_m what one destination pixel (u, v) gives: (gx, gy) is the gradient of its position.
+// Add the share of pixel (u, v) to the gradient for m. (gx, gy) is the gradient for its source.
 CALCOPS_HD inline void project_backward(const Source& s, double u, double v, double gx, double gy,
                                         double* grad_m) {
   const double g[3] = {gx / s.w, gy / s.w, -fma(gx, s.x, gy * s.y) / s.w};

@@ -1,13 +1,14 @@
-// The arithmetic of OpenCV 4 for one pixel, for the CPU and the CUDA kernel alike (contract:
+// The arithmetic of OpenCV 4 for one pixel, shared by the CPU and the CUDA kernels (terms:
 // warp_perspective.h).
 //
-// A position is computed in float64 and rounded to 1/32 pixel, its whole part to an int16. The
-// weights of the four taps are multiples of 1/1024. uint8 is summed exactly and rounded half up;
-// uint16, int16 and float32 are summed in float32 and float64 in float64, from the first tap to the
+// A position is computed in float64 and rounded to 1/32 pixel. Its whole part is an int16. The
+// weights of the four taps are multiples of 1/1024. uint8 is summed exactly and rounded half up.
+// uint16, int16 and float32 are summed in float32, float64 in float64, from the first tap to the
 // last. Every product is rounded before it is added.
+//
 // Source: modules/imgproc/src/imgwarp.cpp of OpenCV 4.12, warpPerspective and remap;
-// modules/core/src/lapack.cpp, invert. tests/operators/opencv4_reference.py says which versions and
-// processors compute otherwise.
+// modules/core/src/lapack.cpp, invert. tests/operators/opencv4_reference.py lists the versions and
+// processors that compute otherwise.
 #pragma once
 
 #include <climits>
@@ -17,8 +18,8 @@
 namespace calcops::ops::warp_perspective {
 namespace opencv4 {
 
-// The product, rounded. Written as a * b, a compiler may make one fma of it and the sum it goes
-// into; of this fma it may not, and a processor without one has nothing to make it of.
+// Return the rounded product a * b. A compiler may fuse a plain a * b with the sum into which it
+// goes. It may not fuse this fma. Without FP_FAST_FMA the processor has no fma to fuse into.
 template <class Real>
 CALCOPS_HD inline Real multiply(Real a, Real b) {
 #ifdef __CUDA_ARCH__
@@ -33,8 +34,8 @@ CALCOPS_HD inline Real multiply(Real a, Real b) {
 #endif
 }
 
-// The map from destination to source. A matrix that cannot be inverted gives one of zeros, which
-// takes every pixel to (0, 0).
+// Write the map m from destination to source. A matrix that cannot be inverted gives m = 0, so that
+// every source is (0, 0).
 CALCOPS_HD inline void make_map(const double* warp, bool inverse_map, double* m) {
   if (inverse_map) {
     for (int k = 0; k < 9; ++k) m[k] = warp[k];
@@ -50,16 +51,17 @@ CALCOPS_HD inline void make_map(const double* warp, bool inverse_map, double* m)
   for (int k = 0; k < 9; ++k) m[k] = det != 0 ? multiply(m[k], 1 / det) : 0;
 }
 
-// (X, Y, W) is computed from (u, v) for the first pixel of a block of a row, and from there for the
-// others.
+// Return the width of OpenCV's blocks. It computes (X, Y, W) from (u, v) for the first pixel of a
+// block's row, and from that pixel's numbers for the others.
 CALCOPS_HD inline int64_t block_width(const WarpSizes& sizes) {
   const int64_t rows = sizes.out_height < 16 ? sizes.out_height : 16;
   return 1024 / rows < sizes.out_width ? 1024 / rows : sizes.out_width;
 }
 
+// A row of a block.
 struct Block {
-  RowStart first;  // (X, Y, W) of its first pixel
-  int64_t whole;   // how many of its pixels are in whole groups of 16
+  RowStart first;  // (X, Y, W) of the first pixel
+  int64_t whole;   // number of pixels in whole groups of 16
 };
 
 CALCOPS_HD inline Block block_of(const double* m, int64_t u, int64_t v, int64_t pixels) {
@@ -68,11 +70,12 @@ CALCOPS_HD inline Block block_of(const double* m, int64_t u, int64_t v, int64_t 
   return {{at(m), at(m + 3), at(m + 6)}, pixels / 16 * 16};
 }
 
-// The nearest int. OpenCV makes the least one of NaN where it computes sixteen pixels at once, and
-// the largest one in the pixels that are left over.
-CALCOPS_HD inline int nearest_int(double x, bool whole) {
-  constexpr double least = INT_MIN, largest = INT_MAX;
-  const double beyond = ((x < least) | whole) ? least : largest;
+// Return the nearest int. OpenCV rounds NaN and too large numbers to the least int where it
+// computes sixteen pixels at once (is_in_group), and to the largest int in the remaining pixels.
+CALCOPS_HD inline int nearest_int(double x, bool is_in_group) {
+  constexpr double least = INT_MIN;
+  constexpr double largest = INT_MAX;
+  const double beyond = ((x < least) | is_in_group) ? least : largest;
   x = x >= least ? x : beyond;
   x = x <= largest ? x : largest;
   return static_cast<int>(rint(x));
@@ -82,9 +85,10 @@ CALCOPS_HD inline int as_int16(int x) {
   return x < INT16_MIN ? INT16_MIN : x > INT16_MAX ? INT16_MAX : x;
 }
 
-constexpr int kSteps = 32, kOne = kSteps * kSteps;  // the weights of a pixel's taps make kOne
+constexpr int kSteps = 32;             // of 1/32 pixel
+constexpr int kOne = kSteps * kSteps;  // sum of the weights of a pixel's taps
 
-// The tap above on the left, or the only one; how far from there, in steps.
+// The upper left tap, or the nearest one, and the distance from there to the source in steps.
 struct Position {
   int x, y, step_x, step_y;
 };
@@ -93,15 +97,15 @@ template <bool kNearest>
 CALCOPS_HD inline Position position_of(const double* m, const Block& block, int i) {
   const double u = i, w = block.first.w + multiply(m[6], u);
   const double scale = w != 0 ? (kNearest ? 1 : kSteps) / w : 0;
-  const bool whole = i < block.whole;
-  const int x = nearest_int((block.first.x + multiply(m[0], u)) * scale, whole),
-            y = nearest_int((block.first.y + multiply(m[3], u)) * scale, whole);
+  const bool is_in_group = i < block.whole;
+  const int x = nearest_int((block.first.x + multiply(m[0], u)) * scale, is_in_group);
+  const int y = nearest_int((block.first.y + multiply(m[3], u)) * scale, is_in_group);
   if (kNearest) return {as_int16(x), as_int16(y), 0, 0};
   // Division by 32 and its remainder, towards minus infinity.
   return {as_int16(x >> 5), as_int16(y >> 5), x & (kSteps - 1), y & (kSteps - 1)};
 }
 
-// Of pixel (u, v).
+// Return the position of pixel (u, v).
 template <bool kNearest>
 CALCOPS_HD inline Position position_of(const double* m, const WarpSizes& sizes, int64_t u,
                                        int64_t v) {
@@ -111,7 +115,8 @@ CALCOPS_HD inline Position position_of(const double* m, const WarpSizes& sizes, 
                                static_cast<int>(u - left));
 }
 
-// cv::saturate_cast of a border value: what an int cannot hold gives the least pixel.
+// Return a border value as a pixel, as cv::saturate_cast does: in an integer image, a value that no
+// int can hold becomes the smallest pixel.
 template <class Pixel>
 CALCOPS_HD inline Pixel border_pixel(double value) {
   if constexpr (std::is_integral_v<Pixel>) value = value < INT_MAX + 0.5 ? value : INT_MIN;
@@ -126,13 +131,13 @@ CALCOPS_HD inline Plane<Pixel> make_plane(const WarpInputs<Pixel>& in, int64_t n
   return plane;
 }
 
-// What a pixel is summed in.
+// The type in which the taps are summed.
 template <class Pixel>
 using Sum = std::conditional_t<std::is_same_v<Pixel, uint8_t>, int32_t,
                                std::conditional_t<std::is_same_v<Pixel, double>, double, float>>;
 
-// The weights of the taps a b / c d, times 1024 in an integer. (Of OpenCV's own, times 32768, those
-// of a whole position are 32767, 0, 0 and 1: no pixel of uint8 is another for that.)
+// The weights of four taps, a b above c d; integer weights are times 1024. (OpenCV's are times
+// 32768. Those of a position without a fraction are 32767, 0, 0 and 1, which changes no uint8.)
 template <class Real>
 struct Weights {
   Real a, b, c, d;
@@ -166,8 +171,8 @@ CALCOPS_HD inline Pixel interpolate(Pixel a, Pixel b, Pixel c, Pixel d, int step
     return to_pixel<Pixel>(sum);
 }
 
-// What kTransparent makes of a pixel with its first tap in the last column, the last row or both:
-// the mean of the taps in the image.
+// Return the mean of the taps in the image: the pixel for kTransparent if the first tap is in the
+// last column or row. `right` and `below` are nullptr if they are outside.
 template <class Pixel>
 CALCOPS_HD inline Pixel interpolate_inside(Pixel a, const Pixel* right, const Pixel* below,
                                            int step_x, int step_y) {
@@ -191,30 +196,30 @@ CALCOPS_HD inline Pixel interpolate_inside(Pixel a, const Pixel* right, const Pi
   }
 }
 
-// A pixel anywhere; false where the border mode leaves it as it was.
+// Write a pixel at any position. Return false, and write nothing, if the border mode keeps it.
 template <bool kNearest, class Pixel>
 CALCOPS_HD inline bool sample(const Plane<Pixel>& plane, Border border, const Position& at,
                               Pixel& out) {
   const int64_t width = plane.width, height = plane.height;
-  const auto outside = [](int64_t i, int64_t size) { return i < 0 || i >= size; };
-  const bool transparent = border == Border::kTransparent;
-  if (transparent && (outside(at.x, width) || outside(at.y, height))) return false;
-  if (transparent || width == 0 || height == 0) border = Border::kConstant;
+  const auto is_outside = [](int64_t i, int64_t size) { return i < 0 || i >= size; };
+  const bool is_transparent = border == Border::kTransparent;
+  if (is_transparent && (is_outside(at.x, width) || is_outside(at.y, height))) return false;
+  if (is_transparent || width == 0 || height == 0) border = Border::kConstant;
   const int64_t left = fold_index(at.x, width, border), above = fold_index(at.y, height, border);
   const auto tap = [&](int64_t x, int64_t y) { return plane.template at<Pixel>(y, x); };
   if (kNearest) {
     out = tap(left, above);
     return true;
   }
-  const int64_t right = fold_index(at.x + 1, width, border),
-                below = fold_index(at.y + 1, height, border);
-  const Pixel a = tap(left, above), b = tap(right, above), c = tap(left, below),
-              d = tap(right, below);
-  const bool without_right = outside(right, width), without_below = outside(below, height);
-  if (transparent && (without_right || without_below))
-    out = interpolate_inside(a, without_right ? nullptr : &b, without_below ? nullptr : &c,
-                             at.step_x, at.step_y);
-  else if ((outside(left, width) && without_right) || (outside(above, height) && without_below))
+  const int64_t right = fold_index(at.x + 1, width, border);
+  const int64_t below = fold_index(at.y + 1, height, border);
+  const Pixel a = tap(left, above), b = tap(right, above);
+  const Pixel c = tap(left, below), d = tap(right, below);
+  const bool lacks_right = is_outside(right, width), lacks_below = is_outside(below, height);
+  if (is_transparent && (lacks_right || lacks_below))
+    out = interpolate_inside(a, lacks_right ? nullptr : &b, lacks_below ? nullptr : &c, at.step_x,
+                             at.step_y);
+  else if ((is_outside(left, width) && lacks_right) || (is_outside(above, height) && lacks_below))
     out = plane.border;
   else
     out = interpolate(a, b, c, d, at.step_x, at.step_y);

@@ -2,14 +2,14 @@
 #include "memory.h"
 #include "warp_perspective/warp_perspective_rows.h"
 
-// After the pragma of the rows: functions with other options are not inlined.
+// After the pragma in warp_perspective_rows.h: functions with other options are not inlined.
 #include "warp_perspective/warp_perspective_opencv4.h"
 
 namespace calcops::ops::warp_perspective {
 namespace {
 
-// A run of pixels of one block of a row, kTileWidth at most: from where they come, and which have
-// all their taps in the image.
+// A run of at most kTileWidth pixels of one block's row: their positions, and whether all of a
+// pixel's taps are in the image.
 struct Run {
   int64_t count;
   int x[kTileWidth], y[kTileWidth], step_x[kTileWidth], step_y[kTileWidth];

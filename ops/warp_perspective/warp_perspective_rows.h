@@ -1,9 +1,9 @@
-// How the CPU kernels of warp_perspective go through a result. Each row is cut once, so that the
-// pixels whose taps all lie inside the image, nearly all of them, are computed without a test, in
-// loops that the compiler vectorises.
+// How the CPU kernels of warp_perspective walk through a result. Each row is cut into parts. In
+// nearly all pixels all taps are inside the image: these are computed without a test, in loops that
+// the compiler vectorises.
 #pragma once
 
-// Without it GCC would not vectorise a loop with floor or a comparison in it, for fear of a
+// Without this, GCC does not vectorise a loop with floor or a comparison, because these may raise a
 // floating-point exception.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("no-trapping-math")
@@ -26,8 +26,8 @@ namespace calcops::ops::warp_perspective {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// f(i) for 0, 1, ... count - 1, at least `grain` of them for each thread. A thread takes the next
-// one when it is done with one: strips and tiles that show little of the image are quick.
+// Call f(i) for i = 0, 1, ... count - 1 in parallel, at least `grain` of them for each thread. A
+// thread takes the next i when it is done with one, because the calls take different times.
 template <class F>
 void for_each(int64_t count, int64_t grain, const F& f) {
   std::atomic<int64_t> next{0};
@@ -57,13 +57,13 @@ struct Interval {
   bool empty() const { return begin >= end; }
 };
 
-// Keeps the pixels u where slope * u + start >= 0.
+// Reduce `kept` to the pixels u where slope * u + start >= 0.
 inline void clip(double slope, double start, Interval& kept) {
   if (kept.empty()) return;
   const bool at_begin = fma(slope, static_cast<double>(kept.begin), start) >= 0;
   const bool at_end = fma(slope, static_cast<double>(kept.end - 1), start) >= 0;
   if (at_begin && at_end) return;
-  const double root = -start / slope;  // between the two, or of no use
+  const double root = -start / slope;  // used only if it is between begin and end
   if (at_end)
     kept.begin = static_cast<int64_t>(ceil(root));
   else
@@ -75,10 +75,14 @@ struct Box {
   double left, right, top, bottom;
 };
 
-// Rounding decides about some pixels at the end of an interval: kSure leaves them out.
+// Whether an interval has the pixels at its ends about which rounding decides: kSure leaves them
+// out, kPossible has them.
 enum class Doubt { kSure, kPossible };
 
 // Cuts intervals out of a row of n pixels.
+//
+// W is linear in u. Where it is 0, at the horizon, its sign changes. So a row has one side, or two
+// sides of different signs of W.
 class RowCutter {
  public:
   RowCutter(const double* m, const RowStart& row, int64_t n) : m_(m), row_(row), n_(n) {
@@ -87,10 +91,10 @@ class RowCutter {
     sides_ = row.w * last > 0 ? 1 : 2;
   }
 
-  // 2 where the horizon, beyond which W has the other sign, crosses or touches the row.
+  // Return 2 if the horizon crosses or touches the row, otherwise 1.
   int sides() const { return sides_; }
 
-  // The pixels whose W has the sign of a side, counted from the left.
+  // Return the pixels whose W has the sign of a side. Sides are counted from the left.
   Interval side(int side, Doubt doubt) const {
     Interval kept{0, n_};
     const double sign = side == 0 ? first_sign_ : -first_sign_;
@@ -98,7 +102,7 @@ class RowCutter {
     return kept;
   }
 
-  // Those of them whose source is in the box.
+  // Return the pixels of a side whose source is in the box.
   [[gnu::noinline]] Interval in_box(const Box& box, int side, Doubt doubt) const {
     const double sign = side == 0 ? first_sign_ : -first_sign_;
     const double of_w = rounding(doubt, m_[6], row_.w);
@@ -115,9 +119,10 @@ class RowCutter {
   }
 
  private:
-  // X, Y and W have one rounding, a coordinate has three and a root has three: 2^-48 of the largest
-  // number in each of them, 32 roundings, is more than they make together.
-  // DBL_MIN is for zeros, of which nothing is rounded: what ends at the last row is not before it.
+  // Return a bound of the rounding errors, with the sign of the doubt. X, Y and W have one
+  // rounding, a coordinate has three and a root has three. 2^-48 of the largest number in each,
+  // which is 32 roundings, is more than all of them. DBL_MIN keeps the bound from being 0 where all
+  // numbers are 0: a source exactly on the box's edge is then not sure.
   double rounding(Doubt doubt, double slope, double start) const {
     const double most = fma(fabs(slope), static_cast<double>(n_), fabs(start));
     return (doubt == Doubt::kSure ? -1 : 1) * fma(0x1p-48, most, DBL_MIN);
@@ -130,20 +135,22 @@ class RowCutter {
   int sides_;
 };
 
-// The parts of a row, from left to right, each from the end of that before it.
+// Pixels of a row whose taps are all outside the image (or that have no source), some inside and
+// some outside (or not surely inside), or all inside.
 enum class Part { kOutside, kEdge, kInside };
 
+// The parts of a row from left to right. A part begins at the end of the one before it.
 struct Cut {
   static constexpr int kParts = 9;
   int64_t end[kParts];
 
-  // W is positive on one side of the horizon and negative on the other.
+  // Each of the two sides of the horizon has kOutside, kEdge, kInside and kEdge. kOutside follows.
   static Part kind(int part) {
     constexpr Part kinds[4] = {Part::kOutside, Part::kEdge, Part::kInside, Part::kEdge};
     return kinds[part % 4];
   }
 
-  // visit(kind, begin, end) for what of the parts is in [left, right).
+  // Call visit(kind, begin, end) for the pixels of each part in [left, right).
   template <class Visit>
   void visit(int64_t left, int64_t right, const Visit& visit) const {
     for (int part = 0; part < kParts && left < right; ++part)
@@ -155,29 +162,31 @@ struct Cut {
   }
 };
 
-// The positions at most `beyond` outside of the image.
+// Return the positions at most `beyond` outside the image.
 inline Box image_box(const WarpSizes& sizes, double beyond) {
   return {-beyond, static_cast<double>(sizes.width) - 1 + beyond, -beyond,
           static_cast<double>(sizes.height) - 1 + beyond};
 }
 
-// How far a tap may be from its source.
+// Return how far a tap may be from the source.
 inline double reach_of(const WarpSizes& sizes) {
   return sizes.interpolation == Interpolation::kCubic ? 2 : 1;
 }
 
-// Where all taps are in the image; half a pixel more would be the end for a nearest one.
+// Return positions whose taps are all in the image. For kNearest the box could be 0.5 pixels larger
+// than the image; 0.25 is surely inside.
 inline Box inside_box(const WarpSizes& sizes) {
   return image_box(sizes,
                    sizes.interpolation == Interpolation::kNearest ? 0.25 : 1 - reach_of(sizes));
 }
 
-// Where the taps of a source are those of the image around it: everywhere for a constant border,
-// inside the image for those that repeat it.
+// Return the positions whose taps are not folded back into the image: with a constant border all
+// that have a tap in the image, with other borders those inside.
 inline Box plain_box(const WarpSizes& sizes) {
   return sizes.border == Border::kConstant ? image_box(sizes, reach_of(sizes)) : inside_box(sizes);
 }
 
+// Return the parts of a row.
 [[gnu::noinline]] inline Cut cut_row(const Homography& map, const RowStart& row,
                                      const WarpSizes& sizes) {
   Cut cut;
@@ -195,8 +204,9 @@ inline Box plain_box(const WarpSizes& sizes) {
                                  : cutter.in_box(shown, side, Doubt::kPossible);
     const int64_t ends[4] = {all.begin, in.begin, in.end, all.end};
     for (int k = 0; k < 4; ++k) {
-      const bool empty = k == 1 || k == 2 ? in.empty() : all.empty();
-      cut.end[4 * side + k] = last = std::max(last, empty ? 0 : ends[k]);
+      const bool is_empty = k == 1 || k == 2 ? in.empty() : all.empty();
+      last = std::max(last, is_empty ? 0 : ends[k]);
+      cut.end[4 * side + k] = last;
     }
   }
   if (cutter.sides() == 1) std::fill_n(cut.end + 4, 4, last);
@@ -204,7 +214,8 @@ inline Box plain_box(const WarpSizes& sizes) {
   return cut;
 }
 
-// Where a single pixel comes from. Out of line: it is long, and the loops over many are elsewhere.
+// Write the source and the taps of a single pixel. Return false if it has no source. Not inlined:
+// it is long, and the pixels inside have loops of their own.
 template <int kTaps>
 [[gnu::noinline]] bool find_cell(const Homography& map, const RowStart& row, int64_t u,
                                  const WarpSizes& sizes, Source& source, Cell<kTaps>& cell) {
@@ -212,8 +223,8 @@ template <int kTaps>
   return locate(source, sizes, sizes.border, cell);
 }
 
-// n where x = kInt64 + n with an integer n below 2^51. Unlike a conversion, this can be vectorised
-// everywhere.
+// Return n for x = kInt64 + n, where n is an integer and |n| < 2^51. Unlike a conversion of double
+// to int64_t, this is vectorised on all processors.
 constexpr double kInt64 = 0x1.8p52;
 
 inline int64_t to_int64(double x) {
@@ -225,7 +236,7 @@ inline int64_t to_int64(double x) {
 
 constexpr int64_t kTileWidth = 128, kTileHeight = 16;
 
-// How far apart taps are, and the offset of the first pixel.
+// The distances between neighbouring taps in memory, and the position of the first pixel.
 struct Strides {
   double y, x, first;
 
@@ -235,14 +246,14 @@ struct Strides {
         first(kInt64 - static_cast<double>(origin)) {}
 };
 
-// What a run of pixels has to know of its taps: the offset of the one above and left of the source,
-// and the weights of those on the right and below, which are how far away the source is, too.
+// The taps of a run of pixels: the offset of each pixel's upper left tap, and the weights of the
+// right and the lower taps. These are also the source's distances from the upper left tap.
 template <class Real>
 struct Taps {
   int64_t offset[kTileWidth];
   Real weight_x[kTileWidth], weight_y[kTileWidth];
 
-  // Every eighth of a run's taps: nearly every line of the cache that it touches.
+  // Prefetch every eighth tap of a run, which is nearly every cache line that the run reads.
   template <class Pixel>
   void prefetch(const Pixel* plane, int64_t begin, int64_t end) const {
     for (int64_t i = begin; i < end; i += 8) __builtin_prefetch(plane + offset[i]);
@@ -259,7 +270,7 @@ struct Taps {
   }
 
 #ifdef __AVX512F__
-  // The same for those of eight pixels that are kept.
+  // The same for the kept ones of eight pixels.
   template <bool kNearest>
   void put(int64_t i, __mmask8 kept, __m512d x, __m512d y, const Strides& strides) {
     constexpr int kRounding =
@@ -278,7 +289,7 @@ struct Taps {
   }
 #endif
 
-  // For the `count` pixels from u on, which are all inside; their numbers are at [at] and on.
+  // Locate the `count` pixels from u on, which are all inside. Their numbers begin at index `at`.
   template <bool kNearest>
   [[gnu::noinline]] void locate(const double* m, const RowStart& row, const Strides& strides,
                                 int64_t u, int64_t at, int64_t count) {
@@ -297,7 +308,7 @@ struct Taps {
   }
 };
 
-// The taps a b / c d of pixels that have all of them in the image: a b of all, and c d of all.
+// The taps, a b above c d, of pixels that are inside: a b of each pixel, and c d of each pixel.
 template <class Pixel>
 struct Pairs {
   Pixel above[2 * kTileWidth], below[2 * kTileWidth];
@@ -319,8 +330,8 @@ struct Pairs {
   }
 };
 
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors do not leave the unit
-// Each number's fma: an expression a * b + c need not be one.
+#pragma GCC diagnostic ignored "-Wpsabi"  // no vector is passed to another compilation unit
+// Return fma(a, b, c) of each number. A compiler need not fuse a * b + c.
 template <class Vector>
 inline Vector multiply_add(const Vector& a, const Vector& b, const Vector& c) {
   Vector sum;
@@ -328,7 +339,7 @@ inline Vector multiply_add(const Vector& a, const Vector& b, const Vector& c) {
   return sum;
 }
 
-// Four pixels of a row as numbers.
+// Return four pixels of a row as numbers.
 template <class Four, class Pixel>
 inline Four read_four(const Pixel* from, int64_t stride) {
   Four four;
@@ -344,26 +355,26 @@ inline Four read_four(const Pixel* from, int64_t stride) {
   return four;
 }
 
-// The taps of pixels anywhere, for a border mode that repeats the image.
+// The taps of pixels at any position, for a border mode that repeats the image.
 struct FoldedTaps {
-  int64_t offset[4][kTileWidth];  // a b / c d, or the nearest alone
+  int64_t offset[4][kTileWidth];  // of a b above c d, or of the nearest tap alone
   double weight_x[kTileWidth], weight_y[kTileWidth];
 
-  // False where one of the `count` pixels from u on, at most kTileWidth, has no source or one that
-  // is very far away: they are left to locate().
+  // Locate the `count` pixels from u on, at most kTileWidth. Return false if one of them has no
+  // source or a very distant one. The caller then locates each pixel by find_cell().
   [[gnu::noinline]] bool locate(const double* m, const RowStart& row, const WarpSizes& sizes,
                                 const int64_t* stride, int64_t u, int64_t count) {
     double x[kTileWidth], y[kTileWidth], second_x[kTileWidth], second_y[kTileWidth];
     const double first = static_cast<double>(u);
     const int n = static_cast<int>(count);
-    int64_t far = 0;  // as wide as a double
+    int64_t any_far = 0;  // not a bool: as wide as a double, so that the loop is vectorised
     for (int i = 0; i < n; ++i) {
       const Source s = project(m, row, first + i);
       x[i] = s.x;
       y[i] = s.y;
-      far |= fabs(s.x) < kFar && fabs(s.y) < kFar ? 0 : 1;
+      any_far |= fabs(s.x) < kFar && fabs(s.y) < kFar ? 0 : 1;
     }
-    if (far) return false;
+    if (any_far) return false;
     locate_axis(sizes, sizes.width, n, x, second_x, weight_x);
     locate_axis(sizes, sizes.height, n, y, second_y, weight_y);
     const double along_y = static_cast<double>(stride[2]), along_x = static_cast<double>(stride[3]);
@@ -392,9 +403,10 @@ struct FoldedTaps {
       const double after_last = decltype(border)::value == Border::kWrap ? 0 : n - 1;
       for (int i = 0; i < count; ++i) {
         double slope = 1;
-        const double at = fold<true>(x[i], n, decltype(border)::value, slope), first = floor(at);
+        const double position = fold<true>(x[i], n, decltype(border)::value, slope);
+        const double first = floor(position);
         second[i] = first + 1 < n ? first + 1 : after_last;
-        weight[i] = at - first;
+        weight[i] = position - first;
         x[i] = first;
       }
     };

@@ -58,7 +58,7 @@ FAULTS = {
         (
             FORCE,
             "if constexpr (kVirial) sum_of_four_lanes(e);",
-            "if (kVirial && (!FAULT || live)) sum_of_four_lanes(e);",
+            "if (kVirial && (!FAULT || is_live)) sum_of_four_lanes(e);",
         ),
         "test_force_cuda_kernels.py::test_gradients_are_those_of_the_cpu",
         (
@@ -87,8 +87,9 @@ FAULTS = {
     "an edge with two wrong ends that stays finite": (
         (
             EDGE,
-            "const int64_t atom = named ? names[k] : 0;",
-            "if (FAULT && !named) continue;\n      const int64_t atom = named ? names[k] : 0;",
+            "const int64_t atom = names_atom ? entries[k] : 0;",
+            "if (FAULT && !names_atom) continue;\n"
+            "      const int64_t atom = names_atom ? entries[k] : 0;",
         ),
         "test_edge_force_cuda_kernels.py::test_an_edge_with_two_wrong_ends_makes_the_first_atom_nan",
         "assert ",
@@ -96,8 +97,8 @@ FAULTS = {
     "a frame that counts where nothing depends on it": (
         (
             EDGE,
-            "const bool lost = live && upstream.virial &&",
-            "const bool lost = live && (FAULT || upstream.virial) &&",
+            "const bool lacks_frame = is_live && upstream.virial &&",
+            "const bool lacks_frame = is_live && (FAULT || upstream.virial) &&",
         ),
         "test_edge_force_cuda_kernels.py::test_the_frame_of_an_atom_counts_only_where_the_virial_has_a_gradient",
         "Tensor-likes are not close",
@@ -251,7 +252,7 @@ def is_ordered_by_a_vote(path, line):
     """
     if path.name != "force.cu":
         return False
-    return "what the list held has been read" in path.read_text().splitlines()[line - 1]
+    return "all lanes have read the list" in path.read_text().splitlines()[line - 1]
 
 
 @pytest.mark.long

@@ -1,6 +1,6 @@
-// The language of contracts, read into structs. It knows no framework: ../../runtime makes
-// PyTorch's operators of these, and somebody else's code could make another framework's.
-// ops/README.md, "Contracts", describes the language.
+// Parses contracts into structs. ops/README.md, "Contracts", describes their language. This file is
+// independent of PyTorch: ../../runtime registers operators from these structs, and other code
+// could register those of another framework.
 #pragma once
 
 #include <cctype>
@@ -15,7 +15,8 @@
 namespace calcops {
 namespace contract {
 
-// A sum of products of sizes, such as n + 2*nghost. Sizes are numbered.
+// Product and Sum are a sum of products of sizes, such as n + 2*nghost. A size is its number in
+// Text::sizes.
 struct Product {
   int64_t factor = 1;
   std::vector<int> sizes;
@@ -23,7 +24,7 @@ struct Product {
 using Sum = std::vector<Product>;
 using Shape = std::vector<Sum>;
 
-// The number of a size that is a sum on its own; -1: it is more than that.
+// Return the size if a sum is one size alone, otherwise -1.
 inline int bare(const Sum& sum) {
   const bool is_bare = sum.size() == 1 && sum[0].factor == 1 && sum[0].sizes.size() == 1;
   return is_bare ? sum[0].sizes[0] : -1;
@@ -33,8 +34,8 @@ inline bool operator==(const Product& a, const Product& b) {
   return a.factor == b.factor && a.sizes == b.sizes;
 }
 
-// Which dimension of a shape is each of `seen`, such as 0, -1, 1 of [N, W] in [N, H, W]. Empty
-// where it has others.
+// Return for each dimension of `seen` its number in the shape `given`, or -1 if `given` lacks it:
+// 0, -1, 1 for seen = [N, H, W] and given = [N, W]. Empty if `given` has other dimensions.
 inline std::vector<int> dimensions_of(const Shape& seen, const Shape& given) {
   std::vector<int> from;
   size_t next = 0;
@@ -43,13 +44,14 @@ inline std::vector<int> dimensions_of(const Shape& seen, const Shape& given) {
   return next == given.size() ? from : std::vector<int>();
 }
 
-// in force, force_virial, or where arithmetic is "opencv4"
+// `in force, force_virial` or `where arithmetic is "opencv4"`
 struct Condition {
-  std::vector<std::string> in;   // operators, and where arguments are given; empty: everywhere
-  std::string argument, choice;  // where this argument has this value; "": whatever it has
+  std::vector<std::string> in;  // operators, or arguments that must be given; empty: no condition
+  std::string argument;         // it must have the value `choice`; "": no condition
+  std::string choice;
 };
 
-// n*K < 2^32 slots a frame on CUDA, or n*K < 2^31 slots a frame in neighbor_index
+// `n*K < 2^32 slots a frame on CUDA` or `n*K < 2^31 slots a frame in neighbor_index`
 struct Limit {
   Sum sum;
   int64_t below;
@@ -58,65 +60,65 @@ struct Limit {
   Condition when;
 };
 
-// not float16 or bfloat16 where arithmetic is "opencv4"
+// `not float16 or bfloat16 where arithmetic is "opencv4"`
 struct Exclusion {
   std::vector<Type> types;
   std::vector<std::string> choices;
   Condition when;
 };
 
-// entries -1 or 0 <= j < n + nghost at frame, atom, slot
+// `entries -1 or 0 <= j < n + nghost at frame, atom, slot`
 struct Entries {
-  std::string text;  // up to the bound's names
-  bool may_be_none = false;
-  Sum below;
+  std::string text;                    // up to ` at `
+  bool may_be_none = false;            // -1 is allowed
+  Sum below;                           // the upper bound
   std::vector<std::string> positions;  // names of the last dimensions
 };
 
-// What a contract says of one argument or result.
+// The line of one argument or result.
 struct Line {
   std::string name;
   std::string text;  // as written, for help()
   int number = 0;    // of the line in the contract
 
-  // Tensors
+  // Tensors. A set of sizes is a uint32_t with a bit for each.
   std::vector<Shape> shapes;
   std::string shape_text;
-  std::vector<int> names;             // sizes in the shapes, in order
-  std::vector<uint32_t> shape_sizes;  // those of each shape, a bit each
-  std::vector<uint32_t> lacks;        // those that the first shape has and each one lacks
-  uint32_t some_sizes = 0;            // those that not every shape has
-  uint32_t or_one = 0;                // those of dimensions such as N or 1
-  int shape_of = -1;                  // the line that has the shapes
-  int whole = -1;                     // of `with K = T*M`: the size K, and what it is
-  Sum parts;
+  std::vector<int> names;             // the sizes in the shapes, in order
+  std::vector<uint32_t> shape_sizes;  // the sizes of each shape
+  std::vector<uint32_t> lacks;        // for each shape: sizes of the first shape that it lacks
+  uint32_t some_sizes = 0;            // sizes that some shapes have and others lack
+  uint32_t or_one = 0;                // sizes of dimensions such as `N or 1`
+  int shape_of = -1;                  // `the shape of x`: the line of x
+  int whole = -1;                     // `with K = T*M`: the size K
+  Sum parts;                          // and the product T*M
   std::vector<Type> types;
   std::string type_text;
-  int like = -1;               // the line that has the dtype
-  Type read_as = Type::kNone;  // kernels get it converted
-  std::string made_by;         // the operator that makes it, and of which arguments
-  std::vector<std::string> made_of;
-  bool made_on_cuda = false;  // where it is absent
-  bool in_columns = false;    // transposed, it is not copied for a kernel that takes strides
+  int like = -1;                     // `like x`: the line of x
+  Type read_as = Type::kNone;        // `read as`: the type that kernels receive
+  std::string made_by;               // `from op(x, y)`: the operator
+  std::vector<std::string> made_of;  // and its arguments
+  bool made_on_cuda = false;         // `made where absent on CUDA`
+  bool in_columns = false;           // `in rows or columns`
   bool has_entries = false;
   Entries entries;
   std::vector<Limit> limits;
 
   std::vector<Exclusion> exclusions;
-  Condition only;  // where the argument must be given, and nowhere else
+  Condition only;  // `only where`: if it is met the argument must be given, otherwise absent
 
   // Numbers, strings and lists
-  int size = -1;
+  int size = -1;  // the size that a number is
   bool has_bounds = false;
   int64_t least = 0, most = 0;
   std::string most_text;
   std::vector<std::string> choices;
   std::vector<std::string> without_derivative;  // choices
-  int64_t absent = 0;         // the value where an operator does not have the argument
-  std::vector<int> items;     // of (h, w), both >= 0, or empty for (H, W): h and w, ...
-  std::vector<int> if_empty;  // ... H and W
+  int64_t absent = 0;         // `1 where absent`: the value if an operator lacks the argument
+  std::vector<int> items;     // `(h, w), both >= 0, or empty for (H, W)`: the sizes h and w,
+  std::vector<int> if_empty;  // and the sizes H and W
   std::string items_text;
-  int count_or_one = -1;  // of `one or C values`
+  int count_or_one = -1;  // `one or C values`: the size C
 
   bool is_tensor() const { return !shapes.empty(); }
 };
@@ -127,21 +129,23 @@ struct Schema {
   int number;
 };
 
-// result(x, y)
+// A term of the line `linear`, such as result(x, y).
 struct Term {
   std::string result;
   std::vector<std::string> factors;
 };
 
+// A parsed contract.
 struct Text {
   std::vector<Schema> schemas;
   std::vector<Line> lines;
   std::vector<std::string> sizes;
   std::vector<Term> terms;
-  std::vector<int> joined;  // sizes along which vmap puts its items side by side
-  bool says_vmap = false;
-  uint32_t gaps = 0;  // sizes that are 1 where no argument has a dimension for them, a bit each
+  std::vector<int> joined;  // sizes along which vmap concatenates its items
+  bool says_vmap = false;   // there is a line `vmap`
+  uint32_t gaps = 0;        // sizes that are 1 if no argument has a dimension for them, a bit each
 
+  // Return the number of the line or size of a name, or -1.
   int line(const std::string& name) const {
     for (size_t i = 0; i < lines.size(); ++i)
       if (lines[i].name == name) return int(i);
@@ -155,7 +159,7 @@ struct Text {
   }
 };
 
-// A mistake in a contract.
+// An error in a contract.
 struct Mistake : std::runtime_error {
   Mistake(int number, const std::string& what)
       : std::runtime_error("line " + std::to_string(number) + ": " + what) {}
@@ -172,6 +176,7 @@ inline bool begins(const std::string& text, const std::string& with) {
   return text.compare(0, with.size(), with) == 0;
 }
 
+// Return the parts of a text between separators, without the spaces around them.
 inline std::vector<std::string> split(const std::string& text, const std::string& by) {
   std::vector<std::string> parts;
   size_t from = 0;
@@ -181,15 +186,15 @@ inline std::vector<std::string> split(const std::string& text, const std::string
   return parts;
 }
 
-// The items of "a, b or c".
-inline std::vector<std::string> listed(const std::string& text) {
+// Return the items of "a, b or c".
+inline std::vector<std::string> split_list(const std::string& text) {
   std::vector<std::string> items;
   for (const std::string& part : split(text, ","))
     for (const std::string& item : split(part, " or ")) items.push_back(item);
   return items;
 }
 
-// What stands between the first `open` and the `close` behind it; "" where there is none.
+// Return the text between the first `open` and the `close` that follows it, or "".
 inline std::string between(const std::string& text, char open, char close) {
   const size_t from = text.find(open), to = text.find(close, from + 1);
   return to == std::string::npos ? "" : text.substr(from + 1, to - from - 1);
@@ -217,7 +222,7 @@ inline Type type_named(const std::string& name) {
   return Type::kNone;
 }
 
-// ---- the reader ---------------------------------------------------------------------------------
+// ---- the parser ---------------------------------------------------------------------------------
 
 class Reader {
  public:
@@ -239,7 +244,7 @@ class Reader {
       }
     }
     if (text_.schemas.empty()) fail("expected a schema, such as twice(Tensor x) -> Tensor");
-    // Only now every size has a name.
+    // Clauses may use sizes that later lines name, so they are read when all lines are known.
     for (const Pending& pending : pending_) read_clauses(pending);
     for (Line& line : text_.lines) complete(line);
     for (const auto& [number, condition] : conditions_) {
@@ -267,7 +272,7 @@ class Reader {
 
   [[noreturn]] void fail(const std::string& what) const { throw Mistake(number_, what); }
 
-  // Takes the indented and empty lines from here on.
+  // Return the indented and empty lines from here on, and advance beyond them.
   std::string take_indented(size_t indent) {
     std::string taken;
     for (; at_ < rest_.size() && (strip(rest_[at_]).empty() || rest_[at_][0] == ' '); ++at_)
@@ -290,10 +295,10 @@ class Reader {
       schema.text += " " + strip(rest_[at_++]);
     }
     schema.name = schema.text.substr(0, schema.text.find('('));
-    const std::string about = take_indented(2);
-    const size_t end = about.find("\n\n");
-    schema.summary = strip(about.substr(0, end));
-    schema.details = end == std::string::npos ? "" : about.substr(end + 2);
+    const std::string documentation = take_indented(2);
+    const size_t end = documentation.find("\n\n");
+    schema.summary = strip(documentation.substr(0, end));
+    schema.details = end == std::string::npos ? "" : documentation.substr(end + 2);
     while (!schema.details.empty() && schema.details.back() == '\n') schema.details.pop_back();
     text_.schemas.push_back(std::move(schema));
   }
@@ -325,7 +330,7 @@ class Reader {
     line.text = written;
     line.number = number_;
     pending_.push_back({text_.lines.size(), clauses});
-    // The sizes that a shape names, and a number with bounds, exist from here on.
+    // Shapes, lists of sizes and numbers with bounds name sizes.
     if (begins(clauses, "[")) {
       for (const std::string& dim : dims_of(clauses)) name_sizes(without_or_one(dim));
     } else if (begins(clauses, "(")) {
@@ -337,18 +342,18 @@ class Reader {
     text_.lines.push_back(std::move(line));
   }
 
-  // force(dE, Ri_d) + virial(dE, Ri_d, Rij)
+  // Read `force(dE, Ri_d) + virial(dE, Ri_d, Rij)`.
   void read_linear(const std::string& clauses) {
-    for (const std::string& each : split(clauses, "+")) {
-      Term term{strip(each.substr(0, each.find('('))), split(between(each, '(', ')'), ",")};
-      if (!is_name(term.result) || each.empty() || each.back() != ')' || term.factors[0].empty())
-        fail("expected result(x, y) + ..., got " + each);
+    for (const std::string& part : split(clauses, "+")) {
+      Term term{strip(part.substr(0, part.find('('))), split(between(part, '(', ')'), ",")};
+      if (!is_name(term.result) || part.empty() || part.back() != ')' || term.factors[0].empty())
+        fail("expected result(x, y) + ..., got " + part);
       text_.terms.push_back(std::move(term));
     }
     linear_number_ = number_;
   }
 
-  // The dimensions of all shapes in a clause.
+  // Return the dimensions of all shapes in a clause.
   static std::vector<std::string> dims_of(const std::string& clause) {
     std::vector<std::string> dims;
     for (size_t at = 0; (at = clause.find('[', at)) != std::string::npos; ++at) {
@@ -361,18 +366,20 @@ class Reader {
 
   static constexpr const char* kOrOne = " or 1";
 
+  // Return a dimension such as "N or 1" without " or 1".
   static std::string without_or_one(const std::string& dim) {
     const size_t at = dim.size() < 5 ? std::string::npos : dim.size() - 5;
     return at != std::string::npos && dim.substr(at) == kOrOne ? dim.substr(0, at) : dim;
   }
 
-  // N - 1 as N +-1
+  // Return "N - 1" as "N +-1", so that a sum can be split at its plus signs.
   static std::string spelled_with_plus(std::string sum) {
     for (size_t at = 0; (at = sum.find(" - ", at)) != std::string::npos; at += 2)
       sum.replace(at, 3, " +-");
     return sum;
   }
 
+  // Add the names in a sum to the sizes.
   void name_sizes(const std::string& sum) {
     for (const std::string& part : split(spelled_with_plus(sum), "+"))
       for (const std::string& factor : split(part, "*")) {
@@ -384,7 +391,8 @@ class Reader {
       }
   }
 
-  int64_t number_in(const std::string& text) const {  // 12 or 2^40
+  // Read `12` or `2^40`.
+  int64_t number_in(const std::string& text) const {
     const auto power = split(text, "^");
     for (const std::string& digits : power)
       if (digits.empty() || digits.find_first_not_of("0123456789") != std::string::npos ||
@@ -424,12 +432,12 @@ class Reader {
         line.type_text = clause;
         line.like = text_.line(clause.substr(5));
         if (line.like < 0) fail("no line for `" + clause.substr(5) + "` of `" + clause + "`");
-      } else if (type_named(listed(clause)[0]) != Type::kNone) {
+      } else if (type_named(split_list(clause)[0]) != Type::kNone) {
         read_types(line, clause);
       } else if (begins(clause, "entries ")) {
         read_entries(line, clause.substr(8));
       } else if (clause == "any strides") {
-        continue;  // it is the kernel that takes them
+        continue;  // for the reader: a kernel's Strided parameter takes them
       } else if (begins(clause, "the shape of ")) {
         line.shape_of = text_.line(clause.substr(13));
         if (line.shape_of < 0) fail("no line for `" + clause.substr(13) + "` of `" + clause + "`");
@@ -449,9 +457,9 @@ class Reader {
       } else if (begins(clause, "\"")) {
         line.choices = strings_in(clause);
       } else if (clause.find(" where absent") != std::string::npos) {
-        line.absent = begins(clause, "true")    ? 1
-                      : begins(clause, "false") ? 0
-                                                : number_in(split(clause, " ")[0]);
+        const std::string value = split(clause, " ")[0];
+        const bool is_flag = value == "true" || value == "false";
+        line.absent = is_flag ? value == "true" : number_in(value);
       } else if (line.is_tensor() && clause.find(" < ") != std::string::npos) {
         read_limit(line, clause);
       } else if (text_.size(line.name) >= 0 && !line.is_tensor()) {
@@ -462,7 +470,7 @@ class Reader {
     }
   }
 
-  // What a line takes from others, which may come later.
+  // Copy what a line takes from another one, which may come later.
   void complete(Line& line) {
     number_ = line.number;
     if (line.shape_of >= 0) {
@@ -482,11 +490,11 @@ class Reader {
 
   static std::vector<std::string> strings_in(const std::string& clause) {
     std::vector<std::string> strings;
-    for (const std::string& each : listed(clause)) strings.push_back(between(each, '"', '"'));
+    for (const std::string& each : split_list(clause)) strings.push_back(between(each, '"', '"'));
     return strings;
   }
 
-  // Takes `in op` or `where argument is "choice"` off a clause's end.
+  // Remove `in op` or `where argument is "choice"` from a clause's end, and return it.
   Condition take_condition(std::string& clause) {
     Condition condition;
     if (const size_t where = clause.rfind("where "); where != std::string::npos) {
@@ -502,7 +510,7 @@ class Reader {
     return condition;
   }
 
-  // What a condition names may come in a later line.
+  // Raise an error if a condition names what does not exist. Called when all lines are known.
   void check_condition(const Condition& when) const {
     for (const std::string& name : when.in) {
       bool is_known = text_.line(name) >= 0;
@@ -517,14 +525,14 @@ class Reader {
     fail("`" + when.argument + "` is never \"" + when.choice + '"');
   }
 
-  // float16 or bfloat16 where arithmetic is "opencv4"
+  // Read `float16 or bfloat16 where arithmetic is "opencv4"`.
   void read_exclusion(Line& line, std::string clause) {
     Exclusion exclusion;
     exclusion.when = take_condition(clause);
     if (begins(clause, "\"")) {
       exclusion.choices = strings_in(clause);
     } else {
-      for (const std::string& name : listed(clause)) {
+      for (const std::string& name : split_list(clause)) {
         exclusion.types.push_back(type_named(name));
         if (exclusion.types.back() == Type::kNone)
           fail("`" + line.name + "`: no dtype is named " + name);
@@ -533,7 +541,7 @@ class Reader {
     line.exclusions.push_back(std::move(exclusion));
   }
 
-  // (h, w), both >= 0, or empty for (H, W)
+  // Read `(h, w), both >= 0, or empty for (H, W)`.
   void read_items(Line& line, const std::string& clause) {
     const size_t empty = clause.find(", or empty for ");
     line.items_text = clause.substr(0, empty);
@@ -548,7 +556,7 @@ class Reader {
       fail("`" + line.name + "`: expected as many sizes where it is empty, got " + clause);
   }
 
-  // [B, n, K] or [B, n, T, M] with K = T*M
+  // Read `[B, n, K] or [B, n, T, M] with K = T*M`.
   void read_shapes(Line& line, const std::string& clause) {
     size_t at = 0;
     while ((at = clause.find('[', at)) != std::string::npos) {
@@ -614,11 +622,11 @@ class Reader {
     line.names.push_back(size);
   }
 
-  // int32 or int64 read as int64
+  // Read `int32 or int64 read as int64`.
   void read_types(Line& line, const std::string& clause) {
     const auto parts = split(clause, " read as ");
     line.type_text = parts[0];
-    for (const std::string& name : listed(parts[0])) {
+    for (const std::string& name : split_list(parts[0])) {
       const Type type = type_named(name);
       if (type == Type::kNone) fail("`" + line.name + "`: no dtype is named " + name);
       line.types.push_back(type);
@@ -626,7 +634,7 @@ class Reader {
     if (parts.size() > 1) line.read_as = type_named(parts[1]);
   }
 
-  // -1 or 0 <= j < n + nghost at frame, atom, slot
+  // Read `-1 or 0 <= j < n + nghost at frame, atom, slot`.
   void read_entries(Line& line, const std::string& clause) {
     const auto parts = split(clause, " at ");
     const size_t below = parts[0].rfind("< ");
@@ -640,7 +648,7 @@ class Reader {
       fail("`" + line.name + "` has fewer dimensions than positions: " + parts[1]);
   }
 
-  // n*K < 2^32 slots a frame on CUDA
+  // Read `n*K < 2^32 slots a frame on CUDA`.
   void read_limit(Line& line, const std::string& clause) {
     const size_t sign = clause.find(" < ");
     Limit limit;
@@ -656,7 +664,7 @@ class Reader {
     line.limits.push_back(std::move(limit));
   }
 
-  // 0 to 2^40, or >= 0
+  // Read `0 to 2^40` or `>= 0`.
   void read_bounds(Line& line, const std::string& clause) {
     line.size = text_.size(line.name);
     line.has_bounds = true;
@@ -673,6 +681,7 @@ class Reader {
     line.most_text = ends[1];
   }
 
+  // Raise an error if `linear` or `vmap` names what does not exist.
   void check_names() {
     number_ = linear_number_;
     for (const Term& term : text_.terms) {
@@ -695,7 +704,7 @@ class Reader {
   Text text_;
   std::vector<Pending> pending_;
   std::string joined_;
-  std::vector<std::pair<int, Condition>> conditions_;  // and their lines
+  std::vector<std::pair<int, Condition>> conditions_;  // each with the number of its line
 };
 
 }  // namespace contract

@@ -21,11 +21,11 @@
 //   }
 //   const calcops::Kernel cpu("weighted_sum", weighted_sum<float>, weighted_sum<double>);
 //
-// The contract is text: the runtime reads it once, checks every call against it, makes the
-// results, and registers the operator for all devices, derivatives and vmap. A kernel is a function
-// of the arguments of the schema, then the results. Of several kernels, the one runs whose number
-// types the call has. This header includes nothing of PyTorch, and neither does a kernel.
-// ops/README.md, "Contracts", has the language.
+// A contract is text. The runtime reads it once and registers the operator for all devices,
+// derivatives and vmap. It checks every call against the contract and allocates the results.
+// A kernel is a function of the schema's arguments and then the results. Of several kernels, the
+// one with the call's number types runs. Neither this header nor a kernel includes PyTorch's
+// headers. ops/README.md, "Contracts", describes the language of contracts.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +41,8 @@ struct CUstream_st;  // cudaStream_t is a pointer to it
 
 namespace calcops {
 
-// A contiguous tensor, or none where `data` is nullptr. Its shape is the first one that the
-// contract names for it.
+// A contiguous tensor. If `data` is nullptr, the argument is absent or the gradient is not wanted.
+// Its shape is the first one in the contract.
 template <class Number, int rank>
 struct View {
   Number* data;
@@ -86,14 +86,14 @@ struct List {
   int64_t size;
 };
 
-// Memory on the device of a CUDA kernel. The kernel is called twice: where `data` is nullptr, it
+// Device memory of a CUDA kernel. The kernel is called twice. The first time `data` is nullptr: it
 // sets `bytes` and returns.
 struct Workspace {
   void* data;
   int64_t bytes;
 };
 
-// ---- what passes between kernels and the runtime ------------------------------------------------
+// ---- the interface of kernels and the runtime ---------------------------------------------------
 
 enum class Type : int8_t {
   kNone,
@@ -110,6 +110,7 @@ enum class Type : int8_t {
   kFloat64
 };
 
+// A parameter of a kernel.
 struct Parameter {
   enum Kind : int8_t {
     kTensor,
@@ -133,27 +134,27 @@ struct Parameter {
 struct Slot {
   void* data;
   const int64_t *shape, *stride;
-  int64_t integer;  // also a bool, and the size of a list
+  int64_t integer;  // also a bool, a choice's number or the size of a list
   double real;
 };
 
-// What a kernel returns: the position of a wrong entry or -1, and on CUDA an error.
+// The result of a kernel's run.
 struct Outcome {
-  int64_t wrong = -1;
-  const char* error = nullptr;
+  int64_t wrong = -1;           // the position of a wrong entry, or -1
+  const char* error = nullptr;  // a CUDA error
 };
 
 struct KernelEntry {
   const char *op, *name_space;
   const Parameter* parameters;
   int count;
-  bool checks_entries;  // it returns the position of a wrong entry
+  bool checks_entries;  // it does not return void
   Outcome (*run)(void (*function)(), const Slot* slots);
   void (*function)();
-  bool (*is_capturing)(void* stream);  // CUDA
+  bool (*is_capturing)(void* stream);  // nullptr without CUDA
 };
-
 void add_kernel(const KernelEntry& kernel);
+
 struct ContractEntry {
   const char *text, *name_space;
   const char* without_cuda;  // why this build has no CUDA; nullptr: it has
@@ -183,8 +184,8 @@ template <class T> struct IsConst { static constexpr bool value = false; };
 template <class T> struct IsConst<const T> { static constexpr bool value = true; };
 // clang-format on
 
-// How a parameter of type P is described, and made from its slot. An enumeration is a string's
-// number among those that the contract allows.
+// The description of a parameter of type P, and its value from a slot. An enumeration is the number
+// of a string among the contract's allowed values.
 template <class P>
 struct Pass {
   static_assert(__is_enum(P),
@@ -273,7 +274,8 @@ struct Pass<CUstream_st*> {
 
 inline Outcome outcome_of(int64_t wrong) { return {wrong}; }
 
-// cudaError_t; found through its own namespace, so that this header needs no CUDA.
+// Error is cudaError_t. cudaGetErrorString is found by argument-dependent lookup, so that this
+// header needs no CUDA.
 template <class Error>
 Outcome outcome_of(Error error) {
   return {-1, error == 0 ? nullptr : cudaGetErrorString(error)};
@@ -313,7 +315,7 @@ struct Caller {
 
 // ---- compositions -------------------------------------------------------------------------------
 
-// A value of PyTorch's: a tensor, a number (under tracing a symbol), a string, a list, or none.
+// A value of PyTorch: a tensor, a number (under tracing a symbol), a string, a list, or none.
 class Value {
  public:
   Value() : Value(nullptr) {}
@@ -327,8 +329,8 @@ class Value {
   Value& operator=(const Value& other);
   ~Value();
 
-  // Calls an operator, such as "aten::ge.Scalar", or without a namespace one of this library;
-  // arguments that are left out have their default.
+  // Call an operator, such as "aten::ge.Scalar". A name without a namespace is one of this library.
+  // Arguments that are left out are their defaults.
   template <class... Values>
   static Value call(const char* op, const Values&... values) {
     const Value list[] = {values...};
@@ -343,11 +345,11 @@ class Value {
 
   bool is_none() const;
   bool is_tensor() const;
-  bool is_wanted() const;  // of a gradient that a formula is to give
-  // Of a tensor: whether its elements can be read now. Those of meta tensors, under tracing and
-  // under vmap cannot.
+  bool is_wanted() const;  // whether a formula must compute this gradient
+  // Whether a tensor's elements can be read now. Meta tensors and those under tracing or vmap
+  // cannot.
   bool is_readable() const;
-  int64_t item() const;  // the element of a tensor that has one, a number, or a flag as 0 or 1
+  int64_t item() const;  // a tensor's only element, a number, or a flag as 0 or 1
   Value shape() const;
   Value size(int dimension) const;
   Value dtype() const;
@@ -355,17 +357,17 @@ class Value {
   static Value dtype_of(Type type);
   bool is_integral() const;
   Value device() const;
-  int dim() const;                    // of a tensor
+  int dim() const;                    // number of dimensions of a tensor
   bool equals(int64_t number) const;  // of a size
   bool is(const char* text) const;    // of a string
-  Value operator[](int i) const;      // a result of an operator that has several; of a list
+  Value operator[](int i) const;      // result i of an operator with several, or item i of a list
   int length() const;                 // of a list
 
-  // Of tensors, numbers and sizes.
+  // Operands are tensors, numbers and sizes.
   friend Value operator+(const Value& a, const Value& b);
   friend Value operator-(const Value& a, const Value& b);
   friend Value operator*(const Value& a, const Value& b);
-  friend Value operator/(const Value& a, const Value& b);  // of a tensor
+  friend Value operator/(const Value& a, const Value& b);  // a is a tensor
 
  private:
   static constexpr const char* library_namespace();
@@ -374,27 +376,27 @@ class Value {
   void* value_;
 };
 
-// Throws "op: expected `argument` what, got ...".
+// Throw "op: expected `argument` what, got ...".
 [[noreturn]] void refuse(const char* op, const char* argument, const char* what, const Value& got);
 
-// An operator that is composed of others, which have devices, derivatives and vmap already. Its
-// arguments are checked before it is called.
+// An operator that calls others. It needs no more for devices, derivatives and vmap. Its arguments
+// are checked before the call.
 struct Composition {
   const char* op;
   Value (*function)(const Value* arguments);
 };
 
-// The derivatives of an operator by a formula, composed of calls of operators. These have
-// derivatives of their own, so the operator has them to any order.
+// The derivatives of an operator by formulas that call operators. These have derivatives too, so
+// the operator has derivatives to any order. A derivative that is none is zero.
 struct Derivative {
   const char* op;
-  // Gives the gradients of the arguments from those of the results. What is none is zero, in both.
-  // A gradient for which is_wanted() is false may be given or not.
+  // Sets the gradients for the arguments from those for the results. A gradient for which
+  // is_wanted() is false may be left unset.
   void (*vjp)(const Value* arguments, const Value* upstream, Value* gradients);
-  // Gives the tangents of the results from those of the arguments. nullptr: forward mode is an
+  // Sets the tangents of the results from those of the arguments. nullptr: forward mode is an
   // error.
   void (*jvp)(const Value* arguments, const Value* tangents, Value* results) = nullptr;
-  // The argument of which no derivative needs what it held, so that it may be changed afterwards.
+  // The argument whose values no derivative needs, so that it may be changed in place afterwards.
   const char* unused = nullptr;
 };
 
@@ -410,7 +412,8 @@ constexpr const char* kNamespace = "calcops";
 
 constexpr const char* Value::library_namespace() { return kNamespace; }
 
-// Operators, in the namespace that is named like the library unless their schema names one.
+// Registers the operators of a contract. Their namespace is the library's name, unless their schema
+// has one.
 struct Contract {
   explicit Contract(const char* text, const char* file = __builtin_FILE(),
                     int line = __builtin_LINE())
@@ -445,11 +448,12 @@ struct Contract {
   }
 };
 
-// The kernels of an operator on one device, one for each combination of number types. They run on
-// CUDA if their last parameter is a cudaStream_t, else on the CPU.
+// Registers the kernels of an operator on one device, one for each combination of number types.
+// They run on CUDA if their last parameter is a cudaStream_t, otherwise on the CPU.
 //
-// A kernel returns nothing; then the entries that its contract promises are checked before it runs.
-// Or an int64_t: the position of an entry that it found wrong, or -1. On CUDA a cudaError_t.
+// If a CPU kernel returns void, index entries are checked before it runs. If it returns an int64_t,
+// it checks them itself and returns the position of a wrong one, or -1. A CUDA kernel returns a
+// cudaError_t and must not crash on a wrong entry.
 struct Kernel {
   template <class... Functions>
   explicit Kernel(const char* op, Functions*... functions) {

@@ -1,8 +1,9 @@
-// Lies before PyTorch's torch/library.h in what calcops_jit builds, so that a library can be
-// exchanged for a newer one in a running process. A source registers as ever; its blocks go to
-// ../../runtime/registry.cpp, which is linked into the library.
+// Found before PyTorch's torch/library.h when calcops_jit compiles a source. The source's blocks of
+// TORCH_LIBRARY are passed to ../../runtime/registry.cpp, which is linked into the library. So a
+// library can be exchanged for a newer one in a running process.
 //
-// A guard and no #pragma once: a precompiled header may have another checkout's copy of this file.
+// A guard instead of #pragma once: a precompiled header may have another checkout's copy of this
+// file.
 #ifndef CALCOPS_JIT_TORCH_LIBRARY_H
 #define CALCOPS_JIT_TORCH_LIBRARY_H
 #include_next <torch/library.h>
@@ -10,6 +11,7 @@
 #include <optional>
 
 namespace calcops_jit __attribute__((visibility("hidden"))) {
+  // A block of TORCH_LIBRARY, TORCH_LIBRARY_FRAGMENT or TORCH_LIBRARY_IMPL.
   struct Block {
     torch::Library::Kind kind;
     void (*body)(torch::Library&);
@@ -19,6 +21,7 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
     uint32_t line;
   };
 
+  // Adds a block to the library's registry when the library is loaded.
   struct Initializer {
     explicit Initializer(const Block& block);
   };
