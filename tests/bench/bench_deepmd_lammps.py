@@ -8,7 +8,8 @@ All run the same weights. `pair_style deepmd` runs a model by TensorFlow, as it 
 the same .pth: as it is, with --tabulated, and with --float32-nets, too. Each rank has one thread.
 All take turns, and the fastest of the `times` runs counts. `apart` is the largest difference of a
 package from the .pb in forces, energy and pressure before the first step, each relative to the
-largest of its kind. With --pth, DeePMD-kit runs the .pth by PyTorch, too.
+largest of its kind. The last columns are calls of two packages by the ASE calculator, with the same
+skin. With --pth, DeePMD-kit runs the .pth by PyTorch, too.
 
 Needs the environment of bench_deepmd.py, and installs DeePMD-kit's LAMMPS into it. The LAMMPS of
 CalcOps is that of `make lammps`, or of any other environment with lammps[mpi].
@@ -20,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -130,7 +132,6 @@ def main():
     theirs = THEIRS.parent.parent
     if not (theirs / "bin/lmp").exists():
         subprocess.run([THEIRS, "-m", "pip", "install", "-q", *PACKAGES], check=True)
-    plugin = ROOT / "build/lammps/calcopsplugin.so"
     make = ["make", "-s", "-C", ROOT / "examples/lammps", "plugin", f"LAMMPS={options.lammps}"]
     subprocess.run([*make, f"PYTHON={sys.executable}"], check=True)
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -142,38 +143,63 @@ def main():
         print(
             "| atoms | ranks | .pb, ms | compressed .pb, ms | calcops, ms | tabulated, ms "
             "| float32 nets, ms | calcops / tabulated | compressed .pb / tabulated | apart "
-            "| float32 nets apart |"
+            "| float32 nets apart | calcops in ASE, ms | tabulated in ASE, ms |"
         )
-        print("|---|---|---|---|---|---|---|---|---|---|---|")
+        print("|" + 13 * "---|")
         for kind, natoms in map(SYSTEMS.get, options.systems):
             data = folder / f"{kind}{natoms}.data"
             write_data(kind, natoms, data)
-            script = {"data": data, "names": " ".join(MODELS[kind][0]), "steps": options.steps}
-            files = [f"{kind}.pth"] if options.pth else []
-            files += [f"{kind}.pb", f"{kind}_compressed.pb"]
-            calls = [dict(environment=theirs, style=f"deepmd {folder / file}") for file in files]
-            for form in ("", "_tabulated", "_float32"):
-                file = f"{kind}{form}.pt2"
-                style = f"calcops {folder / file}"
-                calls.append(dict(environment=options.lammps, style=style, plugin=plugin))
             for ranks in options.ranks:
-                runs = [
-                    [run(ranks=ranks, **call, **script) for call in calls]
-                    for _ in range(options.times)
-                ]
-                times = [min(seconds for seconds, _ in column) for column in zip(*runs)]
-                expected = runs[0][0][1]
-                cells = [f"{1e3 * value:.0f}" for value in times[-5:]]
-                cells += [f"{times[i] / times[-2]:.1f}x" for i in (-3, -4)]
-                for _, results in runs[0][-2:]:
-                    differences = [
-                        abs(a - b).max() / abs(b).max() for a, b in zip(results, expected)
-                    ]
-                    cells.append(f"{max(differences):.0e}")
-                row = f"| {natoms} of {kind} | {ranks} | {' | '.join(cells)} |"
-                if options.pth:
-                    row += f" .pth {1e3 * times[0]:.0f} ms"
-                print(row, flush=True)
+                print(row_of(kind, natoms, ranks, data, options), flush=True)
+
+
+def row_of(kind, natoms, ranks, data, options):
+    """Return the row of a system on a number of ranks."""
+    folder = data.parent
+    plugin = ROOT / "build/lammps/calcopsplugin.so"
+    script = {"data": data, "names": " ".join(MODELS[kind][0]), "steps": options.steps}
+    files = [f"{kind}.pth"] if options.pth else []
+    files += [f"{kind}.pb", f"{kind}_compressed.pb"]
+    theirs = THEIRS.parent.parent
+    calls = [dict(environment=theirs, style=f"deepmd {folder / file}") for file in files]
+    packages = [folder / f"{kind}{form}.pt2" for form in ("", "_tabulated", "_float32")]
+    for package in packages:
+        calls.append(dict(environment=options.lammps, style=f"calcops {package}", plugin=plugin))
+    runs = []
+    ase_times = []
+    for _ in range(options.times):
+        runs.append([run(ranks=ranks, **call, **script) for call in calls])
+        if ranks == 1:
+            ase_times.append([call_in_ase(package, kind, natoms) for package in packages[:2]])
+
+    times = [min(seconds for seconds, _ in column) for column in zip(*runs)]
+    expected = runs[0][0][1]
+    cells = [f"{1e3 * value:.0f}" for value in times[-5:]]
+    cells += [f"{times[i] / times[-2]:.1f}x" for i in (-3, -4)]
+    for _, results in runs[0][-2:]:
+        differences = [abs(a - b).max() / abs(b).max() for a, b in zip(results, expected)]
+        cells.append(f"{max(differences):.0e}")
+    cells += [f"{1e3 * min(column):.0f}" for column in zip(*ase_times)] or ["", ""]
+    row = f"| {natoms} of {kind} | {ranks} | {' | '.join(cells)} |"
+    return f"{row} .pth {1e3 * times[0]:.0f} ms" if options.pth else row
+
+
+def call_in_ase(package, kind, natoms):
+    """Return the seconds of a call of a package by the ASE calculator, with LAMMPS's skin."""
+    import torch
+    from calcops.ase import CalcOps
+    from calcops.potentials import load
+
+    torch.set_num_threads(1)
+    atoms = structure(kind, natoms)
+    calculator = CalcOps(load(package), skin=2.0)
+    calculator.calculate(atoms)  # which finds the neighbour list
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        calculator.calculate(atoms)
+        times.append(time.perf_counter() - begin)
+    return min(times)
 
 
 if __name__ == "__main__":
