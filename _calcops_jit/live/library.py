@@ -209,7 +209,7 @@ def _find(
         from ..progress import say
 
         problem = f"CXX={request.environment['CXX']} is no compiler here"
-        say(f"{problem}: the library {request.name} in use was built by another compiler")
+        say(f"{problem}; {request.name} was built by another compiler")
     return cached, None
 
 
@@ -394,5 +394,5 @@ def _warn_of_missing(request: Request, registration: Registration, permanent: se
         return
     include = re.compile(r"#\s*include\s*<(?:torch|ATen|calcops)/")
     if any(include.search(text_of(source)) for source in request.sources):
-        how = "TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) or a calcops::Contract"
-        say(f"{request.name} registers no operators: add {how}")
+        how = "add TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) or a calcops::Contract"
+        say(f"{request.name} registers no operators: {how}")

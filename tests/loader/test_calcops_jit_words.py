@@ -91,7 +91,7 @@ def test_what_offers_operators_and_registers_none_is_told(folder):
     child = folder.load()
     assert (
         child.out == "1\n"
-        and "calcops_jit: mine registers no operators: TORCH_LIBRARY_FRAGMENT(" in child.err
+        and "calcops_jit: mine registers no operators: add TORCH_LIBRARY_FRAGMENT(" in child.err
     )
     folder.put("mine.cpp", SOURCE)
     assert "registers no operators" not in folder.load().err
