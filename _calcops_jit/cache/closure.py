@@ -146,7 +146,7 @@ def changed_ns(stamp: bytes) -> int:
 def young(stamp: bytes) -> bytes:
     """Return a stamp that no file has, so that the next check compares contents.
 
-    A closure has it in place of `stamp` while another change of the file may leave `stamp`.
+    A closure has it in place of `stamp` while another change of the file could leave that, too.
     """
     return bytes(255 - byte for byte in stamp)
 
