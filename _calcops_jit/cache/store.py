@@ -60,7 +60,7 @@ class Manifest(SimpleNamespace):
 
     @staticmethod
     def parse(data: bytes) -> Manifest:
-        """Return the manifest of a file's content. ValueError: it is damaged, or of another FORMAT."""
+        """Return the manifest of a file's content. ValueError: it is damaged or outdated."""
         checksum, _, body = data.partition(b"\n")
         if checksum.decode(errors="replace") != digest(body):
             raise ValueError("manifest is damaged")
