@@ -3,24 +3,24 @@
     import calcops_jit                      # compiles once; later imports take milliseconds
     force = calcops_jit.force(list_neigh, dE, Ri_d, nghost)         # help(calcops_jit.force)
 
-`dir(calcops_jit)` lists the operators under ops/ whose names have no leading underscore. Each is
-the torch.ops handle itself, so autograd, torch.compile, torch.export, torch.func and TorchScript
-take it.
+`dir(calcops_jit)` lists the operators under ops/ whose names have no leading underscore. Each is a
+torch.ops handle, so it works with autograd, torch.compile, torch.export, torch.func and
+TorchScript.
 
-    calcops_jit.library_path()              # the .so, for C++ programs
+    calcops_jit.library_path()              # the path of the .so, for C++ programs
     mine = calcops_jit.load("mine", ["mine.cpp", "mine.cu"])        # your own operators
     mine.my_operator(x)                     # or torch.ops.my_namespace.my_operator(x)
-    calcops_jit.reload()                    # builds what was edited, and exchanges the kernels
-    calcops_jit.watch()                     # does so on every save, until the result is called
-    %load_ext calcops_jit                   # notebooks: %%operator compiles the cell below it
+    calcops_jit.reload()                    # rebuilds edited sources and exchanges the kernels
+    stop = calcops_jit.watch()              # reloads on every save, until stop() is called
+    %load_ext calcops_jit                   # notebooks: %%operator compiles a cell
 
-    python -m calcops_jit build             # builds now
+    python -m calcops_jit build             # builds the operators now, not at the first import
     python -m calcops_jit where             # prints the cache, the library and a key for CI
-    python -m calcops_jit why               # names what changed since the last build
-    python -m calcops_jit doctor            # judges the environment
-    python -m calcops_jit build mine        # the same for what `load` has built; also `why mine`
-    python -m calcops_jit export DIR        # the built operators, for C++ programs
-    python -m calcops_jit cache             # lists what is kept; the cache bounds itself
+    python -m calcops_jit why               # names the inputs that changed since the last build
+    python -m calcops_jit doctor            # checks whether a build would succeed here
+    python -m calcops_jit build mine        # rebuilds a library of `load`; likewise `why mine`
+    python -m calcops_jit export DIR        # writes a folder for C++ programs
+    python -m calcops_jit cache             # lists the built libraries
     python -m calcops_jit clean             # empties the cache
 
 Environment:
@@ -28,18 +28,19 @@ Environment:
     CALCOPS_CACHE   folder of the built libraries; default $XDG_CACHE_HOME/calcops, else
                     ~/.cache/calcops
     CALCOPS_CACHE_READONLY   more such folders, dir[:dir], that are only read
-    CALCOPS_CACHE_SIZE   what the first may hold, such as 500M; default 2G
-    CALCOPS_CUDA    1 builds the CUDA operators (without a GPU and TORCH_CUDA_ARCH_LIST: for 8.0
-                    and 9.0+PTX), 0 does not; default: where nvcc is and a GPU is visible or
-                    TORCH_CUDA_ARCH_LIST is set
-    CALCOPS_BUILD   0 imports without building, for documentation and linters: operators that are
-                    not built raise
+    CALCOPS_CACHE_SIZE   largest size of CALCOPS_CACHE, such as 500M; default 2G
+    CALCOPS_CUDA    1 builds the CUDA operators, 0 does not. By default they are built if nvcc is
+                    installed and a GPU is visible or TORCH_CUDA_ARCH_LIST is set. With 1 and
+                    neither of these two, they are built for 8.0 and 9.0+PTX
+    CALCOPS_BUILD   0 imports without building, for documentation and linters. Operators that are
+                    not built raise BuildError
     CALCOPS_CFLAGS  more flags for the operators' C++ files and for the linker, such as
                     -march=x86-64-v3; on ARM -mcpu=neoverse-v2
     CALCOPS_CHECK   1 makes the CUDA operators check list entries, which synchronises
     CXX, CC, MAX_JOBS, TORCH_CUDA_ARCH_LIST, CUDA_HOME   as for torch.utils.cpp_extension
 
-A failed build raises BuildError at the first use of an operator. `load` goes on working.
+After a failed build, the import succeeds, and every use of an operator raises BuildError. `load`
+works nevertheless.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ if TYPE_CHECKING:
 __all__ = ["BuildError", "Library", "__version__", "library_path", "load", "reload", "watch"]
 
 _own: Library | None = None
-_problem: Exception | None = None  # why there is no operator
+_problem: Exception | None = None  # why the operators are missing
 
 
 def load(
@@ -91,65 +92,69 @@ def load(
 ) -> Library:
     """Build (once), cache and load operator sources.
 
-    The sources register their operators with a contract or TORCH_LIBRARY. Edited sources are built
-    again by the next call, or exchanged in the running process by reload().
+    The sources register their operators with a contract or TORCH_LIBRARY. After an edit, the next
+    call builds them again. reload() exchanges their kernels in the running process.
 
     Args:
-        name: of the library; also the macro TORCH_EXTENSION_NAME.
+        name: name of the library; also the macro TORCH_EXTENSION_NAME.
         sources: paths of .cpp and .cu files.
         extra_cflags: flags for C++, after -O3 -fvisibility=hidden -fno-gnu-unique. A string is
-            split as a shell does.
+            split into words as a shell would.
         extra_cuda_cflags: flags for nvcc, after -O3.
         extra_ldflags: flags for the linker.
         extra_include_paths: folders of headers.
         verbose: print what ninja prints.
         with_cuda: build for CUDA; default: if there is a .cu source.
-        **torch_options: the other options of torch.utils.cpp_extension.load. Values that have no
-            meaning here are refused.
+        **torch_options: the other options of torch.utils.cpp_extension.load. A value that has no
+            effect here raises ValueError.
 
     Returns:
-        The operators as attributes and in `.operators`, and the file in `.path`.
+        A Library: its operators are attributes, and also in the dictionary `operators`. Its `path`
+        is the path of the shared library.
 
     Raises:
         BuildError: the library cannot be built or loaded. The message has cause and fix.
         FileNotFoundError: a source does not exist.
         TypeError, ValueError: an option has a wrong value.
     """
-    return library.obtain(requests.foreign(**locals()))
+    return library.obtain(requests.foreign(**locals()))  # it has the same parameters
 
 
 def reload() -> list[str]:
     """Rebuild the libraries of this process whose sources or headers changed.
 
-    Every call that begins afterwards uses the new kernels, also one through a torch.ops handle, a
-    compiled or scripted function, a graph built before, or another thread. Older builds stay in
-    memory.
+    Every call that begins afterwards uses the new kernels. This includes calls from other threads,
+    through torch.ops handles and compiled or scripted functions, and in the backward pass of an
+    existing graph. Older builds stay in memory.
 
     Returns:
-        The names of the libraries that changed: "calcops" and those from load().
+        The names of the libraries that changed: "calcops" for this project's operators, and names
+        that were passed to load().
 
     Raises:
         BuildError: a library could not be built, or a schema or C++ signature changed. Its old
             kernels are still called.
     """
     changed = library.reload(requests.again)
-    if _own is None:
-        _import_operators()  # the import failed to
-        return changed + ["calcops"] * (_own is not None)
-    _expose()
+    if _own is not None:
+        _expose()
+        return changed
+    _import_operators()  # they could not be built when this module was imported
+    if _own is not None:
+        changed.append("calcops")
     return changed
 
 
 def watch(seconds: float = 0.3) -> Callable[[], None]:
     """Start a thread that reloads when a source or a header changes.
 
-    Errors are printed on stderr, and the old kernels are still called.
+    The thread prints errors on stderr. After an error, the old kernels are still called.
 
     Args:
-        seconds: between two looks at the files.
+        seconds: time between two checks of the files.
 
     Returns:
-        The function that ends the thread.
+        A function that stops the thread.
     """
     from _calcops_jit.live import watching
 
@@ -157,7 +162,7 @@ def watch(seconds: float = 0.3) -> Callable[[], None]:
 
 
 def load_ipython_extension(shell) -> None:
-    """%load_ext calcops_jit: see %%operator? in the notebook."""
+    """Register the cell magic %%operator, for %load_ext calcops_jit."""
     from _calcops_jit.live import notebook
 
     shell.register_magic_function(notebook.operator, "cell")
@@ -166,7 +171,7 @@ def load_ipython_extension(shell) -> None:
 def library_path() -> str:
     """Return the path of the operators' shared library.
 
-    C++ programs link it or dlopen it; TorchScript hosts load it.
+    C++ programs link it or dlopen it, and torch.ops.load_library takes it.
     """
     if _own is None:
         raise _problem
@@ -174,18 +179,23 @@ def library_path() -> str:
 
 
 def _import_operators() -> None:
-    """Make every operator a name of this module, or keep the reason why there are none."""
+    """Load the operators and make them attributes of this module.
+
+    With CALCOPS_BUILD=0, `_problem` says why they are missing.
+    """
     global _own, _problem
-    _problem = BuildError(
-        "calcops_jit: not built, because CALCOPS_BUILD=0; python -m calcops_jit build"
-    )
     _own = library.obtain(requests.own(), build=os.environ.get("CALCOPS_BUILD", "1") != "0")
-    if _own:
-        _problem = None
-        _expose()
+    if _own is None:
+        _problem = BuildError(
+            "calcops_jit: not built, because CALCOPS_BUILD=0; python -m calcops_jit build"
+        )
+        return
+    _problem = None
+    _expose()
 
 
 def _expose() -> None:
+    """Make the operators attributes of this module."""
     globals().update(_own.operators)
     __all__.extend(_own.operators.keys() - set(__all__))
 

@@ -1,6 +1,7 @@
 """What to build: everything that is known before a compiler runs.
 
-Two Requests are alike if their facts are; the digest of these names the slot in the cache.
+Two Requests are equivalent if their facts are equal. The digest of the facts names the slot in the
+cache.
 """
 
 from __future__ import annotations
@@ -19,43 +20,46 @@ import torch
 from . import cuda
 from .cache import closure
 
-FORMAT = 5  # of what the cache holds
-# Headers that come before PyTorch's.
+FORMAT = 5  # version of the cache's format
+# Headers that come before PyTorch's on the include path.
 SHADOW = os.path.join(os.path.dirname(os.path.realpath(__file__)), "shadow")
-# A library that registers operators is linked with one of these units, which include PyTorch's
-# headers. The first one serves TORCH_LIBRARY, and compiles in 40 % of the time of the second. The
-# second one also serves contracts and derivatives.
+# A library that registers operators is linked with one of these two units, which include PyTorch's
+# headers. REGISTRY implements TORCH_LIBRARY and compiles in 40 % of RUNTIME's time. RUNTIME
+# implements contracts and derivatives, too.
 _RUNTIME = os.path.join(os.path.dirname(SHADOW), "runtime")
 REGISTRY = f"{_RUNTIME}/registry.cpp"
 RUNTIME = f"{_RUNTIME}/runtime.cpp"
 RUNTIMES = (REGISTRY, RUNTIME)
-# Hidden and not "gnu unique", so that two builds of one operator can be in one process without
-# sharing variables.
+# Two builds of one operator can be in one process. Hidden symbols that are not "gnu unique" keep
+# them from sharing variables.
 BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 CUDA_SUFFIXES = (".cu", ".cuh")  # of sources for nvcc
 COMPILER_VARIABLES = (
     "CC CCC_OVERRIDE_OPTIONS COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH GCC_EXEC_PREFIX"
     " LIBRARY_PATH LD_RUN_PATH NVCC_APPEND_FLAGS NVCC_CCBIN NVCC_PREPEND_FLAGS SOURCE_DATE_EPOCH"
 ).split()
-# Compiler wrappers find objects by rules of their own. Our cache has these objects anyway.
+# Compiler wrappers are bypassed: they decide by rules of their own whether an object is up to date,
+# and the loader's cache has these objects anyway.
 _WRAPPERS = ("ccache", "sccache")
 MACHINE = os.uname().machine
-# How the names of the extensions that -march=native turns on begin; other words in /proc/cpuinfo
-# depend on the kernel.
+# Prefixes of the instruction-set extensions that -march=native turns on. The other words in
+# /proc/cpuinfo depend on the kernel.
 _ISA = tuple(
     "sse ssse avx amx fma bmi f16c aes vaes pclmul vpclmul gfni sha adx abm popcnt movbe cx16 lahf"
     " xsave rdrnd rdseed prefetchw 3dnowprefetch clflushopt clwb movdir enqcmd serialize waitpkg"
     " sm3 sm4 apx".split()
 )
-# The lines that decide -mcpu=native on ARM, where the compiler tunes for the model, too. Two of the
-# features are the kernel's own.
+# The lines of /proc/cpuinfo that decide -mcpu=native on ARM. They include the model, because the
+# compiler tunes for it.
 _ARM_KEYS = ("Features", "CPU implementer", "CPU variant", "CPU part")
-_ARM_KERNEL = {"evtstrm", "cpuid"}
+_ARM_KERNEL = {"evtstrm", "cpuid"}  # features of the kernel, not of the processor
 
 
 class Request(SimpleNamespace):
-    """One library to build, or one unit of it. Sources and include paths are absolute; `root` is
-    the folder that may move.
+    """One library to build, or one unit of it.
+
+    Sources and include paths are absolute. The facts name paths below `root` relative to it, so
+    that the project can move.
     """
 
     name: str
@@ -68,26 +72,30 @@ class Request(SimpleNamespace):
     cuda: cuda.Choice = cuda.Choice()
     # "own": this project's operators. "foreign": a library of `load`, which may call Python.
     kind: str = "own"
-    is_unit: bool = False  # one source of a library, whose object is kept
-    # A wheel's library serves, though it was built for more than this processor.
+    is_unit: bool = False  # one source of a library, whose object is cached
+    # A wheel's library may be used, although it was not built for exactly this processor.
     prebuilt: bool = False
-    # Of a library in a wheel: the relative path from its folder to the one that has torch.
+    # For a library in a wheel: the relative path from its folder to the one that has torch.
     origin: str = ""
     verbose: bool = False
     asked: tuple = ()  # the arguments of requests.foreign
     given: tuple[tuple[str, ...], tuple[str, ...]] | None = None  # the arguments of located()
 
     def but(self, **changes) -> Request:
-        """Return a Request with other values. Its cached properties are computed anew."""
-        # (A dataclass has this, but takes longer to define than all of this module.)
-        return Request(**{name: getattr(self, name) for name in Request.__annotations__} | changes)
+        """Return a copy with other values. Its cached properties are computed anew."""
+        # dataclasses.replace does this, but defining a dataclass takes longer than importing this
+        # module.
+        values = {name: getattr(self, name) for name in Request.__annotations__}
+        return Request(**values | changes)
 
     def again(self) -> Request:
         """Return the same Request in the present environment, with links followed again."""
-        return self.but(**(located(*self.given) if self.given else {}))
+        if self.given is None:
+            return self.but()
+        return self.but(**located(*self.given))
 
     def unit(self, source: str) -> Request:
-        """Return the Request for the object of one source, which is kept like a library."""
+        """Return the Request for the object of one source, which is cached like a library."""
         changes = {
             "name": f"unit-{os.path.basename(source)}",
             "sources": (source,),
@@ -95,14 +103,17 @@ class Request(SimpleNamespace):
             "is_unit": True,
         }
         for_nvcc = self.cuda.build and source.endswith(CUDA_SUFFIXES)
+        # Flags of the compiler that does not compile this source must not change its slot.
         changes |= {"cflags" if for_nvcc else "cuda_cflags": ()}
-        if source in RUNTIMES:  # one object serves every library
+        if source in RUNTIMES:  # every library links the same object
             cflags = ("-Og", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")
             changes |= {"kind": "own", "cflags": cflags, "include_paths": (SHADOW,)}
         unit = self.but(**changes)
-        for computed in ("environment", "compiler", "tools", "roots"):
-            setattr(unit, computed, getattr(self, computed))
-        if source in RUNTIMES:  # a path in a project means the same to every other project
+        for name in ("environment", "compiler", "tools", "roots"):  # need not be computed again
+            setattr(unit, name, getattr(self, name))
+        if source in RUNTIMES:
+            # Without @root, a path of this project is stored as it is: other projects, whose root
+            # is another folder, use the object, too.
             unit.roots = [(token, folder) for token, folder in self.roots if token != "@root"]
         return unit
 
@@ -114,17 +125,16 @@ class Request(SimpleNamespace):
     def environment(self) -> dict[str, str]:
         """Return the environment of the compilers."""
         variables = {}
+        # Another thread may remove a variable meanwhile. Then os.environ.copy() raises KeyError.
         for name in list(os.environ):
-            # Another thread may remove a variable meanwhile: os.environ.copy() would raise
-            # KeyError.
             value = os.environ.get(name)
             if value is not None:
                 variables[name] = value
-        # With these, a compiler ignores -MD.
+        # With these variables, a compiler ignores -MD.
         for name in ("DEPENDENCIES_OUTPUT", "SUNPRO_DEPENDENCIES"):
             variables.pop(name, None)
-        # For a c++ that is a script which calls a wrapper, and for an nvcc that finds one under
-        # another name.
+        # c++ may be a script that calls a wrapper, and nvcc may call a compiler that is a link to
+        # one. compiler_words() does not find these wrappers.
         return variables | {"CCACHE_DISABLE": "1", "SCCACHE_RECACHE": "1"}
 
     @cached_property
@@ -133,7 +143,7 @@ class Request(SimpleNamespace):
 
     @cached_property
     def roots(self) -> list[tuple[str, str]]:
-        """(token, folder) pairs for fold(); two spellings of a folder may share a token."""
+        """Return (token, folder) pairs for fold(). Two spellings of a folder may share a token."""
         torch_folder = os.path.dirname(torch.__file__)
         pairs = [
             ("@root", self.root),
@@ -143,28 +153,29 @@ class Request(SimpleNamespace):
         pairs.append(("@loader", os.path.dirname(SHADOW)))
         if self.cuda.home:
             pairs += [("@cuda", os.path.realpath(self.cuda.home)), ("@cuda", self.cuda.home)]
-        # It is sysconfig.get_path("include", "posix_prefix"), which reads a file.
+        # sysconfig.get_path("include", "posix_prefix") returns the same, but reads a file for it.
         python = f"python{sys.version_info[0]}.{sys.version_info[1]}{sys.abiflags}"
         pairs.append(("@python", os.path.join(sys.base_prefix, "include", python)))
         return pairs
 
     @cached_property
     def _folders(self) -> dict[str, str]:
-        return dict(reversed(self.roots))  # {token: folder}; of two spellings, the first
+        """Return {token: folder}, with the first of two spellings of a folder."""
+        return dict(reversed(self.roots))
 
     @cached_property
     def _innermost_first(self) -> list[tuple[str, str]]:
         return sorted(self.roots, key=lambda pair: -len(pair[1]))
 
     def fold(self, path: str) -> str:
-        """Replace the folder that a path begins with by its token."""
+        """Return a path in which a folder of `roots` is replaced by its token."""
         for token, folder in self._innermost_first:
             if path == folder or path.startswith(folder + "/"):
                 return token + path[len(folder) :]
         return path
 
     def unfold(self, path: str) -> str:
-        """Undo fold()."""
+        """Return the path from which fold() made `path`."""
         if path.startswith("@"):
             token, slash, rest = path.partition("/")
             return self._folders[token] + slash + rest
@@ -184,7 +195,7 @@ class Request(SimpleNamespace):
             "CUDA flags": self._fold_flags(self.cuda_cflags),
             "linker flags": self._fold_flags(self.ldflags),
             "torch version": [torch.__version__, torch.version.git_version, torch.version.debug],
-            "torch folder": self.origin or self._folders["@torch"],  # the library's rpath names it
+            "torch folder": self.origin or self._folders["@torch"],  # it is in the library's rpath
             "compiler arguments": self._fold_flags(arguments),
             "environment": {
                 name: self.environment[name]
@@ -197,7 +208,7 @@ class Request(SimpleNamespace):
                 "CUDA": self.cuda.version,
                 "GPU architectures": self.cuda.arches or list(self.cuda.gpus),
             }
-        # A response file may have -march=native.
+        # A response file, @file, may have -march=native.
         if any("native" in flag or "@" in flag for flag in flags):
             facts["CPU instruction set"] = isa()
         if self.kind == "foreign":
@@ -215,7 +226,7 @@ class Request(SimpleNamespace):
     def tools(self) -> list[str]:
         """Return the real paths of the programs that a build runs; [] if there is no compiler."""
         programs = [word for word in self.compiler if self._is_program(word)]
-        if programs[:1] != self.compiler[:1]:
+        if programs[:1] != self.compiler[:1]:  # the command's first word is no program
             return []
         programs += ["as", "ld"]  # GCC looks for them on PATH
         if self.cuda.build:
@@ -231,7 +242,7 @@ class Request(SimpleNamespace):
         return os.path.join(compiler, "gcc") if os.path.isdir(compiler) else compiler
 
     def _is_program(self, word: str) -> bool:
-        """Return True if a word of CXX is a program, as g++ in `env CPATH=include g++`."""
+        """Return True if a word of CXX is a program: `env` and `g++` in `env CPATH=include g++`."""
         is_option = word.startswith(("-", "@")) or "=" in word
         return not is_option and shutil.which(word, path=self.environment.get("PATH")) is not None
 
@@ -240,10 +251,11 @@ def located(sources: tuple[str, ...], include_paths: tuple[str, ...]) -> dict:
     """Return a Request's paths, from absolute paths that may contain links."""
     paths = tuple(map(closure.real_path, sources))
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
+    if root == "/":  # which cannot move
+        root = os.path.dirname(paths[0])
     return {
         "given": (sources, include_paths),
-        # A folder that can move, not the whole disk.
-        "root": root if root != "/" else os.path.dirname(paths[0]),
+        "root": root,
         "sources": paths,
         "include_paths": tuple(map(os.path.realpath, include_paths)),
     }
@@ -260,26 +272,27 @@ def processor_flag(isa: str = "native") -> str:
 
 def isa() -> str:
     """Return the processor's instruction-set extensions; on ARM also numbers of maker and model."""
-    # The first processor is enough, and 300 of them take long to print.
+    # The beginning is enough, and the kernel takes long to print the text for 300 cores.
     with open("/proc/cpuinfo", "rb") as file:
-        first = file.read(8192).decode(errors="replace")
-    if MACHINE == "aarch64":  # but a chip may have processors of two kinds
+        text = file.read(8192).decode(errors="replace")
+    if MACHINE == "aarch64":
         words = set()
-        for line in first.splitlines(keepends=True):
+        for line in text.splitlines(keepends=True):  # of every core: a chip may have two kinds
             key, _, value = line.partition(":")
-            if line.endswith("\n") and key.strip() in _ARM_KEYS:
+            is_whole = line.endswith("\n")  # the last one may be cut off
+            if is_whole and key.strip() in _ARM_KEYS:
                 words.update(value.split())
         return " ".join(sorted(words - _ARM_KERNEL))
-    flags = first.partition("\nflags")[2].partition("\n")[0]
+    flags = text.partition("\nflags")[2].partition("\n")[0]
     return " ".join(sorted(word for word in flags.split() if word.startswith(_ISA)))
 
 
 def words_of(variable: str, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Split an environment variable into words, as a shell would."""
+    """Return the words of an environment variable, split as a shell would."""
     text = environment.get(variable, "")
     if not any(mark in text for mark in "'\"\\"):
         return text.split()
-    import shlex  # importing it takes longer than the rest of a Request
+    import shlex  # slow to import, and rarely needed
 
     try:
         return shlex.split(text)
@@ -292,21 +305,21 @@ def words_of(variable: str, environment: Mapping[str, str] = os.environ) -> list
 def compiler_words(
     environment: Mapping[str, str] = os.environ, variable: str = "CXX", otherwise: str = "c++"
 ) -> list[str]:
-    """Return the command of a compiler without a wrapper that keeps objects of its own.
+    """Return the words of a compiler's command, without ccache and sccache.
 
-    The command is that of the environment variable, else `otherwise`.
+    The command is the value of the environment variable `variable`, else `otherwise`.
     """
     words: list[str] = []
     is_wrappers = False
     for word in words_of(variable, environment):
-        # `ccache KEY=VALUE g++`.
+        # In `ccache KEY=VALUE g++`, the first two words are the wrapper's.
         is_wrappers = os.path.basename(word) in _WRAPPERS or is_wrappers and "=" in word
         if not is_wrappers:
             words.append(word)
     words = words or words_of(variable, environment) or [otherwise]
     if not _is_wrapper(words[0], environment):
         return words
-    # A c++ that is a link to a wrapper stands for the next c++ on PATH.
+    # If c++ is a link to a wrapper, the wrapper would run the next c++ on PATH.
     for folder in environment.get("PATH", os.defpath).split(os.pathsep):
         candidate = os.path.join(folder, os.path.basename(words[0]))
         if os.access(candidate, os.X_OK) and not _is_wrapper(candidate, environment):
@@ -315,5 +328,6 @@ def compiler_words(
 
 
 def _is_wrapper(command: str, environment: Mapping[str, str]) -> bool:
+    """Return True if a command is a link to ccache or sccache, or one of them."""
     path = shutil.which(command, path=environment.get("PATH"))
     return path is not None and os.path.basename(os.path.realpath(path)) in _WRAPPERS

@@ -1,4 +1,4 @@
-"""The two kinds of Request: the operators of this project, and anybody's own sources."""
+"""The two kinds of Request: this project's operators, and a user's sources for `load`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def own(
 
     Args:
         root: the folder; default: operators_root().
-        name: of the library.
-        isa: the processors, as processor_flag() takes them; default: this one or a wheel's.
-        choice: of CUDA; default: cuda.choose().
+        name: name of the library.
+        isa: the processors, as processor_flag() takes them. Default: this one; a wheel's library
+            for several processors may be used, too.
+        choice: whether to build for CUDA; default: cuda.choose().
     """
     root = root or operators_root()
     choice = choice or cuda.choose()
@@ -40,8 +41,8 @@ def own(
         if error.errno not in NO_DESCRIPTOR:
             raise
         raise report(f"cannot load {name}", [str(error)], "ulimit -n $(ulimit -H -n)") from None
-    # parallel_for is a plain loop without -fopenmp; libgomp is the one in torch's folder, by its
-    # rpath.
+    # Without -fopenmp, parallel_for is a plain loop. The library loads torch's libgomp, because
+    # torch's folder is in its rpath.
     cflags = [
         *BASE,
         processor_flag(isa or "native"),
@@ -52,7 +53,7 @@ def own(
     ]
     if not choice.build:
         reason = f"{choice.reason}; {choice.fix}"  # neither has a quote or a $
-        cflags.append(f"-DCALCOPS_NO_CUDA='\"{reason}\"'")  # a shell's word
+        cflags.append(f"-DCALCOPS_NO_CUDA='\"{reason}\"'")  # a string literal, quoted for a shell
     suffixes = (".cpp", ".cu") if choice.build else (".cpp",)
     return Request(
         name=name,
@@ -68,11 +69,11 @@ def own(
 
 
 def _files(root: str) -> Iterator[str]:
-    """Yield the files in a folder and in its folders.
+    """Yield the paths of the files in a folder and in its subfolders, one level deep.
 
-    Names that begin with a dot and folders that begin with an underscore are left out.
+    Names that begin with a dot and subfolders that begin with an underscore are left out.
     """
-    # glob compiles three regular expressions, which takes longer than the rest of a Request.
+    # glob would compile three regular expressions, which takes longer than the rest of a Request.
     with os.scandir(root) as entries:
         for entry in entries:
             if entry.name.startswith("."):
@@ -84,8 +85,8 @@ def _files(root: str) -> Iterator[str]:
                 yield from (f"{entry.path}/{name}" for name in names)
 
 
-# Options of torch.utils.cpp_extension.load: the values that change nothing here, and what serves
-# instead of the others.
+# {option of torch.utils.cpp_extension.load: (values that change nothing here, what to use instead
+# of the option)}.
 _TORCH_OPTIONS = {
     "build_directory": (
         (None,),
@@ -110,7 +111,7 @@ def foreign(
     with_cuda=None,
     torch_options=(),
 ) -> Request:
-    """Return the Request for somebody's own sources, from the options of calcops_jit.load."""
+    """Return the Request for a user's sources, from the options of calcops_jit.load."""
     for option, value in dict(torch_options).items():
         if option not in _TORCH_OPTIONS:
             raise TypeError(f"calcops_jit.load: got an unknown argument `{option}`")
@@ -122,7 +123,7 @@ def foreign(
     if not isinstance(name, str) or not re.fullmatch(allowed, name):
         words = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'unit-...'"
         raise ValueError(f"calcops_jit.load: expected `name` {words}, got {name!r}")
-    # os.path.abspath would take a ".." after a link for the folder in which the link lies.
+    # os.path.abspath would resolve "link/.." to the folder of the link, not to that of its target.
     paths = [os.path.join(os.getcwd(), path) for path in _strings("sources", sources)]
     if not paths:
         raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
@@ -135,8 +136,8 @@ def foreign(
     cflags = _flags("extra_cflags", extra_cflags)
     cuda_cflags = _flags("extra_cuda_cflags", extra_cuda_cflags)
     ldflags = _flags("extra_ldflags", extra_ldflags)
-    names = _strings("extra_include_paths", extra_include_paths)
-    folders = [os.path.join(os.getcwd(), folder) for folder in names]
+    include_paths = _strings("extra_include_paths", extra_include_paths)
+    folders = [os.path.join(os.getcwd(), path) for path in include_paths]
     return Request(
         name=name,
         **located(tuple(paths), (SHADOW, *folders)),
@@ -165,7 +166,7 @@ def _strings(argument: str, value) -> list[str]:
 def _flags(argument: str, value) -> list[str]:
     """Return a list of flags from a sequence, or from a string as a shell would split it."""
     if isinstance(value, str):
-        import shlex  # importing it takes longer than making a Request
+        import shlex  # slow to import, and rarely needed
 
         return shlex.split(value)
     return _strings(argument, value)
@@ -173,4 +174,6 @@ def _flags(argument: str, value) -> list[str]:
 
 def again(request: Request) -> Request:
     """Return the Request of the same library in the present environment, with the present files."""
-    return request.again() if request.kind == "foreign" else own(request.root, request.name)
+    if request.kind == "foreign":
+        return request.again()
+    return own(request.root, request.name)

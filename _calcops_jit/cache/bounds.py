@@ -1,4 +1,4 @@
-"""What the cache holds, and how it is kept below CALCOPS_CACHE_SIZE."""
+"""List the entries of the cache, and keep it below CALCOPS_CACHE_SIZE."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MONTH_S = 30 * 24 * 3600.0
 class Entry(SimpleNamespace):
     """A generation: a library, or the object of one unit."""
 
-    used: float  # when it was last found, to the day
+    used: float  # when it was last used, to the day
     path: str  # its folder
     size: int  # bytes
 
@@ -35,14 +35,14 @@ def entries(folder: str) -> list[Entry]:
     entries = []
     for slot in folders.slots(folder):
         for path in map(os.path.dirname, glob.glob(f"{glob.escape(slot)}/*/manifest")):
-            with contextlib.suppress(OSError):  # somebody removed it meanwhile
+            with contextlib.suppress(OSError):  # another process removed it meanwhile
                 size = sum(file.stat().st_size for file in os.scandir(path))
                 entries.append(Entry(used=os.stat(path).st_mtime, path=path, size=size))
     return sorted(entries, key=lambda entry: entry.used)
 
 
 def bound() -> int:
-    """Return CALCOPS_CACHE_SIZE in bytes. BuildError: it is no size."""
+    """Return CALCOPS_CACHE_SIZE in bytes. BuildError: its value is not a size."""
     text = os.environ.get("CALCOPS_CACHE_SIZE") or "2G"
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?\s*", text.upper())
     if not match:
@@ -54,13 +54,13 @@ def bound() -> int:
 def prune(size: int) -> list[Entry]:
     """Remove the least recently used entries of cache folders that hold more than `size` bytes.
 
-    A library in use stays. Precompiled headers do not count; see prune_preambles().
+    Return them. Libraries in use stay. Precompiled headers do not count: see prune_preambles().
     """
     removed = []
     for folder in filter(os.path.isdir, folders.own()):
-        held = entries(folder)
-        removed += prune_preambles(held)
-        counted = [entry for entry in held if not entry.is_preamble]
+        least_used_first = entries(folder)
+        removed += prune_preambles(least_used_first)
+        counted = [entry for entry in least_used_first if not entry.is_preamble]
         excess = sum(entry.size for entry in counted) - size
         for entry in counted:
             if excess > 0 and store.discard(entry.path):
@@ -71,13 +71,14 @@ def prune(size: int) -> list[Entry]:
     return removed
 
 
-def prune_preambles(held: list[Entry]) -> list[Entry]:
-    """Remove the precompiled headers of a folder. The last two stay if they were used within a
-    month.
+def prune_preambles(least_used_first: list[Entry]) -> list[Entry]:
+    """Remove the precompiled headers among the entries of a folder, and return the removed ones.
+
+    The two that were used last stay for a month.
     """
-    last_first = [entry for entry in reversed(held) if entry.is_preamble]
+    last_used_first = [entry for entry in reversed(least_used_first) if entry.is_preamble]
     removed = []
-    for i, entry in enumerate(last_first):
+    for i, entry in enumerate(last_used_first):
         is_outdated = i >= _PREAMBLES or time.time() - entry.used > _MONTH_S
         if is_outdated and store.discard(entry.path):
             removed.append(entry)
@@ -85,7 +86,7 @@ def prune_preambles(held: list[Entry]) -> list[Entry]:
 
 
 def clean() -> Iterator[tuple[str, list[str]]]:
-    """Remove everything but libraries in use and slots in which somebody builds.
+    """Remove everything but libraries in use and slots in which a process builds.
 
     Yield (cache folder, slots that are left).
     """

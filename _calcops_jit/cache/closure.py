@@ -1,12 +1,12 @@
-"""What a build read, and whether all of it is still the same.
+"""The inputs of a build, and whether they are still the same.
 
-A `Closure` lists every file that the compilers and the linker read, as they report it, and the
-absent names that they would have found first. It is kept with the library. Every import compares
-it with the disk: first a file's stamp, which is what stat returns, and then, if the stamp differs,
-the file's content.
+A `Closure` lists every file that the compilers and the linker report to have read. It also lists
+absent names: a file that appears under one would be read in place of another. A closure is stored
+with its library. Every import compares it with the disk: first a file's stamp, which is what stat
+returns, and then, if the stamp differs, the file's content.
 
-The closure has folded paths, whose roots are tokens (see Request.fold), because a checkout, a
-virtual environment or a cache may move.
+Paths in a closure are folded: a token stands for the folder at their beginning (see Request.fold),
+because a checkout, a virtual environment or a cache may move.
 """
 
 from __future__ import annotations
@@ -23,42 +23,47 @@ from ..errors import BuildError, report
 
 _STAMP = struct.Struct("<qqQQ")
 _SIZE = 32  # bytes of a stamp, and characters of a digest
-_GONE = bytes(_SIZE)  # the stamp of a file that is not there
+_GONE = bytes(_SIZE)  # the stamp of a file that does not exist
 _NOTHING = "nothing".ljust(_SIZE)  # in place of its digest
-# A file system's clock may tick as seldom as this. Two changes within one tick leave the same
+# The coarsest clocks of file systems tick this seldom. Two changes within one tick leave the same
 # stamp.
 _TICK_NS = 2_000_000_000
-# Nobody edits PyTorch's and the system's files, and libraries have most of them in common: one look
-# a second is enough. /usr/src and /usr/local are not among them: containers keep projects there.
+# The beginnings of folded paths of PyTorch's and the system's files. Nobody edits them, and most of
+# them belong to many closures, so their stamps are read at most once a second. /usr/src and
+# /usr/local are not among them, because containers have projects there.
 _THEIRS = ("@torch", "@cuda", "@python", "/usr/include/", "/usr/lib", "/usr/bin/", "/usr/share/")
 _seen: dict[str, dict[str, bytes]] = {}  # {folder: {name: stamp}} of such files
-_seen_ns = 0
+_seen_ns = 0  # when the first of these stamps was read
 
 
 class Changed(Exception):
-    """An input is not what it was; the message says which."""
+    """An input of a build is not what it was. The message says which."""
 
 
 # ---- contents ------------------------------------------------------------------------------------
 
 
 def digest(data: bytes) -> str:
+    """Return half of a SHA-256, in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()[:_SIZE]
 
 
 def file_digest(file: int | str) -> str:
-    """Digest a file, or the rest of an open one, in pieces that fit a processor's cache."""
+    """Return the digest of a file, or of the rest of an open one."""
     total = hashlib.sha256()
     is_path = isinstance(file, str)
-    opener = regular if is_path else None
+    opener = open_input if is_path else None
     with open(file, "rb", buffering=0, closefd=is_path, opener=opener) as opened:
-        while piece := opened.read(65536):
+        while piece := opened.read(65536):  # which fits a processor's cache
             total.update(piece)
     return total.hexdigest()[:_SIZE]
 
 
-def regular(path: str, flags: int) -> int:
-    """Open a file, but not a FIFO or a device, which might never end. BuildError: it is one."""
+def open_input(path: str, flags: int) -> int:
+    """Open a regular file and return its descriptor, for `opener` of open().
+
+    BuildError: the file is a FIFO or a device, which may never end.
+    """
     fd = os.open(path, flags | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
@@ -75,7 +80,7 @@ def no_regular_file(path: str) -> BuildError:
 
 
 def state_of(path: str, request) -> str:
-    """Digest the contents of a file, the real path of a folder, or the absence of both."""
+    """Return the digest of a file's content or of a folder's real path; _NOTHING if none exists."""
     if stamp_of(path) == _GONE:
         return _NOTHING
     if os.path.isdir(path):
@@ -84,23 +89,28 @@ def state_of(path: str, request) -> str:
 
 
 def text_of(path: str) -> str:
-    """Read a text file; "" if it cannot be read."""
+    """Return the content of a text file; "" if it cannot be read."""
     with contextlib.suppress(OSError), open(path, errors="replace") as file:
         return file.read()
     return ""
 
 
 def real_path(path: str) -> str:
-    """Resolve the links and each ".." in a path's folder, but not the file itself: a compiler
-    searches beside the name it was given.
+    """Return an absolute path in which the links and each ".." of the folder are resolved.
+
+    A file that is a link is not resolved, because a compiler searches headers beside the link.
     """
     folder, name = os.path.split(os.path.join(os.getcwd(), path))
-    return os.path.join(os.path.realpath(folder), name) if name != ".." else os.path.realpath(path)
+    if name == "..":
+        return os.path.realpath(path)
+    return os.path.join(os.path.realpath(folder), name)
 
 
 def spellings(path: str) -> list[str]:
-    """Return a path without "..". The path itself comes first if a link gives its ".." another
-    meaning.
+    """Return the paths under which a closure lists a path that may have "..".
+
+    This is the path with each ".." resolved. If one follows a link, which may change, the path
+    itself comes first.
     """
     if "/.." not in path:
         return [path]
@@ -117,9 +127,9 @@ def is_theirs(folded: str) -> bool:
 
 
 def stamp_of(path: str, folder: int | None = None) -> bytes:
-    """Pack what stat returns for a file: when it and its inode changed, its size, its inode.
+    """Return the packed times of change of a file and its inode, its size and its inode's number.
 
-    folder   a descriptor from which a relative path starts; that is quicker than a long path
+    A relative path starts from the descriptor `folder`, which is quicker than a long path.
     """
     try:
         s = os.stat(path, dir_fd=folder)
@@ -129,13 +139,14 @@ def stamp_of(path: str, folder: int | None = None) -> bytes:
 
 
 def changed_ns(stamp: bytes) -> int:
+    """Return when a file's inode changed, in ns by its disk's clock."""
     return _STAMP.unpack(stamp)[1]
 
 
 def young(stamp: bytes) -> bytes:
     """Return a stamp that no file has, so that the next check compares contents.
 
-    It stands for the stamp of a file that may still change without leaving another.
+    A closure has it in place of `stamp` while another change of the file could leave that, too.
     """
     return bytes(255 - byte for byte in stamp)
 
@@ -143,20 +154,20 @@ def young(stamp: bytes) -> bytes:
 def is_long_ago(time_ns: int) -> bool:
     """Return True if more than a tick of any clock has passed since `time_ns`.
 
-    A file that was the same then and now will show its next change.
+    If a file had the same stamp then and now, its next change will leave another stamp.
     """
     return time.time_ns() - time_ns > _TICK_NS
 
 
 def is_old(stamp: bytes, now_ns: int) -> bool:
-    """Return True if a file last changed more than a tick ago, by its disk's clock."""
+    """Return True if a file last changed more than a tick before `now_ns`."""
     return max(_STAMP.unpack(stamp)[:2]) < now_ns - _TICK_NS
 
 
 def _stamps_in(folder: str, names: list[str]) -> list[bytes]:
     try:
         fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-    except OSError:  # it is gone, or no descriptor is left
+    except OSError:  # the folder is gone, or this process has no descriptor left
         return [stamp_of(f"{folder}/{name}") for name in names]
     try:
         return [stamp_of(name, fd) for name in names]
@@ -165,7 +176,7 @@ def _stamps_in(folder: str, names: list[str]) -> list[bytes]:
 
 
 def _their_stamps_in(folder: str, names: list[str], now_ns: int) -> list[bytes]:
-    """Return stamps of files that nobody edits. They are remembered for a second."""
+    """Return stamps of PyTorch's or the system's files, at most a second old."""
     global _seen_ns
     if not 0 <= now_ns - _seen_ns < 1_000_000_000:
         _seen.clear()
@@ -177,7 +188,10 @@ def _their_stamps_in(folder: str, names: list[str], now_ns: int) -> list[bytes]:
 
 
 def listing(folder: str) -> str:
-    """Return a name that no file has and that stands for all names in a folder."""
+    """Return "/" and a digest of all names in a folder.
+
+    Among a folder's absent names, it forbids every change of the names in the folder.
+    """
     try:
         names = sorted(os.listdir(folder))
     except OSError:
@@ -189,25 +203,25 @@ def listing(folder: str) -> str:
 
 
 class Closure(SimpleNamespace):
-    """The inputs of a build, in a few long strings, because these are parsed faster than many
-    objects.
-    """
+    """The inputs of a build. A few long strings are parsed faster than many objects."""
 
-    files: dict[str, str]  # {folder: lines of names}
-    digests: str  # the files' digests, in this order
-    stamps: bytes  # the files' stamps, likewise
+    files: dict[str, str]  # {folder: names, separated by line breaks}
+    digests: str  # the files' digests, in the order of `files`
+    stamps: bytes  # the files' stamps, in the same order
     tools: list[str]  # the compilers' real paths
-    # {folder: [its stamp in hex, lines of names that must not appear there]}.
+    # {folder: [its stamp in hex, names that must not appear there, separated by line breaks]}.
     absent: dict[str, list[str]]
-    looked: int  # when the stamps were taken, by this machine's clock
+    looked: int  # when the stamps were read, in ns by this machine's clock
 
     @staticmethod
     def of(entries: dict[str, tuple[bytes, str]], tools, absent, looked: int) -> Closure:
-        """Makes one from {file: (stamp, digest)}."""
-        # The project's own files come first: it is they that change.
-        paths = sorted(
-            entries, key=lambda path: (not path.startswith("@root"), path.rpartition("/"))
-        )
+        """Return a closure with the files in `entries`, which is {file: (stamp, digest)}."""
+
+        def order(path: str) -> tuple[bool, tuple[str, str, str]]:
+            # The project's own files come first, since they are likely to change.
+            return not path.startswith("@root"), path.rpartition("/")
+
+        paths = sorted(entries, key=order)
         files: dict[str, str] = {}
         for path in paths:
             folder, _, name = path.rpartition("/")
@@ -236,20 +250,20 @@ class Closure(SimpleNamespace):
         """Compare every input of a build for `request` with the disk.
 
         Returns:
-            True if files have other stamps, but the same contents. The new stamps are in the
-            closure, worth writing down.
+            True if the closure has new stamps, of files whose contents are the same. It should be
+            stored again.
 
         Raises:
-            Changed: names the first input that differs.
+            Changed: an input differs. The message names the first one.
         """
-        look = _Look(self, request)
-        look.compare_tools()
-        look.compare_files()
-        look.compare_absent()
-        return look.ended()
+        comparison = _Comparison(self, request)
+        comparison.compare_tools()
+        comparison.compare_files()
+        comparison.compare_absent()
+        return comparison.finish()
 
     def own_files(self, request) -> list[str]:
-        """Paths of the project's own files: not the toolchain's, PyTorch's and the loader's."""
+        """Return the paths of the files that are not PyTorch's, the system's or the loader's."""
         return [
             request.unfold(path)
             for path in self.entries()
@@ -257,16 +271,16 @@ class Closure(SimpleNamespace):
         ]
 
 
-class _Look:
-    """One comparison of a closure with the disk."""
+class _Comparison:
+    """One comparison of a closure with the disk. It puts new stamps into the closure."""
 
     def __init__(self, closure: Closure, request):
         self._closure = closure
         self._request = request
         self._now = time.time_ns()
-        self._restamped = False  # a stamp in the closure is new
-        # A stamp is young, or the clock was set back.
-        self._unsettled = closure.looked > self._now
+        self._is_restamped = False  # the closure has a new stamp
+        # `looked` must be set again: a new stamp is young, or the clock was set back.
+        self._is_unsettled = closure.looked > self._now
 
     def compare_tools(self) -> None:
         request = self._request
@@ -275,6 +289,7 @@ class _Look:
             new = request.fold(path)
             if old != new and self._closure.entries()[old][1] != file_digest(path):
                 raise Changed(f"compiler {new} is not {old}")
+        # Without a compiler, a library that is built already can be used.
         if request.tools and len(request.tools) != len(tools):
             raise Changed("the compiler command changed")
 
@@ -296,7 +311,7 @@ class _Look:
     def _compare_file(self, folded: str, path: str, start: int, stamp: bytes) -> None:
         """Compare the contents of a file if its stamp is new, and put the stamp into the closure.
 
-        `start` is the place of the file's stamp and digest in the closure's.
+        `start` is the place of the file in the closure's `stamps` and in its `digests`.
         """
         closure = self._closure
         end = start + _SIZE
@@ -309,7 +324,8 @@ class _Look:
         closure.stamps = closure.stamps[:start] + fresher + closure.stamps[end:]
 
     def _is_of_missing_compiler(self, folded: str) -> bool:
-        """Return True if a file belongs to a compiler that is not installed here."""
+        """Return True if an absent file belongs to a compiler that is not installed here."""
+        # PyTorch is installed here: its file was removed.
         if self._request.tools or folded.startswith("@torch"):
             return False
         tools = self._closure.tools
@@ -331,8 +347,8 @@ class _Look:
                 continue
             names = entry[1].split("\n")
             try:
-                existing = set(os.listdir(folder))  # quicker than to ask for some hundred names
-            except OSError:  # another user's, perhaps, which compilers cannot look into either
+                existing = set(os.listdir(folder))  # quicker than one stat for each of the names
+            except OSError:  # the folder may be searched, but not listed
                 existing = {name for name in names if os.path.lexists(f"{folder}/{name}")}
             for name in names:
                 if name in existing:
@@ -342,24 +358,28 @@ class _Look:
             entry[0] = self._fresher(stamp, before, is_theirs(folded)).hex()
 
     def _fresher(self, stamp: bytes, before: bytes, theirs: bool) -> bytes:
-        """Return the stamp to write down: young, if the next change may leave the same."""
+        """Return the stamp for the closure: a young one if another change may leave `stamp`.
+
+        `before` is the closure's present stamp. `theirs` says that the file is not the project's.
+        """
         if theirs:
             is_settled = is_old(stamp, self._now)
-        else:  # seen twice, as the clock of a project's disk may be wrong
+        else:  # the clock of a project's disk may be wrong, so the stamp must be seen twice
             is_settled = before == young(stamp) and is_long_ago(self._closure.looked)
-        written = stamp if is_settled else young(stamp)
-        self._restamped |= written != before
-        self._unsettled |= stamp != written != before
-        return written
+        fresher = stamp if is_settled else young(stamp)
+        self._is_restamped |= fresher != before
+        self._is_unsettled |= not is_settled and fresher != before
+        return fresher
 
-    def ended(self) -> bool:
-        if self._unsettled:
+    def finish(self) -> bool:
+        """Return True if the closure changed and should be stored again."""
+        if self._is_unsettled:
             self._closure.looked = self._now
-        return self._restamped or self._unsettled
+        return self._is_restamped or self._is_unsettled
 
 
 def merged(closures: list[Closure]) -> Closure:
-    """Merge the closures of a library's units.
+    """Return the union of the closures of a library's units.
 
     Raises Changed if two units read different contents of one file.
     """
@@ -368,7 +388,7 @@ def merged(closures: list[Closure]) -> Closure:
     for closure in closures:
         for path, (stamp, content) in closure.entries().items():
             if entries.setdefault(path, (stamp, content))[1] != content:
-                raise Changed(path)
+                raise Changed(f"{path} changed while it was compiled")
         for folder, (stamp, names) in closure.absent.items():
             other_stamp, other_names = absent.get(folder, [stamp, names])
             both = sorted({*names.split("\n"), *other_names.split("\n")})

@@ -1,4 +1,4 @@
-"""The folders that are caches."""
+"""Which folders are caches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 import re
 import tempfile
 
-_of_this_process: list[str] = []  # for when nothing else can be written
+_of_this_process: list[str] = []  # the folder made by last_resort()
 os.register_at_fork(after_in_child=_of_this_process.clear)
 
 
 def own() -> list[str]:
     """Return the user's cache folders: the chosen one, then fallbacks.
 
-    All are searched. Libraries are built in the first that can be written.
+    Libraries are searched in all of them, and built in the first that can be written.
     """
     caches = []
     chosen = os.environ.get("CALCOPS_CACHE")
@@ -26,14 +26,17 @@ def own() -> list[str]:
         base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
         if os.path.isabs(base):  # "~" is not expanded without HOME and a passwd entry
             caches.append(os.path.join(base, "calcops"))
-    # Anybody may have made it in /tmp.
+    # Another user may have made a folder of that name in /tmp.
     if not os.path.lexists(fallback()) or is_ours(os.lstat(fallback())):
         caches.append(fallback())
     return caches + _of_this_process
 
 
 def last_resort() -> str:
-    """Make a folder for this process alone. FileNotFoundError: nothing at all can be written."""
+    """Make a cache folder for this process alone, and return it.
+
+    FileNotFoundError: no folder can be written.
+    """
     from . import locks
 
     _of_this_process[:] = [locks.make(tempfile.gettempdir(), f"calcops-{os.getuid()}")]
@@ -46,7 +49,7 @@ def is_last_resort(folder: str) -> bool:
 
 def fallback() -> str:
     """Return a temporary folder of this user, which nobody else may read."""
-    # tempfile.gettempdir() would write a file to see whether it can.
+    # tempfile.gettempdir() would write a file, to test the folder.
     return os.path.join(_absolute(os.environ.get("TMPDIR") or "/tmp"), f"calcops-{os.getuid()}")
 
 
@@ -58,7 +61,7 @@ def shared() -> list[str]:
 
 @functools.cache
 def _absolute(path: str) -> str:
-    """Return the folder that a variable means, also after a chdir."""
+    """Return the absolute path of an environment variable's folder, the same after a chdir."""
     return os.path.abspath(os.path.expanduser(path))
 
 
@@ -68,7 +71,7 @@ def is_ours(status: os.stat_result) -> bool:
 
 
 def slots(folder: str) -> list[str]:
-    """Return the slots in a cache folder. Nothing else in it may be removed."""
+    """Return the slots in a cache folder. Its other files are not the loader's."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         return [e.path for e in entries if e.is_dir() and re.search("-[0-9a-f]{16}$", e.name)]
     return []

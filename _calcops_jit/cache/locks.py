@@ -1,12 +1,13 @@
-"""What keeps processes apart: private folders, which end with their process, and the lock of a
-slot.
+"""Isolation of processes that build at the same time: private folders, and the lock of a slot.
 
-    <kind>.<host>.<pid>.<start>.<x>/    a private folder, named after its owner, who locks it
+    <kind>.<host>.<pid>.<start>.<x>/    a private folder, named after the process that locks it
 
-Private folders are removed when the interpreter exits, and those of a killed process by the next
-process. A flock is released the moment its holder dies. Where a file system does not support it,
-two processes may build the same thing, and the second finds the first one's folder when it renames
-its own: no harm.
+A private folder is removed when its interpreter exits. That of a killed process is removed by the
+next process that makes one beside it.
+
+The kernel releases a flock when its process ends. On a file system without flock, two processes may
+build the same library. The second one replaces the library of the first, which has the same
+contents.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from collections.abc import Callable, Iterator
 from . import closure
 
 DAY_S = 24 * 3600.0
-# This variable names a build's private folder to every process that the build starts.
+# An environment variable with a build's private folder, in every process that the build starts.
 MARK = "CALCOPS_STAGING"
 
-_ours: dict[str, int] = {}  # {private folder: the descriptor that holds its lock}
-_held: set[int] = set()  # descriptors of slots' locks
+_private_folders: dict[str, int] = {}  # {folder of this process: the descriptor of its lock}
+_slot_locks: set[int] = set()  # descriptors of slots' locks
 
 # ---- private folders -----------------------------------------------------------------------------
 
 
 def make(parent: str, kind: str) -> str:
-    """Make a private folder in `parent`, after removing those of dead processes."""
+    """Make a private folder in `parent`, and return it. Remove those of dead processes before."""
     sweep(parent, kind)
     pid = os.getpid()
     path = f"{parent}/{kind}.{socket.gethostname()}.{pid}.{_start_time(pid)}.{os.urandom(4).hex()}"
     os.mkdir(path, 0o700)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    _ours[path] = fd
-    with contextlib.suppress(OSError):  # without locks, the name has to do
+    _private_folders[path] = fd
+    with contextlib.suppress(OSError):  # without locks, the name alone shows the owner
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return path
 
@@ -50,11 +51,12 @@ def make(parent: str, kind: str) -> str:
 def remove(path: str) -> None:
     """Remove a folder that make() returned, and end the processes that a build left in it.
 
-    A forked child does not remove its parent's.
+    A forked child does not remove its parent's folder.
     """
-    if path.rsplit(".", 3)[1] == str(os.getpid()):
+    pid = path.rsplit(".", 3)[1]
+    if pid == str(os.getpid()):
         _destroy(path)
-        fd = _ours.pop(path, None)
+        fd = _private_folders.pop(path, None)
         if fd is not None:
             os.close(fd)
 
@@ -62,7 +64,7 @@ def remove(path: str) -> None:
 @atexit.register
 def remove_all() -> None:
     """Remove all private folders of this process, also those of builds in daemon threads."""
-    for path in list(_ours):
+    for path in list(_private_folders):
         _destroy(path)
 
 
@@ -85,12 +87,13 @@ def sweep(parent: str, kind: str) -> None:
 
 
 def is_alive(path: str, kind: str) -> bool:
-    """Return True if a path is a private folder whose owner may still work in it."""
+    """Return True if a path is a private folder whose process may still be running."""
     return os.path.basename(path).startswith(f"{kind}.") and not _is_orphan(path, kind)
 
 
 def _is_orphan(path: str, kind: str) -> bool:
-    with contextlib.suppress(OSError, ValueError):  # a name of another form is not ours
+    """Return True if a path is a private folder of this user whose process has ended."""
+    with contextlib.suppress(OSError, ValueError):  # a folder with a name of another form
         host, pid, start, _ = os.path.basename(path).removeprefix(f"{kind}.").rsplit(".", 3)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -99,8 +102,8 @@ def _is_orphan(path: str, kind: str) -> bool:
                 return False
             if host != socket.gethostname():
                 return time.time() - status.st_mtime > DAY_S and _is_free(fd)
-            # Containers may share a host name and a folder but not see each other's processes: ask
-            # the lock, too.
+            # Two containers may have one host name and one folder, but not see each other's
+            # processes. So the lock counts, too.
             return _start_time(int(pid)) != start and _is_free(fd)
         finally:
             os.close(fd)
@@ -108,25 +111,28 @@ def _is_orphan(path: str, kind: str) -> bool:
 
 
 def _is_free(fd: int) -> bool:
+    """Return True if no process holds the lock of a file."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return not isinstance(error, BlockingIOError)  # without locks, nobody holds one
+        return not isinstance(error, BlockingIOError)  # else the file system has no locks
     return True
 
 
 def _start_time(pid: int) -> str:
     """Return when a process started, in ticks since boot; "" if it is dead or a zombie.
 
-    No other process ever has the same pid and start.
+    The pid and the start identify a process, because a later one with this pid starts later.
     """
     fields = closure.text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[19] if fields and fields[0] not in "ZX" else ""
 
 
 def _destroy(path: str) -> None:
+    """Remove a private folder, and kill the processes that its build started."""
     for _ in range(100):
-        # Nothing more can start in a folder that is gone, but something may just have done so.
+        # No process can start in a folder that is gone. The processes are listed after this check,
+        # so that one which started just before the removal is found.
         is_gone = not os.path.lexists(path)
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         killed = [pid for pid in pids if _kill(pid, path)]
@@ -146,10 +152,9 @@ def _kill(pid: int, folder: str) -> bool:
             return False
         with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read().decode(errors="surrogateescape").split("\0")
-        for variable in variables:  # a user's shell in the folder has none
-            if variable.startswith(f"{MARK}=") and variable.endswith(
-                f"/{os.path.basename(folder)}"
-            ):
+        end = f"/{os.path.basename(folder)}"
+        for variable in variables:  # a user's shell in the folder does not have this one
+            if variable.startswith(f"{MARK}=") and variable.endswith(end):
                 os.kill(pid, signal.SIGKILL)
                 return True
     return False
@@ -162,8 +167,8 @@ def _kill(pid: int, folder: str) -> bool:
 def locked(slot: str, waiting: Callable[..., contextlib.AbstractContextManager]) -> Iterator[None]:
     """Hold a slot's lock.
 
-    While another process has it, the context `waiting(holder)` is entered. holder() returns which
-    process has it, and for how many seconds.
+    While another process has the lock, this one is in the context waiting(holder), where holder()
+    returns which process has the lock, and for how many seconds.
     """
     fd = _open_lock(slot)
     try:
@@ -173,7 +178,7 @@ def locked(slot: str, waiting: Callable[..., contextlib.AbstractContextManager])
                 is_locked = _try_lock(fd)
                 if is_locked and _is_current(fd, slot):
                     break
-                if is_locked:
+                if is_locked:  # on a file that tidy() removed meanwhile
                     _close_lock(fd)
                     fd = _open_lock(slot)
                     continue
@@ -190,7 +195,7 @@ def locked(slot: str, waiting: Callable[..., contextlib.AbstractContextManager])
 
 @contextlib.contextmanager
 def locked_if_free(slot: str) -> Iterator[bool]:
-    """Hold a slot's lock unless somebody has it, or builds there. Yield True if it is held."""
+    """Hold a slot's lock unless another process has it or builds there. Yield whether it is held."""
     fd = _open_lock(slot)
     try:
         yield _try_lock(fd) and not any(is_alive(entry.path, "stage") for entry in os.scandir(slot))
@@ -201,23 +206,24 @@ def locked_if_free(slot: str) -> Iterator[bool]:
 def _open_lock(slot: str) -> int:
     os.makedirs(slot, 0o755, exist_ok=True)
     fd = os.open(f"{slot}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    _held.add(fd)
+    _slot_locks.add(fd)
     return fd
 
 
 def _close_lock(fd: int) -> None:
-    _held.discard(fd)
+    _slot_locks.discard(fd)
     os.close(fd)
 
 
 def _is_current(fd: int, slot: str) -> bool:
-    """Return True if an open file is still the slot's lock. An empty slot may have been removed."""
+    """Return True if an open file is the slot's lock file, which tidy() may have removed."""
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(fd), os.stat(f"{slot}/lock"))
     return False
 
 
 def _try_lock(fd: int) -> bool:
+    """Lock an open file. Return False if another process has the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -225,7 +231,7 @@ def _try_lock(fd: int) -> bool:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-    return True  # also without locks: a double build is harmless
+    return True  # also on a file system without locks, where a double build is harmless
 
 
 def _holder(slot: str) -> tuple[str, float]:
@@ -237,11 +243,11 @@ def _holder(slot: str) -> tuple[str, float]:
 
 
 def _forget() -> None:
-    """Close the parent's descriptors in a forked child, which would keep the locks."""
-    for fd in (*_ours.values(), *_held):
+    """Close the parent's descriptors in a forked child: they would keep its locks."""
+    for fd in (*_private_folders.values(), *_slot_locks):
         os.close(fd)
-    _ours.clear()
-    _held.clear()
+    _private_folders.clear()
+    _slot_locks.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -3,12 +3,12 @@
     <cache>/<name>-<digest of the facts>/   a slot: what was built for one Request
         <digest of all contents>/           a generation: one complete build, put here by one rename
             <name>.so, or unit.o            loaded from here, never written to again
-            manifest                        makes the generation complete; stamps may be renewed
+            manifest                        written last; only its stamps are renewed later
         stage.<host>.<pid>.<start>.<x>/     the private folder of one build
-        lock                                held (flock) by the process that builds; its id is in it
+        lock                                locked (flock) by the process that builds; has its pid
         failed.log                          the compilers' output in the last build that failed
 
-A process holds a shared flock on every library that it has loaded, so that nobody removes it.
+A process holds a shared flock on every library that it has loaded, so that no other removes it.
 """
 
 from __future__ import annotations
@@ -31,25 +31,28 @@ from . import folders
 from .closure import Changed, Closure, digest, file_digest
 
 _KEEP = 8  # generations in a slot
-# What a generation that cannot be used raises.
+# What is raised for a generation that cannot be used.
 UNFIT = (Changed, OSError, ValueError, KeyError, TypeError)
 _LEFTOVERS = {"lock", "failed.log"}
-_USED_S = 24 * 3600.0  # the time of last use is as precise as that
+_USED_S = 24 * 3600.0  # the precision of the time of last use
 
 
 class Manifest(SimpleNamespace):
-    """The record of a generation. Its file holds a digest of the rest, a line of JSON, and the
-    closure's stamps.
+    """The record of a generation.
+
+    Its file has a line with the digest of the rest, a line of JSON, and the closure's stamps.
     """
 
     request: dict  # the facts of its Request
-    asked: list = []  # the arguments of requests.foreign
-    size: int
-    digest: str
-    operators: dict[str, str]
+    # The arguments of requests.foreign; for the objects in a wheel, the sources that they lack.
+    asked: list = []
+    size: int  # of the library, in bytes
+    digest: str  # of the library
+    operators: dict[str, str]  # {operator: schemas and documentation}
     closure: Closure
 
     def dump(self) -> bytes:
+        """Return the content of the manifest's file."""
         closure = vars(self.closure) | {"stamps": None}
         text = json.dumps(vars(self) | {"closure": closure}, separators=(",", ":"))
         body = text.encode() + b"\n" + self.closure.stamps
@@ -57,6 +60,7 @@ class Manifest(SimpleNamespace):
 
     @staticmethod
     def parse(data: bytes) -> Manifest:
+        """Return the manifest of a file's content. ValueError: it is damaged or outdated."""
         checksum, _, body = data.partition(b"\n")
         if checksum.decode(errors="replace") != digest(body):
             raise ValueError("manifest is damaged")
@@ -77,12 +81,12 @@ class Generation(SimpleNamespace):
 
 
 def open_regular(path: str, is_own: bool = False) -> int:
-    """Open a regular file without waiting. The descriptor is never that of a standard stream.
+    """Open a regular file and return its descriptor, which is never that of a standard stream.
 
-    OSError: it is something else, or, with `is_own`, somebody else may have written it.
+    OSError: the file is a FIFO or the like, or, with `is_own`, another user may have written it.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if fd <= 2:  # a daemon has closed its standard streams, but others will write to them
+    if fd <= 2:  # a daemon closed its standard streams, but other code may still write to them
         standard = fd
         fd = fcntl.fcntl(standard, fcntl.F_DUPFD_CLOEXEC, 3)
         os.close(standard)
@@ -102,11 +106,11 @@ def read_manifest(generation: str, is_own: bool = False) -> Manifest:
 
 
 def find(request: Request, reasons: list[str] | None = None) -> Generation | None:
-    """Find a complete build for the request whose inputs are still what they were.
+    """Return a complete build of the request whose inputs have not changed, or None.
 
     Args:
         request: what to find.
-        reasons: gets why other builds do not fit.
+        reasons: why other builds do not fit is appended to it.
     """
     own = folders.own()
     for folder in [*own, *folders.shared()]:
@@ -128,13 +132,16 @@ def find(request: Request, reasons: list[str] | None = None) -> Generation | Non
                     if fresher:
                         write_whole(f"{path}/manifest", manifest.dump())
                     if i > 0 or time.time() - used > _USED_S:
-                        os.utime(path)
+                        os.utime(path)  # the time of last use, by which generations are sorted
             return generation
     return None
 
 
 def verified(path: str, manifest: Manifest, is_own: bool = False) -> Generation:
-    """Open a library, or an object. ValueError: its bytes are not those that were built."""
+    """Return the opened library or object of a manifest.
+
+    ValueError: its bytes are not those that were built.
+    """
     fd = open_regular(path, is_own)
     _share(fd)
     status = os.fstat(fd)
@@ -150,9 +157,8 @@ def verified(path: str, manifest: Manifest, is_own: bool = False) -> Generation:
 
 
 def _share(fd: int) -> None:
-    """Mark a library as in use by a shared lock. A process that removes libraries holds the lock
-    for an instant only.
-    """
+    """Take a shared lock, which marks a library as in use."""
+    # Another process has an exclusive lock for a moment, while it removes a library.
     for _ in range(100):
         try:
             return fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -163,25 +169,25 @@ def _share(fd: int) -> None:
 
 
 def other_facts(request: Request) -> list[str]:
-    """Name the facts in which a request differs from the last build under its name."""
+    """Return a line for each fact in which a request differs from the last build of its name."""
     for manifest in newest(request.name):
         return differences(manifest.request, request.facts)
     return []
 
 
 def differences(old: dict, facts: dict) -> list[str]:
-    """Return a line for each fact that is not a manifest's."""
-    new = json.loads(json.dumps(facts))
+    """Return a line for each fact that is not the same in a manifest's facts, `old`."""
+    new = json.loads(json.dumps(facts))  # tuples become lists, as in a manifest
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     return [f"{key}: {_difference(old.get(key, []), new.get(key, []))}" for key in changed]
 
 
 def newest(name: str) -> Iterator[Manifest]:
-    """Manifests of what was built under a name, the last one built or used first."""
+    """Yield the manifests of a name's builds, the last used first."""
     generations: list[tuple[float, str]] = []
     for folder in folders.own():
         for slot in folders.slots(folder):
-            if os.path.basename(slot)[:-17] == name:
+            if os.path.basename(slot)[:-17] == name:  # without - and 16 digits
                 generations += _generations(slot)
     for _, path in sorted(generations, reverse=True):
         with contextlib.suppress(OSError, ValueError):
@@ -208,7 +214,9 @@ def _generations(slot: str, is_own: bool = False) -> list[tuple[float, str]]:
         if is_own and any(e.name.startswith("stage.") for e in entries):
             from . import locks
 
-            locks.sweep(slot, "stage")  # a builder may have been killed after it published
+            # If a build was killed after it published its library, no later build removes its
+            # private folder.
+            locks.sweep(slot, "stage")
     except OSError as problem:
         if problem.errno in NO_DESCRIPTOR:
             raise
@@ -221,11 +229,11 @@ def slot_path(folder: str, request: Request) -> str:
 
 
 def write_whole(path: str, data: bytes) -> None:
-    """Replace a file by one rename."""
+    """Write a file beside `path` and rename it to `path`."""
     beside = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
     try:
         with open(beside, "wb") as file:
-            # Whatever the umask is: find() refuses files that a group may write.
+            # The umask may let a group write the file, which find() would refuse then.
             os.fchmod(file.fileno(), 0o644)
             file.write(data)
         os.replace(beside, path)
@@ -235,23 +243,24 @@ def write_whole(path: str, data: bytes) -> None:
 
 
 def writable_slot(request: Request) -> tuple[str, str]:
-    """Return (a slot's folder that can be written, why it is not the first choice or "")."""
+    """Return a slot that can be written, and why it is not in the first cache folder or ""."""
     problem = ""
     for folder in folders.own():
         slot = slot_path(folder, request)
         try:
             os.makedirs(folder, 0o700 if folder == folders.fallback() else 0o755, exist_ok=True)
-            for last in (False, False, True):
-                os.makedirs(slot, 0o755, exist_ok=True)  # others may read it if the umask lets them
+            for is_last in (False, False, True):
+                os.makedirs(slot, 0o755, exist_ok=True)  # readable by others if the umask permits
                 try:
                     probe = tempfile.TemporaryFile(dir=slot)  # noqa: SIM115 - closed below
                     break
-                except FileNotFoundError:  # another process tidied the empty slot away
-                    if last:
+                except FileNotFoundError:  # another process removed the empty slot: see tidy()
+                    if is_last:
                         raise
             with probe:
                 os.posix_fallocate(probe.fileno(), 0, 4 << 20)  # any build needs that much
-                if not folders.is_ours(os.fstat(probe.fileno())):  # find() would refuse them
+                # find() would refuse a new file that belongs to another user.
+                if not folders.is_ours(os.fstat(probe.fileno())):
                     raise OSError(errno.EPERM, "files there belong to others")
         except OSError as error:
             problem = problem or f"{folder}: {error.strerror}"
@@ -263,9 +272,9 @@ def writable_slot(request: Request) -> tuple[str, str]:
 
 
 def tidy(slot: str, everything: bool = False) -> bool:
-    """Remove what dead builders left in a slot and, if nothing else is in it, the slot.
+    """Remove the folders of ended builds from a slot, and the slot if nothing else is in it.
 
-    While somebody builds there, nothing is removed.
+    While a process builds in the slot, the slot stays, and so do its generations.
 
     Args:
         slot: its folder.
@@ -285,7 +294,7 @@ def tidy(slot: str, everything: bool = False) -> bool:
                 return False
             for _, generation in _generations(slot) if everything else ():
                 files = (f"{generation}/manifest", output(generation))
-                if any(map(os.path.lexists, files)):  # else it is somebody's folder
+                if any(map(os.path.lexists, files)):  # else it is a folder of the user's
                     discard(generation)
             if set(os.listdir(slot)) <= _LEFTOVERS:
                 shutil.rmtree(slot)
@@ -299,9 +308,7 @@ def output(generation: str) -> str:
 
 
 def in_use(generation: str) -> bool:
-    """Return True if a process may have loaded the library. Without locks, every generation may be
-    in use.
-    """
+    """Return True if a process has loaded the library, or if the file system has no locks."""
     return not _unless_in_use(generation, lambda: None)
 
 
@@ -311,10 +318,11 @@ def discard(generation: str) -> bool:
 
 
 def _unless_in_use(generation: str, act: Callable[[], None]) -> bool:
+    """Call `act` unless a generation is in use. Return True if it was called."""
     try:
         with open(output(generation), "rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            act()  # under the lock, so that find() does not take it meanwhile
+            act()  # while the lock is held, find() waits
     except (FileNotFoundError, IsADirectoryError):
         act()
     except OSError:
@@ -323,22 +331,22 @@ def _unless_in_use(generation: str, act: Callable[[], None]) -> bool:
 
 
 def publish(slot: str, folder: str, file: str, request: Request, closure: Closure) -> None:
-    """Make `file`, in the private folder, a generation of the slot."""
+    """Make `file`, which is in the private `folder` of a build, a generation of the slot."""
     generation = place(slot, folder, file, request, closure)
     complete(generation, {})
     os.close(generation.fd)
 
 
 def place(slot: str, folder: str, file: str, request: Request, closure: Closure) -> Generation:
-    """Put `file` where it will stay, by one rename. Nobody finds it before complete().
+    """Put `file` into its final place by one rename. find() returns it only after complete().
 
-    A damaged generation in its place is moved away.
+    A damaged generation in its place is replaced.
     """
-    made = f"{folder}/complete.{os.urandom(4).hex()}"
-    os.mkdir(made, 0o755)
+    new = f"{folder}/complete.{os.urandom(4).hex()}"
+    os.mkdir(new, 0o755)
     os.chmod(file, 0o755)
-    os.rename(file, f"{made}/{request.output}")
-    fd = open_regular(f"{made}/{request.output}")
+    os.rename(file, f"{new}/{request.output}")
+    fd = open_regular(f"{new}/{request.output}")
     _share(fd)
     manifest = Manifest(
         request=request.facts,
@@ -348,13 +356,13 @@ def place(slot: str, folder: str, file: str, request: Request, closure: Closure)
         operators={},
         closure=closure,
     )
-    # Its name depends on contents only, not on times and the places of tools.
+    # Its name depends on contents only, not on times and the paths of tools.
     contents = sorted(content for _, content in closure.entries().values())
     target = f"{slot}/{digest(f'{manifest.digest} {contents}'.encode())[:16]}"
     for _ in range(20):
-        os.makedirs(slot, 0o755, exist_ok=True)  # somebody may tidy the empty slot of a unit away
+        os.makedirs(slot, 0o755, exist_ok=True)  # tidy() may remove the empty slot of a unit
         try:
-            os.rename(made, target)
+            os.rename(new, target)
             break
         except FileNotFoundError:
             continue
@@ -362,25 +370,30 @@ def place(slot: str, folder: str, file: str, request: Request, closure: Closure)
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
             with contextlib.suppress(OSError):
-                os.rename(target, f"{made}.old")  # goes with the private folder
+                os.rename(target, f"{new}.old")  # it is removed with the private folder
     else:
         raise report(
-            f"cannot publish {target}", ["something puts it there again and again"], f"rm -r {slot}"
+            f"cannot publish {target}", ["something makes it again and again"], f"rm -r {slot}"
         )
     for _, old in _generations(slot)[_KEEP:]:
         discard(old)
     return Generation(path=f"{target}/{request.output}", manifest=manifest, fd=fd)
 
 
-def complete(generation: Generation, about: dict[str, str]) -> None:
-    """Let find() find it. `about` is {operator: schemas and documentation}."""
-    generation.manifest.operators = about
+def complete(generation: Generation, operators: dict[str, str]) -> None:
+    """Write the manifest of a generation, so that find() finds it.
+
+    `operators` is {operator: schemas and documentation}.
+    """
+    generation.manifest.operators = operators
     path = f"{os.path.dirname(generation.path)}/manifest"
-    for last in (*[False] * 100, True):
+    attempts = 100
+    while True:
         try:
             return write_whole(path, generation.manifest.dump())
-        # Without locks, another process may be about to put the same generation there.
+        # On a file system without locks, another process may be replacing this generation's folder.
         except FileNotFoundError:
-            if last:
+            if attempts == 0:
                 raise
+            attempts -= 1
             time.sleep(0.01)

@@ -274,7 +274,7 @@ def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
 
     closure.Changed: the file has another stamp by now.
     """
-    with open(path, "rb", opener=closure.regular) as file:
+    with open(path, "rb", opener=closure.open_input) as file:
         text = file.read()
     if closure.stamp_of(path) != stamp:
         raise closure.Changed(path)

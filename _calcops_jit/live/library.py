@@ -1,4 +1,4 @@
-"""The libraries of this process: found in the cache or built there, loaded, and exchanged."""
+"""Find or build a library, load it, and exchange it after an edit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from .registration import Registration
 
 
 class Library:
-    """A loaded library. Its operators, torch.ops handles, are attributes and in the dictionary
-    `operators`; `path` is its file, and so is os.fspath(library). (Operators named `path` or
-    `operators` take precedence as attributes.)
+    """A loaded library and its operators, which are torch.ops handles.
 
-    reload() changes it in place: the handles stay, and call the new kernels. A copy is the same
-    object; unpickling one loads its sources.
+    Every operator is an attribute, and also in the dictionary `operators`. `path` is the path of
+    the shared library, and so is os.fspath(library). An operator named `path` or `operators` hides
+    the attribute of that name.
+
+    reload() changes a Library in place: its handles stay, and call the new kernels. A copy is the
+    same object. Unpickling a Library loads the library from its sources.
     """
 
     path: str
@@ -33,10 +35,10 @@ class Library:
     def __init__(self, request: Request):
         self._request = request
 
-    def _show(self, path: str, operators: dict[str, torch._ops.OpOverloadPacket]) -> None:
+    def _set_operators(self, path: str, operators: dict[str, torch._ops.OpOverloadPacket]) -> None:
         for name in [name for name in vars(self) if not name.startswith("_")]:
             delattr(self, name)
-        self._path = path
+        self._path = path  # an operator may hide the public attributes
         self._operators = operators
         vars(self).update({"path": path, "operators": operators} | operators)
 
@@ -53,7 +55,7 @@ class Library:
         return _load_again, (self._request.but(),)
 
     def __getattr__(self, name: str):
-        if name.startswith("__"):  # copy and pickle ask for such
+        if name.startswith("__"):  # copy and pickle look for methods of such names
             raise AttributeError(name)
         raise handles.missing(f"no operator `{name}` in {self._path}", self._operators)
 
@@ -65,43 +67,45 @@ class Library:
 
 
 def _load_again(request: Request) -> Library:
-    """Unpickles a Library."""
+    """Return the Library of a pickled request."""
     from .. import requests
 
     return obtain(requests.again(request))
 
 
 class Live:
-    """A library of this process: the generation whose kernels are called, and those before it."""
+    """A library of this process: the generation whose kernels are called, and older ones."""
 
-    digest = ""
+    digest = ""  # of the present generation
 
     def __init__(self, request: Request):
         self.request = request
         self.library = Library(request)
-        self._generations: dict[str, Registration] = {}  # {digest: each that was ever called}
-        self._described: dict[str, str] = {}
+        self._generations: dict[str, Registration] = {}  # {digest: generation that was exchanged}
+        self._described: dict[str, str] = {}  # {operator: schemas and documentation}
 
     @property
-    def at_once(self) -> set[str]:
-        """Operators that the library registered while it was loaded. They cannot be exchanged."""
+    def permanent_operators(self) -> set[str]:
+        """Return the operators registered while the library was loaded. None can be exchanged."""
         if not self.digest:
             return set()
         return self._described.keys() - self._generations[self.digest].schemas
 
-    def knows(self, digest: str) -> bool:
+    def has_generation(self, digest: str) -> bool:
+        """Return True if this process has called the generation of a digest."""
         return digest in self._generations
 
     def link(self, request: Request, generation: store.Generation) -> Registration:
-        """Load a generation into the process, where nothing calls it yet.
+        """Load a generation into the process without registering its operators.
 
         BuildError: it cannot replace the present one.
         """
         if registration := self._generations.get(generation.manifest.digest):
             os.close(generation.fd)
             return registration
-        if self.at_once:
-            evidence = f"{min(self.at_once)} was registered without torch/library.h, "
+        permanent = self.permanent_operators
+        if permanent:
+            evidence = f"{min(permanent)} was registered without torch/library.h, "
             evidence += "by STABLE_TORCH_LIBRARY perhaps"
             raise report(f"cannot reload {request.name}", [evidence], "restart Python")
         library = loading.link_in(generation.path, generation.fd, request)
@@ -111,7 +115,10 @@ class Live:
         return registration
 
     def exchange(self, request: Request, generation: store.Generation, new: Registration) -> None:
-        """Make a generation the one that is called. BuildError: nothing has changed."""
+        """Register a generation's operators, so that its kernels are called.
+
+        BuildError: the registration is refused, and nothing has changed.
+        """
         manifest = generation.manifest
         if manifest.digest != self.digest:
             new.take([old for old in self._generations.values() if old is not new])
@@ -122,19 +129,20 @@ class Live:
         self._generations[self.digest] = new
         self.library._request = request
         home = self.library if request.kind == "foreign" else None
-        self.library._show(generation.path, handles.handles(self._described, home))
+        self.library._set_operators(generation.path, handles.handles(self._described, home))
 
 
 _loaded: list[Live] = []
 _one_at_a_time = threading.RLock()
-# In a forked child, the thread that holds it may not exist. (The standard library's locks do the
-# same.)
+# Another thread may hold the lock during a fork. That thread does not exist in the child, so it
+# would never release the child's copy. (The standard library frees its locks the same way.)
 os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)
 
 
 def obtain(request: Request, build: bool = True) -> Library | None:
-    """Load the library for a request, building it if need be; None if not built and `build` is
-    False.
+    """Load the library for a request. Build it if neither the cache nor a wheel has it.
+
+    Return None if it is not built and `build` is False.
     """
     with _one_at_a_time:
         reasons: list[str] = []
@@ -145,7 +153,7 @@ def obtain(request: Request, build: bool = True) -> Library | None:
         if prebuilt:
             try:
                 return _load(request, prebuilt)
-            except BuildError as error:  # the C library here may be too old for it
+            except BuildError as error:  # this system's C library may be too old for it
                 if not build or _live(request) in _loaded:
                     raise
                 refusals = [" ".join(map(str.strip, str(error).splitlines()[:2]))]
@@ -162,31 +170,31 @@ def obtain(request: Request, build: bool = True) -> Library | None:
             )
         try:
             return _build(request, reasons)
-        except KeyboardInterrupt as stop:
-            # Who pressed Ctrl-C needs no traceback.
-            raise stop.with_traceback(None) from None
+        except KeyboardInterrupt as interrupt:
+            # A user who pressed Ctrl-C needs no traceback.
+            raise interrupt.with_traceback(None) from None
 
 
 def _with_objects(request: Request) -> Library | None:
-    """Load a library of the objects that a wheel brings, and of what depends on this PyTorch."""
+    """Load a wheel's objects, linked with a unit that is compiled here; None if that fails."""
     from ..ship import prebuilt
 
-    mixed = prebuilt.with_objects(request)
+    of_objects = prebuilt.with_objects(request)
     try:
-        return mixed and obtain(mixed)
-    except BuildError:  # a linker that is too old for them
+        return of_objects and obtain(of_objects)
+    except BuildError:  # this system's linker may be too old for the objects
         return None
 
 
 def _find(
     request: Request, reasons: list[str], refusals: list[str]
 ) -> tuple[store.Generation | None, store.Generation | None]:
-    """Return (the cache's generation for a request or None, else a wheel's or None).
+    """Return (the cache's generation, None), else (None, the wheel's), else (None, None).
 
     Args:
-        request: what to find.
-        reasons: gets why generations in the cache do not fit.
-        refusals: gets why the wheel's does not fit.
+        request: the library to find.
+        reasons: why generations in the cache do not fit is appended to it.
+        refusals: why the wheel's generation does not fit is appended to it.
     """
     try:
         cached = store.find(request, reasons)
@@ -201,17 +209,16 @@ def _find(
         from ..progress import say
 
         problem = f"CXX={request.environment['CXX']} is no compiler here"
-        say(f"{problem}: {request.name} is what another one built")
+        say(f"{problem}; {request.name} was built by another compiler")
     return cached, None
 
 
 def reload(again: Callable[[Request], Request]) -> list[str]:
     """Exchange every loaded library whose inputs changed. Return their names.
 
-    `again` returns a request in the present environment.
-
-    If some fail, the others are exchanged, and the first error is raised: a BuildError, or another
-    one, such as that of a CXX without its closing quotation mark.
+    If some fail, the others are exchanged, and then the first error is raised. It is a BuildError,
+    or a ValueError for an environment variable such as CXX with an unclosed quotation mark.
+    again(request) returns the request in the present environment.
     """
     with _one_at_a_time:
         before = [(live, live.digest) for live in _loaded]
@@ -227,7 +234,7 @@ def reload(again: Callable[[Request], Request]) -> list[str]:
 
 
 def project_files() -> set[str]:
-    """The loaded libraries' own files, and the folders in which new ones would be found."""
+    """Return the paths of the loaded libraries' sources and headers, and the sources' folders."""
     paths = set()
     for live in list(_loaded):
         request = live.request
@@ -238,20 +245,17 @@ def project_files() -> set[str]:
 
 
 def _live(request: Request) -> Live:
-    """Return the loaded library of a request, or a new one. Name and place of the sources identify
-    it.
-    """
+    """Return the loaded library that has the name and a path of a request, or a new one."""
     for live in _loaded:
-        if live.request.name == request.name and _origin(live.request) & _origin(request):
+        if live.request.name == request.name and _paths(live.request) & _paths(request):
             return live
     return Live(request)
 
 
-def _origin(request: Request) -> set[str]:
-    """Return what identifies a library: its folder and sources, also by given names, which may be
-    links.
-    """
-    return {request.root, *request.sources, *(request.given[0] if request.given else ())}
+def _paths(request: Request) -> set[str]:
+    """Return the folder and the sources of a library, the latter also with links unresolved."""
+    unresolved = request.given[0] if request.given else ()
+    return {request.root, *request.sources, *unresolved}
 
 
 def _load(request: Request, generation: store.Generation) -> Library:
@@ -275,8 +279,8 @@ def _build(request: Request, reasons: list[str]) -> Library:
         raise report(
             f"cannot build {request.name} for CUDA", [request.cuda.reason], request.cuda.fix
         )
-    for problem in folders.unreadable():
-        say(problem)
+    for unreadable in folders.unreadable():
+        say(unreadable)
     try:
         slot, problem = store.writable_slot(request)
     except OSError as error:
@@ -286,36 +290,40 @@ def _build(request: Request, reasons: list[str]) -> Library:
     if problem:
         say(f"cannot write {problem}; using {slot} (set CALCOPS_CACHE to choose)")
 
-    def waiting(holder):
-        text = f"{{}}, which builds {request.name} ({{:.0f}} s)"
-        return Progress("waiting for", lambda _: (text.format(*holder()), 0.0))
+    def waiting(holder: Callable[[], tuple[str, float]]) -> Progress:
+        def state(_: float) -> tuple[str, float]:
+            process, seconds = holder()
+            return f"{process}, which builds {request.name} ({seconds:.0f} s)", 0.0
+
+        return Progress("waiting for", state)
 
     try:
         with locks.locked(slot, waiting):
-            if generation := store.find(request, reasons):  # somebody built it meanwhile
+            if generation := store.find(request, reasons):  # another process built it meanwhile
                 return _load(request, generation)
             if request.cuda.gpus and not request.cuda.build:
                 reason = f"{request.cuda.reason}: {request.cuda.fix}"
                 say(f"{request.cuda.gpus[0]} is here, but {reason}; building for the CPU")
             if request.cuda.build and (old := old_driver(request)):
                 say(str(old.error("what is built for CUDA cannot run here")))
-            return compile_and(_publish, request, slot, reasons)
+            return compile_and_publish(_publish, request, slot, reasons)
     except OSError as error:
         raise explain(f"cannot build {request.name}", str(error), request) from None
 
 
-def compile_and(publish: Callable, request: Request, slot: str, reasons: Sequence[str] = ()):
-    """Compile a library in a private folder of its slot.
+def compile_and_publish(publish: Callable, request: Request, slot: str, reasons: Sequence = ()):
+    """Compile a library in a private folder. Return publish(request, slot, folder, built, closure).
 
-    Return the result of publish(request, slot, folder, built, closure).
+    `built` is the library's path in `folder`, which is removed afterwards. `reasons` say why the
+    last build does not fit; the first is shown while the compilers run.
     """
     from ..cache import bounds, locks
     from ..compile import compiler
     from ..progress import Progress, say
 
-    limit = bounds.bound()  # a wrong one is refused before the build
+    limit = bounds.bound()  # before the build, so that an invalid size is refused at once
     title = f"building {request.name}"
-    if reasons:  # why the last build does not fit
+    if reasons:
         title += f" ({reasons[0].rpartition('/')[2]})"
     elif other_facts := store.other_facts(request):
         title += f" ({other_facts[0].partition(':')[0]})"
@@ -334,41 +342,43 @@ def compile_and(publish: Callable, request: Request, slot: str, reasons: Sequenc
                         "trying again with one at a time"
                     )
                     continue
-                first = _live(request) not in _loaded
+                is_first = _live(request) not in _loaded
                 published = publish(request, slot, folder, built, closure)
                 progress.outcome = f"built {request.name} in {progress.seconds():.1f} s"
-            if first:  # a reload is not to wait for it
+            if is_first:  # a reload must be quick
                 bounds.prune(limit)
             return published
-    evidence = "its sources changed while they were compiled, three times"
+    evidence = "its sources changed again and again while they were compiled"
     raise report(f"cannot build {request.name}", [evidence], "wait until nothing writes to them")
 
 
 def _publish(request: Request, slot: str, folder: str, built: str, closure: Closure) -> Library:
-    # It is loaded from where it will stay, before anybody else finds it: a library that cannot be
-    # loaded is not kept, and only a loaded one shows which operators it registers.
+    """Load a new library, and put it into the cache if it can be loaded.
+
+    It is loaded from its final place before store.find() finds it: the manifest lists operators.
+    """
     from . import trial
 
     live = _live(request)
     generation = store.place(slot, folder, built, request, closure)
     try:
-        at_once = live.at_once
-        if not live.knows(generation.manifest.digest):
-            at_once = trial.registered_at_once(request.name, lambda: live.link(request, generation))
+        permanent = live.permanent_operators
+        if not live.has_generation(generation.manifest.digest):
+            permanent = trial.load_in_child(request.name, lambda: live.link(request, generation))
         registration = live.link(request, generation)
-        schemas = registration.schemas | {name: handles.live_schemas(name) for name in at_once}
+        schemas = registration.schemas | {name: handles.live_schemas(name) for name in permanent}
         texts = handles.documentation(request.root) | registration.documentation()
         store.complete(generation, handles.describe(schemas, texts))
         exchanged = _exchange(live, request, generation, registration)
     except BaseException:
         shutil.rmtree(os.path.dirname(generation.path), ignore_errors=True)
         raise
-    _warn_of_missing(request, registration, at_once)
+    _warn_of_missing(request, registration, permanent)
     return exchanged
 
 
-def _warn_of_missing(request: Request, registration: Registration, at_once: set[str]) -> None:
-    """Print a line for each operator that the sources seem to offer and nobody can call."""
+def _warn_of_missing(request: Request, registration: Registration, permanent: set[str]) -> None:
+    """Print a line for each kernel without a schema, or one if the library has no operators."""
     from ..progress import say
 
     operators = {name.partition(" ")[0].partition(".")[0] for name in registration.impls}
@@ -380,9 +390,9 @@ def _warn_of_missing(request: Request, registration: Registration, at_once: set[
                 f"{name} has a kernel in {request.name} and no schema: "
                 f'm.def("{name.partition("::")[2]}(...) -> ...")'
             )
-    if registration.names() or at_once:
+    if registration.names() or permanent:
         return
     include = re.compile(r"#\s*include\s*<(?:torch|ATen|calcops)/")
     if any(include.search(text_of(source)) for source in request.sources):
-        how = "TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) does, or a calcops::Contract"
+        how = "add TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) or a calcops::Contract"
         say(f"{request.name} registers no operators: {how}")

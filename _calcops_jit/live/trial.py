@@ -24,24 +24,24 @@ from .registration import Registration
 _LIMIT_S = 60.0
 
 
-def registered_at_once(name: str, load: Callable[[], Registration]) -> set[str]:
-    """Load a library in a child. Return the operators that it registers by itself.
+def load_in_child(name: str, load: Callable[[], Registration]) -> set[str]:
+    """Load a library in a child process. Return the operators that it registers itself meanwhile.
 
-    The child is a fork of this process, since an initialiser may need whatever is loaded here.
-    Other threads are not in the child, so only the library registers operators.
+    The child is a fork of this process, since an initialiser may need the libraries that are loaded
+    here. The child has only one thread, so nothing but the library registers operators.
 
     BuildError: it cannot be loaded.
     """
     with tempfile.TemporaryFile() as output:
         try:
-            answer, status = _in_child(lambda: _look(load), output.fileno())
+            answer, status = _in_child(lambda: _load(load), output.fileno())
         except OSError:  # no memory, or no process, is left for a child
-            answer = _look(load)
+            answer = _load(load)
             status = 0
         output.seek(0)
         lines = output.read().decode(errors="replace").strip().splitlines()
     if not answer and torch.cuda.is_initialized() and any("CUDA" in line for line in lines):
-        answer = _look(load)  # a child cannot use its parent's CUDA
+        answer = _load(load)  # a child cannot use its parent's CUDA
     if not answer:
         what = f"cannot load {name}: a static initialiser {_end(status)}"
         raise report(what, lines[-8:], "do what may fail in a function that is called later")
@@ -50,15 +50,17 @@ def registered_at_once(name: str, load: Callable[[], Registration]) -> set[str]:
     return set(answer["operators"])
 
 
-def _look(load: Callable[[], Registration]) -> dict:
+def _load(load: Callable[[], Registration]) -> dict:
+    """Return {"operators": the names that the library registers while it is loaded}."""
     before = handles.registered()
     registration = load()
     new = handles.registered() - before
-    registration.names()  # runs its blocks
+    registration.names()  # runs its TORCH_LIBRARY blocks, which may throw
     return {"operators": sorted({name.partition(".")[0] for name in new})}
 
 
 def _end(status: int | None) -> str:
+    """Return how the child ended, in words. A status of None means that it was killed."""
     if status is None:
         return f"does not end within {_LIMIT_S:.0f} s"
     if status < 0:
@@ -71,7 +73,9 @@ def _in_child(function: Callable[[], dict], output: int) -> tuple[dict, int | No
     reading, writing = map(open, os.pipe(), ("rb", "wb"), (0, 0))
     with reading, writing:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about threads; the time limit takes care of these
+            # Python warns that threads may have locked something: then the time limit ends the
+            # child.
+            warnings.simplefilter("ignore")
             child = os.fork()
         if child == 0:
             _answer(function, output, writing)
@@ -79,12 +83,11 @@ def _in_child(function: Callable[[], dict], output: int) -> tuple[dict, int | No
         answer = b""
         ended = False
         watched = [reading]
-        # Of an old kernel; then the end of the pipe is the end of the child.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # an old kernel; the end of the pipe has to do
             watched.append(os.pidfd_open(child))
         try:
-            # A daemon that the library started may hold the pipe for as long as it lives: the
-            # child's end counts, too.
+            # A daemon that the library started may keep the pipe open. So the end of the child
+            # counts as well as the end of the pipe.
             while not ended and (ready := select.select(watched, [], [], _LIMIT_S)[0]):
                 piece = reading.read(65536) if reading in ready else b""
                 answer += piece
@@ -101,19 +104,19 @@ def _in_child(function: Callable[[], dict], output: int) -> tuple[dict, int | No
 
 
 def _answer(function: Callable[[], dict], output: int, writing: io.RawIOBase) -> NoReturn:
+    """Write a function's result to `writing`, and what it prints to `output`. End the process."""
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         # In a daemon these two may have the numbers of standard streams.
-        output, answering = (
-            fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in (output, writing.fileno())
-        )
+        output = fcntl.fcntl(output, fcntl.F_DUPFD_CLOEXEC, 3)
+        pipe = fcntl.fcntl(writing.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
         os.dup2(output, 1)
         os.dup2(output, 2)
         try:
             answer = function()
         except BuildError as error:
             answer = {"error": str(error)}
-        with open(answering, "wb") as file:
+        with open(pipe, "wb") as file:
             file.write(json.dumps(answer).encode())
     finally:
         os._exit(0)

@@ -113,7 +113,7 @@ def _add(
         whole = merged([_portable(closure), *closures])
         _write(folder, request.output, built, request=facts, operators=operators, closure=whole)
 
-    library.compile_and(
+    library.compile_and_publish(
         publish, request, store.writable_slot(request)[0], [os.path.basename(folder)]
     )
 

@@ -96,7 +96,7 @@ def test_a_library_that_registers_no_operators_is_reported(folder):
     folder.put("mine.cpp", "#include <calcops/operator.h>\n" + SOURCE)
     child = folder.load()
     assert child.out == "1\n"
-    assert "calcops_jit: mine registers no operators: TORCH_LIBRARY_FRAGMENT(" in child.err
+    assert "calcops_jit: mine registers no operators: add TORCH_LIBRARY_FRAGMENT(" in child.err
     folder.put("mine.cpp", SOURCE)
     assert "registers no operators" not in folder.load().err
 
