@@ -193,8 +193,7 @@ def kernels(inputs, live):
 
 def minimum_of_calls(calls, seconds):
     """Return the least milliseconds of each call. Names with ", new" are calls whose gradients go
-    to
-    new memory."""
+    to new memory."""
     keep_memory(True)
     times = dict(zip(calls, minimum_ms(list(calls.values()), seconds), strict=True))
     keep_memory(False)
@@ -264,8 +263,7 @@ def as_markdown(row):
 
 def target_for(float64, float32, other_pattern=None):
     """Return a function of a row that returns the target: one for each type, and perhaps another
-    one
-    for patterns other than "lattice"."""
+    one for patterns other than "lattice"."""
 
     def target(row):
         if other_pattern and row["pattern"] != "lattice":
