@@ -99,12 +99,12 @@ def write_data(name, natoms, path):
     write(path, atoms, format="lammps-data", **options)
 
 
-def convert(model, theirs):
+def convert(model, peer):
     """Make a .pb, a compressed .pb, a .pt2 and a tabulated .pt2 of a .pth."""
     frozen = model.with_suffix(".pb")
     importer = [sys.executable, ROOT / "examples/deepmd/import_deepmd.py", model]
     commands = [
-        [theirs / "bin/dp", "convert-backend", model, frozen],
+        [peer / "bin/dp", "convert-backend", model, frozen],
         [THEIRS, "-c", COMPRESS, frozen, model.with_name(f"{model.stem}_compressed.pb")],
         [*importer, model.with_suffix(".pt2")],
         [*importer, "--tabulated", model.with_name(f"{model.stem}_tabulated.pt2")],
@@ -126,8 +126,8 @@ def main():
     parser.add_argument("--pth", action="store_true", help="the .pth of PyTorch, too")
     parser.add_argument("--lammps", type=Path, default=ROOT / "build/lammps/environment")
     options = parser.parse_args()
-    theirs = THEIRS.parent.parent
-    if not (theirs / "bin/lmp").exists():
+    peer = THEIRS.parent.parent  # the environment of DeePMD-kit
+    if not (peer / "bin/lmp").exists():
         subprocess.run([THEIRS, "-m", "pip", "install", "-q", *PACKAGES], check=True)
     plugin = ROOT / "build/lammps/calcopsplugin.so"
     make = ["make", "-s", "-C", ROOT / "examples/lammps", "plugin", f"LAMMPS={options.lammps}"]
@@ -137,7 +137,7 @@ def main():
         folder = Path(name)
         run_theirs(folder)
         for kind in {SYSTEMS[system][0] for system in options.systems}:
-            convert(folder / f"{kind}.pth", theirs)
+            convert(folder / f"{kind}.pth", peer)
         print(
             "| atoms | ranks | .pb, ms | compressed .pb, ms | calcops, ms | tabulated, ms "
             "| calcops / tabulated | compressed .pb / tabulated | apart |"
@@ -149,7 +149,7 @@ def main():
             script = {"data": data, "names": " ".join(MODELS[kind][0]), "steps": options.steps}
             files = [f"{kind}.pth"] if options.pth else []
             files += [f"{kind}.pb", f"{kind}_compressed.pb"]
-            calls = [dict(environment=theirs, style=f"deepmd {folder / file}") for file in files]
+            calls = [dict(environment=peer, style=f"deepmd {folder / file}") for file in files]
             for file in (f"{kind}.pt2", f"{kind}_tabulated.pt2"):
                 style = f"calcops {folder / file}"
                 calls.append(dict(environment=options.lammps, style=style, plugin=plugin))

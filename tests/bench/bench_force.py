@@ -65,8 +65,7 @@ def box(natoms):
 
 def lattice(natoms, neighbors, empty, dtype=torch.float64, device="cpu", pattern="lattice"):
     """Return list_neigh, dE, Ri_d and Rij of a simple cubic crystal. The nearest sites come first
-    in a
-    row, and the last part of the row is -1, as large as `empty`.
+    in a row, and the last part of the row, as large as `empty`, is -1.
 
     The pattern "random" has any atoms instead of near ones, and "scattered" has the -1 anywhere.
     """
