@@ -65,8 +65,7 @@ def box(natoms):
 
 def lattice(natoms, neighbors, empty, dtype=torch.float64, device="cpu", pattern="lattice"):
     """Return list_neigh, dE, Ri_d and Rij of a simple cubic crystal. The nearest sites come first
-    in a
-    row, and the last part of the row is -1, as large as `empty`.
+    in a row, and the last part of the row, as large as `empty`, is -1.
 
     The pattern "random" has any atoms instead of near ones, and "scattered" has the -1 anywhere.
     """
@@ -193,8 +192,7 @@ def kernels(inputs, live):
 
 def minimum_of_calls(calls, seconds):
     """Return the least milliseconds of each call. Names with ", new" are calls whose gradients go
-    to
-    new memory."""
+    to new memory."""
     keep_memory(True)
     times = dict(zip(calls, minimum_ms(list(calls.values()), seconds), strict=True))
     keep_memory(False)
@@ -264,8 +262,7 @@ def as_markdown(row):
 
 def target_for(float64, float32, other_pattern=None):
     """Return a function of a row that returns the target: one for each type, and perhaps another
-    one
-    for patterns other than "lattice"."""
+    one for patterns other than "lattice"."""
 
     def target(row):
         if other_pattern and row["pattern"] != "lattice":

@@ -7,10 +7,9 @@ move: the list, the live slots and the outputs, each once. It is the time of the
 that of the call. Calls are replayed from a CUDA graph over sets of inputs that together are several
 times as large as the L2 cache. So the times include neither work of the host nor hits in the cache.
 `shuffled` numbers the atoms at random, so that neighbours are far apart in memory. `unfused` is
-matmul, scatter of the force and scatter of the virial, with one atomic for each component. `fused
-atomics` is one kernel without a fixed order (yardsticks_cuda.cu). The rows are added to
-results.json in $OUT or in this repository. With matplotlib, force_growth_cuda.png is drawn beside
-it.
+matmul, scatter of the force and scatter of the virial, with one atomic for each component.
+`fused atomics` is one kernel without a fixed order (yardsticks_cuda.cu). The rows are added to
+results.json in $OUT or in this repository. With matplotlib, force_growth_cuda.png is drawn there.
 """
 
 import importlib.util
@@ -151,8 +150,7 @@ def table(natoms, neighbors, empty, dtype, order):
 
 def small_system():
     """Return the microseconds of a call for 192 atoms x 138 slots, in a graph of one call and in
-    one of
-    twenty. At this size the launches take most of the time."""
+    one of twenty. At this size the launches take most of the time."""
     inputs = [x.cuda() for x in lattice(192, 138, 1 / 3)]
     index = calcops_jit.neighbor_index(inputs[0])
 

@@ -158,8 +158,7 @@ class Tree:
 
 def measures(rounds: int) -> Iterator[tuple[str, str, int, callable]]:
     """Yield the name, the unit, the rounds, and a function of a Tree that returns seconds. A
-    measure
-    comes after those that it needs."""
+    measure comes after those that it needs."""
 
     def cold(tree):
         shutil.rmtree(tree.folder / "cache", ignore_errors=True)

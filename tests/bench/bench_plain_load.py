@@ -196,8 +196,7 @@ print(time.perf_counter() - start)
 
 def cell(side: Side) -> str:
     """A notebook cell with one operator is edited twice and run each time. Return the time of the
-    last
-    run."""
+    last run."""
     side.run("import torch.utils.cpp_extension")
     if side.name == "plain":
         lines = side.run("".join(PLAIN_CELL.replace("{i}", str(i)) for i in range(3)))

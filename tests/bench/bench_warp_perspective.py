@@ -199,8 +199,7 @@ def small(_):
 
 def accuracy(_):
     """Print the largest errors of float32 images, relative to float64 images with the same values.
-    The
-    values are from 0 to 1."""
+    The values are from 0 to 1."""
     for size, shape in list(SIZES.items())[:2]:
         pixels = random_pixels(*shape, "float32")
         for name, matrix in homographies(*shape[:2]).items():

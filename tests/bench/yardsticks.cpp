@@ -74,7 +74,7 @@ std::vector<Tensor> read_write(at::TensorList in, at::TensorList out_like) {
 template <class Real>
 Three private_buffers_of(const Tensor& list, const Tensor& dE, const Tensor& Ri_d,
                          const Tensor& Rij) {
-  using calcops::ops::force::Row;
+  using calcops::Row;
   const int64_t natoms = list.size(1), neighbors = list.size(2);
   const int threads = at::get_num_threads();
   const Tensor buffers = at::empty({threads, natoms, 3, 4}, dE.options().dtype(at::kDouble));

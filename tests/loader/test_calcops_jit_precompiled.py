@@ -208,14 +208,14 @@ def test_a_precompiled_header_serves_the_first_build_of_another_library(checkout
 
 
 def test_the_cache_keeps_two_precompiled_headers_at_most(checkout):
-    seen = set(headers(checkout))
+    all_headers = set(headers(checkout))
     for name in ("<vector>", "<map>"):
         checkout.edit(2, f"#include {name}\n")
         assert checkout.answer() == 12
-        wait_for(lambda seen=seen: set(headers(checkout)) - seen)
-        seen = seen | set(headers(checkout))
+        wait_for(lambda before=all_headers: set(headers(checkout)) - before)
+        all_headers = all_headers | set(headers(checkout))
     wait_for(lambda: len(headers(checkout)) == 2)
-    assert len(seen) == 3
+    assert len(all_headers) == 3
 
 
 def test_a_killed_build_of_a_precompiled_header_leaves_nothing_and_is_repeated(checkout):

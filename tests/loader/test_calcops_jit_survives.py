@@ -167,11 +167,8 @@ while not (log.exists() and {moment!r} in log.read_text()):
     time.sleep(0.01)
 print('end')
 """
-    command = [
-        sys.executable,
-        "-c",
-        script,
-    ]  # children of the zygote skip the end of an interpreter
+    # Not a child of the zygote, because these skip the end of an interpreter.
+    command = [sys.executable, "-c", script]
     environment = os.environ | {"CALCOPS_CACHE": str(checkout.cache), "CXX": str(checkout.compiler)}
     child = subprocess.run(
         command, cwd=checkout.path, env=environment, capture_output=True, text=True, timeout=120
