@@ -37,8 +37,8 @@ CASES = {
     "linear": (WATER, {"activation_function": "linear"}, {}),
     "float32": (WATER, {"precision": "float32"}, {"precision": "float32"}),
 }
-# `dp compress` writes a .pth of these, whose tables have wide cells. DeePMD-kit's tables of nets with
-# resnet_dt are wrong.
+# `dp compress` writes a .pth of these, whose tables have wide cells. DeePMD-kit's tables of nets
+# with resnet_dt are wrong.
 COMPRESSED = {
     "compressed": (WATER, {"type_one_side": False}, {}),
     "compressed_one_side": (WATER, {"activation_function": "gelu"}, {}),
@@ -47,7 +47,7 @@ COMPRESSED = {
 
 
 def structures(names, sel):
-    """Yield positions [n, 3], types [n] and a cell or None: a periodic structure, then a cluster."""
+    """Yield positions [n, 3], types [n] and a cell or None, of a crystal and of a cluster."""
     random = np.random.default_rng(0)
     types = np.array([0, 1, 1] * 6 if len(names) == 2 else [0] * 12)
     sites = np.stack(np.meshgrid(*[np.arange(3)] * 3, indexing="ij"), -1).reshape(-1, 3)[

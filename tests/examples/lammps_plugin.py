@@ -63,8 +63,8 @@ def build(folder=None):
 class Lammps:
     """lammps(script, ranks, threads, fails) runs a script in `folder`, with the plugin loaded.
 
-    It returns the output of LAMMPS. LAMMPS must end with an error if `fails` is True, without one if
-    False, and may do either if None.
+    It returns the output of LAMMPS. LAMMPS must end with an error if `fails` is True, without one
+    if False, and may do either if None.
     """
 
     def __init__(self, folder):

@@ -1,4 +1,4 @@
-"""The examples as a whole: READMEs of one form, a table of all examples, unique names of modules."""
+"""The examples as a whole: READMEs of one form, a table of all, unique names of modules."""
 
 import collections
 import re

@@ -141,8 +141,8 @@ def energy_and_forces(atoms):
 
 @pytest.mark.parametrize("backend", ["loky", "threading"])
 def test_joblib_computes_structures_that_carry_the_calculator(calculator, backend):
-    """Each process gets a copy of one calculator. Threads would share its results, so each structure
-    gets its own calculator of one model."""
+    """Each process gets a copy of one calculator. Threads would share its results, so each
+    structure gets its own calculator of one model."""
     joblib = pytest.importorskip("joblib", reason="joblib (extra `test`) is not installed")
     structures = [silicon(seed=seed) for seed in range(6)]
     expected = [everything(CalcOps(StillingerWeber()), atoms) for atoms in structures]

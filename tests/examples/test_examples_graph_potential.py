@@ -19,7 +19,7 @@ from edge_forces import edge_forces  # noqa: E402
 
 
 class Potential(torch.nn.Module):
-    """An energy with two rounds of messages: an edge's message depends on other edges of its atoms."""
+    """An energy with two rounds of messages, which depend on other edges of an edge's atoms."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Potential(torch.nn.Module):
 
 
 def structures(count, natoms=5):
-    """Return positions [count * natoms, 3], the edges of complete graphs, and each atom's structure."""
+    """Return positions [count * natoms, 3], edges of complete graphs, and each atom's structure."""
     batch = torch.arange(count).repeat_interleave(natoms)
     near = (batch[:, None] == batch) & ~torch.eye(len(batch), dtype=torch.bool)
     return torch.randn(len(batch), 3, dtype=torch.float64), near.nonzero().T.contiguous(), batch

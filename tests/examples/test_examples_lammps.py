@@ -123,7 +123,8 @@ run 0
     return zero
 
 
-# LAMMPS's constants of `units metal`: mass times velocity^2 in energy, energy over volume in pressure.
+# LAMMPS's constants of `units metal`: mass times velocity^2 as an energy, and energy over volume as
+# a pressure.
 MVV2E = 1.0364269e-4
 NKTV2P = 1.6021765e6
 CASES = [*((name, ".pt") for name in OWN), ("cut", ".pt2"), ("sw", ".pt2")]

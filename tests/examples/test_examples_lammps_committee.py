@@ -1,5 +1,5 @@
-"""examples/lammps: the first model of a committee moves the atoms, and LAMMPS gets the deviations of
-all models."""
+"""examples/lammps: the first model of a committee moves the atoms, and LAMMPS gets the deviations
+of all models."""
 
 import ast
 import importlib.util
@@ -60,7 +60,7 @@ def forces_and_virials(lammps, ranks=1, style=ALONE):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("style", [ALONE, HYBRID], ids=["alone", "hybrid"])
 def test_the_deviations_are_those_of_the_definition(lammps, style, ranks):
-    """In a hybrid style, all models have the same forces of the other style, which do not deviate."""
+    """In a hybrid style, the forces of the other style are the same for all models."""
     forces, virials = forces_and_virials(lammps, ranks, style)
     script = SYSTEM + style.format("a.pt b.pt c.pt") + DEVIATION
     script += dump("devi", "type fx fy fz f_atoms") + THERMO.format(COLUMNS) + "run 0\n"

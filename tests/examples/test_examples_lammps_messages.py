@@ -271,8 +271,8 @@ def test_bonded_atoms_are_refused_unless_special_bonds_gives_them_full_weight(la
 
 SEVENNET = FOLDER.parent / "graph_potential"
 PYTHON = FOLDER.parent.parent / "build" / "graph_potential" / "bin" / "python"
-# Computes forces, energies and stress with SevenNet's own graph. Tensor.float is replaced, because its
-# one-hot code calls it whatever the dtype of the weights is.
+# Computes forces, energies and stress with SevenNet's own graph. Tensor.float is replaced, because
+# its one-hot code calls it whatever the dtype of the weights is.
 OWN_NUMBERS = """
 import sys, numpy, torch, sevenn._keys as KEY
 from ase import Atoms

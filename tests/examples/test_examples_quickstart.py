@@ -1,4 +1,4 @@
-"""examples/quickstart.py prints the published properties of the crystal, and has 100 lines at most."""
+"""examples/quickstart.py prints the published properties of the crystal, in 100 lines at most."""
 
 import os
 import re

@@ -155,7 +155,7 @@ def test_cmake_builds_the_same_host_and_looks_for_no_cuda_toolkit(ran, build):
 
 
 def test_the_host_builds_from_an_exported_folder_with_pkg_config(ran, build):
-    """The host is preprocessed with pkg-config's flags, and its object linked with its libraries."""
+    """pkg-config's flags preprocess the host, and its libraries link the compiled object."""
     if not shutil.which("pkg-config"):
         pytest.skip("pkg-config is not installed")
     export = [sys.executable, "-m", "calcops_jit", "export", build / "calcops"]
