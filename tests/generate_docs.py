@@ -128,7 +128,7 @@ inline {result} {function}(
 
 
 def _module_stub() -> str:
-    """Return the stub of calcops_jit. Type checkers read no types from a module without a folder."""
+    """Return the stub of calcops_jit: type checkers read no types from a single module."""
     nodes = []
     for node in ast.parse((_ROOT / "calcops_jit.py").read_text()).body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):

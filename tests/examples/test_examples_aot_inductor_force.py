@@ -1,5 +1,5 @@
-"""examples/aot_inductor_force: the package, run by the C++ host, is the eager model, and that is
-the physics."""
+"""examples/aot_inductor_force: the C++ host's results of the package are those of the eager model,
+and its forces and virials are derivatives of the energy."""
 
 import os
 import platform
@@ -44,15 +44,14 @@ def ran(request, build):
 
 @pytest.fixture(scope="module")
 def results(ran, build):
-    """What the host saved for each size: three inputs, the package's five outputs, three of the
-    core repulsion."""
+    """Return the tensors that the host saved for each of three sizes.
+
+    They are three inputs, the package's five outputs, and three of the host's core repulsion.
+    """
     sizes = torch.load(build / "results.pt")
-    assert (
-        len(sizes)
-        == len({len(types) for types, *_ in sizes})
-        == len({x.shape[2] for _, x, *_ in sizes})
-        == 3
-    )
+    assert len(sizes) == 3
+    assert len({len(types) for types, *_ in sizes}) == 3
+    assert len({list_neigh.shape[2] for _, list_neigh, *_ in sizes}) == 3
     return sizes
 
 
@@ -65,27 +64,28 @@ def ghosts(types, list_neigh):
     return len(types) - list_neigh.shape[1]
 
 
-def assert_close(ours, expected, rtol=1e-12):
-    torch.testing.assert_close(ours, expected, rtol=0, atol=rtol * expected.abs().max().item())
+def assert_close(result, expected):
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-12 * expected.abs().max().item())
 
 
 def test_the_package_is_equal_to_eager_for_every_size(results, model):
     for types, list_neigh, Rij, *tensors in results:
-        eager = model.to(Rij.device)
-        for ours, expected in zip(
-            tensors[:5], eager(types, list_neigh, Rij, ghosts(types, list_neigh)), strict=True
-        ):
-            assert_close(ours, expected)
+        eager = model.to(Rij.device)(types, list_neigh, Rij, ghosts(types, list_neigh))
+        for result, expected in zip(tensors[:5], eager, strict=True):
+            assert_close(result, expected)
 
 
 def test_the_package_in_python_is_equal_to_eager(ran):
     differences = re.findall(r"slots, \d+ ghosts: (\S+) from eager", ran.stdout)
-    assert len(differences) == 3 and all(float(difference) <= 1e-12 for difference in differences)
+    assert len(differences) == 3
+    assert all(float(difference) <= 1e-12 for difference in differences)
 
 
 def by_autograd(energy, types, list_neigh, Rij):
-    """force, virial and atom_virial of an energy of the pair vectors: dE/dRij is minus the force of
-    (i, j) on j."""
+    """Return force, virial and atom_virial of an energy of the pair vectors.
+
+    dE/dRij is minus the force of the pair (i, j) on j.
+    """
     (slope,) = torch.autograd.grad(energy, Rij)
     ones = torch.zeros(*Rij.shape[:3], 4, dtype=Rij.dtype, device=Rij.device)
     ones[..., 0] = 1
@@ -97,32 +97,33 @@ def test_force_and_virial_are_the_derivatives_of_the_energy(results, model):
     for types, list_neigh, Rij, energy, _, *forces in (tensors[:8] for tensors in results):
         leaf = Rij.clone().requires_grad_()
         far = leaf.where((list_neigh >= 0)[..., None], 2 * model.cutoff)
-        total = (
-            model.to(Rij.device)
-            .atom_energies(types, list_neigh, describe(far.permute(3, 0, 2, 1)))
-            .sum()
-        )
+        Ri = describe(far.permute(3, 0, 2, 1))
+        total = model.to(Rij.device).atom_energies(types, list_neigh, Ri).sum()
         assert_close(energy.sum(), total.detach())
-        for ours, expected in zip(forces, by_autograd(total, types, list_neigh, leaf), strict=True):
-            assert_close(ours, expected)
+        derivatives = by_autograd(total, types, list_neigh, leaf)
+        for result, expected in zip(forces, derivatives, strict=True):
+            assert_close(result, expected)
 
 
-def test_the_hosts_own_interaction_is_the_derivative_of_its_energy(results):
+def test_force_and_virials_of_the_core_repulsion_are_derivatives_of_its_energy(results):
+    """The host computes this repulsion, 900 / r^12, itself."""
     for types, list_neigh, Rij, *tensors in results:
         leaf = Rij.clone().requires_grad_()
         total = 0.5 * (900 / leaf.square().sum(-1) ** 6)[list_neigh >= 0].sum()
-        for ours, expected in zip(
-            tensors[5:], by_autograd(total, types, list_neigh, leaf), strict=True
-        ):
-            assert_close(ours, expected)
+        derivatives = by_autograd(total, types, list_neigh, leaf)
+        for result, expected in zip(tensors[5:], derivatives, strict=True):
+            assert_close(result, expected)
 
 
 def test_the_lists_of_the_host_are_those_of_its_crystal(results):
-    """Every ion has its 6 nearest neighbours, of the other kind, and each pair is there twice."""
+    """Each ion has 6 nearest neighbours, of the other kind. The list has each pair twice."""
     for types, list_neigh, Rij, *_ in results:
-        live, r = list_neigh >= 0, Rij.norm(dim=-1)
+        live = list_neigh >= 0
+        r = Rij.norm(dim=-1)
         near = live & (r < 3.3)
-        assert (near.sum(-1) == 6).all() and (r[live] < 4).all() and ghosts(types, list_neigh) > 0
+        assert (near.sum(-1) == 6).all()
+        assert (r[live] < 4).all()
+        assert ghosts(types, list_neigh) > 0
         natoms = list_neigh.shape[1]
         other = types[list_neigh.clamp(min=0)] != types[:natoms, None]
         assert other[near].all()
@@ -130,7 +131,7 @@ def test_the_lists_of_the_host_are_those_of_its_crystal(results):
     assert any((list_neigh < 0).any() for _, list_neigh, *_ in results)
 
 
-def test_what_the_host_prints_is_what_it_computed(ran, results):
+def test_the_host_prints_the_energies_that_it_computed(ran, results):
     rows = re.findall(r"(\d+) atoms, +(\d+) ghosts, +(\d+) slots: +(\S+) eV/atom", ran.stdout)
     for row, (types, list_neigh, _, energy, *_) in zip(rows, results, strict=True):
         natoms, slots = list_neigh.shape[1:]
@@ -147,8 +148,8 @@ def test_the_readme_shows_what_is_printed(ran):
         assert re.sub(r"\S+ from eager", "", line) in ran.stdout
 
 
-def test_nobody_warns_of_anything(ran):
-    """Looks for warnings of TorchScript's end, and of a CUDA toolkit on a machine without a GPU."""
+def test_no_tool_prints_a_warning(ran):
+    """Such as those about deprecated TorchScript, or about a missing CUDA toolkit."""
     assert not re.search("warning|No CUDA", ran.stderr, re.IGNORECASE), ran.stderr
 
 
@@ -156,13 +157,12 @@ def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
     needed = subprocess.run(
         ["ldd", build / "host"], env=ENVIRONMENT, capture_output=True, text=True
     ).stdout
-    assert "libtorch_cpu" in needed and not re.search(
-        r"libpython|libtorch_python|not found", needed
-    )
+    assert "libtorch_cpu" in needed
+    assert not re.search(r"libpython|libtorch_python|not found", needed)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the portable package is for x86-64")
-def test_the_portable_package_gives_the_same_without_an_instruction_beyond_avx2(ran, build):
+def test_the_portable_package_gives_the_same_and_has_no_instruction_beyond_avx2(ran, build):
     if not hasattr(config.cpp, "march"):
         pytest.skip(f"PyTorch {torch.__version__} always compiles for the processor it runs on")
     if not shutil.which("objdump"):
@@ -171,7 +171,7 @@ def test_the_portable_package_gives_the_same_without_an_instruction_beyond_avx2(
     def atoms(result):
         return re.findall(r"^ *\d+ atoms,.*", result.stdout, re.MULTILINE)
 
-    def beyond(package):
+    def registers_of_avx512(package):
         shutil.unpack_archive(package, f"{package}.d", "zip")
         (library,) = Path(f"{package}.d").rglob("*.so")
         code = subprocess.run(
@@ -179,9 +179,8 @@ def test_the_portable_package_gives_the_same_without_an_instruction_beyond_avx2(
         ).stdout
         return re.findall(r"%zmm|%k[0-7]|[xy]mm(?:1[6-9]|2[0-9]|3[01])", code)
 
-    assert atoms(make(build, "portable")) == atoms(ran) != []
-    assert not beyond(build / "portable" / "potential_cpu.pt2")
+    assert atoms(ran)
+    assert atoms(make(build, "portable")) == atoms(ran)
+    assert not registers_of_avx512(build / "portable" / "potential_cpu.pt2")
     if "avx512vl" in Path("/proc/cpuinfo").read_text() and (build / "potential_cpu.pt2").exists():
-        assert beyond(build / "potential_cpu.pt2"), (
-            "the native package uses what this processor has"
-        )
+        assert registers_of_avx512(build / "potential_cpu.pt2"), "the native package uses AVX-512"

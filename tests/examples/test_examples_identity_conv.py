@@ -1,5 +1,5 @@
-"""examples/identity_conv: the operator and the class wherever PyTorch takes one, and the packages
-in Python and C++."""
+"""examples/identity_conv: the operator and the class in PyTorch's modes, and the packages in Python
+and C++."""
 
 import copy
 import os
@@ -40,16 +40,10 @@ def example():
 
 @pytest.fixture(scope="module", params=DEVICES)
 def packages(request, example, tmp_path_factory):
-    """What export_compile.py prints, and the folder it leaves."""
+    """Return the output of export_compile.py, its folder and the device."""
     out = tmp_path_factory.mktemp("identity_conv")
-    command = [
-        sys.executable,
-        FOLDER / "export_compile.py",
-        "--out",
-        out,
-        "--device",
-        request.param,
-    ]
+    script = FOLDER / "export_compile.py"
+    command = [sys.executable, script, "--out", out, "--device", request.param]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
@@ -58,7 +52,8 @@ def packages(request, example, tmp_path_factory):
 
 
 def layouts(dtype, device):
-    """Contiguous, of no elements or dimensions, transposed, with gaps, expanded, channels last."""
+    """Yield tensors that are contiguous, without elements or dimensions, transposed, with gaps,
+    expanded, and channels last."""
     x = (10 * torch.randn(2, 3, 4, 5, device=device)).to(dtype)
     yield from [
         x,
@@ -77,7 +72,9 @@ def test_operator_and_class_give_a_copy_of_any_layout_and_dtype(example, device,
     for x in layouts(dtype, device):
         ops = torch.ops.my_ops
         for y in (ops.identity_conv_op(x), obj.forward(x), ops.identity_conv_object(obj, x)):
-            assert torch.equal(x, y) and y.dtype == x.dtype and y.stride() == x.clone().stride()
+            assert torch.equal(x, y)
+            assert y.dtype == x.dtype
+            assert y.stride() == x.clone().stride()
             assert x.numel() == 0 or y.data_ptr() != x.data_ptr()
 
 
@@ -92,7 +89,8 @@ def test_operator_passes_opcheck_and_has_the_gradient_of_a_copy(example, device)
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_the_kernel_runs_on_the_current_stream(example):
-    x, stream = torch.zeros(1 << 24, device="cuda"), torch.cuda.Stream()
+    x = torch.zeros(1 << 24, device="cuda")
+    stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(100_000_000)
@@ -126,18 +124,16 @@ for run in (exported.module(), torch.export.load(file).module(), compiled):
 """
 
 
-def test_an_operator_that_takes_the_object_exports_with_a_fake_in_python_and_not_without(example):
-    def run(before):
-        command = [sys.executable, "-c", EXPORT_WITH_AN_OBJECT.format(before)]
+def test_an_operator_that_takes_the_object_exports_only_with_a_fake_in_python(example):
+    def run(first_line):
+        command = [sys.executable, "-c", EXPORT_WITH_AN_OBJECT.format(first_line)]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         return subprocess.run(command, capture_output=True, text=True, env=environment)
 
     assert run("").stdout == 3 * "[[1.0, 2.0, 3.0]]\n"
-    without = run("torch.library.register_fake = lambda name: lambda function: function")
-    assert (
-        without.returncode
-        and "no kernel for Meta on my_ops::identity_conv_object" in without.stderr
-    )
+    without_fake = run("torch.library.register_fake = lambda name: lambda function: function")
+    assert without_fake.returncode
+    assert "no kernel for Meta on my_ops::identity_conv_object" in without_fake.stderr
 
 
 @pytest.mark.skipif(not cuda.find_toolkit()[0], reason="no nvcc for this PyTorch")
@@ -147,24 +143,24 @@ def test_the_cuda_source_builds_without_a_gpu():
         f"['{FOLDER}/identity_conv.cu']).path)"
     )
     environment = {"PYTHONPATH": str(ROOT), "CALCOPS_CUDA": "0", "TORCH_CUDA_ARCH_LIST": "9.0"}
-    # The project's own operators would be compiled anew for this architecture.
-    environment["CALCOPS_BUILD"] = "0"
+    environment["CALCOPS_BUILD"] = "0"  # do not compile the project's operators for 9.0
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     assert result.returncode == 0, result.stderr
     assert b"sm_90" in Path(result.stdout.strip()).read_bytes()
 
 
-def test_the_object_keeps_its_channels_when_it_is_copied_saved_and_scripted(example, tmp_path):
+def test_the_object_keeps_its_channels_when_copied_flattened_and_saved(example, tmp_path):
     obj = torch.classes.my_ops.IdentityConvClass(7)
-    assert obj.get_channels() == copy.deepcopy(obj).get_channels() == 7
+    assert obj.get_channels() == 7
+    assert copy.deepcopy(obj).get_channels() == 7
     assert obj.__obj_flatten__() == (("channels", 7),)
     torch.save(obj, tmp_path / "object.pt")
     assert torch.load(tmp_path / "object.pt", weights_only=False).get_channels() == 7
 
 
-def test_the_exported_graph_has_the_calls_of_the_document(packages):
-    graph = packages[0]
+def test_the_exported_graph_calls_the_operator_and_the_object(packages):
+    graph, _, _ = packages
     calls = re.findall(
         r"%(\w+) : .*call_function\[target=torch\.ops\.([\w.]+)\]\(args = \((.+)\), kwargs", graph
     )
@@ -181,25 +177,24 @@ def test_the_exported_graph_has_the_calls_of_the_document(packages):
     ]
 
 
-def test_every_way_to_run_the_model_gives_what_went_in(packages, example):
+def test_every_way_to_run_the_model_gives_identical_results(packages, example):
     out, _, device = packages
     assert "eager, deepcopy, torch.compile, export, saved and loaded: identical" in out
     shapes = ", ".join(f"[{batch}, 3, 224, 224] identical" for batch in (1, 2, 5))
     portable = hasattr(example.config.cpp, "march") and platform.machine() == "x86_64"
-    for name in ("native.pt2", "portable.pt2")[: 1 + portable]:
+    for name in ["native.pt2"] + portable * ["portable.pt2"]:
         assert out.count(f"{name} on {device}: {shapes}\n") == 2, "once in Python, once in C++"
 
 
 def test_program_and_library_need_neither_python_nor_a_search_path(packages, example):
     _, out, _ = packages
-    environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
+    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     for file in (out / "run_inference", example.custom_ops.library):
         needed = subprocess.run(
             ["ldd", file], capture_output=True, text=True, env=environment
         ).stdout
-        assert "libtorch_cpu.so" in needed and not re.search(
-            r"libpython|libtorch_python|not found", needed
-        )
+        assert "libtorch_cpu.so" in needed
+        assert not re.search(r"libpython|libtorch_python|not found", needed)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the portable package is for x86-64")
@@ -210,21 +205,20 @@ def test_the_portable_package_has_no_instruction_beyond_avx2(packages, example):
         pytest.skip("no objdump")
     _, out, _ = packages
 
-    def beyond(package):
+    def registers_of_avx512(package):
         shutil.unpack_archive(out / package, out / f"{package}.d", "zip")
         (library,) = (out / f"{package}.d").rglob("*.so")
-        return re.findall(
-            "%zmm|%k[0-7]|[xy]mm(?:1[6-9]|2[0-9]|3[01])",
-            subprocess.getoutput(f"objdump -d {library}"),
-        )
+        code = subprocess.getoutput(f"objdump -d {library}")
+        return re.findall("%zmm|%k[0-7]|[xy]mm(?:1[6-9]|2[0-9]|3[01])", code)
 
-    assert not beyond("portable.pt2")
+    assert not registers_of_avx512("portable.pt2")
     if "avx512vl" in Path("/proc/cpuinfo").read_text():
-        assert beyond("native.pt2"), "the native package uses what this processor has"
+        assert registers_of_avx512("native.pt2"), "the native package uses AVX-512"
 
 
-def test_the_package_without_the_library_says_what_is_missing(packages):
+def test_loading_the_package_without_the_library_names_the_missing_class(packages):
     _, out, _ = packages
     script = f"import torch; torch._inductor.aoti_load_package('{out}/native.pt2')"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.returncode and "IdentityConvClass" in result.stderr
+    assert result.returncode
+    assert "IdentityConvClass" in result.stderr

@@ -25,7 +25,7 @@ def operator(kernels, monkeypatch):
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.half, torch.float32, torch.int64, torch.complex128]
 )
-def test_a_copy_of_any_layout_and_dtype(kernels, operator, dtype):
+def test_the_kernel_copies_any_layout_and_dtype(kernels, operator, dtype):
     x = (10 * torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))).to(dtype)
     layouts = [
         x,
@@ -40,7 +40,7 @@ def test_a_copy_of_any_layout_and_dtype(kernels, operator, dtype):
         same_bits(kernels(operator, layout), [layout])
 
 
-def test_more_elements_than_a_grid_has_threads(kernels, operator):
+def test_the_kernel_copies_more_elements_than_a_grid_has_threads(kernels, operator):
     x = torch.arange(2**8 * 65535 + 3, dtype=torch.int32).to(torch.uint8)
     if kernels.emulated:
         x = x[:70_000]

@@ -1,5 +1,5 @@
-"""examples/lammps: a committee of models moves atoms by its first and tells how far the others
-deviate."""
+"""examples/lammps: the first model of a committee moves the atoms, and LAMMPS gets the deviations
+of all models."""
 
 import ast
 import importlib.util
@@ -44,8 +44,9 @@ def dump(name, columns):
 
 
 def forces_and_virials(lammps, ranks=1, style=ALONE):
-    """Of each model by itself, [models, N, 3] and [models, 9]."""
-    forces, virials = [], []
+    """Return the forces [models, N, 3] and virials [models, 9] of each model alone."""
+    forces = []
+    virials = []
     for name in MODELS:
         script = SYSTEM + style.format(f"{name}.pt") + dump("alone", "fx fy fz")
         script += "compute w all pressure NULL virial\n" + THERMO.format("vol c_w[*]") + "run 0\n"
@@ -59,71 +60,61 @@ def forces_and_virials(lammps, ranks=1, style=ALONE):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("style", [ALONE, HYBRID], ids=["alone", "hybrid"])
 def test_the_deviations_are_those_of_the_definition(lammps, style, ranks):
-    """In a hybrid style the forces of the other style are in all that is compared, and deviate by
-    nothing."""
+    """In a hybrid style, the forces of the other style are the same for all models."""
     forces, virials = forces_and_virials(lammps, ranks, style)
-    script = (
-        SYSTEM + style.format("a.pt b.pt c.pt") + DEVIATION + dump("devi", "type fx fy fz f_atoms")
-    )
-    found = tables(lammps(script + THERMO.format(COLUMNS) + "run 0\n", ranks))[0][0, 2:]
+    script = SYSTEM + style.format("a.pt b.pt c.pt") + DEVIATION
+    script += dump("devi", "type fx fy fz f_atoms") + THERMO.format(COLUMNS) + "run 0\n"
+    _, _, *deviations = tables(lammps(script, ranks))[0][0]
     type, *force, deviation = np.loadtxt(lammps.folder / "devi", skiprows=9)[:, 1:].T
     assert 0.2 < (type == 2).mean() < 0.4
-    counted = (type == 1) | (style == ALONE)
-    of_atoms = np.linalg.norm(np.std(forces, axis=0), axis=-1)[counted]
-    of_virial = np.std(virials, axis=0) / counted.sum()
+    is_of_models = (type == 1) | (style == ALONE)
+    of_atoms = np.linalg.norm(np.std(forces, axis=0), axis=-1)[is_of_models]
+    of_virial = np.std(virials, axis=0) / is_of_models.sum()
     assert of_atoms.min() < 0.5 * of_atoms.max()
     assert difference(np.array(force).T, forces[0]) <= 1e-12
-    assert difference(deviation[counted], of_atoms) <= 1e-12 and not deviation[~counted].any()
+    assert difference(deviation[is_of_models], of_atoms) <= 1e-12
+    assert not deviation[~is_of_models].any()
     expected = [of_virial.max(), of_virial.min(), np.linalg.norm(of_virial) / 3]
-    np.testing.assert_allclose(found[:3], expected, rtol=1e-9)
-    np.testing.assert_allclose(
-        found[3:], [of_atoms.max(), of_atoms.min(), of_atoms.mean()], rtol=1e-11
-    )
+    np.testing.assert_allclose(deviations[:3], expected, rtol=1e-9)
+    expected = [of_atoms.max(), of_atoms.min(), of_atoms.mean()]
+    np.testing.assert_allclose(deviations[3:], expected, rtol=1e-11)
 
 
-def test_they_are_deepmd_kits_numbers(lammps):
-    """By its own functions, without the packages that it imports."""
-    folder = importlib.util.find_spec("deepmd")
-    if not folder:
+def test_the_deviations_are_those_of_deepmd_kit(lammps):
+    """Only deepmd-kit's two functions are executed, without its imports."""
+    package = importlib.util.find_spec("deepmd")
+    if not package:
         pytest.skip("deepmd-kit is not installed: make bench")
-    tree = ast.parse(Path(folder.origin).with_name("infer").joinpath("model_devi.py").read_text())
-    wanted = "calc_model_devi_f", "calc_model_devi_v"
-    tree.body = [f for f in tree.body if getattr(f, "name", "") in wanted and not f.decorator_list]
+    tree = ast.parse(Path(package.origin).with_name("infer").joinpath("model_devi.py").read_text())
+    names = "calc_model_devi_f", "calc_model_devi_v"
+    tree.body = [f for f in tree.body if getattr(f, "name", "") in names and not f.decorator_list]
     model_devi = {"np": np}
     exec(compile(tree, "model_devi.py", "exec"), model_devi)
     forces, virials = forces_and_virials(lammps)
     virials /= len(forces[0])
-    found = tables(lammps(SYSTEM + COMMITTEE + DEVIATION + THERMO.format(COLUMNS) + "run 0\n"))[0][
-        0, 2:
-    ]
-    theirs = [
+    script = SYSTEM + COMMITTEE + DEVIATION + THERMO.format(COLUMNS) + "run 0\n"
+    _, _, *deviations = tables(lammps(script))[0][0]
+    expected = [
         *model_devi["calc_model_devi_v"](virials[:, None]),
         *model_devi["calc_model_devi_f"](forces[:, None]),
     ]
-    np.testing.assert_allclose(found, np.concatenate(theirs), rtol=1e-9)
+    np.testing.assert_allclose(deviations, np.concatenate(expected), rtol=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_first_model_moves_the_atoms_and_a_fix_sees_every_step(lammps, ranks):
+def test_the_first_model_moves_the_atoms_and_a_fix_gets_the_deviations_of_each_step(lammps, ranks):
     run = "velocity all create 1.44 87287 loop geom\nfix nve all nve\nthermo 5\nrun 10\n"
     alone = tables(lammps(SYSTEM + ALONE.format("a.pt") + THERMO.format("etotal") + run, ranks))[0]
-    script = (
-        SYSTEM
-        + COMMITTEE
-        + DEVIATION
-        + dump("devi", "f_atoms")
-        + THERMO.format("etotal c_devi[9]")
-        + run
-    )
-    found = tables(lammps(script, ranks))[0]
-    np.testing.assert_array_equal(found[:, :3], alone)
-    written = re.findall(r"^\d+ (\S+) *$", (lammps.folder / "devi").read_text(), re.MULTILINE)
-    largest = np.array(written, float).reshape(11, -1).max(1)
+    script = SYSTEM + COMMITTEE + DEVIATION + dump("devi", "f_atoms")
+    table = tables(lammps(script + THERMO.format("etotal c_devi[9]") + run, ranks))[0]
+    np.testing.assert_array_equal(table[:, :3], alone)
+    deviations = re.findall(r"^\d+ (\S+) *$", (lammps.folder / "devi").read_text(), re.MULTILINE)
+    largest = np.array(deviations, float).reshape(11, -1).max(1)  # of the 11 steps
     assert len(np.unique(largest)) == 11
-    np.testing.assert_array_equal(largest[::5], found[:, 3])
+    np.testing.assert_array_equal(largest[::5], table[:, 3])
 
 
-def test_a_run_stops_where_they_deviate_too_far(lammps):
+def test_fix_halt_ends_a_run_when_the_deviation_exceeds_a_limit(lammps):
     script = SYSTEM + COMMITTEE + DEVIATION.partition("fix")[0] + "variable devi equal c_devi[9]\n"
     script += (
         "fix nve all nve\nvelocity all create 20 87287\n"
@@ -131,13 +122,13 @@ def test_a_run_stops_where_they_deviate_too_far(lammps):
     )
     script += THERMO.format("v_devi") + "run 100\n"
     start = tables(lammps(script.replace("LIMIT", "1e9")))[0]
-    assert len(start) == 2 and start[0, 2] < start[1, 2]
-    limit = (start[0, 2] + start[1, 2]) / 2
+    first, last = start[:, 2]
+    assert first < last
+    limit = (first + last) / 2
     printed = lammps(script.replace("LIMIT", str(limit)))
-    step, value = re.search(
-        r"halt condition .* met on step (\d+) with value (\S+)", printed
-    ).groups()
-    assert 0 < int(step) < 100 and float(value) > limit
+    halt = re.search(r"halt condition .* met on step (\d+) with value (\S+)", printed)
+    assert 0 < int(halt[1]) < 100
+    assert float(halt[2]) > limit
 
 
 @pytest.mark.parametrize(
@@ -148,10 +139,9 @@ def test_a_run_stops_where_they_deviate_too_far(lammps):
         ("a.pt absent.pt", "absent.pt: cannot be read"),
     ],
 )
-def test_models_that_do_not_belong_together_are_refused(lammps, files, message):
-    printed = lammps(
-        SYSTEM + f"pair_style calcops {files}\npair_coeff * * X X\nrun 0\n", fails=True
-    )
+def test_models_with_different_cutoffs_or_types_are_refused(lammps, files, message):
+    script = SYSTEM + f"pair_style calcops {files}\npair_coeff * * X X\nrun 0\n"
+    printed = lammps(script, fails=True)
     assert f"Pair style calcops: {message}" in re.sub(r"\s+", " ", printed)
 
 

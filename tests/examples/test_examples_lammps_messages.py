@@ -1,5 +1,5 @@
-"""examples/lammps: a model that passes messages is the same on any number of ranks as on the
-periodic graph."""
+"""examples/lammps: a model that passes messages gives the results of the periodic graph, on any
+number of ranks."""
 
 import itertools
 import os
@@ -28,7 +28,7 @@ ATOMS += (
 )
 SYSTEMS = {
     "block": ATOMS.format("", "block 0 4 0 4 0 3"),
-    # 1.7 sigma: an atom is a neighbour of its own images.
+    # 1.7 sigma wide: an atom is a neighbour of its own images.
     "small": ATOMS.format("", "block 0 1 0 2 0 1"),
     "tilted": ATOMS.format("", "prism 0 4 0 4 0 4 0.9 -0.7 0.4"),
     "surface": ATOMS.format("boundary p p f", "block 0 3 0 3 0 8").replace(
@@ -37,7 +37,7 @@ SYSTEMS = {
     # Of 4 ranks 2 have no atoms.
     + "region gas block INF INF INF INF 3.2 INF\ndelete_atoms region gas\n",
 }
-for name in SYSTEMS:  # on any number of ranks the same
+for name in SYSTEMS:  # so that an atom has the same id on any number of ranks
     SYSTEMS[name] += "reset_atoms id sort yes\n"
 SYSTEMS["small"] += "neighbor 0.3 nsq\n"
 SKIN = 0.3
@@ -62,7 +62,7 @@ def lammps(tmp_path_factory, modules):
     for layers, module in modules.items():
         save(module, folder / f"messages{layers}.pt", layers=layers, **ABOUT)
     save(Messages(2, CUTOFF, 2, seed=7), folder / "other.pt", layers=2, **ABOUT)
-    # With the order of edges as for a GPU.
+    # With the input edge_order, like a package for a GPU.
     save(modules[2], folder / "messages2.pt2", layers=2, edge_order=True, **ABOUT)
     return Lammps(folder)
 
@@ -79,34 +79,37 @@ CELL += "thermo_modify norm no format float %.17g\n"
 
 
 def expected(module, types, x, cell, periodic):
-    """Energy, six of the pressure's tensor, and of each atom: force, energy, six and nine of its
-    virial, all from autograd on the graph whose nodes are the atoms of the cell."""
+    """Return energy, pressure [6] and atoms [n, 19] by autograd on the graph of the cell's atoms.
+
+    The columns of an atom are force, energy, six components of its virial, and all nine.
+    """
     x = torch.from_numpy(x)
     cell = torch.from_numpy(cell)
     heights = cell.det().abs() / torch.stack(
         [torch.linalg.cross(cell[i - 2], cell[i - 1]).norm() for i in range(3)]
     )
     images = [int(np.ceil(CUTOFF / h)) + 1 if p else 0 for h, p in zip(heights.tolist(), periodic)]
-    edges, shifts = [], []
+    edges = []
+    shifts = []
     for image in itertools.product(*(range(-n, n + 1) for n in images)):
         shift = torch.tensor(image, dtype=torch.float64) @ cell
         r = (x + shift - x[:, None]).norm(dim=-1)
-        found = ((r < CUTOFF) & (r > 0)).nonzero().T
-        edges.append(found)
-        shifts.append(shift.expand(found.shape[1], 3))
-    edges, shifts = torch.cat(edges, 1), torch.cat(shifts)
-    leaf, strain = (
-        x.clone().requires_grad_(),
-        torch.zeros(3, 3, dtype=torch.float64, requires_grad=True),
-    )
-    vectors = leaf[edges[1]] - leaf[edges[0]] + shifts
+        pairs = ((r < CUTOFF) & (r > 0)).nonzero().T
+        edges.append(pairs)
+        shifts.append(shift.expand(pairs.shape[1], 3))
+    edges = torch.cat(edges, 1)
+    leaf = x.clone().requires_grad_()
+    strain = torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
+    vectors = leaf[edges[1]] - leaf[edges[0]] + torch.cat(shifts)
     vectors = vectors + vectors @ strain
     energies = module(torch.from_numpy(types), edges, vectors, len(x))
     minus_force, minus_virial, slope = torch.autograd.grad(energies.sum(), (leaf, strain, vectors))
     W = torch.zeros(len(x), 3, 3, dtype=torch.float64)
     W.index_add_(0, edges[1], -slope[:, :, None] * vectors.detach()[:, None, :])
-    six, nine = [(0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2)], [(1, 0), (2, 0), (2, 1)]
-    virials = -torch.stack([W[:, b, a] for a, b in six + six + nine], -1)
+    # LAMMPS's order of components: six, and nine, which begin with the six.
+    six = [(0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2)]
+    nine = [*six, (1, 0), (2, 0), (2, 1)]
+    virials = -torch.stack([W[:, b, a] for a, b in six + nine], -1)
     pressure = -torch.stack([minus_virial[a, b] for a, b in six]) / cell.det()
     atoms = torch.cat([-minus_force, energies.detach()[:, None], virials], 1)
     return energies.sum().item(), pressure.numpy(), atoms.numpy()
@@ -119,22 +122,22 @@ def compare(module, table, dumped, periodic=(1, 1, 1), tolerance=1e-12):
     energy, pressure, atoms = expected(module, types, dumped[:, 2:5], cell, periodic)
     assert abs(table[1] - energy) <= tolerance * abs(energy)
     assert difference(table[2:8], pressure) <= tolerance
-    for columns in (slice(0, 3), slice(3, 4), slice(4, 10), slice(10, 19)):
+    force, energy, stress, centroid_stress = slice(0, 3), slice(3, 4), slice(4, 10), slice(10, 19)
+    for columns in (force, energy, stress, centroid_stress):
         assert difference(dumped[:, 5:][:, columns], atoms[:, columns]) <= tolerance
     assert np.abs(atoms[:, :3]).max() > 1
 
 
-def farthest(ours, theirs):
-    """Relative to the largest of a column."""
-    return (np.abs(ours - theirs).max(0) / np.abs(theirs).max(0)).max()
+def farthest(results, expected):
+    """Return the largest difference, relative to the largest expected value of its column."""
+    return (np.abs(results - expected).max(0) / np.abs(expected).max(0)).max()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_all_numbers_are_those_of_the_periodic_graph(lammps, modules, ranks):
-    script, cases = (
-        "",
-        [(name, layers, ".pt") for name in SYSTEMS for layers in modules] + [("tilted", 2, ".pt2")],
-    )
+def test_all_results_are_those_of_the_periodic_graph(lammps, modules, ranks):
+    cases = [(name, layers, ".pt") for name, layers in itertools.product(SYSTEMS, modules)]
+    cases.append(("tilted", 2, ".pt2"))
+    script = ""
     for name, layers, ending in cases:
         script += f"clear\n{SYSTEMS[name]}{style(layers, ending)}{COMPUTES}{CELL}"
         script += f"{DUMP.format(f'{name}{layers}{ending}.{ranks}')}run 0\n"
@@ -149,21 +152,13 @@ def test_all_numbers_are_those_of_the_periodic_graph(lammps, modules, ranks):
 def test_a_run_is_the_same_on_any_number_of_ranks_and_threads(
     lammps, modules, name, layers, ending
 ):
-    """Atoms move into the skin, out of it and to other ranks. Rounding grows tenfold in as many
-    steps as these."""
+    """Atoms move into the skin, out of it, and to other ranks. In 40 steps, rounding errors grow
+    tenfold."""
 
     def run(ranks, threads=1, more=""):
         dump = DUMP.format("run").replace("1000", "40")
-        script = (
-            SYSTEMS[name]
-            + style(layers, ending)
-            + COMPUTES
-            + CELL
-            + dump
-            + RUN
-            + more
-            + "thermo 10\nrun 40\n"
-        )
+        script = SYSTEMS[name] + style(layers, ending) + COMPUTES + CELL + dump
+        script += RUN + more + "thermo 10\nrun 40\n"
         printed = lammps(script, ranks, threads)
         assert int(re.search(r"Neighbor list builds = (\d+)", printed)[1]) > 3
         assert "Dangerous builds = 0" in printed
@@ -183,24 +178,22 @@ def test_a_run_is_the_same_on_any_number_of_ranks_and_threads(
 
 
 @pytest.mark.parametrize("comm", ["", "comm_modify cutoff 3.5\n", "comm_modify cutoff 3.69999\n"])
-def test_too_few_ghosts_are_refused_with_the_line_that_is_missing(lammps, comm):
+def test_too_few_ghosts_are_refused_with_the_missing_comm_modify(lammps, comm):
     got = comm.split()[-1] if comm else "2"
-    printed = lammps(
-        SYSTEMS["block"] + style(2).partition("\n")[2] + comm + "run 0\n", 2, fails=True
-    )
+    _, _, pair_lines = style(2).partition("\n")  # without comm_modify
+    printed = lammps(SYSTEMS["block"] + pair_lines + comm + "run 0\n", 2, fails=True)
     message = (
         "expected comm_modify cutoff 3.7 or more, 2 layers of cutoff 1.7 and the "
         f"skin 0.3, got {got}"
     )
     assert f"Pair style calcops: {message}" in re.sub(r"\s+", " ", printed)
-    # A style with a longer cutoff brings the ghosts, too.
-    hybrid = style(2).partition("\n")[2].replace("calcops", "hybrid/overlay zero 3.4 calcops")
-    lammps(
-        SYSTEMS["block"]
-        + hybrid.replace("coeff * *", "coeff * * calcops")
-        + "pair_coeff * * zero\nrun 0\n",
-        2,
-    )
+
+
+def test_another_style_with_a_longer_cutoff_gives_enough_ghosts(lammps):
+    _, _, pair_lines = style(2).partition("\n")
+    hybrid = pair_lines.replace("calcops", "hybrid/overlay zero 3.4 calcops")
+    hybrid = hybrid.replace("coeff * *", "coeff * * calcops") + "pair_coeff * * zero\n"
+    lammps(SYSTEMS["block"] + hybrid + "run 0\n", 2)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +214,7 @@ def test_too_few_ghosts_are_refused_with_the_line_that_is_missing(lammps, comm):
         ),
     ],
 )
-def test_what_cannot_be_run_is_refused(lammps, script, message):
+def test_scripts_that_cannot_run_are_refused_with_the_reason(lammps, script, message):
     first, rest = (script, "") if script.startswith("newton") else ("", script)
     printed = lammps(first + SYSTEMS["block"] + style(2) + rest + "run 0\n", fails=True)
     assert message in re.sub(r"\s+", " ", printed)
@@ -234,30 +227,31 @@ def test_atoms_of_another_style_pass_no_messages(lammps, modules, ranks):
     script = SYSTEMS["tilted"] + hybrid + COMPUTES + CELL + DUMP.format("hybrid") + "run 0\n"
     table = tables(lammps(script, ranks))[0]
     dumped = np.loadtxt(lammps.folder / "hybrid", skiprows=9)
-    ours = dumped[:, 1] == 1
-    assert 0.2 < ours.mean() < 0.8 and not dumped[~ours, 5:].any()
-    compare(modules[3], table[0], dumped[ours])
+    is_of_model = dumped[:, 1] == 1
+    assert 0.2 < is_of_model.mean() < 0.8
+    assert not dumped[~is_of_model, 5:].any()
+    compare(modules[3], table[0], dumped[is_of_model])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_committee_deviates_by_the_forces_of_each(lammps, ranks):
-    found = {}
+def test_the_deviation_of_a_committee_is_that_of_its_models_forces(lammps, ranks):
+    results = {}
     for files in ("messages2.pt", "other.pt", "messages2.pt other.pt"):
         script = SYSTEMS["tilted"] + style(2).replace("messages2.pt", files) + COMPUTES
-        script += "compute devi all pair calcops\n" * (" " in files) + DUMP.format("committee")
-        script += (
-            THERMO.replace("press", "press c_devi[9]" if " " in files else "press") + "run 0\n"
-        )
-        table = tables(lammps(script, ranks))[0]
-        found[files] = table, np.loadtxt(lammps.folder / "committee", skiprows=9)
-    (_, first), (_, second), (table, both) = found.values()
+        thermo = THERMO
+        if " " in files:  # a committee
+            script += "compute devi all pair calcops\n"
+            thermo = THERMO.replace("press", "press c_devi[9]")
+        table = tables(lammps(script + DUMP.format("committee") + thermo + "run 0\n", ranks))[0]
+        results[files] = table, np.loadtxt(lammps.folder / "committee", skiprows=9)
+    (_, first), (_, second), (table, both) = results.values()
     assert farthest(both, first) <= 1e-12
     largest = np.linalg.norm(first[:, 5:8] - second[:, 5:8], axis=1).max() / 2
     assert table[0, -1] == pytest.approx(largest, rel=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_bonded_atoms_count_fully_or_are_refused(lammps, ranks):
+def test_bonded_atoms_are_refused_unless_special_bonds_gives_them_full_weight(lammps, ranks):
     bonded = re.sub(
         "(create_box 2 box)",
         r"\1 bond/types 1 extra/bond/per/atom 12 extra/special/per/atom 99",
@@ -277,8 +271,8 @@ def test_bonded_atoms_count_fully_or_are_refused(lammps, ranks):
 
 SEVENNET = FOLDER.parent / "graph_potential"
 PYTHON = FOLDER.parent.parent / "build" / "graph_potential" / "bin" / "python"
-# SevenNet's own graph, forces and stress; its one-hot code asks for float32 whatever the weights
-# are.
+# Computes forces, energies and stress with SevenNet's own graph. Tensor.float is replaced, because
+# its one-hot code calls it whatever the dtype of the weights is.
 OWN_NUMBERS = """
 import sys, numpy, torch, sevenn._keys as KEY
 from ase import Atoms
@@ -302,16 +296,16 @@ numpy.savetxt("own.pressure", found[KEY.PRED_STRESS].detach().numpy())
 
 @pytest.mark.long
 @pytest.mark.skipif(not PYTHON.exists(), reason="SevenNet is not installed: make graph-potential")
-def test_a_pretrained_sevennet_gives_its_own_numbers_on_any_number_of_ranks(lammps):
-    """Five layers of 5 A: 26 A of ghosts around a rod of salt, whose period is 45 A."""
+def test_a_pretrained_sevennet_gives_its_own_results_on_any_number_of_ranks(lammps):
+    """Its five layers of 5 A need 26 A of ghosts, around a rod of salt with a period of 45 A."""
     environment = os.environ | {"PYTHONPATH": str(FOLDER.parent.parent), "OMP_NUM_THREADS": "1"}
 
     def python(*arguments):
         command = [PYTHON, "-W", "ignore", *arguments]
-        found = subprocess.run(
+        run = subprocess.run(
             command, cwd=lammps.folder, env=environment, capture_output=True, text=True
         )
-        assert found.returncode == 0, found.stderr
+        assert run.returncode == 0, run.stderr
 
     python(SEVENNET / "package_sevennet.py", "7net-0", lammps.folder / "7net-0.pt")
     script = (
@@ -343,10 +337,8 @@ def test_a_pretrained_sevennet_gives_its_own_numbers_on_any_number_of_ranks(lamm
         for frame, row in zip((first, last), table):
             (lammps.folder / "frame").write_text("\n" + frame.lstrip("\n"))
             python("-c", OWN_NUMBERS, "frame", "45.12", "40", "40")
-            dumped, own = (
-                np.loadtxt(lammps.folder / "frame", skiprows=9),
-                np.loadtxt(lammps.folder / "own"),
-            )
+            dumped = np.loadtxt(lammps.folder / "frame", skiprows=9)
+            own = np.loadtxt(lammps.folder / "own")
             assert farthest(dumped[:, 5:9], own) <= 1e-12
             assert row[1] == pytest.approx(own[:, 3].sum(), rel=1e-12)
             pressure = np.loadtxt(lammps.folder / "own.pressure")[[0, 1, 2, 3, 5, 4]] * 1.6021765e6

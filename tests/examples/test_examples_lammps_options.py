@@ -1,5 +1,4 @@
-"""examples/lammps: an option of LAMMPS does for a model what it does for LAMMPS's own styles, or it
-is refused."""
+"""examples/lammps: options of LAMMPS act on a model as on LAMMPS's own styles, or are refused."""
 
 import re
 
@@ -26,34 +25,34 @@ def lammps(tmp_path_factory):
 
 
 def refusal(lammps, script, ranks=1):
-    # A rank that aborts takes the others down, and on a busy machine mpiexec may end before it has
-    # passed its words on.
+    """Return the error message of the pair style."""
+    # A rank that aborts ends the others. On a busy machine, mpiexec may end before it has printed
+    # the rank's output.
     for _ in range(3):
-        if found := re.search(
-            r"ERROR.*(Pair style calcops: .*)", lammps(script, ranks, fails=True)
-        ):
-            return found[1]
-    raise AssertionError("no word of the reason")
+        error = re.search(r"ERROR.*(Pair style calcops: .*)", lammps(script, ranks, fails=True))
+        if error:
+            return error[1]
+    raise AssertionError("LAMMPS printed no error of the pair style")
 
 
-@pytest.mark.parametrize("option, changed", [("tail", 4), ("shift", 2)])  # pressure, energy
-def test_a_tail_or_a_shift_that_the_model_has_not_is_refused(lammps, option, changed):
+# The option, and the column of the thermo output that it changes: pressure or energy.
+@pytest.mark.parametrize("option, column", [("tail", 4), ("shift", 2)])
+def test_pair_modify_tail_or_shift_is_refused(lammps, option, column):
     plain, with_option = tables(lammps(f"{MELT}{OWN}{ZERO}pair_modify {option} yes\n{ZERO}"))
-    assert abs(with_option[0, changed] / plain[0, changed] - 1) > 0.02, "so it must not be ignored"
-    assert f"expected pair_modify {option} no" in refusal(
-        lammps, f"{MELT}{OURS}pair_modify {option} yes\nrun 0\n"
-    )
+    assert abs(with_option[0, column] / plain[0, column] - 1) > 0.02, "the option has no effect"
+    script = f"{MELT}{OURS}pair_modify {option} yes\nrun 0\n"
+    assert f"expected pair_modify {option} no" in refusal(lammps, script)
     hybrid = (
         "pair_style hybrid/overlay calcops lj.pt zero 2.5\npair_coeff * * calcops X\n"
         "pair_coeff * * zero\n"
     )
     script = MELT + hybrid + f"pair_modify pair calcops {option} yes\nrun 0\n"
     assert f"expected pair_modify {option} no" in refusal(lammps, script)
-    ours = tables(lammps(f"{MELT}{OURS}pair_modify {option} no\n{ZERO}"))[0]
-    assert difference(ours, plain) <= 1e-12
+    table = tables(lammps(f"{MELT}{OURS}pair_modify {option} no\n{ZERO}"))[0]
+    assert difference(table, plain) <= 1e-12
 
 
-# A melt whose atoms of the left half are bonded to their neighbours.
+# A melt in whose left half neighbouring atoms are bonded.
 BONDED = re.sub(r"atom_style.*", "atom_style bond", MELT)
 BONDED = re.sub(
     r"create_box.*",
@@ -68,41 +67,40 @@ BOTH = OURS.replace("X\n", "X X\n")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_bonded_pairs_count_fully_or_are_refused(lammps, ranks):
-    assert "expected special_bonds lj 1 1 1 for bonded atoms" in refusal(
-        lammps, BONDED + BONDS + BOTH + "special_bonds lj/coul 0 0 0\nrun 0\n", ranks
-    )
-    assert "got 1 0.5 1" in refusal(
-        lammps, BONDED + BONDS + BOTH + "special_bonds lj/coul 1 0.5 1\nrun 0\n", ranks
-    )
+def test_bonded_atoms_are_refused_unless_special_bonds_gives_them_full_weight(lammps, ranks):
+    script = BONDED + BONDS + BOTH
+    message = refusal(lammps, script + "special_bonds lj/coul 0 0 0\nrun 0\n", ranks)
+    assert "expected special_bonds lj 1 1 1 for bonded atoms" in message
+    message = refusal(lammps, script + "special_bonds lj/coul 1 0.5 1\nrun 0\n", ranks)
+    assert "got 1 0.5 1" in message
 
     weighted = f"special_bonds lj/coul 1 0.5 1\n{ZERO}special_bonds lj/coul 0 0 0\n{ZERO}"
     full = f"special_bonds lj 1 1 1 coul 0 0 0.5\n{ZERO}"
     own = tables(lammps(f"{BONDED}{BONDS}{OWN}{full}{weighted}", ranks))
-    assert len({round(table[0, 2], 3) for table in own}) == 3, "so weights must not be ignored"
-    assert difference(tables(lammps(BONDED + BONDS + BOTH + full, ranks))[0], own[0]) <= 1e-12
+    assert len({round(table[0, 2], 3) for table in own}) == 3, "the weights have no effect"
+    assert difference(tables(lammps(script + full, ranks))[0], own[0]) <= 1e-12
 
 
-def test_weights_of_bonds_that_do_not_exist_matter_to_nobody(lammps):
-    own, ours = (
+def test_special_bonds_has_no_effect_without_bonds(lammps):
+    expected, table = (
         tables(lammps(f"{BONDED}{style}special_bonds lj/coul 0 0 0\n{ZERO}"))[0]
         for style in (OWN, BOTH)
     )
-    assert difference(ours, own) <= 1e-12
+    assert difference(table, expected) <= 1e-12
 
 
-def test_bonds_among_atoms_that_the_model_does_not_see_are_left_to_their_style(lammps):
+def test_bonds_between_atoms_of_another_style_may_have_any_weight(lammps):
     weights = "special_bonds lj/coul 0 0.5 1\n"
-    ours = "pair_style hybrid calcops lj.pt lj/cut 2.5\npair_coeff * * calcops X NULL\n"
-    ours += "pair_coeff 1 2 lj/cut 1 1\npair_coeff 2 2 lj/cut 1 1\n"
-    tables_of = [
-        tables(lammps(BONDED + BONDS + style + weights + ZERO))[0] for style in (OWN, ours)
-    ]
-    assert difference(tables_of[1], tables_of[0]) <= 1e-12
+    hybrid = "pair_style hybrid calcops lj.pt lj/cut 2.5\npair_coeff * * calcops X NULL\n"
+    hybrid += "pair_coeff 1 2 lj/cut 1 1\npair_coeff 2 2 lj/cut 1 1\n"
+    expected, table = (
+        tables(lammps(BONDED + BONDS + style + weights + ZERO))[0] for style in (OWN, hybrid)
+    )
+    assert difference(table, expected) <= 1e-12
 
 
-def test_a_hybrid_style_may_give_the_model_weights_of_its_own(lammps):
-    """LAMMPS keeps pairs in the list whose weight is not 0 but nearly so."""
+def test_pair_modify_special_of_a_hybrid_style_gives_the_model_full_weights(lammps):
+    """The general weights are 1e-50: with 0, LAMMPS would leave the pairs out of the list."""
     own = (
         "pair_style hybrid/overlay lj/cut 2.5 lj/cut 2.5\n"
         "pair_coeff * * lj/cut 1 1 1\npair_coeff * * lj/cut 2 1 1\n"
@@ -111,14 +109,12 @@ def test_a_hybrid_style_may_give_the_model_weights_of_its_own(lammps):
         "pair_style hybrid/overlay calcops lj.pt lj/cut 2.5\n"
         "pair_coeff * * calcops X X\npair_coeff * * lj/cut 1 1\n"
     )
-    weights, special = "special_bonds lj/coul 1e-50 1e-50 1\n", "special lj/coul 1 1 1\n"
-    expected = tables(
-        lammps(f"{BONDED}{BONDS}{own}{weights}pair_modify pair lj/cut 1 {special}{ZERO}")
-    )[0]
-    found = tables(
-        lammps(f"{BONDED}{BONDS}{ours}{weights}pair_modify pair calcops {special}{ZERO}")
-    )[0]
-    assert difference(found, expected) <= 1e-12
+    weights = "special_bonds lj/coul 1e-50 1e-50 1\n"
+    special = "special lj/coul 1 1 1\n"
+    own += weights + "pair_modify pair lj/cut 1 " + special
+    ours += weights + "pair_modify pair calcops " + special
+    expected, table = (tables(lammps(BONDED + BONDS + style + ZERO))[0] for style in (own, ours))
+    assert difference(table, expected) <= 1e-12
 
 
 TWO = (
@@ -127,14 +123,15 @@ TWO = (
 )
 TWO += "set group all type/fraction 2 0.3 4711\nmass * 28.0\n" + SHAKE
 SW_AND_LJ = (
-    "{ours}\npair_coeff * * {name} Si NULL\npair_coeff 1 2 lj/cut 0.01 2.2\n"
+    "{style}\npair_coeff * * {name} Si NULL\npair_coeff 1 2 lj/cut 0.01 2.2\n"
     "pair_coeff 2 2 lj/cut 0.02 2.1\n"
 )
-HYBRIDS = {  # the system; LAMMPS's own; ours
+# {name: (system, styles of LAMMPS alone, styles with models)}
+HYBRIDS = {
     "sw": (
         TWO,
-        SW_AND_LJ.format(ours="pair_style hybrid sw lj/cut 5", name=f"sw {SW / 'Si.sw'}"),
-        SW_AND_LJ.format(ours="pair_style hybrid calcops sw.pt lj/cut 5", name="calcops"),
+        SW_AND_LJ.format(style="pair_style hybrid sw lj/cut 5", name=f"sw {SW / 'Si.sw'}"),
+        SW_AND_LJ.format(style="pair_style hybrid calcops sw.pt lj/cut 5", name="calcops"),
     ),
     "two models": (
         BONDED,
@@ -153,43 +150,40 @@ HYBRIDS = {  # the system; LAMMPS's own; ours
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_model_for_some_types_of_a_hybrid_gives_what_lammps_gives(lammps, name, ranks):
     system, *styles = HYBRIDS[name]
-    found = []
+    results = []
     for i, style in enumerate(styles):
         dump = f"dump atoms all custom 1 hybrid.{i} id type fx fy fz c_e c_s[*]\n"
         dump += "dump_modify atoms sort id format float %.17g\n"
         computes = "compute e all pe/atom\ncompute s all stress/atom NULL virial\n"
         thermo = tables(lammps(system + style + computes + dump + ZERO, ranks))[0]
-        found.append((thermo, np.loadtxt(lammps.folder / f"hybrid.{i}", skiprows=9)))
-    (own, own_atoms), (ours, our_atoms) = found
-    assert 0.1 < (own_atoms[:, 1] == 2).mean() < 0.9
-    assert difference(ours, own) <= 1e-12
-    # LAMMPS shares the terms of three atoms in another way, which the sums do not show.
+        results.append((thermo, np.loadtxt(lammps.folder / f"hybrid.{i}", skiprows=9)))
+    (expected, expected_atoms), (table, atoms) = results
+    assert 0.1 < (expected_atoms[:, 1] == 2).mean() < 0.9
+    assert difference(table, expected) <= 1e-12
+    # LAMMPS's sw shares a three-body term among its atoms in another way: only the sums are equal.
     columns = slice(5) if name == "sw" else slice(None)
     for type in (1, 2):
-        ours, own = (atoms[atoms[:, 1] == type, columns] for atoms in (our_atoms, own_atoms))
-        assert difference(ours, own) <= 1e-12
+        rows = atoms[:, 1] == type
+        assert difference(atoms[rows, columns], expected_atoms[rows, columns]) <= 1e-12
 
 
-def test_null_is_for_hybrid_styles(lammps):
+def test_null_is_refused_outside_a_hybrid_style(lammps):
     printed = lammps(TWO + "pair_style calcops sw.pt\npair_coeff * * Si NULL\nrun 0\n", fails=True)
     assert "ERROR: All pair coeffs are not set" in printed
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("model", ["lj.pt", "single.pt", "indexed.pt2"])
-def test_atoms_at_the_same_place_are_named(lammps, model, ranks):
+def test_atoms_at_the_same_place_are_an_error_that_names_them(lammps, model, ranks):
     if model == "single.pt":
         save(LennardJones(), lammps.folder / model, dtype=torch.float32)
     if model == "indexed.pt2":
         save(LennardJones(), lammps.folder / model, edge_order=True)
-    script = MELT.replace(SHAKE, "") + OURS.replace("lj.pt", model)
-    script += "create_atoms 1 single 0 0 0\nrun 0\n"  # on the border of ranks, where atom 1 is
-    own = lammps(
-        MELT.replace(SHAKE, "") + OWN + f"create_atoms 1 single 0 0 0\n{THERMO}run 0\n",
-        ranks,
-        fails=None,
-    )
-    assert re.search("nan|inf|Non-numeric", own), "LAMMPS's own styles have no finite energy either"
+    lattice = MELT.replace(SHAKE, "")
+    second = "create_atoms 1 single 0 0 0\n"  # at the place of atom 1, on a border between ranks
+    own = lammps(lattice + OWN + second + ZERO, ranks, fails=None)
+    assert re.search("nan|inf|Non-numeric", own), "LAMMPS's own styles have a finite energy"
+    script = lattice + OURS.replace("lj.pt", model) + second + "run 0\n"
     printed = refusal(lammps, script, ranks)
     if model == "indexed.pt2":
         assert re.search("expected a finite energy of the model, got -?(nan|inf)", printed)
@@ -199,25 +193,23 @@ def test_atoms_at_the_same_place_are_named(lammps, model, ranks):
         )
 
 
-def test_lammps_own_libraries_do_not_serve_pytorch(lammps):
-    """LAMMPS has the reference BLAS on board, ten times as slow as PyTorch's."""
+def test_pytorch_does_not_call_functions_of_lammps(lammps):
+    """LAMMPS contains the reference BLAS, which is ten times as slow as PyTorch's."""
     log = lammps.folder / "bindings"
     lammps(MELT + OURS + "run 0\n", LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(log))
-    (run,) = [
-        text
-        for path in lammps.folder.glob("bindings.*")
-        if "libpair_calcops.so" in (text := path.read_text())
+    texts = [path.read_text() for path in lammps.folder.glob("bindings.*")]
+    (text,) = [text for text in texts if "libpair_calcops.so" in text]  # of lmp, not of mpiexec
+    pattern = r"binding file (\S+) \[0\] to (\S+) \[0\]: normal symbol `(\S+)'"
+    bindings = re.findall(pattern, text)  # (user, provider, symbol)
+    to_lammps = [
+        (user, symbol) for user, provider, symbol in bindings if "/liblammps.so" in provider
     ]
-    found = re.findall(r"binding file (\S+) \[0\] to (\S+) \[0\]: normal symbol `(\S+)'", run)
-    to_lammps = [(user, symbol) for user, provider, symbol in found if "/liblammps.so" in provider]
     assert any(user.endswith("libpair_calcops.so") for user, _ in to_lammps)
-    of_pytorch = [
-        pair for pair in to_lammps if re.search(r"/torch/lib/|calcops/.*\.so|/model/", pair[0])
-    ]
-    # Two constants of the C++ library, which have no content, are one in a process by their kind.
-    assert not [pair for pair in of_pytorch if not re.match("_ZSt|_ZZNSt", pair[1])]
+    for user, symbol in to_lammps:
+        if re.search(r"/torch/lib/|calcops/.*\.so|/model/", user):
+            # Only constants of the C++ library without content, which all libraries share.
+            assert re.match("_ZSt|_ZZNSt", symbol), (user, symbol)
+    blas = [(user, provider) for user, provider, symbol in bindings if symbol == "dgemm_"]
     assert any(
-        "libtorch_cpu.so" in user and "libtorch_cpu.so" in provider
-        for user, provider, s in found
-        if s == "dgemm_"
+        "libtorch_cpu.so" in user and "libtorch_cpu.so" in provider for user, provider in blas
     )

@@ -1,5 +1,5 @@
-"""examples/mindspore_aot: the C interface as MindSpore calls it, and MindSpore itself where `make
-mindspore` put it."""
+"""examples/mindspore_aot: the C functions as MindSpore calls them, and MindSpore itself if `make
+mindspore` has installed it."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ MINDSPORE = ROOT / "build" / "mindspore" / "bin" / "python"
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
-    """{file name: path} of what build.py makes."""
+    """Return {file name: path} of the libraries that build.py makes."""
     out = tmp_path_factory.mktemp("mindspore_aot")
     command = [sys.executable, FOLDER / "build.py", "--out", out]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -32,8 +32,10 @@ def libraries(tmp_path_factory):
 
 @pytest.fixture
 def call(libraries):
-    """call(symbol, *tensors): the inputs, then the outputs, which it fills; on the device of the
-    first."""
+    """Return a function: call(symbol, *tensors) calls a C function with inputs and outputs.
+
+    The function fills the outputs, on the device of the first tensor. call returns the last one.
+    """
 
     def call(symbol, *tensors, names=None, stream=None):
         kind = "force" if symbol.startswith("Force") else "leaky_relu"
@@ -63,23 +65,26 @@ def call(libraries):
 @pytest.mark.parametrize("shape", [(2, 3), (), (0, 4), (5,)])
 def test_forward_and_backward_are_those_of_aten(call, device, dtype, shape):
     x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
-    grad, slope = torch.randn_like(x), torch.tensor(0.5)
+    grad = torch.randn_like(x)
+    slope = torch.tensor(0.5)
     stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else None
     for attributes, value in ([], 0.01), ([slope.to(device)], 0.5):
         expected = torch.nn.functional.leaky_relu(x, value)
-        out, gradient = torch.full_like(x, 7).detach(), torch.full_like(x, 7).detach()
+        out = torch.full_like(x, 7).detach()
+        gradient = torch.full_like(x, 7).detach()
         assert torch.equal(call("LeakyRelu", x.detach(), *attributes, out, stream=stream), expected)
         call("LeakyReluGrad", grad, x.detach(), *attributes, gradient, stream=stream)
         assert torch.equal(gradient, torch.autograd.grad(expected, x, grad)[0])
 
 
-def test_the_example_of_the_document(call):
+def test_leaky_relu_of_four_numbers_is_right(call):
     x = torch.tensor([[0.0, -0.1], [-0.2, 1.0]])
     out = call("LeakyRelu", x, torch.empty_like(x))
     assert torch.equal(out, torch.tensor([[0.0, -0.001], [-0.002, 1.0]]))
 
 
-# MindSpore's attributes of the same name but for bool_, float8_e4m3fn and float8_e5m2.
+# The names that MindSpore passes for dtypes. In Python its dtypes have the same names, except for
+# bool_, float8_e4m3fn and float8_e5m2.
 DTYPES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 "
     "float64 complex64 complex128"
@@ -87,8 +92,8 @@ DTYPES = (
 
 
 def test_every_dtype_that_mindspore_names_is_read(libraries, call):
-    """Takes each as an attribute's dtype: 0.5 if it can be that, else 1. Its int, uint and float
-    have 4 bytes."""
+    """Each is the dtype of the slope, which is 0.5 or, for integers, 1. MindSpore's int, uint and
+    float have 4 bytes."""
     x = torch.tensor([-2.0])
     pairs = [(name, getattr(torch, name)) for name in DTYPES.split()]
     pairs += [("int", torch.int32), ("uint", torch.uint32), ("float", torch.float32)]
@@ -106,17 +111,16 @@ def test_force_is_calcops_force_with_its_gradients(call):
     Ri_d = torch.randn(1, 2, 12, 3, dtype=torch.double, requires_grad=True)
     force = calcops_jit.force(list_neigh, dE, Ri_d, 2)
     types = torch.zeros(2 + 2, dtype=torch.int32)
-    out = call(
-        "Force", list_neigh, dE.detach(), Ri_d.detach(), types, torch.empty_like(force).detach()
-    )
+    out = torch.empty_like(force).detach()
+    call("Force", list_neigh, dE.detach(), Ri_d.detach(), types, out)
     assert torch.equal(out, force)
-    grad, of_dE, of_Ri_d = (
-        torch.randn_like(force),
-        torch.empty_like(dE).detach(),
-        torch.empty_like(Ri_d).detach(),
-    )
+    grad = torch.randn_like(force)
+    of_dE = torch.empty_like(dE).detach()
+    of_Ri_d = torch.empty_like(Ri_d).detach()
     call("ForceGrad", grad, list_neigh, dE.detach(), Ri_d.detach(), of_dE, of_Ri_d)
-    assert all(map(torch.equal, (of_dE, of_Ri_d), torch.autograd.grad(force, (dE, Ri_d), grad)))
+    expected_of_dE, expected_of_Ri_d = torch.autograd.grad(force, (dE, Ri_d), grad)
+    assert torch.equal(of_dE, expected_of_dE)
+    assert torch.equal(of_Ri_d, expected_of_Ri_d)
 
 
 @pytest.mark.parametrize(
@@ -140,23 +144,18 @@ def test_force_is_calcops_force_with_its_gradients(call):
     ],
 )
 def test_errors_are_exceptions_with_one_line_of_text(libraries, caller, dtypes, shapes, text):
-    n = len(dtypes)
-    arguments = [
-        libraries["leaky_relu_cpu.so"],
-        *dtypes,
-        *(" ".join(map(str, shape)) for shape in shapes),
-    ]
-    result = subprocess.run([caller, *arguments], capture_output=True, text=True)
-    assert result.returncode == 3 and text in result.stdout and result.stdout.count("\n") == 1, (
-        n,
-        result,
-    )
+    shapes = [" ".join(map(str, shape)) for shape in shapes]
+    command = [caller, libraries["leaky_relu_cpu.so"], *dtypes, *shapes]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 3, result
+    assert text in result.stdout
+    assert result.stdout.count("\n") == 1, result.stdout
 
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory):
-    """A program that catches std::exception, as MindSpore does: from ctypes it would end the
-    process."""
+    """Build a program that catches std::exception, as MindSpore does. An exception that reaches
+    ctypes would end this process."""
     folder = tmp_path_factory.mktemp("caller")
     (folder / "caller.cpp").write_text(r"""
         #include <dlfcn.h>
@@ -194,12 +193,13 @@ def caller(tmp_path_factory):
 
 
 def test_the_libraries_need_no_python_and_no_search_path(libraries):
-    environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
+    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     for library in libraries.values():
         needed = subprocess.run(
             ["ldd", library], capture_output=True, text=True, env=environment
         ).stdout
-        assert "libtorch_cpu.so" in needed and "python" not in re.sub(r"=>.*", "", needed)
+        assert "libtorch_cpu.so" in needed
+        assert "python" not in re.sub(r"=>.*", "", needed)
         assert "not found" not in needed
 
 
@@ -210,27 +210,27 @@ def test_the_cuda_source_builds_without_a_gpu():
         f"['{FOLDER}/leaky_relu.cu']).path)"
     )
     environment = {"PYTHONPATH": str(ROOT), "CALCOPS_CUDA": "0", "TORCH_CUDA_ARCH_LIST": "9.0"}
-    # The project's own operators would be compiled anew for this architecture.
-    environment["CALCOPS_BUILD"] = "0"
+    environment["CALCOPS_BUILD"] = "0"  # do not compile the project's operators for 9.0
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     assert result.returncode == 0, result.stderr
     library = ctypes.CDLL(result.stdout.strip())
-    assert library.LeakyRelu and library.LeakyReluGrad
-    # There is no kernel in it: ATen's are called.
+    assert library.LeakyRelu
+    assert library.LeakyReluGrad
+    # The library has no kernels. It calls ATen's, which need libc10_cuda.so.
     assert b"libc10_cuda.so" in Path(result.stdout.strip()).read_bytes()
 
 
 @pytest.fixture
 def mindspore():
-    """mindspore(*arguments) runs its Python and gives what that prints."""
+    """Return a function: mindspore(*arguments) runs its Python and returns the output."""
     if not MINDSPORE.exists():
-        pytest.skip("MindSpore is not here: make mindspore")
+        pytest.skip("MindSpore is not installed: make mindspore")
 
     def run(*arguments):
-        environment = {
-            k: v for k, v in os.environ.items() if k not in ("LD_LIBRARY_PATH", "PYTHONPATH")
-        }
+        environment = os.environ.copy()
+        environment.pop("LD_LIBRARY_PATH", None)
+        environment.pop("PYTHONPATH", None)
         result = subprocess.run(
             [MINDSPORE, *arguments], capture_output=True, text=True, env=environment
         )
@@ -241,7 +241,7 @@ def mindspore():
 
 
 @pytest.mark.parametrize("place, name", enumerate(["run.py", "run_force.py"]))
-def test_mindspore_calls_them_in_both_modes_and_trains(libraries, mindspore, place, name):
+def test_mindspore_calls_the_operators_in_both_modes_and_trains(libraries, mindspore, place, name):
     out = mindspore(FOLDER / name, Path(libraries["leaky_relu_cpu.so"]).parent)
     graph = re.findall(
         r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
@@ -249,7 +249,7 @@ def test_mindspore_calls_them_in_both_modes_and_trains(libraries, mindspore, pla
     assert out == graph + graph.replace("from the call", "from asnumpy()")
 
 
-def test_mindspore_has_these_names_passes_empty_tensors_and_infers_outputs_once(
+def test_mindspore_passes_these_dtype_names_and_empty_tensors_and_infers_outputs_once(
     libraries, mindspore
 ):
     script = f"""if True:

@@ -1,5 +1,5 @@
-"""examples/potentials: a module that gives energies only becomes a potential, from a list or from a
-graph."""
+"""examples/potentials: a module that computes energies alone, from a list or a graph, becomes a
+potential with forces and virials."""
 
 import sys
 from pathlib import Path
@@ -19,12 +19,12 @@ ABOUT = {"cutoff": 3.0, "units": "metal", "type_names": ["A", "B"]}
 
 
 def pair_energy(r, depth):
-    """Goes to zero at the cutoff with its derivative."""
+    """Return an energy that goes to zero at the cutoff together with its derivative."""
     return depth * torch.where(r < 3.0, (3.0 - r).square() * (1 + torch.sin(r)), 0.0)
 
 
 class Expected(Potential):
-    """What the modules below are, each with an energy of its own that a lone atom has, too."""
+    """The potential that the modules below compute. `own` is the energy of an isolated atom."""
 
     def __init__(self):
         super().__init__(**ABOUT)
@@ -41,7 +41,8 @@ class OfList(torch.nn.Module):
     def __init__(self):
         super().__init__()
         expected = Expected()
-        self.own, self.depth = torch.nn.Parameter(expected.own), torch.nn.Parameter(expected.depth)
+        self.own = torch.nn.Parameter(expected.own)
+        self.depth = torch.nn.Parameter(expected.depth)
 
     def forward(self, types, list_neigh, Rij, nghost: int):
         types = types.expand(list_neigh.shape[0], types.shape[-1])
@@ -57,9 +58,8 @@ class TotalOfList(OfList):
 
 class OfGraph(OfList):
     def forward(self, types, edge_index, edge_vec, natoms: int):
-        pairs = pair_energy(
-            torch.linalg.vector_norm(edge_vec, dim=-1), self.depth[types[edge_index[1]]]
-        )
+        depth = self.depth[types[edge_index[1]]]
+        pairs = pair_energy(torch.linalg.vector_norm(edge_vec, dim=-1), depth)
         return pairs.new_zeros(natoms).index_add(0, edge_index[0], pairs).tanh() + self.own[types]
 
 
@@ -87,42 +87,37 @@ def frames(B, n, K, nghost):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_forces_and_virials_are_those_of_the_energy(module):
-    ours = potential_of(module(), **ABOUT)
+    potential = potential_of(module(), **ABOUT)
     for B, n, K, nghost in [(1, 20, 9, 11), (1, 6, 4, 0), (3, 5, 4, 2)]:
         if module is TotalOfGraph and B > 1:
             with pytest.raises(
                 ValueError, match="expected energies of atoms from a graph of several frames"
             ):
-                ours(*frames(B, n, K, nghost), nghost)
+                potential(*frames(B, n, K, nghost), nghost)
             continue
-        found, expected = (
-            list(model(*frames(B, n, K, nghost), nghost)) for model in (ours, Expected())
-        )
-        if "Total" in module.__name__:
-            torch.testing.assert_close(
-                found[1].sum(-1), expected[1].sum(-1), rtol=1e-12, atol=1e-12
-            )
-            found[1] = expected[1]
-        assert_equal_lists(found, expected, rtol=1e-12, atol=1e-12)
+        results = list(potential(*frames(B, n, K, nghost), nghost))
+        expected = list(Expected()(*frames(B, n, K, nghost), nghost))
+        if "Total" in module.__name__:  # compare the sum of the atoms' energies alone
+            results[1] = results[1].sum(-1)
+            expected[1] = expected[1].sum(-1)
+        assert_equal_lists(results, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("module, ending", [(OfList, "pt"), (OfGraph, "pt"), (OfGraph, "pt2")])
-def test_one_line_packages_a_module(module, ending, tmp_path):
+def test_save_packages_a_module_in_one_line(module, ending, tmp_path):
     trained = module()
     save(trained, tmp_path / f"own.{ending}", **ABOUT)
     package = load(tmp_path / f"own.{ending}")
     assert (package.cutoff, package.units, package.type_names) == (3.0, "metal", ["A", "B"])
     for B, n, K, nghost in [(1, 20, 9, 11), (2, 7, 3, 0)]:
         inputs = frames(B, n, K, nghost)
-        assert_equal_lists(
-            package(*inputs, nghost), Expected()(*inputs, nghost), rtol=1e-12, atol=1e-12
-        )
+        expected = Expected()(*inputs, nghost)
+        assert_equal_lists(package(*inputs, nghost), expected, rtol=1e-12, atol=1e-12)
     assert trained.own.requires_grad, "the caller's module stays as it is"
 
 
 def periodic(n=12, period=10.0):
-    """types, list_neigh, Rij of n atoms in a box as long as `period` in x, and their whole
-    graph."""
+    """Return types, list_neigh and Rij of n atoms in a box that is periodic in x."""
     x = torch.rand(n, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 2
     x[:, 0] = period * torch.arange(n) / n + x[:, 0] / 10
     d = x - x[:, None]
@@ -134,44 +129,47 @@ def periodic(n=12, period=10.0):
 
 @pytest.mark.parametrize("ending", ["pt", "pt2"])
 def test_parts_of_a_system_add_up_where_messages_pass(ending, tmp_path):
-    """As on three ranks: each has rows of its own atoms, then of those that messages to them have
-    come through. Those are ghosts, images of any atom, also of its own."""
-    layers, module = 2, Messages(2, 3.0, 2)
+    """As on three ranks: a part has rows for its own atoms, then for the ghosts whose messages
+    reach them. A ghost may be an image of any atom, also of the part's own."""
+    layers = 2
+    module = Messages(layers, 3.0, 2)
     save(module, tmp_path / f"own.{ending}", layers=layers, **ABOUT)
     model = load(tmp_path / f"own.{ending}")
     assert model.layers == layers
     types, list_neigh, Rij = periodic()
     whole = model(types, list_neigh, Rij)
-    index = (list_neigh[0] >= 0).nonzero().T
-    centre, neighbour = index[0], list_neigh[0][index[0], index[1]]
-    vectors = Rij[0][index[0], index[1]].requires_grad_()
+    centre, slot = (list_neigh[0] >= 0).nonzero().T
+    neighbour = list_neigh[0][centre, slot]
+    vectors = Rij[0][centre, slot].requires_grad_()
     energies = module(types, torch.stack([centre, neighbour]), vectors, len(types))
-    slope = torch.autograd.grad(energies.sum(), vectors)[0]
-    force = (
-        torch.zeros(len(types), 3, dtype=torch.float64)
-        .index_add(0, centre, slope)
-        .index_add(0, neighbour, -slope)
-    )
+    (slope,) = torch.autograd.grad(energies.sum(), vectors)
+    force = torch.zeros(len(types), 3, dtype=torch.float64)
+    force.index_add_(0, centre, slope)
+    force.index_add_(0, neighbour, -slope)
     torch.testing.assert_close(whole[1][0], energies.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(whole[2][0], force, rtol=1e-12, atol=1e-12)
 
     parts = [torch.zeros_like(x) for x in whole]
-    for own in range(0, len(types), 4):
-        # An image is a place in a tree: every atom that a message comes from is another ghost.
-        atoms, rows, end = list(range(own, own + 4)), [], 0
+    for first in range(0, len(types), 4):
+        # `atoms` holds the original of each atom of this part. Every neighbour of a row is a new
+        # ghost; the rows grow by one shell of ghosts a layer.
+        atoms = list(range(first, first + 4))
+        rows = []
         for _ in range(layers):
-            begin, end = end, len(atoms)
-            for atom in atoms[begin:end]:
-                rows.append([])
+            for atom in atoms[len(rows) :]:
+                row = []
                 for j in list_neigh[0, atom].tolist():
-                    rows[-1].append(-1 if j < 0 else len(atoms))
-                    atoms += [j] * (j >= 0)
-        of_rows = torch.tensor(atoms[:end])
+                    if j < 0:
+                        row.append(-1)
+                    else:
+                        row.append(len(atoms))
+                        atoms.append(j)
+                rows.append(row)
+        nghost = len(atoms) - len(rows)
+        of_rows = torch.tensor(atoms[: len(rows)])
         inputs = types[atoms], torch.tensor(rows)[None], Rij[:, of_rows]
-        owned = torch.arange(end) < 4
-        energy, atom_energy, force, virial, atom_virial = model(
-            *inputs, len(atoms) - end, owned=owned
-        )
+        owned = torch.arange(len(rows)) < 4
+        energy, atom_energy, force, virial, atom_virial = model(*inputs, nghost, owned=owned)
         assert not atom_energy[0, 4:].any()
         parts[0] += energy
         parts[1].index_add_(1, of_rows, atom_energy)
@@ -205,14 +203,14 @@ class Sum(Messages):
         (Sum(2, 3.0, 2), 1, "at most layers=1 messages"),
     ],
 )
-def test_a_model_with_more_layers_than_said_is_refused(module, layers, message, tmp_path):
+def test_a_model_with_more_layers_than_declared_is_refused(module, layers, message, tmp_path):
     for dtype in (torch.float64, torch.float32):
         with pytest.raises(ValueError, match=message):
             save(module, tmp_path / "own.pt", dtype=dtype, layers=layers, **ABOUT)
 
 
 class WithoutEnvelope(OfList):
-    """What reaches to infinity, what stops with a step, or what counts pairs."""
+    """Energies that reach beyond the cutoff, end there with a step, or count empty slots."""
 
     def __init__(self, form):
         super().__init__()
@@ -229,20 +227,21 @@ class WithoutEnvelope(OfList):
 
 
 @pytest.mark.parametrize(
-    "form, what",
+    "form, fault",
     [
         ("yukawa", "a pair just beyond"),
         ("step", "a pair just inside"),
         ("count", "an empty slot|a pair just"),
     ],
 )
-def test_a_module_without_an_envelope_is_refused(form, what, tmp_path):
+def test_a_module_without_an_envelope_is_refused(form, fault, tmp_path):
+    message = f"go to zero at the cutoff 3, got ones that ({fault})"
     for dtype in (torch.float64, torch.float32):
-        with pytest.raises(ValueError, match=f"go to zero at the cutoff 3, got ones that ({what})"):
+        with pytest.raises(ValueError, match=message):
             save(WithoutEnvelope(form), tmp_path / "own.pt", dtype=dtype, **ABOUT)
 
 
-def test_what_is_no_module_that_gives_energies_is_refused(tmp_path):
+def test_objects_other_than_a_module_of_energies_are_refused(tmp_path):
     class OtherNames(torch.nn.Module):
         def forward(self, z, index, vectors, count):
             return vectors

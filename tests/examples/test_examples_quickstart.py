@@ -1,5 +1,4 @@
-"""examples/quickstart.py: what it prints is the published crystal, to the digits that are claimed,
-and in 100 lines."""
+"""examples/quickstart.py prints the published properties of the crystal, in 100 lines at most."""
 
 import os
 import re
@@ -16,7 +15,7 @@ for package in ("ase", "vesin", "matplotlib"):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """Runs the example as `make demo` does, in a folder of its own."""
+    """Run the example as `make demo` does, in its own folder."""
     environment = os.environ | {"PYTHONPATH": str(QUICKSTART.parent.parent)}
     result = subprocess.run(
         [sys.executable, QUICKSTART],
@@ -45,23 +44,25 @@ def test_forces_and_pressure_are_derivatives_of_the_energy(ran):
     assert number(ran, r"pressure .* by (\S+) of") <= 1e-12
 
 
-def test_its_first_lines_show_what_it_prints(ran):
+def test_its_docstring_shows_its_output(ran):
     shown = re.findall(
         r"^(?:cohesive|forces|pressure|bulk).*", QUICKSTART.read_text(), re.MULTILINE
     )
     assert len(shown) == 4
     printed = ran.stdout.splitlines()
-    for ours, line in zip(shown, printed, strict=False):
-        assert re.sub(r"\de-\d\d", "", ours) == re.sub(r"\de-\d\d", "", line)
+    for expected, line in zip(shown, printed, strict=False):
+        assert re.sub(r"\de-\d\d", "", line) == re.sub(r"\de-\d\d", "", expected)
 
 
-def test_it_draws_one_picture_and_says_nothing_else(ran):
+def test_it_draws_one_picture_and_prints_nothing_else(ran):
     import matplotlib.image
 
     *rows, path = ran.stdout.splitlines()
     assert len(rows) == 4
     picture = matplotlib.image.imread(path)[..., :3]
-    assert picture.shape[0] >= 500 and picture.shape[1] >= 800 and picture.std() > 0.1
+    assert picture.shape[0] >= 500
+    assert picture.shape[1] >= 800
+    assert picture.std() > 0.1, "the picture is not blank"
     noise = [line for line in ran.stderr.splitlines() if not line.startswith("calcops_jit: ")]
     assert noise == []
 

@@ -1,5 +1,5 @@
-"""examples/torchscript_force: archives and hosts give what plain torch gives, built as its files
-say."""
+"""examples/torchscript_force: archives and C++ hosts give the results of plain PyTorch, and each
+documented build works."""
 
 import io
 import os
@@ -41,7 +41,7 @@ def ran(request, build):
 
 
 def numbers(lines):
-    """{first word of the line: its rows} of what a host prints."""
+    """Return {first word of a line: tensor of the rows} for the output of a host."""
     table = {}
     for line in filter(None, lines.splitlines()):
         name, *values = line.split()
@@ -51,7 +51,7 @@ def numbers(lines):
 
 
 def expected(archive):
-    """The same in plain torch: energy and derivatives by autograd, the force from the reference."""
+    """Return the numbers in plain PyTorch: derivatives by autograd, the force by the reference."""
     files = {"frame": ""}
     parameters = dict(torch.jit.load(archive, _extra_files=files).named_parameters())
     list_neigh, Ri, Ri_d, *nghost = torch.load(io.BytesIO(files["frame"]))
@@ -75,33 +75,36 @@ def expected(archive):
     "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
 )
 @pytest.mark.parametrize("name", ARCHIVES)
-def test_python_and_cpp_give_energy_force_and_two_derivatives(ran, build, name):
+def test_python_and_cpp_give_the_energy_force_and_two_derivatives_of_plain_pytorch(
+    ran, build, name
+):
     section = re.search(rf"^== {name}\.pt.*\n((?:(?!==).*\n)*)", ran.stdout, re.MULTILINE)[1]
     in_python, in_cpp = section.split("energy")[1:]
     for host in ("energy" + in_python, "energy" + in_cpp):
-        found, right = numbers(host), expected(build / f"{name}.pt")
-        assert found.keys() == right.keys()
-        for key in right:
-            torch.testing.assert_close(found[key], right[key].detach(), rtol=1e-10, atol=1e-10)
+        results = numbers(host)
+        values = expected(build / f"{name}.pt")
+        assert results.keys() == values.keys()
+        for key, value in values.items():
+            torch.testing.assert_close(results[key], value.detach(), rtol=1e-10, atol=1e-10)
 
 
-def test_the_library_may_be_opened_instead_of_linked_and_must_be_there(ran, build):
+def test_the_host_works_with_the_library_linked_or_opened_and_fails_without(ran, build):
     scripted, opened, neither = re.search(
         r"^== scripted.*?\n(.*?)^== traced.*?^== the library opened.*?\n(.*?)^== neither\n(.*)",
         ran.stdout,
         re.MULTILINE | re.DOTALL,
     ).groups()
     assert numbers(opened)["force"].tolist() == numbers(scripted)["force"][:4].tolist()
-    assert "host: " not in neither and "Unknown builtin op: CalcOps::calculateForce" in ran.stderr
+    assert "host: " not in neither
+    assert "Unknown builtin op: CalcOps::calculateForce" in ran.stderr
 
 
-def test_a_python_function_is_refused(ran):
+def test_torchscript_refuses_a_function_of_python(ran):
     assert "refused: CalculateForce" in ran.stdout
 
 
-def test_nobody_warns_of_anything(ran):
-    """Neither the compiler nor Python nor PyTorch, not even of TorchScript's end or of a GPU that
-    is not there."""
+def test_no_tool_prints_a_warning(ran):
+    """Such as those about deprecated TorchScript, or about a missing GPU."""
     assert not re.search("warning|No CUDA", ran.stderr, re.IGNORECASE), ran.stderr
 
 
@@ -111,7 +114,8 @@ def test_the_readme_shows_what_is_printed(ran):
     )
     printed = (ran.stdout + ran.stderr).replace("on cuda,", "on cpu,")
     lines = [line for line in shown.splitlines() if line != "..."]
-    assert len(lines) > 15 and not [line for line in lines if line not in printed]
+    assert len(lines) > 15
+    assert not [line for line in lines if line not in printed]
 
 
 def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
@@ -119,53 +123,39 @@ def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
         needed = subprocess.run(
             ["ldd", build / host], env=ENVIRONMENT, capture_output=True, text=True
         ).stdout
-        assert "libtorch_cpu" in needed and not re.search(
-            r"libpython|libtorch_python|not found", needed
-        )
+        assert "libtorch_cpu" in needed
+        assert not re.search(r"libpython|libtorch_python|not found", needed)
 
 
-def test_a_linker_that_drops_libraries_drops_the_operators_where_the_makefile_says(ran, build):
-    """Links as Ubuntu's g++ does by default."""
-    command = [
-        "make",
-        "-C",
-        FOLDER,
-        f"PYTHON={sys.executable}",
-        f"BUILD={build}",
-        "--dry-run",
-        "-W",
-        build / "host.o",
-    ]
-    planned = subprocess.run(
-        [*command, build / "host"], env=ENVIRONMENT, capture_output=True, text=True, check=True
-    )
-    (line,) = (line for line in planned.stdout.splitlines() if f"-o {build}/host " in line)
+def test_the_host_needs_the_linkers_no_as_needed_of_its_makefile(ran, build):
+    """Ubuntu's g++ links with --as-needed by default, which drops the operators' library."""
+    as_planned = ["--dry-run", "-W", build / "host.o", build / "host"]
+    planned = make(build, *as_planned).stdout
+    (line,) = (line for line in planned.splitlines() if f"-o {build}/host " in line)
     assert "-Wl,--no-as-needed" in line
-    line = line.replace("-Wl,--no-as-needed", "-Wl,--as-needed").replace(
-        f"{build}/host ", f"{build}/dropped "
-    )
+    line = line.replace("-Wl,--no-as-needed", "-Wl,--as-needed")
+    line = line.replace(f"{build}/host ", f"{build}/dropped ")
     subprocess.run(["bash", "-c", line], cwd=FOLDER, env=ENVIRONMENT, check=True)
     result = subprocess.run(
         [build / "dropped", build / "scripted.pt"], capture_output=True, text=True
     )
-    assert result.returncode == 1 and "Unknown builtin op" in result.stderr
+    assert result.returncode == 1
+    assert "Unknown builtin op" in result.stderr
 
 
-def test_cmake_builds_the_same_and_asks_for_no_cuda_toolkit(ran, build):
+def test_cmake_builds_the_same_host_and_looks_for_no_cuda_toolkit(ran, build):
     if not shutil.which("cmake"):
         pytest.skip("cmake is not installed")
     result = make(build, "cmake")
-    scripted = re.search(r"^== scripted.*?\n(.*?)^== traced", ran.stdout, re.MULTILINE | re.DOTALL)[
-        1
-    ]
+    section = r"^== scripted.*?\n(.*?)^== traced"
+    scripted = re.search(section, ran.stdout, re.MULTILINE | re.DOTALL)[1]
     assert numbers(result.stdout)["force"].tolist() == numbers(scripted)["force"][:4].tolist()
-    # What find_package(Torch) asks about a toolkit stays in the cache, whether it finds one or not.
+    # If find_package(Torch) looked for a toolkit, CMake's cache would have this variable.
     assert "CUDA_TOOLKIT_ROOT_DIR" not in (build / "cmake" / "CMakeCache.txt").read_text()
 
 
 def test_the_host_builds_from_an_exported_folder_with_pkg_config(ran, build):
-    """Preprocesses the host with pkg-config's include path, and links what was compiled with its
-    libraries."""
+    """pkg-config's flags preprocess the host, and its libraries link the compiled object."""
     if not shutil.which("pkg-config"):
         pytest.skip("pkg-config is not installed")
     export = [sys.executable, "-m", "calcops_jit", "export", build / "calcops"]

@@ -1,5 +1,5 @@
-"""examples/warp_perspective: the page is straight, and two views are registered to a small part of
-a pixel."""
+"""examples/warp_perspective: the page is straightened, and two views are registered to 1/20 of a
+pixel."""
 
 import os
 import re
@@ -20,18 +20,18 @@ from register import error, register, views  # noqa: E402
 from straighten import homography, straighten  # noqa: E402
 
 
-def test_a_homography_takes_four_points_to_four_points():
+def test_a_homography_maps_four_points_to_four_points():
     source, target = torch.rand(2, 4, 2, generator=torch.Generator().manual_seed(0)).double()
     mapped = torch.cat([source, torch.ones(4, 1)], 1) @ homography(source, target).T
     torch.testing.assert_close(mapped[:, :2] / mapped[:, 2:], target, rtol=0, atol=1e-12)
 
 
 def test_the_ruled_lines_of_the_page_are_rows_of_the_result():
-    """Between two ruled lines the photograph is paper and writing."""
+    """Between the two ruled lines, the photograph shows paper and writing."""
     straight = straighten()[1].double()
     assert straight.shape == (344, 680)
-    # A horizontal line darkens its whole row: the rows of the frame are darker than those 12 pixels
-    # off on both sides.
+    # A horizontal line darkens its whole row: its darkest row is darker than those 12 pixels above
+    # and below.
     row = straight[:, 60:620].median(dim=1).values
     for line in (110, 210):
         assert row[line - 4 : line + 5].min() < min(row[line - 12], row[line + 12]) - 15
@@ -45,7 +45,9 @@ def run(script, folder):
     import matplotlib.image
 
     picture = matplotlib.image.imread(result.stdout.splitlines()[-1])[..., :3]
-    assert picture.shape[0] >= 200 and picture.shape[1] >= 900 and picture.std() > 0.1
+    assert picture.shape[0] >= 200
+    assert picture.shape[1] >= 900
+    assert picture.std() > 0.1, "the picture is not blank"
     return result.stdout
 
 
@@ -53,10 +55,11 @@ def test_the_photograph_is_drawn_before_and_after(tmp_path):
     run("straighten.py", tmp_path)
 
 
-def test_two_views_are_registered_from_40_pixels_to_a_twentieth_as_the_readme_shows(tmp_path):
+def test_views_40_pixels_apart_are_registered_to_a_twentieth_as_the_readme_shows(tmp_path):
     printed = run("register.py", tmp_path)
     starts = [float(x) for x in re.findall(r"from +(\S+) pixels off", printed)]
-    assert len(starts) == 5 and starts[0] >= 40
+    assert len(starts) == 5
+    assert starts[0] >= 40
     assert float(re.search(r"registered: (\S+) pixels off", printed)[1]) < 0.05
     (shown,) = re.findall(
         r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL

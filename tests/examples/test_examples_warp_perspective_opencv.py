@@ -1,5 +1,5 @@
-"""examples/warp_perspective_opencv: the three builds, the checks, and the result beside our own
-warp_perspective."""
+"""examples/warp_perspective_opencv: its three builds, its errors, and its result beside that of
+calcops.warp_perspective."""
 
 import os
 import re
@@ -45,41 +45,42 @@ def printed(library, tmp_path_factory):
     return result.stdout, out
 
 
-# What the archives give, worked out by hand: the sums, and the pixels 5 6 9 10 of a 4 x 4 image
-# counted from 0.
+# The output for the two archives, computed by hand: two sums, and pixels 5, 6, 9 and 10 of a 4 x 4
+# image, counted from 0.
 HOST = "myops::add: 4 6\nmy_ops::warp_perspective: 5 6 9 10\n"
 
 
 def test_both_namespaces_have_both_operators(library):
-    image, warp = torch.randn(32, 32), torch.rand(3, 3)
+    image = torch.randn(32, 32)
+    warp = torch.rand(3, 3)
     result = torch.ops.my_ops.warp_perspective(image, warp)
-    assert result.shape == (8, 8) and torch.equal(
-        result, torch.ops.myops.warp_perspective(image, warp)
-    )
+    assert result.shape == (8, 8)
+    assert torch.equal(result, torch.ops.myops.warp_perspective(image, warp))
     for namespace in (torch.ops.my_ops, torch.ops.myops):
         assert namespace.add(torch.ones(2), torch.ones(2)).tolist() == [2, 2]
 
 
-def test_the_result_is_that_of_our_own_up_to_opencv_rounding(library):
+def test_the_result_is_that_of_calcops_up_to_the_rounding_of_opencvs_coordinates(library):
     torch.manual_seed(0)
     image = torch.rand(40, 50)
     for _ in range(20):
         warp = torch.eye(3) + torch.randn(3, 3) * torch.tensor([[0.1], [0.1], [0.001]])
         warp[:2, 2] += 3 * torch.randn(2)
         warp[2, 2] = 1
-        theirs, ours = (
-            w(image, warp, [30, 20])
-            for w in (library.warp_perspective, calcops_jit.warp_perspective)
-        )
-        # Half of 1/32 of a pixel in x and in y, where neighbours differ by at most 1.
-        assert (theirs - ours).abs().max() <= 2 / 64 + 1e-3
+        result = library.warp_perspective(image, warp, [30, 20])
+        expected = calcops_jit.warp_perspective(image, warp, [30, 20])
+        # OpenCV rounds x and y to 1/32 pixel, so each is off by up to 1/64. Neighbouring pixels
+        # differ by at most 1.
+        axes = 2
+        assert (result - expected).abs().max() <= axes / 64 + 1e-3
 
 
 @pytest.mark.parametrize(
     "change", [lambda t: t.t().contiguous().t(), lambda t: torch.stack([t, -t], 2)[:, :, 0]]
 )
-def test_layout_does_not_matter(library, change):
-    image, warp = torch.randn(9, 12), torch.tensor([[1.1, 0.2, 1], [0, 0.9, -1], [0.001, 0, 1]])
+def test_strided_tensors_give_the_result_of_contiguous_ones(library, change):
+    image = torch.randn(9, 12)
+    warp = torch.tensor([[1.1, 0.2, 1], [0, 0.9, -1], [0.001, 0, 1]])
     assert not change(image).is_contiguous()
     expected = library.warp_perspective(image, warp)
     assert torch.equal(library.warp_perspective(change(image), change(warp)), expected)
@@ -116,7 +117,7 @@ def test_layout_does_not_matter(library, change):
         ),
     ],
 )
-def test_what_opencv_would_misread_is_refused(library, image, warp, dsize, text):
+def test_arguments_that_opencv_would_misread_are_refused(library, image, warp, dsize, text):
     with pytest.raises(RuntimeError, match=text):
         library.warp_perspective(image, warp, dsize)
 
@@ -127,21 +128,23 @@ def test_a_cuda_tensor_is_refused(library):
         library.warp_perspective(torch.ones(4, 4, device="cuda"), torch.eye(3, device="cuda"))
 
 
-def test_the_script_compares_scripts_and_runs_the_program(printed):
-    out = printed[0]
-    shift, perspective = map(
-        float, re.findall(r"largest difference .* ([\d.]+)$", out, re.MULTILINE)
-    )
-    assert shift == 0 and 0 < perspective < 0.2  # randn: neighbours differ by up to some 6
-    assert "myops::add(%" in out and "my_ops.warp_perspective(image, warp): [8, 8]\n" in out
+def test_the_script_prints_differences_graphs_and_the_output_of_the_program(printed):
+    out, _ = printed
+    differences = re.findall(r"largest difference .* ([\d.]+)$", out, re.MULTILINE)
+    shift, perspective = map(float, differences)
+    assert shift == 0
+    assert 0 < perspective < 0.2  # of an image of randn, whose neighbours differ by up to about 6
+    assert "myops::add(%" in out
+    assert "my_ops.warp_perspective(image, warp): [8, 8]\n" in out
     assert out.endswith(HOST)
 
 
-def test_without_opencv_one_line_says_so_and_what_to_install():
+def test_without_opencv_one_line_says_what_to_install():
     command = [sys.executable, FOLDER / "warp_perspective_opencv.py"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": "/nowhere"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 1 and result.stdout == ""
+    assert result.returncode == 1
+    assert result.stdout == ""
     assert re.fullmatch(
         r"skipped: no OpenCV headers; apt-get install .*libopencv-dev.*\n", result.stderr
     )
@@ -160,16 +163,9 @@ def test_setuptools_makes_a_library(printed, tmp_path):
 def test_cmake_makes_a_library_for_python_and_the_program(printed, tmp_path):
     if not shutil.which("cmake"):
         pytest.skip("no cmake")
-    run(
-        "cmake",
-        "-S",
-        FOLDER,
-        "-B",
-        tmp_path,
-        f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}",
-    )
-    # What find_package(Torch) asks about a CUDA toolkit stays in the cache, whether it finds one or
-    # not.
+    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    run("cmake", "-S", FOLDER, "-B", tmp_path, prefix)
+    # If find_package(Torch) looked for a toolkit, CMake's cache would have this variable.
     assert "CUDA_TOOLKIT_ROOT_DIR" not in (tmp_path / "CMakeCache.txt").read_text()
     run("cmake", "--build", tmp_path, "-j2")
     archives = [printed[1] / name for name in ("compute_scripted.pt", "warp_scripted.pt")]

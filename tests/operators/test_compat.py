@@ -191,8 +191,8 @@ def test_every_input_has_a_gradient_that_is_not_zero():
         assert gradient.count_nonzero() > 0
 
 
-# Two more faults have their tests elsewhere: the limit of 65,535 atoms in test_force.py, and the use
-# of the default stream in test_force_cuda.py.
+# Two more faults have their tests elsewhere: the limit of 65,535 atoms in test_force.py, and the
+# use of the default stream in test_force_cuda.py.
 
 
 # ---- errors --------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Run every CUDA kernel of the operators and the examples in an emulation on the CPU, and check that
-the emulation finds faults that are put into the kernels.
+"""Run every CUDA kernel of the operators and the examples in an emulation on the CPU, and check
+that the emulation finds faults that are put into the kernels.
 
 This needs neither a GPU nor nvcc; see tests/operators/cuda_on_cpu/README.md.
 """
@@ -21,8 +21,8 @@ import rewrite  # noqa: E402
 FORCE = "ops/force/force.cu"
 WARP = "ops/warp_perspective/warp_perspective.cu"
 EDGE = "ops/edge_force/edge_force.cu"
-# An example omits initialisers of members that are zero. With a larger heap, GCC collects garbage less
-# often and compiles faster.
+# An example omits initialisers of members that are zero. With a larger heap, GCC collects garbage
+# less often and compiles faster.
 FLAGS = "-O1 -Wextra -Wno-missing-field-initializers -Werror --param=ggc-min-heapsize=1048576"
 # {fault: ((file, code, code with the fault), test that must fail, its output)}. FAULT is 1 in the
 # run for this fault, and 0 in all others.

@@ -70,8 +70,8 @@ def exact(list_neigh, dE, Ri_d, Rij, nghost, upstream):
 
 
 def cancelling(inputs):
-    """Return inputs whose large terms cancel: each odd slot repeats the even slot before it with the
-    opposite sign, up to 1e-6."""
+    """Return inputs whose large terms cancel: each odd slot repeats the even slot before it with
+    the opposite sign, up to 1e-6."""
     list_neigh, dE, Ri_d, Rij = inputs
     list_neigh[..., 1::2] = list_neigh[..., 0::2]
     dE[..., 1::2, :] = -dE[..., 0::2, :] * (1 + 1e-6 * torch.rand_like(dE[..., 0::2, :]))

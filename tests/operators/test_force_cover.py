@@ -1,7 +1,7 @@
 """opcheck of every force operator for combinations of dtype, index, requires_grad, layout and size.
 
-Every run checks a pairwise cover: a few combinations that hold each pair of values. `make test-long`
-checks all combinations, and sizes beyond 31 bits.
+Every run checks a pairwise cover: a few combinations that hold each pair of values. `make
+test-long` checks all combinations, and sizes beyond 31 bits.
 """
 
 import itertools

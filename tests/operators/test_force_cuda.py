@@ -247,7 +247,7 @@ def test_kernels_run_on_the_device_of_the_inputs(gpu):
 
 
 def everything(upstream, list_neigh, *values):
-    """Return outputs, first and second derivatives, a tangent of forward mode and a result of vmap."""
+    """Return outputs, first and second derivatives, a tangent, and a result of vmap."""
     leaves = [x.detach().requires_grad_() for x in values]
     outputs = force_virial(list_neigh, *leaves, 2)
     first = torch.autograd.grad(outputs, leaves, upstream, create_graph=True)

@@ -1,8 +1,8 @@
-"""The force operators' CUDA kernels on a GPU or in the emulation (kernels.py), at the sizes at which
-they branch.
+"""The force operators' CUDA kernels on a GPU or in the emulation (kernels.py), at the sizes at
+which they branch.
 
-Four lanes share a pair, so that a warp takes eight pairs a step. A warp lists 512 slots, and a block
-has 8 warps, which are 256 threads.
+Four lanes share a pair, so that a warp takes eight pairs a step. A warp lists 512 slots, and a
+block has 8 warps, which are 256 threads.
 """
 
 import pytest

@@ -216,7 +216,7 @@ def test_a_model_runs_in_forked_and_spawned_processes(start):
 
 @pytest.mark.parametrize("chosen", [[0], [1], [2], [0, 1, 2]], ids=str)
 def test_compiled_autograd_of_a_second_derivative_equals_eager(device, chosen):
-    """The operator returns no tensor for a second derivative that is always zero. A graph has to."""
+    """The operator returns no tensor for second derivatives that are always zero; a graph must."""
     list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
 
     def loss():

@@ -174,7 +174,7 @@ def test_a_cpp_host_calls_the_operators_through_the_generated_header(tmp_path):
 
         int main(int, char** argv) {
           if (!dlopen(argv[1], RTLD_NOW)) return 1;
-          // Two atoms, each the other's neighbour. A pair's force is 4 * 1 * 0.5 = 2 along each axis.
+          // Two atoms are each other's neighbours. A pair's force is 4 * 1 * 0.5 = 2 along each axis.
           auto list_neigh = at::arange(1, -1, -1).view({1, 2, 1});
           auto dE = at::ones({1, 2, 1, 4}), Ri_d = at::full({1, 2, 4, 3}, 0.5), Rij = at::ones({1, 2, 1, 3});
           auto [force, virial, atom_virial] = calcops::force_virial(list_neigh, dE, Ri_d, Rij);

@@ -1,5 +1,5 @@
-"""The CUDA kernel of matrix_product on a GPU or in the emulation (kernels.py), at sizes around those
-of its tiles of 32 x 32."""
+"""The CUDA kernel of matrix_product on a GPU or in the emulation (kernels.py), at sizes around
+those of its tiles of 32 x 32."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""The CUDA kernels of tabulated_sum on a GPU or in the emulation (kernels.py), at the sizes at which
-they branch.
+"""The CUDA kernels of tabulated_sum on a GPU or in the emulation (kernels.py), at the sizes at
+which they branch.
 
 A block has one atom and takes 32 slots at a time. Each of its 128 threads has a function. In the
 backward kernel a warp has a slot, and a block has four.

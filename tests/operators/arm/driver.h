@@ -1,13 +1,13 @@
 // A program that calls one operator's CPU kernel, without PyTorch:
 //
-//   driver write FILE      keeps what the kernel gives for inputs that every machine makes alike
-//   driver compare FILE    compares with what another machine kept; 1 is the exit status where a
-//                          number is further from its twin than it may be
+//   driver write FILE      writes the kernel's results for inputs that are equal on every machine
+//   driver compare FILE    compares the results with those of another machine; the exit status is 1
+//                          if a number differs by more than its tolerance
 //
-// A float64 may differ by 1e-13, relative to itself or to the root mean square of its array, a
-// float32 likewise by an ulp, an integer not at all.
+// The tolerance of a float64 is 1e-13, relative to itself or to the root mean square of its array.
+// That of a float32 is an ulp of these. Integers must be equal.
 //
-// An operator's file says in run() what its kernel gives, by Results::add.
+// run() in an operator's file passes the results of its kernel to Results::add.
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@
 #include <vector>
 
 namespace at {
-int get_num_threads() { return 2; }  // parallel.h asks for it: the kernel runs in threads
+int get_num_threads() { return 2; }  // for parallel.h: the kernel runs in two threads
 }  // namespace at
 
 namespace calcops {
@@ -48,7 +48,7 @@ class Results {
     compare(name, numbers, their_numbers);
   }
 
-  // What was compared, in a line; whether all of it is right.
+  // Prints a line about the comparison. Returns true if all numbers are within their tolerances.
   bool report() {
     if (file_.peek() != EOF) fail("the end", "is not that of the file: write it anew");
     std::printf("%lld numbers, %lld with other bits, %.2g of the bound apart at most\n",
@@ -101,7 +101,7 @@ class Results {
   double worst_ = 0;
 };
 
-// The same numbers on every machine.
+// Random numbers that are equal on every machine.
 class Random {
  public:
   int64_t below(int64_t count) { return int64_t(bits_() % uint64_t(count)); }

@@ -93,7 +93,7 @@ class Cases {
 
 template <class Real, class Index>
 void run_cases(Results& results) {
-  // The last is shared by two tasks.
+  // Two tasks share the last case.
   for (const Size& size : {Size{3, 0, 1}, {2, 1, 1}, {150, 999, 4}, {200, 9000, 3}})
     for (const bool by_center : {true, false}) Cases<Real, Index>(results, size, by_center).run();
 }

@@ -24,7 +24,7 @@ void run_case(Results& results, const Size& size, Spline spline) {
   for (Index& each : kind) each = Index(random.below(kKinds + 1)) - 1;
   const std::vector<double> davg{0.1, 0, 0, 0, 0.2, 0.01, 0.02, -0.03};
   const std::vector<double> dstd{0.5, 0.25, 0.25, 0.25, 0.5, 0.3, 0.3, 0.2};
-  // The rows' first numbers lie within it and beyond both ends.
+  // The first numbers of the rows lie inside the grid and beyond both of its ends.
   const std::vector<double> grid{0.5, 6, 1, 4};
   std::vector<Real> P(4 * n * kKinds * functions), grad_d(3 * n * K);
 

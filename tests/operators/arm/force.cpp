@@ -96,7 +96,7 @@ class Cases {
 }  // namespace
 
 void run(Results& results) {
-  // The last is shared by several tasks a frame.
+  // Several tasks share a frame of the last case.
   for (const Size& size : {Size{1, 0, 0, 3}, {1, 1, 1, 1}, {3, 7, 2, 5}, {2, 150, 40, 61}}) {
     Cases<float, int32_t>(results, size).run();
     Cases<float, int64_t>(results, size).run();

@@ -22,7 +22,7 @@ void run_case(Results& results, const Size& size, int64_t order) {
   const auto grad = random.numbers<Real>(4 * n * M);
   std::vector<Index> kind(n * K);
   for (Index& each : kind) each = Index(random.below(kKinds + 1)) - 1;
-  // Cells of two widths, and numbers beyond both ends.
+  // The grid has cells of two widths. Some numbers lie beyond its ends.
   const std::vector<double> grid{-0.75, 0.25, -0.25, 0.5, 0.75, -0.5, 0.25, 0.75, 1, 0.75};
   std::vector<Real> T(4 * n * M), of_x(n * K), of_R(4 * n * K);
 

@@ -10,8 +10,8 @@ using namespace ops::warp_perspective;
 
 namespace {
 
-// What maps a destination to its source: turned and tilted, enlarged, by whole pixels, far outside,
-// with a horizon that crosses the picture, singular.
+// Maps from a result to its source: turned and tilted, enlarged, shifted by whole pixels, far
+// outside, with a horizon that crosses the result, and singular.
 constexpr double kMaps[][9] = {
     {0.83, -0.41, 7.3, 0.37, 0.92, -5.1, 1.1e-3, -7e-4, 1},
     {0.11, 0, 2, 0, 0.13, 1, 0, 0, 1},
@@ -86,7 +86,7 @@ void run(Results& results) {
     for (const Interpolation interpolation :
          {Interpolation::kNearest, Interpolation::kLinear, Interpolation::kCubic}) {
       const bool nearest = interpolation == Interpolation::kNearest;
-      // One image under all maps, more than a tile wide; a small one of three channels under one.
+      // An image wider than a tile under all maps, and a small image of three channels under one.
       const WarpSizes wide{kMapCount, 1,      kMapCount,     1,   40, 90, 17,
                            140,       border, interpolation, true};
       const WarpSizes small{2, 2, 1, 3, 9, 11, 17, 13, border, interpolation, nearest};

@@ -1,5 +1,5 @@
-// What CUDA sources need of the CUDA language, for a C++ compiler: see README.md.
-// Anything that is not here does not compile, and what is here but cannot be kept ends the program.
+// The part of the CUDA language that the CUDA sources use, for a C++ compiler: see README.md.
+// Other parts do not compile. A use that cannot be emulated ends the program.
 #pragma once
 
 #define __CUDACC__
@@ -33,28 +33,28 @@ struct alignas(16) ulonglong2 {
 
 namespace cuda_on_cpu {
 
-// Prints which kernel, block and thread does what must not be, and ends the process.
+// Prints an error with the kernel, block and thread that made it, and ends the process.
 [[noreturn]] void fail(const char* what);
 
-// `kernel` in every thread of every block.
+// Runs `kernel` in every thread of every block.
 void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
             const std::function<void()>& kernel);
 
-// What each kernel says first: rewrite.py puts it there.
+// Reports that a kernel runs. rewrite.py puts a call at the beginning of each kernel.
 void enter(const char* kernel);
 
-// Whether the fault that a test puts into the source is the one of this run.
+// Returns true in the run for the fault of this number, which a test has put into the source.
 bool fault(int number);
 
 enum class Meeting { kNone, kWarp, kBlock, kShuffle, kVote, kBlockVote };
 
-// Waits for every other thread of the warp or of the block to come to a meeting of the same kind.
+// Waits until every thread of the warp or of the block has reached a meeting of the same kind.
 void meet(Meeting kind);
 
-// The value that lane `from` of the warp brings to an exchange; all its lanes have to come.
+// Returns the value of lane `from`. All lanes of the warp have to call this.
 uint64_t exchange(uint64_t value, unsigned from);
 
-// The lanes that bring the value `wanted`.
+// Returns the mask of the lanes whose value is `wanted`.
 unsigned equal_lanes(unsigned mask, uint64_t value, uint64_t wanted);
 
 inline void expect_all_lanes(unsigned mask) {
@@ -75,8 +75,8 @@ T shuffle(unsigned mask, T value, unsigned from, int width) {
 
 int count_in_block(bool vote);
 
-// The memory of a __shared__ variable in the block that is running. Its first bytes are such that
-// what is read before it is written shows.
+// Returns the memory of a __shared__ variable in the running block. It is filled with bytes that
+// show a read before the first write.
 void* shared_memory(const void* variable, size_t bytes);
 
 }  // namespace cuda_on_cpu
@@ -91,7 +91,7 @@ inline void __syncwarp(unsigned mask = 0xffffffffu) {
   cuda_on_cpu::expect_all_lanes(mask);
   cuda_on_cpu::meet(cuda_on_cpu::Meeting::kWarp);
 }
-inline void __threadfence() {}  // what one thread writes all others see
+inline void __threadfence() {}  // all threads always see each other's writes
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int lane, int width = 32) {

@@ -1,4 +1,4 @@
-// The CUDA runtime's types, for every unit that asks for them: see README.md.
+// The types of the CUDA runtime, for every unit that includes this header: see README.md.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ namespace cuda_on_cpu {
 cudaStream_t current_stream();
 void check_stream(cudaStream_t stream);
 
-// What `x.is_cpu()` and `x.is_cuda()` are while the emulation is on.
+// Replace `x.is_cpu()` and `x.is_cuda()`: while the emulation is on, a CPU tensor is a CUDA tensor.
 bool is_cpu(bool cpu);
 bool is_cuda(bool cpu);
 

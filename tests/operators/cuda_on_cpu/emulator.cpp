@@ -1,7 +1,7 @@
-// Runs kernels on the CPU: up to kMostResident blocks at a time, in random order, every thread of a
-// block a fiber that runs until it meets others. Who runs next says a rank, which a block draws for
-// its threads at each of its barriers. Gives tensors guarded memory. What must not be ends the
-// process with a line that says where (README.md).
+// Runs kernels on the CPU, up to kMostResident blocks at a time, in random order. A thread of a
+// block is a fiber, which runs until it waits for other threads. The next fiber is chosen by rank;
+// a block draws new ranks for its threads at each barrier. Tensors get guarded memory. An error
+// ends the process with a line that names its place (README.md).
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>
@@ -66,19 +66,18 @@ struct Fiber {
   uint32_t rank;
   bool done;
   Meeting waits;
-  // What it brings to an exchange; the other one is what it brought to the exchange before, which
-  // others may still have to read.
+  // Its values in this exchange and in the previous one, which other lanes may still have to read.
   uint64_t values[2];
   unsigned exchanges;
 };
 
-// A warp, or the block where `first` is 0 and `last` all of its threads.
+// The threads of a warp, or of the whole block.
 struct Group {
   unsigned first, last;
   unsigned waiting, returned;
 };
 
-// A block that is being run, with its shared memory.
+// A running block, with its shared memory.
 struct Block {
   unsigned index;
   std::vector<Fiber> fibers{kMostThreads};
@@ -95,7 +94,7 @@ std::set<std::string> entered;
 const char* kernel_name = "no kernel";
 
 std::array<Block, kMostResident> resident;
-// The fibers that can run: a heap by rank, and by chance where ranks are equal.
+// The fibers that can run, as a heap ordered by rank, and at random for equal ranks.
 std::vector<std::pair<uint64_t, Fiber*>> ready;
 std::vector<Block*> ended;
 Fiber* current;
@@ -109,8 +108,8 @@ void make_ready(Fiber& fiber) {
   std::push_heap(ready.begin(), ready.end());
 }
 
-// Goes on with the first of those that can run, or with the scheduler where there is none or a
-// block has ended.
+// Continues with the first fiber that can run, or with the scheduler if there is none or a block
+// has ended.
 void run_another(void** from) {
   if (ready.empty() || !ended.empty()) return cuda_on_cpu_switch(from, scheduler);
   std::pop_heap(ready.begin(), ready.end());
@@ -121,8 +120,8 @@ void run_another(void** from) {
   if (&current->pointer != from) cuda_on_cpu_switch(from, current->pointer);
 }
 
-// Who of a block goes ahead, until its next barrier: nobody, some of its warps or some of its
-// threads. A uniform choice at each step would keep all of them close together.
+// Draws which threads of a block run ahead until its next barrier: none, some warps or some
+// threads. A uniform choice at each step would let all of them advance together.
 void draw_ranks(Block& block) {
   const unsigned kinds[] = {kMostThreads, kMostThreads, kMostThreads, kWarp, 1};
   const unsigned alike = kinds[random_numbers() % 5];
@@ -137,15 +136,15 @@ void run_fiber();
 
 void start_fiber(Block& block, unsigned thread) {
   Fiber& fiber = block.fibers[thread];
-  if (!fiber.stack) {  // a page that must not be touched, then the stack
+  if (!fiber.stack) {  // a guard page, then the stack
     void* memory =
         mmap(nullptr, kPage + kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED || mprotect(memory, kPage, PROT_NONE) != 0) fail("has no stack");
     fiber.stack = static_cast<char*>(memory) + kPage;
   }
-  // As cuda_on_cpu_switch leaves a stack: six registers and where to return to. A function begins
-  // with its stack 8 bytes off a multiple of 16.
-  // Tops at other places within their pages, or all would share a few lines of the cache.
+  // cuda_on_cpu_switch leaves six registers and the return address on a stack. At the beginning of
+  // a function, the stack pointer is 8 bytes off a multiple of 16.
+  // The tops have different offsets in their pages: else all stacks would share a few cache lines.
   void** top =
       reinterpret_cast<void**>(fiber.stack + kStack - thread % 256 * 13 * 64 % kSpread) - 2;
   *--top = nullptr;
@@ -160,7 +159,7 @@ void start_fiber(Block& block, unsigned thread) {
 
 bool of_block(Meeting kind) { return kind == Meeting::kBlock || kind == Meeting::kBlockVote; }
 
-// Once all threads that have not returned wait, they go on, if it is for the same.
+// Lets the threads continue once all that have not returned wait at a meeting of the same kind.
 void release_if_complete(Block& block, Group& group) {
   if (group.waiting == 0 || group.waiting + group.returned < group.last - group.first) return;
   if (&group == &block.whole) draw_ranks(block);
@@ -234,7 +233,7 @@ void run_blocks(const std::vector<unsigned>& order) {
   }
 }
 
-// What this thread and those of its warp bring; all of them have to come.
+// Exchanges the values of the threads of a warp. All of them have to call this.
 template <class Read>
 auto exchange_values(Meeting kind, uint64_t value, Read read) {
   Fiber& self = *current;
@@ -248,8 +247,8 @@ unsigned lanes_of_warp() { return std::min(kWarp, threads - current->thread / kW
 
 // ---- memory -------------------------------------------------------------------------------------
 
-// Between two pages that must not be touched, at the end or at the start of what lies between them;
-// the rest is filled with a byte that must still be there in the end.
+// Memory between two guard pages, at the end or at the start of the space between them. The rest of
+// the space is filled with a byte that must be unchanged at the end.
 struct Allocation {
   char* pages;
   size_t pages_bytes;
@@ -284,7 +283,8 @@ void release_allocation(void* context) {
   delete a;
 }
 
-// `alignment` of the end of what is allocated, and so of its beginning.
+// The memory begins at a multiple of `alignment`. With `at_end` it ends as near to the guard page
+// as that allows.
 at::DataPtr allocate(size_t bytes, size_t alignment, bool at_end, unsigned char filling) {
   const size_t inside = (bytes + kPage - 1) / kPage * kPage;
   const size_t all = inside + 2 * kPage;
@@ -303,7 +303,7 @@ at::DataPtr allocate(size_t bytes, size_t alignment, bool at_end, unsigned char 
   return {data, a, &release_allocation, at::Device(at::kCPU)};
 }
 
-// Filled with other bytes in other runs: what depends on them differs.
+// New memory is filled with different bytes in each run, so that results that depend on it differ.
 unsigned char any_filling() { return random_numbers() % 2 ? 0xa5 : 0x7f; }
 
 class Allocator : public at::Allocator {
@@ -311,7 +311,7 @@ class Allocator : public at::Allocator {
   explicit Allocator(at::Allocator* usual) : usual_(usual) {}
   at::DataPtr allocate(size_t bytes) override {
     if (!enabled || bytes == 0) return usual_->allocate(bytes);
-    // 8: a workspace's first array is of 64-bit numbers.
+    // 8: the first array of a workspace has 64-bit numbers.
     return cuda_on_cpu::allocate(bytes, 8, random_numbers() % 2, any_filling());
   }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
@@ -322,7 +322,7 @@ class Allocator : public at::Allocator {
   at::Allocator* usual_;
 };
 
-// A copy with the same strides that ends exactly where memory ends, or begins where it begins.
+// Returns a copy with the same strides, which ends or begins exactly at a guard page.
 at::Tensor guarded(const at::Tensor& x) {
   if (x.numel() == 0) return x.clone();
   int64_t span = 1;
@@ -346,7 +346,7 @@ void explain_fault(int, siginfo_t* info, void*) {
     fail(text);
   }
   if (in_kernel) fail("touches memory that is no tensor's");
-  std::signal(SIGSEGV, SIG_DFL);  // not ours: the instruction is tried again
+  std::signal(SIGSEGV, SIG_DFL);  // not a guard page: the repeated instruction ends the process
 }
 
 void install_handler() {
