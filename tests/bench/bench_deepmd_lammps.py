@@ -101,12 +101,12 @@ def write_data(name, natoms, path):
     write(path, atoms, format="lammps-data", **options)
 
 
-def convert(model, theirs):
+def convert(model, peer):
     """Make .pb, compressed .pb, and the .pt2 of a .pth: as it is, tabulated, with float32 nets."""
     frozen = model.with_suffix(".pb")
     importer = [sys.executable, ROOT / "examples/deepmd/import_deepmd.py", model]
     commands = [
-        [theirs / "bin/dp", "convert-backend", model, frozen],
+        [peer / "bin/dp", "convert-backend", model, frozen],
         [THEIRS, "-c", COMPRESS, frozen, model.with_name(f"{model.stem}_compressed.pb")],
         [*importer, model.with_suffix(".pt2")],
         [*importer, "--tabulated", model.with_name(f"{model.stem}_tabulated.pt2")],
@@ -129,8 +129,8 @@ def main():
     parser.add_argument("--pth", action="store_true", help="the .pth of PyTorch, too")
     parser.add_argument("--lammps", type=Path, default=ROOT / "build/lammps/environment")
     options = parser.parse_args()
-    theirs = THEIRS.parent.parent
-    if not (theirs / "bin/lmp").exists():
+    peer = THEIRS.parent.parent  # the environment of DeePMD-kit
+    if not (peer / "bin/lmp").exists():
         subprocess.run([THEIRS, "-m", "pip", "install", "-q", *PACKAGES], check=True)
     make = ["make", "-s", "-C", ROOT / "examples/lammps", "plugin", f"LAMMPS={options.lammps}"]
     subprocess.run([*make, f"PYTHON={sys.executable}"], check=True)
@@ -139,7 +139,7 @@ def main():
         folder = Path(name)
         run_theirs(folder)
         for kind in {SYSTEMS[system][0] for system in options.systems}:
-            convert(folder / f"{kind}.pth", theirs)
+            convert(folder / f"{kind}.pth", peer)
         print(
             "| atoms | ranks | .pb, ms | compressed .pb, ms | calcops, ms | tabulated, ms "
             "| float32 nets, ms | calcops / tabulated | compressed .pb / tabulated | apart "
@@ -160,8 +160,8 @@ def row_of(kind, natoms, ranks, data, options):
     script = {"data": data, "names": " ".join(MODELS[kind][0]), "steps": options.steps}
     files = [f"{kind}.pth"] if options.pth else []
     files += [f"{kind}.pb", f"{kind}_compressed.pb"]
-    theirs = THEIRS.parent.parent
-    calls = [dict(environment=theirs, style=f"deepmd {folder / file}") for file in files]
+    peer = THEIRS.parent.parent  # the environment of DeePMD-kit
+    calls = [dict(environment=peer, style=f"deepmd {folder / file}") for file in files]
     packages = [folder / f"{kind}{form}.pt2" for form in ("", "_tabulated", "_float32")]
     for package in packages:
         calls.append(dict(environment=options.lammps, style=f"calcops {package}", plugin=plugin))
