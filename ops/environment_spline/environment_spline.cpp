@@ -132,8 +132,7 @@ void backward_vjp(const Value* arguments, const Value* upstream, Value* gradient
   if (gradients[0].is_wanted()) gradients[0] = sums.along(v.with(u));
   if (of_inner[kD].is_wanted()) of_inner[kD] = sums.gradient(grad, v.with(u));
   if (v.count() > 0 && of_inner[kAlong].is_wanted())
-    of_inner[kAlong] =
-        of_each(v, [&](int i) { return sums.gradient(grad, v.without(i).with(u)); });
+    of_inner[kAlong] = of_each(v, [&](int i) { return sums.gradient(grad, v.without(i).with(u)); });
 }
 
 void backward_jvp(const Value* arguments, const Value* tangents, Value* results) {
