@@ -197,9 +197,8 @@ void find_weights(const Call<Real, Index>& call, const Pairs& pairs) {
   for (uint64_t j = 0; any_outside && j < pairs.count; ++j) {
     const Pair pair = pairs[j];
     const double position = pair[kS] * pair[kGridScale] + pair[kGridShift];
-    double beyond = 0;
-    if (position < 0) beyond = position;
-    if (position > cells) beyond = position - cells;
+    // The distance from the nearer end of the grid, negative before its beginning.
+    const double beyond = position < 0 ? position : position > cells ? position - cells : 0;
     if (beyond == 0) continue;
     double w[kDegree + 1], slopes[kDegree + 1];
     basis<kDegree>(pair[kInCell], w, slopes);

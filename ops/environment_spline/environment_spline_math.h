@@ -69,8 +69,8 @@ CALCOPS_HD_INLINED inline Series<N, k> clamped(const Series<N, k>& x, double low
   const N high = zero + upper;
   Series<N, k> result;
   for (int i = 0; i < k; ++i) {
-    result.c[i] = x.c[0] < low ? (i == 0 ? low : zero) : x.c[i];
-    result.c[i] = x.c[0] > high ? (i == 0 ? high : zero) : result.c[i];
+    result.c[i] = x.c[0] < low ? (i ? zero : low) : x.c[i];
+    result.c[i] = x.c[0] > high ? (i ? zero : high) : result.c[i];
   }
   return result;
 }
@@ -238,8 +238,7 @@ CALCOPS_HD int64_t derivative_of(const Kind& kind, const Cutoff& cutoff, int64_t
   }
   for (int i = 0; i < 4 * (kDegree + 1); ++i) p[i] = 0;
   int64_t cell = 0;
-  const int64_t sign_choices = count > 1 ? int64_t(1) << (count - 1) : 1;
-  for (int64_t signs = 0; signs < sign_choices; ++signs) {
+  for (int64_t signs = 0; signs < (count > 1 ? int64_t(1) << (count - 1) : 1); ++signs) {
     double line[3] = {0, 0, 0};
     double factor = scale;
     for (int i = 0; i < count; ++i) {

@@ -41,8 +41,8 @@ CALCOPS_HD inline int64_t weights(const double* grid, int64_t cells, double x, i
                                   double* w, double* next) {
   const GridPart fine{grid[0], grid[2], grid[1]};
   const GridPart coarse{grid[2], grid[4], grid[3]};
-  const double below_end = x > coarse.end ? coarse.end : x;
-  const double inside = x < fine.begin ? fine.begin : below_end;
+  // x, or the end of the grid beyond which it is. NaN stays.
+  const double inside = x < fine.begin ? fine.begin : x > coarse.end ? coarse.end : x;
   const bool is_coarse = inside >= coarse.begin && coarse.begin < coarse.end;
   const GridPart& part = is_coarse ? coarse : fine;
   const double last = part.cells() - 1;
@@ -57,15 +57,13 @@ CALCOPS_HD inline int64_t weights(const double* grid, int64_t cells, double x, i
     double slope[kPowers];
     differentiated_powers(t, 1, slope);
     for (int k = 0; k < kPowers; ++k) {
-      if (order == 0) w[k] = w[k] + (x - inside) * slope[k];
-      // A straight line has no second derivative: 0, or NaN where x is NaN.
-      if (order > 1) w[k] = 0 * x;
-      if (next && order > 0) next[k] = 0 * x;
+      // The second derivative of a straight line is 0, or NaN if x is NaN.
+      w[k] = order == 0 ? w[k] + (x - inside) * slope[k] : order == 1 ? w[k] : 0 * x;
+      if (next) next[k] = order == 0 ? next[k] : 0 * x;
     }
   }
   // Also if the grid is wrong, the cell is one of the table's.
-  if (!(row > 0)) return 0;
-  return row < double(cells) ? int64_t(row) : cells - 1;
+  return row > 0 ? (row < double(cells) ? int64_t(row) : cells - 1) : 0;
 }
 
 }  // namespace calcops::ops::tabulated_sum

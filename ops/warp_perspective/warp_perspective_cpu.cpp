@@ -77,8 +77,7 @@ template <int kTaps, class Pixel>
     if (!has_source && sizes.border == Border::kTransparent) continue;
     for (int64_t c = 0; c < sizes.channels; ++c) {
       const Plane<Pixel> plane = make_plane(tile.in, tile.n, c, tile.in.border_value[c]);
-      Pixel& out = tile.out[output_offset(sizes, 0, c, v) + u];
-      out = has_source ? sample(plane, cell) : plane.border;
+      tile.out[output_offset(sizes, 0, c, v) + u] = has_source ? sample(plane, cell) : plane.border;
     }
   }
 }

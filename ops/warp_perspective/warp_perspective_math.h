@@ -251,10 +251,12 @@ CALCOPS_HD inline bool locate(double x, int64_t size, Border border, bool is_nea
 CALCOPS_HD inline int64_t fold_index(int64_t i, int64_t size, Border border) {
   if ((i >= 0 && i < size) || border == Border::kConstant) return i;
   if (border == Border::kReplicate) return i < 0 ? 0 : size - 1;
+  const bool wraps = border == Border::kWrap;
+  const bool repeats_edge = wraps || border == Border::kReflect;
   if (size == 1) return 0;
-  const int64_t edge = border == Border::kReflect ? 1 : 0;
-  const int64_t period = border == Border::kWrap ? size : 2 * (size - 1 + edge);
+  const int64_t period = wraps ? size : repeats_edge ? 2 * size : 2 * size - 2;
   const int64_t rest = (i % period + period) % period;
+  const int64_t edge = repeats_edge;  // 1 if the edge's pixel is mirrored too
   return rest < size ? rest : period - edge - rest;
 }
 
@@ -273,8 +275,10 @@ CALCOPS_HD inline bool locate(double x, int64_t size, Border border, bool, Axis<
       if (!(x > -2 && x < n + 1)) axis.slope = 0;
       x = x < -2 ? -2 : x > n + 1 ? n + 1 : x;
     } else {
-      const double edge = border == Border::kReflect ? 1 : 0;
-      const double period = border == Border::kWrap ? n : 2 * (n - 1 + edge);
+      // kReflect mirrors the edge's pixel too, kReflect101 does not.
+      const double period = border == Border::kWrap      ? n
+                            : border == Border::kReflect ? 2 * n
+                                                         : 2 * n - 2;
       if (period == 0) axis.slope = 0;
       x = period == 0 ? 0 : fabs(x) < kFar ? near_remainder(x, period) : fmod(x, period);
     }
@@ -397,11 +401,10 @@ CALCOPS_HD inline Pixel sample(const Plane<Pixel>& plane, const Cell<2>& cell) {
   const auto tap = [&](bool is_used, int64_t row, int64_t column) {
     return is_used ? plane.template at<Real>(row, column) : 0;
   };
-  const Real a = plane.template at<Real>(y.tap[0], x.tap[0]);
-  const Real b = tap(uses_right, y.tap[0], x.tap[1]);
-  const Real c = tap(uses_lower, y.tap[1], x.tap[0]);
-  const Real d = tap(uses_right && uses_lower, y.tap[1], x.tap[1]);
-  return to_pixel<Pixel>(interpolate(a, b, c, d, weight_x, weight_y));
+  return to_pixel<Pixel>(
+      interpolate(plane.template at<Real>(y.tap[0], x.tap[0]), tap(uses_right, y.tap[0], x.tap[1]),
+                  tap(uses_lower, y.tap[1], x.tap[0]),
+                  tap(uses_right && uses_lower, y.tap[1], x.tap[1]), weight_x, weight_y));
 }
 
 // Return the weighted sum of 4 x 4 taps. Taps of weight zero are not used.
