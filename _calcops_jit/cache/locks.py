@@ -195,7 +195,7 @@ def locked(slot: str, waiting: Callable[..., contextlib.AbstractContextManager])
 
 @contextlib.contextmanager
 def locked_if_free(slot: str) -> Iterator[bool]:
-    """Hold a slot's lock unless another process has it or builds there. Yield whether it is held."""
+    """Hold a slot's lock. Yield False if another process has it, or builds in the slot."""
     fd = _open_lock(slot)
     try:
         yield _try_lock(fd) and not any(is_alive(entry.path, "stage") for entry in os.scandir(slot))

@@ -1,4 +1,4 @@
-"""Closures of what compilers read: the files, and the absent names that would be found first."""
+"""Record the closures of a build: files that were read, and names that would be read first."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from ..cache import closure
 from ..request import Request
 from .dependency_files import undetermined
 
-_ASKS = rb"__has_(?:include(?:_next)?|embed)\b(?:\s*\(\s*(?:<([^>\n]+)>|\"([^\"\n]+)\"))?"
-# Names that the paths of the read files do not show: of a folder above, with its whole path, or a
-# macro's in two folders.
+# __has_include(<name>), __has_include("name") and the like. No group matches a macro's name.
+_TEST = rb"__has_(?:include(?:_next)?|embed)\b(?:\s*\(\s*(?:<([^>\n]+)>|\"([^\"\n]+)\"))?"
+# The path of a file that was read ends with the name in the #include line, except in two cases:
+# "../a.h", and a name with two folders that a macro holds.
 _UPWARDS = rb"[<\"]([^<>\"\n]*\.\./[^<>\"\n]*)[>\"]"
 _BY_MACRO = rb"#\s*define\s+\w+\s+[<\"]([^<>\"\n]+/[^<>\"\n]+/[^<>\"\n]+)[>\"]"
 _COMMENT = rb"/\*.*?\*/|//[^\n]*"
-# A name that the text does not show. Then every name in the searched folders counts.
+# Stands for an unknown name that a macro holds. Then no new name may appear in a searched folder.
 ANY_NAME = "*"
-# Files that compilers read unexpectedly. If only a clock could show whether one changed during the
-# build, the build runs again, and then the file is expected.
-_surprises: set[str] = set()
+# Files that an earlier attempt of a build read unexpectedly. If only a clock could show whether
+# such a file changed during the build, the build is repeated. Then the file is expected.
+_unforeseen: set[str] = set()
 
 
 class Before:
     """The inputs of a build before the compilers run, to compare with those after they ran.
 
     Contents are compared, not times, because the clock of another machine's disk may be ahead or
-    behind. A clock decides only for unexpected files, and only if it is this machine's or nobody
-    edits the files.
+    behind. Times decide only about files that were not expected, and only if they are of this
+    machine's clock or nobody edits the files.
     """
 
     def __init__(self, staging: str, paths: set[str]):
-        paths |= {path for path in _surprises if os.path.isfile(path)}
+        """Read the files `paths`. `staging` is the new private folder of the build."""
+        paths |= {path for path in _unforeseen if os.path.isfile(path)}
         status = os.stat(staging)
-        self._started = status.st_mtime_ns
+        self._start_ns = status.st_mtime_ns
         self._device = status.st_dev
         self._files: dict[str, tuple[bytes, str]] = {}  # {path: (stamp, digest)}
         self._folders: dict[str, set[str] | None] = {}  # {folder: the names in it}
@@ -49,38 +51,50 @@ class Before:
                 self._folders[folder] = names_in(folder)
         self.looked = time.time_ns()
 
-    def is_same(self, path: str, stamp: bytes, digest: str, theirs: bool) -> bool | None:
-        """Return True if a file is what it was, False if not, None if that is not known."""
+    def is_changed(self, path: str, stamp: bytes, digest: str) -> bool:
+        """Return True if a file is known to be another than before."""
+        return path in self._files and self._files[path] != (stamp, digest)
+
+    def is_unchanged(self, path: str, stamp: bytes, digest: str, theirs: bool) -> bool:
+        """Return True if a file is known to be the same as before."""
         if path in self._files:
             return self._files[path] == (stamp, digest)
         is_known_clock = theirs or os.stat(path).st_dev == self._device
-        return True if is_known_clock and closure.changed_ns(stamp) <= self._started else None
+        return is_known_clock and closure.changed_ns(stamp) <= self._start_ns
 
     def is_new(self, folder: str, name: str) -> bool:
         """Return True if a name came into a folder of the project while the compilers ran."""
         names = self._folders.get(folder)
         return names is not None and name.partition("/")[0] not in names
 
-    def judged(self, path: str, stamp: bytes, theirs: bool) -> bytes:
-        """Return the stamp to write down: young, if the next change may leave the same."""
+    def stamp_to_store(self, path: str, stamp: bytes, theirs: bool) -> bytes:
+        """Return the stamp for the closure: a young one if another change may leave `stamp`.
+
+        `theirs` says that the file is PyTorch's or the system's.
+        """
         if theirs:
-            return stamp if closure.is_old(stamp, time.time_ns()) else closure.young(stamp)
-        seen_twice = self._files.get(path, (b"",))[0] == stamp and closure.is_long_ago(self.looked)
-        return stamp if seen_twice else closure.young(stamp)
+            is_settled = closure.is_old(stamp, time.time_ns())
+        else:  # the clock of a project's disk may be wrong, so the stamp must be seen twice
+            before = self._files.get(path, (b"",))[0]
+            is_settled = before == stamp and closure.is_long_ago(self.looked)
+        return stamp if is_settled else closure.young(stamp)
 
 
 class _Absent:
-    """The absent names that compilers would have found first."""
+    """Names and paths that are collected while a closure is made."""
 
     def __init__(self):
         self.names: dict[str, set[str]] = {}  # {existing folder: names that must not appear in it}
-        self.unread: list[str] = []  # paths that exist, but are no files or were not read
+        # Existing paths that a search for headers passes, but that were not read: folders, links to
+        # nothing, other files.
+        self.unread: list[str] = []
 
 
 class Recorder:
-    """Makes the closures of units and of a link, and lists each folder that these share once."""
+    """Makes the closures of a library's units and of the link. It lists every folder only once."""
 
     def __init__(self, request: Request, search: list[str], before: Before):
+        """`search` are the folders in which the compiler looks for headers, in order."""
         self._request = request
         self._search = search
         self._before = before
@@ -93,7 +107,7 @@ class Recorder:
         is_complete: bool = True,
         unused: Sequence[tuple[str, str]] = (),
     ) -> closure.Closure:
-        """Make the closure of one unit, or of the link.
+        """Return the closure of one unit, or of the link.
 
         Args:
             read: sources, headers and, if `is_complete`, the files of .incbin.
@@ -102,9 +116,9 @@ class Recorder:
             unused: (folder, name) of files that would be linked or run if they existed.
 
         Raises:
-            closure.Changed: a file is not what the compiler has read.
+            closure.Changed: a file is not what the compiler read.
         """
-        files, conditional = self._files(sorted(read | others), is_complete)
+        files, conditional = self._read(sorted(read | others), is_complete)
         theirs = {path for path in read if self._is_theirs(path)}
         # Folders of the project come first, since a quoted include looks there first.
         own = [os.path.dirname(path) for path in sorted(read - theirs)]
@@ -117,45 +131,46 @@ class Recorder:
         for folder, name in unused:
             if not self._expect(absent, folder, name) and not os.path.isfile(f"{folder}/{name}"):
                 absent.unread.append(f"{folder}/{name}")
-        # Of two folders that are the same one, compilers search one. Real paths decide which.
+        # A compiler searches only one of two folders with the same real path. So the real paths of
+        # all folders belong to the closure.
         for folder in self._search:
             if not self._is_theirs(f"{folder}/"):
                 absent.unread.append(f"{folder}/.")
         entries = dict(map(self._young, reversed(absent.unread))) | files
         tools = [self._request.fold(tool) for tool in self._request.tools]
-        return closure.Closure.of(entries, tools, self._stamped(absent.names), time.time_ns())
+        return closure.Closure.of(entries, tools, self._with_stamps(absent.names), time.time_ns())
 
     def _is_theirs(self, path: str) -> bool:
         return closure.is_theirs(self._request.fold(path))
 
-    def _files(
+    def _read(
         self, paths: list[str], is_complete: bool
     ) -> tuple[dict[str, tuple[bytes, str]], set[str]]:
-        """Return ({folded path: (stamp, digest)}, the names that the files may ask for)."""
+        """Return ({folded path: (stamp, digest)}, the names that content() finds in the files)."""
         before = self._before
         entries: dict[str, tuple[bytes, str]] = {}
         conditional: set[str] = set()
         unforeseen = []
         for path in paths:
-            now = closure.stamp_of(path)
+            present = closure.stamp_of(path)
             theirs = self._is_theirs(path)
-            stamp = before.judged(path, now, theirs)
-            read = content if stamp == now else content.__wrapped__
-            digest, names, has_incbin = read(path, now)
+            stamp = before.stamp_to_store(path, present, theirs)
+            # A young file may have other contents under the stamp of an earlier call.
+            read = content if stamp == present else content.__wrapped__
+            digest, names, has_incbin = read(path, present)
             if has_incbin and not is_complete:
                 why = f"{path} has .incbin; only GNU as tells what that reads, and not with -flto"
                 raise undetermined(self._request, why)
-            same = before.is_same(path, now, digest, theirs)
-            if same is False:
-                raise closure.Changed(path)
-            if not same:
+            if before.is_changed(path, present, digest):
+                raise closure.Changed(f"{path} changed while it was compiled")
+            if not before.is_unchanged(path, present, digest, theirs):
                 unforeseen.append(path)
             entries[self._request.fold(path)] = stamp, digest
             conditional |= names
         if unforeseen:
-            _surprises.update(unforeseen)
-            raise closure.Changed(unforeseen[0])
-        if ANY_NAME in conditional:  # -DNAME='<name.h>'
+            _unforeseen.update(unforeseen)
+            raise closure.Changed(f"{unforeseen[0]} may have changed while it was compiled")
+        if ANY_NAME in conditional:  # the macro may be a flag: -DNAME='<name.h>'
             flags = " ".join(self._request.cflags)
             conditional.update(re.findall(r"[<\"]([^<>\"]+)[>\"]", flags))
         return entries, conditional
@@ -170,7 +185,8 @@ class Recorder:
     ) -> None:
         """Note that the project's headers must not appear in any other folder.
 
-        Which of the project's folders comes first depends on who includes, and how.
+        Not only in an earlier folder: the order of the project's folders differs between the files
+        that include, and between <> and "".
         """
         for name in (names | conditional) - {ANY_NAME}:
             for folder in [""] if name.startswith("/") else folders:
@@ -178,7 +194,7 @@ class Recorder:
                 if path in read or self._expect(absent, folder, name):
                     continue
                 if self._before.is_new(folder, name):
-                    raise closure.Changed(path)
+                    raise closure.Changed(f"{path} is new")
                 if name in conditional or not os.path.isfile(path):
                     absent.unread.append(path)
 
@@ -198,13 +214,14 @@ class Recorder:
                 absent.unread.append(path)
 
     def _expect_nothing_new(self, absent: _Absent, folders: list[str]) -> None:
-        """Note all names in the project's folders and the folders in them."""
+        """Note that no name may appear in the project's folders and their subfolders."""
         for folder in folders:
             if self._is_theirs(f"{folder}/"):
                 continue
-            below = os.scandir(folder) if os.path.isdir(folder) else ()
-            for each in [folder, *(entry.path for entry in below if entry.is_dir())]:
-                absent.names.setdefault(each, set()).add(closure.listing(each))
+            entries = os.scandir(folder) if os.path.isdir(folder) else ()
+            subfolders = [entry.path for entry in entries if entry.is_dir()]
+            for path in [folder, *subfolders]:
+                absent.names.setdefault(path, set()).add(closure.listing(path))
 
     def _expect(self, absent: _Absent, folder: str, name: str) -> bool:
         """Note that folder/name must stay absent. Return False if it exists."""
@@ -213,22 +230,24 @@ class Recorder:
             absent.names.setdefault(missing[0], set()).add(missing[1])
         return missing is not None
 
-    def _stamped(self, names: dict[str, set[str]]) -> dict[str, list[str]]:
-        """Return {folded folder: [its stamp, lines of names that must not appear there]}."""
-        stamped = {}
+    def _with_stamps(self, names: dict[str, set[str]]) -> dict[str, list[str]]:
+        """Return the names in the form of Closure.absent."""
+        absent = {}
         for folder, missing in sorted(names.items()):
-            stamp = self._before.judged(folder, closure.stamp_of(folder), self._is_theirs(folder))
-            stamped[self._request.fold(folder)] = [stamp.hex(), "\n".join(sorted(missing))]
-        return stamped
+            stamp = self._before.stamp_to_store(
+                folder, closure.stamp_of(folder), self._is_theirs(folder)
+            )
+            absent[self._request.fold(folder)] = [stamp.hex(), "\n".join(sorted(missing))]
+        return absent
 
     def _young(self, path: str) -> tuple[str, tuple[bytes, str]]:
-        """Return the entry of a path that was not read: a folder, a link to nothing."""
+        """Return the closure's entry of a path that was not read."""
         stamp = closure.young(closure.stamp_of(path))
         return self._request.fold(path), (stamp, closure.state_of(path, self._request))
 
     @staticmethod
     def _names_of(paths: set[str], folders: list[str]) -> set[str]:
-        """Returns the names by which an include may have found the paths in the folders."""
+        """Return the names under which an #include may have found the paths in the folders."""
         names: set[str] = set()
         for path in paths:
             for folder in folders:
@@ -237,21 +256,23 @@ class Recorder:
         return names
 
     def _first_missing(self, folder: str, name: str) -> tuple[str, str] | None:
-        """Return (existing folder, name) that must appear before folder/name can; None if it
-        exists.
+        """Return (an existing folder, the name in it that folder/name needs first).
+
+        Return None if folder/name exists. (If /a exists but not /a/b, it is (/a, b) for /a/b/c.)
         """
         name = name.lstrip("/")
-        while self._names(folder) is None:
-            folder, _, above = folder.rpartition("/")
-            name = f"{above}/{name}"
+        while self._names_in(folder) is None:
+            folder, _, last = folder.rpartition("/")
+            name = f"{last}/{name}"
         first, _, rest = name.partition("/")
-        if first not in self._names(folder):
+        if first not in self._names_in(folder):
             return folder, first
-        if rest and self._names(f"{folder}/{first}") is not None:
+        if rest and self._names_in(f"{folder}/{first}") is not None:
             return self._first_missing(f"{folder}/{first}", rest)
         return None
 
-    def _names(self, folder: str) -> set[str] | None:
+    def _names_in(self, folder: str) -> set[str] | None:
+        """Return names_in(folder) as it was at the first call."""
         if folder not in self._listed:
             self._listed[folder] = names_in(folder)
         return self._listed[folder]
@@ -265,41 +286,45 @@ def names_in(folder: str) -> set[str] | None:
         return None
 
 
-@functools.cache  # for a process that reloads
+@functools.cache  # since units of a library, and builds of a process, read the same headers
 def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
-    """Return (a file's digest, the names that it may ask for, whether it has .incbin).
+    """Return (a file's digest, names of files that it may test or include, whether it has .incbin).
 
-    The names are those in __has_include and those with "..", which the paths of the read files do
-    not show. ANY_NAME is among them if the file asks for a name that a macro holds.
+    The names are those in __has_include, and those in #include lines that the paths of the read
+    files do not show. ANY_NAME is among them if a macro holds the name in __has_include.
 
     closure.Changed: the file has another stamp by now.
     """
     with open(path, "rb", opener=closure.open_input) as file:
         text = file.read()
     if closure.stamp_of(path) != stamp:
-        raise closure.Changed(path)
+        raise closure.Changed(f"{path} changed while it was read")
     if b"\0" in text:
         return closure.digest(text), set(), False
     names: set[str] = set()
     if b"__has_" in text:
         whole_lines = re.sub(_COMMENT, b" ", text.replace(b"\\\n", b""), flags=re.DOTALL)
-        # `#ifdef __has_include` and `defined(__has_include)` ask for no name.
-        asking = re.sub(rb"(?:#\s*(?:if|un|elif)n?def\s+|\bdefined\s*\(?\s*)\w+", b"", whole_lines)
-        for angled, quoted in re.findall(_ASKS, asking):
+        # `#ifdef __has_include` and `defined(__has_include)` test no file.
+        is_defined = rb"(?:#\s*(?:if|un|elif)n?def\s+|\bdefined\s*\(?\s*)\w+"
+        tests = re.sub(is_defined, b"", whole_lines)
+        for angled, quoted in re.findall(_TEST, tests):
             names.add(os.fsdecode(angled or quoted) or ANY_NAME)
-    hidden = re.findall(_UPWARDS, text) if b"../" in text else []
-    names.update(map(os.fsdecode, [*hidden, *re.findall(_BY_MACRO, text)]))
+    upwards = re.findall(_UPWARDS, text) if b"../" in text else []
+    names.update(map(os.fsdecode, [*upwards, *re.findall(_BY_MACRO, text)]))
     return closure.digest(text), names, b".incbin" in text
 
 
 def read_ahead(request: Request, closures: Iterable[closure.Closure]) -> None:
-    """Read PyTorch's and the system's files of other units while compilers run. Most are needed
-    again.
+    """Call content() for PyTorch's and the system's files in closures of other units.
+
+    It runs beside the compilers, which read mostly the same files. This saves time afterwards,
+    because content() remembers its results.
     """
     paths = set().union(*(unit.entries() for unit in closures))
     for folded in filter(closure.is_theirs, paths):
         path = request.unfold(folded)
         stamp = closure.stamp_of(path)
         with contextlib.suppress(closure.Changed, OSError):
-            if closure.is_old(stamp, time.time_ns()):  # others may change and leave the same stamp
+            # A younger file may change and leave the same stamp, so that the result is wrong.
+            if closure.is_old(stamp, time.time_ns()):
                 content(path, stamp)
