@@ -84,3 +84,16 @@ def say(text: str) -> None:
     if sys.stderr is not None:  # print() would take None for sys.stdout
         with contextlib.suppress(OSError, ValueError):  # a closed stream must not fail a build
             print(f"calcops_jit: {text}", file=sys.stderr, flush=True)
+
+
+def waiting(name: str, holder: Callable[[], tuple[str, float]]) -> Progress:
+    """Return the line that shows which process builds `name`, and for how long.
+
+    holder() returns a phrase for that process, and the seconds since its build began.
+    """
+
+    def state(_: float) -> tuple[str, float]:
+        process, seconds = holder()
+        return f"{process}, which builds {name} ({seconds:.0f} s)", 0.0
+
+    return Progress("waiting for", state)

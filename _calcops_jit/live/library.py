@@ -274,7 +274,7 @@ def _exchange(live, request, generation, registration) -> Library:
 def _build(request: Request, reasons: list[str]) -> Library:
     from ..cache import locks
     from ..compile.diagnosis import explain, old_driver
-    from ..progress import say
+    from ..progress import say, waiting
 
     if request.cuda.fatal:
         raise report(
@@ -292,7 +292,7 @@ def _build(request: Request, reasons: list[str]) -> Library:
         say(f"cannot write {problem}; using {slot} (set CALCOPS_CACHE to choose)")
 
     try:
-        with locks.locked(slot, partial(_waiting, request.name)):
+        with locks.locked(slot, partial(waiting, request.name)):
             if generation := store.find(request, reasons):  # another process built it meanwhile
                 return _load(request, generation)
             if request.cuda.gpus and not request.cuda.build:
@@ -303,17 +303,6 @@ def _build(request: Request, reasons: list[str]) -> Library:
             return compile_and_publish(_publish, request, slot, reasons)
     except OSError as error:
         raise explain(f"cannot build {request.name}", str(error), request) from None
-
-
-def _waiting(name: str, holder: Callable[[], tuple[str, float]]):
-    """Return the line that shows which process builds `name`, and for how long."""
-    from ..progress import Progress
-
-    def state(_: float) -> tuple[str, float]:
-        process, seconds = holder()
-        return f"{process}, which builds {name} ({seconds:.0f} s)", 0.0
-
-    return Progress("waiting for", state)
 
 
 def compile_and_publish(publish: Callable, request: Request, slot: str, reasons: Sequence = ()):
