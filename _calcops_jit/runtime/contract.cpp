@@ -50,8 +50,7 @@ class Formulas final : public Derivatives {
       std::vector<std::string> others;
       for (const std::string& choice : lines[i].choices)
         if (!contains(lines[i].without_derivative, choice)) others.push_back(quoted(choice));
-      if (contains(lines[i].without_derivative, got))
-        refuse(lines[i], joined_by_or(others), quoted(got));
+      refuse(lines[i], joined_by_or(others), quoted(got));
     }
     for (const int result : op_.result_lines) {
       const int like = lines[result].like;
