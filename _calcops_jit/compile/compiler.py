@@ -1,4 +1,4 @@
-"""One build in a private folder: compile what changed, keep objects, link, record inputs."""
+"""One build in a private folder: compile edited sources, cache objects, link, record inputs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..request import REGISTRY, RUNTIME, RUNTIMES, Request
 from . import dependency_files, diagnosis, expected_inputs, jobs, precompiled, recording, toolchain
 from .plan import Plan
 
-# Runs ninja, and ends it and its compilers when this process ends in any way: only then does the
-# pipe that is its standard input end. A signal handler would be a second one in somebody else's
-# program, and SIGKILL has none.
+# Runs ninja, and ends it and its compilers when this process ends in any way, since the standard
+# input is a pipe that ends then. A signal handler cannot do this: the program may have its own
+# handlers, and SIGKILL has none.
 _SUPERVISED = """
 exec 3<&0 < /dev/null
 { read -r _ <&3; kill -s TERM -- -$$; } > /dev/null 2>&1 &
@@ -31,13 +31,15 @@ exec "$@"
 
 
 class OutOfMemory(Exception):
-    """A compiler was killed while others ran beside it."""
+    """A compiler was killed while others ran at the same time."""
 
 
 def build(
     request: Request, slot: str, staging: str, alone: bool = False
 ) -> tuple[str, closure.Closure]:
-    """Compile what changed and link it, in the folder `staging`.
+    """Compile the sources whose objects are not cached, and link all objects.
+
+    Every new object is cached, also if the build fails.
 
     Args:
         request: what to build.
@@ -46,13 +48,12 @@ def build(
         alone: run one compiler at a time.
 
     Returns:
-        The library's path and its closure. Every object that was compiled is kept, also if the
-        build fails.
+        The library's path and its closure.
 
     Raises:
-        BuildError: it cannot be built.
+        BuildError: the library cannot be built.
         closure.Changed: a source was saved meanwhile.
-        OutOfMemory: it may work `alone`.
+        OutOfMemory: the build may succeed with `alone`.
     """
     ninja = find_ninja()
     for problem in diagnosis.foresee(request, ninja):
@@ -62,26 +63,26 @@ def build(
     expected = set(contents)
     try:
         return _Build(request, slot, staging, runtime, expected, alone).run(ninja)
-    except _NeedsRuntime as needed:  # a macro in somebody's headers registers operators
+    except _NeedsRuntime as needed:  # the registration is hidden in a macro of another header
         return _Build(request, slot, staging, [str(needed)], expected, alone).run(ninja)
 
 
 def _runtime_for(request: Request, texts: Iterable[bytes]) -> list[str]:
     """Return the units of RUNTIMES that the sources need, as far as their texts show it."""
-    if not request.sources:  # objects of a wheel have contracts
+    if not request.sources:  # only objects of a wheel, which have contracts
         return [RUNTIME]
     text = b"\n".join(texts)
     if re.search(rb"#[ \t]*include[ \t]*[<\"]calcops/", text):
         return [RUNTIME]
     if not re.search(rb"TORCH_LIBRARY|\bclass_\s*<", text):
         return []
-    # RUNTIME serves TORCH_LIBRARY, too.
-    if _is_kept(request, RUNTIME) and not _is_kept(request, REGISTRY):
+    # RUNTIME implements TORCH_LIBRARY, too, and need not be compiled if it is in the cache.
+    if _is_cached(request, RUNTIME) and not _is_cached(request, REGISTRY):
         return [RUNTIME]
     return [REGISTRY]
 
 
-def _is_kept(request: Request, source: str) -> bool:
+def _is_cached(request: Request, source: str) -> bool:
     """Return True if the cache has the object of a source."""
     generation = store.find(request.unit(source))
     if generation:
@@ -105,58 +106,59 @@ class _Build:
         expected: set[str],
         alone: bool,
     ):
-        """Take objects from the cache, plan the rest, and look at the inputs.
+        """Copy objects from the cache, plan the commands, and read the expected inputs.
 
         `runtime` are the units of RUNTIMES that are linked, and `expected` the files that the
-        compilers will probably read. The others are those of `build`.
+        compilers will probably read. The other arguments are those of build().
         """
         self._request = request
         self._slot = slot
         self._staging = staging
         self._alone = alone
         self._sources = [*runtime, *request.sources]
-        self._kept: dict[str, closure.Closure] = {}  # {object from the cache: its closure}
-        self._fresh: dict[str, bool] = {}  # {source to compile: whether it was edited}
+        self._cached: dict[str, closure.Closure] = {}  # {object from the cache: its closure}
+        # {source to compile: whether it was compiled before and then edited}.
+        self._uncached: dict[str, bool] = {}
         for source in self._sources:
             reasons: list[str] = []
             generation = store.find(request.unit(source), reasons)
             if generation:
-                name = f"kept.{len(self._kept)}.o"
+                name = f"cached.{len(self._cached)}.o"
                 _copy(generation, f"{staging}/{name}")
-                self._kept[name] = generation.manifest.closure
+                self._cached[name] = generation.manifest.closure
             else:
-                self._fresh[source] = bool(reasons)
+                self._uncached[source] = bool(reasons)
 
-        self._plan = self._planned()
-        self._objects = [*self._kept, *self._plan.units.values()]
+        self._plan = self._make_plan()
+        self._objects = [*self._cached, *self._plan.units.values()]
         self._quick_linker = toolchain.quick_linker(request)
         self._flag_files = self._files_in_flags()
         self._before = recording.Before(staging, expected.union(*self._flag_files.values()))
 
-    def _planned(self) -> Plan:
+    def _make_plan(self) -> Plan:
         number = 1 if self._alone else jobs.number(self._request.environment)
         try:
             return Plan.of(
-                self._request, self._staging, list(self._fresh), list(self._kept), number
+                self._request, self._staging, list(self._uncached), list(self._cached), number
             )
         except errors.BuildError:
             raise
-        except Exception as error:  # torch's own, about a GPU architecture for one
+        except Exception as error:  # torch refuses a GPU architecture, for example
             what = f"cannot build {self._request.name}"
             raise diagnosis.explain(what, str(error), self._request) from None
 
     def run(self, ninja: str) -> tuple[str, closure.Closure]:
         """Build the library. Return its path and its closure."""
         plan = self._plan
-        # After `_before`, so that no header changes unseen between that look at it and the end of
-        # the build.
-        preambles = precompiled.Preambles(self._request, self._staging, self._fresh)
+        # Precompiled headers are checked after `_before` read the inputs, so that every later
+        # change of a header is noticed.
+        preambles = precompiled.Preambles(self._request, self._staging, self._uncached)
         with contextlib.closing(preambles):
             plan.preambles = preambles.used
             failure = self._compile_and_link(ninja)
 
         recorder = self._recorder(self._request, plan.flags["cflags"])
-        closures, changed = self._keep_objects(recorder)
+        closures, changed = self._cache_objects(recorder)
         if failure:
             raise self._error(failure)
         if changed:
@@ -166,14 +168,14 @@ class _Build:
         )
         closures.append(self._closure_of_link(recorder))
         library = f"{self._staging}/{os.path.basename(self._staging)}"
-        return library, closure.merged([*self._kept.values(), *closures])
+        return library, closure.merged([*self._cached.values(), *closures])
 
     def _recorder(self, request: Request, cflags: str) -> recording.Recorder:
         return recording.Recorder(request, toolchain.search(request, cflags), self._before)
 
     def _files_in_flags(self) -> dict[str, set[str]]:
         """Return {kind of flags: the files that these flags and the compiler command name}."""
-        # CXX='g++ @flags', for one.
+        # The command may be CXX='g++ @file'.
         of_command = expected_inputs.in_flags(self._request, shlex.join(self._request.compiler))
         return {
             kind: expected_inputs.in_flags(self._request, text) | of_command
@@ -181,16 +183,17 @@ class _Build:
         }
 
     def _compile_and_link(self, ninja: str) -> str:
-        """Run ninja, with the quick linker where there is one. Return its output if it fails."""
+        """Run ninja, with the quick linker if there is one. Return its output if it fails."""
         reading = threading.Thread(
-            target=recording.read_ahead, args=(self._request, self._kept.values()), daemon=True
+            target=recording.read_ahead, args=(self._request, self._cached.values()), daemon=True
         )
         reading.start()
         plan = self._plan
         ldflags = plan.flags["ldflags"]
         plan.flags["ldflags"] = f"{ldflags} {self._quick_linker}"
         failure = _run(ninja, plan, self._request, self._staging)
-        # diagnosis.py knows the messages of GNU ld, and only plain links are alike by both.
+        # GNU ld links again if the quick linker failed, because diagnosis.py knows GNU ld's
+        # messages, or if the two may make different libraries.
         if self._quick_linker and not self._is_final(failure):
             plan.flags["ldflags"] = ldflags
             failure = _run(ninja, plan, self._request, self._staging)
@@ -198,21 +201,22 @@ class _Build:
         return failure
 
     def _is_final(self, failure: str) -> bool:
-        """Return True if GNU ld would say or make the same as the quick linker."""
-        if failure:
+        """Return True if GNU ld would have the same result as the quick linker."""
+        if failure:  # of a compiler, if an object is missing
             targets = self._plan.units.values()
             return not all(os.path.exists(f"{self._staging}/{target}") for target in targets)
         return dependency_files.is_plain_link(self._staging, self._objects)
 
-    def _keep_objects(
+    def _cache_objects(
         self, recorder: recording.Recorder
     ) -> tuple[list[closure.Closure], closure.Changed | None]:
-        """Keep every object that was compiled, even if others failed.
+        """Put every object that was compiled into the cache, even if others failed.
 
         Returns:
-            Their closures, and the Changed of an object whose input was saved meanwhile.
+            The objects' closures, and a Changed if an input was saved meanwhile.
         """
-        request, plan = self._request, self._plan
+        request = self._request
+        plan = self._plan
         if not plan.units:
             return [], None
         flags = plan.flags["cflags"]
@@ -237,8 +241,8 @@ class _Build:
             except closure.Changed as error:
                 changed = error
                 continue
-            place = store.slot_path(os.path.dirname(self._slot), unit)
-            store.publish(place, self._staging, f"{self._staging}/{target}", unit, closures[-1])
+            unit_slot = store.slot_path(os.path.dirname(self._slot), unit)
+            store.publish(unit_slot, self._staging, f"{self._staging}/{target}", unit, closures[-1])
         return closures, changed
 
     def _closure_of_link(self, recorder: recording.Recorder) -> closure.Closure:
@@ -252,7 +256,7 @@ class _Build:
         return recorder.closure(set(), linked, unused=unused)
 
     def _error(self, output: str) -> Exception:
-        """Return what to raise for a failed build. Its output is written to a log."""
+        """Return the exception for a failed build. Write its output to a log."""
         undefined = "\n".join(re.findall(r"undefined (?:reference|symbol).*", output))
         if "calcops::" in undefined and RUNTIME not in self._sources:
             return _NeedsRuntime(RUNTIME)
@@ -269,7 +273,7 @@ class _Build:
 
 
 def _run(ninja: str, plan: Plan, request: Request, staging: str) -> str:
-    """Run ninja. Return what it and the compilers print if they fail, else ""."""
+    """Run ninja. Return the output of ninja and the compilers if they fail, else ""."""
     plan.write(request, staging)
     command = ["/bin/sh", "-c", _SUPERVISED, "sh", ninja, "-v", "-j", str(plan.jobs)]
     output = []
@@ -282,7 +286,7 @@ def _run(ninja: str, plan: Plan, request: Request, staging: str) -> str:
         stderr=subprocess.STDOUT,
         encoding="utf-8",
         errors="replace",
-        process_group=0,  # Ctrl-C ends this process, and that ends what it has started
+        process_group=0,  # Ctrl-C interrupts only this process, which then kills ninja
     ) as process:
         try:
             for line in process.stdout:
@@ -300,7 +304,7 @@ def _run(ninja: str, plan: Plan, request: Request, staging: str) -> str:
 
 
 def _copy(generation: store.Generation, path: str) -> None:
-    """Copy an object from the cache, and close it."""
+    """Copy an object from the cache to `path`, and close it."""
     with open(generation.fd, "rb") as source, open(path, "wb") as target:
         source.seek(0)
         shutil.copyfileobj(source, target)
@@ -319,7 +323,8 @@ def progress(staging: str, seconds: float) -> tuple[str, float]:
     elif waiting:
         name = "linking "  # the library is the last target
     done = len(targets) - len(waiting)
-    return f"[{done}/{len(targets) or '?'}] {name}{seconds:.0f} s", done / (len(targets) or 1)
+    total = len(targets) or "?"  # until build.ninja is written
+    return f"[{done}/{total}] {name}{seconds:.0f} s", done / (len(targets) or 1)
 
 
 def find_ninja() -> str | None:

@@ -9,19 +9,20 @@ from ..cache import closure
 from ..errors import BuildError, report
 from ..request import Request
 
-# Flags for dependency files, such as a Makefile's. A compiler writes only one such file, and we
-# need it.
+# Flags for dependency files, such as a Makefile's. They are removed, because a compiler writes only
+# one such file, and the loader needs it.
 FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
 LINKER_FLAG = "-Wl,--dependency-file=link.d"  # GNU ld since 2.35, gold, lld, mold
-# Every library is linked with these. libpthread.a and its like are empty since glibc 2.34.
+# Every library is linked with some of these. libpthread.a and the like are empty since glibc 2.34.
 _RUNTIME = re.compile(r"crt\w+\.o$|lib(?:gcc|gcc_eh|pthread|dl|rt|util|\w+_nonshared)\.a$")
 _LINKED_NAME = r"^ +(.+?)(?: \\)?$|^(\S.*):$"  # in a linker's dependency file
 _TEMPORARY = re.compile(r"\.ltrans\d*\.o$")  # an object of link-time optimisation
 
 
 def of_unit(request: Request, staging: str, source: str, target: str) -> tuple[set[str], bool]:
-    """Return (the files that a compiler read for an object, whether files of .incbin are among
-    them).
+    """Return the files that a compiler read for an object, and whether these are all.
+
+    Without the assembler's dependency file, those of .incbin are missing.
 
     BuildError: the dependency file does not even name the source.
     """
@@ -43,7 +44,10 @@ def of_unit(request: Request, staging: str, source: str, target: str) -> tuple[s
 
 
 def of_link(request: Request, staging: str, objects: list[str]) -> set[str]:
-    """Return the linked files without PyTorch's libraries, which are large and have a version."""
+    """Return the linked files without PyTorch's libraries.
+
+    Those are large, and PyTorch's version is among the request's facts.
+    """
     names = _linked_names(staging)
     if not set(objects) <= set(names):
         raise undetermined(request, "the linker does not tell which files it links")
@@ -55,10 +59,10 @@ def of_link(request: Request, staging: str, objects: list[str]) -> set[str]:
 
 
 def is_plain_link(staging: str, objects: list[str]) -> bool:
-    """Return True if only our plain objects and shared libraries were linked.
+    """Return True if every linker makes the same library of the linked files.
 
-    Linkers make different libraries of archives that define a name twice, and of objects for
-    link-time optimisation.
+    That is so for plain `objects` and shared libraries, but not for archives that define a name
+    twice, nor for objects for link-time optimisation.
     """
     for name in objects:
         with open(f"{staging}/{name}", "rb") as file:
@@ -71,6 +75,7 @@ def is_plain_link(staging: str, objects: list[str]) -> bool:
 
 
 def undetermined(request: Request, evidence: str) -> BuildError:
+    """Return the error of a build whose inputs are not all known."""
     return report(
         f"cannot build {request.name}: cannot determine which files the build reads",
         [evidence],
@@ -79,26 +84,28 @@ def undetermined(request: Request, evidence: str) -> BuildError:
 
 
 def _linked_names(staging: str) -> list[str]:
-    # GNU ld, gold and mold do not quote; these and lld name each file on a line of its own.
+    """Return the files that the linker's dependency file names."""
+    # GNU ld, gold, mold and lld write one name on a line. Only lld quotes names for make.
     lines = re.findall(_LINKED_NAME, _text_of(f"{staging}/link.d"), re.MULTILINE)
     return [prerequisite or target for prerequisite, target in lines]
 
 
 def _thin_members(path: str) -> set[str]:
-    """Return the objects and archives that a thin archive names. It does not hold them itself."""
+    """Return the objects and archives that a thin archive names; none for another file."""
     with open(path, "rb") as file:
         if file.read(8) != b"!<thin>\n":
             return set()
-        table = b""
+        names = b""
         while header := file.read(60):
-            # A table: of symbols, or of names.
+            # Only the tables of symbols and of names have contents here. "/12" is a member, whose
+            # name is at 12 in the table of names.
             if header.startswith(b"/") and not header[1:2].isdigit():
                 size = int(header[48:58])
                 content = file.read(size + size % 2)
                 if header.startswith(b"// "):
-                    table = content
+                    names = content
     folder = os.path.dirname(path)
-    members = {os.path.join(folder, os.fsdecode(name)) for name in table.split(b"/\n")}
+    members = {os.path.join(folder, os.fsdecode(name)) for name in names.split(b"/\n")}
     members = {closure.real_path(member) for member in members if os.path.isfile(member)}
     return members.union(*map(_thin_members, members))
 
@@ -110,7 +117,7 @@ def _prerequisites(dependency_file: str) -> list[str]:
 
 
 def _text_of(path: str) -> str:
-    """Read a file that a tool has written; "" if it has not."""
+    """Return the content of a file that a tool should have written; "" if it does not exist."""
     try:
         with open(path, "rb") as file:
             return os.fsdecode(file.read())
@@ -119,7 +126,7 @@ def _text_of(path: str) -> str:
 
 
 def _path_of(staging: str, name: str) -> str:
-    """Return the path of a file that a tool names, perhaps quoted for make; "" if there is none."""
+    """Return the path of a file that a tool names, perhaps quoted for make; "" if none exists."""
     without_dollars = name.replace("$$", "$")
     unquoted = re.sub(r"\\(?=[ \t#:])", "", name).replace("$$", "$")
     for spelling in (unquoted, without_dollars, name):
@@ -141,13 +148,12 @@ def _existing(request: Request, staging: str, names: list[str]) -> set[str]:
 
 
 def _spellings(request: Request, path: str) -> list[str]:
-    """Return a path as the closure holds it. If a link leads elsewhere tomorrow, so does a path
-    with "..".
-    """
+    """Return closure.spellings(path), or only the resolved path of PyTorch's or a system's file."""
     spellings = closure.spellings(path)
-    return spellings[-1:] if closure.is_theirs(request.fold(spellings[-1])) else spellings
+    resolved = spellings[-1]
+    return [resolved] if closure.is_theirs(request.fold(resolved)) else spellings
 
 
 def _outside(staging: str, paths: set[str]) -> set[str]:
-    """Leave out what the build itself made in its private folder."""
+    """Return the paths that are not in the build's private folder."""
     return {path for path in paths if not path.startswith(f"{staging}/")}

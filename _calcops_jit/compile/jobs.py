@@ -18,21 +18,25 @@ def number(environment: Mapping[str, str] = os.environ) -> int:
     if maximum.isdigit() and int(maximum) > 0:
         return int(maximum)
     processors, free = cgroup_limits()
+    processors = min(processors, len(os.sched_getaffinity(0)))
     available = re.search(r"MemAvailable:\s+(\d+)", text_of("/proc/meminfo"))
     if available:
         free = min(free, int(available[1]) * 1024)
-    return max(1, int(min(len(os.sched_getaffinity(0)), processors, free / _MEMORY, 1024)))
+    return max(1, int(min(processors, free / _MEMORY, 1024)))
 
 
 def cgroup_limits(
     mounted: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup"
 ) -> tuple[float, float]:
-    """Return (processors, bytes of memory) that control groups (version 2) leave; inf: no limit."""
+    """Return the processors and the bytes of memory that control groups leave (inf: no limit).
+
+    Only version 2 of control groups is read.
+    """
     processors = free = float("inf")
     for line in text_of(own).splitlines():
         _, _, group = line.split(":", 2)
         parts = [part for part in group.split("/") if part]
-        # Every group above limits, too; a container sees only some of them.
+        # The limits of all parent groups apply, too. A container sees only some of them.
         for depth in range(len(parts) + 1):
             folder = "/".join([mounted, *parts[:depth]])
             quota = _numbers(f"{folder}/cpu.max")
@@ -40,7 +44,7 @@ def cgroup_limits(
                 processors = min(processors, quota[0] / quota[1])
             limit = _numbers(f"{folder}/memory.max")
             used = _numbers(f"{folder}/memory.current")
-            if limit and used:  # pages of files count as used, but the kernel gives them up
+            if limit and used:  # cached pages of files count as used, but the kernel frees them
                 files = re.search(r"^inactive_file (\d+)$", text_of(f"{folder}/memory.stat"), re.M)
                 free = min(free, limit[0] - used[0] + int(files[1] if files else 0))
     return processors, free

@@ -30,25 +30,24 @@ rule link
 """
 
 
-# GCC's garbage collection takes a good part of its time on PyTorch's headers.
+# A heap of 1 GiB (in KiB) before GCC's garbage collector runs, which is slow on PyTorch's headers.
 _NO_COLLECTOR = "--param=ggc-min-heapsize=1048576 "
 
 
 class Plan(SimpleNamespace):
     """The commands of one build in a private folder."""
 
-    units: dict[str, str]  # {source: object}
-    kept: list[str]  # objects that are linked as they are
-    # Of every unit and of the link, by ninja's variables: cflags, cuda_cflags, ldflags.
-    flags: dict[str, str]
-    runtime_cflags: str  # those of the runtime, whose object serves every library
+    units: dict[str, str]  # {source to compile: object}
+    cached: list[str]  # objects from the cache, which are only linked
+    flags: dict[str, str]  # {ninja's variable: flags}, of cflags, cuda_cflags and ldflags
+    runtime_cflags: str  # flags of a unit of RUNTIMES, the same for all libraries
     environment: dict[str, str]  # of the compilers
     jobs: int  # the number of compilers that run at once
     preambles: dict[str, str] = {}  # {source: its precompiled header}
 
     @staticmethod
-    def of(request: Request, folder: str, sources: list[str], kept: list[str], jobs: int) -> Plan:
-        """Plan to compile `sources` and to link them with the objects `kept`."""
+    def of(request: Request, folder: str, sources: list[str], cached: list[str], jobs: int) -> Plan:
+        """Return the plan to compile `sources` and to link them with the objects `cached`."""
         flags = [*request.cflags, *request.cuda_cflags, *request.ldflags]
         for text in [*sources, *request.include_paths, *flags]:
             if "\n" in text.strip():
@@ -64,7 +63,7 @@ class Plan(SimpleNamespace):
             runtime_cflags = _torch_flags(request.unit(source), environment, folder)["cflags"]
         return Plan(
             units=units,
-            kept=kept,
+            cached=cached,
             flags=_torch_flags(request, environment, folder),
             runtime_cflags=runtime_cflags,
             environment=environment,
@@ -72,7 +71,7 @@ class Plan(SimpleNamespace):
         )
 
     def write(self, request: Request, folder: str) -> None:
-        """Write build.ninja. Sources are no inputs in it, since ninja cannot quote every name."""
+        """Write build.ninja into the private folder."""
         variables = {
             "cxx": " ".join(map(_word, request.compiler)),
             "nvcc": _word(f"{request.cuda.home}/bin/nvcc"),
@@ -90,31 +89,32 @@ class Plan(SimpleNamespace):
         for source, target in self.units.items():
             is_for_nvcc = request.cuda.build and source.endswith(CUDA_SUFFIXES)
             rule = "cuda_compile" if is_for_nvcc else "compile"
+            # The source is a variable, not an input, because ninja cannot quote every path.
             lines += [f"build {target}: {rule}", f"  source = {_word(source)}"]
             if source in RUNTIMES:
                 lines.append(f"  cflags = {self.runtime_cflags}")
-            # Without -fpch-deps, the dependency file has no headers of the preamble.
+            # With -fpch-deps, the dependency file has the headers behind the precompiled one.
             if source in self.preambles:
                 lines += [f"  preamble = -include {self.preambles[source]} -fpch-deps"]
-        objects = " ".join([*self.kept, *self.units.values()])
+        objects = " ".join([*self.cached, *self.units.values()])
         lines += [f"build {os.path.basename(folder)}: link {objects}", f"  objects = {objects}", ""]
         with open(f"{folder}/build.ninja", "wb") as file:
             file.write(os.fsencode("\n".join(lines)))
 
 
 def _word(text: str) -> str:
-    """Quote a word for ninja, which gives it to a shell."""
+    """Return a word quoted for a shell, and then for ninja."""
     return shlex.quote(text).replace("$", "$$")
 
 
 def _environment(request: Request, folder: str) -> dict[str, str]:
+    """Return the environment of the compilers and of _torch_flags()."""
     changes = {
-        # A sanitizer of this process is not for the compilers.
-        "LD_PRELOAD": "",
-        "LC_ALL": "C.UTF-8",  # messages are read by diagnosis.py
+        "LD_PRELOAD": "",  # it may be a sanitizer for this process
+        "LC_ALL": "C.UTF-8",  # diagnosis.py knows the English messages
         locks.MARK: folder,
     }
-    if "CC" in request.environment:  # torch has nvcc take it for the host's compiler: one word
+    if "CC" in request.environment:  # torch passes it to nvcc's -ccbin, which takes one word
         changes["CC"] = compiler_words(request.environment, "CC", "gcc")[0]
     if request.cuda.build:
         changes |= {
@@ -129,19 +129,19 @@ def _environment(request: Request, folder: str) -> dict[str, str]:
 
 def _torch_flags(request: Request, environment: dict[str, str], folder: str) -> dict[str, str]:
     """Return the flags that torch.utils.cpp_extension.load would write into its ninja file."""
-    torch = _cpp_extension()
-    # The check takes two more processes.
-    torch.os.environ = environment | {"TORCH_DONT_CHECK_COMPILER_ABI": "1"}
-    torch.CUDA_HOME = request.cuda.home or None
-    torch.logger.disabled = not request.verbose
-    # Else it finds nothing to build under a known name.
-    torch.JIT_EXTENSION_VERSIONER.entries.clear()
+    cpp_extension = _cpp_extension()
+    # torch's check of the compiler's ABI would start two more processes.
+    cpp_extension.os.environ = environment | {"TORCH_DONT_CHECK_COMPILER_ABI": "1"}
+    cpp_extension.CUDA_HOME = request.cuda.home or None
+    cpp_extension.logger.disabled = not request.verbose
+    # Otherwise a second build of this name and these sources would write no ninja file.
+    cpp_extension.JIT_EXTENSION_VERSIONER.entries.clear()
     written = {}
-    torch._write_ninja_file = lambda **options: written.update(options)
+    cpp_extension._write_ninja_file = lambda **options: written.update(options)
     cflags = list(request.cflags)
     if not toolchain.is_gnu(request) and "-fno-gnu-unique" in cflags:
         cflags.remove("-fno-gnu-unique")
-    torch.load(
+    cpp_extension.load(
         os.path.basename(folder),
         list(request.sources),
         extra_cflags=cflags,
@@ -151,8 +151,8 @@ def _torch_flags(request: Request, environment: dict[str, str], folder: str) -> 
         build_directory=folder,
         verbose=request.verbose,
         with_cuda=request.cuda.build,
-        # "Standalone" with -shared links a library without libtorch_python and does not load it:
-        # that happens later, from verified bytes.
+        # A "standalone" program with -shared is a library without libtorch_python that torch does
+        # not load. The loader loads it later, after it has verified the bytes.
         is_python_module=False,
         is_standalone=True,
     )
@@ -170,16 +170,16 @@ def _torch_flags(request: Request, environment: dict[str, str], folder: str) -> 
 def _cpp_extension() -> types.ModuleType:
     """Return a private instance of torch.utils.cpp_extension, which only chooses flags.
 
-    It has an environment of its own. Other threads would see changes of the shared instance and of
-    os.environ.
+    It has an `os.environ` of its own, because other threads would see changes of the shared
+    cpp_extension and of the real os.environ.
     """
     private_os = types.ModuleType("os")
     vars(private_os).update(vars(os))
-    # With a toolkit it would ask whether there is a GPU, which initialises CUDA.
+    # If the import of cpp_extension finds a toolkit, it looks for a GPU, which initialises CUDA.
     private_os.environ = {"CUDA_PATH": ""}
     private_os.getenv = lambda name, default=None: private_os.environ.get(name, default)
 
-    # Slow to import, and only setup.py needs it.
+    # setuptools is slow to import, and only setup.py needs it.
     setuptools = SimpleNamespace(Command=object, build_ext=object)
     replaced = {
         "os": private_os,
@@ -201,9 +201,10 @@ def _cpp_extension() -> types.ModuleType:
 
 
 def _linking(request: Request, folder: str) -> list[str]:
-    """Return flags for the linker, with PyTorch's CUDA runtime.
+    """Return flags for the linker.
 
-    The rpaths save C++ hosts an LD_LIBRARY_PATH.
+    They link the CUDA runtime that PyTorch has loaded. With the rpaths, C++ programs need no
+    LD_LIBRARY_PATH.
     """
     flags = ["-Wl,--as-needed", *request.ldflags]
     flags.append(f"-Wl,--version-script={_word(SHADOW)}/hidden.map")
@@ -213,7 +214,7 @@ def _linking(request: Request, folder: str) -> list[str]:
     runtime = re.search(r"(/\S.*)/libcudart\.so[.\d]*$", text_of("/proc/self/maps"), re.MULTILINE)
     if request.cuda.build and runtime:
         with contextlib.suppress(FileExistsError):
-            # Wheels have only libcudart.so.13, which -lcudart ignores.
+            # Wheels have only libcudart.so.13, but -lcudart needs libcudart.so.
             os.symlink(runtime[0], f"{folder}/libcudart.so")
         flags.append("-L.")
         rpaths.append(runtime[1])

@@ -1,9 +1,8 @@
-"""Headers compiled ahead, so that a source that is edited again and again does not parse PyTorch's
-each time.
+"""Precompiled headers: a source that is edited again and again parses PyTorch's headers only once.
 
-What a source includes first, its *preamble*, is compiled by GCC after the first edit of the source,
-in a background process of lowest priority that outlives this one. The result is kept like an
-object, with a closure: it is used as long as every header behind it is what it was.
+The `#include <...>` lines with which a source begins are its *preamble*. After the first edit of
+the source, a background process of lowest priority, which outlives this one, lets GCC compile the
+preamble. The result is cached like an object. It is used until a header behind it changes.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ from ..errors import BuildError
 from ..request import CUDA_SUFFIXES, RUNTIMES, SHADOW, Request
 from . import dependency_files, expected_inputs, recording, toolchain
 
-_ROOM = 2 << 30  # bytes that must be free on the disk for another one
+_ROOM = 2 << 30  # bytes that must be free on the disk for another precompiled header
 _COMMENT = rb"//[^\n]*|/\*.*?\*/"
-_CONTINUED = rb"(?:\\|\?\?/)[ \t]*\r?\n"  # the next line belongs to this one, also in a comment
+# The end of a line that goes on in the next one, also in a comment: a backslash or its trigraph.
+_CONTINUED = rb"(?:\\|\?\?/)[ \t]*\r?\n"
 _INCLUDE = rb"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>[ \t]*$"
 _PYTORCH = re.compile(r"<(?:torch|ATen|c10)/")
-# With these, GCC does not take a precompiled header, or takes one that is not the same.
+# With these flags, GCC ignores a precompiled header, or the compiled source would be different.
 _UNFIT = re.compile(r"(?<!\S)-(?:include|imacros|save-temps|no-integrated-cpp|fplugin|fmodules)")
-# A process of its own session, whose parent need not wait for it.
+# The child that goes on is in a session of its own, and its parent ends at once.
 _BACKGROUND = """
 import os, pickle, sys
 if os.fork(): os._exit(0)
@@ -44,14 +44,15 @@ precompiled.make(*pickle.load(sys.stdin.buffer))
 
 
 def preamble(text: bytes, folders: list[str]) -> str:
-    """The lines `#include <...>` with which a source begins, up to the first header in `folders`,
-    the project's, which may have no include guard. "" if none is PyTorch's.
+    """Return the `#include <...>` lines with which a source begins; "" if none is PyTorch's.
+
+    They end before the first header in `folders`, the project's, which may have no include guard.
     """
     names: list[str] = []
-    first, *continued = re.split(_CONTINUED, text, maxsplit=1)
-    if continued:
-        first = first.rpartition(b"\n")[0]
-    for line in re.sub(_COMMENT, b" ", first, flags=re.DOTALL).splitlines():
+    plain, *continued = re.split(_CONTINUED, text, maxsplit=1)
+    if continued:  # without the line that goes on in the next one
+        plain = plain.rpartition(b"\n")[0]
+    for line in re.sub(_COMMENT, b" ", plain, flags=re.DOTALL).splitlines():
         if not line.strip():
             continue
         include = re.match(_INCLUDE, line)
@@ -65,19 +66,20 @@ def preamble(text: bytes, folders: list[str]) -> str:
 
 
 def _worthwhile(text: str) -> str:
-    """The preamble, if it has a header of PyTorch's."""
+    """Return a preamble if it has a header of PyTorch's, else ""."""
     return text if re.search(_PYTORCH, text) else ""
 
 
 def _shorter(text: str) -> str:
-    """The preamble without its last line."""
+    """Return a preamble without its last line; "" if no header of PyTorch's is left."""
     return _worthwhile("".join(text.splitlines(keepends=True)[:-1]))
 
 
 def strangers(request: Request, read: set[str]) -> set[str]:
-    """The headers that are neither PyTorch's nor the loader's, the compiler's and the
-    distribution's. They may have no include guard, and two checkouts may have different ones of
-    one name.
+    """Return the headers that must not be precompiled.
+
+    PyTorch's, the loader's, the compiler's and the distribution's headers may be. Others may have
+    no include guard, and may have other contents in another checkout.
     """
     path = request.environment.get("PATH", os.defpath)
     word = [word for word in request.compiler if not word.startswith("-")][-1]
@@ -90,7 +92,7 @@ def strangers(request: Request, read: set[str]) -> set[str]:
     headers = set()
     for header in read:
         path = os.path.realpath(header)
-        if path.startswith(f"{SHADOW}/"):  # a project may lie around it
+        if path.startswith(f"{SHADOW}/"):  # it may be below the project's root
             continue
         if path.startswith(f"{request.root}/") or not path.startswith(allowed):
             headers.add(header)
@@ -99,12 +101,12 @@ def strangers(request: Request, read: set[str]) -> set[str]:
 
 @functools.cache
 def _compilers_folders(compiler: str, path: str) -> list[str]:
-    """The folders that a compiler searches by itself: without anybody's flags and variables."""
+    """Return the folders that a compiler searches without flags and environment variables."""
     options = {"cwd": "/", "env": {"PATH": path, "LC_ALL": "C.UTF-8"}, "stdin": subprocess.DEVNULL}
     command = [compiler, "-E", "-v", "-x", "c++", os.devnull]
     output = os.fsdecode(subprocess.run(command, capture_output=True, **options).stderr)
     folders = [os.path.realpath(folder) for folder in toolchain.searched_folders(output)]
-    # Anybody's headers are in that one.
+    # /usr/local/include may have any project's headers.
     return [folder for folder in folders if folder != "/usr/local/include"]
 
 
@@ -118,16 +120,16 @@ def _unit(request: Request, text: str) -> Request:
 
 
 class Preambles:
-    """The precompiled headers that one build uses, and the one that it misses."""
+    """The precompiled headers that one build uses, and one that a later build should have."""
 
     def __init__(self, request: Request, folder: str, sources: dict[str, bool]):
-        """Put them into the private folder of a build.
+        """Link the precompiled headers into the private folder of a build.
 
-        `sources` are {source to compile: whether it was compiled before and then edited}.
+        `sources` is {source to compile: whether it was compiled before and then edited}.
         """
         self.used: dict[str, str] = {}  # {source: header}
-        self._missing = ""
-        self._held: list[int] = []
+        self._missing = ""  # the preamble to precompile
+        self._locks: list[int] = []  # descriptors of the headers in use
         if _UNFIT.search(" ".join(request.cflags)) or not toolchain.is_gnu(request):
             return
         folders = [path for path in expected_inputs.project_folders(request) if path != SHADOW]
@@ -140,6 +142,7 @@ class Preambles:
                 continue
             if not self._use(request, folder, source, text) and edited:
                 self._missing = self._missing or text
+            # Another source may begin with some of the same lines.
             while source not in self.used and (text := _shorter(text)):
                 self._use(request, folder, source, text)
 
@@ -151,7 +154,7 @@ class Preambles:
             generation = store.find(unit)
             if not generation:
                 return False
-            self._held.append(generation.fd)
+            self._locks.append(generation.fd)
             _write(f"{folder}/{name}", text)
             os.symlink(generation.path, f"{folder}/{name}.gch")
         self.used[source] = name
@@ -160,17 +163,17 @@ class Preambles:
     def start(
         self, request: Request, slot: str, cflags: str, environment: dict[str, str], jobs: int
     ) -> None:
-        """Start the background process for the missing header, given a second processor and room
-        on the disk.
+        """Start the background process for the missing header.
 
-        `slot` is the library's; `cflags`, `environment` and `jobs` are those of its units.
+        It needs a second processor and room on the disk. `slot` is the library's; `cflags`,
+        `environment` and `jobs` are those of its units.
         """
         if not self._missing or jobs < 2 or shutil.disk_usage(slot).free < _ROOM:
             return
         program = os.path.basename(os.path.realpath(sys.executable or ""))
-        if not program.startswith("python"):  # a program that embeds Python would be started
+        if not program.startswith("python"):  # but another program, which embeds Python
             return
-        if folders.is_last_resort(os.path.dirname(slot)):  # which goes with this process
+        if folders.is_last_resort(os.path.dirname(slot)):  # which is removed with this process
             return
         package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         paths = [os.path.dirname(package), os.path.dirname(os.path.dirname(torch.__file__))]
@@ -178,23 +181,23 @@ class Preambles:
         options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         with (
             contextlib.suppress(OSError),
-            subprocess.Popen([sys.executable, "-c", _BACKGROUND, *paths], **options) as p,
+            subprocess.Popen([sys.executable, "-c", _BACKGROUND, *paths], **options) as process,
         ):
-            p.communicate(
-                pickle.dumps((request, os.path.dirname(slot), self._missing, cflags, environment))
-            )
+            arguments = request, os.path.dirname(slot), self._missing, cflags, environment
+            process.communicate(pickle.dumps(arguments))
 
     def close(self) -> None:
-        """Lets others remove what was used."""
-        for fd in self._held:
+        """Release the locks of the used headers, so that other processes may remove them."""
+        for fd in self._locks:
             os.close(fd)
 
 
 def make(
     request: Request, folder: str, text: str, cflags: str, environment: dict[str, str]
 ) -> None:
-    """Precompile the part of a preamble that has no header of the project into the cache `folder`,
-    unless another process is doing so, or somebody removed the folder.
+    """Precompile a preamble, without its last lines if these lead to a header in strangers().
+
+    The cache `folder` gets the result, unless another process is making it or removed the folder.
     """
     os.nice(19)
     while text and _make(request, folder, text, cflags, environment):
@@ -204,7 +207,7 @@ def make(
 def _make(
     request: Request, folder: str, text: str, cflags: str, environment: dict[str, str]
 ) -> bool:
-    """Precompile a preamble. Return True if it has a header of the project."""
+    """Precompile a preamble. Return True if a header in strangers() forbids that."""
     unit = _unit(request, text)
     slot = store.slot_path(folder, unit)
     try:
@@ -227,11 +230,10 @@ def _make(
                 "env": environment | {locks.MARK: stage},
                 "stdin": subprocess.DEVNULL,
             }
-            # The headers are known before they are compiled, which takes much longer.
-            for step in (
-                f"-E -MD -MF {name}.o.d -MT {name}.o -o {os.devnull}",
-                f"-MD -MF {name}.o.d -o {name}.o",
-            ):
+            # Preprocessing lists the headers in much less time than compiling takes.
+            preprocess = f"-E -MD -MF {name}.o.d -MT {name}.o -o {os.devnull}"
+            compile_ = f"-MD -MF {name}.o.d -o {name}.o"
+            for step in (preprocess, compile_):
                 command = f'"$@" {flags} -x c++-header {name} {step}'
                 shell = ["sh", "-c", command, "sh", *request.compiler]
                 if subprocess.run(shell, **options).returncode:
