@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from calcops.train.datasets import frames_of, read
 from calcops.train.first_model import first_model
-from calcops.train.run import Run
 from calcops.train.trainer import Data, Trainer, kLossWeights, kRates
+from calcops.train.training import Run
 from torch import distributed
 
 

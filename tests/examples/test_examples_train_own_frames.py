@@ -18,7 +18,7 @@ from ase.calculators.singlepoint import SinglePointCalculator  # noqa: E402
 from ase.io import write  # noqa: E402
 from ase.stress import voigt_6_to_full_3x3_stress  # noqa: E402
 from calcops.train import __main__ as command  # noqa: E402
-from calcops.train import run as runs  # noqa: E402
+from calcops.train import training  # noqa: E402
 from calcops.train.datasets import elements_of, frames_of, read  # noqa: E402
 from calcops.train.deep_potential import load_npz  # noqa: E402
 from calcops.train.first_model import first_model  # noqa: E402
@@ -58,7 +58,7 @@ def frames(images, tmp_path):
 def without_package(request, monkeypatch):
     """A package takes ten seconds; one test makes it."""
     if "packaged" not in request.keywords:
-        monkeypatch.setattr(runs, "save", lambda model, path: None)
+        monkeypatch.setattr(training, "save", lambda model, path: None)
 
 
 def run(*words):
