@@ -104,7 +104,7 @@ class Registration:
         return self.defs.keys() | self.impls.keys()
 
     def refusal(self, earlier: list[Registration]) -> BuildError | None:
-        """Return the error if a schema or C++ signature differs from that in `earlier`, else None."""
+        """Return the error if a schema or C++ signature differs from that in `earlier`."""
         changes: dict[str, tuple[str, str]] = {}
         for old in earlier:
             for name, schema in old.defs.items():
