@@ -9,24 +9,25 @@ from collections.abc import Callable, Sequence
 def load(name: str, sources: _Paths, extra_cflags: str | Sequence[str] | None=None, extra_cuda_cflags: str | Sequence[str] | None=None, extra_ldflags: str | Sequence[str] | None=None, extra_include_paths: _Paths | None=None, *, verbose: bool=False, with_cuda: bool | None=None, **torch_options) -> Library:
     """Build (once), cache and load operator sources.
 
-    The sources register their operators with a contract or TORCH_LIBRARY. Edited sources are built
-    again by the next call, or exchanged in the running process by reload().
+    The sources register their operators with a contract or TORCH_LIBRARY. After an edit, the next
+    call builds them again. reload() exchanges their kernels in the running process.
 
     Args:
-        name: of the library; also the macro TORCH_EXTENSION_NAME.
+        name: name of the library; also the macro TORCH_EXTENSION_NAME.
         sources: paths of .cpp and .cu files.
         extra_cflags: flags for C++, after -O3 -fvisibility=hidden -fno-gnu-unique. A string is
-            split as a shell does.
+            split into words as a shell would.
         extra_cuda_cflags: flags for nvcc, after -O3.
         extra_ldflags: flags for the linker.
         extra_include_paths: folders of headers.
         verbose: print what ninja prints.
         with_cuda: build for CUDA; default: if there is a .cu source.
-        **torch_options: the other options of torch.utils.cpp_extension.load. Values that have no
-            meaning here are refused.
+        **torch_options: the other options of torch.utils.cpp_extension.load. A value that has no
+            effect here raises ValueError.
 
     Returns:
-        The operators as attributes and in `.operators`, and the file in `.path`.
+        A Library: its operators are attributes, and also in the dictionary `operators`. Its `path`
+        is the path of the shared library.
 
     Raises:
         BuildError: the library cannot be built or loaded. The message has cause and fix.
@@ -37,12 +38,13 @@ def load(name: str, sources: _Paths, extra_cflags: str | Sequence[str] | None=No
 def reload() -> list[str]:
     """Rebuild the libraries of this process whose sources or headers changed.
 
-    Every call that begins afterwards uses the new kernels, also one through a torch.ops handle, a
-    compiled or scripted function, a graph built before, or another thread. Older builds stay in
-    memory.
+    Every call that begins afterwards uses the new kernels. This includes calls from other threads,
+    through torch.ops handles and compiled or scripted functions, and in the backward pass of an
+    existing graph. Older builds stay in memory.
 
     Returns:
-        The names of the libraries that changed: "calcops" and those from load().
+        The names of the libraries that changed: "calcops" for this project's operators, and names
+        that were passed to load().
 
     Raises:
         BuildError: a library could not be built, or a schema or C++ signature changed. Its old
@@ -52,20 +54,20 @@ def reload() -> list[str]:
 def watch(seconds: float=0.3) -> Callable[[], None]:
     """Start a thread that reloads when a source or a header changes.
 
-    Errors are printed on stderr, and the old kernels are still called.
+    The thread prints errors on stderr. After an error, the old kernels are still called.
 
     Args:
-        seconds: between two looks at the files.
+        seconds: time between two checks of the files.
 
     Returns:
-        The function that ends the thread.
+        A function that stops the thread.
     """
 
 def load_ipython_extension(shell) -> None:
-    """%load_ext calcops_jit: see %%operator? in the notebook."""
+    """Register the cell magic %%operator, for %load_ext calcops_jit."""
 
 def library_path() -> str:
     """Return the path of the operators' shared library.
 
-    C++ programs link it or dlopen it; TorchScript hosts load it.
+    C++ programs link it or dlopen it, and torch.ops.load_library takes it.
     """
