@@ -1,4 +1,4 @@
-"""python -m calcops_jit build | where | why | doctor | export | cache | clean"""
+"""The commands `python -m calcops_jit build`, where, why, doctor, export, cache and clean."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from .ship import prebuilt
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run a command. Return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m calcops_jit", description="The operators' build and its cache."
     )
@@ -57,27 +58,27 @@ def main(arguments: list[str] | None = None) -> int:
         default="native",
         help="the processors, as the compiler's -march, on ARM -mcpu; default: this one",
     )
-    shelf = commands.add_parser(
+    cache = commands.add_parser(
         "cache", help="list the libraries in the cache: size, last use, whether a process uses it"
     )
-    shelf.add_argument("action", nargs="?", choices=["list"])
-    commands.add_parser("clean", help="remove every library from the cache")
+    cache.add_argument("action", nargs="?", choices=["list"])
+    commands.add_parser("clean", help="remove every library that no process uses from the cache")
     options = parser.parse_args(arguments)
+    function = globals()[f"_{options.command}"]  # _build, _where and so on
     try:
-        return globals()[f"_{options.command}"](options) or 0
+        return function(options) or 0
     except (BuildError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 1
 
 
 def _build(options: argparse.Namespace) -> None:
-    print(library.obtain(_request(options).but(prebuilt=False)).path)  # for this very processor
+    # A wheel's library, which is built for several processors, is not good enough.
+    print(library.obtain(_request(options).but(prebuilt=False)).path)
 
 
 def _request(options: argparse.Namespace) -> Request:
-    """Return the Request of the operators, or the last one that `load` made for a library of this
-    name.
-    """
+    """Return the Request of the operators, or of the last build of a library of `load`."""
     if options.name in (None, "calcops"):
         return requests.own()
     for manifest in store.newest(options.name):
@@ -86,7 +87,7 @@ def _request(options: argparse.Namespace) -> Request:
     names = set()
     for folder in folders.own():
         for slot in folders.slots(folder):
-            name = os.path.basename(slot)[:-17]
+            name = os.path.basename(slot)[:-17]  # without - and 16 digits
             if name != "calcops" and not name.startswith("unit-"):
                 names.add(name)
     what = f"no library `{options.name}` in {folders.own()[0]}"
@@ -95,7 +96,7 @@ def _request(options: argparse.Namespace) -> Request:
 
 
 def _key(request: Request) -> str:
-    """Return a key for a CI cache, without building. Equal machines and sources have equal keys."""
+    """Return a key for a CI cache. Equal sources on equal machines have equal keys."""
     contents = []
     for root in (request.root, SHADOW):
         for path in sorted(glob.glob(f"{glob.escape(root)}/**", recursive=True)):
@@ -113,12 +114,13 @@ def _where(options: argparse.Namespace) -> None:
         print(folders.own()[0])
     else:
         built = store.find(request) or prebuilt.find(request, [])
-        cuda = request.cuda
+        path = built.path if built else "not built yet: python -m calcops_jit build"
+        cuda = f"{request.cuda.reason}; {request.cuda.fix}"
+        if request.cuda.build:
+            cuda = f"built with {request.cuda.home}"
         print(f"cache    {folders.own()[0]}")
-        print(f"library  {built.path if built else 'not built yet: python -m calcops_jit build'}")
-        print(
-            f"CUDA     {f'built with {cuda.home}' if cuda.build else f'{cuda.reason}; {cuda.fix}'}"
-        )
+        print(f"library  {path}")
+        print(f"CUDA     {cuda}")
         print(f"key      {_key(request)}")
 
 
@@ -172,6 +174,6 @@ def _cache(options: argparse.Namespace) -> None:
 def _clean(options: argparse.Namespace) -> None:
     from .cache import bounds
 
-    for folder, left in bounds.clean():
-        exception = f", but {len(left)} that a process has or builds" if left else ""
+    for folder, slots in bounds.clean():
+        exception = f", but {len(slots)} that a process has or builds" if slots else ""
         say(f"removed the libraries in {folder}{exception}")

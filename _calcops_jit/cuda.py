@@ -12,29 +12,29 @@ from types import SimpleNamespace
 
 import torch
 
-# If no GPU is named: code for A100 and H100, and PTX for anything newer.
+# The architectures if no GPU is known: code for A100 and H100, and PTX for newer GPUs.
 DEFAULT_ARCHES = "8.0;9.0+PTX"
-# NVIDIA's name for this kind of machine.
+# NVIDIA's name for this kind of machine, in the paths of a toolkit.
 TARGET = {"aarch64": "sbsa-linux"}.get(os.uname().machine, "x86_64-linux")
 
 
 class Choice(SimpleNamespace):
-    """Whether to build for CUDA. If not, `reason` says why, and the command `fix` changes it."""
+    """Whether and how to build for CUDA."""
 
     build: bool = False
-    reason: str = ""
-    fix: str = ""
-    fatal: bool = False  # CUDA is required, and cannot be built
+    reason: str = ""  # why CUDA is not built
+    fix: str = ""  # the command that changes this
+    fatal: bool = False  # CUDA is required, but cannot be built
     home: str = ""  # the toolkit's folder
-    version: str = ""  # the toolkit's
+    version: str = ""  # the toolkit's version
     arches: str = ""  # as in TORCH_CUDA_ARCH_LIST; empty: those of `gpus`
-    gpus: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()  # the names of the visible GPUs
 
 
 def choose(needed: bool = False) -> Choice:
-    """Choose by CALCOPS_CUDA; if that is not set, by a visible GPU or TORCH_CUDA_ARCH_LIST.
+    """Return the choice by CALCOPS_CUDA, or else by a visible GPU or TORCH_CUDA_ARCH_LIST.
 
-    With `needed`, there are .cu sources that cannot be left out.
+    With `needed`, CUDA is required, as for a .cu source of `load`.
     """
     switch = os.environ.get("CALCOPS_CUDA", "")
     if switch not in ("", "0", "1"):
@@ -67,7 +67,7 @@ def choose(needed: bool = False) -> Choice:
 
 
 def find_toolkit() -> tuple[str, str]:
-    """Return (folder, version) of the first toolkit of PyTorch's major version.
+    """Return (folder, version) of the first toolkit with the major version of PyTorch's CUDA.
 
     If there is none, return ("", the version of another toolkit or "").
     """
@@ -95,7 +95,8 @@ def find_toolkit() -> tuple[str, str]:
 def headers(home: str) -> str:
     """Return the folder of a toolkit's headers.
 
-    NVIDIA's packages have include, a link to the target's folder. conda's have only the latter.
+    In NVIDIA's packages, include/ is a link to targets/<TARGET>/include/. In conda's packages, only
+    the latter has the headers.
     """
     of_target = os.path.join(home, "targets", TARGET, "include")
     plain = os.path.join(home, "include")
@@ -105,6 +106,7 @@ def headers(home: str) -> str:
 
 
 def _toolkit_version(home: str) -> str:
+    """Return the version of a toolkit's headers; "" if there are none."""
     for header in ("cuda_runtime_api.h", "cuda.h"):
         path = os.path.join(headers(home), header)
         with contextlib.suppress(OSError), open(path, encoding="latin-1") as file:
@@ -116,19 +118,20 @@ def _toolkit_version(home: str) -> str:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the names of this machine's GPUs; none if CUDA_VISIBLE_DEVICES hides them all."""
+    """Return the names of this machine's GPUs; () if CUDA_VISIBLE_DEVICES hides them all."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return ()
     names = set()
     for file in glob.glob("/proc/driver/nvidia/gpus/*/information"):
         with contextlib.suppress(OSError), open(file, encoding="latin-1") as f:
             names.update(re.findall(r"^Model:\s*(.+?)\s*$", f.read(), re.MULTILINE))
-    # WSL has no /proc/driver/nvidia.
-    return tuple(sorted(names)) or ("GPU",) * os.path.exists("/dev/dxg")
+    if not names and os.path.exists("/dev/dxg"):  # WSL, which has no /proc/driver/nvidia
+        return ("GPU",)
+    return tuple(sorted(names))
 
 
 def gpu_capabilities() -> list[str]:
-    """Return the GPUs' compute capabilities, such as ["8.0", "9.0"], by nvidia-smi."""
+    """Return the compute capabilities that nvidia-smi prints, such as ["8.0", "9.0"]."""
     with contextlib.suppress(OSError):
         command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         output = subprocess.run(command, capture_output=True, text=True).stdout
@@ -137,9 +140,9 @@ def gpu_capabilities() -> list[str]:
 
 
 def arch_list(choice: Choice) -> str:
-    """Return TORCH_CUDA_ARCH_LIST for the build: the chosen one, else every GPU of this machine.
+    """Return TORCH_CUDA_ARCH_LIST for the build.
 
-    The newest GPU's is also compiled to PTX.
+    It is the choice's, else all architectures of this machine's GPUs, with PTX for the newest.
     """
     if choice.arches:
         return choice.arches

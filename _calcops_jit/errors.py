@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 
 _MAX_LINES = 12
-NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)  # errors that say nothing about the file
+# Errors because no file descriptor is left. They do not mean that a file cannot be used.
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 class BuildError(RuntimeError):
@@ -14,16 +15,22 @@ class BuildError(RuntimeError):
     __module__ = "calcops_jit"
 
     def _render_traceback_(self) -> list[str]:
-        """The lines that a notebook shows in place of a traceback."""
+        """Return the lines that a notebook shows in place of a traceback."""
         return [f"BuildError: {self}"]
 
 
 def report(what: str, evidence: list[str], fix: str, log: str = "") -> BuildError:
-    """Make a BuildError: what failed, lines that show it, a command that fixes it, the log."""
+    """Return a BuildError.
+
+    Args:
+        what: what failed.
+        evidence: lines that show the cause.
+        fix: a command or an action that removes the cause.
+        log: path of a file with all output.
+    """
     tail = [f"  fix: {fix}"] if fix else []
     if log:
         tail.append(f"  log: {log}")
     room = _MAX_LINES - 1 - len(tail)
-    return BuildError(
-        "\n".join([what, *(f"  {line.rstrip()[:200]}" for line in evidence[:room]), *tail])
-    )
+    lines = [f"  {line.rstrip()[:200]}" for line in evidence[:room]]
+    return BuildError("\n".join([what, *lines, *tail]))

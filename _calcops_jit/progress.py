@@ -1,4 +1,4 @@
-"""A line of progress: redrawn on a terminal and in a notebook, repeated now and then in a log."""
+"""A line of progress. It is redrawn on a terminal and in a notebook, and repeated in a log."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ _LOG_S = 10.0
 
 
 class Progress:
-    """`with Progress(title, state) as progress:` shows the title and a state during the block, and
-    `progress.outcome` after it.
+    """A context that shows a title and a state, and after its end `outcome`.
 
     state(seconds) returns a text and the finished fraction, 0 to 1.
     """
@@ -32,7 +31,7 @@ class Progress:
     def __enter__(self) -> Progress:
         self.start = time.monotonic()
         self._terminal = False
-        self._output = None  # a cell's
+        self._output = None  # of a notebook's cell
         with contextlib.suppress(OSError, ValueError):  # a closed stream must not fail a build
             self._terminal = sys.stderr is not None and sys.stderr.isatty()
             if type(sys.stderr).__module__.startswith("ipykernel"):
@@ -49,6 +48,7 @@ class Progress:
         self._show(self.outcome, None)
 
     def seconds(self) -> float:
+        """Return the time since the context was entered."""
         return time.monotonic() - self.start
 
     def _run(self) -> None:
@@ -61,7 +61,7 @@ class Progress:
 
     def _show(self, text: str, fraction: float | None) -> None:
         with contextlib.suppress(OSError, ValueError):
-            # Not a widget, which needs ipywidgets and is lost when the notebook is read later.
+            # A widget would need ipywidgets, and would be missing in a saved notebook.
             if self._output:
                 shown = {"text/plain": text}
                 if fraction is not None:
@@ -80,20 +80,7 @@ class Progress:
 
 
 def say(text: str) -> None:
-    """Print one line that stays."""
-    if sys.stderr is not None:  # print() would take None for sys.stdout
+    """Print a line on stderr that stays."""
+    if sys.stderr is not None:  # print(file=None) would write to sys.stdout
         with contextlib.suppress(OSError, ValueError):  # a closed stream must not fail a build
             print(f"calcops_jit: {text}", file=sys.stderr, flush=True)
-
-
-def waiting(name: str, holder: Callable[[], tuple[str, float]]) -> Progress:
-    """Return the line that shows which process builds `name`, and for how long.
-
-    holder() returns a phrase for that process, and the seconds since its build began.
-    """
-
-    def state(_: float) -> tuple[str, float]:
-        process, seconds = holder()
-        return f"{process}, which builds {name} ({seconds:.0f} s)", 0.0
-
-    return Progress("waiting for", state)

@@ -1,7 +1,7 @@
-"""Why something failed: the cause, a line that shows it, and one command that fixes it.
+"""Why a build or a load failed: the cause, a line that shows it, and one command that fixes it.
 
-`foresee` looks for causes before a compiler runs. `judge` looks for them in a tool's output, by
-causes.txt.
+`foresee` finds causes before a compiler runs. `judge` finds them in a tool's output, with the
+patterns of causes.txt.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from ..cache.closure import text_of
 from ..errors import NO_DESCRIPTOR, BuildError, report
 from ..request import Request, compiler_words
 
-# CUDA's release notes: the oldest driver for any release of this major version.
+# {major version of CUDA: the oldest driver for any of its releases}, by CUDA's release notes.
 _DRIVERS = {12: 525, 13: 580}
 
-# g++ and clang print file:line:column: error: ..., nvcc file(line): error: ... or error #20: ...;
-# below it the source
+# g++ and clang print file:line:column: error: ..., nvcc prints file(line): error: ... or
+# file(line): error #20: .... Below it, they print lines of the source.
 _COMPILER_ERROR = (
     r"^(?P<at>[^\s:(][^:(\n]*(?::\d+(?::\d+)?|\(\d+\)))\s*: (?:fatal )?error\s*(?:#[\w-]+)?: .+"
     r"(?:\n *\d* \| .*){0,4}"
 )
-# How compilers name the lines of a source that lead to an error in a header: g++ before the error;
-# g++, clang and nvcc after it; and the includes. The nearest comes first in each.
+# How compilers name the source lines that lead to an error in a header. g++ prints some before the
+# error. g++, clang and nvcc print others after it. The #include lines come before it. In each
+# group, the line nearest to the error is the first.
 _LED_BEFORE = (
     r"^(?P<file>\S.*?):(?P<line>\d+)(?::\d+)?: +"
     r"(?:recursively required|required|in .constexpr. expansion)"
@@ -47,18 +48,18 @@ _LED_AFTER = (
 _INCLUDED = r"^(?:In file included)? +from (?P<file>\S.*?):(?P<line>\d+)(?::\d+)?[,:]"
 # Flags after which a compiler writes no object, or another file.
 _OUTPUT = re.compile(r"-(?:o.*|c|S|E|MM?|fsyntax-only|-?ptx|-?cubin|-?fatbin|-?preprocess)$")
-KILLED = "the compiler was killed"  # how that cause begins
+KILLED = "the compiler was killed"  # the beginning of this cause in causes.txt
 
 
 class Problem(SimpleNamespace):
-    """A cause, a line that shows it, the command that fixes it."""
+    """Why something fails."""
 
     cause: str
-    evidence: str
-    fix: str
+    evidence: str  # a line that shows the cause
+    fix: str  # a command
 
     def error(self, what: str, log: str = "") -> BuildError:
-        """Return the BuildError for `what`, which failed because of this."""
+        """Return the BuildError for `what`, which failed because of this problem."""
         return report(f"{what}: {self.cause}", [self.evidence], self.fix, log)
 
 
@@ -70,18 +71,17 @@ def explain(what: str, output: str, request: Request, log: str = "") -> BuildErr
     error = re.search(_COMPILER_ERROR, output, re.MULTILINE)
     if error:
         return _point_at(what, output, error, request, log)
-    noise = (
-        # Lines of ninja, which prints the commands, and of torch.
-        r"\s*$|ninja:|FAILED: |\[\d|Error building|.* -c "
-    )
-    last = [line for line in output.splitlines() if not re.match(noise, line)][-6:]
-    return report(what, last, f"less {log}" if log else "python -m calcops_jit clean", log)
+    # Lines of torch and of ninja, which prints the commands.
+    noise = r"\s*$|ninja:|FAILED: |\[\d|Error building|.* -c "
+    lines = [line for line in output.splitlines() if not re.match(noise, line)]
+    fix = f"less {log}" if log else "python -m calcops_jit clean"
+    return report(what, lines[-6:], fix, log)
 
 
 def _point_at(what: str, output: str, error: re.Match, request: Request, log: str) -> BuildError:
     """Return the BuildError for a compiler's error.
 
-    It names the error's line if that is the project's, else the project's line that led to it.
+    It names the line of the error, or the project's line that led to an error in another header.
     """
     place = error["at"]
     evidence = error[0].splitlines()
@@ -97,7 +97,7 @@ def _point_at(what: str, output: str, error: re.Match, request: Request, log: st
         return report(f"{what}: error at {place}", evidence, f"less {log}", log)
     file, line = cause
     source = [*text_of(file).splitlines(), *[""] * line][line - 1]
-    # Without the header's path, which might leave no room for the message.
+    # The header's long path might leave no room for the message.
     message = re.sub(r"^\S.*/include/(?:c\+\+/[\d.]+/)?", "", evidence[0])
     evidence = [message, f"{file}:{line}: led to it", f"  {line} | {source}"]
     return report(f"{what}: error at {file}:{line}", evidence, f"correct {file}:{line}", log)
@@ -105,9 +105,9 @@ def _point_at(what: str, output: str, error: re.Match, request: Request, log: st
 
 def _own_line(output: str, error: re.Match, request: Request) -> tuple[str, int] | None:
     """Return (file, line) of the project's code that led to an error in a header."""
-    # From the diagnosis before the error, up to the error after it.
-    diagnoses = r"^.*: (?:error|warning|note): .*$"
-    before = re.split(diagnoses, output[: error.start()], flags=re.MULTILINE)[-1]
+    # The lines between the diagnosis before the error and the error, and between it and the next.
+    diagnosis = r"^.*: (?:error|warning|note): .*$"
+    before = re.split(diagnosis, output[: error.start()], flags=re.MULTILINE)[-1]
     after = re.split(r"^.*\berror\b.*: ", output[error.end() :], maxsplit=1, flags=re.MULTILINE)[0]
     for pattern, text in ((_LED_BEFORE, before), (_LED_AFTER, after), (_INCLUDED, before)):
         for match in re.finditer(pattern, text, re.MULTILINE):
@@ -119,12 +119,10 @@ def _own_line(output: str, error: re.Match, request: Request) -> tuple[str, int]
 
 
 def _is_own(file: str, request: Request) -> bool:
-    """Return True if a file is the project's.
-
-    The project's folder may be above PyTorch's or below /usr.
-    """
+    """Return True if a file is the project's."""
     path = os.path.abspath(file)
     root = f"{request.root.rstrip('/')}/"
+    # The project may be around one of these folders, whose files are not its own, or below one.
     others = [
         request.unfold("@torch"),
         request.unfold("@loader"),
@@ -133,25 +131,26 @@ def _is_own(file: str, request: Request) -> bool:
         "/usr",
         "/opt",
     ]
-    above = [f"{folder}/" for folder in others if folder and path.startswith(f"{folder}/")]
-    return path.startswith(root) and all(len(folder) < len(root) for folder in above)
+    around = [f"{folder}/" for folder in others if folder and path.startswith(f"{folder}/")]
+    return path.startswith(root) and all(len(folder) < len(root) for folder in around)
 
 
 def judge(output: str, request: Request) -> Problem | None:
     """Return the first problem of causes.txt that a tool's output shows."""
     rows = Path(__file__).with_name("causes.txt").read_text("utf-8").splitlines()[3:]
-    for pattern, judgement in zip(rows[::2], rows[1::2]):
+    for pattern, explanation in zip(rows[::2], rows[1::2]):
         match = re.search(pattern, output, re.MULTILINE)
         if match:
             start = output.rfind("\n", 0, match.start()) + 1
             line = output[start:].partition("\n")[0].strip()
-            cause, _, fix = judgement.strip().partition(" -> ")
+            cause, _, fix = explanation.strip().partition(" -> ")
             fix = fix.format(*match.groups(""), **_words(request))
             return Problem(cause=cause, evidence=line, fix=fix)
     return None
 
 
 def _words(request: Request) -> dict[str, str]:
+    """Return the words for the names in braces in causes.txt."""
     packages = {
         "apt-get": ("install -y", "g++", f"python3.{sys.version_info[1]}-dev"),
         "dnf": ("install -y", "gcc-c++", "python3-devel"),
@@ -172,7 +171,7 @@ def _words(request: Request) -> dict[str, str]:
 
 
 def foresee(request: Request, ninja: str | None) -> Iterator[Problem]:
-    """Yield the problems that a build would have, in milliseconds."""
+    """Yield the problems that a build would have. This takes milliseconds."""
     yield from _foresee_compiler(request)
     for source in request.sources:
         yield from _foresee_source(source)
@@ -199,10 +198,12 @@ def _foresee_compiler(request: Request) -> Iterator[Problem]:
         fix = "export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         evidence = "a compiler finds its parts by PATH"
         yield Problem(cause="PATH is not set", evidence=evidence, fix=fix)
-    if shutil.which(compiler[-1] if len(compiler) == 1 else compiler[0], path=path) is None:
-        other = request.environment.get("CXX") and shutil.which("c++", path=path)
-        evidence = f"`{compiler[0]}` is not on PATH" + " (CXX names it), but c++ is" * bool(other)
-        fix = "unset CXX" if other else "{install} {compiler}".format(**_words(request))
+    if shutil.which(compiler[0], path=path) is None:
+        evidence = f"`{compiler[0]}` is not on PATH"
+        fix = "{install} {compiler}".format(**_words(request))
+        if request.environment.get("CXX") and shutil.which("c++", path=path):
+            evidence += " (CXX names it), but c++ is"
+            fix = "unset CXX"
         yield Problem(cause="no C++ compiler", evidence=evidence, fix=fix)
     elif not answer(request, *compiler, "--version"):
         evidence = f"`{' '.join(compiler)} --version` fails"
@@ -242,7 +243,7 @@ def _foresee_outputs(request: Request) -> Iterator[Problem]:
     for option, flags in options.items():
         for flag in filter(_OUTPUT.match, flags):
             if option == "extra_ldflags" and flag.startswith("-o"):
-                continue  # the last one counts, and that is ours
+                continue  # the last -o counts, which is the build's own
             evidence = f"{flag}: the loader chooses which files are compiled and linked, "
             evidence += "and into what"
             fix = f"{_words(request)['drop']} {flag}".replace("extra_cflags", option)
@@ -269,7 +270,7 @@ def _foresee_cuda(request: Request) -> Iterator[Problem]:
                 evidence=evidence,
                 fix=f"export TORCH_CUDA_ARCH_LIST={nearest}+PTX",
             )
-    # PyTorch passes CC to nvcc. By itself nvcc runs gcc.
+    # The compiler that nvcc runs: PyTorch passes CC to nvcc, whose default is gcc.
     host = compiler_words(request.environment, "CC", "gcc")[0]
     macros = answer(request, host, "-dM", "-E", "-x", "c++", os.devnull)
     limits = text_of(f"{cuda.headers(request.cuda.home)}/crt/host_config.h")
@@ -285,7 +286,7 @@ def _foresee_cuda(request: Request) -> Iterator[Problem]:
 
 
 def old_driver(request: Request) -> Problem | None:
-    """Return a problem if the driver is too old for this PyTorch's CUDA. Initialises nothing."""
+    """Return a Problem if the driver is too old for PyTorch's CUDA. CUDA is not initialised."""
     version = ctypes.c_int()
     needed = int((torch.version.cuda or "0").partition(".")[0])
     with contextlib.suppress(OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""python -m calcops_jit doctor: whether a build would succeed on this machine."""
+"""`python -m calcops_jit doctor`: whether a build would succeed on this machine."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from . import compiler, diagnosis, jobs
 
 
 class Finding(SimpleNamespace):
-    """One thing that a build needs."""
+    """One requirement of a build, and whether it is met."""
 
     what: str
-    verdict: str  # "ok"; "note": it works, with less; "fail"
+    verdict: str  # "ok"; "note": a build works with restrictions; "fail": none works
     evidence: str
     fix: str = ""
 
 
 def examine() -> Iterator[Finding]:
+    """Yield a finding for each requirement."""
     yield _supported("Python", sys.version.split()[0], (3, 11), (3, 14))
     yield _supported("PyTorch", torch.__version__, (2, 10), (2, 15))
     yield _processor()
@@ -79,12 +80,9 @@ def examine() -> Iterator[Finding]:
     if library:
         yield Finding(what="operators", verdict="ok", evidence=library.path)
     else:
-        yield Finding(
-            what="operators",
-            verdict="note",
-            evidence=[*reasons, "not built yet"][0],
-            fix="python -m calcops_jit build",
-        )
+        evidence = reasons[0] if reasons else "not built yet"
+        fix = "python -m calcops_jit build"
+        yield Finding(what="operators", verdict="note", evidence=evidence, fix=fix)
 
 
 def _supported(
@@ -103,8 +101,8 @@ def _supported(
 def _processor() -> Finding:
     if isa():
         return Finding(what="processor", verdict="ok", evidence=f"{MACHINE}, {processor_flag()}")
-    evidence = f"{MACHINE}; /proc/cpuinfo does not say which, as in some emulators: "
-    evidence += f"{processor_flag()} builds for any"
+    evidence = f"{MACHINE}; /proc/cpuinfo does not name its extensions, as in some emulators: "
+    evidence += f"{processor_flag()} builds for any {MACHINE}"
     fix = f"export CALCOPS_CFLAGS={processor_flag('<its name>')}"
     return Finding(what="processor", verdict="note", evidence=evidence, fix=fix)
 

@@ -1,4 +1,4 @@
-"""Which files a build will read, as far as the request shows it before a compiler runs."""
+"""Which files a build will read, as far as the request shows before a compiler runs."""
 
 from __future__ import annotations
 
@@ -14,25 +14,23 @@ _INCLUDE = rb"^[ \t]*#[ \t]*(?:include(?:_next)?|import|embed)[ \t]*[<\"]([^>\"\
 
 
 def by_include_lines(request: Request) -> dict[str, bytes]:
-    """Return {path: content} of the sources and of the project's headers that their `#include`
-    lines may mean.
-    """
+    """Return {path: content} of the sources and of the project's headers that they may include."""
     contents: dict[str, bytes] = {}
     folders = project_folders(request)
-    todo = [source for source in request.sources if os.path.isfile(source)]
-    while todo:
-        path = todo.pop()
+    unread = [source for source in request.sources if os.path.isfile(source)]
+    while unread:
+        path = unread.pop()
         if path in contents:
             continue
         with open(path, "rb") as file:
             contents[path] = file.read()
         for name in re.findall(_INCLUDE, contents[path], re.MULTILINE):
-            todo += _headers(os.fsdecode(name), [os.path.dirname(path), *folders])
+            unread += _headers(os.fsdecode(name), [os.path.dirname(path), *folders])
     return contents
 
 
 def _headers(name: str, folders: list[str]) -> list[str]:
-    """Return the headers that an include of `name` may mean, in every folder.
+    """Return the headers of a name in the folders.
 
     BuildError: one of them is a FIFO or the like.
     """
@@ -47,7 +45,7 @@ def _headers(name: str, folders: list[str]) -> list[str]:
 
 
 def project_folders(request: Request) -> list[str]:
-    """Return the folders that are searched for headers, without PyTorch's and the system's."""
+    """Return the folders that compilers search for headers, without PyTorch's and the system's."""
     words = [*request.cflags, *request.cuda_cflags]
     folders = [*request.include_paths, *(word[2:] for word in words if word.startswith("-I/"))]
     for option, value in zip(words, words[1:]):
@@ -57,8 +55,9 @@ def project_folders(request: Request) -> list[str]:
 
 
 def in_flags(request: Request, flags: str) -> set[str]:
-    """Return the files that flags name: response files and the files in these, linker scripts,
-    plugins, specs.
+    """Return the files that flags name, such as linker scripts, plugins and response files.
+
+    The files that response files name are included.
     """
     files: set[str] = set()
     for word in toolchain.words_of_flags(flags):
@@ -73,7 +72,7 @@ def in_flags(request: Request, flags: str) -> set[str]:
 
 
 def _response(request: Request, path: str) -> str:
-    """Read a response file. BuildError: it has flags for dependency files."""
+    """Return the flags in a response file. BuildError: some are for dependency files."""
     flags = closure.text_of(path)
     unwanted = re.search(dependency_files.FLAGS, flags)
     if unwanted:

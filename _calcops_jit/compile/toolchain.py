@@ -1,4 +1,4 @@
-"""Compilers and linkers: which they are, their parts, and the folders that they search."""
+"""Compilers and linkers: the programs that they run, and the folders that they search."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from ..cache import closure
 from ..request import Request
 
 _ABOUT_LINKERS = re.compile(r"-fuse-ld|--ld-path|-B|-specs|-T|-Wl,|-Xlinker|-z|-flto|@")
-# What the user's flags for linking may be where a quick linker links.
+# The flags for linking that do not forbid a quick linker.
 _PLAIN_LINKING = re.compile(
     r"-(?:[LlOgmDIU]|W(?!l,)|f(?!lto|use-ld|plugin|whole)|pthread)\S*$|/\S*\.so[.\d]*$"
 )
 
 
 def words_of_flags(flags: str) -> list[str]:
+    """Return the words of flags that are quoted for ninja and a shell."""
     try:
         return shlex.split(flags.replace("$$", "$"))
-    except ValueError:  # the shell's message is better
+    except ValueError:  # an unclosed quotation mark: the build will fail with the shell's message
         return flags.split()
 
 
 def search(request: Request, flags: str) -> list[str]:
-    """Return the folders in which a compiler looks for headers, in order, after the ignored ones.
+    """Return the folders in which a compiler looks for headers, in order.
 
-    A compiler ignores folders that do not exist yet and other names of a folder. It does not print
-    where these would come, so they may be before all others.
+    Folders that it ignores come first: those that do not exist, and second names of a folder. The
+    compiler does not print their places, so they might come before all others.
     """
     words = words_of_flags(flags)
     without_files = [word for word in words if not word.startswith("-save-temps")]
     output = ask(request, *without_files, "-E", "-v", "-x", "c++", os.devnull)
     ignored = r'^ignoring (?:nonexistent|duplicate) directory "(.+)"$'
     folders = re.findall(ignored, output, re.MULTILINE) + searched_folders(output)
-    # The assembler's folders are among these.
+    # Flags for the assembler may have -I, too.
     options = _values(_words_of_tools([*request.compiler[1:], *words]), "-I")
     folders += filter(os.path.isabs, options)
     spellings = []
@@ -48,16 +49,14 @@ def search(request: Request, flags: str) -> list[str]:
 
 
 def searched_folders(output: str) -> list[str]:
-    """Return the folders that a compiler lists with -v."""
+    """Return the folders for headers in the output of a compiler with -v."""
     listed = re.search(r"search starts here:\n(.*)End of search list", output, re.DOTALL)
     lines = listed[1].splitlines() if listed else []
     return [line.strip() for line in lines if line.startswith(" ")]
 
 
 def tools(request: Request, flags: str, *parts: str) -> set[str]:
-    """Return the compilers, the programs that they name if they are scripts, and these parts of
-    them.
-    """
+    """Return the compilers, their `parts` such as cc1plus, and the programs that scripts name."""
     programs = set(request.tools)
     for part in parts:
         program = ask(request, *_choice(flags), f"-print-prog-name={part}").strip()
@@ -68,7 +67,7 @@ def tools(request: Request, flags: str, *parts: str) -> set[str]:
 
 
 def _programs_of_script(path: str) -> set[str]:
-    """Return the programs that a script names with a path. A binary names none."""
+    """Return the programs that a script names with a path; none for a binary."""
     with open(path, "rb") as file:
         text = file.read(65536)
     if not text.startswith(b"#!"):
@@ -79,6 +78,7 @@ def _programs_of_script(path: str) -> set[str]:
 
 
 def cuda_tools(request: Request) -> set[str]:
+    """Return the programs and files of a CUDA toolkit that nvcc runs or reads."""
     if not request.cuda.build:
         return set()
     home = os.path.realpath(request.cuda.home)
@@ -87,14 +87,14 @@ def cuda_tools(request: Request) -> set[str]:
 
 
 def quick_linker(request: Request) -> str:
-    """Return the flag for a linker quicker than GNU ld; "" if there is none or flags choose one."""
+    """Return the flag for lld or gold; "" if neither is installed, or flags choose a linker."""
     ldflags = words_of_flags(" ".join(request.ldflags))
     others = words_of_flags(" ".join([*request.compiler, *request.cflags, *request.cuda_cflags]))
     if any(map(_ABOUT_LINKERS.match, [*ldflags, *others])):
         return ""
     if not all(map(_PLAIN_LINKING.match, ldflags)):
         return ""
-    if "GNU ld" not in ask(request, "-Wl,--version"):  # somebody has chosen another one already
+    if "GNU ld" not in ask(request, "-Wl,--version"):  # the system's default is another one
         return ""
     for flag, name in ("-fuse-ld=lld", "LLD"), ("-fuse-ld=gold", "GNU gold"):
         if name in ask(request, flag, "-Wl,--version"):
@@ -103,16 +103,15 @@ def quick_linker(request: Request) -> str:
 
 
 def unlinked(request: Request, flags: str, linked: set[str]) -> list[tuple[str, str]]:
-    """Return (folder, name) of every file that a library in the flags may mean, in all folders
-    that are searched.
+    """Return (folder, name) for all places in which the linker looks for libraries.
 
-    One that appears may take the place of the one that was linked. For -lfoo that is libfoo.so
-    before libfoo.a.
+    A file that appears in one of them may be linked in place of the present one. For -lfoo, the
+    names are libfoo.so and libfoo.a.
 
     Args:
         request: what is built.
-        flags: those of the link.
-        linked: the files that are linked. Scripts among them name others.
+        flags: flags of the link.
+        linked: the files that are linked. Linker scripts among them name more libraries.
     """
     words = _words_of_tools([*request.compiler[1:], *words_of_flags(flags)])
     folders = request.environment.get("LIBRARY_PATH", "").split(":")
@@ -126,13 +125,16 @@ def unlinked(request: Request, flags: str, linked: set[str]) -> list[tuple[str, 
             words += in_script
     folders += _values(words, "-L", "--library-path", "SEARCH_DIR")
     for value in filter(None, _values(words, "-l", "--library")):
-        names += [value[1:]] if value.startswith(":") else [f"lib{value}.so", f"lib{value}.a"]
-    spelled = [closure.spellings(folder)[0] for folder in filter(os.path.isabs, folders)]
-    return list(itertools.product(spelled, names))
+        if value.startswith(":"):  # -l:name
+            names.append(value[1:])
+        else:
+            names += [f"lib{value}.so", f"lib{value}.a"]
+    paths = [closure.spellings(folder)[0] for folder in filter(os.path.isabs, folders)]
+    return list(itertools.product(paths, names))
 
 
 def unrun(request: Request, flags: str, *parts: str) -> list[tuple[str, str]]:
-    """Return (folder, name) of each file that would run as one of these parts."""
+    """Return (folder, name) for all places in which the compiler looks for these parts."""
     folders = [
         *request.environment.get("COMPILER_PATH", "").split(":"),
         *_searched(request, flags, "programs"),
@@ -148,16 +150,14 @@ def _searched(request: Request, flags: str, kind: str) -> list[str]:
 
 
 def _choice(flags: str) -> list[str]:
-    """Return the flags that say where the compiler's parts and libraries are."""
+    """Return those flags that determine the folders of the compiler's parts and libraries."""
     words = _words_of_tools(words_of_flags(flags))
     folders = [f"-B{folder}" for folder in _values(words, "-B")]
     return [*folders, *(word for word in words if word.startswith(("--sysroot", "-specs")))]
 
 
 def _words_of_tools(words: list[str]) -> list[str]:
-    """Replace @file by the words in that response file, and -Wl,word and -Wa,word by the words for
-    the linker and the assembler.
-    """
+    """Return words in which @file, -Wl,word and -Wa,word are replaced by the words behind them."""
     expanded = []
     for word in words:
         if word.startswith(("-Wl,", "-Wa,")):
@@ -170,7 +170,7 @@ def _words_of_tools(words: list[str]) -> list[str]:
 
 
 def _values(words: list[str], *options: str) -> list[str]:
-    """Return the values of options: the rest of a word, or the next word."""
+    """Return the values of options: the rest of a word, or else the next word."""
     values = []
     for word, following in zip(words, [*words[1:], ""]):
         for option in options:
@@ -180,7 +180,7 @@ def _values(words: list[str], *options: str) -> list[str]:
 
 
 def _script(path: str) -> str:
-    """Return the text of a linker script; "" for an object, an archive or a library."""
+    """Return the text of a linker script; "" for a binary file."""
     with open(path, "rb") as file:
         return "" if b"\0" in file.read(4096) else closure.text_of(path)
 
@@ -192,14 +192,16 @@ def linker(flags: str) -> str:
 
 
 def is_gnu(request: Request) -> bool:
+    """Return True if the compiler is GCC."""
     return "Free Software Foundation" in ask(request, "--version")
 
 
 def ask(request: Request, *options: str) -> str:
-    """Return what the compiler prints for these options. A process that reloads asks once, and
-    again after the compiler has changed.
+    """Return what the compiler prints for these options.
+
+    The output is remembered until the compiler or the environment changes.
     """
-    # A sanitizer is for this process.
+    # LD_PRELOAD may be a sanitizer for this process.
     environment = request.environment | {"LC_ALL": "C.UTF-8", "LD_PRELOAD": ""}
     path = shutil.which(request.compiler[0], path=environment.get("PATH"))
     return _answer(
@@ -215,5 +217,5 @@ def _answer(stamp: bytes, environment: tuple[tuple[str, str], ...], *command: st
         "stdin": subprocess.DEVNULL,
         "capture_output": True,
     }
-    done = subprocess.run(command, **options)
-    return os.fsdecode(done.stdout + done.stderr)  # it may quote paths
+    process = subprocess.run(command, **options)
+    return os.fsdecode(process.stdout + process.stderr)  # paths in it need not be UTF-8

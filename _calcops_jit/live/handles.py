@@ -23,9 +23,9 @@ def registered() -> set[str]:
 
 
 def documentation(root: str) -> dict[str, str]:
-    """Return {operator: text} from the `///` blocks in root/*/*.h and *.cpp.
+    """Return {operator: text} from the `///` blocks in root/*/*.h and root/*/*.cpp.
 
-    The first line of a block is `/// namespace::name`; the text follows.
+    The first line of a block is `/// namespace::name`. The text follows.
     """
     texts = {}
     for source in sorted([*glob.glob(f"{root}/*/*.h"), *glob.glob(f"{root}/*/*.cpp")]):
@@ -39,6 +39,7 @@ def documentation(root: str) -> dict[str, str]:
 
 
 def live_schemas(name: str) -> list[str]:
+    """Return the schemas of an operator that is registered in this process."""
     operator = packet(name)
     return [str(getattr(operator, overload)._schema) for overload in operator.overloads()]
 
@@ -53,6 +54,7 @@ def describe(schemas: dict[str, list[str]], texts: dict[str, str]) -> dict[str, 
 
 
 def packet(name: str):
+    """Return the handle of `namespace::name`. AttributeError: it has no schema."""
     namespace, _, operator = name.partition("::")
     return getattr(getattr(torch.ops, namespace), operator)
 
@@ -65,28 +67,31 @@ def missing(what: str, names: Iterable[str]) -> AttributeError:
 
 
 def handles(described: dict[str, str], home) -> dict[str, torch._ops.OpOverloadPacket]:
-    """Return {name: torch.ops handle} of the operators without a leading underscore.
+    """Return {name without namespace: torch.ops handle}.
 
-    Of two operators with one name in two namespaces, the first has the name.
+    Names with a leading underscore are left out. If two namespaces have one name, the first
+    operator gets it.
 
     Args:
         described: {operator: schemas and documentation}.
-        home: the Library whose attributes they are when pickled; None: the module calcops_jit.
+        home: the object whose attribute a handle is when it is pickled: a Library, or None for the
+            module calcops_jit.
     """
     packets = {}
     for name, text in described.items():
         short = name.rpartition("::")[2]
         if short.startswith("_") or short in packets:
             continue
-        packets[short] = packet(name)
-        packets[short].__doc__ = text
-        packets[short].__signature__ = _signature(packets[short])
+        handle = packet(name)
+        handle.__doc__ = text
+        handle.__signature__ = _signature(handle)
+        packets[short] = handle
         _homes[name] = home or _Package(), short
     return packets
 
 
 def _signature(handle: torch._ops.OpOverloadPacket) -> inspect.Signature | None:
-    """Return the schema's arguments for inspect.signature; None if overloads differ."""
+    """Return the schema's arguments for inspect.signature; None if there are several overloads."""
     overloads = handle.overloads()
     if len(overloads) != 1:
         return None
@@ -102,13 +107,13 @@ def _signature(handle: torch._ops.OpOverloadPacket) -> inspect.Signature | None:
     return inspect.Signature(parameters)
 
 
-_homes: dict[str, tuple[object, str]] = {}
+_homes: dict[str, tuple[object, str]] = {}  # {operator: (Library or _Package, attribute's name)}
 
 
 class _Package:
-    """The module calcops_jit in a pickle. Unpickling imports it."""
+    """The module calcops_jit in a pickle. Unpickling it imports the module."""
 
-    def __getattr__(self, name: str):  # copy.copy() takes the handle from here
+    def __getattr__(self, name: str):  # for copy.copy() of a handle, which pickles nothing
         return getattr(importlib.import_module("calcops_jit"), name)
 
     def __reduce__(self):
@@ -116,10 +121,13 @@ class _Package:
 
 
 def _reduce(handle: torch._ops.OpOverloadPacket | torch._ops.OpOverload):
+    """Return (function, arguments) that give the handle when it is unpickled."""
     if isinstance(handle, torch._ops.OpOverload):
         return getattr, (handle.overloadpacket, handle._overloadname)
     name = handle._qualified_op_name
-    return (getattr, _homes[name]) if name in _homes else (packet, (name,))
+    if name in _homes:
+        return getattr, _homes[name]
+    return packet, (name,)
 
 
 # PyTorch's own handles cannot be pickled, and copy.copy() of one never returns.

@@ -7,7 +7,6 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
@@ -192,10 +191,7 @@ def _find(
 ) -> tuple[store.Generation | None, store.Generation | None]:
     """Return (the cache's generation, None), else (None, the wheel's), else (None, None).
 
-    Args:
-        request: the library to find.
-        reasons: why generations in the cache do not fit is appended to it.
-        refusals: why the wheel's generation does not fit is appended to it.
+    Why others do not fit is appended: for the cache to `reasons`, for the wheel to `refusals`.
     """
     try:
         cached = store.find(request, reasons)
@@ -274,7 +270,7 @@ def _exchange(live, request, generation, registration) -> Library:
 def _build(request: Request, reasons: list[str]) -> Library:
     from ..cache import locks
     from ..compile.diagnosis import explain, old_driver
-    from ..progress import say, waiting
+    from ..progress import say
 
     if request.cuda.fatal:
         raise report(
@@ -292,7 +288,7 @@ def _build(request: Request, reasons: list[str]) -> Library:
         say(f"cannot write {problem}; using {slot} (set CALCOPS_CACHE to choose)")
 
     try:
-        with locks.locked(slot, partial(waiting, request.name)):
+        with locks.locked(slot, lambda holder: _waiting(request.name, holder)):
             if generation := store.find(request, reasons):  # another process built it meanwhile
                 return _load(request, generation)
             if request.cuda.gpus and not request.cuda.build:
@@ -303,6 +299,17 @@ def _build(request: Request, reasons: list[str]) -> Library:
             return compile_and_publish(_publish, request, slot, reasons)
     except OSError as error:
         raise explain(f"cannot build {request.name}", str(error), request) from None
+
+
+def _waiting(name: str, holder: Callable[[], tuple[str, float]]):
+    """Return a Progress that shows which process builds a library."""
+    from ..progress import Progress
+
+    def state(_: float) -> tuple[str, float]:
+        process, seconds = holder()
+        return f"{process}, which builds {name} ({seconds:.0f} s)", 0.0
+
+    return Progress("waiting for", state)
 
 
 def compile_and_publish(publish: Callable, request: Request, slot: str, reasons: Sequence = ()):

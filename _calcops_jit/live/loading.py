@@ -1,4 +1,4 @@
-"""Verified bytes into the process, under a name that a debugger can open."""
+"""Load verified bytes into the process, under a file name that a debugger can open."""
 
 from __future__ import annotations
 
@@ -13,36 +13,40 @@ from .registration import held
 
 
 def link_in(path: str, fd: int, request: Request) -> ctypes.CDLL:
-    """Loads the open file `fd`, whose bytes were verified; under the name `path` if the file is
-    still there, because debuggers and profilers open what is mapped by its name.
+    """Load the open file `fd`, whose bytes were verified.
 
-    The descriptor stays open: its lock says that the file is in use. BuildError: the library cannot
-    be loaded.
+    It is loaded under the name `path` if that is still this file, because debuggers and profilers
+    open a mapped file by its name. The descriptor stays open, since its lock marks the file as in
+    use.
+
+    BuildError: the library cannot be loaded.
     """
     try:
-        if "$" not in path and _lies_at(path, fd):  # dlopen would expand $ORIGIN
+        if "$" not in path and _is_at(path, fd):  # dlopen would expand $ORIGIN
             library = _open(path, fd)
-            if _lies_at(path, fd):  # before and after, so it was this file
+            if _is_at(path, fd):  # before and after dlopen, so dlopen read this file
                 return library
         return _open(_name_of(fd), fd)
     except OSError as error:
         message = re.sub(r"^/.*?(\.so|/fd/\d+): ", "", str(error))
-    os.close(fd)  # it may be the last one that this process can have, and the import needs one
+    os.close(fd)  # the following import needs a descriptor, and the process may have no other
     from ..compile.diagnosis import explain
 
     raise explain(f"cannot load {request.name}.so", message, request)
 
 
-# {name: the file that glibc has for it}. For a name that it has seen, glibc does not look at the
-# disk again.
-_seen: dict[str, tuple[int, int]] = {}
+# {name: identity of the file that was loaded under it}. glibc does not look at the disk again for a
+# name under which it has loaded a file.
+_loaded: dict[str, tuple[int, int]] = {}
 
 
-def _lies_at(path: str, fd: int) -> bool:
-    return _seen.get(path, _identity(fd)) == _identity(fd) == _identity(path)
+def _is_at(path: str, fd: int) -> bool:
+    """Return True if a path leads to an open file, on the disk and for glibc."""
+    return _loaded.get(path, _identity(fd)) == _identity(fd) == _identity(path)
 
 
 def _identity(file: int | str) -> tuple[int, int]:
+    """Return (device, inode) of a file; (0, 0) if there is none."""
     with contextlib.suppress(OSError):
         status = os.stat(file)
         return status.st_dev, status.st_ino
@@ -50,9 +54,9 @@ def _identity(file: int | str) -> tuple[int, int]:
 
 
 def _name_of(fd: int) -> str:
-    """Return a name for a descriptor that glibc has not seen for another file."""
+    """Return a path in /proc that leads to an open file, under which no other file was loaded."""
     name = f"/proc/{os.getpid()}/fd/{fd}"
-    if _seen.get(name, _identity(fd)) == _identity(fd):
+    if _loaded.get(name, _identity(fd)) == _identity(fd):
         return name
     return _name_of(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, fd + 1))
 
@@ -60,5 +64,5 @@ def _name_of(fd: int) -> str:
 def _open(name: str, fd: int) -> ctypes.CDLL:
     with held(name):
         library = ctypes.CDLL(name)
-    _seen[name] = _identity(fd)
+    _loaded[name] = _identity(fd)
     return library

@@ -1,4 +1,4 @@
-"""%load_ext calcops_jit: %%operator makes operators of the notebook from a cell of C++ or CUDA."""
+"""The cell magic %%operator, which compiles a notebook's cell of C++ or CUDA."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ..cache.closure import digest
 from ..errors import BuildError
 from . import library
 
-# A folder of this process, as two notebooks may use the same name. The cache's keys name no folder,
-# so the cell is found there after a restart.
+# A folder of this process, because two notebooks may use the same name. After a restart, a cell is
+# found in the cache nevertheless, because facts have no absolute paths.
 _folder = locks.make(os.path.realpath(tempfile.gettempdir()), f"calcops-cells-{os.getuid()}")
-_OPTIONS = {  # of load, and what a cell has instead
+_OPTIONS = {  # {option of `load` in an error's fix: option of %%operator}
     "extra_include_paths": "--cflags=-I...",
     "extra_cuda_cflags": "--cflags",
     "extra_cflags": "--cflags",
     "extra_ldflags": "--ldflags",
 }
-_live: dict[str, str] = {}  # {source: the text of the cell whose operators are called}
+_live: dict[str, str] = {}  # {source: text of the last cell that was loaded}
 
 
 @magic_arguments()
 @argument(
     "name",
-    help="of the library, and TORCH_EXTENSION_NAME; a later cell of this name takes its place",
+    help="name of the library, and TORCH_EXTENSION_NAME; a later cell of this name replaces it",
 )
 @argument("--cuda", action="store_true", help="the cell is CUDA")
 @argument(
@@ -39,10 +39,10 @@ _live: dict[str, str] = {}  # {source: the text of the cell whose operators are 
 @argument("--ldflags", default="", help="more flags for the linker")
 @argument("--verbose", action="store_true", help="show what ninja runs")
 def operator(line: str, cell: str) -> None:
-    """Build the cell as calcops_jit.load does a file, and define its operators in the notebook.
+    """Build the cell as calcops_jit.load builds a file, and define its operators in the notebook.
 
-    Edit the cell and run it again: every caller of its operators then calls the new ones. If the
-    cell cannot be built, or its schema changed, the old operators stay. Line 1 of an error is the
+    Edit the cell and run it again: all callers of its operators then use the new kernels. If the
+    cell cannot be built, or its schema changed, the old operators stay. In errors, line 1 is the
     line below %%operator.
     """
     options = operator.parser.parse_args(shlex.split(line))
@@ -61,7 +61,7 @@ def operator(line: str, cell: str) -> None:
     try:
         built = library.obtain(requests.foreign(options.name, source, **settings))
     except BaseException as error:
-        if source in _live:  # reload() must not find the cell that failed
+        if source in _live:  # so that reload() does not build the cell that failed
             store.write_whole(source, _live[source].encode())
         if isinstance(error, BuildError):
             text = str(error).replace(source, "cell")

@@ -1,10 +1,11 @@
-"""What a library registers with PyTorch: collected, compared with the operators of other libraries,
-and committed as a whole or not at all.
+"""What a library registers with PyTorch.
 
-The other half is shadow/torch/library.h, with which every source is compiled, and
-runtime/registry.cpp, to which the blocks of TORCH_LIBRARY go. Because of this, a newer generation
-of a library can replace an older one in a running process, and one library cannot replace
-operators of another.
+The registrations are collected, compared with those of other libraries, and committed as a whole or
+not at all. So a newer generation of a library can replace an older one in a running process, but no
+library can replace operators of another.
+
+The C++ part is shadow/torch/library.h, with which every source is compiled. It passes the
+TORCH_LIBRARY blocks to runtime/registry.cpp.
 """
 
 from __future__ import annotations
@@ -20,43 +21,47 @@ import torch
 
 from ..errors import BuildError, report
 
-_taken: list[Registration] = []  # all that ever registered something, the newest last
+_taken: list[Registration] = []  # all that were committed in this process, the newest last
 
 
 @contextlib.contextmanager
 def held(path: str) -> Iterator[None]:
-    """Keep a library that is loaded from `path` meanwhile from registering its operators itself.
+    """Prevent a library that is loaded from `path` in this context from registering its operators.
 
-    The mark is an operator in the dispatcher, which the library can look up.
+    The library looks up an operator in the dispatcher that exists only in this context.
     """
-    mark = torch._C._dispatch_library("FRAGMENT", "calcops_jit", "")
-    mark.define(f"holds.p{os.fsencode(path).hex()}() -> ()")
+    fragment = torch._C._dispatch_library("FRAGMENT", "calcops_jit", "")
+    fragment.define(f"holds.p{os.fsencode(path).hex()}() -> ()")
     try:
         yield
     finally:
-        del mark
+        del fragment  # which removes the operator
 
 
 class Registration:
     """What one generation of a library registers.
 
-    The library lists its registrations only when something compares them.
+    The library lists its registrations only when they are compared or committed.
     """
 
-    live = False
+    live = False  # its kernels are called
 
     def __init__(self, name: str, place: str, library: ctypes.CDLL):
+        """`place` is the folder of the sources."""
         self.name = name
         self.place = place
         self._library = library
-        self._registers = hasattr(library, "calcops_jit_steps")  # it is linked with registry.cpp
-        self._has_contracts = hasattr(library, "calcops_jit_documentation")  # and with contract.cpp
+        # True if the library is linked with registry.cpp.
+        self._registers = hasattr(library, "calcops_jit_steps")
+        # True if it is linked with contract.cpp, too.
+        self._has_contracts = hasattr(library, "calcops_jit_documentation")
         for function in ("steps", "commit", "documentation"):
             if hasattr(library, f"calcops_jit_{function}"):
                 getattr(library, f"calcops_jit_{function}").restype = ctypes.c_char_p
 
     @cached_property
     def _steps(self) -> list[list[str]]:
+        """Return the fields of each registration: its kind, a name, a schema or signature, tags."""
         if not self._registers:
             return []
         return [line.split("\t") for line in self._call("steps").splitlines()]
@@ -72,7 +77,7 @@ class Registration:
 
     @cached_property
     def impls(self) -> dict[str, str]:
-        """Return {"operator key": C++ signature}. A fallback is " key"."""
+        """Return {"operator dispatch_key": C++ signature}. A fallback is " dispatch_key"."""
         return {name: signature for kind, name, signature, *_ in self._steps if kind == "impl"}
 
     def documentation(self) -> dict[str, str]:
@@ -95,20 +100,19 @@ class Registration:
         return schemas
 
     def names(self) -> set[str]:
+        """Return the keys of `defs` and of `impls`."""
         return self.defs.keys() | self.impls.keys()
 
     def refusal(self, earlier: list[Registration]) -> BuildError | None:
-        """Return why this cannot replace `earlier`, whose schemas and C++ signatures have
-        callers.
-        """
+        """Return the error if a schema or C++ signature differs from that in `earlier`."""
         changes: dict[str, tuple[str, str]] = {}
         for old in earlier:
             for name, schema in old.defs.items():
                 if self.defs.get(name, schema) != schema:
                     changes[name] = schema, self.defs[name]
-            before = {_operator(impl, text): text for impl, text in old.impls.items() if text}
+            signatures = {_operator(impl, text): text for impl, text in old.impls.items() if text}
             for impl, signature in self.impls.items():
-                old_signature = before.get(_operator(impl, signature), signature)
+                old_signature = signatures.get(_operator(impl, signature), signature)
                 if signature and old_signature != signature:
                     changes[f"{impl.partition(' ')[0]} in C++"] = old_signature, signature
         if not changes:
@@ -120,9 +124,9 @@ class Registration:
         return report(what, lines, "restart Python, or give the operator another name")
 
     def take(self, earlier: list[Registration]) -> None:
-        """Register everything. Every later call reaches the new kernels.
+        """Register everything, in place of `earlier`. Every later call reaches the new kernels.
 
-        Raises BuildError and changes nothing if that is refused.
+        BuildError: the registration is refused, and nothing has changed.
         """
         if self._registers:
             self._register(earlier)
@@ -133,34 +137,35 @@ class Registration:
 
     def _register(self, earlier: list[Registration]) -> None:
         for other in _taken:
-            if other.live and other._is(self) and other not in earlier:
+            if other.live and other._is_same_file(self) and other not in earlier:
                 raise self._owned_by(other, min(self.names(), default="it"))
         own_names: set[str] = set()
         for old in [*earlier, self] if self in _taken else earlier:
             own_names |= old.names()
+        # (The library need not list its registrations if there is nothing to compare them with.)
         for impl in own_names.intersection(self.impls) if own_names else ():
             if impl[0] == " ":  # PyTorch takes only one fallback at a time
                 _retire(impl, earlier)
-        strangers = self._commit(own_names)
-        if strangers:
-            self._commit(own_names | self._free(strangers))
-        for impl in {impl for old in earlier for impl in old.impls}:
+        refused = self._commit(own_names)
+        if refused:
+            self._commit(own_names | self._free(refused))
+        old_impls = {impl for old in earlier for impl in old.impls}
+        for impl in old_impls:
             if impl not in self.impls:
                 _retire(impl, earlier)
 
     def _commit(self, own_names: set[str]) -> dict[str, str]:
-        """Register everything, or nothing if others registered names that are not in `own_names`.
+        """Register everything, or nothing if a name is registered already and not in `own_names`.
 
-        Returns:
-            {such a name: where it was registered}.
+        Return {such a name: where it was registered}.
         """
         answer = self._call("commit", "\n".join(sorted(own_names)).encode())
         return dict(line.split("\t") for line in answer.splitlines()[1:])
 
     def _free(self, registered: dict[str, str]) -> set[str]:
-        """Return the names in `registered`, which is {name: where it was registered}.
+        """Return the names in `registered`, all of which may be registered again.
 
-        BuildError: another library has one of them.
+        `registered` is {name: where it was registered}. BuildError: another library has one.
         """
         for name, origin in sorted(registered.items()):
             owners = [other for other in reversed(_taken) if name in other.names()]
@@ -168,7 +173,8 @@ class Registration:
                 if owner.live:
                     raise self._owned_by(owner, name, origin)
             if owners:
-                continue  # it is left from an older generation
+                continue  # only older generations registered it
+            # The kernel of an operator that this library does not define may be replaced.
             if name in self.impls and name.partition(" ")[0] not in ["", *self.defs]:
                 from ..progress import say
 
@@ -184,8 +190,8 @@ class Registration:
         what = f"cannot load {self.name}: {name} is there already"
         return report(what, evidence, "load only one of the two, or give one another namespace")
 
-    def _is(self, other: Registration) -> bool:
-        """Return True if both are one file, which glibc maps only once."""
+    def _is_same_file(self, other: Registration) -> bool:
+        """Return True if both are of one file, which glibc maps only once."""
         return other is not self and other._library._handle == self._library._handle
 
     def _call(self, function: str, *arguments: bytes) -> str:
@@ -203,18 +209,23 @@ class Registration:
 
 
 def _retire(impl: str, registrations: list[Registration]) -> None:
+    """Remove a kernel or a fallback from PyTorch's dispatcher."""
     for old in registrations:
         if impl in old.impls:
             old._library.calcops_jit_retire(impl.encode())
 
 
 def _operator(impl: str, signature: str) -> tuple[str, bool]:
-    """Return what has one C++ signature: an operator, once with SymInt and once without."""
+    """Return (operator, whether the signature has SymInt).
+
+    All kernels for which this is the same must have the same C++ signature.
+    """
     return impl.partition(" ")[0], signature.startswith("SymInt ")
 
 
 def _difference(old: str, new: str) -> list[str]:
+    """Return a line for each argument and result of a schema or signature that changed."""
     import difflib  # needed only for an error
 
-    pieces = (re.split(r", |(?<=\()|(?=\)(?:$| ->))|(?<=-> )", text) for text in (old, new))
+    pieces = [re.split(r", |(?<=\()|(?=\)(?:$| ->))|(?<=-> )", text) for text in (old, new)]
     return [f"  {line}" for line in difflib.ndiff(*pieces) if line.startswith(("-", "+"))]

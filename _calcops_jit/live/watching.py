@@ -15,23 +15,26 @@ from . import library
 def _reload_on_change(
     stop: threading.Event, seconds: float, reload: Callable[[], list[str]]
 ) -> None:
-    before = None  # so that files that were saved earlier count, too
+    old_stamps = None  # the first check reloads, too, because files may have been saved before it
     while not stop.wait(seconds):
         try:
-            now = {path: stamp_of(path) for path in library.project_files()}
-            if now == before:
+            stamps = {path: stamp_of(path) for path in library.project_files()}
+            if stamps == old_stamps:
                 continue
-            before = now  # also if it fails: the same files would fail again
+            old_stamps = stamps  # also if the reload fails: the same files would fail again
             changed = reload()
             if changed:
                 say(f"reloaded {', '.join(changed)}")
-        except Exception as error:  # whatever it is, the next save may end it
+        except Exception as error:  # the next save may remove the cause
             if not stop.is_set():
                 say(str(error) or type(error).__name__)
 
 
 def start(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]:
-    """Start a thread that calls `reload` when the libraries' files change. Return what ends it."""
+    """Start a thread that calls `reload` when a library's file changes.
+
+    Return the function that stops the thread.
+    """
     stop = threading.Event()
     thread = threading.Thread(
         target=_reload_on_change, args=(stop, seconds, reload), name="calcops watch", daemon=True
@@ -45,9 +48,7 @@ def start(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]
 
     @atexit.register
     def abandon() -> None:
-        """End the build and the thread, so that an exiting interpreter does not wait for a
-        compiler.
-        """
+        """Kill the compilers and stop the thread, so that an exit does not wait for a build."""
         stop.set()
         for _ in range(100):
             locks.remove_all()

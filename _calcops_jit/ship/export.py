@@ -20,22 +20,23 @@ _TEXTS = {  # {file in the folder: template in this package}
 
 
 def write(folder: str, isa: str) -> None:
-    """Write the folder, after a build for `isa`, which request.processor_flag() takes.
+    """Build the operators for `isa`, as request.processor_flag() takes it, and write the folder.
 
-    Raises BuildError if there is no such build, or if its library cannot be loaded here.
+    BuildError: the library cannot be built, or cannot be loaded here.
     """
     request = requests.own(isa=isa)
     built = library.obtain(request)
     release = torch.__version__.partition("+")[0]
-    is_new = tuple(map(int, release.split(".")[:2])) >= (2, 13)
+    needs_cpp20 = tuple(map(int, release.split(".")[:2])) >= (2, 13)
+    libraries = "-ltorch_cpu -lc10"
+    if request.cuda.build:
+        libraries = f"-ltorch_cuda {libraries}"
     words = {
         "version": __version__,
         "release": release,
         "torch": os.path.dirname(torch.__file__),
-        "standard": "20" if is_new else "17",
-        "libraries": "-ltorch_cuda -ltorch_cpu -lc10"
-        if request.cuda.build
-        else "-ltorch_cpu -lc10",
+        "standard": "20" if needs_cpp20 else "17",
+        "libraries": libraries,
     }
     files = {"lib/libcalcops.so": Path(built.path).read_bytes()}
     for target, template in _TEXTS.items():

@@ -1,14 +1,14 @@
-"""Operators that a wheel brings, built for several kinds of processor: the library for this one, if
-it fits.
+"""Find the library in a wheel that fits this processor and this PyTorch.
 
     built/<PyTorch>/<level of x86-64>/calcops.so, manifest      a generation that is only read
-    built/objects/<level of x86-64>/unit.o, manifest            what in it knows no PyTorch
+    built/objects/<level of x86-64>/unit.o, manifest            the objects without PyTorch
 
-For a PyTorch that the wheel has no library for, the objects are linked with the one unit that knows
-PyTorch, which is compiled here.
+The wheel may have no library for this PyTorch. Then its objects, which are independent of PyTorch,
+are linked with the one unit that includes PyTorch's headers. That unit is compiled here.
 
-There may be no compiler here, so neither compilers nor the system's headers are compared. Compared
-are the bytes of the operators' sources and of the loader's, every flag, and the build of PyTorch.
+A library fits if the bytes of the operators' and the loader's sources, all flags, and the build of
+PyTorch are the same. Compilers and the system's headers are not compared, because the machine may
+have none.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ..errors import NO_DESCRIPTOR
 from ..request import SHADOW, Request, isa
 
 FOLDER = os.path.join(os.path.dirname(SHADOW), "built")
-OBJECTS = "objects"  # its folder of what knows no PyTorch
-# What each level adds, by the x86-64 psABI, in the words of /proc/cpuinfo (as far as request.isa()
-# has them).
+OBJECTS = "objects"  # the folder in it for objects that are independent of PyTorch
+# The extensions that each level of the x86-64 psABI adds, in the words of /proc/cpuinfo. Words that
+# request.isa() does not return are left out.
 LEVELS = {
     "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
     "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
     "x86-64-v4": "avx512bw avx512cd avx512dq avx512f avx512vl",
 }
-# From a level's folder to the one that torch is installed in, beside this package.
+# From a level's folder to the folder with this package and torch.
 ORIGIN = "../../../.."
 NO_CUDA = cuda.Choice(
     reason="the wheel is for CPUs", fix="CALCOPS_CUDA=1 python -m calcops_jit build"
@@ -57,14 +57,16 @@ def facts(request: Request) -> dict:
         "C++11 ABI": torch.compiled_with_cxx11_abi(),
         "flags": digest(torch.__config__._cxx_flags().encode()),
     }
-    local = ("compiler arguments", "environment", "torch version")  # only where it is built
-    return {key: value for key, value in request.facts.items() if key not in local} | {
-        "PyTorch": build
-    }
+    local = ("compiler arguments", "environment", "torch version")  # of the machine that builds
+    portable = {key: value for key, value in request.facts.items() if key not in local}
+    return portable | {"PyTorch": build}
 
 
 def find(wanted: Request, reasons: list[str]) -> store.Generation | None:
-    """Find the wheel's library for this processor. Add to `reasons` why another did not fit."""
+    """Return the wheel's library for this processor, or None.
+
+    Why a library does not fit is appended to `reasons`.
+    """
     if not wanted.prebuilt or not os.path.isdir(FOLDER):
         return None
     try:
@@ -89,14 +91,14 @@ def _fitting(wanted: Request) -> store.Generation:
 
 
 def label() -> str:
-    """Return the folder's name for this PyTorch."""
+    """Return the name of the folder for this PyTorch."""
     return re.sub(r"[^0-9A-Za-z]+", ".", torch.__version__)
 
 
 def with_objects(wanted: Request) -> Request | None:
-    """Return the Request for the library of a wheel's objects and what in it knows PyTorch.
+    """Return the Request for a library of a wheel's objects and of the unit with PyTorch's headers.
 
-    None: the wheel has none, or they do not fit.
+    Return None if the wheel has no objects, or they do not fit.
     """
     objects = f"{FOLDER}/{OBJECTS}"
     if not wanted.prebuilt or not os.path.isdir(objects):
@@ -108,24 +110,24 @@ def with_objects(wanted: Request) -> Request | None:
 
 
 def of_objects(folder: str, choice: cuda.Choice) -> Request:
-    """Return the Request for the library of one level's objects. UNFIT: they do not fit."""
+    """Return the Request for a library of the objects in `folder`. UNFIT: they do not fit."""
     manifest, brought = _checked(folder, choice)
     objects = store.verified(f"{folder}/unit.o", manifest)
     os.close(objects.fd)
-    differences = store.differences(
-        manifest.request | {"PyTorch": None}, facts(brought) | {"PyTorch": None}
-    )
+    any_pytorch = {"PyTorch": None}
+    differences = store.differences(manifest.request | any_pytorch, facts(brought) | any_pytorch)
     if differences:
         raise Changed(differences[0])
+    # For objects, `asked` has the sources that were left out.
     others = tuple(path for path in brought.sources if brought.fold(path) in manifest.asked)
     ldflags = (*brought.ldflags, objects.path)
     return brought.but(sources=others, ldflags=ldflags, prebuilt=False, origin="")
 
 
 def _checked(folder: str, wanted: cuda.Choice) -> tuple[store.Manifest, Request]:
-    """Return (the manifest in a folder of a level, its Request).
+    """Return the manifest in a folder of a level, and its Request.
 
-    UNFIT: the wheel's own files are not what they were, or CUDA or flags differ.
+    UNFIT: the wheel's own files have changed, or CUDA or flags differ.
     """
     if flags := os.environ.get("CALCOPS_CFLAGS"):
         raise Changed(f"CALCOPS_CFLAGS={flags}")
@@ -137,13 +139,13 @@ def _checked(folder: str, wanted: cuda.Choice) -> tuple[store.Manifest, Request]
     if problem := _other_cuda(wanted, choice):
         raise Changed(problem)
     brought = request(os.path.basename(folder), choice)
-    brought.tools = []  # the compiler that built it need not be here
+    brought.tools = []  # the compilers are not compared
     manifest.closure.check(brought)
     return manifest, brought
 
 
 def _level(folder: str) -> str:
-    """The highest level that this processor has and the wheel brings in a folder."""
+    """Return the highest level that this processor has and for which `folder` has a subfolder."""
     highest = ""
     extensions = isa().split()
     for level, words in LEVELS.items():
@@ -158,7 +160,10 @@ def _level(folder: str) -> str:
 
 
 def _other_cuda(wanted: cuda.Choice, built: cuda.Choice) -> str:
-    """Return why a library with the choice `built` does not fit the choice `wanted`, or ""."""
+    """Return why a library with the choice `built` does not fit the choice `wanted`; "" if it does.
+
+    A library for CUDA fits a machine without nvcc or without a GPU.
+    """
     if built.build and os.environ.get("CALCOPS_CUDA") == "0":
         return wanted.reason
     if built.build and wanted.build and wanted.arches not in ("", built.arches):

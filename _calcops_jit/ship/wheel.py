@@ -1,10 +1,9 @@
-"""make wheel: a wheel with the operators, built for several kinds of processor, and for the PyTorch
-that is here and those of other environments.
+"""`make wheel`: a wheel with the operators, built for several levels of x86-64.
 
     python -m _calcops_jit.ship.wheel [FOLDER [PYTHON ...]]     in a checkout; default: dist
 
-It has the sources, too, and is otherwise the wheel of `pip wheel .`. `prebuilt` finds the libraries
-in it.
+It has libraries for the PyTorch of this environment and of the environments of the PYTHONs.
+Otherwise it is the wheel of `pip wheel .`, with all sources. `prebuilt` finds the libraries in it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ..request import MACHINE, Request
 from . import prebuilt
 
 _ROOT = os.path.dirname(os.path.dirname(prebuilt.FOLDER))  # of the checkout
-# No file has it, so contents are compared wherever the wheel is installed.
+# A stamp that no file has, so that contents are compared wherever the wheel is installed.
 _NO_STAMP = young(bytes(32))
 
 
@@ -41,13 +40,13 @@ def write(folder: str, *pythons: str) -> str:
 
     Args:
         folder: where the wheel goes.
-        pythons: those of environments with other PyTorches, which need setuptools and ninja.
+        pythons: paths of Pythons with other versions of PyTorch, and with setuptools and ninja.
 
     Raises:
         BuildError: the operators cannot be built.
     """
     if flags := os.environ.get("CALCOPS_CFLAGS"):
-        evidence = f"CALCOPS_CFLAGS={flags}: what is built with it fits only where it is set, too"
+        evidence = f"CALCOPS_CFLAGS={flags}: the libraries would fit only where it is set, too"
         raise report("cannot make a wheel", [evidence], "unset CALCOPS_CFLAGS")
     if MACHINE != "x86_64":
         evidence = f"its libraries are for the levels of x86-64; this is {MACHINE}"
@@ -59,25 +58,26 @@ def write(folder: str, *pythons: str) -> str:
     choice = _choice()
     requests = {level: prebuilt.request(level, choice) for level in prebuilt.LEVELS}
     oldest = next(iter(requests.values()))
-    # Every level has the same operators. This processor may be unable to load the other levels.
+    # Loading a library lists its operators. They are the same for every level, and any processor
+    # can load the oldest one.
     library.obtain(oldest)
     operators = store.find(oldest).manifest.operators
-    with tempfile.TemporaryDirectory() as made:
-        built = f"{made}/built"
+    with tempfile.TemporaryDirectory() as temporary:
+        built = f"{temporary}/built"
         for level, request in requests.items():
             _add(f"{built}/{prebuilt.label()}/{level}", request, prebuilt.facts(request), operators)
             _add_objects(f"{built}/{prebuilt.OBJECTS}/{level}", request)
         for python in pythons:
             command = [os.path.abspath(python), "-m", __spec__.name, "--beside", built]
             if subprocess.run(command, cwd=_ROOT).returncode:
-                evidence = "it has said why"
+                evidence = "it printed the cause above"
                 raise report(f"cannot build the operators with {python}", [evidence], python)
         say(f"the libraries need {_oldest_system(built)}")
-        return _pack(made, os.path.abspath(folder))
+        return _pack(temporary, os.path.abspath(folder))
 
 
 def _choice() -> cuda.Choice:
-    """Choose CUDA if it can be built, also without a GPU, unless CALCOPS_CUDA forbids it."""
+    """Return the choice of CUDA if nvcc is here, even without a GPU. CALCOPS_CUDA=0 forbids it."""
     os.environ.setdefault("CALCOPS_CUDA", "1" if cuda.find_toolkit()[0] else "0")
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", cuda.DEFAULT_ARCHES)
     choice = cuda.choose()
@@ -90,8 +90,8 @@ def _choice() -> cuda.Choice:
 
 
 def add_beside(folder: str) -> None:
-    """Add libraries for this PyTorch to a folder with objects and with those of another one."""
-    (other,) = [name for name in os.listdir(folder) if name != prebuilt.OBJECTS][:1]
+    """Add libraries for this PyTorch to a folder with objects and libraries for another PyTorch."""
+    other = next(name for name in os.listdir(folder) if name != prebuilt.OBJECTS)
     for level in prebuilt.LEVELS:
         operators = store.read_manifest(f"{folder}/{other}/{level}").operators
         objects = f"{folder}/{prebuilt.OBJECTS}/{level}"
@@ -106,46 +106,46 @@ def _add(
 ) -> None:
     """Make a folder with the library and its manifest.
 
-    `closures` are those of the objects that the library is linked with.
+    `closures` are those of objects with which the library is linked.
     """
 
     def publish(request: Request, slot: str, stage: str, built: str, closure: Closure) -> None:
         whole = merged([_portable(closure), *closures])
         _write(folder, request.output, built, request=facts, operators=operators, closure=whole)
 
-    library.compile_and_publish(
-        publish, request, store.writable_slot(request)[0], [os.path.basename(folder)]
-    )
+    slot, _ = store.writable_slot(request)
+    level = os.path.basename(folder)  # which is shown while the compilers run
+    library.compile_and_publish(publish, request, slot, [level])
 
 
 def _add_objects(folder: str, request: Request) -> None:
-    """Make a folder with the objects of all units that do not include PyTorch, as one object."""
+    """Make a folder with one object of all units that do not include PyTorch's headers."""
     units = {source: store.find(request.unit(source)) for source in request.sources}
-    free = {}
+    independent = {}
     for source, unit in units.items():
         read = unit.manifest.closure.entries()
         if not any(path.startswith(("@torch", "@python")) for path in read):
-            free[source] = unit
-    closure = merged([_portable(unit.manifest.closure) for unit in free.values()])
-    with tempfile.TemporaryDirectory() as made:
-        command = [*request.compiler, "-r", "-nostdlib", "-o", f"{made}/unit.o"]
-        subprocess.run([*command, *(unit.path for unit in free.values())], check=True)
-        left = [request.fold(source) for source in request.sources if source not in free]
+            independent[source] = unit
+    closure = merged([_portable(unit.manifest.closure) for unit in independent.values()])
+    with tempfile.TemporaryDirectory() as temporary:
+        command = [*request.compiler, "-r", "-nostdlib", "-o", f"{temporary}/unit.o"]
+        subprocess.run([*command, *(unit.path for unit in independent.values())], check=True)
+        others = [request.fold(source) for source in request.sources if source not in independent]
         facts = prebuilt.facts(request)
-        about = {"request": facts, "asked": left, "operators": {}, "closure": closure}
-        _write(folder, "unit.o", f"{made}/unit.o", **about)
+        fields = {"request": facts, "asked": others, "operators": {}, "closure": closure}
+        _write(folder, "unit.o", f"{temporary}/unit.o", **fields)
 
 
-def _write(folder: str, name: str, file: str, **about) -> None:
-    """Put a file and its manifest into a new folder."""
+def _write(folder: str, name: str, file: str, **fields) -> None:
+    """Put a file and its manifest, which has these fields, into a new folder."""
     os.makedirs(folder)
     target = shutil.copy(file, f"{folder}/{name}")
-    manifest = store.Manifest(size=os.path.getsize(target), digest=file_digest(target), **about)
+    manifest = store.Manifest(size=os.path.getsize(target), digest=file_digest(target), **fields)
     store.write_whole(f"{folder}/manifest", manifest.dump())
 
 
 def _portable(closure: Closure) -> Closure:
-    """Return what another machine can compare: the wheel's own files, by their contents."""
+    """Return the part of a closure that every machine can compare: the wheel's own files."""
     roots = ("@root", "@loader")
     entries = {}
     for path, (_, content) in closure.entries().items():
@@ -170,40 +170,35 @@ def _oldest_system(folder: str) -> str:
     return " and ".join(needed) + ", or later"
 
 
-def _pack(made: str, folder: str) -> str:
-    """Pack the project and the libraries into a wheel, whose version names PyTorch's."""
+def _pack(temporary: str, folder: str) -> str:
+    """Pack the project and the libraries into a wheel in `folder`, and return its path.
+
+    The wheel's version has the versions of PyTorch.
+    """
 
     class WithLibraries(build_py):
         def run(self) -> None:
             super().run()
-            self.copy_tree(f"{made}/built", f"{self.build_lib}/_calcops_jit/built")
+            self.copy_tree(f"{temporary}/built", f"{self.build_lib}/_calcops_jit/built")
 
     class ForThisPlatform(bdist_wheel):
-        def get_tag(self) -> tuple[str, str, str]:  # any Python 3: the libraries do not call it
-            return "py3", "none", "linux_x86_64"
+        def get_tag(self) -> tuple[str, str, str]:
+            return "py3", "none", "linux_x86_64"  # any Python 3, which the libraries do not call
 
-    label = ".".join(sorted(set(os.listdir(f"{made}/built")) - {prebuilt.OBJECTS}))
-    # Nothing is left in build/, from which a later `pip wheel .` would take it.
-    commands = [
-        "egg_info",
-        "--egg-base",
-        made,
-        "--tag-build",
-        f"+torch{label}",
-        "build",
-        "--build-base",
-        f"{made}/b",
-    ]
-    commands += ["bdist_wheel", "--bdist-dir", f"{made}/d", "--dist-dir", folder]
+    label = ".".join(sorted(set(os.listdir(f"{temporary}/built")) - {prebuilt.OBJECTS}))
+    # A later `pip wheel .` would pack the files that this one left in build/.
+    commands = ["egg_info", "--egg-base", temporary, "--tag-build", f"+torch{label}"]
+    commands += ["build", "--build-base", f"{temporary}/b"]
+    commands += ["bdist_wheel", "--bdist-dir", f"{temporary}/d", "--dist-dir", folder]
     os.chdir(_ROOT)
-    # A direct call of setup() is fine for a developer's command.
+    # setuptools warns of direct calls of setup(), which a developer's command may make.
     with warnings.catch_warnings(action="ignore"):
-        done = setup(
+        distribution = setup(
             script_args=["--quiet", *commands],
             cmdclass={"build_py": WithLibraries, "bdist_wheel": ForThisPlatform},
             has_ext_modules=lambda: True,
         )
-    return done.dist_files[-1][2]
+    return distribution.dist_files[-1][2]
 
 
 if __name__ == "__main__":
