@@ -359,7 +359,7 @@ def place(slot: str, folder: str, file: str, request: Request, closure: Closure)
     # Its name depends on contents only, not on times and the paths of tools.
     contents = sorted(content for _, content in closure.entries().values())
     target = f"{slot}/{digest(f'{manifest.digest} {contents}'.encode())[:16]}"
-    for _ in range(20):
+    for attempt in range(20):
         os.makedirs(slot, 0o755, exist_ok=True)  # tidy() may remove the empty slot of a unit
         try:
             os.rename(new, target)
@@ -369,8 +369,10 @@ def place(slot: str, folder: str, file: str, request: Request, closure: Closure)
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
+            # A new name for each attempt: on a file system without locks, another process may
+            # publish again meanwhile.
             with contextlib.suppress(OSError):
-                os.rename(target, f"{new}.old")  # it is removed with the private folder
+                os.rename(target, f"{new}.old{attempt}")  # it is removed with the private folder
     else:
         raise report(
             f"cannot publish {target}", ["something makes it again and again"], f"rm -r {slot}"

@@ -23,9 +23,11 @@ def link_in(path: str, fd: int, request: Request) -> ctypes.CDLL:
     """
     try:
         if "$" not in path and _is_at(path, fd):  # dlopen would expand $ORIGIN
-            library = _open(path, fd)
-            if _is_at(path, fd):  # before and after dlopen, so dlopen read this file
-                return library
+            # On a file system without locks, another process may replace the folder meanwhile.
+            with contextlib.suppress(OSError):
+                library = _open(path, fd)
+                if _is_at(path, fd):  # before and after dlopen, so dlopen read this file
+                    return library
         return _open(_name_of(fd), fd)
     except OSError as error:
         message = re.sub(r"^/.*?(\.so|/fd/\d+): ", "", str(error))

@@ -124,7 +124,7 @@ def test_two_builds_at_once_are_harmless_if_flock_does_not_exclude(checkout):
     for child in children:
         child.wait()
     for child in children[1:]:
-        assert (child.code, child.out) == (0, "1\n")
+        assert (child.code, child.out) == (0, "1\n"), child.err
         assert "Error" not in child.err
     assert len(log.read_text().splitlines()) >= 2  # at least two processes did build
     log.unlink()
@@ -133,3 +133,47 @@ def test_two_builds_at_once_are_harmless_if_flock_does_not_exclude(checkout):
     checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
     assert checkout.answer() == 2
     assert stages(checkout) == []  # the folder of the killed process is removed, too
+
+
+# Without locks, other processes replace a generation's folder at any moment. These scripts choose
+# the worst moments.
+PUBLISHED_BY_OTHERS_MEANWHILE = """
+import os
+rename = os.rename
+rivals = [1, 2, 3]
+def contested(source, target):
+    if rivals and os.path.basename(source).startswith("complete."):
+        os.makedirs(target)
+        open(f"{target}/manifest.{rivals.pop()}", "w").close()
+    rename(source, target)
+os.rename = contested
+"""
+AWAY_DURING_DLOPEN = """
+import ctypes, os
+dlopen = ctypes.CDLL
+away = []
+def contested(name, *arguments):
+    folder = os.path.dirname(name)
+    if not folder.startswith(os.environ["CALCOPS_CACHE"]):
+        return dlopen(name, *arguments)
+    os.rename(folder, f"{folder}.away")
+    away.append(name)
+    try:
+        return dlopen(name, *arguments)
+    finally:
+        os.rename(f"{folder}.away", folder)
+ctypes.CDLL = contested
+import calcops_jit
+ctypes.CDLL = dlopen
+assert away
+"""
+
+
+@pytest.mark.parametrize("contest", [PUBLISHED_BY_OTHERS_MEANWHILE, AWAY_DURING_DLOPEN])
+def test_a_folder_that_others_replace_while_it_is_published_or_loaded_is_harmless(
+    checkout, contest
+):
+    child = checkout.run(f"{contest}\n{CALL}")
+    assert (child.code, child.out) == (0, "1\n"), child.err
+    assert checkout.answer() == 1
+    assert stages(checkout) == []
