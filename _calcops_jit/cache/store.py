@@ -369,10 +369,9 @@ def place(slot: str, folder: str, file: str, request: Request, closure: Closure)
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
-            # A new name for each attempt: on a file system without locks, another process may
-            # publish again meanwhile.
             with contextlib.suppress(OSError):
-                os.rename(target, f"{new}.old{attempt}")  # it is removed with the private folder
+                # It is removed with the private folder. The next attempt needs another name.
+                os.rename(target, f"{new}.old{attempt}")
     else:
         raise report(
             f"cannot publish {target}", ["something makes it again and again"], f"rm -r {slot}"
