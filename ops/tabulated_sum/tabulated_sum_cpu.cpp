@@ -1,5 +1,5 @@
-// CPU kernels of tabulated_sum. They collect the pairs of an atom, then sum blocks of functions,
-// whose sums stay in registers.
+// CPU kernels of tabulated_sum. They collect the pairs of an atom, then go through the functions in
+// blocks of one vector. The coefficients of a pair are read once, in the order of the memory.
 #include <algorithm>
 #include <cstring>
 
@@ -34,6 +34,25 @@ inline __attribute__((always_inline)) Vector<Real> load(const Real* from, int64_
   }
 }
 
+// Broadcast a number to a block.
+template <class Real>
+inline __attribute__((always_inline)) Vector<Real> all(Real number) {
+  return number - Vector<Real>{};
+}
+
+// Four rows of a block of functions: of T, or of its upstream gradient.
+template <class Real>
+struct Rows {
+  Vector<Real> row[4];
+};
+
+// Return the first function of the block from m on. The last block ends with the last function, so
+// it repeats some functions of the block before.
+template <class Real>
+int64_t begin_of(int64_t m, int64_t M) {
+  return std::max<int64_t>(std::min<int64_t>(m, M - Block<Real>::kSize), 0);
+}
+
 // A filled slot: its coefficients in the table, and their weights for the derivatives of g of
 // `order` and of the next one.
 template <class Real>
@@ -46,8 +65,8 @@ struct alignas(64) Pair {
 // Write the pairs of an atom and return their number. Set `wrong` to the first slot whose kind does
 // not exist, unless an earlier atom has set it.
 template <class Real, class Index>
-int64_t find_pairs(const SumInputs<Real, Index>& in, int64_t atom, bool gradient, Pair<Real>* pairs,
-                   int64_t& wrong) {
+int64_t find_pairs(const SumInputs<Real, Index>& in, const Grid* grids, int64_t atom, bool gradient,
+                   Pair<Real>* pairs, int64_t& wrong) {
   int64_t count = 0;
   const int64_t begin = atom * in.slots;
   for (int64_t slot = begin; slot < begin + in.slots; ++slot) {
@@ -58,8 +77,8 @@ int64_t find_pairs(const SumInputs<Real, Index>& in, int64_t atom, bool gradient
     }
     Pair<Real>& pair = pairs[count++];
     double w[kPowers], next[kPowers];
-    const int64_t cell = weights(in.grid + 5 * kind, in.cells, double(in.x[slot]), in.order, w,
-                                 gradient ? next : nullptr);
+    const int64_t cell =
+        weights(grids[kind], in.cells, double(in.x[slot]), in.order, w, gradient ? next : nullptr);
     for (int k = 0; k < kPowers; ++k) {
       pair.w[k] = Real(w[k]);
       if (gradient) pair.next[k] = Real(next[k]);
@@ -71,87 +90,134 @@ int64_t find_pairs(const SumInputs<Real, Index>& in, int64_t atom, bool gradient
   return count;
 }
 
-// Write T [4, M] for the functions m, m + 1, ... of a block.
-template <bool kIsWhole, class Real>
-void sum_block(const Pair<Real>* pairs, int64_t count, int64_t M, int64_t m, Real* T) {
-  constexpr int kSize = Block<Real>::kSize;
-  const int64_t size = kIsWhole ? kSize : M;
-  double total[4][kSize] = {};
-  for (int64_t first = 0; first < count; first += kPart) {
-    Vector<Real> sum[4] = {};
-    for (int64_t j = first; j < std::min(first + kPart, count); ++j) {
-      const Pair<Real>& pair = pairs[j];
-      const Real* c = pair.coefficients + m;
-      Vector<Real> g = pair.w[0] * load<kIsWhole>(c, size);
+// Return sum_k w[k] c[k] for the coefficients c of a block. If kIsValue, w[0] is 1.
+template <bool kIsValue, class Real>
+inline __attribute__((always_inline)) Vector<Real> weighted(const Vector<Real>* c,
+                                                            const Vector<Real>* w) {
+  Vector<Real> sum = kIsValue ? c[0] : w[0] * c[0];
 #pragma GCC unroll 5
-      for (int k = 1; k < kPowers; ++k) g += pair.w[k] * load<kIsWhole>(c + k * M, size);
-#pragma GCC unroll 4
-      for (int a = 0; a < 4; ++a) sum[a] += pair.R[a] * g;
-    }
-    for (int a = 0; a < 4; ++a)
-      for (int l = 0; l < kSize; ++l) total[a][l] += sum[a][l];
-  }
-  for (int a = 0; a < 4; ++a)
-    for (int l = 0; l < size; ++l) T[a * M + m + l] = Real(total[a][l]);
-}
-
-// Return the first function of the block from m on. The last block ends with the last function, so
-// it repeats some functions of the block before.
-template <class Real>
-int64_t begin_of(int64_t m, int64_t M) {
-  return std::max<int64_t>(std::min<int64_t>(m, M - Block<Real>::kSize), 0);
-}
-
-template <class Real>
-double sum_of(const Vector<Real>& block) {
-  double sum = 0;
-  for (int l = 0; l < Block<Real>::kSize; ++l) sum += block[l];
+  for (int k = 1; k < kPowers; ++k) sum += w[k] * c[k];
   return sum;
 }
 
-// The upstream gradient of a block of functions.
+// ---- T -----------------------------------------------------------------------------------------
+
+// Add kCount pairs to the sums of all blocks. Pairs that are added together share the loads and
+// stores of the sums.
+template <int kCount, bool kIsValue, bool kIsWhole, class Real>
+void add_pairs(const Pair<Real>* pairs, int64_t M, Rows<Real>* sums) {
+  constexpr int kSize = Block<Real>::kSize;
+  const int64_t size = kIsWhole ? kSize : M;
+  Vector<Real> w[kCount][kPowers], R[kCount][4];
+#pragma GCC unroll 2
+  for (int j = 0; j < kCount; ++j) {
+#pragma GCC unroll 6
+    for (int k = 0; k < kPowers; ++k) w[j][k] = all(pairs[j].w[k]);
+#pragma GCC unroll 4
+    for (int a = 0; a < 4; ++a) R[j][a] = all(pairs[j].R[a]);
+  }
+  for (int64_t m = 0; m < M; m += kSize, ++sums) {
+    Rows<Real> sum = *sums;
+#pragma GCC unroll 2
+    for (int j = 0; j < kCount; ++j) {
+      const Real* coefficients = pairs[j].coefficients + begin_of<Real>(m, M);
+      Vector<Real> c[kPowers];
+#pragma GCC unroll 6
+      for (int k = 0; k < kPowers; ++k) c[k] = load<kIsWhole>(coefficients + k * M, size);
+      const Vector<Real> g = weighted<kIsValue, Real>(c, w[j]);
+#pragma GCC unroll 4
+      for (int a = 0; a < 4; ++a) sum.row[a] += R[j][a] * g;
+    }
+    *sums = sum;
+  }
+}
+
+// Write T [4, M] of one atom.
+template <bool kIsValue, bool kIsWhole, class Real>
+void sum_pairs(const Pair<Real>* pairs, int64_t count, int64_t M, Rows<Real>* sums, double* totals,
+               Real* T) {
+  constexpr int kSize = Block<Real>::kSize;
+  const int64_t blocks = (M + kSize - 1) / kSize;
+  std::fill_n(totals, 4 * blocks * kSize, 0.0);
+  for (int64_t first = 0; first < count; first += kPart) {
+    std::fill_n(sums, blocks, Rows<Real>{});
+    const int64_t end = std::min(first + kPart, count);
+    int64_t j = first;
+    for (; j + 2 <= end; j += 2) add_pairs<2, kIsValue, kIsWhole>(pairs + j, M, sums);
+    if (j < end) add_pairs<1, kIsValue, kIsWhole>(pairs + j, M, sums);
+    const Real* numbers = reinterpret_cast<const Real*>(sums);
+    for (int64_t i = 0; i < 4 * blocks * kSize; ++i) totals[i] += numbers[i];
+  }
+  for (int64_t m = 0; m < M; m += kSize) {
+    const int64_t begin = begin_of<Real>(m, M), size = kIsWhole ? kSize : M;
+    for (int a = 0; a < 4; ++a, totals += kSize)
+      for (int l = 0; l < size; ++l) T[a * M + begin + l] = Real(totals[l]);
+  }
+}
+
+// ---- gradients ---------------------------------------------------------------------------------
+
+// Return the sum of a block's numbers, in float64.
 template <class Real>
-struct Upstream {
-  Vector<Real> row[4];
-};
+inline __attribute__((always_inline)) double sum_of(const Vector<Real>& block) {
+  constexpr int kSize = Block<Real>::kSize;
+  typedef double Lanes __attribute__((vector_size(kSize * sizeof(double))));
+  const Lanes lanes = __builtin_convertvector(block, Lanes);
+  Row rows[kSize / 4];
+  std::memcpy(rows, &lanes, sizeof rows);
+  Row sum = rows[0];
+#pragma GCC unroll 4
+  for (int l = 1; l < kSize / 4; ++l) sum += rows[l];
+  return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
 
 // Copy an atom's upstream gradient [4, M] block by block. Functions that a block repeats get 0, so
 // that they count once.
-template <class Real>
-void copy_by_blocks(const Real* grad, int64_t M, Upstream<Real>* blocks) {
+template <bool kIsWhole, class Real>
+void copy_by_blocks(const Real* grad, int64_t M, Rows<Real>* blocks) {
   constexpr int kSize = Block<Real>::kSize;
   for (int64_t m = 0; m < M; m += kSize, ++blocks) {
-    const int64_t begin = begin_of<Real>(m, M);
-    for (int a = 0; a < 4; ++a)
-      for (int l = 0; l < kSize; ++l) {
-        const bool is_repeated = begin + l < m;
-        blocks->row[a][l] = is_repeated || begin + l >= M ? Real(0) : grad[a * M + begin + l];
-      }
+    const int64_t begin = begin_of<Real>(m, M), size = kIsWhole ? kSize : M;
+    for (int a = 0; a < 4; ++a) {
+      blocks->row[a] = load<kIsWhole>(grad + a * M + begin, size);
+      for (int64_t l = 0; l < m - begin; ++l) blocks->row[a][l] = 0;
+    }
   }
 }
 
 // Write the gradients of one pair. The table is larger than the cache, so the next pair's
 // coefficients are prefetched.
-template <bool kIsWhole, class Real>
+template <bool kIsValue, bool kIsWhole, class Real>
 void differentiate(const Pair<Real>& pair, const Pair<Real>& next_pair, int64_t M,
-                   const Upstream<Real>* upstream, const SumGradients<Real>& out) {
+                   const Rows<Real>* upstream, const SumGradients<Real>& out) {
   constexpr int kSize = Block<Real>::kSize;
-  Vector<Real> of_x{}, of_R[4] = {};
+  const int64_t size = kIsWhole ? kSize : M;
+  Vector<Real> w[kPowers], next[kPowers], R[4], of_x{}, of_R[4] = {};
+#pragma GCC unroll 6
+  for (int k = 0; k < kPowers; ++k) {
+    w[k] = all(pair.w[k]);
+    next[k] = all(pair.next[k]);
+  }
+#pragma GCC unroll 4
+  for (int a = 0; a < 4; ++a) R[a] = all(pair.R[a]);
   for (int64_t m = 0; m < M; m += kSize, ++upstream) {
-    const int64_t begin = begin_of<Real>(m, M), size = kIsWhole ? kSize : M;
-    Vector<Real> g{}, slope{};
+    const int64_t begin = begin_of<Real>(m, M);
+    Vector<Real> c[kPowers];
 #pragma GCC unroll 6
     for (int k = 0; k < kPowers; ++k) {
-      const Vector<Real> c = load<kIsWhole>(pair.coefficients + k * M + begin, size);
+      c[k] = load<kIsWhole>(pair.coefficients + k * M + begin, size);
       __builtin_prefetch(next_pair.coefficients + k * M + begin);
-      g += pair.w[k] * c;
-      slope += pair.next[k] * c;
     }
+    const Vector<Real> g = weighted<kIsValue, Real>(c, w);
+    // The derivative of a value has no weight for c[0], and 1 for c[1].
+    Vector<Real> slope = kIsValue ? c[1] : next[0] * c[0] + next[1] * c[1];
+#pragma GCC unroll 4
+    for (int k = 2; k < kPowers; ++k) slope += next[k] * c[k];
     Vector<Real> along{};
 #pragma GCC unroll 4
     for (int a = 0; a < 4; ++a) {
       of_R[a] += upstream->row[a] * g;
-      along += pair.R[a] * upstream->row[a];
+      along += R[a] * upstream->row[a];
     }
     of_x += along * slope;
   }
@@ -159,19 +225,38 @@ void differentiate(const Pair<Real>& pair, const Pair<Real>& next_pair, int64_t 
   for (int a = 0; a < 4 && out.R; ++a) out.R[4 * pair.slot + a] = Real(sum_of<Real>(of_R[a]));
 }
 
+// The scratch memory of a thread.
+template <class Real>
+struct Memory {
+  Scratch<Pair<Real>> pairs;
+  Scratch<Grid> grids;
+  Scratch<Rows<Real>> blocks;
+
+  template <class Index>
+  explicit Memory(const SumInputs<Real, Index>& in)
+      : pairs(in.slots), grids(in.kinds), blocks(in.functions / Block<Real>::kSize + 1) {
+    for (int64_t kind = 0; kind < in.kinds; ++kind) grids.get()[kind] = Grid(in.grid + 5 * kind);
+  }
+};
+
 }  // namespace
 
 template <class Real, class Index>
 int64_t tabulated_sum_cpu(const SumInputs<Real, Index>& in, Real* T) {
   const int64_t M = in.functions;
-  const auto sum = M < Block<Real>::kSize ? sum_block<false, Real> : sum_block<true, Real>;
+  const bool is_whole = M >= Block<Real>::kSize;
+  const auto sum = !is_whole       ? sum_pairs<false, false, Real>
+                   : in.order == 0 ? sum_pairs<true, true, Real>
+                                   : sum_pairs<false, true, Real>;
   return parallel_first(in.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
-    const Scratch<Pair<Real>> pairs(in.slots);
+    const Memory<Real> memory(in);
+    const Scratch<double> totals(4 * (M + Block<Real>::kSize));
+    Pair<Real>* pairs = memory.pairs.get();
     int64_t wrong = kNone;
     for (int64_t atom = begin; atom < end; ++atom) {
-      const int64_t count = find_pairs(in, atom, /*gradient=*/false, pairs.get(), wrong);
-      for (int64_t m = 0; m < M; m += Block<Real>::kSize)
-        sum(pairs.get(), count, M, begin_of<Real>(m, M), T + 4 * atom * M);
+      const int64_t count =
+          find_pairs(in, memory.grids.get(), atom, /*gradient=*/false, pairs, wrong);
+      sum(pairs, count, M, memory.blocks.get(), totals.get(), T + 4 * atom * M);
     }
     return wrong;
   });
@@ -180,20 +265,26 @@ int64_t tabulated_sum_cpu(const SumInputs<Real, Index>& in, Real* T) {
 template <class Real, class Index>
 int64_t tabulated_sum_backward_cpu(const SumInputs<Real, Index>& in, const Real* grad,
                                    const SumGradients<Real>& out) {
-  const int64_t M = in.functions, size = Block<Real>::kSize;
-  const auto pass_back = M < size ? differentiate<false, Real> : differentiate<true, Real>;
+  const int64_t M = in.functions;
+  const bool is_whole = M >= Block<Real>::kSize;
+  const auto copy = is_whole ? copy_by_blocks<true, Real> : copy_by_blocks<false, Real>;
+  const auto pass_back = !is_whole       ? differentiate<false, false, Real>
+                         : in.order == 0 ? differentiate<true, true, Real>
+                                         : differentiate<false, true, Real>;
   return parallel_first(in.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
-    const Scratch<Pair<Real>> pairs(in.slots);
-    const Scratch<Upstream<Real>> blocks((M + size - 1) / size);
+    const Memory<Real> memory(in);
+    Pair<Real>* pairs = memory.pairs.get();
+    Rows<Real>* upstream = memory.blocks.get();
     int64_t wrong = kNone;
     for (int64_t atom = begin; atom < end; ++atom) {
       const int64_t first = atom * in.slots;
       if (out.x) std::fill_n(out.x + first, in.slots, Real(0));
       if (out.R) std::fill_n(out.R + 4 * first, 4 * in.slots, Real(0));
-      const int64_t count = find_pairs(in, atom, /*gradient=*/true, pairs.get(), wrong);
-      copy_by_blocks(grad + 4 * atom * M, M, blocks.get());
+      const int64_t count =
+          find_pairs(in, memory.grids.get(), atom, /*gradient=*/true, pairs, wrong);
+      copy(grad + 4 * atom * M, M, upstream);
       for (int64_t j = 0; j < count; ++j)
-        pass_back(pairs.get()[j], pairs.get()[std::min(j + 1, count - 1)], M, blocks.get(), out);
+        pass_back(pairs[j], pairs[std::min(j + 1, count - 1)], M, upstream, out);
     }
     return wrong;
   });

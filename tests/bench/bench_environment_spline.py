@@ -1,15 +1,17 @@
-"""environment_spline and the embedding net that its splines replace, in ns a pair on one thread.
+"""environment_spline, tabulated_sum and the embedding net that they replace, in ns a pair.
 
     python tests/bench/bench_environment_spline.py [--atoms 2048] [--seconds 2]
         [--deepmd lib/libdeepmd.so]
 
 The sizes are those of water in ../../examples/deepmd: 84 neighbours within 6 A in 138 slots, two
 kinds of neighbour, quintic splines of 59 cells, and 100 functions. The net has layers of 25, 50 and
-100. They take turns of five calls, and the least time counts. `forward` goes from pair vectors to T
-[n, 4, 100], and `gradient` from dE/dT to dE/dd. Both include the product of matrices, which has
-rows of its own. `--deepmd` names the library of DeePMD-kit 3.2.0. Its kernels of compressed models
-start from the environment matrix, end with the gradient of that matrix, and read a table with cells
-of 0.01.
+100. There is one thread. The rows take turns of five calls, and the least time counts. `forward`
+goes from pair vectors to T [n, 4, 100], and `gradient` from dE/dT to dE/dd. Both include the
+product of matrices, which has rows of its own.
+
+tabulated_sum starts from the environment matrix and ends with the gradient of that matrix. It reads
+a table with cells of 0.01 up to 13 and of 0.1 beyond. So do the kernels of compressed models of
+DeePMD-kit 3.2.0, whose library `--deepmd` names. But theirs is one table for both kinds.
 """
 
 import argparse
@@ -23,6 +25,8 @@ from bench_tabulated_sum import KINDS, NEIGHBOURS, SLOTS, M, Net, timed
 import calcops_jit
 
 RCUT_SMTH, RCUT, FUNCTIONS = 0.5, 6.0, 64
+TABLE_GRID = 0.0, 0.01, 13.0, 0.1, 65.0  # begin, width and end of its cells, then width and end
+CELLS = 1300 + 520
 CALLS_OF_A_TURN = 5  # the first calls find the data of the previous function in the cache
 
 
@@ -87,7 +91,7 @@ class DeepmdKernels:
         self.R = torch.where(is_live, R, 0).contiguous()
         self.x = self.R[..., 0].contiguous()
         generator = torch.Generator().manual_seed(0)
-        table = torch.randn(1300 + 530, M, 6, generator=generator, dtype=torch.float64)
+        table = torch.randn(CELLS + 10, M, 6, generator=generator, dtype=torch.float64)
         self.table = table.to(dtype)
         self.info = torch.tensor([0, 13, 65, 0.01, 0.1, 100], dtype=dtype)
         n, K = self.x.shape
@@ -112,9 +116,9 @@ class DeepmdKernels:
         timed(partial(self.gradient, of_T), gradient_times)
 
 
-def autograd_steps(forward, leaf, upstream, forward_times, gradient_times):
+def autograd_steps(forward, leaves, upstream, forward_times, gradient_times):
     result = timed(forward, forward_times)
-    timed(partial(torch.autograd.grad, result, leaf, upstream), gradient_times)
+    timed(partial(torch.autograd.grad, result, leaves, upstream), gradient_times)
 
 
 def compare(atoms, dtype, seconds, deepmd=None):
@@ -125,6 +129,10 @@ def compare(atoms, dtype, seconds, deepmd=None):
     net = PlainNet(dtype, dstd[0])
     of_P = torch.randn(atoms, 4, KINDS, FUNCTIONS, dtype=dtype)
     of_T = torch.randn(atoms, 4, M, dtype=dtype)
+    R = environment(d.detach(), RCUT_SMTH, RCUT, dstd[0].to(dtype)).requires_grad_()
+    x = R.detach()[..., 0].contiguous().requires_grad_()
+    table = torch.randn(KINDS, CELLS, 6, M, dtype=dtype)
+    table_grid = torch.tensor([TABLE_GRID] * KINDS, dtype=torch.float64)
 
     def sums():
         return calcops_jit.environment_spline(d, kind, davg, dstd, grid, *rest)
@@ -137,6 +145,11 @@ def compare(atoms, dtype, seconds, deepmd=None):
         "environment_spline alone": (sums, d, of_P),
         "matrix_product alone": (lambda: product(P), P, of_T),
         "torch.matmul in its place": (lambda: P @ C, P, of_T),
+        "tabulated_sum, from R and to its gradient": (
+            lambda: calcops_jit.tabulated_sum(x, R, kind, table, table_grid),
+            (x, R),
+            of_T,
+        ),
         "environment and net in PyTorch": (lambda: net(few), few, of_T),
     }
     steps = {name: partial(autograd_steps, *row) for name, row in rows.items()}
