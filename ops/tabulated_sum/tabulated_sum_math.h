@@ -41,7 +41,7 @@ CALCOPS_HD inline int64_t weights(const double* grid, int64_t cells, double x, i
                                   double* w, double* next) {
   const GridPart fine{grid[0], grid[2], grid[1]};
   const GridPart coarse{grid[2], grid[4], grid[3]};
-  // x, or the end of the grid beyond which it is. NaN stays.
+  // The position in the grid that is nearest to x. NaN stays.
   const double inside = x < fine.begin ? fine.begin : x > coarse.end ? coarse.end : x;
   const bool is_coarse = inside >= coarse.begin && coarse.begin < coarse.end;
   const GridPart& part = is_coarse ? coarse : fine;
@@ -62,7 +62,7 @@ CALCOPS_HD inline int64_t weights(const double* grid, int64_t cells, double x, i
       if (next) next[k] = order == 0 ? next[k] : 0 * x;
     }
   }
-  // Also if the grid is wrong, the cell is one of the table's.
+  // Even if the grid is wrong, the cell is one of the table's.
   return row > 0 ? (row < double(cells) ? int64_t(row) : cells - 1) : 0;
 }
 
