@@ -384,6 +384,7 @@ __global__ void __launch_bounds__(kThreads)
   const Real* gF = upstream.force ? upstream.force + frame * rows * 3 : nullptr;
   const Real* gAV = upstream.atom_virial ? upstream.atom_virial + frame * rows * 9 : nullptr;
 
+  // A wrong entry makes all gradients of the centre atom NaN.
   const Index* list = in.list_neigh + first;
   bool bad = false;
   for (int64_t s = lane; s < in.neighbors; s += 32) bad |= is_wrong(list[s], rows);
@@ -427,6 +428,7 @@ __global__ void __launch_bounds__(kThreads)
         e = row_times_matrix<1>(&r, u.x) - center;
       }
       if constexpr (kVirial) sum_of_four_lanes(e);
+
       Triple g = {};
       if (wants_Rij) {
         g = row_times_matrix<1>(&dE, Ri_d);
@@ -438,6 +440,7 @@ __global__ void __launch_bounds__(kThreads)
         matrix_times_column<1>(u.x, g, &grad_Rij);
       }
     }
+
     if (out.dE && is_inside) out.dE[4 * at + lane] = Real(grad_dE);
     if (out.Ri_d) {
       // By way of shared memory, so that neighbouring lanes write neighbouring numbers.
