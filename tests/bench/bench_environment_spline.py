@@ -5,11 +5,12 @@
 
 The sizes are those of water in ../../examples/deepmd: 84 neighbours within 6 A in 138 slots, two
 kinds of neighbour, quintic splines of 59 cells, and 100 functions. The net has layers of 25, 50 and
-100. They take turns of five calls, and the least time counts. `forward` goes from pair vectors to T
-[n, 4, 100], and `gradient` from dE/dT to dE/dd. Both include the product of matrices, which has
-rows of its own. `--deepmd` names the library of DeePMD-kit 3.2.0. Its kernels of compressed models
-start from the environment matrix, end with the gradient of that matrix, and read a table with cells
-of 0.01.
+100. The functions take turns of five calls, and the least time counts. `forward` goes from pair
+vectors to T [n, 4, 100], and `gradient` from dE/dT to dE/dd. Both include a product of matrices,
+whose time has its own row, too.
+
+`--deepmd` names the library of DeePMD-kit 3.2.0. Its kernels of compressed models start from the
+environment matrix, end with the gradient of that matrix, and read a table with cells of 0.01.
 """
 
 import argparse
@@ -121,7 +122,7 @@ def compare(atoms, dtype, seconds, deepmd=None):
     d, kind, davg, dstd, grid, *rest = inputs(atoms, dtype)
     C = torch.randn(KINDS * FUNCTIONS, M, dtype=dtype)
     P = torch.randn(atoms, 4, KINDS * FUNCTIONS, dtype=dtype, requires_grad=True)
-    few = d[:, :NEIGHBOURS].detach().contiguous().requires_grad_()
+    d_without_empty = d[:, :NEIGHBOURS].detach().contiguous().requires_grad_()
     net = PlainNet(dtype, dstd[0])
     of_P = torch.randn(atoms, 4, KINDS, FUNCTIONS, dtype=dtype)
     of_T = torch.randn(atoms, 4, M, dtype=dtype)
@@ -137,7 +138,7 @@ def compare(atoms, dtype, seconds, deepmd=None):
         "environment_spline alone": (sums, d, of_P),
         "matrix_product alone": (lambda: product(P), P, of_T),
         "torch.matmul in its place": (lambda: P @ C, P, of_T),
-        "environment and net in PyTorch": (lambda: net(few), few, of_T),
+        "environment and net in PyTorch": (lambda: net(d_without_empty), d_without_empty, of_T),
     }
     steps = {name: partial(autograd_steps, *row) for name, row in rows.items()}
     if deepmd:
