@@ -32,7 +32,7 @@ kMoved = torch.tensor([[32, 24], [-36, 17.5], [-20, -34.6], [24, 32]], dtype=tor
 
 
 def views(moved=kMoved):
-    """Return two views [kSize, kSize]. The second is darker and noisy, its corners off by `moved`."""
+    """Return two views [kSize, kSize]; the second is darker, noisy, and its corners are moved."""
     photograph = torch.from_numpy(data.camera()).double() / 255
     cut = torch.eye(3, dtype=torch.float64)
     cut[:2, 2] = -kMargin
