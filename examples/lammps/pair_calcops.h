@@ -35,8 +35,8 @@ class PairCalcOps : public Pair {
 
  private:
   // The atoms of one call of the model. On a CPU, a block is so small that the model's intermediate
-  // results stay in the cache. On a GPU all atoms are one block. They are also one block for a model
-  // that passes messages, since each smaller block would need many atoms around it.
+  // results stay in the cache. All atoms are one block on a GPU, and also for a model that passes
+  // messages, since each smaller block would need many atoms around it.
   struct Block {
     // Valid as long as LAMMPS's list; for a model that passes messages, for one step.
     int64_t centres;         // the number of centres
