@@ -1,26 +1,31 @@
 # Everything runs from a clean checkout: `make demo` and `make test` create .venv themselves.
-# PYTHON names the interpreter .venv is made from; gpu-check uses it as it is (default: .venv's).
+# PYTHON is the interpreter from which .venv is made. gpu-check and sanitize-gpu run PYTHON itself, or .venv's without it.
 
 supported = 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))'
 candidates = $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
 python = .venv/bin/python
 pip = $(python) -m pip install --disable-pip-version-check -q
-sources = $(wildcard _calcops_jit/runtime/*.cpp _calcops_jit/runtime/*.h _calcops_jit/shadow/torch/*.h _calcops_jit/shadow/calcops/*.h ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu \
-  tests/bench/*.cpp tests/bench/*.cu tests/operators/cuda_on_cpu/*.h tests/operators/cuda_on_cpu/*.cpp tests/operators/arm/*.h tests/operators/arm/*.cpp)
+sources = $(wildcard \
+  _calcops_jit/runtime/*.cpp _calcops_jit/runtime/*.h _calcops_jit/shadow/torch/*.h _calcops_jit/shadow/calcops/*.h \
+  ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu \
+  examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu \
+  tests/bench/*.cpp tests/bench/*.cu \
+  tests/operators/cuda_on_cpu/*.h tests/operators/cuda_on_cpu/*.cpp tests/operators/arm/*.h tests/operators/arm/*.cpp)
 
 oldest = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 operator_tests = $(foreach folder,$(notdir $(wildcard ops/*)),$(wildcard tests/operators/test_$(folder)*.py))
-# Without libstdc++ beside it the sanitizer does not find __cxa_throw.
+# The sanitizer finds __cxa_throw only if libstdc++ is preloaded, too.
 preload = LD_PRELOAD=$$(c++ -print-file-name=lib$(config).so):$$(c++ -print-file-name=libstdc++.so)
 environment_asan = $(preload) ASAN_OPTIONS=detect_leaks=0 CALCOPS_CFLAGS='-fsanitize=address -fno-omit-frame-pointer -g'
 environment_ubsan = $(preload) CALCOPS_CFLAGS='-fsanitize=undefined -fno-sanitize-recover=all -g'
 environment_x86-64 = CALCOPS_CFLAGS=-march=x86-64
 environment_avx2 = CALCOPS_CFLAGS=-march=x86-64-v3
 environment_neon = CALCOPS_CFLAGS=-mcpu=generic
-# One worker for each processor takes a file of tests at a time, so that what these share is made once; the slowest first.
+# loadfile gives a worker whole files, so that the tests of a file share its fixtures. no-loadscope-reorder keeps the order of
+# conftest.py, in which the slowest files come first.
 pytest = -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-# The help shows targets with two signs, `##`; a third one marks those for developers.
+# The help shows the comments that begin with ## (for users) or ### (for developers).
 help:
 	@echo "to use"; sed -n 's/^\([a-z-]*\):.* ## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 	@echo "to develop (more in tests/README.md)"; sed -n 's/^\([a-z-]*\):.* ### \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -29,34 +34,34 @@ demo: .venv/.examples ## build the operators; run two examples
 	$(python) examples/quickstart.py
 	$(python) examples/warp_perspective/straighten.py
 
-check: lint .venv/.test ### after an edit: lint and the quick tests; only=force: of the files with that name
+check: lint .venv/.test ### after an edit: lint and the quick tests; only=force: of the files whose names contain it
 	$(python) $(pytest) -m "not long and not slow" $(if $(only),$(wildcard tests/test_*$(only)*.py tests/*/test_*$(only)*.py))
 
-test: .venv/.test ### every test but the long ones; config=asan|ubsan|x86-64|avx2|neon: the operators' tests, built that way
+test: .venv/.test ### every test except the long ones; config=asan|ubsan|x86-64|avx2|neon: the operators' tests, built that way
 	$(environment_$(config)) $(python) $(pytest) -m "not long" $(if $(config),$(operator_tests))
 
-test-long: .venv/.test  # the long products of tests
+test-long: .venv/.test  # the tests marked `long`: many combinations of cases
 	$(python) -m pytest -m long
 
 test-arm: .venv/.test  # the CPU kernels on ARM, under emulation; needs g++-aarch64-linux-gnu and qemu-user-static
 	$(python) -m pytest -s tests/operators/test_arm.py
 
-# An environment of its own, and every library compiled anew: some 5 GB and many minutes.
-test-oldest: .venv-oldest/.test  # the loader's and the operators' tests on the oldest PyTorch that is supported
+# This makes another environment and compiles every library again: some 5 GB and many minutes.
+test-oldest: .venv-oldest/.test  # the loader's and the operators' tests with the oldest supported PyTorch
 	.venv-oldest/bin/python $(pytest) -m "not long" tests/loader $(operator_tests)
 
-venv: .venv/.base  # create .venv from pyproject.toml; re-used until that file changes
+venv: .venv/.base  # create .venv; install again only after pyproject.toml changes
 
 build: .venv/.base ## build the operators into the cache
 	$(python) -m calcops_jit build
 
-wheel: .venv/.base $(torch:%=.venv-torch-%/.ready) ## a wheel with the operators built, for machines without a compiler -> dist/; torch="2.10 2.13": for these PyTorches, too
+wheel: .venv/.base $(torch:%=.venv-torch-%/.ready) ## dist/*.whl with the built operators, for machines without a compiler; torch="2.10 2.13": for these PyTorches, too
 	$(python) -m _calcops_jit.ship.wheel dist $(torch:%=.venv-torch-%/bin/python)
 
-# The nvidia wheels have a toolkit's layout; torch.version.cuda says which release PyTorch was built with.
-cuda: .venv/.base ## build for CPU and CUDA; nvcc comes from PyPI where there is none
+# If find_toolkit finds no nvcc, PyPI's wheels serve as the toolkit. Their release must be the one of torch.version.cuda.
+cuda: .venv/.base ## build for CPU and CUDA; without nvcc on this machine, install it from PyPI
 	@$(python) -c 'import sys; from _calcops_jit.cuda import find_toolkit; sys.exit(not find_toolkit()[0])' || { \
-	  echo "no nvcc for this PyTorch here: installing PyPI's into .venv"; $(pip) \
+	  echo "no nvcc for this PyTorch here: installing nvcc from PyPI into .venv"; $(pip) \
 	  "cuda-toolkit[nvcc]==$$($(python) -c 'import torch; print(torch.version.cuda)').*"; }
 	CALCOPS_CUDA=1 $(python) -m calcops_jit build
 
@@ -70,27 +75,27 @@ format: .venv/.lint ### rewrite every file in the project's format
 	$(python) -m ruff format
 	.venv/bin/clang-format -i $(sources)
 
-docs: .venv/.base ### write what is generated from the schemas: tables, stubs, the C++ header
+docs: .venv/.base ### generate tables, stubs and the C++ header from the operators' schemas
 	PYTHONPATH=. $(python) tests/generate_docs.py
 
-bench: .venv/.bench build/opencv4/4.12.0.88/ready  # the project's numbers on this machine
+bench: .venv/.bench build/opencv4/4.12.0.88/ready  # every benchmark on this machine
 	for file in tests/bench/bench_*.py; do $(python) $$file || exit 1; done
 
-gpu-check:  # all a GPU must show: tests, compute-sanitizer, benchmark -> results.json (no pip, no .venv)
+gpu-check:  # tests, compute-sanitizer and benchmarks that need a GPU; writes results.json; PYTHON=python3: without pip and .venv
 	PYTHONPATH=. $(or $(PYTHON),$(python)) tests/bench/gpu_check.py
 
 sanitize-gpu: $(if $(PYTHON),,.venv/.base)  # compute-sanitizer over every CUDA kernel; without a GPU it says so and skips
 	PYTHONPATH=. $(or $(PYTHON),$(python)) tests/bench/gpu_check.py sanitize
 
-examples: .venv/.test  # run every example, but for the long tests, and check what it prints
+examples: .venv/.test  # run every example and check what it prints, except in the long tests
 	$(python) $(pytest) -m "not long" --durations=20 tests/examples
 
-mindspore: .venv/.base build/mindspore/.installed  # call the operators from MindSpore, in an environment of its own
+mindspore: .venv/.base build/mindspore/.installed  # call the operators from MindSpore, in build/mindspore
 	$(python) examples/mindspore_aot/build.py
 	build/mindspore/bin/python examples/mindspore_aot/run.py build/mindspore_aot
 	build/mindspore/bin/python examples/mindspore_aot/run_force.py build/mindspore_aot
 
-lammps: .venv/.base  # a model as a pair style of LAMMPS, on two ranks; LAMMPS in an environment of its own
+lammps: .venv/.base  # a model as a pair style of LAMMPS, on two ranks; LAMMPS is installed in build/lammps
 	$(MAKE) -C examples/lammps
 
 train: .venv/.examples  # train a Deep Potential on silicon (some ten minutes), package it, run it in ASE, time a step
@@ -99,11 +104,11 @@ train: .venv/.examples  # train a Deep Potential on silicon (some ten minutes), 
 	$(python) examples/train_potential/deploy.py
 	$(python) examples/train_potential/step_time.py
 
-clean: ## delete .venv and what was built in this folder; the cache: python -m calcops_jit clean
+clean: ## delete .venv and what was built in this folder; for the cache: python -m calcops_jit clean
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Debian without python3-venv leaves half an environment behind, hence the rm.
+# The rm is for Debian without python3-venv, which leaves half an environment behind.
 define make_environment
 @for p in $(candidates); do \
   if $$p -c $(supported) 2>/dev/null; then set -x; $$p -m venv $(@D:/bin=) && exit; rm -rf $(@D:/bin=); exit 1; fi; \
@@ -111,12 +116,12 @@ done; echo 'CalcOps needs Python 3.11 to 3.14: install one or name it, make $(or
 endef
 .venv/bin/pip .venv-oldest/bin/pip:
 	$(make_environment)
-.PRECIOUS: .venv-torch-%/bin/pip  # make takes it for a file in between
+.PRECIOUS: .venv-torch-%/bin/pip  # otherwise make deletes it as an intermediate file
 .venv-torch-%/bin/pip:
 	$(make_environment)
 
 .venv/.%: pyproject.toml | .venv/bin/pip
-	@echo "installing what pyproject.toml asks for into .venv (PyTorch with CUDA: some 3 GB, once)"
+	@echo "installing the dependencies in pyproject.toml into .venv (PyTorch with CUDA: some 3 GB, once)"
 	$(pip) -e '.$(if $(filter-out base,$*),[$*])'
 	@touch $@
 
@@ -128,10 +133,10 @@ endef
 	$(@D)/bin/python -m pip install --disable-pip-version-check -q 'torch==$*.*' -e .
 	@touch $@
 
-graph-potential: .venv/.base build/graph_potential/.installed  # SevenNet's forces from the operator; SevenNet in an environment of its own
+graph-potential: .venv/.base build/graph_potential/.installed  # SevenNet's forces from the operator; SevenNet is installed in build/graph_potential
 	build/graph_potential/bin/python -W ignore examples/graph_potential/compare.py
 
-# It has SevenNet and what that needs beside .venv's packages: one PyTorch is enough.
+# This environment has SevenNet and its dependencies. A .pth file adds .venv's packages, so that PyTorch is installed only once.
 build/graph_potential/.installed: | .venv/.base
 	$(python) -m venv build/graph_potential
 	echo "import site; site.addsitedir('$$($(python) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
@@ -139,7 +144,7 @@ build/graph_potential/.installed: | .venv/.base
 	build/graph_potential/bin/python -m pip install --disable-pip-version-check -q 'sevenn==0.13.0'
 	touch $@
 
-# MindSpore has wheels for Python 3.9 to 3.12, and its libraries are not to meet PyTorch's in one environment.
+# MindSpore has wheels for Python 3.9 to 3.12. Its libraries must not be in one environment with PyTorch's.
 build/mindspore/.installed:
 	@for p in $(PYTHON) python3.12 python3.11 python3.10 $$HOME/.pyenv/versions/3.1[0-2]*/bin/python python3; do \
 	  if $$p -c 'import sys; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then \
@@ -148,12 +153,13 @@ build/mindspore/.installed:
 	    touch $@; exit; fi; \
 	done; echo 'MindSpore needs Python 3.9 to 3.12: install one or name it, make mindspore PYTHON=/path/to/python3'; exit 1
 
-# Yardsticks of `make bench`. deepmd-kit's own dependencies are not needed to call its C++ library, and PyTorch is here.
+# The libraries with which `make bench` compares. --no-deps: PyTorch is installed already, and the C++ library of deepmd-kit
+# needs none of the other dependencies.
 .venv/.bench: .venv/.test
 	$(pip) --no-deps deepmd-kit kornia kornia_rs torchvision
 	@touch $@
 
-# OpenCV 4 and 5 cannot be in one environment; a long test asks for versions of 4, too.
+# OpenCV 4 cannot be in one environment with OpenCV 5. A long test makes this target for several versions of OpenCV 4.
 build/opencv4/%/ready: | .venv/.base
 	$(python) -m venv $(@D)
 	$(@D)/bin/python -m pip install --disable-pip-version-check -q opencv-python-headless==$* numpy

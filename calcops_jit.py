@@ -29,14 +29,16 @@ Environment:
                     ~/.cache/calcops
     CALCOPS_CACHE_READONLY   more such folders, dir[:dir], that are only read
     CALCOPS_CACHE_SIZE   largest size of CALCOPS_CACHE, such as 500M; default 2G
-    CALCOPS_CUDA    1 builds the CUDA operators, 0 does not. By default they are built if nvcc is
-                    installed and a GPU is visible or TORCH_CUDA_ARCH_LIST is set. With 1 and
-                    neither of these two, they are built for 8.0 and 9.0+PTX
+    CALCOPS_CUDA    1 builds the CUDA operators, 0 does not. The default is 1 if nvcc is installed
+                    and either a GPU is visible or TORCH_CUDA_ARCH_LIST is set. If 1 is set but
+                    no GPU is visible and no architecture given, the architectures are 8.0 and
+                    9.0+PTX
     CALCOPS_BUILD   0 imports without building, for documentation and linters. Operators that are
                     not built raise BuildError
     CALCOPS_CFLAGS  more flags for the operators' C++ files and for the linker, such as
                     -march=x86-64-v3; on ARM -mcpu=neoverse-v2
-    CALCOPS_CHECK   1 makes the CUDA operators check list entries, which synchronises
+    CALCOPS_CHECK   1 makes the CUDA operators check list entries, and all operators check that
+                    neighbor_index or edge_order belongs to the list. The checks synchronise
     CXX, CC, MAX_JOBS, TORCH_CUDA_ARCH_LIST, CUDA_HOME   as for torch.utils.cpp_extension
 
 After a failed build, the import succeeds, and every use of an operator raises BuildError. `load`
@@ -90,7 +92,7 @@ def load(
     with_cuda: bool | None = None,
     **torch_options,
 ) -> Library:
-    """Build (once), cache and load operator sources.
+    """Return the library of operator sources, which is built once and then cached.
 
     The sources register their operators with a contract or TORCH_LIBRARY. After an edit, the next
     call builds them again. reload() exchanges their kernels in the running process.
@@ -105,8 +107,8 @@ def load(
         extra_include_paths: folders of headers.
         verbose: print what ninja prints.
         with_cuda: build for CUDA; default: if there is a .cu source.
-        **torch_options: the other options of torch.utils.cpp_extension.load. A value that has no
-            effect here raises ValueError.
+        **torch_options: the other options of torch.utils.cpp_extension.load. A value that the
+            loader cannot follow raises ValueError.
 
     Returns:
         A Library: its operators are attributes, and also in the dictionary `operators`. Its `path`
@@ -117,7 +119,7 @@ def load(
         FileNotFoundError: a source does not exist.
         TypeError, ValueError: an option has a wrong value.
     """
-    return library.obtain(requests.foreign(**locals()))  # it has the same parameters
+    return library.obtain(requests.foreign(**locals()))  # foreign() has the same parameters
 
 
 def reload() -> list[str]:
@@ -139,14 +141,14 @@ def reload() -> list[str]:
     if _own is not None:
         _expose()
         return changed
-    _import_operators()  # they could not be built when this module was imported
+    _import_operators()  # missing since the import of this module
     if _own is not None:
         changed.append("calcops")
     return changed
 
 
 def watch(seconds: float = 0.3) -> Callable[[], None]:
-    """Start a thread that reloads when a source or a header changes.
+    """Start a thread that calls reload() when a source or a header changes.
 
     The thread prints errors on stderr. After an error, the old kernels are still called.
 

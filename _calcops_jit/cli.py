@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _build(options: argparse.Namespace) -> None:
-    # A wheel's library, which is built for several processors, is not good enough.
+    # A wheel's library is for several processors. The user wants one for exactly this processor.
     print(library.obtain(_request(options).but(prebuilt=False)).path)
 
 
@@ -87,7 +87,7 @@ def _request(options: argparse.Namespace) -> Request:
     names = set()
     for folder in folders.own():
         for slot in folders.slots(folder):
-            name = os.path.basename(slot)[:-17]  # without - and 16 digits
+            name = os.path.basename(slot)[:-17]  # without "-" and the 16 digits of request.slot
             if name != "calcops" and not name.startswith("unit-"):
                 names.add(name)
     what = f"no library `{options.name}` in {folders.own()[0]}"
@@ -131,7 +131,8 @@ def _why(options: argparse.Namespace) -> int:
     if built:
         print(f"nothing changed: {built.path}")
         return 0
-    print("\n".join(reasons[:1] or store.other_facts(request) or ["it was never built"]))
+    lines = reasons[:1] or store.other_facts(request)
+    print("\n".join(lines or ["it was never built"]))
     return 1
 
 
@@ -140,6 +141,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     findings = list(doctor.examine())
     if options.json:
+        # vars() has no attribute that still has its default.
         print(json.dumps([{"fix": ""} | vars(finding) for finding in findings], indent=2))
     else:
         for finding in findings:
@@ -152,7 +154,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> None:
     from .ship import export
 
-    if options.arch:
+    if options.arch:  # cuda.choose() reads these variables
         os.environ |= {"CALCOPS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": options.arch}
     export.write(os.path.abspath(options.folder), options.isa)
     print(os.path.abspath(options.folder))

@@ -1,4 +1,7 @@
-"""Whether to build for CUDA, with which toolkit, for which GPUs, without initialising CUDA."""
+"""Choose whether to build for CUDA, with which toolkit and for which GPUs.
+
+Nothing here initialises CUDA.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,10 @@ class Choice(SimpleNamespace):
 
 
 def choose(needed: bool = False) -> Choice:
-    """Return the choice by CALCOPS_CUDA, or else by a visible GPU or TORCH_CUDA_ARCH_LIST.
+    """Return whether and how to build for CUDA.
 
-    With `needed`, CUDA is required, as for a .cu source of `load`.
+    CALCOPS_CUDA decides. If it is not set, CUDA is built if a GPU is visible or
+    TORCH_CUDA_ARCH_LIST is set. With `needed`, CUDA is required, as for a .cu source of `load`.
     """
     switch = os.environ.get("CALCOPS_CUDA", "")
     if switch not in ("", "0", "1"):
@@ -48,6 +52,7 @@ def choose(needed: bool = False) -> Choice:
             fix="pip install --force-reinstall torch",
             fatal=required,
         )
+    # "native" stands for the visible GPUs, and so does an empty list.
     arches = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("native", "")
     gpus = visible_gpus()
     if not (required or gpus or arches):
@@ -69,7 +74,8 @@ def choose(needed: bool = False) -> Choice:
 def find_toolkit() -> tuple[str, str]:
     """Return (folder, version) of the first toolkit with the major version of PyTorch's CUDA.
 
-    If there is none, return ("", the version of another toolkit or "").
+    A toolkit without a known version fits, too; its version is "". If no toolkit fits, return ("",
+    the version of the first other one or "").
     """
     if torch.version.cuda is None:
         return "", ""
@@ -82,14 +88,14 @@ def find_toolkit() -> tuple[str, str]:
         "/usr/local/cuda",
         *(os.path.dirname(os.path.dirname(path)) for path in sorted(wheels, reverse=True)),
     ]
-    other = ""
+    other_version = ""
     for home in filter(None, candidates):
         if os.access(os.path.join(home, "bin", "nvcc"), os.X_OK):
             version = _toolkit_version(home)
             if not version or version.split(".")[0] == torch.version.cuda.split(".")[0]:
                 return home, version
-            other = other or version
-    return "", other
+            other_version = other_version or version
+    return "", other_version
 
 
 def headers(home: str) -> str:
@@ -112,7 +118,7 @@ def _toolkit_version(home: str) -> str:
         with contextlib.suppress(OSError), open(path, encoding="latin-1") as file:
             match = re.search(r"#define CUDA(?:RT)?_VERSION\s+(\d+)", file.read(32768))
             if match:
-                number = int(match[1])
+                number = int(match[1])  # 12040 for 12.4
                 return f"{number // 1000}.{number % 1000 // 10}"
     return ""
 
@@ -142,9 +148,12 @@ def gpu_capabilities() -> list[str]:
 def arch_list(choice: Choice) -> str:
     """Return TORCH_CUDA_ARCH_LIST for the build.
 
-    It is the choice's, else all architectures of this machine's GPUs, with PTX for the newest.
+    This is the choice's list. If that is empty, it is all architectures of this machine's GPUs,
+    with PTX for the newest. If nvidia-smi names none, it is DEFAULT_ARCHES.
     """
     if choice.arches:
         return choice.arches
     capabilities = gpu_capabilities()
-    return ";".join(capabilities) + "+PTX" if capabilities else DEFAULT_ARCHES
+    if not capabilities:
+        return DEFAULT_ARCHES
+    return ";".join(capabilities) + "+PTX"

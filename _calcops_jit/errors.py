@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 _MAX_LINES = 12
-# Errors because no file descriptor is left. They do not mean that a file cannot be used.
+# Errors of a process or system that has no file descriptor left. The file itself may be usable.
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
@@ -28,9 +28,9 @@ def report(what: str, evidence: list[str], fix: str, log: str = "") -> BuildErro
         fix: a command or an action that removes the cause.
         log: path of a file with all output.
     """
-    tail = [f"  fix: {fix}"] if fix else []
+    last_lines = [f"  fix: {fix}"] if fix else []
     if log:
-        tail.append(f"  log: {log}")
-    room = _MAX_LINES - 1 - len(tail)
-    lines = [f"  {line.rstrip()[:200]}" for line in evidence[:room]]
-    return BuildError("\n".join([what, *lines, *tail]))
+        last_lines.append(f"  log: {log}")
+    max_evidence_lines = _MAX_LINES - 1 - len(last_lines)
+    lines = [f"  {line.rstrip()[:200]}" for line in evidence[:max_evidence_lines]]
+    return BuildError("\n".join([what, *lines, *last_lines]))

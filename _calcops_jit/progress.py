@@ -15,9 +15,10 @@ _LOG_S = 10.0
 
 
 class Progress:
-    """A context that shows a title and a state, and after its end `outcome`.
+    """A context that shows the title and the state of a task. At its end it shows `outcome`.
 
-    state(seconds) returns a text and the finished fraction, 0 to 1.
+    state(seconds), with the time since the beginning, returns a text and the finished fraction, 0
+    to 1.
     """
 
     outcome = ""
@@ -60,8 +61,9 @@ class Progress:
         self._show(f"{self._title} {text}", fraction)
 
     def _show(self, text: str, fraction: float | None) -> None:
+        """Replace the line that is shown. With `fraction` None, this is the last line."""
         with contextlib.suppress(OSError, ValueError):
-            # A widget would need ipywidgets, and would be missing in a saved notebook.
+            # The bar is HTML. A widget would need ipywidgets, and a saved notebook would lack it.
             if self._output:
                 shown = {"text/plain": text}
                 if fraction is not None:
@@ -70,17 +72,17 @@ class Progress:
                 self._output.update(shown, raw=True)
             elif self._terminal:
                 width = shutil.get_terminal_size().columns - 1
-                line = text and f"calcops_jit: {text}"[:width]
+                line = f"calcops_jit: {text}"[:width] if text else ""
                 end = ""
                 if fraction is None:
-                    end = "\n" if text else "\r"
+                    end = "\n" if text else "\r"  # without an outcome, the line becomes empty
                 print("\r" + line.ljust(width), end=end, file=sys.stderr, flush=True)
             elif text:
                 say(text)
 
 
 def say(text: str) -> None:
-    """Print a line on stderr that stays."""
+    """Print a line on stderr. It is never redrawn."""
     if sys.stderr is not None:  # print(file=None) would write to sys.stdout
         with contextlib.suppress(OSError, ValueError):  # a closed stream must not fail a build
             print(f"calcops_jit: {text}", file=sys.stderr, flush=True)

@@ -34,6 +34,7 @@ RUNTIMES = (REGISTRY, RUNTIME)
 # them from sharing variables.
 BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 CUDA_SUFFIXES = (".cu", ".cuh")  # of sources for nvcc
+# Environment variables that change what the compilers and the linker produce.
 COMPILER_VARIABLES = (
     "CC CCC_OVERRIDE_OPTIONS COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH GCC_EXEC_PREFIX"
     " LIBRARY_PATH LD_RUN_PATH NVCC_APPEND_FLAGS NVCC_CCBIN NVCC_PREPEND_FLAGS SOURCE_DATE_EPOCH"
@@ -78,8 +79,9 @@ class Request(SimpleNamespace):
     # For a library in a wheel: the relative path from its folder to the one that has torch.
     origin: str = ""
     verbose: bool = False
-    asked: tuple = ()  # the arguments of requests.foreign
-    given: tuple[tuple[str, ...], tuple[str, ...]] | None = None  # the arguments of located()
+    asked: tuple = ()  # the arguments with which requests.foreign made this Request
+    # The arguments of located(): sources and include paths with their links unresolved.
+    given: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
     def but(self, **changes) -> Request:
         """Return a copy with other values. Its cached properties are computed anew."""
@@ -112,8 +114,8 @@ class Request(SimpleNamespace):
         for name in ("environment", "compiler", "tools", "roots"):  # need not be computed again
             setattr(unit, name, getattr(self, name))
         if source in RUNTIMES:
-            # Without @root, a path of this project is stored as it is: other projects, whose root
-            # is another folder, use the object, too.
+            # Projects with other roots use this object, too. So its paths below this project's
+            # root are stored without the token @root.
             unit.roots = [(token, folder) for token, folder in self.roots if token != "@root"]
         return unit
 
@@ -133,8 +135,8 @@ class Request(SimpleNamespace):
         # With these variables, a compiler ignores -MD.
         for name in ("DEPENDENCIES_OUTPUT", "SUNPRO_DEPENDENCIES"):
             variables.pop(name, None)
-        # c++ may be a script that calls a wrapper, and nvcc may call a compiler that is a link to
-        # one. compiler_words() does not find these wrappers.
+        # compiler_words() does not find every wrapper: c++ may be a script that calls one, and nvcc
+        # may call a compiler that is a link to one. These variables turn such wrappers off.
         return variables | {"CCACHE_DISABLE": "1", "SCCACHE_RECACHE": "1"}
 
     @cached_property
@@ -149,8 +151,8 @@ class Request(SimpleNamespace):
             ("@root", self.root),
             ("@torch", os.path.realpath(torch_folder)),
             ("@torch", torch_folder),
+            ("@loader", os.path.dirname(SHADOW)),
         ]
-        pairs.append(("@loader", os.path.dirname(SHADOW)))
         if self.cuda.home:
             pairs += [("@cuda", os.path.realpath(self.cuda.home)), ("@cuda", self.cuda.home)]
         # sysconfig.get_path("include", "posix_prefix") returns the same, but reads a file for it.
@@ -184,7 +186,6 @@ class Request(SimpleNamespace):
     @cached_property
     def facts(self) -> dict:
         """Return everything that a build depends on besides the contents of files."""
-        flags = [*self.cflags, *self.cuda_cflags, *self.ldflags, *self.compiler[1:]]
         arguments = [word for word in self.compiler[1:] if not self._is_program(word)]
         facts = {
             "format": FORMAT,
@@ -208,6 +209,7 @@ class Request(SimpleNamespace):
                 "CUDA": self.cuda.version,
                 "GPU architectures": self.cuda.arches or list(self.cuda.gpus),
             }
+        flags = [*self.cflags, *self.cuda_cflags, *self.ldflags, *self.compiler[1:]]
         # A response file, @file, may have -march=native.
         if any("native" in flag or "@" in flag for flag in flags):
             facts["CPU instruction set"] = isa()
@@ -251,7 +253,7 @@ def located(sources: tuple[str, ...], include_paths: tuple[str, ...]) -> dict:
     """Return a Request's paths, from absolute paths that may contain links."""
     paths = tuple(map(closure.real_path, sources))
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
-    if root == "/":  # which cannot move
+    if root == "/":  # the sources have no project folder in common
         root = os.path.dirname(paths[0])
     return {
         "given": (sources, include_paths),
@@ -310,16 +312,17 @@ def compiler_words(
     The command is the value of the environment variable `variable`, else `otherwise`.
     """
     words: list[str] = []
-    is_wrappers = False
+    belongs_to_wrapper = False
     for word in words_of(variable, environment):
         # In `ccache KEY=VALUE g++`, the first two words are the wrapper's.
-        is_wrappers = os.path.basename(word) in _WRAPPERS or is_wrappers and "=" in word
-        if not is_wrappers:
+        is_setting = belongs_to_wrapper and "=" in word
+        belongs_to_wrapper = is_setting or os.path.basename(word) in _WRAPPERS
+        if not belongs_to_wrapper:
             words.append(word)
     words = words or words_of(variable, environment) or [otherwise]
     if not _is_wrapper(words[0], environment):
         return words
-    # If c++ is a link to a wrapper, the wrapper would run the next c++ on PATH.
+    # If c++ is a link to a wrapper, take what the wrapper would run: the next c++ on PATH.
     for folder in environment.get("PATH", os.defpath).split(os.pathsep):
         candidate = os.path.join(folder, os.path.basename(words[0]))
         if os.access(candidate, os.X_OK) and not _is_wrapper(candidate, environment):

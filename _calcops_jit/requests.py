@@ -28,8 +28,8 @@ def own(
     Args:
         root: the folder; default: operators_root().
         name: name of the library.
-        isa: the processors, as processor_flag() takes them. Default: this one; a wheel's library
-            for several processors may be used, too.
+        isa: the kind of processor, as processor_flag() takes it. Default: this processor; then a
+            wheel's library, which is for several processors, fits, too.
         choice: whether to build for CUDA; default: cuda.choose().
     """
     root = root or operators_root()
@@ -85,8 +85,8 @@ def _files(root: str) -> Iterator[str]:
                 yield from (f"{entry.path}/{name}" for name in names)
 
 
-# {option of torch.utils.cpp_extension.load: (values that change nothing here, what to use instead
-# of the option)}.
+# {option of torch.utils.cpp_extension.load: (accepted values, which change nothing, and why others
+# are refused)}.
 _TORCH_OPTIONS = {
     "build_directory": (
         (None,),
@@ -115,9 +115,9 @@ def foreign(
     for option, value in dict(torch_options).items():
         if option not in _TORCH_OPTIONS:
             raise TypeError(f"calcops_jit.load: got an unknown argument `{option}`")
-        harmless, instead = _TORCH_OPTIONS[option]
-        if value not in harmless:
-            raise ValueError(f"calcops_jit.load: expected no `{option}`, got {value!r}; {instead}")
+        accepted, reason = _TORCH_OPTIONS[option]
+        if value not in accepted:
+            raise ValueError(f"calcops_jit.load: expected no `{option}`, got {value!r}; {reason}")
     # calcops is this project's own library; names of objects in the cache begin with unit-.
     allowed = r"(?!calcops$|unit-)[A-Za-z_][\w.-]{,199}"
     if not isinstance(name, str) or not re.fullmatch(allowed, name):
@@ -147,6 +147,7 @@ def foreign(
         cuda=cuda.choose(needed=True) if with_cuda else cuda.Choice(),
         verbose=verbose,
         kind="foreign",
+        # For the manifest. `verbose` is False there, because it concerns only this call.
         asked=(name, paths, cflags, cuda_cflags, ldflags, folders, False, with_cuda),
     )
 

@@ -35,16 +35,16 @@ def neighbours(atoms):
 
 
 def pair_vectors(list_neigh, shift, positions, deformation):
-    """2. Rij = r_j - r_i [B,n,K,3], deformed; an empty slot gets a vector beyond the cutoff."""
+    """2. Rij = r_j - r_i [B,n,K,3], deformed; empty slots get a vector beyond the cutoff."""
     Rij = (positions[list_neigh.clamp(min=0)] - positions[:, None] + shift) @ deformation
     return Rij.where((list_neigh >= 0)[..., None], 2 * kCut)
 
 
 def describe(Rij):
-    """3. The descriptor Ri [B,n,K,4] = (r, x, y, z) and Ri_d [B,n,K,4,3], its slope for atom i."""
+    """3. The descriptor Ri [B,n,K,4] = (r, x, y, z), and Ri_d [B,n,K,4,3] = dRi/dr_i."""
     r = Rij.norm(dim=-1, keepdim=True)
-    for_j = torch.cat([(Rij / r)[..., None, :], torch.eye(3).to(Rij).expand(*Rij.shape, 3)], -2)
-    return torch.cat([r, Rij], -1), -for_j  # Rij = r_j - r_i, hence the minus
+    by_rj = torch.cat([(Rij / r)[..., None, :], torch.eye(3).to(Rij).expand(*Rij.shape, 3)], -2)
+    return torch.cat([r, Rij], -1), -by_rj  # Rij = r_j - r_i, hence the minus
 
 
 def atom_energies(Ri):
@@ -59,7 +59,7 @@ def atom_energies(Ri):
 
 
 def evaluate(list_neigh, Rij):
-    """5. dE = dE/dRi by autograd; the operator makes force [B,n,3] and virial [B,3,3] of it."""
+    """5. dE = dE/dRi by autograd; from it, force [B,n,3] and virial [B,3,3] by the operator."""
     Ri, Ri_d = describe(Rij)
     energy = atom_energies(Ri.requires_grad_()).sum(-1)
     (dE,) = torch.autograd.grad(energy.sum(), Ri, create_graph=True)
@@ -68,7 +68,7 @@ def evaluate(list_neigh, Rij):
 
 
 if __name__ == "__main__":
-    # Atoms off their sites: forces by the operator, and by autograd through the positions.
+    # Displaced atoms: forces by the operator, and by autograd through the positions.
     eye = torch.eye(3, dtype=torch.float64)
     atoms = bulk("Si", "diamond", a=kLattice, cubic=True).repeat(6)
     atoms.rattle(0.1, seed=0)
@@ -76,7 +76,7 @@ if __name__ == "__main__":
     energy, force, _ = evaluate(lists[0], pair_vectors(*lists, x, eye))
     (slope,) = torch.autograd.grad(energy.sum(), x)
     off, largest = (force[0] + slope).abs().max(), slope.abs().max()
-    # A perfect crystal stretched by s, in 61 frames: the pressure, and its slope.
+    # A perfect crystal, stretched by s in 61 frames: pressure and its derivative by s.
     atoms = bulk("Si", "diamond", a=kLattice, cubic=True)
     lists, x = neighbours(atoms), torch.from_numpy(atoms.positions)
     s = torch.linspace(-0.03, 0.03, 61, dtype=torch.float64, requires_grad=True)

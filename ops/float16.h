@@ -29,9 +29,11 @@ struct Float16 {
 
   // Rounded half to even.
   CALCOPS_HD explicit Float16(float value) {
+    // Infinity, 2^16, and the least normal float16, 2^-14, in the bits of a float32.
     constexpr uint32_t kInfinity = 0x7f800000, kTooLarge = 0x47800000, kNormal = 0x38800000;
     const uint32_t all = bits_of_float(value), magnitude = all & 0x7fffffff;
-    // A normal number: the exponent's bias changes from 127 to 15, and 13 bits of the fraction go.
+    // A normal number: the exponent's bias changes from 127 to 15. 13 bits of the fraction are
+    // rounded away.
     const uint32_t normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
     // A smaller number: adding 1/2 rounds it to a multiple of 2^-24.
     const uint32_t small = bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000;

@@ -26,12 +26,13 @@ class Scratch {
   Item* items_;
 };
 
-// Ask the system for large pages for an array that is about to be written. To map it in pages of
-// 4 KiB takes longer than to compute its numbers. This is advice: it has no effect if the system
-// has no large pages or the array is mapped already.
+// Ask the system for large pages for an array that is about to be written. Mapping it in pages of
+// 4 KiB takes longer than computing its numbers. This is advice: it has no effect if the system has
+// no large pages or the array is mapped already.
 //
-// Arrays of less than 32 MiB are left out. The C library keeps them from call to call, so nothing
-// is gained. A virtual machine that has returned free pages may need milliseconds for each page.
+// Arrays of less than 32 MiB are left out. The C library keeps them from call to call, so large
+// pages would gain nothing. They may even cost time: a virtual machine that has returned its free
+// memory may need milliseconds to map one large page.
 template <class Item>
 void prefer_large_pages(Item* array, int64_t count) {
   if (!array) return;

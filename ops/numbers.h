@@ -1,4 +1,4 @@
-// Definitions that CPU and CUDA kernels share: the macros that mark a function of both, and Row, a
+// Definitions that CPU and CUDA kernels share: the macros that mark a function for both, and Row, a
 // value of four numbers.
 #pragma once
 
@@ -7,7 +7,7 @@
 #define CALCOPS_HD_INLINED CALCOPS_HD
 #else
 #define CALCOPS_HD
-// The ABI of a function that takes or returns a Row depends on AVX. Inlined, it has none.
+// The ABI of a function that takes or returns a Row depends on AVX. An inlined function has no ABI.
 #define CALCOPS_HD_INLINED __attribute__((always_inline))
 #pragma GCC diagnostic ignored "-Wpsabi"
 #endif

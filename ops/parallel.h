@@ -23,8 +23,8 @@ template <class F>
 }
 
 // Divide 0, 1, ... count - 1 into parts and call f(begin, end) for each part in a thread of its
-// own. There are at most count / grain parts, rounded up. Within another parallel loop there is
-// one. An exception is thrown again when all parts are done.
+// own. There are at most count / grain parts, rounded up. Within another parallel loop there is one
+// part. If a part throws, an exception is rethrown when all parts are done.
 template <class F>
 void parallel_for(int64_t count, [[maybe_unused]] int64_t grain, const F& f) {
 #ifdef _OPENMP
@@ -51,7 +51,7 @@ void parallel_for(int64_t count, [[maybe_unused]] int64_t grain, const F& f) {
   if (count > 0) run_part(f, 0, count);
 }
 
-// A position in a list that does not exist.
+// Stands for a position in a list where there is none.
 constexpr int64_t kNone = -1;
 
 // Return the first of two positions. kNone is the largest unsigned number, so it comes last.

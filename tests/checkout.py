@@ -1,7 +1,8 @@
 """Copies of the loader that a test may edit, and processes that import them.
 
-A process that has imported torch already, the zygote, forks each of them: so none waits for the
-import. A copy's operators are C functions without torch headers, which compile in a moment.
+The zygote, a process that has imported torch already, forks these processes. So none of them waits
+for that import. A copy's operators are C functions without torch headers, which compile in a
+moment.
 """
 
 import functools
@@ -195,7 +196,7 @@ class Checkout:
 
 
 def spoil(library: Path, damage: str) -> None:
-    """Damage or replace a file. Any `damage` that is not one of these removes it."""
+    """Damage or replace a file. With an unknown `damage`, only remove it."""
     content = library.read_bytes()
     library.unlink()
     if damage == "truncated":
@@ -220,7 +221,7 @@ def the_zygote(preamble: str = "") -> Zygote:
 
 
 def in_cache(checkout: Checkout, whose: str = "") -> list[int]:
-    """Return the pids of processes that work in a folder of the cache whose path has `whose`."""
+    """Return the pids of processes whose working folder is in the cache. Its path has `whose`."""
     pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

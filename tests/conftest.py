@@ -10,9 +10,10 @@ from pathlib import Path
 # workers: a test of four seconds then takes fifty.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# The first process deletes at its end what compilers and examples left behind; pytest's own folders
-# stay in the usual place. The folder is made before torch is imported, so that it is deleted after
-# multiprocessing has removed its own files from it.
+# Temporary files of compilers and examples go into a folder that the first pytest process deletes
+# when it ends. Its workers use the same folder. pytest's own folders stay in the usual place. The
+# folder is made before torch is imported, so that it is deleted after multiprocessing has removed
+# its own files from it.
 if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
     _temporary = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
     os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.gettempdir()
@@ -34,9 +35,9 @@ EMULATED = os.environ.get("CALCOPS_EMULATED")
 # ---- which tests are slow ------------------------------------------------------------------------
 
 # A line "seconds name" for each test function whose cases together take more than two seconds, and
-# for each shared fixture that does. `pytest --write-slow` measures the tests that it runs and keeps
-# the other lines. `make check` leaves out these tests and those that use these fixtures. The files
-# that take longest begin first.
+# for each shared fixture that takes as long. `pytest --write-slow` measures the tests that it runs
+# and keeps the lines of others. `make check` leaves out these tests and all that use such fixtures.
+# The files that take longest begin first.
 SLOW = Path(__file__).with_name("slow.txt")
 _measured_seconds = Counter()
 
@@ -108,7 +109,7 @@ def pytest_sessionfinish(session):
 
 @pytest.fixture(params=DEVICES)
 def device(request):
-    """Return each device of this machine. In the emulation, CUDA kernels run for "cpu"."""
+    """Yield each device of this machine. In the emulation, CUDA kernels run for "cpu"."""
     if not EMULATED:
         yield request.param
         return

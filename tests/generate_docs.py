@@ -75,7 +75,8 @@ class _Operator:
         self.arguments = handle.default._schema.arguments
         self.text = handle.__doc__.partition("\n\n")[2]  # what follows the schemas
         self.sentence = re.split(r"(?<=\.)\s", " ".join(self.text.split()), maxsplit=1)[0]
-        # Taken from the text of the schema: the types in `arguments` do not tell SymInt from int.
+        # The types come from the schema's text, because those of `arguments` are the same for int
+        # and SymInt.
         self.types = [
             _types(re.search(rf"([\w\[\]?]+) {a.name}\b", self.schema)[1]) for a in self.arguments
         ]
@@ -89,10 +90,10 @@ class _Operator:
         return f"### `{self.name}`\n\n```text\n{self.schema}\n\n{self.text}\n```"
 
     def stub(self) -> str:
-        arguments = [
-            f"{a.name}: {python}" + (f" = {a.default_value!r}" if a.has_default_value() else "")
-            for a, (python, _, _) in zip(self.arguments, self.types)
-        ]
+        arguments = []
+        for a, (python, _, _) in zip(self.arguments, self.types):
+            default = f" = {a.default_value!r}" if a.has_default_value() else ""
+            arguments.append(f"{a.name}: {python}{default}")
         keyword_only = [a.kwarg_only for a in self.arguments]
         if any(keyword_only):
             arguments.insert(keyword_only.index(True), "*")
@@ -102,11 +103,10 @@ class _Operator:
         return f"def {self.name}(\n    {_NEXT.join(arguments)},\n) -> {result}:\n{body}\n"
 
     def cpp(self) -> str:
-        parameters = [
-            f"{cpp} {a.name}"
-            + (f" = {_cpp_value(a.default_value)}" if a.has_default_value() else "")
-            for a, (_, cpp, _) in zip(self.arguments, self.types)
-        ]
+        parameters = []
+        for a, (_, cpp, _) in zip(self.arguments, self.types):
+            default = f" = {_cpp_value(a.default_value)}" if a.has_default_value() else ""
+            parameters.append(f"{cpp} {a.name}{default}")
         results = [cpp for _, _, cpp in self.results]
         result = results[0] if len(results) == 1 else f"std::tuple<{', '.join(results)}>"
         types = ", ".join(cpp for _, cpp, _ in self.types)
@@ -150,11 +150,12 @@ def _between_marks(path: Path, lines: list[str]) -> str:
 
 def _rendered() -> dict[Path, str]:
     """Return each generated file with its new text."""
-    operators = [
-        _Operator(name, handle)
-        for name in calcops_jit.__all__
-        if isinstance(handle := getattr(calcops_jit, name), torch._ops.OpOverloadPacket)
-    ]
+    calcops_jit.library_path()  # BuildError: without operators, the files would be emptied
+    operators = []
+    for name in calcops_jit.__all__:
+        handle = getattr(calcops_jit, name)
+        if isinstance(handle, torch._ops.OpOverloadPacket):
+            operators.append(_Operator(name, handle))
 
     def is_old(operator):
         return not operator.qualified.startswith("calcops::")

@@ -64,10 +64,9 @@ def chunked_force_virial(list_neigh, dE, Ri_d, Rij, nghost=0, chunk=4096):
             target = list_neigh[part]
             live = target >= 0
             rows = target[live].long()
-            dE_part, Ri_d_part, Rij_part = (
-                x[part].reshape(*target.shape, *shape)[live].double()
-                for x, shape in ((dE, (4, 1)), (Ri_d, (4, 3)), (Rij, (1, 3)))
-            )
+            dE_part = dE[part].reshape(*target.shape, 4, 1)[live].double()
+            Ri_d_part = Ri_d[part].reshape(*target.shape, 4, 3)[live].double()
+            Rij_part = Rij[part].reshape(*target.shape, 1, 3)[live].double()
             pair_force = (dE_part * Ri_d_part).sum(-2)
             pair_virial = (pair_force[:, :, None] * Rij_part).flatten(1)
             centre = first + torch.arange(len(target), device=rows.device)
@@ -139,7 +138,7 @@ def neighbor_force(list_neigh, dE, Ri_d, nghost=0):
 
 
 def scalar_of(function, list_neigh):
-    """Return a nonlinear scalar function of all results of `function`, with one ghost."""
+    """Return a nonlinear scalar function of all results of `function`, called with nghost = 1."""
 
     def scalar(*x):
         F, W, atom_W = function(list_neigh, *x, 1)

@@ -46,7 +46,9 @@ def test_the_examples_of_the_front_page_give_the_results_shown():
 @pytest.mark.parametrize("page", TEXTS)
 def test_every_link_to_a_file_or_heading_has_its_target(page):
     links = re.findall(r"\]\(([^)\s]+)\)", without_code(TEXTS[page]))
-    for link in (link for link in links if not re.match(r"https?://", link)):
+    for link in links:
+        if re.match(r"https?://", link):
+            continue
         path, _, fragment = link.partition("#")
         target = ((ROOT / page).parent / path).resolve() if path else ROOT / page
         if fragment and target.is_dir():
@@ -95,7 +97,7 @@ def test_the_headline_ratios_are_those_of_the_table():
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_files_in_backticks_exist(page):
-    """Names with a known ending, unless the reader is to write the file."""
+    """Files that the README asks its reader to write need not exist."""
     readers_files = "mine|my_op|host|op|cell|own|weighted_sum"
     for name in re.findall(r"`([\w./-]+\.(?:py|cpp|cu|h|md|sh|txt|ipynb|toml))`", TEXTS[page]):
         if re.match(rf"(?:.*/)?(?:{readers_files})[\w.]*$", name):

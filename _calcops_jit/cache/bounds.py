@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from ..errors import report
 from . import folders, store
 
-_PREAMBLES = 2  # each is some hundreds of MB
+_KEPT_PREAMBLES = 2  # each is some hundreds of MB
 _MONTH_S = 30 * 24 * 3600.0
 
 
@@ -26,7 +26,7 @@ class Entry(SimpleNamespace):
 
     @property
     def is_preamble(self) -> bool:
-        """Return True for a precompiled header."""
+        """Return True if the entry is a precompiled header."""
         return "/unit-preamble." in self.path
 
 
@@ -48,13 +48,15 @@ def bound() -> int:
     if not match:
         evidence = f"expected such as 500M or 2G, got {text!r}"
         raise report("CALCOPS_CACHE_SIZE is no size", [evidence], "export CALCOPS_CACHE_SIZE=2G")
-    return int(float(match[1]) * 1024 ** ["", "K", "M", "G", "T"].index(match[2]))
+    power = ["", "K", "M", "G", "T"].index(match[2])
+    return int(float(match[1]) * 1024**power)
 
 
 def prune(size: int) -> list[Entry]:
-    """Remove the least recently used entries of cache folders that hold more than `size` bytes.
+    """Remove the least recently used entries of each cache folder with more than `size` bytes.
 
-    Return them. Libraries in use stay. Precompiled headers do not count: see prune_preambles().
+    Return the removed entries. Libraries in use stay. Precompiled headers do not count: see
+    prune_preambles().
     """
     removed = []
     for folder in filter(os.path.isdir, folders.own()):
@@ -72,14 +74,14 @@ def prune(size: int) -> list[Entry]:
 
 
 def prune_preambles(least_used_first: list[Entry]) -> list[Entry]:
-    """Remove the precompiled headers among the entries of a folder, and return the removed ones.
+    """Remove all precompiled headers but the two last used, and these after a month without use.
 
-    The two that were used last stay for a month.
+    Return the removed entries. `least_used_first` are all entries of a cache folder.
     """
     last_used_first = [entry for entry in reversed(least_used_first) if entry.is_preamble]
     removed = []
     for i, entry in enumerate(last_used_first):
-        is_outdated = i >= _PREAMBLES or time.time() - entry.used > _MONTH_S
+        is_outdated = i >= _KEPT_PREAMBLES or time.time() - entry.used > _MONTH_S
         if is_outdated and store.discard(entry.path):
             removed.append(entry)
     return removed
@@ -88,7 +90,7 @@ def prune_preambles(least_used_first: list[Entry]) -> list[Entry]:
 def clean() -> Iterator[tuple[str, list[str]]]:
     """Remove everything but libraries in use and slots in which a process builds.
 
-    Yield (cache folder, slots that are left).
+    Yield (cache folder, slots that are left in it).
     """
     for folder in filter(os.path.isdir, folders.own()):
         slots = folders.slots(folder)

@@ -1,9 +1,9 @@
 """The inputs of a build, and whether they are still the same.
 
 A `Closure` lists every file that the compilers and the linker report to have read. It also lists
-absent names: a file that appears under one would be read in place of another. A closure is stored
-with its library. Every import compares it with the disk: first a file's stamp, which is what stat
-returns, and then, if the stamp differs, the file's content.
+absent paths: if a file appears there, the compilers would read it in place of another. A closure is
+stored with its library. Every import compares it with the disk: first a file's stamp, which is what
+stat returns, and then, if the stamp differs, the file's content.
 
 Paths in a closure are folded: a token stands for the folder at their beginning (see Request.fold),
 because a checkout, a virtual environment or a cache may move.
@@ -24,9 +24,8 @@ from ..errors import BuildError, report
 _STAMP = struct.Struct("<qqQQ")
 _SIZE = 32  # bytes of a stamp, and characters of a digest
 _GONE = bytes(_SIZE)  # the stamp of a file that does not exist
-_NOTHING = "nothing".ljust(_SIZE)  # in place of its digest
-# The coarsest clocks of file systems tick this seldom. Two changes within one tick leave the same
-# stamp.
+_NOTHING = "nothing".ljust(_SIZE)  # the digest of a file that does not exist
+# The longest tick of a file system's clock. Two changes within one tick leave the same stamp.
 _TICK_NS = 2_000_000_000
 # The beginnings of folded paths of PyTorch's and the system's files. Nobody edits them, and most of
 # them belong to many closures, so their stamps are read at most once a second. /usr/src and
@@ -72,11 +71,8 @@ def open_input(path: str, flags: int) -> int:
 
 
 def no_regular_file(path: str) -> BuildError:
-    return report(
-        f"cannot read {path}",
-        ["it is no regular file, and a compiler may wait for it"],
-        f"rm {path}",
-    )
+    evidence = "it is no regular file, and a compiler may wait for it"
+    return report(f"cannot read {path}", [evidence], f"rm {path}")
 
 
 def state_of(path: str, request) -> str:
@@ -109,8 +105,8 @@ def real_path(path: str) -> str:
 def spellings(path: str) -> list[str]:
     """Return the paths under which a closure lists a path that may have "..".
 
-    This is the path with each ".." resolved. If one follows a link, which may change, the path
-    itself comes first.
+    This is the path with each ".." resolved. If a ".." follows a link, the unresolved path comes
+    first, because the link may change.
     """
     if "/.." not in path:
         return [path]
@@ -127,7 +123,7 @@ def is_theirs(folded: str) -> bool:
 
 
 def stamp_of(path: str, folder: int | None = None) -> bytes:
-    """Return the packed times of change of a file and its inode, its size and its inode's number.
+    """Return a file's mtime, ctime, size and inode number, packed; _GONE if it does not exist.
 
     A relative path starts from the descriptor `folder`, which is quicker than a long path.
     """
@@ -146,7 +142,7 @@ def changed_ns(stamp: bytes) -> int:
 def young(stamp: bytes) -> bytes:
     """Return a stamp that no file has, so that the next check compares contents.
 
-    A closure has it in place of `stamp` while another change of the file could leave that, too.
+    A closure stores it in place of `stamp` as long as another change could leave the same `stamp`.
     """
     return bytes(255 - byte for byte in stamp)
 
@@ -154,7 +150,7 @@ def young(stamp: bytes) -> bytes:
 def is_long_ago(time_ns: int) -> bool:
     """Return True if more than a tick of any clock has passed since `time_ns`.
 
-    If a file had the same stamp then and now, its next change will leave another stamp.
+    If a file's stamp has stayed the same since then, its next change will leave another stamp.
     """
     return time.time_ns() - time_ns > _TICK_NS
 
@@ -190,7 +186,7 @@ def _their_stamps_in(folder: str, names: list[str], now_ns: int) -> list[bytes]:
 def listing(folder: str) -> str:
     """Return "/" and a digest of all names in a folder.
 
-    Among a folder's absent names, it forbids every change of the names in the folder.
+    In the list of a folder's absent names, this entry means: no name may come or go.
     """
     try:
         names = sorted(os.listdir(folder))
@@ -211,7 +207,7 @@ class Closure(SimpleNamespace):
     tools: list[str]  # the compilers' real paths
     # {folder: [its stamp in hex, names that must not appear there, separated by line breaks]}.
     absent: dict[str, list[str]]
-    looked: int  # when the stamps were read, in ns by this machine's clock
+    looked: int  # when its young stamps were read, in ns by this machine's clock
 
     @staticmethod
     def of(entries: dict[str, tuple[bytes, str]], tools, absent, looked: int) -> Closure:
@@ -250,8 +246,8 @@ class Closure(SimpleNamespace):
         """Compare every input of a build for `request` with the disk.
 
         Returns:
-            True if the closure has new stamps, of files whose contents are the same. It should be
-            stored again.
+            True if some files have new stamps and the same contents. The closure then has the new
+            stamps and should be stored again.
 
         Raises:
             Changed: an input differs. The message names the first one.
@@ -279,33 +275,36 @@ class _Comparison:
         self._request = request
         self._now = time.time_ns()
         self._is_restamped = False  # the closure has a new stamp
-        # `looked` must be set again: a new stamp is young, or the clock was set back.
+        # `looked` must be set to now, because a new stamp is young or the clock was set back.
         self._is_unsettled = closure.looked > self._now
 
     def compare_tools(self) -> None:
         request = self._request
         tools = self._closure.tools
+        # zip() may drop some. The last check of this function compares the numbers.
         for old, path in zip(tools, request.tools, strict=False):
             new = request.fold(path)
             if old != new and self._closure.entries()[old][1] != file_digest(path):
                 raise Changed(f"compiler {new} is not {old}")
-        # Without a compiler, a library that is built already can be used.
+        # If no compiler is installed here, a library that is already built can still be used.
         if request.tools and len(request.tools) != len(tools):
             raise Changed("the compiler command changed")
 
     def compare_files(self) -> None:
-        end = 0
+        start = 0
         for folded, lines in self._closure.files.items():
             names = lines.split("\n")
-            start, end = end, end + _SIZE * len(names)
+            positions = range(start, start + _SIZE * len(names), _SIZE)
+            before = self._closure.stamps[start : positions.stop]
+            start = positions.stop
             folder = self._request.unfold(folded)
             if is_theirs(folded):
                 stamps = _their_stamps_in(folder, names, self._now)
             else:
                 stamps = _stamps_in(folder, names)
-            if b"".join(stamps) == self._closure.stamps[start:end]:
-                continue  # nearly always
-            for position, name, stamp in zip(range(start, end, _SIZE), names, stamps):
+            if b"".join(stamps) == before:  # nearly always
+                continue
+            for position, name, stamp in zip(positions, names, stamps):
                 self._compare_file(f"{folded}/{name}", f"{folder}/{name}", position, stamp)
 
     def _compare_file(self, folded: str, path: str, start: int, stamp: bytes) -> None:
@@ -316,7 +315,9 @@ class _Comparison:
         closure = self._closure
         end = start + _SIZE
         before = closure.stamps[start:end]
-        if stamp == before or stamp == _GONE and self._is_of_missing_compiler(folded):
+        if stamp == before:
+            return
+        if stamp == _GONE and self._is_of_missing_compiler(folded):
             return
         if state_of(path, self._request) != closure.digests[start:end]:
             raise Changed(f"{path} {'is gone' if stamp == _GONE else 'changed'}")
@@ -325,7 +326,7 @@ class _Comparison:
 
     def _is_of_missing_compiler(self, folded: str) -> bool:
         """Return True if an absent file belongs to a compiler that is not installed here."""
-        # PyTorch is installed here: its file was removed.
+        # PyTorch is always installed, so an absent file of PyTorch's was removed.
         if self._request.tools or folded.startswith("@torch"):
             return False
         tools = self._closure.tools
@@ -358,13 +359,13 @@ class _Comparison:
             entry[0] = self._fresher(stamp, before, is_theirs(folded)).hex()
 
     def _fresher(self, stamp: bytes, before: bytes, theirs: bool) -> bytes:
-        """Return the stamp for the closure: a young one if another change may leave `stamp`.
+        """Return the stamp for the closure: young(stamp) if another change may leave `stamp`.
 
-        `before` is the closure's present stamp. `theirs` says that the file is not the project's.
+        `before` is the closure's present stamp. `theirs`: the file is PyTorch's or the system's.
         """
         if theirs:
             is_settled = is_old(stamp, self._now)
-        else:  # the clock of a project's disk may be wrong, so the stamp must be seen twice
+        else:  # a project's disk may have a wrong clock: two checks, a tick apart, must see `stamp`
             is_settled = before == young(stamp) and is_long_ago(self._closure.looked)
         fresher = stamp if is_settled else young(stamp)
         self._is_restamped |= fresher != before
@@ -387,11 +388,13 @@ def merged(closures: list[Closure]) -> Closure:
     absent: dict[str, list[str]] = {}
     for closure in closures:
         for path, (stamp, content) in closure.entries().items():
-            if entries.setdefault(path, (stamp, content))[1] != content:
+            _, other_content = entries.setdefault(path, (stamp, content))
+            if content != other_content:
                 raise Changed(f"{path} changed while it was compiled")
         for folder, (stamp, names) in closure.absent.items():
             other_stamp, other_names = absent.get(folder, [stamp, names])
             both = sorted({*names.split("\n"), *other_names.split("\n")})
+            # No folder has the stamp "", so that the next check looks for the names.
             absent[folder] = [stamp if stamp == other_stamp else "", "\n".join(both)]
     looked = max(closure.looked for closure in closures)
     return Closure.of(entries, closures[0].tools, absent, looked)

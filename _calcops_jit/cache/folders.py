@@ -61,7 +61,10 @@ def shared() -> list[str]:
 
 @functools.cache
 def _absolute(path: str) -> str:
-    """Return the absolute path of an environment variable's folder, the same after a chdir."""
+    """Return the absolute path of an environment variable's folder.
+
+    It is remembered, so that it stays the same after a chdir.
+    """
     return os.path.abspath(os.path.expanduser(path))
 
 
@@ -71,9 +74,10 @@ def is_ours(status: os.stat_result) -> bool:
 
 
 def slots(folder: str) -> list[str]:
-    """Return the slots in a cache folder. Its other files are not the loader's."""
+    """Return the slots in a cache folder. Everything else in it is left alone."""
+    is_slot = re.compile("-[0-9a-f]{16}$").search
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        return [e.path for e in entries if e.is_dir() and re.search("-[0-9a-f]{16}$", e.name)]
+        return [entry.path for entry in entries if entry.is_dir() and is_slot(entry.name)]
     return []
 
 

@@ -2,12 +2,12 @@
 
     <kind>.<host>.<pid>.<start>.<x>/    a private folder, named after the process that locks it
 
-A private folder is removed when its interpreter exits. That of a killed process is removed by the
-next process that makes one beside it.
+A private folder is removed when its interpreter exits. If the process is killed, a later process
+removes the folder: one that makes a private folder beside it, or finds a library there.
 
-The kernel releases a flock when its process ends. On a file system without flock, two processes may
-build the same library. The second one replaces the library of the first, which has the same
-contents.
+The kernel releases a flock when the process that holds it ends. On a file system without flock, two
+processes may build the same library. The second one replaces the library of the first, which has
+the same contents.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from collections.abc import Callable, Iterator
 from . import closure
 
 DAY_S = 24 * 3600.0
-# An environment variable with a build's private folder, in every process that the build starts.
+# The name of an environment variable. Every process that a build starts has it, and its value is
+# the build's private folder.
 MARK = "CALCOPS_STAGING"
 
 _private_folders: dict[str, int] = {}  # {folder of this process: the descriptor of its lock}
@@ -36,7 +37,7 @@ _slot_locks: set[int] = set()  # descriptors of slots' locks
 
 
 def make(parent: str, kind: str) -> str:
-    """Make a private folder in `parent`, and return it. Remove those of dead processes before."""
+    """Remove the private folders of dead processes from `parent`, make a new one and return it."""
     sweep(parent, kind)
     pid = os.getpid()
     path = f"{parent}/{kind}.{socket.gethostname()}.{pid}.{_start_time(pid)}.{os.urandom(4).hex()}"
@@ -93,7 +94,7 @@ def is_alive(path: str, kind: str) -> bool:
 
 def _is_orphan(path: str, kind: str) -> bool:
     """Return True if a path is a private folder of this user whose process has ended."""
-    with contextlib.suppress(OSError, ValueError):  # a folder with a name of another form
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the name has another form
         host, pid, start, _ = os.path.basename(path).removeprefix(f"{kind}.").rsplit(".", 3)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -111,11 +112,11 @@ def _is_orphan(path: str, kind: str) -> bool:
 
 
 def _is_free(fd: int) -> bool:
-    """Return True if no process holds the lock of a file."""
+    """Return True if no process holds the lock of a file. Then `fd` holds it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return not isinstance(error, BlockingIOError)  # else the file system has no locks
+    except OSError as error:  # BlockingIOError, or the file system has no locks
+        return not isinstance(error, BlockingIOError)
     return True
 
 
@@ -131,8 +132,8 @@ def _start_time(pid: int) -> str:
 def _destroy(path: str) -> None:
     """Remove a private folder, and kill the processes that its build started."""
     for _ in range(100):
-        # No process can start in a folder that is gone. The processes are listed after this check,
-        # so that one which started just before the removal is found.
+        # No process can start in a folder that is gone. So the list of processes, which is read
+        # after this check, has all that started in it.
         is_gone = not os.path.lexists(path)
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         killed = [pid for pid in pids if _kill(pid, path)]
@@ -167,8 +168,10 @@ def _kill(pid: int, folder: str) -> bool:
 def locked(slot: str, waiting: Callable[..., contextlib.AbstractContextManager]) -> Iterator[None]:
     """Hold a slot's lock.
 
-    While another process has the lock, this one is in the context waiting(holder), where holder()
-    returns which process has the lock, and for how many seconds.
+    Args:
+        slot: its folder.
+        waiting: waiting(holder) returns a context manager, which is entered while another process
+            has the lock. holder() returns (that process, for how many seconds it has the lock).
     """
     fd = _open_lock(slot)
     try:
@@ -198,7 +201,11 @@ def locked_if_free(slot: str) -> Iterator[bool]:
     """Hold a slot's lock. Yield False if another process has it, or builds in the slot."""
     fd = _open_lock(slot)
     try:
-        yield _try_lock(fd) and not any(is_alive(entry.path, "stage") for entry in os.scandir(slot))
+        is_free = _try_lock(fd)
+        if is_free:
+            stages = [entry.path for entry in os.scandir(slot) if is_alive(entry.path, "stage")]
+            is_free = not stages
+        yield is_free
     finally:
         _close_lock(fd)
 
@@ -243,7 +250,7 @@ def _holder(slot: str) -> tuple[str, float]:
 
 
 def _forget() -> None:
-    """Close the parent's descriptors in a forked child: they would keep its locks."""
+    """Close the descriptors of the parent in a forked child, which would keep the locks."""
     for fd in (*_private_folders.values(), *_slot_locks):
         os.close(fd)
     _private_folders.clear()

@@ -31,10 +31,10 @@ from . import folders
 from .closure import Changed, Closure, digest, file_digest
 
 _KEEP = 8  # generations in a slot
-# What is raised for a generation that cannot be used.
+# The exceptions of a generation that is stale, damaged or unreadable.
 UNFIT = (Changed, OSError, ValueError, KeyError, TypeError)
 _LEFTOVERS = {"lock", "failed.log"}
-_USED_S = 24 * 3600.0  # the precision of the time of last use
+_USED_S = 24 * 3600.0  # the time of last use is renewed if it is older than this
 
 
 class Manifest(SimpleNamespace):
@@ -44,7 +44,7 @@ class Manifest(SimpleNamespace):
     """
 
     request: dict  # the facts of its Request
-    # The arguments of requests.foreign; for the objects in a wheel, the sources that they lack.
+    # The arguments of requests.foreign. For a wheel's objects: the sources that are not in them.
     asked: list = []
     size: int  # of the library, in bytes
     digest: str  # of the library
@@ -83,7 +83,7 @@ class Generation(SimpleNamespace):
 def open_regular(path: str, is_own: bool = False) -> int:
     """Open a regular file and return its descriptor, which is never that of a standard stream.
 
-    OSError: the file is a FIFO or the like, or, with `is_own`, another user may have written it.
+    OSError: the file is a FIFO or the like, or `is_own` is set and others may have written it.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if fd <= 2:  # a daemon closed its standard streams, but other code may still write to them
@@ -101,6 +101,7 @@ def open_regular(path: str, is_own: bool = False) -> int:
 
 
 def read_manifest(generation: str, is_own: bool = False) -> Manifest:
+    """Return the manifest in the folder of a generation. `is_own` is that of open_regular()."""
     with open(open_regular(f"{generation}/manifest", is_own), "rb") as file:
         return Manifest.parse(file.read())
 
@@ -110,7 +111,7 @@ def find(request: Request, reasons: list[str] | None = None) -> Generation | Non
 
     Args:
         request: what to find.
-        reasons: why other builds do not fit is appended to it.
+        reasons: a list to which find() appends why other builds do not fit.
     """
     own = folders.own()
     for folder in [*own, *folders.shared()]:
@@ -158,7 +159,7 @@ def verified(path: str, manifest: Manifest, is_own: bool = False) -> Generation:
 
 def _share(fd: int) -> None:
     """Take a shared lock, which marks a library as in use."""
-    # Another process has an exclusive lock for a moment, while it removes a library.
+    # A process that removes the library has an exclusive lock for a moment.
     for _ in range(100):
         try:
             return fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -170,9 +171,8 @@ def _share(fd: int) -> None:
 
 def other_facts(request: Request) -> list[str]:
     """Return a line for each fact in which a request differs from the last build of its name."""
-    for manifest in newest(request.name):
-        return differences(manifest.request, request.facts)
-    return []
+    last = next(newest(request.name), None)
+    return differences(last.request, request.facts) if last else []
 
 
 def differences(old: dict, facts: dict) -> list[str]:
@@ -196,7 +196,8 @@ def newest(name: str) -> Iterator[Manifest]:
 
 def _difference(old, new) -> str:
     if isinstance(old, dict) or isinstance(new, dict):
-        old, new = ([f"{k}={v}" for k, v in dict(d).items()] for d in (old, new))
+        old = [f"{key}={value}" for key, value in dict(old).items()]
+        new = [f"{key}={value}" for key, value in dict(new).items()]
     if isinstance(old, list) and isinstance(new, list) and set(old) != set(new):
         removed = [f"-[{word}]" for word in old if word not in new]
         added = [f"+[{word}]" for word in new if word not in old]
@@ -211,11 +212,11 @@ def _generations(slot: str, is_own: bool = False) -> list[tuple[float, str]]:
             entries = list(scanned)
         subfolders = [entry for entry in entries if "." not in entry.name and entry.is_dir()]
         generations = [(entry.stat().st_mtime, entry.path) for entry in subfolders]
-        if is_own and any(e.name.startswith("stage.") for e in entries):
+        if is_own and any(entry.name.startswith("stage.") for entry in entries):
             from . import locks
 
-            # If a build was killed after it published its library, no later build removes its
-            # private folder.
+            # A build that was killed after it published its library left its private folder. No
+            # later build in this slot would remove the folder.
             locks.sweep(slot, "stage")
     except OSError as problem:
         if problem.errno in NO_DESCRIPTOR:
@@ -243,21 +244,13 @@ def write_whole(path: str, data: bytes) -> None:
 
 
 def writable_slot(request: Request) -> tuple[str, str]:
-    """Return a slot that can be written, and why it is not in the first cache folder or ""."""
+    """Return (a slot that can be written, why the first cache folder cannot or "")."""
     problem = ""
     for folder in folders.own():
         slot = slot_path(folder, request)
         try:
             os.makedirs(folder, 0o700 if folder == folders.fallback() else 0o755, exist_ok=True)
-            for is_last in (False, False, True):
-                os.makedirs(slot, 0o755, exist_ok=True)  # readable by others if the umask permits
-                try:
-                    probe = tempfile.TemporaryFile(dir=slot)  # noqa: SIM115 - closed below
-                    break
-                except FileNotFoundError:  # another process removed the empty slot: see tidy()
-                    if is_last:
-                        raise
-            with probe:
+            with _temporary_file(slot) as probe:
                 os.posix_fallocate(probe.fileno(), 0, 4 << 20)  # any build needs that much
                 # find() would refuse a new file that belongs to another user.
                 if not folders.is_ours(os.fstat(probe.fileno())):
@@ -269,6 +262,16 @@ def writable_slot(request: Request) -> tuple[str, str]:
     slot = slot_path(folders.last_resort(), request)
     os.mkdir(slot)
     return slot, problem
+
+
+def _temporary_file(slot: str):
+    """Make a slot and return an open temporary file in it."""
+    for _ in range(2):  # another process may remove the empty slot: see tidy()
+        os.makedirs(slot, 0o755, exist_ok=True)  # readable by others if the umask permits
+        with contextlib.suppress(FileNotFoundError):
+            return tempfile.TemporaryFile(dir=slot)
+    os.makedirs(slot, 0o755, exist_ok=True)
+    return tempfile.TemporaryFile(dir=slot)
 
 
 def tidy(slot: str, everything: bool = False) -> bool:
@@ -292,9 +295,10 @@ def tidy(slot: str, everything: bool = False) -> bool:
         with locks.locked_if_free(slot) as free:
             if not free:
                 return False
-            for _, generation in _generations(slot) if everything else ():
+            generations = _generations(slot) if everything else []
+            for _, generation in generations:
                 files = (f"{generation}/manifest", output(generation))
-                if any(map(os.path.lexists, files)):  # else it is a folder of the user's
+                if any(map(os.path.lexists, files)):  # a folder without them is the user's
                     discard(generation)
             if set(os.listdir(slot)) <= _LEFTOVERS:
                 shutil.rmtree(slot)
@@ -340,7 +344,7 @@ def publish(slot: str, folder: str, file: str, request: Request, closure: Closur
 def place(slot: str, folder: str, file: str, request: Request, closure: Closure) -> Generation:
     """Put `file` into its final place by one rename. find() returns it only after complete().
 
-    A damaged generation in its place is replaced.
+    A generation of the same name is replaced: a damaged one or, without locks, another process's.
     """
     new = f"{folder}/complete.{os.urandom(4).hex()}"
     os.mkdir(new, 0o755)
@@ -356,7 +360,7 @@ def place(slot: str, folder: str, file: str, request: Request, closure: Closure)
         operators={},
         closure=closure,
     )
-    # Its name depends on contents only, not on times and the paths of tools.
+    # The generation's name depends on contents only, not on times and the paths of tools.
     contents = sorted(content for _, content in closure.entries().values())
     target = f"{slot}/{digest(f'{manifest.digest} {contents}'.encode())[:16]}"
     for attempt in range(20):
@@ -370,12 +374,11 @@ def place(slot: str, folder: str, file: str, request: Request, closure: Closure)
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
             with contextlib.suppress(OSError):
-                # It is removed with the private folder. The next attempt needs another name.
+                # The old generation goes into the private folder, each time under another name.
                 os.rename(target, f"{new}.old{attempt}")
     else:
-        raise report(
-            f"cannot publish {target}", ["something makes it again and again"], f"rm -r {slot}"
-        )
+        evidence = "something makes it again and again"
+        raise report(f"cannot publish {target}", [evidence], f"rm -r {slot}")
     for _, old in _generations(slot)[_KEEP:]:
         discard(old)
     return Generation(path=f"{target}/{request.output}", manifest=manifest, fd=fd)
@@ -388,13 +391,9 @@ def complete(generation: Generation, operators: dict[str, str]) -> None:
     """
     generation.manifest.operators = operators
     path = f"{os.path.dirname(generation.path)}/manifest"
-    attempts = 100
-    while True:
-        try:
+    # On a file system without locks, another process may be replacing the generation's folder.
+    for _ in range(100):
+        with contextlib.suppress(FileNotFoundError):
             return write_whole(path, generation.manifest.dump())
-        # On a file system without locks, another process may be replacing this generation's folder.
-        except FileNotFoundError:
-            if attempts == 0:
-                raise
-            attempts -= 1
-            time.sleep(0.01)
+        time.sleep(0.01)
+    write_whole(path, generation.manifest.dump())

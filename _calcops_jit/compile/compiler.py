@@ -19,9 +19,9 @@ from ..request import REGISTRY, RUNTIME, RUNTIMES, Request
 from . import dependency_files, diagnosis, expected_inputs, jobs, precompiled, recording, toolchain
 from .plan import Plan
 
-# Runs ninja, and ends it and its compilers when this process ends in any way, since the standard
-# input is a pipe that ends then. A signal handler cannot do this: the program may have its own
-# handlers, and SIGKILL has none.
+# Runs ninja, and ends ninja and its compilers as soon as this process ends. The standard input is a
+# pipe from this process: reading from it returns when the process has ended in any way. A signal
+# handler could not do this, because the program may have its own handlers, and SIGKILL has none.
 _SUPERVISED = """
 exec 3<&0 < /dev/null
 { read -r _ <&3; kill -s TERM -- -$$; } > /dev/null 2>&1 &
@@ -63,20 +63,20 @@ def build(
     expected = set(contents)
     try:
         return _Build(request, slot, staging, runtime, expected, alone).run(ninja)
-    except _NeedsRuntime as needed:  # the registration is hidden in a macro of another header
+    except _NeedsRuntime as needed:  # a macro hides what _runtime_for() searches for
         return _Build(request, slot, staging, [str(needed)], expected, alone).run(ninja)
 
 
 def _runtime_for(request: Request, texts: Iterable[bytes]) -> list[str]:
-    """Return the units of RUNTIMES that the sources need, as far as their texts show it."""
-    if not request.sources:  # only objects of a wheel, which have contracts
+    """Return the units of RUNTIMES that sources and headers with these texts seem to need."""
+    if not request.sources:  # only a wheel's objects are linked, and these have contracts
         return [RUNTIME]
     text = b"\n".join(texts)
     if re.search(rb"#[ \t]*include[ \t]*[<\"]calcops/", text):
         return [RUNTIME]
     if not re.search(rb"TORCH_LIBRARY|\bclass_\s*<", text):
         return []
-    # RUNTIME implements TORCH_LIBRARY, too, and need not be compiled if it is in the cache.
+    # RUNTIME implements TORCH_LIBRARY, too. If the cache has only RUNTIME, nothing is compiled.
     if _is_cached(request, RUNTIME) and not _is_cached(request, REGISTRY):
         return [RUNTIME]
     return [REGISTRY]
@@ -91,7 +91,7 @@ def _is_cached(request: Request, source: str) -> bool:
 
 
 class _NeedsRuntime(Exception):
-    """Objects refer to a unit of RUNTIMES that was not linked. The message is its path."""
+    """Objects refer to a unit of RUNTIMES that was not linked. The message is the unit's path."""
 
 
 class _Build:
@@ -127,6 +127,7 @@ class _Build:
                 _copy(generation, f"{staging}/{name}")
                 self._cached[name] = generation.manifest.closure
             else:
+                # A reason means that the cache has an object from before an edit.
                 self._uncached[source] = bool(reasons)
 
         self._plan = self._make_plan()
@@ -136,11 +137,11 @@ class _Build:
         self._before = recording.Before(staging, expected.union(*self._flag_files.values()))
 
     def _make_plan(self) -> Plan:
+        sources = list(self._uncached)
+        cached = list(self._cached)
         number = 1 if self._alone else jobs.number(self._request.environment)
         try:
-            return Plan.of(
-                self._request, self._staging, list(self._uncached), list(self._cached), number
-            )
+            return Plan.of(self._request, self._staging, sources, cached, number)
         except errors.BuildError:
             raise
         except Exception as error:  # torch refuses a GPU architecture, for example
@@ -150,8 +151,8 @@ class _Build:
     def run(self, ninja: str) -> tuple[str, closure.Closure]:
         """Build the library. Return its path and its closure."""
         plan = self._plan
-        # Precompiled headers are checked after `_before` read the inputs, so that every later
-        # change of a header is noticed.
+        # store.find() checks precompiled headers here, after `_before` read the inputs. So every
+        # change of a header after the check is noticed.
         preambles = precompiled.Preambles(self._request, self._staging, self._uncached)
         with contextlib.closing(preambles):
             plan.preambles = preambles.used
@@ -167,6 +168,7 @@ class _Build:
             self._request, self._slot, plan.flags["cflags"], plan.environment, plan.jobs
         )
         closures.append(self._closure_of_link(recorder))
+        # Plan.write() gives the library the name of the private folder.
         library = f"{self._staging}/{os.path.basename(self._staging)}"
         return library, closure.merged([*self._cached.values(), *closures])
 
@@ -174,8 +176,8 @@ class _Build:
         return recording.Recorder(request, toolchain.search(request, cflags), self._before)
 
     def _files_in_flags(self) -> dict[str, set[str]]:
-        """Return {kind of flags: the files that these flags and the compiler command name}."""
-        # The command may be CXX='g++ @file'.
+        """Return {kind of flags: the files that these flags or the compiler command name}."""
+        # The compiler command may be CXX='g++ @file'.
         of_command = expected_inputs.in_flags(self._request, shlex.join(self._request.compiler))
         return {
             kind: expected_inputs.in_flags(self._request, text) | of_command
@@ -192,8 +194,8 @@ class _Build:
         ldflags = plan.flags["ldflags"]
         plan.flags["ldflags"] = f"{ldflags} {self._quick_linker}"
         failure = _run(ninja, plan, self._request, self._staging)
-        # GNU ld links again if the quick linker failed, because diagnosis.py knows GNU ld's
-        # messages, or if the two may make different libraries.
+        # GNU ld links again in two cases: the quick linker failed (diagnosis.py knows the messages
+        # of GNU ld), or the two linkers may make different libraries.
         if self._quick_linker and not self._is_final(failure):
             plan.flags["ldflags"] = ldflags
             failure = _run(ninja, plan, self._request, self._staging)
@@ -201,8 +203,11 @@ class _Build:
         return failure
 
     def _is_final(self, failure: str) -> bool:
-        """Return True if GNU ld would have the same result as the quick linker."""
-        if failure:  # of a compiler, if an object is missing
+        """Return True if GNU ld would have the same result as the quick linker.
+
+        This holds, too, if a compiler failed, so that an object is missing.
+        """
+        if failure:
             targets = self._plan.units.values()
             return not all(os.path.exists(f"{self._staging}/{target}") for target in targets)
         return dependency_files.is_plain_link(self._staging, self._objects)
@@ -219,12 +224,14 @@ class _Build:
         plan = self._plan
         if not plan.units:
             return [], None
+        log = closure.text_of(f"{self._staging}/.ninja_log")
+        finished = set(re.findall(r"\t([^\t]+)\t\w+$", log, re.MULTILINE))
+
         flags = plan.flags["cflags"]
         tools = toolchain.tools(request, flags, "cc1plus", "as") | toolchain.cuda_tools(request)
         unrun = toolchain.unrun(request, flags, "cc1plus", "as")
-        log = closure.text_of(f"{self._staging}/.ninja_log")
-        finished = set(re.findall(r"\t([^\t]+)\t\w+$", log, re.MULTILINE))
         others = tools | self._flag_files["cflags"] | self._flag_files["cuda_cflags"]
+
         closures: list[closure.Closure] = []
         changed = None
         for source, target in plan.units.items():
@@ -233,16 +240,17 @@ class _Build:
             unit = request.unit(source)
             read, is_complete = dependency_files.of_unit(request, self._staging, source, target)
             try:
-                if source in RUNTIMES:
+                if source in RUNTIMES:  # which has flags of its own, and those name no files
                     of_runtime = self._recorder(unit, plan.runtime_cflags)
-                    closures.append(of_runtime.closure(read, tools, is_complete, unrun))
+                    inputs = of_runtime.closure(read, tools, is_complete, unrun)
                 else:
-                    closures.append(recorder.closure(read, others, is_complete, unrun))
+                    inputs = recorder.closure(read, others, is_complete, unrun)
             except closure.Changed as error:
                 changed = error
                 continue
+            closures.append(inputs)
             unit_slot = store.slot_path(os.path.dirname(self._slot), unit)
-            store.publish(unit_slot, self._staging, f"{self._staging}/{target}", unit, closures[-1])
+            store.publish(unit_slot, self._staging, f"{self._staging}/{target}", unit, inputs)
         return closures, changed
 
     def _closure_of_link(self, recorder: recording.Recorder) -> closure.Closure:
@@ -312,19 +320,20 @@ def _copy(generation: store.Generation, path: str) -> None:
 
 def progress(staging: str, seconds: float) -> tuple[str, float]:
     """Return (a line of progress, the finished fraction) of the build in the folder `staging`."""
-    targets = re.findall(r"^build (\S+):", closure.text_of(f"{staging}/build.ninja"), re.MULTILINE)
-    built = re.findall(
-        r"^\d+\t\d+\t\d+\t(.+)\t", closure.text_of(f"{staging}/.ninja_log"), re.MULTILINE
-    )
+    plan = closure.text_of(f"{staging}/build.ninja")
+    targets = re.findall(r"^build (\S+):", plan, re.MULTILINE)
+    log = closure.text_of(f"{staging}/.ninja_log")
+    built = re.findall(r"^\d+\t\d+\t\d+\t(.+)\t", log, re.MULTILINE)
     waiting = [target for target in targets if target not in built]
     name = ""
     if len(waiting) > 1:
         name = waiting[0].removesuffix(".o") + " "
     elif waiting:
         name = "linking "  # the library is the last target
+    if not targets:  # build.ninja is not written yet
+        return f"[0/?] {seconds:.0f} s", 0.0
     done = len(targets) - len(waiting)
-    total = len(targets) or "?"  # until build.ninja is written
-    return f"[{done}/{total}] {name}{seconds:.0f} s", done / (len(targets) or 1)
+    return f"[{done}/{len(targets)}] {name}{seconds:.0f} s", done / len(targets)
 
 
 def find_ninja() -> str | None:

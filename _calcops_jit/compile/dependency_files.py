@@ -9,22 +9,22 @@ from ..cache import closure
 from ..errors import BuildError, report
 from ..request import Request
 
-# Flags for dependency files, such as a Makefile's. They are removed, because a compiler writes only
-# one such file, and the loader needs it.
+# Flags for dependency files, which a Makefile may pass. They are removed, because a compiler writes
+# only one such file, and the loader needs it.
 FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
 LINKER_FLAG = "-Wl,--dependency-file=link.d"  # GNU ld since 2.35, gold, lld, mold
-# Every library is linked with some of these. libpthread.a and the like are empty since glibc 2.34.
+# Files with which every library is linked. libpthread.a and the like are empty since glibc 2.34.
 _RUNTIME = re.compile(r"crt\w+\.o$|lib(?:gcc|gcc_eh|pthread|dl|rt|util|\w+_nonshared)\.a$")
 _LINKED_NAME = r"^ +(.+?)(?: \\)?$|^(\S.*):$"  # in a linker's dependency file
 _TEMPORARY = re.compile(r"\.ltrans\d*\.o$")  # an object of link-time optimisation
 
 
 def of_unit(request: Request, staging: str, source: str, target: str) -> tuple[set[str], bool]:
-    """Return the files that a compiler read for an object, and whether these are all.
+    """Return (the files that a compiler read for an object, whether the set is complete).
 
-    Without the assembler's dependency file, those of .incbin are missing.
+    The compiler's dependency file lacks the files of .incbin. Only the assembler's has them.
 
-    BuildError: the dependency file does not even name the source.
+    BuildError: the dependency file does not name the source.
     """
     paths = _existing(request, staging, _prerequisites(f"{staging}/{target}.d"))
     if source not in paths:
@@ -35,10 +35,12 @@ def of_unit(request: Request, staging: str, source: str, target: str) -> tuple[s
     is_complete = bool(names) and not any(flag.startswith("-flto") for flag in request.cflags)
     for name in names:
         path = _path_of(staging, name)
-        is_input = re.search(r"^[<{]|\.s$", name) or name == os.path.basename(source)
         if path:
             paths.update(_spellings(request, path))
-        elif not is_input:
+            continue
+        # The assembler's own input need not be a file now: a temporary .s file, {standard input}.
+        is_own_input = re.search(r"^[<{]|\.s$", name) or name == os.path.basename(source)
+        if not is_own_input:
             is_complete = False
     return _outside(staging, paths), is_complete
 
@@ -46,7 +48,7 @@ def of_unit(request: Request, staging: str, source: str, target: str) -> tuple[s
 def of_link(request: Request, staging: str, objects: list[str]) -> set[str]:
     """Return the linked files without PyTorch's libraries.
 
-    Those are large, and PyTorch's version is among the request's facts.
+    These are large, and the request's facts have PyTorch's version.
     """
     names = _linked_names(staging)
     if not set(objects) <= set(names):
@@ -59,10 +61,10 @@ def of_link(request: Request, staging: str, objects: list[str]) -> set[str]:
 
 
 def is_plain_link(staging: str, objects: list[str]) -> bool:
-    """Return True if every linker makes the same library of the linked files.
+    """Return True if all linkers would make the same library of the linked files.
 
-    That is so for plain `objects` and shared libraries, but not for archives that define a name
-    twice, nor for objects for link-time optimisation.
+    They do for plain objects and shared libraries. They may not for archives that define a name
+    twice, nor for objects of link-time optimisation.
     """
     for name in objects:
         with open(f"{staging}/{name}", "rb") as file:
@@ -97,8 +99,8 @@ def _thin_members(path: str) -> set[str]:
             return set()
         names = b""
         while header := file.read(60):
-            # Only the tables of symbols and of names have contents here. "/12" is a member, whose
-            # name is at 12 in the table of names.
+            # In a thin archive, only the tables of symbols and of names have contents. A header
+            # "/12" is that of a member, whose name begins at byte 12 of the table of names.
             if header.startswith(b"/") and not header[1:2].isdigit():
                 size = int(header[48:58])
                 content = file.read(size + size % 2)
@@ -126,7 +128,10 @@ def _text_of(path: str) -> str:
 
 
 def _path_of(staging: str, name: str) -> str:
-    """Return the path of a file that a tool names, perhaps quoted for make; "" if none exists."""
+    """Return the path of a file that a tool names; "" if none exists.
+
+    Some tools quote names for make, some only the dollar signs, and some quote nothing.
+    """
     without_dollars = name.replace("$$", "$")
     unquoted = re.sub(r"\\(?=[ \t#:])", "", name).replace("$$", "$")
     for spelling in (unquoted, without_dollars, name):

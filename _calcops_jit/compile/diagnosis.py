@@ -34,9 +34,9 @@ _COMPILER_ERROR = (
     r"^(?P<at>[^\s:(][^:(\n]*(?::\d+(?::\d+)?|\(\d+\)))\s*: (?:fatal )?error\s*(?:#[\w-]+)?: .+"
     r"(?:\n *\d* \| .*){0,4}"
 )
-# How compilers name the source lines that lead to an error in a header. g++ prints some before the
-# error. g++, clang and nvcc print others after it. The #include lines come before it. In each
-# group, the line nearest to the error is the first.
+# Lines in which compilers name the source lines that led to an error in a header. g++ prints those
+# of _LED_BEFORE before the error. g++, clang and nvcc print those of _LED_AFTER after the error,
+# and those of _INCLUDED before it. Of several such lines, the first is the nearest to the error.
 _LED_BEFORE = (
     r"^(?P<file>\S.*?):(?P<line>\d+)(?::\d+)?: +"
     r"(?:recursively required|required|in .constexpr. expansion)"
@@ -46,7 +46,7 @@ _LED_AFTER = (
     r"|^ +instantiation of .* at line (?P<row>\d+) of (?P<unit>\S+)"
 )
 _INCLUDED = r"^(?:In file included)? +from (?P<file>\S.*?):(?P<line>\d+)(?::\d+)?[,:]"
-# Flags after which a compiler writes no object, or another file.
+# Flags with which a compiler writes no object, or writes it to another path.
 _OUTPUT = re.compile(r"-(?:o.*|c|S|E|MM?|fsyntax-only|-?ptx|-?cubin|-?fatbin|-?preprocess)$")
 KILLED = "the compiler was killed"  # the beginning of this cause in causes.txt
 
@@ -92,26 +92,29 @@ def _point_at(what: str, output: str, error: re.Match, request: Request, log: st
             fix += f", for it is compiled as C++; or cc -fPIC -c {file}, "
             fix += "and pass extra_ldflags=['<the .o>']"
         return report(f"{what}: error at {place}", evidence, fix, log)
-    cause = _own_line(output, error, request)
-    if cause is None:
+    own_line = _own_line(output, error, request)
+    if own_line is None:
         return report(f"{what}: error at {place}", evidence, f"less {log}", log)
-    file, line = cause
-    source = [*text_of(file).splitlines(), *[""] * line][line - 1]
+    file, number = own_line
+    lines = text_of(file).splitlines()
+    source = lines[number - 1] if number <= len(lines) else ""
     # The header's long path might leave no room for the message.
     message = re.sub(r"^\S.*/include/(?:c\+\+/[\d.]+/)?", "", evidence[0])
-    evidence = [message, f"{file}:{line}: led to it", f"  {line} | {source}"]
-    return report(f"{what}: error at {file}:{line}", evidence, f"correct {file}:{line}", log)
+    place = f"{file}:{number}"
+    evidence = [message, f"{place}: led to it", f"  {number} | {source}"]
+    return report(f"{what}: error at {place}", evidence, f"correct {place}", log)
 
 
 def _own_line(output: str, error: re.Match, request: Request) -> tuple[str, int] | None:
     """Return (file, line) of the project's code that led to an error in a header."""
-    # The lines between the diagnosis before the error and the error, and between it and the next.
-    diagnosis = r"^.*: (?:error|warning|note): .*$"
-    before = re.split(diagnosis, output[: error.start()], flags=re.MULTILINE)[-1]
+    # The text from the previous message to this error, and from this error to the next.
+    message = r"^.*: (?:error|warning|note): .*$"
+    before = re.split(message, output[: error.start()], flags=re.MULTILINE)[-1]
     after = re.split(r"^.*\berror\b.*: ", output[error.end() :], maxsplit=1, flags=re.MULTILINE)[0]
     for pattern, text in ((_LED_BEFORE, before), (_LED_AFTER, after), (_INCLUDED, before)):
         for match in re.finditer(pattern, text, re.MULTILINE):
             groups = match.groupdict()
+            # nvcc's lines have the groups `unit` and `row`, the others `file` and `line`.
             file = groups.get("unit") or groups["file"]
             if _is_own(file, request):
                 return file, int(groups.get("row") or groups["line"])
@@ -122,7 +125,8 @@ def _is_own(file: str, request: Request) -> bool:
     """Return True if a file is the project's."""
     path = os.path.abspath(file)
     root = f"{request.root.rstrip('/')}/"
-    # The project may be around one of these folders, whose files are not its own, or below one.
+    # Folders of other software. If one of them is in the project, its files are not the project's.
+    # If the project is in one of them, the project's files still are.
     others = [
         request.unfold("@torch"),
         request.unfold("@loader"),
@@ -132,12 +136,14 @@ def _is_own(file: str, request: Request) -> bool:
         "/opt",
     ]
     around = [f"{folder}/" for folder in others if folder and path.startswith(f"{folder}/")]
+    # All these folders and the root contain the file. So a shorter path is farther out.
     return path.startswith(root) and all(len(folder) < len(root) for folder in around)
 
 
 def judge(output: str, request: Request) -> Problem | None:
     """Return the first problem of causes.txt that a tool's output shows."""
-    rows = Path(__file__).with_name("causes.txt").read_text("utf-8").splitlines()[3:]
+    lines = Path(__file__).with_name("causes.txt").read_text("utf-8").splitlines()
+    rows = lines[3:]  # without the comment
     for pattern, explanation in zip(rows[::2], rows[1::2]):
         match = re.search(pattern, output, re.MULTILINE)
         if match:
@@ -158,15 +164,14 @@ def _words(request: Request) -> dict[str, str]:
     }
     tool = next(filter(shutil.which, packages), "conda")
     sudo = "sudo " if os.getuid() and tool != "conda" else ""
+    is_foreign = request.kind == "foreign"
     return {
         "install": f"{sudo}{tool} {packages[tool][0]}",
         "compiler": packages[tool][1],
         "headers": packages[tool][2],
         "python": sys.executable,
         "standard": next((flag for flag in request.cflags if flag.startswith("-std=")), "-std="),
-        "drop": "take out of extra_cflags:"
-        if request.kind == "foreign"
-        else "unset CALCOPS_CFLAGS; it has",
+        "drop": "take out of extra_cflags:" if is_foreign else "unset CALCOPS_CFLAGS; it has",
     }
 
 
@@ -180,7 +185,8 @@ def foresee(request: Request, ninja: str | None) -> Iterator[Problem]:
         evidence = "ninja is neither on PATH nor beside this Python; it runs the compilers"
         fix = f"{sys.executable} -m pip install ninja"
         yield Problem(cause="no ninja", evidence=evidence, fix=fix)
-    flag = f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch._C._GLIBCXX_USE_CXX11_ABI:d}"
+    wrong_abi = 0 if torch._C._GLIBCXX_USE_CXX11_ABI else 1
+    flag = f"-D_GLIBCXX_USE_CXX11_ABI={wrong_abi}"
     if flag in request.cflags:
         evidence = f"{flag} is not what this PyTorch was built with"
         fix = f"{_words(request)['drop']} {flag}"
@@ -243,7 +249,7 @@ def _foresee_outputs(request: Request) -> Iterator[Problem]:
     for option, flags in options.items():
         for flag in filter(_OUTPUT.match, flags):
             if option == "extra_ldflags" and flag.startswith("-o"):
-                continue  # the last -o counts, which is the build's own
+                continue  # harmless: the build's own -o comes later, and the last one counts
             evidence = f"{flag}: the loader chooses which files are compiled and linked, "
             evidence += "and into what"
             fix = f"{_words(request)['drop']} {flag}".replace("extra_cflags", option)
@@ -258,6 +264,11 @@ def _code(text: str) -> str:
 
 def _foresee_cuda(request: Request) -> Iterator[Problem]:
     nvcc = f"{request.cuda.home}/bin/nvcc"
+    yield from _foresee_arches(request, nvcc)
+    yield from _foresee_host_compiler(request, nvcc)
+
+
+def _foresee_arches(request: Request, nvcc: str) -> Iterator[Problem]:
     numbers = re.findall(r"compute_(\d+)", answer(request, nvcc, "--list-gpu-arch"))
     supported = [int(number) / 10 for number in numbers]
     for arch in map(float, re.findall(r"\d+\.\d", cuda.arch_list(request.cuda))):
@@ -270,6 +281,9 @@ def _foresee_cuda(request: Request) -> Iterator[Problem]:
                 evidence=evidence,
                 fix=f"export TORCH_CUDA_ARCH_LIST={nearest}+PTX",
             )
+
+
+def _foresee_host_compiler(request: Request, nvcc: str) -> Iterator[Problem]:
     # The compiler that nvcc runs: PyTorch passes CC to nvcc, whose default is gcc.
     host = compiler_words(request.environment, "CC", "gcc")[0]
     macros = answer(request, host, "-dM", "-E", "-x", "c++", os.devnull)
@@ -287,7 +301,7 @@ def _foresee_cuda(request: Request) -> Iterator[Problem]:
 
 def old_driver(request: Request) -> Problem | None:
     """Return a Problem if the driver is too old for PyTorch's CUDA. CUDA is not initialised."""
-    version = ctypes.c_int()
+    version = ctypes.c_int()  # 13020 is CUDA 13.2
     needed = int((torch.version.cuda or "0").partition(".")[0])
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -312,6 +326,7 @@ def has_headers(request: Request) -> bool:
 
 
 def no_headers(evidence: str, request: Request) -> Problem:
+    """Return the Problem that the compiler does not find Python.h."""
     return Problem(
         cause="Python's headers are missing",
         evidence=evidence,

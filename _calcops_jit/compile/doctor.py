@@ -13,7 +13,7 @@ import torch
 
 from .. import cuda, requests
 from ..cache import folders, store
-from ..request import MACHINE, isa, processor_flag
+from ..request import MACHINE, Request, isa, processor_flag
 from ..ship import prebuilt
 from . import compiler, diagnosis, jobs
 
@@ -22,7 +22,7 @@ class Finding(SimpleNamespace):
     """One requirement of a build, and whether it is met."""
 
     what: str
-    verdict: str  # "ok"; "note": a build works with restrictions; "fail": none works
+    verdict: str  # "ok", "note" (builds succeed with restrictions), or "fail" (no build succeeds)
     evidence: str
     fix: str = ""
 
@@ -37,6 +37,23 @@ def examine() -> Iterator[Finding]:
     except ValueError as error:
         yield Finding(what="CUDA", verdict="fail", evidence=str(error), fix="unset CALCOPS_CUDA")
         return
+    yield from _tools(request)
+    yield _cuda(request)
+    yield _cache()
+    for problem in folders.unreadable():
+        yield Finding(
+            what="shared cache",
+            verdict="note",
+            evidence=problem,
+            fix="chmod -R go+rX it, or take it out of CALCOPS_CACHE_READONLY",
+        )
+    number = os.environ.get("MAX_JOBS") or str(jobs.number())
+    yield Finding(what="compilers at once", verdict="ok", evidence=number)
+    yield _operators(request)
+
+
+def _tools(request: Request) -> Iterator[Finding]:
+    """Yield the problems that a build would have. If none prevents it, yield the tools, too."""
     ninja = compiler.find_ninja()
     failures = list(diagnosis.foresee(request, ninja))
     notes = [diagnosis.old_driver(request)]
@@ -53,42 +70,32 @@ def examine() -> Iterator[Finding]:
         version = diagnosis.answer(request, *request.compiler, "--version")
         yield Finding(what="C++ compiler", verdict="ok", evidence=version.partition("\n")[0])
         yield Finding(what="ninja", verdict="ok", evidence=ninja)
-    if request.cuda.build:
-        evidence = f"{request.cuda.home}, CUDA {request.cuda.version}, "
-        evidence += f"for {cuda.arch_list(request.cuda)}"
-        yield Finding(what="CUDA", verdict="ok", evidence=evidence)
-    else:
-        verdict = "fail" if request.cuda.fatal else "note"
-        yield Finding(
-            what="CUDA", verdict=verdict, evidence=request.cuda.reason, fix=request.cuda.fix
-        )
-    yield _cache()
-    for problem in folders.unreadable():
-        yield Finding(
-            what="shared cache",
-            verdict="note",
-            evidence=problem,
-            fix="chmod -R go+rX it, or take it out of CALCOPS_CACHE_READONLY",
-        )
-    yield Finding(
-        what="compilers at once",
-        verdict="ok",
-        evidence=os.environ.get("MAX_JOBS") or str(jobs.number()),
-    )
+
+
+def _cuda(request: Request) -> Finding:
+    choice = request.cuda
+    if choice.build:
+        evidence = f"{choice.home}, CUDA {choice.version}, for {cuda.arch_list(choice)}"
+        return Finding(what="CUDA", verdict="ok", evidence=evidence)
+    verdict = "fail" if choice.fatal else "note"
+    return Finding(what="CUDA", verdict=verdict, evidence=choice.reason, fix=choice.fix)
+
+
+def _operators(request: Request) -> Finding:
     reasons: list[str] = []
     library = store.find(request, reasons) or prebuilt.find(request, reasons)
     if library:
-        yield Finding(what="operators", verdict="ok", evidence=library.path)
-    else:
-        evidence = reasons[0] if reasons else "not built yet"
-        fix = "python -m calcops_jit build"
-        yield Finding(what="operators", verdict="note", evidence=evidence, fix=fix)
+        return Finding(what="operators", verdict="ok", evidence=library.path)
+    evidence = reasons[0] if reasons else "not built yet"
+    fix = "python -m calcops_jit build"
+    return Finding(what="operators", verdict="note", evidence=evidence, fix=fix)
 
 
 def _supported(
     what: str, version: str, oldest: tuple[int, int], newest: tuple[int, int]
 ) -> Finding:
-    if oldest <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= newest:
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if oldest <= numbers <= newest:
         return Finding(what=what, verdict="ok", evidence=version)
     return Finding(
         what=what,

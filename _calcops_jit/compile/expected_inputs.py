@@ -47,7 +47,8 @@ def _headers(name: str, folders: list[str]) -> list[str]:
 def project_folders(request: Request) -> list[str]:
     """Return the folders that compilers search for headers, without PyTorch's and the system's."""
     words = [*request.cflags, *request.cuda_cflags]
-    folders = [*request.include_paths, *(word[2:] for word in words if word.startswith("-I/"))]
+    folders = list(request.include_paths)
+    folders += [word[2:] for word in words if word.startswith("-I/")]
     for option, value in zip(words, words[1:]):
         if option in ("-I", "-isystem", "-iquote", "-idirafter"):
             folders.append(value)
@@ -57,12 +58,13 @@ def project_folders(request: Request) -> list[str]:
 def in_flags(request: Request, flags: str) -> set[str]:
     """Return the files that flags name, such as linker scripts, plugins and response files.
 
-    The files that response files name are included.
+    Files that response files name are among them.
     """
     files: set[str] = set()
     for word in toolchain.words_of_flags(flags):
         pieces = [word, *re.split("[=,]", word)]
-        for path in {piece[piece.index("/") :] for piece in pieces if "/" in piece}:
+        paths = {piece[piece.index("/") :] for piece in pieces if "/" in piece}
+        for path in paths:
             if path in files or not os.path.isfile(path):
                 continue
             files.add(path)

@@ -30,7 +30,7 @@ rule link
 """
 
 
-# A heap of 1 GiB (in KiB) before GCC's garbage collector runs, which is slow on PyTorch's headers.
+# GCC's garbage collector is slow on PyTorch's headers. It runs only if the heap exceeds 1 GiB.
 _NO_COLLECTOR = "--param=ggc-min-heapsize=1048576 "
 
 
@@ -59,8 +59,10 @@ class Plan(SimpleNamespace):
             name = re.sub(r"[^\w.+-]", "_", os.path.basename(source)) + ".o"
             units[source] = f"{i}.{name}" if name in units.values() else name
         runtime_cflags = ""
-        for source in set(sources).intersection(RUNTIMES):
-            runtime_cflags = _torch_flags(request.unit(source), environment, folder)["cflags"]
+        runtimes = [source for source in sources if source in RUNTIMES]
+        if runtimes:  # one of the two
+            runtime = request.unit(runtimes[0])
+            runtime_cflags = _torch_flags(runtime, environment, folder)["cflags"]
         return Plan(
             units=units,
             cached=cached,
@@ -89,11 +91,12 @@ class Plan(SimpleNamespace):
         for source, target in self.units.items():
             is_for_nvcc = request.cuda.build and source.endswith(CUDA_SUFFIXES)
             rule = "cuda_compile" if is_for_nvcc else "compile"
-            # The source is a variable, not an input, because ninja cannot quote every path.
+            # The source is a variable, not an input of the rule, because ninja cannot quote every
+            # path of an input.
             lines += [f"build {target}: {rule}", f"  source = {_word(source)}"]
             if source in RUNTIMES:
                 lines.append(f"  cflags = {self.runtime_cflags}")
-            # With -fpch-deps, the dependency file has the headers behind the precompiled one.
+            # With -fpch-deps, the dependency file names the headers in the precompiled one.
             if source in self.preambles:
                 lines += [f"  preamble = -include {self.preambles[source]} -fpch-deps"]
         objects = " ".join([*self.cached, *self.units.values()])
@@ -134,11 +137,12 @@ def _torch_flags(request: Request, environment: dict[str, str], folder: str) -> 
     cpp_extension.os.environ = environment | {"TORCH_DONT_CHECK_COMPILER_ABI": "1"}
     cpp_extension.CUDA_HOME = request.cuda.home or None
     cpp_extension.logger.disabled = not request.verbose
-    # Otherwise a second build of this name and these sources would write no ninja file.
+    # torch writes no ninja file if it remembers a build of this name and these sources.
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.clear()
     written = {}
     cpp_extension._write_ninja_file = lambda **options: written.update(options)
     cflags = list(request.cflags)
+    # Only GCC knows this flag of request.BASE.
     if not toolchain.is_gnu(request) and "-fno-gnu-unique" in cflags:
         cflags.remove("-fno-gnu-unique")
     cpp_extension.load(
@@ -151,12 +155,13 @@ def _torch_flags(request: Request, environment: dict[str, str], folder: str) -> 
         build_directory=folder,
         verbose=request.verbose,
         with_cuda=request.cuda.build,
-        # A "standalone" program with -shared is a library without libtorch_python that torch does
-        # not load. The loader loads it later, after it has verified the bytes.
+        # With -shared, a "standalone" program is a library without libtorch_python. torch does not
+        # load it. The loader does so later, after it has verified the bytes.
         is_python_module=False,
         is_standalone=True,
     )
     unwanted = dependency_files.FLAGS
+    # A wheel's library finds PyTorch by the rpaths with $ORIGIN of _linking(), wherever it is.
     if request.origin:
         unwanted += r"|-Wl,-rpath,/\S+"
     flags = {}
@@ -175,7 +180,8 @@ def _cpp_extension() -> types.ModuleType:
     """
     private_os = types.ModuleType("os")
     vars(private_os).update(vars(os))
-    # If the import of cpp_extension finds a toolkit, it looks for a GPU, which initialises CUDA.
+    # With an empty CUDA_PATH, the import of cpp_extension looks for no toolkit. If it found one, it
+    # would look for a GPU, which initialises CUDA.
     private_os.environ = {"CUDA_PATH": ""}
     private_os.getenv = lambda name, default=None: private_os.environ.get(name, default)
 

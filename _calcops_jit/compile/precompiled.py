@@ -1,8 +1,9 @@
 """Precompiled headers: a source that is edited again and again parses PyTorch's headers only once.
 
 The `#include <...>` lines with which a source begins are its *preamble*. After the first edit of
-the source, a background process of lowest priority, which outlives this one, lets GCC compile the
-preamble. The result is cached like an object. It is used until a header behind it changes.
+the source, a background process compiles the preamble with GCC. The process has the lowest priority
+and outlives this one. The result is cached like an object. It is used until one of its headers
+changes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _INCLUDE = rb"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>[ \t]*$"
 _PYTORCH = re.compile(r"<(?:torch|ATen|c10)/")
 # With these flags, GCC ignores a precompiled header, or the compiled source would be different.
 _UNFIT = re.compile(r"(?<!\S)-(?:include|imacros|save-temps|no-integrated-cpp|fplugin|fmodules)")
-# The child that goes on is in a session of its own, and its parent ends at once.
+# The parent ends at once, so that nobody waits for it. The child goes on in a session of its own.
 _BACKGROUND = """
 import os, pickle, sys
 if os.fork(): os._exit(0)
@@ -46,12 +47,14 @@ precompiled.make(*pickle.load(sys.stdin.buffer))
 def preamble(text: bytes, folders: list[str]) -> str:
     """Return the `#include <...>` lines with which a source begins; "" if none is PyTorch's.
 
-    They end before the first header in `folders`, the project's, which may have no include guard.
+    They end before the first header in `folders`, which are the project's. Its headers may have no
+    include guards.
     """
     names: list[str] = []
-    plain, *continued = re.split(_CONTINUED, text, maxsplit=1)
-    if continued:  # without the line that goes on in the next one
-        plain = plain.rpartition(b"\n")[0]
+    continuation = re.search(_CONTINUED, text)
+    plain = text
+    if continuation:  # only the lines before the one that goes on in the next line
+        plain = text[: continuation.start()].rpartition(b"\n")[0]
     for line in re.sub(_COMMENT, b" ", plain, flags=re.DOTALL).splitlines():
         if not line.strip():
             continue
@@ -78,13 +81,13 @@ def _shorter(text: str) -> str:
 def strangers(request: Request, read: set[str]) -> set[str]:
     """Return the headers that must not be precompiled.
 
-    PyTorch's, the loader's, the compiler's and the distribution's headers may be. Others may have
-    no include guard, and may have other contents in another checkout.
+    The headers of PyTorch, the loader, the compiler and the distribution may be precompiled. Others
+    may have no include guards, or other contents in another checkout.
     """
     path = request.environment.get("PATH", os.defpath)
-    word = [word for word in request.compiler if not word.startswith("-")][-1]
-    compiler = shutil.which(word, path=path)
-    if not compiler:  # the word belongs to a flag
+    words = [word for word in request.compiler if not word.startswith("-")]
+    compiler = shutil.which(words[-1], path=path)
+    if not compiler:  # the last word is the value of a flag
         return read
     folders = [f"{request.unfold('@torch')}/include", request.unfold("@python")]
     folders += _compilers_folders(compiler, path)
@@ -111,7 +114,10 @@ def _compilers_folders(compiler: str, path: str) -> list[str]:
 
 
 def _unit(request: Request, text: str) -> Request:
-    """Return the Request of a precompiled preamble. Libraries with the same flags share it."""
+    """Return the Request of a precompiled preamble.
+
+    Libraries of other names share the preamble if their other flags are the same.
+    """
     unit = request.unit(f"preamble.{closure.digest(text.encode())[:16]}.h")
     unit.cflags = tuple(
         flag for flag in unit.cflags if not flag.startswith("-DTORCH_EXTENSION_NAME=")
@@ -142,15 +148,17 @@ class Preambles:
                 continue
             if not self._use(request, folder, source, text) and edited:
                 self._missing = self._missing or text
-            # Another source may begin with some of the same lines.
-            while source not in self.used and (text := _shorter(text)):
+            # The cache may have the preamble of another source, which begins with fewer lines.
+            text = _shorter(text)
+            while text and source not in self.used:
                 self._use(request, folder, source, text)
+                text = _shorter(text)
 
     def _use(self, request: Request, folder: str, source: str, text: str) -> bool:
-        """Make a source use a precompiled preamble. Return False if there is none."""
+        """Make a source use a precompiled preamble. Return False if the cache has none."""
         unit = _unit(request, text)
         name = unit.sources[0]
-        if name not in self.used.values():  # finding it means hashing some hundreds of MB
+        if name not in self.used.values():  # store.find() hashes some hundreds of MB
             generation = store.find(unit)
             if not generation:
                 return False
@@ -165,15 +173,16 @@ class Preambles:
     ) -> None:
         """Start the background process for the missing header.
 
-        It needs a second processor and room on the disk. `slot` is the library's; `cflags`,
-        `environment` and `jobs` are those of its units.
+        It is started only if there are a second processor and room on the disk. `slot` is the
+        library's. `cflags`, `environment` and `jobs` are those of its units.
         """
         if not self._missing or jobs < 2 or shutil.disk_usage(slot).free < _ROOM:
             return
         program = os.path.basename(os.path.realpath(sys.executable or ""))
-        if not program.startswith("python"):  # but another program, which embeds Python
+        if not program.startswith("python"):  # a program that embeds Python may not know -c
             return
-        if folders.is_last_resort(os.path.dirname(slot)):  # which is removed with this process
+        cache = os.path.dirname(slot)
+        if folders.is_last_resort(cache):  # this folder is removed when this process ends
             return
         package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         paths = [os.path.dirname(package), os.path.dirname(os.path.dirname(torch.__file__))]
@@ -183,7 +192,7 @@ class Preambles:
             contextlib.suppress(OSError),
             subprocess.Popen([sys.executable, "-c", _BACKGROUND, *paths], **options) as process,
         ):
-            arguments = request, os.path.dirname(slot), self._missing, cflags, environment
+            arguments = (request, cache, self._missing, cflags, environment)
             process.communicate(pickle.dumps(arguments))
 
     def close(self) -> None:
@@ -195,12 +204,16 @@ class Preambles:
 def make(
     request: Request, folder: str, text: str, cflags: str, environment: dict[str, str]
 ) -> None:
-    """Precompile a preamble, without its last lines if these lead to a header in strangers().
+    """Precompile a preamble, without its last lines if these include a header in strangers().
 
-    The cache `folder` gets the result, unless another process is making it or removed the folder.
+    The result goes into the cache folder `folder`. Nothing is made if another process is making the
+    same, or if the folder is gone.
     """
     os.nice(19)
-    while text and _make(request, folder, text, cflags, environment):
+    while text:
+        has_stranger = _make(request, folder, text, cflags, environment)
+        if not has_stranger:
+            break
         text = _shorter(text)
 
 
@@ -222,15 +235,18 @@ def _make(
         with locks.stage(slot) as stage:
             name = unit.sources[0]
             _write(f"{stage}/{name}", text)
+
             flag_files = expected_inputs.in_flags(request, cflags)
             before = recording.Before(stage, set(flag_files))
+
+            # The name of a library is not among the flags: see _unit().
             flags = re.sub(r"(?<!\S)-DTORCH_EXTENSION_NAME=\S+", "", cflags).replace("$$", "$")
             options = {
                 "cwd": stage,
                 "env": environment | {locks.MARK: stage},
                 "stdin": subprocess.DEVNULL,
             }
-            # Preprocessing lists the headers in much less time than compiling takes.
+            # First find strangers by preprocessing, which takes much less time than compiling.
             preprocess = f"-E -MD -MF {name}.o.d -MT {name}.o -o {os.devnull}"
             compile_ = f"-MD -MF {name}.o.d -o {name}.o"
             for step in (preprocess, compile_):
@@ -243,6 +259,7 @@ def _make(
                 )
                 if strangers(request, read):
                     return True
+
             recorder = recording.Recorder(unit, toolchain.search(unit, cflags), before)
             others = flag_files | toolchain.tools(request, cflags, "cc1plus", "as")
             unrun = toolchain.unrun(request, cflags, "cc1plus", "as")

@@ -13,17 +13,19 @@ from ..cache import closure
 from ..request import Request
 from .dependency_files import undetermined
 
-# __has_include(<name>), __has_include("name") and the like. No group matches a macro's name.
+# __has_include(<name>), __has_include("name") and the like. Both groups are empty if a macro holds
+# the name.
 _TEST = rb"__has_(?:include(?:_next)?|embed)\b(?:\s*\(\s*(?:<([^>\n]+)>|\"([^\"\n]+)\"))?"
-# The path of a file that was read ends with the name in the #include line, except in two cases:
-# "../a.h", and a name with two folders that a macro holds.
+# Names in #include lines that the paths of the read files do not show. Usually, such a path ends
+# with the name. The exceptions are "../a.h", and a name with two folders that a macro holds.
 _UPWARDS = rb"[<\"]([^<>\"\n]*\.\./[^<>\"\n]*)[>\"]"
 _BY_MACRO = rb"#\s*define\s+\w+\s+[<\"]([^<>\"\n]+/[^<>\"\n]+/[^<>\"\n]+)[>\"]"
 _COMMENT = rb"/\*.*?\*/|//[^\n]*"
-# Stands for an unknown name that a macro holds. Then no new name may appear in a searched folder.
+# Stands for an unknown name that a macro holds. If a closure has it, the names in the project's
+# folders must stay the same.
 ANY_NAME = "*"
-# Files that an earlier attempt of a build read unexpectedly. If only a clock could show whether
-# such a file changed during the build, the build is repeated. Then the file is expected.
+# Files that an earlier attempt of a build read unexpectedly, and that may have changed during the
+# build. The build is repeated, and then expects them.
 _unforeseen: set[str] = set()
 
 
@@ -31,8 +33,8 @@ class Before:
     """The inputs of a build before the compilers run, to compare with those after they ran.
 
     Contents are compared, not times, because the clock of another machine's disk may be ahead or
-    behind. Times decide only about files that were not expected, and only if they are of this
-    machine's clock or nobody edits the files.
+    behind. Times decide only about files that were not expected: those on the disk of the private
+    folder, and those of PyTorch and the system, which nobody edits.
     """
 
     def __init__(self, staging: str, paths: set[str]):
@@ -52,41 +54,41 @@ class Before:
         self.looked = time.time_ns()
 
     def is_changed(self, path: str, stamp: bytes, digest: str) -> bool:
-        """Return True if a file is known to be another than before."""
+        """Return True if a file is known to have changed since the build began."""
         return path in self._files and self._files[path] != (stamp, digest)
 
     def is_unchanged(self, path: str, stamp: bytes, digest: str, theirs: bool) -> bool:
-        """Return True if a file is known to be the same as before."""
+        """Return True if a file is known to be the same as when the build began."""
         if path in self._files:
             return self._files[path] == (stamp, digest)
         is_known_clock = theirs or os.stat(path).st_dev == self._device
         return is_known_clock and closure.changed_ns(stamp) <= self._start_ns
 
     def is_new(self, folder: str, name: str) -> bool:
-        """Return True if a name came into a folder of the project while the compilers ran."""
+        """Return True if a name appeared in a folder of expected files after the build began."""
         names = self._folders.get(folder)
         return names is not None and name.partition("/")[0] not in names
 
     def stamp_to_store(self, path: str, stamp: bytes, theirs: bool) -> bytes:
-        """Return the stamp for the closure: a young one if another change may leave `stamp`.
+        """Return the stamp for the closure: young(stamp) if another change may leave `stamp`.
 
-        `theirs` says that the file is PyTorch's or the system's.
+        `theirs`: the file is PyTorch's or the system's.
         """
         if theirs:
             is_settled = closure.is_old(stamp, time.time_ns())
-        else:  # the clock of a project's disk may be wrong, so the stamp must be seen twice
+        else:  # a project's disk may have a wrong clock: two reads, a tick apart, must see `stamp`
             before = self._files.get(path, (b"",))[0]
             is_settled = before == stamp and closure.is_long_ago(self.looked)
         return stamp if is_settled else closure.young(stamp)
 
 
 class _Absent:
-    """Names and paths that are collected while a closure is made."""
+    """What the search for headers and libraries did not find, or passed without reading."""
 
     def __init__(self):
         self.names: dict[str, set[str]] = {}  # {existing folder: names that must not appear in it}
-        # Existing paths that a search for headers passes, but that were not read: folders, links to
-        # nothing, other files.
+        # Existing paths that the search passes but nothing reads: folders, links to nothing, other
+        # files.
         self.unread: list[str] = []
 
 
@@ -129,14 +131,16 @@ class Recorder:
             self._expect_nothing_new(absent, folders)
         self._expect_theirs(absent, read, self._names_of(theirs, folders), folders)
         for folder, name in unused:
-            if not self._expect(absent, folder, name) and not os.path.isfile(f"{folder}/{name}"):
-                absent.unread.append(f"{folder}/{name}")
+            path = f"{folder}/{name}"
+            if not self._expect(absent, folder, name) and not os.path.isfile(path):
+                absent.unread.append(path)
         # A compiler searches only one of two folders with the same real path. So the real paths of
         # all folders belong to the closure.
         for folder in self._search:
             if not self._is_theirs(f"{folder}/"):
                 absent.unread.append(f"{folder}/.")
-        entries = dict(map(self._young, reversed(absent.unread))) | files
+        unread = dict(map(self._young, reversed(absent.unread)))
+        entries = unread | files
         tools = [self._request.fold(tool) for tool in self._request.tools]
         return closure.Closure.of(entries, tools, self._with_stamps(absent.names), time.time_ns())
 
@@ -155,9 +159,10 @@ class Recorder:
             present = closure.stamp_of(path)
             theirs = self._is_theirs(path)
             stamp = before.stamp_to_store(path, present, theirs)
-            # A young file may have other contents under the stamp of an earlier call.
-            read = content if stamp == present else content.__wrapped__
-            digest, names, has_incbin = read(path, present)
+            # content() remembers its results by stamp. A young file may have changed without
+            # another stamp, so it is read again, by the function without the memory.
+            read_content = content if stamp == present else content.__wrapped__
+            digest, names, has_incbin = read_content(path, present)
             if has_incbin and not is_complete:
                 why = f"{path} has .incbin; only GNU as tells what that reads, and not with -flto"
                 raise undetermined(self._request, why)
@@ -183,13 +188,14 @@ class Recorder:
         conditional: set[str],
         folders: list[str],
     ) -> None:
-        """Note that the project's headers must not appear in any other folder.
+        """Record that the project's headers must not appear in any other folder.
 
-        Not only in an earlier folder: the order of the project's folders differs between the files
-        that include, and between <> and "".
+        A later folder counts, too. The order in which folders are searched depends on the file that
+        includes a header, and on <> or "".
         """
         for name in (names | conditional) - {ANY_NAME}:
-            for folder in [""] if name.startswith("/") else folders:
+            candidates = [""] if name.startswith("/") else folders
+            for folder in candidates:
                 path = f"{folder}/{name}" if folder else name
                 if path in read or self._expect(absent, folder, name):
                     continue
@@ -201,7 +207,7 @@ class Recorder:
     def _expect_theirs(
         self, absent: _Absent, read: set[str], names: set[str], folders: list[str]
     ) -> None:
-        """Note that PyTorch's and the system's headers must not appear in an earlier folder."""
+        """Record that PyTorch's and the system's headers must not appear in an earlier folder."""
         for name in names:
             for folder in folders:
                 path = f"{folder}/{name}"
@@ -214,7 +220,7 @@ class Recorder:
                 absent.unread.append(path)
 
     def _expect_nothing_new(self, absent: _Absent, folders: list[str]) -> None:
-        """Note that no name may appear in the project's folders and their subfolders."""
+        """Record that the names in the project's folders and subfolders must stay the same."""
         for folder in folders:
             if self._is_theirs(f"{folder}/"):
                 continue
@@ -224,7 +230,7 @@ class Recorder:
                 absent.names.setdefault(path, set()).add(closure.listing(path))
 
     def _expect(self, absent: _Absent, folder: str, name: str) -> bool:
-        """Note that folder/name must stay absent. Return False if it exists."""
+        """Record that folder/name must stay absent. Return False if it exists."""
         missing = self._first_missing(folder, name)
         if missing:
             absent.names.setdefault(missing[0], set()).add(missing[1])
@@ -256,9 +262,10 @@ class Recorder:
         return names
 
     def _first_missing(self, folder: str, name: str) -> tuple[str, str] | None:
-        """Return (an existing folder, the name in it that folder/name needs first).
+        """Return (the last existing folder of the path folder/name, the name that it lacks).
 
-        Return None if folder/name exists. (If /a exists but not /a/b, it is (/a, b) for /a/b/c.)
+        For /a/b/c, this is (/a, b) if /a exists but /a/b does not. Return None if folder/name
+        exists.
         """
         name = name.lstrip("/")
         while self._names_in(folder) is None:
@@ -305,8 +312,8 @@ def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
     if b"__has_" in text:
         whole_lines = re.sub(_COMMENT, b" ", text.replace(b"\\\n", b""), flags=re.DOTALL)
         # `#ifdef __has_include` and `defined(__has_include)` test no file.
-        is_defined = rb"(?:#\s*(?:if|un|elif)n?def\s+|\bdefined\s*\(?\s*)\w+"
-        tests = re.sub(is_defined, b"", whole_lines)
+        definition = rb"(?:#\s*(?:if|un|elif)n?def\s+|\bdefined\s*\(?\s*)\w+"
+        tests = re.sub(definition, b"", whole_lines)
         for angled, quoted in re.findall(_TEST, tests):
             names.add(os.fsdecode(angled or quoted) or ANY_NAME)
     upwards = re.findall(_UPWARDS, text) if b"../" in text else []
@@ -325,6 +332,6 @@ def read_ahead(request: Request, closures: Iterable[closure.Closure]) -> None:
         path = request.unfold(folded)
         stamp = closure.stamp_of(path)
         with contextlib.suppress(closure.Changed, OSError):
-            # A younger file may change and leave the same stamp, so that the result is wrong.
+            # A younger file may change and keep its stamp. Then the remembered result is wrong.
             if closure.is_old(stamp, time.time_ns()):
                 content(path, stamp)

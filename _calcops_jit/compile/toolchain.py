@@ -31,8 +31,8 @@ def words_of_flags(flags: str) -> list[str]:
 def search(request: Request, flags: str) -> list[str]:
     """Return the folders in which a compiler looks for headers, in order.
 
-    Folders that it ignores come first: those that do not exist, and second names of a folder. The
-    compiler does not print their places, so they might come before all others.
+    The folders that it ignores come first: those that do not exist, and second names of a folder.
+    They may belong before all others, because the compiler does not print their places.
     """
     words = words_of_flags(flags)
     without_files = [word for word in words if not word.startswith("-save-temps")]
@@ -56,10 +56,13 @@ def searched_folders(output: str) -> list[str]:
 
 
 def tools(request: Request, flags: str, *parts: str) -> set[str]:
-    """Return the compilers, their `parts` such as cc1plus, and the programs that scripts name."""
+    """Return the compilers and their `parts`, such as cc1plus.
+
+    If one of them is a script, the programs that it names are returned, too.
+    """
     programs = set(request.tools)
     for part in parts:
-        program = ask(request, *_choice(flags), f"-print-prog-name={part}").strip()
+        program = ask(request, *_folder_flags(flags), f"-print-prog-name={part}").strip()
         path = shutil.which(program, path=request.environment.get("PATH"))
         if path:
             programs.add(os.path.realpath(path))
@@ -87,7 +90,7 @@ def cuda_tools(request: Request) -> set[str]:
 
 
 def quick_linker(request: Request) -> str:
-    """Return the flag for lld or gold; "" if neither is installed, or flags choose a linker."""
+    """Return the flag for lld or gold; "" if neither is installed, or flags concern the linker."""
     ldflags = words_of_flags(" ".join(request.ldflags))
     others = words_of_flags(" ".join([*request.compiler, *request.cflags, *request.cuda_cflags]))
     if any(map(_ABOUT_LINKERS.match, [*ldflags, *others])):
@@ -103,9 +106,9 @@ def quick_linker(request: Request) -> str:
 
 
 def unlinked(request: Request, flags: str, linked: set[str]) -> list[tuple[str, str]]:
-    """Return (folder, name) for all places in which the linker looks for libraries.
+    """Return (folder, name) for every path at which the linker looks for a library.
 
-    A file that appears in one of them may be linked in place of the present one. For -lfoo, the
+    A file that appears at such a path may be linked in place of the present one. For -lfoo, the
     names are libfoo.so and libfoo.a.
 
     Args:
@@ -122,7 +125,7 @@ def unlinked(request: Request, flags: str, linked: set[str]) -> list[tuple[str, 
         if not closure.is_theirs(request.fold(path)):
             in_script = re.findall(r"[^\s(),\"]+", _script(path))
             names += filter(re.compile(r"^[^/-][^/]*\.(?:a|o|so[.\d]*)$").search, in_script)
-            words += in_script
+            words += in_script  # such as -lfoo and SEARCH_DIR=/folder
     folders += _values(words, "-L", "--library-path", "SEARCH_DIR")
     for value in filter(None, _values(words, "-l", "--library")):
         if value.startswith(":"):  # -l:name
@@ -134,7 +137,7 @@ def unlinked(request: Request, flags: str, linked: set[str]) -> list[tuple[str, 
 
 
 def unrun(request: Request, flags: str, *parts: str) -> list[tuple[str, str]]:
-    """Return (folder, name) for all places in which the compiler looks for these parts."""
+    """Return (folder, name) for every path at which the compiler looks for one of these parts."""
     folders = [
         *request.environment.get("COMPILER_PATH", "").split(":"),
         *_searched(request, flags, "programs"),
@@ -144,20 +147,21 @@ def unrun(request: Request, flags: str, *parts: str) -> list[tuple[str, str]]:
 
 def _searched(request: Request, flags: str, kind: str) -> list[str]:
     """Return the folders in which the compiler looks for its "programs" or for "libraries"."""
-    output = ask(request, *_choice(flags), "-print-search-dirs")
+    output = ask(request, *_folder_flags(flags), "-print-search-dirs")
     listed = re.search(rf"^{kind}: =(.*)$", output, re.MULTILINE)
     return [folder.rstrip("/") for folder in listed[1].split(":")] if listed else []
 
 
-def _choice(flags: str) -> list[str]:
+def _folder_flags(flags: str) -> list[str]:
     """Return those flags that determine the folders of the compiler's parts and libraries."""
     words = _words_of_tools(words_of_flags(flags))
     folders = [f"-B{folder}" for folder in _values(words, "-B")]
-    return [*folders, *(word for word in words if word.startswith(("--sysroot", "-specs")))]
+    others = [word for word in words if word.startswith(("--sysroot", "-specs"))]
+    return folders + others
 
 
 def _words_of_tools(words: list[str]) -> list[str]:
-    """Return words in which @file, -Wl,word and -Wa,word are replaced by the words behind them."""
+    """Return words in which @file, -Wl,word and -Wa,word are replaced by what they stand for."""
     expanded = []
     for word in words:
         if word.startswith(("-Wl,", "-Wa,")):
@@ -170,7 +174,7 @@ def _words_of_tools(words: list[str]) -> list[str]:
 
 
 def _values(words: list[str], *options: str) -> list[str]:
-    """Return the values of options: the rest of a word, or else the next word."""
+    """Return the values of options: `/a` of `-L/a`, `-L=/a` and `-L /a`."""
     values = []
     for word, following in zip(words, [*words[1:], ""]):
         for option in options:

@@ -25,17 +25,17 @@ namespace calcops {
 ///              atom, 1/length.
 /// nghost       0 to 2^40. Number of ghost atoms.
 /// neighbor_index  [B, n + nghost + n*K] from neighbor_index(list_neigh, nghost); int32. Or None. It
-///              saves CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
-///              Results are the same bit for bit. The index of another list gives wrong forces on
-///              CUDA; with CALCOPS_CHECK=1 it is an error on either device.
+///              spares CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
+///              Results are the same bit for bit with and without it. With the index of another list,
+///              forces are wrong on CUDA. With CALCOPS_CHECK=1 it is an error on either device.
 ///
 /// Returns
 /// force        [B, n + nghost, 3]; like dE. Energy/length.
 ///
 /// Each filled slot is a pair of the row's atom and the atom that the slot names. The pair puts the
 /// force g = sum_c dE[c] Ri_d[c, :] on the named atom, and -g on the row's atom. F_a is the sum of g
-/// over the slots that name atom a, minus the sum of g over the slots in row a. Add the rows of
-/// ghosts to the atoms that they are images of.
+/// over the slots that name atom a, minus the sum of g over the slots in row a. The caller adds the
+/// force on a ghost to the atom of which it is an image.
 ///
 /// Differentiable to any order in dE and Ri_d, in reverse and in forward mode. The values of dE and
 /// Ri_d in an empty slot are never used, and every derivative there is exactly 0. Deterministic.
@@ -73,9 +73,9 @@ namespace calcops {
 /// Rij          [B, n, K, 3]; like dE. r_j - r_i, length.
 /// nghost       0 to 2^40. Number of ghost atoms.
 /// neighbor_index  [B, n + nghost + n*K] from neighbor_index(list_neigh, nghost); int32. Or None. It
-///              saves CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
-///              Results are the same bit for bit. The index of another list gives wrong forces on
-///              CUDA; with CALCOPS_CHECK=1 it is an error on either device.
+///              spares CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
+///              Results are the same bit for bit with and without it. With the index of another list,
+///              forces are wrong on CUDA. With CALCOPS_CHECK=1 it is an error on either device.
 ///
 /// Returns
 /// force        [B, n + nghost, 3]; like dE. Energy/length.
@@ -87,7 +87,8 @@ namespace calcops {
 /// -virial / volume.
 ///
 /// Differentiable to any order in dE, Ri_d and Rij through all three outputs, in reverse and in
-/// forward mode. Empty slots, wrong entries and determinism: as for calcops::force.
+/// forward mode. Empty slots, wrong entries and determinism: as for calcops::force. On CUDA, the
+/// atom_virial of an atom and the virial of its frame become NaN with its force.
 inline std::tuple<at::Tensor, at::Tensor, at::Tensor> force_virial(
     const at::Tensor& list_neigh,
     const at::Tensor& dE,
@@ -114,10 +115,10 @@ namespace calcops {
 ///                transposed, is not copied on the CPU.
 /// natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
 /// edge_order     [natoms + 2E] from edge_order(edge_index, natoms), made where absent on CUDA; int32.
-///                Or None: then each call on CUDA sorts the edges itself. CPU kernels ignore it. The
-///                order of another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it is an
-///                error on either device. It needs E < 2^30: torch.export needs a dynamic E as
-///                Dim("E", max=2**30 - 1).
+///                None: each call on CUDA sorts the edges itself. CPU kernels ignore this argument.
+///                With the edge_order of another graph, forces are wrong on CUDA. With
+///                CALCOPS_CHECK=1 it is an error on either device. E must be below 2^30, as for
+///                calcops::edge_order.
 ///
 /// Returns
 /// force          [natoms, 3]; like edge_gradient. Energy/length.
@@ -128,9 +129,9 @@ namespace calcops {
 /// Differentiable to any order in edge_gradient, in reverse and in forward mode. The values of a
 /// masked edge are never used, and every derivative there is exactly 0. Deterministic.
 ///
-/// An entry < -1 or >= natoms is an error on the CPU. On CUDA the forces on the edge's atoms become
-/// NaN. With CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call then waits
-/// for the GPU.
+/// An entry < -1 or >= natoms is an error on the CPU. On CUDA the force on the atom at the edge's
+/// other end becomes NaN, or that on atom 0 if neither entry names an atom. With CALCOPS_CHECK=1 in
+/// the environment it is an error on CUDA too, but each call then waits for the GPU.
 inline at::Tensor edge_force(
     const at::Tensor& edge_index,
     const at::Tensor& edge_gradient,
@@ -160,10 +161,10 @@ namespace calcops {
 /// nframes        0 to 2^40; 1 where absent. Number of frames, at least 1 where batch is None and there
 ///                are atoms.
 /// edge_order     [natoms + 2E] from edge_order(edge_index, natoms), made where absent on CUDA; int32.
-///                Or None: then each call on CUDA sorts the edges itself. CPU kernels ignore it. The
-///                order of another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it is an
-///                error on either device. It needs E < 2^30: torch.export needs a dynamic E as
-///                Dim("E", max=2**30 - 1).
+///                None: each call on CUDA sorts the edges itself. CPU kernels ignore this argument.
+///                With the edge_order of another graph, forces are wrong on CUDA. With
+///                CALCOPS_CHECK=1 it is an error on either device. E must be below 2^30, as for
+///                calcops::edge_order.
 ///
 /// Returns
 /// force          [natoms, 3]; like edge_gradient. Energy/length.
@@ -174,7 +175,9 @@ namespace calcops {
 /// a frame. atom_virial gives each edge's term to the neighbour j. Stress is -virial / volume.
 ///
 /// Differentiable to any order in edge_gradient and edge_vec through all three outputs, in reverse
-/// and in forward mode. Masked edges, wrong entries and determinism: as for calcops::edge_force.
+/// and in forward mode. Masked edges, wrong entries and determinism: as for calcops::edge_force. On
+/// CUDA, the atom_virial of an atom and the virial of its frame become NaN with its force. A wrong
+/// frame in `batch` makes the virials of all frames NaN there.
 inline std::tuple<at::Tensor, at::Tensor, at::Tensor> edge_force_virial(
     const at::Tensor& edge_index,
     const at::Tensor& edge_gradient,
@@ -201,10 +204,12 @@ namespace calcops {
 ///
 /// Edge e has two ends: number e at its centre, number E + e at its neighbour.
 ///
-/// Returns int32 [natoms + 2E], E < 2^30 (for torch.export Dim("E", max=2**30 - 1)), in two parts.
-/// The second part [2E] has the ends in groups: those at atom 0, those at atom 1 and so on, each
-/// group in rising order. -1 stands at its close for both ends of every edge that is masked or wrong.
-/// The first part [natoms] has, for each atom, the position in the second part just behind its group.
+/// Returns int32 [natoms + 2E] in two parts. The second part [2E] has the ends in groups: those at
+/// atom 0, those at atom 1 and so on, each group in rising order. Behind the last group, -1 stands
+/// for both ends of every edge that is masked or wrong. The first part [natoms] has the end of each
+/// atom's group: the position in the second part just behind the group.
+///
+/// E must be below 2^30. torch.export needs this bound of a dynamic E: Dim("E", max=2**30 - 1).
 inline at::Tensor edge_order(
     const at::Tensor& edge_index,
     c10::SymInt natoms) {
@@ -217,17 +222,19 @@ inline at::Tensor edge_order(
 }  // namespace calcops
 
 namespace calcops {
-/// Sums over neighbours of B-splines times environment rows, for embedding nets that are splines.
+/// Sums over neighbours of environment-matrix rows times B-splines, for spline embedding nets.
 ///
 /// d           [n, K, 3]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA.
 ///             Vectors from each atom to its neighbours, in any order.
 /// kind        [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
 ///             pair, such as the neighbour's type; -1: an empty slot, anywhere.
-/// davg        [kinds, 4]; float32 or float64 read as float64. Is subtracted from the rows.
-/// dstd        [kinds, 4]; float32 or float64 read as float64. Divides the difference.
+/// davg        [kinds, 4]; float32 or float64 read as float64. Mean of the rows, subtracted in R
+///             (below).
+/// dstd        [kinds, 4]; float32 or float64 read as float64. Standard deviation of the rows, the
+///             divisor in R (below).
 /// grid        [kinds, 2]; float32 or float64 read as float64. First and last value of R[0] that the
-///             B-splines' cells cover, for each kind. There are (functions - 5) cells of equal width,
-///             for "cubic" (functions - 3).
+///             cells of the B-splines cover, for each kind. There are (functions - 5) cells of equal
+///             width, or (functions - 3) if `spline` is "cubic".
 /// functions   6 to 2^20. Number of B-splines of each kind.
 /// rcut_smth   Distance at which the switch w begins to fall.
 /// rcut        Cutoff distance, at which w is 0; rcut > rcut_smth >= 0.
@@ -244,13 +251,14 @@ namespace calcops {
 ///
 /// B_b are uniform B-splines. Outside the grid they continue as straight lines.
 ///
-/// Take M functions of R[0] that are splines with the coefficients C [kinds*functions, M]. Then
-/// P.flatten(2) @ C [n, 4, M] are the sums of R[a] times these functions, and nothing of the size
-/// n*K*M is stored. On a CPU, matrix_product(P.view(-1, len(C)), C).view(n, 4, M) is often faster.
+/// The sums for an embedding net follow from P. Let the net's M outputs be splines of R[0], with the
+/// coefficients C [kinds*functions, M]. Then P.flatten(2) @ C [n, 4, M] are the sums of R[a] times
+/// these outputs. Nothing of the size n*K*M is stored. On a CPU,
+/// matrix_product(P.view(-1, len(C)), C).view(n, 4, M) is often faster.
 ///
 /// An empty slot and a pair at rcut or beyond add exactly nothing, whatever values they have, and
-/// their gradients are exactly 0. (In DeePMD-kit an empty slot adds R = -davg/dstd; here the caller
-/// adds it.) Two atoms in one place make the sums of their kind NaN or infinite.
+/// their gradients are exactly 0. (In DeePMD-kit an empty slot has the row R = -davg/dstd. Here the
+/// caller adds its term.) Two atoms in one place make the sums of their kind NaN or infinite.
 ///
 /// Differentiable up to order 15 in d, in reverse and in forward mode; not in davg, dstd and grid.
 /// Deterministic: computed in float64 and summed in the order of the slots.
@@ -277,7 +285,7 @@ inline at::Tensor environment_spline(
 }  // namespace calcops
 
 namespace calcops {
-/// Product of a matrix of many rows by a small one, x @ weights, as in the layers of nets.
+/// Product of a matrix of many rows by a small one, x @ weights, as in layers of neural nets.
 ///
 /// x        [N, K]; float32 or float64; N*M < 2^40 results on CUDA. The matrix of many rows.
 /// weights  [K, M]; like x. The small matrix. It should fit into the processor's cache.
@@ -285,10 +293,11 @@ namespace calcops {
 /// Returns
 /// result   [N, M]; like x.
 ///
+/// The operator is made for CPUs. The CUDA kernel is a plain tiled one.
+///
 /// Differentiable to any order in both, in reverse and in forward mode. Each result is summed in the
 /// dtype of x and in the order of K: its bits depend neither on the other rows nor on the number of
-/// threads. The gradient for the weights, a sum over all rows, is computed by torch.mm. Made for
-/// CPUs; the CUDA kernel is a plain tiled one.
+/// threads. torch.mm computes the gradient for the weights, which is a sum over all rows.
 inline at::Tensor matrix_product(
     const at::Tensor& x,
     const at::Tensor& weights) {
@@ -312,10 +321,12 @@ namespace calcops {
 ///              image).
 /// nghost       0 to 2^40. Number of ghost atoms.
 ///
-/// Returns int32 [B, n + nghost + n*K], n*K < 2^31, in two parts. The second part [B, n*K] has the
-/// slots i*K + s in groups: those that name atom 0, those that name atom 1 and so on, each group in
-/// rising order. -1 stands at its end for every slot that names no atom. The first part
-/// [B, n + nghost] has, for each atom, the position in the second part just behind its group.
+/// Slot s of row i has the number i*K + s.
+///
+/// Returns int32 [B, n + nghost + n*K] in two parts. The second part [B, n*K] has the slots in
+/// groups: those that name atom 0, those that name atom 1 and so on, each group in rising order.
+/// Behind the last group, -1 stands for every slot that names no atom. The first part [B, n + nghost]
+/// has the end of each atom's group: the position in the second part just behind the group.
 inline at::Tensor neighbor_index(
     const at::Tensor& list_neigh,
     c10::SymInt nghost = 0) {
@@ -392,8 +403,8 @@ namespace calcops {
 ///                around an image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
 ///                "reflect" b a|a b c d|d c, "wrap" c d|a b c d|a b, "reflect_101" c b|a b c d|c b,
 ///                "transparent": a pixel whose source is outside keeps its value in `destination`.
-/// border_value   one or C values. The v above: a float for all channels, or a list with one for each.
-///                None or [] is 0. It is converted to image's dtype.
+/// border_value   one or C values. The v of border_mode: a float for all channels, or a list with one
+///                for each. None or [] is 0. It is converted to image's dtype.
 /// inverse_map    warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
 /// destination    the shape of result; like image; only where border_mode is "transparent". It is
 ///                copied, not written to.
@@ -403,22 +414,23 @@ namespace calcops {
 /// result         [N, C, height, width], [C, height, width], [N, height, width] or [height, width];
 ///                like image.
 ///
-/// The result has the dimensions of image, and N if warp has it: one image may serve N matrices, and
-/// one matrix N images. Integers are the exact value rounded half to even. float32 is within 2.4e-7
-/// of it for images in [0, 1], within 1e-6 if cubic.
+/// The result has the dimensions of image, and also N if warp has N. One image may serve N matrices,
+/// and one matrix N images. Integers are the exact value rounded half to even. For images in [0, 1],
+/// float32 differs from the exact value by at most 2.4e-7, or 1e-6 if cubic.
 ///
-/// A pixel of the result has no source if a coordinate of its source is not finite or its homogeneous
-/// coordinate is 0. No pixel has a source if warp is zero or not finite, if warp is singular and must
-/// be inverted, or if the image has no pixels. The result is then border_value, or the value in
-/// destination, and the gradients are exactly 0.
+/// The source of a pixel of the result is the position in the image that the matrix gives for the
+/// pixel. There is no source if that position is not finite or its homogeneous coordinate is 0. No
+/// pixel has a source if warp is zero or not finite, if warp is singular and must be inverted, or if
+/// the image has no pixels. A pixel without a source is border_value, or the value in destination,
+/// and its gradients are exactly 0.
 ///
 /// The taps of a pixel are the image's pixels that are weighted and summed. A tap of weight zero is
 /// not used: an identity map keeps NaN and infinity in their pixels.
 ///
 /// Differentiable to any order in a floating image, in warp and in destination, in reverse and in
 /// forward mode. "nearest" is piecewise constant: its gradient for warp is 0. "linear" has a kink at
-/// each pixel centre. Its derivative there is that towards larger x and y, in every border mode. With
-/// "transparent", it is that towards smaller x in the last column and smaller y in the last row.
+/// each pixel centre. Its derivative there is that towards larger x and y. With "transparent", the
+/// last column has that towards smaller x, and the last row that towards smaller y.
 ///
 /// Deterministic on the CPU and on CUDA. Derivatives beyond the first run through ATen and follow
 /// torch.use_deterministic_algorithms. Autocast changes nothing.
@@ -447,19 +459,20 @@ inline at::Tensor warp_perspective(
 }  // namespace calcops
 
 namespace CalcOps {
-/// The caller's centre term plus the force of the pairs on the neighbours, as a list of one tensor.
+/// Force on every atom: the caller's centre term plus the forces of the pairs on the neighbours.
 ///
 /// list_neigh  [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64. As for calcops::force.
 /// dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
 /// Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, 1/length.
-/// F           [B, n, 3]; like dE. The centre term, usually -(dE @ Ri_d) summed over the slots. It is
-///             not changed; its gradient is the identity.
+/// F           [B, n, 3]; like dE. The centre term, usually -(dE @ Ri_d) summed over the slots. The
+///             tensor is not changed.
 /// nghost      None or an integer tensor of one element, which is read on the host. Under
-///             torch.compile, export and vmap call calcops::force instead, whose nghost is an int.
+///             torch.compile, export and vmap, call calcops::force or calcops::force_virial instead,
+///             whose nghost is an int.
 ///
-/// Returns [force [B, n + nghost, 3]], energy/length. The force on an atom is F (0 for ghosts) plus
-/// the sum of g over the slots that name the atom, where g is the force of a pair as in
-/// calcops::force. The tensor shares no memory with F. CalcOps_cuda and CalcOps_cpu hold the same
+/// Returns a list of one tensor, [force [B, n + nghost, 3]], energy/length. The force on an atom is F
+/// (0 for ghosts) plus the sum of g over the slots that name the atom. g is the force of a pair, as
+/// in calcops::force. The tensor shares no memory with F. CalcOps_cuda and CalcOps_cpu hold the same
 /// operator.
 inline std::vector<at::Tensor> calculateForce(
     const at::Tensor& list_neigh,
@@ -483,10 +496,11 @@ namespace CalcOps {
 /// Rij         [B, n, K, 3]; like dE. r_j - r_i, length.
 /// Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, 1/length.
 /// nghost      None or an integer tensor of one element, which is read on the host. Under
-///             torch.compile, export and vmap call calcops::force instead, whose nghost is an int.
+///             torch.compile, export and vmap, call calcops::force or calcops::force_virial instead,
+///             whose nghost is an int.
 ///
-/// Returns the list [virial [B, 9], atom_virial [B, n + nghost, 9]], energy. Element [a][b] is at
-/// 3a + b. CalcOps_cuda and CalcOps_cpu hold the same operator.
+/// Returns the list [virial [B, 9], atom_virial [B, n + nghost, 9]], energy. Element [a][b] of a
+/// virial is at position 3a + b of its row. CalcOps_cuda and CalcOps_cpu hold the same operator.
 inline std::vector<at::Tensor> calculateVirial(
     const at::Tensor& list_neigh,
     const at::Tensor& dE,

@@ -74,8 +74,8 @@ def handles(described: dict[str, str], home) -> dict[str, torch._ops.OpOverloadP
 
     Args:
         described: {operator: schemas and documentation}.
-        home: the object whose attribute a handle is when it is pickled: a Library, or None for the
-            module calcops_jit.
+        home: the object from which an unpickled handle is taken as an attribute: a Library, or
+            None for the module calcops_jit.
     """
     packets = {}
     for name, text in described.items():
@@ -86,7 +86,7 @@ def handles(described: dict[str, str], home) -> dict[str, torch._ops.OpOverloadP
         handle.__doc__ = text
         handle.__signature__ = _signature(handle)
         packets[short] = handle
-        _homes[name] = home or _Package(), short
+        _homes[name] = (home or _Package(), short)
     return packets
 
 
@@ -113,7 +113,7 @@ _homes: dict[str, tuple[object, str]] = {}  # {operator: (Library or _Package, a
 class _Package:
     """The module calcops_jit in a pickle. Unpickling it imports the module."""
 
-    def __getattr__(self, name: str):  # for copy.copy() of a handle, which pickles nothing
+    def __getattr__(self, name: str):  # copy.copy() of a handle does not unpickle this object
         return getattr(importlib.import_module("calcops_jit"), name)
 
     def __reduce__(self):

@@ -36,7 +36,8 @@ class Library:
         self._request = request
 
     def _set_operators(self, path: str, operators: dict[str, torch._ops.OpOverloadPacket]) -> None:
-        for name in [name for name in vars(self) if not name.startswith("_")]:
+        public_names = [name for name in vars(self) if not name.startswith("_")]
+        for name in public_names:
             delattr(self, name)
         self._path = path  # an operator may hide the public attributes
         self._operators = operators
@@ -86,19 +87,19 @@ class Live:
 
     @property
     def permanent_operators(self) -> set[str]:
-        """Return the operators registered while the library was loaded. None can be exchanged."""
+        """Return the operators that were registered without the loader. None can be exchanged."""
         if not self.digest:
             return set()
         return self._described.keys() - self._generations[self.digest].schemas
 
     def has_generation(self, digest: str) -> bool:
-        """Return True if this process has called the generation of a digest."""
+        """Return True if the generation with this digest was registered in this process."""
         return digest in self._generations
 
     def link(self, request: Request, generation: store.Generation) -> Registration:
         """Load a generation into the process without registering its operators.
 
-        BuildError: it cannot replace the present one.
+        BuildError: the generation cannot replace the present one.
         """
         if registration := self._generations.get(generation.manifest.digest):
             os.close(generation.fd)
@@ -156,17 +157,18 @@ def obtain(request: Request, build: bool = True) -> Library | None:
             except BuildError as error:  # this system's C library may be too old for it
                 if not build or _live(request) in _loaded:
                     raise
-                refusals = [" ".join(map(str.strip, str(error).splitlines()[:2]))]
+                lines = str(error).splitlines()[:2]
+                refusals = [" ".join(line.strip() for line in lines)]
         if not build:
             return None
-        if refusals and (library := _with_objects(request)):
-            return library
-        for why in refusals:
+        if refusals:
+            if library := _with_objects(request):
+                return library
             from ..progress import say
 
             say(
                 f"building {request.name} from its sources; "
-                f"what the wheel brings does not fit: {why}"
+                f"what the wheel brings does not fit: {refusals[0]}"
             )
         try:
             return _build(request, reasons)
@@ -189,9 +191,10 @@ def _with_objects(request: Request) -> Library | None:
 def _find(
     request: Request, reasons: list[str], refusals: list[str]
 ) -> tuple[store.Generation | None, store.Generation | None]:
-    """Return (the cache's generation, None), else (None, the wheel's), else (None, None).
+    """Return (generation in the cache, generation in a wheel). At least one is None.
 
-    Why others do not fit is appended: for the cache to `reasons`, for the wheel to `refusals`.
+    If a generation does not fit, the reason is appended: to `reasons` for one in the cache, to
+    `refusals` for one in a wheel.
     """
     try:
         cached = store.find(request, reasons)
@@ -272,18 +275,15 @@ def _build(request: Request, reasons: list[str]) -> Library:
     from ..compile.diagnosis import explain, old_driver
     from ..progress import say
 
+    failure = f"cannot build {request.name}"
     if request.cuda.fatal:
-        raise report(
-            f"cannot build {request.name} for CUDA", [request.cuda.reason], request.cuda.fix
-        )
+        raise report(f"{failure} for CUDA", [request.cuda.reason], request.cuda.fix)
     for unreadable in folders.unreadable():
         say(unreadable)
     try:
         slot, problem = store.writable_slot(request)
     except OSError as error:
-        raise explain(
-            f"cannot build {request.name}", f"no folder can be written: {error}", request
-        ) from None
+        raise explain(failure, f"no folder can be written: {error}", request) from None
     if problem:
         say(f"cannot write {problem}; using {slot} (set CALCOPS_CACHE to choose)")
 
@@ -298,7 +298,7 @@ def _build(request: Request, reasons: list[str]) -> Library:
                 say(str(old.error("what is built for CUDA cannot run here")))
             return compile_and_publish(_publish, request, slot, reasons)
     except OSError as error:
-        raise explain(f"cannot build {request.name}", str(error), request) from None
+        raise explain(failure, str(error), request) from None
 
 
 def _waiting(name: str, holder: Callable[[], tuple[str, float]]):
@@ -343,10 +343,10 @@ def compile_and_publish(publish: Callable, request: Request, slot: str, reasons:
                         "trying again with one at a time"
                     )
                     continue
-                is_first = _live(request) not in _loaded
+                is_reload = _live(request) in _loaded
                 published = publish(request, slot, folder, built, closure)
                 progress.outcome = f"built {request.name} in {progress.seconds():.1f} s"
-            if is_first:  # a reload must be quick
+            if not is_reload:  # a reload must be quick
                 bounds.prune(limit)
             return published
     evidence = "its sources changed again and again while they were compiled"
@@ -356,7 +356,8 @@ def compile_and_publish(publish: Callable, request: Request, slot: str, reasons:
 def _publish(request: Request, slot: str, folder: str, built: str, closure: Closure) -> Library:
     """Load a new library, and put it into the cache if it can be loaded.
 
-    It is loaded from its final place before store.find() finds it: the manifest lists operators.
+    It is loaded from its final place. store.find() finds it only later, when it has a manifest,
+    because the manifest lists the operators that it registers.
     """
     from . import trial
 
@@ -383,7 +384,7 @@ def _warn_of_missing(request: Request, registration: Registration, permanent: se
     from ..progress import say
 
     operators = {name.partition(" ")[0].partition(".")[0] for name in registration.impls}
-    for name in sorted(operators - {""}):
+    for name in sorted(operators - {""}):  # "" for a fallback
         try:
             handles.packet(name)
         except AttributeError:

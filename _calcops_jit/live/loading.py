@@ -24,9 +24,10 @@ def link_in(path: str, fd: int, request: Request) -> ctypes.CDLL:
     try:
         if "$" not in path and _is_at(path, fd):  # dlopen would expand $ORIGIN
             # On a file system without locks, another process may replace the folder meanwhile.
+            # Then the file is loaded by its descriptor.
             with contextlib.suppress(OSError):
                 library = _open(path, fd)
-                if _is_at(path, fd):  # before and after dlopen, so dlopen read this file
+                if _is_at(path, fd):  # as before dlopen, so dlopen read this file
                     return library
         return _open(_name_of(fd), fd)
     except OSError as error:
@@ -43,8 +44,9 @@ _loaded: dict[str, tuple[int, int]] = {}
 
 
 def _is_at(path: str, fd: int) -> bool:
-    """Return True if a path leads to an open file, on the disk and for glibc."""
-    return _loaded.get(path, _identity(fd)) == _identity(fd) == _identity(path)
+    """Return True if `path` leads to the open file `fd`, both on the disk and for glibc."""
+    identity = _identity(fd)
+    return _loaded.get(path, identity) == identity and _identity(path) == identity
 
 
 def _identity(file: int | str) -> tuple[int, int]:
@@ -60,6 +62,7 @@ def _name_of(fd: int) -> str:
     name = f"/proc/{os.getpid()}/fd/{fd}"
     if _loaded.get(name, _identity(fd)) == _identity(fd):
         return name
+    # The process loaded another file from a descriptor with this number. A copy has another number.
     return _name_of(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, fd + 1))
 
 

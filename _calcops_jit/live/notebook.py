@@ -72,4 +72,4 @@ def operator(line: str, cell: str) -> None:
     _live[source] = cell
     get_ipython().push(built.operators)
     for handle in built.operators.values():
-        print(handle.__doc__.partition("\n\n")[0])
+        print(handle.__doc__.partition("\n\n")[0])  # its schemas

@@ -2,7 +2,8 @@
 
 The registrations are collected, compared with those of other libraries, and committed as a whole or
 not at all. So a newer generation of a library can replace an older one in a running process, but no
-library can replace operators of another.
+library can replace operators of another. It can replace kernels that other code registered, such as
+PyTorch's.
 
 The C++ part is shadow/torch/library.h, with which every source is compiled. It passes the
 TORCH_LIBRARY blocks to runtime/registry.cpp.
@@ -28,7 +29,8 @@ _taken: list[Registration] = []  # all that were committed in this process, the 
 def held(path: str) -> Iterator[None]:
     """Prevent a library that is loaded from `path` in this context from registering its operators.
 
-    The library looks up an operator in the dispatcher that exists only in this context.
+    In this context, the dispatcher has an operator that is named after `path`. The library looks
+    that operator up when it is loaded.
     """
     fragment = torch._C._dispatch_library("FRAGMENT", "calcops_jit", "")
     fragment.define(f"holds.p{os.fsencode(path).hex()}() -> ()")
@@ -44,7 +46,7 @@ class Registration:
     The library lists its registrations only when they are compared or committed.
     """
 
-    live = False  # its kernels are called
+    live = False  # True while its kernels are called
 
     def __init__(self, name: str, place: str, library: ctypes.CDLL):
         """`place` is the folder of the sources."""
@@ -105,14 +107,16 @@ class Registration:
 
     def refusal(self, earlier: list[Registration]) -> BuildError | None:
         """Return the error if a schema or C++ signature differs from that in `earlier`."""
-        changes: dict[str, tuple[str, str]] = {}
+        changes: dict[str, tuple[str, str]] = {}  # {what changed: (old text, new text)}
         for old in earlier:
-            for name, schema in old.defs.items():
+            for name, schema in old.defs.items():  # a schema that is gone is no change
                 if self.defs.get(name, schema) != schema:
                     changes[name] = schema, self.defs[name]
-            signatures = {_operator(impl, text): text for impl, text in old.impls.items() if text}
+            # Boxed kernels have no C++ signature.
+            old_impls = {impl: text for impl, text in old.impls.items() if text}
+            old_signatures = {_operator(impl, text): text for impl, text in old_impls.items()}
             for impl, signature in self.impls.items():
-                old_signature = signatures.get(_operator(impl, signature), signature)
+                old_signature = old_signatures.get(_operator(impl, signature), signature)
                 if signature and old_signature != signature:
                     changes[f"{impl.partition(' ')[0]} in C++"] = old_signature, signature
         if not changes:
@@ -139,13 +143,14 @@ class Registration:
         for other in _taken:
             if other.live and other._is_same_file(self) and other not in earlier:
                 raise self._owned_by(other, min(self.names(), default="it"))
+        own_generations = [*earlier, self] if self in _taken else earlier
         own_names: set[str] = set()
-        for old in [*earlier, self] if self in _taken else earlier:
-            own_names |= old.names()
-        # (The library need not list its registrations if there is nothing to compare them with.)
-        for impl in own_names.intersection(self.impls) if own_names else ():
-            if impl[0] == " ":  # PyTorch takes only one fallback at a time
-                _retire(impl, earlier)
+        for generation in own_generations:
+            own_names |= generation.names()
+        if own_names:  # else there is nothing to compare with, and the library lists nothing
+            for impl in own_names.intersection(self.impls):
+                if impl[0] == " ":  # a fallback, of which PyTorch takes only one at a time
+                    _retire(impl, earlier)
         refused = self._commit(own_names)
         if refused:
             self._commit(own_names | self._free(refused))
@@ -175,7 +180,8 @@ class Registration:
             if owners:
                 continue  # only older generations registered it
             # The kernel of an operator that this library does not define may be replaced.
-            if name in self.impls and name.partition(" ")[0] not in ["", *self.defs]:
+            operator = name.partition(" ")[0]  # "" for a fallback
+            if name in self.impls and operator and operator not in self.defs:
                 from ..progress import say
 
                 say(f"{self.name} takes the place of {name}, {origin}")
@@ -227,5 +233,6 @@ def _difference(old: str, new: str) -> list[str]:
     """Return a line for each argument and result of a schema or signature that changed."""
     import difflib  # needed only for an error
 
+    # Split at each comma, after `(` and `-> `, and before the `)` that ends a list.
     pieces = [re.split(r", |(?<=\()|(?=\)(?:$| ->))|(?<=-> )", text) for text in (old, new)]
     return [f"  {line}" for line in difflib.ndiff(*pieces) if line.startswith(("-", "+"))]

@@ -25,12 +25,12 @@ _LIMIT_S = 60.0
 
 
 def load_in_child(name: str, load: Callable[[], Registration]) -> set[str]:
-    """Load a library in a child process. Return the operators that it registers itself meanwhile.
+    """Load a library in a child process. Return the operators that it registers while it loads.
 
     The child is a fork of this process, since an initialiser may need the libraries that are loaded
     here. The child has only one thread, so nothing but the library registers operators.
 
-    BuildError: it cannot be loaded.
+    BuildError: the library cannot be loaded.
     """
     with tempfile.TemporaryFile() as output:
         try:
@@ -70,11 +70,11 @@ def _end(status: int | None) -> str:
 
 def _in_child(function: Callable[[], dict], output: int) -> tuple[dict, int | None]:
     """Return (the function's result or {}, the exit status or None if the child was killed)."""
-    reading, writing = map(open, os.pipe(), ("rb", "wb"), (0, 0))
-    with reading, writing:
+    read_fd, write_fd = os.pipe()
+    with open(read_fd, "rb", buffering=0) as reading, open(write_fd, "wb", buffering=0) as writing:
         with warnings.catch_warnings():
-            # Python warns that threads may have locked something: then the time limit ends the
-            # child.
+            # Python warns that another thread may hold a lock, which nobody releases in the child.
+            # A child that waits for one is killed after the time limit.
             warnings.simplefilter("ignore")
             child = os.fork()
         if child == 0:
@@ -83,7 +83,7 @@ def _in_child(function: Callable[[], dict], output: int) -> tuple[dict, int | No
         answer = b""
         ended = False
         watched = [reading]
-        with contextlib.suppress(OSError):  # an old kernel; the end of the pipe has to do
+        with contextlib.suppress(OSError):  # on an old kernel, only the pipe's end is noticed
             watched.append(os.pidfd_open(child))
         try:
             # A daemon that the library started may keep the pipe open. So the end of the child
@@ -91,7 +91,7 @@ def _in_child(function: Callable[[], dict], output: int) -> tuple[dict, int | No
             while not ended and (ready := select.select(watched, [], [], _LIMIT_S)[0]):
                 piece = reading.read(65536) if reading in ready else b""
                 answer += piece
-                ended = not piece
+                ended = not piece  # the pipe has ended, or it is empty and the child has ended
         finally:
             for fd in watched[1:]:
                 os.close(fd)

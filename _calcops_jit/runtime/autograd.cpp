@@ -44,14 +44,14 @@ IValue none_if_undefined(const at::Tensor& tensor) {
 
 Call Call::of(const char* name) const {
   Call call{c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), {}};
-  const auto& here = op.schema().arguments();
+  const auto& own = op.schema().arguments();
   call.arguments.reserve(call.op.schema().arguments().size());
   for (const c10::Argument& argument : call.op.schema().arguments()) {
-    const auto same = std::find_if(here.begin(), here.end(), [&](const c10::Argument& other) {
+    const auto same = std::find_if(own.begin(), own.end(), [&](const c10::Argument& other) {
       return other.name() == argument.name();
     });
-    call.arguments.push_back(same != here.end() ? arguments[same - here.begin()]
-                                                : argument.default_value().value_or(IValue()));
+    call.arguments.push_back(same != own.end() ? arguments[same - own.begin()]
+                                               : argument.default_value().value_or(IValue()));
   }
   return call;
 }
@@ -129,6 +129,8 @@ void Multilinear::add_gradients(const Call& point, Set moved, Set wanted, tensor
     if (point.tensor(factors_[f]).defined()) given |= Set(1) << f;
   for (const Set term : terms_) {
     const Set absent = term & ~given;
+    // A term without an input is zero. One without its upstream gradient still has a derivative for
+    // it.
     if (!(term & moved) || (absent & ~upstreams_)) continue;
     if (term & wanted & upstreams_) {
       results |= term & upstreams_;
@@ -139,13 +141,16 @@ void Multilinear::add_gradients(const Call& point, Set moved, Set wanted, tensor
       inputs_need |= term;
     }
   }
-  const auto run = [&](Call call, Set need, Set gives, size_t first) {
+
+  // Run one of the two calls with the factors `need`. Its results are the gradients for the factors
+  // from `first` on. Those for `selected` are added.
+  const auto run = [&](Call call, Set need, Set selected, size_t first) {
     for (size_t f = 0; f < factors_.size(); ++f)
       if (!(need >> f & 1) && call.has(factors_[f])) call[factors_[f]] = IValue();
     const tensor_list gradients = call.run();
     for (size_t i = 0; i < gradients.size(); ++i) {
       at::Tensor& sum = sums[first + i];
-      if (gives >> (first + i) & 1) sum = sum.defined() ? sum.add(gradients[i]) : gradients[i];
+      if (selected >> (first + i) & 1) sum = sum.defined() ? sum.add(gradients[i]) : gradients[i];
     }
   };
   if (results) run(point.of(forward_), results_need, results, 0);
@@ -160,9 +165,9 @@ void Multilinear::add_gradients(const Call& point, Set moved, Set wanted, tensor
   }
 }
 
-// Return the gradients of L for the factors `wanted`, differentiated along the directions `moved`,
-// of which there may be one for each factor. The upstream gradients share one call, because no term
-// has two of them.
+// Return the gradients for the factors `wanted` of the derivative of L along `moved`. `moved` has a
+// direction or an undefined tensor for each factor. The upstream gradients share one call, because
+// no term has two of them.
 tensor_list Multilinear::along(const Call& call, const tensor_list& moved, Set wanted) const {
   const Call point = call.of(backward_);
   tensor_list sums(factors_.size());
@@ -183,10 +188,10 @@ tensor_list Multilinear::along(const Call& call, const tensor_list& moved, Set w
 
 namespace {
 
-// Return a list by factor as a list by argument or by result.
-tensor_list renumbered(const tensor_list& list, const std::vector<int>& to) {
+// Return list[factor] for each of `factors`, or an undefined tensor for -1.
+tensor_list renumbered(const tensor_list& list, const std::vector<int>& factors) {
   tensor_list out;
-  for (const int factor : to) out.push_back(factor < 0 ? at::Tensor() : list[factor]);
+  for (const int factor : factors) out.push_back(factor < 0 ? at::Tensor() : list[factor]);
   return out;
 }
 
@@ -357,6 +362,7 @@ void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op
   tensor_list inputs, tangents(count);
   inputs.reserve(count);
   for (const IValue& argument : call.arguments) inputs.push_back(tensor_in(argument));
+
   decltype(make_node<CallNode>()) node;
   if (reverse_mode) {
     node = make_node<CallNode>();
@@ -371,6 +377,7 @@ void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op
       node->saved.emplace_back(is_needed ? inputs[i] : at::Tensor(), /*is_output=*/false);
     }
   }
+
   if (forward_mode)
     for (size_t i = 0; i < count; ++i) {
       if (!torch::autograd::isFwGradDefined(inputs[i])) continue;
@@ -383,6 +390,7 @@ void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op
   for (const IValue& output : torch::jit::last(*stack, op.schema().returns().size()))
     outputs.push_back(output.toTensor());
   if (node) torch::autograd::set_history(outputs, node);
+
   if (!forward_mode) return;
   const tensor_list output_tangents = derivatives.jvp(call, tangents);
   for (size_t i = 0; i < outputs.size(); ++i)

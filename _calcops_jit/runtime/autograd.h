@@ -1,6 +1,6 @@
 // Autograd in both modes and to any order, compiled autograd and vmap for an operator. They need
-// only its Derivatives: a Multilinear, which needs no formula, or the formulas of its source.
-// contract.cpp makes one of these for each operator. All functions work on boxed calls: a list of
+// only its Derivatives, which contract.cpp makes: a Multilinear, which needs no formula, or the
+// formulas of the operator's source. All functions work on boxed calls: a list of
 // arguments with the names of the schema. ops/README.md describes the path of a call through this
 // file.
 #pragma once
@@ -15,7 +15,7 @@
 
 namespace calcops {
 
-// Absent tensors and derivatives that are zero are undefined.
+// An undefined tensor stands for an absent argument or for a derivative that is zero.
 using tensor_list = std::vector<at::Tensor>;
 
 // One call of an operator.
@@ -23,8 +23,8 @@ struct Call {
   c10::OperatorHandle op;
   std::vector<c10::IValue> arguments;  // as many as the schema has
 
-  // Return a call of the operator `name`. It takes the arguments of the same names from this call.
-  // The others are their default or none.
+  // Return a call of the operator `name`. Arguments of the same names are taken from this call.
+  // Each other argument has its default or, without one, none.
   Call of(const char* name) const;
   bool has(const std::string& argument) const;
   c10::IValue& operator[](const std::string& argument);
@@ -62,8 +62,9 @@ class Derivatives {
 //
 // `forward` returns the gradients of L for the upstream gradients: its results, in the order of the
 // terms. `backward` returns the gradients for the inputs, in the order in which the terms name
-// them; output_mask, if there is one, selects some. It takes the upstream gradients and all
-// arguments of `forward`, under the same names. An input that no wanted term has is passed as none.
+// them. If it has an argument output_mask, that selects some of them. It takes the upstream
+// gradients and all arguments of `forward`, under the same names. Factors that occur only in terms
+// that are not needed are passed as none.
 //
 // The derivative of L along a direction of a factor is L without the terms that lack the factor,
 // and with the direction in the factor's place. So both operators have derivatives to any order. So
@@ -98,8 +99,8 @@ class Multilinear final : public Derivatives {
 void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op,
                    c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
-// FuncTorchBatched: calls `run` with the batch dimension first in every tensor, and with its size.
-// The results of `run` have the batch dimension first, too.
+// FuncTorchBatched: calls `run` with the batch dimension first in every tensor, and with the size
+// of the batch. The results of `run` have the batch dimension first, too.
 using VmapRule = std::function<tensor_list(Call call, const c10::SymInt& batch)>;
 void vmap(const VmapRule& run, const c10::OperatorHandle& op, torch::jit::Stack* stack);
 

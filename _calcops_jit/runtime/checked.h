@@ -19,7 +19,8 @@ namespace {
 bool holds(bool ok) { return ok; }
 bool holds(const c10::SymBool& ok) { return ok.expect_true(__FILE__, __LINE__); }
 // Return whether a condition is known to hold. If `may_guard`, a condition of symbols becomes a
-// guard of the graph, which unbacked symbols cannot have. Otherwise an unknown condition is false.
+// guard of the graph; with unbacked symbols that is an error. Otherwise an unknown condition is
+// false.
 bool is_known_true(bool ok, bool /*may_guard*/) { return ok; }
 bool is_known_true(const c10::SymBool& ok, bool may_guard) {
   return may_guard ? ok.guard_bool(__FILE__, __LINE__) : ok.maybe_as_bool().value_or(false);
@@ -86,15 +87,17 @@ struct Checked {
   const Tensor* first_tensor = &kNone;
   uint32_t has_value = 0;      // sizes that have a value, a bit each
   uint32_t has_dimension = 0;  // sizes that are a dimension of an argument, a bit each
-  std::array<const Shape*, kMost> shapes{};  // that each line's tensor has; nullptr: the first
+  std::array<const Shape*, kMost> shapes{};  // of each line's tensor; nullptr: its first shape
 
   Checked(const Operator& op, const IValue* stack) : op(op), text(op.family->text), stack(stack) {
     tensors.fill(&kNone);
     gradients.fill(&kNone);
+
     for (const int i : op.number_lines) read_number(text.lines[i], op.argument[i]);
     for (const int i : op.tensor_lines) check_argument(i, stack[op.argument[i]]);
     for (const int i : op.choice_lines) check_choice(text.lines[i], stack[op.argument[i]]);
     for (const int i : op.list_lines) check_list(text.lines[i], stack[op.argument[i]]);
+
     // A dimension that is missing in all arguments has size 1. `gaps &= gaps - 1` clears a bit.
     for (uint32_t gaps = text.gaps & ~has_value; gaps; gaps &= gaps - 1)
       sizes[__builtin_ctz(gaps)] = 1;
@@ -107,6 +110,7 @@ struct Checked {
       if (gradients[i]->defined())
         check_tensor(text.lines[i], "grad_" + text.lines[i].name, *gradients[i]);
     }
+
     for (const int i : op.entry_lines)
       if (!tensors[i]->defined()) check_absent_entries(text.lines[i]);
     if (op.is_backward) check_terms();
@@ -118,6 +122,7 @@ struct Checked {
         if (is_met(exclusion.when)) check_exclusion(exclusion, i);
   }
 
+  // Return whether this call meets a condition of the contract.
   bool is_met(const contract::Condition& when) const {
     bool is_in = when.in.empty();
     for (const std::string& name : when.in) {
@@ -158,7 +163,7 @@ struct Checked {
     const Int& size = sizes[line.size];
     if (!holds(below(Int(line.least - 1), size)))
       refuse(line.name, c10::str(">= ", line.least), size);
-    // A symbol is not guarded: no tensor could be that large.
+    // This check passes if the size is a symbol. It needs no guard: no tensor could be that large.
     if (value_or_zero(size) > line.most) refuse(line.name, "of at most " + line.most_text, size);
   }
 
@@ -213,7 +218,8 @@ struct Checked {
     refuse(line.name, joined_by_or(others) + condition_text(exclusion.when), got);
   }
 
-  // Check a list: of sizes, which get their values, or of one value or one for each of a size.
+  // Check a list. A list of sizes gives them their values. Another list has one value, or as many
+  // as the size C of `one or C values`.
   void check_list(const Line& line, const IValue& value) {
     if (line.count_or_one >= 0) {
       const Int count = value.isNone() ? 1 : int64_t(value.toDoubleVector().size());
@@ -226,7 +232,7 @@ struct Checked {
     }
     const auto list = integers(value, Int());
     const bool is_empty = list.empty() && !line.if_empty.empty();
-    auto ok = equal(Int(is_empty ? line.items.size() : list.size()), Int(line.items.size()));
+    auto ok = equal(Int(list.size()), Int(is_empty ? 0 : line.items.size()));
     for (size_t k = 0; k < list.size(); ++k) ok = both(ok, below(Int(-1), list[k]));
     if (!holds(ok)) refuse(line.name, line.items_text, at::ArrayRef<Int>(list));
     for (size_t k = 0; k < line.items.size(); ++k) {
@@ -266,13 +272,14 @@ struct Checked {
     if (line.shape_of >= 0 && tensors[line.shape_of]->defined())
       return check_same_shape(line, name, x);
     // The arguments determine which of a result's shapes its gradient must have.
-    const Shape* const only = is_argument || line.shapes.size() == 1 ? nullptr : &shape_of(line);
+    const bool is_determined = !is_argument && line.shapes.size() > 1;
+    const Shape* const required = is_determined ? &shape_of(line) : nullptr;
     int shapes_of_rank = 0;
     for (const Shape& each : line.shapes)
       if (each.size() == rank) ++shapes_of_rank;
     // If several shapes have the tensor's rank, select one by its dimensions that are numbers.
     const auto fits = [&](const Shape& want, bool may_guard) {
-      if (want.size() != rank || (only && only != &want)) return false;
+      if (want.size() != rank || (required && required != &want)) return false;
       bool ok = true;
       for (size_t d = 0; d < rank && ok && shapes_of_rank > 1; ++d)
         if (want[d].size() == 1 && want[d][0].sizes.empty())
@@ -280,6 +287,7 @@ struct Checked {
       return ok;
     };
     const Shape* chosen = nullptr;
+    // A guard is added only if no shape fits without one.
     for (const bool may_guard : {false, true})
       for (const Shape& each : line.shapes)
         if (!chosen && fits(each, may_guard)) chosen = &each;
@@ -295,7 +303,7 @@ struct Checked {
     refuse(name, "of shape " + line.shape_text + sizes_text(line, had_value), shape);
   }
 
-  // Refuse an argument that lacks a dimension which another one has, unless that may be 1.
+  // Refuse an argument that lacks a dimension of other arguments, unless the dimension may be 1.
   void check_gaps(int i) {
     const Line& line = text.lines[i];
     const uint32_t lacks =
@@ -332,8 +340,9 @@ struct Checked {
              shape);
   }
 
-  // Return the values of a shape's sizes for an error message, as far as earlier arguments
-  // determine them (had_value): " = [23, 3]" if they determine all of a single shape.
+  // Return the values of a shape's sizes for an error message. `had_value` are the sizes that
+  // earlier arguments determine. If these are all sizes of the only shape, the text is like
+  // " = [23, 3]", otherwise like ", [N] = [23]".
   std::string sizes_text(const Line& line, uint32_t had_value) const {
     std::vector<std::string> names, numbers, dimensions;
     for (const int size : line.names)
@@ -349,8 +358,8 @@ struct Checked {
     return ", [" + c10::Join(", ", names) + "] = [" + c10::Join(", ", numbers) + "]";
   }
 
-  // Return the size that gets its value from a dimension such as N or N + 1: one that has no value
-  // yet. -1: there is none.
+  // Return the size to which a dimension such as N or N + 1 gives its value, or -1. It is a size
+  // without a value.
   int size_to_set(const Sum& sum) const {
     for (const contract::Product& product : sum)
       if (product.factor == 1 && product.sizes.size() == 1 && !(has_value >> product.sizes[0] & 1))
@@ -369,6 +378,7 @@ struct Checked {
       }
       const int size = size_to_set(want[d]);
       if (size >= 0) {
+        // With 0 for the size, value() is the rest of the sum.
         sizes[size] = 0;
         sizes[size] = shape[d] - value(want[d]);
         has_value |= 1u << size;
@@ -416,7 +426,7 @@ struct Checked {
   // there must be a row, unless there are no entries.
   void check_absent_entries(const Line& line) const {
     const int rows = contract::bare(line.entries.below);
-    // The +1 tells 0 rows from a symbol without a value.
+    // value_or_zero() is 0 for a symbol without a value, too. With the 1 added, 0 rows give 1.
     if (rows < 0 || value_or_zero(sizes[rows] + 1) != 1) return;
     Int count = 1;
     for (const Sum& dim : line.shapes[0]) count = count * value(dim);
@@ -424,8 +434,8 @@ struct Checked {
       refuse(text.sizes[rows], ">= 1 where `" + line.name + "` is None", sizes[rows]);
   }
 
-  // Return whether a result is computed. A gradient is if output_mask says so, another result if
-  // all of its factors are given.
+  // Return whether a result is computed. A gradient is computed if output_mask selects it, another
+  // result if all of its factors are given.
   bool is_wanted(size_t result) const {
     if (op.is_backward) return op.mask < 0 || stack[op.mask].toBoolList()[result];
     for (const int line : op.needs[result])
@@ -433,8 +443,8 @@ struct Checked {
     return true;
   }
 
-  // Refuse an absent factor (of a line `linear`) of a result that has an upstream gradient, and one
-  // whose own gradient is wanted.
+  // Refuse a factor of the line `linear` that is absent but needed: for a result that has an
+  // upstream gradient, or for the factor's own gradient.
   void check_terms() const {
     const Family& family = *op.family;
     for (size_t i = 0; i < family.input_lines.size(); ++i) {
@@ -462,7 +472,7 @@ struct Checked {
         continue;
       }
       const auto shape = values(shape_of(line));
-      int64_t bytes = 8;
+      int64_t bytes = 8;  // of a number of the widest dtype
       bool fits = true;
       for (const Int& size : shape) {
         if (!holds(below(Int(-1), size)))
@@ -484,7 +494,7 @@ struct Checked {
     return line.types.empty() ? options : options.dtype(scalar_type(line.types[0]));
   }
 
-  // Return the empty tensor that an unwanted result is.
+  // Return the empty tensor that stands for an unwanted result.
   Tensor nothing() const {
     const auto& inputs = op.family->input_lines;
     return at::empty({0}, inputs.empty() ? first_tensor->options() : tensors[inputs[0]]->options());

@@ -1,6 +1,5 @@
 // Registers the operators of contracts with PyTorch. A call's checks, results, devices, derivatives
-// and vmap all follow from the contract's text. runtime.cpp includes this file; its object serves
-// every library of the cache.
+// and vmap all follow from the contract's text. This file is a part of runtime.cpp.
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
@@ -52,6 +51,7 @@ class Formulas final : public Derivatives {
         if (!contains(lines[i].without_derivative, choice)) others.push_back(quoted(choice));
       refuse(lines[i], joined_by_or(others), quoted(got));
     }
+    // A result of an integer dtype is rounded, so it has no derivative.
     for (const int result : op_.result_lines) {
       const int like = lines[result].like;
       if (like < 0 || op_.argument[like] < 0) continue;
@@ -136,6 +136,7 @@ void read_operator(Family& family, const contract::Schema& schema, const Contrac
   for (int i = 0; i < entry.derivative_count; ++i)
     if (name == entry.derivatives[i].op)
       op.formulas = std::make_unique<Formulas>(op, entry.derivatives[i]);
+
   op.argument.fill(-1);
   op.gradient.fill(-1);
   for (int i = 0; i < op.count; ++i) {
@@ -149,6 +150,7 @@ void read_operator(Family& family, const contract::Schema& schema, const Contrac
       op.lines.push_back(-1);
       continue;
     }
+
     int line = text.line(argument_name);
     if (line < 0 && op.is_backward && contract::begins(argument_name, "grad_")) {
       line = text.line(argument_name.substr(5));
@@ -158,6 +160,7 @@ void read_operator(Family& family, const contract::Schema& schema, const Contrac
         continue;
       }
     }
+
     const std::string type = argument.type()->annotation_str();
     const bool is_tensor = type.find("Tensor") != std::string::npos;
     if (line < 0)
@@ -171,8 +174,9 @@ void read_operator(Family& family, const contract::Schema& schema, const Contrac
   }
 }
 
-// Find the line of each result: the one that the schema names. Unnamed results are the lines that
-// no operator has as an argument, in order; those of a backward operator are the factors.
+// Find the line of each result. It is the line that the schema names. The unnamed results of a
+// backward operator have the lines of the factors, in order. Those of other operators have the
+// lines of tensors that no operator has as an argument, in order.
 void read_results(Family& family) {
   const contract::Text& text = family.text;
   std::vector<int> results;
@@ -187,7 +191,7 @@ void read_results(Family& family) {
       family.fail(op.schema->number, "more than " + std::to_string(Results().size()) + " results");
     for (size_t i = 0; i < returns.size(); ++i) {
       int line = text.line(returns[i].name());
-      if (line < 0 && op.composition) break;
+      if (line < 0 && op.composition) break;  // it makes its results itself
       if (line < 0) {
         const auto& lines = op.is_backward ? family.input_lines : results;
         if (i >= lines.size())
@@ -280,7 +284,7 @@ void read_derivatives(Family& family) {
       if (op.name == name) return true;
     return false;
   };
-  if (!has(family.forward)) {  // _x_backward of x
+  if (!has(family.forward)) {  // the forward operator of _x_backward may be x
     const size_t at = family.forward.rfind("::_");
     if (at != std::string::npos) family.forward.erase(at + 2, 1);
   }
@@ -307,14 +311,17 @@ bool is_result(const Family& family, size_t line) {
   return false;
 }
 
-// Check the sizes that vmap joins. Without a line `vmap`, it joins the first size of all tensors,
-// if they share one that the contract uses nowhere else.
+// Check the sizes along which vmap joins its items. Without a line `vmap`, these are the first size
+// of all tensors, if it is the same in all and the contract uses it nowhere else.
 void read_vmap(Family& family) {
   contract::Text& text = family.text;
   if (!text.says_vmap) {
     constexpr int kUnset = -2;
     int common = kUnset;  // the size that all tensors share; -1: none
-    const auto agree = [&](int size) { common = common == kUnset || common == size ? size : -1; };
+    const auto agree = [&](int size) {
+      if (common == kUnset) common = size;
+      if (common != size) common = -1;
+    };
     for (const Line& line : text.lines) {
       for (const Shape& shape : line.shapes) {
         agree(shape.empty() ? -1 : contract::bare(shape[0]));
@@ -332,9 +339,10 @@ void read_vmap(Family& family) {
   for (size_t i = 0; i < text.lines.size(); ++i) {
     const Line& line = text.lines[i];
     const auto is_joined = [&](const Shape& shape) { return joined_dimension(text, shape) >= 0; };
-    // An argument without that dimension serves all items.
+    // An argument whose shapes lack the joined dimension serves all items. A result must have it.
     if (std::none_of(line.shapes.begin(), line.shapes.end(), is_joined) && !is_result(family, i))
       continue;
+    // Another shape may lack the dimension only if the first shape shows where it is missing.
     for (const Shape& shape : line.shapes)
       if (!is_joined(shape) && line.made_by.empty() &&
           (joined_dimension(text, line.shapes[0]) < 0 ||
@@ -351,6 +359,7 @@ BoundKernel bind(const Operator& op, const KernelEntry& kernel) {
   for (size_t i = 0; i < op.lines.size(); ++i)
     if (op.lines[i] != -1) expected.push_back({Source::kArgument, op.lines[i]});
   for (size_t i = 0; i < op.result_lines.size(); ++i) expected.push_back({Source::kResult, int(i)});
+
   size_t next = 0;
   for (int p = 0; p < kernel.count; ++p) {
     const Parameter& parameter = kernel.parameters[p];
@@ -364,6 +373,7 @@ BoundKernel bind(const Operator& op, const KernelEntry& kernel) {
       family.fail(op.schema->number, "parameter " + std::to_string(p + 1) + " of a kernel of " +
                                          op.parsed.name() + ": " + what);
     };
+
     if (next == expected.size()) fail("there are no more arguments and results");
     const Source source = expected[next++];
     const bool is_result = source.from == Source::kResult;
@@ -439,11 +449,14 @@ bool has_kernel(const Operator& op, const std::map<int, Type>& types) {
       if (parameter.kind != Parameter::kTensor) continue;
       int line = line_of(op, source);
       while (lines[line].like >= 0) line = lines[line].like;
-      const Type read_as = lines[line].read_as, type = types.at(line);
+      const Type type = types.at(line);
+      const Type read_as = lines[line].read_as;
       const bool is_widened =
           parameter.type == Type::kFloat32 && (type == Type::kFloat16 || type == Type::kBFloat16);
-      fits = parameter.type == (read_as == Type::kNone ? type : read_as) ||
-             (read_as == Type::kNone && is_widened);
+      if (read_as != Type::kNone)
+        fits = parameter.type == read_as;
+      else
+        fits = parameter.type == type || is_widened;
     }
     if (fits) return true;
   }
@@ -514,6 +527,7 @@ void define_waiting(torch::Library&) {
     } catch (const contract::Mistake& mistake) {
       TORCH_CHECK(false, entry.file, ":", entry.line, ": contract, ", mistake.what());
     }
+
     if (family.text.lines.size() > kMost || family.text.sizes.size() > kMost)
       family.fail(1, "more than " + std::to_string(kMost) + " lines or sizes");
     for (const contract::Schema& schema : family.text.schemas) read_operator(family, schema, entry);
@@ -526,6 +540,7 @@ void define_waiting(torch::Library&) {
       check_sizes(family, op);
     }
     take_kernels(family);
+
     for (Operator& op : family.operators) {
       torch::Library library(torch::Library::FRAGMENT, op.name.substr(0, op.name.find("::")),
                              std::nullopt, family.file.c_str(), uint32_t(family.line));

@@ -21,8 +21,8 @@ namespace {
 
 // ---- entries ------------------------------------------------------------------------------------
 
-// Return the number of positions of a line's entries. It is less than their number if the last
-// dimensions alone have names: the entries [2, E] of edges have E positions.
+// Return the number of positions that the dimensions named by `at` have. If these are only the last
+// ones, several entries share a position: the entries [2, E] of edges have E positions.
 int64_t positions_of(const Checked<int64_t>& call, int i) {
   const Line& line = call.text.lines[i];
   const Shape& shape = line.shapes[0];
@@ -36,6 +36,8 @@ Tensor is_wrong(const Tensor& entries, const Line& line, int64_t bound) {
   return entries.lt(line.entries.may_be_none ? -1 : 0).logical_or(entries.ge(bound));
 }
 
+// Raise the error for the entries at a position. It quotes all of them, the names of the dimensions
+// and the bound with its value.
 [[noreturn]] void refuse_entry(const Checked<int64_t>& call, int i, int64_t position) {
   const Line& line = call.text.lines[i];
   const auto& positions = line.entries.positions;
@@ -47,6 +49,8 @@ Tensor is_wrong(const Tensor& entries, const Line& line, int64_t bound) {
   for (int64_t row = 0; row < rows.size(0); ++row)
     got += (row == 0 ? "" : ", ") + std::to_string(rows[row][position].item<int64_t>());
   if (rows.size(0) > 1) got = '(' + got + ')';
+
+  // From the last dimension to the first, whose index is what the others leave of the position.
   const Shape& shape = line.shapes[0];
   for (size_t p = positions.size(); p-- > 0;) {
     const int64_t size = call.value(shape[shape.size() - positions.size() + p]);
@@ -54,14 +58,15 @@ Tensor is_wrong(const Tensor& entries, const Line& line, int64_t bound) {
                      where.empty() ? "" : ", ", where);
     position /= std::max<int64_t>(size, 1);
   }
+
   const std::string& bound = line.entries.text.substr(line.entries.text.rfind("< ") + 2);
   const std::string value = std::to_string(call.value(line.entries.below));
   call.refuse(line.name, "entries " + line.entries.text + (bound == value ? "" : " = " + value),
               got + (where.empty() ? "" : " at ") + where);
 }
 
-// Raise the error for a position that a kernel returned. It counts the positions of all lines with
-// entries, one line after the other.
+// Raise the error for a position that a kernel returned. Kernels count through the positions of all
+// lines with entries, one line after the other.
 [[noreturn]] void refuse_position(const Checked<int64_t>& call, int64_t position) {
   for (size_t i = 0; i < call.text.lines.size(); ++i) {
     if (!call.text.lines[i].has_entries || call.op.argument[i] < 0) continue;
@@ -131,7 +136,7 @@ struct Storage {
 
 bool is_narrow(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
-// Return whether a kernel's parameter of a type takes a tensor. If `widened`, one of float32 also
+// Return whether a kernel's parameter takes the tensor x. If `widened`, a float32 parameter also
 // takes float16 and bfloat16.
 bool fits(const Tensor& x, Type type, const Line& line, bool widened) {
   if (line.read_as != Type::kNone) return line.read_as == type;
@@ -139,16 +144,16 @@ bool fits(const Tensor& x, Type type, const Line& line, bool widened) {
          (widened && type == Type::kFloat32 && is_narrow(x.scalar_type()));
 }
 
-// Return the kernel of `with` for the call's number types, or nullptr. One that takes them as they
-// are comes before one that takes them widened.
+// Return the kernel of `owner` for the call's number types, or nullptr. A kernel for exactly these
+// types is preferred to one for widened types.
 const BoundKernel* kernel_for(const Checked<int64_t>& call, const Results& results,
-                              const Operator& with, bool on_cuda) {
+                              const Operator& owner, bool on_cuda) {
   const auto takes_all = [&](const BoundKernel& kernel, bool widened) {
     for (size_t p = 0; p < kernel.sources.size(); ++p) {
       const Parameter& parameter = kernel.entry.parameters[p];
       if (parameter.kind != Parameter::kTensor) continue;
       const Source source = kernel.sources[p];
-      const int line = line_of(with, source);
+      const int line = line_of(owner, source);
       const Tensor* x = source.index < 0 ? call.gradients[line] : call.tensors[line];
       if (source.from == Source::kResult) x = &results[source.index];
       if (!fits(*x, parameter.type, call.text.lines[line], widened)) return false;
@@ -156,7 +161,7 @@ const BoundKernel* kernel_for(const Checked<int64_t>& call, const Results& resul
     return true;
   };
   for (const bool widened : {false, true})
-    for (const BoundKernel& kernel : with.kernels)
+    for (const BoundKernel& kernel : owner.kernels)
       if (kernel.is_cuda == on_cuda && takes_all(kernel, widened)) return &kernel;
   return nullptr;
 }
@@ -202,8 +207,9 @@ void lay_out(const Checked<int64_t>& call, const Line& line, const Shape* given,
   slot.stride = stride.data();
 }
 
-void set_number(const Line& line, Parameter::Kind kind, const IValue& value, Slot& slot,
-                Storage& storage) {
+// Set the slot of an argument that is no tensor.
+void set_value(const Line& line, Parameter::Kind kind, const IValue& value, Slot& slot,
+               Storage& storage) {
   const auto set_list = [&](const auto& list) {
     slot.data = const_cast<void*>(static_cast<const void*>(list.data()));
     slot.integer = int64_t(list.size());
@@ -230,7 +236,7 @@ void set_number(const Line& line, Parameter::Kind kind, const IValue& value, Slo
     case Parameter::kInts:
       set_list(storage.integers.emplace_back(value.toIntVector()));
       break;
-    default:
+    default:  // kFloats
       set_list(storage.numbers.emplace_back(value.isNone() ? std::vector<double>()
                                                            : value.toDoubleVector()));
   }
@@ -270,6 +276,7 @@ void fill_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const R
       if (!x.defined()) continue;
       const Line& line = call.text.lines[index];
       const Shape* given = is_gradient ? &call.shape_of(line) : call.shapes[index];
+      // The slot for a tensor of other dimensions describes contiguous memory.
       Parameter taken_as = parameter;
       if (given && given != &line.shapes[0])
         taken_as.is_strided &= !contract::dimensions_of(line.shapes[0], *given).empty();
@@ -281,7 +288,7 @@ void fill_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const R
       if (position < 0)
         slot.integer = line.absent;
       else
-        set_number(line, parameter.kind, call.stack[position], slot, storage);
+        set_value(line, parameter.kind, call.stack[position], slot, storage);
     }
   }
 }
@@ -364,8 +371,8 @@ const Operator& with_kernels(const Operator& op) {
   return op;
 }
 
-// Throw the current exception again. If it is a lack of memory on the CPU, throw an error that
-// names the argument with the largest number instead.
+// Throw the current exception again. If memory on the CPU did not suffice, throw another error: it
+// names the argument with the largest number.
 [[noreturn]] void refuse_memory(const Operator& op, const IValue* stack) {
   try {
     throw;
@@ -400,10 +407,13 @@ void run_on_device(const Operator& op, torch::jit::Stack* stack) {
   try {
     Checked<int64_t> call(op, first);
     std::list<Tensor> made;
-    for (size_t i = 0; on_cuda && i < call.text.lines.size(); ++i)
-      if (call.text.lines[i].made_on_cuda && op.argument[i] >= 0 && !call.tensors[i]->defined()) {
-        call.tensors[i] = &made.emplace_back(made_for(call, call.text.lines[i]));
+    if (on_cuda)
+      for (size_t i = 0; i < call.text.lines.size(); ++i) {
+        const Line& line = call.text.lines[i];
+        if (line.made_on_cuda && op.argument[i] >= 0 && !call.tensors[i]->defined())
+          call.tensors[i] = &made.emplace_back(made_for(call, line));
       }
+
     results = call.results();
     if (const BoundKernel* kernel = kernel_for(call, results, with_kernels(op), on_cuda)) {
       if (on_cuda)
@@ -416,6 +426,7 @@ void run_on_device(const Operator& op, torch::jit::Stack* stack) {
       TORCH_CHECK(false, op.name, ": no kernel for ", on_cuda ? "CUDA" : "the CPU",
                   " and these dtypes is registered");
     }
+
     for (size_t i = 0; i < op.result_lines.size(); ++i)
       if (!results[i].defined()) results[i] = call.nothing();
   } catch (...) {

@@ -26,8 +26,10 @@ using contract::Line;
 using contract::Shape;
 using contract::Sum;
 
-constexpr size_t kMost = 24;  // most lines, sizes and parameters of one contract
-constexpr int64_t kMostBytes = int64_t(1) << 47;  // the size of an address space
+// A contract has at most so many lines and sizes, and a kernel so many parameters.
+constexpr size_t kMost = 24;
+// A result has fewer bytes: the size of a process's address space on x86-64.
+constexpr int64_t kMostBytes = int64_t(1) << 47;
 using Results = std::array<Tensor, 6>;
 
 at::ScalarType scalar_type(Type type) {
@@ -84,8 +86,9 @@ struct Operator;
 // Where a kernel's parameter comes from.
 struct Source {
   enum { kArgument, kResult, kWorkspace, kStream } from;
-  // Of an argument: its line in the contract, or -2 - line for the upstream gradient of the result
-  // with that line. Of a result: its number.
+  // kArgument: the argument's line in the contract. The upstream gradient of a result has the
+  // negative number -2 - line, where `line` is the result's line.
+  // kResult: the position among the results.
   int index;
 };
 
@@ -102,13 +105,12 @@ struct Family {
   int line = 0;                        // of the contract in the file
   const char* without_cuda = nullptr;  // why the build has no CUDA
   std::deque<Operator> operators;
-  // From the line `linear`: the derivatives, the names of their two operators, the lines of all
-  // factors in order, and the lines of each term's factors.
+  // These follow from the line `linear`.
   std::unique_ptr<Multilinear> derivatives;
-  std::string forward, backward;
-  std::vector<int> input_lines;
-  std::vector<std::vector<int>> term_lines;
-  std::vector<std::string> names;  // storage of C strings
+  std::string forward, backward;             // names of the two operators
+  std::vector<int> input_lines;              // of all factors, in order
+  std::vector<std::vector<int>> term_lines;  // of each term's factors
+  std::vector<std::string> names;            // storage of C strings
 
   [[noreturn]] void fail(int number, const std::string& what) const {
     TORCH_CHECK(false, file, ":", line, ": contract, ", contract::Mistake(number, what).what());
@@ -120,17 +122,17 @@ struct Operator {
   const contract::Schema* schema;
   std::string name;  // qualified
   c10::FunctionSchema parsed;
-  // For each line of the contract: the position of its argument in the schema, or -1; that of its
-  // grad_ argument, or -1; and whether its argument is optional.
-  std::array<int, kMost> argument{};
-  std::array<int, kMost> gradient{};
-  std::array<bool, kMost> optional{};
+  // These have one entry for each line of the contract.
+  std::array<int, kMost> argument{};   // the argument's position in the schema, or -1
+  std::array<int, kMost> gradient{};   // the position of its grad_ argument, or -1
+  std::array<bool, kMost> optional{};  // whether the argument is optional
   std::vector<int> lines{};  // of each argument: its line; -1: output_mask; -2 - line: a gradient
-  // The lines of a kind that a call checks. shaped_lines: tensors with `the shape of another`.
+  // The lines, sorted by what a call checks of them. shaped_lines are tensors with `the shape of`
+  // another one.
   std::vector<int> number_lines{}, tensor_lines{}, choice_lines{}, list_lines{}, gradient_lines{},
       shaped_lines{}, limit_lines{}, entry_lines{}, exclusion_lines{};
   std::vector<std::vector<int>> needs{};  // of each result: the lines of its factors
-  std::vector<int> result_lines{};        // of each result: its line; backward: the factor's
+  std::vector<int> result_lines{};        // of each result; of a gradient: the factor's line
   int count = 0;                          // of arguments
   int mask = -1;                          // the position of output_mask, or -1
   bool is_backward = false;

@@ -2,13 +2,15 @@
 // are run once. Each def and impl in them becomes a step. commit() registers all steps or none.
 //
 // In a C++ host that links or dlopens the library, its initialisers call commit(). calcops_jit's
-// loader (live/loading.py) compares the steps first and then calls it. To announce this to the
-// initialisers, it registers an operator calcops_jit::holds whose overload is the library's path.
+// loader (live/loading.py) compares the steps first and then calls it. The initialisers must then
+// not call commit(): the library is "held". The loader tells them by an operator
+// calcops_jit::holds, whose overload is the library's path. The loader registers it before it opens
+// the library.
 //
 // A registration remains until the process ends, or until a newer library no longer has it. The
 // newest kernel of an operator is called.
 //
-// Classes of TorchBind are no steps. libtorch registers a class while its block runs, and refuses
+// TorchBind classes are not steps. libtorch registers a class while its block runs, and refuses
 // the class of a newer library.
 #include <dlfcn.h>
 #include <torch/library.h>
@@ -70,6 +72,7 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
       if (!live) return "";
       if (schema) return live->debug();
       if (!live->hasKernelForDispatchKey(runtime_key())) return "";
+      // The dump has a line for each kernel: "KEY: registered at FILE:LINE :: ...".
       const std::string state = live->dumpState();
       const auto line = state.find(std::string("\n") + c10::toString(runtime_key()));
       const auto at = state.find("registered at ", line);
@@ -83,7 +86,7 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
     std::vector<Block> blocks;
     std::vector<Step> steps;
     std::list<std::pair<std::string, c10::RegistrationHandleRAII>> live;  // by a step's name
-    const bool held = is_held();
+    const bool held = is_held();  // the loader calls commit()
     bool committed = !held;
     std::string answer;
 
@@ -95,7 +98,7 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
     static bool is_held() {
       Dl_info self;
       if (!dladdr(__ehdr_start, &self) || !self.dli_fname) return false;
-      std::string path;
+      std::string path;  // in hexadecimal digits, which may be in a name
       for (const char* c = self.dli_fname; *c; ++c)
         for (int digit : {(*c >> 4) & 15, *c & 15}) path += "0123456789abcdef"[digit];
       return c10::Dispatcher::singleton()

@@ -26,6 +26,7 @@ bool Value::is_none() const {
 
 bool Value::is_tensor() const { return ivalue_of(*this).isTensor(); }
 
+// Formulas::vjp() sets a gradient that is not wanted to false.
 bool Value::is_wanted() const { return !ivalue_of(*this).isBool(); }
 
 bool Value::is_readable() const {

@@ -19,8 +19,8 @@ int joined_dimension(const contract::Text& text, const Shape& shape) {
   return -1;
 }
 
-// Return index entries [items, ...] that name rows 0 to count - 1 of their item as entries that
-// name the joined rows. -1 stays -1, and a wrong entry stays wrong.
+// Index entries [items, ...] name the rows 0 to count - 1 of their own item. Return entries that
+// name the same rows of the joined tensor. -1 stays -1, and a wrong entry stays wrong.
 Tensor shifted(const Tensor& entries, const SymInt& items, const SymInt& count) {
   const Tensor wide = entries.to(at::kLong);
   Tensor step = at::arange(items, wide.options()).mul(c10::Scalar(count));
@@ -64,20 +64,26 @@ struct Mapped {
         call(std::move(given_call)),
         items(items),
         counts(text.sizes.size(), 0) {
-    // The sizes are read from one item's shapes. Without items, joined tensors would not show them.
-    for (size_t i = 0; i < text.lines.size(); ++i)
-      if (const Line& line = text.lines[i]; line.size >= 0 && !line.is_tensor())
-        counts[line.size] =
-            op.argument[i] < 0 ? SymInt(line.absent) : call.arguments[op.argument[i]].toSymInt();
+    // The sizes are read from the shapes of one item. The joined tensors do not show them if there
+    // are no items.
+    for (size_t i = 0; i < text.lines.size(); ++i) {
+      const Line& line = text.lines[i];
+      if (line.size < 0 || line.is_tensor()) continue;
+      counts[line.size] =
+          op.argument[i] < 0 ? SymInt(line.absent) : call.arguments[op.argument[i]].toSymInt();
+    }
     for (uint32_t gaps = text.gaps; gaps; gaps &= gaps - 1) counts[__builtin_ctz(gaps)] = 1;
     // Gradients and tensors with the shape of another come second: their shapes follow from others.
     for (const bool is_derived : {false, true})
-      for (size_t i = 0; i < text.lines.size(); ++i)
-        if (const Line& line = text.lines[i]; line.is_tensor())
-          for (const int position : {op.argument[i], op.gradient[i]})
-            if (position >= 0 && call.arguments[position].isTensor())
-              if (is_derived == (position == op.gradient[i] || line.shape_of >= 0))
-                read_shape(int(i), position, is_derived);
+      for (size_t i = 0; i < text.lines.size(); ++i) {
+        const Line& line = text.lines[i];
+        if (!line.is_tensor()) continue;
+        for (const int position : {op.argument[i], op.gradient[i]}) {
+          if (position < 0 || !call.arguments[position].isTensor()) continue;
+          const bool follows = position == op.gradient[i] || line.shape_of >= 0;
+          if (follows == is_derived) read_shape(int(i), position, is_derived);
+        }
+      }
   }
 
   // Find the shape of one item of a tensor, and the value of its joined size.
@@ -98,7 +104,8 @@ struct Mapped {
     if (!is_derived) has_dimension |= line.shape_sizes[shape - line.shapes.data()];
     const int d = joined_dimension(text, *shape);
     if (d < 0) {
-      // A tensor without the joined dimension must serve all items: vmap() has expanded it.
+      // A tensor without the joined dimension must serve all items. vmap() expands such a tensor,
+      // so that its stride along the items is 0.
       fits &=
           !line.made_by.empty() || items.maybe_as_int() == 1 || x.sym_stride(0).maybe_as_int() == 0;
       return;
@@ -109,7 +116,8 @@ struct Mapped {
       counts[size] = count;
     } else if (count.maybe_as_int() != 1) {
       const auto earlier = counts[size].maybe_as_int();
-      fits &= earlier == 1 || !earlier || !count.maybe_as_int() || earlier == count.maybe_as_int();
+      const auto known = count.maybe_as_int();
+      if (earlier && known) fits &= earlier == 1 || earlier == known;
       counts[size] = count;
     }
   }
@@ -133,6 +141,7 @@ struct Mapped {
   Tensor join(const Tensor& x, int i) const {
     const Line& line = text.lines[i];
     Tensor joined = with_all_dimensions(x, *shapes[i], line);
+    // If dimensions were added, the tensor now has the line's first shape.
     const Shape& shape = joined.dim() == x.dim() ? *shapes[i] : line.shapes[0];
     const int d = joined_dimension(text, shape);
     if (d < 0) return x.select(0, 0);  // it serves all items
@@ -159,9 +168,7 @@ struct Mapped {
       return result.unflatten_symint(0, {items, 0});
     const int d = joined_dimension(text, *shape), size = contract::bare((*shape)[d]);
     Tensor each = result.unflatten_symint(d, {items, counts[size]}).movedim(d, 0);
-    const std::vector<int> from =
-        item_shape ? contract::dimensions_of(line.shapes[0], *item_shape) : std::vector<int>();
-    // An input of size 1 that served all N of its item has the sum of their gradients.
+    // An input of size 1 served all N of its item. Its gradient is the sum of theirs.
     if (op.is_backward && line.or_one >> size & 1) {
       const Tensor& input = call.arguments[op.argument[index]].toTensor();
       const int at = joined_dimension(text, *item_shape);
@@ -169,6 +176,9 @@ struct Mapped {
       if (count.sym_ne(counts[size]).guard_bool(__FILE__, __LINE__))
         each = each.sum(d + 1, /*keepdim=*/true);
     }
+    // Remove the dimensions that with_all_dimensions() added.
+    const std::vector<int> from =
+        item_shape ? contract::dimensions_of(line.shapes[0], *item_shape) : std::vector<int>();
     for (size_t k = from.size(); k-- > 0;)
       if (from[k] < 0) each = each.squeeze(int64_t(k) + 1);
     return each;

@@ -20,7 +20,7 @@ _TEXTS = {  # {file in the folder: template in this package}
 
 
 def write(folder: str, isa: str) -> None:
-    """Build the operators for `isa`, as request.processor_flag() takes it, and write the folder.
+    """Build the operators for `isa`, an argument of request.processor_flag(), and write the folder.
 
     BuildError: the library cannot be built, or cannot be loaded here.
     """

@@ -3,8 +3,8 @@
     built/<PyTorch>/<level of x86-64>/calcops.so, manifest      a generation that is only read
     built/objects/<level of x86-64>/unit.o, manifest            the objects without PyTorch
 
-The wheel may have no library for this PyTorch. Then its objects, which are independent of PyTorch,
-are linked with the one unit that includes PyTorch's headers. That unit is compiled here.
+If the wheel has no library for this PyTorch, its objects are linked here. They are independent of
+PyTorch. The one unit that includes PyTorch's headers is compiled here and linked with them.
 
 A library fits if the bytes of the operators' and the loader's sources, all flags, and the build of
 PyTorch are the same. Compilers and the system's headers are not compared, because the machine may
@@ -79,10 +79,12 @@ def find(wanted: Request, reasons: list[str]) -> store.Generation | None:
 
 
 def _fitting(wanted: Request) -> store.Generation:
+    """Return the wheel's library for this processor. UNFIT: it does not fit."""
     labels = [name for name in sorted(os.listdir(FOLDER)) if name != OBJECTS]
     if label() not in labels:
         raise Changed(f"it is for PyTorch {' and '.join(labels)}, not {label()}")
-    folder = f"{FOLDER}/{label()}/{_level(f'{FOLDER}/{label()}')}"
+    levels = f"{FOLDER}/{label()}"
+    folder = f"{levels}/{_level(levels)}"
     manifest, brought = _checked(folder, wanted.cuda)
     differences = store.differences(manifest.request, facts(brought))
     if differences:
@@ -96,9 +98,10 @@ def label() -> str:
 
 
 def with_objects(wanted: Request) -> Request | None:
-    """Return the Request for a library of a wheel's objects and of the unit with PyTorch's headers.
+    """Return the Request for a library that links a wheel's objects; None if there are none.
 
-    Return None if the wheel has no objects, or they do not fit.
+    Objects that do not fit count as none. The library's only source is the unit that includes
+    PyTorch's headers.
     """
     objects = f"{FOLDER}/{OBJECTS}"
     if not wanted.prebuilt or not os.path.isdir(objects):
@@ -114,29 +117,31 @@ def of_objects(folder: str, choice: cuda.Choice) -> Request:
     manifest, brought = _checked(folder, choice)
     objects = store.verified(f"{folder}/unit.o", manifest)
     os.close(objects.fd)
-    any_pytorch = {"PyTorch": None}
+    any_pytorch = {"PyTorch": None}  # in both, because the objects are independent of PyTorch
     differences = store.differences(manifest.request | any_pytorch, facts(brought) | any_pytorch)
     if differences:
         raise Changed(differences[0])
-    # For objects, `asked` has the sources that were left out.
+    # In the manifest of objects, `asked` has the sources that are not in them.
     others = tuple(path for path in brought.sources if brought.fold(path) in manifest.asked)
     ldflags = (*brought.ldflags, objects.path)
     return brought.but(sources=others, ldflags=ldflags, prebuilt=False, origin="")
 
 
 def _checked(folder: str, wanted: cuda.Choice) -> tuple[store.Manifest, Request]:
-    """Return the manifest in a folder of a level, and its Request.
+    """Return the manifest in the folder of a level, and the Request that it was built from.
 
     UNFIT: the wheel's own files have changed, or CUDA or flags differ.
     """
-    if flags := os.environ.get("CALCOPS_CFLAGS"):
+    flags = os.environ.get("CALCOPS_CFLAGS")
+    if flags:
         raise Changed(f"CALCOPS_CFLAGS={flags}")
     manifest = store.read_manifest(folder)
     choice = NO_CUDA
     if "CUDA" in manifest.request:
         arches = manifest.request["GPU architectures"]
         choice = cuda.Choice(build=True, version=manifest.request["CUDA"], arches=arches)
-    if problem := _other_cuda(wanted, choice):
+    problem = _other_cuda(wanted, choice)
+    if problem:
         raise Changed(problem)
     brought = request(os.path.basename(folder), choice)
     brought.tools = []  # the compilers are not compared
@@ -145,7 +150,10 @@ def _checked(folder: str, wanted: cuda.Choice) -> tuple[store.Manifest, Request]
 
 
 def _level(folder: str) -> str:
-    """Return the highest level that this processor has and for which `folder` has a subfolder."""
+    """Return the highest level that this processor has and for which `folder` has a subfolder.
+
+    Changed: this processor is too old for all of them.
+    """
     highest = ""
     extensions = isa().split()
     for level, words in LEVELS.items():
@@ -162,7 +170,7 @@ def _level(folder: str) -> str:
 def _other_cuda(wanted: cuda.Choice, built: cuda.Choice) -> str:
     """Return why a library with the choice `built` does not fit the choice `wanted`; "" if it does.
 
-    A library for CUDA fits a machine without nvcc or without a GPU.
+    A library for CUDA fits a machine without nvcc or without a GPU, too.
     """
     if built.build and os.environ.get("CALCOPS_CUDA") == "0":
         return wanted.reason

@@ -45,7 +45,8 @@ def write(folder: str, *pythons: str) -> str:
     Raises:
         BuildError: the operators cannot be built.
     """
-    if flags := os.environ.get("CALCOPS_CFLAGS"):
+    flags = os.environ.get("CALCOPS_CFLAGS")
+    if flags:
         evidence = f"CALCOPS_CFLAGS={flags}: the libraries would fit only where it is set, too"
         raise report("cannot make a wheel", [evidence], "unset CALCOPS_CFLAGS")
     if MACHINE != "x86_64":
@@ -77,7 +78,10 @@ def write(folder: str, *pythons: str) -> str:
 
 
 def _choice() -> cuda.Choice:
-    """Return the choice of CUDA if nvcc is here, even without a GPU. CALCOPS_CUDA=0 forbids it."""
+    """Return the choice for CUDA if there is nvcc and CALCOPS_CUDA is not 0, else that for CPUs.
+
+    No GPU is needed. The environment variables are set for the Pythons that write() starts, too.
+    """
     os.environ.setdefault("CALCOPS_CUDA", "1" if cuda.find_toolkit()[0] else "0")
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", cuda.DEFAULT_ARCHES)
     choice = cuda.choose()
@@ -114,7 +118,7 @@ def _add(
         _write(folder, request.output, built, request=facts, operators=operators, closure=whole)
 
     slot, _ = store.writable_slot(request)
-    level = os.path.basename(folder)  # which is shown while the compilers run
+    level = os.path.basename(folder)  # shown while the compilers run
     library.compile_and_publish(publish, request, slot, [level])
 
 
@@ -154,7 +158,7 @@ def _portable(closure: Closure) -> Closure:
     absent = {}
     for folder, (_, names) in closure.absent.items():
         if folder.startswith(roots):
-            absent[folder] = ["", names]
+            absent[folder] = ["", names]  # no folder has the stamp "", so that names are compared
     return Closure.of(entries, [], absent, 0)
 
 
@@ -183,20 +187,21 @@ def _pack(temporary: str, folder: str) -> str:
 
     class ForThisPlatform(bdist_wheel):
         def get_tag(self) -> tuple[str, str, str]:
-            return "py3", "none", "linux_x86_64"  # any Python 3, which the libraries do not call
+            # The libraries do not call Python, so they fit any Python 3.
+            return "py3", "none", "linux_x86_64"
 
     label = ".".join(sorted(set(os.listdir(f"{temporary}/built")) - {prebuilt.OBJECTS}))
-    # A later `pip wheel .` would pack the files that this one left in build/.
+    # Nothing may stay in the project's build/, because a later `pip wheel .` would pack it.
     commands = ["egg_info", "--egg-base", temporary, "--tag-build", f"+torch{label}"]
     commands += ["build", "--build-base", f"{temporary}/b"]
     commands += ["bdist_wheel", "--bdist-dir", f"{temporary}/d", "--dist-dir", folder]
     os.chdir(_ROOT)
-    # setuptools warns of direct calls of setup(), which a developer's command may make.
+    # setuptools warns users not to call setup() directly. A developer's command may do it.
     with warnings.catch_warnings(action="ignore"):
         distribution = setup(
             script_args=["--quiet", *commands],
             cmdclass={"build_py": WithLibraries, "bdist_wheel": ForThisPlatform},
-            has_ext_modules=lambda: True,
+            has_ext_modules=lambda: True,  # the wheel is for one platform
         )
     return distribution.dist_files[-1][2]
 

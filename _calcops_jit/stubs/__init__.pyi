@@ -7,7 +7,7 @@ from _calcops_jit.operators import *
 from collections.abc import Callable, Sequence
 
 def load(name: str, sources: _Paths, extra_cflags: str | Sequence[str] | None=None, extra_cuda_cflags: str | Sequence[str] | None=None, extra_ldflags: str | Sequence[str] | None=None, extra_include_paths: _Paths | None=None, *, verbose: bool=False, with_cuda: bool | None=None, **torch_options) -> Library:
-    """Build (once), cache and load operator sources.
+    """Return the library of operator sources, which is built once and then cached.
 
     The sources register their operators with a contract or TORCH_LIBRARY. After an edit, the next
     call builds them again. reload() exchanges their kernels in the running process.
@@ -22,8 +22,8 @@ def load(name: str, sources: _Paths, extra_cflags: str | Sequence[str] | None=No
         extra_include_paths: folders of headers.
         verbose: print what ninja prints.
         with_cuda: build for CUDA; default: if there is a .cu source.
-        **torch_options: the other options of torch.utils.cpp_extension.load. A value that has no
-            effect here raises ValueError.
+        **torch_options: the other options of torch.utils.cpp_extension.load. A value that the
+            loader cannot follow raises ValueError.
 
     Returns:
         A Library: its operators are attributes, and also in the dictionary `operators`. Its `path`
@@ -52,7 +52,7 @@ def reload() -> list[str]:
     """
 
 def watch(seconds: float=0.3) -> Callable[[], None]:
-    """Start a thread that reloads when a source or a header changes.
+    """Start a thread that calls reload() when a source or a header changes.
 
     The thread prints errors on stderr. After an error, the old kernels are still called.
 

@@ -24,9 +24,9 @@ from torch.nn.functional import pad
 # them for ever.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
-kAtomsAThread = 100
-kLists = 16  # kept at most
-kSlots = 1 << 23  # kept at most, of all lists: 32 bytes each
+kAtomsAThread = 100  # with fewer, threads wait for one another
+kLists = 16  # most neighbour lists that a calculator keeps
+kSlots = 1 << 23  # most slots of all lists together, of 40 bytes each
 
 
 class NeighbourList:
@@ -102,7 +102,7 @@ class NeighbourLists:
         self.builds = 0
 
     def of(self, atoms):
-        """Return a list that holds for `atoms`: one that was kept, or a new one."""
+        """Return a list with all pairs of `atoms` within the cutoff: one that was kept, or new."""
         for neighbours in self.kept:
             if neighbours.holds(atoms):
                 self.kept.remove(neighbours)
@@ -125,10 +125,10 @@ class CalcOps(Calculator):
     Args:
         model: called as model(types, list_neigh, Rij, nghost). It has cutoff, units and type_names
             (chemical symbols).
-        skin: a length. The lists reach so far beyond the cutoff.
-        device: of a module; None: its own. A module on another device is copied; the caller's stays
-            as it is. What package.load() returns has its own device.
-        dtype: of a module; None: its own.
+        skin: a length. The lists have pairs up to cutoff + skin.
+        device: where a module computes; None: where it is. Another device or dtype makes a copy of
+            the module. A package has a fixed device and dtype.
+        dtype: in which a module computes; None: its own.
 
     Raises:
         ValueError: the model has other units, or a package another device or dtype.
@@ -186,8 +186,8 @@ class CalcOps(Calculator):
     def calculate_batch(self, structures):
         """Return the results of each structure, dicts like `results`, by one call of the model.
 
-        The model sees a single system whose parts have no neighbours in common. So the structures
-        may differ in everything.
+        The model gets all structures as one system, in which only atoms of one structure are
+        neighbours. So cells, elements and numbers of atoms may differ.
         """
         if not structures:
             return []
@@ -239,7 +239,7 @@ class CalcOps(Calculator):
 def threads_for(natoms):
     """Give PyTorch at most one thread for each kAtomsAThread atoms.
 
-    For fewer atoms, threads wait for one another longer than they compute, above all on a busy
+    With fewer atoms, threads wait for one another longer than they compute, above all on a busy
     machine.
     """
     threads = torch.get_num_threads()

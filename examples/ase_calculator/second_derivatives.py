@@ -1,8 +1,7 @@
 """Elastic constants and phonons: second derivatives of the energy, from the operators' results.
 
-create_graph=True keeps the graph of force and virial, so torch.autograd.grad goes through
-calcops::force_virial once more. Nothing here is a finite difference, and nothing knows the
-potential.
+create_graph=True keeps the graph of force and virial, so torch.autograd differentiates the
+operators once more. There are no finite differences. The functions serve any potential.
 """
 
 import numpy as np
@@ -11,14 +10,17 @@ from ase import units
 
 
 def response(atoms):
-    """Jacobian of (stress [6], force [3n]) by (strain [6], displacement [3n]), in Voigt's order.
+    """Return the Jacobian of (stress [6], force [3n]) by (strain [6], displacement [3n]).
 
-    The atoms have a CalcOps calculator and no forces. Displacements are those of the unstrained
-    crystal.
+    Stress and strain are in Voigt's order. Displacements come before the strain.
+
+    Args:
+        atoms: with a CalcOps calculator. The forces on them are zero.
     """
     types, positions, cell, neighbours = atoms.calc.tensors(atoms)
-    volume, eye = atoms.get_volume(), torch.eye(3).to(cell)
-    full = torch.tensor([[0, 5, 4], [5, 1, 3], [4, 3, 2]])
+    volume = atoms.get_volume()
+    eye = torch.eye(3).to(cell)
+    full = torch.tensor([[0, 5, 4], [5, 1, 3], [4, 3, 2]])  # Voigt's index of each component
 
     def stress_and_force(strain, u):
         deformation = eye + strain[full] * (1 + eye) / 2  # Voigt's shear is twice the tensor's
@@ -34,22 +36,29 @@ def response(atoms):
 
 
 def elastic_constants(atoms):
-    """C [6,6] in GPa twice: the atoms move with the strain; then they also follow their forces."""
+    """Return two matrices C [6, 6] in GPa: with held atoms, which only follow the strain, and with
+    relaxed atoms, which also move until their forces are zero.
+    """
     (stress_strain, stress_u), (force_strain, force_u) = response(atoms)
     held = stress_strain / units.GPa
     # The pseudo-inverse leaves the translations out.
     u_strain = -torch.linalg.pinv(force_u, rtol=1e-9) @ force_strain
-    return held, held + stress_u @ u_strain / units.GPa
+    relaxed = held + stress_u @ u_strain / units.GPa
+    return held, relaxed
 
 
 def phonons(primitive, cells=4):
-    """A function from wave vectors q [m,3], 1/A, to frequencies [m,3p] in THz; imaginary ones are
-    negative.
+    """Return a function from wave vectors q [m, 3] in 1/A to frequencies [m, 3p] in THz.
 
-    p: atoms of the cell. Each must feel less than half of the supercell of cells^3: only nearest
-    images count.
+    p is the number of atoms in the primitive cell. Imaginary frequencies are negative.
+
+    Args:
+        primitive: the cell, with a CalcOps calculator.
+        cells: the supercell has cells^3 primitive cells. Only nearest images count, so the
+            interaction must end within half of the supercell.
     """
-    p, atoms = len(primitive), primitive.repeat(cells)
+    p = len(primitive)
+    atoms = primitive.repeat(cells)
     atoms.calc = primitive.calc
     types, positions, cell, neighbours = atoms.calc.tensors(atoms)
     Rij = neighbours.pair_vectors(positions.requires_grad_(), cell)
@@ -58,19 +67,17 @@ def phonons(primitive, cells=4):
     (hessian,) = torch.autograd.grad(
         rows, positions, -torch.eye(3 * p).to(rows), is_grads_batched=True
     )
+    # [atom, x, cell, atom, x], divided by the roots of both atoms' masses.
+    hessian = hessian.cpu().numpy().reshape(p, 3, -1, p, 3)
     root = np.sqrt(primitive.get_masses())
-    hessian = hessian.cpu().numpy().reshape(p, 3, -1, p, 3) / (
-        root[:, None, None, None, None] * root[:, None]
-    )
-    away = np.array(
-        [atoms.get_distances(i, range(len(atoms)), mic=True, vector=True) for i in range(p)]
-    )
+    hessian = hessian / (root[:, None, None, None, None] * root[:, None])
+    vectors = [atoms.get_distances(i, range(len(atoms)), mic=True, vector=True) for i in range(p)]
+    vectors = np.array(vectors).reshape(p, -1, p, 3)
 
     def frequencies(q):
-        phase = np.exp(1j * np.einsum("ilkx,mx->milk", away.reshape(p, -1, p, 3), q))
-        squares = np.linalg.eigvalsh(
-            np.einsum("ialkb,milk->miakb", hessian, phase).reshape(-1, 3 * p, 3 * p)
-        )
+        phase = np.exp(1j * np.einsum("ilkx,mx->milk", vectors, q))
+        dynamical = np.einsum("ialkb,milk->miakb", hessian, phase).reshape(-1, 3 * p, 3 * p)
+        squares = np.linalg.eigvalsh(dynamical)
         return np.sign(squares) * np.sqrt(abs(squares)) / (2 * np.pi) * units.fs * 1e3
 
     return frequencies

@@ -4,7 +4,7 @@
 
 Sources of the formats, in DeePMD-kit 3.2: deepmd/dpmodel/utils/serialization.py and serialize() of
 the descriptor, the fitting and the networks for .dp and .yaml; deepmd/pt/model/descriptor/se_a.py
-and deepmd/pt/model/task/fitting.py for .pth and .pt, which hold their tensors.
+and deepmd/pt/model/task/fitting.py for .pth and .pt, which hold the tensors of these modules.
 """
 
 import io
@@ -63,8 +63,8 @@ def filled(node, array, is_variable=False):
 class Archive(pickle.Unpickler):
     """Load a TorchScript archive's modules as plain objects with their attributes.
 
-    torch.jit.load would compile the modules' code, which needs DeePMD-kit's operators. Only the
-    classes and functions that find_class returns are called.
+    torch.jit.load would compile the modules' code, which needs DeePMD-kit's operators. An archive
+    can call nothing but the classes and functions that find_class returns.
     """
 
     def __init__(self, path):
@@ -150,13 +150,13 @@ def networks(arrays, part, options, last):
 
     Args:
         arrays: all weights of the model, by name.
-        part: the begin of the names, "descriptor.sea" or "fitting_net".
+        part: what the names begin with, "descriptor.sea" or "fitting_net".
         options: of the part.
         last: options of the last layer of each network.
     """
     pattern = rf"{part}\.filter_layers\.networks\.(\d+)\.layers\.(\d+)\.(matrix|bias|idt)"
     names = {"matrix": "w", "bias": "b", "idt": "idt"}
-    variables = {}  # of a layer, by the numbers of its network and its place
+    variables = {}  # variables[network][place]: those of a layer
     for key, value in arrays.items():
         match = re.fullmatch(pattern, key)
         if match:

@@ -19,8 +19,8 @@ from calcops.potentials.package import save
 from calcops.train.deep_potential import DeepPotential, quick_form
 from calcops.train.weights import kActivations, net, save_npz
 
-# Options that are used here, that follow from the weights, or that only training uses. All others
-# have to be off.
+# Options that DeepPotential uses, that follow from the weights, or that only training uses. All
+# others have to be off.
 kOptions = {
     "model": """type type_map descriptor fitting fitting_net rcond preset_out_bias info resuming
         finetune_head model_branch_alias data_stat_nbatch data_stat_protect data_bias_nsample
@@ -39,7 +39,7 @@ kTypes = {
     "environment": (None,),
     "fitting": ("ener",),
 }
-# What to do instead.
+# What a message adds for an option that is refused.
 kAdvice = {"spin": "DeePMD-kit's own interfaces run it"}
 kPrecisions = "default", "float64", "double", "float32", "single"
 kVersions = {"model": 2, "descriptor": 3, "environment": 0, "fitting": 4}
@@ -124,10 +124,11 @@ def arrays(model):
             f"expected an embedding net for each of {T} types or of {T * T} pairs of types"
         )
     embedding = [layers(network) for network in embeddings]
+    # There is a net for each type of neighbour, or also for each type of centre: c + T t.
+    nets_of_type = len(embedding) // T
     for t in range(T):
-        # Of nets for pairs, that of centre c and neighbour t has the number c + T t.
-        nets = embedding[t : t + 1] if len(embedding) == T else embedding[T * t : T * (t + 1)]
-        result |= numbered(f"emb{t}", nets)
+        first = nets_of_type * t
+        result |= numbered(f"emb{t}", embedding[first : first + nets_of_type])
     if descriptor.get("compress"):
         result |= tables_of(descriptor["compress"]["@variables"])
     for t, network in enumerate(fitting["nets"]["networks"]):
@@ -143,7 +144,7 @@ def arrays(model):
 
 
 def biases(model, arrays):
-    """Return the energies [T] that atoms have beside those of the nets in `arrays`."""
+    """Return the energies [T] of types that are added to those of the nets in `arrays`."""
     fitting = model["fitting"]
     T = len(model["type_map"])
     bias = np.array(fitting["@variables"]["bias_atom_e"], np.float64).reshape(T)
@@ -185,8 +186,9 @@ def of_types(name, array, sel):
 def tables_of(variables):
     """Return the arrays `table` and `grid` of a compressed descriptor.
 
-    Its rows [cells, 6 M] have the six coefficients of a function side by side. Its info is begin,
-    end of the first part, end of the second, both widths, and a number that is not needed here.
+    The rows [cells, 6 M] of `compress_data` have the six coefficients of a function side by side.
+    `compress_info` has begin, end of the first part, end of the second part, both widths, and a
+    number that is not needed here.
     """
     tables = [np.asarray(data, np.float64) for data in variables["compress_data"]]
     tables = [data.reshape(len(data), -1, 6).transpose(0, 2, 1) for data in tables]
@@ -194,7 +196,7 @@ def tables_of(variables):
     grid = np.zeros((len(tables), 5))
     for i, info in enumerate(variables["compress_info"]):
         table[i, : len(tables[i])] = tables[i]
-        # Numbers such as 0.01, which float32 only approximates.
+        # Numbers such as 0.01, which are rounded to float32 in the file.
         begin, end, coarse_end, width, coarse_width = np.float32(info[:5]).astype(str).astype(float)
         grid[i] = begin, width, end, coarse_width, coarse_end
     return {"table": table, "grid": grid}
@@ -228,16 +230,17 @@ def numbered(name, nets):
     """Return the arrays of one net, or of a net for each type of centre, stacked.
 
     Args:
-        name: the begin of the arrays' names.
+        name: what the arrays' names begin with.
         nets: the layers of each net. The nets have the same shape.
     """
     result = {}
     for i, same_layers in enumerate(zip(*nets)):
-        for key, first in same_layers[0].items():
-            if key in ("res", "act") or (first is not None and len(nets) == 1):
-                result[f"{name}_{key}{i}"] = first
-            elif first is not None:
-                result[f"{name}_{key}{i}"] = np.stack([layer[key] for layer in same_layers])
+        for key, value in same_layers[0].items():
+            if value is None:
+                continue
+            if key not in ("res", "act") and len(nets) > 1:
+                value = np.stack([layer[key] for layer in same_layers])
+            result[f"{name}_{key}{i}"] = value
     return result
 
 
@@ -247,7 +250,7 @@ def main():
     parser.add_argument("model", type=Path, help="what DeePMD-kit wrote: .pth, .pt, .dp or .yaml")
     parser.add_argument("output", type=Path, help=".pt2, .pt or .npz")
     parser.add_argument(
-        "--tabulated", action="store_true", help="splines or tables in the place of embedding nets"
+        "--tabulated", action="store_true", help="splines or tables instead of embedding nets"
     )
     parser.add_argument("--float32-nets", action="store_true", help="nets compute in float32")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""SevenNet's forces and stress beside the operator's: values, derivatives, times, and dynamics.
+"""Compare SevenNet's forces and stress with the operator's: values, derivatives, times, dynamics.
 
 build/graph_potential/bin/python -W ignore examples/graph_potential/compare.py
 """
@@ -29,88 +29,105 @@ RESULTS = {
 
 
 def structures():
-    """Three of other sizes and elements, off their equilibria."""
-    water = molecule("H2O", vacuum=4, pbc=True)
-    found = {
+    """Return three structures of different sizes and elements, by name, with displaced atoms."""
+    atoms_of = {
         "NaCl": bulk("NaCl", "rocksalt", 5.64, cubic=True),
         "Si": bulk("Si", cubic=True),
-        "H2O": water,
+        "H2O": molecule("H2O", vacuum=4, pbc=True),
     }
-    for seed, atoms in enumerate(found.values()):
+    for seed, atoms in enumerate(atoms_of.values()):
         atoms.rattle(0.1, seed=seed)
-    return found
+    return atoms_of
 
 
 def graph(atoms, cutoff=5.0):
+    """Return SevenNet's graph of a structure."""
     return AtomGraphData.from_numpy_dict(unlabeled_atoms_to_graph(atoms, cutoff, with_shift=False))
 
 
 def batch():
+    """Return one graph of all structures."""
     return Batch.from_data_list([graph(atoms) for atoms in structures().values()])
 
 
 def compare_values(theirs, ours):
-    """Three structures in one graph by both, and each alone."""
+    """Print how far the results of both models for one graph of all structures are apart, and how
+    far those of `ours` for the batch and for each structure alone.
+    """
     for model in (theirs, ours):
         model.set_is_batch_data(True)
-    a, b = theirs(batch()), ours(batch())
+    their_results = theirs(batch())
+    our_results = ours(batch())
     for model in (theirs, ours):
         model.set_is_batch_data(False)
     alone = [ours(graph(atoms)) for atoms in structures().values()]
     print(f"{', '.join(structures())} in one graph    largest  ours - SevenNet's  batch - alone")
     for name, key in RESULTS.items():
-        each = torch.cat([x[key].view(-1, b[key].shape[1]) for x in alone])
-        largest, apart, moved = (x.abs().max() for x in (b[key], b[key] - a[key], b[key] - each))
-        print(f"  {name:24} {largest:11.4f} {apart:19.1e} {moved:14.1e}")
+        values = our_results[key]
+        of_each = torch.cat([result[key].view(-1, values.shape[1]) for result in alone])
+        largest = values.abs().max()
+        difference = (values - their_results[key]).abs().max()
+        of_batch = (values - of_each).abs().max()
+        print(f"  {name:24} {largest:11.4f} {difference:19.1e} {of_batch:14.1e}")
 
 
 def compare_training(theirs, ours):
-    """A loss of forces and stresses: its gradient is a second derivative of the energy."""
+    """Print how far the gradients of a loss of forces and stresses are apart.
+
+    Such a gradient contains second derivatives of the energy.
+    """
     gradients = []
     for model in (theirs, ours):
         model.train().set_is_batch_data(True)
         result = model(batch())
-        loss = (
-            result[KEY.PRED_FORCE].square().mean() + 100 * result[KEY.PRED_STRESS].square().mean()
-        )
+        force_loss = result[KEY.PRED_FORCE].square().mean()
+        stress_loss = result[KEY.PRED_STRESS].square().mean()
         weights = [w for w in model.parameters() if w.requires_grad]
-        found = torch.autograd.grad(loss, weights, materialize_grads=True)
-        gradients.append(torch.cat([x.flatten() for x in found]))
+        parts = torch.autograd.grad(force_loss + 100 * stress_loss, weights, materialize_grads=True)
+        gradients.append(torch.cat([part.flatten() for part in parts]))
         model.eval().set_is_batch_data(False)
-    a, b = gradients
-    apart = (b - a).norm() / a.norm()
+    their_gradient, our_gradient = gradients
+    difference = (our_gradient - their_gradient).norm() / their_gradient.norm()
     print(
         "a loss of forces and stress, "
-        f"its gradient for {len(a):,} weights: {apart:.0e} of its length apart"
+        f"its gradient for {len(our_gradient):,} weights: {difference:.0e} of its length apart"
     )
 
 
 def compare_times(seconds):
-    """The two modules on a crystal's edges, where the energy's own gradient costs one product."""
+    """Print the time of both modules for the edges of a crystal.
+
+    The energy is a sum of products, whose gradient takes hardly any time.
+    """
     data = graph(bulk("NaCl", "rocksalt", 5.64, cubic=True) * (12, 12, 12)).to_dict()
     data[KEY.EDGE_VEC].requires_grad_()
     data[KEY.ATOMIC_ENERGY] = torch.zeros(len(data[KEY.POS]))
-    slope, best = torch.randn_like(data[KEY.EDGE_VEC]), [float("inf")] * 2
-    theirs, ours = ForceStressOutputFromEdge(use_atomic_virial=True).eval(), EdgeForces().eval()
-    theirs._is_batch_data = ours._is_batch_data = False
+    slope = torch.randn_like(data[KEY.EDGE_VEC])
+    theirs = ForceStressOutputFromEdge(use_atomic_virial=True).eval()
+    ours = EdgeForces().eval()
+    theirs._is_batch_data = False
+    ours._is_batch_data = False
+    least = [float("inf")] * 2  # ms
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         for i, module in enumerate((theirs, ours)):
             data[KEY.PRED_TOTAL_ENERGY] = (slope * data[KEY.EDGE_VEC]).sum()
             start = time.perf_counter()
             module(data)
-            best[i] = min(best[i], 1e3 * (time.perf_counter() - start))
+            least[i] = min(least[i], 1e3 * (time.perf_counter() - start))
     print(f"{len(data[KEY.POS]):,} atoms, {len(slope):,} edges, threads: {torch.get_num_threads()}")
-    print("  SevenNet's module {:.1f} ms, with the operator {:.1f} ms".format(*best))
+    print(f"  SevenNet's module {least[0]:.1f} ms, with the operator {least[1]:.1f} ms")
 
 
 def run_at_constant_energy(name, model, steps):
-    """Returns the atoms as they are at the end."""
+    """Run molecular dynamics, print its energies, and return the atoms at the end."""
     atoms = structures()["NaCl"]
     atoms.calc = SevenNetCalculator(model, file_type="model_instance")
     MaxwellBoltzmannDistribution(atoms, temperature_K=300, rng=numpy.random.RandomState(0))
     Stationary(atoms)
-    dynamics, energies, times = VelocityVerlet(atoms, 2 * ase.units.fs), [], []
+    dynamics = VelocityVerlet(atoms, 2 * ase.units.fs)
+    energies = []
+    times = []
     for _ in range(steps):
         start = time.perf_counter()
         dynamics.run(1)
@@ -126,6 +143,7 @@ def run_at_constant_energy(name, model, steps):
 
 
 def main():
+    """Run the script."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -138,12 +156,10 @@ def main():
     compare_training(theirs, ours)
     compare_times(args.seconds)
     print(f"NaCl, 8 atoms, {args.steps} steps of 2 fs from 300 K, total energy:")
-    ends = [
-        run_at_constant_energy(*one, args.steps)
-        for one in (("SevenNet's", theirs), ("with the operator", ours))
-    ]
-    apart = abs(ends[0].positions - ends[1].positions).max()
-    print(f"  the two ends are {apart:.1e} A apart")
+    their_end = run_at_constant_energy("SevenNet's", theirs, args.steps)
+    our_end = run_at_constant_energy("with the operator", ours, args.steps)
+    difference = abs(their_end.positions - our_end.positions).max()
+    print(f"  the two ends are {difference:.1e} A apart")
 
 
 if __name__ == "__main__":

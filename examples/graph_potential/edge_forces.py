@@ -6,12 +6,18 @@ import calcops_jit
 
 
 def edge_forces(energy, edge_index, edge_vec, natoms, batch=None, nframes=1, create_graph=False):
-    """Returns force [N, 3], virial [F, 3, 3] and atom_virial [N, 3, 3]; stress = -virial / volume.
+    """Return force [N, 3], virial [F, 3, 3] and atom_virial [N, 3, 3]; stress = -virial / volume.
 
-    `energy` has been computed from `edge_vec` = r_j - r_i (plus the shift of a periodic image),
-    which requires a gradient; `edge_index` [2, E] has i in row 0 and j in row 1. Neither positions
-    nor a strain take part. With `create_graph` the results have derivatives of their own, as
-    training on forces needs. A graph without edges is fine: its forces are zero.
+    Positions and a strain are not needed. The forces of a graph without edges are zero.
+
+    Args:
+        energy: any shape, computed from `edge_vec`.
+        edge_index: [2, E], with the centre i in row 0 and the neighbour j in row 1.
+        edge_vec: [E, 3], r_j - r_i plus the shift of a periodic image. It requires a gradient.
+        natoms: the number N of atoms.
+        batch: [N], the structure of each atom; None: a single structure.
+        nframes: the number F of structures.
+        create_graph: True makes the results differentiable, as training on forces needs.
     """
     (gradient,) = torch.autograd.grad(
         energy.sum(), edge_vec, create_graph=create_graph, materialize_grads=True

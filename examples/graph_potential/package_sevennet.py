@@ -1,6 +1,4 @@
-"""Packages a SevenNet model, by its name or a checkpoint, for every host of ../potentials.
-
-One of these hosts is LAMMPS on many ranks.
+"""Package a SevenNet model, by its name or a checkpoint, for LAMMPS, ASE and C++ programs.
 
 build/graph_potential/bin/python -W ignore examples/graph_potential/package_sevennet.py 7net-0
 /tmp/7net-0.pt
@@ -17,7 +15,7 @@ from sevenn.util import load_checkpoint
 
 
 class OneHot(torch.nn.Module):
-    """Takes the place of SevenNet's, whose ones are in float32 for any weights."""
+    """SevenNet's one-hot encoding of types, in float64. SevenNet's own is always in float32."""
 
     def __init__(self, theirs):
         super().__init__()
@@ -36,23 +34,25 @@ class OneHot(torch.nn.Module):
 
 
 class SevenNet(torch.nn.Module):
-    """What ../potentials/energies.py takes: energies of atoms from a graph. `model` is changed."""
+    """Energies of atoms from a graph, as ../potentials/energies.py expects them.
+
+    `model` is changed, not copied: e3nn would compute the constants of a copy anew, and they would
+    differ in the tenth digit.
+    """
 
     def __init__(self, model):
         super().__init__()
-        # The model itself: e3nn makes a copy anew, with constants that differ in the tenth digit.
         model.requires_grad_(False).eval().double()
         model.delete_module_by_key("force_output")
         model.replace_module("onehot_idx_to_onehot", OneHot(model.onehot_idx_to_onehot))
-        model.eval_type_map, model.key_grad = False, None
+        model.eval_type_map = False
+        model.key_grad = None
         model.set_is_batch_data(False)
-        self.cutoff, self.layers = (
-            float(model.cutoff),
-            sum(isinstance(x, IrrepsConvolution) for x in model),
-        )
-        # The types are in the order of their indices.
+        self.cutoff = float(model.cutoff)
+        self.layers = sum(isinstance(module, IrrepsConvolution) for module in model)
+        # The keys of type_map, atomic numbers, are in the order of the types.
         self.type_names = [chemical_symbols[z] for z in model.type_map]
-        # Parts of it are traced in the default dtype, whose digits their constants then have.
+        # e3nn traces parts of the model in the default dtype, and their constants have its digits.
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:
@@ -61,7 +61,7 @@ class SevenNet(torch.nn.Module):
             torch.set_default_dtype(default)
 
     def forward(self, types, edge_index, edge_vec, natoms: int):
-        # Its envelope is zero at the cutoff, but not beyond.
+        # SevenNet's envelope is zero at the cutoff, but not beyond. Move farther pairs to it.
         near = torch.linalg.vector_norm(edge_vec, dim=1, keepdim=True) < self.cutoff
         end = torch.tensor([self.cutoff, 0.0, 0.0], dtype=edge_vec.dtype, device=edge_vec.device)
         edge_vec = torch.where(near, edge_vec, end)

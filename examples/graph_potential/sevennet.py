@@ -8,13 +8,15 @@ from edge_forces import edge_forces
 class EdgeForces(torch.nn.Module):
     """Replaces `force_output` in a SevenNet model: one structure or a batch, training or not."""
 
-    _is_batch_data = True  # set_is_batch_data of the model sets it
+    _is_batch_data = True  # the model's set_is_batch_data changes it
 
     def get_grad_key(self):
-        return KEY.EDGE_VEC  # what the model makes require a gradient
+        """Return the key of the tensor for which the model requires a gradient."""
+        return KEY.EDGE_VEC
 
     def forward(self, data):
-        volume = data[KEY.CELL_VOLUME].clamp(min=1e-3)  # where nothing is periodic it is zero
+        """Add forces, atoms' virials and stress to the dict `data`, and return it."""
+        volume = data[KEY.CELL_VOLUME].clamp(min=1e-3)  # zero if no direction is periodic
         force, virial, atom_virial = edge_forces(
             data[KEY.PRED_TOTAL_ENERGY],
             data[KEY.EDGE_IDX],
@@ -26,20 +28,22 @@ class EdgeForces(torch.nn.Module):
         )
         data[KEY.PRED_FORCE] = force
         data[KEY.PRED_ATOMIC_VIRIAL] = six(atom_virial)
-        # Of SevenNet's sign: its calculator changes it.
-        data[KEY.PRED_STRESS] = six(virial / volume.view(-1, 1, 1)).view(
-            -1 if volume.dim() == 0 else (-1, 6)
-        )
+        # SevenNet's sign, which its calculator changes.
+        stress = six(virial / volume.view(-1, 1, 1))
+        data[KEY.PRED_STRESS] = stress.flatten() if volume.dim() == 0 else stress
         return data
 
 
 def six(matrices):
-    """xx, yy, zz, xy, yz, zx of each [3, 3], where SevenNet takes edge_vec's component first."""
+    """Return the components xx, yy, zz, xy, yz, zx of each matrix [3, 3].
+
+    SevenNet's order has the component of edge_vec first, hence the indices of yx, zy and xz.
+    """
     return matrices.flatten(1)[:, [0, 4, 8, 3, 7, 2]]
 
 
 def with_edge_forces(model):
-    """The SevenNet model itself, whose last module is now EdgeForces."""
+    """Replace the last module of a SevenNet model by EdgeForces, and return the model."""
     model.replace_module("force_output", EdgeForces().train(model.training))
     model.set_is_batch_data(model.is_batch_data)
     return model

@@ -12,10 +12,10 @@
 
 class Model {
  public:
-  // gpu: the rank's own GPU, or the CPU where there is none; threads: how many may call at a time.
+  // gpu: the rank's own GPU, or the CPU if there is none; threads: the most calls at a time.
   Model(const std::string& file, at::Device gpu, size_t threads);
 
-  // What the interface of ../potentials/potential.py returns.
+  // Returns energy, atom_energy, force, virial and atom_virial, as ../potentials/potential.py does.
   std::vector<at::Tensor> operator()(const at::Tensor& types, const at::Tensor& list_neigh,
                                      const at::Tensor& Rij, const at::Tensor& edge_order,
                                      const at::Tensor& owned) const {
@@ -27,10 +27,11 @@ class Model {
   double cutoff = 0;
   std::string units;
   std::vector<std::string> type_names;
-  int64_t neighbors = 0;          // the most slots of a row that it takes; 0: any number
+  int64_t neighbors = 0;          // the most slots that a row may have; 0: any number
   int64_t block_slots = 1 << 14;  // pairs of a call whose intermediate results fit the cache
-  int layers = 1;            // cutoffs that an energy depends on; owned is used if there are more
-  bool takes_order = false;  // edge_order is used
+  int layers = 1;            // an energy depends on atoms up to so many cutoffs away; if > 1, the
+                             // model takes owned
+  bool takes_order = false;  // the model takes edge_order
 
  private:
   using Metadata = std::unordered_map<std::string, std::string>;

@@ -33,14 +33,14 @@ using namespace LAMMPS_NS;
 
 namespace {
 
-// With LAMMPS's usual skin, a list has some two slots for each pair within the cutoff.
+// With LAMMPS's usual skin, a list has about two slots for each pair within the cutoff.
 constexpr int64_t kSlotsPerPair = 2;
 
-// What `compute ID all pair calcops` gives: seconds of this run, the mean of a rank's threads,
-// summed over the ranks. The operators are a part of the model.
+// The numbers of `compute ID all pair calcops`. First, the seconds of this run: means of a rank's
+// threads, summed over the ranks. The time of the operators is a part of that of the model.
 enum { kRows, kPairs, kModel, kOperators, kAdd, kTimers };
-// Then, of a committee: the largest, the least and the mean deviation. Then, of a model that passes
-// messages: how many rows it was given, to be compared with the number of atoms.
+// For a committee, the largest, the least and the mean deviation follow, of virials and of forces.
+// For a model that passes messages, the last number is that of its rows.
 enum { kVirials = kTimers, kForces = kVirials + 3, kNumbers = kForces + 3 };
 
 class Stopwatch {
@@ -58,7 +58,7 @@ struct OperatorCall : at::ObserverContext {
   Stopwatch stopwatch;
 };
 std::atomic<double> operator_seconds = 0;
-thread_local bool in_operator = false;  // which may call itself, below autograd
+thread_local bool in_operator = false;  // an operator calls itself again below autograd
 
 void time_operators() {
   const auto start = [](const at::RecordFunction& f) -> std::unique_ptr<at::ObserverContext> {
@@ -88,8 +88,8 @@ PairCalcOps::PairCalcOps(LAMMPS* lmp) : Pair(lmp) {
   static const bool once = [] {
     time_operators();
 #ifdef __GLIBC__
-    // What a block's tensors took stays with the process: a page that was given back is cleared by
-    // the kernel when the next block touches it.
+    // The process keeps the memory of a block's tensors. If it gave pages back, the kernel would
+    // have to clear them when the next block touches them.
     mallopt(M_MMAP_THRESHOLD, 1 << 25);
     mallopt(M_TRIM_THRESHOLD, 1 << 30);
 #endif
@@ -138,7 +138,7 @@ void PairCalcOps::settings(int narg, char** arg) {
   ghostneigh = passes_messages();
 }
 
-// One GPU a rank, in the order of the ranks of a machine.
+// Returns the GPU of this rank: one for each rank, in the order of the ranks of a machine.
 at::Device PairCalcOps::own_gpu() const {
   const auto gpus = static_cast<int>(at::getNumGPUs());
   if (gpus == 0) return at::kCPU;
@@ -202,21 +202,21 @@ double PairCalcOps::init_one(int i, int j) {
   return cutghost[i][j] = cutghost[j][i] = models_[0].cutoff;
 }
 
-// While LAMMPS's list lives, each atom moves by half the skin at most. So the atoms that a chain of
-// pairs within the cutoff joins, as many as there are layers, were not farther apart than that many
-// cutoffs and one skin when the ghosts were found; a pair, not farther than cutoff and skin.
+// LAMMPS makes a new list before an atom has moved by more than half the skin. A chain of `layers`
+// pairs within the cutoff joins two atoms at most `layers` cutoffs apart. When the ghosts were
+// found, these atoms were at most one skin farther apart, because only their own moves count.
 void PairCalcOps::refuse_few_ghosts() const {
   const double needed = models_[0].layers * models_[0].cutoff + neighbor->skin;
-  // As Comm::get_comm_cutoff() has it, which may print a warning each time.
+  // As in Comm::get_comm_cutoff(), which may print a warning at each call.
   const double reach = std::max(comm->cutghostuser, neighbor->cutneighmax);
-  if (reach < needed * (1 - 1e-12))  // or the sum as one writes it would be too small
+  if (reach < needed * (1 - 1e-12))  // the sum in a script may be rounded down
     error->all(FLERR,
                "Pair style calcops: expected comm_modify cutoff {:.12g} or more, {} layers of "
                "cutoff {:.12g} and the skin {:.12g}, got {:.12g}",
                needed, models_[0].layers, models_[0].cutoff, neighbor->skin, reach);
 }
 
-// A pair that special_bonds excludes is not in the list, and one that it weights cannot be.
+// special_bonds takes pairs of weight 0 out of the list. A model cannot apply other weights.
 void PairCalcOps::refuse_weighted_bonds() const {
   if (atom->molecular == Atom::ATOMIC) return;
   const double* const weight = force->special_lj;  // a hybrid style's own, while this one computes
@@ -234,6 +234,7 @@ void PairCalcOps::refuse_weighted_bonds() const {
   }
   for (int k = 0; k < list->inum; ++k) {
     const int i = list->ilist[k];
+    // The entries of an atom are sorted by kind: 1-2, 1-3, 1-4. nspecial has the ends of the kinds.
     for (int s = 0, kind = 1; s < atom->nspecial[i][2]; ++s) {
       while (s >= atom->nspecial[i][kind - 1]) ++kind;
       const int j = counts(kind) ? -1 : atom->map(atom->special[i][s]);
@@ -246,7 +247,7 @@ void PairCalcOps::compute(int eflag, int vflag) {
   ev_init(eflag, vflag);
   std::atomic<double> rows = 0, pairs = 0, model = 0, adding = 0;
   operator_seconds = 0;
-  // In steps of which somebody asks for the energy, thermo output for one, and where a fix does.
+  // In steps in which LAMMPS needs the energy, such as those of thermo output, and for `fix pair`.
   const bool deviations = models_.size() > 1 && (eflag_global || deviations_wanted_);
   if (neighbor->ago == 0 && passes_messages()) refuse_few_ghosts();
   try {
@@ -296,7 +297,7 @@ void PairCalcOps::build_blocks() {
   int64_t slots = 0;
   for (int k = 0; k < n; ++k) slots += list->numneigh[list->ilist[k]];
   int64_t count = std::min<int64_t>(n, 1);
-  if (!takes_all_slots()) {  // the threads get as many each
+  if (!takes_all_slots()) {  // each thread gets the same number of blocks
     const int64_t threads = at::get_num_threads();
     int64_t block_slots = models_[0].block_slots;
     for (const Model& model : models_) block_slots = std::min(block_slots, model.block_slots);
@@ -309,11 +310,11 @@ void PairCalcOps::build_blocks() {
   }
   blocks_.resize(count);
   at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-    std::vector<int> number(nall, -1);  // in the block
+    std::vector<int> number(nall, -1);  // each atom's place in block.atoms
     for (int64_t b = begin; b < end; ++b) {
       Block& block = blocks_[b];
-      const int *const first = list->ilist + n * b / count, *const last =
-                                                                list->ilist + n * (b + 1) / count;
+      const int* const first = list->ilist + n * b / count;
+      const int* const last = list->ilist + n * (b + 1) / count;
       block.centres = last - first;
       block.atoms.assign(first, last);
       for (int i = 0; i < block.centres; ++i) number[first[i]] = i;
@@ -362,7 +363,7 @@ void PairCalcOps::find_edge_order(Block& block) const {
   block.edge_order = calcops::edge_order(edges, block.types.size(0));
 }
 
-// Differences are taken in float64, also for a model in float32.
+// Subtracts positions in float64, also for a model in float32.
 void PairCalcOps::find_pairs(Block& block) const {
   if (passes_messages()) {
     find_graph(block);
@@ -410,7 +411,9 @@ void PairCalcOps::find_near_pairs(Block& block) const {
       pairs.resize(end - begin + 1);
       int64_t near = 0;
       bool coincide = false;
-      for (int s = begin; s < end; ++s) {  // without a branch, which would be guessed wrong
+      // No branch for near pairs: the processor would often predict it wrong. Each pair is written,
+      // and the next one overwrites it if it is not near.
+      for (int s = begin; s < end; ++s) {
         Pair& pair = pairs[near];
         pair.j = block.rows[s];
         for (int a = 0; a < 3; ++a) pair.d[a] = x[pair.j][a] - x[i][a];
@@ -437,9 +440,9 @@ void PairCalcOps::find_near_pairs(Block& block) const {
   }
 }
 
-// Rows of this rank's own atoms, then of all within the cutoff of those, and so on, one layer after
-// the other: what a message to one of its own can have come through. Neither ghosts' rows that only
-// pairs in the skin lead to nor such pairs reach the model, whose time they would take.
+// Finds the rows of this rank's own atoms, then the rows of all atoms within the cutoff of those,
+// and so on, `layers` times in all. A message to one of its own atoms passes only these atoms.
+// Pairs in the skin are left out, since the model would take time for them.
 void PairCalcOps::find_graph(Block& block) const {
   const double limit = models_[0].cutoff * models_[0].cutoff;
   std::vector<int> number(atom->nlocal + atom->nghost, -1);
@@ -498,20 +501,21 @@ void PairCalcOps::refuse_coincidence(int i, int j) const {
                   atom->tag[i], atom->tag[j]));
 }
 
-// The rows of ghosts go to their owners in LAMMPS's reverse communication.
+// Adds a block's results to LAMMPS's arrays. Later, LAMMPS's reverse communication adds the rows of
+// ghosts to those of the atoms on their own ranks.
 void PairCalcOps::add(Block& block) {
   const auto of_result = [&](int i, size_t model = 0) {
     return block.results[model][i][0].to(at::kCPU, at::kDouble).contiguous();
   };
-  // To the row of each atom the columns `order` of its row of x.
+  // Adds the columns `order` of x to the rows of the block's atoms.
   const auto add_to = [&](double* const* rows, const at::Tensor& x, std::vector<int> order) {
     const double* row = x.const_data_ptr<double>();
     const int64_t width = x.numel() / x.size(0);
     for (int64_t a = 0; a < x.size(0); ++a, row += width)
       for (size_t c = 0; c < order.size(); ++c) rows[block.atoms[a]][c] += row[order[c]];
   };
-  // The model has W[a][b] = (force on j)[a] (r_j - r_i)[b] at 3a + b, LAMMPS has the vector first:
-  // xx, yy, zz, xy, xz, yz, yx, zx, zy.
+  // The model has W[a][b] = (force on j)[a] (r_j - r_i)[b] at 3a + b. LAMMPS has the vector's
+  // component first, in the order xx, yy, zz, xy, xz, yz, yx, zx, zy.
   static const std::vector<int> six{0, 4, 8, 3, 6, 7}, nine{0, 4, 8, 3, 6, 7, 1, 2, 5};
 
   const double energy = block.results[0][0].item<double>();
@@ -550,23 +554,25 @@ void PairCalcOps::unpack_reverse_comm(int n, int* atoms, double* buffer) {
     for (int c = 0; c < comm_reverse; ++c) forces_[comm_reverse * atoms[k] + c] += *buffer++;
 }
 
-// The deviation of a force is sqrt(<|F - <F>|^2>) over the models, that of a component of the
-// virial an atom sqrt(<(W - <W>)^2>) / N; the mean of the nine is their root mean square. As in
-// DeePMD-kit: https://docs.deepmodeling.com/projects/deepmd/en/stable/test/model-deviation.html
+// Computes deviations as DeePMD-kit does:
+// https://docs.deepmodeling.com/projects/deepmd/en/stable/test/model-deviation.html
+// With <> for the mean over the models, that of an atom's force is sqrt(<|F - <F>|^2>), and that of
+// a component of the virial sqrt(<(W - <W>)^2>) / N for N atoms. The mean over the nine components
+// is the root of their mean square.
 void PairCalcOps::add_deviations() {
   comm->reverse_comm(this);
   const int models = models_.size();
-  // The squared deviation of numbers that lie `stride` apart.
+  // Returns the variance over the models of numbers that lie `stride` apart.
   const auto variance = [models](const double* x, int stride) {
     double mean = 0, squares = 0;
     for (int k = 0; k < models; ++k) mean += x[k * stride] / models;
     for (int k = 0; k < models; ++k) squares += (x[k * stride] - mean) * (x[k * stride] - mean);
     return squares / models;
   };
-  deviation_.assign(std::max(1, atom->nlocal), 0.0);  // `fix pair` takes no vector for an error
+  deviation_.assign(std::max(1, atom->nlocal), 0.0);  // an empty vector is an error in `fix pair`
   double largest = 0, least = std::numeric_limits<double>::max(), sum = 0, counted = 0;
   for (int i = 0; i < atom->nlocal; ++i) {
-    if (model_type_[atom->type[i]] < 0) continue;  // of another style
+    if (model_type_[atom->type[i]] < 0) continue;  // an atom of another pair style
     double squares = 0;
     for (int a = 0; a < 3; ++a) squares += variance(&forces_[comm_reverse * i + a], 3);
     deviation_[i] = std::sqrt(squares);
@@ -597,7 +603,7 @@ void PairCalcOps::add_deviations() {
   pvector[kForces + 2] = sums[0] / sums[1];
 }
 
-// `fix ID group pair N calcops devi_f 1` sets the flag in every Nth step and then takes the vector.
+// `fix ID group pair N calcops devi_f 1` sets the flag in every Nth step, then reads the vector.
 void* PairCalcOps::extract(const char* name, int& dimensions) {
   dimensions = 0;
   return std::strcmp(name, "devi_f_flag") == 0 ? &deviations_wanted_ : nullptr;

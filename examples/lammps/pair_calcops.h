@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 //
 // pair_style calcops MODEL.pt2|MODEL.pt ...
-// pair_coeff * * NAME|NULL ...      what the model calls each of LAMMPS's atom types; NULL, in a
-//                                   hybrid style: atoms that it does not see
+// pair_coeff * * NAME|NULL ...      the model's name of each of LAMMPS's atom types; NULL, in a
+//                                   hybrid style: the model does not get these atoms
 //
-// Energy, forces and virial of a model with the interface of ../potentials/potential.py, saved by
-// ../potentials/package.py. Of several, the first moves the atoms, and how far the forces and
-// virials of all deviate from their mean tells how far to trust it. README.md says how to build and
-// run it.
+// Computes energy, forces and virial by a model that ../potentials/package.py saved. Several models
+// are a committee: the first one moves the atoms, and the deviations of all forces and virials from
+// their mean measure the error. README.md says how to build and run it.
 #pragma once
 
 #include <string>
@@ -35,25 +34,25 @@ class PairCalcOps : public Pair {
   double memory_usage() override;
 
  private:
-  // Centres for one call of the model, so few that what it makes of them stays in the cache; all
-  // of them for a model that passes messages, as those of a block would need many atoms around it.
+  // The atoms of one call of the model. On a CPU, a block is so small that the model's intermediate
+  // results stay in the cache. All atoms are one block on a GPU, and also for a model that passes
+  // messages, since each smaller block would need many atoms around it.
   struct Block {
-    // As long as LAMMPS's list lives; of a model that passes messages, of one step. Other than
-    // that, atoms have their place in `atoms` as number.
-    int64_t centres;         // how many
+    // Valid as long as LAMMPS's list; for a model that passes messages, for one step.
+    int64_t centres;         // the number of centres
     std::vector<int> atoms;  // LAMMPS's numbers of the centres, then of the others in their rows
-    std::vector<int> ends;   // where each centre's row ends in
-    std::vector<int> rows;   // its neighbours within cutoff and skin
+    std::vector<int> ends;   // where each centre's row ends in `rows`
+    std::vector<int> rows;   // neighbours within cutoff and skin, by their places in `atoms`
     int64_t K = 1;           // the longest row so far
     at::Tensor types;        // [atoms]
-    // Of a model that takes all slots, on a GPU; otherwise pairs beyond the cutoff are left out in
-    // each step.
+    // Valid as long as LAMMPS's list, if the model takes all slots. Otherwise list_neigh has the
+    // pairs within the cutoff of one step.
     at::Tensor list_neigh;  // [1, centres, K]
     at::Tensor named;       // [centres K], list_neigh with 0 in place of -1
     at::Tensor edge_order;  // calcops::edge_order of its edges
-    // Of a model that passes messages.
-    at::Tensor owned;  // [centres], whose energies count here
-    // Of one step.
+    // Only for a model that passes messages.
+    at::Tensor owned;  // [centres], true if the energy counts on this rank
+    // Valid for one step.
     at::Tensor Rij;                                // [1, centres, K, 3]
     std::vector<std::vector<at::Tensor>> results;  // of the first model, or of each
   };
@@ -80,11 +79,11 @@ class PairCalcOps : public Pair {
   std::vector<int64_t> model_type_;  // of LAMMPS's types, which start from 1; -1: NULL
   std::vector<Block> blocks_;
 
-  // Of a committee, in steps that tell how far its models deviate.
-  int deviations_wanted_ = 0;      // by `fix pair`, in this step
+  // Only for a committee, in steps that compute deviations.
+  int deviations_wanted_ = 0;      // `fix pair` sets it to 1 if it takes deviations of this step
   std::vector<double> forces_;     // [atoms with ghosts, models, 3]
   std::vector<double> virials_;    // [models, 9]
-  std::vector<double> deviation_;  // [atoms] of the forces
+  std::vector<double> deviation_;  // [atoms], of the forces
 };
 
 }  // namespace LAMMPS_NS

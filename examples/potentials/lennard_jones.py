@@ -5,14 +5,22 @@ from calcops.potentials.potential import Potential
 
 
 class LennardJones(Potential):
-    """4 epsilon ((sigma/r)^12 - (sigma/r)^6), zero from the cutoff on.
+    """The pair energy 4 epsilon ((sigma/r)^12 - (sigma/r)^6), zero from the cutoff on.
 
-    epsilon, sigma  a number, one for each type, or a table [T,T]
-    tail            "cut": a step at the cutoff; "shift": the energy is lowered by its value there;
-                    "linear": energy and force go to zero there (Toxvaerd and Dyre, J. Chem. Phys.
-                    134, 081102 (2011))
-    mix             of types: epsilon always geometric, sigma "geometric" (LAMMPS's default) or
-                    "arithmetic"
+    Args:
+        epsilon: an energy: a number, one for each type, or a table [T, T].
+        sigma: a length, as epsilon.
+        cutoff: a length.
+        tail: "cut": the energy has a step at the cutoff. "shift": its value there is subtracted.
+            "linear": energy and force go to zero there (Toxvaerd and Dyre, J. Chem. Phys. 134,
+            081102 (2011)).
+        units: LAMMPS's name of the units.
+        type_names: the names of the types.
+        mix: the mean of two types' sigma, "geometric" (LAMMPS's default) or "arithmetic". That of
+            epsilon is always geometric.
+
+    Raises:
+        ValueError: tail or mix is another word.
     """
 
     def __init__(
@@ -40,15 +48,16 @@ class LennardJones(Potential):
 
     @staticmethod
     def table(values, ntypes, geometric):
-        """Spread a number, a list for each type, or a table to [ntypes, ntypes], by mixing."""
+        """Return the table [ntypes, ntypes] of a number, a list for each type, or a table."""
         values = torch.as_tensor(values, dtype=torch.float64)
         if values.dim() < 2:
-            a, b = values.expand(ntypes), values.expand(ntypes)[:, None]
-            values = (a * b).sqrt() if geometric else (a + b) / 2
+            row = values.expand(ntypes)
+            column = row[:, None]
+            values = (row * column).sqrt() if geometric else (row + column) / 2
         return values.expand(ntypes, ntypes)
 
     def atom_energies(self, types, list_neigh, Ri):
-        """Energies [B, n] of the atoms, half of each pair's; Ri [B, n, K, 4] is (r, x, y, z)."""
+        """Return the energies [B, n] of atoms from Ri [B, n, K, 4] = (r, x, y, z)."""
         epsilon, sigma, height, slope = self.of_pairs(self.pairs, types, list_neigh).unbind(-1)
         r = Ri[..., 0]
         s2 = (sigma / r).square()

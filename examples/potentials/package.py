@@ -5,8 +5,8 @@
     save(module, "own.pt2", cutoff=5.0, units="metal", type_names=["Si"])
     model = load("lj.pt2")
 
-The third line takes any module that gives energies. With layers=3 it passes messages three times.
-load() returns model(types, list_neigh, Rij, nghost) with cutoff, units and type_names.
+`module` is any module that gives energies. With layers=3 it passes messages three times. load()
+returns model(types, list_neigh, Rij, nghost) with cutoff, units and type_names.
 
 A package is AOTInductor's, an archive TorchScript's. A program has to load the operator library,
 calcops_jit.library_path(), before either. Both hold these strings, a package as its metadata, an
@@ -59,7 +59,7 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
 
     Raises:
         TypeError: cutoff, units or type_names are missing.
-        ValueError: the path has another end, or the energies depend on more than the cutoff allows.
+        ValueError: the path has another end, or energies depend on atoms beyond cutoff or layers.
     """
     path = Path(path)
     device = torch.device(device)
@@ -203,7 +203,7 @@ class Package:
     the path, and opens the file again.
     """
 
-    skips_far_pairs = True  # beyond the cutoff, so that callers need not
+    skips_far_pairs = True  # callers need not remove pairs beyond the cutoff
 
     def __init__(self, path, device):
         self.path = path
@@ -214,7 +214,7 @@ class Package:
             self.device = about["device"]
         else:
             names = ["cutoff", "units", "type_names", "layers", "block_slots", "dtype", "inputs"]
-            about = dict.fromkeys(names, "")  # torch.jit.load fills it
+            about = dict.fromkeys(names, "")  # torch.jit.load replaces the values
             try:
                 with quietly():
                     self.run = torch.jit.load(path, device, _extra_files=about)

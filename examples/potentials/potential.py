@@ -102,8 +102,8 @@ class Potential(torch.nn.Module):
                 Otherwise they are detached.
             edge_order: calcops_jit.edge_order of edges(list_neigh, n + nghost). It saves CUDA time
                 as long as the list stays the same.
-            owned: [n], bool: the atoms whose energies count, of a part of a system. The energies of
-                the others are 0. Their rows let messages pass.
+            owned: [n], bool, for a part of a system: the atoms whose energies count. The energies
+                of the others are 0; only messages pass along their rows.
 
         Returns:
             energy [B], atom_energy [B, n], force [B, n + nghost, 3], virial [B, 3, 3], atom_virial

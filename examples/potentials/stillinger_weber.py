@@ -3,6 +3,7 @@
 Si.sw of LAMMPS is an example of the format.
 """
 
+import itertools
 from pathlib import Path
 
 import torch
@@ -16,37 +17,49 @@ Si Si Si 2.1683 2.0951 1.80 21.0 1.20 -0.333333333333 7.049556277 0.6022245584 4
 
 
 def read(text):
-    """{(i, j, k): its eleven numbers} of the elements of a .sw file; i is the centre of three."""
+    """Return the entries of a .sw file: eleven numbers for each (i, j, k) of elements.
+
+    Element i is that of the central atom.
+    """
     words = " ".join(line.partition("#")[0] for line in text.splitlines()).split()
     if not words or len(words) % 14:
         raise ValueError(f"expected entries of 3 elements and 11 numbers, got {len(words)} words")
-    return {
-        tuple(words[w : w + 3]): [float(x) for x in words[w + 3 : w + 14]]
-        for w in range(0, len(words), 14)
-    }
+    entries = {}
+    for first in range(0, len(words), 14):
+        elements = tuple(words[first : first + 3])
+        entries[elements] = [float(word) for word in words[first + 3 : first + 14]]
+    return entries
 
 
 class StillingerWeber(Potential):
-    """Energies in eV. `path` is a .sw file, else silicon; type_names are elements of it, else all
-    in its order.
+    """The Stillinger-Weber potential. Energies are in eV, lengths in A.
 
-    The three-body sum needs no K x K tensors: with h_j = exp(gamma sigma / (r_j - a sigma)) and
-    unit vectors u_j, sum_jk h_j h_k (u_j.u_k - c)^2 = Q:Q - 2 c P.P + c^2 S S of the moments S =
-    sum h, P = sum h u, Q = sum h u u, for each pair of elements. Powers and matrix products that a
-    few multiplications replace would take most of the time.
+    The three-body sum needs no K x K tensors. With h_j = exp(gamma sigma / (r_j - a sigma)), unit
+    vectors u_j, and the moments S = sum h, P = sum h u and Q = sum h u u of a row,
+
+        sum_jk h_j h_k (u_j.u_k - c)^2 = Q:Q - 2 c P.P + c^2 S S
+
+    for each pair of elements. The moments are written as single multiplications: powers and matrix
+    products would take most of the time.
+
+    Args:
+        path: a .sw file; None: silicon.
+        type_names: elements of the file; None: all, in its order.
     """
 
     def __init__(self, path=None, type_names=None):
         entries = read(Path(path).read_text() if path else kSilicon)
         names = list(type_names or dict.fromkeys(name for triple in entries for name in triple))
-        rows = [[[entries[i, j, k] for k in names] for j in names] for i in names]
-        table = torch.tensor(rows, dtype=torch.float64)
-        ntypes = torch.arange(len(names))
-        pairs = table[:, ntypes, ntypes]  # the pair (i, j) has the parameters of (i, j, j)
-        cut = pairs[..., 1] * pairs[..., 2]
+        rows = [entries[triple] for triple in itertools.product(names, repeat=3)]
+        table = torch.tensor(rows, dtype=torch.float64).view(len(names), len(names), len(names), 11)
+        types = torch.arange(len(names))
+        pairs = table[:, types, types]  # the pair (i, j) has the parameters of (i, j, j)
+        sigma = pairs[..., 1]
+        gamma = pairs[..., 4]
+        cut = sigma * pairs[..., 2]
         # LAMMPS's shorter cutoff: where the exponentials have fallen to tol.
         tol = pairs[..., 10].clamp(max=0.01)
-        cut += torch.where(tol > 0, pairs[..., 1] * pairs[..., 4].clamp(max=1) / tol.log(), 0.0)
+        cut += torch.where(tol > 0, sigma * gamma.clamp(max=1) / tol.log(), 0.0)
         super().__init__(cut.max().item(), "metal", names)
         self.register_buffer("pairs", torch.cat([pairs, cut[..., None]], -1))
         self.register_buffer("strength", table[..., 3] * table[..., 0])  # lambda epsilon
@@ -54,7 +67,7 @@ class StillingerWeber(Potential):
         self.usual_powers = bool((pairs[..., 8] == 4).all() and (pairs[..., 9] == 0).all())
 
     def atom_energies(self, types, list_neigh, Ri):
-        """Energies [B, n] of the atoms; Ri [B, n, K, 4] is (r, x, y, z), in A."""
+        """Return the energies [B, n] of atoms from Ri [B, n, K, 4] = (r, x, y, z), in A."""
         epsilon, sigma, reach, lamda, gamma, cosine, A, B, p, q, _, cut = self.of_pairs(
             self.pairs, types, list_neigh
         ).unbind(-1)
@@ -68,20 +81,23 @@ class StillingerWeber(Potential):
         itself = lamda * epsilon * (h * (1 - cosine)).square()  # the terms j = k of the sum
 
         x, y, z = x / r, y / r, z / r
+        ntypes = self.cosine.shape[0]
         moments: list[list[torch.Tensor]] = []
-        for kind in range(self.cosine.shape[0]):
-            hk = (
-                h
-                if self.cosine.shape[0] == 1
-                else h.where(self.neighbour_types(types, list_neigh) == kind, 0.0)
-            )
+        for kind in range(ntypes):
+            hk = h
+            if ntypes > 1:
+                hk = h.where(self.neighbour_types(types, list_neigh) == kind, 0.0)
             hx, hy, hz = hk * x, hk * y, hk * z
+            # Q is symmetric: each component off the diagonal counts twice in Q:Q.
             second = [hx * x, hy * y, hz * z, 2**0.5 * hx * y, 2**0.5 * hx * z, 2**0.5 * hy * z]
             moments.append([m.sum(-1) for m in [hk, hx, hy, hz] + second])
-        strength, cosine = self.strength[0], self.cosine[0]
-        if self.cosine.shape[0] > 1:
+        if ntypes == 1:
+            strength = self.strength[0]
+            cosine = self.cosine[0]
+        else:
             centre = types[..., : list_neigh.shape[1]]
-            strength, cosine = self.strength[centre], self.cosine[centre]
+            strength = self.strength[centre]
+            cosine = self.cosine[centre]
         energy = pair.sum(-1) - itself.sum(-1)
         for j, a in enumerate(moments):
             for k, b in enumerate(moments):

@@ -7,11 +7,11 @@
 Frames are what ASE reads, with energy (eV), forces (eV/A) and, where there is one, stress (eV/A^3),
 or folders of DeePMD-kit. The same command goes on from the checkpoint in the folder, which gets
 
-    checkpoint.pt   the last state     log.csv      errors in the course of the training
-    model.npz       the best model     loss.png     the same, of the training batches
+    checkpoint.pt   the last state     log.csv      errors every --every steps
+    model.npz       the best model     loss.png     errors of the training batches
     model.pt2       its package        parity.png   predictions over labels: --test, or held out
 
-settings.toml has the options below as keys, with _ for -; those of the command take precedence.
+settings.toml has the options below as keys, with _ for -. Options of the command take precedence.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def arguments():
         type=float,
         nargs=3,
         default=kLossWeights,
-        help="of the mean squares of energy and virial per atom (eV) and force (eV/A): E F V",
+        help="E F V: of the mean squares of energy/atom (eV), force (eV/A) and virial/atom (eV)",
     )
     add("--every", type=int, default=1000, help="steps between two checkpoints")
     add("--seed", type=int, default=0)
@@ -82,7 +82,7 @@ def parse(words):
     """Return the options of a command.
 
     Raises:
-        ValueError: the settings file or an option has no meaning.
+        ValueError: the settings file or an option is wrong.
     """
     parser = arguments()
     options = parser.parse_args(words)
@@ -115,7 +115,7 @@ def settings_of(path, options):
 
 
 def check(options):
-    """Raise ValueError if an option has no meaning."""
+    """Raise ValueError if an option is missing or wrong."""
     if not options.frames:
         raise ValueError("expected frames: files that ASE reads, or folders of DeePMD-kit")
     for name in ("steps", "batch", "every", "axis", "cutoff", "smooth"):

@@ -3,10 +3,10 @@
     model = load_npz("model.npz")        # weights of any origin
     energy, atom_energy, force, virial, atom_virial = model(types, list_neigh, Rij, nghost)
 
-The definition is published: Zhang et al., NeurIPS 31, 4436 (2018); Zeng et al., J. Chem. Phys. 159,
-054801 (2023), II.B.1. DeePMD-kit computes the same numbers, as
-tests/examples/test_examples_train_potential.py shows. Its conventions, read in its deepmd/dpmodel
-(v3.2): an empty slot takes part as (0 - davg) / dstd; D is divided by the number of slots squared.
+Definition: Zhang et al., NeurIPS 31, 4436 (2018); Zeng et al., J. Chem. Phys. 159, 054801 (2023),
+II.B.1. DeePMD-kit computes the same numbers, as tests/examples/test_examples_train_potential.py
+shows. Two of its conventions, from its deepmd/dpmodel (v3.2): an empty slot has the row
+(0 - davg) / dstd, and D is divided by the number of slots squared.
 """
 
 import copy
@@ -22,25 +22,25 @@ import calcops_jit  # noqa: F401 - brings torch.ops.calcops
 
 
 def load_npz(path, type_names=None, units="metal"):
-    """The model whose weights `path` holds, for T types of atoms.
+    """Return the model of a file of weights, in float64, for T types of atoms.
 
-    It computes in float64, with energy and length in the data's units. `type_names` is that of the
-    file if not given.
+    Energies and lengths have the units of the weights. The file has these arrays:
 
-    emb{t}_w{l} [in,out], emb{t}_b{l} [out]: layer l of the embedding net for neighbours of type t;
-        [T,in,out] and [T,out] if there is a net for each type of centre atom
-    fit{t}_w{l} [in,out], fit{t}_b{l} [out]: layer l of the fitting net for centre atoms of type t
-    emb{t}_idt{l}, fit{t}_idt{l} [out], optional: what the layer's activation is multiplied by
-    emb{t}_res{l}, fit{t}_res{l}: 1 where the layer's input is added, twice where the width doubles
-    emb{t}_act{l}, fit{t}_act{l}, optional: the activation if not tanh, a name of kActivations
-    table, grid, optional: of torch.ops.calcops.tabulated_sum, in the place of the embedding nets. A
-        neighbour of type t has the kind t or, if there are T^2 kinds, T t + type of the centre
-    spline [T,T*functions,M], spline_grid [T,T,2], spline_empty [T*T,4M], optional: coefficients and
-        grid of torch.ops.calcops.environment_spline for each type of centre, in the place of the
-        embedding nets, and what an empty slot adds for neighbours of type t and centre c: T t + c
+    emb{t}_w{l} [in, out], emb{t}_b{l} [out]: layer l of the embedding net for neighbours of type t.
+        [T, in, out] and [T, out] are nets for each type of centre
+    fit{t}_w{l} [in, out], fit{t}_b{l} [out]: layer l of the fitting net for centres of type t
+    emb{t}_idt{l}, fit{t}_idt{l} [out], optional: factors of the layer's activation
+    emb{t}_res{l}, fit{t}_res{l}: 1 to add the layer's input; twice, if the width doubles
+    emb{t}_act{l}, fit{t}_act{l}, optional: a name of kActivations; absent: tanh
+    table, grid, optional: of torch.ops.calcops.tabulated_sum, instead of the embedding nets. A
+        neighbour of type t has the kind t or, with T^2 kinds, T t + type of the centre
+    spline [T, T * functions, M], spline_grid [T, T, 2], optional: coefficients and grid of
+        torch.ops.calcops.environment_spline for each type of centre, instead of the embedding nets
+    spline_empty [T * T, 4 M], with `spline`: what an empty slot adds. Type t and centre c have the
+        row T t + c
     davg, dstd [centre type, neighbour type, 4]; bias_atom_e [T]; sel [T]
     rcut, rcut_smth, axis_neuron
-    type_names [T], optional
+    type_names [T], optional: the names of the types, unless the argument gives them
     float32_nets, optional: true if the nets compute in float32
     """
     with np.load(path) as arrays:
@@ -57,7 +57,7 @@ def quick_form(model, options):
 
 
 class DeepPotential(torch.nn.Module):
-    """The interface of CalcOps's hosts, also in torch.jit.script; `arrays`: what load_npz reads."""
+    """A Deep Potential with the interface of ../potentials/potential.py; `arrays`: of load_npz."""
 
     def __init__(self, arrays, type_names=None, units="metal"):
         super().__init__()
@@ -83,13 +83,13 @@ class DeepPotential(torch.nn.Module):
         self.set_float32_nets(bool(arrays.get("float32_nets", False)))
 
     def set_tables(self, table=None, grid=None):
-        """Use tables in the place of the embedding nets; None: use the nets."""
+        """Use tables instead of the embedding nets; None: use the nets."""
         self.register_buffer("table", table)
         self.register_buffer("grid", grid)
         self.set_spline(None, None, None)
 
     def set_spline(self, spline, grid, empty):
-        """Use splines in the place of the embedding nets; None: use nets or tables."""
+        """Use splines instead of the embedding nets; None: use nets or tables."""
         self.register_buffer("spline", spline)
         self.register_buffer("spline_grid", grid)
         self.register_buffer("spline_empty", empty)
@@ -117,23 +117,23 @@ class DeepPotential(torch.nn.Module):
 
     @property
     def has_nets(self):
-        """True if the embedding nets are used, not tables or a spline of them."""
+        """Return True if the model uses embedding nets, not tables or splines."""
         return self.table is None and self.spline is None
 
     @property
     def block_slots(self):
-        """The pairs of a call that fit the cache; see blocks.py.
+        """Return the number of pairs in a call that fits the cache; see blocks.py.
 
-        Nets have numbers of size M for each pair, splines and tables for each atom.
+        Nets store M numbers for each pair, splines and tables for each atom.
         """
         return 1 << 14 if self.has_nets else 1 << 17
 
     def tabulated(self, tolerance=1e-9, shortest=0.5):
-        """Return a model with splines or tables in the place of its embedding nets.
+        """Return a model with splines or tables instead of its embedding nets.
 
-        A spline takes less time. It serves nets that are smooth. Tables serve nets that are steep.
-        Both have forces that are exact derivatives of their energy. Neither can be trained. A line
-        on stdout says which was chosen.
+        A spline takes less time, but needs smooth nets. Tables serve steep nets. The forces of both
+        are exact derivatives of their energies. Neither can be trained. A line on stdout says which
+        was chosen.
 
         Args:
             tolerance: the largest error of the nets' values and slopes, relative to the largest.
@@ -159,8 +159,8 @@ class DeepPotential(torch.nn.Module):
 
     @torch.no_grad()
     def table_error(self):
-        """The largest difference between tables and embedding nets at the begins of cells, relative
-        to the nets' largest value.
+        """Return the largest difference between tables and embedding nets, relative to the largest
+        value of the nets. The difference is taken where cells begin.
         """
         nets = [(net, c) for net in self.emb for c in range(len(net[0].w) if net.of_pairs else 1)]
         errors = []
@@ -171,25 +171,27 @@ class DeepPotential(torch.nn.Module):
         return torch.stack(errors).max().item()
 
     def environment(self, types, list_neigh, Rij):
-        """What `evaluate` takes of a structure: neighbours within the cutoff, their types, R, R_d.
+        """Return what `evaluate` needs: list_neigh, Rij, the neighbours' types, R and R_d.
 
-        None of it depends on the weights, so training needs it once a frame.
+        Nothing of it depends on the weights, so a training computes it once for each frame.
         """
         kind = self.select(types, list_neigh, Rij)
-        live = kind >= 0
-        Rij = torch.where(live.unsqueeze(-1), Rij, 2 * self.cutoff)
+        is_filled = kind >= 0
+        Rij = torch.where(is_filled.unsqueeze(-1), Rij, 2 * self.cutoff)
         R, R_d = self.describe(types[:, : list_neigh.shape[1]], kind, Rij)
-        return torch.where(live, list_neigh, -1), Rij, kind, R, R_d
+        return torch.where(is_filled, list_neigh, -1), Rij, kind, R, R_d
 
     def select(self, types, list_neigh, Rij):
-        """The type of the neighbour in each slot [B,n,K]; -1 where there is none within the cutoff,
-        or where `sel` others of its type are nearer.
+        """Return the type of the neighbour in each slot [B, n, K].
+
+        It is -1 if the slot has no neighbour within the cutoff, or if `sel` others of its type are
+        nearer.
         """
         kind = types.gather(1, list_neigh.clamp(min=0).long().flatten(1)).view_as(list_neigh)
         r2 = Rij.detach().square().sum(-1)
         kind = torch.where((list_neigh >= 0) & (r2 < self.cutoff**2), kind, -1).flatten(0, 1)
         for t, count in enumerate(self.sel):
-            # These rows are sorted, which takes long. There is hardly ever one.
+            # Only crowded rows are sorted, which takes long. There is hardly ever one.
             crowded = ((kind == t).sum(-1) > count).nonzero().squeeze(-1)
             row = kind[crowded]
             distance = torch.where(row == t, r2.flatten(0, 1)[crowded], float("inf"))
@@ -198,36 +200,42 @@ class DeepPotential(torch.nn.Module):
         return kind.view_as(list_neigh)
 
     def describe(self, types, kind, Rij):
-        """R [B,n,K,4] = (Ri - davg) / dstd and R_d [B,n,4K,3], its derivative for atom i, one of
-        `types` [B,n]; 0 in an empty slot.
+        """Return R [B, n, K, 4] = (Ri - davg) / dstd and R_d [B, n, 4K, 3] = dR/dr_i.
 
-        Ri = s(r) (1, x/r, y/r, z/r), s = w(r)/r. w = 1 up to rcut_smth, 1 + q^3 (-6 q^2 + 15 q -
-        10) from there to the cutoff, q from 0 to 1, and 0 beyond.
+        Ri = s(r) (1, x/r, y/r, z/r) with s = w(r)/r. w is 1 up to rcut_smth and 0 beyond the
+        cutoff. In between, q goes from 0 to 1 and w = 1 + q^3 (-6 q^2 + 15 q - 10). R is 0 in an
+        empty slot. `types` [B, n] are those of the centres, `kind` those of the neighbours.
         """
         width = self.cutoff - self.rcut_smth
         r = torch.linalg.vector_norm(Rij, dim=-1, keepdim=True)
         q = ((r - self.rcut_smth) / width).clamp(0, 1)
         w = 1 + q**3 * (-6 * q**2 + 15 * q - 10)
         dw = -30 * (q * (1 - q)).square() / width
-        s, ds = w / r, (dw - w / r) / r
-        u, du = w / r**2, (dw - 2 * (w / r)) / r**2
+        s = w / r
+        ds = (dw - w / r) / r
+        u = w / r**2
+        du = (dw - 2 * (w / r)) / r**2
         unit = Rij / r
         eye = torch.eye(3, dtype=Rij.dtype, device=Rij.device)
         outer = (du * Rij).unsqueeze(-1) * unit.unsqueeze(-2) + u.unsqueeze(-1) * eye
         Ri = torch.cat([s, u * Rij], -1)
         Ri_d = torch.cat([(ds * unit).unsqueeze(-2), outer], -2)
-        centre, other = types.clamp(min=0).unsqueeze(-1), kind.clamp(min=0)
-        davg, dstd = self.davg[centre, other], self.dstd[centre, other]
+        centre = types.clamp(min=0).unsqueeze(-1)
+        neighbour = kind.clamp(min=0)
+        davg = self.davg[centre, neighbour]
+        dstd = self.dstd[centre, neighbour]
         R = torch.where((kind >= 0).unsqueeze(-1), (Ri - davg) / dstd, 0.0)
         return R, -(Ri_d / dstd.unsqueeze(-1)).flatten(2, 3)  # Rij = r_j - r_i, hence the minus
 
     def atom_energies(self, types, kind, R):
-        """Energy [B,n] of atoms of `types` [B,n], from R and the types `kind` of their neighbours.
+        """Return the energies [B, n] of atoms of `types` [B, n], from R and the neighbours' types.
 
-        Only filled slots and, of the fitting nets, atoms of their type are computed.
+        Embedding nets compute filled slots only, and fitting nets the atoms of their type.
         """
         shape = types.shape
-        types, kind, R = types.flatten(), kind.flatten(0, 1), R.flatten(0, 1)
+        types = types.flatten()
+        kind = kind.flatten(0, 1)
+        R = R.flatten(0, 1)
         table, grid = self.table, self.grid
         if table is None or grid is None:
             sums = self.sums_of_nets(types, kind, R)
@@ -236,22 +244,23 @@ class DeepPotential(torch.nn.Module):
         return self.energies_of_sums(types, sums).view(shape)
 
     def energies_of_sums(self, types, sums):
-        """Energy [n] of atoms of `types` [n], from their sums over neighbours [n,4,M]."""
+        """Return the energies [n] of atoms of `types` [n], from sums over neighbours [n, 4, M]."""
         T = sums / sum(self.sel)
-        # A type of -1 is no atom: frames of other sizes are padded.
+        # A type of -1 is no atom: frames are padded to the size of the largest one.
         energy = torch.where(types >= 0, self.bias_atom_e[types.clamp(min=0)], 0.0)
         for c, net in enumerate(self.fit):
             atoms = (types == c).nonzero().squeeze(-1)
             own = T[atoms]
-            # The same in every frame of reference.
+            # D does not change if the structure is rotated.
             D = (own.mT @ own[..., : self.axis_neuron]).flatten(1)
             energy = energy.index_add(0, atoms, net(D, c).squeeze(-1))
         return energy
 
     def sums_of_nets(self, types, kind, R):
-        """The sums over slots of R times the embedding net of s [n,4,M]."""
+        """Return the sums [n, 4, M] over slots of R times the embedding net of its first column."""
         ntypes = len(self.sel)
-        centre, s = types.unsqueeze(-1).expand_as(kind), R[..., :1].flatten(0, 1)
+        centre = types.unsqueeze(-1).expand_as(kind)
+        s = R[..., :1].flatten(0, 1)
         G = R.new_zeros(s.shape[0], self.width)
         empty: list[torch.Tensor] = []
         for t, net in enumerate(self.emb):
@@ -266,13 +275,13 @@ class DeepPotential(torch.nn.Module):
         return of_filled + self.sums_of_empty(types, kind, torch.stack(empty))
 
     def sums_of_tables(self, types, kind, R, table: torch.Tensor, grid: torch.Tensor):
-        """The same by tables. Nothing of the size of the slots times M is stored."""
+        """Return the sums of sums_of_nets by tables, without storing M numbers for each slot."""
         ntypes = len(self.sel)
         grid = grid.double()
         of_pairs = table.shape[0] > ntypes
-        rows = (
-            torch.where(kind < 0, kind, ntypes * kind + types.unsqueeze(-1)) if of_pairs else kind
-        )
+        rows = kind
+        if of_pairs:
+            rows = torch.where(kind < 0, kind, ntypes * kind + types.unsqueeze(-1))
         of_filled = torch.ops.calcops.tabulated_sum(R[..., 0], R, rows, table, grid)
         # An empty slot's row for each pair of types, the neighbour's first.
         R0 = -(self.davg / self.dstd).transpose(0, 1).reshape(-1, 1, 4)
@@ -282,7 +291,7 @@ class DeepPotential(torch.nn.Module):
         return of_filled + self.sums_of_empty(types, kind, empty.flatten(1))
 
     def sums_of_spline(self, types, kind, d, spline: torch.Tensor, grid: torch.Tensor):
-        """The same by a spline, from the pair vectors d [n,K,3]."""
+        """Return the sums [n, 4, M] over filled slots by a spline, for pair vectors d [n, K, 3]."""
         ntypes = len(self.sel)
         functions = spline.shape[1] // ntypes
         sums = d.new_zeros(d.shape[0], 4, self.width)
@@ -303,8 +312,8 @@ class DeepPotential(torch.nn.Module):
         return sums
 
     def sums_of_empty(self, types, kind, empty):
-        """What the empty slots add [n,4,M]; one of them adds empty[T t + c] [T^2,4M], for centre c
-        and type t.
+        """Return what the empty slots add [n, 4, M]. `empty` [T^2, 4M] has the share of one slot in
+        row T t + c, for neighbours of type t and centres of type c.
         """
         missing: list[torch.Tensor] = []
         for t in range(len(self.sel)):
@@ -313,7 +322,7 @@ class DeepPotential(torch.nn.Module):
         return (torch.stack(missing, -1).to(empty) @ empty).view(-1, 4, self.width)
 
     def evaluate(self, types, list_neigh, Rij, kind, R, R_d, nghost: int, create_graph: bool):
-        """The results of `forward` for an `environment`."""
+        """Return the results of `forward` from those of `environment`."""
         R = R.view_as(R).requires_grad_()  # the caller's stays as it is
         atom_energy = self.atom_energies(types[:, : list_neigh.shape[1]], kind, R)
         dE = torch.autograd.grad([atom_energy.sum()], [R], create_graph=create_graph)[0]
@@ -336,7 +345,7 @@ class DeepPotential(torch.nn.Module):
         grid: torch.Tensor,
         empty: torch.Tensor,
     ):
-        """The results of `forward` by a spline."""
+        """Return the results of `forward` by a spline."""
         B, n, K = list_neigh.shape
         kind = self.select(types, list_neigh, Rij)
         types = types[:, :n].flatten()
@@ -370,9 +379,9 @@ class DeepPotential(torch.nn.Module):
         return atom_energy.sum(-1), atom_energy, force, virial, atom_virial
 
     def forward(self, types, list_neigh, Rij, nghost: int = 0, create_graph: bool = False):
-        """types [n+nghost] or [B,n+nghost], list_neigh [B,n,K], Rij [B,n,K,3], in any order, at any
-        distance -> energy [B], atom_energy [B,n], force [B,n+nghost,3], virial [B,3,3], atom_virial
-        [B,n+nghost,3,3]. A type of -1 is no atom.
+        """Return energies, forces and virials, as Potential.forward of ../potentials/potential.py.
+
+        A type of -1 is no atom. Pairs may be in any order and at any distance.
         """
         types = types.expand(list_neigh.shape[0], types.shape[-1])
         if not create_graph:

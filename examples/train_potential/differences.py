@@ -1,4 +1,4 @@
-"""How far the results of two models are apart."""
+"""The largest differences between results of two models."""
 
 import math
 
@@ -7,7 +7,7 @@ from calcops.train.neighbours import neighbours, pair_vectors
 
 
 def disturbed_lattice(model):
-    """Return types [n], list_neigh [1,n,K] and Rij [1,n,K,3] of a cubic lattice, disturbed.
+    """Return types [n], list_neigh [1, n, K] and Rij [1, n, K, 3] of a disturbed cubic lattice.
 
     Its density gives each atom two thirds of the neighbours that the model has room for.
     """
@@ -25,10 +25,9 @@ def disturbed_lattice(model):
 
 
 def differences(model, other):
-    """Return the largest differences of two models on a disturbed lattice.
+    """Return the largest differences of atoms' energies and of forces on a disturbed lattice.
 
-    That of atoms' energies is relative to the largest less the type's bias, that of forces relative
-    to the largest.
+    Both are relative to the largest energy or force of `model`. Energies do not include biases.
     """
     types, list_neigh, Rij = disturbed_lattice(model)
     _, energies, forces, _, _ = model(types, list_neigh, Rij)

@@ -1,13 +1,13 @@
-"""The optimizer Muon, as torch.optim.Muon but for the type in which it computes.
+"""The optimizer Muon in float32.
 
-torch.optim.Muon makes gradients orthogonal in bfloat16, which is slow on CPUs without products of
-such matrices: small ones take 2.5 times as long as here. Source of the method: K. Jordan et al.,
+torch.optim.Muon is the same in bfloat16. That is slow on CPUs without bfloat16 products: small
+matrices take 2.5 times as long. Source of the method: K. Jordan et al.,
 https://kellerjordan.github.io/posts/muon.
 """
 
 import torch
 
-# Of the polynomial a x + b x^3 + c x^5, whose iteration takes singular values of 0 to 1 near 1.
+# The polynomial a x + b x^3 + c x^5. Its iteration moves singular values from 0 to 1 close to 1.
 kCoefficients = 3.4445, -4.7750, 2.0315
 kIterations = 5
 kMomentum = 0.95

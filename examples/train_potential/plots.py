@@ -71,7 +71,7 @@ def limits_of(values):
 
 
 def plot_nve(path, time, potential, kinetic):
-    """time in ps, energies in meV/atom."""
+    """Draw the energies in meV/atom of a run over the time in ps."""
     total = potential + kinetic
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)

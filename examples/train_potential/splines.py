@@ -2,9 +2,10 @@
 
     spline, message = of_model(model, tolerance, shortest)
 
-A spline of degree 5 on cells of one width has one coefficient a cell and function. The sum over
-neighbours is taken before the coefficients come in, so a pair costs as much for any number of
-functions. Nets with steep steps need more cells than that is worth; tables.py serves them.
+A spline of degree 5 on cells of equal width has one coefficient for each cell and function. The
+basis functions are summed over neighbours first and multiplied by the coefficients afterwards. So
+the time for a pair does not depend on the number of functions. Nets with steep steps need so many
+cells that tables.py is faster for them.
 """
 
 import functools
@@ -15,11 +16,12 @@ from calcops.train.tables import derivatives
 from scipy.interpolate import BSpline
 
 kDegree = 5
-# With more cells than the last of these a table takes less time.
+# With more cells than the last of these, a table takes less time.
 kCells = 32, 64, 96, 128, 192, 256
 kFitted = 6  # points of a cell that are fitted
 kChecked = 7  # points of a cell at which the error is taken
-kAtNode = torch.tensor([1, 26, 66, 26, 1], dtype=torch.float64) / 120  # of the B-splines
+# The values of the B-splines where a cell begins.
+kAtNode = torch.tensor([1, 26, 66, 26, 1], dtype=torch.float64) / 120
 
 
 def of_model(model, tolerance, shortest):
@@ -28,7 +30,7 @@ def of_model(model, tolerance, shortest):
     Args:
         model: a DeepPotential in float64.
         tolerance: the largest error of a value or a slope, relative to the largest.
-        shortest: the distance of two atoms where the spline's cells end, in the model's unit.
+        shortest: the shortest distance in the spline's cells, in the model's unit.
 
     Returns:
         (coefficients [T, T * functions, M], grid [T, T, 2], empty [T * T, 4 M]), as

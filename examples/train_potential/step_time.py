@@ -1,10 +1,10 @@
-"""The time of a training step by the operators and by plain autograd through the positions.
+"""Time a training step by the operators and by plain autograd through the positions.
 
-    python examples/train_potential/step_time.py [FOLDER] [--repeats 50]
+    python examples/train_potential/step_time.py [FOLDER] [--repeats 50] [--compile]
 
-A step needs forces and virial. Both ways give the same gradients of the same loss, from neighbours
-that were selected before. Timed beside them is what both need: the derivatives of the nets, and the
-optimizers. All take turns, and the least time of each counts. FOLDER is that of the training.
+A step needs forces and virial. Both ways give the same gradients of the same loss, for the same
+selected neighbours. Two parts that both ways need are timed alone: the derivatives of the nets, and
+the optimizers. All take turns, and the least time of each counts. FOLDER is that of the training.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 def differentiate_plainly(
     model, parameters, types, list_neigh, Rij, kind, R, R_d, energy, force, virial
 ):
-    """Return what trainer.differentiate returns, without an operator of CalcOps, R and R_d."""
+    """Return the results of trainer.differentiate, by autograd without operators of CalcOps."""
     B, n = types.shape
     frames = torch.arange(B)[:, None, None]
     moved = Rij.new_zeros(B, n, 3, requires_grad=True)
@@ -41,7 +41,7 @@ def differentiate_plainly(
 def differentiate_nets(
     model, parameters, types, list_neigh, Rij, kind, R, R_d, energy, force, virial
 ):
-    """Return what takes the nets' first and second derivatives: a loss of energies and dE/dR."""
+    """Return gradients of a loss of energies and dE/dR, which need only derivatives of the nets."""
     R = R.view_as(R).requires_grad_()
     atom_energy = model.atom_energies(types, kind, R)
     dE = torch.autograd.grad(atom_energy.sum(), R, create_graph=True)[0]
@@ -60,7 +60,7 @@ def calls_of(trainer, batch, is_compiled):
     if is_compiled:
         trace = partial(make_fx, tracing_mode="symbolic", _allow_non_fake_inputs=True)
         for name, call in list(calls.items()):
-            graph = trace(call)(trainer.parameters, *batch)  # for the same reason as in trainer.py
+            graph = trace(call)(trainer.parameters, *batch)  # see Trainer.__init__
             calls[f"{name}, compiled"] = torch.compile(graph)
     return {name: partial(call, trainer.parameters, *batch) for name, call in calls.items()}
 
@@ -107,7 +107,7 @@ def main():
     )
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument(
-        "--compile", action="store_true", help="both also under torch.compile, which takes a minute"
+        "--compile", action="store_true", help="also under torch.compile, which takes a minute"
     )
     options = parser.parse_args()
     model = load_npz(options.folder / "model.npz")

@@ -12,8 +12,8 @@ import torch
 
 # Widths that float32 holds exactly, so that a table and its grid agree in it.
 kWidths = [2.0**-power for power in range(3, 13)]
-kCoarse = 8  # times as wide are the cells of the second part
-kSamples = 7  # in a cell, for the error
+kCoarse = 8  # width of the coarse cells, in fine cells
+kSamples = 7  # points of a cell at which the error is taken
 
 
 def of_model(model, tolerance, shortest):
@@ -22,7 +22,8 @@ def of_model(model, tolerance, shortest):
     Args:
         model: a DeepPotential in float64.
         tolerance: the largest error of a value or a slope, relative to the largest.
-        shortest: the distance of two atoms where the fine cells end, in the model's unit.
+        shortest: the shortest distance in the fine cells, in the model's unit. The coarse cells go
+            down to a fifth of it.
 
     Returns:
         (table [kinds, cells, 6, M], grid [kinds, 5]), as DeepPotential.set_tables takes them; the
@@ -79,7 +80,7 @@ def tabulate(functions, ends, tolerance):
             return torch.stack(padded), grid, error
         errors.append(error)
         if len(errors) > 2 and error > 0.5 * errors[-2]:
-            break  # it is rounding, or a kink
+            break  # narrower cells do not help: the error is rounding, or a kink
     raise ValueError(
         f"expected nets that a table has within {tolerance:g}, got {min(errors):.0e}: "
         "take a larger tolerance, or the nets themselves"
@@ -118,7 +119,7 @@ def table_of(function, row):
     nodes = nodes_of(row)
     value, slope, curvature = derivatives(function, nodes)
     h = nodes.diff().unsqueeze(-1)
-    # With t in cells, the polynomial has 1, h and h^2 times the derivatives at both ends.
+    # Quintic Hermite interpolation from 0 to 1: the k-th derivatives at both ends have factors h^k.
     a, b, c = value[:-1], h * slope[:-1], h**2 * curvature[:-1]
     rise = value[1:] - a
     d, e = h * slope[1:], h**2 * curvature[1:]

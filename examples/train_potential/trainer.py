@@ -1,6 +1,6 @@
-"""The loss on energies, forces and virials, and a training that resumes bit for bit.
+"""The loss on energies, forces and virials, and a training on one or many processes.
 
-The training runs on one process or on many.
+A training that was stopped resumes bit for bit.
 """
 
 import os
@@ -13,24 +13,25 @@ from torch import distributed
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-# Of the mean squares of energy per atom (eV), force (eV/A) and virial per atom (eV).
+# The weights of the mean squares of energy per atom (eV), force (eV/A) and virial per atom (eV).
 kLossWeights = 100.0, 1.0, 10.0
-kRates = 1e-2, 1e-4  # of Muon at the first and the last step, linear between
-kShareOfAdam = 0.3  # of Muon's rate
-kKeptBytes = 2e9  # of environments of frames
+kRates = 1e-2, 1e-4  # Muon's rate at the first and the last step, linear in between
+kShareOfAdam = 0.3  # Adam's rate, in units of Muon's
+kKeptBytes = 2e9  # the most bytes of environments of frames that are kept
 
 
 def save_whole(state, path):
-    """Save `state` by torch.save; a process that is killed leaves the file that was there."""
+    """Save `state` by torch.save. A process that is killed meanwhile leaves the old file."""
     torch.save(state, f"{path}.new")
     os.replace(f"{path}.new", path)
 
 
 class Data:
-    """Frames as a model takes them, on its device, with all that its weights do not change.
+    """Frames on a model's device, with everything that does not depend on the model's weights.
 
-    data[index] gives types [F, n], what `model.environment` gives, and the labels: energy, force
-    and virial. The environments of few frames are kept. Those of many are computed at each use.
+    data[index] returns types [F, n], the results of `model.environment`, and the labels energy,
+    force and virial. The environments of few frames are kept. Those of many are computed at each
+    use.
 
     Args:
         frames: a dict of datasets.frames_of.
@@ -41,7 +42,7 @@ class Data:
         self.frames = frames
         self.model = model
         self.tensors = None
-        # R_d is the largest tensor of an environment: 12 numbers a slot, of 16 or so.
+        # An environment has some 20 numbers of 8 bytes for each slot, 12 of them in R_d.
         slots = frames["types"].numel() * sum(model.sel)
         if 8 * 20 * slots < kKeptBytes:
             self.tensors = self.environment(frames)
@@ -80,7 +81,7 @@ class MeanSquares(torch.nn.Module):
     ):
         """Return the mean squares [3] for the tensors of Data, a frame in each row.
 
-        A frame whose virial is NaN has none, and counts as one without an error of it.
+        A frame whose virial is NaN has no label. Its error of the virial counts as zero.
         """
         predicted = self.model.evaluate(types, list_neigh, Rij, kind, R, R_d, 0, create_graph)
         predicted_energy, _, predicted_force, predicted_virial, _ = predicted
@@ -116,7 +117,7 @@ def mean_of_processes(tensors):
 
 
 def settings_of(model):
-    """Return what the weights of a model do not show."""
+    """Return the attributes of a model that its weights do not contain."""
     names = ("type_names", "sel", "cutoff", "rcut_smth", "axis_neuron")
     return {name: getattr(model, name) for name in names}
 
@@ -162,9 +163,9 @@ class Trainer:
         self.optimizers = optimizers_of(self.parameters.values())
         self.history = []  # mean squares of each step
         self.differentiate = partial(differentiate, self.mean_squares, weights=weights)
-        # torch.compile has no double backward; make_fx follows both down to plain operators.
         if compile:
-            # symbolic: frames differ in how many neighbours there are
+            # torch.compile has no double backward. make_fx writes forces and gradients as plain
+            # operators. Sizes are symbols, since frames differ in the number of neighbours.
             trace = make_fx(
                 self.differentiate, tracing_mode="symbolic", _allow_non_fake_inputs=True
             )
@@ -177,7 +178,7 @@ class Trainer:
         return first + (last - first) * step / self.steps
 
     def step(self):
-        """Draw a batch, and take one step of both optimizers along the mean of all processes."""
+        """Draw a batch, and take one step of both optimizers along the processes' mean gradient."""
         index = torch.randperm(len(self.data), generator=self.generator)[: self.batch]
         squares, gradients = self.differentiate(self.parameters, *self.data[index[self.share]])
         squares, *gradients = mean_of_processes([squares, *gradients])
@@ -187,7 +188,7 @@ class Trainer:
         self.history.append(squares.tolist())
 
     def update(self, rate):
-        """Take the step, with the gradients that the parameters have."""
+        """Take one step of both optimizers with the parameters' gradients."""
         muon, adam = self.optimizers
         muon.param_groups[0]["lr"] = rate
         adam.param_groups[0]["lr"] = kShareOfAdam * rate
@@ -226,8 +227,8 @@ class Trainer:
 def optimizers_of(parameters):
     """Return the optimizers of parameters: Muon for matrices, Adam for the others.
 
-    The descriptor's components are nearly collinear, and Adam alone crawls: Muon steps along all of
-    them alike.
+    The descriptor's components are nearly collinear. Adam alone is slow then. Muon takes equal
+    steps along all singular vectors.
     """
     matrices = []
     others = []

@@ -37,7 +37,7 @@ def rmse(mean_squares, data):
 
 
 def in_words(errors):
-    """Return errors as a sentence."""
+    """Return errors as text, in meV and meV/A."""
     energy, force, virial = errors
     return (
         f"energy {1e3 * energy:.2f} meV/atom, force {1e3 * force:.1f} meV/A, "
@@ -129,7 +129,7 @@ class Run:
                 f"the same command goes on from {self.checkpoint}"
             ) from None
         if is_first and len(seconds) > 1:
-            # The first step compiles, where --compile is given.
+            # With --compile the first step compiles, so it does not count.
             mean = 1e3 * sum(seconds[1:]) / (len(seconds) - 1)
             print(f"{sum(seconds):.0f} s, {mean:.2f} ms a step")
 
@@ -155,7 +155,7 @@ class Run:
                 frames_of. The errors on them are printed.
 
         Raises:
-            ValueError: the errors were never numbers.
+            ValueError: there is no best model, because all errors were NaN or infinite.
         """
         folder = self.folder
         if not (folder / "model.npz").exists():

@@ -1,4 +1,4 @@
-"""Weights of a Deep Potential: a net's layers, to and from arrays of an npz, and random ones."""
+"""Nets of a Deep Potential, their weights in an .npz, and the initial weights of a training."""
 
 import re
 from functools import partial
@@ -6,14 +6,14 @@ from functools import partial
 import numpy as np
 import torch
 
-kLeast = 1e-2  # 1/A: a deviation from which no number is divided by less
+kLeast = 1e-2  # 1/A, the least deviation that a column of R is divided by
 
 
 class Tanh(torch.nn.Module):
-    """By the exponential, whose vectors are faster than those of tanh; equal to 1e-16."""
+    """tanh by the exponential, which is faster because it is vectorised; equal to 1e-16."""
 
     def forward(self, x):
-        """The hyperbolic tangent of x, of any shape."""
+        """Return the hyperbolic tangent of x, of any shape."""
         return 2 * torch.sigmoid(2 * x) - 1
 
 
@@ -30,19 +30,29 @@ kActivations = {
 
 
 class Layer(torch.nn.Module):
-    """y = x W + b, then idt times its activation, plus x; W [T,in,out]: one per type of centre."""
+    """A layer of a net: idt * activation(x w + b) + x. Without idt the factor is 1.
+
+    Args:
+        w: [in, out], or [T, in, out] with weights for each type of centre.
+        b: [out] or [T, out].
+        idt: [out], [T, out] or None.
+        residual: True to add x; twice side by side if the layer doubles the width.
+        activation: a name of kActivations.
+    """
 
     def __init__(self, w, b, idt, residual, activation):
         super().__init__()
-        self.w, self.b = torch.nn.Parameter(w), torch.nn.Parameter(b)
+        self.w = torch.nn.Parameter(w)
+        self.b = torch.nn.Parameter(b)
         self.idt = None if idt is None else torch.nn.Parameter(idt)
-        self.activation_name, self.activation = activation, kActivations[activation]()
-        self.linear = False
+        self.activation_name = activation
+        self.activation = kActivations[activation]()
+        self.linear = False  # True for the last layer of a fitting net: x w + b
         ratio = w.shape[-1] / w.shape[-2]
         self.repeats = int(ratio) if residual and ratio in (1, 2) else 0
 
     def forward(self, x, centre: int):
-        """The layer's output [..., out] for x [..., in]."""
+        """Return the layer's output [..., out] for x [..., in]."""
         w = self.w.to(x.dtype)
         b = self.b.to(x.dtype)
         idt = self.idt
@@ -58,7 +68,7 @@ class Layer(torch.nn.Module):
             y = (x * w.squeeze(-1)).sum(-1, keepdim=True) + b
         elif w.requires_grad or w.is_cuda:
             y = torch.nn.functional.linear(x, w.mT, b)
-        else:  # a model that is not trained; twice as quick as PyTorch's on some CPUs
+        else:  # a model that is not trained: twice as quick as PyTorch's linear on some CPUs
             rows = torch.ops.calcops.matrix_product(x.reshape(-1, w.shape[0]), w)
             y = rows.view(x.shape[:-1] + w.shape[1:]) + b
         if self.linear:
@@ -72,7 +82,7 @@ class Layer(torch.nn.Module):
 
 
 class Net(torch.nn.Sequential):
-    """Layers in sequence for x [...,in] of atoms of type `centre`, or of their neighbours.
+    """Layers in sequence, for atoms of type `centre` or for their neighbours.
 
     With `in_float32` the layers compute in float32, whatever the type of x.
     """
@@ -91,12 +101,12 @@ class Net(torch.nn.Sequential):
 
 
 def tensor(arrays, key):
-    """The array of a name in float64, or None."""
+    """Return an array as a tensor of float64; None if there is no such array."""
     return torch.tensor(np.asarray(arrays[key]), dtype=torch.float64) if key in arrays else None
 
 
 def net(arrays, name):
-    """The net whose layers are the arrays `name`_w0, `name`_b0, and so on."""
+    """Return the net whose layers have the arrays `name`_w0, `name`_b0, and so on."""
     depth = sum(key.startswith(f"{name}_w") for key in arrays)
     layers = []
     for i in range(depth):
@@ -117,34 +127,55 @@ def net(arrays, name):
 def save_npz(model, path):
     """Write a model as the arrays that load_npz reads."""
 
-    def named(key):
+    def array_name(key):
+        """Return emb0_w1 for emb.0.1.w."""
         return re.sub(r"(emb|fit)\.(\d+)\.(\d+)\.(\w+)", r"\1\2_\4\3", key)
 
-    arrays = {named(key): value.cpu() for key, value in model.state_dict().items()}
-    layers = {key: layer for key, layer in model.named_modules() if isinstance(layer, Layer)}
-    arrays |= {named(f"{key}.res"): int(layer.repeats > 0) for key, layer in layers.items()}
-    others = {
-        key: layer.activation_name
-        for key, layer in layers.items()
-        if layer.activation_name != "tanh"
-    }
-    arrays |= {named(f"{key}.act"): name for key, name in others.items()}
-    arrays |= {"sel": model.sel, "axis_neuron": model.axis_neuron, "rcut": model.cutoff}
-    arrays |= {"rcut_smth": model.rcut_smth, "type_names": model.type_names}
-    np.savez(path, **arrays, float32_nets=model.has_float32_nets)
+    arrays = {array_name(key): value.cpu() for key, value in model.state_dict().items()}
+    for key, layer in model.named_modules():
+        if isinstance(layer, Layer):
+            arrays[array_name(f"{key}.res")] = int(layer.repeats > 0)
+            if layer.activation_name != "tanh":
+                arrays[array_name(f"{key}.act")] = layer.activation_name
+    np.savez(
+        path,
+        **arrays,
+        sel=model.sel,
+        axis_neuron=model.axis_neuron,
+        rcut=model.cutoff,
+        rcut_smth=model.rcut_smth,
+        type_names=model.type_names,
+        float32_nets=model.has_float32_nets,
+    )
 
 
 def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):
-    """Random arrays for DeepPotential as DeePMD-kit draws them; `emb`, `fit`: hidden widths.
+    """Return random arrays for DeepPotential, drawn as DeePMD-kit draws them but for one layer.
 
-    Only the first embedding layer is less so: its tanh are steps all over the range of its input,
-    -1 to 2.5 once standardised, so that distances are told apart from the first training step on.
-    Shuffled, since G_M2 has but the first axis_neuron columns.
+    The first embedding layer consists of steps by tanh over the range of its input, which is -1 to
+    2.5 once it is standardised. So the nets distinguish distances from the first training step on.
+    The steps are in random order, since G_M2 has only the first axis_neuron columns.
+
+    Args:
+        sel: [T], the most neighbours of each type.
+        rcut: the cutoff, a length.
+        rcut_smth: the length where the switch begins.
+        emb: the widths of the embedding nets.
+        axis_neuron: the columns of G_M2.
+        fit: the widths of the fitting nets' hidden layers.
+        seed: of the random numbers.
     """
-    random, ntypes = np.random.default_rng(seed), len(sel)
-    arrays = {"sel": sel, "rcut": rcut, "rcut_smth": rcut_smth, "axis_neuron": axis_neuron}
-    arrays |= {"davg": np.zeros((ntypes, ntypes, 4)), "dstd": np.ones((ntypes, ntypes, 4))}
-    arrays["bias_atom_e"] = np.zeros(ntypes)
+    random = np.random.default_rng(seed)
+    ntypes = len(sel)
+    arrays = {
+        "sel": sel,
+        "rcut": rcut,
+        "rcut_smth": rcut_smth,
+        "axis_neuron": axis_neuron,
+        "davg": np.zeros((ntypes, ntypes, 4)),
+        "dstd": np.ones((ntypes, ntypes, 4)),
+        "bias_atom_e": np.zeros(ntypes),
+    }
     for name, widths in (("emb", [1, *emb]), ("fit", [emb[-1] * axis_neuron, *fit, 1])):
         for t in range(ntypes):
             for i, (a, b) in enumerate(zip(widths, widths[1:])):
@@ -154,22 +185,27 @@ def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):
                 if name == "fit" and a == b:
                     arrays[f"{name}{t}_idt{i}"] = random.normal(0.1, 0.001, b)
     for t in range(ntypes):
-        steps, steepness = random.permutation(np.linspace(-1, 2.5, emb[0] + 2)[1:-1]), 0.2 * emb[0]
-        arrays[f"emb{t}_w0"], arrays[f"emb{t}_b0"] = (
-            np.full((1, emb[0]), steepness),
-            -steepness * steps,
-        )
+        steps = random.permutation(np.linspace(-1, 2.5, emb[0] + 2)[1:-1])
+        steepness = 0.2 * emb[0]
+        arrays[f"emb{t}_w0"] = np.full((1, emb[0]), steepness)
+        arrays[f"emb{t}_b0"] = -steepness * steps
     return arrays
 
 
 @torch.no_grad()
 def standardise(model, types, kind, R, energy):
-    """Sets davg, dstd and bias_atom_e of a new model, whose R is not standardised yet, for frames;
-    empty slots are included as in DeePMD-kit. The biases are the least_energies; of several
-    answers, which a single compound has, it is the least.
+    """Set davg, dstd and bias_atom_e of a new model from frames.
 
-    The directions get a tenth of their deviation: those of a crystal's bonds nearly cancel in the
-    sum over the slots, and what remains of them is to have the weight of the distances.
+    Mean and deviation include empty slots, as in DeePMD-kit. The dstd of directions is a tenth of
+    their deviation: the directions of a crystal's bonds nearly cancel in the sum over slots, and
+    the rest should weigh as much as the distances.
+
+    Args:
+        model: a DeepPotential with davg 0 and dstd 1.
+        types: [F, n].
+        kind: [F, n, K], the neighbours' types.
+        R: [F, n, K, 4], of this model.
+        energy: [F].
     """
     for centre in range(len(model.sel)):
         for t, count in enumerate(model.sel):
@@ -185,8 +221,10 @@ def standardise(model, types, kind, R, energy):
 
 
 def least_energies(types, energy, ntypes):
-    """The energies [T] of types that come nearest to frames' energies [F]; types [F,n], -1: no
-    atom.
+    """Return the energies [T] of types that come nearest to the frames' energies [F].
+
+    Of several solutions, as for a single compound, it is the one of least norm. A type of -1 in
+    types [F, n] is no atom.
     """
     counts = torch.stack([(types == t).sum(-1) for t in range(ntypes)], -1)
     return torch.linalg.pinv(counts.to(energy)) @ energy

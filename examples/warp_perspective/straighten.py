@@ -15,28 +15,32 @@ from skimage import data
 
 import calcops_jit
 
-# A stretch of one line of writing, (x, y) of its corners between two of the page's ruled lines, and
-# where it belongs.
+# The corners (x, y) of a piece of one line of text, in the photograph and in the straight page.
 kSlanted = [(155, 15), (360, 95), (260, 130), (65, 40)]
 kUpright = [(40, 110), (640, 110), (640, 210), (40, 210)]
 
 
 def homography(source, target):
-    """The matrix [3,3] that takes points (x, y) [4,2] of `source` to `target`; differentiable."""
-    (x, y), (u, v), zero = source.T, target.T, torch.zeros_like(source[:, 0])
-    rows_u = torch.stack([x, y, zero + 1, zero, zero, zero, -u * x, -u * y], 1)
-    rows_v = torch.stack([zero, zero, zero, x, y, zero + 1, -v * x, -v * y], 1)
+    """Return the matrix [3, 3] that maps the points (x, y) [4, 2] of `source` to `target`.
+
+    It is differentiable in both.
+    """
+    x, y = source.T
+    u, v = target.T
+    zero = torch.zeros_like(x)
+    one = zero + 1
+    rows_u = torch.stack([x, y, one, zero, zero, zero, -u * x, -u * y], 1)
+    rows_v = torch.stack([zero, zero, zero, x, y, one, -v * x, -v * y], 1)
     solution = torch.linalg.solve(torch.cat([rows_u, rows_v]), torch.cat([u, v]))
-    return torch.cat([solution, zero[:1] + 1]).view(3, 3)
+    return torch.cat([solution, one[:1]]).view(3, 3)
 
 
 def straighten():
-    """The photograph, uint8 [172,448], and the page from straight above, uint8 [344,680]."""
+    """Return the photograph, uint8 [172, 448], and the page from above, uint8 [344, 680]."""
     photograph = torch.from_numpy(data.text())
     matrix = homography(torch.tensor(kSlanted).double(), torch.tensor(kUpright).double())
-    return photograph, calcops_jit.warp_perspective(
-        photograph, matrix, (344, 680), "cubic", border_value=255.0
-    )
+    page = calcops_jit.warp_perspective(photograph, matrix, (344, 680), "cubic", border_value=255.0)
+    return photograph, page
 
 
 if __name__ == "__main__":

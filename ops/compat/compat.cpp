@@ -1,14 +1,14 @@
-// Operators under the names that existing programs and saved TorchScript archives call
-// (LonxunQuantum/MatPL, src/op). They are thin shims over the force operators. The namespaces
-// CalcOps, CalcOps_cuda and CalcOps_cpu hold the same two operators, each for every device. They
-// are compositions of differentiable operators, so PyTorch derives their gradients.
+// Two operators under the names that existing programs and saved TorchScript archives call
+// (LonxunQuantum/MatPL, src/op). The namespaces CalcOps, CalcOps_cuda and CalcOps_cpu hold the same
+// two, for every device. Both only call differentiable operators, so PyTorch derives their
+// gradients.
 #include <calcops/operator.h>
 
 namespace calcops::ops::compat {
 namespace {
 
-// Return the number of ghosts, which these schemas take as a tensor. No other function of the
-// library reads a tensor on the host.
+// Return the number of ghosts. These schemas take it as a tensor, which is read on the host. So a
+// tensor on CUDA makes the host wait for the GPU.
 int64_t read_nghost(const char* op, const Value& nghost) {
   if (nghost.is_none()) return 0;
   if (!nghost.is_readable())
@@ -54,11 +54,11 @@ const Composition kCompositions[] = {
 const Contract kContract(R"(
 CalcOps::calculateForce(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor F,
                         Tensor? nghost=None) -> Tensor[]
-  The caller's centre term plus the force of the pairs on the neighbours, as a list of one tensor.
+  Force on every atom: the caller's centre term plus the forces of the pairs on the neighbours.
 
-  Returns [force [B, n + nghost, 3]], energy/length. The force on an atom is F (0 for ghosts) plus
-  the sum of g over the slots that name the atom, where g is the force of a pair as in
-  calcops::force. The tensor shares no memory with F. CalcOps_cuda and CalcOps_cpu hold the same
+  Returns a list of one tensor, [force [B, n + nghost, 3]], energy/length. The force on an atom is F
+  (0 for ghosts) plus the sum of g over the slots that name the atom. g is the force of a pair, as
+  in calcops::force. The tensor shares no memory with F. CalcOps_cuda and CalcOps_cpu hold the same
   operator.
 
 CalcOps_cuda::calculateForce(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor F,
@@ -70,8 +70,8 @@ CalcOps::calculateVirial(Tensor list_neigh, Tensor dE, Tensor Rij, Tensor Ri_d,
                          Tensor? nghost=None) -> Tensor[]
   Virial and per-atom virial as rows of nine. Rij comes before Ri_d, unlike in force_virial.
 
-  Returns the list [virial [B, 9], atom_virial [B, n + nghost, 9]], energy. Element [a][b] is at
-  3a + b. CalcOps_cuda and CalcOps_cpu hold the same operator.
+  Returns the list [virial [B, 9], atom_virial [B, n + nghost, 9]], energy. Element [a][b] of a
+  virial is at position 3a + b of its row. CalcOps_cuda and CalcOps_cpu hold the same operator.
 
 CalcOps_cuda::calculateVirial(Tensor list_neigh, Tensor dE, Tensor Rij, Tensor Ri_d,
                               Tensor? nghost=None) -> Tensor[]
@@ -82,10 +82,11 @@ list_neigh  [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64. As for calco
 dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
 Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, 1/length.
 Rij         [B, n, K, 3]; like dE. r_j - r_i, length.
-F           [B, n, 3]; like dE. The centre term, usually -(dE @ Ri_d) summed over the slots. It is
-            not changed; its gradient is the identity.
+F           [B, n, 3]; like dE. The centre term, usually -(dE @ Ri_d) summed over the slots. The
+            tensor is not changed.
 nghost      None or an integer tensor of one element, which is read on the host. Under
-            torch.compile, export and vmap call calcops::force instead, whose nghost is an int.
+            torch.compile, export and vmap, call calcops::force or calcops::force_virial instead,
+            whose nghost is an int.
 )",
                          kCompositions);
 

@@ -7,7 +7,7 @@
 namespace calcops::ops::edge_force {
 namespace {
 
-// Return the ends of edges sorted by the atom at which they are (contract below).
+// Return the ends of the edges, sorted by atom. The contract below describes the result.
 //
 // It calls PyTorch's operators, which support every device and transform. Their speed is enough:
 // one order serves many calls. The stable sort keeps the ends of a group in rising order.
@@ -19,15 +19,19 @@ Value edge_order(const Value* arguments) {
       Value::call("aten::logical_and", Value::call("aten::ge.Scalar", edge_index, 0),
                   Value::call("aten::lt.Scalar", edge_index, natoms));
   const Value is_edge = Value::call("aten::all.dim", is_atom, /*dim=*/0, /*keepdim=*/true);
-  const Value names =
+
+  // The ends of masked and wrong edges have the number `natoms`, so that they are sorted last.
+  const Value atom_of_end =
       Value::call("aten::flatten.using_ints",
                   Value::call("aten::where.ScalarOther", is_edge, edge_index, natoms));
-  const Value sorted = Value::call("aten::sort.stable", names, /*stable=*/true, /*dim=*/0);
-  // The zeros derive from `names`: under vmap all tensors of searchsorted must be batched. There it
-  // also needs rows, hence the dimension of 1.
-  const Value atoms =
-      Value::call("aten::add.Tensor", Value::call("aten::new_zeros", names, Value::list(1, 1)),
-                  Value::call("aten::arange", natoms, names.dtype(), nullptr, names.device()));
+  const Value sorted = Value::call("aten::sort.stable", atom_of_end, /*stable=*/true, /*dim=*/0);
+
+  // Under vmap, all arguments of searchsorted must be batched and have rows. So the zeros derive
+  // from `atom_of_end`, and both arguments have one row.
+  const Value zeros = Value::call("aten::new_zeros", atom_of_end, Value::list(1, 1));
+  const Value atoms = Value::call(
+      "aten::add.Tensor", zeros,
+      Value::call("aten::arange", natoms, atom_of_end.dtype(), nullptr, atom_of_end.device()));
   const Value rows = Value::call("aten::unsqueeze", sorted[0], 0);
   const Value group_stops = Value::call("aten::squeeze.dim",
                                         Value::call("aten::searchsorted.Tensor", rows, atoms,
@@ -52,9 +56,9 @@ edge_force(Tensor edge_index, Tensor edge_gradient, SymInt natoms, *,
   Differentiable to any order in edge_gradient, in reverse and in forward mode. The values of a
   masked edge are never used, and every derivative there is exactly 0. Deterministic.
 
-  An entry < -1 or >= natoms is an error on the CPU. On CUDA the forces on the edge's atoms become
-  NaN. With CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call then waits
-  for the GPU.
+  An entry < -1 or >= natoms is an error on the CPU. On CUDA the force on the atom at the edge's
+  other end becomes NaN, or that on atom 0 if neither entry names an atom. With CALCOPS_CHECK=1 in
+  the environment it is an error on CUDA too, but each call then waits for the GPU.
 
 edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor edge_vec, SymInt natoms,
                   Tensor? batch=None, SymInt nframes=1, *,
@@ -65,22 +69,26 @@ edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor edge_vec, SymI
   a frame. atom_virial gives each edge's term to the neighbour j. Stress is -virial / volume.
 
   Differentiable to any order in edge_gradient and edge_vec through all three outputs, in reverse
-  and in forward mode. Masked edges, wrong entries and determinism: as for calcops::edge_force.
+  and in forward mode. Masked edges, wrong entries and determinism: as for calcops::edge_force. On
+  CUDA, the atom_virial of an atom and the virial of its frame become NaN with its force. A wrong
+  frame in `batch` makes the virials of all frames NaN there.
 
 edge_order(Tensor edge_index, SymInt natoms) -> Tensor
   Edges sorted by atom. Saves edge_force and edge_force_virial work on CUDA.
 
   Edge e has two ends: number e at its centre, number E + e at its neighbour.
 
-  Returns int32 [natoms + 2E], E < 2^30 (for torch.export Dim("E", max=2**30 - 1)), in two parts.
-  The second part [2E] has the ends in groups: those at atom 0, those at atom 1 and so on, each
-  group in rising order. -1 stands at its close for both ends of every edge that is masked or wrong.
-  The first part [natoms] has, for each atom, the position in the second part just behind its group.
+  Returns int32 [natoms + 2E] in two parts. The second part [2E] has the ends in groups: those at
+  atom 0, those at atom 1 and so on, each group in rising order. Behind the last group, -1 stands
+  for both ends of every edge that is masked or wrong. The first part [natoms] has the end of each
+  atom's group: the position in the second part just behind the group.
+
+  E must be below 2^30. torch.export needs this bound of a dynamic E: Dim("E", max=2**30 - 1).
 
 _edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor? edge_vec, SymInt natoms,
                    Tensor? batch=None, SymInt nframes=1, *,
                    Tensor? edge_order=None) -> (Tensor, Tensor, Tensor)
-  Force, virial and per-atom virial; without edge_vec the force alone.
+  Force, virial and per-atom virial, or the force alone if edge_vec is None.
 
 _edge_force_virial_backward(Tensor? grad_force, Tensor? grad_virial, Tensor? grad_atom_virial,
                             Tensor edge_index, Tensor edge_gradient, Tensor? edge_vec,
@@ -102,10 +110,10 @@ batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nfra
 nframes        0 to 2^40; 1 where absent. Number of frames, at least 1 where batch is None and there
                are atoms.
 edge_order     [natoms + 2E] from edge_order(edge_index, natoms), made where absent on CUDA; int32.
-               Or None: then each call on CUDA sorts the edges itself. CPU kernels ignore it. The
-               order of another graph gives wrong forces on CUDA; with CALCOPS_CHECK=1 it is an
-               error on either device. It needs E < 2^30: torch.export needs a dynamic E as
-               Dim("E", max=2**30 - 1).
+               None: each call on CUDA sorts the edges itself. CPU kernels ignore this argument.
+               With the edge_order of another graph, forces are wrong on CUDA. With
+               CALCOPS_CHECK=1 it is an error on either device. E must be below 2^30, as for
+               calcops::edge_order.
 force          [natoms, 3]; like edge_gradient. Energy/length.
 virial         [nframes, 3, 3]; like edge_gradient. Energy.
 atom_virial    [natoms, 3, 3]; like edge_gradient. Energy.

@@ -1,8 +1,9 @@
 // CUDA kernels of the edge force operators.
 //
-// A warp computes an atom. Its lanes add the ends that edge_order lists for the atom. The lanes'
-// sums are added in a fixed tree, so that the bits do not depend on the order of warps. A wrong
-// entry is left out of all sums; afterwards the results to which it may have belonged become NaN.
+// Edge e has two ends: number e is its centre, number E + e its neighbour. A warp computes an atom.
+// Its lanes add the ends that edge_order lists for the atom. The lanes' sums are added in a fixed
+// tree, so that the bits do not depend on the order of warps. A wrong entry is left out of all
+// sums; afterwards the results to which it may have belonged become NaN.
 #include <cstdint>
 
 #include "edge_force/edge_force.h"
@@ -15,8 +16,8 @@ constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
 constexpr int kAhead = 4;  // ends that a lane loads before it adds the first
 constexpr int64_t kNone = -1;
 
-// The inputs with an edge_index of int32 or int64, which is decided when an entry is read. Separate
-// kernels for both would not be faster, and would take nvcc longer to compile.
+// The inputs with an edge_index of int32 or int64. Its type is tested when an entry is read.
+// Separate kernels for both types would not be faster, and would take nvcc longer to compile.
 template <class Real>
 struct Inputs : EdgeInputs<Real, void> {
   bool is_int64;
@@ -111,8 +112,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Return the number of blocks among which the atoms of each frame are divided, so that a few frames
-// keep a GPU busy. It depends on the sizes alone, because the bits depend on it.
+// Return the number of blocks among which the atoms are divided for each frame, so that a few
+// frames keep a GPU busy. The number depends on the sizes alone, because the bits depend on it.
 template <class Real>
 int64_t count_shares(const Inputs<Real>& in) {
   constexpr int64_t kBlocks = 512, kAtoms = 4 * kThreads;
@@ -162,8 +163,9 @@ __device__ inline void poison(Real* row, int count) {
 
 __device__ inline bool is_wrong(int64_t atom, int64_t atoms) { return atom < -1 || atom >= atoms; }
 
-// Set results to NaN where an edge has a wrong entry: those of the edge's atoms and of their
-// frames, or, if neither entry names an atom, those of atom 0. All threads write the same value.
+// Set results to NaN where an edge has a wrong entry. These are the results of the edge's atoms and
+// of their frames. If neither entry names an atom, they are those of atom 0. All threads write the
+// same value.
 template <bool kVirial, class Real>
 __global__ void __launch_bounds__(kThreads) poison_kernel(Inputs<Real> in, EdgeOutputs<Real> out) {
   const int64_t step = int64_t(gridDim.x) * kThreads;

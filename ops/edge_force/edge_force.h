@@ -2,17 +2,17 @@
 // in edge_force_math.h.
 //
 // A graph has N atoms in F frames and E edges. Edge e has the centre i, the neighbour j and the
-// vector v = r_j - r_i (plus the shift of a periodic image). With the gradient g of the energy for
-// v:
+// vector v = r_j - r_i (plus the shift of a periodic image). g is the derivative of the energy with
+// respect to v. The edge adds
 //
 //   F[i] += g,  F[j] -= g
 //   W[a][b] -= g[a] v[b]      the virial; stress = -W / volume
 //
-// The pair puts the force -g on j, as in calcops::force_virial.
+// The force of the edge on j is -g. (In force.h, g itself is that force.)
 //
 // Sums are in float64. On the CPU their order depends on E, N, edge_index and batch alone, on CUDA
-// on F too. So results are the same bit for bit, whatever the number of threads, the types and the
-// wanted results.
+// on F too. So the sums are the same bit for bit, whatever the number of threads, the dtypes and
+// the wanted results.
 //
 // Source: the force is minus the derivative of the energy, by the chain rule. Conventions are those
 // of NequIP, MACE, vesin and ASE.
@@ -35,7 +35,8 @@ struct EdgeInputs {
   const Real* edge_vec;          // [E, 3]
   const int64_t* batch;          // [N]; nullptr: all in frame 0
   const int32_t* edge_order;     // [N + 2E]; CUDA needs it
-  // True if these are [3, E], which code that is vectorised over edges writes. edge_force_cpu only.
+  // True if edge_gradient or edge_vec is stored as [3, E]. Code that is vectorised over edges
+  // writes this layout. Only edge_force_cpu reads it.
   bool gradient_is_transposed = false, vec_is_transposed = false;
 };
 
@@ -61,8 +62,8 @@ struct EdgeGradients {
   Real* edge_vec;
 };
 
-// Both return the first edge with a wrong entry, or E plus the first atom whose frame does not
-// exist, or -1.
+// Both return -1, or the position of the first wrong entry: the number of the edge or, if the frame
+// of an atom does not exist, E plus the number of the atom.
 template <class Real, class Index>
 int64_t edge_force_cpu(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out);
 template <class Real, class Index>
@@ -70,7 +71,7 @@ int64_t edge_force_backward_cpu(const EdgeInputs<Real, Index>& in,
                                 const EdgeUpstream<Real>& upstream, const EdgeGradients<Real>& out);
 
 #ifndef CALCOPS_NO_CUDA
-// Return the bytes of `workspace` that edge_force_cuda needs: uninitialised, 8-byte aligned.
+// Return the size in bytes of the `workspace` of edge_force_cuda: uninitialised, 8-byte aligned.
 template <class Real, class Index>
 int64_t edge_force_cuda_workspace(const EdgeInputs<Real, Index>& in);
 template <class Real, class Index>

@@ -94,7 +94,7 @@ void sum_edges(const EdgeInputs<Real, Index>& in, int64_t begin, int64_t end, Pa
         rows_of(in.edge_gradient, in.gradient_is_transposed, in.edges, first, last, gradient_rows);
     const Real* v = rows_of(in.edge_vec, in.vec_is_transposed, in.edges, first, last, vec_rows);
     for (int64_t e = first; e < last; ++e, g += 3, v += 3) {
-      constexpr int64_t kAhead = 32;  // edges in no order name atoms that are not in the cache
+      constexpr int64_t kAhead = 32;  // atoms of unsorted edges are seldom in the cache
       const int64_t next = std::min(e + kAhead, end - 1);
       prefetch(sums, centers[next]);
       prefetch(sums, neighbors[next]);

@@ -36,7 +36,8 @@ __device__ int64_t look_up(const SplineInputs<Real, Index>& in, int64_t slot, do
   return kind;
 }
 
-// Not inlined: it is compiled once, and kernels without directions need no memory for many.
+// Not inlined, so that it is compiled once. Kernels with kMost < 2 do not call it, and need no
+// memory for long series.
 template <int kDegree>
 __device__ __attribute__((noinline)) int64_t derivative_along(const Kind& kind,
                                                               const Cutoff& cutoff, int64_t cells,
@@ -62,7 +63,7 @@ __device__ int64_t differentiate(const SplineInputs<Real, Index>& in, int64_t ki
     return first + derivative_along<kDegree>(constants, cutoff, cells, d, directions, count, p);
 }
 
-// kMost: the number of directions is 0 if kMost is 0, otherwise at most kMostDirections.
+// kMost is 0 if there are no directions, otherwise kMostDirections.
 template <int kDegree, int kMost, class Real, class Index>
 __global__ void __launch_bounds__(kThreads) sum_kernel(SplineInputs<Real, Index> in, Real* P) {
   __shared__ Pair<kDegree> pairs[kSlots];
@@ -95,8 +96,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(SplineInputs<Real, Index>
   }
 }
 
-// kMost: with the direction that is added here, their number is 1 if kMost is 1, otherwise at most
-// kMostDirections.
+// One direction is added here. kMost is 1 if there are no others, otherwise kMostDirections.
 template <int kDegree, int kMost, class Real, class Index>
 __global__ void __launch_bounds__(kThreads)
     backward_kernel(SplineInputs<Real, Index> in, const Real* grad, Real* grad_d) {

@@ -14,13 +14,16 @@
 //
 //   P[i][a][kind][b] = sum_s R[i][s][a] B_b(R[i][s][0])
 //
-// Let functions g_m = sum_b C[kind][b][m] B_b be splines. Their sums over neighbours follow from P:
-// sum_s R[a] g_m(R[0]) = sum_kind,b P[a][kind][b] C[kind][b][m]. So the work for a pair does not
-// depend on the number of functions g_m. Source of R: Zeng et al., J. Chem. Phys. 159, 054801
-// (2023), II.B.1. Exchanging the two sums is our own idea.
+// Splines g_m are sums of these B-splines: g_m = sum_b C[kind][b][m] B_b. The sums of g_m over the
+// neighbours follow from P:
 //
-// If each slot has D directions v_1 ... v_D, the mixed derivative of R[a] B_b(R[0]) along them is
-// summed instead: d^D/(dt_1 ... dt_D) at d + t_1 v_1 + ... + t_D v_D, where all t are 0.
+//   sum_s R[i][s][a] g_m(R[i][s][0]) = sum_kind,b P[i][a][kind][b] C[kind][b][m]
+//
+// So the work for a pair does not depend on the number of functions g_m. Source of R: Zeng et al.,
+// J. Chem. Phys. 159, 054801 (2023), II.B.1. Summing over s before b is our own idea.
+//
+// If each slot has D directions v_1 ... v_D, P is the sum of the derivatives of R[a] B_b(R[0])
+// along all of them: d^D/(dt_1 ... dt_D) at d + t_1 v_1 + ... + t_D v_D, taken at t = 0.
 //
 // All numbers are computed in float64 and summed in the order of the slots.
 #pragma once
@@ -47,10 +50,10 @@ struct SplineInputs {
   Spline spline;
 };
 
-// Both return the first slot whose kind does not exist, or -1.
+// Both CPU kernels return the first slot whose kind does not exist, or -1.
 template <class Real, class Index>
 int64_t environment_spline_cpu(const SplineInputs<Real, Index>& in, Real* P);
-// Writes the gradient of the inner product <grad, P> for d.
+// Write the gradient of the inner product <grad, P> for d.
 template <class Real, class Index>
 int64_t environment_spline_backward_cpu(const SplineInputs<Real, Index>& in, const Real* grad,
                                         Real* grad_d);

@@ -37,7 +37,7 @@ enum Array {
   kArrays = kSlopes + 6
 };
 
-// The numbers of as many pairs as a vector has.
+// The numbers of kSize pairs.
 struct alignas(64) Block {
   double numbers[kArrays][kSize];
   int64_t place[kSize];  // the first row of P to which the pair adds
@@ -61,6 +61,7 @@ struct Pair {
 // The pairs of an atom within the cutoff.
 class Pairs {
  public:
+  // Vectors compute all lanes of a block, also those without a pair. So all lanes get numbers.
   explicit Pairs(int64_t slots) : size_((slots + kSize - 1) / kSize), all_(size_) {
     for (int64_t b = 0; b < size_; ++b) {
       std::fill_n(all_.get()[b].numbers[0], kArrays * kSize, 1.0);
@@ -79,14 +80,14 @@ class Pairs {
   Scratch<Block> all_;
 };
 
-// Return x^(-1/2) with a relative error of 1e-15, by Newton's method from an estimate of its bits.
-// GCC does not vectorise std::sqrt, which must set errno.
+// Return x^(-1/2) with a relative error of 1e-15. Newton's method begins with an estimate that is
+// computed from the bits of x as an integer. GCC does not vectorise std::sqrt, which sets errno.
 inline __attribute__((always_inline)) Vector inverse_root(const Vector& x) {
   const Bits estimate = 0x5FE6EB50C7B537A9 - (reinterpret_cast<Bits>(x) >> 1);
   Vector y = reinterpret_cast<Vector>(estimate);
   const Vector half = 0.5 * x;
   for (int step = 0; step < 4; ++step) y *= 1.5 - half * y * y;
-  constexpr double kLeast = 1e-280;  // atoms in one place
+  constexpr double kLeast = 1e-280;  // below it two atoms count as in one place
   return x < Vector{} + kLeast ? Vector{} + INFINITY : y;
 }
 

@@ -153,8 +153,8 @@ CALCOPS_HD inline double cell_of(double position, double cells) {
 struct Cutoff {
   double rcut_smth, rcut;
 
-  // Return whether a pair of the squared distance r2 adds nothing. One of NaN takes part, so that
-  // the sums become NaN.
+  // Return whether a pair of the squared distance r2 adds nothing. If r2 is NaN, the pair takes
+  // part, so that the sums become NaN.
   CALCOPS_HD bool is_at_or_beyond(double r2) const { return r2 >= rcut * rcut; }
 };
 
@@ -184,7 +184,7 @@ CALCOPS_HD int64_t add_along(const Kind& kind, const Cutoff& cutoff, int64_t cel
   for (int c = 0; c < 3; ++c) {
     point[c] = S{};
     point[c].c[0] = d[c];
-    // 1 % kLength is 1. Where kLength is 1, a plain 1 would be beyond the array.
+    // This is c[1]. Where kLength is 1, compilers would find a plain 1 beyond the array.
     if (kLength > 1) point[c].c[1 % kLength] = line[c];
     square = square + point[c] * point[c];
   }
@@ -251,8 +251,8 @@ CALCOPS_HD int64_t derivative_of(const Kind& kind, const Cutoff& cutoff, int64_t
   return cell;
 }
 
-// The same for any count up to kMostDirections. A series may be longer than needed, so five lengths
-// are compiled.
+// The same for any count up to kMostDirections. A series may be longer than needed, so only five
+// lengths are compiled.
 template <int kDegree>
 CALCOPS_HD int64_t derivative(const Kind& kind, const Cutoff& cutoff, int64_t cells,
                               const double* d, const double (*directions)[3], int count,

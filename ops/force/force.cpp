@@ -7,29 +7,36 @@
 namespace calcops::ops::force {
 namespace {
 
-// Return the slots sorted by the atom that they name (contract below).
+// Return the slots, sorted by the atom that they name. The contract below describes the result.
 //
 // It calls PyTorch's operators, which support every device and transform. Their speed is enough:
 // one index serves many calls. The stable sort keeps the slots of a group in rising order.
 Value neighbor_index(const Value* arguments) {
   const Value& list_neigh = arguments[0];
-  const Value rows = list_neigh.size(1) + arguments[1];  // n + nghost
-  const Value list =
+  const Value atom_count = list_neigh.size(1) + arguments[1];  // n + nghost
+  const Value entries =
       Value::call("aten::to.dtype", Value::call("aten::flatten.using_ints", list_neigh, 1),
                   Value::dtype_of(Type::kInt64));
-  const Value is_named = Value::call("aten::logical_and", Value::call("aten::ge.Scalar", list, 0),
-                                     Value::call("aten::lt.Scalar", list, rows));
-  const Value names = Value::call("aten::where.ScalarOther", is_named, list, rows);
-  const Value sorted = Value::call("aten::sort.stable", names, /*stable=*/true, /*dim=*/1);
-  // The zeros derive from `names`: under vmap all tensors of searchsorted must be batched.
-  const Value atoms = Value::call(
-      "aten::add.Tensor", Value::call("aten::new_zeros", names, Value::list(list_neigh.size(0), 1)),
-      Value::call("aten::arange", rows, names.dtype(), nullptr, names.device()));
-  const Value ends = Value::call("aten::searchsorted.Tensor", sorted[0], atoms,
-                                 /*out_int32=*/false, /*right=*/true);
-  const Value slots = Value::call("aten::where.ScalarOther",
-                                  Value::call("aten::lt.Scalar", sorted[0], rows), sorted[1], -1);
-  return Value::call("aten::to.dtype", Value::call("aten::cat", Value::list(ends, slots), 1),
+  const Value is_atom = Value::call("aten::logical_and", Value::call("aten::ge.Scalar", entries, 0),
+                                    Value::call("aten::lt.Scalar", entries, atom_count));
+
+  // Empty slots and wrong entries have the number `atom_count`, so that they are sorted last.
+  const Value atom_of_slot = Value::call("aten::where.ScalarOther", is_atom, entries, atom_count);
+  const Value sorted = Value::call("aten::sort.stable", atom_of_slot, /*stable=*/true, /*dim=*/1);
+
+  // Under vmap, all arguments of searchsorted must be batched, so the zeros derive from
+  // `atom_of_slot`.
+  const Value zeros =
+      Value::call("aten::new_zeros", atom_of_slot, Value::list(list_neigh.size(0), 1));
+  const Value atoms = Value::call("aten::add.Tensor", zeros,
+                                  Value::call("aten::arange", atom_count, atom_of_slot.dtype(),
+                                              nullptr, atom_of_slot.device()));
+  const Value group_stops = Value::call("aten::searchsorted.Tensor", sorted[0], atoms,
+                                        /*out_int32=*/false, /*right=*/true);
+  const Value slots =
+      Value::call("aten::where.ScalarOther", Value::call("aten::lt.Scalar", sorted[0], atom_count),
+                  sorted[1], -1);
+  return Value::call("aten::to.dtype", Value::call("aten::cat", Value::list(group_stops, slots), 1),
                      Value::dtype_of(Type::kInt32));
 }
 
@@ -42,8 +49,8 @@ force(Tensor list_neigh, Tensor dE, Tensor Ri_d, SymInt nghost=0, *,
 
   Each filled slot is a pair of the row's atom and the atom that the slot names. The pair puts the
   force g = sum_c dE[c] Ri_d[c, :] on the named atom, and -g on the row's atom. F_a is the sum of g
-  over the slots that name atom a, minus the sum of g over the slots in row a. Add the rows of
-  ghosts to the atoms that they are images of.
+  over the slots that name atom a, minus the sum of g over the slots in row a. The caller adds the
+  force on a ghost to the atom of which it is an image.
 
   Differentiable to any order in dE and Ri_d, in reverse and in forward mode. The values of dE and
   Ri_d in an empty slot are never used, and every derivative there is exactly 0. Deterministic.
@@ -61,15 +68,18 @@ force_virial(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor Rij, SymInt nghos
   -virial / volume.
 
   Differentiable to any order in dE, Ri_d and Rij through all three outputs, in reverse and in
-  forward mode. Empty slots, wrong entries and determinism: as for calcops::force.
+  forward mode. Empty slots, wrong entries and determinism: as for calcops::force. On CUDA, the
+  atom_virial of an atom and the virial of its frame become NaN with its force.
 
 neighbor_index(Tensor list_neigh, SymInt nghost=0) -> Tensor
   Slots sorted by the atom that they name. Saves force and force_virial work on CUDA.
 
-  Returns int32 [B, n + nghost + n*K], n*K < 2^31, in two parts. The second part [B, n*K] has the
-  slots i*K + s in groups: those that name atom 0, those that name atom 1 and so on, each group in
-  rising order. -1 stands at its end for every slot that names no atom. The first part
-  [B, n + nghost] has, for each atom, the position in the second part just behind its group.
+  Slot s of row i has the number i*K + s.
+
+  Returns int32 [B, n + nghost + n*K] in two parts. The second part [B, n*K] has the slots in
+  groups: those that name atom 0, those that name atom 1 and so on, each group in rising order.
+  Behind the last group, -1 stands for every slot that names no atom. The first part [B, n + nghost]
+  has the end of each atom's group: the position in the second part just behind the group.
 
 _force_virial(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor? Rij, SymInt nghost, bool center, *,
               Tensor? neighbor_index=None) -> (Tensor, Tensor, Tensor)
@@ -94,9 +104,9 @@ Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, the derivative
 Rij          [B, n, K, 3]; like dE. r_j - r_i, length.
 nghost       0 to 2^40. Number of ghost atoms.
 neighbor_index  [B, n + nghost + n*K] from neighbor_index(list_neigh, nghost); int32. Or None. It
-             saves CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
-             Results are the same bit for bit. The index of another list gives wrong forces on
-             CUDA; with CALCOPS_CHECK=1 it is an error on either device.
+             spares CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
+             Results are the same bit for bit with and without it. With the index of another list,
+             forces are wrong on CUDA. With CALCOPS_CHECK=1 it is an error on either device.
 center       true where absent.
 force        [B, n + nghost, 3]; like dE. Energy/length.
 virial       [B, 3, 3]; like dE. Energy.

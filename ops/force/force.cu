@@ -1,13 +1,14 @@
 // CUDA kernels of the force operators.
 //
 // Forward: the slots that name one atom form its row. Integer atomics count the slots of each row
-// and collect them. Their order differs from run to run, so a warp sorts each row before it is
-// summed: the bits do not depend on the order of blocks. A neighbor_index has the rows sorted.
+// and collect them. The order of the collected slots differs from run to run. So a warp sorts each
+// row before it is summed, and the bits do not depend on the order of blocks. The rows of a
+// neighbor_index are sorted already.
 //
 // Each pair is read twice, for its neighbour's row and for its centre's. If the list keeps near
-// atoms together, these reads are close in time and one of them comes from L2. (To write g for each
-// slot and gather it would move as many bytes: g has 24 bytes, but memory is read in sectors of
-// 32.)
+// atoms together, these reads are close in time and one of them comes from L2. Another way would be
+// to write g for each slot and to gather it. It would move as many bytes: g has 24 bytes, but
+// memory is read in sectors of 32.
 //
 // Four lanes share a pair: lane c holds dE[c] and Ri_d[c], in the backward also row c of U. So a
 // warp reads whole sectors of eight pairs, and no array needs more than its type's alignment.
@@ -90,8 +91,8 @@ __global__ void count_rows(ForceInputs<Real, Index> in, Workspace work) {
   visit_pairs(in, work, [&](int64_t row, uint32_t) { atomicAdd(work.counts + row, 1u); });
 }
 
-// Set where each row begins in `slots`. The rows of a warp follow each other; the warps are in the
-// order in which they run.
+// Set where each row begins in `slots`. The 32 rows of a warp follow each other. The warps' groups
+// of rows are in the order in which the warps run.
 __global__ void place_rows(Workspace work, int64_t rows) {
   const int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   const unsigned lane = threadIdx.x % 32;
@@ -192,7 +193,8 @@ __device__ inline void load_r4(const Real*, Numbers<1>& r4) {
 }
 
 // Add this lane's terms of g (x) R4 for kPairs pairs: those at slots[lane / 4], and every 8 further
-// on. All are loaded before the first is used, without a branch in between.
+// on. All are loaded before the first is used, without a branch in between. A slot of another
+// list's neighbor_index may be too large, so it is limited to the last slot.
 template <int kPairs, int kColumns, class Real, class Index>
 __device__ inline void add_pairs(const ForceInputs<Real, Index>& in, int64_t frame_slots,
                                  const uint32_t* slots, unsigned lane, Numbers<kColumns>* sum) {
@@ -299,7 +301,8 @@ __device__ inline void sum_row(const ForceInputs<Real, Index>& in, const Workspa
 }
 
 // Write a frame's virial: the sum of its atoms' virials. The last block of a frame to come here
-// adds the shares of all blocks, in their order. `sum` is the row of the thread's warp.
+// adds the shares of all blocks, in their order. `sum` is the sum of the row that the thread's warp
+// has computed.
 template <class Real>
 __device__ inline void sum_virial(const Workspace& work, int64_t frame, const Row* sum,
                                   Real* virial) {
@@ -381,6 +384,7 @@ __global__ void __launch_bounds__(kThreads)
   const Real* gF = upstream.force ? upstream.force + frame * rows * 3 : nullptr;
   const Real* gAV = upstream.atom_virial ? upstream.atom_virial + frame * rows * 9 : nullptr;
 
+  // A wrong entry makes all gradients of the centre atom NaN.
   const Index* list = in.list_neigh + first;
   bool bad = false;
   for (int64_t s = lane; s < in.neighbors; s += 32) bad |= is_wrong(list[s], rows);
@@ -424,6 +428,7 @@ __global__ void __launch_bounds__(kThreads)
         e = row_times_matrix<1>(&r, u.x) - center;
       }
       if constexpr (kVirial) sum_of_four_lanes(e);
+
       Triple g = {};
       if (wants_Rij) {
         g = row_times_matrix<1>(&dE, Ri_d);
@@ -435,6 +440,7 @@ __global__ void __launch_bounds__(kThreads)
         matrix_times_column<1>(u.x, g, &grad_Rij);
       }
     }
+
     if (out.dE && is_inside) out.dE[4 * at + lane] = Real(grad_dE);
     if (out.Ri_d) {
       // By way of shared memory, so that neighbouring lanes write neighbouring numbers.
@@ -443,7 +449,7 @@ __global__ void __launch_bounds__(kThreads)
       const unsigned numbers = unsigned(min(int64_t(96), 12 * (in.neighbors - begin)));
       for (unsigned k = 0; k < 96; k += 32)
         if (k + lane < numbers) out.Ri_d[12 * at + k + lane] = staging[warp][k + lane];
-      __syncwarp();
+      __syncwarp();  // all lanes have read staging
     }
     if (out.Rij && is_inside && c < 3) out.Rij[3 * (at + lane / 4) + c] = Real(grad_Rij);
   }

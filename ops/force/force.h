@@ -8,10 +8,10 @@
 //   F[j] += g,  F[i] -= g
 //   W[a][b] += g[a] Rij[i,s,b]                the virial; stress = -W / volume
 //
-// Sums are in float64. Their order depends on the sizes and on list_neigh alone. So results are the
-// same bit for bit, whatever the number of threads, the types and the wanted results. float32
+// Sums are in float64. Their order depends on the sizes and on list_neigh alone. So the sums are
+// the same bit for bit, whatever the number of threads, the dtypes and the wanted results. float32
 // results differ from the exact ones by at most one ulp plus 1e-14 of the sum of the terms'
-// magnitudes. Where terms cancel, the second part is more than an ulp.
+// magnitudes. The second part exceeds an ulp only where large terms cancel.
 //
 // Source: Wang, Zhang, Han, E, Comput. Phys. Commun. 228, 178 (2018), eqs. 5-7. As in deepmd-kit's
 // prod_virial, a pair's virial belongs to j.
@@ -68,7 +68,7 @@ int64_t force_backward_cpu(const ForceInputs<Real, Index>& in, const ForceUpstre
                            const ForceGradients<Real>& out);
 
 #ifndef CALCOPS_NO_CUDA
-// Return the bytes of `workspace` that force_cuda needs: uninitialised, 256-byte aligned.
+// Return the size in bytes of the `workspace` of force_cuda: uninitialised, 256-byte aligned.
 template <class Real, class Index>
 int64_t force_cuda_workspace(const ForceInputs<Real, Index>& in);
 template <class Real, class Index>

@@ -23,13 +23,13 @@ template <class R4>
 struct Part {
   R4* sums;  // [n+m][3]; only the rows first <= j < last are set
   int64_t first, last;
-  int64_t bad;  // position of the first wrong entry, or kNone; if there is one, no sums
+  int64_t bad;  // position of the first wrong entry, or kNone; `sums` are set only with kNone
 };
 
-// Return into how many tasks a frame is divided. More tasks balance the work better but cost memory
-// and additions. The number determines the order of sums, so it depends on the sizes alone, not on
-// types or on the wanted results. The tasks' rows take at most an eighth of the memory of float64
-// inputs, or a quarter of that of float32 ones.
+// Return the number of tasks into which a frame is divided. More tasks balance the work better but
+// cost memory and additions. The number determines the order of sums, so it depends on the sizes
+// alone, not on types or on the wanted results. The tasks' rows take at most an eighth of the
+// memory of float64 inputs, or a quarter of that of float32 ones.
 int64_t tasks_per_frame(int64_t natoms, int64_t rows, int64_t neighbors) {
   constexpr int64_t kSlotsPerTask = 1 << 12, kMaxTasks = 8;
   constexpr int64_t kSlotBytes = 19 * sizeof(double), kRowBytes = 3 * sizeof(Row);

@@ -1,5 +1,5 @@
-// The mathematics of one pair, shared by the CPU and the CUDA kernels (formulas: force.h). (x) is
-// the outer product.
+// The mathematics of one pair, shared by the CPU and the CUDA kernels (formulas: force.h). The sign
+// (x) is the outer product.
 //
 // With R4 = (Rij, 1), the product g (x) R4 has the pair's virial in its first three columns and its
 // force in the last. So one accumulator holds both.
@@ -11,8 +11,8 @@
 //   g = dE Ri_d                  e = R4 U - gF_i
 //   dE' = Ri_d e                 Ri_d' = dE (x) e                 Rij' = (U g)[0..2]
 //
-// The CPU has all rows of a matrix at once. A CUDA lane has one row (kRows = 1); its g and e are
-// terms of a sum over four lanes.
+// The CPU has all rows of a matrix at once. A CUDA lane has one row (kRows = 1). Its g and e are
+// one of the four terms of the pair's g and e.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +46,8 @@ CALCOPS_HD_INLINED inline Row load_row(const double* x) {
   return row;
 }
 CALCOPS_HD_INLINED inline Row load_row(const float* x) {
-// One instruction instead of GCC 12's two to four. immintrin.h would be slow to compile.
+// GCC 12 makes two to four instructions of the plain code, instead of this one. immintrin.h, which
+// has a function for it, is slow to compile.
 #if defined(__AVX__) && !defined(__clang__)
   Floats row;
   std::memcpy(&row, x, sizeof(row));

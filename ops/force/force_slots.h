@@ -8,8 +8,8 @@
 
 namespace calcops::ops::force {
 
-// Return a later slot than the empty one at `slot`, such that all slots between are empty. Empty
-// slots come in runs, which are skipped eight at a time.
+// Return the slot at which to go on after the empty one at `slot`. All slots that are passed over
+// are empty. Empty slots come in runs, which are skipped eight at a time.
 template <class Index>
 int64_t next_slot(const Index* list, int64_t slot, int64_t end) {
   for (++slot; slot + 8 <= end; slot += 8) {
@@ -27,9 +27,9 @@ void prefetch(const Real* x) {
     __builtin_prefetch(reinterpret_cast<const char*>(x) + byte);
 }
 
-// Return how many slots further on a slot's prefetch is. Rows end in empty slots, after which the
-// hardware's own prefetching starts anew. So each slot prefetches its counterpart in the next row,
-// or a nearer slot if that one is too far ahead to stay in the L2 cache.
+// Return how many slots ahead to prefetch. Rows end in empty slots, after which the hardware's own
+// prefetching starts anew. So each slot prefetches its counterpart in the next row, or a nearer
+// slot if that one is too far ahead to stay in the L2 cache.
 inline int64_t slots_ahead(int64_t neighbors) { return std::min<int64_t>(neighbors, 1024); }
 
 // Load R4: a Row if the virial is wanted, or the number 1 for the force alone.

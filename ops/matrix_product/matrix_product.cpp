@@ -7,8 +7,8 @@
 namespace calcops::ops::matrix_product {
 namespace {
 
-// The gradient for the weights is a small matrix, summed over all rows. torch.mm is fast at that;
-// the kernels here are for many rows of results.
+// The gradient for the weights is a small matrix, and its elements are sums over all rows. torch.mm
+// is fast at that. The kernels here are for results of many rows.
 void vjp(const Value* arguments, const Value* upstream, Value* gradients) {
   const Value transposed = Value::call("aten::t", arguments[1]);
   if (gradients[0].is_wanted())
@@ -20,20 +20,21 @@ void vjp(const Value* arguments, const Value* upstream, Value* gradients) {
 void jvp(const Value* arguments, const Value* tangents, Value* results) {
   if (!tangents[0].is_none()) results[0] = Value::call("matrix_product", tangents[0], arguments[1]);
   if (tangents[1].is_none()) return;
-  const Value along = Value::call("matrix_product", arguments[0], tangents[1]);
-  results[0] = results[0].is_tensor() ? results[0] + along : along;
+  const Value term = Value::call("matrix_product", arguments[0], tangents[1]);
+  results[0] = results[0].is_tensor() ? results[0] + term : term;
 }
 
 const Derivative kDerivatives[] = {{"matrix_product", vjp, jvp}};
 
 const Contract kContract(R"(
 matrix_product(Tensor x, Tensor weights) -> Tensor
-  Product of a matrix of many rows by a small one, x @ weights, as in the layers of nets.
+  Product of a matrix of many rows by a small one, x @ weights, as in layers of neural nets.
+
+  The operator is made for CPUs. The CUDA kernel is a plain tiled one.
 
   Differentiable to any order in both, in reverse and in forward mode. Each result is summed in the
   dtype of x and in the order of K: its bits depend neither on the other rows nor on the number of
-  threads. The gradient for the weights, a sum over all rows, is computed by torch.mm. Made for
-  CPUs; the CUDA kernel is a plain tiled one.
+  threads. torch.mm computes the gradient for the weights, which is a sum over all rows.
 
 x        [N, K]; float32 or float64; N*M < 2^40 results on CUDA. The matrix of many rows.
 weights  [K, M]; like x. The small matrix. It should fit into the processor's cache.

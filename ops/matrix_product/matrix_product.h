@@ -3,8 +3,8 @@
 //   y[n][m] = sum_k x[n][k] weights[k][m]
 //
 // It is made for the layers of neural nets, whose weights fit into the processor's cache. Each
-// result is summed in the order of k, so that its bits depend neither on the number of rows nor on
-// threads.
+// result is summed in the order of k. So its bits depend neither on the number of rows nor on the
+// number of threads.
 #pragma once
 
 #include <cstdint>

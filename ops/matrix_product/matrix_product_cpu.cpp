@@ -20,7 +20,7 @@ constexpr int kBytes = 16, kRows = 6, kVectors = 4;
 #else
 constexpr int kBytes = 16, kRows = 4, kVectors = 3;
 #endif
-constexpr int64_t kRowsOfBlock = 8 * kRows;  // so many rows of x stay in the cache
+constexpr int64_t kRowsOfBlock = 8 * kRows;  // few enough to stay in the cache
 
 template <class Real>
 struct Lanes {

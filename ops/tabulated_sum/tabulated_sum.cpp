@@ -13,7 +13,9 @@ namespace {
 // T(order + 1; x, R dx). So the derivatives of the operator and of its gradient operator are calls
 // of these two, with `order` or `order + 1`.
 
-enum Argument { kX, kR, kKind, kTable, kGrid, kOrder };
+// The arguments of the operator. Those of its gradient operator are the upstream gradient, then
+// these, then the output mask.
+enum Argument { kX, kR, kKind, kTable, kGrid, kOrder, kArguments };
 
 // Calls the operator and its gradient with the arguments of a call, but with another R or order.
 class Sum {
@@ -31,20 +33,21 @@ class Sum {
                        arguments_[kGrid], order_);
   }
 
-  // The gradients for x and R.
+  // Return the gradients for x and R, or only for one of them.
   Value gradients(const Value& grad, const Value& R, bool of_x = true, bool of_R = true) const {
     return Value::call("_tabulated_sum_backward", grad, arguments_[kX], R, arguments_[kKind],
                        arguments_[kTable], arguments_[kGrid], order_, Value::list(of_x, of_R));
   }
 
-  // Return `rows`, each times its number. Empty slots give 0, even where their values are NaN.
+  // Return each row times the number of its slot. Empty slots give 0, even if their values are NaN.
   Value scaled(const Value& rows, const Value& numbers) const {
     const Value is_empty = Value::call("aten::lt.Scalar", arguments_[kKind], 0);
     const Value product = rows * Value::call("aten::unsqueeze", numbers, -1);
     return Value::call("aten::masked_fill.Scalar", product,
                        Value::call("aten::unsqueeze", is_empty, -1), 0);
   }
-  // Return a * b, with 0 in empty slots.
+
+  // Return a * b of each slot, and 0 for empty slots.
   Value product(const Value& a, const Value& b) const {
     const Value is_empty = Value::call("aten::lt.Scalar", arguments_[kKind], 0);
     return Value::call("aten::masked_fill.Scalar", a * b, is_empty, 0);
@@ -80,49 +83,51 @@ void jvp(const Value* arguments, const Value* tangents, Value* results) {
     add(results[0], sum.of_next_order().of(sum.scaled(arguments[kR], tangents[kX])));
 }
 
-// The operator _tabulated_sum_backward(grad, x, R, ...) gives the gradients of
-// <grad, T(order; x, R)> for x and R. Their inner product with upstream gradients u_x and u_R is
-// <grad, T(order; x, u_R) + T(order + 1; x, R u_x)>, which is differentiated here.
+// The operator _tabulated_sum_backward(grad, x, R, ...) returns the gradients of
+// <grad, T(order; x, R)> for x and R. Their inner product with the upstream gradients u_x and u_R
+// is the number <grad, T(order; x, u_R) + T(order + 1; x, R u_x)>. This function differentiates it.
 void backward_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
   const Value& grad = arguments[0];
-  const Value* inner = arguments + 1;
-  Value* of_inner = gradients + 1;
-  refuse_table("calcops::tabulated_sum", inner, of_inner);
-  const bool of_grad = gradients[0].is_wanted(), of_x = of_inner[kX].is_wanted(),
-             of_R = of_inner[kR].is_wanted();
-  const Sum sum(inner);
-  if (!upstream[1].is_none()) {
-    if (of_grad) add(gradients[0], sum.of(upstream[1]));
-    if (of_x) add(of_inner[kX], sum.gradients(grad, upstream[1], true, false)[0]);
+  const Value* sum_arguments = arguments + 1;
+  Value* sum_gradients = gradients + 1;
+  refuse_table("calcops::tabulated_sum", sum_arguments, sum_gradients);
+  const bool of_grad = gradients[0].is_wanted();
+  const bool of_x = sum_gradients[kX].is_wanted();
+  const bool of_R = sum_gradients[kR].is_wanted();
+  const Sum sum(sum_arguments);
+  const Value &u_x = upstream[0], &u_R = upstream[1];
+  if (!u_R.is_none()) {
+    if (of_grad) add(gradients[0], sum.of(u_R));
+    if (of_x) add(sum_gradients[kX], sum.gradients(grad, u_R, true, false)[0]);
   }
-  if (upstream[0].is_none()) return;
-  const Value R = sum.scaled(inner[kR], upstream[0]);
+  if (u_x.is_none()) return;
+  const Value R = sum.scaled(sum_arguments[kR], u_x);
   if (of_grad) add(gradients[0], sum.of_next_order().of(R));
   if (!of_x && !of_R) return;
   const Value of_both = sum.of_next_order().gradients(grad, R, of_x, of_R);
-  if (of_x) add(of_inner[kX], of_both[0]);
-  if (of_R) add(of_inner[kR], sum.scaled(of_both[1], upstream[0]));
+  if (of_x) add(sum_gradients[kX], of_both[0]);
+  if (of_R) add(sum_gradients[kR], sum.scaled(of_both[1], u_x));
 }
 
 void backward_jvp(const Value* arguments, const Value* tangents, Value* results) {
-  const Value &grad = arguments[0], &mask = arguments[7];
-  const Value* inner = arguments + 1;
+  const Value& grad = arguments[0];
+  const Value& mask = arguments[1 + kArguments];
+  const Value* sum_arguments = arguments + 1;
+  const Value* sum_tangents = tangents + 1;
   const bool of_x = mask[0].item(), of_R = mask[1].item();
-  const Sum sum(inner);
+  const Sum sum(sum_arguments);
   if (!tangents[0].is_none()) {
-    const Value of_both = sum.gradients(tangents[0], inner[kR], of_x, of_R);
+    const Value of_both = sum.gradients(tangents[0], sum_arguments[kR], of_x, of_R);
     if (of_x) add(results[0], of_both[0]);
     if (of_R) add(results[1], of_both[1]);
   }
-  if (!tangents[1 + kR].is_none() && of_x)
-    add(results[0], sum.gradients(grad, tangents[1 + kR], true, false)[0]);
-  if (!tangents[1 + kX].is_none()) {
-    const Value of_both = sum.of_next_order().gradients(grad, inner[kR], of_x, of_R);
-    if (of_x) add(results[0], sum.product(of_both[0], tangents[1 + kX]));
-    if (of_R) add(results[1], sum.scaled(of_both[1], tangents[1 + kX]));
+  if (!sum_tangents[kR].is_none() && of_x)
+    add(results[0], sum.gradients(grad, sum_tangents[kR], true, false)[0]);
+  if (!sum_tangents[kX].is_none()) {
+    const Value of_both = sum.of_next_order().gradients(grad, sum_arguments[kR], of_x, of_R);
+    if (of_x) add(results[0], sum.product(of_both[0], sum_tangents[kX]));
+    if (of_R) add(results[1], sum.scaled(of_both[1], sum_tangents[kX]));
   }
-  if (!of_x) results[0] = false;
-  if (!of_R) results[1] = false;
 }
 
 const Derivative kDerivatives[] = {{"tabulated_sum", vjp, jvp},
@@ -149,7 +154,7 @@ tabulated_sum(Tensor x, Tensor R, Tensor kind, Tensor table, Tensor grid, SymInt
 
 _tabulated_sum_backward(Tensor grad_result, Tensor x, Tensor R, Tensor kind, Tensor table,
                         Tensor grid, SymInt order, bool[2] output_mask) -> (Tensor x, Tensor R)
-  Gradients for x and R, from that for the result. An unwanted one has no elements.
+  Gradients for x and R, from that for the result. A gradient that is not wanted has no elements.
 
 x       [n, K]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA. Argument of
         the functions, such as the smoothed inverse distance of each neighbour.

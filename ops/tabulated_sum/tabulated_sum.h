@@ -12,7 +12,7 @@
 //
 // A compressed Deep Potential computes its descriptor in this way: x is the smoothed inverse
 // distance, R a row of the environment matrix, g the embedding net. Source: Lu et al., J. Chem.
-// Theory Comput. 18, 5559 (2022), doi 10.1021/acs.jctc.2c00102. The order of the table is our own.
+// Theory Comput. 18, 5559 (2022), doi 10.1021/acs.jctc.2c00102. The table's layout is our own.
 //
 // Slots are summed in their order, in blocks of kPart filled slots on the CPU and of 32 slots on
 // CUDA. The blocks' sums are added in float64.
@@ -26,7 +26,7 @@
 
 namespace calcops::ops::tabulated_sum {
 
-constexpr int kPart = 16;
+constexpr int kPart = 16;  // filled slots whose sum the CPU kernel adds at once
 
 template <class Real, class Index>
 struct SumInputs {

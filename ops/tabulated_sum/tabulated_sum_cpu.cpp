@@ -22,7 +22,8 @@ struct Block {
 template <class Real>
 using Vector = typename Block<Real>::type;
 
-// Load a block of numbers. If M is less than a block, load `count` numbers, followed by zeros.
+// Load a block of numbers. With kIsWhole == false, M is less than a block: load `count` numbers,
+// followed by zeros.
 template <bool kIsWhole, class Real>
 inline __attribute__((always_inline)) Vector<Real> load(const Real* from, int64_t count) {
   if constexpr (kIsWhole) {

@@ -48,8 +48,9 @@ struct Grid {
 // Outside the grid, g continues as a straight line. NaN gives weights that are NaN.
 CALCOPS_HD inline int64_t weights(const Grid& grid, int64_t cells, double x, int64_t order,
                                   double* w, double* next) {
-  const GridPart &fine = grid.fine, &coarse = grid.coarse;
-  // x, or the end of the grid beyond which it is. NaN stays.
+  const GridPart& fine = grid.fine;
+  const GridPart& coarse = grid.coarse;
+  // The position in the grid that is nearest to x. NaN stays.
   const double inside = x < fine.begin ? fine.begin : x > coarse.end ? coarse.end : x;
   const bool is_coarse = inside >= coarse.begin && coarse.begin < coarse.end;
   const GridPart& part = is_coarse ? coarse : fine;
@@ -75,7 +76,7 @@ CALCOPS_HD inline int64_t weights(const Grid& grid, int64_t cells, double x, int
       if (next) next[k] = order == 0 ? next[k] : 0 * x;
     }
   }
-  // Also if the grid is wrong, the cell is one of the table's.
+  // Even if the grid is wrong, the cell is one of the table's.
   return row > 0 ? (row < double(cells) ? int64_t(row) : cells - 1) : 0;
 }
 

@@ -28,22 +28,23 @@ warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolatio
                  Tensor? destination=None, str arithmetic="exact") -> Tensor
   Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
-  The result has the dimensions of image, and N if warp has it: one image may serve N matrices, and
-  one matrix N images. Integers are the exact value rounded half to even. float32 is within 2.4e-7
-  of it for images in [0, 1], within 1e-6 if cubic.
+  The result has the dimensions of image, and also N if warp has N. One image may serve N matrices,
+  and one matrix N images. Integers are the exact value rounded half to even. For images in [0, 1],
+  float32 differs from the exact value by at most 2.4e-7, or 1e-6 if cubic.
 
-  A pixel of the result has no source if a coordinate of its source is not finite or its homogeneous
-  coordinate is 0. No pixel has a source if warp is zero or not finite, if warp is singular and must
-  be inverted, or if the image has no pixels. The result is then border_value, or the value in
-  destination, and the gradients are exactly 0.
+  The source of a pixel of the result is the position in the image that the matrix gives for the
+  pixel. There is no source if that position is not finite or its homogeneous coordinate is 0. No
+  pixel has a source if warp is zero or not finite, if warp is singular and must be inverted, or if
+  the image has no pixels. A pixel without a source is border_value, or the value in destination,
+  and its gradients are exactly 0.
 
   The taps of a pixel are the image's pixels that are weighted and summed. A tap of weight zero is
   not used: an identity map keeps NaN and infinity in their pixels.
 
   Differentiable to any order in a floating image, in warp and in destination, in reverse and in
   forward mode. "nearest" is piecewise constant: its gradient for warp is 0. "linear" has a kink at
-  each pixel centre. Its derivative there is that towards larger x and y, in every border mode. With
-  "transparent", it is that towards smaller x in the last column and smaller y in the last row.
+  each pixel centre. Its derivative there is that towards larger x and y. With "transparent", the
+  last column has that towards smaller x, and the last row that towards smaller y.
 
   Deterministic on the CPU and on CUDA. Derivatives beyond the first run through ATen and follow
   torch.use_deterministic_algorithms. Autocast changes nothing.
@@ -57,7 +58,8 @@ warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolatio
 _warp_perspective_backward(Tensor grad_result, Tensor image, Tensor warp, str interpolation,
                            str border_mode, float[1]? border_value, bool inverse_map,
                            bool[2] output_mask) -> (Tensor image, Tensor warp)
-  Gradients for image and warp, from that for the result. An unwanted one has no elements.
+  Gradients for image and warp, from that for the result. A gradient that is not wanted has no
+  elements.
 
 _warp_perspective_tangent(Tensor tangent, Tensor image, Tensor warp, SymInt[2] dsize,
                           str interpolation, str border_mode, float[]? border_value,
@@ -66,8 +68,9 @@ _warp_perspective_tangent(Tensor tangent, Tensor image, Tensor warp, SymInt[2] d
 
 _warp_perspective_cells(Tensor warp, SymInt[2] size, SymInt[2] dsize, SymInt taps,
                         str border_mode, bool inverse_map) -> (Tensor cells, Tensor scale)
-  The source of each pixel of the result, as the numbers of CellNumber in warp_perspective.h. Then,
-  for each matrix, the factor by which the kernels scale it: 0 if no pixel has a source.
+  The source and the taps of each pixel of the result, as numbers in the order of CellNumber
+  (warp_perspective.h). `scale` is the factor by which the kernels multiply a matrix, or 0 if no
+  pixel has a source.
 
 image          [N or 1, C, H, W], [C, H, W] or [H, W]; any strides;
                uint8, uint16, int16, float16, bfloat16, float32 or float64;
@@ -87,8 +90,8 @@ border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "tra
                around an image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
                "reflect" b a|a b c d|d c, "wrap" c d|a b c d|a b, "reflect_101" c b|a b c d|c b,
                "transparent": a pixel whose source is outside keeps its value in `destination`.
-border_value   one or C values. The v above: a float for all channels, or a list with one for each.
-               None or [] is 0. It is converted to image's dtype.
+border_value   one or C values. The v of border_mode: a float for all channels, or a list with one
+               for each. None or [] is 0. It is converted to image's dtype.
 inverse_map    warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
 destination    the shape of result; like image; only where border_mode is "transparent". It is
                copied, not written to.
@@ -112,7 +115,8 @@ using Sizes = List<int64_t>;
 
 enum class Arithmetic { kExact, kOpencv4 };
 
-// The inputs of a kernel, and the border values to which they point.
+// The inputs of a kernel, and the border value of each channel, to which they point. `values` has
+// one value for all channels or one for each. Without values it is 0.
 template <class Pixel>
 struct Inputs {
   std::vector<double> border_value;
@@ -132,8 +136,8 @@ struct Inputs {
   }
 };
 
-int64_t bytes_of(const int64_t* shape, size_t each) {
-  return shape[0] * shape[1] * shape[2] * shape[3] * int64_t(each);
+int64_t bytes_of(const int64_t* shape, size_t pixel_bytes) {
+  return shape[0] * shape[1] * shape[2] * shape[3] * int64_t(pixel_bytes);
 }
 
 template <class Pixel>

@@ -3,9 +3,9 @@
 // Result: a thread computes a destination pixel, for up to 16 channels.
 // Gradient for the image: a block owns a tile of the image and visits the tiles of the destination
 // that touch it, in a fixed order. Each thread adds to its own pixel, in the order of the
-// destination's pixels, so no atomics are needed. A box around the taps of each destination tile,
-// larger boxes around 32 of them and so on lead a block to its tiles after some dozens of boxes. If
-// all taps are in one tile, its block adds the whole destination.
+// destination's pixels, so the sums need no atomics. Each tile of the destination has a box around
+// its taps, 32 boxes have a larger box, and so on. A block finds its tiles by testing some dozens
+// of boxes. If all taps are in one tile, its block adds the whole destination.
 // Gradient for warp: a tree sums each tile's pixels, then another one all tiles.
 #include <algorithm>
 #include <limits>
@@ -103,7 +103,7 @@ class SharedHomography {
   int64_t loaded_ = -1;
 };
 
-// Write a pixel's source and taps. `border` is sizes.border, or the same as a constant.
+// Write a pixel's source and taps. `border` is sizes.border, as a constant if the caller has one.
 template <int kTaps>
 __device__ inline bool find_cell(const WarpSizes& sizes, Border border, const Homography& map,
                                  int64_t u, int64_t v, Source& source, Cell<kTaps>& cell) {
@@ -197,7 +197,7 @@ struct Pyramid {
     if (x >= across[level] || y >= down[level]) return {kNone, -kNone, kNone, -kNone};
     return boxes[begin[level] + y * across[level] + x];
   }
-  // Return this lane's of the 32 boxes below the box at (x, y) of a level.
+  // Of the 32 boxes below the box at (x, y) of a level, return the one of this lane.
   __device__ Box below(const Box* boxes, int level, int64_t x, int64_t y) const {
     const unsigned lane = threadIdx.x % 32;
     return at(boxes, level - 1, x * kAcross + lane % kAcross, y * kDown + lane / kAcross);
@@ -509,7 +509,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   });
 }
 
-// Return the blocks of a launch, or 0, an error, if there are more than a grid may have.
+// Return the blocks of a launch. If a grid may not have so many, return 0, whose launch fails.
 unsigned grid_of(int64_t blocks) {
   return blocks <= std::numeric_limits<int32_t>::max() ? static_cast<unsigned>(blocks) : 0;
 }
@@ -544,7 +544,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Write cells and scale. For each matrix, a thread computes one pixel, and one more the scale.
+// Write cells and scale. For each matrix, one thread computes each pixel, and another the scale.
 template <int kTaps>
 __global__ void __launch_bounds__(kThreads)
     cells_kernel(WarpSizes sizes, const double* warp, double* cells, double* scale) {

@@ -9,11 +9,11 @@
 // The taps are the pixels of the image near the source, whose weighted sum is the result. Pixel
 // centres are at integers: (0, 0) is the centre of the first pixel. Coordinates are float64. The
 // sum over the taps is float32 for images of float32, float16 and bfloat16, otherwise float64. The
-// order of every sum depends on sizes and matrices alone, so that the result is the same bit for
-// bit, whatever the number of threads.
+// order of every sum depends on sizes and matrices alone. So the result is the same bit for bit,
+// whatever the number of threads.
 //
 // Source: OpenCV's cv::warpPerspective. Its coordinates are float32 or, in older versions,
-// multiples of 1/32 pixel. Here they are rounded to these only if `arithmetic` is "opencv4".
+// multiples of 1/32 pixel. Here only `arithmetic` "opencv4" rounds to multiples of 1/32 pixel.
 #pragma once
 
 #include <cstdint>
@@ -64,10 +64,10 @@ struct WarpTangent {
   Real* out;           // [N, C, h, w], the tangent of the result
 };
 
-// The numbers of a destination pixel from which second derivatives are computed: its source (X and
-// Y here are x and y), then the fractions and slopes of both axes (Axis in
-// warp_perspective_math.h). From kTap on follow the columns of its taps, then their rows, -1 for
-// those outside the image. If the pixel has no source, all numbers are 0.
+// The numbers of a destination pixel from which second derivatives are computed. kX and kY are its
+// source (x, y), kW is W. Then come the fraction and the slope along both axes (Axis in
+// warp_perspective_math.h). From kTap on come the columns of the taps and then their rows, or -1
+// outside the image. If the pixel has no source, all numbers are 0.
 enum CellNumber { kX, kY, kW, kFractionX, kFractionY, kSlopeX, kSlopeY, kTap };
 
 // Return the number of taps along an axis.
@@ -86,11 +86,12 @@ template <class Pixel>
 void warp_perspective_opencv4_cpu(const WarpInputs<Pixel>& in, Pixel* out);
 template <class Real>
 void warp_perspective_backward_cpu(const WarpInputs<Real>& in, const WarpGradients<Real>& to);
-// Writes the derivative of the result along a tangent of the matrices.
+// Write the derivative of the result along a tangent of the matrices.
 template <class Real>
 void warp_perspective_tangent_cpu(const WarpInputs<Real>& in, const WarpTangent<Real>& tangent);
-// Writes cells [warp_batch, cell_numbers, h * w] (CellNumber), and for each matrix its scale
-// [warp_batch] (Homography), 0 if no pixel has a source.
+// Write the numbers of all destination pixels (CellNumber) to `cells` [warp_batch, cell_numbers,
+// h * w]. Write the factor Homography::scale of each matrix to `scale` [warp_batch], or 0 if no
+// pixel has a source.
 void warp_perspective_cells_cpu(const WarpSizes& sizes, const double* warp, double* cells,
                                 double* scale);
 
@@ -107,7 +108,7 @@ template <class Real>
 cudaError_t warp_perspective_tangent_cuda(const WarpInputs<Real>& in,
                                           const WarpTangent<Real>& tangent, void* workspace,
                                           cudaStream_t stream);
-// Return the bytes of `workspace` that the backward needs: uninitialised, 8-byte aligned.
+// Return the size in bytes of the `workspace` of the next function: uninitialised, 8-byte aligned.
 int64_t warp_perspective_backward_cuda_workspace(const WarpSizes& sizes);
 template <class Real>
 cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,

@@ -2,8 +2,9 @@
 //
 // The derivatives for the matrix walk through the destination as the result does. The gradient is a
 // sum over the pixels; forward mode gives a number for each pixel. The gradient for the image is
-// computed tile by tile of the image. The pixels of each row of the destination whose taps are in a
-// tile are added to it in float64, in an order that depends on sizes and matrices alone.
+// computed tile by tile of the image. A tile takes the rows of the destination one after the other,
+// and adds the pixels that have taps in the tile. The sums are in float64. Their order depends on
+// sizes and matrices alone.
 #include <limits>
 
 #include "memory.h"
@@ -449,7 +450,7 @@ struct ImageTile {
                                  const Real* grad) {
     const RowStart row = row_of(map.m, static_cast<double>(v));
     const RowCutter cutter(map.m, row, in.sizes.out_width);
-    int64_t done = 0;
+    int64_t done = 0;  // a pixel at the horizon may be possible on both sides, but is added once
     for (int side = 0; side < cutter.sides(); ++side) {
       Interval all = cutter.in_box(box, side, Doubt::kPossible);
       Interval sure = cutter.in_box(box, side, Doubt::kSure);
@@ -491,8 +492,8 @@ struct ImageTile {
   }
 };
 
-// The boxes of the image that parts of the destination touch. By them a tile of the image selects
-// the rows that it must add. `rows` and `row_strips` (of kTileHeight rows) are around the sources
+// The boxes of the image that parts of the destination touch. A tile of the image selects by them
+// the rows that it adds. `rows` and `row_strips` (of kTileHeight rows) are around the sources
 // in plain_box(). `tiles` and `tile_strips` are around the taps of all other sources.
 struct Touches {
   std::vector<Box> rows, row_strips, tiles, tile_strips;

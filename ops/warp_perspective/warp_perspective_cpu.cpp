@@ -95,7 +95,7 @@ template <class Pixel, class Real>
   }
 }
 
-// Older compilers than GCC 12 and clang lack the shuffles; there Pairs and blend() do the work.
+// GCC 12 and clang have these shuffles. Older compilers use Pairs and blend().
 #if !defined(__AVX512F__) && __has_builtin(__builtin_shufflevector)
 typedef double Doubles2 __attribute__((vector_size(16)));
 typedef float Floats4 __attribute__((vector_size(16)));
@@ -186,6 +186,7 @@ bool blend_quickly(const uint32_t* taps, const float* weight_x, const float* wei
 }
 
 // The same as sample() of a Cell<4>, in the same order. The four columns of a pixel are a vector.
+// number - Four{} is a vector of four equal numbers.
 template <class Pixel, class Fraction>
 [[gnu::noinline]] void blend_cubic(const Plane<Pixel>& plane, const int64_t* offset,
                                    const Fraction* fraction_x, const Fraction* fraction_y,
@@ -263,7 +264,7 @@ template <class Pixel, class Weight>
   }
 }
 
-// Compute a tile. The interpolation is no template argument, because it is chosen only once for
+// Compute a tile. The interpolation is not a template argument, because it is tested only once for
 // each run of pixels.
 template <class Weight, class Pixel>
 void forward_rows(Tile<Pixel>&& tile) {

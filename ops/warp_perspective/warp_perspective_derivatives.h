@@ -56,8 +56,8 @@ inline Value cross_rows(const Value& p, const Value& q) {
   return cross(roll(p, -1, 1), roll(q, -2, 1)) + cross(roll(q, -1, 1), roll(p, -2, 1));
 }
 
-// Return the kernel's number with the derivatives of the formula for it. The two round differently,
-// and near a pixel centre that would change the taps.
+// Return the kernel's number with the derivatives of the formula for it. The formula rounds
+// differently: near a pixel centre, its own value would belong to other taps.
 inline Value with_derivatives(const Value& number, const Value& formula) {
   return number + (formula - call("aten::detach", formula));
 }
@@ -249,16 +249,18 @@ class Positions {
   // Return the derivative of the result's tangent where warp moves along `other`.
   Value second(const Value& other, const Value& like_shape) const {
     const Value along = Warping::matrices(other) * scale_;
+    // The motions of the sources along `tangent` and along `other`.
     const Motion move = motion(tangent_), turn = motion(along);
     const Value along_x = sum(x_.first, y_.weight), along_y = sum(x_.weight, y_.first);
-    const Value twist = sum(x_.first, y_.first);
+    const Value twist = sum(x_.first, y_.first);  // the mixed derivative for x and y
+    // The derivatives of along_x and along_y where the sources move by `turn`.
     Value of_x = twist * turn.y, of_y = twist * turn.x;
     if (taps_ == 4) {
       of_x = of_x + sum(x_.second, y_.weight) * turn.x;
       of_y = of_y + sum(x_.weight, y_.second) * turn.y;
     }
     // move = (X' - x W', Y' - y W') / W. The direction `other` changes x, y and W. It also changes
-    // X', Y' and W' if m is an adjugate, which is not linear in warp.
+    // X', Y' and W' if m is an adjugate, which is not linear in warp. move changes by bend / W.
     Value bend_x = minus(turn.x * move.w + move.x * turn.w);
     Value bend_y = minus(turn.y * move.w + move.y * turn.w);
     if (!is_inverse_) {
@@ -325,8 +327,8 @@ class Positions {
     return {narrow(xy, 0, 1), narrow(xy, 1, 1), w};
   }
 
-  // Return the gradient for m from those for x and y; `less_w` is subtracted from that for w. See
-  // project_backward.
+  // Return the gradient for m from those for x and y, as project_backward. `less_w` is subtracted
+  // from the gradient for w.
   Value m_gradient(const Value& gx, const Value& gy, const Value& less_w) const {
     const Value gxy = call("aten::cat", Value::list(gx, gy), 1);
     const Value gw =
@@ -439,6 +441,7 @@ inline void backward_jvp(const Value* arguments, const Value* tangents, Value* r
   }
   if (!tangents[1].is_none() && of_warp)
     add(results[1], warping.of(tangents[1]).warp_gradient(grad));
+  // False marks a gradient that is not wanted, as in Value::is_wanted().
   if (!of_image) results[0] = false;
   if (!of_warp) results[1] = false;
   if (!tangents[2].is_none()) add_gradients(warping, tangents[2], grad, results[0], results[1]);
@@ -463,7 +466,7 @@ inline void tangent_jvp(const Value* arguments, const Value* tangents, Value* re
   add(results[0], positions.second(tangents[2], warping.result_shape(height, width)));
 }
 
-// ---- _warp_perspective_cells: without derivatives, which Positions computes ---------------------
+// ---- _warp_perspective_cells: derivatives of 0 here, because Positions adds them ----------------
 
 inline void cells_vjp(const Value*, const Value*, Value*) {}
 inline void cells_jvp(const Value*, const Value*, Value*) {}

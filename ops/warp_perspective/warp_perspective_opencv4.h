@@ -51,8 +51,9 @@ CALCOPS_HD inline void make_map(const double* warp, bool inverse_map, double* m)
   for (int k = 0; k < 9; ++k) m[k] = det != 0 ? multiply(m[k], 1 / det) : 0;
 }
 
-// Return the width of OpenCV's blocks. It computes (X, Y, W) from (u, v) for the first pixel of a
-// block's row, and from that pixel's numbers for the others.
+// Return the width of OpenCV's blocks. OpenCV computes (X, Y, W) from (u, v) only for the first
+// pixel of a block's row. For the other pixels it adds multiples of m's first column to those
+// numbers.
 CALCOPS_HD inline int64_t block_width(const WarpSizes& sizes) {
   const int64_t rows = sizes.out_height < 16 ? sizes.out_height : 16;
   return 1024 / rows < sizes.out_width ? 1024 / rows : sizes.out_width;
@@ -136,8 +137,9 @@ template <class Pixel>
 using Sum = std::conditional_t<std::is_same_v<Pixel, uint8_t>, int32_t,
                                std::conditional_t<std::is_same_v<Pixel, double>, double, float>>;
 
-// The weights of four taps, a b above c d; integer weights are times 1024. (OpenCV's are times
-// 32768. Those of a position without a fraction are 32767, 0, 0 and 1, which changes no uint8.)
+// The weights of four taps, a b above c d. Integer weights are multiplied by 1024. OpenCV
+// multiplies them by 32768, and has 32767, 0, 0 and 1 at a position without a fraction. No uint8
+// pixel differs by that.
 template <class Real>
 struct Weights {
   Real a, b, c, d;
@@ -171,8 +173,9 @@ CALCOPS_HD inline Pixel interpolate(Pixel a, Pixel b, Pixel c, Pixel d, int step
     return to_pixel<Pixel>(sum);
 }
 
-// Return the mean of the taps in the image: the pixel for kTransparent if the first tap is in the
-// last column or row. `right` and `below` are nullptr if they are outside.
+// Return the weighted mean of the taps that are in the image. With kTransparent, this is the pixel
+// if its first tap is in the last column or row. `right` and `below` are nullptr if they are
+// outside.
 template <class Pixel>
 CALCOPS_HD inline Pixel interpolate_inside(Pixel a, const Pixel* right, const Pixel* below,
                                            int step_x, int step_y) {

@@ -2,7 +2,8 @@
 #include "memory.h"
 #include "warp_perspective/warp_perspective_rows.h"
 
-// After the pragma in warp_perspective_rows.h: functions with other options are not inlined.
+// Included after warp_perspective_rows.h, whose pragma then holds for this file, too. GCC does not
+// inline functions of other options.
 #include "warp_perspective/warp_perspective_opencv4.h"
 
 namespace calcops::ops::warp_perspective {

@@ -1,6 +1,6 @@
-// How the CPU kernels of warp_perspective walk through a result. Each row is cut into parts. In
-// nearly all pixels all taps are inside the image: these are computed without a test, in loops that
-// the compiler vectorises.
+// How the CPU kernels of warp_perspective walk through a result. Each row is cut into parts. Nearly
+// all pixels have all taps inside the image. They are computed without a test, in loops that the
+// compiler vectorises.
 #pragma once
 
 // Without this, GCC does not vectorise a loop with floor or a comparison, because these may raise a
@@ -75,8 +75,8 @@ struct Box {
   double left, right, top, bottom;
 };
 
-// Whether an interval has the pixels at its ends about which rounding decides: kSure leaves them
-// out, kPossible has them.
+// Rounding decides whether some pixels at the ends of an interval belong to it. kSure leaves them
+// out, kPossible keeps them.
 enum class Doubt { kSure, kPossible };
 
 // Cuts intervals out of a row of n pixels.
@@ -107,6 +107,8 @@ class RowCutter {
     const double sign = side == 0 ? first_sign_ : -first_sign_;
     const double of_w = rounding(doubt, m_[6], row_.w);
     Interval kept = this->side(side, doubt);
+    // Keep the pixels whose coordinate (slope * u + start) / W is on one side of an edge: at least
+    // `edge` if s has the sign of W, otherwise at most.
     const auto keep = [&](double s, double edge, double slope, double start) {
       const double slack = fma(fabs(edge), of_w, rounding(doubt, slope, start));
       clip(s * fma(-edge, m_[6], slope), fma(s, fma(-edge, row_.w, start), slack), kept);
@@ -119,10 +121,10 @@ class RowCutter {
   }
 
  private:
-  // Return a bound of the rounding errors, with the sign of the doubt. X, Y and W have one
-  // rounding, a coordinate has three and a root has three. 2^-48 of the largest number in each,
-  // which is 32 roundings, is more than all of them. DBL_MIN keeps the bound from being 0 where all
-  // numbers are 0: a source exactly on the box's edge is then not sure.
+  // Return a bound of the rounding errors, with the sign of the doubt. X, Y and W have one rounding
+  // each, a coordinate three and a root three. The bound is 2^-48 of the largest number, as much as
+  // 32 roundings. DBL_MIN keeps the bound from being 0 where all numbers are 0: a source exactly on
+  // the box's edge is then not sure.
   double rounding(Doubt doubt, double slope, double start) const {
     const double most = fma(fabs(slope), static_cast<double>(n_), fabs(start));
     return (doubt == Doubt::kSure ? -1 : 1) * fma(0x1p-48, most, DBL_MIN);
@@ -135,9 +137,12 @@ class RowCutter {
   int sides_;
 };
 
-// Pixels of a row whose taps are all outside the image (or that have no source), some inside and
-// some outside (or not surely inside), or all inside.
-enum class Part { kOutside, kEdge, kInside };
+// The parts of a row, by the taps of their pixels.
+enum class Part {
+  kOutside,  // all taps are outside the image, or there is no source
+  kEdge,     // some taps are inside and some outside, or rounding decides
+  kInside    // all taps are inside
+};
 
 // The parts of a row from left to right. A part begins at the end of the one before it.
 struct Cut {
@@ -195,10 +200,12 @@ inline Box plain_box(const WarpSizes& sizes) {
   if (!map.valid) return cut;
   const bool repeats = sizes.border != Border::kConstant && sizes.border != Border::kTransparent;
   const Box inside = inside_box(sizes);
+  // A source beyond this box shows nothing of the image.
   const Box shown = sizes.border == Border::kConstant ? plain_box(sizes) : image_box(sizes, 0.5);
   const RowCutter cutter(map.m, row, n);
   int64_t last = 0;
   for (int side = 0; side < cutter.sides(); ++side) {
+    // If the border mode repeats the image, no part is kOutside.
     const Interval in = cutter.in_box(inside, side, Doubt::kSure);
     const Interval all = repeats ? Interval{0, side + 1 == cutter.sides() ? n : in.end}
                                  : cutter.in_box(shown, side, Doubt::kPossible);
@@ -236,7 +243,8 @@ inline int64_t to_int64(double x) {
 
 constexpr int64_t kTileWidth = 128, kTileHeight = 16;
 
-// The distances between neighbouring taps in memory, and the position of the first pixel.
+// The distances between neighbouring taps in memory. `first` is the offset of position (0, 0), to
+// which kInt64 is added.
 struct Strides {
   double y, x, first;
 
@@ -270,7 +278,7 @@ struct Taps {
   }
 
 #ifdef __AVX512F__
-  // The same for the kept ones of eight pixels.
+  // The same for eight pixels, of which those in the mask `kept` are written.
   template <bool kNearest>
   void put(int64_t i, __mmask8 kept, __m512d x, __m512d y, const Strides& strides) {
     constexpr int kRounding =
@@ -308,7 +316,8 @@ struct Taps {
   }
 };
 
-// The taps, a b above c d, of pixels that are inside: a b of each pixel, and c d of each pixel.
+// The taps of pixels that are inside. A pixel's taps are a b above c d. `above` has a and b of each
+// pixel, `below` has c and d.
 template <class Pixel>
 struct Pairs {
   Pixel above[2 * kTileWidth], below[2 * kTileWidth];

@@ -6,7 +6,8 @@ Both have the same weights. A call computes energy, forces and virial. DeePMD-ki
 ways: through its C library with a neighbour list, as LAMMPS does, and through its Python class,
 which makes the list in each call. CalcOps is called as a package and as the model itself. Both get
 the list of the C library, and compute the vectors between atoms in each call. The list has a skin
-of 2 A, as LAMMPS has by default in metal units.
+of 2 A, as LAMMPS has by default in metal units. `apart` is the largest difference of the forces,
+relative to the largest force.
 
 Needs the environment in build/deepmd, which this command makes:
 `python -m pytest -m long tests/examples/test_examples_deepmd.py`.
@@ -28,7 +29,7 @@ os.environ |= {
     "DP_INTER_OP_PARALLELISM_THREADS": "1",
 }
 ROOT = Path(__file__).resolve().parent.parent.parent
-THEIRS = ROOT / "build/deepmd/environment/bin/python"
+DEEPMD_PYTHON = ROOT / "build/deepmd/environment/bin/python"
 NETS = {"rcut": 6.0, "rcut_smth": 2.0, "neuron": [25, 50, 100], "axis_neuron": 16, "seed": 1}
 NEAREST = {"water": 0.7, "silicon": 2.0}  # the least distance of two atoms, in A
 MODELS = {"water": (["O", "H"], [46, 92]), "silicon": (["Si"], [60])}
@@ -46,7 +47,7 @@ def seconds(call):
     return min(times), result
 
 
-def make(folder):
+def write_models(folder):
     """Write each <name>.pth, with random weights as DeePMD-kit draws them."""
     import torch
     from deepmd.pt.model.model import get_model
@@ -99,25 +100,31 @@ def measure_deepmd(folder, name, natoms):
     library.DP_NewDeepPot.restype = library.DP_NewNlist.restype = ctypes.c_void_p
     pointer = ctypes.c_void_p
     potential = pointer(library.DP_NewDeepPot(str(folder / f"{name}.pth").encode()))
-    # A ghost for every periodic image that is a neighbour.
+
+    # The library gets a ghost for every periodic image that is a neighbour.
     i, j, S = system["i"], system["j"], system["S"]
-    images, ghost = np.unique(np.column_stack([j, S])[S.any(1)], axis=0, return_inverse=True)
+    is_image = S.any(1)
+    images, ghost = np.unique(np.column_stack([j, S])[is_image], axis=0, return_inverse=True)
     neighbour = j.astype(np.int32)
-    neighbour[S.any(1)] = natoms + ghost.ravel()
+    neighbour[is_image] = natoms + ghost.ravel()
     ghost_positions = positions[images[:, 0]] + images[:, 1:] @ cell
     all_positions = np.concatenate([positions, ghost_positions])
-    kinds = np.concatenate([types, types[images[:, 0]]]).astype(np.int32)
+    all_types = np.concatenate([types, types[images[:, 0]]]).astype(np.int32)
+
     count = np.bincount(i, minlength=natoms).astype(np.int32)
-    rows = neighbour.ctypes.data + 4 * (count.cumsum() - count).astype(np.int64)
+    row_offsets = 4 * (count.cumsum() - count).astype(np.int64)  # in bytes
+    rows = neighbour.ctypes.data + row_offsets
     atoms = np.arange(natoms, dtype=np.int32)
     arrays = [pointer(x.ctypes.data) for x in (atoms, count, rows)]
     nlist = pointer(library.DP_NewNlist(natoms, *arrays))
-    energies, forces, virial = np.zeros(1), np.zeros_like(all_positions), np.zeros(9)
+    energies = np.zeros(1)
+    forces = np.zeros_like(all_positions)
+    virial = np.zeros(9)
     ago = 0  # calls since the list was made; at 0 the library copies it
 
     def compute():
         nonlocal ago
-        system = [pointer(x.ctypes.data) for x in (all_positions, kinds, cell)]
+        system = [pointer(x.ctypes.data) for x in (all_positions, all_types, cell)]
         results = [pointer(x.ctypes.data) for x in (energies, forces, virial)]
         library.DP_DeepPotComputeNList(
             potential,
@@ -166,7 +173,7 @@ def measure(folder, name, natoms):
         "cell": atoms.cell.array,
     }
     np.savez(folder / f"{name}{natoms}.npz", **system)
-    run_theirs(folder, name, str(natoms))
+    run_in_deepmd(folder, name, str(natoms))
     peer = np.load(folder / "theirs.npz")
 
     positions, cell = torch.from_numpy(atoms.positions), torch.from_numpy(atoms.cell.array)
@@ -181,25 +188,25 @@ def measure(folder, name, natoms):
     print(f"| {natoms} of {name} | {' | '.join(columns)} | {difference:.0e} |", flush=True)
 
 
-def run_theirs(*arguments):
+def run_in_deepmd(*arguments):
     """Run this script in the environment of DeePMD-kit."""
     output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run([THEIRS, __file__, *arguments], check=True, **output)
+    subprocess.run([DEEPMD_PYTHON, __file__, *arguments], check=True, **output)
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:
-        make(Path(sys.argv[1]))
+        write_models(Path(sys.argv[1]))
     elif len(sys.argv) == 4:
         measure_deepmd(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
-    elif not THEIRS.exists():
+    elif not DEEPMD_PYTHON.exists():
         print(
             "bench_deepmd: no DeePMD-kit in build/deepmd; "
             "python -m pytest -m long tests/examples/test_examples_deepmd.py"
         )
     else:
         with tempfile.TemporaryDirectory() as folder:
-            run_theirs(folder)
+            run_in_deepmd(folder)
             print(
                 "| atoms | deepmd-kit in C, ms | in Python, ms | package, ms | "
                 "model, ms | C / package | apart |"

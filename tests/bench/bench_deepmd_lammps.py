@@ -3,13 +3,15 @@
     python tests/bench/bench_deepmd_lammps.py [--systems water1536] [--ranks 1 2] [--times 3]
         [--steps 10] [--pth] [--lammps ENVIRONMENT]
 
-All run the same weights. `pair_style deepmd` runs a model by TensorFlow, as it is (.pb) and after
-`dp compress` (compressed .pb). `pair_style calcops` runs the packages that examples/deepmd makes of
-the same .pth: as it is, with --tabulated, and with --float32-nets, too. Each rank has one thread.
-All take turns, and the fastest of the `times` runs counts. `apart` is the largest difference of a
-package from the .pb in forces, energy and pressure before the first step, each relative to the
-largest of its kind. The last columns are calls of two packages by the ASE calculator, with the same
-skin. With --pth, DeePMD-kit runs the .pth by PyTorch, too.
+All run the same weights. `pair_style deepmd` runs a model by TensorFlow: the plain .pb, and the one
+that `dp compress` makes of it. `pair_style calcops` runs three packages that examples/deepmd makes
+of the same .pth: the plain one, one with --tabulated, and one with --float32-nets, too. Each rank
+has one thread. The models take turns, and the fastest of the `times` runs counts.
+
+`apart` compares a package with the plain .pb before the first step. It is the largest relative
+difference of forces, energy and pressure; forces are compared with the largest force. The last
+columns are calls of the first two packages by the ASE calculator, with the same skin. With --pth,
+DeePMD-kit also runs the .pth by PyTorch, and `apart` compares with the .pth.
 
 Needs the environment of bench_deepmd.py, and installs DeePMD-kit's LAMMPS into it. The LAMMPS of
 CalcOps is that of `make lammps`, or of any other environment with lammps[mpi].
@@ -25,8 +27,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-from bench_deepmd import MODELS, ROOT, THEIRS, run_theirs, structure
+from bench_deepmd import DEEPMD_PYTHON, MODELS, ROOT, run_in_deepmd, structure
 
+DEEPMD_ENVIRONMENT = DEEPMD_PYTHON.parent.parent
 # DeePMD-kit's backend for .pth needs the second package. Its extra would install 2 GB of others,
 # too.
 PACKAGES = ["deepmd-kit[torch,cpu,lmp]==3.2.0", "nvidia-cuda-runtime-cu12"]
@@ -101,13 +104,13 @@ def write_data(name, natoms, path):
     write(path, atoms, format="lammps-data", **options)
 
 
-def convert(model, peer):
+def convert(model):
     """Make .pb, compressed .pb, and the .pt2 of a .pth: as it is, tabulated, with float32 nets."""
     frozen = model.with_suffix(".pb")
     importer = [sys.executable, ROOT / "examples/deepmd/import_deepmd.py", model]
     commands = [
-        [peer / "bin/dp", "convert-backend", model, frozen],
-        [THEIRS, "-c", COMPRESS, frozen, model.with_name(f"{model.stem}_compressed.pb")],
+        [DEEPMD_ENVIRONMENT / "bin/dp", "convert-backend", model, frozen],
+        [DEEPMD_PYTHON, "-c", COMPRESS, frozen, model.with_name(f"{model.stem}_compressed.pb")],
         [*importer, model.with_suffix(".pt2")],
         [*importer, "--tabulated", model.with_name(f"{model.stem}_tabulated.pt2")],
         [*importer, "--tabulated", "--float32-nets", model.with_name(f"{model.stem}_float32.pt2")],
@@ -129,17 +132,16 @@ def main():
     parser.add_argument("--pth", action="store_true", help="the .pth of PyTorch, too")
     parser.add_argument("--lammps", type=Path, default=ROOT / "build/lammps/environment")
     options = parser.parse_args()
-    peer = THEIRS.parent.parent  # the environment of DeePMD-kit
-    if not (peer / "bin/lmp").exists():
-        subprocess.run([THEIRS, "-m", "pip", "install", "-q", *PACKAGES], check=True)
+    if not (DEEPMD_ENVIRONMENT / "bin/lmp").exists():
+        subprocess.run([DEEPMD_PYTHON, "-m", "pip", "install", "-q", *PACKAGES], check=True)
     make = ["make", "-s", "-C", ROOT / "examples/lammps", "plugin", f"LAMMPS={options.lammps}"]
     subprocess.run([*make, f"PYTHON={sys.executable}"], check=True)
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run_theirs(folder)
+        run_in_deepmd(folder)
         for kind in {SYSTEMS[system][0] for system in options.systems}:
-            convert(folder / f"{kind}.pth", peer)
+            convert(folder / f"{kind}.pth")
         print(
             "| atoms | ranks | .pb, ms | compressed .pb, ms | calcops, ms | tabulated, ms "
             "| float32 nets, ms | calcops / tabulated | compressed .pb / tabulated | apart "
@@ -160,8 +162,9 @@ def row_of(kind, natoms, ranks, data, options):
     script = {"data": data, "names": " ".join(MODELS[kind][0]), "steps": options.steps}
     files = [f"{kind}.pth"] if options.pth else []
     files += [f"{kind}.pb", f"{kind}_compressed.pb"]
-    peer = THEIRS.parent.parent  # the environment of DeePMD-kit
-    calls = [dict(environment=peer, style=f"deepmd {folder / file}") for file in files]
+    calls = []
+    for file in files:
+        calls.append(dict(environment=DEEPMD_ENVIRONMENT, style=f"deepmd {folder / file}"))
     packages = [folder / f"{kind}{form}.pt2" for form in ("", "_tabulated", "_float32")]
     for package in packages:
         calls.append(dict(environment=options.lammps, style=f"calcops {package}", plugin=plugin))
@@ -175,7 +178,8 @@ def row_of(kind, natoms, ranks, data, options):
     times = [min(seconds for seconds, _ in column) for column in zip(*runs)]
     expected = runs[0][0][1]
     cells = [f"{1e3 * value:.0f}" for value in times[-5:]]
-    cells += [f"{times[i] / times[-2]:.1f}x" for i in (-3, -4)]
+    _, compressed, plain_package, tabulated, _ = times[-5:]
+    cells += [f"{plain_package / tabulated:.1f}x", f"{compressed / tabulated:.1f}x"]
     for _, results in runs[0][-2:]:
         differences = [abs(a - b).max() / abs(b).max() for a, b in zip(results, expected)]
         cells.append(f"{max(differences):.0e}")
@@ -203,7 +207,7 @@ def call_in_ase(package, kind, natoms):
 
 
 if __name__ == "__main__":
-    if THEIRS.exists():
+    if DEEPMD_PYTHON.exists():
         main()
     else:
         print(

@@ -1,31 +1,34 @@
-"""edge_force_virial on the CPU beside one contiguous read of its bytes and torch's index_add_.
+"""Times of edge_force_virial on the CPU, of one read of its inputs, and of torch's index_add_.
 
     python tests/bench/bench_edge_force.py [--seconds 1]
 
 The column `read` is the time to read as many bytes as a call needs, with as many threads, in the
-same run. Each figure is the minimum of many. torch needs three index_add_. The graph has 12,288
-atoms with 92 neighbours each. The indices of neighbours differ by at most 2,000, as in a list from
-a cell grid. The CPU kernel gets no edge_order, because it would not use one: with an order by atoms
-it would read the edges in random order, and the edges have more bytes than the sums of the atoms.
+same run. Each figure is the minimum of many. torch calls index_add_ three times. The graph has
+12,288 atoms with 92 neighbours each. The index of a neighbour differs from that of its centre by at
+most 2,000, as in a list from a cell grid. The CPU kernel gets no edge_order, because it would not
+use one. With an order by atoms, it would read the edges in random order, and the edges have more
+bytes than the sums of the atoms.
 
 These variants of the kernel were slower (GCC 12, AVX2, Zen 3, one thread of a machine under load).
 The figures are their times divided by that of the kernel. No command prints them, because the
 variants are not kept.
 
     variant                                                 sorted edges    shuffled edges
-    scalar loops over the 3 x 4 products, as before         1.5 to 2.3      1.2 to 1.6
+    scalar loops over the 3 x 4 products                    1.5 to 2.3      1.2 to 1.6
     nothing prefetched                                      1.2 to 1.5      1.1 to 1.2
     only the centres not prefetched                                         2
     sums of centres and of neighbours in arrays apart       1.0             1.0 to 1.2
     setting a block of sums inlined into the loop           1.1 to 1.4
     the centre's sum as three numbers                                       1.3 to 1.4
     float32 converted four at a time (AVX or generic)       0.9 to 1.2      1.0 to 1.5
+    small pages                                             1.05
+    small pages, 100,000 atoms with 40 neighbours           1.5             2.2
 
 GCC does not vectorise the scalar loops. Either layout of the sums takes three cache lines an edge.
-With small pages the time is 1.05, and with 100,000 atoms and 40 neighbours 1.5 (sorted) and 2.2
-(shuffled). When each task had a block that its thread allocated, two threads took longer than one
-(27 ms and 16 ms, sorted float64). With one block of the caller and all of the above, two threads
-take 4.3 ms and one takes 7.1 ms.
+
+When each thread allocated the sums of its task, two threads took longer than one (27 ms and 16 ms,
+sorted float64). Now the caller allocates the sums of all tasks. Two threads take 4.3 ms, and one
+takes 7.1 ms.
 """
 
 import argparse

@@ -125,7 +125,7 @@ def compare(atoms, dtype, seconds, deepmd=None):
     d, kind, davg, dstd, grid, *rest = inputs(atoms, dtype)
     C = torch.randn(KINDS * FUNCTIONS, M, dtype=dtype)
     P = torch.randn(atoms, 4, KINDS * FUNCTIONS, dtype=dtype, requires_grad=True)
-    few = d[:, :NEIGHBOURS].detach().contiguous().requires_grad_()
+    d_without_empty = d[:, :NEIGHBOURS].detach().contiguous().requires_grad_()
     net = PlainNet(dtype, dstd[0])
     of_P = torch.randn(atoms, 4, KINDS, FUNCTIONS, dtype=dtype)
     of_T = torch.randn(atoms, 4, M, dtype=dtype)
@@ -150,7 +150,7 @@ def compare(atoms, dtype, seconds, deepmd=None):
             (x, R),
             of_T,
         ),
-        "environment and net in PyTorch": (lambda: net(few), few, of_T),
+        "environment and net in PyTorch": (lambda: net(d_without_empty), d_without_empty, of_T),
     }
     steps = {name: partial(autograd_steps, *row) for name, row in rows.items()}
     if deepmd:

@@ -9,8 +9,8 @@ minutes.
 `read` is a contiguous sum over as many bytes as the list and the live slots have. `read + write`
 also writes as many bytes as the gradients have (yardsticks.cpp). If empty slots lie between live
 ones, a processor that prefetches moves more bytes. The outputs go to memory that is mapped already.
-"new" outputs go to memory that the system maps during the call. deepmd-kit (LGPL) is optional.
-`pip install --no-deps deepmd-kit` installs libdeepmd.so.
+In the columns with "new", they go to memory that the system maps during the call. deepmd-kit (LGPL)
+is optional. `pip install --no-deps deepmd-kit` installs libdeepmd.so.
 
 These variants of the kernel were slower. The figures are their times divided by that of the kernel
 (GCC 12, AVX-512, one thread, data in the L2 cache):
@@ -21,7 +21,7 @@ These variants of the kernel were slower. The figures are their times divided by
         backward of all                                     1.2 float64, 1.3 float32
     an atom's sums as four rows of three, padded to four    1.0; at 10^4 atoms 1.1
         (a third more memory)
-    a buffer of calloc a task, mapped anew in every call    1.2 at 10^4 atoms
+    one calloc buffer per task, mapped in every call        1.2 at 10^4 atoms
 
 These variants change how rows are prefetched. The figures are for float64 and float32 (12,288 atoms
 x 138 slots, one thread of an AVX2 machine, Zen 3, under load):
@@ -239,7 +239,7 @@ TABLE = """| atoms x slots, empty | type | threads | read, ms | force_virial, ms
 
 
 def as_markdown(row):
-    def times(a, b, digits=2):
+    def ratio(a, b, digits=2):
         return f"{row[a] / row[b]:.{digits}f}x" if a in row else "-"
 
     cells = (
@@ -248,21 +248,23 @@ def as_markdown(row):
         str(row["threads"]),
         f"{row['read']:.1f}",
         f"{row['force_virial']:.1f}",
-        times("force_virial", "read"),
-        times("backward of dE", "read + write dE"),
-        times("backward of all", "read + write all"),
-        times("backward of all, new", "read + write all, new"),
-        times("deepmd-kit", "force_virial", 0),
-        times("torch", "force_virial", 0),
-        times("torch.compile", "force_virial", 0),
-        times("force_virial", "private buffers"),
+        ratio("force_virial", "read"),
+        ratio("backward of dE", "read + write dE"),
+        ratio("backward of all", "read + write all"),
+        ratio("backward of all, new", "read + write all, new"),
+        ratio("deepmd-kit", "force_virial", 0),
+        ratio("torch", "force_virial", 0),
+        ratio("torch.compile", "force_virial", 0),
+        ratio("force_virial", "private buffers"),
     )
     return f"| {' | '.join(cells)} |"
 
 
 def target_for(float64, float32, other_pattern=None):
-    """Return a function of a row that returns the target: one for each type, and perhaps another
-    one for patterns other than "lattice"."""
+    """Return a function that returns the target of a row.
+
+    The target depends on the type. With `other_pattern`, all patterns but "lattice" have that one.
+    """
 
     def target(row):
         if other_pattern and row["pattern"] != "lattice":

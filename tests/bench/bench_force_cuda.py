@@ -28,7 +28,7 @@ SIZES = ((12288, 138), (13500, 500))
 
 
 def milliseconds(calls, repeats=20):
-    """Return the mean milliseconds of one of `calls` in the fastest replay of one graph of all."""
+    """Return the mean milliseconds of a call, in the fastest replay of a graph with all calls."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -51,8 +51,10 @@ def milliseconds(calls, repeats=20):
 
 
 def copy_milliseconds(nbytes):
-    """Return the milliseconds of a copy that reads and writes nbytes / 2 each. Together the sources
-    are larger than the L2 cache."""
+    """Return the milliseconds of a copy that reads nbytes / 2 and writes as many.
+
+    Together the sources are larger than the L2 cache.
+    """
     count = max(2, round(BEYOND_L2 / nbytes))
     sources = [torch.ones(nbytes // 8, dtype=torch.float32, device="cuda") for _ in range(count)]
     return milliseconds([source.clone for source in sources])
@@ -63,17 +65,15 @@ def unfused(list_neigh, dE, Ri_d, Rij):
     return torch.ops.yardsticks.atomics(list_neigh, dE, Ri_d, Rij, center)
 
 
-def shuffled(list_neigh, *values):
+def shuffled(list_neigh, dE, Ri_d, Rij):
+    """Return the same inputs with the atoms in random order."""
     natoms = list_neigh.shape[1]
     order = torch.randperm(natoms, generator=torch.Generator().manual_seed(0))
     new_index = torch.empty(natoms + 1, dtype=list_neigh.dtype)
     new_index[order] = torch.arange(natoms, dtype=new_index.dtype)
     new_index[-1] = -1  # the entry -1 of an empty slot stays -1
-    return new_index[list_neigh.long()][:, order], *(x[:, order] for x in flat(*values))
-
-
-def flat(dE, Ri_d, Rij):
-    return dE, Ri_d.view(*dE.shape, 3), Rij
+    renamed = new_index[list_neigh.long()]
+    return [x[:, order] for x in (renamed, dE, Ri_d.view(*dE.shape, 3), Rij)]
 
 
 def relative_difference(results, expected):

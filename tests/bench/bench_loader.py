@@ -102,9 +102,9 @@ cpp_extension.load("plain", sources, build_directory="plain", is_python_module=F
 
 
 class Tree:
-    """A copy of the loader of `revision` and of the operators of `operators`, with its own cache.
+    """A copy of the loader of one commit and the operators of another, with its own cache.
 
-    An empty name of a commit stands for this tree.
+    An empty `revision` or `operators` stands for the files of this tree.
     """
 
     def __init__(self, folder: Path, revision: str, operators: str):
@@ -148,7 +148,7 @@ class Tree:
         return self.run(TIMED.format(script), **environment)[-1][0]
 
     def edit(self, file: str) -> None:
-        """Edit a file as soon as no precompiled header is made in the background."""
+        """Append a comment to a file. Wait first for precompiled headers made in the background."""
         time.sleep(8.0)  # the background process starts meanwhile
         while list(self.folder.glob("cache/unit-preamble.*/stage.*")):
             time.sleep(0.2)
@@ -181,18 +181,18 @@ def measures(rounds: int) -> Iterator[tuple[str, str, int, callable]]:
         yield f"{title}: first load", "s", 1, lambda tree, load=load: tree.timed(load)
         yield f"{title}: warm load", "ms", 5 * rounds, lambda tree, load=load: tree.timed(load)
 
-        def again(tree, name=name, load=load):
+        def edit_and_load(tree, name=name, load=load):
             tree.edit(f"{name}.cpp")
             return tree.timed(load)
 
-        yield f"{title}: edited to called", "s", rounds, again
+        yield f"{title}: edited to called", "s", rounds, edit_and_load
 
-        def another(tree, name=name, text=text):
+        def load_another(tree, name=name, text=text):
             new = f"{name}_{time.time_ns()}"
             (tree.folder / f"{new}.cpp").write_text(text.replace(name, new))
             return tree.timed(LOAD.format(new))
 
-        yield f"{title}: first load of another", "s", rounds, another
+        yield f"{title}: first load of another", "s", rounds, load_another
 
     if shutil.which("nvcc"):
         one = {"CALCOPS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0"}
@@ -261,9 +261,10 @@ def main() -> None:
             for tree in trees:
                 lines = tree.run(RELOADS, PATH=f"{tree.folder}/bin:{os.environ['PATH']}")
                 columns.append(list(zip(*lines)))
-            rows.append(("reload() of an edit", "s", [c[0] for c in columns]))
-            rows.append(("  beyond compiler and linker", "ms", [c[1] for c in columns]))
-            rows.append(("reload() without a change", "ms", [c[2] for c in columns]))
+            of_edits, beyond_tools, without_edits = zip(*columns)
+            rows.append(("reload() of an edit", "s", list(of_edits)))
+            rows.append(("  beyond compiler and linker", "ms", list(beyond_tools)))
+            rows.append(("reload() without a change", "ms", list(without_edits)))
         table(names, rows)
         print(
             "peak memory of a compiler "

@@ -157,7 +157,7 @@ def edited(side: Side, added: int = 1) -> str:
 
 
 def edited_again(side: Side) -> str:
-    """An edit after which calcops_jit uses a precompiled header."""
+    """Return the time after an edit for which calcops_jit has a precompiled header."""
     if side.name == "ours":
         side.run(WAIT.replace("{count}", "1"))
     return edited(side, 3)
@@ -172,7 +172,7 @@ def new_header(side: Side) -> str:
 
 
 def edited_live(side: Side) -> str:
-    """An edit and a second load in the same process."""
+    """Return the time of a second load in the process that edits the source."""
     second_load = "calcops_jit.reload()" if side.name == "ours" else "load()"
     script = f"""
 import pathlib
@@ -195,8 +195,8 @@ print(time.perf_counter() - start)
 
 
 def cell(side: Side) -> str:
-    """A notebook cell with one operator is edited twice and run each time. Return the time of the
-    last run."""
+    """Run a notebook cell with one operator, and edit and run it twice. Return the time of the last
+    run."""
     side.run("import torch.utils.cpp_extension")
     if side.name == "plain":
         lines = side.run("".join(PLAIN_CELL.replace("{i}", str(i)) for i in range(3)))
@@ -216,12 +216,12 @@ shell = InteractiveShell.instance()
 
 
 def contract_cell(side: Side) -> str:
-    """The same operator without PyTorch's headers."""
+    """Return the time of the same operator without PyTorch's headers."""
     return "-" if side.name == "plain" else our_cell(side, "CONTRACT_CELL")
 
 
 def killed(side: Side) -> str:
-    """A builder is killed while the compiler runs. Return the time of the next process."""
+    """Kill a build while the compiler runs. Return the time of the next process."""
     side.edit("op.cpp", SOURCE + "// for a killed build\n")
     child = side.start(ONCE)
     processes = ["ps", "-s", str(child.pid), "-o", "comm="]
@@ -247,7 +247,7 @@ def killed(side: Side) -> str:
 
 def damaged(side: Side) -> str:
     side.once()
-    (library,) = [path for path in side.folder.rglob("bench.so") if path.stat().st_size > 0][-1:]
+    library = [path for path in side.folder.rglob("bench.so") if path.stat().st_size > 0][-1]
     os.truncate(library, library.stat().st_size // 2)
     child = side.start(ONCE)
     lines = child.communicate()[0].splitlines()

@@ -4,11 +4,11 @@
         [--embedding 24 24] [--axis 12] [--fitting 48 48] [--backends pt tf] [--keep NEW]
 
 FOLDER has train.extxyz, held_out.extxyz and test.extxyz, which
-`python examples/train_potential/make_frames.py silicon` writes. All train on the first, a frame a
-step, and are judged on the last, each by its own code. DeePMD-kit gets the learning rates and the
-weights of the loss that its documentation recommends, over as many steps. calcops.train keeps its
-own; held_out.extxyz chooses its best model. The time of a step is that which each prints. Needs the
-environment of bench_deepmd_lammps.py in build/deepmd.
+`python examples/train_potential/make_frames.py silicon` writes. A step takes one frame of
+train.extxyz. The printed errors are those of test.extxyz, by each program's own code. DeePMD-kit
+gets the learning rates and the weights of the loss that its documentation recommends. calcops.train
+keeps its own, and chooses its best model by held_out.extxyz. The time of a step is the one that
+each program prints. Needs the environment of bench_deepmd_lammps.py in build/deepmd.
 """
 
 import argparse
@@ -21,16 +21,16 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from bench_deepmd import ROOT, THEIRS
+from bench_deepmd import DEEPMD_PYTHON, ROOT
 from calcops.train.datasets import elements_of, frames_of, read
 
-kThreads = {
+ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "DP_INTRA_OP_PARALLELISM_THREADS": "1",
     "DP_INTER_OP_PARALLELISM_THREADS": "1",
 }
 # Evaluates a model of DeePMD-kit in its own environment.
-kPredict = """
+PREDICT = """
 import sys
 import numpy as np
 from deepmd.infer import DeepPot
@@ -53,7 +53,7 @@ def run(command, folder):
     done = subprocess.run(
         [str(word) for word in command],
         cwd=folder,
-        env=os.environ | kThreads,
+        env=os.environ | ONE_THREAD,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -82,7 +82,7 @@ def write_system(folder, frames, type_names):
 
 
 def settings_of(options, type_names):
-    """Return DeePMD-kit's settings: those of its water example, over as many steps."""
+    """Return the settings of DeePMD-kit's water example, scaled to our nets and number of steps."""
     return {
         "model": {
             "type_map": type_names,
@@ -136,12 +136,13 @@ def errors(labels, energy, force, virial):
 
 def train_deepmd(backend, labels, folder):
     """Return ms a step and errors of DeePMD-kit's training in a folder with input.json."""
-    dp = THEIRS.with_name("dp")
+    dp = DEEPMD_PYTHON.with_name("dp")
     printed = run([dp, f"--{backend}", "train", "input.json"], folder)
     seconds = float(re.findall(r"average training time: ([\d.]+) s/batch", printed)[-1])
     model = folder / ("model.pth" if backend == "pt" else "model.pb")
     run([dp, f"--{backend}", "freeze", "-o", model], folder)
-    run([THEIRS, "-c", kPredict, model, folder / "test.npz", folder / "predicted.npz"], folder)
+    script = [DEEPMD_PYTHON, "-c", PREDICT]
+    run([*script, model, folder / "test.npz", folder / "predicted.npz"], folder)
     predicted = np.load(folder / "predicted.npz")
     return 1e3 * seconds, errors(labels, **predicted)
 
@@ -175,7 +176,7 @@ def main():
     parser.add_argument("--backends", nargs="*", choices=("pt", "tf"), default=["pt", "tf"])
     options = parser.parse_args()
     options.folder = options.folder.absolute()
-    if not THEIRS.exists():
+    if not DEEPMD_PYTHON.exists():
         sys.exit("bench_training: no DeePMD-kit in build/deepmd; see bench_deepmd_lammps.py")
 
     train_images = read([options.folder / "train.extxyz"])
@@ -191,7 +192,8 @@ def main():
             folder = work / backend
             write_system(folder / "train", frames_of(train_images, type_names), type_names)
             (folder / "input.json").write_text(json.dumps(settings_of(options, type_names)))
-            np.savez(folder / "test.npz", **labels | {"types": labels["types"][0]})
+            arrays = labels | {"types": labels["types"][0]}
+            np.savez(folder / "test.npz", **arrays)
             name = {"pt": "PyTorch", "tf": "TensorFlow"}[backend]
             rows[f"DeePMD-kit 3.2.0, {name}"] = train_deepmd(backend, labels, folder)
 

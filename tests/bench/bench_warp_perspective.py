@@ -159,8 +159,10 @@ def gradients(seconds):
 
 
 def tangents(seconds):
-    """Print the times of forward mode and of the gradient of the matrix, divided by that of the
-    forward."""
+    """Print the times of forward mode and of the gradient of the matrix.
+
+    Both are divided by the time of the forward.
+    """
     set_threads(1)
     tangent = torch.ops.calcops._warp_perspective_tangent
     backward = torch.ops.calcops._warp_perspective_backward
@@ -184,8 +186,10 @@ def tangents(seconds):
 
 
 def small(_):
-    """Print the time of a call for 8 x 8 pixels and for none. The difference is that of the
-    kernel."""
+    """Print the times of a call for 8 x 8 pixels and for none.
+
+    The difference is the time of the kernel.
+    """
     set_threads(1)
     image, warp = torch.rand(64, 64), torch.from_numpy(homographies(64, 64)["mild"])
 
@@ -224,8 +228,10 @@ def run_cv2(python, pixels, matrix):
 
 
 def libraries(pixels, matrix):
-    """Return for each library a function of an image and a matrix, both tensors, that returns
-    planes."""
+    """Return {library: function}. A function takes an image and a matrix, and returns planes.
+
+    All three are tensors.
+    """
     height, width, _ = pixels.shape
     size = height, width
     # torchvision counts from the corner of the first pixel, and expects the inverse matrix without
@@ -283,7 +289,7 @@ def peers(seconds):  # noqa: C901 - one table
                 version, milliseconds, result = run_cv2(python, pixels, matrix)
                 add(f"OpenCV {version}", milliseconds, np.moveaxis(result, 2, 0))
         for name, call in libraries(pixels, matrix).items():
-            (milliseconds,) = best([partial(call, image, warp)], seconds)
+            milliseconds = best([partial(call, image, warp)], seconds)[0]
             add(name, milliseconds, call(image, warp).numpy())
             if name in ("calcops", "kornia") and shape == small and dtype == "float32":
                 inputs = image.clone().requires_grad_(), warp.float().requires_grad_()
@@ -291,7 +297,7 @@ def peers(seconds):  # noqa: C901 - one table
                 def both(call=call, inputs=inputs):
                     torch.autograd.grad(call(*inputs).sum(), inputs)
 
-                (table[name]["both"],) = best([both], seconds)
+                table[name]["both"] = best([both], seconds)[0]
     print_peers(table, small, large)
 
 

@@ -1,4 +1,4 @@
-"""All checks on a GPU by one command, without installing anything.
+"""Run all checks on a GPU by one command, without installing anything.
 
     make gpu-check PYTHON=python3
 
@@ -21,8 +21,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# The tests of every kernel at its boundaries. The emulation of tests/operators/cuda_on_cpu runs
-# them, too.
+# Arguments of pytest for the tests of every kernel at its boundaries.
 KERNELS = [
     "-q",
     "-p",

@@ -2,7 +2,8 @@
 
     python tests/bench/mutation_check.py [WORD ...]
 
-With words, only the mutations with one of them in their description or path are run.
+With words, only the mutations that contain one of them are run: in their description, tests, path
+or lines.
 
 mutations.txt lists the faults. They are made in a copy of the tree with a cache of its own.
 Libraries and objects that a fault does not change come from the user's cache. The printed table is
@@ -36,7 +37,8 @@ def mutations():
     text = Path(__file__).with_name("mutations.txt").read_text()
     for block in text.split("\n## ")[1:]:
         what, tests, where, *lines = block.rstrip("\n").split("\n")
-        old, new = ("\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+")
+        old = "\n".join(line[2:] for line in lines if line[0] == "-")
+        new = "\n".join(line[2:] for line in lines if line[0] == "+")
         yield Mutation(what, shlex.split(tests), where, old, new)
 
 
@@ -88,9 +90,9 @@ def failing_test(tree, tests, cache):
 
 def main():
     words = sys.argv[1:] or [""]
-    chosen = [m for m in mutations() if any(word in f"{m}" for word in words)]
+    chosen = [mutation for mutation in mutations() if any(word in str(mutation) for word in words)]
     for mutation in chosen:
-        file_of(ROOT, mutation)  # fails before a test is run if a place is not unique
+        file_of(ROOT, mutation)  # raises before any test runs if the lines are not unique
     survived = 0
     print("| what is wrong | found by | seconds |\n|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:

@@ -3,11 +3,14 @@
     python tests/examples/deepmd_reference.py FOLDER
 
 This needs deepmd-kit[torch]. It trains each model for two steps, and fills FOLDER with <case>.pth,
-.pt, .dp and .yaml, with compressed .pth, and with numbers.json. The numbers are energy, forces,
-virial and per-atom virial by deepmd.infer.DeepPot, of a periodic structure whose cell is smaller
-than the sphere of the cutoff, and of a cluster.
+.pt, .dp and .yaml, with compressed .pth, and with numbers.json.
 
-tests/examples/deepmd_models holds the files of deepmd-kit 3.2.0, most cases in one format only.
+numbers.json has the results of deepmd.infer.DeepPot for two structures: energies, forces and
+virials, in total and of each atom. One structure is periodic, and its cell is smaller than the
+sphere of the cutoff. The other is a cluster.
+
+tests/examples/deepmd_models holds these files as written by deepmd-kit 3.2.0. Most cases are there
+in one format only.
 """
 
 import json
@@ -16,7 +19,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import deepmd
 import numpy as np
+from deepmd.infer import DeepPot
+from deepmd.main import main
 
 WATER = {"type_map": ["O", "H"], "sel": [12, 24]}
 SILICON = {"type_map": ["Si"], "sel": [24]}
@@ -37,8 +43,8 @@ CASES = {
     "linear": (WATER, {"activation_function": "linear"}, {}),
     "float32": (WATER, {"precision": "float32"}, {"precision": "float32"}),
 }
-# `dp compress` writes a .pth of these, whose tables have wide cells. DeePMD-kit's tables of nets
-# with resnet_dt are wrong.
+# `dp compress` writes .pth files of these cases. Their tables have wide cells. DeePMD-kit makes
+# wrong tables of nets with resnet_dt, so `compressed_dt` is a case of its own.
 COMPRESSED = {
     "compressed": (WATER, {"type_one_side": False}, {}),
     "compressed_one_side": (WATER, {"activation_function": "gelu"}, {}),
@@ -46,7 +52,7 @@ COMPRESSED = {
 }
 
 
-def structures(names, sel):
+def structures(names):
     """Yield positions [n, 3], types [n] and a cell or None, of a crystal and of a cluster."""
     random = np.random.default_rng(0)
     types = np.array([0, 1, 1] * 6 if len(names) == 2 else [0] * 12)
@@ -66,7 +72,7 @@ def train(kind, descriptor, fitting):
     """
     random = np.random.default_rng(1)
     Path("data/set.000").mkdir(parents=True)
-    positions, types, cell = next(structures(kind["type_map"], kind["sel"]))
+    positions, types, cell = next(structures(kind["type_map"]))
     Path("data/type.raw").write_text("\n".join(map(str, types)))
     Path("data/type_map.raw").write_text("\n".join(kind["type_map"]))
     frames = positions + random.normal(0, 0.1, (3, *positions.shape))
@@ -105,7 +111,8 @@ def train(kind, descriptor, fitting):
 
 
 def evaluate(path, kind):
-    for positions, types, cell in structures(kind["type_map"], kind["sel"]):
+    """Yield the results of a model for each structure, as in numbers.json."""
+    for positions, types, cell in structures(kind["type_map"]):
         box = None if cell is None else cell.reshape(1, 9)
         energy, force, virial, atom_energy, atom_virial = DeepPot(path).eval(
             positions.reshape(1, -1), box, types, atomic=True
@@ -118,10 +125,6 @@ def evaluate(path, kind):
 
 
 if __name__ == "__main__":
-    import deepmd
-    from deepmd.infer import DeepPot
-    from deepmd.main import main
-
     folder = Path(sys.argv[1]).absolute()
     numbers = {"deepmd-kit": deepmd.__version__}
     folder.mkdir(parents=True, exist_ok=True)

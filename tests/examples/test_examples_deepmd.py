@@ -1,5 +1,7 @@
-"""examples/deepmd: models that DeePMD-kit wrote give its own numbers; deepmd_reference.py made what
-is in deepmd/."""
+"""examples/deepmd: imported models give DeePMD-kit's results.
+
+deepmd_reference.py wrote the models and results in deepmd_models/.
+"""
 
 import copy
 import json
@@ -42,16 +44,18 @@ def atoms_of(structure, names):
 
 
 def largest_difference(model, structures):
-    """Between energies, forces and virials of the model and DeePMD-kit's, each relative to the
-    largest of its kind."""
+    """Return the largest relative difference of the model's results from those of DeePMD-kit.
+
+    Energies, forces and virials are each compared with the largest value of their kind.
+    """
     worst = 0
     for structure in structures:
         atoms = atoms_of(structure, model.type_names)
-        found = NeighbourList(atoms, model.cutoff, 0.5, "cpu")
-        Rij = found.pair_vectors(
+        pairs = NeighbourList(atoms, model.cutoff, 0.5, "cpu")
+        Rij = pairs.pair_vectors(
             torch.from_numpy(atoms.positions), torch.from_numpy(atoms.cell.array)
         )
-        ours = model(torch.tensor(structure["types"]), found.list_neigh, Rij)
+        ours = model(torch.tensor(structure["types"]), pairs.list_neigh, Rij)
         for key, values in zip(("energy", "atom_energy", "force", "virial", "atom_virial"), ours):
             expected = np.array(structure[key])
             worst = max(worst, abs(values[0].numpy() - expected).max() / abs(expected).max())
@@ -59,7 +63,10 @@ def largest_difference(model, structures):
 
 
 def bound(name):
-    """DeePMD-kit computes networks of float32 in float32, DeepPotential in float64."""
+    """Return the largest relative difference that a model may have.
+
+    DeePMD-kit computes float32 nets in float32. DeepPotential computes them in float64.
+    """
     return 3e-6 if name.startswith("float32") else 1e-12
 
 
@@ -104,16 +111,15 @@ def test_the_same_model_is_in_every_format():
     first, second = (arrays(read(path_of(f"pairs{ending}"))) for ending in (".pth", ".dp"))
     assert first.keys() == second.keys()
     assert all(np.array_equal(first[key], second[key]) for key in first)
-    assert (
-        first["emb1_w1"].shape == (2, 3, 6)
-        and "emb1_idt1" in first
-        and first["emb1_act1"] == "tanh"
-    )
+    assert first["emb1_w1"].shape == (2, 3, 6)
+    assert "emb1_idt1" in first
+    assert first["emb1_act1"] == "tanh"
 
 
 @pytest.mark.parametrize("name", ["pairs.pth", "one_side.yaml", "compressed.pth"])
 def test_an_archive_and_an_npz_of_it_give_the_same_in_ase(name, numbers, tmp_path):
-    model, (structure, _) = load(path_of(name)), numbers[Path(name).stem]
+    model = load(path_of(name))
+    structure, _ = numbers[Path(name).stem]
     package.save(model, tmp_path / "model.pt")
     save_npz(model, tmp_path / "model.npz")
     with np.load(tmp_path / "model.npz") as saved:
@@ -129,7 +135,7 @@ def test_an_archive_and_an_npz_of_it_give_the_same_in_ase(name, numbers, tmp_pat
 
 
 @pytest.mark.parametrize("output", ["water.pt", pytest.param("water.pt2", marks=pytest.mark.long)])
-def test_what_the_command_writes_gives_the_same_in_ase(output, numbers, tmp_path):
+def test_a_model_imported_by_the_command_gives_the_same_in_ase(output, numbers, tmp_path):
     command = [
         sys.executable,
         ROOT / "examples/deepmd/import_deepmd.py",
@@ -193,16 +199,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("option", REFUSED)
-def test_what_deep_potential_has_not_is_refused_by_name(option, serialised):
-    arrays(serialised | {"_comment": "water"})  # is accepted as it is
-    model, (value, message) = copy.deepcopy(serialised), REFUSED[option]
+def test_an_unsupported_option_is_refused_by_name(option, serialised):
+    arrays(serialised | {"_comment": "water"})  # a comment is accepted
+    value, message = REFUSED[option]
+    model = copy.deepcopy(serialised)
     part, _, name = option.rpartition(".")
-    (model[part] if part else model)[name] = value
+    options = model[part] if part else model
+    options[name] = value
     with pytest.raises(ValueError, match=message):
         arrays(model)
 
 
-def test_what_else_differs_is_refused_too(serialised, tmp_path):
+def test_models_with_unsupported_weights_and_other_files_are_refused(serialised, tmp_path):
     model = copy.deepcopy(serialised)
     model["descriptor"]["@variables"]["davg"][1, 3, 0] += 1
     with pytest.raises(ValueError, match="davg differs between slots"):
@@ -239,8 +247,8 @@ def test_what_else_differs_is_refused_too(serialised, tmp_path):
 
 @pytest.mark.long
 def test_models_that_deepmd_kit_makes_anew_give_its_numbers(tmp_path):
-    """In build/deepmd, an environment of its own with the PyTorch that deepmd-kit was built with:
-    5.5 GB."""
+    """The models are made in build/deepmd, an environment with deepmd-kit and the PyTorch that it
+    needs. It takes 5.5 GB."""
     folder = ROOT / "build" / "deepmd" / "environment"
     if not (folder / "ready").exists():
         venv.create(folder, clear=True, with_pip=True)
@@ -252,7 +260,8 @@ def test_models_that_deepmd_kit_makes_anew_give_its_numbers(tmp_path):
     )
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     names = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".json")
-    assert len(names) == 27 and numbers.pop("deepmd-kit")
+    assert len(names) == 27
+    assert numbers.pop("deepmd-kit")
     for name in names:
         far = largest_difference(load(path_of(name, tmp_path)), numbers[Path(name).stem])
         print(f"{name:16} {far:.1e}")

@@ -127,6 +127,7 @@ run 0
 # a pressure.
 MVV2E = 1.0364269e-4
 NKTV2P = 1.6021765e6
+MASS_SI = 28.06  # that of the example's system
 CASES = [*((name, ".pt") for name in OWN), ("cut", ".pt2"), ("sw", ".pt2")]
 
 
@@ -157,11 +158,12 @@ def test_atoms_of_lennard_jones_have_the_energies_and_stresses_of_lammps(zero, n
 @pytest.mark.parametrize("ending", [".pt", ".pt2"])
 def test_energies_and_stresses_of_silicon_atoms_sum_up_to_energy_and_pressure(zero, ending, ranks):
     total, atoms = zero(ranks)["sw", ending]
-    moving = atoms[:, 22:]
-    kinetic = 28.06 * MVV2E * NKTV2P * moving.T @ moving
+    velocities = atoms[:, 22:]
+    kinetic = MASS_SI * MVV2E * NKTV2P * velocities.T @ velocities
+    xx_yy_zz_xy_xz_yz = [0, 1, 2, 0, 0, 1], [0, 1, 2, 1, 2, 2]
     sums = atoms.sum(0)
     assert sums[6] == pytest.approx(total[0], rel=1e-12)
-    pressure = (kinetic[[0, 1, 2, 0, 0, 1], [0, 1, 2, 1, 2, 2]] - sums[7:13]) / total[7]
+    pressure = (kinetic[xx_yy_zz_xy_xz_yz] - sums[7:13]) / total[7]
     np.testing.assert_allclose(
         pressure, total[1:7], rtol=1e-6, atol=1e-6 * np.abs(total[1:7]).max()
     )
@@ -193,9 +195,9 @@ def test_atoms_of_silicon_have_the_virial_and_the_heat_flux_of_the_definition(ze
     expected = -NKTV2P * torch.stack([W[:, b, a] for a, b in order], -1)
     assert difference(centroid.numpy(), expected.numpy()) <= 1e-12
     assert difference(energy.numpy(), energies.detach().numpy()) <= 1e-12
-    # W is not symmetric, so the test sees the order of the nine.
+    # W is not symmetric, so the test would fail with the components in another order.
     assert difference((W - W.mT).numpy(), W.numpy()) > 0.01
-    flux = (energies.detach() + 0.5 * MVV2E * 28.06 * v.square().sum(-1)) @ v
+    flux = (energies.detach() + 0.5 * MVV2E * MASS_SI * v.square().sum(-1)) @ v
     flux += torch.einsum("ija,ijb,jb->a", Rij, g, v)
     assert difference(total[8:11], flux.numpy()) <= 1e-10
 
@@ -216,7 +218,7 @@ def test_500_steps_conserve_energy_as_well_as_lammps(lammps, name, ending, skin)
     kinetic = (expected[:, 3] - expected[:, 2]).mean()
     assert np.ptp(energy) < 0.02 * kinetic
     assert abs(drift(table) - drift(expected)) <= 1e-7 * kinetic
-    # Afterwards rounding grows into chaos.
+    # Later rows differ, because the differences by rounding grow exponentially.
     np.testing.assert_allclose(table[:20], expected[:20], rtol=1e-9)
 
 
@@ -230,8 +232,8 @@ def test_a_run_continues_from_a_restart_file(lammps):
 
 
 def test_omp_num_threads_sets_the_number_of_threads_and_results_stay_the_same(lammps):
-    """A second OpenMP library would start its own threads, so that each step adds more than two.
-    at::set_num_threads adds one thread that stays idle."""
+    """With OMP_NUM_THREADS larger by one, a run has one or two threads more. at::set_num_threads
+    may add one that stays idle. A second OpenMP library would add more."""
     script = SILICON + pair("sw", ".pt2") + THERMO
     script += "run 1\nshell 'grep Threads: /proc/$PPID/status'\n"
     printed = {threads: lammps(script, 1, threads) for threads in (1, 2, 3)}

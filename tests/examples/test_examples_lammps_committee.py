@@ -19,7 +19,8 @@ HYBRID = (
     "pair_coeff * 2 lj/cut 0.9 1.05\n"
 )
 COMMITTEE = ALONE.format("a.pt b.pt c.pt")
-SYSTEM = re.sub(r"(create_box +)1", r"\1 2", re.sub(r"(mass +)1", r"\1*", MELT))
+SYSTEM = re.sub(r"(mass +)1", r"\1*", MELT)
+SYSTEM = re.sub(r"(create_box +)1", r"\1 2", SYSTEM)
 SYSTEM += "set group all type/fraction 2 0.3 4711\n"
 DEVIATION = "compute devi all pair calcops\nfix atoms all pair 1 calcops devi_f 1\n"
 THERMO = "thermo_style custom step pe {}\nthermo_modify norm no format float %.17g\n"
@@ -81,7 +82,7 @@ def test_the_deviations_are_those_of_the_definition(lammps, style, ranks):
 
 
 def test_the_deviations_are_those_of_deepmd_kit(lammps):
-    """Only deepmd-kit's two functions are executed, without its imports."""
+    """The test executes two functions of deepmd-kit, without importing their module."""
     package = importlib.util.find_spec("deepmd")
     if not package:
         pytest.skip("deepmd-kit is not installed: make bench")

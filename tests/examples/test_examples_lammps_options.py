@@ -63,12 +63,12 @@ BONDED = re.sub(
 BONDED = re.sub(r"mass.*", "mass * 1.0\nset region left type 2\ngroup left type 2", BONDED)
 BONDS = "bond_style zero\nbond_coeff *\ncomm_modify cutoff 5.0\n"
 BONDS += "pair_style zero 2.5\npair_coeff * *\ncreate_bonds many left left 1 0.1 1.3\n"
-BOTH = OURS.replace("X\n", "X X\n")
+OURS_FOR_BOTH_TYPES = OURS.replace("X\n", "X X\n")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bonded_atoms_are_refused_unless_special_bonds_gives_them_full_weight(lammps, ranks):
-    script = BONDED + BONDS + BOTH
+    script = BONDED + BONDS + OURS_FOR_BOTH_TYPES
     message = refusal(lammps, script + "special_bonds lj/coul 0 0 0\nrun 0\n", ranks)
     assert "expected special_bonds lj 1 1 1 for bonded atoms" in message
     message = refusal(lammps, script + "special_bonds lj/coul 1 0.5 1\nrun 0\n", ranks)
@@ -84,7 +84,7 @@ def test_bonded_atoms_are_refused_unless_special_bonds_gives_them_full_weight(la
 def test_special_bonds_has_no_effect_without_bonds(lammps):
     expected, table = (
         tables(lammps(f"{BONDED}{style}special_bonds lj/coul 0 0 0\n{ZERO}"))[0]
-        for style in (OWN, BOTH)
+        for style in (OWN, OURS_FOR_BOTH_TYPES)
     )
     assert difference(table, expected) <= 1e-12
 
@@ -160,7 +160,8 @@ def test_a_model_for_some_types_of_a_hybrid_gives_what_lammps_gives(lammps, name
     (expected, expected_atoms), (table, atoms) = results
     assert 0.1 < (expected_atoms[:, 1] == 2).mean() < 0.9
     assert difference(table, expected) <= 1e-12
-    # LAMMPS's sw shares a three-body term among its atoms in another way: only the sums are equal.
+    # LAMMPS's sw divides a three-body term among its atoms in another way. So for sw, the energies
+    # and stresses of single atoms (the last columns) are not compared.
     columns = slice(5) if name == "sw" else slice(None)
     for type in (1, 2):
         rows = atoms[:, 1] == type
@@ -207,7 +208,7 @@ def test_pytorch_does_not_call_functions_of_lammps(lammps):
     assert any(user.endswith("libpair_calcops.so") for user, _ in to_lammps)
     for user, symbol in to_lammps:
         if re.search(r"/torch/lib/|calcops/.*\.so|/model/", user):
-            # Only constants of the C++ library without content, which all libraries share.
+            # All libraries share some constants of the C++ library, which are empty objects.
             assert re.match("_ZSt|_ZZNSt", symbol), (user, symbol)
     blas = [(user, provider) for user, provider, symbol in bindings if symbol == "dgemm_"]
     assert any(

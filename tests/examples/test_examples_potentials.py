@@ -76,7 +76,7 @@ def vectors(list_neigh, positions):
 
 
 def frames(B, natoms, slots, nghost, ntypes, device="cpu"):
-    """Return random types, lists and vectors; the vectors are shorter or longer than the cutoff."""
+    """Return random types, lists and vectors. Some vectors are longer than the cutoff."""
     generator = torch.Generator().manual_seed(natoms)
     types = torch.randint(ntypes, (natoms + nghost,), generator=generator)
     list_neigh = torch.randint(-1, natoms + nghost, (B, natoms, slots), generator=generator)
@@ -249,8 +249,8 @@ def test_second_derivatives_are_right(sw_file):
         )
 
 
-def test_ghosts_and_frames_with_their_own_types_give_the_results_without(sw_file):
-    """Every second slot names a ghost of the neighbour, with the same type."""
+def test_ghosts_and_frames_with_types_of_their_own_do_not_change_results(sw_file):
+    """Every second slot names a ghost of the neighbour, which has the neighbour's type."""
     model = StillingerWeber(sw_file)
     types, list_neigh, positions = cluster(9, 3, 3.2)
     Rij = vectors(list_neigh, positions)

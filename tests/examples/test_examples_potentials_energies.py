@@ -129,8 +129,9 @@ def periodic(n=12, period=10.0):
 
 @pytest.mark.parametrize("ending", ["pt", "pt2"])
 def test_parts_of_a_system_add_up_where_messages_pass(ending, tmp_path):
-    """As on three ranks: a part has rows for its own atoms, then for the ghosts whose messages
-    reach them. A ghost may be an image of any atom, also of the part's own."""
+    """The system is divided into three parts, as among three ranks. A part has rows for its own
+    atoms, and then for the ghosts whose messages reach them. A ghost may be an image of any atom,
+    even of one of the same part."""
     layers = 2
     module = Messages(layers, 3.0, 2)
     save(module, tmp_path / f"own.{ending}", layers=layers, **ABOUT)

@@ -1,5 +1,5 @@
 """python -m calcops.train: frames of other sizes and elements, files of DeePMD-kit, settings, an
-interrupted run, fine-tuning, and what is wrong in a sentence."""
+interrupted run, fine-tuning, and error messages."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ SMALL = "--steps 20 --every 10 --cutoff 3.5 --embedding 4 8 --axis 2 --fitting 6
 
 
 def image(number, copies=(1, 1, 1), stress=True):
-    """Copper and gold under EMT."""
+    """Return a frame of copper and gold with labels by EMT."""
     random = np.random.default_rng(number)
     atoms = bulk("Cu", "fcc", a=3.8, cubic=True).repeat(copies)
     atoms.symbols[1] = "Au"
@@ -56,7 +56,7 @@ def frames(images, tmp_path):
 
 @pytest.fixture(autouse=True)
 def without_package(request, monkeypatch):
-    """A package takes ten seconds; one test makes it."""
+    """Skip the package, which takes ten seconds, except in the test marked `packaged`."""
     if "packaged" not in request.keywords:
         monkeypatch.setattr(training, "save", lambda model, path: None)
 
@@ -69,12 +69,14 @@ def test_padded_frames_have_the_errors_that_they_have_alone(images, tmp_path):
     options = command.parse(["frames", *SMALL])
     model = first_model(read_back(images, tmp_path), options)
     frames = frames_of(images, model.type_names)
-    assert frames["types"].shape == (12, 16) and (frames["types"] < 0).any()
+    assert frames["types"].shape == (12, 16)
+    assert (frames["types"] < 0).any()
     squares = MeanSquares(model)
     together = squares(*Data(frames, model)[:])
     alone = [squares(*Data(frames_of([one], model.type_names), model)[:]) for one in images]
     torch.testing.assert_close(together, torch.stack(alone).mean(0), rtol=1e-10, atol=0)
-    assert frames["virial"].isnan().any() and together.isfinite().all()
+    assert frames["virial"].isnan().any()
+    assert together.isfinite().all()
 
 
 def read_back(images, folder):
@@ -82,7 +84,7 @@ def read_back(images, folder):
     return read([folder / "back.extxyz"])
 
 
-def test_environments_that_are_not_kept_are_the_same(images, tmp_path, monkeypatch):
+def test_environments_computed_for_each_batch_give_the_same_errors(images, tmp_path, monkeypatch):
     model = first_model(read_back(images, tmp_path), command.parse(["frames", *SMALL]))
     frames = frames_of(images, model.type_names)
     kept = MeanSquares(model)(*Data(frames, model)[3:7])
@@ -92,7 +94,7 @@ def test_environments_that_are_not_kept_are_the_same(images, tmp_path, monkeypat
     torch.testing.assert_close(MeanSquares(model)(*data[3:7]), kept, rtol=1e-12, atol=0)
 
 
-def test_a_training_writes_what_it_says_and_goes_on_bit_for_bit(frames, tmp_path, capsys):
+def test_a_stopped_training_writes_its_files_and_goes_on_bit_for_bit(frames, tmp_path, capsys):
     run(frames, "--folder", tmp_path / "whole", *SMALL)
     out = capsys.readouterr().out
     assert "11 frames to train on, 1 held out; neighbours within 3.5 A: Cu up to" in out
@@ -131,12 +133,13 @@ def test_fine_tuning_begins_with_the_model_and_the_energies_of_the_frames(frames
         atoms.calc.results["energy"] += 3.0 * len(atoms)
     write(tmp_path / "shifted.extxyz", shifted)
     options = command.parse(["frames", *SMALL, "--start", str(tmp_path / "first/model.npz")])
-    found = read([tmp_path / "shifted.extxyz"])
-    model, before = first_model(found, options), load_npz(tmp_path / "first/model.npz")
+    shifted = read([tmp_path / "shifted.extxyz"])
+    model = first_model(shifted, options)
+    before = load_npz(tmp_path / "first/model.npz")
     assert torch.equal(model.fit[0][0].w, before.fit[0][0].w)
 
     def residual(model):
-        types, *environment, energy, _, _ = Data(frames_of(found, model.type_names), model)[:]
+        types, *environment, energy, _, _ = Data(frames_of(shifted, model.type_names), model)[:]
         return (energy - model.evaluate(types, *environment, 0, False)[0]).mean()
 
     assert residual(before) > 4.0
@@ -157,15 +160,16 @@ def test_folders_of_deepmd_kit_have_the_same_frames(images, tmp_path):
     np.save(part / "energy.npy", [one.get_potential_energy() for one in some])
     np.save(part / "force.npy", [one.get_forces().ravel() for one in some])
     np.save(part / "virial.npy", [virial.ravel() for virial in virials])
-    found = read([tmp_path / "data"])
-    assert elements_of(found) == ["Cu", "Au"]
-    ours, expected = (frames_of(each, ["Cu", "Au"]) for each in (found, some))
+    images_of_folder = read([tmp_path / "data"])
+    assert elements_of(images_of_folder) == ["Cu", "Au"]
+    ours = frames_of(images_of_folder, ["Cu", "Au"])
+    expected = frames_of(some, ["Cu", "Au"])
     for key, value in expected.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-12, atol=1e-12)
 
 
 def with_other_names(atoms, label):
-    """The labels of a frame as arrays of other names; `label` is stress or virial."""
+    """Return a frame with its labels under other names. `label` is stress or virial."""
     results = atoms.calc.results
     atoms = atoms.copy()
     atoms.info["REF_energy"] = results["energy"]
@@ -255,10 +259,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_frames_are_a_sentence(name, tmp_path):
+def test_wrong_frames_are_refused_with_the_reason(name, tmp_path):
     frames, message = WRONG[name]
     write(tmp_path / "wrong.extxyz", frames)
-    # The seed holds another frame out.
+    # With the default seed, the wrong frame 0 is not the one held out.
     with pytest.raises(ValueError, match=message):
         run(tmp_path / "wrong.extxyz", "--folder", tmp_path / "out", *SMALL, "--held-out", 0.25)
 
@@ -277,12 +281,12 @@ def test_wrong_frames_are_a_sentence(name, tmp_path):
         "--settings none.toml": "cannot read none.toml",
     }.items(),
 )
-def test_wrong_options_are_a_sentence(words, message, frames, tmp_path):
+def test_wrong_options_are_refused_with_the_reason(words, message, frames, tmp_path):
     with pytest.raises(ValueError, match=message):
         run(frames, "--folder", tmp_path / "out", *SMALL, *words.split())
 
 
-def test_wrong_files_are_a_sentence(frames, tmp_path):
+def test_files_that_cannot_be_used_are_refused_with_the_reason(frames, tmp_path):
     with pytest.raises(ValueError, match="expected a file or a folder of frames, got none.xyz"):
         run("none.xyz", *SMALL)
     with pytest.raises(ValueError, match="expected frames: files that ASE reads, or folders"):

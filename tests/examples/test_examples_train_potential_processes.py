@@ -1,7 +1,8 @@
-"""examples/train_potential: processes of torchrun share a batch, and do what a single one does with
-the whole of it."""
+"""examples/train_potential: processes of torchrun share a batch, with the results of one process
+that has the whole batch."""
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -20,7 +21,8 @@ if not torch.distributed.is_available():
 from ase.io import write  # noqa: E402
 from calcops.train.make_frames import generate  # noqa: E402
 
-# Some two seconds pass from the line of step 20, at which a test kills the processes, to the last.
+# A test ends the processes when they print the line of step 20. The remaining steps take some two
+# seconds, so that the processes are still at work.
 OPTIONS = "--steps", 240, "--batch", 4, "--every", 20, "--held-out", 0.2
 
 
@@ -32,8 +34,11 @@ def frames(tmp_path_factory):
 
 
 def start(frames, folder, processes, *options):
-    """torchrun, which starts all processes again if one dies. Gloo aborts a process whose peer is
-    gone at the wrong moment (https://github.com/pytorch/gloo/issues/514)."""
+    """Start a training by torchrun, and return its process.
+
+    torchrun starts all processes again if one dies. One may die because Gloo aborts a process whose
+    peer ends at the wrong moment (https://github.com/pytorch/gloo/issues/514).
+    """
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     launcher += ["--max-restarts", "1", "-m", "calcops.train", str(frames), "--folder", str(folder)]
     command = [sys.executable, "-m", *launcher, "--cutoff", "4.2", *map(str, options)]
@@ -48,7 +53,7 @@ def start(frames, folder, processes, *options):
 
 
 def finish(process):
-    """What it printed; a warning tells of a process that died and was started again."""
+    """Wait for a process, and return its output. Warn if torchrun had to start processes again."""
     out, err = process.communicate(timeout=300)
     first, last = err[:8000], err[-2000:]
     assert process.returncode == 0, f"{first}\n[...]\n{last}"
@@ -59,21 +64,20 @@ def finish(process):
 
 @pytest.fixture(scope="module")
 def trained(frames, tmp_path_factory):
-    """Folders of 60 steps on batches of four frames: by one process, and by two."""
+    """Return the folders of two trainings with OPTIONS: by one process, and by two."""
     folders = {}
     for processes in (1, 2):
         folders[processes] = tmp_path_factory.mktemp(f"by_{processes}")
         printed = finish(start(frames, folders[processes], processes, *OPTIONS))
-        steps = [
-            int(line.split()[1][:-1]) for line in printed.splitlines() if line.startswith("step")
-        ]
-        assert steps == [*range(20, 241, 20)], "once each"
+        steps = [int(step) for step in re.findall(r"^step +(\d+)", printed, re.MULTILINE)]
+        assert steps == [*range(20, 241, 20)], "each line is printed once"
     return folders
 
 
 def test_two_processes_have_the_losses_of_one_with_the_whole_batch(trained):
     one, two = (np.array(torch.load(trained[n] / "checkpoint.pt")["history"]) for n in (1, 2))
-    assert one.shape == (240, 3) and (one[0] != one[-1]).all()
+    assert one.shape == (240, 3)
+    assert (one[0] != one[-1]).all()
     # Sums in another order differ by rounding, which grows from step to step.
     np.testing.assert_allclose(two[:60], one[:60], rtol=1e-12)
 

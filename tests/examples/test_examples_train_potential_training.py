@@ -1,5 +1,5 @@
 """examples/train_potential: the crystals' frames, the training and its gradients, the scripts, and
-what hosts run."""
+the exported models."""
 
 import os
 import re
@@ -47,7 +47,7 @@ def crystal(request):
 
 @pytest.fixture(scope="module")
 def images(crystal):
-    """Six of eight atoms; a neighbour is often an image of an atom that is there already."""
+    """Return six frames of eight atoms. An atom often has several images of one neighbour."""
     return generate(crystal, 2, 3, seed=0, copies=1)
 
 
@@ -57,7 +57,7 @@ def frames(images):
 
 
 def beginner(frames, crystal, **others):
-    """A small net and its data."""
+    """Return a small untrained model and its data."""
     rcut, rcut_smth, sel = CUTOFFS[crystal]
     settings = dict(sel=sel, rcut=rcut, rcut_smth=rcut_smth, emb=[6, 12], axis_neuron=4)
     weights = initial(**settings | dict(fit=[10, 10]) | others, seed=0)
@@ -97,7 +97,7 @@ def test_the_sel_of_the_settings_has_room_for_every_neighbour(images, frames, cr
     assert (most_neighbours(frames, len(sel), rcut, images) <= sel).all()
 
 
-def test_what_the_nets_see_is_standardised_for_each_pair_of_elements(frames, crystal):
+def test_inputs_of_the_nets_are_standardised_for_each_pair_of_elements(frames, crystal):
     model, data = beginner(frames, crystal)
     types, _, _, kind, R, _, energy, _, _ = data[:]
     for centre in range(len(model.sel)):
@@ -115,7 +115,8 @@ def test_what_the_nets_see_is_standardised_for_each_pair_of_elements(frames, cry
 
 def test_gradients_through_the_operators_are_those_of_plain_autograd(frames, crystal):
     model, data = beginner(frames, crystal)
-    mean_squares, batch = MeanSquares(model), data[torch.tensor([0, 4])]
+    mean_squares = MeanSquares(model)
+    batch = data[torch.tensor([0, 4])]
     parameters = dict(mean_squares.named_parameters())
     squares, ours = differentiate(mean_squares, parameters, *batch)
     expected_squares, expected = differentiate_plainly(model, parameters, *batch)
@@ -128,7 +129,8 @@ def test_prepared_frames_have_the_results_of_a_call_of_the_model(frames, crystal
     model, data = beginner(frames, crystal)
     list_neigh, shift = neighbours(frames["positions"], frames["cells"], model.cutoff)
     Rij = pair_vectors(frames["positions"], list_neigh, shift)
-    expected, ours = model(frames["types"], list_neigh, Rij), model.evaluate(*data[:][:6], 0, False)
+    expected = model(frames["types"], list_neigh, Rij)
+    ours = model.evaluate(*data[:][:6], 0, False)
     assert all(map(torch.equal, ours, expected))
     assert not any(tensor.requires_grad for tensor in data.tensors)
 
@@ -186,12 +188,10 @@ def test_each_process_takes_another_part_of_the_batch(frames, crystal, monkeypat
         calls = {"is_initialized": True, "get_rank": rank, "get_world_size": 3}
         for name, value in calls.items():
             monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
-        parts.append(
-            torch.arange(6)[Trainer(*beginner(frames, crystal), steps=1, seed=0, batch=6).share]
-        )
-    assert [len(part) for part in parts] == [2, 2, 2] and torch.equal(
-        torch.cat(parts).sort()[0], torch.arange(6)
-    )
+        trainer = Trainer(*beginner(frames, crystal), steps=1, seed=0, batch=6)
+        parts.append(torch.arange(6)[trainer.share])
+    assert [len(part) for part in parts] == [2, 2, 2]
+    assert torch.equal(torch.cat(parts).sort()[0], torch.arange(6))
 
 
 def test_a_batch_of_more_frames_than_there_are_is_refused(frames, crystal):
@@ -201,7 +201,7 @@ def test_a_batch_of_more_frames_than_there_are_is_refused(frames, crystal):
 
 @pytest.mark.long
 def test_a_compiled_step_has_the_same_gradients(frames, crystal):
-    # The cutoff is in a shell of neighbours, so that frames differ in how many there are.
+    # The cutoff lies within a shell of neighbours, so that frames have different numbers of pairs.
     model = {"silicon": dict(rcut=4.45), "gallium-nitride": dict(rcut=3.7)}[crystal]
     eager, compiled = (
         Trainer(*beginner(frames, crystal, **model), steps=8, seed=0, compile=compile)
@@ -215,8 +215,8 @@ def test_a_compiled_step_has_the_same_gradients(frames, crystal):
 
 
 @pytest.mark.parametrize("name", ["model.pt", pytest.param("model.pt2", marks=pytest.mark.long)])
-def test_what_is_exported_gives_the_same_in_ase(frames, crystal, name, tmp_path):
-    """Tries other sizes than those it was exported with, and rows longer and shorter than sel."""
+def test_an_exported_model_gives_the_same_in_ase(frames, crystal, name, tmp_path):
+    """The systems have other sizes than in the export, and more or fewer neighbours than sel."""
     model, _ = beginner(frames, crystal)
     package.save(model, tmp_path / name)
     exported = package.load(tmp_path / name)
@@ -233,10 +233,10 @@ def test_what_is_exported_gives_the_same_in_ase(frames, crystal, name, tmp_path)
 
 
 def test_frames_of_the_script_are_those_that_the_settings_name(crystal, tmp_path, monkeypatch):
-    seeds = []
+    calls = []
 
     def generate_few(name, trajectories, samples, seed):
-        seeds.append((name, trajectories, samples, seed))
+        calls.append((name, trajectories, samples, seed))
         return generate(name, 1, 1, seed, copies=1)
 
     monkeypatch.setattr(make_frames, "generate", generate_few)
@@ -244,8 +244,8 @@ def test_frames_of_the_script_are_those_that_the_settings_name(crystal, tmp_path
     for seed in "0", "1":
         monkeypatch.setattr(sys, "argv", ["make_frames.py", crystal, "--seed", seed])
         make_frames.main()
-    assert [call[:3] for call in seeds[:3]] == [(crystal, n, 8) for n in (40, 8, 8)]
-    assert len({call[3] for call in seeds}) == 6, "sets that have no frame in common"
+    assert [call[:3] for call in calls[:3]] == [(crystal, n, 8) for n in (40, 8, 8)]
+    assert len({call[3] for call in calls}) == 6, "two sets have the same seed"
     words = ["--settings", str(EXAMPLES / "train_potential" / f"{crystal}.toml")]
     options = command.parse(words)
     train, held_out, test = command.read_sets(options)
@@ -269,11 +269,13 @@ def test_the_whole_example_reaches_what_its_readme_says(tmp_path):
     words += ["--validate", tmp_path / "held_out.extxyz", "--test", tmp_path / "test.extxyz"]
     printed = run("-m", "calcops.train", *words, "--folder", tmp_path)
     held_out, test = (float(value) for value in re.findall(r"force ([\d.]+) meV/A", printed)[-2:])
-    assert held_out <= 65 and test <= 55
+    assert held_out <= 65
+    assert test <= 55
     assert float(re.search(r"([\d.]+) ms a step", printed)[1]) <= 15
     printed = run(scripts / "deploy.py", tmp_path)
     energies = [float(value) for value in re.findall(r"(-[\d.]+) eV,", printed)]
-    assert len(energies) == 3 and np.ptp(energies) <= 1e-8
+    assert len(energies) == 3
+    assert np.ptp(energies) <= 1e-8
     assert float(re.search(r"within ([\d.]+) meV/atom", printed)[1]) <= 1
     assert abs(float(re.search(r"drift ([-+\d.]+)", printed)[1])) <= 0.1
     printed = run(scripts / "step_time.py", tmp_path, "--repeats", "5")

@@ -157,7 +157,7 @@ def test_setuptools_makes_a_library(printed, tmp_path):
     build = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path]
     result = subprocess.run(build, cwd=tmp_path / "source", capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    loads(tmp_path / "warp_perspective.so")
+    assert_loads(tmp_path / "warp_perspective.so")
 
 
 def test_cmake_makes_a_library_for_python_and_the_program(printed, tmp_path):
@@ -170,10 +170,11 @@ def test_cmake_makes_a_library_for_python_and_the_program(printed, tmp_path):
     run("cmake", "--build", tmp_path, "-j2")
     archives = [printed[1] / name for name in ("compute_scripted.pt", "warp_scripted.pt")]
     assert run(tmp_path / "myops_add", *archives).stdout == HOST
-    loads(tmp_path / "libwarp_perspective.so")
+    assert_loads(tmp_path / "libwarp_perspective.so")
 
 
-def loads(library):
+def assert_loads(library):
+    """Check that a new process can load a library and call its operators."""
     script = f"""import torch
 torch.ops.load_library("{library}")
 print(torch.ops.my_ops.warp_perspective(torch.arange(16.0).view(4, 4), torch.eye(3), [1, 3]).tolist())

@@ -40,6 +40,8 @@ EDITS: dict[str, int] = {}  # {name of a method of Project: how often it is draw
 
 
 def edit(weight):
+    """Return a decorator that registers an edit in EDITS."""
+
     def register(method):
         EDITS[method.__name__] = weight
         return method
@@ -60,7 +62,7 @@ class Project:
         self.count = 0  # makes the names of macros unique
 
         self.command = draw.choice(["g++", "g++", "g++", "clang++"])
-        self.settles = draw.random() < 0.8
+        self.has_short_tick = draw.random() < 0.8  # see test_calcops_jit_fuzz.py
         self.order = draw.sample(HEADER_FOLDERS[:-1], len(HEADER_FOLDERS) - 1) + ["base"]
         self.ways = {name: draw.choice(WAYS) for name in HEADER_FOLDERS} | {"base": "-idirafter {}"}
         self.linking = {name: draw.choice(LINKING) for name in LIBRARY_FOLDERS} | {"p/l2": "-L{}"}
@@ -92,7 +94,8 @@ class Project:
         """Return the text of a header that defines a value. It may include headers that come
         later in HEADERS."""
         self.count += 1
-        number, index = self.count, HEADERS.index(name)
+        number = self.count
+        index = HEADERS.index(name)
         lines = [f"#ifndef GUARD{number}", f"#define GUARD{number}", f"#undef V{index}"]
         lines.append(f"#define V{index} {self.draw.randrange(10000)}")
         for other in self.draw.sample(HEADERS[index + 1 :], min(2, len(HEADERS) - index - 1)):
@@ -104,8 +107,10 @@ class Project:
     def directive(self, name: str) -> list[str]:
         """Return lines that include a header or test whether it exists."""
         self.count += 1
-        number, letter = self.count, self.draw.choice(HEADER_FOLDERS)
-        quoted, angled = f'"{name}"', f"<{name}>"
+        number = self.count
+        letter = self.draw.choice(HEADER_FOLDERS)
+        quoted = f'"{name}"'
+        angled = f"<{name}>"
         spelled = self.draw.choice([quoted, angled])
         choices = [
             [f"#include {quoted}"],
@@ -181,7 +186,8 @@ class Project:
         paths = []
         cflags = [self.defined]
         ldflags = [f"-Wl,-rpath,{self.folder}/{name}" for name in LIBRARY_FOLDERS]
-        words = {"CXX": [str(self.folder.parent / self.command)], "@-I": [], "@-L": []}
+        compiler = [str(self.folder.parent / self.command)]
+        response_files: dict[str, list[str]] = {"-I": [], "-L": []}
         variables: dict[str, list[str]] = {}
         searched = [(name, self.ways[name], "-I", cflags) for name in self.order]
         searched += [(name, self.linking[name], "-L", ldflags) for name in LIBRARY_FOLDERS]
@@ -189,15 +195,17 @@ class Project:
             path = f"{self.folder}/{name}"
             if way == "paths":
                 paths.append(path)
-            elif way in ("@", "CXX"):
-                words["CXX" if way == "CXX" else way + option].append(option + path)
+            elif way == "CXX":
+                compiler.append(option + path)
+            elif way == "@":
+                response_files[option].append(option + path)
             elif way.endswith("PATH"):
                 variables.setdefault(way, []).append(path)
             elif way != "absent":
                 flags.append(way.format(path))
         for option, flags in ("-I", cflags), ("-L", ldflags):
             path = self.folder / f"flags{option}.rsp"
-            text = "\n".join(words[f"@{option}"])
+            text = "\n".join(response_files[option])
             if not path.is_file() or path.read_text() != text:
                 path.write_text(text)
             flags.append(f"@{path}")
@@ -207,7 +215,7 @@ class Project:
         options = {"sources": sources, "extra_include_paths": paths}
         options |= {"extra_cflags": cflags, "extra_ldflags": ldflags}
         environment = {name: ":".join(folders) for name, folders in variables.items()}
-        return options, environment | {"CXX": " ".join(words["CXX"])}
+        return options, environment | {"CXX": " ".join(compiler)}
 
     def repair(self) -> None:
         """Write again the files that every build needs."""
@@ -231,7 +239,7 @@ class Project:
         return self.folder / folder / self.draw.choice(HEADERS)
 
     def clear(self, path: Path) -> None:
-        """Remove what is at the path, and make its parents folders."""
+        """Remove what is at the path, and replace parents that are not folders by folders."""
         if path.is_symlink() or path.is_file():
             path.unlink()
         elif path.is_dir():

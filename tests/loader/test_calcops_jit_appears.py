@@ -18,7 +18,7 @@ INCLUDES_VALUE = "#include <value.h>\n" + ANSWER.format("return VALUE;")
 
 # ---- libraries and archives ----------------------------------------------------------------------
 
-# Options of load, and variables, that search the folder early before the folder late.
+# Options and variables with which a build searches the folder `early` before the folder `late`.
 EARLIER = {
     "-L": lambda dir: {"extra_ldflags": [f"-L{dir}/early", f"-L{dir}/late", "-lvalue"]},
     "-L in two words": lambda dir: {

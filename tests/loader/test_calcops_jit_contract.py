@@ -95,7 +95,7 @@ def test_the_formula_of_the_readme_works_also_without_forward_mode(tmp_path):
     assert torch.autograd.gradcheck(square, x, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(square, x, check_fwd_over_rev=True)
 
-    # Without the second function of the derivative, that of forward mode.
+    # Remove the derivative's second function, which is for forward mode.
     begin = text.index(",\n     [](const Value* arguments, const Value* tangents")
     end = text.index("}};")
     source.write_text(text[:begin] + text[end:])

@@ -19,8 +19,8 @@ from _calcops_jit.request import MACHINE
 FAULTS = Path(__file__).with_name("calcops_jit_faults.txt").read_text()
 GOLDEN = dict(re.findall(r"^## (.+)\n((?:.+\n)+)", FAULTS, re.M))
 MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
-# Prints the message, and the CPU seconds until the loader had it. The time on the wall would depend
-# on the load of the machine.
+# Prints the message, and the CPU seconds until the loader knew it. Wall-clock time would depend on
+# the load of the machine.
 IMPORT = """
 import os
 cpu_seconds = lambda: sum(os.times()[:4])
@@ -45,7 +45,7 @@ except calcops_jit.BuildError as error:
     print(error)
 print(cpu_seconds() - start)
 """
-# Hides the CUDA toolkits of this machine, and lets PyTorch be one for CUDA 13.2.
+# Hides the CUDA toolkits of this machine, and makes PyTorch look like a build for CUDA 13.2.
 CUDA = """
 import os, torch
 torch.version.cuda = "13.2"
@@ -202,8 +202,8 @@ FORESEEN = {
         "preamble": "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/proc']\n",
     },
 }
-# Faults that the output of a compiler or linker shows. A case writes files (write returns a path,
-# which is true) and returns options.
+# Faults that the output of a compiler or linker shows. Each case writes files `and` returns
+# options: the path that `write` returns is true.
 REPORTED = {
     "a syntax error": lambda f: f.write("ops/tiny/tiny.cpp", "int f() {\n  return 1\n}\n") and {},
     "a missing header": lambda f: (

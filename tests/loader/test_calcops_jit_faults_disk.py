@@ -22,8 +22,8 @@ try:
 except calcops_jit.BuildError as error:
     print(error)
 """
-# Lets one write into `folder` find the disk full, the one with this number. A write opens a file,
-# makes a folder or a link, or renames.
+# Makes write number `number` into `folder` fail, as on a full disk. A write opens a file, makes a
+# folder or a link, or renames.
 FULL_DISK = """
 import errno, os, sys
 writes = 0
@@ -43,7 +43,7 @@ sys.addaudithook(full)
 
 @pytest.fixture
 def checkout():
-    """A checkout in a folder that every user may read. pytest's folders are private."""
+    """Return a checkout in a folder that every user may read. pytest's folders are private."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     (folder / "aside").mkdir()
@@ -68,7 +68,7 @@ def is_message(text: str) -> bool:
 
 @pytest.fixture
 def mounted(checkout):
-    """A checkout whose cache is a file system of its own."""
+    """Return a checkout whose cache is a file system of its own."""
     checkout.cache.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(checkout.cache)]
     if subprocess.run(command, capture_output=True).returncode != 0:
@@ -235,8 +235,8 @@ def test_a_library_of_another_user_is_loaded_only_from_a_named_cache(checkout):
 def run_as_other_user(checkout, script: str = ANSWER, **options) -> tuple[str, str]:
     """Run the script as a user without a passwd entry. Return its output and its errors.
 
-    root first imports the modules of a build and hides Python's headers, because they may lie where
-    only root can read.
+    Python may lie where only root can read. So root first imports the modules of a build, and
+    Python's headers are hidden from the build.
     """
     become_other_user = f"""
 import os, sysconfig, _calcops_jit.compile.compiler, _calcops_jit.progress

@@ -1,8 +1,8 @@
 """Changes that must cause a rebuild and changes that must not. The log of the compiler shows which
 units were compiled.
 
-The source begins with a header of PyTorch, so the loader uses a precompiled header for it. It must
-notice changes of the headers behind that one, too.
+The source begins with a header of PyTorch, so the loader uses a precompiled header for it. The
+loader must also notice changes of the headers that the precompiled one includes.
 """
 
 import os
@@ -56,7 +56,7 @@ class Built(Checkout):
         self.write("unread.h", "// no source includes this\n")
         self.archive(1)
         self.flags = f"-I{self.path}/by_i -isystem {self.path}/by_isystem"
-        # The second build of a unit starts the one of its precompiled header.
+        # The second build of a unit starts to build the unit's precompiled header.
         for text in (SOURCE + "// first\n", SOURCE):
             self.write("ops/tiny/tiny.cpp", text)
             assert self.answer(MAX_JOBS="2") == 110111
@@ -70,8 +70,8 @@ class Built(Checkout):
         library = source.with_name("libarchived.a")
         object_file = source.with_suffix(".o")
         library.unlink(missing_ok=True)
-        compile = f"c++ -fPIC -c {source} -o {object_file}"
-        assert os.system(f"{compile} && ar rc {library} {object_file}") == 0
+        compile_command = f"c++ -fPIC -c {source} -o {object_file}"
+        assert os.system(f"{compile_command} && ar rc {library} {object_file}") == 0
 
     def restore(self) -> None:
         shutil.rmtree(self.path)
@@ -127,9 +127,9 @@ def append_comment(path: Path) -> None:
 
 
 # For each change: a function that makes it and may return variables, the answer afterwards, the
-# number of units that are compiled, and the words with which `why` names the input. The cache keeps
-# eight objects of a unit, so the cases that must find an object come before the
-# many cases of headers.
+# number of units that are compiled, and the name of the input that `why` prints. The cache keeps
+# eight objects of a unit. So the cases that must find an object come before the many cases of
+# headers.
 REBUILDS = {
     "a library that is linked": (lambda c: c.archive(2), 210111, 0, "libarchived.a"),
     "a source": (
@@ -224,7 +224,8 @@ REBUILDS = {
 }
 
 
-# These changes compile tiny.cpp with the flags of the precompiled header, and so they use it.
+# After these changes, the build compiles tiny.cpp with the precompiled header, because the flags of
+# the two are the same.
 PRECOMPILED = {"a deleted source", *(name for name in REBUILDS if name.startswith("a header"))}
 
 

@@ -1,13 +1,13 @@
 """Random projects and random edits: a library is never stale.
 
-From a seed comes a small project of sources, headers, flags and libraries, and then a sequence of
-edits. After each edit a new process loads the project with the kept cache. Its answer, or the fact
-that the build fails, must be what the plain compiler's command gives. A load without an edit must
-start no compiler.
+A seed determines a small project of sources, headers, flags and libraries, and a sequence of edits.
+After each edit, a new process loads the project with the kept cache. Its answer must be that of a
+library which the plain compiler's command builds. If that command fails, the load must fail, too. A
+load without an edit must start no compiler.
 
-One project:
+Test one project:
     CALCOPS_FUZZ_SEED=7 python -m pytest tests/loader/test_calcops_jit_fuzz.py -m long
-Many projects for 30 minutes; the first seed is printed:
+Test many projects for 30 minutes, and print the first seed:
     python -m pytest tests/loader/test_calcops_jit_fuzz.py -m long -s
 """
 
@@ -21,8 +21,8 @@ import pytest
 from random_project import Project
 from test_calcops_jit_inputs import LOAD, Folder
 
-# The loader then trusts the time of a file after 20 ms instead of two seconds. So edits also meet
-# times that the loader trusts.
+# With this line, the loader trusts the time of a file after 20 ms instead of two seconds. So some
+# edits change files whose times the loader trusts already.
 SHORT_TICK = "import _calcops_jit.cache.closure\n_calcops_jit.cache.closure._TICK_NS = 20_000_000\n"
 PLAIN_ANSWER = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).answer())"
 
@@ -40,7 +40,9 @@ class Comparison:
     def loaded(self, **environment) -> str:
         """Return the answer of a new process that loads the project, or "" if the build fails."""
         options, variables = self.project.options()
-        script = SHORT_TICK * self.project.settles + LOAD.format(options=options)
+        script = LOAD.format(options=options)
+        if self.project.has_short_tick:
+            script = SHORT_TICK + script
         environment = variables | environment
         child = self.folder.run(script, cwd=self.path, CALCOPS_BUILD="0", **environment)
         self.error = f"code {child.code}: {child.err}"

@@ -15,15 +15,15 @@ from _calcops_jit.live import trial
 
 
 def _with_default_signals():
-    """Restore the default signals. Under nohup the tests would ignore SIGHUP, and as a background
-    job SIGINT."""
+    """Restore the default signals. A process under nohup ignores SIGHUP, and a background job
+    ignores SIGINT."""
     for number in signal.SIGHUP, signal.SIGINT:
         signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture
 def builder(checkout):
-    """A process that waits for a compiler. It is not a child of the zygote, whose children print
+    """Yield a process that waits for a compiler. It is no child of the zygote, because those print
     tracebacks."""
     checkout.slow.touch()
     environment = os.environ | {"CALCOPS_CACHE": str(checkout.cache), "CXX": str(checkout.compiler)}

@@ -80,8 +80,10 @@ print(json.dumps(sorted(store.read_manifest(generation).closure.entries())))
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout that was edited once, so it has a precompiled header. Its source includes a header
-    that looks like one of PyTorch's by its name and compiles in a moment."""
+    """Return a checkout that was edited once, so it has a precompiled header.
+
+    Its source includes a header that is named like one of PyTorch's and compiles in a moment.
+    """
     checkout = Checkout(the_zygote(), tmp_path)
     checkout.package = tmp_path / "others"
     (checkout.package / "torch").mkdir(parents=True)
@@ -230,7 +232,7 @@ def test_a_killed_build_of_a_precompiled_header_leaves_nothing_and_is_repeated(c
 
 
 def test_a_temporary_cache_gets_no_precompiled_header(checkout, tmp_path):
-    # This file keeps the loader from its folder for builds without a cache.
+    # The loader would use a folder of this name instead of a cache. The file prevents that.
     (tmp_path / f"calcops-{os.getuid()}").touch()
     source = checkout.path / "ops/tiny/tiny.cpp"
     text = SOURCE.format(number=2, includes="")

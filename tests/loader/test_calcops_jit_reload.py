@@ -7,8 +7,8 @@ import subprocess
 import pytest
 from checkout import HERE, Checkout, the_zygote, wait_for
 
-# The registration is a unit by itself because it takes seconds to compile. The unit with the factor
-# takes a moment.
+# The registration takes seconds to compile, so it is a unit of its own. Tests edit the unit with
+# the factor, which takes a moment.
 REGISTRATION = """
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -55,7 +55,7 @@ def shared_checkout(tmp_path_factory):
 
 @pytest.fixture
 def reloading(shared_checkout):
-    """A checkout with one operator, `scaled`. Its registration is compiled once for all tests."""
+    """Return a checkout with the operator `scaled`. All tests share its compiled registration."""
     checkout = shared_checkout
     shutil.rmtree(checkout.path / "ops")
     checkout.write("ops/scaled/scaled.cpp", REGISTRATION)

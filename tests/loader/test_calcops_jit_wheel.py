@@ -31,7 +31,7 @@ from _calcops_jit.cache.closure import file_digest
 from _calcops_jit.ship import prebuilt
 
 NO_COMPILER = {"PATH": "/nowhere", "HOME": "/nowhere", "CXX": None}
-# The answer tells for which level of x86-64 the source was compiled: 2, 3 or 4.
+# The answer is the level of x86-64 for which the source was compiled: 2, 3 or 4.
 LEVEL = """
 #include "tiny/tiny.h"
 extern "C" __attribute__((visibility("default"))) int answer() {
@@ -44,14 +44,14 @@ extern "C" __attribute__((visibility("default"))) int answer() {
 #endif
 }
 """
-# The flags of processors that can run the first levels.
+# The flags of processors that can run x86-64-v2, up to v3, and up to v4.
 V2, V3, V4 = (" ".join(list(prebuilt.LEVELS.values())[:count]) for count in (1, 2, 3))
 PROCESSOR = "from _calcops_jit import request\nrequest.isa = lambda: {!r}\n"
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A checkout with one operator, which tells the level that it was compiled for."""
+    """Return a checkout with one operator, which returns the level that it was compiled for."""
     source = copy(tmp_path_factory.mktemp("source") / "calcops")
     shutil.rmtree(source / "ops")
     (source / "ops/tiny").mkdir(parents=True)

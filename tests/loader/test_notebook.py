@@ -81,7 +81,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def kernel(cache):
-    """A notebook in which CELL was run."""
+    """Yield a running notebook in which CELL was run."""
     with Kernel(cache, CALCOPS_CACHE=str(cache / "cache")) as kernel:
         kernel.first = kernel.run("%load_ext calcops_jit\nimport torch, calcops_jit")
         kernel.cell = kernel.run(CELL)

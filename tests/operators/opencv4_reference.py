@@ -1,15 +1,16 @@
 """Random calls of warp_perspective and OpenCV 4's results for them.
 
-OpenCV 4 and 5 cannot be installed in one environment. Therefore
+OpenCV 4 and 5 cannot be installed in one environment. So this command needs an environment with
+opencv-python-headless 4.12.0.88 and NumPy:
 
     python tests/operators/opencv4_reference.py 600 > tests/operators/opencv4_reference.json
 
-is run in an environment with opencv-python-headless 4.12.0.88 and NumPy. It prints the CRC-32 of
-the result of each of the first 600 calls. Some versions compute some kinds of calls in a second
-way: for each of these kinds it prints how far the two results differ.
+It prints the CRC-32 of the result of each of the first 600 calls. Some versions of OpenCV compute
+some kinds of calls with other arithmetic. For each of these kinds, the command also prints how far
+the result differs from that of the usual arithmetic.
 
-- OpenCV 4.9 to 4.12 computes every call in one way on every x86-64. (With "transparent", 4.5 does
-  not write the pixels of the last row and column.)
+- OpenCV 4.9 to 4.12 uses the usual arithmetic for every call on every x86-64. (With "transparent",
+  4.5 does not write the pixels of the last row and column.)
 - From 4.13 on, the wheels leave some kinds to Intel's IPP (hal/ipp/src/warp_ipp.cpp), which does
   not round positions to 1/32 pixel. In 4.14, cv2.ipp.setUseIPP(False) switches IPP off.
 - From 4.14 on, "linear" of one channel of uint16, int16 or float32 adds the taps from the last to
@@ -17,7 +18,8 @@ way: for each of these kinds it prints how far the two results differ.
   summed as before (imgwarp.simd.hpp). OPENCV_CPU_DISABLE=AVX512-SKX and =AVX512-SKX,AVX2 show three
   different results on one processor.
 
-Images with other numbers of channels are computed in the first way, so `_plain` adds channels.
+These exceptions depend on the number of channels. With two or five channels the arithmetic is the
+usual one, so `_plain` adds channels to the image.
 """
 
 import json
@@ -41,7 +43,7 @@ def _matrix(draw, size, out):
     elif kind == 1:
         matrix[[0, 1], [0, 1]] = draw.choice([-1, 1e-3, 0.5, 1, 2, 3, 1e3], 2)
     elif kind == 2:
-        # Singular, with a factor of 0.1 perhaps only nearly so, by rounding.
+        # Singular. With the factor 0.1, rounding may make it nearly singular.
         matrix = np.array([[1, 2, 3], [2, 4, 6], [0, 0, 1]]) * draw.choice([0.1, 1])
     elif kind == 3:
         matrix = draw.randint(-1, 2, (3, 3)) * draw.choice([0.0, 1.0])
@@ -84,7 +86,7 @@ def case(seed):
     destination = pixels(*out, channels).astype(dtype)
     if dtype.kind == "f" and draw.randint(6) == 0:
         image[draw.uniform(size=image.shape) < 0.05] = draw.choice([np.nan, np.inf, -0.0])
-    # Of channels 0 to 3; OpenCV takes for channel 4 the value of channel 0.
+    # The values of channels 0 to 3. OpenCV uses the value of channel 0 for channel 4.
     value = draw.choice([0, 1, 100.5, -7, 300.25, 7e4, 1e10, -1e10, np.nan], 4) * draw.randint(2)
     warp = _matrix(draw, size, out)
     interpolation = INTERPOLATIONS[draw.randint(len(INTERPOLATIONS))]
@@ -129,7 +131,10 @@ def _direct(
 
 
 def _plain(cv2, image, destination, **arguments):
-    """Return OpenCV's result for the image with repeated channels: two, or five, see above."""
+    """Return OpenCV's result by the usual arithmetic: for an image of two or five channels.
+
+    The channels of the image are repeated, and those of the result are cut off again.
+    """
     channels = image.shape[2]
     repeated = np.arange(2 if channels <= 2 else 5) % channels
     image = np.take(image, repeated, 2)
@@ -143,7 +148,8 @@ def _distance(a, b, image):
 
     The unit is 1 for integers, and for floating-point images their largest pixel.
     """
-    same = (a == b) & (np.signbit(a) == np.signbit(b)) | np.isnan(a) & np.isnan(b)
+    same_number = (a == b) & (np.signbit(a) == np.signbit(b))
+    same = same_number | (np.isnan(a) & np.isnan(b))
     if same.all():
         return 0, 0.0
     unit = np.abs(image[np.isfinite(image)]).max(initial=0) if image.dtype.kind == "f" else 1

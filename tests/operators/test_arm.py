@@ -1,6 +1,7 @@
 """The CPU kernels compiled for ARM give under QEMU what they give on this machine.
 
-`make test-arm` runs this. On an ARM machine, the operators' own tests run, and test more.
+`make test-arm` runs this. On an ARM machine it is skipped, because there the operators' own tests
+run.
 """
 
 import shutil
@@ -25,8 +26,8 @@ FLAGS = [
     f"-I{HERE / 'arm'}",
 ]
 OPERATORS = sorted({kernel.parent.name for kernel in OPS.glob("*/*_cpu.cpp")})
-# {build: (names of its processor for -mcpu, of which the first that the compiler knows is taken;
-# processors that QEMU emulates)}
+# {build: (names for -mcpu, processors that QEMU emulates)}. The compiler gets the first name that
+# it knows.
 BUILDS = {
     "NEON": (["generic"], ["cortex-a57"]),
     # SVE code runs on vectors of any length: Neoverse V2's 128 bits, V1's 256, A64FX's 512.

@@ -21,8 +21,8 @@ import rewrite  # noqa: E402
 FORCE = "ops/force/force.cu"
 WARP = "ops/warp_perspective/warp_perspective.cu"
 EDGE = "ops/edge_force/edge_force.cu"
-# An example omits initialisers of members that are zero. With a larger heap, GCC collects garbage
-# less often and compiles faster.
+# One warning is off, because an example omits initialisers of members that are zero. With a larger
+# heap, GCC collects garbage less often and compiles faster.
 FLAGS = "-O1 -Wextra -Wno-missing-field-initializers -Werror --param=ggc-min-heapsize=1048576"
 # {fault: ((file, code, code with the fault), test that must fail, its output)}. FAULT is 1 in the
 # run for this fault, and 0 in all others.
@@ -201,7 +201,8 @@ class Emulation:
             options.append("-x")  # one failed test shows the fault
         emulated = {"CALCOPS_EMULATED": str(kernels), "CALCOPS_EMULATED_FAULT": str(fault)}
         process = self.python("-m", "pytest", *options, test, **emulated)
-        return process, kernels.read_text().split() if kernels.exists() else []
+        names = kernels.read_text().split() if kernels.exists() else []
+        return process, names
 
 
 @pytest.fixture(scope="module")
@@ -245,14 +246,14 @@ def test_a_fault_is_found(emulation, run, output):
 
 
 def is_ordered_by_a_vote(path, line):
-    """Return True for the one barrier that the emulation can do without.
+    """Return True for the two barriers that the emulation can do without.
 
-    All lanes meet in the ballot after it. The barrier only orders accesses to memory, which are
-    always in order on the CPU.
+    All lanes meet in a vote after each of them. The barrier only orders accesses to memory, which
+    are always in order on the CPU.
     """
     if path.name != "force.cu":
         return False
-    return "all lanes have read the list" in path.read_text().splitlines()[line - 1]
+    return "all lanes have read" in path.read_text().splitlines()[line - 1]
 
 
 @pytest.mark.long
@@ -265,7 +266,7 @@ def is_ordered_by_a_vote(path, line):
     ],
     ids=lambda run: f"{run[0].stem} {run[1]}",
 )
-def test_results_differ_without_any_one_of_the_barriers(emulation, run):
+def test_results_differ_if_any_single_barrier_is_removed(emulation, run):
     process, _ = emulation.start(*run).result()
     assert process.returncode == 1, process.stdout[-5000:]
     assert "Tensor-likes are not" in process.stdout, process.stdout[-5000:]

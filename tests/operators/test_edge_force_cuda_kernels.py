@@ -2,7 +2,7 @@
 which they branch.
 
 A warp has one atom and takes 128 of its edges' ends at a time. A block has 8 warps, which are 256
-threads. At most one block for each 1,024 atoms shares a frame.
+threads. A frame's atoms are divided among several blocks, with at least 1,024 atoms for each.
 """
 
 import pytest
@@ -136,7 +136,7 @@ def test_an_atom_of_no_frame_makes_every_virial_nan(kernels, frame):
 
 
 def test_virials_that_cancel_are_summed_before_they_are_rounded(kernels):
-    """As under no pressure: each edge has an opposite one, and their virials cancel up to 1e-6."""
+    """Each edge has an opposite one, and their virials cancel up to 1e-6, as at zero pressure."""
     generator = torch.Generator().manual_seed(0)
     natoms = 3000
     pairs = 6000

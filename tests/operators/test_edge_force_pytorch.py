@@ -63,7 +63,9 @@ def test_an_exported_program_runs_at_other_sizes():
 
     edges = torch.export.Dim("edges", min=2)
     atoms = torch.export.Dim("atoms", min=2)
-    shapes = ((({1: edges}, {0: edges}, {0: edges}, {0: atoms})),)
+    shapes_of_inputs = ({1: edges}, {0: edges}, {0: edges}, {0: atoms})
+    # The model takes *inputs, which is one argument for torch.export.
+    shapes = (shapes_of_inputs,)
     program = torch.export.export(Model(), example(7, 23), dynamic_shapes=shapes)
     for sizes in ((7, 23), (3, 90), (20, 5)):
         inputs = example(*sizes)

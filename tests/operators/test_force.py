@@ -160,7 +160,7 @@ def test_pair_vectors_take_no_part_in_the_gradient_of_a_force(device):
 
 
 def gradients(list_neigh, *leaves, nghost=2, second=False):
-    """Return the outputs and their gradients, with `second` also the gradients of these."""
+    """Return the outputs and their gradients. With `second`, also return second derivatives."""
     leaves = [x.detach().requires_grad_() for x in leaves]
 
     def weights(x):
@@ -256,7 +256,7 @@ def test_an_error_names_the_argument_its_rule_and_its_value():
             force_virial(*mixed, 2)
 
 
-# With the last two, adding a number overflows.
+# The last two values are the limits of int64, where an addition overflows.
 @pytest.mark.parametrize("entry", [-2, 7, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_a_wrong_entry_is_named_with_frame_atom_slot_and_value(entry, index):

@@ -17,16 +17,17 @@ from calcops_jit import force, force_virial, neighbor_index
 backward = torch.ops.calcops._force_virial_backward
 
 AXES = (
-    (torch.float64, torch.float32),
-    (torch.int32, torch.int64),
-    tuple(itertools.product([False, True], repeat=3)),
+    (torch.float64, torch.float32),  # dtype
+    (torch.int32, torch.int64),  # dtype of the list
+    tuple(itertools.product([False, True], repeat=3)),  # whether dE, Ri_d, Rij require a gradient
     ("contiguous", "strided", "expanded"),
-    ((2, 3, 1, 0), (1, 1, 0, 1), (3, 5, 2, 7)),
+    ((2, 3, 1, 0), (1, 1, 0, 1), (3, 5, 2, 7)),  # frames, natoms, nghost, neighbors
 )
 PRODUCT = list(itertools.product(*AXES))
 
 
 def pairs_of(case):
+    """Return the pairs of (axis, value) in a combination."""
     return set(itertools.combinations(enumerate(case), 2))
 
 

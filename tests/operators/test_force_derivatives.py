@@ -117,7 +117,7 @@ def test_any_subset_of_inputs_may_require_grad(device, flags):
 @pytest.mark.parametrize("layout", ["strided", "expanded"])
 def test_derivatives_of_strided_and_expanded_inputs_are_right(device, layout):
     list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
-    if layout == "expanded":  # one row of slots for all atoms, one frame for all frames
+    if layout == "expanded":  # all atoms and frames share one row of slots
         leaves = [x[:1, :1].detach().requires_grad_() for x in leaves]
 
     def laid_out(x, size):

@@ -14,12 +14,11 @@ def index_by_hand(list_neigh, nghost):
     """Return neighbor_index in plain Python."""
     results = []
     for frame in list_neigh.flatten(1).tolist():
-        rows = [
-            [slot for slot, name in enumerate(frame) if name == j]
-            for j in range(list_neigh.shape[1] + nghost)
-        ]
-        slots = [slot for row in rows for slot in row]
-        ends = [sum(map(len, rows[: j + 1])) for j in range(len(rows))]
+        slots = []
+        ends = []
+        for j in range(list_neigh.shape[1] + nghost):
+            slots += [slot for slot, atom in enumerate(frame) if atom == j]
+            ends.append(len(slots))
         results.append(ends + slots + [-1] * (len(frame) - len(slots)))
     return torch.tensor(results, dtype=torch.int32)
 
@@ -217,7 +216,7 @@ def test_with_an_index_a_call_launches_at_most_two_kernels():
 
 
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    """Collects name and keyword arguments of the operators that are called below autograd."""
+    """Records the name and the keyword arguments of each operator that is called below autograd."""
 
     def __init__(self):
         super().__init__()

@@ -16,7 +16,7 @@ settings.register_profile("calcops", max_examples=50, deadline=None, derandomize
 settings.load_profile("calcops")
 
 
-def operators(list_neigh, Rij, nghost=0):
+def results_of(list_neigh, Rij, nghost=0):
     """Return force, virial and atom_virial of reference.energy_of."""
     live = list_neigh >= 0
     Rij = torch.where(live[..., None], Rij, 0.0).detach()
@@ -50,7 +50,7 @@ def test_force_is_minus_the_gradient_of_the_energy(system):
     positions.requires_grad_()
     energy = energy_of(describe(vectors(positions, list_neigh, shift))[0], list_neigh >= 0)
     (gradient,) = torch.autograd.grad(energy, positions)
-    F, _, _ = operators(list_neigh, vectors(positions, list_neigh, shift))
+    F, _, _ = results_of(list_neigh, vectors(positions, list_neigh, shift))
     torch.testing.assert_close(F[0], -gradient, **CLOSE)
 
 
@@ -61,7 +61,7 @@ def test_virial_is_minus_the_strain_derivative_of_the_energy(system):
     Rij = vectors(positions, list_neigh, shift)
     energy = energy_of(describe(Rij + Rij @ strain.T)[0], list_neigh >= 0)
     (gradient,) = torch.autograd.grad(energy, strain)
-    _, W, atom_W = operators(list_neigh, Rij)
+    _, W, atom_W = results_of(list_neigh, Rij)
     torch.testing.assert_close(W[0], -gradient, **CLOSE)
     torch.testing.assert_close(atom_W.sum(1), W, **CLOSE)
     # The energy does not change under rotation, so the virial is symmetric.
@@ -73,8 +73,8 @@ def test_translation_changes_nothing(system):
     positions, list_neigh, shift = system
     moved = positions + torch.tensor([3.0, -5.0, 7.0])
     assert_equal_lists(
-        operators(list_neigh, vectors(moved, list_neigh, shift)),
-        operators(list_neigh, vectors(positions, list_neigh, shift)),
+        results_of(list_neigh, vectors(moved, list_neigh, shift)),
+        results_of(list_neigh, vectors(positions, list_neigh, shift)),
         **CLOSE,
     )
 
@@ -85,10 +85,9 @@ def test_rotation_rotates_forces_and_virials(system, seed):
     Rij = vectors(positions, list_neigh, shift)
     generator = torch.Generator().manual_seed(seed)
     Q, _ = torch.linalg.qr(torch.randn(3, 3, generator=generator, dtype=torch.float64))
-    F, W, atom_W = operators(list_neigh, Rij)
-    assert_equal_lists(
-        operators(list_neigh, Rij @ Q.T), (F @ Q.T, Q @ W @ Q.T, Q @ atom_W @ Q.T), **CLOSE
-    )
+    F, W, atom_W = results_of(list_neigh, Rij)
+    expected = F @ Q.T, Q @ W @ Q.T, Q @ atom_W @ Q.T
+    assert_equal_lists(results_of(list_neigh, Rij @ Q.T), expected, **CLOSE)
 
 
 @given(atoms(), st.randoms(use_true_random=False))
@@ -99,8 +98,8 @@ def test_renaming_atoms_renames_the_result(system, random):
     order = torch.tensor(order)
     new_name = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
     renamed = torch.where(list_neigh >= 0, new_name[list_neigh.clamp(min=0)], -1)[:, order]
-    F, W, atom_W = operators(list_neigh, vectors(positions, list_neigh, shift))
-    results = operators(renamed, vectors(positions[order], renamed, shift[:, order]))
+    F, W, atom_W = results_of(list_neigh, vectors(positions, list_neigh, shift))
+    results = results_of(renamed, vectors(positions[order], renamed, shift[:, order]))
     assert_equal_lists(results, (F[:, order], W, atom_W[:, order]), **CLOSE)
 
 
@@ -110,9 +109,8 @@ def test_the_order_of_the_slots_does_not_matter(system, random):
     Rij = vectors(positions, list_neigh, shift)
     order = list(range(list_neigh.shape[2]))
     random.shuffle(order)
-    assert_equal_lists(
-        operators(list_neigh[:, :, order], Rij[:, :, order]), operators(list_neigh, Rij), **CLOSE
-    )
+    results = results_of(list_neigh[:, :, order], Rij[:, :, order])
+    assert_equal_lists(results, results_of(list_neigh, Rij), **CLOSE)
 
 
 @given(atoms())
@@ -126,9 +124,9 @@ def test_ghosts_folded_back_equal_no_ghosts(system):
     owner = list_neigh[crosses]
     with_ghosts = list_neigh.clone()
     with_ghosts[crosses] = natoms + torch.arange(nghost)
-    F, W, atom_W = operators(with_ghosts, Rij, nghost)
+    F, W, atom_W = results_of(with_ghosts, Rij, nghost)
     F, atom_W = (x[:, :natoms].index_add(1, owner, x[:, natoms:]) for x in (F, atom_W))
-    assert_equal_lists((F, W, atom_W), operators(list_neigh, Rij), **CLOSE)
+    assert_equal_lists((F, W, atom_W), results_of(list_neigh, Rij), **CLOSE)
 
 
 @given(

@@ -1,5 +1,5 @@
-"""No derivative of the force operators is lost silently: where one might be lost, the result is
-right or there is an error."""
+"""No derivative of the force operators is lost silently. In every case where one might be lost,
+the result is right, or the call raises an error."""
 
 import itertools
 
@@ -73,7 +73,8 @@ def test_the_operators_have_no_out_argument(small):
 
 @pytest.mark.parametrize("needs_grad", [True, False])
 def test_none_for_a_tensor_is_an_error(device, needs_grad):
-    list_neigh, *leaves = (differentiable_pairs if needs_grad else pairs)(**SMALL, device=device)
+    make_inputs = differentiable_pairs if needs_grad else pairs
+    list_neigh, *leaves = make_inputs(**SMALL, device=device)
     W = torch.ones(3, 3, 3, dtype=torch.float64, device=device)
     for op, inputs, upstream in (
         (force, [list_neigh, *leaves[:2]], []),
@@ -151,7 +152,7 @@ def lazily_negative(x):
     return negative
 
 
-def test_tensors_with_a_negative_bit_and_zero_tensors_without_memory_count_by_value(device):
+def test_lazily_negated_tensors_and_efficient_zero_tensors_have_their_values(device):
     list_neigh, *values = pairs(**SMALL, device=device)
     expected = force_virial(list_neigh, *values, 1)
     results = force_virial(list_neigh, *map(lazily_negative, values), 1)

@@ -34,8 +34,9 @@ def stacked(device, size=4):
 def assert_vmap_equals_a_loop(op, inputs, batched, dims):
     """Compare vmap of `op` with a loop.
 
-    Each input has a leading dimension. The `batched` ones are mapped over it, after it was moved to
-    their dimension in `dims`; of the others the first item is taken.
+    Each input has a leading dimension of items. For the inputs flagged in `batched`, this dimension
+    is moved to the position in `dims`, and vmap maps over it. Of the other inputs, the first item
+    is taken.
     """
     arguments = [x.movedim(0, dim) if flag else x[0] for x, flag, dim in zip(inputs, batched, dims)]
     in_dims = tuple(dim if flag else None for flag, dim in zip(batched, dims))
@@ -96,13 +97,20 @@ def test_vmap_of_vmap_over_other_subsets_and_dimensions_equals_a_loop(device):
     subsets = list(itertools.product([True, False], repeat=4))[:-1]
     for outer, inner in itertools.product(subsets, repeat=2):
         # The outer vmap maps over the last dimension, the inner one over the first.
-        arguments = [x if i else x[:, 0] for x, i in zip(grid, inner)]
-        arguments = [x.movedim(0, -1) if o else x[0] for x, o in zip(arguments, outer)]
-        mapped = torch.vmap(lambda *x: force_virial(*x, 1), tuple(0 if i else None for i in inner))
-        results = torch.vmap(mapped, tuple(-1 if o else None for o in outer))(*arguments)
         flags = list(zip(grid, outer, inner))
+        arguments = []
+        for x, in_outer, in_inner in flags:
+            x = x if in_inner else x[:, 0]
+            arguments.append(x.movedim(0, -1) if in_outer else x[0])
+        inner_dims = tuple(0 if flag else None for flag in inner)
+        outer_dims = tuple(-1 if flag else None for flag in outer)
+        mapped = torch.vmap(lambda *x: force_virial(*x, 1), inner_dims)
+        results = torch.vmap(mapped, outer_dims)(*arguments)
         for v, w in itertools.product(range(2), range(3)):
-            expected = force_virial(*(x[v if o else 0, w if i else 0] for x, o, i in flags), 1)
+            items = []
+            for x, in_outer, in_inner in flags:
+                items.append(x[v if in_outer else 0, w if in_inner else 0])
+            expected = force_virial(*items, 1)
             assert_equal_lists([x[v, w] for x in results], expected, rtol=0, atol=0)
 
 

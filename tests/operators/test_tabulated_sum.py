@@ -62,7 +62,7 @@ def inputs(n=5, K=9, M=33, dtype=torch.float64, seed=0, index=torch.int64):
     for k, cells in enumerate(CELLS):
         table[k, :cells] = torch.randn(cells, 6, M, dtype=torch.float64, generator=generator)
     kind = torch.randint(-1, 2, (n, K), generator=generator).to(index)
-    # From below the grids to above them.
+    # The values of x reach from below the grids to above them.
     x = 8 * torch.rand(n, K, dtype=torch.float64, generator=generator) - 2
     R = torch.randn(n, K, 4, dtype=torch.float64, generator=generator)
     return x.to(dtype), R.to(dtype), kind, table.to(dtype), GRID

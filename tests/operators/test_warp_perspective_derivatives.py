@@ -31,7 +31,7 @@ SHAPES = {
 
 
 def arguments(image_shape, warp_shape, device="cpu", dtype=torch.float64):
-    """Return an image and matrices without a source at a pixel centre, where "linear" has kinks."""
+    """Return an image, and matrices that map no pixel to a centre: "linear" has kinks there."""
     image = random_image(*image_shape).to(device, dtype)
     near = torch.tensor(
         [[0.93, 0.11, 0.417], [-0.07, 1.04, -0.339], [0.011, -0.007, 1.0]], dtype=torch.float64
@@ -132,8 +132,8 @@ def test_nearest_has_a_gradient_for_the_pixels_it_takes_and_none_for_the_matrix(
 def test_the_image_gradient_is_the_adjoint_of_the_map_on_large_images(
     warp, border_mode, interpolation, device
 ):
-    # With the last matrix, hundreds of pixels of the result have one source pixel, and many tiles
-    # have the same.
+    # With the last matrix, hundreds of pixels of the result come from the same pixel of the image.
+    # They are in many tiles.
     image = random_image(5, 130, 170).to(device).requires_grad_()
     upstream = random_image(5, 150, 140, seed=1).to(device)
     result = warp_perspective(image, warp.to(device), (150, 140), interpolation, border_mode)

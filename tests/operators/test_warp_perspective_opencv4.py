@@ -1,7 +1,7 @@
 """warp_perspective with arithmetic="opencv4" gives OpenCV 4's bits.
 
-opencv4_reference.py printed their checksums in another environment, since OpenCV 4 cannot be
-installed beside OpenCV 5.
+The checksums of OpenCV 4's results come from opencv4_reference.py. It ran in another environment,
+because OpenCV 4 cannot be installed beside OpenCV 5.
 """
 
 import json
@@ -207,8 +207,11 @@ def test_derivatives_are_refused(name):
         warp_perspective(**arguments, **options)
 
 
-def has_a_second_way(dtype, interpolation, channels, border):
-    """Return True if OpenCV 4.14 may leave such a call to IPP, or compute it in vectors of fma."""
+def has_other_arithmetic(dtype, interpolation, channels, border):
+    """Return True if OpenCV 4.14 may leave such a call to IPP, or use fma in it.
+
+    opencv4_reference.py describes these cases.
+    """
     linear = interpolation == "linear"
     if linear and channels == 1 and dtype in ("uint16", "int16", "float32"):
         return True
@@ -226,7 +229,7 @@ def test_10000_random_results_are_those_of_opencv_4(version):
     subprocess.run(["make", "-C", ROOT, f"build/opencv4/{version}/ready"], check=True)
     script = [folder / "bin/python", reference.__file__, "10000"]
     report = json.loads(subprocess.check_output(script, text=True))
-    print(f"\nOpenCV {report['opencv']}; kinds of calls that it computes in two ways:")
+    print(f"\nOpenCV {report['opencv']}; kinds of calls that it computes with other arithmetic:")
     print("kind, calls, values that differ, largest distance")
     for kind, (calls, values, far) in report["differences"]:
         print(f"{' '.join(map(str, kind)):40} {calls:5} {values:9} {far:9.3g}")
@@ -236,4 +239,4 @@ def test_10000_random_results_are_those_of_opencv_4(version):
         assert not kinds
     else:
         assert kinds
-        assert all(has_a_second_way(*kind) for kind in kinds)
+        assert all(has_other_arithmetic(*kind) for kind in kinds)

@@ -169,7 +169,7 @@ def test_inference_mode_and_no_grad_record_nothing(device):
 
 
 def test_minimising_the_difference_of_two_images_finds_the_matrix_between_them():
-    # Registration of a smooth image, for which the gradients are used. It starts a few pixels off.
+    # This registers a smooth image by its gradients. The start is a few pixels off.
     y, x = torch.meshgrid(*[torch.linspace(-3, 3, 40, dtype=torch.float64)] * 2, indexing="ij")
     image = torch.exp(-(x**2) - 0.5 * (y - 0.4 * x) ** 2)
     true_warp = torch.tensor(

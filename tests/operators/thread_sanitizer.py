@@ -1,7 +1,7 @@
 """Run a CPU kernel under ThreadSanitizer.
 
-The program has no PyTorch, whose OpenMP is not instrumented and gives many false reports: a
-replacement of ops/parallel.h starts threads with std::thread.
+The program runs without PyTorch. PyTorch's OpenMP is not instrumented and gives many false reports.
+So a replacement of ops/parallel.h starts threads with std::thread.
 """
 
 import os

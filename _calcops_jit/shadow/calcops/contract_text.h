@@ -1,6 +1,6 @@
 // Parses contracts into structs. ops/README.md, "Contracts", describes their language. This file is
-// independent of PyTorch: ../../runtime registers operators from these structs, and other code
-// could register those of another framework.
+// independent of PyTorch. ../../runtime registers PyTorch operators from these structs. Other code
+// could register operators of another framework from them.
 #pragma once
 
 #include <cctype>
@@ -15,8 +15,7 @@
 namespace calcops {
 namespace contract {
 
-// Product and Sum are a sum of products of sizes, such as n + 2*nghost. A size is its number in
-// Text::sizes.
+// A Sum is a sum of Products of sizes, such as n + 2*nghost. A size is its number in Text::sizes.
 struct Product {
   int64_t factor = 1;
   std::vector<int> sizes;
@@ -145,13 +144,14 @@ struct Text {
   bool says_vmap = false;   // there is a line `vmap`
   uint32_t gaps = 0;        // sizes that are 1 if no argument has a dimension for them, a bit each
 
-  // Return the number of the line or size of a name, or -1.
+  // Return the number of the line with a name, or -1.
   int line(const std::string& name) const {
     for (size_t i = 0; i < lines.size(); ++i)
       if (lines[i].name == name) return int(i);
     return -1;
   }
 
+  // Return the number of the size with a name, or -1.
   int size(const std::string& name) const {
     for (size_t i = 0; i < sizes.size(); ++i)
       if (sizes[i] == name) return int(i);
@@ -180,8 +180,10 @@ inline bool begins(const std::string& text, const std::string& with) {
 inline std::vector<std::string> split(const std::string& text, const std::string& by) {
   std::vector<std::string> parts;
   size_t from = 0;
-  for (size_t to; (to = text.find(by, from)) != std::string::npos; from = to + by.size())
+  for (size_t to = text.find(by); to != std::string::npos; to = text.find(by, from)) {
     parts.push_back(strip(text.substr(from, to - from)));
+    from = to + by.size();
+  }
   parts.push_back(strip(text.substr(from)));
   return parts;
 }
@@ -226,11 +228,11 @@ inline Type type_named(const std::string& name) {
 
 class Reader {
  public:
-  explicit Reader(const std::string& text) : rest_(split_lines(text)) {}
+  explicit Reader(const std::string& text) : lines_(split_lines(text)) {}
 
   Text read() {
-    while (at_ < rest_.size()) {
-      const std::string& line = rest_[at_];
+    while (at_ < lines_.size()) {
+      const std::string& line = lines_[at_];
       const size_t name_end = line.find_first_not_of(
           "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_:");
       if (strip(line).empty()) {
@@ -256,6 +258,7 @@ class Reader {
   }
 
  private:
+  // A line whose clauses are not read yet.
   struct Pending {
     size_t line;
     std::string clauses;
@@ -264,8 +267,10 @@ class Reader {
   static std::vector<std::string> split_lines(const std::string& text) {
     std::vector<std::string> lines;
     size_t from = 0;
-    for (size_t to; (to = text.find('\n', from)) != std::string::npos; from = to + 1)
+    for (size_t to = text.find('\n'); to != std::string::npos; to = text.find('\n', from)) {
       lines.push_back(text.substr(from, to - from));
+      from = to + 1;
+    }
     lines.push_back(text.substr(from));
     return lines;
   }
@@ -275,24 +280,25 @@ class Reader {
   // Return the indented and empty lines from here on, and advance beyond them.
   std::string take_indented(size_t indent) {
     std::string taken;
-    for (; at_ < rest_.size() && (strip(rest_[at_]).empty() || rest_[at_][0] == ' '); ++at_)
-      taken += (rest_[at_].size() > indent ? rest_[at_].substr(indent) : "") + "\n";
+    for (; at_ < lines_.size() && (strip(lines_[at_]).empty() || lines_[at_][0] == ' '); ++at_)
+      taken += (lines_[at_].size() > indent ? lines_[at_].substr(indent) : "") + "\n";
     return taken;
   }
 
   void read_schema() {
     Schema schema;
     schema.number = number_ = int(at_) + 1;
-    schema.text = strip(rest_[at_++]);
+    schema.text = strip(lines_[at_++]);
+    // A schema goes on in the next lines until its results are complete.
     const auto is_whole = [&] {
       const size_t arrow = schema.text.rfind("->");
       return arrow != std::string::npos && arrow + 2 < schema.text.size() &&
              (schema.text.find('(', arrow) == std::string::npos || schema.text.back() == ')');
     };
     while (!is_whole()) {
-      if (at_ == rest_.size() || strip(rest_[at_]).empty())
+      if (at_ == lines_.size() || strip(lines_[at_]).empty())
         fail("expected `-> ` and the results behind the arguments of " + schema.text);
-      schema.text += " " + strip(rest_[at_++]);
+      schema.text += " " + strip(lines_[at_++]);
     }
     schema.name = schema.text.substr(0, schema.text.find('('));
     const std::string documentation = take_indented(2);
@@ -305,11 +311,12 @@ class Reader {
 
   void read_entry(const std::string& name) {
     number_ = int(at_) + 1;
-    if (!is_name(name)) fail("expected a schema or the name of an argument, got " + rest_[at_]);
-    std::string written = rest_[at_++] + "\n";
-    for (; at_ < rest_.size() && !rest_[at_].empty() && rest_[at_][0] == ' '; ++at_)
-      written += rest_[at_] + "\n";
+    if (!is_name(name)) fail("expected a schema or the name of an argument, got " + lines_[at_]);
+    std::string written = lines_[at_++] + "\n";
+    for (; at_ < lines_.size() && !lines_[at_].empty() && lines_[at_][0] == ' '; ++at_)
+      written += lines_[at_] + "\n";
     written.pop_back();
+
     std::string body;
     for (const std::string& part : split_lines(written.substr(name.size())))
       body += strip(part) + " ";
@@ -324,6 +331,7 @@ class Reader {
       joined_number_ = number_;
       return;
     }
+
     if (text_.line(name) >= 0) fail("a second line for " + name);
     Line line;
     line.name = name;
@@ -581,6 +589,7 @@ class Reader {
       line.shapes.push_back(std::move(shape));
       line.shape_sizes.push_back(sizes);
     }
+
     uint32_t any = 0, every = ~0u;
     for (const uint32_t sizes : line.shape_sizes) {
       any |= sizes;
@@ -592,6 +601,8 @@ class Reader {
       line.lacks.push_back(is_part ? line.shape_sizes[0] & ~line.shape_sizes[k] : 0);
     }
     text_.gaps |= line.some_sizes | line.or_one;
+
+    // The rest of the clause: `with`, `from` or `in rows or columns`.
     const size_t last = clause.rfind(']') + 1;
     line.shape_text = clause.substr(0, last);
     std::string tail = strip(clause.substr(last));
@@ -698,7 +709,7 @@ class Reader {
       }
   }
 
-  std::vector<std::string> rest_;
+  std::vector<std::string> lines_;
   size_t at_ = 0;
   int number_ = 1, linear_number_ = 1, joined_number_ = 1;
   Text text_;

@@ -86,8 +86,8 @@ struct List {
   int64_t size;
 };
 
-// Device memory of a CUDA kernel. The kernel is called twice. The first time `data` is nullptr: it
-// sets `bytes` and returns.
+// Device memory of a CUDA kernel. The kernel is called twice. In the first call `data` is nullptr,
+// and the kernel only sets `bytes`.
 struct Workspace {
   void* data;
   int64_t bytes;
@@ -148,7 +148,7 @@ struct KernelEntry {
   const char *op, *name_space;
   const Parameter* parameters;
   int count;
-  bool checks_entries;  // it does not return void
+  bool checks_entries;  // its function does not return void
   Outcome (*run)(void (*function)(), const Slot* slots);
   void (*function)();
   bool (*is_capturing)(void* stream);  // nullptr without CUDA
@@ -291,6 +291,7 @@ struct Caller {
   }
 
  private:
+  // Numbers<3> is Sequence<0, 1, 2>. std::make_integer_sequence would need <utility>.
   template <int... i>
   struct Sequence {};
   template <int n, int... i>
@@ -387,7 +388,7 @@ struct Composition {
 };
 
 // The derivatives of an operator by formulas that call operators. These have derivatives too, so
-// the operator has derivatives to any order. A derivative that is none is zero.
+// the operator has derivatives to any order. A gradient or tangent that is left unset is zero.
 struct Derivative {
   const char* op;
   // Sets the gradients for the arguments from those for the results. A gradient for which
