@@ -238,9 +238,11 @@ class Request(SimpleNamespace):
 
     @property
     def host_compiler(self) -> str:
-        """Return the compiler that nvcc runs: NVCC_CCBIN, CC, or gcc on PATH, but never CXX."""
-        words = compiler_words(self.environment, "CC", "gcc")
-        compiler = self.environment.get("NVCC_CCBIN") or words[0]
+        """Return the compiler that nvcc runs: CC, NVCC_CCBIN, or gcc on PATH, but never CXX."""
+        if "CC" in self.environment:  # PyTorch passes it as -ccbin, which nvcc prefers
+            compiler = compiler_words(self.environment, "CC", "gcc")[0]
+        else:
+            compiler = self.environment.get("NVCC_CCBIN") or "gcc"
         return os.path.join(compiler, "gcc") if os.path.isdir(compiler) else compiler
 
     def _is_program(self, word: str) -> bool:

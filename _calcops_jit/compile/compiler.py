@@ -133,7 +133,13 @@ class _Build:
         self._plan = self._make_plan()
         self._objects = [*self._cached, *self._plan.units.values()]
         self._quick_linker = toolchain.quick_linker(request)
-        self._flag_files = self._files_in_flags()
+        # The compiler command may be CXX='g++ @file'.
+        command = shlex.join(request.compiler)
+        self._command_files = expected_inputs.in_flags(request, command)
+        self._flag_files = {
+            kind: expected_inputs.in_flags(request, flags) | self._command_files
+            for kind, flags in self._plan.flags.items()
+        }
         self._before = recording.Before(staging, expected.union(*self._flag_files.values()))
 
     def _make_plan(self) -> Plan:
@@ -174,15 +180,6 @@ class _Build:
 
     def _recorder(self, request: Request, cflags: str) -> recording.Recorder:
         return recording.Recorder(request, toolchain.search(request, cflags), self._before)
-
-    def _files_in_flags(self) -> dict[str, set[str]]:
-        """Return {kind of flags: the files that these flags or the compiler command name}."""
-        # The compiler command may be CXX='g++ @file'.
-        of_command = expected_inputs.in_flags(self._request, shlex.join(self._request.compiler))
-        return {
-            kind: expected_inputs.in_flags(self._request, text) | of_command
-            for kind, text in self._plan.flags.items()
-        }
 
     def _compile_and_link(self, ninja: str) -> str:
         """Run ninja, with the quick linker if there is one. Return its output if it fails."""
@@ -240,9 +237,10 @@ class _Build:
             unit = request.unit(source)
             read, is_complete = dependency_files.of_unit(request, self._staging, source, target)
             try:
-                if source in RUNTIMES:  # which has flags of its own, and those name no files
+                if source in RUNTIMES:  # whose own flags name no files
                     of_runtime = self._recorder(unit, plan.runtime_cflags)
-                    inputs = of_runtime.closure(read, tools, is_complete, unrun)
+                    others_of_runtime = tools | self._command_files
+                    inputs = of_runtime.closure(read, others_of_runtime, is_complete, unrun)
                 else:
                     inputs = recorder.closure(read, others, is_complete, unrun)
             except closure.Changed as error:

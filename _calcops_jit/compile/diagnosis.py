@@ -23,7 +23,7 @@ import torch
 from .. import cuda
 from ..cache.closure import text_of
 from ..errors import NO_DESCRIPTOR, BuildError, report
-from ..request import Request, compiler_words
+from ..request import Request
 
 # {major version of CUDA: the oldest driver for any of its releases}, by CUDA's release notes.
 _DRIVERS = {12: 525, 13: 580}
@@ -284,8 +284,7 @@ def _foresee_arches(request: Request, nvcc: str) -> Iterator[Problem]:
 
 
 def _foresee_host_compiler(request: Request, nvcc: str) -> Iterator[Problem]:
-    # The compiler that nvcc runs: PyTorch passes CC to nvcc, whose default is gcc.
-    host = compiler_words(request.environment, "CC", "gcc")[0]
+    host = request.host_compiler
     macros = answer(request, host, "-dM", "-E", "-x", "c++", os.devnull)
     limits = text_of(f"{cuda.headers(request.cuda.home)}/crt/host_config.h")
     version = re.search(r"__GNUC__ (\d+)", macros)

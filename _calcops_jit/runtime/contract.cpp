@@ -354,6 +354,10 @@ void read_vmap(Family& family) {
 // Match a kernel's parameters with the arguments and results of its operator.
 BoundKernel bind(const Operator& op, const KernelEntry& kernel) {
   const Family& family = *op.family;
+  if (size_t(kernel.count) > contract::kMost)
+    family.fail(op.schema->number, "a kernel of " + op.parsed.name() + " has " +
+                                       std::to_string(kernel.count) + " parameters, more than " +
+                                       std::to_string(contract::kMost));
   BoundKernel bound{kernel, {}, false};
   std::vector<Source> expected;
   for (size_t i = 0; i < op.lines.size(); ++i)
@@ -528,8 +532,6 @@ void define_waiting(torch::Library&) {
       TORCH_CHECK(false, entry.file, ":", entry.line, ": contract, ", mistake.what());
     }
 
-    if (family.text.lines.size() > kMost || family.text.sizes.size() > kMost)
-      family.fail(1, "more than " + std::to_string(kMost) + " lines or sizes");
     for (const contract::Schema& schema : family.text.schemas) read_operator(family, schema, entry);
     check_names_of(family, entry);
     read_derivatives(family);

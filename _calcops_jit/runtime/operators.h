@@ -22,12 +22,11 @@ namespace {
 using at::Tensor;
 using c10::IValue;
 using c10::SymInt;
+using contract::kMost;
 using contract::Line;
 using contract::Shape;
 using contract::Sum;
 
-// A contract has at most so many lines and sizes, and a kernel so many parameters.
-constexpr size_t kMost = 24;
 // A result has fewer bytes: the size of a process's address space on x86-64.
 constexpr int64_t kMostBytes = int64_t(1) << 47;
 using Results = std::array<Tensor, 6>;

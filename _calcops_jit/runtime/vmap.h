@@ -147,7 +147,7 @@ struct Mapped {
     if (d < 0) return x.select(0, 0);  // it serves all items
     if (line.has_entries)
       if (const int size = contract::bare(line.entries.below); contains(text.joined, size))
-        joined = shifted(x, items, counts[size]);
+        joined = shifted(joined, items, counts[size]);
     if (const int size = contract::bare(shape[d]); line.or_one >> size & 1) {
       c10::SymDimVector all(joined.sym_sizes());
       all[d + 1] = counts[size];

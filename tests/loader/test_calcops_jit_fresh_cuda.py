@@ -163,6 +163,20 @@ REQUEST = Request(
 )
 
 
+@pytest.mark.parametrize(
+    "environment, compiler",
+    [
+        ({"CXX": "g++-13"}, "gcc"),
+        ({"NVCC_CCBIN": "g++-13"}, "g++-13"),
+        ({"CC": "gcc-12", "NVCC_CCBIN": "g++-13"}, "gcc-12"),
+    ],
+)
+def test_the_host_compiler_is_cc_then_nvcc_ccbin_then_gcc(environment, compiler):
+    request = REQUEST.but()
+    request.environment = environment
+    assert request.host_compiler == compiler
+
+
 @pytest.mark.parametrize("field", ["cflags", "cuda_cflags", "ldflags", "include_paths", "sources"])
 def test_each_list_of_flags_is_in_the_key(field):
     other = REQUEST.but(**{field: (*getattr(REQUEST, field), "-another")})

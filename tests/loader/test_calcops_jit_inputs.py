@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from checkout import Checkout, the_zygote
 
+from _calcops_jit.cache import store
+
 ANSWER = 'extern "C" __attribute__((visibility("default"))) int answer() {{ {} }}\n'
 LOAD = """
 import calcops_jit, ctypes
@@ -368,3 +370,15 @@ def test_a_parent_folder_behind_a_link_is_that_of_its_target(folder, searched):
         (folder.project / "current").unlink(missing_ok=True)
         (folder.project / "current").symlink_to(f"releases/{value}/bin")
         assert folder.loaded(**options) == value
+
+
+def test_a_response_file_of_the_compiler_command_is_an_input_of_the_loaders_unit(
+    folder, monkeypatch
+):
+    flags = folder.put("flags", "-DUNUSED=1\n")
+    source = "#include <torch/library.h>\nTORCH_LIBRARY_FRAGMENT(mine, m) {}\n"
+    folder.put("mine.cpp", source + ANSWER.format("return 1;"))
+    assert folder.loaded(CXX=f"g++ @{flags}") == 1
+    monkeypatch.setenv("CALCOPS_CACHE", str(folder.cache))
+    (unit,) = store.newest("unit-registry.cpp")
+    assert str(flags) in unit.closure.entries()

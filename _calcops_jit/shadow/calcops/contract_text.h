@@ -15,6 +15,10 @@
 namespace calcops {
 namespace contract {
 
+// A contract has at most so many lines and sizes, and a kernel so many parameters. Sizes are bits
+// of a uint32_t.
+constexpr size_t kMost = 24;
+
 // A Sum is a sum of Products of sizes, such as n + 2*nghost. A size is its number in Text::sizes.
 struct Product {
   int64_t factor = 1;
@@ -333,6 +337,7 @@ class Reader {
     }
 
     if (text_.line(name) >= 0) fail("a second line for " + name);
+    if (text_.lines.size() == kMost) fail("more than " + std::to_string(kMost) + " lines");
     Line line;
     line.name = name;
     line.text = written;
@@ -395,7 +400,9 @@ class Reader {
         if (letter == std::string::npos) continue;
         const std::string name = factor.substr(letter);
         if (!is_name(name)) fail("expected a size, such as N, 3, 2N or N + M, got " + sum);
-        if (text_.size(name) < 0) text_.sizes.push_back(name);
+        if (text_.size(name) >= 0) continue;
+        if (text_.sizes.size() == kMost) fail("more than " + std::to_string(kMost) + " sizes");
+        text_.sizes.push_back(name);
       }
   }
 
