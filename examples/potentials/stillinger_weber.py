@@ -50,7 +50,11 @@ class StillingerWeber(Potential):
     def __init__(self, path=None, type_names=None):
         entries = read(Path(path).read_text() if path else kSilicon)
         names = list(type_names or dict.fromkeys(name for triple in entries for name in triple))
-        rows = [entries[triple] for triple in itertools.product(names, repeat=3)]
+        triples = list(itertools.product(names, repeat=3))
+        for triple in triples:
+            if triple not in entries:
+                raise ValueError(f"expected an entry of {' '.join(triple)} in {path}, got none")
+        rows = [entries[triple] for triple in triples]
         table = torch.tensor(rows, dtype=torch.float64).view(len(names), len(names), len(names), 11)
         types = torch.arange(len(names))
         pairs = table[:, types, types]  # the pair (i, j) has the parameters of (i, j, j)

@@ -199,6 +199,14 @@ def test_energies_of_stillinger_weber_follow_its_formula_for_three_elements(sw_f
     torch.testing.assert_close(atom_energy[0], expected, rtol=1e-11, atol=1e-13)
 
 
+def test_a_file_without_the_entry_of_a_triple_is_refused(tmp_path):
+    path = tmp_path / "SiGe.sw"
+    entry = "2.1683 2.0951 1.80 21.0 1.20 -0.333333333333 7.049556277 0.6022245584 4.0 0.0 0.0"
+    path.write_text(f"Si Si Si {entry}\nSi Ge Ge {entry}\n")
+    with pytest.raises(ValueError, match=r"expected an entry of Si Si Ge in .*SiGe.sw, got none"):
+        StillingerWeber(path)
+
+
 def test_a_file_that_is_cut_off_is_refused():
     with pytest.raises(
         ValueError, match=r"expected entries of 3 elements and 11 numbers, got 13 words"
