@@ -30,7 +30,7 @@ def by_include_lines(request: Request) -> dict[str, bytes]:
 
 
 def _headers(name: str, folders: list[str]) -> list[str]:
-    """Return the headers of a name in the folders.
+    """Return the files with this name in the folders.
 
     BuildError: one of them is a FIFO or the like.
     """
@@ -62,6 +62,8 @@ def in_flags(request: Request, flags: str) -> set[str]:
     """
     files: set[str] = set()
     for word in toolchain.words_of_flags(flags):
+        # A path begins at the first slash of a piece, as in -Wl,-T,/a/b.ld. The whole word is a
+        # piece, too, because a path may contain "=" or ",".
         pieces = [word, *re.split("[=,]", word)]
         paths = {piece[piece.index("/") :] for piece in pieces if "/" in piece}
         for path in paths:

@@ -69,13 +69,13 @@ def missing(what: str, names: Iterable[str]) -> AttributeError:
 def handles(described: dict[str, str], home) -> dict[str, torch._ops.OpOverloadPacket]:
     """Return {name without namespace: torch.ops handle}.
 
-    Names with a leading underscore are left out. If two namespaces have one name, the first
-    operator gets it.
+    Names with a leading underscore are left out. If operators of two namespaces have the same name,
+    only the first is returned.
 
     Args:
         described: {operator: schemas and documentation}.
-        home: the object from which an unpickled handle is taken as an attribute: a Library, or
-            None for the module calcops_jit.
+        home: a Library, or None for the module calcops_jit. Unpickling a handle reads it as an
+            attribute of this object.
     """
     packets = {}
     for name, text in described.items():
@@ -113,7 +113,8 @@ _homes: dict[str, tuple[object, str]] = {}  # {operator: (Library or _Package, a
 class _Package:
     """The module calcops_jit in a pickle. Unpickling it imports the module."""
 
-    def __getattr__(self, name: str):  # copy.copy() of a handle does not unpickle this object
+    # Called by copy.copy() of a handle. Unpickling reads the attribute of the module itself.
+    def __getattr__(self, name: str):
         return getattr(importlib.import_module("calcops_jit"), name)
 
     def __reduce__(self):

@@ -252,12 +252,6 @@ void check_sizes(const Family& family, const Operator& op) {
                         " of the result `" + text.lines[result].name + "`");
 }
 
-// Return a text as a C string that lives as long as its family.
-const char* kept(Family& family, std::string text) {
-  family.names.push_back(std::move(text));
-  return family.names.back().c_str();
-}
-
 // Raise an error if a composition or a derivative names no operator: it would never be called.
 void check_names_of(const Family& family, const ContractEntry& entry) {
   const auto check = [&](const char* name, const char* what) {
@@ -301,8 +295,8 @@ void read_derivatives(Family& family) {
       if (!contains(family.input_lines, line)) family.input_lines.push_back(line);
     }
   }
-  family.derivatives = std::make_unique<Multilinear>(kept(family, family.forward),
-                                                     kept(family, family.backward), terms);
+  family.derivatives =
+      std::make_unique<Multilinear>(family.forward.c_str(), family.backward.c_str(), terms);
 }
 
 bool is_result(const Family& family, size_t line) {

@@ -27,7 +27,7 @@ using contract::Line;
 using contract::Shape;
 using contract::Sum;
 
-// A result has fewer bytes: the size of a process's address space on x86-64.
+// The bytes of a process's address space on x86-64. A result has fewer.
 constexpr int64_t kMostBytes = int64_t(1) << 47;
 using Results = std::array<Tensor, 6>;
 
@@ -104,12 +104,11 @@ struct Family {
   int line = 0;                        // of the contract in the file
   const char* without_cuda = nullptr;  // why the build has no CUDA
   std::deque<Operator> operators;
-  // These follow from the line `linear`.
+  // The members below follow from the line `linear`.
   std::unique_ptr<Multilinear> derivatives;
   std::string forward, backward;             // names of the two operators
   std::vector<int> input_lines;              // of all factors, in order
   std::vector<std::vector<int>> term_lines;  // of each term's factors
-  std::vector<std::string> names;            // storage of C strings
 
   [[noreturn]] void fail(int number, const std::string& what) const {
     TORCH_CHECK(false, file, ":", line, ": contract, ", contract::Mistake(number, what).what());
@@ -125,15 +124,18 @@ struct Operator {
   std::array<int, kMost> argument{};   // the argument's position in the schema, or -1
   std::array<int, kMost> gradient{};   // the position of its grad_ argument, or -1
   std::array<bool, kMost> optional{};  // whether the argument is optional
-  std::vector<int> lines{};  // of each argument: its line; -1: output_mask; -2 - line: a gradient
-  // The lines, sorted by what a call checks of them. shaped_lines are tensors with `the shape of`
-  // another one.
+  // For each argument: its line. output_mask has -1. The upstream gradient of a result has
+  // -2 - line, where `line` is the result's line.
+  std::vector<int> lines{};
+  // The lines, grouped by what a call checks of them. The tensors of shaped_lines have
+  // `the shape of` another one.
   std::vector<int> number_lines{}, tensor_lines{}, choice_lines{}, list_lines{}, gradient_lines{},
       shaped_lines{}, limit_lines{}, entry_lines{}, exclusion_lines{};
   std::vector<std::vector<int>> needs{};  // of each result: the lines of its factors
-  std::vector<int> result_lines{};        // of each result; of a gradient: the factor's line
-  int count = 0;                          // of arguments
-  int mask = -1;                          // the position of output_mask, or -1
+  // For each result: its line. The gradient of a factor has the factor's line.
+  std::vector<int> result_lines{};
+  int count = 0;  // of arguments
+  int mask = -1;  // the position of output_mask, or -1
   bool is_backward = false;
   Value (*composition)(const Value*) = nullptr;
   std::unique_ptr<Derivatives> formulas{};

@@ -1,11 +1,12 @@
 // Registers a library's operators. The blocks of TORCH_LIBRARY in it (../shadow/torch/library.h)
-// are run once. Each def and impl in them becomes a step. commit() registers all steps or none.
+// are run once. Each def, impl and fallback in them becomes one or more steps. commit() registers
+// all steps or none.
 //
 // In a C++ host that links or dlopens the library, its initialisers call commit(). calcops_jit's
-// loader (live/loading.py) compares the steps first and then calls it. The initialisers must then
-// not call commit(): the library is "held". The loader tells them by an operator
-// calcops_jit::holds, whose overload is the library's path. The loader registers it before it opens
-// the library.
+// loader (live/registration.py) compares the steps first and then calls it. The initialisers must
+// then not call commit(): the library is "held". While the loader opens the library, the dispatcher
+// has an operator calcops_jit::holds with an overload that encodes the library's path. The
+// initialisers look it up.
 //
 // A registration remains until the process ends, or until a newer library no longer has it. The
 // newest kernel of an operator is called.
@@ -85,7 +86,7 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
   struct Registry {
     std::vector<Block> blocks;
     std::vector<Step> steps;
-    std::list<std::pair<std::string, c10::RegistrationHandleRAII>> live;  // by a step's name
+    std::list<std::pair<std::string, c10::RegistrationHandleRAII>> live;  // (name, "" for a def)
     const bool held = is_held();  // the loader calls commit()
     bool committed = !held;
     std::string answer;
@@ -98,7 +99,7 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
     static bool is_held() {
       Dl_info self;
       if (!dladdr(__ehdr_start, &self) || !self.dli_fname) return false;
-      std::string path;  // in hexadecimal digits, which may be in a name
+      std::string path;  // in hexadecimal digits, since an overload cannot contain slashes
       for (const char* c = self.dli_fname; *c; ++c)
         for (int digit : {(*c >> 4) & 15, *c & 15}) path += "0123456789abcdef"[digit];
       return c10::Dispatcher::singleton()
@@ -269,7 +270,7 @@ Library& Library::_fallback(CppFunction&& f) & {
 
 }  // namespace torch
 
-// The loader calls these functions. They return "error\t..." if something throws.
+// The loader calls these functions. The first two return "error\t..." if something throws.
 #define CALCOPS_EXPORT extern "C" __attribute__((visibility("default"), used))
 // Return the steps of the blocks, a line for each.
 CALCOPS_EXPORT const char* calcops_jit_steps() {

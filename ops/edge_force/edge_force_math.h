@@ -30,7 +30,7 @@ CALCOPS_HD_INLINED inline R columns_of(const Real* v) {
 CALCOPS_HD_INLINED inline double& last_column(double& row) { return row; }
 #ifdef __CUDACC__
 CALCOPS_HD_INLINED inline double& last_column(Row& row) { return row[3]; }
-#else
+#else  // Clang binds no reference to an element of a vector type
 CALCOPS_HD_INLINED inline double last_column(const Row& row) { return row[3]; }
 #endif
 

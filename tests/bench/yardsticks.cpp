@@ -1,6 +1,6 @@
-// What bench_force.py measures the force operators against, as operators: reading and writing their
-// bytes and nothing else, allocating their outputs and nothing else, and the same kernel without a
-// fixed order of additions.
+// Operators with which bench_force.py compares the force operators. read_write only reads and
+// writes the same bytes. empty_force_virial only allocates the outputs. private_buffers computes
+// the same results without a fixed order of additions.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -27,7 +27,7 @@ Three empty_force_virial(const Tensor& list_neigh, const Tensor& dE, const Tenso
           at::empty({B, rows, 3, 3}, dE.options())};
 }
 
-// Sixty-four sums at a time: as fast as the memory.
+// Return the sum of x. With 64 independent sums, memory bandwidth alone limits the speed.
 template <class Number>
 Number sum(const Number* x, int64_t count) {
   Number sums[64] = {};
@@ -43,7 +43,7 @@ void read(const Tensor& x) {
   const auto* numbers = static_cast<const Number*>(x.const_data_ptr());
   at::parallel_for(0, x.numel(), 1 << 12, [&](int64_t begin, int64_t end) {
     const Number total = sum(numbers + begin, end - begin);
-    if (total == Number(0.123)) std::abort();  // so that the sum is needed
+    if (total == Number(0.123)) std::abort();  // so that the compiler keeps the sum
   });
 }
 
@@ -55,7 +55,7 @@ void write(const Tensor& x) {
   });
 }
 
-// Reads what is given and writes what is like `out_like`, each from its first number to its last.
+// Read the tensors `in`, and return written tensors of the shapes and dtypes of `out_like`.
 std::vector<Tensor> read_write(at::TensorList in, at::TensorList out_like) {
   for (const Tensor& x : in) {
     TORCH_CHECK(x.is_contiguous());
@@ -69,8 +69,9 @@ std::vector<Tensor> read_write(at::TensorList in, at::TensorList out_like) {
   return out;
 }
 
-// force_virial with a buffer a thread and as few instructions as there can be: the order of the
-// additions depends on the threads. One frame, int32, no ghosts, right entries.
+// force_virial with as few instructions as possible: each thread adds to a buffer of its own. So
+// the order of the additions depends on the number of threads. It supports one frame, int32, no
+// ghosts and valid entries.
 template <class Real>
 Three private_buffers_of(const Tensor& list, const Tensor& dE, const Tensor& Ri_d,
                          const Tensor& Rij) {

@@ -61,17 +61,18 @@ def build(folder=None):
 
 
 class Lammps:
-    """lammps(script, ranks, threads, fails) runs a script in `folder`, with the plugin loaded.
-
-    It returns the output of LAMMPS. LAMMPS must end with an error if `fails` is True, without one
-    if False, and may do either if None.
-    """
+    """LAMMPS with the plugin loaded, in a folder."""
 
     def __init__(self, folder):
         self.folder = folder
         self.plugin = build()
 
     def __call__(self, script, ranks=1, threads=1, fails=False, **environment):
+        """Run a script and return the output of LAMMPS.
+
+        LAMMPS must end with an error if `fails` is True, and without one if it is False. If it is
+        None, LAMMPS may do either.
+        """
         path = self.folder / "in.test"
         path.write_text(f"plugin load {self.plugin}\n" + script)
         command = [HOME / "bin" / "mpiexec", "-n", str(ranks), HOME / "bin" / "lmp"]

@@ -1,5 +1,5 @@
-"""examples/aot_inductor_force: the C++ host's results of the package are those of the eager model,
-and its forces and virials are derivatives of the energy."""
+"""examples/aot_inductor_force: the C++ host's results of the package are those of the eager model.
+Its forces and virials are derivatives of the energy."""
 
 import os
 import platform
@@ -46,7 +46,8 @@ def ran(request, build):
 def results(ran, build):
     """Return the tensors that the host saved for each of three sizes.
 
-    They are three inputs, the package's five outputs, and three of the host's core repulsion.
+    Each size has three inputs, the package's five outputs, and three outputs of the host's core
+    repulsion: its force, virial and atom_virial.
     """
     sizes = torch.load(build / "results.pt")
     assert len(sizes) == 3
@@ -84,17 +85,19 @@ def test_the_package_in_python_is_equal_to_eager(ran):
 def by_autograd(energy, types, list_neigh, Rij):
     """Return force, virial and atom_virial of an energy of the pair vectors.
 
-    dE/dRij is minus the force of the pair (i, j) on j.
+    dE/dRij is minus the force of the pair (i, j) on j. The reference gets -dE/dRij as the first of
+    the four rows of Ri_d, with the factor dE = 1.
     """
     (slope,) = torch.autograd.grad(energy, Rij)
-    ones = torch.zeros(*Rij.shape[:3], 4, dtype=Rij.dtype, device=Rij.device)
-    ones[..., 0] = 1
+    dE = torch.zeros(*Rij.shape[:3], 4, dtype=Rij.dtype, device=Rij.device)
+    dE[..., 0] = 1
     Ri_d = torch.nn.functional.pad(-slope.unsqueeze(3), (0, 0, 0, 3)).flatten(2, 3)
-    return reference.force_virial(list_neigh, ones, Ri_d, Rij.detach(), ghosts(types, list_neigh))
+    return reference.force_virial(list_neigh, dE, Ri_d, Rij.detach(), ghosts(types, list_neigh))
 
 
 def test_force_and_virial_are_the_derivatives_of_the_energy(results, model):
-    for types, list_neigh, Rij, energy, _, *forces in (tensors[:8] for tensors in results):
+    for types, list_neigh, Rij, *tensors in results:
+        energy, _, *forces = tensors[:5]
         leaf = Rij.clone().requires_grad_()
         far = leaf.where((list_neigh >= 0)[..., None], 2 * model.cutoff)
         Ri = describe(far.permute(3, 0, 2, 1))
@@ -149,7 +152,7 @@ def test_the_readme_shows_what_is_printed(ran):
 
 
 def test_no_tool_prints_a_warning(ran):
-    """Such as those about deprecated TorchScript, or about a missing CUDA toolkit."""
+    """PyTorch could warn of deprecated TorchScript, or of a missing CUDA toolkit."""
     assert not re.search("warning|No CUDA", ran.stderr, re.IGNORECASE), ran.stderr
 
 

@@ -1,4 +1,5 @@
-"""The ASE calculator in the ways that users of ASE copy, pickle, fork and share it, and batches."""
+"""The ASE calculator when users of ASE copy, pickle, fork or share it, its neighbour lists, batches
+and results."""
 
 import copy
 import multiprocessing
@@ -7,7 +8,6 @@ import pickle
 import signal
 import traceback
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,8 +21,6 @@ from ase.build import bulk  # noqa: E402
 from ase.io import read, write  # noqa: E402
 from ase.mep import NEB  # noqa: E402
 from ase.optimize import FIRE  # noqa: E402
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 from calcops.ase.calculator import CalcOps  # noqa: E402
 from calcops.potentials.package import load, save  # noqa: E402
 from calcops.potentials.stillinger_weber import StillingerWeber  # noqa: E402
@@ -68,7 +66,7 @@ def calculator(request, archive):
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
 )
-def test_a_copy_of_the_calculator_gives_the_same(calculator, copied):
+def test_a_copy_of_the_calculator_gives_the_same_results(calculator, copied):
     twin = copied(calculator)
     assert twin.neighbours.builds == 1
     assert_same(everything(twin, silicon()), everything(calculator, silicon()))
@@ -91,7 +89,7 @@ def test_a_pickled_package_opens_from_any_working_folder(archive, tmp_path, monk
 
 
 def in_child(calculator, atoms):
-    """Return the results of a forked child, which is ended after a minute."""
+    """Return the results that a forked child computes. A child that hangs ends after a minute."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -120,8 +118,8 @@ def fork_after_threads(calculator):
 
 
 def test_a_forked_child_computes_after_its_parent_used_threads(calculator):
-    """A fresh process forks. Autograd refuses to work in a child of a process that has used its
-    threads for devices, and other tests may have done so in this one."""
+    """The fork is in a new process. If a process has used autograd's threads for devices, autograd
+    does not work in its children, and other tests may have used them in this process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         pool.submit(fork_after_threads, calculator).result()
 

@@ -122,8 +122,13 @@ def compare(module, table, dumped, periodic=(1, 1, 1), tolerance=1e-12):
     energy, pressure, atoms = expected(module, types, dumped[:, 2:5], cell, periodic)
     assert abs(table[1] - energy) <= tolerance * abs(energy)
     assert difference(table[2:8], pressure) <= tolerance
-    force, energy, stress, centroid_stress = slice(0, 3), slice(3, 4), slice(4, 10), slice(10, 19)
-    for columns in (force, energy, stress, centroid_stress):
+    columns_of = {
+        "force": slice(0, 3),
+        "energy": slice(3, 4),
+        "stress": slice(4, 10),
+        "centroid stress": slice(10, 19),
+    }
+    for columns in columns_of.values():
         assert difference(dumped[:, 5:][:, columns], atoms[:, columns]) <= tolerance
     assert np.abs(atoms[:, :3]).max() > 1
 
@@ -215,8 +220,11 @@ def test_another_style_with_a_longer_cutoff_gives_enough_ghosts(lammps):
     ],
 )
 def test_scripts_that_cannot_run_are_refused_with_the_reason(lammps, script, message):
-    first, rest = (script, "") if script.startswith("newton") else ("", script)
-    printed = lammps(first + SYSTEMS["block"] + style(2) + rest + "run 0\n", fails=True)
+    if script.startswith("newton"):  # LAMMPS reads this before the box
+        script += SYSTEMS["block"] + style(2)
+    else:
+        script = SYSTEMS["block"] + style(2) + script
+    printed = lammps(script + "run 0\n", fails=True)
     assert message in re.sub(r"\s+", " ", printed)
 
 
@@ -272,7 +280,7 @@ def test_bonded_atoms_are_refused_unless_special_bonds_gives_them_full_weight(la
 SEVENNET = FOLDER.parent / "graph_potential"
 PYTHON = FOLDER.parent.parent / "build" / "graph_potential" / "bin" / "python"
 # Computes forces, energies and stress with SevenNet's own graph. Tensor.float is replaced, because
-# its one-hot code calls it whatever the dtype of the weights is.
+# SevenNet's one-hot code calls it for weights of any dtype.
 OWN_NUMBERS = """
 import sys, numpy, torch, sevenn._keys as KEY
 from ase import Atoms
@@ -287,10 +295,11 @@ atoms.cell = [float(x) for x in sys.argv[2:]]
 graph = unlabeled_atoms_to_graph(atoms, 5.0, with_shift=True)
 data = {key: torch.as_tensor(x) for key, x in graph.items() if not isinstance(x, (str, dict))}
 data = {key: x.double() if x.is_floating_point() else x for key, x in data.items()}
-found = model(data)
-force, energy = found[KEY.PRED_FORCE], found[KEY.ATOMIC_ENERGY].view(-1, 1)
+results = model(data)
+force = results[KEY.PRED_FORCE]
+energy = results[KEY.ATOMIC_ENERGY].view(-1, 1)
 numpy.savetxt("own", torch.cat([force, energy], 1).detach().numpy())
-numpy.savetxt("own.pressure", found[KEY.PRED_STRESS].detach().numpy())
+numpy.savetxt("own.pressure", results[KEY.PRED_STRESS].detach().numpy())
 """
 
 

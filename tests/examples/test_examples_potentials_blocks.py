@@ -19,7 +19,7 @@ def model():
 
 
 def system(frames=1, natoms=40, seed=0):
-    """types [B, n], list_neigh and Rij of a liquid, with pairs beyond the cutoff."""
+    """Return types [B, n], list_neigh and Rij of a liquid, with pairs beyond the cutoff."""
     random = np.random.default_rng(seed)
     grid = np.stack(np.meshgrid(*[np.arange(4.0)] * 3), -1).reshape(-1, 3)[:natoms]
     positions = torch.from_numpy(1.1 * grid + random.normal(0, 0.05, (frames, natoms, 3)))

@@ -33,7 +33,8 @@ def number(ran, pattern):
 
 
 def test_the_crystal_has_its_published_energy_and_bulk_modulus(ran):
-    """(C11 + 2 C12) / 3 of E. R. Cowley, Phys. Rev. Lett. 60, 2379 (1988): 101.4 GPa."""
+    """The elastic constants of E. R. Cowley, Phys. Rev. Lett. 60, 2379 (1988) give a bulk modulus
+    (C11 + 2 C12) / 3 of 101.4 GPa."""
     assert number(ran, r"cohesive energy +(\S+) eV/atom") == pytest.approx(-4.3366, abs=1e-5)
     assert number(ran, r"bulk modulus +(\S+) GPa") == pytest.approx(101.4, abs=0.1)
 

@@ -50,6 +50,11 @@ def numbers(lines):
     return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in table.items()}
 
 
+def first_forces(lines):
+    """Return the forces on the four atoms, from the first host of an output."""
+    return numbers(lines)["force"][:4].tolist()
+
+
 def expected(archive):
     """Return the numbers in plain PyTorch: derivatives by autograd, the force by the reference."""
     files = {"frame": ""}
@@ -94,7 +99,7 @@ def test_the_host_works_with_the_library_linked_or_opened_and_fails_without(ran,
         ran.stdout,
         re.MULTILINE | re.DOTALL,
     ).groups()
-    assert numbers(opened)["force"].tolist() == numbers(scripted)["force"][:4].tolist()
+    assert numbers(opened)["force"].tolist() == first_forces(scripted)
     assert "host: " not in neither
     assert "Unknown builtin op: CalcOps::calculateForce" in ran.stderr
 
@@ -104,7 +109,7 @@ def test_torchscript_refuses_a_function_of_python(ran):
 
 
 def test_no_tool_prints_a_warning(ran):
-    """Such as those about deprecated TorchScript, or about a missing GPU."""
+    """PyTorch could warn of deprecated TorchScript, or of a missing GPU."""
     assert not re.search("warning|No CUDA", ran.stderr, re.IGNORECASE), ran.stderr
 
 
@@ -129,8 +134,7 @@ def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
 
 def test_the_host_needs_the_linkers_no_as_needed_of_its_makefile(ran, build):
     """Ubuntu's g++ links with --as-needed by default, which drops the operators' library."""
-    as_planned = ["--dry-run", "-W", build / "host.o", build / "host"]
-    planned = make(build, *as_planned).stdout
+    planned = make(build, "--dry-run", "-W", build / "host.o", build / "host").stdout
     (line,) = (line for line in planned.splitlines() if f"-o {build}/host " in line)
     assert "-Wl,--no-as-needed" in line
     line = line.replace("-Wl,--no-as-needed", "-Wl,--as-needed")
@@ -149,7 +153,7 @@ def test_cmake_builds_the_same_host_and_looks_for_no_cuda_toolkit(ran, build):
     result = make(build, "cmake")
     section = r"^== scripted.*?\n(.*?)^== traced"
     scripted = re.search(section, ran.stdout, re.MULTILINE | re.DOTALL)[1]
-    assert numbers(result.stdout)["force"].tolist() == numbers(scripted)["force"][:4].tolist()
+    assert numbers(result.stdout)["force"].tolist() == first_forces(scripted)
     # If find_package(Torch) looked for a toolkit, CMake's cache would have this variable.
     assert "CUDA_TOOLKIT_ROOT_DIR" not in (build / "cmake" / "CMakeCache.txt").read_text()
 
@@ -170,4 +174,4 @@ def test_the_host_builds_from_an_exported_folder_with_pkg_config(ran, build):
         [build / "exported", build / "scripted.pt"], env=ENVIRONMENT, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
-    assert numbers(result.stdout)["force"].tolist() == numbers(ran.stdout)["force"][:4].tolist()
+    assert numbers(result.stdout)["force"].tolist() == first_forces(ran.stdout)

@@ -1,4 +1,4 @@
-"""examples/train_potential: splines, tables and float32 in the place of a model's nets."""
+"""examples/train_potential: splines or tables in the place of a model's nets, and float32 nets."""
 
 import copy
 import re
@@ -21,7 +21,7 @@ RESULTS = "energy", "atom_energy", "force", "virial", "atom_virial"
 
 
 def steep():
-    """A model whose first layers have steps that are too steep for a spline."""
+    """Return a model whose first layers have steps that are too steep for a spline."""
     weights = arrays()
     for key in ("emb0_w0", "emb1_w0"):
         weights[key] = 100 * weights[key]
@@ -62,7 +62,8 @@ def test_a_spline_gives_every_result_of_the_nets(exact, spline, structure):
 
 
 def test_forces_of_a_spline_are_derivatives_of_its_energy(spline):
-    """Exactly, not within the error of the spline; with ghosts."""
+    """They are exact derivatives of the spline's energy, which itself is not exact. Atoms 8 to 11
+    are ghosts."""
     types, positions = cluster()
     list_neigh, Rij = host_list(positions, 15)
     local = spline(torch.from_numpy(types), list_neigh[:, :8], Rij[:, :8], 4)
@@ -93,20 +94,22 @@ def test_forces_of_a_spline_have_derivatives(spline):
     assert gradient[4, 1].item() == pytest.approx(difference.item() / 2e-5, rel=1e-6)
 
 
-def test_frames_in_a_batch_and_padding_have_the_results_of_their_own(spline, structure):
+def test_frames_in_a_padded_batch_have_the_results_of_single_calls(spline, structure):
     types, list_neigh, Rij = structure
-    alone = spline(types, list_neigh, Rij)
+    first_frame = spline(types, list_neigh, Rij)
     fewer = list_neigh.clone()
     fewer[:, :, ::2] = -1
-    other = spline(types, fewer, Rij)
+    second_frame = spline(types, fewer, Rij)
+
+    # Both frames in a batch, each with two additional atoms of type -1 without neighbours.
     no_atom = torch.full((1, 2), -1)
     padded_types = torch.cat([types[None], no_atom], 1).expand(2, -1)
     empty = torch.full((2, 2, list_neigh.shape[2]), -1)
     lists = torch.cat([torch.cat([list_neigh, fewer]), empty], 1)
     pairs = torch.cat([Rij.expand(2, -1, -1, -1), Rij.new_zeros(2, 2, *Rij.shape[2:])], 1)
     energy, atom_energy, force, _, _ = spline(padded_types, lists, pairs)
-    assert_close(energy, torch.cat([alone[0], other[0]]))
-    assert_close(force[:, :-2], torch.cat([alone[2], other[2]]))
+    assert_close(energy, torch.cat([first_frame[0], second_frame[0]]))
+    assert_close(force[:, :-2], torch.cat([first_frame[2], second_frame[2]]))
     assert (atom_energy[:, -2:] == 0).all()
     assert (force[:, -2:] == 0).all()
 
@@ -120,8 +123,8 @@ def test_torchscript_and_npz_keep_what_replaces_the_nets(kind, spline, structure
     expected = model(*structure)
     save_npz(model, tmp_path / "model.npz")
     again = load_npz(tmp_path / "model.npz").requires_grad_(False)
-    for forms in (again(*structure), torch.jit.script(model)(*structure)):
-        assert all(map(torch.equal, forms, expected))
+    for results in (again(*structure), torch.jit.script(model)(*structure)):
+        assert all(map(torch.equal, results, expected))
 
 
 def test_steep_nets_get_tables(capsys):
@@ -166,7 +169,7 @@ def test_a_package_of_a_spline_with_float32_nets_has_its_results(spline, structu
     package.save(model, tmp_path / "model.pt2")
     packaged = package.load(tmp_path / "model.pt2")
     types, list_neigh, Rij = structure
-    # Other sizes than those it was made with, and a ghost.
+    # The package was made with other sizes. The second call has a ghost.
     for atoms in (12, 11):
         inputs = types, list_neigh[:, :atoms], Rij[:, :atoms], 12 - atoms
         for name, result, expected in zip(RESULTS, packaged(*inputs), model(*inputs)):

@@ -30,8 +30,8 @@ def test_the_ruled_lines_of_the_page_are_rows_of_the_result():
     """Between the two ruled lines, the photograph shows paper and writing."""
     straight = straighten()[1].double()
     assert straight.shape == (344, 680)
-    # A horizontal line darkens its whole row: its darkest row is darker than those 12 pixels above
-    # and below.
+    # A horizontal line darkens a whole row of the result. This row is darker than the rows 12
+    # pixels above and below.
     row = straight[:, 60:620].median(dim=1).values
     for line in (110, 210):
         assert row[line - 4 : line + 5].min() < min(row[line - 12], row[line + 12]) - 15

@@ -17,7 +17,8 @@ MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter
 
 
 def test_a_build_needs_no_setuptools(checkout):
-    """torch.utils.cpp_extension, which knows the flags of PyTorch, imports setuptools."""
+    """A build takes flags from torch.utils.cpp_extension. That module imports setuptools, so the
+    loader gives it a stand-in."""
     child = checkout.run(f"import sys; sys.modules['setuptools'] = None\n{CALL}")
     assert (child.code, child.out) == (0, "1\n"), child.err
 
@@ -107,6 +108,16 @@ import calcops_jit
         assert child.err.splitlines()[-1] == expected
 
 
+def test_inspect_shows_the_names_and_defaults_of_the_schema():
+    def signature(operator):
+        return str(inspect.signature(operator))
+
+    expected = "(list_neigh, dE, Ri_d, nghost=0, *, neighbor_index=None)"
+    assert signature(calcops_jit.force) == expected
+    assert signature(copy.copy(calcops_jit.force)) == expected
+    assert signature(calcops_jit.calculateForce) == "(list_neigh, dE, Ri_d, F, nghost=None)"
+
+
 # ---- rebuilds ------------------------------------------------------------------------------------
 
 
@@ -164,7 +175,7 @@ def test_only_changed_units_are_compiled_even_after_a_failed_build(checkout):
     checkout.write("ops/a/a.cpp", "int a() { return 0; }\n")
     checkout.write("ops/second/second.cpp", "int second() { return }\n")
     assert "cannot build" in checkout.run(MAX_JOBS="1").err
-    checkout.compiled()
+    checkout.compiled()  # begin a new count
     checkout.write("ops/second/second.cpp", "int second() { return 3; }\n")
     assert checkout.answer() == 2
     assert checkout.compiled() == 1
@@ -239,7 +250,7 @@ def test_an_import_does_not_wait_for_the_compilers_of_a_killed_builder(checkout)
     after = checkout.start()
     wait_for(lambda: len(stages(checkout)) == 1 and f".{after.pid}." in str(stages(checkout)))
     assert "waiting" not in after.err
-    # The next import kills the processes of the dead builder.
+    # The next import kills the processes of the dead builder, so only its own stay in the cache.
     wait_for(lambda: set(in_cache(checkout)) == set(in_cache(checkout, f".{after.pid}.")))
     builder.wait()
     checkout.slow.unlink()
@@ -273,13 +284,3 @@ def seconds_spent(pid: int) -> float:
     numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     user, system = numbers[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-def test_inspect_shows_the_names_and_defaults_of_the_schema():
-    def signature(operator):
-        return str(inspect.signature(operator))
-
-    expected = "(list_neigh, dE, Ri_d, nghost=0, *, neighbor_index=None)"
-    assert signature(calcops_jit.force) == expected
-    assert signature(copy.copy(calcops_jit.force)) == expected
-    assert signature(calcops_jit.calculateForce) == "(list_neigh, dE, Ri_d, F, nghost=None)"

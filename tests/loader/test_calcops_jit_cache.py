@@ -22,7 +22,7 @@ def test_a_damaged_library_is_rebuilt_and_never_loaded(checkout, damage):
     spoil(library, damage)
     assert checkout.answer() == 1
     assert checkout.run().err == ""
-    checkout.compiled()
+    checkout.compiled()  # resets the count
     assert checkout.answer() == 1
     assert checkout.compiled() == 0
 
@@ -45,7 +45,7 @@ def test_a_damaged_manifest_or_object_is_rebuilt(checkout, part, damage):
         path.write_bytes(content)
     for library in checkout.libraries():
         library.unlink()
-    checkout.compiled()
+    checkout.compiled()  # resets the count
     assert checkout.answer() == 1
     assert checkout.compiled() == 1
     assert checkout.run().err == ""
@@ -69,7 +69,7 @@ def test_a_read_only_cache_is_read_second_and_never_written(checkout, tmp_path):
     assert checkout.answer() == 1
     shared = checkout.cache.rename(tmp_path / "shared")
     before = set(shared.rglob("*"))
-    checkout.compiled()
+    checkout.compiled()  # resets the count
     readonly = f"/nowhere:{shared}"
     assert checkout.answer(CALCOPS_CACHE_READONLY=readonly) == 1
     assert checkout.compiled() == 0

@@ -1,5 +1,5 @@
 """Inputs that change during their compile, on file systems whose clock is ahead, behind or coarse.
-A build changes nothing else in its process."""
+The second part tests what a build does to its own process and to its compilers."""
 
 import os
 import shutil
@@ -73,20 +73,19 @@ def test_a_header_behind_a_macro_saved_during_its_compile_is_compiled_again(chec
 def test_a_header_that_appears_before_another_during_a_compile_is_used(checkout):
     # The header appears after the compiler has looked for it and before the compiler ends.
     late = checkout.path / "ops/tiny/tiny/tiny.h"
-    make = f"[ -e {late} ] || {{ mkdir -p {late.parent}; echo '#define ANSWER 7' > {late}; }}"
-    real = f'exec {shutil.which("c++")} "$@"'
+    add = f"[ -e {late} ] || {{ mkdir -p {late.parent}; echo '#define ANSWER 7' > {late}; }}"
+    compile_command = f'{shutil.which("c++")} "$@"'
+    compile_then_add = f'{compile_command} || exit; case "$*" in *" -c "*) {add};; esac'
     text = checkout.compiler.read_text()
-    compile_then_make = (
-        f'{real.removeprefix("exec ")} || exit; case "$*" in *" -c "*) {make};; esac'
-    )
-    checkout.compiler.write_text(text.replace(real, compile_then_make))
+    checkout.compiler.write_text(text.replace(f"exec {compile_command}", compile_then_add))
     child = checkout.run()
     assert (child.code, child.out) == (0, "7\n"), child.err
     assert checkout.compiled() == 2, child.err
 
 
-# The loader trusts the time of a file that it saw twice with more than a tick of the clock between.
-# These scripts decide whether that was so, because a busy machine could take either time.
+# The loader trusts the time of a file after two checks that were more than a tick of the clock
+# apart. The time between the processes of a test depends on how busy the machine is, so these
+# scripts decide what the loader takes it for.
 IS_LONG_AGO = "import _calcops_jit.cache.closure as c; c.is_long_ago = lambda _: {}\n"
 SOON = IS_LONG_AGO.format(False)
 LATER = IS_LONG_AGO.format(True)
@@ -112,7 +111,7 @@ def test_the_time_of_a_file_is_trusted_if_seen_twice_with_a_pause_between(checko
     assert manifest.read_bytes() == settled
 
 
-# ---- the process of a build ----------------------------------------------------------------------
+# ---- the process of a build and its compilers ----------------------------------------------------
 
 
 def test_a_build_keeps_the_environment_while_other_threads_change_it(checkout):

@@ -65,7 +65,7 @@ def test_a_kernel_of_float32_serves_float16(mine):
     assert torch.equal(actual, (image.float() * gain.float()).half())
 
 
-# Arguments, and the end of the message.
+# {case: (arguments, the error message without its beginning)}
 REFUSED = {
     "one value of a pair": (dict(size=[3]), r"`size` (h, w), both >= 0, got [3]"),
     "a size below zero": (dict(size=[3, -1]), r"`size` (h, w), both >= 0, got [3, -1]"),

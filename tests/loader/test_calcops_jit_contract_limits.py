@@ -97,3 +97,27 @@ def test_vmap_shifts_the_entries_of_a_tensor_that_lacks_a_dimension(mine, shape)
     indices = torch.randint(7, (5, *shape))
     expected = [mine.picked(table, index) for table, index in zip(tables, indices)]
     assert torch.equal(torch.vmap(mine.picked)(tables, indices), torch.stack(expected))
+
+
+def test_derivatives_call_an_operator_of_a_short_name(tmp_path):
+    """C++ stores up to 15 characters of a string in the string itself, and not on the heap."""
+    text = """f(Tensor x) -> Tensor
+_f_backward(Tensor grad_y, Tensor x, bool[1] output_mask=[True]) -> Tensor
+x  [N]; float64.
+y  [N]; like x.
+linear  y(x)"""
+    kernels = """
+void f(View<const double, 1> x, View<double, 1> y) {
+  for (int64_t i = 0; i < x.shape[0]; ++i) y(i) = 2 * x(i);
+}
+void backward(View<const double, 1> grad_y, View<const double, 1>, View<double, 1> grad_x) {
+  f(grad_y, grad_x);
+}
+const calcops::Kernel cpu("f", f);
+const calcops::Kernel backward_cpu("_f_backward", backward);
+"""
+    source = tmp_path / "s.cpp"
+    source.write_text(contract_of(text, kernels))
+    s = calcops_jit.load("s", [source])
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(s.f, x)

@@ -17,7 +17,7 @@ HOST = """
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <cstdio>
-int main() {  // an atom and its ghost: the force is +-2 along each axis, a sum of 4 times 1 * 0.5
+int main() {  // An atom and its ghost. The force is +-2 along each axis: 4 terms of 1 * 0.5.
   const at::Tensor list_neigh = at::ones({1, 1, 1}, at::kLong);
   const at::Tensor dE = at::ones({1, 1, 1, 4});
   const at::Tensor Ri_d = at::full({1, 1, 4, 3}, 0.5);
@@ -48,7 +48,7 @@ def test_export_writes_library_header_and_files_for_cmake_and_pkg_config(folder)
     }
 
 
-def test_torch_loads_the_exported_library_without_the_loader_and_a_compiler(folder):
+def test_torch_loads_the_exported_library_without_loader_and_compiler(folder):
     script = """
 import torch
 torch.ops.load_library('lib/libcalcops.so')
@@ -104,7 +104,8 @@ def test_cmake_builds_a_cpp_host_without_the_cmake_package_of_torch(folder, tmp_
         "add_executable(host host.cpp)\n"
         "target_link_libraries(host PRIVATE calcops::calcops)\n"
     )
-    configure = ["cmake", "-S", ".", "-B", "build", f"-DCMAKE_PREFIX_PATH={folder}"]
+    prefix = f"-DCMAKE_PREFIX_PATH={folder}"
+    configure = ["cmake", "-S", ".", "-B", "build", prefix]
     subprocess.run(configure, cwd=tmp_path, check=True, capture_output=True)
     subprocess.run(["cmake", "--build", "build"], cwd=tmp_path, check=True, capture_output=True)
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
@@ -115,7 +116,7 @@ def test_cmake_builds_a_cpp_host_without_the_cmake_package_of_torch(folder, tmp_
 
     # CMake refuses a PyTorch of another version.
     (tmp_path / "version.py").write_text("__version__ = '2.9.1+cpu'\n")
-    configure = ["cmake", "-S", ".", "-B", "other", *configure[5:], f"-Dcalcops_TORCH={tmp_path}"]
+    configure = ["cmake", "-S", ".", "-B", "other", prefix, f"-Dcalcops_TORCH={tmp_path}"]
     refused = subprocess.run(configure, cwd=tmp_path, capture_output=True, text=True)
     assert refused.returncode != 0
     assert "built for PyTorch" in refused.stderr

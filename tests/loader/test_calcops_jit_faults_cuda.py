@@ -16,6 +16,7 @@ from _calcops_jit.request import Request
 @pytest.mark.skipif(cuda.find_toolkit()[0] == "", reason="no nvcc for this PyTorch")
 def test_faults_of_a_real_nvcc_are_foreseen_with_the_causes_of_its_messages(tmp_path, monkeypatch):
     home, version = cuda.find_toolkit()
+    # A host compiler that says it is GCC 99, which nvcc refuses.
     host = tmp_path / "gcc-99"
     host.write_text(f'#!/bin/sh\nexec {shutil.which("gcc")} -U__GNUC__ -D__GNUC__=99 "$@"\n')
     host.chmod(0o755)

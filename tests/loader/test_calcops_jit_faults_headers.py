@@ -6,7 +6,7 @@ import pytest
 from _calcops_jit.compile import diagnosis
 from _calcops_jit.request import Request
 
-# For each compiler its output, the line of the project that caused the error, and the error.
+# For each case: a compiler's output, the line of the project that caused the error, and the error.
 OUTPUTS = {
     "g++ and torch": (
         """In file included from /torch/include/torch/library.h:62,
@@ -71,14 +71,14 @@ constructor for initialization of 'Grid'
 }
 
 
-@pytest.mark.parametrize("compiler", OUTPUTS)
+@pytest.mark.parametrize("case", OUTPUTS)
 def test_an_error_in_a_foreign_header_is_reported_at_the_causing_line_of_the_project(
-    tmp_path, compiler
+    tmp_path, case
 ):
     source = tmp_path / "mine.cpp"
     source.write_text("".join(f"line {number}\n" for number in range(1, 10)))
     request = Request(name="mine", root=str(tmp_path), sources=(str(source),), cflags=())
-    output, line, error = OUTPUTS[compiler]
+    output, line, error = OUTPUTS[case]
     output = output.format(root=tmp_path)
     message = str(diagnosis.explain("cannot build mine", output, request, "/log"))
     assert message == (

@@ -74,8 +74,8 @@ def built(tmp_path):
     return built
 
 
-# For each change: a function that makes it and may return variables, the answer afterwards, and the
-# number of units that are compiled.
+# {change: (function, answer afterwards, number of units that are compiled)}. The function changes
+# files of the checkout or returns environment variables.
 CHANGES = {
     "a .cu file": (
         lambda b: b.write("ops/tiny/tiny.cu", SOURCE.replace("VALUE;", "VALUE + 1;")),
@@ -218,6 +218,7 @@ def test_a_header_of_torch_is_in_the_closure(tmp_path):
     inputs = {str(header), *REQUEST.tools}
     before = recording.Before(str(tmp_path), inputs)
     closure = recording.Recorder(REQUEST, [], before).closure(set(), inputs)
+    # Give the closure another digest of the header. Without stamps, it compares the contents.
     digest = file_digest(str(header))
     closure.digests = closure.digests.replace(digest, "0" * len(digest))
     closure.stamps = bytearray(len(closure.stamps))

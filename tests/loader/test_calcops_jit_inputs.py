@@ -1,5 +1,5 @@
-"""Every file that a build reads is an input: files that flags name, files that the linker and the
-assembler read, files with unusual names.
+"""Every file that a build reads is an input. Here: files that flags name, files that the linker and
+the assembler read, and files with unusual names.
 
 Each case builds a library with calcops_jit.load, changes one file, and loads the library again in
 another process."""
@@ -54,7 +54,7 @@ class Folder(Checkout):
     def archive(self, value: int, name: str = "libvalue.a") -> Path:
         """Write a static library whose function value() returns `value`."""
         source = self.put("value.cpp", f"int value() {{ return {value}; }}\n")
-        path = self.put(name, "")
+        path = self.put(name, "")  # makes the folder
         path.unlink()
         command = f"c++ -fPIC -c {source} -o {source}.o && ar rc '{path}' {source}.o"
         assert os.system(command) == 0
@@ -99,7 +99,7 @@ VERSIONS = {"lld": "LLD 14.0.6", "gold": "GNU gold 1.16"}
 @pytest.mark.parametrize("linker", VERSIONS)
 @pytest.mark.parametrize("works", [True, False])
 def test_a_quicker_linker_is_used_if_it_works(folder, linker, works):
-    """COMPILER_PATH has an lld and a gold. One of them tells its version, the other one fails."""
+    """COMPILER_PATH has an lld and a gold. One of them prints its version, the other one fails."""
     link = "exit 1"
     if works:
         link = f'echo "$@" >> {folder.project}/linked; exec {shutil.which("ld")} "$@"'
@@ -133,7 +133,8 @@ def test_a_linker_without_dependency_files_is_refused(folder):
 
 # ---- files that flags name, and files that compilers do not report -------------------------------
 
-# Each function writes files whose answer is `value`, and returns the options of load.
+# Each function writes the files of a library with the answer `value`, and returns its options for
+# load.
 
 VALUE = ANSWER.format("return VALUE;")
 # The linker sets the address of the symbol `value`.
@@ -230,7 +231,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_library_is_rebuilt_after_a_change_of(folder, case):
+def test_a_library_is_rebuilt_after_a_change_of_any_file_that_its_build_reads(folder, case):
     options = CASES[case](folder, 1)
     assert folder.loaded(**options) == 1
     assert folder.loaded(**options) == 1
@@ -347,8 +348,8 @@ ABOVE = {
 
 @pytest.mark.parametrize("searched", ABOVE)
 def test_a_parent_folder_behind_a_link_is_that_of_its_target(folder, searched):
-    """`current` is a link, so current/../include is not the folder `include` beside the link. That
-    one has files of the same names, with the value 3."""
+    """`current` is a link to a folder, so current/../include is the folder beside that one. The
+    folder `include` beside the link has files of the same names, with the value 3."""
     if searched in ("-L", "an archive"):
         text = "int value();\n" + ANSWER.format("return value();")
     elif searched == ".incbin":

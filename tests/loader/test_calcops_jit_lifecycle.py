@@ -23,8 +23,8 @@ def _with_default_signals():
 
 @pytest.fixture
 def builder(checkout):
-    """Yield a process that waits for a compiler. It is no child of the zygote, because those print
-    tracebacks."""
+    """Yield a process that waits for a compiler. It is not forked by checkout.py's zygote, because
+    the zygote's children print tracebacks."""
     checkout.slow.touch()
     environment = os.environ | {"CALCOPS_CACHE": str(checkout.cache), "CXX": str(checkout.compiler)}
     command = [sys.executable, "-c", "import calcops_jit"]

@@ -16,7 +16,7 @@ def folder(tmp_path):
     return Folder(tmp_path)
 
 
-def test_of_two_archives_with_one_symbol_the_choice_of_the_compiler_is_linked(folder):
+def test_a_symbol_of_two_archives_is_taken_from_the_one_that_the_plain_compiler_takes(folder):
     """The archive `caller` needs value(). GNU ld takes it from the archive after `caller`, and lld
     from the first archive that has it."""
     parts = {
@@ -94,6 +94,7 @@ def test_a_header_without_a_guard_is_not_precompiled_however_it_is_found(tmp_pat
     flags += f" -I{mine.unfold('@torch')}/include"
     text = "#include <torch/headeronly/version.h>\n"
     both = f"{text}#include <unguarded.h>\n"
+    # _make() returns True if a header forbids the precompilation.
     assert precompiled._make(mine, str(cache), both, flags, environment)
     assert not list(cache.glob("*/*/unit.o"))
     assert not precompiled._make(mine, str(cache), text, flags, environment)
@@ -103,5 +104,6 @@ def test_a_header_without_a_guard_is_not_precompiled_however_it_is_found(tmp_pat
 def test_the_background_process_does_not_recreate_a_removed_cache(tmp_path):
     cache = tmp_path / "cache"
     text = "#include <torch/headeronly/version.h>\n"
+    # A build calls this in a process that goes on after the build.
     precompiled.make(request(tmp_path), str(cache), text, "", dict(os.environ))
     assert not cache.exists()

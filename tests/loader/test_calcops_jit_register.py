@@ -153,8 +153,8 @@ TORCH_LIBRARY_FRAGMENT(half, m) {
 
 
 def test_a_library_that_pytorch_refuses_leaves_nothing_registered(checkout, tmp_path):
-    """A kernel does not fit its schema. PyTorch notices it when it has registered the first
-    operator."""
+    """The kernel of the second operator does not fit its schema. PyTorch refuses it after it has
+    registered the first operator."""
     (tmp_path / "half.cpp").write_text(HALF)
     script = """
 print(error_of(lambda: load("half", "half.cpp")).splitlines()[0], hasattr(torch.ops.half, "one"))

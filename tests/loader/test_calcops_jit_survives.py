@@ -50,7 +50,7 @@ def test_removing_a_folder_kills_only_the_processes_that_its_build_started(tmp_p
 
 
 def test_removing_a_folder_kills_a_process_that_starts_during_the_removal(tmp_path, monkeypatch):
-    """A process starts during the removal, as a build may do while its interpreter ends."""
+    """A build may start a compiler while its interpreter ends and removes the folder."""
     folder = locks.make(str(tmp_path), "stage")
     processes = []
 
@@ -167,7 +167,7 @@ while not (log.exists() and {moment!r} in log.read_text()):
     time.sleep(0.01)
 print('end')
 """
-    # Not a child of the zygote, because these skip the end of an interpreter.
+    # Not a child of the zygote, because such a child skips the end of the interpreter.
     command = [sys.executable, "-c", script]
     environment = os.environ | {"CALCOPS_CACHE": str(checkout.cache), "CXX": str(checkout.compiler)}
     child = subprocess.run(

@@ -59,7 +59,7 @@ def test_the_outcome_stays_on_a_terminal_and_a_failure_leaves_nothing(monkeypatc
 def test_progress_in_a_notebook_is_a_bar_that_becomes_the_outcome(monkeypatch):
     display = pytest.importorskip("IPython.display")
     outputs = []
-    # The module of its class tells that the stream belongs to a notebook.
+    # Progress recognises a notebook's stream by the module of its class.
     stream = type("Stream", (Screen,), {"__module__": "ipykernel.iostream"})(terminal=False)
     handle = SimpleNamespace(update=lambda data, raw: outputs.append(data))
     monkeypatch.setattr(sys, "stderr", stream)
@@ -98,7 +98,7 @@ def test_a_closed_or_missing_stream_does_not_fail_a_build(monkeypatch):
         with Progress("x", lambda seconds: ("", 0.0)) as build:
             closed_during_build.close()
             time.sleep(0.3)
-            if stream is not closed:
+            if stream is not closed:  # the end with an outcome and the end without one
                 build.outcome = "done"
 
 
@@ -114,9 +114,8 @@ print([name for name in ({modules}) if name in sys.modules])
 
 # ---- a build -------------------------------------------------------------------------------------
 
-
-# Imports with stderr on a terminal of 100 columns, and prints each line of it with a time and its
-# length.
+# Imports with stderr on a terminal of 100 columns. Prints each line of the terminal after the time
+# and the length of the line.
 _ON_A_TERMINAL = r"""
 import fcntl, os, struct, sys, termios, threading, time
 master, slave = os.openpty()
@@ -146,6 +145,7 @@ def test_a_build_on_a_terminal_names_each_unit_with_its_number(checkout):
     assert all(int(length) <= 100 for _, length, _ in lines), child.out + child.err
     assert re.fullmatch(r"calcops_jit: built calcops in [\d.]+ s", lines.pop()[2].rstrip())
     texts = [re.sub(r" \d+ s$", "", line.rstrip()) for _, _, line in lines]
+    # Each state once, without the lines before ninja has counted its steps.
     texts = [text for text in dict.fromkeys(texts) if "[" in text and "?" not in text]
     states = ["[0/4] one.cpp", "[1/4] tiny.cpp", "[2/4] two.cpp", "[3/4] linking"]
     assert texts[:4] == [f"calcops_jit: building calcops {state}" for state in states]

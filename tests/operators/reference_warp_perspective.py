@@ -1,5 +1,5 @@
-"""Reference results of calcops::warp_perspective in NumPy, from the formulas of its header, and
-inputs."""
+"""Inputs for calcops::warp_perspective and reference results in NumPy, computed from the formulas of
+its header."""
 
 import numpy as np
 import torch
@@ -16,16 +16,17 @@ DTYPES = [
     torch.float64,
 ]
 IDENTITY = torch.eye(3, dtype=torch.float64)
-# With these matrices, no source lies halfway between two pixels, and no pixel of a result lies on
+# Matrices of float32 numbers. With them, no source lies halfway between two pixels, and no pixel of a result lies on
 # the horizon, where w = 0.
 TILTED = torch.tensor(
     [[1.0531, 0.1237, -3.117], [-0.0823, 0.9311, 2.339], [7.13e-4, -9.17e-4, 1.0]]
-)
-SHRUNK = torch.tensor([[0.3119, 0.0537, 4.271], [-0.0413, 0.2917, 7.713], [1.17e-4, 2.31e-4, 1.0]])
+).double()
+SHRUNK = torch.tensor(
+    [[0.3119, 0.0537, 4.271], [-0.0413, 0.2917, 7.713], [1.17e-4, 2.31e-4, 1.0]]
+).double()
 TURNED = torch.tensor(
     [[-0.4371, 1.1129, 9.731], [-0.9173, -0.5119, 41.37], [5.17e-4, 6.31e-4, 1.0]]
-)
-TILTED, SHRUNK, TURNED = (matrix.double() for matrix in (TILTED, SHRUNK, TURNED))
+).double()
 
 
 def random_image(*shape, dtype=torch.float64, seed=0):
@@ -37,9 +38,10 @@ def random_image(*shape, dtype=torch.float64, seed=0):
 
 
 def outside(index, size, border_mode):
-    """Return the pixels of indices outside the image, as cv::borderInterpolate; -1 is border_value.
+    """Return the index of the pixel that each index stands for, like cv::borderInterpolate.
 
-    The indices may be NumPy's or Python's integers of any size.
+    -1 stands for border_value. The indices may be inside the image or outside. They may be NumPy's
+    or Python's integers of any size.
     """
     if border_mode == "constant":
         return np.where((index >= 0) & (index < size), index, -1)
@@ -47,8 +49,8 @@ def outside(index, size, border_mode):
         return np.clip(index, 0, size - 1)
     if border_mode == "wrap":
         return np.mod(index, size)
-    # reflect_101 does not repeat the edge pixel. Nor does transparent, whose taps outside the image
-    # belong to a source inside it.
+    # reflect repeats the edge pixel, reflect_101 does not. transparent follows reflect_101: a source
+    # inside the image may have taps outside.
     edge = 0 if border_mode == "reflect" else 1
     period = max(2 * (size - edge), 1)
     folded = np.mod(index, period)
@@ -56,10 +58,14 @@ def outside(index, size, border_mode):
 
 
 def tap_weights(t, interpolation):
-    """Return (offset, weight) of each tap along one axis, for a position `t` after tap 0."""
+    """Return (offset, weight) of each tap along one axis, for a source at a distance t from tap 0.
+
+    The distance to tap 1 is 1 - t.
+    """
     if interpolation != "cubic":
         return (0, 1 - t), (1, t)
-    a = -0.75  # Keys' kernel, for distances up to 1 and up to 2
+    # Keys' kernel: near(s) for distances s up to 1, far(s) for distances from 1 to 2.
+    a = -0.75
 
     def near(s):
         return ((a + 2) * s - (a + 3)) * s**2 + 1
@@ -84,7 +90,8 @@ def reference(
 
     As in OpenCV, the border mode applies to the index of each tap.
     """
-    image, warp = image.double().numpy(), warp.double().numpy()
+    image = image.double().numpy()
+    warp = warp.double().numpy()
     channels, height, width = image.shape
     border = np.broadcast_to(np.asarray(border, dtype=np.float64), (channels,))[:, None, None]
     m = warp if inverse_map else np.linalg.inv(warp)
@@ -98,7 +105,7 @@ def reference(
         x, y = np.rint(x), np.rint(y)
     if border_mode == "transparent":
         has_source &= (x >= 0) & (x <= width - 1) & (y >= 0) & (y <= height - 1)
-        border = destination.double().numpy()
+        border = destination.double().numpy()  # for pixels without a source
     x0, y0 = np.floor(x), np.floor(y)
     result = np.zeros((channels, *dsize))
     for dy, weight_y in tap_weights(y - y0, interpolation):
@@ -110,7 +117,7 @@ def reference(
     return torch.from_numpy(np.where(has_source, result, border))
 
 
-# {name: (matrix, inverse_map)}: with these, no pixel of a result has a source.
+# {name: (matrix, inverse_map)}. With these maps, no pixel of a result has a source.
 NOWHERE = {
     "zero": (torch.zeros(3, 3), False),
     "zero, not inverted": (torch.zeros(3, 3), True),

@@ -53,18 +53,22 @@ def test_first_and_second_derivatives_of_both_are_right_for_every_input(device):
     )
     F = torch.randn(2, 2, 3, dtype=torch.float64, device=device, requires_grad=True)
     nghost = torch.tensor(1)
-    for function, inputs in (
-        (lambda dE, Ri_d, F: calculateForce(list_neigh, dE, Ri_d, F, nghost)[0], (*leaves[:2], F)),
-        (lambda dE, Ri_d, Rij: tuple(calculateVirial(list_neigh, dE, Rij, Ri_d, nghost)), leaves),
-    ):
+
+    def force(dE, Ri_d, F):
+        return calculateForce(list_neigh, dE, Ri_d, F, nghost)[0]
+
+    def virials(dE, Ri_d, Rij):
+        return tuple(calculateVirial(list_neigh, dE, Rij, Ri_d, nghost))
+
+    for function, inputs in ((force, (*leaves[:2], F)), (virials, leaves)):
         assert gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=True)
         assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
 
 
 @pytest.mark.parametrize("attached", [True, False])
 def test_the_gradient_of_the_centre_term_is_the_identity(attached):
-    # MatPL's operator adds the gradient of F to that of dE, and gives F none. The total is the same
-    # if F is attached to dE, and wrong if F is detached.
+    # MatPL's operator adds the gradient of F to the gradient of dE, and returns none for F. The
+    # total is the same if F depends on dE in the graph, and wrong if F is detached.
     list_neigh, dE, Ri_d, _ = differentiable_pairs(nghost=0)
     F = center_term(list_neigh, dE, Ri_d)
     (force,) = calculateForce(list_neigh, dE, Ri_d, F if attached else F.detach())
@@ -85,7 +89,8 @@ def test_opcheck_and_export_pass_without_a_ghost_tensor(device):
         def forward(self, list_neigh, dE, Ri_d, F):
             return calculateForce(list_neigh, dE, Ri_d, F)[0]
 
-    inputs = list_neigh, *(x.detach() for x in leaves[:2]), F.detach()
+    dE, Ri_d, _ = leaves
+    inputs = list_neigh, dE.detach(), Ri_d.detach(), F.detach()
     program = torch.export.export(Model(), inputs)
     assert torch.equal(program.module()(*inputs), Model()(*inputs))
 
@@ -130,12 +135,12 @@ def test_archives_with_four_and_with_five_tensors_load(model, extra):
     file.seek(0)
     loaded = torch.jit.load(file)
     for _ in range(3):  # TorchScript optimises the graph after the first runs
-        result, expected = (m(list_neigh, dE, Ri_d, F, *extra) for m in (loaded, model))
+        result = loaded(list_neigh, dE, Ri_d, F, *extra)
+        expected = model(list_neigh, dE, Ri_d, F, *extra)
         assert torch.equal(result, expected)
         upstream = torch.randn_like(expected)
-        gradients, expected_gradients = (
-            torch.autograd.grad(x, (dE, Ri_d), upstream) for x in (result, expected)
-        )
+        gradients = torch.autograd.grad(result, (dE, Ri_d), upstream)
+        expected_gradients = torch.autograd.grad(expected, (dE, Ri_d), upstream)
         assert_equal_lists(gradients, expected_gradients, rtol=0, atol=0)
 
 

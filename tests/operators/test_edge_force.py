@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import torch
-from reference import assert_equal_lists, graph
+from reference import assert_equal_lists, graph, pairs
 from torch.autograd import gradcheck, gradgradcheck
 
-from calcops_jit import edge_force, edge_force_virial, edge_order
+from calcops_jit import edge_force, edge_force_virial, edge_order, force_virial
 
 backward = torch.ops.calcops._edge_force_virial_backward
 
@@ -19,7 +19,7 @@ backward = torch.ops.calcops._edge_force_virial_backward
 def reference_force_virial(edge_index, edge_gradient, edge_vec, natoms, batch=None, nframes=1):
     """Return the results by the formulas of ops/edge_force/edge_force.h, with one-hot matrices.
 
-    It is differentiable, and for small graphs.
+    They are differentiable. The matrices have E x natoms elements, so the graphs must be small.
     """
     live = (edge_index >= 0).all(0)
     g = torch.where(live[:, None], edge_gradient, 0.0)
@@ -72,7 +72,8 @@ def test_inputs_with_contiguous_columns_give_the_bits_of_contiguous_rows(device,
     columns = [x.mT.contiguous().mT for x in (gradient, vec)]
     assert not columns[0].is_contiguous()
     every_second = [x.repeat_interleave(2, 1)[:, ::2] for x in (gradient, vec)]
-    for g, v in ((columns[0], columns[1]), (columns[0], vec), (gradient, columns[1]), every_second):
+    layouts = [columns, (columns[0], vec), (gradient, columns[1]), every_second]
+    for g, v in layouts:
         assert_equal_lists(edge_force_virial(edge_index, g, v, *rest), expected, rtol=0, atol=0)
         assert torch.equal(edge_force(edge_index, g, rest[0]), expected[0])
     upstream = [torch.ones_like(x) for x in expected]
@@ -101,10 +102,6 @@ def test_forces_and_virial_have_the_signs_of_minus_the_gradient_of_an_energy(dev
 
 
 def test_the_edges_of_a_neighbour_list_give_the_results_of_force_virial(device):
-    from reference import pairs
-
-    from calcops_jit import force_virial
-
     list_neigh, dE, Ri_d, Rij = pairs(1, 5, 2, 7, device=device)
     F, W, atom_W = force_virial(list_neigh, dE, Ri_d, Rij, 2)
     g = -torch.einsum("nkc,nkca->nka", dE[0], Ri_d[0].view(5, 7, 4, 3)).flatten(0, 1)
@@ -165,6 +162,8 @@ def test_a_frame_that_does_not_exist_is_an_error_that_shows_its_atom(frame):
 
 def test_an_error_names_the_argument_its_rule_and_its_value():
     edge_index, gradient, vec, natoms, batch, frames = graph()
+    names = ("edge_index", "edge_gradient", "edge_vec", "natoms", "batch", "nframes")
+    good = dict(zip(names, (edge_index, gradient, vec, natoms, batch, frames), strict=True))
     for bad, message in (
         ({"edge_index": edge_index.short()}, "`edge_index` int32 or int64, got Short"),
         ({"edge_index": edge_index.T}, "`edge_index` of shape [2, E], got [23, 2]"),
@@ -183,8 +182,6 @@ def test_an_error_names_the_argument_its_rule_and_its_value():
         ({"batch": batch[1:]}, "`batch` of shape [natoms] = [7], got [6]"),
         ({"edge_order": edge_order(edge_index, natoms).long()}, "`edge_order` int32, got Long"),
     ):
-        names = ("edge_index", "edge_gradient", "edge_vec", "natoms", "batch", "nframes")
-        good = dict(zip(names, (edge_index, gradient, vec, natoms, batch, frames), strict=True))
         with pytest.raises(RuntimeError) as error:
             edge_force_virial(**{**good, **bad})
         first_line = str(error.value).split("\n")[0]
@@ -208,7 +205,7 @@ def test_the_order_lists_the_ends_of_each_atom(device):
     order = edge_order(edge_index, 7).tolist()
     edges = edge_index.shape[1]
     masked = (edge_index < 0).any(0)
-    # The ends of edges in one row: the centres, then the neighbours. -1 for those of masked edges.
+    # The atoms at all ends of edges: the centres, then the neighbours. Masked edges have -1.
     atoms = edge_index.masked_fill(masked, -1).flatten().tolist()
     ends = []
     for atom in range(7):
@@ -217,7 +214,9 @@ def test_the_order_lists_the_ends_of_each_atom(device):
     assert order[7:] == ends + [-1] * (2 * edges - len(ends))
 
 
-def test_an_order_changes_no_bit_and_calcops_check_finds_that_of_another_graph(device, monkeypatch):
+def test_an_order_changes_no_bit_and_calcops_check_refuses_one_of_another_graph(
+    device, monkeypatch
+):
     inputs = graph(device=device)
     edge_index, gradient, *_ = inputs
     order = edge_order(edge_index, 7)
@@ -291,12 +290,14 @@ def test_vmap_gives_what_a_loop_gives(device, mapped, size):
     graphs = [graph(device=device, seed=seed) for seed in range(max(size, 1))]
     tensors = [(edge_index, g, v, batch) for edge_index, g, v, _, batch, _ in graphs]
     stacks = [torch.stack(x)[:size] for x in zip(*tensors)]
-    flags = {
+    # Which of edge_index, g, v and batch have the additional dimension.
+    mapped_arguments = {
         "all": (1, 1, 1, 1),
         "graph": (1, 0, 0, 0),
         "values": (0, 1, 1, 0),
         "batch": (0, 0, 0, 1),
-    }[mapped]
+    }
+    flags = mapped_arguments[mapped]
     first = tensors[0]
     inputs = [stack if flag else one for stack, one, flag in zip(stacks, first, flags)]
 
@@ -306,7 +307,10 @@ def test_vmap_gives_what_a_loop_gives(device, mapped, size):
         return *results, edge_force(edge_index, g, 7), *gradients
 
     results = torch.vmap(function, tuple(0 if flag else None for flag in flags))(*inputs)
-    loop = [function(*(x[k] if flag else x for x, flag in zip(inputs, flags))) for k in range(size)]
+    loop = []
+    for k in range(size):
+        arguments = [x[k] if flag else x for x, flag in zip(inputs, flags)]
+        loop.append(function(*arguments))
     if size == 0:
         assert [x.shape for x in results] == [(0, *x.shape) for x in function(*first)]
     for result, expected in zip(results, zip(*loop)):

@@ -7,9 +7,16 @@ import sys
 
 import pytest
 import torch
-from reference import assert_equal_lists, graph
+from reference import assert_equal_lists, graph, pairs
 
-from calcops_jit import edge_force, edge_force_virial, edge_order, force, neighbor_index
+from calcops_jit import (
+    edge_force,
+    edge_force_virial,
+    edge_order,
+    force,
+    force_virial,
+    neighbor_index,
+)
 
 MANY = 100_000
 
@@ -19,21 +26,23 @@ MANY = 100_000
 @pytest.mark.parametrize("edges", [0, 1, 50])
 def test_few_edges_give_the_same_bits_among_many_atoms_as_among_few(dtype, index, edges):
     edge_index, gradient, vec, natoms, batch, frames = graph(9, edges, 3, dtype, index)
-    names = torch.randperm(MANY, generator=torch.Generator().manual_seed(1))[:natoms].sort().values
-    spread = torch.where(edge_index < 0, -1, names[edge_index.long()]).to(index)
+    few = edge_force_virial(edge_index, gradient, vec, natoms, batch, frames)
+
+    # The same edges between some of many atoms, in the same order.
+    atoms = torch.randperm(MANY, generator=torch.Generator().manual_seed(1))[:natoms].sort().values
+    many_index = torch.where(edge_index < 0, -1, atoms[edge_index.long()]).to(index)
     many_batch = torch.zeros(MANY, dtype=index)
-    many_batch[names] = batch
-    force, virial, atom_virial = edge_force_virial(edge_index, gradient, vec, natoms, batch, frames)
-    wide_force = torch.zeros(MANY, 3, dtype=dtype)
-    wide_force[names] = force
-    wide_atom_virial = torch.zeros(MANY, 3, 3, dtype=dtype)
-    wide_atom_virial[names] = atom_virial
-    expected = wide_force, virial, wide_atom_virial
-    results = edge_force_virial(spread, gradient, vec, MANY, many_batch, frames)
+    many_batch[atoms] = batch
+    many_force = torch.zeros(MANY, 3, dtype=dtype)
+    many_force[atoms] = few[0]
+    many_atom_virial = torch.zeros(MANY, 3, 3, dtype=dtype)
+    many_atom_virial[atoms] = few[2]
+    expected = many_force, few[1], many_atom_virial
+    results = edge_force_virial(many_index, gradient, vec, MANY, many_batch, frames)
     assert_equal_lists(results, expected, rtol=0, atol=0)
-    assert torch.equal(edge_force(spread, gradient, MANY), wide_force)
+    assert torch.equal(edge_force(many_index, gradient, MANY), many_force)
     columns = [x.mT.contiguous().mT for x in (gradient, vec)]
-    results = edge_force_virial(spread, *columns, MANY, many_batch, frames)
+    results = edge_force_virial(many_index, *columns, MANY, many_batch, frames)
     assert_equal_lists(results, expected, rtol=0, atol=0)
 
 
@@ -71,10 +80,6 @@ def test_the_order_of_sums_is_the_same_for_all_dtypes_and_for_both_operators(nat
 
 @pytest.mark.parametrize(("natoms", "neighbors"), [(700, 8), (2_000, 16), (1_000, 40)])
 def test_the_order_of_sums_over_a_list_is_the_same_for_all_dtypes(natoms, neighbors):
-    from reference import pairs
-
-    from calcops_jit import force_virial
-
     list_neigh, *values = pairs(1, natoms, 3, neighbors, torch.float32)
     doubles = [x.double() for x in values]
     expected = force_virial(list_neigh, *doubles, 3)
@@ -93,7 +98,7 @@ LARGE = {
 
 @pytest.mark.parametrize("call", LARGE.values(), ids=LARGE)
 def test_a_call_needs_at_most_a_quarter_more_memory_than_its_results(call):
-    """The address space of a process is limited to that."""
+    """A process makes the call. Its address space may grow by 1.25 times the size of the results."""
     code = f"""
 import resource, torch
 from calcops_jit import edge_force, edge_force_virial
@@ -125,7 +130,7 @@ for call in (
     lambda: edge_order(index, 2**33),
     lambda: edge_order(index.int(), 2**40),
     lambda: force(*pairs, 2**33),
-    lambda: force(*pairs, 600_000_000),  # the result has room, the sums do not
+    lambda: force(*pairs, 600_000_000),  # memory for the result, not for the sums
     lambda: force_virial(*pairs, torch.ones(1, 1, 1, 3), 2**40),
     lambda: neighbor_index(list_neigh, 2**33),
 ):

@@ -30,8 +30,9 @@ def splines(degree, position, functions):
     cells = functions - degree
     inside = position.clamp(0, cells)
     offset = torch.arange(functions, dtype=position.dtype) - degree
-    # The right end of the cells belongs to the last cell. There a B-spline is computed by its
-    # symmetry about (degree + 1) / 2, under which its slope changes sign.
+    # The right end of the cells belongs to the last cell. A B-spline is symmetric about
+    # (degree + 1) / 2, so at this end it is computed at the mirrored place, with the slope of
+    # opposite sign.
     t = inside.unsqueeze(-1) - offset
     at_end = (inside.detach() >= cells).unsqueeze(-1)
     mirrored_end = degree + 1 - (cells - offset)
@@ -86,7 +87,7 @@ def inputs(
 
 
 def smooth_inputs(spline="quintic"):
-    """Return arguments whose R[0] lie inside cells, where every derivative exists."""
+    """Return arguments with each R[0] inside a cell, where every derivative exists."""
     d, kind, davg, dstd, _, functions, *rest = inputs(n=2, K=4, spline=spline)
     r = torch.linalg.vector_norm(d, dim=-1, keepdim=True)
     d = d / r * (1.5 + r / 2)
@@ -159,16 +160,17 @@ def test_the_first_five_derivatives_along_a_line_are_those_of_plain_pytorch():
     d = d.detach()
     tangent = torch.randn(d.shape, dtype=d.dtype)
 
-    def along(f, order):
+    def derivative(f, order):
+        """Return the derivative of f(d + t * tangent) of this order, as a function of t."""
         if order == 0:
             return lambda t: f(d + t * tangent, *rest)
-        below = along(f, order - 1)
-        return lambda t: torch.func.jvp(below, (t,), (torch.ones_like(t),))[1]
+        lower = derivative(f, order - 1)
+        return lambda t: torch.func.jvp(lower, (t,), (torch.ones_like(t),))[1]
 
     zero = torch.zeros((), dtype=torch.float64)
     for order in range(1, 6):
-        result = along(environment_spline, order)(zero)
-        expected = along(reference, order)(zero)
+        result = derivative(environment_spline, order)(zero)
+        expected = derivative(reference, order)(zero)
         atol = 1e-10 * float(expected.abs().max())
         torch.testing.assert_close(result, expected, rtol=1e-9, atol=atol)
 
@@ -221,7 +223,8 @@ def test_a_pair_at_exactly_the_cutoff_adds_nothing():
     kind[:] = 0
     d[0] = torch.tensor([[RCUT, 0, 0], [0, RCUT * (1 + 1e-15), 0]]).double()
     assert not environment_spline(d, kind, *rest).any()
-    d[0, 0, 0] = RCUT * (1 - 1e-9)  # just inside, a pair adds B-splines of -davg / dstd
+    # At the cutoff R is -davg / dstd, which is not zero, so a pair just inside adds something.
+    d[0, 0, 0] = RCUT * (1 - 1e-9)
     assert environment_spline(d, kind, *rest).any()
 
 
@@ -257,7 +260,7 @@ def test_outside_its_grid_a_b_spline_is_a_straight_line():
 
 
 def test_splines_with_coefficients_of_a_polynomial_give_its_sums():
-    """This also shows that the last two dimensions have the documented order."""
+    """This also tests the order of the last two dimensions."""
     d, kind, davg, dstd, _, functions, *rest = inputs(K=30)
     grid = torch.tensor([[-3.0, 20.0]] * 3, dtype=torch.float64)
     cells = functions - 5

@@ -29,12 +29,11 @@ def on(device, tensors):
 
 
 def upstream_of(list_neigh, dE, nghost=2):
-    """Return random upstream gradients of the three outputs, made from the inputs' sizes alone."""
-    rows = (len(list_neigh), list_neigh.shape[1] + nghost)
-    return [
-        torch.randn(*size, 3, device=dE.device, dtype=dE.dtype)
-        for size in (rows, rows[:1] + (3,), rows + (3,))
-    ]
+    """Return random upstream gradients of force, virial and atom_virial."""
+    frames = len(list_neigh)
+    atoms = list_neigh.shape[1] + nghost
+    sizes = [(frames, atoms, 3), (frames, 3, 3), (frames, atoms, 3, 3)]
+    return [torch.randn(*size, device=dE.device, dtype=dE.dtype) for size in sizes]
 
 
 def gradients(upstream, list_neigh, *values, nghost=2):
@@ -46,15 +45,15 @@ def gradients(upstream, list_neigh, *values, nghost=2):
 
 def assert_equals_cpu(inputs, nghost):
     upstream = upstream_of(*inputs[:2], nghost)
-    exact = inputs[1].dtype == torch.float64
-    tolerance = dict(rtol=1e-12, atol=1e-11) if exact else dict(rtol=2e-7, atol=1e-6)
+    is_double = inputs[1].dtype == torch.float64
+    tolerance = dict(rtol=1e-12, atol=1e-11) if is_double else dict(rtol=2e-7, atol=1e-6)
     expected = gradients(on("cpu", upstream), *on("cpu", inputs), nghost=nghost)
     results = gradients(upstream, *inputs, nghost=nghost)
     assert_equal_lists(on("cpu", results), expected, **tolerance)
 
 
-# Four lanes share a pair, so that a warp takes eight pairs a step. A warp lists 512 slots, and a
-# block has 8 warps.
+# Sizes around those at which the kernels branch: four lanes share a pair, so a warp takes eight
+# pairs a step. A warp lists 512 slots, and a block has 8 warps.
 @pytest.mark.parametrize("natoms", [1, 7, 8, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_number_of_slots_equals_the_cpu(gpu, natoms, dtype):
@@ -118,7 +117,7 @@ def test_a_million_atoms_of_500_slots_equal_a_chunked_reference(gpu):
     inputs += [torch.randn(*size, *shape, device=gpu) for shape in ((4,), (4, 3), (3,))]
     results = force_virial(*inputs)
     expected = reference.chunked_force_virial(*inputs)
-    # About so many terms are summed for a force, for the virial and for an atom's virial.
+    # The approximate number of terms in the sums of a force, of the virial and of an atom's virial.
     terms = (1e3, 1e9, 1e3)
     for result, value, count in zip(results, expected, terms, strict=True):
         torch.testing.assert_close(result.double(), value, rtol=2.0**-23, atol=1e-14 * count)
@@ -306,7 +305,7 @@ def test_a_call_launches_at_most_six_kernels_and_its_backward_three(gpu, natoms)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_same_bits_in_100_repeats_beside_other_work(gpu, dtype):
+def test_100_repeats_beside_other_work_give_the_same_bits(gpu, dtype):
     inputs = pairs(2, 3000, 100, 90, dtype, device=gpu)
     upstream = upstream_of(*inputs[:2], 100)
     expected = gradients(upstream, *inputs, nghost=100)
@@ -318,7 +317,7 @@ def test_the_same_bits_in_100_repeats_beside_other_work(gpu, dtype):
         with torch.cuda.stream(streams[repeat % 4]):
             result = gradients(upstream, *inputs, nghost=100)
         results.append(result if repeat % 10 == 0 else result[:3])
-        noise.sort()  # occupies multiprocessors, so that blocks run in another order
+        noise.sort()  # occupies multiprocessors, so blocks run in another order
     torch.cuda.synchronize()
     for result in results:
         assert_equal_lists(result, expected[: len(result)], rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""The CUDA sources, without a GPU: they have no atomics of floats, and nvcc gives no warnings."""
+"""The CUDA sources, without a GPU: no atomic operation on floats, no warnings of nvcc."""
 
 import os
 import pathlib
@@ -30,7 +30,7 @@ def test_no_atomic_touches_a_float(source):
     text = re.sub(r"//.*", "", source.read_text())
     calls = re.findall(r"\batomic\w*\(([^,]*),", text)
     calls += re.findall(r"\batomic_ref\b.*|\bred\.\w+.*", text)
-    for call in calls:
+    for call in calls:  # for example "work.counts + row", whose target is `counts`
         target = re.findall(r"\w+", call.split("+")[0])[-1]
         types = re.findall(rf"([\w ]+?)\s*\*\s*{target}\b", text)
         assert types, call
@@ -40,7 +40,10 @@ def test_no_atomic_touches_a_float(source):
 @pytest.mark.skipif(NVCC is None, reason="no nvcc in torch's CUDA_HOME or on PATH")
 @pytest.mark.parametrize("source", sorted(OPS.glob("*/*.cu")), ids=lambda path: path.name)
 def test_nvcc_makes_no_atomic_of_floats_and_gives_no_warning(tmp_path, source):
-    """Compiled in C++17, the oldest standard. test_calcops_jit_build.py compiles in PyTorch's."""
+    """nvcc compiles here as C++17, the oldest standard that PyTorch uses.
+
+    test_calcops_jit_build.py compiles with the standard of the installed PyTorch.
+    """
     ptx = tmp_path / "out.ptx"
     command = [
         NVCC,

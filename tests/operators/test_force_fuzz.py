@@ -33,7 +33,7 @@ COUNTS = [-(2**63), -1, 0, 1, 2**41, 2**63 - 1]
 
 
 def strided(x, draw):
-    """Return the same values with random strides or a random offset in memory."""
+    """Return the same values with random strides, or shifted by one element in memory."""
     way = draw.choice(["rows", "rows", "columns", "every second", "with an offset"])
     if way == "columns" and x.dim() > 1:
         return x.mT.contiguous().mT
@@ -93,12 +93,12 @@ def index_reference(list_neigh, nghost=0):
 
 
 def order_reference(edge_index, natoms):
-    """Return edge_order, which is the neighbor_index of both rows of valid edges as one list."""
+    """Return edge_order: the neighbor_index of a list with both rows of the valid edges."""
     is_valid = ((edge_index >= 0) & (edge_index < natoms)).all(0)
     ends = torch.where(is_valid, edge_index.long(), -1).reshape(1, 1, -1)
     if natoms == 0:
         return torch.full((ends.numel(),), -1, dtype=torch.int32)
-    return index_reference(ends, natoms - 1)[0]  # one atom, the others are ghosts
+    return index_reference(ends, natoms - 1)[0]  # the list has one atom, so the others are ghosts
 
 
 def doubled(values):
@@ -155,7 +155,7 @@ OPERATORS = {
 
 
 def valid_arguments(name, draw, seed):
-    """Return valid arguments of the operator's schema, of which optional ones may be None."""
+    """Return valid arguments of an operator. Optional ones may be None."""
     arguments = OPERATORS[name][0](draw, seed)
     if name.startswith("calculate"):
         frames, natoms = arguments["list_neigh"].shape[:2]

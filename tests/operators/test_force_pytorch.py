@@ -26,7 +26,7 @@ def test_opcheck_passes_where_upstreams_are_absent(device):
 
 
 class ForceModel(torch.nn.Module):
-    """The smallest model with forces: the derivative of an energy of pairs, and the operator."""
+    """The smallest model with forces: the derivative dE of a pair energy, and the operator."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,8 @@ def test_compiled_model_equals_eager_without_recompiling(device, backend, shapes
     model = ForceModel().to(device)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        # No size equals another one, 3 or 4: PyTorch would take equal sizes for one symbol.
+        # All sizes differ from each other, and from 3 and 4, which are in the shapes. torch.compile
+        # would treat equal sizes as one, and compile again when they differ.
         for case in range(shapes):
             frames = 5 + case % 3
             natoms = 20 + case
@@ -216,7 +217,8 @@ def test_a_model_runs_in_forked_and_spawned_processes(start):
 
 @pytest.mark.parametrize("chosen", [[0], [1], [2], [0, 1, 2]], ids=str)
 def test_compiled_autograd_of_a_second_derivative_equals_eager(device, chosen):
-    """The operator returns no tensor for second derivatives that are always zero; a graph must."""
+    """Some second derivatives are always zero. In eager mode the operator returns no tensor for
+    them, but a compiled graph needs one."""
     list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
 
     def loss():

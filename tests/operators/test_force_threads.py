@@ -23,7 +23,7 @@ void check() {
   for (int64_t& j : list) j = int64_t(random() % (n + m + 1)) - 1;
   std::vector<Real> dE(slots * 4, 1), Ri_d(slots * 12, 2), Rij(slots * 3, 3);
   std::vector<Real> F(rows * 3), W(B * 9), atom_W(rows * 9), gE(slots * 4), gRi_d(slots * 12), gRij(slots * 3);
-  const ForceInputs<Real, int64_t> in{B, n, m, K, true, true, list.data(), dE.data(), Ri_d.data(), Rij.data()};
+  const ForceInputs<Real, int64_t> in{B, n, m, K, /*center=*/true, /*virial=*/true, list.data(), dE.data(), Ri_d.data(), Rij.data()};
   force_cpu(in, ForceOutputs<Real>{F.data(), W.data(), atom_W.data()});
   force_backward_cpu(in, ForceUpstream<Real>{F.data(), W.data(), atom_W.data()},
                      ForceGradients<Real>{gE.data(), gRi_d.data(), gRij.data()});
@@ -46,7 +46,7 @@ int main() {
 """
 
 
-# Prints by how many the threads of the process grow from one thread to three.
+# Prints how many threads the process gains when torch's number of threads goes from 1 to 3.
 COUNT_THREADS = """
 import os, torch, calcops_jit
 torch.set_num_threads(1)
@@ -77,7 +77,6 @@ def test_the_thread_sanitizer_finds_a_race_that_is_there(tmp_path):
 
 
 LOOPS = """
-#include <cassert>
 #include <stdexcept>
 #include <vector>
 #include "parallel.h"
@@ -103,8 +102,11 @@ int main() {
         int number = 0;
         for (int part : parts) number += part;
         for (int times : seen) assert(times == 1);
-        assert(number <= omp_get_max_threads() && (count <= grain || number <= (count + grain - 1) / grain));
-        assert(number > 1 || number == (count > 0 && (omp_get_max_threads() == 1 || count <= grain)));
+        assert(number <= omp_get_max_threads());
+        assert(number <= (count + grain - 1) / grain);
+        // No part for no numbers, and a single part only where the loop must not be divided.
+        const bool is_one_part = omp_get_max_threads() == 1 || count <= grain;
+        assert(number > 1 || number == (count > 0 && is_one_part));
         const int64_t first = parallel_first(count, grain, [&](int64_t begin, int64_t end) {
           for (int64_t i = begin; i < end; ++i)
             if (i % 10 == 7) return i;

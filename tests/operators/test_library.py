@@ -16,10 +16,11 @@ from _calcops_jit import cuda as toolkit
 
 
 def test_every_unit_compiles_without_a_warning():
-    """Only units that changed since the last run are compiled; the cache has the others.
+    """Only units that changed since the last run are compiled. The cache has the others.
 
-    test_cuda_on_cpu.py compiles with warnings what a build with CUDA has.
+    This is a build for the CPU. test_cuda_on_cpu.py compiles the CUDA kernels with warnings.
     """
+    # With a larger heap, GCC collects garbage less often and compiles faster.
     flags = "-O0 -Wextra -Werror --param=ggc-min-heapsize=1048576"
     environment = os.environ | {"CALCOPS_CUDA": "0", "CALCOPS_CFLAGS": flags}
     command = [sys.executable, "-m", "calcops_jit", "build"]
@@ -196,4 +197,5 @@ def test_a_cpp_host_calls_the_operators_through_the_generated_header(tmp_path):
     result = subprocess.run(
         [tmp_path / "host", calcops_jit.library_path()], capture_output=True, text=True
     )
+    # The forces of both pairs cancel. calculateForce adds the neighbours' part, 2, to 7.
     assert result.stdout.split() == ["0", "4", "2", "9", "5", "7"], result.stderr

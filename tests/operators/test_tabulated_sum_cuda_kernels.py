@@ -1,8 +1,8 @@
 """The CUDA kernels of tabulated_sum on a GPU or in the emulation (kernels.py), at the sizes at
 which they branch.
 
-A block has one atom and takes 32 slots at a time. Each of its 128 threads has a function. In the
-backward kernel a warp has a slot, and a block has four.
+A block sums one atom and takes 32 slots at a time. Each of its 128 threads sums one function. In
+the backward kernel a warp computes one slot, and a block computes four.
 """
 
 import pytest
@@ -28,8 +28,8 @@ SIZES = [
 
 
 def assert_close(results, expected):
-    exact = expected[0].dtype == torch.float64
-    tolerance = dict(rtol=1e-12, atol=1e-10) if exact else dict(rtol=1e-4, atol=2e-2)
+    is_double = expected[0].dtype == torch.float64
+    tolerance = dict(rtol=1e-12, atol=1e-10) if is_double else dict(rtol=1e-4, atol=2e-2)
     assert_equal_lists(results, expected, **tolerance)
 
 

@@ -70,8 +70,8 @@ def test_values_are_those_of_the_exact_reference(
 
 
 OPENCV_DTYPES = [dtype for dtype in DTYPES if dtype not in (torch.float16, torch.bfloat16)]
-# OpenCV 5 computes the coordinates of most images in float32, and those of int16 and float64 images
-# in steps of 1/32 pixel.
+# OpenCV 5 computes coordinates in float32. For linear interpolation of int16 and float64 images, it
+# computes them in steps of 1/32 pixel.
 LARGEST_COORDINATE = 500  # pixels; the inverse of SHRUNK gives x up to 489
 ROUNDINGS = 8  # of 2^-24 each, in a matrix, its product with a pixel and the division
 FLOAT32_COORDINATE_ERROR = ROUNDINGS * LARGEST_COORDINATE * 2**-24  # pixels
@@ -79,7 +79,7 @@ STEP_COORDINATE_ERROR = 1 / 64  # pixels; half a step
 
 
 def opencv(image, warp, dsize, interpolation, border_mode, border, inverse_map):
-    """Return what OpenCV gives for the arguments of warp_perspective. It needs two channels."""
+    """Return what OpenCV gives for the arguments of warp_perspective, for at least two channels."""
     cv2 = pytest.importorskip("cv2")
     flags = getattr(cv2, f"INTER_{interpolation.upper()}")
     pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())
@@ -228,8 +228,9 @@ def test_identity_keeps_every_bit_of_an_image(dtype, interpolation, border_mode,
 
     for scale in (1, 7.3, -1e-200, 1e200):
         check(scale * IDENTITY, 7)
-    # The inverse of scale * IDENTITY is taken as scale^2 * IDENTITY. For 7.3, column 11 of a wider
-    # image is inexact: 11 * m / m is not 11 for m = 7.3^2. Powers of two keep every column.
+    # The kernel takes the adjugate for the inverse: scale^2 * IDENTITY, up to a power of two. For
+    # 7.3, column 11 of a wider image is inexact: 11 * m / m is not 11 for m = 7.3^2. Powers of two
+    # keep every column.
     for scale in (1, 8, -(2.0**-600)):
         check(scale * IDENTITY, 19)
 

@@ -23,7 +23,7 @@ def shift(x, y):
 
 
 def stretched(height, width):
-    """Return a tilted matrix that samples all of an image on 97 x 101 pixels, and that size."""
+    """Return a tilted inverse map that shows a whole image on 97 x 101 pixels, and that size."""
     warp = torch.tensor(
         [[width / 101, 0.013, 0.31], [0.017, height / 97, 0.23], [1e-5, 2e-5, 1]],
         dtype=torch.float64,
@@ -59,7 +59,8 @@ def test_float32_is_as_near_to_float64_as_promised(border_mode, interpolation, b
 def test_every_pixel_of_an_integer_image_is_its_exact_value_rounded(
     border_mode, dtype, interpolation
 ):
-    """Among them are halves, and values so near to a half that float32 does not tell them apart."""
+    """Some exact values are halves. Others are so near to a half that float32 cannot hold the
+    difference."""
     image = random_image(1, 60, 70, dtype=dtype)
     warps = [TILTED, SHRUNK, TURNED]
     for tiny in (0, 1e-12, -1e-12, 1e-9, -1e-9, 1e-8, -1e-8, 1e-7, -1e-7):
@@ -97,7 +98,7 @@ def test_the_error_of_the_float32_sum_of_uint8_pixels_stays_below_its_bound_in_a
         return np.abs(in_float32 - ((1 - y) * ((1 - x) * a + x * b) + y * ((1 - x) * c + x * d)))
 
     count = 200_000
-    kept = 2000  # each round keeps the calls with the largest errors and varies them
+    kept = 2000  # each round keeps so many inputs with the largest errors, and varies them
     worst = 0
     taps = generator.integers(0, 256, (4, count))
     weights = generator.random((2, count))

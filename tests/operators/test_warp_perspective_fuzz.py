@@ -42,12 +42,14 @@ def valid_arguments(draw, seed):
     channels = draw.choice([0, 1, 2, 3])
     kind = draw.choice(["HW", "CHW", "NCHW", "one matrix", "one image"])
     size = draw.choice(SIZES), draw.choice(SIZES)
+
     if kind == "HW":
         shape = size
     elif kind in ("CHW", "one image"):
         shape = (channels, *size)
     else:
         shape = (batch, channels, *size)
+
     image = random_image(*shape, dtype=dtype, seed=seed)
     warp_shape = (batch, 3, 3) if kind in ("NCHW", "one image") else (3, 3)
     warp = matrices(draw, warp_shape)
@@ -62,10 +64,11 @@ def valid_arguments(draw, seed):
     arguments["border_value"] = draw.choice([None, [], 0.5, [0.25], [k / 4 for k in range(count)]])
     arguments["inverse_map"] = draw.random() < 0.5
     if arguments["border_mode"] == "transparent":
-        result = (batch,) if image.dim() == 4 or len(warp_shape) == 3 else ()
-        result += (image.shape[-3],) if image.dim() > 2 else ()
-        result += tuple(arguments["dsize"] or size)
-        arguments["destination"] = random_image(*result, dtype=dtype, seed=seed + 1)
+        result_shape = (batch,) if image.dim() == 4 or len(warp_shape) == 3 else ()
+        result_shape += (image.shape[-3],) if image.dim() > 2 else ()
+        result_shape += tuple(arguments["dsize"] or size)
+        arguments["destination"] = random_image(*result_shape, dtype=dtype, seed=seed + 1)
+
     return {
         name: strided(value, draw) if torch.is_tensor(value) else value
         for name, value in arguments.items()
@@ -145,7 +148,7 @@ def check(seed):
     is_exact = arguments.get("arithmetic", "exact") == "exact"
     if result.is_meta or not result.numel() or not image.numel() or not is_exact:
         return
-    # Other tests have nearly singular matrices and huge pixels.
+    # Nearly singular matrices and huge pixels have other tests.
     warp = arguments["warp"].double()
     if is_changed and not (warp.isfinite().all() and torch.linalg.cond(warp).max() < 1e6):
         return

@@ -41,9 +41,9 @@ def test_pixels_with_a_source_are_written_and_the_others_kept(dtype, interpolati
     image = random_image(3, 37, 29, dtype=dtype)
     destination = random_image(3, 61, 150, dtype=dtype, seed=1)
     for warp in (TILTED, SHRUNK, TURNED):
-        moved = destination.to(device, copy=True)
-        result = onto(moved, image.to(device), warp.to(device), interpolation).cpu().double()
-        assert torch.equal(moved.cpu(), destination)  # it is not written to
+        copied = destination.to(device, copy=True)
+        result = onto(copied, image.to(device), warp.to(device), interpolation).cpu().double()
+        assert torch.equal(copied.cpu(), destination), "the destination has changed"
         expected = reference(
             image, warp, (61, 150), interpolation, "transparent", destination=destination
         )
@@ -53,7 +53,8 @@ def test_pixels_with_a_source_are_written_and_the_others_kept(dtype, interpolati
         assert torch.equal(result[is_kept], destination.double()[is_kept])
         if not dtype.is_floating_point:
             expected = expected.round().clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-        tolerance = {  # about half an ulp of 1 for half precision, see test_warp_perspective.py
+        # For half precision about half an ulp of 1, as in test_warp_perspective.py.
+        tolerance = {
             torch.float16: 1e-3,
             torch.bfloat16: 8e-3,
             torch.float32: 1e-6,
@@ -83,7 +84,7 @@ def test_where_no_pixel_has_a_source_the_destination_is_the_result(name, device)
 
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
-def test_derivatives_are_right_also_those_of_the_destination(interpolation, device):
+def test_derivatives_are_right_for_image_matrix_and_destination(interpolation, device):
     image = random_image(2, 5, 4).to(device)
     destination = random_image(2, 6, 7, seed=1).to(device)
     warp = torch.tensor(

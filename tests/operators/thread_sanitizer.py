@@ -21,6 +21,7 @@ PARALLEL = """
 #include <vector>
 namespace calcops {
 constexpr int64_t kThreads = 4, kNone = -1;
+// kNone is the largest unsigned number, so it comes last.
 inline int64_t first_of(int64_t a, int64_t b) { return int64_t(std::min(uint64_t(a), uint64_t(b))); }
 template <class F>
 void parallel_for(int64_t count, int64_t, const F& f) {
