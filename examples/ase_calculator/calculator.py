@@ -26,7 +26,7 @@ os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 kAtomsAThread = 100  # with fewer, threads wait for one another
 kLists = 16  # most neighbour lists that a calculator keeps
-kSlots = 1 << 23  # most slots of all lists together, of 40 bytes each
+kSlots = 1 << 23  # most slots of all lists together, of 64 bytes each
 
 
 class NeighbourList:
@@ -52,6 +52,8 @@ class NeighbourList:
         self.list_neigh = torch.from_numpy(list_neigh).to(device)
         self.shift = torch.from_numpy(shift).to(device)
         self.neighbours = self.list_neigh.clamp(min=0).flatten()
+        self.last_cell = None
+        self.last_offset = None
         self.cutoff = cutoff
         self.skin = skin
         self.positions = atoms.positions.copy()
@@ -78,6 +80,20 @@ class NeighbourList:
         """Return Rij [1, n, K, 3] for positions [n, 3] and cell [3, 3], differentiable in both."""
         neighbours = positions.index_select(0, self.neighbours).view(self.shift.shape)
         return neighbours - positions[:, None] + self.shift @ cell
+
+    def pair_vectors_now(self, positions, cell):
+        """Return Rij as pair_vectors() does, without derivatives and in less time.
+
+        The shifts in units of length are kept for the next call with the same cell. The vectors are
+        computed in place, since new memory has to be cleared by the system.
+        """
+        if self.last_cell is None or not torch.equal(cell, self.last_cell):
+            self.last_cell = cell.clone()
+            self.last_offset = self.shift @ cell
+        Rij = positions.index_select(0, self.neighbours).view(self.shift.shape)
+        Rij -= positions[:, None]
+        Rij += self.last_offset
+        return Rij
 
 
 def periodic_cell(atoms):
@@ -191,21 +207,10 @@ class CalcOps(Calculator):
         """
         if not structures:
             return []
-        types = []
-        lists = []
-        vectors = []
-        first = 0
-        for atoms in structures:
-            part_types, list_neigh, Rij = self.part(atoms)
-            types.append(part_types)
-            lists.append(torch.where(list_neigh < 0, -1, list_neigh + first))
-            vectors.append(Rij)
-            first += len(atoms)
-        slots = max(x.shape[2] for x in lists)
-        list_neigh = torch.cat([pad(x, [0, slots - x.shape[2]], value=-1) for x in lists], 1)
-        Rij = torch.cat([pad(x, [0, 0, 0, slots - x.shape[2]]) for x in vectors], 1)
+        parts = [self.part(atoms) for atoms in structures]
+        types, list_neigh, Rij = parts[0] if len(parts) == 1 else joined(parts)
         with threads_for(list_neigh.shape[1]):
-            _, *outputs = self.model(torch.cat(types), list_neigh, Rij, 0)
+            _, *outputs = self.model(types, list_neigh, Rij, 0)
 
         ends = np.cumsum([len(atoms) for atoms in structures])[:-1]
         energies, forces, _, virials = (
@@ -221,8 +226,9 @@ class CalcOps(Calculator):
         """
         types, positions, cell, neighbours = self.tensors(atoms)
         list_neigh = neighbours.list_neigh
-        Rij = neighbours.pair_vectors(positions, cell)
-        is_zero = (list_neigh >= 0) & (Rij == 0).all(-1)
+        Rij = neighbours.pair_vectors_now(positions, cell)
+        x, y, z = Rij.unbind(-1)
+        is_zero = (list_neigh >= 0) & (x == 0) & (y == 0) & (z == 0)
         if is_zero.any():
             _, i, slot = is_zero.nonzero()[0].tolist()
             j = list_neigh[0, i, slot].item()
@@ -233,6 +239,23 @@ class CalcOps(Calculator):
         if not getattr(self.model, "skips_far_pairs", False):
             list_neigh, Rij = near_pairs(list_neigh, Rij, self.neighbours.cutoff)
         return types, list_neigh, Rij.to(self.dtype)
+
+
+def joined(parts):
+    """Return types [n], list_neigh [1, n, K] and Rij [1, n, K, 3] of several structures as one."""
+    slots = max(list_neigh.shape[2] for _, list_neigh, _ in parts)
+    types = []
+    lists = []
+    vectors = []
+    first = 0
+    for part_types, list_neigh, Rij in parts:
+        missing = slots - list_neigh.shape[2]
+        own_list = torch.where(list_neigh < 0, -1, list_neigh + first)
+        types.append(part_types)
+        lists.append(pad(own_list, [0, missing], value=-1))
+        vectors.append(pad(Rij, [0, 0, 0, missing]))
+        first += len(part_types)
+    return torch.cat(types), torch.cat(lists, 1), torch.cat(vectors, 1)
 
 
 @contextlib.contextmanager
