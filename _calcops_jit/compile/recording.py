@@ -71,7 +71,7 @@ class Before:
         return names is not None and name.partition("/")[0] not in names
 
     def stamp_to_store(self, path: str, stamp: bytes, theirs: bool) -> bytes:
-        """Return the stamp for the closure: young(stamp) if a later change could leave the same one.
+        """Return the stamp for the closure: young(stamp) if another change may leave the same one.
 
         `theirs`: the file is PyTorch's or the system's.
         """
