@@ -1,4 +1,4 @@
-"""Record the closures of a build: files that were read, and names that would be read first."""
+"""Record the closures of a build: the files that it read, and the paths that must stay absent."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from .dependency_files import undetermined
 # __has_include(<name>), __has_include("name") and the like. Both groups are empty if a macro holds
 # the name.
 _TEST = rb"__has_(?:include(?:_next)?|embed)\b(?:\s*\(\s*(?:<([^>\n]+)>|\"([^\"\n]+)\"))?"
-# Names in #include lines that the paths of the read files do not show. Usually, such a path ends
-# with the name. The exceptions are "../a.h", and a name with two folders that a macro holds.
+# "../a.h" in an #include or a macro. The path of the file that is read does not end with this name.
 _UPWARDS = rb"[<\"]([^<>\"\n]*\.\./[^<>\"\n]*)[>\"]"
+# A name with two or more folders that a macro holds. __has_include may test the macro, and
+# _expect_nothing_new() does not list folders so deep.
 _BY_MACRO = rb"#\s*define\s+\w+\s+[<\"]([^<>\"\n]+/[^<>\"\n]+/[^<>\"\n]+)[>\"]"
 _COMMENT = rb"/\*.*?\*/|//[^\n]*"
-# Stands for an unknown name that a macro holds. If a closure has it, the names in the project's
+# Stands for an unknown name that a macro holds. If a file tests it, the names in the project's
 # folders must stay the same.
 ANY_NAME = "*"
 # Files that an earlier attempt of a build read unexpectedly, and that may have changed during the
@@ -33,8 +34,8 @@ class Before:
     """The inputs of a build before the compilers run, to compare with those after they ran.
 
     Contents are compared, not times, because the clock of another machine's disk may be ahead or
-    behind. Times decide only about files that were not expected: those on the disk of the private
-    folder, and those of PyTorch and the system, which nobody edits.
+    behind. Times decide only about unexpected files. Such a file must be on the disk of the private
+    folder, or belong to PyTorch or the system, whose files nobody edits.
     """
 
     def __init__(self, staging: str, paths: set[str]):
@@ -70,7 +71,7 @@ class Before:
         return names is not None and name.partition("/")[0] not in names
 
     def stamp_to_store(self, path: str, stamp: bytes, theirs: bool) -> bytes:
-        """Return the stamp for the closure: young(stamp) if another change may leave `stamp`.
+        """Return the stamp for the closure: young(stamp) if another change may leave the same one.
 
         `theirs`: the file is PyTorch's or the system's.
         """
@@ -286,7 +287,7 @@ class Recorder:
 
 
 def names_in(folder: str) -> set[str] | None:
-    """Return the names in a folder; None if it does not exist."""
+    """Return the names in a folder; None if it cannot be listed."""
     try:
         return {".", "..", *os.listdir(folder or "/")}
     except OSError:
@@ -297,8 +298,8 @@ def names_in(folder: str) -> set[str] | None:
 def content(path: str, stamp: bytes) -> tuple[str, set[str], bool]:
     """Return (a file's digest, names of files that it may test or include, whether it has .incbin).
 
-    The names are those in __has_include, and those in #include lines that the paths of the read
-    files do not show. ANY_NAME is among them if a macro holds the name in __has_include.
+    The names are those in __has_include, those with "../", and those with two or more folders that
+    a macro holds. ANY_NAME is among them if a macro holds the name in __has_include.
 
     closure.Changed: the file has another stamp by now.
     """

@@ -20,9 +20,9 @@ def describe(planes):
 def edges(list_neigh, natoms: int):
     """Return edge_index [2, B K n], an edge for each slot of a list [B, n, K].
 
-    The first slots of a frame's atoms come first. Atom a of frame b has the number b natoms + a. An
-    empty slot has the neighbour -1. An entry that names no atom of its frame becomes one that the
-    operators refuse.
+    The edges are in the order of frames, then slots, then atoms. Atom a of frame b has the number
+    b natoms + a. An empty slot has the neighbour -1. An entry that names no atom of its frame
+    becomes one that the operators refuse.
     """
     B, n, K = list_neigh.shape
     first = torch.arange(B, device=list_neigh.device).view(B, 1, 1) * natoms
@@ -60,7 +60,10 @@ class Potential(torch.nn.Module):
         raise NotImplementedError
 
     def energies(self, types, list_neigh, planes, nghost: int):
-        """Return the energies [B, n] that forward differentiates: atom_energies."""
+        """Return the energies [B, n] of atoms, for pair vectors planes [3, B, K, n].
+
+        Subclasses that need the vectors or the ghosts override this in place of atom_energies.
+        """
         return self.atom_energies(types, list_neigh, describe(planes))
 
     def neighbour_types(self, types, list_neigh):
@@ -111,7 +114,8 @@ class Potential(torch.nn.Module):
         """
         if not create_graph:
             Rij = Rij.detach()
-        # Atoms follow one another in memory: a compiler's vectors are full even if rows are short.
+        # Atoms follow one another in memory. So loops over atoms fill a processor's vectors, even
+        # if an atom has few neighbours.
         is_filled = list_neigh.mT >= 0
         planes = torch.stack(
             [torch.where(is_filled, x.mT, 2 * self.cutoff) for x in Rij.unbind(-1)]

@@ -6,7 +6,7 @@ import vesin
 
 
 def neighbours(positions, cells, cutoff, types=None, pbc=None):
-    """Return the neighbour lists of frames, and the images of their neighbours.
+    """Return the neighbour lists of frames, and the shifts to the images of the neighbours.
 
     Args:
         positions: [B, n, 3] in A, float64.

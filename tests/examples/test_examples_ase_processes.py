@@ -1,5 +1,5 @@
-"""The ASE calculator when users of ASE copy, pickle, fork or share it, its neighbour lists, batches
-and results."""
+"""The ASE calculator when users copy, pickle, fork or share it. Its neighbour lists, batches and
+results."""
 
 import copy
 import multiprocessing
@@ -111,10 +111,10 @@ def in_child(calculator, atoms):
 def fork_after_threads(calculator):
     torch.set_num_threads(2)
     atoms = silicon(4)  # 512 atoms, enough for the operators and PyTorch to use threads
-    expected = everything(calculator, atoms)
+    before = everything(calculator, atoms)
     atoms.rattle(0.01, seed=3)
     assert_same(in_child(calculator, atoms), everything(calculator, atoms))
-    assert expected["energy"] != calculator.results["energy"]
+    assert before["energy"] != calculator.results["energy"]
 
 
 def test_a_forked_child_computes_after_its_parent_used_threads(calculator):
@@ -258,6 +258,7 @@ def structures():
 
 def test_a_batch_of_any_structures_is_one_call_of_the_model(calculator):
     expected = [everything(CalcOps(StillingerWeber()), atoms) for atoms in structures()]
+    # Without periodic directions there are no stress and stresses.
     assert [len(results) for results in expected] == [6, 4, 4, 6, 6, 6]
     model = calculator.model
     calls = []

@@ -61,8 +61,8 @@ def cluster(natoms, ntypes, length, seed=0):
     """
     generator = torch.Generator().manual_seed(seed)
     positions = torch.rand(natoms, 3, generator=generator, dtype=torch.float64) * length
-    near = torch.cdist(positions, positions) + torch.eye(natoms)
-    assert near.min() > 0.3
+    distances = torch.cdist(positions, positions) + torch.eye(natoms)
+    assert distances.min() > 0.3
     rows = [[j for j in range(natoms) if j != i] + [-1] * 2 for i in range(natoms)]
     order = [torch.randperm(natoms + 1, generator=generator) for _ in rows]
     list_neigh = torch.stack([torch.tensor(row)[o] for row, o in zip(rows, order)])[None]
@@ -167,9 +167,11 @@ def test_energies_of_stillinger_weber_follow_its_formula_for_three_elements(sw_f
         eps, sigma, a, _, gamma, _, A, B, p, q, tol = entries[
             names[types[i]], names[types[j]], names[types[j]]
         ]
-        cut = sigma * a + ((gamma if gamma < 1 else 1) * sigma / math.log(tol) if tol else 0)
+        cutoff = sigma * a
+        if tol:
+            cutoff += min(gamma, 1) * sigma / math.log(tol)
         r = math.dist(xyz[i], xyz[j])
-        return eps, sigma, a, gamma, A, B, p, q, r < cut, r
+        return eps, sigma, a, gamma, A, B, p, q, r < cutoff, r
 
     expected = [0.0] * 9
     triples = 0

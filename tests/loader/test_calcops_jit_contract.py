@@ -192,6 +192,7 @@ index   [M]; int32 or int64; entries 0 <= i < N at row.
 
 Returns
 rows    [M, C]; like x."""
+    # The contract has no summary, which leaves an additional blank line.
     assert mine.gather_rows.__doc__.replace("\n\n\n", "\n\n") == expected
 
 
