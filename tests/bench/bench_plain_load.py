@@ -272,26 +272,31 @@ ROWS = {
 
 
 def draw(rows: list[tuple[str, list[str]]]) -> None:
-    """Draw the rows in which calcops_jit takes seconds. A crash has its name instead of a bar."""
+    """Draw the rows in which a loader takes seconds or fails. Words take the place of a bar."""
     from matplotlib import pyplot
 
-    rows = [(row, cells) for row, cells in rows if re.match(r"[\d.]+ s", cells[1])]
+    in_seconds = re.compile(r"([\d.]+) s\b")
+    rows = [
+        (row, cells)
+        for row, cells in rows
+        if in_seconds.match(cells[1]) or cells[0].startswith("**")
+    ]
     figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.55 * len(rows)), layout="constrained")
     sides = ((1, "calcops_jit.load", "#20639b"), (0, "torch.utils.cpp_extension.load", "#b0b7c3"))
     for i, (side, label, colour) in enumerate(sides):
         for height, (_, cells) in enumerate(rows):
-            seconds = re.match(r"([\d.]+) s", cells[side])
-            crash = re.match(r"\*\*(\w+)\*\*", cells[side])
+            seconds = in_seconds.match(cells[side])
             y = height + 0.38 * (i - 0.5)
             if seconds:
                 label_once = label if height == 0 else None
                 bar = axes.barh(y, float(seconds[1]), 0.36, color=colour, label=label_once)
                 axes.bar_label(bar, [f"{seconds[1]} s"], padding=3)
-            elif crash:
-                axes.text(0.05, y, f"the process dies ({crash[1]})", va="center", color="0.4")
-    axes.set_yticks(range(len(rows)), [row.replace("`", "") for row, _ in rows])
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
+            elif cells[side] != "-":
+                words = cells[side].replace("*", "")
+                axes.text(0.15, y, words, va="center", color=colour if side else "0.4")
+    axes.set_yticks(range(len(rows)), [row.partition(" (")[0] for row, _ in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.margins(x=0.15)
     axes.set_xlabel("seconds")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, loc="outside upper right", ncols=2)

@@ -67,8 +67,14 @@ def compare(atoms, dtype, seconds):
     net = Net(dtype)
     few_x, few_R = (t[:, :NEIGHBOURS].detach().contiguous().requires_grad_() for t in (x, R))
     upstream = torch.randn(atoms, 4, M, dtype=dtype)
+    x_in_one_cell = torch.full_like(x, WIDTH / 2).requires_grad_()
+
+    def tabulated(x):
+        return calcops_jit.tabulated_sum(x, R, kind, table, grid)
+
     rows = {
-        "tabulated_sum": (lambda: calcops_jit.tabulated_sum(x, R, kind, table, grid), (x, R)),
+        "tabulated_sum": (lambda: tabulated(x), (x, R)),
+        "the same, all x in one cell": (lambda: tabulated(x_in_one_cell), (x_in_one_cell, R)),
         "the net in PyTorch": (lambda: net(few_x, few_R), (few_x, few_R)),
     }
     times = {name: ([], []) for name in rows}
