@@ -107,8 +107,8 @@ def _supported(
 def _processor() -> Finding:
     if isa():
         return Finding(what="processor", verdict="ok", evidence=f"{MACHINE}, {processor_flag()}")
-    evidence = f"{MACHINE}; /proc/cpuinfo does not name its extensions, as in some emulators: "
-    evidence += f"{processor_flag()} builds for any {MACHINE}"
+    evidence = f"{MACHINE}; /proc/cpuinfo lists no extensions, as in some emulators, "
+    evidence += f"so {processor_flag()} builds for any {MACHINE}"
     fix = f"export CALCOPS_CFLAGS={processor_flag('<its name>')}"
     return Finding(what="processor", verdict="note", evidence=evidence, fix=fix)
 

@@ -12,10 +12,10 @@ from ase import units
 def response(atoms):
     """Return the Jacobian of (stress [6], force [3n]) by (strain [6], displacement [3n]).
 
-    Stress and strain are in Voigt's order. Displacements come before the strain.
+    Stress and strain are in Voigt's order. The displacements are applied before the strain.
 
     Args:
-        atoms: with a CalcOps calculator. The forces on them are zero.
+        atoms: at rest (the forces are zero), with a CalcOps calculator.
     """
     types, positions, cell, neighbours = atoms.calc.tensors(atoms)
     volume = atoms.get_volume()

@@ -4,8 +4,9 @@
     python -m calcops.train frames.extxyz --settings settings.toml --steps 100000
     torchrun --nproc-per-node 2 -m calcops.train frames.extxyz --batch 4
 
-Frames are what ASE reads, with energy (eV), forces (eV/A) and, where there is one, stress (eV/A^3),
-or folders of DeePMD-kit. The same command goes on from the checkpoint in the folder, which gets
+Frames are folders of DeePMD-kit, or files that ASE reads. Such files have energy (eV), forces
+(eV/A) and optionally stress (eV/A^3). The same command, given again, goes on from the checkpoint.
+The results in --folder are
 
     checkpoint.pt   the last state     log.csv      errors every --every steps
     model.npz       the best model     loss.png     errors of the training batches
@@ -53,7 +54,12 @@ def arguments():
     add = parser.add_argument_group("the model, unless --start gives it").add_argument
     add("--cutoff", type=float, default=5.0, help="A")
     add("--smooth", type=float, help="A, where the cutoff begins; default: 0.7 of the cutoff")
-    add("--sel", type=int, nargs="+", help="most neighbours of each element; default: counted")
+    add(
+        "--sel",
+        type=int,
+        nargs="+",
+        help="maximum number of neighbours, by element; default: counted",
+    )
     add("--embedding", type=int, nargs="+", default=[24, 24], help="widths of the embedding nets")
     add("--axis", type=int, default=12, help="columns of the second factor of the descriptor")
     add("--fitting", type=int, nargs="+", default=[48, 48], help="widths of the fitting nets")
@@ -67,14 +73,18 @@ def arguments():
         type=float,
         nargs=3,
         default=kLossWeights,
-        help="E F V: of the mean squares of energy/atom (eV), force (eV/A) and virial/atom (eV)",
+        help="E F V, for the squared errors of energy/atom (eV), force (eV/A), virial/atom (eV)",
     )
     add("--every", type=int, default=1000, help="steps between two checkpoints")
     add("--seed", type=int, default=0)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each process")
     add("--compile", action="store_true", help="torch.compile the step")
-    add("--tabulated", action="store_true", help="package splines or tables of embedding nets")
-    add("--float32-nets", action="store_true", help="package nets that compute in float32")
+    add(
+        "--tabulated",
+        action="store_true",
+        help="in the package, replace embedding nets by splines or tables",
+    )
+    add("--float32-nets", action="store_true", help="in the package, compute nets in float32")
     return parser
 
 
@@ -96,7 +106,7 @@ def parse(words):
 
 
 def settings_of(path, options):
-    """Return the settings of a file, by the names of `options`.
+    """Return the settings of a file. Their names are among those of `options`.
 
     Raises:
         ValueError: the file cannot be read, or has other names.

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t step = int64_t(gridDim.x) * kWarps, all = 2 * in.edges;
   for (int64_t atom = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp; atom < in.atoms;
        atom += step) {
-    // The order of another graph must not lead out of bounds.
+    // The edge_order of another graph must not lead out of bounds.
     const int64_t end = min(max(int64_t(in.edge_order[atom]), int64_t(0)), all);
     const int64_t begin =
         atom == 0 ? 0 : min(max(int64_t(in.edge_order[atom - 1]), int64_t(0)), all);
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads) poison_kernel(Inputs<Real> in, EdgeO
       if (frame >= 0 && frame < in.frames) poison(out.virial + 9 * frame, 9);
     }
   }
-  // An atom's frame does not exist: any frame may lack this atom.
+  // If an atom's frame does not exist, any frame may lack this atom.
   const int64_t batched = kVirial && in.batch ? in.atoms : 0;
   for (int64_t atom = int64_t(blockIdx.x) * kThreads + threadIdx.x; atom < batched; atom += step)
     if (in.batch[atom] < 0 || in.batch[atom] >= in.frames)

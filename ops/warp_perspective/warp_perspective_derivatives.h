@@ -1,10 +1,10 @@
 // The derivatives of warp_perspective and of the operators behind it.
 //
-// The result is linear in the image. So calls of the operators give every derivative, except the
-// derivatives of a derivative along warp. Those are computed by PyTorch's operators from the source
-// (x, y) of every destination pixel, and so are differentiable to any order.
-//
 // "The tangent" of a result is its derivative along a tangent of warp.
+//
+// The result is linear in the image. So calls of the operators give every derivative, except those
+// of the tangent. PyTorch's operators compute these from the source (x, y) of every destination
+// pixel. So they are differentiable to any order.
 #pragma once
 
 #include <calcops/operator.h>
@@ -56,8 +56,9 @@ inline Value cross_rows(const Value& p, const Value& q) {
   return cross(roll(p, -1, 1), roll(q, -2, 1)) + cross(roll(q, -1, 1), roll(p, -2, 1));
 }
 
-// Return the kernel's number with the derivatives of the formula for it. The formula rounds
-// differently: near a pixel centre, its own value would belong to other taps.
+// Return `number`, which a kernel computed, with the derivatives of the formula for it. The
+// formula's value is not used, because it is rounded differently. Near a pixel centre, it could
+// belong to other taps than the kernel's number.
 inline Value with_derivatives(const Value& number, const Value& formula) {
   return number + (formula - call("aten::detach", formula));
 }
@@ -101,6 +102,7 @@ struct Warping {
         border_value(arguments[4 + skipped]),
         inverse_map(arguments[5 + skipped]) {}
 
+  // Return the call with another image and a border of 0.
   Warping of(const Value& other_image) const {
     Warping other = *this;
     other.image = other_image;
@@ -161,8 +163,8 @@ struct Warping {
 
   // Return N. One image or one matrix may serve all N.
   Value batch() const {
-    const bool is_of_warp = warp.dim() == 3 && !warp.size(0).equals(1);
-    return is_of_warp ? warp.size(0) : image.dim() == 4 ? image.size(0) : Value(1);
+    if (warp.dim() == 3 && !warp.size(0).equals(1)) return warp.size(0);
+    return image.dim() == 4 ? image.size(0) : Value(1);
   }
 
   // Return border_value as [C, 1] or as one number.
@@ -187,7 +189,7 @@ struct Warping {
 };
 
 // The sources of a call's pixels as differentiable functions of warp. They give the derivatives of
-// the tangent of the result along `tangent`.
+// the result's tangent. `tangent` is the tangent of warp.
 class Positions {
  public:
   Positions(const Warping& warping, const Value& tangent, const Value& height, const Value& width)
@@ -202,6 +204,7 @@ class Positions {
              Value::list(height, width), taps_, warping.border_mode, warping.inverse_map);
     const Value cells = cells_and_scale[0];
     const Value kernel_scale = cells_and_scale[1];
+    // The scale is 0 if a matrix gives no pixel a source. The identity replaces such a matrix.
     const Value usable = call("aten::gt.Scalar", kernel_scale, 0);
     scale_ = where(usable, kernel_scale, 1.0);
     const Value identity = call("aten::eye", 3, warps.dtype(), /*layout=*/nullptr, warps.device());
@@ -211,9 +214,11 @@ class Positions {
       return call("aten::arange", count, warps.dtype(), /*layout=*/nullptr, warps.device());
     };
     const Value u = range(width), v = call("aten::unsqueeze", range(height), 1);
+    // Its columns are (u, v, 1) of each destination pixel.
     grid_ = call("aten::flatten.using_ints",
                  call("aten::stack", Value::list(u + v * 0, v + u * 0, (u + v) * 0 + 1)), 1);
 
+    // Return `count` of the pixels' numbers (CellNumber), beginning with `which`.
     const auto number = [&](int64_t which, int64_t count) { return narrow(cells, which, count); };
     const Value m = is_inverse_ ? rows_ : transposed(cross_rows(rows_, rows_) / 2);
     const Value p = matmul(m, grid_);
@@ -259,8 +264,10 @@ class Positions {
       of_x = of_x + sum(x_.second, y_.weight) * turn.x;
       of_y = of_y + sum(x_.weight, y_.second) * turn.y;
     }
-    // move = (X' - x W', Y' - y W') / W. The direction `other` changes x, y and W. It also changes
-    // X', Y' and W' if m is an adjugate, which is not linear in warp. move changes by bend / W.
+    // (X, Y, W) = m (u, v, 1) are a pixel's homogeneous coordinates, and X', Y', W' their tangents.
+    // move is (X' - x W', Y' - y W') / W. The direction `other` changes x, y and W. If m is an
+    // adjugate, it also changes X', Y' and W', because an adjugate is not linear in warp. Together,
+    // this changes move by bend / W.
     Value bend_x = minus(turn.x * move.w + move.x * turn.w);
     Value bend_y = minus(turn.y * move.w + move.y * turn.w);
     if (!is_inverse_) {
@@ -466,7 +473,7 @@ inline void tangent_jvp(const Value* arguments, const Value* tangents, Value* re
   add(results[0], positions.second(tangents[2], warping.result_shape(height, width)));
 }
 
-// ---- _warp_perspective_cells: derivatives of 0 here, because Positions adds them ----------------
+// ---- _warp_perspective_cells: no derivatives, because Positions adds those of formulas ----------
 
 inline void cells_vjp(const Value*, const Value*, Value*) {}
 inline void cells_jvp(const Value*, const Value*, Value*) {}

@@ -1,4 +1,4 @@
-"""Draw the table of results/force.md: the times divided by that of one read of the memory.
+"""Draw the table of results/force.md: the times divided by those of the memory traffic.
 
 python tests/bench/force_picture.py
 """
@@ -14,11 +14,16 @@ PANELS = {
 }
 
 
+def split_row(line):
+    """Return the cells of a row of the table."""
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
 def table_rows():
     """Return the rows of the table as dictionaries of text."""
     text = (RESULTS / "force.md").read_text()
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    header, _, *rows = [split_row(line) for line in lines]
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 

@@ -24,6 +24,7 @@ FLAGGED = [
 # by a variable, by a response file (@), by a word of the compiler's command, or not at all.
 WAYS = [*FLAGGED, *FLAGGED, "paths", "CPATH", "CPLUS_INCLUDE_PATH", "@", "CXX", "absent"]
 LINKING = ["-L{}", "-L {}", "-Wl,-L,{}", "-L{}/../l1", "LIBRARY_PATH", "@", "CXX", "absent"]
+# How the library of value() is linked.
 VALUE = ["-lv", "-l v", "-l:libv.a", "-Wl,-lv"]
 DEFINED = ["", "-DFLAG=1", "-DFLAG=2", "-D FLAG=2", "-UFLAG"]
 FORCED = ["", "", "", "-include {}/forced.h", "-include h5.h", "-imacros {}/forced.h"]
@@ -288,9 +289,10 @@ class Project:
 
     @edit(7)
     def link(self):
-        folders = self.draw.sample(self.draw.choice([HEADER_FOLDERS[:-1], LIBRARY_FOLDERS]), 2)
+        names = self.draw.sample(self.draw.choice([HEADER_FOLDERS[:-1], LIBRARY_FOLDERS]), 2)
+        folders = [self.folder / name for name in names]
         headers = [self.place(), self.place()]
-        path, target = self.draw.choice([headers, [self.folder / name for name in folders]])
+        path, target = self.draw.choice([headers, folders])
         if path != target:
             self.clear(path)
             path.symlink_to(target)
@@ -373,7 +375,7 @@ class Project:
     def step(self, is_built: bool) -> None:
         """Make one to three edits. If the last build failed, mostly repair the project first.
 
-        An edit that the disk refuses ends early, for example a file behind a dangling link.
+        An edit ends early if the file system refuses it, for example behind a dangling link.
         """
         if not is_built and self.draw.random() < 0.8:
             self.repair()

@@ -25,7 +25,8 @@ WORDS = ["", "Linear", "lanczos", "opencv4", "exact", "transparent", *BORDERS, *
 
 
 def matrices(draw, shape):
-    """Return random matrices near the identity, some mirrored, enlarged, shrunk or scaled."""
+    """Return random matrices near the identity. Some mirror, enlarge or shrink. Some have a factor,
+    which does not change the map."""
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
     spread = torch.tensor([[0.6, 0.6, 9], [0.6, 0.6, 9], [0.02, 0.02, 0]], dtype=torch.float64)
     random_part = (torch.rand(*shape, generator=generator, dtype=torch.float64) - 0.5) * spread
@@ -114,7 +115,7 @@ def expected_of(arguments, result):
     border = 0.0 if border is None or border == [] else border
     border = as_dtype(torch.tensor(border, dtype=torch.float64), image.dtype).tolist()
     dsize = result.shape[-2:]
-    options = [dsize, *(arguments[name] for name in ("interpolation", "border_mode"))]
+    options = [dsize, arguments["interpolation"], arguments["border_mode"]]
     options += [border, arguments["inverse_map"]]
     destinations = arguments.get("destination")
     if destinations is not None:
