@@ -139,7 +139,7 @@ def check(options):
         raise ValueError("expected --stress-key or --virial-key, got both")
     if options.axis > options.embedding[-1]:
         raise ValueError(
-            f"expected --axis of at most the {options.embedding[-1]} of --embedding, "
+            f"expected --axis of at most {options.embedding[-1]}, the last width of --embedding, "
             f"got {options.axis}"
         )
 

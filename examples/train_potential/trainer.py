@@ -147,7 +147,7 @@ class Trainer:
     ):
         if batch > len(data):
             raise ValueError(
-                f"expected a batch of at most the {len(data)} frames there are, got {batch}"
+                f"expected a batch of at most {len(data)}, the number of frames, got {batch}"
             )
         self.model = model
         self.data = data

@@ -271,9 +271,9 @@ def test_wrong_frames_are_refused_with_the_reason(name, tmp_path):
     "words, message",
     {
         "--every 0": "expected --every > 0, got 0",
-        "--batch 12": "expected a batch of at most the 11 frames there are, got 12",
+        "--batch 12": "expected a batch of at most 11, the number of frames, got 12",
         "--smooth 4": "expected --smooth < 3.5, got 4",
-        "--axis 9": "expected --axis of at most the 8 of --embedding, got 9",
+        "--axis 9": "expected --axis of at most 8, the last width of --embedding, got 9",
         "--held-out 0.001": "expected frames to train on and to hold out, got 12",
         "--sel 9": r"expected --sel for each of Cu Au, got \[9\]",
         "--start none.npz": "expected a model, got none.npz",
