@@ -195,7 +195,7 @@ def test_each_process_takes_another_part_of_the_batch(frames, crystal, monkeypat
 
 
 def test_a_batch_of_more_frames_than_there_are_is_refused(frames, crystal):
-    with pytest.raises(ValueError, match="at most the 6 frames there are, got 7"):
+    with pytest.raises(ValueError, match="at most 6, the number of frames, got 7"):
         Trainer(*beginner(frames, crystal), steps=1, seed=0, batch=7)
 
 
