@@ -21,9 +21,11 @@ environment_ubsan = $(preload) CALCOPS_CFLAGS='-fsanitize=undefined -fno-sanitiz
 environment_x86-64 = CALCOPS_CFLAGS=-march=x86-64
 environment_avx2 = CALCOPS_CFLAGS=-march=x86-64-v3
 environment_neon = CALCOPS_CFLAGS=-mcpu=generic
-# loadfile gives a worker whole files, so that the tests of a file share its fixtures. no-loadscope-reorder keeps the order of
-# conftest.py, in which the slowest files come first.
-pytest = -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# There is one worker more than processors, because a third of the time tests wait. loadfile gives a worker whole files, so
+# that the tests of a file share its fixtures. no-loadscope-reorder keeps the order of conftest.py, in which the slowest
+# files come first.
+workers := $(shell echo $$(( $$(nproc) + 1 )))
+pytest = -m pytest -n $(workers) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # The help shows the comments that begin with ## (for users) or ### (for developers).
 help:

@@ -95,6 +95,24 @@ def test_the_headline_ratios_are_those_of_the_table():
         assert (int(least), int(largest)) == (min(ratios), max(ratios))
 
 
+def test_the_headline_percentages_of_deepmd_are_those_of_the_table():
+    uncompressed = []
+    compressed = []
+    rows = r"^ *\| \d+ of \w+ \| \d \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|"
+    for row in re.findall(rows, TEXTS["examples/deepmd/README.md"], re.MULTILINE):
+        pb, compressed_pb, calcops, tabulated = map(int, row)
+        uncompressed.append(round(100 * calcops / pb))
+        compressed.append(round(100 * tabulated / compressed_pb))
+    assert len(uncompressed) == 6
+    shown = re.search(
+        r"\[(\d+)-(\d+) %\]\(examples/deepmd/README.md\).*? ones (\d+)-(\d+) %",
+        TEXTS["README.md"],
+        re.DOTALL,
+    )
+    expected = min(uncompressed), max(uncompressed), min(compressed), max(compressed)
+    assert tuple(map(int, shown.groups())) == expected
+
+
 @pytest.mark.parametrize("page", TEXTS)
 def test_files_in_backticks_exist(page):
     """Files that the README asks its reader to write need not exist."""

@@ -4,8 +4,8 @@
 
 The sizes are those of water in ../../examples/deepmd: 84 neighbours in 138 slots, two kinds of
 neighbour, x from 0 to 13 in cells of 0.01, and 100 functions. The net has layers of 25, 50 and 100.
-The two take turns, and the least time counts. `gradient` is the time of the gradients of x and R
-after the forward.
+They take turns, and the least time counts. `gradient` is the time of the gradients of x and R after
+the forward. If all x are in one cell, the coefficients stay in the cache.
 """
 
 import argparse
