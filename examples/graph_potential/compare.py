@@ -51,8 +51,9 @@ def batch():
 
 
 def compare_values(theirs, ours):
-    """Print how far the results of both models for one graph of all structures are apart, and how
-    far those of `ours` for the batch and for each structure alone.
+    """Print the differences of `ours` from `theirs` for one graph of all structures.
+
+    Print also the differences between this graph and each structure alone, both with `ours`.
     """
     for model in (theirs, ours):
         model.set_is_batch_data(True)
@@ -134,7 +135,8 @@ def run_at_constant_energy(name, model, steps):
         times.append(1e3 * (time.perf_counter() - start))
         energies.append(1e3 * atoms.get_total_energy() / len(atoms))
     drift = numpy.polyfit(0.002 * numpy.arange(steps), energies, 1)[0]
-    spread, fastest = numpy.ptp(energies), min(times)
+    spread = numpy.ptp(energies)
+    fastest = min(times)
     print(
         f"  {name:18} within {spread:.3f} meV/atom, "
         f"drift {drift:+.3f} meV/atom/ps; fastest step {fastest:.0f} ms"

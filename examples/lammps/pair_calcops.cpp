@@ -16,7 +16,6 @@
 #include <limits>
 #include <memory>
 #include <stdexcept>
-#include <utility>
 
 #include "atom.h"
 #include "comm.h"
@@ -40,7 +39,7 @@ constexpr int64_t kSlotsPerPair = 2;
 // threads, summed over the ranks. The time of the operators is a part of that of the model.
 enum { kRows, kPairs, kModel, kOperators, kAdd, kTimers };
 // For a committee, the largest, the least and the mean deviation follow, of virials and of forces.
-// For a model that passes messages, the last number is that of its rows.
+// For a model that passes messages, the last number counts its rows.
 enum { kVirials = kTimers, kForces = kVirials + 3, kNumbers = kForces + 3 };
 
 class Stopwatch {
@@ -183,15 +182,15 @@ void PairCalcOps::init_style() {
   expect(models_[0].units == update->unit_style,
          ("units " + models_[0].units + ", which are the model's").c_str(), update->unit_style);
   expect(!tail_flag, "pair_modify tail no, as a model has no known tail", "yes");
-  expect(!offset_flag, "pair_modify shift no, as a model is shifted where it was made, or is not",
-         "yes");
+  expect(!offset_flag,
+         "pair_modify shift no, as a model's energy is shifted where the model is made", "yes");
   expect(!passes_messages() || comm->mode == Comm::SINGLE,
          "comm_modify mode single for a model that passes messages", "another");
   if (neighbor->exclude && comm->me == 0)
     error->warning(
         FLERR,
-        "Pair style calcops: neigh_modify exclude takes pairs from the model, so energies "
-        "are not those it was made for");
+        "Pair style calcops: neigh_modify exclude hides pairs from the model, so its energies "
+        "lack these pairs");
   at::set_num_threads(comm->nthreads);
   neighbor->add_request(
       this, NeighConst::REQ_FULL | (ghostneigh ? NeighConst::REQ_GHOST : NeighConst::REQ_DEFAULT));
@@ -219,7 +218,7 @@ void PairCalcOps::refuse_few_ghosts() const {
 // special_bonds takes pairs of weight 0 out of the list. A model cannot apply other weights.
 void PairCalcOps::refuse_weighted_bonds() const {
   if (atom->molecular == Atom::ATOMIC) return;
-  const double* const weight = force->special_lj;  // a hybrid style's own, while this one computes
+  const double* const weight = force->special_lj;  // pair_style hybrid sets those of this style
   const auto counts = [&](int kind) { return weight[kind] == 1 && neighbor->special_flag[kind]; };
   if (counts(1) && counts(2) && counts(3)) return;
   const auto refuse = [&] {
@@ -342,13 +341,18 @@ void PairCalcOps::build_blocks() {
 
 void PairCalcOps::fill_rows(Block& block) const {
   int begin = 0;
-  for (const int end : block.ends)
-    block.K = std::max<int64_t>(block.K, end - std::exchange(begin, end));
+  for (const int end : block.ends) {
+    block.K = std::max<int64_t>(block.K, end - begin);
+    begin = end;
+  }
   block.list_neigh = at::full({1, block.centres, block.K}, -1, at::kLong);
   int64_t* const slots = block.list_neigh.mutable_data_ptr<int64_t>();
   begin = 0;
-  for (int64_t i = 0; i < block.centres; begin = block.ends[i++])
-    std::copy(block.rows.begin() + begin, block.rows.begin() + block.ends[i], slots + i * block.K);
+  for (int64_t i = 0; i < block.centres; ++i) {
+    const int end = block.ends[i];
+    std::copy(block.rows.begin() + begin, block.rows.begin() + end, slots + i * block.K);
+    begin = end;
+  }
   block.types = block.types.to(models_[0].device);
   block.list_neigh = block.list_neigh.to(models_[0].device);
   block.named = block.list_neigh.clamp_min(0).flatten();
@@ -400,6 +404,7 @@ void PairCalcOps::find_near_pairs(Block& block) const {
   std::vector<std::array<double, 3>> x(block.atoms.size());
   for (size_t a = 0; a < x.size(); ++a) std::copy_n(atom->x[block.atoms[a]], 3, x[a].begin());
   std::vector<Pair> pairs;
+  // If an atom has more than K near pairs, a second pass takes the largest number for K.
   for (int64_t longest = block.K;; block.K = longest) {
     block.list_neigh = at::empty({1, block.centres, block.K}, at::kLong);
     block.Rij = at::empty({1, block.centres, block.K, 3}, models_[0].dtype);
@@ -556,9 +561,9 @@ void PairCalcOps::unpack_reverse_comm(int n, int* atoms, double* buffer) {
 
 // Computes deviations as DeePMD-kit does:
 // https://docs.deepmodeling.com/projects/deepmd/en/stable/test/model-deviation.html
-// With <> for the mean over the models, that of an atom's force is sqrt(<|F - <F>|^2>), and that of
-// a component of the virial sqrt(<(W - <W>)^2>) / N for N atoms. The mean over the nine components
-// is the root of their mean square.
+// Here <> is the mean over the models. The deviation of an atom's force is sqrt(<|F - <F>|^2>). The
+// deviation of a component of the virial is sqrt(<(W - <W>)^2>) / N for N atoms. The mean over the
+// nine components is the root of their mean square.
 void PairCalcOps::add_deviations() {
   comm->reverse_comm(this);
   const int models = models_.size();

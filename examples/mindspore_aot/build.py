@@ -1,4 +1,4 @@
-"""ATen's leaky_relu and our force as libraries for MindSpore's Custom operator of type "aot".
+"""Build ATen's leaky_relu and our force for MindSpore's Custom operator of type "aot".
 
     python examples/mindspore_aot/build.py [--out build/mindspore_aot]
 
@@ -14,15 +14,15 @@ import torch
 import calcops_jit
 
 FOLDER = Path(__file__).resolve().parent
-# MindSpore closes a library when it has done with an operator; PyTorch's would go too, and are not
-# made for that.
+# MindSpore closes a library that it needs no longer. Without this flag, PyTorch's libraries would
+# be unloaded too, which they do not support.
 STAY = "-Wl,-z,nodelete"
 
 
 def build():
     yield calcops_jit.load("leaky_relu_cpu", [FOLDER / "leaky_relu.cpp"], extra_ldflags=[STAY]).path
-    # The source names no symbol of the operators' library. --as-needed is set again, because
-    # -ltorch_python follows.
+    # The linker is called with --as-needed, and drops a library if the source uses no symbol of it.
+    # It would drop that of the operators, and must drop torch_python, which follows.
     operators = ["-Wl,--no-as-needed", calcops_jit.library_path(), "-Wl,--as-needed"]
     header = FOLDER.parent.parent / "_calcops_jit" / "include"
     yield calcops_jit.load(

@@ -1,7 +1,11 @@
-// calcops::force for MindSpore: list_neigh, dE, Ri_d, types -> force, and its gradient: grad,
-// list_neigh, dE, Ri_d -> of dE, of Ri_d. Shapes as in ops/force/force.h; types [n + nghost] only
-// says how many ghosts there are. A number would not do: MindSpore asks for the sizes of an output
-// once for each of the sizes of the inputs.
+// calcops::force and its gradient for MindSpore:
+//
+//   Force      list_neigh, dE, Ri_d, types  -> force
+//   ForceGrad  grad, list_neigh, dE, Ri_d   -> gradient of dE, gradient of Ri_d
+//
+// The shapes are those of ops/force/force.h. Only the length of types [n + nghost] matters: it
+// gives nghost. A number would not do: MindSpore infers the shapes of outputs once for each set of
+// input shapes, so input shapes must determine them.
 #include <calcops.h>
 #include <torch/csrc/autograd/autograd.h>
 

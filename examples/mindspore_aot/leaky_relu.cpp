@@ -1,5 +1,4 @@
-// For MindSpore's device_target "CPU". One symbol for each signature of outputs: MindSpore keeps
-// what it found out about a symbol.
+// For MindSpore's device_target "CPU".
 #include "leaky_relu.h"
 
 extern "C" {

@@ -1,5 +1,5 @@
-// For MindSpore's device_target "GPU". The work is queued on MindSpore's stream, on the device of
-// which MindSpore runs: in order with its own, and nothing is waited for but an attribute.
+// For MindSpore's device_target "GPU". The work is queued on MindSpore's stream, in order with
+// MindSpore's own work. The CPU waits only to read an attribute.
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 

@@ -1,19 +1,19 @@
-// ATen's leaky_relu as it is called by leaky_relu.cpp and leaky_relu.cu; the tensors are those of
-// MindSpore's operator.
+// Calls of ATen's leaky_relu, for leaky_relu.cpp and leaky_relu.cu. `tensors` are the inputs and
+// outputs of MindSpore's operator.
 #pragma once
 #include <ATen/ops/leaky_relu.h>
 #include <ATen/ops/leaky_relu_backward.h>
 
 #include "ms_ext.h"
 
-// The attribute of the operator comes as one more input of no dimensions, or not at all. `extra`,
-// through which MindSpore offers attributes, is a class with std::string in it, of another C++ ABI
-// than PyTorch's: not to be touched.
-inline double negative_slope(const std::vector<at::Tensor>& tensors, size_t without) {
-  TORCH_CHECK(tensors.size() == without || tensors.size() == without + 1, "expected ", without,
-              " or ", without + 1, " inputs and outputs, got ", tensors.size());
-  if (tensors.size() == without) return 0.01;
-  const at::Tensor& slope = tensors[without - 1];
+// Returns the operator's attribute, which is the last input: a tensor of no dimensions. Without it,
+// there are only `count` tensors. MindSpore offers attributes in `extra`, too, but that is a class
+// with a std::string of another C++ ABI than PyTorch's, so it cannot be read here.
+inline double negative_slope(const std::vector<at::Tensor>& tensors, size_t count) {
+  TORCH_CHECK(tensors.size() == count || tensors.size() == count + 1, "expected ", count, " or ",
+              count + 1, " inputs and outputs, got ", tensors.size());
+  if (tensors.size() == count) return 0.01;
+  const at::Tensor& slope = tensors[count - 1];
   TORCH_CHECK(slope.dim() == 0, "expected `negative_slope` of no dimensions, got ", slope.sizes());
   return slope.item<double>();
 }
