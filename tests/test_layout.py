@@ -59,7 +59,7 @@ def test_an_operator_is_a_folder_of_its_files_and_a_test(operator):
     own = rf"{operator}(_(\w+_)?cpu)?\.cpp|{operator}\.cu|{operator}(_\w+)?\.h"
     assert f"{operator}.cpp" in files
     assert not [file for file in files if not re.fullmatch(own, file)]
-    assert f"{operator}.h" in files or files == {f"{operator}.cpp"}, "kernels have a contract"
+    assert f"{operator}.h" in files or files == {f"{operator}.cpp"}, "kernels have a header"
     assert list((ROOT / "tests" / "operators").glob(f"test_{operator}*.py"))
 
 
@@ -166,7 +166,7 @@ def types_of(header):
     for line in code(header).splitlines():
         if opened := re.match(r"namespace ([\w:]*)\s*\{", line):
             namespaces.append(opened[1])
-        elif re.match(r"\}  *$", line):
+        elif re.match(r"\} +$", line):  # `}  // namespace`, whose comment code() has removed
             namespaces.pop()
         elif named := re.match(
             r"(?:struct|class|union|enum(?: class)?|using) (\w+)[^;]*(?:\{|=)", line

@@ -178,7 +178,7 @@ def obtain(request: Request, build: bool = True) -> Library | None:
 
 
 def _with_objects(request: Request) -> Library | None:
-    """Load a wheel's objects, linked with a unit that is compiled here; None if that fails."""
+    """Return the library of a wheel's objects and one unit compiled here; None if it fails."""
     from ..ship import prebuilt
 
     of_objects = prebuilt.with_objects(request)
@@ -253,9 +253,9 @@ def _live(request: Request) -> Live:
 
 
 def _paths(request: Request) -> set[str]:
-    """Return the folder and the sources of a library, the latter also with links unresolved."""
-    unresolved = request.given[0] if request.given else ()
-    return {request.root, *request.sources, *unresolved}
+    """Return a library's folder, and its sources by the given paths and by the real paths."""
+    given = request.given[0] if request.given else ()
+    return {request.root, *request.sources, *given}
 
 
 def _load(request: Request, generation: store.Generation) -> Library:
@@ -383,7 +383,7 @@ def _warn_of_missing(request: Request, registration: Registration, permanent: se
     """Print a line for each kernel without a schema, or one if the library has no operators."""
     from ..progress import say
 
-    operators = {name.partition(" ")[0].partition(".")[0] for name in registration.impls}
+    operators = {re.split("[ .]", key)[0] for key in registration.impls}  # "name.overload CPU"
     for name in sorted(operators - {""}):  # "" for a fallback
         try:
             handles.packet(name)

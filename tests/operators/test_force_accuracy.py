@@ -31,7 +31,8 @@ def scatter(terms, list_neigh, rows, center):
 def exact(list_neigh, dE, Ri_d, Rij, nghost, upstream):
     """Return each output and gradient with the sum of its absolute terms.
 
-    They are long doubles, which have 64 bits of mantissa on x86. The letters are those of
+    The outputs come first: force, virial, atom_virial. Then the gradients of dE, Ri_d and Rij.
+    All are long doubles, which have 64 bits of mantissa on x86. The letters are those of
     ops/force/force.h: g is the force of a pair, and U and e are factors of its gradient.
     """
     list_neigh = list_neigh.numpy()
