@@ -11,7 +11,8 @@
 
 namespace {
 
-constexpr int kMaxDims = 64;  // PyTorch's own kernels take no more
+constexpr int kMaxDims = 64;             // PyTorch's own kernels take no more
+constexpr int64_t kMaxBlocks = 1 << 10;  // about as many as an H100 runs at once
 
 // Passed by value, as part of the launch: nothing has to be copied to the device first.
 struct Layout {
@@ -36,8 +37,8 @@ __global__ void identity_kernel(const Word* x, Word* out, Layout layout, int64_t
 
 template <class Word>
 void launch(const at::Tensor& x, at::Tensor& out, const Layout& layout) {
-  const int64_t threads = 256,
-                blocks = std::min<int64_t>((x.numel() + threads - 1) / threads, 65535);
+  const int64_t threads = 256;
+  const int64_t blocks = std::min((x.numel() + threads - 1) / threads, kMaxBlocks);
   // PyTorch's stream, not the default one: work queued on another stream would not be waited for.
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   identity_kernel<<<blocks, threads, 0, stream>>>(static_cast<const Word*>(x.const_data_ptr()),

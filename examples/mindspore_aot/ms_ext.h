@@ -1,5 +1,6 @@
-// From the arguments that MindSpore passes to an operator of type "aot" to tensors, with checks.
-// MindSpore catches a std::exception and shows its text; anything else would end the process.
+// Makes tensors of the arguments that MindSpore passes to an operator of type "aot", and checks
+// them. MindSpore catches a std::exception and shows its text. Any other exception would end the
+// process.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
@@ -37,9 +38,9 @@ inline at::ScalarType torch_dtype(const std::string& name) {
   return found->second;
 }
 
-// Inputs and outputs in the order in which MindSpore has them, over its own memory, which is always
-// contiguous. A shape of no dimensions comes with no pointer, a tensor of no elements may come
-// without memory.
+// Return the inputs and outputs in MindSpore's order. They use MindSpore's memory, which is always
+// contiguous. The pointer to a shape without dimensions is null. A tensor without elements may have
+// no memory.
 inline std::vector<at::Tensor> get_torch_tensors(int nparam, void** params, int* ndims,
                                                  int64_t** shapes, const char** dtypes,
                                                  c10::Device device) {
@@ -55,22 +56,24 @@ inline std::vector<at::Tensor> get_torch_tensors(int nparam, void** params, int*
     TORCH_CHECK(params[i] || count == 0, "expected memory for argument ", i, " of shape ",
                 at::IntArrayRef(shape), ", got none");
     const auto options = at::TensorOptions(device).dtype(torch_dtype(dtypes[i]));
-    // With the device said, CUDA is not asked whose memory it is: there may be none.
+    // Without target_device(), PyTorch would ask CUDA to which device the memory belongs. A tensor
+    // without elements may have no memory.
     tensors.push_back(
         at::for_blob(params[i], shape).options(options).target_device(device).make_tensor());
   }
   return tensors;
 }
 
-// For outputs, whose sizes and dtype are what the functions given to ops.Custom say: one that does
-// not fit would be given other memory by ATen, or be filled as by broadcasting.
+// Check an output, whose sizes and dtype are those that the functions given to ops.Custom return.
+// If they are wrong, ATen would resize the tensor, so that MindSpore does not see the result, or
+// broadcast the result.
 inline void expect_like(const char* name, const at::Tensor& tensor, const at::Tensor& right) {
   TORCH_CHECK(tensor.sizes() == right.sizes() && tensor.scalar_type() == right.scalar_type(),
               "expected `", name, "` of ", right.scalar_type(), ' ', right.sizes(), ", got ",
               tensor.scalar_type(), ' ', tensor.sizes());
 }
 
-// PyTorch's errors carry the C++ stack in their text: MindSpore is given the first part only.
+// Call a function. The text of PyTorch's errors ends with the C++ stack, which is left out here.
 template <class Function>
 int aot_operator(const char* name, const Function& function) {
   try {
