@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 class Mutation(NamedTuple):
     what: str
-    tests: list[str]  # arguments of pytest
+    tests: list[str]  # arguments of pytest, after variables of the environment such as A=1
     where: str  # a folder or a file
     old: str
     new: str
@@ -67,13 +67,16 @@ def copy(folder):
         (folder / name).write_bytes((ROOT / name).read_bytes())
 
 
-def failing_test(tree, tests, cache):
+def failing_test(tree, words, cache):
     """Return the first test that fails or the signal that ends the tests, or "" if all pass."""
+    variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+    tests = words[len(variables) :]
     user_cache = os.environ.get("CALCOPS_CACHE") or os.path.expanduser("~/.cache/calcops")
     environment = os.environ | {
         "CALCOPS_CACHE": str(cache),
         "CALCOPS_CACHE_READONLY": user_cache,
         "PYTHONPATH": str(tree),
+        **variables,
     }
     options = shlex.split("-x -q --tb=line -p no:cacheprovider -m 'not long'")
     command = [sys.executable, "-m", "pytest", *options, *tests]
