@@ -54,10 +54,6 @@ class Before:
                 self._folders[folder] = names_in(folder)
         self.looked = time.time_ns()
 
-    def is_changed(self, path: str, stamp: bytes, digest: str) -> bool:
-        """Return True if a file is known to have changed since the build began."""
-        return path in self._files and self._files[path] != (stamp, digest)
-
     def is_unchanged(self, path: str, stamp: bytes, digest: str, theirs: bool) -> bool:
         """Return True if a file is known to be the same as when the build began."""
         if path in self._files:
@@ -167,8 +163,6 @@ class Recorder:
             if has_incbin and not is_complete:
                 why = f"{path} has .incbin; only GNU as tells what that reads, and not with -flto"
                 raise undetermined(self._request, why)
-            if before.is_changed(path, present, digest):
-                raise closure.Changed(f"{path} changed while it was compiled")
             if not before.is_unchanged(path, present, digest, theirs):
                 unforeseen.append(path)
             entries[self._request.fold(path)] = stamp, digest

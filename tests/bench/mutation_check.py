@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,6 +68,16 @@ def copy(folder):
         (folder / name).write_bytes((ROOT / name).read_bytes())
 
 
+def link_packages(tree, folder):
+    """Make links to the packages calcops.* of a tree. Python would import the installed ones."""
+    settings = tomllib.loads((tree / "pyproject.toml").read_text())
+    for name, path in settings["tool"]["setuptools"]["package-dir"].items():
+        if name.startswith("calcops."):
+            link = folder / name.replace(".", "/")
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(tree / path)
+
+
 def failing_test(tree, words, cache):
     """Return the first test that fails or the signal that ends the tests, or "" if all pass."""
     variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
@@ -75,7 +86,7 @@ def failing_test(tree, words, cache):
     environment = os.environ | {
         "CALCOPS_CACHE": str(cache),
         "CALCOPS_CACHE_READONLY": user_cache,
-        "PYTHONPATH": str(tree),
+        "PYTHONPATH": f"{tree}:{tree.parent}/packages",
         **variables,
     }
     options = shlex.split("-x -q --tb=line -p no:cacheprovider -m 'not long'")
@@ -101,6 +112,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "calcops")
         copy(tree)
+        link_packages(tree, Path(folder, "packages"))
         for mutation in chosen:
             path = file_of(tree, mutation)
             text = path.read_text()

@@ -110,14 +110,18 @@ def test_a_quicker_linker_is_used_if_it_works(folder, linker, works):
     source = folder.put("mine.cpp", ANSWER.format("return 1;"))
     path = {"COMPILER_PATH": folder.project / "bin"}
     assert folder.loaded(**path) == 1
-    assert (folder.project / "linked").exists() == works
+    log = folder.project / "linked"
+    assert log.exists() == works
+    # A linker that the compiler's command names is used.
+    links = log.read_text() if works else ""
+    assert folder.loaded(CXX="c++ -fuse-ld=bfd", **path) == 1
+    assert not works or log.read_text() == links
     source.write_text("int absent();\n" + ANSWER.format("return absent();"))
     # A linker that a flag names is used.
     for flags in ["-fuse-ld=bfd", "-Wl,-z,defs"], ["-lm -fuse-ld=bfd -Wl,-z,defs"]:
         child = folder.load(extra_ldflags=flags, **path)
         assert "undefined reference" in child.err or "undefined symbol" in child.err
-    linked = (folder.project / "linked").read_text() if works else ""
-    assert "-z defs" not in linked
+    assert not works or "-z defs" not in log.read_text()
 
 
 def test_a_linker_without_dependency_files_is_refused(folder):
