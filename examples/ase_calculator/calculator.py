@@ -81,7 +81,7 @@ class NeighbourList:
         neighbours = positions.index_select(0, self.neighbours).view(self.shift.shape)
         return neighbours - positions[:, None] + self.shift @ cell
 
-    def pair_vectors_now(self, positions, cell):
+    def detached_pair_vectors(self, positions, cell):
         """Return Rij as pair_vectors() does, without derivatives and in less time.
 
         The shifts in units of length are kept for the next call with the same cell. The vectors are
@@ -226,7 +226,7 @@ class CalcOps(Calculator):
         """
         types, positions, cell, neighbours = self.tensors(atoms)
         list_neigh = neighbours.list_neigh
-        Rij = neighbours.pair_vectors_now(positions, cell)
+        Rij = neighbours.detached_pair_vectors(positions, cell)
         x, y, z = Rij.unbind(-1)
         is_zero = (list_neigh >= 0) & (x == 0) & (y == 0) & (z == 0)
         if is_zero.any():

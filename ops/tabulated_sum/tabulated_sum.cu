@@ -29,7 +29,7 @@ __device__ void look_up(const SumInputs<Real, Index>& in, int64_t slot, bool gra
     return;
   }
   double w[kPowers], next[kPowers];
-  const int64_t cell = weights(Grid(in.grid + 5 * kind), in.cells, double(in.x[slot]), in.order, w,
+  const int64_t cell = weights(in.grid + 5 * kind, in.cells, double(in.x[slot]), in.order, w,
                                gradient ? next : nullptr);
   pair.coefficients = (kind * in.cells + cell) * kPowers * in.functions;
   for (int k = 0; k < kPowers; ++k) {

@@ -66,8 +66,8 @@ struct alignas(64) Pair {
 // Write the pairs of an atom and return their number. Set `wrong` to the first slot whose kind does
 // not exist, unless an earlier atom has set it.
 template <class Real, class Index>
-int64_t find_pairs(const SumInputs<Real, Index>& in, const Grid* grids, int64_t atom, bool gradient,
-                   Pair<Real>* pairs, int64_t& wrong) {
+int64_t find_pairs(const SumInputs<Real, Index>& in, int64_t atom, bool gradient, Pair<Real>* pairs,
+                   int64_t& wrong) {
   int64_t count = 0;
   const int64_t begin = atom * in.slots;
   for (int64_t slot = begin; slot < begin + in.slots; ++slot) {
@@ -78,8 +78,8 @@ int64_t find_pairs(const SumInputs<Real, Index>& in, const Grid* grids, int64_t 
     }
     Pair<Real>& pair = pairs[count++];
     double w[kPowers], next[kPowers];
-    const int64_t cell =
-        weights(grids[kind], in.cells, double(in.x[slot]), in.order, w, gradient ? next : nullptr);
+    const int64_t cell = weights(in.grid + 5 * kind, in.cells, double(in.x[slot]), in.order, w,
+                                 gradient ? next : nullptr);
     for (int k = 0; k < kPowers; ++k) {
       pair.w[k] = Real(w[k]);
       if (gradient) pair.next[k] = Real(next[k]);
@@ -226,20 +226,6 @@ void differentiate(const Pair<Real>& pair, const Pair<Real>& next_pair, int64_t 
   for (int a = 0; a < 4 && out.R; ++a) out.R[4 * pair.slot + a] = Real(sum_of<Real>(of_R[a]));
 }
 
-// The scratch memory of a thread.
-template <class Real>
-struct Memory {
-  Scratch<Pair<Real>> pairs;
-  Scratch<Grid> grids;
-  Scratch<Rows<Real>> blocks;
-
-  template <class Index>
-  explicit Memory(const SumInputs<Real, Index>& in)
-      : pairs(in.slots), grids(in.kinds), blocks(in.functions / Block<Real>::kSize + 1) {
-    for (int64_t kind = 0; kind < in.kinds; ++kind) grids.get()[kind] = Grid(in.grid + 5 * kind);
-  }
-};
-
 }  // namespace
 
 template <class Real, class Index>
@@ -250,14 +236,13 @@ int64_t tabulated_sum_cpu(const SumInputs<Real, Index>& in, Real* T) {
                    : in.order == 0 ? sum_pairs<true, true, Real>
                                    : sum_pairs<false, true, Real>;
   return parallel_first(in.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
-    const Memory<Real> memory(in);
+    const Scratch<Pair<Real>> pairs(in.slots);
+    const Scratch<Rows<Real>> sums(M / Block<Real>::kSize + 1);
     const Scratch<double> totals(4 * (M + Block<Real>::kSize));
-    Pair<Real>* pairs = memory.pairs.get();
     int64_t wrong = kNone;
     for (int64_t atom = begin; atom < end; ++atom) {
-      const int64_t count =
-          find_pairs(in, memory.grids.get(), atom, /*gradient=*/false, pairs, wrong);
-      sum(pairs, count, M, memory.blocks.get(), totals.get(), T + 4 * atom * M);
+      const int64_t count = find_pairs(in, atom, /*gradient=*/false, pairs.get(), wrong);
+      sum(pairs.get(), count, M, sums.get(), totals.get(), T + 4 * atom * M);
     }
     return wrong;
   });
@@ -273,19 +258,18 @@ int64_t tabulated_sum_backward_cpu(const SumInputs<Real, Index>& in, const Real*
                          : in.order == 0 ? differentiate<true, true, Real>
                                          : differentiate<false, true, Real>;
   return parallel_first(in.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
-    const Memory<Real> memory(in);
-    Pair<Real>* pairs = memory.pairs.get();
-    Rows<Real>* upstream = memory.blocks.get();
+    const Scratch<Pair<Real>> scratch(in.slots);
+    const Scratch<Rows<Real>> upstream(M / Block<Real>::kSize + 1);
+    Pair<Real>* pairs = scratch.get();
     int64_t wrong = kNone;
     for (int64_t atom = begin; atom < end; ++atom) {
       const int64_t first = atom * in.slots;
       if (out.x) std::fill_n(out.x + first, in.slots, Real(0));
       if (out.R) std::fill_n(out.R + 4 * first, 4 * in.slots, Real(0));
-      const int64_t count =
-          find_pairs(in, memory.grids.get(), atom, /*gradient=*/true, pairs, wrong);
-      copy(grad + 4 * atom * M, M, upstream);
+      const int64_t count = find_pairs(in, atom, /*gradient=*/true, pairs, wrong);
+      copy(grad + 4 * atom * M, M, upstream.get());
       for (int64_t j = 0; j < count; ++j)
-        pass_back(pairs[j], pairs[std::min(j + 1, count - 1)], M, upstream, out);
+        pass_back(pairs[j], pairs[std::min(j + 1, count - 1)], M, upstream.get(), out);
     }
     return wrong;
   });

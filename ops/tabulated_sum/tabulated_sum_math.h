@@ -26,47 +26,33 @@ CALCOPS_HD inline void differentiated_powers(double t, int64_t order, double* w)
 
 // A part of a grid: cells of one width.
 struct GridPart {
-  double begin, end, width, cells;
+  double begin, end, width;
 
-  CALCOPS_HD GridPart(double begin, double width, double end)
-      : begin(begin), end(end), width(width), cells(std::floor((end - begin) / width + 0.5)) {}
-};
-
-// The grid of a kind, from its five numbers: the first part's beginning, cell width and end, and
-// the second part's cell width and end.
-struct Grid {
-  GridPart fine, coarse;
-
-  CALCOPS_HD explicit Grid(const double* numbers)
-      : fine(numbers[0], numbers[1], numbers[2]), coarse(numbers[2], numbers[3], numbers[4]) {}
+  CALCOPS_HD double cells() const { return std::floor((end - begin) / width + 0.5); }
 };
 
 // Return the cell that x is in. Write to w the weights of its coefficients c: the derivative of g
 // of `order` at x is sum_k w[k] c[k]. Unless `next` is nullptr, write to it those of the next
 // order.
 //
-// Outside the grid, g continues as a straight line. NaN gives weights that are NaN.
-CALCOPS_HD inline int64_t weights(const Grid& grid, int64_t cells, double x, int64_t order,
+// grid has the first part's beginning, cell width and end, and the second part's cell width and
+// end. Outside the grid, g continues as a straight line. NaN gives weights that are NaN.
+CALCOPS_HD inline int64_t weights(const double* grid, int64_t cells, double x, int64_t order,
                                   double* w, double* next) {
-  const GridPart& fine = grid.fine;
-  const GridPart& coarse = grid.coarse;
+  const GridPart fine{grid[0], grid[2], grid[1]};
+  const GridPart coarse{grid[2], grid[4], grid[3]};
   // The position in the grid that is nearest to x. NaN stays.
   const double inside = x < fine.begin ? fine.begin : x > coarse.end ? coarse.end : x;
   const bool is_coarse = inside >= coarse.begin && coarse.begin < coarse.end;
   const GridPart& part = is_coarse ? coarse : fine;
-  const double last = part.cells - 1;
+  const double last = part.cells() - 1;
   double cell = std::floor((inside - part.begin) / part.width);
   cell = cell > last ? last : cell;
   const double t = inside - (part.begin + cell * part.width);
-  const double row = is_coarse ? fine.cells + cell : cell;
+  const double row = is_coarse ? fine.cells() + cell : cell;
 
-  if (order == 0) {  // the usual case: with a constant order, the compiler unrolls the loops
-    differentiated_powers(t, 0, w);
-    if (next) differentiated_powers(t, 1, next);
-  } else {
-    differentiated_powers(t, order, w);
-    if (next) differentiated_powers(t, order + 1, next);
-  }
+  differentiated_powers(t, order, w);
+  if (next) differentiated_powers(t, order + 1, next);
   if (!(inside == x)) {  // outside, or NaN
     double slope[kPowers];
     differentiated_powers(t, 1, slope);

@@ -15,8 +15,8 @@
 namespace calcops {
 namespace contract {
 
-// A contract has at most so many lines and sizes, and a kernel so many parameters. Sizes are bits
-// of a uint32_t.
+// The most lines and the most sizes of a contract, and the most parameters of a kernel. Sets of
+// sizes are bits of a uint32_t.
 constexpr size_t kMost = 24;
 
 // A Sum is a sum of Products of sizes, such as n + 2*nghost. A size is its number in Text::sizes.
