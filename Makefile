@@ -80,7 +80,7 @@ format: .venv/.lint ### rewrite every file in the project's format
 docs: .venv/.base ### generate tables, stubs and the C++ header from the operators' schemas
 	PYTHONPATH=. $(python) tests/generate_docs.py
 
-bench: .venv/.bench build/opencv4/4.12.0.88/ready  # every benchmark on this machine
+bench: .venv/.bench  # every benchmark on this machine
 	for file in tests/bench/bench_*.py; do $(python) $$file || exit 1; done
 
 gpu-check:  # tests, compute-sanitizer and benchmarks that need a GPU; writes results.json; PYTHON=python3: without pip and .venv
@@ -160,11 +160,5 @@ build/mindspore/.installed:
 .venv/.bench: .venv/.test
 	$(pip) --no-deps deepmd-kit kornia kornia_rs torchvision
 	@touch $@
-
-# OpenCV 4 cannot be in one environment with OpenCV 5. A long test makes this target for several versions of OpenCV 4.
-build/opencv4/%/ready: | .venv/.base
-	$(python) -m venv $(@D)
-	$(@D)/bin/python -m pip install --disable-pip-version-check -q opencv-python-headless==$* numpy
-	touch $@
 
 .PHONY: help demo check test test-long test-arm test-oldest venv build wheel cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential train lammps clean

@@ -336,22 +336,18 @@ def warp_perspective(
     border_value: float | Sequence[float] | None = None,
     inverse_map: bool = False,
     destination: Tensor | None = None,
-    arithmetic: str = 'exact',
 ) -> Tensor:
     """Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
     image          [N or 1, C, H, W], [C, H, W] or [H, W]; any strides;
                    uint8, uint16, int16, float16, bfloat16, float32 or float64;
-                   not uint8, uint16 or int16 in _warp_perspective_backward, _warp_perspective_tangent;
-                   not float16 or bfloat16 where arithmetic is "opencv4";
-                   H < 32767 rows where arithmetic is "opencv4";
-                   W < 32767 columns where arithmetic is "opencv4".
+                   not uint8, uint16 or int16 in _warp_perspective_backward, _warp_perspective_tangent.
     warp           [N or 1, 3, 3] or [3, 3]; float32 or float64 read as float64. Maps (x, y, 1) of the
                    source to the destination. A common factor of its entries has no effect.
     dsize          (height, width), both >= 0, or empty for (H, W). Size of the result. cv2's dsize is
                    (width, height).
-    interpolation  "linear", "cubic" or "nearest"; not "cubic" where arithmetic is "opencv4". "cubic" is
-                   Keys' kernel with a = -0.75. "nearest" rounds the position half to even.
+    interpolation  "linear", "cubic" or "nearest". "cubic" is Keys' kernel with a = -0.75. "nearest" rounds
+                   the position half to even.
     border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". Pixels
                    around an image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
                    "reflect" b a|a b c d|d c, "wrap" c d|a b c d|a b, "reflect_101" c b|a b c d|c b,
@@ -361,7 +357,6 @@ def warp_perspective(
     inverse_map    warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
     destination    the shape of result; like image; only where border_mode is "transparent". It is
                    copied, not written to.
-    arithmetic     "exact" or "opencv4"; "opencv4" without derivative. "opencv4" rounds as OpenCV 4.
 
     Returns
     result         [N, C, height, width], [C, height, width], [N, height, width] or [height, width];
@@ -387,12 +382,6 @@ def warp_perspective(
 
     Deterministic on the CPU and on CUDA. Derivatives beyond the first run through ATen and follow
     torch.use_deterministic_algorithms. Autocast changes nothing.
-
-    "opencv4" reproduces the wheels of OpenCV 4.9 to 4.12 for x86-64 bit for bit, on every processor.
-    It rounds a position to 1/32 pixel, sums in OpenCV's order and uses taps of weight zero. The
-    source of a pixel is (0, 0) if its homogeneous coordinate is 0 or warp cannot be inverted. In an
-    integer image, a border_value that no int32 holds becomes the dtype's smallest value. (Later
-    versions round some calls otherwise: tests/operators/opencv4_reference.py.)
     """
 
 def calculateForce(

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
 #include <vector>
 
 #include "float16.h"
@@ -25,7 +24,7 @@ namespace {
 const Contract kContract(R"(
 warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolation="linear",
                  str border_mode="constant", float[1]? border_value=None, bool inverse_map=False,
-                 Tensor? destination=None, str arithmetic="exact") -> Tensor
+                 Tensor? destination=None) -> Tensor
   Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
   The result has the dimensions of image, and also N if warp has N. One image may serve N matrices,
@@ -49,12 +48,6 @@ warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolatio
   Deterministic on the CPU and on CUDA. Derivatives beyond the first run through ATen and follow
   torch.use_deterministic_algorithms. Autocast changes nothing.
 
-  "opencv4" reproduces the wheels of OpenCV 4.9 to 4.12 for x86-64 bit for bit, on every processor.
-  It rounds a position to 1/32 pixel, sums in OpenCV's order and uses taps of weight zero. The
-  source of a pixel is (0, 0) if its homogeneous coordinate is 0 or warp cannot be inverted. In an
-  integer image, a border_value that no int32 holds becomes the dtype's smallest value. (Later
-  versions round some calls otherwise: tests/operators/opencv4_reference.py.)
-
 _warp_perspective_backward(Tensor grad_result, Tensor image, Tensor warp, str interpolation,
                            str border_mode, float[1]? border_value, bool inverse_map,
                            bool[2] output_mask) -> (Tensor image, Tensor warp)
@@ -74,18 +67,15 @@ _warp_perspective_cells(Tensor warp, SymInt[2] size, SymInt[2] dsize, SymInt tap
 
 image          [N or 1, C, H, W], [C, H, W] or [H, W]; any strides;
                uint8, uint16, int16, float16, bfloat16, float32 or float64;
-               not uint8, uint16 or int16 in _warp_perspective_backward, _warp_perspective_tangent;
-               not float16 or bfloat16 where arithmetic is "opencv4";
-               H < 32767 rows where arithmetic is "opencv4";
-               W < 32767 columns where arithmetic is "opencv4".
+               not uint8, uint16 or int16 in _warp_perspective_backward, _warp_perspective_tangent.
 warp           [N or 1, 3, 3] or [3, 3]; float32 or float64 read as float64. Maps (x, y, 1) of the
                source to the destination. A common factor of its entries has no effect.
 size           (H, W), both >= 0. Size of the image.
 dsize          (height, width), both >= 0, or empty for (H, W). Size of the result. cv2's dsize is
                (width, height).
 taps           2 to 4. Number of taps along an axis: 4 if cubic, else 2.
-interpolation  "linear", "cubic" or "nearest"; not "cubic" where arithmetic is "opencv4". "cubic" is
-               Keys' kernel with a = -0.75. "nearest" rounds the position half to even.
+interpolation  "linear", "cubic" or "nearest". "cubic" is Keys' kernel with a = -0.75. "nearest" rounds
+               the position half to even.
 border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". Pixels
                around an image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
                "reflect" b a|a b c d|d c, "wrap" c d|a b c d|a b, "reflect_101" c b|a b c d|c b,
@@ -95,7 +85,6 @@ border_value   one or C values. The v of border_mode: a float for all channels, 
 inverse_map    warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
 destination    the shape of result; like image; only where border_mode is "transparent". It is
                copied, not written to.
-arithmetic     "exact" or "opencv4"; "opencv4" without derivative. "opencv4" rounds as OpenCV 4.
 tangent        the shape of warp; like warp. Direction in which warp moves.
 result         [N, C, height, width], [C, height, width], [N, height, width] or [height, width];
                like image.
@@ -112,8 +101,6 @@ using Image = Strided<const Pixel, 4>;
 using Matrices = View<const double, 3>;
 using Floats = List<double>;
 using Sizes = List<int64_t>;
-
-enum class Arithmetic { kExact, kOpencv4 };
 
 // The inputs of a kernel, and the border value of each channel, to which they point. `values` has
 // one value for all channels or one for each. Without values it is 0.
@@ -143,14 +130,10 @@ int64_t bytes_of(const int64_t* shape, size_t pixel_bytes) {
 template <class Pixel>
 void cpu(Image<Pixel> image, Matrices warp, Sizes, Interpolation interpolation, Border border_mode,
          Floats border_value, bool inverse_map, View<const Pixel, 4> destination,
-         Arithmetic arithmetic, View<Pixel, 4> out) {
+         View<Pixel, 4> out) {
   const Inputs<Pixel> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
                              out.shape);
   if (destination) std::memcpy(out.data, destination.data, bytes_of(out.shape, sizeof(Pixel)));
-  if constexpr (std::is_arithmetic_v<Pixel>) {
-    if (arithmetic == Arithmetic::kOpencv4)
-      return warp_perspective_opencv4_cpu(inputs.in, out.data);
-  }
   warp_perspective_cpu(inputs.in, out.data);
 }
 
@@ -200,8 +183,7 @@ const Kernel kCellsCpu("_warp_perspective_cells", cells_cpu);
 template <class Pixel>
 cudaError_t cuda(Image<Pixel> image, Matrices warp, Sizes, Interpolation interpolation,
                  Border border_mode, Floats border_value, bool inverse_map,
-                 View<const Pixel, 4> destination, Arithmetic arithmetic, View<Pixel, 4> out,
-                 cudaStream_t stream) {
+                 View<const Pixel, 4> destination, View<Pixel, 4> out, cudaStream_t stream) {
   const Inputs<Pixel> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
                              out.shape);
   if (destination) {
@@ -209,10 +191,6 @@ cudaError_t cuda(Image<Pixel> image, Matrices warp, Sizes, Interpolation interpo
         cudaMemcpyAsync(out.data, destination.data, bytes_of(out.shape, sizeof(Pixel)),
                         cudaMemcpyDeviceToDevice, stream);
     if (error != cudaSuccess) return error;
-  }
-  if constexpr (std::is_arithmetic_v<Pixel>) {
-    if (arithmetic == Arithmetic::kOpencv4)
-      return warp_perspective_opencv4_cuda(inputs.in, out.data, stream);
   }
   return warp_perspective_cuda(inputs.in, out.data, stream);
 }

@@ -12,7 +12,6 @@
 
 #include "warp_perspective/warp_perspective.h"
 #include "warp_perspective/warp_perspective_math.h"
-#include "warp_perspective/warp_perspective_opencv4.h"
 
 namespace calcops::ops::warp_perspective {
 namespace {
@@ -523,27 +522,6 @@ void launch_forward(const WarpInputs<Pixel>& in, Pixel* out, int64_t first_chann
   forward_kernel<kBorder, kTaps><<<blocks, kThreads, 0, stream>>>(in, out, channels, runs);
 }
 
-// Write the result in the arithmetic of OpenCV 4. A thread computes a pixel of all channels.
-template <bool kNearest, class Pixel>
-__global__ void __launch_bounds__(kThreads)
-    opencv4_kernel(WarpInputs<Pixel> in, Pixel* out, Channels channels) {
-  const WarpSizes& sizes = in.sizes;
-  const int64_t plane_size = sizes.out_height * sizes.out_width;
-  const int64_t step = int64_t(gridDim.x) * kThreads;
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < sizes.batch * plane_size;
-       i += step) {
-    const int64_t n = i / plane_size, pixel = i % plane_size;
-    double m[9];
-    opencv4::make_map(in.warp + (sizes.warp_batch == 1 ? 0 : 9 * n), sizes.inverse_map, m);
-    const opencv4::Position at =
-        opencv4::position_of<kNearest>(m, sizes, pixel % sizes.out_width, pixel / sizes.out_width);
-    Pixel* to = out + (n * sizes.channels + channels.first) * plane_size + pixel;
-    for (int64_t c = 0; c < channels.count; ++c, to += plane_size)
-      opencv4::sample<kNearest>(opencv4::make_plane(in, n, channels.first + c, channels.border[c]),
-                                sizes.border, at, *to);
-  }
-}
-
 // Write cells and scale. For each matrix, one thread computes each pixel, and another the scale.
 template <int kTaps>
 __global__ void __launch_bounds__(kThreads)
@@ -589,23 +567,6 @@ cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaS
       launch_forward<Border::kReplicate, 2>(in, out, first, stream);
     else
       launch_forward<Border::kReflect, 2>(in, out, first, stream);
-  }
-  return cudaGetLastError();
-}
-
-template <class Pixel>
-cudaError_t warp_perspective_opencv4_cuda(const WarpInputs<Pixel>& in, Pixel* out,
-                                          cudaStream_t stream) {
-  const WarpSizes& sizes = in.sizes;
-  const int64_t pixels = sizes.batch * sizes.out_height * sizes.out_width;
-  const unsigned blocks = grid_of(divide_up(pixels, kThreads));
-  const bool nearest = sizes.interpolation == Interpolation::kNearest;
-  for (int64_t first = 0; first < sizes.channels && pixels > 0; first += Channels::kMost) {
-    const Channels channels = channels_from(in, first);
-    if (nearest)
-      opencv4_kernel<true><<<blocks, kThreads, 0, stream>>>(in, out, channels);
-    else
-      opencv4_kernel<false><<<blocks, kThreads, 0, stream>>>(in, out, channels);
   }
   return cudaGetLastError();
 }
@@ -677,15 +638,6 @@ template cudaError_t warp_perspective_cuda(const WarpInputs<Float16>&, Float16*,
 template cudaError_t warp_perspective_cuda(const WarpInputs<BFloat16>&, BFloat16*, cudaStream_t);
 template cudaError_t warp_perspective_cuda(const WarpInputs<float>&, float*, cudaStream_t);
 template cudaError_t warp_perspective_cuda(const WarpInputs<double>&, double*, cudaStream_t);
-template cudaError_t warp_perspective_opencv4_cuda(const WarpInputs<uint8_t>&, uint8_t*,
-                                                   cudaStream_t);
-template cudaError_t warp_perspective_opencv4_cuda(const WarpInputs<uint16_t>&, uint16_t*,
-                                                   cudaStream_t);
-template cudaError_t warp_perspective_opencv4_cuda(const WarpInputs<int16_t>&, int16_t*,
-                                                   cudaStream_t);
-template cudaError_t warp_perspective_opencv4_cuda(const WarpInputs<float>&, float*, cudaStream_t);
-template cudaError_t warp_perspective_opencv4_cuda(const WarpInputs<double>&, double*,
-                                                   cudaStream_t);
 template cudaError_t warp_perspective_backward_cuda(const WarpInputs<float>&,
                                                     const WarpGradients<float>&, void*,
                                                     cudaStream_t);

@@ -13,7 +13,7 @@
 // whatever the number of threads.
 //
 // Source: OpenCV's cv::warpPerspective. Its coordinates are float32 or, in older versions,
-// multiples of 1/32 pixel. Here only `arithmetic` "opencv4" rounds to multiples of 1/32 pixel.
+// multiples of 1/32 pixel.
 #pragma once
 
 #include <cstdint>
@@ -81,9 +81,6 @@ constexpr int cell_numbers(Interpolation interpolation) {
 // With Border::kTransparent, `out` has the values of `destination` before the call.
 template <class Pixel>
 void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out);
-// The same in the arithmetic of OpenCV 4: linear and nearest, for every type that OpenCV has.
-template <class Pixel>
-void warp_perspective_opencv4_cpu(const WarpInputs<Pixel>& in, Pixel* out);
 template <class Real>
 void warp_perspective_backward_cpu(const WarpInputs<Real>& in, const WarpGradients<Real>& to);
 // Write the derivative of the result along a tangent of the matrices.
@@ -100,9 +97,6 @@ cudaError_t warp_perspective_cells_cuda(const WarpSizes& sizes, const double* wa
                                         double* scale, cudaStream_t stream);
 template <class Pixel>
 cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaStream_t stream);
-template <class Pixel>
-cudaError_t warp_perspective_opencv4_cuda(const WarpInputs<Pixel>& in, Pixel* out,
-                                          cudaStream_t stream);
 // workspace: uninitialised memory for [warp_batch, 3, 3] doubles.
 template <class Real>
 cudaError_t warp_perspective_tangent_cuda(const WarpInputs<Real>& in,

@@ -388,7 +388,7 @@ inline void add_gradients(const Warping& warping, const Value& tangent, const Va
   if (of_warp.is_wanted()) add(of_warp, positions.warp_gradient(grad));
 }
 
-// ---- warp_perspective(image, warp, dsize, interpolation, ..., destination, arithmetic) ----------
+// ---- warp_perspective(image, warp, dsize, interpolation, ..., destination) ----------------------
 
 constexpr int kDestination = 7;
 

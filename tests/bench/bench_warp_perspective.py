@@ -8,12 +8,9 @@ the parts to run: peers speed borders gradients tangents small accuracy. `peers`
 results/warp_perspective.md.
 """
 
-import subprocess
 import sys
-import tempfile
 import time
 from functools import partial
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -34,8 +31,6 @@ try:
 except ImportError:  # optional
     skimage_warp = None
 
-# OpenCV 4 cannot be installed beside OpenCV 5.
-OPENCV4 = Path(__file__).parents[2] / "build/opencv4/4.12.0.88/bin/python"
 SIZES = {
     "512 x 512 x 1": (512, 512, 1),
     "1080 x 1920 x 3": (1080, 1920, 3),
@@ -214,19 +209,6 @@ def accuracy(_):
             print(f"{size}, {name}: cv2 {cv2_error:.1e}, calcops {error:.1e}", flush=True)
 
 
-def run_cv2(python, pixels, matrix):
-    """Return version, milliseconds and result of the cv2 of another Python."""
-    with tempfile.TemporaryDirectory() as folder:
-        np.save(Path(folder, "image.npy"), pixels.squeeze())
-        np.save(Path(folder, "matrix.npy"), matrix)
-        script = Path(__file__).with_name("time_cv2.py")
-        command = [python, script, folder]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        version, milliseconds = output.split()
-        result = np.load(Path(folder, "result.npy")).reshape(pixels.shape)
-        return version, float(milliseconds), result
-
-
 def libraries(pixels, matrix):
     """Return {library: function}. A function takes an image and a matrix, and returns planes.
 
@@ -262,7 +244,7 @@ def libraries(pixels, matrix):
     return calls
 
 
-def peers(seconds):  # noqa: C901 - one table
+def peers(seconds):
     """Print the errors of float32 and uint8 images of 512 x 512 pixels, and the milliseconds on one
     thread."""
     set_threads(1)
@@ -284,10 +266,9 @@ def peers(seconds):  # noqa: C901 - one table
             if dtype == "float32":
                 row[shape] = milliseconds
 
-        for python in (OPENCV4, sys.executable):
-            if Path(python).exists():
-                version, milliseconds, result = run_cv2(python, pixels, matrix)
-                add(f"OpenCV {version}", milliseconds, np.moveaxis(result, 2, 0))
+        in_cv2 = pair(pixels, matrix)[0]
+        warped = in_cv2().reshape(pixels.shape)
+        add(f"OpenCV {cv2.__version__}", best([in_cv2], seconds)[0], np.moveaxis(warped, 2, 0))
         for name, call in libraries(pixels, matrix).items():
             milliseconds = best([partial(call, image, warp)], seconds)[0]
             add(name, milliseconds, call(image, warp).numpy())

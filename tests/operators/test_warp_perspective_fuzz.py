@@ -21,7 +21,7 @@ OTHER_DTYPES = [torch.int8, torch.int32, torch.int64, torch.bool, torch.complex6
 SIZES = [0, 1, 2, 3, 8, 19]
 DSIZES = [[], [4], [4, 5, 6], [-1, 3], [3, -(2**63)], [2**62, 2], [2**31, 2**31], [5, 0]]
 ENTRIES = [0.0, float("nan"), float("inf"), -1e300, 1e-3, 7.0]
-WORDS = ["", "Linear", "lanczos", "opencv4", "exact", "transparent", *BORDERS, *INTERPOLATIONS]
+WORDS = ["", "Linear", "lanczos", "transparent", *BORDERS, *INTERPOLATIONS]
 
 
 def matrices(draw, shape):
@@ -78,9 +78,9 @@ def valid_arguments(draw, seed):
 
 def change(arguments, draw):
     """Change one argument. The call may stay valid."""
-    name = draw.choice(["arithmetic", *sorted(arguments)])
+    name = draw.choice(sorted(arguments))
     value = arguments.get(name)
-    if name in ("arithmetic", "interpolation", "border_mode"):
+    if name in ("interpolation", "border_mode"):
         value = draw.choice(WORDS)
     elif name == "dsize":
         value = draw.choice(DSIZES)
@@ -146,8 +146,7 @@ def check(seed):
     image = arguments["image"]
     assert result.shape[-2:] == tuple(arguments["dsize"] or image.shape[-2:])
     assert result.dtype == image.dtype
-    is_exact = arguments.get("arithmetic", "exact") == "exact"
-    if result.is_meta or not result.numel() or not image.numel() or not is_exact:
+    if result.is_meta or not result.numel() or not image.numel():
         return
     # Nearly singular matrices and huge pixels have other tests.
     warp = arguments["warp"].double()

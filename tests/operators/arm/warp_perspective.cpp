@@ -54,10 +54,6 @@ void run_case(Results& results, const WarpSizes& sizes, bool channels_last) {
   std::vector<Pixel> out(pixels);
   warp_perspective_cpu(in, out.data());
   results.add(name, out);
-  if (sizes.interpolation != Interpolation::kCubic) {
-    warp_perspective_opencv4_cpu(in, out.data());
-    results.add(name + " as OpenCV 4", out);
-  }
   if constexpr (std::is_floating_point_v<Pixel>) {
     const auto grad = draw<Pixel>(random, pixels);
     std::vector<Pixel> grad_image(image.size());
