@@ -1,5 +1,4 @@
-// Two loops of the CPU kernels in AVX-512 instructions that compilers do not choose: a reciprocal
-// without a division, and gathers of pairs of pixels.
+// AVX-512 instructions that compilers do not choose: a reciprocal without a division, and masks.
 #pragma once
 
 #include <immintrin.h>
@@ -43,11 +42,9 @@ class Projection8 {
   __m512d m_[3], row_[3], u_;
 };
 
-// Return the mask of the first `count` of eight or sixteen lanes.
-template <class Mask>
-Mask first_lanes(int64_t count) {
-  constexpr int kLanes = 8 * sizeof(Mask);
-  return static_cast<Mask>(count < kLanes ? (1u << count) - 1 : ~0u);
+// Return the mask of the first `count` of eight lanes.
+inline __mmask8 first_lanes(int64_t count) {
+  return static_cast<__mmask8>(count < 8 ? (1u << count) - 1 : ~0u);
 }
 
 inline void store(float* to, __mmask8 kept, __m512d numbers) {
@@ -57,39 +54,6 @@ inline void store(float* to, __mmask8 kept, __m512d numbers) {
 
 inline void store(double* to, __mmask8 kept, __m512d numbers) {
   _mm512_mask_storeu_pd(to, kept, numbers);
-}
-
-// Interpolate `count` pixels. The taps a b of each are at above[offset], c d at below[offset]. The
-// same as interpolate(); taps of weight zero are not used.
-inline void interpolate_by_gathers(const float* above, const float* below, const int64_t* offset,
-                                   const float* weight_x, const float* weight_y, int64_t count,
-                                   float* out) {
-  const __m512i left = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  const __m512i right = _mm512_add_epi32(left, _mm512_set1_epi32(1));
-  const __m512 zero = _mm512_setzero_ps(), one = _mm512_set1_ps(1);
-  for (int64_t i = 0; i < count; i += 16) {
-    const __mmask16 kept = first_lanes<__mmask16>(count - i);
-    const __mmask8 low = static_cast<__mmask8>(kept), high = static_cast<__mmask8>(kept >> 8);
-    const __m512i offsets[2] = {_mm512_maskz_loadu_epi64(low, offset + i),
-                                _mm512_maskz_loadu_epi64(high, offset + i + 8)};
-    const __m512 x = _mm512_maskz_loadu_ps(kept, weight_x + i),
-                 y = _mm512_maskz_loadu_ps(kept, weight_y + i);
-    const auto pairs = [&](__mmask8 lanes, __m512i offsets, const float* from) {
-      return _mm512_castpd_ps(
-          _mm512_mask_i64gather_pd(_mm512_setzero_pd(), lanes, offsets, from, sizeof(float)));
-    };
-    const auto along = [&](__m512 weight, __m512 a, __m512 b) {
-      const __mmask16 used = _mm512_cmp_ps_mask(weight, zero, _CMP_GT_OQ);
-      return _mm512_fmadd_ps(weight, _mm512_maskz_mov_ps(used, b),
-                             _mm512_mul_ps(_mm512_sub_ps(one, weight), a));
-    };
-    const auto along_x = [&](const float* from) {
-      const __m512 first = pairs(low, offsets[0], from), second = pairs(high, offsets[1], from);
-      return along(x, _mm512_permutex2var_ps(first, left, second),
-                   _mm512_permutex2var_ps(first, right, second));
-    };
-    _mm512_mask_storeu_ps(out + i, kept, along(y, along_x(above), along_x(below)));
-  }
 }
 
 }  // namespace calcops::ops::warp_perspective

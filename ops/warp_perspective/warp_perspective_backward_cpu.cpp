@@ -47,7 +47,7 @@ struct Positions {
 #ifdef __AVX512F__
     Projection8 projection(m, row, first);
     for (int64_t i = 0; i < count; i += 8) {
-      const __mmask8 kept = first_lanes<__mmask8>(count - i);
+      const __mmask8 kept = first_lanes(count - i);
       __m512d at_x, at_y, over_w;
       projection.next(at_x, at_y, over_w);
       taps.put<false>(i, kept, at_x, at_y, strides);

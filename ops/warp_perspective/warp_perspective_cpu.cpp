@@ -96,48 +96,72 @@ template <class Pixel, class Real>
 }
 
 // GCC 12 and clang have these shuffles. Older compilers use Pairs and blend().
-#if !defined(__AVX512F__) && __has_builtin(__builtin_shufflevector)
+#if __has_builtin(__builtin_shufflevector)
+#define CALCOPS_HAS_SHUFFLES
 typedef double Doubles2 __attribute__((vector_size(16)));
 typedef float Floats4 __attribute__((vector_size(16)));
 typedef float Floats8 __attribute__((vector_size(32)));
 
-// Load two pairs of neighbouring pixels.
-inline Floats4 two_pairs(const float* p, const float* q) {
+// Load two pairs of neighbouring pixels. Loads of pairs are quicker than gathers: on Zen 5 they
+// take 0.7 to 0.9 of the time, and on Zen 4 gathers are slower still.
+inline Floats4 two_pairs(const float* from, const int64_t* offset) {
   double a, b;
-  std::memcpy(&a, p, sizeof a);
-  std::memcpy(&b, q, sizeof b);
+  std::memcpy(&a, from + offset[0], sizeof a);
+  std::memcpy(&b, from + offset[1], sizeof b);
   return (Floats4)Doubles2{a, b};
 }
 
-template <class Vector>
-Vector load(const float* from) {
-  Vector to;
+// Load the pairs at offset[0], [1], [4] and [5].
+inline Floats8 four_pairs(const float* from, const int64_t* offset) {
+  return __builtin_shufflevector(two_pairs(from, offset), two_pairs(from, offset + 4),  //
+                                 0, 1, 2, 3, 4, 5, 6, 7);
+}
+
+#ifdef __AVX512F__
+constexpr int kLanes = 16;
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+
+inline Floats many_pairs(const float* from, const int64_t* offset) {
+  return __builtin_shufflevector(four_pairs(from, offset), four_pairs(from, offset + 8),  //
+                                 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+inline Floats even(Floats a, Floats b) {
+  return __builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30);
+}
+inline Floats odd(Floats a, Floats b) {
+  return __builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+}
+#else
+constexpr int kLanes = 8;
+typedef Floats8 Floats;
+
+inline Floats many_pairs(const float* from, const int64_t* offset) {
+  return four_pairs(from, offset);
+}
+inline Floats even(Floats a, Floats b) {
+  return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14);
+}
+inline Floats odd(Floats a, Floats b) {
+  return __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+}
+#endif
+
+inline Floats load(const float* from) {
+  Floats to;
   std::memcpy(&to, from, sizeof to);
   return to;
 }
 
-// The same as Pairs and blend(), for eight pixels whose taps stay in registers.
-inline void blend_eight(const float* above, const float* below, const int64_t* offset,
+// The same as Pairs and blend(), for kLanes pixels whose taps stay in registers.
+inline void blend_lanes(const float* above, const float* below, const int64_t* offset,
                         const float* weight_x, const float* weight_y, float* out) {
-  struct Two {
-    Floats8 left, right;
+  const Floats x = load(weight_x), y = load(weight_y), zero = {};
+  const auto along_x = [&](const float* from) {
+    const Floats a = many_pairs(from, offset), b = many_pairs(from, offset + 2);
+    return multiply_add(x, x > 0 ? odd(a, b) : zero, (1 - x) * even(a, b));
   };
-  const auto split = [&](const float* from) -> Two {
-    const Floats4 p = two_pairs(from + offset[0], from + offset[1]),
-                  q = two_pairs(from + offset[2], from + offset[3]),
-                  r = two_pairs(from + offset[4], from + offset[5]),
-                  s = two_pairs(from + offset[6], from + offset[7]);
-    const Floats8 pr = __builtin_shufflevector(p, r, 0, 1, 2, 3, 4, 5, 6, 7),
-                  qs = __builtin_shufflevector(q, s, 0, 1, 2, 3, 4, 5, 6, 7);
-    return {__builtin_shufflevector(pr, qs, 0, 2, 8, 10, 4, 6, 12, 14),
-            __builtin_shufflevector(pr, qs, 1, 3, 9, 11, 5, 7, 13, 15)};
-  };
-  const Floats8 x = load<Floats8>(weight_x), y = load<Floats8>(weight_y), zero = {};
-  const auto along_x = [&](const Two& taps) {
-    return multiply_add(x, x > 0 ? taps.right : zero, (1 - x) * taps.left);
-  };
-  const Floats8 top = along_x(split(above)), bottom = along_x(split(below));
-  const Floats8 sum = multiply_add(y, y > 0 ? bottom : zero, (1 - y) * top);
+  const Floats top = along_x(above), bottom = along_x(below);
+  const Floats sum = multiply_add(y, y > 0 ? bottom : zero, (1 - y) * top);
   std::memcpy(out, &sum, sizeof sum);
 }
 #endif
@@ -228,16 +252,14 @@ template <class Pixel, class Weight>
                                      const Plane<Pixel>& plane, int64_t v, int64_t begin,
                                      int64_t at, int64_t count, Pixel* out) {
   if constexpr (std::is_same_v<Pixel, float>) {
-    const float* below = plane.data + plane.stride_y;
-#ifdef __AVX512F__
-    if (plane.stride_x == 1)
-      return interpolate_by_gathers(plane.data, below, taps.offset + at, taps.weight_x + at,
-                                    taps.weight_y + at, count, out);
-#elif __has_builtin(__builtin_shufflevector)
-    if (plane.stride_x == 1 && count >= 8) {
-      for (int64_t i = 0; i < count; i = i + 8 < count ? std::min(i + 8, count - 8) : count)
-        blend_eight(plane.data, below, taps.offset + at + i, taps.weight_x + at + i,
-                    taps.weight_y + at + i, out + i);
+#ifdef CALCOPS_HAS_SHUFFLES
+    if (plane.stride_x == 1 && count >= kLanes) {
+      // The last block overlaps the one before it, so that it is full.
+      for (int64_t end = kLanes; end < count + kLanes; end += kLanes) {
+        const int64_t i = std::min(end, count) - kLanes;
+        blend_lanes(plane.data, plane.data + plane.stride_y, taps.offset + at + i,
+                    taps.weight_x + at + i, taps.weight_y + at + i, out + i);
+      }
       return;
     }
 #endif

@@ -307,7 +307,7 @@ struct Taps {
     for (int64_t i = 0; i < count; i += 8) {
       __m512d x, y, reciprocal;
       projection.next(x, y, reciprocal);
-      put<kNearest>(at + i, first_lanes<__mmask8>(count - i), x, y, strides);
+      put<kNearest>(at + i, first_lanes(count - i), x, y, strides);
     }
 #else
     for (int i = 0; i < static_cast<int>(count); ++i)
