@@ -271,18 +271,13 @@ template <class Pixel, class Weight>
   } else {
     uint32_t words[kTileWidth];  // a pixel's taps a b c d, a byte each
     read_words(plane, taps.offset + at, count, words);
-    constexpr int64_t kGroup = 32;
-    for (int64_t i = 0; i < count; i += kGroup) {
-      const int64_t n = std::min(kGroup, count - i);
-      const float *x = taps.weight_x + at + i, *y = taps.weight_y + at + i;
-      if (blend_quickly(words + i, x, y, n, out + i)) continue;
-      Taps<double> exact;
-      Pairs<Pixel> group;
-      exact.template locate<false>(tile.map.m, tile.rows[v - tile.top],
-                                   {plane.stride_y, plane.stride_x, 0}, begin + i, 0, n);
-      group.read(plane, exact.offset, n);
-      blend(group, exact.weight_x, exact.weight_y, n, out + i);
-    }
+    if (blend_quickly(words, taps.weight_x + at, taps.weight_y + at, count, out)) return;
+    Taps<double> exact;
+    Pairs<Pixel> pairs;
+    exact.template locate<false>(tile.map.m, tile.rows[v - tile.top],
+                                 {plane.stride_y, plane.stride_x, 0}, begin, 0, count);
+    pairs.read(plane, exact.offset, count);
+    blend(pairs, exact.weight_x, exact.weight_y, count, out);
   }
 }
 
