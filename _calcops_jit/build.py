@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import cache, child, handles
+from . import cache, child, handles, wheel
 from .cache import Generation
 from .compile import compile_and_link, import_cpp_extension
 from .diagnosis import explain, foresee
@@ -34,7 +34,7 @@ from .inputs import Changed, Inputs, digest, state_of
 from .progress import Progress, say
 from .recording import dependencies, files_in_flags, inputs_of_build
 from .registration import Registration
-from .request import Request, runtime
+from .request import Request, own, runtime
 from .tools import jobs
 
 _KEPT = 4  # folders of builds in a slot, one for each checkout that uses it
@@ -118,6 +118,9 @@ def _registered(request: Request, product: str) -> dict:
     """Load a library. Return the fields of its manifest that say what it registers."""
     if product.endswith(".a"):
         return {}
+    if request.level and request.level not in wheel.levels():  # this processor cannot run it
+        other = cache.find(own(choice=request.cuda, level=wheel.levels()[0]))
+        return {key: other.manifest[key] for key in ("operators", "permanent")}
     before = handles.registered()
     registration = Registration(request, product)
     permanent = sorted(handles.registered() - before)
@@ -152,7 +155,8 @@ def _archive(request: Request, folder: str) -> Generation:
     thread.start()
     if jobs(request) > 1:
         _remove_outdated(folder, request)
-        _compile(request, folder, "")  # it will be linked once more
+        _compile(request, folder, "")
+        _mark(folder, "runtime")
     thread.join()
     if isinstance(results[0], BuildError):
         raise results[0]
@@ -212,9 +216,7 @@ def _compile(request: Request, folder: str, archive: str) -> tuple[str, Inputs]:
     with contextlib.suppress(OSError, ValueError, TypeError):
         known.update(map(request.unfold, _last_inputs(folder).files))
     before = {path: state_of(path) for path in known}
-    marker = f"{folder}/.unfinished"
-    with open(marker, "w"):
-        pass
+    _mark(folder)
     failure = ""
     try:
         product = compile_and_link(request, folder, archive)
@@ -223,13 +225,19 @@ def _compile(request: Request, folder: str, archive: str) -> tuple[str, Inputs]:
     inputs = inputs_of_build(request, folder, before, archive)
     with open(f"{folder}/.inputs", "w") as file:
         json.dump(vars(inputs), file)
-    os.unlink(marker)
+    os.unlink(f"{folder}/.unfinished")
     if failure:
         log = f"{os.path.dirname(folder)}/failed.log"
         with open(log, encoding="utf-8", errors="replace") as file:
             output = file.read()
         raise explain(f"cannot build {request.name}", f"{output}\n{failure}", request, log)
     return product, inputs
+
+
+def _mark(folder: str, awaited: str = "") -> None:
+    """Write the file that exists while a build runs. It has what is waited for, if not ninja."""
+    with open(f"{folder}/.unfinished", "w") as file:
+        file.write(awaited)
 
 
 def _last_inputs(folder: str) -> Inputs:
@@ -241,14 +249,16 @@ def progress(slot: str, seconds: float) -> tuple[str, float]:
     """Return (a line of progress, the finished fraction) of the build in a slot."""
     folders = glob.glob(f"{glob.escape(slot)}/build.*")
     folder = max(folders, key=os.path.getmtime, default="")
-    targets = []
-    with contextlib.suppress(OSError), open(f"{folder}/build.ninja", errors="replace") as file:
-        targets = re.findall(r"^build (\S+):", file.read(), re.MULTILINE)
-    if not targets:
+    targets: list[str] = []
+    awaited = ""
+    with contextlib.suppress(OSError):
+        with open(f"{folder}/.unfinished") as file:
+            awaited = file.read()
+        with open(f"{folder}/build.ninja", errors="replace") as file:
+            targets = re.findall(r"^build (\S+):", file.read(), re.MULTILINE)
+    if not targets:  # build.ninja is not written yet
         return f"[0/?] {seconds:.0f} s", 0.0
     waiting = [target for target in targets if not os.path.exists(f"{folder}/{target}")]
     done = len(targets) - len(waiting)
-    name = "runtime"  # which is compiled at the same time
-    if waiting:
-        name = waiting[0].removesuffix(".o") if len(waiting) > 1 else "linking"
+    name = waiting[0].removesuffix(".o") if len(waiting) > 1 else awaited or "linking"
     return f"[{done}/{len(targets)}] {name} {seconds:.0f} s", done / len(targets)

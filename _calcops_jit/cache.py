@@ -233,8 +233,7 @@ def publish(slot: str, product: str, request: Request, inputs: Inputs, **answers
     os.mkdir(new, 0o755)
     os.chmod(product, 0o755)
     os.rename(product, f"{new}/{request.product}")
-    text = json.dumps(manifest).encode()
-    write_whole(f"{new}/manifest", digest(text).encode() + b"\n" + text)
+    write_manifest(new, manifest)
     if os.path.lexists(path):  # it is damaged
         os.rename(path, f"{new}.old")
     os.rename(new, path)
@@ -243,6 +242,12 @@ def publish(slot: str, product: str, request: Request, inputs: Inputs, **answers
         shutil.rmtree(old, ignore_errors=True)  # a process that has loaded it keeps it
     library = f"{path}/{request.product}"
     return Generation(path=library, digest=name, manifest=manifest, inputs=inputs)
+
+
+def write_manifest(path: str, manifest: dict) -> None:
+    """Write the manifest of a generation into its folder."""
+    text = json.dumps(manifest).encode()
+    write_whole(f"{path}/manifest", digest(text).encode() + b"\n" + text)
 
 
 def write_whole(path: str, data: bytes) -> None:

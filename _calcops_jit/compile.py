@@ -24,6 +24,7 @@ ORIGIN = "$ORIGIN/../../../.."
 # of these, and its headers may be edited, too. The script also lets CXX be several words.
 _COMPILER = """\
 #!/bin/sh
+{first}
 for word do
   shift
   case "$word" in
@@ -33,18 +34,20 @@ for word do
 done
 exec {command} "$@"
 """
+# The script's beginning if there is nothing to link with yet.
+_COMPILE_ONLY = 'case " $* " in *" -c "*);; *) exit;; esac'
 # With a flag about the linker, the loader does not choose one.
 _ABOUT_LINKERS = re.compile(r"(?<!\S)(?:-fuse-ld|--ld-path|-B|-specs|-T|-Wl,|-Xlinker|-flto|@)")
 
 
 def compile_and_link(request: Request, folder: str, archive: str) -> str:
-    """Compile what changed in a folder, and link it. Return the path of the product.
+    """Compile what changed in a folder, and link it with the runtime. Return the product's path.
 
-    `archive` is the path of the runtime; "" links without it. RuntimeError and others: it failed.
+    `archive` is the path of the runtime. With "", nothing is linked. torch's exceptions: it failed.
     """
     cpp_extension = import_cpp_extension()
     cpp_extension.CUDA_HOME = request.cuda.home or None
-    with _environment(_variables(request, folder)):
+    with _environment(_variables(request, folder, archive)):
         path = cpp_extension.load(
             name=request.name,
             sources=_sources(request, folder),
@@ -61,7 +64,6 @@ def compile_and_link(request: Request, folder: str, archive: str) -> str:
             is_standalone=True,
         )
     if request.product.endswith(".a"):
-        os.unlink(path)
         path = f"{folder}/{request.product}"
         objects = [f"{folder}/{name}" for name in os.listdir(folder) if name.endswith(".o")]
         subprocess.run(["ar", "rcs", path, *objects], check=True)
@@ -94,13 +96,15 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _variables(request: Request, folder: str) -> dict[str, str]:
+def _variables(request: Request, folder: str, archive: str) -> dict[str, str]:
     """Return environment variables for torch and the compilers. Write the script for CXX."""
     script = f"{folder}/c++"
+    first = "" if archive else _COMPILE_ONLY
     # A wheel's library finds PyTorch by an rpath with $ORIGIN, wherever it is.
     unwanted = " -Wl,-rpath,/*) continue;;" if request.level else ""
     with open(script, "w") as file:
-        file.write(_COMPILER.format(command=shlex.join(request.compiler), unwanted=unwanted))
+        command = shlex.join(request.compiler)
+        file.write(_COMPILER.format(command=command, first=first, unwanted=unwanted))
         os.fchmod(file.fileno(), 0o755)
     path = request.environment.get("PATH", os.defpath)
     variables = {
@@ -162,8 +166,7 @@ def _cflags(request: Request) -> list[str]:
 
 def _ldflags(request: Request, folder: str, archive: str) -> list[str]:
     """Return flags for the linker. It takes from the archive only what the objects need."""
-    flags = ["-shared", "-Wl,--as-needed", "-Wl,--dependency-file=link.d"]
-    flags += [_quoted(path) for path in (archive,) if path]
+    flags = ["-shared", "-Wl,--as-needed", "-Wl,--dependency-file=link.d", _quoted(archive)]
     flags += request.ldflags
     flags.append(f"-Wl,--version-script={_quoted(SHADOW)}/hidden.map")
     # lld reads PyTorch's libraries in a tenth of GNU ld's time.

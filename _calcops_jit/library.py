@@ -11,7 +11,7 @@ import torch
 
 from . import cache, handles, request
 from .cache import Generation
-from .errors import report
+from .errors import BuildError, report
 from .inputs import Changed
 from .progress import say
 from .registration import Registration
@@ -139,18 +139,32 @@ def obtain(wanted: Request, build: bool = True) -> Library | None:
             return live.library
         reasons: list[str] = []
         refusals: list[str] = []
-        generation = cache.find(wanted, reasons) or find_in_wheel(wanted, refusals)
-        if generation is None and not build:
-            return None
+        generation = cache.find(wanted, reasons)
         if generation:
             live.exchange(wanted, generation)
-        else:
+        elif not _take_from_wheel(live, wanted, refusals):
+            if not build:
+                return None
             if refusals:
-                say(f"building from sources, because the wheel does not fit: {refusals[0]}")
+                reason = f"what the wheel brings does not fit: {refusals[0]}"
+                say(f"building {wanted.name} from its sources; {reason}")
             _build(live, wanted, reasons)
         if live not in _live:
             _live.append(live)
         return live.library
+
+
+def _take_from_wheel(live: Live, wanted: Request, refusals: list[str]) -> bool:
+    """Load the wheel's library for this machine. Return False if it has none that works."""
+    generation = find_in_wheel(wanted, refusals)
+    if generation is None:
+        return False
+    try:
+        live.exchange(wanted, generation)
+    except BuildError as error:  # this system's C library may be too old for it
+        refusals.append(" ".join(line.strip() for line in str(error).splitlines()[:2]))
+        return False
+    return True
 
 
 def _build(live: Live, wanted: Request, reasons: list[str]) -> None:

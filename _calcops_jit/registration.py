@@ -65,7 +65,7 @@ class Registration:
         except OSError as error:
             from .diagnosis import explain
 
-            message = re.sub(r"^/.*?\.so: ", "", str(error))
+            message = str(error).removeprefix(f"{path}: ")
             raise explain(f"cannot load {request.name}.so", message, request) from None
 
     @cached_property

@@ -118,7 +118,8 @@ class Request(SimpleNamespace):
         if self.cuda.build:
             facts["CUDA"] = [self.cuda.version, self.cuda.arches or list(self.cuda.gpus)]
         if self.level:  # the other facts are those of one machine
-            return facts | {"PyTorch's flags": digest(torch.__config__._cxx_flags().encode())}
+            flags = torch.__config__._cxx_flags()
+            return facts | {"level": self.level, "PyTorch's flags": digest(flags.encode())}
         facts |= {
             # A PyTorch that is built again has libraries of other sizes.
             "PyTorch's size": os.path.getsize(f"{TORCH}/lib/libtorch_cpu.so"),
