@@ -111,11 +111,14 @@ def _constant_file(name: str, text: str) -> Path:
 
 
 def compiler() -> str:
-    """Return the path of a compiler that keeps a log. All tests share it, and thus the compiled
-    runtime."""
+    """Return the path of a compiler that keeps a log and runs what Checkout.hook() wrote.
+
+    All tests share it, and thus the compiled runtime.
+    """
     text = f"""#!/bin/sh
 echo "$@" >> "$TEST_LOG"
 case "$*" in *" -c "*) while [ -e "$TEST_SLOW" ]; do sleep 0.05; done;; esac
+[ -z "$TEST_HOOK" ] || . "$TEST_HOOK"
 exec {shutil.which("c++")} "$@"
 """
     return str(_constant_file("logging-c++", text))
@@ -221,6 +224,10 @@ class Checkout:
         command = f"c++ -fPIC -c {source} -o {source}.o && ar rc '{path}' {source}.o"
         assert os.system(command) == 0
         return path
+
+    def hook(self, text: str) -> dict[str, Path]:
+        """Return a variable with which the compiler first runs these lines of a shell script."""
+        return {"TEST_HOOK": _write(self.path.parent / "hook", f"{text}\n")}
 
     def start(self, script: str = CALL, **options) -> Child:
         """Start a process that runs a script. Options in capitals are environment variables."""

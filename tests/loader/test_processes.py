@@ -244,11 +244,7 @@ print(changes[:1])
 
 
 def test_compilers_get_no_input_and_no_descriptors(checkout, tmp_path):
-    script = tmp_path / "listing-c++"
-    script.write_text(
-        f'#!/bin/sh\nls -l /proc/self/fd >> {tmp_path}/descriptors\nexec {compiler()} "$@"\n'
-    )
-    script.chmod(0o755)
+    hook = checkout.hook(f"ls -l /proc/self/fd >> {tmp_path}/descriptors")
     file = checkout.put("file", "")
     open_file = f"""
 import os
@@ -256,7 +252,7 @@ os.dup2(os.open({str(file)!r}, os.O_RDWR), 0)
 os.set_inheritable(os.dup(0), True)
 {CALL}
 """
-    assert checkout.run(open_file, CXX=script).out == "1\n"
+    assert checkout.run(open_file, **hook).out == "1\n"
     descriptors = (tmp_path / "descriptors").read_text()
     assert str(file) not in descriptors
     assert "0 -> /dev/null" in descriptors
