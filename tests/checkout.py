@@ -1,8 +1,8 @@
 """Copies of the loader that a test may edit, and processes that import them.
 
 The zygote, a process that has imported torch already, forks these processes. So none of them waits
-for that import. A copy's operators are C functions without torch headers, which compile in a
-moment.
+for that import. Most libraries of these tests are C functions without torch headers, which compile
+in a moment.
 """
 
 import functools
@@ -19,21 +19,27 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
 CALL = "import calcops_jit, ctypes; print(ctypes.CDLL(calcops_jit.library_path()).answer())"
-# Script that sets `loaded` to the loaded library; its file may have been replaced since.
-LOADED = "[live] = calcops_jit.library._loaded; loaded = live._generations[live.digest]._library"
-
-# Script after which `events` collects the files that the process writes and the processes that it
-# starts.
-EVENTS = """
-import sys
-events = []
-def audit(event, arguments):
-    if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.mkdir"):
-        events.append(event)
-    if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
-        events.append(arguments)
-sys.dont_write_bytecode = True
-sys.addaudithook(audit)
+MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
+ANSWER = 'extern "C" __attribute__((visibility("default"))) int answer() {{ {} }}\n'
+# Loads the library `mine` with options, and prints its answer.
+LOAD = """
+import calcops_jit, ctypes
+options = {options!r}
+library = calcops_jit.load("mine", options.pop("sources", ["mine.cpp"]), **options)
+print(ctypes.CDLL(library.path).answer())
+"""
+# An operator as a contract. A library with a contract compiles in 0.2 s.
+CONTRACT = """
+#include <calcops/operator.h>
+const calcops::Contract contract(R"(
+{name}(Tensor x) -> Tensor
+x [N]; float64.
+y [N]; like x.
+)");
+void {name}(calcops::View<const double, 1> x, calcops::View<double, 1> y) {{
+  for (int64_t i = 0; i < x.shape[0]; ++i) y(i) = {factor} * x(i);
+}}
+const calcops::Kernel cpu("{name}", {name});
 """
 # Modules that a build imports and a warm import does not.
 BUILDING = "import torch.utils.cpp_extension, setuptools, resource"
@@ -75,7 +81,7 @@ for line in sys.stdin:
 
 
 class Zygote:
-    def __init__(self, preamble: str = ""):
+    def __init__(self, preamble: str):
         command = [sys.executable, "-c", f"{preamble}\n{_ZYGOTE}"]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -87,31 +93,78 @@ class Zygote:
         return int(self.process.stdout.readline())
 
 
+@functools.cache  # test modules share one per preamble; it ends when its standard input closes
+def the_zygote(preamble: str = BUILDING) -> Zygote:
+    return Zygote(preamble)
+
+
+def _constant_file(name: str, text: str) -> Path:
+    """Write a file that stays in .pytest_cache, unless it has this text already."""
+    path = HERE / ".pytest_cache/loader" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        new = path.with_suffix(f".{os.getpid()}")
+        new.write_text(text)
+        new.chmod(0o755)
+        new.rename(path)
+    return path
+
+
+def compiler() -> str:
+    """Return the path of a compiler that keeps a log and runs what Checkout.hook() wrote.
+
+    All tests share it, and thus the compiled runtime.
+    """
+    text = f"""#!/bin/sh
+echo "$@" >> "$TEST_LOG"
+case "$*" in *" -c "*) while [ -e "$TEST_SLOW" ]; do sleep 0.05; done;; esac
+[ -z "$TEST_HOOK" ] || . "$TEST_HOOK"
+exec {shutil.which("c++")} "$@"
+"""
+    return str(_constant_file("logging-c++", text))
+
+
+@functools.cache
+def cache_with_runtime() -> Path:
+    """Return a cache that has only the compiled C++ runtime of contracts.
+
+    Every library that registers operators is linked with this runtime, which takes ten seconds to
+    compile. So caches of tests begin as copies of this one. It lies in .pytest_cache, and the
+    loader builds it again if the runtime was edited.
+    """
+    source = _constant_file("seed.cpp", CONTRACT.format(name="seed", factor=1))
+    cache = source.with_name("cache")
+    script = f"import calcops_jit; calcops_jit.load('seed', {str(source)!r})"
+    variables = {"CALCOPS_CACHE": str(cache), "CALCOPS_BUILD": "0", "CXX": compiler()}
+    variables |= {"TEST_LOG": os.devnull, "TEST_SLOW": "", "PYTHONPATH": str(HERE)}
+    subprocess.run([sys.executable, "-c", script], env=clean_environment() | variables, check=True)
+    return cache
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this process's environment without variables of the loader and of PyTorch."""
+    prefixes = ("CALCOPS_", "TORCH_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+
+
 class Child:
     """A process that runs a script in a checkout."""
 
-    def __init__(
-        self, zygote: Zygote, checkout: "Checkout", script: str, arguments=(), cwd=None, **env
-    ):
-        self.zygote = zygote
+    def __init__(self, checkout: "Checkout", script: str, arguments=(), cwd=None, **env):
+        self.zygote = checkout.zygote
         stem = checkout.path.parent / f"child.{time.monotonic_ns()}"
         self._out, self._err = Path(f"{stem}.out"), Path(f"{stem}.err")
         self._out.touch()
         self._err.touch()
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("CALCOPS_", "TORCH_"))
-        }
-        environment |= {
+        environment = clean_environment() | {
             "CALCOPS_CACHE": str(checkout.cache),
             # If the cache cannot be written, the loader builds below TMPDIR. In /tmp, tests would
             # share that folder.
             "TMPDIR": str(checkout.path.parent),
-            "MAX_JOBS": "2",
+            "MAX_JOBS": "1",
         }
         environment |= env
-        self.pid = zygote.ask(
+        self.pid = self.zygote.ask(
             script=script,
             tree=str(checkout.path),
             cwd=str(cwd or checkout.path.parent),
@@ -133,115 +186,153 @@ class Child:
 
 
 class Checkout:
-    """A copy of the loader with its own operators, its own cache and a compiler that keeps a log.
+    """A copy of the loader with its own operators, its own cache and a project beside it.
 
-    The compiler waits before it compiles a unit as long as the file `slow` exists.
+    The compiler keeps a log, and waits before it compiles a unit as long as the file `slow` exists.
     """
 
-    def __init__(self, zygote: Zygote, folder: Path):
-        self.zygote = zygote
+    def __init__(self, folder: Path, preamble: str = BUILDING):
+        self.zygote = the_zygote(preamble)
         self.path = folder / "checkout"
         self.cache = folder / "cache"
-        shutil.copytree(
-            HERE / "_calcops_jit", self.path / "_calcops_jit", ignore=shutil.ignore_patterns("ops")
-        )
-        shutil.copy(HERE / "calcops_jit.py", self.path)
-        self.write("ops/tiny/tiny.h", "#define ANSWER 1\n")
-        self.write(
-            "ops/tiny/tiny.cpp",
-            '#include "tiny/tiny.h"\n'
-            'extern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }\n',
-        )
+        self.project = folder / "project"
+        self.project.mkdir()
         self.slow = folder / "slow"
         self.log = folder / "compiler.log"
-        self.compiler = folder / "logging-g++"
-        self.compiler.write_text(
-            f'#!/bin/sh\necho "$@" >> {self.log}\n'
-            f'case "$*" in *" -c "*) while [ -e {self.slow} ]; do sleep 0.05; done;; esac\n'
-            f'exec {shutil.which("c++")} "$@"\n'
+        skipped = shutil.ignore_patterns("ops", "__pycache__")
+        shutil.copytree(HERE / "_calcops_jit", self.path / "_calcops_jit", ignore=skipped)
+        shutil.copy(HERE / "calcops_jit.py", self.path)
+        shutil.copytree(cache_with_runtime(), self.cache)
+        self.write("ops/tiny/tiny.h", "#define ANSWER 1\n")
+        self.write(
+            "ops/tiny/tiny.cpp", '#include "tiny/tiny.h"\n' + ANSWER.format("return ANSWER;")
         )
-        self.compiler.chmod(0o755)
 
     def write(self, name: str, text: str) -> Path:
-        path = self.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        """Write a file of the checkout."""
+        return _write(self.path / name, text)
+
+    def put(self, name: str, text: str) -> Path:
+        """Write a file of the project, which is a user's folder."""
+        return _write(self.project / name, text)
+
+    def archive(self, value: int, name: str = "libvalue.a") -> Path:
+        """Write a static library of the project. Its function value() returns `value`."""
+        source = self.put("value.cpp", f"int value() {{ return {value}; }}\n")
+        path = self.put(name, "")  # makes the folder
+        path.unlink()
+        command = f"c++ -fPIC -c {source} -o {source}.o && ar rc '{path}' {source}.o"
+        assert os.system(command) == 0
         return path
 
+    def hook(self, text: str) -> dict[str, Path]:
+        """Return a variable with which the compiler first runs these lines of a shell script."""
+        return {"TEST_HOOK": _write(self.path.parent / "hook", f"{text}\n")}
+
     def start(self, script: str = CALL, **options) -> Child:
-        options.setdefault("CXX", str(self.compiler))
-        return Child(self.zygote, self, script, **options)
+        """Start a process that runs a script. Options in capitals are environment variables."""
+        variables = {"CXX": compiler(), "TEST_LOG": self.log, "TEST_SLOW": self.slow}
+        return Child(self, script, **(variables | options))
 
     def run(self, script: str = CALL, **options) -> Child:
         return self.start(script, **options).wait()
 
+    def main(self, *arguments: str, **options) -> Child:
+        """Run `python -m calcops_jit`."""
+        return self.run(MAIN, arguments=arguments, **options)
+
     def answer(self, **options) -> int:
+        """Return the answer of the checkout's own library."""
         child = self.run(**options)
         assert child.code == 0, child.err
         return int(child.out)
 
-    def compiled(self) -> int:
-        """Return how many units of the project were compiled since the last call.
+    def load(self, **options) -> Child:
+        """Run a process that loads the library `mine` of the project. Its options in small letters
+        are those of calcops_jit.load."""
+        variables = {name: options.pop(name) for name in list(options) if name.isupper()}
+        variables = {"CALCOPS_BUILD": "0"} | variables
+        return self.run(LOAD.format(options=options), cwd=self.project, **variables)
 
-        The loader's own units, registry.cpp and runtime.cpp, do not count.
-        """
+    def loaded(self, **options) -> int:
+        """Return the answer of the library `mine`."""
+        child = self.load(**options)
+        assert child.code == 0, child.err
+        return int(child.out)
+
+    def commands(self) -> list[str]:
+        """Return the compilers' commands since the last call that compile units of a project."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
-        return sum(
-            " -c " in line and not re.search(r"/(?:registry|runtime)\.cpp", line) for line in lines
-        )
+        own = re.compile(r"/_calcops_jit/\S*\.cpp")  # the loader's own units
+        return [line for line in lines if " -c " in line and not own.search(line)]
 
-    def libraries(self) -> list[Path]:
-        return sorted(self.cache.glob("*/*/*.so"))
+    def compiled(self) -> int:
+        """Return how many units of a project were compiled since the last call."""
+        return len(self.commands())
+
+    def is_compiling(self) -> bool:
+        return self.log.exists() and " -c " in self.log.read_text()
+
+    def libraries(self, name: str = "calcops") -> list[Path]:
+        return sorted(self.cache.glob(f"{name}-*/*/{name}.so"))
+
+    def files(self) -> list[Path]:
+        """Return the files in the cache except those of the runtime, which takes long to build."""
+        others = re.compile(r"/\S*(?:runtime|seed)")
+        files = [path for path in self.cache.rglob("*") if path.is_file()]
+        return sorted(path for path in files if not others.match(str(path)[len(str(self.cache)) :]))
 
 
-def spoil(library: Path, damage: str) -> None:
+def _write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def spoil(path: Path, damage: str) -> None:
     """Damage or replace a file. With an unknown `damage`, only remove it."""
-    content = library.read_bytes()
-    library.unlink()
+    content = path.read_bytes()
+    middle = len(content) // 2
+    path.unlink()
     if damage == "truncated":
-        library.write_bytes(content[: len(content) // 2])
+        path.write_bytes(content[:middle])
     elif damage == "empty":
-        library.touch()
+        path.touch()
     elif damage == "one byte":
-        library.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
     elif damage == "folder":
-        library.mkdir()
+        path.mkdir()
     elif damage == "fifo":
-        os.mkfifo(library)
+        os.mkfifo(path)
     elif damage == "loop":
-        library.symlink_to(library)
+        path.symlink_to(path)
     elif damage == "foreign":
-        library.write_bytes(Path("/bin/sh").read_bytes())
+        path.write_bytes(Path("/bin/sh").read_bytes())
 
 
-@functools.cache  # test modules share one per preamble; it ends when its standard input closes
-def the_zygote(preamble: str = "") -> Zygote:
-    return Zygote(preamble)
-
-
-def in_cache(checkout: Checkout, whose: str = "") -> list[int]:
-    """Return the pids of processes whose working folder is in the cache. Its path has `whose`."""
+def processes_in(folder: Path) -> list[int]:
+    """Return the pids of processes whose working folder is in a folder."""
     pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            folder = os.readlink(process / "cwd")
-            if folder.startswith(str(checkout.cache)) and whose in folder:
+            if Path(os.readlink(process / "cwd")).is_relative_to(folder):
                 pids.append(int(process.name))
         except OSError:
             pass  # the process has ended, or belongs to another user
     return pids
 
 
-def stages(checkout: Checkout) -> list[Path]:
-    return list(checkout.cache.glob("*/stage.*"))
-
-
-def wait_for(condition, seconds: float = 30.0):
+def wait_for(condition, seconds: float = 60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "timed out"
         time.sleep(0.02)
+
+
+def is_message(text: str) -> bool:
+    """Return True if a text is a message of a BuildError: short, with a command that helps."""
+    return 2 <= len(text.splitlines()) <= 12 and "\n  fix: " in text
 
 
 # ---- packages ------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from checkout import Checkout, the_zygote  # noqa: E402
+from checkout import Checkout  # noqa: E402
 from kernels import Emulated, OnGpu  # noqa: E402
 from reference import DEVICES  # noqa: E402
 
@@ -130,7 +130,7 @@ def kernels():
 @pytest.fixture
 def checkout(tmp_path):
     """Return a copy of the loader that a test may edit and build with."""
-    return Checkout(the_zygote(), tmp_path)
+    return Checkout(tmp_path)
 
 
 @pytest.fixture

@@ -1,0 +1,406 @@
+"""The cache on disk: damaged files, full disks, folders that cannot be written, other users."""
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from checkout import Checkout, is_message, spoil
+
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount and change users")
+OTHER_USER = 54321  # without a passwd entry
+ANSWER = """
+import calcops_jit, ctypes
+try:
+    print(ctypes.CDLL(calcops_jit.library_path()).answer())
+except calcops_jit.BuildError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def checkout():
+    """Return a checkout in a folder that every user may read. pytest's folders are private."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    (folder / "aside").mkdir()
+    (folder / "aside").chmod(0o1777)
+    yield Checkout(folder)
+    shutil.rmtree(folder)
+
+
+def answer(checkout, script: str = ANSWER, **options) -> str:
+    """Return what an import prints. It must end without an error and without a traceback."""
+    options.setdefault("TMPDIR", checkout.path.parent / "aside")
+    child = checkout.run(script, **options)
+    assert child.code == 0, child.err
+    assert "Traceback" not in child.err, child.err
+    return child.out
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# ---- damage --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "damage", ["truncated", "empty", "one byte", "folder", "fifo", "loop", "gone", "foreign"]
+)
+def test_a_damaged_library_is_rebuilt_and_never_loaded(checkout, damage):
+    assert (checkout.answer(), checkout.compiled()) == (1, 1)
+    (library,) = checkout.libraries()
+    spoil(library, damage)
+    assert checkout.answer() == 1
+    child = checkout.run()
+    assert (child.out, child.err) == ("1\n", "")
+
+
+KINDS = ["truncated", "one byte", "gone", "empty", "folder", "fifo", "foreign"]
+
+
+def test_damage_of_any_file_of_the_cache_is_survived_by_the_next_build(checkout):
+    """Each file is damaged for itself, in one way after the other, and then all files together."""
+    assert checkout.answer() == 1
+    pristine = checkout.cache.rename(checkout.path.parent / "pristine")
+    shutil.copytree(pristine, checkout.cache)
+    files = checkout.files()
+    damages = [([file], KINDS[i % 4]) for i, file in enumerate(files)]
+    damages += [(files, kind) for kind in KINDS]
+    assert len(damages) >= 9
+    for damaged, kind in damages:
+        for path in damaged:
+            spoil(path, kind)
+        for value in 2, 1:
+            checkout.write("ops/tiny/tiny.h", f"#define ANSWER {value}\n")
+            text = answer(checkout)
+            is_refused = kind in ("folder", "fifo") and is_message(text)
+            assert text == f"{value}\n" or is_refused, (damaged, kind, text)
+        child = checkout.run(ANSWER)
+        assert is_refused or (child.out, child.err) == ("1\n", ""), (damaged, kind)
+        remove(checkout.cache)
+        shutil.copytree(pristine, checkout.cache)
+        remove(checkout.path.parent / "aside" / f"calcops-{os.getuid()}")
+
+
+def test_no_prefix_of_a_library_and_no_flipped_bit_is_loaded(checkout):
+    """Without a compiler, a damaged library is an error."""
+    assert checkout.answer() == 1
+    (library,) = checkout.libraries()
+    content = library.read_bytes()
+    script = f"""
+import os, subprocess, sys
+from pathlib import Path
+library = Path({str(library)!r})
+content = library.read_bytes()
+size = len(content)
+damages = [content[:end] for end in range(0, size, size // 12)]
+for position in range(100, size, size // 12):
+    flipped = bytearray(content)
+    flipped[position] ^= 16
+    damages.append(bytes(flipped))
+import torch
+for damage in [*damages, content]:
+    library.write_bytes(damage)
+    child = os.fork()
+    if child == 0:
+        import calcops_jit
+        try:
+            calcops_jit.library_path()
+        except calcops_jit.BuildError:
+            os._exit(1)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), end="")
+print(len(damages))
+"""
+    child = checkout.run(script, CALCOPS_BUILD="0")
+    codes, last, count = re.fullmatch(r"(1+)(0)(\d+)\n", child.out).groups()
+    assert len(codes) == int(count) >= 20
+    assert library.read_bytes() == content
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "loop", "foreign"])
+def test_something_else_in_place_of_a_folder_of_the_cache_is_survived(checkout, kind):
+    """There is something to build, since the library is removed."""
+    assert answer(checkout) == "1\n"
+    pristine = checkout.cache.rename(checkout.path.parent / "pristine")
+    (slot,) = pristine.glob("calcops-*")
+    inner = [path for path in slot.iterdir() if path.is_dir()]
+    for original in [pristine, slot, *inner]:
+        shutil.copytree(pristine, checkout.cache)
+        for library in checkout.libraries():
+            library.unlink()
+        path = checkout.cache / original.relative_to(pristine)
+        remove(path)
+        if kind == "folder":
+            (path / "something").mkdir(parents=True)
+        elif kind == "fifo":
+            os.mkfifo(path)
+        elif kind == "loop":
+            path.symlink_to(path)
+        else:
+            path.write_bytes(Path("/bin/sh").read_bytes())
+        text = answer(checkout)
+        assert text == "1\n" or is_message(text), (original, text)
+        remove(checkout.cache)
+        remove(checkout.path.parent / "aside" / f"calcops-{os.getuid()}")
+
+
+# ---- full disks ----------------------------------------------------------------------------------
+
+# Makes write number `number` into `folder` fail, as on a full disk. A write opens a file, makes a
+# folder or a link, or renames.
+FULL_DISK = """
+import errno, os, sys
+writes = 0
+def full(event, arguments):
+    global writes
+    if event not in ("open", "os.mkdir", "os.rename", "os.symlink"):
+        return
+    if event == "open" and not (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR):
+        return
+    if str(arguments[0]).startswith({folder!r}):
+        writes += 1
+        if writes == {number}:
+            raise OSError(errno.ENOSPC, "No space left on device", arguments[0])
+sys.addaudithook(full)
+"""
+
+
+def test_a_full_disk_at_any_write_of_the_loader_is_survived(checkout):
+    """Every second write fails, in a build of its own."""
+    pristine = checkout.cache.rename(checkout.path.parent / "pristine")
+    results = set()
+    number = 1
+    writes = 1
+    while writes >= number:  # the last build had a write of this number, which failed
+        shutil.copytree(pristine, checkout.cache)
+        full_disk = FULL_DISK.format(folder=str(checkout.cache), number=number)
+        *lines, writes = answer(checkout, full_disk + ANSWER + "print(writes)").splitlines()
+        writes = int(writes)
+        text = "\n".join(lines) + "\n"
+        assert text == "1\n" or (is_message(text) and "full" in text), text
+        results.add(text == "1\n")
+        assert answer(checkout) == "1\n"
+        remove(checkout.cache)
+        remove(checkout.path.parent / "aside" / f"calcops-{os.getuid()}")
+        number += 2
+    assert number >= 7
+
+
+@pytest.fixture
+def mounted(checkout):
+    """Return a checkout whose cache is a file system of its own."""
+    pristine = checkout.cache.rename(checkout.path.parent / "pristine")
+    checkout.cache.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(checkout.cache)]
+    if subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("nothing can be mounted here")
+    shutil.copytree(pristine, checkout.cache, dirs_exist_ok=True)
+    yield checkout
+    subprocess.run(["umount", "-l", str(checkout.cache)], check=True)
+
+
+@as_root
+@pytest.mark.parametrize("free", [0, 8, 32])
+def test_a_disk_that_fills_up_during_the_build_is_survived(mounted, free):
+    """The compiler fills the disk up to `free` KiB."""
+    fill = mounted.cache / "fill"
+    hook = mounted.hook(f"""
+case "$*" in *tiny.cpp*)
+  dd if=/dev/zero of={fill} bs=4k 2> /dev/null
+  truncate -s -{free}k {fill};;
+esac""")
+    text = answer(mounted, **hook)
+    if free == 0 or text != "1\n":
+        assert is_message(text), text
+        assert "full" in text or "No space" in text, text
+    fill.unlink()
+    assert answer(mounted) == "1\n"
+
+
+@as_root
+def test_another_folder_is_used_with_one_warning_if_the_cache_cannot_hold_a_build(mounted):
+    with open(mounted.cache / "fill", "wb") as file:
+        file.write(bytes(30 << 20)[: shutil.disk_usage(mounted.cache).free])
+    child = mounted.run(ANSWER, TMPDIR=mounted.path.parent / "aside")
+    assert child.out == "1\n"
+    (warning,) = [line for line in child.err.splitlines() if str(mounted.cache) in line]
+    assert "No space left on device" in warning
+    assert str(mounted.path.parent / "aside") in warning
+
+
+@as_root
+def test_a_noexec_cache_is_an_error_and_a_read_only_cache_is_used(mounted):
+    def remount(option):
+        subprocess.run(["mount", "-o", f"remount,{option}", str(mounted.cache)], check=True)
+
+    remount("noexec")
+    text = answer(mounted)
+    assert is_message(text)
+    assert "noexec" in text
+    remount("exec")
+    assert answer(mounted) == "1\n"
+    remount("ro")
+    mounted.compiled()
+    assert answer(mounted) == "1\n"
+    assert mounted.compiled() == 0
+    mounted.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
+    child = mounted.run(ANSWER, TMPDIR=mounted.path.parent / "aside")
+    assert child.out == "2\n"
+    assert "Read-only file system" in child.err
+
+
+# ---- places --------------------------------------------------------------------------------------
+
+
+def test_an_unwritable_cache_is_replaced_by_a_private_folder_with_one_warning(checkout):
+    environment = {"CALCOPS_CACHE": "/dev/null/cache", "TMPDIR": checkout.path.parent / "aside"}
+    child = checkout.run(**environment)
+    assert (child.code, child.out) == (0, "1\n")
+    (warning,) = [line for line in child.err.splitlines() if "/dev/null/cache" in line]
+    (folder,) = (checkout.path.parent / "aside").iterdir()
+    assert str(folder) in warning
+    assert folder.stat().st_mode & 0o777 == 0o700
+    again = checkout.run(**environment)
+    assert (again.code, again.out, again.err) == (0, "1\n", "")
+
+
+def test_without_any_folder_that_can_be_written_the_error_names_calcops_cache(checkout):
+    script = "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/proc']\n" + ANSWER
+    text = answer(checkout, script, CALCOPS_CACHE="/dev/null/cache", TMPDIR="/proc", cwd="/proc")
+    assert is_message(text)
+    assert "fix: export CALCOPS_CACHE=" in text
+
+
+def test_the_cache_folder_follows_the_variables_and_the_home_folder(checkout, tmp_path):
+    def folder(**variables):
+        variables = {"CALCOPS_CACHE": None, "XDG_CACHE_HOME": None, "HOME": tmp_path} | variables
+        return checkout.main("where", "--cache", cwd=tmp_path, **variables).out.strip()
+
+    assert folder() == f"{tmp_path}/.cache/calcops"
+    assert folder(XDG_CACHE_HOME="/x") == "/x/calcops"
+    assert folder(XDG_CACHE_HOME="relative") == f"{tmp_path}/.cache/calcops"
+    assert folder(CALCOPS_CACHE="here") == f"{tmp_path}/here"
+    assert folder(CALCOPS_CACHE="~/here") == f"{tmp_path}/here"
+
+
+def test_a_relative_cache_stays_the_same_after_chdir(checkout):
+    script = """
+import calcops_jit, os
+os.chdir('/')
+print(calcops_jit.reload(), calcops_jit.library_path())
+"""
+    child = checkout.run(script, CALCOPS_CACHE="cache")
+    assert re.fullmatch(rf"\[\] {checkout.cache}/\S+\n", child.out), child.err
+    assert checkout.compiled() == 1
+
+
+# ---- other users ---------------------------------------------------------------------------------
+
+
+def test_a_library_that_its_group_may_write_is_rebuilt(checkout):
+    assert answer(checkout) == "1\n"
+    for path in [checkout.cache, *checkout.cache.rglob("*")]:
+        path.chmod(path.stat().st_mode | 0o020)
+    checkout.log.unlink()
+    assert answer(checkout) == "1\n"
+    assert checkout.log.exists()
+    child = checkout.run(ANSWER)
+    assert (child.out, child.err) == ("1\n", "")
+
+
+def test_a_library_built_with_any_umask_is_loaded_again_and_the_umask_may_keep_it_private(checkout):
+    for mask in 0o002, 0o077:
+        remove(checkout.cache)
+        script = f"import os; os.umask({mask})\n" + ANSWER
+        assert answer(checkout, script) == "1\n"
+        checkout.compiled()
+        assert answer(checkout, script) == "1\n"
+        assert checkout.compiled() == 0
+    for path in [checkout.cache, *checkout.cache.iterdir()]:
+        assert not path.is_dir() or path.stat().st_mode & 0o077 == 0
+
+
+@as_root
+def test_a_library_of_another_user_is_not_loaded(checkout):
+    """Another user could put code into the process."""
+    assert answer(checkout) == "1\n"
+    for path in checkout.cache.rglob("calcops-*/*/*"):
+        os.chown(path, OTHER_USER, OTHER_USER)
+    checkout.log.unlink()
+    assert answer(checkout) == "1\n"
+    assert checkout.log.exists()
+
+
+def run_as_other_user(checkout, script: str = ANSWER, **options) -> tuple[str, str]:
+    """Run the script as a user without a passwd entry. Return its output and its errors.
+
+    Python may lie where only root can read. So root first builds something in another folder, which
+    imports all modules, and Python's headers are hidden from the build.
+    """
+    become_other_user = f"""
+import os, sysconfig
+sysconfig.get_config_vars()
+variables = dict(os.environ)
+os.environ["CALCOPS_CACHE"] = {str(checkout.path.parent / "warm-up")!r}
+os.environ["CALCOPS_BUILD"] = "0"
+import calcops_jit, torch
+calcops_jit.load("warm_up", {str(checkout.put("warm_up.cpp", "int warm_up;"))!r})
+for module in [name for name in __import__("sys").modules if name.startswith("calcops_jit")]:
+    del __import__("sys").modules[module]
+os.environ.clear()
+os.environ.update(variables)
+sysconfig.get_path = lambda *_, **__: '/nowhere'
+os.setgroups([])
+os.setgid({OTHER_USER})
+os.setuid({OTHER_USER})
+"""
+    aside = checkout.path.parent / "aside"
+    options.setdefault("CALCOPS_CACHE", aside / "own")
+    options.setdefault("CXX", shutil.which("c++"))
+    child = checkout.run(become_other_user + script, TMPDIR=aside, **options)
+    assert child.code == 0, child.err
+    assert "Traceback" not in child.err, child.err
+    return child.out, re.sub(
+        r"calcops_jit: built? \S*warm_up.*\n|calcops_jit: building warm_up.*\n", "", child.err
+    )
+
+
+@as_root
+def test_a_user_without_home_and_passwd_entry_builds_in_a_private_folder(checkout):
+    options = {"HOME": None, "CALCOPS_CACHE": None, "XDG_CACHE_HOME": None}
+    out, _ = run_as_other_user(checkout, **options)
+    (folder,) = (checkout.path.parent / "aside").glob("calcops-*")
+    assert out == "1\n"
+    assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (OTHER_USER, 0o700)
+    out, err = run_as_other_user(checkout, **options)
+    assert (out, "built calcops" in err) == ("1\n", False)
+
+
+@as_root
+def test_a_cache_of_another_user_is_not_changed_and_a_warning_names_it(checkout):
+    assert answer(checkout) == "1\n"
+    before = {path: path.stat().st_mtime_ns for path in checkout.cache.rglob("*")}
+    checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
+    out, err = run_as_other_user(checkout, CALCOPS_CACHE=checkout.cache)
+    assert out == "2\n"
+    assert re.search(rf"{checkout.cache}\S*: Permission denied", err)
+    assert {path: path.stat().st_mtime_ns for path in checkout.cache.rglob("*")} == before
+
+
+@as_root
+def test_an_unreadable_source_is_named_in_the_error(checkout):
+    source = checkout.path / "ops/tiny/tiny.cpp"
+    source.chmod(0o600)
+    out, _ = run_as_other_user(checkout)
+    assert is_message(out)
+    assert str(source) in out
+    assert re.search(r"Permission denied|may not be read", out)

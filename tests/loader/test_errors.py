@@ -1,0 +1,284 @@
+"""A build that fails says why: the cause, a line that shows it, and a command that helps. Each test
+makes a fault and looks for these words; the sentences around them may change."""
+
+import os
+import re
+import shutil
+
+import pytest
+import torch
+from checkout import ANSWER, CONTRACT, Checkout, is_message
+
+LOADED = ANSWER.format("return 1;")
+NO_NINJA = """
+import shutil
+def which(name, *arguments, real=shutil.which, **options):
+    return None if name == "ninja" else real(name, *arguments, **options)
+shutil.which = which
+"""
+NO_PYTHON_HEADERS = """
+import sysconfig
+def get_path(name, *arguments, real=sysconfig.get_path, **options):
+    return "/nowhere" if name == "include" else real(name, *arguments, **options)
+sysconfig.get_path = get_path
+"""
+
+
+@pytest.fixture(scope="module")
+def shared_checkout(tmp_path_factory):
+    return Checkout(tmp_path_factory.mktemp("errors"))
+
+
+@pytest.fixture
+def checkout(shared_checkout, tmp_path):
+    shared_checkout.project = tmp_path
+    shared_checkout.compiled()
+    return shared_checkout
+
+
+def build_error(
+    checkout, source: str, preamble: str = "", name: str = "mine.cpp", **options
+) -> str:
+    """Return the message of the error of loading a source. Its log has the tools' output."""
+    # The comment makes the source another one than those of other tests, which are in the cache.
+    checkout.put(name, f"{source}// {checkout.project.name}\n")
+    variables = {key: options.pop(key) for key in list(options) if key.isupper()}
+    options = {"sources": [name]} | options
+    script = f"""{preamble}
+import calcops_jit
+try:
+    calcops_jit.load("mine", **{options!r})
+except calcops_jit.BuildError as error:
+    print(error)
+"""
+    child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0", **variables)
+    assert child.code == 0, child.err
+    assert is_message(child.out), child.out + child.err
+    assert re.match(r"cannot (build|load) mine", child.out)
+    if log := re.search(r"^  log: (.*)", child.out, re.MULTILINE):
+        with open(log[1]) as file:
+            assert file.read()
+    return child.out
+
+
+def fix_of(message: str) -> str:
+    return re.search(r"^  fix: (.*)", message, re.MULTILINE)[1]
+
+
+# ---- faults of sources ---------------------------------------------------------------------------
+
+# {fault: (source, options of load, words of the message, words of the fix)}
+SOURCES = {
+    "a syntax error": (
+        "int f() {\n  return 1\n}\n",
+        {},
+        ["error at {dir}/mine.cpp:2:11", "expected ‘;’", "2 |   return 1"],
+        "correct {dir}/mine.cpp:2:11",
+    ),
+    "a missing header": (
+        "#include <nosuch/header.h>\n",
+        {},
+        ["nosuch/header.h"],
+        "extra_include_paths",
+    ),
+    "a function in two sources": (
+        "int twice() { return 1; }\n",
+        {"sources": ["mine.cpp", "other.cpp"]},
+        ["defined twice", "twice"],
+        "twice",
+    ),
+    "a library that is not there": (
+        LOADED,
+        {"extra_ldflags": ["-lnosuch"]},
+        ["nosuch"],
+        "libnosuch",
+    ),
+    "an undefined function": (
+        "int missing_one();\nint g() { return missing_one(); }\n",
+        {},
+        ["nowhere defined", "missing_one"],
+        "extra_ldflags",
+    ),
+    "an undefined function at link": (
+        "int missing_one();\nint g() { return missing_one(); }\n",
+        {"extra_ldflags": ["-Wl,-z,defs"]},
+        ["nowhere defined", "missing_one"],
+        "extra_ldflags",
+    ),
+    "an unknown flag": (
+        LOADED,
+        {"extra_cflags": ["-fno-such-flag"]},
+        ["-fno-such-flag"],
+        "-fno-such-flag",
+    ),
+    "an unknown processor": (LOADED, {"extra_cflags": ["-march=alderlake9"]}, ["alderlake9"], ""),
+    "a header of the standard library": (
+        "#include <algorithm>\nstruct Pair { int i; };\n"
+        "void order(Pair* first, Pair* last) {\n  std::sort(first, last);\n}\n",
+        {},
+        ["error at {dir}/mine.cpp:4", "no match for", "std::sort(first, last);"],
+        "correct {dir}/mine.cpp:4",
+    ),
+    "a header of somebody else": (
+        '#include "between.h"\n',
+        {"extra_include_paths": ["{dir}/../theirs"]},
+        ["error at {dir}/between.h:1", "theirs.h:1:15"],
+        "correct {dir}/between.h:1",
+    ),
+    "a Python module": (
+        "// TORCH_LIBRARY\n#include <pybind11/pybind11.h>\nPYBIND11_MODULE(mine, m) {}\n",
+        {},
+        ["PYBIND11_MODULE", "{dir}/mine.cpp"],
+        "torch.utils.cpp_extension.load",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", SOURCES)
+def test_the_error_of_a_wrong_source_or_flag_names_cause_and_fix(checkout, fault):
+    source, options, words, fix = SOURCES[fault]
+    folder = checkout.project.resolve()
+    checkout.put("other.cpp", "int twice() { return 1; }\n")
+    checkout.put("between.h", "#include <theirs.h>\n")
+    checkout.put("../theirs/theirs.h", "int broken( { return 1; }\n")
+    options = {name: [word.format(dir=folder) for word in value] for name, value in options.items()}
+    message = build_error(checkout, source, **options)
+    for word in words:
+        assert word.format(dir=folder) in message, message
+    assert fix.format(dir=folder) in fix_of(message), message
+    assert not checkout.libraries("mine")
+
+
+TWICE = "at::Tensor twice(const at::Tensor& x) { return x + x; }\n"
+FRAGMENT = 'TORCH_LIBRARY_FRAGMENT(mine, m) { m.def("twice(Tensor x) -> Tensor"); }\n'
+VIEW = "calcops::View<float, 1> view;\n"
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_the_error_of_a_missing_include_of_pytorch_names_the_header(checkout, compiler):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} here")
+    headers = {TWICE: "torch/types.h", FRAGMENT: "torch/library.h", VIEW: "calcops/operator.h"}
+    for source, header in headers.items():
+        output = checkout.project / "output"
+        checkout.put("plain.cpp", source)
+        command = f"{compiler} -c {checkout.project}/plain.cpp -o /dev/null 2> {output}"
+        assert os.system(command) != 0
+        text = output.read_text().replace("plain.cpp", "mine.cpp")
+        hook = checkout.hook(f'case "$*" in *mine.cpp*) cat {output} >&2; exit 1;; esac')
+        output.write_text(text)
+        message = build_error(checkout, source, **hook)
+        fix = fix_of(message)
+        assert "#include <" in fix, message
+        assert header in fix or (source is TWICE and "ATen" in fix), message
+
+
+def test_an_object_or_a_c_file_among_the_sources_is_explained_and_the_fix_works(checkout):
+    call = 'extern "C" int value();\n' + ANSWER.format("return value();")
+    text = "int value(void) { int *p = (void *)0; return p ? 1 : 7; }\n"
+    source = checkout.put("value.c", text)
+    message = build_error(checkout, call, sources=["mine.cpp", "value.c"])
+    assert "invalid conversion" in message
+    assert os.system(f"cc -fPIC -c {source} -o {checkout.project}/value.o") == 0
+    message = build_error(checkout, call, sources=["mine.cpp", "value.o"])
+    assert f"extra_ldflags=['{checkout.project}/value.o']" in message
+    assert checkout.loaded(extra_ldflags=[f"{checkout.project}/value.o"]) == 7
+
+
+@pytest.mark.parametrize("flag", ["-fsyntax-only", "-E", "-S"])
+def test_a_flag_for_another_output_is_an_error_that_names_it(checkout, flag):
+    assert flag in build_error(checkout, LOADED, extra_cflags=[flag])
+
+
+def test_the_error_of_an_unknown_operator_lists_the_operators(checkout):
+    checkout.put("mine.cpp", CONTRACT.format(name="twice", factor=2))
+    script = """
+import calcops_jit
+mine = calcops_jit.load('mine', 'mine.cpp')
+assert not hasattr(mine, 'nosuch')
+try:
+    mine.nosuch
+except AttributeError as error:
+    print(error)
+"""
+    child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0")
+    for words in "nosuch", "mine.so", "twice":
+        assert words in child.out, child.err
+
+
+# ---- faults of the machine -----------------------------------------------------------------------
+
+# {fault: (what the compiler prints, words of the message, words of the fix)}
+OUTPUTS = {
+    "killed for memory": (
+        "c++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated.",
+        "memory",
+        "MAX_JOBS=1",
+    ),
+    "disk full": (
+        "/tmp/ccWsDJTm.s: Assembler messages:\n/tmp/ccWsDJTm.s: Fatal error: can't write 11 bytes to "
+        "section .text of a.o: 'No space left on device'",
+        "the disk is full",
+        "CALCOPS_CACHE=",
+    ),
+    "something else": ("what nobody expected", "what nobody expected", "failed.log"),
+}
+
+
+@pytest.mark.parametrize("fault", OUTPUTS)
+def test_the_output_of_a_failed_compiler_becomes_cause_and_fix(checkout, fault):
+    output, words, fix = OUTPUTS[fault]
+    path = checkout.put("output", f"{output}\n")
+    hook = checkout.hook(f'case "$*" in *" -c "*) cat {path} >&2; exit 1;; esac')
+    message = build_error(checkout, LOADED, **hook)
+    assert words in message
+    assert fix in fix_of(message)
+
+
+# {fault: (variables, preamble, words of the message, words of the fix)}. No compiler starts.
+FORESEEN = {
+    "no compiler": ({"CXX": None, "PATH": "/nowhere"}, "", "C++ compiler", "g++"),
+    "a compiler that is not there": ({"CXX": "no-such-g++"}, "", "no-such-g++", "unset CXX"),
+    "no ninja": ({}, NO_NINJA, "no ninja", "pip install ninja"),
+    "no nvcc": (
+        {"CUDA_HOME": "/nowhere", "PATH": "/usr/bin:/bin"},
+        "import os, torch; torch.version.cuda = '13.2'; real = os.access\n"
+        "os.access = lambda path, mode: not path.endswith('nvcc') and real(path, mode)\n",
+        "no nvcc",
+        "cuda-toolkit[nvcc]==13.2.*",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FORESEEN)
+def test_a_fault_known_beforehand_is_reported_before_a_compiler_starts(checkout, fault):
+    variables, preamble, words, fix = FORESEEN[fault]
+    name = "mine.cu" if fault == "no nvcc" else "mine.cpp"
+    message = build_error(checkout, LOADED, preamble, name, **variables)
+    assert words in message
+    assert fix in fix_of(message)
+    assert not checkout.log.exists() or " -c " not in checkout.log.read_text()
+    if fault != "no nvcc":
+        doctor = checkout.run(
+            f"{preamble}\nimport runpy, sys; sys.argv = ['', 'doctor']\n"
+            "runpy.run_module('calcops_jit', run_name='__main__')",
+            **variables,
+        )
+        assert doctor.code == 1
+        assert words in doctor.out
+        assert fix_of(message) in doctor.out
+
+
+def test_missing_headers_of_python_are_named(checkout):
+    source = "#include <torch/extension.h>\n" + LOADED
+    message = build_error(checkout, source, NO_PYTHON_HEADERS)
+    assert "Python" in message.splitlines()[0]
+    assert "headers" in message.splitlines()[0]
+
+
+def test_the_wrong_abi_is_named(checkout):
+    flag = f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch._C._GLIBCXX_USE_CXX11_ABI:d}"
+    source = "#include <string>\nnamespace c10 { void check(const std::string&); }\n"
+    source += "void g() { c10::check(std::string()); }\n" + LOADED
+    message = build_error(checkout, source, extra_cflags=[flag])
+    assert "ABI" in message or "c105check" in message

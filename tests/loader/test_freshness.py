@@ -1,0 +1,519 @@
+"""A library is never stale: every file and variable that its build depends on causes a rebuild, and
+nothing else does.
+
+One library has an input of every kind. Its answer names the value of each input. A test changes one
+input, and a new process must give the new answer.
+"""
+
+import os
+import re
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+from checkout import ANSWER, CALL, Checkout, compiler, wait_for
+
+# How a build finds a header in the folder `early`, or else in the folder `late`: flags, options of
+# load, and variables.
+SEARCHES = {
+    "option": {"extra_include_paths": ["{early}", "{late}"]},
+    "I": {"extra_cflags": ["-I{early}", "-I{late}"]},
+    "I in two words": {"extra_cflags": ["-I", "{early}", "-I", "{late}"]},
+    "isystem": {"extra_cflags": ["-isystem", "{early}", "-isystem", "{late}"]},
+    "isystem in one word": {"extra_cflags": ["-isystem{early}", "-isystem{late}"]},
+    "idirafter": {"extra_cflags": ["-idirafter{early}", "-idirafter{late}"]},
+    "I before isystem": {"extra_cflags": ["-isystem", "{late}", "-I{early}"]},
+    "I before a variable": {"extra_cflags": ["-I{early}"], "CPATH": ["{late}"]},
+    "CPATH": {"CPATH": ["{early}", "{late}"]},
+    "CPLUS_INCLUDE_PATH": {"CPLUS_INCLUDE_PATH": ["{early}", "{late}"]},
+    "response file": {"extra_cflags": ["@{early}.rsp"]},
+}
+NAMES = {search: re.sub(r"\W", "_", search) for search in SEARCHES}
+OTHERS = [
+    "beside",
+    "forced",
+    "macros",
+    "rsp",
+    "inner_rsp",
+    "macro_name",
+    "tested",
+    "source",
+    "linked",
+]
+
+
+class Everything(Checkout):
+    """A library `mine` with inputs of every kind, and the values that they have now."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.values = dict.fromkeys([*NAMES.values(), *OTHERS], 1)
+        self.values["tested"] = 0
+        lines = [f"#include <{name}.h>" for name in NAMES.values()]
+        lines += ['#include "beside.h"', '#define NAME "macro_name.h"', "#include NAME"]
+        lines += ['#if __has_include("in/tested.h")', '#include "in/tested.h"', "#else"]
+        lines += [
+            "#define VALUE_tested 0",
+            "#endif",
+            "#define TEXT(x) #x",
+            "#define STR(x) TEXT(x)",
+        ]
+        lines += ["#include <cstdio>", "int source(), value();", "static char text[9999];"]
+        macros = [name for name in self.values if name not in ("source", "linked")]
+        text = " ".join(f'"{name}=" STR(VALUE_{name}) "\\n"' for name in macros)
+        call = f'snprintf(text, 9999, {text} "source=%d\\nlinked=%d\\n", source(), value());'
+        lines += ['extern "C" __attribute__((visibility("default"))) const char* answer() {']
+        self.put("mine.cpp", "\n".join([*lines, call, "return text;", "}\n"]))
+        for name in NAMES.values():
+            self.put(f"{name}/early/empty.h", "")
+            self.put(f"{name}/late/{name}.h", f"#define VALUE_{name} 1\n")
+        for name in ("beside", "forced", "macros", "macro_name"):
+            self.put(f"{name}.h", f"#define VALUE_{name} 1\n")
+        self.put("flags.rsp", f"-DVALUE_rsp=1 @{self.project}/inner.rsp\n")
+        self.put("inner.rsp", "-DVALUE_inner_rsp=1\n")
+        self.put("source.cpp", "int source() { return 1; }\n")
+        self.put("unread.h", "// no source includes this\n")
+        self.archive(1)
+        self.options = self._options()
+        assert self.values_of_a_new_process() == self.values
+        self.pristine = shutil.copytree(self.project, folder / "pristine")
+        self.first_values = dict(self.values)
+
+    def _options(self) -> dict:
+        options = {
+            "sources": ["mine.cpp", "source.cpp"],
+            "extra_include_paths": [],
+            "extra_cflags": ["-include", f"{self.project}/forced.h"],
+            "extra_ldflags": [f"-L{self.project}", "-lvalue"],
+            "CPATH": [],
+            "CPLUS_INCLUDE_PATH": [],
+        }
+        options["extra_cflags"] += [
+            "-imacros",
+            f"{self.project}/macros.h",
+            f"@{self.project}/flags.rsp",
+        ]
+        for search, words in SEARCHES.items():
+            folders = {name: f"{self.project}/{NAMES[search]}/{name}" for name in ("early", "late")}
+            for option, values in words.items():
+                options[option] += [value.format(**folders) for value in values]
+        name = NAMES["response file"]
+        self.put(
+            f"{name}/early.rsp", f"-I{self.project}/{name}/early -I{self.project}/{name}/late\n"
+        )
+        variables = {name: ":".join(options.pop(name)) for name in list(options) if name.isupper()}
+        return options | variables
+
+    def values_of_a_new_process(self, **options) -> dict[str, int]:
+        options = {**self.options, **options}
+        variables = {name: options.pop(name) for name in list(options) if name.isupper()}
+        script = f"""
+import calcops_jit, ctypes
+answer = ctypes.CDLL(calcops_jit.load("mine", **{options!r}).path).answer
+answer.restype = ctypes.c_char_p
+print(answer().decode())
+"""
+        child = self.run(script, cwd=self.project, CALCOPS_BUILD="0", **variables)
+        assert child.code == 0, child.err
+        return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", child.out)}
+
+    def why(self) -> str:
+        """Return what the command `why` says if the library is outdated, or ""."""
+        variables = {name: value for name, value in self.options.items() if name.isupper()}
+        child = self.main("why", "mine", **variables)
+        assert child.err == ""
+        return child.out if child.code else ""
+
+    def restore(self) -> None:
+        """Undo all edits. `why` compares with the library of the last load."""
+        shutil.rmtree(self.project)
+        shutil.copytree(self.pristine, self.project)
+        self.values = dict(self.first_values)
+        assert self.values_of_a_new_process() == self.values
+
+
+@pytest.fixture(scope="module")
+def shared_everything(tmp_path_factory):
+    return Everything(tmp_path_factory.mktemp("everything"))
+
+
+@pytest.fixture
+def everything(shared_everything):
+    if shared_everything.values != shared_everything.first_values:
+        shared_everything.restore()
+    shared_everything.log.unlink(missing_ok=True)
+    return shared_everything
+
+
+# ---- the inputs of load --------------------------------------------------------------------------
+
+
+def in_place(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def older(path: Path, text: str) -> None:
+    """Replace a file by an older one."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    os.utime(new, (0, 0))
+    new.rename(path)
+
+
+def same_size_and_time(path: Path, text: str) -> None:
+    before = path.stat()
+    assert len(text) == before.st_size
+    path.write_text(text)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+# {change: (value that changes, file, its text with {} for the value, how it is written)}
+EDITS = {
+    search: (name, f"{name}/late/{name}.h", f"#define VALUE_{name} {{}}\n", in_place)
+    for search, name in NAMES.items()
+}
+EDITS |= {
+    "a source": ("source", "source.cpp", "int source() {{ return {}; }}\n", in_place),
+    "a header": ("beside", "beside.h", "#define VALUE_beside {}\n", in_place),
+    "an older header": ("beside", "beside.h", "#define VALUE_beside {}\n", older),
+    "a header of the same size and time": (
+        "beside",
+        "beside.h",
+        "#define VALUE_beside {}\n",
+        same_size_and_time,
+    ),
+    "-include": ("forced", "forced.h", "#define VALUE_forced {}\n", in_place),
+    "-imacros": ("macros", "macros.h", "#define VALUE_macros {}\n", in_place),
+    "a response file in a response file": (
+        "inner_rsp",
+        "inner.rsp",
+        "-DVALUE_inner_rsp={}\n",
+        in_place,
+    ),
+    "a header that a macro names": (
+        "macro_name",
+        "macro_name.h",
+        "#define VALUE_macro_name {}\n",
+        in_place,
+    ),
+    "a header that appears": ("tested", "in/tested.h", "#define VALUE_tested {}\n", in_place),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_file_causes_a_rebuild_and_why_names_it(everything, edit):
+    name, file, text, write = EDITS[edit]
+    path = everything.project / file
+    path.parent.mkdir(exist_ok=True)
+    everything.values[name] = 2 + list(EDITS).index(edit) % 8  # one digit, another for each edit
+    write(path, text.format(everything.values[name]))
+    assert file.partition("/")[0] in everything.why()
+    assert everything.values_of_a_new_process() == everything.values
+    assert 1 <= everything.compiled() <= 2
+    assert everything.why() == ""
+    if edit == "a header that appears":
+        path.unlink()
+        everything.values[name] = 0
+        assert everything.values_of_a_new_process() == everything.values
+
+
+def test_only_the_units_that_read_an_edited_file_are_compiled_and_going_back_compiles_none(
+    everything,
+):
+    source = everything.project / "source.cpp"
+    first = source.read_text()
+    source.write_text(first.replace("1", "7"))
+    assert everything.values_of_a_new_process()["source"] == 7
+    (command,) = everything.commands()
+    assert "source.cpp" in command
+    source.write_text(first)
+    assert everything.values_of_a_new_process() == everything.values
+    assert everything.compiled() == 0
+
+
+def test_a_rebuilt_archive_is_linked_again_without_a_compile(everything):
+    everything.archive(2)
+    everything.values["linked"] = 2
+    assert "libvalue.a" in everything.why()
+    assert everything.values_of_a_new_process() == everything.values
+    assert everything.compiled() == 0
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_header_that_appears_in_an_earlier_folder_is_used(everything, search):
+    name = NAMES[search]
+    header = everything.put(f"{name}/early/{name}.h", f"#define VALUE_{name} 3\n")
+    everything.values[name] = 3
+    assert name in everything.why()
+    assert everything.values_of_a_new_process() == everything.values
+    header.unlink()
+    everything.values[name] = 1
+    assert everything.values_of_a_new_process() == everything.values
+
+
+@pytest.mark.parametrize("early", ["no folder", "a folder of the name", "a dangling link"])
+def test_a_header_that_appears_in_place_of_something_else_is_used(everything, early):
+    """The folder of the earlier header is absent, or holds something else of this name."""
+    name = NAMES["I"]
+    folder = everything.project / name / "early"
+    header = folder / f"{name}.h"
+    if early == "no folder":
+        shutil.rmtree(folder)
+    elif early == "a folder of the name":
+        header.mkdir()
+    else:
+        header.symlink_to("elsewhere.h")
+    assert everything.values_of_a_new_process() == everything.values
+    everything.compiled()
+    assert everything.values_of_a_new_process() == everything.values
+    assert everything.compiled() == 0
+    folder.mkdir(exist_ok=True)
+    if early == "a folder of the name":
+        header.rmdir()
+    header.write_text(f"#define VALUE_{name} 4\n")  # behind the link, if there is one
+    everything.values[name] = 4
+    assert everything.values_of_a_new_process() == everything.values
+
+
+def test_a_link_to_a_folder_of_headers_is_followed_when_it_changes(everything):
+    name = NAMES["isystem"]
+    early, late = (everything.project / name / folder for folder in ("early", "late"))
+    shutil.copytree(late, everything.project / "release")
+    everything.put(f"release/{name}.h", f"#define VALUE_{name} 5\n")
+    shutil.rmtree(early)
+    early.symlink_to("../release")
+    everything.values[name] = 5
+    assert everything.values_of_a_new_process() == everything.values
+    early.unlink()
+    early.symlink_to("late")
+    everything.values[name] = 1
+    assert everything.values_of_a_new_process() == everything.values
+
+
+@pytest.mark.parametrize("option", ["extra_cflags", "extra_ldflags", "extra_include_paths"])
+def test_another_flag_causes_a_rebuild(everything, option):
+    words = {"extra_cflags": "-DX=1", "extra_ldflags": "-lm", "extra_include_paths": "/nowhere"}
+    options = {option: [*everything.options[option], words[option]]}
+    assert everything.values_of_a_new_process(**options) == everything.values
+    assert everything.log.exists()
+
+
+VARIABLES = ["CC", "CXX", "C_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "NVCC_APPEND_FLAGS"]
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_another_variable_of_the_compilers_causes_a_rebuild_and_why_names_it(everything, variable):
+    values = {"CXX": shutil.which("c++"), "NVCC_APPEND_FLAGS": "-lineinfo"}
+    variables = {name: value for name, value in everything.options.items() if name.isupper()}
+    variables[variable] = values.get(variable, "/nowhere")
+    why = everything.main("why", "mine", **variables)
+    assert why.code == 1
+    assert (variable if variable != "CXX" else "c++") in why.out
+
+
+# ---- what is no input ----------------------------------------------------------------------------
+
+
+def touch_all(e):
+    for path in e.project.rglob("*"):
+        path.touch()
+
+
+def write_all_again(e):
+    for path in e.project.rglob("*"):
+        if path.is_file() and path.suffix != ".a":
+            path.write_bytes(path.read_bytes())
+
+
+def copied_cache(e):
+    copy = e.path.parent / "copy of the cache"
+    shutil.copytree(e.cache, copy, dirs_exist_ok=True)
+    return {"CALCOPS_CACHE": copy}
+
+
+def restored_cache(e):
+    """Replace the cache by one that was in an archive, as in a CI job."""
+    archive = e.path.parent / "cache.tar"
+    with tarfile.open(archive, "w") as tar:
+        tar.add(e.cache, "cache")
+    shutil.rmtree(e.cache)
+    with tarfile.open(archive) as tar:
+        tar.extractall(e.path.parent, filter="fully_trusted")
+
+
+def moved_checkout(e):
+    """Move the loader and the project into one other folder, and reach them through a link."""
+    folder = e.path.parent / "moved"
+    folder.mkdir(exist_ok=True)
+    (e.path.parent / "link").symlink_to(folder)
+    e.path = e.path.rename(folder / "loader")
+    e.path = e.path.parent.parent / "link" / "loader"
+
+
+NO_INPUTS = {
+    "the times of all files": touch_all,
+    "all files, written again": write_all_again,
+    "a header that no source includes": lambda e: e.put("unread.h", "// another text\n"),
+    "a new header that no source includes": lambda e: e.put("lonely.h", "// hello\n"),
+    "the cache, copied": copied_cache,
+    "the cache, restored from an archive": restored_cache,
+    "the cache, spelled otherwise": lambda e: {"CALCOPS_CACHE": f"{e.cache}/../{e.cache.name}/."},
+    "the folder of the loader": moved_checkout,
+    "MAX_JOBS": lambda e: {"MAX_JOBS": "7"},
+    "PATH": lambda e: {"PATH": f"{e.path}{os.pathsep}{os.environ['PATH']}"},
+    "HOME": lambda e: {"HOME": "/nowhere"},
+    "the locale": lambda e: {"LC_ALL": "de_DE.UTF-8", "LANG": "de_DE.UTF-8"},
+    "TMPDIR": lambda e: {"TMPDIR": str(e.path)},
+    "variables of others": lambda e: {"EDITOR": "vi", "PYTHONUNBUFFERED": "1", "CXXFLAGS": "-O1"},
+}
+
+
+@pytest.mark.parametrize("change", NO_INPUTS)
+def test_no_compiler_starts_after_a_change_that_is_no_input(everything, change):
+    variables = NO_INPUTS[change](everything)
+    variables = variables if isinstance(variables, dict) else {}
+    assert everything.values_of_a_new_process(**variables) == everything.values
+    assert not everything.log.exists()
+
+
+# ---- the project's own operators -----------------------------------------------------------------
+
+
+def test_a_new_renamed_or_deleted_source_of_the_operators_causes_a_rebuild(checkout):
+    """Only what changed is compiled. The answer calls a function of the second source."""
+    checkout.write("ops/tiny/tiny.cpp", "int second();\n" + ANSWER.format("return second();"))
+    second = checkout.write("ops/second/second.cpp", "int second() { return 2; }\n")
+    assert (checkout.answer(), checkout.compiled()) == (2, 2)
+    checkout.write("ops/third/third.cpp", "int third() { return 3; }\n")
+    assert "third.cpp" in checkout.main("why").out
+    assert checkout.answer() == 2
+    assert "third.cpp" in checkout.log.read_text()
+    second.rename(second.with_name("renamed.cpp"))
+    assert checkout.answer() == 2
+    (second.with_name("renamed.cpp")).unlink()
+    checkout.write("ops/third/third.cpp", "int second() { return 3; }\n")
+    assert checkout.answer() == 3
+    checkout.compiled()
+    checkout.write("ops/third/third.cpp", "int second() { return }\n")
+    child = checkout.run()
+    assert child.code == 1
+    assert "third.cpp:1:" in child.err
+    checkout.compiled()
+    checkout.write("ops/third/third.cpp", "int second() { return 4; }\n")
+    assert (checkout.answer(), checkout.compiled()) == (4, 1)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    checkout = Checkout(tmp_path_factory.mktemp("built"))
+    assert checkout.answer() == 1
+    return checkout
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "import torch; torch.__version__ = '9.9'",
+        "import torch; torch.version.git_version = 'another commit'",
+        """
+import builtins, io
+def open(path, mode="r", *arguments, real=builtins.open, **options):
+    if path != "/proc/cpuinfo":
+        return real(path, mode, *arguments, **options)
+    text = real(path).read().replace("avx", "avx_of_another_processor")
+    return io.BytesIO(text.encode()) if "b" in mode else io.StringIO(text)
+builtins.open = io.open = open
+""",
+        "import os; os.environ['CALCOPS_CFLAGS'] = '-DX'",
+        "import os; os.environ['CALCOPS_CUDA'] = '0' if 'CALCOPS_CUDA' not in os.environ else '1'",
+    ],
+    ids=[
+        "PyTorch's version",
+        "PyTorch's commit",
+        "the processor",
+        "CALCOPS_CFLAGS",
+        "CALCOPS_CUDA",
+    ],
+)
+def test_another_pytorch_processor_or_variable_is_another_build(built, change):
+    script = f"{change}\nimport sys; sys.argv = ['', 'why']\n"
+    main = "import runpy; runpy.run_module('calcops_jit', run_name='__main__')"
+    child = built.run(script + main)
+    assert (child.code, child.err) == (1, ""), child.out
+    assert child.out != "it was never built\n"
+
+
+def test_another_compiler_at_the_same_path_causes_a_rebuild(built, tmp_path):
+    inner = tmp_path / "inner-c++"
+    inner.write_text(f'#!/bin/sh\nexec {compiler()} "$@"\n')
+    outer = tmp_path / "outer-c++"
+    outer.write_text(f'#!/bin/sh\nexec {inner} "$@"\n')
+    for script in inner, outer:
+        script.chmod(0o755)
+    assert built.answer(CXX=outer) == 1
+    for script in inner, outer:  # `outer` calls `inner`
+        assert built.main("why", CXX=outer).code == 0
+        text = script.read_text()
+        script.write_text(text + "# another release\n")
+        why = built.main("why", CXX=outer)
+        assert (why.code, script.name in why.out) == (1, True)
+        script.write_text(text)
+
+
+def test_every_word_of_the_compiler_command_is_an_input(built):
+    """A command may have several words, variables and response files."""
+    flags = built.put("flags", "-DMORE=1\n")
+    built.put("mine.cpp", ANSWER.format("return MORE;"))
+    commands = [f"{compiler()} -DMORE=4", f"env X=1 {compiler()} -D MORE=5", f"c++ @{flags}"]
+    assert [built.loaded(CXX=command) for command in commands] == [4, 5, 1]
+    flags.write_text("-DMORE=6\n")
+    assert built.loaded(CXX=commands[2]) == 6
+
+
+def test_without_a_compiler_a_fresh_library_is_used_and_an_edit_is_an_error(built):
+    for variables in {"CXX": "g++-that-was-removed"}, {"CXX": None, "PATH": "/nowhere"}:
+        assert built.answer(**variables) == 1
+    header = built.path / "ops/tiny/tiny.h"
+    header.write_text("#define ANSWER 8\n")
+    child = built.run(CXX="g++-that-was-removed")
+    assert child.code == 1
+    assert "g++-that-was-removed" in child.err
+    assert "fix: " in child.err
+    header.write_text("#define ANSWER 1\n")
+
+
+# ---- files that change during a build ------------------------------------------------------------
+
+MACRO = '#define HEADER "tiny/tiny.h"\n#include HEADER\n' + ANSWER.format("return ANSWER;")
+
+
+@pytest.mark.parametrize("time", ["now", "long ago"])
+@pytest.mark.parametrize("source", ["first build", "edited", "behind a macro"])
+def test_a_header_saved_during_its_compile_is_compiled_again(checkout, source, time):
+    if source != "first build":
+        assert checkout.answer() == 1
+        text = checkout.path.joinpath("ops/tiny/tiny.cpp").read_text()
+        checkout.write("ops/tiny/tiny.cpp", MACRO if source == "behind a macro" else text + "//\n")
+        checkout.compiled()
+    checkout.slow.touch()
+    child = checkout.start()
+    wait_for(checkout.is_compiling)
+    header = checkout.write("ops/tiny/tiny.h", "#define ANSWER 5\n")
+    if time == "long ago":
+        os.utime(header, (0, 0))
+    checkout.slow.unlink()
+    assert child.wait().out == "5\n", child.err
+    assert checkout.compiled() == 2
+    assert checkout.answer() == 5
+    assert checkout.compiled() == 0
+
+
+def test_a_header_that_appears_before_another_during_its_compile_is_used(checkout):
+    """It appears after the compiler has looked for it, and before the compiler ends."""
+    late = checkout.path / "ops/tiny/tiny/tiny.h"
+    hook = checkout.hook(f"""
+{shutil.which("c++")} "$@" || exit
+case "$*" in *tiny.cpp*) mkdir -p {late.parent}; [ -e {late} ] || echo "#define ANSWER 7" > {late};; esac
+exit""")
+    assert checkout.run(CALL, **hook).out == "7\n"

@@ -1,0 +1,237 @@
+"""calcops_jit.load: its arguments, which are those of torch.utils.cpp_extension.load, and what
+compilers and linkers make of them."""
+
+import ctypes
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from checkout import ANSWER, Checkout, is_message
+
+import calcops_jit
+
+CALLS_VALUE = "int value();\n" + ANSWER.format("return value();")
+
+
+@pytest.fixture(scope="module")
+def shared_checkout(tmp_path_factory):
+    return Checkout(tmp_path_factory.mktemp("load"))
+
+
+@pytest.fixture
+def checkout(shared_checkout, tmp_path):
+    """Return a checkout with a project of its own. Its folder decides the place in the cache."""
+    shared_checkout.project = tmp_path
+    shared_checkout.compiled()
+    return shared_checkout
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "mine.cpp"
+    path.touch()
+    return path
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def test_flags_may_be_a_string_or_words_and_paths_are_kept_whole(checkout):
+    """All spellings are one library, which is compiled once."""
+    checkout.put("my include/value.h", "#define VALUE 2\n")
+    text = ANSWER.format("return 100 * VALUE + 10 * TENS + ONES;")
+    checkout.put("mine.cpp", f'#include "value.h"\n{text}')
+    script = """
+import calcops_jit, ctypes, os
+from pathlib import Path
+libraries = set()
+harmless = {"build_directory": None, "is_python_module": False, "keep_intermediates": False}
+folder = os.getcwd()
+for sources in ("mine.cpp", Path("mine.cpp"), ("mine.cpp",), [f"{folder}/mine.cpp"]):
+    for flags in ("-DTENS=3 '-DONES=4'", ["-DTENS=3", "-DONES=4"]):
+        for paths in ("my include", [Path(folder, "my include")]):
+            library = calcops_jit.load(
+                "mine", sources, flags, extra_include_paths=paths, **harmless
+            )
+            libraries.add(library)
+[library] = libraries
+print(ctypes.CDLL(library.path).answer(), os.path.basename(os.fspath(library)), library.operators)
+"""
+    child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert child.out == "234 mine.so {}\n", child.err
+    assert checkout.compiled() == 1
+
+
+@pytest.mark.parametrize(
+    "argument", ["sources", "extra_cflags", "extra_ldflags", "extra_include_paths"]
+)
+@pytest.mark.parametrize("value", [3, [3], [None]])
+def test_an_argument_that_is_neither_string_nor_path_is_refused(source, argument, value):
+    options = {"sources": source, argument: value}
+    with pytest.raises(TypeError, match=f"expected `{argument}` as strings or paths, got "):
+        calcops_jit.load("mine", **options)
+
+
+@pytest.mark.parametrize("name", ["a/b", "", "calcops", "a" * 201, "ä b", None])
+def test_an_invalid_library_name_is_refused(source, name):
+    with pytest.raises(ValueError, match="expected `name` "):
+        calcops_jit.load(name, source)
+
+
+@pytest.mark.parametrize(
+    "option, value", [("build_directory", "build"), ("is_python_module", True), ("with_sycl", True)]
+)
+def test_an_option_of_torch_that_the_loader_cannot_follow_is_refused(source, option, value):
+    with pytest.raises((ValueError, TypeError), match=rf"calcops_jit\.load: .*`{option}`"):
+        calcops_jit.load("mine", source, **{option: value})
+
+
+def test_an_unknown_option_and_absent_sources_are_refused(source):
+    with pytest.raises(TypeError, match="unknown argument `extra_cflag`"):
+        calcops_jit.load("mine", source, extra_cflag="-O2")
+    with pytest.raises(FileNotFoundError, match="nosuch.cpp"):
+        calcops_jit.load("mine", [source, "nosuch.cpp"])
+    with pytest.raises(ValueError, match="`sources`"):
+        calcops_jit.load("mine", [])
+
+
+def test_a_variable_with_an_open_quote_is_named_in_the_error(checkout):
+    child = checkout.run("import calcops_jit", CALCOPS_CFLAGS="-DA='b")
+    assert "CALCOPS_CFLAGS" in child.err.splitlines()[-1]
+    assert "No closing quotation" in child.err.splitlines()[-1]
+
+
+# ---- sources and names ---------------------------------------------------------------------------
+
+
+def test_sources_of_one_base_name_do_not_overwrite_each_others_object(checkout):
+    checkout.put("one/same.cpp", "int first() { return 10; }\n")
+    checkout.put("two/same.cpp", '#include "two.h"\nint second() { return SECOND; }\n')
+    checkout.put("two/two.h", "#define SECOND 20\n")
+    functions = "int first(), second();\n"
+    checkout.put("mine.cpp", functions + ANSWER.format("return first() + second();"))
+    sources = ["mine.cpp", "one/same.cpp", "two/same.cpp"]
+    assert checkout.loaded(sources=sources) == 30
+    checkout.put("two/two.h", "#define SECOND 21\n")
+    assert checkout.loaded(sources=sources) == 31
+
+
+@pytest.mark.parametrize("name", ["a b é", "a;b^c<d`e#f", "a$b 'c", 'a:b|c"d', "a\\b"])
+def test_a_folder_of_any_name_works_or_is_refused_with_the_name(checkout, name):
+    """A folder with a space or an accent works. Others may be refused, but never be stale."""
+    checkout.put(f"{name}/value.h", "#define VALUE 1\n")
+    source = checkout.put(
+        f"{name}/mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;")
+    )
+    options = {"sources": [str(source)], "extra_include_paths": [str(source.parent)]}
+    child = checkout.load(**options)
+    if child.code and name != "a b é":
+        assert is_message(child.err.partition("BuildError: ")[2]), child.err
+        return
+    assert child.out == "1\n", child.err
+    checkout.put(f"{name}/value.h", "#define VALUE 2\n")
+    assert checkout.loaded(**options) == 2
+
+
+def test_ninja_beside_python_is_found_without_path(checkout):
+    folder = checkout.put("bin/empty", "").parent
+    for tool in ("c++", "sh", "ld", "as", "ar", "sleep", "ld.lld"):
+        if shutil.which(tool):
+            (folder / tool).symlink_to(shutil.which(tool))
+    checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    assert checkout.loaded(PATH=folder) == 1
+
+
+# ---- compilers and linkers -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("linker", ["bfd", "gold", "lld"])
+def test_a_rebuilt_archive_is_linked_again_by_any_linker(checkout, linker):
+    if shutil.which(f"ld.{linker}") is None:
+        pytest.skip(f"no ld.{linker} here")
+    checkout.put("mine.cpp", CALLS_VALUE)
+    checkout.archive(1)
+    flags = [f"-fuse-ld={linker}", f"-L{checkout.project}", "-lvalue"]
+    assert checkout.loaded(extra_ldflags=flags) == 1
+    checkout.archive(2)
+    assert checkout.loaded(extra_ldflags=flags) == 2
+
+
+def test_a_symbol_of_two_archives_is_taken_from_the_one_that_the_plain_compiler_takes(checkout):
+    """The archive `caller` needs value(). GNU ld takes it from the archive after `caller`, and lld
+    from the first archive that has it."""
+    parts = {
+        "other": "int value() { return 1; } int other() { return value(); }",
+        "late": "int value() { return 2; }",
+        "caller": "int value(); int call() { return value(); }",
+    }
+    for name, text in parts.items():
+        part = checkout.put(f"parts/{name}.cpp", text)
+        assert os.system(f"c++ -fPIC -c {part} -o {part}.o") == 0
+        assert os.system(f"ar rc {checkout.project}/lib{name}.a {part}.o") == 0
+    source = checkout.put("mine.cpp", "int call();\n" + ANSWER.format("return call();"))
+    flags = [f"{checkout.project}/lib{name}.a" for name in ("other", "caller", "late")]
+    plain = f"c++ -shared -fPIC {source} {' '.join(flags)} -o {checkout.project}/plain.so"
+    assert os.system(plain) == 0
+    expected = ctypes.CDLL(f"{checkout.project}/plain.so").answer()
+    assert checkout.loaded(extra_ldflags=flags) == expected
+    libraries = [f"-L{checkout.project}", *(f"-l{name}" for name in ("other", "caller", "late"))]
+    assert checkout.loaded(extra_ldflags=libraries) == expected
+
+
+def test_objects_for_link_time_optimisation_are_not_linked_empty(checkout):
+    checkout.put("mine.cpp", ANSWER.format("return 7;"))
+    assert checkout.loaded(extra_cflags=["-flto"]) == 7
+
+
+FLAGS_OF_MAKEFILES = {
+    "-save-temps": "-save-temps -no-integrated-cpp",
+    "a Makefile": "-MMD -MP -MF {folder}/unit.d -MT tiny.o -MQ other.o",
+    "the kernel's Makefile": "-Wp,-MMD,{folder}/unit.d",
+    "a variable": "",
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS_OF_MAKEFILES)
+def test_a_header_is_an_input_despite_flags_and_variables_of_dependency_files(checkout, flags):
+    checkout.put("include/value.h", "#define VALUE 5\n")
+    checkout.put("mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;"))
+    words = FLAGS_OF_MAKEFILES[flags].format(folder=checkout.project).split()
+    options = {"extra_cflags": [*words, "-isystem", f"{checkout.project}/include"]}
+    if flags == "a variable":
+        options["DEPENDENCIES_OUTPUT"] = f"{checkout.project}/dependencies mine.o"
+    assert checkout.loaded(**options) == 5
+    checkout.put("include/value.h", "#define VALUE 6\n")
+    assert checkout.loaded(**options) == 6
+
+
+def test_a_parent_folder_behind_a_link_is_that_of_its_target(checkout):
+    """`current` is a link to a folder, so current/../include is the folder beside that one. The
+    folder `include` beside the link has files of the same names, with the value 3."""
+    checkout.put(
+        "mine.cpp",
+        "#include <value.h>\nint value();\n" + ANSWER.format("return 10 * VALUE + value();"),
+    )
+    for value, place in (1, "releases/1"), (2, "releases/2"), (3, "."):
+        checkout.put(f"{place}/include/value.h", f"#define VALUE {value}\n")
+        checkout.archive(value, f"{place}/lib/libvalue.a")
+        checkout.put(f"{place}/bin/empty", "")
+    above = f"{checkout.project}/current/.."
+    options = {
+        "extra_include_paths": [f"{above}/include"],
+        "extra_ldflags": [f"-L{above}/lib", "-lvalue"],
+    }
+    current = checkout.project / "current"
+    for value in (1, 2):
+        current.unlink(missing_ok=True)
+        current.symlink_to(f"releases/{value}/bin")
+        assert checkout.loaded(**options) == 11 * value
+
+
+def test_verbose_prints_the_commands(checkout):
+    checkout.put("mine.cpp", "// printed\n" + ANSWER.format("return 1;"))
+    child = checkout.load(verbose=True)
+    assert re.search(r"-c \S*mine\.cpp", child.out + child.err)
+    assert Path(checkout.libraries("mine")[0]).exists()

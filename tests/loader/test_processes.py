@@ -1,0 +1,336 @@
+"""Many processes that build, import and clean at once, and processes that end at any moment. No
+process hangs, loads half a library, or leaves something behind."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from checkout import CALL, compiler, processes_in, wait_for
+
+# ---- several processes ---------------------------------------------------------------------------
+
+
+def test_eight_processes_at_once_compile_once(checkout):
+    children = [checkout.start() for _ in range(8)]
+    assert [(child.wait().code, child.out) for child in children] == [(0, "1\n")] * 8
+    assert checkout.compiled() == 1
+    assert sum("built calcops" in child.err for child in children) == 1
+
+
+def test_a_waiter_says_so_at_little_cost_and_builds_when_the_builder_is_killed(checkout):
+    checkout.slow.touch()
+    builder = checkout.start()
+    wait_for(checkout.is_compiling)
+    waiter = checkout.start()
+    wait_for(lambda: "waiting" in waiter.err)
+    assert "calcops" in waiter.err
+    spent = seconds_spent(waiter.pid)
+    builder.kill()
+    wait_for(lambda: "building calcops" in waiter.err)
+    assert seconds_spent(waiter.pid) - spent < 0.5
+    checkout.slow.unlink()
+    builder.wait()
+    assert waiter.wait().out == "1\n"
+
+
+def seconds_spent(pid: int) -> float:
+    """Return the CPU time of a process in seconds."""
+    # The numbers follow the name of the program, which is in parentheses and may have spaces.
+    numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    user, system = numbers[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_import_does_not_wait_for_the_compilers_of_a_killed_builder(checkout):
+    checkout.slow.touch()
+    builder = checkout.start()
+    wait_for(checkout.is_compiling)
+    builder.kill()
+    # The killed process is a zombie until wait() below. The next import must take it for dead.
+    after = checkout.start()
+    wait_for(lambda: checkout.log.read_text().count("tiny.cpp") >= 2)
+    assert "waiting" not in after.err
+    builder.wait()
+    checkout.slow.unlink()
+    assert after.wait().out == "1\n"
+    wait_for(lambda: not processes_in(checkout.cache))
+    assert checkout.answer() == 1
+
+
+PROCESSES = 10
+LATER_PROCESSES = 2
+
+
+def is_ended(child) -> bool:
+    """Return True if the process is a zombie, as it is from its end until Child.wait()."""
+    return Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def edit_and_kill(checkout, number: int, chance: random.Random, moment: float) -> None:
+    """Kill some importers of a new library, and check all of them."""
+    checkout.write("ops/tiny/tiny.h", f"#define ANSWER {number}\n")
+    checkout.compiled()
+    before = set(checkout.libraries())
+    children = [checkout.start() for _ in range(PROCESSES)]
+    time.sleep(chance.uniform(0, moment))
+    count = PROCESSES if chance.random() < 0.3 else chance.randint(1, PROCESSES - 1)
+    victims = chance.sample(children, count)
+    for victim in victims:
+        victim.kill()  # the pid of an ended child stays its own until wait()
+    children += [checkout.start() for _ in range(LATER_PROCESSES)]
+    for child in children:
+        wait_for(lambda child=child: is_ended(child), 120)
+        child.wait()
+        is_killed = child in victims and child.code == -signal.SIGKILL
+        assert child.out == f"{number}\n" or (is_killed and child.out == ""), child.err
+        assert child.code == 0 or is_killed, child.err
+    # Only a builder that was killed may have compiled in vain.
+    assert checkout.compiled() <= 1 + len(victims)
+    assert len(set(checkout.libraries()) - before) == 1
+    wait_for(lambda: not processes_in(checkout.cache))
+
+
+def check_rounds(checkout, rounds: int, moment: float) -> None:
+    """Kill importers in many rounds. The cache then has the files of as many undisturbed builds."""
+    files = []
+    for number in 1, 2, 3:
+        checkout.write("ops/tiny/tiny.h", f"#define ANSWER {number}\n")
+        assert checkout.answer() == number
+        files.append(len(checkout.files()))
+    assert files[2] - files[1] == files[1] - files[0]
+    growth = files[1] - files[0]
+
+    seed = time.time_ns()
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for number in range(4, rounds + 4):
+        edit_and_kill(checkout, number, chance, moment)
+    checkout.write("ops/tiny/tiny.h", "#define ANSWER 0\n")
+    assert checkout.answer() == 0  # a build removes the remains of killed ones
+    if rounds <= 4:  # the cache keeps eight libraries
+        assert len(checkout.files()) == files[-1] + growth * (rounds + 1)
+
+
+def test_killed_importers_leave_nothing_behind(checkout):
+    check_rounds(checkout, 3, moment=1.5)
+
+
+@pytest.mark.long
+def test_killed_importers_leave_nothing_behind_in_200_rounds(checkout):
+    check_rounds(checkout, 200, moment=1.5)
+
+
+# ---- the end of a build --------------------------------------------------------------------------
+
+
+def _with_default_signals():
+    """Restore the default signals. A process under nohup ignores SIGHUP, and a background job
+    ignores SIGINT."""
+    for number in signal.SIGHUP, signal.SIGINT:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def start_interpreter(checkout, script: str) -> subprocess.Popen:
+    """Start a new interpreter. A child of the zygote has no end of an interpreter."""
+    variables = {"CALCOPS_CACHE": checkout.cache, "CXX": compiler()}
+    variables |= {"TEST_LOG": checkout.log, "TEST_SLOW": checkout.slow}
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=checkout.path,
+        env=os.environ | {name: str(value) for name, value in variables.items()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=_with_default_signals,
+    )
+
+
+def test_a_signal_ends_a_build_at_once_and_the_next_one_is_sound(checkout):
+    for number in signal.SIGTERM, signal.SIGINT:
+        checkout.slow.touch()
+        checkout.log.unlink(missing_ok=True)
+        builder = start_interpreter(checkout, "import calcops_jit")
+        wait_for(checkout.is_compiling)
+        builder.send_signal(number)
+        errors = builder.communicate(timeout=30)[1]
+        assert builder.returncode == -number
+        assert len(errors.splitlines()) <= 14, errors
+        assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
+        checkout.slow.unlink()
+        wait_for(lambda: not processes_in(checkout.cache))
+    assert checkout.answer() == 1
+
+
+def test_an_interpreter_that_ends_while_a_thread_builds_ends_without_an_error(checkout):
+    assert checkout.answer() == 1
+    checkout.compiled()
+    checkout.slow.touch()
+    script = f"""
+import calcops_jit, time
+from pathlib import Path
+end = calcops_jit.watch(0.05)
+Path({str(checkout.path / "ops/tiny/tiny.h")!r}).write_text('#define ANSWER 2')
+log = Path({str(checkout.log)!r})
+while not (log.exists() and " -c " in log.read_text()):
+    time.sleep(0.01)
+print('end')
+"""
+    process = start_interpreter(checkout, script)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "end\n"), err
+    assert "Error" not in err
+    assert "cannot build" not in err
+    checkout.slow.unlink()
+    wait_for(lambda: not processes_in(checkout.cache))
+    assert checkout.answer() == 2
+
+
+def test_a_header_that_became_a_fifo_is_named_without_waiting(checkout):
+    assert checkout.answer() == 1
+    header = checkout.path / "ops/tiny/tiny.h"
+    header.unlink()
+    os.mkfifo(header)
+    child = checkout.start()
+    try:
+        wait_for(lambda: "fix: " in child.err, 30)
+    finally:
+        child.kill()
+        child.wait()
+    assert str(header) in child.err
+
+
+# ---- what a build does to its process and to its compilers ---------------------------------------
+
+
+def test_a_build_keeps_the_environment_while_other_threads_use_and_change_it(checkout):
+    script = f"""
+import os, sys, threading
+before = dict(os.environ)
+changes = []
+end = threading.Event()
+def change_other_variables():
+    while not end.is_set():
+        for i in range(50):
+            os.environ[f'OTHER_{{i}}'] = '1'
+        for i in range(50):
+            os.environ.pop(f'OTHER_{{i}}')
+def watch():
+    while not end.is_set():
+        names = [name for name in list(os.environ) if not name.startswith('OTHER_')]
+        now = {{name: os.environ.get(name) for name in names}}
+        if now != before:
+            changes.append(now)
+threads = [threading.Thread(target=change_other_variables), threading.Thread(target=watch)]
+sys.setswitchinterval(1e-4)
+for thread in threads:
+    thread.start()
+try:
+    {CALL}
+finally:
+    end.set()
+for thread in threads:
+    thread.join()
+print(changes[:1])
+"""
+    child = checkout.run(script)
+    assert (child.code, child.out) == (0, "1\n[]\n"), child.err
+
+
+def test_compilers_get_no_input_and_no_descriptors(checkout, tmp_path):
+    hook = checkout.hook(f"ls -l /proc/self/fd >> {tmp_path}/descriptors")
+    file = checkout.put("file", "")
+    open_file = f"""
+import os
+os.dup2(os.open({str(file)!r}, os.O_RDWR), 0)
+os.set_inheritable(os.dup(0), True)
+{CALL}
+"""
+    assert checkout.run(open_file, **hook).out == "1\n"
+    descriptors = (tmp_path / "descriptors").read_text()
+    assert str(file) not in descriptors
+    assert "0 -> /dev/null" in descriptors
+
+
+# ---- cleaning ------------------------------------------------------------------------------------
+
+USE = f"{CALL}\nimport sys, time, os\nsys.stdout.flush()"
+
+
+def test_clean_empties_the_cache_but_for_builds_and_what_is_foreign(checkout, tmp_path):
+    """A process that uses a removed library goes on."""
+    wait_until = f"\nwhile not os.path.exists('stop'): time.sleep(0.02)\n{CALL}"
+    user = checkout.start(USE + wait_until, cwd=tmp_path)
+    wait_for(lambda: user.out)
+    foreign = checkout.cache / "data-0123456789abcdef/notes"
+    foreign.mkdir(parents=True)
+    checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
+    checkout.compiled()
+    checkout.slow.touch()
+    builder = checkout.start()
+    wait_for(checkout.is_compiling)
+    clean = checkout.main("clean")
+    assert clean.code == 0, clean.err
+    checkout.slow.unlink()
+    assert builder.wait().out == "2\n", builder.err
+    (tmp_path / "stop").touch()
+    assert user.wait().out == "1\n1\n", user.err
+
+    clean = checkout.main("clean")
+    assert str(checkout.cache) in clean.err
+    assert checkout.libraries() == []
+    assert foreign.exists()
+    size = sum(path.stat().st_size for path in checkout.cache.rglob("*") if path.is_file())
+    assert size < 10_000  # locks may stay
+
+
+def test_imports_work_while_other_processes_clean(checkout):
+    """Every library that a process finds may be gone at the next moment."""
+    checkout.write("ops/tiny/tiny.cpp", "static int unused;\n")
+    cleaning = """
+import contextlib, io, runpy, sys, time
+sys.argv = ["", "clean"]
+for _ in range(8):
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+        runpy.run_module("calcops_jit", run_name="__main__")
+    time.sleep(0.1)
+"""
+    importing = "import calcops_jit; print(bool(calcops_jit.library_path()))"
+    cleaner = checkout.start(cleaning)
+    children = []
+    for _ in range(3):
+        children += [checkout.start(importing) for _ in range(2)]
+        time.sleep(0.2)
+    for child in children:
+        child.wait()
+        assert (child.code, child.out) == (0, "True\n"), child.err
+        assert "cannot" not in child.err
+    assert cleaner.wait().code == 0, cleaner.err
+
+
+def test_the_command_cache_lists_size_and_last_use(checkout):
+    assert checkout.answer() == 1
+    (library,) = checkout.libraries()
+    lines = checkout.main("cache").out.splitlines()
+    (line,) = [line for line in lines if str(library.parent.parent) in line and "unit-" not in line]
+    today = [
+        time.strftime("%Y-%m-%d", time.localtime(time.time() - days * 86400)) for days in (0, 1)
+    ]
+    assert re.match(rf"\s*\d+\.\d+ MB\s+({'|'.join(today)})\s", line), line
+
+
+def test_the_cache_keeps_eight_builds_of_a_library(checkout):
+    """The ones that were used last stay."""
+    for value in range(1, 11):
+        checkout.write("ops/tiny/tiny.h", f"#define ANSWER {value}\n")
+        assert checkout.answer() == value
+    assert len(checkout.libraries()) <= 8
+    checkout.compiled()
+    checkout.write("ops/tiny/tiny.h", "#define ANSWER 9\n")
+    assert (checkout.answer(), checkout.compiled()) == (9, 0)

@@ -1,0 +1,269 @@
+"""The registration of operators and classes: several libraries side by side, conflicts of names,
+libraries that PyTorch refuses, and code that ends the process when it is loaded."""
+
+import pytest
+from checkout import ANSWER, CONTRACT, Checkout
+
+SCRIPT = """
+import calcops_jit, copy, ctypes, os, sys, time, torch
+from pathlib import Path
+one = torch.ones(1, dtype=torch.float64)
+def load(name, *sources):
+    flags = ["-O0", "-DAT_PER_OPERATOR_HEADERS"]
+    return calcops_jit.load(name, [str(source) for source in sources], flags)
+def error_of(function):
+    try:
+        function()
+    except calcops_jit.BuildError as error:
+        return str(error)
+    raise SystemExit("no error")
+"""
+
+
+@pytest.fixture(scope="module")
+def shared_checkout(tmp_path_factory):
+    return Checkout(tmp_path_factory.mktemp("register"))
+
+
+@pytest.fixture
+def checkout(shared_checkout, tmp_path):
+    shared_checkout.project = tmp_path
+    return shared_checkout
+
+
+def output(checkout, script: str, **options) -> list[str]:
+    options = {"cwd": checkout.project, "CALCOPS_BUILD": "0"} | options
+    child = checkout.run(SCRIPT + script, **options)
+    assert child.code == 0, child.err
+    return child.out.splitlines()
+
+
+# ---- names ---------------------------------------------------------------------------------------
+
+
+def test_operators_hide_attributes_of_a_library_and_handles_can_be_copied(checkout):
+    checkout.put("mine.cpp", CONTRACT.format(name="path", factor=2))
+    script = """
+mine = load("mine", "mine.cpp")
+print(mine.path is torch.ops.mine.path, os.path.isfile(mine), list(mine.operators))
+module = torch.nn.Module()
+module.handle = mine.path
+module.overload = mine.path.default
+module.library = mine
+for twin in (copy.copy(module), copy.deepcopy(module)):
+    assert twin.handle is mine.path
+    assert twin.overload is mine.path.default
+    assert twin.library is mine
+add = torch.ops.aten.add
+assert copy.copy(add) is add
+"""
+    assert output(checkout, script) == ["True True ['path']"]
+    assert "_calcops_jit/runtime" not in checkout.log.read_text()  # compiled once for all libraries
+
+
+def test_two_packages_may_share_a_library_name_but_not_an_operator(checkout):
+    for folder, name, factor in ("a", "one", 1), ("b", "two", 2), ("c", "one", 3):
+        checkout.put(f"{folder}/ops.cpp", CONTRACT.format(name=name, factor=factor))
+    script = """
+a = load("ops", "a/ops.cpp")
+b = load("ops", "b/ops.cpp")
+print(a.one(one).item(), b.two(one).item(), a is b, load("ops", "a/ops.cpp") is a)
+print(error_of(lambda: load("ops", "c/ops.cpp")))
+print(a.one(one).item())
+Path("c/ops.cpp").write_text(Path("b/ops.cpp").read_text())
+Path("b/ops.cpp").write_text("int moved;")
+print(calcops_jit.reload(), load("ops", "c/ops.cpp").two(one).item(), hasattr(b, "two"))
+"""
+    first, *error, last, moved = output(checkout, script)
+    assert first == "1.0 2.0 False True"
+    text = "\n".join(error)
+    assert error[0].startswith("cannot load ops")
+    assert "fix: " in error[-1]
+    for words in "ops::one", f"{checkout.project}/a", f"{checkout.project}/c":
+        assert words in text
+    assert last == "1.0"
+    assert moved == "['ops'] 2.0 False"
+
+
+def test_a_library_that_torch_loaded_is_used_and_another_copy_is_an_error(checkout):
+    checkout.put("ops.cpp", CONTRACT.format(name="one", factor=1))
+    (path,) = output(checkout, "print(os.fspath(load('ops', 'ops.cpp')))")
+    loads = ["a = load('ops', 'ops.cpp')", f"torch.ops.load_library({path!r})"]
+    call = "print(torch.ops.ops.one(one).item(), a.one(one).item())"
+    for order in loads, loads[::-1]:
+        assert output(checkout, "\n".join([*order, call])) == ["1.0 1.0"]
+    copied_library = f"""
+import shutil
+shutil.copy({path!r}, "copy.so")
+torch.ops.load_library("copy.so")
+print(error_of(lambda: load("ops", "ops.cpp")).splitlines()[0], torch.ops.ops.one(one).item())
+"""
+    (line,) = output(checkout, copied_library)
+    assert line.startswith("cannot load ops")
+    assert "ops::one" in line
+    assert line.endswith(" 1.0")
+
+
+def test_a_library_that_registers_no_operators_is_reported(checkout):
+    checkout.put("mine.cpp", "#include <calcops/operator.h>\n" + ANSWER.format("return 1;"))
+    child = checkout.load()
+    assert child.out == "1\n"
+    assert "mine registers no operators" in child.err
+    checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    assert "registers no operators" not in checkout.load().err
+
+
+# ---- what PyTorch refuses or keeps ---------------------------------------------------------------
+
+# The kernel of the second operator does not fit its schema. PyTorch refuses it after it has
+# registered the first operator.
+REFUSED = """
+#include <torch/library.h>
+TORCH_LIBRARY_FRAGMENT(half, m) {
+  m.def("one() -> int", []() -> int64_t { return 1; });
+  m.def("two(int x) -> int");
+  const auto key = c10::DispatchKey::CompositeExplicitAutograd;
+  m.impl("two", torch::dispatch(key, [](double x) { return x; }));
+}
+"""
+CLASS = """
+#include <torch/library.h>
+namespace {
+struct Counter : torch::CustomClassHolder {
+  explicit Counter(int64_t start) : value(start) {}
+  int64_t next() { return value += 1; }
+  int64_t value;
+};
+}  // namespace
+TORCH_LIBRARY(counting, m) {
+  m.class_<Counter>("Counter").def(torch::init<int64_t>()).def("next", &Counter::next)
+      .def_readwrite("value", &Counter::value)
+      .def_pickle([](const c10::intrusive_ptr<Counter>& self) { return self->value; },
+                  [](int64_t value) { return c10::make_intrusive<Counter>(value); });
+  m.def("advance(__torch__.torch.classes.counting.Counter c) -> int",
+        [](const c10::intrusive_ptr<Counter>& c) { return c->next(); });
+}
+static int64_t twice(int64_t x) { return x; }
+TORCH_LIBRARY_IMPL(nobody, CPU, m) { m.impl("twice", TORCH_FN(twice)); }
+"""
+
+
+def test_a_library_that_pytorch_refuses_leaves_nothing_registered(checkout):
+    checkout.put("half.cpp", REFUSED)
+    script = """
+print(error_of(lambda: load("half", "half.cpp")).splitlines()[0], hasattr(torch.ops.half, "one"))
+source = Path("half.cpp")
+source.write_text(source.read_text().replace("double x", "int64_t x"))
+half = load("half", "half.cpp")
+print(half.one(), half.two(2))
+"""
+    error, answers = output(checkout, script)
+    assert error.startswith("cannot ")
+    assert error.endswith(" False")
+    assert answers == "1 2"
+
+
+def test_a_torchbind_class_is_loaded_and_its_reload_is_refused(checkout):
+    """The library also has a kernel without a schema, which is reported."""
+    checkout.put("counting.cpp", CLASS)
+    script = """
+source = Path("counting.cpp")
+text = source.read_text()
+counting = load("counting", source)
+Counter = torch.classes.counting.Counter
+old = Counter(10)
+print(old.next(), counting.advance(old), old.value)
+source.write_text(text.replace("value += 1", "value += 100"))
+print(error_of(calcops_jit.reload))
+print(old.next(), Counter(10).next(), copy.deepcopy(old).value)
+source.write_text(text)
+print(calcops_jit.reload(), counting.advance(old))
+"""
+    child = checkout.run(SCRIPT + script, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert "nobody::twice has a kernel in counting and no schema" in child.err
+    first, *error, second, last = child.out.splitlines()
+    assert (first, second, last) == ("11 12 12", "13 11 13", "[] 14")
+    text = "\n".join(error)
+    for words in "counting", "TorchBind class", "counting.Counter", "fix: restart Python":
+        assert words in text
+
+
+STABLE = """
+#include <torch/csrc/stable/library.h>
+static void same(StableIValue*, uint64_t, uint64_t) {}
+STABLE_TORCH_LIBRARY_FRAGMENT(stable, m) { m.def("same(Tensor x) -> Tensor"); }
+STABLE_TORCH_LIBRARY_IMPL(stable, CompositeExplicitAutograd, m) { m.impl("same", &same); }
+"""
+
+
+def test_a_library_of_the_stable_abi_is_loaded_and_its_reload_is_refused(checkout):
+    checkout.put("stable.cpp", STABLE)
+    script = """
+library = load("stable", "stable.cpp")
+print(library.same(torch.ones(1)).item())
+Path("stable.cpp").write_text(Path("stable.cpp").read_text() + "int more;")
+print(error_of(calcops_jit.reload), library.same(torch.ones(1)).item())
+"""
+    result, first, *_, last = output(checkout, script)
+    assert result == "1.0"
+    assert first.startswith("cannot reload stable")
+    assert last == "  fix: restart Python 1.0"
+
+
+# ---- static initialisers -------------------------------------------------------------------------
+
+
+def test_an_initialiser_that_ends_the_process_is_refused_and_the_old_library_stays(checkout):
+    """It throws, crashes or exits. A daemon that it leaves behind holds nobody up."""
+    ends = [
+        "throw 1",
+        "*(volatile int*)0 = 1",
+        "exit(3)",
+        "if (fork() == 0) { sleep(30); _exit(0); }",
+    ]
+    script = f"""
+tiny = load("tiny", "tiny.cpp")
+first = tiny.path
+text = Path("tiny.cpp").read_text()
+for end in {ends[:3]!r}:
+    Path("tiny.cpp").write_text(f"{{text}}struct Wrong {{{{ Wrong() {{{{ {{end}}; }}}} }}}} wrong;")
+    print(error_of(calcops_jit.reload).splitlines()[0], tiny.path == first)
+print([line for line in open("/proc/self/maps") if "deleted" in line and "tiny" in line])
+Path("tiny.cpp").write_text(f"{{text}}struct Daemon {{{{ Daemon() {{{{ {{ {ends[3]!r} }} }}}} }}}} started;")
+start = time.monotonic()
+print(calcops_jit.reload(), time.monotonic() - start < 15)
+"""
+    includes = "#include <cstdlib>\n#include <unistd.h>\n"
+    checkout.put("tiny.cpp", includes + ANSWER.format("return 1;"))
+    *refused, maps, last = output(checkout, script)
+    assert len(refused) == 3
+    for line in refused:
+        assert line.startswith("cannot load tiny: a static initialiser ends the process")
+        assert line.endswith(" True")
+    assert "SIGABRT" in refused[0]
+    assert "SIGSEGV" in refused[1]
+    assert (maps, last) == ("[]", "['tiny'] True")
+
+
+def test_a_load_with_closed_or_no_free_descriptors_never_returns_another_library(checkout):
+    for name, value in ("first", 1), ("second", 2):
+        checkout.put(f"{name}.cpp", ANSWER.format(f"return {value};"))
+    script = """
+first = load("first", "first.cpp")
+os.closerange(3, 256)  # as a daemon does
+second = load("second", "second.cpp")
+print([ctypes.CDLL(library.path).answer() for library in (first, second)])
+descriptors = []
+try:
+    while True:
+        descriptors.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    error = error_of(lambda: load("first", "first.cpp"))
+    for fd in descriptors:
+        os.close(fd)
+print(error.splitlines()[0], "Too many open files" in error, "ulimit -n" in error)
+"""
+    answers, error = output(checkout, script)
+    assert answers == "[1, 2]"
+    assert error.startswith("cannot ")
+    assert error.endswith("True True")
