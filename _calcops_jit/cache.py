@@ -15,6 +15,7 @@ compared with the manifest. So a process that is killed at any moment leaves not
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import glob
@@ -77,12 +78,18 @@ def find(request: Request, reasons: list[str] | None = None) -> Generation | Non
     Why other builds do not fit is appended to `reasons`.
     """
     for folder in folders():
-        for path in generations(f"{folder}/{request.slot}"):
+        for i, path in enumerate(generations(f"{folder}/{request.slot}")):
             try:
-                return checked(path, request)
+                generation = checked(path, request)
             except UNFIT as problem:
                 if reasons is not None:
                     reasons.append(str(problem))
+                continue
+            manifest = f"{path}/manifest"
+            with contextlib.suppress(OSError):  # somebody else's cache is only read
+                if i > 0 or time.time() - os.path.getmtime(manifest) > _DAY_S:
+                    os.utime(manifest)  # the time of last use, by which generations are sorted
+            return generation
     return None
 
 
@@ -104,9 +111,6 @@ def checked(path: str, request: Request) -> Generation:
     with _verified(library) as file:
         if digest_of_open(file.fileno()) != manifest["digest"]:
             raise ValueError(f"{library} is damaged")
-    with contextlib.suppress(OSError):  # somebody else's cache is only read
-        if time.time() - os.path.getmtime(f"{path}/manifest") > _DAY_S:
-            os.utime(f"{path}/manifest")  # the time of last use, to the day
     name = os.path.basename(path)
     return Generation(path=library, digest=name, manifest=manifest, inputs=inputs)
 
@@ -183,7 +187,10 @@ def locked_slot(request: Request) -> Iterator[str]:
                 fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
         return
     what = f"cannot build {request.name}: no folder can be written"
-    raise report(what, problems, "export CALCOPS_CACHE=<a folder of your own>")
+    fix = "export CALCOPS_CACHE=<a folder of your own>"
+    if os.strerror(errno.EMFILE) in problems[0]:
+        fix = "ulimit -n $(ulimit -H -n)"
+    raise report(what, problems, fix)
 
 
 def _writable(folder: str, request: Request):

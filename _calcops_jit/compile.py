@@ -36,8 +36,8 @@ exec {command} "$@"
 """
 # The script's beginning if there is nothing to link with yet.
 _COMPILE_ONLY = 'case " $* " in *" -c "*);; *) exit;; esac'
-# With a flag about the linker, the loader does not choose one.
-_ABOUT_LINKERS = re.compile(r"(?<!\S)(?:-fuse-ld|--ld-path|-B|-specs|-T|-Wl,|-Xlinker|-flto|@)")
+# Flags for dependency files, which a Makefile may pass. A compiler writes only one such file.
+_DEPENDENCY_FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
 
 
 def compile_and_link(request: Request, folder: str, archive: str) -> str:
@@ -158,10 +158,11 @@ def _including(source: str, path: str) -> str:
 
 def _cflags(request: Request) -> list[str]:
     """Return the flags for C++, of which two are only for GCC."""
+    cflags = re.sub(_DEPENDENCY_FLAGS, "", " ".join(request.cflags)).split(" ")
     if "Free Software Foundation" not in version(request):
-        return [flag for flag in request.cflags if flag != "-fno-gnu-unique"]
+        return [flag for flag in cflags if flag != "-fno-gnu-unique"]
     # GCC's garbage collector is slow on PyTorch's headers. It runs only if the heap exceeds 1 GiB.
-    return ["--param=ggc-min-heapsize=1048576", *request.cflags]
+    return ["--param=ggc-min-heapsize=1048576", *cflags]
 
 
 def _ldflags(request: Request, folder: str, archive: str) -> list[str]:
@@ -169,9 +170,10 @@ def _ldflags(request: Request, folder: str, archive: str) -> list[str]:
     flags = ["-shared", "-Wl,--as-needed", "-Wl,--dependency-file=link.d", _quoted(archive)]
     flags += request.ldflags
     flags.append(f"-Wl,--version-script={_quoted(SHADOW)}/hidden.map")
-    # lld reads PyTorch's libraries in a tenth of GNU ld's time.
-    own_flags = " ".join([*request.compiler, *request.cflags, *request.ldflags])
-    if shutil.which("ld.lld") and not _ABOUT_LINKERS.search(own_flags):
+    # lld reads PyTorch's libraries in a tenth of GNU ld's time. With archives it may make another
+    # library.
+    is_plain = {*request.ldflags} <= {"-fopenmp", "-ltorch_python"}
+    if is_plain and "-flto" not in " ".join(request.cflags) and shutil.which("ld.lld"):
         flags.append("-fuse-ld=lld")
     rpaths = [f"{TORCH}/lib"]  # so that C++ programs need no LD_LIBRARY_PATH
     runtime = cuda.loaded_runtime()

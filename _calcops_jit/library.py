@@ -84,6 +84,15 @@ class Live:
             return False
         return True
 
+    def refuse_permanent(self, wanted: Request) -> None:
+        """Raise BuildError if the present generation has operators that cannot be exchanged."""
+        if self.generation and self.generation.manifest["permanent"]:
+            name = self.generation.manifest["permanent"][0]
+            evidence = f"{name} was registered without torch/library.h, "
+            evidence += "by STABLE_TORCH_LIBRARY perhaps"
+            what = f"cannot reload {wanted.name}: an operator cannot be exchanged"
+            raise report(what, [evidence], "restart Python")
+
     def exchange(self, wanted: Request, generation: Generation) -> None:
         """Load a generation and register its operators, in place of the present one.
 
@@ -91,12 +100,6 @@ class Live:
         """
         new = self._registrations.get(generation.digest)
         if new is None:
-            if self.generation and self.generation.manifest["permanent"]:
-                name = self.generation.manifest["permanent"][0]
-                evidence = f"{name} was registered without torch/library.h, "
-                evidence += "by STABLE_TORCH_LIBRARY perhaps"
-                what = f"cannot reload {wanted.name}: an operator cannot be exchanged"
-                raise report(what, [evidence], "restart Python")
             new = Registration(wanted, generation.path)
             if refusal := new.refusal(list(self._registrations.values())):
                 raise refusal
@@ -116,7 +119,9 @@ class Live:
             except AttributeError:
                 define = f'm.def("{name.partition("::")[2]}(...) -> ...")'
                 say(f"{name} has a kernel in {new.name} and no schema: {define}")
-        if self.request.asked and not new.names() and not self.library.operators:
+        include = re.compile(r"#\s*include\s*<(?:torch|ATen|calcops)/")
+        registers = new.names() or self.library.operators
+        if not registers and any(include.search(_text_of(path)) for path in self.request.sources):
             how = "add TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) or a calcops::Contract"
             say(f"{new.name} registers no operators: {how}")
 
@@ -137,6 +142,7 @@ def obtain(wanted: Request, build: bool = True) -> Library | None:
         live = _find_live(wanted)
         if live.is_current(wanted):
             return live.library
+        live.refuse_permanent(wanted)
         reasons: list[str] = []
         refusals: list[str] = []
         generation = cache.find(wanted, reasons)
@@ -260,6 +266,11 @@ def _watched(live: Live) -> set[str]:
     folders = map(os.path.dirname, live.request.sources)
     files = map(live.request.unfold, live.generation.inputs.files)
     return {live.request.root, *folders, *live.request.sources, *files}
+
+
+def _text_of(path: str) -> str:
+    with open(path, errors="replace") as file:
+        return file.read()
 
 
 def _time_of(path: str) -> int:

@@ -112,10 +112,23 @@ def _linked(folder: str) -> set[str]:
 
 def files_in_flags(request: Request, with_linker: bool = True) -> set[str]:
     """Return the files that flags name, such as @file."""
-    flags = [*request.compiler[1:], *request.cflags, *request.cuda_cflags]
+    words = _words_of_compilers(request)
     if with_linker:
-        flags += request.ldflags
-    return set(filter(os.path.isfile, re.findall(r"/[^\s,='\"]+", " ".join(flags))))
+        words += request.ldflags
+    return set(filter(os.path.isfile, re.findall(r"/[^\s,='\"]+", " ".join(words))))
+
+
+def _words_of_compilers(request: Request) -> list[str]:
+    """Return the words of the compilers' flags, and after each @file those in it."""
+    words = []
+    waiting = [*request.compiler[1:], *request.cflags, *request.cuda_cflags]
+    while waiting:
+        for word in shlex.split(waiting.pop(0)):
+            words.append(word)
+            if word.startswith("@") and os.path.isfile(word[1:]) and words.count(word) == 1:
+                with open(word[1:], errors="replace") as file:
+                    waiting[:0] = file.read().split()
+    return words
 
 
 def _searched(request: Request) -> list[str]:
@@ -123,7 +136,7 @@ def _searched(request: Request) -> list[str]:
     folders = list(request.include_paths[1:])
     for variable in ("CPATH", "CPLUS_INCLUDE_PATH"):
         folders += request.environment.get(variable, "").split(":")
-    words = shlex.split(" ".join([*request.compiler, *request.cflags, *request.cuda_cflags]))
+    words = _words_of_compilers(request)
     for option, word in zip(words, [*words[1:], ""]):
         for flag in _FOLDER_FLAGS:
             if option.startswith(flag):

@@ -140,11 +140,12 @@ class Registration:
 
         BuildError: the registration is refused, and nothing has changed.
         """
-        for other in _taken:  # glibc maps a file only once
-            is_same_file = other._library._handle == self._library._handle
-            if other.live and is_same_file and other not in [*earlier, self] and self.names():
+        # glibc maps a file only once, so another registration may have the same library.
+        same = [other for other in _taken if other._library._handle == self._library._handle]
+        for other in same:
+            if other.live and other not in [*earlier, self] and self.names():
                 raise self._clash(min(self.names()), [other], "")
-        own = [*earlier, self] if self in _taken else earlier
+        own = [*earlier, *same]
         own_names = set().union(*(generation.names() for generation in own))
         if own_names:  # else the library lists nothing
             for impl in own_names.intersection(self.impls):
