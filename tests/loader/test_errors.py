@@ -237,7 +237,7 @@ def test_the_output_of_a_failed_compiler_becomes_cause_and_fix(checkout, fault):
 
 # {fault: (variables, preamble, words of the message, words of the fix)}. No compiler starts.
 FORESEEN = {
-    "no compiler": ({"CXX": None, "PATH": "/nowhere"}, "", "C++ compiler", "g++"),
+    "no compiler": ({"CXX": None, "PATH": "/nowhere"}, "", "C++ compiler", "install"),
     "a compiler that is not there": ({"CXX": "no-such-g++"}, "", "no-such-g++", "unset CXX"),
     "no ninja": ({}, NO_NINJA, "no ninja", "pip install ninja"),
     "no nvcc": (

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-from checkout import Checkout, the_zygote, wait_for
+from checkout import Checkout, wait_for
 
 KERNEL = """
 extern "C" __attribute__((visibility("default"))) int kernel(int atoms) {
@@ -29,7 +29,7 @@ print(mapped_files == {library.path}, flush=True)
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    checkout = Checkout(the_zygote(), tmp_path_factory.mktemp("debug"))
+    checkout = Checkout(tmp_path_factory.mktemp("debug"))
     (checkout.path.parent / "slow.cpp").write_text(KERNEL)
     return checkout
 
@@ -90,15 +90,15 @@ def test_a_backtrace_names_the_file_and_the_function(checkout):
 @pytest.mark.skipif(shutil.which("perf") is None, reason="no perf")
 def test_perf_names_the_function_that_takes_the_time(checkout):
     data = checkout.path.parent / "perf.data"
-    spin_for_two_seconds = """
+    spin_for_a_second = """
 spin = ctypes.CDLL(library.path).spin
 while not os.path.exists('start'):
     time.sleep(0.02)
-end = time.time() + 2
+end = time.time() + 1
 while time.time() < end:
     spin(10_000_000)
 """
-    child = checkout.start(SCRIPT + spin_for_two_seconds, CALCOPS_BUILD="0")
+    child = checkout.start(SCRIPT + spin_for_a_second, CALCOPS_BUILD="0")
     wait_for(lambda: child.out, 60)
     record = ["perf", "record", "-e", "cpu-clock", "-o", str(data), "-p", str(child.pid)]
     with subprocess.Popen(record, stderr=subprocess.PIPE, text=True) as perf:

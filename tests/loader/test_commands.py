@@ -1,0 +1,189 @@
+"""The commands `python -m calcops_jit build where why doctor`. test_export.py has `export`,
+test_processes.py `cache` and `clean`."""
+
+import json
+import re
+import shutil
+
+import pytest
+from checkout import ANSWER, Checkout
+
+import calcops_jit
+
+
+def test_build_builds_and_where_does_not(checkout):
+    shutil.rmtree(checkout.cache)
+    where = checkout.main("where")
+    assert where.code == 0
+    assert "not built yet" in where.out
+    assert str(checkout.cache) in where.out
+    assert checkout.main().code == 2
+    assert not checkout.cache.exists()
+
+    build = checkout.main("build")
+    (library,) = checkout.libraries()
+    assert build.out.strip() == str(library)
+    assert str(library) in checkout.main("where").out
+    assert checkout.main("where", "--cache").out == f"{checkout.cache}\n"
+    assert checkout.main("why").out == f"nothing changed: {library}\n"
+
+
+def test_a_build_that_fails_is_a_message_and_exit_status_1(checkout):
+    checkout.write("ops/tiny/tiny.cpp", "int f( {\n")
+    child = checkout.main("build")
+    assert child.code == 1
+    assert "tiny.cpp:1:" in child.err
+    assert "Traceback" not in child.err
+    assert checkout.main("why").code == 1
+
+
+CPUINFO = """
+import builtins, io
+def open(path, mode="r", *arguments, real=builtins.open, **options):
+    if path != "/proc/cpuinfo":
+        return real(path, mode, *arguments, **options)
+    return io.BytesIO({text!r}.encode()) if "b" in mode else io.StringIO({text!r})
+builtins.open = io.open = open
+"""
+
+
+@pytest.fixture(scope="module")
+def shared_checkout(tmp_path_factory):
+    return Checkout(tmp_path_factory.mktemp("commands"))
+
+
+def key(checkout, preamble: str = "") -> str:
+    """Return the key for a CI cache."""
+    main = "\nimport runpy, sys; sys.argv = ['', 'where', '--key']\n"
+    child = checkout.run(f"{preamble}{main}runpy.run_module('calcops_jit', run_name='__main__')")
+    assert re.fullmatch(r"calcops-[0-9a-f]{8,}\n", child.out), child.err
+    return child.out
+
+
+def test_the_key_changes_with_a_header_and_not_with_the_folder(tmp_path):
+    checkout = Checkout(tmp_path)
+    first = key(checkout)
+    checkout.path = checkout.path.rename(tmp_path / "moved")
+    assert key(checkout) == first
+    checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
+    assert key(checkout) != first
+
+
+# The words of /proc/cpuinfo of an ARM processor.
+FEATURES = (
+    "fp asimd aes atomics fphp asimdhp asimdrdm fcma asimddp sha3 sve asimdfhm sve2 i8mm bf16"
+)
+PROCESSOR = "processor\t: {}\nFeatures\t: {}\nCPU implementer\t: 0x41\nCPU part\t: {}\n\n"
+AS_ARM = """
+import os
+os.uname = lambda real=os.uname(): os.uname_result([*real[:4], "aarch64"])
+"""
+
+
+def test_the_key_names_the_processor(shared_checkout):
+    """The compiler uses the instruction set of this processor, and on ARM tunes for its model."""
+    flags = "flags\t\t: sse4_2 avx fma {}\n"
+    x86 = [flags.format(word) for word in ("avx2 avx512f", "avx2", "")]
+    arm = [(FEATURES, "0xd4f"), (FEATURES, "0xd40"), (FEATURES.replace(" bf16", ""), "0xd4f")]
+    keys = [key(shared_checkout, CPUINFO.format(text=text)) for text in x86]
+    for features, model in arm:
+        text = "".join(PROCESSOR.format(i, features, model) for i in range(4))
+        keys.append(key(shared_checkout, AS_ARM + CPUINFO.format(text=text)))
+    assert len(set(keys)) == 6
+    assert keys[0] == key(shared_checkout, CPUINFO.format(text=x86[0]))
+
+
+def test_the_compiler_gets_mcpu_on_arm_for_native_and_processors(shared_checkout, tmp_path):
+    """The compiler fails, since it is one for x86-64. Its log has the flags."""
+    text = PROCESSOR.format(0, FEATURES, "0xd4f")
+    for isa, flag in (
+        ("native", "-mcpu=native"),
+        ("neoverse-v2", "-mcpu=neoverse-v2"),
+        ("armv8.2-a+sve", "-march=armv8.2-a+sve"),
+    ):
+        script = AS_ARM + CPUINFO.format(text=text)
+        script += (
+            f"\nimport runpy, sys; sys.argv = ['', 'export', {str(tmp_path)!r}, '--isa', {isa!r}]\n"
+        )
+        hook = shared_checkout.hook('case "$*" in *tiny.cpp*) exit 1;; esac')
+        shared_checkout.run(f"{script}runpy.run_module('calcops_jit', run_name='__main__')", **hook)
+        (command,) = shared_checkout.commands()
+        assert f" {flag} " in command
+        assert len(re.findall(r" -m(?:cpu|arch)=", command)) == 1
+
+
+# ---- libraries of load ---------------------------------------------------------------------------
+
+
+def test_build_and_why_accept_the_name_of_a_library_of_load(checkout):
+    why = checkout.main("why", "mine", cwd="/")
+    assert why.code == 1
+    assert "mine" in why.err
+    assert "fix: " in why.err
+
+    checkout.put("headers/answer.h", "#define VALUE 1\n")
+    source = checkout.put(
+        "mine.cpp", '#include "answer.h"\n' + ANSWER.format("return VALUE + MORE;")
+    )
+    options = {"extra_cflags": "-DMORE=1", "extra_include_paths": "headers"}
+    assert checkout.loaded(**options) == 2
+    (library,) = checkout.libraries("mine")
+    assert checkout.main("why", "mine", cwd="/").out == f"nothing changed: {library}\n"
+
+    header = checkout.put("headers/answer.h", "#define VALUE 2\n")
+    why = checkout.main("why", "mine", cwd="/")
+    assert why.code == 1
+    assert str(header) in why.out
+
+    checkout.compiled()
+    assert checkout.main("build", "mine", cwd="/").out.strip() in map(
+        str, checkout.libraries("mine")
+    )
+    assert checkout.compiled() == 1
+    assert checkout.loaded(**options) == 3
+    assert checkout.compiled() == 0
+    assert "mine" in checkout.main("build", "other").err.partition("there are: ")[2]
+    source.unlink()
+    assert str(source) in checkout.main("why", "mine").err
+
+
+# ---- doctor --------------------------------------------------------------------------------------
+
+
+def test_doctor_reports_no_failure_if_a_build_works_also_as_json(shared_checkout):
+    child = shared_checkout.main("doctor", CALCOPS_CUDA="0")
+    assert child.code == 0, child.out + child.err
+    child = shared_checkout.main("doctor", "--json", CALCOPS_CUDA="0")
+    findings = {finding["what"]: finding for finding in json.loads(child.out)}
+    assert {"Python", "PyTorch", "CUDA", "cache"} <= findings.keys()
+    for finding in findings.values():
+        assert finding["verdict"] in ("ok", "note"), finding
+    assert findings["CUDA"]["evidence"] == "CALCOPS_CUDA=0 was set"
+    assert findings["CUDA"]["fix"] == "unset CALCOPS_CUDA"
+
+
+@pytest.mark.parametrize(
+    "environment, words",
+    [
+        ({"CXX": "no-such-g++"}, ["no C++ compiler", "no-such-g++", "unset CXX"]),
+        ({"CALCOPS_CUDA": "maybe"}, ["expected CALCOPS_CUDA 0 or 1, got 'maybe'"]),
+    ],
+)
+def test_doctor_names_the_cause_of_a_build_that_would_fail(shared_checkout, environment, words):
+    child = shared_checkout.main("doctor", **environment)
+    assert child.code == 1
+    assert "Traceback" not in child.err
+    for word in words:
+        assert word in child.out + child.err
+
+
+def test_doctor_notes_a_cache_that_cannot_be_written(shared_checkout):
+    child = shared_checkout.main("doctor", "--json", CALCOPS_CACHE="/proc/cache")
+    (finding,) = [one for one in json.loads(child.out) if one["what"] == "cache"]
+    assert finding["verdict"] != "ok"
+    assert "CALCOPS_CACHE=" in finding["fix"]
+
+
+def test_the_documentation_names_every_command():
+    for command in ("build", "where", "why", "doctor", "export", "cache", "clean"):
+        assert f"python -m calcops_jit {command}" in calcops_jit.__doc__
