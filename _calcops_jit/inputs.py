@@ -31,7 +31,9 @@ class Inputs(SimpleNamespace):
     """The inputs of a build: what it has read. The paths are folded (Request.fold)."""
 
     files: dict[str, str]  # {file: its state}
-    absent: list[str]  # if one of these appears, a compiler may read it in place of another file
+    # If one of these appears, a compiler may read it in place of another file. One that ends with a
+    # slash is a folder; a file of this name may appear in its place.
+    absent: list[str]
     programs: str  # the state of the compilers
 
     def check(self, request: Request) -> None:
@@ -51,7 +53,7 @@ class Inputs(SimpleNamespace):
         if self.programs and request.programs and program_states(request) != self.programs:
             raise Changed(f"{request.programs[-1]} is not the compiler that built it")
         for path in map(request.unfold, self.absent):
-            if os.path.lexists(path):
+            if os.path.exists(path) != path.endswith("/"):
                 raise Changed(f"{path} is new")
 
     def merged(self, other: Inputs) -> Inputs:
