@@ -57,11 +57,14 @@ def inputs_of_build(
     absent = set()
     for name in names:
         for searched in folders:
+            path = f"{searched}/{name}"
             missing = _first_missing(searched, name)
             if missing:
                 absent.add(missing)
             elif name in tested:
-                states.setdefault(f"{searched}/{name}", state_of(f"{searched}/{name}"))
+                states.setdefault(path, state_of(path))
+            elif path not in states and os.stat(path).st_ctime_ns >= start:
+                states[path] = ""  # it appeared during the build
     return Inputs(
         files={request.fold(path): state for path, state in sorted(states.items())},
         absent=sorted(map(request.fold, absent)),
