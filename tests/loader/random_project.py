@@ -34,9 +34,6 @@ FUNCTION = """
 {}  return (sum {}) % 1000003;
 }}
 """
-INCBIN = (
-    'asm(".section .rodata\\ndata: .incbin \\"{}\\"\\n.previous");\nextern "C" const char data[];\n'
-)
 EDITS: dict[str, int] = {}  # {name of a method of Project: how often it is drawn}
 
 
@@ -51,10 +48,12 @@ def edit(weight):
 
 
 class Project:
-    """A project in a folder, with the flags and variables to load it. Wrappers of the compilers,
-    which keep a log, lie beside the folder."""
+    """A project in a folder, with the flags and variables to load it.
 
-    def __init__(self, folder: Path, seed: int):
+    `compilers` are the commands of g++ and clang++.
+    """
+
+    def __init__(self, folder: Path, seed: int, compilers: list[str]):
         self.folder = folder
         self.seed = seed
         draw = self.draw = random.Random(seed)
@@ -62,18 +61,13 @@ class Project:
         self.history: list[str] = []
         self.count = 0  # makes the names of macros unique
 
-        self.command = draw.choice(["g++", "g++", "g++", "clang++"])
-        self.has_short_tick = draw.random() < 0.8  # see test_calcops_jit_fuzz.py
+        self.command = compilers[draw.random() > 0.75]
         self.order = draw.sample(HEADER_FOLDERS[:-1], len(HEADER_FOLDERS) - 1) + ["base"]
         self.ways = {name: draw.choice(WAYS) for name in HEADER_FOLDERS} | {"base": "-idirafter {}"}
         self.linking = {name: draw.choice(LINKING) for name in LIBRARY_FOLDERS} | {"p/l2": "-L{}"}
         self.by_name = draw.choice(VALUE)
         self.defined = draw.choice(DEFINED)
         self.forced = draw.choice(FORCED)
-        self.embedded = draw.choice(["", "", "data.bin", f"{self.folder}/base/data.bin"])
-        if self.command == "clang++":  # the loader refuses .incbin with clang++
-            self.embedded = ""
-
         self.repair()
         for _ in range(draw.randrange(8)):
             self.new_header()
@@ -126,12 +120,6 @@ class Project:
                 f"#define V0 {number}",
                 "#endif",
             ],
-            [
-                f"#define A{number} {spelled}",
-                f"#if __has_include(A{number})",
-                f"#include {spelled}",
-                "#endif",
-            ],
             ["#ifdef FLAG", f"#include {spelled}", "#endif"],
             ["#if FLAG == 2", f"#include {spelled}", "#endif"],
             [
@@ -153,33 +141,19 @@ class Project:
         if function == "other":
             return "\n".join(lines) + FUNCTION.format(before, function, "".join(terms), "")
         calls = "+ other() * 7u + value() * 11u + weight() * 13u"
-        if self.embedded:
-            lines.append(INCBIN.format(self.embedded))
-            calls += " + data[0]"
         lines.append("int other(), value(), weight();")
         return "\n".join(lines) + FUNCTION.format(before, function, "".join(terms), calls)
 
-    def library(self, stem: Path, function: str, kind: str = "") -> None:
-        """Make the library `stem`.a or `stem`.so, which defines a function."""
-        kinds = ["static", "static", "thin", "shared", "script", "named script"]
-        kind = kind or self.draw.choice(kinds)
-        folder = stem.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        target = Path(f"{stem}.{'a' if kind in ('static', 'thin') else 'so'}")
-        target.unlink(missing_ok=True)
+    def library(self, path: Path, function: str) -> None:
+        """Make a library at a path that ends with .a or .so. It defines a function."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
         text = f"int {function}() {{ return {self.draw.randrange(10000)}; }}"
         shell = f"echo '{text}' | g++ -x c++ -fPIC -"
-        if kind == "shared":
-            command = f"{shell} -shared -o {target}"
-        elif kind == "static":
-            command = f"{shell} -c -o {stem}.o && ar rc {target} {stem}.o"
-        elif kind == "thin":
-            command = f"{shell} -c -o {stem}.o && cd {folder} && ar rcT {target} {stem.name}.o"
+        if path.suffix == ".so":
+            command = f"{shell} -shared -o {path}"
         else:
-            inner = "-linner" if kind == "named script" else f"{folder}/libinner.a"
-            target.write_text(f"INPUT({inner})\n")
-            archive = f"ar rc {folder}/libinner.a {folder}/inner.o"
-            command = f"{shell} -c -o {folder}/inner.o && {archive}"
+            command = f"{shell} -c -o {path}.o && ar rc {path} {path}.o"
         subprocess.run(command, shell=True, check=True)
 
     def options(self) -> tuple[dict, dict[str, str]]:
@@ -187,7 +161,7 @@ class Project:
         paths = []
         cflags = [self.defined]
         ldflags = [f"-Wl,-rpath,{self.folder}/{name}" for name in LIBRARY_FOLDERS]
-        compiler = [str(self.folder.parent / self.command)]
+        compiler = [self.command]
         response_files: dict[str, list[str]] = {"-I": [], "-L": []}
         variables: dict[str, list[str]] = {}
         searched = [(name, self.ways[name], "-I", cflags) for name in self.order]
@@ -224,10 +198,11 @@ class Project:
         for name in HEADERS:
             self.clear(self.folder / "base" / name)
             self.put(f"base/{name}", self.header(name))
-        self.put("base/data.bin", "b")
-        self.clear(self.folder / "p/l2")
-        self.library(self.folder / "p/l2/libv", "value", "static")
-        self.library(self.folder / "w/libw", "weight", "static")
+        if not self.files("libv.*"):
+            for name in self.draw.sample(["l0/libv.a", "l1/libv.so", "l1/libv.a"], 2):
+                self.library(self.folder / name, "value")
+        self.library(self.folder / "p/l2/libv.a", "value")
+        self.library(self.folder / "w/libw.a", "weight")
 
     # ---- edits -----------------------------------------------------------------------------------
 
@@ -289,7 +264,7 @@ class Project:
 
     @edit(7)
     def link(self):
-        names = self.draw.sample(self.draw.choice([HEADER_FOLDERS[:-1], LIBRARY_FOLDERS]), 2)
+        names = self.draw.sample(HEADER_FOLDERS[:-1], 2)
         folders = [self.folder / name for name in names]
         headers = [self.place(), self.place()]
         path, target = self.draw.choice([headers, folders])
@@ -310,7 +285,7 @@ class Project:
 
     @edit(4)
     def empty_folder(self):
-        folder = self.folder / self.draw.choice([*HEADER_FOLDERS[:-1], "a/in", "b/in", "p", "q"])
+        folder = self.folder / self.draw.choice([*HEADER_FOLDERS[:-1], "a/in", "b/in", "q"])
         path = self.draw.choice([folder, self.place()])
         self.clear(path)
         path.mkdir()
@@ -329,30 +304,12 @@ class Project:
             self.put(path, text)
         return path
 
-    @edit(6)
+    @edit(5)
     def new_library(self):
-        name = self.draw.choice(["libv", "libv", "libv", "libinner", "libw"])
-        if name == "libw":
-            self.library(self.folder / "w/libw", "weight", self.draw.choice(["static", "thin"]))
-        else:
-            kind = "static" if name == "libinner" else ""
-            self.library(
-                self.folder / self.draw.choice([*LIBRARY_FOLDERS, "w"]) / name, "value", kind
-            )
-        return name
-
-    @edit(2)
-    def remove_library(self):
-        paths = [path for path in self.files("lib*") if "l2" not in str(path)]
-        if paths:
-            path = self.draw.choice(paths)
-            path.unlink()
-            return path
-
-    @edit(1)
-    def new_data(self):
-        path = self.folder / self.draw.choice(HEADER_FOLDERS) / "data.bin"
-        self.put(path, chr(self.draw.randrange(1, 127)))
+        """Write a library again. One that appears before another is a known limit."""
+        path = self.draw.choice([*self.files("lib*.a"), *self.files("lib*.so")])
+        self.library(path, "weight" if path.name == "libw.a" else "value")
+        return path
 
     @edit(2)
     def new_source(self):
