@@ -58,7 +58,7 @@ build: .venv/.base ## build the operators into the cache
 	$(python) -m calcops_jit build
 
 wheel: .venv/.base $(torch:%=.venv-torch-%/.ready) ## dist/*.whl with the built operators, for machines without a compiler; torch="2.10 2.13": for these PyTorches, too
-	$(python) -m _calcops_jit.ship.wheel dist $(torch:%=.venv-torch-%/bin/python)
+	$(python) -m _calcops_jit.wheel dist $(torch:%=.venv-torch-%/bin/python)
 
 # If find_toolkit finds no nvcc, PyPI's wheels serve as the toolkit. Their release must be the one of torch.version.cuda.
 cuda: .venv/.base ## build for CPU and CUDA; without nvcc on this machine, install it from PyPI

@@ -64,10 +64,10 @@ if not os.path.exists(__file__):
         f"calcops_jit: expected files, which a compiler can read, got {__file__}: unpack it"
     )
 
-from _calcops_jit import __version__, requests
+from _calcops_jit import __version__, handles, library, request
 from _calcops_jit.errors import BuildError
-from _calcops_jit.live import library
-from _calcops_jit.live.library import Library
+from _calcops_jit.library import Library
+from _calcops_jit.progress import say
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -119,7 +119,7 @@ def load(
         FileNotFoundError: a source does not exist.
         TypeError, ValueError: an option has a wrong value.
     """
-    return library.obtain(requests.foreign(**locals()))  # foreign() has the same parameters
+    return library.obtain(request.foreign(**locals()))  # foreign() has the same parameters
 
 
 def reload() -> list[str]:
@@ -137,7 +137,7 @@ def reload() -> list[str]:
         BuildError: a library could not be built, or a schema or C++ signature changed. Its old
             kernels are still called.
     """
-    changed = library.reload(requests.again)
+    changed = library.reload()
     if _own is not None:
         _expose()
         return changed
@@ -158,14 +158,12 @@ def watch(seconds: float = 0.3) -> Callable[[], None]:
     Returns:
         A function that stops the thread.
     """
-    from _calcops_jit.live import watching
-
-    return watching.start(seconds, reload)
+    return library.watch(seconds, reload)
 
 
 def load_ipython_extension(shell) -> None:
     """Register the cell magic %%operator, for %load_ext calcops_jit."""
-    from _calcops_jit.live import notebook
+    from _calcops_jit import notebook
 
     shell.register_magic_function(notebook.operator, "cell")
 
@@ -186,7 +184,7 @@ def _import_operators() -> None:
     With CALCOPS_BUILD=0, `_problem` says why they are missing.
     """
     global _own, _problem
-    _own = library.obtain(requests.own(), build=os.environ.get("CALCOPS_BUILD", "1") != "0")
+    _own = library.obtain(request.own(), build=os.environ.get("CALCOPS_BUILD", "1") != "0")
     if _own is None:
         _problem = BuildError(
             "calcops_jit: not built, because CALCOPS_BUILD=0; python -m calcops_jit build"
@@ -205,7 +203,7 @@ def _expose() -> None:
 def __getattr__(name: str):
     if _problem is not None and not name.startswith("_"):
         raise _problem
-    raise library.handles.missing(f"module 'calcops_jit' has no attribute {name!r}", __all__)
+    raise handles.missing(f"module 'calcops_jit' has no attribute {name!r}", __all__)
 
 
 def __dir__() -> list[str]:
@@ -219,7 +217,5 @@ if __name__ == "__main__":
 try:
     _import_operators()
 except BuildError as error:
-    from _calcops_jit.progress import say
-
     _problem = error
     say(str(error))

@@ -63,7 +63,7 @@ def choose(needed: bool = False) -> Choice:
         if version:
             reason = f"nvcc is CUDA {version}, torch is CUDA {torch.version.cuda}"
         fix = f"pip install 'cuda-toolkit[nvcc]=={torch.version.cuda}.*'"
-        if os.path.exists(os.path.join(os.path.dirname(__file__), "..", "Makefile")):
+        if os.path.exists(f"{os.path.dirname(__file__)}/../Makefile"):
             fix = "make cuda"
         return Choice(reason=reason, fix=fix, fatal=required, gpus=gpus)
     if not (arches or gpus):
@@ -136,15 +136,6 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def gpu_capabilities() -> list[str]:
-    """Return the compute capabilities that nvidia-smi prints, such as ["8.0", "9.0"]."""
-    with contextlib.suppress(OSError):
-        command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        output = subprocess.run(command, capture_output=True, text=True).stdout
-        return sorted(set(re.findall(r"^\d+\.\d$", output, re.MULTILINE)), key=float)
-    return []
-
-
 def arch_list(choice: Choice) -> str:
     """Return TORCH_CUDA_ARCH_LIST for the build.
 
@@ -153,7 +144,18 @@ def arch_list(choice: Choice) -> str:
     """
     if choice.arches:
         return choice.arches
-    capabilities = gpu_capabilities()
+    capabilities: set[str] = set()
+    with contextlib.suppress(OSError):
+        command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        output = subprocess.run(command, capture_output=True, text=True).stdout
+        capabilities.update(re.findall(r"^\d+\.\d$", output, re.MULTILINE))
     if not capabilities:
         return DEFAULT_ARCHES
-    return ";".join(capabilities) + "+PTX"
+    return ";".join(sorted(capabilities, key=float)) + "+PTX"
+
+
+def loaded_runtime() -> str:
+    """Return the path of the CUDA runtime that PyTorch has loaded; "" if it has none."""
+    with open("/proc/self/maps") as file:
+        match = re.search(r"(/\S.*/libcudart\.so[.\d]*)$", file.read(), re.MULTILINE)
+    return match[1] if match else ""

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-
 _MAX_LINES = 12
-# Errors of a process or system that has no file descriptor left. The file itself may be usable.
-NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 class BuildError(RuntimeError):
@@ -28,7 +24,7 @@ def report(what: str, evidence: list[str], fix: str, log: str = "") -> BuildErro
         fix: a command or an action that removes the cause.
         log: path of a file with all output.
     """
-    last_lines = [f"  fix: {fix}"] if fix else []
+    last_lines = [f"  fix: {fix}"]
     if log:
         last_lines.append(f"  log: {log}")
     max_evidence_lines = _MAX_LINES - 1 - len(last_lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import shutil
 import sys
 import threading
@@ -67,7 +66,9 @@ class Progress:
             if self._output:
                 shown = {"text/plain": text}
                 if fraction is not None:
-                    bar = f"<progress value='{fraction:.3f}'></progress> {html.escape(text)}"
+                    from html import escape  # slow to import, and rarely needed
+
+                    bar = f"<progress value='{fraction:.3f}'></progress> {escape(text)}"
                     shown["text/html"] = bar
                 self._output.update(shown, raw=True)
             elif self._terminal:

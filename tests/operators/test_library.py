@@ -84,8 +84,8 @@ def test_the_operator_of_the_readme_builds_and_has_every_derivative(tmp_path):
     script = """
 import sys, torch
 from torch.autograd import gradcheck, gradgradcheck
-from _calcops_jit import requests; from _calcops_jit.live import library
-library.obtain(requests.own(sys.argv[1], "weighted"))
+from _calcops_jit import library, request
+library.obtain(request.own(root=sys.argv[1], name="weighted"))
 weighted_sum = torch.ops.calcops.weighted_sum
 x, weights = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
 assert torch.equal(weighted_sum(x, weights), (x * weights).sum(1))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import difflib
 import os
 import re
 from collections.abc import Iterator
@@ -20,13 +21,16 @@ from functools import cached_property
 
 import torch
 
-from ..errors import BuildError, report
+from . import handles
+from .errors import BuildError, report
+from .progress import say
+from .request import Request
 
 _taken: list[Registration] = []  # all that were committed in this process, the newest last
 
 
 @contextlib.contextmanager
-def held(path: str) -> Iterator[None]:
+def _held(path: str) -> Iterator[None]:
     """Prevent a library that is loaded from `path` in this context from registering its operators.
 
     In this context, the dispatcher has an operator that is named after `path`. The library looks
@@ -48,24 +52,25 @@ class Registration:
 
     live = False  # True while its kernels are called
 
-    def __init__(self, name: str, place: str, library: ctypes.CDLL):
-        """`place` is the folder of the sources."""
-        self.name = name
-        self.place = place
-        self._library = library
-        # True if the library is linked with registry.cpp.
-        self._registers = hasattr(library, "calcops_jit_steps")
-        # True if it is linked with contract.cpp, too.
-        self._has_contracts = hasattr(library, "calcops_jit_documentation")
-        for function in ("steps", "commit", "documentation"):
-            if hasattr(library, f"calcops_jit_{function}"):
-                getattr(library, f"calcops_jit_{function}").restype = ctypes.c_char_p
+    def __init__(self, request: Request, path: str):
+        """Load the library from `path`, without registering its operators.
+
+        BuildError: it cannot be loaded.
+        """
+        self.name = request.name
+        self.place = request.root
+        try:
+            with _held(path):
+                self._library = ctypes.CDLL(path)
+        except OSError as error:
+            from .diagnosis import explain
+
+            message = str(error).removeprefix(f"{path}: ")
+            raise explain(f"cannot load {request.name}.so", message, request) from None
 
     @cached_property
     def _steps(self) -> list[list[str]]:
         """Return the fields of each registration: its kind, a name, a schema or signature, tags."""
-        if not self._registers:
-            return []
         return [line.split("\t") for line in self._call("steps").splitlines()]
 
     @cached_property
@@ -82,82 +87,79 @@ class Registration:
         """Return {"operator dispatch_key": C++ signature}. A fallback is " dispatch_key"."""
         return {name: signature for kind, name, signature, *_ in self._steps if kind == "impl"}
 
-    def documentation(self) -> dict[str, str]:
-        """Return {operator: text} of the operators that have a contract."""
-        if not self._has_contracts:
-            return {}
-        texts = {}
-        for entry in self._call("documentation").split("\x1e")[:-1]:
-            name, _, text = entry.partition("\n")
-            texts[name] = text.strip()
-        return texts
-
     @property
-    def schemas(self) -> dict[str, list[str]]:
-        """Return {operator: its schemas}."""
-        schemas: dict[str, list[str]] = {}
-        for kind, name, schema, *_ in self._steps:
-            if kind == "def":
-                schemas.setdefault(name.partition(".")[0], []).append(schema)
-        return schemas
+    def _signatures(self) -> dict[str, str]:
+        """Return {operator, and whether it takes SymInt: C++ signature}, the same for all keys."""
+        signatures = {}
+        for impl, text in self.impls.items():
+            if text:  # boxed kernels have none
+                kind = " with SymInt" if text.startswith("SymInt ") else ""
+                signatures[f"{impl.partition(' ')[0]} in C++{kind}"] = text
+        return signatures
 
     def names(self) -> set[str]:
         """Return the keys of `defs` and of `impls`."""
         return self.defs.keys() | self.impls.keys()
 
+    def described(self, texts: dict[str, str], permanent: list[str]) -> dict[str, str]:
+        """Return {operator: its schemas and documentation}.
+
+        Args:
+            texts: {operator: documentation} of operators without a contract.
+            permanent: operators that the library registered while it was loaded.
+        """
+        schemas = {name: handles.schemas(name) for name in permanent}
+        for kind, name, schema, *_ in self._steps:  # the contracts are read now
+            if kind == "def":
+                schemas.setdefault(name.partition(".")[0], []).append(schema)
+        texts = dict(texts)
+        for entry in self._call("documentation").split("\x1e")[:-1]:
+            name, _, text = entry.partition("\n")
+            texts[name] = text.strip()
+        described = {}
+        for name, lines in sorted(schemas.items()):
+            described[name] = "\n".join([*lines, "", texts[name]] if name in texts else lines)
+        return described
+
     def refusal(self, earlier: list[Registration]) -> BuildError | None:
         """Return the error if a schema or C++ signature differs from that in `earlier`."""
-        changes: dict[str, tuple[str, str]] = {}  # {what changed: (old text, new text)}
+        lines: dict[str, list[str]] = {}  # {what changed: how}
         for old in earlier:
-            for name, schema in old.defs.items():  # a schema that is gone is no change
-                if self.defs.get(name, schema) != schema:
-                    changes[name] = schema, self.defs[name]
-            # Boxed kernels have no C++ signature.
-            old_impls = {impl: text for impl, text in old.impls.items() if text}
-            old_signatures = {_operator(impl, text): text for impl, text in old_impls.items()}
-            for impl, signature in self.impls.items():
-                old_signature = old_signatures.get(_operator(impl, signature), signature)
-                if signature and old_signature != signature:
-                    changes[f"{impl.partition(' ')[0]} in C++"] = old_signature, signature
-        if not changes:
+            for before, now in ((old.defs, self.defs), (old._signatures, self._signatures)):
+                for name in sorted(before.keys() & now.keys()):
+                    if before[name] != now[name]:
+                        lines[name] = [name, *_difference(before[name], now[name])]
+        if not lines:
             return None
-        lines = []
-        for name, (old_text, new_text) in changes.items():
-            lines += [name, *_difference(old_text, new_text)]
         what = f"cannot reload {self.name}: a signature changed, so nothing was exchanged"
-        return report(what, lines, "restart Python, or give the operator another name")
+        fix = "restart Python, or give the operator another name"
+        return report(what, sum(lines.values(), []), fix)
 
     def take(self, earlier: list[Registration]) -> None:
         """Register everything, in place of `earlier`. Every later call reaches the new kernels.
 
         BuildError: the registration is refused, and nothing has changed.
         """
-        if self._registers:
-            self._register(earlier)
-        for old in earlier:
-            old.live = False
-        self.live = True
-        _taken[:] = [*(other for other in _taken if other is not self), self]
-
-    def _register(self, earlier: list[Registration]) -> None:
-        for other in _taken:
-            if other.live and other._is_same_file(self) and other not in earlier:
-                raise self._owned_by(other, min(self.names(), default="it"))
-        own_generations = [*earlier, self] if self in _taken else earlier
-        own_names: set[str] = set()
-        for generation in own_generations:
-            own_names |= generation.names()
-        if own_names:  # else there is nothing to compare with, and the library lists nothing
+        # glibc maps a file only once, so another registration may have the same library.
+        same = [other for other in _taken if other._library._handle == self._library._handle]
+        for other in same:
+            if other.live and other not in [*earlier, self] and self.names():
+                raise self._clash(min(self.names()), [other], "")
+        own = [*earlier, *same]
+        own_names = set().union(*(generation.names() for generation in own))
+        if own_names:  # else the library lists nothing
             for impl in own_names.intersection(self.impls):
                 if impl[0] == " ":  # a fallback, of which PyTorch takes only one at a time
                     _retire(impl, earlier)
         refused = self._commit(own_names)
         if refused:
             self._commit(own_names | self._free(refused))
-        old_impls = {impl for old in earlier for impl in old.impls}
-        for impl in old_impls:
-            if impl not in self.impls:
-                _retire(impl, earlier)
+        for impl in {impl for old in earlier for impl in old.impls if impl not in self.impls}:
+            _retire(impl, earlier)
+        for old in earlier:
+            old.live = False
+        self.live = True
+        _taken[:] = [*(other for other in _taken if other is not self), self]
 
     def _commit(self, own_names: set[str]) -> dict[str, str]:
         """Register everything, or nothing if a name is registered already and not in `own_names`.
@@ -168,41 +170,34 @@ class Registration:
         return dict(line.split("\t") for line in answer.splitlines()[1:])
 
     def _free(self, registered: dict[str, str]) -> set[str]:
-        """Return the names in `registered`, all of which may be registered again.
+        """Return the names in {name: where it was registered}, all of which may be taken.
 
-        `registered` is {name: where it was registered}. BuildError: another library has one.
+        BuildError: another library has one.
         """
         for name, origin in sorted(registered.items()):
             owners = [other for other in reversed(_taken) if name in other.names()]
-            for owner in owners:
-                if owner.live:
-                    raise self._owned_by(owner, name, origin)
-            if owners:
+            if owners and not any(owner.live for owner in owners):
                 continue  # only older generations registered it
             # The kernel of an operator that this library does not define may be replaced.
             operator = name.partition(" ")[0]  # "" for a fallback
-            if name in self.impls and operator and operator not in self.defs:
-                from ..progress import say
-
-                say(f"{self.name} takes the place of {name}, {origin}")
-                continue
-            raise self._owned_by(None, name, origin)
+            if owners or name in self.defs or operator in self.defs or not operator:
+                raise self._clash(name, owners, origin)
+            say(f"{self.name} takes the place of {name}, {origin}")
         return set(registered)
 
-    def _owned_by(self, owner: Registration | None, name: str, origin: str = "") -> BuildError:
-        evidence = [f"{owner.name} of {owner.place} has it"] if owner else []
+    def _clash(self, name: str, owners: list[Registration], origin: str) -> BuildError:
+        evidence = [f"{owner.name} of {owner.place} has it" for owner in owners if owner.live]
         evidence += [origin] if origin else []
         evidence.append(f"{self.name} of {self.place} would take its place")
         what = f"cannot load {self.name}: {name} is there already"
         return report(what, evidence, "load only one of the two, or give one another namespace")
 
-    def _is_same_file(self, other: Registration) -> bool:
-        """Return True if both are of one file, which glibc maps only once."""
-        return other is not self and other._library._handle == self._library._handle
-
     def _call(self, function: str, *arguments: bytes) -> str:
-        """Call a function of runtime/registry.cpp or contract.cpp. BuildError: it failed."""
-        call = getattr(self._library, f"calcops_jit_{function}")
+        """Call a function of the runtime. BuildError: it failed."""
+        call = getattr(self._library, f"calcops_jit_{function}", None)
+        if call is None:  # a library that registers nothing is linked without the runtime
+            return ""
+        call.restype = ctypes.c_char_p
         answer = call(*arguments).decode(errors="replace")
         if not answer.startswith("error\t"):
             return answer
@@ -221,18 +216,8 @@ def _retire(impl: str, registrations: list[Registration]) -> None:
             old._library.calcops_jit_retire(impl.encode())
 
 
-def _operator(impl: str, signature: str) -> tuple[str, bool]:
-    """Return (operator, whether the signature has SymInt).
-
-    All kernels for which this is the same must have the same C++ signature.
-    """
-    return impl.partition(" ")[0], signature.startswith("SymInt ")
-
-
 def _difference(old: str, new: str) -> list[str]:
     """Return a line for each argument and result of a schema or signature that changed."""
-    import difflib  # needed only for an error
-
     # Split at each comma, after `(` and `-> `, and before the `)` that ends a list.
     pieces = [re.split(r", |(?<=\()|(?=\)(?:$| ->))|(?<=-> )", text) for text in (old, new)]
     return [f"  {line}" for line in difflib.ndiff(*pieces) if line.startswith(("-", "+"))]

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shlex
+import shutil
 import tempfile
 
 from IPython import get_ipython
 from IPython.core.magic_arguments import argument, magic_arguments
 
-from .. import requests
-from ..cache import locks, store
-from ..cache.closure import digest
-from ..errors import BuildError
-from . import library
+from . import library, request
+from .cache import write_whole
+from .errors import BuildError
+from .inputs import digest
 
 # A folder of this process, because two notebooks may use the same name. After a restart, a cell is
 # found in the cache nevertheless, because facts have no absolute paths.
-_folder = locks.make(os.path.realpath(tempfile.gettempdir()), f"calcops-cells-{os.getuid()}")
+_folder = os.path.realpath(tempfile.mkdtemp(prefix=f"calcops-cells-{os.getuid()}-"))
+atexit.register(shutil.rmtree, _folder, ignore_errors=True)
 _OPTIONS = {  # {option of `load` in an error's fix: option of %%operator}
     "extra_include_paths": "--cflags=-I...",
     "extra_cuda_cflags": "--cflags",
     "extra_cflags": "--cflags",
     "extra_ldflags": "--ldflags",
 }
-_live: dict[str, str] = {}  # {source: text of the last cell that was loaded}
+_loaded: dict[str, str] = {}  # {source: text of the last cell that was loaded}
 
 
 @magic_arguments()
@@ -49,27 +51,29 @@ def operator(line: str, cell: str) -> None:
     folder = f"{_folder}/{digest(options.name.encode())}"
     os.makedirs(folder, exist_ok=True)
     source = f"{folder}/cell.{'cu' if options.cuda else 'cpp'}"
-    store.write_whole(source, cell.encode())
+    write_whole(source, cell.encode())
     # Headers beside the notebook are found. (nvcc knows no -iquote.)
     beside = [f"-I{os.getcwd()}"] if options.cuda else ["-iquote", os.getcwd()]
-    cflags = [*beside, *shlex.split(options.cflags)]
     settings = {
-        "extra_cuda_cflags" if options.cuda else "extra_cflags": cflags,
-        "extra_ldflags": shlex.split(options.ldflags),
+        "extra_cuda_cflags" if options.cuda else "extra_cflags": [
+            *beside,
+            *shlex.split(options.cflags),
+        ],
+        "extra_ldflags": options.ldflags,
         "verbose": options.verbose,
     }
     try:
-        built = library.obtain(requests.foreign(options.name, source, **settings))
+        loaded = library.obtain(request.foreign(options.name, source, **settings))
     except BaseException as error:
-        if source in _live:  # so that reload() does not build the cell that failed
-            store.write_whole(source, _live[source].encode())
+        if source in _loaded:  # so that reload() does not build the cell that failed
+            write_whole(source, _loaded[source].encode())
         if isinstance(error, BuildError):
             text = str(error).replace(source, "cell")
             for option, of_cell in _OPTIONS.items():
                 text = text.replace(option, of_cell)
             error = BuildError(text)
         raise error from None
-    _live[source] = cell
-    get_ipython().push(built.operators)
-    for handle in built.operators.values():
+    _loaded[source] = cell
+    get_ipython().push(loaded.operators)
+    for handle in loaded.operators.values():
         print(handle.__doc__.partition("\n\n")[0])  # its schemas

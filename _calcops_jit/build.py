@@ -1,0 +1,264 @@
+"""One build: torch.utils.cpp_extension.load in a folder that stays, in a child process.
+
+ninja compiles only what was edited. It compares times, which is not enough: a header can change and
+have an older time. So the objects of files whose contents changed are removed before ninja runs. If
+anything else changed, such as the compiler or a header that appeared, the folder is emptied.
+
+    <slot>/build.<digest of the sources' folder>/
+        .unfinished          exists while a build runs; it outlives a killed one
+        .inputs              from which contents the objects were compiled
+        c++                  the compiler's command, a script
+        build.ninja, *.o     of torch and ninja
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from . import cache, child, handles, wheel
+from .cache import Generation
+from .compile import compile_and_link, import_cpp_extension
+from .diagnosis import explain, foresee
+from .errors import BuildError, report
+from .inputs import Changed, Inputs, digest, state_of
+from .progress import Progress, say
+from .recording import dependencies, files_in_flags, inputs_of_build
+from .registration import Registration
+from .request import Request, own, runtime
+from .tools import jobs
+
+_KEPT = 4  # folders of builds in a slot, one for each checkout that uses it
+_TRIAL_S = 60  # the time in which a library must be loaded
+
+
+def built(request: Request, reasons: list[str]) -> Generation:
+    """Build a library, once for all processes.
+
+    `reasons` say why the last build does not fit; the first is shown while the compilers run.
+    BuildError: it cannot be built or loaded.
+    """
+    with cache.locked_slot(request) as slot:
+        generation = cache.find(request, reasons)  # another process may have built it meanwhile
+        if generation:
+            return generation
+        choice = request.cuda
+        if choice.fatal:
+            raise report(f"cannot build {request.name} for CUDA", [choice.reason], choice.fix)
+        if choice.gpus and not choice.build:
+            reason = f"{choice.reason}: {choice.fix}"
+            say(f"{choice.gpus[0]} is here, but {reason}; building for the CPU")
+        for cause, evidence, fix in foresee(request):
+            raise report(f"cannot build {request.name}: {cause}", [evidence], fix)
+        title = f"building {request.name}"
+        if reasons:
+            title += f" ({reasons[0].rpartition('/')[2]})"
+        with Progress(title, lambda seconds: progress(slot, seconds)) as shown:
+            try:
+                generation = _built_in_child(request, slot)
+            except OSError as error:
+                raise explain(f"cannot build {request.name}", str(error), request) from None
+            shown.outcome = f"built {request.name} in {shown.seconds():.1f} s"
+        return generation
+
+
+def _built_in_child(request: Request, slot: str) -> Generation:
+    """Build a library in a locked slot, load it in the child, and publish it."""
+    log = f"{slot}/failed.log"
+    answers = child.answers(lambda: _steps(request, slot), log, request.verbose)
+    with contextlib.closing(answers):
+        try:
+            product, inputs, size = next(answers)
+        except child.Ended as end:
+            what = f"cannot build {request.name}: something {end}"
+            raise report(what, [], f"less {log}", log) from None
+        try:
+            registered = next(answers)
+        except child.Ended as end:
+            with open(log, encoding="utf-8", errors="replace") as file:
+                file.seek(size)
+                lines = file.read().splitlines()
+            if not (torch.cuda.is_initialized() and any("CUDA" in line for line in lines)):
+                raise _crashed(request, str(end), lines) from None
+            registered = _registered(request, product)  # a child cannot use its parent's CUDA
+        generation = cache.publish(slot, product, request, Inputs(**inputs), **registered)
+    os.unlink(log)
+    return generation
+
+
+def _crashed(request: Request, end: str, lines: list[str]) -> BuildError:
+    """Return the error of a library that ended the child which loaded it."""
+    if end.endswith("SIGALRM"):
+        end = f"does not end within {_TRIAL_S} s"
+    what = f"cannot load {request.name}: a static initialiser {end}"
+    return report(what, lines[-8:], "do what may fail in a function that is called later")
+
+
+# ---- in the child --------------------------------------------------------------------------------
+
+
+def _steps(request: Request, slot: str) -> Iterator:
+    """Yield (path of what was built, its inputs, the log's size), then what it registers."""
+    product, inputs = _build(request, slot)
+    yield product, vars(inputs), os.fstat(1).st_size
+    signal.alarm(_TRIAL_S)
+    yield _registered(request, product)
+
+
+def _registered(request: Request, product: str) -> dict:
+    """Load a library. Return the fields of its manifest that say what it registers."""
+    if product.endswith(".a"):
+        return {}
+    if request.level and request.level not in wheel.levels():  # this processor cannot run it
+        other = cache.find(own(choice=request.cuda, level=wheel.levels()[0]))
+        return {key: other.manifest[key] for key in ("operators", "permanent")}
+    before = handles.registered()
+    registration = Registration(request, product)
+    permanent = sorted(handles.registered() - before)
+    texts = handles.documentation(request.root)
+    return {"operators": registration.described(texts, permanent), "permanent": permanent}
+
+
+def _build(request: Request, slot: str) -> tuple[str, Inputs]:
+    """Compile what changed, and link. Return (product, inputs)."""
+    folder = _folder(request, slot)
+    archive = None
+    if request.product.endswith(".so"):
+        archive = _archive(request, folder)
+    for _ in range(3):
+        _remove_outdated(folder, request)
+        product, inputs = _compile(request, folder, archive.path if archive else "")
+        if "" not in inputs.files.values():  # no file was saved meanwhile
+            return product, inputs.merged(archive.inputs) if archive else inputs
+    what = f"cannot build {request.name}: its sources changed again and again meanwhile"
+    raise report(what, [], "wait until nothing writes to them")
+
+
+def _archive(request: Request, folder: str) -> Generation:
+    """Return the runtime. If it must be compiled, compile the sources at the same time."""
+    wanted = runtime()
+    found = cache.find(wanted)
+    if found:
+        return found
+    import_cpp_extension()  # not while the other thread makes a child
+    results: list[Generation | BuildError] = []
+    thread = threading.Thread(target=lambda: results.append(_built_or_error(wanted)))
+    thread.start()
+    if jobs(request) > 1:
+        _remove_outdated(folder, request)
+        _compile(request, folder, "")
+        _mark(folder, "runtime")
+    thread.join()
+    if isinstance(results[0], BuildError):
+        raise results[0]
+    return results[0]
+
+
+def _built_or_error(request: Request) -> Generation | BuildError:
+    try:
+        return built(request, [])
+    except BuildError as error:
+        return error
+
+
+def _folder(request: Request, slot: str) -> str:
+    """Return the folder of builds for a checkout. If a build was killed, it is a new one.
+
+    Compilers of the killed build may still run. They write to the old folder, which has another
+    name then, and hurt nobody.
+    """
+    folder = f"{slot}/build.{digest(os.fsencode(request.root))[:8]}"
+    if os.path.exists(f"{folder}/.unfinished"):
+        os.rename(folder, f"{folder}.killed.{os.urandom(4).hex()}")
+    os.makedirs(folder, exist_ok=True)
+    os.utime(folder)
+    others = glob.glob(f"{glob.escape(slot)}/build.*")
+    others.sort(key=os.path.getmtime, reverse=True)
+    for other in others[_KEPT:]:
+        shutil.rmtree(other, ignore_errors=True)
+    for killed in glob.glob(f"{glob.escape(slot)}/build.*.killed.*"):
+        shutil.rmtree(killed, ignore_errors=True)
+    return folder
+
+
+def _remove_outdated(folder: str, request: Request) -> None:
+    """Remove the objects whose inputs have other contents than when they were compiled."""
+    try:
+        last = _last_inputs(folder)
+        last.check_others(request)
+        changed = set(last.changed_files(request))
+        if changed & files_in_flags(request, with_linker=False):
+            raise Changed("a file that a flag names")
+    except (OSError, ValueError, TypeError, Changed):
+        shutil.rmtree(folder)
+        os.mkdir(folder)
+        return
+    for target, files in dependencies(request, folder).items():
+        if changed.intersection(files):
+            os.unlink(f"{folder}/{target}")
+
+
+def _compile(request: Request, folder: str, archive: str) -> tuple[str, Inputs]:
+    """Compile what changed, and link it with an archive. Return (product, inputs).
+
+    The inputs are written after a failure, too, because some sources may have been compiled.
+    """
+    known = {*request.sources, *files_in_flags(request)}
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        known.update(map(request.unfold, _last_inputs(folder).files))
+    before = {path: state_of(path) for path in known}
+    _mark(folder)
+    failure = ""
+    try:
+        product = compile_and_link(request, folder, archive)
+    except Exception as error:  # torch refuses a GPU architecture, for example
+        failure = str(error)
+    inputs = inputs_of_build(request, folder, before, archive)
+    with open(f"{folder}/.inputs", "w") as file:
+        json.dump(vars(inputs), file)
+    os.unlink(f"{folder}/.unfinished")
+    if failure:
+        log = f"{os.path.dirname(folder)}/failed.log"
+        with open(log, encoding="utf-8", errors="replace") as file:
+            output = file.read()
+        raise explain(f"cannot build {request.name}", f"{output}\n{failure}", request, log)
+    return product, inputs
+
+
+def _mark(folder: str, awaited: str = "") -> None:
+    """Write the file that exists while a build runs. It has what is waited for, if not ninja."""
+    with open(f"{folder}/.unfinished", "w") as file:
+        file.write(awaited)
+
+
+def _last_inputs(folder: str) -> Inputs:
+    with open(f"{folder}/.inputs") as file:
+        return Inputs(**json.load(file))
+
+
+def progress(slot: str, seconds: float) -> tuple[str, float]:
+    """Return (a line of progress, the finished fraction) of the build in a slot."""
+    folders = glob.glob(f"{glob.escape(slot)}/build.*")
+    folder = max(folders, key=os.path.getmtime, default="")
+    targets: list[str] = []
+    awaited = ""
+    with contextlib.suppress(OSError):
+        with open(f"{folder}/.unfinished") as file:
+            awaited = file.read()
+        with open(f"{folder}/build.ninja", errors="replace") as file:
+            targets = re.findall(r"^build (\S+):", file.read(), re.MULTILINE)
+    if not targets:  # build.ninja is not written yet
+        return f"[0/?] {seconds:.0f} s", 0.0
+    waiting = [target for target in targets if not os.path.exists(f"{folder}/{target}")]
+    done = len(targets) - len(waiting)
+    name = waiting[0].removesuffix(".o") if len(waiting) > 1 else awaited or "linking"
+    return f"[{done}/{len(targets)}] {name} {seconds:.0f} s", done / len(targets)

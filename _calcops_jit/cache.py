@@ -1,0 +1,293 @@
+"""The cache: built libraries on disk.
+
+    <cache>/<name>-<digest of the request's facts>/     a slot
+        lock                 locked (flock) by the process that builds here
+        build.<x>/           where torch and ninja build (build.py)
+        failed.log           the compilers' output in the last build that failed
+        <digest>/            a generation: one complete build, named by the digest of its contents
+            <name>.so        the library
+            manifest         its record: facts, digest, operators, inputs
+
+A generation appears by one rename, is never written to, and is loaded only after its bytes were
+compared with the manifest. So a process that is killed at any moment leaves nothing half-done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import glob
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+from .errors import report
+from .inputs import Changed, Inputs, digest, digest_of_open
+from .progress import say
+from .request import FORMAT, Request
+
+_KEPT = 8  # generations of a slot; the least recently used ones beyond these are removed
+_DAY_S = 24 * 3600
+_SMALLEST = 4 << 20  # bytes that any build needs
+# The exceptions of a generation that is stale, damaged or unreadable.
+UNFIT = (Changed, OSError, ValueError, KeyError, TypeError)
+
+
+class Generation(SimpleNamespace):
+    """A complete build whose bytes were verified."""
+
+    path: str  # of the library
+    digest: str  # the generation's name
+    manifest: dict
+    inputs: Inputs
+
+
+def folders() -> list[str]:
+    """Return the cache folders: the chosen one, and a temporary one if it cannot be written."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.cache")
+    chosen = os.environ.get("CALCOPS_CACHE") or f"{base}/calcops"
+    temporary = os.environ.get("TMPDIR", "")
+    if not os.path.isdir(temporary):
+        temporary = "/tmp"
+    fallback = f"{temporary}/calcops-{os.getuid()}"
+    # "~" is not expanded without HOME and a passwd entry.
+    return [_absolute(folder) for folder in (chosen, fallback) if not folder.startswith("~/")]
+
+
+@functools.cache
+def _absolute(path: str) -> str:
+    """Return a folder's absolute path. It is remembered, because the process may chdir."""
+    return os.path.abspath(os.path.expanduser(path))
+
+
+# ---- finding -------------------------------------------------------------------------------------
+
+
+def find(request: Request, reasons: list[str] | None = None) -> Generation | None:
+    """Return a build of the request whose inputs have not changed, or None.
+
+    Why other builds do not fit is appended to `reasons`.
+    """
+    for folder in folders():
+        for i, path in enumerate(generations(f"{folder}/{request.slot}")):
+            try:
+                generation = checked(path, request)
+            except UNFIT as problem:
+                if reasons is not None:
+                    reasons.append(str(problem))
+                continue
+            manifest = f"{path}/manifest"
+            with contextlib.suppress(OSError):  # somebody else's cache is only read
+                if i > 0 or time.time() - os.path.getmtime(manifest) > _DAY_S:
+                    os.utime(manifest)  # the time of last use, by which generations are sorted
+            return generation
+    return None
+
+
+def generations(slot: str) -> list[str]:
+    """Return the folders of a slot's generations, the last used first."""
+    times = {}
+    for manifest in glob.glob(f"{glob.escape(slot)}/*/manifest"):
+        with contextlib.suppress(OSError):  # another process removed it meanwhile
+            times[os.path.dirname(manifest)] = os.path.getmtime(manifest)
+    return sorted(times, key=times.get, reverse=True)
+
+
+def checked(path: str, request: Request) -> Generation:
+    """Return the generation in a folder. UNFIT: it is stale, damaged or unreadable."""
+    manifest = read_manifest(path)
+    inputs = Inputs(**manifest["inputs"])
+    inputs.check(request)
+    library = f"{path}/{request.product}"
+    with _verified(library) as file:
+        if digest_of_open(file.fileno()) != manifest["digest"]:
+            raise ValueError(f"{library} is damaged")
+    name = os.path.basename(path)
+    return Generation(path=library, digest=name, manifest=manifest, inputs=inputs)
+
+
+def read_manifest(path: str) -> dict:
+    """Return the manifest in the folder of a generation. UNFIT: it cannot be used."""
+    with _verified(f"{path}/manifest") as file:
+        checksum, _, text = file.read().partition(b"\n")
+    if checksum.decode(errors="replace") != digest(text):
+        raise ValueError(f"{path}/manifest is damaged")
+    manifest = json.loads(text)
+    if manifest["facts"]["format"] != FORMAT:
+        raise ValueError(f"{path}/manifest has another version")
+    return manifest
+
+
+def _verified(path: str):
+    """Open a regular file that only this user and root can have written."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
+    status = os.fstat(fd)
+    is_ours = status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
+    if not stat.S_ISREG(status.st_mode) or not is_ours:
+        os.close(fd)
+        raise ValueError(f"{path} is no file that only this user and root can write")
+    return open(fd, "rb")
+
+
+def newest(name: str) -> Iterator[dict]:
+    """Yield the manifests of all builds of a name, the last used first."""
+    of_name = [slot for slot in slots() if os.path.basename(slot)[:-17] == name]
+    paths = [path for slot in of_name for path in generations(slot)]
+    for path in sorted(paths, key=lambda path: os.path.getmtime(f"{path}/manifest"), reverse=True):
+        with contextlib.suppress(*UNFIT):
+            yield read_manifest(path)
+
+
+def differences(old: dict, new: dict) -> list[str]:
+    """Return a line for each fact that differs, from a manifest's facts and a request's."""
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return [f"{key}: {_difference(old.get(key, []), new.get(key, []))}" for key in changed]
+
+
+def _difference(old, new) -> str:
+    if isinstance(old, list) and isinstance(new, list) and set(old) != set(new):
+        removed = [f"-[{word}]" for word in old if word not in new]
+        added = [f"+[{word}]" for word in new if word not in old]
+        return " ".join(removed + added)
+    return f"{old} -> {new}"
+
+
+# ---- building ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def locked_slot(request: Request) -> Iterator[str]:
+    """Make a request's slot in the first folder that can be written, lock it and yield its path.
+
+    The kernel releases the lock when this process ends in any way.
+    """
+    problems: list[str] = []
+    for folder in folders():
+        try:
+            lock = _writable(folder, request)
+        except OSError as error:
+            problems.append(f"{folder}: {error.strerror}")
+            continue
+        if problems:
+            say(f"cannot write {problems[0]}; using {folder} (set CALCOPS_CACHE to choose)")
+        with lock:
+            _wait(lock, request.name)
+            try:
+                yield f"{folder}/{request.slot}"
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
+        return
+    what = f"cannot build {request.name}: no folder can be written"
+    fix = "export CALCOPS_CACHE=<a folder of your own>"
+    if os.strerror(errno.EMFILE) in problems[0]:
+        fix = "ulimit -n $(ulimit -H -n)"
+    raise report(what, problems, fix)
+
+
+def _writable(folder: str, request: Request):
+    """Make a request's slot in a cache folder, and open its lock. OSError: it cannot be written."""
+    is_fallback = folder == folders()[-1]
+    os.makedirs(folder, 0o700 if is_fallback else 0o755, exist_ok=True)
+    if is_fallback and os.lstat(folder).st_uid != os.getuid():
+        raise PermissionError(0, "it belongs to somebody else")  # anybody can make it
+    slot = f"{folder}/{request.slot}"
+    os.makedirs(slot, 0o755, exist_ok=True)
+    with tempfile.TemporaryFile(dir=slot) as probe:
+        os.posix_fallocate(probe.fileno(), 0, _SMALLEST)
+        fcntl.flock(probe, fcntl.LOCK_EX)  # some file systems have no locks
+    return open(f"{slot}/lock", "a+")
+
+
+def _wait(lock, name: str) -> None:
+    """Wait until this process alone has a slot's lock, and write into it who has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        say(f"waiting for {lock.read() or 'another process'}, which builds {name}")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+    lock.flush()
+
+
+def publish(slot: str, product: str, request: Request, inputs: Inputs, **answers) -> Generation:
+    """Make a file that was built a generation of a locked slot.
+
+    `answers` are the other fields of the manifest.
+    """
+    with open(product, "rb") as file:
+        library_digest = digest_of_open(file.fileno())
+    manifest = {
+        "facts": request.facts,
+        "asked": request.asked,
+        "digest": library_digest,
+        "inputs": vars(inputs),
+        **answers,
+    }
+    name = digest(" ".join([library_digest, *sorted(inputs.files.values())]).encode())[:16]
+    path = f"{slot}/{name}"
+    new = f"{os.path.dirname(product)}/new.{os.urandom(4).hex()}"
+    os.mkdir(new, 0o755)
+    os.chmod(product, 0o755)
+    os.rename(product, f"{new}/{request.product}")
+    write_manifest(new, manifest)
+    if os.path.lexists(path):  # it is damaged
+        os.rename(path, f"{new}.old")
+    os.rename(new, path)
+    shutil.rmtree(f"{new}.old", ignore_errors=True)
+    for old in generations(slot)[_KEPT:]:
+        shutil.rmtree(old, ignore_errors=True)  # a process that has loaded it keeps it
+    library = f"{path}/{request.product}"
+    return Generation(path=library, digest=name, manifest=manifest, inputs=inputs)
+
+
+def write_manifest(path: str, manifest: dict) -> None:
+    """Write the manifest of a generation into its folder."""
+    text = json.dumps(manifest).encode()
+    write_whole(f"{path}/manifest", digest(text).encode() + b"\n" + text)
+
+
+def write_whole(path: str, data: bytes) -> None:
+    """Write a file by one rename, so that nobody reads a part of it."""
+    beside = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
+    with open(beside, "wb") as file:
+        os.fchmod(file.fileno(), 0o644)  # the umask may let a group write it
+        file.write(data)
+    os.replace(beside, path)
+
+
+# ---- the whole cache -----------------------------------------------------------------------------
+
+
+def slots() -> list[str]:
+    """Return the paths of all slots."""
+    pattern = f"*-{'[0-9a-f]' * 16}"
+    return sorted(sum((glob.glob(f"{glob.escape(folder)}/{pattern}") for folder in folders()), []))
+
+
+def clean() -> list[str]:
+    """Empty every slot in which no process builds. Return the paths of the others."""
+    busy = []
+    for slot in slots():
+        with contextlib.suppress(OSError), open(f"{slot}/lock", "r+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                busy.append(slot)
+                continue
+            for name in os.listdir(slot):
+                if name != "lock":  # a process may wait for it
+                    shutil.rmtree(f"{slot}/{name}", ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{slot}/failed.log")
+    return busy

@@ -1,0 +1,119 @@
+"""A child process for what must not happen in this one.
+
+A build changes environment variables, which other threads would see. A library's static
+initialiser may end the process. The child is a fork, because a new Python would import PyTorch for
+two seconds, and because an initialiser may need the libraries that are loaded here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import os
+import resource
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, Pipe
+from typing import BinaryIO, NoReturn
+
+from .errors import BuildError
+
+_SHOWN_S = 0.1  # time between two looks at what the child has printed
+# The program may have handlers for these, or ignore them.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGALRM)
+
+
+class Ended(Exception):
+    """The child ended before it answered. The message says how."""
+
+
+def answers(steps: Callable[[], Iterator], log: str, is_shown: bool = False) -> Iterator:
+    """Run a generator in a child process, and yield what it yields.
+
+    As soon as this generator is closed, or this process has ended in any way, the child and the
+    processes that it started are ended.
+
+    Args:
+        steps: makes the generator. Its values are pickled, so they are plain.
+        log: path of the file for what the child prints.
+        is_shown: print that here, too.
+
+    Raises:
+        BuildError: the generator raised it.
+        Ended: the child ended otherwise.
+    """
+    with open(log, "wb"), open(log, "rb") as output:
+        here, there = Pipe()
+        with warnings.catch_warnings():
+            # Python warns that another thread may hold a lock, which nobody releases in the child.
+            warnings.simplefilter("ignore")
+            pid = os.fork()
+        if pid == 0:
+            here.close()
+            _run(steps, there, log)
+        there.close()
+        status = 0
+        try:
+            while True:
+                while is_shown and not here.poll(_SHOWN_S):
+                    _show(output)
+                is_error, answer = here.recv()
+                if is_error:
+                    raise BuildError(answer)
+                yield answer
+        except EOFError:
+            pass  # the child has ended
+        finally:
+            here.close()
+            with contextlib.suppress(ChildProcessError):  # another thread waits for every child
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            if is_shown:
+                _show(output)
+    if status < 0:
+        raise Ended(f"ends the process by {signal.Signals(-status).name}")
+    raise Ended(f"ends the process ({status})")
+
+
+def _show(output: BinaryIO) -> None:
+    """Print what was added to a file since the last call."""
+    with contextlib.suppress(OSError, ValueError):  # a closed stream must not fail a build
+        print(output.read().decode(errors="replace"), end="", flush=True)
+
+
+def _run(steps: Callable[[], Iterator], there: Connection, log: str) -> NoReturn:
+    """Run a generator in this child, and send what it yields."""
+    try:
+        os.setsid()  # Ctrl-C interrupts only the parent
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        faulthandler.disable()
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        # In a daemon, the connection may have the number of a standard stream.
+        connection = Connection(fcntl.fcntl(there.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        output = os.open(log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout = sys.stderr = os.fdopen(1, "w", encoding="utf-8", errors="replace")
+        threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+        try:
+            for answer in steps():
+                connection.send((False, answer))
+        except BuildError as error:
+            connection.send((True, str(error)))
+        except Exception:
+            connection.send((True, traceback.format_exc()))
+    finally:
+        os._exit(0)
+
+
+def _end_with(connection: Connection) -> None:
+    """Wait until the parent closes the connection or ends. Then end this child and all of its."""
+    connection.poll(None)
+    os.killpg(0, signal.SIGTERM)

@@ -1,0 +1,194 @@
+"""The call of torch.utils.cpp_extension.load, in a child process (child.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+
+from . import cuda
+from .cache import write_whole
+from .inputs import TORCH
+from .request import SHADOW, WRAPPERS, Request, words_of
+from .tools import find_ninja, jobs, version
+
+# From the folder of a wheel's library to the folder with this package and torch.
+ORIGIN = "$ORIGIN/../../../.."
+# torch asks compilers for the headers outside of system folders (-MMD). -isystem makes a folder one
+# of these, and its headers may be edited, too. The script also lets CXX be several words.
+_COMPILER = """\
+#!/bin/sh
+{first}
+for word do
+  shift
+  case "$word" in
+    -MMD) word=-MD;;{unwanted}
+  esac
+  set -- "$@" "$word"
+done
+exec {command} "$@"
+"""
+# The script's beginning if there is nothing to link with yet.
+_COMPILE_ONLY = 'case " $* " in *" -c "*);; *) exit;; esac'
+# Flags for dependency files, which a Makefile may pass. A compiler writes only one such file.
+_DEPENDENCY_FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
+
+
+def compile_and_link(request: Request, folder: str, archive: str) -> str:
+    """Compile what changed in a folder, and link it with the runtime. Return the product's path.
+
+    `archive` is the path of the runtime. With "", nothing is linked. torch's exceptions: it failed.
+    """
+    cpp_extension = import_cpp_extension()
+    cpp_extension.CUDA_HOME = request.cuda.home or None
+    with _environment(_variables(request, folder, archive)):
+        path = cpp_extension.load(
+            name=request.name,
+            sources=_sources(request, folder),
+            extra_cflags=_cflags(request),
+            extra_cuda_cflags=list(request.cuda_cflags),
+            extra_ldflags=_ldflags(request, folder, archive),
+            extra_include_paths=[path.replace("$", "$$") for path in request.include_paths],
+            build_directory=folder,
+            verbose=True,  # ninja's output goes to the log
+            with_cuda=request.cuda.build,
+            # With -shared, a "standalone" program is a library. torch does not load it: the loader
+            # does so later, after it has verified the bytes.
+            is_python_module=False,
+            is_standalone=True,
+        )
+    if request.product.endswith(".a"):
+        path = f"{folder}/{request.product}"
+        objects = [f"{folder}/{name}" for name in os.listdir(folder) if name.endswith(".o")]
+        subprocess.run(["ar", "rcs", path, *objects], check=True)
+    return path
+
+
+def import_cpp_extension() -> ModuleType:
+    """Return torch.utils.cpp_extension."""
+    # setuptools is slow to import, and only setup.py needs it.
+    placeholder = SimpleNamespace(Command=object, build_ext=object)
+    for name in ("setuptools", "setuptools.command", "setuptools.command.build_ext"):
+        sys.modules.setdefault(name, placeholder)
+    # If the import found a toolkit, it would look for a GPU, which initialises CUDA.
+    with _environment({"CUDA_HOME": "", "CUDA_PATH": ""}):
+        from torch.utils import cpp_extension
+    return cpp_extension
+
+
+@contextlib.contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    """Change environment variables of this child, and restore them at the end."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
+
+
+def _variables(request: Request, folder: str, archive: str) -> dict[str, str]:
+    """Return environment variables for torch and the compilers. Write the script for CXX."""
+    script = f"{folder}/c++"
+    first = "" if archive else _COMPILE_ONLY
+    # A wheel's library finds PyTorch by an rpath with $ORIGIN, wherever it is.
+    unwanted = " -Wl,-rpath,/*) continue;;" if request.level else ""
+    with open(script, "w") as file:
+        command = shlex.join(request.compiler)
+        file.write(_COMPILER.format(command=command, first=first, unwanted=unwanted))
+        os.fchmod(file.fileno(), 0o755)
+    path = request.environment.get("PATH", os.defpath)
+    variables = {
+        "CXX": script,
+        "PATH": f"{path}:{os.path.dirname(find_ninja(request))}",
+        "MAX_JOBS": str(jobs(request)),
+        "LC_ALL": "C.UTF-8",  # diagnosis.py knows the English messages
+        "LD_PRELOAD": "",  # it may be a sanitizer for this process
+        # Compiler wrappers decide by rules of their own whether an object is up to date.
+        "TORCH_NO_COMPILER_WRAPPER": "1",
+        "CCACHE_DISABLE": "1",
+        "SCCACHE_RECACHE": "1",
+        "TORCH_DONT_CHECK_COMPILER_ABI": "1",  # the check starts two processes
+    }
+    if request.cuda.build:
+        variables["CUDA_HOME"] = request.cuda.home
+        variables["TORCH_CUDA_ARCH_LIST"] = cuda.arch_list(request.cuda)
+        variables["CUDA_INC_PATH"] = cuda.headers(request.cuda.home)
+        host = words_of("CC")
+        if host:  # torch passes it to nvcc's -ccbin, which takes one word
+            variables["CC"] = next((word for word in host if word not in WRAPPERS), host[0])
+    return variables
+
+
+def _sources(request: Request, folder: str) -> list[str]:
+    """Return the sources for torch, which names an object after its source.
+
+    A source whose name is taken, or that ninja cannot quote, is included by a file in `folder`.
+    """
+    sources = []
+    taken = set()
+    for i, source in enumerate(request.sources):
+        stem, suffix = os.path.splitext(os.path.basename(source))
+        target = stem, suffix in (".cu", ".cuh")
+        if target in taken or not re.fullmatch(r"[\w./+@,=~ -]+", source, re.ASCII):
+            source = _including(source, f"{folder}/source{i}{suffix}")
+        taken.add(target)
+        sources.append(source)
+    return sources
+
+
+def _including(source: str, path: str) -> str:
+    """Write a file that includes a source, unless it is there already. Return its path."""
+    text = os.fsencode(f'#include "{source}"\n')
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        if file.read() == text:
+            return path
+    write_whole(path, text)
+    return path
+
+
+def _cflags(request: Request) -> list[str]:
+    """Return the flags for C++, of which two are only for GCC."""
+    cflags = re.sub(_DEPENDENCY_FLAGS, "", " ".join(request.cflags)).split(" ")
+    if "Free Software Foundation" not in version(request):
+        return [flag for flag in cflags if flag != "-fno-gnu-unique"]
+    # GCC's garbage collector is slow on PyTorch's headers. It runs only if the heap exceeds 1 GiB.
+    return ["--param=ggc-min-heapsize=1048576", *cflags]
+
+
+def _ldflags(request: Request, folder: str, archive: str) -> list[str]:
+    """Return flags for the linker. It takes from the archive only what the objects need."""
+    flags = ["-shared", "-Wl,--as-needed", "-Wl,--dependency-file=link.d", _quoted(archive)]
+    flags += request.ldflags
+    flags.append(f"-Wl,--version-script={_quoted(SHADOW)}/hidden.map")
+    # lld reads PyTorch's libraries in a tenth of GNU ld's time. With archives it may make another
+    # library.
+    is_plain = {*request.ldflags} <= {"-fopenmp", "-ltorch_python"}
+    if is_plain and "-flto" not in " ".join(request.cflags) and shutil.which("ld.lld"):
+        flags.append("-fuse-ld=lld")
+    rpaths = [f"{TORCH}/lib"]  # so that C++ programs need no LD_LIBRARY_PATH
+    runtime = cuda.loaded_runtime()
+    if request.cuda.build and runtime:
+        # Wheels have only libcudart.so.13, but -lcudart needs libcudart.so.
+        with contextlib.suppress(FileExistsError):
+            os.symlink(runtime, f"{folder}/libcudart.so")
+        flags.append("-L.")
+        rpaths.append(os.path.dirname(runtime))
+    if request.level:
+        site = os.path.dirname(TORCH)
+        rpaths = [f"{ORIGIN}/{os.path.relpath(path, site)}" for path in rpaths]
+    return [*flags, *(f"-Wl,-rpath,{_quoted(path)}" for path in rpaths)]
+
+
+def _quoted(text: str) -> str:
+    """Return a word quoted for a shell, and then for ninja."""
+    return shlex.quote(text).replace("$", "$$")

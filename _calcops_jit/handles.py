@@ -1,0 +1,104 @@
+"""torch.ops handles that have documentation and can be copied and pickled."""
+
+from __future__ import annotations
+
+import copyreg
+import glob
+import inspect
+import os
+import re
+from collections.abc import Iterable
+
+import torch
+
+from .errors import report
+
+_BLOCK = r"(?m)^[ \t]*/// (\w+::\w+)[ \t]*\n((?:[ \t]*///.*\n)*)"
+
+
+def documentation(root: str) -> dict[str, str]:
+    """Return {operator: text} from the `///` blocks in root/*/*.h and root/*/*.cpp.
+
+    The first line of a block is `/// namespace::name`. The text follows.
+    """
+    texts = {}
+    for source in sorted([*glob.glob(f"{root}/*/*.h"), *glob.glob(f"{root}/*/*.cpp")]):
+        if os.path.isfile(source):
+            with open(source, encoding="utf-8", errors="replace") as file:
+                for name, block in re.findall(_BLOCK, file.read()):
+                    lines = [re.sub(r"^[ \t]*/// ?", "", line) for line in block.splitlines()]
+                    texts[name] = "\n".join(lines).strip()
+    return texts
+
+
+def registered() -> set[str]:
+    """Return the names of all operators of this process."""
+    return {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+
+
+def packet(name: str):
+    """Return the handle of `namespace::name`. AttributeError: it has no schema."""
+    namespace, _, operator = name.partition("::")
+    return getattr(getattr(torch.ops, namespace), operator)
+
+
+def schemas(name: str) -> list[str]:
+    """Return the schemas of an operator that is registered in this process."""
+    handle = packet(name)
+    return [str(getattr(handle, overload)._schema) for overload in handle.overloads()]
+
+
+def missing(what: str, names: Iterable[str]) -> AttributeError:
+    """Return the error for an operator that does not exist. It lists the operators that do."""
+    public = sorted(name for name in names if not name.startswith("_"))
+    fix = "call one of these, or register it with TORCH_LIBRARY"
+    return AttributeError(str(report(what, ["there are: " + ", ".join(public)], fix)))
+
+
+def handles(described: dict[str, str], library) -> dict[str, torch._ops.OpOverloadPacket]:
+    """Return {name without namespace: torch.ops handle} of a Library.
+
+    Names with a leading underscore are left out. If operators of two namespaces have the same name,
+    only the first is returned. `described` is {operator: schemas and documentation}.
+    """
+    packets = {}
+    for name, text in described.items():
+        short = name.rpartition("::")[2]
+        if not short.startswith("_") and short not in packets:
+            packets[short] = packet(name)
+            packets[short].__doc__ = text
+            packets[short].__signature__ = _signature(packets[short])
+            packets[short].calcops_library = library
+    return packets
+
+
+def _signature(handle: torch._ops.OpOverloadPacket) -> inspect.Signature | None:
+    """Return the schema's arguments for inspect.signature; None if there are several overloads."""
+    overloads = handle.overloads()
+    if len(overloads) != 1:
+        return None
+    parameters = []
+    for argument in getattr(handle, overloads[0])._schema.arguments:
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if argument.kwarg_only:
+            kind = inspect.Parameter.KEYWORD_ONLY
+        default = inspect.Parameter.empty
+        if argument.has_default_value():
+            default = argument.default_value
+        parameters.append(inspect.Parameter(argument.name, kind, default=default))
+    return inspect.Signature(parameters)
+
+
+def _reduce(handle: torch._ops.OpOverloadPacket):
+    """Return (function, arguments) that give the handle when it is unpickled."""
+    name = handle._qualified_op_name
+    library = getattr(handle, "calcops_library", None)
+    return _unpickled, (name, library)
+
+
+def _unpickled(name: str, library) -> torch._ops.OpOverloadPacket:
+    return packet(name)  # to unpickle `library` has loaded it
+
+
+# PyTorch's own handles cannot be pickled, and copy.copy() of one never returns.
+copyreg.pickle(torch._ops.OpOverloadPacket, _reduce)

@@ -1,0 +1,281 @@
+"""Find or build a library, load it, and exchange it after an edit."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable
+
+import torch
+
+from . import cache, handles, request
+from .cache import Generation
+from .errors import BuildError, report
+from .inputs import Changed
+from .progress import say
+from .registration import Registration
+from .request import Request
+
+
+class Library:
+    """A loaded library and its operators, which are torch.ops handles.
+
+    Every operator is an attribute, and also in the dictionary `operators`. `path` is the path of
+    the shared library, and so is os.fspath(library). An operator named `path` or `operators` hides
+    the attribute of that name.
+
+    reload() changes a Library in place: its handles stay, and call the new kernels. A copy is the
+    same object. Unpickling a Library loads the library from its sources.
+    """
+
+    path: str
+    operators: dict[str, torch._ops.OpOverloadPacket]
+
+    def _set(self, wanted: Request, generation: Generation) -> None:
+        packets = handles.handles(generation.manifest["operators"], self)
+        vars(self).clear()
+        # An operator may hide the public attributes.
+        self._request, self._path, self._operators = wanted, generation.path, packets
+        vars(self).update({"path": generation.path, "operators": packets} | packets)
+
+    def __fspath__(self) -> str:
+        return self._path
+
+    def __copy__(self) -> Library:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Library:
+        return self
+
+    def __reduce__(self):
+        return _unpickled, (self._request.asked,)
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):  # copy and pickle look for methods of such names
+            raise AttributeError(name)
+        raise handles.missing(f"no operator `{name}` in {self._path}", self._operators)
+
+    def __repr__(self) -> str:
+        return f"<calcops_jit library {self._path}: {', '.join(self._operators) or 'no operators'}>"
+
+
+def _unpickled(asked: dict | None) -> Library:
+    return obtain(request.own() if asked is None else request.foreign(**asked))
+
+
+class Live:
+    """A library of this process: the generation whose kernels are called, and older ones."""
+
+    generation: Generation | None = None
+
+    def __init__(self, wanted: Request):
+        self.request = wanted
+        self.library = Library()
+        self._registrations: dict[str, Registration] = {}  # {digest of a generation: ...}
+
+    def is_current(self, wanted: Request) -> bool:
+        """Return True if a request's library is the present generation."""
+        if self.generation is None or wanted.slot != self.request.slot:
+            return False
+        try:
+            self.generation.inputs.check(wanted)
+        except Changed:
+            return False
+        return True
+
+    def refuse_permanent(self, wanted: Request) -> None:
+        """Raise BuildError if the present generation has operators that cannot be exchanged."""
+        if self.generation and self.generation.manifest["permanent"]:
+            name = self.generation.manifest["permanent"][0]
+            evidence = f"{name} was registered without torch/library.h, "
+            evidence += "by STABLE_TORCH_LIBRARY perhaps"
+            what = f"cannot reload {wanted.name}: an operator cannot be exchanged"
+            raise report(what, [evidence], "restart Python")
+
+    def exchange(self, wanted: Request, generation: Generation) -> None:
+        """Load a generation and register its operators, in place of the present one.
+
+        BuildError: the registration is refused, and nothing has changed.
+        """
+        new = self._registrations.get(generation.digest)
+        if new is None:
+            new = Registration(wanted, generation.path)
+            if refusal := new.refusal(list(self._registrations.values())):
+                raise refusal
+        if not new.live:
+            new.take([old for old in self._registrations.values() if old is not new])
+        self._registrations[generation.digest] = new
+        self.request = wanted
+        self.generation = generation
+        self.library._set(wanted, generation)
+
+    def warn(self) -> None:
+        """Print a line for each kernel without a schema, or one if there are no operators."""
+        new = self._registrations[self.generation.digest]
+        for name in sorted({re.split("[ .]", impl)[0] for impl in new.impls} - {""}):
+            try:
+                handles.packet(name)
+            except AttributeError:
+                define = f'm.def("{name.partition("::")[2]}(...) -> ...")'
+                say(f"{name} has a kernel in {new.name} and no schema: {define}")
+        include = re.compile(r"#\s*include\s*<(?:torch|ATen|calcops)/")
+        registers = new.names() or self.library.operators
+        if not registers and any(include.search(_text_of(path)) for path in self.request.sources):
+            how = "add TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) or a calcops::Contract"
+            say(f"{new.name} registers no operators: {how}")
+
+
+_live: list[Live] = []
+_one_at_a_time = threading.RLock()
+# Another thread may hold the lock during a fork. That thread does not exist in the child, so it
+# would never release the child's copy.
+os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)
+
+
+def obtain(wanted: Request, build: bool = True) -> Library | None:
+    """Load the library for a request. Build it if neither the cache nor a wheel has it.
+
+    Return None if it is not built and `build` is False.
+    """
+    with _one_at_a_time:
+        live = _find_live(wanted)
+        if live.is_current(wanted):
+            return live.library
+        live.refuse_permanent(wanted)
+        reasons: list[str] = []
+        refusals: list[str] = []
+        generation = cache.find(wanted, reasons)
+        if generation:
+            live.exchange(wanted, generation)
+        elif not _take_from_wheel(live, wanted, refusals):
+            if not build:
+                return None
+            if refusals:
+                reason = f"what the wheel brings does not fit: {refusals[0]}"
+                say(f"building {wanted.name} from its sources; {reason}")
+            _build(live, wanted, reasons)
+        if live not in _live:
+            _live.append(live)
+        return live.library
+
+
+def _take_from_wheel(live: Live, wanted: Request, refusals: list[str]) -> bool:
+    """Load the wheel's library for this machine. Return False if it has none that works."""
+    generation = find_in_wheel(wanted, refusals)
+    if generation is None:
+        return False
+    try:
+        live.exchange(wanted, generation)
+    except BuildError as error:  # this system's C library may be too old for it
+        refusals.append(" ".join(line.strip() for line in str(error).splitlines()[:2]))
+        return False
+    return True
+
+
+def _build(live: Live, wanted: Request, reasons: list[str]) -> None:
+    from .build import built
+
+    try:
+        live.exchange(wanted, built(wanted, reasons))
+    except KeyboardInterrupt as interrupt:  # a user who pressed Ctrl-C needs no traceback
+        raise interrupt.with_traceback(None) from None
+    live.warn()
+
+
+def find_in_wheel(wanted: Request, reasons: list[str]) -> Generation | None:
+    """Return the library that this package's wheel has for this machine, or None.
+
+    Why it has none is appended to `reasons`.
+    """
+    if wanted.name != "calcops" or not os.path.isdir(f"{request.LOADER}/built"):
+        return None
+    from .wheel import find
+
+    return find(wanted, reasons)
+
+
+def _find_live(wanted: Request) -> Live:
+    """Return the loaded library that has the name and a path of a request, or a new one."""
+    for live in _live:
+        if live.request.name == wanted.name and _paths(live.request) & _paths(wanted):
+            return live
+    return Live(wanted)
+
+
+def _paths(wanted: Request) -> set[str]:
+    """Return a library's folder, and its sources by the given paths and by the real paths."""
+    given = wanted.asked["sources"] if wanted.asked else ()
+    return {wanted.root, *wanted.sources, *given}
+
+
+def reload() -> list[str]:
+    """Exchange every loaded library whose inputs changed. Return their names.
+
+    If some fail, the others are exchanged, and then the first error is raised. It is a BuildError,
+    or a ValueError for an environment variable such as CXX with an unclosed quotation mark.
+    """
+    with _one_at_a_time:
+        before = [(live, live.generation.digest) for live in _live]
+        failure = None
+        for live, _ in before:
+            try:
+                obtain(request.again(live.request))
+            except Exception as error:
+                failure = failure or error
+        if failure:
+            raise failure
+        return [live.request.name for live, digest in before if live.generation.digest != digest]
+
+
+def watch(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]:
+    """Start a thread that calls `reload` when a library's file changes.
+
+    Return the function that stops the thread.
+    """
+    stop = threading.Event()
+    arguments = (stop, seconds, reload)
+    thread = threading.Thread(target=_watch, args=arguments, name="calcops watch", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        stop.set()
+        thread.join()
+
+    return end
+
+
+def _watch(stop: threading.Event, seconds: float, reload: Callable[[], list[str]]) -> None:
+    before = None  # the first check reloads, too, because files may have been saved before it
+    while not stop.wait(seconds):
+        try:
+            times = {path: _time_of(path) for live in list(_live) for path in _watched(live)}
+            if times == before:
+                continue
+            before = times  # also if the reload fails: the same files would fail again
+            changed = reload()
+            if changed:
+                say(f"reloaded {', '.join(changed)}")
+        except Exception as error:  # the next save may remove the cause
+            if not stop.is_set():
+                say(str(error) or type(error).__name__)
+
+
+def _watched(live: Live) -> set[str]:
+    """Return the paths of a library's sources and headers, and of the sources' folders."""
+    folders = map(os.path.dirname, live.request.sources)
+    files = map(live.request.unfold, live.generation.inputs.files)
+    return {live.request.root, *folders, *live.request.sources, *files}
+
+
+def _text_of(path: str) -> str:
+    with open(path, errors="replace") as file:
+        return file.read()
+
+
+def _time_of(path: str) -> int:
+    """Return when a file was changed; 0 if it does not exist."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
