@@ -168,46 +168,33 @@ def same_size_and_time(path: Path, text: str) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-# {change: (value that changes, file, its text with {} for the value, how it is written)}
-EDITS = {
-    search: (name, f"{name}/late/{name}.h", f"#define VALUE_{name} {{}}\n", in_place)
-    for search, name in NAMES.items()
-}
+# {edit: (value that changes, file, how it is written)}
+EDITS = {search: (name, f"{name}/late/{name}.h", in_place) for search, name in NAMES.items()}
 EDITS |= {
-    "a source": ("source", "source.cpp", "int source() {{ return {}; }}\n", in_place),
-    "a header": ("beside", "beside.h", "#define VALUE_beside {}\n", in_place),
-    "an older header": ("beside", "beside.h", "#define VALUE_beside {}\n", older),
-    "a header of the same size and time": (
-        "beside",
-        "beside.h",
-        "#define VALUE_beside {}\n",
-        same_size_and_time,
-    ),
-    "-include": ("forced", "forced.h", "#define VALUE_forced {}\n", in_place),
-    "-imacros": ("macros", "macros.h", "#define VALUE_macros {}\n", in_place),
-    "a response file in a response file": (
-        "inner_rsp",
-        "inner.rsp",
-        "-DVALUE_inner_rsp={}\n",
-        in_place,
-    ),
-    "a header that a macro names": (
-        "macro_name",
-        "macro_name.h",
-        "#define VALUE_macro_name {}\n",
-        in_place,
-    ),
-    "a header that appears": ("tested", "in/tested.h", "#define VALUE_tested {}\n", in_place),
+    "a source": ("source", "source.cpp", in_place),
+    "a header": ("beside", "beside.h", in_place),
+    "an older header": ("beside", "beside.h", older),
+    "a header of the same size and time": ("beside", "beside.h", same_size_and_time),
+    "-include": ("forced", "forced.h", in_place),
+    "-imacros": ("macros", "macros.h", in_place),
+    "a response file in a response file": ("inner_rsp", "inner.rsp", in_place),
+    "a header that a macro names": ("macro_name", "macro_name.h", in_place),
+    "a header that appears": ("tested", "in/tested.h", in_place),
+}
+TEXTS = {
+    ".h": "#define VALUE_{} {}\n",
+    ".rsp": "-DVALUE_{}={}\n",
+    ".cpp": "int {}() {{ return {}; }}\n",
 }
 
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_file_causes_a_rebuild_and_why_names_it(everything, edit):
-    name, file, text, write = EDITS[edit]
+    name, file, write = EDITS[edit]
     path = everything.project / file
     path.parent.mkdir(exist_ok=True)
     everything.values[name] = 2 + list(EDITS).index(edit) % 8  # one digit, another for each edit
-    write(path, text.format(everything.values[name]))
+    write(path, TEXTS[path.suffix].format(name, everything.values[name]))
     assert file.partition("/")[0] in everything.why()
     assert everything.values_of_a_new_process() == everything.values
     assert 1 <= everything.compiled() <= 2
