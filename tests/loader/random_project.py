@@ -1,15 +1,13 @@
-"""A random project of C++ sources, headers, flags and libraries, and random edits of it."""
+"""A random project of C++ sources, headers and flags, and random edits of it."""
 
 import os
 import random
 import shutil
-import subprocess
 from pathlib import Path
 
 HEADERS = ["h0.h", "h1.h", "h2.h", "in/h3.h", "in/h4.h", "h5.h"]
 # `base` has all headers and is searched last.
 HEADER_FOLDERS = ["a", "b", "p/c", "q/c", "d", "e", "base"]
-LIBRARY_FOLDERS = ["l0", "l1", "p/l2"]
 FLAGGED = [
     "-I{}",
     "-I {}",
@@ -23,9 +21,6 @@ FLAGGED = [
 # How a folder of headers is searched: by a flag with its path, by the option extra_include_paths,
 # by a variable, by a response file (@), by a word of the compiler's command, or not at all.
 WAYS = [*FLAGGED, *FLAGGED, "paths", "CPATH", "CPLUS_INCLUDE_PATH", "@", "CXX", "absent"]
-LINKING = ["-L{}", "-L {}", "-Wl,-L,{}", "-L{}/../l1", "LIBRARY_PATH", "@", "CXX", "absent"]
-# How the library of value() is linked.
-VALUE = ["-lv", "-l v", "-l:libv.a", "-Wl,-lv"]
 DEFINED = ["", "-DFLAG=1", "-DFLAG=2", "-D FLAG=2", "-UFLAG"]
 FORCED = ["", "", "", "-include {}/forced.h", "-include h5.h", "-imacros {}/forced.h"]
 FUNCTION = """
@@ -64,8 +59,6 @@ class Project:
         self.command = compilers[draw.random() > 0.75]
         self.order = draw.sample(HEADER_FOLDERS[:-1], len(HEADER_FOLDERS) - 1) + ["base"]
         self.ways = {name: draw.choice(WAYS) for name in HEADER_FOLDERS} | {"base": "-idirafter {}"}
-        self.linking = {name: draw.choice(LINKING) for name in LIBRARY_FOLDERS} | {"p/l2": "-L{}"}
-        self.by_name = draw.choice(VALUE)
         self.defined = draw.choice(DEFINED)
         self.forced = draw.choice(FORCED)
         self.repair()
@@ -140,55 +133,37 @@ class Project:
         terms = [f"#ifdef V{i}\n  sum = sum * 31 + V{i};\n#endif\n" for i in range(len(HEADERS))]
         if function == "other":
             return "\n".join(lines) + FUNCTION.format(before, function, "".join(terms), "")
-        calls = "+ other() * 7u + value() * 11u + weight() * 13u"
-        lines.append("int other(), value(), weight();")
-        return "\n".join(lines) + FUNCTION.format(before, function, "".join(terms), calls)
-
-    def library(self, path: Path, function: str) -> None:
-        """Make a library at a path that ends with .a or .so. It defines a function."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        text = f"int {function}() {{ return {self.draw.randrange(10000)}; }}"
-        shell = f"echo '{text}' | g++ -x c++ -fPIC -"
-        if path.suffix == ".so":
-            command = f"{shell} -shared -o {path}"
-        else:
-            command = f"{shell} -c -o {path}.o && ar rc {path} {path}.o"
-        subprocess.run(command, shell=True, check=True)
+        lines.append("int other();")
+        return "\n".join(lines) + FUNCTION.format(
+            before, function, "".join(terms), "+ other() * 7u"
+        )
 
     def options(self) -> tuple[dict, dict[str, str]]:
         """Return the options of load, and the environment."""
         paths = []
         cflags = [self.defined]
-        ldflags = [f"-Wl,-rpath,{self.folder}/{name}" for name in LIBRARY_FOLDERS]
         compiler = [self.command]
-        response_files: dict[str, list[str]] = {"-I": [], "-L": []}
+        response_file = ""
         variables: dict[str, list[str]] = {}
-        searched = [(name, self.ways[name], "-I", cflags) for name in self.order]
-        searched += [(name, self.linking[name], "-L", ldflags) for name in LIBRARY_FOLDERS]
-        for name, way, option, flags in searched:
+        for name in self.order:
+            way = self.ways[name]
             path = f"{self.folder}/{name}"
             if way == "paths":
                 paths.append(path)
             elif way == "CXX":
-                compiler.append(option + path)
+                compiler.append(f"-I{path}")
             elif way == "@":
-                response_files[option].append(option + path)
+                response_file += f"-I{path}\n"
             elif way.endswith("PATH"):
                 variables.setdefault(way, []).append(path)
             elif way != "absent":
-                flags.append(way.format(path))
-        for option, flags in ("-I", cflags), ("-L", ldflags):
-            path = self.folder / f"flags{option}.rsp"
-            text = "\n".join(response_files[option])
-            if not path.is_file() or path.read_text() != text:
-                path.write_text(text)
-            flags.append(f"@{path}")
-        cflags.append(self.forced.format(self.folder))
-        ldflags += [self.by_name, f"{self.folder}/w/libw.a"]
+                cflags.append(way.format(path))
+        path = self.folder / "flags.rsp"
+        if not path.is_file() or path.read_text() != response_file:
+            path.write_text(response_file)
+        cflags += [f"@{path}", self.forced.format(self.folder)]
         sources = [f"{self.folder}/src/mine.cpp", f"{self.folder}/src/inner/other.cpp"]
-        options = {"sources": sources, "extra_include_paths": paths}
-        options |= {"extra_cflags": cflags, "extra_ldflags": ldflags}
+        options = {"sources": sources, "extra_include_paths": paths, "extra_cflags": cflags}
         environment = {name: ":".join(folders) for name, folders in variables.items()}
         return options, environment | {"CXX": " ".join(compiler)}
 
@@ -198,11 +173,6 @@ class Project:
         for name in HEADERS:
             self.clear(self.folder / "base" / name)
             self.put(f"base/{name}", self.header(name))
-        if not self.files("libv.*"):
-            for name in self.draw.sample(["l0/libv.a", "l1/libv.so", "l1/libv.a"], 2):
-                self.library(self.folder / name, "value")
-        self.library(self.folder / "p/l2/libv.a", "value")
-        self.library(self.folder / "w/libw.a", "weight")
 
     # ---- edits -----------------------------------------------------------------------------------
 
@@ -304,29 +274,20 @@ class Project:
             self.put(path, text)
         return path
 
-    @edit(5)
-    def new_library(self):
-        """Write a library again. One that appears before another is a known limit."""
-        path = self.draw.choice([*self.files("lib*.a"), *self.files("lib*.so")])
-        self.library(path, "weight" if path.name == "libw.a" else "value")
-        return path
-
     @edit(2)
     def new_source(self):
         self.put("src/inner/other.cpp", self.source("other"))
 
     @edit(2)
     def new_flag(self):
-        attribute = self.draw.choice(["defined", "forced", "by_name", "ways", "linking", "order"])
-        choices = {"defined": DEFINED, "forced": FORCED, "by_name": VALUE}
+        attribute = self.draw.choice(["defined", "forced", "ways", "order"])
         if attribute == "ways":
             self.ways[self.draw.choice(HEADER_FOLDERS[:-1])] = self.draw.choice(WAYS)
-        elif attribute == "linking":
-            self.linking[self.draw.choice(LIBRARY_FOLDERS[:-1])] = self.draw.choice(LINKING)
         elif attribute == "order":
             self.order = self.draw.sample(HEADER_FOLDERS[:-1], len(HEADER_FOLDERS) - 1) + ["base"]
         else:
-            setattr(self, attribute, self.draw.choice(choices[attribute]))
+            choices = {"defined": DEFINED, "forced": FORCED}[attribute]
+            setattr(self, attribute, self.draw.choice(choices))
         return attribute
 
     def step(self, is_built: bool) -> None:
