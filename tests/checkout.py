@@ -110,7 +110,7 @@ def _constant_file(name: str, text: str) -> Path:
     return path
 
 
-def compiler() -> str:
+def compiler(name: str = "c++") -> str:
     """Return the path of a compiler that keeps a log and runs what Checkout.hook() wrote.
 
     All tests share it, and thus the compiled runtime.
@@ -119,9 +119,9 @@ def compiler() -> str:
 echo "$@" >> "$TEST_LOG"
 case "$*" in *" -c "*) while [ -e "$TEST_SLOW" ]; do sleep 0.05; done;; esac
 [ -z "$TEST_HOOK" ] || . "$TEST_HOOK"
-exec {shutil.which("c++")} "$@"
+exec {shutil.which(name) or shutil.which("c++")} "$@"
 """
-    return str(_constant_file("logging-c++", text))
+    return str(_constant_file(f"logging-{name}", text))
 
 
 @functools.cache
@@ -379,7 +379,8 @@ def wheel_of(source: Path, folder: Path) -> Path:
 def built_wheel(source: Path, folder: Path, *pythons: str, **variables) -> Path:
     """Build a wheel of a checkout as `make wheel` does, and return its path."""
     variables["PYTHONPATH"] = str(source)
-    command = [sys.executable, "-m", "_calcops_jit.ship.wheel", folder, *pythons]
+    module = re.search(r"-m (_calcops_jit\S*wheel) dist", (HERE / "Makefile").read_text())[1]
+    command = [sys.executable, "-m", module, folder, *pythons]
     done = subprocess.run(
         command, cwd=source, env=os.environ | variables, capture_output=True, text=True
     )

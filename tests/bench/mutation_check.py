@@ -5,15 +5,15 @@
 With words, only the mutations that contain one of them are run: in their description, tests, path
 or lines.
 
-mutations.txt lists the faults. They are made in a copy of the tree with a cache of its own.
-Libraries and objects that a fault does not change come from the user's cache. The printed table is
-Markdown. A mutation that SURVIVED needs a test. The tests of the unchanged tree must pass; this is
-not checked.
+mutations.txt lists the faults. They are made in a copy of the tree with a cache of its own, which
+begins with the operators of the user's cache. The printed table is Markdown. A mutation that
+SURVIVED needs a test. The tests of the unchanged tree must pass; this is not checked.
 """
 
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,14 +78,23 @@ def link_packages(tree, folder):
             link.symlink_to(tree / path)
 
 
+def copy_builds(tree, cache):
+    """Copy what was built already: the operators, and the runtime that checkout.py has built."""
+    user_cache = os.environ.get("CALCOPS_CACHE") or os.path.expanduser("~/.cache/calcops")
+    for name in ("calcops-*", "runtime-*"):
+        for slot in Path(user_cache).glob(name):
+            shutil.copytree(slot, cache / slot.name)
+    of_tests = Path(".pytest_cache/loader")
+    if (ROOT / of_tests).is_dir():
+        shutil.copytree(ROOT / of_tests, tree / of_tests)
+
+
 def failing_test(tree, words, cache):
     """Return the first test that fails or the signal that ends the tests, or "" if all pass."""
     variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
     tests = words[len(variables) :]
-    user_cache = os.environ.get("CALCOPS_CACHE") or os.path.expanduser("~/.cache/calcops")
     environment = os.environ | {
         "CALCOPS_CACHE": str(cache),
-        "CALCOPS_CACHE_READONLY": user_cache,
         "PYTHONPATH": f"{tree}:{tree.parent}/packages",
         **variables,
     }
@@ -113,6 +122,7 @@ def main():
         tree = Path(folder, "calcops")
         copy(tree)
         link_packages(tree, Path(folder, "packages"))
+        copy_builds(tree, Path(folder, "cache"))
         for mutation in chosen:
             path = file_of(tree, mutation)
             text = path.read_text()

@@ -1,15 +1,13 @@
-"""A random project of C++ sources, headers, flags and libraries, and random edits of it."""
+"""A random project of C++ sources, headers and flags, and random edits of it."""
 
 import os
 import random
 import shutil
-import subprocess
 from pathlib import Path
 
 HEADERS = ["h0.h", "h1.h", "h2.h", "in/h3.h", "in/h4.h", "h5.h"]
 # `base` has all headers and is searched last.
 HEADER_FOLDERS = ["a", "b", "p/c", "q/c", "d", "e", "base"]
-LIBRARY_FOLDERS = ["l0", "l1", "p/l2"]
 FLAGGED = [
     "-I{}",
     "-I {}",
@@ -23,9 +21,6 @@ FLAGGED = [
 # How a folder of headers is searched: by a flag with its path, by the option extra_include_paths,
 # by a variable, by a response file (@), by a word of the compiler's command, or not at all.
 WAYS = [*FLAGGED, *FLAGGED, "paths", "CPATH", "CPLUS_INCLUDE_PATH", "@", "CXX", "absent"]
-LINKING = ["-L{}", "-L {}", "-Wl,-L,{}", "-L{}/../l1", "LIBRARY_PATH", "@", "CXX", "absent"]
-# How the library of value() is linked.
-VALUE = ["-lv", "-l v", "-l:libv.a", "-Wl,-lv"]
 DEFINED = ["", "-DFLAG=1", "-DFLAG=2", "-D FLAG=2", "-UFLAG"]
 FORCED = ["", "", "", "-include {}/forced.h", "-include h5.h", "-imacros {}/forced.h"]
 FUNCTION = """
@@ -34,9 +29,6 @@ FUNCTION = """
 {}  return (sum {}) % 1000003;
 }}
 """
-INCBIN = (
-    'asm(".section .rodata\\ndata: .incbin \\"{}\\"\\n.previous");\nextern "C" const char data[];\n'
-)
 EDITS: dict[str, int] = {}  # {name of a method of Project: how often it is drawn}
 
 
@@ -51,10 +43,12 @@ def edit(weight):
 
 
 class Project:
-    """A project in a folder, with the flags and variables to load it. Wrappers of the compilers,
-    which keep a log, lie beside the folder."""
+    """A project in a folder, with the flags and variables to load it.
 
-    def __init__(self, folder: Path, seed: int):
+    `compilers` are the commands of g++ and clang++.
+    """
+
+    def __init__(self, folder: Path, seed: int, compilers: list[str]):
         self.folder = folder
         self.seed = seed
         draw = self.draw = random.Random(seed)
@@ -62,18 +56,11 @@ class Project:
         self.history: list[str] = []
         self.count = 0  # makes the names of macros unique
 
-        self.command = draw.choice(["g++", "g++", "g++", "clang++"])
-        self.has_short_tick = draw.random() < 0.8  # see test_calcops_jit_fuzz.py
+        self.command = compilers[draw.random() > 0.75]
         self.order = draw.sample(HEADER_FOLDERS[:-1], len(HEADER_FOLDERS) - 1) + ["base"]
         self.ways = {name: draw.choice(WAYS) for name in HEADER_FOLDERS} | {"base": "-idirafter {}"}
-        self.linking = {name: draw.choice(LINKING) for name in LIBRARY_FOLDERS} | {"p/l2": "-L{}"}
-        self.by_name = draw.choice(VALUE)
         self.defined = draw.choice(DEFINED)
         self.forced = draw.choice(FORCED)
-        self.embedded = draw.choice(["", "", "data.bin", f"{self.folder}/base/data.bin"])
-        if self.command == "clang++":  # the loader refuses .incbin with clang++
-            self.embedded = ""
-
         self.repair()
         for _ in range(draw.randrange(8)):
             self.new_header()
@@ -126,12 +113,6 @@ class Project:
                 f"#define V0 {number}",
                 "#endif",
             ],
-            [
-                f"#define A{number} {spelled}",
-                f"#if __has_include(A{number})",
-                f"#include {spelled}",
-                "#endif",
-            ],
             ["#ifdef FLAG", f"#include {spelled}", "#endif"],
             ["#if FLAG == 2", f"#include {spelled}", "#endif"],
             [
@@ -152,69 +133,37 @@ class Project:
         terms = [f"#ifdef V{i}\n  sum = sum * 31 + V{i};\n#endif\n" for i in range(len(HEADERS))]
         if function == "other":
             return "\n".join(lines) + FUNCTION.format(before, function, "".join(terms), "")
-        calls = "+ other() * 7u + value() * 11u + weight() * 13u"
-        if self.embedded:
-            lines.append(INCBIN.format(self.embedded))
-            calls += " + data[0]"
-        lines.append("int other(), value(), weight();")
-        return "\n".join(lines) + FUNCTION.format(before, function, "".join(terms), calls)
-
-    def library(self, stem: Path, function: str, kind: str = "") -> None:
-        """Make the library `stem`.a or `stem`.so, which defines a function."""
-        kinds = ["static", "static", "thin", "shared", "script", "named script"]
-        kind = kind or self.draw.choice(kinds)
-        folder = stem.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        target = Path(f"{stem}.{'a' if kind in ('static', 'thin') else 'so'}")
-        target.unlink(missing_ok=True)
-        text = f"int {function}() {{ return {self.draw.randrange(10000)}; }}"
-        shell = f"echo '{text}' | g++ -x c++ -fPIC -"
-        if kind == "shared":
-            command = f"{shell} -shared -o {target}"
-        elif kind == "static":
-            command = f"{shell} -c -o {stem}.o && ar rc {target} {stem}.o"
-        elif kind == "thin":
-            command = f"{shell} -c -o {stem}.o && cd {folder} && ar rcT {target} {stem.name}.o"
-        else:
-            inner = "-linner" if kind == "named script" else f"{folder}/libinner.a"
-            target.write_text(f"INPUT({inner})\n")
-            archive = f"ar rc {folder}/libinner.a {folder}/inner.o"
-            command = f"{shell} -c -o {folder}/inner.o && {archive}"
-        subprocess.run(command, shell=True, check=True)
+        lines.append("int other();")
+        return "\n".join(lines) + FUNCTION.format(
+            before, function, "".join(terms), "+ other() * 7u"
+        )
 
     def options(self) -> tuple[dict, dict[str, str]]:
         """Return the options of load, and the environment."""
         paths = []
         cflags = [self.defined]
-        ldflags = [f"-Wl,-rpath,{self.folder}/{name}" for name in LIBRARY_FOLDERS]
-        compiler = [str(self.folder.parent / self.command)]
-        response_files: dict[str, list[str]] = {"-I": [], "-L": []}
+        compiler = [self.command]
+        response_file = ""
         variables: dict[str, list[str]] = {}
-        searched = [(name, self.ways[name], "-I", cflags) for name in self.order]
-        searched += [(name, self.linking[name], "-L", ldflags) for name in LIBRARY_FOLDERS]
-        for name, way, option, flags in searched:
+        for name in self.order:
+            way = self.ways[name]
             path = f"{self.folder}/{name}"
             if way == "paths":
                 paths.append(path)
             elif way == "CXX":
-                compiler.append(option + path)
+                compiler.append(f"-I{path}")
             elif way == "@":
-                response_files[option].append(option + path)
+                response_file += f"-I{path}\n"
             elif way.endswith("PATH"):
                 variables.setdefault(way, []).append(path)
             elif way != "absent":
-                flags.append(way.format(path))
-        for option, flags in ("-I", cflags), ("-L", ldflags):
-            path = self.folder / f"flags{option}.rsp"
-            text = "\n".join(response_files[option])
-            if not path.is_file() or path.read_text() != text:
-                path.write_text(text)
-            flags.append(f"@{path}")
-        cflags.append(self.forced.format(self.folder))
-        ldflags += [self.by_name, f"{self.folder}/w/libw.a"]
+                cflags.append(way.format(path))
+        path = self.folder / "flags.rsp"
+        if not path.is_file() or path.read_text() != response_file:
+            path.write_text(response_file)
+        cflags += [f"@{path}", self.forced.format(self.folder)]
         sources = [f"{self.folder}/src/mine.cpp", f"{self.folder}/src/inner/other.cpp"]
-        options = {"sources": sources, "extra_include_paths": paths}
-        options |= {"extra_cflags": cflags, "extra_ldflags": ldflags}
+        options = {"sources": sources, "extra_include_paths": paths, "extra_cflags": cflags}
         environment = {name: ":".join(folders) for name, folders in variables.items()}
         return options, environment | {"CXX": " ".join(compiler)}
 
@@ -224,10 +173,6 @@ class Project:
         for name in HEADERS:
             self.clear(self.folder / "base" / name)
             self.put(f"base/{name}", self.header(name))
-        self.put("base/data.bin", "b")
-        self.clear(self.folder / "p/l2")
-        self.library(self.folder / "p/l2/libv", "value", "static")
-        self.library(self.folder / "w/libw", "weight", "static")
 
     # ---- edits -----------------------------------------------------------------------------------
 
@@ -289,7 +234,7 @@ class Project:
 
     @edit(7)
     def link(self):
-        names = self.draw.sample(self.draw.choice([HEADER_FOLDERS[:-1], LIBRARY_FOLDERS]), 2)
+        names = self.draw.sample(HEADER_FOLDERS[:-1], 2)
         folders = [self.folder / name for name in names]
         headers = [self.place(), self.place()]
         path, target = self.draw.choice([headers, folders])
@@ -310,7 +255,7 @@ class Project:
 
     @edit(4)
     def empty_folder(self):
-        folder = self.folder / self.draw.choice([*HEADER_FOLDERS[:-1], "a/in", "b/in", "p", "q"])
+        folder = self.folder / self.draw.choice([*HEADER_FOLDERS[:-1], "a/in", "b/in", "q"])
         path = self.draw.choice([folder, self.place()])
         self.clear(path)
         path.mkdir()
@@ -329,47 +274,20 @@ class Project:
             self.put(path, text)
         return path
 
-    @edit(6)
-    def new_library(self):
-        name = self.draw.choice(["libv", "libv", "libv", "libinner", "libw"])
-        if name == "libw":
-            self.library(self.folder / "w/libw", "weight", self.draw.choice(["static", "thin"]))
-        else:
-            kind = "static" if name == "libinner" else ""
-            self.library(
-                self.folder / self.draw.choice([*LIBRARY_FOLDERS, "w"]) / name, "value", kind
-            )
-        return name
-
-    @edit(2)
-    def remove_library(self):
-        paths = [path for path in self.files("lib*") if "l2" not in str(path)]
-        if paths:
-            path = self.draw.choice(paths)
-            path.unlink()
-            return path
-
-    @edit(1)
-    def new_data(self):
-        path = self.folder / self.draw.choice(HEADER_FOLDERS) / "data.bin"
-        self.put(path, chr(self.draw.randrange(1, 127)))
-
     @edit(2)
     def new_source(self):
         self.put("src/inner/other.cpp", self.source("other"))
 
     @edit(2)
     def new_flag(self):
-        attribute = self.draw.choice(["defined", "forced", "by_name", "ways", "linking", "order"])
-        choices = {"defined": DEFINED, "forced": FORCED, "by_name": VALUE}
+        attribute = self.draw.choice(["defined", "forced", "ways", "order"])
         if attribute == "ways":
             self.ways[self.draw.choice(HEADER_FOLDERS[:-1])] = self.draw.choice(WAYS)
-        elif attribute == "linking":
-            self.linking[self.draw.choice(LIBRARY_FOLDERS[:-1])] = self.draw.choice(LINKING)
         elif attribute == "order":
             self.order = self.draw.sample(HEADER_FOLDERS[:-1], len(HEADER_FOLDERS) - 1) + ["base"]
         else:
-            setattr(self, attribute, self.draw.choice(choices[attribute]))
+            choices = {"defined": DEFINED, "forced": FORCED}[attribute]
+            setattr(self, attribute, self.draw.choice(choices))
         return attribute
 
     def step(self, is_built: bool) -> None:

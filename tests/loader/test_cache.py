@@ -90,69 +90,6 @@ def test_damage_of_any_file_of_the_cache_is_survived_by_the_next_build(checkout)
         remove(checkout.path.parent / "aside" / f"calcops-{os.getuid()}")
 
 
-def test_no_prefix_of_a_library_and_no_flipped_bit_is_loaded(checkout):
-    """Without a compiler, a damaged library is an error."""
-    assert checkout.answer() == 1
-    (library,) = checkout.libraries()
-    content = library.read_bytes()
-    script = f"""
-import os, subprocess, sys
-from pathlib import Path
-library = Path({str(library)!r})
-content = library.read_bytes()
-size = len(content)
-damages = [content[:end] for end in range(0, size, size // 12)]
-for position in range(100, size, size // 12):
-    flipped = bytearray(content)
-    flipped[position] ^= 16
-    damages.append(bytes(flipped))
-import torch
-for damage in [*damages, content]:
-    library.write_bytes(damage)
-    child = os.fork()
-    if child == 0:
-        import calcops_jit
-        try:
-            calcops_jit.library_path()
-        except calcops_jit.BuildError:
-            os._exit(1)
-        os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), end="")
-print(len(damages))
-"""
-    child = checkout.run(script, CALCOPS_BUILD="0")
-    codes, last, count = re.fullmatch(r"(1+)(0)(\d+)\n", child.out).groups()
-    assert len(codes) == int(count) >= 20
-    assert library.read_bytes() == content
-
-
-@pytest.mark.parametrize("kind", ["folder", "fifo", "loop", "foreign"])
-def test_something_else_in_place_of_a_folder_of_the_cache_is_survived(checkout, kind):
-    """There is something to build, since the library is removed."""
-    assert answer(checkout) == "1\n"
-    pristine = checkout.cache.rename(checkout.path.parent / "pristine")
-    (slot,) = pristine.glob("calcops-*")
-    inner = [path for path in slot.iterdir() if path.is_dir()]
-    for original in [pristine, slot, *inner]:
-        shutil.copytree(pristine, checkout.cache)
-        for library in checkout.libraries():
-            library.unlink()
-        path = checkout.cache / original.relative_to(pristine)
-        remove(path)
-        if kind == "folder":
-            (path / "something").mkdir(parents=True)
-        elif kind == "fifo":
-            os.mkfifo(path)
-        elif kind == "loop":
-            path.symlink_to(path)
-        else:
-            path.write_bytes(Path("/bin/sh").read_bytes())
-        text = answer(checkout)
-        assert text == "1\n" or is_message(text), (original, text)
-        remove(checkout.cache)
-        remove(checkout.path.parent / "aside" / f"calcops-{os.getuid()}")
-
-
 # ---- full disks ----------------------------------------------------------------------------------
 
 # Makes write number `number` into `folder` fail, as on a full disk. A write opens a file, makes a
@@ -394,13 +331,3 @@ def test_a_cache_of_another_user_is_not_changed_and_a_warning_names_it(checkout)
     assert out == "2\n"
     assert re.search(rf"{checkout.cache}\S*: Permission denied", err)
     assert {path: path.stat().st_mtime_ns for path in checkout.cache.rglob("*")} == before
-
-
-@as_root
-def test_an_unreadable_source_is_named_in_the_error(checkout):
-    source = checkout.path / "ops/tiny/tiny.cpp"
-    source.chmod(0o600)
-    out, _ = run_as_other_user(checkout)
-    assert is_message(out)
-    assert str(source) in out
-    assert re.search(r"Permission denied|may not be read", out)

@@ -82,7 +82,7 @@ os.uname = lambda real=os.uname(): os.uname_result([*real[:4], "aarch64"])
 
 def test_the_key_names_the_processor(shared_checkout):
     """The compiler uses the instruction set of this processor, and on ARM tunes for its model."""
-    flags = "flags\t\t: sse4_2 avx fma {}\n"
+    flags = "processor\t: 0\nflags\t\t: sse4_2 avx fma {}\n"
     x86 = [flags.format(word) for word in ("avx2 avx512f", "avx2", "")]
     arm = [(FEATURES, "0xd4f"), (FEATURES, "0xd40"), (FEATURES.replace(" bf16", ""), "0xd4f")]
     keys = [key(shared_checkout, CPUINFO.format(text=text)) for text in x86]

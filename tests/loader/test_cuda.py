@@ -243,6 +243,18 @@ def test_a_changed_input_of_cuda_causes_a_rebuild(built, change):
     built.toolkit("13.2")
 
 
+def test_flags_for_nvcc_are_an_input(built):
+    source = built.put("mine.cu", SOURCE.replace('#include "tiny/value.h"', ""))
+    script = f"""
+import calcops_jit, ctypes
+for value in 4, 5:
+    flags = f"-DVALUE={{value}}"
+    library = calcops_jit.load("mine", {str(source)!r}, extra_cuda_cflags=flags)
+    print(ctypes.CDLL(library.path).answer())
+"""
+    assert built.run(script, CALCOPS_BUILD="0").out == "4\n5\n"
+
+
 def test_the_toolkit_may_move_and_get_new_times(built):
     assert built.answer() == 1
     built.compiled()

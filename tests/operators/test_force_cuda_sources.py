@@ -42,7 +42,7 @@ def test_no_atomic_touches_a_float(source):
 def test_nvcc_makes_no_atomic_of_floats_and_gives_no_warning(tmp_path, source):
     """nvcc compiles here as C++17, the oldest standard that PyTorch uses.
 
-    test_calcops_jit_build.py compiles with the standard of the installed PyTorch.
+    test_cuda.py compiles with the standard of the installed PyTorch.
     """
     ptx = tmp_path / "out.ptx"
     command = [

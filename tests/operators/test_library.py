@@ -42,8 +42,7 @@ def test_the_runtime_compiles_without_a_warning():
 
 
 @pytest.mark.skipif(
-    toolkit.find_toolkit()[0] != "",
-    reason="with nvcc, test_calcops_jit_build.py builds all for CUDA",
+    toolkit.find_toolkit()[0] != "", reason="with nvcc, test_cuda.py builds all for CUDA"
 )
 @pytest.mark.parametrize(
     "path", [p for p in SOURCES if p.suffix == ".cpp" and "_NO_CUDA" in code(p)], ids=name

@@ -1,0 +1,352 @@
+"""A wheel with built libraries. It needs no compiler, loads the library that suits the processor,
+and never an outdated one."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from checkout import (
+    CALL,
+    HERE,
+    MAIN,
+    Checkout,
+    Child,
+    built_wheel,
+    compiler,
+    contents,
+    copy,
+    pip,
+    spoil,
+    the_zygote,
+    wheel_of,
+)
+from test_cuda import MACHINE
+
+if os.uname().machine != "x86_64":
+    pytest.skip("there are wheels for x86-64 only", allow_module_level=True)
+pytest.importorskip("setuptools", minversion="77", reason="the build backend")
+
+NO_COMPILER = {"PATH": "/nowhere", "HOME": "/nowhere", "CXX": None}
+# The answer is the level of x86-64 for which the source was compiled: 2, 3 or 4.
+LEVEL = """
+#include "tiny/tiny.h"
+extern "C" __attribute__((visibility("default"))) int answer() {
+#if defined(__AVX512F__)
+  return ANSWER * 4;
+#elif defined(__AVX2__)
+  return ANSWER * 3;
+#else
+  return ANSWER * 2;
+#endif
+}
+"""
+# The words of /proc/cpuinfo that each level of the x86-64 psABI adds.
+ADDED = [
+    "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
+    "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
+    "avx512bw avx512cd avx512dq avx512f avx512vl",
+]
+V2, V3, V4 = (" ".join(ADDED[:count]) for count in (1, 2, 3))
+PROCESSOR = """
+import builtins, io
+def open(path, mode="r", *arguments, real=builtins.open, **options):
+    if path != "/proc/cpuinfo":
+        return real(path, mode, *arguments, **options)
+    text = "processor\\t: 0\\nflags\\t\\t: {}\\n"
+    return io.BytesIO(text.encode()) if "b" in mode else io.StringIO(text)
+builtins.open = io.open = open
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Return a checkout with one operator, which returns the level that it was compiled for."""
+    source = copy(tmp_path_factory.mktemp("source") / "calcops")
+    shutil.rmtree(source / "ops")
+    (source / "ops/tiny").mkdir(parents=True)
+    (source / "ops/tiny/tiny.h").write_text("#define ANSWER 1\n")
+    (source / "ops/tiny/tiny.cpp").write_text(LEVEL)
+    return source
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Return a cache with the compiled runtime."""
+    return Checkout(tmp_path_factory.mktemp("wheel")).cache
+
+
+@pytest.fixture(scope="module")
+def wheel(source, cache, tmp_path_factory):
+    variables = {"CALCOPS_CUDA": "0", "CALCOPS_CACHE": str(cache), "CXX": compiler()}
+    variables |= {"TEST_LOG": os.devnull, "TEST_SLOW": "", "TEST_HOOK": ""}
+    return built_wheel(source, tmp_path_factory.mktemp("dist"), **variables)
+
+
+class Installed:
+    """The folder in which a wheel is installed. Child needs its path and its cache."""
+
+    def __init__(self, path: Path, cache: Path):
+        self.path = path
+        self.package = path / "_calcops_jit"
+        self.cache = cache
+        self.zygote = the_zygote()
+
+    def run(self, script: str = CALL, **variables) -> Child:
+        defaults = {"CXX": compiler(), "TEST_LOG": os.devnull, "TEST_SLOW": "", "TEST_HOOK": ""}
+        return Child(self, script, **(defaults | variables)).wait()
+
+    def refusal(self, script: str = CALL, **variables) -> str:
+        """Return why the library of the wheel is not loaded. Without a compiler the import then
+        fails."""
+        child = self.run(script, **(NO_COMPILER | variables))
+        assert child.code == 1, child.out
+        assert "no C++ compiler" in child.err
+        reasons = re.findall(r"^.*\bwheel\b.*$", child.err, re.MULTILINE)
+        assert len(reasons) == 1, child.err
+        return reasons[0]
+
+
+@pytest.fixture
+def installed(wheel, cache, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    return Installed(tmp_path / "site", shutil.copytree(cache, tmp_path / "cache"))
+
+
+# ---- its files -----------------------------------------------------------------------------------
+
+
+def test_a_built_wheel_is_a_plain_wheel_with_a_library_for_each_level(source, wheel, tmp_path):
+    label = re.sub(r"[^0-9A-Za-z]+", ".", torch.__version__)
+    name = rf"calcops-[\d.]+\+torch{re.escape(label)}-py3-none-linux_x86_64\.whl"
+    assert re.fullmatch(name, wheel.name)
+
+    def relevant(files):
+        return {name: data for name, data in files.items() if ".dist-info/" not in name}
+
+    files = contents(wheel)
+    plain_files = relevant(contents(wheel_of(source, tmp_path)))
+    assert plain_files.items() <= files.items()
+    added = relevant(files).keys() - plain_files.keys()
+    assert all(name.startswith("_calcops_jit/built/") for name in added)
+    assert sum(name.endswith(".so") for name in added) == 3
+    (about,) = [data.decode() for name, data in files.items() if name.endswith(".dist-info/WHEEL")]
+    assert "Root-Is-Purelib: false\n" in about
+
+
+def test_libraries_of_a_wheel_find_pytorch_beside_themselves_and_need_no_libpython(installed):
+    libraries = list(installed.package.rglob("*.so"))
+    assert libraries
+    for library in libraries:
+        dynamic = subprocess.run(["readelf", "-d", library], capture_output=True, text=True).stdout
+        folders = re.search(r"R(?:UN)?PATH.*\[(.*)\]", dynamic)[1].split(":")
+        folders = [os.path.normpath(f.replace("$ORIGIN", str(library.parent))) for f in folders]
+        assert str(installed.path / "torch/lib") in folders
+        assert "libpython" not in dynamic
+        assert "libtorch_python" not in dynamic
+
+
+@pytest.mark.parametrize("level", [2, 3, 4])
+def test_the_compiler_uses_only_instructions_of_the_words_of_a_level(level):
+    words = {"fxsr", "mmx", "sse", "sse2", *" ".join(ADDED[: level - 1]).split()}
+    command = ["c++", f"-march=x86-64-v{level}", "-dM", "-E", "-x", "c++", os.devnull]
+    macros = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # SSE3, which Linux names "pni", comes with SSSE3 or AVX.
+    extensions = (
+        r"#define __((?:SSE(?!3)|SSSE|AVX|FMA|BMI|F16C|LZCNT|MOVBE|POPCNT)\w*?)(?<!_MATH)__ 1"
+    )
+    names_in_linux = {"bmi": "bmi1", "lzcnt": "abm"}
+    used = {name.lower() for name in re.findall(extensions, macros)}
+    assert used
+    assert {names_in_linux.get(name, name) for name in used} <= words
+
+
+# ---- a library that fits -------------------------------------------------------------------------
+
+
+def test_an_installed_wheel_needs_no_compiler_writes_nothing_and_starts_no_process(
+    wheel, environment, tmp_path
+):
+    pip("install", wheel, python=environment)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    before = set(site.rglob("*"))
+    script = f"""
+import sys, torch
+sys.dont_write_bytecode = True
+events = []
+def audit(event, arguments):
+    starts = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.mkdir")
+    if event in starts or (event == "open" and set(str(arguments[1])) & set("wax+")):
+        events.append((event, arguments))
+sys.addaudithook(audit)
+{CALL}
+print(calcops_jit.library_path(), events)
+"""
+    variables = {"PATH": "/nowhere", "CALCOPS_CACHE": str(tmp_path / "cache"), "HOME": "/nowhere"}
+    command = [environment, "-c", script]
+    child = subprocess.run(command, cwd="/", env=variables, capture_output=True, text=True)
+    level, last = child.stdout.splitlines()
+    assert int(level) in (2, 3, 4)
+    assert re.fullmatch(rf"{site}/_calcops_jit/built/\S+\.so \[\]", last), last
+    assert child.stderr == ""
+    assert set(site.rglob("*")) == before
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    "words, level",
+    [
+        (V2, 2),
+        (V3, 3),
+        (V4, 4),
+        (V4.replace("avx512vl", ""), 3),
+        (V4.replace("fma", ""), 2),
+        (V2 + " avx512f", 2),
+    ],
+)
+def test_a_wheel_loads_the_best_library_that_the_processor_can_run(installed, words, level):
+    child = installed.run(PROCESSOR.format(words) + CALL, **NO_COMPILER)
+    assert (child.out, child.err) == (f"{level}\n", "")
+
+
+def test_a_library_of_a_wheel_is_found_without_building_and_by_the_commands(installed):
+    child = installed.run(
+        "import calcops_jit; calcops_jit.library_path()", **NO_COMPILER, CALCOPS_BUILD="0"
+    )
+    assert (child.code, child.err) == (0, "")
+    where = installed.run(MAIN, **NO_COMPILER, arguments=["where"]).out
+    assert re.search(rf"^library  {installed.package}/\S+\.so$", where, re.MULTILINE)
+    assert installed.run(MAIN, **NO_COMPILER, arguments=["why"]).out.startswith("nothing changed: ")
+    (installed.package / "ops/tiny/tiny.h").unlink()
+    why = installed.run(MAIN, **NO_COMPILER, arguments=["why"])
+    assert (why.code, "ops/tiny/tiny.h" in why.out) == (1, True)
+
+
+# ---- a library that does not fit -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ("import torch; torch.__version__ = '2.14.0'", "2.14.0"),
+        ("import torch; torch.version.git_version = 'abc'", "PyTorch"),
+        (PROCESSOR.format("sse4_1 popcnt"), "x86-64-v2"),
+        ("import os; os.environ['CALCOPS_CFLAGS'] = '-march=x86-64-v3'", "CALCOPS_CFLAGS"),
+    ],
+    ids=["PyTorch's version", "PyTorch's commit", "the processor", "CALCOPS_CFLAGS"],
+)
+def test_a_library_is_refused_for_another_pytorch_processor_or_flag(installed, change, words):
+    assert words in installed.refusal(f"{change}\n{CALL}")
+
+
+@pytest.mark.parametrize(
+    "gpus, nvcc, variables, words",
+    [
+        ((), "", {}, ""),
+        (("H100",), "", {}, ""),
+        (("H100",), "nvcc", {}, "nvcc is here"),
+        ((), "", {"CALCOPS_CUDA": "1"}, "CUDA was asked for"),
+        (("H100",), "nvcc", {"CALCOPS_CUDA": "0"}, ""),
+    ],
+)
+def test_a_cpu_library_is_refused_if_a_build_here_would_have_cuda(
+    installed, tmp_path, gpus, nvcc, variables, words
+):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").touch(0o755)
+    machine = MACHINE.format(gpus=gpus, home=str(tmp_path) if nvcc else "nowhere")
+    child = installed.run(machine + CALL, **NO_COMPILER, **variables, CUDA_HOME=tmp_path)
+    if words:
+        assert words in child.err
+        assert re.search(r"\bwheel\b", child.err)
+    else:
+        assert (child.code, child.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "file, text",
+    [
+        ("ops/tiny/tiny.cpp", "int answer;\n"),
+        ("ops/tiny/tiny.h", "#define ANSWER 5\n"),
+        ("ops/tiny/tiny.h", None),
+        ("ops/tiny/more.cpp", ""),
+        ("ops/tiny/tiny/tiny.h", ""),  # a quoted include searches the folder of the source first
+        ("shadow/hidden.map", ""),
+    ],
+)
+def test_a_wheel_with_an_edited_file_is_refused_with_its_name(installed, file, text):
+    path = installed.package / file
+    if text is None:
+        path.unlink()
+    else:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    name = path.parent.name if file == "ops/tiny/tiny/tiny.h" else path.name
+    assert name in installed.refusal()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "one byte", "gone"])
+def test_damaged_files_of_a_wheel_are_reported_and_never_loaded(installed, damage):
+    """First the libraries are damaged, then the other files beside them."""
+    built = [path for path in (installed.package / "built").rglob("*") if path.is_file()]
+    libraries = [path for path in built if path.suffix == ".so"]
+    for damaged in libraries, [path for path in built if path.suffix != ".so"]:
+        texts = {path: path.read_bytes() for path in damaged}
+        for path in damaged:
+            spoil(path, damage)
+        installed.refusal()
+        for path, text in texts.items():
+            path.write_bytes(text)
+    assert installed.run(**NO_COMPILER).code == 0
+
+
+def test_an_unsuitable_library_of_a_wheel_is_rebuilt_once_and_follows_edits(installed):
+    script = f"""
+{CALL}
+from pathlib import Path
+Path({str(installed.package / "ops/tiny/tiny.h")!r}).write_text("#define ANSWER 100")
+print(calcops_jit.reload(), "/built/" in calcops_jit.library_path())
+"""
+    child = installed.run(script, CALCOPS_CUDA="0")
+    assert child.out.splitlines()[1:] == ["['calcops'] False"], child.err
+    (line,) = re.findall(r"^.*\bwheel\b.*$", child.err, re.MULTILINE)
+    assert "ops/tiny/tiny.h" in line
+    again = installed.run(CALCOPS_CUDA="0")  # from the cache
+    assert int(again.out) >= 200
+    assert again.err == ""
+
+
+def test_build_in_an_installed_wheel_is_for_this_processor_and_preferred(installed):
+    built = installed.run(MAIN, arguments=["build"], CALCOPS_CUDA="0")
+    path = built.out.strip()
+    assert path.startswith(str(installed.cache)), built.err
+    child = installed.run("import calcops_jit; print(calcops_jit.library_path())", CALCOPS_CUDA="0")
+    assert child.out.strip() == path
+
+
+def test_a_wheel_for_another_architecture_or_with_flags_is_not_built(tmp_path):
+    as_arm = "import os; os.uname = lambda r=os.uname(): os.uname_result([*r[:4], 'aarch64'])\n"
+    module = re.search(r"-m (_calcops_jit\S*wheel) dist", (HERE / "Makefile").read_text())[1]
+    run = f"import runpy, sys; sys.argv = ['', {str(tmp_path / 'dist')!r}]\n"
+    run += f"runpy.run_module({module!r}, run_name='__main__')"
+    for preamble, variables, words in (
+        (as_arm, {}, "aarch64"),
+        ("", {"CALCOPS_CFLAGS": "-DX"}, "CALCOPS_CFLAGS"),
+    ):
+        result = subprocess.run(
+            [sys.executable, "-c", preamble + run],
+            cwd=HERE,
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode != 0
+        assert "cannot make a wheel" in result.stderr
+        assert words in result.stderr
+        assert not list(tmp_path.iterdir())
