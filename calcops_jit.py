@@ -64,7 +64,7 @@ if not os.path.exists(__file__):
         f"calcops_jit: expected files, which a compiler can read, got {__file__}: unpack it"
     )
 
-from _calcops_jit import __version__, handles, library, request
+from _calcops_jit import __version__, handles, library, options, request
 from _calcops_jit.errors import BuildError
 from _calcops_jit.library import Library
 from _calcops_jit.progress import say
@@ -119,7 +119,7 @@ def load(
         FileNotFoundError: a source does not exist.
         TypeError, ValueError: an option has a wrong value.
     """
-    return library.obtain(request.foreign(**locals()))  # foreign() has the same parameters
+    return library.obtain(options.request_for(**locals()))  # it has the same parameters
 
 
 def reload() -> list[str]:

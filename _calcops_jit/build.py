@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import cache, child, handles, wheel
+from . import cache, child, handles
 from .cache import Generation
 from .compile import compile_and_link, import_cpp_extension
 from .diagnosis import explain, foresee
@@ -32,8 +32,8 @@ from .inputs import Inputs, digest, state_of
 from .progress import Progress, say
 from .recording import dependencies, files_in_flags, inputs_of_build
 from .registration import Registration
-from .request import Request, own, runtime
-from .tools import jobs
+from .request import Request, levels, own, runtime
+from .toolchain import jobs
 
 _KEPT = 4  # folders of builds in a slot, one for each checkout that uses it
 _TRIAL_S = 60  # the time in which a library must be loaded
@@ -131,8 +131,8 @@ def _registered(request: Request, product: str) -> dict:
     """Load a library. Return the fields of its manifest that say what it registers."""
     if product.endswith(".a"):
         return {}
-    if request.level and request.level not in wheel.levels():  # this processor cannot run it
-        other = cache.find(own(choice=request.cuda, level=wheel.levels()[0]))
+    if request.level and request.level not in levels():  # this processor cannot run it
+        other = cache.find(own(choice=request.cuda, level=levels()[0]))
         return {key: other.manifest[key] for key in ("operators", "permanent")}
     before = handles.registered()
     registration = Registration(request, product)

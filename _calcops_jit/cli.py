@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, build, cache, cuda, diagnosis, library, request, tools
+from . import __version__, build, cache, cuda, diagnosis, library, request, toolchain
 from .errors import BuildError, report
 from .inputs import digest, state_of
+from .options import request_for
 from .progress import say
 from .request import LOADER, MACHINE, Request
 
@@ -70,7 +71,7 @@ def _request(options: argparse.Namespace) -> Request:
     if options.name in (None, "calcops"):
         return request.own()
     for manifest in cache.newest(options.name):
-        return request.foreign(**manifest["asked"])
+        return request_for(**manifest["asked"])
     names = {os.path.basename(slot)[:-17] for slot in cache.slots()} - {"calcops", "runtime"}
     what = f"no library `{options.name}` in {cache.folders()[0]}"
     evidence = f"there are: {', '.join(sorted(names)) or 'none'}"
@@ -159,8 +160,8 @@ def _findings() -> Iterator[tuple[str, str, str, str]]:
     for cause, evidence, fix in problems:
         yield cause, "fail", evidence, fix
     if not problems:
-        yield "C++ compiler", "ok", tools.version(wanted).partition("\n")[0], ""
-        yield "ninja", "ok", tools.find_ninja(wanted), ""
+        yield "C++ compiler", "ok", toolchain.version(wanted).partition("\n")[0], ""
+        yield "ninja", "ok", toolchain.find_ninja(wanted), ""
     choice = wanted.cuda
     if choice.build:
         evidence = f"{choice.home}, CUDA {choice.version}, for {cuda.arch_list(choice)}"
@@ -168,7 +169,7 @@ def _findings() -> Iterator[tuple[str, str, str, str]]:
     else:
         yield "CUDA", "fail" if choice.fatal else "note", choice.reason, choice.fix
     yield _cache_finding()
-    yield "compilers at once", "ok", str(tools.jobs(wanted)), ""
+    yield "compilers at once", "ok", str(toolchain.jobs(wanted)), ""
     reasons: list[str] = []
     found = _find(wanted, reasons)
     if found:

@@ -16,7 +16,7 @@ from . import cuda
 from .cache import write_whole
 from .inputs import TORCH
 from .request import SHADOW, WRAPPERS, Request, words_of
-from .tools import find_ninja, jobs, version
+from .toolchain import find_ninja, jobs, version
 
 # From the folder of a wheel's library to the folder with this package and torch.
 ORIGIN = "$ORIGIN/../../../.."

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import cuda, tools
+from . import cuda, toolchain
 from .errors import BuildError, report
 from .request import LOADER, Request
 
@@ -159,10 +159,10 @@ def foresee(request: Request) -> Iterator[Problem]:
             evidence += " (CXX names it), but c++ is"
             fix = "unset CXX"
         yield "no C++ compiler", evidence, fix
-    elif not tools.version(request):
+    elif not toolchain.version(request):
         evidence = f"`{' '.join(request.compiler)} --version` fails"
         yield "the C++ compiler does not run", evidence, "unset CXX"
-    if not tools.find_ninja(request):
+    if not toolchain.find_ninja(request):
         evidence = "ninja is neither on PATH nor beside this Python; it runs the compilers"
         yield "no ninja", evidence, f"{sys.executable} -m pip install ninja"
     for source in request.sources:
@@ -197,7 +197,7 @@ def _foresee_source(source: str, request: Request) -> Iterator[Problem]:
 
 def _foresee_cuda(request: Request) -> Iterator[Problem]:
     nvcc = f"{request.cuda.home}/bin/nvcc"
-    numbers = re.findall(r"compute_(\d+)", tools.ask(request, nvcc, "--list-gpu-arch"))
+    numbers = re.findall(r"compute_(\d+)", toolchain.ask(request, nvcc, "--list-gpu-arch"))
     known = [int(number) / 10 for number in numbers]
     for arch in map(float, re.findall(r"\d+\.\d", cuda.arch_list(request.cuda))):
         if known and arch not in known:

@@ -11,12 +11,8 @@ import hashlib
 import os
 import stat
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from .request import Request
 
 TORCH = os.path.realpath(os.path.dirname(torch.__file__))
 # A larger file, such as a compiler or a library, is known by its size and time.
@@ -36,18 +32,18 @@ class Inputs(SimpleNamespace):
     absent: list[str]
     programs: list[str]  # the states of the compilers
 
-    def check(self, request: Request) -> None:
+    def check(self, request) -> None:
         """Compare everything with the disk. Changed: something differs."""
         for path in self.changed_files(request):
             raise Changed(f"{path} {'changed' if os.path.exists(path) else 'is gone'}")
         self.check_others(request)
 
-    def changed_files(self, request: Request) -> list[str]:
+    def changed_files(self, request) -> list[str]:
         """Return the files that are not the same."""
         states = {request.unfold(path): state for path, state in self.files.items()}
         return [path for path, state in states.items() if state_of(path) != state]
 
-    def check_others(self, request: Request) -> None:
+    def check_others(self, request) -> None:
         """Compare everything but the files with the disk. Changed: something differs."""
         now = program_states(request)
         # A library that is built already is used without a compiler, too.
@@ -66,7 +62,7 @@ class Inputs(SimpleNamespace):
         return Inputs(files=files, absent=absent, programs=self.programs)
 
 
-def program_states(request: Request) -> list[str]:
+def program_states(request) -> list[str]:
     """Return the states of the compilers."""
     return list(map(state_of, request.programs))
 

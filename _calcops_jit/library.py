@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import cache, handles, request
+from . import cache, handles, options, request
 from .cache import Generation
 from .errors import BuildError, report
 from .inputs import Changed
@@ -61,7 +61,7 @@ class Library:
 
 
 def _unpickled(asked: dict | None) -> Library:
-    return obtain(request.own() if asked is None else request.foreign(**asked))
+    return obtain(request.own() if asked is None else options.request_for(**asked))
 
 
 class Live:
@@ -220,7 +220,7 @@ def reload() -> list[str]:
         failure = None
         for live, _ in before:
             try:
-                obtain(request.again(live.request))
+                obtain(options.again(live.request))
             except Exception as error:
                 failure = failure or error
         if failure:

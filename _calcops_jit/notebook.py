@@ -11,10 +11,11 @@ import tempfile
 from IPython import get_ipython
 from IPython.core.magic_arguments import argument, magic_arguments
 
-from . import library, request
+from . import library
 from .cache import write_whole
 from .errors import BuildError
 from .inputs import digest
+from .options import request_for
 
 # A folder of this process, because two notebooks may use the same name. After a restart, a cell is
 # found in the cache nevertheless, because facts have no absolute paths.
@@ -63,7 +64,7 @@ def operator(line: str, cell: str) -> None:
         "verbose": options.verbose,
     }
     try:
-        loaded = library.obtain(request.foreign(options.name, source, **settings))
+        loaded = library.obtain(request_for(options.name, source, **settings))
     except BaseException as error:
         if source in _loaded:  # so that reload() does not build the cell that failed
             write_whole(source, _loaded[source].encode())

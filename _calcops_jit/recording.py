@@ -14,7 +14,7 @@ import torch
 
 from .inputs import TORCH, Inputs, program_states, state_of
 from .request import SHADOW, Request
-from .tools import find_ninja
+from .toolchain import find_ninja
 
 # Headers and libraries of the compiler and of the C library.
 _OF_COMPILER = re.compile(r"/lib/gcc/|-linux-gnu/|^/usr/include/[^/]+$")

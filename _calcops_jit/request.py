@@ -26,7 +26,13 @@ WRAPPERS = ("ccache", "sccache")
 # Two builds of one operator can be in one process. Hidden symbols that are not "gnu unique" keep
 # them from sharing variables.
 BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
-_CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
+CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
+# The extensions that each level of the x86-64 psABI adds, in the words of /proc/cpuinfo.
+LEVELS = {
+    "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
+    "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
+    "x86-64-v4": "avx512bw avx512cd avx512dq avx512f avx512vl",
+}
 # Environment variables that change what compilers and linkers produce.
 _VARIABLES = (
     "CC CCC_OVERRIDE_OPTIONS COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH"
@@ -43,11 +49,11 @@ class Request(SimpleNamespace):
     root: str  # the sources' folder, which may move
     sources: tuple[str, ...]
     cflags: tuple[str, ...]
-    cuda_cflags: tuple[str, ...] = _CUDA_BASE
+    cuda_cflags: tuple[str, ...] = CUDA_BASE
     ldflags: tuple[str, ...] = ()
     include_paths: tuple[str, ...] = (SHADOW,)
     cuda: cuda.Choice = cuda.Choice()
-    asked: dict | None = None  # the arguments of foreign(); None for the project's own libraries
+    asked: dict | None = None  # the arguments of request_for(); None for own libraries
     verbose: bool = False
     level: str = ""  # for a library in a wheel: the level of x86-64
 
@@ -191,6 +197,17 @@ def processor() -> list[str]:
     return sorted({word for line in lines for word in line.split()})
 
 
+def levels() -> list[str]:
+    """Return the levels that this processor has, the highest first."""
+    words = set(processor())
+    here: list[str] = []
+    for level, extensions in LEVELS.items():
+        if not words.issuperset(extensions.split()):
+            break
+        here.insert(0, level)
+    return here
+
+
 def processor_flag(isa: str = "native") -> str:
     """Return the compiler's flag for a kind of processor.
 
@@ -258,106 +275,3 @@ def own(
         cuda=choice,
         level=level,
     )
-
-
-# {option of torch.utils.cpp_extension.load: (accepted values, which change nothing, and why others
-# are refused)}.
-_TORCH_OPTIONS = {
-    "build_directory": ((None,), "CALCOPS_CACHE names the cache's folder, `.path` the library"),
-    "is_python_module": ((False,), "operators are registered with TORCH_LIBRARY"),
-    "is_standalone": ((False,), "a library is built, no program"),
-    "keep_intermediates": ((True, False), "objects are kept in the cache"),
-    "with_sycl": ((None, False), "C++ and CUDA are built"),
-    "extra_sycl_cflags": ((None, [], ()), "C++ and CUDA are built"),
-}
-
-
-def foreign(
-    name,
-    sources,
-    extra_cflags=None,
-    extra_cuda_cflags=None,
-    extra_ldflags=None,
-    extra_include_paths=None,
-    verbose=False,
-    with_cuda=None,
-    torch_options=(),
-) -> Request:
-    """Return the Request for a user's sources, from the options of calcops_jit.load."""
-    for option, value in dict(torch_options).items():
-        if option not in _TORCH_OPTIONS:
-            raise TypeError(f"calcops_jit.load: got an unknown argument `{option}`")
-        accepted, reason = _TORCH_OPTIONS[option]
-        if value not in accepted:
-            raise ValueError(f"calcops_jit.load: expected no `{option}`, got {value!r}; {reason}")
-    allowed = r"(?!(?:calcops|runtime)$)[A-Za-z_][\w.-]{,199}"
-    if not isinstance(name, str) or not re.fullmatch(allowed, name):
-        words = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'runtime'"
-        raise ValueError(f"calcops_jit.load: expected `name` {words}, got {name!r}")
-    # os.path.abspath would resolve "link/.." to the folder of the link, not to that of its target.
-    paths = [os.path.join(os.getcwd(), path) for path in _strings("sources", sources)]
-    if not paths:
-        raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
-    for path in paths:
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f"calcops_jit.load: expected `sources` that exist, got {path}")
-    if with_cuda is None:
-        with_cuda = any(path.endswith((".cu", ".cuh")) for path in paths)
-    folders = [
-        os.path.join(os.getcwd(), path)
-        for path in _strings("extra_include_paths", extra_include_paths)
-    ]
-    asked = {
-        "name": name,
-        "sources": paths,
-        "extra_cflags": _flags("extra_cflags", extra_cflags),
-        "extra_cuda_cflags": _flags("extra_cuda_cflags", extra_cuda_cflags),
-        "extra_ldflags": _flags("extra_ldflags", extra_ldflags),
-        "extra_include_paths": folders,
-        "with_cuda": with_cuda,
-    }
-    # A source that is a link is not resolved, because compilers search headers beside the link.
-    real = [os.path.join(os.path.realpath(os.path.dirname(p)), os.path.basename(p)) for p in paths]
-    root = os.path.commonpath(map(os.path.dirname, real))
-    define = f"-DTORCH_EXTENSION_NAME={name}"
-    return Request(
-        name=name,
-        product=f"{name}.so",
-        root=os.path.dirname(real[0]) if root == "/" else root,
-        sources=tuple(real),
-        cflags=(*BASE, define, *asked["extra_cflags"]),
-        cuda_cflags=(*_CUDA_BASE, define, *asked["extra_cuda_cflags"]),
-        ldflags=(*asked["extra_ldflags"], "-ltorch_python"),
-        include_paths=(SHADOW, *map(os.path.realpath, folders)),
-        cuda=cuda.choose(needed=True) if with_cuda else cuda.Choice(),
-        asked=asked,
-        verbose=verbose,
-    )
-
-
-def again(request: Request) -> Request:
-    """Return the Request of the same library in the present environment, with the present files."""
-    if request.asked is None:
-        return own(root=request.root, name=request.name)
-    return foreign(**request.asked)
-
-
-def _strings(argument: str, value) -> list[str]:
-    """Return a list of strings from a path, a string, or a sequence of these."""
-    try:
-        items = [value] if isinstance(value, (str, os.PathLike)) else list(value or ())
-        strings = [os.fspath(item) for item in items]
-        if all(isinstance(item, str) for item in strings):
-            return strings
-    except TypeError:
-        pass
-    raise TypeError(f"calcops_jit.load: expected `{argument}` as strings or paths, got {value!r}")
-
-
-def _flags(argument: str, value) -> list[str]:
-    """Return a list of flags from a sequence, or from a string as a shell would split it."""
-    if isinstance(value, str):
-        import shlex  # slow to import, and rarely needed
-
-        return shlex.split(value)
-    return _strings(argument, value)

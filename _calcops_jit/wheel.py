@@ -28,26 +28,9 @@ from .cache import Generation
 from .errors import BuildError, report
 from .request import LOADER, MACHINE, Request
 
-# The extensions that each level of the x86-64 psABI adds, in the words of /proc/cpuinfo.
-LEVELS = {
-    "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
-    "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
-    "x86-64-v4": "avx512bw avx512cd avx512dq avx512f avx512vl",
-}
 _NO_CUDA = cuda.Choice(
     reason="the wheel is for CPUs", fix="CALCOPS_CUDA=1 python -m calcops_jit build"
 )
-
-
-def levels() -> list[str]:
-    """Return the levels that this processor has, the highest first."""
-    words = set(request.processor())
-    here: list[str] = []
-    for level, extensions in LEVELS.items():
-        if not words.issuperset(extensions.split()):
-            break
-        here.insert(0, level)
-    return here
 
 
 def find(wanted: Request, reasons: list[str]) -> Generation | None:
@@ -61,7 +44,7 @@ def find(wanted: Request, reasons: list[str]) -> Generation | None:
             manifests[os.path.dirname(path)] = cache.read_record(path)
         except cache.UNFIT as problem:
             reasons.append(str(problem))
-    for level in levels():
+    for level in request.levels():
         for path, manifest in manifests.items():
             if manifest["facts"]["level"] != level:
                 continue
@@ -70,7 +53,7 @@ def find(wanted: Request, reasons: list[str]) -> Generation | None:
             except cache.UNFIT as problem:
                 reasons.append(str(problem))
     if not reasons:
-        reasons.append(f"this processor has none of {' '.join(LEVELS)}")
+        reasons.append(f"this processor has none of {' '.join(request.LEVELS)}")
     return None
 
 
@@ -145,7 +128,7 @@ def add(folder: str) -> None:
     choice = cuda.choose()
     if not choice.build and not choice.fatal:
         choice = _NO_CUDA
-    for level in LEVELS:
+    for level in request.LEVELS:
         wanted = request.own(choice=choice, level=level)
         found = cache.find(wanted) or built(wanted, [level])
         target = f"{folder}/{wanted.slot}/{found.digest}"
