@@ -108,7 +108,7 @@ class Request(SimpleNamespace):
         # Flags of the compiler that does not compile this source must not change its slot.
         changes |= {"cflags" if for_nvcc else "cuda_cflags": ()}
         if source in RUNTIMES:  # every library links the same object
-            cflags = ("-Og", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")
+            cflags = ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")
             changes |= {"kind": "own", "cflags": cflags, "include_paths": (SHADOW,)}
         unit = self.but(**changes)
         for name in ("environment", "compiler", "tools", "roots"):  # need not be computed again
