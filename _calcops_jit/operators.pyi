@@ -15,7 +15,6 @@ def force(
 
     list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
                  entries -1 or 0 <= j < n + nghost at frame, atom, slot;
-                 n*K < 2^31 slots a frame in neighbor_index;
                  n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
                  0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
                  in a row. A row may name an atom several times, and also its own atom (a periodic
@@ -24,8 +23,8 @@ def force(
     Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, the derivative for the centre
                  atom, 1/length.
     nghost       0 to 2^40. Number of ghost atoms.
-    neighbor_index  [B, n + nghost + n*K] from neighbor_index(list_neigh, nghost); int32. Or None. It
-                 spares CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
+    neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31 slots a frame;
+                 from neighbor_index(list_neigh, nghost). Or None. It spares CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
                  Results are the same bit for bit with and without it. With the index of another list,
                  forces are wrong on CUDA. With CALCOPS_CHECK=1 it is an error on either device.
 
@@ -58,7 +57,6 @@ def force_virial(
 
     list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
                  entries -1 or 0 <= j < n + nghost at frame, atom, slot;
-                 n*K < 2^31 slots a frame in neighbor_index;
                  n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
                  0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
                  in a row. A row may name an atom several times, and also its own atom (a periodic
@@ -68,8 +66,8 @@ def force_virial(
                  atom, 1/length.
     Rij          [B, n, K, 3]; like dE. r_j - r_i, length.
     nghost       0 to 2^40. Number of ghost atoms.
-    neighbor_index  [B, n + nghost + n*K] from neighbor_index(list_neigh, nghost); int32. Or None. It
-                 spares CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
+    neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31 slots a frame;
+                 from neighbor_index(list_neigh, nghost). Or None. It spares CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
                  Results are the same bit for bit with and without it. With the index of another list,
                  forces are wrong on CUDA. With CALCOPS_CHECK=1 it is an error on either device.
 
@@ -96,14 +94,14 @@ def edge_force(
 ) -> Tensor:
     """Force on every atom from the gradients of the energy along the edges of a graph.
 
-    edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge;
-                   E < 2^30 edges in edge_order. Row 0 the centre i, row 1 the neighbour j, 0-based;
+    edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge. Row 0 the centre i, row 1 the neighbour j, 0-based;
                    edges in any order. -1 in either row masks the edge.
-    edge_gradient  [E, 3] in rows or columns; float32 or float64. dE/d(edge_vec), energy/length, with
+    edge_gradient  [E, 3]; float32 or float64. dE/d(edge_vec), energy/length, with
                    edge_vec = r_j - r_i (plus the shift of a periodic image). A contiguous [3, E],
                    transposed, is not copied on the CPU.
     natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
-    edge_order     [natoms + 2E] from edge_order(edge_index, natoms), made where absent on CUDA; int32.
+    edge_order     [natoms + 2E]; int32; E < 2^30 edges; from edge_order(edge_index, natoms),
+                   made where absent on CUDA.
                    None: each call on CUDA sorts the edges itself. CPU kernels ignore this argument.
                    With the edge_order of another graph, forces are wrong on CUDA. With
                    CALCOPS_CHECK=1 it is an error on either device. E must be below 2^30, as for
@@ -135,19 +133,19 @@ def edge_force_virial(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Force, virial and per-atom virial from the gradients of the energy along the edges of a graph.
 
-    edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge;
-                   E < 2^30 edges in edge_order. Row 0 the centre i, row 1 the neighbour j, 0-based;
+    edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge. Row 0 the centre i, row 1 the neighbour j, 0-based;
                    edges in any order. -1 in either row masks the edge.
-    edge_gradient  [E, 3] in rows or columns; float32 or float64. dE/d(edge_vec), energy/length, with
+    edge_gradient  [E, 3]; float32 or float64. dE/d(edge_vec), energy/length, with
                    edge_vec = r_j - r_i (plus the shift of a periodic image). A contiguous [3, E],
                    transposed, is not copied on the CPU.
-    edge_vec       [E, 3] in rows or columns; like edge_gradient. r_j - r_i (plus the shift), length.
+    edge_vec       [E, 3]; like edge_gradient. r_j - r_i (plus the shift), length.
     natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
-    batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nframes at atom. The
-                   frame of each atom, in any order. None: all atoms are in frame 0.
+    batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nframes at atom;
+                   0 where absent. The frame of each atom, in any order. None: all atoms are in frame 0.
     nframes        0 to 2^40; 1 where absent. Number of frames, at least 1 where batch is None and there
                    are atoms.
-    edge_order     [natoms + 2E] from edge_order(edge_index, natoms), made where absent on CUDA; int32.
+    edge_order     [natoms + 2E]; int32; E < 2^30 edges; from edge_order(edge_index, natoms),
+                   made where absent on CUDA.
                    None: each call on CUDA sorts the edges itself. CPU kernels ignore this argument.
                    With the edge_order of another graph, forces are wrong on CUDA. With
                    CALCOPS_CHECK=1 it is an error on either device. E must be below 2^30, as for
@@ -173,8 +171,7 @@ def edge_order(
 ) -> Tensor:
     """Edges sorted by atom. Saves edge_force and edge_force_virial work on CUDA.
 
-    edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge;
-                   E < 2^30 edges in edge_order. Row 0 the centre i, row 1 the neighbour j, 0-based;
+    edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge. Row 0 the centre i, row 1 the neighbour j, 0-based;
                    edges in any order. -1 in either row masks the edge.
     natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
 
@@ -205,16 +202,16 @@ def environment_spline(
                 Vectors from each atom to its neighbours, in any order.
     kind        [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
                 pair, such as the neighbour's type; -1: an empty slot, anywhere.
-    davg        [kinds, 4]; float32 or float64 read as float64. Mean of the rows, subtracted in R
+    davg        [kinds, 4]; float32 or float64 read as float64; constant. Mean of the rows, subtracted in R
                 (below).
-    dstd        [kinds, 4]; float32 or float64 read as float64. Standard deviation of the rows, the
+    dstd        [kinds, 4]; float32 or float64 read as float64; constant. Standard deviation of the rows, the
                 divisor in R (below).
-    grid        [kinds, 2]; float32 or float64 read as float64. First and last value of R[0] that the
+    grid        [kinds, 2]; float32 or float64 read as float64; constant. First and last value of R[0] that the
                 cells of the B-splines cover, for each kind. There are (functions - 5) cells of equal
                 width, or (functions - 3) if `spline` is "cubic".
     functions   6 to 2^20. Number of B-splines of each kind.
-    rcut_smth   Distance at which the switch w begins to fall.
-    rcut        Cutoff distance, at which w is 0; rcut > rcut_smth >= 0.
+    rcut_smth   >= 0. Distance at which the switch w begins to fall.
+    rcut        > rcut_smth. Cutoff distance, at which w is 0.
     spline      "quintic" or "cubic". The B-splines have four or two continuous derivatives.
 
     Returns
@@ -272,7 +269,6 @@ def neighbor_index(
 
     list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
                  entries -1 or 0 <= j < n + nghost at frame, atom, slot;
-                 n*K < 2^31 slots a frame in neighbor_index;
                  n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
                  0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
                  in a row. A row may name an atom several times, and also its own atom (a periodic
@@ -302,9 +298,9 @@ def tabulated_sum(
     R       [n, K, 4]; like x. The rows that are summed, such as those of the environment matrix.
     kind    [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
             neighbour; -1: an empty slot, anywhere.
-    table   [kinds, cells, 6, M]; like x. In a cell g_m(x) = sum_k table[kind][cell][k][m] t^k, where t
+    table   [kinds, cells, 6, M]; like x; constant; cells >= 1 cells. In a cell g_m(x) = sum_k table[kind][cell][k][m] t^k, where t
             is the distance of x from the cell's beginning.
-    grid    [kinds, 5]; float64. Each kind's cells are in two parts, each of equal cells. The five
+    grid    [kinds, 5]; float64; constant. Each kind's cells are in two parts, each of equal cells. The five
             numbers are the first part's beginning, cell width and end, and the second part's cell
             width and end. Each part holds a whole number of cells. If both ends are equal, there is
             no second part.
@@ -339,12 +335,11 @@ def warp_perspective(
 ) -> Tensor:
     """Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
-    image          [N or 1, C, H, W], [C, H, W] or [H, W]; any strides;
-                   uint8, uint16, int16, float16, bfloat16, float32 or float64;
-                   not uint8, uint16 or int16 in _warp_perspective_backward, _warp_perspective_tangent.
-    warp           [N or 1, 3, 3] or [3, 3]; float32 or float64 read as float64. Maps (x, y, 1) of the
+    image          [...]; uint8, uint16, int16, float16, bfloat16, float32 or float64.
+                   [N, C, H, W], [C, H, W] or [H, W], with any strides.
+    warp           [...]; float32 or float64 read as float64. [N, 3, 3] or [3, 3]. Maps (x, y, 1) of the
                    source to the destination. A common factor of its entries has no effect.
-    dsize          (height, width), both >= 0, or empty for (H, W). Size of the result. cv2's dsize is
+    dsize          Size of the result as (height, width), both >= 0, or empty for (H, W). cv2's dsize is
                    (width, height).
     interpolation  "linear", "cubic" or "nearest". "cubic" is Keys' kernel with a = -0.75. "nearest" rounds
                    the position half to even.
@@ -352,15 +347,15 @@ def warp_perspective(
                    around an image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
                    "reflect" b a|a b c d|d c, "wrap" c d|a b c d|a b, "reflect_101" c b|a b c d|c b,
                    "transparent": a pixel whose source is outside keeps its value in `destination`.
-    border_value   one or C values. The v of border_mode: a float for all channels, or a list with one
-                   for each. None or [] is 0. It is converted to image's dtype.
-    inverse_map    warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
-    destination    the shape of result; like image; only where border_mode is "transparent". It is
-                   copied, not written to.
+    border_value   The v of border_mode: a float for all channels, or a list with one for each. None or
+                   [] is 0. It is converted to image's dtype.
+    inverse_map    True if warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
+    destination    [...]; like image. It has the shape of the result, and is given if border_mode is
+                   "transparent". It is copied, not written to.
 
     Returns
-    result         [N, C, height, width], [C, height, width], [N, height, width] or [height, width];
-                   like image.
+    result         [...]; like image. [N, C, height, width], [C, height, width], [N, height, width] or
+                   [height, width].
 
     The result has the dimensions of image, and also N if warp has N. One image may serve N matrices,
     and one matrix N images. Integers are the exact value rounded half to even. For images in [0, 1],

@@ -81,17 +81,23 @@ tensor_list Call::run() const {
 
 // ---- derivatives of multilinear operators -------------------------------------------------------
 
-Multilinear::Multilinear(const char* forward, const char* backward, const std::vector<Term>& terms)
-    : forward_(forward), backward_(backward), upstreams_((Set(1) << terms.size()) - 1) {
+Multilinear::Multilinear(std::string forward, std::string backward, const std::vector<Term>& terms,
+                         const std::vector<std::string>& inputs)
+    : forward_(std::move(forward)),
+      backward_(std::move(backward)),
+      upstreams_((Set(1) << terms.size()) - 1) {
   for (const Term& term : terms) factors_.push_back(term.front());
-  for (size_t t = 0; t < terms.size(); ++t) {
-    terms_.push_back(Set(1) << t);
-    for (auto input = terms[t].begin() + 1; input != terms[t].end(); ++input) {
-      auto factor = std::find(factors_.begin() + terms.size(), factors_.end(), *input);
-      if (factor == factors_.end()) factor = factors_.insert(factor, *input);
-      terms_[t] |= Set(1) << (factor - factors_.begin());
-    }
+  factors_.insert(factors_.end(), inputs.begin(), inputs.end());
+  for (const Term& term : terms) {
+    terms_.push_back(0);
+    for (const std::string& factor : term)
+      terms_.back() |=
+          Set(1) << (std::find(factors_.begin(), factors_.end(), factor) - factors_.begin());
   }
+}
+
+bool Multilinear::covers(const std::string& argument) const {
+  return std::find(factors_.begin(), factors_.end(), argument) != factors_.end();
 }
 
 // Return the factor that each argument is; -1: none.
@@ -153,7 +159,7 @@ void Multilinear::add_gradients(const Call& point, Set moved, Set wanted, tensor
       if (selected >> (first + i) & 1) sum = sum.defined() ? sum.add(gradients[i]) : gradients[i];
     }
   };
-  if (results) run(point.of(forward_), results_need, results, 0);
+  if (results) run(point.of(forward_.c_str()), results_need, results, 0);
   if (inputs) {
     Call call = point;
     if (call.has("output_mask")) {
@@ -169,7 +175,7 @@ void Multilinear::add_gradients(const Call& point, Set moved, Set wanted, tensor
 // direction or an undefined tensor for each factor. The upstream gradients share one call, because
 // no term has two of them.
 tensor_list Multilinear::along(const Call& call, const tensor_list& moved, Set wanted) const {
-  const Call point = call.of(backward_);
+  const Call point = call.of(backward_.c_str());
   tensor_list sums(factors_.size());
   std::vector<Set> groups{upstreams_};
   for (size_t f = terms_.size(); f < factors_.size(); ++f) groups.push_back(Set(1) << f);
@@ -234,6 +240,18 @@ auto make_node() {
 #endif
 }
 
+// Raise an error if an argument is differentiated that has no derivative.
+void check_covered(const Derivatives& derivatives, const Call& call,
+                   const std::vector<bool>& differentiated, const char* what) {
+  for (size_t i = 0; i < differentiated.size(); ++i) {
+    const std::string& name = call.op.schema().arguments()[i].name();
+    if (!differentiated[i] || derivatives.covers(name)) continue;
+    const at::Tensor x = tensor_in(call.arguments[i]);
+    TORCH_CHECK(false, call.op.operator_name().name, ": expected `", name, "` that ", what,
+                ", got ", x.scalar_type(), ' ', x.sym_sizes());
+  }
+}
+
 bool any_defined(const tensor_list& list) {
   return std::any_of(list.begin(), list.end(), [](const at::Tensor& x) { return x.defined(); });
 }
@@ -244,6 +262,7 @@ struct CallNode final : torch::autograd::Node {
   std::optional<c10::OperatorHandle> op;
   std::vector<IValue> plain;                          // the arguments that are no tensors
   std::vector<torch::autograd::SavedVariable> saved;  // the arguments that are tensors
+  static constexpr const char* kNoGradient = "requires no gradient";
 
   // Return the node's name: ForceVirialBackward for calcops::force_virial.
   std::string name() const override {
@@ -260,7 +279,9 @@ struct CallNode final : torch::autograd::Node {
   tensor_list apply(tensor_list&& upstream) override {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!any_defined(upstream)) return tensor_list(plain.size());
-    return derivatives->vjp({*op, arguments()}, upstream, wanted());
+    const Call call{*op, arguments()};
+    check_covered(*derivatives, call, wanted(), kNoGradient);
+    return derivatives->vjp(call, upstream, wanted());
   }
 
   void release_variables() override {
@@ -326,6 +347,7 @@ struct CallNode final : torch::autograd::Node {
     const auto wanted = packed[0].to<std::vector<bool>>();
     const Call call{op, {packed.begin() + 1, packed.end()}};
     tensor_list gradients(wanted.size());
+    check_covered(derivatives, call, wanted, kNoGradient);
     if (any_defined(upstream)) gradients = derivatives.vjp(call, upstream, wanted);
     // In a graph no gradient may be absent, so it is zero.
     for (size_t i = 0; i < wanted.size(); ++i)
@@ -346,19 +368,20 @@ void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op
   const size_t count = op.schema().arguments().size();
   const auto arguments = torch::jit::last(*stack, count);
   bool reverse_mode = false, forward_mode = false;
-  std::vector<bool> differentiated(count);
-  for (size_t i = 0; i < count; ++i) {
-    const at::Tensor tensor = tensor_in(arguments[i]);
+  size_t first = count;  // the first argument that is differentiated
+  for (size_t i = count; i-- > 0;) {
+    if (!arguments[i].isTensor()) continue;
+    const at::Tensor& tensor = arguments[i].toTensor();
     const bool reverse = torch::autograd::compute_requires_grad(tensor);
     const bool forward = torch::autograd::isFwGradDefined(tensor);
     reverse_mode = reverse_mode || reverse;
     forward_mode = forward_mode || forward;
-    differentiated[i] = reverse || forward;
+    if (reverse || forward) first = i;
   }
-  if (!reverse_mode && !forward_mode) return run_below_autograd();
+  if (first == count) return run_below_autograd();
 
   Call call{op, arguments.vec()};
-  derivatives.check(call, differentiated);
+  derivatives.check(call, first);
   tensor_list inputs, tangents(count);
   inputs.reserve(count);
   for (const IValue& argument : call.arguments) inputs.push_back(tensor_in(argument));
@@ -378,12 +401,15 @@ void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op
     }
   }
 
+  std::vector<bool> has_tangent(count);
   if (forward_mode)
     for (size_t i = 0; i < count; ++i) {
       if (!torch::autograd::isFwGradDefined(inputs[i])) continue;
       tangents[i] = inputs[i]._fw_grad(/*level=*/0);
       call.arguments[i] = inputs[i]._fw_primal(/*level=*/0);
+      has_tangent[i] = true;
     }
+  check_covered(derivatives, call, has_tangent, "has no tangent");
 
   run_below_autograd();
   tensor_list outputs;

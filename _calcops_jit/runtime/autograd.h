@@ -39,9 +39,11 @@ struct Call {
 class Derivatives {
  public:
   virtual ~Derivatives() = default;
-  // Raise an error if a call is not differentiable. It is called if some arguments of the call are
+  // Raise an error if a call is not differentiable. It is called if an argument of the call is
   // differentiated, in either mode.
-  virtual void check(const Call&, const std::vector<bool>& /*differentiated*/) const {}
+  virtual void check(const Call&, size_t /*argument*/) const {}
+  // Return whether there are derivatives for an argument. Asking for another one is an error.
+  virtual bool covers(const std::string& argument) const = 0;
   // Return whether a gradient needs the values of an argument. The caller may change an argument in
   // place if it is not needed.
   virtual bool depends_on(size_t /*argument*/) const { return true; }
@@ -61,8 +63,8 @@ class Derivatives {
 // the term is linear in each of them.
 //
 // `forward` returns the gradients of L for the upstream gradients: its results, in the order of the
-// terms. `backward` returns the gradients for the inputs, in the order in which the terms name
-// them. If it has an argument output_mask, that selects some of them. It takes the upstream
+// terms. `backward` returns the gradients for `inputs`, in this order. If it has an argument
+// output_mask, that selects some of them. It takes the upstream
 // gradients and all arguments of `forward`, under the same names. Factors that occur only in terms
 // that are not needed are passed as none.
 //
@@ -72,7 +74,9 @@ class Derivatives {
 class Multilinear final : public Derivatives {
  public:
   using Term = std::vector<std::string>;
-  Multilinear(const char* forward, const char* backward, const std::vector<Term>& terms);
+  Multilinear(std::string forward, std::string backward, const std::vector<Term>& terms,
+              const std::vector<std::string>& inputs);
+  bool covers(const std::string& argument) const override;
 
   tensor_list vjp(const Call& call, const tensor_list& upstream,
                   const std::vector<bool>& wanted) const override;
@@ -87,7 +91,7 @@ class Multilinear final : public Derivatives {
   tensor_list along(const Call& call, const tensor_list& moved, Set wanted) const;
   void add_gradients(const Call& point, Set moved, Set wanted, tensor_list& sums) const;
 
-  const char *forward_, *backward_;
+  std::string forward_, backward_;
   std::vector<std::string> factors_;
   std::vector<Set> terms_;
   Set upstreams_;

@@ -21,45 +21,45 @@ namespace {
 
 // ---- entries ------------------------------------------------------------------------------------
 
-// Return the number of positions that the dimensions named by `at` have. If these are only the last
-// ones, several entries share a position: the entries [2, E] of edges have E positions.
-int64_t positions_of(const Checked<int64_t>& call, int i) {
+// Return the sizes of the dimensions that positions count: those named by `at`, or all. If these
+// are only the last ones, several entries share a position: the entries [2, E] of edges have E
+// positions.
+std::vector<int64_t> positions_of(const Checked<int64_t>& call, int i) {
   const Line& line = call.text.lines[i];
-  const Shape& shape = line.shapes[0];
-  int64_t count = 1;
-  for (size_t d = shape.size() - line.entries.positions.size(); d < shape.size(); ++d)
-    count *= call.value(shape[d]);
-  return count;
+  std::vector<int64_t> shape;
+  if (line.any_shape) return call.tensors[i]->sizes().vec();
+  for (const Sum& dim : line.shapes[0]) shape.push_back(call.value(dim));
+  const size_t named = line.entries.positions.size();
+  if (named > 0) shape.erase(shape.begin(), shape.end() - ptrdiff_t(named));
+  return shape;
 }
 
-Tensor is_wrong(const Tensor& entries, const Line& line, int64_t bound) {
-  return entries.lt(line.entries.may_be_none ? -1 : 0).logical_or(entries.ge(bound));
-}
-
-// Raise the error for the entries at a position. It quotes all of them, the names of the dimensions
-// and the bound with its value.
+// Raise the error for the entries at a position. It quotes them, the names of the dimensions and
+// the bound with its value.
 [[noreturn]] void refuse_entry(const Checked<int64_t>& call, int i, int64_t position) {
+  constexpr int64_t kMostQuoted = 8;
   const Line& line = call.text.lines[i];
-  const auto& positions = line.entries.positions;
-  const int64_t count = positions_of(call, i);
+  const auto shape = positions_of(call, i);
   const Tensor& entries = *call.tensors[i];
+  const int64_t count = c10::multiply_integers(shape);
   const Tensor rows =
       entries.defined() ? entries.reshape({-1, count}) : at::zeros({1, count}, at::kLong);
   std::string got, where;
-  for (int64_t row = 0; row < rows.size(0); ++row)
+  for (int64_t row = 0; row < std::min(rows.size(0), kMostQuoted); ++row)
     got += (row == 0 ? "" : ", ") + std::to_string(rows[row][position].item<int64_t>());
+  if (rows.size(0) > kMostQuoted) got += ", ...";
   if (rows.size(0) > 1) got = '(' + got + ')';
 
   // From the last dimension to the first, whose index is what the others leave of the position.
-  const Shape& shape = line.shapes[0];
-  for (size_t p = positions.size(); p-- > 0;) {
-    const int64_t size = call.value(shape[shape.size() - positions.size() + p]);
-    where = c10::str(positions[p], ' ', p > 0 ? position % size : position,
-                     where.empty() ? "" : ", ", where);
-    position /= std::max<int64_t>(size, 1);
+  for (size_t d = shape.size(); d-- > 0;) {
+    const int64_t index = d > 0 ? position % shape[d] : position;
+    const auto& names = line.entries.positions;
+    const std::string name = names.empty() ? c10::str("dimension ", d) : names[d];
+    where = c10::str(name, ' ', index, where.empty() ? "" : ", ", where);
+    position /= std::max<int64_t>(shape[d], 1);
   }
 
-  const std::string& bound = line.entries.text.substr(line.entries.text.rfind("< ") + 2);
+  const std::string& bound = line.entries.bound;
   const std::string value = std::to_string(call.value(line.entries.below));
   call.refuse(line.name, "entries " + line.entries.text + (bound == value ? "" : " = " + value),
               got + (where.empty() ? "" : " at ") + where);
@@ -69,8 +69,8 @@ Tensor is_wrong(const Tensor& entries, const Line& line, int64_t bound) {
 // lines with entries, one line after the other.
 [[noreturn]] void refuse_position(const Checked<int64_t>& call, int64_t position) {
   for (size_t i = 0; i < call.text.lines.size(); ++i) {
-    if (!call.text.lines[i].has_entries || call.op.argument[i] < 0) continue;
-    const int64_t count = positions_of(call, int(i));
+    if (!call.text.lines[i].has_entries || !call.op.has(int(i))) continue;
+    const int64_t count = c10::multiply_integers(positions_of(call, int(i)));
     if (position < count) refuse_entry(call, int(i), position);
     position -= count;
   }
@@ -80,13 +80,16 @@ Tensor is_wrong(const Tensor& entries, const Line& line, int64_t bound) {
 
 // Raise an error if an entry is wrong. On CUDA this waits for the GPU.
 void check_entries(const Checked<int64_t>& call) {
-  for (size_t i = 0; i < call.text.lines.size(); ++i) {
+  for (const int i : call.op.tensors) {
     const Line& line = call.text.lines[i];
-    const Tensor& entries = *call.tensors[i];
-    if (!line.has_entries || !entries.defined() || entries.numel() == 0) continue;
-    const Tensor wrong = is_wrong(entries, line, call.value(line.entries.below));
-    const Tensor positions = wrong.reshape({-1, positions_of(call, int(i))}).any(0).nonzero();
-    if (positions.numel() > 0) refuse_entry(call, int(i), positions[0].item<int64_t>());
+    if (!line.has_entries || !call.tensors[i]->defined() || call.tensors[i]->numel() == 0) continue;
+    // In a small dtype, the bound could wrap.
+    const Tensor entries = call.tensors[i]->to(at::kLong);
+    const Tensor wrong = entries.lt(line.entries.may_be_none ? -1 : 0)
+                             .logical_or(entries.ge(call.value(line.entries.below)));
+    const int64_t count = c10::multiply_integers(positions_of(call, i));
+    const Tensor positions = wrong.reshape({-1, count}).any(0).nonzero();
+    if (positions.numel() > 0) refuse_entry(call, i, positions[0].item<int64_t>());
   }
 }
 
@@ -107,9 +110,9 @@ Tensor made_for(const Checked<int64_t>& call, const Line& line) {
 
 // Raise an error if an argument such as neighbor_index was made from other arguments.
 void check_made(const Checked<int64_t>& call) {
-  for (size_t i = 0; i < call.text.lines.size(); ++i) {
+  for (const int i : call.op.tensors) {
     const Line& line = call.text.lines[i];
-    if (line.made_by.empty() || !call.tensors[i]->defined()) continue;
+    if (line.made_by.empty() || !call.tensors[i]->defined() || !wants_checks()) continue;
     std::string sources;
     for (size_t k = 0; k < line.made_of.size(); ++k) {
       const bool is_last = k + 1 == line.made_of.size();
@@ -136,72 +139,55 @@ struct Storage {
 
 bool is_narrow(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
-// Return whether a kernel's parameter takes the tensor x. If `widened`, a float32 parameter also
-// takes float16 and bfloat16.
-bool fits(const Tensor& x, Type type, const Line& line, bool widened) {
-  if (line.read_as != Type::kNone) return line.read_as == type;
-  return !x.defined() || x.scalar_type() == scalar_type(type) ||
-         (widened && type == Type::kFloat32 && is_narrow(x.scalar_type()));
-}
-
-// Return the kernel of `owner` for the call's number types, or nullptr. A kernel for exactly these
-// types is preferred to one for widened types.
-const BoundKernel* kernel_for(const Checked<int64_t>& call, const Results& results,
-                              const Operator& owner, bool on_cuda) {
+// Return the kernel for the call's number types, or nullptr. A kernel for exactly these types is
+// preferred to one of float32 that takes float16 and bfloat16.
+const BoundKernel* kernel_for(const Checked<int64_t>& call, bool on_cuda) {
+  if (!call.op.owner) return nullptr;
   const auto takes_all = [&](const BoundKernel& kernel, bool widened) {
-    for (size_t p = 0; p < kernel.sources.size(); ++p) {
-      const Parameter& parameter = kernel.entry.parameters[p];
-      if (parameter.kind != Parameter::kTensor) continue;
-      const Source source = kernel.sources[p];
-      const int line = line_of(owner, source);
-      const Tensor* x = source.index < 0 ? call.gradients[line] : call.tensors[line];
-      if (source.from == Source::kResult) x = &results[source.index];
-      if (!fits(*x, parameter.type, call.text.lines[line], widened)) return false;
+    for (const auto& [group, type] : kernel.binding.types) {
+      const Tensor& x = *call.of_group[group];
+      if (!x.defined() || call.text.lines[group].read_as != Type::kNone) continue;
+      const bool is_widened = widened && type == Type::kFloat32 && is_narrow(x.scalar_type());
+      if (x.scalar_type() != scalar_type(type) && !is_widened) return false;
     }
     return true;
   };
   for (const bool widened : {false, true})
-    for (const BoundKernel& kernel : owner.kernels)
-      if (kernel.is_cuda == on_cuda && takes_all(kernel, widened)) return &kernel;
+    for (const BoundKernel& kernel : call.op.owner->kernels)
+      if (kernel.binding.is_cuda == on_cuda && takes_all(kernel, widened)) return &kernel;
   return nullptr;
 }
 
-// Return an argument with the number type and the strides that a kernel's parameter takes. A copy
-// is kept in `made`.
-const Tensor& as_taken(const Line& line, const Tensor& x, const Parameter& parameter,
-                       std::list<Tensor>& made) {
+// Return an argument with the number type and the layout that a kernel's parameter takes. A copy is
+// kept in `made`.
+const Tensor& as_taken(const Tensor& x, Type type, Layout layout, std::list<Tensor>& made) {
   const Tensor* converted = &x;
-  if (x.scalar_type() != scalar_type(parameter.type))
-    converted = &made.emplace_back(x.to(scalar_type(parameter.type)));
-  if (converted->is_contiguous()) return *converted;
-  const bool takes_strides =
-      parameter.is_strided && (!line.in_columns || converted->mT().is_contiguous());
-  return takes_strides ? *converted : made.emplace_back(converted->contiguous());
+  if (x.scalar_type() != scalar_type(type)) converted = &made.emplace_back(x.to(scalar_type(type)));
+  if (layout == Layout::kStrided || converted->is_contiguous()) return *converted;
+  if (layout == Layout::kTransposed && converted->dim() > 1 && converted->mT().is_contiguous())
+    return *converted;
+  return made.emplace_back(converted->contiguous());
 }
 
 // Set the sizes and strides of slot p. A kernel sees a tensor in the first shape of its line; x has
-// the shape `given`.
+// the shape `given`, and is contiguous if that is another one. A tensor [...] of fewer dimensions
+// has leading ones of size 1.
 void lay_out(const Checked<int64_t>& call, const Line& line, const Shape* given, const Tensor& x,
-             int p, Storage& storage) {
+             int rank, int p, Storage& storage) {
   Slot& slot = storage.slots[p];
-  const Shape& seen = line.shapes[0];
-  if (!given || given == &seen) {
-    slot.shape = x.sizes().data();
-    slot.stride = x.strides().data();
-    return;
-  }
+  slot.shape = x.sizes().data();
+  slot.stride = x.strides().data();
+  const bool is_other = given && given != &line.shapes[0];
+  if (!is_other && (!line.any_shape || x.dim() == rank)) return;
   auto &shape = storage.shape[p], &stride = storage.stride[p];
-  const std::vector<int> from = contract::dimensions_of(seen, *given);
+  TORCH_CHECK(size_t(rank) <= shape.size() && (is_other || x.dim() <= rank), call.op.name,
+              ": expected `", line.name, "` of at most ", rank, " dimensions, got ", x.sizes());
   int64_t count = 1;
-  for (size_t d = seen.size(); d-- > 0;) {
-    if (from.empty()) {  // other dimensions, such as 4K for K, 4; x is contiguous
-      shape[d] = call.value(seen[d]);
-      stride[d] = count;
-      count *= shape[d];
-    } else {
-      shape[d] = from[d] < 0 ? 1 : x.size(from[d]);
-      stride[d] = from[d] < 0 ? 0 : x.stride(from[d]);
-    }
+  for (int d = rank; d-- > 0;) {
+    const int64_t own = d - (rank - x.dim());
+    shape[d] = is_other ? call.value(line.shapes[0][d]) : own < 0 ? 1 : x.size(own);
+    stride[d] = is_other || own < 0 ? count : x.stride(own);
+    count *= shape[d];
   }
   slot.shape = shape.data();
   slot.stride = stride.data();
@@ -234,7 +220,8 @@ void set_value(const Line& line, Parameter::Kind kind, const IValue& value, Slot
       break;
     }
     case Parameter::kInts:
-      set_list(storage.integers.emplace_back(value.toIntVector()));
+      set_list(storage.integers.emplace_back(value.isNone() ? std::vector<int64_t>()
+                                                            : value.toIntVector()));
       break;
     default:  // kFloats
       set_list(storage.numbers.emplace_back(value.isNone() ? std::vector<double>()
@@ -246,42 +233,39 @@ void set_value(const Line& line, Parameter::Kind kind, const IValue& value, Slot
 void fill_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results,
                 void* stream, Storage& storage) {
   static char empty[64];
-  const auto set_tensor = [&](int p, const Line& line, const Shape* given, const Tensor& x,
-                              void* data) {
-    storage.slots[p].data = data ? data : empty;  // not nullptr, which would be an absent tensor
-    lay_out(call, line, given, x, p, storage);
-  };
-  for (size_t p = 0; p < kernel.sources.size(); ++p) {
+  for (size_t p = 0; p < kernel.binding.sources.size(); ++p) {
     const Parameter& parameter = kernel.entry.parameters[p];
-    const Source source = kernel.sources[p];
+    const Source source = kernel.binding.sources[p];
     Slot& slot = storage.slots[p] = {};
+    const auto set_tensor = [&](const Line& line, const Shape* given, const Tensor& x, void* data) {
+      slot.data = data ? data : empty;  // not nullptr, which would be an absent tensor
+      lay_out(call, line, given, x, parameter.rank, int(p), storage);
+    };
     if (source.from == Source::kWorkspace) continue;
     if (source.from == Source::kStream) {
       slot.data = stream;
     } else if (source.from == Source::kResult) {
-      if (!results[source.index].defined()) continue;
-      const int index = call.op.result_lines[source.index];
-      const Line& line = call.text.lines[index];
+      // An operator that uses the kernels of another one may have fewer results.
+      if (size_t(source.index) >= call.op.result_lines.size()) continue;
       const Tensor* x = &results[source.index];
+      if (!x->defined()) continue;
       if (x->scalar_type() != scalar_type(parameter.type)) {
         const Tensor wide = at::empty_like(*x, x->options().dtype(scalar_type(parameter.type)));
         x = &storage.narrowed.emplace_back(*x, wide).second;
       }
-      const Shape* given = call.op.is_backward ? call.shapes[index] : &call.shape_of(line);
-      set_tensor(int(p), line, given, *x, x->mutable_data_ptr());
+      const int index = call.op.result_lines[source.index];
+      set_tensor(call.text.lines[index], call.shapes[index], *x, x->mutable_data_ptr());
     } else if (parameter.kind == Parameter::kTensor) {
-      const bool is_gradient = source.index < 0;
-      const int index = line_of(call.op, source);
-      const Tensor& x = is_gradient ? *call.gradients[index] : *call.tensors[index];
+      const bool is_upstream = source.index < 0;
+      const int index = is_upstream ? -2 - source.index : source.index;
+      const Tensor& x = is_upstream ? *call.gradients[index] : *call.tensors[index];
       if (!x.defined()) continue;
       const Line& line = call.text.lines[index];
-      const Shape* given = is_gradient ? &call.shape_of(line) : call.shapes[index];
-      // The slot for a tensor of other dimensions describes contiguous memory.
-      Parameter taken_as = parameter;
-      if (given && given != &line.shapes[0])
-        taken_as.is_strided &= !contract::dimensions_of(line.shapes[0], *given).empty();
-      const Tensor& taken = as_taken(line, x, taken_as, storage.owned);
-      set_tensor(int(p), line, given, taken, const_cast<void*>(taken.const_data_ptr()));
+      const Shape* given = call.shapes[index];
+      const bool is_other = given && given != &line.shapes[0];
+      const Tensor& taken = as_taken(
+          x, parameter.type, is_other ? Layout::kContiguous : parameter.layout, storage.owned);
+      set_tensor(line, given, taken, const_cast<void*>(taken.const_data_ptr()));
     } else {
       const Line& line = call.text.lines[source.index];
       const int position = call.op.argument[source.index];
@@ -305,7 +289,7 @@ void narrow_results(const Storage& storage) {
 
 void run_on_cpu(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results) {
   if (!kernel.entry.checks_entries) check_entries(call);
-  if (wants_checks()) check_made(call);
+  check_made(call);
   Storage storage;
   fill_slots(call, kernel, results, nullptr, storage);
   run_slots(call, kernel, storage);
@@ -337,14 +321,9 @@ void run_on_cuda(const Checked<int64_t>& call, const BoundKernel& kernel, const 
   Storage storage;
   fill_slots(call, kernel, results, stream, storage);
   Workspace workspace{nullptr, 0};
-  bool needs_workspace = false;
-  for (size_t p = 0; p < kernel.sources.size(); ++p)
-    if (kernel.sources[p].from == Source::kWorkspace) {
-      storage.slots[p].data = &workspace;
-      needs_workspace = true;
-    }
   Tensor memory;
-  if (needs_workspace) {
+  if (kernel.binding.has_workspace) {
+    storage.slots[kernel.entry.count - 2].data = &workspace;
     run_slots(call, kernel, storage);  // sets workspace.bytes
     memory = at::empty({std::max<int64_t>(workspace.bytes, 1)},
                        call.first_tensor->options().dtype(at::kByte));
@@ -357,18 +336,6 @@ void run_on_cuda(const Checked<int64_t>& call, const BoundKernel& kernel, const 
 void push_results(const Operator& op, Results& results, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, op.count);
   for (size_t i = 0; i < op.result_lines.size(); ++i) stack->push_back(std::move(results[i]));
-}
-
-// Return the operator whose kernels an operator uses: itself or, if it has none, another one of its
-// contract whose results begin with its own.
-const Operator& with_kernels(const Operator& op) {
-  if (!op.kernels.empty()) return op;
-  for (const Operator& other : op.family->operators)
-    if (!other.kernels.empty() && other.is_backward == op.is_backward &&
-        other.result_lines.size() >= op.result_lines.size() &&
-        std::equal(op.result_lines.begin(), op.result_lines.end(), other.result_lines.begin()))
-      return other;
-  return op;
 }
 
 // Throw the current exception again. If memory on the CPU did not suffice, throw another error: it
@@ -389,11 +356,13 @@ const Operator& with_kernels(const Operator& op) {
     largest = &line;
   };
   const auto& lines = op.family->text.lines;
-  for (const int i : op.number_lines)
-    if (op.argument[i] >= 0) compare(lines[i], stack[op.argument[i]].toSymInt());
-  for (const int i : op.list_lines)
-    if (!lines[i].items.empty())
-      for (const SymInt& size : stack[op.argument[i]].toSymIntVector()) compare(lines[i], size);
+  for (size_t i = 0; i < lines.size(); ++i) {
+    if (!op.has(int(i))) continue;
+    const IValue& value = stack[op.argument[i]];
+    if (op.at_line(int(i)).kind == contract::Kind::kInt) compare(lines[i], value.toSymInt());
+    if (op.at_line(int(i)).kind == contract::Kind::kInts && value.isList())
+      for (const SymInt& size : value.toSymIntVector()) compare(lines[i], size);
+  }
   TORCH_CHECK(largest, op.name, ": expected arguments for which memory suffices");
   TORCH_CHECK(false, op.name, ": expected `", largest->name, "` for which memory suffices, got ",
               stack[op.argument[largest - lines.data()]]);
@@ -410,12 +379,12 @@ void run_on_device(const Operator& op, torch::jit::Stack* stack) {
     if (on_cuda)
       for (size_t i = 0; i < call.text.lines.size(); ++i) {
         const Line& line = call.text.lines[i];
-        if (line.made_on_cuda && op.argument[i] >= 0 && !call.tensors[i]->defined())
+        if (line.made_on_cuda && op.has(int(i)) && !call.tensors[i]->defined())
           call.tensors[i] = &made.emplace_back(made_for(call, line));
       }
 
     results = call.results();
-    if (const BoundKernel* kernel = kernel_for(call, results, with_kernels(op), on_cuda)) {
+    if (const BoundKernel* kernel = kernel_for(call, on_cuda)) {
       if (on_cuda)
         run_on_cuda(call, *kernel, results);
       else
@@ -428,7 +397,7 @@ void run_on_device(const Operator& op, torch::jit::Stack* stack) {
     }
 
     for (size_t i = 0; i < op.result_lines.size(); ++i)
-      if (!results[i].defined()) results[i] = call.nothing();
+      if (!results[i].defined()) results[i] = call.nothing(i);
   } catch (...) {
     refuse_memory(op, first);
   }
@@ -443,7 +412,7 @@ void run_on_meta(const Operator& op, torch::jit::Stack* stack) {
     const Checked<SymInt> call(op, first);
     results = call.results();
     for (size_t i = 0; i < op.result_lines.size(); ++i)
-      if (!results[i].defined()) results[i] = call.nothing();
+      if (!results[i].defined()) results[i] = call.nothing(i);
   } catch (...) {
     refuse_memory(op, first);
   }
@@ -456,14 +425,14 @@ void run_composition(const Operator& op, torch::jit::Stack* stack) {
   Value result;
   try {
     const Checked<SymInt> call(op, first);
-    std::vector<Value> arguments;
-    for (int i = 0; i < op.count; ++i) arguments.push_back(value_of(first[i]));
-    result = op.composition(arguments.data());
+    result = op.composition(values_of(first));
   } catch (...) {
     refuse_memory(op, first);
   }
   torch::jit::drop(*stack, op.count);
-  stack->push_back(ivalue_of(result));
+  if (op.schema.results.size() == 1) return stack->push_back(ivalue_of(result));
+  TORCH_CHECK(ivalue_of(result).isTuple(), op.name, ": its composition returns one value");
+  for (const IValue& each : ivalue_of(result).toTupleRef().elements()) stack->push_back(each);
 }
 
 }  // namespace

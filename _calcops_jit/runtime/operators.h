@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <algorithm>
 #include <array>
 #include <deque>
 #include <map>
@@ -13,8 +14,7 @@
 #include <vector>
 
 #include "autograd.h"
-#include "calcops/contract_text.h"
-#include "calcops/operator.h"
+#include "calcops/contract_proofs.h"
 
 namespace calcops {
 namespace {
@@ -25,76 +25,55 @@ using c10::SymInt;
 using contract::kMost;
 using contract::Line;
 using contract::Shape;
+using contract::Source;
 using contract::Sum;
 
 // The bytes of a process's address space on x86-64. A result has fewer.
 constexpr int64_t kMostBytes = int64_t(1) << 47;
-using Results = std::array<Tensor, 6>;
+using Results = std::array<Tensor, contract::kMostResults>;
 
 at::ScalarType scalar_type(Type type) {
-  switch (type) {
-    case Type::kBool:
-      return at::kBool;
-    case Type::kUInt8:
-      return at::kByte;
-    case Type::kUInt16:
-      return at::kUInt16;
-    case Type::kInt8:
-      return at::kChar;
-    case Type::kInt16:
-      return at::kShort;
-    case Type::kInt32:
-      return at::kInt;
-    case Type::kInt64:
-      return at::kLong;
-    case Type::kFloat16:
-      return at::kHalf;
-    case Type::kBFloat16:
-      return at::kBFloat16;
-    case Type::kFloat32:
-      return at::kFloat;
-    case Type::kFloat64:
-      return at::kDouble;
-    default:
-      return at::ScalarType::Undefined;
-  }
+  static constexpr at::ScalarType kTypes[] = {at::ScalarType::Undefined,
+                                              at::kBool,
+                                              at::kByte,
+                                              at::kUInt16,
+                                              at::kChar,
+                                              at::kShort,
+                                              at::kInt,
+                                              at::kLong,
+                                              at::kHalf,
+                                              at::kBFloat16,
+                                              at::kFloat,
+                                              at::kDouble};
+  return kTypes[int(type)];
 }
 
-// ---- values -------------------------------------------------------------------------------------
-
-// A Value is one pointer, to an IValue. Its header does not know that type, so this unit reads the
-// pointer from the Value's memory.
-struct Hidden {
-  static void*& of(Value& value) { return *reinterpret_cast<void**>(&value); }
-  static void* of(const Value& value) { return *reinterpret_cast<void* const*>(&value); }
-};
-static_assert(sizeof(Value) == sizeof(void*));
-
-const IValue& ivalue_of(const Value& value) { return *static_cast<IValue*>(Hidden::of(value)); }
-
+// A Value is an IValue. Its header does not know that type.
+static_assert(sizeof(Value) == sizeof(IValue) && alignof(Value) == alignof(IValue));
+const IValue& ivalue_of(const Value& value) { return reinterpret_cast<const IValue&>(value); }
+const Value* values_of(const IValue* ivalues) { return reinterpret_cast<const Value*>(ivalues); }
 Value value_of(IValue ivalue) {
   Value value;
-  *static_cast<IValue*>(Hidden::of(value)) = std::move(ivalue);
+  reinterpret_cast<IValue&>(value) = std::move(ivalue);
   return value;
 }
 
-// ---- an operator of a contract ------------------------------------------------------------------
+const Tensor kNone;
+
+const Tensor& tensor_or_none(const IValue& value) {
+  return value.isTensor() ? value.toTensor() : kNone;
+}
+
+template <class Item>
+bool contains(const std::vector<Item>& list, const Item& item) {
+  return std::find(list.begin(), list.end(), item) != list.end();
+}
 
 struct Operator;
 
-// Where a kernel's parameter comes from.
-struct Source {
-  enum { kArgument, kResult, kWorkspace, kStream } from;
-  // kArgument: the argument's line in the contract. The upstream gradient of a result has the
-  // negative number -2 - line, where `line` is the result's line.
-  // kResult: the position among the results.
-  int index;
-};
-
 struct BoundKernel {
   KernelEntry entry;
-  std::vector<Source> sources;
-  bool is_cuda;
+  contract::Binding binding;
 };
 
 // All operators of one contract.
@@ -104,49 +83,31 @@ struct Family {
   int line = 0;                        // of the contract in the file
   const char* without_cuda = nullptr;  // why the build has no CUDA
   std::deque<Operator> operators;
-  // The members below follow from the line `linear`.
-  std::unique_ptr<Multilinear> derivatives;
-  std::string forward, backward;             // names of the two operators
-  std::vector<int> input_lines;              // of all factors, in order
-  std::vector<std::vector<int>> term_lines;  // of each term's factors
-
-  [[noreturn]] void fail(int number, const std::string& what) const {
-    TORCH_CHECK(false, file, ":", line, ": contract, ", contract::Mistake(number, what).what());
-  }
+  contract::Linear linear;
+  std::unique_ptr<Multilinear> derivatives;  // those of `linear`
 };
 
-struct Operator {
+struct Operator : contract::Signature {
   Family* family;
-  const contract::Schema* schema;
   std::string name;  // qualified
   c10::FunctionSchema parsed;
-  // These have one entry for each line of the contract.
-  std::array<int, kMost> argument{};   // the argument's position in the schema, or -1
-  std::array<int, kMost> gradient{};   // the position of its grad_ argument, or -1
-  std::array<bool, kMost> optional{};  // whether the argument is optional
-  // For each argument: its line. output_mask has -1. The upstream gradient of a result has
-  // -2 - line, where `line` is the result's line.
-  std::vector<int> lines{};
-  // The lines, grouped by what a call checks of them. The tensors of shaped_lines have
-  // `the shape of` another one.
-  std::vector<int> number_lines{}, tensor_lines{}, choice_lines{}, list_lines{}, gradient_lines{},
-      shaped_lines{}, limit_lines{}, entry_lines{}, exclusion_lines{};
-  std::vector<std::vector<int>> needs{};  // of each result: the lines of its factors
-  // For each result: its line. The gradient of a factor has the factor's line.
-  std::vector<int> result_lines{};
   int count = 0;  // of arguments
-  int mask = -1;  // the position of output_mask, or -1
-  bool is_backward = false;
   Value (*composition)(const Value*) = nullptr;
+  void (*check)(const Value*, Value*) = nullptr;
   std::unique_ptr<Derivatives> formulas{};
   std::vector<BoundKernel> kernels{};
-};
+  const Operator* owner = nullptr;  // the operator whose kernels it uses
 
-// Return the contract's line of a kernel's parameter.
-int line_of(const Operator& op, const Source& source) {
-  if (source.from == Source::kResult) return op.result_lines[source.index];
-  return source.index < 0 ? -2 - source.index : source.index;
-}
+  // Return whether a call computes a result. A gradient is computed if output_mask selects it,
+  // another result if all of its factors are given.
+  bool is_wanted(const IValue* arguments, size_t result) const {
+    if (mask >= 0) return arguments[mask].toBoolList()[result];
+    if (result < needs.size())
+      for (const int line : needs[result])
+        if (!tensor_or_none(arguments[argument[line]]).defined()) return false;
+    return true;
+  }
+};
 
 std::deque<Family>& families() {
   static auto* all = new std::deque<Family>;

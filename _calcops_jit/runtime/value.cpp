@@ -6,16 +6,16 @@
 #include "operators.h"
 
 namespace calcops {
-Value::Value(decltype(nullptr)) : value_(new IValue()) {}
-Value::Value(int64_t number) : value_(new IValue(number)) {}
-Value::Value(double number) : value_(new IValue(number)) {}
-Value::Value(bool flag) : value_(new IValue(flag)) {}
-Value::Value(const char* text) : value_(new IValue(std::string(text))) {}
-Value::Value(const Value& other) : value_(new IValue(ivalue_of(other))) {}
-Value::~Value() { delete static_cast<IValue*>(value_); }
+Value::Value(decltype(nullptr)) { new (memory_) IValue(); }
+Value::Value(int64_t number) { new (memory_) IValue(number); }
+Value::Value(double number) { new (memory_) IValue(number); }
+Value::Value(bool flag) { new (memory_) IValue(flag); }
+Value::Value(const char* text) { new (memory_) IValue(std::string(text)); }
+Value::Value(const Value& other) { new (memory_) IValue(ivalue_of(other)); }
+Value::~Value() { reinterpret_cast<IValue*>(memory_)->~IValue(); }
 
 Value& Value::operator=(const Value& other) {
-  *static_cast<IValue*>(value_) = ivalue_of(other);
+  reinterpret_cast<IValue&>(*this) = ivalue_of(other);
   return *this;
 }
 
@@ -48,6 +48,21 @@ bool Value::equals(int64_t number) const {
   return ivalue_of(*this).toSymInt().sym_eq(number).guard_bool(__FILE__, __LINE__);
 }
 
+bool Value::is_known(int64_t number) const {
+  return ivalue_of(*this).toSymInt().maybe_as_int() == number;
+}
+
+bool Value::expect_equal(const Value& size) const {
+  return ivalue_of(*this)
+      .toSymInt()
+      .sym_eq(ivalue_of(size).toSymInt())
+      .expect_true(__FILE__, __LINE__);
+}
+
+bool Value::expect_at_least(int64_t number) const {
+  return ivalue_of(*this).toSymInt().sym_ge(number).expect_true(__FILE__, __LINE__);
+}
+
 bool Value::is(const char* text) const { return ivalue_of(*this).toStringRef() == text; }
 
 Value Value::shape() const {
@@ -74,13 +89,18 @@ Value Value::device() const { return value_of(IValue(ivalue_of(*this).toTensor()
 
 Value Value::operator[](int i) const {
   const IValue& value = ivalue_of(*this);
+  TORCH_CHECK(value.isTuple() || value.isList(), "calcops::Value: expected several results or a ",
+              "list, got ", value.tagKind());
+  TORCH_CHECK(i >= 0 && i < length(), "calcops::Value: expected an index below ", length(),
+              ", got ", i);
   if (value.isTuple()) return value_of(value.toTupleRef().elements()[i]);
-  if (value.isBoolList()) return bool(value.toBoolList()[i]);
-  if (value.isDoubleList()) return value.toDoubleVector()[i];
-  return value_of(IValue(value.toSymIntVector()[i]));
+  return value_of(value.toListRef()[i]);
 }
 
-int Value::length() const { return int(ivalue_of(*this).toListRef().size()); }
+int Value::length() const {
+  const IValue& value = ivalue_of(*this);
+  return int(value.isTuple() ? value.toTupleRef().elements().size() : value.toListRef().size());
+}
 
 Value Value::call_in(const char* name_space, const char* op, const Value* values, int count) {
   std::string name = op;
@@ -89,10 +109,16 @@ Value Value::call_in(const char* name_space, const char* op, const Value* values
   const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
       name.substr(0, dot).c_str(), dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
   const auto& arguments = handle.schema().arguments();
+  TORCH_CHECK(size_t(count) <= arguments.size(), "calcops::Value::call: expected at most ",
+              arguments.size(), " arguments of ", handle.schema(), ", got ", count);
   torch::jit::Stack stack;
   for (int i = 0; i < count; ++i) stack.push_back(ivalue_of(values[i]));
-  for (size_t i = count; i < arguments.size(); ++i)
-    stack.push_back(arguments[i].default_value().value_or(IValue()));
+  for (size_t i = count; i < arguments.size(); ++i) {
+    const auto& value = arguments[i].default_value();
+    TORCH_CHECK(value || arguments[i].type()->kind() == c10::TypeKind::OptionalType,
+                "calcops::Value::call: expected `", arguments[i].name(), "` of ", handle.schema());
+    stack.push_back(value.value_or(IValue()));
+  }
   handle.callBoxed(&stack);
   if (stack.size() == 1) return value_of(std::move(stack[0]));
   return value_of(c10::ivalue::Tuple::create(std::move(stack)));
@@ -114,42 +140,64 @@ Value Value::list_of(const Value* values, int count) {
   return value_of(IValue(std::move(list)));
 }
 
-void refuse(const char* op, const char* argument, const char* what, const Value& got) {
-  const IValue& value = ivalue_of(got);
-  TORCH_CHECK(false, op, ": expected `", argument, "` ", what, ", got ",
-              value.isString() ? value.toStringRef() : c10::str(value));
+namespace {
+
+// Return the text of a value for an error message.
+std::string text_of(const Value& shown) {
+  const IValue& value = ivalue_of(shown);
+  if (value.isString()) return value.toStringRef();
+  if (!value.isTensor()) return c10::str(value);
+  return c10::str(value.toTensor().scalar_type(), ' ', value.toTensor().sym_sizes());
 }
 
-Value operator+(const Value& a, const Value& b) {
+}  // namespace
+
+void refuse(const char* op, const char* argument, const char* what, const Value& got) {
+  TORCH_CHECK(false, op, ": expected `", argument, "` ", what, ", got ", text_of(got));
+}
+
+void refuse(const char* op, const char* argument, const char* what, const Value& wanted,
+            const Value& got) {
+  TORCH_CHECK(false, op, ": expected `", argument, "` ", what, ' ', text_of(wanted), ", got ",
+              text_of(got));
+}
+
+namespace {
+
+// Call an operator of PyTorch for tensors, otherwise compute with numbers.
+template <class Numbers>
+Value combined(const char* name, const Value& a, const Value& b, const Numbers& numbers) {
   const IValue &x = ivalue_of(a), &y = ivalue_of(b);
-  if (x.isTensor())
-    return Value::call(y.isTensor() ? "aten::add.Tensor" : "aten::add.Scalar", a, b);
-  if (y.isTensor()) return b + a;
-  if (x.isDouble() || y.isDouble()) return x.toScalar().toDouble() + y.toScalar().toDouble();
-  return value_of(IValue(x.toSymInt() + y.toSymInt()));
+  if (x.isTensor() || y.isTensor())
+    return Value::call((std::string(name) + (y.isTensor() ? ".Tensor" : ".Scalar")).c_str(), a, b);
+  if (x.isDouble() || y.isDouble())
+    return value_of(numbers(x.toScalar().toDouble(), y.toScalar().toDouble()));
+  return value_of(numbers(x.toSymInt(), y.toSymInt()));
+}
+
+}  // namespace
+
+Value operator+(const Value& a, const Value& b) {
+  if (b.is_tensor() && !a.is_tensor()) return b + a;
+  return combined("aten::add", a, b, [](const auto& x, const auto& y) { return IValue(x + y); });
 }
 
 Value operator*(const Value& a, const Value& b) {
-  const IValue &x = ivalue_of(a), &y = ivalue_of(b);
-  if (x.isTensor())
-    return Value::call(y.isTensor() ? "aten::mul.Tensor" : "aten::mul.Scalar", a, b);
-  if (y.isTensor()) return b * a;
-  if (x.isDouble() || y.isDouble()) return x.toScalar().toDouble() * y.toScalar().toDouble();
-  return value_of(IValue(x.toSymInt() * y.toSymInt()));
+  if (b.is_tensor() && !a.is_tensor()) return b * a;
+  return combined("aten::mul", a, b, [](const auto& x, const auto& y) { return IValue(x * y); });
 }
 
 Value operator-(const Value& a, const Value& b) {
-  const IValue &x = ivalue_of(a), &y = ivalue_of(b);
-  if (x.isTensor())
-    return Value::call(y.isTensor() ? "aten::sub.Tensor" : "aten::sub.Scalar", a, b);
-  if (y.isTensor()) return Value::call("aten::rsub.Scalar", b, a);
-  if (x.isDouble() || y.isDouble()) return x.toScalar().toDouble() - y.toScalar().toDouble();
-  return value_of(IValue(x.toSymInt() - y.toSymInt()));
+  if (b.is_tensor() && !a.is_tensor()) return Value::call("aten::rsub.Scalar", b, a);
+  return combined("aten::sub", a, b, [](const auto& x, const auto& y) { return IValue(x - y); });
 }
 
 Value operator/(const Value& a, const Value& b) {
+  if (b.is_tensor() && !a.is_tensor()) return Value::call("aten::reciprocal", b) * a;
   const IValue& y = ivalue_of(b);
-  return Value::call(y.isTensor() ? "aten::div.Tensor" : "aten::div.Scalar", a, b);
+  const bool is_size = !a.is_tensor() && !ivalue_of(a).isDouble() && !y.isTensor() && !y.isDouble();
+  TORCH_CHECK(!is_size || !b.equals(0), "calcops::Value: a size divided by 0");
+  return combined("aten::div", a, b, [](const auto& x, const auto& y) { return IValue(x / y); });
 }
 
 }  // namespace calcops

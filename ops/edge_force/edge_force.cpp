@@ -12,6 +12,9 @@ namespace {
 // It calls PyTorch's operators, which support every device and transform. Their speed is enough:
 // one order serves many calls. The stable sort keeps the ends of a group in rising order.
 Value edge_order(const Value* arguments) {
+  // The numbers of the 2E ends and of their groups fit into int32.
+  if (!(Value(int64_t(1) << 30) - arguments[0].size(1)).expect_at_least(1))
+    refuse("calcops::edge_order", "edge_index", "of less than 2^30 edges", arguments[0].shape());
   const Value edge_index =
       Value::call("aten::to.dtype", arguments[0], Value::dtype_of(Type::kInt64));
   const Value& natoms = arguments[1];
@@ -97,19 +100,19 @@ _edge_force_virial_backward(Tensor? grad_force, Tensor? grad_virial, Tensor? gra
                             Tensor? edge_order=None) -> (Tensor, Tensor)
   Gradients for edge_gradient and edge_vec, from those for force, virial and atom_virial.
 
-edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge;
-               E < 2^30 edges in edge_order. Row 0 the centre i, row 1 the neighbour j, 0-based;
+edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge. Row 0 the centre i, row 1 the neighbour j, 0-based;
                edges in any order. -1 in either row masks the edge.
-edge_gradient  [E, 3] in rows or columns; float32 or float64. dE/d(edge_vec), energy/length, with
+edge_gradient  [E, 3]; float32 or float64. dE/d(edge_vec), energy/length, with
                edge_vec = r_j - r_i (plus the shift of a periodic image). A contiguous [3, E],
                transposed, is not copied on the CPU.
-edge_vec       [E, 3] in rows or columns; like edge_gradient. r_j - r_i (plus the shift), length.
+edge_vec       [E, 3]; like edge_gradient. r_j - r_i (plus the shift), length.
 natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
-batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nframes at atom. The
-               frame of each atom, in any order. None: all atoms are in frame 0.
+batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nframes at atom;
+               0 where absent. The frame of each atom, in any order. None: all atoms are in frame 0.
 nframes        0 to 2^40; 1 where absent. Number of frames, at least 1 where batch is None and there
                are atoms.
-edge_order     [natoms + 2E] from edge_order(edge_index, natoms), made where absent on CUDA; int32.
+edge_order     [natoms + 2E]; int32; E < 2^30 edges; from edge_order(edge_index, natoms),
+               made where absent on CUDA.
                None: each call on CUDA sorts the edges itself. CPU kernels ignore this argument.
                With the edge_order of another graph, forces are wrong on CUDA. With
                CALCOPS_CHECK=1 it is an error on either device. E must be below 2^30, as for
@@ -128,7 +131,7 @@ vmap           joins E, natoms, nframes
 template <class Number, int rank>
 using In = View<const Number, rank>;
 template <class Real>
-using Vectors = Strided<const Real, 2>;
+using Vectors = Strided<const Real, 2, Layout::kTransposed>;
 
 // Return whether vectors [E, 3] are the transpose of a contiguous [3, E].
 template <class Real>

@@ -2,9 +2,6 @@
 // kernels' structs.
 #include <calcops/operator.h>
 
-#include <stdexcept>
-#include <string>
-
 #include "environment_spline/environment_spline.h"
 
 namespace calcops::ops::environment_spline {
@@ -95,16 +92,7 @@ Value join_gradients(const Directions& directions, const Gradient& gradient) {
   return all;
 }
 
-void refuse_constants(const Value* arguments, const Value* gradients) {
-  const char* names[] = {"davg", "dstd", "grid"};
-  for (int i = kDavg; i <= kGrid; ++i)
-    if (gradients[i].is_wanted())
-      refuse("calcops::environment_spline", names[i - kDavg], "that requires no gradient",
-             arguments[i]);
-}
-
 void vjp(const Value* arguments, const Value* upstream, Value* gradients) {
-  refuse_constants(arguments, gradients);
   if (gradients[kD].is_wanted()) gradients[kD] = Sums(arguments).gradient(upstream[0], Value());
 }
 
@@ -114,7 +102,6 @@ void jvp(const Value* arguments, const Value* tangents, Value* results) {
 }
 
 void along_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
-  refuse_constants(arguments, gradients);
   const Sums sums(arguments);
   const Directions v(arguments[kAlong]);
   if (gradients[kD].is_wanted()) gradients[kD] = sums.gradient(upstream[0], v.all());
@@ -139,7 +126,6 @@ void backward_vjp(const Value* arguments, const Value* upstream, Value* gradient
   const Value& u = upstream[0];
   const Value* sums_arguments = arguments + 1;
   Value* sums_gradients = gradients + 1;
-  refuse_constants(sums_arguments, sums_gradients);
   const Sums sums(sums_arguments);
   const Directions v(sums_arguments[kAlong]);
   if (gradients[0].is_wanted()) gradients[0] = sums.along(v.with(u));
@@ -162,9 +148,10 @@ void backward_jvp(const Value* arguments, const Value* tangents, Value* results)
     add(results[0], sums.gradient(grad, v.replaced(i, sums_tangents[kAlong])));
 }
 
-const Derivative kDerivatives[] = {{"environment_spline", vjp, jvp},
-                                   {"_environment_spline_along", along_vjp, along_jvp},
-                                   {"_environment_spline_backward", backward_vjp, backward_jvp}};
+const Derivative kDerivatives[] = {
+    {"environment_spline", vjp, jvp, nullptr, Derivative::kNone},
+    {"_environment_spline_along", along_vjp, along_jvp, nullptr, Derivative::kNone},
+    {"_environment_spline_backward", backward_vjp, backward_jvp, nullptr, Derivative::kNone}};
 
 // ---- the contract -------------------------------------------------------------------------------
 
@@ -212,16 +199,16 @@ d           [n, K, 3]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 sl
             Vectors from each atom to its neighbours, in any order.
 kind        [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
             pair, such as the neighbour's type; -1: an empty slot, anywhere.
-davg        [kinds, 4]; float32 or float64 read as float64. Mean of the rows, subtracted in R
+davg        [kinds, 4]; float32 or float64 read as float64; constant. Mean of the rows, subtracted in R
             (below).
-dstd        [kinds, 4]; float32 or float64 read as float64. Standard deviation of the rows, the
+dstd        [kinds, 4]; float32 or float64 read as float64; constant. Standard deviation of the rows, the
             divisor in R (below).
-grid        [kinds, 2]; float32 or float64 read as float64. First and last value of R[0] that the
+grid        [kinds, 2]; float32 or float64 read as float64; constant. First and last value of R[0] that the
             cells of the B-splines cover, for each kind. There are (functions - 5) cells of equal
             width, or (functions - 3) if `spline` is "cubic".
 functions   6 to 2^20. Number of B-splines of each kind.
-rcut_smth   Distance at which the switch w begins to fall.
-rcut        Cutoff distance, at which w is 0; rcut > rcut_smth >= 0.
+rcut_smth   >= 0. Distance at which the switch w begins to fall.
+rcut        > rcut_smth. Cutoff distance, at which w is 0.
 spline      "quintic" or "cubic". The B-splines have four or two continuous derivatives.
 directions  [n, K, D, 3]; like d; D < 16 directions. Directions of the derivative.
 result      [n, 4, kinds, functions]; like d.
@@ -239,10 +226,6 @@ SplineInputs<Real, Index> inputs(In<Real, 3> d, In<Index, 2> kind, In<double, 2>
                                  In<double, 2> dstd, In<double, 2> grid, int64_t functions,
                                  double rcut_smth, double rcut, Spline spline,
                                  In<Real, 4> along = {}) {
-  if (!(rcut > rcut_smth && rcut_smth >= 0))
-    throw std::invalid_argument(
-        "calcops::environment_spline: expected `rcut` > `rcut_smth` >= 0, got " +
-        std::to_string(rcut) + " and " + std::to_string(rcut_smth));
   return {d.shape[0], d.shape[1], davg.shape[0], functions, along ? along.shape[2] : 0,
           d.data,     kind.data,  along.data,    davg.data, dstd.data,
           grid.data,  rcut_smth,  rcut,          spline};

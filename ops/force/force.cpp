@@ -13,6 +13,12 @@ namespace {
 // one index serves many calls. The stable sort keeps the slots of a group in rising order.
 Value neighbor_index(const Value* arguments) {
   const Value& list_neigh = arguments[0];
+  // The numbers of the slots are int32.
+  Value slots_a_frame = list_neigh.size(1) * list_neigh.size(2);
+  if (list_neigh.dim() == 4) slots_a_frame = slots_a_frame * list_neigh.size(3);
+  if (!(Value(int64_t(1) << 31) - slots_a_frame).expect_at_least(1))
+    refuse("calcops::neighbor_index", "list_neigh", "of less than 2^31 slots a frame",
+           slots_a_frame);
   const Value atom_count = list_neigh.size(1) + arguments[1];  // n + nghost
   const Value entries =
       Value::call("aten::to.dtype", Value::call("aten::flatten.using_ints", list_neigh, 1),
@@ -93,7 +99,6 @@ _force_virial_backward(Tensor? grad_force, Tensor? grad_virial, Tensor? grad_ato
 
 list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
              entries -1 or 0 <= j < n + nghost at frame, atom, slot;
-             n*K < 2^31 slots a frame in neighbor_index;
              n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
              0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
              in a row. A row may name an atom several times, and also its own atom (a periodic
@@ -103,8 +108,8 @@ Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, the derivative
              atom, 1/length.
 Rij          [B, n, K, 3]; like dE. r_j - r_i, length.
 nghost       0 to 2^40. Number of ghost atoms.
-neighbor_index  [B, n + nghost + n*K] from neighbor_index(list_neigh, nghost); int32. Or None. It
-             spares CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
+neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31 slots a frame;
+             from neighbor_index(list_neigh, nghost). Or None. It spares CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
              Results are the same bit for bit with and without it. With the index of another list,
              forces are wrong on CUDA. With CALCOPS_CHECK=1 it is an error on either device.
 center       true where absent.

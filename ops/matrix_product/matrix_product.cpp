@@ -24,7 +24,7 @@ void jvp(const Value* arguments, const Value* tangents, Value* results) {
   results[0] = results[0].is_tensor() ? results[0] + term : term;
 }
 
-const Derivative kDerivatives[] = {{"matrix_product", vjp, jvp}};
+const Derivative kDerivatives[] = {{"matrix_product", vjp, jvp, nullptr, Derivative::kNone}};
 
 const Contract kContract(R"(
 matrix_product(Tensor x, Tensor weights) -> Tensor

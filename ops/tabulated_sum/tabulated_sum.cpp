@@ -60,15 +60,7 @@ class Sum {
 
 void add(Value& sum, const Value& term) { sum = sum.is_tensor() ? sum + term : term; }
 
-void refuse_table(const char* op, const Value* arguments, const Value* gradients) {
-  if (gradients[kTable].is_wanted())
-    refuse(op, "table", "that requires no gradient", arguments[kTable]);
-  if (gradients[kGrid].is_wanted())
-    refuse(op, "grid", "that requires no gradient", arguments[kGrid]);
-}
-
 void vjp(const Value* arguments, const Value* upstream, Value* gradients) {
-  refuse_table("calcops::tabulated_sum", arguments, gradients);
   const bool of_x = gradients[kX].is_wanted(), of_R = gradients[kR].is_wanted();
   if (!of_x && !of_R) return;
   const Value of_both = Sum(arguments).gradients(upstream[0], arguments[kR], of_x, of_R);
@@ -90,7 +82,6 @@ void backward_vjp(const Value* arguments, const Value* upstream, Value* gradient
   const Value& grad = arguments[0];
   const Value* sum_arguments = arguments + 1;
   Value* sum_gradients = gradients + 1;
-  refuse_table("calcops::tabulated_sum", sum_arguments, sum_gradients);
   const bool of_grad = gradients[0].is_wanted();
   const bool of_x = sum_gradients[kX].is_wanted();
   const bool of_R = sum_gradients[kR].is_wanted();
@@ -130,8 +121,9 @@ void backward_jvp(const Value* arguments, const Value* tangents, Value* results)
   }
 }
 
-const Derivative kDerivatives[] = {{"tabulated_sum", vjp, jvp},
-                                   {"_tabulated_sum_backward", backward_vjp, backward_jvp}};
+const Derivative kDerivatives[] = {
+    {"tabulated_sum", vjp, jvp, nullptr, Derivative::kNone},
+    {"_tabulated_sum_backward", backward_vjp, backward_jvp, nullptr, Derivative::kNone}};
 
 // ---- the contract -------------------------------------------------------------------------------
 
@@ -161,9 +153,9 @@ x       [n, K]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on 
 R       [n, K, 4]; like x. The rows that are summed, such as those of the environment matrix.
 kind    [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
         neighbour; -1: an empty slot, anywhere.
-table   [kinds, cells, 6, M]; like x. In a cell g_m(x) = sum_k table[kind][cell][k][m] t^k, where t
+table   [kinds, cells, 6, M]; like x; constant; cells >= 1 cells. In a cell g_m(x) = sum_k table[kind][cell][k][m] t^k, where t
         is the distance of x from the cell's beginning.
-grid    [kinds, 5]; float64. Each kind's cells are in two parts, each of equal cells. The five
+grid    [kinds, 5]; float64; constant. Each kind's cells are in two parts, each of equal cells. The five
         numbers are the first part's beginning, cell width and end, and the second part's cell
         width and end. Each part holds a whole number of cells. If both ends are equal, there is
         no second part.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "float16.h"
@@ -20,6 +21,122 @@ struct calcops::TypeOf<calcops::BFloat16> {
 
 namespace calcops::ops::warp_perspective {
 namespace {
+
+// ---- checks and shapes --------------------------------------------------------------------------
+//
+// The arguments may lack dimensions, and one image or one matrix may serve N of the other. A
+// contract cannot say that, so these functions check it.
+
+constexpr char kOp[] = "calcops::warp_perspective";
+
+// The dimensions of one call's image and warp. N is 1 where both lack it.
+struct Dimensions {
+  Value N = 1, C = 1, H, W;
+  bool has_N, has_C;
+
+  Dimensions(const Value& image, const Value& warp) {
+    const int rank = image.dim(), warp_rank = warp.dim();
+    if (rank < 2 || rank > 4)
+      refuse(kOp, "image", "of shape [N or 1, C, H, W], [C, H, W] or [H, W]", image.shape());
+    has_N = rank == 4 || warp_rank == 3;
+    has_C = rank > 2;
+    H = image.size(-2);
+    W = image.size(-1);
+    if (has_C) C = image.size(-3);
+    if (rank == 4) N = image.size(0);
+    bool is_ok = (warp_rank == 2 || warp_rank == 3) && warp.size(-2).expect_equal(3) &&
+                 warp.size(-1).expect_equal(3);
+    if (is_ok && warp_rank == 3) {
+      const Value count = warp.size(0);
+      // A guard is needed only if neither size is known.
+      if (rank < 4 || N.is_known(1) || (!count.is_known(1) && N.equals(1)))
+        N = count;
+      else
+        is_ok = count.is_known(1) || count.equals(1) || count.expect_equal(N);
+    }
+    if (is_ok) return;
+    const char* const what = "of shape [N or 1, 3, 3] or [3, 3]";
+    if (rank < 4 || N.equals(1)) refuse(kOp, "warp", what, warp.shape());
+    refuse(kOp, "warp", "of shape [N or 1, 3, 3] or [3, 3], [N] =", Value::list(N), warp.shape());
+  }
+
+  // Return the shape of a result.
+  Value shape(const Value& height, const Value& width) const {
+    if (has_N && has_C) return Value::list(N, C, height, width);
+    if (has_N) return Value::list(N, height, width);
+    return has_C ? Value::list(C, height, width) : Value::list(height, width);
+  }
+};
+
+// Raise an error unless there is one border value for all channels, or one for each.
+void check_border(const Value& values, const Value& C) {
+  if (values.is_none() || values.length() < 2 || C.expect_equal(values.length())) return;
+  const std::string got = std::to_string(values.length()) + " values";
+  refuse(kOp, "border_value", "of one value or C =", C, got.c_str());
+}
+
+void check_size(const char* name, const Value& size) {
+  if (size.length() != 2 || !size[0].expect_at_least(0) || !size[1].expect_at_least(0))
+    refuse(kOp, name, "(height, width), both >= 0", size);
+}
+
+// Raise an error unless x has a shape. `what` says where it comes from.
+void check_shape(const char* name, const Value& x, const char* what, const Value& shape) {
+  bool is_same = x.dim() == shape.length();
+  for (int d = 0; d < x.dim() && is_same; ++d) is_same = x.size(d).expect_equal(shape[d]);
+  if (!is_same) refuse(kOp, name, what, shape, x.shape());
+}
+
+// (image, warp, dsize, interpolation, border_mode, border_value, inverse_map, destination)
+void check(const Value* arguments, Value* result_shapes) {
+  const Dimensions dims(arguments[0], arguments[1]);
+  const Value& dsize = arguments[2];
+  const bool is_empty = dsize.length() == 0;
+  if (!is_empty) check_size("dsize", dsize);
+  const Value shape = is_empty ? dims.shape(dims.H, dims.W) : dims.shape(dsize[0], dsize[1]);
+  check_border(arguments[5], dims.C);
+  const Value& destination = arguments[7];
+  const bool is_transparent = arguments[4].is("transparent");
+  if (is_transparent && destination.is_none())
+    refuse(kOp, "destination", "a tensor where `border_mode` is \"transparent\"", "none");
+  if (!is_transparent && !destination.is_none())
+    refuse(kOp, "destination", "none where `border_mode` is not \"transparent\"", "a tensor");
+  if (is_transparent) check_shape("destination", destination, "of the result's shape", shape);
+  result_shapes[0] = shape;
+}
+
+// (grad_result, image, warp, interpolation, border_mode, border_value, inverse_map, output_mask)
+void check_backward(const Value* arguments, Value*) {
+  const Dimensions dims(arguments[1], arguments[2]);
+  const Value& grad = arguments[0];
+  check_border(arguments[5], dims.C);
+  if (grad.dim() < 2) refuse(kOp, "grad_result", "of two dimensions or more", grad.shape());
+  check_shape("grad_result", grad, "of shape", dims.shape(grad.size(-2), grad.size(-1)));
+}
+
+// (tangent, image, warp, dsize, interpolation, border_mode, border_value, inverse_map)
+void check_tangent(const Value* arguments, Value* result_shapes) {
+  const Dimensions dims(arguments[1], arguments[2]);
+  check_shape("tangent", arguments[0], "of the shape of `warp`,", arguments[2].shape());
+  check_border(arguments[6], dims.C);
+  check_size("dsize", arguments[3]);
+  result_shapes[0] = dims.shape(arguments[3][0], arguments[3][1]);
+}
+
+// (matrices, size, dsize, taps, border_mode, inverse_map)
+void check_cells(const Value* arguments, Value* result_shapes) {
+  const Value& dsize = arguments[2];
+  check_size("size", arguments[1]);
+  check_size("dsize", dsize);
+  result_shapes[0] = Value::list(arguments[0].size(0), arguments[3] * 2 + 7, dsize[0] * dsize[1]);
+}
+
+const Check kChecks[] = {{"warp_perspective", check}};
+const Check kChecksOfDerivatives[] = {{"_warp_perspective_backward", check_backward},
+                                      {"_warp_perspective_tangent", check_tangent},
+                                      {"_warp_perspective_cells", check_cells}};
+
+// ---- the contracts ------------------------------------------------------------------------------
 
 const Contract kContract(R"(
 warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolation="linear",
@@ -48,6 +165,30 @@ warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolatio
   Deterministic on the CPU and on CUDA. Derivatives beyond the first run through ATen and follow
   torch.use_deterministic_algorithms. Autocast changes nothing.
 
+image          [...]; uint8, uint16, int16, float16, bfloat16, float32 or float64.
+               [N, C, H, W], [C, H, W] or [H, W], with any strides.
+warp           [...]; float32 or float64 read as float64. [N, 3, 3] or [3, 3]. Maps (x, y, 1) of the
+               source to the destination. A common factor of its entries has no effect.
+dsize          Size of the result as (height, width), both >= 0, or empty for (H, W). cv2's dsize is
+               (width, height).
+interpolation  "linear", "cubic" or "nearest". "cubic" is Keys' kernel with a = -0.75. "nearest" rounds
+               the position half to even.
+border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". Pixels
+               around an image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
+               "reflect" b a|a b c d|d c, "wrap" c d|a b c d|a b, "reflect_101" c b|a b c d|c b,
+               "transparent": a pixel whose source is outside keeps its value in `destination`.
+border_value   The v of border_mode: a float for all channels, or a list with one for each. None or
+               [] is 0. It is converted to image's dtype.
+inverse_map    True if warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
+destination    [...]; like image. It has the shape of the result, and is given if border_mode is
+               "transparent". It is copied, not written to.
+result         [...]; like image. [N, C, height, width], [C, height, width], [N, height, width] or
+               [height, width].
+)",
+                         kDerivativesOfWarp, kChecks);
+
+// The derivatives have a contract of their own, because they take no images of integers.
+const Contract kDerivativesContract(R"(
 _warp_perspective_backward(Tensor grad_result, Tensor image, Tensor warp, str interpolation,
                            str border_mode, float[1]? border_value, bool inverse_map,
                            bool[2] output_mask) -> (Tensor image, Tensor warp)
@@ -59,40 +200,28 @@ _warp_perspective_tangent(Tensor tangent, Tensor image, Tensor warp, SymInt[2] d
                           bool inverse_map) -> Tensor result
   Derivative of the result along a tangent of warp.
 
-_warp_perspective_cells(Tensor warp, SymInt[2] size, SymInt[2] dsize, SymInt taps,
+_warp_perspective_cells(Tensor matrices, SymInt[2] size, SymInt[2] dsize, SymInt taps,
                         str border_mode, bool inverse_map) -> (Tensor cells, Tensor scale)
   The source and the taps of each pixel of the result, as numbers in the order of CellNumber
   (warp_perspective.h). `scale` is the factor by which the kernels multiply a matrix, or 0 if no
   pixel has a source.
 
-image          [N or 1, C, H, W], [C, H, W] or [H, W]; any strides;
-               uint8, uint16, int16, float16, bfloat16, float32 or float64;
-               not uint8, uint16 or int16 in _warp_perspective_backward, _warp_perspective_tangent.
-warp           [N or 1, 3, 3] or [3, 3]; float32 or float64 read as float64. Maps (x, y, 1) of the
-               source to the destination. A common factor of its entries has no effect.
-size           (H, W), both >= 0. Size of the image.
-dsize          (height, width), both >= 0, or empty for (H, W). Size of the result. cv2's dsize is
-               (width, height).
+image          [...]; float16, bfloat16, float32 or float64.
+warp           [...]; float32 or float64 read as float64.
+size           Size of the image, (H, W).
+dsize          Size of the result, (height, width).
 taps           2 to 4. Number of taps along an axis: 4 if cubic, else 2.
-interpolation  "linear", "cubic" or "nearest". "cubic" is Keys' kernel with a = -0.75. "nearest" rounds
-               the position half to even.
-border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". Pixels
-               around an image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
-               "reflect" b a|a b c d|d c, "wrap" c d|a b c d|a b, "reflect_101" c b|a b c d|c b,
-               "transparent": a pixel whose source is outside keeps its value in `destination`.
-border_value   one or C values. The v of border_mode: a float for all channels, or a list with one
-               for each. None or [] is 0. It is converted to image's dtype.
-inverse_map    warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
-destination    the shape of result; like image; only where border_mode is "transparent". It is
-               copied, not written to.
-tangent        the shape of warp; like warp. Direction in which warp moves.
-result         [N, C, height, width], [C, height, width], [N, height, width] or [height, width];
-               like image.
-cells          [N, 7 + 2*taps, height*width]; float64.
+interpolation  "linear", "cubic" or "nearest".
+border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent".
+border_value   As for calcops::warp_perspective.
+inverse_map    As for calcops::warp_perspective.
+tangent        [...]; like warp. Direction in which warp moves.
+result         [...]; like image.
+matrices       [N, 3, 3]; float64. The matrices of the cells.
+cells          [...]; float64. [N, 7 + 2*taps, height*width].
 scale          [N, 1, 1]; float64.
-vmap           joins N
 )",
-                         kDerivativesOfWarp);
+                                    kDerivativesOfDerivatives, kChecksOfDerivatives);
 
 // ---- from views to the structs of warp_perspective.h --------------------------------------------
 
@@ -114,7 +243,8 @@ struct Inputs {
       : border_value(image.shape[1], values.size == 1 ? values.data[0] : 0) {
     if (values.size > 1) std::copy_n(values.data, values.size, border_value.begin());
     const auto [image_batch, channels, height, width] = image.shape;
-    in.sizes = {out_shape[0], image_batch,  warp.shape[0], channels,      height,     width,
+    const int64_t batch = image_batch == 1 ? warp.shape[0] : image_batch;
+    in.sizes = {batch,        image_batch,  warp.shape[0], channels,      height,     width,
                 out_shape[2], out_shape[3], border_mode,   interpolation, inverse_map};
     in.image = image.data;
     std::copy_n(image.stride, 4, in.image_stride);

@@ -1,6 +1,8 @@
 """Times of edge_force_virial on the CPU, of one read of its inputs, and of torch's index_add_.
 
-    python tests/bench/bench_edge_force.py [--seconds 1]
+    python tests/bench/bench_edge_force.py [--seconds 1] [--calls]
+
+The first line is the time of a call that has almost nothing to compute, beside torch.mm.
 
 The column `read` is the time to read as many bytes as a call needs, with as many threads, in the
 same run. Each figure is the minimum of many. torch calls index_add_ three times. The graph has
@@ -40,6 +42,9 @@ import torch
 import calcops_jit
 
 
+CALLS = 50  # that are timed together: fewer than fill the time slice of a busy machine
+
+
 def graph(natoms, neighbors, order, dtype):
     generator = torch.Generator().manual_seed(0)
     centre = torch.arange(natoms).repeat_interleave(neighbors)
@@ -75,12 +80,45 @@ def minimum_ms(functions, seconds):
     return best
 
 
+def print_calls(seconds):
+    """Print the least microseconds of calls that have almost nothing to compute."""
+    torch.set_num_threads(1)
+    matrix, one = torch.eye(3), torch.ones(1, 3)
+    edge_index = torch.zeros(2, 1, dtype=torch.int64)
+    slot = torch.zeros(1, 1, 1, dtype=torch.int64)
+    slots = slot, torch.ones(1, 1, 1, 4), torch.ones(1, 1, 4, 3), torch.ones(1, 1, 1, 3)
+    functions = {
+        "torch.mm": functools.partial(torch.mm, matrix, matrix),
+        "edge_force": functools.partial(calcops_jit.edge_force, edge_index, one, 1),
+        "force_virial": functools.partial(calcops_jit.force_virial, *slots),
+        "warp_perspective": functools.partial(
+            calcops_jit.warp_perspective, torch.ones(1, 2, 2), matrix
+        ),
+    }
+
+    def repeated(function):
+        def run():
+            for _ in range(CALLS):
+                function()
+
+        return run
+
+    times = minimum_ms([repeated(function) for function in functions.values()], seconds)
+    costs = (f"{name} {1e3 * ms / CALLS:.2f}" for name, ms in zip(functions, times))
+    print("us a call: " + ", ".join(costs))
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=1, help="for each row")
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--calls", action="store_true", help="only the cost of a call")
+    options = parser.parse_args()
+    seconds = options.seconds
+    print_calls(4 * seconds)
+    if options.calls:
+        return
     print(
         "| edges | type | threads | read, ms | edge_force_virial, ms "
         "| of read | index_add_, ms | times faster |"

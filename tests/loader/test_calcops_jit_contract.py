@@ -196,85 +196,24 @@ rows    [M, C]; like x."""
     assert mine.gather_rows.__doc__.replace("\n\n\n", "\n\n") == expected
 
 
-# The text of operators.cpp, the mistake that replaces it, and the message.
+# The text of operators.cpp, the mistake that replaces it, and the message. The mistakes that need no
+# kernel are in test_calcops_jit_contract_text.py.
 MISTAKES = {
-    "a condition on a value that the argument never has": (
-        'not float16 or uint8 where mode is "masked"',
-        'not float16 or uint8 where mode is "mask"',
-        'line 5: `mode` is never "mask"',
-    ),
-    "a condition on another operator": (
-        'not float16 or uint8 where mode is "masked"',
-        "not float16 or uint8 in scale",
-        "line 5: no operator or argument is named scale",
-    ),
-    "a sum of sizes before `or 1`": (
-        "gain    [N or 1] or []",
-        "gain    [N + C or 1] or []",
-        "line 7: expected a size before `or 1`, got N + C or 1",
-    ),
-    "the shape of an unknown argument": (
-        "mask    the shape of part",
-        "mask    the shape of parts",
-        "line 11: no line for `parts` of `the shape of parts`",
-    ),
-    "values for an unknown size": (
-        "one or C values",
-        "one or D values",
-        "line 9: expected `one or N values`, got one or D values",
-    ),
-    "an unknown factor": (
-        "linear  rows(x)",
-        "linear  rows(y)",
-        "line 8: no line for the factor `y` of rows",
-    ),
-    "a size of no argument": (
-        "step      [N - 1]",
-        "step      [M]",
-        "no argument of differences has the size M",
-    ),
-    "an open bracket": ("count  [bins]", "count  [bins", "line 5: `count`: expected a ] in [bins"),
-    "an unknown dtype": (
-        "[M]; int32 or",
-        "[M]; int33 or",
-        "line 6: `index`: cannot read `int33 or int64`",
-    ),
-    "an unknown limit of entries": (
-        "< bins at",
-        "< bin at",
-        "line 3: no tensor has the size bin of bin",
+    "a clause that is not in the language": (
+        "bins   0 to 2^40.",
+        "bins   about 2^40.",
+        "line 4: `bins`: expected a clause, or text that begins with a capital letter, got `about`",
     ),
     "a kernel that no contract names": (
         '"order", o',
         '"ordre", o',
         "a kernel of wrong::ordre, which no contract names",
     ),
-    "a number type without a kernel": ("order<int32_t>, ", "", "no kernel of order for key Int"),
-    "an argument without a line": (
-        "key    [N]; i",
-        "kee    [N]; i",
-        "order has `key`, which no line describes",
-    ),
-    "a result without a line": ("place  [N]; int64.\n", "", "no line describes result 1 of order"),
-    "an argument that the schema changes": (
-        "order(Tensor key",
-        "order(Tensor(a!) key",
-        "order would change `key`",
-    ),
-    "a result without a dtype": (
-        "count  [bins]; int64.",
-        "count  [bins].",
-        "line 5: `count`: expected its dtype",
-    ),
-    "a schema without results": (
-        "order(Tensor key) -> Tensor",
-        "order(Tensor key)",
-        "expected `-> ` and the results",
-    ),
-    "two lines for an argument": (
-        "place  [N]; int64.",
-        "place  [N]; int64.\nkey [N]; int64.",
-        "line 5: a second line for key",
+    "a number type without a kernel": ("order<int32_t>, ", "", "no kernel of order for key int32"),
+    "two kernels of the same types": (
+        "order<int32_t>, ",
+        "order<int32_t>, order<int32_t>, ",
+        "two kernels of order take the same types",
     ),
     "a derivative of an unknown operator": (
         'kPairDerivatives[] = {\n    {"pair_energy",',
@@ -284,17 +223,27 @@ MISTAKES = {
     "a view of another rank": (
         "View<const Key, 1> key, View<int64_t, 1> place) {",
         "View<const Key, 1> key, View<int64_t, 2> place) {",
-        "expected 1 dimensions for `place`, got 2",
+        "expected 1 dimensions for the result `place`, got 2",
     ),
-    "an argument without const": (
-        "View<const Key, 1> key, View<int64_t",
-        "View<Key, 1> key, View<int64_t",
-        "expected a View of const numbers for the argument `key`",
+    "a workspace of a CPU kernel": (
+        "View<const double, 1> x, View<double, 1> total) {",
+        "View<const double, 1> x, View<double, 1> total, calcops::Workspace&) {",
+        "a Workspace& is for CUDA kernels",
     ),
-    "too few parameters": (
-        ", View<int64_t, 1> place) {\n  std::iota",
-        ") {\n  View<int64_t, 1> place{};\n  std::iota",
-        "1 parameters for 2",
+    "a double for an int": (
+        "View<const int64_t, 1> bin, int64_t bins,",
+        "View<const int64_t, 1> bin, double bins,",
+        "expected int64_t for the SymInt `bins`, got double",
+    ),
+    "an operator in two contracts": (
+        "histogram(Tensor bin, SymInt bins) -> Tensor\n",
+        "order(Tensor bin, SymInt bins) -> Tensor\n",
+        "order has another contract at",
+    ),
+    "shapes that no check sets": (
+        "kScaledDerivatives, kScaledChecks);",
+        "kScaledDerivatives);",
+        "a Check of scaled must set the shape of `part`",
     ),
 }
 

@@ -91,9 +91,9 @@ def arguments_with(**changes):
         ({"dstd": torch.zeros(2, 4)}, "expected `dstd` of shape [kinds, 4]"),
         ({"grid": torch.zeros(3, 5)}, "expected `grid` of shape [kinds, 2]"),
         ({"functions": 5}, "expected `functions`"),
-        ({"rcut": 1.0}, "expected `rcut` > `rcut_smth` >= 0, got 1.0"),
-        ({"rcut": math.nan}, "expected `rcut` > `rcut_smth` >= 0, got nan"),
-        ({"rcut_smth": -1.0}, "expected `rcut` > `rcut_smth` >= 0, got"),
+        ({"rcut": 1.0}, "expected `rcut` > `rcut_smth` = 1, got 1"),
+        ({"rcut": math.nan}, "expected `rcut` > `rcut_smth` = 1, got nan"),
+        ({"rcut_smth": -1.0}, "expected `rcut_smth` >= 0, got -1"),
         ({"spline": "linear"}, "expected `spline`"),
     ],
 )
@@ -111,6 +111,30 @@ def test_a_gradient_of_a_constant_is_an_error(name):
     P = environment_spline(**arguments)
     with pytest.raises(RuntimeError, match=f"expected `{name}` that requires no gradient"):
         P.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["davg", "dstd", "grid"])
+def test_a_tangent_of_a_constant_is_an_error(name):
+    arguments = arguments_with()
+    constant = arguments.pop(name)
+    with pytest.raises(RuntimeError, match=rf"expected `{name}` that has no tangent, got .* \[3, "):
+        torch.func.jvp(
+            lambda constant: environment_spline(**arguments, **{name: constant}),
+            (constant,),
+            (constant,),
+        )
+
+
+@pytest.mark.parametrize("rcut", [1.0, 0.5, math.nan])
+def test_a_cutoff_that_is_too_small_is_an_error_without_data_too(rcut):
+    arguments = arguments_with(rcut=rcut)
+    message = "expected `rcut` > `rcut_smth` = 1, got"
+    on_meta = {k: v.to("meta") if torch.is_tensor(v) else v for k, v in arguments.items()}
+    with pytest.raises(RuntimeError, match=message):
+        environment_spline(**on_meta)
+    compiled = torch.compile(environment_spline, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=message):
+        compiled(**arguments)
 
 
 def test_constants_of_any_value_read_no_memory_out_of_bounds():

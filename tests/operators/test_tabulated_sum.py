@@ -310,6 +310,34 @@ def test_a_gradient_of_a_constant_is_an_error(name):
         T.sum().backward()
 
 
+@pytest.mark.parametrize("name", ["table", "grid"])
+def test_a_tangent_of_a_constant_is_an_error(name):
+    arguments = arguments_with()
+    constant = arguments.pop(name)
+    with pytest.raises(RuntimeError, match=rf"expected `{name}` that has no tangent, got .* \[2, "):
+        torch.func.jvp(
+            lambda constant: tabulated_sum(**arguments, **{name: constant}),
+            (constant,),
+            (constant,),
+        )
+
+
+def test_an_error_of_a_constant_shows_no_numbers():
+    arguments = arguments_with()
+    arguments["table"].requires_grad_()
+    with pytest.raises(RuntimeError, match=r"no gradient, got Double \[2, \d+, 6, \d+\]$"):
+        tabulated_sum(**arguments).sum().backward()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_table_without_cells_is_an_error(device):
+    arguments = arguments_with(table=inputs()[3][:, :0])
+    arguments = {k: v.to(device) if torch.is_tensor(v) else v for k, v in arguments.items()}
+    message = "calcops::tabulated_sum: expected `table` of at least 1 cells, got"
+    with pytest.raises(RuntimeError, match=message):
+        tabulated_sum(**arguments)
+
+
 def test_a_grid_of_any_value_reads_no_memory_out_of_bounds():
     x, R, kind, table, _ = inputs()
     for value in (0.0, math.nan, math.inf, -1e300):

@@ -1,10 +1,14 @@
-// Parses contracts into structs. ops/README.md, "Contracts", describes their language. This file is
-// independent of PyTorch. ../../runtime registers PyTorch operators from these structs. Other code
-// could register operators of another framework from them.
+// Reads contracts into structs. ops/README.md, "Contracts", describes their language.
+// contract_proofs.h proves what these structs promise. Both are independent of PyTorch.
+//
+// Every character of a clause is consumed by the grammar below, one function for each clause.
+// Otherwise the contract is refused with the line, the clause and the nearest legal form.
 #pragma once
 
+#include <algorithm>
 #include <cctype>
 #include <cstdint>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -20,12 +24,17 @@ namespace contract {
 constexpr size_t kMost = 24;
 
 // A Sum is a sum of Products of sizes, such as n + 2*nghost. A size is its number in Text::sizes.
+// The sizes of a product are sorted, no two products have the same sizes, and no factor is 0.
 struct Product {
-  int64_t factor = 1;
+  int64_t factor;
   std::vector<int> sizes;
 };
 using Sum = std::vector<Product>;
 using Shape = std::vector<Sum>;
+
+inline bool operator==(const Product& a, const Product& b) {
+  return a.factor == b.factor && a.sizes == b.sizes;
+}
 
 // Return the size if a sum is one size alone, otherwise -1.
 inline int bare(const Sum& sum) {
@@ -33,46 +42,43 @@ inline int bare(const Sum& sum) {
   return is_bare ? sum[0].sizes[0] : -1;
 }
 
-inline bool operator==(const Product& a, const Product& b) {
-  return a.factor == b.factor && a.sizes == b.sizes;
+inline uint32_t sizes_of(const Sum& sum) {
+  uint32_t sizes = 0;
+  for (const Product& product : sum)
+    for (const int size : product.sizes) sizes |= 1u << size;
+  return sizes;
 }
 
-// Return for each dimension of `seen` its number in the shape `given`, or -1 if `given` lacks it:
-// 0, -1, 1 for seen = [N, H, W] and given = [N, W]. Empty if `given` has other dimensions.
-inline std::vector<int> dimensions_of(const Shape& seen, const Shape& given) {
-  std::vector<int> from;
-  size_t next = 0;
-  for (const Sum& dim : seen)
-    from.push_back(next < given.size() && given[next] == dim ? int(next++) : -1);
-  return next == given.size() ? from : std::vector<int>();
+inline uint32_t sizes_of(const Shape& shape) {
+  uint32_t sizes = 0;
+  for (const Sum& dim : shape) sizes |= sizes_of(dim);
+  return sizes;
 }
 
-// `in force, force_virial` or `where arithmetic is "opencv4"`
-struct Condition {
-  std::vector<std::string> in;  // operators, or arguments that must be given; empty: no condition
-  std::string argument;         // it must have the value `choice`; "": no condition
-  std::string choice;
+enum class Compare { kLess, kAtMost, kMore, kAtLeast };
+
+// `> 0`, `<= 2^40` or `> rcut_smth`
+struct Bound {
+  Compare compare = Compare::kAtLeast;
+  int64_t integer = 0;
+  double real = 0;
+  std::string text;    // the number or the argument, as written
+  bool whole = true;   // an integer
+  bool named = false;  // `text` is the name of another argument
+  int other = -1;      // and this is its line
 };
 
-// `n*K < 2^32 slots a frame on CUDA` or `n*K < 2^31 slots a frame in neighbor_index`
+// `n*K < 2^32 slots a frame on CUDA` or `cells >= 1 cells`
 struct Limit {
   Sum sum;
-  int64_t below;
-  std::string number, unit;
-  bool on_cuda;
-  Condition when;
-};
-
-// `not float16 or bfloat16 where arithmetic is "opencv4"`
-struct Exclusion {
-  std::vector<Type> types;
-  std::vector<std::string> choices;
-  Condition when;
+  Bound bound;
+  std::string sum_text, unit;
+  bool on_cuda = false;
 };
 
 // `entries -1 or 0 <= j < n + nghost at frame, atom, slot`
 struct Entries {
-  std::string text;                    // up to ` at `
+  std::string text, bound;             // up to ` at `, and what follows `<`
   bool may_be_none = false;            // -1 is allowed
   Sum below;                           // the upper bound
   std::vector<std::string> positions;  // names of the last dimensions
@@ -81,55 +87,54 @@ struct Entries {
 // The line of one argument or result.
 struct Line {
   std::string name;
-  std::string text;  // as written, for help()
-  int number = 0;    // of the line in the contract
+  std::string text;                  // as written, for help()
+  int number = 0;                    // of the line in the contract
+  std::vector<std::string> clauses;  // the kind of each: "shape", "dtype" ...
 
-  // Tensors. A set of sizes is a uint32_t with a bit for each.
+  // Tensors
   std::vector<Shape> shapes;
   std::string shape_text;
-  std::vector<int> names;             // the sizes in the shapes, in order
-  std::vector<uint32_t> shape_sizes;  // the sizes of each shape
-  std::vector<uint32_t> lacks;        // for each shape: sizes of the first shape that it lacks
-  uint32_t some_sizes = 0;            // sizes that some shapes have and others lack
-  uint32_t or_one = 0;                // sizes of dimensions such as `N or 1`
-  int shape_of = -1;                  // `the shape of x`: the line of x
-  int whole = -1;                     // `with K = T*M`: the size K
-  Sum parts;                          // and the product T*M
+  bool any_shape = false;  // `[...]`
+  int whole = -1;          // `with K = T*M`: the size K
+  Sum parts;               // and the product T*M
   std::vector<Type> types;
   std::string type_text;
-  int like = -1;                     // `like x`: the line of x
-  Type read_as = Type::kNone;        // `read as`: the type that kernels receive
-  std::string made_by;               // `from op(x, y)`: the operator
-  std::vector<std::string> made_of;  // and its arguments
-  bool made_on_cuda = false;         // `made where absent on CUDA`
-  bool in_columns = false;           // `in rows or columns`
+  Type read_as = Type::kNone;  // `read as`: the type that kernels receive
+  std::string like;            // `like x`
+  int group = -1;              // the line whose dtypes it has: its own or that of `like`
+  bool is_constant = false;    // it has no derivative
   bool has_entries = false;
   Entries entries;
   std::vector<Limit> limits;
-
-  std::vector<Exclusion> exclusions;
-  Condition only;  // `only where`: if it is met the argument must be given, otherwise absent
+  std::string made_by, made_text;    // `from op(x, y)`: the operator, and the whole text
+  std::vector<std::string> made_of;  // and its arguments
+  bool made_on_cuda = false;         // `, made where absent on CUDA`
 
   // Numbers, strings and lists
-  int size = -1;  // the size that a number is
-  bool has_bounds = false;
-  int64_t least = 0, most = 0;
-  std::string most_text;
-  std::vector<std::string> choices;
-  std::vector<std::string> without_derivative;  // choices
-  int64_t absent = 0;         // `1 where absent`: the value if an operator lacks the argument
-  std::vector<int> items;     // `(h, w), both >= 0, or empty for (H, W)`: the sizes h and w,
-  std::vector<int> if_empty;  // and the sizes H and W
-  std::string items_text;
-  int count_or_one = -1;  // `one or C values`: the size C
+  int size = -1;  // the size that an integer is
+  std::vector<Bound> bounds;
+  std::vector<int64_t> numbers;      // the allowed ones; empty: all
+  std::vector<std::string> choices;  // the allowed strings
+  bool has_absent = false;           // `1 where absent`: an operator may lack the argument
+  int64_t absent = 0;
 
-  bool is_tensor() const { return !shapes.empty(); }
+  bool is_tensor() const { return any_shape || !shapes.empty(); }
 };
 
-// name(arguments) -> results, and the text below it.
+enum class Kind { kTensor, kInt, kFloat, kBool, kString, kInts, kFloats, kMask, kOther };
+
+struct Argument {
+  std::string name, type, fallback;  // `fallback`: the default, as written
+  Kind kind = Kind::kOther;
+  bool optional = false, has_default = false;
+};
+
+// name(arguments) -> results, the text below it, and what the proofs add.
 struct Schema {
   std::string text, name, summary, details;
-  int number;
+  int number = 0;
+  std::vector<Argument> arguments;
+  std::vector<Argument> results;
 };
 
 // A term of the line `linear`, such as result(x, y).
@@ -138,15 +143,13 @@ struct Term {
   std::vector<std::string> factors;
 };
 
-// A parsed contract.
 struct Text {
   std::vector<Schema> schemas;
   std::vector<Line> lines;
   std::vector<std::string> sizes;
   std::vector<Term> terms;
-  std::vector<int> joined;  // sizes along which vmap concatenates its items
-  bool says_vmap = false;   // there is a line `vmap`
-  uint32_t gaps = 0;        // sizes that are 1 if no argument has a dimension for them, a bit each
+  std::vector<std::string> joined;         // sizes along which vmap concatenates its items
+  int linear_number = 0, vmap_number = 0;  // of these lines; 0: there is none
 
   // Return the number of the line with a name, or -1.
   int line(const std::string& name) const {
@@ -157,9 +160,8 @@ struct Text {
 
   // Return the number of the size with a name, or -1.
   int size(const std::string& name) const {
-    for (size_t i = 0; i < sizes.size(); ++i)
-      if (sizes[i] == name) return int(i);
-    return -1;
+    const auto known = std::find(sizes.begin(), sizes.end(), name);
+    return known == sizes.end() ? -1 : int(known - sizes.begin());
   }
 };
 
@@ -169,560 +171,662 @@ struct Mistake : std::runtime_error {
       : std::runtime_error("line " + std::to_string(number) + ": " + what) {}
 };
 
-// ---- pieces of text -----------------------------------------------------------------------------
-
-inline std::string strip(const std::string& text) {
-  const size_t first = text.find_first_not_of(" \n"), last = text.find_last_not_of(" \n");
-  return first == std::string::npos ? "" : text.substr(first, last - first + 1);
-}
-
-inline bool begins(const std::string& text, const std::string& with) {
-  return text.compare(0, with.size(), with) == 0;
-}
-
-// Return the parts of a text between separators, without the spaces around them.
-inline std::vector<std::string> split(const std::string& text, const std::string& by) {
-  std::vector<std::string> parts;
-  size_t from = 0;
-  for (size_t to = text.find(by); to != std::string::npos; to = text.find(by, from)) {
-    parts.push_back(strip(text.substr(from, to - from)));
-    from = to + by.size();
-  }
-  parts.push_back(strip(text.substr(from)));
-  return parts;
-}
-
-// Return the items of "a, b or c".
-inline std::vector<std::string> split_list(const std::string& text) {
-  std::vector<std::string> items;
-  for (const std::string& part : split(text, ","))
-    for (const std::string& item : split(part, " or ")) items.push_back(item);
-  return items;
-}
-
-// Return the text between the first `open` and the `close` that follows it, or "".
-inline std::string between(const std::string& text, char open, char close) {
-  const size_t from = text.find(open), to = text.find(close, from + 1);
-  return to == std::string::npos ? "" : text.substr(from + 1, to - from - 1);
-}
-
-inline bool is_name(const std::string& text) {
-  if (text.empty() || std::isdigit(static_cast<unsigned char>(text[0]))) return false;
-  for (const char c : text)
-    if (!std::isalnum(static_cast<unsigned char>(c)) && c != '_') return false;
-  return true;
-}
-
 inline Type type_named(const std::string& name) {
-  struct Known {
-    const char* name;
-    Type type;
-  };
-  for (const Known& known :
-       {Known{"bool", Type::kBool}, Known{"uint8", Type::kUInt8}, Known{"uint16", Type::kUInt16},
-        Known{"int8", Type::kInt8}, Known{"int16", Type::kInt16}, Known{"int32", Type::kInt32},
-        Known{"int64", Type::kInt64}, Known{"float16", Type::kFloat16},
-        Known{"bfloat16", Type::kBFloat16}, Known{"float32", Type::kFloat32},
-        Known{"float64", Type::kFloat64}})
-    if (name == known.name) return known.type;
+  static constexpr std::pair<const char*, Type> kTypes[] = {
+      {"bool", Type::kBool},       {"uint8", Type::kUInt8},     {"uint16", Type::kUInt16},
+      {"int8", Type::kInt8},       {"int16", Type::kInt16},     {"int32", Type::kInt32},
+      {"int64", Type::kInt64},     {"float16", Type::kFloat16}, {"bfloat16", Type::kBFloat16},
+      {"float32", Type::kFloat32}, {"float64", Type::kFloat64}};
+  for (const auto& [known, type] : kTypes)
+    if (name == known) return type;
   return Type::kNone;
 }
 
-// ---- the parser ---------------------------------------------------------------------------------
+inline bool is_floating(Type type) { return type >= Type::kFloat16; }
 
 class Reader {
  public:
-  explicit Reader(const std::string& text) : lines_(split_lines(text)) {}
+  explicit Reader(const std::string& text) : source_(text + "\n"), limit_(source_.size()) {}
 
   Text read() {
-    while (at_ < lines_.size()) {
-      const std::string& line = lines_[at_];
-      const size_t name_end = line.find_first_not_of(
-          "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_:");
-      if (strip(line).empty()) {
-        ++at_;
-      } else if (line[0] == ' ') {
+    while (at_ < source_.size()) {
+      const std::string line = source_.substr(at_, line_end(at_) - at_);
+      name_.clear();
+      clause_ = std::string::npos;
+      limit_ = source_.size();
+      if (is_blank(line)) {
+        at_ = line_end(at_) + 1;
+      } else if (is_space(line[0])) {
         fail("expected a schema or the name of an argument at the line's beginning");
-      } else if (name_end != std::string::npos && name_end > 0 && line[name_end] == '(') {
-        read_schema();
       } else {
-        read_entry(line.substr(0, name_end));
+        const size_t name_end = line.find_first_not_of(kSchemaName);
+        name_end != std::string::npos&& line[name_end] == '(' ? read_schema() : read_entry();
       }
     }
     if (text_.schemas.empty()) fail("expected a schema, such as twice(Tensor x) -> Tensor");
-    // Clauses may use sizes that later lines name, so they are read when all lines are known.
-    for (const Pending& pending : pending_) read_clauses(pending);
-    for (Line& line : text_.lines) complete(line);
-    for (const auto& [number, condition] : conditions_) {
-      number_ = number;
-      check_condition(condition);
-    }
-    check_names();
     return std::move(text_);
   }
 
  private:
-  // A line whose clauses are not read yet.
-  struct Pending {
-    size_t line;
-    std::string clauses;
+  static constexpr const char* kSchemaName =
+      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_:";
+
+  struct Token {
+    enum Kind { kEnd, kName, kNumber, kString, kSign } kind;
+    std::string text;
+    size_t begin, end;  // positions in the source
   };
 
-  static std::vector<std::string> split_lines(const std::string& text) {
-    std::vector<std::string> lines;
-    size_t from = 0;
-    for (size_t to = text.find('\n'); to != std::string::npos; to = text.find('\n', from)) {
-      lines.push_back(text.substr(from, to - from));
-      from = to + 1;
+  // ---- errors -----------------------------------------------------------------------------------
+
+  int line_number(size_t position) const {
+    return 1 + int(std::count(source_.begin(), source_.begin() + std::min(position, limit_), '\n'));
+  }
+
+  [[noreturn]] void fail(const std::string& what, const std::string& advice = "") const {
+    const std::string clause = clause_text();
+    throw Mistake(line_number(at_), (name_.empty() ? "" : "`" + name_ + "`: ") + what +
+                                        (clause.empty() ? "" : " in `" + clause + "`" + advice));
+  }
+
+  // Raise an error for the next token. Within a clause, quote it and the nearest legal form.
+  [[noreturn]] void expected(const std::string& what) const {
+    size_t end = std::min(at_, limit_);
+    if (end < limit_ && !is_space(source_[end])) ++end;
+    if (end < limit_ && source_[end] == '=') ++end;  // of <= and >=
+    // The rest of a word, or of a character of several bytes.
+    while (end < limit_ && ((is_name_part(source_[end - 1]) && is_name_part(source_[end])) ||
+                            (source_[end] & 0xc0) == 0x80))
+      ++end;
+    const std::string got = source_.substr(at_, end - at_);
+    std::string error = "expected " + what + ", got ";
+    error += got.empty() || is_blank(got) ? "the end" : "`" + got + "`";
+    fail(error, std::string("\n  legal: ") + form_);
+  }
+
+  // Return the clause that is being read, up to its semicolon or full stop.
+  std::string clause_text() const {
+    bool in_string = false;
+    size_t end = clause_;
+    for (; end < limit_; ++end) {  // npos: no clause is read
+      if (source_[end] == '"') in_string = !in_string;
+      if (!in_string && (source_[end] == ';' || is_stop(end))) break;
     }
-    lines.push_back(text.substr(from));
-    return lines;
+    return clause_ < limit_ ? joined(source_.substr(clause_, end - clause_)) : "";
   }
 
-  [[noreturn]] void fail(const std::string& what) const { throw Mistake(number_, what); }
+  // ---- tokens -----------------------------------------------------------------------------------
 
-  // Return the indented and empty lines from here on, and advance beyond them.
-  std::string take_indented(size_t indent) {
-    std::string taken;
-    for (; at_ < lines_.size() && (strip(lines_[at_]).empty() || lines_[at_][0] == ' '); ++at_)
-      taken += (lines_[at_].size() > indent ? lines_[at_].substr(indent) : "") + "\n";
-    return taken;
+  static bool is_space(char c) { return std::isspace(static_cast<unsigned char>(c)); }
+  static bool is_digit(char c) { return std::isdigit(static_cast<unsigned char>(c)); }
+  static bool is_name_part(char c) {
+    return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
   }
+  static bool is_blank(const std::string& text) {
+    return std::all_of(text.begin(), text.end(), is_space);
+  }
+
+  // Return text with single spaces instead of line ends and indentation.
+  static std::string joined(const std::string& text) {
+    std::string line;
+    for (const char c : text)
+      if (!is_space(c))
+        line += c;
+      else if (!line.empty() && line.back() != ' ')
+        line += ' ';
+    while (!line.empty() && line.back() == ' ') line.pop_back();
+    return line;
+  }
+
+  size_t line_end(size_t from) const { return std::min(source_.find('\n', from), source_.size()); }
+
+  // Return whether the full stop that ends the clauses is at a position.
+  bool is_stop(size_t at) const {
+    return source_[at] == '.' && (at + 1 >= limit_ || is_space(source_[at + 1]));
+  }
+
+  // Advance to the next token and return it. It is not consumed.
+  Token peek() {
+    while (at_ < limit_ && is_space(source_[at_])) ++at_;
+    size_t end = at_;
+    const auto token = [&](Token::Kind kind) {
+      return Token{kind, source_.substr(at_, end - at_), at_, end};
+    };
+    if (at_ == limit_ || (clause_ != std::string::npos && is_stop(at_))) return token(Token::kEnd);
+    const auto digits = [&] {
+      while (end < limit_ && is_digit(source_[end])) ++end;
+    };
+    if (is_digit(source_[at_])) {
+      digits();
+      if (end + 1 < limit_ && source_[end] == '.' && is_digit(source_[end + 1])) {
+        ++end;
+        digits();
+      }
+      return token(Token::kNumber);
+    }
+    if (is_name_part(source_[at_])) {
+      while (end < limit_ && is_name_part(source_[end])) ++end;
+      return token(Token::kName);
+    }
+    if (source_[at_] == '"') {
+      end = source_.find_first_of("\"\n", at_ + 1);
+      if (end >= limit_ || source_[end] == '\n') expected("a closing quotation mark");
+      const size_t begin = at_;
+      return {Token::kString, source_.substr(begin + 1, end - begin - 1), begin, end + 1};
+    }
+    for (const char* sign : {"...", "->", "<=", ">=", "::"})
+      if (source_.compare(at_, std::char_traits<char>::length(sign), sign) == 0) {
+        end += std::char_traits<char>::length(sign);
+        return token(Token::kSign);
+      }
+    if (std::string("[](),;+-*^<>=?.!").find(source_[at_]) == std::string::npos)
+      expected("a name, a number, a string or a sign");
+    ++end;
+    return token(Token::kSign);
+  }
+
+  bool is_next(const std::string& text) {
+    const Token token = peek();
+    return token.kind != Token::kString && token.text == text;
+  }
+
+  bool accept(const std::string& text) {
+    if (!is_next(text)) return false;
+    at_ = peek().end;
+    return true;
+  }
+
+  void require(const std::string& text) {
+    if (!accept(text)) expected("`" + text + "`");
+  }
+
+  std::string take(Token::Kind kind, const char* what) {
+    const Token token = peek();
+    if (token.kind != kind) expected(what);
+    at_ = token.end;
+    return token.text;
+  }
+
+  std::string take_name(const char* what) { return take(Token::kName, what); }
+
+  // Read items between commas or `or`. item() reads one.
+  template <class Item>
+  void read_list(const Item& item) {
+    do item();
+    while (accept(",") ? (accept("or"), true) : accept("or"));
+  }
+
+  // Return an integer such as 12, -5 or 2^40.
+  int64_t take_integer() {
+    const bool is_negative = accept("-");
+    const auto digits = [&] {
+      const Token token = peek();
+      if (token.kind != Token::kNumber || token.text.find('.') != std::string::npos)
+        expected("an integer such as 12 or 2^40");
+      at_ = token.end;
+      int64_t number = 0;
+      for (const char digit : token.text)
+        if (__builtin_mul_overflow(number, 10, &number) ||
+            __builtin_add_overflow(number, digit - '0', &number))
+          fail("a number is too large");
+      return number;
+    };
+    int64_t number = digits();
+    if (accept("^")) {
+      const int64_t base = number;
+      int64_t power = digits();
+      if (base < 2 || power > 62) fail("a number is too large, or no power of 2 or more");
+      for (number = 1; power > 0; --power)
+        if (__builtin_mul_overflow(number, base, &number)) fail("a number is too large");
+      if (is_next("^")) expected("one power");
+    }
+    return is_negative ? -number : number;
+  }
+
+  std::string text_from(size_t begin) const { return source_.substr(begin, at_ - begin); }
+
+  // ---- sizes ------------------------------------------------------------------------------------
+
+  int size_named(const std::string& name) {
+    const int known = text_.size(name);
+    if (known >= 0) return known;
+    if (text_.sizes.size() == kMost) fail("more than " + std::to_string(kMost) + " sizes");
+    text_.sizes.push_back(name);
+    return int(text_.sizes.size()) - 1;
+  }
+
+  // Read a product such as `3`, `4K` or `n*K`.
+  Product take_product() {
+    Product product{1, {}};
+    do {
+      if (peek().kind == Token::kNumber) {
+        const size_t end = peek().end;
+        if (__builtin_mul_overflow(product.factor, take_integer(), &product.factor))
+          fail("a product is too large");
+        if (at_ != end || at_ == limit_ || !is_name_part(source_[at_])) continue;  // not 4K
+      }
+      product.sizes.push_back(size_named(take_name("a size, such as N, 3, 2N or N + M")));
+    } while (accept("*"));
+    std::sort(product.sizes.begin(), product.sizes.end());
+    return product;
+  }
+
+  // Read a sum such as `n + 2*nghost` or `4K - 1`.
+  Sum take_sum() {
+    Sum sum;
+    add(sum, take_product());
+    while (is_next("+") || is_next("-")) {
+      const bool is_less = accept("-");
+      if (!is_less) require("+");
+      Product product = take_product();
+      if (is_less) product.factor = -product.factor;
+      add(sum, product);
+    }
+    return sum;
+  }
+
+  // ---- lines ------------------------------------------------------------------------------------
 
   void read_schema() {
     Schema schema;
-    schema.number = number_ = int(at_) + 1;
-    schema.text = strip(lines_[at_++]);
-    // A schema goes on in the next lines until its results are complete.
-    const auto is_whole = [&] {
-      const size_t arrow = schema.text.rfind("->");
-      return arrow != std::string::npos && arrow + 2 < schema.text.size() &&
-             (schema.text.find('(', arrow) == std::string::npos || schema.text.back() == ')');
-    };
-    while (!is_whole()) {
-      if (at_ == lines_.size() || strip(lines_[at_]).empty())
-        fail("expected `-> ` and the results behind the arguments of " + schema.text);
-      schema.text += " " + strip(lines_[at_++]);
+    schema.number = line_number(at_);
+    const size_t begin = at_;
+    schema.name = take_name("a name");
+    if (accept("::")) schema.name += "::" + take_name("a name");
+    name_ = schema.name;
+    require("(");
+    if (!accept(")")) do {
+        if (accept("*")) continue;  // the arguments that follow are given by name
+        schema.arguments.push_back(take_argument());
+      } while (accept(",") || (require(")"), false));
+    if (!is_next("->")) expected("`-> ` and the results behind the arguments");
+    require("->");
+    if (accept("(")) {
+      do schema.results.push_back(take_result());
+      while (accept(",") || (require(")"), false));
+    } else {
+      limit_ = line_end(at_);
+      schema.results.push_back(take_result());
     }
-    schema.name = schema.text.substr(0, schema.text.find('('));
-    const std::string documentation = take_indented(2);
+    schema.text = joined(text_from(begin));
+    if (!is_blank(source_.substr(at_, line_end(at_) - at_)))
+      expected("the end of the line behind the results");
+
+    std::string documentation;
+    for (at_ = line_end(at_) + 1; at_ < source_.size(); at_ = line_end(at_) + 1) {
+      const std::string line = source_.substr(at_, line_end(at_) - at_);
+      if (!is_blank(line) && !is_space(line[0])) break;
+      documentation += (line.size() > 2 ? line.substr(2) : "") + "\n";
+    }
     const size_t end = documentation.find("\n\n");
-    schema.summary = strip(documentation.substr(0, end));
+    schema.summary = joined(documentation.substr(0, end));
     schema.details = end == std::string::npos ? "" : documentation.substr(end + 2);
     while (!schema.details.empty() && schema.details.back() == '\n') schema.details.pop_back();
+    for (const Schema& other : text_.schemas)
+      if (other.name == schema.name) throw Mistake(schema.number, "a second schema of " + name_);
     text_.schemas.push_back(std::move(schema));
   }
 
-  void read_entry(const std::string& name) {
-    number_ = int(at_) + 1;
-    if (!is_name(name)) fail("expected a schema or the name of an argument, got " + lines_[at_]);
-    std::string written = lines_[at_++] + "\n";
-    for (; at_ < lines_.size() && !lines_[at_].empty() && lines_[at_][0] == ' '; ++at_)
-      written += lines_[at_] + "\n";
-    written.pop_back();
-
-    std::string body;
-    for (const std::string& part : split_lines(written.substr(name.size())))
-      body += strip(part) + " ";
-    // The clauses end with the first full stop.
-    const size_t stop = body.find(". ");
-    const std::string clauses = strip(body.substr(0, stop));
-    if (name == "linear") return read_linear(clauses);
-    if (name == "vmap") {
-      text_.says_vmap = true;
-      if (!begins(clauses, "joins ")) fail("expected `vmap  joins` and sizes, got " + clauses);
-      joined_ = clauses.substr(6);
-      joined_number_ = number_;
-      return;
+  // Read a type such as `Tensor?`, `SymInt[2]` or `float[]?`.
+  void take_type(Argument& argument) {
+    static constexpr std::pair<const char*, Kind> kKinds[] = {
+        {"Tensor", Kind::kTensor}, {"int", Kind::kInt},       {"SymInt", Kind::kInt},
+        {"float", Kind::kFloat},   {"bool", Kind::kBool},     {"str", Kind::kString},
+        {"int[]", Kind::kInts},    {"SymInt[]", Kind::kInts}, {"float[]", Kind::kFloats},
+        {"bool[]", Kind::kMask}};
+    std::string type = take_name("a type, such as Tensor, int or float[]");
+    argument.type = type;
+    if (is_next("(")) fail(type + "(a!) would be changed; return a result instead");
+    while (accept("[")) {
+      argument.type += '[';
+      if (peek().kind == Token::kNumber) argument.type += take(Token::kNumber, "a number");
+      require("]");
+      argument.type += ']';
+      type += "[]";
     }
-
-    if (text_.line(name) >= 0) fail("a second line for " + name);
-    if (text_.lines.size() == kMost) fail("more than " + std::to_string(kMost) + " lines");
-    Line line;
-    line.name = name;
-    line.text = written;
-    line.number = number_;
-    pending_.push_back({text_.lines.size(), clauses});
-    // Shapes, lists of sizes and numbers with bounds name sizes.
-    if (begins(clauses, "[")) {
-      for (const std::string& dim : dims_of(clauses)) name_sizes(without_or_one(dim));
-    } else if (begins(clauses, "(")) {
-      for (const std::string& item : split(between(clauses, '(', ')'), ",")) name_sizes(item);
-    } else if (!clauses.empty() &&
-               (std::isdigit(static_cast<unsigned char>(clauses[0])) || begins(clauses, ">= "))) {
-      name_sizes(name);
+    if (accept("?")) {
+      argument.type += '?';
+      argument.optional = true;
+      if (is_next("[")) type = "";
     }
-    text_.lines.push_back(std::move(line));
+    for (const auto& [name, kind] : kKinds)
+      if (type == name) argument.kind = kind;
+    while (is_next("[") || is_next("]") || is_next("?")) argument.type += take_sign();
   }
 
-  // Read `force(dE, Ri_d) + virial(dE, Ri_d, Rij)`.
-  void read_linear(const std::string& clauses) {
-    for (const std::string& part : split(clauses, "+")) {
-      Term term{strip(part.substr(0, part.find('('))), split(between(part, '(', ')'), ",")};
-      if (!is_name(term.result) || part.empty() || part.back() != ')' || term.factors[0].empty())
-        fail("expected result(x, y) + ..., got " + part);
-      text_.terms.push_back(std::move(term));
+  std::string take_sign() { return take(Token::kSign, "a sign"); }
+
+  Argument take_argument() {
+    Argument argument;
+    take_type(argument);
+    argument.name = take_name("the name of an argument");
+    if (!accept("=")) return argument;
+    argument.has_default = true;
+    peek();
+    const size_t begin = at_;
+    for (int depth = 0; depth > 0 || (!is_next(",") && !is_next(")")); at_ = peek().end) {
+      if (peek().kind == Token::kEnd) expected("the end of a default");
+      depth += is_next("[") - is_next("]");
     }
-    linear_number_ = number_;
+    argument.fallback = joined(text_from(begin));
+    return argument;
   }
 
-  // Return the dimensions of all shapes in a clause.
-  static std::vector<std::string> dims_of(const std::string& clause) {
-    std::vector<std::string> dims;
-    for (size_t at = 0; (at = clause.find('[', at)) != std::string::npos; ++at) {
-      const std::string inside = between(clause.substr(at), '[', ']');
-      if (strip(inside).empty()) continue;
-      for (const std::string& dim : split(inside, ",")) dims.push_back(dim);
-    }
-    return dims;
+  Argument take_result() {
+    Argument result;
+    take_type(result);
+    if (peek().kind == Token::kName) result.name = take_name("a name");
+    return result;
   }
 
-  static constexpr const char* kOrOne = " or 1";
+  // Read the line of an argument or a result, `linear` or `vmap`.
+  void read_entry() {
+    const size_t begin = at_;
+    const int number = line_number(at_);
+    const std::string name = take_name("a schema or the name of an argument");
+    name_ = name;
+    limit_ = line_end(at_);
+    while (limit_ + 1 < source_.size() && is_space(source_[limit_ + 1]) &&
+           !is_blank(source_.substr(limit_ + 1, line_end(limit_ + 1) - limit_ - 1)))
+      limit_ = line_end(limit_ + 1);
+    if (at_ < limit_ && !is_space(source_[at_])) expected("a space behind the name");
+    const std::string written = source_.substr(begin, limit_ - begin);
 
-  // Return a dimension such as "N or 1" without " or 1".
-  static std::string without_or_one(const std::string& dim) {
-    const size_t at = dim.size() < 5 ? std::string::npos : dim.size() - 5;
-    return at != std::string::npos && dim.substr(at) == kOrOne ? dim.substr(0, at) : dim;
-  }
-
-  // Return "N - 1" as "N +-1", so that a sum can be split at its plus signs.
-  static std::string spelled_with_plus(std::string sum) {
-    for (size_t at = 0; (at = sum.find(" - ", at)) != std::string::npos; at += 2)
-      sum.replace(at, 3, " +-");
-    return sum;
-  }
-
-  // Add the names in a sum to the sizes.
-  void name_sizes(const std::string& sum) {
-    for (const std::string& part : split(spelled_with_plus(sum), "+"))
-      for (const std::string& factor : split(part, "*")) {
-        const size_t letter = factor.find_first_not_of("-0123456789");
-        if (letter == std::string::npos) continue;
-        const std::string name = factor.substr(letter);
-        if (!is_name(name)) fail("expected a size, such as N, 3, 2N or N + M, got " + sum);
-        if (text_.size(name) >= 0) continue;
-        if (text_.sizes.size() == kMost) fail("more than " + std::to_string(kMost) + " sizes");
-        text_.sizes.push_back(name);
-      }
-  }
-
-  // Read `12` or `2^40`.
-  int64_t number_in(const std::string& text) const {
-    const auto power = split(text, "^");
-    for (const std::string& digits : power)
-      if (digits.empty() || digits.find_first_not_of("0123456789") != std::string::npos ||
-          digits.size() > 18)
-        fail("expected a number such as 12 or 2^40, got " + text);
-    return power.size() == 2 ? int64_t(1) << std::stoi(power[1]) : std::stoll(power[0]);
-  }
-
-  Sum sum_in(const std::string& text) const {
-    Sum sum;
-    for (std::string part : split(spelled_with_plus(text), "+")) {
-      Product product;
-      if (begins(part, "-")) {
-        product.factor = -1;
-        part = part.substr(1);
-      }
-      for (const std::string& factor : split(part, "*")) {
-        const size_t letter = factor.find_first_not_of("0123456789");
-        if (letter != 0) product.factor *= number_in(factor.substr(0, letter));
-        if (letter == std::string::npos) continue;
-        const int size = text_.size(factor.substr(letter));
-        if (size < 0) fail("no tensor has the size " + factor.substr(letter) + " of " + text);
-        product.sizes.push_back(size);
-      }
-      sum.push_back(std::move(product));
-    }
-    return sum;
-  }
-
-  void read_clauses(const Pending& pending) {
-    Line& line = text_.lines[pending.line];
-    number_ = line.number;
-    for (const std::string& clause : split(pending.clauses, ";")) {
-      if (begins(clause, "[")) {
-        read_shapes(line, clause);
-      } else if (begins(clause, "like ")) {
-        line.type_text = clause;
-        line.like = text_.line(clause.substr(5));
-        if (line.like < 0) fail("no line for `" + clause.substr(5) + "` of `" + clause + "`");
-      } else if (type_named(split_list(clause)[0]) != Type::kNone) {
-        read_types(line, clause);
-      } else if (begins(clause, "entries ")) {
-        read_entries(line, clause.substr(8));
-      } else if (clause == "any strides") {
-        continue;  // for the reader: a kernel's Strided parameter takes them
-      } else if (begins(clause, "the shape of ")) {
-        line.shape_of = text_.line(clause.substr(13));
-        if (line.shape_of < 0) fail("no line for `" + clause.substr(13) + "` of `" + clause + "`");
-      } else if (begins(clause, "not ")) {
-        read_exclusion(line, clause.substr(4));
-      } else if (begins(clause, "only ")) {
-        std::string rest = clause;
-        line.only = take_condition(rest);
-      } else if (begins(clause, "(")) {
-        read_items(line, clause);
-      } else if (begins(clause, "one or ")) {
-        const auto words = split(clause, " ");
-        line.count_or_one = words.size() == 4 && words[3] == "values" ? text_.size(words[2]) : -1;
-        if (line.count_or_one < 0) fail("expected `one or N values`, got " + clause);
-      } else if (begins(clause, "\"") && clause.find(" without derivative") != std::string::npos) {
-        line.without_derivative = strings_in(clause);
-      } else if (begins(clause, "\"")) {
-        line.choices = strings_in(clause);
-      } else if (clause.find(" where absent") != std::string::npos) {
-        const std::string value = split(clause, " ")[0];
-        const bool is_flag = value == "true" || value == "false";
-        line.absent = is_flag ? value == "true" : number_in(value);
-      } else if (line.is_tensor() && clause.find(" < ") != std::string::npos) {
-        read_limit(line, clause);
-      } else if (text_.size(line.name) >= 0 && !line.is_tensor()) {
-        read_bounds(line, clause);
-      } else if (line.is_tensor()) {
-        fail("`" + line.name + "`: cannot read `" + clause + "`");
-      }
-    }
-  }
-
-  // Copy what a line takes from another one, which may come later.
-  void complete(Line& line) {
-    number_ = line.number;
-    if (line.shape_of >= 0) {
-      const Line& other = text_.lines[line.shape_of];
-      line.shapes = other.shapes;
-      line.shape_text = other.shape_text;
-      line.names = other.names;
-      line.shape_sizes = other.shape_sizes;
-      line.lacks = other.lacks;
-      line.some_sizes = other.some_sizes;
-      line.or_one = other.or_one;
-    }
-    if (line.like >= 0) line.read_as = text_.lines[line.like].read_as;
-    if (line.is_tensor() && line.types.empty() && line.like < 0)
-      fail("`" + line.name + "`: expected its dtype, such as float32 or float64, or like x");
-  }
-
-  static std::vector<std::string> strings_in(const std::string& clause) {
-    std::vector<std::string> strings;
-    for (const std::string& each : split_list(clause)) strings.push_back(between(each, '"', '"'));
-    return strings;
-  }
-
-  // Remove `in op` or `where argument is "choice"` from a clause's end, and return it.
-  Condition take_condition(std::string& clause) {
-    Condition condition;
-    if (const size_t where = clause.rfind("where "); where != std::string::npos) {
-      const std::string tail = clause.substr(where + 6);
-      condition.argument = tail.substr(0, tail.find(' '));
-      condition.choice = between(tail, '"', '"');
-      clause = strip(clause.substr(0, where));
-    } else if (const size_t in = clause.rfind(" in "); in != std::string::npos) {
-      condition.in = split(clause.substr(in + 4), ",");
-      clause = clause.substr(0, in);
-    }
-    conditions_.push_back({number_, condition});
-    return condition;
-  }
-
-  // Raise an error if a condition names what does not exist. Called when all lines are known.
-  void check_condition(const Condition& when) const {
-    for (const std::string& name : when.in) {
-      bool is_known = text_.line(name) >= 0;
-      for (const Schema& schema : text_.schemas) is_known |= schema.name == name;
-      if (!is_known) fail("no operator or argument is named " + name);
-    }
-    if (when.argument.empty()) return;
-    const int line = text_.line(when.argument);
-    if (line < 0) fail("no line for `" + when.argument + "`");
-    for (const std::string& choice : text_.lines[line].choices)
-      if (choice == when.choice) return;
-    fail("`" + when.argument + "` is never \"" + when.choice + '"');
-  }
-
-  // Read `float16 or bfloat16 where arithmetic is "opencv4"`.
-  void read_exclusion(Line& line, std::string clause) {
-    Exclusion exclusion;
-    exclusion.when = take_condition(clause);
-    if (begins(clause, "\"")) {
-      exclusion.choices = strings_in(clause);
+    clause_ = at_;
+    peek();
+    clause_ = at_;
+    form_ = name == "linear" ? "y(x, w) + z(w)" : "joins N, M";
+    if (name == "linear") {
+      if (text_.linear_number) fail("a second line `linear`");
+      text_.linear_number = number;
+      do text_.terms.push_back(take_term());
+      while (accept("+"));
+    } else if (name == "vmap") {
+      if (text_.vmap_number) fail("a second line `vmap`");
+      text_.vmap_number = number;
+      require("joins");
+      do text_.joined.push_back(take_name("a size"));
+      while (accept(","));
     } else {
-      for (const std::string& name : split_list(clause)) {
-        exclusion.types.push_back(type_named(name));
-        if (exclusion.types.back() == Type::kNone)
-          fail("`" + line.name + "`: no dtype is named " + name);
-      }
+      if (text_.line(name) >= 0) fail("a second line for " + name);
+      if (text_.lines.size() == kMost) fail("more than " + std::to_string(kMost) + " lines");
+      Line& line = text_.lines.emplace_back();
+      line.name = name;
+      line.text = written;
+      line.number = number;
+      // Text that follows no clause begins with a capital letter.
+      const bool is_text = at_ == limit_ || std::isupper(static_cast<unsigned char>(source_[at_]));
+      if (!is_text) do {
+          peek();
+          clause_ = at_;
+          read_clause(line);
+        } while (accept(";"));
+      if (is_text) at_ = limit_;
     }
-    line.exclusions.push_back(std::move(exclusion));
+    if (peek().kind != Token::kEnd) expected("`;`, or the full stop that ends the clauses");
+    at_ = limit_ + 1;
   }
 
-  // Read `(h, w), both >= 0, or empty for (H, W)`.
-  void read_items(Line& line, const std::string& clause) {
-    const size_t empty = clause.find(", or empty for ");
-    line.items_text = clause.substr(0, empty);
-    for (const std::string& name : split(between(clause, '(', ')'), ","))
-      line.items.push_back(text_.size(name));
-    if (empty == std::string::npos) return;
-    for (const std::string& name : split(between(clause.substr(empty), '(', ')'), ",")) {
-      line.if_empty.push_back(text_.size(name));
-      if (line.if_empty.back() < 0) fail("no tensor has the size " + name + " of " + clause);
-    }
-    if (line.if_empty.size() != line.items.size())
-      fail("`" + line.name + "`: expected as many sizes where it is empty, got " + clause);
+  Term take_term() {
+    Term term{take_name("a result, as in y(x, w)"), {}};
+    require("(");
+    do term.factors.push_back(take_name("an argument"));
+    while (accept(","));
+    require(")");
+    return term;
   }
 
-  // Read `[B, n, K] or [B, n, T, M] with K = T*M`.
-  void read_shapes(Line& line, const std::string& clause) {
-    size_t at = 0;
-    while ((at = clause.find('[', at)) != std::string::npos) {
-      const std::string inside = between(clause.substr(at), '[', ']');
-      at = clause.find(']', at);
-      if (at == std::string::npos) fail("`" + line.name + "`: expected a ] in " + clause);
+  // ---- clauses ----------------------------------------------------------------------------------
+
+  void read_clause(Line& line) {
+    const Token next = peek();
+    const bool is_name = next.kind == Token::kName, is_number = next.kind == Token::kNumber;
+    std::string kind;
+    const auto is = [&](bool condition, const char* name, const char* form) {
+      if (condition) kind = name;
+      if (condition) form_ = form;
+      return condition;
+    };
+    if (is(is_next("["), "shape", "[N, 3] or [N, 3, 1] | [B, K] or [B, T, M] with K = T*M | [...]"))
+      read_shapes(line);
+    else if (is(accept("like"), "like", "like x"))
+      line.type_text = "like " + (line.like = take_name("the name of a tensor"));
+    else if (is(accept("entries"), "entries", "entries -1 or 0 <= j < n at row, slot"))
+      read_entries(line);
+    else if (is(accept("from"), "from", "from op(x, y) | from op(x, y), made where absent on CUDA"))
+      read_origin(line);
+    else if (is(accept("constant"), "constant", "constant"))
+      line.is_constant = true;
+    else if (is(is_name && type_named(next.text) != Type::kNone, "dtype",
+                "float32 or float64 | int32 or int64 read as int64"))
+      read_types(line);
+    else if (is(next.kind == Token::kString, "strings", "\"a\", \"b\" or \"c\""))
+      read_list([&] { add_new(line.choices, take(Token::kString, "a string")); });
+    else if (is(is_default(), "default", "1 where absent | true where absent"))
+      read_default(line);
+    else if (is(line.is_tensor() && (is_name || is_number), "limit",
+                "n*K < 2^32 slots a frame on CUDA | N >= 1 rows"))
+      read_limit(line);
+    else if (is(is_number || is_next("-"), "bounds", "0 to 2^40 | 1, 2 or 3"))
+      read_numbers(line);
+    else if (is(next.text[0] == '<' || next.text[0] == '>', "bounds", "> 0 and <= 10 | > other"))
+      do line.bounds.push_back(take_bound());
+      while (accept("and"));
+    else
+      fail_unknown(line);
+    if (kind != "limit" && std::count(line.clauses.begin(), line.clauses.end(), kind))
+      fail("a second clause of the same kind");
+    line.clauses.push_back(kind);
+  }
+
+  template <class Item>
+  void add_new(std::vector<Item>& list, const Item& item) const {
+    if (std::find(list.begin(), list.end(), item) != list.end()) fail("the same twice");
+    list.push_back(item);
+  }
+
+  // Read `[B, n, K] or [B, n, T, M] with K = T*M`, or `[...]`.
+  void read_shapes(Line& line) {
+    const size_t begin = at_;
+    read_list([&] {
+      require("[");
       Shape shape;
-      uint32_t sizes = 0;
-      if (!strip(inside).empty())
-        for (const std::string& dim : split(inside, ",")) {
-          shape.push_back(sum_in(without_or_one(dim)));
-          if (without_or_one(dim) == dim) continue;
-          if (bare(shape.back()) < 0) fail("expected a size before `or 1`, got " + dim);
-          line.or_one |= 1u << bare(shape.back());
-        }
-      for (const Sum& dim : shape)
-        for (const Product& product : dim)
-          for (const int size : product.sizes) {
-            add_name(line, size);
-            sizes |= 1u << size;
-          }
-      line.shapes.push_back(std::move(shape));
-      line.shape_sizes.push_back(sizes);
-    }
-
-    uint32_t any = 0, every = ~0u;
-    for (const uint32_t sizes : line.shape_sizes) {
-      any |= sizes;
-      every &= sizes;
-    }
-    line.some_sizes = any & ~every;
-    for (size_t k = 0; k < line.shapes.size(); ++k) {
-      const bool is_part = !dimensions_of(line.shapes[0], line.shapes[k]).empty();
-      line.lacks.push_back(is_part ? line.shape_sizes[0] & ~line.shape_sizes[k] : 0);
-    }
-    text_.gaps |= line.some_sizes | line.or_one;
-
-    // The rest of the clause: `with`, `from` or `in rows or columns`.
-    const size_t last = clause.rfind(']') + 1;
-    line.shape_text = clause.substr(0, last);
-    std::string tail = strip(clause.substr(last));
-    if (const size_t made = tail.find(", made where absent on CUDA"); made != std::string::npos) {
-      line.made_on_cuda = true;
-      tail = tail.substr(0, made);
-    }
-    if (begins(tail, "with ")) {
-      const auto sides = split(tail.substr(5), "=");
-      if (sides.size() != 2) fail("expected `with K = T*M`, got " + tail);
-      line.whole = text_.size(sides[0]);
-      line.parts = sum_in(sides[1]);
-      if (line.whole < 0) fail("no tensor has the size " + sides[0]);
-    } else if (begins(tail, "from ")) {
-      line.shape_text = clause.substr(0, clause.find(", made where"));
-      line.made_by = tail.substr(5, tail.find('(') - 5);
-      line.made_of = split(between(tail, '(', ')'), ",");
-    } else if (tail == "in rows or columns") {
-      line.in_columns = true;
-    } else if (!tail.empty()) {
-      fail("`" + line.name + "`: cannot read `" + tail + "` behind the shape");
-    }
-  }
-
-  static void add_name(Line& line, int size) {
-    for (const int known : line.names)
-      if (known == size) return;
-    line.names.push_back(size);
+      if (accept("...")) {
+        line.any_shape = true;
+        require("]");
+        return;
+      }
+      if (!accept("]")) do
+          shape.push_back(take_sum());
+        while (accept(",") || (require("]"), false));
+      add_new(line.shapes, shape);
+    });
+    if (line.any_shape && !line.shapes.empty()) fail("[...] is every shape, so it stands alone");
+    line.shape_text = joined(text_from(begin));
+    if (!accept("with")) return;
+    line.whole = size_named(take_name("a size"));
+    require("=");
+    line.parts = take_sum();
   }
 
   // Read `int32 or int64 read as int64`.
-  void read_types(Line& line, const std::string& clause) {
-    const auto parts = split(clause, " read as ");
-    line.type_text = parts[0];
-    for (const std::string& name : split_list(parts[0])) {
-      const Type type = type_named(name);
-      if (type == Type::kNone) fail("`" + line.name + "`: no dtype is named " + name);
-      line.types.push_back(type);
-    }
-    if (parts.size() > 1) line.read_as = type_named(parts[1]);
+  void read_types(Line& line) {
+    const size_t begin = at_;
+    read_list([&] { add_new(line.types, take_dtype()); });
+    line.type_text = joined(text_from(begin));
+    if (!accept("read")) return;
+    require("as");
+    line.read_as = take_dtype();
+    // Every number must fit.
+    bool is_ok = line.read_as == Type::kInt64 || line.read_as == Type::kFloat64;
+    for (const Type type : line.types) is_ok &= is_floating(type) == is_floating(line.read_as);
+    if (!is_ok) fail("expected integers read as int64, or floats read as float64");
   }
 
-  // Read `-1 or 0 <= j < n + nghost at frame, atom, slot`.
-  void read_entries(Line& line, const std::string& clause) {
-    const auto parts = split(clause, " at ");
-    const size_t below = parts[0].rfind("< ");
-    if (below == std::string::npos) fail("expected entries 0 <= j < n, got " + clause);
+  Type take_dtype() {
+    const Type type = peek().kind == Token::kName ? type_named(peek().text) : Type::kNone;
+    if (type == Type::kNone) expected("a dtype");
+    take_name("a dtype");
+    return type;
+  }
+
+  // Read `entries -1 or 0 <= j < n + nghost at frame, atom, slot`.
+  void read_entries(Line& line) {
+    peek();
+    const size_t begin = at_;
     line.has_entries = true;
-    line.entries.text = parts[0];
-    line.entries.may_be_none = begins(parts[0], "-1 or ");
-    line.entries.below = sum_in(parts[0].substr(below + 2));
-    if (parts.size() > 1) line.entries.positions = split(parts[1], ",");
-    if (line.entries.positions.size() > line.shapes[0].size())
-      fail("`" + line.name + "` has fewer dimensions than positions: " + parts[1]);
+    if (accept("-")) {
+      require("1");
+      require("or");
+      line.entries.may_be_none = true;
+    }
+    if (!accept("0")) expected("`0 <=`, since entries count from 0");
+    require("<=");
+    take_name("a name for an entry");
+    require("<");
+    peek();
+    const size_t bound = at_;
+    line.entries.below = take_sum();
+    line.entries.bound = joined(text_from(bound));
+    line.entries.text = joined(text_from(begin));
+    if (accept("at")) do
+        line.entries.positions.push_back(take_name("the name of a dimension"));
+      while (accept(","));
   }
 
   // Read `n*K < 2^32 slots a frame on CUDA`.
-  void read_limit(Line& line, const std::string& clause) {
-    const size_t sign = clause.find(" < ");
+  void read_limit(Line& line) {
     Limit limit;
-    limit.sum = sum_in(clause.substr(0, sign));
-    std::string tail = clause.substr(sign + 3);
-    const size_t cuda = tail.rfind(" on CUDA");
-    limit.on_cuda = cuda != std::string::npos;
-    if (limit.on_cuda) tail = tail.substr(0, cuda);
-    limit.when = take_condition(tail);
-    limit.number = tail.substr(0, tail.find(' '));
-    limit.below = number_in(limit.number);
-    limit.unit = strip(tail.substr(limit.number.size()));
+    const size_t begin = at_;
+    limit.sum = take_sum();
+    limit.sum_text = joined(text_from(begin));
+    limit.bound = take_bound();
+    if (limit.bound.named || !limit.bound.whole)
+      fail("expected sizes and then an integer, as in N >= 1");
+    while (peek().kind == Token::kName && !is_next("on")) {
+      for (const char* word :
+           {"in", "where", "when", "if", "and", "or", "not", "unless", "only", "with"})
+        if (is_next(word)) expected("a unit or `on CUDA`");
+      limit.unit += (limit.unit.empty() ? "" : " ") + take_name("a unit");
+    }
+    if (accept("on")) {
+      require("CUDA");
+      limit.on_cuda = true;
+    }
     line.limits.push_back(std::move(limit));
   }
 
-  // Read `0 to 2^40` or `>= 0`.
-  void read_bounds(Line& line, const std::string& clause) {
-    line.size = text_.size(line.name);
-    line.has_bounds = true;
-    line.most = INT64_MAX;
-    if (begins(clause, ">= ")) {
-      line.least = number_in(clause.substr(3));
+  // Read `from edge_order(edge_index, natoms), made where absent on CUDA`.
+  void read_origin(Line& line) {
+    const size_t begin = at_;
+    const Term term = take_term();
+    line.made_text = " from " + joined(text_from(begin));
+    line.made_by = term.result;
+    line.made_of = term.factors;
+    if (!accept(",")) return;
+    for (const char* word : {"made", "where", "absent", "on", "CUDA"}) require(word);
+    line.made_on_cuda = true;
+  }
+
+  // Read `> 0` or `<= most`.
+  Bound take_bound() {
+    if (accept("<=")) return take_value(Compare::kAtMost);
+    if (accept(">=")) return take_value(Compare::kAtLeast);
+    if (accept("<")) return take_value(Compare::kLess);
+    if (accept(">")) return take_value(Compare::kMore);
+    expected("`<`, `<=`, `>` or `>=`");
+  }
+
+  // Read the number or the argument of a bound.
+  Bound take_value(Compare compare) {
+    Bound bound;
+    bound.compare = compare;
+    const bool is_negative = is_next("-");
+    const size_t begin = at_;
+    if (peek().kind == Token::kName && !is_negative) {
+      bound.named = true;
+      bound.text = take_name("an argument");
+      return bound;
+    }
+    if (is_negative) require("-");
+    bound.whole = peek().text.find('.') == std::string::npos;
+    if (bound.whole) {
+      at_ = begin;
+      bound.real = double(bound.integer = take_integer());
+    } else {
+      bound.real = std::stod(take(Token::kNumber, "a number")) * (is_negative ? -1 : 1);
+    }
+    bound.text = joined(text_from(begin));
+    return bound;
+  }
+
+  [[noreturn]] void fail_unknown(const Line& line) {
+    form_ =
+        line.is_tensor()
+            ? "float32 or float64 | like x | entries 0 <= i < n at row | n < 2^30 rows | constant"
+            : "[N, 3] | 0 to 2^40 | > 0 | 1, 2 or 3 | \"a\" or \"b\" | 1 where absent";
+    expected(line.is_tensor() ? "a clause of a tensor"
+                              : "a clause, or text that begins with a capital letter");
+  }
+
+  // Read `0 to 2^40` or `1, 2 or 3`.
+  void read_numbers(Line& line) {
+    const Bound first = take_value(Compare::kAtLeast);
+    if (accept("to")) {
+      peek();
+      line.bounds = {first, take_value(Compare::kAtMost)};
+      if (line.bounds[1].named || first.real > line.bounds[1].real)
+        fail("expected two numbers, the lower one first");
       return;
     }
-    const auto ends = split(clause, " to ");
-    if (ends.size() != 2)
-      fail("`" + line.name + "`: expected bounds such as 0 to 2^40, got " + clause);
-    line.least = number_in(ends[0]);
-    line.most = number_in(ends[1]);
-    line.most_text = ends[1];
+    if (!first.whole) expected("`to`");
+    line.numbers = {first.integer};
+    while (accept(",") ? (accept("or"), true) : accept("or")) add_new(line.numbers, take_integer());
   }
 
-  // Raise an error if `linear` or `vmap` names what does not exist.
-  void check_names() {
-    number_ = linear_number_;
-    for (const Term& term : text_.terms) {
-      if (text_.line(term.result) < 0) fail("no line for the result `" + term.result + "`");
-      for (const std::string& factor : term.factors)
-        if (text_.line(factor) < 0)
-          fail("no line for the factor `" + factor + "` of " + term.result);
+  // Return whether the clause is `1 where absent` or `true where absent`.
+  bool is_default() {
+    const size_t begin = at_;
+    if (is_next("-")) require("-");
+    const bool is_value = peek().kind == Token::kNumber || is_next("true") || is_next("false");
+    at_ = peek().end;
+    const bool is_it = is_value && is_next("where");
+    at_ = begin;
+    return is_it;
+  }
+
+  void read_default(Line& line) {
+    if (accept("true"))
+      line.absent = 1;
+    else if (!accept("false"))
+      line.absent = take_integer();
+    require("where");
+    require("absent");
+    line.has_absent = true;
+  }
+
+ public:
+  // Add a product to a sum.
+  static void add(Sum& sum, const Product& product) {
+    const auto same = std::find_if(
+        sum.begin(), sum.end(), [&](const Product& other) { return other.sizes == product.sizes; });
+    if (same == sum.end()) {
+      if (product.factor != 0) sum.push_back(product);
+      return;
     }
-    number_ = joined_number_;
-    if (text_.says_vmap)
-      for (const std::string& name : split(joined_, ",")) {
-        text_.joined.push_back(text_.size(name));
-        if (text_.joined.back() < 0) fail("no tensor has the size `" + name + "` that vmap joins");
-      }
+    if (__builtin_add_overflow(same->factor, product.factor, &same->factor))
+      throw std::overflow_error("a sum is too large");
+    if (same->factor == 0) sum.erase(same);
   }
 
-  std::vector<std::string> lines_;
-  size_t at_ = 0;
-  int number_ = 1, linear_number_ = 1, joined_number_ = 1;
+ private:
+  const std::string source_;
+  size_t at_ = 0;                      // what is read next
+  size_t limit_;                       // the end of the line that is read
+  size_t clause_ = std::string::npos;  // the beginning of the clause; npos: none is read
+  const char* form_ = "";              // a legal form of the clause
+  std::string name_;                   // of the line or the schema
   Text text_;
-  std::vector<Pending> pending_;
-  std::string joined_;
-  std::vector<std::pair<int, Condition>> conditions_;  // each with the number of its line
 };
 
 }  // namespace contract

@@ -60,8 +60,12 @@ struct View {
   }
 };
 
-// A tensor with any strides, in elements.
-template <class Number, int rank>
+// How the numbers of a tensor lie in memory. A tensor that lies otherwise is copied for the kernel.
+enum class Layout : int8_t { kContiguous, kTransposed, kStrided };
+
+// A tensor with strides, in elements. With kTransposed it is contiguous, or its last two dimensions
+// are exchanged.
+template <class Number, int rank, Layout layout = Layout::kStrided>
 struct Strided {
   Number* data;
   int64_t shape[rank > 0 ? rank : 1];
@@ -127,7 +131,8 @@ struct Parameter {
   Kind kind;
   Type type = Type::kNone;
   int8_t rank = 0;
-  bool is_written = false, is_strided = false;
+  bool is_written = false;
+  Layout layout = Layout::kContiguous;
 };
 
 // The value of a parameter.
@@ -155,15 +160,23 @@ struct KernelEntry {
 };
 void add_kernel(const KernelEntry& kernel);
 
+// An array of static storage.
+template <class Item>
+struct Items {
+  const Item* data = nullptr;
+  int count = 0;
+  const Item* begin() const { return data; }
+  const Item* end() const { return data + count; }
+};
+
 struct ContractEntry {
   const char *text, *name_space;
   const char* without_cuda;  // why this build has no CUDA; nullptr: it has
-  const struct Composition* compositions;
-  int composition_count;
-  const struct Derivative* derivatives;
-  int derivative_count;
   const char* file;
   int line;
+  Items<struct Composition> compositions{};
+  Items<struct Derivative> derivatives{};
+  Items<struct Check> checks{};
 };
 void add_contract(const ContractEntry& contract);
 
@@ -206,12 +219,12 @@ struct Pass<View<Number, rank>> {
   }
 };
 
-template <class Number, int rank>
-struct Pass<Strided<Number, rank>> {
+template <class Number, int rank, Layout layout>
+struct Pass<Strided<Number, rank, layout>> {
   static constexpr Parameter parameter{Parameter::kTensor, TypeOf<Number>::value, rank,
-                                       !IsConst<Number>::value, true};
-  static Strided<Number, rank> from(const Slot& slot) {
-    Strided<Number, rank> view{static_cast<Number*>(slot.data), {}, {}};
+                                       !IsConst<Number>::value, layout};
+  static Strided<Number, rank, layout> from(const Slot& slot) {
+    Strided<Number, rank, layout> view{static_cast<Number*>(slot.data), {}, {}};
     for (int d = 0; d < rank && slot.data; ++d) {
       view.shape[d] = slot.shape[d];
       view.stride[d] = slot.stride[d];
@@ -337,6 +350,7 @@ class Value {
     const Value list[] = {values...};
     return call_in(library_namespace(), op, list, int(sizeof...(values)));
   }
+  static Value call(const char* op) { return call_in(library_namespace(), op, nullptr, 0); }
   template <class... Values>
   static Value list(const Values&... values) {
     const Value list[] = {values...};
@@ -358,33 +372,49 @@ class Value {
   static Value dtype_of(Type type);
   bool is_integral() const;
   Value device() const;
-  int dim() const;                    // number of dimensions of a tensor
-  bool equals(int64_t number) const;  // of a size
-  bool is(const char* text) const;    // of a string
-  Value operator[](int i) const;      // result i of an operator with several, or item i of a list
-  int length() const;                 // of a list
+  int dim() const;                      // number of dimensions of a tensor
+  bool equals(int64_t number) const;    // of a size; under tracing, this becomes a guard
+  bool is_known(int64_t number) const;  // of a size; false for a symbol
+  // Whether a size is as expected. Under tracing, this becomes an assertion of the graph.
+  bool expect_equal(const Value& size) const;
+  bool expect_at_least(int64_t number) const;
+  bool is(const char* text) const;  // of a string
+  Value operator[](int i) const;    // result i of an operator with several, or item i of a list
+  int length() const;               // of a list
 
-  // Operands are tensors, numbers and sizes.
+  // Operands are tensors, numbers and sizes. The quotient of two sizes is rounded down, as in C++.
   friend Value operator+(const Value& a, const Value& b);
   friend Value operator-(const Value& a, const Value& b);
   friend Value operator*(const Value& a, const Value& b);
-  friend Value operator/(const Value& a, const Value& b);  // a is a tensor
+  friend Value operator/(const Value& a, const Value& b);
 
  private:
   static constexpr const char* library_namespace();
   static Value call_in(const char* name_space, const char* op, const Value* values, int count);
 
-  void* value_;
+  alignas(8) unsigned char memory_[16];  // of PyTorch's IValue
 };
 
-// Throw "op: expected `argument` what, got ...".
+// Throw "op: expected `argument` what, got ...". Of a tensor, the error shows dtype and shape.
 [[noreturn]] void refuse(const char* op, const char* argument, const char* what, const Value& got);
+// Throw "op: expected `argument` what wanted, got ...".
+[[noreturn]] void refuse(const char* op, const char* argument, const char* what,
+                         const Value& wanted, const Value& got);
 
 // An operator that calls others. It needs no more for devices, derivatives and vmap. Its arguments
 // are checked before the call.
 struct Composition {
   const char* op;
   Value (*function)(const Value* arguments);
+};
+
+// Checks what a contract cannot say, for calls with data and under tracing. It runs when the
+// contract's own checks are done.
+struct Check {
+  const char* op;
+  // Throws by refuse(). Sets the shapes of the results whose contract says [...], as lists of
+  // sizes.
+  void (*function)(const Value* arguments, Value* result_shapes);
 };
 
 // The derivatives of an operator by formulas that call operators. These have derivatives too, so
@@ -399,6 +429,9 @@ struct Derivative {
   void (*jvp)(const Value* arguments, const Value* tangents, Value* results) = nullptr;
   // The argument whose values no derivative needs, so that it may be changed in place afterwards.
   const char* unused = nullptr;
+  // What the formulas receive for an upstream gradient or a tangent that is zero: zeros, or a Value
+  // for which is_none() is true. An argument without a tangent, such as an integer, is always none.
+  enum { kZeros, kNone } absent = kZeros;
 };
 
 // ---- registration -------------------------------------------------------------------------------
@@ -414,38 +447,39 @@ constexpr const char* kNamespace = "calcops";
 constexpr const char* Value::library_namespace() { return kNamespace; }
 
 // Registers the operators of a contract. Their namespace is the library's name, unless their schema
-// has one.
+// has one. The text is followed by arrays of static storage: Compositions, Derivatives and Checks.
 struct Contract {
-  explicit Contract(const char* text, const char* file = __builtin_FILE(),
-                    int line = __builtin_LINE())
-      : Contract(text, nullptr, 0, nullptr, 0, file, line) {}
+  struct Text {
+    Text(const char* text, const char* file = __builtin_FILE(), int line = __builtin_LINE())
+        : text(text), file(file), line(line) {}
+    const char *text, *file;
+    int line;
+  };
 
-  // `compositions` and `derivatives` have static storage.
-  template <int count>
-  Contract(const char* text, const Composition (&compositions)[count],
-           const char* file = __builtin_FILE(), int line = __builtin_LINE())
-      : Contract(text, compositions, count, nullptr, 0, file, line) {}
-  template <int count>
-  Contract(const char* text, const Derivative (&derivatives)[count],
-           const char* file = __builtin_FILE(), int line = __builtin_LINE())
-      : Contract(text, nullptr, 0, derivatives, count, file, line) {}
-  template <int composition_count, int derivative_count>
-  Contract(const char* text, const Composition (&compositions)[composition_count],
-           const Derivative (&derivatives)[derivative_count], const char* file = __builtin_FILE(),
-           int line = __builtin_LINE())
-      : Contract(text, compositions, composition_count, derivatives, derivative_count, file, line) {
-  }
-
- private:
-  Contract(const char* text, const Composition* compositions, int composition_count,
-           const Derivative* derivatives, int derivative_count, const char* file, int line) {
+  template <class... Parts>
+  explicit Contract(Text text, const Parts&... parts) {
 #ifdef CALCOPS_NO_CUDA
     const char* without_cuda = CALCOPS_NO_CUDA;
 #else
     const char* without_cuda = nullptr;
 #endif
-    add_contract({text, kNamespace, without_cuda, compositions, composition_count, derivatives,
-                  derivative_count, file, line});
+    ContractEntry entry{text.text, kNamespace, without_cuda, text.file, text.line};
+    (add(entry, parts), ...);
+    add_contract(entry);
+  }
+
+ private:
+  template <int count>
+  static void add(ContractEntry& entry, const Composition (&compositions)[count]) {
+    entry.compositions = {compositions, count};
+  }
+  template <int count>
+  static void add(ContractEntry& entry, const Derivative (&derivatives)[count]) {
+    entry.derivatives = {derivatives, count};
+  }
+  template <int count>
+  static void add(ContractEntry& entry, const Check (&checks)[count]) {
+    entry.checks = {checks, count};
   }
 };
 

@@ -1,4 +1,4 @@
-// Operators as users write them, for ../test_calcops_jit_contract.py.
+// Operators as users write them, for ../test_calcops_jit_contract*.py.
 #include <calcops/operator.h>
 
 #include <algorithm>
@@ -37,6 +37,7 @@ epsilon  Depth of the well.
 sigma    Distance at which the energy is zero.
 order    0 to 100. Of the derivative in r.
 energy   [N]; like r.
+vmap     joins N
 )",
                            kPairDerivatives);
 
@@ -154,7 +155,7 @@ const Kernel kHistogramCpu("histogram", histogram);
 
 const Contract kTrace(R"(
 diagonal_sum(Tensor x, str how="sum") -> Tensor
-x      [N, N]; float64; any strides.
+x      [N, N]; float64. With any strides.
 how    "sum" or "mean".
 value  []; like x.
 )");
@@ -166,49 +167,239 @@ void diagonal_sum(Strided<const double, 2> x, const char* how, View<double, 0> v
 }
 const Kernel kDiagonalCpu("diagonal_sum", diagonal_sum);
 
-// ---- dimensions that may be absent or 1, a list of sizes, conditions ----------------------------
+// ---- shapes that a Check determines -------------------------------------------------------------
 
 const Derivative kScaledDerivatives[] = {
     {"scaled", [](const Value* arguments, const Value* upstream, Value* gradients) {
-       if (gradients[0].is_wanted())
-         gradients[0] = Value::call("scaled", upstream[0], arguments[1]);
+       gradients[0] = Value::call("scaled", upstream[0], arguments[1]);
      }}};
 
-const Contract kScaled(R"(
-scaled(Tensor image, Tensor gain, SymInt[2] size=[], float[]? offset=None, str mode="plain",
-       Tensor? mask=None, Tensor? bias=None) -> Tensor
-  The upper left part of an image times the gain of its item.
-image   [N or 1, C, H, W], [C, H, W] or [H, W]; any strides; uint8, float16, float32 or float64;
-        not float16 or uint8 where mode is "masked"; W < 100 columns where mode is "masked".
-gain    [N or 1] or []; like image.
-size    (h, w), both >= 0, or empty for (H, W).
-offset  one or C values. Is added.
-mode    "plain", "rounded" or "masked"; "rounded" without derivative.
-mask    the shape of part; like image; only where mode is "masked".
-bias    [N, C] or [C]; like image. Is added.
-part    [N, C, h, w], [C, h, w], [N, h, w] or [h, w]; like image.
-vmap    joins N
-)",
-                       kScaledDerivatives);
+// The part has the size `size`, or that of the image.
+void check_scaled(const Value* arguments, Value* result_shapes) {
+  const Value &image = arguments[0], &size = arguments[2];
+  if (image.dim() < 2 || image.dim() > 3)
+    calcops::refuse("contracts::scaled", "image", "of shape [C, H, W] or [H, W]", image.shape());
+  const bool is_given = size.length() > 0;
+  const Value height = is_given ? size[0] : image.size(-2);
+  const Value width = is_given ? size[1] : image.size(-1);
+  if (!height.expect_at_least(0) || !width.expect_at_least(0))
+    calcops::refuse("contracts::scaled", "size", "of numbers >= 0", size);
+  result_shapes[0] =
+      image.dim() == 3 ? Value::list(image.size(0), height, width) : Value::list(height, width);
+}
 
-enum class Mode { kPlain, kRounded, kMasked };
+const calcops::Check kScaledChecks[] = {{"scaled", check_scaled}};
+
+const Contract kScaled(R"(
+scaled(Tensor image, Tensor gain, SymInt[2] size=[], str mode="plain") -> Tensor
+  The upper left part of an image times a gain, with zeros where there is no image.
+image   [...]; uint8, float16, float32 or float64. [C, H, W] or [H, W].
+gain    []; like image.
+size    Height and width of the part. Empty: those of the image.
+mode    "plain" or "rounded".
+part    [...]; like image.
+)",
+                       kScaledDerivatives, kScaledChecks);
+
+enum class Mode { kPlain, kRounded };
 
 template <class Real>
-void scaled(Strided<const Real, 4> image, View<const Real, 1> gain, List<int64_t>,
-            List<double> offset, Mode mode, View<const Real, 4> mask, View<const Real, 2> bias,
-            View<Real, 4> part) {
-  const auto [items, channels, height, width] = part.shape;
-  for (int64_t n = 0; n < items; ++n)
-    for (int64_t c = 0; c < channels; ++c)
-      for (int64_t y = 0; y < height; ++y)
-        for (int64_t x = 0; x < width; ++x) {
-          double value = double(image(image.shape[0] == 1 ? 0 : n, c, y, x));
-          value *= double(gain(gain.shape[0] == 1 ? 0 : n));
-          if (offset.size > 0) value += offset.data[offset.size == 1 ? 0 : c];
-          if (bias) value += double(bias(n, c));
-          if (mode == Mode::kRounded) value = std::nearbyint(value);
-          if (mode == Mode::kMasked) value *= double(mask(n, c, y, x));
-          part(n, c, y, x) = Real(value);
-        }
+void scaled(Strided<const Real, 3> image, View<const Real, 0> gain, List<int64_t>, Mode mode,
+            View<Real, 3> part) {
+  const auto [channels, height, width] = part.shape;
+  for (int64_t c = 0; c < channels; ++c)
+    for (int64_t y = 0; y < height; ++y)
+      for (int64_t x = 0; x < width; ++x) {
+        const bool is_inside = y < image.shape[1] && x < image.shape[2];
+        const double value = is_inside ? double(image(c, y, x)) * double(gain()) : 0;
+        part(c, y, x) = Real(mode == Mode::kRounded ? std::nearbyint(value) : value);
+      }
 }
 const Kernel kScaledCpu("scaled", scaled<uint8_t>, scaled<float>, scaled<double>);
+
+// ---- rows that depend on one another ------------------------------------------------------------
+
+const Contract kRunning(R"(
+running_sum(Tensor x) -> Tensor
+x      [N]; float64.
+total  [N]; like x.
+)");
+
+void running_sum(View<const double, 1> x, View<double, 1> total) {
+  std::partial_sum(x.data, x.data + x.shape[0], total.data);
+}
+const Kernel kRunningCpu("running_sum", running_sum);
+
+// ---- entries that vmap shifts -------------------------------------------------------------------
+
+const Contract kLookUp(R"(
+looked_up(Tensor table, Tensor index) -> Tensor
+table  [M, C]; float64.
+index  [N, K]; int64; entries -1 or 0 <= j < M at row, slot.
+rows   [N, K, C]; like table.
+vmap   joins N, M
+)");
+
+void looked_up(View<const double, 2> table, View<const int64_t, 2> index, View<double, 3> rows) {
+  for (int64_t i = 0; i < index.shape[0] * index.shape[1]; ++i)
+    for (int64_t c = 0; c < table.shape[1]; ++c)
+      rows.data[i * table.shape[1] + c] = index.data[i] < 0 ? 0 : table(index.data[i], c);
+}
+const Kernel kLookUpCpu("looked_up", looked_up);
+
+// ---- an operator of a short name ----------------------------------------------------------------
+
+const Contract kShort(R"(
+f(Tensor x) -> Tensor
+_f_backward(Tensor grad_y, Tensor x, bool[1] output_mask=[True]) -> Tensor
+x  [N]; float64.
+y  [N]; like x.
+linear  y(x)
+)");
+
+void f(View<const double, 1> x, View<double, 1> y) {
+  for (int64_t i = 0; i < x.shape[0]; ++i) y(i) = 2 * x(i);
+}
+void f_backward(View<const double, 1> grad_y, View<const double, 1>, View<double, 1> grad_x) {
+  f(grad_y, grad_x);
+}
+const Kernel kShortCpu("f", f);
+const Kernel kShortBackwardCpu("_f_backward", f_backward);
+
+// ---- derivatives: two results, an argument that no term covers, a constant ----------------------
+
+// y = x w, z = 2 w, with y scaled by a tensor that has no derivative.
+const Contract kPair(R"(
+products(Tensor x, Tensor w, Tensor scale) -> (Tensor y, Tensor z)
+_products_backward(Tensor? grad_y, Tensor? grad_z, Tensor? x, Tensor? w, Tensor scale,
+                   bool[2] output_mask=[True, True]) -> (Tensor w, Tensor x)
+x       [N]; like scale.
+w       [N]; like scale.
+scale   [N]; float32 or float64.
+y       [N]; like scale.
+z       [N]; like scale.
+linear  z(w) + y(w, x)
+)");
+
+template <class Real>
+void products(View<const Real, 1> x, View<const Real, 1> w, View<const Real, 1> scale,
+              View<Real, 1> y, View<Real, 1> z) {
+  for (int64_t i = 0; i < scale.shape[0]; ++i) {
+    if (y) y(i) = x(i) * w(i) * scale(i);
+    if (z) z(i) = 2 * w(i);
+  }
+}
+
+template <class Real>
+void products_backward(View<const Real, 1> grad_y, View<const Real, 1> grad_z,
+                       View<const Real, 1> x, View<const Real, 1> w, View<const Real, 1> scale,
+                       View<Real, 1> grad_w, View<Real, 1> grad_x) {
+  for (int64_t i = 0; i < scale.shape[0]; ++i) {
+    if (grad_x) grad_x(i) = grad_y ? grad_y(i) * w(i) * scale(i) : 0;
+    if (grad_w)
+      grad_w(i) = (grad_y ? grad_y(i) * x(i) * scale(i) : 0) + (grad_z ? 2 * grad_z(i) : 0);
+  }
+}
+const Kernel kProductsCpu("products", products<float>, products<double>);
+const Kernel kProductsBackwardCpu("_products_backward", products_backward<float>,
+                                  products_backward<double>);
+
+// The formulas use each upstream gradient and tangent without asking whether it is given.
+const Derivative kWavesDerivatives[] = {
+    {"waves",
+     [](const Value* arguments, const Value* upstream, Value* gradients) {
+       const Value waves = Value::call("waves", arguments[0], arguments[1], arguments[2]);
+       gradients[0] = (upstream[0] * waves[1] - upstream[1] * waves[0]) * arguments[1];
+     },
+     [](const Value* arguments, const Value* tangents, Value* results) {
+       const Value waves = Value::call("waves", arguments[0], arguments[1], arguments[2]);
+       const Value along = tangents[0] * arguments[1] + tangents[2];
+       results[0] = along * waves[1];
+       results[1] = along * waves[0] * -1;
+     }}};
+
+const Contract kWaves(R"(
+waves(Tensor x, Tensor wave_number, Tensor phase) -> (Tensor sine, Tensor cosine)
+x            [N]; float64.
+wave_number  []; float64; constant.
+phase        [N]; float64.
+sine         [N]; float64.
+cosine       [N]; float64.
+)",
+                      kWavesDerivatives);
+
+void waves(View<const double, 1> x, View<const double, 0> wave_number, View<const double, 1> phase,
+           View<double, 1> sine, View<double, 1> cosine) {
+  for (int64_t i = 0; i < x.shape[0]; ++i) {
+    sine(i) = std::sin(x(i) * wave_number() + phase(i));
+    cosine(i) = std::cos(x(i) * wave_number() + phase(i));
+  }
+}
+const Kernel kWavesCpu("waves", waves);
+
+// ---- numbers, small dtypes and products of sizes ------------------------------------------------
+
+const Contract kLimited(R"(
+limited(Tensor x, int k=2, int shift=0, float t=1.0, float most=2.0) -> Tensor
+x      [N]; float64; N >= 2 rows; N <= 5.
+k      1, 2 or 4.
+shift  -5 to 5.
+t      > 0.5 and < most.
+most   Text alone.
+y      [N]; like x.
+)");
+
+const Contract kPicked(R"(
+picked(Tensor x, Tensor index) -> Tensor rows
+x      [N]; float64.
+index  [M] or [M, 1]; int8, uint8 or int32; entries 0 <= i < N.
+rows   [M]; like x.
+
+outer(Tensor x, SymInt n, SymInt m) -> Tensor table
+n      0 to 2^40.
+m      0 to 10^18.
+table  [n*m]; like x.
+)");
+
+void limited(View<const double, 1> x, int64_t, int64_t, double, double, View<double, 1> y) {
+  std::copy_n(x.data, x.shape[0], y.data);
+}
+
+template <class Index>
+void picked(View<const double, 1> x, View<const Index, 1> index, View<double, 1> rows) {
+  for (int64_t i = 0; i < index.shape[0]; ++i) rows(i) = x(index(i));
+}
+
+void outer(View<const double, 1>, int64_t, int64_t, View<double, 1>) {}
+const Kernel kLimitedCpu("limited", limited);
+const Kernel kPickedCpu("picked", picked<int8_t>, picked<uint8_t>, picked<int32_t>);
+const Kernel kOuterCpu("outer", outer);
+
+// ---- compositions -------------------------------------------------------------------------------
+
+Value inverse(const Value* arguments) { return 1 / arguments[0]; }
+Value halves(const Value* arguments) {
+  return Value::call("aten::narrow", arguments[0], 0, 0, arguments[0].size(0) / 2);
+}
+Value dimension(const Value* arguments) {
+  return arguments[0] * arguments[0].shape()[int(arguments[1].item())];
+}
+Value too_many(const Value* arguments) { return Value::call("aten::neg", arguments[0], 1, 2); }
+Value both(const Value* arguments) { return Value::call("moments", arguments[0]); }
+
+const calcops::Composition kCompositions[] = {{"inverse", inverse},
+                                              {"halves", halves},
+                                              {"dimension", dimension},
+                                              {"too_many", too_many},
+                                              {"both", both}};
+
+const Contract kComposed(R"(
+inverse(Tensor x) -> Tensor
+halves(Tensor x) -> Tensor
+dimension(Tensor x, int d) -> Tensor
+too_many(Tensor x) -> Tensor
+both(Tensor x) -> (Tensor, Tensor)
+x  [N]; float64.
+d  Text.
+)",
+                         kCompositions);

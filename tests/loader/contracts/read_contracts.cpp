@@ -1,0 +1,111 @@
+// Reads the contracts of a file and prints "ok" or the error of each, for ../test_contract_text.py.
+// Contracts end with a line "----". Lines before a contract may name a composition ("composition
+// f") or register kernels of the table below ("kernel f name").
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <sstream>
+
+#include "calcops/contract_proofs.h"
+
+using namespace calcops;
+
+namespace calcops {
+void add_kernel(const KernelEntry&) {}
+void add_contract(const ContractEntry&) {}
+}  // namespace calcops
+
+namespace {
+
+enum class Choice { kA, kB };
+using In = View<const double, 1>;
+using Out = View<double, 1>;
+
+template <class Result, class... P>
+KernelEntry entry(Result (*)(P...)) {
+  using Call = Caller<Result, P...>;
+  return {"",         "",      Call::parameters, int(sizeof...(P)), !__is_same(Result, void),
+          &Call::run, nullptr, nullptr};
+}
+
+template <class... P>
+KernelEntry cpu() {
+  return entry(static_cast<void (*)(P...)>(nullptr));
+}
+
+const std::map<std::string, KernelEntry> kKernels = {
+    {"copy", cpu<In, Out>()},
+    {"copy_float", cpu<View<const float, 1>, View<float, 1>>()},
+    {"copy_int", cpu<View<const int64_t, 1>, View<int64_t, 1>>()},
+    {"mixed", cpu<View<const float, 1>, Out>()},
+    {"with_double", cpu<In, double, Out>()},
+    {"with_int", cpu<In, int64_t, Out>()},
+    {"with_bool", cpu<In, bool, Out>()},
+    {"with_string", cpu<In, const char*, Out>()},
+    {"with_choice", cpu<In, Choice, Out>()},
+    {"with_list", cpu<In, List<int64_t>, Out>()},
+    {"with_view", cpu<In, In, Out>()},
+    {"of_matrix", cpu<View<const double, 2>, Out>()},
+    {"writes_argument", cpu<Out, Out>()},
+    {"reads_result", cpu<In, In>()},
+    {"strided_result", cpu<In, Strided<double, 1>>()},
+    {"with_workspace", cpu<In, Out, Workspace&>()},
+    {"workspace_first", cpu<Workspace&, In, Out>()},
+    {"stream_first", cpu<CUstream_st*, In, Out>()},
+    {"position", entry(static_cast<int64_t (*)(In, Out)>(nullptr))},
+    {"many", cpu<In, In, In, In, In, In, In, In, In, In, In, In, In, In, In, In, In, In, In, In, In,
+                 In, In, In, Out>()},
+};
+
+void read(std::istringstream& text) {
+  std::vector<std::string> composed;
+  std::vector<std::pair<std::string, std::string>> kernels;
+  std::string contract, line;
+  while (std::getline(text, line)) {
+    std::istringstream words(line);
+    std::string word, op, kernel;
+    words >> word >> op >> kernel;
+    if (word == "composition")
+      composed.push_back(op);
+    else if (word == "kernel")
+      kernels.emplace_back(op, kernel);
+    else
+      contract += line + "\n";
+  }
+  const contract::Proved proved =
+      contract::Prover(contract::Reader(contract).read(), composed).proved();
+  std::map<std::string, std::vector<contract::Binding>> bindings;
+  std::vector<const contract::Signature*> owners;
+  for (const contract::Signature& op : proved.operators)
+    for (const auto& [name, kernel] : kernels)
+      if (op.schema.name == name)
+        bindings[name].push_back(contract::bind(proved.text, op, kKernels.at(kernel)));
+  if (kernels.empty()) return;
+  for (const contract::Signature& op : proved.operators)
+    if (bindings.count(op.schema.name)) owners.push_back(&op);
+  for (const contract::Signature& op : proved.operators) {
+    if (op.is_composition) continue;
+    contract::check_owner(proved.text, op, owners);
+    std::vector<const contract::Binding*> own;
+    for (const contract::Binding& binding : bindings[op.schema.name]) own.push_back(&binding);
+    if (!own.empty()) contract::check_types(proved.text, op, own);
+  }
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  std::ifstream file(arguments[1]);
+  std::string all((std::istreambuf_iterator<char>(file)), {});
+  const std::string end = "\n----\n";
+  for (size_t from = 0, to; (to = all.find(end, from)) != std::string::npos; from = to + end.size())
+    try {
+      std::istringstream text(all.substr(from, to - from));
+      read(text);
+      std::cout << "ok\n";
+    } catch (const std::exception& error) {
+      std::string line = error.what();
+      std::replace(line.begin(), line.end(), '\n', ' ');
+      std::cout << line << "\n";
+    }
+}

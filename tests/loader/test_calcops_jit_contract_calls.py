@@ -1,0 +1,273 @@
+"""Calls of the operators of contracts/operators.cpp: what is checked, what vmap and derivatives do by
+default, and the values of compositions."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from reference import opcheck
+from torch.func import jvp, vmap
+
+import calcops_jit
+
+SOURCE = Path(__file__).resolve().parent / "contracts" / "operators.cpp"
+float64 = {"dtype": torch.float64}
+
+
+@pytest.fixture(scope="module")
+def mine():
+    return calcops_jit.load("contracts", [SOURCE])
+
+
+# ---- a Check -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (2, 6, 5)])
+def test_a_check_determines_the_shape_of_a_result(mine, shape):
+    image, gain = torch.randn(shape, **float64), torch.tensor(0.3, **float64)
+    for input in (image, image.mT.contiguous().mT, image.to("meta")):
+        actual = mine.scaled(input, gain.to(input.device))
+        assert actual.shape == shape
+        assert actual.is_contiguous()
+        assert input.is_meta or torch.equal(actual, image * gain)
+    assert torch.equal(mine.scaled(image, gain, [2, 4]), image[..., :2, :4] * gain)
+    assert torch.equal(
+        vmap(mine.scaled, (0, None))(torch.stack([image] * 3), gain)[1], image * gain
+    )
+    opcheck(mine.scaled, (image, gain, [2, 4]), {})
+
+
+def test_a_compiled_function_with_a_check_accepts_other_sizes(mine):
+    def doubled(image, gain):
+        return mine.scaled(image, gain) * 2
+
+    compiled = torch.compile(doubled, fullgraph=True, dynamic=True, backend="eager")
+    for items in 3, 5:
+        image, gain = torch.randn(items, 6, 5), torch.tensor(2.0)
+        assert torch.equal(compiled(image, gain), doubled(image, gain))
+
+
+def test_a_kernel_of_float32_serves_float16(mine):
+    image, gain = torch.randn(4, 5).half(), torch.tensor(0.3).half()
+    actual = mine.scaled(image, gain)
+    assert actual.dtype == torch.float16
+    assert torch.equal(actual, (image.float() * gain.float()).half())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(size=[3, -1]), "`size` of numbers >= 0, got [3, -1]"),
+        (dict(image=torch.ones(5)), "`image` of shape [C, H, W] or [H, W], got [5]"),
+        (dict(mode="bright"), '`mode` "plain" or "rounded", got "bright"'),
+        (dict(gain=torch.ones(1)), "`gain` of shape [] = [], got [1]"),
+        (dict(gain=torch.tensor(1)), "`gain` of dtype Float like `image`, got Long"),
+        (
+            dict(size=[2**40, 2**40]),
+            "`size` for which memory suffices, got [1099511627776, 1099511627776]",
+        ),
+    ],
+)
+def test_what_a_check_refuses_names_the_argument(mine, arguments, message):
+    with pytest.raises(RuntimeError) as error:
+        mine.scaled(**(dict(image=torch.ones(2, 4, 5), gain=torch.tensor(1.0)) | arguments))
+    assert str(error.value) == f"contracts::scaled: expected {message}"
+
+
+# ---- numbers and sizes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(k=3), "`k` 1, 2 or 4, got 3"),
+        (dict(shift=-6), "`shift` >= -5, got -6"),
+        (dict(shift=6), "`shift` of at most 5, got 6"),
+        (dict(t=0.5), "`t` > 0.5, got 0.5"),
+        (dict(t=2.0), "`t` < `most` = 2, got 2"),
+        (dict(t=float("nan")), "`t` > 0.5, got nan"),
+        (dict(x=torch.ones(1, **float64)), "`x` of at least 2 rows, got [1]"),
+        (dict(x=torch.ones(6, **float64)), "`x` with N <= 5, got [6]"),
+    ],
+)
+def test_bounds_are_checked(mine, arguments, message, device):
+    arguments = dict(x=torch.ones(3, **float64)) | arguments
+    arguments["x"] = arguments["x"].to(device)
+    with pytest.raises(RuntimeError) as error:
+        mine.limited(**arguments)
+    assert str(error.value) == f"contracts::limited: expected {message}"
+
+
+def test_numbers_at_their_bounds_are_accepted(mine):
+    x = torch.ones(5, **float64)
+    for arguments in (dict(k=1), dict(k=4), dict(shift=-5), dict(shift=5), dict(t=1.9)):
+        assert torch.equal(mine.limited(x, **arguments), x)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_product_of_sizes_that_overflows_is_an_error(mine, device):
+    x = torch.ones(1, device=device, **float64)
+    assert mine.outer(x, 3, 10**6).shape == (3 * 10**6,)
+    message = "expected `m` for which memory suffices, got 8589934592"
+    with pytest.raises(RuntimeError, match=message):
+        mine.outer(x, 2**31, 2**33)
+    with pytest.raises(RuntimeError, match="`m` of at most 10.18, got"):
+        mine.outer(x, 1, 10**18 + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_entries_of_a_small_dtype_are_compared_with_the_bound_itself(mine, dtype):
+    x = torch.arange(300.0, **float64)
+    index = torch.arange(100, dtype=dtype)
+    assert torch.equal(mine.picked(x, index), x[:100])
+    assert torch.equal(mine.picked(x, index[:, None]), x[:100])
+    with pytest.raises(RuntimeError, match="0 <= i < N = 5, got 7 at dimension 0 7$"):
+        mine.picked(x[:5], torch.full((10,), 3, dtype=dtype).scatter(0, torch.tensor(7), 7))
+
+
+def test_an_error_of_many_entries_quotes_one_of_them(mine):
+    index = torch.full((100_000,), 9, dtype=torch.int32)
+    with pytest.raises(RuntimeError) as error:
+        mine.picked(torch.ones(5, **float64), index)
+    assert str(error.value).endswith("entries 0 <= i < N = 5, got 9 at dimension 0 0")
+
+
+# ---- vmap ----------------------------------------------------------------------------------------
+
+
+def test_vmap_without_a_line_calls_once_an_item(mine):
+    x = torch.randn(3, 5, **float64)
+    assert torch.equal(vmap(mine.running_sum)(x), x.cumsum(1))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 3), (0, 2)])
+def test_vmap_shifts_entries_to_the_rows_of_their_item(mine, shape):
+    tables = torch.randn(5, 7, 2, **float64)
+    indices = torch.randint(-1, 7, (5, *shape))
+    expected = [mine.looked_up(table, index) for table, index in zip(tables, indices)]
+    assert torch.equal(vmap(mine.looked_up)(tables, indices), torch.stack(expected))
+    indices[1].fill_(7)  # would name row 0 of the next item
+    if indices.numel() > 0:
+        with pytest.raises(RuntimeError, match="expected `index` entries -1 or 0 <= j < M"):
+            vmap(mine.looked_up)(tables, indices)
+
+
+@pytest.mark.parametrize("name", ["running_sum", "matrix_product", "gather_rows", "pair_energy"])
+def test_vmap_over_no_items_gives_no_items(mine, name):
+    x = torch.randn(0, 5, **float64, requires_grad=True)
+    if name == "matrix_product":
+        x = torch.randn(0, 5, 4, **float64, requires_grad=True)
+        weights = torch.randn(4, 3, **float64)
+        result = vmap(calcops_jit.matrix_product, (0, None))(x, weights)
+        assert result.shape == vmap(torch.mm, (0, None))(x, weights).shape == (0, 5, 3)
+    elif name == "gather_rows":
+        x = torch.randn(0, 5, 2, **float64, requires_grad=True)
+        result = vmap(mine.gather_rows, (0, None))(x, torch.tensor([1, 4, 2]))
+        assert result.shape == (0, 3, 2)
+    elif name == "pair_energy":
+        result = vmap(mine.pair_energy, (0, None))(x, 1.0)
+        assert result.shape == (0, 5)
+    else:
+        result = vmap(mine.running_sum)(x.detach())
+        assert result.shape == (0, 5)
+        return
+    (gradient,) = torch.autograd.grad(result.sum(), x)
+    assert gradient.shape == x.shape
+
+
+# ---- derivatives ---------------------------------------------------------------------------------
+
+
+def test_derivatives_call_an_operator_of_a_short_name(mine):
+    """C++ stores up to 15 characters of a string in the string itself, and not on the heap."""
+    x = torch.randn(3, **float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(mine.f, x)
+
+
+def test_terms_and_gradients_are_matched_by_name(mine):
+    """`linear` names z before y, and the gradients' operator returns w before x."""
+    x, w = (torch.randn(4, **float64, requires_grad=True) for _ in range(2))
+    scale = torch.rand(4, **float64)
+
+    def products(x, w):
+        return mine.products(x, w, scale)
+
+    y, z = products(x, w)
+    assert torch.equal(y, x * w * scale)
+    assert torch.equal(z, 2 * w)
+    assert torch.autograd.gradcheck(products, (x, w), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(products, (x, w), check_fwd_over_rev=True)
+
+
+def test_an_argument_that_no_term_covers_has_no_derivative_in_any_mode(mine):
+    x, w, scale = (torch.rand(4, **float64, requires_grad=True) for _ in range(3))
+    message = r"products: expected `scale` that requires no gradient, got Double \[4\]"
+    with pytest.raises(RuntimeError, match=message):
+        mine.products(x, w, scale)[0].sum().backward()
+    torch.autograd.grad(mine.products(x, w, scale)[0].sum(), x)  # does not ask for it
+    x, w, scale = x.detach(), w.detach(), scale.detach()
+    with pytest.raises(RuntimeError, match="expected `scale` that has no tangent, got Double"):
+        jvp(lambda scale: mine.products(x, w, scale), (scale,), (scale,))
+
+
+def test_a_constant_has_no_derivative_in_any_mode(mine):
+    x, phase = torch.rand(4, **float64), torch.rand(4, **float64)
+    number = torch.tensor(3.0, **float64)
+    with pytest.raises(RuntimeError, match="`wave_number` that requires no gradient"):
+        mine.waves(x, number.requires_grad_(), phase)[0].sum().backward()
+    number = number.detach()
+    with pytest.raises(RuntimeError, match="`wave_number` that has no tangent"):
+        jvp(lambda number: mine.waves(x, number, phase), (number,), (number,))
+
+
+def test_formulas_receive_zeros_for_gradients_and_tangents_that_are_zero(mine):
+    x, phase = (torch.rand(4, **float64, requires_grad=True) for _ in range(2))
+    number = torch.tensor(3.0, **float64)
+    sine, cosine = mine.waves(x, number, phase)
+    (gradient,) = torch.autograd.grad(sine.sum(), x, retain_graph=True)
+    torch.testing.assert_close(gradient, 3 * (3 * x + phase).cos())
+    (gradient,) = torch.autograd.grad(cosine.sum(), x)
+    torch.testing.assert_close(gradient, -3 * (3 * x + phase).sin())
+    x, phase = x.detach(), phase.detach()
+    _, (of_sine, of_cosine) = jvp(lambda x: mine.waves(x, number, phase), (x,), (x,))
+    torch.testing.assert_close(of_sine, 3 * x * (3 * x + phase).cos())
+    torch.testing.assert_close(of_cosine, -3 * x * (3 * x + phase).sin())
+    compiled = torch.compile(
+        lambda x: mine.waves(x, number, phase)[1].sum(), fullgraph=True, backend="aot_eager"
+    )
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(compiled(x), x)
+    torch.testing.assert_close(gradient, -3 * (3 * x + phase).sin())
+
+
+def test_a_result_that_is_rounded_to_integers_has_no_derivative(mine):
+    image = torch.ones(1, 1, dtype=torch.uint8)
+    assert mine.scaled(image, torch.tensor(3, dtype=torch.uint8)) == 3
+
+
+# ---- Value ---------------------------------------------------------------------------------------
+
+
+def test_values_divide_by_tensors_and_sizes(mine):
+    x = torch.rand(5, **float64) + 1
+    assert torch.equal(mine.inverse(x), 1 / x)
+    assert torch.equal(mine.halves(x), x[:2])
+    assert torch.equal(mine.dimension(x, 0), x * 5)
+
+
+def test_a_composition_may_have_several_results(mine):
+    x = torch.rand(5, **float64)
+    mean, variance = mine.both(x)
+    torch.testing.assert_close((mean, variance), (x.mean(), x.var(unbiased=False)))
+
+
+@pytest.mark.parametrize("index", [9, -1])
+def test_an_index_beyond_a_list_of_values_is_an_error(mine, index):
+    with pytest.raises(RuntimeError, match=f"expected an index below 1, got {index}"):
+        mine.dimension(torch.ones(2, **float64), index)
+
+
+def test_too_many_values_for_an_operator_are_an_error(mine):
+    with pytest.raises(RuntimeError, match=r"at most 1 arguments of aten::neg\(Tensor self\)"):
+        mine.too_many(torch.ones(2, **float64))

@@ -1,0 +1,555 @@
+"""A contract is read completely or refused. contracts/read_contracts.cpp reads all contracts of this
+file in one process, without PyTorch."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import calcops_jit
+
+ROOT = Path(calcops_jit.__file__).parent
+COMPILER = shutil.which("c++") or shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+def contract(line="", n="", **lines):
+    """Return a contract of f(Tensor x[, <n>]) -> Tensor y. `line` replaces that of x."""
+    schema = f"f(Tensor x{', ' + n if n else ''}) -> Tensor"
+    return "\n".join([schema, f"x  {line or '[N]; float64.'}", *entries(lines), "y  [N]; like x."])
+
+
+def entries(lines):
+    return [f"{name}  {line}" for name, line in lines.items()]
+
+
+def tensors(schema, **lines):
+    return "\n".join([schema, *entries(lines)])
+
+
+LINEAR = """f(Tensor x, Tensor w) -> (Tensor y, Tensor z)
+f_backward(Tensor? grad_y, Tensor? grad_z, Tensor x, Tensor w) -> (Tensor, Tensor)
+x  [N]; float32 or float64.
+w  [N]; like x.
+y  [N]; like x.
+z  [N]; like x.
+linear  """
+
+COPY = "f(Tensor x) -> Tensor\nx  [N]; float64.\ny  [N]; like x."
+
+# Contracts that are right.
+RIGHT = {
+    "a negative range": contract(n="int k", k="-5 to 5."),
+    "an open interval": contract(n="int k", k="> 0 and < 10."),
+    "a list of numbers": contract(n="int k", k="1, 2 or 3."),
+    "a decimal bound of a float": contract(n="float t", t="> 0.5 and <= 2."),
+    "a bound by another argument": contract(n="float a, float b", a=">= 0.", b="> a."),
+    "a power": contract(n="int k", k="0 to 10^6."),
+    "strings with commas, full stops and semicolons": contract(
+        n="str s", s='"a, b", "c; d" or "e. f". Text.'
+    ),
+    "a lower limit of a size": contract("[N]; float64; N >= 1 rows."),
+    "a limit without a unit": contract("[N]; float64; N < 2^40."),
+    "another shape of as many numbers": contract("[N] or [N, 1]; float64."),
+    "a sum that sets one size": contract("[N + 1]; float64."),
+    "a size that comes later": tensors(
+        "f(Tensor x, int n) -> Tensor", x="[n, 2n + 1]; float64.", n=">= 0.", y="[n]; like x."
+    ),
+    "like a later line": tensors(
+        "f(Tensor x, Tensor z) -> Tensor", x="[N]; like z.", z="[N]; float32.", y="[N]; like x."
+    ),
+    "entries before the shape": contract("entries 0 <= j < N at row; [N]; int64."),
+    "text only": contract(n="float t", t="Not a clause. Like this."),
+    "no full stop": contract("[N]; float64"),
+    "a schema of many lines": "f(Tensor\n  x)\n  -> Tensor\nx [N]; float64.\ny [N]; like x.",
+    "two terms": LINEAR + "y(x) + z(x, w)",
+    "terms in any order": LINEAR + "z(w, x) + y(x)",
+    "an upper limit for CUDA": contract("[N]; float64; N*N < 2^31 pairs of rows on CUDA."),
+}
+
+# Contracts that are wrong, and what their errors say.
+WRONG = {
+    # numbers
+    "a power that is too large": (
+        contract(n="int k", k="0 to 2^64."),
+        "line 3: `k`: a number is too large",
+    ),
+    "a huge power": (contract(n="int k", k="0 to 2^80."), "a number is too large"),
+    "a number of twenty digits": (
+        contract(n="int k", k="0 to 99999999999999999999."),
+        "a number is too large",
+    ),
+    "two powers": (
+        contract(n="int k", k="0 to 2^3^4."),
+        "expected one power, got `^` in `0 to 2^3^4`",
+    ),
+    "an empty range": (contract(n="int k", k="5 to 2."), "the lower one first in `5 to 2`"),
+    "a decimal bound of an integer": (
+        contract(n="int k", k="> 0.5."),
+        "expected integers, got 0.5",
+    ),
+    "a power of a word": (contract(n="int k", k="0 to five."), "expected two numbers"),
+    "a default outside the bounds": (
+        contract(n="int k=7", k="0 to 5."),
+        "refuses its own default 7",
+    ),
+    "a default that is no choice": (
+        contract(n='str s="c"', s='"a" or "b".'),
+        "refuses its own default",
+    ),
+    "a value where absent outside the bounds": (
+        contract(n="int k", k="0 to 5; 9 where absent."),
+        "refuses its value where absent",
+    ),
+    "a bound by an unknown argument": (contract(n="float b", b="> a."), "f has no number `a`"),
+    "a bound by a number of another type": (
+        contract(n="int a, float b", a=">= 0.", b="> a."),
+        "a number of another type",
+    ),
+    # what a line cannot mean
+    "one of some strings": (
+        contract(n="str s", s='one of "a" or "b".'),
+        'legal: [N, 3] | 0 to 2^40 | > 0 | 1, 2 or 3 | "a" or "b" |',
+    ),
+    "one of some numbers": (
+        contract(n="int k", k="one of 1, 2 or 3."),
+        "got `one` in `one of 1, 2 or 3`",
+    ),
+    "both": (contract(n="int[2] s", s="(h, w), both >= 1."), "got `(` in `(h, w), both >= 1`"),
+    "only where": (
+        contract(n="int k", k='only where m is "a".'),
+        "expected a clause, or text that begins with a capital letter, got `only`",
+    ),
+    "not a dtype": (contract("[N]; float64; not float16."), "got `float16` in `not float16`"),
+    "cuda in lower case": (
+        contract("[N]; float64; N < 5 rows on cuda."),
+        "expected `CUDA`, got `cuda`",
+    ),
+    "an unknown dtype to read": (
+        contract("[N]; float32 read as float128."),
+        "expected a dtype, got `float128`",
+    ),
+    "a dtype that does not hold all numbers": (
+        contract("[N]; int64 read as int32."),
+        "expected integers read as int64",
+    ),
+    "an integer read as a float": (
+        contract("[N]; int64 read as float64."),
+        "expected integers read as int64",
+    ),
+    "a limit the wrong way round": (
+        contract("[N]; float64; 1 <= N."),
+        "expected sizes and then an integer, as in N >= 1",
+    ),
+    "entries from 1": (
+        contract("[N]; int64; entries 1 <= j < N at row."),
+        "expected `0 <=`, since entries count from 0",
+    ),
+    "entries above 0": (
+        contract("[N]; int64; entries 0 < j < N at row."),
+        "expected `<=`, got `<`",
+    ),
+    "entries up to the size": (
+        contract("[N]; int64; entries 0 <= j <= N at row."),
+        "expected `<`, got `<=`",
+    ),
+    "two dtype clauses": (
+        contract("[N]; float32; float64."),
+        "a second clause of the same kind in `float64`",
+    ),
+    "a matrix as in C": (
+        contract("[N][K]; float64."),
+        "got `[` in `[N][K]`   legal: [N, 3] or [N, 3, 1] |",
+    ),
+    "a shape that is not closed": (contract("[N; float64."), "expected `]`, got `;`"),
+    "a string that is not closed": (
+        contract(n="str s", s='"a" or "b.'),
+        "expected a closing quotation mark",
+    ),
+    "an unknown character": (
+        contract("[N]; float64; N × 2."),
+        "expected a name, a number, a string or a sign",
+    ),
+    "the same dtype twice": (contract("[N]; float64 or float64."), "the same twice"),
+    "the same string twice": (contract(n="str s", s='"a" or "a".'), "the same twice"),
+    "text that begins with a small letter": (
+        contract(n="float t", t="not a clause."),
+        "text that begins with a capital letter, got `not`",
+    ),
+    "a limit under a condition": (
+        contract("[N]; float64; N < 2^3 rows where k is large.", n="int k", k=">= 0."),
+        "expected a unit or `on CUDA`, got `where`",
+    ),
+    "a clause of a tensor on a number": (
+        contract(n="int k", k="like x."),
+        "`k`: a clause of the kind `like`, but in f the argument is a int",
+    ),
+    "a clause of a number on a tensor": (
+        contract("[N]; float64; > 0."),
+        "a clause of the kind `bounds`",
+    ),
+    "strings for a number": (
+        contract(n="int k", k='"a" or "b".'),
+        "a clause of the kind `strings`",
+    ),
+    "a list for a number": (contract(n="int k", k="(h, w)."), "got `(` in `(h, w)`"),
+    # lines
+    "a line that nothing uses": (
+        COPY + "\nlinaer y(x)",
+        "expected a clause, or text that begins with a capital letter, got `y`",
+    ),
+    "a tensor that nothing uses": (
+        COPY + "\nz  [N]; float64.",
+        "line 4: `z` is no argument and no result of an operator",
+    ),
+    "an argument without a line": (contract(n="int k"), "no line describes its argument `k`"),
+    "a named result without a line": (
+        "f(Tensor x) -> Tensor z\nx  [N]; float64.",
+        "no line describes its result `z`",
+    ),
+    "an unnamed result without a line": (
+        "f(Tensor x) -> Tensor\nx  [N]; float64.",
+        "no line describes result 1",
+    ),
+    "a duplicate schema": ("f(Tensor x) -> Tensor\n" + COPY, "line 2: a second schema of f"),
+    "a duplicate line": (COPY + "\nx  [N]; float64.", "a second line for x"),
+    "two lines vmap": (COPY + "\nvmap  joins N\nvmap  joins N", "a second line `vmap`"),
+    "an unknown origin": (
+        tensors(
+            "f(Tensor x, Tensor? o) -> Tensor",
+            x="[N]; float64.",
+            o="[N]; int32; from order(x).",
+            y="[N]; like x.",
+        ),
+        "no operator of this contract is named order",
+    ),
+    "an origin with other arguments": (
+        tensors(
+            "f(Tensor x, Tensor? o) -> Tensor y\norder(Tensor x, int k) -> Tensor p",
+            x="[N]; float64.",
+            k=">= 0.",
+            p="[N]; int32.",
+            o="[N]; int32; from order(x).",
+            y="[N]; like x.",
+        ),
+        "order must have exactly these arguments",
+    ),
+    "an origin of itself": (
+        tensors(
+            "f(Tensor x, Tensor? o) -> Tensor y\norder(Tensor x, Tensor? o) -> Tensor y",
+            x="[N]; float64.",
+            o="[N]; int32; from order(x, o).",
+            y="[N]; like x.",
+        ),
+        "must have exactly these arguments",
+    ),
+    "no schema": ("x  [N]; float64.", "expected a schema"),
+    "an indented line": ("  x  [N]; float64.", "at the line's beginning"),
+    "more than 24 lines": (
+        tensors(
+            f"f({', '.join(f'Tensor x{i}' for i in range(30))}) -> Tensor",
+            **{f"x{i}": "[N]; float64." for i in range(30)},
+        ),
+        "line 26: `x24`: more than 24 lines",
+    ),
+    "more than 24 sizes": (
+        contract(f"[{', '.join(f'N{i}' for i in range(30))}]; float64."),
+        "line 2: `x`: more than 24 sizes",
+    ),
+    # dtypes
+    "like itself": (contract("[N]; like x."), "`like x` leads back to itself"),
+    "two lines like each other": (
+        tensors("f(Tensor x) -> Tensor", x="[N]; like y.", y="[N]; like x."),
+        "leads back to itself",
+    ),
+    "a circle of three": (
+        tensors(
+            "f(Tensor x, Tensor z) -> Tensor", x="[N]; like y.", z="[N]; like x.", y="[N]; like z."
+        ),
+        "leads back to itself",
+    ),
+    "like an unknown tensor": (contract("[N]; like z."), "no tensor is named z"),
+    "like a number": (contract("[N]; like k.", n="int k", k=">= 0."), "no tensor is named k"),
+    "no dtype": (contract("[N]."), "expected its dtype"),
+    "a dtype that only an optional tensor has": (
+        tensors(
+            "f(Tensor k, Tensor? x) -> Tensor",
+            k="[N]; int32.",
+            x="[N]; float32 or float64.",
+            y="[N]; like x.",
+        ),
+        "no argument that is always given has its dtype",
+    ),
+    "a dtype of another operator": (
+        tensors(
+            "f(Tensor k) -> Tensor y\ng(Tensor x) -> Tensor y",
+            k="[N]; int32.",
+            x="[N]; float32 or float64.",
+            y="[N]; like x.",
+        ),
+        "no argument that is always given has its dtype in f",
+    ),
+    "entries of a float": (
+        contract("[N]; float64; entries 0 <= j < N at row."),
+        "entries are integers",
+    ),
+    "-1 of an unsigned dtype": (
+        contract("[N]; uint8; entries -1 or 0 <= j < N at row."),
+        "-1 is no entry of an unsigned dtype",
+    ),
+    "more positions than dimensions": (
+        contract("[N]; int64; entries 0 <= j < N at frame, row."),
+        "more positions behind `at` than dimensions",
+    ),
+    # sizes
+    "a size that a sum cannot set": (
+        contract("[N + N]; float64."),
+        "a dimension of [N + N] cannot determine N",
+    ),
+    "a size that a multiple cannot set": (contract("[2N]; float64."), "cannot determine N"),
+    "two sizes in a sum": (contract("[N + M]; float64."), "cannot determine N, M"),
+    "a size of no argument": (
+        tensors("f(Tensor x) -> Tensor", x="[N]; float64.", y="[M]; like x."),
+        "no argument that is always given has the size M in f",
+    ),
+    "a size of an optional tensor": (
+        tensors(
+            "f(Tensor x, Tensor? z) -> Tensor",
+            x="[N]; float64.",
+            z="[M]; like x.",
+            y="[M]; like x.",
+        ),
+        "has the size M",
+    ),
+    "a size of another operator's argument": (
+        tensors(
+            "f(Tensor x) -> Tensor y\ng(Tensor x, Tensor z) -> Tensor y",
+            x="[N]; float64.",
+            z="[M]; like x.",
+            y="[M]; like x.",
+        ),
+        "has the size M in f",
+    ),
+    "a size of a later line": (
+        tensors(
+            "f(Tensor x, Tensor z) -> Tensor",
+            x="[N + M]; float64.",
+            z="[M]; like x.",
+            y="[N]; like x.",
+        ),
+        "cannot determine",
+    ),
+    "entries below an unknown size": (
+        contract("[N]; int64; entries 0 <= j < M at row."),
+        "has the size M",
+    ),
+    "a limit of an unknown size": (contract("[N]; float64; N*M < 2^40 pairs."), "has the size M"),
+    "a size without a lower limit": (
+        tensors("f(Tensor x, int n) -> Tensor", x="[n]; float64.", n="< 5.", y="[n]; like x."),
+        "a size has a lower limit",
+    ),
+    "a size that is an unbounded number": (
+        tensors("f(Tensor x, int n) -> Tensor", x="[n]; float64.", n="Text.", y="[n]; like x."),
+        "a size has a lower limit",
+    ),
+    "another shape of fewer numbers": (
+        contract("[N, 3] or [N]; float64."),
+        "must have as many elements as the first",
+    ),
+    "another shape of another size": (contract("[N, 3] or [M]; float64."), "lacks N"),
+    "two shapes of one rank": (contract("[N, M] or [M, N]; float64."), "cannot be told apart"),
+    "a result of two shapes": (
+        tensors("f(Tensor x) -> Tensor", x="[N]; float64.", y="[N] or [N, 1]; like x."),
+        "a result has one shape",
+    ),
+    "a product of sizes that is too large": (
+        contract("[N*9223372036854775807*2]; float64."),
+        "a product is too large",
+    ),
+    "a dimension that may be 1": (contract("[N or 1]; float64."), "expected `]`, got `or`"),
+    # schemas
+    "an optional integer": (contract(n="int? k", k=">= 0."), "kernels take no int? `k`"),
+    "a Scalar": (contract(n="Scalar k", k="Text."), "kernels take no Scalar `k`"),
+    "a list of tensors": (contract(n="Tensor[] k", k="Text."), "kernels take no Tensor[] `k`"),
+    "an integer as the result": (
+        "f(Tensor x) -> int\nx  [N]; float64.",
+        "kernels return no int, only Tensor",
+    ),
+    "an argument that is changed": (
+        contract().replace("Tensor x", "Tensor(a!) x"),
+        "would be changed",
+    ),
+    "an argument twice": (contract(n="Tensor x"), "two arguments `x`"),
+    "no results": ("f(Tensor x)\nx  [N]; float64.", "expected `-> ` and the results"),
+    "no tensor": (
+        "f(int n) -> Tensor\nn  >= 0.\ny  [n]; float64.",
+        "a kernel has a tensor as an argument",
+    ),
+    "only optional tensors": (
+        tensors("f(Tensor? x) -> Tensor", x="[N]; float64.", y="[]; float64."),
+        "one tensor is always given",
+    ),
+    # derivatives
+    "a result without a term": (LINEAR + "y(x, w)", "the result `z` has no term"),
+    "a result with two terms": (LINEAR + "y(x) + y(w) + z(x)", "`y` has two terms"),
+    "a factor twice": (LINEAR + "y(x, x) + z(w)", "not linear in `x`, which it has twice"),
+    "an unknown factor": (LINEAR + "y(v) + z(x, w)", "`v` is no tensor argument of f"),
+    "an unknown result in a term": (LINEAR + "v(x) + y(x) + z(w)", "f has no result `v`"),
+    "a sum without an end": (LINEAR + "y(x) + z(x, w) +", "expected a result, as in y(x, w)"),
+    "no operator for the gradients": (
+        COPY + "\nlinear  y(x)",
+        "expected an operator whose name ends in _backward",
+    ),
+    "a factor without a gradient": (
+        LINEAR.replace("-> (Tensor, Tensor)", "-> Tensor x") + "y(x) + z(x, w)",
+        "must be the gradients for all factors",
+    ),
+    "an upstream gradient that is missing": (
+        LINEAR.replace("Tensor? grad_z, ", "") + "y(x) + z(x, w)",
+        "f_backward has no grad_z",
+    ),
+    "an argument that the gradients need": (
+        LINEAR.replace(
+            "Tensor x, Tensor w) -> (Tensor, Tensor)",
+            "Tensor x, Tensor w, int k) -> (Tensor, Tensor)",
+        ).replace("linear", "k  >= 0.\nlinear")
+        + "y(x) + z(x, w)",
+        "it has no `k`",
+    ),
+    "an argument of the operator that its gradients lack": (
+        LINEAR.replace("f(Tensor x, Tensor w)", "f(Tensor x, Tensor w, int k)").replace(
+            "linear", "k  >= 0.\nlinear"
+        )
+        + "y(x) + z(x, w)",
+        "it has no `k`",
+    ),
+    "a factor of an integer dtype": (
+        LINEAR.replace("float32 or float64", "int32 or float64") + "y(x) + z(x, w)",
+        "may be of an integer dtype",
+    ),
+    "a mask of another length": (
+        LINEAR.replace("w) -> (Tensor, Tensor)", "w, bool[3] output_mask) -> (Tensor, Tensor)")
+        + "y(x) + z(x, w)",
+        "output_mask has one bool for each result",
+    ),
+    # vmap
+    "vmap of an unknown size": (COPY + "\nvmap  joins M", "no tensor has the size M"),
+    "vmap without joins": (COPY + "\nvmap  N", "expected `joins`, got `N`"),
+    "vmap of a result without the size": (
+        tensors("f(Tensor x) -> Tensor", x="[N]; float64.", y="[]; like x.", vmap="joins N"),
+        "vmap joins none of its dimensions",
+    ),
+    "vmap of two dimensions": (
+        tensors("f(Tensor x) -> Tensor", x="[N, M]; float64.", y="[N]; like x.", vmap="joins N, M"),
+        "vmap can join one dimension",
+    ),
+    "vmap of a sum": (
+        tensors("f(Tensor x) -> Tensor", x="[N + 1]; float64.", y="[N]; like x.", vmap="joins N"),
+        "vmap can join one dimension",
+    ),
+    "vmap of entries below a sum": (
+        tensors(
+            "f(Tensor x, int m) -> Tensor",
+            x="[N]; int64; entries 0 <= j < N + m at row.",
+            m=">= 0.",
+            y="[N]; like x.",
+            vmap="joins N",
+        ),
+        "vmap cannot shift entries below N + m",
+    ),
+}
+
+
+README = (ROOT / "ops" / "README.md").read_text()
+PAGE = README[README.index("## Contracts\n") : README.index("## Derivatives\n")]
+RIGHT |= {
+    f"example {i + 1} of the README": text
+    for i, text in enumerate(re.findall(r"```text\n(.+?)\n```", PAGE, re.S))
+}
+
+
+def kernel(name, contract=COPY, op="f", more=""):
+    return f"kernel {op} {name}\n{more}{contract}"
+
+
+RIGHT_KERNELS = {
+    "a copy": kernel("copy"),
+    "a string": kernel("with_string", contract(n="str s", s='"a" or "b".')),
+    "an enumeration": kernel("with_choice", contract(n="str s", s='"a" or "b".')),
+    "kernels of another operator": kernel(
+        "with_int",
+        tensors(
+            "f(Tensor x, int k) -> Tensor y\ng(Tensor x) -> Tensor y",
+            x="[N]; float64.",
+            k=">= 0; 1 where absent.",
+            y="[N]; like x.",
+        ),
+    ),
+    "two types": kernel(
+        "copy", COPY.replace("float64", "float32 or float64"), more="kernel f copy_float\n"
+    ),
+}
+
+WRONG_KERNELS = {
+    "a double for an int": (kernel("with_double", contract(n="int k", k=">= 0.")), "parameter 2: expected int64_t for the int `k`, got double"),
+    "an int64_t for a float": (kernel("with_int", contract(n="float k", k=">= 0.")), "expected double for the float `k`, got int64_t"),
+    "a bool for a str": (kernel("with_bool", contract(n="str k", k='"a" or "b".')), "expected const char* or an enumeration for the str `k`, got bool"),
+    "an int64_t for a SymInt[]": (kernel("with_int", contract(n="SymInt[] k", k="Text.")), "expected List<int64_t> for the SymInt[] `k`"),
+    "a View for an int": (kernel("with_view", contract(n="int k", k=">= 0.")), "got View"),
+    "an enumeration without strings": (kernel("with_choice", contract(n="str k", k="Text.")), "since its line lists no strings"),
+    "an int64_t for a Tensor": (kernel("with_int", contract(n="Tensor k", k="[N]; like x.")), "expected a View or Strided for the Tensor `k`"),
+    "too few parameters": (kernel("copy", contract(n="int k", k=">= 0.")), "2 parameters for 3 arguments and results"),
+    "too many parameters": (kernel("with_int"), "3 parameters for 2 arguments and results"),
+    "more than 24 parameters": (kernel("many"), "25 parameters, more than 24"),
+    "another rank": (kernel("of_matrix"), "expected 1 dimensions for the Tensor `x`, got 2"),
+    "an argument that is written": (kernel("writes_argument"), "expected const numbers for the Tensor `x`"),
+    "a result that is read": (kernel("reads_result"), "expected numbers that are not const for the result `y`"),
+    "a result with strides": (kernel("strided_result"), "expected a View for the result `y`"),
+    "a workspace on the CPU": (kernel("with_workspace"), "a Workspace& is for CUDA kernels"),
+    "a workspace in the wrong place": (kernel("workspace_first"), "3 parameters for 2"),
+    "a stream in the wrong place": (kernel("stream_first"), "3 parameters for 2"),
+    "a position without entries": (kernel("position"), "no argument has entries"),
+    "a type that the contract excludes": (kernel("copy_int"), "expected one of its dtypes for the Tensor `x`, got int64"),
+    "two types that are alike": (kernel("mixed", COPY.replace("float64", "float32 or float64")), "expected float32, the dtype of x, for the result `y`, got float64"),
+    "a type without a kernel": (kernel("copy", COPY.replace("float64", "float32 or float64")), "no kernel of f for x float32"),
+    "an operator without a kernel": (kernel("copy", tensors("f(Tensor x) -> Tensor y\ng(Tensor x) -> Tensor z", x="[N]; float64.", y="[N]; like x.", z="[N]; like x.")), "no kernel of g"),
+    "an argument that the other kernels lack": (kernel("copy", tensors("f(Tensor x) -> Tensor y\ng(Tensor x, int k) -> Tensor y", x="[N]; float64.", k=">= 0.", y="[N]; like x.")), "the kernels of f do not use `k`"),
+    "an argument that the other kernels need": (kernel("with_int", tensors("f(Tensor x, int k) -> Tensor y\ng(Tensor x) -> Tensor y", x="[N]; float64.", k=">= 0.", y="[N]; like x.")), "say `1 where absent`"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Return the answer to each contract, by its text."""
+    folder = tmp_path_factory.mktemp("texts")
+    program, texts = folder / "read", folder / "texts"
+    source = Path(__file__).parent / "contracts" / "read_contracts.cpp"
+    include = ROOT / "_calcops_jit" / "shadow"
+    subprocess.run(
+        [COMPILER, "-std=c++17", "-O0", "-I", include, source, "-o", program],
+        check=True,
+        timeout=300,
+    )
+    contracts = [*RIGHT.values(), *RIGHT_KERNELS.values()]
+    contracts += [text for text, _ in (*WRONG.values(), *WRONG_KERNELS.values())]
+    texts.write_text("".join(text + "\n----\n" for text in contracts))
+    run = subprocess.run(
+        [program, texts], stdout=subprocess.PIPE, text=True, timeout=60, check=True
+    )
+    lines = run.stdout.splitlines()
+    assert len(lines) == len(contracts)
+    return dict(zip(contracts, lines))
+
+
+@pytest.mark.parametrize("case", [*RIGHT, *RIGHT_KERNELS])
+def test_a_right_contract_is_read(case, answers):
+    assert answers[{**RIGHT, **RIGHT_KERNELS}[case]] == "ok"
+
+
+@pytest.mark.parametrize("case", [*WRONG, *WRONG_KERNELS])
+def test_a_wrong_contract_is_refused_with_its_line_and_reason(case, answers):
+    text, message = {**WRONG, **WRONG_KERNELS}[case]
+    assert answers[text].startswith("line ")
+    assert message in answers[text]
