@@ -17,6 +17,7 @@ import vesin
 from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
 from ase.data import atomic_numbers
 from ase.stress import full_3x3_to_voigt_6_stress
+from calcops.ase.trained_range import TrainedRange
 from calcops.potentials.blocks import near_pairs
 from torch.nn.functional import pad
 
@@ -136,7 +137,8 @@ class CalcOps(Calculator):
     """Energy, forces, stress, and the energy and stress of each atom, which add up to the whole.
 
     The units are those of the model: eV and Angstrom where they are "metal". A calculator can be
-    copied and pickled, and works in forked processes.
+    copied and pickled, and works in forked processes. It warns once of a pair shorter than any that
+    the model was trained on, and once of more neighbours than the model takes into account.
 
     Args:
         model: called as model(types, list_neigh, Rij, nghost). It has cutoff, units and type_names
@@ -170,6 +172,7 @@ class CalcOps(Calculator):
                     f"got {self.device}, {self.dtype}"
                 )
             self.model = copy.deepcopy(model).to(self.device, self.dtype)
+        self.trained_range = TrainedRange(model)
         self.neighbours = NeighbourLists(model.cutoff, skin, self.device)
         self.type_of = np.full(len(atomic_numbers), -1)
         for number, name in enumerate(model.type_names):
@@ -236,6 +239,7 @@ class CalcOps(Calculator):
                 "CalcOps: expected atoms apart from one another, "
                 f"got atoms {i} and {j} in one place"
             )
+        self.trained_range.check(types, list_neigh, Rij)
         if not getattr(self.model, "skips_far_pairs", False):
             list_neigh, Rij = near_pairs(list_neigh, Rij, self.neighbours.cutoff)
         return types, list_neigh, Rij.to(self.dtype)

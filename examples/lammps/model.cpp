@@ -20,6 +20,14 @@ bool takes_edge_order(const std::string& inputs) {
   return inputs.find("edge_order") != std::string::npos;
 }
 
+template <class Number>
+std::vector<Number> numbers_of(const std::string& text) {
+  std::istringstream words(text);
+  std::vector<Number> numbers;
+  for (Number number; words >> number;) numbers.push_back(number);
+  return numbers;
+}
+
 int number_of_layers(const std::string& layers) { return layers.empty() ? 1 : std::stoi(layers); }
 
 }  // namespace
@@ -40,6 +48,14 @@ Model::Model(const std::string& file, at::Device gpu, size_t threads) {
   for (std::string name; names >> name;) type_names.push_back(name);
   dtype = about["dtype"] == "float32" ? at::kFloat : at::kDouble;
   if (!about["neighbors"].empty()) neighbors = std::stoll(about["neighbors"]);
+  sel = numbers_of<int64_t>(about["sel"]);
+  shortest = numbers_of<double>(about["shortest"]);
+  const size_t types = type_names.size();
+  if (!(sel.empty() || sel.size() == types))
+    throw std::invalid_argument("expected a sel for each type, got " + about["sel"]);
+  if (!(shortest.empty() || shortest.size() == types * types))
+    throw std::invalid_argument("expected a shortest pair for each two types, got " +
+                                about["shortest"]);
   if (!about["block_slots"].empty()) block_slots = std::stoll(about["block_slots"]);
   if (block_slots <= 0)
     throw std::invalid_argument("expected positive block_slots, got " + about["block_slots"]);
@@ -67,8 +83,8 @@ Model::Metadata Model::load_package(const std::string& file, at::Device gpu, siz
 
 Model::Metadata Model::load_archive(const std::string& file, at::Device gpu) {
   Metadata about;
-  for (const char* key :
-       {"cutoff", "units", "type_names", "dtype", "inputs", "neighbors", "layers", "block_slots"})
+  for (const char* key : {"cutoff", "units", "type_names", "dtype", "inputs", "neighbors", "layers",
+                          "block_slots", "sel", "shortest"})
     about[key] = "";
   device = gpu;
   const auto archive = torch::jit::load(file, device, about);

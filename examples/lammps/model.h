@@ -28,6 +28,8 @@ class Model {
   std::string units;
   std::vector<std::string> type_names;
   int64_t neighbors = 0;          // the most slots that a row may have; 0: any number
+  std::vector<int64_t> sel;       // the most neighbours of each type that count; empty: any number
+  std::vector<double> shortest;   // [T, T] the shortest pairs in training; empty: not known
   int64_t block_slots = 1 << 14;  // pairs of a call whose intermediate results fit the cache
   int layers = 1;            // an energy depends on atoms up to so many cutoffs away; if > 1, the
                              // model takes owned

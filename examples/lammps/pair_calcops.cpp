@@ -35,6 +35,8 @@ namespace {
 // With LAMMPS's usual skin, a list has about two slots for each pair within the cutoff.
 constexpr int64_t kSlotsPerPair = 2;
 
+constexpr double kRounding = 1e-6;  // of lengths in a text
+
 // The numbers of `compute ID all pair calcops`. First, the seconds of this run: means of a rank's
 // threads, summed over the ranks. The time of the operators is a part of that of the model.
 enum { kRows, kPairs, kModel, kOperators, kAdd, kTimers };
@@ -132,6 +134,18 @@ void PairCalcOps::settings(int narg, char** arg) {
     expect(model.takes_order == first.takes_order, "inputs");
     expect(model.layers == first.layers, "layers");
   }
+  // A committee warns as soon as one of its models would.
+  sel_.clear();
+  shortest_.clear();
+  for (const Model& model : models_) {
+    if (sel_.empty()) sel_ = model.sel;
+    if (shortest_.empty()) shortest_ = model.shortest;
+    for (size_t t = 0; t < model.sel.size(); ++t) sel_[t] = std::min(sel_[t], model.sel[t]);
+    for (size_t p = 0; p < model.shortest.size(); ++p)
+      shortest_[p] = std::max(shortest_[p], model.shortest[p]);
+  }
+  warned_of_crowded_ = sel_.empty();
+  warned_of_near_ = shortest_.empty();
   nextra = (narg == 1 ? static_cast<int>(kTimers) : kNumbers) + passes_messages();
   comm_reverse = narg == 1 ? 0 : 3 * narg;
   ghostneigh = passes_messages();
@@ -269,6 +283,7 @@ void PairCalcOps::compute(int eflag, int vflag) {
         if (!takes_all_slots()) block.list_neigh.reset();
       }
     });
+    for (Block& block : blocks_) warn_of_unlike(block);
     const Stopwatch of_adding(adding);
     const size_t rows_of_atoms = deviations ? atom->nlocal + atom->nghost : 0;
     deviation_.clear();
@@ -386,6 +401,7 @@ void PairCalcOps::find_pairs(Block& block) const {
                     .view({1, block.centres, block.K, 3})
                     .sub_(centres)
                     .to(models_[0].dtype);
+    if (neighbor->ago == 0) compare_with_training(block);
   }
   for (const Model& model : models_)
     if (model.neighbors && block.K > model.neighbors)
@@ -396,14 +412,11 @@ void PairCalcOps::find_pairs(Block& block) const {
 
 template <class Real>
 void PairCalcOps::find_near_pairs(Block& block) const {
-  struct Pair {
-    double d[3];
-    int64_t j;
-  };
   const double limit = models_[0].cutoff * models_[0].cutoff;
+  const bool compares = !warned_of_crowded_ || !warned_of_near_;
   std::vector<std::array<double, 3>> x(block.atoms.size());
   for (size_t a = 0; a < x.size(); ++a) std::copy_n(atom->x[block.atoms[a]], 3, x[a].begin());
-  std::vector<Pair> pairs;
+  std::vector<NearPair> pairs;
   // If an atom has more than K near pairs, a second pass takes the largest number for K.
   for (int64_t longest = block.K;; block.K = longest) {
     block.list_neigh = at::empty({1, block.centres, block.K}, at::kLong);
@@ -419,7 +432,7 @@ void PairCalcOps::find_near_pairs(Block& block) const {
       // No branch for near pairs: the processor would often predict it wrong. Each pair is written,
       // and the next one overwrites it if it is not near.
       for (int s = begin; s < end; ++s) {
-        Pair& pair = pairs[near];
+        NearPair& pair = pairs[near];
         pair.j = block.rows[s];
         for (int a = 0; a < 3; ++a) pair.d[a] = x[pair.j][a] - x[i][a];
         const double r2 = pair.d[0] * pair.d[0] + pair.d[1] * pair.d[1] + pair.d[2] * pair.d[2];
@@ -427,11 +440,12 @@ void PairCalcOps::find_near_pairs(Block& block) const {
         coincide |= r2 == 0;
       }
       if (coincide) {
-        const auto other = std::find_if(pairs.begin(), pairs.end(), [](const Pair& pair) {
+        const auto other = std::find_if(pairs.begin(), pairs.end(), [](const NearPair& pair) {
           return pair.d[0] == 0 && pair.d[1] == 0 && pair.d[2] == 0;
         });
         refuse_coincidence(block.atoms[i], block.atoms[other->j]);
       }
+      if (compares) compare_with_training(block, i, pairs.data(), near);
       longest = std::max(longest, near);
       const int64_t fit = std::min(near, block.K);
       for (int64_t s = 0; s < fit; ++s) {
@@ -442,6 +456,79 @@ void PairCalcOps::find_near_pairs(Block& block) const {
       begin = end;
     }
     if (longest == block.K) return;
+  }
+}
+
+// Notes in the block if its centre i has more neighbours of a type than sel, or a pair shorter than
+// any in training.
+void PairCalcOps::compare_with_training(Block& block, int64_t i, const NearPair* pairs,
+                                        int64_t near) const {
+  const int64_t* const types = block.types.const_data_ptr<int64_t>();
+  const int64_t T = models_[0].type_names.size();
+  for (int64_t t = 0; t < T && !warned_of_crowded_; ++t) {
+    if (near <= sel_[t]) continue;
+    const int64_t count = std::count_if(pairs, pairs + near,
+                                        [&](const NearPair& pair) { return types[pair.j] == t; });
+    if (count > sel_[t]) block.crowded = {block.atoms[i], t, count};
+  }
+  if (warned_of_near_) return;
+  for (const NearPair* pair = pairs; pair < pairs + near; ++pair) {
+    const double shortest = shortest_[types[i] * T + types[pair->j]];
+    const double r2 = pair->d[0] * pair->d[0] + pair->d[1] * pair->d[1] + pair->d[2] * pair->d[2];
+    if (r2 < shortest * shortest * (1 - kRounding))
+      block.near = {block.atoms[i], block.atoms[pair->j], std::sqrt(r2)};
+  }
+}
+
+// The same for a block whose pairs are on a GPU.
+void PairCalcOps::compare_with_training(Block& block) const {
+  const int64_t T = models_[0].type_names.size();
+  const at::Tensor r2 = block.Rij.square().sum(-1)[0].to(at::kDouble);
+  const at::Tensor filled = block.list_neigh[0].ge(0);
+  const at::Tensor kind = block.types.index_select(0, block.named).view({block.centres, block.K});
+  const at::Tensor near = filled.logical_and(r2.lt(models_[0].cutoff * models_[0].cutoff));
+  for (int64_t t = 0; t < T && !warned_of_crowded_; ++t) {
+    const auto [count, row] = near.logical_and(kind.eq(t)).sum(1).max(0);
+    if (count.item<int64_t>() > sel_[t])
+      block.crowded = {block.atoms[row.item<int64_t>()], t, count.item<int64_t>()};
+  }
+  if (warned_of_near_) return;
+  std::vector<double> squares;
+  for (const double length : shortest_) squares.push_back(length * length * (1 - kRounding));
+  const at::Tensor centre = block.types.slice(0, 0, block.centres).unsqueeze(1);
+  const at::Tensor limit =
+      at::tensor(squares, at::kDouble).to(r2.device()).view({T, T}).index({centre, kind});
+  const at::Tensor shorter = near.logical_and(r2.lt(limit)).nonzero();
+  if (shorter.size(0) == 0) return;
+  const int64_t i = shorter[0][0].item<int64_t>(), s = shorter[0][1].item<int64_t>();
+  const int64_t j = block.list_neigh[0][i][s].item<int64_t>();
+  block.near = {block.atoms[i], block.atoms[j], std::sqrt(r2[i][s].item<double>())};
+}
+
+void PairCalcOps::warn_of_unlike(Block& block) {
+  const Model& model = models_[0];
+  if (block.crowded.atom >= 0 && !warned_of_crowded_) {
+    warned_of_crowded_ = true;
+    error->warning(
+        FLERR,
+        "Pair style calcops: atom {} has {} neighbours {} within the cutoff, and the model's sel "
+        "is {}. It takes the nearest, so that energies jump and forces are not their derivatives. "
+        "Train with a larger sel",
+        atom->tag[block.crowded.atom], block.crowded.count, model.type_names[block.crowded.type],
+        sel_[block.crowded.type]);
+  }
+  if (block.near.i >= 0 && !warned_of_near_) {
+    warned_of_near_ = true;
+    const int64_t first = model_type_[atom->type[block.near.i]];
+    const int64_t second = model_type_[atom->type[block.near.j]];
+    const double seen = shortest_[first * model.type_names.size() + second];
+    error->warning(
+        FLERR,
+        "Pair style calcops: atoms {} and {} are {:.3g} apart. In the model's training there was "
+        "none{} of such pairs ({}-{}), so its energy is extrapolated",
+        atom->tag[block.near.i], atom->tag[block.near.j], block.near.length,
+        seen < model.cutoff * (1 - kRounding) ? fmt::format(" below {:.3g}", seen) : "",
+        model.type_names[first], model.type_names[second]);
   }
 }
 

@@ -37,6 +37,10 @@ class PairCalcOps : public Pair {
   // The atoms of one call of the model. On a CPU, a block is so small that the model's intermediate
   // results stay in the cache. All atoms are one block on a GPU, and also for a model that passes
   // messages, since each smaller block would need many atoms around it.
+  struct NearPair {
+    double d[3];  // r_j - r_i
+    int64_t j;    // its place in block.atoms
+  };
   struct Block {
     // Valid as long as LAMMPS's list; for a model that passes messages, for one step.
     int64_t centres;         // the number of centres
@@ -50,6 +54,15 @@ class PairCalcOps : public Pair {
     at::Tensor list_neigh;  // [1, centres, K]
     at::Tensor named;       // [centres K], list_neigh with 0 in place of -1
     at::Tensor edge_order;  // calcops::edge_order of its edges
+    // What is unlike the model's training: the most neighbours beyond sel, and a too short pair.
+    struct {
+      int atom = -1;  // LAMMPS's number; -1: none
+      int64_t type, count;
+    } crowded;
+    struct {
+      int i = -1, j;  // LAMMPS's numbers; -1: none
+      double length;
+    } near;
     // Only for a model that passes messages.
     at::Tensor owned;  // [centres], true if the energy counts on this rank
     // Valid for one step.
@@ -72,12 +85,18 @@ class PairCalcOps : public Pair {
   void find_edge_order(Block& block) const;
   template <class Real>
   void find_near_pairs(Block& block) const;
+  void compare_with_training(Block& block, int64_t i, const NearPair* pairs, int64_t near) const;
+  void compare_with_training(Block& block) const;
+  void warn_of_unlike(Block& block);
   void add(Block& block);
   void add_deviations();
 
   std::vector<Model> models_;
   std::vector<int64_t> model_type_;  // of LAMMPS's types, which start from 1; -1: NULL
   std::vector<Block> blocks_;
+  std::vector<int64_t> sel_;      // of the models, the least for each type; empty: no limit
+  std::vector<double> shortest_;  // of the models, the longest for each two types
+  bool warned_of_crowded_ = false, warned_of_near_ = false;
 
   // Only for a committee, in steps that compute deviations.
   int deviations_wanted_ = 0;      // `fix pair` sets it to 1 if it takes deviations of this step

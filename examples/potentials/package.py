@@ -16,6 +16,8 @@ archive as extra files:
     type_names    with spaces between
     layers        the distance, in cutoffs, of the farthest atoms on which an energy depends
     neighbors     the most slots that a row may have, where a model has such a limit
+    sel           the most neighbours of each type that count, where a model has such a limit
+    shortest      the shortest pair of each two types in training, row by row, where it is known
     block_slots   the number of pairs in a call whose intermediate results fit the cache
     inputs        the arguments, in their order
 
@@ -117,6 +119,10 @@ def metadata_of(model, dtype, device, arguments):
     }
     if hasattr(model, "neighbors"):
         about["neighbors"] = model.neighbors
+    if hasattr(model, "sel"):
+        about["sel"] = " ".join(map(str, model.sel))
+    if getattr(model, "shortest", None) is not None:
+        about["shortest"] = " ".join(f"{r:.9g}" for r in model.shortest.flatten().tolist())
     return {key: str(value) for key, value in about.items()}
 
 
@@ -199,7 +205,8 @@ def load(path, device="cpu"):
 class Package:
     """A saved model: a function of (types, list_neigh, Rij, nghost).
 
-    Its attributes are cutoff, units, type_names, dtype and device. A pickle or a copy of it holds
+    Its attributes are cutoff, units, type_names, dtype and device, and sel and shortest of a model
+    that has them. A pickle or a copy of it holds
     the path, and opens the file again.
     """
 
@@ -213,7 +220,7 @@ class Package:
             about = self.run.loader.get_metadata()
             self.device = about["device"]
         else:
-            names = ["cutoff", "units", "type_names", "layers", "block_slots", "dtype", "inputs"]
+            names = "cutoff units type_names layers sel shortest block_slots dtype inputs".split()
             about = dict.fromkeys(names, "")  # torch.jit.load replaces the values
             try:
                 with quietly():
@@ -232,6 +239,11 @@ class Package:
         self.layers = int(about.get("layers") or 1)
         self.block_slots = int(about.get("block_slots") or kBlockSlots)
         self.inputs = about["inputs"].split()
+        if about.get("sel"):
+            self.sel = [int(count) for count in about["sel"].split()]
+        if about.get("shortest"):
+            lengths = torch.tensor(list(map(float, about["shortest"].split())), dtype=torch.float64)
+            self.shortest = lengths.view(len(self.type_names), -1)
 
     def __call__(self, types, list_neigh, Rij, nghost=0, **options):
         """Return the results of potential.py's `forward`, whose arguments these are.

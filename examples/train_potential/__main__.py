@@ -6,7 +6,7 @@
 
 Frames are folders of DeePMD-kit, or files that ASE reads. Such files have energy (eV), forces
 (eV/A) and optionally stress (eV/A^3). The same command, given again, goes on from the checkpoint.
-The results in --folder are
+The results in --folder, `trained/water` for water.extxyz, are
 
     checkpoint.pt   the last state     log.csv      errors every --every steps
     model.npz       the best model     loss.png     errors of the training batches
@@ -19,14 +19,16 @@ import argparse
 import os
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import torch
-from calcops.train.datasets import frames_of, read
-from calcops.train.first_model import first_model
-from calcops.train.trainer import Data, Trainer, kLossWeights, kRates
-from calcops.train.training import Run
+from calcops.train import report
+from calcops.train.datasets import frames_of, is_lone_atom, read
+from calcops.train.first_model import first_model, pairs_of
+from calcops.train.trainer import Data, Trainer, kRates
+from calcops.train.training import Run, identity_of
 from torch import distributed
 
 
@@ -40,7 +42,7 @@ def arguments():
     add = parser.add_argument
     add("frames", nargs="*", help="files that ASE reads, folders of DeePMD-kit")
     add("--settings", type=Path, help="a TOML file")
-    add("--folder", type=Path, default=Path("trained"), help="for what is written")
+    add("--folder", type=Path, help="for what is written; default: trained/NAME of the frames")
     add("--start", type=Path, help="fine-tune this model: .npz, or DeePMD-kit's .pth, .pt, .dp")
 
     add = parser.add_argument_group("the frames").add_argument
@@ -58,7 +60,7 @@ def arguments():
         "--sel",
         type=int,
         nargs="+",
-        help="maximum number of neighbours, by element; default: counted",
+        help="maximum number of neighbours, by element; default: counted, with a margin",
     )
     add("--embedding", type=int, nargs="+", default=[24, 24], help="widths of the embedding nets")
     add("--axis", type=int, default=12, help="columns of the second factor of the descriptor")
@@ -72,8 +74,9 @@ def arguments():
         "--weights",
         type=float,
         nargs=3,
-        default=kLossWeights,
-        help="E F V, for the squared errors of energy/atom (eV), force (eV/A), virial/atom (eV)",
+        metavar=("E", "F", "V"),
+        help="of the squared errors of energy/atom (eV), force (eV/A) and virial/atom (eV); "
+        "default: by how much the labels vary",
     )
     add("--every", type=int, default=1000, help="steps between two checkpoints")
     add("--seed", type=int, default=0)
@@ -102,6 +105,9 @@ def parse(words):
     if options.smooth is None:
         options.smooth = 0.7 * options.cutoff
     check(options)
+    if options.folder is None:
+        frames = Path(options.frames[0]).resolve()
+        options.folder = Path("trained", frames.name if frames.is_dir() else frames.stem)
     return options
 
 
@@ -161,14 +167,36 @@ def read_sets(options):
     test = read(options.test, keys)
     if options.validate:
         return images, read(options.validate, keys), test
-    count = round(options.held_out * len(images))
-    if not 0 < count < len(images):
+    count = max(1, round(options.held_out * len(images)))
+    if count >= len(images):
         raise ValueError(
             f"expected frames to train on and to hold out, got {len(images)} in all with "
             f"--held-out {options.held_out:g}"
         )
     order = np.random.default_rng(options.seed).permutation(len(images))
-    return [images[i] for i in order[count:]], [images[i] for i in order[:count]], test
+    train, held_out = split([images[i] for i in order], count)
+    return train, held_out, test
+
+
+def split(images, count):
+    """Return the frames to train on, and up to `count` frames that are held out.
+
+    The first frames are held out, except lone atoms and the last frame of an element.
+    """
+    left = Counter(symbol for image in images for symbol in set(image.symbols))
+    train = []
+    held_out = []
+    for image in images:
+        elements = set(image.symbols)
+        is_needed = is_lone_atom(image) or any(left[element] == 1 for element in elements)
+        if is_needed or len(held_out) == count:
+            train.append(image)
+        else:
+            held_out.append(image)
+            left.subtract(elements)
+    if not held_out:
+        raise ValueError("expected frames to hold out, got none that the training can spare")
+    return train, held_out
 
 
 def main(words=None):
@@ -185,10 +213,9 @@ def main(words=None):
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
 
     train_images, held_out_images, test_images = read_sets(options)
-    model = first_model(train_images, options).to(options.device)
-    data = Data(frames_of(train_images, model.type_names), model)
+    model, pairs = first_model(train_images, options)
+    data = Data(frames_of(train_images, model.type_names), model.to(options.device))
     held_out = Data(frames_of(held_out_images, model.type_names), model)
-    test = frames_of(test_images, model.type_names) if test_images else None
     if processes > 1:
         distributed.init_process_group()  # gloo between CPUs, nccl between GPUs
     trainer = Trainer(
@@ -201,22 +228,20 @@ def main(words=None):
         options.rates,
         options.weights,
     )
+    trainer.identity = identity_of(data, held_out, options)
 
-    options.folder.mkdir(parents=True, exist_ok=True)
     run = Run(trainer, held_out, options)
     run.resume()
     if rank == 0:
-        counts = zip(model.type_names, model.sel)
-        neighbours = ", ".join(f"{name} up to {count}" for name, count in counts)
-        print(
-            f"{len(data)} frames to train on, {len(held_out)} held out; "
-            f"neighbours within {model.cutoff:g} A: {neighbours}"
-        )
+        report.print_frames(train_images, data.frames["virial"], len(held_out), model, pairs)
+        print(f"weights of the loss: {' '.join(f'{weight:.3g}' for weight in trainer.weights)}")
+        report.print_overrun(model, pairs)
+        report.print_overrun(model, pairs_of(held_out_images + test_images, model))
     run.train(is_first=rank == 0)
     if processes > 1:
         distributed.destroy_process_group()
     if rank == 0:
-        run.finish(test)
+        run.finish(held_out_images, test_images)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,10 @@
 
 Units are ASE's: eV, A, and for stress eV/A^3, positive under tension. A virial is in eV, and equals
 -stress * volume.
+
+Two kinds of labels are completed or dropped, as programs and published sets write them. The force
+on the atom of a frame of one atom is zero, if it is absent. A stress of exactly zero, as of a
+cluster, counts as not computed.
 """
 
 from pathlib import Path
@@ -15,9 +19,7 @@ import torch
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.data import atomic_numbers
-from ase.stress import full_3x3_to_voigt_6_stress, voigt_6_to_full_3x3_stress
-
-kLabels = "energy", "forces", "stress"
+from ase.stress import voigt_6_to_full_3x3_stress
 
 
 def read(paths, keys=None):
@@ -55,9 +57,7 @@ def relabel(image, keys):
 
     A frame without such a name has no such label.
     """
-    labels = {}
-    if image.calc:
-        labels = {name: image.calc.results[name] for name in kLabels if name in image.calc.results}
+    labels = dict(image.calc.results) if image.calc else {}
     stored = labels | image.info | image.arrays
     if "virial" in keys:
         labels.pop("stress", None)
@@ -65,10 +65,16 @@ def relabel(image, keys):
         labels.pop(label, None)
         if name in stored:
             labels[label] = np.asarray(stored[name], float)
-    if "virial" in labels:
-        virial = labels.pop("virial")
-        labels["stress"] = -virial / image.get_volume()
-    image.calc = SinglePointCalculator(image, **labels)
+    set_labels(image, labels)
+
+
+def set_labels(image, labels):
+    """Give a frame a calculator that holds these labels.
+
+    Its results are a plain dict, since ASE's own calculators take no virial.
+    """
+    image.calc = SinglePointCalculator(image)
+    image.calc.results = labels
 
 
 def read_folder(path):
@@ -80,25 +86,34 @@ def read_folder(path):
 
 
 def read_system(folder):
-    """Yield the frames of one system of DeePMD-kit: type.raw, type_map.raw, set.*/*.npy."""
-    types = np.loadtxt(folder / "type.raw", dtype=int, ndmin=1)
-    names = (folder / "type_map.raw").read_text().split()
-    symbols = [names[t] for t in types]
+    """Yield the frames of one system of DeePMD-kit: type.raw, type_map.raw, set.*/*.npy.
+
+    In a system of mixed types, real_atom_types.npy has the types of each frame. A type of -1 is no
+    atom.
+    """
+    names = np.array((folder / "type_map.raw").read_text().split())
     is_periodic = not (folder / "nopbc").exists()
     for part in sorted(folder.glob("set.*")):
         arrays = {path.stem: np.load(path) for path in part.glob("*.npy")}
-        for number, positions in enumerate(arrays["coord"]):
+        count = len(arrays["coord"])
+        if "real_atom_types" in arrays:
+            all_types = arrays["real_atom_types"]
+        else:
+            types = np.loadtxt(folder / "type.raw", dtype=int, ndmin=1)
+            all_types = np.broadcast_to(types, (count, len(types)))
+        for number, types in enumerate(all_types):
+            is_atom = types >= 0
             cell = arrays["box"][number].reshape(3, 3) if is_periodic else None
-            atoms = Atoms(symbols, positions.reshape(-1, 3), cell=cell, pbc=is_periodic)
+            positions = arrays["coord"][number].reshape(-1, 3)[is_atom]
+            atoms = Atoms(names[types[is_atom]], positions, cell=cell, pbc=is_periodic)
             labels = {}
             if "energy" in arrays:
                 labels["energy"] = float(np.ravel(arrays["energy"])[number])
             if "force" in arrays:
-                labels["forces"] = arrays["force"][number].reshape(-1, 3)
+                labels["forces"] = arrays["force"][number].reshape(-1, 3)[is_atom]
             if "virial" in arrays:
-                stress = -arrays["virial"][number].reshape(3, 3) / atoms.get_volume()
-                labels["stress"] = full_3x3_to_voigt_6_stress(stress)
-            atoms.calc = SinglePointCalculator(atoms, **labels)
+                labels["virial"] = arrays["virial"][number].reshape(3, 3)
+            set_labels(atoms, labels)
             yield atoms
 
 
@@ -110,41 +125,74 @@ def elements_of(images):
     return sorted(symbols, key=atomic_numbers.get)
 
 
+def is_lone_atom(image):
+    """Return True for a frame of one atom without neighbours, such as MACE's IsolatedAtom."""
+    is_named = image.info.get("config_type") == "IsolatedAtom"
+    return len(image) == 1 and (is_named or not image.pbc.any())
+
+
 def labels_of(image):
     """Return energy, forces [n, 3] and virial [3, 3] of a frame; NaN for an absent stress.
 
     Raises:
         ValueError: energy or forces are absent, or a label is not a number.
     """
-    results = image.calc.results if image.calc else {}
+    results = dict(image.calc.results) if image.calc else {}
     source = image.info.get("source", "a frame")
+    if len(image) == 1:
+        results.setdefault("forces", np.zeros((1, 3)))
     for name in ("energy", "forces"):
         if name not in results:
             raise ValueError(
                 f"expected energies and forces, got none of {name} in {source}{other_names(image)}"
             )
-    energy = float(results["energy"])
+    energy = np.asarray(results["energy"], float)
+    if energy.size != 1:
+        raise ValueError(f"expected an energy, got {energy.size} numbers in {source}")
     forces = np.asarray(results["forces"], float)
     if forces.shape != (len(image), 3):
         raise ValueError(f"expected forces [{len(image)}, 3], got {list(forces.shape)} in {source}")
-    virial = np.full((3, 3), np.nan)
-    has_stress = "stress" in results
-    if has_stress:
-        stress = np.asarray(results["stress"], float)
-        if stress.size not in (6, 9):
-            raise ValueError(f"expected a stress of 6 or 9 numbers, got {stress.size} in {source}")
-        full = voigt_6_to_full_3x3_stress(stress) if stress.size == 6 else stress.reshape(3, 3)
-        virial = -full * image.get_volume()
-    for label in (energy, forces, virial if has_stress else 0.0, image.positions):
+    virial = virial_of(image, results, source)
+    for label in (energy, forces, 0.0 if virial is None else virial, image.positions):
         if not np.isfinite(label).all():
             raise ValueError(f"expected numbers, got NaN or infinity in {source}")
-    return energy, forces, virial
+    return energy.item(), forces, np.full((3, 3), np.nan) if virial is None else virial
+
+
+def virial_of(image, results, source):
+    """Return the virial [3, 3] of a frame; None if it has no label of virial or stress.
+
+    Raises:
+        ValueError: the label has another number of components.
+    """
+    name = "virial" if "virial" in results else "stress"
+    if name not in results:
+        return None
+    label = np.asarray(results[name], float)
+    if label.size not in (6, 9):
+        raise ValueError(f"expected a {name} of 6 or 9 numbers, got {label.size} in {source}")
+    if has_zero_stress(image):
+        return None
+    full = voigt_6_to_full_3x3_stress(label.ravel()) if label.size == 6 else label.reshape(3, 3)
+    if name == "virial":
+        return full
+    if image.cell.rank < 3:
+        raise ValueError(f"expected a cell with a volume for the stress, got none in {source}")
+    return -full * image.get_volume()
+
+
+def has_zero_stress(image):
+    """Return True if a frame has a stress or virial of exactly 0, which counts as no label."""
+    results = image.calc.results if image.calc else {}
+    labels = [np.asarray(results[name]) for name in ("virial", "stress") if name in results]
+    return bool(labels) and not labels[0].any()
 
 
 def other_names(image):
     """Return the end of a sentence that lists what else a frame has: names for --energy-key."""
     usual = {"source", "numbers", "positions"}
-    names = sorted({*image.info, *image.arrays} - usual)
+    results = image.calc.results if image.calc else {}
+    names = sorted({*image.info, *image.arrays, *results} - usual)
     if not names:
         return ""
     return f", which has {', '.join(names)}; --energy-key and --forces-key name the labels"

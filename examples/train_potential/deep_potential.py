@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from calcops.train import splines, tables
 from calcops.train.differences import differences
+from calcops.train.pairs import switch
 from calcops.train.weights import net as net_of
 from calcops.train.weights import tensor
 
@@ -40,6 +41,7 @@ def load_npz(path, type_names=None, units="metal"):
         row T t + c
     davg, dstd [centre type, neighbour type, 4]; bias_atom_e [T]; sel [T]
     rcut, rcut_smth, axis_neuron
+    shortest [T, T], optional: the shortest pair of each two types that the model was trained on
     type_names [T], optional: the names of the types, unless the argument gives them
     float32_nets, optional: true if the nets compute in float32
     """
@@ -74,7 +76,7 @@ class DeepPotential(torch.nn.Module):
             raise ValueError(f"expected a name for each of {ntypes} types, got {self.type_names}")
         self.emb = torch.nn.ModuleList(net_of(arrays, f"emb{t}") for t in range(ntypes))
         self.fit = torch.nn.ModuleList(net_of(arrays, f"fit{t}") for t in range(ntypes))
-        for key in ("davg", "dstd", "bias_atom_e"):
+        for key in ("davg", "dstd", "bias_atom_e", "shortest"):
             self.register_buffer(key, tensor(arrays, key))
         self.width = self.emb[0][-1].b.shape[-1]
         self.set_tables(tensor(arrays, "table"), tensor(arrays, "grid"))
@@ -202,15 +204,11 @@ class DeepPotential(torch.nn.Module):
     def describe(self, types, kind, Rij):
         """Return R [B, n, K, 4] = (Ri - davg) / dstd and R_d [B, n, 4K, 3] = dR/dr_i.
 
-        Ri = s(r) (1, x/r, y/r, z/r) with s = w(r)/r. w is 1 up to rcut_smth and 0 beyond the
-        cutoff. In between, q goes from 0 to 1 and w = 1 + q^3 (-6 q^2 + 15 q - 10). R is 0 in an
-        empty slot. `types` [B, n] are those of the centres, `kind` those of the neighbours.
+        Ri = s(r) (1, x/r, y/r, z/r) with s = w(r)/r, where w is pairs.switch. R is 0 in an empty
+        slot. `types` [B, n] are those of the centres, `kind` those of the neighbours.
         """
-        width = self.cutoff - self.rcut_smth
         r = torch.linalg.vector_norm(Rij, dim=-1, keepdim=True)
-        q = ((r - self.rcut_smth) / width).clamp(0, 1)
-        w = 1 + q**3 * (-6 * q**2 + 15 * q - 10)
-        dw = -30 * (q * (1 - q)).square() / width
+        w, dw = switch(r, self.rcut_smth, self.cutoff)
         s = w / r
         ds = (dw - w / r) / r
         u = w / r**2

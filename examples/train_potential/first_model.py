@@ -1,18 +1,17 @@
 """The model that a training begins with: a new one, or one that was trained before."""
 
-import numpy as np
 import torch
 from calcops.train.datasets import elements_of, frames_of
 from calcops.train.deep_potential import DeepPotential, load_npz
-from calcops.train.neighbours import neighbours
+from calcops.train.pairs import Pairs
 from calcops.train.trainer import Data
 from calcops.train.weights import initial, least_energies, standardise
 
-kSample = 100  # frames of which davg and dstd are taken
+kMargin = 1.5  # of sel, in units of the largest number of neighbours in the frames
 
 
 def first_model(images, options):
-    """Return the model for a training on these frames.
+    """Return the model for a training on these frames, and their Pairs.
 
     Args:
         images: the labelled frames.
@@ -25,12 +24,20 @@ def first_model(images, options):
     if options.start:
         model = load_start(options.start)
         frames = frames_of(images, model.type_names)
+        pairs = pairs_of(images, model)
         shift_energies(model, Data(frames, model))
-        return model
+        shortest = torch.from_numpy(pairs.shortest)
+        known = model.shortest
+        model.shortest = shortest if known is None else torch.minimum(known, shortest)
+        return model, pairs
     type_names = elements_of(images)
     frames = frames_of(images, type_names)
-    largest = most_neighbours(frames, len(type_names), options.cutoff, images)
-    sel = options.sel or [max(1, int(1.1 * count) + 1) for count in largest]
+    pairs = Pairs(frames, sources_of(images), len(type_names), options.cutoff, options.smooth)
+    if not pairs.counts.any():
+        raise ValueError(
+            f"expected neighbours within --cutoff {options.cutoff:g} A, got none at all"
+        )
+    sel = options.sel or [int(kMargin * count) + 1 for count in pairs.most]
     if len(sel) != len(type_names):
         raise ValueError(f"expected --sel for each of {' '.join(type_names)}, got {sel}")
     weights = initial(
@@ -42,36 +49,21 @@ def first_model(images, options):
         fit=options.fitting,
         seed=options.seed,
     )
-    model = DeepPotential(weights, type_names)
-    sample = {key: value[:kSample] for key, value in frames.items()}
-    types, _, _, kind, R, _, energy, _, _ = Data(sample, model)[:]
-    standardise(model, types, kind, R, energy)
+    model = DeepPotential(weights | {"shortest": pairs.shortest}, type_names)
+    standardise(model, pairs)
     model.bias_atom_e[:] = least_energies(frames["types"], frames["energy"], len(type_names))
-    return model
+    return model, pairs
 
 
-def most_neighbours(frames, ntypes, cutoff, images):
-    """Return the largest number of neighbours of each type [T] within the cutoff.
+def pairs_of(images, model):
+    """Return the Pairs of frames within the cutoff of a model."""
+    frames = frames_of(images, model.type_names)
+    return Pairs(frames, sources_of(images), len(model.sel), model.cutoff, model.rcut_smth)
 
-    Raises:
-        ValueError: an atom has none.
-    """
-    largest = np.zeros(ntypes, int)
-    for b, image in enumerate(images):
-        frame = {key: value[b : b + 1] for key, value in frames.items()}
-        list_neigh, _ = neighbours(
-            frame["positions"], frame["cells"], cutoff, frame["types"], frame["pbc"]
-        )
-        is_alone = (list_neigh[0, : len(image)] >= 0).sum(-1) == 0
-        if is_alone.any():
-            raise ValueError(
-                f"expected neighbours within --cutoff {cutoff:g} A of every atom, got none of atom "
-                f"{is_alone.nonzero()[0].item()} in {image.info['source']}"
-            )
-        types = torch.where(list_neigh >= 0, frame["types"][0][list_neigh.clamp(min=0)], -1)
-        for t in range(ntypes):
-            largest[t] = max(largest[t], (types == t).sum(-1).max().item())
-    return largest
+
+def sources_of(images):
+    """Return the name of each frame in messages."""
+    return [image.info.get("source", f"frame {number}") for number, image in enumerate(images)]
 
 
 def load_start(path):

@@ -9,12 +9,15 @@ from functools import partial
 import torch
 from calcops.train.muon import Muon
 from calcops.train.neighbours import neighbours, pair_vectors
+from calcops.train.weights import least_energies
 from torch import distributed
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-# The weights of the mean squares of energy per atom (eV), force (eV/A) and virial per atom (eV).
-kLossWeights = 100.0, 1.0, 10.0
+# What energy per atom, force and virial per atom add to the loss if all of them are as wrong as
+# their labels vary.
+kShares = 0.08, 1.0, 0.6
+kMostWeight = 1e3  # A^2, for labels that hardly vary
 kRates = 1e-2, 1e-4  # Muon's rate at the first and the last step, linear in between
 kShareOfAdam = 0.3  # Adam's rate, in units of Muon's
 kKeptBytes = 2e9  # the most bytes of environments of frames that are kept
@@ -24,6 +27,40 @@ def save_whole(state, path):
     """Save `state` by torch.save. A process that is killed meanwhile leaves the old file."""
     torch.save(state, f"{path}.new")
     os.replace(f"{path}.new", path)
+
+
+def loss_weights(frames, ntypes):
+    """Return the weights [3] of the mean squares of energy/atom, force and virial/atom.
+
+    They are kShares over the variances of the labels, in units of the force's. So no label
+    outweighs the others, be the frames of a crystal, or of a dense liquid with large virials. The
+    energies of lone atoms do not count as a variation.
+
+    Args:
+        frames: a dict of datasets.frames_of.
+        ntypes: the number of types.
+    """
+    natoms = (frames["types"] >= 0).sum(-1)
+    is_lone = (natoms == 1) & frames["virial"].isnan().any(-1).any(-1)
+    if not is_lone.all():
+        frames = {key: value[~is_lone] for key, value in frames.items()}
+        natoms = natoms[~is_lone]
+    types = frames["types"]
+    biases = least_energies(types, frames["energy"], ntypes)
+    bias = torch.where(types >= 0, biases[types.clamp(min=0)], 0.0).sum(-1)
+    virial = (frames["virial"] / natoms.view(-1, 1, 1)).flatten()
+    virial = virial[~virial.isnan()]
+    variances = [
+        ((frames["energy"] - bias) / natoms).square().mean(),
+        (frames["force"].square().sum((1, 2)) / (3 * natoms)).mean(),
+        virial.square().mean() if len(virial) else torch.tensor(torch.inf),
+    ]
+    of_force = variances[1].item()
+    weights = [
+        share * of_force / max(variance.item(), 1e-30)
+        for share, variance in zip(kShares, variances)
+    ]
+    return [min(weight, kMostWeight) for weight in weights]
 
 
 class Data:
@@ -95,12 +132,12 @@ class MeanSquares(torch.nn.Module):
         )
 
 
-def differentiate(mean_squares, parameters, *batch, weights=kLossWeights):
+def differentiate(mean_squares, parameters, *batch, weights=(1.0, 1.0, 1.0)):
     """Return the mean squares, and the gradients of the loss through the operators' backward."""
     return gradients_of_loss(functional_call(mean_squares, parameters, batch), parameters, weights)
 
 
-def gradients_of_loss(squares, parameters, weights=kLossWeights):
+def gradients_of_loss(squares, parameters, weights=(1.0, 1.0, 1.0)):
     """Return the mean squares, and the gradients of their weighted sum for each parameter."""
     loss = squares @ squares.new_tensor(weights)
     return squares.detach(), torch.autograd.grad(loss, list(parameters.values()))
@@ -118,7 +155,7 @@ def mean_of_processes(tensors):
 
 def settings_of(model):
     """Return the attributes of a model that its weights do not contain."""
-    names = ("type_names", "sel", "cutoff", "rcut_smth", "axis_neuron")
+    names = ("type_names", "cutoff", "rcut_smth", "axis_neuron", "sel")
     return {name: getattr(model, name) for name in names}
 
 
@@ -136,14 +173,14 @@ class Trainer:
         batch: frames a step, of all processes together.
         compile: True to compile the step by torch.compile.
         rates: of Muon, at the first and the last step.
-        weights: of the mean squares of energy, force and virial.
+        weights: of the mean squares of energy, force and virial; None: those of loss_weights.
 
     Raises:
         ValueError: the batch has more frames than there are.
     """
 
     def __init__(
-        self, model, data, steps, seed, batch=1, compile=False, rates=kRates, weights=kLossWeights
+        self, model, data, steps, seed, batch=1, compile=False, rates=kRates, weights=None
     ):
         if batch > len(data):
             raise ValueError(
@@ -154,6 +191,7 @@ class Trainer:
         self.steps = steps
         self.batch = batch
         self.rates = rates
+        self.weights = weights or loss_weights(data.frames, len(model.sel))
         self.share = slice(None)  # this process's frames of a batch
         if distributed.is_initialized():
             self.share = slice(distributed.get_rank(), None, distributed.get_world_size())
@@ -162,7 +200,8 @@ class Trainer:
         self.parameters = dict(self.mean_squares.named_parameters())
         self.optimizers = optimizers_of(self.parameters.values())
         self.history = []  # mean squares of each step
-        self.differentiate = partial(differentiate, self.mean_squares, weights=weights)
+        self.identity = {}  # of the training, which its checkpoints keep: training.identity_of
+        self.differentiate = partial(differentiate, self.mean_squares, weights=self.weights)
         if compile:
             # torch.compile has no double backward. make_fx writes forces and gradients as plain
             # operators. Sizes are symbols, since frames differ in the number of neighbours.
@@ -195,6 +234,10 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
 
+    def settings(self):
+        """Return what a checkpoint must have been made with to go on from it, by name."""
+        return self.identity | settings_of(self.model)
+
     def save(self, path):
         """Write a checkpoint: the model, the optimizers, the history and the random numbers."""
         state = {
@@ -202,7 +245,7 @@ class Trainer:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "history": self.history,
             "generator": self.generator.get_state(),
-            "settings": settings_of(self.model),
+            "settings": self.settings(),
         }
         save_whole(state, path)
 
@@ -210,11 +253,15 @@ class Trainer:
         """Continue from a checkpoint.
 
         Raises:
-            ValueError: the checkpoint is of another model.
+            ValueError: the checkpoint is of another training.
         """
         state = torch.load(path, map_location="cpu")
         saved = state["settings"]
-        for name, value in settings_of(self.model).items():
+        for name, value in self.settings().items():
+            if name not in saved:
+                raise ValueError(f"another version wrote it, without its {name}")
+            if saved[name] != value and isinstance(value, bytes):
+                raise ValueError(f"it has other {name}")
             if saved[name] != value:
                 raise ValueError(f"its {name} is {saved[name]}, not {value}")
         self.model.load_state_dict(state["model"])

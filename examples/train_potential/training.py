@@ -1,11 +1,14 @@
 """A training in a folder: its checkpoints, its log, its best model, and what it prints."""
 
 import csv
+import hashlib
 import time
 
 import numpy as np
 import torch
 from calcops.potentials.package import save
+from calcops.train import report
+from calcops.train.datasets import frames_of
 from calcops.train.deep_potential import load_npz, quick_form
 from calcops.train.plots import plot_loss, plot_parity
 from calcops.train.trainer import Data, MeanSquares
@@ -15,34 +18,80 @@ from tqdm import tqdm
 kColumns = "step rate energy force virial held_out_energy held_out_force held_out_virial".split()
 
 
-def rmse(mean_squares, data):
-    """Return the errors of energy/atom (eV), force (eV/A) and virial/atom (eV) on frames.
+def identity_of(data, held_out, options):
+    """Return what makes a training this one, by name: options as they are, the rest as digests.
 
-    Each frame counts once for energy and virial, and each atom once for the force.
+    Args:
+        data: the frames to train on, a trainer.Data.
+        held_out: those held out.
+        options: those of the command.
+    """
+    names = ["batch", "rates", "weights", "seed"]
+    if not options.start:
+        names += ["embedding", "axis", "fitting"]
+    identity = {f"--{name}": as_list(getattr(options, name)) for name in names}
+    identity["--start"] = options.start is not None
+    if options.start:
+        identity["weights of --start"] = digest(options.start.read_bytes())
+    for prefix, frames in (("", data.frames), ("held-out ", held_out.frames)):
+        identity[f"{prefix}frames"] = digest(
+            *(frames[key] for key in ("types", "positions", "cells", "pbc"))
+        )
+        identity[f"{prefix}labels"] = digest(
+            *(frames[key] for key in ("energy", "force", "virial"))
+        )
+    return identity
+
+
+def as_list(value):
+    """Return a tuple as a list, as which a settings file has it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def digest(*parts):
+    """Return the SHA-256 of bytes or tensors."""
+    sha = hashlib.sha256()
+    for part in parts:
+        sha.update(part if isinstance(part, bytes) else part.numpy().tobytes())
+    return sha.digest()
+
+
+class Squares:
+    """Squared errors of each frame, of which there are means over any part of them.
 
     Args:
         mean_squares: the trainer.MeanSquares of a model.
         data: the frames, a trainer.Data.
     """
-    squares = torch.zeros(3, dtype=torch.float64)
-    counts = torch.zeros(3, dtype=torch.float64)
-    for b in range(len(data)):
-        frame = data[b : b + 1]
-        natoms = (frame[0] >= 0).sum().item()
-        has_virial = not frame[-1].isnan().any()
-        weights = torch.tensor([1.0, natoms, has_virial], dtype=torch.float64)
-        squares += weights * mean_squares(*frame, create_graph=False).double().cpu()
-        counts += weights
-    return (squares / counts.clamp(min=1)).sqrt().tolist()
+
+    def __init__(self, mean_squares, data):
+        squares = []
+        weights = []
+        for b in range(len(data)):
+            frame = data[b : b + 1]
+            natoms = (frame[0] >= 0).sum().item()
+            has_virial = not frame[-1].isnan().any()
+            squares.append(mean_squares(*frame, create_graph=False).double().cpu())
+            weights.append([1.0, natoms, has_virial])
+        self.squares = torch.stack(squares)
+        self.weights = torch.tensor(weights, dtype=torch.float64)
+
+    def errors(self, numbers=slice(None)):
+        """Return the errors of energy/atom (eV), force (eV/A) and virial/atom (eV).
+
+        Each frame counts once for energy and virial, and each atom once for the force. The error of
+        the virial is NaN if no frame has a label.
+        """
+        weights = self.weights[numbers]
+        sums = (self.squares[numbers] * weights).sum(0)
+        return (sums / weights.sum(0)).sqrt().tolist()
 
 
 def in_words(errors):
-    """Return errors as text, in meV and meV/A."""
+    """Return errors as text, in meV and meV/A; without the virial where it has no labels."""
     energy, force, virial = errors
-    return (
-        f"energy {1e3 * energy:.2f} meV/atom, force {1e3 * force:.1f} meV/A, "
-        f"virial {1e3 * virial:.1f} meV/atom"
-    )
+    text = f"energy {1e3 * energy:.2f} meV/atom, force {1e3 * force:.1f} meV/A"
+    return text if np.isnan(virial) else f"{text}, virial {1e3 * virial:.1f} meV/atom"
 
 
 class Run:
@@ -62,13 +111,15 @@ class Run:
         self.checkpoint = self.folder / "checkpoint.pt"
         self.rows = []
         self.least_loss = float("inf")
+        self.has_no_virial = bool(held_out.frames["virial"].isnan().any((1, 2)).all())
 
     def resume(self):
-        """Continue from the checkpoint, if there is one.
+        """Make the folder, or continue from its checkpoint, if there is one.
 
         Raises:
             ValueError: it is damaged, or of another model.
         """
+        self.folder.mkdir(parents=True, exist_ok=True)
         if not self.checkpoint.exists():
             return
         try:
@@ -93,8 +144,10 @@ class Run:
                 self.least_loss = min(self.least_loss, self.loss(errors))
 
     def loss(self, errors):
-        """Return the loss of errors."""
-        return float(np.square(errors) @ np.array(self.options.weights))
+        """Return the loss of errors. A virial without labels counts as zero."""
+        energy, force, virial = errors
+        known = [energy, force, 0.0 if self.has_no_virial else virial]
+        return float(np.square(known) @ np.array(self.trainer.weights))
 
     def train(self, is_first):
         """Train up to --steps. Ctrl-C writes a checkpoint, and ends.
@@ -105,6 +158,10 @@ class Run:
         trainer = self.trainer
         last = self.options.steps
         seconds = []
+        done = len(trainer.history)
+        if is_first and done > 0:
+            what = "going on from" if done < last else "nothing to do:"
+            print(f"{what} {self.checkpoint}, which has {done} of {last} steps")
         progress = tqdm(
             range(len(trainer.history), last),
             desc="training",
@@ -135,7 +192,7 @@ class Run:
 
     def record(self, step):
         """Write checkpoint, log and, if it is the best one, the model. Return its errors."""
-        errors = rmse(self.trainer.mean_squares, self.held_out)
+        errors = Squares(self.trainer.mean_squares, self.held_out).errors()
         of_batches = np.array(self.trainer.history[-self.options.every :]).mean(0) ** 0.5
         numbers = [f"{value:.6g}" for value in (*of_batches, *errors)]
         self.rows.append([step, f"{self.trainer.rate(step):.3g}", *numbers])
@@ -147,12 +204,13 @@ class Run:
         self.trainer.save(self.checkpoint)
         return errors
 
-    def finish(self, test=None):
+    def finish(self, held_out, test):
         """Write the package of the best model and the pictures, and print how to use them.
 
         Args:
-            test: frames for the picture of the predictions in place of those held out, a dict of
-                frames_of. The errors on them are printed.
+            held_out: the frames held out [Atoms].
+            test: frames for the errors and the picture of the predictions in place of those held
+                out; empty: none.
 
         Raises:
             ValueError: there is no best model, because all errors were NaN or infinite.
@@ -164,10 +222,14 @@ class Run:
             )
         model = load_npz(folder / "model.npz")
         plot_loss(folder / "loss.png", self.trainer.history)
-        data = Data(test or self.held_out.frames, model)
+        images = test or held_out
+        data = Data(frames_of(images, model.type_names), model)
         plot_parity(folder / "parity.png", model, data)
-        if test:
-            print(f"test frames: {in_words(rmse(MeanSquares(model), data))}")
+        squares = Squares(MeanSquares(model), data)
+        print(f"{'test' if test else 'held-out'} frames: {in_words(squares.errors())}")
+        for name, numbers in report.config_types(images).items():
+            print(f"  {name} ({len(numbers)}): {in_words(squares.errors(numbers))}")
+        report.print_model(model)
         path = folder / "model.pt2"
         save(quick_form(model, self.options), path)
         print(

@@ -5,8 +5,11 @@ from functools import partial
 
 import numpy as np
 import torch
+from calcops.train.pairs import switch
 
 kLeast = 1e-2  # 1/A, the least deviation that a column of R is divided by
+kSteepness = 0.7  # of a step of a first layer, in units of one over the distance of two steps
+kDirections = 3.0  # directions weigh so much more than distances, as they cancel in sums over slots
 
 
 class Tanh(torch.nn.Module):
@@ -152,9 +155,10 @@ def save_npz(model, path):
 def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):
     """Return random arrays for DeepPotential, drawn as DeePMD-kit draws them but for one layer.
 
-    The first embedding layer consists of steps by tanh over the range of its input, which is -1 to
-    2.5 once it is standardised. So the nets distinguish distances from the first training step on.
-    The steps are in random order, since G_M2 has only the first axis_neuron columns.
+    The first embedding layer consists of steps by tanh over the range from 0 to 1, which
+    `standardise` moves to that of its input. So the nets distinguish distances from the first
+    training step on. The steps are in random order, since G_M2 has only the first axis_neuron
+    columns.
 
     Args:
         sel: [T], the most neighbours of each type.
@@ -185,39 +189,46 @@ def initial(sel, rcut, rcut_smth, emb, axis_neuron, fit, seed):
                 if name == "fit" and a == b:
                     arrays[f"{name}{t}_idt{i}"] = random.normal(0.1, 0.001, b)
     for t in range(ntypes):
-        steps = random.permutation(np.linspace(-1, 2.5, emb[0] + 2)[1:-1])
-        steepness = 0.2 * emb[0]
+        steps = random.permutation(np.linspace(0, 1, emb[0] + 2)[1:-1])
+        steepness = kSteepness * emb[0]
         arrays[f"emb{t}_w0"] = np.full((1, emb[0]), steepness)
         arrays[f"emb{t}_b0"] = -steepness * steps
     return arrays
 
 
 @torch.no_grad()
-def standardise(model, types, kind, R, energy):
-    """Set davg, dstd and bias_atom_e of a new model from frames.
+def standardise(model, pairs):
+    """Set davg and dstd of a new model, and the range of its first layers, from statistics.
 
-    Mean and deviation include empty slots, as in DeePMD-kit. The dstd of directions is a tenth of
-    their deviation: the directions of a crystal's bonds nearly cancel in the sum over slots, and
-    the rest should weigh as much as the distances.
+    Mean and deviation include empty slots, as in DeePMD-kit, up to the largest number of
+    neighbours. Room beyond it in `sel` does not change the size of the sums over slots. The range
+    of a first layer goes from an empty slot to the nearest neighbour in the frames.
 
     Args:
-        model: a DeepPotential with davg 0 and dstd 1.
-        types: [F, n].
-        kind: [F, n, K], the neighbours' types.
-        R: [F, n, K, 4], of this model.
-        energy: [F].
+        model: a DeepPotential of the arrays of `initial`.
+        pairs: the pairs.Pairs of frames.
     """
-    for centre in range(len(model.sel)):
-        for t, count in enumerate(model.sel):
-            near = R[(types == centre).unsqueeze(-1) & (kind == t)]
-            if len(near) == 0:  # such a pair may come in other frames
-                continue
-            missing = max(0, (types == centre).sum() * count - len(near))
-            slots = torch.cat([near, near.new_zeros(missing, 4)])
-            model.davg[centre, t, 0] = slots[..., 0].mean()
-            model.dstd[centre, t, 0] = slots[..., 0].std().clamp(min=kLeast)
-            model.dstd[centre, t, 1:] = slots[..., 1:].square().mean().sqrt().clamp(min=kLeast) / 10
-    model.bias_atom_e[:] = least_energies(types, energy, len(model.sel))
+    slots = np.maximum(pairs.atoms[:, None] * pairs.most, 1)
+    mean = pairs.sums / slots
+    square = pairs.squares / slots
+    deviation = np.sqrt(square - mean**2).clip(kLeast)
+    direction = np.sqrt(square / 3).clip(kLeast) / kDirections
+    has_pairs = pairs.counts > 0
+    if has_pairs.any():  # others may come later
+        deviation[~has_pairs] = deviation[has_pairs].mean()
+        direction[~has_pairs] = direction[has_pairs].mean()
+    scale = pairs.most.sum() / sum(model.sel)
+    model.davg[..., 0] = torch.from_numpy(mean)
+    model.dstd[..., 0] = torch.from_numpy(scale * deviation)
+    model.dstd[..., 1:] = torch.from_numpy(scale * direction).unsqueeze(-1)
+    nearest, _ = switch(torch.from_numpy(pairs.shortest), model.rcut_smth, model.cutoff)
+    nearest = nearest / torch.from_numpy(pairs.shortest)
+    for t, net in enumerate(model.emb):
+        low = (-model.davg[:, t, 0] / model.dstd[:, t, 0]).min()
+        high = ((nearest[:, t] - model.davg[:, t, 0]) / model.dstd[:, t, 0]).max()
+        first = net[0]
+        first.b -= (first.w * low / (high - low)).squeeze(0)
+        first.w /= high - low
 
 
 def least_energies(types, energy, ntypes):

@@ -87,6 +87,7 @@ def test_two_processes_that_are_killed_and_started_again_end_as_if_they_had_not_
 ):
     first = start(frames, tmp_path, 2, *OPTIONS)
     assert "12 frames to train on, 3 held out" in first.stdout.readline()
+    assert "weights of the loss" in first.stdout.readline()
     assert "step     20" in first.stdout.readline()
     first.terminate()  # which torchrun passes on
     first.communicate()

@@ -23,13 +23,13 @@ from calcops.train import __main__ as command  # noqa: E402
 from calcops.train import make_frames  # noqa: E402
 from calcops.train.datasets import frames_of  # noqa: E402
 from calcops.train.deep_potential import DeepPotential  # noqa: E402
-from calcops.train.first_model import most_neighbours  # noqa: E402
-from calcops.train.make_frames import generate, kCrystals  # noqa: E402
+from calcops.train.make_frames import generate, kCrystals, kMixed  # noqa: E402
 from calcops.train.muon import Muon  # noqa: E402
 from calcops.train.neighbours import neighbours, pair_vectors  # noqa: E402
+from calcops.train.pairs import Pairs  # noqa: E402
 from calcops.train.step_time import differentiate_plainly  # noqa: E402
-from calcops.train.trainer import Data, MeanSquares, Trainer, differentiate, kLossWeights  # noqa: E402
-from calcops.train.weights import initial, standardise  # noqa: E402
+from calcops.train.trainer import Data, MeanSquares, Trainer, differentiate  # noqa: E402
+from calcops.train.weights import initial, kDirections, least_energies, standardise  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CUTOFFS = {"silicon": (5.0, 3.6, [34]), "gallium-nitride": (4.2, 3.0, [18, 18])}
@@ -56,6 +56,11 @@ def frames(images):
     return frames_of(images, list(dict.fromkeys(images[0].symbols)))
 
 
+def statistics(frames, model):
+    sources = range(len(frames["types"]))
+    return Pairs(frames, sources, len(model.sel), model.cutoff, model.rcut_smth)
+
+
 def beginner(frames, crystal, **others):
     """Return a small untrained model and its data."""
     rcut, rcut_smth, sel = CUTOFFS[crystal]
@@ -63,8 +68,8 @@ def beginner(frames, crystal, **others):
     weights = initial(**settings | dict(fit=[10, 10]) | others, seed=0)
     cell, _ = kCrystals[crystal]
     model = DeepPotential(weights, list(dict.fromkeys(cell.symbols)))
-    types, _, _, kind, R, _, energy, _, _ = Data(frames, model)[:]
-    standardise(model, types, kind, R, energy)
+    standardise(model, statistics(frames, model))
+    model.bias_atom_e[:] = least_energies(frames["types"], frames["energy"], len(model.sel))
     return model, Data(frames, model)
 
 
@@ -77,6 +82,18 @@ def test_frames_are_reproducible_and_differ_in_cell_and_seed(images, crystal):
     assert abs(other.positions - images[0].positions).max() > 1e-3
     assert abs(images[0].cell - images[2].cell).max() == 0
     assert abs(images[0].cell - images[3].cell).max() > 1e-3
+
+
+def test_frames_of_silver_and_copper_are_of_four_kinds(monkeypatch):
+    monkeypatch.setattr(make_frames, "kSettle", 10)
+    frames = generate(kMixed, 4, 1, seed=0)
+    assert [frame.info["config_type"] for frame in frames] == ["bulk", "slab", "cluster", "liquid"]
+    assert [frame.pbc.sum() for frame in frames] == [3, 2, 0, 3]
+    assert ["stress" in frame.calc.results for frame in frames] == [True, True, False, True]
+    again = generate(kMixed, 4, 1, seed=0)
+    assert all((a.get_forces() == b.get_forces()).all() for a, b in zip(frames, again))
+    rms = [np.sqrt(np.square(frame.get_forces()).mean()) for frame in frames]
+    assert rms[3] > 3 * max(rms[:3])
 
 
 def test_the_cell_of_a_crystal_is_the_one_in_which_its_labels_have_no_stress(crystal):
@@ -94,23 +111,39 @@ def test_the_sel_of_the_settings_has_room_for_every_neighbour(images, frames, cr
     settings = command.settings_of(path, vars(command.parse(["frames"])))
     rcut, rcut_smth, sel = CUTOFFS[crystal]
     assert (settings["cutoff"], settings["smooth"], settings["sel"]) == (rcut, rcut_smth, sel)
-    assert (most_neighbours(frames, len(sel), rcut, images) <= sel).all()
+    assert (Pairs(frames, range(6), len(sel), rcut, rcut_smth).most <= sel).all()
 
 
 def test_inputs_of_the_nets_are_standardised_for_each_pair_of_elements(frames, crystal):
     model, data = beginner(frames, crystal)
+    most = statistics(frames, model).most
+    scale = most.sum() / sum(model.sel)
     types, _, _, kind, R, _, energy, _, _ = data[:]
     for centre in range(len(model.sel)):
-        for t, count in enumerate(model.sel):
+        for t, count in enumerate(most):
             empty = (-model.davg[centre, t] / model.dstd[centre, t]).expand(count, 4)
             slots = []
             for row, kinds in zip(R[types == centre], kind[types == centre]):
                 slots.append(torch.cat([row[kinds == t], empty])[:count])
-            slots = torch.stack(slots)
+            slots = scale * torch.stack(slots)
             assert slots[..., 0].mean().abs() <= 1e-12
-            assert_close(slots[..., 0].std(), 1)
-            assert_close(slots[..., 1:].square().mean().sqrt(), 10)
+            assert_close(slots[..., 0].std(correction=0), 1)
+            assert_close(slots[..., 1:].square().mean().sqrt(), kDirections)
     assert_close(model.bias_atom_e[types].sum(1), energy.mean().expand_as(energy))
+
+
+def test_the_first_layers_have_steps_from_empty_slots_to_the_shortest_pair(frames, crystal):
+    model, data = beginner(frames, crystal)
+    _, _, _, kind, R, *_ = data[:]
+    for t, net in enumerate(model.emb):
+        first = net[0]
+        steps = (-first.b / first.w[0]).detach()
+        x = R[..., 0][kind == t]
+        empty = (-model.davg / model.dstd)[:, t, 0]
+        low, high = torch.minimum(x.min(), empty.min()), x.max()
+        expected = low + (high - low) * torch.linspace(0, 1, len(steps) + 2)[1:-1]
+        assert_close(steps.sort()[0], expected, 1e-6)
+        assert (first.w * (steps[1] - steps[0]).abs()).min() > 0.3
 
 
 def test_gradients_through_the_operators_are_those_of_plain_autograd(frames, crystal):
@@ -141,7 +174,7 @@ def test_the_loss_falls(frames, crystal):
     for _ in range(200):
         trainer.step()
     first, last = (np.array(rows).mean(0) for rows in (trainer.history[:20], trainer.history[-20:]))
-    assert last @ kLossWeights < first @ kLossWeights / 5
+    assert last @ trainer.weights < first @ trainer.weights / 5
     assert (last < first / 2).all()
 
 
