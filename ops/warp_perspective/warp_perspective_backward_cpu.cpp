@@ -35,35 +35,17 @@ class Sum {
   double lanes_[kLanes] = {};
 };
 
-// The sources of a run of pixels that are inside.
-struct Positions {
+// The sources and the taps of a run of pixels that are inside.
+struct Positions : Sources {
   Taps<double> taps;
-  double x[kTileWidth], y[kTileWidth], reciprocal[kTileWidth];  // x, y and 1 / W
+  double reciprocal[kTileWidth];  // 1 / W
 
-  [[gnu::noinline]] void locate(const double* m, const RowStart& row, const int64_t* stride,
-                                int64_t u, int64_t count) {
-    const Strides strides(stride[2], stride[3], 0);
+  void locate(const double* m, const RowStart& row, const int64_t* stride, int64_t u,
+              int64_t count) {
+    Sources::locate(m, row, u, count);
+    taps.locate(*this, false, {stride[2], stride[3], 0}, 0, count);
     const double first = static_cast<double>(u);
-#ifdef __AVX512F__
-    Projection8 projection(m, row, first);
-    for (int64_t i = 0; i < count; i += 8) {
-      const __mmask8 kept = first_lanes(count - i);
-      __m512d at_x, at_y, over_w;
-      projection.next(at_x, at_y, over_w);
-      taps.put<false>(i, kept, at_x, at_y, strides);
-      store(x + i, kept, at_x);
-      store(y + i, kept, at_y);
-      store(reciprocal + i, kept, over_w);
-    }
-#else
-    for (int i = 0; i < static_cast<int>(count); ++i) {
-      const Source source = project(m, row, first + i);
-      taps.put<false>(i, source, strides);
-      x[i] = source.x;
-      y[i] = source.y;
-      reciprocal[i] = 1 / source.w;
-    }
-#endif
+    for (int64_t i = 0; i < count; ++i) reciprocal[i] = 1 / fma(m[6], first + kColumns.u[i], row.w);
   }
 
   // The same as slope_of_taps() of 4 x 4 taps, in the same order. The four columns of a pixel are a
@@ -344,6 +326,7 @@ struct ImageTile {
   int64_t top, left, height, width, channel, channels;
   int64_t margin, pitch, plane;
   std::vector<double> sums;  // [channels, height + 2 margin, width + 2 margin]
+  Sources sources;
   Taps<double> taps;
 
   double* sum_at(int64_t c, int64_t y, int64_t x) {
@@ -408,10 +391,8 @@ struct ImageTile {
     const Strides strides(pitch, 1, (top - margin) * pitch + left - margin);
     for (int64_t u = pixels.begin; u < pixels.end; u += kTileWidth) {
       const int64_t count = std::min(kTileWidth, pixels.end - u);
-      if (is_nearest)
-        taps.template locate<true>(map.m, row, strides, u, 0, count);
-      else
-        taps.template locate<false>(map.m, row, strides, u, 0, count);
+      sources.locate(map.m, row, u, count);
+      taps.locate(sources, is_nearest, strides, 0, count);
       for (int64_t channel = 0; channel < channels; ++channel) {
         const Real* g = grad + channel * in.sizes.out_height * in.sizes.out_width + u;
         double* to = sums.data() + channel * plane;
@@ -598,6 +579,7 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
                          channel,
                          std::min(channels, sizes.channels - channel),
                          static_cast<int64_t>(2 * reach) - 1,
+                         {},
                          {},
                          {},
                          {},
