@@ -181,41 +181,23 @@ bool blend_quickly(const uint32_t* taps, const float* weight_x, const float* wei
   return doubts == 0;
 }
 
-// The same as sample() of a Cell<4>, in the same order. The four columns of a pixel are a vector.
-// number - Four{} is a vector of four equal numbers.
 template <class Pixel, class Fraction>
 [[gnu::noinline]] void blend_cubic(const Plane<Pixel>& plane, const int64_t* offset,
                                    const Fraction* fraction_x, const Fraction* fraction_y,
                                    int64_t count, Pixel* out) {
   using Real = Number<Pixel>;
-  typedef Real Four __attribute__((vector_size(4 * sizeof(Real))));
-  Real weight_x[4][kTileWidth], weight_y[4][kTileWidth], down[kTileWidth][4];
+  Real of_x[1][4][kTileWidth], of_y[1][4][kTileWidth], sums[1][kTileWidth];
   for (int64_t i = 0; i < count; ++i) {
     Real x[4], y[4];
     round_weights(fraction_x[i], x);
     round_weights(fraction_y[i], y);
     for (int k = 0; k < 4; ++k) {
-      weight_x[k][i] = x[k];
-      weight_y[k][i] = y[k];
+      of_x[0][k][i] = x[k];
+      of_y[0][k][i] = y[k];
     }
   }
-  for (int64_t i = 0; i < count; ++i) {
-    const Pixel* from = plane.data + offset[i] - plane.stride_y - plane.stride_x;
-    Four sum = {};
-    for (int y = 0; y < 4; ++y, from += plane.stride_y) {
-      const Four weight = weight_y[y][i] - Four{}, row = read_four<Four>(from, plane.stride_x);
-      sum = multiply_add(weight, weight != 0 ? row : Four{}, sum);
-    }
-    std::memcpy(down[i], &sum, sizeof sum);
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    Real sum = 0;
-    for (int x = 0; x < 4; ++x) {
-      const Real weight = weight_x[x][i];
-      sum = fma(weight, weight != 0 ? down[i][x] : 0, sum);
-    }
-    out[i] = to_pixel<Pixel>(sum);
-  }
+  sum_cubic(plane, offset, count, of_x, of_y, sums);
+  for (int64_t i = 0; i < count; ++i) out[i] = to_pixel<Pixel>(sums[0][i]);
 }
 
 // Interpolate the `count` pixels from `begin` on, which are inside. Their taps begin at index `at`.

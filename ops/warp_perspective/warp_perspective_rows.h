@@ -360,6 +360,40 @@ inline Four read_four(const Pixel* from, int64_t stride) {
   return four;
 }
 
+// Write weighted sums of the 4 x 4 taps of pixels that are inside, as sum_taps() and in the same
+// order. of_x and of_y have the weights of each sum. The four columns of a pixel are a vector;
+// number - Four{} is a vector of four equal numbers.
+template <class Pixel, class Real, int kSums>
+[[gnu::noinline]] void sum_cubic(const Plane<Pixel>& plane, const int64_t* offset, int64_t count,
+                                 const Real (&of_x)[kSums][4][kTileWidth],
+                                 const Real (&of_y)[kSums][4][kTileWidth],
+                                 Real (&sums)[kSums][kTileWidth]) {
+  typedef Real Four __attribute__((vector_size(4 * sizeof(Real))));
+  Real down[kSums][kTileWidth][4];
+  for (int64_t i = 0; i < count; ++i) {
+    const Pixel* from = plane.data + offset[i] - plane.stride_y - plane.stride_x;
+    Four sum[kSums] = {};
+#pragma GCC unroll 4
+    for (int y = 0; y < 4; ++y, from += plane.stride_y) {
+      const Four row = read_four<Four>(from, plane.stride_x);
+      for (int k = 0; k < kSums; ++k) {
+        const Four weight = of_y[k][y][i] - Four{};
+        sum[k] = multiply_add(weight, weight != 0 ? row : Four{}, sum[k]);
+      }
+    }
+    for (int k = 0; k < kSums; ++k) std::memcpy(down[k][i], &sum[k], sizeof sum[k]);
+  }
+  for (int k = 0; k < kSums; ++k)
+    for (int64_t i = 0; i < count; ++i) {
+      Real sum = 0;
+      for (int x = 0; x < 4; ++x) {
+        const Real weight = of_x[k][x][i];
+        sum = fma(weight, weight != 0 ? down[k][i][x] : 0, sum);
+      }
+      sums[k][i] = sum;
+    }
+}
+
 // The taps of pixels at any position, for a border mode that repeats the image.
 struct FoldedTaps {
   int64_t offset[4][kTileWidth];  // of a b above c d, or of the nearest tap alone
