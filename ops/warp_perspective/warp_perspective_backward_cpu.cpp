@@ -15,193 +15,174 @@ namespace {
 
 // ---- the matrix ---------------------------------------------------------------------------------
 
-// A sum in eight lanes, so that it can be vectorised.
-class Sum {
- public:
-  void add(const double* values, int64_t count) {
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes)
-      for (int64_t k = 0; k < kLanes; ++k) lanes_[k] += values[i + k];
-    for (int64_t k = 0; i < count; ++i, ++k) lanes_[k] += values[i];
-  }
-  double total() const {
-    double sum = 0;
-    for (double lane : lanes_) sum += lane;
-    return sum;
-  }
+// Return the sum of the values, in eight lanes, so that the loop is vectorised.
+double sum_of(const double* values, int64_t count) {
+  constexpr int64_t kLanes = 8;
+  double lanes[kLanes] = {}, sum = 0;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes)
+    for (int64_t k = 0; k < kLanes; ++k) lanes[k] += values[i + k];
+  for (int64_t k = 0; i < count; ++i, ++k) lanes[k] += values[i];
+  for (double lane : lanes) sum += lane;
+  return sum;
+}
 
- private:
-  static constexpr int64_t kLanes = 8;
-  double lanes_[kLanes] = {};
-};
+// The sources of a run of pixels of one part of a row, and the slopes of the image there. A pixel
+// without a source has the reciprocal 0.
+template <int kTaps>
+struct Positions : Sources {
+  double reciprocal[kTileWidth];  // 1 / W
+  double slope_x[kTileWidth], slope_y[kTileWidth];
 
-// The sources of a run of pixels that are inside.
-struct Positions {
-  Taps<double> taps;
-  double x[kTileWidth], y[kTileWidth], reciprocal[kTileWidth];  // x, y and 1 / W
-
-  [[gnu::noinline]] void locate(const double* m, const RowStart& row, const int64_t* stride,
-                                int64_t u, int64_t count) {
-    const Strides strides(stride[2], stride[3], 0);
-    const double first = static_cast<double>(u);
-#ifdef __AVX512F__
-    Projection8 projection(m, row, first);
-    for (int64_t i = 0; i < count; i += 8) {
-      const __mmask8 kept = first_lanes(count - i);
-      __m512d at_x, at_y, over_w;
-      projection.next(at_x, at_y, over_w);
-      taps.put<false>(i, kept, at_x, at_y, strides);
-      store(x + i, kept, at_x);
-      store(y + i, kept, at_y);
-      store(reciprocal + i, kept, over_w);
+  void locate(const Homography& map, const RowStart& row, const WarpSizes& sizes,
+              const int64_t* stride, Part part, int64_t u, int64_t count) {
+    count_ = count;
+    is_inside_ = part == Part::kInside;
+    if (!is_inside_) {
+      for (int64_t i = 0; i < count; ++i) {
+        Source source;
+        const bool has_source = find_cell(map, row, u + i, sizes, source, cells_[i] = {});
+        x[i] = has_source ? source.x : 0;
+        y[i] = has_source ? source.y : 0;
+        reciprocal[i] = has_source ? 1 / source.w : 0;
+      }
+      return;
     }
-#else
-    for (int i = 0; i < static_cast<int>(count); ++i) {
-      const Source source = project(m, row, first + i);
-      taps.put<false>(i, source, strides);
+    const double first = static_cast<double>(u);
+    for (int64_t i = 0; i < count; ++i) {
+      const Source source = project(map.m, row, first + kColumns.u[i]);
       x[i] = source.x;
       y[i] = source.y;
       reciprocal[i] = 1 / source.w;
     }
-#endif
+    taps_.locate(*this, false, {stride[2], stride[3], 0}, 0, count);
   }
 
-  // The same as slope_of_taps() of 4 x 4 taps, in the same order. The four columns of a pixel are a
-  // vector.
+  // Compute the slopes of a channel.
   template <class Real>
-  [[gnu::noinline]] void cubic_slopes(const Plane<Real>& plane, int64_t count, double* along_x,
-                                      double* along_y) const {
-    typedef double Four __attribute__((vector_size(4 * sizeof(double))));
-    double of_x[2][4][kTileWidth], of_y[2][4][kTileWidth];  // the weights, their derivatives
-    for (int i = 0; i < static_cast<int>(count); ++i) {
-      double weight[4], slope[4];
-      const auto store = [&](double fraction, double (&to)[2][4][kTileWidth]) {
-        weights_of(fraction, weight);
-        slopes_of(fraction, slope);
+  [[gnu::noinline]] void find_slopes(const Plane<Real>& plane) {
+    if (!is_inside_) {
+      for (int64_t i = 0; i < count_; ++i)
+        set(i, reciprocal[i] != 0 ? sample_slope(plane, cells_[i]) : Slope{});
+    } else if constexpr (kTaps == 2) {
+      Pairs<Real> pairs;
+      pairs.read(plane, taps_.offset, count_);
+      for (int64_t i = 0; i < count_; ++i)
+        set(i, slope_of_taps(pairs.above[2 * i], pairs.above[2 * i + 1], pairs.below[2 * i],
+                             pairs.below[2 * i + 1], taps_.weight_x[i], taps_.weight_y[i]));
+    } else {
+      double of_x[2][4][kTileWidth], of_y[2][4][kTileWidth], sums[2][kTileWidth];
+      for (int64_t i = 0; i < count_; ++i) {
+        double weight_x[4], weight_y[4], along_x[4], along_y[4];
+        weights_of(taps_.weight_x[i], weight_x);
+        weights_of(taps_.weight_y[i], weight_y);
+        slopes_of(taps_.weight_x[i], along_x);
+        slopes_of(taps_.weight_y[i], along_y);
         for (int k = 0; k < 4; ++k) {
-          to[0][k][i] = weight[k];
-          to[1][k][i] = slope[k];
-        }
-      };
-      store(taps.weight_x[i], of_x);
-      store(taps.weight_y[i], of_y);
-    }
-    double down[2][kTileWidth][4];
-    for (int64_t i = 0; i < count; ++i) {
-      const Real* from = plane.data + taps.offset[i] - plane.stride_y - plane.stride_x;
-      Four sum[2] = {};
-      for (int y = 0; y < 4; ++y, from += plane.stride_y) {
-        const Four row = read_four<Four>(from, plane.stride_x);
-        for (int which = 0; which < 2; ++which) {
-          const Four weight = of_y[which][y][i] - Four{};
-          sum[which] = multiply_add(weight, weight != 0 ? row : Four{}, sum[which]);
+          of_x[0][k][i] = along_x[k];
+          of_y[0][k][i] = weight_y[k];
+          of_x[1][k][i] = weight_x[k];
+          of_y[1][k][i] = along_y[k];
         }
       }
-      std::memcpy(down[0][i], &sum[0], sizeof sum[0]);
-      std::memcpy(down[1][i], &sum[1], sizeof sum[1]);
+      sum_cubic(plane, taps_.offset, count_, of_x, of_y, sums);
+      for (int64_t i = 0; i < count_; ++i) set(i, {sums[0][i], sums[1][i]});
     }
-    const auto across = [&](const double (&of_x)[4][kTileWidth],
-                            const double (&down)[kTileWidth][4], double* along) {
-      for (int64_t i = 0; i < count; ++i) {
-        double sum = 0;
-        for (int x = 0; x < 4; ++x) {
-          const double weight = of_x[x][i];
-          sum = fma(weight, weight != 0 ? down[i][x] : 0, sum);
-        }
-        along[i] = sum;
-      }
-    };
-    across(of_x[1], down[0], along_x);
-    across(of_x[0], down[1], along_y);
   }
 
-  // Call visit(i, slope) with the slope of the plane at each pixel.
-  template <class Real, class Visit>
-  void slopes(const Plane<Real>& plane, bool is_cubic, int64_t count, const Visit& visit) const {
-    if (is_cubic) {
-      double along_x[kTileWidth], along_y[kTileWidth];
-      cubic_slopes(plane, count, along_x, along_y);
-      for (int64_t i = 0; i < count; ++i) visit(i, Slope{along_x[i], along_y[i]});
-      return;
-    }
-    Pairs<Real> pairs;
-    pairs.read(plane, taps.offset, count);
-    for (int64_t i = 0; i < count; ++i)
-      visit(i, slope_of_taps(pairs.above[2 * i], pairs.above[2 * i + 1], pairs.below[2 * i],
-                             pairs.below[2 * i + 1], taps.weight_x[i], taps.weight_y[i]));
+ private:
+  void set(int64_t i, const Slope& slope) {
+    slope_x[i] = slope.x;
+    slope_y[i] = slope.y;
   }
+
+  int64_t count_;
+  bool is_inside_;
+  Taps<double> taps_;              // of pixels that are inside
+  Cell<kTaps> cells_[kTileWidth];  // of other pixels
 };
 
 // The share of a strip of rows in the gradient for m.
-template <class Real>
+template <int kTaps, class Real>
 struct MatrixGradient {
   const WarpInputs<Real>& in;
   const WarpGradients<Real>& to;
   const Homography& map;
   int64_t n;
-  const bool is_cubic = in.sizes.interpolation == Interpolation::kCubic;
   double grad_m[9] = {};
-  Positions positions;
+  Positions<kTaps> positions = {};
 
-  MatrixGradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to, const Homography& map,
-                 int64_t n)
-      : in(in), to(to), map(map), n(n) {}
-
-  template <int kTaps>
-  [[gnu::noinline]] void add_edge(const RowStart& row, int64_t v, int64_t begin, int64_t end) {
-    for (int64_t u = begin; u < end; ++u) {
-      Source source;
-      Cell<kTaps> cell{};
-      if (!find_cell(map, row, u, in.sizes, source, cell)) continue;
-      double gx = 0, gy = 0;
-      for (int64_t c = 0; c < in.sizes.channels; ++c) {
-        const double g = to.grad[output_offset(in.sizes, n, c, v) + u];
-        const Slope slope = sample_slope(make_plane(in, n, c, in.border_value[c]), cell);
-        gx = fma(g, slope.x, gx);
-        gy = fma(g, slope.y, gy);
-      }
-      project_backward(source, static_cast<double>(u), static_cast<double>(v), gx, gy, grad_m);
-    }
-  }
-
-  void add_inside(const RowStart& row, int64_t v, int64_t begin, int64_t end) {
-    const int64_t count = end - begin;
-    positions.locate(map.m, row, in.image_stride, begin, count);
+  void add(const RowStart& row, int64_t v, Part part, int64_t begin, int64_t count) {
+    positions.locate(map, row, in.sizes, in.image_stride, part, begin, count);
     double grad_x[kTileWidth] = {}, grad_y[kTileWidth] = {};
     for (int64_t c = 0; c < in.sizes.channels; ++c) {
       const Real* grad = to.grad + output_offset(in.sizes, n, c, v) + begin;
-      positions.slopes(make_plane(in, n, c, in.border_value[c]), is_cubic, count,
-                       [&](int64_t i, const Slope& slope) {
-                         grad_x[i] = fma(grad[i], slope.x, grad_x[i]);
-                         grad_y[i] = fma(grad[i], slope.y, grad_y[i]);
-                       });
+      positions.find_slopes(make_plane(in, n, c, in.border_value[c]));
+      for (int64_t i = 0; i < count; ++i) {
+        grad_x[i] = fma(grad[i], positions.slope_x[i], grad_x[i]);
+        grad_y[i] = fma(grad[i], positions.slope_y[i], grad_y[i]);
+      }
     }
     // As project_backward: row k of m receives g[k] times u, v and 1.
     double g[3][kTileWidth], along_u[3][kTileWidth];
     const double first = static_cast<double>(begin);
-    for (int i = 0; i < static_cast<int>(count); ++i) {
-      g[0][i] = grad_x[i] * positions.reciprocal[i];
-      g[1][i] = grad_y[i] * positions.reciprocal[i];
+    for (int64_t i = 0; i < count; ++i) {
+      const double reciprocal = positions.reciprocal[i];
+      // The gradient of a pixel without a source may be NaN.
+      g[0][i] = reciprocal != 0 ? grad_x[i] * reciprocal : 0;
+      g[1][i] = reciprocal != 0 ? grad_y[i] * reciprocal : 0;
       g[2][i] = -fma(g[0][i], positions.x[i], g[1][i] * positions.y[i]);
-      for (int k = 0; k < 3; ++k) along_u[k][i] = g[k][i] * (first + i);
+      for (int k = 0; k < 3; ++k) along_u[k][i] = g[k][i] * (first + kColumns.u[i]);
     }
     for (int k = 0; k < 3; ++k) {
-      Sum sum, sum_u;
-      sum.add(g[k], count);
-      sum_u.add(along_u[k], count);
-      grad_m[3 * k] += sum_u.total();
-      grad_m[3 * k + 1] = fma(sum.total(), static_cast<double>(v), grad_m[3 * k + 1]);
-      grad_m[3 * k + 2] += sum.total();
+      const double sum = sum_of(g[k], count);
+      grad_m[3 * k] += sum_of(along_u[k], count);
+      grad_m[3 * k + 1] = fma(sum, static_cast<double>(v), grad_m[3 * k + 1]);
+      grad_m[3 * k + 2] += sum;
     }
   }
 };
 
-// Call strip.add_inside(row, v, begin, end) and strip.add_edge<taps>(...) for the pixels of a strip
-// of rows, from `top` on, that may have a source.
+// The tangent of a strip of rows of the result. The caller has set the rows to 0, which remains in
+// pixels without a source.
+template <int kTaps, class Real>
+struct ResultTangent {
+  const WarpInputs<Real>& in;
+  Real* out;
+  const Homography& map;
+  int64_t n;
+  const double* moved;  // the tangent of m
+  Positions<kTaps> positions = {};
+
+  void add(const RowStart& row, int64_t v, Part part, int64_t begin, int64_t count) {
+    positions.locate(map, row, in.sizes, in.image_stride, part, begin, count);
+    const RowStart of_moved = row_of(moved, static_cast<double>(v));
+    double motion_x[kTileWidth], motion_y[kTileWidth];
+    const double first = static_cast<double>(begin);
+    for (int64_t i = 0; i < count; ++i) {
+      const Slope motion = motion_of(moved, of_moved, positions.x[i], positions.y[i],
+                                     positions.reciprocal[i], first + kColumns.u[i]);
+      motion_x[i] = motion.x;
+      motion_y[i] = motion.y;
+    }
+    for (int64_t c = 0; c < in.sizes.channels; ++c) {
+      Real* to = out + output_offset(in.sizes, n, c, v) + begin;
+      positions.find_slopes(make_plane(in, n, c, in.border_value[c]));
+      for (int64_t i = 0; i < count; ++i) {
+        const double along =
+            fma(positions.slope_x[i], motion_x[i], positions.slope_y[i] * motion_y[i]);
+        to[i] = static_cast<Real>(positions.reciprocal[i] != 0 ? along : 0);
+      }
+    }
+  }
+};
+
+// Call strip.add(row, v, part, begin, count) for the pixels of a strip of rows, from `top` on, that
+// may have a source.
 template <class Strip>
-void visit_strip(Strip& strip, const WarpSizes& sizes, int64_t top) {
+void visit_strip(Strip& strip, int64_t top) {
+  const WarpSizes& sizes = strip.in.sizes;
   const int64_t bottom = std::min(top + kTileHeight, sizes.out_height);
-  const bool cubic = sizes.interpolation == Interpolation::kCubic;
   RowStart rows[kTileHeight];
   Cut cuts[kTileHeight];
   for (int64_t v = top; v < bottom; ++v) {
@@ -212,13 +193,18 @@ void visit_strip(Strip& strip, const WarpSizes& sizes, int64_t top) {
     for (int64_t v = top; v < bottom; ++v)
       cuts[v - top].visit(left, std::min(left + kTileWidth, sizes.out_width),
                           [&](Part part, int64_t begin, int64_t end) {
-                            const RowStart& row = rows[v - top];
-                            if (part == Part::kInside)
-                              strip.add_inside(row, v, begin, end);
-                            else if (part == Part::kEdge)
-                              cubic ? strip.template add_edge<4>(row, v, begin, end)
-                                    : strip.template add_edge<2>(row, v, begin, end);
+                            if (part != Part::kOutside)
+                              strip.add(rows[v - top], v, part, begin, end - begin);
                           });
+}
+
+// Call f(std::integral_constant<int, the number of taps along an axis>()).
+template <class F>
+void with_taps(const WarpSizes& sizes, const F& f) {
+  if (sizes.interpolation == Interpolation::kCubic)
+    f(std::integral_constant<int, 4>());
+  else
+    f(std::integral_constant<int, 2>());
 }
 
 template <class Real>
@@ -231,10 +217,12 @@ void matrix_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
   const bool moves = sizes.interpolation != Interpolation::kNearest;
   for_each(moves ? sizes.batch * strips : 0, 1, [&](int64_t i) {
     const int64_t n = i / strips;
-    MatrixGradient<Real> strip(in, to, map_of(maps, n), n);
-    if (!strip.map.valid) return;
-    visit_strip(strip, sizes, i % strips * kTileHeight);
-    std::copy_n(strip.grad_m, 9, parts.data() + 9 * i);
+    if (!map_of(maps, n).valid) return;
+    with_taps(sizes, [&](auto taps) {
+      MatrixGradient<taps, Real> strip{in, to, map_of(maps, n), n};
+      visit_strip(strip, i % strips * kTileHeight);
+      std::copy_n(strip.grad_m, 9, parts.data() + 9 * i);
+    });
   });
   for (int64_t w = 0; w < sizes.warp_batch; ++w) {
     double grad_m[9] = {};
@@ -244,67 +232,6 @@ void matrix_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
     homography_backward(maps[w], grad_m, sizes.inverse_map, to.grad_warp + 9 * w);
   }
 }
-
-// The tangent of a strip of rows of the result. `moved` is the tangent of m. The caller has set the
-// rows to 0, which remains in pixels without a source.
-template <class Real>
-struct ResultTangent {
-  const WarpInputs<Real>& in;
-  Real* out;
-  const Homography& map;
-  double moved[9];
-  int64_t n;
-  const bool is_cubic = in.sizes.interpolation == Interpolation::kCubic;
-  Positions positions;
-
-  ResultTangent(const WarpInputs<Real>& in, const WarpTangent<Real>& tangent, const Homography& map,
-                int64_t n)
-      : in(in), out(tangent.out), map(map), n(n) {
-    const double* warp = tangent.warp + (in.sizes.warp_batch == 1 ? 0 : 9 * n);
-    homography_tangent(map, warp, in.sizes.inverse_map, moved);
-  }
-
-  template <int kTaps>
-  [[gnu::noinline]] void add_edge(const RowStart& row, int64_t v, int64_t begin, int64_t end) {
-    const RowStart of_moved = row_of(moved, static_cast<double>(v));
-    for (int64_t u = begin; u < end; ++u) {
-      Source source;
-      Cell<kTaps> cell{};
-      if (!find_cell(map, row, u, in.sizes, source, cell)) continue;
-      const Slope motion =
-          motion_of(moved, of_moved, source.x, source.y, 1 / source.w, static_cast<double>(u));
-      for (int64_t c = 0; c < in.sizes.channels; ++c) {
-        const Slope slope = sample_slope(make_plane(in, n, c, in.border_value[c]), cell);
-        out[output_offset(in.sizes, n, c, v) + u] = along(slope, motion);
-      }
-    }
-  }
-
-  void add_inside(const RowStart& row, int64_t v, int64_t begin, int64_t end) {
-    const int64_t count = end - begin;
-    positions.locate(map.m, row, in.image_stride, begin, count);
-    const RowStart of_moved = row_of(moved, static_cast<double>(v));
-    double motion_x[kTileWidth], motion_y[kTileWidth];
-    const double first = static_cast<double>(begin);
-    for (int i = 0; i < static_cast<int>(count); ++i) {
-      const Slope motion = motion_of(moved, of_moved, positions.x[i], positions.y[i],
-                                     positions.reciprocal[i], first + i);
-      motion_x[i] = motion.x;
-      motion_y[i] = motion.y;
-    }
-    for (int64_t c = 0; c < in.sizes.channels; ++c) {
-      Real* to = out + output_offset(in.sizes, n, c, v) + begin;
-      positions.slopes(
-          make_plane(in, n, c, in.border_value[c]), is_cubic, count,
-          [&](int64_t i, const Slope& slope) { to[i] = along(slope, {motion_x[i], motion_y[i]}); });
-    }
-  }
-
- private:
-  static Real along(const Slope& slope, const Slope& motion) {
-    return static_cast<Real>(fma(slope.x, motion.x, slope.y * motion.y));
-  }
-};
 
 // ---- the image ----------------------------------------------------------------------------------
 
@@ -344,6 +271,7 @@ struct ImageTile {
   int64_t top, left, height, width, channel, channels;
   int64_t margin, pitch, plane;
   std::vector<double> sums;  // [channels, height + 2 margin, width + 2 margin]
+  Sources sources;
   Taps<double> taps;
 
   double* sum_at(int64_t c, int64_t y, int64_t x) {
@@ -370,22 +298,15 @@ struct ImageTile {
   // Add pixels one by one: only those whose source is in plain_box(), or only the others.
   [[gnu::noinline]] void add_edge(const Homography& map, const RowStart& row, const Real* grad,
                                   Interval pixels, bool is_plain) {
-    if (in.sizes.interpolation == Interpolation::kCubic)
-      add_cells<4>(map, row, grad, pixels, is_plain);
-    else
-      add_cells<2>(map, row, grad, pixels, is_plain);
-  }
-
-  template <int kTaps>
-  void add_cells(const Homography& map, const RowStart& row, const Real* grad, Interval pixels,
-                 bool is_plain) {
     const Box box = plain_box(in.sizes);
-    for (int64_t u = pixels.begin; u < pixels.end; ++u) {
-      Source source;
-      Cell<kTaps> cell{};
-      if (find_cell(map, row, u, in.sizes, source, cell) && is_in(box, source) == is_plain)
-        add_cell(cell, grad + u);
-    }
+    with_taps(in.sizes, [&](auto taps) {
+      for (int64_t u = pixels.begin; u < pixels.end; ++u) {
+        Source source;
+        Cell<taps> cell{};
+        if (find_cell(map, row, u, in.sizes, source, cell) && is_in(box, source) == is_plain)
+          add_cell(cell, grad + u);
+      }
+    });
   }
 
   void add_cubic(const Real* grad, int64_t count, double* to) {
@@ -408,10 +329,8 @@ struct ImageTile {
     const Strides strides(pitch, 1, (top - margin) * pitch + left - margin);
     for (int64_t u = pixels.begin; u < pixels.end; u += kTileWidth) {
       const int64_t count = std::min(kTileWidth, pixels.end - u);
-      if (is_nearest)
-        taps.template locate<true>(map.m, row, strides, u, 0, count);
-      else
-        taps.template locate<false>(map.m, row, strides, u, 0, count);
+      sources.locate(map.m, row, u, count);
+      taps.locate(sources, is_nearest, strides, 0, count);
       for (int64_t channel = 0; channel < channels; ++channel) {
         const Real* g = grad + channel * in.sizes.out_height * in.sizes.out_width + u;
         double* to = sums.data() + channel * plane;
@@ -466,13 +385,13 @@ struct ImageTile {
   }
 
   // Add the pixels of a row that a border mode maps back into the image.
-  void add_folded(const Homography& map, int64_t v, const std::vector<Box>& tiles, int64_t strip,
-                  const Box& own, const Real* grad) {
+  void add_folded(const Homography& map, int64_t v, const Box* boxes, const Box& own,
+                  const Real* grad) {
     const RowStart row = row_of(map.m, static_cast<double>(v));
     const Cut cut = cut_row(map, row, in.sizes);
     const int64_t across = divide_up(in.sizes.out_width, kTileWidth);
     for (int64_t x = 0; x < across; ++x)
-      if (meet(tiles[strip * across + x], own))
+      if (meet(boxes[x], own))
         cut.visit(x * kTileWidth, std::min((x + 1) * kTileWidth, in.sizes.out_width),
                   [&](Part part, int64_t begin, int64_t end) {
                     if (part == Part::kEdge) add_edge(map, row, grad, {begin, end}, false);
@@ -493,10 +412,10 @@ struct ImageTile {
 };
 
 // The boxes of the image that parts of the destination touch. A tile of the image selects by them
-// the rows that it adds. `rows` and `row_strips` (of kTileHeight rows) are around the sources
-// in plain_box(). `tiles` and `tile_strips` are around the taps of all other sources.
+// the rows that it adds. `rows` are around the sources in plain_box(), `tiles` (of the destination)
+// around the taps of all other sources.
 struct Touches {
-  std::vector<Box> rows, row_strips, tiles, tile_strips;
+  std::vector<Box> rows, tiles;
 };
 
 // Return a box around the taps of a row's sources in plain_box().
@@ -547,24 +466,19 @@ Touches find_touches(const WarpSizes& sizes, const std::vector<Homography>& maps
       sizes.interpolation == Interpolation::kCubic ? folded_taps<4> : folded_taps<2>;
   Touches touches;
   touches.rows.resize(sizes.batch * sizes.out_height, kNowhere);
-  touches.row_strips.resize(sizes.batch * strips, kNowhere);
   touches.tiles.resize(sizes.batch * strips * across, kNowhere);
-  touches.tile_strips.resize(sizes.batch * strips, kNowhere);
   for_each(sizes.batch * strips, 1, [&](int64_t i) {
     const int64_t n = i / strips, top = i % strips * kTileHeight;
     const Homography& map = map_of(maps, n);
     if (!map.valid) return;
     for (int64_t v = top; v < std::min(top + kTileHeight, sizes.out_height); ++v) {
       const RowStart row = row_of(map.m, static_cast<double>(v));
-      Box& box = touches.rows[n * sizes.out_height + v] = plain_sources(sizes, map, row);
-      touches.row_strips[i] = around(touches.row_strips[i], box);
-      if (across == 0) continue;
+      touches.rows[n * sizes.out_height + v] = plain_sources(sizes, map, row);
       const Cut cut = cut_row(map, row, sizes);
       for (int64_t x = 0; x < across; ++x) {
         Box& tile = touches.tiles[i * across + x];
         tile = around(tile, folded(sizes, map, row, cut, x * kTileWidth,
                                    std::min((x + 1) * kTileWidth, sizes.out_width)));
-        touches.tile_strips[i] = around(touches.tile_strips[i], tile);
       }
     }
   });
@@ -584,6 +498,7 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
   const int64_t height = kSums / (kColumns * channels);
   const int64_t across = divide_up(sizes.width, kColumns), down = divide_up(sizes.height, height);
   const int64_t groups = divide_up(sizes.channels, channels), tiles = across * down;
+  const int64_t out_across = touches.tiles.size() / std::max<int64_t>(sizes.batch * strips, 1);
   const Box plain = plain_box(sizes);
   const double reach = reach_of(sizes);
   for_each(sizes.image_batch * groups * tiles, 1, [&](int64_t i) {
@@ -601,6 +516,7 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
                          {},
                          {},
                          {},
+                         {},
                          {}};
     tile.pitch = tile.width + 2 * tile.margin;
     tile.plane = tile.pitch * (tile.height + 2 * tile.margin);
@@ -615,16 +531,16 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
     const Box own{left_end, right_end - 1, top_end, bottom_end - 1};
     for (int64_t n = image; n < sizes.batch; n += sizes.image_batch)
       for (int64_t strip = 0; strip < strips; ++strip) {
-        const bool has_plain = meet(touches.row_strips[n * strips + strip], box);
-        const bool has_folded = meet(touches.tile_strips[n * strips + strip], own);
-        if (!has_plain && !has_folded) continue;
+        // The boxes of the destination's tiles; none with a constant border.
+        const Box* boxes = touches.tiles.data() + (n * strips + strip) * out_across;
+        const bool has_folded =
+            std::any_of(boxes, boxes + out_across, [&](const Box& b) { return meet(b, own); });
         const int64_t end = std::min((strip + 1) * kTileHeight, sizes.out_height);
         for (int64_t v = strip * kTileHeight; v < end; ++v) {
           const Real* grad = to.grad + output_offset(sizes, n, channel, v);
-          if (has_plain && meet(touches.rows[n * sizes.out_height + v], box))
+          if (meet(touches.rows[n * sizes.out_height + v], box))
             tile.add_row(map_of(maps, n), v, box, grad);
-          if (has_folded)
-            tile.add_folded(map_of(maps, n), v, touches.tiles, (n * strips + strip), own, grad);
+          if (has_folded) tile.add_folded(map_of(maps, n), v, boxes, own, grad);
         }
       }
     tile.store(image);
@@ -652,8 +568,15 @@ void warp_perspective_tangent_cpu(const WarpInputs<Real>& in, const WarpTangent<
     const int64_t rows = std::min(kTileHeight, sizes.out_height - top);
     for (int64_t c = 0; c < sizes.channels; ++c)
       std::fill_n(tangent.out + output_offset(sizes, n, c, top), rows * sizes.out_width, Real(0));
-    ResultTangent<Real> strip(in, tangent, map_of(maps, n), n);
-    if (moves && strip.map.valid) visit_strip(strip, sizes, top);
+    const Homography& map = map_of(maps, n);
+    if (!moves || !map.valid) return;
+    double moved[9];
+    const double* along = tangent.warp + (sizes.warp_batch == 1 ? 0 : 9 * n);
+    homography_tangent(map, along, sizes.inverse_map, moved);
+    with_taps(sizes, [&](auto taps) {
+      ResultTangent<taps, Real> strip{in, tangent.out, map, n, moved};
+      visit_strip(strip, top);
+    });
   });
 }
 

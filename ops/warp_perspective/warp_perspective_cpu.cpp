@@ -33,11 +33,24 @@ template <class Pixel>
   if (kWide) std::memcpy(out, pixels, count * sizeof(Pixel));
 }
 
+// Interpolate pixels from their taps.
+template <class Pixel, class Weight>
+[[gnu::noinline]] void blend(const Pairs<Pixel>& pairs, const Weight* weight_x,
+                             const Weight* weight_y, int64_t count, Pixel* out) {
+  using Real = Number<Pixel>;
+  for (int64_t i = 0; i < count; ++i) {
+    const Real x = static_cast<Real>(weight_x[i]), y = static_cast<Real>(weight_y[i]), zero = 0;
+    const Real a = pairs.above[2 * i], c = pairs.below[2 * i];
+    const Real b = pairs.above[2 * i + 1], d = pairs.below[2 * i + 1];
+    out[i] = to_pixel<Pixel>(
+        interpolate(a, x > 0 ? b : zero, y > 0 ? c : zero, ((x > 0) & (y > 0)) ? d : zero, x, y));
+  }
+}
+
 // Compute pixels which a border mode maps back into the image.
 template <class Pixel>
 [[gnu::noinline]] void sample_folded(const Tile<Pixel>& tile, const FoldedTaps& taps, int64_t v,
                                      int64_t begin, int64_t end) {
-  using Real = Number<Pixel>;
   const WarpSizes& sizes = tile.in.sizes;
   for (int64_t c = 0; c < sizes.channels; ++c) {
     const Plane<Pixel> plane = make_plane(tile.in, tile.n, c, tile.in.border_value[c]);
@@ -46,15 +59,13 @@ template <class Pixel>
       copy_pixels(plane.data, taps.offset[0], end - begin, out);
       continue;
     }
-    Pixel tap[4][kTileWidth];
+    Pairs<Pixel> pairs;
     for (int64_t i = 0; i < end - begin; ++i)
-      for (int k = 0; k < 4; ++k) tap[k][i] = plane.data[taps.offset[k][i]];
-    for (int64_t i = 0; i < end - begin; ++i) {
-      const Real x = static_cast<Real>(taps.weight_x[i]), y = static_cast<Real>(taps.weight_y[i]);
-      const Real a = tap[0][i], b = tap[1][i], c = tap[2][i], d = tap[3][i], zero = 0;
-      out[i] = to_pixel<Pixel>(
-          interpolate(a, x > 0 ? b : zero, y > 0 ? c : zero, ((x > 0) & (y > 0)) ? d : zero, x, y));
-    }
+      for (int k = 0; k < 2; ++k) {
+        pairs.above[2 * i + k] = plane.data[taps.offset[k][i]];
+        pairs.below[2 * i + k] = plane.data[taps.offset[2 + k][i]];
+      }
+    blend(pairs, taps.weight_x, taps.weight_y, end - begin, out);
   }
 }
 
@@ -82,28 +93,16 @@ template <int kTaps, class Pixel>
   }
 }
 
-// Compute pixels that are inside.
-template <class Pixel, class Real>
-[[gnu::noinline]] void blend(const Pairs<Pixel>& pairs, const Real* weight_x, const Real* weight_y,
-                             int64_t count, Pixel* out) {
-  for (int64_t i = 0; i < count; ++i) {
-    const Real x = weight_x[i], y = weight_y[i], zero = 0;
-    const Real a = pairs.above[2 * i], c = pairs.below[2 * i];
-    const Real b = pairs.above[2 * i + 1], d = pairs.below[2 * i + 1];
-    out[i] = to_pixel<Pixel>(
-        interpolate(a, x > 0 ? b : zero, y > 0 ? c : zero, ((x > 0) & (y > 0)) ? d : zero, x, y));
-  }
-}
-
 // GCC 12 and clang have these shuffles. Older compilers use Pairs and blend().
 #if __has_builtin(__builtin_shufflevector)
 #define CALCOPS_HAS_SHUFFLES
 typedef double Doubles2 __attribute__((vector_size(16)));
 typedef float Floats4 __attribute__((vector_size(16)));
-typedef float Floats8 __attribute__((vector_size(32)));
+typedef float Floats __attribute__((vector_size(32)));
+constexpr int64_t kLanes = 8;
 
-// Load two pairs of neighbouring pixels. Loads of pairs are quicker than gathers: on Zen 5 they
-// take 0.7 to 0.9 of the time, and on Zen 4 gathers are slower still.
+// Load two pairs of neighbouring pixels. Loads of pairs are quicker than gathers, above all on
+// Zen 4.
 inline Floats4 two_pairs(const float* from, const int64_t* offset) {
   double a, b;
   std::memcpy(&a, from + offset[0], sizeof a);
@@ -112,39 +111,10 @@ inline Floats4 two_pairs(const float* from, const int64_t* offset) {
 }
 
 // Load the pairs at offset[0], [1], [4] and [5].
-inline Floats8 four_pairs(const float* from, const int64_t* offset) {
+inline Floats four_pairs(const float* from, const int64_t* offset) {
   return __builtin_shufflevector(two_pairs(from, offset), two_pairs(from, offset + 4),  //
                                  0, 1, 2, 3, 4, 5, 6, 7);
 }
-
-#ifdef __AVX512F__
-constexpr int kLanes = 16;
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-
-inline Floats many_pairs(const float* from, const int64_t* offset) {
-  return __builtin_shufflevector(four_pairs(from, offset), four_pairs(from, offset + 8),  //
-                                 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-}
-inline Floats even(Floats a, Floats b) {
-  return __builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30);
-}
-inline Floats odd(Floats a, Floats b) {
-  return __builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
-}
-#else
-constexpr int kLanes = 8;
-typedef Floats8 Floats;
-
-inline Floats many_pairs(const float* from, const int64_t* offset) {
-  return four_pairs(from, offset);
-}
-inline Floats even(Floats a, Floats b) {
-  return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14);
-}
-inline Floats odd(Floats a, Floats b) {
-  return __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
-}
-#endif
 
 inline Floats load(const float* from) {
   Floats to;
@@ -157,8 +127,10 @@ inline void blend_lanes(const float* above, const float* below, const int64_t* o
                         const float* weight_x, const float* weight_y, float* out) {
   const Floats x = load(weight_x), y = load(weight_y), zero = {};
   const auto along_x = [&](const float* from) {
-    const Floats a = many_pairs(from, offset), b = many_pairs(from, offset + 2);
-    return multiply_add(x, x > 0 ? odd(a, b) : zero, (1 - x) * even(a, b));
+    const Floats ab = four_pairs(from, offset), cd = four_pairs(from, offset + 2);
+    const Floats left = __builtin_shufflevector(ab, cd, 0, 2, 8, 10, 4, 6, 12, 14);
+    const Floats right = __builtin_shufflevector(ab, cd, 1, 3, 9, 11, 5, 7, 13, 15);
+    return multiply_add(x, x > 0 ? right : zero, (1 - x) * left);
   };
   const Floats top = along_x(above), bottom = along_x(below);
   const Floats sum = multiply_add(y, y > 0 ? bottom : zero, (1 - y) * top);
@@ -209,41 +181,23 @@ bool blend_quickly(const uint32_t* taps, const float* weight_x, const float* wei
   return doubts == 0;
 }
 
-// The same as sample() of a Cell<4>, in the same order. The four columns of a pixel are a vector.
-// number - Four{} is a vector of four equal numbers.
 template <class Pixel, class Fraction>
 [[gnu::noinline]] void blend_cubic(const Plane<Pixel>& plane, const int64_t* offset,
                                    const Fraction* fraction_x, const Fraction* fraction_y,
                                    int64_t count, Pixel* out) {
   using Real = Number<Pixel>;
-  typedef Real Four __attribute__((vector_size(4 * sizeof(Real))));
-  Real weight_x[4][kTileWidth], weight_y[4][kTileWidth], down[kTileWidth][4];
+  Real of_x[1][4][kTileWidth], of_y[1][4][kTileWidth], sums[1][kTileWidth];
   for (int64_t i = 0; i < count; ++i) {
     Real x[4], y[4];
     round_weights(fraction_x[i], x);
     round_weights(fraction_y[i], y);
     for (int k = 0; k < 4; ++k) {
-      weight_x[k][i] = x[k];
-      weight_y[k][i] = y[k];
+      of_x[0][k][i] = x[k];
+      of_y[0][k][i] = y[k];
     }
   }
-  for (int64_t i = 0; i < count; ++i) {
-    const Pixel* from = plane.data + offset[i] - plane.stride_y - plane.stride_x;
-    Four sum = {};
-    for (int y = 0; y < 4; ++y, from += plane.stride_y) {
-      const Four weight = weight_y[y][i] - Four{}, row = read_four<Four>(from, plane.stride_x);
-      sum = multiply_add(weight, weight != 0 ? row : Four{}, sum);
-    }
-    std::memcpy(down[i], &sum, sizeof sum);
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    Real sum = 0;
-    for (int x = 0; x < 4; ++x) {
-      const Real weight = weight_x[x][i];
-      sum = fma(weight, weight != 0 ? down[i][x] : 0, sum);
-    }
-    out[i] = to_pixel<Pixel>(sum);
-  }
+  sum_cubic(plane, offset, count, of_x, of_y, sums);
+  for (int64_t i = 0; i < count; ++i) out[i] = to_pixel<Pixel>(sums[0][i]);
 }
 
 // Interpolate the `count` pixels from `begin` on, which are inside. Their taps begin at index `at`.
@@ -274,8 +228,9 @@ template <class Pixel, class Weight>
     if (blend_quickly(words, taps.weight_x + at, taps.weight_y + at, count, out)) return;
     Taps<double> exact;
     Pairs<Pixel> pairs;
-    exact.template locate<false>(tile.map.m, tile.rows[v - tile.top],
-                                 {plane.stride_y, plane.stride_x, 0}, begin, 0, count);
+    Sources sources;
+    sources.locate(tile.map.m, tile.rows[v - tile.top], begin, count);
+    exact.locate(sources, false, {plane.stride_y, plane.stride_x, 0}, 0, count);
     pairs.read(plane, exact.offset, count);
     blend(pairs, exact.weight_x, exact.weight_y, count, out);
   }
@@ -285,6 +240,7 @@ template <class Pixel, class Weight>
 // each run of pixels.
 template <class Weight, class Pixel>
 void forward_rows(Tile<Pixel>&& tile) {
+  Sources sources;
   Taps<Weight> taps_of_rows[kTileHeight];
   const WarpSizes& sizes = tile.in.sizes;
   const bool is_nearest = sizes.interpolation == Interpolation::kNearest;
@@ -307,9 +263,8 @@ void forward_rows(Tile<Pixel>&& tile) {
         Taps<Weight>& taps = taps_of_rows[i];
         const Strides strides(stride[2], stride[3], 0);
         const int64_t at = begin - left, count = end - begin;
-        is_nearest
-            ? taps.template locate<true>(tile.map.m, tile.rows[i], strides, begin, at, count)
-            : taps.template locate<false>(tile.map.m, tile.rows[i], strides, begin, at, count);
+        sources.locate(tile.map.m, tile.rows[i], begin, count);
+        taps.locate(sources, is_nearest, strides, at, count);
         // The first channel is read when all rows of the tile are located.
         taps.prefetch(first, begin - left, end - left);
       });
