@@ -354,5 +354,48 @@ const Kernel kTableCpu("_density_table_backward", table_cpu<float, int32_t>,
                        table_cpu<float, int64_t>, table_cpu<double, int32_t>,
                        table_cpu<double, int64_t>);
 
+#ifndef CALCOPS_NO_CUDA
+template <class Real, class Index>
+cudaError_t cuda(In<Real, 3> d, In<Index, 2> kind, In<Real, 3> table, In<double, 2> grid,
+                 int64_t harmonics, View<Real, 3> A, cudaStream_t stream) {
+  return density_cuda(inputs(d, kind, table, grid, harmonics), A.data, stream);
+}
+
+template <class Real, class Index>
+cudaError_t along_cuda(In<Real, 3> d, In<Index, 2> kind, In<Real, 3> table, In<double, 2> grid,
+                       int64_t harmonics, In<Real, 4> directions, View<Real, 3> A,
+                       cudaStream_t stream) {
+  return density_cuda(inputs(d, kind, table, grid, harmonics, directions), A.data, stream);
+}
+
+template <class Real, class Index>
+cudaError_t backward_cuda(In<Real, 3> grad, In<Real, 3> d, In<Index, 2> kind, In<Real, 3> table,
+                          In<double, 2> grid, int64_t harmonics, In<Real, 4> directions,
+                          View<Real, 3> grad_d, cudaStream_t stream) {
+  if (directions && directions.shape[2] == kMostDirections) refuse_order();
+  return density_backward_cuda(inputs(d, kind, table, grid, harmonics, directions), grad.data,
+                               grad_d.data, stream);
+}
+
+template <class Real, class Index>
+cudaError_t table_cuda(In<Real, 3> grad, In<Real, 3> d, In<Index, 2> kind, In<Real, 3> table,
+                       In<double, 2> grid, int64_t harmonics, In<Real, 4> directions,
+                       View<Real, 3> grad_table, Workspace& workspace, cudaStream_t stream) {
+  return density_table_backward_cuda(inputs(d, kind, table, grid, harmonics, directions), grad.data,
+                                     grad_table.data, workspace.data, &workspace.bytes, stream);
+}
+
+const Kernel kCuda("density", cuda<float, int32_t>, cuda<float, int64_t>, cuda<double, int32_t>,
+                   cuda<double, int64_t>);
+const Kernel kAlongCuda("_density_along", along_cuda<float, int32_t>, along_cuda<float, int64_t>,
+                        along_cuda<double, int32_t>, along_cuda<double, int64_t>);
+const Kernel kBackwardCuda("_density_backward", backward_cuda<float, int32_t>,
+                           backward_cuda<float, int64_t>, backward_cuda<double, int32_t>,
+                           backward_cuda<double, int64_t>);
+const Kernel kTableCuda("_density_table_backward", table_cuda<float, int32_t>,
+                        table_cuda<float, int64_t>, table_cuda<double, int32_t>,
+                        table_cuda<double, int64_t>);
+#endif
+
 }  // namespace
 }  // namespace calcops::ops::density

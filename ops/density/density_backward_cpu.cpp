@@ -74,23 +74,13 @@ CALCOPS_HD_INLINED inline void differentiate(const Call<Real>& call, const Block
     for (int64_t f = 0; f < call.functions; ++f) sum += B_zero[f] * slopes[p * call.padded + f];
     parts_of<Vector>(&of_r)[p] = sum;
   }
-  const N* unit = block.unit;
-  if constexpr (L == 0) {
-    for (int c = 0; c < 3; ++c) of_d[c] = of_r * unit[c];
-  } else {
-    N h[kCount], slope[kCount];
-    for (int p = 0; p < kParts; ++p)
-      contract<0, kCount, kSize, kParts>(B, call.functions, G + p * call.padded,
-                                         slopes + p * call.padded, parts_of<Vector>(h) + p,
-                                         parts_of<Vector>(slope) + p);
-    const Harmonics<L, N> Y(unit[0], unit[1], unit[2]);
-    Y.add_dot(slope, of_r);
-    N w[3];
-    Y.gradient(h, w);
-    // Moving d along the unit vector changes r; across it, the harmonics.
-    const N along = of_r - (w[0] * unit[0] + w[1] * unit[1] + w[2] * unit[2]) * block.inverse;
-    for (int c = 0; c < 3; ++c) of_d[c] = w[c] * block.inverse + along * unit[c];
-  }
+  constexpr int kHarmonics = kCount > 0 ? kCount : 1;
+  N h[kHarmonics], slope[kHarmonics];
+  for (int p = 0; p < kParts; ++p)
+    contract<0, kCount, kSize, kParts>(B, call.functions, G + p * call.padded,
+                                       slopes + p * call.padded, parts_of<Vector>(h) + p,
+                                       parts_of<Vector>(slope) + p);
+  find_gradient<L>(block.unit, block.inverse, h, slope, of_r, of_d);
 }
 
 template <int L, int D, class Real>

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "b_splines.h"
 #include "numbers.h"
 
 namespace calcops::ops::density {
@@ -84,6 +85,35 @@ CALCOPS_HD_INLINED inline N inverse_root(const N& x, const Base& root) {
   N y = constant<N>(root);
   for (int right = 0; right < D; right = 2 * right + 1) y = y * (1.5 - x * y * y * 0.5);
   return y;
+}
+
+// ---- splines ------------------------------------------------------------------------------------
+
+// Write the weights of the six coefficients of a cell: those for the value of a spline and, unless
+// `slopes` is nullptr, those for its derivative for r. `position` is measured in cells, from the
+// beginning of the grid. Below it, the splines continue as straight lines.
+template <int D, class Base, class N>
+CALCOPS_HD_INLINED inline void find_weights(const N& position, const Base& cell,
+                                            const Base& cells_per_unit, bool begins_at_zero,
+                                            N* weights, N* slopes) {
+  N in_cell = position - cell;
+  if (begins_at_zero) {
+    basis<5>(in_cell, weights, slopes);
+  } else {
+    N below = in_cell, slopes_below[6];
+    for (int p = 0; p < 1 << D; ++p) {
+      Base& part = parts_of<Base>(&in_cell)[p];
+      Base& part_below = parts_of<Base>(&below)[p];
+      const Base zero{}, at = *parts_of<const Base>(&position);
+      part_below = at < zero ? part : zero;
+      part = at < zero ? zero : part;
+    }
+    N* at_end = slopes ? slopes : slopes_below;
+    basis<5>(in_cell, weights, at_end);
+    for (int k = 0; k < 6; ++k) weights[k] = weights[k] + below * at_end[k];
+  }
+  if (slopes)
+    for (int k = 0; k < 6; ++k) slopes[k] = slopes[k] * cells_per_unit;
 }
 
 // ---- spherical harmonics ------------------------------------------------------------------------
@@ -212,5 +242,24 @@ struct Harmonics {
     return p;
   }
 };
+
+// Write the gradient of sum_qf B[q][f] g_f Y_q / N_q for d, from sums over the functions f:
+// h[q - 1] = sum_f B[q][f] g_f and slope[q - 1] = sum_f B[q][f] g_f' for l > 0, and the same slope
+// of_r for l = 0.
+template <int L, class N>
+CALCOPS_HD_INLINED inline void find_gradient(const N* unit, const N& inverse, const N* h,
+                                             const N* slope, N of_r, N* of_d) {
+  if constexpr (L == 0) {
+    for (int c = 0; c < 3; ++c) of_d[c] = of_r * unit[c];
+  } else {
+    const Harmonics<L, N> Y(unit[0], unit[1], unit[2]);
+    Y.add_dot(slope, of_r);
+    N w[3];
+    Y.gradient(h, w);
+    // Moving d along the unit vector changes r; across it, the harmonics.
+    const N along = of_r - (w[0] * unit[0] + w[1] * unit[1] + w[2] * unit[2]) * inverse;
+    for (int c = 0; c < 3; ++c) of_d[c] = w[c] * inverse + along * unit[c];
+  }
+}
 
 }  // namespace calcops::ops::density

@@ -2,13 +2,16 @@
 // B-splines, harmonics and splines.
 #pragma once
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <limits>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
 
-#include "b_splines.h"
 #include "density/density.h"
 #include "density/density_math.h"
 #include "memory.h"
@@ -54,9 +57,9 @@ CALCOPS_HD_INLINED inline V load(const Real* from) {
 }
 
 // Store the first `count` numbers of a vector.
-template <class Real>
-CALCOPS_HD_INLINED inline void store(const Vector& v, Real* to, int64_t count) {
-  using Loose = typename LooseOf<Vector, Real>::type;
+template <class V, class Real>
+CALCOPS_HD_INLINED inline void store(const V& v, Real* to, int64_t count) {
+  using Loose = typename LooseOf<V, Real>::type;
   if (count >= kWidth)
     *reinterpret_cast<Loose*>(to) = __builtin_convertvector(v, Loose);
   else
@@ -88,13 +91,20 @@ CALCOPS_HD_INLINED inline void transpose(Vector* rows) {
   }
 }
 
-// Return x^(-1/2) with a relative error of 1e-15. Newton's method begins with an estimate that is
-// computed from the bits of x as an integer. GCC does not vectorise std::sqrt, which sets errno.
+// Return x^(-1/2) with a relative error of 1e-15, by Newton's method. Without an instruction for an
+// estimate, it begins with one that is computed from the bits of x as an integer. GCC does not
+// vectorise std::sqrt, which sets errno.
 CALCOPS_HD_INLINED inline Vector inverse_root(const Vector& x) {
+#ifdef __AVX512F__
+  Vector y = _mm512_maskz_rsqrt14_pd(255, x);
+  constexpr int kSteps = 2;
+#else
   const Bits estimate = 0x5FE6EB50C7B537A9 - (reinterpret_cast<Bits>(x) >> 1);
   Vector y = reinterpret_cast<Vector>(estimate);
+  constexpr int kSteps = 4;
+#endif
   const Vector half = 0.5 * x;
-  for (int step = 0; step < 4; ++step) y *= 1.5 - half * y * y;
+  for (int step = 0; step < kSteps; ++step) y *= 1.5 - half * y * y;
   constexpr double kLeast = 1e-280;  // below it two atoms count as in one place
   return x < Vector{} + kLeast ? Vector{} + INFINITY : y;
 }
@@ -150,6 +160,20 @@ class Neighbours {
   Scratch<int64_t> slot_, kind_;
 };
 
+#ifdef __AVX512F__
+// Load kWidth triples (x, y, z) as vectors of x, of y and of z.
+template <class Real>
+CALCOPS_HD_INLINED inline void load_triples(const Real* from, Vector* v) {
+  const Vector a = load<Vector>(from), b = load<Vector>(from + 8), c = load<Vector>(from + 16);
+  const auto pick = [&](const Bits& of_ab, const Bits& with_c) __attribute__((always_inline)) {
+    return __builtin_shuffle(__builtin_shuffle(a, b, of_ab), c, with_c);
+  };
+  v[0] = pick(Bits{0, 3, 6, 9, 12, 15, 0, 0}, Bits{0, 1, 2, 3, 4, 5, 10, 13});
+  v[1] = pick(Bits{1, 4, 7, 10, 13, 0, 0, 0}, Bits{0, 1, 2, 3, 4, 8, 11, 14});
+  v[2] = pick(Bits{2, 5, 8, 11, 14, 0, 0, 0}, Bits{0, 1, 2, 3, 4, 9, 12, 15});
+}
+#endif
+
 // Set `neighbours` to the filled slots of an atom within their cutoffs. Set `wrong` to the first
 // slot whose kind does not exist, unless an earlier atom has set it.
 template <class Real, class Index>
@@ -172,8 +196,28 @@ void find(const Call<Real>& call, int64_t atom, Neighbours& neighbours, int64_t&
   const Real* d = call.d + 3 * begin;
   // Without branches, which the processor could not predict. Every slot is written to the next
   // pair, but only a filled one within the cutoff advances `count`. NaN is within.
-  int64_t count = 0;
-  for (int64_t s = 0; s < slots; ++s, d += 3) {
+  int64_t count = 0, s = 0;
+#ifdef __AVX512F__
+  for (; s + kWidth <= slots; s += kWidth, d += 3 * kWidth) {
+    Vector v[3];
+    load_triples(d, v);
+    const Vector r2 = v[0] * v[0] + v[1] * v[1] + v[2] * v[2];
+    const Bits kinds_of = load<Bits>(kind + s);
+    Vector limit = Vector{} + limits[0];
+    if (!call.have_one_cutoff)
+      limit = _mm512_mask_i64gather_pd(limit, 255, (__m512i)kinds_of, limits, 8);
+    const __mmask8 is_near =
+        _mm512_cmp_pd_mask(r2, limit, _CMP_NGE_UQ) & ~_mm512_movepi64_mask((__m512i)kinds_of);
+    for (int c = 0; c < 3; ++c)
+      store<Vector>(_mm512_maskz_compress_pd(is_near, v[c]), neighbours.x(c) + count, kWidth);
+    store<Vector>(_mm512_maskz_compress_pd(is_near, r2), square + count, kWidth);
+    const Bits slots_of = Bits{0, 1, 2, 3, 4, 5, 6, 7} + (begin + s);
+    store((Bits)_mm512_maskz_compress_epi64(is_near, (__m512i)slots_of), slot + count, kWidth);
+    store((Bits)_mm512_maskz_compress_epi64(is_near, (__m512i)kinds_of), kind_of + count, kWidth);
+    count += __builtin_popcount(is_near);
+  }
+#endif
+  for (; s < slots; ++s, d += 3) {
     const double r2 = double(d[0]) * d[0] + double(d[1]) * d[1] + double(d[2]) * d[2];
     x[count] = d[0], y[count] = d[1], z[count] = d[2];
     square[count] = r2;
@@ -292,26 +336,10 @@ void fill(const Call<Real>& call, const Neighbours& neighbours, Block<D>* blocks
     Bits cell = __builtin_convertvector(not_below, Bits);
     const Bits last = Bits{} + (call.rows - 6);
     cell = cell < last ? cell : last;
-    for (int l = 0; l < kWidth; ++l)
-      block.place[l] = (kind[l] * call.rows + cell[l]) * call.functions;
+    store((load<Bits>(kind) * call.rows + cell) * call.functions, block.place, kWidth);
 
-    N in_cell = position - __builtin_convertvector(cell, Vector);
-    if (call.begin_at_zero) {
-      basis<5>(in_cell, block.weights, kWithSlopes ? block.slopes : nullptr);
-    } else {
-      // Below the grid, the splines continue as straight lines.
-      N below = in_cell;
-      for (int p = 0; p < Block<D>::kParts; ++p) {
-        Vector& part = parts_of<Vector>(&in_cell)[p];
-        Vector& part_below = parts_of<Vector>(&below)[p];
-        part_below = place < 0.0 ? part : Vector{};
-        part = place < 0.0 ? Vector{} : part;
-      }
-      basis<5>(in_cell, block.weights, block.slopes);
-      for (int k = 0; k < 6; ++k) block.weights[k] = block.weights[k] + below * block.slopes[k];
-    }
-    if (kWithSlopes)
-      for (int k = 0; k < 6; ++k) block.slopes[k] = block.slopes[k] * cells_per_unit;
+    find_weights<D>(position, __builtin_convertvector(cell, Vector), cells_per_unit,
+                    call.begin_at_zero, block.weights, kWithSlopes ? block.slopes : nullptr);
   }
 }
 
