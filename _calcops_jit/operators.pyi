@@ -85,6 +85,53 @@ def force_virial(
     atom_virial of an atom and the virial of its frame become NaN with its force.
     """
 
+def density(
+    d: Tensor,
+    kind: Tensor,
+    table: Tensor,
+    grid: Tensor,
+    harmonics: int,
+) -> Tensor:
+    """Sums over neighbours of tabulated functions of the distance times spherical harmonics.
+
+    d            [n, K, 3]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA.
+                 Vectors from each atom to its neighbours, in any order.
+    kind         [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of
+                 each pair, such as the types of both atoms; -1: an empty slot, anywhere.
+    table        [kinds, B, F]; like d. Coefficients of the splines; B is at least 6.
+    grid         [kinds, 2]; float32 or float64 read as float64. First and last distance of the cells,
+                 0 <= first < last, for each kind. The last is the cutoff.
+    harmonics    1 to 25. 1, 4, 9, 16 or 25, the number (l_max + 1)^2 of harmonics.
+
+    Returns
+    result       [harmonics, n, F]; like d.
+
+    These are the projections of the density of neighbours with which NEP, ACE and SNAP describe an
+    atom:
+
+      A[l^2 + l + m][i][f] = sum of g_f(|d|; kind) Y_lm(d / |d|) over the slots of atom i
+
+    Each kind of pair has F functions g_f of the distance. They are quintic splines with B - 5 cells
+    of equal width between the two distances in `grid`. table[kind][b][f] is the coefficient of the
+    B-spline b. Below the grid the splines continue as straight lines, so a grid usually begins at 0.
+
+    Y_lm are the real spherical harmonics, orthonormal on the unit sphere: Y_00 = (4 pi)^(-1/2), and
+    Y_1-1, Y_10 and Y_11 are (3 / 4 pi)^(1/2) times y/r, z/r and x/r. m > 0 has cos(m phi), m < 0 has
+    sin(|m| phi), without the sign (-1)^m.
+
+    An empty slot and a pair at the end of its grid or beyond add exactly nothing, whatever values
+    they have, and their gradients are exactly 0. Functions that do not vanish at the end of the grid
+    jump to 0 there. Two atoms in one place make the sums of their atom NaN.
+
+    Differentiable in `d` up to third order and in `table` to any order, in reverse and in forward
+    mode; not in `grid`. Deterministic: computed in float64 and summed in the order of the slots; the
+    gradient for `table` is summed in blocks of atoms that depend on the sizes alone.
+
+    A kind that does not exist is an error on the CPU. On CUDA the sums of its atom become NaN. With
+    CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call then waits for the
+    GPU.
+    """
+
 def edge_force(
     edge_index: Tensor,
     edge_gradient: Tensor,
