@@ -6,7 +6,7 @@ anything else changed, such as the compiler or a header that appeared, the folde
 
     <slot>/build.<digest of the sources' folder>/
         .unfinished          exists while a build runs; it outlives a killed one
-        .inputs              from which contents the objects were compiled
+        .record              from which contents the objects were compiled
         c++                  the compiler's command, a script
         build.ninja, *.o     of torch and ninja
 """
@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import json
 import os
 import re
-import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -30,7 +28,7 @@ from .cache import Generation
 from .compile import compile_and_link, import_cpp_extension
 from .diagnosis import explain, foresee
 from .errors import BuildError, report
-from .inputs import Changed, Inputs, digest, state_of
+from .inputs import Inputs, digest, state_of
 from .progress import Progress, say
 from .recording import dependencies, files_in_flags, inputs_of_build
 from .registration import Registration
@@ -47,39 +45,38 @@ def built(request: Request, reasons: list[str]) -> Generation:
     `reasons` say why the last build does not fit; the first is shown while the compilers run.
     BuildError: it cannot be built or loaded.
     """
-    with cache.locked_slot(request) as slot:
-        generation = cache.find(request, reasons)  # another process may have built it meanwhile
-        if generation:
-            return generation
-        choice = request.cuda
-        if choice.fatal:
-            raise report(f"cannot build {request.name} for CUDA", [choice.reason], choice.fix)
-        if choice.gpus and not choice.build:
-            reason = f"{choice.reason}: {choice.fix}"
-            say(f"{choice.gpus[0]} is here, but {reason}; building for the CPU")
-        for cause, evidence, fix in foresee(request):
-            raise report(f"cannot build {request.name}: {cause}", [evidence], fix)
-        title = f"building {request.name}"
-        if reasons:
-            title += f" ({reasons[0].rpartition('/')[2]})"
-        with Progress(title, lambda seconds: progress(slot, seconds)) as shown:
-            try:
-                generation = _built_in_child(request, slot)
-            except OSError as error:
-                raise explain(f"cannot build {request.name}", str(error), request) from None
-            shown.outcome = f"built {request.name} in {shown.seconds():.1f} s"
-        return generation
+    try:
+        with cache.locked_slot(request) as slot:
+            # Another process may have built it meanwhile.
+            return cache.find(request, reasons) or _built_in(slot, request, reasons)
+    except OSError as error:
+        raise explain(f"cannot build {request.name}", str(error), request) from None
 
 
-def _built_in_child(request: Request, slot: str) -> Generation:
-    """Build a library in a locked slot, load it in the child, and publish it."""
+def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
+    """Build a library in a locked slot, load it in a child, and publish it."""
+    choice = request.cuda
+    if choice.fatal:
+        raise report(f"cannot build {request.name} for CUDA", [choice.reason], choice.fix)
+    if choice.gpus and not choice.build:
+        reason = f"{choice.reason}: {choice.fix}"
+        say(f"{choice.gpus[0]} is here, but {reason}; building for the CPU")
+    for cause, evidence, fix in foresee(request):
+        raise report(f"cannot build {request.name}: {cause}", [evidence], fix)
+    title = f"building {request.name}"
+    if reasons:
+        title += f" ({reasons[0].rpartition('/')[2]})"
     log = f"{slot}/failed.log"
+    cache.remove(log)
     answers = child.answers(lambda: _steps(request, slot), log, request.verbose)
-    with contextlib.closing(answers):
+    with (
+        Progress(title, lambda seconds: progress(slot, seconds)) as shown,
+        contextlib.closing(answers),
+    ):
         try:
             product, inputs, size = next(answers)
         except child.Ended as end:
-            what = f"cannot build {request.name}: something {end}"
+            what = f"cannot build {request.name}: the building process {end}"
             raise report(what, [], f"less {log}", log) from None
         try:
             registered = next(answers)
@@ -88,19 +85,32 @@ def _built_in_child(request: Request, slot: str) -> Generation:
                 file.seek(size)
                 lines = file.read().splitlines()
             if not (torch.cuda.is_initialized() and any("CUDA" in line for line in lines)):
-                raise _crashed(request, str(end), lines) from None
+                what = f"cannot load {request.name}: a static initialiser {end}"
+                fix = "do what may fail in a function that is called later"
+                raise report(what, lines[-8:], fix) from None
             registered = _registered(request, product)  # a child cannot use its parent's CUDA
         generation = cache.publish(slot, product, request, Inputs(**inputs), **registered)
-    os.unlink(log)
+        shown.outcome = f"built {request.name} in {shown.seconds():.1f} s"
+    cache.remove(log)
     return generation
 
 
-def _crashed(request: Request, end: str, lines: list[str]) -> BuildError:
-    """Return the error of a library that ended the child which loaded it."""
-    if end.endswith("SIGALRM"):
-        end = f"does not end within {_TRIAL_S} s"
-    what = f"cannot load {request.name}: a static initialiser {end}"
-    return report(what, lines[-8:], "do what may fail in a function that is called later")
+def progress(slot: str, seconds: float) -> tuple[str, float]:
+    """Return (a line of progress, the finished fraction) of the build in a slot."""
+    folder = max(glob.glob(f"{glob.escape(slot)}/build.*"), key=os.path.getmtime, default="")
+    targets: list[str] = []
+    awaited = ""
+    with contextlib.suppress(OSError):
+        with open(f"{folder}/.unfinished") as file:
+            awaited = file.read()
+        with open(f"{folder}/build.ninja", errors="replace") as file:
+            targets = re.findall(r"^build (\S+):", file.read(), re.MULTILINE)
+    if not targets:  # build.ninja is not written yet
+        return f"[0/?] {seconds:.0f} s", 0.0
+    waiting = [target for target in targets if not os.path.exists(f"{folder}/{target}")]
+    done = len(targets) - len(waiting)
+    name = waiting[0].removesuffix(".o") if len(waiting) > 1 else awaited or "linking"
+    return f"[{done}/{len(targets)}] {name} {seconds:.0f} s", done / len(targets)
 
 
 # ---- in the child --------------------------------------------------------------------------------
@@ -108,7 +118,10 @@ def _crashed(request: Request, end: str, lines: list[str]) -> BuildError:
 
 def _steps(request: Request, slot: str) -> Iterator:
     """Yield (path of what was built, its inputs, the log's size), then what it registers."""
-    product, inputs = _build(request, slot)
+    try:
+        product, inputs = _build(request, slot)
+    except OSError as error:
+        raise explain(f"cannot build {request.name}", str(error), request) from None
     yield product, vars(inputs), os.fstat(1).st_size
     signal.alarm(_TRIAL_S)
     yield _registered(request, product)
@@ -135,12 +148,32 @@ def _build(request: Request, slot: str) -> tuple[str, Inputs]:
     if request.product.endswith(".so"):
         archive = _archive(request, folder)
     for _ in range(3):
-        _remove_outdated(folder, request)
         product, inputs = _compile(request, folder, archive.path if archive else "")
         if "" not in inputs.files.values():  # no file was saved meanwhile
             return product, inputs.merged(archive.inputs) if archive else inputs
     what = f"cannot build {request.name}: its sources changed again and again meanwhile"
     raise report(what, [], "wait until nothing writes to them")
+
+
+def _folder(request: Request, slot: str) -> str:
+    """Return the folder of builds for a checkout. If a build was killed, it is a new one.
+
+    Compilers of the killed build may still run. They write to the old folder, which has another
+    name then, and hurt nobody.
+    """
+    folder = f"{slot}/build.{digest(os.fsencode(request.root))[:8]}"
+    with contextlib.suppress(FileNotFoundError):
+        names = set(os.listdir(folder)) if os.path.isdir(folder) else {".unfinished"}
+        if ".unfinished" in names or not all(os.path.isfile(f"{folder}/{n}") for n in names):
+            os.rename(folder, f"{folder}.killed.{os.urandom(4).hex()}")
+    os.makedirs(folder, exist_ok=True)
+    os.utime(folder)
+    others = glob.glob(f"{glob.escape(slot)}/build.*")
+    others.sort(key=os.path.getmtime, reverse=True)
+    for i, other in enumerate(others):
+        if i >= _KEPT or ".killed." in other:
+            cache.remove(other)
+    return folder
 
 
 def _archive(request: Request, folder: str) -> Generation:
@@ -154,7 +187,6 @@ def _archive(request: Request, folder: str) -> Generation:
     thread = threading.Thread(target=lambda: results.append(_built_or_error(wanted)))
     thread.start()
     if jobs(request) > 1:
-        _remove_outdated(folder, request)
         _compile(request, folder, "")
         _mark(folder, "runtime")
     thread.join()
@@ -170,62 +202,27 @@ def _built_or_error(request: Request) -> Generation | BuildError:
         return error
 
 
-def _folder(request: Request, slot: str) -> str:
-    """Return the folder of builds for a checkout. If a build was killed, it is a new one.
-
-    Compilers of the killed build may still run. They write to the old folder, which has another
-    name then, and hurt nobody.
-    """
-    folder = f"{slot}/build.{digest(os.fsencode(request.root))[:8]}"
-    if os.path.exists(f"{folder}/.unfinished"):
-        os.rename(folder, f"{folder}.killed.{os.urandom(4).hex()}")
-    os.makedirs(folder, exist_ok=True)
-    os.utime(folder)
-    others = glob.glob(f"{glob.escape(slot)}/build.*")
-    others.sort(key=os.path.getmtime, reverse=True)
-    for other in others[_KEPT:]:
-        shutil.rmtree(other, ignore_errors=True)
-    for killed in glob.glob(f"{glob.escape(slot)}/build.*.killed.*"):
-        shutil.rmtree(killed, ignore_errors=True)
-    return folder
-
-
-def _remove_outdated(folder: str, request: Request) -> None:
-    """Remove the objects whose inputs have other contents than when they were compiled."""
-    try:
-        last = _last_inputs(folder)
-        last.check_others(request)
-        changed = set(last.changed_files(request))
-        if changed & files_in_flags(request, with_linker=False):
-            raise Changed("a file that a flag names")
-    except (OSError, ValueError, TypeError, Changed):
-        shutil.rmtree(folder)
-        os.mkdir(folder)
-        return
-    for target, files in dependencies(request, folder).items():
-        if changed.intersection(files):
-            os.unlink(f"{folder}/{target}")
-
-
 def _compile(request: Request, folder: str, archive: str) -> tuple[str, Inputs]:
-    """Compile what changed, and link it with an archive. Return (product, inputs).
-
-    The inputs are written after a failure, too, because some sources may have been compiled.
-    """
-    known = {*request.sources, *files_in_flags(request)}
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        known.update(map(request.unfold, _last_inputs(folder).files))
-    before = {path: state_of(path) for path in known}
+    """Run torch and ninja, and link with an archive. Return (path of what was built, inputs)."""
+    before, objects = _up_to_date(request, folder)
+    for path in {*request.sources, *files_in_flags(request)}:
+        before[path] = state_of(path)
     _mark(folder)
     failure = ""
     try:
         product = compile_and_link(request, folder, archive)
     except Exception as error:  # torch refuses a GPU architecture, for example
         failure = str(error)
-    inputs = inputs_of_build(request, folder, before, archive)
-    with open(f"{folder}/.inputs", "w") as file:
-        json.dump(vars(inputs), file)
-    os.unlink(f"{folder}/.unfinished")
+    for target, files in dependencies(request, folder).items():
+        state = state_of(f"{folder}/{target}")
+        if target not in objects or objects[target][0] != state:
+            objects[target] = [state, files]
+    read = set().union(*(files for _, files in objects.values()))
+    inputs = inputs_of_build(request, folder, before, read, archive)
+    # After a failure, too, because some sources may have been compiled.
+    record = {"facts": request.facts, "inputs": vars(inputs), "objects": objects}
+    cache.write_record(f"{folder}/.record", record)
+    cache.remove(f"{folder}/.unfinished")
     if failure:
         log = f"{os.path.dirname(folder)}/failed.log"
         with open(log, encoding="utf-8", errors="replace") as file:
@@ -234,31 +231,36 @@ def _compile(request: Request, folder: str, archive: str) -> tuple[str, Inputs]:
     return product, inputs
 
 
+def _up_to_date(request: Request, folder: str) -> tuple[dict[str, str], dict[str, list]]:
+    """Remove the objects whose inputs have other contents than when they were compiled.
+
+    Return ({file: its state} of the other inputs of the last build, {object: [its state, the files
+    that were read for it]} of the objects that stay).
+    """
+    states: dict[str, str] = {}
+    objects: dict[str, list] = {}
+    changed: set[str] = set()
+    with contextlib.suppress(*cache.UNFIT):
+        record = cache.read_record(f"{folder}/.record")
+        last = Inputs(**record["inputs"])
+        last.check_others(request)
+        changed.update(last.changed_files(request))
+        if not changed & files_in_flags(request, with_linker=False):
+            states = {request.unfold(path): state for path, state in last.files.items()}
+            states |= {path: state_of(path) for path in changed}
+            objects = record["objects"]
+    for path in glob.glob(f"{glob.escape(folder)}/*.o"):
+        target = os.path.basename(path)
+        state, files = objects.get(target, ("", []))
+        if state != state_of(path) or changed.intersection(files):
+            os.unlink(path)
+            objects.pop(target, None)
+    for path in glob.glob(f"{glob.escape(folder)}/library.*"):
+        cache.remove(path)  # it could not be loaded
+    return states, objects
+
+
 def _mark(folder: str, awaited: str = "") -> None:
     """Write the file that exists while a build runs. It has what is waited for, if not ninja."""
     with open(f"{folder}/.unfinished", "w") as file:
         file.write(awaited)
-
-
-def _last_inputs(folder: str) -> Inputs:
-    with open(f"{folder}/.inputs") as file:
-        return Inputs(**json.load(file))
-
-
-def progress(slot: str, seconds: float) -> tuple[str, float]:
-    """Return (a line of progress, the finished fraction) of the build in a slot."""
-    folders = glob.glob(f"{glob.escape(slot)}/build.*")
-    folder = max(folders, key=os.path.getmtime, default="")
-    targets: list[str] = []
-    awaited = ""
-    with contextlib.suppress(OSError):
-        with open(f"{folder}/.unfinished") as file:
-            awaited = file.read()
-        with open(f"{folder}/build.ninja", errors="replace") as file:
-            targets = re.findall(r"^build (\S+):", file.read(), re.MULTILINE)
-    if not targets:  # build.ninja is not written yet
-        return f"[0/?] {seconds:.0f} s", 0.0
-    waiting = [target for target in targets if not os.path.exists(f"{folder}/{target}")]
-    done = len(targets) - len(waiting)
-    name = waiting[0].removesuffix(".o") if len(waiting) > 1 else awaited or "linking"
-    return f"[{done}/{len(targets)}] {name} {seconds:.0f} s", done / len(targets)

@@ -104,7 +104,7 @@ def generations(slot: str) -> list[str]:
 
 def checked(path: str, request: Request) -> Generation:
     """Return the generation in a folder. UNFIT: it is stale, damaged or unreadable."""
-    manifest = read_manifest(path)
+    manifest = read_record(f"{path}/manifest")
     inputs = Inputs(**manifest["inputs"])
     inputs.check(request)
     library = f"{path}/{request.product}"
@@ -115,16 +115,16 @@ def checked(path: str, request: Request) -> Generation:
     return Generation(path=library, digest=name, manifest=manifest, inputs=inputs)
 
 
-def read_manifest(path: str) -> dict:
-    """Return the manifest in the folder of a generation. UNFIT: it cannot be used."""
-    with _verified(f"{path}/manifest") as file:
+def read_record(path: str) -> dict:
+    """Return what write_record() has written. UNFIT: it cannot be used."""
+    with _verified(path) as file:
         checksum, _, text = file.read().partition(b"\n")
     if checksum.decode(errors="replace") != digest(text):
-        raise ValueError(f"{path}/manifest is damaged")
-    manifest = json.loads(text)
-    if manifest["facts"]["format"] != FORMAT:
-        raise ValueError(f"{path}/manifest has another version")
-    return manifest
+        raise ValueError(f"{path} is damaged")
+    record = json.loads(text)
+    if record["facts"]["format"] != FORMAT:
+        raise ValueError(f"{path} has another version")
+    return record
 
 
 def _verified(path: str):
@@ -144,7 +144,7 @@ def newest(name: str) -> Iterator[dict]:
     paths = [path for slot in of_name for path in generations(slot)]
     for path in sorted(paths, key=lambda path: os.path.getmtime(f"{path}/manifest"), reverse=True):
         with contextlib.suppress(*UNFIT):
-            yield read_manifest(path)
+            yield read_record(f"{path}/manifest")
 
 
 def differences(old: dict, new: dict) -> list[str]:
@@ -215,9 +215,10 @@ def _wait(lock, name: str) -> None:
         lock.seek(0)
         say(f"waiting for {lock.read() or 'another process'}, which builds {name}")
         fcntl.flock(lock, fcntl.LOCK_EX)
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {os.uname().nodename}")
-    lock.flush()
+    with contextlib.suppress(OSError):  # the disk may be full
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+        lock.flush()
 
 
 def publish(slot: str, product: str, request: Request, inputs: Inputs, **answers) -> Generation:
@@ -240,21 +241,21 @@ def publish(slot: str, product: str, request: Request, inputs: Inputs, **answers
     os.mkdir(new, 0o755)
     os.chmod(product, 0o755)
     os.rename(product, f"{new}/{request.product}")
-    write_manifest(new, manifest)
+    write_record(f"{new}/manifest", manifest)
     if os.path.lexists(path):  # it is damaged
         os.rename(path, f"{new}.old")
     os.rename(new, path)
-    shutil.rmtree(f"{new}.old", ignore_errors=True)
+    remove(f"{new}.old")
     for old in generations(slot)[_KEPT:]:
-        shutil.rmtree(old, ignore_errors=True)  # a process that has loaded it keeps it
+        remove(old)  # a process that has loaded it keeps it
     library = f"{path}/{request.product}"
     return Generation(path=library, digest=name, manifest=manifest, inputs=inputs)
 
 
-def write_manifest(path: str, manifest: dict) -> None:
-    """Write the manifest of a generation into its folder."""
-    text = json.dumps(manifest).encode()
-    write_whole(f"{path}/manifest", digest(text).encode() + b"\n" + text)
+def write_record(path: str, record: dict) -> None:
+    """Write a dictionary with the key "facts", and its digest."""
+    text = json.dumps(record).encode()
+    write_whole(path, digest(text).encode() + b"\n" + text)
 
 
 def write_whole(path: str, data: bytes) -> None:
@@ -264,6 +265,15 @@ def write_whole(path: str, data: bytes) -> None:
         os.fchmod(file.fileno(), 0o644)  # the umask may let a group write it
         file.write(data)
     os.replace(beside, path)
+
+
+def remove(path: str) -> None:
+    """Remove a file or a folder, if it exists and as far as possible."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 # ---- the whole cache -----------------------------------------------------------------------------
@@ -287,7 +297,5 @@ def clean() -> list[str]:
                 continue
             for name in os.listdir(slot):
                 if name != "lock":  # a process may wait for it
-                    shutil.rmtree(f"{slot}/{name}", ignore_errors=True)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{slot}/failed.log")
+                    remove(f"{slot}/{name}")
     return busy

@@ -74,6 +74,8 @@ def answers(steps: Callable[[], Iterator], log: str, is_shown: bool = False) -> 
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if is_shown:
                 _show(output)
+    if status == -signal.SIGALRM:
+        raise Ended("does not end in time")
     if status < 0:
         raise Ended(f"ends the process by {signal.Signals(-status).name}")
     raise Ended(f"ends the process ({status})")

@@ -49,7 +49,8 @@ def compile_and_link(request: Request, folder: str, archive: str) -> str:
     cpp_extension.CUDA_HOME = request.cuda.home or None
     with _environment(_variables(request, folder, archive)):
         path = cpp_extension.load(
-            name=request.name,
+            # torch builds nothing if it remembers a build of this name and these sources.
+            name=f"library.{os.urandom(4).hex()}",
             sources=_sources(request, folder),
             extra_cflags=_cflags(request),
             extra_cuda_cflags=list(request.cuda_cflags),
@@ -102,10 +103,9 @@ def _variables(request: Request, folder: str, archive: str) -> dict[str, str]:
     first = "" if archive else _COMPILE_ONLY
     # A wheel's library finds PyTorch by an rpath with $ORIGIN, wherever it is.
     unwanted = " -Wl,-rpath,/*) continue;;" if request.level else ""
-    with open(script, "w") as file:
-        command = shlex.join(request.compiler)
-        file.write(_COMPILER.format(command=command, first=first, unwanted=unwanted))
-        os.fchmod(file.fileno(), 0o755)
+    text = _COMPILER.format(command=shlex.join(request.compiler), first=first, unwanted=unwanted)
+    write_whole(script, os.fsencode(text))
+    os.chmod(script, 0o755)
     path = request.environment.get("PATH", os.defpath)
     variables = {
         "CXX": script,
@@ -157,12 +157,13 @@ def _including(source: str, path: str) -> str:
 
 
 def _cflags(request: Request) -> list[str]:
-    """Return the flags for C++, of which two are only for GCC."""
+    """Return the flags for C++, of which three are only for GCC."""
     cflags = re.sub(_DEPENDENCY_FLAGS, "", " ".join(request.cflags)).split(" ")
     if "Free Software Foundation" not in version(request):
         return [flag for flag in cflags if flag != "-fno-gnu-unique"]
     # GCC's garbage collector is slow on PyTorch's headers. It runs only if the heap exceeds 1 GiB.
-    return ["--param=ggc-min-heapsize=1048576", *cflags]
+    # GCC names a header of -isystem by its real path if that is shorter. But a link may change.
+    return ["--param=ggc-min-heapsize=1048576", "-fno-canonical-system-headers", *cflags]
 
 
 def _ldflags(request: Request, folder: str, archive: str) -> list[str]:

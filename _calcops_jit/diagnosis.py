@@ -78,6 +78,9 @@ _LED_TO = (
     r"|^ +instantiation of .* at line (?P<row>\d+) of (?P<unit>\S+)"
 )
 
+# Flags with which a compiler writes no object, or writes it to another path.
+_OUTPUT = re.compile(r"-(?:o.*|c|S|E|MM?|fsyntax-only|-?ptx|-?cubin|-?fatbin|-?preprocess)$")
+
 
 def explain(what: str, output: str, request: Request, log: str = "") -> BuildError:
     """Return the BuildError for `what`, which failed with a tool's output."""
@@ -164,6 +167,9 @@ def foresee(request: Request) -> Iterator[Problem]:
         yield "no ninja", evidence, f"{sys.executable} -m pip install ninja"
     for source in request.sources:
         yield from _foresee_source(source, request)
+    for flag in filter(_OUTPUT.match, [*request.cflags, *request.cuda_cflags]):
+        evidence = f"{flag}: the loader chooses what is compiled, and into which file"
+        yield "a flag asks for another output", evidence, _fix("{drop} " + flag, request)
     if request.cuda.build:
         yield from _foresee_cuda(request)
 
@@ -172,6 +178,10 @@ def _foresee_source(source: str, request: Request) -> Iterator[Problem]:
     if not os.path.isfile(source):
         fix = f"restore {source}, or load without it in a new process"
         yield "a source is gone", f"the source {source} is gone", fix
+        return
+    if re.search(r"\.(?:l?o|obj|a|so[.\d]*)$", source):
+        fix = f"take it out of the sources, and pass extra_ldflags=[{source!r}]"
+        yield "an object is no source", f"{source} is compiled already", fix
         return
     with open(source, encoding="utf-8", errors="replace") as file:
         text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", file.read(), flags=re.DOTALL)

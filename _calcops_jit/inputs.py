@@ -31,8 +31,10 @@ class Inputs(SimpleNamespace):
     """The inputs of a build: what it has read. The paths are folded (Request.fold)."""
 
     files: dict[str, str]  # {file: its state}
-    absent: list[str]  # if one of these appears, a compiler may read it in place of another file
-    programs: str  # the state of the compilers
+    # If one of these appears, a compiler may read it in place of another file. One that ends with a
+    # slash is a folder; a file of this name may appear in its place.
+    absent: list[str]
+    programs: list[str]  # the states of the compilers
 
     def check(self, request: Request) -> None:
         """Compare everything with the disk. Changed: something differs."""
@@ -47,11 +49,14 @@ class Inputs(SimpleNamespace):
 
     def check_others(self, request: Request) -> None:
         """Compare everything but the files with the disk. Changed: something differs."""
+        now = program_states(request)
         # A library that is built already is used without a compiler, too.
-        if self.programs and request.programs and program_states(request) != self.programs:
-            raise Changed(f"{request.programs[-1]} is not the compiler that built it")
+        if now and self.programs and now != self.programs:
+            pairs = zip(request.programs, zip(now, self.programs))
+            changed = [path for path, (state, old) in pairs if state != old]
+            raise Changed(f"{(changed or request.programs)[0]} is another compiler")
         for path in map(request.unfold, self.absent):
-            if os.path.lexists(path):
+            if os.path.exists(path) != path.endswith("/"):
                 raise Changed(f"{path} is new")
 
     def merged(self, other: Inputs) -> Inputs:
@@ -61,9 +66,9 @@ class Inputs(SimpleNamespace):
         return Inputs(files=files, absent=absent, programs=self.programs)
 
 
-def program_states(request: Request) -> str:
-    """Return what identifies the compilers: their paths and states."""
-    return " ".join(f"{path} {state_of(path)}" for path in request.programs)
+def program_states(request: Request) -> list[str]:
+    """Return the states of the compilers."""
+    return list(map(state_of, request.programs))
 
 
 def state_of(path: str) -> str:

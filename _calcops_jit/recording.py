@@ -23,7 +23,9 @@ _TESTED = re.compile(rb"__has_(?:include(?:_next)?|embed)\b\s*\(\s*[<\"]([^>\"\n
 _FOLDER_FLAGS = ("-I", "-isystem", "-iquote", "-idirafter")
 
 
-def inputs_of_build(request: Request, folder: str, before: dict[str, str], archive: str) -> Inputs:
+def inputs_of_build(
+    request: Request, folder: str, before: dict[str, str], read: set[str], archive: str
+) -> Inputs:
     """Return the inputs of the objects in a folder and of the link.
 
     A file that may have changed during the build has the state "", which no check accepts.
@@ -33,11 +35,11 @@ def inputs_of_build(request: Request, folder: str, before: dict[str, str], archi
         folder: where; the file .unfinished in it was made when the build began.
         before: {file: its state before the build} of the files that were known then. The others are
             judged by the clock of the disk.
+        read: the files that the compilers have read.
         archive: the path of the runtime, whose own inputs count.
     """
     start = os.stat(f"{folder}/.unfinished").st_ctime_ns
-    read = {f"{SHADOW}/hidden.map", *_linked(folder), *files_in_flags(request)}
-    read.update(*dependencies(request, folder).values())
+    read = {f"{SHADOW}/hidden.map", *read, *_linked(folder), *files_in_flags(request)}
     read = {path for path in read if path != archive and not path.startswith(f"{folder}/")}
     headers = {path for path in read if has_version(path, request) and path.startswith(TORCH)}
     states = {path: state_of(path) for path in read if not has_version(path, request)}
@@ -55,11 +57,14 @@ def inputs_of_build(request: Request, folder: str, before: dict[str, str], archi
     absent = set()
     for name in names:
         for searched in folders:
+            path = f"{searched}/{name}"
             missing = _first_missing(searched, name)
             if missing:
                 absent.add(missing)
             elif name in tested:
-                states.setdefault(f"{searched}/{name}", state_of(f"{searched}/{name}"))
+                states.setdefault(path, state_of(path))
+            elif path not in states and os.stat(path).st_ctime_ns >= start:
+                states[path] = ""  # it appeared during the build
     return Inputs(
         files={request.fold(path): state for path, state in sorted(states.items())},
         absent=sorted(map(request.fold, absent)),
@@ -90,15 +95,12 @@ def dependencies(request: Request, folder: str) -> dict[str, list[str]]:
     """Return {object: the files that were read for it} of the objects in a folder of builds."""
     command = [find_ninja(request), "-t", "deps"]
     output = subprocess.run(command, cwd=folder, capture_output=True).stdout
-    real_folder = functools.cache(os.path.realpath)
     found = {}
     for block in os.fsdecode(output).split("\n\n"):
         first, *files = block.strip("\n").split("\n")
         target = first.partition(": #deps")[0]
         if target and os.path.exists(f"{folder}/{target}"):
-            # A file that is a link is not resolved: a compiler searches headers beside the link.
-            paths = [os.path.split(os.path.join(folder, file[4:])) for file in files]
-            found[target] = [os.path.join(real_folder(parent), name) for parent, name in paths]
+            found[target] = [os.path.join(folder, file[4:]) for file in files]
     return found
 
 
@@ -164,10 +166,13 @@ def _tested(paths: set[str]) -> set[str]:
 
 
 def _first_missing(folder: str, name: str) -> str:
-    """Return the shortest path on the way from `folder` to `name` that is absent, or ""."""
+    """Return the first path on the way from `folder` to `name` that is absent; "" if none is.
+
+    If a folder has the name, return it with a slash at its end.
+    """
     path = folder
     for part in name.split("/"):
         path = f"{path}/{part}"
-        if not os.path.lexists(path):
+        if not os.path.exists(path):
             return path
-    return ""
+    return f"{path}/" if os.path.isdir(path) else ""

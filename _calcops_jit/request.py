@@ -29,7 +29,7 @@ BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 _CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
 # Environment variables that change what compilers and linkers produce.
 _VARIABLES = (
-    "CC CCC_OVERRIDE_OPTIONS COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH CXX"
+    "CC CCC_OVERRIDE_OPTIONS COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH"
     " GCC_EXEC_PREFIX LD_RUN_PATH LIBRARY_PATH NVCC_APPEND_FLAGS NVCC_CCBIN NVCC_PREPEND_FLAGS"
     " SOURCE_DATE_EPOCH"
 ).split()
@@ -89,9 +89,8 @@ class Request(SimpleNamespace):
         if self.level:  # a wheel's library is used without compilers
             return []
         programs: list[str] = []
-        for word in self.compiler:
-            if "=" not in word and not word.startswith(("-", "@")):
-                programs += _find_programs(word, self.environment.get("PATH", ""))
+        for word in filter(_is_program, self.compiler):
+            programs += _find_programs(word, self.environment.get("PATH", ""))
         if self.cuda.build:
             programs.append(f"{self.cuda.home}/bin/nvcc")
         return programs
@@ -120,7 +119,9 @@ class Request(SimpleNamespace):
         if self.level:  # the other facts are those of one machine
             flags = torch.__config__._cxx_flags()
             return facts | {"level": self.level, "PyTorch's flags": digest(flags.encode())}
+        arguments = tuple(word for word in self.compiler if not _is_program(word))
         facts |= {
+            "compiler arguments": self._fold_flags(arguments),
             # A PyTorch that is built again has libraries of other sizes.
             "PyTorch's size": os.path.getsize(f"{TORCH}/lib/libtorch_cpu.so"),
             "PyTorch's folder": TORCH,  # it is in the library's rpath
@@ -141,15 +142,30 @@ class Request(SimpleNamespace):
         return [flag.replace(f"{self.root}/", "@root/") for flag in flags]
 
 
+def _is_program(word: str) -> bool:
+    """Return True if a word of a compiler's command may be a program."""
+    return "=" not in word and not word.startswith(("-", "@"))
+
+
 def _find_programs(name: str, path: str) -> list[str]:
-    """Return the real path of a program, and of the one that it runs if it is a wrapper."""
-    found = []
+    """Return the real path of a program, and of those that it runs if it is a wrapper.
+
+    A script runs the programs whose absolute paths are in it. ccache runs the next program of its
+    name on PATH.
+    """
+    found: list[str] = []
     for folder in [""] if "/" in name else path.split(":"):
         program = os.path.realpath(os.path.join(folder, name))
-        if os.access(program, os.X_OK) and not os.path.isdir(program):
-            found.append(program)
-            if os.path.basename(program) not in WRAPPERS:
-                break
+        if program in found or os.path.isdir(program) or not os.access(program, os.X_OK):
+            continue
+        found.append(program)
+        with open(program, "rb") as file:
+            is_script = file.read(2) == b"#!"
+            called = re.findall(rb"(?<!#!)(/[^\s\"';]+)", file.read(10_000) if is_script else b"")
+        for script_word in called:
+            found += _find_programs(os.fsdecode(script_word), path)
+        if os.path.basename(program) not in WRAPPERS:
+            break
     return found
 
 

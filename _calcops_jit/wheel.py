@@ -58,7 +58,7 @@ def find(wanted: Request, reasons: list[str]) -> Generation | None:
     manifests = {}
     for path in sorted(glob.glob(f"{glob.escape(LOADER)}/built/*/*/manifest")):
         try:
-            manifests[os.path.dirname(path)] = cache.read_manifest(os.path.dirname(path))
+            manifests[os.path.dirname(path)] = cache.read_record(path)
         except cache.UNFIT as problem:
             reasons.append(str(problem))
     for level in levels():
@@ -155,7 +155,7 @@ def add(folder: str) -> None:
         files = {path: state for path, state in inputs["files"].items() if path[0] == "@"}
         absent = [path for path in inputs["absent"] if path[0] == "@"]
         portable = inputs | {"files": files, "absent": absent}
-        cache.write_manifest(target, found.manifest | {"inputs": portable})
+        cache.write_record(f"{target}/manifest", found.manifest | {"inputs": portable})
 
 
 def _print_system(folder: str) -> None:
@@ -188,7 +188,7 @@ def _pack(temporary: str, folder: str) -> str:
             # The libraries do not call Python, so they fit any Python 3.
             return "py3", "none", "linux_x86_64"
 
-    manifests = map(cache.read_manifest, glob.glob(f"{temporary}/built/*/*"))
+    manifests = map(cache.read_record, glob.glob(f"{temporary}/built/*/*/manifest"))
     versions = {manifest["facts"]["PyTorch"][0] for manifest in manifests}
     label = ".".join(sorted(re.sub(r"[^0-9A-Za-z]+", ".", version) for version in versions))
     # Nothing may stay in the project's build/, because a later `pip wheel .` would pack it.
