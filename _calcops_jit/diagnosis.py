@@ -73,11 +73,11 @@ _COMPILER_ERROR = (
 )
 # Lines in which compilers name the source lines that led to an error in a header.
 _LED_TO = (
-    r"^(?:In file included)?\s*(?:from )?(?P<file>/[^\s:]*):(?P<line>\d+)(?::\d+)?[:,]"
-    r"(?: +(?:recursively )?required| note: .*(?:requested here|expansion)|$)"
-    r"|^ +instantiation of .* at line (?P<row>\d+) of (?P<unit>\S+)"
+    r"^(?P<file>/[^\s:]*):(?P<line>\d+)(?::\d+)?:"
+    r" +(?:(?:recursively )?required|in .constexpr.|note: .*(?:requested here|expansion))",
+    r"^ +instantiation of .* at line (?P<line>\d+) of (?P<file>\S+)",
+    r"^(?:In file included)? +from (?P<file>/[^\s:]*):(?P<line>\d+)(?::\d+)?[:,]",
 )
-
 # Flags with which a compiler writes no object, or writes it to another path.
 _OUTPUT = re.compile(r"-(?:o.*|c|S|E|MM?|fsyntax-only|-?ptx|-?cubin|-?fatbin|-?preprocess)$")
 
@@ -109,12 +109,12 @@ def _place(output: str, error: re.Match, request: Request) -> tuple[str, list[st
     evidence = error[0].splitlines()
     if _is_own(error["at"], request):
         return error["at"], evidence
-    for match in re.finditer(_LED_TO, output, re.MULTILINE):
-        file = match["file"] or match["unit"]
-        number = int(match["line"] or match["row"])
+    matches = [match for pattern in _LED_TO for match in re.finditer(pattern, output, re.MULTILINE)]
+    for match in matches:
+        file, number = match["file"], match["line"]
         if _is_own(file, request) and os.path.isfile(file):
             with open(file, errors="replace") as source:
-                line = source.read().splitlines()[number - 1]
+                line = source.read().splitlines()[int(number) - 1]
             # The header's long path might leave no room for the message.
             message = re.sub(r"^\S.*/include/(?:c\+\+/[\d.]+/)?", "", evidence[0])
             place = f"{file}:{number}"
