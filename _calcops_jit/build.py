@@ -144,11 +144,14 @@ def _registered(request: Request, product: str) -> dict:
 def _build(request: Request, slot: str) -> tuple[str, Inputs]:
     """Compile what changed, and link. Return (product, inputs)."""
     folder = _folder(request, slot)
-    archive = None
-    if request.product.endswith(".so"):
-        archive = _archive(request, folder)
     for _ in range(3):
-        product, inputs = _compile(request, folder, archive.path if archive else "")
+        archive = _archive(request, folder) if request.product.endswith(".so") else None
+        try:
+            product, inputs = _compile(request, folder, archive.path if archive else "")
+        except BuildError:
+            if archive is None or os.path.exists(archive.path):
+                raise
+            continue  # another process has emptied the cache
         if "" not in inputs.files.values():  # no file was saved meanwhile
             return product, inputs.merged(archive.inputs) if archive else inputs
     what = f"cannot build {request.name}: its sources changed again and again meanwhile"
@@ -245,6 +248,10 @@ def _up_to_date(request: Request, folder: str) -> tuple[dict[str, str], dict[str
         last = Inputs(**record["inputs"])
         last.check_others(request)
         changed.update(last.changed_files(request))
+        for path in changed:
+            if os.path.exists(path) and not os.path.isfile(path):
+                what = f"cannot build {request.name}: a compiler would wait for {path}"
+                raise report(what, ["it is no regular file"], f"rm {path}")
         if not changed & files_in_flags(request, with_linker=False):
             states = {request.unfold(path): state for path, state in last.files.items()}
             states |= {path: state_of(path) for path in changed}

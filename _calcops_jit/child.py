@@ -90,7 +90,7 @@ def _show(output: BinaryIO) -> None:
 def _run(steps: Callable[[], Iterator], there: Connection, log: str) -> NoReturn:
     """Run a generator in this child, and send what it yields."""
     try:
-        os.setsid()  # Ctrl-C interrupts only the parent
+        os.setpgid(0, 0)  # Ctrl-C interrupts only the parent
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         faulthandler.disable()
         for number in _SIGNALS:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import cuda, toolchain
+from . import toolchain
 from .errors import BuildError, report
 from .request import LOADER, Request
 
@@ -30,7 +30,7 @@ No space left on device|Disk quota exceeded
 Killed signal|Killed$|Cannot allocate memory|out of memory|memory exhausted
     the compiler was killed, most likely for lack of memory -> export MAX_JOBS=1
 Python\.h: No such file
-    Python's headers are missing -> {install} {headers}
+    Python's headers are missing -> install python3-dev, or conda's Python
 (?:before .\(. token|specifier|unknown type name '\w+')\n[ |\d]*TORCH_LIBRARY
     PyTorch's headers are not included -> begin the source with: #include <torch/library.h>
 [‘'](?:at|c10|torch)[’'] (?:does not name a type|has not been declared|was not declared)|identifier '(?:at|c10|torch)'
@@ -73,11 +73,11 @@ _COMPILER_ERROR = (
 )
 # Lines in which compilers name the source lines that led to an error in a header.
 _LED_TO = (
-    r"^(?:In file included)?\s*(?:from )?(?P<file>/[^\s:]*):(?P<line>\d+)(?::\d+)?[:,]"
-    r"(?: +(?:recursively )?required| note: .*(?:requested here|expansion)|$)"
-    r"|^ +instantiation of .* at line (?P<row>\d+) of (?P<unit>\S+)"
+    r"^(?P<file>/[^\s:]*):(?P<line>\d+)(?::\d+)?:"
+    r" +(?:(?:recursively )?required|in .constexpr.|note: .*(?:requested here|expansion))",
+    r"^ +instantiation of .* at line (?P<line>\d+) of (?P<file>\S+)",
+    r"^(?:In file included)? +from (?P<file>/[^\s:]*):(?P<line>\d+)(?::\d+)?[:,]",
 )
-
 # Flags with which a compiler writes no object, or writes it to another path.
 _OUTPUT = re.compile(r"-(?:o.*|c|S|E|MM?|fsyntax-only|-?ptx|-?cubin|-?fatbin|-?preprocess)$")
 
@@ -109,12 +109,12 @@ def _place(output: str, error: re.Match, request: Request) -> tuple[str, list[st
     evidence = error[0].splitlines()
     if _is_own(error["at"], request):
         return error["at"], evidence
-    for match in re.finditer(_LED_TO, output, re.MULTILINE):
-        file = match["file"] or match["unit"]
-        number = int(match["line"] or match["row"])
+    matches = [match for pattern in _LED_TO for match in re.finditer(pattern, output, re.MULTILINE)]
+    for match in matches:
+        file, number = match["file"], match["line"]
         if _is_own(file, request) and os.path.isfile(file):
             with open(file, errors="replace") as source:
-                line = source.read().splitlines()[number - 1]
+                line = source.read().splitlines()[int(number) - 1]
             # The header's long path might leave no room for the message.
             message = re.sub(r"^\S.*/include/(?:c\+\+/[\d.]+/)?", "", evidence[0])
             place = f"{file}:{number}"
@@ -131,21 +131,8 @@ def _is_own(path: str, request: Request) -> bool:
 
 def _fix(text: str, request: Request, *groups: str) -> str:
     """Return a command, in which the names in braces are replaced."""
-    packages = {
-        "apt-get": ("install -y", "g++", f"python3.{sys.version_info[1]}-dev"),
-        "dnf": ("install -y", "gcc-c++", "python3-devel"),
-        "conda": ("install -c conda-forge", "gxx", "python"),
-    }
-    tool = next(filter(shutil.which, packages), "conda")
-    sudo = "sudo " if os.getuid() and tool != "conda" else ""
-    install, compiler, headers = packages[tool]
-    return text.format(
-        *groups,
-        install=f"{sudo}{tool} {install}",
-        compiler=compiler,
-        headers=headers,
-        drop="take out of extra_cflags:" if request.asked else "unset CALCOPS_CFLAGS; it has",
-    )
+    drop = "take out of extra_cflags:" if request.asked else "unset CALCOPS_CFLAGS; it has"
+    return text.format(*groups, drop=drop)
 
 
 def foresee(request: Request) -> Iterator[Problem]:
@@ -154,7 +141,7 @@ def foresee(request: Request) -> Iterator[Problem]:
     compiler = request.compiler[0]
     if shutil.which(compiler, path=path) is None:
         evidence = f"`{compiler}` is not on PATH"
-        fix = _fix("{install} {compiler}", request)
+        fix = "install g++, or: conda install -c conda-forge gxx"
         if request.environment.get("CXX") and shutil.which("c++", path=path):
             evidence += " (CXX names it), but c++ is"
             fix = "unset CXX"
@@ -170,8 +157,6 @@ def foresee(request: Request) -> Iterator[Problem]:
     for flag in filter(_OUTPUT.match, [*request.cflags, *request.cuda_cflags]):
         evidence = f"{flag}: the loader chooses what is compiled, and into which file"
         yield "a flag asks for another output", evidence, _fix("{drop} " + flag, request)
-    if request.cuda.build:
-        yield from _foresee_cuda(request)
 
 
 def _foresee_source(source: str, request: Request) -> Iterator[Problem]:
@@ -188,21 +173,8 @@ def _foresee_source(source: str, request: Request) -> Iterator[Problem]:
     python = sysconfig.get_path("include", "posix_prefix")
     if "<torch/extension.h>" in text and not os.path.exists(f"{python}/Python.h"):
         evidence = f"{source} includes torch/extension.h, which includes Python.h: No such file"
-        yield "Python's headers are missing", evidence, _fix("{install} {headers}", request)
+        yield "Python's headers are missing", evidence, "install python3-dev, or conda's Python"
     if request.asked and "PYBIND11_MODULE" in text and "TORCH_LIBRARY" not in text:
         evidence = f"{source} has PYBIND11_MODULE and no TORCH_LIBRARY"
         fix = "load it with torch.utils.cpp_extension.load, or register with TORCH_LIBRARY"
         yield "a Python module, not operators", evidence, fix
-
-
-def _foresee_cuda(request: Request) -> Iterator[Problem]:
-    nvcc = f"{request.cuda.home}/bin/nvcc"
-    numbers = re.findall(r"compute_(\d+)", toolchain.ask(request, nvcc, "--list-gpu-arch"))
-    known = [int(number) / 10 for number in numbers]
-    for arch in map(float, re.findall(r"\d+\.\d", cuda.arch_list(request.cuda))):
-        if known and arch not in known:
-            nearest = max((other for other in known if other < arch), default=min(known))
-            evidence = f"{nvcc}: unsupported gpu architecture {arch}, "
-            evidence += f"it has {min(known)} to {max(known)}; take {nearest}"
-            fix = f"export TORCH_CUDA_ARCH_LIST={nearest}+PTX"
-            yield "this nvcc does not know the GPU architecture", evidence, fix

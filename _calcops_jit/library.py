@@ -140,24 +140,36 @@ def obtain(wanted: Request, build: bool = True) -> Library | None:
     """
     with _one_at_a_time:
         live = _find_live(wanted)
-        if live.is_current(wanted):
-            return live.library
-        live.refuse_permanent(wanted)
-        reasons: list[str] = []
-        refusals: list[str] = []
-        generation = cache.find(wanted, reasons)
-        if generation:
-            live.exchange(wanted, generation)
-        elif not _take_from_wheel(live, wanted, refusals):
-            if not build:
+        if not live.is_current(wanted):
+            live.refuse_permanent(wanted)
+            if not _load(live, wanted, build):
                 return None
-            if refusals:
-                reason = f"what the wheel brings does not fit: {refusals[0]}"
-                say(f"building {wanted.name} from its sources; {reason}")
-            _build(live, wanted, reasons)
         if live not in _live:
             _live.append(live)
         return live.library
+
+
+def _load(live: Live, wanted: Request, build: bool) -> bool:
+    """Load a library from the cache or the wheel, or build it. Return False if it is not built."""
+    for _ in range(10):
+        reasons: list[str] = []
+        refusals: list[str] = []
+        try:
+            generation = cache.find(wanted, reasons)
+            if generation:
+                live.exchange(wanted, generation)
+            elif not _take_from_wheel(live, wanted, refusals):
+                if not build:
+                    return False
+                if refusals:
+                    reason = f"what the wheel brings does not fit: {refusals[0]}"
+                    say(f"building {wanted.name} from its sources; {reason}")
+                _build(live, wanted, reasons)
+            return True
+        except FileNotFoundError:
+            pass  # another process has emptied the cache
+    evidence = "another process empties the cache again and again"
+    raise report(f"cannot load {wanted.name}", [evidence], "wait until it has ended")
 
 
 def _take_from_wheel(live: Live, wanted: Request, refusals: list[str]) -> bool:

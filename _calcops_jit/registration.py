@@ -55,7 +55,7 @@ class Registration:
     def __init__(self, request: Request, path: str):
         """Load the library from `path`, without registering its operators.
 
-        BuildError: it cannot be loaded.
+        BuildError: it cannot be loaded. FileNotFoundError: it is gone.
         """
         self.name = request.name
         self.place = request.root
@@ -63,6 +63,8 @@ class Registration:
             with _held(path):
                 self._library = ctypes.CDLL(path)
         except OSError as error:
+            if not os.path.exists(path):
+                raise FileNotFoundError(f"{path} is gone") from None
             from .diagnosis import explain
 
             message = str(error).removeprefix(f"{path}: ")

@@ -162,7 +162,7 @@ def _find_programs(name: str, path: str) -> list[str]:
     found: list[str] = []
     for folder in [""] if "/" in name else path.split(":"):
         program = os.path.realpath(os.path.join(folder, name))
-        if program in found or os.path.isdir(program) or not os.access(program, os.X_OK):
+        if program in found or os.path.isdir(program) or not os.access(program, os.R_OK | os.X_OK):
             continue
         found.append(program)
         with open(program, "rb") as file:

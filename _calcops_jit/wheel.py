@@ -148,7 +148,8 @@ def _print_system(folder: str) -> None:
     for name in ("GLIBC", "GLIBCXX"):
         versions = re.findall(rf"\0{name}_([\d.]+)(?=\0)".encode(), data)
         numbers = [tuple(map(int, version.split(b"."))) for version in versions]
-        needed.append(f"{name} {'.'.join(map(str, max(numbers)))}")
+        if numbers:
+            needed.append(f"{name} {'.'.join(map(str, max(numbers)))}")
     print(f"the libraries need {' and '.join(needed)}, or later", file=sys.stderr)
 
 

@@ -7,7 +7,7 @@
 
 --same-operators compares the loaders alone. Every figure is the least of some rounds, with the
 median in brackets. An edit adds a comment. Its time goes from the end of `import torch` to the
-return of the first call. After the first edit of a source, a precompiled header exists.
+return of the first call.
 """
 
 import argparse
@@ -148,10 +148,7 @@ class Tree:
         return self.run(TIMED.format(script), **environment)[-1][0]
 
     def edit(self, file: str) -> None:
-        """Append a comment to a file. Wait first for precompiled headers made in the background."""
-        time.sleep(8.0)  # the background process starts meanwhile
-        while list(self.folder.glob("cache/unit-preamble.*/stage.*")):
-            time.sleep(0.2)
+        """Append a comment to a file."""
         path = self.folder / file
         path.write_text(f"{path.read_text()}// {time.time_ns()}\n")
 

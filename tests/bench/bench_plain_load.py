@@ -78,13 +78,6 @@ shell.run_cell_magic("operator", "cell", source)
 assert int(torch.ops.cell.scaled(torch.tensor(1))) == {i}
 print("took", time.perf_counter() - start)
 """
-# Waits until {count} precompiled headers have been made in the background.
-WAIT = """
-import glob, time
-end = time.time() + 60
-while len(glob.glob("cache/unit-preamble.*/*/manifest")) < {count} and time.time() < end:
-    time.sleep(0.2)
-"""
 
 
 class Side:
@@ -156,13 +149,6 @@ def edited(side: Side, added: int = 1) -> str:
     return f"{seconds:.1f} s"
 
 
-def edited_again(side: Side) -> str:
-    """Return the time after an edit for which calcops_jit has a precompiled header."""
-    if side.name == "ours":
-        side.run(WAIT.replace("{count}", "1"))
-    return edited(side, 3)
-
-
 def new_header(side: Side) -> str:
     side.edit("early/answer.h", "#define ANSWER 3\n")
     answer = side.once()[1]
@@ -201,17 +187,17 @@ def cell(side: Side) -> str:
     if side.name == "plain":
         lines = side.run("".join(PLAIN_CELL.replace("{i}", str(i)) for i in range(3)))
         return f"{float(lines[-1]):.1f} s, and needs a new name"
-    return our_cell(side, "CELL", WAIT.replace("{count}", "2"))
+    return our_cell(side, "CELL")
 
 
-def our_cell(side: Side, source: str, wait: str = "") -> str:
+def our_cell(side: Side, source: str) -> str:
     shell = """
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
 """
     cell = OUR_CELL.replace("{cell}", source)
     first, second, third = (cell.replace("{i}", str(i)) for i in range(3))
-    lines = side.run(shell + first + second + wait + third)
+    lines = side.run(shell + first + second + third)
     return f"{float(lines[-1].removeprefix('took ')):.1f} s"
 
 
@@ -261,7 +247,6 @@ ROWS = {
     "first build": cold,
     "`load` of a built library, not counting `import torch`": warm,
     "source edited, new process": edited,
-    "second edit of a source, new process (headers precompiled)": edited_again,
     "source edited, same process": edited_live,
     "notebook cell edited again": cell,
     "that cell without PyTorch's headers, edited again": contract_cell,

@@ -232,6 +232,8 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_input_of_cuda_causes_a_rebuild(built, change):
     make_change, answer = CHANGES[change]
+    assert built.answer() == 1
+    built.compiled()
     result = make_change(built)
     options = result if isinstance(result, dict) else {}
     assert built.answer(**options) == answer

@@ -6,7 +6,6 @@ import re
 import shutil
 
 import pytest
-import torch
 from checkout import ANSWER, CONTRACT, Checkout, is_message
 
 LOADED = ANSWER.format("return 1;")
@@ -274,11 +273,3 @@ def test_missing_headers_of_python_are_named(checkout):
     message = build_error(checkout, source, NO_PYTHON_HEADERS)
     assert "Python" in message.splitlines()[0]
     assert "headers" in message.splitlines()[0]
-
-
-def test_the_wrong_abi_is_named(checkout):
-    flag = f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch._C._GLIBCXX_USE_CXX11_ABI:d}"
-    source = "#include <string>\nnamespace c10 { void check(const std::string&); }\n"
-    source += "void g() { c10::check(std::string()); }\n" + LOADED
-    message = build_error(checkout, source, extra_cflags=[flag])
-    assert "ABI" in message or "c105check" in message

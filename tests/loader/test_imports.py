@@ -10,7 +10,7 @@ import sys
 import zipfile
 
 import pytest
-from checkout import ANSWER, CALL, CONTRACT, Checkout, is_message, wait_for
+from checkout import ANSWER, CONTRACT, Checkout, is_message, wait_for
 
 import calcops_jit
 
@@ -219,9 +219,3 @@ except calcops_jit.BuildError as error:
     assert first == "2"
     assert error == f"cannot build mine: error at {folder}/mine.cpp:1:9"
     assert "expected primary-expression" in evidence
-
-
-def test_a_build_needs_no_setuptools(plain_checkout):
-    """torch.utils.cpp_extension imports setuptools, which new environments do not have."""
-    child = plain_checkout.run(f"import sys; sys.modules['setuptools'] = None\n{CALL}")
-    assert (child.code, child.out) == (0, "1\n"), child.err

@@ -207,29 +207,6 @@ def test_a_header_is_an_input_despite_flags_and_variables_of_dependency_files(ch
     assert checkout.loaded(**options) == 6
 
 
-def test_a_parent_folder_behind_a_link_is_that_of_its_target(checkout):
-    """`current` is a link to a folder, so current/../include is the folder beside that one. The
-    folder `include` beside the link has files of the same names, with the value 3."""
-    checkout.put(
-        "mine.cpp",
-        "#include <value.h>\nint value();\n" + ANSWER.format("return 10 * VALUE + value();"),
-    )
-    for value, place in (1, "releases/1"), (2, "releases/2"), (3, "."):
-        checkout.put(f"{place}/include/value.h", f"#define VALUE {value}\n")
-        checkout.archive(value, f"{place}/lib/libvalue.a")
-        checkout.put(f"{place}/bin/empty", "")
-    above = f"{checkout.project}/current/.."
-    options = {
-        "extra_include_paths": [f"{above}/include"],
-        "extra_ldflags": [f"-L{above}/lib", "-lvalue"],
-    }
-    current = checkout.project / "current"
-    for value in (1, 2):
-        current.unlink(missing_ok=True)
-        current.symlink_to(f"releases/{value}/bin")
-        assert checkout.loaded(**options) == 11 * value
-
-
 def test_verbose_prints_the_commands(checkout):
     checkout.put("mine.cpp", "// printed\n" + ANSWER.format("return 1;"))
     child = checkout.load(verbose=True)

@@ -265,8 +265,9 @@ USE = f"{CALL}\nimport sys, time, os\nsys.stdout.flush()"
 
 def test_clean_empties_the_cache_but_for_builds_and_what_is_foreign(checkout, tmp_path):
     """A process that uses a removed library goes on."""
-    wait_until = f"\nwhile not os.path.exists('stop'): time.sleep(0.02)\n{CALL}"
-    user = checkout.start(USE + wait_until, cwd=tmp_path)
+    wait = "\nend = time.monotonic() + 60"
+    wait += "\nwhile not os.path.exists('stop') and time.monotonic() < end: time.sleep(0.02)"
+    user = checkout.start(f"{USE}{wait}\n{CALL}", cwd=tmp_path)
     wait_for(lambda: user.out)
     foreign = checkout.cache / "data-0123456789abcdef/notes"
     foreign.mkdir(parents=True)

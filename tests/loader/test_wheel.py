@@ -152,21 +152,6 @@ def test_libraries_of_a_wheel_find_pytorch_beside_themselves_and_need_no_libpyth
         assert "libtorch_python" not in dynamic
 
 
-@pytest.mark.parametrize("level", [2, 3, 4])
-def test_the_compiler_uses_only_instructions_of_the_words_of_a_level(level):
-    words = {"fxsr", "mmx", "sse", "sse2", *" ".join(ADDED[: level - 1]).split()}
-    command = ["c++", f"-march=x86-64-v{level}", "-dM", "-E", "-x", "c++", os.devnull]
-    macros = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    # SSE3, which Linux names "pni", comes with SSSE3 or AVX.
-    extensions = (
-        r"#define __((?:SSE(?!3)|SSSE|AVX|FMA|BMI|F16C|LZCNT|MOVBE|POPCNT)\w*?)(?<!_MATH)__ 1"
-    )
-    names_in_linux = {"bmi": "bmi1", "lzcnt": "abm"}
-    used = {name.lower() for name in re.findall(extensions, macros)}
-    assert used
-    assert {names_in_linux.get(name, name) for name in used} <= words
-
-
 # ---- a library that fits -------------------------------------------------------------------------
 
 
