@@ -108,6 +108,8 @@ def parse(words):
     if options.folder is None:
         frames = Path(options.frames[0]).resolve()
         options.folder = Path("trained", frames.name if frames.is_dir() else frames.stem)
+    if options.start and options.start.resolve() == (options.folder / "model.npz").resolve():
+        raise ValueError(f"expected another --folder than that of --start, got {options.folder}")
     return options
 
 

@@ -24,6 +24,7 @@ class Pairs:
         atoms: [T] the number of atoms of type c.
         counts: [T, T] the number of pairs.
         sums, squares: [T, T] sums over the pairs of s = w(r) / r and of s^2, in 1/A and 1/A^2.
+        largest: [T, T] the largest s, that of the shortest pair, in 1/A; 0 where there is none.
         shortest: [T, T] the least distance in A; the cutoff where there is no pair.
         most: [T] the largest number of neighbours of type t of an atom.
         crowded: [T] the source of the frame with that atom.
@@ -46,6 +47,7 @@ class Pairs:
         self.counts = np.zeros((ntypes, ntypes), int)
         self.sums = np.zeros((ntypes, ntypes))
         self.squares = np.zeros((ntypes, ntypes))
+        self.largest = np.zeros((ntypes, ntypes))
         self.shortest = np.full((ntypes, ntypes), cutoff)
         self.most = np.zeros(ntypes, int)
         self.crowded = [None] * ntypes
@@ -80,5 +82,6 @@ class Pairs:
                 self.counts[c, t] += len(chosen)
                 self.sums[c, t] += chosen.sum().item()
                 self.squares[c, t] += chosen.square().sum().item()
+                self.largest[c, t] = max(self.largest[c, t], chosen.max().item())
                 shortest = r[rows][of_pair].min().item()
                 self.shortest[c, t] = min(self.shortest[c, t], shortest)

@@ -22,7 +22,9 @@ def plot_loss(path, history):
     names = [f"{name}, {unit}" for name, unit in kUnits.items()]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.semilogy(steps, errors, label=names)
+    is_labelled = errors.any(0)  # without labels, the errors of the virial are zero
+    for column in np.flatnonzero(is_labelled):
+        axes.semilogy(steps, errors[:, column], label=names[column])
     axes.set(xlabel="step", ylabel="RMSE of the training batches")
     figure.legend(loc="outside upper center", ncols=3)  # where no curve is
     figure.savefig(path, dpi=120)

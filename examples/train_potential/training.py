@@ -56,6 +56,11 @@ def digest(*parts):
     return sha.digest()
 
 
+def has_no_virial(data):
+    """Return True if no frame has a label of the virial."""
+    return bool(data.frames["virial"].isnan().any((1, 2)).all())
+
+
 class Squares:
     """Squared errors of each frame, of which there are means over any part of them.
 
@@ -111,7 +116,7 @@ class Run:
         self.checkpoint = self.folder / "checkpoint.pt"
         self.rows = []
         self.least_loss = float("inf")
-        self.has_no_virial = bool(held_out.frames["virial"].isnan().any((1, 2)).all())
+        self.has_no_virial = has_no_virial(held_out)
 
     def resume(self):
         """Make the folder, or continue from its checkpoint, if there is one.
@@ -194,6 +199,8 @@ class Run:
         """Write checkpoint, log and, if it is the best one, the model. Return its errors."""
         errors = Squares(self.trainer.mean_squares, self.held_out).errors()
         of_batches = np.array(self.trainer.history[-self.options.every :]).mean(0) ** 0.5
+        if has_no_virial(self.trainer.data):
+            of_batches[2] = np.nan
         numbers = [f"{value:.6g}" for value in (*of_batches, *errors)]
         self.rows.append([step, f"{self.trainer.rate(step):.3g}", *numbers])
         with open(self.folder / "log.csv", "w") as file:
@@ -216,7 +223,7 @@ class Run:
             ValueError: there is no best model, because all errors were NaN or infinite.
         """
         folder = self.folder
-        if not (folder / "model.npz").exists():
+        if not np.isfinite(self.least_loss):  # model.npz may be of another training
             raise ValueError(
                 f"expected errors that are numbers, got {folder}/log.csv: smaller --rates"
             )

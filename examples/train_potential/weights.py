@@ -5,7 +5,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from calcops.train.pairs import switch
 
 kLeast = 1e-2  # 1/A, the least deviation that a column of R is divided by
 kSteepness = 0.7  # of a step of a first layer, in units of one over the distance of two steps
@@ -221,11 +220,10 @@ def standardise(model, pairs):
     model.davg[..., 0] = torch.from_numpy(mean)
     model.dstd[..., 0] = torch.from_numpy(scale * deviation)
     model.dstd[..., 1:] = torch.from_numpy(scale * direction).unsqueeze(-1)
-    nearest, _ = switch(torch.from_numpy(pairs.shortest), model.rcut_smth, model.cutoff)
-    nearest = nearest / torch.from_numpy(pairs.shortest)
+    largest = torch.from_numpy(pairs.largest)
     for t, net in enumerate(model.emb):
         low = (-model.davg[:, t, 0] / model.dstd[:, t, 0]).min()
-        high = ((nearest[:, t] - model.davg[:, t, 0]) / model.dstd[:, t, 0]).max()
+        high = ((largest[:, t] - model.davg[:, t, 0]) / model.dstd[:, t, 0]).max()
         first = net[0]
         first.b -= (first.w * low / (high - low)).squeeze(0)
         first.w /= high - low

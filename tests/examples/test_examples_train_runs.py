@@ -143,6 +143,24 @@ def test_a_checkpoint_of_another_start_is_refused(run):
         run("frames.extxyz", "--folder", "out", "--start", "two/model.npz")
 
 
+def test_a_start_is_not_overwritten_by_its_training(run):
+    write("frames.extxyz", [image(number) for number in range(5)])
+    run("frames.extxyz")
+    before = Path("trained/frames/model.npz").read_bytes()
+    message = "expected another --folder than that of --start, got trained/frames"
+    with pytest.raises(ValueError, match=message):
+        run("frames.extxyz", "--start", "trained/frames/model.npz")
+    assert Path("trained/frames/model.npz").read_bytes() == before
+
+
+def test_an_old_model_in_the_folder_is_not_taken_for_the_best_one(run):
+    write("frames.extxyz", [image(number) for number in range(5)])
+    run("frames.extxyz")
+    Path("trained/frames/checkpoint.pt").unlink()
+    with pytest.raises(ValueError, match="expected errors that are numbers"):
+        run("frames.extxyz", "--rates", 1e200, 1e200)
+
+
 def test_a_checkpoint_without_an_identity_is_refused(run):
     write("frames.extxyz", [image(number) for number in range(5)])
     run("frames.extxyz")
