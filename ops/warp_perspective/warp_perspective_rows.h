@@ -427,6 +427,7 @@ struct FoldedTaps {
                           double* second, double* weight) {
     if (sizes.interpolation == Interpolation::kNearest)
       for (int i = 0; i < count; ++i) x[i] = rint(x[i]);
+    // The border mode is a constant of each loop, so that the compiler vectorises it.
     const auto fold_all = [&](auto border) {
       const double n = static_cast<double>(size);
       const double after_last = decltype(border)::value == Border::kWrap ? 0 : n - 1;
