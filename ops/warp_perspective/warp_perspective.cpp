@@ -343,16 +343,10 @@ cudaError_t backward_cuda(View<const Real, 4> grad, Image<Real> image, Matrices 
 template <class Real>
 cudaError_t tangent_cuda(Matrices tangent, Image<Real> image, Matrices warp, Sizes,
                          Interpolation interpolation, Border border_mode, Floats border_value,
-                         bool inverse_map, View<Real, 4> out, Workspace& workspace,
-                         cudaStream_t stream) {
-  if (!workspace.data) {
-    workspace.bytes = 9 * warp.shape[0] * int64_t(sizeof(double));
-    return cudaSuccess;
-  }
+                         bool inverse_map, View<Real, 4> out, cudaStream_t stream) {
   const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
                             out.shape);
-  return warp_perspective_tangent_cuda<Real>(inputs.in, {tangent.data, out.data}, workspace.data,
-                                             stream);
+  return warp_perspective_tangent_cuda<Real>(inputs.in, {tangent.data, out.data}, stream);
 }
 
 cudaError_t cells_cuda(Matrices warp, Sizes size, Sizes dsize, int64_t taps, Border border_mode,

@@ -20,8 +20,6 @@ constexpr int kTileWidth = 32, kTileHeight = 8, kThreads = kTileWidth * kTileHei
 constexpr int kWarps = kThreads / 32;
 constexpr unsigned kAllLanes = 0xffffffff;
 
-__host__ __device__ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // The tiles of an image or a result. A tile has one pixel for each thread of a block.
 struct Tiles {
   int64_t across, down, count;
@@ -75,30 +73,41 @@ Channels channels_from(const WarpInputs<Pixel>& in, int64_t first) {
   return channels;
 }
 
-// Not inlined, so that the kernels do not need its registers, which only one thread uses.
-__device__ __attribute__((noinline)) void prepare(const double* warp, bool inverse_map,
-                                                  Homography* map) {
-  *map = make_homography(warp, inverse_map);
+// A homography, and the tangent of m.
+struct Motion {
+  Homography map;
+  double moved[9];
+};
+
+// `tangent` is nullptr or that of warp. Not inlined, so that the kernels do not need its registers,
+// which only one thread uses.
+__device__ __attribute__((noinline)) void prepare(const double* warp, const double* tangent,
+                                                  bool inverse_map, Motion* motion) {
+  motion->map = make_homography(warp, inverse_map);
+  if (tangent) homography_tangent(motion->map, tangent, inverse_map, motion->moved);
 }
 
 // The homography of an image, in shared memory for all threads of the block.
 class SharedHomography {
  public:
   template <class Pixel>
-  __device__ const Homography& of(const WarpInputs<Pixel>& in, int64_t n) {
+  __device__ const Homography& of(const WarpInputs<Pixel>& in, int64_t n,
+                                  const double* tangent = nullptr) {
     const int64_t matrix = in.sizes.warp_batch == 1 ? 0 : n;
-    if (matrix == loaded_) return map_;
+    if (matrix == loaded_) return room_.map;
     __syncthreads();
-    if (threadIdx.x == 0) prepare(in.warp + 9 * matrix, in.sizes.inverse_map, &map_);
+    if (threadIdx.x == 0)
+      prepare(in.warp + 9 * matrix, tangent ? tangent + 9 * matrix : nullptr, in.sizes.inverse_map,
+              &room_);
     __syncthreads();
     loaded_ = matrix;
-    return map_;
+    return room_.map;
   }
 
-  __device__ explicit SharedHomography(Homography& room) : map_(room) {}
+  __device__ explicit SharedHomography(Motion& room) : room_(room) {}
 
  private:
-  Homography& map_;
+  Motion& room_;
   int64_t loaded_ = -1;
 };
 
@@ -118,7 +127,7 @@ constexpr int64_t kChannelsPerThread = 16;
 template <Border kBorder, int kTaps, class Pixel>
 __global__ void __launch_bounds__(kThreads, kTaps == 2 ? 4 : 2)
     forward_kernel(WarpInputs<Pixel> in, Pixel* out, Channels channels, Runs runs) {
-  __shared__ Homography room;
+  __shared__ Motion room;
   SharedHomography shared(room);
   const WarpSizes& sizes = in.sizes;
   const Border border = kBorder == Border::kReflect ? sizes.border : kBorder;
@@ -134,12 +143,10 @@ __global__ void __launch_bounds__(kThreads, kTaps == 2 ? 4 : 2)
     const bool has_source = find_cell(sizes, border, map, u, v, source, cell);
     if (u >= sizes.out_width || v >= sizes.out_height) return;
     if (!has_source && border == Border::kTransparent) return;
-    const int64_t plane_size = sizes.out_height * sizes.out_width;
-    Pixel* to =
-        out + (n * sizes.channels + channels.first + begin) * plane_size + v * sizes.out_width + u;
-    for (int64_t c = begin; c < end; ++c, to += plane_size) {
+    for (int64_t c = begin; c < end; ++c) {
       const Plane<Pixel> plane = make_plane(in, n, channels.first + c, channels.border[c]);
-      *to = has_source ? sample(plane, cell) : plane.border;
+      out[output_offset(sizes, n, channels.first + c, v) + u] =
+          has_source ? sample(plane, cell) : plane.border;
     }
   });
 }
@@ -246,7 +253,7 @@ template <int kTaps, class Real>
 __global__ void __launch_bounds__(kThreads, 2)
     summarize_kernel(WarpInputs<Real> in, WarpGradients<Real> to, Channels channels, Runs runs,
                      Workspace work) {
-  __shared__ Homography room;
+  __shared__ Motion room;
   __shared__ Box boxes[kWarps];
   __shared__ double parts[kWarps][9];
   SharedHomography shared(room);
@@ -275,10 +282,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (has_source) {
       double gx = 0, gy = 0;
       for (int64_t c = 0; c < channels.count; ++c) {
-        const double g =
-            to.grad[((n * sizes.channels + channels.first + c) * sizes.out_height + v) *
-                        sizes.out_width +
-                    u];
+        const double g = to.grad[output_offset(sizes, n, channels.first + c, v) + u];
         const Slope slope =
             sample_slope(make_plane(in, n, channels.first + c, channels.border[c]), cell);
         gx = fma(g, slope.x, gx);
@@ -347,7 +351,7 @@ __device__ inline int take_lowest(unsigned& mask) {
 template <int kTaps, class Real>
 __global__ void __launch_bounds__(kThreads, 2)
     image_gradient_kernel(WarpInputs<Real> in, WarpGradients<Real> to, Workspace work) {
-  __shared__ Homography room;
+  __shared__ Motion room;
   __shared__ Places<kTaps> places[kThreads];
   __shared__ double fraction_x[kThreads], fraction_y[kThreads], grads[kThreads][kChannelsPerBlock];
   // Bit k % 32 of hits[k / 32][p]: pixel k of the destination's tile has a tap at pixel p of this
@@ -402,10 +406,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       fraction_x[thread] = cell.x.fraction;
       fraction_y[thread] = cell.y.fraction;
       for (int c = 0; c < channels; ++c)
-        grads[thread][c] =
-            to.grad[((n * sizes.channels + first_channel + c) * sizes.out_height + v) *
-                        sizes.out_width +
-                    u];
+        grads[thread][c] = to.grad[output_offset(sizes, n, first_channel + c, v) + u];
     }
     __syncthreads();
 #pragma unroll 1
@@ -465,26 +466,16 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- forward mode -------------------------------------------------------------------------------
 
-// Write the tangent of each m: moved [warp_batch, 3, 3].
-template <class Real>
-__global__ void __launch_bounds__(kThreads)
-    moved_kernel(WarpInputs<Real> in, const double* tangent, double* moved) {
-  const int64_t step = int64_t(gridDim.x) * kThreads;
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < in.sizes.warp_batch; i += step)
-    homography_tangent(homography_of(in, i), tangent + 9 * i, in.sizes.inverse_map, moved + 9 * i);
-}
-
 template <int kTaps, class Real>
 __global__ void __launch_bounds__(kThreads, 2)
-    tangent_kernel(WarpInputs<Real> in, Real* out, Channels channels, Runs runs,
-                   const double* moved) {
-  __shared__ Homography room;
+    tangent_kernel(WarpInputs<Real> in, WarpTangent<Real> tangent, Channels channels, Runs runs) {
+  __shared__ Motion room;
   SharedHomography shared(room);
   const WarpSizes& sizes = in.sizes;
   const Tiles tiles(sizes.out_height, sizes.out_width);
   visit_run(runs, blockIdx.x, tiles, [&](int64_t n, int64_t x, int64_t y) {
     const int64_t u = x * kTileWidth + thread_x(), v = y * kTileHeight + thread_y();
-    const Homography& map = shared.of(in, n);
+    const Homography& map = shared.of(in, n, tangent.warp);
     Source source;
     Cell<kTaps> cell;
     const bool has_source = find_cell(sizes, sizes.border, map, u, v, source, cell);
@@ -492,18 +483,15 @@ __global__ void __launch_bounds__(kThreads, 2)
     // A nearest pixel does not move.
     const bool moves = has_source && sizes.interpolation != Interpolation::kNearest;
     Slope motion{};
-    if (moves) {
-      const double* m = moved + (sizes.warp_batch == 1 ? 0 : 9 * n);
-      motion = motion_of(m, row_of(m, static_cast<double>(v)), source.x, source.y, 1 / source.w,
-                         static_cast<double>(u));
-    }
-    const int64_t plane_size = sizes.out_height * sizes.out_width;
-    Real* to = out + (n * sizes.channels + channels.first) * plane_size + v * sizes.out_width + u;
-    for (int64_t c = 0; c < channels.count; ++c, to += plane_size) {
+    if (moves)
+      motion = motion_of(room.moved, row_of(room.moved, static_cast<double>(v)), source.x, source.y,
+                         1 / source.w, static_cast<double>(u));
+    for (int64_t c = channels.first; c < channels.first + channels.count; ++c) {
       Slope slope{};
       if (moves)
-        slope = sample_slope(make_plane(in, n, channels.first + c, channels.border[c]), cell);
-      *to = moves ? static_cast<Real>(fma(slope.x, motion.x, slope.y * motion.y)) : 0;
+        slope = sample_slope(make_plane(in, n, c, channels.border[c - channels.first]), cell);
+      tangent.out[output_offset(sizes, n, c, v) + u] =
+          moves ? static_cast<Real>(fma(slope.x, motion.x, slope.y * motion.y)) : 0;
     }
   });
 }
@@ -615,19 +603,14 @@ cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,
 
 template <class Real>
 cudaError_t warp_perspective_tangent_cuda(const WarpInputs<Real>& in,
-                                          const WarpTangent<Real>& tangent, void* workspace,
-                                          cudaStream_t stream) {
+                                          const WarpTangent<Real>& tangent, cudaStream_t stream) {
   const WarpSizes& sizes = in.sizes;
-  double* moved = static_cast<double*>(workspace);
   const Runs runs(sizes.batch * Tiles(sizes.out_height, sizes.out_width).count);
-  if (runs.tiles > 0)
-    moved_kernel<<<grid_of(divide_up(sizes.warp_batch, kThreads)), kThreads, 0, stream>>>(
-        in, tangent.warp, moved);
   const bool cubic = sizes.interpolation == Interpolation::kCubic;
   const auto kernel = cubic ? tangent_kernel<4, Real> : tangent_kernel<2, Real>;
   for (int64_t first = 0; first < sizes.channels && runs.tiles > 0; first += Channels::kMost)
-    kernel<<<grid_of(runs.blocks), kThreads, 0, stream>>>(in, tangent.out, channels_from(in, first),
-                                                          runs, moved);
+    kernel<<<grid_of(runs.blocks), kThreads, 0, stream>>>(in, tangent, channels_from(in, first),
+                                                          runs);
   return cudaGetLastError();
 }
 
@@ -645,8 +628,8 @@ template cudaError_t warp_perspective_backward_cuda(const WarpInputs<double>&,
                                                     const WarpGradients<double>&, void*,
                                                     cudaStream_t);
 template cudaError_t warp_perspective_tangent_cuda(const WarpInputs<float>&,
-                                                   const WarpTangent<float>&, void*, cudaStream_t);
+                                                   const WarpTangent<float>&, cudaStream_t);
 template cudaError_t warp_perspective_tangent_cuda(const WarpInputs<double>&,
-                                                   const WarpTangent<double>&, void*, cudaStream_t);
+                                                   const WarpTangent<double>&, cudaStream_t);
 
 }  // namespace calcops::ops::warp_perspective

@@ -97,11 +97,9 @@ cudaError_t warp_perspective_cells_cuda(const WarpSizes& sizes, const double* wa
                                         double* scale, cudaStream_t stream);
 template <class Pixel>
 cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaStream_t stream);
-// workspace: uninitialised memory for [warp_batch, 3, 3] doubles.
 template <class Real>
 cudaError_t warp_perspective_tangent_cuda(const WarpInputs<Real>& in,
-                                          const WarpTangent<Real>& tangent, void* workspace,
-                                          cudaStream_t stream);
+                                          const WarpTangent<Real>& tangent, cudaStream_t stream);
 // Return the size in bytes of the `workspace` of the next function: uninitialised, 8-byte aligned.
 int64_t warp_perspective_backward_cuda_workspace(const WarpSizes& sizes);
 template <class Real>

@@ -269,10 +269,12 @@ struct ImageTile {
   const WarpInputs<Real>& in;
   const WarpGradients<Real>& to;
   int64_t top, left, height, width, channel, channels;
-  int64_t margin, pitch, plane;
-  std::vector<double> sums;  // [channels, height + 2 margin, width + 2 margin]
-  Sources sources;
-  Taps<double> taps;
+  int64_t margin = static_cast<int64_t>(2 * reach_of(in.sizes)) - 1;
+  int64_t pitch = width + 2 * margin, plane = pitch * (height + 2 * margin);
+  // [channels, height + 2 margin, width + 2 margin]
+  std::vector<double> sums = std::vector<double>(channels * plane);
+  Sources sources = {};
+  Taps<double> taps = {};
 
   double* sum_at(int64_t c, int64_t y, int64_t x) {
     return sums.data() + c * plane + (y - top + margin) * pitch + x - left + margin;
@@ -511,16 +513,7 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
                          std::min(height, sizes.height - top),
                          std::min(kColumns, sizes.width - left),
                          channel,
-                         std::min(channels, sizes.channels - channel),
-                         static_cast<int64_t>(2 * reach) - 1,
-                         {},
-                         {},
-                         {},
-                         {},
-                         {}};
-    tile.pitch = tile.width + 2 * tile.margin;
-    tile.plane = tile.pitch * (tile.height + 2 * tile.margin);
-    tile.sums.resize(tile.channels * tile.plane);
+                         std::min(channels, sizes.channels - channel)};
     const double left_end = static_cast<double>(left), top_end = static_cast<double>(top);
     const double right_end = static_cast<double>(left + tile.width);
     const double bottom_end = static_cast<double>(top + tile.height);

@@ -122,17 +122,17 @@ inline Floats load(const float* from) {
   return to;
 }
 
-// The same as Pairs and blend(), for kLanes pixels whose taps stay in registers.
-inline void blend_lanes(const float* above, const float* below, const int64_t* offset,
-                        const float* weight_x, const float* weight_y, float* out) {
-  const Floats x = load(weight_x), y = load(weight_y), zero = {};
+// The same as Pairs and blend(), for the kLanes pixels from index i on, whose taps stay in
+// registers.
+inline void blend_lanes(const Plane<float>& plane, const Taps<float>& taps, int64_t i, float* out) {
+  const Floats x = load(taps.weight_x + i), y = load(taps.weight_y + i), zero = {};
   const auto along_x = [&](const float* from) {
-    const Floats ab = four_pairs(from, offset), cd = four_pairs(from, offset + 2);
+    const Floats ab = four_pairs(from, taps.offset + i), cd = four_pairs(from, taps.offset + i + 2);
     const Floats left = __builtin_shufflevector(ab, cd, 0, 2, 8, 10, 4, 6, 12, 14);
     const Floats right = __builtin_shufflevector(ab, cd, 1, 3, 9, 11, 5, 7, 13, 15);
     return multiply_add(x, x > 0 ? right : zero, (1 - x) * left);
   };
-  const Floats top = along_x(above), bottom = along_x(below);
+  const Floats top = along_x(plane.data), bottom = along_x(plane.data + plane.stride_y);
   const Floats sum = multiply_add(y, y > 0 ? bottom : zero, (1 - y) * top);
   std::memcpy(out, &sum, sizeof sum);
 }
@@ -211,8 +211,7 @@ template <class Pixel, class Weight>
       // The last block overlaps the one before it, so that it is full.
       for (int64_t end = kLanes; end < count + kLanes; end += kLanes) {
         const int64_t i = std::min(end, count) - kLanes;
-        blend_lanes(plane.data, plane.data + plane.stride_y, taps.offset + at + i,
-                    taps.weight_x + at + i, taps.weight_y + at + i, out + i);
+        blend_lanes(plane, taps, at + i, out + i);
       }
       return;
     }

@@ -15,6 +15,13 @@
 
 namespace calcops::ops::warp_perspective {
 
+CALCOPS_HD inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Return the position in memory of the first pixel of a row of the result.
+CALCOPS_HD inline int64_t output_offset(const WarpSizes& sizes, int64_t n, int64_t c, int64_t v) {
+  return ((n * sizes.channels + c) * sizes.out_height + v) * sizes.out_width;
+}
+
 // The type in which the taps are summed. Their weights are computed in float64 and rounded to it.
 // A linear interpolation in float32 of an image in [0, 1] has at most eight roundings of 2^-25.
 template <class Pixel>

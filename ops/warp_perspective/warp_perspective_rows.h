@@ -21,8 +21,6 @@
 
 namespace calcops::ops::warp_perspective {
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Call f(i) for i = 0, 1, ... count - 1 in parallel, at least `grain` of them for each thread. A
 // thread takes the next i when it is done with one, because the calls take different times.
 template <class F>
@@ -31,10 +29,6 @@ void for_each(int64_t count, int64_t grain, const F& f) {
   parallel_for(count, grain, [&](int64_t, int64_t) {
     for (int64_t i = next++; i < count; i = next++) f(i);
   });
-}
-
-inline int64_t output_offset(const WarpSizes& sizes, int64_t n, int64_t c, int64_t v) {
-  return ((n * sizes.channels + c) * sizes.out_height + v) * sizes.out_width;
 }
 
 template <class Pixel>
@@ -433,6 +427,7 @@ struct FoldedTaps {
                           double* second, double* weight) {
     if (sizes.interpolation == Interpolation::kNearest)
       for (int i = 0; i < count; ++i) x[i] = rint(x[i]);
+    // The border mode is a constant of each loop, so that the compiler vectorises it.
     const auto fold_all = [&](auto border) {
       const double n = static_cast<double>(size);
       const double after_last = decltype(border)::value == Border::kWrap ? 0 : n - 1;
