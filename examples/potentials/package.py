@@ -26,12 +26,21 @@ import contextlib
 import copy
 import inspect
 import logging
+import tempfile
 import warnings
 from pathlib import Path
 
 import torch
 from calcops.potentials.blocks import call_in_blocks, kBlockSlots
-from calcops.potentials.energies import check_cutoff, check_layers, potential_of
+from calcops.potentials.checks import (
+    check_cutoff,
+    check_file,
+    check_layers,
+    check_sizes,
+    results_for,
+    systems_for,
+)
+from calcops.potentials.energies import potential_of
 from calcops.potentials.potential import edges
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -42,7 +51,8 @@ import calcops_jit
 def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **about_energies):
     """Write a model to a file, which hosts in Python and C++ load.
 
-    The weights become constants: save again after training. A package is bound to dtype, device and
+    The file is compared with the model for systems of several sizes before it gets its name. The
+    weights become constants: save again after training. A package is bound to dtype, device and
     the processor's instructions. TORCHINDUCTOR_CPP_MARCH=x86-64-v3 in the environment makes one for
     other processors. The model itself stays as it is.
 
@@ -59,7 +69,8 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
 
     Raises:
         TypeError: cutoff, units or type_names are missing.
-        ValueError: the path has another end, or energies depend on atoms beyond cutoff or layers.
+        ValueError: the path has another end, energies depend on atoms beyond cutoff or layers,
+            results are not finite, or the file computes something else than the model.
     """
     path = Path(path)
     device = torch.device(device)
@@ -89,18 +100,31 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
         order = ["edge_order"] if edge_order else []
         owned = ["owned"] if layers > 1 else []
         arguments = ["types", "list_neigh", "Rij", *order, *owned]
+    # An archive may hold a model that takes one frame only, as that of a graph's total energy.
+    systems = systems_for(model, dtype, device, one_frame=path.suffix == ".pt")
+    expected = results_for(model, systems)
+    # A file that is refused leaves nothing behind, nor does it replace another.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        unchecked = Path(folder, path.name)
+        write(model, unchecked, dtype, device, arguments)
+        check_file(load(unchecked, device), systems, expected)
+        unchecked.replace(path)
+
+
+def write(model, path, dtype, device, arguments):
+    """Write a model to a file; save() describes the arguments."""
     about = metadata_of(model, dtype, device, arguments)
     if path.suffix == ".pt":
         with quietly():
             torch.jit.save(torch.jit.script(model), path, _extra_files=about)
-    else:
-        # The number of threads is that of the host, not of the machine that made the package.
-        configs = {"aot_inductor.metadata": about, "cpp.dynamic_threads": True}
-        program = export(model, dtype, device, arguments)
-        with quietly():
-            torch._inductor.aoti_compile_and_package(
-                program, package_path=str(path), inductor_configs=configs
-            )
+        return
+    # The number of threads is that of the host, not of the machine that made the package.
+    configs = {"aot_inductor.metadata": about, "cpp.dynamic_threads": True}
+    program = export(model, dtype, device, arguments)
+    with quietly():
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(path), inductor_configs=configs
+        )
 
 
 def metadata_of(model, dtype, device, arguments):
@@ -165,6 +189,7 @@ def export(model, dtype, device, arguments):
     example = tuple(examples[name] for name in arguments)
     # torch.export refuses a module that calls autograd.grad. make_fx writes it as plain operators.
     graph = make_fx(from_tensors, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
+    check_sizes(graph, model)
     pairs = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC, 2: Dim.DYNAMIC}
     dynamic = {
         "types": {0: Dim.DYNAMIC},
