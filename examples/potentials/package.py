@@ -102,12 +102,12 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
         arguments = ["types", "list_neigh", "Rij", *order, *owned]
     # An archive may hold a model that takes one frame only, as that of a graph's total energy.
     systems = systems_for(model, dtype, device, one_frame=path.suffix == ".pt")
-    expected = results_for(model, systems)
+    expected, tolerance = results_for(model, systems)
     # A file that is refused leaves nothing behind, nor does it replace another.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         unchecked = Path(folder, path.name)
         write(model, unchecked, dtype, device, arguments)
-        check_file(load(unchecked, device), systems, expected)
+        check_file(load(unchecked, device), systems, expected, tolerance)
         unchecked.replace(path)
 
 
