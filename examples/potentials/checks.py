@@ -200,7 +200,7 @@ def check_sizes(graph, model):
 
 
 def check_cutoff(model, device, is_smooth):
-    """Raise ValueError if an energy depends on pairs beyond the cutoff or on empty slots.
+    """Raise ValueError if an energy depends on pairs beyond the cutoff, empty slots or their order.
 
     Such a result would depend on the list, which changes with the skin and the number of ranks.
 
@@ -209,34 +209,38 @@ def check_cutoff(model, device, is_smooth):
         device: of the model.
         is_smooth: True to check that a pair just inside the cutoff changes nothing, either.
     """
-    n = 5
+    ntypes = len(model.type_names)
+    n = min(max(5, ntypes), 30)
     moves = torch.rand(n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 5
-    corners = torch.cartesian_prod(*[torch.arange(2.0, dtype=torch.float64)] * 3)
-    x = 0.4 * model.cutoff * (corners[:n] + moves)
-    types = (torch.arange(n) % len(model.type_names)).to(device)
-    neighbours = torch.stack([(torch.arange(n - 1) + i + 1) % n for i in range(n)])
+    side = torch.arange(round(n ** (1 / 3)) + 1, dtype=torch.float64)
+    x = 0.4 * model.cutoff * (torch.cartesian_prod(side, side, side)[:n] + moves)
+    types = (torch.arange(n) % ntypes).to(device)
+    neighbours = (torch.cdist(x, x) + 1e9 * torch.eye(n)).argsort(-1)[:, :4]
+    more = torch.arange(n).expand(n, n)  # pairs of all types
+    if getattr(model, "neighbors", 0):
+        more = more[:, : max(1, model.neighbors - 4)]
     direction = torch.tensor([0.48, 0.6, 0.64], dtype=torch.float64)
 
-    def energies(what, distance=None):
-        """Return energies with one more slot for every atom.
+    def energies(what, distance=None, is_reversed=False):
+        """Return energies with more slots for every atom.
 
-        The slot is empty, or holds a pair of the first atom at this distance, in cutoffs.
+        They are empty, or hold pairs of all types at this distance, in cutoffs; 0: no more slots.
         """
-        slots = torch.full((n, 1), -1)
-        vectors = torch.full((n, 1, 3), 1e3 * model.cutoff, dtype=torch.float64)
-        if distance is not None:
-            slots[0, 0] = 1
-            vectors[0, 0] = distance * model.cutoff * direction
+        slots = torch.full_like(more, -1) if distance is None else more
+        vectors = (distance or 1e3) * model.cutoff * direction.expand(*more.shape, 3)
         list_neigh = torch.cat([neighbours, slots], 1)[None]
         Rij = torch.cat([x[neighbours] - x[:, None], vectors], 1)[None]
-        if distance == 0:  # no more slot
-            list_neigh = list_neigh[..., :-1]
-            Rij = Rij[:, :, :-1]
+        if distance == 0:
+            list_neigh = list_neigh[..., :4]
+            Rij = Rij[:, :, :4]
+        if is_reversed:
+            list_neigh = list_neigh.flip(-1)
+            Rij = Rij.flip(-2)
         results = model(types, list_neigh.to(device), Rij.to(device), 0)
         check_finite(results, what)
         return results[1]
 
-    without = energies("five atoms", 0)
+    without = energies(f"{n} atoms", 0)
     size = without.abs().sum().clamp(min=1e-300)
     distances = {
         "an empty slot": None,
@@ -256,6 +260,12 @@ def check_cutoff(model, device, is_smooth):
                 "multiply what a pair adds by an envelope such as "
                 "torch.where(r < cutoff, (1 - (r / cutoff) ** 2) ** 2, 0)"
             )
+    change = (energies("slots in another order", is_reversed=True) - without).abs().sum()
+    if not change <= 1e-6 * size:  # of float32 nets, or NaN
+        raise ValueError(
+            "expected energies for slots in any order, "
+            f"got ones that another order changes by {change.item():.1e}"
+        )
 
 
 def check_layers(model, device):
@@ -272,7 +282,7 @@ def check_layers(model, device):
     n = 4 * model.layers + 4
     x = torch.rand(n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 10
     x[:, 0] += 0.45 * torch.arange(n)
-    types = torch.arange(n) % len(model.type_names)
+    types = torch.arange(n) // 2 % len(model.type_names)  # pairs of equal types, too
     is_near = torch.cdist(x, x) < 1  # also for the atom itself
     # Atoms k steps apart are connected by power k of the matrix, and not by lower ones.
     steps = torch.zeros(n, n, dtype=torch.int64)
