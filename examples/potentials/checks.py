@@ -20,7 +20,8 @@ def systems_for(model, dtype, device, one_frame=False):
     """Return arguments of a model, dicts by name, for systems of the sizes above.
 
     Atoms are near the points of a grid. One atom has no neighbours, and another one none within the
-    cutoff. The rows of the others have pairs beyond it, too. Empty slots hold NaN.
+    cutoff. The rows of the others have pairs beyond it, too, and images of the atom itself. An atom
+    alone has its own image as its neighbour. Empty slots hold NaN.
 
     Args:
         model: a Potential.
@@ -45,14 +46,18 @@ def system_of(model, frames, natoms, nghost, slots, dtype, device):
     x = 0.45 * model.cutoff * (grid + moves)
 
     distances = torch.cdist(x[:, :natoms], x)
-    distances[:, torch.arange(natoms), torch.arange(natoms)] = torch.inf
+    own = torch.arange(natoms)
+    distances[:, own, own] = 0.9 * model.cutoff  # to an image of the atom itself
     nearest = distances.argsort(-1)[..., : min(slots, getattr(model, "neighbors", 0) or slots)]
-    is_pair = distances.gather(-1, nearest) < 1.2 * model.cutoff
-    is_pair &= torch.rand(is_pair.shape, generator=generator) < 0.9
-    is_pair[:, natoms // 2] = False
     Rij = x.gather(1, nearest.flatten(1)[..., None].expand(-1, -1, 3)).view(*nearest.shape, 3)
     Rij -= x[:, :natoms, None]
-    Rij[:, natoms - 1] *= 5  # of the atom with no neighbour within the cutoff
+    Rij[..., 0] += 0.9 * model.cutoff * (nearest == own[:, None]).double()
+
+    is_pair = distances.gather(-1, nearest) < 1.2 * model.cutoff
+    if natoms > 1:
+        is_pair &= torch.rand(is_pair.shape, generator=generator) < 0.9
+        is_pair[:, natoms // 2] = False
+        Rij[:, natoms - 1] *= 5  # of the atom with no neighbour within the cutoff
     Rij = Rij.where(is_pair[..., None], torch.nan)
 
     system = {

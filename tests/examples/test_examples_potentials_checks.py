@@ -144,6 +144,24 @@ def test_each_size_is_compared(is_right, wrong):
     check_file(OfSize(potential, lambda *size: True, wrong), systems, expected, tolerance)
 
 
+def test_the_systems_have_images_empty_rows_empty_slots_and_far_pairs():
+    potential = potential_of(Graph(Doubled()), **ABOUT)
+    alone, *others = systems_for(potential, torch.float64, "cpu")
+    assert alone["list_neigh"].tolist() == [[[0]]]
+    assert alone["Rij"].tolist() == [[[[pytest.approx(2.7, rel=1e-15), 0, 0]]]]
+    for system in others:
+        list_neigh = system["list_neigh"]
+        is_pair = list_neigh >= 0
+        r = torch.linalg.vector_norm(system["Rij"], dim=-1)
+        assert (r[is_pair] >= 3.0).any() and (r[is_pair] < 3.0).sum() > is_pair.sum() / 2
+        assert r[~is_pair].isnan().all()
+        assert is_pair.any(-1).logical_not().any()
+        assert (list_neigh == torch.arange(list_neigh.shape[1])[:, None]).any()
+        assert is_pair[..., 1:].logical_and(~is_pair[..., :-1]).any()
+        assert set(system["types"].tolist()) == {0, 1}
+        assert bool(system["nghost"]) == (list_neigh >= list_neigh.shape[1]).any()
+
+
 class Float32Part(torch.nn.Module):
     def forward(self, x):
         return x.float().square().sum(1).to(x.dtype)
