@@ -84,7 +84,7 @@ bench: .venv/.bench  # every benchmark on this machine
 	for file in tests/bench/bench_*.py; do $(python) $$file || exit 1; done
 
 gpu-check:  # tests, compute-sanitizer and benchmarks that need a GPU; writes results.json; PYTHON=python3: without pip and .venv
-	PYTHONPATH=. $(or $(PYTHON),$(python)) tests/bench/gpu_check.py
+	@PYTHONPATH=. $(or $(PYTHON),$(wildcard $(python)),python3) tests/bench/gpu_check.py
 
 sanitize-gpu: $(if $(PYTHON),,.venv/.base)  # compute-sanitizer over every CUDA kernel; without a GPU it says so and skips
 	PYTHONPATH=. $(or $(PYTHON),$(python)) tests/bench/gpu_check.py sanitize
@@ -138,12 +138,15 @@ endef
 graph-potential: .venv/.base build/graph_potential/.installed  # SevenNet's forces from the operator; SevenNet is installed in build/graph_potential
 	build/graph_potential/bin/python -W ignore examples/graph_potential/compare.py
 
-# This environment has SevenNet and its dependencies. A .pth file adds .venv's packages, so that PyTorch is installed only once.
-build/graph_potential/.installed: | .venv/.base
-	$(python) -m venv build/graph_potential
+mace: .venv/.base build/mace/.installed  # MACE in build/mace, whose models `build/mace/bin/python -m calcops.graph mace` packages
+
+# These environments have SevenNet or MACE, which need different releases of e3nn, and their dependencies. A .pth file adds
+# .venv's packages, so that PyTorch is installed only once.
+build/graph_potential/.installed build/mace/.installed: | .venv/.base
+	$(python) -m venv $(@D)
 	echo "import site; site.addsitedir('$$($(python) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
-	  > $$(build/graph_potential/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth
-	build/graph_potential/bin/python -m pip install --disable-pip-version-check -q 'sevenn==0.13.0'
+	  > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth
+	$(@D)/bin/python -m pip install --disable-pip-version-check -q $(if $(findstring mace,$@),'mace-torch==0.3.16','sevenn==0.13.0')
 	touch $@
 
 # MindSpore has wheels for Python 3.9 to 3.12. Its libraries must not be in one environment with PyTorch's.
@@ -161,4 +164,4 @@ build/mindspore/.installed:
 	$(pip) --no-deps deepmd-kit kornia kornia_rs torchvision
 	@touch $@
 
-.PHONY: help demo check test test-long test-arm test-oldest venv build wheel cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential train lammps clean
+.PHONY: help demo check test test-long test-arm test-oldest venv build wheel cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential mace train lammps clean

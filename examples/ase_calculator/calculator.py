@@ -178,12 +178,12 @@ class CalcOps(Calculator):
         for number, name in enumerate(model.type_names):
             self.type_of[atomic_numbers[name]] = number
 
-    def tensors(self, atoms):
+    def tensors(self, atoms, frame=""):
         """Return types [n], positions [n, 3], cell [3, 3] and the NeighbourList of atoms."""
         types = self.type_of[atoms.numbers]
         if (types < 0).any():
             raise ValueError(
-                f"CalcOps: expected atoms of {self.model.type_names}, got {atoms.symbols}"
+                f"CalcOps: expected atoms of {self.model.type_names}, got {atoms.symbols}{frame}"
             )
         return (
             torch.as_tensor(types, device=self.device),
@@ -207,10 +207,14 @@ class CalcOps(Calculator):
 
         The model gets all structures as one system, in which only atoms of one structure are
         neighbours. So cells, elements and numbers of atoms may differ.
+
+        Raises:
+            ValueError: the model cannot compute a structure, or not with finite results.
         """
         if not structures:
             return []
-        parts = [self.part(atoms) for atoms in structures]
+        frames = [f" in frame {k}" if len(structures) > 1 else "" for k in range(len(structures))]
+        parts = [self.part(atoms, frame) for atoms, frame in zip(structures, frames)]
         types, list_neigh, Rij = parts[0] if len(parts) == 1 else joined(parts)
         with threads_for(list_neigh.shape[1]):
             _, *outputs = self.model(types, list_neigh, Rij, 0)
@@ -219,15 +223,21 @@ class CalcOps(Calculator):
         energies, forces, _, virials = (
             np.split(x[0].double().cpu().numpy(), ends) for x in outputs
         )
+        for frame, *of_one in zip(frames, energies, forces, virials):
+            check_finite(*of_one, frame)
         return [results(*of_one) for of_one in zip(structures, energies, forces, virials)]
 
-    def part(self, atoms):
+    def part(self, atoms, frame=""):
         """Return types [n], list_neigh [1, n, K] and Rij [1, n, K, 3] of one structure.
 
+        Args:
+            atoms: the structure.
+            frame: its name in messages, after what is wrong.
+
         Raises:
-            ValueError: two atoms are in one place.
+            ValueError: two atoms are in one place, or the model does not have an element.
         """
-        types, positions, cell, neighbours = self.tensors(atoms)
+        types, positions, cell, neighbours = self.tensors(atoms, frame)
         list_neigh = neighbours.list_neigh
         Rij = neighbours.detached_pair_vectors(positions, cell)
         x, y, z = Rij.unbind(-1)
@@ -237,7 +247,7 @@ class CalcOps(Calculator):
             j = list_neigh[0, i, slot].item()
             raise ValueError(
                 "CalcOps: expected atoms apart from one another, "
-                f"got atoms {i} and {j} in one place"
+                f"got atoms {i} and {j} in one place{frame}"
             )
         self.trained_range.check(types, list_neigh, Rij)
         if not getattr(self.model, "skips_far_pairs", False):
@@ -278,6 +288,19 @@ def threads_for(natoms):
     finally:
         if enough < threads:
             torch.set_num_threads(threads)
+
+
+def check_finite(energies, forces, atom_virials, frame):
+    """Raise ValueError if the model has given a number that is not finite to an atom."""
+    named = {"energy": energies, "force": forces, "virial": atom_virials}
+    for name, values in named.items():
+        is_wrong = ~np.isfinite(values.reshape(len(values), -1)).all(1)
+        if is_wrong.any():
+            i = is_wrong.argmax()
+            raise ValueError(
+                "CalcOps: expected finite results of the model, "
+                f"got the {name} {values[i].tolist()} of atom {i}{frame}"
+            )
 
 
 def results(atoms, energies, forces, atom_virials):

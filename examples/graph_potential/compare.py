@@ -14,11 +14,11 @@ import torch
 from ase.build import bulk, molecule
 from ase.md.velocitydistribution import MaxwellBoltzmannDistribution, Stationary
 from ase.md.verlet import VelocityVerlet
+from calcops.graph.sevennet import EdgeForces, with_edge_forces
 from sevenn.atom_graph_data import AtomGraphData
 from sevenn.calculator import SevenNetCalculator
 from sevenn.nn.force_output import ForceStressOutputFromEdge
 from sevenn.train.dataload import unlabeled_atoms_to_graph
-from sevennet import EdgeForces, with_edge_forces
 from torch_geometric.data import Batch
 
 RESULTS = {

@@ -1,17 +1,15 @@
-"""Package a SevenNet model, by its name or a checkpoint, for LAMMPS, ASE and C++ programs.
+"""A SevenNet model as energies of atoms, which calcops.potentials.save() packages.
 
-build/graph_potential/bin/python -W ignore examples/graph_potential/package_sevennet.py 7net-0
-/tmp/7net-0.pt
+    model = SevenNet(sevenn.util.load_checkpoint("7net-0").build_model())
+    save(model, "7net-0.pt", **model.about)
+
+python -m calcops.graph writes such a file, too.
 """
-
-import sys
 
 import e3nn.util.jit
 import torch
 from ase.data import chemical_symbols
-from calcops.potentials.package import save
 from sevenn.nn.convolution import IrrepsConvolution
-from sevenn.util import load_checkpoint
 
 
 class OneHot(torch.nn.Module):
@@ -23,6 +21,7 @@ class OneHot(torch.nn.Module):
         self.keys = theirs.key_x, theirs.key_output, theirs.key_additional_output, theirs.key_save
 
     def forward(self, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Add the encoding of the types to the graph."""
         source, output, additional, save = self.keys
         types = data[source]
         data[output] = self.ones[types]
@@ -38,6 +37,9 @@ class SevenNet(torch.nn.Module):
 
     `model` is changed, not copied: e3nn would compute the constants of a copy anew, and they would
     differ in the tenth digit.
+
+    Attributes:
+        about: cutoff, units, type_names and layers, for save().
     """
 
     def __init__(self, model):
@@ -49,9 +51,13 @@ class SevenNet(torch.nn.Module):
         model.key_grad = None
         model.set_is_batch_data(False)
         self.cutoff = float(model.cutoff)
-        self.layers = sum(isinstance(module, IrrepsConvolution) for module in model)
-        # The keys of type_map, atomic numbers, are in the order of the types.
-        self.type_names = [chemical_symbols[z] for z in model.type_map]
+        self.about = {
+            "cutoff": self.cutoff,
+            "units": "metal",
+            # The keys of type_map, atomic numbers, are in the order of the types.
+            "type_names": [chemical_symbols[z] for z in model.type_map],
+            "layers": sum(isinstance(module, IrrepsConvolution) for module in model),
+        }
         # e3nn traces parts of the model in the default dtype, and their constants have its digits.
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
@@ -61,6 +67,7 @@ class SevenNet(torch.nn.Module):
             torch.set_default_dtype(default)
 
     def forward(self, types, edge_index, edge_vec, natoms: int):
+        """Return the energies [natoms, 1] of atoms."""
         # SevenNet's envelope is zero at the cutoff, but not beyond. Move farther pairs to it.
         near = torch.linalg.vector_norm(edge_vec, dim=1, keepdim=True) < self.cutoff
         end = torch.tensor([self.cutoff, 0.0, 0.0], dtype=edge_vec.dtype, device=edge_vec.device)
@@ -68,15 +75,3 @@ class SevenNet(torch.nn.Module):
         count = torch.full([1], natoms, dtype=torch.int64, device=types.device)
         data = {"x": types, "edge_index": edge_index, "edge_vec": edge_vec, "num_atoms": count}
         return self.model(data)["atomic_energy"]
-
-
-if __name__ == "__main__":
-    model = SevenNet(load_checkpoint(sys.argv[1]).build_model())
-    save(
-        model,
-        sys.argv[2],
-        cutoff=model.cutoff,
-        units="metal",
-        type_names=model.type_names,
-        layers=model.layers,
-    )

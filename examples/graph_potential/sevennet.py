@@ -2,7 +2,7 @@
 
 import sevenn._keys as KEY
 import torch
-from edge_forces import edge_forces
+from calcops.graph.edge_forces import edge_forces
 
 
 class EdgeForces(torch.nn.Module):

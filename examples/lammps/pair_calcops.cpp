@@ -593,6 +593,15 @@ void PairCalcOps::refuse_coincidence(int i, int j) const {
                   atom->tag[i], atom->tag[j]));
 }
 
+void PairCalcOps::refuse_infinite(const Block& block, const at::Tensor& force) const {
+  const double* x = force.const_data_ptr<double>();
+  for (const int i : block.atoms)
+    for (int a = 0; a < 3; ++a, ++x)
+      if (!std::isfinite(*x))
+        throw std::domain_error(fmt::format(
+            "expected finite forces of the model, got {} on atom {}", *x, atom->tag[i]));
+}
+
 // Adds a block's results to LAMMPS's arrays. Later, LAMMPS's reverse communication adds the rows of
 // ghosts to those of the atoms on their own ranks.
 void PairCalcOps::add(Block& block) {
@@ -613,6 +622,7 @@ void PairCalcOps::add(Block& block) {
   const double energy = block.results[0][0].item<double>();
   if (!std::isfinite(energy))
     throw std::domain_error(fmt::format("expected a finite energy of the model, got {}", energy));
+  for (size_t k = 0; k < block.results.size(); ++k) refuse_infinite(block, of_result(2, k));
   if (eflag_global) eng_vdwl += energy;
   add_to(atom->f, of_result(2), {0, 1, 2});
   if (eflag_atom) {

@@ -78,6 +78,7 @@ class PairCalcOps : public Pair {
   void refuse_weighted_bonds() const;
   void refuse_few_ghosts() const;
   [[noreturn]] void refuse_coincidence(int i, int j) const;
+  void refuse_infinite(const Block& block, const at::Tensor& force) const;
   void build_blocks();
   void fill_rows(Block& block) const;
   void find_pairs(Block& block) const;

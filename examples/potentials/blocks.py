@@ -39,6 +39,17 @@ def near_pairs(list_neigh, Rij, cutoff):
     return near_list.view(shape), near_Rij.view(*shape, 3)
 
 
+def check_entries(list_neigh, natoms):
+    """Raise ValueError if an entry of a list [B, n, K] names none of `natoms` atoms."""
+    is_wrong = (list_neigh < -1) | (list_neigh >= natoms)
+    if is_wrong.any():
+        b, i, k = is_wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"expected entries of list_neigh from -1 to {natoms - 1}, "
+            f"got {list_neigh[b, i, k]} in slot {k} of atom {i} in frame {b}"
+        )
+
+
 def call_in_blocks(model, cutoff, types, list_neigh, Rij, nghost, block_slots=kBlockSlots):
     """Return what model(types, list_neigh, Rij, nghost) returns, by calls for a part of the atoms.
 
@@ -60,11 +71,7 @@ def call_in_blocks(model, cutoff, types, list_neigh, Rij, nghost, block_slots=kB
     """
     B, n, _ = list_neigh.shape
     natoms = n + nghost
-    if ((list_neigh < -1) | (list_neigh >= natoms)).any():
-        raise ValueError(
-            f"expected entries of list_neigh from -1 to {natoms - 1}, "
-            f"got {list_neigh.min()} to {list_neigh.max()}"
-        )
+    check_entries(list_neigh, natoms)
     list_neigh, Rij = near_pairs(list_neigh, Rij, cutoff)
     rows = block_slots * torch.get_num_threads() // list_neigh.shape[2] + 1
     if B * n <= rows:

@@ -28,12 +28,21 @@ import contextlib
 import copy
 import inspect
 import logging
+import tempfile
 import warnings
 from pathlib import Path
 
 import torch
-from calcops.potentials.blocks import call_in_blocks, kBlockSlots
-from calcops.potentials.energies import check_cutoff, check_layers, potential_of
+from calcops.potentials.blocks import call_in_blocks, check_entries, kBlockSlots
+from calcops.potentials.checks import (
+    check_cutoff,
+    check_file,
+    check_layers,
+    check_sizes,
+    results_for,
+    systems_for,
+)
+from calcops.potentials.energies import potential_of
 from calcops.potentials.potential import edges
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -44,7 +53,8 @@ import calcops_jit
 def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **about_energies):
     """Write a model to a file, which hosts in Python and C++ load.
 
-    The weights become constants: save again after training. A package is bound to dtype, device and
+    The file is compared with the model for systems of several sizes before it gets its name. The
+    weights become constants: save again after training. A package is bound to dtype, device and
     the processor's instructions. TORCHINDUCTOR_CPP_MARCH=x86-64-v3 in the environment makes one for
     other processors. The model itself stays as it is.
 
@@ -52,7 +62,7 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
         model: a module with the interface of potential.py. With `about_energies`, any module that
             gives energies as energies.py takes and checks them.
         path: ends in .pt2 for a package, in .pt for an archive.
-        dtype: of the numbers.
+        dtype: of the numbers, torch.float64 or torch.float32.
         device: of the numbers.
         edge_order: True gives a package a fourth input, calcops_jit.edge_order of the list's edges.
             None: on CUDA, if the model uses it.
@@ -61,12 +71,15 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
 
     Raises:
         TypeError: cutoff, units or type_names are missing.
-        ValueError: the path has another end, or energies depend on atoms beyond cutoff or layers.
+        ValueError: the path has another end, energies depend on atoms beyond cutoff or layers,
+            results are not finite, or the file computes something else than the model.
     """
     path = Path(path)
     device = torch.device(device)
     if path.suffix not in (".pt", ".pt2"):
         raise ValueError(f"expected a path that ends in .pt or .pt2, got {path}")
+    if dtype not in (torch.float64, torch.float32):
+        raise ValueError(f"expected dtype torch.float64 or torch.float32, got {dtype}")
     names = {"cutoff", "units", "type_names"}
     is_potential = not about_energies and all(hasattr(model, name) for name in names)
     if not is_potential:
@@ -91,18 +104,31 @@ def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **abou
         order = ["edge_order"] if edge_order else []
         owned = ["owned"] if layers > 1 else []
         arguments = ["types", "list_neigh", "Rij", *order, *owned]
+    # An archive may hold a model that takes one frame only, as that of a graph's total energy.
+    systems = systems_for(model, dtype, device, one_frame=path.suffix == ".pt")
+    expected, tolerance = results_for(model, systems)
+    # A file that is refused leaves nothing behind, nor does it replace another.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        unchecked = Path(folder, path.name)
+        write(model, unchecked, dtype, device, arguments)
+        check_file(load(unchecked, device), systems, expected, tolerance)
+        unchecked.replace(path)
+
+
+def write(model, path, dtype, device, arguments):
+    """Write a model to a file; save() describes the arguments."""
     about = metadata_of(model, dtype, device, arguments)
     if path.suffix == ".pt":
         with quietly():
             torch.jit.save(torch.jit.script(model), path, _extra_files=about)
-    else:
-        # The number of threads is that of the host, not of the machine that made the package.
-        configs = {"aot_inductor.metadata": about, "cpp.dynamic_threads": True}
-        program = export(model, dtype, device, arguments)
-        with quietly():
-            torch._inductor.aoti_compile_and_package(
-                program, package_path=str(path), inductor_configs=configs
-            )
+        return
+    # The number of threads is that of the host, not of the machine that made the package.
+    configs = {"aot_inductor.metadata": about, "cpp.dynamic_threads": True}
+    program = export(model, dtype, device, arguments)
+    with quietly():
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(path), inductor_configs=configs
+        )
 
 
 def metadata_of(model, dtype, device, arguments):
@@ -171,6 +197,7 @@ def export(model, dtype, device, arguments):
     example = tuple(examples[name] for name in arguments)
     # torch.export refuses a module that calls autograd.grad. make_fx writes it as plain operators.
     graph = make_fx(from_tensors, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
+    check_sizes(graph, model)
     pairs = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC, 2: Dim.DYNAMIC}
     dynamic = {
         "types": {0: Dim.DYNAMIC},
@@ -220,7 +247,8 @@ class Package:
             about = self.run.loader.get_metadata()
             self.device = about["device"]
         else:
-            names = "cutoff units type_names layers sel shortest block_slots dtype inputs".split()
+            names = "cutoff units type_names layers neighbors sel shortest block_slots dtype inputs"
+            names = names.split()
             about = dict.fromkeys(names, "")  # torch.jit.load replaces the values
             try:
                 with quietly():
@@ -237,6 +265,7 @@ class Package:
         self.type_names = about["type_names"].split()
         self.dtype = getattr(torch, about["dtype"])
         self.layers = int(about.get("layers") or 1)
+        self.neighbors = int(about.get("neighbors") or 0)
         self.block_slots = int(about.get("block_slots") or kBlockSlots)
         self.inputs = about["inputs"].split()
         if about.get("sel"):
@@ -250,25 +279,68 @@ class Package:
 
         On a CPU, large systems are computed in blocks of atoms that fit the cache, and pairs beyond
         the cutoff are left out. A package with layers takes the option `owned`.
+
+        Raises:
+            ValueError: the arguments do not fit each other or the file.
         """
+        self.check_arguments(types, list_neigh, Rij, nghost)
         takes_order = self.path.suffix == ".pt2" and "edge_order" in self.inputs
         is_local = self.layers == 1 and not takes_order and list_neigh.device.type == "cpu"
         if is_local and not options:
             return call_in_blocks(
                 self.call, self.cutoff, types, list_neigh, Rij, nghost, self.block_slots
             )
+        if list_neigh.device.type == "cpu":
+            check_entries(list_neigh, list_neigh.shape[1] + nghost)
         return self.call(types, list_neigh, Rij, nghost, **options)
 
+    def check_arguments(self, types, list_neigh, Rij, nghost):
+        """Raise ValueError if arguments have other shapes or a dtype than the file takes.
+
+        A package itself does not look at them: it would read beyond their memory, or end the
+        process. On a GPU, types are not read.
+        """
+        if list_neigh.dim() != 3 or Rij.shape != (*list_neigh.shape, 3):
+            raise ValueError(
+                "expected list_neigh [B, n, K] and Rij [B, n, K, 3], "
+                f"got {list(list_neigh.shape)} and {list(Rij.shape)}"
+            )
+        B, n, _ = list_neigh.shape
+        if types.shape not in ((n + nghost,), (B, n + nghost)):
+            raise ValueError(
+                f"expected types of {n} atoms and nghost={nghost} ghosts, "
+                f"[{n + nghost}] or [{B}, {n + nghost}], got {list(types.shape)}"
+            )
+        if Rij.dtype != self.dtype:
+            raise ValueError(f"expected Rij of {self.dtype}, as the file is, got {Rij.dtype}")
+        ntypes = len(self.type_names)
+        if types.device.type == "cpu" and ((types < 0) | (types >= ntypes)).any():
+            raise ValueError(
+                f"expected types from 0 to {ntypes - 1}, got {types.min()} to {types.max()}"
+            )
+
     def call(self, types, list_neigh, Rij, nghost, **options):
-        """Return the results of a single call."""
+        """Return the results of a single call, or of one for each frame with its own types."""
+        if self.neighbors and list_neigh.shape[2] > self.neighbors:
+            raise ValueError(
+                f"expected at most {self.neighbors} neighbours of an atom, as the model takes, "
+                f"got {list_neigh.shape[2]} slots"
+            )
         if self.path.suffix == ".pt":
             return self.run(types, list_neigh, Rij, nghost, **options)
+        if types.dim() == 2:
+            frames = zip(types, list_neigh.split(1), Rij.split(1))
+            results = [self.call(*frame, nghost, **options) for frame in frames]
+            return [torch.cat(of_frames) for of_frames in zip(*results)]
         if "edge_order" in self.inputs:
             options["edge_order"] = order_of(list_neigh, nghost)
         if "owned" in self.inputs:
-            options.setdefault("owned", torch.ones_like(list_neigh[0, :, 0], dtype=torch.bool))
+            all_atoms = torch.ones(list_neigh.shape[1], dtype=torch.bool, device=list_neigh.device)
+            options.setdefault("owned", all_atoms)
         others = [options.pop(name) for name in self.inputs[3:]]
-        return self.run(types, list_neigh, Rij, *others, **options)
+        # The code is compiled for these types, and for rows that follow one another.
+        inputs = types.long(), list_neigh.long(), Rij, *others
+        return self.run(*(x.contiguous() for x in inputs), **options)
 
     def __reduce__(self):
         return load, (self.path, self.device)

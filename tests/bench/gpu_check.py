@@ -4,22 +4,25 @@
 
 Builds for the GPU of this machine, runs the CUDA tests, compute-sanitizer over the tests of every
 CUDA kernel, and the benchmarks tests/bench/bench_*_cuda.py. All write their results into
-results.json in $OUT or in this repository. Needs PyTorch with CUDA, nvcc, ninja and pytest. The
-argument `sanitize` (make sanitize-gpu) runs only compute-sanitizer, and nothing without a GPU.
+results.json in $OUT or in this repository. Says in a line each what this Python or this machine
+lacks for that, such as PyTorch with CUDA, nvcc, ninja, pytest or a GPU. The argument `sanitize`
+(make sanitize-gpu) runs only compute-sanitizer, and nothing without a GPU.
 """
 
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent.parent
+
+kNoGpu = "no GPU is visible to PyTorch"
 
 # Arguments of pytest for the tests of every kernel at its boundaries.
 KERNELS = [
@@ -28,6 +31,70 @@ KERNELS = [
     "no:cacheprovider",
     *map(str, sorted((ROOT / "tests").rglob("test_*_cuda_kernels.py"))),
 ]
+
+
+def missing():
+    """Yield what the checks need and do not find, in a line each."""
+    if not (3, 11) <= sys.version_info[:2] <= (3, 14):
+        yield f"expected Python 3.11 to 3.14, got {sys.version.split()[0]}: {sys.executable}"
+    for module, name in {"pytest": "pytest", "numpy": "NumPy", "setuptools": "setuptools"}.items():
+        if importlib.util.find_spec(module) is None:
+            yield f"{name} is not installed for {sys.executable}: pip install {module}"
+    if importlib.util.find_spec("ninja") is None and shutil.which("ninja") is None:
+        yield "ninja, which runs the compilers, is neither installed nor on PATH: pip install ninja"
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        yield "no C++ compiler is on PATH: install GCC 11 or newer, or set CXX"
+    if compute_sanitizer() is None:
+        yield "compute-sanitizer of the CUDA toolkit is neither on PATH nor in CUDA_HOME/bin"
+    yield from missing_of_torch()
+
+
+def missing_of_torch():
+    """Yield what PyTorch lacks, and what it lacks of a CUDA toolkit and a GPU, in a line each."""
+    if importlib.util.find_spec("torch") is None:
+        yield (
+            f"PyTorch is not installed for {sys.executable}: make venv, or name a Python that has "
+            "it, make gpu-check PYTHON=/path/to/python3"
+        )
+        return
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield f"PyTorch cannot be imported: {error}"
+        return
+
+    if torch.version.cuda is None:
+        yield f"PyTorch {torch.__version__} is a build without CUDA: install one with CUDA"
+        return
+    from _calcops_jit.cuda import find_toolkit
+
+    home, other_version = find_toolkit()
+    if not home:
+        of_other = f", only that of CUDA {other_version}" if other_version else ""
+        yield (
+            f"no nvcc for PyTorch's CUDA {torch.version.cuda} is on PATH or in CUDA_HOME/bin"
+            f"{of_other}: make cuda installs it in .venv"
+        )
+    if not torch.cuda.is_available():
+        yield kNoGpu
+
+
+def compute_sanitizer():
+    """Return the path of compute-sanitizer, or None."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:{home}/bin")
+
+
+def link_packages(folder):
+    """Link the packages calcops.* into a folder, for a Python in which they are not installed."""
+    import tomllib  # not in a Python that missing() refuses
+
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    for name, source in settings["package-dir"].items():
+        if name.startswith("calcops."):
+            link = Path(folder, *name.split("."))
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to(ROOT / source)
 
 
 def run(*command, **options):
@@ -62,10 +129,7 @@ print(*{{event.name for event in record.events()}}, sep="\\n")
 
 
 def sanitize():
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    tool = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:{home}/bin")
-    if tool is None:
-        return {"passed": False, "summary": "no compute-sanitizer on PATH or in CUDA_HOME/bin"}
+    tool = compute_sanitizer()
     # PyTorch's caching allocator puts tensors side by side, so an access beyond the end of one of
     # them would not be found.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CALCOPS_KERNEL_RUNS": "1"}
@@ -92,12 +156,20 @@ def sanitize():
 
 def main():
     only_sanitize = sys.argv[1:] == ["sanitize"]
-    if not torch.cuda.is_available():
-        reason = "no GPU is visible to PyTorch"
-        if only_sanitize:
-            print(f"gpu_check: skipped, {reason}")
-            sys.exit()
-        sys.exit(f"gpu_check: {reason}")
+    lacks = list(missing())
+    if only_sanitize and kNoGpu in lacks:
+        print(f"gpu_check: skipped, {kNoGpu}")
+        return 0
+    if lacks:
+        print(*(f"gpu_check: {line}" for line in lacks), sep="\n", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        link_packages(folder)
+        os.environ["PYTHONPATH"] = f"{folder}:{ROOT}"
+        return check(only_sanitize)
+
+
+def check(only_sanitize):
     build = run(sys.executable, "-m", "calcops_jit", "build")
     results = {"build": {"passed": build.returncode == 0}}
     parts = [sanitize] if only_sanitize else [tests, sanitize]

@@ -4,18 +4,15 @@ also for SevenNet if it is installed."""
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from calcops.graph import edge_forces
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "graph_potential"
 PYTHON = ROOT / "build" / "graph_potential" / "bin" / "python"
-
-sys.path.insert(0, str(FOLDER))
-from edge_forces import edge_forces  # noqa: E402
 
 
 class Potential(torch.nn.Module):

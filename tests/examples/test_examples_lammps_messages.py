@@ -277,7 +277,6 @@ def test_bonded_atoms_are_refused_unless_special_bonds_gives_them_full_weight(la
     assert "expected special_bonds lj 1 1 1 for bonded atoms" in re.sub(r"\s+", " ", printed)
 
 
-SEVENNET = FOLDER.parent / "graph_potential"
 PYTHON = FOLDER.parent.parent / "build" / "graph_potential" / "bin" / "python"
 # Computes forces, energies and stress with SevenNet's own graph. Tensor.float is replaced, because
 # SevenNet's one-hot code calls it for weights of any dtype.
@@ -316,7 +315,7 @@ def test_a_pretrained_sevennet_gives_its_own_results_on_any_number_of_ranks(lamm
         )
         assert run.returncode == 0, run.stderr
 
-    python(SEVENNET / "package_sevennet.py", "7net-0", lammps.folder / "7net-0.pt")
+    python("-m", "calcops.graph", "sevennet", "7net-0", lammps.folder / "7net-0.pt")
     script = (
         "units metal\nboundary p f f\natom_modify map array\n"
         "region box block 0 45.12 -20 20 -20 20\n"

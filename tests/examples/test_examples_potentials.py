@@ -312,30 +312,14 @@ def test_an_archive_gives_the_results_of_the_model_for_every_size(sw_file, devic
             assert_equal_lists(archive(*inputs, nghost), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_package_gives_the_results_of_the_model_for_every_size(device, tmp_path):
-    """This package has the input edge_order. test_examples_ase.py has packages without it."""
-    model = LennardJones([1.0, 0.5], [1.0, 1.3], 2.7, "linear", type_names="AB").to(device)
-    save(model, tmp_path / "model.pt2", device=device, edge_order=True)
-    package = load(tmp_path / "model.pt2")
-    metadata = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2")).loader.get_metadata()
-    assert metadata["inputs"] == "types list_neigh Rij edge_order"
-    assert float(metadata["cutoff"]) == model.cutoff
-    assert metadata["units"] == model.units
-    assert metadata["dtype"] == "float64"
-    assert package.type_names == model.type_names
-    for size in SIZES:
-        nghost = size[3]
-        inputs = frames(*size, len(model.type_names), device)
-        expected = model(*inputs, nghost)
-        assert_equal_lists(package(*inputs, nghost), expected, rtol=1e-12, atol=1e-12)
-
-
 def test_wrong_arguments_of_save_load_and_a_model_are_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"expected a path that ends in \.pt or \.pt2, got .*model\.onnx"
     ):
         save(LennardJones(), tmp_path / "model.onnx")
+    message = "expected dtype torch.float64 or torch.float32, got torch.bfloat16"
+    with pytest.raises(ValueError, match=message):
+        save(LennardJones(), tmp_path / "model.pt", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match='expected tail "cut", "shift" or "linear"'):
         LennardJones(tail="smooth")
     torch.save(LennardJones().state_dict(), tmp_path / "checkpoint.pt")

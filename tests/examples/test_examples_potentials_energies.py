@@ -10,6 +10,7 @@ from reference import assert_equal_lists
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.append(str(EXAMPLES / "lammps"))
+from calcops.potentials.checks import check_layers  # noqa: E402
 from calcops.potentials.energies import potential_of  # noqa: E402
 from calcops.potentials.package import load, save  # noqa: E402
 from calcops.potentials.potential import Potential  # noqa: E402
@@ -208,6 +209,54 @@ def test_a_model_with_more_layers_than_declared_is_refused(module, layers, messa
     for dtype in (torch.float64, torch.float32):
         with pytest.raises(ValueError, match=message):
             save(module, tmp_path / "own.pt", dtype=dtype, layers=layers, **ABOUT)
+
+
+class OneTypeFarther(OfList):
+    """Energies whose pairs of the type B and B alone do not end at the cutoff."""
+
+    def forward(self, types, list_neigh, Rij, nghost: int):
+        rows = types.expand(list_neigh.shape[0], types.shape[-1])
+        neighbours = rows.gather(1, list_neigh.clamp(min=0).flatten(1)).view_as(list_neigh)
+        both = neighbours + rows[:, : list_neigh.shape[1], None] == 2
+        r = torch.linalg.vector_norm(Rij, dim=-1)
+        is_pair = (list_neigh >= 0) & (r < torch.where(both, 4.0, 3.0))
+        return torch.where(is_pair, (1 - r / torch.where(both, 4.0, 3.0)) ** 2, 0.0).sum(-1)
+
+
+def test_the_cutoff_of_each_pair_of_types_is_checked(tmp_path):
+    with pytest.raises(ValueError, match="got ones that a pair just beyond the cutoff changes by"):
+        save(OneTypeFarther(), tmp_path / "own.pt", **ABOUT)
+
+
+class OfOrder(OfList):
+    """Energies that depend on the order of the slots."""
+
+    def forward(self, types, list_neigh, Rij, nghost: int):
+        near = (1 - torch.linalg.vector_norm(Rij, dim=-1) / 3.0).clamp(min=0) ** 3
+        return (near * torch.arange(1, near.shape[-1] + 1)).sum(-1)
+
+
+def test_energies_that_depend_on_the_order_of_slots_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="slots in any order, got ones that another order changes"):
+        save(OfOrder(), tmp_path / "own.pt", **ABOUT)
+
+
+class DeepAmongEquals(Messages):
+    """A third message between equal types alone, of which two messages are declared."""
+
+    def forward(self, types, edge_index, edge_vec, natoms: int):
+        energies = super().forward(types, edge_index, edge_vec, natoms)
+        i, j = edge_index[0], edge_index[1]
+        r = torch.linalg.vector_norm(edge_vec, dim=-1)
+        inside = torch.where(types[i] == types[j], (1 - r / 3.0).clamp(min=0) ** 3, 0.0)
+        return energies + energies.new_zeros(natoms).index_add(0, i, inside * energies[j])
+
+
+def test_messages_between_equal_types_are_counted(tmp_path):
+    about = ABOUT | {"type_names": ["A", "B", "C"]}
+    check_layers(potential_of(DeepAmongEquals(2, 3.0, 3), layers=3, **about), "cpu")
+    with pytest.raises(ValueError, match="at most layers=2 messages"):
+        save(DeepAmongEquals(2, 3.0, 3), tmp_path / "own.pt", layers=2, **about)
 
 
 class WithoutEnvelope(OfList):

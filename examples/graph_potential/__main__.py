@@ -1,0 +1,52 @@
+"""Write a MACE or a SevenNet model to a file for LAMMPS, ASE and C++ programs.
+
+python -m calcops.graph mace my.model mace.pt       # what MACE's training writes
+python -m calcops.graph sevennet 7net-0 7net-0.pt   # a name of SevenNet's, or a checkpoint
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from calcops.potentials.package import save
+
+
+def load_mace(name, head):
+    """Return the Mace of a file that MACE's training wrote."""
+    from calcops.graph.package_mace import Mace
+
+    model = torch.load(name, map_location="cpu", weights_only=False)
+    return Mace(model, head)
+
+
+def load_sevennet(name, head):
+    """Return the SevenNet of a checkpoint, or of a name that SevenNet knows."""
+    from calcops.graph.package_sevennet import SevenNet
+    from sevenn.util import load_checkpoint
+
+    if head is not None:
+        raise ValueError(f"expected --head for MACE's models only, got {head}")
+    return SevenNet(load_checkpoint(name).build_model())
+
+
+def main():
+    """Read the command line; write the file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m calcops.graph", description=__doc__.splitlines()[0]
+    )
+    loaders = {"mace": load_mace, "sevennet": load_sevennet}
+    parser.add_argument("kind", choices=loaders)
+    parser.add_argument("model", help="the model's file; for SevenNet also a name")
+    parser.add_argument("file", type=Path, help="to write; it ends in .pt")
+    parser.add_argument("--head", help="of a MACE model that has several")
+    parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
+    options = parser.parse_args()
+    try:
+        model = loaders[options.kind](options.model, options.head)
+        save(model, options.file, dtype=getattr(torch, options.dtype), **model.about)
+    except (ModuleNotFoundError, FileNotFoundError, ValueError) as error:
+        parser.exit(1, f"calcops.graph: {error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""tests/bench/gpu_check.py says what a fresh clone lacks, a line each and without a traceback."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CHECK = ROOT / "tests" / "bench" / "gpu_check.py"
+
+
+def lines(*folders, arguments=(), returncode=1):
+    """Return what gpu_check.py prints in a Python that has only the packages in these folders."""
+    path = ":".join(map(str, (ROOT, *folders)))
+    environment = os.environ | {"PYTHONPATH": path, "PATH": "/nowhere", "CUDA_HOME": "/nowhere"}
+    command = [sys.executable, "-S", CHECK, *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == returncode, run.stdout + run.stderr
+    assert all(line.startswith("gpu_check: ") for line in run.stderr.splitlines()), run.stderr
+    return run.stderr
+
+
+def test_a_python_without_packages_is_told_each_of_them():
+    printed = lines()
+    for name in ("pytest", "NumPy", "ninja", "C++ compiler", "compute-sanitizer", "PyTorch"):
+        assert printed.count(name) >= 1, printed
+    assert "make venv, or name a Python that has it, make gpu-check PYTHON=" in printed
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        (
+            "class version: cuda = None\n__version__ = '2.15.0+cpu'",
+            "PyTorch 2.15.0+cpu is a build without CUDA",
+        ),
+        ("raise OSError('libcudart.so: not found')", "cannot be imported: libcudart.so: not found"),
+    ],
+)
+def test_a_pytorch_that_cannot_use_a_gpu_is_named(source, message, tmp_path):
+    (tmp_path / "torch.py").write_text(source)
+    assert message in lines(tmp_path)
+
+
+def test_the_packages_of_the_checkout_are_importable_without_an_installation(tmp_path):
+    program = (
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
+        "from gpu_check import link_packages\n"
+        "link_packages(sys.argv[1])\n"
+        "import calcops.potentials, calcops.graph\n"
+        "print(calcops.potentials.__file__)\n"
+    )
+    command = [sys.executable, "-S", "-c", program, tmp_path, ROOT, CHECK.parent]
+    command.append(sysconfig.get_path("purelib"))
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.stdout == f"{tmp_path}/calcops/potentials/__init__.py\n", run.stderr
