@@ -37,8 +37,9 @@ struct GridPart {
 // order.
 //
 // grid has the first part's beginning, cell width and end, and the second part's cell width and
-// end. Outside the grid, g continues as a straight line. NaN gives weights that are NaN. An infinite
-// x counts as kFarthest: with infinite weights, terms of different signs would add up to NaN.
+// end. Outside the grid, g continues as a straight line. NaN gives weights that are NaN. An
+// infinite x counts as kFarthest: with infinite weights, terms of different signs would add up to
+// NaN.
 CALCOPS_HD inline int64_t weights(const double* grid, int64_t cells, double x, int64_t order,
                                   double* w, double* next) {
   x = x == INFINITY ? kFarthest : x == -INFINITY ? -kFarthest : x;
