@@ -67,6 +67,9 @@ RIGHT = {
     "no full stop": contract("[N]; float64"),
     "a schema of many lines": "f(Tensor\n  x)\n  -> Tensor\nx [N]; float64.\ny [N]; like x.",
     "two terms": LINEAR + "y(x) + z(x, w)",
+    "a result of which only the gradient is given": tensors(
+        "f_backward(Tensor grad_y, Tensor x) -> Tensor x", x="[N]; float64.", y="[N]; like x."
+    ),
     "terms in any order": LINEAR + "z(w, x) + y(x)",
     "an upper limit for CUDA": contract("[N]; float64; N*N < 2^31 pairs of rows on CUDA."),
 }

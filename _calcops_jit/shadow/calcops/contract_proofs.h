@@ -240,6 +240,7 @@ class Prover {
       if (line < 0 && is_upstream && (line = text_.line(argument.name.substr(5))) >= 0) {
         if (argument.kind != Kind::kTensor || !text_.lines[line].is_tensor())
           fail(op, "`" + argument.name + "` is no tensor");
+        is_used_[line] = true;
         op.gradient[line] = int(i);
         op.gradients.push_back(line);
         op.lines.push_back(-2 - line);
