@@ -357,7 +357,7 @@ def tabulated_sum(
     result  [n, 4, M]; like x.
 
     Each kind of neighbour has M functions g_m, which are piecewise polynomials of degree 5. Outside
-    the grid they continue as straight lines. The result is
+    the grid they continue as straight lines, on which an infinite x counts as 1e30. The result is
     T[i][a][m] = sum_s R[i][s][a] g_m(x[i][s]). Nothing of the size n*K*M is stored.
 
     Differentiable to any order in x and R, in reverse and in forward mode; not in table and grid. An

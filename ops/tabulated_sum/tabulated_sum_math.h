@@ -10,6 +10,7 @@
 namespace calcops::ops::tabulated_sum {
 
 constexpr int kPowers = 6;  // of a polynomial of degree 5
+constexpr double kFarthest = 1e30;
 
 // Write w[k] = (d/dt)^order t^k.
 CALCOPS_HD inline void differentiated_powers(double t, int64_t order, double* w) {
@@ -36,9 +37,12 @@ struct GridPart {
 // order.
 //
 // grid has the first part's beginning, cell width and end, and the second part's cell width and
-// end. Outside the grid, g continues as a straight line. NaN gives weights that are NaN.
+// end. Outside the grid, g continues as a straight line. NaN gives weights that are NaN. An
+// infinite x counts as kFarthest: with infinite weights, terms of different signs would add up to
+// NaN.
 CALCOPS_HD inline int64_t weights(const double* grid, int64_t cells, double x, int64_t order,
                                   double* w, double* next) {
+  x = x == INFINITY ? kFarthest : x == -INFINITY ? -kFarthest : x;
   const GridPart fine{grid[0], grid[2], grid[1]};
   const GridPart coarse{grid[2], grid[4], grid[3]};
   // The position in the grid that is nearest to x. NaN stays.

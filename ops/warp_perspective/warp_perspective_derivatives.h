@@ -480,9 +480,8 @@ inline void cells_jvp(const Value*, const Value*, Value*) {}
 
 }  // namespace warp_derivatives
 
-const Derivative kDerivativesOfWarp[] = {
-    {"warp_perspective", warp_derivatives::vjp, warp_derivatives::jvp, "destination",
-     Derivative::kNone}};
+const Derivative kDerivativesOfWarp[] = {{"warp_perspective", warp_derivatives::vjp,
+                                          warp_derivatives::jvp, "destination", Derivative::kNone}};
 
 const Derivative kDerivativesOfDerivatives[] = {
     {"_warp_perspective_backward", warp_derivatives::backward_vjp, warp_derivatives::backward_jvp,

@@ -41,7 +41,6 @@ import torch
 
 import calcops_jit
 
-
 CALLS = 50  # that are timed together: fewer than fill the time slice of a busy machine
 
 

@@ -37,6 +37,8 @@ y  [N]; like x.
 z  [N]; like x.
 linear  """
 
+TERMS = " + ".join(f"n{i}" for i in range(12))
+NUMBERS = {"n": ", ".join(f"int n{i}" for i in range(12)), **{f"n{i}": ">= 0." for i in range(12)}}
 COPY = "f(Tensor x) -> Tensor\nx  [N]; float64.\ny  [N]; like x."
 
 # Contracts that are right.
@@ -65,6 +67,9 @@ RIGHT = {
     "no full stop": contract("[N]; float64"),
     "a schema of many lines": "f(Tensor\n  x)\n  -> Tensor\nx [N]; float64.\ny [N]; like x.",
     "two terms": LINEAR + "y(x) + z(x, w)",
+    "a result of which only the gradient is given": tensors(
+        "f_backward(Tensor grad_y, Tensor x) -> Tensor x", x="[N]; float64.", y="[N]; like x."
+    ),
     "terms in any order": LINEAR + "z(w, x) + y(x)",
     "an upper limit for CUDA": contract("[N]; float64; N*N < 2^31 pairs of rows on CUDA."),
 }
@@ -180,7 +185,7 @@ WRONG = {
     ),
     "a limit under a condition": (
         contract("[N]; float64; N < 2^3 rows where k is large.", n="int k", k=">= 0."),
-        "expected a unit or `on CUDA`, got `where`",
+        "expected a unit of up to three words, or `on CUDA`, got `where`",
     ),
     "a clause of a tensor on a number": (
         contract(n="int k", k="like x."),
@@ -195,6 +200,24 @@ WRONG = {
         "a clause of the kind `strings`",
     ),
     "a list for a number": (contract(n="int k", k="(h, w)."), "got `(` in `(h, w)`"),
+    "a number that a name follows": (
+        contract("[N]; float64; N < 2^40N."),
+        "expected a space behind a number",
+    ),
+    "a decimal point without digits": (
+        contract(n="float t", t="> 0. and < 1."),
+        "the clauses end before `and`",
+    ),
+    "a single number": (contract(n="int k", k="5."), "expected `to`, or another number"),
+    "a formula for text": (contract(n="int k", k="N > 0."), "text that is no formula"),
+    "a unit of many words": (
+        contract("[N]; float64; N < 5 rows of the first matrix."),
+        "expected a unit of up to three words",
+    ),
+    "a type with a stray bracket": (
+        contract(n="str] s", s='"a" or "b".'),
+        "expected the name of an argument, got `]`",
+    ),
     # lines
     "a line that nothing uses": (
         COPY + "\nlinaer y(x)",
@@ -369,6 +392,20 @@ WRONG = {
         "a product is too large",
     ),
     "a dimension that may be 1": (contract("[N or 1]; float64."), "expected `]`, got `or`"),
+    "a sum that is too large": (
+        contract("[N, 9223372036854775807N + 9223372036854775807N]; float64."),
+        "a sum is too large",
+    ),
+    "shapes of too many products": (
+        contract(
+            f"[{TERMS}, {TERMS}, {TERMS}] or [{TERMS}, {TERMS}, {TERMS}, 1]; float64.", **NUMBERS
+        ),
+        "too long to be compared",
+    ),
+    "a size that is a float": (
+        tensors("f(Tensor x, float n) -> Tensor", x="[n]; float64.", n="> 0.", y="[n]; like x."),
+        "it is no integer, and a shape names it",
+    ),
     # schemas
     "an optional integer": (contract(n="int? k", k=">= 0."), "kernels take no int? `k`"),
     "a Scalar": (contract(n="Scalar k", k="Text."), "kernels take no Scalar `k`"),
@@ -514,6 +551,20 @@ WRONG_KERNELS = {
     "a type that the contract excludes": (kernel("copy_int"), "expected one of its dtypes for the Tensor `x`, got int64"),
     "two types that are alike": (kernel("mixed", COPY.replace("float64", "float32 or float64")), "expected float32, the dtype of x, for the result `y`, got float64"),
     "a type without a kernel": (kernel("copy", COPY.replace("float64", "float32 or float64")), "no kernel of f for x float32"),
+    "too many combinations of dtypes": (
+        kernel(
+            "copy",
+            tensors(
+                f"f({', '.join(f'Tensor x{i}' for i in range(20))}) -> Tensor y\ng(Tensor x) -> Tensor y",
+                x="[N]; float64.",
+                y="[N]; float64.",
+                **{f"x{i}": "[N]; float16, bfloat16, float32 or float64." for i in range(20)},
+            ),
+            op="g",
+            more="composition f\n",
+        ),
+        "too many combinations of dtypes",
+    ),
     "an operator without a kernel": (kernel("copy", tensors("f(Tensor x) -> Tensor y\ng(Tensor x) -> Tensor z", x="[N]; float64.", y="[N]; like x.", z="[N]; like x.")), "no kernel of g"),
     "an argument that the other kernels lack": (kernel("copy", tensors("f(Tensor x) -> Tensor y\ng(Tensor x, int k) -> Tensor y", x="[N]; float64.", k=">= 0.", y="[N]; like x.")), "the kernels of f do not use `k`"),
     "an argument that the other kernels need": (kernel("with_int", tensors("f(Tensor x, int k) -> Tensor y\ng(Tensor x) -> Tensor y", x="[N]; float64.", k=">= 0.", y="[N]; like x.")), "say `1 where absent`"),

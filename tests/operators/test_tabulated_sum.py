@@ -329,6 +329,26 @@ def test_an_error_of_a_constant_shows_no_numbers():
         tabulated_sum(**arguments).sum().backward()
 
 
+def test_an_infinite_x_is_far_on_the_straight_line():
+    _, R, kind, table, grid = inputs()
+    kind = kind.clamp(0)
+
+    def values(x):
+        x = torch.full(kind.shape, x, dtype=R.dtype, requires_grad=True)
+        T = tabulated_sum(x, R, kind, table, grid)
+        (of_x,) = torch.autograd.grad(T.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(of_x.sum(), x)
+        return T, of_x, second
+
+    for sign in (1, -1):
+        at_infinity, far = values(sign * torch.inf), values(sign * 1e30)
+        for actual, expected in zip(at_infinity, far):
+            assert actual.isfinite().all()
+            assert torch.equal(actual, expected)
+        assert (far[0].abs() > 1e20).any()
+        assert (far[2] == 0).all()
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_table_without_cells_is_an_error(device):
     arguments = arguments_with(table=inputs()[3][:, :0])

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <cstdlib>
 #include <map>
 
 #include "calcops/contract_text.h"
@@ -11,6 +12,9 @@ namespace calcops {
 namespace contract {
 
 constexpr size_t kMostResults = 6;
+// Of a tensor's number of elements, and of the dtypes of an operator's tensors. More would take
+// long to check.
+constexpr size_t kMostProducts = 256, kMostCombinations = 4096;
 
 // What the contract says about one operator.
 struct Signature {
@@ -163,6 +167,7 @@ class Prover {
         {Kind::kString, {"strings"}},
         {Kind::kInts, {}},
         {Kind::kFloats, {}},
+        {Kind::kMask, {}},
         {Kind::kOther, {}}};
     const auto& allowed = kAllowed.at(argument.kind);
     for (const std::string& clause : line.clauses)
@@ -205,8 +210,9 @@ class Prover {
       is_ok = std::any_of(line.choices.begin(), line.choices.end(), [&](const std::string& choice) {
         return value == '"' + choice + '"' || value == "'" + choice + "'";
       });
-    if (argument.kind == Kind::kInt && value.find_first_not_of("-0123456789") == std::string::npos)
-      is_ok = value.size() < 19 && allows(line, std::stoll(value));
+    char* end = nullptr;
+    const int64_t number = std::strtoll(value.c_str(), &end, 10);
+    if (argument.kind == Kind::kInt && *end == '\0') is_ok = allows(line, number);
     if (!is_ok) fail(line, "refuses its own default " + value);
   }
 
@@ -234,6 +240,7 @@ class Prover {
       if (line < 0 && is_upstream && (line = text_.line(argument.name.substr(5))) >= 0) {
         if (argument.kind != Kind::kTensor || !text_.lines[line].is_tensor())
           fail(op, "`" + argument.name + "` is no tensor");
+        is_used_[line] = true;
         op.gradient[line] = int(i);
         op.gradients.push_back(line);
         op.lines.push_back(-2 - line);
@@ -333,16 +340,16 @@ class Prover {
   // Return the number of elements as a sum of products. `with K = T*M` is used.
   Sum elements(const Line& line, const Shape& shape) const {
     Sum count{{1, {}}};
-    const auto multiply = [](const Sum& a, const Sum& b) {
+    const auto multiply = [&](const Sum& a, const Sum& b) {
       Sum all;
       for (const Product& x : a)
         for (const Product& y : b) {
           Product product{0, x.sizes};
           product.sizes.insert(product.sizes.end(), y.sizes.begin(), y.sizes.end());
           std::sort(product.sizes.begin(), product.sizes.end());
-          if (__builtin_mul_overflow(x.factor, y.factor, &product.factor))
-            throw std::overflow_error("a product is too large");
-          Reader::add(all, product);
+          if (__builtin_mul_overflow(x.factor, y.factor, &product.factor) ||
+              !Reader::add(all, product) || all.size() > kMostProducts)
+            fail(line, "its shapes are too long to be compared");
         }
       return all;
     };
@@ -352,7 +359,8 @@ class Prover {
         Sum term{{product.factor, {}}};
         for (const int size : product.sizes)
           term = multiply(term, size == line.whole ? line.parts : Sum{{1, {size}}});
-        for (const Product& each : term) Reader::add(factor, each);
+        for (const Product& each : term)
+          if (!Reader::add(factor, each)) fail(line, "its shapes are too long to be compared");
       }
       count = multiply(count, factor);
     }
@@ -392,6 +400,8 @@ class Prover {
         known |= 1u << size;
         if (kind != Kind::kInt) op.sized.push_back(int(i));
       }
+      if (size >= 0 && (kind == Kind::kFloat || kind == Kind::kBool || kind == Kind::kString))
+        fail(line, "it is no integer, and a shape names it");
       const bool is_checked = !line.bounds.empty() || !line.numbers.empty();
       if ((kind == Kind::kInt || kind == Kind::kFloat) && is_checked) op.numbers.push_back(int(i));
       if (kind == Kind::kString && !line.choices.empty()) op.strings.push_back(int(i));
@@ -787,6 +797,12 @@ inline void check_owner(const Text& text, const Signature& op,
 inline void check_types(const Text& text, const Signature& op,
                         const std::vector<const Binding*>& kernels, std::map<int, Type> types = {},
                         size_t from = 0) {
+  if (from == 0) {
+    size_t combinations = 1;
+    for (const Line& line : text.lines)
+      if ((combinations *= std::max<size_t>(line.types.size(), 1)) > kMostCombinations)
+        throw Mistake(line.number, "`" + line.name + "`: too many combinations of dtypes");
+  }
   for (size_t i = from; i < text.lines.size(); ++i) {
     const Line& line = text.lines[i];
     bool is_used = false;

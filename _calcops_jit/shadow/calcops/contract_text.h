@@ -356,14 +356,15 @@ class Reader {
     while (accept(",") ? (accept("or"), true) : accept("or"));
   }
 
-  // Return an integer such as 12, -5 or 2^40.
-  int64_t take_integer() {
+  // Return an integer such as 12, -5 or 2^40. The number of a product may be followed by a name.
+  int64_t take_integer(bool may_have_name = false) {
     const bool is_negative = accept("-");
+    size_t end = 0;  // of the digits
     const auto digits = [&] {
       const Token token = peek();
       if (token.kind != Token::kNumber || token.text.find('.') != std::string::npos)
         expected("an integer such as 12 or 2^40");
-      at_ = token.end;
+      at_ = end = token.end;
       int64_t number = 0;
       for (const char digit : token.text)
         if (__builtin_mul_overflow(number, 10, &number) ||
@@ -380,6 +381,8 @@ class Reader {
         if (__builtin_mul_overflow(number, base, &number)) fail("a number is too large");
       if (is_next("^")) expected("one power");
     }
+    if (!may_have_name && end < limit_ && is_name_part(source_[end]))
+      fail("expected a space behind a number");
     return is_negative ? -number : number;
   }
 
@@ -401,7 +404,7 @@ class Reader {
     do {
       if (peek().kind == Token::kNumber) {
         const size_t end = peek().end;
-        if (__builtin_mul_overflow(product.factor, take_integer(), &product.factor))
+        if (__builtin_mul_overflow(product.factor, take_integer(true), &product.factor))
           fail("a product is too large");
         if (at_ != end || at_ == limit_ || !is_name_part(source_[at_])) continue;  // not 4K
       }
@@ -420,7 +423,7 @@ class Reader {
       if (!is_less) require("+");
       Product product = take_product();
       if (is_less) product.factor = -product.factor;
-      add(sum, product);
+      if (!add(sum, product)) fail("a sum is too large");
     }
     return sum;
   }
@@ -487,14 +490,15 @@ class Reader {
     if (accept("?")) {
       argument.type += '?';
       argument.optional = true;
-      if (is_next("[")) type = "";
+    }
+    if (accept("[")) {  // a list of optional ones
+      require("]");
+      argument.type += "[]";
+      type.clear();
     }
     for (const auto& [name, kind] : kKinds)
       if (type == name) argument.kind = kind;
-    while (is_next("[") || is_next("]") || is_next("?")) argument.type += take_sign();
   }
-
-  std::string take_sign() { return take(Token::kSign, "a sign"); }
 
   Argument take_argument() {
     Argument argument;
@@ -561,10 +565,39 @@ class Reader {
           clause_ = at_;
           read_clause(line);
         } while (accept(";"));
-      if (is_text) at_ = limit_;
+      if (is_text) skip_text();
     }
     if (peek().kind != Token::kEnd) expected("`;`, or the full stop that ends the clauses");
+    check_text();
     at_ = limit_ + 1;
+  }
+
+  // Refuse text that goes on with a clause, such as that of `> 0. and < 1`.
+  void check_text() {
+    if (at_ == limit_) return;
+    clause_ = std::string::npos;
+    ++at_;
+    for (const char* word :
+         {"and", "or", "to", "at", "on", "with", "where", "read", "like", "from"})
+      if (peek_word() == word) fail(std::string("the clauses end before `") + word + "`");
+  }
+
+  // Return the next word of a text.
+  std::string peek_word() {
+    while (at_ < limit_ && is_space(source_[at_])) ++at_;
+    size_t end = at_;
+    while (end < limit_ && is_name_part(source_[end])) ++end;
+    return source_.substr(at_, end - at_);
+  }
+
+  // Skip a line of text. Refuse one that looks like a clause, such as N > 0.
+  void skip_text() {
+    if (at_ == limit_) return;
+    size_t end = at_ + peek_word().size();
+    while (end < limit_ && is_space(source_[end])) ++end;
+    if (end < limit_ && std::string("<>=*^[]").find(source_[end]) != std::string::npos)
+      fail("expected a clause, or text that is no formula");
+    at_ = limit_;
   }
 
   Term take_term() {
@@ -703,10 +736,9 @@ class Reader {
     limit.bound = take_bound();
     if (limit.bound.named || !limit.bound.whole)
       fail("expected sizes and then an integer, as in N >= 1");
-    while (peek().kind == Token::kName && !is_next("on")) {
-      for (const char* word :
-           {"in", "where", "when", "if", "and", "or", "not", "unless", "only", "with"})
-        if (is_next(word)) expected("a unit or `on CUDA`");
+    for (int words = 0; peek().kind == Token::kName && !is_next("on"); ++words) {
+      for (const char* word : {"in", "where", "when", "if", "and", "or", "not", "unless", "only"})
+        if (is_next(word) || words == 3) expected("a unit of up to three words, or `on CUDA`");
       limit.unit += (limit.unit.empty() ? "" : " ") + take_name("a unit");
     }
     if (accept("on")) {
@@ -779,7 +811,7 @@ class Reader {
         fail("expected two numbers, the lower one first");
       return;
     }
-    if (!first.whole) expected("`to`");
+    if (!first.whole || (!is_next(",") && !is_next("or"))) expected("`to`, or another number");
     line.numbers = {first.integer};
     while (accept(",") ? (accept("or"), true) : accept("or")) add_new(line.numbers, take_integer());
   }
@@ -806,17 +838,17 @@ class Reader {
   }
 
  public:
-  // Add a product to a sum.
-  static void add(Sum& sum, const Product& product) {
+  // Add a product to a sum. Return false if a factor is too large.
+  static bool add(Sum& sum, const Product& product) {
     const auto same = std::find_if(
         sum.begin(), sum.end(), [&](const Product& other) { return other.sizes == product.sizes; });
     if (same == sum.end()) {
       if (product.factor != 0) sum.push_back(product);
-      return;
+      return true;
     }
-    if (__builtin_add_overflow(same->factor, product.factor, &same->factor))
-      throw std::overflow_error("a sum is too large");
+    const bool is_large = __builtin_add_overflow(same->factor, product.factor, &same->factor);
     if (same->factor == 0) sum.erase(same);
+    return !is_large;
   }
 
  private:
