@@ -1,0 +1,33 @@
+"""Read a nep.txt of GPUMD and write a package (.pt2) or an archive (.pt) of it.
+
+python -m calcops.nep nep.txt si.pt2
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from calcops.nep.model import kCells, load
+from calcops.potentials.package import save
+
+
+def main():
+    """Run the program."""
+    parser = argparse.ArgumentParser(prog="calcops.nep", description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="a nep.txt of version 3 or 4")
+    parser.add_argument("output", type=Path, help=".pt2 or .pt")
+    parser.add_argument("--types", nargs="+", metavar="Si", help="only these types, in this order")
+    parser.add_argument(
+        "--cells", type=int, default=kCells, help="of the splines of radial functions"
+    )
+    parser.add_argument("--device", default="cpu", help="of a package")
+    parser.add_argument("--float32", action="store_true", help="a model of float32 numbers")
+    options = parser.parse_args()
+    model = load(options.model, options.types, options.cells)
+    dtype = torch.float32 if options.float32 else torch.float64
+    save(model, options.output, dtype, options.device)
+    print(f"{options.output}: {' '.join(model.type_names)} within {model.cutoff:g} A")
+
+
+if __name__ == "__main__":
+    main()
