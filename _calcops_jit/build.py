@@ -97,10 +97,11 @@ def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
 
 def progress(slot: str, seconds: float) -> tuple[str, float]:
     """Return (a line of progress, the finished fraction) of the build in a slot."""
-    folder = max(glob.glob(f"{glob.escape(slot)}/build.*"), key=os.path.getmtime, default="")
+    folder = ""
     targets: list[str] = []
     awaited = ""
     with contextlib.suppress(OSError):
+        folder = max(glob.glob(f"{glob.escape(slot)}/build.*"), key=os.path.getmtime, default="")
         with open(f"{folder}/.unfinished") as file:
             awaited = file.read()
         with open(f"{folder}/build.ninja", errors="replace") as file:

@@ -195,6 +195,8 @@ def locked_slot(request: Request) -> Iterator[str]:
 
 def _writable(folder: str, request: Request):
     """Make a request's slot in a cache folder, and open its lock. OSError: it cannot be written."""
+    if set("$:\n").intersection(folder):
+        raise OSError(errno.EINVAL, "ninja cannot quote its path")
     is_fallback = folder == folders()[-1]
     os.makedirs(folder, 0o700 if is_fallback else 0o755, exist_ok=True)
     if is_fallback and os.lstat(folder).st_uid != os.getuid():

@@ -132,16 +132,22 @@ def _variables(request: Request, folder: str, archive: str) -> dict[str, str]:
 def _sources(request: Request, folder: str) -> list[str]:
     """Return the sources for torch, which names an object after its source.
 
-    A source whose name is taken, or that ninja cannot quote, is included by a file in `folder`.
+    A source is included by a file in `folder` if its name is taken, if ninja cannot quote its path,
+    or if it has letters that torch may not be able to read in the present locale.
     """
     sources = []
     taken = set()
     for i, source in enumerate(request.sources):
         stem, suffix = os.path.splitext(os.path.basename(source))
-        target = stem, suffix in (".cu", ".cuh")
-        if target in taken or not re.fullmatch(r"[\w./+@,=~ -]+", source, re.ASCII):
-            source = _including(source, f"{folder}/source{i}{suffix}")
-        taken.add(target)
+        is_cuda = suffix in (".cu", ".cuh")
+        is_plain = re.fullmatch(r"[\w./+@,=~ -]+", source, re.ASCII)
+        with open(source, "rb") as file:
+            is_ascii = file.read().isascii()
+        if (stem, is_cuda) in taken or not is_plain or not is_ascii:
+            if (stem, is_cuda) in taken or not re.fullmatch(r"[\w+-]+", stem, re.ASCII):
+                stem = f"source{i}"
+            source = _including(source, f"{folder}/{stem}{suffix}")
+        taken.add((stem, is_cuda))
         sources.append(source)
     return sources
 

@@ -164,6 +164,9 @@ def _foresee_source(source: str, request: Request) -> Iterator[Problem]:
         fix = f"restore {source}, or load without it in a new process"
         yield "a source is gone", f"the source {source} is gone", fix
         return
+    if "'" in source:
+        yield "ninja cannot read the names of its headers", f"{source} has a '", "rename its folder"
+        return
     if re.search(r"\.(?:l?o|obj|a|so[.\d]*)$", source):
         fix = f"take it out of the sources, and pass extra_ldflags=[{source!r}]"
         yield "an object is no source", f"{source} is compiled already", fix

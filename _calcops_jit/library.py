@@ -164,10 +164,15 @@ def _load(live: Live, wanted: Request, build: bool) -> bool:
                 if refusals:
                     reason = f"what the wheel brings does not fit: {refusals[0]}"
                     say(f"building {wanted.name} from its sources; {reason}")
-                _build(live, wanted, reasons)
+                from .build import built
+
+                live.exchange(wanted, built(wanted, reasons))
+                live.warn()
             return True
         except FileNotFoundError:
             pass  # another process has emptied the cache
+        except KeyboardInterrupt as interrupt:  # a user who pressed Ctrl-C needs no traceback
+            raise interrupt.with_traceback(None) from None
     evidence = "another process empties the cache again and again"
     raise report(f"cannot load {wanted.name}", [evidence], "wait until it has ended")
 
@@ -183,16 +188,6 @@ def _take_from_wheel(live: Live, wanted: Request, refusals: list[str]) -> bool:
         refusals.append(" ".join(line.strip() for line in str(error).splitlines()[:2]))
         return False
     return True
-
-
-def _build(live: Live, wanted: Request, reasons: list[str]) -> None:
-    from .build import built
-
-    try:
-        live.exchange(wanted, built(wanted, reasons))
-    except KeyboardInterrupt as interrupt:  # a user who pressed Ctrl-C needs no traceback
-        raise interrupt.with_traceback(None) from None
-    live.warn()
 
 
 def find_in_wheel(wanted: Request, reasons: list[str]) -> Generation | None:

@@ -27,25 +27,19 @@ def find_ninja(request: Request) -> str:
     return shutil.which("ninja", path=path) or ""
 
 
-@functools.cache
-def _ask(command: tuple[str, ...], path: str) -> str:
-    """Return what a command prints; "" if it fails."""
-    with contextlib.suppress(OSError):
-        options = {"stdin": subprocess.DEVNULL, "encoding": "utf-8", "errors": "replace"}
-        environment = os.environ | {"PATH": path, "LC_ALL": "C.UTF-8"}
-        done = subprocess.run(command, capture_output=True, env=environment, **options)
-        return done.stdout if done.returncode == 0 else ""
-    return ""
-
-
-def ask(request: Request, *command: str) -> str:
-    """Return what a command prints; "" if it fails."""
-    return _ask(command, request.environment.get("PATH", ""))
-
-
 def version(request: Request) -> str:
     """Return what the C++ compiler prints for --version; "" if it does not run."""
-    return ask(request, *request.compiler, "--version")
+    return _version(*request.compiler, path=request.environment.get("PATH", ""))
+
+
+@functools.cache
+def _version(*command: str, path: str) -> str:
+    with contextlib.suppress(OSError):
+        environment = os.environ | {"PATH": path, "LC_ALL": "C.UTF-8"}
+        options = {"stdin": subprocess.DEVNULL, "encoding": "utf-8", "errors": "replace"}
+        arguments = [*command, "--version"]
+        return subprocess.run(arguments, capture_output=True, env=environment, **options).stdout
+    return ""
 
 
 def jobs(request: Request) -> int:
