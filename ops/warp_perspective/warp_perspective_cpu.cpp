@@ -95,7 +95,6 @@ template <int kTaps, class Pixel>
 
 // GCC 12 and clang have these shuffles. Older compilers use Pairs and blend().
 #if __has_builtin(__builtin_shufflevector)
-#define CALCOPS_HAS_SHUFFLES
 typedef double Doubles2 __attribute__((vector_size(16)));
 typedef float Floats4 __attribute__((vector_size(16)));
 typedef float Floats __attribute__((vector_size(32)));
@@ -206,7 +205,7 @@ template <class Pixel, class Weight>
                                      const Plane<Pixel>& plane, int64_t v, int64_t begin,
                                      int64_t at, int64_t count, Pixel* out) {
   if constexpr (std::is_same_v<Pixel, float>) {
-#ifdef CALCOPS_HAS_SHUFFLES
+#if __has_builtin(__builtin_shufflevector)
     if (plane.stride_x == 1 && count >= kLanes) {
       // The last block overlaps the one before it, so that it is full.
       for (int64_t end = kLanes; end < count + kLanes; end += kLanes) {
