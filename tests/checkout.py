@@ -300,6 +300,7 @@ def spoil(path: Path, damage: str) -> None:
     elif damage == "empty":
         path.touch()
     elif damage == "one byte":
+        content = content or b"x"  # an empty file gets a byte
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
     elif damage == "folder":
         path.mkdir()

@@ -222,7 +222,7 @@ def test_a_library_of_a_wheel_is_found_without_building_and_by_the_commands(inst
         ("import torch; torch.__version__ = '2.14.0'", "2.14.0"),
         ("import torch; torch.version.git_version = 'abc'", "PyTorch"),
         (PROCESSOR.format("sse4_1 popcnt"), "x86-64-v2"),
-        ("import os; os.environ['CALCOPS_CFLAGS'] = '-march=x86-64-v3'", "CALCOPS_CFLAGS"),
+        ("import os; os.environ['CALCOPS_CFLAGS'] = '-march=x86-64-v3'", "x86-64-v3"),
     ],
     ids=["PyTorch's version", "PyTorch's commit", "the processor", "CALCOPS_CFLAGS"],
 )
