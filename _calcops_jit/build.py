@@ -263,8 +263,9 @@ def _up_to_date(request: Request, folder: str) -> tuple[dict[str, str], dict[str
         if state != state_of(path) or changed.intersection(files):
             os.unlink(path)
             objects.pop(target, None)
-    for path in glob.glob(f"{glob.escape(folder)}/library.*"):
-        cache.remove(path)  # it could not be loaded
+    # torch reads build.ninja, which may be damaged. A library.* is there if it could not be loaded.
+    for path in [f"{folder}/build.ninja", *glob.glob(f"{glob.escape(folder)}/library.*")]:
+        cache.remove(path)
     return states, objects
 
 

@@ -59,14 +59,15 @@ def folders() -> list[str]:
     if not os.path.isdir(temporary):
         temporary = "/tmp"
     fallback = f"{temporary}/calcops-{os.getuid()}"
+    expanded = [os.path.expanduser(folder) for folder in (chosen, fallback)]
     # "~" is not expanded without HOME and a passwd entry.
-    return [_absolute(folder) for folder in (chosen, fallback) if not folder.startswith("~/")]
+    return [_absolute(folder) for folder in expanded if not folder.startswith("~")]
 
 
 @functools.cache
 def _absolute(path: str) -> str:
     """Return a folder's absolute path. It is remembered, because the process may chdir."""
-    return os.path.abspath(os.path.expanduser(path))
+    return os.path.abspath(path)
 
 
 # ---- finding -------------------------------------------------------------------------------------
@@ -206,6 +207,8 @@ def _writable(folder: str, request: Request):
     with tempfile.TemporaryFile(dir=slot) as probe:
         os.posix_fallocate(probe.fileno(), 0, _SMALLEST)
         fcntl.flock(probe, fcntl.LOCK_EX)  # some file systems have no locks
+    if not os.path.isfile(f"{slot}/lock"):
+        remove(f"{slot}/lock")
     return open(f"{slot}/lock", "a+")
 
 

@@ -29,6 +29,8 @@ No space left on device|Disk quota exceeded
     the disk is full -> export CALCOPS_CACHE=<a folder with space>
 Killed signal|Killed$|Cannot allocate memory|out of memory|memory exhausted
     the compiler was killed, most likely for lack of memory -> export MAX_JOBS=1
+/c\+\+: Permission denied|failed to map segment
+    its folder may not be executed (noexec) -> export CALCOPS_CACHE=<a folder that is not noexec>
 Python\.h: No such file
     Python's headers are missing -> install python3-dev, or conda's Python
 (?:before .\(. token|specifier|unknown type name '\w+')\n[ |\d]*TORCH_LIBRARY
@@ -61,8 +63,6 @@ undefined (?:reference to [`']|symbol: )([^\s'(]+)
     a function is declared but nowhere defined -> c++filt {0}; add its source, or its library in extra_ldflags
 (\S+): cannot open shared object file
     a library that it needs was not found -> export LD_LIBRARY_PATH=$(dirname $(find / -name '{0}' -print -quit))
-failed to map segment
-    its folder may not be executed (noexec) -> export CALCOPS_CACHE=<a folder that is not noexec>
 """  # noqa: E501
 
 # g++ and clang print file:line:column: error: ..., nvcc prints file(line): error: .... Below it,

@@ -20,7 +20,6 @@ from .toolchain import find_ninja
 _OF_COMPILER = re.compile(r"/lib/gcc/|-linux-gnu/|^/usr/include/[^/]+$")
 _LINKED = re.compile(r"\.(?:a|o|so[.\d]*)$")
 _TESTED = re.compile(rb"__has_(?:include(?:_next)?|embed)\b\s*\(\s*[<\"]([^>\"\n]+)[>\"]")
-_FOLDER_FLAGS = ("-I", "-isystem", "-iquote", "-idirafter")
 
 
 def inputs_of_build(
@@ -134,16 +133,17 @@ def _words_of_compilers(request: Request) -> list[str]:
 
 
 def _searched(request: Request) -> list[str]:
-    """Return the folders without version in which the compilers look for headers."""
+    """Return the folders without version in which the compilers may look for headers.
+
+    These are all folders that flags name, in whatever form: -I/x, -I /x, -isystem, -Wp,-I,/x.
+    """
     folders = list(request.include_paths[1:])
     for variable in ("CPATH", "CPLUS_INCLUDE_PATH"):
         folders += request.environment.get(variable, "").split(":")
-    words = _words_of_compilers(request)
-    for option, word in zip(words, [*words[1:], ""]):
-        for flag in _FOLDER_FLAGS:
-            if option.startswith(flag):
-                folders.append(option.removeprefix(flag) or word)
-    return [path for path in folders if path.startswith("/") and not has_version(path, request)]
+    for word in ",".join(_words_of_compilers(request)).split(","):
+        folders.append(word[word.find("/") :].rstrip("/"))
+    folders = [path for path in folders if path.startswith("/") and not os.path.isfile(path)]
+    return [path for path in folders if not has_version(path, request)]
 
 
 def _names(headers: set[str], folders: set[str]) -> set[str]:

@@ -63,7 +63,8 @@ def _checked(path: str, facts: dict, wanted: cuda.Choice) -> Generation:
     if "CUDA" in facts:
         version, arches = facts["CUDA"]
         choice = cuda.Choice(build=True, version=version, arches=arches)
-    problem = _other_cuda(wanted, choice)
+    flags = os.environ.get("CALCOPS_CFLAGS")
+    problem = f"CALCOPS_CFLAGS={flags}" if flags else _other_cuda(wanted, choice)
     if problem:
         raise ValueError(problem)
     brought = request.own(choice=choice, level=facts["level"])

@@ -292,7 +292,7 @@ def _write(path: Path, text: str) -> Path:
 
 def spoil(path: Path, damage: str) -> None:
     """Damage or replace a file. With an unknown `damage`, only remove it."""
-    content = path.read_bytes()
+    content = path.read_bytes() or b"empty"
     middle = len(content) // 2
     path.unlink()
     if damage == "truncated":
