@@ -25,7 +25,7 @@ import math
 
 import numpy as np
 import torch
-from calcops.nep.nep_file import read
+from calcops.nep.nep_file import NepFile, read
 from calcops.nep.splines import b_splines, interpolation, radial_basis
 
 import calcops_jit  # noqa: F401 - brings torch.ops.calcops
@@ -68,8 +68,8 @@ def load(path, type_names=None, cells=kCells):
     file = read(path)
     if type_names is not None:
         file = file.of_types(type_names)
-    model = Nep(file, cells)
-    values, slopes = model.spline_error(file)
+    model = Nep(file, cells).eval()
+    values, slopes = model.spline_error()
     print(
         f"{path}: splines of {cells} cells differ by {values:.0e} of the largest radial function "
         f"and by {slopes:.0e} of the largest slope"
@@ -79,6 +79,9 @@ def load(path, type_names=None, cells=kCells):
 
 class Nep(torch.nn.Module):
     """A neuroevolution potential.
+
+    After `train()` every call computes the tables of the radial functions from their coefficients,
+    which are parameters like those of the net. `eval()` computes them once.
 
     Args:
         file: a NepFile.
@@ -90,6 +93,7 @@ class Nep(torch.nn.Module):
         self.cutoff = float(file.cutoffs[:, 0].max())
         self.units = "metal"
         self.type_names = list(file.type_names)
+        self.version = file.version
         self.l_max = file.l_max
         self.has_q222 = file.has_q222
         self.has_q1111 = file.has_q1111
@@ -102,15 +106,21 @@ class Nep(torch.nn.Module):
             k222[4] / (planar * kMixed**2),
         ]
         self.k1111 = k1111 / kLinear**4
+
+        self.cutoffs = file.cutoffs.tolist()
         for part, name in enumerate(("radial", "angular")):
-            table, grid = splines_of(file, part, cells)
-            self.register_buffer(f"{name}_table", table)
+            c = torch.tensor(file.c[part]).flatten(0, 1)
+            self.register_parameter(f"{name}_c", torch.nn.Parameter(c))  # [kinds, basis, F]
+            basis, grid = splines_of_basis(file.cutoffs[:, part], c.shape[1], cells)
+            self.register_buffer(f"{name}_basis", basis)
             self.register_buffer(f"{name}_grid", grid)
-        w0 = torch.from_numpy(file.w0 * file.scale)
-        self.register_buffer("w0", w0.mT.contiguous())  # [nets, dim, neurons]
-        self.register_buffer("b0", torch.from_numpy(file.b0))
-        self.register_buffer("w1", torch.from_numpy(file.w1))
-        self.register_buffer("bias", torch.from_numpy(file.bias))
+            self.register_buffer(f"{name}_table", basis @ c)
+        self.w0 = torch.nn.Parameter(torch.tensor(file.w0).mT.contiguous())  # [nets, dim, neurons]
+        self.b0 = torch.nn.Parameter(torch.tensor(file.b0))
+        self.w1 = torch.nn.Parameter(torch.tensor(file.w1))
+        self.bias = torch.nn.Parameter(torch.tensor(file.bias, dtype=torch.float64))
+        self.register_buffer("scale", torch.tensor(file.scale))
+
         self.zbl_inner, self.zbl_outer = file.zbl or (0.0, 0.0)
         numbers = [0.0] * len(self.type_names)
         if file.zbl:
@@ -120,30 +130,61 @@ class Nep(torch.nn.Module):
             numbers = [kElements.index(name) + 1.0 for name in self.type_names]
         self.register_buffer("atomic_numbers", torch.tensor(numbers, dtype=torch.float64))
 
-    def spline_error(self, file):
-        """Return the largest error of the splines and of their slopes.
+    def train(self, mode: bool = True):
+        """Let the parameters be trained, or compute the tables from them. Return the model."""
+        super().train(mode)
+        if not mode:
+            with torch.no_grad():
+                self.radial_table = self.radial_basis @ self.radial_c
+                self.angular_table = self.angular_basis @ self.angular_c
+        return self
 
-        Both are relative to the largest value of their kind of the radial functions.
+    def file(self):
+        """Return the NepFile of the model, which nep_file.write writes for GPUMD."""
+        T = len(self.type_names)
+        c = []
+        for part in (self.radial_c, self.angular_c):
+            c.append(part.detach().double().cpu().view(T, T, *part.shape[1:]).numpy())
+        w0, b0, w1, scale = (
+            tensor.detach().double().cpu().numpy()
+            for tensor in (self.w0.mT, self.b0, self.w1, self.scale)
+        )
+        return NepFile(
+            version=self.version,
+            type_names=list(self.type_names),
+            zbl=(self.zbl_inner, self.zbl_outer) if self.zbl_outer > 0 else None,
+            cutoffs=np.array(self.cutoffs),
+            l_max=self.l_max,
+            has_q222=self.has_q222,
+            has_q1111=self.has_q1111,
+            w0=w0,
+            b0=b0,
+            w1=w1,
+            bias=self.bias.item(),
+            c=tuple(c),
+            scale=scale,
+        )
+
+    def spline_error(self):
+        """Return the largest error of the splines of radial functions and of their slopes.
+
+        Each is relative to the largest value or slope of the functions of its kind.
         """
         worst = [0.0, 0.0]
-        for part, (table, grid) in enumerate(
-            ((self.radial_table, self.radial_grid), (self.angular_table, self.angular_grid))
-        ):
-            factor = math.sqrt(4 * math.pi) if part == 0 else 1.0
-            c = file.c[part].reshape(-1, *file.c[part].shape[2:])
+        radial = self.radial_table, self.radial_c, self.radial_grid
+        angular = self.angular_table, self.angular_c, self.angular_grid
+        for table, c, grid in (radial, angular):
             cells = table.shape[1] - 5
             position = (np.arange(4 * cells) + 0.5) / 4
             B = b_splines(position, cells)
             for kind, (_, cutoff) in enumerate(grid.tolist()):
                 r = position * cutoff / cells
-                exact = radial_basis(r, cutoff, c.shape[1]) @ c[kind]
-                splines = B @ table[kind].numpy() / factor
-                for k, (own, other) in enumerate(
-                    ((splines, exact), (np.gradient(splines, r, axis=0),
-                                        np.gradient(exact, r, axis=0)))
-                ):  # fmt: skip
-                    largest = max(np.abs(other).max(), 1e-300)
-                    worst[k] = max(worst[k], np.abs(own - other).max() / largest)
+                exact = radial_basis(r, cutoff, c.shape[1]) @ c[kind].detach().numpy()
+                error = B @ table[kind].numpy() - exact
+                slopes = np.gradient(error, r, axis=0), np.gradient(exact, r, axis=0)
+                for k, (of_splines, largest) in enumerate(((error, exact), slopes)):
+                    relative = np.abs(of_splines).max() / max(np.abs(largest).max(), 1e-300)
+                    worst[k] = max(worst[k], float(relative))
         return worst
 
     def invariants(self, A):
@@ -166,17 +207,16 @@ class Nep(torch.nn.Module):
 
         A type of -1 is no atom: frames are padded to the size of the largest one.
         """
-        if self.w0.shape[0] == 1:
-            energy = torch.tanh(torch.addmm(-self.b0[0], q, self.w0[0])) @ self.w1[0]
-            if len(self.type_names) == 1:
-                return torch.where(types >= 0, energy - self.bias[0], 0.0)
+        w0 = self.scale.unsqueeze(-1) * self.w0
+        if w0.shape[0] == 1:
+            energy = torch.tanh(torch.addmm(-self.b0[0], q, w0[0])) @ self.w1[0]
         else:
             energy = torch.zeros_like(q[:, 0])
-            for t in range(self.w0.shape[0]):
+            for t in range(w0.shape[0]):
                 atoms = (types == t).nonzero().squeeze(-1)
-                hidden = torch.tanh(torch.addmm(-self.b0[t], q[atoms], self.w0[t]))
+                hidden = torch.tanh(torch.addmm(-self.b0[t], q[atoms], w0[t]))
                 energy = energy.index_add(0, atoms, hidden @ self.w1[t])
-        return torch.where(types >= 0, energy - self.bias[types.clamp(min=0)], 0.0)
+        return torch.where(types >= 0, energy - self.bias, 0.0)
 
     def energies_of_zbl(self, d, kind):
         """Return half of the ZBL energies [n] of the pairs of each atom."""
@@ -209,9 +249,15 @@ class Nep(torch.nn.Module):
                 -1: an empty slot.
             d: [n, K, 3], vectors to the neighbours.
         """
-        radial = torch.ops.calcops.density(d, kind, self.radial_table, self.radial_grid, 1)
+        radial_table, angular_table = self.radial_table, self.angular_table
+        if self.training:
+            radial_table = self.radial_basis @ self.radial_c
+            angular_table = self.angular_basis @ self.angular_c
+        # The radial sums have no harmonic. So Y_00 is divided out.
+        radial_table = radial_table * math.sqrt(4 * math.pi)
+        radial = torch.ops.calcops.density(d, kind, radial_table, self.radial_grid, 1)
         harmonics = (self.l_max + 1) * (self.l_max + 1)
-        A = torch.ops.calcops.density(d, kind, self.angular_table, self.angular_grid, harmonics)
+        A = torch.ops.calcops.density(d, kind, angular_table, self.angular_grid, harmonics)
         q = torch.cat([radial[0], self.invariants(A)], 1)
         energy = self.energies_of_nets(types, q)
         if self.zbl_outer > 0:
@@ -266,18 +312,22 @@ class Nep(torch.nn.Module):
         return atom_energy.sum(-1), atom_energy, force, virial, atom_virial
 
 
-def splines_of(file, part, cells):
-    """Return the table [T T, cells + 5, F] and the grid [T T, 2] of density.
+def splines_of_basis(cutoffs, count, cells):
+    """Return splines of the radial basis for all pairs of types, and the grid of density.
 
-    The sums of the radial part have no harmonic. So its table has a factor that cancels Y_00.
+    Args:
+        cutoffs: [T], of the types.
+        count: of the functions of the basis.
+        cells: of the splines.
+
+    Returns:
+        The coefficients [T T, cells + 5, count] of the splines, or [1, cells + 5, count] if all
+        cutoffs are equal, and the grid [T T, 2].
     """
-    T = len(file.type_names)
-    cutoffs = file.cutoffs[:, part]
     of_pairs = ((cutoffs[:, None] + cutoffs) / 2).flatten()
-    count = file.c[part].shape[2]
+    grid = np.stack([np.zeros_like(of_pairs), of_pairs], 1)
     bases = {cutoff: interpolation(cutoff, cells, count) for cutoff in set(of_pairs.tolist())}
-    c = file.c[part].reshape(T * T, count, -1)
-    factor = math.sqrt(4 * math.pi) if part == 0 else 1.0
-    table = np.stack([bases[cutoff] @ c[k] * factor for k, cutoff in enumerate(of_pairs.tolist())])
-    grid = np.stack([np.zeros(T * T), of_pairs], 1)
-    return torch.from_numpy(table), torch.from_numpy(grid)
+    if len(bases) == 1:
+        of_pairs = of_pairs[:1]
+    basis = np.stack([bases[cutoff] for cutoff in of_pairs.tolist()])
+    return torch.from_numpy(basis), torch.from_numpy(grid)

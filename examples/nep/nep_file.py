@@ -1,6 +1,7 @@
 """Files nep.txt of GPUMD: neuroevolution potentials of versions 3 and 4.
 
     file = read("nep.txt")
+    write(file, "own.txt")
 
 A file has a head of lines with keywords, then a number a line: the nets, the coefficients c of the
 radial functions, and the factors of the descriptor.
@@ -37,7 +38,7 @@ class NepFile:
         l_max: of the angular part, 1 to 4.
         has_q222, has_q1111: whether the angular part has these invariants.
         w0: [nets, neurons, dim], b0, w1: [nets, neurons].
-        bias: energies [T] that are subtracted.
+        bias: an energy that is subtracted.
         c: the coefficients [T, T, basis, F] of the radial and the angular part, for the types of
             the centre and of the neighbour.
         scale: [dim], the factors of the descriptor.
@@ -53,7 +54,7 @@ class NepFile:
     w0: np.ndarray
     b0: np.ndarray
     w1: np.ndarray
-    bias: np.ndarray
+    bias: float
     c: tuple
     scale: np.ndarray
 
@@ -81,7 +82,7 @@ class NepFile:
             self.w0[nets],
             self.b0[nets],
             self.w1[nets],
-            self.bias[own],
+            self.bias,
             tuple(c[own][:, own] for c in self.c),
             self.scale,
         )
@@ -98,6 +99,37 @@ def read(path):
         return _read([line.split() for line in path.read_text().splitlines() if line.strip()])
     except (ValueError, IndexError) as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def write(file, path):
+    """Write a NepFile as a nep.txt, which GPUMD and NEP_CPU read, too.
+
+    The numbers that GPUMD takes for the sizes of its neighbour lists are those of a dense metal.
+    """
+    T = len(file.type_names)
+    word = f"nep{file.version}" + ("_zbl" if file.zbl else "")
+    lines = [f"{word} {T} {' '.join(file.type_names)}"]
+    if file.zbl:
+        lines.append(_line("zbl", file.zbl))
+    are_equal = (file.cutoffs == file.cutoffs[0]).all()
+    cutoffs = file.cutoffs[0] if are_equal else file.cutoffs.flatten()
+    sizes = [int(0.5 * cutoff**3) + 20 for cutoff in file.cutoffs.max(0)]
+    lines.append(_line("cutoff", [*cutoffs, *sizes]))
+    lines.append(_line("n_max", [c.shape[3] - 1 for c in file.c]))
+    lines.append(_line("basis_size", [c.shape[2] - 1 for c in file.c]))
+    lines.append(_line("l_max", [file.l_max, 2 * file.has_q222, int(file.has_q1111)]))
+    lines.append(_line("ANN", [file.w0.shape[1], 0]))
+    for net in zip(file.w0, file.b0, file.w1):
+        lines += [repr(float(number)) for part in net for number in part.flatten()]
+    lines.append(repr(float(file.bias)))
+    for c in file.c:
+        lines += [repr(float(number)) for number in c.transpose(3, 2, 0, 1).flatten()]
+    lines += [repr(float(number)) for number in file.scale]
+    Path(path).write_text("\n".join(lines) + "\n")
+
+
+def _line(keyword, numbers):
+    return " ".join([keyword, *(f"{number:.17g}" for number in numbers)])
 
 
 def _read(lines):
@@ -143,7 +175,7 @@ def _read(lines):
         w0.reshape(nets, neurons, dim),
         b0,
         w1,
-        np.repeat(bias, T),
+        float(bias[0]),
         tuple(c),
         scale,
     )

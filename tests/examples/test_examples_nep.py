@@ -22,7 +22,7 @@ for module in ("ase", "vesin"):
 from ase import Atoms  # noqa: E402
 from calcops.ase.calculator import CalcOps, NeighbourList  # noqa: E402
 from calcops.nep import load  # noqa: E402
-from calcops.nep.nep_file import read  # noqa: E402
+from calcops.nep.nep_file import read, write  # noqa: E402
 from calcops.potentials import package  # noqa: E402
 
 
@@ -66,9 +66,8 @@ def test_the_numbers_are_those_of_nep_cpu(name, capsys):
 
 
 def test_few_cells_give_the_errors_that_load_prints():
-    file = read(FILES / "nep4.txt")
     model = load(FILES / "nep4.txt", cells=16)
-    values, slopes = model.spline_error(file)
+    values, slopes = model.spline_error()
     assert 1e-6 < values < slopes < 1e-1
     frame = NUMBERS["nep4"][0]
     with pytest.raises(AssertionError):
@@ -153,6 +152,65 @@ def test_a_package_of_the_command_gives_the_numbers_of_nep_cpu(name, tmp_path):
     model = package.load(output)
     for frame in NUMBERS[name]:
         assert_results_of_nep_cpu(model(*inputs_of(frame, model)), frame)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_file_that_is_written_gives_the_same_model(name, tmp_path):
+    model = load(FILES / f"{name}.txt")
+    write(model.file(), tmp_path / "nep.txt")
+    again = load(tmp_path / "nep.txt")
+    assert model.state_dict().keys() == again.state_dict().keys()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[key]), key
+    assert (again.type_names, again.cutoff) == (model.type_names, model.cutoff)
+    assert (again.zbl_inner, again.zbl_outer) == (model.zbl_inner, model.zbl_outer)
+
+
+def loss_of(model, frame):
+    """Return the mean square of the errors of energies and forces."""
+    _, atom_energy, force, _, _ = model(*inputs_of(frame, model), create_graph=True)
+    energy = torch.tensor(frame["energy"]) - atom_energy[0]
+    return energy.square().mean() + (torch.tensor(frame["force"]) - force[0]).square().mean()
+
+
+def test_gradients_for_every_parameter_are_those_of_finite_differences():
+    frame = NUMBERS["nep4_types"][0]
+    model = load(FILES / "nep4_types.txt").train()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    gradients = torch.autograd.grad(loss_of(model, frame), [*model.parameters()])
+    for parameter, gradient in zip(model.parameters(), gradients):
+        direction = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+        values = []
+        for step in (1e-5, -2e-5):
+            with torch.no_grad():
+                parameter += step * direction
+            values.append(loss_of(model, frame).item())
+        with torch.no_grad():
+            parameter += 1e-5 * direction
+        expected = (values[0] - values[1]) / 2e-5
+        assert (gradient * direction).sum().item() == pytest.approx(expected, rel=1e-5, abs=1e-8)
+
+
+def test_training_lowers_the_loss_and_eval_computes_the_tables():
+    frame = NUMBERS["nep3"][0]
+    model = load(FILES / "nep3.txt").train()
+    with torch.no_grad():
+        model.radial_c += 0.1 * torch.randn(model.radial_c.shape).double()
+        model.w0 += 0.1 * torch.randn(model.w0.shape).double()
+    first = loss_of(model, frame).item()
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = loss_of(model, frame)
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.3 * first
+    in_training = model(*inputs_of(frame, model))
+    for result, other in zip(model.eval()(*inputs_of(frame, model)), in_training):
+        torch.testing.assert_close(result, other, rtol=1e-12, atol=1e-12)
 
 
 def test_the_readme_shows_what_is_printed(capsys, monkeypatch):
