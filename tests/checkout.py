@@ -380,7 +380,7 @@ def wheel_of(source: Path, folder: Path) -> Path:
 def built_wheel(source: Path, folder: Path, *pythons: str, **variables) -> Path:
     """Build a wheel of a checkout as `make wheel` does, and return its path."""
     variables["PYTHONPATH"] = str(source)
-    module = re.search(r"-m (_calcops_jit\S*wheel) dist", (HERE / "Makefile").read_text())[1]
+    module = re.search(r"-m (\S+wheel) dist", (HERE / "Makefile").read_text())[1]
     command = [sys.executable, "-m", module, folder, *pythons]
     done = subprocess.run(
         command, cwd=source, env=os.environ | variables, capture_output=True, text=True

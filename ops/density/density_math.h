@@ -5,6 +5,10 @@
 // pairs), or a Dual of these, which gives the formula's derivatives.
 #pragma once
 
+#ifdef __NVCC__
+#pragma nv_diag_suppress 1675  // "#pragma GCC unroll": nvcc unrolls these loops by itself
+#endif
+
 #include <cmath>
 #include <cstdint>
 

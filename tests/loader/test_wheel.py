@@ -317,7 +317,7 @@ def test_build_in_an_installed_wheel_is_for_this_processor_and_preferred(install
 
 def test_a_wheel_for_another_architecture_or_with_flags_is_not_built(tmp_path):
     as_arm = "import os; os.uname = lambda r=os.uname(): os.uname_result([*r[:4], 'aarch64'])\n"
-    module = re.search(r"-m (_calcops_jit\S*wheel) dist", (HERE / "Makefile").read_text())[1]
+    module = re.search(r"-m (\S+wheel) dist", (HERE / "Makefile").read_text())[1]
     run = f"import runpy, sys; sys.argv = ['', {str(tmp_path / 'dist')!r}]\n"
     run += f"runpy.run_module({module!r}, run_name='__main__')"
     for preamble, variables, words in (
