@@ -116,7 +116,7 @@ def test_the_headline_percentages_of_deepmd_are_those_of_the_table():
 @pytest.mark.parametrize("page", TEXTS)
 def test_files_in_backticks_exist(page):
     """Files that the README asks its reader to write need not exist."""
-    readers_files = "mine|my_op|host|op|cell|own|weighted_sum"
+    readers_files = "mine|my_op|host|op|cell|own|nep|weighted_sum"
     for name in re.findall(r"`([\w./-]+\.(?:py|cpp|cu|h|md|sh|txt|ipynb|toml))`", TEXTS[page]):
         if re.match(rf"(?:.*/)?(?:{readers_files})[\w.]*$", name):
             continue

@@ -165,12 +165,14 @@ class Neighbours {
 template <class Real>
 CALCOPS_HD_INLINED inline void load_triples(const Real* from, Vector* v) {
   const Vector a = load<Vector>(from), b = load<Vector>(from + 8), c = load<Vector>(from + 16);
-  const auto pick = [&](const Bits& of_ab, const Bits& with_c) __attribute__((always_inline)) {
-    return __builtin_shuffle(__builtin_shuffle(a, b, of_ab), c, with_c);
-  };
-  v[0] = pick(Bits{0, 3, 6, 9, 12, 15, 0, 0}, Bits{0, 1, 2, 3, 4, 5, 10, 13});
-  v[1] = pick(Bits{1, 4, 7, 10, 13, 0, 0, 0}, Bits{0, 1, 2, 3, 4, 8, 11, 14});
-  v[2] = pick(Bits{2, 5, 8, 11, 14, 0, 0, 0}, Bits{0, 1, 2, 3, 4, 9, 12, 15});
+  const Bits of_ab[3] = {
+      {0, 3, 6, 9, 12, 15, 0, 0}, {1, 4, 7, 10, 13, 0, 0, 0}, {2, 5, 8, 11, 14, 0, 0, 0}};
+  const Bits with_c[3] = {
+      {0, 1, 2, 3, 4, 5, 10, 13}, {0, 1, 2, 3, 4, 8, 11, 14}, {0, 1, 2, 3, 4, 9, 12, 15}};
+  for (int k = 0; k < 3; ++k) {
+    v[k] = _mm512_permutex2var_pd(a, (__m512i)of_ab[k], b);
+    v[k] = _mm512_permutex2var_pd(v[k], (__m512i)with_c[k], c);
+  }
 }
 #endif
 
