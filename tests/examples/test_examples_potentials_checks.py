@@ -252,7 +252,10 @@ class Shaped(Lengths):
         (lambda x, nghost: x.sum(1, keepdim=True), r"got \[1, 1\]"),
         (lambda x, nghost: x.unsqueeze(-1), r"got \[1, 5, 1\]"),
         (lambda x, nghost: x.sum(), r"got \[\]"),
-        (lambda x, nghost: torch.nn.functional.pad(x, [0, nghost]), r"of atoms or \[1\] of .*got \[1, "),
+        (
+            lambda x, nghost: torch.nn.functional.pad(x, [0, nghost]),
+            r"of atoms or \[1\] of .*got \[1, ",
+        ),
     ],
 )
 def test_energies_of_another_shape_are_refused(shape, message, tmp_path):
