@@ -189,8 +189,14 @@ def check_sizes(graph, model):
     inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     symbols = [size.node._expr for size in (*inputs[0].shape, *inputs[1].shape)]
     words = sympy.symbols("all_atoms frames atoms slots", integer=True, positive=True)
-    most = getattr(model, "neighbors", 0) or 50
-    others = [(30, 5, 13, min(9, most)), (130, 11, 101, min(31, most)), (10**6, 2, 10**5, most)]
+    most = getattr(model, "neighbors", 0) or 10**4
+    # PyTorch has conditions of its own that a size is neither 0 nor 1: check_file compares those.
+    others = [
+        (4, 2, 3, min(2, most)),
+        (30, 5, 13, min(9, most)),
+        (130, 11, 101, min(31, most)),
+        (10**6, 10**4, 10**5, most),
+    ]
     for guard in inputs[0].fake_mode.shape_env.guards:
         for sizes in others:
             if guard.expr.subs(dict(zip(symbols, sizes))) == sympy.false:

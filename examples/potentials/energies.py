@@ -74,7 +74,16 @@ class Energies(Potential):
         """Return the energies [B, n] of atoms, for pair vectors planes [3, B, K, n]."""
         Rij = planes.permute(1, 3, 2, 0).contiguous()
         energies = self.module(types, list_neigh, Rij, nghost)
-        return energies if energies.dim() == 2 else self.shared(energies, list_neigh)
+        B, n, _ = list_neigh.shape
+        shape = list(energies.shape)
+        if shape == [B, n]:
+            return energies
+        if shape != [B]:  # hosts would read beyond the energies of fewer atoms
+            raise ValueError(
+                f"expected energies [{B}, {n}] of atoms or [{B}] of frames from the module, "
+                f"got {shape}"
+            )
+        return self.shared(energies, list_neigh)
 
     def shared(self, energy, list_neigh):
         """Return the energy [B] of frames, shared equally among their n atoms: [B, n]."""

@@ -135,10 +135,19 @@ def labels_of(image):
     """Return energy, forces [n, 3] and virial [3, 3] of a frame; NaN for an absent stress.
 
     Raises:
-        ValueError: energy or forces are absent, or a label is not a number.
+        ValueError: energy or forces are absent, a label is not a number, or there is no atom or no
+            cell where the frame is periodic.
     """
     results = dict(image.calc.results) if image.calc else {}
     source = image.info.get("source", "a frame")
+    if len(image) == 0:
+        raise ValueError(f"expected atoms, got none in {source}")
+    periods = image.cell.array[image.pbc]
+    if len(periods) and np.linalg.matrix_rank(periods) < len(periods):
+        raise ValueError(
+            "expected independent cell vectors in periodic directions, "
+            f"got {periods.tolist()} in {source}"
+        )
     if len(image) == 1:
         results.setdefault("forces", np.zeros((1, 3)))
     for name in ("energy", "forces"):

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 # their labels vary.
 kShares = 0.08, 1.0, 0.6
 kMostWeight = 1e3  # A^2, for labels that hardly vary
+kLeastForce = 0.01  # eV/A, the unit of weights where forces are smaller, as in perfect crystals
 kRates = 1e-2, 1e-4  # Muon's rate at the first and the last step, linear in between
 kShareOfAdam = 0.3  # Adam's rate, in units of Muon's
 kKeptBytes = 2e9  # the most bytes of environments of frames that are kept
@@ -55,7 +56,8 @@ def loss_weights(frames, ntypes):
         (frames["force"].square().sum((1, 2)) / (3 * natoms)).mean(),
         virial.square().mean() if len(virial) else torch.tensor(torch.inf),
     ]
-    of_force = variances[1].item()
+    of_force = max(variances[1].item(), kLeastForce**2)
+    variances[1] = torch.tensor(of_force)
     weights = [
         share * of_force / max(variance.item(), 1e-30)
         for share, variance in zip(kShares, variances)

@@ -76,7 +76,34 @@ class FewEdges(Graph):
         return x.sum(1) if edge_index.shape[1] > 1000 else x.square().sum(1)
 
 
-@pytest.mark.parametrize("model", [FewAtoms(), FewEdges()])
+class Lengths(torch.nn.Module):
+    """Energies of neighbour lists."""
+
+    def forward(self, types, list_neigh, Rij, nghost: int):
+        r = torch.linalg.vector_norm(Rij, dim=-1)
+        pairs = torch.where((list_neigh >= 0) & (r < 3.0), (1 - r / 3.0).clamp(min=0) ** 3, 0.0)
+        return pairs.sum(-1)
+
+
+class Branch(Lengths):
+    """Computes something else between two sizes of a dimension of the list."""
+
+    def __init__(self, dim, low, high):
+        super().__init__()
+        self.size = dim, low, high
+
+    def forward(self, types, list_neigh, Rij, nghost: int):
+        dim, low, high = self.size
+        factor = 2.0 if low < list_neigh.shape[dim] < high else 1.0
+        return factor * super().forward(types, list_neigh, Rij, nghost)
+
+
+kBranches = [(0, 16, 10**9), (2, 64, 10**9), (1, 1, 4), (2, 1, 4)]
+
+
+@pytest.mark.parametrize(
+    "model", [FewAtoms(), FewEdges(), *(Branch(*branch) for branch in kBranches)]
+)
 def test_a_model_that_branches_on_a_size_is_refused_by_name_of_the_line(model, tmp_path):
     with pytest.raises(ValueError, match=r"trace holds only for .*, as .*_checks\.py:\d+ has it$"):
         save(model, tmp_path / "own.pt2", **ABOUT)
@@ -204,4 +231,34 @@ def test_forces_that_are_not_finite_are_refused(model, cause, dtype, tmp_path):
         match=f"expected finite results of the model, got force nan of atom .* of frame 0 .*{cause}",
     ):
         save(model, tmp_path / "own.pt", dtype=dtype, **ABOUT)
+    assert not list(tmp_path.iterdir())
+
+
+class Shaped(Lengths):
+    """Energies that `shape` makes of those of atoms."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, types, list_neigh, Rij, nghost: int):
+        return self.shape(super().forward(types, list_neigh, Rij, nghost), nghost)
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        (lambda x, nghost: x[0], r"\[1, 5\] of atoms or \[1\] of frames from .*got \[5\]"),
+        (lambda x, nghost: x.sum(1, keepdim=True), r"got \[1, 1\]"),
+        (lambda x, nghost: x.unsqueeze(-1), r"got \[1, 5, 1\]"),
+        (lambda x, nghost: x.sum(), r"got \[\]"),
+        (
+            lambda x, nghost: torch.nn.functional.pad(x, [0, nghost]),
+            r"of atoms or \[1\] of .*got \[1, ",
+        ),
+    ],
+)
+def test_energies_of_another_shape_are_refused(shape, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        save(Shaped(shape), tmp_path / "own.pt2", **ABOUT)
     assert not list(tmp_path.iterdir())

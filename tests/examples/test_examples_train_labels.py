@@ -171,3 +171,18 @@ def test_a_bare_virial_is_named(run):
     assert "no stress labels" not in run(
         images, "--held-out", 0.25, "--virial-key", "virial", folder="other"
     )
+
+
+def test_a_frame_without_atoms_or_without_a_cell_is_refused():
+    empty = Atoms()
+    empty.calc = SinglePointCalculator(empty, energy=0.0, forces=np.zeros((0, 3)))
+    with pytest.raises(ValueError, match="expected atoms, got none in a frame"):
+        frames_of([crystal(0), empty], ["Cu"])
+    for cell in (np.zeros((3, 3)), np.diag([4.0, 4.0, 0.0]), np.ones((3, 3))):
+        image = crystal(0, ("energy", "forces"))
+        image.set_cell(cell)
+        with pytest.raises(ValueError, match="expected independent cell vectors in periodic dir"):
+            frames_of([image], ["Cu"])
+    image.set_cell(np.diag([4.0, 4.0, 0.0]))
+    image.pbc = (True, True, False)
+    frames_of([image], ["Cu"])

@@ -263,6 +263,13 @@ def test_weights_of_the_loss_follow_the_spread_of_the_labels():
     assert loss_weights(one, 1)[0] <= 1e3
 
 
+def test_perfect_crystals_without_forces_have_weights_of_the_loss():
+    images = [image(0, a=a) for a in (3.6, 3.7, 3.8, 3.9)]
+    for atoms in images:
+        atoms.calc.results["forces"] *= 0
+    assert min(loss_weights(frames_of(images, ["Cu"]), 1)) > 1e-4
+
+
 def test_lone_atoms_do_not_change_the_weights_of_the_loss():
     images = [image(number) for number in range(6)]
     lone = Atoms("Cu")
