@@ -218,9 +218,8 @@ def _compile(request: Request, folder: str, archive: str) -> tuple[str, Inputs]:
     except Exception as error:  # torch refuses a GPU architecture, for example
         failure = str(error)
     for target, files in dependencies(request, folder).items():
-        state = state_of(f"{folder}/{target}")
-        if target not in objects or objects[target][0] != state:
-            objects[target] = [state, files]
+        # Also of an object with the same bytes: its headers may have been read in other places.
+        objects[target] = [state_of(f"{folder}/{target}"), files]
     read = set().union(*(files for _, files in objects.values()))
     inputs = inputs_of_build(request, folder, before, read, archive)
     # After a failure, too, because some sources may have been compiled.

@@ -122,6 +122,9 @@ def _variables(request: Request, folder: str, archive: str) -> dict[str, str]:
     if request.cuda.build:
         variables["CUDA_HOME"] = request.cuda.home
         variables["TORCH_CUDA_ARCH_LIST"] = cuda.arch_list(request.cuda)
+        # torch would take another nvcc, and record no headers.
+        variables["PYTORCH_NVCC"] = _quoted(f"{request.cuda.home}/bin/nvcc")
+        variables["TORCH_EXTENSION_SKIP_NVCC_GEN_DEPENDENCIES"] = "0"
         variables["CUDA_INC_PATH"] = cuda.headers(request.cuda.home)
         host = words_of("CC")
         if host:  # torch passes it to nvcc's -ccbin, which takes one word

@@ -16,8 +16,9 @@ from .inputs import TORCH, Inputs, program_states, state_of
 from .request import SHADOW, Request
 from .toolchain import find_ninja
 
-# Headers and libraries of the compiler and of the C library.
-_OF_COMPILER = re.compile(r"/lib/gcc/|-linux-gnu/|^/usr/include/[^/]+$")
+# Headers of the C library, and folders of the compiler below the folder where it is installed.
+_OF_SYSTEM = re.compile(r"/usr/include/(?:[^/]+|[^/]+-linux-gnu/.+)")
+_OF_COMPILER = re.compile(r"/lib/(?:gcc|clang)/|/[^/]+-linux-gnu/")
 _LINKED = re.compile(r"\.(?:a|o|so[.\d]*)$")
 _TESTED = re.compile(rb"__has_(?:include(?:_next)?|embed)\b\s*\(\s*[<\"]([^>\"\n]+)[>\"]")
 
@@ -77,7 +78,13 @@ def has_version(path: str, request: Request) -> bool:
         return False
     home = request.cuda.home
     is_of_cuda = bool(home) and path.startswith((f"{home}/", f"{os.path.realpath(home)}/"))
-    return is_of_cuda or path.startswith(_versioned()) or bool(_OF_COMPILER.search(path))
+    if is_of_cuda or path.startswith(_versioned()) or _OF_SYSTEM.fullmatch(path):
+        return True
+    # A user's folder may have such a name, too.
+    prefixes = [os.path.dirname(os.path.dirname(program)) for program in request.programs]
+    return any(
+        path.startswith(prefix) and _OF_COMPILER.match(path, len(prefix)) for prefix in prefixes
+    )
 
 
 @functools.cache
@@ -107,6 +114,8 @@ def _linked(folder: str) -> set[str]:
     """Return the files that the linker read."""
     with contextlib.suppress(OSError), open(f"{folder}/link.d", errors="replace") as file:
         names = re.findall(r"^ +(/.+?)(?: \\)?$", file.read(), re.MULTILINE)
+        # lld escapes spaces, and GNU ld does not.
+        names += [re.sub(r"\\([ #])", r"\1", name).replace("$$", "$") for name in names]
         return set(filter(os.path.isfile, names))
     return set()
 

@@ -27,6 +27,7 @@ WRAPPERS = ("ccache", "sccache")
 # them from sharing variables.
 BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
+RUNTIME = ("-Og", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")  # the flags of runtime()
 # The extensions that each level of the x86-64 psABI adds, in the words of /proc/cpuinfo.
 LEVELS = {
     "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
@@ -118,6 +119,7 @@ class Request(SimpleNamespace):
             "C++ flags": self._fold_flags(self.cflags),
             "CUDA flags": self._fold_flags(self.cuda_cflags),
             "linker flags": self._fold_flags(self.ldflags),
+            "runtime's flags": list(RUNTIME),  # it is linked into the library
             "PyTorch": [torch.__version__, torch.version.git_version, str(torch.version.debug)],
         }
         if self.cuda.build:
@@ -227,7 +229,7 @@ def runtime() -> Request:
         product="runtime.a",
         root=LOADER,
         sources=(f"{LOADER}/runtime/runtime.cpp",),
-        cflags=("-Og", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS"),
+        cflags=RUNTIME,
     )
 
 

@@ -257,6 +257,15 @@ for value in 4, 5:
     assert built.run(script, CALCOPS_BUILD="0").out == "4\n5\n"
 
 
+def test_variables_of_torch_do_not_hide_a_header_or_the_compiler(built):
+    variables = {"TORCH_EXTENSION_SKIP_NVCC_GEN_DEPENDENCIES": "1", "PYTORCH_NVCC": "/bin/false"}
+    built.write("ops/tiny/value.h", "#define VALUE 6\n")
+    assert built.answer(**variables) == 6
+    built.write("ops/tiny/value.h", "#define VALUE 7\n")
+    assert built.answer(**variables) == 7
+    built.write("ops/tiny/value.h", "#define VALUE 1\n")
+
+
 def test_the_toolkit_may_move_and_get_new_times(built):
     assert built.answer() == 1
     built.compiled()
