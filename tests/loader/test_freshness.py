@@ -12,7 +12,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from checkout import ANSWER, Checkout
+from checkout import Checkout
 
 # How a build finds a header in the folder `early`, or else in the folder `late`: flags, options of
 # load, and variables.
@@ -362,61 +362,3 @@ def test_no_compiler_starts_after_a_change_that_is_no_input(everything, change):
     variables = variables if isinstance(variables, dict) else {}
     assert everything.values_of_a_new_process(**variables) == everything.values
     assert not everything.log.exists()
-
-
-# ---- other libraries -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("folder", ["x86_64-linux-gnu/include", "lib/gcc/include"])
-def test_a_project_folder_named_like_one_of_the_compiler_is_an_input(checkout, folder):
-    checkout.put("src/mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;"))
-    options = {"sources": ["src/mine.cpp"], "extra_include_paths": [folder]}
-    for value in 1, 2:
-        checkout.put(f"{folder}/value.h", f"#define VALUE {value}\n")
-        assert checkout.loaded(**options) == value
-
-
-@pytest.mark.parametrize("linker", ["bfd", "lld"])
-def test_an_archive_in_a_folder_with_a_space_is_an_input(checkout, linker):
-    if not shutil.which(f"ld.{linker}"):
-        pytest.skip(f"no ld.{linker}")
-    checkout.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
-    folder = f"-L'{checkout.project}/a folder'"
-    for value in 1, 2:
-        checkout.archive(value, "a folder/libvalue.a")
-        flags = [folder, "-lvalue", f"-fuse-ld={linker}"]
-        assert checkout.loaded(extra_ldflags=flags) == value
-
-
-def test_an_edit_under_another_copy_of_the_loader_is_seen_after_a_build_with_the_first(checkout):
-    checkout.put("mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;"))
-    checkout.put("other.cpp", "int other() { return 1; }\n")
-    checkout.write("_calcops_jit/shadow/value.h", "#define VALUE 1\n")
-    options = {"sources": ["mine.cpp", "other.cpp"]}
-    assert checkout.loaded(**options) == 1
-    checkout.path = shutil.copytree(checkout.path, checkout.path.with_name("another checkout"))
-    # The object of mine.cpp is compiled again, to the same bytes.
-    checkout.put("other.cpp", "int other() { return 2; }\n")
-    assert checkout.loaded(**options) == 1
-    checkout.write("_calcops_jit/shadow/value.h", "#define VALUE 2\n")
-    assert checkout.loaded(**options) == 2
-
-
-def test_a_copied_cache_follows_an_edit_of_two_sources_with_one_base_name(checkout):
-    checkout.put("mine.cpp", ANSWER.format("return 1;"))
-    checkout.put("folder/mine.cpp", "int other() { return 1; }\n")
-    options = {"sources": ["mine.cpp", "folder/mine.cpp"]}
-    assert checkout.loaded(**options) == 1
-    checkout.cache = checkout.cache.rename(checkout.cache.with_name("moved cache"))
-    checkout.put("mine.cpp", ANSWER.format("return 2;"))
-    assert checkout.loaded(**options) == 2
-
-
-def test_the_flags_of_the_runtime_are_an_input_of_each_library(checkout):
-    checkout.put("mine.cpp", "")
-    script = "from _calcops_jit.options import request_for; print(request_for('mine', {!r}).slot)"
-    script = script.format(f"{checkout.project}/mine.cpp")
-    before = checkout.run(script).out
-    text = (checkout.path / "_calcops_jit/request.py").read_text()
-    checkout.write("_calcops_jit/request.py", text.replace('"-Og"', '"-O1"'))
-    assert checkout.run(script).out not in ("", before)
