@@ -27,8 +27,6 @@ Environment:
 
     CALCOPS_CACHE   folder of the built libraries; default $XDG_CACHE_HOME/calcops, else
                     ~/.cache/calcops
-    CALCOPS_CACHE_READONLY   more such folders, dir[:dir], that are only read
-    CALCOPS_CACHE_SIZE   largest size of CALCOPS_CACHE, such as 500M; default 2G
     CALCOPS_CUDA    1 builds the CUDA operators, 0 does not. The default is 1 if nvcc is installed
                     and either a GPU is visible or TORCH_CUDA_ARCH_LIST is set. If 1 is set but
                     no GPU is visible and no architecture given, the architectures are 8.0 and
