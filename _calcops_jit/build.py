@@ -249,7 +249,8 @@ def _up_to_date(request: Request, folder: str) -> tuple[dict[str, str], dict[str
         last.check_others(request)
         changed.update(last.changed_files(request))
         for path in changed:
-            if os.path.exists(path) and not os.path.isfile(path):
+            is_readable = os.path.isfile(path) or os.path.isdir(path)  # compilers pass over folders
+            if os.path.exists(path) and not is_readable:
                 what = f"cannot build {request.name}: a compiler would wait for {path}"
                 raise report(what, ["it is no regular file"], f"rm {path}")
         if not changed & files_in_flags(request, with_linker=False):
