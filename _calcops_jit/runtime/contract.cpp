@@ -104,9 +104,14 @@ class Formulas final : public Derivatives {
   }
 
  private:
-  static tensor_list tensors_of(const std::vector<Value>& values) {
+  tensor_list tensors_of(const std::vector<Value>& values) const {
     tensor_list tensors;
-    for (const Value& value : values) tensors.push_back(tensor_or_none(ivalue_of(value)));
+    for (const Value& value : values) {
+      const IValue& given = ivalue_of(value);
+      TORCH_CHECK(given.isTensor() || given.isNone() || given.isBool(), op_.name,
+                  ": expected tensors from the formula of its derivative, got a ", given.tagKind());
+      tensors.push_back(tensor_or_none(given));
+    }
     return tensors;
   }
 

@@ -76,6 +76,49 @@ RIGHT = {
 
 # Contracts that are wrong, and what their errors say.
 WRONG = {
+    # silently misread before
+    "a list of numbers for a float": (
+        contract(n="float t", t="1, 2 or 3."),
+        "a list of numbers is for an int",
+    ),
+    "entries at dimensions of any shape": (
+        tensors(
+            "f(Tensor x, Tensor e) -> Tensor y",
+            x="[N]; float64.",
+            e="[...]; int64; entries 0 <= j < N at row.",
+            y="[N]; like x.",
+        ),
+        "`at` names the dimensions of entries",
+    ),
+    "a result that is an optional argument": (
+        tensors("f(Tensor w, Tensor? x=None) -> Tensor x", w="[N]; float64.", x="[N]; like w."),
+        "a result is always there",
+    ),
+    "a clause behind a full stop": (
+        contract("[N]; float64. N >= 2 rows."),
+        "expected a clause, or text that is no formula",
+    ),
+    "entries behind a full stop": (
+        contract("[N]; int64. entries 0 <= j < N at row."),
+        "the clauses end before `entries`",
+    ),
+    "constant behind a full stop": (
+        contract("[N]; float64. constant."),
+        "the clauses end before `constant`",
+    ),
+    "a number of the forward operator that the backward one lacks": (
+        LINEAR.replace("f(Tensor x, Tensor w)", "f(Tensor x, Tensor w, int k=1)")
+        + "y(x, w) + z(x)\nk  >= 0.",
+        "it has no `k`",
+    ),
+    "a default in the place of a value of the caller": (
+        LINEAR.replace(
+            "Tensor x, Tensor w) -> (Tensor, Tensor)",
+            "Tensor x, Tensor w, int k=1) -> (Tensor, Tensor)",
+        )
+        + "y(x, w) + z(x)\nk  >= 0.",
+        "it has no `k`",
+    ),
     # numbers
     "a power that is too large": (
         contract(n="int k", k="0 to 2^64."),

@@ -180,6 +180,10 @@ class Prover {
         (!line.has_entries || line.absent != 0))
       fail(line, "only entries may be 0 where absent");
     if (line.made_on_cuda && !argument.optional) fail(line, "it is never absent");
+    if (line.any_shape && !line.entries.positions.empty())
+      fail(line, "`at` names the dimensions of entries, and [...] has any number of them");
+    if (argument.kind == Kind::kFloat && !line.numbers.empty())
+      fail(line, "a list of numbers is for an int, and `" + line.name + "` is a float");
     if (argument.kind == Kind::kInt) {
       for (const Bound& bound : line.bounds)
         if (!bound.whole) fail(line, "expected integers, got " + bound.text);
@@ -297,6 +301,8 @@ class Prover {
       const Line& described = text_.lines[line];
       if (!described.is_tensor()) fail(described, "expected the shape of a result, such as [N, 3]");
       if (op.is_result(line)) fail(op, "two results `" + described.name + "`");
+      if (!op.is_backward && op.has(line) && op.at_line(line).optional)
+        fail(described, "a result is always there, and this argument may be absent");
       if (!op.has(line) && described.shapes.size() > 1) fail(described, "a result has one shape");
       if (!op.is_composition && !op.has(line) &&
           (described.has_entries || !described.limits.empty() || described.is_constant ||
@@ -514,12 +520,21 @@ class Prover {
 
   // ---- derivatives and vmap ---------------------------------------------------------------------
 
-  // Raise an error unless a call of `to` can be made from one of `from`.
-  static void check_call(const Signature& from, const Signature& to) {
+  // Raise an error unless a call of `to` can be made from one of `from`. `defaults`: an operator
+  // that computes less than the forward one, such as forces without virials, may lack an argument
+  // that has a default. The value is then that default, which must also be the one where absent.
+  void check_call(const Signature& from, const Signature& to, bool defaults) const {
     for (const Argument& argument : to.schema.arguments) {
-      bool is_ok =
-          argument.optional || argument.has_default || argument.name.compare(0, 5, "grad_") == 0;
+      bool is_ok = (argument.kind == Kind::kTensor && argument.optional) ||
+                   argument.kind == Kind::kMask || argument.name.compare(0, 5, "grad_") == 0;
       for (const Argument& own : from.schema.arguments) is_ok |= own.name == argument.name;
+      if (!is_ok && defaults && argument.has_default) {
+        const Line& line = text_.lines[text_.line(argument.name)];
+        const std::string absent = argument.kind != Kind::kBool ? std::to_string(line.absent)
+                                   : line.absent                ? "True"
+                                                                : "False";
+        is_ok = !line.has_absent || argument.fallback == absent;
+      }
       if (!is_ok)
         fail(from,
              "its derivatives call " + to.schema.name + ", and it has no `" + argument.name + "`");
@@ -587,7 +602,7 @@ class Prover {
         !std::is_permutation(factors.begin(), factors.end(), backward.result_lines.begin()))
       fail_here("the results of " + backward.schema.name +
                 " must be the gradients for all factors");
-    check_call(backward, forward);
+    check_call(backward, forward, false);
     for (Signature& op : ops_) {
       if (op.is_composition) continue;
       if (&op == &backward) op.is_linear = true;
@@ -606,7 +621,7 @@ class Prover {
       if (terms == 0) continue;
       if (terms != op.result_lines.size()) fail(op, "some of its results have no term in `linear`");
       op.is_linear = true;
-      check_call(op, backward);
+      check_call(op, backward, &op != &forward);
     }
   }
 

@@ -577,9 +577,18 @@ class Reader {
     if (at_ == limit_) return;
     clause_ = std::string::npos;
     ++at_;
-    for (const char* word :
-         {"and", "or", "to", "at", "on", "with", "where", "read", "like", "from"})
+    for (const char* word : {"and", "or", "to", "at", "on", "with", "where", "read", "like", "from",
+                             "entries", "constant"})
       if (peek_word() == word) fail(std::string("the clauses end before `") + word + "`");
+    refuse_formula("<>=");
+  }
+
+  // Refuse text whose first word is followed by one of these signs, such as N > 0.
+  void refuse_formula(const char* signs) {
+    size_t end = at_ + peek_word().size();
+    while (end < limit_ && is_space(source_[end])) ++end;
+    if (end < limit_ && std::string(signs).find(source_[end]) != std::string::npos)
+      fail("expected a clause, or text that is no formula");
   }
 
   // Return the next word of a text.
@@ -593,10 +602,7 @@ class Reader {
   // Skip a line of text. Refuse one that looks like a clause, such as N > 0.
   void skip_text() {
     if (at_ == limit_) return;
-    size_t end = at_ + peek_word().size();
-    while (end < limit_ && is_space(source_[end])) ++end;
-    if (end < limit_ && std::string("<>=*^[]").find(source_[end]) != std::string::npos)
-      fail("expected a clause, or text that is no formula");
+    refuse_formula("<>=*^[]");
     at_ = limit_;
   }
 
