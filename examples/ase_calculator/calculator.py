@@ -294,7 +294,7 @@ def check_finite(energies, forces, atom_virials, frame):
     """Raise ValueError if the model has given a number that is not finite to an atom."""
     named = {"energy": energies, "force": forces, "virial": atom_virials}
     for name, values in named.items():
-        is_wrong = ~np.isfinite(values.reshape(len(values), -1)).all(1)
+        is_wrong = ~np.isfinite(values).all(tuple(range(1, values.ndim)))
         if is_wrong.any():
             i = is_wrong.argmax()
             raise ValueError(

@@ -15,7 +15,7 @@ of its own: A_nlm = sum_j g_n(r_ij) Y_lm(r_ij), and the invariants
     q_1111  the square of q_n1
 
 g_n = sum_k c_nk f_k, where c depends on the types of both atoms, and f_k is the radial basis of
-splines.py. torch.ops.calcops.density computes the sums, with g_n as splines.
+radial_splines.py. torch.ops.calcops.density computes the sums, with g_n as splines.
 
 Source: Fan et al., J. Chem. Phys. 157, 114801 (2022), doi 10.1063/5.0106617; NEP4: Song et al.,
 Nat. Commun. 15, 10208 (2024); ZBL: Liu et al., Phys. Rev. B 108, 054312 (2023).
@@ -26,7 +26,7 @@ import math
 import numpy as np
 import torch
 from calcops.nep.nep_file import NepFile, read
-from calcops.nep.splines import b_splines, interpolation, radial_basis
+from calcops.nep.radial_splines import b_splines, interpolation, radial_basis
 
 import calcops_jit  # noqa: F401 - brings torch.ops.calcops
 

@@ -166,7 +166,7 @@ def test_the_readme_shows_what_is_printed(capsys, monkeypatch):
 
 
 def test_every_weight_of_an_imported_model_is_trained():
-    trainer = Trainer(load(path_of("pairs.pth")), data=[None], steps=1, seed=0)
+    trainer = Trainer(load(path_of("pairs.pth")), [None], steps=1, seed=0, weights=(1.0, 1.0, 1.0))
     trained = [p for optimizer in trainer.optimizers for p in optimizer.param_groups[0]["params"]]
     assert {id(p) for p in trained} == {id(p) for p in trainer.parameters.values()}
 
