@@ -6,6 +6,7 @@ import os
 import re
 
 from . import cuda
+from .errors import BuildError
 from .request import BASE, CUDA_BASE, SHADOW, Request, own
 
 # {option of torch.utils.cpp_extension.load: (accepted values, which change nothing, and why others
@@ -84,10 +85,17 @@ def request_for(
 
 
 def again(request: Request) -> Request:
-    """Return the Request of the same library in the present environment, with the present files."""
+    """Return the Request of the same library in the present environment, with the present files.
+
+    Raises:
+        BuildError: a source is gone.
+    """
     if request.asked is None:
         return own(root=request.root, name=request.name)
-    return request_for(**request.asked)
+    try:
+        return request_for(**request.asked)
+    except FileNotFoundError as error:
+        raise BuildError(str(error)) from None
 
 
 def _strings(argument: str, value) -> list[str]:

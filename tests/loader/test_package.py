@@ -54,9 +54,9 @@ def test_a_wheel_holds_the_sources_and_installs_no_other_names(wheel):
     modules = {"calcops", "calcops_jit.py", "_calcops_jit", "calcops_jit-stubs"}
     assert top == modules | {"calcops.dist-info"}
 
-    folders = {"ase": "ase_calculator", "train": "train_potential"}
+    folders = {"ase": "ase_calculator", "graph": "graph_potential", "train": "train_potential"}
     examples = set()
-    for package in ("ase", "deepmd", "potentials", "train"):
+    for package in ("ase", "deepmd", "graph", "nep", "potentials", "train"):
         for path in (HERE / "examples" / folders.get(package, package)).iterdir():
             if path.suffix in (".py", ".sw", ".toml"):
                 examples.add(f"calcops/{package}/{path.name}")
@@ -171,7 +171,7 @@ calcops_jit.no_operator
     tensors = "list_neigh: torch.Tensor, dE: torch.Tensor, Ri_d: torch.Tensor"
     force = f"({tensors}, nghost: int =, *, neighbor_index: torch.Tensor | None =) -> torch.Tensor"
     assert re.search(rf'user.py:2: note: Revealed type is "def {re.escape(force)}"', output), output
-    load = r'user.py:3: note: .*name: .*str.*sources: .*-> _calcops_jit.live.library.Library"'
+    load = r'user.py:3: note: .*name: .*str.*sources: .*-> _calcops_jit.library.Library"'
     assert re.search(load, output), output
     assert re.search(r'user.py:4: note: Revealed type is ".*str"', output), output
     assert "user.py:5: error: Missing positional arguments" in output
