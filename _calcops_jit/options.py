@@ -95,7 +95,8 @@ def again(request: Request) -> Request:
     try:
         return request_for(**request.asked)
     except FileNotFoundError as error:
-        raise BuildError(str(error)) from None
+        what = str(error).removeprefix("calcops_jit.load: ")
+        raise BuildError(f"cannot build {request.name}: {what}") from None
 
 
 def _strings(argument: str, value) -> list[str]:
