@@ -13,7 +13,7 @@ import sysconfig
 import torch
 
 from .inputs import TORCH, Inputs, program_states, state_of
-from .request import SHADOW, Request
+from .request import HEADERS, SHADOW, Request
 from .toolchain import find_ninja
 
 # Headers of the C library, and folders of the compiler below the folder where it is installed.
@@ -146,7 +146,7 @@ def _searched(request: Request) -> list[str]:
 
     These are all folders that flags name, in whatever form: -I/x, -I /x, -isystem, -Wp,-I,/x.
     """
-    folders = list(request.include_paths[1:])
+    folders = list(request.include_paths[len(HEADERS) :])
     for variable in ("CPATH", "CPLUS_INCLUDE_PATH"):
         folders += request.environment.get(variable, "").split(":")
     for word in ",".join(_words_of_compilers(request)).split(","):

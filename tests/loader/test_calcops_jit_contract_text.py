@@ -620,7 +620,7 @@ def answers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     program, texts = folder / "read", folder / "texts"
     source = Path(__file__).parent / "contracts" / "read_contracts.cpp"
-    include = ROOT / "_calcops_jit" / "shadow"
+    include = ROOT / "contracts" / "include"
     subprocess.run(
         [COMPILER, "-std=c++17", "-O0", "-I", include, source, "-o", program],
         check=True,
