@@ -57,7 +57,7 @@ venv: .venv/.base  # create .venv; install again only after pyproject.toml chang
 build: .venv/.base ## build the operators into the cache
 	$(python) -m calcops_jit build
 
-wheel: .venv/.base $(torch:%=.venv-torch-%/.ready) ## dist/*.whl with the built operators, for machines without a compiler; torch="2.10 2.13": for these PyTorches, too
+wheel: .venv/.wheel $(torch:%=.venv-torch-%/.ready) ## dist/*.whl with the built operators, for machines without a compiler; torch="2.10 2.13": for these PyTorches, too
 	$(python) -m _calcops_jit.wheel dist $(torch:%=.venv-torch-%/bin/python)
 
 # If find_toolkit finds no nvcc, PyPI's wheels serve as the toolkit. Their release must be the one of torch.version.cuda.
