@@ -39,11 +39,14 @@ demo: .venv/.examples ## build the operators; run two examples
 check: lint .venv/.test ### after an edit: lint and the quick tests; only=force: of the files whose names contain it
 	$(python) $(pytest) -m "not long and not slow" $(if $(only),$(wildcard tests/test_*$(only)*.py tests/*/test_*$(only)*.py))
 
-test: .venv/.test ### every test except the long ones; config=asan|ubsan|x86-64|avx2|neon: the operators' tests, built that way
+test: .venv/.test ### what a user relies on; prints the seconds of each folder; config=asan|ubsan|x86-64|avx2|neon: the operators' tests, built that way
 	$(environment_$(config)) $(python) $(pytest) -m "not long" $(if $(config),$(operator_tests))
 
-test-long: .venv/.test  # the tests marked `long`: many combinations of cases
-	$(python) -m pytest -m long
+test-all: .venv/.test ### also the tests marked `long`: combinations of cases, long examples, foreign programs
+	$(python) $(pytest)
+
+test-long: .venv/.test  # these tests alone
+	$(python) $(pytest) -m long
 
 test-arm: .venv/.test  # the CPU kernels on ARM, under emulation; needs g++-aarch64-linux-gnu and qemu-user-static
 	$(python) -m pytest -s tests/operators/test_arm.py
@@ -89,8 +92,8 @@ gpu-check:  # tests, compute-sanitizer and benchmarks that need a GPU; writes re
 sanitize-gpu: $(if $(PYTHON),,.venv/.base)  # compute-sanitizer over every CUDA kernel; without a GPU it says so and skips
 	PYTHONPATH=. $(or $(PYTHON),$(python)) bench/gpu_check.py sanitize
 
-examples: .venv/.test  # run every example and check what it prints, except in the long tests
-	$(python) $(pytest) -m "not long" --durations=20 tests/examples tests/packages
+examples: .venv/.test  # run every example and package, and check what they print
+	$(python) $(pytest) --durations=20 tests/examples tests/packages
 
 mindspore: .venv/.base build/mindspore/.installed  # call the operators from MindSpore, in build/mindspore
 	$(python) examples/mindspore_aot/build.py
@@ -164,4 +167,4 @@ build/mindspore/.installed:
 	$(pip) --no-deps deepmd-kit kornia kornia_rs torchvision
 	@touch $@
 
-.PHONY: help demo check test test-long test-arm test-oldest venv build wheel cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential mace train lammps clean
+.PHONY: help demo check test test-all test-long test-arm test-oldest venv build wheel cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential mace train lammps clean
