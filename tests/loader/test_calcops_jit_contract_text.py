@@ -206,10 +206,7 @@ WRONG = OPTIONAL | {
         "expected a clause, or text that begins with a capital letter, got `only`",
     ),
     "not a dtype": (contract("[N]; float64; not float16."), "got `float16` in `not float16`"),
-    "cuda in lower case": (
-        contract("[N]; float64; N < 5 on cuda."),
-        "expected `CUDA`, got `cuda`",
-    ),
+    "cuda in lower case": (contract("[N]; float64; N < 5 on cuda."), "expected `CUDA`, got `cuda`"),
     "an unknown dtype to read": (
         contract("[N]; float32 read as float128."),
         "expected a dtype, got `float128`",
