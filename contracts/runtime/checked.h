@@ -98,12 +98,12 @@ struct Checked {
   const Tensor* first_tensor = &kNone;
   uint32_t has_value = 0;                    // sizes that have a value, a bit each
   std::array<const Shape*, kMost> shapes{};  // of each line's tensor; nullptr: its first shape
-  std::vector<Value> result_shapes;          // that the operator's Check sets
+  // That the operator's Check sets.
+  c10::SmallVector<Value, contract::kMostResults> result_shapes;
 
   Checked(const Operator& op, const IValue* stack) : op(op), text(op.family->text), stack(stack) {
     for (size_t i = 0; i < text.lines.size(); ++i) tensors[i] = gradients[i] = of_group[i] = &kNone;
 
-    for (const int i : op.sized) set_size(text.lines[i].size, Int(text.lines[i].absent));
     for (const int i : op.numbers) check_number(text.lines[i], stack[op.argument[i]]);
     for (const int i : op.tensors) check_argument(i, stack[op.argument[i]]);
     for (const int i : op.strings) check_choice(text.lines[i], stack[op.argument[i]]);
@@ -115,12 +115,8 @@ struct Checked {
         refuse("grad_" + text.lines[i].name, "of shape " + text.lines[i].shape_text, "none");
     }
     if (op.is_backward) check_factors();
-    for (const int i : op.tensors) {
-      const Line& line = text.lines[i];
-      if (!tensors[i]->defined() && line.has_absent) check_absent_entries(line);
-      if (tensors[i]->defined())
-        for (const contract::Limit& limit : line.limits) check_limit(limit, i);
-    }
+    for (const int i : op.tensors)
+      for (const contract::Limit& limit : text.lines[i].limits) check_limit(limit, i);
     if (!op.check) return;
     result_shapes.resize(op.result_lines.size());
     op.check(values_of(stack), result_shapes.data());
@@ -333,31 +329,16 @@ struct Checked {
   }
 
   void check_limit(const contract::Limit& limit, int i) const {
-    const Tensor& x = *tensors[i];
-    if (limit.on_cuda && !x.is_cuda()) return;
-    const Int sum = value(limit.sum);
-    if (meets(limit.bound.compare, sum, Int(limit.bound.integer))) return;
-    static constexpr const char* kWords[] = {"less than ", "at most ", "more than ", "at least "};
-    static constexpr const char* kSigns[] = {" < ", " <= ", " > ", " >= "};
-    const int compare = int(limit.bound.compare);
-    std::string what = limit.unit.empty()
-                           ? "with " + limit.sum_text + kSigns[compare] + limit.bound.text
-                           : "of " + (kWords[compare] + limit.bound.text) + ' ' + limit.unit;
-    if (limit.on_cuda) what += " on CUDA";
+    if (meets_limit(limit, i)) return;
     const bool is_dimension = contract::bare(limit.sum) >= 0;
-    refuse(text.lines[i].name, what, is_dimension ? c10::str(sizes_in(x, Int())) : c10::str(sum));
+    refuse(text.lines[i].name, "with " + limit.text,
+           is_dimension ? c10::str(sizes_in(*tensors[i], Int())) : c10::str(value(limit.sum)));
   }
 
-  // Check entries that are 0 where absent: the first row. So there must be a row, unless there are
-  // no entries.
-  void check_absent_entries(const Line& line) const {
-    const Int rows = value(line.entries.below);
-    // value_or_zero() is 0 for a symbol without a value, too. With the 1 added, 0 rows give 1.
-    if (value_or_zero(rows + 1) != 1) return;
-    Int count = 1;
-    for (const Sum& dim : line.shapes[0]) count = product_of(count, value(dim));
-    if (!holds(equal(count, Int(0))))
-      refuse(line.entries.bound, ">= 1 where `" + line.name + "` is None", rows);
+  bool meets_limit(const contract::Limit& limit, int i) const {
+    const Tensor& x = *tensors[i];
+    if (!x.defined() || (limit.on_cuda && !x.is_cuda())) return true;
+    return meets(limit.bound.compare, value(limit.sum), Int(limit.bound.integer));
   }
 
   // Refuse a tensor that is absent but needed: for its own gradient, or as a factor of a result

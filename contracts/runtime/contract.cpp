@@ -173,8 +173,12 @@ void read_family(Family& family, const ContractEntry& entry) {
     if (const auto* part = part_of(entry.compositions, name, "composition"))
       op.composition = part->function;
     if (const auto* part = part_of(entry.checks, name, "check")) op.check = part->function;
-    if (const auto* part = part_of(entry.derivatives, name, "derivative"))
+    if (const auto* part = part_of(entry.derivatives, name, "derivative")) {
       op.formulas = std::make_unique<Formulas>(op, *part);
+      TORCH_CHECK(!part->unused || op.parsed.argumentIndexWithName(part->unused), "line ",
+                  op.schema.number, ": a derivative of ", name, " names `", part->unused,
+                  "`, which is no argument");
+    }
     for (const int result : op.result_lines)
       TORCH_CHECK(
           op.check || op.composition || op.has(result) || !family.text.lines[result].any_shape,

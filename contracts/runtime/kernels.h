@@ -2,11 +2,9 @@
 // raises the errors of wrong entries and of too little memory.
 #pragma once
 
-#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <dlfcn.h>
 
@@ -42,8 +40,7 @@ std::vector<int64_t> positions_of(const Checked<int64_t>& call, int i) {
   const auto shape = positions_of(call, i);
   const Tensor& entries = *call.tensors[i];
   const int64_t count = c10::multiply_integers(shape);
-  const Tensor rows =
-      entries.defined() ? entries.reshape({-1, count}) : at::zeros({1, count}, at::kLong);
+  const Tensor rows = entries.reshape({-1, count});
   std::string got, where;
   for (int64_t row = 0; row < std::min(rows.size(0), kMostQuoted); ++row)
     got += (row == 0 ? "" : ", ") + std::to_string(rows[row][position].item<int64_t>());
@@ -69,7 +66,7 @@ std::vector<int64_t> positions_of(const Checked<int64_t>& call, int i) {
 // lines with entries, one line after the other.
 [[noreturn]] void refuse_position(const Checked<int64_t>& call, int64_t position) {
   for (size_t i = 0; i < call.text.lines.size(); ++i) {
-    if (!call.text.lines[i].has_entries || !call.op.has(int(i))) continue;
+    if (!call.text.lines[i].has_entries || !call.tensors[i]->defined()) continue;
     const int64_t count = c10::multiply_integers(positions_of(call, int(i)));
     if (position < count) refuse_entry(call, int(i), position);
     position -= count;
@@ -130,7 +127,7 @@ void check_made(const Checked<int64_t>& call) {
 struct Storage {
   std::array<Slot, kMost> slots;
   std::list<Tensor> owned;
-  std::array<std::array<int64_t, 6>, kMost> shape, stride;
+  std::array<std::array<int64_t, contract::kMostDimensions>, kMost> shape, stride;
   std::list<std::vector<int64_t>> integers;
   std::list<std::vector<double>> numbers;
   // Results of float16 or bfloat16, and the float32 tensors that the kernel writes for them.
@@ -180,8 +177,8 @@ void lay_out(const Checked<int64_t>& call, const Line& line, const Shape* given,
   const bool is_other = given && given != &line.shapes[0];
   if (!is_other && (!line.any_shape || x.dim() == rank)) return;
   auto &shape = storage.shape[p], &stride = storage.stride[p];
-  TORCH_CHECK(size_t(rank) <= shape.size() && (is_other || x.dim() <= rank), call.op.name,
-              ": expected `", line.name, "` of at most ", rank, " dimensions, got ", x.sizes());
+  TORCH_CHECK(is_other || x.dim() <= rank, call.op.name, ": expected `", line.name, "` of at most ",
+              rank, " dimensions, got ", x.sizes());
   int64_t count = 1;
   for (int d = rank; d-- > 0;) {
     const int64_t own = d - (rank - x.dim());
@@ -267,12 +264,13 @@ void fill_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const R
           x, parameter.type, is_other ? Layout::kContiguous : parameter.layout, storage.owned);
       set_tensor(line, given, taken, const_cast<void*>(taken.const_data_ptr()));
     } else {
-      const Line& line = call.text.lines[source.index];
+      // An operator that uses the kernels of another one may lack an argument with a default.
       const int position = call.op.argument[source.index];
-      if (position < 0)
-        slot.integer = line.absent;
-      else
-        set_value(line, parameter.kind, call.stack[position], slot, storage);
+      const int default_position = call.op.owner->argument[source.index];
+      set_value(call.text.lines[source.index], parameter.kind,
+                position < 0 ? *call.op.owner->parsed.arguments()[default_position].default_value()
+                             : call.stack[position],
+                slot, storage);
     }
   }
 }

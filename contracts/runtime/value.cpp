@@ -196,7 +196,8 @@ Value operator/(const Value& a, const Value& b) {
   if (b.is_tensor() && !a.is_tensor()) return Value::call("aten::reciprocal", b) * a;
   const IValue& y = ivalue_of(b);
   const bool is_size = !a.is_tensor() && !ivalue_of(a).isDouble() && !y.isTensor() && !y.isDouble();
-  TORCH_CHECK(!is_size || !b.equals(0), "calcops::Value: a size divided by 0");
+  TORCH_CHECK(!is_size || b.expect_at_least(1),
+              "calcops::Value: expected a size divided by at least 1, got ", y);
   return combined("aten::div", a, b, [](const auto& x, const auto& y) { return IValue(x / y); });
 }
 

@@ -3,24 +3,17 @@
 #pragma once
 
 #include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
-#include "operators.h"
+#include <optional>
+
+#include "checked.h"
 
 namespace calcops {
 namespace {
-
-// Index entries [items, ...] name the rows 0 to count - 1 of their own item. Return entries that
-// name the same rows of the joined tensor. -1 stays -1, and a wrong entry stays wrong.
-Tensor shifted(const Tensor& entries, const SymInt& items, const SymInt& count) {
-  const Tensor wide = entries.to(at::kLong);
-  Tensor step = at::arange(items, wide.options()).mul(c10::Scalar(count));
-  while (step.dim() < wide.dim()) step = step.unsqueeze(-1);
-  const Tensor outside = at::where(wide.eq(-1), -1, c10::Scalar(count * items));
-  return at::where(wide.ge(0).logical_and(wide.lt(count)), wide.add(step), outside);
-}
 
 // Run one call for each item.
 tensor_list vmap_one_by_one(const Call& call, const SymInt& items) {
@@ -61,28 +54,31 @@ tensor_list vmap_no_items(const Call& call) {
   return results;
 }
 
-// A call under vmap whose tensors are [items, ...]. It is run as one call.
+// A call under vmap whose tensors are [items, ...], as one call.
 struct Joined {
   const Operator& op;
   const contract::Text& text;
   const Call& given;
   const SymInt& items;
-  std::vector<SymInt> counts;  // values of one item's sizes: numbers and joined sizes
-  bool fits = true;            // false: the call cannot be joined
+  const std::vector<IValue> first;  // the arguments of the first item
+  const Checked<SymInt> item;       // All items have its sizes.
 
   Joined(const Operator& op, const Call& given, const SymInt& items)
-      : op(op), text(op.family->text), given(given), items(items), counts(text.sizes.size(), 0) {
-    for (size_t i = 0; i < text.lines.size(); ++i) {
-      const Line& line = text.lines[i];
-      if (line.size >= 0)
-        counts[line.size] =
-            op.has(int(i)) ? given.arguments[op.argument[i]].toSymInt() : SymInt(line.absent);
-    }
-    for (size_t i = 0; i < text.lines.size(); ++i)
-      for (const int position : {op.argument[i], op.gradient[i]})
-        if (position >= 0 && given.arguments[position].isTensor())
-          read_shape(text.lines[i], given.arguments[position].toTensor());
+      : op(op),
+        text(op.family->text),
+        given(given),
+        items(items),
+        first(first_of(given)),
+        item(op, first.data()) {}
+
+  static std::vector<IValue> first_of(const Call& given) {
+    std::vector<IValue> arguments = given.arguments;
+    for (IValue& argument : arguments)
+      if (argument.isTensor()) argument = argument.toTensor().select(0, 0);
+    return arguments;
   }
+
+  bool is_joined(int size) const { return size >= 0 && contains(text.joined, text.sizes[size]); }
 
   // Return the dimension of a tensor that vmap joins; -1: none.
   int dimension(const Line& line) const {
@@ -92,70 +88,77 @@ struct Joined {
     return -1;
   }
 
-  bool is_joined(int size) const { return size >= 0 && contains(text.joined, text.sizes[size]); }
-
-  void read_shape(const Line& line, const Tensor& x) {
-    const auto has_rank = [&](const Shape& shape) { return int64_t(shape.size()) == x.dim() - 1; };
-    if (std::none_of(line.shapes.begin(), line.shapes.end(), has_rank)) fits = false;
+  // Return x [items, ...] with its items joined along the joined dimension, or nothing if they
+  // cannot be joined.
+  std::optional<Tensor> join(const Tensor& x, const Line& line) const {
     const int d = dimension(line);
-    if (!fits) return;
-    if (d >= 0)
-      counts[contract::bare(line.shapes[0][d])] = x.sym_size(d + 1);
-    else if (line.made_by.empty())
-      // A tensor without the joined dimension must serve all items. vmap() expands such a tensor,
-      // so that its stride along the items is 0.
-      fits = items.maybe_as_int() == 1 || x.sym_stride(0).maybe_as_int() == 0;
+    if (d < 0) {
+      // The tensor must serve all items. vmap() expands such a tensor, so that its stride along the
+      // items is 0.
+      if (items.maybe_as_int() != 1 && x.sym_stride(0).maybe_as_int() != 0) return {};
+      return x.select(0, 0);
+    }
+    Tensor shifted = x;
+    if (const int size = contract::bare(line.entries.below); is_joined(size)) {
+      const SymInt& rows = item.sizes[size];
+      const auto type = x.scalar_type();
+      const int bits = int(8 * c10::elementSize(type)) - c10::isSignedType(type);
+      if (bits < 63 && !holds(at_most(rows * items, SymInt((int64_t(1) << bits) - 1)))) return {};
+      shifted = shifted_by(x, rows).to(type);
+    }
+    return shifted.movedim(0, d).flatten(d, d + 1);
   }
 
-  // Return x [items, ...] with its items joined along the joined dimension.
-  Tensor join(Tensor x, const Line& line) const {
-    const int d = dimension(line);
-    if (d < 0) return x.select(0, 0);  // it serves all items
-    if (line.has_entries)
-      if (const int size = contract::bare(line.entries.below); is_joined(size))
-        x = shifted(x, items, counts[size]);
-    return x.movedim(0, d).flatten(d, d + 1);
+  // Index entries [items, ...] name the rows of their own item. Return entries that name the same
+  // rows of the joined tensor. -1 stays -1, and a wrong entry stays wrong.
+  Tensor shifted_by(const Tensor& entries, const SymInt& rows) const {
+    const Tensor wide = entries.to(at::kLong);
+    Tensor step = at::arange(items, wide.options()).mul(c10::Scalar(rows));
+    while (step.dim() < wide.dim()) step = step.unsqueeze(-1);
+    const Tensor outside = at::where(wide.eq(-1), -1, c10::Scalar(rows * items));
+    return at::where(wide.ge(0).logical_and(wide.lt(rows)), wide.add(step), outside);
   }
 
-  // Return entries that are 0 where absent. In the joined call, each item has another row 0.
-  Tensor absent_entries(const Line& line, const at::TensorOptions& options) const {
-    const SymInt& rows = counts[contract::bare(line.entries.below)];
-    const int d = dimension(line);
-    TORCH_CHECK(rows.maybe_as_int() != 0 || counts[contract::bare(line.shapes[0][d])] == 0, op.name,
-                ": expected `", line.entries.bound, "` >= 1 where `", line.name, "` is None, got ",
-                rows);
-    c10::SymDimVector shape{items};
-    for (const Sum& dim : line.shapes[0]) shape.push_back(counts[contract::bare(dim)]);
-    return join(at::zeros_symint(shape, options.dtype(at::kLong)), line);
-  }
-
-  tensor_list run() const {
-    Call call = given;
+  // Return one call for all items, or nothing if they cannot be joined.
+  std::optional<Call> call() const {
+    Call all = given;
     for (size_t i = 0; i < text.lines.size(); ++i) {
       const Line& line = text.lines[i];
-      if (op.gradient[i] >= 0)
-        if (IValue& upstream = call.arguments[op.gradient[i]]; upstream.isTensor())
-          upstream = join(upstream.toTensor(), line);
-      if (!op.has(int(i))) continue;
-      IValue& argument = call.arguments[op.argument[i]];
-      if (!line.made_by.empty() && dimension(line) < 0)
-        argument = IValue();  // such as edge_order, which is made for the joined graph where needed
-      else if (argument.isTensor())
-        argument = join(argument.toTensor(), line);
-      else if (line.has_entries && line.has_absent && is_joined(contract::bare(line.entries.below)))
-        argument =
-            absent_entries(line, given.arguments[op.argument[op.tensors[0]]].toTensor().options());
-      else if (is_joined(line.size))
-        argument = counts[line.size] * items;
+      for (const int position : {op.argument[i], op.gradient[i]}) {
+        if (position < 0) continue;
+        IValue& argument = all.arguments[position];
+        if (!line.made_by.empty() && dimension(line) < 0) {
+          argument =
+              IValue();  // such as edge_order, which is made for the joined graph where needed
+        } else if (argument.isTensor()) {
+          const auto joined = join(argument.toTensor(), line);
+          if (!joined) return {};
+          argument = *joined;
+        } else if (is_joined(line.size)) {
+          argument = item.sizes[line.size] * items;
+        } else if (is_joined(contract::bare(line.entries.below))) {
+          return {};  // the kernel cannot know to which item a row belongs
+        }
+      }
     }
-    tensor_list results = call.run();
+    try {
+      Checked<SymInt>(op, all.arguments.data());
+    } catch (const c10::Error&) {
+      return {};  // it is too large for a limit that one item meets
+    }
+    return all;
+  }
+
+  // Return the results of all items from those of their call.
+  tensor_list separate(tensor_list results) const {
     for (size_t i = 0; i < results.size(); ++i) {
       const Line& line = text.lines[op.result_lines[i]];
       const int d = dimension(line);
       if (op.is_wanted(given.arguments.data(), i))
-        results[i] = results[i]
-                         .unflatten_symint(d, {items, counts[contract::bare(line.shapes[0][d])]})
-                         .movedim(d, 0);
+        results[i] =
+            results[i]
+                .unflatten_symint(d, {items, item.sizes[contract::bare(line.shapes[0][d])]})
+                .movedim(d, 0);
       else
         results[i] = results[i].unflatten_symint(0, {items, 0});
     }
@@ -165,10 +168,11 @@ struct Joined {
 
 tensor_list vmap_items(const Operator& op, const Call& call, const SymInt& items) {
   if (items.maybe_as_int() == 0) return vmap_no_items(call);
-  if (op.family->text.joined.empty()) return vmap_one_by_one(call, items);
-  const Joined joined(op, call, items);
-  // If a shape is wrong, a call for each item raises the error.
-  return joined.fits ? joined.run() : vmap_one_by_one(call, items);
+  if (!op.family->text.joined.empty()) {
+    const Joined joined(op, call, items);
+    if (const auto all = joined.call()) return joined.separate(all->run());
+  }
+  return vmap_one_by_one(call, items);
 }
 
 }  // namespace

@@ -220,6 +220,11 @@ MISTAKES = {
         'kPairDerivatives[] = {\n    {"pair_energies",',
         "a derivative of pair_energies, which no schema names",
     ),
+    "an unused argument that the operator lacks": (
+        "results[0] = tangents[0] * slope(arguments);\n     }}};",
+        'results[0] = tangents[0] * slope(arguments);\n     }, "ordre"}};',
+        "a derivative of pair_energy names `ordre`, which is no argument",
+    ),
     "a view of another rank": (
         "View<const Key, 1> key, View<int64_t, 1> place) {",
         "View<const Key, 1> key, View<int64_t, 2> place) {",

@@ -12,9 +12,8 @@ namespace calcops {
 namespace contract {
 
 constexpr size_t kMostResults = 6;
-// Of a tensor's number of elements, and of the dtypes of an operator's tensors. More would take
-// long to check.
-constexpr size_t kMostProducts = 256, kMostCombinations = 4096;
+// Of the dtypes of an operator's tensors. More would take long to check.
+constexpr size_t kMostCombinations = 4096;
 
 // What the contract says about one operator.
 struct Signature {
@@ -32,7 +31,6 @@ struct Signature {
   bool is_linear = false;  // it has the derivatives of the line `linear`
   // The lines of arguments, in the order in which a call checks them.
   std::vector<int> numbers{}, tensors{}, gradients{}, strings{};
-  std::vector<int> sized{};  // lines of numbers that it lacks, which have their value where absent
   std::vector<std::vector<int>> needs{};  // of each result: the lines of its factors
 
   const Argument& at_line(int line) const { return schema.arguments[argument[line]]; }
@@ -159,11 +157,10 @@ class Prover {
   // Raise an error if a line has a clause that does not apply to its argument, or lacks one.
   void check_clauses(const Signature& op, const Line& line, const Argument& argument) const {
     static const std::map<Kind, std::vector<const char*>> kAllowed = {
-        {Kind::kTensor,
-         {"shape", "dtype", "like", "entries", "limit", "from", "constant", "default"}},
-        {Kind::kInt, {"bounds", "default"}},
+        {Kind::kTensor, {"shape", "dtype", "like", "entries", "limit", "from", "constant"}},
+        {Kind::kInt, {"bounds"}},
         {Kind::kFloat, {"bounds"}},
-        {Kind::kBool, {"default"}},
+        {Kind::kBool, {}},
         {Kind::kString, {"strings"}},
         {Kind::kInts, {}},
         {Kind::kFloats, {}},
@@ -176,48 +173,30 @@ class Prover {
                        " the argument is a " + argument.type);
     if (argument.kind == Kind::kTensor && !line.is_tensor() && !op.is_composition)
       fail(line, "expected its shape, such as [N, 3]");
-    if (argument.kind == Kind::kTensor && line.has_absent &&
-        (!line.has_entries || line.absent != 0))
-      fail(line, "only entries may be 0 where absent");
     if (line.made_on_cuda && !argument.optional) fail(line, "it is never absent");
     if (line.any_shape && !line.entries.positions.empty())
       fail(line, "`at` names the dimensions of entries, and [...] has any number of them");
     if (argument.kind == Kind::kFloat && !line.numbers.empty())
       fail(line, "a list of numbers is for an int, and `" + line.name + "` is a float");
-    if (argument.kind == Kind::kInt) {
-      for (const Bound& bound : line.bounds)
-        if (!bound.whole) fail(line, "expected integers, got " + bound.text);
-      if (line.has_absent && !allows(line, line.absent))
-        fail(line, "refuses its value where absent");
-    }
-    check_default(line, argument);
+    for (const Bound& bound : line.bounds)
+      if (argument.kind == Kind::kInt && !bound.whole)
+        fail(line, "expected integers, got " + bound.text);
+    if (argument.has_default && !allows(line, argument))
+      fail(line, "refuses its own default " + argument.fallback);
   }
 
-  static bool allows(const Line& line, int64_t number) {
-    for (const Bound& bound : line.bounds) {
-      if (bound.named) continue;
-      const bool is_ok = bound.compare == Compare::kLess     ? number < bound.integer
-                         : bound.compare == Compare::kAtMost ? number <= bound.integer
-                         : bound.compare == Compare::kMore   ? number > bound.integer
-                                                             : number >= bound.integer;
-      if (!is_ok) return false;
-    }
-    return line.numbers.empty() ||
-           std::find(line.numbers.begin(), line.numbers.end(), number) != line.numbers.end();
-  }
-
-  static void check_default(const Line& line, const Argument& argument) {
-    if (!argument.has_default) return;
-    const std::string& value = argument.fallback;
-    bool is_ok = true;
+  // Return whether a line allows an argument's default.
+  static bool allows(const Line& line, const Argument& argument) {
+    const std::string& written = argument.fallback;
     if (argument.kind == Kind::kString && !line.choices.empty())
-      is_ok = std::any_of(line.choices.begin(), line.choices.end(), [&](const std::string& choice) {
-        return value == '"' + choice + '"' || value == "'" + choice + "'";
-      });
-    char* end = nullptr;
-    const int64_t number = std::strtoll(value.c_str(), &end, 10);
-    if (argument.kind == Kind::kInt && *end == '\0') is_ok = allows(line, number);
-    if (!is_ok) fail(line, "refuses its own default " + value);
+      return written.size() > 1 && std::count(line.choices.begin(), line.choices.end(),
+                                              written.substr(1, written.size() - 2)) > 0;
+    if (argument.kind != Kind::kInt && argument.kind != Kind::kFloat) return true;
+    const double number = std::strtod(written.c_str(), nullptr);
+    for (const Bound& bound : line.bounds)
+      if (!bound.named && !meets(bound.compare, number, bound.real)) return false;
+    return line.numbers.empty() ||
+           std::count(line.numbers.begin(), line.numbers.end(), int64_t(number)) > 0;
   }
 
   void read_operator(const Schema& schema, const std::vector<std::string>& composed) {
@@ -251,10 +230,7 @@ class Prover {
         continue;
       }
       if (line < 0) fail(op, "no line describes its argument `" + argument.name + "`");
-      const bool may_be_optional = argument.kind == Kind::kTensor ||
-                                   argument.kind == Kind::kFloats || argument.kind == Kind::kInts;
-      if (!op.is_composition && (argument.kind == Kind::kOther || argument.kind == Kind::kMask ||
-                                 (argument.optional && !may_be_optional)))
+      if (!op.is_composition && (argument.kind == Kind::kOther || argument.kind == Kind::kMask))
         fail(op, "kernels take no " + argument.type + " `" + argument.name +
                      "`; the types are Tensor, Tensor?, int, SymInt, float, bool, str, int[] and "
                      "float[]");
@@ -343,50 +319,45 @@ class Prover {
     return known;
   }
 
-  // Return the number of elements as a sum of products. `with K = T*M` is used.
-  Sum elements(const Line& line, const Shape& shape) const {
-    Sum count{{1, {}}};
-    const auto multiply = [&](const Sum& a, const Sum& b) {
-      Sum all;
-      for (const Product& x : a)
-        for (const Product& y : b) {
-          Product product{0, x.sizes};
-          product.sizes.insert(product.sizes.end(), y.sizes.begin(), y.sizes.end());
-          std::sort(product.sizes.begin(), product.sizes.end());
-          if (__builtin_mul_overflow(x.factor, y.factor, &product.factor) ||
-              !Reader::add(all, product) || all.size() > kMostProducts)
-            fail(line, "its shapes are too long to be compared");
-        }
-      return all;
-    };
-    for (const Sum& dim : shape) {
-      Sum factor;
-      for (const Product& product : dim) {
-        Sum term{{product.factor, {}}};
-        for (const int size : product.sizes)
-          term = multiply(term, size == line.whole ? line.parts : Sum{{1, {size}}});
-        for (const Product& each : term)
-          if (!Reader::add(factor, each)) fail(line, "its shapes are too long to be compared");
-      }
-      count = multiply(count, factor);
-    }
+  // Return the number of elements of a shape, modulo 2^64, where each size has the value in
+  // `values`.
+  static uint64_t elements(const Shape& shape, const std::vector<uint64_t>& values) {
+    uint64_t count = 1;
+    for (const Sum& dim : shape) count *= value_of(dim, values);
     return count;
   }
 
-  // Raise an error unless all shapes of a tensor have the elements of the first and differ in their
-  // rank or in a dimension that is a number.
+  static uint64_t value_of(const Sum& sum, const std::vector<uint64_t>& values) {
+    uint64_t total = 0;
+    for (const Product& product : sum) {
+      uint64_t term = uint64_t(product.factor);
+      for (const int size : product.sizes) term *= values[size];
+      total += term;
+    }
+    return total;
+  }
+
+  // Raise an error unless all shapes of a tensor have as many elements as the first, and a call can
+  // select one of them by its rank or by a dimension that is a number. Two numbers of elements are
+  // the same polynomial if they agree where the sizes have random values.
   void check_alternatives(const Line& line) const {
-    const auto is_number = [](const Sum& dim) { return !sizes_of(dim); };
+    std::vector<uint64_t> values;
+    uint64_t random = 1;
+    for (size_t i = 0; i < text_.sizes.size(); ++i) {
+      random = random * 6364136223846793005u + 1442695040888963407u;  // of Knuth's MMIX
+      values.push_back(random >> 20 | 1);
+    }
+    if (line.whole >= 0) values[line.whole] = value_of(line.parts, values);
     for (size_t k = 1; k < line.shapes.size(); ++k) {
-      const Sum first = elements(line, line.shapes[0]), other = elements(line, line.shapes[k]);
-      if (first.size() != other.size() ||
-          !std::is_permutation(first.begin(), first.end(), other.begin()))
+      const Shape& shape = line.shapes[k];
+      if (elements(shape, values) != elements(line.shapes[0], values))
         fail(line, "each of " + line.shape_text + " must have as many elements as the first");
+      // A call takes the first shape whose rank and numbers fit.
       for (size_t j = 0; j < k; ++j) {
-        const Shape &a = line.shapes[j], &b = line.shapes[k];
-        bool differs = a.size() != b.size();
-        for (size_t d = 0; d < a.size() && !differs; ++d)
-          differs = is_number(b[d]) && !(a[d] == b[d]);
+        const Shape& earlier = line.shapes[j];
+        bool differs = earlier.size() != shape.size();
+        for (size_t d = 0; d < shape.size() && !differs; ++d)
+          differs = !sizes_of(earlier[d]) && !(earlier[d] == shape[d]);
         if (!differs) fail(line, "two shapes of " + line.shape_text + " cannot be told apart");
       }
     }
@@ -400,11 +371,9 @@ class Prover {
       const Line& line = text_.lines[i];
       const Kind kind = op.has(int(i)) ? op.at_line(int(i)).kind : Kind::kOther;
       const int size = text_.size(line.name);
-      if (size >= 0 && !line.is_tensor() &&
-          (kind == Kind::kInt || (!op.has(int(i)) && line.has_absent))) {
+      if (size >= 0 && kind == Kind::kInt) {
         if (!is_never_negative(line)) fail(line, "a size has a lower limit, such as >= 0");
         known |= 1u << size;
-        if (kind != Kind::kInt) op.sized.push_back(int(i));
       }
       if (size >= 0 && (kind == Kind::kFloat || kind == Kind::kBool || kind == Kind::kString))
         fail(line, "it is no integer, and a shape names it");
@@ -430,9 +399,8 @@ class Prover {
       const Line& line = text_.lines[i];
       uint32_t used = sizes_of(line.entries.below);
       for (const Limit& limit : line.limits) used |= sizes_of(limit.sum);
-      uint32_t unknown = used & ~check_tensor(line, known);
-      if (line.has_absent) unknown = (used | sizes_of(line.shapes[0])) & ~known;
-      if (unknown) fail(line, "no argument that is always given has the size " + names(unknown));
+      if (const uint32_t unknown = used & ~check_tensor(line, known))
+        fail(line, "no argument that is always given has the size " + names(unknown));
     }
     for (const int i : op.result_lines) {
       if (op.has(i)) continue;
@@ -520,21 +488,17 @@ class Prover {
 
   // ---- derivatives and vmap ---------------------------------------------------------------------
 
-  // Raise an error unless a call of `to` can be made from one of `from`. `defaults`: an operator
-  // that computes less than the forward one, such as forces without virials, may lack an argument
-  // that has a default. The value is then that default, which must also be the one where absent.
-  void check_call(const Signature& from, const Signature& to, bool defaults) const {
+  // Raise an error unless a call of `to`, which computes the derivatives of `from`, can be made
+  // from a call of `from`. That may lack an argument for which its kernels, those of `owner`, have
+  // the same default.
+  void check_call(const Signature& from, const Signature& to, const Signature& owner) const {
     for (const Argument& argument : to.schema.arguments) {
       bool is_ok = (argument.kind == Kind::kTensor && argument.optional) ||
                    argument.kind == Kind::kMask || argument.name.compare(0, 5, "grad_") == 0;
       for (const Argument& own : from.schema.arguments) is_ok |= own.name == argument.name;
-      if (!is_ok && defaults && argument.has_default) {
-        const Line& line = text_.lines[text_.line(argument.name)];
-        const std::string absent = argument.kind != Kind::kBool ? std::to_string(line.absent)
-                                   : line.absent                ? "True"
-                                                                : "False";
-        is_ok = !line.has_absent || argument.fallback == absent;
-      }
+      for (const Argument& own : owner.schema.arguments)
+        is_ok |= &owner != &from && own.name == argument.name && own.has_default &&
+                 own.fallback == argument.fallback;
       if (!is_ok)
         fail(from,
              "its derivatives call " + to.schema.name + ", and it has no `" + argument.name + "`");
@@ -602,7 +566,7 @@ class Prover {
         !std::is_permutation(factors.begin(), factors.end(), backward.result_lines.begin()))
       fail_here("the results of " + backward.schema.name +
                 " must be the gradients for all factors");
-    check_call(backward, forward, false);
+    check_call(backward, forward, backward);
     for (Signature& op : ops_) {
       if (op.is_composition) continue;
       if (&op == &backward) op.is_linear = true;
@@ -621,7 +585,7 @@ class Prover {
       if (terms == 0) continue;
       if (terms != op.result_lines.size()) fail(op, "some of its results have no term in `linear`");
       op.is_linear = true;
-      check_call(op, backward, &op != &forward);
+      check_call(op, backward, forward);
     }
   }
 
@@ -744,6 +708,8 @@ inline Binding bind(const Text& text, const Signature& op, const KernelEntry& ke
     binding.sources.push_back(source);
     if (kind != Kind::kTensor) continue;
 
+    if (size_t(parameter.rank) > kMostDimensions)
+      expect("at most 8 dimensions", std::to_string(parameter.rank));
     if (!line.any_shape && parameter.rank != int(line.shapes[0].size()))
       expect(std::to_string(line.shapes[0].size()) + " dimensions", std::to_string(parameter.rank));
     if (parameter.is_written != is_result)
@@ -799,11 +765,11 @@ inline void check_owner(const Text& text, const Signature& op,
     if (op.has(n) && !owner->has(n))
       throw Mistake(op.schema.number, "`" + op.schema.name + "`: the kernels of " +
                                           owner->schema.name + " do not use `" + line.name + "`");
-    if (op.has(n) || !owner->has(n) || line.has_absent) continue;
+    if (op.has(n) || !owner->has(n) || owner->at_line(n).has_default) continue;
     if (owner->at_line(n).kind != Kind::kTensor || !owner->at_line(n).optional)
       throw Mistake(line.number, "`" + line.name + "`: " + op.schema.name +
                                      " uses the kernels of " + owner->schema.name +
-                                     " and lacks it; say `1 where absent`");
+                                     " and lacks it, so it must have a default there");
   }
 }
 

@@ -22,9 +22,11 @@ namespace contract {
 // The most lines and the most sizes of a contract, and the most parameters of a kernel. Sets of
 // sizes are bits of a uint32_t.
 constexpr size_t kMost = 24;
+// The most dimensions of a tensor.
+constexpr size_t kMostDimensions = 8;
 
 // A Sum is a sum of Products of sizes, such as n + 2*nghost. A size is its number in Text::sizes.
-// The sizes of a product are sorted, no two products have the same sizes, and no factor is 0.
+// The sizes of a product are sorted.
 struct Product {
   int64_t factor;
   std::vector<int> sizes;
@@ -57,6 +59,13 @@ inline uint32_t sizes_of(const Shape& shape) {
 
 enum class Compare { kLess, kAtMost, kMore, kAtLeast };
 
+inline bool meets(Compare compare, double a, double b) {
+  return compare == Compare::kLess     ? a < b
+         : compare == Compare::kAtMost ? a <= b
+         : compare == Compare::kMore   ? a > b
+                                       : a >= b;
+}
+
 // `> 0`, `<= 2^40` or `> rcut_smth`
 struct Bound {
   Compare compare = Compare::kAtLeast;
@@ -68,11 +77,11 @@ struct Bound {
   int other = -1;      // and this is its line
 };
 
-// `n*K < 2^32 slots a frame on CUDA` or `cells >= 1 cells`
+// `n*K < 2^32 on CUDA` or `cells >= 1`
 struct Limit {
   Sum sum;
   Bound bound;
-  std::string sum_text, unit;
+  std::string text;
   bool on_cuda = false;
 };
 
@@ -115,8 +124,6 @@ struct Line {
   std::vector<Bound> bounds;
   std::vector<int64_t> numbers;      // the allowed ones; empty: all
   std::vector<std::string> choices;  // the allowed strings
-  bool has_absent = false;           // `1 where absent`: an operator may lack the argument
-  int64_t absent = 0;
 
   bool is_tensor() const { return any_shape || !shapes.empty(); }
 };
@@ -129,7 +136,7 @@ struct Argument {
   bool optional = false, has_default = false;
 };
 
-// name(arguments) -> results, the text below it, and what the proofs add.
+// name(arguments) -> results, and the text below it.
 struct Schema {
   std::string text, name, summary, details;
   int number = 0;
@@ -258,6 +265,7 @@ class Reader {
   // ---- tokens -----------------------------------------------------------------------------------
 
   static bool is_space(char c) { return std::isspace(static_cast<unsigned char>(c)); }
+  static bool is_capital(char c) { return std::isupper(static_cast<unsigned char>(c)); }
   static bool is_digit(char c) { return std::isdigit(static_cast<unsigned char>(c)); }
   static bool is_name_part(char c) {
     return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
@@ -416,14 +424,12 @@ class Reader {
 
   // Read a sum such as `n + 2*nghost` or `4K - 1`.
   Sum take_sum() {
-    Sum sum;
-    add(sum, take_product());
+    Sum sum{take_product()};
     while (is_next("+") || is_next("-")) {
       const bool is_less = accept("-");
       if (!is_less) require("+");
-      Product product = take_product();
-      if (is_less) product.factor = -product.factor;
-      if (!add(sum, product)) fail("a sum is too large");
+      sum.push_back(take_product());
+      if (is_less) sum.back().factor = -sum.back().factor;
     }
     return sum;
   }
@@ -498,6 +504,8 @@ class Reader {
     }
     for (const auto& [name, kind] : kKinds)
       if (type == name) argument.kind = kind;
+    const bool is_number = argument.kind >= Kind::kInt && argument.kind <= Kind::kString;
+    if (argument.optional && is_number) argument.kind = Kind::kOther;
   }
 
   Argument take_argument() {
@@ -558,52 +566,32 @@ class Reader {
       line.name = name;
       line.text = written;
       line.number = number;
-      // Text that follows no clause begins with a capital letter.
-      const bool is_text = at_ == limit_ || std::isupper(static_cast<unsigned char>(source_[at_]));
+      const bool is_text = at_ == limit_ || is_capital(source_[at_]);
       if (!is_text) do {
           peek();
           clause_ = at_;
           read_clause(line);
         } while (accept(";"));
-      if (is_text) skip_text();
+      if (is_text) return skip_text();
     }
     if (peek().kind != Token::kEnd) expected("`;`, or the full stop that ends the clauses");
-    check_text();
-    at_ = limit_ + 1;
+    if (at_ < limit_) ++at_;
+    skip_text();
   }
 
-  // Refuse text that goes on with a clause, such as that of `> 0. and < 1`.
-  void check_text() {
-    if (at_ == limit_) return;
-    clause_ = std::string::npos;
-    ++at_;
-    for (const char* word : {"and", "or", "to", "at", "on", "with", "where", "read", "like", "from",
-                             "entries", "constant"})
-      if (peek_word() == word) fail(std::string("the clauses end before `") + word + "`");
-    refuse_formula("<>=");
-  }
-
-  // Refuse text whose first word is followed by one of these signs, such as N > 0.
-  void refuse_formula(const char* signs) {
-    size_t end = at_ + peek_word().size();
-    while (end < limit_ && is_space(source_[end])) ++end;
-    if (end < limit_ && std::string(signs).find(source_[end]) != std::string::npos)
-      fail("expected a clause, or text that is no formula");
-  }
-
-  // Return the next word of a text.
-  std::string peek_word() {
-    while (at_ < limit_ && is_space(source_[at_])) ++at_;
-    size_t end = at_;
-    while (end < limit_ && is_name_part(source_[end])) ++end;
-    return source_.substr(at_, end - at_);
-  }
-
-  // Skip a line of text. Refuse one that looks like a clause, such as N > 0.
+  // Skip the text of a line. It begins with a capital letter and is no formula, so that no clause
+  // is taken for text.
   void skip_text() {
-    if (at_ == limit_) return;
-    refuse_formula("<>=*^[]");
-    at_ = limit_;
+    clause_ = std::string::npos;
+    while (at_ < limit_ && is_space(source_[at_])) ++at_;
+    if (at_ < limit_ && !is_capital(source_[at_]))
+      fail("text begins with a capital letter, got `" +
+           joined(source_.substr(at_, std::min<size_t>(limit_ - at_, 20))) + "`");
+    while (at_ < limit_ && is_name_part(source_[at_])) ++at_;
+    while (at_ < limit_ && is_space(source_[at_])) ++at_;
+    if (at_ < limit_ && std::string("<>=*^[]").find(source_[at_]) != std::string::npos)
+      fail("expected a clause, or text that is no formula");
+    at_ = limit_ + 1;
   }
 
   Term take_term() {
@@ -641,10 +629,7 @@ class Reader {
       read_types(line);
     else if (is(next.kind == Token::kString, "strings", "\"a\", \"b\" or \"c\""))
       read_list([&] { add_new(line.choices, take(Token::kString, "a string")); });
-    else if (is(is_default(), "default", "1 where absent | true where absent"))
-      read_default(line);
-    else if (is(line.is_tensor() && (is_name || is_number), "limit",
-                "n*K < 2^32 slots a frame on CUDA | N >= 1 rows"))
+    else if (is(line.is_tensor() && (is_name || is_number), "limit", "N >= 1 | n*K < 2^32 on CUDA"))
       read_limit(line);
     else if (is(is_number || is_next("-"), "bounds", "0 to 2^40 | 1, 2 or 3"))
       read_numbers(line);
@@ -678,6 +663,7 @@ class Reader {
       if (!accept("]")) do
           shape.push_back(take_sum());
         while (accept(",") || (require("]"), false));
+      if (shape.size() > kMostDimensions) fail("more than 8 dimensions");
       add_new(line.shapes, shape);
     });
     if (line.any_shape && !line.shapes.empty()) fail("[...] is every shape, so it stands alone");
@@ -733,24 +719,20 @@ class Reader {
       while (accept(","));
   }
 
-  // Read `n*K < 2^32 slots a frame on CUDA`.
+  // Read `n*K < 2^32 on CUDA`.
   void read_limit(Line& line) {
     Limit limit;
+    peek();
     const size_t begin = at_;
     limit.sum = take_sum();
-    limit.sum_text = joined(text_from(begin));
     limit.bound = take_bound();
     if (limit.bound.named || !limit.bound.whole)
       fail("expected sizes and then an integer, as in N >= 1");
-    for (int words = 0; peek().kind == Token::kName && !is_next("on"); ++words) {
-      for (const char* word : {"in", "where", "when", "if", "and", "or", "not", "unless", "only"})
-        if (is_next(word) || words == 3) expected("a unit of up to three words, or `on CUDA`");
-      limit.unit += (limit.unit.empty() ? "" : " ") + take_name("a unit");
-    }
     if (accept("on")) {
       require("CUDA");
       limit.on_cuda = true;
     }
+    limit.text = joined(text_from(begin));
     line.limits.push_back(std::move(limit));
   }
 
@@ -799,10 +781,9 @@ class Reader {
   }
 
   [[noreturn]] void fail_unknown(const Line& line) {
-    form_ =
-        line.is_tensor()
-            ? "float32 or float64 | like x | entries 0 <= i < n at row | n < 2^30 rows | constant"
-            : "[N, 3] | 0 to 2^40 | > 0 | 1, 2 or 3 | \"a\" or \"b\" | 1 where absent";
+    form_ = line.is_tensor()
+                ? "float32 or float64 | like x | entries 0 <= i < n at row | n < 2^30 | constant"
+                : "[N, 3] | 0 to 2^40 | > 0 | 1, 2 or 3 | \"a\" or \"b\"";
     expected(line.is_tensor() ? "a clause of a tensor"
                               : "a clause, or text that begins with a capital letter");
   }
@@ -822,42 +803,6 @@ class Reader {
     while (accept(",") ? (accept("or"), true) : accept("or")) add_new(line.numbers, take_integer());
   }
 
-  // Return whether the clause is `1 where absent` or `true where absent`.
-  bool is_default() {
-    const size_t begin = at_;
-    if (is_next("-")) require("-");
-    const bool is_value = peek().kind == Token::kNumber || is_next("true") || is_next("false");
-    at_ = peek().end;
-    const bool is_it = is_value && is_next("where");
-    at_ = begin;
-    return is_it;
-  }
-
-  void read_default(Line& line) {
-    if (accept("true"))
-      line.absent = 1;
-    else if (!accept("false"))
-      line.absent = take_integer();
-    require("where");
-    require("absent");
-    line.has_absent = true;
-  }
-
- public:
-  // Add a product to a sum. Return false if a factor is too large.
-  static bool add(Sum& sum, const Product& product) {
-    const auto same = std::find_if(
-        sum.begin(), sum.end(), [&](const Product& other) { return other.sizes == product.sizes; });
-    if (same == sum.end()) {
-      if (product.factor != 0) sum.push_back(product);
-      return true;
-    }
-    const bool is_large = __builtin_add_overflow(same->factor, product.factor, &same->factor);
-    if (same->factor == 0) sum.erase(same);
-    return !is_large;
-  }
-
- private:
   const std::string source_;
   size_t at_ = 0;                      // what is read next
   size_t limit_;                       // the end of the line that is read
