@@ -18,7 +18,7 @@ SHARED = {
     "README.md",
 }
 PYTHON = [ROOT / "calcops_jit.py"]
-for folder in ("_calcops_jit", "examples", "tests"):
+for folder in ("_calcops_jit", "bench", "calcops", "examples", "tests"):
     PYTHON += sorted((ROOT / folder).rglob("*.py"))
 TORCH = re.compile(r"(torch|ATen|c10|caffe2)/")
 
@@ -188,7 +188,7 @@ def test_a_type_is_defined_in_one_header():
 
 
 def test_every_mutation_names_one_place_in_the_code(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
+    monkeypatch.syspath_prepend(ROOT / "bench")
     import mutation_check
 
     for mutation in mutation_check.mutations():

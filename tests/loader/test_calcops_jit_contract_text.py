@@ -206,10 +206,7 @@ WRONG = OPTIONAL | {
         "expected a clause, or text that begins with a capital letter, got `only`",
     ),
     "not a dtype": (contract("[N]; float64; not float16."), "got `float16` in `not float16`"),
-    "cuda in lower case": (
-        contract("[N]; float64; N < 5 on cuda."),
-        "expected `CUDA`, got `cuda`",
-    ),
+    "cuda in lower case": (contract("[N]; float64; N < 5 on cuda."), "expected `CUDA`, got `cuda`"),
     "an unknown dtype to read": (
         contract("[N]; float32 read as float128."),
         "expected a dtype, got `float128`",
@@ -674,7 +671,7 @@ def answers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     program, texts = folder / "read", folder / "texts"
     source = Path(__file__).parent / "contracts" / "read_contracts.cpp"
-    include = ROOT / "_calcops_jit" / "shadow"
+    include = ROOT / "contracts" / "include"
     subprocess.run(
         [COMPILER, "-std=c++17", "-O0", "-I", include, source, "-o", program],
         check=True,
