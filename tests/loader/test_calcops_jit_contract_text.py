@@ -535,7 +535,7 @@ WRONG = OPTIONAL | {
     ),
     "a factor without a gradient": (
         LINEAR.replace("-> (Tensor, Tensor)", "-> Tensor x") + "y(x) + z(x, w)",
-        "must be the gradients for all factors",
+        "has no gradient for `w`",
     ),
     "an upstream gradient that is missing": (
         LINEAR.replace("Tensor? grad_z, ", "") + "y(x) + z(x, w)",
