@@ -141,7 +141,8 @@ def test_an_archive_gives_the_same_in_ase(name, tmp_path):
 
 
 @pytest.mark.packaged
-@pytest.mark.parametrize("name", ["nep4_types", pytest.param("nep3_zbl", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["nep3_zbl", "nep4_types"])
 def test_a_package_of_the_command_gives_the_numbers_of_nep_cpu(name, tmp_path):
     output = tmp_path / "model.pt2"
     command = [sys.executable, "-m", "calcops.nep", FILES / f"{name}.txt", output]
