@@ -30,7 +30,7 @@ pytest = -m pytest -n $(workers) --maxprocesses 8 --dist loadfile --no-loadscope
 # The help shows the comments that begin with ## (for users) or ### (for developers).
 help:
 	@echo "to use"; sed -n 's/^\([a-z-]*\):.* ## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
-	@echo "to develop (more in tests/README.md)"; sed -n 's/^\([a-z-]*\):.* ### \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@echo "to develop (more in tests/README.md and bench/README.md)"; sed -n 's/^\([a-z-]*\):.* ### \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 demo: .venv/.examples ## build the operators; run two examples
 	$(python) examples/quickstart.py
@@ -83,8 +83,8 @@ format: .venv/.lint ### rewrite every file in the project's format
 docs: .venv/.base ### generate tables, stubs and the C++ header from the operators' schemas
 	PYTHONPATH=. $(python) tests/generate_docs.py
 
-bench: .venv/.bench  # every benchmark on this machine
-	for file in bench/bench_*.py; do $(python) $$file || exit 1; done
+bench: .venv/.bench  # every benchmark that needs no other program
+	for file in $(filter-out %deepmd.py %lammps.py %nep.py %training.py,$(wildcard bench/bench_*.py)); do $(python) $$file || exit 1; done
 
 gpu-check:  # tests, compute-sanitizer and benchmarks that need a GPU; writes results.json; PYTHON=python3: without pip and .venv
 	@PYTHONPATH=. $(or $(PYTHON),$(wildcard $(python)),python3) bench/gpu_check.py
@@ -101,7 +101,7 @@ mindspore: .venv/.base build/mindspore/.installed  # call the operators from Min
 	build/mindspore/bin/python examples/mindspore_aot/run_force.py build/mindspore_aot
 
 lammps: .venv/.base  # a model as a pair style of LAMMPS, on two ranks; LAMMPS is installed in build/lammps
-	$(MAKE) -C calcops/lammps
+	$(MAKE) -C examples/silicon
 
 train: .venv/.examples  # train a Deep Potential on silicon (some ten minutes), package it, run it in ASE, time a step
 	$(python) examples/silicon/make_frames.py silicon
