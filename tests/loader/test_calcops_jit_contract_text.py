@@ -593,8 +593,8 @@ WRONG = OPTIONAL | {
 }
 
 
-README = (ROOT / "ops" / "README.md").read_text()
-PAGE = README[README.index("## Contracts\n") : README.index("## Derivatives\n")]
+README = (ROOT / "contracts" / "README.md").read_text()
+PAGE = README[README.index("# Contracts\n") : README.index("## Derivatives\n")]
 RIGHT |= {
     f"example {i + 1} of the README": text
     for i, text in enumerate(re.findall(r"```text\n(.+?)\n```", PAGE, re.S))
