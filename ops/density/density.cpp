@@ -1,11 +1,11 @@
 // density: its contract, its derivatives, and the conversion of a call's views to the kernels'
 // structs.
+#include "density/density.h"
+
 #include <calcops/operator.h>
 
 #include <stdexcept>
 #include <string>
-
-#include "density/density.h"
 
 namespace calcops::ops::density {
 namespace {

@@ -1,8 +1,8 @@
 // environment_spline: its contract, its derivatives, and the conversion of a call's views to the
 // kernels' structs.
-#include <calcops/operator.h>
-
 #include "environment_spline/environment_spline.h"
+
+#include <calcops/operator.h>
 
 namespace calcops::ops::environment_spline {
 namespace {

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 
 #include "calcops/contract_text.h"
@@ -158,19 +159,18 @@ class Prover {
 
   // Raise an error if a line has a clause that does not apply to its argument, or lacks one.
   void check_clauses(const Signature& op, const Line& line, const Argument& argument) const {
-    static const std::map<Kind, std::vector<const char*>> kAllowed = {
-        {Kind::kTensor, {"shape", "dtype", "like", "entries", "limit", "from", "constant"}},
-        {Kind::kInt, {"bounds"}},
-        {Kind::kFloat, {"bounds"}},
-        {Kind::kBool, {}},
-        {Kind::kString, {"strings"}},
-        {Kind::kInts, {}},
-        {Kind::kFloats, {}},
-        {Kind::kMask, {}},
-        {Kind::kOther, {}}};
-    const auto& allowed = kAllowed.at(argument.kind);
+    // Of each Kind.
+    static constexpr const char* kAllowed[] = {"shape dtype like entries limit from constant",
+                                               "bounds",
+                                               "bounds",
+                                               "",
+                                               "strings",
+                                               "",
+                                               "",
+                                               "",
+                                               ""};
     for (const std::string& clause : line.clauses)
-      if (std::find(allowed.begin(), allowed.end(), clause) == allowed.end())
+      if (!std::strstr(kAllowed[int(argument.kind)], clause.c_str()))
         fail(line, "a clause of the kind `" + clause + "`, but in " + op.schema.name +
                        " the argument is a " + argument.type);
     if (argument.kind == Kind::kTensor && !line.is_tensor() && !op.is_composition)
@@ -654,8 +654,12 @@ class Prover {
 // Match a kernel's parameters with the arguments and results of its operator.
 inline Binding bind(const Text& text, const Signature& op, const KernelEntry& kernel) {
   static constexpr const char* kKinds[] = {
-      "View",           "int64_t",       "double",       "bool",       "const char*",
-      "an enumeration", "List<int64_t>", "List<double>", "Workspace&", "cudaStream_t"};
+      "a View or a Strided", "int64_t",       "double",       "bool",       "const char*",
+      "an enumeration",      "List<int64_t>", "List<double>", "Workspace&", "cudaStream_t"};
+  // Of each Kind.
+  static constexpr Parameter::Kind kWanted[] = {
+      Parameter::kTensor, Parameter::kInt,  Parameter::kFloat, Parameter::kBool,
+      Parameter::kString, Parameter::kInts, Parameter::kFloats};
   const auto fail = [&](const std::string& what) {
     throw Mistake(op.schema.number, "a kernel of `" + op.schema.name + "`: " + what);
   };
@@ -700,17 +704,9 @@ inline Binding bind(const Text& text, const Signature& op, const KernelEntry& ke
            line.name + "`, got " + got);
     };
     const Kind kind = argument ? argument->kind : Kind::kTensor;
-    static const std::map<Kind, std::pair<Parameter::Kind, const char*>> kWanted = {
-        {Kind::kTensor, {Parameter::kTensor, "a View or Strided"}},
-        {Kind::kInt, {Parameter::kInt, "int64_t"}},
-        {Kind::kFloat, {Parameter::kFloat, "double"}},
-        {Kind::kBool, {Parameter::kBool, "bool"}},
-        {Kind::kString, {Parameter::kString, "const char* or an enumeration"}},
-        {Kind::kInts, {Parameter::kInts, "List<int64_t>"}},
-        {Kind::kFloats, {Parameter::kFloats, "List<double>"}}};
-    const auto& [wanted, wanted_name] = kWanted.at(kind);
+    const Parameter::Kind wanted = kWanted[int(kind)];
     const bool is_choice = kind == Kind::kString && parameter.kind == Parameter::kChoice;
-    if (parameter.kind != wanted && !is_choice) expect(wanted_name, kKinds[parameter.kind]);
+    if (parameter.kind != wanted && !is_choice) expect(kKinds[wanted], kKinds[parameter.kind]);
     if (is_choice && line.choices.empty())
       expect("const char*, since its line lists no strings,", "an enumeration");
     binding.sources.push_back(source);
