@@ -11,7 +11,6 @@ ROOT = Path(__file__).resolve().parent.parent
 OPERATORS = sorted(path.name for path in (ROOT / "ops").iterdir() if path.is_dir())
 SOURCES = sorted(path for path in (ROOT / "ops").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
 SHARED = {
-    ".clang-format",
     "b_splines.h",
     "float16.h",
     "memory.h",
