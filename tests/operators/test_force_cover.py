@@ -90,7 +90,7 @@ def name(case):
 
 
 COVER = list(pairwise_cover())
-BEGINNING = 8  # combinations
+BEGINNING = 11  # combinations
 
 
 @pytest.mark.parametrize(
