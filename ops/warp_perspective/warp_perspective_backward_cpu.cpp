@@ -50,8 +50,8 @@ struct Positions {
       return;
     }
     const double first = static_cast<double>(u);
-    for (int64_t i = 0; i < count; ++i) {
-      const Source source = project(map.m, row, first + kColumns.u[i]);
+    for (int i = 0; i < static_cast<int>(count); ++i) {
+      const Source source = project(map.m, row, first + i);
       x[i] = source.x;
       y[i] = source.y;
       reciprocal[i] = 1 / source.w;
@@ -127,13 +127,13 @@ struct MatrixGradient {
     // As project_backward: row k of m receives g[k] times u, v and 1.
     double g[3][kTileWidth], along_u[3][kTileWidth];
     const double first = static_cast<double>(begin);
-    for (int64_t i = 0; i < count; ++i) {
+    for (int i = 0; i < static_cast<int>(count); ++i) {
       const double reciprocal = positions.reciprocal[i];
       // The gradient of a pixel without a source may be NaN.
       g[0][i] = reciprocal != 0 ? grad_x[i] * reciprocal : 0;
       g[1][i] = reciprocal != 0 ? grad_y[i] * reciprocal : 0;
       g[2][i] = -fma(g[0][i], positions.x[i], g[1][i] * positions.y[i]);
-      for (int k = 0; k < 3; ++k) along_u[k][i] = g[k][i] * (first + kColumns.u[i]);
+      for (int k = 0; k < 3; ++k) along_u[k][i] = g[k][i] * (first + i);
     }
     for (int k = 0; k < 3; ++k) {
       const double sum = sum_of(g[k], count);
@@ -160,9 +160,9 @@ struct ResultTangent {
     const RowStart of_moved = row_of(moved, static_cast<double>(v));
     double motion_x[kTileWidth], motion_y[kTileWidth];
     const double first = static_cast<double>(begin);
-    for (int64_t i = 0; i < count; ++i) {
+    for (int i = 0; i < static_cast<int>(count); ++i) {
       const Slope motion = motion_of(moved, of_moved, positions.x[i], positions.y[i],
-                                     positions.reciprocal[i], first + kColumns.u[i]);
+                                     positions.reciprocal[i], first + i);
       motion_x[i] = motion.x;
       motion_y[i] = motion.y;
     }
@@ -252,15 +252,6 @@ Box around(const Box& a, const Box& b) {
 bool is_in(const Box& box, const Source& source) {
   return source.x >= box.left && source.x <= box.right && source.y >= box.top &&
          source.y <= box.bottom;
-}
-
-inline void add_two(const double* values, double* sums) {
-  typedef double Doubles2 __attribute__((vector_size(16)));
-  Doubles2 a, b;
-  std::memcpy(&a, values, sizeof a);
-  std::memcpy(&b, sums, sizeof b);
-  b += a;
-  std::memcpy(sums, &b, sizeof b);
 }
 
 // A tile of the gradient for one image, for some of its channels. It has a margin of rows and
@@ -359,8 +350,8 @@ struct ImageTile {
         for (int64_t first = 0; first < std::min(kStep, count); ++first)
           for (int64_t i = first; i < count; i += kStep) {
             double* sum = to + taps.offset[i];
-            add_two(above + 2 * i, sum);
-            add_two(below + 2 * i, sum + pitch);
+            for (int k = 0; k < 2; ++k) sum[k] += above[2 * i + k];
+            for (int k = 0; k < 2; ++k) sum[pitch + k] += below[2 * i + k];
           }
       }
     }
@@ -471,23 +462,23 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
   const std::vector<Box> boxes_of_tiles = find_boxes(sizes, maps);
   const int64_t strips = divide_up(sizes.out_height, kTileHeight);
   // The sums of a tile stay in the cache. Its channels share the search for the taps.
-  constexpr int64_t kSums = 1 << 15, kColumns = 256;
+  constexpr int64_t kSums = 1 << 15, kAcross = 256;
   const int64_t channels = std::clamp<int64_t>(sizes.channels, 1, ImageTile<Real>::kChannels);
-  const int64_t height = kSums / (kColumns * channels);
-  const int64_t across = divide_up(sizes.width, kColumns), down = divide_up(sizes.height, height);
+  const int64_t height = kSums / (kAcross * channels);
+  const int64_t across = divide_up(sizes.width, kAcross), down = divide_up(sizes.height, height);
   const int64_t groups = divide_up(sizes.channels, channels), tiles = across * down;
   const int64_t out_across = divide_up(sizes.out_width, kTileWidth);
   const Box plain = plain_box(sizes);
   const double reach = reach_of(sizes);
   for_each(sizes.image_batch * groups * tiles, 1, [&](int64_t i) {
     const int64_t image = i / (groups * tiles), channel = i / tiles % groups * channels;
-    const int64_t top = i % tiles / across * height, left = i % across * kColumns;
+    const int64_t top = i % tiles / across * height, left = i % across * kAcross;
     ImageTile<Real> tile{in,
                          to,
                          top,
                          left,
                          std::min(height, sizes.height - top),
-                         std::min(kColumns, sizes.width - left),
+                         std::min(kAcross, sizes.width - left),
                          channel,
                          std::min(channels, sizes.channels - channel)};
     const double left_end = static_cast<double>(left), top_end = static_cast<double>(top);
