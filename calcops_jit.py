@@ -63,9 +63,8 @@ if not os.path.exists(__file__):
     )
 
 from _calcops_jit import __version__, handles, library, options, request
-from _calcops_jit.errors import BuildError
 from _calcops_jit.library import Library
-from _calcops_jit.progress import say
+from _calcops_jit.messages import BuildError, say
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 

@@ -2,7 +2,7 @@
 
     <cache>/<name>-<digest of the request's facts>/     a slot
         lock                 locked (flock) by the process that builds here
-        build.<x>/           where torch and ninja build (build.py)
+        build/               where torch and ninja build (build.py)
         failed.log           the compilers' output in the last build that failed
         <digest>/            a generation: one complete build, named by the digest of its contents
             <name>.so        the library
@@ -23,19 +23,16 @@ import json
 import os
 import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-from .errors import report
 from .inputs import Changed, Inputs, digest, digest_of_open
-from .progress import say
+from .messages import report, say
 from .request import FORMAT, Request
 
 _KEPT = 8  # generations of a slot; the least recently used ones beyond these are removed
 _DAY_S = 24 * 3600
-_SMALLEST = 4 << 20  # bytes that any build needs
 # The exceptions of a generation that is stale, damaged or unreadable.
 UNFIT = (Changed, OSError, ValueError, KeyError, TypeError)
 
@@ -174,28 +171,27 @@ def locked_slot(request: Request) -> Iterator[str]:
     problems: list[str] = []
     for folder in folders():
         try:
-            lock = _writable(folder, request)
+            lock = _locked(folder, request)
         except OSError as error:
             problems.append(f"{folder}: {error.strerror}")
             continue
         if problems:
             say(f"cannot write {problems[0]}; using {folder} (set CALCOPS_CACHE to choose)")
-        with lock:
-            _wait(lock, request.name)
-            try:
-                yield f"{folder}/{request.slot}"
-            finally:
-                fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
+        try:
+            yield f"{folder}/{request.slot}"
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
+            os.close(lock)
         return
     what = f"cannot build {request.name}: no folder can be written"
-    fix = "export CALCOPS_CACHE=<a folder of your own>"
-    if os.strerror(errno.EMFILE) in problems[0]:
-        fix = "ulimit -n $(ulimit -H -n)"
-    raise report(what, problems, fix)
+    raise report(what, problems, "export CALCOPS_CACHE=<a folder of your own>")
 
 
-def _writable(folder: str, request: Request):
-    """Make a request's slot in a cache folder, and open its lock. OSError: it cannot be written."""
+def _locked(folder: str, request: Request) -> int:
+    """Make a request's slot in a cache folder, and wait until this process alone has its lock.
+
+    Return the lock's descriptor. OSError: it cannot be written, or its file system has no locks.
+    """
     if set("$:\n").intersection(folder):
         raise OSError(errno.EINVAL, "ninja cannot quote its path")
     is_fallback = folder == folders()[-1]
@@ -204,26 +200,15 @@ def _writable(folder: str, request: Request):
         raise PermissionError(0, "it belongs to somebody else")  # anybody can make it
     slot = f"{folder}/{request.slot}"
     os.makedirs(slot, 0o755, exist_ok=True)
-    with tempfile.TemporaryFile(dir=slot) as probe:
-        os.posix_fallocate(probe.fileno(), 0, _SMALLEST)
-        fcntl.flock(probe, fcntl.LOCK_EX)  # some file systems have no locks
     if not os.path.isfile(f"{slot}/lock"):
         remove(f"{slot}/lock")
-    return open(f"{slot}/lock", "a+")
-
-
-def _wait(lock, name: str) -> None:
-    """Wait until this process alone has a slot's lock, and write into it who has it."""
+    lock = os.open(f"{slot}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        lock.seek(0)
-        say(f"waiting for {lock.read() or 'another process'}, which builds {name}")
+        say(f"waiting for another process, which builds {request.name}")
         fcntl.flock(lock, fcntl.LOCK_EX)
-    with contextlib.suppress(OSError):  # the disk may be full
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {os.uname().nodename}")
-        lock.flush()
+    return lock
 
 
 def publish(slot: str, product: str, request: Request, inputs: Inputs, **answers) -> Generation:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Callable
 
@@ -11,9 +10,8 @@ import torch
 
 from . import cache, handles, options, request
 from .cache import Generation
-from .errors import BuildError, report
-from .inputs import Changed
-from .progress import say
+from .inputs import Changed, state_of
+from .messages import BuildError, report, say
 from .registration import Registration
 from .request import Request
 
@@ -26,17 +24,17 @@ class Library:
     the attribute of that name.
 
     reload() changes a Library in place: its handles stay, and call the new kernels. A copy is the
-    same object. Unpickling a Library loads the library from its sources.
+    same object.
     """
 
     path: str
     operators: dict[str, torch._ops.OpOverloadPacket]
 
-    def _set(self, wanted: Request, generation: Generation) -> None:
-        packets = handles.handles(generation.manifest["operators"], self)
+    def _set(self, generation: Generation) -> None:
+        packets = handles.handles(generation.manifest["operators"])
         vars(self).clear()
         # An operator may hide the public attributes.
-        self._request, self._path, self._operators = wanted, generation.path, packets
+        self._path, self._operators = generation.path, packets
         vars(self).update({"path": generation.path, "operators": packets} | packets)
 
     def __fspath__(self) -> str:
@@ -48,9 +46,6 @@ class Library:
     def __deepcopy__(self, memo: dict) -> Library:
         return self
 
-    def __reduce__(self):
-        return _unpickled, (self._request.asked,)
-
     def __getattr__(self, name: str):
         if name.startswith("__"):  # copy and pickle look for methods of such names
             raise AttributeError(name)
@@ -58,10 +53,6 @@ class Library:
 
     def __repr__(self) -> str:
         return f"<calcops_jit library {self._path}: {', '.join(self._operators) or 'no operators'}>"
-
-
-def _unpickled(asked: dict | None) -> Library:
-    return obtain(request.own() if asked is None else options.request_for(**asked))
 
 
 class Live:
@@ -108,22 +99,7 @@ class Live:
         self._registrations[generation.digest] = new
         self.request = wanted
         self.generation = generation
-        self.library._set(wanted, generation)
-
-    def warn(self) -> None:
-        """Print a line for each kernel without a schema, or one if there are no operators."""
-        new = self._registrations[self.generation.digest]
-        for name in sorted({re.split("[ .]", impl)[0] for impl in new.impls} - {""}):
-            try:
-                handles.packet(name)
-            except AttributeError:
-                define = f'm.def("{name.partition("::")[2]}(...) -> ...")'
-                say(f"{name} has a kernel in {new.name} and no schema: {define}")
-        include = re.compile(r"#\s*include\s*<(?:torch|ATen|calcops)/")
-        registers = new.names() or self.library.operators
-        if not registers and any(include.search(_text_of(path)) for path in self.request.sources):
-            how = "add TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) or a calcops::Contract"
-            say(f"{new.name} registers no operators: {how}")
+        self.library._set(generation)
 
 
 _live: list[Live] = []
@@ -156,9 +132,9 @@ def _load(live: Live, wanted: Request, build: bool) -> bool:
         refusals: list[str] = []
         try:
             generation = cache.find(wanted, reasons)
-            if generation:
-                live.exchange(wanted, generation)
-            elif not _take_from_wheel(live, wanted, refusals):
+            if generation is None and _take_from_wheel(live, wanted, refusals):
+                return True
+            if generation is None:
                 if not build:
                     return False
                 if refusals:
@@ -166,8 +142,8 @@ def _load(live: Live, wanted: Request, build: bool) -> bool:
                     say(f"building {wanted.name} from its sources; {reason}")
                 from .build import built
 
-                live.exchange(wanted, built(wanted, reasons))
-                live.warn()
+                generation = built(wanted, reasons)
+            live.exchange(wanted, generation)
             return True
         except FileNotFoundError:
             pass  # another process has emptied the cache
@@ -256,10 +232,10 @@ def _watch(stop: threading.Event, seconds: float, reload: Callable[[], list[str]
     before = None  # the first check reloads, too, because files may have been saved before it
     while not stop.wait(seconds):
         try:
-            times = {path: _time_of(path) for live in list(_live) for path in _watched(live)}
-            if times == before:
+            now = [_state(live) for live in list(_live)]
+            if now == before:
                 continue
-            before = times  # also if the reload fails: the same files would fail again
+            before = now  # also if the reload fails: the same files would fail again
             changed = reload()
             if changed:
                 say(f"reloaded {', '.join(changed)}")
@@ -268,21 +244,11 @@ def _watch(stop: threading.Event, seconds: float, reload: Callable[[], list[str]
                 say(str(error) or type(error).__name__)
 
 
-def _watched(live: Live) -> set[str]:
-    """Return the paths of a library's sources and headers, and of the sources' folders."""
-    folders = map(os.path.dirname, live.request.sources)
-    files = map(live.request.unfold, live.generation.inputs.files)
-    return {live.request.root, *folders, *live.request.sources, *files}
-
-
-def _text_of(path: str) -> str:
-    with open(path, errors="replace") as file:
-        return file.read()
-
-
-def _time_of(path: str) -> int:
-    """Return when a file was changed; 0 if it does not exist."""
-    try:
-        return os.stat(path).st_mtime_ns
-    except OSError:
-        return 0
+def _state(live: Live) -> tuple:
+    """Return a value that changes when a file of a library changes, appears or disappears."""
+    folders = {live.request.root, *map(os.path.dirname, live.request.sources)}
+    names = [sorted(os.listdir(folder)) for folder in folders if os.path.isdir(folder)]
+    inputs = live.generation.inputs
+    absent = [path for path in inputs.absent if os.path.exists(live.request.unfold(path))]
+    files = {*live.request.sources, *map(live.request.unfold, inputs.files)}
+    return names, absent, [state_of(path) for path in sorted(files)]

@@ -6,7 +6,7 @@ import os
 import re
 
 from . import cuda
-from .errors import BuildError
+from .messages import BuildError
 from .request import BASE, CUDA_BASE, SHADOW, Request, own
 
 # {option of torch.utils.cpp_extension.load: (accepted values, which change nothing, and why others

@@ -21,11 +21,10 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from pathlib import Path
 
 from . import cache, cuda, request
 from .cache import Generation
-from .errors import BuildError, report
+from .messages import BuildError, report
 from .request import LOADER, MACHINE, Request
 
 _NO_CUDA = cuda.Choice(
@@ -118,7 +117,6 @@ def write(folder: str, *pythons: str) -> str:
             if subprocess.run(command, cwd=f"{LOADER}/..").returncode:
                 evidence = "it printed the cause above"
                 raise report(f"cannot build the operators with {python}", [evidence], python)
-        _print_system(f"{temporary}/built")
         return _pack(temporary, os.path.abspath(folder))
 
 
@@ -140,18 +138,6 @@ def add(folder: str) -> None:
         absent = [path for path in inputs["absent"] if path[0] == "@"]
         portable = inputs | {"files": files, "absent": absent}
         cache.write_record(f"{target}/manifest", found.manifest | {"inputs": portable})
-
-
-def _print_system(folder: str) -> None:
-    """Print the versions of glibc and libstdc++ that the operators need."""
-    data = b"".join(path.read_bytes() for path in Path(folder).glob("*/*/*.so"))
-    needed = []
-    for name in ("GLIBC", "GLIBCXX"):
-        versions = re.findall(rf"\0{name}_([\d.]+)(?=\0)".encode(), data)
-        numbers = [tuple(map(int, version.split(b"."))) for version in versions]
-        if numbers:
-            needed.append(f"{name} {'.'.join(map(str, max(numbers)))}")
-    print(f"the libraries need {' and '.join(needed)}, or later", file=sys.stderr)
 
 
 def _pack(temporary: str, folder: str) -> str:
