@@ -46,19 +46,15 @@ class Generation(SimpleNamespace):
     inputs: Inputs
 
 
-def folders() -> list[str]:
-    """Return the cache folders: the chosen one, and a temporary one if it cannot be written."""
+def folder() -> str:
+    """Return the cache's folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
-        base = os.path.expanduser("~/.cache")
-    chosen = os.environ.get("CALCOPS_CACHE") or f"{base}/calcops"
-    temporary = os.environ.get("TMPDIR", "")
-    if not os.path.isdir(temporary):
-        temporary = "/tmp"
-    fallback = f"{temporary}/calcops-{os.getuid()}"
-    expanded = [os.path.expanduser(folder) for folder in (chosen, fallback)]
-    # "~" is not expanded without HOME and a passwd entry.
-    return [_absolute(folder) for folder in expanded if not folder.startswith("~")]
+        base = "~/.cache"
+    path = os.path.expanduser(os.environ.get("CALCOPS_CACHE") or f"{base}/calcops")
+    if path.startswith("~"):
+        raise report("no home folder", [f"cannot expand {path}"], "export CALCOPS_CACHE=<a folder>")
+    return _absolute(path)
 
 
 @functools.cache
@@ -75,19 +71,18 @@ def find(request: Request, reasons: list[str] | None = None) -> Generation | Non
 
     Why other builds do not fit is appended to `reasons`.
     """
-    for folder in folders():
-        for i, path in enumerate(generations(f"{folder}/{request.slot}")):
-            try:
-                generation = checked(path, request)
-            except UNFIT as problem:
-                if reasons is not None:
-                    reasons.append(str(problem))
-                continue
-            manifest = f"{path}/manifest"
-            with contextlib.suppress(OSError):  # somebody else's cache is only read
-                if i > 0 or time.time() - os.path.getmtime(manifest) > _DAY_S:
-                    os.utime(manifest)  # the time of last use, by which generations are sorted
-            return generation
+    for i, path in enumerate(generations(f"{folder()}/{request.slot}")):
+        try:
+            generation = checked(path, request)
+        except UNFIT as problem:
+            if reasons is not None:
+                reasons.append(str(problem))
+            continue
+        manifest = f"{path}/manifest"
+        with contextlib.suppress(OSError):  # somebody else's cache is only read
+            if i > 0 or time.time() - os.path.getmtime(manifest) > _DAY_S:
+                os.utime(manifest)  # the time of last use, by which generations are sorted
+        return generation
     return None
 
 
@@ -148,15 +143,7 @@ def newest(name: str) -> Iterator[dict]:
 def differences(old: dict, new: dict) -> list[str]:
     """Return a line for each fact that differs, from a manifest's facts and a request's."""
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    return [f"{key}: {_difference(old.get(key, []), new.get(key, []))}" for key in changed]
-
-
-def _difference(old, new) -> str:
-    if isinstance(old, list) and isinstance(new, list) and set(old) != set(new):
-        removed = [f"-[{word}]" for word in old if word not in new]
-        added = [f"+[{word}]" for word in new if word not in old]
-        return " ".join(removed + added)
-    return f"{old} -> {new}"
+    return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in changed]
 
 
 # ---- building ------------------------------------------------------------------------------------
@@ -164,51 +151,32 @@ def _difference(old, new) -> str:
 
 @contextlib.contextmanager
 def locked_slot(request: Request) -> Iterator[str]:
-    """Make a request's slot in the first folder that can be written, lock it and yield its path.
+    """Make a request's slot, wait until this process alone has its lock, and yield its path.
 
     The kernel releases the lock when this process ends in any way.
     """
-    problems: list[str] = []
-    for folder in folders():
-        try:
-            lock = _locked(folder, request)
-        except OSError as error:
-            problems.append(f"{folder}: {error.strerror}")
-            continue
-        if problems:
-            say(f"cannot write {problems[0]}; using {folder} (set CALCOPS_CACHE to choose)")
-        try:
-            yield f"{folder}/{request.slot}"
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
-            os.close(lock)
-        return
-    what = f"cannot build {request.name}: no folder can be written"
-    raise report(what, problems, "export CALCOPS_CACHE=<a folder of your own>")
-
-
-def _locked(folder: str, request: Request) -> int:
-    """Make a request's slot in a cache folder, and wait until this process alone has its lock.
-
-    Return the lock's descriptor. OSError: it cannot be written, or its file system has no locks.
-    """
-    if set("$:\n").intersection(folder):
-        raise OSError(errno.EINVAL, "ninja cannot quote its path")
-    is_fallback = folder == folders()[-1]
-    os.makedirs(folder, 0o700 if is_fallback else 0o755, exist_ok=True)
-    if is_fallback and os.lstat(folder).st_uid != os.getuid():
-        raise PermissionError(0, "it belongs to somebody else")  # anybody can make it
-    slot = f"{folder}/{request.slot}"
-    os.makedirs(slot, 0o755, exist_ok=True)
-    if not os.path.isfile(f"{slot}/lock"):
-        remove(f"{slot}/lock")
-    lock = os.open(f"{slot}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    slot = f"{folder()}/{request.slot}"
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        say(f"waiting for another process, which builds {request.name}")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    return lock
+        if set("$:\n").intersection(slot):
+            raise OSError(errno.EINVAL, "ninja cannot quote its path")
+        os.makedirs(slot, 0o755, exist_ok=True)
+        if not os.path.isfile(f"{slot}/lock"):
+            remove(f"{slot}/lock")
+        lock = os.open(f"{slot}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another process, which builds {request.name}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        what = f"cannot build {request.name}: the cache cannot be written"
+        fix = "export CALCOPS_CACHE=<a folder of your own>"
+        raise report(what, [f"{slot}: {error.strerror}"], fix) from None
+    try:
+        yield slot
+    finally:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
+        os.close(lock)
 
 
 def publish(slot: str, product: str, request: Request, inputs: Inputs, **answers) -> Generation:
@@ -271,8 +239,7 @@ def remove(path: str) -> None:
 
 def slots() -> list[str]:
     """Return the paths of all slots."""
-    pattern = f"*-{'[0-9a-f]' * 16}"
-    return sorted(sum((glob.glob(f"{glob.escape(folder)}/{pattern}") for folder in folders()), []))
+    return sorted(glob.glob(f"{glob.escape(folder())}/*-{'[0-9a-f]' * 16}"))
 
 
 def clean() -> list[str]:

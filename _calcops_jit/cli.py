@@ -57,7 +57,7 @@ def _request(options: argparse.Namespace) -> Request:
     for manifest in cache.newest(options.name):
         return request_for(**manifest["asked"])
     names = {os.path.basename(slot)[:-17] for slot in cache.slots()} - {"calcops", "runtime"}
-    what = f"no library `{options.name}` in {cache.folders()[0]}"
+    what = f"no library `{options.name}` in {cache.folder()}"
     evidence = f"there are: {', '.join(sorted(names)) or 'none'}"
     raise report(what, [evidence], f"calcops_jit.load({options.name!r}, ...) first")
 
@@ -70,9 +70,9 @@ def _where(options: argparse.Namespace) -> None:
     else:
         found = _find(wanted, [])
         choice = wanted.cuda
-        files = [path for path in Path(cache.folders()[0]).rglob("*") if path.is_file()]
+        files = [path for path in Path(cache.folder()).rglob("*") if path.is_file()]
         size = sum(path.lstat().st_size for path in files) / 1e6
-        print(f"cache    {cache.folders()[0]}, {size:.0f} MB")
+        print(f"cache    {cache.folder()}, {size:.0f} MB")
         print(f"library  {found.path if found else 'not built yet: python -m calcops_jit build'}")
         reason = f"{choice.reason}; {choice.fix}"
         print(f"CUDA     {f'built with {choice.home}' if choice.build else reason}")
@@ -143,4 +143,4 @@ def _clean(options: argparse.Namespace) -> None:
     """empty the cache"""
     busy = cache.clean()
     exception = f", but {len(busy)} in which a process builds" if busy else ""
-    say(f"removed the libraries in {cache.folders()[0]}{exception}")
+    say(f"removed the libraries in {cache.folder()}{exception}")

@@ -68,21 +68,19 @@ class Progress:
         self._is_redrawn = type(sys.stderr).__module__.startswith("ipykernel")
         with contextlib.suppress(AttributeError, OSError, ValueError):  # a closed stream
             self._is_redrawn = self._is_redrawn or sys.stderr.isatty()
+        self._start = time.monotonic()
 
     def __enter__(self) -> Progress:
-        self._start = time.monotonic()
         self._thread.start()
         return self
 
     def __exit__(self, *exception) -> None:
         self._stop.set()
         self._thread.join()
-        self._show(self.outcome)
-        if self._is_redrawn and self.outcome:
-            _print("\n")
+        self._show(self.outcome, "\n" if self.outcome else "\r")
 
     def seconds(self) -> float:
-        """Return the time since the context was entered."""
+        """Return the time since the beginning."""
         return time.monotonic() - self._start
 
     def _run(self) -> None:
@@ -91,10 +89,10 @@ class Progress:
             if self._stop.wait(_REDRAW_S if self._is_redrawn else _LOG_S):
                 return
 
-    def _show(self, text: str) -> None:
+    def _show(self, text: str, end: str = "") -> None:
         if self._is_redrawn:
             width = shutil.get_terminal_size().columns - 1
             line = f"calcops_jit: {text}" if text else ""
-            _print("\r" + line[:width].ljust(width) + ("" if text else "\r"))
+            _print("\r" + line[:width].ljust(width) + end)
         elif text:
             say(text)
