@@ -153,25 +153,21 @@ def differences(old: dict, new: dict) -> list[str]:
 def locked_slot(request: Request) -> Iterator[str]:
     """Make a request's slot, wait until this process alone has its lock, and yield its path.
 
-    The kernel releases the lock when this process ends in any way.
+    The kernel releases the lock when this process ends in any way. OSError: the cache cannot be
+    written, or its file system has no locks.
     """
     slot = f"{folder()}/{request.slot}"
+    if set("$:\n").intersection(slot):
+        raise OSError(errno.EINVAL, "ninja cannot quote this path", slot)
+    os.makedirs(slot, 0o755, exist_ok=True)
+    if not os.path.isfile(f"{slot}/lock"):
+        remove(f"{slot}/lock")
+    lock = os.open(f"{slot}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        if set("$:\n").intersection(slot):
-            raise OSError(errno.EINVAL, "ninja cannot quote its path")
-        os.makedirs(slot, 0o755, exist_ok=True)
-        if not os.path.isfile(f"{slot}/lock"):
-            remove(f"{slot}/lock")
-        lock = os.open(f"{slot}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting for another process, which builds {request.name}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError as error:
-        what = f"cannot build {request.name}: the cache cannot be written"
-        fix = "export CALCOPS_CACHE=<a folder of your own>"
-        raise report(what, [f"{slot}: {error.strerror}"], fix) from None
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say(f"waiting for another process, which builds {request.name}")
+        fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         yield slot
     finally:

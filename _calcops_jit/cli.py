@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, build, cache, library, request
+from . import __version__, build, cache, cuda, library, request
 from .inputs import digest, state_of
 from .messages import BuildError, report, say
 from .options import request_for
@@ -74,8 +74,10 @@ def _where(options: argparse.Namespace) -> None:
         size = sum(path.lstat().st_size for path in files) / 1e6
         print(f"cache    {cache.folder()}, {size:.0f} MB")
         print(f"library  {found.path if found else 'not built yet: python -m calcops_jit build'}")
-        reason = f"{choice.reason}; {choice.fix}"
-        print(f"CUDA     {f'built with {choice.home}' if choice.build else reason}")
+        if choice.build:
+            print(f"CUDA     {choice.home}, CUDA {choice.version}, for {cuda.arch_list(choice)}")
+        else:
+            print(f"CUDA     none, because {choice.reason}; {choice.fix}")
         print(f"key      {_key(wanted)}")
 
 

@@ -14,6 +14,8 @@ from .request import Request
 # Each cause has a line with a pattern of a tool's message, and a line with "cause -> command". The
 # first pattern that matches the output counts. {0} is the first group that is not empty.
 _CAUSES = r"""
+Too many open files
+    this process has no descriptor left -> ulimit -n $(ulimit -H -n)
 No space left on device|Disk quota exceeded
     the disk is full -> export CALCOPS_CACHE=<a folder with space>
 Killed signal|Killed$|Cannot allocate memory|out of memory|memory exhausted
@@ -40,6 +42,8 @@ undefined (?:reference to [`']|symbol: )([^\s'(]+)
     a function is declared but nowhere defined -> c++filt {0}; add its source, or its library in extra_ldflags
 (\S+): cannot open shared object file
     a library that it needs was not found -> export LD_LIBRARY_PATH=$(dirname $(find / -name '{0}' -print -quit))
+^\[Errno \d+\]
+    the cache cannot be written -> export CALCOPS_CACHE=<a folder of your own>
 """  # noqa: E501
 
 # g++ and clang print file:line:column: error: ..., nvcc prints file(line): error: .... Below it,

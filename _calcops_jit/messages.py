@@ -55,7 +55,7 @@ def _print(text: str) -> None:
 class Progress:
     """A context that shows the title and the state of a task. At its end it shows `outcome`.
 
-    The line is redrawn on a terminal and in a notebook, and repeated in a log.
+    The line is redrawn on a terminal and in a notebook's cell, and repeated in a log.
     """
 
     outcome = ""
@@ -65,9 +65,14 @@ class Progress:
         self._state = state
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="calcops progress", daemon=True)
-        self._is_redrawn = type(sys.stderr).__module__.startswith("ipykernel")
+        self._terminal = False
+        self._cell = None
         with contextlib.suppress(AttributeError, OSError, ValueError):  # a closed stream
-            self._is_redrawn = self._is_redrawn or sys.stderr.isatty()
+            self._terminal = sys.stderr.isatty()
+        if type(sys.stderr).__module__.startswith("ipykernel"):
+            from IPython.display import display
+
+            self._cell = display({"text/plain": ""}, raw=True, display_id=True)
         self._start = time.monotonic()
 
     def __enter__(self) -> Progress:
@@ -86,11 +91,13 @@ class Progress:
     def _run(self) -> None:
         while True:
             self._show(f"{self._title} {self._state()} {self.seconds():.0f} s")
-            if self._stop.wait(_REDRAW_S if self._is_redrawn else _LOG_S):
+            if self._stop.wait(_REDRAW_S if self._terminal or self._cell else _LOG_S):
                 return
 
     def _show(self, text: str, end: str = "") -> None:
-        if self._is_redrawn:
+        if self._cell:
+            self._cell.update({"text/plain": text}, raw=True)
+        elif self._terminal:
             width = shutil.get_terminal_size().columns - 1
             line = f"calcops_jit: {text}" if text else ""
             _print("\r" + line[:width].ljust(width) + end)

@@ -63,7 +63,9 @@ def operator(line: str, cell: str) -> None:
         if source in _loaded:  # so that reload() does not build the cell that failed
             write_whole(source, _loaded[source].encode())
         if isinstance(error, BuildError):
-            error = BuildError(str(error).replace(source, "cell").replace("extra_", "--"))
+            text = str(error).replace(source, "cell")
+            text = text.replace("extra_include_paths", "--cflags=-I...").replace("extra_", "--")
+            error = BuildError(text)
         raise error from None
     _loaded[source] = cell
     get_ipython().push(loaded.operators)
