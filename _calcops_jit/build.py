@@ -95,6 +95,8 @@ def progress(folder: str) -> str:
             awaited = file.read()
         with open(f"{folder}/build.ninja", errors="replace") as file:
             targets = re.findall(r"^build (\S+):", file.read(), re.MULTILINE)
+    if not targets:  # build.ninja is not written yet
+        return f"[0/?] {awaited}".rstrip()
     waiting = [target for target in targets if not os.path.exists(f"{folder}/{target}")]
     name = waiting[0].removesuffix(".o") if len(waiting) > 1 else awaited or "linking"
     return f"[{len(targets) - len(waiting)}/{len(targets)}] {name}"
@@ -173,7 +175,7 @@ def _archive(request: Request, folder: str) -> Generation:
     thread.start()
     if jobs(request) > 1:
         _compile(request, folder, "")
-        _mark(folder, "runtime")
+    _mark(folder, "runtime")
     thread.join()
     if isinstance(results[0], BuildError):
         raise results[0]

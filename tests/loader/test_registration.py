@@ -134,8 +134,6 @@ TORCH_LIBRARY(counting, m) {
   m.def("advance(__torch__.torch.classes.counting.Counter c) -> int",
         [](const c10::intrusive_ptr<Counter>& c) { return c->next(); });
 }
-static int64_t twice(int64_t x) { return x; }
-TORCH_LIBRARY_IMPL(nobody, CPU, m) { m.impl("twice", TORCH_FN(twice)); }
 """
 
 
@@ -155,7 +153,6 @@ print(half.one(), half.two(2))
 
 
 def test_a_torchbind_class_is_loaded_and_its_reload_is_refused(checkout):
-    """The library also has a kernel without a schema, which is reported."""
     checkout.put("counting.cpp", CLASS)
     script = """
 source = Path("counting.cpp")
@@ -171,7 +168,6 @@ source.write_text(text)
 print(calcops_jit.reload(), counting.advance(old))
 """
     child = checkout.run(SCRIPT + script, cwd=checkout.project, CALCOPS_BUILD="0")
-    assert "nobody::twice has a kernel in counting and no schema" in child.err
     first, *error, second, last = child.out.splitlines()
     assert (first, second, last) == ("11 12 12", "13 11 13", "[] 14")
     text = "\n".join(error)
