@@ -7,7 +7,7 @@ import re
 
 from . import cuda
 from .messages import BuildError
-from .request import BASE, CUDA_BASE, SHADOW, Request, own
+from .request import BASE, CUDA_BASE, HEADERS, Request, own
 
 # The other options of torch.utils.cpp_extension.load, and the value that each must have.
 _TORCH_OPTIONS = {
@@ -75,7 +75,7 @@ def request_for(
         cflags=(*BASE, define, *asked["extra_cflags"]),
         cuda_cflags=(*CUDA_BASE, define, *asked["extra_cuda_cflags"]),
         ldflags=(*asked["extra_ldflags"], "-ltorch_python"),
-        include_paths=(SHADOW, *map(os.path.realpath, folders)),
+        include_paths=(*HEADERS, *map(os.path.realpath, folders)),
         cuda=cuda.choose(needed=True) if with_cuda else cuda.Choice(),
         asked=asked,
         verbose=verbose,
