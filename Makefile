@@ -6,10 +6,10 @@ candidates = $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
 python = .venv/bin/python
 pip = $(python) -m pip install --disable-pip-version-check -q
 sources = $(wildcard \
-  _calcops_jit/runtime/*.cpp _calcops_jit/runtime/*.h _calcops_jit/shadow/torch/*.h _calcops_jit/shadow/calcops/*.h \
+  contracts/runtime/*.cpp contracts/runtime/*.h _calcops_jit/shadow/torch/*.h contracts/include/calcops/*.h \
   ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu \
-  examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu \
-  tests/bench/*.cpp tests/bench/*.cu \
+  calcops/*/*.h calcops/*/*.cpp examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu \
+  bench/*.cpp bench/*.cu \
   tests/operators/cuda_on_cpu/*.h tests/operators/cuda_on_cpu/*.cpp tests/operators/arm/*.h tests/operators/arm/*.cpp)
 
 oldest = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
@@ -30,7 +30,7 @@ pytest = -m pytest -n $(workers) --maxprocesses 8 --dist loadfile --no-loadscope
 # The help shows the comments that begin with ## (for users) or ### (for developers).
 help:
 	@echo "to use"; sed -n 's/^\([a-z-]*\):.* ## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
-	@echo "to develop (more in tests/README.md)"; sed -n 's/^\([a-z-]*\):.* ### \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@echo "to develop (more in tests/README.md and bench/README.md)"; sed -n 's/^\([a-z-]*\):.* ### \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 demo: .venv/.examples ## build the operators; run two examples
 	$(python) examples/quickstart.py
@@ -39,11 +39,14 @@ demo: .venv/.examples ## build the operators; run two examples
 check: lint .venv/.test ### after an edit: lint and the quick tests; only=force: of the files whose names contain it
 	$(python) $(pytest) -m "not long and not slow" $(if $(only),$(wildcard tests/test_*$(only)*.py tests/*/test_*$(only)*.py))
 
-test: .venv/.test ### every test except the long ones; config=asan|ubsan|x86-64|avx2|neon: the operators' tests, built that way
+test: .venv/.test ### what a user relies on; prints the seconds of each folder; config=asan|ubsan|x86-64|avx2|neon: the operators' tests, built that way
 	$(environment_$(config)) $(python) $(pytest) -m "not long" $(if $(config),$(operator_tests))
 
-test-long: .venv/.test  # the tests marked `long`: many combinations of cases
-	$(python) -m pytest -m long
+test-all: .venv/.test ### also the tests marked `long`: combinations of cases, long examples, foreign programs
+	$(python) $(pytest)
+
+test-long: .venv/.test  # these tests alone
+	$(python) $(pytest) -m long
 
 test-arm: .venv/.test  # the CPU kernels on ARM, under emulation; needs g++-aarch64-linux-gnu and qemu-user-static
 	$(python) -m pytest -s tests/operators/test_arm.py
@@ -57,7 +60,7 @@ venv: .venv/.base  # create .venv; install again only after pyproject.toml chang
 build: .venv/.base ## build the operators into the cache
 	$(python) -m calcops_jit build
 
-wheel: .venv/.base $(torch:%=.venv-torch-%/.ready) ## dist/*.whl with the built operators, for machines without a compiler; torch="2.10 2.13": for these PyTorches, too
+wheel: .venv/.wheel $(torch:%=.venv-torch-%/.ready) ## dist/*.whl with the built operators, for machines without a compiler; torch="2.10 2.13": for these PyTorches, too
 	$(python) -m _calcops_jit.wheel dist $(torch:%=.venv-torch-%/bin/python)
 
 # If find_toolkit finds no nvcc, PyPI's wheels serve as the toolkit. Their release must be the one of torch.version.cuda.
@@ -80,17 +83,17 @@ format: .venv/.lint ### rewrite every file in the project's format
 docs: .venv/.base ### generate tables, stubs and the C++ header from the operators' schemas
 	PYTHONPATH=. $(python) tests/generate_docs.py
 
-bench: .venv/.bench  # every benchmark on this machine
-	for file in tests/bench/bench_*.py; do $(python) $$file || exit 1; done
+bench: .venv/.bench  # every benchmark that needs no other program
+	for file in $(filter-out %deepmd.py %lammps.py %nep.py %training.py,$(wildcard bench/bench_*.py)); do $(python) $$file || exit 1; done
 
 gpu-check:  # tests, compute-sanitizer and benchmarks that need a GPU; writes results.json; PYTHON=python3: without pip and .venv
-	@PYTHONPATH=. $(or $(PYTHON),$(wildcard $(python)),python3) tests/bench/gpu_check.py
+	@PYTHONPATH=. $(or $(PYTHON),$(wildcard $(python)),python3) bench/gpu_check.py
 
 sanitize-gpu: $(if $(PYTHON),,.venv/.base)  # compute-sanitizer over every CUDA kernel; without a GPU it says so and skips
-	PYTHONPATH=. $(or $(PYTHON),$(python)) tests/bench/gpu_check.py sanitize
+	PYTHONPATH=. $(or $(PYTHON),$(python)) bench/gpu_check.py sanitize
 
-examples: .venv/.test  # run every example and check what it prints, except in the long tests
-	$(python) $(pytest) -m "not long" --durations=20 tests/examples
+examples: .venv/.test  # run every example and package, and check what they print
+	$(python) $(pytest) --durations=20 tests/examples tests/packages
 
 mindspore: .venv/.base build/mindspore/.installed  # call the operators from MindSpore, in build/mindspore
 	$(python) examples/mindspore_aot/build.py
@@ -98,13 +101,13 @@ mindspore: .venv/.base build/mindspore/.installed  # call the operators from Min
 	build/mindspore/bin/python examples/mindspore_aot/run_force.py build/mindspore_aot
 
 lammps: .venv/.base  # a model as a pair style of LAMMPS, on two ranks; LAMMPS is installed in build/lammps
-	$(MAKE) -C examples/lammps
+	$(MAKE) -C examples/silicon
 
 train: .venv/.examples  # train a Deep Potential on silicon (some ten minutes), package it, run it in ASE, time a step
-	$(python) examples/train_potential/make_frames.py silicon
-	$(python) -m calcops.train --settings examples/train_potential/silicon.toml
-	$(python) examples/train_potential/deploy.py
-	$(python) examples/train_potential/step_time.py
+	$(python) examples/silicon/make_frames.py silicon
+	$(python) -m calcops.train --settings examples/silicon/silicon.toml
+	$(python) examples/silicon/deploy.py
+	$(python) examples/silicon/step_time.py
 
 clean: ## delete .venv and what was built in this folder; for the cache: python -m calcops_jit clean
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
@@ -136,7 +139,7 @@ endef
 	@touch $@
 
 graph-potential: .venv/.base build/graph_potential/.installed  # SevenNet's forces from the operator; SevenNet is installed in build/graph_potential
-	build/graph_potential/bin/python -W ignore examples/graph_potential/compare.py
+	build/graph_potential/bin/python -W ignore examples/sevennet/compare.py
 
 mace: .venv/.base build/mace/.installed  # MACE in build/mace, whose models `build/mace/bin/python -m calcops.graph mace` packages
 
@@ -164,4 +167,4 @@ build/mindspore/.installed:
 	$(pip) --no-deps deepmd-kit kornia kornia_rs torchvision
 	@touch $@
 
-.PHONY: help demo check test test-long test-arm test-oldest venv build wheel cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential mace train lammps clean
+.PHONY: help demo check test test-all test-long test-arm test-oldest venv build wheel cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential mace train lammps clean

@@ -28,7 +28,7 @@ from .cache import Generation
 from .compile import compile_and_link, import_cpp_extension
 from .diagnosis import explain, foresee
 from .errors import BuildError, report
-from .inputs import Inputs, digest, state_of
+from .inputs import Changed, Inputs, digest, state_of
 from .progress import Progress, say
 from .recording import dependencies, files_in_flags, inputs_of_build
 from .registration import Registration
@@ -153,7 +153,8 @@ def _build(request: Request, slot: str) -> tuple[str, Inputs]:
             if archive is None or os.path.exists(archive.path):
                 raise
             continue  # another process has emptied the cache
-        if "" not in inputs.files.values():  # no file was saved meanwhile
+        with contextlib.suppress(Changed):
+            inputs.check(request)  # no file was saved meanwhile
             return product, inputs.merged(archive.inputs) if archive else inputs
     what = f"cannot build {request.name}: its sources changed again and again meanwhile"
     raise report(what, [], "wait until nothing writes to them")

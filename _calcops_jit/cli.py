@@ -20,7 +20,7 @@ from .errors import BuildError, report
 from .inputs import digest, state_of
 from .options import request_for
 from .progress import say
-from .request import LOADER, MACHINE, Request
+from .request import CONTRACTS, LOADER, MACHINE, Request
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -102,7 +102,7 @@ def _find(wanted: Request, reasons: list[str]) -> cache.Generation | None:
 def _key(wanted: Request) -> str:
     """Return a key for a CI cache. Equal sources on equal machines have equal keys."""
     contents = [wanted.slot, *map(state_of, wanted.programs)]
-    for root in (wanted.root, LOADER):
+    for root in (wanted.root, LOADER, CONTRACTS):
         for path in sorted(glob.glob(f"{glob.escape(root)}/**", recursive=True)):
             if path.endswith((".h", ".cuh", ".cpp", ".cu", ".map")):
                 contents += [wanted.fold(path), state_of(path)]

@@ -178,6 +178,9 @@ def _cflags(request: Request) -> list[str]:
 def _ldflags(request: Request, folder: str, archive: str) -> list[str]:
     """Return flags for the linker. It takes from the archive only what the objects need."""
     flags = ["-shared", "-Wl,--as-needed", "-Wl,--dependency-file=link.d", _quoted(archive)]
+    # lld would otherwise link the runtime into every library, because -ltorch_python needs symbols
+    # that the runtime defines, too.
+    flags += [f"-L{_quoted(TORCH)}/lib", "-ltorch_cpu"]
     flags += request.ldflags
     flags.append(f"-Wl,--version-script={_quoted(SHADOW)}/hidden.map")
     # lld reads PyTorch's libraries in a tenth of GNU ld's time. With archives it may make another

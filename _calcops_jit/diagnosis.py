@@ -13,7 +13,7 @@ import torch
 
 from . import toolchain
 from .errors import BuildError, report
-from .request import LOADER, Request
+from .request import CONTRACTS, LOADER, Request
 
 Problem = tuple[str, str, str]  # cause, a line that shows it, a command that fixes it
 
@@ -124,7 +124,7 @@ def _place(output: str, error: re.Match, request: Request) -> tuple[str, list[st
 
 def _is_own(path: str, request: Request) -> bool:
     """Return True if a file is the project's, and not of software that is in its folder."""
-    others = (os.path.dirname(torch.__file__), LOADER, sys.prefix)
+    others = (os.path.dirname(torch.__file__), LOADER, CONTRACTS, sys.prefix)
     inner = [f"{folder}/" for folder in others if folder.startswith(f"{request.root}/")]
     return path.startswith(f"{request.root}/") and not path.startswith(tuple(inner))
 

@@ -15,18 +15,20 @@ def force(
 
     list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
                  entries -1 or 0 <= j < n + nghost at frame, atom, slot;
-                 n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
+                 n*K < 2^32 on CUDA. Number of the neighbour within the frame, from 0:
                  0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
                  in a row. A row may name an atom several times, and also its own atom (a periodic
                  image).
-    dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
-    Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, the derivative for the centre
+    dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. The derivative
+                 dE_tot/dRi, energy.
+    Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i for the centre
                  atom, 1/length.
     nghost       0 to 2^40. Number of ghost atoms.
-    neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31 slots a frame;
-                 from neighbor_index(list_neigh, nghost). Or None. It spares CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
-                 Results are the same bit for bit with and without it. With the index of another list,
-                 forces are wrong on CUDA. With CALCOPS_CHECK=1 it is an error on either device.
+    neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31;
+                 from neighbor_index(list_neigh, nghost). Or None. It spares CUDA kernels a search for
+                 the slots that name an atom. CPU kernels ignore it. Results are the same bit for bit
+                 with and without it. With the index of another list, forces are wrong on CUDA. With
+                 CALCOPS_CHECK=1 it is an error on either device.
 
     Returns
     force        [B, n + nghost, 3]; like dE. Energy/length.
@@ -57,19 +59,21 @@ def force_virial(
 
     list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
                  entries -1 or 0 <= j < n + nghost at frame, atom, slot;
-                 n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
+                 n*K < 2^32 on CUDA. Number of the neighbour within the frame, from 0:
                  0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
                  in a row. A row may name an atom several times, and also its own atom (a periodic
                  image).
-    dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
-    Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, the derivative for the centre
+    dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. The derivative
+                 dE_tot/dRi, energy.
+    Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i for the centre
                  atom, 1/length.
-    Rij          [B, n, K, 3]; like dE. r_j - r_i, length.
+    Rij          [B, n, K, 3]; like dE. The vector r_j - r_i, length.
     nghost       0 to 2^40. Number of ghost atoms.
-    neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31 slots a frame;
-                 from neighbor_index(list_neigh, nghost). Or None. It spares CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
-                 Results are the same bit for bit with and without it. With the index of another list,
-                 forces are wrong on CUDA. With CALCOPS_CHECK=1 it is an error on either device.
+    neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31;
+                 from neighbor_index(list_neigh, nghost). Or None. It spares CUDA kernels a search for
+                 the slots that name an atom. CPU kernels ignore it. Results are the same bit for bit
+                 with and without it. With the index of another list, forces are wrong on CUDA. With
+                 CALCOPS_CHECK=1 it is an error on either device.
 
     Returns
     force        [B, n + nghost, 3]; like dE. Energy/length.
@@ -94,14 +98,14 @@ def density(
 ) -> Tensor:
     """Sums over neighbours of tabulated functions of the distance times spherical harmonics.
 
-    d            [n, K, 3]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA.
+    d            [n, K, 3]; float32 or float64; n < 2^31 on CUDA; n*K < 2^32 on CUDA.
                  Vectors from each atom to its neighbours, in any order.
     kind         [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of
                  each pair, such as the types of both atoms; -1: an empty slot, anywhere.
     table        [kinds, B, F]; like d. Coefficients of the splines; B is at least 6.
     grid         [kinds, 2]; float32 or float64 read as float64. First and last distance of the cells,
                  0 <= first < last, for each kind. The last is the cutoff.
-    harmonics    1 to 25. 1, 4, 9, 16 or 25, the number (l_max + 1)^2 of harmonics.
+    harmonics    1, 4, 9, 16 or 25. The number (l_max + 1)^2 of harmonics.
 
     Returns
     result       [harmonics, n, F]; like d.
@@ -141,13 +145,14 @@ def edge_force(
 ) -> Tensor:
     """Force on every atom from the gradients of the energy along the edges of a graph.
 
-    edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge. Row 0 the centre i, row 1 the neighbour j, 0-based;
-                   edges in any order. -1 in either row masks the edge.
-    edge_gradient  [E, 3]; float32 or float64. dE/d(edge_vec), energy/length, with
+    edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge.
+                   Row 0 the centre i, row 1 the neighbour j, 0-based; edges in any order. -1 in either
+                   row masks the edge.
+    edge_gradient  [E, 3]; float32 or float64. The derivative dE/d(edge_vec), energy/length, with
                    edge_vec = r_j - r_i (plus the shift of a periodic image). A contiguous [3, E],
                    transposed, is not copied on the CPU.
     natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
-    edge_order     [natoms + 2E]; int32; E < 2^30 edges; from edge_order(edge_index, natoms),
+    edge_order     [natoms + 2E]; int32; E < 2^30; from edge_order(edge_index, natoms),
                    made where absent on CUDA.
                    None: each call on CUDA sorts the edges itself. CPU kernels ignore this argument.
                    With the edge_order of another graph, forces are wrong on CUDA. With
@@ -180,18 +185,18 @@ def edge_force_virial(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Force, virial and per-atom virial from the gradients of the energy along the edges of a graph.
 
-    edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge. Row 0 the centre i, row 1 the neighbour j, 0-based;
-                   edges in any order. -1 in either row masks the edge.
-    edge_gradient  [E, 3]; float32 or float64. dE/d(edge_vec), energy/length, with
+    edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge.
+                   Row 0 the centre i, row 1 the neighbour j, 0-based; edges in any order. -1 in either
+                   row masks the edge.
+    edge_gradient  [E, 3]; float32 or float64. The derivative dE/d(edge_vec), energy/length, with
                    edge_vec = r_j - r_i (plus the shift of a periodic image). A contiguous [3, E],
                    transposed, is not copied on the CPU.
-    edge_vec       [E, 3]; like edge_gradient. r_j - r_i (plus the shift), length.
+    edge_vec       [E, 3]; like edge_gradient. The vector r_j - r_i (plus the shift), length.
     natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
-    batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nframes at atom;
-                   0 where absent. The frame of each atom, in any order. None: all atoms are in frame 0.
-    nframes        0 to 2^40; 1 where absent. Number of frames, at least 1 where batch is None and there
-                   are atoms.
-    edge_order     [natoms + 2E]; int32; E < 2^30 edges; from edge_order(edge_index, natoms),
+    batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nframes at atom. The
+                   frame of each atom, in any order. None: all atoms are in frame 0.
+    nframes        0 to 2^40. Number of frames, at least 1 where batch is None and there are atoms.
+    edge_order     [natoms + 2E]; int32; E < 2^30; from edge_order(edge_index, natoms),
                    made where absent on CUDA.
                    None: each call on CUDA sorts the edges itself. CPU kernels ignore this argument.
                    With the edge_order of another graph, forces are wrong on CUDA. With
@@ -218,8 +223,9 @@ def edge_order(
 ) -> Tensor:
     """Edges sorted by atom. Saves edge_force and edge_force_virial work on CUDA.
 
-    edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge. Row 0 the centre i, row 1 the neighbour j, 0-based;
-                   edges in any order. -1 in either row masks the edge.
+    edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge.
+                   Row 0 the centre i, row 1 the neighbour j, 0-based; edges in any order. -1 in either
+                   row masks the edge.
     natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
 
     Edge e has two ends: number e at its centre, number E + e at its neighbour.
@@ -245,17 +251,17 @@ def environment_spline(
 ) -> Tensor:
     """Sums over neighbours of environment-matrix rows times B-splines, for spline embedding nets.
 
-    d           [n, K, 3]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA.
+    d           [n, K, 3]; float32 or float64; n < 2^31 on CUDA; n*K < 2^32 on CUDA.
                 Vectors from each atom to its neighbours, in any order.
     kind        [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
                 pair, such as the neighbour's type; -1: an empty slot, anywhere.
-    davg        [kinds, 4]; float32 or float64 read as float64; constant. Mean of the rows, subtracted in R
-                (below).
-    dstd        [kinds, 4]; float32 or float64 read as float64; constant. Standard deviation of the rows, the
-                divisor in R (below).
-    grid        [kinds, 2]; float32 or float64 read as float64; constant. First and last value of R[0] that the
-                cells of the B-splines cover, for each kind. There are (functions - 5) cells of equal
-                width, or (functions - 3) if `spline` is "cubic".
+    davg        [kinds, 4]; float32 or float64 read as float64; constant. Mean of the rows,
+                subtracted in R (below).
+    dstd        [kinds, 4]; float32 or float64 read as float64; constant. Standard deviation of
+                the rows, the divisor in R (below).
+    grid        [kinds, 2]; float32 or float64 read as float64; constant. First and last value of
+                R[0] that the cells of the B-splines cover, for each kind. There are (functions - 5)
+                cells of equal width, or (functions - 3) if `spline` is "cubic".
     functions   6 to 2^20. Number of B-splines of each kind.
     rcut_smth   >= 0. Distance at which the switch w begins to fall.
     rcut        > rcut_smth. Cutoff distance, at which w is 0.
@@ -295,7 +301,7 @@ def matrix_product(
 ) -> Tensor:
     """Product of a matrix of many rows by a small one, x @ weights, as in layers of neural nets.
 
-    x        [N, K]; float32 or float64; N*M < 2^40 results on CUDA. The matrix of many rows.
+    x        [N, K]; float32 or float64; N*M < 2^40 on CUDA. The matrix of many rows.
     weights  [K, M]; like x. The small matrix. It should fit into the processor's cache.
 
     Returns
@@ -316,7 +322,7 @@ def neighbor_index(
 
     list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
                  entries -1 or 0 <= j < n + nghost at frame, atom, slot;
-                 n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
+                 n*K < 2^32 on CUDA. Number of the neighbour within the frame, from 0:
                  0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
                  in a row. A row may name an atom several times, and also its own atom (a periodic
                  image).
@@ -340,17 +346,18 @@ def tabulated_sum(
 ) -> Tensor:
     """Sums over neighbours of tabulated functions, such as compressed embedding nets.
 
-    x       [n, K]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA. Argument of
+    x       [n, K]; float32 or float64; n < 2^31 on CUDA; n*K < 2^32 on CUDA. Argument of
             the functions, such as the smoothed inverse distance of each neighbour.
     R       [n, K, 4]; like x. The rows that are summed, such as those of the environment matrix.
     kind    [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
             neighbour; -1: an empty slot, anywhere.
-    table   [kinds, cells, 6, M]; like x; constant; cells >= 1 cells. In a cell g_m(x) = sum_k table[kind][cell][k][m] t^k, where t
-            is the distance of x from the cell's beginning.
-    grid    [kinds, 5]; float64; constant. Each kind's cells are in two parts, each of equal cells. The five
-            numbers are the first part's beginning, cell width and end, and the second part's cell
-            width and end. Each part holds a whole number of cells. If both ends are equal, there is
-            no second part.
+    table   [kinds, cells, 6, M]; like x; constant; cells >= 1. In a cell
+            g_m(x) = sum_k table[kind][cell][k][m] t^k, where t is the distance of x from the cell's
+            beginning.
+    grid    [kinds, 5]; float64; constant. Each kind's cells are in two parts, each of equal cells.
+            The five numbers are the first part's beginning, cell width and end, and the second part's
+            cell width and end. Each part holds a whole number of cells. If both ends are equal, there
+            is no second part.
     order   0 to 2^40. The sums are over the derivative of g_m of this order.
 
     Returns
@@ -382,14 +389,15 @@ def warp_perspective(
 ) -> Tensor:
     """Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
-    image          [...]; uint8, uint16, int16, float16, bfloat16, float32 or float64.
+    image          [...]; uint8, uint16, int16, float16, bfloat16, float32 or float64. Of shape
                    [N, C, H, W], [C, H, W] or [H, W], with any strides.
-    warp           [...]; float32 or float64 read as float64. [N, 3, 3] or [3, 3]. Maps (x, y, 1) of the
-                   source to the destination. A common factor of its entries has no effect.
+    warp           [...]; float32 or float64 read as float64. Of shape [N, 3, 3] or [3, 3]. It maps
+                   (x, y, 1) of the source to the destination. A common factor of its entries has no
+                   effect.
     dsize          Size of the result as (height, width), both >= 0, or empty for (H, W). cv2's dsize is
                    (width, height).
-    interpolation  "linear", "cubic" or "nearest". "cubic" is Keys' kernel with a = -0.75. "nearest" rounds
-                   the position half to even.
+    interpolation  "linear", "cubic" or "nearest". The kernel of "cubic" is that of Keys with
+                   a = -0.75. "nearest" rounds the position half to even.
     border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". Pixels
                    around an image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
                    "reflect" b a|a b c d|d c, "wrap" c d|a b c d|a b, "reflect_101" c b|a b c d|c b,
@@ -401,8 +409,8 @@ def warp_perspective(
                    "transparent". It is copied, not written to.
 
     Returns
-    result         [...]; like image. [N, C, height, width], [C, height, width], [N, height, width] or
-                   [height, width].
+    result         [...]; like image. Of shape [N, C, height, width], [C, height, width],
+                   [N, height, width] or [height, width].
 
     The result has the dimensions of image, and also N if warp has N. One image may serve N matrices,
     and one matrix N images. Integers are the exact value rounded half to even. For images in [0, 1],
@@ -436,8 +444,9 @@ def calculateForce(
     """Force on every atom: the caller's centre term plus the forces of the pairs on the neighbours.
 
     list_neigh  [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64. As for calcops::force.
-    dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
-    Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, 1/length.
+    dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. The derivative
+                dE_tot/dRi, energy.
+    Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i, 1/length.
     F           [B, n, 3]; like dE. The centre term, usually -(dE @ Ri_d) summed over the slots. The
                 tensor is not changed.
     nghost      None or an integer tensor of one element, which is read on the host. Under
@@ -460,9 +469,10 @@ def calculateVirial(
     """Virial and per-atom virial as rows of nine. Rij comes before Ri_d, unlike in force_virial.
 
     list_neigh  [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64. As for calcops::force.
-    dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
-    Rij         [B, n, K, 3]; like dE. r_j - r_i, length.
-    Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, 1/length.
+    dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. The derivative
+                dE_tot/dRi, energy.
+    Rij         [B, n, K, 3]; like dE. The vector r_j - r_i, length.
+    Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i, 1/length.
     nghost      None or an integer tensor of one element, which is read on the host. Under
                 torch.compile, export and vmap, call calcops::force or calcops::force_virial instead,
                 whose nghost is an int.

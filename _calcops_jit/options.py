@@ -7,7 +7,7 @@ import re
 
 from . import cuda
 from .errors import BuildError
-from .request import BASE, CUDA_BASE, SHADOW, Request, own
+from .request import BASE, CUDA_BASE, HEADERS, Request, own
 
 # {option of torch.utils.cpp_extension.load: (accepted values, which change nothing, and why others
 # are refused)}.
@@ -77,7 +77,7 @@ def request_for(
         cflags=(*BASE, define, *asked["extra_cflags"]),
         cuda_cflags=(*CUDA_BASE, define, *asked["extra_cuda_cflags"]),
         ldflags=(*asked["extra_ldflags"], "-ltorch_python"),
-        include_paths=(SHADOW, *map(os.path.realpath, folders)),
+        include_paths=(*HEADERS, *map(os.path.realpath, folders)),
         cuda=cuda.choose(needed=True) if with_cuda else cuda.Choice(),
         asked=asked,
         verbose=verbose,

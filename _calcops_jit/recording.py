@@ -13,7 +13,7 @@ import sysconfig
 import torch
 
 from .inputs import TORCH, Inputs, program_states, state_of
-from .request import SHADOW, Request
+from .request import HEADERS, SHADOW, Request
 from .toolchain import find_ninja
 
 # Headers of the C library, and folders of the compiler below the folder where it is installed.
@@ -28,7 +28,8 @@ def inputs_of_build(
 ) -> Inputs:
     """Return the inputs of the objects in a folder and of the link.
 
-    A file that may have changed during the build has the state "", which no check accepts.
+    If a file may have changed or appeared during the build, Inputs.check() refuses the inputs: its
+    state is then "changed", or it is among the absent files.
 
     Args:
         request: what was built.
@@ -49,7 +50,7 @@ def inputs_of_build(
         else:
             has_changed = now and os.stat(path).st_ctime_ns >= start
         if has_changed:
-            states[path] = ""
+            states[path] = "changed"
     own = {path for path in states if not _LINKED.search(path)}
     folders = {*map(os.path.dirname, own), *_searched(request)}
     tested = _tested(own)
@@ -61,10 +62,10 @@ def inputs_of_build(
             missing = _first_missing(searched, name)
             if missing:
                 absent.add(missing)
+            elif path not in states and os.stat(path).st_ctime_ns >= start:
+                absent.add(path)  # it appeared after a compiler may have looked for it
             elif name in tested:
                 states.setdefault(path, state_of(path))
-            elif path not in states and os.stat(path).st_ctime_ns >= start:
-                states[path] = ""  # it appeared during the build
     return Inputs(
         files={request.fold(path): state for path, state in sorted(states.items())},
         absent=sorted(map(request.fold, absent)),
@@ -146,7 +147,7 @@ def _searched(request: Request) -> list[str]:
 
     These are all folders that flags name, in whatever form: -I/x, -I /x, -isystem, -Wp,-I,/x.
     """
-    folders = list(request.include_paths[1:])
+    folders = list(request.include_paths[len(HEADERS) :])
     for variable in ("CPATH", "CPLUS_INCLUDE_PATH"):
         folders += request.environment.get(variable, "").split(":")
     for word in ",".join(_words_of_compilers(request)).split(","):

@@ -6,7 +6,7 @@ library can replace operators of another. It can replace kernels that other code
 PyTorch's.
 
 The C++ part is shadow/torch/library.h, with which every source is compiled. It passes the
-TORCH_LIBRARY blocks to runtime/registry.cpp.
+TORCH_LIBRARY blocks to contracts/runtime/registry.cpp.
 """
 
 from __future__ import annotations

@@ -20,7 +20,17 @@ from .inputs import TORCH, digest
 
 FORMAT = 7  # the version of the cache's format
 LOADER = os.path.dirname(os.path.realpath(__file__))
+
+
+def _part(name: str) -> str:
+    """Return the path of ops/ or contracts/: beside calcops_jit.py in a checkout, else here."""
+    installed = f"{LOADER}/{name}"
+    return os.path.realpath(installed if os.path.isdir(installed) else f"{LOADER}/../{name}")
+
+
 SHADOW = f"{LOADER}/shadow"  # headers that come before PyTorch's on the include path
+CONTRACTS = _part("contracts")
+HEADERS = (SHADOW, f"{CONTRACTS}/include")  # the folders of headers for every source
 MACHINE = os.uname().machine
 WRAPPERS = ("ccache", "sccache")
 # Two builds of one operator can be in one process. Hidden symbols that are not "gnu unique" keep
@@ -52,7 +62,7 @@ class Request(SimpleNamespace):
     cflags: tuple[str, ...]
     cuda_cflags: tuple[str, ...] = CUDA_BASE
     ldflags: tuple[str, ...] = ()
-    include_paths: tuple[str, ...] = (SHADOW,)
+    include_paths: tuple[str, ...] = HEADERS
     cuda: cuda.Choice = cuda.Choice()
     asked: dict | None = None  # the arguments of request_for(); None for own libraries
     verbose: bool = False
@@ -68,7 +78,7 @@ class Request(SimpleNamespace):
     @cached_property
     def _roots(self) -> list[tuple[str, str]]:
         """Return (token, folder) pairs, with the inner one of two nested folders first."""
-        pairs = [("@loader", LOADER), ("@root", self.root)]
+        pairs = [("@loader", LOADER), ("@contracts", CONTRACTS), ("@root", self.root)]
         return sorted(pairs, key=lambda pair: -len(pair[1]))
 
     def fold(self, path: str) -> str:
@@ -227,8 +237,8 @@ def runtime() -> Request:
     return Request(
         name="runtime",
         product="runtime.a",
-        root=LOADER,
-        sources=(f"{LOADER}/runtime/runtime.cpp",),
+        root=CONTRACTS,
+        sources=(f"{CONTRACTS}/runtime/runtime.cpp",),
         cflags=RUNTIME,
     )
 
@@ -250,8 +260,7 @@ def own(
         root: the folder; default: ops/ beside calcops_jit.py in a checkout, else in this package.
         name: name of the library.
     """
-    installed = f"{LOADER}/ops"
-    root = root or os.path.realpath(installed if os.path.isdir(installed) else f"{LOADER}/../ops")
+    root = root or _part("ops")
     choice = choice or cuda.choose()
     extra = words_of("CALCOPS_CFLAGS")
     # Without -fopenmp, parallel_for is a plain loop. The library loads torch's libgomp, because
@@ -273,7 +282,7 @@ def own(
         sources=tuple(file for file in files if file.endswith(suffixes) and "/." not in file),
         cflags=tuple(cflags),
         ldflags=("-fopenmp", *extra),
-        include_paths=(SHADOW, root),
+        include_paths=(*HEADERS, root),
         cuda=choice,
         level=level,
     )

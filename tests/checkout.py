@@ -201,6 +201,7 @@ class Checkout:
         self.log = folder / "compiler.log"
         skipped = shutil.ignore_patterns("ops", "__pycache__")
         shutil.copytree(HERE / "_calcops_jit", self.path / "_calcops_jit", ignore=skipped)
+        shutil.copytree(HERE / "contracts", self.path / "contracts")
         shutil.copy(HERE / "calcops_jit.py", self.path)
         shutil.copytree(cache_with_runtime(), self.cache)
         self.write("ops/tiny/tiny.h", "#define ANSWER 1\n")
@@ -264,7 +265,7 @@ class Checkout:
         """Return the compilers' commands since the last call that compile units of a project."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
-        own = re.compile(r"/_calcops_jit/\S*\.cpp")  # the loader's own units
+        own = re.compile(r"/contracts/runtime/\S*\.cpp")  # the loader's own units
         return [line for line in lines if " -c " in line and not own.search(line)]
 
     def compiled(self) -> int:
@@ -347,7 +348,8 @@ PARTS = [
     ".clang-format",
     "pyproject.toml",
 ]
-PARTS += ["calcops_jit.py", "_calcops_jit", "ops", "tests", "examples"]
+PARTS += ["calcops_jit.py", "_calcops_jit", "contracts", "ops", "calcops"]
+PARTS += ["bench", "tests", "examples"]
 
 
 def copy(folder: Path) -> Path:

@@ -1,6 +1,6 @@
 """Run CUDA kernels in a test: `kernels(operator, *arguments)` takes and returns CPU tensors.
 
-The kernels run on a GPU (with tests/bench/gpu_check.py also under compute-sanitizer), or on the CPU
+The kernels run on a GPU (with bench/gpu_check.py also under compute-sanitizer), or on the CPU
 in the emulation of tests/operators/cuda_on_cpu. The emulation runs blocks and threads in random
 order, and puts every tensor between two pages that must not be touched. Each call is repeated
 (CALCOPS_KERNEL_RUNS, by default two runs), and all runs must give the same bits.

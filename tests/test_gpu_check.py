@@ -1,4 +1,4 @@
-"""tests/bench/gpu_check.py says what a fresh clone lacks, a line each and without a traceback."""
+"""bench/gpu_check.py says what a fresh clone lacks, a line each and without a traceback."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-CHECK = ROOT / "tests" / "bench" / "gpu_check.py"
+CHECK = ROOT / "bench" / "gpu_check.py"
 
 
 def lines(*folders, arguments=(), returncode=1):
@@ -46,14 +46,9 @@ def test_a_pytorch_that_cannot_use_a_gpu_is_named(source, message, tmp_path):
 
 
 def test_the_packages_of_the_checkout_are_importable_without_an_installation(tmp_path):
-    program = (
-        "import sys; sys.path[:0] = sys.argv[1:]\n"
-        "from gpu_check import link_packages\n"
-        "link_packages(sys.argv[1])\n"
-        "import calcops.potentials, calcops.graph\n"
-        "print(calcops.potentials.__file__)\n"
-    )
-    command = [sys.executable, "-S", "-c", program, tmp_path, ROOT, CHECK.parent]
-    command.append(sysconfig.get_path("purelib"))
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.stdout == f"{tmp_path}/calcops/potentials/__init__.py\n", run.stderr
+    program = "import calcops.potentials, calcops.graph; print(calcops.potentials.__file__)"
+    path = f"{ROOT}:{sysconfig.get_path('purelib')}"
+    command = [sys.executable, "-S", "-c", program]
+    environment = os.environ | {"PYTHONPATH": path}
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert run.stdout == f"{ROOT}/calcops/potentials/__init__.py\n", run.stderr

@@ -79,9 +79,10 @@ CalcOps_cpu::calculateVirial(Tensor list_neigh, Tensor dE, Tensor Rij, Tensor Ri
                              Tensor? nghost=None) -> Tensor[]
 
 list_neigh  [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64. As for calcops::force.
-dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
-Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, 1/length.
-Rij         [B, n, K, 3]; like dE. r_j - r_i, length.
+dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. The derivative
+            dE_tot/dRi, energy.
+Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i, 1/length.
+Rij         [B, n, K, 3]; like dE. The vector r_j - r_i, length.
 F           [B, n, 3]; like dE. The centre term, usually -(dE @ Ri_d) summed over the slots. The
             tensor is not changed.
 nghost      None or an integer tensor of one element, which is read on the host. Under

@@ -1,11 +1,11 @@
 // density: its contract, its derivatives, and the conversion of a call's views to the kernels'
 // structs.
+#include "density/density.h"
+
 #include <calcops/operator.h>
 
 #include <stdexcept>
 #include <string>
-
-#include "density/density.h"
 
 namespace calcops::ops::density {
 namespace {
@@ -252,15 +252,15 @@ _density_backward(Tensor grad_result, Tensor d, Tensor kind, Tensor table, Tenso
   Gradient for d, from that for the sums or for their derivative along `directions`. Without
   `directions`, it has the meaning of edge_gradient in edge_force.
 
-d            [n, K, 3]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA.
+d            [n, K, 3]; float32 or float64; n < 2^31 on CUDA; n*K < 2^32 on CUDA.
              Vectors from each atom to its neighbours, in any order.
 kind         [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of
              each pair, such as the types of both atoms; -1: an empty slot, anywhere.
 table        [kinds, B, F]; like d. Coefficients of the splines; B is at least 6.
 grid         [kinds, 2]; float32 or float64 read as float64. First and last distance of the cells,
              0 <= first < last, for each kind. The last is the cutoff.
-harmonics    1 to 25. 1, 4, 9, 16 or 25, the number (l_max + 1)^2 of harmonics.
-directions   [n, K, D, 3]; like d; D < 4 directions. Directions of the derivative.
+harmonics    1, 4, 9, 16 or 25. The number (l_max + 1)^2 of harmonics.
+directions   [n, K, D, 3]; like d; D < 4. Directions of the derivative.
 result       [harmonics, n, F]; like d.
 vmap         joins n
 )",
@@ -272,12 +272,12 @@ _density_table_backward(Tensor grad_result, Tensor d, Tensor kind, Tensor table,
                         SymInt harmonics, Tensor? directions=None) -> Tensor table
   Gradient for the table, from that for the sums or for their derivative along `directions`.
 
-d            [n, K, 3]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA.
+d            [n, K, 3]; float32 or float64; n < 2^31 on CUDA; n*K < 2^32 on CUDA.
 kind         [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot.
 table        [kinds, B, F]; like d.
 grid         [kinds, 2]; float32 or float64 read as float64.
-harmonics    1 to 25.
-directions   [n, K, D, 3]; like d; D < 4 directions.
+harmonics    1, 4, 9, 16 or 25.
+directions   [n, K, D, 3]; like d; D < 4.
 result       [harmonics, n, F]; like d.
 )",
                               kTableDerivatives);

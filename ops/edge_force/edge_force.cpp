@@ -1,8 +1,8 @@
 // The edge force operators: their contract, and the conversion of a call's views to the kernels'
 // structs.
-#include <calcops/operator.h>
-
 #include "edge_force/edge_force.h"
+
+#include <calcops/operator.h>
 
 namespace calcops::ops::edge_force {
 namespace {
@@ -47,6 +47,20 @@ Value edge_order(const Value* arguments) {
 }
 
 const Composition kCompositions[] = {{"edge_order", &edge_order}};
+
+// Without `batch` all atoms are in frame 0, which must exist. `first` is the position of
+// edge_index.
+template <int first>
+void check_frames(const Value* arguments, Value*) {
+  const Value &natoms = arguments[first + 3], &batch = arguments[first + 4];
+  const Value& nframes = arguments[first + 5];
+  if (batch.is_none() && nframes.is_known(0) && !natoms.expect_equal(0))
+    refuse("calcops::edge_force_virial", "nframes", ">= 1 where `batch` is None", nframes);
+}
+
+const Check kChecks[] = {{"edge_force_virial", &check_frames<0>},
+                         {"_edge_force_virial", &check_frames<0>},
+                         {"_edge_force_virial_backward", &check_frames<3>}};
 
 const Contract kContract(R"(
 edge_force(Tensor edge_index, Tensor edge_gradient, SymInt natoms, *,
@@ -100,18 +114,18 @@ _edge_force_virial_backward(Tensor? grad_force, Tensor? grad_virial, Tensor? gra
                             Tensor? edge_order=None) -> (Tensor, Tensor)
   Gradients for edge_gradient and edge_vec, from those for force, virial and atom_virial.
 
-edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge. Row 0 the centre i, row 1 the neighbour j, 0-based;
-               edges in any order. -1 in either row masks the edge.
-edge_gradient  [E, 3]; float32 or float64. dE/d(edge_vec), energy/length, with
+edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge.
+               Row 0 the centre i, row 1 the neighbour j, 0-based; edges in any order. -1 in either
+               row masks the edge.
+edge_gradient  [E, 3]; float32 or float64. The derivative dE/d(edge_vec), energy/length, with
                edge_vec = r_j - r_i (plus the shift of a periodic image). A contiguous [3, E],
                transposed, is not copied on the CPU.
-edge_vec       [E, 3]; like edge_gradient. r_j - r_i (plus the shift), length.
+edge_vec       [E, 3]; like edge_gradient. The vector r_j - r_i (plus the shift), length.
 natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
-batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nframes at atom;
-               0 where absent. The frame of each atom, in any order. None: all atoms are in frame 0.
-nframes        0 to 2^40; 1 where absent. Number of frames, at least 1 where batch is None and there
-               are atoms.
-edge_order     [natoms + 2E]; int32; E < 2^30 edges; from edge_order(edge_index, natoms),
+batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nframes at atom. The
+               frame of each atom, in any order. None: all atoms are in frame 0.
+nframes        0 to 2^40. Number of frames, at least 1 where batch is None and there are atoms.
+edge_order     [natoms + 2E]; int32; E < 2^30; from edge_order(edge_index, natoms),
                made where absent on CUDA.
                None: each call on CUDA sorts the edges itself. CPU kernels ignore this argument.
                With the edge_order of another graph, forces are wrong on CUDA. With
@@ -124,7 +138,7 @@ linear         force(edge_gradient) + virial(edge_gradient, edge_vec) +
                atom_virial(edge_gradient, edge_vec)
 vmap           joins E, natoms, nframes
 )",
-                         kCompositions);
+                         kCompositions, kChecks);
 
 // ---- from views to the structs of edge_force.h --------------------------------------------------
 

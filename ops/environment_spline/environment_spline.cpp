@@ -1,8 +1,8 @@
 // environment_spline: its contract, its derivatives, and the conversion of a call's views to the
 // kernels' structs.
-#include <calcops/operator.h>
-
 #include "environment_spline/environment_spline.h"
+
+#include <calcops/operator.h>
 
 namespace calcops::ops::environment_spline {
 namespace {
@@ -195,22 +195,22 @@ _environment_spline_backward(Tensor grad_result, Tensor d, Tensor kind, Tensor d
   Gradient for d, from that for the sums or for their derivative along `directions`. Without
   `directions`, it has the meaning of edge_gradient in edge_force.
 
-d           [n, K, 3]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA.
+d           [n, K, 3]; float32 or float64; n < 2^31 on CUDA; n*K < 2^32 on CUDA.
             Vectors from each atom to its neighbours, in any order.
 kind        [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
             pair, such as the neighbour's type; -1: an empty slot, anywhere.
-davg        [kinds, 4]; float32 or float64 read as float64; constant. Mean of the rows, subtracted in R
-            (below).
-dstd        [kinds, 4]; float32 or float64 read as float64; constant. Standard deviation of the rows, the
-            divisor in R (below).
-grid        [kinds, 2]; float32 or float64 read as float64; constant. First and last value of R[0] that the
-            cells of the B-splines cover, for each kind. There are (functions - 5) cells of equal
-            width, or (functions - 3) if `spline` is "cubic".
+davg        [kinds, 4]; float32 or float64 read as float64; constant. Mean of the rows,
+            subtracted in R (below).
+dstd        [kinds, 4]; float32 or float64 read as float64; constant. Standard deviation of
+            the rows, the divisor in R (below).
+grid        [kinds, 2]; float32 or float64 read as float64; constant. First and last value of
+            R[0] that the cells of the B-splines cover, for each kind. There are (functions - 5)
+            cells of equal width, or (functions - 3) if `spline` is "cubic".
 functions   6 to 2^20. Number of B-splines of each kind.
 rcut_smth   >= 0. Distance at which the switch w begins to fall.
 rcut        > rcut_smth. Cutoff distance, at which w is 0.
 spline      "quintic" or "cubic". The B-splines have four or two continuous derivatives.
-directions  [n, K, D, 3]; like d; D < 16 directions. Directions of the derivative.
+directions  [n, K, D, 3]; like d; D < 16. Directions of the derivative.
 result      [n, 4, kinds, functions]; like d.
 vmap        joins n
 )",

@@ -1,8 +1,8 @@
 // The force operators: their contract, and the conversion of a call's views to the kernels'
 // structs.
-#include <calcops/operator.h>
-
 #include "force/force.h"
+
+#include <calcops/operator.h>
 
 namespace calcops::ops::force {
 namespace {
@@ -87,7 +87,8 @@ neighbor_index(Tensor list_neigh, SymInt nghost=0) -> Tensor
   Behind the last group, -1 stands for every slot that names no atom. The first part [B, n + nghost]
   has the end of each atom's group: the position in the second part just behind the group.
 
-_force_virial(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor? Rij, SymInt nghost, bool center, *,
+_force_virial(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor? Rij, SymInt nghost,
+              bool center=True, *,
               Tensor? neighbor_index=None) -> (Tensor, Tensor, Tensor)
   Force, virial and per-atom virial. Without `center`, atoms receive no force from their own rows.
 
@@ -99,20 +100,22 @@ _force_virial_backward(Tensor? grad_force, Tensor? grad_virial, Tensor? grad_ato
 
 list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
              entries -1 or 0 <= j < n + nghost at frame, atom, slot;
-             n*K < 2^32 slots a frame on CUDA. 0-based index of the neighbour within the frame:
+             n*K < 2^32 on CUDA. Number of the neighbour within the frame, from 0:
              0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
              in a row. A row may name an atom several times, and also its own atom (a periodic
              image).
-dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. dE_tot/dRi, energy.
-Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. dRi/dr_i, the derivative for the centre
+dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. The derivative
+             dE_tot/dRi, energy.
+Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i for the centre
              atom, 1/length.
-Rij          [B, n, K, 3]; like dE. r_j - r_i, length.
+Rij          [B, n, K, 3]; like dE. The vector r_j - r_i, length.
 nghost       0 to 2^40. Number of ghost atoms.
-neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31 slots a frame;
-             from neighbor_index(list_neigh, nghost). Or None. It spares CUDA kernels a search for the slots that name an atom. CPU kernels ignore it.
-             Results are the same bit for bit with and without it. With the index of another list,
-             forces are wrong on CUDA. With CALCOPS_CHECK=1 it is an error on either device.
-center       true where absent.
+neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31;
+             from neighbor_index(list_neigh, nghost). Or None. It spares CUDA kernels a search for
+             the slots that name an atom. CPU kernels ignore it. Results are the same bit for bit
+             with and without it. With the index of another list, forces are wrong on CUDA. With
+             CALCOPS_CHECK=1 it is an error on either device.
+center       Whether atoms receive force from their own rows.
 force        [B, n + nghost, 3]; like dE. Energy/length.
 virial       [B, 3, 3]; like dE. Energy.
 atom_virial  [B, n + nghost, 3, 3]; like dE. Energy.

@@ -1,8 +1,8 @@
 // matrix_product: its contract, its derivatives, and the conversion of a call's views to the
 // kernels' structs.
-#include <calcops/operator.h>
-
 #include "matrix_product/matrix_product.h"
+
+#include <calcops/operator.h>
 
 namespace calcops::ops::matrix_product {
 namespace {
@@ -36,7 +36,7 @@ matrix_product(Tensor x, Tensor weights) -> Tensor
   dtype of x and in the order of K: its bits depend neither on the other rows nor on the number of
   threads. torch.mm computes the gradient for the weights, which is a sum over all rows.
 
-x        [N, K]; float32 or float64; N*M < 2^40 results on CUDA. The matrix of many rows.
+x        [N, K]; float32 or float64; N*M < 2^40 on CUDA. The matrix of many rows.
 weights  [K, M]; like x. The small matrix. It should fit into the processor's cache.
 result   [N, M]; like x.
 vmap     joins N

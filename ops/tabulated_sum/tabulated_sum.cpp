@@ -1,8 +1,8 @@
 // tabulated_sum: its contract, its derivatives, and the conversion of a call's views to the
 // kernels' structs.
-#include <calcops/operator.h>
-
 #include "tabulated_sum/tabulated_sum.h"
+
+#include <calcops/operator.h>
 
 namespace calcops::ops::tabulated_sum {
 namespace {
@@ -148,17 +148,18 @@ _tabulated_sum_backward(Tensor grad_result, Tensor x, Tensor R, Tensor kind, Ten
                         Tensor grid, SymInt order, bool[2] output_mask) -> (Tensor x, Tensor R)
   Gradients for x and R, from that for the result. A gradient that is not wanted has no elements.
 
-x       [n, K]; float32 or float64; n < 2^31 atoms on CUDA; n*K < 2^32 slots on CUDA. Argument of
+x       [n, K]; float32 or float64; n < 2^31 on CUDA; n*K < 2^32 on CUDA. Argument of
         the functions, such as the smoothed inverse distance of each neighbour.
 R       [n, K, 4]; like x. The rows that are summed, such as those of the environment matrix.
 kind    [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
         neighbour; -1: an empty slot, anywhere.
-table   [kinds, cells, 6, M]; like x; constant; cells >= 1 cells. In a cell g_m(x) = sum_k table[kind][cell][k][m] t^k, where t
-        is the distance of x from the cell's beginning.
-grid    [kinds, 5]; float64; constant. Each kind's cells are in two parts, each of equal cells. The five
-        numbers are the first part's beginning, cell width and end, and the second part's cell
-        width and end. Each part holds a whole number of cells. If both ends are equal, there is
-        no second part.
+table   [kinds, cells, 6, M]; like x; constant; cells >= 1. In a cell
+        g_m(x) = sum_k table[kind][cell][k][m] t^k, where t is the distance of x from the cell's
+        beginning.
+grid    [kinds, 5]; float64; constant. Each kind's cells are in two parts, each of equal cells.
+        The five numbers are the first part's beginning, cell width and end, and the second part's
+        cell width and end. Each part holds a whole number of cells. If both ends are equal, there
+        is no second part.
 order   0 to 2^40. The sums are over the derivative of g_m of this order.
 result  [n, 4, M]; like x.
 vmap    joins n

@@ -125,14 +125,15 @@ warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolatio
   Deterministic on the CPU and on CUDA. Derivatives beyond the first run through ATen and follow
   torch.use_deterministic_algorithms. Autocast changes nothing.
 
-image          [...]; uint8, uint16, int16, float16, bfloat16, float32 or float64.
+image          [...]; uint8, uint16, int16, float16, bfloat16, float32 or float64. Of shape
                [N, C, H, W], [C, H, W] or [H, W], with any strides.
-warp           [...]; float32 or float64 read as float64. [N, 3, 3] or [3, 3]. Maps (x, y, 1) of the
-               source to the destination. A common factor of its entries has no effect.
+warp           [...]; float32 or float64 read as float64. Of shape [N, 3, 3] or [3, 3]. It maps
+               (x, y, 1) of the source to the destination. A common factor of its entries has no
+               effect.
 dsize          Size of the result as (height, width), both >= 0, or empty for (H, W). cv2's dsize is
                (width, height).
-interpolation  "linear", "cubic" or "nearest". "cubic" is Keys' kernel with a = -0.75. "nearest" rounds
-               the position half to even.
+interpolation  "linear", "cubic" or "nearest". The kernel of "cubic" is that of Keys with
+               a = -0.75. "nearest" rounds the position half to even.
 border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". Pixels
                around an image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
                "reflect" b a|a b c d|d c, "wrap" c d|a b c d|a b, "reflect_101" c b|a b c d|c b,
@@ -142,8 +143,8 @@ border_value   The v of border_mode: a float for all channels, or a list with on
 inverse_map    True if warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
 destination    [...]; like image. It has the shape of the result, and is given if border_mode is
                "transparent". It is copied, not written to.
-result         [...]; like image. [N, C, height, width], [C, height, width], [N, height, width] or
-               [height, width].
+result         [...]; like image. Of shape [N, C, height, width], [C, height, width],
+               [N, height, width] or [height, width].
 )",
                          kDerivativesOfWarp, kChecks);
 
@@ -178,7 +179,7 @@ inverse_map    As for calcops::warp_perspective.
 tangent        [...]; like warp. Direction in which warp moves.
 result         [...]; like image.
 matrices       [N, 3, 3]; float64. The matrices of the cells.
-cells          [...]; float64. [N, 7 + 2*taps, height*width].
+cells          [...]; float64. Of shape [N, 7 + 2*taps, height*width].
 scale          [N, 1, 1]; float64.
 )",
                                     kDerivativesOfDerivatives, kChecksOfDerivatives);

@@ -1,7 +1,7 @@
 // CPU kernels of warp_perspective: the result, and its cells.
 #if defined(__AVX512VBMI__) && !defined(__clang__)
 #include <immintrin.h>
-#define CALCOPS_WINDOWS
+#define WARP_WINDOWS
 #endif
 #include "memory.h"
 #include "warp_perspective/warp_perspective_rows.h"
@@ -41,7 +41,7 @@ inline Vector load(const From* from) {
   return to;
 }
 
-#ifdef CALCOPS_WINDOWS
+#ifdef WARP_WINDOWS
 // A part of the image, three rows of kColumns pixels, with all taps of kPixels neighbouring pixels.
 // A mild map has such a window. Whole registers of it are loaded, and permuted to the pixels' taps.
 struct Window {
@@ -119,7 +119,7 @@ inline void blend_taps(const Vector (&upper)[2], const Vector (&lower)[2], const
 bool blend_vectors(const Plane<float>& plane, const Taps<float>& taps, int64_t count, float* out) {
   if (plane.stride_x != 1 || count < kLanes) return false;
   int64_t done = 0;
-#ifdef CALCOPS_WINDOWS
+#ifdef WARP_WINDOWS
   for (; done + Window::kPixels <= count; done += Window::kPixels) {
     const Window window(plane, taps.offset + done, 32);
     if (!window.has_all) break;
@@ -156,7 +156,7 @@ bool blend_vectors(const Plane<float>& plane, const Taps<float>& taps, int64_t c
 // Read the four taps of each pixel into the bytes of a word.
 void read_words(const Plane<uint8_t>& plane, const int64_t* offset, int64_t count,
                 uint32_t* words) {
-#ifdef CALCOPS_WINDOWS
+#ifdef WARP_WINDOWS
   typedef uint8_t Bytes __attribute__((vector_size(64)));
   for (; count >= Window::kPixels; count -= Window::kPixels) {
     const Window window(plane, offset, 64);
@@ -432,3 +432,4 @@ template void warp_perspective_cpu(const WarpInputs<float>&, float*);
 template void warp_perspective_cpu(const WarpInputs<double>&, double*);
 
 }  // namespace calcops::ops::warp_perspective
+#undef WARP_WINDOWS

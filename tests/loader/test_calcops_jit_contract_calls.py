@@ -7,6 +7,7 @@ import pytest
 import torch
 from reference import opcheck
 from torch.func import jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import calcops_jit
 
@@ -87,7 +88,7 @@ def test_what_a_check_refuses_names_the_argument(mine, arguments, message):
         (dict(t=0.5), "`t` > 0.5, got 0.5"),
         (dict(t=2.0), "`t` < `most` = 2, got 2"),
         (dict(t=float("nan")), "`t` > 0.5, got nan"),
-        (dict(x=torch.ones(1, **float64)), "`x` of at least 2 rows, got [1]"),
+        (dict(x=torch.ones(1, **float64)), "`x` with N >= 2, got [1]"),
         (dict(x=torch.ones(6, **float64)), "`x` with N <= 5, got [6]"),
     ],
 )
@@ -151,6 +152,49 @@ def test_vmap_shifts_entries_to_the_rows_of_their_item(mine, shape):
     if indices.numel() > 0:
         with pytest.raises(RuntimeError, match="expected `index` entries -1 or 0 <= j < M"):
             vmap(mine.looked_up)(tables, indices)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "items", "rows", "calls"),
+    [
+        (torch.int32, 3, 4, 1),
+        (torch.uint8, 3, 4, 1),
+        (torch.uint8, 2, 190, 2),  # joined, the entries would exceed uint8
+        (torch.int32, 3, 190, 3),  # and the rows the limit of 200
+    ],
+)
+def test_vmap_joins_items_where_their_dtype_and_the_limits_allow_it(
+    mine, dtype, items, rows, calls
+):
+    next = torch.stack([torch.randperm(rows) for _ in range(items)]).to(dtype)
+    graph = make_fx(vmap(mine.next_row))(next, next)
+    assert sum("next_row" in str(node.target) for node in graph.graph.nodes) == calls
+    back = graph(next, next)
+    assert back.dtype == dtype
+    expected = torch.stack([mine.next_row(item) for item in next])
+    assert torch.equal(back, expected)
+    assert torch.equal(vmap(mine.next_row)(next), expected)  # without `second`, once an item
+
+
+def test_limits_of_a_joined_size_are_those_of_one_item(mine):
+    with pytest.raises(RuntimeError, match=r"`next` with N >= 2, got \[1\]"):
+        vmap(mine.next_row)(*[torch.zeros(3, 1, dtype=torch.int32)] * 2)
+    with pytest.raises(RuntimeError, match=r"`next` with N <= 200, got \[201\]"):
+        vmap(mine.next_row)(*[torch.zeros(3, 201, dtype=torch.int32)] * 2)
+
+
+def test_an_absent_index_tensor_has_no_positions(mine):
+    next = torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="`second` entries 0 <= j < N = 3, got 0 at row 1$"):
+        mine.next_row(next, next, wrong=True)
+    with pytest.raises(RuntimeError, match="the kernel found a wrong entry at 1, where its"):
+        mine.next_row(next, wrong=True)
+
+
+def test_another_shape_may_have_eight_dimensions(mine):
+    x = torch.rand(1, 1, 1, 1, 1, 3, 4, **float64)
+    torch.testing.assert_close(mine.total(x), x.sum())
+    torch.testing.assert_close(mine.total(x[..., None]), x.sum())
 
 
 @pytest.mark.parametrize("name", ["running_sum", "matrix_product", "gather_rows", "pair_energy"])
@@ -246,6 +290,11 @@ def test_a_result_that_is_rounded_to_integers_has_no_derivative(mine):
     assert mine.scaled(image, torch.tensor(3, dtype=torch.uint8)) == 3
 
 
+def test_a_number_as_a_gradient_is_an_error(mine):
+    with pytest.raises(RuntimeError, match="negated: expected tensors from the formula of its"):
+        mine.negated(torch.ones(2, requires_grad=True, **float64)).sum().backward()
+
+
 # ---- Value ---------------------------------------------------------------------------------------
 
 
@@ -254,6 +303,20 @@ def test_values_divide_by_tensors_and_sizes(mine):
     assert torch.equal(mine.inverse(x), 1 / x)
     assert torch.equal(mine.halves(x), x[:2])
     assert torch.equal(mine.dimension(x, 0), x * 5)
+
+
+@pytest.mark.parametrize(("a", "b"), [(-(2**63), -1), (5, 0)])
+def test_a_size_is_divided_by_positive_sizes(mine, a, b):
+    x = torch.ones(2, **float64)
+    assert torch.equal(mine.quotient(x, 7, 2), x * 3)
+    with pytest.raises(RuntimeError, match=f"expected a size divided by at least 1, got {b}"):
+        mine.quotient(x, a, b)
+
+
+def test_a_composition_takes_optional_numbers_and_strings(mine):
+    x = torch.ones(2, **float64)
+    assert torch.equal(mine.is_given(x, 3, "text"), x)
+    assert torch.equal(mine.is_given(x, 3, None), x * 0)
 
 
 def test_a_composition_may_have_several_results(mine):

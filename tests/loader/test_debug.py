@@ -37,7 +37,6 @@ def test_a_built_and_a_cached_library_are_mapped_from_their_file_in_the_cache(ch
         assert child.out == "True\n", child.err
 
 
-@pytest.mark.xfail(reason="gdb 13 stops at the line of the function instead of its first statement")
 @pytest.mark.skipif(shutil.which("gdb") is None, reason="no gdb")
 def test_gdb_stops_in_a_kernel_and_shows_its_line_and_arguments(checkout):
     calls = """

@@ -220,10 +220,12 @@ def test_only_the_units_that_read_an_edited_file_are_compiled_and_going_back_com
 
 
 def test_a_rebuilt_archive_is_linked_again_without_a_compile(everything):
-    everything.archive(2)
-    everything.values["linked"] = 2
-    assert "libvalue.a" in everything.why()
-    assert everything.values_of_a_new_process() == everything.values
+    for value in 2, 3:
+        everything.archive(value)
+        everything.values["linked"] = value
+        assert "libvalue.a" in everything.why()
+        everything.compiled()  # the objects of another test may be outdated in the first build
+        assert everything.values_of_a_new_process() == everything.values
     assert everything.compiled() == 0
 
 

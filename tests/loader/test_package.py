@@ -54,13 +54,12 @@ def test_a_wheel_holds_the_sources_and_installs_no_other_names(wheel):
     modules = {"calcops", "calcops_jit.py", "_calcops_jit", "calcops_jit-stubs"}
     assert top == modules | {"calcops.dist-info"}
 
-    folders = {"ase": "ase_calculator", "graph": "graph_potential", "train": "train_potential"}
-    examples = set()
+    packages = set()
     for package in ("ase", "deepmd", "graph", "nep", "potentials", "train"):
-        for path in (HERE / "examples" / folders.get(package, package)).iterdir():
-            if path.suffix in (".py", ".sw", ".toml"):
-                examples.add(f"calcops/{package}/{path.name}")
-    assert {name for name in names if name.startswith("calcops/")} == examples
+        for path in (HERE / "calcops" / package).iterdir():
+            if path.suffix in (".py", ".sw"):
+                packages.add(f"calcops/{package}/{path.name}")
+    assert {name for name in names if name.startswith("calcops/")} == packages
 
     sources = {
         f"_calcops_jit/{path.relative_to(HERE)}"
@@ -74,6 +73,9 @@ def test_a_wheel_holds_the_sources_and_installs_no_other_names(wheel):
         is_installed = path.suffix != ".md" and path.parent.name != "stubs"
         if path.is_file() and "__pycache__" not in path.parts and is_installed:
             expected.add(str(path.relative_to(HERE)))
+    for path in (HERE / "contracts").rglob("*"):
+        if path.suffix in (".h", ".cpp"):
+            expected.add(f"_calcops_jit/{path.relative_to(HERE)}")
     assert expected <= names
     assert "_calcops_jit/py.typed" in expected
 

@@ -58,7 +58,7 @@ add = torch.ops.aten.add
 assert copy.copy(add) is add
 """
     assert output(checkout, script) == ["True True ['path']"]
-    assert "_calcops_jit/runtime" not in checkout.log.read_text()  # compiled once for all libraries
+    assert "contracts/runtime" not in checkout.log.read_text()  # compiled once for all libraries
 
 
 def test_two_packages_may_share_a_library_name_but_not_an_operator(checkout):

@@ -196,7 +196,7 @@ def test_more_edges_than_an_order_can_count_are_refused(edges):
     with pytest.raises(RuntimeError, match="calcops::edge_order: " + message):
         edge_order(edge_index, 7)
     order = torch.zeros(1, dtype=torch.int32).expand(7 + 2 * edges)
-    message = rf"expected `edge_order` of less than 2\^30 edges, got \[{7 + 2 * edges}\]"
+    message = rf"expected `edge_order` with E < 2\^30, got \[{7 + 2 * edges}\]"
     with pytest.raises(RuntimeError, match="calcops::edge_force: " + message):
         edge_force(edge_index, torch.zeros(1, 3).expand(edges, 3), 7, edge_order=order)
 

@@ -69,7 +69,7 @@ def test_nvcc_makes_no_atomic_of_floats_and_gives_no_warning(tmp_path, source):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_sanitizer_says_so_and_skips():
-    command = [sys.executable, ROOT / "tests" / "bench" / "gpu_check.py", "sanitize"]
+    command = [sys.executable, ROOT / "bench" / "gpu_check.py", "sanitize"]
     run = subprocess.run(
         command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )

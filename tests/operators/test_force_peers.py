@@ -13,7 +13,7 @@ from calcops_jit import force, force_virial
 
 if importlib.util.find_spec("deepmd") is None:
     pytest.skip("deepmd-kit (test extra `peers`) is not installed", allow_module_level=True)
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "bench"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "bench"))
 from bench_force import DeepMD  # noqa: E402
 
 # (frames, natoms, nghost, neighbors, seed)

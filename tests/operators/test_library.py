@@ -31,10 +31,13 @@ def test_every_unit_compiles_without_a_warning():
 def test_the_runtime_compiles_without_a_warning():
     """CALCOPS_CFLAGS does not reach this unit, since all libraries share its object file."""
     torch_headers = Path(torch.__file__).parent / "include"
-    shadow = ROOT / "_calcops_jit" / "shadow"
-    runtime = ROOT / "_calcops_jit" / "runtime"
+    folders = [ROOT / "_calcops_jit" / "shadow", ROOT / "contracts" / "include"]
+    runtime = ROOT / "contracts" / "runtime"
     options = ["-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-DAT_PER_OPERATOR_HEADERS"]
-    options += [f"-std={'c++20' if torch.__version__ >= '2.13' else 'c++17'}", f"-I{shadow}"]
+    options += [
+        f"-std={'c++20' if torch.__version__ >= '2.13' else 'c++17'}",
+        *(f"-I{path}" for path in folders),
+    ]
     options += ["-isystem", torch_headers, "-isystem", torch_headers / "torch/csrc/api/include"]
     command = [os.environ.get("CXX", "g++"), *options, runtime / "runtime.cpp"]
     result = subprocess.run(command, capture_output=True, text=True)

@@ -353,7 +353,7 @@ def test_an_infinite_x_is_far_on_the_straight_line():
 def test_a_table_without_cells_is_an_error(device):
     arguments = arguments_with(table=inputs()[3][:, :0])
     arguments = {k: v.to(device) if torch.is_tensor(v) else v for k, v in arguments.items()}
-    message = "calcops::tabulated_sum: expected `table` of at least 1 cells, got"
+    message = "calcops::tabulated_sum: expected `table` with cells >= 1, got"
     with pytest.raises(RuntimeError, match=message):
         tabulated_sum(**arguments)
 

@@ -1,6 +1,6 @@
 // Found before PyTorch's torch/library.h when calcops_jit compiles a source. The source's blocks of
-// TORCH_LIBRARY are passed to ../../runtime/registry.cpp, which is linked into the library. So a
-// library can be exchanged for a newer one in a running process.
+// TORCH_LIBRARY are passed to contracts/runtime/registry.cpp, which is linked into the library. So
+// a library can be exchanged for a newer one in a running process.
 //
 // A guard instead of #pragma once: a precompiled header may have another checkout's copy of this
 // file.

@@ -193,7 +193,7 @@ const calcops::Check kScaledChecks[] = {{"scaled", check_scaled}};
 const Contract kScaled(R"(
 scaled(Tensor image, Tensor gain, SymInt[2] size=[], str mode="plain") -> Tensor
   The upper left part of an image times a gain, with zeros where there is no image.
-image   [...]; uint8, float16, float32 or float64. [C, H, W] or [H, W].
+image   [...]; uint8, float16, float32 or float64. Of shape [C, H, W] or [H, W].
 gain    []; like image.
 size    Height and width of the part. Empty: those of the image.
 mode    "plain" or "rounded".
@@ -246,6 +246,39 @@ void looked_up(View<const double, 2> table, View<const int64_t, 2> index, View<d
       rows.data[i * table.shape[1] + c] = index.data[i] < 0 ? 0 : table(index.data[i], c);
 }
 const Kernel kLookUpCpu("looked_up", looked_up);
+
+// Entries of small dtypes, and limits of one item's size.
+const Contract kNext(R"(
+next_row(Tensor next, Tensor? second=None, bool wrong=False) -> Tensor
+next    [N]; uint8 or int32; entries 0 <= j < N at row; N >= 2; N <= 200.
+second  [N]; like next; entries 0 <= j < N at row.
+wrong   Whether the kernel reports a position behind the entries of `next`.
+back    [N]; like next. Is 1 where two steps lead back to the row, otherwise 0.
+vmap    joins N
+)");
+
+template <class Index>
+int64_t next_row(View<const Index, 1> next, View<const Index, 1>, bool wrong, View<Index, 1> back) {
+  const int64_t rows = next.shape[0];
+  for (int64_t i = 0; i < rows; ++i) {
+    if (next(i) >= rows) return i;
+    back(i) = next(next(i)) == i;
+  }
+  return wrong ? rows + 1 : -1;
+}
+const Kernel kNextCpu("next_row", next_row<uint8_t>, next_row<int32_t>);
+
+// Seven dimensions in two shapes.
+const Contract kSeven(R"(
+total(Tensor x) -> Tensor
+x    [A, B, C, D, E, F, G] or [A, B, C, D, E, F, G, 1]; float64.
+sum  []; like x.
+)");
+
+void total(View<const double, 7> x, View<double, 0> sum) {
+  sum() = std::accumulate(x.data, x.data + x.shape[5] * x.shape[6], 0.0);
+}
+const Kernel kTotalOfSevenCpu("total", total);
 
 // ---- an operator of a short name ----------------------------------------------------------------
 
@@ -337,11 +370,27 @@ void waves(View<const double, 1> x, View<const double, 0> wave_number, View<cons
 }
 const Kernel kWavesCpu("waves", waves);
 
+// A formula that gives a number in the place of a gradient.
+const Derivative kNumberDerivatives[] = {
+    {"negated", [](const Value*, const Value*, Value* gradients) { gradients[0] = 2; }}};
+
+const Contract kNegated(R"(
+negated(Tensor x) -> Tensor
+x  [N]; float64.
+y  [N]; like x.
+)",
+                        kNumberDerivatives);
+
+void negated(View<const double, 1> x, View<double, 1> y) {
+  for (int64_t i = 0; i < x.shape[0]; ++i) y(i) = -x(i);
+}
+const Kernel kNegatedCpu("negated", negated);
+
 // ---- numbers, small dtypes and products of sizes ------------------------------------------------
 
 const Contract kLimited(R"(
 limited(Tensor x, int k=2, int shift=0, float t=1.0, float most=2.0) -> Tensor
-x      [N]; float64; N >= 2 rows; N <= 5.
+x      [N]; float64; N >= 2; N <= 5.
 k      1, 2 or 4.
 shift  -5 to 5.
 t      > 0.5 and < most.
@@ -381,25 +430,34 @@ Value inverse(const Value* arguments) { return 1 / arguments[0]; }
 Value halves(const Value* arguments) {
   return Value::call("aten::narrow", arguments[0], 0, 0, arguments[0].size(0) / 2);
 }
+Value quotient(const Value* arguments) { return arguments[0] * (arguments[1] / arguments[2]); }
+Value is_given(const Value* arguments) {
+  return arguments[0] * int64_t(!arguments[1].is_none()) * int64_t(!arguments[2].is_none());
+}
 Value dimension(const Value* arguments) {
   return arguments[0] * arguments[0].shape()[int(arguments[1].item())];
 }
 Value too_many(const Value* arguments) { return Value::call("aten::neg", arguments[0], 1, 2); }
 Value both(const Value* arguments) { return Value::call("moments", arguments[0]); }
 
-const calcops::Composition kCompositions[] = {{"inverse", inverse},
-                                              {"halves", halves},
-                                              {"dimension", dimension},
-                                              {"too_many", too_many},
-                                              {"both", both}};
+const calcops::Composition kCompositions[] = {
+    {"inverse", inverse},   {"halves", halves},       {"quotient", quotient},
+    {"is_given", is_given}, {"dimension", dimension}, {"too_many", too_many},
+    {"both", both}};
 
 const Contract kComposed(R"(
 inverse(Tensor x) -> Tensor
 halves(Tensor x) -> Tensor
+quotient(Tensor x, int a, int b) -> Tensor
+is_given(Tensor x, int? number, str? text) -> Tensor
 dimension(Tensor x, int d) -> Tensor
 too_many(Tensor x) -> Tensor
 both(Tensor x) -> (Tensor, Tensor)
-x  [N]; float64.
-d  Text.
+x       [N]; float64.
+a       Text.
+b       Text.
+d       Text.
+number  Text.
+text    Text.
 )",
                          kCompositions);

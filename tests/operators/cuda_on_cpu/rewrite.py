@@ -123,13 +123,15 @@ def write_checkout(folder, faults=()):
         texts[path] = _BARRIER.sub(
             lambda m: f"if (!cuda_on_cpu::fault({next(number)})) {m[0]}", texts[path]
         )
-    runtime = folder / "_calcops_jit" / "runtime"
-    shadow = folder / "_calcops_jit" / "shadow"
+    contracts = folder / "contracts"
+    shutil.copytree(ROOT / "contracts", contracts)
+    runtime = contracts / "runtime"
+    headers = contracts / "include"
     stream = "get && get(device.index(), &stream) == 0"
     of_emulation = "(stream = cuda_on_cpu::current_stream(), true || get(device.index(), nullptr))"
     if (runtime / "kernels.h").read_text().count(stream) != 1:
         raise ValueError(f"cuda_on_cpu: kernels.h does not have {stream!r} once")
-    for path in [*runtime.iterdir(), *shadow.glob("calcops/*.h")]:
+    for path in [*runtime.iterdir(), *headers.glob("calcops/*.h")]:
         path.write_text(host(path.read_text().replace(stream, of_emulation)))
     ops = folder / "ops"
     shutil.copytree(
@@ -140,7 +142,7 @@ def write_checkout(folder, faults=()):
     shutil.copytree(HERE / "c10", ops / "c10")
     for path in HERE.glob("*.h"):
         shutil.copy(path, ops)
-        shutil.copy(path, shadow)
+        shutil.copy(path, headers)
     for path, text in texts.items():
         parent = ops if path.parent == ROOT / "ops" else ops / path.parent.name
         parent.mkdir(exist_ok=True)

@@ -1,0 +1,84 @@
+"""Elastic constants and phonons: second derivatives of the energy, from the operators' results.
+
+create_graph=True keeps the graph of force and virial, so torch.autograd differentiates the
+operators once more. There are no finite differences. The functions serve any potential.
+"""
+
+import numpy as np
+import torch
+
+from ase import units
+
+
+def response(atoms):
+    """Return the Jacobian of (stress [6], force [3n]) by (strain [6], displacement [3n]).
+
+    Stress and strain are in Voigt's order. The displacements are applied before the strain.
+
+    Args:
+        atoms: at rest (the forces are zero), with a CalcOps calculator.
+    """
+    types, positions, cell, neighbours = atoms.calc.tensors(atoms)
+    volume = atoms.get_volume()
+    eye = torch.eye(3).to(cell)
+    full = torch.tensor([[0, 5, 4], [5, 1, 3], [4, 3, 2]])  # Voigt's index of each component
+
+    def stress_and_force(strain, u):
+        deformation = eye + strain[full] * (1 + eye) / 2  # Voigt's shear is twice the tensor's
+        Rij = neighbours.pair_vectors((positions + u.view(-1, 3)) @ deformation, cell @ deformation)
+        _, _, force, virial, _ = atoms.calc.model(
+            types, neighbours.list_neigh, Rij, 0, create_graph=True
+        )
+        stress = -virial[0] / (volume * torch.linalg.det(deformation))
+        return stress[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]], force.flatten()
+
+    at_rest = torch.zeros(6).to(cell), torch.zeros_like(positions).flatten()
+    return torch.autograd.functional.jacobian(stress_and_force, at_rest, vectorize=True)
+
+
+def elastic_constants(atoms):
+    """Return two matrices C [6, 6] in GPa: with held atoms, which only follow the strain, and with
+    relaxed atoms, which also move until their forces are zero.
+    """
+    (stress_strain, stress_u), (force_strain, force_u) = response(atoms)
+    held = stress_strain / units.GPa
+    # The pseudo-inverse leaves the translations out.
+    u_strain = -torch.linalg.pinv(force_u, rtol=1e-9) @ force_strain
+    relaxed = held + stress_u @ u_strain / units.GPa
+    return held, relaxed
+
+
+def phonons(primitive, cells=4):
+    """Return a function from wave vectors q [m, 3] in 1/A to frequencies [m, 3p] in THz.
+
+    p is the number of atoms in the primitive cell. Imaginary frequencies are negative.
+
+    Args:
+        primitive: the cell, with a CalcOps calculator.
+        cells: the supercell has cells^3 primitive cells. Only nearest images count, so the
+            interaction must end within half of the supercell.
+    """
+    p = len(primitive)
+    atoms = primitive.repeat(cells)
+    atoms.calc = primitive.calc
+    types, positions, cell, neighbours = atoms.calc.tensors(atoms)
+    Rij = neighbours.pair_vectors(positions.requires_grad_(), cell)
+    force = atoms.calc.model(types, neighbours.list_neigh, Rij, 0, create_graph=True)[2]
+    rows = force[0, :p].flatten()  # the forces on the atoms of one cell: a row of the Hessian each
+    (hessian,) = torch.autograd.grad(
+        rows, positions, -torch.eye(3 * p).to(rows), is_grads_batched=True
+    )
+    # [atom, x, cell, atom, x], divided by the roots of both atoms' masses.
+    hessian = hessian.cpu().numpy().reshape(p, 3, -1, p, 3)
+    root = np.sqrt(primitive.get_masses())
+    hessian = hessian / (root[:, None, None, None, None] * root[:, None])
+    vectors = [atoms.get_distances(i, range(len(atoms)), mic=True, vector=True) for i in range(p)]
+    vectors = np.array(vectors).reshape(p, -1, p, 3)
+
+    def frequencies(q):
+        phase = np.exp(1j * np.einsum("ilkx,mx->milk", vectors, q))
+        dynamical = np.einsum("ialkb,milk->miakb", hessian, phase).reshape(-1, 3 * p, 3 * p)
+        squares = np.linalg.eigvalsh(dynamical)
+        return np.sign(squares) * np.sqrt(abs(squares)) / (2 * np.pi) * units.fs * 1e3
+
+    return frequencies

@@ -1,0 +1,296 @@
+"""Train a Deep Potential on your own frames, by the force operators.
+
+    python -m calcops.train frames.extxyz more.traj deepmd/data --folder water
+    python -m calcops.train frames.extxyz --settings settings.toml --steps 100000
+    torchrun --nproc-per-node 2 -m calcops.train frames.extxyz --batch 4
+
+Frames are folders of DeePMD-kit, or files that ASE reads. Such files have energy (eV), forces
+(eV/A) and optionally stress (eV/A^3). The same command, given again, goes on from the checkpoint.
+The results in --folder, `trained/water` for water.extxyz, are
+
+    checkpoint.pt   the last state     log.csv      errors every --every steps
+    model.npz       the best model     loss.png     errors of the training batches
+    model.pt2       its package        parity.png   predictions over labels: --test, or held out
+
+settings.toml has the options below as keys, with _ for -. Options of the command take precedence.
+"""
+
+import argparse
+import os
+import sys
+import tomllib
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from calcops.train import report
+from calcops.train.datasets import frames_of, is_lone_atom, read
+from calcops.train.first_model import first_model, pairs_of
+from calcops.train.trainer import Data, Trainer, kRates
+from calcops.train.training import Run, identity_of, locked
+from torch import distributed
+
+# The model of a training without --start. sel is counted, and smooth is 0.7 of the cutoff.
+kModel = {
+    "cutoff": 5.0,
+    "smooth": None,
+    "sel": None,
+    "embedding": [24, 24],
+    "axis": 12,
+    "fitting": [48, 48],
+}
+
+
+def arguments():
+    """Return the parser of the command's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m calcops.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("frames", nargs="*", help="files that ASE reads, folders of DeePMD-kit")
+    add("--settings", type=Path, help="a TOML file")
+    add("--folder", type=Path, help="for what is written; default: trained/NAME of the frames")
+    add("--start", type=Path, help="fine-tune this model: .npz, or DeePMD-kit's .pth, .pt, .dp")
+
+    add = parser.add_argument_group("the frames").add_argument
+    add("--held-out", type=float, default=0.1, help="share of the frames that are not trained on")
+    add("--validate", nargs="+", default=[], help="frames to hold out in place of a share")
+    add("--test", nargs="+", default=[], help="frames for the errors of the finished model")
+    for label, unit in (("energy", "eV"), ("forces", "eV/A"), ("stress", "eV/A^3")):
+        add(f"--{label}-key", help=f"name of the {label} ({unit}) in the files; default: ASE's")
+    add("--virial-key", help="name of the virial (eV), in place of the stress")
+
+    add = parser.add_argument_group("the model, unless --start gives it").add_argument
+    add("--cutoff", type=float, help="A; default: 5")
+    add("--smooth", type=float, help="A, where the cutoff begins; default: 0.7 of the cutoff")
+    add(
+        "--sel",
+        type=int,
+        nargs="+",
+        help="maximum number of neighbours, by element; default: counted, with a margin",
+    )
+    add("--embedding", type=int, nargs="+", help="widths of the embedding nets; default: 24 24")
+    add("--axis", type=int, help="columns of the descriptor's second factor; default: 12")
+    add("--fitting", type=int, nargs="+", help="widths of the fitting nets; default: 48 48")
+
+    add = parser.add_argument_group("the training").add_argument
+    add("--steps", type=int, default=40000)
+    add("--batch", type=int, default=1, help="frames a step, of all processes together")
+    add("--rates", type=float, nargs=2, default=kRates, help="at the first and the last step")
+    add(
+        "--weights",
+        type=float,
+        nargs=3,
+        metavar=("E", "F", "V"),
+        help="of the squared errors of energy/atom (eV), force (eV/A) and virial/atom (eV); "
+        "default: by how much the labels vary",
+    )
+    add("--every", type=int, default=1000, help="steps between two checkpoints")
+    add("--seed", type=int, default=0)
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each process")
+    add("--compile", action="store_true", help="torch.compile the step")
+    add(
+        "--tabulated",
+        action="store_true",
+        help="in the package, replace embedding nets by splines or tables",
+    )
+    add("--float32-nets", action="store_true", help="in the package, compute nets in float32")
+    return parser
+
+
+def parse(words):
+    """Return the options of a command.
+
+    Raises:
+        ValueError: the settings file or an option is wrong.
+    """
+    parser = arguments()
+    options = parser.parse_args(words)
+    if options.settings:
+        parser.set_defaults(**settings_of(options.settings, vars(options)))
+        options = parser.parse_args(words)
+    set_model(options)
+    check(options)
+    if options.folder is None:
+        frames = Path(options.frames[0]).resolve()
+        options.folder = Path("trained", frames.name if frames.is_dir() else frames.stem)
+    if options.start and options.start.resolve() == (options.folder / "model.npz").resolve():
+        raise ValueError(f"expected another --folder than that of --start, got {options.folder}")
+    return options
+
+
+def settings_of(path, options):
+    """Return the settings of a file. Their names are among those of `options`.
+
+    Raises:
+        ValueError: the file cannot be read, or has other names.
+    """
+    try:
+        settings = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+    unknown = sorted(name for name in settings if name == "settings" or name not in options)
+    if unknown:
+        raise ValueError(f"{path}: expected options, got {', '.join(unknown)}")
+    for name in ("folder", "start"):
+        if name in settings:
+            settings[name] = Path(settings[name])
+    return settings
+
+
+def set_model(options):
+    """Give the options of the model that are absent their values.
+
+    Raises:
+        ValueError: --start gives the model, and there are such options.
+    """
+    given = [f"--{name}" for name in kModel if getattr(options, name) is not None]
+    if options.start and given:
+        raise ValueError(f"expected no {' or '.join(given)} with --start, which gives the model")
+    for name, value in kModel.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.smooth is None:
+        options.smooth = 0.7 * options.cutoff
+
+
+def check(options):
+    """Raise ValueError if an option is missing or wrong."""
+    if not options.frames:
+        raise ValueError("expected frames: files that ASE reads, or folders of DeePMD-kit")
+    for name in ("steps", "batch", "every", "axis", "cutoff", "smooth"):
+        if not getattr(options, name) > 0:
+            raise ValueError(f"expected --{name} > 0, got {getattr(options, name)}")
+    if not options.smooth < options.cutoff:
+        raise ValueError(f"expected --smooth < {options.cutoff:g}, got {options.smooth:g}")
+    if not 0 < options.held_out < 1:
+        raise ValueError(f"expected --held-out between 0 and 1, got {options.held_out:g}")
+    if options.stress_key and options.virial_key:
+        raise ValueError("expected --stress-key or --virial-key, got both")
+    if options.axis > options.embedding[-1]:
+        raise ValueError(
+            f"expected --axis of at most {options.embedding[-1]}, the last width of --embedding, "
+            f"got {options.axis}"
+        )
+
+
+def read_sets(options):
+    """Return three lists of frames: those to train on, those held out, and the test frames.
+
+    Raises:
+        ValueError: a file cannot be read, or one of the first two lists would be empty.
+    """
+    names = {
+        "energy": options.energy_key,
+        "forces": options.forces_key,
+        "stress": options.stress_key,
+        "virial": options.virial_key,
+    }
+    keys = {label: name for label, name in names.items() if name}
+    images = read(options.frames, keys)
+    test = read(options.test, keys)
+    if options.validate:
+        return images, read(options.validate, keys), test
+    count = max(1, round(options.held_out * len(images)))
+    if count >= len(images):
+        raise ValueError(
+            f"expected frames to train on and to hold out, got {len(images)} in all with "
+            f"--held-out {options.held_out:g}"
+        )
+    order = np.random.default_rng(options.seed).permutation(len(images))
+    train, held_out = split([images[i] for i in order], count)
+    return train, held_out, test
+
+
+def split(images, count):
+    """Return the frames to train on, and up to `count` frames that are held out.
+
+    The first frames are held out, except lone atoms and the last frame of an element.
+    """
+    left = Counter(symbol for image in images for symbol in set(image.symbols))
+    train = []
+    held_out = []
+    for image in images:
+        elements = set(image.symbols)
+        is_needed = is_lone_atom(image) or any(left[element] == 1 for element in elements)
+        if is_needed or len(held_out) == count:
+            train.append(image)
+        else:
+            held_out.append(image)
+            left.subtract(elements)
+    if not held_out:
+        raise ValueError("expected frames to hold out, got none that the training can spare")
+    return train, held_out
+
+
+def main(words=None):
+    """Run the command."""
+    options = parse(words)
+    # torchrun sets both.
+    rank = int(os.environ.get("RANK", 0))
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if options.batch % processes:
+        raise ValueError(
+            f"expected a --batch that {processes} processes can share, got {options.batch}"
+        )
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+
+    sets = read_sets(options)
+    # Rank 0 holds the folder before the other processes read it, since they wait for rank 0.
+    with locked(options.folder) if rank == 0 else nullcontext():
+        train(options, *sets, rank, processes)
+
+
+def train(options, train_images, held_out_images, test_images, rank, processes):
+    """Train in the folder of the options, and write the best model.
+
+    Args:
+        options: those of the command.
+        train_images: the frames to train on [Atoms].
+        held_out_images: those held out.
+        test_images: those for the errors of the finished model; empty: none.
+        rank: the number of this process, of those that share a batch.
+        processes: their number.
+    """
+    if processes > 1:
+        distributed.init_process_group()  # gloo between CPUs, nccl between GPUs
+    model, pairs = first_model(train_images, options)
+    data = Data(frames_of(train_images, model.type_names), model.to(options.device))
+    held_out = Data(frames_of(held_out_images, model.type_names), model)
+    trainer = Trainer(
+        model,
+        data,
+        options.steps,
+        options.seed,
+        options.batch,
+        options.compile,
+        options.rates,
+        options.weights,
+    )
+    trainer.identity = identity_of(data, held_out, options)
+
+    run = Run(trainer, held_out, options)
+    run.resume()
+    if rank == 0:
+        report.print_frames(train_images, data.frames["virial"], len(held_out), model, pairs)
+        print(f"weights of the loss: {' '.join(f'{weight:.3g}' for weight in trainer.weights)}")
+        report.print_overrun(model, pairs)
+        report.print_overrun(model, pairs_of(held_out_images + test_images, model))
+    run.train(is_first=rank == 0)
+    if processes > 1:
+        distributed.destroy_process_group()
+    if rank == 0:
+        run.finish(held_out_images, test_images)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # frames are too small to share
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"calcops.train: {error}")

@@ -1,0 +1,820 @@
+// Proves when a contract is loaded that its operators can be called: each size is set before it is
+// used, each name exists, each derivative has its arguments, and each kernel fits its schema.
+#pragma once
+
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+
+#include "calcops/contract_text.h"
+
+namespace calcops {
+namespace contract {
+
+constexpr size_t kMostResults = 6;
+// Of the dtypes of an operator's tensors. More would take long to check.
+constexpr size_t kMostCombinations = 4096;
+
+// What the contract says about one operator.
+struct Signature {
+  Schema schema;
+  // These have one entry for each line of the contract.
+  std::array<int, kMost> argument{};  // the argument's position in the schema, or -1
+  std::array<int, kMost> gradient{};  // the position of its grad_ argument, or -1
+  // For each argument: its line. output_mask has -1. The upstream gradient of a result has
+  // -2 - line, where `line` is the result's line.
+  std::vector<int> lines{};
+  std::vector<int> result_lines{};  // the gradient of an argument has the argument's line
+  int mask = -1;                    // the position of output_mask, or -1
+  bool is_backward = false;
+  bool is_composition = false;
+  bool is_linear = false;  // it has the derivatives of the line `linear`
+  // The lines of arguments, in the order in which a call checks them.
+  std::vector<int> numbers{}, tensors{}, gradients{}, strings{};
+  std::vector<std::vector<int>> needs{};  // of each result: the lines of its factors
+
+  const Argument& at_line(int line) const { return schema.arguments[argument[line]]; }
+  bool has(int line) const { return argument[line] >= 0; }
+  bool is_result(int line) const {
+    return std::find(result_lines.begin(), result_lines.end(), line) != result_lines.end();
+  }
+};
+
+// The line `linear`: a number L, which is a sum of terms, and two operators that compute its
+// gradients (runtime/autograd.h).
+struct Linear {
+  int forward = -1, backward = -1;  // their numbers among the operators
+  // The upstream gradients of the results of `forward`, then the inputs, whose gradients are the
+  // results of `backward`.
+  std::vector<std::string> factors;
+  std::vector<uint64_t> terms;  // of each result of `forward`: the factors of its term, a bit each
+};
+
+// Where a kernel's parameter comes from.
+struct Source {
+  enum { kArgument, kResult, kWorkspace, kStream } from;
+  // kArgument: the argument's line, or -2 - line for the upstream gradient of a result.
+  // kResult: the position among the results.
+  int index;
+};
+
+// How a kernel is called.
+struct Binding {
+  std::vector<Source> sources;              // of its parameters
+  std::vector<std::pair<int, Type>> types;  // of the groups of dtypes
+  bool is_cuda = false, has_workspace = false;
+};
+
+// Return the line of a tensor parameter.
+inline int line_of(const Signature& op, const Source& source) {
+  if (source.from == Source::kResult) return op.result_lines[source.index];
+  return source.index < 0 ? -2 - source.index : source.index;
+}
+
+struct Proved {
+  Text text;
+  std::vector<Signature> operators;
+  Linear linear;
+};
+
+class Prover {
+ public:
+  // `composed` has the names of the compositions.
+  Prover(Text text, const std::vector<std::string>& composed) : text_(std::move(text)) {
+    is_used_.resize(text_.lines.size());
+    resolve_groups();
+    for (const Schema& schema : text_.schemas) read_operator(schema, composed);
+    for (Signature& op : ops_) read_results(op);
+    for (size_t i = 0; i < text_.lines.size(); ++i)
+      if (!is_used_[i])
+        fail(text_.lines[i].number,
+             "`" + text_.lines[i].name + "` is no argument and no result of an operator");
+    for (Signature& op : ops_) {
+      check_sizes(op);
+      check_origins(op);
+    }
+    if (text_.linear_number) read_linear();
+    if (text_.vmap_number) check_vmap();
+  }
+
+  Proved proved() && { return {std::move(text_), std::move(ops_), std::move(linear_)}; }
+
+ private:
+  [[noreturn]] static void fail(int number, const std::string& what) {
+    throw Mistake(number, what);
+  }
+  [[noreturn]] static void fail(const Line& line, const std::string& what) {
+    fail(line.number, "`" + line.name + "`: " + what);
+  }
+  [[noreturn]] static void fail(const Signature& op, const std::string& what) {
+    fail(op.schema.number, "`" + op.schema.name + "`: " + what);
+  }
+
+  std::string names(uint32_t sizes) const {
+    std::string list;
+    for (size_t i = 0; i < text_.sizes.size(); ++i)
+      if (sizes >> i & 1) list += (list.empty() ? "" : ", ") + text_.sizes[i];
+    return list;
+  }
+
+  // ---- dtypes -----------------------------------------------------------------------------------
+
+  // Follow `like` to the line that has dtypes.
+  void resolve_groups() {
+    for (size_t i = 0; i < text_.lines.size(); ++i) {
+      Line& line = text_.lines[i];
+      if (!line.is_tensor()) continue;
+      int at = int(i);
+      for (size_t steps = 0; !text_.lines[at].like.empty(); ++steps) {
+        if (!text_.lines[at].types.empty()) fail(line, "has dtypes and `like`");
+        const std::string& like = text_.lines[at].like;
+        at = text_.line(like);
+        if (at < 0 || !text_.lines[at].is_tensor()) fail(line, "no tensor is named " + like);
+        if (steps == text_.lines.size())
+          fail(line, "`like " + line.like + "` leads back to itself");
+      }
+      const Line& root = text_.lines[at];
+      if (root.types.empty())
+        fail(root, "expected its dtype, such as float32 or float64, or like x");
+      line.group = at;
+      line.read_as = root.read_as;
+      if (!line.has_entries) continue;
+      for (const Type type : root.types) {
+        if (is_floating(type) || type == Type::kBool) fail(line, "entries are integers");
+        if (line.entries.may_be_none && (type == Type::kUInt8 || type == Type::kUInt16))
+          fail(line, "-1 is no entry of an unsigned dtype");
+      }
+      if (!line.any_shape && line.entries.positions.size() > line.shapes[0].size())
+        fail(line, "more positions behind `at` than dimensions");
+    }
+  }
+
+  bool is_floating_line(int i) const {
+    const auto& types = text_.lines[text_.lines[i].group].types;
+    return std::all_of(types.begin(), types.end(), is_floating);
+  }
+
+  // ---- arguments and results --------------------------------------------------------------------
+
+  // Raise an error if a line has a clause that does not apply to its argument, or lacks one.
+  void check_clauses(const Signature& op, const Line& line, const Argument& argument) const {
+    // Of each Kind.
+    static constexpr const char* kAllowed[] = {"shape dtype like entries limit from constant",
+                                               "bounds",
+                                               "bounds",
+                                               "",
+                                               "strings",
+                                               "",
+                                               "",
+                                               "",
+                                               ""};
+    for (const std::string& clause : line.clauses)
+      if (!std::strstr(kAllowed[int(argument.kind)], clause.c_str()))
+        fail(line, "a clause of the kind `" + clause + "`, but in " + op.schema.name +
+                       " the argument is a " + argument.type);
+    if (argument.kind == Kind::kTensor && !line.is_tensor() && !op.is_composition)
+      fail(line, "expected its shape, such as [N, 3]");
+    if (line.made_on_cuda && !argument.optional) fail(line, "it is never absent");
+    if (line.any_shape && !line.entries.positions.empty())
+      fail(line, "`at` names the dimensions of entries, and [...] has any number of them");
+    if (argument.kind == Kind::kFloat && !line.numbers.empty())
+      fail(line, "a list of numbers is for an int, and `" + line.name + "` is a float");
+    for (const Bound& bound : line.bounds)
+      if (argument.kind == Kind::kInt && !bound.whole)
+        fail(line, "expected integers, got " + bound.text);
+    if (argument.has_default && !allows(line, argument))
+      fail(line, "refuses its own default " + argument.fallback);
+  }
+
+  static double number_in(const std::string& text) { return std::strtod(text.c_str(), nullptr); }
+
+  // Return whether a line allows an argument's default.
+  static bool allows(const Line& line, const Argument& argument) {
+    const std::string& written = argument.fallback;
+    if (argument.kind == Kind::kString && !line.choices.empty())
+      return written.size() > 1 && std::count(line.choices.begin(), line.choices.end(),
+                                              written.substr(1, written.size() - 2)) > 0;
+    if (argument.kind != Kind::kInt && argument.kind != Kind::kFloat) return true;
+    const double number = number_in(written);
+    for (const Bound& bound : line.bounds)
+      if (!bound.named && !meets(bound.compare, number, bound.real)) return false;
+    return line.numbers.empty() ||
+           std::count(line.numbers.begin(), line.numbers.end(), int64_t(number)) > 0;
+  }
+
+  void read_operator(const Schema& schema, const std::vector<std::string>& composed) {
+    Signature op{schema};
+    const std::string& name = schema.name;
+    op.is_composition = std::find(composed.begin(), composed.end(), name) != composed.end();
+    op.is_backward = name.size() > 9 && name.compare(name.size() - 9, 9, "_backward") == 0;
+    op.argument.fill(-1);
+    op.gradient.fill(-1);
+    for (size_t i = 0; i < schema.arguments.size(); ++i) {
+      const Argument& argument = schema.arguments[i];
+      for (size_t k = 0; k < i; ++k)
+        if (schema.arguments[k].name == argument.name)
+          fail(op, "two arguments `" + argument.name + "`");
+      if (argument.name == "output_mask" && argument.kind == Kind::kMask) {
+        op.mask = int(i);
+        op.lines.push_back(-1);
+        if (argument.type != "bool[" + std::to_string(schema.results.size()) + "]")
+          fail(op, "output_mask has one bool for each result");
+        continue;
+      }
+      int line = text_.line(argument.name);
+      const bool is_upstream = op.is_backward && argument.name.compare(0, 5, "grad_") == 0;
+      if (line < 0 && is_upstream && (line = text_.line(argument.name.substr(5))) >= 0) {
+        if (argument.kind != Kind::kTensor || !text_.lines[line].is_tensor())
+          fail(op, "`" + argument.name + "` is no tensor");
+        is_used_[line] = true;
+        op.gradient[line] = int(i);
+        op.gradients.push_back(line);
+        op.lines.push_back(-2 - line);
+        continue;
+      }
+      if (line < 0) fail(op, "no line describes its argument `" + argument.name + "`");
+      if (!op.is_composition && (argument.kind == Kind::kOther || argument.kind == Kind::kMask))
+        fail(op, "kernels take no " + argument.type + " `" + argument.name +
+                     "`; the types are Tensor, Tensor?, int, SymInt, float, bool, str, int[] and "
+                     "float[]");
+      is_used_[line] = true;
+      op.argument[line] = int(i);
+      op.lines.push_back(line);
+      check_clauses(op, text_.lines[line], argument);
+      if (argument.kind == Kind::kInt) text_.lines[line].size = text_.size(argument.name);
+    }
+    ops_.push_back(std::move(op));
+  }
+
+  // Find the line of each result. It is the line that the schema names. The unnamed results of an
+  // operator with upstream gradients have the lines of the factors of `linear`, in the order of its
+  // arguments. Those of other operators have the lines of tensors that no operator has as an
+  // argument, in order.
+  void read_results(Signature& op) {
+    std::vector<int> unnamed;
+    if (op.is_backward) {
+      for (const int line : op.lines)
+        if (line >= 0 && is_factor(text_.lines[line].name)) unnamed.push_back(line);
+    } else {
+      for (size_t i = 0; i < text_.lines.size(); ++i) {
+        bool is_result = text_.lines[i].is_tensor();
+        for (const Signature& other : ops_) is_result &= !other.has(int(i));
+        if (is_result) unnamed.push_back(int(i));
+      }
+    }
+    const auto& results = op.schema.results;
+    if (results.size() > kMostResults) fail(op, "more than 6 results");
+    for (size_t i = 0; i < results.size(); ++i) {
+      int line = text_.line(results[i].name);
+      if (op.is_composition && line < 0) continue;  // it makes its results itself
+      if (results[i].type != "Tensor")
+        fail(op, "kernels return no " + results[i].type + ", only Tensor");
+      if (line < 0 && !results[i].name.empty())
+        fail(op, "no line describes its result `" + results[i].name + "`");
+      if (line < 0 && i >= unnamed.size())
+        fail(op, "no line describes result " + std::to_string(i + 1));
+      if (line < 0) line = unnamed[i];
+      if (op.is_backward && results[i].name.empty() && results.size() != unnamed.size())
+        fail(op, "it has " + std::to_string(results.size()) + " results for " +
+                     std::to_string(unnamed.size()) + " factors of `linear`; name the results");
+      const Line& described = text_.lines[line];
+      if (!described.is_tensor()) fail(described, "expected the shape of a result, such as [N, 3]");
+      if (op.is_result(line)) fail(op, "two results `" + described.name + "`");
+      if (!op.is_backward && op.has(line) && op.at_line(line).optional)
+        fail(described, "a result is always there, and this argument may be absent");
+      if (!op.has(line) && described.shapes.size() > 1) fail(described, "a result has one shape");
+      if (!op.is_composition && !op.has(line) &&
+          (described.has_entries || !described.limits.empty() || described.is_constant ||
+           !described.made_by.empty()))
+        fail(described, "entries, limits, `constant` and `from` are for arguments");
+      op.result_lines.push_back(line);
+      is_used_[line] = true;
+    }
+  }
+
+  bool is_factor(const std::string& name) const {
+    for (const Term& term : text_.terms)
+      for (const std::string& factor : term.factors)
+        if (factor == name) return true;
+    return false;
+  }
+
+  // ---- sizes ------------------------------------------------------------------------------------
+
+  // Return the sizes that are known once a tensor of one shape was checked. `known` are known
+  // before. A dimension may set one size, if it has the form n + ... with known other sizes.
+  uint32_t known_after(const Line& line, const Shape& shape, uint32_t known) const {
+    for (const Sum& dim : shape) {
+      const uint32_t unknown = sizes_of(dim) & ~known;
+      if (!unknown) continue;
+      int products = 0;
+      bool is_alone = false;
+      for (const Product& product : dim) {
+        if (!(sizes_of(Sum{product}) & unknown)) continue;
+        ++products;
+        is_alone = product.factor == 1 && product.sizes.size() == 1;
+      }
+      if (products != 1 || !is_alone)
+        fail(line, "a dimension of " + line.shape_text + " cannot determine " + names(unknown));
+      known |= unknown;
+    }
+    if (line.whole >= 0 && !(sizes_of(line.parts) & ~known)) known |= 1u << line.whole;
+    return known;
+  }
+
+  // Return the number of elements of a shape, modulo 2^64, where each size has the value in
+  // `values`.
+  static uint64_t elements(const Shape& shape, const std::vector<uint64_t>& values) {
+    uint64_t count = 1;
+    for (const Sum& dim : shape) count *= value_of(dim, values);
+    return count;
+  }
+
+  static uint64_t value_of(const Sum& sum, const std::vector<uint64_t>& values) {
+    uint64_t total = 0;
+    for (const Product& product : sum) {
+      uint64_t term = uint64_t(product.factor);
+      for (const int size : product.sizes) term *= values[size];
+      total += term;
+    }
+    return total;
+  }
+
+  // Raise an error unless all shapes of a tensor have as many elements as the first, and a call can
+  // select one of them by its rank or by a dimension that is a number. Two numbers of elements are
+  // the same polynomial if they agree where the sizes have random values.
+  void check_alternatives(const Line& line) const {
+    std::vector<uint64_t> values;
+    uint64_t random = 1;
+    for (size_t i = 0; i < text_.sizes.size(); ++i) {
+      random = random * 6364136223846793005u + 1442695040888963407u;  // of Knuth's MMIX
+      values.push_back(random >> 20 | 1);
+    }
+    if (line.whole >= 0) values[line.whole] = value_of(line.parts, values);
+    for (size_t k = 1; k < line.shapes.size(); ++k) {
+      const Shape& shape = line.shapes[k];
+      if (elements(shape, values) != elements(line.shapes[0], values))
+        fail(line, "each of " + line.shape_text + " must have as many elements as the first");
+      // A call takes the first shape whose rank and numbers fit.
+      for (size_t j = 0; j < k; ++j) {
+        const Shape& earlier = line.shapes[j];
+        bool differs = earlier.size() != shape.size();
+        for (size_t d = 0; d < shape.size() && !differs; ++d)
+          differs = !sizes_of(earlier[d]) && !(earlier[d] == shape[d]);
+        if (!differs) fail(line, "two shapes of " + line.shape_text + " cannot be told apart");
+      }
+    }
+  }
+
+  // Prove that a call sets each size before it uses it, and sort the lines into the order of a
+  // call.
+  void check_sizes(Signature& op) {
+    uint32_t known = 0;
+    for (size_t i = 0; i < text_.lines.size(); ++i) {
+      const Line& line = text_.lines[i];
+      const Kind kind = op.has(int(i)) ? op.at_line(int(i)).kind : Kind::kOther;
+      const int size = text_.size(line.name);
+      if (size >= 0 && kind == Kind::kInt) {
+        if (!is_never_negative(line)) fail(line, "a size has a lower limit, such as >= 0");
+        known |= 1u << size;
+      }
+      if (size >= 0 && (kind == Kind::kFloat || kind == Kind::kBool || kind == Kind::kString))
+        fail(line, "it is no integer, and a shape names it");
+      const bool is_checked = !line.bounds.empty() || !line.numbers.empty();
+      if ((kind == Kind::kInt || kind == Kind::kFloat) && is_checked) op.numbers.push_back(int(i));
+      if (kind == Kind::kString && !line.choices.empty()) op.strings.push_back(int(i));
+      for (Bound& bound : text_.lines[i].bounds)
+        if (bound.named && op.has(int(i))) check_named_bound(op, line, bound);
+    }
+    // The sizes of tensors that are always given are set first, those of optional ones then.
+    for (const bool optional : {false, true})
+      for (size_t i = 0; i < text_.lines.size(); ++i) {
+        const Line& line = text_.lines[i];
+        if (!line.is_tensor() || !op.has(int(i)) || op.at_line(int(i)).optional != optional)
+          continue;
+        op.tensors.push_back(int(i));
+        const uint32_t own = check_tensor(line, known);
+        if (!optional) known = own;
+      }
+    for (const int i : op.gradients) check_tensor(text_.lines[i], known);
+    // Entries and limits are checked when all sizes are set.
+    for (const int i : op.tensors) {
+      const Line& line = text_.lines[i];
+      uint32_t used = sizes_of(line.entries.below);
+      for (const Limit& limit : line.limits) used |= sizes_of(limit.sum);
+      if (const uint32_t unknown = used & ~check_tensor(line, known))
+        fail(line, "no argument that is always given has the size " + names(unknown));
+    }
+    for (const int i : op.result_lines) {
+      if (op.has(i)) continue;
+      const Line& line = text_.lines[i];
+      for (const Shape& shape : line.shapes)
+        if (const uint32_t unknown = sizes_of(shape) & ~known)
+          fail(line, "no argument that is always given has the size " + names(unknown) + " in " +
+                         op.schema.name);
+      check_result_dtype(op, i);
+    }
+    if (!op.is_composition && op.tensors.empty()) fail(op, "a kernel has a tensor as an argument");
+    if (!op.is_composition && op.at_line(op.tensors[0]).optional)
+      fail(op, "one tensor is always given");
+  }
+
+  static bool is_never_negative(const Line& line) {
+    for (const Bound& bound : line.bounds)
+      if (!bound.named && ((bound.compare == Compare::kAtLeast && bound.integer >= 0) ||
+                           (bound.compare == Compare::kMore && bound.integer >= -1)))
+        return true;
+    return !line.numbers.empty() &&
+           *std::min_element(line.numbers.begin(), line.numbers.end()) >= 0;
+  }
+
+  void check_named_bound(const Signature& op, const Line& line, Bound& bound) const {
+    const int other = bound.other = text_.line(bound.text);
+    const Kind kind = other >= 0 && op.has(other) ? op.at_line(other).kind : Kind::kOther;
+    if (kind != Kind::kInt && kind != Kind::kFloat)
+      fail(line, op.schema.name + " has no number `" + bound.text + "`");
+    const Argument& argument = op.at_line(text_.line(line.name));
+    if (kind != argument.kind) fail(line, "`" + bound.text + "` is a number of another type");
+    const Argument& limit = op.at_line(other);
+    if (argument.has_default && limit.has_default &&
+        !meets(bound.compare, number_in(argument.fallback), number_in(limit.fallback)))
+      fail(line, "refuses its own default " + argument.fallback);
+  }
+
+  // Check the shapes of a tensor. Return the sizes that are known behind it.
+  uint32_t check_tensor(const Line& line, uint32_t known) const {
+    if (line.any_shape) return known;
+    uint32_t common = ~0u;
+    for (const Shape& shape : line.shapes) {
+      const uint32_t after = known_after(line, shape, known);
+      if (const uint32_t lacks = sizes_of(line.shapes[0]) & ~after)
+        fail(line, "a shape of " + line.shape_text + " lacks " + names(lacks));
+      common &= after;
+    }
+    check_alternatives(line);
+    return common;
+  }
+
+  // Prove that a result's dtype is known: one of its group is given, or it has only one.
+  void check_result_dtype(const Signature& op, int result) const {
+    const int group = text_.lines[result].group;
+    if (text_.lines[group].types.size() == 1) return;
+    for (const int line : op.tensors)
+      if (text_.lines[line].group == group && !op.at_line(line).optional) return;
+    fail(text_.lines[result],
+         "no argument that is always given has its dtype in " + op.schema.name);
+  }
+
+  // ---- clauses that name operators --------------------------------------------------------------
+
+  const Signature* find(const std::string& name) const {
+    for (const Signature& op : ops_)
+      if (op.schema.name == name) return &op;
+    return nullptr;
+  }
+
+  int number_of(const Signature& op) const { return int(&op - ops_.data()); }
+
+  void check_origins(const Signature& op) const {
+    for (const int i : op.tensors) {
+      const Line& line = text_.lines[i];
+      if (line.made_by.empty()) continue;
+      const Signature* const maker = find(line.made_by);
+      if (!maker) fail(line, "no operator of this contract is named " + line.made_by);
+      const auto& taken = maker->schema.arguments;
+      bool is_ok = taken.size() == line.made_of.size() && maker->schema.results.size() == 1;
+      for (size_t k = 0; k < taken.size() && is_ok; ++k) is_ok = taken[k].name == line.made_of[k];
+      if (!is_ok || maker->has(i))
+        fail(line, line.made_by + " must have exactly these arguments and one result");
+      for (const std::string& name : line.made_of) {
+        if (!op.has(text_.line(name))) fail(line, op.schema.name + " has no argument " + name);
+        if (!text_.lines[text_.line(name)].made_by.empty()) fail(line, name + " is itself made");
+      }
+    }
+  }
+
+  // ---- derivatives and vmap ---------------------------------------------------------------------
+
+  // Raise an error unless a call of `to`, which computes the derivatives of `from`, can be made
+  // from a call of `from`. That may lack an argument for which its kernels, those of `owner`, have
+  // the same default.
+  void check_call(const Signature& from, const Signature& to, const Signature& owner) const {
+    for (const Argument& argument : to.schema.arguments) {
+      bool is_ok = (argument.kind == Kind::kTensor && argument.optional) ||
+                   argument.kind == Kind::kMask || argument.name.compare(0, 5, "grad_") == 0;
+      for (const Argument& own : from.schema.arguments) is_ok |= own.name == argument.name;
+      for (const Argument& own : owner.schema.arguments)
+        is_ok |= &owner != &from && own.name == argument.name && own.has_default &&
+                 own.fallback == argument.fallback;
+      if (!is_ok)
+        fail(from,
+             "its derivatives call " + to.schema.name + ", and it has no `" + argument.name + "`");
+    }
+  }
+
+  // Return the position of a factor of `linear`, or 63.
+  size_t factor_named(const std::string& name) const {
+    const auto known = std::find(linear_.factors.begin(), linear_.factors.end(), name);
+    return known == linear_.factors.end() ? 63 : size_t(known - linear_.factors.begin());
+  }
+
+  void read_linear() {
+    const auto fail_here = [&](const std::string& what) {
+      fail(text_.linear_number, "`linear`: " + what);
+    };
+    for (const Signature& op : ops_) {
+      if (!op.is_backward) continue;
+      if (linear_.backward >= 0) fail_here("two operators end in _backward");
+      linear_.backward = number_of(op);
+    }
+    if (linear_.backward < 0) fail_here("expected an operator whose name ends in _backward");
+    const Signature& backward = ops_[linear_.backward];
+    const std::string name = backward.schema.name.substr(0, backward.schema.name.size() - 9);
+    const Signature* found = find(name);
+    // The forward operator of _x_backward may be x.
+    if (!found && name[0] == '_') found = find(name.substr(1));
+    if (!found || found->is_composition)
+      fail_here("no operator " + name + " beside " + backward.schema.name);
+    const Signature& forward = *found;
+    linear_.forward = number_of(forward);
+
+    for (const int result : forward.result_lines)
+      linear_.factors.push_back("grad_" + text_.lines[result].name);
+    for (const int input : backward.result_lines)
+      linear_.factors.push_back(text_.lines[input].name);
+    linear_.terms.resize(forward.result_lines.size());
+    uint64_t inputs = 0;
+    for (const Term& term : text_.terms) {
+      const size_t result = factor_named("grad_" + term.result);
+      if (result >= linear_.terms.size())
+        fail_here(forward.schema.name + " has no result `" + term.result + "`");
+      uint64_t& factors = linear_.terms[result];
+      if (factors)
+        fail_here("`" + term.result +
+                  "` has two terms. One operator computes one term; add the other one outside");
+      if (backward.gradient[forward.result_lines[result]] < 0)
+        fail_here(backward.schema.name + " has no grad_" + term.result);
+      factors = uint64_t(1) << result;
+      for (const std::string& name : term.factors) {
+        const int line = text_.line(name);
+        if (line < 0 || !forward.has(line) || !text_.lines[line].is_tensor())
+          fail_here("`" + name + "` is no tensor argument of " + forward.schema.name);
+        if (!is_floating_line(line)) fail_here("`" + name + "` may be of an integer dtype");
+        if (text_.lines[line].is_constant) fail_here("`" + name + "` is constant");
+        const uint64_t factor = uint64_t(1) << factor_named(name);
+        if (factor >> linear_.factors.size())
+          fail_here(backward.schema.name + " has no gradient for `" + name + "`");
+        if (factors & factor)
+          fail_here("`" + term.result + "` is not linear in `" + name + "`, which it has twice");
+        factors |= factor;
+      }
+      inputs |= factors;
+    }
+    for (size_t f = 0; f < linear_.factors.size(); ++f)
+      if (!(inputs >> f & 1))
+        fail_here(f < linear_.terms.size()
+                      ? "the result `" + text_.lines[forward.result_lines[f]].name + "` has no term"
+                      : "no term has the factor `" + linear_.factors[f] + "`, for which " +
+                            backward.schema.name + " returns a gradient");
+    check_call(backward, forward, backward);
+    for (Signature& op : ops_) {
+      if (op.is_composition) continue;
+      if (&op == &backward) op.is_linear = true;
+      if (op.is_backward) continue;
+      size_t terms = 0;
+      for (const int result : op.result_lines) {
+        const auto at = std::find(forward.result_lines.begin(), forward.result_lines.end(), result);
+        if (at == forward.result_lines.end()) continue;
+        if (size_t(at - forward.result_lines.begin()) != terms++)
+          fail(op, "its results must begin as those of " + forward.schema.name);
+        op.needs.emplace_back();
+        for (size_t k = 0; k < backward.result_lines.size(); ++k) {
+          const int factor = backward.result_lines[k];
+          if (!(linear_.terms[terms - 1] >> (linear_.terms.size() + k) & 1)) continue;
+          op.needs.back().push_back(factor);
+          if (!op.has(factor))
+            fail(op, "it has no `" + text_.lines[factor].name + "`, a factor of its result");
+        }
+      }
+      if (terms == 0) continue;
+      if (terms != op.result_lines.size()) fail(op, "some of its results have no term in `linear`");
+      op.is_linear = true;
+      check_call(op, backward, forward);
+    }
+  }
+
+  // Return the dimension of a shape that vmap joins; -1: none.
+  int joined_dimension(const Shape& shape) const {
+    int joined = -1;
+    for (size_t d = 0; d < shape.size(); ++d)
+      if (is_joined(bare(shape[d]))) joined = int(d);
+    return joined;
+  }
+
+  bool is_joined(int size) const {
+    return size >= 0 && std::count(text_.joined.begin(), text_.joined.end(), text_.sizes[size]) > 0;
+  }
+
+  // Prove that the items of vmap can be joined.
+  void check_vmap() const {
+    uint32_t joined = 0;
+    for (const std::string& name : text_.joined) {
+      if (text_.size(name) < 0) fail(text_.vmap_number, "`vmap`: no tensor has the size " + name);
+      joined |= 1u << text_.size(name);
+    }
+    for (size_t i = 0; i < text_.lines.size(); ++i) {
+      const Line& line = text_.lines[i];
+      bool is_result = false;
+      for (const Signature& op : ops_) is_result |= !op.is_composition && op.is_result(int(i));
+      if (!line.is_tensor() || !line.made_by.empty()) continue;
+      const int d = line.any_shape ? -1 : joined_dimension(line.shapes[0]);
+      if (d < 0 && is_result) fail(line, "vmap joins none of its dimensions");
+      for (const Shape& shape : line.shapes) {
+        if (joined_dimension(shape) != d)
+          fail(line, "vmap joins another dimension in another shape");
+        for (size_t k = 0; k < shape.size(); ++k)
+          if (int(k) != d && (sizes_of(shape[k]) & joined))
+            fail(line, "vmap can join one dimension, which is one size");
+      }
+      if (line.has_entries && (sizes_of(line.entries.below) & joined) &&
+          bare(line.entries.below) < 0)
+        fail(line, "vmap cannot shift entries below " + line.entries.bound);
+    }
+  }
+
+  Text text_;
+  std::vector<Signature> ops_;
+  Linear linear_;
+  std::vector<bool> is_used_;
+};
+
+// ---- kernels ------------------------------------------------------------------------------------
+
+// Match a kernel's parameters with the arguments and results of its operator.
+inline Binding bind(const Text& text, const Signature& op, const KernelEntry& kernel) {
+  static constexpr const char* kKinds[] = {
+      "a View or a Strided", "int64_t",       "double",       "bool",       "const char*",
+      "an enumeration",      "List<int64_t>", "List<double>", "Workspace&", "cudaStream_t"};
+  // Of each Kind.
+  static constexpr Parameter::Kind kWanted[] = {
+      Parameter::kTensor, Parameter::kInt,  Parameter::kFloat, Parameter::kBool,
+      Parameter::kString, Parameter::kInts, Parameter::kFloats};
+  const auto fail = [&](const std::string& what) {
+    throw Mistake(op.schema.number, "a kernel of `" + op.schema.name + "`: " + what);
+  };
+  std::vector<Source> expected;
+  Binding binding;
+  for (const int line : op.lines)
+    if (line != -1) expected.push_back({Source::kArgument, line});
+  for (size_t i = 0; i < op.result_lines.size(); ++i) expected.push_back({Source::kResult, int(i)});
+  int count = kernel.count;
+  const auto ends_with = [&](Parameter::Kind kind) {
+    return count > 0 && kernel.parameters[count - 1].kind == kind;
+  };
+  const bool is_cuda = binding.is_cuda = ends_with(Parameter::kStream);
+  if (is_cuda) --count;
+  const bool has_workspace = binding.has_workspace = ends_with(Parameter::kWorkspace);
+  if (has_workspace) --count;
+  if (has_workspace && !is_cuda)
+    fail("a Workspace& is for CUDA kernels, whose last parameter is a cudaStream_t");
+  if (size_t(kernel.count) > kMost)
+    fail(std::to_string(kernel.count) + " parameters, more than " + std::to_string(kMost));
+  if (size_t(count) != expected.size())
+    fail(std::to_string(count) + " parameters for " + std::to_string(expected.size()) +
+         " arguments and results");
+  const bool has_entries = std::any_of(op.tensors.begin(), op.tensors.end(),
+                                       [&](int i) { return text.lines[i].has_entries; });
+  if (kernel.checks_entries && !is_cuda && !has_entries)
+    fail("it returns the position of a wrong entry, and no argument has entries");
+
+  std::map<int, Type> types;  // of the groups of dtypes
+  for (int p = 0; p < count; ++p) {
+    const Parameter& parameter = kernel.parameters[p];
+    const Source source = expected[p];
+    const int line_number = line_of(op, source);
+    const Line& line = text.lines[line_number];
+    const bool is_result = source.from == Source::kResult;
+    const Argument* argument = is_result || source.index < 0 ? nullptr : &op.at_line(line_number);
+    const auto expect = [&](const std::string& what, const std::string& got) {
+      fail("parameter " + std::to_string(p + 1) + ": expected " + what + " for the " +
+           (is_result  ? "result `"
+            : argument ? argument->type + " `"
+                       : "upstream gradient of `") +
+           line.name + "`, got " + got);
+    };
+    const Kind kind = argument ? argument->kind : Kind::kTensor;
+    const Parameter::Kind wanted = kWanted[int(kind)];
+    const bool is_choice = kind == Kind::kString && parameter.kind == Parameter::kChoice;
+    if (parameter.kind != wanted && !is_choice) expect(kKinds[wanted], kKinds[parameter.kind]);
+    if (is_choice && line.choices.empty())
+      expect("const char*, since its line lists no strings,", "an enumeration");
+    binding.sources.push_back(source);
+    if (kind != Kind::kTensor) continue;
+
+    if (size_t(parameter.rank) > kMostDimensions)
+      expect("at most 8 dimensions", std::to_string(parameter.rank));
+    if (!line.any_shape && parameter.rank != int(line.shapes[0].size()))
+      expect(std::to_string(line.shapes[0].size()) + " dimensions", std::to_string(parameter.rank));
+    if (parameter.is_written != is_result)
+      expect(is_result ? "numbers that are not const" : "const numbers",
+             is_result ? "const ones" : "others");
+    if (is_result && parameter.layout != Layout::kContiguous) expect("a View", "a Strided");
+    const std::vector<Type>& allowed = text.lines[line.group].types;
+    const bool is_read = line.read_as != Type::kNone && line.read_as == parameter.type;
+    const bool is_listed =
+        line.read_as == Type::kNone && std::count(allowed.begin(), allowed.end(), parameter.type);
+    const bool is_widened = line.read_as == Type::kNone && parameter.type == Type::kFloat32 &&
+                            (std::count(allowed.begin(), allowed.end(), Type::kFloat16) ||
+                             std::count(allowed.begin(), allowed.end(), Type::kBFloat16));
+    if (!is_read && !is_listed && !is_widened)
+      expect(line.read_as != Type::kNone ? name_of(line.read_as) : "one of its dtypes",
+             name_of(parameter.type));
+    const auto [known, is_new] = types.insert({line.group, parameter.type});
+    if (!is_new && known->second != parameter.type)
+      expect(name_of(known->second) + ", the dtype of " + text.lines[line.group].name + ",",
+             name_of(parameter.type));
+  }
+  if (has_workspace) binding.sources.push_back({Source::kWorkspace, 0});
+  if (is_cuda) binding.sources.push_back({Source::kStream, 0});
+  binding.types.assign(types.begin(), types.end());
+  return binding;
+}
+
+// Return whether an operator without kernels may use those of another one: its results are the
+// first ones of that.
+inline bool may_use_kernels_of(const Signature& op, const Signature& other) {
+  return other.is_backward == op.is_backward && !op.result_lines.empty() &&
+         other.result_lines.size() >= op.result_lines.size() &&
+         std::equal(op.result_lines.begin(), op.result_lines.end(), other.result_lines.begin());
+}
+
+// Prove that an operator has kernels: its own, or those of one other. `owners` have some.
+inline void check_owner(const Text& text, const Signature& op,
+                        const std::vector<const Signature*>& owners) {
+  const Signature* owner = nullptr;
+  for (const Signature* other : owners) {
+    if (other == &op) return;
+    if (!may_use_kernels_of(op, *other)) continue;
+    if (owner)
+      throw Mistake(op.schema.number, "`" + op.schema.name +
+                                          "` has no kernels, and may use those of " +
+                                          owner->schema.name + " or " + other->schema.name);
+    owner = other;
+  }
+  if (!owner) throw Mistake(op.schema.number, "no kernel of " + op.schema.name);
+  for (size_t i = 0; i < text.lines.size(); ++i) {
+    const Line& line = text.lines[i];
+    const int n = int(i);
+    if (op.has(n) && !owner->has(n))
+      throw Mistake(op.schema.number, "`" + op.schema.name + "`: the kernels of " +
+                                          owner->schema.name + " do not use `" + line.name + "`");
+    if (op.has(n) || !owner->has(n) || owner->at_line(n).has_default) continue;
+    if (owner->at_line(n).kind != Kind::kTensor || !owner->at_line(n).optional)
+      throw Mistake(line.number, "`" + line.name + "`: " + op.schema.name +
+                                     " uses the kernels of " + owner->schema.name +
+                                     " and lacks it, so it must have a default there");
+  }
+}
+
+// Prove that each combination of number types that the contract allows has a CPU kernel. `types`
+// are those of the groups before `from`; the function calls itself for each type of the next one.
+inline void check_types(const Text& text, const Signature& op,
+                        const std::vector<const Binding*>& kernels, std::map<int, Type> types = {},
+                        size_t from = 0) {
+  if (from == 0) {
+    size_t combinations = 1;
+    for (const Line& line : text.lines)
+      if ((combinations *= std::max<size_t>(line.types.size(), 1)) > kMostCombinations)
+        throw Mistake(line.number, "`" + line.name + "`: too many combinations of dtypes");
+  }
+  for (size_t i = from; i < text.lines.size(); ++i) {
+    const Line& line = text.lines[i];
+    bool is_used = false;
+    for (const int tensor : op.tensors) is_used |= text.lines[tensor].group == int(i);
+    if (!is_used || line.read_as != Type::kNone) continue;
+    for (const Type type : line.types) {
+      types[int(i)] = type;
+      check_types(text, op, kernels, types, i + 1);
+    }
+    return;
+  }
+  for (const Binding* kernel : kernels) {
+    bool fits = !kernel->is_cuda;
+    for (const auto& [group, type] : kernel->types) {
+      const auto wanted = types.find(group);
+      if (wanted == types.end() || wanted->second == type) continue;
+      fits &= type == Type::kFloat32 &&
+              (wanted->second == Type::kFloat16 || wanted->second == Type::kBFloat16);
+    }
+    if (fits) return;
+  }
+  std::string which;
+  for (const auto& [line, type] : types)
+    if (text.lines[line].types.size() > 1)
+      which += (which.empty() ? " for " : ", ") + text.lines[line].name + ' ' + name_of(type);
+  throw Mistake(op.schema.number, "no kernel of " + op.schema.name + which);
+}
+
+}  // namespace contract
+}  // namespace calcops

@@ -1,0 +1,520 @@
+// What the source of an operator includes. An operator is a contract and kernels:
+//
+//   #include <calcops/operator.h>
+//
+//   const calcops::Contract contract(R"(
+//   weighted_sum(Tensor x, Tensor w) -> Tensor
+//     Sum of each row, weighted.
+//   x    [N, K]; float32 or float64.
+//   w    [K]; like x.
+//   sum  [N]; like x.
+//   )");
+//
+//   template <class Real>
+//   void weighted_sum(calcops::View<const Real, 2> x, calcops::View<const Real, 1> w,
+//                     calcops::View<Real, 1> sum) {
+//     for (int64_t i = 0; i < x.shape[0]; ++i) {
+//       double total = 0;
+//       for (int64_t k = 0; k < x.shape[1]; ++k) total += x(i, k) * w(k);
+//       sum(i) = total;
+//     }
+//   }
+//   const calcops::Kernel cpu("weighted_sum", weighted_sum<float>, weighted_sum<double>);
+//
+// A contract is text. The runtime reads it once and registers the operator for all devices,
+// derivatives and vmap. It checks every call against the contract and allocates the results.
+// A kernel is a function of the schema's arguments and then the results. Of several kernels, the
+// one with the call's number types runs. Neither this header nor a kernel includes PyTorch's
+// headers. ops/README.md, "Contracts", describes the language of contracts.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#include <cuda_runtime_api.h>
+#define CALCOPS_INLINE __host__ __device__ __forceinline__
+#else
+#define CALCOPS_INLINE inline
+#endif
+
+struct CUstream_st;  // cudaStream_t is a pointer to it
+
+namespace calcops {
+
+// A contiguous tensor. If `data` is nullptr, the argument is absent or the gradient is not wanted.
+// Its shape is the first one in the contract.
+template <class Number, int rank>
+struct View {
+  Number* data;
+  int64_t shape[rank > 0 ? rank : 1];
+
+  CALCOPS_INLINE explicit operator bool() const { return data != nullptr; }
+
+  template <class... Index>
+  CALCOPS_INLINE Number& operator()(Index... index) const {
+    static_assert(sizeof...(index) == rank, "one index for each dimension");
+    int64_t position = 0;
+    int dimension = 0;
+    ((position = position * shape[dimension++] + index), ...);
+    return data[position];
+  }
+};
+
+// How the numbers of a tensor lie in memory. A tensor that lies otherwise is copied for the kernel.
+enum class Layout : int8_t { kContiguous, kTransposed, kStrided };
+
+// A tensor with strides, in elements. With kTransposed it is contiguous, or its last two dimensions
+// are exchanged.
+template <class Number, int rank, Layout layout = Layout::kStrided>
+struct Strided {
+  static_assert(layout != Layout::kContiguous, "a contiguous tensor is a View");
+  Number* data;
+  int64_t shape[rank > 0 ? rank : 1];
+  int64_t stride[rank > 0 ? rank : 1];
+
+  CALCOPS_INLINE explicit operator bool() const { return data != nullptr; }
+
+  template <class... Index>
+  CALCOPS_INLINE Number& operator()(Index... index) const {
+    static_assert(sizeof...(index) == rank, "one index for each dimension");
+    int64_t position = 0;
+    int dimension = 0;
+    ((position += stride[dimension++] * index), ...);
+    return data[position];
+  }
+};
+
+// The values of an argument int[] or float[].
+template <class Number>
+struct List {
+  const Number* data;
+  int64_t size;
+};
+
+// Device memory of a CUDA kernel. The kernel is called twice. In the first call `data` is nullptr,
+// and the kernel only sets `bytes`.
+struct Workspace {
+  void* data;
+  int64_t bytes;
+};
+
+// ---- the interface of kernels and the runtime ---------------------------------------------------
+
+enum class Type : int8_t {
+  kNone,
+  kBool,
+  kUInt8,
+  kUInt16,
+  kInt8,
+  kInt16,
+  kInt32,
+  kInt64,
+  kFloat16,
+  kBFloat16,
+  kFloat32,
+  kFloat64
+};
+
+// A parameter of a kernel.
+struct Parameter {
+  enum Kind : int8_t {
+    kTensor,
+    kInt,
+    kFloat,
+    kBool,
+    kString,
+    kChoice,
+    kInts,
+    kFloats,
+    kWorkspace,
+    kStream
+  };
+  Kind kind;
+  Type type = Type::kNone;
+  int8_t rank = 0;
+  bool is_written = false;
+  Layout layout = Layout::kContiguous;
+};
+
+// The value of a parameter.
+struct Slot {
+  void* data;
+  const int64_t *shape, *stride;
+  int64_t integer;  // also a bool, a choice's number or the size of a list
+  double real;
+};
+
+// The result of a kernel's run.
+struct Outcome {
+  int64_t wrong = -1;           // the position of a wrong entry, or -1
+  const char* error = nullptr;  // a CUDA error
+};
+
+struct KernelEntry {
+  const char *op, *name_space;
+  const Parameter* parameters;
+  int count;
+  bool checks_entries;  // its function does not return void
+  Outcome (*run)(void (*function)(), const Slot* slots);
+  void (*function)();
+  bool (*is_capturing)(void* stream);  // nullptr without CUDA
+};
+void add_kernel(const KernelEntry& kernel);
+
+// An array of static storage.
+template <class Item>
+struct Items {
+  const Item* data = nullptr;
+  int count = 0;
+  const Item* begin() const { return data; }
+  const Item* end() const { return data + count; }
+};
+
+struct ContractEntry {
+  const char *text, *name_space;
+  const char* without_cuda;  // why this build has no CUDA; nullptr: it has
+  const char* file;
+  int line;
+  Items<struct Composition> compositions{};
+  Items<struct Derivative> derivatives{};
+  Items<struct Check> checks{};
+};
+void add_contract(const ContractEntry& contract);
+
+template <class Number>
+struct TypeOf;
+// clang-format off
+template <> struct TypeOf<bool> { static constexpr Type value = Type::kBool; };
+template <> struct TypeOf<uint8_t> { static constexpr Type value = Type::kUInt8; };
+template <> struct TypeOf<uint16_t> { static constexpr Type value = Type::kUInt16; };
+template <> struct TypeOf<int8_t> { static constexpr Type value = Type::kInt8; };
+template <> struct TypeOf<int16_t> { static constexpr Type value = Type::kInt16; };
+template <> struct TypeOf<int32_t> { static constexpr Type value = Type::kInt32; };
+template <> struct TypeOf<int64_t> { static constexpr Type value = Type::kInt64; };
+template <> struct TypeOf<float> { static constexpr Type value = Type::kFloat32; };
+template <> struct TypeOf<double> { static constexpr Type value = Type::kFloat64; };
+template <class T> struct TypeOf<const T> : TypeOf<T> {};
+template <class T> struct IsConst { static constexpr bool value = false; };
+template <class T> struct IsConst<const T> { static constexpr bool value = true; };
+// clang-format on
+
+// The description of a parameter of type P, and its value from a slot. An enumeration is the number
+// of a string among the contract's allowed values.
+template <class P>
+struct Pass {
+  static_assert(__is_enum(P),
+                "a kernel takes View, Strided, int64_t, double, bool, const char*, "
+                "an enumeration, List, Workspace& and cudaStream_t");
+  static constexpr Parameter parameter{Parameter::kChoice};
+  static P from(const Slot& slot) { return P(slot.integer); }
+};
+
+template <class Tensor, class Number, int rank, Layout layout>
+struct PassTensor {
+  static constexpr Parameter parameter{Parameter::kTensor, TypeOf<Number>::value, rank,
+                                       !IsConst<Number>::value, layout};
+  static Tensor from(const Slot& slot) {
+    Tensor tensor{};
+    tensor.data = static_cast<Number*>(slot.data);
+    for (int d = 0; d < rank && slot.data; ++d) {
+      tensor.shape[d] = slot.shape[d];
+      if constexpr (layout != Layout::kContiguous) tensor.stride[d] = slot.stride[d];
+    }
+    return tensor;
+  }
+};
+
+template <class Number, int rank>
+struct Pass<View<Number, rank>>
+    : PassTensor<View<Number, rank>, Number, rank, Layout::kContiguous> {};
+
+template <class Number, int rank, Layout layout>
+struct Pass<Strided<Number, rank, layout>>
+    : PassTensor<Strided<Number, rank, layout>, Number, rank, layout> {};
+
+template <>
+struct Pass<int64_t> {
+  static constexpr Parameter parameter{Parameter::kInt};
+  static int64_t from(const Slot& slot) { return slot.integer; }
+};
+
+template <>
+struct Pass<double> {
+  static constexpr Parameter parameter{Parameter::kFloat};
+  static double from(const Slot& slot) { return slot.real; }
+};
+
+template <>
+struct Pass<bool> {
+  static constexpr Parameter parameter{Parameter::kBool};
+  static bool from(const Slot& slot) { return slot.integer != 0; }
+};
+
+template <>
+struct Pass<const char*> {
+  static constexpr Parameter parameter{Parameter::kString};
+  static const char* from(const Slot& slot) { return static_cast<const char*>(slot.data); }
+};
+
+template <>
+struct Pass<List<int64_t>> {
+  static constexpr Parameter parameter{Parameter::kInts};
+  static List<int64_t> from(const Slot& slot) {
+    return {static_cast<const int64_t*>(slot.data), slot.integer};
+  }
+};
+
+template <>
+struct Pass<List<double>> {
+  static constexpr Parameter parameter{Parameter::kFloats};
+  static List<double> from(const Slot& slot) {
+    return {static_cast<const double*>(slot.data), slot.integer};
+  }
+};
+
+template <>
+struct Pass<Workspace&> {
+  static constexpr Parameter parameter{Parameter::kWorkspace};
+  static Workspace& from(const Slot& slot) { return *static_cast<Workspace*>(slot.data); }
+};
+
+template <>
+struct Pass<CUstream_st*> {
+  static constexpr Parameter parameter{Parameter::kStream};
+  static CUstream_st* from(const Slot& slot) { return static_cast<CUstream_st*>(slot.data); }
+};
+
+inline Outcome outcome_of(int64_t wrong) { return {wrong}; }
+
+// Error is cudaError_t. cudaGetErrorString is found by argument-dependent lookup, so that this
+// header needs no CUDA.
+template <class Error>
+Outcome outcome_of(Error error) {
+  return {-1, error == 0 ? nullptr : cudaGetErrorString(error)};
+}
+
+template <class Result, class... P>
+struct Caller {
+  using Function = Result (*)(P...);
+  static constexpr Parameter parameters[sizeof...(P)] = {Pass<P>::parameter...};
+
+  static Outcome run(void (*function)(), const Slot* slots) {
+    return run(reinterpret_cast<Function>(function), slots, Numbers<sizeof...(P)>());
+  }
+
+ private:
+  // Numbers<3> is Sequence<0, 1, 2>. std::make_integer_sequence would need <utility>.
+  template <int... i>
+  struct Sequence {};
+  template <int n, int... i>
+  struct Count : Count<n - 1, n - 1, i...> {};
+  template <int... i>
+  struct Count<0, i...> {
+    using type = Sequence<i...>;
+  };
+  template <int n>
+  using Numbers = typename Count<n>::type;
+
+  template <int... i>
+  static Outcome run(Function function, const Slot* slots, Sequence<i...>) {
+    if constexpr (__is_same(Result, void)) {
+      function(Pass<P>::from(slots[i])...);
+      return {};
+    } else {
+      return outcome_of(function(Pass<P>::from(slots[i])...));
+    }
+  }
+};
+
+// ---- compositions -------------------------------------------------------------------------------
+
+// A value of PyTorch: a tensor, a number (under tracing a symbol), a string, a list, or none.
+class Value {
+ public:
+  Value() : Value(nullptr) {}
+  Value(decltype(nullptr));
+  Value(int64_t number);
+  Value(int number) : Value(int64_t(number)) {}
+  Value(double number);
+  Value(bool flag);
+  Value(const char* text);
+  Value(const Value& other);
+  Value& operator=(const Value& other);
+  ~Value();
+
+  // Call an operator, such as "aten::ge.Scalar". A name without a namespace is one of this library.
+  // Arguments that are left out are their defaults.
+  template <class... Values>
+  static Value call(const char* op, const Values&... values) {
+    const Value list[] = {values...};
+    return call_in(library_namespace(), op, list, int(sizeof...(values)));
+  }
+  static Value call(const char* op) { return call_in(library_namespace(), op, nullptr, 0); }
+  template <class... Values>
+  static Value list(const Values&... values) {
+    const Value list[] = {values...};
+    return list_of(list, int(sizeof...(values)));
+  }
+  static Value list_of(const Value* values, int count);
+
+  bool is_none() const;
+  bool is_tensor() const;
+  bool is_wanted() const;  // whether a formula must compute this gradient
+  // Whether a tensor's elements can be read now. Meta tensors and those under tracing or vmap
+  // cannot.
+  bool is_readable() const;
+  int64_t item() const;  // a tensor's only element, a number, or a flag as 0 or 1
+  Value shape() const;
+  Value size(int dimension) const;
+  Value dtype() const;
+  Value dtype_name() const;
+  static Value dtype_of(Type type);
+  bool is_integral() const;
+  Value device() const;
+  int dim() const;                      // number of dimensions of a tensor
+  bool equals(int64_t number) const;    // of a size; under tracing, this becomes a guard
+  bool is_known(int64_t number) const;  // of a size; false for a symbol
+  // Whether a size is as expected. Under tracing, this becomes an assertion of the graph.
+  bool expect_equal(const Value& size) const;
+  bool expect_at_least(int64_t number) const;
+  bool is(const char* text) const;  // of a string
+  Value operator[](int i) const;    // result i of an operator with several, or item i of a list
+  int length() const;               // of a list
+
+  // Operands are tensors, numbers and sizes. The quotient of two sizes is rounded down, as in C++.
+  friend Value operator+(const Value& a, const Value& b);
+  friend Value operator-(const Value& a, const Value& b);
+  friend Value operator*(const Value& a, const Value& b);
+  friend Value operator/(const Value& a, const Value& b);
+
+ private:
+  static constexpr const char* library_namespace();
+  static Value call_in(const char* name_space, const char* op, const Value* values, int count);
+
+  alignas(8) unsigned char memory_[16];  // of PyTorch's IValue
+};
+
+// Throw "op: expected `argument` what, got ...". Of a tensor, the error shows dtype and shape.
+[[noreturn]] void refuse(const char* op, const char* argument, const char* what, const Value& got);
+// Throw "op: expected `argument` what wanted, got ...".
+[[noreturn]] void refuse(const char* op, const char* argument, const char* what,
+                         const Value& wanted, const Value& got);
+
+// An operator that calls others. It needs no more for devices, derivatives and vmap. Its arguments
+// are checked before the call.
+struct Composition {
+  const char* op;
+  Value (*function)(const Value* arguments);
+};
+
+// Checks what a contract cannot say, for calls with data and under tracing. It runs when the
+// contract's own checks are done.
+struct Check {
+  const char* op;
+  // Throws by refuse(). Sets the shapes of the results whose contract says [...], as lists of
+  // sizes.
+  void (*function)(const Value* arguments, Value* result_shapes);
+};
+
+// The derivatives of an operator by formulas that call operators. These have derivatives too, so
+// the operator has derivatives to any order. A gradient or tangent that is left unset is zero.
+struct Derivative {
+  const char* op;
+  // Sets the gradients for the arguments from those for the results. A gradient for which
+  // is_wanted() is false may be left unset.
+  void (*vjp)(const Value* arguments, const Value* upstream, Value* gradients);
+  // Sets the tangents of the results from those of the arguments. nullptr: forward mode is an
+  // error.
+  void (*jvp)(const Value* arguments, const Value* tangents, Value* results) = nullptr;
+  // The argument whose values no derivative needs, so that it may be changed in place afterwards.
+  const char* unused = nullptr;
+  // What the formulas receive for an upstream gradient or a tangent that is zero: zeros, or a Value
+  // for which is_none() is true. An argument without a tangent, such as an integer, is always none.
+  enum { kZeros, kNone } absent = kZeros;
+};
+
+// ---- registration -------------------------------------------------------------------------------
+
+#ifdef TORCH_EXTENSION_NAME
+#define CALCOPS_TEXT_OF(name) #name
+#define CALCOPS_TEXT(name) CALCOPS_TEXT_OF(name)
+constexpr const char* kNamespace = CALCOPS_TEXT(TORCH_EXTENSION_NAME);
+#else
+constexpr const char* kNamespace = "calcops";
+#endif
+
+constexpr const char* Value::library_namespace() { return kNamespace; }
+
+// Registers the operators of a contract. Their namespace is the library's name, unless their schema
+// has one. The text is followed by arrays of static storage: Compositions, Derivatives and Checks.
+struct Contract {
+  struct Text {
+    Text(const char* text, const char* file = __builtin_FILE(), int line = __builtin_LINE())
+        : text(text), file(file), line(line) {}
+    const char *text, *file;
+    int line;
+  };
+
+  template <class... Parts>
+  explicit Contract(Text text, const Parts&... parts) {
+#ifdef CALCOPS_NO_CUDA
+    const char* without_cuda = CALCOPS_NO_CUDA;
+#else
+    const char* without_cuda = nullptr;
+#endif
+    ContractEntry entry{text.text, kNamespace, without_cuda, text.file, text.line};
+    (add(entry, parts), ...);
+    add_contract(entry);
+  }
+
+ private:
+  template <int count>
+  static void add(ContractEntry& entry, const Composition (&compositions)[count]) {
+    entry.compositions = {compositions, count};
+  }
+  template <int count>
+  static void add(ContractEntry& entry, const Derivative (&derivatives)[count]) {
+    entry.derivatives = {derivatives, count};
+  }
+  template <int count>
+  static void add(ContractEntry& entry, const Check (&checks)[count]) {
+    entry.checks = {checks, count};
+  }
+};
+
+// Registers the kernels of an operator on one device, one for each combination of number types.
+// They run on CUDA if their last parameter is a cudaStream_t, otherwise on the CPU.
+//
+// If a CPU kernel returns void, index entries are checked before it runs. If it returns an int64_t,
+// it checks them itself and returns the position of a wrong one, or -1. A CUDA kernel returns a
+// cudaError_t and must not crash on a wrong entry.
+struct Kernel {
+  template <class... Functions>
+  explicit Kernel(const char* op, Functions*... functions) {
+    (add(op, functions), ...);
+  }
+
+ private:
+  template <class Result, class... P>
+  static void add(const char* op, Result (*function)(P...)) {
+    using Call = Caller<Result, P...>;
+    KernelEntry entry{op,
+                      kNamespace,
+                      Call::parameters,
+                      int(sizeof...(P)),
+                      !__is_same(Result, void),
+                      &Call::run,
+                      reinterpret_cast<void (*)()>(function),
+                      nullptr};
+#ifdef CUDART_VERSION
+    entry.is_capturing = [](void* stream) {
+      cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+      cudaStreamIsCapturing(static_cast<CUstream_st*>(stream), &status);
+      return status != cudaStreamCaptureStatusNone;
+    };
+#endif
+    add_kernel(entry);
+  }
+};
+
+}  // namespace calcops

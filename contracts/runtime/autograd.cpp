@@ -1,0 +1,446 @@
+// Boxed calls under autograd, compiled autograd, forward mode and vmap. Modelled on the code that
+// PyTorch generates for its own operators (torch/csrc/autograd/generated).
+#include "autograd.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/functorch/BatchedTensorImpl.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <cctype>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+namespace calcops {
+
+using c10::IValue;
+
+// ---- calls --------------------------------------------------------------------------------------
+
+namespace {
+
+size_t position(const Call& call, const std::string& argument) {
+  const std::optional<int> position = call.op.schema().argumentIndexWithName(argument);
+  TORCH_INTERNAL_ASSERT(position, call.op.schema(), " has no argument ", argument);
+  return *position;
+}
+
+at::Tensor tensor_in(const IValue& value) {
+  return value.isTensor() ? value.toTensor() : at::Tensor();
+}
+
+IValue none_if_undefined(const at::Tensor& tensor) {
+  return tensor.defined() ? IValue(tensor) : IValue();
+}
+
+}  // namespace
+
+Call Call::of(const char* name) const {
+  Call call{c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), {}};
+  const auto& own = op.schema().arguments();
+  call.arguments.reserve(call.op.schema().arguments().size());
+  for (const c10::Argument& argument : call.op.schema().arguments()) {
+    const auto same = std::find_if(own.begin(), own.end(), [&](const c10::Argument& other) {
+      return other.name() == argument.name();
+    });
+    call.arguments.push_back(same != own.end() ? arguments[same - own.begin()]
+                                               : argument.default_value().value_or(IValue()));
+  }
+  return call;
+}
+
+bool Call::has(const std::string& argument) const {
+  return op.schema().argumentIndexWithName(argument).has_value();
+}
+
+IValue& Call::operator[](const std::string& argument) {
+  return arguments[position(*this, argument)];
+}
+
+const IValue& Call::operator[](const std::string& argument) const {
+  return arguments[position(*this, argument)];
+}
+
+at::Tensor Call::tensor(const std::string& argument) const { return tensor_in((*this)[argument]); }
+
+tensor_list Call::run() const {
+  torch::jit::Stack stack = arguments;
+  op.callBoxed(&stack);
+  tensor_list results;
+  results.reserve(stack.size());
+  for (const IValue& result : stack) results.push_back(tensor_in(result));
+  return results;
+}
+
+// ---- derivatives of multilinear operators -------------------------------------------------------
+
+bool Multilinear::covers(const std::string& argument) const {
+  return std::find(factors_.begin(), factors_.end(), argument) != factors_.end();
+}
+
+// Return the factor that each argument is; -1: none.
+std::vector<int> Multilinear::factors_of_arguments(const Call& call) const {
+  std::vector<int> factors;
+  for (const c10::Argument& argument : call.op.schema().arguments()) {
+    const auto factor = std::find(factors_.begin(), factors_.end(), argument.name());
+    factors.push_back(factor == factors_.end() ? -1 : int(factor - factors_.begin()));
+  }
+  return factors;
+}
+
+// Return the factor for which each result is the gradient; -1: none.
+std::vector<int> Multilinear::factors_of_results(const Call& call) const {
+  const bool is_forward = call.op.operator_name().name != backward_;
+  std::vector<int> factors;
+  for (size_t i = 0; i < call.op.schema().returns().size(); ++i) {
+    const bool is_wanted =
+        is_forward || !call.has("output_mask") || call["output_mask"].toBoolList()[i];
+    factors.push_back(is_wanted ? int(is_forward ? i : terms_.size() + i) : -1);
+  }
+  return factors;
+}
+
+// Add to `sums` the gradient of L for every wanted factor, where L has only the terms with a factor
+// of `moved`. `point` is a call of `backward` and has the values of all factors.
+//
+// The gradients for upstream gradients (`results`) are a call of `forward`, and those for inputs a
+// call of `backward`. Each of the two calls gets only the factors of the terms that it needs.
+void Multilinear::add_gradients(const Call& point, Set moved, Set wanted, tensor_list& sums) const {
+  Set given = 0;
+  Set results = 0, results_need = 0;
+  Set inputs = 0, inputs_need = 0;
+  for (size_t f = 0; f < factors_.size(); ++f)
+    if (point.tensor(factors_[f]).defined()) given |= Set(1) << f;
+  for (const Set term : terms_) {
+    const Set absent = term & ~given;
+    // A term without an input is zero. One without its upstream gradient still has a derivative for
+    // it.
+    if (!(term & moved) || (absent & ~upstreams_)) continue;
+    if (term & wanted & upstreams_) {
+      results |= term & upstreams_;
+      results_need |= term;
+    }
+    if (!absent && (term & wanted & ~upstreams_)) {
+      inputs |= term & wanted & ~upstreams_;
+      inputs_need |= term;
+    }
+  }
+
+  // Run one of the two calls with the factors `need`. Its results are the gradients for the factors
+  // from `first` on. Those for `selected` are added.
+  const auto run = [&](Call call, Set need, Set selected, size_t first) {
+    for (size_t f = 0; f < factors_.size(); ++f)
+      if (!(need >> f & 1) && call.has(factors_[f])) call[factors_[f]] = IValue();
+    const tensor_list gradients = call.run();
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      at::Tensor& sum = sums[first + i];
+      if (selected >> (first + i) & 1) sum = sum.defined() ? sum.add(gradients[i]) : gradients[i];
+    }
+  };
+  if (results) run(point.of(forward_.c_str()), results_need, results, 0);
+  if (inputs) {
+    Call call = point;
+    if (call.has("output_mask")) {
+      c10::List<bool> mask;
+      for (size_t f = terms_.size(); f < factors_.size(); ++f) mask.push_back(inputs >> f & 1);
+      call["output_mask"] = std::move(mask);
+    }
+    run(std::move(call), inputs_need, inputs, terms_.size());
+  }
+}
+
+// Return the gradients for the factors `wanted` of the derivative of L along `moved`. `moved` has a
+// direction or an undefined tensor for each factor. The upstream gradients share one call, because
+// no term has two of them.
+tensor_list Multilinear::along(const Call& call, const tensor_list& moved, Set wanted) const {
+  const Call point = call.of(backward_.c_str());
+  tensor_list sums(factors_.size());
+  std::vector<Set> groups{upstreams_};
+  for (size_t f = terms_.size(); f < factors_.size(); ++f) groups.push_back(Set(1) << f);
+  for (const Set group : groups) {
+    Call replaced = point;
+    bool has_direction = false;
+    for (size_t f = 0; f < factors_.size(); ++f) {
+      if (!(group >> f & 1)) continue;
+      replaced[factors_[f]] = none_if_undefined(moved[f]);
+      has_direction |= moved[f].defined();
+    }
+    if (has_direction) add_gradients(replaced, group, wanted & ~group, sums);
+  }
+  return sums;
+}
+
+namespace {
+
+// Return list[factor] for each of `factors`, or an undefined tensor for -1.
+tensor_list renumbered(const tensor_list& list, const std::vector<int>& factors) {
+  tensor_list out;
+  for (const int factor : factors) out.push_back(factor < 0 ? at::Tensor() : list[factor]);
+  return out;
+}
+
+}  // namespace
+
+tensor_list Multilinear::vjp(const Call& call, const tensor_list& upstream,
+                             const std::vector<bool>& wanted) const {
+  const std::vector<int> results = factors_of_results(call), arguments = factors_of_arguments(call);
+  tensor_list moved(factors_.size());
+  for (size_t i = 0; i < results.size(); ++i)
+    if (results[i] >= 0) moved[results[i]] = upstream[i];
+  Set wanted_factors = 0;
+  for (size_t i = 0; i < arguments.size(); ++i)
+    if (arguments[i] >= 0 && wanted[i]) wanted_factors |= Set(1) << arguments[i];
+  return renumbered(along(call, moved, wanted_factors), arguments);
+}
+
+tensor_list Multilinear::jvp(const Call& call, const tensor_list& tangents) const {
+  const std::vector<int> results = factors_of_results(call), arguments = factors_of_arguments(call);
+  tensor_list moved(factors_.size());
+  for (size_t i = 0; i < arguments.size(); ++i)
+    if (arguments[i] >= 0) moved[arguments[i]] = tangents[i];
+  Set wanted_factors = 0;
+  for (const int factor : results)
+    if (factor >= 0) wanted_factors |= Set(1) << factor;
+  return renumbered(along(call, moved, wanted_factors), results);
+}
+
+// ---- autograd -----------------------------------------------------------------------------------
+
+namespace {
+
+// From PyTorch 2.13 on, a Node counts its own references. Before, std::shared_ptr does.
+template <class Node>
+auto make_node() {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  return c10::make_intrusive<Node>();
+#else
+  return std::shared_ptr<Node>(new Node(), torch::autograd::deleteNode);
+#endif
+}
+
+// Raise an error if an argument is differentiated that has no derivative.
+void check_covered(const Derivatives& derivatives, const Call& call,
+                   const std::vector<bool>& differentiated, const char* what) {
+  for (size_t i = 0; i < differentiated.size(); ++i) {
+    const std::string& name = call.op.schema().arguments()[i].name();
+    if (!differentiated[i] || derivatives.covers(name)) continue;
+    const at::Tensor x = tensor_in(call.arguments[i]);
+    TORCH_CHECK(false, call.op.operator_name().name, ": expected `", name, "` that ", what,
+                ", got ", x.scalar_type(), ' ', x.sym_sizes());
+  }
+}
+
+bool any_defined(const tensor_list& list) {
+  return std::any_of(list.begin(), list.end(), [](const at::Tensor& x) { return x.defined(); });
+}
+
+// The graph node of a call. All lists except `upstream` have an entry for each argument.
+struct CallNode final : torch::autograd::Node {
+  const Derivatives* derivatives = nullptr;
+  std::optional<c10::OperatorHandle> op;
+  std::vector<IValue> plain;                          // the arguments that are no tensors
+  std::vector<torch::autograd::SavedVariable> saved;  // the arguments that are tensors
+  static constexpr const char* kNoGradient = "requires no gradient";
+
+  // Return the node's name: ForceVirialBackward for calcops::force_virial.
+  std::string name() const override {
+    std::string name;
+    const std::string& op_name = op->operator_name().name;
+    bool begins_word = true;
+    for (const char letter : op_name.substr(op_name.rfind(':') + 1)) {
+      if (letter != '_') name += begins_word ? char(std::toupper(letter)) : letter;
+      begins_word = letter == '_';
+    }
+    return name + "Backward";
+  }
+
+  tensor_list apply(tensor_list&& upstream) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!any_defined(upstream)) return tensor_list(plain.size());
+    const Call call{*op, arguments()};
+    check_covered(*derivatives, call, wanted(), kNoGradient);
+    return derivatives->vjp(call, upstream, wanted());
+  }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& variable : saved) variable.reset_data();
+  }
+
+  // Collect the values on which compiled autograd's cache key and graph depend.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(op->operator_name().name);
+    args.collect(saved, /*is_output=*/false);
+    for (const IValue& argument : plain) args.collect(argument);
+  }
+
+  // Record the call of replay() in compiled autograd's graph, with its arguments packed into types
+  // that an FX graph can hold.
+  tensor_list apply_with_saved(const tensor_list& upstream,
+                               torch::dynamo::autograd::SwapSavedVariables& swap) override {
+    swap.before(saved);
+    for (IValue& argument : plain) swap.before(argument);
+    torch::dynamo::autograd::PackedArgs packed;
+    packed.pack(wanted());
+    for (const IValue& argument : arguments()) packed.pack(argument);
+    std::vector<at::TypePtr> types;
+    for (const IValue& value : packed.vec())
+      types.push_back(value.isTensor() ? at::TensorType::get() : value.type());
+
+    const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
+    const std::string function = compiler->bind_function(
+        swap.get_py_compiler(), name(),
+        [derivatives = derivatives, op = *op](const tensor_list& upstream,
+                                              const std::vector<IValue>& packed) {
+          return replay(*derivatives, op, upstream, packed);
+        },
+        std::move(types), /*is_custom_function=*/true, /*is_traceable=*/true);
+    using Metadata = std::vector<std::optional<torch::autograd::InputMetadata>>;
+    tensor_list result = compiler->call_function(
+        swap.get_py_compiler(), "apply_functional", function, upstream, packed.vec(),
+        torch::dynamo::autograd::IValuePacker<Metadata>::pack(
+            torch::dynamo::autograd::get_input_metadata(next_edges())));
+    swap.after(saved);
+    for (IValue& argument : plain) swap.after(argument);
+    return result;
+  }
+
+ private:
+  std::vector<IValue> arguments() const {
+    std::vector<IValue> arguments = plain;
+    for (size_t i = 0; i < saved.size(); ++i)
+      if (at::Tensor tensor = saved[i].unpack(); tensor.defined()) arguments[i] = std::move(tensor);
+    return arguments;
+  }
+
+  std::vector<bool> wanted() const {
+    std::vector<bool> wanted;
+    for (size_t i = 0; i < plain.size(); ++i) wanted.push_back(task_should_compute_output(i));
+    return wanted;
+  }
+
+  // Compute the gradients when compiled autograd runs its graph.
+  static tensor_list replay(const Derivatives& derivatives, const c10::OperatorHandle& op,
+                            const tensor_list& upstream, const std::vector<IValue>& packed) {
+    const auto wanted = packed[0].to<std::vector<bool>>();
+    const Call call{op, {packed.begin() + 1, packed.end()}};
+    tensor_list gradients(wanted.size());
+    check_covered(derivatives, call, wanted, kNoGradient);
+    if (any_defined(upstream)) gradients = derivatives.vjp(call, upstream, wanted);
+    // In a graph no gradient may be absent, so it is zero.
+    for (size_t i = 0; i < wanted.size(); ++i)
+      if (wanted[i] && !gradients[i].defined())
+        gradients[i] = at::zeros_like(call.arguments[i].toTensor());
+    return gradients;
+  }
+};
+
+}  // namespace
+
+void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op,
+                   c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto run_below_autograd = [&] {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  };
+  const size_t count = op.schema().arguments().size();
+  const auto arguments = torch::jit::last(*stack, count);
+  bool reverse_mode = false, forward_mode = false;
+  size_t first = count;  // the first argument that is differentiated
+  for (size_t i = count; i-- > 0;) {
+    if (!arguments[i].isTensor()) continue;
+    const at::Tensor& tensor = arguments[i].toTensor();
+    const bool reverse = torch::autograd::compute_requires_grad(tensor);
+    const bool forward = torch::autograd::isFwGradDefined(tensor);
+    reverse_mode = reverse_mode || reverse;
+    forward_mode = forward_mode || forward;
+    if (reverse || forward) first = i;
+  }
+  if (first == count) return run_below_autograd();
+
+  Call call{op, arguments.vec()};
+  derivatives.check(call, first);
+  tensor_list inputs, tangents(count);
+  inputs.reserve(count);
+  for (const IValue& argument : call.arguments) inputs.push_back(tensor_in(argument));
+
+  decltype(make_node<CallNode>()) node;
+  if (reverse_mode) {
+    node = make_node<CallNode>();
+    node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+    node->derivatives = &derivatives;
+    node->op = op;
+    node->plain.reserve(count);
+    node->saved.reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+      node->plain.push_back(call.arguments[i].isTensor() ? IValue() : call.arguments[i]);
+      const bool is_needed = derivatives.depends_on(i);
+      node->saved.emplace_back(is_needed ? inputs[i] : at::Tensor(), /*is_output=*/false);
+    }
+  }
+
+  std::vector<bool> has_tangent(count);
+  if (forward_mode)
+    for (size_t i = 0; i < count; ++i) {
+      if (!torch::autograd::isFwGradDefined(inputs[i])) continue;
+      tangents[i] = inputs[i]._fw_grad(/*level=*/0);
+      call.arguments[i] = inputs[i]._fw_primal(/*level=*/0);
+      has_tangent[i] = true;
+    }
+  check_covered(derivatives, call, has_tangent, "has no tangent");
+
+  run_below_autograd();
+  tensor_list outputs;
+  for (const IValue& output : torch::jit::last(*stack, op.schema().returns().size()))
+    outputs.push_back(output.toTensor());
+  if (node) torch::autograd::set_history(outputs, node);
+
+  if (!forward_mode) return;
+  const tensor_list output_tangents = derivatives.jvp(call, tangents);
+  for (size_t i = 0; i < outputs.size(); ++i)
+    if (output_tangents[i].defined())
+      outputs[i]._set_fw_grad(output_tangents[i], /*level=*/0, /*is_inplace_op=*/false);
+}
+
+// ---- vmap ---------------------------------------------------------------------------------------
+
+void vmap(const VmapRule& run, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Call call{op, torch::jit::pop(*stack, op.schema().arguments().size())};
+  int64_t level = -1;  // of the innermost vmap
+  for (const IValue& argument : call.arguments)
+    if (const at::Tensor tensor = tensor_in(argument); tensor.defined())
+      if (const auto* batched = at::functorch::maybeGetBatchedImpl(tensor))
+        level = std::max(level, batched->level());
+  // Return a tensor's batch at this level, or nullptr.
+  const auto batch_of = [&](const at::Tensor& tensor) {
+    const auto* batched = tensor.defined() ? at::functorch::maybeGetBatchedImpl(tensor) : nullptr;
+    return batched && batched->level() == level ? batched : nullptr;
+  };
+
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
+  c10::SymInt batch = 1;
+  for (const IValue& argument : call.arguments)
+    if (const auto* batched = batch_of(tensor_in(argument)))
+      batch = batched->value().sym_size(batched->bdim());
+  for (IValue& argument : call.arguments) {
+    const at::Tensor tensor = tensor_in(argument);
+    if (const auto* batched = batch_of(tensor)) {
+      argument = batched->value().movedim(batched->bdim(), 0);
+    } else if (tensor.defined()) {
+      c10::SymDimVector shape(tensor.sym_sizes());
+      shape.insert(shape.begin(), batch);
+      argument = tensor.unsqueeze(0).expand_symint(shape);
+    }
+  }
+  for (const at::Tensor& result : run(std::move(call), batch))
+    stack->push_back(at::functorch::makeBatched(result, 0, level));
+}
+
+}  // namespace calcops

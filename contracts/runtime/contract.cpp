@@ -1,0 +1,330 @@
+// Registers the operators of contracts with PyTorch. A call's checks, results, devices, derivatives
+// and vmap all follow from the contract's text. This file is a part of runtime.cpp.
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "autograd.h"
+#include "kernels.h"
+#include "operators.h"
+#include "vmap.h"
+
+namespace calcops {
+namespace {
+
+// A kernel of the dispatcher.
+struct Boxed final : c10::OperatorKernel {
+  using Function =
+      std::function<void(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack*)>;
+  explicit Boxed(Function function) : function(std::move(function)) {}
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    function(op, keys, stack);
+  }
+  const Function function;
+};
+
+// Raise an error that names the contract, unless the function succeeds.
+template <class Function>
+void at_contract(const Family& family, const Function& function) {
+  try {
+    function();
+  } catch (const std::exception&) {
+    TORCH_CHECK(false, family.file, ":", family.line, ": contract, ", calcops_jit::message());
+  }
+}
+
+// Derivatives by the formulas of a source, which are functions of Values.
+class Formulas final : public Derivatives {
+ public:
+  Formulas(const Operator& op, const Derivative& formula) : op_(op), formula_(formula) {}
+
+  // Refuse a derivative of a result of an integer dtype, which is rounded.
+  void check(const Call& call, size_t argument) const override {
+    for (const int result : op_.result_lines)
+      for (const int line : op_.tensors) {
+        const Tensor& x = tensor_or_none(call.arguments[op_.argument[line]]);
+        const auto& lines = op_.family->text.lines;
+        if (lines[line].group != lines[result].group || !x.defined()) continue;
+        TORCH_CHECK(c10::isFloatingType(x.scalar_type()), op_.name, ": expected `",
+                    lines[line].name, "` of a floating dtype where `",
+                    op_.schema.arguments[argument].name, "` has a derivative, got ",
+                    x.scalar_type());
+      }
+  }
+
+  bool covers(const std::string& argument) const override {
+    const int line = op_.family->text.line(argument);
+    return line < 0 || !op_.family->text.lines[line].is_constant;
+  }
+
+  bool depends_on(size_t argument) const override {
+    return !formula_.unused || op_.schema.arguments[argument].name != formula_.unused;
+  }
+
+  tensor_list vjp(const Call& call, const tensor_list& upstream,
+                  const std::vector<bool>& wanted) const override {
+    std::vector<Value> gradients(wanted.size());
+    for (size_t i = 0; i < wanted.size(); ++i)
+      if (!wanted[i]) gradients[i] = false;
+    std::vector<IValue> given(upstream.begin(), upstream.end());
+    if (formula_.absent == Derivative::kZeros)
+      if (std::any_of(upstream.begin(), upstream.end(),
+                      [](const Tensor& x) { return !x.defined(); })) {
+        const Checked<SymInt> checked(op_, call.arguments.data());
+        for (size_t i = 0; i < given.size(); ++i)
+          if (!upstream[i].defined())
+            given[i] = at::zeros_symint(checked.result_shape(i), checked.options_of(i));
+      }
+    formula_.vjp(values_of(call.arguments.data()), values_of(given.data()), gradients.data());
+    return tensors_of(gradients);
+  }
+
+  tensor_list jvp(const Call& call, const tensor_list& tangents) const override {
+    TORCH_CHECK_NOT_IMPLEMENTED(formula_.jvp, op_.name,
+                                ": its derivative has no formula for forward mode");
+    std::vector<IValue> given(tangents.begin(), tangents.end());
+    for (size_t i = 0; i < given.size(); ++i) {
+      const Tensor& x = tensor_or_none(call.arguments[i]);
+      if (formula_.absent == Derivative::kZeros && !tangents[i].defined() && x.defined())
+        if (x.is_floating_point()) given[i] = at::zeros_like(x);
+    }
+    std::vector<Value> results(op_.schema.results.size());
+    formula_.jvp(values_of(call.arguments.data()), values_of(given.data()), results.data());
+    return tensors_of(results);
+  }
+
+ private:
+  tensor_list tensors_of(const std::vector<Value>& values) const {
+    tensor_list tensors;
+    for (const Value& value : values) {
+      const IValue& given = ivalue_of(value);
+      TORCH_CHECK(given.isTensor() || given.isNone() || given.isBool(), op_.name,
+                  ": expected tensors from the formula of its derivative, got a ", given.tagKind());
+      tensors.push_back(tensor_or_none(given));
+    }
+    return tensors;
+  }
+
+  const Operator& op_;
+  const Derivative& formula_;
+};
+
+// Pass each part of a source, such as a Check, to its operator. `take` returns false if the
+// operator had one.
+template <class Part, class Take>
+void take_parts(Family& family, const Items<Part>& parts, const char* what, const Take& take) {
+  for (const Part& part : parts) {
+    const auto op = std::find_if(family.operators.begin(), family.operators.end(),
+                                 [&](const Operator& op) { return op.schema.name == part.op; });
+    TORCH_CHECK(op != family.operators.end(), "a ", what, " of ", part.op,
+                ", which no schema names");
+    TORCH_CHECK(take(*op, part), "two ", what, "s of ", part.op);
+  }
+}
+
+// Read a contract and make its operators.
+void read_family(Family& family, const ContractEntry& entry) {
+  std::vector<std::string> composed;
+  for (const Composition& composition : entry.compositions) composed.push_back(composition.op);
+  auto proved = contract::Prover(contract::Reader(entry.text).read(), composed).proved();
+  family.text = std::move(proved.text);
+  family.linear = std::move(proved.linear);
+  for (contract::Signature& signature : proved.operators) {
+    const std::string name = signature.schema.name;
+    const bool is_qualified = name.find("::") != std::string::npos;
+    c10::FunctionSchema parsed = torch::schema(signature.schema.text.c_str());
+    Operator& op = family.operators.emplace_back(
+        Operator{std::move(signature), &family,
+                 is_qualified ? name : family.name_space + "::" + name, std::move(parsed)});
+    op.count = int(op.parsed.arguments().size());
+    TORCH_CHECK(op.schema.arguments.size() == size_t(op.count), "cannot read ", op.parsed);
+    for (const Family& other : families())
+      for (const Operator& known : other.operators)
+        TORCH_CHECK(&known == &op || known.name != op.name, "line ", op.schema.number, ": ",
+                    op.name, " has another contract at ", other.file, ":", other.line);
+  }
+  take_parts(family, entry.compositions, "composition", [](Operator& op, const Composition& part) {
+    return !std::exchange(op.composition, part.function);
+  });
+  take_parts(family, entry.checks, "check", [](Operator& op, const Check& part) {
+    return !std::exchange(op.check, part.function);
+  });
+  take_parts(family, entry.derivatives, "derivative", [](Operator& op, const Derivative& part) {
+    TORCH_CHECK(!part.unused || op.parsed.argumentIndexWithName(part.unused), "a derivative of ",
+                part.op, " names `", part.unused, "`, which is no argument");
+    return !std::exchange(op.formulas, std::make_unique<Formulas>(op, part));
+  });
+  for (const Operator& op : family.operators)
+    for (const int result : op.result_lines)
+      TORCH_CHECK(
+          op.check || op.composition || op.has(result) || !family.text.lines[result].any_shape,
+          "line ", op.schema.number, ": a Check of ", op.schema.name, " must set the shape of `",
+          family.text.lines[result].name, "`");
+  if (family.text.linear_number)
+    family.derivatives =
+        std::make_unique<Multilinear>(family.operators[family.linear.forward].name,
+                                      family.operators[family.linear.backward].name, family.linear);
+}
+
+void take_kernels(Family& family) {
+  for (Operator& op : family.operators) {
+    const auto waiting = kernels_waiting().find(op.name);
+    if (waiting == kernels_waiting().end()) continue;
+    at_contract(family, [&] {
+      TORCH_CHECK(!op.is_composition, "line ", op.schema.number, ": ", op.schema.name,
+                  " is a composition and has a kernel");
+      for (const KernelEntry& kernel : waiting->second) {
+        BoundKernel bound{kernel, contract::bind(family.text, op, kernel)};
+        for (const BoundKernel& other : op.kernels)
+          TORCH_CHECK(other.binding.types != bound.binding.types ||
+                          other.binding.is_cuda != bound.binding.is_cuda,
+                      "line ", op.schema.number, ": two kernels of ", op.schema.name,
+                      " take the same types");
+        op.kernels.push_back(std::move(bound));
+      }
+    });
+    kernels_waiting().erase(waiting);
+  }
+  // An operator without kernels uses those of another one.
+  for (Operator& op : family.operators) {
+    if (!op.kernels.empty()) op.owner = &op;
+    if (op.owner || op.is_composition) continue;
+    for (const Operator& other : family.operators)
+      if (!other.kernels.empty() && contract::may_use_kernels_of(op, other)) op.owner = &other;
+  }
+}
+
+void define(torch::Library& m, Operator& op) {
+  using torch::CppFunction;
+  const Family& family = *op.family;
+  const std::string name = op.name.substr(op.name.find("::") + 2);
+  m.def(c10::FunctionSchema(op.parsed));
+  const auto impl = [&](c10::DispatchKey key, Boxed::Function function) {
+    auto boxed = CppFunction::makeFromBoxedFunctor(std::make_unique<Boxed>(std::move(function)));
+    m.impl(name.c_str(), torch::dispatch(key, std::move(boxed)));
+  };
+  const auto run = [&](void (*function)(const Operator&, torch::jit::Stack*)) {
+    return [&op, function](const auto&, auto, torch::jit::Stack* stack) { function(op, stack); };
+  };
+  if (op.composition) {
+    // vmap does not find CompositeImplicitAutograd, so the composition is registered for vmap too.
+    impl(c10::DispatchKey::CompositeImplicitAutograd, run(&run_composition));
+    impl(c10::DispatchKey::FuncTorchBatched, run(&run_composition));
+    return;
+  }
+  impl(c10::DispatchKey::CPU, run(&run_on_device<false>));
+  impl(c10::DispatchKey::CUDA, run(&run_on_device<true>));
+  impl(c10::DispatchKey::Meta, run(&run_on_meta));
+  impl(c10::DispatchKey::FuncTorchBatched, [&op](const auto& handle, auto, auto* stack) {
+    vmap([&op](const Call& call, const SymInt& items) { return vmap_items(op, call, items); },
+         handle, stack);
+  });
+  const Derivatives* derivatives = op.formulas.get();
+  if (!derivatives && op.is_linear) derivatives = family.derivatives.get();
+  if (derivatives)
+    impl(c10::DispatchKey::Autograd,
+         [derivatives](const auto& handle, c10::DispatchKeySet keys, auto* stack) {
+           differentiate(*derivatives, handle, keys, stack);
+         });
+  else
+    m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Autograd,
+                                         torch::autograd::autogradNotImplementedFallback()));
+}
+
+// Raise an error if a kernel is missing. Called when a library is loaded and all its kernels are
+// registered.
+void check_all_kernels() {
+  for (const auto& [op, kernels] : kernels_waiting())
+    TORCH_CHECK(false, "a kernel of ", op, ", which no contract names");
+  for (const Family& family : families())
+    at_contract(family, [&] {
+      for (const Operator& op : family.operators) {
+        if (op.is_composition) continue;
+        std::vector<const contract::Signature*> owners;
+        for (const Operator& other : family.operators)
+          if (!other.kernels.empty()) owners.push_back(&other);
+        contract::check_owner(family.text, op, owners);
+        std::vector<const contract::Binding*> bindings;
+        for (const BoundKernel& kernel : op.kernels) bindings.push_back(&kernel.binding);
+        if (!bindings.empty()) contract::check_types(family.text, op, bindings);
+      }
+    });
+}
+
+std::deque<ContractEntry>& contracts_waiting() {
+  static auto* waiting = new std::deque<ContractEntry>;
+  return *waiting;
+}
+
+// Register the operators of all contracts that wait.
+void define_waiting(torch::Library&) {
+  if (contracts_waiting().empty()) return;
+
+  while (!contracts_waiting().empty()) {
+    const ContractEntry entry = contracts_waiting().front();
+    contracts_waiting().pop_front();
+    Family& family = families().emplace_back();
+    family.name_space = entry.name_space;
+    family.file = entry.file;
+    family.line = entry.line;
+    family.without_cuda = entry.without_cuda;
+    at_contract(family, [&] { read_family(family, entry); });
+    take_kernels(family);
+    for (Operator& op : family.operators) {
+      torch::Library library(torch::Library::FRAGMENT, op.name.substr(0, op.name.find("::")),
+                             std::nullopt, family.file.c_str(), uint32_t(family.line));
+      define(library, op);
+    }
+  }
+  if (calcops_jit::Registry::here().held) check_all_kernels();
+}
+
+// Return the text that help() shows below the schema.
+std::string documentation(const Operator& op) {
+  std::string text = op.schema.summary + '\n';
+  const auto add = [&](const char* title, const std::vector<int>& lines) {
+    text += title;
+    for (const int line : lines)
+      if (line >= 0) text += '\n' + op.family->text.lines[line].text;
+    text += '\n';
+  };
+  add("", op.lines);
+  if (!op.result_lines.empty()) add("\nReturns", op.result_lines);
+  return op.schema.details.empty() ? text : text + '\n' + op.schema.details + '\n';
+}
+
+}  // namespace
+
+void add_contract(const ContractEntry& contract) {
+  contracts_waiting().push_back(contract);
+  calcops_jit::Initializer({torch::Library::FRAGMENT, &define_waiting, contract.name_space,
+                            std::nullopt, contract.file, uint32_t(contract.line)});
+}
+
+void add_kernel(const KernelEntry& kernel) {
+  const std::string op = kernel.op;
+  const bool is_qualified = op.find("::") != std::string::npos;
+  kernels_waiting()[is_qualified ? op : std::string(kernel.name_space) + "::" + op].push_back(
+      kernel);
+  for (Family& family : families()) take_kernels(family);
+}
+
+}  // namespace calcops
+
+// Return the name and the documentation of every operator with a contract. The loader calls it.
+extern "C" __attribute__((visibility("default"), used)) const char* calcops_jit_documentation() {
+  static auto* text = new std::string;
+  text->clear();
+  for (const calcops::Family& family : calcops::families())
+    for (const calcops::Operator& op : family.operators)
+      *text += op.name + '\n' + calcops::documentation(op) + '\x1e';
+  return text->c_str();
+}

@@ -1,0 +1,437 @@
+// Runs a checked call on the CPU, on CUDA or on Meta: selects the kernel, fills its parameters, and
+// raises the errors of wrong entries and of too little memory.
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/equal.h>
+#include <c10/core/DeviceGuard.h>
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <list>
+
+#include "checked.h"
+
+namespace calcops {
+namespace {
+
+// ---- entries ------------------------------------------------------------------------------------
+
+// Return the sizes of the dimensions that positions count: those named by `at`, or all. If these
+// are only the last ones, several entries share a position: the entries [2, E] of edges have E
+// positions.
+std::vector<int64_t> positions_of(const Checked<int64_t>& call, int i) {
+  const Line& line = call.text.lines[i];
+  std::vector<int64_t> shape;
+  if (line.any_shape) return call.tensors[i]->sizes().vec();
+  for (const Sum& dim : line.shapes[0]) shape.push_back(call.value(dim));
+  const size_t named = line.entries.positions.size();
+  if (named > 0) shape.erase(shape.begin(), shape.end() - ptrdiff_t(named));
+  return shape;
+}
+
+// Raise the error for the entries at a position. It quotes them, the names of the dimensions and
+// the bound with its value.
+[[noreturn]] void refuse_entry(const Checked<int64_t>& call, int i, int64_t position) {
+  constexpr int64_t kMostQuoted = 8;
+  const Line& line = call.text.lines[i];
+  const auto shape = positions_of(call, i);
+  const Tensor& entries = *call.tensors[i];
+  const int64_t count = c10::multiply_integers(shape);
+  const Tensor rows = entries.reshape({-1, count});
+  std::string got, where;
+  for (int64_t row = 0; row < std::min(rows.size(0), kMostQuoted); ++row)
+    got += (row == 0 ? "" : ", ") + std::to_string(rows[row][position].item<int64_t>());
+  if (rows.size(0) > kMostQuoted) got += ", ...";
+  if (rows.size(0) > 1) got = '(' + got + ')';
+
+  // From the last dimension to the first, whose index is what the others leave of the position.
+  for (size_t d = shape.size(); d-- > 0;) {
+    const int64_t index = d > 0 ? position % shape[d] : position;
+    const auto& names = line.entries.positions;
+    const std::string name = names.empty() ? c10::str("dimension ", d) : names[d];
+    where = c10::str(name, ' ', index, where.empty() ? "" : ", ", where);
+    position /= std::max<int64_t>(shape[d], 1);
+  }
+
+  const std::string& bound = line.entries.bound;
+  const std::string value = std::to_string(call.value(line.entries.below));
+  call.refuse(line.name, "entries " + line.entries.text + (bound == value ? "" : " = " + value),
+              got + (where.empty() ? "" : " at ") + where);
+}
+
+// Raise the error for a position that a kernel returned. Kernels count through the positions of all
+// lines with entries, one line after the other.
+[[noreturn]] void refuse_position(const Checked<int64_t>& call, int64_t position) {
+  for (size_t i = 0; i < call.text.lines.size(); ++i) {
+    if (!call.text.lines[i].has_entries || !call.tensors[i]->defined()) continue;
+    const int64_t count = c10::multiply_integers(positions_of(call, int(i)));
+    if (position < count) refuse_entry(call, int(i), position);
+    position -= count;
+  }
+  TORCH_CHECK(false, call.op.name, ": the kernel found a wrong entry at ", position,
+              ", where its contract has none");
+}
+
+// Raise an error if an entry is wrong. On CUDA this waits for the GPU.
+void check_entries(const Checked<int64_t>& call) {
+  for (const int i : call.op.tensors) {
+    const Line& line = call.text.lines[i];
+    if (!line.has_entries || !call.tensors[i]->defined() || call.tensors[i]->numel() == 0) continue;
+    // In a small dtype, the bound could wrap.
+    const Tensor entries = call.tensors[i]->to(at::kLong);
+    const Tensor wrong = entries.lt(line.entries.may_be_none ? -1 : 0)
+                             .logical_or(entries.ge(call.value(line.entries.below)));
+    const int64_t count = c10::multiply_integers(positions_of(call, i));
+    const Tensor positions = wrong.reshape({-1, count}).any(0).nonzero();
+    if (positions.numel() > 0) refuse_entry(call, i, positions[0].item<int64_t>());
+  }
+}
+
+bool wants_checks() {
+  const char* wanted = std::getenv("CALCOPS_CHECK");
+  return wanted && std::strcmp(wanted, "1") == 0;
+}
+
+// Return an argument such as neighbor_index, computed by the operator that makes it.
+Tensor made_for(const Checked<int64_t>& call, const Line& line) {
+  const std::string op = call.op.family->name_space + "::" + line.made_by;
+  torch::jit::Stack stack;
+  for (const std::string& name : line.made_of)
+    stack.push_back(call.stack[call.op.argument[call.text.line(name)]]);
+  c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), "").callBoxed(&stack);
+  return stack[0].toTensor();
+}
+
+// Raise an error if an argument such as neighbor_index was made from other arguments.
+void check_made(const Checked<int64_t>& call) {
+  for (const int i : call.op.tensors) {
+    const Line& line = call.text.lines[i];
+    if (line.made_by.empty() || !call.tensors[i]->defined() || !wants_checks()) continue;
+    std::string sources;
+    for (size_t k = 0; k < line.made_of.size(); ++k) {
+      const bool is_last = k + 1 == line.made_of.size();
+      if (k > 0) sources += is_last ? " and " : ", ";
+      sources += line.made_of[k];
+    }
+    TORCH_CHECK(at::equal(*call.tensors[i], made_for(call, line)), call.op.name, ": expected `",
+                line.name, "` of this ", sources, ", got that of others");
+  }
+}
+
+// ---- kernels ------------------------------------------------------------------------------------
+
+// The slots of one call (one for each parameter of its kernel), and the memory to which they point.
+struct Storage {
+  std::array<Slot, kMost> slots;
+  std::list<Tensor> owned;
+  std::array<std::array<int64_t, contract::kMostDimensions>, kMost> shape, stride;
+  std::list<std::vector<int64_t>> integers;
+  std::list<std::vector<double>> numbers;
+  // Results of float16 or bfloat16, and the float32 tensors that the kernel writes for them.
+  std::list<std::pair<Tensor, Tensor>> narrowed;
+};
+
+bool is_narrow(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
+
+// Return the kernel for the call's number types, or nullptr. A kernel for exactly these types is
+// preferred to one of float32 that takes float16 and bfloat16.
+const BoundKernel* kernel_for(const Checked<int64_t>& call, bool on_cuda) {
+  if (!call.op.owner) return nullptr;
+  const auto takes_all = [&](const BoundKernel& kernel, bool widened) {
+    for (const auto& [group, type] : kernel.binding.types) {
+      const Tensor& x = *call.of_group[group];
+      if (!x.defined() || call.text.lines[group].read_as != Type::kNone) continue;
+      const bool is_widened = widened && type == Type::kFloat32 && is_narrow(x.scalar_type());
+      if (x.scalar_type() != scalar_type(type) && !is_widened) return false;
+    }
+    return true;
+  };
+  for (const bool widened : {false, true})
+    for (const BoundKernel& kernel : call.op.owner->kernels)
+      if (kernel.binding.is_cuda == on_cuda && takes_all(kernel, widened)) return &kernel;
+  return nullptr;
+}
+
+// Return an argument with the number type and the layout that a kernel's parameter takes. A copy is
+// kept in `made`.
+const Tensor& as_taken(const Tensor& x, Type type, Layout layout, std::list<Tensor>& made) {
+  const Tensor* converted = &x;
+  if (x.scalar_type() != scalar_type(type)) converted = &made.emplace_back(x.to(scalar_type(type)));
+  if (layout == Layout::kStrided || converted->is_contiguous()) return *converted;
+  if (layout == Layout::kTransposed && converted->dim() > 1 && converted->mT().is_contiguous())
+    return *converted;
+  return made.emplace_back(converted->contiguous());
+}
+
+// Set the sizes and strides of slot p. A kernel sees a tensor in the first shape of its line; x has
+// the shape `given`, and is contiguous if that is another one. A tensor [...] of fewer dimensions
+// has leading ones of size 1.
+void lay_out(const Checked<int64_t>& call, const Line& line, const Shape* given, const Tensor& x,
+             int rank, int p, Storage& storage) {
+  Slot& slot = storage.slots[p];
+  slot.shape = x.sizes().data();
+  slot.stride = x.strides().data();
+  const bool is_other = given && given != &line.shapes[0];
+  if (!is_other && (!line.any_shape || x.dim() == rank)) return;
+  auto &shape = storage.shape[p], &stride = storage.stride[p];
+  TORCH_CHECK(is_other || x.dim() <= rank, call.op.name, ": expected `", line.name, "` of at most ",
+              rank, " dimensions, got ", x.sizes());
+  int64_t count = 1;
+  for (int d = rank; d-- > 0;) {
+    const int64_t own = d - (rank - x.dim());
+    shape[d] = is_other ? call.value(line.shapes[0][d]) : own < 0 ? 1 : x.size(own);
+    stride[d] = is_other || own < 0 ? count : x.stride(own);
+    count *= shape[d];
+  }
+  slot.shape = shape.data();
+  slot.stride = stride.data();
+}
+
+// Set the slot of an argument that is no tensor.
+void set_value(const Line& line, Parameter::Kind kind, const IValue& value, Slot& slot,
+               Storage& storage) {
+  const auto set_list = [&](const auto& list) {
+    slot.data = const_cast<void*>(static_cast<const void*>(list.data()));
+    slot.integer = int64_t(list.size());
+  };
+  switch (kind) {
+    case Parameter::kInt:
+      slot.integer = value.toInt();
+      break;
+    case Parameter::kFloat:
+      slot.real = value.toDouble();
+      break;
+    case Parameter::kBool:
+      slot.integer = value.toBool();
+      break;
+    case Parameter::kString:
+      slot.data = const_cast<char*>(value.toStringRef().c_str());
+      break;
+    case Parameter::kChoice: {
+      const auto& choices = line.choices;
+      slot.integer =
+          std::find(choices.begin(), choices.end(), value.toStringRef()) - choices.begin();
+      break;
+    }
+    case Parameter::kInts:
+      set_list(storage.integers.emplace_back(value.isNone() ? std::vector<int64_t>()
+                                                            : value.toIntVector()));
+      break;
+    default:  // kFloats
+      set_list(storage.numbers.emplace_back(value.isNone() ? std::vector<double>()
+                                                           : value.toDoubleVector()));
+  }
+}
+
+// Fill a slot for each of the kernel's parameters.
+void fill_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results,
+                void* stream, Storage& storage) {
+  static char empty[64];
+  for (size_t p = 0; p < kernel.binding.sources.size(); ++p) {
+    const Parameter& parameter = kernel.entry.parameters[p];
+    const Source source = kernel.binding.sources[p];
+    Slot& slot = storage.slots[p] = {};
+    const auto set_tensor = [&](const Line& line, const Shape* given, const Tensor& x, void* data) {
+      slot.data = data ? data : empty;  // not nullptr, which would be an absent tensor
+      lay_out(call, line, given, x, parameter.rank, int(p), storage);
+    };
+    if (source.from == Source::kWorkspace) continue;
+    if (source.from == Source::kStream) {
+      slot.data = stream;
+    } else if (source.from == Source::kResult) {
+      // An operator that uses the kernels of another one may have fewer results.
+      if (size_t(source.index) >= call.op.result_lines.size()) continue;
+      const Tensor* x = &results[source.index];
+      if (!x->defined()) continue;
+      if (x->scalar_type() != scalar_type(parameter.type)) {
+        const Tensor wide = at::empty_like(*x, x->options().dtype(scalar_type(parameter.type)));
+        x = &storage.narrowed.emplace_back(*x, wide).second;
+      }
+      const int index = call.op.result_lines[source.index];
+      set_tensor(call.text.lines[index], call.shapes[index], *x, x->mutable_data_ptr());
+    } else if (parameter.kind == Parameter::kTensor) {
+      const bool is_upstream = source.index < 0;
+      const int index = is_upstream ? -2 - source.index : source.index;
+      const Tensor& x = is_upstream ? *call.gradients[index] : *call.tensors[index];
+      if (!x.defined()) continue;
+      const Line& line = call.text.lines[index];
+      const Shape* given = call.shapes[index];
+      const bool is_other = given && given != &line.shapes[0];
+      const Tensor& taken = as_taken(
+          x, parameter.type, is_other ? Layout::kContiguous : parameter.layout, storage.owned);
+      set_tensor(line, given, taken, const_cast<void*>(taken.const_data_ptr()));
+    } else {
+      // An operator that uses the kernels of another one may lack an argument with a default.
+      const int position = call.op.argument[source.index];
+      const int default_position = call.op.owner->argument[source.index];
+      set_value(call.text.lines[source.index], parameter.kind,
+                position < 0 ? *call.op.owner->parsed.arguments()[default_position].default_value()
+                             : call.stack[position],
+                slot, storage);
+    }
+  }
+}
+
+void run_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const Storage& storage) {
+  const Outcome outcome = kernel.entry.run(kernel.entry.function, storage.slots.data());
+  TORCH_CHECK(!outcome.error, call.op.name, ": CUDA error: ", outcome.error);
+  if (outcome.wrong >= 0) refuse_position(call, outcome.wrong);
+}
+
+void narrow_results(const Storage& storage) {
+  for (const auto& [result, written] : storage.narrowed) result.copy_(written);
+}
+
+void run_on_cpu(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results) {
+  if (!kernel.entry.checks_entries) check_entries(call);
+  check_made(call);
+  Storage storage;
+  fill_slots(call, kernel, results, nullptr, storage);
+  run_slots(call, kernel, storage);
+  narrow_results(storage);
+}
+
+// Return the device's current cudaStream_t. It comes from PyTorch's C interface, because this unit
+// includes no CUDA headers, and PyTorch 2.10 lacks c10::Stream::native_handle().
+void* current_stream(c10::Device device) {
+  using Function = int32_t (*)(int32_t device_index, void** stream);
+  static const Function get = [] {
+    void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    void* const symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
+    return reinterpret_cast<Function>(symbol);
+  }();
+  void* stream = nullptr;
+  TORCH_CHECK(get && get(device.index(), &stream) == 0, "calcops: no current CUDA stream");
+  return stream;
+}
+
+void run_on_cuda(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results) {
+  const c10::DeviceGuard guard(call.first_tensor->device());
+  void* stream = current_stream(call.first_tensor->device());
+  // While a CUDA graph is captured, the host cannot wait for the GPU.
+  if (wants_checks() && !(kernel.entry.is_capturing && kernel.entry.is_capturing(stream))) {
+    check_entries(call);
+    check_made(call);
+  }
+  Storage storage;
+  fill_slots(call, kernel, results, stream, storage);
+  Workspace workspace{nullptr, 0};
+  Tensor memory;
+  if (kernel.binding.has_workspace) {
+    storage.slots[kernel.entry.count - 2].data = &workspace;
+    run_slots(call, kernel, storage);  // sets workspace.bytes
+    memory = at::empty({std::max<int64_t>(workspace.bytes, 1)},
+                       call.first_tensor->options().dtype(at::kByte));
+    workspace.data = memory.mutable_data_ptr();
+  }
+  run_slots(call, kernel, storage);
+  narrow_results(storage);
+}
+
+void push_results(const Operator& op, Results& results, torch::jit::Stack* stack) {
+  torch::jit::drop(*stack, op.count);
+  for (size_t i = 0; i < op.result_lines.size(); ++i) stack->push_back(std::move(results[i]));
+}
+
+// Throw the current exception again. If memory on the CPU did not suffice, throw another error: it
+// names the argument with the largest number.
+[[noreturn]] void refuse_memory(const Operator& op, const IValue* stack) {
+  try {
+    throw;
+  } catch (const std::bad_alloc&) {
+  } catch (const c10::Error& error) {
+    if (!std::strstr(error.what_without_backtrace(), "can't allocate memory")) throw;
+  }
+  const Line* largest = nullptr;
+  int64_t most = -1;
+  const auto compare = [&](const Line& line, const SymInt& number) {
+    const int64_t size = value_or_zero(number);
+    if (size <= most) return;
+    most = size;
+    largest = &line;
+  };
+  const auto& lines = op.family->text.lines;
+  for (size_t i = 0; i < lines.size(); ++i) {
+    if (!op.has(int(i))) continue;
+    const IValue& value = stack[op.argument[i]];
+    if (op.at_line(int(i)).kind == contract::Kind::kInt) compare(lines[i], value.toSymInt());
+    if (op.at_line(int(i)).kind == contract::Kind::kInts && value.isList())
+      for (const SymInt& size : value.toSymIntVector()) compare(lines[i], size);
+  }
+  TORCH_CHECK(largest, op.name, ": expected arguments for which memory suffices");
+  TORCH_CHECK(false, op.name, ": expected `", largest->name, "` for which memory suffices, got ",
+              stack[op.argument[largest - lines.data()]]);
+}
+
+// The kernel of the dispatch key CPU or CUDA, for all operators.
+template <bool on_cuda>
+void run_on_device(const Operator& op, torch::jit::Stack* stack) {
+  Results results;
+  const IValue* const first = stack->data() + stack->size() - op.count;
+  try {
+    Checked<int64_t> call(op, first);
+    std::list<Tensor> made;
+    if (on_cuda)
+      for (size_t i = 0; i < call.text.lines.size(); ++i) {
+        const Line& line = call.text.lines[i];
+        if (line.made_on_cuda && op.has(int(i)) && !call.tensors[i]->defined())
+          call.tensors[i] = &made.emplace_back(made_for(call, line));
+      }
+
+    results = call.results();
+    if (const BoundKernel* kernel = kernel_for(call, on_cuda)) {
+      if (on_cuda)
+        run_on_cuda(call, *kernel, results);
+      else
+        run_on_cpu(call, *kernel, results);
+    } else {
+      TORCH_CHECK(!on_cuda || !op.family->without_cuda, op.name, ": built without CUDA because ",
+                  op.family->without_cuda);
+      TORCH_CHECK(false, op.name, ": no kernel for ", on_cuda ? "CUDA" : "the CPU",
+                  " and these dtypes is registered");
+    }
+
+    for (size_t i = 0; i < op.result_lines.size(); ++i)
+      if (!results[i].defined()) results[i] = call.nothing(i);
+  } catch (...) {
+    refuse_memory(op, first);
+  }
+  push_results(op, results, stack);
+}
+
+// The kernel of the dispatch key Meta: allocates the results.
+void run_on_meta(const Operator& op, torch::jit::Stack* stack) {
+  Results results;
+  const IValue* const first = stack->data() + stack->size() - op.count;
+  try {
+    const Checked<SymInt> call(op, first);
+    results = call.results();
+    for (size_t i = 0; i < op.result_lines.size(); ++i)
+      if (!results[i].defined()) results[i] = call.nothing(i);
+  } catch (...) {
+    refuse_memory(op, first);
+  }
+  push_results(op, results, stack);
+}
+
+// Checks the arguments of a composition and calls it.
+void run_composition(const Operator& op, torch::jit::Stack* stack) {
+  const IValue* const first = stack->data() + stack->size() - op.count;
+  Value result;
+  try {
+    const Checked<SymInt> call(op, first);
+    result = op.composition(values_of(first));
+  } catch (...) {
+    refuse_memory(op, first);
+  }
+  torch::jit::drop(*stack, op.count);
+  if (op.schema.results.size() == 1) return stack->push_back(ivalue_of(result));
+  TORCH_CHECK(ivalue_of(result).isTuple(), op.name, ": its composition returns one value");
+  for (const IValue& each : ivalue_of(result).toTupleRef().elements()) stack->push_back(each);
+}
+
+}  // namespace
+}  // namespace calcops

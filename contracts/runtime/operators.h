@@ -1,0 +1,123 @@
+// The operators of the loaded contracts, and access to the value in a calcops::Value.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <algorithm>
+#include <array>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "autograd.h"
+
+namespace calcops {
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+using c10::SymInt;
+using contract::kMost;
+using contract::Line;
+using contract::Shape;
+using contract::Source;
+using contract::Sum;
+
+// The bytes of a process's address space on x86-64. A result has fewer.
+constexpr int64_t kMostBytes = int64_t(1) << 47;
+using Results = std::array<Tensor, contract::kMostResults>;
+
+at::ScalarType scalar_type(Type type) {
+  static constexpr at::ScalarType kTypes[] = {at::ScalarType::Undefined,
+                                              at::kBool,
+                                              at::kByte,
+                                              at::kUInt16,
+                                              at::kChar,
+                                              at::kShort,
+                                              at::kInt,
+                                              at::kLong,
+                                              at::kHalf,
+                                              at::kBFloat16,
+                                              at::kFloat,
+                                              at::kDouble};
+  return kTypes[int(type)];
+}
+
+// A Value is an IValue. Its header does not know that type.
+static_assert(sizeof(Value) == sizeof(IValue) && alignof(Value) == alignof(IValue));
+const IValue& ivalue_of(const Value& value) { return reinterpret_cast<const IValue&>(value); }
+const Value* values_of(const IValue* ivalues) { return reinterpret_cast<const Value*>(ivalues); }
+Value value_of(IValue ivalue) {
+  Value value;
+  reinterpret_cast<IValue&>(value) = std::move(ivalue);
+  return value;
+}
+
+const Tensor kNone;
+
+const Tensor& tensor_or_none(const IValue& value) {
+  return value.isTensor() ? value.toTensor() : kNone;
+}
+
+template <class Item>
+bool contains(const std::vector<Item>& list, const Item& item) {
+  return std::find(list.begin(), list.end(), item) != list.end();
+}
+
+struct BoundKernel {
+  KernelEntry entry;
+  contract::Binding binding;
+};
+
+struct Family;
+
+struct Operator : contract::Signature {
+  Family* family;
+  std::string name;  // qualified
+  c10::FunctionSchema parsed;
+  int count = 0;  // of arguments
+  Value (*composition)(const Value*) = nullptr;
+  void (*check)(const Value*, Value*) = nullptr;
+  std::unique_ptr<Derivatives> formulas{};
+  std::vector<BoundKernel> kernels{};
+  const Operator* owner = nullptr;  // the operator whose kernels it uses
+
+  // Return whether a call computes a result. A gradient is computed if output_mask selects it,
+  // another result if all of its factors are given.
+  bool is_wanted(const IValue* arguments, size_t result) const {
+    if (mask >= 0) return arguments[mask].toBoolList()[result];
+    if (result < needs.size())
+      for (const int line : needs[result])
+        if (!tensor_or_none(arguments[argument[line]]).defined()) return false;
+    return true;
+  }
+};
+
+// All operators of one contract.
+struct Family {
+  contract::Text text;
+  std::string name_space, file;
+  int line = 0;                        // of the contract in the file
+  const char* without_cuda = nullptr;  // why the build has no CUDA
+  std::deque<Operator> operators;
+  contract::Linear linear;
+  std::unique_ptr<Multilinear> derivatives;  // those of `linear`
+};
+
+std::deque<Family>& families() {
+  static auto* all = new std::deque<Family>;
+  return *all;
+}
+
+// Kernels whose contract is not registered yet, by the operator's qualified name.
+std::map<std::string, std::vector<KernelEntry>>& kernels_waiting() {
+  static auto* waiting = new std::map<std::string, std::vector<KernelEntry>>;
+  return *waiting;
+}
+
+}  // namespace
+}  // namespace calcops

@@ -1,0 +1,204 @@
+// The functions of calcops::Value, with which sources write compositions and derivatives.
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "operators.h"
+
+namespace calcops {
+Value::Value(decltype(nullptr)) { new (memory_) IValue(); }
+Value::Value(int64_t number) { new (memory_) IValue(number); }
+Value::Value(double number) { new (memory_) IValue(number); }
+Value::Value(bool flag) { new (memory_) IValue(flag); }
+Value::Value(const char* text) { new (memory_) IValue(std::string(text)); }
+Value::Value(const Value& other) { new (memory_) IValue(ivalue_of(other)); }
+Value::~Value() { reinterpret_cast<IValue*>(memory_)->~IValue(); }
+
+Value& Value::operator=(const Value& other) {
+  reinterpret_cast<IValue&>(*this) = ivalue_of(other);
+  return *this;
+}
+
+bool Value::is_none() const {
+  const IValue& value = ivalue_of(*this);
+  return value.isNone() || (value.isTensor() && !value.toTensor().defined());
+}
+
+bool Value::is_tensor() const { return ivalue_of(*this).isTensor(); }
+
+// Formulas::vjp() sets a gradient that is not wanted to false.
+bool Value::is_wanted() const { return !ivalue_of(*this).isBool(); }
+
+bool Value::is_readable() const {
+  const Tensor& x = ivalue_of(*this).toTensor();
+  return !x.is_meta() && !x.key_set().has_any(c10::DispatchKeySet(
+                             {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
+                              c10::DispatchKey::Functionalize}));
+}
+
+int64_t Value::item() const {
+  const IValue& value = ivalue_of(*this);
+  if (value.isBool()) return value.toBool();
+  return value.isTensor() ? value.toTensor().item().toLong() : value.toInt();
+}
+
+int Value::dim() const { return int(ivalue_of(*this).toTensor().dim()); }
+
+bool Value::equals(int64_t number) const {
+  return ivalue_of(*this).toSymInt().sym_eq(number).guard_bool(__FILE__, __LINE__);
+}
+
+bool Value::is_known(int64_t number) const {
+  return ivalue_of(*this).toSymInt().maybe_as_int() == number;
+}
+
+bool Value::expect_equal(const Value& size) const {
+  return ivalue_of(*this)
+      .toSymInt()
+      .sym_eq(ivalue_of(size).toSymInt())
+      .expect_true(__FILE__, __LINE__);
+}
+
+bool Value::expect_at_least(int64_t number) const {
+  return ivalue_of(*this).toSymInt().sym_ge(number).expect_true(__FILE__, __LINE__);
+}
+
+bool Value::is(const char* text) const { return ivalue_of(*this).toStringRef() == text; }
+
+Value Value::shape() const {
+  return value_of(IValue(ivalue_of(*this).toTensor().sym_sizes().vec()));
+}
+
+Value Value::size(int dimension) const {
+  return value_of(IValue(ivalue_of(*this).toTensor().sym_size(dimension)));
+}
+
+Value Value::dtype() const { return value_of(IValue(ivalue_of(*this).toTensor().scalar_type())); }
+
+Value Value::dtype_name() const {
+  return value_of(IValue(c10::toString(ivalue_of(*this).toTensor().scalar_type())));
+}
+
+Value Value::dtype_of(Type type) { return value_of(IValue(scalar_type(type))); }
+
+bool Value::is_integral() const {
+  return at::isIntegralType(ivalue_of(*this).toTensor().scalar_type(), /*includeBool=*/false);
+}
+
+Value Value::device() const { return value_of(IValue(ivalue_of(*this).toTensor().device())); }
+
+Value Value::operator[](int i) const {
+  const IValue& value = ivalue_of(*this);
+  TORCH_CHECK(value.isTuple() || value.isList(), "calcops::Value: expected several results or a ",
+              "list, got ", value.tagKind());
+  TORCH_CHECK(i >= 0 && i < length(), "calcops::Value: expected an index below ", length(),
+              ", got ", i);
+  if (value.isTuple()) return value_of(value.toTupleRef().elements()[i]);
+  return value_of(value.toListRef()[i]);
+}
+
+int Value::length() const {
+  const IValue& value = ivalue_of(*this);
+  return int(value.isTuple() ? value.toTupleRef().elements().size() : value.toListRef().size());
+}
+
+Value Value::call_in(const char* name_space, const char* op, const Value* values, int count) {
+  std::string name = op;
+  if (name.find("::") == std::string::npos) name = std::string(name_space) + "::" + name;
+  const size_t dot = name.find('.');
+  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
+      name.substr(0, dot).c_str(), dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
+  const auto& arguments = handle.schema().arguments();
+  TORCH_CHECK(size_t(count) <= arguments.size(), "calcops::Value::call: expected at most ",
+              arguments.size(), " arguments of ", handle.schema(), ", got ", count);
+  torch::jit::Stack stack;
+  for (int i = 0; i < count; ++i) stack.push_back(ivalue_of(values[i]));
+  for (size_t i = count; i < arguments.size(); ++i) {
+    const auto& value = arguments[i].default_value();
+    TORCH_CHECK(value || arguments[i].type()->kind() == c10::TypeKind::OptionalType,
+                "calcops::Value::call: expected `", arguments[i].name(), "` of ", handle.schema());
+    stack.push_back(value.value_or(IValue()));
+  }
+  handle.callBoxed(&stack);
+  if (stack.size() == 1) return value_of(std::move(stack[0]));
+  return value_of(c10::ivalue::Tuple::create(std::move(stack)));
+}
+
+Value Value::list_of(const Value* values, int count) {
+  if (count > 0 && ivalue_of(values[0]).isTensor()) {
+    c10::List<Tensor> list;
+    for (int i = 0; i < count; ++i) list.push_back(ivalue_of(values[i]).toTensor());
+    return value_of(IValue(std::move(list)));
+  }
+  if (count > 0 && ivalue_of(values[0]).isBool()) {
+    c10::List<bool> list;
+    for (int i = 0; i < count; ++i) list.push_back(ivalue_of(values[i]).toBool());
+    return value_of(IValue(std::move(list)));
+  }
+  std::vector<SymInt> list;
+  for (int i = 0; i < count; ++i) list.push_back(ivalue_of(values[i]).toSymInt());
+  return value_of(IValue(std::move(list)));
+}
+
+namespace {
+
+// Return the text of a value for an error message.
+std::string text_of(const Value& shown) {
+  const IValue& value = ivalue_of(shown);
+  if (value.isString()) return value.toStringRef();
+  if (!value.isTensor()) return c10::str(value);
+  return c10::str(value.toTensor().scalar_type(), ' ', value.toTensor().sym_sizes());
+}
+
+}  // namespace
+
+void refuse(const char* op, const char* argument, const char* what, const Value& got) {
+  TORCH_CHECK(false, op, ": expected `", argument, "` ", what, ", got ", text_of(got));
+}
+
+void refuse(const char* op, const char* argument, const char* what, const Value& wanted,
+            const Value& got) {
+  TORCH_CHECK(false, op, ": expected `", argument, "` ", what, ' ', text_of(wanted), ", got ",
+              text_of(got));
+}
+
+namespace {
+
+// Call an operator of PyTorch for tensors, otherwise compute with numbers.
+template <class Numbers>
+Value combined(const char* name, const Value& a, const Value& b, const Numbers& numbers) {
+  const IValue &x = ivalue_of(a), &y = ivalue_of(b);
+  if (x.isTensor() || y.isTensor())
+    return Value::call((std::string(name) + (y.isTensor() ? ".Tensor" : ".Scalar")).c_str(), a, b);
+  if (x.isDouble() || y.isDouble())
+    return value_of(numbers(x.toScalar().toDouble(), y.toScalar().toDouble()));
+  return value_of(numbers(x.toSymInt(), y.toSymInt()));
+}
+
+}  // namespace
+
+Value operator+(const Value& a, const Value& b) {
+  if (b.is_tensor() && !a.is_tensor()) return b + a;
+  return combined("aten::add", a, b, [](const auto& x, const auto& y) { return IValue(x + y); });
+}
+
+Value operator*(const Value& a, const Value& b) {
+  if (b.is_tensor() && !a.is_tensor()) return b * a;
+  return combined("aten::mul", a, b, [](const auto& x, const auto& y) { return IValue(x * y); });
+}
+
+Value operator-(const Value& a, const Value& b) {
+  if (b.is_tensor() && !a.is_tensor()) return Value::call("aten::rsub.Scalar", b, a);
+  return combined("aten::sub", a, b, [](const auto& x, const auto& y) { return IValue(x - y); });
+}
+
+Value operator/(const Value& a, const Value& b) {
+  if (b.is_tensor() && !a.is_tensor()) return Value::call("aten::reciprocal", b) * a;
+  const IValue& y = ivalue_of(b);
+  const bool is_size = !a.is_tensor() && !ivalue_of(a).isDouble() && !y.isTensor() && !y.isDouble();
+  TORCH_CHECK(!is_size || b.expect_at_least(1),
+              "calcops::Value: expected a size divided by at least 1, got ", y);
+  return combined("aten::div", a, b, [](const auto& x, const auto& y) { return IValue(x / y); });
+}
+
+}  // namespace calcops

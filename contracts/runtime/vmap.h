@@ -1,0 +1,179 @@
+// Calls under torch.vmap: one call for all items of the batch if the contract joins a size,
+// otherwise one call for each item.
+#pragma once
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <optional>
+
+#include "checked.h"
+
+namespace calcops {
+namespace {
+
+// Run one call for each item.
+tensor_list vmap_one_by_one(const Call& call, const SymInt& items) {
+  std::vector<tensor_list> items_of_results;
+  for (int64_t item = 0; item < items.guard_int(__FILE__, __LINE__); ++item) {
+    Call one = call;
+    for (IValue& argument : one.arguments)
+      if (argument.isTensor()) argument = argument.toTensor().select(0, item);
+    const tensor_list results = one.run();
+    items_of_results.resize(results.size());
+    for (size_t i = 0; i < results.size(); ++i) items_of_results[i].push_back(results[i]);
+  }
+  tensor_list results;
+  for (const tensor_list& list : items_of_results) results.push_back(at::stack(list));
+  return results;
+}
+
+// Return results without items. Their shapes are those of a call on Meta.
+tensor_list vmap_no_items(const Call& call) {
+  Call one = call;
+  Tensor nothing;  // 0, which depends on all floating arguments, as the results do
+  at::TensorOptions options;
+  for (IValue& argument : one.arguments) {
+    if (!argument.isTensor()) continue;
+    const Tensor& x = argument.toTensor();
+    options = x.options();
+    if (x.is_floating_point()) nothing = nothing.defined() ? nothing.add(x.sum()) : x.sum();
+    argument = at::empty_symint(x.sym_sizes().slice(1), options.device(at::kMeta));
+  }
+  tensor_list results;
+  for (const Tensor& result : one.run()) {
+    c10::SymDimVector shape(result.sym_sizes());
+    shape.insert(shape.begin(), 0);
+    results.push_back(at::zeros_symint(shape, options.dtype(result.scalar_type())));
+    if (result.is_floating_point() && nothing.defined())
+      results.back() = results.back().add(nothing.to(result.scalar_type()));
+  }
+  return results;
+}
+
+// A call under vmap whose tensors are [items, ...], as one call.
+struct Joined {
+  const Operator& op;
+  const contract::Text& text;
+  const Call& given;
+  const SymInt& items;
+  const std::vector<IValue> first;  // the arguments of the first item
+  const Checked<SymInt> item;       // All items have its sizes.
+
+  Joined(const Operator& op, const Call& given, const SymInt& items)
+      : op(op),
+        text(op.family->text),
+        given(given),
+        items(items),
+        first(first_of(given)),
+        item(op, first.data()) {}
+
+  static std::vector<IValue> first_of(const Call& given) {
+    std::vector<IValue> arguments = given.arguments;
+    for (IValue& argument : arguments)
+      if (argument.isTensor()) argument = argument.toTensor().select(0, 0);
+    return arguments;
+  }
+
+  bool is_joined(int size) const { return size >= 0 && contains(text.joined, text.sizes[size]); }
+
+  // Return the dimension of a tensor that vmap joins; -1: none.
+  int dimension(const Line& line) const {
+    if (line.shapes.empty()) return -1;
+    for (size_t d = 0; d < line.shapes[0].size(); ++d)
+      if (is_joined(contract::bare(line.shapes[0][d]))) return int(d);
+    return -1;
+  }
+
+  // Return x [items, ...] with its items joined along the joined dimension, or nothing if they
+  // cannot be joined.
+  std::optional<Tensor> join(const Tensor& x, const Line& line) const {
+    const int d = dimension(line);
+    if (d < 0) {
+      // The tensor must serve all items. vmap() expands such a tensor, so that its stride along the
+      // items is 0.
+      if (items.maybe_as_int() != 1 && x.sym_stride(0).maybe_as_int() != 0) return {};
+      return x.select(0, 0);
+    }
+    Tensor shifted = x;
+    if (const int size = contract::bare(line.entries.below); is_joined(size)) {
+      const SymInt& rows = item.sizes[size];
+      const auto type = x.scalar_type();
+      const int bits = int(8 * c10::elementSize(type)) - c10::isSignedType(type);
+      if (bits < 63 && !holds(at_most(rows * items, SymInt((int64_t(1) << bits) - 1)))) return {};
+      shifted = shifted_by(x, rows).to(type);
+    }
+    return shifted.movedim(0, d).flatten(d, d + 1);
+  }
+
+  // Index entries [items, ...] name the rows of their own item. Return entries that name the same
+  // rows of the joined tensor. -1 stays -1, and a wrong entry stays wrong.
+  Tensor shifted_by(const Tensor& entries, const SymInt& rows) const {
+    const Tensor wide = entries.to(at::kLong);
+    Tensor step = at::arange(items, wide.options()).mul(c10::Scalar(rows));
+    while (step.dim() < wide.dim()) step = step.unsqueeze(-1);
+    const Tensor outside = at::where(wide.eq(-1), -1, c10::Scalar(rows * items));
+    return at::where(wide.ge(0).logical_and(wide.lt(rows)), wide.add(step), outside);
+  }
+
+  // Return one call for all items, or nothing if they cannot be joined.
+  std::optional<Call> call() const {
+    Call all = given;
+    for (size_t i = 0; i < text.lines.size(); ++i) {
+      const Line& line = text.lines[i];
+      for (const int position : {op.argument[i], op.gradient[i]}) {
+        if (position < 0) continue;
+        IValue& argument = all.arguments[position];
+        if (!line.made_by.empty() && dimension(line) < 0) {
+          argument =
+              IValue();  // such as edge_order, which is made for the joined graph where needed
+        } else if (argument.isTensor()) {
+          const auto joined = join(argument.toTensor(), line);
+          if (!joined) return {};
+          argument = *joined;
+        } else if (is_joined(line.size)) {
+          argument = item.sizes[line.size] * items;
+        } else if (is_joined(contract::bare(line.entries.below))) {
+          return {};  // the kernel cannot know to which item a row belongs
+        }
+      }
+    }
+    try {
+      Checked<SymInt>(op, all.arguments.data());
+    } catch (const std::exception&) {
+      return {};  // it is too large for a limit that one item meets
+    }
+    return all;
+  }
+
+  // Return the results of all items from those of their call.
+  tensor_list separate(tensor_list results) const {
+    for (size_t i = 0; i < results.size(); ++i) {
+      const Line& line = text.lines[op.result_lines[i]];
+      const int d = dimension(line);
+      if (op.is_wanted(given.arguments.data(), i))
+        results[i] =
+            results[i]
+                .unflatten_symint(d, {items, item.sizes[contract::bare(line.shapes[0][d])]})
+                .movedim(d, 0);
+      else
+        results[i] = results[i].unflatten_symint(0, {items, 0});
+    }
+    return results;
+  }
+};
+
+tensor_list vmap_items(const Operator& op, const Call& call, const SymInt& items) {
+  if (items.maybe_as_int() == 0) return vmap_no_items(call);
+  if (!op.family->text.joined.empty()) {
+    const Joined joined(op, call, items);
+    if (const auto all = joined.call()) return joined.separate(all->run());
+  }
+  return vmap_one_by_one(call, items);
+}
+
+}  // namespace
+}  // namespace calcops

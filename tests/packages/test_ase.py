@@ -1,0 +1,407 @@
+"""calcops/ase: results against ASE's Lennard-Jones and numerical derivatives, reuse of
+neighbour lists, second derivatives, and the script properties.py."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from reference import DEVICES
+
+for name in ("ase", "vesin", "matplotlib", "tqdm"):
+    pytest.importorskip(name)
+
+from ase import Atoms, units  # noqa: E402
+from ase.build import bulk, fcc111, molecule  # noqa: E402
+from ase.calculators.calculator import PropertyNotImplementedError  # noqa: E402
+from ase.calculators.fd import calculate_numerical_forces, calculate_numerical_stress  # noqa: E402
+from ase.calculators.lj import LennardJones as AseLennardJones  # noqa: E402
+from ase.md.verlet import VelocityVerlet  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "calcops" / "ase"
+from calcops.ase.calculator import CalcOps  # noqa: E402
+from calcops.ase.second_derivatives import elastic_constants, phonons, response  # noqa: E402
+from calcops.potentials.lennard_jones import LennardJones  # noqa: E402
+from calcops.potentials.package import load, save  # noqa: E402
+from calcops.potentials.stillinger_weber import StillingerWeber  # noqa: E402
+
+ARGON = {"epsilon": 0.0104, "sigma": 3.4}
+
+
+def argon(cutoff=8.5, tail="shift"):
+    return LennardJones(**ARGON, cutoff=cutoff, tail=tail, units="metal", type_names=("Ar",))
+
+
+def silicon(cells=2, rattle=0.1, shear=0.05):
+    atoms = bulk("Si", "diamond", a=5.43, cubic=True).repeat(cells)
+    strain = [[0, shear, 0], [0, 0, -shear], [0, 0, shear]]
+    atoms.set_cell(atoms.cell.array @ (np.eye(3) + strain), scale_atoms=True)
+    atoms.rattle(rattle, seed=1)
+    return atoms
+
+
+def systems():
+    """Return systems by name, with every kind of cell and of periodicity."""
+    crystal = bulk("Ar", a=5.3, cubic=True).repeat(2)
+    crystal.rattle(0.2, seed=0)
+    triclinic = crystal.copy()
+    shear = [[1, 0.3, 0], [0, 1, -0.4], [0, 0, 0.9]]
+    triclinic.set_cell(crystal.cell.array @ shear, scale_atoms=True)
+    outside = triclinic.copy()
+    images = np.random.default_rng(0).integers(-2, 3, (len(triclinic), 3))
+    outside.positions += images @ triclinic.cell.array
+    slab = fcc111("Ar", (2, 2, 3), a=5.3, vacuum=6.0)
+    slab.rattle(0.1, seed=0)
+    positions = [[0, 0, 0], [1, 3.5, 0.5], [2, -1, 3]]
+    wire = Atoms("Ar3", positions, cell=[0, 0, 4.5], pbc=[False, False, True])
+    cluster = Atoms("Ar13", molecule("C60").positions[:13] * 2.5)
+    return {
+        "crystal": crystal,
+        "triclinic": triclinic,
+        "outside the cell": outside,
+        "one atom, five images deep": bulk("Ar", a=5.3),
+        "left-handed": Atoms(
+            "Ar2", [[0, 0, 0], [1, 1, 3.3]], cell=[[0, 5, 0], [5, 0, 0], [1, 0, 6]], pbc=True
+        ),
+        "slab": slab,
+        "wire without other cell vectors": wire,
+        "cluster": cluster,
+        "one atom alone": Atoms("Ar"),
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", systems())
+def test_everything_agrees_with_ases_lennard_jones(name, device):
+    ours = systems()[name]
+    ours.calc = CalcOps(argon(), device=device)
+    theirs = systems()[name]
+    theirs.calc = AseLennardJones(**ARGON, rc=8.5)
+    properties = ["energy", "free_energy", "energies", "forces"]
+    if ours.cell.rank == 3:
+        properties += ["stress", "stresses"]
+    for key in properties:
+        expected = np.asarray(theirs.calc.get_property(key, theirs))
+        scale = abs(theirs.get_forces()).max() + abs(theirs.get_potential_energies()).max()
+        actual = ours.calc.get_property(key, ours)
+        np.testing.assert_allclose(actual, expected, rtol=1e-11, atol=1e-13 + 1e-13 * scale)
+    assert set(ours.calc.results) == set(properties)
+    if name != "one atom alone":
+        assert ours.get_potential_energy() != 0
+
+
+def test_forces_and_stress_are_numerical_derivatives():
+    for atoms in (silicon(), bulk("Si", "diamond", a=5.3)):
+        atoms.calc = CalcOps(StillingerWeber())
+        forces = calculate_numerical_forces(atoms, eps=1e-4, iatoms=range(2), force_consistent=True)
+        np.testing.assert_allclose(atoms.get_forces()[:2], forces, atol=2e-6)
+        stress = calculate_numerical_stress(atoms, eps=1e-5, force_consistent=True)
+        np.testing.assert_allclose(atoms.get_stress(), stress, atol=1e-8)
+        assert abs(stress).max() > 0.01
+        np.testing.assert_allclose(atoms.get_stresses().sum(0), atoms.get_stress(), atol=1e-14)
+        energy = atoms.get_potential_energies().sum()
+        assert energy == pytest.approx(atoms.get_potential_energy(), rel=1e-14)
+
+
+def test_a_system_without_a_periodic_cell_has_no_stress():
+    atoms = systems()["cluster"]
+    atoms.calc = CalcOps(argon())
+    message = (
+        r"expected a periodic cell with a volume for the stress, got pbc=\[False, "
+        r"False, False\] and 0 cell"
+    )
+    for _ in range(2):  # the second time with the energy cached
+        with pytest.raises(PropertyNotImplementedError, match=message):
+            atoms.get_stress()
+        with pytest.raises(PropertyNotImplementedError, match=message):
+            atoms.get_stresses()
+        atoms.get_potential_energy()
+    atoms.center(vacuum=5)  # a cell, but not a periodic one
+    with pytest.raises(PropertyNotImplementedError, match="and 3 cell vectors"):
+        atoms.get_stress()
+
+
+def test_other_elements_atoms_at_one_place_and_other_units_are_refused():
+    atoms = bulk("C")
+    atoms.calc = CalcOps(StillingerWeber())
+    with pytest.raises(ValueError, match=r"expected atoms of \['Si'\], got C2"):
+        atoms.get_potential_energy()
+    atoms = bulk("Si", cubic=True)
+    atoms.positions[3] = atoms.positions[1]
+    atoms.calc = CalcOps(StillingerWeber())
+    message = "expected atoms apart from one another, got atoms 1 and 3 in one place"
+    with pytest.raises(ValueError, match=message):
+        atoms.get_forces()
+    with pytest.raises(ValueError, match='expected a model with units "metal" or "lj", got real'):
+        CalcOps(LennardJones(units="real", type_names=("Ar",)))
+
+
+def test_the_list_is_found_anew_only_when_it_must_be():
+    atoms = silicon()
+    atoms.calc = calc = CalcOps(StillingerWeber(), skin=0.4)
+
+    def builds():
+        before = calc.neighbours.builds
+        energy = atoms.get_potential_energy()
+        forces = atoms.get_forces()
+        fresh = atoms.copy()
+        fresh.calc = CalcOps(StillingerWeber(), skin=0.0)
+        assert energy == pytest.approx(fresh.get_potential_energy(), rel=1e-13)
+        np.testing.assert_allclose(forces, fresh.get_forces(), atol=1e-12)
+        return calc.neighbours.builds - before
+
+    assert builds() == 1
+    assert builds() == 0
+    atoms.positions[3] += [0.19, 0, 0]
+    assert builds() == 0
+    atoms.positions[4] -= [0, 0.1, 0.17]  # 0.197 A
+    assert builds() == 0
+    atoms.positions[3] += [0.02, 0, 0]  # 0.21 A from its place when the list was built
+    assert builds() == 1
+    atoms.positions[3] -= [0.19, 0, 0]  # displacements now count from the new list
+    assert builds() == 0
+    atoms.info["note"] = None
+    atoms.set_initial_charges(np.ones(len(atoms)))
+    assert builds() == 0
+    atoms.positions[5] += atoms.cell[0]  # the same crystal, but another image
+    assert builds() == 1
+    atoms.set_cell(atoms.cell * 1.001)  # moves the farthest atom by 0.015 A relative to the cell
+    assert builds() == 0
+    atoms.set_cell(atoms.cell * 0.97)
+    assert builds() == 1
+    atoms.pbc = [True, True, False]
+    assert builds() == 1
+    del atoms[7]
+    assert builds() == 1
+    atoms.numbers[:] = atoms.numbers  # no change
+    assert builds() == 0
+
+
+def test_the_skin_holds_pairs_that_come_into_reach_from_both_sides():
+    atoms = Atoms("Ar2", [[0, 0, 0], [8.5 + 0.38, 0, 0]])
+    atoms.calc = CalcOps(argon(cutoff=8.5, tail="cut"), skin=0.4)
+    assert atoms.get_potential_energy() == 0
+    atoms.positions[:, 0] += [0.199, -0.199]  # 8.482 A
+    expected = 4 * 0.0104 * ((3.4 / 8.482) ** 12 - (3.4 / 8.482) ** 6)
+    assert atoms.get_potential_energy() == pytest.approx(expected)
+    assert atoms.calc.neighbours.builds == 1
+
+
+class Watched:
+    """A model of silicon that records its arguments and the number of threads."""
+
+    def __init__(self):
+        self.model = StillingerWeber()
+        self.cutoff = self.model.cutoff
+        self.units = self.model.units
+        self.type_names = self.model.type_names
+        self.device = "cpu"
+        self.dtype = torch.float64
+
+    def __call__(self, types, list_neigh, Rij, nghost):
+        self.list_neigh = list_neigh
+        self.Rij = Rij
+        self.threads = torch.get_num_threads()
+        return self.model(types, list_neigh, Rij, nghost)
+
+
+def test_a_model_gets_the_pairs_within_its_cutoff_and_no_others():
+    watched = Watched()
+    atoms = silicon()
+    atoms.calc = CalcOps(watched, skin=2.0)
+    forces = atoms.get_forces()
+    far = torch.linalg.vector_norm(watched.Rij, dim=-1) >= watched.cutoff
+    assert not ((watched.list_neigh >= 0) & far).any()
+    assert (watched.list_neigh >= 0).sum(-1).max() == watched.list_neigh.shape[2]
+    atoms.calc = CalcOps(StillingerWeber(), skin=0.0)
+    np.testing.assert_allclose(forces, atoms.get_forces(), atol=1e-13)
+
+
+def test_few_atoms_get_few_threads():
+    watched = Watched()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for cells, threads in ((1, 1), (4, 2)):
+            atoms = silicon(cells)
+            atoms.calc = CalcOps(watched)
+            atoms.get_forces()
+            assert (watched.threads, torch.get_num_threads()) == (threads, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_run_keeps_its_list_for_many_steps_and_conserves_energy():
+    atoms = silicon(rattle=0.05, shear=0)
+    atoms.calc = CalcOps(StillingerWeber())
+    others = [CalcOps(StillingerWeber(), skin=skin) for skin in (0, 2.0)]
+    total = []
+    builds = []
+    for _ in VelocityVerlet(atoms, units.fs).irun(199):
+        total.append(atoms.get_total_energy() / len(atoms))
+        if len(total) % 20 == 0:
+            for calc in others:
+                np.testing.assert_allclose(calc.get_forces(atoms), atoms.get_forces(), atol=1e-12)
+        builds.append(atoms.calc.neighbours.builds)
+    assert 1 <= np.diff(builds).sum() <= 30  # few: atoms swing back to where a kept list is valid
+    assert [calc.neighbours.builds for calc in others] == [10, 1]
+    assert np.ptp(total) < 5e-4
+    assert abs(np.mean(total[100:]) - np.mean(total[:100])) < 5e-5
+
+
+def test_float32_is_close_and_stays_float32():
+    atoms = silicon()
+    atoms.calc = CalcOps(StillingerWeber(), dtype=torch.float32)
+    exact = atoms.copy()
+    exact.calc = CalcOps(StillingerWeber())
+    assert atoms.calc.model.pairs.dtype == torch.float32
+    error = abs(atoms.get_forces() - exact.get_forces()).max()
+    assert 1e-9 < error < 1e-4
+    assert atoms.get_potential_energy() == pytest.approx(exact.get_potential_energy(), rel=1e-6)
+
+
+@pytest.mark.parametrize("ending", ["pt", pytest.param("pt2", marks=pytest.mark.long)])
+def test_packaged_models_give_the_same(ending, tmp_path):
+    save(StillingerWeber(), tmp_path / f"silicon.{ending}")
+    calc = CalcOps(load(tmp_path / f"silicon.{ending}"))
+    plain = CalcOps(StillingerWeber())
+    cluster = silicon(1)
+    cluster.pbc = False
+    for atoms in (silicon(), silicon(1), bulk("Si", "diamond", a=5.3), cluster, Atoms("Si")):
+        properties = ["energy", "energies", "forces"]
+        if atoms.pbc.all():
+            properties += ["stress", "stresses"]
+        for key in properties:
+            actual = calc.get_property(key, atoms)
+            expected = plain.get_property(key, atoms)
+            np.testing.assert_allclose(actual, expected, rtol=1e-11, atol=1e-13)
+
+
+def test_the_hessian_is_that_of_differences_of_forces():
+    atoms = silicon()
+    atoms.calc = CalcOps(StillingerWeber())
+    (_, stress_u), (_, force_u) = response(atoms)
+    assert abs(force_u - force_u.T).max() < 1e-10
+    assert abs(force_u.view(-1, len(atoms), 3).sum(1)).max() < 1e-10  # translations
+    h = 1e-4
+    for k in (0, 100):
+        at = []
+        for sign in (1, -1):
+            moved = atoms.copy()
+            moved.calc = atoms.calc
+            moved.positions.ravel()[k] += sign * h
+            at.append((moved.get_forces().ravel(), moved.get_stress()))
+        force, stress = ((plus - minus) / (2 * h) for plus, minus in zip(*at))
+        np.testing.assert_allclose(force_u[:, k], force, atol=1e-5)
+        np.testing.assert_allclose(stress_u[:, k], stress, atol=1e-7)
+
+
+def test_elastic_constants_are_differences_of_the_stress():
+    """In fcc argon every atom is a centre of symmetry, so no atom relaxes."""
+    atoms = bulk("Ar", a=5.4)
+    atoms.calc = CalcOps(argon(cutoff=8.0, tail="linear"))
+    held, relaxed = elastic_constants(atoms)
+    torch.testing.assert_close(held, relaxed)
+    h = 1e-5
+    columns = []
+    for i, j in ((0, 0), (1, 1), (2, 2), (1, 2), (0, 2), (0, 1)):
+        stress = []
+        for sign in (1, -1):
+            strain = np.zeros((3, 3))
+            strain[i, j] += sign * h / 2
+            strain[j, i] += sign * h / 2
+            strained = atoms.copy()
+            strained.calc = atoms.calc
+            strained.set_cell(atoms.cell.array @ (np.eye(3) + strain), scale_atoms=True)
+            stress.append(strained.get_stress())
+        columns.append((stress[0] - stress[1]) / (2 * h) / units.GPa)
+    np.testing.assert_allclose(held, np.array(columns).T, atol=1e-5)
+    assert held[0, 0] > 1
+
+
+def test_phonons_do_not_depend_on_the_supercell_and_are_those_of_ase(tmp_path):
+    from ase.phonons import Phonons
+
+    atoms = bulk("Si", "diamond", a=5.43095)
+    atoms.calc = CalcOps(StillingerWeber())
+    scaled = np.array([[0, 0, 0], [0.5, 0, 0.5], [0.5, 0.5, 0.5], [0.1, 0.23, 0.37]])
+    q = 2 * np.pi * scaled @ atoms.cell.reciprocal()
+    ours = phonons(atoms, 4)(q)
+    np.testing.assert_allclose(phonons(atoms, 5)(q)[1:], ours[1:], rtol=1e-10)
+    assert abs(ours[0, :3]).max() < 1e-5 < 15 < ours[0, 3]
+    options = {"supercell": (5, 5, 5), "delta": 1e-3, "name": str(tmp_path / "phonons")}
+    theirs = Phonons(atoms, atoms.calc, **options)
+    theirs.run()
+    theirs.read(acoustic=True)
+    energies = theirs.band_structure(scaled, verbose=False)
+    expected = energies / (2 * np.pi * units._hbar / units._e) / 1e12  # THz
+    np.testing.assert_allclose(ours[1:], expected[1:], rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    out = tmp_path_factory.mktemp("silicon")
+    # Threads of scipy that wait for each other would take minutes on a busy machine.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        ROOT / "examples/silicon/properties.py",
+        "--steps",
+        "300",
+        "--out",
+        out,
+    ]
+    result = subprocess.run(command, cwd=out, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_silicon_relaxes_to_the_known_crystal(printed):
+    line = re.search(r"a = (\S+) A, (\S+) eV/atom, stress up to (\S+) GPa", printed)
+    a, energy, stress = line.groups()
+    assert float(a) == pytest.approx(5.43095, abs=2e-5)
+    assert float(energy) == pytest.approx(-4.3366, abs=1e-6)
+    assert float(stress) < 1e-4
+
+
+def test_silicon_conserves_energy(printed):
+    spread, drift = re.search(r"within (\S+) meV/atom, drift (\S+) meV/atom/ps", printed).groups()
+    assert float(spread) < 0.3
+    assert abs(float(drift)) < 0.2
+    builds = int(re.search(r"neighbours found (\d+) times in 301 steps", printed)[1])
+    assert 2 <= builds <= 30
+
+
+def test_silicon_has_the_published_elastic_constants(printed):
+    rows = re.findall(r"^(C\d\d) +(\S+) +(\S+) +(\S+) +(\S+)$", printed, re.MULTILINE)
+    published = [(name, value) for name, _, value, _, _ in rows]
+    assert published == [("C11", "151.4"), ("C12", "76.4"), ("C44", "56.4")]
+    for _, ours, published, difference, sound in rows:
+        assert float(ours) == pytest.approx(float(published), abs=0.1)
+        assert float(difference) == pytest.approx(float(ours) - float(published), abs=0.006)
+        assert float(sound) == pytest.approx(float(ours), abs=0.011)
+
+
+def test_silicon_draws_its_picture(printed):
+    import matplotlib.image
+
+    picture = matplotlib.image.imread(printed.splitlines()[-1])[..., :3]
+    height, width, _ = picture.shape
+    assert height >= 500 and width >= 1200
+    assert picture.std() > 0.1
+
+
+def test_the_readme_shows_what_is_printed(printed):
+    """Only lines that do not depend on the number of steps are compared."""
+    readme = (FOLDER / "README.md").read_text()
+    (shown,) = re.findall(r"^```text\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    lines = shown.splitlines()
+    assert len(lines) == len(printed.splitlines())
+    for line in lines:
+        if line.startswith(("C", "optical")):
+            assert line in printed

@@ -1,0 +1,216 @@
+"""calcops/lammps: options of LAMMPS act on a model as on LAMMPS's own styles, or are refused."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from calcops.potentials.lennard_jones import LennardJones
+from calcops.potentials.package import save
+from calcops.potentials.stillinger_weber import StillingerWeber
+from lammps_plugin import MELT, SHAKE, SW, THERMO, Lammps, difference, tables
+
+OWN = "pair_style lj/cut 2.5\npair_coeff * * 1 1\n"
+OURS = "pair_style calcops lj.pt\npair_coeff * * X\n"
+ZERO = THERMO + "run 0\n"
+
+
+@pytest.fixture(scope="module")
+def lammps(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lammps")
+    save(LennardJones(), folder / "lj.pt")
+    save(LennardJones(0.7, 1.1), folder / "other.pt")
+    save(StillingerWeber(SW / "Si.sw"), folder / "sw.pt")
+    return Lammps(folder)
+
+
+def refusal(lammps, script, ranks=1):
+    """Return the error message of the pair style."""
+    # A rank that aborts ends the others. On a busy machine, mpiexec may end before it has printed
+    # the rank's output.
+    for _ in range(3):
+        error = re.search(r"ERROR.*(Pair style calcops: .*)", lammps(script, ranks, fails=True))
+        if error:
+            return error[1]
+    raise AssertionError("LAMMPS printed no error of the pair style")
+
+
+# The option, and the column of the thermo output that it changes: pressure or energy.
+@pytest.mark.parametrize("option, column", [("tail", 4), ("shift", 2)])
+def test_pair_modify_tail_or_shift_is_refused(lammps, option, column):
+    plain, with_option = tables(lammps(f"{MELT}{OWN}{ZERO}pair_modify {option} yes\n{ZERO}"))
+    assert abs(with_option[0, column] / plain[0, column] - 1) > 0.02, "the option has no effect"
+    script = f"{MELT}{OURS}pair_modify {option} yes\nrun 0\n"
+    assert f"expected pair_modify {option} no" in refusal(lammps, script)
+    hybrid = (
+        "pair_style hybrid/overlay calcops lj.pt zero 2.5\npair_coeff * * calcops X\n"
+        "pair_coeff * * zero\n"
+    )
+    script = MELT + hybrid + f"pair_modify pair calcops {option} yes\nrun 0\n"
+    assert f"expected pair_modify {option} no" in refusal(lammps, script)
+    table = tables(lammps(f"{MELT}{OURS}pair_modify {option} no\n{ZERO}"))[0]
+    assert difference(table, plain) <= 1e-12
+
+
+# A melt in whose left half neighbouring atoms are bonded.
+BONDED = re.sub(r"atom_style.*", "atom_style bond", MELT)
+BONDED = re.sub(
+    r"create_box.*",
+    "create_box 2 box bond/types 1 extra/bond/per/atom 12 extra/special/per/atom 200\n"
+    "region left block INF 2 INF INF INF INF",
+    BONDED,
+)
+BONDED = re.sub(r"mass.*", "mass * 1.0\nset region left type 2\ngroup left type 2", BONDED)
+BONDS = "bond_style zero\nbond_coeff *\ncomm_modify cutoff 5.0\n"
+BONDS += "pair_style zero 2.5\npair_coeff * *\ncreate_bonds many left left 1 0.1 1.3\n"
+OURS_FOR_BOTH_TYPES = OURS.replace("X\n", "X X\n")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bonded_atoms_are_refused_unless_special_bonds_gives_them_full_weight(lammps, ranks):
+    script = BONDED + BONDS + OURS_FOR_BOTH_TYPES
+    message = refusal(lammps, script + "special_bonds lj/coul 0 0 0\nrun 0\n", ranks)
+    assert "expected special_bonds lj 1 1 1 for bonded atoms" in message
+    message = refusal(lammps, script + "special_bonds lj/coul 1 0.5 1\nrun 0\n", ranks)
+    assert "got 1 0.5 1" in message
+
+    weighted = f"special_bonds lj/coul 1 0.5 1\n{ZERO}special_bonds lj/coul 0 0 0\n{ZERO}"
+    full = f"special_bonds lj 1 1 1 coul 0 0 0.5\n{ZERO}"
+    own = tables(lammps(f"{BONDED}{BONDS}{OWN}{full}{weighted}", ranks))
+    assert len({round(table[0, 2], 3) for table in own}) == 3, "the weights have no effect"
+    assert difference(tables(lammps(script + full, ranks))[0], own[0]) <= 1e-12
+
+
+def test_special_bonds_has_no_effect_without_bonds(lammps):
+    expected, table = (
+        tables(lammps(f"{BONDED}{style}special_bonds lj/coul 0 0 0\n{ZERO}"))[0]
+        for style in (OWN, OURS_FOR_BOTH_TYPES)
+    )
+    assert difference(table, expected) <= 1e-12
+
+
+def test_bonds_between_atoms_of_another_style_may_have_any_weight(lammps):
+    weights = "special_bonds lj/coul 0 0.5 1\n"
+    hybrid = "pair_style hybrid calcops lj.pt lj/cut 2.5\npair_coeff * * calcops X NULL\n"
+    hybrid += "pair_coeff 1 2 lj/cut 1 1\npair_coeff 2 2 lj/cut 1 1\n"
+    expected, table = (
+        tables(lammps(BONDED + BONDS + style + weights + ZERO))[0] for style in (OWN, hybrid)
+    )
+    assert difference(table, expected) <= 1e-12
+
+
+def test_pair_modify_special_of_a_hybrid_style_gives_the_model_full_weights(lammps):
+    """The general weights are 1e-50: with 0, LAMMPS would leave the pairs out of the list."""
+    own = (
+        "pair_style hybrid/overlay lj/cut 2.5 lj/cut 2.5\n"
+        "pair_coeff * * lj/cut 1 1 1\npair_coeff * * lj/cut 2 1 1\n"
+    )
+    ours = (
+        "pair_style hybrid/overlay calcops lj.pt lj/cut 2.5\n"
+        "pair_coeff * * calcops X X\npair_coeff * * lj/cut 1 1\n"
+    )
+    weights = "special_bonds lj/coul 1e-50 1e-50 1\n"
+    special = "special lj/coul 1 1 1\n"
+    own += weights + "pair_modify pair lj/cut 1 " + special
+    ours += weights + "pair_modify pair calcops " + special
+    expected, table = (tables(lammps(BONDED + BONDS + style + ZERO))[0] for style in (own, ours))
+    assert difference(table, expected) <= 1e-12
+
+
+TWO = (
+    "units metal\nlattice diamond 5.431\nregion box block 0 3 0 3 0 3\n"
+    "create_box 2 box\ncreate_atoms 1 box\n"
+)
+TWO += "set group all type/fraction 2 0.3 4711\nmass * 28.0\n" + SHAKE
+SW_AND_LJ = (
+    "{style}\npair_coeff * * {name} Si NULL\npair_coeff 1 2 lj/cut 0.01 2.2\n"
+    "pair_coeff 2 2 lj/cut 0.02 2.1\n"
+)
+# {name: (system, styles of LAMMPS alone, styles with models)}
+HYBRIDS = {
+    "sw": (
+        TWO,
+        SW_AND_LJ.format(style="pair_style hybrid sw lj/cut 5", name=f"sw {SW / 'Si.sw'}"),
+        SW_AND_LJ.format(style="pair_style hybrid calcops sw.pt lj/cut 5", name="calcops"),
+    ),
+    "two models": (
+        BONDED,
+        (
+            "pair_style lj/cut 2.5\npair_coeff 1 1 1 1\npair_coeff 2 2 0.7 1.1\n"
+            "pair_coeff 1 2 0.9 1.05\n"
+        ),
+        "pair_style hybrid calcops lj.pt calcops other.pt lj/cut 2.5\n"
+        "pair_coeff * * calcops 1 X NULL\n"
+        "pair_coeff * * calcops 2 NULL X\npair_coeff 1 2 lj/cut 0.9 1.05\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_model_for_some_types_of_a_hybrid_gives_what_lammps_gives(lammps, name, ranks):
+    system, *styles = HYBRIDS[name]
+    results = []
+    for i, style in enumerate(styles):
+        dump = f"dump atoms all custom 1 hybrid.{i} id type fx fy fz c_e c_s[*]\n"
+        dump += "dump_modify atoms sort id format float %.17g\n"
+        computes = "compute e all pe/atom\ncompute s all stress/atom NULL virial\n"
+        thermo = tables(lammps(system + style + computes + dump + ZERO, ranks))[0]
+        results.append((thermo, np.loadtxt(lammps.folder / f"hybrid.{i}", skiprows=9)))
+    (expected, expected_atoms), (table, atoms) = results
+    assert 0.1 < (expected_atoms[:, 1] == 2).mean() < 0.9
+    assert difference(table, expected) <= 1e-12
+    # LAMMPS's sw divides a three-body term among its atoms in another way. So for sw, the energies
+    # and stresses of single atoms (the last columns) are not compared.
+    columns = slice(5) if name == "sw" else slice(None)
+    for type in (1, 2):
+        rows = atoms[:, 1] == type
+        assert difference(atoms[rows, columns], expected_atoms[rows, columns]) <= 1e-12
+
+
+def test_null_is_refused_outside_a_hybrid_style(lammps):
+    printed = lammps(TWO + "pair_style calcops sw.pt\npair_coeff * * Si NULL\nrun 0\n", fails=True)
+    assert "ERROR: All pair coeffs are not set" in printed
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("model", ["lj.pt", "single.pt", "indexed.pt2"])
+def test_atoms_at_the_same_place_are_an_error_that_names_them(lammps, model, ranks):
+    if model == "single.pt":
+        save(LennardJones(), lammps.folder / model, dtype=torch.float32)
+    if model == "indexed.pt2":
+        save(LennardJones(), lammps.folder / model, edge_order=True)
+    lattice = MELT.replace(SHAKE, "")
+    second = "create_atoms 1 single 0 0 0\n"  # at the place of atom 1, on a border between ranks
+    own = lammps(lattice + OWN + second + ZERO, ranks, fails=None)
+    assert re.search("nan|inf|Non-numeric", own), "LAMMPS's own styles have a finite energy"
+    script = lattice + OURS.replace("lj.pt", model) + second + "run 0\n"
+    printed = refusal(lammps, script, ranks)
+    if model == "indexed.pt2":
+        assert re.search("expected a finite energy of the model, got -?(nan|inf)", printed)
+    else:
+        assert re.search(
+            r"atoms apart from each other, got (1 and 501|501 and 1) at the same place", printed
+        )
+
+
+def test_pytorch_does_not_call_functions_of_lammps(lammps):
+    """LAMMPS contains the reference BLAS, which is ten times as slow as PyTorch's."""
+    log = lammps.folder / "bindings"
+    lammps(MELT + OURS + "run 0\n", LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(log))
+    texts = [path.read_text() for path in lammps.folder.glob("bindings.*")]
+    (text,) = [text for text in texts if "libpair_calcops.so" in text]  # of lmp, not of mpiexec
+    pattern = r"binding file (\S+) \[0\] to (\S+) \[0\]: normal symbol `(\S+)'"
+    bindings = re.findall(pattern, text)  # (user, provider, symbol)
+    to_lammps = [
+        (user, symbol) for user, provider, symbol in bindings if "/liblammps.so" in provider
+    ]
+    assert any(user.endswith("libpair_calcops.so") for user, _ in to_lammps)
+    for user, symbol in to_lammps:
+        if re.search(r"/torch/lib/|calcops/.*\.so|/model/", user):
+            # All libraries share some constants of the C++ library, which are empty objects.
+            assert re.match("_ZSt|_ZZNSt", symbol), (user, symbol)
+    blas = [(user, provider) for user, provider, symbol in bindings if symbol == "dgemm_"]
+    assert any(
+        "libtorch_cpu.so" in user and "libtorch_cpu.so" in provider for user, provider in blas
+    )

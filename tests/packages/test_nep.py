@@ -1,0 +1,279 @@
+"""calcops/nep: models give NEP_CPU's results.
+
+nep_reference.py wrote the models and results in nep_models/.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ROOT / "tests/packages/nep_models"
+NUMBERS = json.loads((FILES / "numbers.json").read_text())
+for module in ("ase", "vesin"):
+    pytest.importorskip(module)
+
+from ase import Atoms  # noqa: E402
+from calcops.ase.calculator import CalcOps, NeighbourList  # noqa: E402
+from calcops.nep import load  # noqa: E402
+from calcops.nep.nep_file import read, write  # noqa: E402
+from calcops.potentials import package  # noqa: E402
+
+
+def atoms_of(frame, names):
+    symbols = [names[t] for t in frame["types"]]
+    return Atoms(symbols, positions=frame["positions"], cell=frame["cell"], pbc=True)
+
+
+def inputs_of(frame, model):
+    """Return types, list_neigh and Rij of a periodic frame."""
+    atoms = atoms_of(frame, model.type_names)
+    pairs = NeighbourList(atoms, model.cutoff, 0.5, "cpu")
+    positions = torch.from_numpy(atoms.positions)
+    Rij = pairs.pair_vectors(positions, torch.from_numpy(atoms.cell.array))
+    return torch.tensor(frame["types"]), pairs.list_neigh, Rij
+
+
+def assert_results_of_nep_cpu(results, frame, energy=1e-9, others=1e-8):
+    """Compare results with NEP_CPU's. NEP_CPU's virials of atoms are the transposes of ours."""
+    total, atom_energy, force, virial, atom_virial = (result[0].numpy() for result in results)
+    expected = np.array(frame["energy"])
+    assert np.abs(atom_energy - expected).max() < energy
+    assert abs(total - expected.sum()) < energy * len(expected)
+    expected = np.array(frame["force"])
+    largest = np.abs(expected).max()
+    assert largest > 0.1
+    assert np.abs(force - expected).max() < others * largest
+    expected = np.array(frame["virial"]).reshape(-1, 3, 3).transpose(0, 2, 1)
+    largest = np.abs(expected).max()
+    assert np.abs(atom_virial - expected).max() < others * largest
+    assert np.abs(virial - expected.sum(0)).max() < others * len(expected) * largest
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_numbers_are_those_of_nep_cpu(name, capsys):
+    model = load(FILES / f"{name}.txt")
+    printed = capsys.readouterr().out
+    assert re.search(r"splines of 256 cells differ by \de-\d\d of the largest", printed)
+    for frame in NUMBERS[name]:
+        assert_results_of_nep_cpu(model(*inputs_of(frame, model)), frame)
+
+
+def test_few_cells_give_the_errors_that_load_prints():
+    model = load(FILES / "nep4.txt", cells=16)
+    values, slopes = model.spline_error()
+    assert 1e-6 < values < slopes < 1e-1
+    frame = NUMBERS["nep4"][0]
+    with pytest.raises(AssertionError):
+        assert_results_of_nep_cpu(model(*inputs_of(frame, model)), frame)
+
+
+def test_a_model_of_some_types_gives_the_numbers_of_the_whole():
+    whole = load(FILES / "nep4_types.txt")
+    part = load(FILES / "nep4_types.txt", ["Al", "Ag"])
+    assert part.type_names == ["Al", "Ag"]
+    frame = dict(NUMBERS["nep4_types"][0])
+    frame["types"] = [0 if t == 0 else 2 for t in frame["types"]]
+    expected = whole(*inputs_of(frame, whole))
+    # The cutoff of a model is that of its types.
+    assert part.cutoff == 4.6
+    frame["types"] = [{0: 1, 2: 0}[t] for t in frame["types"]]
+    for result, other in zip(part(*inputs_of(frame, part)), expected):
+        torch.testing.assert_close(result, other, rtol=1e-12, atol=1e-12)
+
+
+def test_empty_slots_padding_and_frames_change_nothing():
+    model = load(FILES / "nep4_types.txt")
+    types, list_neigh, Rij = inputs_of(NUMBERS["nep4_types"][1], model)
+    expected = model(types, list_neigh, Rij)
+    n = len(types)
+    # Empty slots hold NaN, one row is no atom, and there are two frames.
+    padded_list = torch.full((2, n + 1, list_neigh.shape[2] + 2), -1)
+    padded_list[:, :n, 1:-1] = list_neigh
+    padded = torch.full((*padded_list.shape, 3), torch.nan, dtype=torch.float64)
+    padded[:, :n, 1:-1] = torch.where((list_neigh >= 0).unsqueeze(-1), Rij, torch.nan)
+    padded_types = torch.cat([types, torch.tensor([-1])]).expand(2, n + 1)
+    results = model(padded_types, padded_list, padded)
+    for result, other in zip(results, expected):
+        for frame in range(2):
+            own = result[frame] if result.shape[1:] == other.shape[1:] else result[frame, :n]
+            torch.testing.assert_close(own, other[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["nep3_zbl", "nep4_types"])
+def test_second_derivatives_are_those_of_finite_differences(name):
+    model = load(FILES / f"{name}.txt")
+    types, list_neigh, Rij = inputs_of(NUMBERS[name][1], model)
+    generator = torch.Generator().manual_seed(0)
+    weights, direction = torch.randn(2, len(types), 3, dtype=torch.float64, generator=generator)
+    moved = direction[list_neigh.clamp(min=0)] - direction.unsqueeze(1)
+
+    def weighted_force(Rij):
+        return (model(types, list_neigh, Rij, create_graph=True)[2] * weights).sum()
+
+    leaf = torch.where((list_neigh >= 0).unsqueeze(-1), Rij, torch.nan).requires_grad_()
+    (gradient,) = torch.autograd.grad(weighted_force(leaf), leaf)
+    along = (gradient[list_neigh >= 0] * moved[list_neigh >= 0]).sum()
+    step = 1e-4
+    expected = (weighted_force(Rij + step * moved) - weighted_force(Rij - step * moved)) / step / 2
+    assert abs(along - expected) < 1e-5 * abs(expected)
+
+
+@pytest.mark.parametrize("name", ["nep4", "nep4_types"])
+def test_an_archive_gives_the_same_in_ase(name, tmp_path):
+    model = load(FILES / f"{name}.txt")
+    package.save(model, tmp_path / "model.pt")
+    frame = NUMBERS[name][0]
+    results = []
+    for potential in (model, package.load(tmp_path / "model.pt")):
+        atoms = atoms_of(frame, model.type_names)
+        atoms.calc = CalcOps(potential)
+        results.append((atoms.get_potential_energies(), atoms.get_forces(), atoms.get_stress()))
+    np.testing.assert_allclose(results[0][0], frame["energy"], atol=1e-9)
+    for result, other in zip(*results):
+        np.testing.assert_allclose(result, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.packaged
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["nep3_zbl", "nep4_types"])
+def test_a_package_of_the_command_gives_the_numbers_of_nep_cpu(name, tmp_path):
+    output = tmp_path / "model.pt2"
+    command = [sys.executable, "-m", "calcops.nep", FILES / f"{name}.txt", output]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    names = " ".join(read(FILES / f"{name}.txt").type_names)
+    assert f"{output}: {names} within" in done.stdout
+    model = package.load(output)
+    for frame in NUMBERS[name]:
+        assert_results_of_nep_cpu(model(*inputs_of(frame, model)), frame)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_file_that_is_written_gives_the_same_model(name, tmp_path):
+    model = load(FILES / f"{name}.txt")
+    write(model.file(), tmp_path / "nep.txt")
+    again = load(tmp_path / "nep.txt")
+    assert model.state_dict().keys() == again.state_dict().keys()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[key]), key
+    assert (again.type_names, again.cutoff) == (model.type_names, model.cutoff)
+    assert (again.zbl_inner, again.zbl_outer) == (model.zbl_inner, model.zbl_outer)
+
+
+def loss_of(model, frame):
+    """Return the mean square of the errors of energies and forces."""
+    _, atom_energy, force, _, _ = model(*inputs_of(frame, model), create_graph=True)
+    energy = torch.tensor(frame["energy"]) - atom_energy[0]
+    return energy.square().mean() + (torch.tensor(frame["force"]) - force[0]).square().mean()
+
+
+def test_gradients_for_every_parameter_are_those_of_finite_differences():
+    frame = NUMBERS["nep4_types"][0]
+    model = load(FILES / "nep4_types.txt").train()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    gradients = torch.autograd.grad(loss_of(model, frame), [*model.parameters()])
+    for parameter, gradient in zip(model.parameters(), gradients):
+        direction = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+        values = []
+        for step in (1e-5, -2e-5):
+            with torch.no_grad():
+                parameter += step * direction
+            values.append(loss_of(model, frame).item())
+        with torch.no_grad():
+            parameter += 1e-5 * direction
+        expected = (values[0] - values[1]) / 2e-5
+        assert (gradient * direction).sum().item() == pytest.approx(expected, rel=1e-5, abs=1e-8)
+
+
+def test_training_lowers_the_loss_and_eval_computes_the_tables():
+    frame = NUMBERS["nep3"][0]
+    model = load(FILES / "nep3.txt").train()
+    with torch.no_grad():
+        model.radial_c += 0.1 * torch.randn(model.radial_c.shape).double()
+        model.w0 += 0.1 * torch.randn(model.w0.shape).double()
+    first = loss_of(model, frame).item()
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = loss_of(model, frame)
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.3 * first
+    in_training = model(*inputs_of(frame, model))
+    for result, other in zip(model.eval()(*inputs_of(frame, model)), in_training):
+        torch.testing.assert_close(result, other, rtol=1e-12, atol=1e-12)
+
+
+def test_the_readme_shows_what_is_printed(capsys, monkeypatch):
+    readme = (ROOT / "calcops/nep/README.md").read_text()
+    pattern = "```python\n(.*?)```\n\n```text\n(.*?)```"
+    program, printed = re.search(pattern, readme, re.DOTALL).groups()
+    monkeypatch.chdir(ROOT)
+    exec(program, {})
+    assert capsys.readouterr().out == printed
+
+
+def edited(name, old, new, tmp_path):
+    text = (FILES / f"{name}.txt").read_text()
+    assert old in text
+    path = tmp_path / "nep.txt"
+    path.write_text(text.replace(old, new, 1))
+    return path
+
+
+@pytest.mark.parametrize(
+    "name, old, new, message",
+    [
+        ("nep4", "nep4 1 Si", "nep4_dipole 1 Si", "nep4_dipole has a dipole, which is not supp"),
+        ("nep4", "nep4 1 Si", "nep4_polarizability 1 Si", "has a polarizability, which is not"),
+        ("nep4", "nep4 1 Si", "nep4_charge1 1 Si", r"has charges \(qNEP\), which is not supported"),
+        ("nep4", "nep4 1 Si", "nep4_zbl_charge2 1 Si", r"has charges \(qNEP\), which is not"),
+        ("nep4", "nep4 1 Si", "nep3_temperature 1 Si", "has a temperature, which is not supported"),
+        ("nep4", "nep4 1 Si", "nep5 1 Si", "expected nep3, nep3_zbl, nep4 or nep4_zbl, got 'nep5'"),
+        ("nep4", "nep4 1 Si", "nep4 2 Si", "expected 2 types in the first line, got nep4 2 Si"),
+        ("nep4", "nep4 1 Si", "nep4", "expected 0 types in the first line, got nep4"),
+        ("nep3_zbl", "zbl 1 2", "zbl 0 0", "a flexible ZBL is not supported"),
+        ("nep3_zbl", "zbl 1 2", "zbl 1 2 0.7", "a ZBL with cutoffs for each type is not supported"),
+        ("nep3_zbl", "zbl 1 2", "zbl 2 1", "expected `zbl` with 0 <= inner < outer <= 2.5"),
+        ("nep4", "cutoff 5 4 99 99", "cutoff 5 4", "expected a line of `cutoff` and 4 or 4 numb"),
+        ("nep4", "cutoff 5 4", "cutoff 4 5", "expected radial >= angular > 0 in `cutoff`"),
+        ("nep4", "n_max 4 4", "n_max 4", "expected a line of `n_max` and 2 numbers, got n_max 4"),
+        ("nep4", "l_max 4 0 0", "l_max 4 1 0 1", "the invariants q_112 are not supported"),
+        ("nep4", "l_max 4 0 0", "l_max 4 0 0 0 0 0 1", "the invariants q_134 are not supported"),
+        ("nep4", "l_max 4 0 0", "l_max 5 0 0", "expected `l_max` from 1 to 4, got 5"),
+        ("nep4", "l_max 4 0 0", "l_max 4 3 0", "expected `l_max` with flags for q_222 and q_1111"),
+        ("nep4", "l_max 4 0 0", "l_max 4 2 0", r"expected \d+ numbers after the head, got \d+"),
+        ("nep4", "ANN 8 0", "ANN 8 1", "expected `ANN <neurons> 0`, got 8 1"),
+        ("nep4", "ANN 8 0\n", "", "expected a line of `ANN` and 2 numbers"),
+        ("nep4", "ANN 8 0\n", "ANN 8 0\nnan\n", r"expected \d+ numbers after the head"),
+        ("nep4", "nep4 1 Si", "Si", "expected nep3, nep3_zbl, nep4 or nep4_zbl, got 'Si'"),
+    ],
+)
+def test_models_that_are_not_supported_are_refused_by_name(name, old, new, message, tmp_path):
+    path = edited(name, old, new, tmp_path)
+    with pytest.raises(ValueError, match=message) as error:
+        load(path)
+    assert str(error.value).startswith(f"{path}: ")
+
+
+def test_wrong_types_and_files_are_errors(tmp_path):
+    with pytest.raises(ValueError, match="expected different types of Ag Cu Al, got Au"):
+        load(FILES / "nep4_types.txt", ["Au"])
+    with pytest.raises(ValueError, match="expected different types of Ag Cu Al, got Cu Cu"):
+        load(FILES / "nep4_types.txt", ["Cu", "Cu"])
+    path = edited("nep3_zbl", " C\n", " Xy\n", tmp_path)
+    with pytest.raises(ValueError, match="expected chemical elements for the ZBL, got Xy"):
+        load(path)
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ValueError, match="expected nep3, nep3_zbl, nep4 or nep4_zbl"):
+        load(tmp_path / "empty.txt")

@@ -1,0 +1,64 @@
+"""calcops/nep in LAMMPS: energy, forces and pressure on any number of ranks are those in Python."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from calcops.ase.calculator import NeighbourList
+from calcops.nep import load
+from calcops.potentials.package import save
+from lammps_plugin import Lammps, difference
+
+FILES = Path(__file__).resolve().parent / "nep_models"
+NKTV2P = 1.6021765e6  # of LAMMPS's `units metal`: energy over volume as a pressure
+SCRIPT = """
+units metal
+lattice fcc 4.1
+region box prism 0 3 0 3 0 3 0.4 -0.3 0.5
+create_box 3 box
+create_atoms 1 box
+set group all type/fraction 2 0.4 4711
+set group all type/fraction 3 0.3 4712
+displace_atoms all random 0.2 0.2 0.2 4711
+mass * 1.0
+pair_style calcops {file}
+pair_coeff * * Cu Ag Al
+dump atoms all custom 1 atoms id type x y z fx fy fz
+dump_modify atoms sort id format float %.17g
+thermo_style custom pe pxx pyy pzz pxy pxz pyz vol xlo ylo zlo lx ly lz xy xz yz
+thermo_modify norm no line one format float %.17g
+run 0
+"""
+
+
+@pytest.fixture(scope="module")
+def lammps(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nep")
+    save(load(FILES / "nep4_types.txt"), folder / "model.pt")
+    return Lammps(folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_energy_forces_and_pressure_are_those_in_python(lammps, ranks):
+    from ase import Atoms
+
+    printed = lammps(SCRIPT.format(file="model.pt"), ranks)
+    lines = printed.splitlines()
+    (head,) = (i for i, line in enumerate(lines) if line.split()[:1] == ["PotEng"])
+    energy, *numbers = map(float, lines[head + 1].split())
+    pressure, volume, (lx, ly, lz, xy, xz, yz) = numbers[:6], numbers[6], numbers[10:]
+    rows = np.loadtxt(lammps.folder / "atoms", skiprows=9)
+
+    model = load(FILES / "nep4_types.txt")
+    names = np.array(["Cu", "Ag", "Al"])[rows[:, 1].astype(int) - 1]
+    cell = [[lx, 0, 0], [xy, ly, 0], [xz, yz, lz]]
+    atoms = Atoms(names, positions=rows[:, 2:5], cell=cell, pbc=True)
+    pairs = NeighbourList(atoms, model.cutoff, 0.0, "cpu")
+    Rij = pairs.pair_vectors(torch.from_numpy(atoms.positions), torch.from_numpy(atoms.cell.array))
+    types = torch.tensor([model.type_names.index(name) for name in names])
+    total, _, force, virial, _ = (r[0].numpy() for r in model(types, pairs.list_neigh, Rij))
+    assert energy == pytest.approx(float(total), rel=1e-12)
+    assert difference(rows[:, 5:8], force) < 1e-10
+    voigt = virial[[0, 1, 2, 0, 0, 1], [0, 1, 2, 1, 2, 2]]
+    assert difference(np.array(pressure) * volume / NKTV2P, voigt) < 1e-9

@@ -1,0 +1,115 @@
+"""calcops/train: processes of torchrun share a batch, with the results of one process
+that has the whole batch."""
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "examples" / "silicon"))
+for name in ("ase", "vesin", "matplotlib", "tqdm"):
+    pytest.importorskip(name)
+if not torch.distributed.is_available():
+    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+
+from ase.io import write  # noqa: E402
+from make_frames import generate  # noqa: E402
+
+# A test ends the processes when they print the line of step 20. The remaining steps take some two
+# seconds, so that the processes are still at work.
+OPTIONS = "--steps", 240, "--batch", 4, "--every", 20, "--held-out", 0.2
+
+
+@pytest.fixture(scope="module")
+def frames(tmp_path_factory):
+    path = tmp_path_factory.mktemp("frames") / "frames.extxyz"
+    write(path, generate("gallium-nitride", 5, 3, seed=0, copies=1))
+    return path
+
+
+def start(frames, folder, processes, *options):
+    """Start a training by torchrun, and return its process.
+
+    torchrun starts all processes again if one dies. One may die because Gloo aborts a process whose
+    peer ends at the wrong moment (https://github.com/pytorch/gloo/issues/514).
+    """
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launcher += ["--max-restarts", "1", "-m", "calcops.train", str(frames), "--folder", str(folder)]
+    command = [sys.executable, "-m", *launcher, "--cutoff", "4.2", *map(str, options)]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+
+
+def finish(process):
+    """Wait for a process, and return its output. Warn if torchrun had to start processes again."""
+    out, err = process.communicate(timeout=300)
+    first, last = err[:8000], err[-2000:]
+    assert process.returncode == 0, f"{first}\n[...]\n{last}"
+    if "exitcode" in err:
+        warnings.warn(f"torchrun started the processes again:\n{first}", stacklevel=2)
+    return out
+
+
+@pytest.fixture(scope="module")
+def trained(frames, tmp_path_factory):
+    """Return the folders of two trainings with OPTIONS: by one process, and by two."""
+    folders = {}
+    for processes in (1, 2):
+        folders[processes] = tmp_path_factory.mktemp(f"by_{processes}")
+        printed = finish(start(frames, folders[processes], processes, *OPTIONS))
+        steps = [int(step) for step in re.findall(r"^step +(\d+)", printed, re.MULTILINE)]
+        assert steps == [*range(20, 241, 20)], "each line is printed once"
+    return folders
+
+
+def test_two_processes_have_the_losses_of_one_with_the_whole_batch(trained):
+    one, two = (np.array(torch.load(trained[n] / "checkpoint.pt")["history"]) for n in (1, 2))
+    assert one.shape == (240, 3)
+    assert (one[0] != one[-1]).all()
+    # Sums in another order differ by rounding, which grows from step to step.
+    np.testing.assert_allclose(two[:60], one[:60], rtol=1e-12)
+
+
+@pytest.mark.long
+def test_two_processes_that_are_killed_and_started_again_end_as_if_they_had_not_been(
+    trained, frames, tmp_path
+):
+    first = start(frames, tmp_path, 2, *OPTIONS)
+    assert "12 frames to train on, 3 held out" in first.stdout.readline()
+    assert "weights of the loss" in first.stdout.readline()
+    assert "step     20" in first.stdout.readline()
+    first.terminate()  # which torchrun passes on
+    first.communicate()
+    assert len(torch.load(tmp_path / "checkpoint.pt")["history"]) < 240
+    finish(start(frames, tmp_path, 2, *OPTIONS))
+    ours, expected = (torch.load(folder / "checkpoint.pt") for folder in (tmp_path, trained[2]))
+    assert ours["history"] == expected["history"]
+    for key, value in expected["model"].items():
+        assert torch.equal(ours["model"][key], value), key
+
+
+def test_one_process_writes_the_files_and_prints(frames, trained):
+    names = {"checkpoint.pt", "log.csv", "model.npz", "model.pt2", "loss.png", "parity.png"}
+    for folder in trained.values():
+        assert {path.name for path in folder.iterdir()} == names
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused(frames, tmp_path):
+    process = start(frames, tmp_path / "new", 2, "--batch", 3)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert "calcops.train: expected a --batch that 2 processes can share, got 3" in err
+    assert not (tmp_path / "new").exists()
