@@ -38,7 +38,7 @@ def test_a_build_that_fails_is_a_message_and_exit_status_1(checkout):
     [
         ({}, "a build would succeed"),
         ({"CXX": "g++-that-was-removed"}, "no C++ compiler"),
-        ({"CXX": "false"}, "the C++ compiler does not run"),
+        ({"CXX": "sh -c false"}, "the C++ compiler does not run"),
         ({"CALCOPS_CACHE": "/proc/cache"}, "no cache"),
     ],
 )
