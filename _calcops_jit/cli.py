@@ -120,7 +120,7 @@ def _doctor(options: argparse.Namespace) -> int:
     parent = cache.folder()
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)
-    if not os.access(parent, os.W_OK | os.X_OK):
+    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
         fix = "export CALCOPS_CACHE=<a folder of your own>"
         problems.append(report("no cache", [f"cannot write {parent}"], fix))
     print(f"Python   {sys.version.split()[0]}, tested with 3.11 to 3.14")

@@ -39,7 +39,7 @@ def test_a_build_that_fails_is_a_message_and_exit_status_1(checkout):
         ({}, "a build would succeed"),
         ({"CXX": "g++-that-was-removed"}, "no C++ compiler"),
         ({"CXX": "sh -c false"}, "the C++ compiler does not run"),
-        ({"CALCOPS_CACHE": "/proc/cache"}, "no cache"),
+        ({"CALCOPS_CACHE": "/dev/null/cache"}, "no cache"),
     ],
 )
 def test_doctor_says_what_a_build_lacks(shared_checkout, variables, cause):
