@@ -1,4 +1,4 @@
-"""The commands `python -m calcops_jit build`, where, why, export and clean."""
+"""The commands `python -m calcops_jit build`, where, why, doctor, export, cache and clean."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, build, cache, cuda, library, request
+from . import __version__, build, cache, compile, cuda, library, request
+from .diagnosis import foresee
 from .inputs import digest, state_of
 from .messages import BuildError, report, say
 from .options import request_for
-from .request import CONTRACTS, LOADER, Request
+from .request import CONTRACTS, LOADER, MACHINE, Request
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     parsers = {}
-    for function in (_build, _where, _why, _export, _clean):
+    for function in (_build, _where, _why, _doctor, _export, _cache, _clean):
         name = function.__name__.removeprefix("_")
         parsers[name] = commands.add_parser(name, help=function.__doc__)
         parsers[name].set_defaults(function=function)
@@ -110,6 +111,26 @@ def _why(options: argparse.Namespace) -> int:
     return 1
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    """check whether a build would succeed here; 1 if it would fail"""
+    wanted = request.own()
+    problems = [report(cause, [line], fix) for cause, line, fix in foresee(wanted)]
+    if wanted.cuda.fatal:
+        problems.append(report("no build for CUDA", [wanted.cuda.reason], wanted.cuda.fix))
+    parent = cache.folder()
+    while not os.path.exists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
+        fix = "export CALCOPS_CACHE=<a folder of your own>"
+        problems.append(report("no cache", [f"cannot write {parent}"], fix))
+    print(f"Python   {sys.version.split()[0]}, tested with 3.11 to 3.14")
+    print(f"PyTorch  {torch.__version__}, tested with 2.10 to 2.15")
+    print(f"machine  {[*request.levels(), MACHINE][0]}")
+    print(f"compiler {compile.version(wanted).partition(chr(10))[0]}")
+    print("\n".join(map(str, problems)) or "a build would succeed")
+    return bool(problems)
+
+
 def _export(options: argparse.Namespace) -> None:
     """write a folder with the built operators, for C++ programs"""
     wanted = request.own()
@@ -139,6 +160,14 @@ def _export(options: argparse.Namespace) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         cache.write_whole(str(path), content)
     print(os.path.abspath(options.folder))
+
+
+def _cache(options: argparse.Namespace) -> None:
+    """list the libraries in the cache: size and folder"""
+    for slot in cache.slots():
+        for path in cache.generations(slot):
+            size = sum(file.stat().st_size for file in os.scandir(path)) / 1e6
+            print(f"{size:9.2f} MB  {path}")
 
 
 def _clean(options: argparse.Namespace) -> None:

@@ -197,8 +197,12 @@ def _quoted(text: str) -> str:
 
 
 def find_ninja(request: Request) -> str:
-    """Return the path of ninja: on PATH or beside this Python; "" without one."""
+    """Return the path of ninja: on PATH, beside this Python, or in its wheel; "" without one."""
     folders = [sysconfig.get_path("scripts"), os.path.dirname(sys.executable)]
+    with contextlib.suppress(ImportError):
+        from ninja import BIN_DIR
+
+        folders.append(BIN_DIR)
     path = os.pathsep.join([request.environment.get("PATH", ""), *folders])
     return shutil.which("ninja", path=path) or ""
 

@@ -139,10 +139,15 @@ def add(folder: str) -> None:
 def _pack(temporary: str, folder: str) -> str:
     """Pack the project and the libraries into a wheel in `folder`, and return its path.
 
-    The wheel's version has the versions of PyTorch. The libraries do not call Python, so they fit
-    any Python 3.
+    The wheel's version has the versions of PyTorch.
     """
     from setuptools import setup
+    from setuptools.command.bdist_wheel import bdist_wheel
+
+    class ForThisPlatform(bdist_wheel):
+        def get_tag(self) -> tuple[str, str, str]:
+            # The libraries do not call Python, so they fit any Python 3.
+            return "py3", "none", "linux_x86_64"
 
     manifests = map(cache.read_record, glob.glob(f"{temporary}/{_BUILT}/*/*/manifest"))
     versions = {manifest["facts"]["PyTorch"][0] for manifest in manifests}
@@ -150,11 +155,15 @@ def _pack(temporary: str, folder: str) -> str:
     # Nothing may stay in the project's build/, because a later `pip wheel .` would pack it.
     commands = ["egg_info", "--egg-base", temporary, "--tag-build", f"+torch{label}"]
     commands += ["build", "--build-lib", f"{temporary}/lib"]
-    commands += ["bdist_wheel", "--plat-name", "linux_x86_64", "--bdist-dir", f"{temporary}/d"]
+    commands += ["bdist_wheel", "--bdist-dir", f"{temporary}/d", "--dist-dir", folder]
     os.chdir(f"{LOADER}/..")
     # setuptools warns users not to call setup() directly. A developer's command may do it.
     with warnings.catch_warnings(action="ignore"):
-        distribution = setup(script_args=["--quiet", *commands, "--dist-dir", folder])
+        distribution = setup(
+            script_args=["--quiet", *commands],
+            cmdclass={"bdist_wheel": ForThisPlatform},
+            has_ext_modules=lambda: True,  # the wheel is for one platform
+        )
     return distribution.dist_files[-1][2]
 
 

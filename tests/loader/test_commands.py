@@ -1,4 +1,4 @@
-"""The commands `python -m calcops_jit build where why`. test_export.py has `export`,
+"""The commands `python -m calcops_jit build where why doctor cache`. test_export.py has `export`,
 test_processes.py `clean`."""
 
 import re
@@ -31,6 +31,28 @@ def test_a_build_that_fails_is_a_message_and_exit_status_1(checkout):
     assert "tiny.cpp:1:" in child.err
     assert "Traceback" not in child.err
     assert checkout.main("why").code == 1
+
+
+@pytest.mark.parametrize(
+    "variables, cause",
+    [
+        ({}, "a build would succeed"),
+        ({"CXX": "g++-that-was-removed"}, "no C++ compiler"),
+        ({"CXX": "sh -c false"}, "the C++ compiler does not run"),
+        ({"CALCOPS_CACHE": "/dev/null/cache"}, "no cache"),
+    ],
+)
+def test_doctor_says_what_a_build_lacks(shared_checkout, variables, cause):
+    child = shared_checkout.main("doctor", **variables)
+    assert child.code == (1 if variables else 0), child.err
+    assert cause in child.out
+    assert ("  fix: " in child.out) == bool(variables)
+
+
+def test_cache_lists_the_libraries(checkout):
+    checkout.main("build")
+    (library,) = checkout.libraries()
+    assert str(library.parent) in checkout.main("cache").out
 
 
 CPUINFO = """
