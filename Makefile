@@ -30,7 +30,7 @@ pytest = -m pytest -n $(workers) --maxprocesses 8 --dist loadfile --no-loadscope
 # The help shows the comments that begin with ## (for users) or ### (for developers).
 help:
 	@echo "to use"; sed -n 's/^\([a-z-]*\):.* ## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
-	@echo "to develop (more in tests/README.md)"; sed -n 's/^\([a-z-]*\):.* ### \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@echo "to develop (more in tests/README.md and bench/README.md)"; sed -n 's/^\([a-z-]*\):.* ### \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 demo: .venv/.examples ## build the operators; run two examples
 	$(python) examples/quickstart.py
@@ -39,11 +39,14 @@ demo: .venv/.examples ## build the operators; run two examples
 check: lint .venv/.test ### after an edit: lint and the quick tests; only=force: of the files whose names contain it
 	$(python) $(pytest) -m "not long and not slow" $(if $(only),$(wildcard tests/test_*$(only)*.py tests/*/test_*$(only)*.py))
 
-test: .venv/.test ### every test except the long ones; config=asan|ubsan|x86-64|avx2|neon: the operators' tests, built that way
+test: .venv/.test ### what a user relies on; prints the seconds of each folder; config=asan|ubsan|x86-64|avx2|neon: the operators' tests, built that way
 	$(environment_$(config)) $(python) $(pytest) -m "not long" $(if $(config),$(operator_tests))
 
-test-long: .venv/.test  # the tests marked `long`: many combinations of cases
-	$(python) -m pytest -m long
+test-all: .venv/.test ### also the tests marked `long`: combinations of cases, long examples, foreign programs
+	$(python) $(pytest)
+
+test-long: .venv/.test  # these tests alone
+	$(python) $(pytest) -m long
 
 test-arm: .venv/.test  # the CPU kernels on ARM, under emulation; needs g++-aarch64-linux-gnu and qemu-user-static
 	$(python) -m pytest -s tests/operators/test_arm.py
@@ -80,8 +83,8 @@ format: .venv/.lint ### rewrite every file in the project's format
 docs: .venv/.base ### generate tables, stubs and the C++ header from the operators' schemas
 	PYTHONPATH=. $(python) tests/generate_docs.py
 
-bench: .venv/.bench  # every benchmark on this machine
-	for file in bench/bench_*.py; do $(python) $$file || exit 1; done
+bench: .venv/.bench  # every benchmark that needs no other program
+	for file in $(filter-out %deepmd.py %lammps.py %nep.py %training.py,$(wildcard bench/bench_*.py)); do $(python) $$file || exit 1; done
 
 gpu-check:  # tests, compute-sanitizer and benchmarks that need a GPU; writes results.json; PYTHON=python3: without pip and .venv
 	@PYTHONPATH=. $(or $(PYTHON),$(wildcard $(python)),python3) bench/gpu_check.py
@@ -89,8 +92,8 @@ gpu-check:  # tests, compute-sanitizer and benchmarks that need a GPU; writes re
 sanitize-gpu: $(if $(PYTHON),,.venv/.base)  # compute-sanitizer over every CUDA kernel; without a GPU it says so and skips
 	PYTHONPATH=. $(or $(PYTHON),$(python)) bench/gpu_check.py sanitize
 
-examples: .venv/.test  # run every example and check what it prints, except in the long tests
-	$(python) $(pytest) -m "not long" --durations=20 tests/examples tests/packages
+examples: .venv/.test  # run every example and package, and check what they print
+	$(python) $(pytest) --durations=20 tests/examples tests/packages
 
 mindspore: .venv/.base build/mindspore/.installed  # call the operators from MindSpore, in build/mindspore
 	$(python) examples/mindspore_aot/build.py
@@ -98,7 +101,7 @@ mindspore: .venv/.base build/mindspore/.installed  # call the operators from Min
 	build/mindspore/bin/python examples/mindspore_aot/run_force.py build/mindspore_aot
 
 lammps: .venv/.base  # a model as a pair style of LAMMPS, on two ranks; LAMMPS is installed in build/lammps
-	$(MAKE) -C calcops/lammps
+	$(MAKE) -C examples/silicon
 
 train: .venv/.examples  # train a Deep Potential on silicon (some ten minutes), package it, run it in ASE, time a step
 	$(python) examples/silicon/make_frames.py silicon
@@ -164,4 +167,4 @@ build/mindspore/.installed:
 	$(pip) --no-deps deepmd-kit kornia kornia_rs torchvision
 	@touch $@
 
-.PHONY: help demo check test test-long test-arm test-oldest venv build wheel cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential mace train lammps clean
+.PHONY: help demo check test test-all test-long test-arm test-oldest venv build wheel cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential mace train lammps clean

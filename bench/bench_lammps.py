@@ -1,9 +1,10 @@
 """Time a step of LAMMPS's benchmarks by its own pair styles and by models of the same potentials.
 
-make -C calcops/lammps bench
-make -C calcops/lammps bench-messages         a model that passes messages one, two and three times
+    python bench/bench_lammps.py
+    python bench/bench_lammps.py --messages --ranks 1 2    a model that passes messages 1, 2, 3 times
 
-calcops/lammps/README.md shows what both print, and says what it means.
+It first makes the plugin and the models in build/lammps, in some minutes. `make lammps` makes the
+environment with LAMMPS. calcops/lammps/README.md shows what both print, and says what it means.
 """
 
 import argparse
@@ -11,10 +12,15 @@ import math
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import lammps_models
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build/lammps"
 # The timers of `compute pair`, as in pair_calcops.cpp.
 kTimers = ("rows", "pairs", "model", "operators", "add")
 # The memory of a run is the growth of RssAnon, since the process keeps the pages that the run took.
@@ -56,11 +62,7 @@ def message_systems():
 def arguments():
     """Return the options of the command, with absolute paths."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lammps", type=Path, required=True, help="environment with lammps[mpi]")
-    parser.add_argument("--plugin", type=Path, required=True)
-    parser.add_argument(
-        "--models", type=Path, required=True, help="folder of silicon.pt2 and lj.pt2"
-    )
+    parser.add_argument("--lammps", type=Path, default=BUILD / "environment")
     parser.add_argument(
         "--messages",
         action="store_true",
@@ -73,8 +75,6 @@ def arguments():
     )
     options = parser.parse_args()
     options.lammps = options.lammps.absolute()
-    options.plugin = options.plugin.absolute()
-    options.models = options.models.absolute()
     return options
 
 
@@ -87,12 +87,12 @@ def script_of(system, path, ours, options):
     output = "thermo 1000000\nthermo_modify norm no format float %.17g\n"
     if ours:
         their_style = r"pair_style.*\npair_coeff.*\n"
-        style = f"pair_style calcops {options.models / system.model}\n"
+        style = f"pair_style calcops {BUILD / system.model}\n"
         style += f"pair_coeff * * {system.names}\n"
         layers = re.fullmatch(r"messages(\d+)\.pt2?", system.model)
         if layers:
             style += f"comm_modify cutoff {5 * int(layers[1]) + 2}\n"  # cutoffs and skin
-        script = f"plugin load {options.plugin}\n" + re.sub(their_style, style, script)
+        script = f"plugin load {BUILD / 'calcopsplugin.so'}\n" + re.sub(their_style, style, script)
         output = "compute t all pair calcops\nthermo_style custom step c_t[*]\n" + output
     return script.replace("run ", output + kMemory + "run ") + kMemory
 
@@ -240,6 +240,11 @@ def print_scale(seconds, memory):
 def main():
     """Run the script."""
     options = arguments()
+    make = ["make", "-s", "-C", ROOT / "calcops/lammps", f"LAMMPS={options.lammps}"]
+    subprocess.run([*make, f"PYTHON={sys.executable}", f"BUILD={BUILD}"], check=True)
+    systems = message_systems() if options.messages else kSystems
+    for model in {system.model for system in systems.values()}:
+        lammps_models.write(BUILD / model)
     if options.messages:
         print_messages(options)
         return

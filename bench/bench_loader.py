@@ -101,6 +101,12 @@ cpp_extension.load("plain", sources, build_directory="plain", is_python_module=F
 """
 
 
+def listed(commit: str, part: str) -> bool:
+    """Return True if a commit has a file or folder of this name."""
+    command = ["git", "ls-tree", "--name-only", commit, part]
+    return bool(subprocess.run(command, cwd=HERE, check=True, capture_output=True).stdout)
+
+
 class Tree:
     """A copy of the loader of one commit and the operators of another, with its own cache.
 
@@ -113,6 +119,8 @@ class Tree:
         folder.mkdir()
         for part in PARTS:
             commit = operators if part == "ops" else revision
+            if commit and not listed(commit, part):
+                continue  # older commits have no contracts/
             if commit:
                 archive = subprocess.run(
                     ["git", "archive", commit, part], cwd=HERE, check=True, capture_output=True

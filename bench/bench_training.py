@@ -8,15 +8,18 @@ FOLDER has train.extxyz, held_out.extxyz and test.extxyz, which
 several kinds. A step takes one frame of train.extxyz. The printed errors are those of test.extxyz,
 by each program's own code. DeePMD-kit gets the learning rates and the weights of the loss that its
 documentation recommends, and counts sel itself. Each of its systems has the frames of one formula.
-calcops.train keeps its own rates and weights, and chooses its best model by held_out.extxyz. The
-time of a step is the one that each program prints. It means something on a quiet machine only; the
-errors do not depend on it. Needs the environment of bench_deepmd_lammps.py in build/deepmd.
+calcops.train keeps its own rates and weights, and chooses its best model by held_out.extxyz.
+
+The time is processor time, from the start of a program to its finished model: of calcops.train with
+its package, of DeePMD-kit's `train` and `freeze`. So other work of the machine hardly changes it.
+Needs deepmd-kit[torch] (for tf also deepmd-kit[cpu]) in an environment in build/deepmd/environment.
 """
 
 import argparse
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -155,31 +158,39 @@ def errors(labels, energy, force, virial):
     return [1e3 * np.sqrt(np.square(difference).mean()) for difference in differences]
 
 
+def processor_minutes():
+    """Return the processor time of all processes that run() has waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (usage.ru_utime + usage.ru_stime) / 60
+
+
 def train_deepmd(backend, labels, folder):
-    """Return ms a step and errors of DeePMD-kit's training in a folder with input.json."""
+    """Return minutes and errors of DeePMD-kit's training in a folder with input.json."""
     dp = DEEPMD_PYTHON.with_name("dp")
-    printed = run([dp, f"--{backend}", "train", "input.json"], folder)
-    seconds = float(re.findall(r"average training time: ([\d.]+) s/batch", printed)[-1])
+    start = processor_minutes()
+    run([dp, f"--{backend}", "train", "input.json"], folder)
     model = folder / ("model.pth" if backend == "pt" else "model.pb")
     run([dp, f"--{backend}", "freeze", "-o", model], folder)
+    minutes = processor_minutes() - start
     script = [DEEPMD_PYTHON, "-c", PREDICT]
     run([*script, model, folder / "test.npz", folder / "predicted.npz"], folder)
     predicted = np.load(folder / "predicted.npz")
-    return 1e3 * seconds, errors(labels, **predicted)
+    return minutes, errors(labels, **predicted)
 
 
 def train_calcops(options, folder, *words):
-    """Return ms a step and errors of calcops.train with these options."""
+    """Return minutes and errors of calcops.train with these options."""
     words = [*words, options.folder / "train.extxyz"]
     words += ["--validate", options.folder / "held_out.extxyz"]
     words += ["--test", options.folder / "test.extxyz", "--folder", folder]
     words += ["--cutoff", options.cutoff, "--smooth", options.smooth]
     words += ["--embedding", *options.embedding, "--axis", options.axis]
     words += ["--fitting", *options.fitting, "--steps", options.steps]
+    start = processor_minutes()
     printed = run([sys.executable, "-W", "ignore", "-m", "calcops.train", *words], ROOT)
-    milliseconds = float(re.search(r"([\d.]+) ms a step", printed)[1])
+    minutes = processor_minutes() - start
     line = re.search(r"test frames: energy (\S+) \S+ force (\S+) \S+ virial (\S+)", printed)
-    return milliseconds, [float(number) for number in line.groups()]
+    return minutes, [float(number) for number in line.groups()]
 
 
 def main():
@@ -198,7 +209,7 @@ def main():
     options = parser.parse_args()
     options.folder = options.folder.absolute()
     if not DEEPMD_PYTHON.exists():
-        sys.exit("bench_training: no DeePMD-kit in build/deepmd; see bench_deepmd_lammps.py")
+        sys.exit("bench_training: no DeePMD-kit in build/deepmd/environment")
 
     train_images = read([options.folder / "train.extxyz"])
     type_names = elements_of(train_images)
@@ -219,11 +230,13 @@ def main():
             name = {"pt": "PyTorch", "tf": "TensorFlow"}[backend]
             rows[f"DeePMD-kit 3.2.0, {name}"] = train_deepmd(backend, labels, folder)
 
-    print(f"{options.steps} steps, nets {options.embedding} and {options.fitting}")
-    print("| | ms a step | energy, meV/atom | force, meV/A | virial, meV/atom |")
+    print(
+        f"{options.folder.name}: {options.steps} steps, nets {options.embedding}, {options.fitting}"
+    )
+    print("| | energy, meV/atom | force, meV/A | virial, meV/atom | processor time, minutes |")
     print("|---|---|---|---|---|")
-    for name, (milliseconds, (energy, force, virial)) in rows.items():
-        print(f"| {name} | {milliseconds:.2f} | {energy:.2f} | {force:.1f} | {virial:.1f} |")
+    for name, (minutes, (energy, force, virial)) in rows.items():
+        print(f"| {name} | {energy:.2f} | {force:.1f} | {virial:.1f} | {minutes:.1f} |")
 
 
 if __name__ == "__main__":

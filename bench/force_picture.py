@@ -34,7 +34,7 @@ def draw():
     rows = table_rows()
     groups = sorted({(row["type"], row["threads"]) for row in rows}, reverse=True)
     figure, axes = pyplot.subplots(
-        1, 3, figsize=(9, 2.6), sharex=True, sharey=True, layout="constrained"
+        1, 3, figsize=(9, 2.9), sharex=True, sharey=True, layout="constrained"
     )
     for panel, (column, title) in zip(axes, PANELS.items(), strict=True):
         for height, group in enumerate(groups):
@@ -43,7 +43,8 @@ def draw():
             panel.plot(
                 ratios, [height] * len(ratios), "o", color="#20639b", alpha=0.5, markeredgewidth=0
             )
-        panel.axvline(1, color="0.6", linewidth=1)
+            dots = panel.lines[0]
+        bound = panel.axvline(1, color="0.6", linewidth=1)
         panel.set_title(title, fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
     axes[0].set_xlim(0, None)
@@ -52,6 +53,8 @@ def draw():
     labels = [f"{dtype}, {words[threads]}" for dtype, threads in groups]
     axes[0].set_yticks(range(len(groups)), labels)
     figure.supxlabel("time / time of the memory traffic", fontsize=10)
+    words = "a list and its threads: a row of force.md", "the memory traffic alone"
+    figure.legend([dots, bound], words, loc="outside upper center", ncols=2, frameon=False)
     figure.savefig(RESULTS / "force.png", dpi=130)
 
 

@@ -63,12 +63,17 @@ class Messages(torch.nn.Module):
         return x.sum(1) + repulsion.new_zeros(natoms).index_add(0, centre, repulsion)
 
 
+def write(path):
+    """Write the model that a file is named for."""
+    named = re.fullmatch(r"messages(\d+)", path.stem)
+    if named:
+        layers = int(named[1])
+        about = {"cutoff": 5.0, "units": "metal", "type_names": ["Si"], "layers": layers}
+        save(Messages(layers, 5.0), path, **about)
+    else:
+        save(kModels[path.stem](), path)
+
+
 if __name__ == "__main__":
     for path in map(Path, sys.argv[1:]):
-        named = re.fullmatch(r"messages(\d+)", path.stem)
-        if named:
-            layers = int(named[1])
-            about = {"cutoff": 5.0, "units": "metal", "type_names": ["Si"], "layers": layers}
-            save(Messages(layers, 5.0), path, **about)
-        else:
-            save(kModels[path.stem](), path)
+        write(path)

@@ -40,6 +40,7 @@ EMULATED = os.environ.get("CALCOPS_EMULATED")
 # The files that take longest begin first.
 SLOW = Path(__file__).with_name("slow.txt")
 _measured_seconds = Counter()
+_folder_seconds = Counter()
 
 
 def _name(path, test):
@@ -92,6 +93,15 @@ def pytest_runtest_logreport(report):
     fixtures = dict(report.user_properties) if report.when == "setup" else {}
     _measured_seconds[_name(path, test)] += report.duration - sum(fixtures.values())
     _measured_seconds.update(fixtures)
+    _folder_seconds[os.path.dirname(path) or "."] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print how long the tests of each folder took, as a sum over the workers."""
+    terminalreporter.section("seconds by folder, of all workers")
+    total = sum(_folder_seconds.values()) or 1
+    for folder, seconds in _folder_seconds.most_common():
+        terminalreporter.write_line(f"{seconds:7.0f} s {seconds / total:4.0%}  {folder}")
 
 
 def pytest_sessionfinish(session):

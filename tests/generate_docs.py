@@ -111,10 +111,10 @@ class _Operator:
         result = results[0] if len(results) == 1 else f"std::tuple<{', '.join(results)}>"
         types = ", ".join(cpp for _, cpp, _ in self.types)
         space, _, function = self.qualified.partition("::")
-        comment = textwrap.indent(self.text, "/// ", lambda line: True).replace("/// \n", "///\n")
+        summary = self.text.partition("\n\n")[0]
         return f"""\
 namespace {space} {{
-{comment}
+/// {summary}
 inline {result} {function}(
     {_NEXT.join(parameters)}) {{
   static const auto op = c10::Dispatcher::singleton()
@@ -181,7 +181,8 @@ def _rendered() -> dict[Path, str]:
                 f"// {_ORIGIN}",
                 (
                     "// Load the library first: link it, dlopen it, or "
-                    "torch.ops.load_library(calcops_jit.library_path())."
+                    "torch.ops.load_library(calcops_jit.library_path()).\n"
+                    "// ops/README.md describes the arguments and the results."
                 ),
                 "#pragma once\n",
                 "#include <ATen/core/Tensor.h>",

@@ -1,6 +1,8 @@
 """Rules for files: where an operator's files lie, and what each kind of file may include."""
 
+import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,6 @@ ROOT = Path(__file__).resolve().parent.parent
 OPERATORS = sorted(path.name for path in (ROOT / "ops").iterdir() if path.is_dir())
 SOURCES = sorted(path for path in (ROOT / "ops").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
 SHARED = {
-    ".clang-format",
     "b_splines.h",
     "float16.h",
     "memory.h",
@@ -199,3 +200,41 @@ def test_every_mutation_names_one_place_in_the_code(monkeypatch):
 def test_modules_that_are_run_exist(path):
     for module in re.findall(r"-m\W+(_calcops_jit[.\w]*)", path.read_text()):
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
+
+
+def imported(path):
+    """Return the top-level names of the modules that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def test_the_core_imports_nothing_but_torch_and_python():
+    own = {"calcops_jit", "_calcops_jit", "torch"}
+    found = {}
+    for path in [ROOT / "calcops_jit.py", *(ROOT / "_calcops_jit").glob("*.py")]:
+        for module in imported(path) - own - sys.stdlib_module_names:
+            found.setdefault(module, set()).add(path.name)
+    assert found.pop("IPython") == {"notebook.py", "progress.py"}, "only in a notebook"
+    assert found.pop("setuptools") == {"wheel.py"}, "in the extra `wheel`"
+    assert found.pop("ninja") == {"toolchain.py"}, "a dependency"
+    assert not found
+
+
+def test_the_packages_import_nothing_from_examples():
+    examples = {path.stem for path in (ROOT / "examples").rglob("*.py")} - {"__init__", "setup"}
+    for path in (ROOT / "calcops").rglob("*.py"):
+        assert not imported(path) & (examples | {"examples"}), name(path)
+
+
+@pytest.mark.skipif(not (ROOT / ".ci").is_dir(), reason="no part of an sdist")
+def test_ci_runs_the_commands_of_the_workflow():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    commands = re.findall(r"^ *- run: (.+)$", workflow, re.MULTILINE)
+    assert len(commands) == 2
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert set(commands) <= set(lines)

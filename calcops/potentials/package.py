@@ -120,7 +120,7 @@ def write(model, path, dtype, device, arguments):
     about = metadata_of(model, dtype, device, arguments)
     if path.suffix == ".pt":
         with quietly():
-            torch.jit.save(torch.jit.script(model), path, _extra_files=about)
+            torch.jit.save(scripted(model), path, _extra_files=about)
         return
     # The number of threads is that of the host, not of the machine that made the package.
     configs = {"aot_inductor.metadata": about, "cpp.dynamic_threads": True}
@@ -129,6 +129,39 @@ def write(model, path, dtype, device, arguments):
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(path), inductor_configs=configs
         )
+
+
+def scripted(model):
+    """Return a model as torch.jit.script compiles it.
+
+    Raises:
+        ValueError: it does not compile.
+    """
+    try:
+        return torch.jit.script(model)
+    except Exception as error:  # of many types
+        names = untyped_numbers(model)
+        what = ", ".join(names) or "a forward in TorchScript, Python's typed subset"
+        raise ValueError(
+            f"expected a model that torch.jit.script compiles, as an archive (.pt) needs: {what}; "
+            "a package (.pt2) takes any code"
+        ) from error
+
+
+def untyped_numbers(model):
+    """Return in words the numbers of ghosts or atoms without a type in the forwards of a model.
+
+    torch.jit.script takes them for tensors.
+    """
+    words = []
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        parameters = inspect.signature(module.forward).parameters
+        for name in ("nghost", "natoms"):
+            if name in parameters and parameters[name].annotation not in (int, "int"):
+                words.append(f"`{name}: int` in the forward of {type(module).__name__}")
+    return words
 
 
 def metadata_of(model, dtype, device, arguments):

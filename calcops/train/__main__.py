@@ -20,6 +20,7 @@ import os
 import sys
 import tomllib
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +29,18 @@ from calcops.train import report
 from calcops.train.datasets import frames_of, is_lone_atom, read
 from calcops.train.first_model import first_model, pairs_of
 from calcops.train.trainer import Data, Trainer, kRates
-from calcops.train.training import Run, identity_of
+from calcops.train.training import Run, identity_of, locked
 from torch import distributed
+
+# The model of a training without --start. sel is counted, and smooth is 0.7 of the cutoff.
+kModel = {
+    "cutoff": 5.0,
+    "smooth": None,
+    "sel": None,
+    "embedding": [24, 24],
+    "axis": 12,
+    "fitting": [48, 48],
+}
 
 
 def arguments():
@@ -54,7 +65,7 @@ def arguments():
     add("--virial-key", help="name of the virial (eV), in place of the stress")
 
     add = parser.add_argument_group("the model, unless --start gives it").add_argument
-    add("--cutoff", type=float, default=5.0, help="A")
+    add("--cutoff", type=float, help="A; default: 5")
     add("--smooth", type=float, help="A, where the cutoff begins; default: 0.7 of the cutoff")
     add(
         "--sel",
@@ -62,9 +73,9 @@ def arguments():
         nargs="+",
         help="maximum number of neighbours, by element; default: counted, with a margin",
     )
-    add("--embedding", type=int, nargs="+", default=[24, 24], help="widths of the embedding nets")
-    add("--axis", type=int, default=12, help="columns of the second factor of the descriptor")
-    add("--fitting", type=int, nargs="+", default=[48, 48], help="widths of the fitting nets")
+    add("--embedding", type=int, nargs="+", help="widths of the embedding nets; default: 24 24")
+    add("--axis", type=int, help="columns of the descriptor's second factor; default: 12")
+    add("--fitting", type=int, nargs="+", help="widths of the fitting nets; default: 48 48")
 
     add = parser.add_argument_group("the training").add_argument
     add("--steps", type=int, default=40000)
@@ -102,8 +113,7 @@ def parse(words):
     if options.settings:
         parser.set_defaults(**settings_of(options.settings, vars(options)))
         options = parser.parse_args(words)
-    if options.smooth is None:
-        options.smooth = 0.7 * options.cutoff
+    set_model(options)
     check(options)
     if options.folder is None:
         frames = Path(options.frames[0]).resolve()
@@ -130,6 +140,22 @@ def settings_of(path, options):
         if name in settings:
             settings[name] = Path(settings[name])
     return settings
+
+
+def set_model(options):
+    """Give the options of the model that are absent their values.
+
+    Raises:
+        ValueError: --start gives the model, and there are such options.
+    """
+    given = [f"--{name}" for name in kModel if getattr(options, name) is not None]
+    if options.start and given:
+        raise ValueError(f"expected no {' or '.join(given)} with --start, which gives the model")
+    for name, value in kModel.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.smooth is None:
+        options.smooth = 0.7 * options.cutoff
 
 
 def check(options):
@@ -214,12 +240,28 @@ def main(words=None):
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
 
-    train_images, held_out_images, test_images = read_sets(options)
+    sets = read_sets(options)
+    # Rank 0 holds the folder before the other processes read it, since they wait for rank 0.
+    with locked(options.folder) if rank == 0 else nullcontext():
+        train(options, *sets, rank, processes)
+
+
+def train(options, train_images, held_out_images, test_images, rank, processes):
+    """Train in the folder of the options, and write the best model.
+
+    Args:
+        options: those of the command.
+        train_images: the frames to train on [Atoms].
+        held_out_images: those held out.
+        test_images: those for the errors of the finished model; empty: none.
+        rank: the number of this process, of those that share a batch.
+        processes: their number.
+    """
+    if processes > 1:
+        distributed.init_process_group()  # gloo between CPUs, nccl between GPUs
     model, pairs = first_model(train_images, options)
     data = Data(frames_of(train_images, model.type_names), model.to(options.device))
     held_out = Data(frames_of(held_out_images, model.type_names), model)
-    if processes > 1:
-        distributed.init_process_group()  # gloo between CPUs, nccl between GPUs
     trainer = Trainer(
         model,
         data,

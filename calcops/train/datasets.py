@@ -11,6 +11,7 @@ on the atom of a frame of one atom is zero, if it is absent. A stress of exactly
 cluster, counts as not computed.
 """
 
+import os
 from pathlib import Path
 
 import ase.io
@@ -19,6 +20,8 @@ import torch
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.data import atomic_numbers
+from ase.db import connect
+from ase.io.formats import filetype
 from ase.stress import voigt_6_to_full_3x3_stress
 
 
@@ -38,7 +41,7 @@ def read(paths, keys=None):
         if not path.exists():
             raise ValueError(f"expected a file or a folder of frames, got {path}")
         try:
-            images = read_folder(path) if path.is_dir() else ase.io.read(path, ":")
+            images = read_folder(path) if path.is_dir() else read_file(path)
             if keys:
                 for image in images:
                     relabel(image, keys)
@@ -50,6 +53,21 @@ def read(paths, keys=None):
             image.info["source"] = f"{path}, frame {number}"
         all_images += images
     return all_images
+
+
+def read_file(path):
+    """Return the frames of a file that ASE reads.
+
+    Those of ASE's databases have the data and the key-value pairs of their row as their info.
+    """
+    if filetype(str(path)) not in ("db", "json"):
+        return ase.io.read(path, ":")
+    images = []
+    for row in connect(str(path), serial=True).select():
+        image = row.toatoms()
+        image.info = {**row.data, **row.key_value_pairs}
+        images.append(image)
+    return images
 
 
 def relabel(image, keys):
@@ -78,10 +96,23 @@ def set_labels(image, labels):
 
 
 def read_folder(path):
-    """Return the frames of all systems of DeePMD-kit in a folder."""
+    """Return the frames of all systems of DeePMD-kit in a folder, also of those behind links.
+
+    A system that several links lead to is read once.
+    """
+    visited = set()
+    systems = []
+    for folder, subfolders, files in os.walk(path, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in visited:
+            subfolders.clear()  # links may lead in a circle
+            continue
+        visited.add(real)
+        if "type.raw" in files:
+            systems.append(Path(folder))
     images = []
-    for file in sorted(path.rglob("type.raw")):
-        images += read_system(file.parent)
+    for system in sorted(systems):
+        images += read_system(system)
     return images
 
 
@@ -158,7 +189,7 @@ def labels_of(image):
     energy = np.asarray(results["energy"], float)
     if energy.size != 1:
         raise ValueError(f"expected an energy, got {energy.size} numbers in {source}")
-    forces = np.asarray(results["forces"], float)
+    forces = np.array(results["forces"], float)
     if forces.shape != (len(image), 3):
         raise ValueError(f"expected forces [{len(image)}, 3], got {list(forces.shape)} in {source}")
     virial = virial_of(image, results, source)
@@ -177,7 +208,7 @@ def virial_of(image, results, source):
     name = "virial" if "virial" in results else "stress"
     if name not in results:
         return None
-    label = np.asarray(results[name], float)
+    label = np.array(results[name], float)
     if label.size not in (6, 9):
         raise ValueError(f"expected a {name} of 6 or 9 numbers, got {label.size} in {source}")
     if has_zero_stress(image):

@@ -202,6 +202,7 @@ class Trainer:
         self.parameters = dict(self.mean_squares.named_parameters())
         self.optimizers = optimizers_of(self.parameters.values())
         self.history = []  # mean squares of each step
+        self.records = []  # what training.Run records, one list each time
         self.identity = {}  # of the training, which its checkpoints keep: training.identity_of
         self.differentiate = partial(differentiate, self.mean_squares, weights=self.weights)
         if compile:
@@ -241,11 +242,12 @@ class Trainer:
         return self.identity | settings_of(self.model)
 
     def save(self, path):
-        """Write a checkpoint: the model, the optimizers, the history and the random numbers."""
+        """Write a checkpoint: the model, the optimizers, what they did and the random numbers."""
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "history": self.history,
+            "records": self.records,
             "generator": self.generator.get_state(),
             "settings": self.settings(),
         }
@@ -258,6 +260,8 @@ class Trainer:
             ValueError: the checkpoint is of another training.
         """
         state = torch.load(path, map_location="cpu")
+        if "records" not in state:
+            raise ValueError("another version wrote it, without its records")
         saved = state["settings"]
         for name, value in self.settings().items():
             if name not in saved:
@@ -270,6 +274,7 @@ class Trainer:
         for optimizer, saved_state in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved_state)
         self.history = state["history"]
+        self.records = state["records"]
         self.generator.set_state(state["generator"])
 
 

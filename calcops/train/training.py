@@ -1,8 +1,11 @@
 """A training in a folder: its checkpoints, its log, its best model, and what it prints."""
 
 import csv
+import fcntl
 import hashlib
+import os
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -16,6 +19,35 @@ from calcops.train.weights import save_npz
 from tqdm import tqdm
 
 kColumns = "step rate energy force virial held_out_energy held_out_force held_out_virial".split()
+
+
+@contextmanager
+def locked(folder):
+    """Make a folder, and keep other trainings out of it.
+
+    File systems without locks of folders, such as some of networks, do not keep them out.
+
+    Raises:
+        ValueError: another training is in it, or it is no folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ValueError(f"cannot write to --folder {folder}: {error.strerror}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(
+            f"another training is at work in {folder}: wait for it, or take another --folder"
+        ) from None
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def identity_of(data, held_out, options):
@@ -114,17 +146,15 @@ class Run:
         self.options = options
         self.folder = options.folder
         self.checkpoint = self.folder / "checkpoint.pt"
-        self.rows = []
         self.least_loss = float("inf")
         self.has_no_virial = has_no_virial(held_out)
 
     def resume(self):
-        """Make the folder, or continue from its checkpoint, if there is one.
+        """Continue from the folder's checkpoint, if there is one.
 
         Raises:
-            ValueError: it is damaged, or of another model.
+            ValueError: it is damaged, or of another model, or its best model is gone.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
         if not self.checkpoint.exists():
             return
         try:
@@ -135,18 +165,14 @@ class Run:
                 f"cannot go on from {self.checkpoint}: {reason}; "
                 "take another --folder, or remove it"
             ) from None
-        log = self.folder / "log.csv"
-        if log.exists():
-            self.read_log(log)
-
-    def read_log(self, log):
-        """Read the rows of a log up to the trainer's step, and the least loss."""
-        steps = len(self.trainer.history)
-        for row in list(csv.reader(log.open()))[1:]:
-            if int(row[0]) <= steps:
-                self.rows.append(row)
-                errors = [float(value) for value in row[5:]]
-                self.least_loss = min(self.least_loss, self.loss(errors))
+        for *_, energy, force, virial in self.trainer.records:
+            self.least_loss = min(self.least_loss, self.loss((energy, force, virial)))
+        best = self.folder / "model.npz"
+        if np.isfinite(self.least_loss) and not best.exists():
+            raise ValueError(
+                f"expected {best}, the best model until now, beside {self.checkpoint}; "
+                "take another --folder, or remove the checkpoint"
+            )
 
     def loss(self, errors):
         """Return the loss of errors. A virial without labels counts as zero."""
@@ -201,15 +227,22 @@ class Run:
         of_batches = np.array(self.trainer.history[-self.options.every :]).mean(0) ** 0.5
         if has_no_virial(self.trainer.data):
             of_batches[2] = np.nan
-        numbers = [f"{value:.6g}" for value in (*of_batches, *errors)]
-        self.rows.append([step, f"{self.trainer.rate(step):.3g}", *numbers])
-        with open(self.folder / "log.csv", "w") as file:
-            csv.writer(file).writerows([kColumns, *self.rows])
+        records = self.trainer.records
+        records.append([step, self.trainer.rate(step), *of_batches.tolist(), *errors])
+        self.write_log()
         if self.loss(errors) < self.least_loss:
             self.least_loss = self.loss(errors)
             save_npz(self.trainer.model, self.folder / "model.npz")
         self.trainer.save(self.checkpoint)
         return errors
+
+    def write_log(self):
+        """Write log.csv."""
+        with open(self.folder / "log.csv", "w") as file:
+            writer = csv.writer(file)
+            writer.writerow(kColumns)
+            for step, rate, *errors in self.trainer.records:
+                writer.writerow([step, f"{rate:.3g}", *(f"{error:.6g}" for error in errors)])
 
     def finish(self, held_out, test):
         """Write the package of the best model and the pictures, and print how to use them.
@@ -228,6 +261,7 @@ class Run:
                 f"expected errors that are numbers, got {folder}/log.csv: smaller --rates"
             )
         model = load_npz(folder / "model.npz")
+        self.write_log()  # it may have been removed since
         plot_loss(folder / "loss.png", self.trainer.history)
         images = test or held_out
         data = Data(frames_of(images, model.type_names), model)

@@ -81,21 +81,6 @@ tensor_list Call::run() const {
 
 // ---- derivatives of multilinear operators -------------------------------------------------------
 
-Multilinear::Multilinear(std::string forward, std::string backward, const std::vector<Term>& terms,
-                         const std::vector<std::string>& inputs)
-    : forward_(std::move(forward)),
-      backward_(std::move(backward)),
-      upstreams_((Set(1) << terms.size()) - 1) {
-  for (const Term& term : terms) factors_.push_back(term.front());
-  factors_.insert(factors_.end(), inputs.begin(), inputs.end());
-  for (const Term& term : terms) {
-    terms_.push_back(0);
-    for (const std::string& factor : term)
-      terms_.back() |=
-          Set(1) << (std::find(factors_.begin(), factors_.end(), factor) - factors_.begin());
-  }
-}
-
 bool Multilinear::covers(const std::string& argument) const {
   return std::find(factors_.begin(), factors_.end(), argument) != factors_.end();
 }

@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "calcops/contract_proofs.h"
+
 namespace calcops {
 
 // An undefined tensor stands for an absent argument or for a derivative that is zero.
@@ -55,27 +57,28 @@ class Derivatives {
   virtual tensor_list jvp(const Call& call, const tensor_list& tangents) const = 0;
 };
 
-// The derivatives of a pair of operators that compute the gradients of one number L, such as
+// The derivatives of the two operators of a line `linear`. They compute the gradients of one
+// number, such as
 //
-//   L = grad_a a(x, y) + grad_b b(x, y, z)      {{"grad_a", "x", "y"}, {"grad_b", "x", "y", "z"}}
+//   L = grad_a a(x, y) + grad_b b(x, y, z)
 //
 // L is a sum of terms. The factors of a term are the upstream gradient of a result and inputs, and
-// the term is linear in each of them.
-//
-// `forward` returns the gradients of L for the upstream gradients: its results, in the order of the
-// terms. `backward` returns the gradients for `inputs`, in this order. If it has an argument
-// output_mask, that selects some of them. It takes the upstream
-// gradients and all arguments of `forward`, under the same names. Factors that occur only in terms
-// that are not needed are passed as none.
+// the term is linear in each of them. `forward` returns the gradients of L for the upstream
+// gradients: its results. `backward` returns those for the inputs. If it has an argument
+// output_mask, that selects some of them. Factors that occur only in terms that are not needed are
+// passed as none.
 //
 // The derivative of L along a direction of a factor is L without the terms that lack the factor,
 // and with the direction in the factor's place. So both operators have derivatives to any order. So
 // has any other operator whose results are those of the first terms.
 class Multilinear final : public Derivatives {
  public:
-  using Term = std::vector<std::string>;
-  Multilinear(std::string forward, std::string backward, const std::vector<Term>& terms,
-              const std::vector<std::string>& inputs);
+  Multilinear(std::string forward, std::string backward, const contract::Linear& linear)
+      : forward_(std::move(forward)),
+        backward_(std::move(backward)),
+        factors_(linear.factors),
+        terms_(linear.terms),
+        upstreams_((Set(1) << terms_.size()) - 1) {}
   bool covers(const std::string& argument) const override;
 
   tensor_list vjp(const Call& call, const tensor_list& upstream,
@@ -83,7 +86,7 @@ class Multilinear final : public Derivatives {
   tensor_list jvp(const Call& call, const tensor_list& tangents) const override;
 
  private:
-  // A set of factors, a bit each: the upstream gradients, one for each term, then the inputs.
+  // A set of factors, a bit each.
   using Set = uint64_t;
 
   std::vector<int> factors_of_arguments(const Call& call) const;

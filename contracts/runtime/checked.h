@@ -344,13 +344,16 @@ struct Checked {
   // Refuse a tensor that is absent but needed: for its own gradient, or as a factor of a result
   // that has an upstream gradient.
   void check_factors() const {
-    const auto& linear = op.family->linear;
+    const contract::Linear& linear = op.family->linear;
+    const size_t terms = op.is_linear ? linear.terms.size() : 0;
     for (size_t i = 0; i < op.result_lines.size(); ++i) {
       const int line = op.result_lines[i];
       if (!op.has(line) || tensors[line]->defined()) continue;
       bool is_needed = op.is_wanted(stack, i);
-      for (size_t t = 0; t < linear.terms.size() && op.is_linear; ++t)
-        is_needed |= contains(linear.terms[t], line) && gradients[linear.results[t]]->defined();
+      for (size_t t = 0; t < terms; ++t) {
+        const int result = op.family->operators[linear.forward].result_lines[t];
+        is_needed |= (linear.terms[t] >> (terms + i) & 1) && gradients[result]->defined();
+      }
       if (is_needed)
         refuse(text.lines[line].name, "where it or a result of it has a gradient", "none");
     }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -18,29 +19,26 @@
 namespace calcops {
 namespace {
 
-// A kernel of the dispatcher that runs `function` for an operator.
-struct Run final : c10::OperatorKernel {
-  using Function = void (*)(const Operator&, torch::jit::Stack*);
-  Run(const Operator* op, Function function) : op(op), function(function) {}
-  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
-    function(*op, stack);
+// A kernel of the dispatcher.
+struct Boxed final : c10::OperatorKernel {
+  using Function =
+      std::function<void(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack*)>;
+  explicit Boxed(Function function) : function(std::move(function)) {}
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    function(op, keys, stack);
   }
-  const Operator* op;
-  Function function;
+  const Function function;
 };
 
 // Raise an error that names the contract, unless the function succeeds.
 template <class Function>
 void at_contract(const Family& family, const Function& function) {
-  std::string what;
   try {
-    return function();
-  } catch (const c10::Error& error) {
-    what = error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    what = error.what();
+    function();
+  } catch (const std::exception&) {
+    TORCH_CHECK(false, family.file, ":", family.line, ": contract, ", calcops_jit::message());
   }
-  TORCH_CHECK(false, family.file, ":", family.line, ": contract, ", what);
 }
 
 // Derivatives by the formulas of a source, which are functions of Values.
@@ -119,35 +117,17 @@ class Formulas final : public Derivatives {
   const Derivative& formula_;
 };
 
-struct Differentiate final : c10::OperatorKernel {
-  explicit Differentiate(const Derivatives* derivatives) : derivatives(derivatives) {}
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                  torch::jit::Stack* stack) {
-    differentiate(*derivatives, op, keys, stack);
-  }
-  const Derivatives* derivatives;
-};
-
-struct Vmap final : c10::OperatorKernel {
-  explicit Vmap(const Operator* op) : op(op) {}
-  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet,
-                  torch::jit::Stack* stack) {
-    vmap([this](const Call& call, const SymInt& items) { return vmap_items(*op, call, items); },
-         handle, stack);
-  }
-  const Operator* op;
-};
-
-// Return the part with an operator's name, or nullptr. Add the name to `used`.
-template <class Part>
-const Part* part_of(const Items<Part>& parts, const std::string& name, const char* what) {
-  const Part* found = nullptr;
+// Pass each part of a source, such as a Check, to its operator. `take` returns false if the
+// operator had one.
+template <class Part, class Take>
+void take_parts(Family& family, const Items<Part>& parts, const char* what, const Take& take) {
   for (const Part& part : parts) {
-    if (name != part.op) continue;
-    TORCH_CHECK(!found, "two ", what, "s of ", name);
-    found = &part;
+    const auto op = std::find_if(family.operators.begin(), family.operators.end(),
+                                 [&](const Operator& op) { return op.schema.name == part.op; });
+    TORCH_CHECK(op != family.operators.end(), "a ", what, " of ", part.op,
+                ", which no schema names");
+    TORCH_CHECK(take(*op, part), "two ", what, "s of ", part.op);
   }
-  return found;
 }
 
 // Read a contract and make its operators.
@@ -170,43 +150,28 @@ void read_family(Family& family, const ContractEntry& entry) {
       for (const Operator& known : other.operators)
         TORCH_CHECK(&known == &op || known.name != op.name, "line ", op.schema.number, ": ",
                     op.name, " has another contract at ", other.file, ":", other.line);
-    if (const auto* part = part_of(entry.compositions, name, "composition"))
-      op.composition = part->function;
-    if (const auto* part = part_of(entry.checks, name, "check")) op.check = part->function;
-    if (const auto* part = part_of(entry.derivatives, name, "derivative")) {
-      op.formulas = std::make_unique<Formulas>(op, *part);
-      TORCH_CHECK(!part->unused || op.parsed.argumentIndexWithName(part->unused), "line ",
-                  op.schema.number, ": a derivative of ", name, " names `", part->unused,
-                  "`, which is no argument");
-    }
+  }
+  take_parts(family, entry.compositions, "composition", [](Operator& op, const Composition& part) {
+    return !std::exchange(op.composition, part.function);
+  });
+  take_parts(family, entry.checks, "check", [](Operator& op, const Check& part) {
+    return !std::exchange(op.check, part.function);
+  });
+  take_parts(family, entry.derivatives, "derivative", [](Operator& op, const Derivative& part) {
+    TORCH_CHECK(!part.unused || op.parsed.argumentIndexWithName(part.unused), "a derivative of ",
+                part.op, " names `", part.unused, "`, which is no argument");
+    return !std::exchange(op.formulas, std::make_unique<Formulas>(op, part));
+  });
+  for (const Operator& op : family.operators)
     for (const int result : op.result_lines)
       TORCH_CHECK(
           op.check || op.composition || op.has(result) || !family.text.lines[result].any_shape,
-          "line ", op.schema.number, ": a Check of ", name, " must set the shape of `",
+          "line ", op.schema.number, ": a Check of ", op.schema.name, " must set the shape of `",
           family.text.lines[result].name, "`");
-  }
-  // A part that names no operator would never be called.
-  const auto check = [&](const char* name, const char* what) {
-    for (const Operator& op : family.operators)
-      if (op.schema.name == name) return;
-    TORCH_CHECK(false, "a ", what, " of ", name, ", which no schema names");
-  };
-  for (const Composition& part : entry.compositions) check(part.op, "composition");
-  for (const Check& part : entry.checks) check(part.op, "check");
-  for (const Derivative& part : entry.derivatives) check(part.op, "derivative");
-
-  if (!family.text.linear_number) return;
-  std::vector<Multilinear::Term> terms;
-  std::vector<std::string> inputs;
-  const auto& lines = family.text.lines;
-  const contract::Linear& linear = family.linear;
-  for (size_t t = 0; t < linear.results.size(); ++t) {
-    terms.push_back({"grad_" + lines[linear.results[t]].name});
-    for (const int factor : linear.terms[t]) terms.back().push_back(lines[factor].name);
-  }
-  for (const int input : linear.inputs) inputs.push_back(lines[input].name);
-  family.derivatives = std::make_unique<Multilinear>(
-      family.operators[linear.forward].name, family.operators[linear.backward].name, terms, inputs);
+  if (family.text.linear_number)
+    family.derivatives =
+        std::make_unique<Multilinear>(family.operators[family.linear.forward].name,
+                                      family.operators[family.linear.backward].name, family.linear);
 }
 
 void take_kernels(Family& family) {
@@ -242,29 +207,36 @@ void define(torch::Library& m, Operator& op) {
   const Family& family = *op.family;
   const std::string name = op.name.substr(op.name.find("::") + 2);
   m.def(c10::FunctionSchema(op.parsed));
-  const auto impl = [&](c10::DispatchKey key, CppFunction&& function) {
-    m.impl(name.c_str(), torch::dispatch(key, std::move(function)));
+  const auto impl = [&](c10::DispatchKey key, Boxed::Function function) {
+    auto boxed = CppFunction::makeFromBoxedFunctor(std::make_unique<Boxed>(std::move(function)));
+    m.impl(name.c_str(), torch::dispatch(key, std::move(boxed)));
   };
-  const auto running = [&](Run::Function function) {
-    return CppFunction::makeFromBoxedFunctor(std::make_unique<Run>(&op, function));
+  const auto run = [&](void (*function)(const Operator&, torch::jit::Stack*)) {
+    return [&op, function](const auto&, auto, torch::jit::Stack* stack) { function(op, stack); };
   };
   if (op.composition) {
     // vmap does not find CompositeImplicitAutograd, so the composition is registered for vmap too.
-    impl(c10::DispatchKey::CompositeImplicitAutograd, running(&run_composition));
-    impl(c10::DispatchKey::FuncTorchBatched, running(&run_composition));
+    impl(c10::DispatchKey::CompositeImplicitAutograd, run(&run_composition));
+    impl(c10::DispatchKey::FuncTorchBatched, run(&run_composition));
     return;
   }
-  impl(c10::DispatchKey::CPU, running(&run_on_device<false>));
-  impl(c10::DispatchKey::CUDA, running(&run_on_device<true>));
-  impl(c10::DispatchKey::Meta, running(&run_on_meta));
-  const Derivatives* derivatives = op.formulas    ? op.formulas.get()
-                                   : op.is_linear ? family.derivatives.get()
-                                                  : nullptr;
-  impl(c10::DispatchKey::Autograd,
-       derivatives ? CppFunction::makeFromBoxedFunctor(std::make_unique<Differentiate>(derivatives))
-                   : torch::autograd::autogradNotImplementedFallback());
-  impl(c10::DispatchKey::FuncTorchBatched,
-       CppFunction::makeFromBoxedFunctor(std::make_unique<Vmap>(&op)));
+  impl(c10::DispatchKey::CPU, run(&run_on_device<false>));
+  impl(c10::DispatchKey::CUDA, run(&run_on_device<true>));
+  impl(c10::DispatchKey::Meta, run(&run_on_meta));
+  impl(c10::DispatchKey::FuncTorchBatched, [&op](const auto& handle, auto, auto* stack) {
+    vmap([&op](const Call& call, const SymInt& items) { return vmap_items(op, call, items); },
+         handle, stack);
+  });
+  const Derivatives* derivatives = op.formulas.get();
+  if (!derivatives && op.is_linear) derivatives = family.derivatives.get();
+  if (derivatives)
+    impl(c10::DispatchKey::Autograd,
+         [derivatives](const auto& handle, c10::DispatchKeySet keys, auto* stack) {
+           differentiate(*derivatives, handle, keys, stack);
+         });
+  else
+    m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Autograd,
+                                         torch::autograd::autogradNotImplementedFallback()));
 }
 
 // Raise an error if a kernel is missing. Called when a library is loaded and all its kernels are

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "autograd.h"
-#include "calcops/contract_proofs.h"
 
 namespace calcops {
 namespace {
@@ -69,23 +68,12 @@ bool contains(const std::vector<Item>& list, const Item& item) {
   return std::find(list.begin(), list.end(), item) != list.end();
 }
 
-struct Operator;
-
 struct BoundKernel {
   KernelEntry entry;
   contract::Binding binding;
 };
 
-// All operators of one contract.
-struct Family {
-  contract::Text text;
-  std::string name_space, file;
-  int line = 0;                        // of the contract in the file
-  const char* without_cuda = nullptr;  // why the build has no CUDA
-  std::deque<Operator> operators;
-  contract::Linear linear;
-  std::unique_ptr<Multilinear> derivatives;  // those of `linear`
-};
+struct Family;
 
 struct Operator : contract::Signature {
   Family* family;
@@ -107,6 +95,17 @@ struct Operator : contract::Signature {
         if (!tensor_or_none(arguments[argument[line]]).defined()) return false;
     return true;
   }
+};
+
+// All operators of one contract.
+struct Family {
+  contract::Text text;
+  std::string name_space, file;
+  int line = 0;                        // of the contract in the file
+  const char* without_cuda = nullptr;  // why the build has no CUDA
+  std::deque<Operator> operators;
+  contract::Linear linear;
+  std::unique_ptr<Multilinear> derivatives;  // those of `linear`
 };
 
 std::deque<Family>& families() {

@@ -3,90 +3,70 @@
 // one or more steps. commit() registers all steps or none.
 //
 // In a C++ host that links or dlopens the library, its initialisers call commit(). calcops_jit's
-// loader (live/registration.py) compares the steps first and then calls it. The initialisers must
-// then not call commit(): the library is "held". While the loader opens the library, the dispatcher
-// has an operator calcops_jit::holds with an overload that encodes the library's path. The
-// initialisers look it up.
+// loader (registration.py) compares the steps first and then calls it. The library is then "held":
+// while the loader opens it, the dispatcher has an operator calcops_jit::holds with an overload
+// that encodes the library's path, and the initialisers look it up.
 //
 // A registration remains until the process ends, or until a newer library no longer has it. The
-// newest kernel of an operator is called.
-//
-// TorchBind classes are not steps. libtorch registers a class while its block runs, and refuses
-// the class of a newer library.
+// newest kernel of an operator is called. TorchBind classes are not steps: libtorch registers a
+// class while its block runs, and refuses the class of a newer library.
 #include <dlfcn.h>
 #include <torch/library.h>
 
+#include <functional>
 #include <list>
 #include <memory>
-#include <set>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
-// The linker's symbols at the beginning and the end of this library.
-extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start[], _end[];
+// The linker's symbol at the beginning of this library.
+extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start[];
 
 namespace calcops_jit __attribute__((visibility("hidden"))) {
 
-  // A def has a schema, a kernel has an operator but no schema, and a fallback has neither.
+  using Handles = std::list<std::pair<std::string, c10::RegistrationHandleRAII>>;
+
+  // A def, a kernel of an operator, or a fallback.
   struct Step {
-    std::optional<c10::OperatorName> op;
-    std::optional<c10::DispatchKey> key;
-    std::optional<c10::FunctionSchema> schema;
-    std::vector<at::Tag> tags;
-    std::optional<std::pair<const char*, const char*>> python_module;
-    c10::KernelFunction kernel;
-    std::optional<c10::impl::CppSignature> signature;
-    std::optional<c10::FunctionSchema> inferred;
-    std::string where;
-
-    c10::DispatchKey runtime_key() const {
-      return key.value_or(c10::DispatchKey::CompositeImplicitAutograd);
-    }
-
-    // "operator" of a def, "operator key" of a kernel, " key" of a fallback.
-    std::string name() const {
-      const std::string operation = op ? c10::toString(*op) : "";
-      return schema ? operation : operation + ' ' + c10::toString(runtime_key());
-    }
-
-    // Return a line for the loader: "def", name, schema and tags, or "impl", name and C++
-    // signature.
-    std::string describe() const {
-      std::ostringstream line;
-      if (schema) {
-        line << "def\t" << name() << '\t' << *schema << '\t';
-        for (at::Tag tag : tags) line << static_cast<int>(tag) << ' ';
-      } else {
-        line << "impl\t" << name() << '\t' << (kernel.isValidSymUnboxed() ? "SymInt " : "")
-             << (signature ? signature->name() : "");
-      }
-      return line.str();
-    }
-
-    // Return where the step's name was registered in the dispatcher; "" if it was not.
-    std::string registered() const {
-      auto& dispatcher = c10::Dispatcher::singleton();
-      if (!op) return dispatcher.hasBackendFallbackForDispatchKey(*key) ? "a fallback" : "";
-      const auto live = schema ? dispatcher.findSchema(*op) : dispatcher.findOp(*op);
-      if (!live) return "";
-      if (schema) return live->debug();
-      if (!live->hasKernelForDispatchKey(runtime_key())) return "";
-      // The dump has a line for each kernel: "KEY: registered at FILE:LINE :: ...".
-      const std::string state = live->dumpState();
-      const auto line = state.find(std::string("\n") + c10::toString(runtime_key()));
-      const auto at = state.find("registered at ", line);
-      return line == at ? "a kernel" : state.substr(at, state.find(" ::", at) - at);
-    }
+    std::string name;  // "operator" of a def, "operator key" of a kernel, " key" of a fallback
+    std::string line;  // for the loader: "def", name, schema, tags or "impl", name, C++ signature
+    // Returns where the name was registered in the dispatcher; "" if it was not.
+    std::function<std::string()> registered;
+    // Registers the step. The handles end the registration. Their name is "" for a def.
+    std::function<void(Handles&)> apply;
   };
+
+  c10::Dispatcher& dispatcher() { return c10::Dispatcher::singleton(); }
+
+  // Return where a kernel was registered; "" if it was not.
+  std::string place_of(const c10::OperatorName& op, c10::DispatchKey key) {
+    const auto live = dispatcher().findOp(op);
+    if (!live || !live->hasKernelForDispatchKey(key)) return "";
+    // The dump has a line for each kernel: "KEY: registered at FILE:LINE :: ...".
+    const std::string state = live->dumpState();
+    const auto line = state.find(std::string("\n") + c10::toString(key));
+    const auto at = state.find("registered at ", line);
+    return line == at ? "a kernel" : state.substr(at, state.find(" ::", at) - at);
+  }
+
+  // Return the message of the exception that is handled.
+  std::string message() {
+    try {
+      throw;
+    } catch (const c10::Error& error) {
+      return error.what_without_backtrace();
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+  }
 
   // Each library has its own of these. They are never destroyed: kernels are called until the
   // process ends.
   struct Registry {
     std::vector<Block> blocks;
     std::vector<Step> steps;
-    std::list<std::pair<std::string, c10::RegistrationHandleRAII>> live;  // (name, "" for a def)
+    Handles live;
     const bool held = is_held();  // the loader calls commit()
     bool committed = !held;
     std::string answer;
@@ -102,9 +82,7 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
       std::string path;  // in hexadecimal digits, since an overload cannot contain slashes
       for (const char* c = self.dli_fname; *c; ++c)
         for (int digit : {(*c >> 4) & 15, *c & 15}) path += "0123456789abcdef"[digit];
-      return c10::Dispatcher::singleton()
-          .findSchema({"calcops_jit::holds", "p" + path})
-          .has_value();
+      return dispatcher().findSchema({"calcops_jit::holds", "p" + path}).has_value();
     }
 
     // Run the blocks that have not run yet. A block that throws stays, and throws again next time.
@@ -125,43 +103,20 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
     // Return "name\twhere\n" of each step whose name is registered already, except for the names in
     // the lines of `mine`.
     std::string taken(const std::string& mine) const {
-      std::set<std::string> own_names;
-      std::istringstream lines(mine);
-      for (std::string name; std::getline(lines, name);) own_names.insert(name);
+      const std::string own_names = '\n' + mine + '\n';
       std::string taken_names;
       for (const Step& step : steps) {
-        if (own_names.count(step.name())) continue;
+        if (own_names.find('\n' + step.name + '\n') != std::string::npos) continue;
         const std::string where = step.registered();
-        if (!where.empty()) taken_names += step.name() + '\t' + where + '\n';
+        if (!where.empty()) taken_names += step.name + '\t' + where + '\n';
       }
       return taken_names;
     }
 
     // Register the steps from `first` on, all or none.
     void commit(size_t first = 0) {
-      auto& dispatcher = c10::Dispatcher::singleton();
-      std::list<std::pair<std::string, c10::RegistrationHandleRAII>> done;  // undone if one throws
-      for (size_t i = first; i < steps.size(); ++i) {
-        const Step& step = steps[i];
-        if (step.schema) {
-          const auto op = dispatcher.findSchema(*step.op);
-          if (op && op->schema() == *step.schema) continue;
-          if (step.python_module)
-            done.emplace_back("",
-                              dispatcher.registerPythonModule(*step.op, step.python_module->first,
-                                                              step.python_module->second));
-          done.emplace_back("", dispatcher.registerDef(*step.schema, step.where, step.tags));
-        } else if (step.op) {
-          auto inferred =
-              step.inferred ? std::make_unique<c10::FunctionSchema>(*step.inferred) : nullptr;
-          done.emplace_back(step.name(),
-                            dispatcher.registerImpl(*step.op, step.key, step.kernel, step.signature,
-                                                    std::move(inferred), step.where));
-        } else {
-          done.emplace_back(step.name(),
-                            dispatcher.registerFallback(*step.key, step.kernel, step.where));
-        }
-      }
+      Handles done;  // undone if one throws
+      for (size_t i = first; i < steps.size(); ++i) steps[i].apply(done);
       live.splice(live.end(), done);
       committed = true;
     }
@@ -172,10 +127,8 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
       answer.clear();
       try {
         function();
-      } catch (const c10::Error& error) {
-        answer = c10::str("error\t", error.what_without_backtrace());
-      } catch (const std::exception& error) {
-        answer = c10::str("error\t", error.what());
+      } catch (const std::exception&) {
+        answer = "error\t" + message();
       }
       return answer.c_str();
     }
@@ -214,29 +167,50 @@ Library& Library::_def(c10::FunctionSchema&& schema, c10::OperatorName* out_name
   schema.setNamespaceIfNotSet(ns_->c_str());
   TORCH_CHECK(*schema.getNamespace() == *ns_, "def(\"", schema.operator_name(),
               "\") in a block of namespace ", *ns_, " at ", file_, ":", line_);
-  calcops_jit::Step step;
-  step.op = schema.operator_name();
-  if (out_name) *out_name = *step.op;
-  step.schema = std::move(schema);
-  step.tags = tags;
-  step.python_module = python_module_;
-  step.where = c10::str("registered at ", file_, ":", line_);
-  calcops_jit::Registry::here().add(std::move(step));
+  const c10::OperatorName op = schema.operator_name();
+  if (out_name) *out_name = op;
+  std::string line = c10::str("def\t", op, '\t', schema, '\t');
+  for (const at::Tag tag : tags) line += std::to_string(static_cast<int>(tag)) + ' ';
+  calcops_jit::Registry::here().add(
+      {c10::toString(op), line,
+       [op] {
+         const auto live = calcops_jit::dispatcher().findSchema(op);
+         return live ? live->debug() : "";
+       },
+       [op, schema, tags, module = python_module_,
+        where = c10::str("registered at ", file_, ":", line_)](calcops_jit::Handles& done) {
+         auto& dispatcher = calcops_jit::dispatcher();
+         const auto live = dispatcher.findSchema(op);
+         if (live && live->schema() == schema) return;
+         if (module)
+           done.emplace_back("",
+                             dispatcher.registerPythonModule(op, module->first, module->second));
+         done.emplace_back("", dispatcher.registerDef(schema, where, tags));
+       }});
   return *this;
 }
 
 Library& Library::_impl(const char* name, CppFunction&& f, _RegisterOrVerify) & {
-  calcops_jit::Step step;
-  step.op = _resolve(name);
-  step.key = f.dispatch_key_ ? f.dispatch_key_ : dispatch_key_;
-  TORCH_CHECK(!dispatch_key_ || *step.key == *dispatch_key_, "impl(\"", name, "\") for ", *step.key,
+  const c10::OperatorName op = _resolve(name);
+  const auto key = f.dispatch_key_ ? f.dispatch_key_ : dispatch_key_;
+  TORCH_CHECK(!dispatch_key_ || *key == *dispatch_key_, "impl(\"", name, "\") for ", *key,
               " in a block for ", *dispatch_key_, " at ", file_, ":", line_);
-  step.kernel = std::move(f.func_);
-  step.signature = std::move(f.cpp_signature_);
-  if (f.schema_) step.inferred = std::move(*f.schema_);
-  step.where =
-      f.debug_.empty() ? c10::str("registered at ", file_, ":", line_) : std::move(f.debug_);
-  calcops_jit::Registry::here().add(std::move(step));
+  const auto runtime_key = key.value_or(c10::DispatchKey::CompositeImplicitAutograd);
+  const std::string step = c10::toString(op) + ' ' + c10::toString(runtime_key);
+  const std::string line =
+      c10::str("impl\t", step, '\t', f.func_.isValidSymUnboxed() ? "SymInt " : "",
+               f.cpp_signature_ ? f.cpp_signature_->name() : "");
+  const std::string where =
+      f.debug_.empty() ? c10::str("registered at ", file_, ":", line_) : f.debug_;
+  calcops_jit::Registry::here().add(
+      {step, line, [op, runtime_key] { return calcops_jit::place_of(op, runtime_key); },
+       [step, op, key, kernel = f.func_, signature = f.cpp_signature_, where,
+        inferred = std::shared_ptr<c10::FunctionSchema>(std::move(f.schema_))](
+           calcops_jit::Handles& done) {
+         auto copy = inferred ? std::make_unique<c10::FunctionSchema>(*inferred) : nullptr;
+         done.emplace_back(step, calcops_jit::dispatcher().registerImpl(op, key, kernel, signature,
+                                                                        std::move(copy), where));
+       }});
   return *this;
 }
 
@@ -259,11 +233,17 @@ Library& Library::_fallback(CppFunction&& f) & {
   TORCH_CHECK(key && !ns_, "fallback() belongs into TORCH_LIBRARY_IMPL(_, <key>, m), not to ",
               file_, ":", line_);
   for (c10::DispatchKey each : c10::getRuntimeDispatchKeySet(*key)) {
-    calcops_jit::Step step;
-    step.key = each;
-    step.kernel = f.func_;
-    step.where = c10::str("registered at ", file_, ":", line_);
-    calcops_jit::Registry::here().add(std::move(step));
+    const std::string step = std::string(" ") + c10::toString(each);
+    const std::string where = c10::str("registered at ", file_, ":", line_);
+    calcops_jit::Registry::here().add(
+        {step, "impl\t" + step + '\t',
+         [each] {
+           const bool is_live = calcops_jit::dispatcher().hasBackendFallbackForDispatchKey(each);
+           return is_live ? "a fallback" : "";
+         },
+         [=, kernel = f.func_](calcops_jit::Handles& done) {
+           done.emplace_back(step, calcops_jit::dispatcher().registerFallback(each, kernel, where));
+         }});
   }
   return *this;
 }
@@ -278,7 +258,7 @@ CALCOPS_EXPORT const char* calcops_jit_steps() {
   return registry.attempt([&] {
     registry.collect();
     std::string lines;
-    for (const auto& step : registry.steps) lines += step.describe() + '\n';
+    for (const auto& step : registry.steps) lines += step.line + '\n';
     registry.answer = std::move(lines);
   });
 }

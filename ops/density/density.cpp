@@ -1,8 +1,9 @@
 // density: its contract, its derivatives, and the conversion of a call's views to the kernels'
 // structs.
+#include "density/density.h"
+
 #include <calcops/operator.h>
 
-#include "density/density.h"
 #include "directions.h"
 
 namespace calcops::ops::density {

@@ -1,8 +1,8 @@
 // The edge force operators: their contract, and the conversion of a call's views to the kernels'
 // structs.
-#include <calcops/operator.h>
-
 #include "edge_force/edge_force.h"
+
+#include <calcops/operator.h>
 
 namespace calcops::ops::edge_force {
 namespace {

@@ -1,9 +1,10 @@
 // environment_spline: its contract, its derivatives, and the conversion of a call's views to the
 // kernels' structs.
+#include "environment_spline/environment_spline.h"
+
 #include <calcops/operator.h>
 
 #include "directions.h"
-#include "environment_spline/environment_spline.h"
 
 namespace calcops::ops::environment_spline {
 namespace {

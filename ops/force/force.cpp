@@ -1,8 +1,8 @@
 // The force operators: their contract, and the conversion of a call's views to the kernels'
 // structs.
-#include <calcops/operator.h>
-
 #include "force/force.h"
+
+#include <calcops/operator.h>
 
 namespace calcops::ops::force {
 namespace {

@@ -1,8 +1,8 @@
 // matrix_product: its contract, its derivatives, and the conversion of a call's views to the
 // kernels' structs.
-#include <calcops/operator.h>
-
 #include "matrix_product/matrix_product.h"
+
+#include <calcops/operator.h>
 
 namespace calcops::ops::matrix_product {
 namespace {

@@ -1,8 +1,8 @@
 // tabulated_sum: its contract, its derivatives, and the conversion of a call's views to the
 // kernels' structs.
-#include <calcops/operator.h>
-
 #include "tabulated_sum/tabulated_sum.h"
+
+#include <calcops/operator.h>
 
 namespace calcops::ops::tabulated_sum {
 namespace {

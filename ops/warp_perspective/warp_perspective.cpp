@@ -1,4 +1,6 @@
 // warp_perspective: its contract, and the conversion of a call's views to the kernels' structs.
+#include "warp_perspective/warp_perspective.h"
+
 #include <calcops/operator.h>
 
 #include <algorithm>
@@ -7,7 +9,6 @@
 #include <vector>
 
 #include "float16.h"
-#include "warp_perspective/warp_perspective.h"
 #include "warp_perspective/warp_perspective_derivatives.h"
 
 template <>

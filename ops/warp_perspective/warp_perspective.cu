@@ -162,7 +162,7 @@ struct Box {
            last_y >= other.first_y;
   }
 };
-constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
+constexpr int64_t kFarthest = std::numeric_limits<int64_t>::max();
 
 __device__ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 __device__ inline int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
@@ -200,7 +200,7 @@ struct Pyramid {
 
   // Return the box at (x, y) of a level; outside, an empty one.
   __device__ Box at(const Box* boxes, int level, int64_t x, int64_t y) const {
-    if (x >= across[level] || y >= down[level]) return {kNone, -kNone, kNone, -kNone};
+    if (x >= across[level] || y >= down[level]) return {kFarthest, -kFarthest, kFarthest, -kFarthest};
     return boxes[begin[level] + y * across[level] + x];
   }
   // Of the 32 boxes below the box at (x, y) of a level, return the one of this lane.
@@ -211,12 +211,12 @@ struct Pyramid {
 };
 
 // Device memory of the backward.
-struct Workspace {
+struct Memory {
   Box* boxes;         // [batch][pyramid's count]
   double (*sums)[9];  // [batch][tiles], each tile's share of the gradient for m
   int64_t bytes;
 
-  Workspace(void* memory, const WarpSizes& sizes) {
+  Memory(void* memory, const WarpSizes& sizes) {
     const int64_t count =
         sizes.batch * Pyramid(sizes.out_height, sizes.out_width).count * int64_t(sizeof(Box));
     boxes = static_cast<Box*>(memory);
@@ -252,7 +252,7 @@ __device__ inline Box box_of(const Cell<kTaps>& cell) {
 template <int kTaps, class Real>
 __global__ void __launch_bounds__(kThreads, 2)
     summarize_kernel(WarpInputs<Real> in, WarpGradients<Real> to, Channels channels, Runs runs,
-                     Workspace work) {
+                     Memory work) {
   __shared__ Motion room;
   __shared__ Box boxes[kWarps];
   __shared__ double parts[kWarps][9];
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     Cell<kTaps> cell;
     const bool has_source = find_cell(sizes, sizes.border, map, u, v, source, cell);
     if (channels.first == 0 && to.grad_image) {
-      const Box box = around_warp(has_source ? box_of(cell) : Box{kNone, -kNone, kNone, -kNone});
+      const Box box = around_warp(has_source ? box_of(cell) : Box{kFarthest, -kFarthest, kFarthest, -kFarthest});
       __syncthreads();  // all threads have read `boxes`
       if (threadIdx.x % 32 == 0) boxes[threadIdx.x / 32] = box;
       __syncthreads();
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // Write the boxes of a level from those of the level below, a warp for each box.
 __global__ void __launch_bounds__(kThreads)
-    combine_kernel(WarpSizes sizes, int level, Workspace work) {
+    combine_kernel(WarpSizes sizes, int level, Memory work) {
   const Pyramid pyramid(sizes.out_height, sizes.out_width);
   const int64_t across = pyramid.across[level], count = across * pyramid.down[level];
   const int64_t item = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class Real>
 __global__ void __launch_bounds__(kThreads)
-    warp_gradient_kernel(WarpInputs<Real> in, double* grad_warp, Workspace work) {
+    warp_gradient_kernel(WarpInputs<Real> in, double* grad_warp, Memory work) {
   __shared__ double parts[kWarps][9], sums[9];
   const WarpSizes& sizes = in.sizes;
   const int64_t tiles = Tiles(sizes.out_height, sizes.out_width).count, i = blockIdx.x;
@@ -350,7 +350,7 @@ __device__ inline int take_lowest(unsigned& mask) {
 
 template <int kTaps, class Real>
 __global__ void __launch_bounds__(kThreads, 2)
-    image_gradient_kernel(WarpInputs<Real> in, WarpGradients<Real> to, Workspace work) {
+    image_gradient_kernel(WarpInputs<Real> in, WarpGradients<Real> to, Memory work) {
   __shared__ Motion room;
   __shared__ Places<kTaps> places[kThreads];
   __shared__ double fraction_x[kThreads], fraction_y[kThreads], grads[kThreads][kChannelsPerBlock];
@@ -560,12 +560,12 @@ cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaS
 }
 
 int64_t warp_perspective_backward_cuda_workspace(const WarpSizes& sizes) {
-  return Workspace(nullptr, sizes).bytes;
+  return Memory(nullptr, sizes).bytes;
 }
 
 template <int kTaps, class Real>
 void launch_backward(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
-                     const Workspace& work, cudaStream_t stream) {
+                     const Memory& work, cudaStream_t stream) {
   const WarpSizes& sizes = in.sizes;
   const Runs runs(sizes.batch * Tiles(sizes.out_height, sizes.out_width).count);
   for (int64_t first = 0;
@@ -593,7 +593,7 @@ template <class Real>
 cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,
                                            const WarpGradients<Real>& to, void* workspace,
                                            cudaStream_t stream) {
-  const Workspace work(workspace, in.sizes);
+  const Memory work(workspace, in.sizes);
   if (in.sizes.interpolation == Interpolation::kCubic)
     launch_backward<4>(in, to, work, stream);
   else

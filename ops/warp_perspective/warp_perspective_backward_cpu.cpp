@@ -30,14 +30,15 @@ double sum_of(const double* values, int64_t count) {
 // The sources of a run of pixels of one part of a row, and the slopes of the image there. A pixel
 // without a source has the reciprocal 0.
 template <int kTaps>
-struct Positions : Sources {
+struct Positions {
+  double x[kTileWidth], y[kTileWidth];
   double reciprocal[kTileWidth];  // 1 / W
   double slope_x[kTileWidth], slope_y[kTileWidth];
 
   void locate(const Homography& map, const RowStart& row, const WarpSizes& sizes,
-              const int64_t* stride, Part part, int64_t u, int64_t count) {
+              const int64_t* stride, bool is_inside, int64_t u, int64_t count) {
     count_ = count;
-    is_inside_ = part == Part::kInside;
+    is_inside_ = is_inside;
     if (!is_inside_) {
       for (int64_t i = 0; i < count; ++i) {
         Source source;
@@ -49,13 +50,13 @@ struct Positions : Sources {
       return;
     }
     const double first = static_cast<double>(u);
-    for (int64_t i = 0; i < count; ++i) {
-      const Source source = project(map.m, row, first + kColumns.u[i]);
+    for (int i = 0; i < static_cast<int>(count); ++i) {
+      const Source source = project(map.m, row, first + i);
       x[i] = source.x;
       y[i] = source.y;
       reciprocal[i] = 1 / source.w;
     }
-    taps_.locate(*this, false, {stride[2], stride[3], 0}, 0, count);
+    taps_.locate(map.m, row, u, count, false, {stride[2], stride[3], 0});
   }
 
   // Compute the slopes of a channel.
@@ -112,8 +113,8 @@ struct MatrixGradient {
   double grad_m[9] = {};
   Positions<kTaps> positions = {};
 
-  void add(const RowStart& row, int64_t v, Part part, int64_t begin, int64_t count) {
-    positions.locate(map, row, in.sizes, in.image_stride, part, begin, count);
+  void add(const RowStart& row, int64_t v, bool is_inside, int64_t begin, int64_t count) {
+    positions.locate(map, row, in.sizes, in.image_stride, is_inside, begin, count);
     double grad_x[kTileWidth] = {}, grad_y[kTileWidth] = {};
     for (int64_t c = 0; c < in.sizes.channels; ++c) {
       const Real* grad = to.grad + output_offset(in.sizes, n, c, v) + begin;
@@ -126,13 +127,13 @@ struct MatrixGradient {
     // As project_backward: row k of m receives g[k] times u, v and 1.
     double g[3][kTileWidth], along_u[3][kTileWidth];
     const double first = static_cast<double>(begin);
-    for (int64_t i = 0; i < count; ++i) {
+    for (int i = 0; i < static_cast<int>(count); ++i) {
       const double reciprocal = positions.reciprocal[i];
       // The gradient of a pixel without a source may be NaN.
       g[0][i] = reciprocal != 0 ? grad_x[i] * reciprocal : 0;
       g[1][i] = reciprocal != 0 ? grad_y[i] * reciprocal : 0;
       g[2][i] = -fma(g[0][i], positions.x[i], g[1][i] * positions.y[i]);
-      for (int k = 0; k < 3; ++k) along_u[k][i] = g[k][i] * (first + kColumns.u[i]);
+      for (int k = 0; k < 3; ++k) along_u[k][i] = g[k][i] * (first + i);
     }
     for (int k = 0; k < 3; ++k) {
       const double sum = sum_of(g[k], count);
@@ -154,14 +155,14 @@ struct ResultTangent {
   const double* moved;  // the tangent of m
   Positions<kTaps> positions = {};
 
-  void add(const RowStart& row, int64_t v, Part part, int64_t begin, int64_t count) {
-    positions.locate(map, row, in.sizes, in.image_stride, part, begin, count);
+  void add(const RowStart& row, int64_t v, bool is_inside, int64_t begin, int64_t count) {
+    positions.locate(map, row, in.sizes, in.image_stride, is_inside, begin, count);
     const RowStart of_moved = row_of(moved, static_cast<double>(v));
     double motion_x[kTileWidth], motion_y[kTileWidth];
     const double first = static_cast<double>(begin);
-    for (int64_t i = 0; i < count; ++i) {
+    for (int i = 0; i < static_cast<int>(count); ++i) {
       const Slope motion = motion_of(moved, of_moved, positions.x[i], positions.y[i],
-                                     positions.reciprocal[i], first + kColumns.u[i]);
+                                     positions.reciprocal[i], first + i);
       motion_x[i] = motion.x;
       motion_y[i] = motion.y;
     }
@@ -177,25 +178,26 @@ struct ResultTangent {
   }
 };
 
-// Call strip.add(row, v, part, begin, count) for the pixels of a strip of rows, from `top` on, that
-// may have a source.
+// Call strip.add(row, v, is_inside, begin, count) for the pixels of a strip of rows, from `top` on,
+// that may have a source.
 template <class Strip>
 void visit_strip(Strip& strip, int64_t top) {
   const WarpSizes& sizes = strip.in.sizes;
-  const int64_t bottom = std::min(top + kTileHeight, sizes.out_height);
-  RowStart rows[kTileHeight];
-  Cut cuts[kTileHeight];
-  for (int64_t v = top; v < bottom; ++v) {
-    rows[v - top] = row_of(strip.map.m, static_cast<double>(v));
-    cuts[v - top] = cut_row(strip.map, rows[v - top], sizes);
+  const std::vector<Row> rows = rows_of_strip(strip.map, top, sizes);
+  for (int64_t left = 0; left < sizes.out_width; left += kTileWidth) {
+    int64_t v = top;
+    for (const Row& row : rows) {
+      const auto add = [&](bool is_inside) {
+        return [&, is_inside](int64_t begin, int64_t end) {
+          strip.add(row.start, v, is_inside, begin, end - begin);
+        };
+      };
+      row.visit(
+          left, std::min(left + kTileWidth, sizes.out_width), [](int64_t, int64_t) {}, add(false),
+          add(true));
+      ++v;
+    }
   }
-  for (int64_t left = 0; left < sizes.out_width; left += kTileWidth)
-    for (int64_t v = top; v < bottom; ++v)
-      cuts[v - top].visit(left, std::min(left + kTileWidth, sizes.out_width),
-                          [&](Part part, int64_t begin, int64_t end) {
-                            if (part != Part::kOutside)
-                              strip.add(rows[v - top], v, part, begin, end - begin);
-                          });
 }
 
 // Call f(std::integral_constant<int, the number of taps along an axis>()).
@@ -252,15 +254,6 @@ bool is_in(const Box& box, const Source& source) {
          source.y <= box.bottom;
 }
 
-inline void add_two(const double* values, double* sums) {
-  typedef double Doubles2 __attribute__((vector_size(16)));
-  Doubles2 a, b;
-  std::memcpy(&a, values, sizeof a);
-  std::memcpy(&b, sums, sizeof b);
-  b += a;
-  std::memcpy(sums, &b, sizeof b);
-}
-
 // A tile of the gradient for one image, for some of its channels. It has a margin of rows and
 // columns that belong to other tiles, so that pixels near its edge need no test.
 template <class Real>
@@ -273,7 +266,6 @@ struct ImageTile {
   int64_t pitch = width + 2 * margin, plane = pitch * (height + 2 * margin);
   // [channels, height + 2 margin, width + 2 margin]
   std::vector<double> sums = std::vector<double>(channels * plane);
-  Sources sources = {};
   Taps<double> taps = {};
 
   double* sum_at(int64_t c, int64_t y, int64_t x) {
@@ -331,8 +323,7 @@ struct ImageTile {
     const Strides strides(pitch, 1, (top - margin) * pitch + left - margin);
     for (int64_t u = pixels.begin; u < pixels.end; u += kTileWidth) {
       const int64_t count = std::min(kTileWidth, pixels.end - u);
-      sources.locate(map.m, row, u, count);
-      taps.locate(sources, is_nearest, strides, 0, count);
+      taps.locate(map.m, row, u, count, is_nearest, strides);
       for (int64_t channel = 0; channel < channels; ++channel) {
         const Real* g = grad + channel * in.sizes.out_height * in.sizes.out_width + u;
         double* to = sums.data() + channel * plane;
@@ -359,8 +350,8 @@ struct ImageTile {
         for (int64_t first = 0; first < std::min(kStep, count); ++first)
           for (int64_t i = first; i < count; i += kStep) {
             double* sum = to + taps.offset[i];
-            add_two(above + 2 * i, sum);
-            add_two(below + 2 * i, sum + pitch);
+            for (int k = 0; k < 2; ++k) sum[k] += above[2 * i + k];
+            for (int k = 0; k < 2; ++k) sum[pitch + k] += below[2 * i + k];
           }
       }
     }
@@ -370,13 +361,13 @@ struct ImageTile {
   [[gnu::noinline]] void add_row(const Homography& map, int64_t v, const Box& box,
                                  const Real* grad) {
     const RowStart row = row_of(map.m, static_cast<double>(v));
-    const RowCutter cutter(map.m, row, in.sizes.out_width);
+    const double first_sign = row.w < 0 ? -1 : 1;
     int64_t done = 0;  // a pixel at the horizon may be possible on both sides, but is added once
-    for (int side = 0; side < cutter.sides(); ++side) {
-      Interval all = cutter.in_box(box, side, Doubt::kPossible);
-      Interval sure = cutter.in_box(box, side, Doubt::kSure);
+    for (const double sign : {first_sign, -first_sign}) {
+      Interval all = in_box(map.m, row, in.sizes.out_width, sign, box, Doubt::kPossible);
       all.begin = std::max(all.begin, done);
       if (all.empty()) continue;
+      Interval sure = in_box(map.m, row, in.sizes.out_width, sign, box, Doubt::kSure);
       sure.begin = std::max(sure.begin, all.begin);
       if (sure.empty()) sure = {all.begin, all.begin};
       add_edge(map, row, grad, {all.begin, sure.begin}, true);
@@ -387,17 +378,17 @@ struct ImageTile {
   }
 
   // Add the pixels of a row that a border mode maps back into the image.
-  void add_folded(const Homography& map, int64_t v, const Box* boxes, const Box& own,
+  void add_folded(const Homography& map, const Row& row, const Box* boxes, const Box& own,
                   const Real* grad) {
-    const RowStart row = row_of(map.m, static_cast<double>(v));
-    const Cut cut = cut_row(map, row, in.sizes);
-    const int64_t across = divide_up(in.sizes.out_width, kTileWidth);
-    for (int64_t x = 0; x < across; ++x)
-      if (meet(boxes[x], own))
-        cut.visit(x * kTileWidth, std::min((x + 1) * kTileWidth, in.sizes.out_width),
-                  [&](Part part, int64_t begin, int64_t end) {
-                    if (part == Part::kEdge) add_edge(map, row, grad, {begin, end}, false);
-                  });
+    const auto skip = [](int64_t, int64_t) {};
+    for (int64_t left = 0; left < in.sizes.out_width; left += kTileWidth, ++boxes)
+      if (meet(*boxes, own))
+        row.visit(
+            left, std::min(left + kTileWidth, in.sizes.out_width), skip,
+            [&](int64_t begin, int64_t end) {
+              add_edge(map, row.start, grad, {begin, end}, false);
+            },
+            skip);
   }
 
   void store(int64_t image) {
@@ -413,78 +404,54 @@ struct ImageTile {
   }
 };
 
-// The boxes of the image that parts of the destination touch. A tile of the image selects by them
-// the rows that it adds. `rows` are around the sources in plain_box(), `tiles` (of the destination)
-// around the taps of all other sources.
-struct Touches {
-  std::vector<Box> rows, tiles;
-};
-
-// Return a box around the taps of a row's sources in plain_box().
-Box plain_sources(const WarpSizes& sizes, const Homography& map, const RowStart& row) {
-  const RowCutter cutter(map.m, row, sizes.out_width);
-  Box box = kNowhere;
-  const double reach = reach_of(sizes);
-  for (int side = 0; side < cutter.sides(); ++side) {
-    const Interval all = cutter.in_box(plain_box(sizes), side, Doubt::kPossible);
-    const Interval sure = cutter.side(side, Doubt::kSure);
-    // Where W surely keeps its sign, x and y only rise or only fall along a row. There the first
-    // and the last pixel are enough.
-    const int64_t begin = std::max(all.begin, sure.begin), last = std::min(all.end, sure.end) - 1;
-    for (int64_t u = all.begin; u < all.end; u = begin <= u && u < last ? last : u + 1) {
-      const Source source = project(map.m, row, static_cast<double>(u));
-      if (fabs(source.x) <= DBL_MAX && fabs(source.y) <= DBL_MAX)
-        box = around(box, {source.x - reach, source.x + reach, source.y - reach, source.y + reach});
-    }
-  }
-  return box;
-}
-
-// Return a box around the taps of the row's other sources, for the pixels left <= u < right.
+// Return a box around the taps of a tile of the result.
 template <int kTaps>
-Box folded_taps(const WarpSizes& sizes, const Homography& map, const RowStart& row, const Cut& cut,
-                int64_t left, int64_t right) {
-  const Box plain = plain_box(sizes);
+Box taps_of_tile(const WarpSizes& sizes, const Homography& map, const std::vector<Row>& rows,
+                 int64_t left, int64_t right) {
+  const double reach = reach_of(sizes);
   Box box = kNowhere;
-  cut.visit(left, right, [&](Part part, int64_t begin, int64_t end) {
-    for (int64_t u = begin; u < end && part == Part::kEdge; ++u) {
+  const auto at_inside = [&](const Row& row, int64_t begin, int64_t end) {
+    // x and y only rise or only fall along a row where W keeps its sign.
+    for (const int64_t u : {begin, end - 1}) {
+      const Source source = project(map.m, row.start, static_cast<double>(u));
+      box = around(box, {source.x - reach, source.x + reach, source.y - reach, source.y + reach});
+    }
+  };
+  const auto at_edge = [&](const Row& row, int64_t begin, int64_t end) {
+    for (int64_t u = begin; u < end; ++u) {
       Source source;
       Cell<kTaps> cell{};
-      if (!find_cell(map, row, u, sizes, source, cell) || is_in(plain, source)) continue;
+      if (!find_cell(map, row.start, u, sizes, source, cell)) continue;
       for (int k = 0; k < kTaps; ++k) {
         const double x = static_cast<double>(cell.x.tap[k]), y = static_cast<double>(cell.y.tap[k]);
         box = around(box, {x, x, y, y});
       }
     }
-  });
+  };
+  for (const Row& row : rows)
+    row.visit(
+        left, right, [](int64_t, int64_t) {},
+        [&](int64_t begin, int64_t end) { at_edge(row, begin, end); },
+        [&](int64_t begin, int64_t end) { at_inside(row, begin, end); });
   return box;
 }
 
-Touches find_touches(const WarpSizes& sizes, const std::vector<Homography>& maps) {
+// Return these boxes for the tiles of all results, [batch, strips, across].
+std::vector<Box> find_boxes(const WarpSizes& sizes, const std::vector<Homography>& maps) {
   const int64_t strips = divide_up(sizes.out_height, kTileHeight);
-  const int64_t across =
-      sizes.border == Border::kConstant ? 0 : divide_up(sizes.out_width, kTileWidth);
-  const auto folded =
-      sizes.interpolation == Interpolation::kCubic ? folded_taps<4> : folded_taps<2>;
-  Touches touches;
-  touches.rows.resize(sizes.batch * sizes.out_height, kNowhere);
-  touches.tiles.resize(sizes.batch * strips * across, kNowhere);
+  const int64_t across = divide_up(sizes.out_width, kTileWidth);
+  std::vector<Box> boxes(sizes.batch * strips * across);
   for_each(sizes.batch * strips, 1, [&](int64_t i) {
-    const int64_t n = i / strips, top = i % strips * kTileHeight;
-    const Homography& map = map_of(maps, n);
-    if (!map.valid) return;
-    for (int64_t v = top; v < std::min(top + kTileHeight, sizes.out_height); ++v) {
-      const RowStart row = row_of(map.m, static_cast<double>(v));
-      touches.rows[n * sizes.out_height + v] = plain_sources(sizes, map, row);
-      const Cut cut = cut_row(map, row, sizes);
-      for (int64_t x = 0; x < across; ++x) {
-        Box& tile = touches.tiles[i * across + x];
-        tile = around(tile, folded(sizes, map, row, cut, x * kTileWidth,
-                                   std::min((x + 1) * kTileWidth, sizes.out_width)));
-      }
+    const Homography& map = map_of(maps, i / strips);
+    const std::vector<Row> rows = rows_of_strip(map, i % strips * kTileHeight, sizes);
+    for (int64_t x = 0; x < across; ++x) {
+      const int64_t left = x * kTileWidth, right = std::min(left + kTileWidth, sizes.out_width);
+      with_taps(sizes, [&](auto taps) {
+        boxes[i * across + x] = taps_of_tile<taps>(sizes, map, rows, left, right);
+      });
     }
   });
-  return touches;
+  return boxes;
 }
 
 template <class Real>
@@ -492,26 +459,26 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
                     const std::vector<Homography>& maps) {
   const WarpSizes& sizes = in.sizes;
   if (sizes.width == 0) return;
-  const Touches touches = find_touches(sizes, maps);
+  const std::vector<Box> boxes_of_tiles = find_boxes(sizes, maps);
   const int64_t strips = divide_up(sizes.out_height, kTileHeight);
   // The sums of a tile stay in the cache. Its channels share the search for the taps.
-  constexpr int64_t kSums = 1 << 15, kColumns = 256;
+  constexpr int64_t kSums = 1 << 15, kAcross = 256;
   const int64_t channels = std::clamp<int64_t>(sizes.channels, 1, ImageTile<Real>::kChannels);
-  const int64_t height = kSums / (kColumns * channels);
-  const int64_t across = divide_up(sizes.width, kColumns), down = divide_up(sizes.height, height);
+  const int64_t height = kSums / (kAcross * channels);
+  const int64_t across = divide_up(sizes.width, kAcross), down = divide_up(sizes.height, height);
   const int64_t groups = divide_up(sizes.channels, channels), tiles = across * down;
-  const int64_t out_across = touches.tiles.size() / std::max<int64_t>(sizes.batch * strips, 1);
+  const int64_t out_across = divide_up(sizes.out_width, kTileWidth);
   const Box plain = plain_box(sizes);
   const double reach = reach_of(sizes);
   for_each(sizes.image_batch * groups * tiles, 1, [&](int64_t i) {
     const int64_t image = i / (groups * tiles), channel = i / tiles % groups * channels;
-    const int64_t top = i % tiles / across * height, left = i % across * kColumns;
+    const int64_t top = i % tiles / across * height, left = i % across * kAcross;
     ImageTile<Real> tile{in,
                          to,
                          top,
                          left,
                          std::min(height, sizes.height - top),
-                         std::min(kColumns, sizes.width - left),
+                         std::min(kAcross, sizes.width - left),
                          channel,
                          std::min(channels, sizes.channels - channel)};
     const double left_end = static_cast<double>(left), top_end = static_cast<double>(top);
@@ -524,16 +491,16 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
     const Box own{left_end, right_end - 1, top_end, bottom_end - 1};
     for (int64_t n = image; n < sizes.batch; n += sizes.image_batch)
       for (int64_t strip = 0; strip < strips; ++strip) {
-        // The boxes of the destination's tiles; none with a constant border.
-        const Box* boxes = touches.tiles.data() + (n * strips + strip) * out_across;
-        const bool has_folded =
-            std::any_of(boxes, boxes + out_across, [&](const Box& b) { return meet(b, own); });
-        const int64_t end = std::min((strip + 1) * kTileHeight, sizes.out_height);
-        for (int64_t v = strip * kTileHeight; v < end; ++v) {
+        const Box* boxes = boxes_of_tiles.data() + (n * strips + strip) * out_across;
+        if (std::none_of(boxes, boxes + out_across, [&](const Box& b) { return meet(b, own); }))
+          continue;
+        const Homography& map = map_of(maps, n);
+        int64_t v = strip * kTileHeight;
+        for (const Row& row : rows_of_strip(map, v, sizes)) {
           const Real* grad = to.grad + output_offset(sizes, n, channel, v);
-          if (meet(touches.rows[n * sizes.out_height + v], box))
-            tile.add_row(map_of(maps, n), v, box, grad);
-          if (has_folded) tile.add_folded(map_of(maps, n), v, boxes, own, grad);
+          tile.add_row(map, v, box, grad);
+          if (sizes.border != Border::kConstant) tile.add_folded(map, row, boxes, own, grad);
+          ++v;
         }
       }
     tile.store(image);

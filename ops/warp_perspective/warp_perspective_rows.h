@@ -42,6 +42,9 @@ inline const Homography& map_of(const std::vector<Homography>& maps, int64_t n) 
   return maps[maps.size() == 1 ? 0 : n];
 }
 
+// Of a tile of the destination. Rows of a flat tile would not share the lines of a rotated image.
+constexpr int64_t kTileWidth = 128, kTileHeight = 64, kFlatHeight = 8;
+
 struct Interval {
   int64_t begin, end;
 
@@ -70,93 +73,32 @@ struct Box {
 // out, kPossible keeps them.
 enum class Doubt { kSure, kPossible };
 
-// Cuts intervals out of a row of n pixels.
+// Return the pixels u of a row, 0 <= u < n, whose W has the sign of `sign` (1 or -1) and whose
+// source is in the box.
 //
-// W is linear in u. Where it is 0, at the horizon, its sign changes. So a row has one side, or two
-// sides of different signs of W.
-class RowCutter {
- public:
-  RowCutter(const double* m, const RowStart& row, int64_t n) : m_(m), row_(row), n_(n) {
-    const double last = fma(m[6], static_cast<double>(n - 1), row.w);
-    first_sign_ = row.w < 0 ? -1 : 1;
-    sides_ = row.w * last > 0 ? 1 : 2;
-  }
-
-  // Return 2 if the horizon crosses or touches the row, otherwise 1.
-  int sides() const { return sides_; }
-
-  // Return the pixels whose W has the sign of a side. Sides are counted from the left.
-  Interval side(int side, Doubt doubt) const {
-    Interval kept{0, n_};
-    const double sign = side == 0 ? first_sign_ : -first_sign_;
-    clip(sign * m_[6], fma(sign, row_.w, rounding(doubt, m_[6], row_.w)), kept);
-    return kept;
-  }
-
-  // Return the pixels of a side whose source is in the box.
-  [[gnu::noinline]] Interval in_box(const Box& box, int side, Doubt doubt) const {
-    const double sign = side == 0 ? first_sign_ : -first_sign_;
-    const double of_w = rounding(doubt, m_[6], row_.w);
-    Interval kept = this->side(side, doubt);
-    // Keep the pixels whose coordinate (slope * u + start) / W is on one side of an edge: at least
-    // `edge` if s has the sign of W, otherwise at most.
-    const auto keep = [&](double s, double edge, double slope, double start) {
-      const double slack = fma(fabs(edge), of_w, rounding(doubt, slope, start));
-      clip(s * fma(-edge, m_[6], slope), fma(s, fma(-edge, row_.w, start), slack), kept);
-    };
-    keep(sign, box.left, m_[0], row_.x);
-    keep(-sign, box.right, m_[0], row_.x);
-    keep(sign, box.top, m_[3], row_.y);
-    keep(-sign, box.bottom, m_[3], row_.y);
-    return kept;
-  }
-
- private:
-  // Return a bound of the rounding errors, with the sign of the doubt. X, Y and W have one rounding
-  // each, a coordinate three and a root three. The bound is 2^-48 of the largest number, as much as
-  // 32 roundings. DBL_MIN keeps the bound from being 0 where all numbers are 0: a source exactly on
-  // the box's edge is then not sure.
-  double rounding(Doubt doubt, double slope, double start) const {
-    const double most = fma(fabs(slope), static_cast<double>(n_), fabs(start));
+// The coordinate X / W is at least `left` where sign * (X - left * W) >= 0, which is linear in u.
+// So each of the box's edges, and the sign, leaves an interval. X, Y and W have one rounding each,
+// a root three. The slack is 2^-48 of the largest number, as much as 32 roundings. DBL_MIN keeps it
+// from being 0 where all numbers are 0: a source exactly on the box's edge is then not sure.
+[[gnu::noinline]] inline Interval in_box(const double* m, const RowStart& row, int64_t n,
+                                         double sign, const Box& box, Doubt doubt) {
+  const auto slack = [&](double slope, double start) {
+    const double most = fma(fabs(slope), static_cast<double>(n), fabs(start));
     return (doubt == Doubt::kSure ? -1 : 1) * fma(0x1p-48, most, DBL_MIN);
-  }
-
-  const double* m_;
-  RowStart row_;
-  int64_t n_;
-  double first_sign_;
-  int sides_;
-};
-
-// The parts of a row, by the taps of their pixels.
-enum class Part {
-  kOutside,  // all taps are outside the image, or there is no source
-  kEdge,     // some taps are inside and some outside, or rounding decides
-  kInside    // all taps are inside
-};
-
-// The parts of a row from left to right. A part begins at the end of the one before it.
-struct Cut {
-  static constexpr int kParts = 9;
-  int64_t end[kParts];
-
-  // Each of the two sides of the horizon has kOutside, kEdge, kInside and kEdge. kOutside follows.
-  static Part kind(int part) {
-    constexpr Part kinds[4] = {Part::kOutside, Part::kEdge, Part::kInside, Part::kEdge};
-    return kinds[part % 4];
-  }
-
-  // Call visit(kind, begin, end) for the pixels of each part in [left, right).
-  template <class Visit>
-  void visit(int64_t left, int64_t right, const Visit& visit) const {
-    for (int part = 0; part < kParts && left < right; ++part)
-      if (end[part] > left) {
-        const int64_t stop = std::min(end[part], right);
-        visit(kind(part), left, stop);
-        left = stop;
-      }
-  }
-};
+  };
+  const double of_w = slack(m[6], row.w);
+  Interval kept{0, n};
+  clip(sign * m[6], fma(sign, row.w, of_w), kept);
+  const auto keep = [&](double s, double edge, double slope, double start) {
+    clip(s * fma(-edge, m[6], slope),
+         fma(s, fma(-edge, row.w, start), fma(fabs(edge), of_w, slack(slope, start))), kept);
+  };
+  keep(sign, box.left, m[0], row.x);
+  keep(-sign, box.right, m[0], row.x);
+  keep(sign, box.top, m[3], row.y);
+  keep(-sign, box.bottom, m[3], row.y);
+  return kept;
+}
 
 // Return the positions at most `beyond` outside the image.
 inline Box image_box(const WarpSizes& sizes, double beyond) {
@@ -182,34 +124,56 @@ inline Box plain_box(const WarpSizes& sizes) {
   return sizes.border == Border::kConstant ? image_box(sizes, reach_of(sizes)) : inside_box(sizes);
 }
 
-// Return the parts of a row.
-[[gnu::noinline]] inline Cut cut_row(const Homography& map, const RowStart& row,
-                                     const WarpSizes& sizes) {
-  Cut cut;
-  const int64_t n = sizes.out_width;
-  std::fill_n(cut.end, Cut::kParts, map.valid ? 0 : n);
-  if (!map.valid) return cut;
-  const bool repeats = sizes.border != Border::kConstant && sizes.border != Border::kTransparent;
-  const Box inside = inside_box(sizes);
-  // A source beyond this box shows nothing of the image.
-  const Box shown = sizes.border == Border::kConstant ? plain_box(sizes) : image_box(sizes, 0.5);
-  const RowCutter cutter(map.m, row, n);
-  int64_t last = 0;
-  for (int side = 0; side < cutter.sides(); ++side) {
-    // If the border mode repeats the image, no part is kOutside.
-    const Interval in = cutter.in_box(inside, side, Doubt::kSure);
-    const Interval all = repeats ? Interval{0, side + 1 == cutter.sides() ? n : in.end}
-                                 : cutter.in_box(shown, side, Doubt::kPossible);
-    const int64_t ends[4] = {all.begin, in.begin, in.end, all.end};
-    for (int k = 0; k < 4; ++k) {
-      const bool is_empty = k == 1 || k == 2 ? in.empty() : all.empty();
-      last = std::max(last, is_empty ? 0 : ends[k]);
-      cut.end[4 * side + k] = last;
-    }
+// A row of the result. The pixels that are not in `shown` have no tap in the image, or no source.
+// All taps of the pixels in `inside` are in the image. The others are computed one by one.
+struct Row {
+  RowStart start;
+  Interval shown{0, 0};
+  Interval inside[2]{};  // At the horizon, W changes its sign. This is before and behind it.
+
+  [[gnu::noinline]] Row(const Homography& map, int64_t v, const WarpSizes& sizes)
+      : start(row_of(map.m, static_cast<double>(v))) {
+    const int64_t n = sizes.out_width;
+    if (!map.valid) return;
+    const double last = fma(map.m[6], static_cast<double>(n - 1), start.w);
+    const double sign = start.w < 0 ? -1 : 1;
+    const bool has_horizon = !(start.w * last > 0), is_constant = sizes.border == Border::kConstant;
+    shown = {0, n};
+    // Beyond this box, a constant or a transparent border shows nothing of the image.
+    if (!has_horizon && (is_constant || sizes.border == Border::kTransparent))
+      shown = in_box(map.m, start, n, sign, is_constant ? plain_box(sizes) : image_box(sizes, 0.5),
+                     Doubt::kPossible);
+    inside[0] = in_box(map.m, start, n, sign, inside_box(sizes), Doubt::kSure);
+    if (has_horizon) inside[1] = in_box(map.m, start, n, -sign, inside_box(sizes), Doubt::kSure);
   }
-  if (cutter.sides() == 1) std::fill_n(cut.end + 4, 4, last);
-  cut.end[8] = n;
-  return cut;
+
+  // Call at_outside, at_edge and at_inside, each with (begin, end), for the parts of [left, right).
+  template <class Outside, class Edge, class Inside>
+  void visit(int64_t left, int64_t right, const Outside& at_outside, const Edge& at_edge,
+             const Inside& at_inside) const {
+    const auto visit_until = [&](int64_t end, const auto& f) {
+      end = std::min(end, right);
+      if (left < end) f(left, end);
+      left = std::max(left, end);
+    };
+    visit_until(shown.begin, at_outside);
+    for (const Interval& part : inside)
+      if (!part.empty()) {
+        visit_until(part.begin, at_edge);
+        visit_until(part.end, at_inside);
+      }
+    visit_until(shown.end, at_edge);
+    visit_until(right, at_outside);
+  }
+};
+
+// Return the rows of a strip of the result, which begins with row `top`.
+inline std::vector<Row> rows_of_strip(const Homography& map, int64_t top, const WarpSizes& sizes) {
+  std::vector<Row> rows;
+  rows.reserve(kTileHeight);
+  for (int64_t v = top; v < std::min(top + kTileHeight, sizes.out_height); ++v)
+    rows.emplace_back(map, v, sizes);
+  return rows;
 }
 
 // Write the source and the taps of a single pixel. Return false if it has no source. Not inlined:
@@ -232,35 +196,6 @@ inline int64_t to_int64(double x) {
   return bits - kBits;
 }
 
-// Of a tile of the destination. Rows of a flat tile would not share the lines of a rotated image.
-constexpr int64_t kTileWidth = 128, kTileHeight = 32;
-
-// 0, 1, ... as float64. Reading them is quicker than converting integers.
-struct Columns {
-  double u[kTileWidth] = {};
-
-  constexpr Columns() {
-    for (int64_t i = 0; i < kTileWidth; ++i) u[i] = static_cast<double>(i);
-  }
-};
-inline constexpr Columns kColumns;
-
-// The sources of a run of pixels. They have a loop of their own: the processor overlaps more
-// iterations of two short loops than of a long one. With AVX2, both take 0.75 of its time.
-struct Sources {
-  double x[kTileWidth], y[kTileWidth];
-
-  // Locate the `count` pixels from u on.
-  [[gnu::noinline]] void locate(const double* m, const RowStart& row, int64_t u, int64_t count) {
-    const double first = static_cast<double>(u);
-    for (int64_t i = 0; i < count; ++i) {
-      const Source source = project(m, row, first + kColumns.u[i]);
-      x[i] = source.x;
-      y[i] = source.y;
-    }
-  }
-};
-
 // The distances between neighbouring taps in memory. `first` is the offset of position (0, 0), to
 // which kInt64 is added.
 struct Strides {
@@ -279,29 +214,32 @@ struct Taps {
   int64_t offset[kTileWidth];
   Real weight_x[kTileWidth], weight_y[kTileWidth];
 
-  // Prefetch every eighth tap of a run, which is nearly every cache line that the run reads.
+  // Prefetch every `step`-th of a channel's taps.
   template <class Pixel>
-  void prefetch(const Pixel* plane, int64_t begin, int64_t end) const {
-    for (int64_t i = begin; i < end; i += 8) __builtin_prefetch(plane + offset[i]);
+  void prefetch(const Pixel* plane, int64_t count, int64_t step) const {
+    for (int64_t i = 0; i < count; i += step) __builtin_prefetch(plane + offset[i]);
   }
 
-  // Find the taps of `count` sources, which are all inside. The taps begin at index `at`.
-  void locate(const Sources& sources, bool is_nearest, const Strides& strides, int64_t at,
-              int64_t count) {
-    is_nearest ? put<true>(sources, strides, at, count) : put<false>(sources, strides, at, count);
+  // Find the taps of the `count` pixels from u on, which are all inside.
+  void locate(const double* m, const RowStart& row, int64_t u, int64_t count, bool is_nearest,
+              const Strides& strides) {
+    is_nearest ? put<true>(m, row, u, count, strides) : put<false>(m, row, u, count, strides);
   }
 
  private:
   template <bool kNearest>
-  [[gnu::noinline]] void put(const Sources& sources, const Strides& strides, int64_t at,
-                             int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-      const double x = kNearest ? rint(sources.x[i]) : floor(sources.x[i]);
-      const double y = kNearest ? rint(sources.y[i]) : floor(sources.y[i]);
-      offset[at + i] = to_int64(fma(y, strides.y, fma(x, strides.x, strides.first)));
+  [[gnu::noinline]] void put(const double* m, const RowStart& row, int64_t u, int64_t count,
+                             const Strides& strides) {
+    const double first = static_cast<double>(u);
+    // An int is converted to float64 by one instruction on all processors.
+    for (int i = 0; i < static_cast<int>(count); ++i) {
+      const Source source = project(m, row, first + i);
+      const double x = kNearest ? rint(source.x) : floor(source.x);
+      const double y = kNearest ? rint(source.y) : floor(source.y);
+      offset[i] = to_int64(fma(y, strides.y, fma(x, strides.x, strides.first)));
       if (kNearest) continue;
-      weight_x[at + i] = static_cast<Real>(sources.x[i] - x);
-      weight_y[at + i] = static_cast<Real>(sources.y[i] - y);
+      weight_x[i] = static_cast<Real>(source.x - x);
+      weight_y[i] = static_cast<Real>(source.y - y);
     }
   }
 };
@@ -397,10 +335,13 @@ struct FoldedTaps {
   // source or a very distant one. The caller then locates each pixel by find_cell().
   [[gnu::noinline]] bool locate(const double* m, const RowStart& row, const WarpSizes& sizes,
                                 const int64_t* stride, int64_t u, int64_t count) {
-    Sources sources;
-    sources.locate(m, row, u, count);
-    double *x = sources.x, *y = sources.y, second_x[kTileWidth], second_y[kTileWidth];
+    double x[kTileWidth], y[kTileWidth], second_x[kTileWidth], second_y[kTileWidth];
     const int n = static_cast<int>(count);
+    for (int i = 0; i < n; ++i) {
+      const Source source = project(m, row, static_cast<double>(u) + i);
+      x[i] = source.x;
+      y[i] = source.y;
+    }
     int64_t any_far = 0;  // not a bool: as wide as a double, so that the loop is vectorised
     for (int i = 0; i < n; ++i) any_far |= fabs(x[i]) < kFar && fabs(y[i]) < kFar ? 0 : 1;
     if (any_far) return false;

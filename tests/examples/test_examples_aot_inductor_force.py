@@ -164,6 +164,7 @@ def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
     assert not re.search(r"libpython|libtorch_python|not found", needed)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the portable package is for x86-64")
 def test_the_portable_package_gives_the_same_and_has_no_instruction_beyond_avx2(ran, build):
     if not hasattr(config.cpp, "march"):

@@ -136,6 +136,7 @@ def test_an_operator_that_takes_the_object_exports_only_with_a_fake_in_python(ex
     assert "no kernel for Meta on my_ops::identity_conv_object" in without_fake.stderr
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not cuda.find_toolkit()[0], reason="no nvcc for this PyTorch")
 def test_the_cuda_source_builds_without_a_gpu():
     script = (
@@ -159,6 +160,7 @@ def test_the_object_keeps_its_channels_when_copied_flattened_and_saved(example, 
     assert torch.load(tmp_path / "object.pt", weights_only=False).get_channels() == 7
 
 
+@pytest.mark.long
 def test_the_exported_graph_calls_the_operator_and_the_object(packages):
     graph, _, _ = packages
     calls = re.findall(
@@ -177,6 +179,7 @@ def test_the_exported_graph_calls_the_operator_and_the_object(packages):
     ]
 
 
+@pytest.mark.long
 def test_every_way_to_run_the_model_gives_identical_results(packages, example):
     out, _, device = packages
     assert "eager, deepcopy, torch.compile, export, saved and loaded: identical" in out
@@ -188,6 +191,7 @@ def test_every_way_to_run_the_model_gives_identical_results(packages, example):
         assert out.count(f"{name} on {device}: {shapes}\n") == 2, "once in Python, once in C++"
 
 
+@pytest.mark.long
 def test_program_and_library_need_neither_python_nor_a_search_path(packages, example):
     _, out, _ = packages
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
@@ -199,6 +203,7 @@ def test_program_and_library_need_neither_python_nor_a_search_path(packages, exa
         assert not re.search(r"libpython|libtorch_python|not found", needed)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the portable package is for x86-64")
 def test_the_portable_package_has_no_instruction_beyond_avx2(packages, example):
     if not hasattr(example.config.cpp, "march"):
@@ -218,6 +223,7 @@ def test_the_portable_package_has_no_instruction_beyond_avx2(packages, example):
         assert registers_of_avx512("native.pt2"), "the native package uses AVX-512"
 
 
+@pytest.mark.long
 def test_loading_the_package_without_the_library_names_the_missing_class(packages):
     _, out, _ = packages
     script = f"import torch; torch._inductor.aoti_load_package('{out}/native.pt2')"

@@ -14,6 +14,8 @@ import torch
 import calcops_jit
 from _calcops_jit import cuda
 
+pytestmark = pytest.mark.long  # a foreign program
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "mindspore_aot"
 MINDSPORE = ROOT / "build" / "mindspore" / "bin" / "python"

@@ -111,6 +111,7 @@ def test_the_script_prints_results_checks_and_times():
         assert all(float(time) > 0 for time in times.groups())
 
 
+@pytest.mark.long
 def test_setuptools_makes_a_package_that_needs_no_calcops(tmp_path):
     shutil.copytree(
         FOLDER, tmp_path / "source", ignore=shutil.ignore_patterns("__pycache__", "build")

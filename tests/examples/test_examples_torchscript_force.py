@@ -15,6 +15,9 @@ import torch
 
 import calcops_jit  # noqa: F401 - the archives need its operators
 
+# test_compat.py and test_force_pytorch.py have archives, and test_library.py a C++ host.
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "torchscript_force"
 ARCHIVES = ["scripted", "traced", "CalcOps_cuda", "CalcOps_cpu"]

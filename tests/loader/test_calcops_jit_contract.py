@@ -85,7 +85,7 @@ def test_a_formula_gives_derivatives_of_every_order(mine):
 
 
 def test_the_formula_of_the_readme_works_also_without_forward_mode(tmp_path):
-    readme = (SOURCE.parents[3] / "ops" / "README.md").read_text()
+    readme = (SOURCE.parents[3] / "contracts" / "README.md").read_text()
     blocks = re.findall(r"```c\+\+\n(.+?)```", readme, re.S)
     text = next(block for block in blocks if '"square"' in block)
     source = tmp_path / "square.cpp"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from reference import opcheck
 from torch.func import jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import calcops_jit
 
@@ -154,22 +155,32 @@ def test_vmap_shifts_entries_to_the_rows_of_their_item(mine, shape):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "items", "rows"),
-    [(torch.int32, 3, 4), (torch.uint8, 3, 4), (torch.uint8, 2, 200), (torch.int32, 3, 200)],
+    ("dtype", "items", "rows", "calls"),
+    [
+        (torch.int32, 3, 4, 1),
+        (torch.uint8, 3, 4, 1),
+        (torch.uint8, 2, 190, 2),  # joined, the entries would exceed uint8
+        (torch.int32, 3, 190, 3),  # and the rows the limit of 200
+    ],
 )
-def test_vmap_keeps_the_dtype_of_entries_that_it_shifts(mine, dtype, items, rows):
-    """Joined, 400 rows exceed uint8, and the limit of 200 rows. Then each item is one call."""
+def test_vmap_joins_items_where_their_dtype_and_the_limits_allow_it(
+    mine, dtype, items, rows, calls
+):
     next = torch.stack([torch.randperm(rows) for _ in range(items)]).to(dtype)
-    back = vmap(mine.next_row)(next)
+    graph = make_fx(vmap(mine.next_row))(next, next)
+    assert sum("next_row" in str(node.target) for node in graph.graph.nodes) == calls
+    back = graph(next, next)
     assert back.dtype == dtype
-    assert torch.equal(back, torch.stack([mine.next_row(item) for item in next]))
+    expected = torch.stack([mine.next_row(item) for item in next])
+    assert torch.equal(back, expected)
+    assert torch.equal(vmap(mine.next_row)(next), expected)  # without `second`, once an item
 
 
 def test_limits_of_a_joined_size_are_those_of_one_item(mine):
     with pytest.raises(RuntimeError, match=r"`next` with N >= 2, got \[1\]"):
-        vmap(mine.next_row)(torch.zeros(3, 1, dtype=torch.int32))
+        vmap(mine.next_row)(*[torch.zeros(3, 1, dtype=torch.int32)] * 2)
     with pytest.raises(RuntimeError, match=r"`next` with N <= 200, got \[201\]"):
-        vmap(mine.next_row)(torch.zeros(3, 201, dtype=torch.int32))
+        vmap(mine.next_row)(*[torch.zeros(3, 201, dtype=torch.int32)] * 2)
 
 
 def test_an_absent_index_tensor_has_no_positions(mine):

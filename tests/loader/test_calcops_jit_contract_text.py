@@ -535,7 +535,7 @@ WRONG = OPTIONAL | {
     ),
     "a factor without a gradient": (
         LINEAR.replace("-> (Tensor, Tensor)", "-> Tensor x") + "y(x) + z(x, w)",
-        "must be the gradients for all factors",
+        "has no gradient for `w`",
     ),
     "an upstream gradient that is missing": (
         LINEAR.replace("Tensor? grad_z, ", "") + "y(x) + z(x, w)",
@@ -593,8 +593,8 @@ WRONG = OPTIONAL | {
 }
 
 
-README = (ROOT / "ops" / "README.md").read_text()
-PAGE = README[README.index("## Contracts\n") : README.index("## Derivatives\n")]
+README = (ROOT / "contracts" / "README.md").read_text()
+PAGE = README[README.index("# Contracts\n") : README.index("## Derivatives\n")]
 RIGHT |= {
     f"example {i + 1} of the README": text
     for i, text in enumerate(re.findall(r"```text\n(.+?)\n```", PAGE, re.S))
@@ -626,11 +626,11 @@ RIGHT_KERNELS = {
 WRONG_KERNELS = {
     "a double for an int": (kernel("with_double", contract(n="int k", k=">= 0.")), "parameter 2: expected int64_t for the int `k`, got double"),
     "an int64_t for a float": (kernel("with_int", contract(n="float k", k=">= 0.")), "expected double for the float `k`, got int64_t"),
-    "a bool for a str": (kernel("with_bool", contract(n="str k", k='"a" or "b".')), "expected const char* or an enumeration for the str `k`, got bool"),
+    "a bool for a str": (kernel("with_bool", contract(n="str k", k='"a" or "b".')), "expected const char* for the str `k`, got bool"),
     "an int64_t for a SymInt[]": (kernel("with_int", contract(n="SymInt[] k", k="Text.")), "expected List<int64_t> for the SymInt[] `k`"),
-    "a View for an int": (kernel("with_view", contract(n="int k", k=">= 0.")), "got View"),
+    "a View for an int": (kernel("with_view", contract(n="int k", k=">= 0.")), "got a View"),
     "an enumeration without strings": (kernel("with_choice", contract(n="str k", k="Text.")), "since its line lists no strings"),
-    "an int64_t for a Tensor": (kernel("with_int", contract(n="Tensor k", k="[N]; like x.")), "expected a View or Strided for the Tensor `k`"),
+    "an int64_t for a Tensor": (kernel("with_int", contract(n="Tensor k", k="[N]; like x.")), "expected a View or a Strided for the Tensor `k`"),
     "too few parameters": (kernel("copy", contract(n="int k", k=">= 0.")), "2 parameters for 3 arguments and results"),
     "too many parameters": (kernel("with_int"), "3 parameters for 2 arguments and results"),
     "more than 24 parameters": (kernel("many"), "25 parameters, more than 24"),

@@ -231,6 +231,7 @@ def test_every_kernel_runs(emulation):
     assert not kernels, "a test in test_<operator>_cuda_kernels.py has to run these"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "run, output",
     [

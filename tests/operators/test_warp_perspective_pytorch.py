@@ -18,8 +18,13 @@ def arguments(*image_shape, device="cpu", dtype=torch.float64):
     return image, TILTED.to(device, dtype, copy=True).requires_grad_()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(7, 6), (2, 7, 6), (2, 2, 7, 6)])
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [
+        *(((2, 7, 6), dtype) for dtype in DTYPES),
+        *((shape, torch.float64) for shape in [(7, 6), (2, 2, 7, 6)]),
+    ],
+)
 def test_opcheck_passes_for_the_operator(shape, dtype, device):
     image = random_image(*shape, dtype=dtype).to(device)
     warp = TILTED.to(device, copy=True)
@@ -36,7 +41,12 @@ def test_opcheck_passes_for_the_operator(shape, dtype, device):
     opcheck(warp_perspective, (image, warp, (4, 5)), options)
 
 
-@pytest.mark.parametrize("output_mask", [[True, True], [True, False], [False, True]])
+MASKS = [[True, False], [False, True]]
+
+
+@pytest.mark.parametrize(
+    "output_mask", [[True, True], *(pytest.param(mask, marks=pytest.mark.long) for mask in MASKS)]
+)
 def test_opcheck_passes_for_the_backward_operator(output_mask, device):
     image, warp = arguments(2, 3, 7, 6, device=device)
     grad = random_image(2, 3, 4, 5, seed=1).to(device).requires_grad_()

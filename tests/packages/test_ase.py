@@ -265,7 +265,7 @@ def test_float32_is_close_and_stays_float32():
     assert atoms.get_potential_energy() == pytest.approx(exact.get_potential_energy(), rel=1e-6)
 
 
-@pytest.mark.parametrize("ending", ["pt", "pt2"])
+@pytest.mark.parametrize("ending", ["pt", pytest.param("pt2", marks=pytest.mark.long)])
 def test_packaged_models_give_the_same(ending, tmp_path):
     save(StillingerWeber(), tmp_path / f"silicon.{ending}")
     calc = CalcOps(load(tmp_path / f"silicon.{ending}"))

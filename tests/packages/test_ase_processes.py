@@ -124,6 +124,7 @@ def test_a_forked_child_computes_after_its_parent_used_threads(calculator):
         pool.submit(fork_after_threads, calculator).result()
 
 
+@pytest.mark.long
 def test_a_pool_of_spawned_processes_computes(archive):
     calculator = CalcOps(load(archive))
     structures = [silicon(seed=seed) for seed in (1, 2)]

@@ -89,7 +89,9 @@ def test_tables_that_differ_from_the_nets_are_reported():
         load(path_of("compressed.pth"))
 
 
-@pytest.mark.parametrize("name", ["pairs.dp", "one_side.yaml", "silicon.pt"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("pairs.dp", marks=pytest.mark.long), "one_side.yaml", "silicon.pt"]
+)
 def test_tabulated_models_give_the_same_numbers(name, numbers, capsys):
     model = load(path_of(name)).tabulated()
     if name == "pairs.dp":

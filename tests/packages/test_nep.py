@@ -142,6 +142,7 @@ def test_an_archive_gives_the_same_in_ase(name, tmp_path):
 
 
 @pytest.mark.packaged
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["nep3_zbl", "nep4_types"])
 def test_a_package_of_the_command_gives_the_numbers_of_nep_cpu(name, tmp_path):
     output = tmp_path / "model.pt2"

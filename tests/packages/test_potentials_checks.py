@@ -6,6 +6,7 @@ import torch
 from calcops.potentials.checks import check_file, results_for, systems_for
 from calcops.potentials.energies import potential_of
 from calcops.potentials.package import load, save
+from calcops.potentials.potential import Potential
 
 ABOUT = {"cutoff": 3.0, "units": "metal", "type_names": ["A", "B"]}
 
@@ -262,3 +263,67 @@ def test_energies_of_another_shape_are_refused(shape, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         save(Shaped(shape), tmp_path / "own.pt2", **ABOUT)
     assert not list(tmp_path.iterdir())
+
+
+class WithoutTypes(torch.nn.Module):
+    """An energy whose forward has no types of its arguments."""
+
+    def forward(self, types, list_neigh, Rij, nghost):
+        r2 = Rij.square().sum(-1)
+        pair = (1 - r2 / 9.0).clamp(min=0) ** 3
+        return pair.where(list_neigh >= 0, 0.0).sum(-1)[:, : types.shape[-1] - nghost]
+
+
+class GraphWithoutTypes(Graph):
+    def forward(self, types, edge_index, edge_vec, natoms):
+        return self.features(types, edge_index, edge_vec, natoms).square().sum(1)
+
+
+class NoTorchScript(Graph):
+    def forward(self, types, edge_index, edge_vec, natoms: int):
+        features = self.features(types, edge_index, edge_vec, natoms)
+        return sum(getattr(features, name)().sum(1) for name in ["square"])
+
+
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        (WithoutTypes(), "`nghost: int` in the forward of WithoutTypes"),
+        (GraphWithoutTypes(), "`natoms: int` in the forward of GraphWithoutTypes"),
+        (NoTorchScript(), "a forward in TorchScript, Python's typed subset"),
+    ],
+)
+def test_an_archive_of_a_model_that_does_not_compile_is_refused_by_the_reason(
+    model, words, tmp_path
+):
+    with pytest.raises(ValueError, match=rf"\(\.pt\) needs: {words}; a package \(\.pt2\) takes"):
+        save(model, tmp_path / "own.pt", **ABOUT)
+    assert not list(tmp_path.iterdir())
+
+
+class FewNeighbours(Potential):
+    """An energy for at most eight slots."""
+
+    neighbors = 8
+
+    def atom_energies(self, types, list_neigh, Ri):
+        r2 = Ri[..., 0].square()
+        return ((1 - r2 / self.cutoff**2).clamp(min=0) ** 3).sum(-1)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pt2"])
+def test_more_neighbours_than_a_model_takes_are_refused(suffix, tmp_path):
+    model = FewNeighbours(**ABOUT)
+    save(model, tmp_path / f"few{suffix}")
+    package = load(tmp_path / f"few{suffix}")
+    assert package.neighbors == 8
+    types = torch.zeros(1, dtype=torch.int64)
+    list_neigh = torch.zeros(1, 1, 9, dtype=torch.int64)
+    Rij = torch.zeros(1, 1, 9, 3, dtype=torch.float64)
+    Rij[..., 0] = torch.linspace(1.0, 2.6, 9)
+    message = "expected at most 8 neighbours of an atom, as the model takes, got 9 slots"
+    with pytest.raises(ValueError, match=message):
+        package(types, list_neigh, Rij)
+    # A pair beyond the cutoff does not count.
+    Rij[..., 4, 0] = 3.1
+    torch.testing.assert_close(package(types, list_neigh, Rij)[0], model(types, list_neigh, Rij)[0])

@@ -103,7 +103,10 @@ def test_forces_and_virials_are_those_of_the_energy(module):
         assert_equal_lists(results, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("module, ending", [(OfList, "pt"), (OfGraph, "pt"), (OfGraph, "pt2")])
+@pytest.mark.parametrize(
+    "module, ending",
+    [(OfList, "pt"), (OfGraph, "pt"), pytest.param(OfGraph, "pt2", marks=pytest.mark.long)],
+)
 def test_save_packages_a_module_in_one_line(module, ending, tmp_path):
     trained = module()
     save(trained, tmp_path / f"own.{ending}", **ABOUT)
@@ -127,7 +130,7 @@ def periodic(n=12, period=10.0):
     return torch.arange(n) % 2, list_neigh[None], d.where(near[..., None], torch.nan)[None]
 
 
-@pytest.mark.parametrize("ending", ["pt", "pt2"])
+@pytest.mark.parametrize("ending", ["pt", pytest.param("pt2", marks=pytest.mark.long)])
 def test_parts_of_a_system_add_up_where_messages_pass(ending, tmp_path):
     """The system is divided into three parts, as among three ranks. A part has rows for its own
     atoms, and then for the ghosts whose messages reach them. A ghost may be an image of any atom,

@@ -11,6 +11,7 @@ from ase import Atoms  # noqa: E402
 from ase.build import bulk  # noqa: E402
 from ase.calculators.emt import EMT  # noqa: E402
 from ase.calculators.singlepoint import SinglePointCalculator  # noqa: E402
+from ase.db import connect  # noqa: E402
 from ase.io import write  # noqa: E402
 from calcops.train import __main__ as command  # noqa: E402
 from calcops.train import training  # noqa: E402
@@ -87,6 +88,39 @@ def test_a_system_without_periodicity_may_have_virials(tmp_path):
     assert not image.pbc.any()
     frames = frames_of([image], ["Cu", "Au"])
     np.testing.assert_allclose(frames["virial"][0].ravel(), np.arange(9))
+
+
+def test_systems_behind_links_are_read_once(tmp_path):
+    mixed_type_system(tmp_path / "elsewhere/first")
+    mixed_type_system(tmp_path / "data/second")
+    (tmp_path / "data/linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data/again").symlink_to(tmp_path / "data/second")
+    (tmp_path / "elsewhere/circle").symlink_to(tmp_path / "data")
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    assert len(read([tmp_path / "data"])) == 4
+    assert len(read([tmp_path / "link"])) == 4
+
+
+def test_labels_of_a_database_may_be_in_its_key_value_pairs_and_data(tmp_path):
+    image = crystal(0, ("energy", "forces", "stress"))
+    forces = 2 * image.get_forces()
+    virial = np.diag([1.0, 2.0, 3.0])
+    path = tmp_path / "frames.db"
+    with connect(path) as database:
+        pairs = {"dft_energy": -7.0, "config_type": "bulk"}
+        database.write(image, pairs, data={"dft_forces": forces, "dft_virial": virial})
+        database.write(image)
+    labels = {"energy": "dft_energy", "forces": "dft_forces", "virial": "dft_virial"}
+    ours, other = read([path], labels)
+    frames = frames_of([ours], ["Cu"])
+    assert frames["energy"].item() == -7.0
+    np.testing.assert_allclose(frames["force"][0], forces)
+    np.testing.assert_allclose(frames["virial"][0], virial)
+    assert ours.info["config_type"] == "bulk"
+    with pytest.raises(ValueError, match="got none of energy in .*frames.db, frame 1"):
+        frames_of([other], ["Cu"])
+    with pytest.raises(ValueError, match="none of energy in .*frame 0, which has .*dft_energy"):
+        frames_of(read([path], {"energy": "misspelt"}), ["Cu"])
 
 
 def test_free_energy_may_be_the_energy(tmp_path):

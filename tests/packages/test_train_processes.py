@@ -83,6 +83,7 @@ def test_two_processes_have_the_losses_of_one_with_the_whole_batch(trained):
     np.testing.assert_allclose(two[:60], one[:60], rtol=1e-12)
 
 
+@pytest.mark.long
 def test_two_processes_that_are_killed_and_started_again_end_as_if_they_had_not_been(
     trained, frames, tmp_path
 ):

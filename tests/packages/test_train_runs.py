@@ -1,6 +1,10 @@
 """python -m calcops.train: which checkpoint a command goes on from, and what it says at the end."""
 
+import fcntl
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +55,8 @@ def run(capsys):
 
     def train(*words):
         frames, *options = map(str, words)
-        command.main([frames, *SMALL, *options])
+        small = SMALL[:4] if "--start" in options else SMALL
+        command.main([frames, *small, *options])
         return capsys.readouterr().out
 
     return train
@@ -159,6 +164,94 @@ def test_an_old_model_in_the_folder_is_not_taken_for_the_best_one(run):
     Path("trained/frames/checkpoint.pt").unlink()
     with pytest.raises(ValueError, match="expected errors that are numbers"):
         run("frames.extxyz", "--rates", 1e200, 1e200)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--cutoff 3.5", "--smooth 2.4", "--sel 60", "--embedding 4 8", "--axis 2", "--fitting 6 6"],
+)
+def test_a_start_with_options_of_the_model_is_refused(words, tmp_path):
+    option, *_ = words.split()
+    message = f"expected no {option} with --start, which gives the model"
+    with pytest.raises(ValueError, match=message):
+        command.parse(["frames", "--start", "model.npz", *words.split()])
+    settings = tmp_path / "settings.toml"
+    settings.write_text('start = "model.npz"\nfitting = [6, 6]\n')
+    with pytest.raises(ValueError, match="expected no .*--fitting with --start"):
+        command.parse(["frames", "--settings", str(settings), *words.split()])
+
+
+def test_two_trainings_at_once_in_a_folder_are_refused(run):
+    write("frames.extxyz", [image(number) for number in range(5)])
+    Path("out").mkdir()
+    descriptor = os.open("out", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    message = "another training is at work in out: wait for it, or take another --folder"
+    with pytest.raises(ValueError, match=message):
+        run("frames.extxyz", "--folder", "out")
+    assert not any(Path("out").iterdir())
+    os.close(descriptor)
+    run("frames.extxyz", "--folder", "out")
+    assert "nothing to do" in run("frames.extxyz", "--folder", "out")
+
+
+def test_a_training_keeps_others_out_of_its_folder_until_it_ends(run, monkeypatch):
+    """The second command is one of its own, since locks of one process might not exclude it."""
+    write("frames.extxyz", [image(number) for number in range(5)])
+    code = (
+        "import pathlib, sys; from calcops.train.training import locked\n"
+        "with locked(pathlib.Path('trained/frames')): pass"
+    )
+    others = []
+
+    def record(run, step, record=training.Run.record):
+        others.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True))
+        return record(run, step)
+
+    monkeypatch.setattr(training.Run, "record", record)
+    run("frames.extxyz")
+    assert all("another training is at work in trained/frames" in done.stderr for done in others)
+    assert len(others) == 2
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_folder_that_cannot_be_made_is_named(run):
+    write("frames.extxyz", [image(number) for number in range(5)])
+    with pytest.raises(ValueError, match="cannot write to --folder frames.extxyz: File exists"):
+        run("frames.extxyz", "--folder", "frames.extxyz")
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_training_whose_log_is_gone_goes_on_and_writes_it_anew(is_finished, run):
+    write("frames.extxyz", [image(number) for number in range(5)])
+    run("frames.extxyz", "--folder", "whole")
+    run("frames.extxyz", "--folder", "out", *([] if is_finished else ["--steps", 2]))
+    log = Path("out/log.csv")
+    first = log.read_text()
+    log.unlink()
+    assert "held-out frames: energy" in run("frames.extxyz", "--folder", "out")
+    assert log.read_text().startswith(first)
+    assert log.read_text().count("\n") == 3
+
+
+def test_a_worse_model_does_not_replace_the_best_one_whose_log_is_gone(run):
+    write("frames.extxyz", [image(number) for number in range(5)])
+    run("frames.extxyz", "--folder", "out", "--steps", 2)
+    best = Path("out/model.npz").read_bytes()
+    Path("out/log.csv").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training.Squares, "errors", lambda squares, numbers=None: [1e3, 1e3, 1e3])
+        run("frames.extxyz", "--folder", "out")
+    assert Path("out/model.npz").read_bytes() == best
+
+
+def test_a_checkpoint_whose_best_model_is_gone_is_refused(run):
+    write("frames.extxyz", [image(number) for number in range(5)])
+    run("frames.extxyz")
+    Path("trained/frames/model.npz").unlink()
+    message = "expected trained/frames/model.npz, the best model until now, beside .*checkpoint.pt"
+    with pytest.raises(ValueError, match=message):
+        run("frames.extxyz")
 
 
 def test_a_checkpoint_without_an_identity_is_refused(run):

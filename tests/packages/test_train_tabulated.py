@@ -158,6 +158,7 @@ def test_splines_are_fitted_to_the_exact_nets_of_a_float32_model(exact, spline, 
     assert model.has_float32_nets
 
 
+@pytest.mark.long
 def test_a_package_of_a_spline_with_float32_nets_has_its_results(spline, structure, tmp_path):
     model = spline.with_float32_nets()
     package.save(model, tmp_path / "model.pt2")

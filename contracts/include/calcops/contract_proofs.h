@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 
 #include "calcops/contract_text.h"
@@ -40,12 +41,14 @@ struct Signature {
   }
 };
 
-// The two operators of the line `linear`.
+// The line `linear`: a number L, which is a sum of terms, and two operators that compute its
+// gradients (runtime/autograd.h).
 struct Linear {
-  int forward = -1, backward = -1;      // their numbers among the operators
-  std::vector<int> inputs;              // the lines of the results of `backward`
-  std::vector<int> results;             // the lines of the results of `forward`
-  std::vector<std::vector<int>> terms;  // of each of them: the lines of its factors
+  int forward = -1, backward = -1;  // their numbers among the operators
+  // The upstream gradients of the results of `forward`, then the inputs, whose gradients are the
+  // results of `backward`.
+  std::vector<std::string> factors;
+  std::vector<uint64_t> terms;  // of each result of `forward`: the factors of its term, a bit each
 };
 
 // Where a kernel's parameter comes from.
@@ -156,19 +159,18 @@ class Prover {
 
   // Raise an error if a line has a clause that does not apply to its argument, or lacks one.
   void check_clauses(const Signature& op, const Line& line, const Argument& argument) const {
-    static const std::map<Kind, std::vector<const char*>> kAllowed = {
-        {Kind::kTensor, {"shape", "dtype", "like", "entries", "limit", "from", "constant"}},
-        {Kind::kInt, {"bounds"}},
-        {Kind::kFloat, {"bounds"}},
-        {Kind::kBool, {}},
-        {Kind::kString, {"strings"}},
-        {Kind::kInts, {}},
-        {Kind::kFloats, {}},
-        {Kind::kMask, {}},
-        {Kind::kOther, {}}};
-    const auto& allowed = kAllowed.at(argument.kind);
+    // Of each Kind.
+    static constexpr const char* kAllowed[] = {"shape dtype like entries limit from constant",
+                                               "bounds",
+                                               "bounds",
+                                               "",
+                                               "strings",
+                                               "",
+                                               "",
+                                               "",
+                                               ""};
     for (const std::string& clause : line.clauses)
-      if (std::find(allowed.begin(), allowed.end(), clause) == allowed.end())
+      if (!std::strstr(kAllowed[int(argument.kind)], clause.c_str()))
         fail(line, "a clause of the kind `" + clause + "`, but in " + op.schema.name +
                        " the argument is a " + argument.type);
     if (argument.kind == Kind::kTensor && !line.is_tensor() && !op.is_composition)
@@ -185,6 +187,8 @@ class Prover {
       fail(line, "refuses its own default " + argument.fallback);
   }
 
+  static double number_in(const std::string& text) { return std::strtod(text.c_str(), nullptr); }
+
   // Return whether a line allows an argument's default.
   static bool allows(const Line& line, const Argument& argument) {
     const std::string& written = argument.fallback;
@@ -192,7 +196,7 @@ class Prover {
       return written.size() > 1 && std::count(line.choices.begin(), line.choices.end(),
                                               written.substr(1, written.size() - 2)) > 0;
     if (argument.kind != Kind::kInt && argument.kind != Kind::kFloat) return true;
-    const double number = std::strtod(written.c_str(), nullptr);
+    const double number = number_in(written);
     for (const Bound& bound : line.bounds)
       if (!bound.named && !meets(bound.compare, number, bound.real)) return false;
     return line.numbers.empty() ||
@@ -430,8 +434,12 @@ class Prover {
     const Kind kind = other >= 0 && op.has(other) ? op.at_line(other).kind : Kind::kOther;
     if (kind != Kind::kInt && kind != Kind::kFloat)
       fail(line, op.schema.name + " has no number `" + bound.text + "`");
-    if (kind != op.at_line(text_.line(line.name)).kind)
-      fail(line, "`" + bound.text + "` is a number of another type");
+    const Argument& argument = op.at_line(text_.line(line.name));
+    if (kind != argument.kind) fail(line, "`" + bound.text + "` is a number of another type");
+    const Argument& limit = op.at_line(other);
+    if (argument.has_default && limit.has_default &&
+        !meets(bound.compare, number_in(argument.fallback), number_in(limit.fallback)))
+      fail(line, "refuses its own default " + argument.fallback);
   }
 
   // Check the shapes of a tensor. Return the sizes that are known behind it.
@@ -505,6 +513,12 @@ class Prover {
     }
   }
 
+  // Return the position of a factor of `linear`, or 63.
+  size_t factor_named(const std::string& name) const {
+    const auto known = std::find(linear_.factors.begin(), linear_.factors.end(), name);
+    return known == linear_.factors.end() ? 63 : size_t(known - linear_.factors.begin());
+  }
+
   void read_linear() {
     const auto fail_here = [&](const std::string& what) {
       fail(text_.linear_number, "`linear`: " + what);
@@ -525,47 +539,44 @@ class Prover {
     const Signature& forward = *found;
     linear_.forward = number_of(forward);
 
-    std::vector<int> factors;
-    for (size_t t = 0; t < text_.terms.size(); ++t) {
-      const Term& term = text_.terms[t];
-      const int result = text_.line(term.result);
-      if (!forward.is_result(result))
+    for (const int result : forward.result_lines)
+      linear_.factors.push_back("grad_" + text_.lines[result].name);
+    for (const int input : backward.result_lines)
+      linear_.factors.push_back(text_.lines[input].name);
+    linear_.terms.resize(forward.result_lines.size());
+    uint64_t inputs = 0;
+    for (const Term& term : text_.terms) {
+      const size_t result = factor_named("grad_" + term.result);
+      if (result >= linear_.terms.size())
         fail_here(forward.schema.name + " has no result `" + term.result + "`");
-      for (size_t other = 0; other < t; ++other)
-        if (text_.terms[other].result == term.result)
-          fail_here("`" + term.result +
-                    "` has two terms. One operator computes one term; add the other one outside");
-      if (backward.gradient[result] < 0)
+      uint64_t& factors = linear_.terms[result];
+      if (factors)
+        fail_here("`" + term.result +
+                  "` has two terms. One operator computes one term; add the other one outside");
+      if (backward.gradient[forward.result_lines[result]] < 0)
         fail_here(backward.schema.name + " has no grad_" + term.result);
-      for (size_t k = 0; k < term.factors.size(); ++k) {
-        const int factor = text_.line(term.factors[k]);
-        if (factor < 0 || !forward.has(factor) || !text_.lines[factor].is_tensor())
-          fail_here("`" + term.factors[k] + "` is no tensor argument of " + forward.schema.name);
-        if (!is_floating_line(factor))
-          fail_here("`" + term.factors[k] + "` may be of an integer dtype");
-        if (text_.lines[factor].is_constant) fail_here("`" + term.factors[k] + "` is constant");
-        if (std::count(term.factors.begin(), term.factors.end(), term.factors[k]) > 1)
-          fail_here("`" + term.result + "` is not linear in `" + term.factors[k] +
-                    "`, which it has twice");
-        if (std::find(factors.begin(), factors.end(), factor) == factors.end())
-          factors.push_back(factor);
+      factors = uint64_t(1) << result;
+      for (const std::string& name : term.factors) {
+        const int line = text_.line(name);
+        if (line < 0 || !forward.has(line) || !text_.lines[line].is_tensor())
+          fail_here("`" + name + "` is no tensor argument of " + forward.schema.name);
+        if (!is_floating_line(line)) fail_here("`" + name + "` may be of an integer dtype");
+        if (text_.lines[line].is_constant) fail_here("`" + name + "` is constant");
+        const uint64_t factor = uint64_t(1) << factor_named(name);
+        if (factor >> linear_.factors.size())
+          fail_here(backward.schema.name + " has no gradient for `" + name + "`");
+        if (factors & factor)
+          fail_here("`" + term.result + "` is not linear in `" + name + "`, which it has twice");
+        factors |= factor;
       }
+      inputs |= factors;
     }
-    linear_.results = forward.result_lines;
-    linear_.inputs = backward.result_lines;
-    for (const int result : forward.result_lines) {
-      linear_.terms.emplace_back();
-      for (const Term& term : text_.terms)
-        if (term.result == text_.lines[result].name)
-          for (const std::string& factor : term.factors)
-            linear_.terms.back().push_back(text_.line(factor));
-      if (linear_.terms.back().empty())
-        fail_here("the result `" + text_.lines[result].name + "` has no term");
-    }
-    if (factors.size() != backward.result_lines.size() ||
-        !std::is_permutation(factors.begin(), factors.end(), backward.result_lines.begin()))
-      fail_here("the results of " + backward.schema.name +
-                " must be the gradients for all factors");
+    for (size_t f = 0; f < linear_.factors.size(); ++f)
+      if (!(inputs >> f & 1))
+        fail_here(f < linear_.terms.size()
+                      ? "the result `" + text_.lines[forward.result_lines[f]].name + "` has no term"
+                      : "no term has the factor `" + linear_.factors[f] + "`, for which " +
+                            backward.schema.name + " returns a gradient");
     check_call(backward, forward, backward);
     for (Signature& op : ops_) {
       if (op.is_composition) continue;
@@ -577,10 +588,14 @@ class Prover {
         if (at == forward.result_lines.end()) continue;
         if (size_t(at - forward.result_lines.begin()) != terms++)
           fail(op, "its results must begin as those of " + forward.schema.name);
-        op.needs.push_back(linear_.terms[at - forward.result_lines.begin()]);
-        for (const int factor : op.needs.back())
+        op.needs.emplace_back();
+        for (size_t k = 0; k < backward.result_lines.size(); ++k) {
+          const int factor = backward.result_lines[k];
+          if (!(linear_.terms[terms - 1] >> (linear_.terms.size() + k) & 1)) continue;
+          op.needs.back().push_back(factor);
           if (!op.has(factor))
             fail(op, "it has no `" + text_.lines[factor].name + "`, a factor of its result");
+        }
       }
       if (terms == 0) continue;
       if (terms != op.result_lines.size()) fail(op, "some of its results have no term in `linear`");
@@ -636,18 +651,15 @@ class Prover {
 
 // ---- kernels ------------------------------------------------------------------------------------
 
-inline std::string name_of(Type type) {
-  static constexpr const char* kNames[] = {"?",       "bool",     "uint8",   "uint16",
-                                           "int8",    "int16",    "int32",   "int64",
-                                           "float16", "bfloat16", "float32", "float64"};
-  return kNames[int(type)];
-}
-
 // Match a kernel's parameters with the arguments and results of its operator.
 inline Binding bind(const Text& text, const Signature& op, const KernelEntry& kernel) {
   static constexpr const char* kKinds[] = {
-      "View",           "int64_t",       "double",       "bool",       "const char*",
-      "an enumeration", "List<int64_t>", "List<double>", "Workspace&", "cudaStream_t"};
+      "a View or a Strided", "int64_t",       "double",       "bool",       "const char*",
+      "an enumeration",      "List<int64_t>", "List<double>", "Workspace&", "cudaStream_t"};
+  // Of each Kind.
+  static constexpr Parameter::Kind kWanted[] = {
+      Parameter::kTensor, Parameter::kInt,  Parameter::kFloat, Parameter::kBool,
+      Parameter::kString, Parameter::kInts, Parameter::kFloats};
   const auto fail = [&](const std::string& what) {
     throw Mistake(op.schema.number, "a kernel of `" + op.schema.name + "`: " + what);
   };
@@ -692,17 +704,9 @@ inline Binding bind(const Text& text, const Signature& op, const KernelEntry& ke
            line.name + "`, got " + got);
     };
     const Kind kind = argument ? argument->kind : Kind::kTensor;
-    static const std::map<Kind, std::pair<Parameter::Kind, const char*>> kWanted = {
-        {Kind::kTensor, {Parameter::kTensor, "a View or Strided"}},
-        {Kind::kInt, {Parameter::kInt, "int64_t"}},
-        {Kind::kFloat, {Parameter::kFloat, "double"}},
-        {Kind::kBool, {Parameter::kBool, "bool"}},
-        {Kind::kString, {Parameter::kString, "const char* or an enumeration"}},
-        {Kind::kInts, {Parameter::kInts, "List<int64_t>"}},
-        {Kind::kFloats, {Parameter::kFloats, "List<double>"}}};
-    const auto& [wanted, wanted_name] = kWanted.at(kind);
+    const Parameter::Kind wanted = kWanted[int(kind)];
     const bool is_choice = kind == Kind::kString && parameter.kind == Parameter::kChoice;
-    if (parameter.kind != wanted && !is_choice) expect(wanted_name, kKinds[parameter.kind]);
+    if (parameter.kind != wanted && !is_choice) expect(kKinds[wanted], kKinds[parameter.kind]);
     if (is_choice && line.choices.empty())
       expect("const char*, since its line lists no strings,", "an enumeration");
     binding.sources.push_back(source);

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <charconv>
 #include <cstdint>
 #include <iterator>
 #include <stdexcept>
@@ -178,16 +179,17 @@ struct Mistake : std::runtime_error {
       : std::runtime_error("line " + std::to_string(number) + ": " + what) {}
 };
 
+// In the order of Type.
+constexpr const char* kTypeNames[] = {"",        "bool",     "uint8",   "uint16",
+                                      "int8",    "int16",    "int32",   "int64",
+                                      "float16", "bfloat16", "float32", "float64"};
+
 inline Type type_named(const std::string& name) {
-  static constexpr std::pair<const char*, Type> kTypes[] = {
-      {"bool", Type::kBool},       {"uint8", Type::kUInt8},     {"uint16", Type::kUInt16},
-      {"int8", Type::kInt8},       {"int16", Type::kInt16},     {"int32", Type::kInt32},
-      {"int64", Type::kInt64},     {"float16", Type::kFloat16}, {"bfloat16", Type::kBFloat16},
-      {"float32", Type::kFloat32}, {"float64", Type::kFloat64}};
-  for (const auto& [known, type] : kTypes)
-    if (name == known) return type;
-  return Type::kNone;
+  const auto known = std::find(std::begin(kTypeNames) + 1, std::end(kTypeNames), name);
+  return known == std::end(kTypeNames) ? Type::kNone : Type(known - std::begin(kTypeNames));
 }
+
+inline std::string name_of(Type type) { return kTypeNames[int(type)]; }
 
 inline bool is_floating(Type type) { return type >= Type::kFloat16; }
 
@@ -374,10 +376,9 @@ class Reader {
         expected("an integer such as 12 or 2^40");
       at_ = end = token.end;
       int64_t number = 0;
-      for (const char digit : token.text)
-        if (__builtin_mul_overflow(number, 10, &number) ||
-            __builtin_add_overflow(number, digit - '0', &number))
-          fail("a number is too large");
+      const char* const text = token.text.c_str();
+      if (std::from_chars(text, text + token.text.size(), number).ec != std::errc())
+        fail("a number is too large");
       return number;
     };
     int64_t number = digits();
@@ -557,7 +558,7 @@ class Reader {
       if (text_.vmap_number) fail("a second line `vmap`");
       text_.vmap_number = number;
       require("joins");
-      do text_.joined.push_back(take_name("a size"));
+      do add_new(text_.joined, take_name("a size"));
       while (accept(","));
     } else {
       if (text_.line(name) >= 0) fail("a second line for " + name);
@@ -669,6 +670,7 @@ class Reader {
     if (line.any_shape && !line.shapes.empty()) fail("[...] is every shape, so it stands alone");
     line.shape_text = joined(text_from(begin));
     if (!accept("with")) return;
+    if (line.shapes.size() < 2) fail("`with` is for another shape");
     line.whole = size_named(take_name("a size"));
     require("=");
     line.parts = take_sum();

@@ -67,6 +67,7 @@ enum class Layout : int8_t { kContiguous, kTransposed, kStrided };
 // are exchanged.
 template <class Number, int rank, Layout layout = Layout::kStrided>
 struct Strided {
+  static_assert(layout != Layout::kContiguous, "a contiguous tensor is a View");
   Number* data;
   int64_t shape[rank > 0 ? rank : 1];
   int64_t stride[rank > 0 ? rank : 1];
@@ -208,30 +209,28 @@ struct Pass {
   static P from(const Slot& slot) { return P(slot.integer); }
 };
 
-template <class Number, int rank>
-struct Pass<View<Number, rank>> {
+template <class Tensor, class Number, int rank, Layout layout>
+struct PassTensor {
   static constexpr Parameter parameter{Parameter::kTensor, TypeOf<Number>::value, rank,
-                                       !IsConst<Number>::value};
-  static View<Number, rank> from(const Slot& slot) {
-    View<Number, rank> view{static_cast<Number*>(slot.data), {}};
-    for (int d = 0; d < rank && slot.data; ++d) view.shape[d] = slot.shape[d];
-    return view;
+                                       !IsConst<Number>::value, layout};
+  static Tensor from(const Slot& slot) {
+    Tensor tensor{};
+    tensor.data = static_cast<Number*>(slot.data);
+    for (int d = 0; d < rank && slot.data; ++d) {
+      tensor.shape[d] = slot.shape[d];
+      if constexpr (layout != Layout::kContiguous) tensor.stride[d] = slot.stride[d];
+    }
+    return tensor;
   }
 };
 
+template <class Number, int rank>
+struct Pass<View<Number, rank>>
+    : PassTensor<View<Number, rank>, Number, rank, Layout::kContiguous> {};
+
 template <class Number, int rank, Layout layout>
-struct Pass<Strided<Number, rank, layout>> {
-  static constexpr Parameter parameter{Parameter::kTensor, TypeOf<Number>::value, rank,
-                                       !IsConst<Number>::value, layout};
-  static Strided<Number, rank, layout> from(const Slot& slot) {
-    Strided<Number, rank, layout> view{static_cast<Number*>(slot.data), {}, {}};
-    for (int d = 0; d < rank && slot.data; ++d) {
-      view.shape[d] = slot.shape[d];
-      view.stride[d] = slot.stride[d];
-    }
-    return view;
-  }
-};
+struct Pass<Strided<Number, rank, layout>>
+    : PassTensor<Strided<Number, rank, layout>, Number, rank, layout> {};
 
 template <>
 struct Pass<int64_t> {

@@ -251,15 +251,14 @@ const Kernel kLookUpCpu("looked_up", looked_up);
 const Contract kNext(R"(
 next_row(Tensor next, Tensor? second=None, bool wrong=False) -> Tensor
 next    [N]; uint8 or int32; entries 0 <= j < N at row; N >= 2; N <= 200.
-second  [N]; int32; entries 0 <= j < N at row.
+second  [N]; like next; entries 0 <= j < N at row.
 wrong   Whether the kernel reports a position behind the entries of `next`.
 back    [N]; like next. Is 1 where two steps lead back to the row, otherwise 0.
 vmap    joins N
 )");
 
 template <class Index>
-int64_t next_row(View<const Index, 1> next, View<const int32_t, 1>, bool wrong,
-                 View<Index, 1> back) {
+int64_t next_row(View<const Index, 1> next, View<const Index, 1>, bool wrong, View<Index, 1> back) {
   const int64_t rows = next.shape[0];
   for (int64_t i = 0; i < rows; ++i) {
     if (next(i) >= rows) return i;
