@@ -12,6 +12,8 @@ OPERATORS = sorted(path.name for path in (ROOT / "ops").iterdir() if path.is_dir
 SOURCES = sorted(path for path in (ROOT / "ops").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
 SHARED = {
     "b_splines.h",
+    "directions.h",
+    "duals.h",
     "float16.h",
     "memory.h",
     "numbers.h",

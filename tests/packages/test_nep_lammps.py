@@ -74,7 +74,7 @@ def test_a_committee_of_two_models_has_their_deviation(lammps):
         lammps(SCRIPT.format(file=file), 1)
         forces.append(np.loadtxt(lammps.folder / "atoms", skiprows=9)[:, 5:8])
     deviation = "compute devi all pair calcops\nfix devi all pair 1 calcops devi_f 1\n"
-    script = SCRIPT.format(file="model.pt other.pt").replace("fx fy fz", "fx fy fz f_devi[1]")
+    script = SCRIPT.format(file="model.pt other.pt").replace("fx fy fz", "fx fy fz f_devi")
     lammps(script.replace("dump atoms", f"{deviation}dump atoms"), 2)
     rows = np.loadtxt(lammps.folder / "atoms", skiprows=9)[:, 5:]
     assert difference(rows[:, :3], forces[0]) < 1e-10
