@@ -71,7 +71,7 @@ def test_a_committee_of_two_models_has_their_deviation(lammps):
     save(other, lammps.folder / "other.pt")
     forces = []
     for file in ("model.pt", "other.pt"):
-        lammps(SCRIPT.format(file=file), 1)
+        lammps(SCRIPT.format(file=file), 2)
         forces.append(np.loadtxt(lammps.folder / "atoms", skiprows=9)[:, 5:8])
     deviation = "compute devi all pair calcops\nfix devi all pair 1 calcops devi_f 1\n"
     script = SCRIPT.format(file="model.pt other.pt").replace("fx fy fz", "fx fy fz f_devi")
