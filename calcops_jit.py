@@ -14,30 +14,10 @@ TorchScript.
     stop = calcops_jit.watch()              # reloads on every save, until stop() is called
     %load_ext calcops_jit                   # notebooks: %%operator compiles a cell
 
-    python -m calcops_jit build             # builds the operators now, not at the first import
-    python -m calcops_jit where             # prints the cache, the library and a key for CI
-    python -m calcops_jit why               # names the inputs that changed since the last build
-    python -m calcops_jit doctor            # checks whether a build would succeed here
-    python -m calcops_jit build mine        # rebuilds a library of `load`; likewise `why mine`
-    python -m calcops_jit export DIR        # writes a folder for C++ programs
-    python -m calcops_jit cache             # lists the built libraries
-    python -m calcops_jit clean             # empties the cache
+    python -m calcops_jit --help            # build, where, why, export, clean
 
-Environment:
-
-    CALCOPS_CACHE   folder of the built libraries; default $XDG_CACHE_HOME/calcops, else
-                    ~/.cache/calcops
-    CALCOPS_CUDA    1 builds the CUDA operators, 0 does not. The default is 1 if nvcc is installed
-                    and either a GPU is visible or TORCH_CUDA_ARCH_LIST is set. If 1 is set but
-                    no GPU is visible and no architecture given, the architectures are 8.0 and
-                    9.0+PTX
-    CALCOPS_BUILD   0 imports without building, for documentation and linters. Operators that are
-                    not built raise BuildError
-    CALCOPS_CFLAGS  more flags for the operators' C++ files and for the linker, such as
-                    -march=x86-64-v3; on ARM -mcpu=neoverse-v2
-    CALCOPS_CHECK   1 makes the CUDA operators check list entries, and all operators check that
-                    neighbor_index or edge_order belongs to the list. The checks synchronise
-    CXX, CC, MAX_JOBS, TORCH_CUDA_ARCH_LIST, CUDA_HOME   as for torch.utils.cpp_extension
+The variables CALCOPS_CACHE, CALCOPS_CUDA, CALCOPS_BUILD, CALCOPS_CFLAGS, CALCOPS_CHECK, CXX, CC,
+MAX_JOBS, TORCH_CUDA_ARCH_LIST and CUDA_HOME are explained in _calcops_jit/README.md.
 
 After a failed build, the import succeeds, and every use of an operator raises BuildError. `load`
 works nevertheless.
@@ -63,9 +43,8 @@ if not os.path.exists(__file__):
     )
 
 from _calcops_jit import __version__, handles, library, options, request
-from _calcops_jit.errors import BuildError
 from _calcops_jit.library import Library
-from _calcops_jit.progress import say
+from _calcops_jit.messages import BuildError, say
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 

@@ -4,7 +4,7 @@ ninja compiles only what was edited. It compares times, which is not enough: a h
 have an older time. So the objects of files whose contents changed are removed before ninja runs. If
 anything else changed, such as the compiler or a header that appeared, the folder is emptied.
 
-    <slot>/build.<digest of the sources' folder>/
+    <slot>/build/
         .unfinished          exists while a build runs; it outlives a killed one
         .record              from which contents the objects were compiled
         c++                  the compiler's command, a script
@@ -17,7 +17,6 @@ import contextlib
 import glob
 import os
 import re
-import signal
 import threading
 from collections.abc import Iterator
 
@@ -25,18 +24,12 @@ import torch
 
 from . import cache, child, handles
 from .cache import Generation
-from .compile import compile_and_link, import_cpp_extension
+from .compile import compile_and_link, dependencies, import_cpp_extension, jobs, linked
 from .diagnosis import explain, foresee
-from .errors import BuildError, report
-from .inputs import Changed, Inputs, digest, state_of
-from .progress import Progress, say
-from .recording import dependencies, files_in_flags, inputs_of_build
+from .inputs import Changed, Inputs, paths_in_flags, record, state_of
+from .messages import BuildError, Progress, report, say
 from .registration import Registration
-from .request import Request, levels, own, runtime
-from .toolchain import jobs
-
-_KEPT = 4  # folders of builds in a slot, one for each checkout that uses it
-_TRIAL_S = 60  # the time in which a library must be loaded
+from .request import SHADOW, Request, levels, own, runtime
 
 
 def built(request: Request, reasons: list[str]) -> Generation:
@@ -50,7 +43,7 @@ def built(request: Request, reasons: list[str]) -> Generation:
             # Another process may have built it meanwhile.
             return cache.find(request, reasons) or _built_in(slot, request, reasons)
     except OSError as error:
-        raise explain(f"cannot build {request.name}", str(error), request) from None
+        raise explain(f"cannot build {request.name}", str(error)) from None
 
 
 def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
@@ -69,49 +62,44 @@ def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
     log = f"{slot}/failed.log"
     cache.remove(log)
     answers = child.answers(lambda: _steps(request, slot), log, request.verbose)
-    with (
-        Progress(title, lambda seconds: progress(slot, seconds)) as shown,
-        contextlib.closing(answers),
-    ):
+    with Progress(title, lambda: progress(f"{slot}/build")) as shown, contextlib.closing(answers):
         try:
             product, inputs, size = next(answers)
         except child.Ended as end:
             what = f"cannot build {request.name}: the building process {end}"
             raise report(what, [], f"less {log}", log) from None
-        try:
-            registered = next(answers)
-        except child.Ended as end:
-            with open(log, encoding="utf-8", errors="replace") as file:
-                file.seek(size)
-                lines = file.read().splitlines()
-            if not (torch.cuda.is_initialized() and any("CUDA" in line for line in lines)):
+        if torch.cuda.is_initialized():  # a child cannot use its parent's CUDA
+            registered = _registered(request, product)
+        else:
+            try:
+                registered = next(answers)
+            except child.Ended as end:
+                with open(log, encoding="utf-8", errors="replace") as file:
+                    file.seek(size)
+                    lines = file.read().splitlines()[-8:]
                 what = f"cannot load {request.name}: a static initialiser {end}"
                 fix = "do what may fail in a function that is called later"
-                raise report(what, lines[-8:], fix) from None
-            registered = _registered(request, product)  # a child cannot use its parent's CUDA
+                raise report(what, lines, fix) from None
         generation = cache.publish(slot, product, request, Inputs(**inputs), **registered)
         shown.outcome = f"built {request.name} in {shown.seconds():.1f} s"
     cache.remove(log)
     return generation
 
 
-def progress(slot: str, seconds: float) -> tuple[str, float]:
-    """Return (a line of progress, the finished fraction) of the build in a slot."""
-    folder = ""
+def progress(folder: str) -> str:
+    """Return a line of progress of the build in a folder."""
     targets: list[str] = []
     awaited = ""
     with contextlib.suppress(OSError):
-        folder = max(glob.glob(f"{glob.escape(slot)}/build.*"), key=os.path.getmtime, default="")
         with open(f"{folder}/.unfinished") as file:
             awaited = file.read()
         with open(f"{folder}/build.ninja", errors="replace") as file:
             targets = re.findall(r"^build (\S+):", file.read(), re.MULTILINE)
     if not targets:  # build.ninja is not written yet
-        return f"[0/?] {seconds:.0f} s", 0.0
+        return f"[0/?] {awaited}".rstrip()
     waiting = [target for target in targets if not os.path.exists(f"{folder}/{target}")]
-    done = len(targets) - len(waiting)
     name = waiting[0].removesuffix(".o") if len(waiting) > 1 else awaited or "linking"
-    return f"[{done}/{len(targets)}] {name} {seconds:.0f} s", done / len(targets)
+    return f"[{len(targets) - len(waiting)}/{len(targets)}] {name}"
 
 
 # ---- in the child --------------------------------------------------------------------------------
@@ -122,9 +110,8 @@ def _steps(request: Request, slot: str) -> Iterator:
     try:
         product, inputs = _build(request, slot)
     except OSError as error:
-        raise explain(f"cannot build {request.name}", str(error), request) from None
+        raise explain(f"cannot build {request.name}", str(error)) from None
     yield product, vars(inputs), os.fstat(1).st_size
-    signal.alarm(_TRIAL_S)
     yield _registered(request, product)
 
 
@@ -138,13 +125,12 @@ def _registered(request: Request, product: str) -> dict:
     before = handles.registered()
     registration = Registration(request, product)
     permanent = sorted(handles.registered() - before)
-    texts = handles.documentation(request.root)
-    return {"operators": registration.described(texts, permanent), "permanent": permanent}
+    return {"operators": registration.described(permanent), "permanent": permanent}
 
 
 def _build(request: Request, slot: str) -> tuple[str, Inputs]:
     """Compile what changed, and link. Return (product, inputs)."""
-    folder = _folder(request, slot)
+    folder = _folder(slot)
     for _ in range(3):
         archive = _archive(request, folder) if request.product.endswith(".so") else None
         try:
@@ -160,24 +146,20 @@ def _build(request: Request, slot: str) -> tuple[str, Inputs]:
     raise report(what, [], "wait until nothing writes to them")
 
 
-def _folder(request: Request, slot: str) -> str:
-    """Return the folder of builds for a checkout. If a build was killed, it is a new one.
+def _folder(slot: str) -> str:
+    """Return the folder of builds. If a build was killed, it is a new one.
 
     Compilers of the killed build may still run. They write to the old folder, which has another
     name then, and hurt nobody.
     """
-    folder = f"{slot}/build.{digest(os.fsencode(request.root))[:8]}"
+    folder = f"{slot}/build"
+    for killed in glob.glob(f"{glob.escape(folder)}.killed.*"):
+        cache.remove(killed)
     with contextlib.suppress(FileNotFoundError):
         names = set(os.listdir(folder)) if os.path.isdir(folder) else {".unfinished"}
         if ".unfinished" in names or not all(os.path.isfile(f"{folder}/{n}") for n in names):
             os.rename(folder, f"{folder}.killed.{os.urandom(4).hex()}")
     os.makedirs(folder, exist_ok=True)
-    os.utime(folder)
-    others = glob.glob(f"{glob.escape(slot)}/build.*")
-    others.sort(key=os.path.getmtime, reverse=True)
-    for i, other in enumerate(others):
-        if i >= _KEPT or ".killed." in other:
-            cache.remove(other)
     return folder
 
 
@@ -193,7 +175,7 @@ def _archive(request: Request, folder: str) -> Generation:
     thread.start()
     if jobs(request) > 1:
         _compile(request, folder, "")
-        _mark(folder, "runtime")
+    _mark(folder, "runtime")
     thread.join()
     if isinstance(results[0], BuildError):
         raise results[0]
@@ -210,7 +192,7 @@ def _built_or_error(request: Request) -> Generation | BuildError:
 def _compile(request: Request, folder: str, archive: str) -> tuple[str, Inputs]:
     """Run torch and ninja, and link with an archive. Return (path of what was built, inputs)."""
     before, objects = _up_to_date(request, folder)
-    for path in {*request.sources, *files_in_flags(request)}:
+    for path in {*request.sources, *paths_in_flags(request)}:
         before[path] = state_of(path)
     _mark(folder)
     failure = ""
@@ -221,17 +203,19 @@ def _compile(request: Request, folder: str, archive: str) -> tuple[str, Inputs]:
     for target, files in dependencies(request, folder).items():
         # Also of an object with the same bytes: its headers may have been read in other places.
         objects[target] = [state_of(f"{folder}/{target}"), files]
-    read = set().union(*(files for _, files in objects.values()))
-    inputs = inputs_of_build(request, folder, before, read, archive)
+    read = {f"{SHADOW}/hidden.map", *linked(folder)}.union(*(read for _, read in objects.values()))
+    # The runtime has inputs of its own, which merged() adds.
+    read = {path for path in read if path != archive and not path.startswith(f"{folder}/")}
+    inputs = record(request, read, before, os.stat(f"{folder}/.unfinished").st_ctime_ns)
     # After a failure, too, because some sources may have been compiled.
-    record = {"facts": request.facts, "inputs": vars(inputs), "objects": objects}
-    cache.write_record(f"{folder}/.record", record)
+    fields = {"facts": request.facts, "inputs": vars(inputs), "objects": objects}
+    cache.write_record(f"{folder}/.record", fields)
     cache.remove(f"{folder}/.unfinished")
     if failure:
         log = f"{os.path.dirname(folder)}/failed.log"
         with open(log, encoding="utf-8", errors="replace") as file:
             output = file.read()
-        raise explain(f"cannot build {request.name}", f"{output}\n{failure}", request, log)
+        raise explain(f"cannot build {request.name}", f"{output}\n{failure}", log)
     return product, inputs
 
 
@@ -245,19 +229,14 @@ def _up_to_date(request: Request, folder: str) -> tuple[dict[str, str], dict[str
     objects: dict[str, list] = {}
     changed: set[str] = set()
     with contextlib.suppress(*cache.UNFIT):
-        record = cache.read_record(f"{folder}/.record")
-        last = Inputs(**record["inputs"])
+        fields = cache.read_record(f"{folder}/.record")
+        last = Inputs(**fields["inputs"])
         last.check_others(request)
         changed.update(last.changed_files(request))
-        for path in changed:
-            is_readable = os.path.isfile(path) or os.path.isdir(path)  # compilers pass over folders
-            if os.path.exists(path) and not is_readable:
-                what = f"cannot build {request.name}: a compiler would wait for {path}"
-                raise report(what, ["it is no regular file"], f"rm {path}")
-        if not changed & files_in_flags(request, with_linker=False):
+        if not changed & paths_in_flags(request, with_linker=False):
             states = {request.unfold(path): state for path, state in last.files.items()}
             states |= {path: state_of(path) for path in changed}
-            objects = record["objects"]
+            objects = fields["objects"]
     for path in glob.glob(f"{glob.escape(folder)}/*.o"):
         target = os.path.basename(path)
         state, files = objects.get(target, ("", []))

@@ -2,7 +2,7 @@
 
     <cache>/<name>-<digest of the request's facts>/     a slot
         lock                 locked (flock) by the process that builds here
-        build.<x>/           where torch and ninja build (build.py)
+        build/               where torch and ninja build (build.py)
         failed.log           the compilers' output in the last build that failed
         <digest>/            a generation: one complete build, named by the digest of its contents
             <name>.so        the library
@@ -23,19 +23,16 @@ import json
 import os
 import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-from .errors import report
 from .inputs import Changed, Inputs, digest, digest_of_open
-from .progress import say
+from .messages import report, say
 from .request import FORMAT, Request
 
 _KEPT = 8  # generations of a slot; the least recently used ones beyond these are removed
 _DAY_S = 24 * 3600
-_SMALLEST = 4 << 20  # bytes that any build needs
 # The exceptions of a generation that is stale, damaged or unreadable.
 UNFIT = (Changed, OSError, ValueError, KeyError, TypeError)
 
@@ -49,19 +46,15 @@ class Generation(SimpleNamespace):
     inputs: Inputs
 
 
-def folders() -> list[str]:
-    """Return the cache folders: the chosen one, and a temporary one if it cannot be written."""
+def folder() -> str:
+    """Return the cache's folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
-        base = os.path.expanduser("~/.cache")
-    chosen = os.environ.get("CALCOPS_CACHE") or f"{base}/calcops"
-    temporary = os.environ.get("TMPDIR", "")
-    if not os.path.isdir(temporary):
-        temporary = "/tmp"
-    fallback = f"{temporary}/calcops-{os.getuid()}"
-    expanded = [os.path.expanduser(folder) for folder in (chosen, fallback)]
-    # "~" is not expanded without HOME and a passwd entry.
-    return [_absolute(folder) for folder in expanded if not folder.startswith("~")]
+        base = "~/.cache"
+    path = os.path.expanduser(os.environ.get("CALCOPS_CACHE") or f"{base}/calcops")
+    if path.startswith("~"):
+        raise report("no home folder", [f"cannot expand {path}"], "export CALCOPS_CACHE=<a folder>")
+    return _absolute(path)
 
 
 @functools.cache
@@ -78,19 +71,18 @@ def find(request: Request, reasons: list[str] | None = None) -> Generation | Non
 
     Why other builds do not fit is appended to `reasons`.
     """
-    for folder in folders():
-        for i, path in enumerate(generations(f"{folder}/{request.slot}")):
-            try:
-                generation = checked(path, request)
-            except UNFIT as problem:
-                if reasons is not None:
-                    reasons.append(str(problem))
-                continue
-            manifest = f"{path}/manifest"
-            with contextlib.suppress(OSError):  # somebody else's cache is only read
-                if i > 0 or time.time() - os.path.getmtime(manifest) > _DAY_S:
-                    os.utime(manifest)  # the time of last use, by which generations are sorted
-            return generation
+    for i, path in enumerate(generations(f"{folder()}/{request.slot}")):
+        try:
+            generation = checked(path, request)
+        except UNFIT as problem:
+            if reasons is not None:
+                reasons.append(str(problem))
+            continue
+        manifest = f"{path}/manifest"
+        with contextlib.suppress(OSError):  # somebody else's cache is only read
+            if i > 0 or time.time() - os.path.getmtime(manifest) > _DAY_S:
+                os.utime(manifest)  # the time of last use, by which generations are sorted
+        return generation
     return None
 
 
@@ -151,15 +143,7 @@ def newest(name: str) -> Iterator[dict]:
 def differences(old: dict, new: dict) -> list[str]:
     """Return a line for each fact that differs, from a manifest's facts and a request's."""
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    return [f"{key}: {_difference(old.get(key, []), new.get(key, []))}" for key in changed]
-
-
-def _difference(old, new) -> str:
-    if isinstance(old, list) and isinstance(new, list) and set(old) != set(new):
-        removed = [f"-[{word}]" for word in old if word not in new]
-        added = [f"+[{word}]" for word in new if word not in old]
-        return " ".join(removed + added)
-    return f"{old} -> {new}"
+    return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in changed]
 
 
 # ---- building ------------------------------------------------------------------------------------
@@ -167,63 +151,28 @@ def _difference(old, new) -> str:
 
 @contextlib.contextmanager
 def locked_slot(request: Request) -> Iterator[str]:
-    """Make a request's slot in the first folder that can be written, lock it and yield its path.
+    """Make a request's slot, wait until this process alone has its lock, and yield its path.
 
-    The kernel releases the lock when this process ends in any way.
+    The kernel releases the lock when this process ends in any way. OSError: the cache cannot be
+    written, or its file system has no locks.
     """
-    problems: list[str] = []
-    for folder in folders():
-        try:
-            lock = _writable(folder, request)
-        except OSError as error:
-            problems.append(f"{folder}: {error.strerror}")
-            continue
-        if problems:
-            say(f"cannot write {problems[0]}; using {folder} (set CALCOPS_CACHE to choose)")
-        with lock:
-            _wait(lock, request.name)
-            try:
-                yield f"{folder}/{request.slot}"
-            finally:
-                fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
-        return
-    what = f"cannot build {request.name}: no folder can be written"
-    fix = "export CALCOPS_CACHE=<a folder of your own>"
-    if os.strerror(errno.EMFILE) in problems[0]:
-        fix = "ulimit -n $(ulimit -H -n)"
-    raise report(what, problems, fix)
-
-
-def _writable(folder: str, request: Request):
-    """Make a request's slot in a cache folder, and open its lock. OSError: it cannot be written."""
-    if set("$:\n").intersection(folder):
-        raise OSError(errno.EINVAL, "ninja cannot quote its path")
-    is_fallback = folder == folders()[-1]
-    os.makedirs(folder, 0o700 if is_fallback else 0o755, exist_ok=True)
-    if is_fallback and os.lstat(folder).st_uid != os.getuid():
-        raise PermissionError(0, "it belongs to somebody else")  # anybody can make it
-    slot = f"{folder}/{request.slot}"
+    slot = f"{folder()}/{request.slot}"
+    if set("$:\n").intersection(slot):
+        raise OSError(errno.EINVAL, "ninja cannot quote this path", slot)
     os.makedirs(slot, 0o755, exist_ok=True)
-    with tempfile.TemporaryFile(dir=slot) as probe:
-        os.posix_fallocate(probe.fileno(), 0, _SMALLEST)
-        fcntl.flock(probe, fcntl.LOCK_EX)  # some file systems have no locks
     if not os.path.isfile(f"{slot}/lock"):
         remove(f"{slot}/lock")
-    return open(f"{slot}/lock", "a+")
-
-
-def _wait(lock, name: str) -> None:
-    """Wait until this process alone has a slot's lock, and write into it who has it."""
+    lock = os.open(f"{slot}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        lock.seek(0)
-        say(f"waiting for {lock.read() or 'another process'}, which builds {name}")
+        say(f"waiting for another process, which builds {request.name}")
         fcntl.flock(lock, fcntl.LOCK_EX)
-    with contextlib.suppress(OSError):  # the disk may be full
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {os.uname().nodename}")
-        lock.flush()
+    try:
+        yield slot
+    finally:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
+        os.close(lock)
 
 
 def publish(slot: str, product: str, request: Request, inputs: Inputs, **answers) -> Generation:
@@ -286,8 +235,7 @@ def remove(path: str) -> None:
 
 def slots() -> list[str]:
     """Return the paths of all slots."""
-    pattern = f"*-{'[0-9a-f]' * 16}"
-    return sorted(sum((glob.glob(f"{glob.escape(folder)}/{pattern}") for folder in folders()), []))
+    return sorted(glob.glob(f"{glob.escape(folder())}/*-{'[0-9a-f]' * 16}"))
 
 
 def clean() -> list[str]:

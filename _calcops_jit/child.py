@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import locale
 import os
 import resource
 import signal
@@ -19,13 +20,12 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
-from typing import BinaryIO, NoReturn
+from typing import NoReturn
 
-from .errors import BuildError
+from .messages import BuildError
 
-_SHOWN_S = 0.1  # time between two looks at what the child has printed
 # The program may have handlers for these, or ignore them.
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGALRM)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 
 
 class Ended(Exception):
@@ -41,55 +41,47 @@ def answers(steps: Callable[[], Iterator], log: str, is_shown: bool = False) -> 
     Args:
         steps: makes the generator. Its values are pickled, so they are plain.
         log: path of the file for what the child prints.
-        is_shown: print that here, too.
+        is_shown: print that here, too, at the end.
 
     Raises:
         BuildError: the generator raised it.
         Ended: the child ended otherwise.
     """
-    with open(log, "wb"), open(log, "rb") as output:
-        here, there = Pipe()
-        with warnings.catch_warnings():
-            # Python warns that another thread may hold a lock, which nobody releases in the child.
-            warnings.simplefilter("ignore")
-            pid = os.fork()
-        if pid == 0:
-            here.close()
-            _run(steps, there, log)
-        there.close()
-        status = 0
-        try:
-            while True:
-                while is_shown and not here.poll(_SHOWN_S):
-                    _show(output)
-                is_error, answer = here.recv()
-                if is_error:
-                    raise BuildError(answer)
-                yield answer
-        except EOFError:
-            pass  # the child has ended
-        finally:
-            here.close()
-            with contextlib.suppress(ChildProcessError):  # another thread waits for every child
-                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            if is_shown:
-                _show(output)
-    if status == -signal.SIGALRM:
-        raise Ended("does not end in time")
+    open(log, "wb").close()
+    here, there = Pipe()
+    with warnings.catch_warnings():
+        # Python warns that another thread may hold a lock, which nobody releases in the child.
+        warnings.simplefilter("ignore")
+        pid = os.fork()
+    if pid == 0:
+        here.close()
+        _run(steps, there, log)
+    there.close()
+    status = 0
+    try:
+        while True:
+            is_error, answer = here.recv()
+            if is_error:
+                raise BuildError(answer)
+            yield answer
+    except EOFError:
+        pass  # the child has ended
+    finally:
+        here.close()
+        with contextlib.suppress(ChildProcessError):  # another thread waits for every child
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if is_shown:
+            with contextlib.suppress(OSError, ValueError), open(log, errors="replace") as output:
+                print(output.read(), end="", flush=True)
     if status < 0:
         raise Ended(f"ends the process by {signal.Signals(-status).name}")
     raise Ended(f"ends the process ({status})")
 
 
-def _show(output: BinaryIO) -> None:
-    """Print what was added to a file since the last call."""
-    with contextlib.suppress(OSError, ValueError):  # a closed stream must not fail a build
-        print(output.read().decode(errors="replace"), end="", flush=True)
-
-
 def _run(steps: Callable[[], Iterator], there: Connection, log: str) -> NoReturn:
     """Run a generator in this child, and send what it yields."""
     try:
+        locale.setlocale(locale.LC_CTYPE, "C.UTF-8")  # in which torch reads the sources
         os.setpgid(0, 0)  # Ctrl-C interrupts only the parent
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         faulthandler.disable()

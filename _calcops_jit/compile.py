@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 
@@ -16,8 +18,8 @@ from . import cuda
 from .cache import write_whole
 from .inputs import TORCH
 from .request import SHADOW, WRAPPERS, Request, words_of
-from .toolchain import find_ninja, jobs, version
 
+_MEMORY = 2e9  # bytes that one compiler may need, with torch/extension.h
 # From the folder of a wheel's library to the folder with this package and torch.
 ORIGIN = "$ORIGIN/../../../.."
 # torch asks compilers for the headers outside of system folders (-MMD). -isystem makes a folder one
@@ -36,8 +38,6 @@ exec {command} "$@"
 """
 # The script's beginning if there is nothing to link with yet.
 _COMPILE_ONLY = 'case " $* " in *" -c "*);; *) exit;; esac'
-# Flags for dependency files, which a Makefile may pass. A compiler writes only one such file.
-_DEPENDENCY_FLAGS = r"(?<!\S)(?:-M{1,2}D|-MP|-MG|-MV|-M[FTQ]\s*\S+|-Wp,-M\S*)(?!\S)"
 
 
 def compile_and_link(request: Request, folder: str, archive: str) -> str:
@@ -135,44 +135,30 @@ def _variables(request: Request, folder: str, archive: str) -> dict[str, str]:
 def _sources(request: Request, folder: str) -> list[str]:
     """Return the sources for torch, which names an object after its source.
 
-    A source is included by a file in `folder` if its name is taken, if ninja cannot quote its path,
-    or if it has letters that torch may not be able to read in the present locale.
+    If the name is taken, a file in `folder` includes the source.
     """
     sources = []
     taken = set()
     for i, source in enumerate(request.sources):
         stem, suffix = os.path.splitext(os.path.basename(source))
-        is_cuda = suffix in (".cu", ".cuh")
-        is_plain = re.fullmatch(r"[\w./+@,=~ -]+", source, re.ASCII)
-        with open(source, "rb") as file:
-            is_ascii = file.read().isascii()
-        if (stem, is_cuda) in taken or not is_plain or not is_ascii:
-            if (stem, is_cuda) in taken or not re.fullmatch(r"[\w+-]+", stem, re.ASCII):
-                stem = f"source{i}"
-            source = _including(source, f"{folder}/{stem}{suffix}")
-        taken.add((stem, is_cuda))
+        if (stem, suffix == ".cu") in taken:
+            text = os.fsencode(f'#include "{source}"\n')
+            stem = f"{stem}.{i}"
+            source = f"{folder}/{stem}{suffix}"
+            write_whole(source, text)
+        taken.add((stem, suffix == ".cu"))
         sources.append(source)
     return sources
 
 
-def _including(source: str, path: str) -> str:
-    """Write a file that includes a source, unless it is there already. Return its path."""
-    text = os.fsencode(f'#include "{source}"\n')
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        if file.read() == text:
-            return path
-    write_whole(path, text)
-    return path
-
-
 def _cflags(request: Request) -> list[str]:
     """Return the flags for C++, of which three are only for GCC."""
-    cflags = re.sub(_DEPENDENCY_FLAGS, "", " ".join(request.cflags)).split(" ")
     if "Free Software Foundation" not in version(request):
-        return [flag for flag in cflags if flag != "-fno-gnu-unique"]
+        return [flag for flag in request.cflags if flag != "-fno-gnu-unique"]
     # GCC's garbage collector is slow on PyTorch's headers. It runs only if the heap exceeds 1 GiB.
     # GCC names a header of -isystem by its real path if that is shorter. But a link may change.
-    return ["--param=ggc-min-heapsize=1048576", "-fno-canonical-system-headers", *cflags]
+    for_gcc = ["--param=ggc-min-heapsize=1048576", "-fno-canonical-system-headers"]
+    return [*for_gcc, *request.cflags]
 
 
 def _ldflags(request: Request, folder: str, archive: str) -> list[str]:
@@ -205,3 +191,64 @@ def _ldflags(request: Request, folder: str, archive: str) -> list[str]:
 def _quoted(text: str) -> str:
     """Return a word quoted for a shell, and then for ninja."""
     return shlex.quote(text).replace("$", "$$")
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+
+def find_ninja(request: Request) -> str:
+    """Return the path of ninja: on PATH, beside this Python, or in its wheel; "" without one."""
+    folders = [sysconfig.get_path("scripts"), os.path.dirname(sys.executable)]
+    with contextlib.suppress(ImportError):
+        from ninja import BIN_DIR
+
+        folders.append(BIN_DIR)
+    path = os.pathsep.join([request.environment.get("PATH", ""), *folders])
+    return shutil.which("ninja", path=path) or ""
+
+
+def version(request: Request) -> str:
+    """Return what the C++ compiler prints for --version; "" if it does not run."""
+    return _version(*request.compiler, path=request.environment.get("PATH", ""))
+
+
+@functools.cache
+def _version(*command: str, path: str) -> str:
+    with contextlib.suppress(OSError):
+        environment = os.environ | {"PATH": path, "LC_ALL": "C.UTF-8"}
+        options = {"stdin": subprocess.DEVNULL, "encoding": "utf-8", "errors": "replace"}
+        arguments = [*command, "--version"]
+        return subprocess.run(arguments, capture_output=True, env=environment, **options).stdout
+    return ""
+
+
+def jobs(request: Request) -> int:
+    """Return how many compilers may run: MAX_JOBS, or what processors and memory allow."""
+    maximum = request.environment.get("MAX_JOBS", "")
+    if maximum.isdigit() and int(maximum) > 0:
+        return int(maximum)
+    with open("/proc/meminfo") as file:
+        available = re.search(r"MemAvailable:\s+(\d+) kB", file.read())
+    by_memory = int(available[1]) * 1024 / _MEMORY if available else 1
+    return max(1, int(min(len(os.sched_getaffinity(0)), by_memory)))
+
+
+def dependencies(request: Request, folder: str) -> dict[str, list[str]]:
+    """Return {object: the files that were read for it} of the objects in a folder of builds."""
+    command = [find_ninja(request), "-t", "deps"]
+    output = subprocess.run(command, cwd=folder, capture_output=True).stdout
+    found = {}
+    for block in os.fsdecode(output).split("\n\n"):
+        first, *files = block.strip("\n").split("\n")
+        target = first.partition(": #deps")[0]
+        if target and os.path.exists(f"{folder}/{target}"):
+            found[target] = [os.path.join(folder, file[4:]) for file in files]
+    return found
+
+
+def linked(folder: str) -> set[str]:
+    """Return the files that the linker read."""
+    with contextlib.suppress(OSError), open(f"{folder}/link.d", errors="replace") as file:
+        names = re.findall(r"^ +(/.+?)(?: \\)?$", file.read(), re.MULTILINE)
+        return {name.replace("\\ ", " ") for name in names}  # lld escapes spaces
+    return set()

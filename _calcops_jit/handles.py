@@ -1,34 +1,14 @@
-"""torch.ops handles that have documentation and can be copied and pickled."""
+"""torch.ops handles that have documentation and can be copied."""
 
 from __future__ import annotations
 
 import copyreg
-import glob
 import inspect
-import os
-import re
 from collections.abc import Iterable
 
 import torch
 
-from .errors import report
-
-_BLOCK = r"(?m)^[ \t]*/// (\w+::\w+)[ \t]*\n((?:[ \t]*///.*\n)*)"
-
-
-def documentation(root: str) -> dict[str, str]:
-    """Return {operator: text} from the `///` blocks in root/*/*.h and root/*/*.cpp.
-
-    The first line of a block is `/// namespace::name`. The text follows.
-    """
-    texts = {}
-    for source in sorted([*glob.glob(f"{root}/*/*.h"), *glob.glob(f"{root}/*/*.cpp")]):
-        if os.path.isfile(source):
-            with open(source, encoding="utf-8", errors="replace") as file:
-                for name, block in re.findall(_BLOCK, file.read()):
-                    lines = [re.sub(r"^[ \t]*/// ?", "", line) for line in block.splitlines()]
-                    texts[name] = "\n".join(lines).strip()
-    return texts
+from .messages import report
 
 
 def registered() -> set[str]:
@@ -55,8 +35,8 @@ def missing(what: str, names: Iterable[str]) -> AttributeError:
     return AttributeError(str(report(what, ["there are: " + ", ".join(public)], fix)))
 
 
-def handles(described: dict[str, str], library) -> dict[str, torch._ops.OpOverloadPacket]:
-    """Return {name without namespace: torch.ops handle} of a Library.
+def handles(described: dict[str, str]) -> dict[str, torch._ops.OpOverloadPacket]:
+    """Return {name without namespace: torch.ops handle} of a library.
 
     Names with a leading underscore are left out. If operators of two namespaces have the same name,
     only the first is returned. `described` is {operator: schemas and documentation}.
@@ -68,7 +48,6 @@ def handles(described: dict[str, str], library) -> dict[str, torch._ops.OpOverlo
             packets[short] = packet(name)
             packets[short].__doc__ = text
             packets[short].__signature__ = _signature(packets[short])
-            packets[short].calcops_library = library
     return packets
 
 
@@ -89,16 +68,5 @@ def _signature(handle: torch._ops.OpOverloadPacket) -> inspect.Signature | None:
     return inspect.Signature(parameters)
 
 
-def _reduce(handle: torch._ops.OpOverloadPacket):
-    """Return (function, arguments) that give the handle when it is unpickled."""
-    name = handle._qualified_op_name
-    library = getattr(handle, "calcops_library", None)
-    return _unpickled, (name, library)
-
-
-def _unpickled(name: str, library) -> torch._ops.OpOverloadPacket:
-    return packet(name)  # to unpickle `library` has loaded it
-
-
-# PyTorch's own handles cannot be pickled, and copy.copy() of one never returns.
-copyreg.pickle(torch._ops.OpOverloadPacket, _reduce)
+# copy.copy() of PyTorch's own handles never returns.
+copyreg.pickle(torch._ops.OpOverloadPacket, lambda handle: (packet, (handle._qualified_op_name,)))

@@ -1,15 +1,18 @@
-"""Whether the files that a build has read are still the same.
+"""What a build has read, and whether it is still the same.
 
-One rule: PyTorch, Python, CUDA, the compiler and the system are known by their versions, which are
-facts of a request. Every other file is compared by its content at every check. These are the
-project's sources and headers, which are few and small. No clock is read.
+One rule: PyTorch, Python, CUDA, the compiler and the C library are known by their versions, which
+are facts of a request. Every other file is compared by its content at every check. These are the
+project's sources and headers, which are few and small. A check reads no clock.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
+import re
 import stat
+import sysconfig
 from types import SimpleNamespace
 
 import torch
@@ -17,6 +20,11 @@ import torch
 TORCH = os.path.realpath(os.path.dirname(torch.__file__))
 # A larger file, such as a compiler or a library, is known by its size and time.
 _LARGE = 1_000_000
+# Headers of the C library, and folders of the compiler below the folder where it is installed.
+_OF_SYSTEM = re.compile(r"/usr/include/(?:[^/]+|[^/]+-linux-gnu/.+)")
+_OF_COMPILER = re.compile(r"/lib/(?:gcc|clang)/|/[^/]+-linux-gnu/")
+_LINKED = re.compile(r"\.(?:a|o|so[.\d]*)$")
+_TESTED = re.compile(rb"__has_(?:include(?:_next)?|embed)\b\s*\(\s*[<\"]([^>\"\n]+)[>\"]")
 
 
 class Changed(Exception):
@@ -45,7 +53,7 @@ class Inputs(SimpleNamespace):
 
     def check_others(self, request) -> None:
         """Compare everything but the files with the disk. Changed: something differs."""
-        now = program_states(request)
+        now = [state_of(path) for path in request.programs]
         # A library that is built already is used without a compiler, too.
         if now and self.programs and now != self.programs:
             pairs = zip(request.programs, zip(now, self.programs))
@@ -57,14 +65,8 @@ class Inputs(SimpleNamespace):
 
     def merged(self, other: Inputs) -> Inputs:
         """Return the inputs of a library that is linked with an archive, whose are `other`."""
-        files = self.files | other.files
         absent = sorted({*self.absent, *other.absent})
-        return Inputs(files=files, absent=absent, programs=self.programs)
-
-
-def program_states(request) -> list[str]:
-    """Return the states of the compilers."""
-    return list(map(state_of, request.programs))
+        return Inputs(files=self.files | other.files, absent=absent, programs=self.programs)
 
 
 def state_of(path: str) -> str:
@@ -95,3 +97,131 @@ def digest_of_open(fd: int) -> str:
 def digest(data: bytes) -> str:
     """Return half of a SHA-256, in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()[:32]
+
+
+# ---- after a build -------------------------------------------------------------------------------
+
+
+def record(request, read: set[str], before: dict[str, str], start_ns: int) -> Inputs:
+    """Return the inputs of a build that has just ended.
+
+    If a file may have changed or appeared during the build, Inputs.check() refuses the inputs: its
+    state is then "changed", or it is among the absent files.
+
+    Args:
+        request: what was built.
+        read: the files that compilers and linker have read.
+        before: {file: its state before the build} of the files that were known then.
+        start_ns: when the build began, by the clock of the disk. It judges the other files.
+    """
+    read = read | set(filter(os.path.isfile, paths_in_flags(request)))
+    headers = {path for path in read if has_version(path, request) and path.startswith(TORCH)}
+    states = {path: state_of(path) for path in read if not has_version(path, request)}
+    for path, now in states.items():
+        has_changed = now and _changed_since(path, start_ns)
+        if path in before:
+            has_changed = before[path] != now
+        if has_changed:
+            states[path] = "changed"
+    own = {path for path in states if not _LINKED.search(path)}
+    folders = {*map(os.path.dirname, own), *_searched(request)}
+    tested = _tested(own)
+    absent = set()
+    for name in tested | _names({*own, *headers} - {*request.sources}, folders):
+        for folder in folders:
+            path = f"{folder}/{name}"
+            missing = _first_missing(folder, name)
+            if missing:
+                absent.add(missing)
+            elif path not in states and _changed_since(path, start_ns):
+                absent.add(path)  # it appeared after a compiler may have looked for it
+            elif name in tested:
+                states.setdefault(path, state_of(path))
+    return Inputs(
+        files={request.fold(path): state for path, state in sorted(states.items())},
+        absent=sorted(map(request.fold, absent)),
+        programs=[state_of(path) for path in request.programs],
+    )
+
+
+def _changed_since(path: str, start_ns: int) -> bool:
+    return os.stat(path).st_ctime_ns >= start_ns
+
+
+def has_version(path: str, request) -> bool:
+    """Return True if a file comes with PyTorch, Python, CUDA, the compiler or the system."""
+    if request.fold(path) != path:
+        return False
+    home = request.cuda.home
+    is_of_cuda = bool(home) and path.startswith((f"{home}/", f"{os.path.realpath(home)}/"))
+    if is_of_cuda or path.startswith(_versioned()) or _OF_SYSTEM.fullmatch(path):
+        return True
+    # A user's folder may have such a name, too.
+    prefixes = [os.path.dirname(os.path.dirname(program)) for program in request.programs]
+    return any(
+        path.startswith(prefix) and _OF_COMPILER.match(path, len(prefix)) for prefix in prefixes
+    )
+
+
+@functools.cache
+def _versioned() -> tuple[str, ...]:
+    """Return the folders of software that is known by its version."""
+    site = os.path.dirname(torch.__file__)
+    python = sysconfig.get_path("include", "posix_prefix")
+    system = "/lib /lib64 /usr/lib /usr/lib64 /usr/include/c++ /usr/include/linux".split()
+    folders = [TORCH, site, f"{os.path.dirname(site)}/nvidia", python, *system]
+    return tuple(f"{folder}/" for folder in folders)
+
+
+def paths_in_flags(request, with_linker: bool = True) -> set[str]:
+    """Return the paths that flags name, in whatever form: -I/x, -I /x, -Wp,-I,/x, @/x."""
+    import shlex  # slow to import, and only a build needs it
+
+    words = [*request.compiler[1:], *request.cflags, *request.cuda_cflags]
+    if with_linker:
+        words += request.ldflags
+    pieces = ",".join(shlex.split(" ".join(words))).split(",")
+    return {piece[piece.find("/") :].rstrip("/") for piece in pieces if "/" in piece}
+
+
+def _searched(request) -> list[str]:
+    """Return the folders without version in which the compilers may look for headers."""
+    from .request import HEADERS  # which imports this module
+
+    folders = [*request.include_paths[len(HEADERS) :], *paths_in_flags(request, with_linker=False)]
+    for variable in ("CPATH", "CPLUS_INCLUDE_PATH"):
+        folders += request.environment.get(variable, "").split(":")
+    folders = [path for path in folders if path.startswith("/") and not os.path.isfile(path)]
+    return [path for path in folders if not has_version(path, request)]
+
+
+def _names(headers: set[str], folders: set[str]) -> set[str]:
+    """Return the names by which a source can include headers."""
+    include = f"{TORCH}/include"
+    names = set()
+    for folder in [*folders, include, f"{include}/torch/csrc/api/include"]:
+        prefix = f"{folder}/"
+        names.update(path.removeprefix(prefix) for path in headers if path.startswith(prefix))
+    return names
+
+
+def _tested(paths: set[str]) -> set[str]:
+    """Return the names that __has_include tests in files."""
+    names: set[str] = set()
+    for path in filter(os.path.isfile, paths):
+        with open(path, "rb") as file:
+            names.update(map(os.fsdecode, _TESTED.findall(file.read())))
+    return names
+
+
+def _first_missing(folder: str, name: str) -> str:
+    """Return the first path on the way from `folder` to `name` that is absent; "" if none is.
+
+    If a folder has the name, return it with a slash at its end.
+    """
+    path = folder
+    for part in name.split("/"):
+        path = f"{path}/{part}"
+        if not os.path.exists(path):
+            return path
+    return f"{path}/" if os.path.isdir(path) else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Callable
 
@@ -11,9 +10,8 @@ import torch
 
 from . import cache, handles, options, request
 from .cache import Generation
-from .errors import BuildError, report
-from .inputs import Changed
-from .progress import say
+from .inputs import Changed, state_of
+from .messages import BuildError, report, say
 from .registration import Registration
 from .request import Request
 
@@ -26,74 +24,38 @@ class Library:
     the attribute of that name.
 
     reload() changes a Library in place: its handles stay, and call the new kernels. A copy is the
-    same object. Unpickling a Library loads the library from its sources.
+    same object.
     """
 
     path: str
     operators: dict[str, torch._ops.OpOverloadPacket]
 
-    def _set(self, wanted: Request, generation: Generation) -> None:
-        packets = handles.handles(generation.manifest["operators"], self)
-        vars(self).clear()
-        # An operator may hide the public attributes.
-        self._request, self._path, self._operators = wanted, generation.path, packets
-        vars(self).update({"path": generation.path, "operators": packets} | packets)
-
-    def __fspath__(self) -> str:
-        return self._path
-
-    def __copy__(self) -> Library:
-        return self
-
-    def __deepcopy__(self, memo: dict) -> Library:
-        return self
-
-    def __reduce__(self):
-        return _unpickled, (self._request.asked,)
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):  # copy and pickle look for methods of such names
-            raise AttributeError(name)
-        raise handles.missing(f"no operator `{name}` in {self._path}", self._operators)
-
-    def __repr__(self) -> str:
-        return f"<calcops_jit library {self._path}: {', '.join(self._operators) or 'no operators'}>"
-
-
-def _unpickled(asked: dict | None) -> Library:
-    return obtain(request.own() if asked is None else options.request_for(**asked))
-
-
-class Live:
-    """A library of this process: the generation whose kernels are called, and older ones."""
-
-    generation: Generation | None = None
-
+    # Names of operators have no leading underscore.
     def __init__(self, wanted: Request):
-        self.request = wanted
-        self.library = Library()
+        self._request = wanted
+        self._generation: Generation | None = None  # whose kernels are called
         self._registrations: dict[str, Registration] = {}  # {digest of a generation: ...}
+        self._operators: dict[str, torch._ops.OpOverloadPacket] = {}
 
-    def is_current(self, wanted: Request) -> bool:
+    def _is_current(self, wanted: Request) -> bool:
         """Return True if a request's library is the present generation."""
-        if self.generation is None or wanted.slot != self.request.slot:
+        if self._generation is None or wanted.slot != self._request.slot:
             return False
         try:
-            self.generation.inputs.check(wanted)
+            self._generation.inputs.check(wanted)
         except Changed:
             return False
         return True
 
-    def refuse_permanent(self, wanted: Request) -> None:
+    def _refuse_permanent(self) -> None:
         """Raise BuildError if the present generation has operators that cannot be exchanged."""
-        if self.generation and self.generation.manifest["permanent"]:
-            name = self.generation.manifest["permanent"][0]
-            evidence = f"{name} was registered without torch/library.h, "
-            evidence += "by STABLE_TORCH_LIBRARY perhaps"
-            what = f"cannot reload {wanted.name}: an operator cannot be exchanged"
+        if self._generation and self._generation.manifest["permanent"]:
+            name = self._generation.manifest["permanent"][0]
+            evidence = f"{name} was registered without torch/library.h"
+            what = f"cannot reload {self._request.name}: an operator cannot be exchanged"
             raise report(what, [evidence], "restart Python")
 
-    def exchange(self, wanted: Request, generation: Generation) -> None:
+    def _exchange(self, wanted: Request, generation: Generation) -> None:
         """Load a generation and register its operators, in place of the present one.
 
         BuildError: the registration is refused, and nothing has changed.
@@ -106,27 +68,34 @@ class Live:
         if not new.live:
             new.take([old for old in self._registrations.values() if old is not new])
         self._registrations[generation.digest] = new
-        self.request = wanted
-        self.generation = generation
-        self.library._set(wanted, generation)
+        self._request = wanted
+        self._generation = generation
+        for name in ("path", "operators", *self._operators):
+            vars(self).pop(name, None)
+        self._operators = handles.handles(generation.manifest["operators"])
+        vars(self).update({"path": generation.path, "operators": self._operators})
+        vars(self).update(self._operators)
 
-    def warn(self) -> None:
-        """Print a line for each kernel without a schema, or one if there are no operators."""
-        new = self._registrations[self.generation.digest]
-        for name in sorted({re.split("[ .]", impl)[0] for impl in new.impls} - {""}):
-            try:
-                handles.packet(name)
-            except AttributeError:
-                define = f'm.def("{name.partition("::")[2]}(...) -> ...")'
-                say(f"{name} has a kernel in {new.name} and no schema: {define}")
-        include = re.compile(r"#\s*include\s*<(?:torch|ATen|calcops)/")
-        registers = new.names() or self.library.operators
-        if not registers and any(include.search(_text_of(path)) for path in self.request.sources):
-            how = "add TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) or a calcops::Contract"
-            say(f"{new.name} registers no operators: {how}")
+    def __fspath__(self) -> str:
+        return self._generation.path
+
+    def __copy__(self) -> Library:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Library:
+        return self
+
+    def __getattr__(self, name: str):
+        if name.startswith("_"):  # copy looks for methods of such names
+            raise AttributeError(name)
+        raise handles.missing(f"no operator `{name}` in {self._generation.path}", self._operators)
+
+    def __repr__(self) -> str:
+        operators = ", ".join(self._operators) or "no operators"
+        return f"<calcops_jit library {self._generation.path}: {operators}>"
 
 
-_live: list[Live] = []
+_loaded: list[Library] = []
 _one_at_a_time = threading.RLock()
 # Another thread may hold the lock during a fork. That thread does not exist in the child, so it
 # would never release the child's copy.
@@ -139,26 +108,26 @@ def obtain(wanted: Request, build: bool = True) -> Library | None:
     Return None if it is not built and `build` is False.
     """
     with _one_at_a_time:
-        live = _find_live(wanted)
-        if not live.is_current(wanted):
-            live.refuse_permanent(wanted)
-            if not _load(live, wanted, build):
+        library = _find_loaded(wanted)
+        if not library._is_current(wanted):
+            library._refuse_permanent()
+            if not _load(library, wanted, build):
                 return None
-        if live not in _live:
-            _live.append(live)
-        return live.library
+        if library not in _loaded:
+            _loaded.append(library)
+        return library
 
 
-def _load(live: Live, wanted: Request, build: bool) -> bool:
+def _load(library: Library, wanted: Request, build: bool) -> bool:
     """Load a library from the cache or the wheel, or build it. Return False if it is not built."""
     for _ in range(10):
         reasons: list[str] = []
         refusals: list[str] = []
         try:
             generation = cache.find(wanted, reasons)
-            if generation:
-                live.exchange(wanted, generation)
-            elif not _take_from_wheel(live, wanted, refusals):
+            if generation is None and _take_from_wheel(library, wanted, refusals):
+                return True
+            if generation is None:
                 if not build:
                     return False
                 if refusals:
@@ -166,8 +135,8 @@ def _load(live: Live, wanted: Request, build: bool) -> bool:
                     say(f"building {wanted.name} from its sources; {reason}")
                 from .build import built
 
-                live.exchange(wanted, built(wanted, reasons))
-                live.warn()
+                generation = built(wanted, reasons)
+            library._exchange(wanted, generation)
             return True
         except FileNotFoundError:
             pass  # another process has emptied the cache
@@ -177,13 +146,13 @@ def _load(live: Live, wanted: Request, build: bool) -> bool:
     raise report(f"cannot load {wanted.name}", [evidence], "wait until it has ended")
 
 
-def _take_from_wheel(live: Live, wanted: Request, refusals: list[str]) -> bool:
+def _take_from_wheel(library: Library, wanted: Request, refusals: list[str]) -> bool:
     """Load the wheel's library for this machine. Return False if it has none that works."""
     generation = find_in_wheel(wanted, refusals)
     if generation is None:
         return False
     try:
-        live.exchange(wanted, generation)
+        library._exchange(wanted, generation)
     except BuildError as error:  # this system's C library may be too old for it
         refusals.append(" ".join(line.strip() for line in str(error).splitlines()[:2]))
         return False
@@ -202,12 +171,12 @@ def find_in_wheel(wanted: Request, reasons: list[str]) -> Generation | None:
     return find(wanted, reasons)
 
 
-def _find_live(wanted: Request) -> Live:
+def _find_loaded(wanted: Request) -> Library:
     """Return the loaded library that has the name and a path of a request, or a new one."""
-    for live in _live:
-        if live.request.name == wanted.name and _paths(live.request) & _paths(wanted):
-            return live
-    return Live(wanted)
+    for library in _loaded:
+        if library._request.name == wanted.name and _paths(library._request) & _paths(wanted):
+            return library
+    return Library(wanted)
 
 
 def _paths(wanted: Request) -> set[str]:
@@ -223,16 +192,20 @@ def reload() -> list[str]:
     or a ValueError for an environment variable such as CXX with an unclosed quotation mark.
     """
     with _one_at_a_time:
-        before = [(live, live.generation.digest) for live in _live]
+        before = [(library, library._generation.digest) for library in _loaded]
         failure = None
-        for live, _ in before:
+        for library, _ in before:
             try:
-                obtain(options.again(live.request))
+                obtain(options.again(library._request))
             except Exception as error:
                 failure = failure or error
         if failure:
             raise failure
-        return [live.request.name for live, digest in before if live.generation.digest != digest]
+        return [
+            library._request.name
+            for library, digest in before
+            if library._generation.digest != digest
+        ]
 
 
 def watch(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]:
@@ -256,10 +229,10 @@ def _watch(stop: threading.Event, seconds: float, reload: Callable[[], list[str]
     before = None  # the first check reloads, too, because files may have been saved before it
     while not stop.wait(seconds):
         try:
-            times = {path: _time_of(path) for live in list(_live) for path in _watched(live)}
-            if times == before:
+            now = [_state(library) for library in list(_loaded)]
+            if now == before:
                 continue
-            before = times  # also if the reload fails: the same files would fail again
+            before = now  # also if the reload fails: the same files would fail again
             changed = reload()
             if changed:
                 say(f"reloaded {', '.join(changed)}")
@@ -268,21 +241,11 @@ def _watch(stop: threading.Event, seconds: float, reload: Callable[[], list[str]
                 say(str(error) or type(error).__name__)
 
 
-def _watched(live: Live) -> set[str]:
-    """Return the paths of a library's sources and headers, and of the sources' folders."""
-    folders = map(os.path.dirname, live.request.sources)
-    files = map(live.request.unfold, live.generation.inputs.files)
-    return {live.request.root, *folders, *live.request.sources, *files}
-
-
-def _text_of(path: str) -> str:
-    with open(path, errors="replace") as file:
-        return file.read()
-
-
-def _time_of(path: str) -> int:
-    """Return when a file was changed; 0 if it does not exist."""
-    try:
-        return os.stat(path).st_mtime_ns
-    except OSError:
-        return 0
+def _state(library: Library) -> tuple:
+    """Return a value that changes when a file of a library changes, appears or disappears."""
+    folders = {library._request.root, *map(os.path.dirname, library._request.sources)}
+    names = [sorted(os.listdir(folder)) for folder in folders if os.path.isdir(folder)]
+    inputs = library._generation.inputs
+    absent = [path for path in inputs.absent if os.path.exists(library._request.unfold(path))]
+    files = {*library._request.sources, *map(library._request.unfold, inputs.files)}
+    return names, absent, [state_of(path) for path in sorted(files)]

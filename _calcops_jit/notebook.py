@@ -13,20 +13,14 @@ from IPython.core.magic_arguments import argument, magic_arguments
 
 from . import library
 from .cache import write_whole
-from .errors import BuildError
 from .inputs import digest
+from .messages import BuildError
 from .options import request_for
 
 # A folder of this process, because two notebooks may use the same name. After a restart, a cell is
 # found in the cache nevertheless, because facts have no absolute paths.
 _folder = os.path.realpath(tempfile.mkdtemp(prefix=f"calcops-cells-{os.getuid()}-"))
 atexit.register(shutil.rmtree, _folder, ignore_errors=True)
-_OPTIONS = {  # {option of `load` in an error's fix: option of %%operator}
-    "extra_include_paths": "--cflags=-I...",
-    "extra_cuda_cflags": "--cflags",
-    "extra_cflags": "--cflags",
-    "extra_ldflags": "--ldflags",
-}
 _loaded: dict[str, str] = {}  # {source: text of the last cell that was loaded}
 
 
@@ -70,8 +64,7 @@ def operator(line: str, cell: str) -> None:
             write_whole(source, _loaded[source].encode())
         if isinstance(error, BuildError):
             text = str(error).replace(source, "cell")
-            for option, of_cell in _OPTIONS.items():
-                text = text.replace(option, of_cell)
+            text = text.replace("extra_include_paths", "--cflags=-I...").replace("extra_", "--")
             error = BuildError(text)
         raise error from None
     _loaded[source] = cell

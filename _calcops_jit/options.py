@@ -6,18 +6,17 @@ import os
 import re
 
 from . import cuda
-from .errors import BuildError
+from .messages import BuildError
 from .request import BASE, CUDA_BASE, HEADERS, Request, own
 
-# {option of torch.utils.cpp_extension.load: (accepted values, which change nothing, and why others
-# are refused)}.
+# The other options of torch.utils.cpp_extension.load, and the value that each must have.
 _TORCH_OPTIONS = {
-    "build_directory": ((None,), "CALCOPS_CACHE names the cache's folder, `.path` the library"),
-    "is_python_module": ((False,), "operators are registered with TORCH_LIBRARY"),
-    "is_standalone": ((False,), "a library is built, no program"),
-    "keep_intermediates": ((True, False), "objects are kept in the cache"),
-    "with_sycl": ((None, False), "C++ and CUDA are built"),
-    "extra_sycl_cflags": ((None, [], ()), "C++ and CUDA are built"),
+    "build_directory": None,  # CALCOPS_CACHE names the cache's folder
+    "is_python_module": False,
+    "is_standalone": False,
+    "keep_intermediates": True,
+    "with_sycl": None,
+    "extra_sycl_cflags": None,
 }
 
 
@@ -36,9 +35,8 @@ def request_for(
     for option, value in dict(torch_options).items():
         if option not in _TORCH_OPTIONS:
             raise TypeError(f"calcops_jit.load: got an unknown argument `{option}`")
-        accepted, reason = _TORCH_OPTIONS[option]
-        if value not in accepted:
-            raise ValueError(f"calcops_jit.load: expected no `{option}`, got {value!r}; {reason}")
+        if value and value != _TORCH_OPTIONS[option]:
+            raise ValueError(f"calcops_jit.load: expected no `{option}`, got {value!r}")
     allowed = r"(?!(?:calcops|runtime)$)[A-Za-z_][\w.-]{,199}"
     if not isinstance(name, str) or not re.fullmatch(allowed, name):
         words = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'runtime'"

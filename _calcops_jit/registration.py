@@ -22,8 +22,7 @@ from functools import cached_property
 import torch
 
 from . import handles
-from .errors import BuildError, report
-from .progress import say
+from .messages import BuildError, report, say
 from .request import Request
 
 _taken: list[Registration] = []  # all that were committed in this process, the newest last
@@ -68,7 +67,7 @@ class Registration:
             from .diagnosis import explain
 
             message = str(error).removeprefix(f"{path}: ")
-            raise explain(f"cannot load {request.name}.so", message, request) from None
+            raise explain(f"cannot load {request.name}.so", message) from None
 
     @cached_property
     def _steps(self) -> list[list[str]]:
@@ -103,18 +102,16 @@ class Registration:
         """Return the keys of `defs` and of `impls`."""
         return self.defs.keys() | self.impls.keys()
 
-    def described(self, texts: dict[str, str], permanent: list[str]) -> dict[str, str]:
-        """Return {operator: its schemas and documentation}.
+    def described(self, permanent: list[str]) -> dict[str, str]:
+        """Return {operator: its schemas, and the documentation of its contract}.
 
-        Args:
-            texts: {operator: documentation} of operators without a contract.
-            permanent: operators that the library registered while it was loaded.
+        `permanent` are operators that the library registered while it was loaded.
         """
         schemas = {name: handles.schemas(name) for name in permanent}
         for kind, name, schema, *_ in self._steps:  # the contracts are read now
             if kind == "def":
                 schemas.setdefault(name.partition(".")[0], []).append(schema)
-        texts = dict(texts)
+        texts = {}
         for entry in self._call("documentation").split("\x1e")[:-1]:
             name, _, text = entry.partition("\n")
             texts[name] = text.strip()

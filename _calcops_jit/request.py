@@ -18,7 +18,7 @@ import torch
 from . import cuda
 from .inputs import TORCH, digest
 
-FORMAT = 7  # the version of the cache's format
+FORMAT = 8  # the version of the cache's format
 LOADER = os.path.dirname(os.path.realpath(__file__))
 
 
@@ -37,7 +37,8 @@ WRAPPERS = ("ccache", "sccache")
 # them from sharing variables.
 BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
-RUNTIME = ("-Og", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")  # the flags of runtime()
+# -Og inlines nothing, which takes a quarter of a call.
+RUNTIME = ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")  # the flags of runtime()
 # The extensions that each level of the x86-64 psABI adds, in the words of /proc/cpuinfo.
 LEVELS = {
     "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
@@ -107,7 +108,7 @@ class Request(SimpleNamespace):
             return []
         programs: list[str] = []
         for word in filter(_is_program, self.compiler):
-            programs += _find_programs(word, self.environment.get("PATH", ""))
+            programs += _programs(word, self.environment.get("PATH", ""))
         if self.cuda.build:
             programs.append(f"{self.cuda.home}/bin/nvcc")
         return programs
@@ -143,14 +144,14 @@ class Request(SimpleNamespace):
             # A PyTorch that is built again has libraries of other sizes.
             "PyTorch's size": os.path.getsize(f"{TORCH}/lib/libtorch_cpu.so"),
             "PyTorch's folder": TORCH,  # it is in the library's rpath
+            "C library": os.confstr("CS_GNU_LIBC_VERSION"),
             "environment": [
                 f"{name}={self.environment[name]}"
                 for name in _VARIABLES
                 if self.environment.get(name)
             ],
         }
-        # A response file, @file, may have -march=native.
-        if any("native" in flag or "@" in flag for flag in flags):
+        if any("native" in flag for flag in flags):
             facts["processor"] = processor()
         if self.asked is not None:  # it may call Python
             facts["Python"] = EXTENSION_SUFFIXES[0]
@@ -165,25 +166,15 @@ def _is_program(word: str) -> bool:
     return "=" not in word and not word.startswith(("-", "@"))
 
 
-def _find_programs(name: str, path: str) -> list[str]:
-    """Return the real path of a program, and of those that it runs if it is a wrapper.
-
-    A script runs the programs whose absolute paths are in it. ccache runs the next program of its
-    name on PATH.
-    """
+def _programs(name: str, path: str) -> list[str]:
+    """Return the real path of a program, and if it is ccache, of the next one of its name."""
     found: list[str] = []
     for folder in [""] if "/" in name else path.split(":"):
         program = os.path.realpath(os.path.join(folder, name))
-        if program in found or os.path.isdir(program) or not os.access(program, os.R_OK | os.X_OK):
-            continue
-        found.append(program)
-        with open(program, "rb") as file:
-            is_script = file.read(2) == b"#!"
-            called = re.findall(rb"(?<!#!)(/[^\s\"';]+)", file.read(10_000) if is_script else b"")
-        for script_word in called:
-            found += _find_programs(os.fsdecode(script_word), path)
-        if os.path.basename(program) not in WRAPPERS:
-            break
+        if os.path.isfile(program) and os.access(program, os.X_OK):
+            found.append(program)
+            if os.path.basename(program) not in WRAPPERS:
+                break
     return found
 
 
@@ -220,15 +211,6 @@ def levels() -> list[str]:
     return here
 
 
-def processor_flag(isa: str = "native") -> str:
-    """Return the compiler's flag for a kind of processor.
-
-    On ARM a model is an -mcpu, and an architecture such as armv8.2-a+sve is an -march.
-    """
-    is_model = MACHINE == "aarch64" and not isa.startswith("armv")
-    return f"-mcpu={isa}" if is_model else f"-march={isa}"
-
-
 def runtime() -> Request:
     """Return the Request for the runtime: the C++ with which libraries register operators.
 
@@ -244,19 +226,13 @@ def runtime() -> Request:
 
 
 def own(
-    isa: str = "native",
-    choice: cuda.Choice | None = None,
-    *,
-    level: str = "",
-    root: str = "",
-    name: str = "calcops",
+    choice: cuda.Choice | None = None, *, level: str = "", root: str = "", name: str = "calcops"
 ) -> Request:
     """Return the Request for ops/: every .cpp in it and its folders, and every .cu for CUDA.
 
     Args:
-        isa: the kind of processor, as processor_flag() takes it.
         choice: whether to build for CUDA; default: cuda.choose().
-        level: for a library in a wheel: the level of x86-64. It takes the place of `isa`.
+        level: for a library in a wheel: the level of x86-64. Default: this processor.
         root: the folder; default: ops/ beside calcops_jit.py in a checkout, else in this package.
         name: name of the library.
     """
@@ -265,7 +241,7 @@ def own(
     extra = words_of("CALCOPS_CFLAGS")
     # Without -fopenmp, parallel_for is a plain loop. The library loads torch's libgomp, because
     # torch's folder is in its rpath.
-    march = processor_flag(level or isa)
+    march = f"-march={level or 'native'}" if MACHINE == "x86_64" else "-mcpu=native"
     cflags = [*BASE, march, "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
     if not choice.build:
         reason = f"{choice.reason}; {choice.fix}"  # neither has a quote or a $

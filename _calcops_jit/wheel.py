@@ -21,13 +21,13 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from pathlib import Path
 
 from . import cache, cuda, request
 from .cache import Generation
-from .errors import BuildError, report
+from .messages import BuildError, report
 from .request import LOADER, MACHINE, Request
 
+_BUILT = "lib/_calcops_jit/built"  # in a temporary folder, from which setuptools packs lib/
 _NO_CUDA = cuda.Choice(
     reason="the wheel is for CPUs", fix="CALCOPS_CUDA=1 python -m calcops_jit build"
 )
@@ -38,18 +38,12 @@ def find(wanted: Request, reasons: list[str]) -> Generation | None:
 
     Why none fits is appended to `reasons`.
     """
-    manifests = {}
-    for path in sorted(glob.glob(f"{glob.escape(LOADER)}/built/*/*/manifest")):
-        try:
-            manifests[os.path.dirname(path)] = cache.read_record(path)
-        except cache.UNFIT as problem:
-            reasons.append(str(problem))
     for level in request.levels():
-        for path, manifest in manifests.items():
-            if manifest["facts"]["level"] != level:
-                continue
+        for path in sorted(glob.glob(f"{glob.escape(LOADER)}/built/*/*")):
             try:
-                return _checked(path, manifest["facts"], wanted.cuda)
+                facts = cache.read_record(f"{path}/manifest")["facts"]
+                if facts["level"] == level:
+                    return _checked(path, facts, wanted.cuda)
             except cache.UNFIT as problem:
                 reasons.append(str(problem))
     if not reasons:
@@ -112,13 +106,13 @@ def write(folder: str, *pythons: str) -> str:
     os.environ.setdefault("CALCOPS_CUDA", "1" if cuda.find_toolkit()[0] else "0")
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", cuda.DEFAULT_ARCHES)
     with tempfile.TemporaryDirectory() as temporary:
-        add(f"{temporary}/built")
+        built = f"{temporary}/{_BUILT}"
+        add(built)
         for python in pythons:
-            command = [os.path.abspath(python), "-m", __spec__.name, "--add", f"{temporary}/built"]
+            command = [os.path.abspath(python), "-m", __spec__.name, "--add", built]
             if subprocess.run(command, cwd=f"{LOADER}/..").returncode:
                 evidence = "it printed the cause above"
                 raise report(f"cannot build the operators with {python}", [evidence], python)
-        _print_system(f"{temporary}/built")
         return _pack(temporary, os.path.abspath(folder))
 
 
@@ -142,18 +136,6 @@ def add(folder: str) -> None:
         cache.write_record(f"{target}/manifest", found.manifest | {"inputs": portable})
 
 
-def _print_system(folder: str) -> None:
-    """Print the versions of glibc and libstdc++ that the operators need."""
-    data = b"".join(path.read_bytes() for path in Path(folder).glob("*/*/*.so"))
-    needed = []
-    for name in ("GLIBC", "GLIBCXX"):
-        versions = re.findall(rf"\0{name}_([\d.]+)(?=\0)".encode(), data)
-        numbers = [tuple(map(int, version.split(b"."))) for version in versions]
-        if numbers:
-            needed.append(f"{name} {'.'.join(map(str, max(numbers)))}")
-    print(f"the libraries need {' and '.join(needed)}, or later", file=sys.stderr)
-
-
 def _pack(temporary: str, folder: str) -> str:
     """Pack the project and the libraries into a wheel in `folder`, and return its path.
 
@@ -161,31 +143,25 @@ def _pack(temporary: str, folder: str) -> str:
     """
     from setuptools import setup
     from setuptools.command.bdist_wheel import bdist_wheel
-    from setuptools.command.build_py import build_py
-
-    class WithLibraries(build_py):
-        def run(self) -> None:
-            super().run()
-            self.copy_tree(f"{temporary}/built", f"{self.build_lib}/_calcops_jit/built")
 
     class ForThisPlatform(bdist_wheel):
         def get_tag(self) -> tuple[str, str, str]:
             # The libraries do not call Python, so they fit any Python 3.
             return "py3", "none", "linux_x86_64"
 
-    manifests = map(cache.read_record, glob.glob(f"{temporary}/built/*/*/manifest"))
+    manifests = map(cache.read_record, glob.glob(f"{temporary}/{_BUILT}/*/*/manifest"))
     versions = {manifest["facts"]["PyTorch"][0] for manifest in manifests}
     label = ".".join(sorted(re.sub(r"[^0-9A-Za-z]+", ".", version) for version in versions))
     # Nothing may stay in the project's build/, because a later `pip wheel .` would pack it.
     commands = ["egg_info", "--egg-base", temporary, "--tag-build", f"+torch{label}"]
-    commands += ["build", "--build-base", f"{temporary}/b"]
+    commands += ["build", "--build-lib", f"{temporary}/lib"]
     commands += ["bdist_wheel", "--bdist-dir", f"{temporary}/d", "--dist-dir", folder]
     os.chdir(f"{LOADER}/..")
     # setuptools warns users not to call setup() directly. A developer's command may do it.
     with warnings.catch_warnings(action="ignore"):
         distribution = setup(
             script_args=["--quiet", *commands],
-            cmdclass={"build_py": WithLibraries, "bdist_wheel": ForThisPlatform},
+            cmdclass={"bdist_wheel": ForThisPlatform},
             has_ext_modules=lambda: True,  # the wheel is for one platform
         )
     return distribution.dist_files[-1][2]

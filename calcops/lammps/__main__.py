@@ -65,7 +65,7 @@ def main():
     parser.add_argument("--output", type=Path, help="default: the folder lammps in the cache")
     options = parser.parse_args()
     try:
-        folder = options.output or Path(cache.folders()[0]) / "lammps"
+        folder = options.output or Path(cache.folder()) / "lammps"
         print(build(environment(options.lammps), folder.absolute()))
     except ValueError as error:
         parser.exit(1, f"calcops.lammps: {error}\n")

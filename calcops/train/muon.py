@@ -11,19 +11,26 @@ import torch
 kCoefficients = 3.4445, -4.7750, 2.0315
 kIterations = 5
 kMomentum = 0.95
+kGrid = 2.0**-20  # of entries of a gradient, in units of its norm
 
 
 def orthogonal(matrix):
     """Return a matrix with the singular vectors of `matrix`, and singular values near 1.
 
     It computes in float32. The result has the type of `matrix`.
+
+    Entries are rounded to a grid first. Several processes sum a gradient in another order than one
+    process does, so that it differs by rounding errors of float64. Conversion to float32 enlarges
+    such an error to 1e-7 of an entry where the entry lies between two numbers of float32. Then the
+    losses of several processes and of one differ ever more. The grid is coarser, at least for small
+    entries, so that this hardly ever happens.
     """
     a, b, c = kCoefficients
     rows, columns = matrix.shape
-    X = matrix.float()
+    X = matrix / matrix.norm().clamp(min=1e-7)
+    X = ((X / kGrid).round() * kGrid).float()
     if rows > columns:
         X = X.mT
-    X = X / X.norm().clamp(min=1e-7)
     for _ in range(kIterations):
         square = X @ X.mT
         polynomial = torch.addmm(square, square, square, beta=b, alpha=c)

@@ -28,47 +28,6 @@ namespace {
 // The arguments may lack dimensions, and one image or one matrix may serve N of the other. A
 // contract cannot say that, so these functions check it.
 
-constexpr char kOp[] = "calcops::warp_perspective";
-
-// The dimensions of one call's image and warp. N is 1 where both lack it.
-struct Dimensions {
-  Value N = 1, C = 1, H, W;
-  bool has_N, has_C;
-
-  Dimensions(const Value& image, const Value& warp) {
-    const int rank = image.dim(), warp_rank = warp.dim();
-    if (rank < 2 || rank > 4)
-      refuse(kOp, "image", "of shape [N or 1, C, H, W], [C, H, W] or [H, W]", image.shape());
-    has_N = rank == 4 || warp_rank == 3;
-    has_C = rank > 2;
-    H = image.size(-2);
-    W = image.size(-1);
-    if (has_C) C = image.size(-3);
-    if (rank == 4) N = image.size(0);
-    bool is_ok = (warp_rank == 2 || warp_rank == 3) && warp.size(-2).expect_equal(3) &&
-                 warp.size(-1).expect_equal(3);
-    if (is_ok && warp_rank == 3) {
-      const Value count = warp.size(0);
-      // A guard is needed only if neither size is known.
-      if (rank < 4 || N.is_known(1) || (!count.is_known(1) && N.equals(1)))
-        N = count;
-      else
-        is_ok = count.is_known(1) || count.equals(1) || count.expect_equal(N);
-    }
-    if (is_ok) return;
-    const char* const what = "of shape [N or 1, 3, 3] or [3, 3]";
-    if (rank < 4 || N.equals(1)) refuse(kOp, "warp", what, warp.shape());
-    refuse(kOp, "warp", "of shape [N or 1, 3, 3] or [3, 3], [N] =", Value::list(N), warp.shape());
-  }
-
-  // Return the shape of a result.
-  Value shape(const Value& height, const Value& width) const {
-    if (has_N && has_C) return Value::list(N, C, height, width);
-    if (has_N) return Value::list(N, height, width);
-    return has_C ? Value::list(C, height, width) : Value::list(height, width);
-  }
-};
-
 // Raise an error unless there is one border value for all channels, or one for each.
 void check_border(const Value& values, const Value& C) {
   if (values.is_none() || values.length() < 2 || C.expect_equal(values.length())) return;

@@ -200,7 +200,8 @@ struct Pyramid {
 
   // Return the box at (x, y) of a level; outside, an empty one.
   __device__ Box at(const Box* boxes, int level, int64_t x, int64_t y) const {
-    if (x >= across[level] || y >= down[level]) return {kFarthest, -kFarthest, kFarthest, -kFarthest};
+    if (x >= across[level] || y >= down[level])
+      return {kFarthest, -kFarthest, kFarthest, -kFarthest};
     return boxes[begin[level] + y * across[level] + x];
   }
   // Of the 32 boxes below the box at (x, y) of a level, return the one of this lane.
@@ -267,7 +268,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     Cell<kTaps> cell;
     const bool has_source = find_cell(sizes, sizes.border, map, u, v, source, cell);
     if (channels.first == 0 && to.grad_image) {
-      const Box box = around_warp(has_source ? box_of(cell) : Box{kFarthest, -kFarthest, kFarthest, -kFarthest});
+      const Box box = around_warp(has_source ? box_of(cell)
+                                             : Box{kFarthest, -kFarthest, kFarthest, -kFarthest});
       __syncthreads();  // all threads have read `boxes`
       if (threadIdx.x % 32 == 0) boxes[threadIdx.x / 32] = box;
       __syncthreads();
@@ -564,8 +566,8 @@ int64_t warp_perspective_backward_cuda_workspace(const WarpSizes& sizes) {
 }
 
 template <int kTaps, class Real>
-void launch_backward(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
-                     const Memory& work, cudaStream_t stream) {
+void launch_backward(const WarpInputs<Real>& in, const WarpGradients<Real>& to, const Memory& work,
+                     cudaStream_t stream) {
   const WarpSizes& sizes = in.sizes;
   const Runs runs(sizes.batch * Tiles(sizes.out_height, sizes.out_width).count);
   for (int64_t first = 0;

@@ -344,7 +344,7 @@ struct Result {
     const double u = static_cast<double>(sizes.out_width) / 2;
     const double rise = project(map.m, rows[0].start, u + 8).y - project(map.m, rows[0].start, u).y;
     const bool is_steep = !(fabs(rise) < 1);
-    const int64_t tile = is_steep ? kTileHeight : kFlatHeight, step = is_steep ? 4 : 8;
+    const int64_t tile = is_steep ? kTileHeight : kFlatHeight, step = is_steep ? 4 : 16;
     const Scratch<Run> runs(tile);
     for (int64_t first = 0; first < height; first += tile)
       for (int64_t left = 0; left < sizes.out_width; left += kTileWidth) {

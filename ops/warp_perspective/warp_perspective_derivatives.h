@@ -12,6 +12,48 @@
 #include "warp_perspective/warp_perspective.h"
 
 namespace calcops::ops::warp_perspective {
+
+constexpr char kOp[] = "calcops::warp_perspective";
+
+// The dimensions of one call's image and warp. N is 1 where both lack it.
+struct Dimensions {
+  Value N = 1, C = 1, H, W;
+  bool has_N, has_C;
+
+  Dimensions(const Value& image, const Value& warp) {
+    const int rank = image.dim(), warp_rank = warp.dim();
+    if (rank < 2 || rank > 4)
+      refuse(kOp, "image", "of shape [N or 1, C, H, W], [C, H, W] or [H, W]", image.shape());
+    has_N = rank == 4 || warp_rank == 3;
+    has_C = rank > 2;
+    H = image.size(-2);
+    W = image.size(-1);
+    if (has_C) C = image.size(-3);
+    if (rank == 4) N = image.size(0);
+    bool is_ok = (warp_rank == 2 || warp_rank == 3) && warp.size(-2).expect_equal(3) &&
+                 warp.size(-1).expect_equal(3);
+    if (is_ok && warp_rank == 3) {
+      const Value count = warp.size(0);
+      // A guard is needed only if neither size is known.
+      if (rank < 4 || N.is_known(1) || (!count.is_known(1) && N.equals(1)))
+        N = count;
+      else
+        is_ok = count.is_known(1) || count.equals(1) || count.expect_equal(N);
+    }
+    if (is_ok) return;
+    const char* const what = "of shape [N or 1, 3, 3] or [3, 3]";
+    if (rank < 4 || N.equals(1)) refuse(kOp, "warp", what, warp.shape());
+    refuse(kOp, "warp", "of shape [N or 1, 3, 3] or [3, 3], [N] =", Value::list(N), warp.shape());
+  }
+
+  // Return the shape of a result.
+  Value shape(const Value& height, const Value& width) const {
+    if (has_N && has_C) return Value::list(N, C, height, width);
+    if (has_N) return Value::list(N, height, width);
+    return has_C ? Value::list(C, height, width) : Value::list(height, width);
+  }
+};
+
 namespace warp_derivatives {
 
 inline Value call(const char* op, const Value& a) { return Value::call(op, a); }
@@ -149,24 +191,6 @@ struct Warping {
     return warp.dim() == 2 ? call("aten::unsqueeze", to_float64(warp), 0) : to_float64(warp);
   }
 
-  Value result_shape(const Value& height, const Value& width) const {
-    Value sizes[4] = {height, width};
-    int count = 2;
-    const auto put_first = [&](const Value& size) {
-      for (int i = count++; i > 0; --i) sizes[i] = sizes[i - 1];
-      sizes[0] = size;
-    };
-    if (image.dim() >= 3) put_first(image.size(-3));
-    if (image.dim() == 4 || warp.dim() == 3) put_first(batch());
-    return Value::list_of(sizes, count);
-  }
-
-  // Return N. One image or one matrix may serve all N.
-  Value batch() const {
-    if (warp.dim() == 3 && !warp.size(0).equals(1)) return warp.size(0);
-    return image.dim() == 4 ? image.size(0) : Value(1);
-  }
-
   // Return border_value as [C, 1] or as one number.
   Value border(const Value& like) const {
     if (border_value.is_none() || border_value.length() == 0) return 0.0;
@@ -198,7 +222,7 @@ class Positions {
         taps_(warping.interpolation.is("cubic") ? 4 : 2) {
     const Value images = warping.images(), warps = Warping::matrices(warping.warp);
     const Value rows = images.size(2), columns = images.size(3);
-    const Value batch = warping.batch();
+    const Value batch = Dimensions(warping.image, warping.warp).N;
     const Value cells_and_scale =
         call("_warp_perspective_cells", call("aten::detach", warps), Value::list(rows, columns),
              Value::list(height, width), taps_, warping.border_mode, warping.inverse_map);
@@ -470,7 +494,8 @@ inline void tangent_jvp(const Value* arguments, const Value* tangents, Value* re
     add(results[0], warping.of(tangents[1]).tangent(arguments[0], height, width));
   if (tangents[2].is_none() || warping.is_flat()) return;
   const Positions positions(warping, arguments[0], height, width);
-  add(results[0], positions.second(tangents[2], warping.result_shape(height, width)));
+  add(results[0],
+      positions.second(tangents[2], Dimensions(warping.image, warping.warp).shape(height, width)));
 }
 
 // ---- _warp_perspective_cells: no derivatives, because Positions adds those of formulas ----------

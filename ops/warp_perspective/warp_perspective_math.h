@@ -157,7 +157,7 @@ CALCOPS_HD inline double divide(double a, double w, double reciprocal) {
   return fma(fma(-quotient, w, a), reciprocal, quotient);
 }
 
-CALCOPS_HD inline Source project(const double* m, const RowStart& row, double u) {
+CALCOPS_HD_INLINED inline Source project(const double* m, const RowStart& row, double u) {
   const double w = fma(m[6], u, row.w);
   const double reciprocal = 1 / w;
   return {divide(fma(m[0], u, row.x), w, reciprocal), divide(fma(m[3], u, row.y), w, reciprocal),

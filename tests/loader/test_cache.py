@@ -116,8 +116,8 @@ def test_a_full_disk_at_any_write_of_the_loader_is_survived(checkout):
     pristine = checkout.cache.rename(checkout.path.parent / "pristine")
     results = set()
     number = 1
-    writes = 1
-    while writes >= number:  # the last build had a write of this number, which failed
+    has_failed = True
+    while has_failed:
         shutil.copytree(pristine, checkout.cache)
         full_disk = FULL_DISK.format(folder=str(checkout.cache), number=number)
         *lines, writes = answer(checkout, full_disk + ANSWER + "print(writes)").splitlines()
@@ -128,6 +128,7 @@ def test_a_full_disk_at_any_write_of_the_loader_is_survived(checkout):
         assert answer(checkout) == "1\n"
         remove(checkout.cache)
         remove(checkout.path.parent / "aside" / f"calcops-{os.getuid()}")
+        has_failed = writes >= number
         number += 2
     assert number >= 7
 
@@ -164,17 +165,6 @@ esac""")
 
 
 @as_root
-def test_another_folder_is_used_with_one_warning_if_the_cache_cannot_hold_a_build(mounted):
-    with open(mounted.cache / "fill", "wb") as file:
-        file.write(bytes(30 << 20)[: shutil.disk_usage(mounted.cache).free])
-    child = mounted.run(ANSWER, TMPDIR=mounted.path.parent / "aside")
-    assert child.out == "1\n"
-    (warning,) = [line for line in child.err.splitlines() if str(mounted.cache) in line]
-    assert "No space left on device" in warning
-    assert str(mounted.path.parent / "aside") in warning
-
-
-@as_root
 def test_a_noexec_cache_is_an_error_and_a_read_only_cache_is_used(mounted):
     def remount(option):
         subprocess.run(["mount", "-o", f"remount,{option}", str(mounted.cache)], check=True)
@@ -190,29 +180,16 @@ def test_a_noexec_cache_is_an_error_and_a_read_only_cache_is_used(mounted):
     assert answer(mounted) == "1\n"
     assert mounted.compiled() == 0
     mounted.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
-    child = mounted.run(ANSWER, TMPDIR=mounted.path.parent / "aside")
-    assert child.out == "2\n"
-    assert "Read-only file system" in child.err
+    text = answer(mounted)
+    assert is_message(text)
+    assert "Read-only file system" in text
 
 
 # ---- places --------------------------------------------------------------------------------------
 
 
-def test_an_unwritable_cache_is_replaced_by_a_private_folder_with_one_warning(checkout):
-    environment = {"CALCOPS_CACHE": "/dev/null/cache", "TMPDIR": checkout.path.parent / "aside"}
-    child = checkout.run(**environment)
-    assert (child.code, child.out) == (0, "1\n")
-    (warning,) = [line for line in child.err.splitlines() if "/dev/null/cache" in line]
-    (folder,) = (checkout.path.parent / "aside").iterdir()
-    assert str(folder) in warning
-    assert folder.stat().st_mode & 0o777 == 0o700
-    again = checkout.run(**environment)
-    assert (again.code, again.out, again.err) == (0, "1\n", "")
-
-
-def test_without_any_folder_that_can_be_written_the_error_names_calcops_cache(checkout):
-    script = "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/proc']\n" + ANSWER
-    text = answer(checkout, script, CALCOPS_CACHE="/dev/null/cache", TMPDIR="/proc", cwd="/proc")
+def test_a_cache_that_cannot_be_written_is_an_error_that_names_the_variable(checkout):
+    text = answer(checkout, CALCOPS_CACHE="/dev/null/cache")
     assert is_message(text)
     assert "fix: export CALCOPS_CACHE=" in text
 
@@ -220,7 +197,7 @@ def test_without_any_folder_that_can_be_written_the_error_names_calcops_cache(ch
 def test_the_cache_folder_follows_the_variables_and_the_home_folder(checkout, tmp_path):
     def folder(**variables):
         variables = {"CALCOPS_CACHE": None, "XDG_CACHE_HOME": None, "HOME": tmp_path} | variables
-        return checkout.main("where", "--cache", cwd=tmp_path, **variables).out.strip()
+        return checkout.main("where", cwd=tmp_path, **variables).out.split()[1].rstrip(",")
 
     assert folder() == f"{tmp_path}/.cache/calcops"
     assert folder(XDG_CACHE_HOME="/x") == "/x/calcops"
@@ -312,22 +289,11 @@ os.setuid({OTHER_USER})
 
 
 @as_root
-def test_a_user_without_home_and_passwd_entry_builds_in_a_private_folder(checkout):
-    options = {"HOME": None, "CALCOPS_CACHE": None, "XDG_CACHE_HOME": None}
-    out, _ = run_as_other_user(checkout, **options)
-    (folder,) = (checkout.path.parent / "aside").glob("calcops-*")
-    assert out == "1\n"
-    assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (OTHER_USER, 0o700)
-    out, err = run_as_other_user(checkout, **options)
-    assert (out, "built calcops" in err) == ("1\n", False)
-
-
-@as_root
-def test_a_cache_of_another_user_is_not_changed_and_a_warning_names_it(checkout):
+def test_a_cache_of_another_user_is_not_changed_and_an_error_names_it(checkout):
     assert answer(checkout) == "1\n"
     before = {path: path.stat().st_mtime_ns for path in checkout.cache.rglob("*")}
     checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
-    out, err = run_as_other_user(checkout, CALCOPS_CACHE=checkout.cache)
-    assert out == "2\n"
-    assert re.search(rf"{checkout.cache}\S*: Permission denied", err)
+    out, _ = run_as_other_user(checkout, CALCOPS_CACHE=checkout.cache)
+    assert is_message(out)
+    assert re.search(rf"Permission denied: '{checkout.cache}", out)
     assert {path: path.stat().st_mtime_ns for path in checkout.cache.rglob("*")} == before

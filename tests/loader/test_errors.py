@@ -15,12 +15,6 @@ def which(name, *arguments, real=shutil.which, **options):
     return None if name == "ninja" else real(name, *arguments, **options)
 shutil.which = which
 """
-NO_PYTHON_HEADERS = """
-import sysconfig
-def get_path(name, *arguments, real=sysconfig.get_path, **options):
-    return "/nowhere" if name == "include" else real(name, *arguments, **options)
-sysconfig.get_path = get_path
-"""
 
 
 @pytest.fixture(scope="module")
@@ -110,26 +104,6 @@ SOURCES = {
         ["-fno-such-flag"],
         "-fno-such-flag",
     ),
-    "an unknown processor": (LOADED, {"extra_cflags": ["-march=alderlake9"]}, ["alderlake9"], ""),
-    "a header of the standard library": (
-        "#include <algorithm>\nstruct Pair { int i; };\n"
-        "void order(Pair* first, Pair* last) {\n  std::sort(first, last);\n}\n",
-        {},
-        ["error at {dir}/mine.cpp:4", "no match for", "std::sort(first, last);"],
-        "correct {dir}/mine.cpp:4",
-    ),
-    "a header of somebody else": (
-        '#include "between.h"\n',
-        {"extra_include_paths": ["{dir}/../theirs"]},
-        ["error at {dir}/between.h:1", "theirs.h:1:15"],
-        "correct {dir}/between.h:1",
-    ),
-    "a Python module": (
-        "// TORCH_LIBRARY\n#include <pybind11/pybind11.h>\nPYBIND11_MODULE(mine, m) {}\n",
-        {},
-        ["PYBIND11_MODULE", "{dir}/mine.cpp"],
-        "torch.utils.cpp_extension.load",
-    ),
 }
 
 
@@ -138,8 +112,6 @@ def test_the_error_of_a_wrong_source_or_flag_names_cause_and_fix(checkout, fault
     source, options, words, fix = SOURCES[fault]
     folder = checkout.project.resolve()
     checkout.put("other.cpp", "int twice() { return 1; }\n")
-    checkout.put("between.h", "#include <theirs.h>\n")
-    checkout.put("../theirs/theirs.h", "int broken( { return 1; }\n")
     options = {name: [word.format(dir=folder) for word in value] for name, value in options.items()}
     message = build_error(checkout, source, **options)
     for word in words:
@@ -170,23 +142,6 @@ def test_the_error_of_a_missing_include_of_pytorch_names_the_header(checkout, co
         fix = fix_of(message)
         assert "#include <" in fix, message
         assert header in fix or (source is TWICE and "ATen" in fix), message
-
-
-def test_an_object_or_a_c_file_among_the_sources_is_explained_and_the_fix_works(checkout):
-    call = 'extern "C" int value();\n' + ANSWER.format("return value();")
-    text = "int value(void) { int *p = (void *)0; return p ? 1 : 7; }\n"
-    source = checkout.put("value.c", text)
-    message = build_error(checkout, call, sources=["mine.cpp", "value.c"])
-    assert "invalid conversion" in message
-    assert os.system(f"cc -fPIC -c {source} -o {checkout.project}/value.o") == 0
-    message = build_error(checkout, call, sources=["mine.cpp", "value.o"])
-    assert f"extra_ldflags=['{checkout.project}/value.o']" in message
-    assert checkout.loaded(extra_ldflags=[f"{checkout.project}/value.o"]) == 7
-
-
-@pytest.mark.parametrize("flag", ["-fsyntax-only", "-E", "-S"])
-def test_a_flag_for_another_output_is_an_error_that_names_it(checkout, flag):
-    assert flag in build_error(checkout, LOADED, extra_cflags=[flag])
 
 
 def test_the_error_of_an_unknown_operator_lists_the_operators(checkout):
@@ -257,19 +212,3 @@ def test_a_fault_known_beforehand_is_reported_before_a_compiler_starts(checkout,
     assert words in message
     assert fix in fix_of(message)
     assert not checkout.log.exists() or " -c " not in checkout.log.read_text()
-    if fault != "no nvcc":
-        doctor = checkout.run(
-            f"{preamble}\nimport runpy, sys; sys.argv = ['', 'doctor']\n"
-            "runpy.run_module('calcops_jit', run_name='__main__')",
-            **variables,
-        )
-        assert doctor.code == 1
-        assert words in doctor.out
-        assert fix_of(message) in doctor.out
-
-
-def test_missing_headers_of_python_are_named(checkout):
-    source = "#include <torch/extension.h>\n" + LOADED
-    message = build_error(checkout, source, NO_PYTHON_HEADERS)
-    assert "Python" in message.splitlines()[0]
-    assert "headers" in message.splitlines()[0]

@@ -27,20 +27,9 @@ SEARCHES = {
     "I before a variable": {"extra_cflags": ["-I{early}"], "CPATH": ["{late}"]},
     "CPATH": {"CPATH": ["{early}", "{late}"]},
     "CPLUS_INCLUDE_PATH": {"CPLUS_INCLUDE_PATH": ["{early}", "{late}"]},
-    "response file": {"extra_cflags": ["@{early}.rsp"]},
 }
 NAMES = {search: re.sub(r"\W", "_", search) for search in SEARCHES}
-OTHERS = [
-    "beside",
-    "forced",
-    "macros",
-    "rsp",
-    "inner_rsp",
-    "macro_name",
-    "tested",
-    "source",
-    "linked",
-]
+OTHERS = ["beside", "forced", "macros", "rsp", "macro_name", "tested", "source", "linked"]
 
 
 class Everything(Checkout):
@@ -70,8 +59,7 @@ class Everything(Checkout):
             self.put(f"{name}/late/{name}.h", f"#define VALUE_{name} 1\n")
         for name in ("beside", "forced", "macros", "macro_name"):
             self.put(f"{name}.h", f"#define VALUE_{name} 1\n")
-        self.put("flags.rsp", f"-DVALUE_rsp=1 @{self.project}/inner.rsp\n")
-        self.put("inner.rsp", "-DVALUE_inner_rsp=1\n")
+        self.put("flags.rsp", "-DVALUE_rsp=1\n")
         self.put("source.cpp", "int source() { return 1; }\n")
         self.put("unread.h", "// no source includes this\n")
         self.archive(1)
@@ -98,10 +86,6 @@ class Everything(Checkout):
             folders = {name: f"{self.project}/{NAMES[search]}/{name}" for name in ("early", "late")}
             for option, values in words.items():
                 options[option] += [value.format(**folders) for value in values]
-        name = NAMES["response file"]
-        self.put(
-            f"{name}/early.rsp", f"-I{self.project}/{name}/early -I{self.project}/{name}/late\n"
-        )
         variables = {name: ":".join(options.pop(name)) for name in list(options) if name.isupper()}
         return options | variables
 
@@ -177,7 +161,7 @@ EDITS |= {
     "a header of the same size and time": ("beside", "beside.h", same_size_and_time),
     "-include": ("forced", "forced.h", in_place),
     "-imacros": ("macros", "macros.h", in_place),
-    "a response file in a response file": ("inner_rsp", "inner.rsp", in_place),
+    "a response file": ("rsp", "flags.rsp", in_place),
     "a header that a macro names": ("macro_name", "macro_name.h", in_place),
     "a header that appears": ("tested", "in/tested.h", in_place),
 }

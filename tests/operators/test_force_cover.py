@@ -1,8 +1,7 @@
 """opcheck of every force operator for combinations of dtype, index, requires_grad, layout and size.
 
 `make test` checks the first combinations of a pairwise cover, which hold each value. `make
-test-all` checks the whole cover, which holds each pair of values, all combinations, and sizes
-beyond 31 bits.
+test-all` checks the whole cover, which holds each pair of values, and sizes beyond 31 bits.
 """
 
 import itertools
@@ -90,7 +89,7 @@ def name(case):
 
 
 COVER = list(pairwise_cover())
-BEGINNING = 8  # combinations
+BEGINNING = 11  # combinations
 
 
 @pytest.mark.parametrize(
@@ -114,13 +113,6 @@ def test_the_beginning_of_the_cover_has_every_value():
 def test_the_cover_has_all_pairs_in_at_most_40_combinations():
     assert set().union(*map(pairs_of, COVER)) == set().union(*map(pairs_of, PRODUCT))
     assert len(COVER) <= 40
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", PRODUCT, ids=name)
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck_passes_for_all_combinations(case, device):
-    check_case(case, device)
 
 
 @pytest.mark.long

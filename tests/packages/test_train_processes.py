@@ -79,7 +79,7 @@ def test_two_processes_have_the_losses_of_one_with_the_whole_batch(trained):
     one, two = (np.array(torch.load(trained[n] / "checkpoint.pt")["history"]) for n in (1, 2))
     assert one.shape == (240, 3)
     assert (one[0] != one[-1]).all()
-    # Sums in another order differ by rounding, which grows from step to step.
+    # Sums in another order differ by rounding errors, which grow from step to step.
     np.testing.assert_allclose(two[:60], one[:60], rtol=1e-12)
 
 

@@ -1,4 +1,4 @@
-// Reads contracts into structs. ops/README.md, "Contracts", describes their language.
+// Reads contracts into structs. contracts/README.md describes their language.
 // contract_proofs.h proves what these structs promise. Both are independent of PyTorch.
 //
 // Every character of a clause is consumed by the grammar below, one function for each clause.

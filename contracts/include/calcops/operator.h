@@ -25,7 +25,7 @@
 // derivatives and vmap. It checks every call against the contract and allocates the results.
 // A kernel is a function of the schema's arguments and then the results. Of several kernels, the
 // one with the call's number types runs. Neither this header nor a kernel includes PyTorch's
-// headers. ops/README.md, "Contracts", describes the language of contracts.
+// headers. contracts/README.md describes the language of contracts.
 #pragma once
 
 #include <cstdint>
