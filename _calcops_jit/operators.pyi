@@ -102,9 +102,9 @@ def density(
                  Vectors from each atom to its neighbours, in any order.
     kind         [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of
                  each pair, such as the types of both atoms; -1: an empty slot, anywhere.
-    table        [kinds, B, F]; like d. Coefficients of the splines; B is at least 6.
-    grid         [kinds, 2]; float32 or float64 read as float64. First and last distance of the cells,
-                 0 <= first < last, for each kind. The last is the cutoff.
+    table        [kinds, B, F]; like d; B >= 6. Coefficients of the splines.
+    grid         [kinds, 2]; float32 or float64 read as float64; constant. First and last distance of
+                 the cells, 0 <= first < last, for each kind. The last is the cutoff.
     harmonics    1, 4, 9, 16 or 25. The number (l_max + 1)^2 of harmonics.
 
     Returns
@@ -287,7 +287,7 @@ def environment_spline(
     their gradients are exactly 0. (In DeePMD-kit an empty slot has the row R = -davg/dstd. Here the
     caller adds its term.) Two atoms in one place make the sums of their kind NaN or infinite.
 
-    Differentiable up to order 15 in d, in reverse and in forward mode; not in davg, dstd and grid.
+    Differentiable up to third order in d, in reverse and in forward mode; not in davg, dstd and grid.
     Deterministic: computed in float64 and summed in the order of the slots.
 
     A kind that does not exist is an error on the CPU. On CUDA the sums of its atom become NaN. With

@@ -10,7 +10,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 OPERATORS = sorted(path.name for path in (ROOT / "ops").iterdir() if path.is_dir())
 SOURCES = sorted(path for path in (ROOT / "ops").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
-SHARED = {"b_splines.h", "float16.h", "memory.h", "numbers.h", "parallel.h", "README.md"}
+SHARED = {
+    "b_splines.h",
+    "directions.h",
+    "duals.h",
+    "float16.h",
+    "memory.h",
+    "numbers.h",
+    "parallel.h",
+    "README.md",
+}
 PYTHON = [ROOT / "calcops_jit.py"]
 for folder in ("_calcops_jit", "bench", "calcops", "examples", "tests"):
     PYTHON += sorted((ROOT / folder).rglob("*.py"))

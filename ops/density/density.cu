@@ -44,7 +44,7 @@ struct Pair {
     if (r2 >= end * end) return false;
     // A grid that does not rise makes the sums NaN.
     const double cells_per_unit = end > begin ? double(in.rows - 5) / (end - begin) : NAN;
-    inverse = inverse_root<D>(square, r2 > 0 ? 1 / std::sqrt(r2) : INFINITY);
+    inverse = expand_inverse_root<D>(square, r2 > 0 ? 1 / std::sqrt(r2) : INFINITY);
     for (int c = 0; c < 3; ++c) unit[c] = d[c] * inverse;
     const N position = (square * inverse - begin) * cells_per_unit;
     const double place = *parts_of<const double>(&position);

@@ -26,6 +26,8 @@
 
 #include <cstdint>
 
+#include "duals.h"
+
 #ifndef CALCOPS_NO_CUDA
 #include <cuda_runtime_api.h>
 #endif
@@ -33,7 +35,6 @@
 namespace calcops::ops::density {
 
 constexpr int kMostL = 4;
-constexpr int kMostDirections = 3;  // of the sums; a gradient for d counts as one
 
 template <class Real, class Index>
 struct DensityInputs {

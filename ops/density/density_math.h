@@ -1,5 +1,5 @@
-// The mathematics of one pair of atoms, shared by the CPU and the CUDA kernels: spherical
-// harmonics, and numbers that carry derivatives along directions.
+// The mathematics of one pair of atoms, shared by the CPU and the CUDA kernels: the weights of
+// splines, spherical harmonics, and the gradient of their products.
 //
 // Each formula is a template over the type of its numbers: double, a vector of doubles (several
 // pairs), or a Dual of these, which gives the formula's derivatives.
@@ -13,83 +13,9 @@
 #include <cstdint>
 
 #include "b_splines.h"
-#include "numbers.h"
+#include "duals.h"
 
 namespace calcops::ops::density {
-
-// ---- derivatives along directions ---------------------------------------------------------------
-
-// A number and its derivative along a direction. A Dual of Duals has two directions: it consists of
-// the number, the derivatives along each direction, and the mixed derivative along both.
-template <class N>
-struct Dual {
-  N value, slope;
-};
-
-// clang-format off
-template <class N>
-CALCOPS_HD_INLINED inline Dual<N> operator+(const Dual<N>& a, const Dual<N>& b) {
-  return {a.value + b.value, a.slope + b.slope};
-}
-template <class N>
-CALCOPS_HD_INLINED inline Dual<N> operator-(const Dual<N>& a, const Dual<N>& b) {
-  return {a.value - b.value, a.slope - b.slope};
-}
-template <class N>
-CALCOPS_HD_INLINED inline Dual<N> operator*(const Dual<N>& a, const Dual<N>& b) {
-  return {a.value * b.value, a.value * b.slope + a.slope * b.value};
-}
-// Here b is a constant: a double or a vector.
-template <class N, class B>
-CALCOPS_HD_INLINED inline Dual<N> operator+(const Dual<N>& a, const B& b) {
-  return {a.value + b, a.slope};
-}
-template <class N, class B>
-CALCOPS_HD_INLINED inline Dual<N> operator-(const Dual<N>& a, const B& b) {
-  return {a.value - b, a.slope};
-}
-template <class N, class B>
-CALCOPS_HD_INLINED inline Dual<N> operator*(const Dual<N>& a, const B& b) {
-  return {a.value * b, a.slope * b};
-}
-template <class N>
-CALCOPS_HD_INLINED inline Dual<N> operator-(double a, const Dual<N>& b) { return b * -1.0 + a; }
-// clang-format on
-
-// MixedOf<Base, D>::type has D directions. In memory it is an array of 2^D Bases, its parts. Part p
-// is the mixed derivative along the directions i whose bit i of p is set.
-template <class Base, int D>
-struct MixedOf {
-  using type = Dual<typename MixedOf<Base, D - 1>::type>;
-};
-template <class Base>
-struct MixedOf<Base, 0> {
-  using type = Base;
-};
-template <class Base, int D>
-using Mixed = typename MixedOf<Base, D>::type;
-
-template <class Base, class N>
-CALCOPS_HD_INLINED inline Base* parts_of(N* number) {
-  return reinterpret_cast<Base*>(number);
-}
-
-// Return a number without slopes.
-template <class N, class Base>
-CALCOPS_HD_INLINED inline N constant(const Base& value) {
-  N number{};
-  *parts_of<Base>(&number) = value;
-  return number;
-}
-
-// Return x^(-1/2), where `root` is that of the value of x. If the derivatives along up to k
-// directions are right, a step of Newton's method gives those along up to 2k + 1.
-template <int D, class N, class Base>
-CALCOPS_HD_INLINED inline N inverse_root(const N& x, const Base& root) {
-  N y = constant<N>(root);
-  for (int right = 0; right < D; right = 2 * right + 1) y = y * (1.5 - x * y * y * 0.5);
-  return y;
-}
 
 // ---- splines ------------------------------------------------------------------------------------
 
@@ -104,17 +30,10 @@ CALCOPS_HD_INLINED inline void find_weights(const N& position, const Base& cell,
   if (begins_at_zero) {
     basis<5>(in_cell, weights, slopes);
   } else {
-    N below = in_cell, slopes_below[6];
-    for (int p = 0; p < 1 << D; ++p) {
-      Base& part = parts_of<Base>(&in_cell)[p];
-      Base& part_below = parts_of<Base>(&below)[p];
-      const Base zero{}, at = *parts_of<const Base>(&position);
-      part_below = at < zero ? part : zero;
-      part = at < zero ? zero : part;
-    }
-    N* at_end = slopes ? slopes : slopes_below;
-    basis<5>(in_cell, weights, at_end);
-    for (int k = 0; k < 6; ++k) weights[k] = weights[k] + below * at_end[k];
+    const N inside = clamped<D, Base>(in_cell, 0, INFINITY);
+    N slopes_inside[6], *at = slopes ? slopes : slopes_inside;
+    basis<5>(inside, weights, at);
+    for (int k = 0; k < 6; ++k) weights[k] = weights[k] + (in_cell - inside) * at[k];
   }
   if (slopes)
     for (int k = 0; k < 6; ++k) slopes[k] = slopes[k] * cells_per_unit;

@@ -319,7 +319,7 @@ void fill(const Call<Real>& call, const Neighbours& neighbours, Block<D>* blocks
       square = load<Vector>(neighbours.square() + j);
     else
       square = d[0] * d[0] + d[1] * d[1] + d[2] * d[2];
-    block.inverse = inverse_root<D>(square, inverse_root(*parts_of<Vector>(&square)));
+    block.inverse = expand_inverse_root<D>(square, inverse_root(*parts_of<Vector>(&square)));
     for (int c = 0; c < 3; ++c) block.unit[c] = d[c] * block.inverse;
 
     Vector begin, cells_per_unit;

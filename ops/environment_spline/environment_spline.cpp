@@ -4,153 +4,83 @@
 
 #include <calcops/operator.h>
 
+#include "directions.h"
+
 namespace calcops::ops::environment_spline {
 namespace {
 
-// ---- derivatives --------------------------------------------------------------------------------
-//
-// P(d; v_1 ... v_D) is the D-th derivative of the sums P(d) along the directions v_1 ... v_D. Their
-// order has no effect. Two operators give every derivative: _environment_spline_along computes
-// P(d; v_1 ... v_D), and _environment_spline_backward computes grad_d <grad, P(d; v_1 ... v_D)>.
-// They are enough because of two facts:
-//
-// - The derivative of P(d; v_1 ... v_D) along v is P(d; v_1 ... v_D, v).
-// - P(d; v_1 ... v_D) is linear in v_i. So the gradient of <grad, P(d; v_1 ... v_D)> for v_i is
-//   grad_d <grad, P(d; the other directions)>.
+// ---- derivatives: see directions.h --------------------------------------------------------------
 
-enum Argument { kD, kKind, kDavg, kDstd, kGrid, kFunctions, kRcutSmth, kRcut, kSpline, kAlong };
-
-// The directions [n, K, D, 3] of a call; D = 0 where the call has none.
-class Directions {
- public:
-  // Under tracing, size(2) is a symbol. It can be compared with a number, but not read.
-  explicit Directions(const Value& all) : all_(all) {
-    if (!all.is_none())
-      while (!all.size(2).equals(count_)) ++count_;
-  }
-
-  int count() const { return count_; }
-  const Value& all() const { return all_; }
-
-  // Return these directions and another one [n, K, 3].
-  Value with(const Value& direction) const {
-    const Value one = Value::call("aten::unsqueeze", direction, 2);
-    return count_ > 0 ? Value::call("aten::cat", Value::list(all_, one), 2) : one;
-  }
-
-  // Return all directions but the i-th.
-  Directions without(int i) const {
-    if (count_ == 1) return Directions(Value());
-    const Value before = Value::call("aten::narrow", all_, 2, 0, i);
-    const Value after = Value::call("aten::narrow", all_, 2, i + 1, count_ - 1 - i);
-    return Directions(Value::call("aten::cat", Value::list(before, after), 2));
-  }
-
-  // Return the directions with the i-th replaced by the i-th tangent, which comes last.
-  Value replaced(int i, const Value& tangents) const {
-    return without(i).with(Value::call("aten::select.int", tangents, 2, i));
-  }
-
- private:
-  Value all_;
-  int count_ = 0;
+constexpr char kName[] = "calcops::environment_spline";
+enum Argument {
+  kD,
+  kKind,
+  kDavg,
+  kDstd,
+  kGrid,
+  kFunctions,
+  kRcutSmth,
+  kRcut,
+  kSpline,
+  kDirections
 };
 
-// Calls P and its gradient with the arguments of a call, but with other directions.
-class Sums {
- public:
-  explicit Sums(const Value* arguments) : a_(arguments) {}
-
-  // Return P(d; directions).
-  Value along(const Value& directions) const {
-    return Value::call("_environment_spline_along", a_[kD], a_[kKind], a_[kDavg], a_[kDstd],
-                       a_[kGrid], a_[kFunctions], a_[kRcutSmth], a_[kRcut], a_[kSpline],
-                       directions);
-  }
-
-  // Return grad_d <grad, P(d; directions)>.
-  Value gradient(const Value& grad, const Value& directions) const {
-    return Value::call("_environment_spline_backward", grad, a_[kD], a_[kKind], a_[kDavg],
-                       a_[kDstd], a_[kGrid], a_[kFunctions], a_[kRcutSmth], a_[kRcut], a_[kSpline],
-                       directions);
-  }
-
- private:
-  const Value* a_;
-};
-
-void add(Value& sum, const Value& term) { sum = sum.is_tensor() ? sum + term : term; }
-
-// Return the gradients for all directions [n, K, D, 3]. gradient(i) is that for the i-th [n, K, 3].
-template <class Gradient>
-Value join_gradients(const Directions& directions, const Gradient& gradient) {
-  Value all;
-  for (int i = 0; i < directions.count(); ++i) {
-    const Value one = Value::call("aten::unsqueeze", gradient(i), 2);
-    all = all.is_tensor() ? Value::call("aten::cat", Value::list(all, one), 2) : one;
-  }
-  return all;
+// Return P(d; v) with the arguments of a call, but other directions.
+Value along(const Value* a, const Directions& v) {
+  expect_order(kName, v.count(), kMostDirections);
+  return Value::call("_environment_spline_along", a[kD], a[kKind], a[kDavg], a[kDstd], a[kGrid],
+                     a[kFunctions], a[kRcutSmth], a[kRcut], a[kSpline], v.all());
 }
 
-void vjp(const Value* arguments, const Value* upstream, Value* gradients) {
-  if (gradients[kD].is_wanted()) gradients[kD] = Sums(arguments).gradient(upstream[0], Value());
+// Return grad_d <grad, P(d; v)>.
+Value gradient(const Value& grad, const Value* a, const Directions& v) {
+  expect_order(kName, v.count(), kMostDirections - 1);
+  return Value::call("_environment_spline_backward", grad, a[kD], a[kKind], a[kDavg], a[kDstd],
+                     a[kGrid], a[kFunctions], a[kRcutSmth], a[kRcut], a[kSpline], v.all());
 }
 
-void jvp(const Value* arguments, const Value* tangents, Value* results) {
-  if (tangents[kD].is_none()) return;
-  results[0] = Sums(arguments).along(Directions(Value()).with(tangents[kD]));
+// The operator environment_spline has no directions, _environment_spline_along has.
+template <bool kHasDirections>
+Directions directions_of(const Value* a) {
+  return kHasDirections ? Directions(a[kDirections]) : Directions();
 }
 
-void along_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
-  const Sums sums(arguments);
-  const Directions v(arguments[kAlong]);
-  if (gradients[kD].is_wanted()) gradients[kD] = sums.gradient(upstream[0], v.all());
-  if (gradients[kAlong].is_wanted())
-    gradients[kAlong] =
-        join_gradients(v, [&](int i) { return sums.gradient(upstream[0], v.without(i).all()); });
+template <bool kHasDirections>
+void vjp(const Value* a, const Value* upstream, Value* gradients) {
+  differentiate(directions_of<kHasDirections>(a), gradients[kD], gradients + kDirections,
+                [&](const Directions& v) { return gradient(upstream[0], a, v); });
 }
 
-void along_jvp(const Value* arguments, const Value* tangents, Value* results) {
-  const Sums sums(arguments);
-  const Directions v(arguments[kAlong]);
-  if (!tangents[kD].is_none()) add(results[0], sums.along(v.with(tangents[kD])));
-  if (tangents[kAlong].is_none()) return;
-  for (int i = 0; i < v.count(); ++i) add(results[0], sums.along(v.replaced(i, tangents[kAlong])));
+template <bool kHasDirections>
+void jvp(const Value* a, const Value* tangents, Value* results) {
+  add_along_tangents(
+      directions_of<kHasDirections>(a), tangents[kD], tangents + kDirections,
+      [&](const Directions& v) { return along(a, v); }, results[0]);
 }
 
-// The operator _environment_spline_backward(grad, d, ..., v) returns the gradient of
-// <grad, P(d; v)> for d. The inner product of this gradient with its upstream gradient u is the
-// number <grad, P(d; v, u)>. This function differentiates that number.
+// The inner product of grad_d <grad, P(d; v)> with its upstream gradient u is the number
+// <grad, P(d; v, u)>. This function differentiates that number.
 void backward_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
-  const Value& grad = arguments[0];
-  const Value& u = upstream[0];
-  const Value* sums_arguments = arguments + 1;
-  Value* sums_gradients = gradients + 1;
-  const Sums sums(sums_arguments);
-  const Directions v(sums_arguments[kAlong]);
-  if (gradients[0].is_wanted()) gradients[0] = sums.along(v.with(u));
-  if (sums_gradients[kD].is_wanted()) sums_gradients[kD] = sums.gradient(grad, v.with(u));
-  if (v.count() > 0 && sums_gradients[kAlong].is_wanted())
-    sums_gradients[kAlong] =
-        join_gradients(v, [&](int i) { return sums.gradient(grad, v.without(i).with(u)); });
+  const Value &grad = arguments[0], &u = upstream[0];
+  const Value* a = arguments + 1;
+  const Directions v(a[kDirections]);
+  if (gradients[0].is_wanted()) gradients[0] = along(a, v.with(u));
+  differentiate(v, gradients[1 + kD], gradients + 1 + kDirections,
+                [&](const Directions& w) { return gradient(grad, a, w.with(u)); });
 }
 
 void backward_jvp(const Value* arguments, const Value* tangents, Value* results) {
-  const Value& grad = arguments[0];
-  const Value* sums_arguments = arguments + 1;
-  const Value* sums_tangents = tangents + 1;
-  const Sums sums(sums_arguments);
-  const Directions v(sums_arguments[kAlong]);
-  if (!tangents[0].is_none()) add(results[0], sums.gradient(tangents[0], v.all()));
-  if (!sums_tangents[kD].is_none()) add(results[0], sums.gradient(grad, v.with(sums_tangents[kD])));
-  if (sums_tangents[kAlong].is_none()) return;
-  for (int i = 0; i < v.count(); ++i)
-    add(results[0], sums.gradient(grad, v.replaced(i, sums_tangents[kAlong])));
+  const Value* a = arguments + 1;
+  const Directions v(a[kDirections]);
+  if (!tangents[0].is_none()) add(results[0], gradient(tangents[0], a, v));
+  add_along_tangents(
+      v, tangents[1 + kD], tangents + 1 + kDirections,
+      [&](const Directions& w) { return gradient(arguments[0], a, w); }, results[0]);
 }
 
 const Derivative kDerivatives[] = {
-    {"environment_spline", vjp, jvp, nullptr, Derivative::kNone},
-    {"_environment_spline_along", along_vjp, along_jvp, nullptr, Derivative::kNone},
+    {"environment_spline", vjp<false>, jvp<false>, nullptr, Derivative::kNone},
+    {"_environment_spline_along", vjp<true>, jvp<true>, nullptr, Derivative::kNone},
     {"_environment_spline_backward", backward_vjp, backward_jvp, nullptr, Derivative::kNone}};
 
 // ---- the contract -------------------------------------------------------------------------------
@@ -177,7 +107,7 @@ environment_spline(Tensor d, Tensor kind, Tensor davg, Tensor dstd, Tensor grid,
   their gradients are exactly 0. (In DeePMD-kit an empty slot has the row R = -davg/dstd. Here the
   caller adds its term.) Two atoms in one place make the sums of their kind NaN or infinite.
 
-  Differentiable up to order 15 in d, in reverse and in forward mode; not in davg, dstd and grid.
+  Differentiable up to third order in d, in reverse and in forward mode; not in davg, dstd and grid.
   Deterministic: computed in float64 and summed in the order of the slots.
 
   A kind that does not exist is an error on the CPU. On CUDA the sums of its atom become NaN. With
@@ -185,8 +115,8 @@ environment_spline(Tensor d, Tensor kind, Tensor davg, Tensor dstd, Tensor grid,
   GPU.
 
 _environment_spline_along(Tensor d, Tensor kind, Tensor davg, Tensor dstd, Tensor grid,
-                          SymInt functions, float rcut_smth, float rcut, str spline,
-                          Tensor directions) -> Tensor
+                          SymInt functions, float rcut_smth, float rcut, str spline="quintic",
+                          Tensor? directions=None) -> Tensor
   The D-th derivative of the sums along D directions. Each slot has directions of its own.
 
 _environment_spline_backward(Tensor grad_result, Tensor d, Tensor kind, Tensor davg, Tensor dstd,
@@ -232,14 +162,6 @@ SplineInputs<Real, Index> inputs(In<Real, 3> d, In<Index, 2> kind, In<double, 2>
 }
 
 template <class Real, class Index>
-int64_t cpu(In<Real, 3> d, In<Index, 2> kind, In<double, 2> davg, In<double, 2> dstd,
-            In<double, 2> grid, int64_t functions, double rcut_smth, double rcut, Spline spline,
-            View<Real, 4> P) {
-  return environment_spline_cpu(
-      inputs(d, kind, davg, dstd, grid, functions, rcut_smth, rcut, spline), P.data);
-}
-
-template <class Real, class Index>
 int64_t along_cpu(In<Real, 3> d, In<Index, 2> kind, In<double, 2> davg, In<double, 2> dstd,
                   In<double, 2> grid, int64_t functions, double rcut_smth, double rcut,
                   Spline spline, In<Real, 4> directions, View<Real, 4> P) {
@@ -251,13 +173,12 @@ template <class Real, class Index>
 int64_t backward_cpu(In<Real, 4> grad, In<Real, 3> d, In<Index, 2> kind, In<double, 2> davg,
                      In<double, 2> dstd, In<double, 2> grid, int64_t functions, double rcut_smth,
                      double rcut, Spline spline, In<Real, 4> directions, View<Real, 3> grad_d) {
+  if (directions) expect_order(kName, directions.shape[2], kMostDirections - 1);
   return environment_spline_backward_cpu(
       inputs(d, kind, davg, dstd, grid, functions, rcut_smth, rcut, spline, directions), grad.data,
       grad_d.data);
 }
 
-const Kernel kCpu("environment_spline", cpu<float, int32_t>, cpu<float, int64_t>,
-                  cpu<double, int32_t>, cpu<double, int64_t>);
 const Kernel kAlongCpu("_environment_spline_along", along_cpu<float, int32_t>,
                        along_cpu<float, int64_t>, along_cpu<double, int32_t>,
                        along_cpu<double, int64_t>);
@@ -266,14 +187,6 @@ const Kernel kBackwardCpu("_environment_spline_backward", backward_cpu<float, in
                           backward_cpu<double, int64_t>);
 
 #ifndef CALCOPS_NO_CUDA
-template <class Real, class Index>
-cudaError_t cuda(In<Real, 3> d, In<Index, 2> kind, In<double, 2> davg, In<double, 2> dstd,
-                 In<double, 2> grid, int64_t functions, double rcut_smth, double rcut,
-                 Spline spline, View<Real, 4> P, cudaStream_t stream) {
-  return environment_spline_cuda(
-      inputs(d, kind, davg, dstd, grid, functions, rcut_smth, rcut, spline), P.data, stream);
-}
-
 template <class Real, class Index>
 cudaError_t along_cuda(In<Real, 3> d, In<Index, 2> kind, In<double, 2> davg, In<double, 2> dstd,
                        In<double, 2> grid, int64_t functions, double rcut_smth, double rcut,
@@ -289,13 +202,12 @@ cudaError_t backward_cuda(In<Real, 4> grad, In<Real, 3> d, In<Index, 2> kind, In
                           In<double, 2> dstd, In<double, 2> grid, int64_t functions,
                           double rcut_smth, double rcut, Spline spline, In<Real, 4> directions,
                           View<Real, 3> grad_d, cudaStream_t stream) {
+  if (directions) expect_order(kName, directions.shape[2], kMostDirections - 1);
   return environment_spline_backward_cuda(
       inputs(d, kind, davg, dstd, grid, functions, rcut_smth, rcut, spline, directions), grad.data,
       grad_d.data, stream);
 }
 
-const Kernel kCuda("environment_spline", cuda<float, int32_t>, cuda<float, int64_t>,
-                   cuda<double, int32_t>, cuda<double, int64_t>);
 const Kernel kAlongCuda("_environment_spline_along", along_cuda<float, int32_t>,
                         along_cuda<float, int64_t>, along_cuda<double, int32_t>,
                         along_cuda<double, int64_t>);

@@ -36,35 +36,18 @@ __device__ int64_t look_up(const SplineInputs<Real, Index>& in, int64_t slot, do
   return kind;
 }
 
-// Not inlined, so that it is compiled once. Kernels with kMost < 2 do not call it, and need no
-// memory for long series.
-template <int kDegree>
-__device__ __attribute__((noinline)) int64_t derivative_along(const Kind& kind,
-                                                              const Cutoff& cutoff, int64_t cells,
-                                                              const double* d,
-                                                              const double (*directions)[3],
-                                                              int64_t count, double* p) {
-  return derivative<kDegree>(kind, cutoff, cells, d, directions, int(count), p);
-}
-
-// Write to p the derivative of a pair along its directions, and return the first row of P to which
-// it adds. There are kMost directions if kMost < 2, otherwise `count`.
-template <int kDegree, int kMost, class Real, class Index>
+// Write to p the derivative of a pair along its D directions, and return the first row of P to
+// which it adds.
+template <int kDegree, int D, class Real, class Index>
 __device__ int64_t differentiate(const SplineInputs<Real, Index>& in, int64_t kind, const double* d,
-                                 const double (*directions)[3], int64_t count, double* p) {
+                                 const double (*directions)[3], double* p) {
   const int64_t cells = in.functions - kDegree;
   const Kind constants(in.davg + 4 * kind, in.dstd + 4 * kind, in.grid + 2 * kind, cells);
   const Cutoff cutoff{in.rcut_smth, in.rcut};
-  const int64_t first = kind * in.functions;
-  if constexpr (kMost < 2)
-    return first +
-           derivative_of<kDegree, kMost + 1>(constants, cutoff, cells, d, directions, kMost, p);
-  else
-    return first + derivative_along<kDegree>(constants, cutoff, cells, d, directions, count, p);
+  return kind * in.functions + derivative<kDegree, D>(constants, cutoff, cells, d, directions, p);
 }
 
-// kMost is 0 if there are no directions, otherwise kMostDirections.
-template <int kDegree, int kMost, class Real, class Index>
+template <int kDegree, int D, class Real, class Index>
 __global__ void __launch_bounds__(kThreads) sum_kernel(SplineInputs<Real, Index> in, Real* P) {
   __shared__ Pair<kDegree> pairs[kSlots];
   const int64_t atom = blockIdx.x, rows = in.kinds * in.functions;
@@ -76,11 +59,10 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(SplineInputs<Real, Index>
       __syncthreads();
       if (int(threadIdx.x) < count) {
         Pair<kDegree>& pair = pairs[threadIdx.x];
-        double d[3], directions[kMost + 1][3];
+        double d[3], directions[D + 1][3];
         pair.place = look_up<kDegree>(in, atom * in.slots + first + threadIdx.x, d, directions);
         if (pair.place >= 0)
-          pair.place =
-              differentiate<kDegree, kMost>(in, pair.place, d, directions, in.directions, pair.p);
+          pair.place = differentiate<kDegree, D>(in, pair.place, d, directions, pair.p);
       }
       __syncthreads();
       for (int j = 0; j < count; ++j) {
@@ -96,22 +78,21 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(SplineInputs<Real, Index>
   }
 }
 
-// One direction is added here. kMost is 1 if there are no others, otherwise kMostDirections.
-template <int kDegree, int kMost, class Real, class Index>
+// D is the number of directions with the one that is added here.
+template <int kDegree, int D, class Real, class Index>
 __global__ void __launch_bounds__(kThreads)
     backward_kernel(SplineInputs<Real, Index> in, const Real* grad, Real* grad_d) {
   const int64_t slot = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (slot >= in.atoms * in.slots) return;
-  double d[3], directions[kMost][3], p[4 * (kDegree + 1)];
+  double d[3], directions[D][3], p[4 * (kDegree + 1)];
   const int64_t kind = look_up<kDegree>(in, slot, d, directions);
   const int64_t rows = in.kinds * in.functions;
   const Real* upstream = grad + slot / in.slots * 4 * rows;
   for (int c = 0; c < 3; ++c) {
     double total = kind == Pair<kDegree>::kWrong ? NAN : 0;
     if (kind >= 0) {
-      for (int other = 0; other < 3; ++other) directions[in.directions][other] = other == c;
-      const int64_t place =
-          differentiate<kDegree, kMost>(in, kind, d, directions, in.directions + 1, p);
+      for (int other = 0; other < 3; ++other) directions[D - 1][other] = other == c;
+      const int64_t place = differentiate<kDegree, D>(in, kind, d, directions, p);
       for (int b = 0; b <= kDegree; ++b)
         for (int a = 0; a < 4; ++a) total += p[4 * b + a] * double(upstream[a * rows + place + b]);
     }
@@ -126,9 +107,12 @@ cudaError_t environment_spline_cuda(const SplineInputs<Real, Index>& in, Real* P
                                     cudaStream_t stream) {
   const bool is_quintic = in.spline == Spline::kQuintic;
   auto kernel = is_quintic ? sum_kernel<5, 0, Real, Index> : sum_kernel<3, 0, Real, Index>;
-  if (in.directions > 0)
-    kernel = is_quintic ? sum_kernel<5, kMostDirections, Real, Index>
-                        : sum_kernel<3, kMostDirections, Real, Index>;
+  if (in.directions == 1)
+    kernel = is_quintic ? sum_kernel<5, 1, Real, Index> : sum_kernel<3, 1, Real, Index>;
+  if (in.directions == 2)
+    kernel = is_quintic ? sum_kernel<5, 2, Real, Index> : sum_kernel<3, 2, Real, Index>;
+  if (in.directions == 3)
+    kernel = is_quintic ? sum_kernel<5, 3, Real, Index> : sum_kernel<3, 3, Real, Index>;
   if (in.atoms > 0) kernel<<<unsigned(in.atoms), kThreads, 0, stream>>>(in, P);
   return cudaGetLastError();
 }
@@ -140,9 +124,10 @@ cudaError_t environment_spline_backward_cuda(const SplineInputs<Real, Index>& in
   const bool is_quintic = in.spline == Spline::kQuintic;
   auto kernel =
       is_quintic ? backward_kernel<5, 1, Real, Index> : backward_kernel<3, 1, Real, Index>;
-  if (in.directions > 0)
-    kernel = is_quintic ? backward_kernel<5, kMostDirections, Real, Index>
-                        : backward_kernel<3, kMostDirections, Real, Index>;
+  if (in.directions == 1)
+    kernel = is_quintic ? backward_kernel<5, 2, Real, Index> : backward_kernel<3, 2, Real, Index>;
+  if (in.directions == 2)
+    kernel = is_quintic ? backward_kernel<5, 3, Real, Index> : backward_kernel<3, 3, Real, Index>;
   if (blocks > 0) kernel<<<blocks, kThreads, 0, stream>>>(in, grad, grad_d);
   return cudaGetLastError();
 }

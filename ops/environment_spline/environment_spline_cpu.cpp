@@ -2,6 +2,7 @@
 // vectors of pairs, and then add one pair after the other.
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "environment_spline/environment_spline.h"
 #include "environment_spline/environment_spline_math.h"
@@ -144,19 +145,20 @@ template <bool kWithSlopes>
 void find_radial(const Cutoff& cutoff, const Pairs& pairs) {
   for (Block& block : pairs) {
     const Vector square = block[kSquare], inverse = inverse_root(square), r = square * inverse;
-    constexpr int kLength = kWithSlopes ? 2 : 1;
-    Series<Vector, kLength> distance{{r}}, one_over{{inverse}};
+    constexpr int D = kWithSlopes ? 1 : 0;
+    using N = Mixed<Vector, D>;
+    N distance = constant<N>(r), one_over = constant<N>(inverse);
     if constexpr (kWithSlopes) {
-      distance.c[1] = Vector{} + 1;
-      one_over.c[1] = -inverse * inverse;
+      distance.slope = Vector{} + 1;
+      one_over.slope = -inverse * inverse;
     }
-    const auto f = radial(distance, one_over, cutoff.rcut_smth, cutoff.rcut);
-    block[kS] = f.s.c[0];
-    block[kSOverR] = f.s_over_r.c[0];
-    for (int c = 0; c < 3; ++c) block[kSOverRX + c] = f.s_over_r.c[0] * block[kX + c];
+    const Radial<N> f = radial<D, Vector>(distance, one_over, cutoff.rcut_smth, cutoff.rcut);
+    block[kS] = *parts_of<const Vector>(&f.s);
+    block[kSOverR] = *parts_of<const Vector>(&f.s_over_r);
+    for (int c = 0; c < 3; ++c) block[kSOverRX + c] = block[kSOverR] * block[kX + c];
     if constexpr (kWithSlopes) {
-      block[kSlopeOfS] = f.s.c[1] * inverse;
-      block[kSlopeOfSOverR] = f.s_over_r.c[1] * inverse;
+      block[kSlopeOfS] = f.s.slope * inverse;
+      block[kSlopeOfSOverR] = f.s_over_r.slope * inverse;
     }
   }
 }
@@ -176,7 +178,7 @@ void find_weights(const Call<Real, Index>& call, const Pairs& pairs) {
   Bits are_outside{};
   for (Block& block : pairs) {
     const Vector position = block[kS] * block[kGridScale] + block[kGridShift];
-    const Vector inside = clamped(Series<Vector, 1>{{position}}, 0, cells).c[0];
+    const Vector inside = clamped<0, Vector>(position, 0, cells);
     are_outside |= inside != position;
     const Vector not_nan = inside == inside ? inside : Vector{};
     Bits cell = __builtin_convertvector(not_nan, Bits);
@@ -268,24 +270,23 @@ void move_columns(Row* rows, int64_t count, Real* columns) {
   }
 }
 
-// Add the derivatives along the directions of each slot.
-template <int kDegree, class Real, class Index>
+// Add the derivatives along the D directions of each slot.
+template <int kDegree, int D, class Real, class Index>
 void add_derivatives(const Call<Real, Index>& call, const Pairs& pairs, Row* P) {
-  const int64_t count = call.in.directions;
-  double directions[kMostDirections][3];
+  double directions[D][3];
   Row p[kDegree + 1];
   for (uint64_t j = 0; j < pairs.count; ++j) {
     const Pair pair = pairs[j];
     const double d[3] = {pair[kX], pair[kY], pair[kZ]};
-    std::copy_n(call.in.along + 3 * count * pair.slot(), 3 * count, directions[0]);
+    std::copy_n(call.in.along + 3 * D * pair.slot(), 3 * D, directions[0]);
     const int64_t kind = pair.kind();
-    const int64_t cell = derivative<kDegree>(call.kinds.get()[kind], call.cutoff, call.cells, d,
-                                             directions, int(count), reinterpret_cast<double*>(p));
+    const int64_t cell = derivative<kDegree, D>(call.kinds.get()[kind], call.cutoff, call.cells, d,
+                                                directions, reinterpret_cast<double*>(p));
     for (int b = 0; b <= kDegree; ++b) P[kind * call.in.functions + cell + b] += p[b];
   }
 }
 
-template <int kDegree, class Real, class Index>
+template <int kDegree, int D, class Real, class Index>
 int64_t sum(const Call<Real, Index>& call, Real* P) {
   return parallel_first(call.in.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
     Pairs pairs(call.in.slots);
@@ -294,8 +295,8 @@ int64_t sum(const Call<Real, Index>& call, Real* P) {
     int64_t wrong = kNone;
     for (int64_t atom = begin; atom < end; ++atom) {
       call.find(atom, pairs, wrong);
-      if (call.in.directions > 0) {
-        add_derivatives<kDegree>(call, pairs, rows.get());
+      if constexpr (D > 0) {
+        add_derivatives<kDegree, D>(call, pairs, rows.get());
       } else {
         find_radial<false>(call.cutoff, pairs);
         find_weights<kDegree, false>(call, pairs);
@@ -352,24 +353,23 @@ void differentiate_pairs(const Call<Real, Index>& call, const Pairs& pairs, cons
   }
 }
 
-// Write the gradient of the derivatives. Its component c is the derivative along one more
-// direction, the unit vector c.
-template <int kDegree, class Real, class Index>
+// Write the gradient of the derivatives along D directions. Its component c is the derivative along
+// one more direction, the unit vector c.
+template <int kDegree, int D, class Real, class Index>
 void differentiate_derivatives(const Call<Real, Index>& call, const Pairs& pairs, const Row* grad,
                                Real* grad_d) {
-  const int64_t count = call.in.directions;
-  double directions[kMostDirections][3];
+  double directions[D + 1][3];
   Row p[kDegree + 1];
   for (uint64_t j = 0; j < pairs.count; ++j) {
     const Pair pair = pairs[j];
     const double d[3] = {pair[kX], pair[kY], pair[kZ]};
-    std::copy_n(call.in.along + 3 * count * pair.slot(), 3 * count, directions[0]);
+    std::copy_n(call.in.along + 3 * D * pair.slot(), 3 * D, directions[0]);
     const int64_t kind = pair.kind();
     for (int c = 0; c < 3; ++c) {
-      for (int other = 0; other < 3; ++other) directions[count][other] = other == c;
+      for (int other = 0; other < 3; ++other) directions[D][other] = other == c;
       const int64_t cell =
-          derivative<kDegree>(call.kinds.get()[kind], call.cutoff, call.cells, d, directions,
-                              int(count + 1), reinterpret_cast<double*>(p));
+          derivative<kDegree, D + 1>(call.kinds.get()[kind], call.cutoff, call.cells, d, directions,
+                                     reinterpret_cast<double*>(p));
       Row total{};
       for (int b = 0; b <= kDegree; ++b) total += p[b] * grad[kind * call.in.functions + cell + b];
       grad_d[3 * pair.slot() + c] = Real(sum_of(total));
@@ -377,7 +377,7 @@ void differentiate_derivatives(const Call<Real, Index>& call, const Pairs& pairs
   }
 }
 
-template <int kDegree, class Real, class Index>
+template <int kDegree, int D, class Real, class Index>
 int64_t differentiate(const Call<Real, Index>& call, const Real* grad, Real* grad_d) {
   return parallel_first(call.in.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
     Pairs pairs(call.in.slots);
@@ -387,16 +387,30 @@ int64_t differentiate(const Call<Real, Index>& call, const Real* grad, Real* gra
       copy_columns(grad + 4 * atom * call.rows, call.rows, rows.get());
       std::fill_n(grad_d + 3 * atom * call.in.slots, 3 * call.in.slots, Real(0));
       call.find(atom, pairs, wrong);
-      if (call.in.directions > 0) {
-        differentiate_derivatives<kDegree>(call, pairs, rows.get(), grad_d);
-        continue;
+      if constexpr (D > 0) {
+        differentiate_derivatives<kDegree, D>(call, pairs, rows.get(), grad_d);
+      } else {
+        find_radial<true>(call.cutoff, pairs);
+        find_weights<kDegree, true>(call, pairs);
+        differentiate_pairs<kDegree>(call, pairs, rows.get(), grad_d);
       }
-      find_radial<true>(call.cutoff, pairs);
-      find_weights<kDegree, true>(call, pairs);
-      differentiate_pairs<kDegree>(call, pairs, rows.get(), grad_d);
     }
     return wrong;
   });
+}
+
+template <int value>
+using Constant = std::integral_constant<int, value>;
+
+// Call f(degree, D) for the splines and the directions of a call.
+template <class Real, class Index, class F>
+int64_t choose(const Call<Real, Index>& call, const F& f) {
+  const auto of_directions = [&](auto D) {
+    return call.in.spline == Spline::kQuintic ? f(Constant<5>(), D) : f(Constant<3>(), D);
+  };
+  if (call.in.directions == 0) return of_directions(Constant<0>());
+  if (call.in.directions == 1) return of_directions(Constant<1>());
+  return call.in.directions == 2 ? of_directions(Constant<2>()) : of_directions(Constant<3>());
 }
 
 }  // namespace
@@ -404,15 +418,19 @@ int64_t differentiate(const Call<Real, Index>& call, const Real* grad, Real* gra
 template <class Real, class Index>
 int64_t environment_spline_cpu(const SplineInputs<Real, Index>& in, Real* P) {
   const Call<Real, Index> call(in);
-  return in.spline == Spline::kQuintic ? sum<5>(call, P) : sum<3>(call, P);
+  return choose(call, [&](auto degree, auto D) { return sum<degree(), D()>(call, P); });
 }
 
 template <class Real, class Index>
 int64_t environment_spline_backward_cpu(const SplineInputs<Real, Index>& in, const Real* grad,
                                         Real* grad_d) {
   const Call<Real, Index> call(in);
-  return in.spline == Spline::kQuintic ? differentiate<5>(call, grad, grad_d)
-                                       : differentiate<3>(call, grad, grad_d);
+  return choose(call, [&](auto degree, auto D) -> int64_t {
+    if constexpr (D() < kMostDirections)
+      return differentiate<degree(), D()>(call, grad, grad_d);
+    else
+      return kNone;  // refused in environment_spline.cpp
+  });
 }
 
 #define INSTANTIATE(Real, Index)                                                                  \

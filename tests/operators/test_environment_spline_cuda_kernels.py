@@ -42,6 +42,8 @@ def test_sums_and_gradients_are_those_of_the_cpu(kernels, size, spline, dtype, i
             along = ops._environment_spline_along
             result = kernels(along, *arguments, directions)
             assert_close(result, [along(*arguments, directions)])
+        if count == 3:  # its gradient would be a fourth derivative
+            continue
         backward = ops._environment_spline_backward
         gradient = kernels(backward, upstream, *arguments, directions)
         assert_close(gradient, [backward(upstream, *arguments, directions)])

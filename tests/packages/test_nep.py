@@ -21,6 +21,7 @@ for module in ("ase", "vesin"):
 
 from ase import Atoms  # noqa: E402
 from calcops.ase.calculator import CalcOps, NeighbourList  # noqa: E402
+from calcops.ase.second_derivatives import response  # noqa: E402
 from calcops.nep import load  # noqa: E402
 from calcops.nep.nep_file import read, write  # noqa: E402
 from calcops.potentials import package  # noqa: E402
@@ -153,6 +154,36 @@ def test_a_package_of_the_command_gives_the_numbers_of_nep_cpu(name, tmp_path):
     model = package.load(output)
     for frame in NUMBERS[name]:
         assert_results_of_nep_cpu(model(*inputs_of(frame, model)), frame)
+
+
+@pytest.mark.parametrize("ending", [".pt", pytest.param(".pt2", marks=pytest.mark.packaged)])
+def test_a_package_in_float32_gives_the_numbers_of_nep_cpu_to_its_digits(ending, tmp_path):
+    package.save(load(FILES / "nep4_types.txt"), tmp_path / f"model{ending}", dtype=torch.float32)
+    model = package.load(tmp_path / f"model{ending}")
+    for frame in NUMBERS["nep4_types"]:
+        types, list_neigh, Rij = inputs_of(frame, model)
+        results = model(types, list_neigh, Rij.float())
+        assert {result.dtype for result in results} == {torch.float32}
+        assert_results_of_nep_cpu([r.double() for r in results], frame, 1e-5, 1e-5)
+
+
+def test_the_hessian_is_that_of_differences_of_forces():
+    model = load(FILES / "nep4.txt")
+    atoms = atoms_of(NUMBERS["nep4"][0], model.type_names)
+    atoms.calc = CalcOps(model)
+    (_, _), (_, hessian) = response(atoms)
+    hessian = hessian.numpy()
+    np.testing.assert_allclose(hessian, hessian.T, atol=1e-10 * np.abs(hessian).max())
+    step = 1e-4
+    for atom, axis in ((0, 1), (len(atoms) - 1, 2)):
+        forces = []
+        for sign in (1, -1):
+            atoms.positions[atom, axis] += sign * step
+            forces.append(atoms.get_forces().flatten())
+            atoms.positions[atom, axis] -= sign * step
+        expected = (forces[0] - forces[1]) / (2 * step)
+        largest = np.abs(expected).max()
+        np.testing.assert_allclose(hessian[:, 3 * atom + axis], expected, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize("name", NUMBERS)
