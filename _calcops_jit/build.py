@@ -24,7 +24,14 @@ import torch
 
 from . import cache, child, handles
 from .cache import Generation
-from .compile import compile_and_link, dependencies, import_cpp_extension, jobs, linked
+from .compile import (
+    compile_and_link,
+    dependencies,
+    import_cpp_extension,
+    jobs,
+    linked,
+    write_compiler,
+)
 from .diagnosis import explain, foresee
 from .inputs import Changed, Inputs, paths_in_flags, record, state_of
 from .messages import BuildError, Progress, report, say
@@ -170,6 +177,8 @@ def _archive(request: Request, folder: str) -> Generation:
     if found:
         return found
     import_cpp_extension()  # not while the other thread makes a child
+    # No file can be run that the other thread's child has inherited while it was written.
+    write_compiler(request, folder, "")
     results: list[Generation | BuildError] = []
     thread = threading.Thread(target=lambda: results.append(_built_or_error(wanted)))
     thread.start()

@@ -97,18 +97,27 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _variables(request: Request, folder: str, archive: str) -> dict[str, str]:
-    """Return environment variables for torch and the compilers. Write the script for CXX."""
+def write_compiler(request: Request, folder: str, archive: str) -> str:
+    """Write the script for CXX, unless it is there already. Return its path."""
     script = f"{folder}/c++"
     first = "" if archive else _COMPILE_ONLY
     # A wheel's library finds PyTorch by an rpath with $ORIGIN, wherever it is.
     unwanted = " -Wl,-rpath,/*) continue;;" if request.level else ""
     text = _COMPILER.format(command=shlex.join(request.compiler), first=first, unwanted=unwanted)
-    write_whole(script, os.fsencode(text))
+    before = b""
+    with contextlib.suppress(OSError), open(script, "rb") as file:
+        before = file.read()
+    if before != os.fsencode(text):
+        write_whole(script, os.fsencode(text))
     os.chmod(script, 0o755)
+    return script
+
+
+def _variables(request: Request, folder: str, archive: str) -> dict[str, str]:
+    """Return environment variables for torch and the compilers."""
     path = request.environment.get("PATH", os.defpath)
     variables = {
-        "CXX": script,
+        "CXX": write_compiler(request, folder, archive),
         "PATH": f"{path}:{os.path.dirname(find_ninja(request))}",
         "MAX_JOBS": str(jobs(request)),
         "LC_ALL": "C.UTF-8",  # diagnosis.py knows the English messages
