@@ -186,9 +186,9 @@ def paths_in_flags(request, with_linker: bool = True) -> set[str]:
 
 def _searched(request) -> list[str]:
     """Return the folders without version in which the compilers may look for headers."""
-    from .request import HEADERS  # which imports this module
-
-    folders = [*request.include_paths[len(HEADERS) :], *paths_in_flags(request, with_linker=False)]
+    # The loader's own folders come first, so nothing can hide their headers.
+    user = [p for p in request.include_paths if request.fold(p).startswith(("/", "@root"))]
+    folders = [*user, *paths_in_flags(request, with_linker=False)]
     for variable in ("CPATH", "CPLUS_INCLUDE_PATH"):
         folders += request.environment.get(variable, "").split(":")
     folders = [path for path in folders if path.startswith("/") and not os.path.isfile(path)]
