@@ -4,7 +4,7 @@ ninja compiles only what was edited. It compares times, which is not enough: a h
 have an older time. So the objects of files whose contents changed are removed before ninja runs. If
 anything else changed, such as the compiler or a header that appeared, the folder is emptied.
 
-    <slot>/build/
+    <slot>/build.<digest of the sources' folder>/
         .unfinished          exists while a build runs; it outlives a killed one
         .record              from which contents the objects were compiled
         c++                  the compiler's command, a script
@@ -33,10 +33,12 @@ from .compile import (
     write_compiler,
 )
 from .diagnosis import explain, foresee
-from .inputs import Changed, Inputs, paths_in_flags, record, state_of
+from .inputs import Changed, Inputs, digest, paths_in_flags, record, state_of
 from .messages import BuildError, Progress, report, say
 from .registration import Registration
 from .request import SHADOW, Request, levels, own, runtime
+
+_KEPT = 4  # folders of builds in a slot
 
 
 def built(request: Request, reasons: list[str]) -> Generation:
@@ -69,7 +71,8 @@ def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
     log = f"{slot}/failed.log"
     cache.remove(log)
     answers = child.answers(lambda: _steps(request, slot), log, request.verbose)
-    with Progress(title, lambda: progress(f"{slot}/build")) as shown, contextlib.closing(answers):
+    folder = _folder(request, slot)
+    with Progress(title, lambda: progress(folder)) as shown, contextlib.closing(answers):
         try:
             product, inputs, size = next(answers)
         except child.Ended as end:
@@ -137,7 +140,7 @@ def _registered(request: Request, product: str) -> dict:
 
 def _build(request: Request, slot: str) -> tuple[str, Inputs]:
     """Compile what changed, and link. Return (product, inputs)."""
-    folder = _folder(slot)
+    folder = _fresh(_folder(request, slot))
     for _ in range(3):
         archive = _archive(request, folder) if request.product.endswith(".so") else None
         try:
@@ -153,20 +156,28 @@ def _build(request: Request, slot: str) -> tuple[str, Inputs]:
     raise report(what, [], "wait until nothing writes to them")
 
 
-def _folder(slot: str) -> str:
-    """Return the folder of builds. If a build was killed, it is a new one.
+def _folder(request: Request, slot: str) -> str:
+    """Return the folder of builds. Each checkout has its own, so that a switch compiles little."""
+    return f"{slot}/build.{digest(os.fsencode(request.root))[:8]}"
+
+
+def _fresh(folder: str) -> str:
+    """Make a folder of builds. If a build was killed in it, it is a new one.
 
     Compilers of the killed build may still run. They write to the old folder, which has another
     name then, and hurt nobody.
     """
-    folder = f"{slot}/build"
-    for killed in glob.glob(f"{glob.escape(folder)}.killed.*"):
-        cache.remove(killed)
     with contextlib.suppress(FileNotFoundError):
         names = set(os.listdir(folder)) if os.path.isdir(folder) else {".unfinished"}
         if ".unfinished" in names or not all(os.path.isfile(f"{folder}/{n}") for n in names):
             os.rename(folder, f"{folder}.killed.{os.urandom(4).hex()}")
     os.makedirs(folder, exist_ok=True)
+    os.utime(folder)
+    folders = glob.glob(f"{glob.escape(os.path.dirname(folder))}/build.*")
+    folders.sort(key=os.path.getmtime, reverse=True)
+    for i, other in enumerate(folders):
+        if i >= _KEPT or ".killed." in other:
+            cache.remove(other)
     return folder
 
 

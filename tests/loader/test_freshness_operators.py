@@ -139,3 +139,19 @@ def test_a_header_that_appears_before_another_during_its_compile_is_used(checkou
 case "$*" in *tiny.cpp*) mkdir -p {late.parent}; [ -e {late} ] || echo "#define ANSWER 7" > {late};; esac
 exit""")
     assert checkout.run(CALL, **hook).out == "7\n"
+
+
+def test_a_switch_between_two_checkouts_compiles_only_what_was_edited(checkout):
+    checkout.write("ops/other/other.cpp", "int other() { return 1; }\n")
+    assert checkout.answer() == 1
+    first = checkout.path
+    second = shutil.copytree(first, first.with_name("another checkout"))
+    checkout.path = second
+    checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
+    assert checkout.answer() == 2
+    checkout.compiled()
+    for path, value in (first, 3), (second, 4):
+        checkout.path = path
+        checkout.write("ops/tiny/tiny.h", f"#define ANSWER {value}\n")
+        assert checkout.answer() == value
+        assert checkout.compiled() == 1
