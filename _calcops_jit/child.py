@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import locale
 import os
 import resource
@@ -48,7 +47,8 @@ def answers(steps: Callable[[], Iterator], log: str, is_shown: bool = False) -> 
         Ended: the child ended otherwise.
     """
     open(log, "wb").close()
-    here, there = Pipe()
+    # In a daemon, the first two may get the numbers of standard streams, to which others write.
+    here, there = [Pipe(), Pipe(), Pipe()][-1]
     with warnings.catch_warnings():
         # Python warns that another thread may hold a lock, which nobody releases in the child.
         warnings.simplefilter("ignore")
@@ -88,21 +88,19 @@ def _run(steps: Callable[[], Iterator], there: Connection, log: str) -> NoReturn
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        # In a daemon, the connection may have the number of a standard stream.
-        connection = Connection(fcntl.fcntl(there.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         output = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout = sys.stderr = os.fdopen(1, "w", encoding="utf-8", errors="replace")
-        threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+        threading.Thread(target=_end_with, args=(there,), daemon=True).start()
         try:
             for answer in steps():
-                connection.send((False, answer))
+                there.send((False, answer))
         except BuildError as error:
-            connection.send((True, str(error)))
+            there.send((True, str(error)))
         except Exception:
-            connection.send((True, traceback.format_exc()))
+            there.send((True, traceback.format_exc()))
     finally:
         os._exit(0)
 

@@ -183,12 +183,8 @@ except calcops_jit.BuildError as error:
     assert (child.out, child.err) == ("2\n", "")
 
 
-ENCODINGS = [{}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS, ids=["C", "ASCII"])
-def test_a_build_works_in_any_locale_with_any_letters(checkout, encoding):
-    """This needs new interpreters. A forked child would keep the locale of its parent."""
+def test_a_build_works_in_the_locale_c_with_any_letters(checkout):
+    """This needs a new interpreter. A forked child would keep the locale of its parent."""
     folder = checkout.project.rename(checkout.project.with_name("größe"))
     (folder / "mine.cpp").write_text(ANSWER.format("return 2;"))
     # The comment is Latin-1. g++ quotes these bytes unchanged in its message.
@@ -209,7 +205,7 @@ except calcops_jit.BuildError as error:
     result = subprocess.run(
         [sys.executable, "script.py"],
         cwd=folder,
-        env=variables | encoding,
+        env=variables,
         capture_output=True,
         encoding="utf-8",
         errors="replace",
