@@ -39,8 +39,9 @@ demo: .venv/.examples ## build the operators; run two examples
 check: lint .venv/.test ### after an edit: lint and the quick tests; only=force: of the files whose names contain it
 	$(python) $(pytest) -m "not long and not slow" $(if $(only),$(wildcard tests/test_*$(only)*.py tests/*/test_*$(only)*.py))
 
+unknown = $(if $(config),$(if $(environment_$(config)),,$(error config=$(config): expected asan, ubsan, x86-64, avx2 or neon)))
 test: .venv/.test ### what a user relies on; prints the seconds of each folder; config=asan|ubsan|x86-64|avx2|neon: the operators' tests, built that way
-	$(environment_$(config)) $(python) $(pytest) -m "not long" $(if $(config),$(operator_tests))
+	$(unknown)$(environment_$(config)) $(python) $(pytest) -m "not long" $(if $(config),$(operator_tests))
 
 test-all: .venv/.test ### also the tests marked `long`: combinations of cases, long examples, foreign programs
 	$(python) $(pytest)

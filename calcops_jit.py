@@ -14,7 +14,7 @@ TorchScript.
     stop = calcops_jit.watch()              # reloads on every save, until stop() is called
     %load_ext calcops_jit                   # notebooks: %%operator compiles a cell
 
-    python -m calcops_jit --help            # build, where, why, export, clean
+    python -m calcops_jit --help            # build, where, why, doctor, export, cache, clean
 
 The variables CALCOPS_CACHE, CALCOPS_CUDA, CALCOPS_BUILD, CALCOPS_CFLAGS, CALCOPS_CHECK, CXX, CC,
 MAX_JOBS, TORCH_CUDA_ARCH_LIST and CUDA_HOME are explained in _calcops_jit/README.md.

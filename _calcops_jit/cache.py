@@ -2,7 +2,7 @@
 
     <cache>/<name>-<digest of the request's facts>/     a slot
         lock                 locked (flock) by the process that builds here
-        build/               where torch and ninja build (build.py)
+        build.<digest>/      where torch and ninja build (build.py), one for each checkout
         failed.log           the compilers' output in the last build that failed
         <digest>/            a generation: one complete build, named by the digest of its contents
             <name>.so        the library

@@ -123,8 +123,8 @@ def _doctor(options: argparse.Namespace) -> int:
     if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
         fix = "export CALCOPS_CACHE=<a folder of your own>"
         problems.append(report("no cache", [f"cannot write {parent}"], fix))
-    print(f"Python   {sys.version.split()[0]}, tested with 3.11 to 3.14")
-    print(f"PyTorch  {torch.__version__}, tested with 2.10 to 2.15")
+    print(f"Python   {sys.version.split()[0]}, supported: 3.11 to 3.14")
+    print(f"PyTorch  {torch.__version__}, supported: 2.10 to 2.15")
     print(f"machine  {[*request.levels(), MACHINE][0]}")
     print(f"compiler {compile.version(wanted).partition(chr(10))[0]}")
     print("\n".join(map(str, problems)) or "a build would succeed")

@@ -103,7 +103,7 @@ def test_the_headline_percentages_of_deepmd_are_those_of_the_table():
         compressed.append(round(100 * tabulated / compressed_pb))
     assert len(uncompressed) == 6
     shown = re.search(
-        r"\[(\d+)-(\d+) %\]\(calcops/deepmd/README.md\).*? ones (\d+)-(\d+) %",
+        r"\[(\d+)-(\d+) %\]\(calcops/deepmd/README.md\).*?`--tabulated` (\d+)-(\d+) %",
         TEXTS["README.md"],
         re.DOTALL,
     )

@@ -2,7 +2,7 @@
 
     python examples/silicon/properties.py [--steps 2000] [--out build/ase]
 
-README.md beside this file shows what the script prints.
+calcops/ase/README.md shows what the script prints.
 """
 
 import argparse
