@@ -140,7 +140,7 @@ functions   6 to 2^20. Number of B-splines of each kind.
 rcut_smth   >= 0. Distance at which the switch w begins to fall.
 rcut        > rcut_smth. Cutoff distance, at which w is 0.
 spline      "quintic" or "cubic". The B-splines have four or two continuous derivatives.
-directions  [n, K, D, 3]; like d; D < 16. Directions of the derivative.
+directions  [n, K, D, 3]; like d; D < 4. Directions of the derivative.
 result      [n, 4, kinds, functions]; like d.
 vmap        joins n
 )",

@@ -71,6 +71,13 @@ def test_opcheck_compile_and_export_pass_with_dynamic_sizes():
     assert torch.equal(program.module()(*other[:5]), environment_spline(*other))
 
 
+def test_more_than_three_directions_are_refused():
+    directions = torch.zeros(5, 9, 4, 3, dtype=torch.float64)
+    d, kind, *rest = inputs()
+    with pytest.raises(RuntimeError, match="D < 4"):
+        torch.ops.calcops._environment_spline_along(d.double(), kind, *rest, directions)
+
+
 def arguments_with(**changes):
     return dict(zip(NAMES, inputs())) | changes
 
