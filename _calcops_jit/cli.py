@@ -126,7 +126,7 @@ def _doctor(options: argparse.Namespace) -> int:
     print(f"Python   {sys.version.split()[0]}, supported: 3.11 to 3.14")
     print(f"PyTorch  {torch.__version__}, supported: 2.10 to 2.15")
     print(f"machine  {[*request.levels(), MACHINE][0]}")
-    print(f"compiler {compile.version(wanted).partition(chr(10))[0]}")
+    print(f"compiler {next(iter(compile.version(wanted).splitlines()), 'none')}")
     print("\n".join(map(str, problems)) or "a build would succeed")
     return bool(problems)
 

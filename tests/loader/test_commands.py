@@ -158,5 +158,5 @@ def test_build_and_why_accept_the_name_of_a_library_of_load(checkout):
 
 def test_the_help_names_every_command(shared_checkout):
     child = shared_checkout.main("--help")
-    for command in ("build", "where", "why", "export", "clean"):
+    for command in ("build", "where", "why", "doctor", "export", "cache", "clean"):
         assert re.search(rf"^ +{command} +\w", child.out, re.MULTILINE), child.out
