@@ -9,7 +9,7 @@ sources = $(wildcard \
   contracts/runtime/*.cpp contracts/runtime/*.h _calcops_jit/shadow/torch/*.h contracts/include/calcops/*.h \
   ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu \
   calcops/*/*.h calcops/*/*.cpp examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu \
-  bench/*.cpp bench/*.cu \
+  bench/*.cpp bench/*.cu tests/contracts/*.cpp \
   tests/operators/cuda_on_cpu/*.h tests/operators/cuda_on_cpu/*.cpp tests/operators/arm/*.h tests/operators/arm/*.cpp)
 
 oldest = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
@@ -53,8 +53,8 @@ test-arm: .venv/.test  # the CPU kernels on ARM, under emulation; needs g++-aarc
 	$(python) -m pytest -s tests/operators/test_arm.py
 
 # This makes another environment and compiles every library again: some 5 GB and many minutes.
-test-oldest: .venv-oldest/.test  # the loader's and the operators' tests with the oldest supported PyTorch
-	.venv-oldest/bin/python $(pytest) -m "not long" tests/loader $(operator_tests)
+test-oldest: .venv-oldest/.test  # the tests of the loader, of contracts and of operators with the oldest supported PyTorch
+	.venv-oldest/bin/python $(pytest) -m "not long" tests/loader tests/contracts $(operator_tests)
 
 venv: .venv/.base  # create .venv; install again only after pyproject.toml changes
 

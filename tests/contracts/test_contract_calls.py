@@ -1,4 +1,4 @@
-"""Calls of the operators of contracts/operators.cpp: what is checked, what vmap and derivatives do by
+"""Calls of the operators of operators.cpp: what is checked, what vmap and derivatives do by
 default, and the values of compositions."""
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import calcops_jit
 
-SOURCE = Path(__file__).resolve().parent / "contracts" / "operators.cpp"
+SOURCE = Path(__file__).resolve().parent / "operators.cpp"
 float64 = {"dtype": torch.float64}
 
 

@@ -1,4 +1,4 @@
-"""A contract is read completely or refused. contracts/read_contracts.cpp reads all contracts of this
+"""A contract is read completely or refused. read_contracts.cpp reads all contracts of this
 file in one process, without PyTorch."""
 
 import re
@@ -670,7 +670,7 @@ def answers(tmp_path_factory):
     """Return the answer to each contract, by its text."""
     folder = tmp_path_factory.mktemp("texts")
     program, texts = folder / "read", folder / "texts"
-    source = Path(__file__).parent / "contracts" / "read_contracts.cpp"
+    source = Path(__file__).parent / "read_contracts.cpp"
     include = ROOT / "contracts" / "include"
     subprocess.run(
         [COMPILER, "-std=c++17", "-O0", "-I", include, source, "-o", program],

@@ -1,4 +1,4 @@
-"""Operators that users write as a contract in text and plain functions (contracts/operators.cpp).
+"""Operators that users write as a contract in text and plain functions (operators.cpp).
 They behave like built-in operators, and a wrong contract is an error that names the line."""
 
 import re
@@ -10,7 +10,7 @@ from reference import opcheck
 
 import calcops_jit
 
-SOURCE = Path(__file__).resolve().parent / "contracts" / "operators.cpp"
+SOURCE = Path(__file__).resolve().parent / "operators.cpp"
 float64 = {"dtype": torch.float64}
 
 
@@ -85,7 +85,7 @@ def test_a_formula_gives_derivatives_of_every_order(mine):
 
 
 def test_the_formula_of_the_readme_works_also_without_forward_mode(tmp_path):
-    readme = (SOURCE.parents[3] / "contracts" / "README.md").read_text()
+    readme = (SOURCE.parents[2] / "contracts" / "README.md").read_text()
     blocks = re.findall(r"```c\+\+\n(.+?)```", readme, re.S)
     text = next(block for block in blocks if '"square"' in block)
     source = tmp_path / "square.cpp"
@@ -196,73 +196,93 @@ rows    [M, C]; like x."""
     assert mine.gather_rows.__doc__.replace("\n\n\n", "\n\n") == expected
 
 
-# The text of operators.cpp, the mistake that replaces it, and the message. The mistakes that need no
-# kernel are in test_calcops_jit_contract_text.py.
+# An operator in few lines, so that each of its mistakes compiles in a moment.
+DOUBLED = """
+#include <calcops/operator.h>
+using namespace calcops;
+
+const Contract contract(R"(
+doubled(Tensor x) -> Tensor
+x  [N]; float32 or float64.
+y  [N]; like x.
+)");
+
+template <class Real>
+void doubled(View<const Real, 1> x, View<Real, 1> y) {
+  for (int64_t i = 0; i < x.shape[0]; ++i) y(i) = 2 * x(i);
+}
+const Kernel cpu("doubled", doubled<float>, doubled<double>);
+"""
+
+# A text of this operator, the mistake that replaces it, and the message. The mistakes that need
+# neither derivatives, checks nor another contract are in test_contract_text.py.
 MISTAKES = {
     "a clause that is not in the language": (
-        "bins   0 to 2^40.",
-        "bins   about 2^40.",
-        "line 4: `bins`: expected a clause, or text that begins with a capital letter, got `about`",
+        "[N]; like x.",
+        "about N.",
+        "line 4: `y`: expected a clause, or text that begins with a capital letter, got `about`",
     ),
     "a kernel that no contract names": (
-        '"order", o',
-        '"ordre", o',
-        "a kernel of wrong::ordre, which no contract names",
+        '"doubled", doubled<float>',
+        '"double", doubled<float>',
+        "a kernel of wrong::double, which no contract names",
     ),
-    "a number type without a kernel": ("order<int32_t>, ", "", "no kernel of order for key int32"),
+    "a number type without a kernel": (
+        "doubled<float>, ",
+        "",
+        "no kernel of doubled for x float32",
+    ),
     "two kernels of the same types": (
-        "order<int32_t>, ",
-        "order<int32_t>, order<int32_t>, ",
-        "two kernels of order take the same types",
+        "doubled<float>, ",
+        "doubled<float>, doubled<float>, ",
+        "two kernels of doubled take the same types",
     ),
     "a derivative of an unknown operator": (
-        'kPairDerivatives[] = {\n    {"pair_energy",',
-        'kPairDerivatives[] = {\n    {"pair_energies",',
-        "a derivative of pair_energies, which no schema names",
+        ')");',
+        ')", derivatives);',
+        "a derivative of halved, which no schema names",
     ),
     "an unused argument that the operator lacks": (
-        "results[0] = tangents[0] * slope(arguments);\n     }}};",
-        'results[0] = tangents[0] * slope(arguments);\n     }, "ordre"}};',
-        "a derivative of pair_energy names `ordre`, which is no argument",
+        ')");',
+        ')", unused);',
+        "a derivative of doubled names `z`, which is no argument",
     ),
-    "a view of another rank": (
-        "View<const Key, 1> key, View<int64_t, 1> place) {",
-        "View<const Key, 1> key, View<int64_t, 2> place) {",
-        "expected 1 dimensions for the result `place`, got 2",
-    ),
-    "a workspace of a CPU kernel": (
-        "View<const double, 1> x, View<double, 1> total) {",
-        "View<const double, 1> x, View<double, 1> total, calcops::Workspace&) {",
-        "a Workspace& is for CUDA kernels",
-    ),
-    "a double for an int": (
-        "View<const int64_t, 1> bin, int64_t bins,",
-        "View<const int64_t, 1> bin, double bins,",
-        "expected int64_t for the SymInt `bins`, got double",
-    ),
+    "two checks of an operator": (')");', ')", checks);', "two checks of doubled"),
     "an operator in two contracts": (
-        "histogram(Tensor bin, SymInt bins) -> Tensor\n",
-        "order(Tensor bin, SymInt bins) -> Tensor\n",
-        "order has another contract at",
+        "template <class Real>",
+        'const Contract again("doubled(Tensor x) -> Tensor\\nx [N]; float64.\\ny [N]; float64.");\n'
+        "template <class Real>",
+        "doubled has another contract at",
     ),
     "shapes that no check sets": (
-        "kScaledDerivatives, kScaledChecks);",
-        "kScaledDerivatives);",
-        "a Check of scaled must set the shape of `part`",
+        "[N]; like x.",
+        "[...]; like x.",
+        "a Check of doubled must set the shape of `y`",
     ),
 }
+PARTS = """
+void vjp(const Value*, const Value*, Value*) {}
+void check(const Value*, Value*) {}
+const Derivative derivatives[] = {{"halved", vjp}};
+const Derivative unused[] = {{"doubled", vjp, nullptr, "z"}};
+const Check checks[] = {{"doubled", check}, {"doubled", check}};
+"""
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_wrong_contract_is_refused_and_its_line_is_named(mistake, tmp_path):
+def test_a_wrong_contract_is_refused_and_its_line_is_named(mistake, tmp_path_factory):
     correct, wrong, message = MISTAKES[mistake]
-    text = SOURCE.read_text()
-    assert text.count(correct) == 1
-    source = tmp_path / "wrong.cpp"
+    assert DOUBLED.count(correct) == 1
+    begin, contract = DOUBLED.split("\nconst Contract")
+    text = f"{begin}{PARTS}\nconst Contract{contract}"
+    source = tmp_path_factory.getbasetemp() / "wrong.cpp"
     source.write_text(text.replace(correct, wrong))
     with pytest.raises(calcops_jit.BuildError) as error:
         calcops_jit.load("wrong", [source])
     assert message in str(error.value)
+    source.write_text(text)
+    corrected = calcops_jit.load("wrong", [source])
+    assert corrected.doubled(torch.ones(2)).tolist() == [2, 2]
 
 
 def test_the_notebook_cell_of_the_loaders_readme_builds_and_computes(tmp_path):

@@ -1,4 +1,4 @@
-// Reads the contracts of a file and prints "ok" or the error of each, for ../test_contract_text.py.
+// Reads the contracts of a file and prints "ok" or the error of each, for test_contract_text.py.
 // Contracts end with a line "----". Lines before a contract may name a composition ("composition
 // f") or register kernels of the table below ("kernel f name").
 #include <fstream>

@@ -1,4 +1,4 @@
-// Operators as users write them, for ../test_calcops_jit_contract*.py.
+// Operators as users write them, for test_contract*.py.
 #include <calcops/operator.h>
 
 #include <algorithm>
