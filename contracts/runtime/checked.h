@@ -18,13 +18,10 @@ namespace {
 // Return whether a condition holds. A condition of symbols becomes an assertion of the graph.
 bool holds(bool ok) { return ok; }
 bool holds(const c10::SymBool& ok) { return ok.expect_true(__FILE__, __LINE__); }
-// Return whether a condition is known to hold. If `may_guard`, a condition of symbols becomes a
-// guard of the graph; with unbacked symbols that is an error. Otherwise an unknown condition is
-// false.
-bool is_known_true(bool ok, bool /*may_guard*/) { return ok; }
-bool is_known_true(const c10::SymBool& ok, bool may_guard) {
-  return may_guard ? ok.guard_bool(__FILE__, __LINE__) : ok.maybe_as_bool().value_or(false);
-}
+// Return a condition. One of symbols becomes a guard of the graph; with unbacked symbols it is an
+// error.
+bool guarded(bool ok) { return ok; }
+bool guarded(const c10::SymBool& ok) { return ok.guard_bool(__FILE__, __LINE__); }
 bool equal(int64_t a, int64_t b) { return a == b; }
 c10::SymBool equal(const SymInt& a, const SymInt& b) { return a.sym_eq(b); }
 bool both(bool a, bool b) { return a && b; }
@@ -120,6 +117,14 @@ struct Checked {
     if (!op.check) return;
     result_shapes.resize(op.result_lines.size());
     op.check(values_of(stack), result_shapes.data());
+    for (size_t i = 0; i < result_shapes.size(); ++i) {
+      const Line& line = text.lines[op.result_lines[i]];
+      const IValue& shape = ivalue_of(result_shapes[i]);
+      const bool is_set = shape.isIntList() || shape.isSymIntList();
+      TORCH_CHECK(line.any_shape ? is_set : shape.isNone(), op.name, ": its Check must ",
+                  line.any_shape ? "set" : "not set", " the shape of `", line.name,
+                  "`, a list of sizes, got a ", shape.tagKind());
+    }
   }
 
   // Throw "op: expected `name` what, got ...".
@@ -168,8 +173,7 @@ struct Checked {
       check_bound(line, bound, number, other);
     }
     bool ok = line.numbers.empty();
-    for (const int64_t allowed : line.numbers)
-      ok = ok || is_known_true(equal(number, Int(allowed)), /*may_guard=*/true);
+    for (const int64_t allowed : line.numbers) ok = ok || guarded(equal(number, Int(allowed)));
     if (!ok) {
       std::vector<std::string> allowed;
       for (const int64_t each : line.numbers) allowed.push_back(std::to_string(each));
@@ -257,10 +261,8 @@ struct Checked {
     const uint32_t had_value = has_value;
     const auto shape = sizes_in(x, Int());
     const Shape* chosen = nullptr;
-    // A guard is added only if no shape fits without one.
-    for (const bool may_guard : {false, true})
-      for (const Shape& each : line.shapes)
-        if (!chosen && fits(line, each, shape, may_guard)) chosen = &each;
+    for (const Shape& each : line.shapes)
+      if (!chosen && fits(line, each, shape)) chosen = &each;
     shapes[&line - text.lines.data()] = chosen;
     if (!chosen || !matches(line, *chosen, shape))
       refuse(name, "of shape " + line.shape_text + line.made_text + sizes_text(line, had_value),
@@ -270,12 +272,12 @@ struct Checked {
   // Return whether a shape has the tensor's rank. Of several shapes of a rank, one is selected by
   // its dimensions that are numbers.
   template <class Sizes>
-  bool fits(const Line& line, const Shape& want, const Sizes& shape, bool may_guard) const {
+  bool fits(const Line& line, const Shape& want, const Sizes& shape) const {
     if (want.size() != shape.size()) return false;
     if (line.shapes.size() == 1) return true;
     for (size_t d = 0; d < shape.size(); ++d)
       if (want[d].size() == 1 && want[d][0].sizes.empty())
-        if (!is_known_true(equal(shape[d], Int(want[d][0].factor)), may_guard)) return false;
+        if (!guarded(equal(shape[d], Int(want[d][0].factor)))) return false;
     return true;
   }
 

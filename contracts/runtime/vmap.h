@@ -170,7 +170,11 @@ tensor_list vmap_items(const Operator& op, const Call& call, const SymInt& items
   if (items.maybe_as_int() == 0) return vmap_no_items(call);
   if (!op.family->text.joined.empty()) {
     const Joined joined(op, call, items);
-    if (const auto all = joined.call()) return joined.separate(all->run());
+    if (const auto all = joined.call()) try {
+        return joined.separate(all->run());
+      } catch (const c10::Error&) {
+        // The calls of the items raise an error with the sizes and positions of an item.
+      }
   }
   return vmap_one_by_one(call, items);
 }

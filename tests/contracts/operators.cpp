@@ -253,15 +253,16 @@ next_row(Tensor next, Tensor? second=None, bool wrong=False) -> Tensor
 next    [N]; uint8 or int32; entries 0 <= j < N at row; N >= 2; N <= 200.
 second  [N]; like next; entries 0 <= j < N at row.
 wrong   Whether the kernel reports a position behind the entries of `next`.
-back    [N]; like next. Is 1 where two steps lead back to the row, otherwise 0.
+back    [N]; float64. Is 1 where two steps lead back to the row, otherwise 0.
 vmap    joins N
 )");
 
 template <class Index>
-int64_t next_row(View<const Index, 1> next, View<const Index, 1>, bool wrong, View<Index, 1> back) {
+int64_t next_row(View<const Index, 1> next, View<const Index, 1>, bool wrong,
+                 View<double, 1> back) {
   const int64_t rows = next.shape[0];
   for (int64_t i = 0; i < rows; ++i) {
-    if (next(i) >= rows) return i;
+    if (next(i) < 0 || next(i) >= rows) return i;
     back(i) = next(next(i)) == i;
   }
   return wrong ? rows + 1 : -1;
@@ -279,6 +280,37 @@ void total(View<const double, 7> x, View<double, 0> sum) {
   sum() = std::accumulate(x.data, x.data + x.shape[5] * x.shape[6], 0.0);
 }
 const Kernel kTotalOfSevenCpu("total", total);
+
+// Two shapes of one rank. A size sets which one it is.
+const Contract kLeading(R"(
+leading(Tensor x) -> Tensor
+x      [A, B, 4] or [4, A, B]; float64.
+first  [A]; like x.
+)");
+
+void leading(View<const double, 3> x, View<double, 1> first) {
+  std::fill_n(first.data, first.shape[0], double(x.shape[0]));
+}
+const Kernel kLeadingCpu("leading", leading);
+
+// ---- checks that set a wrong shape --------------------------------------------------------------
+
+const calcops::Check kWrongChecks[] = {
+    {"unset", [](const Value*, Value*) {}},
+    {"number", [](const Value*, Value* shapes) { shapes[0] = 5; }},
+    {"needless", [](const Value*, Value* shapes) { shapes[0] = Value::list(7); }}};
+
+const Contract kWrong(R"(
+unset(Tensor x) -> Tensor any
+number(Tensor x) -> Tensor any
+needless(Tensor x) -> Tensor own
+x    [N]; float64.
+any  [...]; like x.
+own  [N]; like x.
+)",
+                      kWrongChecks);
+const Kernel kUnsetCpu("unset", running_sum), kNumberCpu("number", running_sum);
+const Kernel kNeedlessCpu("needless", running_sum);
 
 // ---- an operator of a short name ----------------------------------------------------------------
 

@@ -247,6 +247,11 @@ MISTAKES = {
         ')", unused);',
         "a derivative of doubled names `z`, which is no argument",
     ),
+    "a float as the default of an int": (
+        "doubled(Tensor x) -> Tensor\n",
+        "doubled(Tensor x, int k=.5) -> Tensor\nk  >= 0.\n",
+        "line 2: `doubled`: the default .5 of `k` is no int",
+    ),
     "two checks of an operator": (')");', ')", checks);', "two checks of doubled"),
     "an operator in two contracts": (
         "template <class Real>",

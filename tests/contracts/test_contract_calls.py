@@ -75,6 +75,20 @@ def test_what_a_check_refuses_names_the_argument(mine, arguments, message):
     assert str(error.value) == f"contracts::scaled: expected {message}"
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("unset", "must set the shape of `any`, a list of sizes, got a None"),
+        ("number", "must set the shape of `any`, a list of sizes, got a Int"),
+        ("needless", "must not set the shape of `own`, a list of sizes, got a"),
+    ],
+)
+def test_a_check_that_sets_a_wrong_shape_is_an_error(mine, name, message, device):
+    with pytest.raises(RuntimeError, match=f"contracts::{name}: its Check {message}"):
+        getattr(mine, name)(torch.ones(4, device=device, **float64))
+
+
 # ---- numbers and sizes ---------------------------------------------------------------------------
 
 
@@ -170,10 +184,18 @@ def test_vmap_joins_items_where_their_dtype_and_the_limits_allow_it(
     graph = make_fx(vmap(mine.next_row))(next, next)
     assert sum("next_row" in str(node.target) for node in graph.graph.nodes) == calls
     back = graph(next, next)
-    assert back.dtype == dtype
     expected = torch.stack([mine.next_row(item) for item in next])
     assert torch.equal(back, expected)
     assert torch.equal(vmap(mine.next_row)(next), expected)  # without `second`, once an item
+
+
+@pytest.mark.parametrize("entry", [3, -2, 9])
+def test_the_error_of_a_joined_call_has_the_numbers_of_its_item(mine, entry):
+    next = torch.zeros(4, 3, dtype=torch.int32)
+    next[2, 1] = entry
+    message = f"next_row: expected `next` entries 0 <= j < N = 3, got {entry} at row 1$"
+    with pytest.raises(RuntimeError, match=message):
+        vmap(mine.next_row)(next, next)
 
 
 def test_limits_of_a_joined_size_are_those_of_one_item(mine):
@@ -181,6 +203,15 @@ def test_limits_of_a_joined_size_are_those_of_one_item(mine):
         vmap(mine.next_row)(*[torch.zeros(3, 1, dtype=torch.int32)] * 2)
     with pytest.raises(RuntimeError, match=r"`next` with N <= 200, got \[201\]"):
         vmap(mine.next_row)(*[torch.zeros(3, 201, dtype=torch.int32)] * 2)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_call_selects_the_shape_that_an_eager_call_selects(mine, backend):
+    """After two calls, the last two sizes are symbols and the first one is 4."""
+    compiled = torch.compile(lambda x: mine.leading(x) * 1, fullgraph=True, backend=backend)
+    for shape in [(4, 5, 6), (4, 7, 8), (4, 6, 4), (4, 4, 7), (4, 4, 4)]:
+        x = torch.zeros(shape, **float64)
+        assert torch.equal(compiled(x), mine.leading(x))
 
 
 def test_an_absent_index_tensor_has_no_positions(mine):

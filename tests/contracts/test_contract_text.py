@@ -89,6 +89,10 @@ RIGHT = {
     ),
     "optional numbers of a composition": "composition f\n"
     "f(Tensor x, int? a, str? b) -> Tensor\nx  [N]; float64.\na  Text.\nb  Text.",
+    "a small bound": contract(n="float t", t="> 1e-3 and <= 1.5e+2."),
+    "two bounds of one number": contract(n="int k", k=">= 3 and <= 3."),
+    "a range of two adjacent integers": contract(n="int k", k="> 2^62 and < 4611686018427387906."),
+    "a lower limit of a difference of sizes": contract("[N, M]; float64; N - M < 0."),
     "an upper limit for CUDA": contract("[N]; float64; N*N < 2^31 on CUDA."),
 }
 
@@ -185,6 +189,31 @@ WRONG = OPTIONAL | {
             y="[N]; like x.",
         ),
         "got `where` in `0 where absent`",
+    ),
+    "bounds between which no integer lies": (
+        contract(n="int k", k="> 3 and < 4."),
+        "no number lies between the bounds 3 and 4",
+    ),
+    "bounds between which no float lies": (
+        contract(n="float t", t="> 0.5 and <= 0.5."),
+        "no number lies between the bounds 0.5 and 0.5",
+    ),
+    "limits between which no size lies": (
+        contract("[N]; float64; N >= 5; N < 5."),
+        "no number lies between the bounds 5 and 5",
+    ),
+    "a limit below 0": (
+        contract("[N]; float64; N < 0."),
+        "no number lies between the bounds 0 and 0",
+    ),
+    "an exponent without digits": (
+        contract(n="float t", t="> 1e-."),
+        "expected an exponent such as e-3",
+    ),
+    "a float that is too large": (contract(n="float t", t="< 1e999."), "a number is too large"),
+    "a power of ten in the form of floats for an integer": (
+        contract(n="int k", k="0 to 1e6."),
+        "expected integers, got 1e6",
     ),
     "a bound by an unknown argument": (contract(n="float b", b="> a."), "f has no number `a`"),
     "a bound by a number of another type": (
@@ -580,6 +609,15 @@ WRONG = OPTIONAL | {
         tensors("f(Tensor x) -> Tensor", x="[N + 1]; float64.", y="[N]; like x.", vmap="joins N"),
         "vmap can join one dimension",
     ),
+    "vmap of a result that may name shifted rows": (
+        tensors(
+            "f(Tensor x) -> Tensor",
+            x="[N]; int64; entries 0 <= j < N at row.",
+            y="[N]; like x.",
+            vmap="joins N",
+        ),
+        "line 3: `y`: vmap shifts entries, and this result of integers might name",
+    ),
     "vmap of entries below a sum": (
         tensors(
             "f(Tensor x, int m) -> Tensor",
@@ -617,6 +655,14 @@ RIGHT_KERNELS = {
             k=">= 0.",
             y="[N]; like x.",
         ),
+    ),
+    "three operators of the same result": kernel(
+        "copy",
+        COPY.replace(
+            "f(Tensor x) -> Tensor\n",
+            "f(Tensor x) -> Tensor y\ng(Tensor x) -> Tensor y\nh(Tensor x) -> Tensor y\n",
+        ),
+        more="kernel g copy\nkernel h copy\n",
     ),
     "two types": kernel(
         "copy", COPY.replace("float64", "float32 or float64"), more="kernel f copy_float\n"

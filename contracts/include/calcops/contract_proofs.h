@@ -155,6 +155,12 @@ class Prover {
     return std::all_of(types.begin(), types.end(), is_floating);
   }
 
+  bool may_be_integer(int i) const {
+    const auto& types = text_.lines[text_.lines[i].group].types;
+    return std::any_of(types.begin(), types.end(),
+                       [](Type type) { return !is_floating(type) && type != Type::kBool; });
+  }
+
   // ---- arguments and results --------------------------------------------------------------------
 
   // Raise an error if a line has a clause that does not apply to its argument, or lacks one.
@@ -183,11 +189,35 @@ class Prover {
     for (const Bound& bound : line.bounds)
       if (argument.kind == Kind::kInt && !bound.whole)
         fail(line, "expected integers, got " + bound.text);
+    for (const Bound& bound : line.bounds) check_possible(line, bound, line.bounds, argument.kind);
+    for (const Limit& limit : line.limits) {
+      std::vector<Bound> bounds;
+      for (const Limit& other : line.limits)
+        if (other.sum == limit.sum) bounds.push_back(other.bound);
+      if (bare(limit.sum) >= 0) bounds.emplace_back().text = "0";  // No size is negative.
+      check_possible(line, limit.bound, bounds, Kind::kInt);
+    }
     if (argument.has_default && !allows(line, argument))
       fail(line, "refuses its own default " + argument.fallback);
   }
 
-  static double number_in(const std::string& text) { return std::strtod(text.c_str(), nullptr); }
+  // Raise an error if no number is below an upper bound and above one of `bounds`.
+  static void check_possible(const Line& line, const Bound& upper, const std::vector<Bound>& bounds,
+                             Kind kind) {
+    const auto is_upper = [](const Bound& bound) {
+      return bound.compare == Compare::kLess || bound.compare == Compare::kAtMost;
+    };
+    for (const Bound& lower : bounds) {
+      if (upper.named || lower.named || !is_upper(upper) || is_upper(lower)) continue;
+      const uint64_t open = (upper.compare == Compare::kLess) + (lower.compare == Compare::kMore);
+      const bool is_empty = kind == Kind::kInt
+                                ? upper.integer < lower.integer ||
+                                      uint64_t(upper.integer) - uint64_t(lower.integer) < open
+                                : upper.real < lower.real || (open && upper.real == lower.real);
+      if (is_empty)
+        fail(line, "no number lies between the bounds " + lower.text + " and " + upper.text);
+    }
+  }
 
   // Return whether a line allows an argument's default.
   static bool allows(const Line& line, const Argument& argument) {
@@ -641,6 +671,16 @@ class Prover {
           bare(line.entries.below) < 0)
         fail(line, "vmap cannot shift entries below " + line.entries.bound);
     }
+    for (const Signature& op : ops_) {
+      const auto is_shifted = [&](int i) { return is_joined(bare(text_.lines[i].entries.below)); };
+      if (op.is_composition || std::none_of(op.tensors.begin(), op.tensors.end(), is_shifted))
+        continue;
+      for (const int i : op.result_lines)
+        if (may_be_integer(i))
+          fail(text_.lines[i],
+               "vmap shifts entries, and this result of integers might name the shifted rows; "
+               "leave `vmap` out, then each item is a call");
+    }
   }
 
   Text text_;
@@ -752,9 +792,9 @@ inline bool may_use_kernels_of(const Signature& op, const Signature& other) {
 // Prove that an operator has kernels: its own, or those of one other. `owners` have some.
 inline void check_owner(const Text& text, const Signature& op,
                         const std::vector<const Signature*>& owners) {
+  if (std::count(owners.begin(), owners.end(), &op)) return;
   const Signature* owner = nullptr;
   for (const Signature* other : owners) {
-    if (other == &op) return;
     if (!may_use_kernels_of(op, *other)) continue;
     if (owner)
       throw Mistake(op.schema.number, "`" + op.schema.name +

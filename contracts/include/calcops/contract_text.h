@@ -8,8 +8,11 @@
 #include <algorithm>
 #include <cctype>
 #include <charconv>
+#include <cmath>
 #include <cstdint>
 #include <iterator>
+#include <locale>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -172,6 +175,15 @@ struct Text {
     return known == sizes.end() ? -1 : int(known - sizes.begin());
   }
 };
+
+// Return a number such as -1.5 or 1e-3. Unlike std::stod, it does not depend on the locale.
+inline double number_in(const std::string& text) {
+  std::istringstream stream(text);
+  stream.imbue(std::locale::classic());
+  double number = 0;
+  stream >> number;
+  return number;
+}
 
 // An error in a contract.
 struct Mistake : std::runtime_error {
@@ -771,12 +783,23 @@ class Reader {
       return bound;
     }
     if (is_negative) require("-");
+    const size_t digits = peek().begin;
+    size_t end = peek().end;
     bound.whole = peek().text.find('.') == std::string::npos;
+    if (source_[end] == 'e' && peek().kind == Token::kNumber) {  // an exponent, as in 1e-3
+      bound.whole = false;
+      end += source_[end + 1] == '-' || source_[end + 1] == '+' ? 2 : 1;
+      if (!is_digit(source_[end])) expected("an exponent such as e-3");
+      while (is_digit(source_[end])) ++end;
+    }
     if (bound.whole) {
       at_ = begin;
       bound.real = double(bound.integer = take_integer());
     } else {
-      bound.real = std::stod(take(Token::kNumber, "a number")) * (is_negative ? -1 : 1);
+      take(Token::kNumber, "a number");
+      at_ = end;
+      bound.real = number_in(source_.substr(digits, end - digits)) * (is_negative ? -1 : 1);
+      if (std::abs(bound.real) > 1e300) fail("a number is too large");
     }
     bound.text = joined(text_from(begin));
     return bound;
