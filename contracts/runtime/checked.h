@@ -85,13 +85,12 @@ template <class Int>
 struct Checked {
   const Operator& op;
   const contract::Text& text;
-  const IValue* stack;                         // the arguments
-  std::array<const Tensor*, kMost> tensors;    // the arguments by their line in the contract
-  std::array<const Tensor*, kMost> gradients;  // the upstream gradients by the line of the result
-  std::array<const Tensor*, kMost> of_group;   // the first tensor of each group of dtypes
-  std::array<const Line*, kMost> group_line;   // and its line
-  std::array<Int, kMost> sizes;                // the values of the contract's sizes
-  const Line* first_line = nullptr;            // of the first tensor that is given
+  const IValue* stack;                        // the arguments
+  std::array<const Tensor*, kMost> tensors;   // the arguments by their line in the contract
+  std::array<const Tensor*, kMost> of_group;  // the first tensor of each group of dtypes
+  std::array<const Line*, kMost> group_line;  // and its line
+  std::array<Int, kMost> sizes;               // the values of the contract's sizes
+  const Line* first_line = nullptr;           // of the first tensor that is given
   const Tensor* first_tensor = &kNone;
   uint32_t has_value = 0;                    // sizes that have a value, a bit each
   std::array<const Shape*, kMost> shapes{};  // of each line's tensor; nullptr: its first shape
@@ -99,18 +98,11 @@ struct Checked {
   c10::SmallVector<Value, contract::kMostResults> result_shapes;
 
   Checked(const Operator& op, const IValue* stack) : op(op), text(op.family->text), stack(stack) {
-    for (size_t i = 0; i < text.lines.size(); ++i) tensors[i] = gradients[i] = of_group[i] = &kNone;
+    for (size_t i = 0; i < text.lines.size(); ++i) tensors[i] = of_group[i] = &kNone;
 
     for (const int i : op.numbers) check_number(text.lines[i], stack[op.argument[i]]);
     for (const int i : op.tensors) check_argument(i, stack[op.argument[i]]);
     for (const int i : op.strings) check_choice(text.lines[i], stack[op.argument[i]]);
-    for (const int i : op.gradients) {
-      gradients[i] = &tensor_or_none(stack[op.gradient[i]]);
-      if (gradients[i]->defined())
-        check_tensor(text.lines[i], "grad_" + text.lines[i].name, *gradients[i]);
-      else if (!op.schema.arguments[op.gradient[i]].optional)
-        refuse("grad_" + text.lines[i].name, "of shape " + text.lines[i].shape_text, "none");
-    }
     if (op.is_backward) check_factors();
     for (const int i : op.tensors)
       for (const contract::Limit& limit : text.lines[i].limits) check_limit(limit, i);
@@ -121,8 +113,9 @@ struct Checked {
       const Line& line = text.lines[op.result_lines[i]];
       const IValue& shape = ivalue_of(result_shapes[i]);
       const bool is_set = shape.isIntList() || shape.isSymIntList();
-      TORCH_CHECK(line.any_shape ? is_set : shape.isNone(), op.name, ": its Check must ",
-                  line.any_shape ? "set" : "not set", " the shape of `", line.name,
+      const bool is_open = line.any_shape && !op.has(op.result_lines[i]);
+      TORCH_CHECK(is_open ? is_set : shape.isNone(), op.name, ": its Check must ",
+                  is_open ? "set" : "not set", " the shape of `", line.name,
                   "`, a list of sizes, got a ", shape.tagKind());
     }
   }
@@ -220,29 +213,29 @@ struct Checked {
     const Line& line = text.lines[i];
     tensors[i] = &tensor_or_none(value);
     if (tensors[i]->defined())
-      check_tensor(line, line.name, *tensors[i]);
+      check_tensor(line, *tensors[i]);
     else if (!op.at_line(i).optional)
       refuse(line.name, "of shape " + line.shape_text, "none");
   }
 
-  void check_tensor(const Line& line, const std::string& name, const Tensor& x) {
+  void check_tensor(const Line& line, const Tensor& x) {
     if (!line.is_tensor()) return;  // the optional tensor of a composition, which checks it
     const Tensor*& like = of_group[line.group];
     const contract::Line& root = text.lines[line.group];
     if (like->defined()) {
       if (x.scalar_type() != like->scalar_type())
-        refuse(name,
+        refuse(line.name,
                c10::str("of dtype ", like->scalar_type(), " like `", group_line[line.group]->name,
                         "`"),
                x.scalar_type());
     } else {
       bool ok = false;
       for (const Type type : root.types) ok |= x.scalar_type() == scalar_type(type);
-      if (!ok) refuse(name, root.type_text, x.scalar_type());
+      if (!ok) refuse(line.name, root.type_text, x.scalar_type());
     }
     const Tensor& same_device = like->defined() ? *like : *first_tensor;
     if (same_device.defined() && x.device() != same_device.device())
-      refuse(name,
+      refuse(line.name,
              c10::str("on ", same_device.device(), " like `",
                       (like->defined() ? group_line[line.group] : first_line)->name, "`"),
              x.device());
@@ -254,10 +247,10 @@ struct Checked {
       first_tensor = &x;
       first_line = &line;
     }
-    if (!line.any_shape) check_shape(line, name, x);
+    if (!line.any_shape) check_shape(line, x);
   }
 
-  void check_shape(const Line& line, const std::string& name, const Tensor& x) {
+  void check_shape(const Line& line, const Tensor& x) {
     const uint32_t had_value = has_value;
     const auto shape = sizes_in(x, Int());
     const Shape* chosen = nullptr;
@@ -265,8 +258,8 @@ struct Checked {
       if (!chosen && fits(line, each, shape)) chosen = &each;
     shapes[&line - text.lines.data()] = chosen;
     if (!chosen || !matches(line, *chosen, shape))
-      refuse(name, "of shape " + line.shape_text + line.made_text + sizes_text(line, had_value),
-             shape);
+      refuse(line.name,
+             "of shape " + line.shape_text + line.made_text + sizes_text(line, had_value), shape);
   }
 
   // Return whether a shape has the tensor's rank. Of several shapes of a rank, one is selected by
@@ -352,10 +345,9 @@ struct Checked {
       const int line = op.result_lines[i];
       if (!op.has(line) || tensors[line]->defined()) continue;
       bool is_needed = op.is_wanted(stack, i);
-      for (size_t t = 0; t < terms; ++t) {
-        const int result = op.family->operators[linear.forward].result_lines[t];
-        is_needed |= (linear.terms[t] >> (terms + i) & 1) && gradients[result]->defined();
-      }
+      for (size_t t = 0; t < terms; ++t)
+        is_needed |=
+            (linear.terms[t] >> (terms + i) & 1) && tensors[linear.upstreams[t]]->defined();
       if (is_needed)
         refuse(text.lines[line].name, "where it or a result of it has a gradient", "none");
     }

@@ -306,7 +306,8 @@ std::string documentation(const Operator& op) {
   const auto add = [&](const char* title, const std::vector<int>& lines) {
     text += title;
     for (const int line : lines)
-      if (line >= 0) text += '\n' + op.family->text.lines[line].text;
+      if (line >= 0 && !op.family->text.lines[line].text.empty())
+        text += '\n' + op.family->text.lines[line].text;
     text += '\n';
   };
   add("", op.lines);

@@ -253,12 +253,10 @@ void fill_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const R
       const int index = call.op.result_lines[source.index];
       set_tensor(call.text.lines[index], call.shapes[index], *x, x->mutable_data_ptr());
     } else if (parameter.kind == Parameter::kTensor) {
-      const bool is_upstream = source.index < 0;
-      const int index = is_upstream ? -2 - source.index : source.index;
-      const Tensor& x = is_upstream ? *call.gradients[index] : *call.tensors[index];
+      const Tensor& x = *call.tensors[source.index];
       if (!x.defined()) continue;
-      const Line& line = call.text.lines[index];
-      const Shape* given = call.shapes[index];
+      const Line& line = call.text.lines[source.index];
+      const Shape* given = call.shapes[source.index];
       const bool is_other = given && given != &line.shapes[0];
       const Tensor& taken = as_taken(
           x, parameter.type, is_other ? Layout::kContiguous : parameter.layout, storage.owned);

@@ -124,21 +124,18 @@ struct Joined {
     Call all = given;
     for (size_t i = 0; i < text.lines.size(); ++i) {
       const Line& line = text.lines[i];
-      for (const int position : {op.argument[i], op.gradient[i]}) {
-        if (position < 0) continue;
-        IValue& argument = all.arguments[position];
-        if (!line.made_by.empty() && dimension(line) < 0) {
-          argument =
-              IValue();  // such as edge_order, which is made for the joined graph where needed
-        } else if (argument.isTensor()) {
-          const auto joined = join(argument.toTensor(), line);
-          if (!joined) return {};
-          argument = *joined;
-        } else if (is_joined(line.size)) {
-          argument = item.sizes[line.size] * items;
-        } else if (is_joined(contract::bare(line.entries.below))) {
-          return {};  // the kernel cannot know to which item a row belongs
-        }
+      if (!op.has(int(i))) continue;
+      IValue& argument = all.arguments[op.argument[i]];
+      if (!line.made_by.empty() && dimension(line) < 0) {
+        argument = IValue();  // such as edge_order, which is made for the joined graph where needed
+      } else if (argument.isTensor()) {
+        const auto joined = join(argument.toTensor(), line);
+        if (!joined) return {};
+        argument = *joined;
+      } else if (is_joined(line.size)) {
+        argument = item.sizes[line.size] * items;
+      } else if (is_joined(contract::bare(line.entries.below))) {
+        return {};  // the kernel cannot know to which item a row belongs
       }
     }
     try {

@@ -19,19 +19,15 @@ constexpr size_t kMostCombinations = 4096;
 // What the contract says about one operator.
 struct Signature {
   Schema schema;
-  // These have one entry for each line of the contract.
-  std::array<int, kMost> argument{};  // the argument's position in the schema, or -1
-  std::array<int, kMost> gradient{};  // the position of its grad_ argument, or -1
-  // For each argument: its line. output_mask has -1. The upstream gradient of a result has
-  // -2 - line, where `line` is the result's line.
-  std::vector<int> lines{};
-  std::vector<int> result_lines{};  // the gradient of an argument has the argument's line
-  int mask = -1;                    // the position of output_mask, or -1
+  std::array<int, kMost> argument{};  // of each line: its position in the schema, or -1
+  std::vector<int> lines{};           // of each argument: its line; output_mask has -1
+  std::vector<int> result_lines{};    // the gradient of an argument has the argument's line
+  int mask = -1;                      // the position of output_mask, or -1
   bool is_backward = false;
   bool is_composition = false;
   bool is_linear = false;  // it has the derivatives of the line `linear`
   // The lines of arguments, in the order in which a call checks them.
-  std::vector<int> numbers{}, tensors{}, gradients{}, strings{};
+  std::vector<int> numbers{}, tensors{}, strings{};
   std::vector<std::vector<int>> needs{};  // of each result: the lines of its factors
 
   const Argument& at_line(int line) const { return schema.arguments[argument[line]]; }
@@ -49,14 +45,13 @@ struct Linear {
   // results of `backward`.
   std::vector<std::string> factors;
   std::vector<uint64_t> terms;  // of each result of `forward`: the factors of its term, a bit each
+  std::vector<int> upstreams;   // and the line of its upstream gradient
 };
 
 // Where a kernel's parameter comes from.
 struct Source {
   enum { kArgument, kResult, kWorkspace, kStream } from;
-  // kArgument: the argument's line, or -2 - line for the upstream gradient of a result.
-  // kResult: the position among the results.
-  int index;
+  int index;  // the argument's line, or the position among the results
 };
 
 // How a kernel is called.
@@ -68,8 +63,7 @@ struct Binding {
 
 // Return the line of a tensor parameter.
 inline int line_of(const Signature& op, const Source& source) {
-  if (source.from == Source::kResult) return op.result_lines[source.index];
-  return source.index < 0 ? -2 - source.index : source.index;
+  return source.from == Source::kResult ? op.result_lines[source.index] : source.index;
 }
 
 struct Proved {
@@ -239,7 +233,6 @@ class Prover {
     op.is_composition = std::find(composed.begin(), composed.end(), name) != composed.end();
     op.is_backward = name.size() > 9 && name.compare(name.size() - 9, 9, "_backward") == 0;
     op.argument.fill(-1);
-    op.gradient.fill(-1);
     for (size_t i = 0; i < schema.arguments.size(); ++i) {
       const Argument& argument = schema.arguments[i];
       for (size_t k = 0; k < i; ++k)
@@ -252,17 +245,8 @@ class Prover {
           fail(op, "output_mask has one bool for each result");
         continue;
       }
-      int line = text_.line(argument.name);
-      const bool is_upstream = op.is_backward && argument.name.compare(0, 5, "grad_") == 0;
-      if (line < 0 && is_upstream && (line = text_.line(argument.name.substr(5))) >= 0) {
-        if (argument.kind != Kind::kTensor || !text_.lines[line].is_tensor())
-          fail(op, "`" + argument.name + "` is no tensor");
-        is_used_[line] = true;
-        op.gradient[line] = int(i);
-        op.gradients.push_back(line);
-        op.lines.push_back(-2 - line);
-        continue;
-      }
+      if (op.is_backward && argument.name.compare(0, 5, "grad_") == 0) add_upstream(argument.name);
+      const int line = text_.line(argument.name);
       if (line < 0) fail(op, "no line describes its argument `" + argument.name + "`");
       if (!op.is_composition && (argument.kind == Kind::kOther || argument.kind == Kind::kMask))
         fail(op, "kernels take no " + argument.type + " `" + argument.name +
@@ -275,6 +259,27 @@ class Prover {
       if (argument.kind == Kind::kInt) text_.lines[line].size = text_.size(argument.name);
     }
     ops_.push_back(std::move(op));
+  }
+
+  // Add the line of an upstream gradient, grad_y, unless there is one. It has the shape and the
+  // dtype of y.
+  void add_upstream(const std::string& name) {
+    const int of = text_.line(name.substr(5));
+    if (text_.line(name) >= 0 || of < 0 || !text_.lines[of].is_tensor()) return;
+    if (text_.lines.size() == kMost) fail(text_.lines[of], "more than 24 lines with " + name);
+    const Line result = text_.lines[of];
+    Line& line = text_.lines.emplace_back();
+    line.name = name;
+    line.number = result.number;
+    line.shapes = result.shapes;
+    line.shape_text = result.shape_text;
+    line.any_shape = result.any_shape;
+    line.whole = result.whole;
+    line.parts = result.parts;
+    line.group = result.group;
+    line.read_as = result.read_as;
+    is_used_[of] = true;
+    is_used_.push_back(true);
   }
 
   // Find the line of each result. It is the line that the schema names. The unnamed results of an
@@ -427,7 +432,6 @@ class Prover {
         const uint32_t own = check_tensor(line, known);
         if (!optional) known = own;
       }
-    for (const int i : op.gradients) check_tensor(text_.lines[i], known);
     // Entries and limits are checked when all sizes are set.
     for (const int i : op.tensors) {
       const Line& line = text_.lines[i];
@@ -574,6 +578,7 @@ class Prover {
     for (const int input : backward.result_lines)
       linear_.factors.push_back(text_.lines[input].name);
     linear_.terms.resize(forward.result_lines.size());
+    linear_.upstreams.resize(forward.result_lines.size());
     uint64_t inputs = 0;
     for (const Term& term : text_.terms) {
       const size_t result = factor_named("grad_" + term.result);
@@ -583,7 +588,8 @@ class Prover {
       if (factors)
         fail_here("`" + term.result +
                   "` has two terms. One operator computes one term; add the other one outside");
-      if (backward.gradient[forward.result_lines[result]] < 0)
+      const int upstream = linear_.upstreams[result] = text_.line("grad_" + term.result);
+      if (upstream < 0 || !backward.has(upstream))
         fail_here(backward.schema.name + " has no grad_" + term.result);
       factors = uint64_t(1) << result;
       for (const std::string& name : term.factors) {
@@ -735,13 +741,10 @@ inline Binding bind(const Text& text, const Signature& op, const KernelEntry& ke
     const int line_number = line_of(op, source);
     const Line& line = text.lines[line_number];
     const bool is_result = source.from == Source::kResult;
-    const Argument* argument = is_result || source.index < 0 ? nullptr : &op.at_line(line_number);
+    const Argument* argument = is_result ? nullptr : &op.at_line(line_number);
     const auto expect = [&](const std::string& what, const std::string& got) {
       fail("parameter " + std::to_string(p + 1) + ": expected " + what + " for the " +
-           (is_result  ? "result `"
-            : argument ? argument->type + " `"
-                       : "upstream gradient of `") +
-           line.name + "`, got " + got);
+           (is_result ? "result" : argument->type) + " `" + line.name + "`, got " + got);
     };
     const Kind kind = argument ? argument->kind : Kind::kTensor;
     const Parameter::Kind wanted = kWanted[int(kind)];
