@@ -64,7 +64,7 @@ const Check kChecks[] = {{"edge_force_virial", &check_frames<0>},
 
 const Contract kContract(R"(
 edge_force(Tensor edge_index, Tensor edge_gradient, SymInt natoms, *,
-           Tensor? edge_order=None) -> Tensor
+           Tensor? edge_order=None) -> Tensor force
   Force on every atom from the gradients of the energy along the edges of a graph.
 
   With g = edge_gradient of an edge, F_a is the sum of g over the edges with centre a, minus the sum

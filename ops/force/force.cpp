@@ -50,7 +50,7 @@ const Composition kCompositions[] = {{"neighbor_index", &neighbor_index}};
 
 const Contract kContract(R"(
 force(Tensor list_neigh, Tensor dE, Tensor Ri_d, SymInt nghost=0, *,
-      Tensor? neighbor_index=None) -> Tensor
+      Tensor? neighbor_index=None) -> Tensor force
   Force on every atom from a neighbour list, dE/dRi and dRi/dr.
 
   Each filled slot is a pair of the row's atom and the atom that the slot names. The pair puts the

@@ -344,7 +344,7 @@ WRONG = OPTIONAL | {
         "expected a clause, or text that begins with a capital letter, got `y`",
     ),
     "a tensor that nothing uses": (
-        COPY + "\nz  [N]; float64.",
+        COPY.replace("-> Tensor", "-> Tensor y") + "\nz  [N]; float64.",
         "line 4: `z` is no argument and no result of an operator",
     ),
     "an argument without a line": (contract(n="int k"), "no line describes its argument `k`"),
@@ -354,7 +354,12 @@ WRONG = OPTIONAL | {
     ),
     "an unnamed result without a line": (
         "f(Tensor x) -> Tensor\nx  [N]; float64.",
-        "no line describes result 1",
+        "0 lines for 1 unnamed results; name them, as in -> Tensor y",
+    ),
+    "unnamed results that may have two lines": (
+        COPY.replace("-> Tensor", "-> Tensor\ng(Tensor x) -> (Tensor y, Tensor z)")
+        + "\nz  [N, N]; float64.",
+        "`f`: 2 lines for 1 unnamed results",
     ),
     "a duplicate schema": ("f(Tensor x) -> Tensor\n" + COPY, "line 2: a second schema of f"),
     "a duplicate line": (COPY + "\nx  [N]; float64.", "a second line for x"),

@@ -282,10 +282,9 @@ class Prover {
     is_used_.push_back(true);
   }
 
-  // Find the line of each result. It is the line that the schema names. The unnamed results of an
-  // operator with upstream gradients have the lines of the factors of `linear`, in the order of its
-  // arguments. Those of other operators have the lines of tensors that no operator has as an
-  // argument, in order.
+  // Find the line of each result. It is the line that the schema names. Without names, the results
+  // of an operator with upstream gradients are all factors of `linear`, in the order of its
+  // arguments. Those of another operator are all tensors that no operator has as an argument.
   void read_results(Signature& op) {
     std::vector<int> unnamed;
     if (op.is_backward) {
@@ -307,12 +306,10 @@ class Prover {
         fail(op, "kernels return no " + results[i].type + ", only Tensor");
       if (line < 0 && !results[i].name.empty())
         fail(op, "no line describes its result `" + results[i].name + "`");
-      if (line < 0 && i >= unnamed.size())
-        fail(op, "no line describes result " + std::to_string(i + 1));
+      if (line < 0 && results.size() != unnamed.size())
+        fail(op, std::to_string(unnamed.size()) + " lines for " + std::to_string(results.size()) +
+                     " unnamed results; name them, as in -> Tensor y");
       if (line < 0) line = unnamed[i];
-      if (op.is_backward && results[i].name.empty() && results.size() != unnamed.size())
-        fail(op, "it has " + std::to_string(results.size()) + " results for " +
-                     std::to_string(unnamed.size()) + " factors of `linear`; name the results");
       const Line& described = text_.lines[line];
       if (!described.is_tensor()) fail(described, "expected the shape of a result, such as [N, 3]");
       if (op.is_result(line)) fail(op, "two results `" + described.name + "`");
