@@ -137,7 +137,7 @@ void Multilinear::add_gradients(const Call& point, Set moved, Set wanted, tensor
   // from `first` on. Those for `selected` are added.
   const auto run = [&](Call call, Set need, Set selected, size_t first) {
     for (size_t f = 0; f < factors_.size(); ++f)
-      if (!(need >> f & 1) && call.has(factors_[f])) call[factors_[f]] = IValue();
+      if ((optional_ & ~need) >> f & 1 && call.has(factors_[f])) call[factors_[f]] = IValue();
     const tensor_list gradients = call.run();
     for (size_t i = 0; i < gradients.size(); ++i) {
       at::Tensor& sum = sums[first + i];

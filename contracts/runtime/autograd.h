@@ -65,8 +65,8 @@ class Derivatives {
 // L is a sum of terms. The factors of a term are the upstream gradient of a result and inputs, and
 // the term is linear in each of them. `forward` returns the gradients of L for the upstream
 // gradients: its results. `backward` returns those for the inputs. If it has an argument
-// output_mask, that selects some of them. Factors that occur only in terms that are not needed are
-// passed as none.
+// output_mask, that selects some of them. Optional factors that occur only in terms that are not
+// needed are passed as none.
 //
 // The derivative of L along a direction of a factor is L without the terms that lack the factor,
 // and with the direction in the factor's place. So both operators have derivatives to any order. So
@@ -78,6 +78,7 @@ class Multilinear final : public Derivatives {
         backward_(std::move(backward)),
         factors_(linear.factors),
         terms_(linear.terms),
+        optional_(linear.optional),
         upstreams_((Set(1) << terms_.size()) - 1) {}
   bool covers(const std::string& argument) const override;
 
@@ -97,7 +98,7 @@ class Multilinear final : public Derivatives {
   std::string forward_, backward_;
   std::vector<std::string> factors_;
   std::vector<Set> terms_;
-  Set upstreams_;
+  Set optional_, upstreams_;
 };
 
 // ---- kernels of dispatch keys -------------------------------------------------------------------

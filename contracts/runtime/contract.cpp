@@ -80,7 +80,7 @@ class Formulas final : public Derivatives {
                       [](const Tensor& x) { return !x.defined(); })) {
         const Checked<SymInt> checked(op_, call.arguments.data());
         for (size_t i = 0; i < given.size(); ++i)
-          if (!upstream[i].defined())
+          if (!upstream[i].defined() && op_.is_wanted(call.arguments.data(), i))
             given[i] = at::zeros_symint(checked.result_shape(i), checked.options_of(i));
       }
     formula_.vjp(values_of(call.arguments.data()), values_of(given.data()), gradients.data());

@@ -86,10 +86,13 @@ struct Operator : contract::Signature {
   std::vector<BoundKernel> kernels{};
   const Operator* owner = nullptr;  // the operator whose kernels it uses
 
-  // Return whether a call computes a result. A gradient is computed if output_mask selects it,
-  // another result if all of its factors are given.
+  // Return whether a call computes a result. A gradient is computed if output_mask selects it, or
+  // without output_mask if its argument is given. Another result is computed if all of its factors
+  // are given.
   bool is_wanted(const IValue* arguments, size_t result) const {
     if (mask >= 0) return arguments[mask].toBoolList()[result];
+    if (const int line = result_lines[result]; has(line))
+      return tensor_or_none(arguments[argument[line]]).defined();
     if (result < needs.size())
       for (const int line : needs[result])
         if (!tensor_or_none(arguments[argument[line]]).defined()) return false;

@@ -369,6 +369,43 @@ const Kernel kProductsCpu("products", products<float>, products<double>);
 const Kernel kProductsBackwardCpu("_products_backward", products_backward<float>,
                                   products_backward<double>);
 
+// y = x w, z = x w v, q = v w, whose gradients have no output_mask.
+const Contract kTerms(R"(
+terms(Tensor x, Tensor w, Tensor? v=None) -> (Tensor y, Tensor z, Tensor q)
+_terms_backward(Tensor? grad_y, Tensor? grad_z, Tensor? grad_q, Tensor x, Tensor w,
+                Tensor? v=None) -> (Tensor v, Tensor x, Tensor w)
+x       [N]; float64.
+w       [N]; like x.
+v       [N]; like x.
+y       [N]; like x.
+z       [N]; like x.
+q       [N]; like x.
+linear  q(v, w) + y(x, w) + z(x, w, v)
+)");
+
+using In = View<const double, 1>;
+using Out = View<double, 1>;
+
+void terms(In x, In w, In v, Out y, Out z, Out q) {
+  for (int64_t i = 0; i < x.shape[0]; ++i) {
+    if (y) y(i) = x(i) * w(i);
+    if (z) z(i) = x(i) * w(i) * v(i);
+    if (q) q(i) = v(i) * w(i);
+  }
+}
+
+void terms_backward(In grad_y, In grad_z, In grad_q, In x, In w, In v, Out grad_v, Out grad_x,
+                    Out grad_w) {
+  for (int64_t i = 0; i < x.shape[0]; ++i) {
+    const double along_y = grad_y ? grad_y(i) : 0, along_z = grad_z ? grad_z(i) : 0;
+    const double along_q = grad_q ? grad_q(i) : 0, v_i = v ? v(i) : 0;
+    if (grad_x) grad_x(i) = w(i) * (along_y + along_z * v_i);
+    if (grad_w) grad_w(i) = x(i) * (along_y + along_z * v_i) + along_q * v_i;
+    if (grad_v) grad_v(i) = w(i) * (along_z * x(i) + along_q);
+  }
+}
+const Kernel kTermsCpu("terms", terms), kTermsBackwardCpu("_terms_backward", terms_backward);
+
 // The formulas use each upstream gradient and tangent without asking whether it is given.
 const Derivative kWavesDerivatives[] = {
     {"waves",

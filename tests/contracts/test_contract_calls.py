@@ -278,6 +278,16 @@ def test_terms_and_gradients_are_matched_by_name(mine):
     assert torch.autograd.gradgradcheck(products, (x, w), check_fwd_over_rev=True)
 
 
+def test_gradients_without_a_mask_accept_absent_factors_and_upstream_gradients(mine):
+    x, w, v = (torch.randn(4, **float64, requires_grad=True) for _ in range(3))
+    options = dict(check_undefined_grad=True, check_batched_grad=True)
+    assert torch.autograd.gradcheck(mine.terms, (x, w, v), check_forward_ad=True, **options)
+    assert torch.autograd.gradgradcheck(mine.terms, (x, w, v), check_fwd_over_rev=True, **options)
+    assert torch.autograd.gradcheck(lambda x, w: mine.terms(x, w)[0], (x, w))
+    assert torch.autograd.gradgradcheck(lambda x, w: mine.terms(x, w)[0], (x, w))
+    assert [len(result) for result in mine.terms(x, w)] == [4, 0, 0]
+
+
 def test_an_argument_that_no_term_covers_has_no_derivative_in_any_mode(mine):
     x, w, scale = (torch.rand(4, **float64, requires_grad=True) for _ in range(3))
     message = r"products: expected `scale` that requires no gradient, got Double \[4\]"

@@ -575,6 +575,14 @@ WRONG = OPTIONAL | {
         LINEAR.replace("Tensor? grad_z, ", "") + "y(x) + z(x, w)",
         "f_backward has no grad_z",
     ),
+    "an upstream gradient that is always given beside other results": (
+        LINEAR.replace("Tensor? grad_z, ", "Tensor grad_z, ") + "y(x) + z(x, w)",
+        "beside other results, `z` may have no gradient: Tensor? grad_z",
+    ),
+    "an optional argument that the gradients need": (
+        LINEAR.replace("f(Tensor x, Tensor w)", "f(Tensor x, Tensor? w)") + "y(x) + z(x, w)",
+        "`w` may be absent, and its derivatives call f_backward, where it may not",
+    ),
     "an argument that the gradients need": (
         LINEAR.replace(
             "Tensor x, Tensor w) -> (Tensor, Tensor)",

@@ -46,6 +46,7 @@ struct Linear {
   std::vector<std::string> factors;
   std::vector<uint64_t> terms;  // of each result of `forward`: the factors of its term, a bit each
   std::vector<int> upstreams;   // and the line of its upstream gradient
+  uint64_t optional = 0;        // the factors without which both operators can be called
 };
 
 // Where a kernel's parameter comes from.
@@ -534,7 +535,13 @@ class Prover {
     for (const Argument& argument : to.schema.arguments) {
       bool is_ok = (argument.kind == Kind::kTensor && argument.optional) ||
                    argument.kind == Kind::kMask || argument.name.compare(0, 5, "grad_") == 0;
-      for (const Argument& own : from.schema.arguments) is_ok |= own.name == argument.name;
+      for (const Argument& own : from.schema.arguments) {
+        if (own.name != argument.name) continue;
+        is_ok = true;
+        if (to.is_backward && own.optional && !argument.optional)
+          fail(from, "`" + own.name + "` may be absent, and its derivatives call " +
+                         to.schema.name + ", where it may not");
+      }
       for (const Argument& own : owner.schema.arguments)
         is_ok |= &owner != &from && own.name == argument.name && own.has_default &&
                  own.fallback == argument.fallback;
@@ -588,6 +595,11 @@ class Prover {
       const int upstream = linear_.upstreams[result] = text_.line("grad_" + term.result);
       if (upstream < 0 || !backward.has(upstream))
         fail_here(backward.schema.name + " has no grad_" + term.result);
+      const bool may_be_absent = linear_.terms.size() > 1;
+      if (may_be_absent && !backward.at_line(upstream).optional)
+        fail_here("beside other results, `" + term.result +
+                  "` may have no gradient: Tensor? grad_" + term.result);
+      linear_.optional |= uint64_t(may_be_absent) << result;
       factors = uint64_t(1) << result;
       for (const std::string& name : term.factors) {
         const int line = text_.line(name);
@@ -601,6 +613,8 @@ class Prover {
         if (factors & factor)
           fail_here("`" + term.result + "` is not linear in `" + name + "`, which it has twice");
         factors |= factor;
+        if (forward.at_line(line).optional && backward.at_line(line).optional)
+          linear_.optional |= factor;
       }
       inputs |= factors;
     }
