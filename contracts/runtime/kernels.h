@@ -426,9 +426,17 @@ void run_composition(const Operator& op, torch::jit::Stack* stack) {
     refuse_memory(op, first);
   }
   torch::jit::drop(*stack, op.count);
-  if (op.schema.results.size() == 1) return stack->push_back(ivalue_of(result));
-  TORCH_CHECK(ivalue_of(result).isTuple(), op.name, ": its composition returns one value");
-  for (const IValue& each : ivalue_of(result).toTupleRef().elements()) stack->push_back(each);
+  const IValue& value = ivalue_of(result);
+  const auto& wanted = op.parsed.returns();
+  const std::vector<IValue> results =
+      value.isTuple() ? value.toTupleRef().elements().vec() : std::vector<IValue>{value};
+  bool is_ok = results.size() == wanted.size();
+  for (size_t i = 0; i < wanted.size() && is_ok; ++i)
+    is_ok = results[i].isTensor() ? wanted[i].type()->kind() == c10::TypeKind::TensorType
+                                  : results[i].type()->isSubtypeOf(*wanted[i].type());
+  TORCH_CHECK(is_ok, op.name, ": its composition must return the results of its schema, got a ",
+              value.tagKind());
+  stack->insert(stack->end(), results.begin(), results.end());
 }
 
 }  // namespace

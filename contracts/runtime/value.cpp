@@ -3,9 +3,21 @@
 #include <utility>
 #include <vector>
 
-#include "operators.h"
+#include "checked.h"
 
 namespace calcops {
+
+namespace {
+
+SymInt size_of(const Value& value) {
+  const IValue& size = ivalue_of(value);
+  TORCH_CHECK(size.isInt() || size.isSymInt(), "calcops::Value: expected a size, got a ",
+              size.tagKind());
+  return size.toSymInt();
+}
+
+}  // namespace
+
 Value::Value(decltype(nullptr)) { new (memory_) IValue(); }
 Value::Value(int64_t number) { new (memory_) IValue(number); }
 Value::Value(double number) { new (memory_) IValue(number); }
@@ -45,25 +57,23 @@ int64_t Value::item() const {
 int Value::dim() const { return int(ivalue_of(*this).toTensor().dim()); }
 
 bool Value::equals(int64_t number) const {
-  return ivalue_of(*this).toSymInt().sym_eq(number).guard_bool(__FILE__, __LINE__);
+  return size_of(*this).sym_eq(number).guard_bool(__FILE__, __LINE__);
 }
 
-bool Value::is_known(int64_t number) const {
-  return ivalue_of(*this).toSymInt().maybe_as_int() == number;
-}
+bool Value::is_known(int64_t number) const { return size_of(*this).maybe_as_int() == number; }
 
 bool Value::expect_equal(const Value& size) const {
-  return ivalue_of(*this)
-      .toSymInt()
-      .sym_eq(ivalue_of(size).toSymInt())
-      .expect_true(__FILE__, __LINE__);
+  return size_of(*this).sym_eq(size_of(size)).expect_true(__FILE__, __LINE__);
 }
 
 bool Value::expect_at_least(int64_t number) const {
-  return ivalue_of(*this).toSymInt().sym_ge(number).expect_true(__FILE__, __LINE__);
+  return size_of(*this).sym_ge(number).expect_true(__FILE__, __LINE__);
 }
 
-bool Value::is(const char* text) const { return ivalue_of(*this).toStringRef() == text; }
+bool Value::is(const char* text) const {
+  const IValue& value = ivalue_of(*this);
+  return value.isString() && value.toStringRef() == text;
+}
 
 Value Value::shape() const {
   return value_of(IValue(ivalue_of(*this).toTensor().sym_sizes().vec()));
@@ -89,8 +99,6 @@ Value Value::device() const { return value_of(IValue(ivalue_of(*this).toTensor()
 
 Value Value::operator[](int i) const {
   const IValue& value = ivalue_of(*this);
-  TORCH_CHECK(value.isTuple() || value.isList(), "calcops::Value: expected several results or a ",
-              "list, got ", value.tagKind());
   TORCH_CHECK(i >= 0 && i < length(), "calcops::Value: expected an index below ", length(),
               ", got ", i);
   if (value.isTuple()) return value_of(value.toTupleRef().elements()[i]);
@@ -99,6 +107,8 @@ Value Value::operator[](int i) const {
 
 int Value::length() const {
   const IValue& value = ivalue_of(*this);
+  TORCH_CHECK(value.isTuple() || value.isList(), "calcops::Value: expected several results or a ",
+              "list, got ", value.tagKind());
   return int(value.isTuple() ? value.toTupleRef().elements().size() : value.toListRef().size());
 }
 
@@ -136,7 +146,7 @@ Value Value::list_of(const Value* values, int count) {
     return value_of(IValue(std::move(list)));
   }
   std::vector<SymInt> list;
-  for (int i = 0; i < count; ++i) list.push_back(ivalue_of(values[i]).toSymInt());
+  for (int i = 0; i < count; ++i) list.push_back(size_of(values[i]));
   return value_of(IValue(std::move(list)));
 }
 
@@ -164,32 +174,39 @@ void refuse(const char* op, const char* argument, const char* what, const Value&
 
 namespace {
 
-// Call an operator of PyTorch for tensors, otherwise compute with numbers.
-template <class Numbers>
-Value combined(const char* name, const Value& a, const Value& b, const Numbers& numbers) {
+// Call an operator of PyTorch for tensors, otherwise compute with numbers or with sizes.
+template <class Numbers, class Sizes>
+Value combined(const char* name, const Value& a, const Value& b, const Numbers& numbers,
+               const Sizes& sizes) {
   const IValue &x = ivalue_of(a), &y = ivalue_of(b);
   if (x.isTensor() || y.isTensor())
     return Value::call((std::string(name) + (y.isTensor() ? ".Tensor" : ".Scalar")).c_str(), a, b);
   if (x.isDouble() || y.isDouble())
     return value_of(numbers(x.toScalar().toDouble(), y.toScalar().toDouble()));
-  return value_of(numbers(x.toSymInt(), y.toSymInt()));
+  return value_of(sizes(size_of(a), size_of(b)));
 }
 
 }  // namespace
 
 Value operator+(const Value& a, const Value& b) {
   if (b.is_tensor() && !a.is_tensor()) return b + a;
-  return combined("aten::add", a, b, [](const auto& x, const auto& y) { return IValue(x + y); });
+  return combined(
+      "aten::add", a, b, [](double x, double y) { return IValue(x + y); },
+      [](const SymInt& x, const SymInt& y) { return IValue(sum_of(x, y)); });
 }
 
 Value operator*(const Value& a, const Value& b) {
   if (b.is_tensor() && !a.is_tensor()) return b * a;
-  return combined("aten::mul", a, b, [](const auto& x, const auto& y) { return IValue(x * y); });
+  return combined(
+      "aten::mul", a, b, [](double x, double y) { return IValue(x * y); },
+      [](const SymInt& x, const SymInt& y) { return IValue(product_of(x, y)); });
 }
 
 Value operator-(const Value& a, const Value& b) {
   if (b.is_tensor() && !a.is_tensor()) return Value::call("aten::rsub.Scalar", b, a);
-  return combined("aten::sub", a, b, [](const auto& x, const auto& y) { return IValue(x - y); });
+  return combined(
+      "aten::sub", a, b, [](double x, double y) { return IValue(x - y); },
+      [](const SymInt& x, const SymInt& y) { return IValue(sum_of(x, product_of(-1, y))); });
 }
 
 Value operator/(const Value& a, const Value& b) {
@@ -198,7 +215,9 @@ Value operator/(const Value& a, const Value& b) {
   const bool is_size = !a.is_tensor() && !ivalue_of(a).isDouble() && !y.isTensor() && !y.isDouble();
   TORCH_CHECK(!is_size || b.expect_at_least(1),
               "calcops::Value: expected a size divided by at least 1, got ", y);
-  return combined("aten::div", a, b, [](const auto& x, const auto& y) { return IValue(x / y); });
+  return combined(
+      "aten::div", a, b, [](double x, double y) { return IValue(x / y); },
+      [](const SymInt& x, const SymInt& y) { return IValue(x / y); });
 }
 
 }  // namespace calcops

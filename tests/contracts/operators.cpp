@@ -508,11 +508,21 @@ Value dimension(const Value* arguments) {
 }
 Value too_many(const Value* arguments) { return Value::call("aten::neg", arguments[0], 1, 2); }
 Value both(const Value* arguments) { return Value::call("moments", arguments[0]); }
+Value no_result(const Value*) { return nullptr; }
+Value flag_as_size(const Value* arguments) { return arguments[0] * (Value(true) + 1); }
+Value huge(const Value* arguments) { return arguments[0] * (arguments[1] * (int64_t(1) << 40)); }
 
-const calcops::Composition kCompositions[] = {
-    {"inverse", inverse},   {"halves", halves},       {"quotient", quotient},
-    {"is_given", is_given}, {"dimension", dimension}, {"too_many", too_many},
-    {"both", both}};
+const calcops::Composition kCompositions[] = {{"inverse", inverse},
+                                              {"halves", halves},
+                                              {"quotient", quotient},
+                                              {"is_given", is_given},
+                                              {"dimension", dimension},
+                                              {"too_many", too_many},
+                                              {"both", both},
+                                              {"one_of_two", both},
+                                              {"no_result", no_result},
+                                              {"huge", huge},
+                                              {"flag_as_size", flag_as_size}};
 
 const Contract kComposed(R"(
 inverse(Tensor x) -> Tensor
@@ -522,6 +532,10 @@ is_given(Tensor x, int? number, str? text) -> Tensor
 dimension(Tensor x, int d) -> Tensor
 too_many(Tensor x) -> Tensor
 both(Tensor x) -> (Tensor, Tensor)
+one_of_two(Tensor x) -> Tensor
+no_result(Tensor x) -> Tensor
+flag_as_size(Tensor x) -> Tensor
+huge(Tensor x, int a) -> Tensor
 x       [N]; float64.
 a       Text.
 b       Text.

@@ -369,6 +369,24 @@ def test_a_composition_may_have_several_results(mine):
     torch.testing.assert_close((mean, variance), (x.mean(), x.var(unbiased=False)))
 
 
+@pytest.mark.parametrize("name", ["one_of_two", "no_result"])
+def test_a_composition_returns_the_results_of_its_schema(mine, name):
+    with pytest.raises(RuntimeError, match=f"{name}: its composition must return the results"):
+        getattr(mine, name)(torch.ones(5, **float64))
+
+
+def test_a_product_of_values_that_overflows_is_an_error(mine):
+    x = torch.ones(1, **float64)
+    assert mine.huge(x, 2) == 2**41
+    with pytest.raises(RuntimeError, match="huge: expected `a` for which memory suffices, got"):
+        mine.huge(x, 2**30)
+
+
+def test_a_value_that_is_no_size_is_named(mine):
+    with pytest.raises(RuntimeError, match="calcops::Value: expected a size, got a Bool"):
+        mine.flag_as_size(torch.ones(2, **float64))
+
+
 @pytest.mark.parametrize("index", [9, -1])
 def test_an_index_beyond_a_list_of_values_is_an_error(mine, index):
     with pytest.raises(RuntimeError, match=f"expected an index below 1, got {index}"):
