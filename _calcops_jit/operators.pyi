@@ -194,7 +194,8 @@ def edge_force_virial(
     edge_vec       [E, 3]; like edge_gradient. The vector r_j - r_i (plus the shift), length.
     natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
     batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nframes at atom. The
-                   frame of each atom, in any order. None: all atoms are in frame 0.
+                   frame of each atom, in any order. None: all atoms are in frame 0. torch.vmap joins
+                   its items to one call where batch is given, for example as zeros.
     nframes        0 to 2^40. Number of frames, at least 1 where batch is None and there are atoms.
     edge_order     [natoms + 2E]; int32; E < 2^30; from edge_order(edge_index, natoms),
                    made where absent on CUDA.
