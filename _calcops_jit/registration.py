@@ -17,13 +17,12 @@ import difflib
 import os
 import re
 from collections.abc import Iterator
-from functools import cached_property
 
 import torch
 
 from . import handles
 from .messages import BuildError, report, say
-from .request import Request
+from .request import Request, once
 
 _taken: list[Registration] = []  # all that were committed in this process, the newest last
 
@@ -69,12 +68,12 @@ class Registration:
             message = str(error).removeprefix(f"{path}: ")
             raise explain(f"cannot load {request.name}.so", message) from None
 
-    @cached_property
+    @once
     def _steps(self) -> list[list[str]]:
         """Return the fields of each registration: its kind, a name, a schema or signature, tags."""
         return [line.split("\t") for line in self._call("steps").splitlines()]
 
-    @cached_property
+    @once
     def defs(self) -> dict[str, str]:
         """Return {operator with overload: schema and tags}."""
         definitions = {}
@@ -83,7 +82,7 @@ class Registration:
                 definitions[name] = f"{schema} tags {tags[0]}" if tags[0] else schema
         return definitions
 
-    @cached_property
+    @once
     def impls(self) -> dict[str, str]:
         """Return {"operator dispatch_key": C++ signature}. A fallback is " dispatch_key"."""
         return {name: signature for kind, name, signature, *_ in self._steps if kind == "impl"}

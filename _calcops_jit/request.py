@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from functools import cached_property
+from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from types import SimpleNamespace
 
@@ -20,6 +20,22 @@ from .inputs import TORCH, digest
 
 FORMAT = 8  # the version of the cache's format
 LOADER = os.path.dirname(os.path.realpath(__file__))
+
+
+def once(function: Callable) -> property:
+    """Return a property that is computed at its first use.
+
+    functools.cached_property has a lock in Python 3.11. A child that is forked while another
+    thread holds it waits for ever.
+    """
+    name = function.__name__
+
+    def value(self):
+        if name not in self.__dict__:
+            self.__dict__[name] = function(self)
+        return self.__dict__[name]
+
+    return property(value, doc=function.__doc__)
 
 
 def _part(name: str) -> str:
@@ -69,14 +85,14 @@ class Request(SimpleNamespace):
     verbose: bool = False
     level: str = ""  # for a library in a wheel: the level of x86-64
 
-    @cached_property
+    @once
     def environment(self) -> dict[str, str]:
         """Return a copy of the environment variables."""
         # Another thread may remove a variable meanwhile. Then os.environ.copy() raises KeyError.
         values = {name: os.environ.get(name) for name in list(os.environ)}
         return {name: value for name, value in values.items() if value is not None}
 
-    @cached_property
+    @once
     def _roots(self) -> list[tuple[str, str]]:
         """Return (token, folder) pairs, with the inner one of two nested folders first."""
         pairs = [("@loader", LOADER), ("@contracts", CONTRACTS), ("@root", self.root)]
@@ -96,12 +112,12 @@ class Request(SimpleNamespace):
                 return folder + path[len(token) :]
         return path
 
-    @cached_property
+    @once
     def compiler(self) -> list[str]:
         """Return the words of the C++ compiler's command."""
         return words_of("CXX") or ["c++"]
 
-    @cached_property
+    @once
     def programs(self) -> list[str]:
         """Return the paths of the compilers, also of those that wrappers such as ccache run."""
         if self.level:  # a wheel's library is used without compilers
@@ -113,12 +129,12 @@ class Request(SimpleNamespace):
             programs.append(f"{self.cuda.home}/bin/nvcc")
         return programs
 
-    @cached_property
+    @once
     def slot(self) -> str:
         """Return the name of this request's folder in the cache."""
         return f"{self.name}-{digest(json.dumps(self.facts, sort_keys=True).encode())[:16]}"
 
-    @cached_property
+    @once
     def facts(self) -> dict:
         """Return everything that a build depends on besides the contents of files."""
         flags = [*self.cflags, *self.cuda_cflags, *self.ldflags, *self.compiler]

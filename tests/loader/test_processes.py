@@ -22,6 +22,35 @@ def test_eight_processes_at_once_compile_once(checkout):
     assert sum("built calcops" in child.err for child in children) == 1
 
 
+# A thread computes the compiler of a request while the process forks. The child does so, too.
+FORK_WHILE_A_THREAD_COMPUTES = """
+import os, signal, threading
+from _calcops_jit import request
+inside, forked = threading.Event(), threading.Event()
+def words_of(name):
+    inside.set()
+    forked.wait()
+    return []
+request.words_of = words_of
+threading.Thread(target=lambda: request.Request().compiler).start()
+inside.wait()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)
+    request.words_of = lambda name: []
+    assert request.Request().compiler == ["c++"]
+    os._exit(0)
+status = os.waitpid(pid, 0)[1]
+forked.set()
+raise SystemExit(status)
+"""
+
+
+def test_a_forked_child_waits_for_no_thread_of_its_parent():
+    """The runtime is built by a thread that forks, while another thread builds the operators."""
+    assert subprocess.run([sys.executable, "-c", FORK_WHILE_A_THREAD_COMPUTES]).returncode == 0
+
+
 def test_a_waiter_says_so_at_little_cost_and_builds_when_the_builder_is_killed(checkout):
     checkout.slow.touch()
     builder = checkout.start()
